@@ -1,0 +1,32 @@
+# Every target works on a fresh machine: it makes .venv first, once for each change of the pins.
+PYTHON ?= python3
+WORKERS ?= 0# processes that share the tests; 0: pytest itself
+
+VENV_PYTHON := .venv/bin/python
+PIP_INSTALL := $(VENV_PYTHON) -m pip install -q --disable-pip-version-check -c constraints.txt
+PINS := setup.py constraints.txt
+
+.PHONY: train test test-all
+.DELETE_ON_ERROR:
+
+train: .venv/installed
+	$(VENV_PYTHON) -m launch.train --config=configs/mod_isoflop.py --workdir=runs/mod_isoflop
+
+test: .venv/installed-test
+	$(VENV_PYTHON) -m pytest -n $(WORKERS)
+
+test-all: .venv/installed-test
+	$(VENV_PYTHON) -m pytest -n $(WORKERS) -m ""
+
+# A stamp is touched after its install only, so that one which failed is tried again.
+.venv/installed: $(PINS)
+	@echo 'Installing JAX, Flax and what else setup.py names into .venv: a minute or two.'
+	@$(PYTHON) -m venv .venv
+	@$(PIP_INSTALL) -e .
+	@touch $@
+
+.venv/installed-test: $(PINS)
+	@echo 'Installing JAX, Flax, pytest and what else setup.py names into .venv: a minute or two.'
+	@$(PYTHON) -m venv .venv
+	@$(PIP_INSTALL) -e '.[test]'
+	@touch .venv/installed $@

@@ -1,0 +1,84 @@
+"""Every knob of the project, with its default. Experiments are this file plus their differences."""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    """The dense transformer that every experiment starts from."""
+    config = ConfigDict()
+    config.seed = 0  # seeds parameters, shuffling and sampling
+    config.flop_budget = 0.0  # counted training FLOPs of the whole run; 0: training.num_steps decides
+
+    model = config.model = ConfigDict()
+    model.vocab_size = 257  # at least the tokenizer's; 256 bytes and one separator
+    model.num_layers = 6  # blocks
+    model.d_model = 128  # D, width of the residual stream
+    model.d_ff = 384  # F, width of the SwiGLU mlp
+    model.num_heads = 4  # N, query heads
+    model.num_kv_heads = 4  # K, key/value heads; divides num_heads
+    model.head_dim = 32  # H, even (RoPE rotates halves)
+    model.norm_placement = 'pre'  # pre (Llama) | post (post-LN) | reordered (OLMo2)
+    model.norm_eps = 1e-6  # epsilon of every RMSNorm
+    model.qk_norm = 'none'  # none | head (over H) | full (over N H and K H)
+    model.rope_theta = 10000.0  # base of the rotary frequencies
+    model.use_bias = False  # biases on every projection of the blocks
+    model.tie_embeddings = False  # the head reads the embedding table
+    model.windows = (0,)  # tokens seen by each layer, repeated over depth; 0: all earlier ones
+    model.init_std = 0.02  # of every weight matrix, truncated at 3 sigma
+    model.embedding_init_std = 0.02  # of the embedding, truncated at 3 sigma
+    model.scale_residual_init = True  # residual outputs start smaller by 1/sqrt(2 num_layers)
+    model.dtype = 'float32'  # float32 | bfloat16 for activations; parameters stay float32
+    model.attention = 'auto'  # auto | reference | xla: implementation of the attention kernel
+    model.layer_loop = 'scan'  # scan (compile time free of depth) | unrolled; same parameters
+    model.remat = 'block'  # block (recompute each block in the backward pass) | none
+
+    routing = model.routing = ConfigDict()
+    routing.router = 'none'  # none (dense model) | learned
+    routing.layers = 'every:2'  # every:N (from layer N-1 on) | middle:FIRST:LAST | a list such as 1,3,5
+    routing.capacity = 0.125  # fraction of a sequence's tokens that enter a routed block, in (0, 1]
+    routing.gate = 'raw'  # raw | sigmoid | tanh | none: factor on the block's delta
+    routing.initial_gate = 1.0  # mean raw gate of the selected tokens aimed at before step 0
+    routing.causal_rule = 'predictor'  # predictor | aux_loss | dense: who enters when the future is unknown
+    routing.predictor_width = 32  # hidden units of the predictor, at most 64; 0: linear
+    routing.predictor_loss_weight = 1.0  # of the predictor's cross-entropy; reaches no other parameter
+    routing.aux_loss_weight = 0.01  # of the router's cross-entropy under aux_loss; reaches the trunk
+
+    data = config.data = ConfigDict()
+    data.source = 'stdlib'  # stdlib | synthetic | a glob of .txt, .jsonl or .parquet files
+    data.text_field = 'text'  # field or column of .jsonl and .parquet that holds the text
+    data.tokenizer = 'bytes'  # bytes: one token a byte
+    data.sequence_length = 256  # T, tokens a row
+    data.batch_size = 16  # B, rows a step over all devices
+    data.held_out_fraction = 0.05  # of the documents, chosen by the hash of their path
+
+    optimizer = config.optimizer = ConfigDict()
+    optimizer.learning_rate = 3e-3  # peak, reached after the warm-up
+    optimizer.final_fraction = 0.1  # of the peak, at the last step of the cosine
+    optimizer.warmup_fraction = 0.03  # of the steps, linear from 0
+    optimizer.b1 = 0.9  # AdamW: decay of the gradient's mean
+    optimizer.b2 = 0.98  # AdamW: decay of the gradient's square
+    optimizer.eps = 1e-8  # AdamW: added to the root
+    optimizer.weight_decay = 0.1  # AdamW, on matrices only
+    optimizer.clip_norm = 1.0  # global norm of the gradient; 0: no clipping
+    optimizer.z_loss = 1e-4  # weight of the mean squared log-partition of the logits
+
+    training = config.training = ConfigDict()
+    training.num_steps = 0  # steps of the run where flop_budget is 0
+    training.accumulate_steps = 1  # micro-batches summed into one step; divides data.batch_size
+    training.log_every = 10  # steps between rows of metrics
+    training.checkpoint_every = 200  # steps between checkpoints; the last step is always saved
+    training.keep_checkpoints = 2  # newest ones kept
+    training.max_nan_steps = 5  # non-finite steps in a row that end the run; each is skipped
+    training.compilation_cache = True  # keep compiled programs under the user's cache directory
+
+    evaluation = config.evaluation = ConfigDict()
+    evaluation.every = 200  # steps between evaluations during training; 0: only at the end
+    evaluation.num_batches = 4  # held-out batches of each of them
+    evaluation.final_batches = 64  # held-out batches of the last one, or all if fewer
+
+    report = config.report = ConfigDict()
+    report.prompt = 'def '  # start of the text that a finished run writes
+    report.sample_tokens = 200  # length of that text; prompt and sample fit the sequence length
+    report.temperature = 0.8  # of its sampling; 0: the most likely token
+    report.heatmap_tokens = 96  # held-out tokens across the routing heatmap
+    return config

@@ -1,0 +1,19 @@
+"""Mixture-of-Depths at a FLOP budget: every other block routed, an eighth of the tokens enter.
+
+  python -m launch.train --config=configs/mod_isoflop.py
+  python -m launch.train --config=configs/mod_isoflop.py:size=8x192,budget=1e14
+"""
+
+from configs import base, sizes
+
+
+def get_config(arguments: str = ''):
+    """Arguments: size=LAYERSxWIDTH, budget=training FLOPs; the steps follow from both."""
+    values = sizes.parse(arguments, size='6x128', budget='2e13')
+    config = base.get_config()
+    sizes.apply_size(config, values['size'])
+    config.flop_budget = sizes.budget_flops(values['budget'])
+    config.model.routing.router = 'learned'
+    config.model.routing.layers = 'every:2'
+    config.model.routing.capacity = 0.125
+    return config

@@ -1,0 +1,43 @@
+"""Model sizes by name, `LxD`: L layers of width D; the rest of the shape follows from D."""
+
+
+def apply_size(config, size: str):
+    """Sets the shape of `config.model` to `size`, such as 6x128.
+
+    Heads are 64 wide (32 below D = 128) and the SwiGLU is 8/3 D, rounded up to a multiple of 64, so
+    that a block holds about 12 D^2 parameters. Raises ValueError for a size that it cannot read.
+    """
+    layers, _, width = size.partition('x')
+    right = 'must be LAYERSxWIDTH with a width that is a multiple of 64, such as 6x128'
+    if not (layers.isdigit() and width.isdigit()) or int(width) % 64 or not int(layers):
+        raise ValueError(f'size={size!r}: {right}')
+    model = config.model
+    model.num_layers, model.d_model = int(layers), int(width)
+    model.head_dim = 64 if model.d_model >= 128 else 32
+    model.num_heads = model.num_kv_heads = model.d_model // model.head_dim
+    model.d_ff = -(-8 * model.d_model // (3 * 64)) * 64
+
+
+def parse(arguments: str, **defaults):
+    """`size=6x128,budget=1e13` -> {'size': '6x128', 'budget': '1e13'}, over the defaults.
+
+    Raises ValueError for a key that the config does not take.
+    """
+    values = dict(defaults)
+    for pair in filter(None, (arguments or '').split(',')):
+        key, _, value = pair.partition('=')
+        if key not in defaults:
+            raise ValueError(f'{key!r}: no such config argument; it takes {", ".join(defaults)}')
+        values[key] = value
+    return values
+
+
+def budget_flops(text: str) -> float:
+    """A FLOP budget such as 2e13 as a number. Raises ValueError where it is not a positive one."""
+    try:
+        flops = float(text)
+    except ValueError:
+        flops = 0.0
+    if not 0 < flops < float('inf'):
+        raise ValueError(f'budget={text!r}: must be a number of FLOPs above 0, such as 2e13')
+    return flops

@@ -1,0 +1,130 @@
+"""Attention in static blocks of queries, so that no T x S array exists: for CPUs and any backend.
+
+Forward and backward walk the same blocks. A block of queries reads only the keys that causality and
+the window let it see, as static slices. The backward pass recomputes each block's weights from the
+logsumexp: with delta = rowsum(do o) - dlse,
+  P = exp(q k^T scale - lse),  dV = P^T do,  dS = P (do V^T - delta),  dQ = dS K scale.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+QUERY_BLOCK = 128  # faster than 64 or 256 from T=256 to 2048 on two CPU cores
+MAX_BLOCKS = 16  # longer sequences take larger blocks: the program stays small
+
+
+def blocks(num_queries: int, num_keys: int, ordered: bool, window: int):
+    """(first query, end, first key, end) of each block; `ordered`: key i belongs to query i."""
+    size = max(QUERY_BLOCK, -(-num_queries // MAX_BLOCKS))
+    for start in range(0, num_queries, size):
+        stop = min(start + size, num_queries)
+        if ordered:
+            yield start, stop, max(0, start - window + 1) if window else 0, stop
+        else:
+            yield start, stop, 0, num_keys
+
+
+def _visible(mask, window, ordered, start, stop, first, end):
+    """Visibility of one block, [B or 1, queries, keys]; see reference.visibility."""
+    positions_BT, key_positions_BS, segment_ids_BT, key_segment_ids_BS = mask
+    if ordered:
+        index_T, index_S = jnp.arange(start, stop), jnp.arange(first, end)
+        visible = (index_T[:, None] >= index_S[None, :])[None]
+    else:
+        visible = positions_BT[:, start:stop, None] >= key_positions_BS[:, None, first:end]
+    if window:
+        distance = positions_BT[:, start:stop, None] - key_positions_BS[:, None, first:end]
+        visible = visible & (distance < window)
+    if segment_ids_BT is not None:
+        same = segment_ids_BT[:, start:stop, None] == key_segment_ids_BS[:, None, first:end]
+        visible = visible & same
+    return visible
+
+
+def _dot(equation, x, y):
+    # XLA on CPU cannot run some bfloat16 products with a float32 result.
+    if jax.default_backend() == 'cpu':
+        x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+    return jnp.einsum(equation, x, y, preferred_element_type=jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _scores(q_BTKGH, k_BSKH, visible, scale):
+    scores_BKGTS = _dot('btkgh,bskh->bkgts', q_BTKGH, k_BSKH) * scale
+    return jnp.where(visible[:, None, None], scores_BKGTS, -jnp.inf)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def xla_attention(q_BTNH, k_BSKH, v_BSKH, mask, window, ordered, scale):
+    """Same result and shapes as reference_attention, block by block.
+
+    Args:
+      q_BTNH, k_BSKH, v_BSKH: as there.
+      mask: (positions [B, T], key_positions [B, S], segment ids [B, T], key segment ids [B, S]),
+        the last two None for one segment.
+      window: keys seen, the query's own among them; 0 for no limit.
+      ordered: key i belongs to query i and positions ascend, so that index order is time order.
+      scale: factor on the scores.
+    """
+    return _forward(q_BTNH, k_BSKH, v_BSKH, mask, window, ordered, scale)[0]
+
+
+def _forward(q_BTNH, k_BSKH, v_BSKH, mask, window, ordered, scale):
+    batch, length, heads, width = q_BTNH.shape
+    kv_heads = k_BSKH.shape[2]
+    q_BTKGH = q_BTNH.reshape(batch, length, kv_heads, heads // kv_heads, width)
+    outputs, lses = [], []
+    for start, stop, first, end in blocks(length, k_BSKH.shape[1], ordered, window):
+        visible = _visible(mask, window, ordered, start, stop, first, end)
+        scores = _scores(q_BTKGH[:, start:stop], k_BSKH[:, first:end], visible, scale)
+        highest = jnp.max(scores, axis=-1, keepdims=True)
+        highest = jnp.where(highest == -jnp.inf, 0.0, highest)
+        weights = jnp.exp(scores - highest)
+        total = jnp.sum(weights, axis=-1, keepdims=True)
+        seen = jnp.where(total > 0, total, 1.0)
+        output = _dot('bkgts,bskh->bkgth', weights.astype(v_BSKH.dtype), v_BSKH[:, first:end]) / seen
+        outputs.append(jnp.moveaxis(output, 3, 1).astype(q_BTNH.dtype))
+        lses.append((highest + jnp.log(total))[..., 0])
+    o_BTNH = jnp.concatenate(outputs, axis=1).reshape(q_BTNH.shape)
+    lse_BNT = jnp.concatenate(lses, axis=-1).reshape(batch, heads, length)
+    return (o_BTNH, lse_BNT), (q_BTNH, k_BSKH, v_BSKH, mask, o_BTNH, lse_BNT)
+
+
+def _backward(window, ordered, scale, residuals, cotangents):
+    q_BTNH, k_BSKH, v_BSKH, mask, o_BTNH, lse_BNT = residuals
+    do_BTNH, dlse_BNT = cotangents
+    batch, length, heads, width = q_BTNH.shape
+    kv_heads = k_BSKH.shape[2]
+    grouped = (batch, length, kv_heads, heads // kv_heads, width)
+    product_BTN = jnp.sum(do_BTNH.astype(lse_BNT.dtype) * o_BTNH.astype(lse_BNT.dtype), axis=-1)
+    delta_BNT = jnp.moveaxis(product_BTN, 2, 1) - dlse_BNT
+    q_BTKGH, do_BTKGH = q_BTNH.reshape(grouped), do_BTNH.reshape(grouped)
+    by_head = (batch, kv_heads, heads // kv_heads, length)
+    lse_BKGT, delta_BKGT = lse_BNT.reshape(by_head), delta_BNT.reshape(by_head)
+    lse_BKGT = jnp.where(lse_BKGT == -jnp.inf, 0.0, lse_BKGT)
+    dk_BSKH = jnp.zeros(k_BSKH.shape, lse_BNT.dtype)
+    dv_BSKH = jnp.zeros(v_BSKH.shape, lse_BNT.dtype)
+    dqs = []
+    for start, stop, first, end in blocks(length, k_BSKH.shape[1], ordered, window):
+        visible = _visible(mask, window, ordered, start, stop, first, end)
+        q, k = q_BTKGH[:, start:stop], k_BSKH[:, first:end]
+        v, do = v_BSKH[:, first:end], do_BTKGH[:, start:stop]
+        weights = jnp.exp(_scores(q, k, visible, scale) - lse_BKGT[..., start:stop, None])
+        dweights = _dot('btkgh,bskh->bkgts', do, v)
+        dscores = (weights * (dweights - delta_BKGT[..., start:stop, None]) * scale).astype(q.dtype)
+        dv = _dot('bkgts,btkgh->bskh', weights.astype(do.dtype), do)
+        dk = _dot('bkgts,btkgh->bskh', dscores, q)
+        dv_BSKH = dv_BSKH.at[:, first:end].add(dv)
+        dk_BSKH = dk_BSKH.at[:, first:end].add(dk)
+        dqs.append(_dot('bkgts,bskh->btkgh', dscores, k))
+    dq_BTNH = jnp.concatenate(dqs, axis=1).reshape(q_BTNH.shape)
+    return (
+        dq_BTNH.astype(q_BTNH.dtype),
+        dk_BSKH.astype(k_BSKH.dtype),
+        dv_BSKH.astype(v_BSKH.dtype),
+        None,
+    )
+
+
+xla_attention.defvjp(_forward, _backward)

@@ -1,0 +1,194 @@
+"""The frame of every command: absl flags, --config, errors in one line, exit status, --help."""
+
+import contextlib
+import dataclasses
+import errno
+import functools
+import inspect
+import json
+import os
+import re
+import sys
+import textwrap
+import traceback
+
+from absl import app, flags, logging
+from ml_collections import config_flags
+
+from launch import config_file
+from moddepth_jax import hparams
+
+FLAGS = flags.FLAGS
+flags.disclaim_key_flags()  # flags defined below belong to the command that asks for them
+
+_CONFIG_HELP = (
+    'FILE.py or FILE.py:TEXT, such as configs/base.py. Its get_config(), or get_config(TEXT), '
+    'returns the knobs; --config.model.num_layers=12 sets one of them.'
+)
+_HELP = ('-h', '-?', '-help', '--help', '--helpshort', '--helpfull')
+
+
+def run(main, positional: str = ''):
+    """Parses the flags, calls `main(argv)` and exits the process.
+
+    Exit status: 0 where main returned None (an int that it returns is the status); 2 after a bad
+    flag or config, a ValueError, or a file that could not be used, told in one line on stderr;
+    130 after Ctrl-C, told in one line; 1 with its traceback for any other exception.
+
+    Args:
+      main: called with the program's name and the positional arguments.
+      positional: what --help says of the positional arguments; empty: there are none, and one
+        given is an error.
+    """
+    flags.DEFINE_boolean('traceback', False, 'Show where in the code an error arose, too.')
+    FLAGS.set_gnu_getopt(True)
+    parse = functools.partial(_parse, positional=positional)
+    app.run(functools.partial(_call, main), flags_parser=parse)
+
+
+def define_config() -> flags.FlagHolder:
+    """Defines --config (required) and --print_config; the holder's `.value` is a locked ConfigDict.
+
+    A knob is overridden by --config.model.num_layers=3. What follows a colon in
+    --config=FILE.py:TEXT is passed to the file's get_config.
+    """
+    with _errors_in_one_line():  # config_flags reads a --flagfile here
+        holder = config_flags.DEFINE_config_file('config', help_string=_CONFIG_HELP)
+    FLAGS['config'].parser = config_file.Parser()
+    flags.mark_flag_as_required('config')
+    flags.DEFINE_boolean('print_config', False, 'Print the resolved config as JSON and exit.')
+    return holder
+
+
+def config_name() -> str:
+    """NAME of --config=configs/NAME.py[:TEXT], after the flags are parsed."""
+    path = FLAGS['config'].config_filename.split(':', 1)[0]
+    return os.path.splitext(os.path.basename(path))[0]
+
+
+def prepare_backend():
+    """Sets what JAX reads when its first device is asked for. `run` calls it before main.
+
+    Fake CPU devices want two threads each, or XLA's CPU runtime can block until it aborts: NPROC
+    becomes twice their number unless it is set. Logs below WARNING, and those of Orbax and Grain
+    below ERROR, are dropped unless --verbosity is given.
+    """
+    counts = re.findall(
+        r'--xla_force_host_platform_device_count=(\d+)', os.environ.get('XLA_FLAGS', '')
+    )
+    if counts and int(counts[-1]) >= 2:
+        os.environ.setdefault('NPROC', str(2 * int(counts[-1])))
+    if FLAGS['verbosity'].using_default_value:
+        logging.set_verbosity(logging.WARNING)
+        logging.get_absl_logger().setLevel('ERROR')
+
+
+def _call(main, argv):
+    with _errors_in_one_line():
+        if 'print_config' in FLAGS and FLAGS.print_config:
+            return _print_config()
+        return main(argv)
+
+
+def _print_config():
+    print(json.dumps(dataclasses.asdict(hparams.from_config(FLAGS.config)), indent=2))
+
+
+def _parse(argv, positional):
+    with _errors_in_one_line():
+        if set(_HELP) & set(argv[1 : argv.index('--') if '--' in argv else None]):
+            print(_help_text(positional))
+            sys.exit(0)
+        rest = FLAGS(argv)
+        if rest[1:] and not positional:
+            raise ValueError(_unexpected(rest[1], argv))
+        prepare_backend()
+        return rest
+
+
+@contextlib.contextmanager
+def _errors_in_one_line():
+    try:
+        yield
+    except KeyboardInterrupt:
+        print('interrupted', file=sys.stderr)
+        sys.exit(130)
+    except (ValueError, OSError, flags.Error) as error:
+        line = _one_line(error)
+        if not line:
+            raise
+        if '--traceback' in sys.argv:
+            traceback.print_exc()
+        print('error:', ' '.join(line.split()), file=sys.stderr)
+        sys.exit(2)
+
+
+def _one_line(error):
+    """What the user did wrong, or '' where the error is not theirs."""
+    if isinstance(error, OSError):
+        if error.filename is not None:
+            return f'{error.filename}: {error.strerror or error}'
+        theirs = isinstance(error, (FileNotFoundError, PermissionError))
+        return str(error) if theirs or error.errno == errno.ENOSPC else ''
+    if isinstance(error, flags.UnrecognizedFlagError):
+        if error.flagname.startswith('config.') and 'config' in FLAGS and not FLAGS['config'].value:
+            return f'{error.flagvalue}: needs --config=FILE.py before it'
+        known = [flag.name for flag in _own_flags()]
+        if 'config' in FLAGS and FLAGS['config'].value:
+            known += config_file.knob_names(FLAGS['config'].value)
+        return f'{error.flagvalue}: no such flag; {config_file.nearest(error.flagname, known)}'
+    if isinstance(error, flags.IllegalFlagValueError):
+        return _illegal_value(error)
+    missing = re.match('Missing value for flag (.*)', str(error))
+    if missing:
+        return f'{missing[1]}: missing value; write {missing[1]}=VALUE'
+    return str(error) or type(error).__name__
+
+
+def _illegal_value(error):
+    text = str(error)
+    name = re.match(r'flag --([^=]+)=', text)
+    if not name or name[1] not in FLAGS:
+        return text
+    flag = FLAGS[name[1]]
+    if 'must have a value other than None' in text:
+        return f'--{flag.name}: missing; {flag.help.split(". ")[0]}'
+    parser = flag.parser
+    if isinstance(parser, flags.BooleanParser):
+        right = 'must be true or false'
+    elif isinstance(parser, flags.EnumParser):
+        right = f'must be one of {", ".join(parser.enum_values)}'
+    elif parser.flag_type() == 'tuple':
+        right = "must be a tuple, such as '(256, 0)'"
+    elif parser.syntactic_help:
+        right = f'must be {parser.syntactic_help}'
+    else:
+        return text.removeprefix('flag ')
+    reason = f': {error.__context__}'
+    return f'{text.removesuffix(reason).removeprefix("flag ")}: {right}'
+
+
+def _unexpected(argument, argv):
+    before = argv[argv.index(argument) - 1]
+    name = before.lstrip('-')
+    if name in FLAGS and FLAGS[name].boolean:
+        return f'{before} {argument}: a value of {before} follows "=", as in {before}=false'
+    return f'{argument}: unexpected; every option starts with --, and --help lists them'
+
+
+def _own_flags():
+    return sorted(FLAGS.get_key_flags_for_module(sys.argv[0]), key=lambda flag: flag.name)
+
+
+def _help_text(positional):
+    lines = [inspect.cleandoc(sys.modules['__main__'].__doc__ or ''), '']
+    if positional:
+        lines += ['arguments:', textwrap.indent(positional, '  '), '']
+    lines.append('flags:')
+    for flag in _own_flags():
+        name = f'  --[no]{flag.name}' if flag.boolean else f'  --{flag.name}'
+        default = '' if flag.default in (None, False, '') else f' Default: {flag.default}.'
+        body = ' '.join((flag.help + default).split())
+        indents = {'initial_indent': ' ' * 6, 'subsequent_indent': ' ' * 6}
+        lines += [name, textwrap.fill(body, 88, **indents)]
+    return '\n'.join(lines)

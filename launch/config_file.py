@@ -1,0 +1,136 @@
+"""The file behind --config: its loading, and the check of the knobs set on the command line."""
+
+import difflib
+import importlib.util
+import inspect
+import os
+import re
+import sys
+import traceback
+
+from absl import flags
+from ml_collections import ConfigDict
+
+FLAGS = flags.FLAGS
+
+
+class Parser(flags.ArgumentParser):
+    """Turns FILE.py[:TEXT] into a locked ConfigDict, or raises a flags.Error of one line.
+
+    config_flags itself postpones some of these errors, wraps a traceback into others, and looks
+    for the meant knob in one group only.
+    """
+
+    def parse(self, path):
+        if FLAGS['config'].present:
+            raise flags.Error(f'--config={path}: given twice; a run has one config')
+        config = _load(path)
+        config.lock()
+        for name, given in _overrides():
+            _check_override(config, name, given)
+        return config
+
+
+def knob_names(config: ConfigDict, prefix: str = 'config.') -> list[str]:
+    """The dotted names of all knobs of all groups, such as config.model.num_layers."""
+    names = []
+    for name, value in config.items():
+        group = isinstance(value, ConfigDict)
+        names += knob_names(value, f'{prefix}{name}.') if group else [prefix + name]
+    return names
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """Which of the `known` dotted names was meant, as the end of an error message.
+
+    It is the one whose last part is alike, of the group that is the most alike. Where none is,
+    the names of the deepest group that exists are listed.
+    """
+    last = {other: other.split('.')[-1] for other in known}
+    tails = difflib.get_close_matches(name.split('.')[-1], last.values(), n=1)
+    if tails:
+        near = [other for other in known if last[other] == tails[0]]
+        best = max(near, key=lambda other: difflib.SequenceMatcher(None, name, other).ratio())
+        return f'did you mean --{best}?'
+    group, beside = name, {}
+    while group and not beside:
+        group = group.rpartition('.')[0]
+        prefix = group + '.' if group else ''
+        inside = [other.removeprefix(prefix) for other in known if other.startswith(prefix)]
+        beside = dict.fromkeys(other.split('.')[0] for other in inside)
+    return f'{group} has {", ".join(beside)}' if group else f'there are --{", --".join(beside)}'
+
+
+def _load(spec):
+    path, *texts = spec.split(':', 1)
+    given = f'--config={spec}'
+    if not os.path.isfile(path) or not path.endswith('.py'):
+        raise flags.Error(f'{given}: no such Python file{_file_beside(path)}')
+    module_spec = importlib.util.spec_from_file_location('config_file_of_this_run', path)
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[module_spec.name] = module
+    try:
+        module_spec.loader.exec_module(module)
+        if not callable(getattr(module, 'get_config', None)):
+            raise flags.Error(f'{given}: defines no get_config(), which must return a ConfigDict')
+        _check_text(module.get_config, given, texts)
+        config = module.get_config(*texts)
+    except SyntaxError as error:
+        raise flags.Error(f'{given}: line {error.lineno}: {error.msg}') from error
+    except ValueError as error:
+        raise flags.Error(f'{given}: {error}') from error
+    except (AttributeError, KeyError, TypeError) as error:
+        # ConfigDict raises these for a mistyped or ill-typed knob, so they are the config's.
+        raise flags.Error(f'{given}: {_place(error, path)}{error}') from error
+    if not isinstance(config, ConfigDict):
+        got = type(config).__name__
+        raise flags.Error(f'{given}: get_config() returned {got}, it must return a ConfigDict')
+    return config
+
+
+def _file_beside(path):
+    folder = os.path.dirname(path)
+    files = os.listdir(folder or '.') if os.path.isdir(folder or '.') else []
+    near = difflib.get_close_matches(os.path.basename(path), files, n=1)
+    return f'; did you mean {os.path.join(folder, near[0])}?' if near else ''
+
+
+def _place(error, path):
+    """FILE:LINE of the deepest call in the folder of the config at `path`."""
+    folder = os.path.dirname(os.path.abspath(path))
+    calls = traceback.extract_tb(error.__traceback__)
+    calls = [call for call in calls if os.path.dirname(call.filename) == folder]
+    return f'{os.path.relpath(calls[-1].filename)}:{calls[-1].lineno}: ' if calls else ''
+
+
+def _check_text(get_config, given, texts):
+    try:
+        inspect.signature(get_config).bind(*texts)
+    except TypeError:
+        right = 'takes no text after the colon' if texts else 'needs a text, as in FILE.py:TEXT'
+        raise flags.Error(f'{given}: its get_config {right}') from None
+
+
+def _overrides():
+    """(dotted name, what was typed) of each knob set on the command line."""
+    argv = FLAGS.read_flags_from_files(sys.argv[1:], force_gnu=False)
+    file_seen = False
+    for argument, following in zip(argv, [*argv[1:], '-'], strict=True):
+        file_seen = file_seen or re.match(r'--?config(=|$)', argument)
+        match = re.match(r'--?(?:no)?(config\.[^=]*)(=?)', argument)
+        if not match:
+            continue
+        if not file_seen:
+            raise flags.Error(f'{argument}: stands before --config; put --config=FILE.py first')
+        value = '' if match[2] or following.startswith('-') else f'={following}'
+        yield match[1], argument + value
+
+
+def _check_override(config, name, given):
+    knobs = knob_names(config)
+    if name in knobs:
+        return
+    inside = [knob for knob in knobs if knob.startswith(name + '.')]
+    if inside:
+        raise flags.Error(f'{given}: a group of knobs; set one of them, such as --{inside[0]}')
+    raise flags.Error(f'{given}: no such knob; {nearest(name, knobs)}')

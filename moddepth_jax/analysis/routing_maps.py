@@ -1,0 +1,90 @@
+"""Which token enters which block, as arrays and as a picture."""
+
+import functools
+
+import jax
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+
+from moddepth_jax.hparams import Hparams
+from moddepth_jax.model.routing import RoutingRecord
+from moddepth_jax.model.transformer import Transformer
+
+ENTERED, LOOKAHEAD, SKIPPED, DENSE = 3, 2, 1, 0
+_COLOURS = ('#c9ced6', '#f3f1ec', '#f2b28a', '#1f5f8b')
+_MEANINGS = (
+    'dense block: every token',
+    'skips',
+    'skips, but top-C of the whole row would take it',
+    'enters',
+)
+
+
+@functools.partial(jax.jit, static_argnames=('hparams', 'routing'))
+def _records(params, tokens_BT, segment_ids_BT, *, hparams, routing):
+    _, records = Transformer(hparams).apply({'params': params}, tokens_BT, segment_ids_BT, routing)
+    return records
+
+
+def routing_record(params, hparams: Hparams, batch, routing: str) -> RoutingRecord:
+    """The decisions on a batch, as NumPy arrays [routed layers, B, T].
+
+    Args:
+      params: of the Transformer.
+      hparams: of the same; at least one block is routed.
+      batch: `tokens_BT` and `segment_ids_BT`.
+      routing: as `Transformer` takes it.
+    """
+    tokens_BT, segment_ids_BT = batch['tokens_BT'], batch['segment_ids_BT']
+    records = _records(params, tokens_BT, segment_ids_BT, hparams=hparams, routing=routing)
+    return jax.tree.map(np.asarray, jax.device_get(records))
+
+
+def routing_grid(record: RoutingRecord, hparams: Hparams, row: int) -> np.ndarray:
+    """int [num_layers, T]: ENTERED, LOOKAHEAD (only top-C would take it), SKIPPED, or DENSE."""
+    length = record.scores_BT.shape[2]
+    grid_LT = np.full((hparams.model.num_layers, length), DENSE)
+    for i, layer in enumerate(hparams.model.routed_layers):
+        stayed_T = np.where(record.top_c_BT[i, row], LOOKAHEAD, SKIPPED)
+        grid_LT[layer] = np.where(record.entered_BT[i, row], ENTERED, stayed_T)
+    return grid_LT
+
+
+def _letter(token: bytes) -> str:
+    shown = {b'': '§', b'\n': '↵', b' ': '·', b'\t': '→'}
+    text = shown.get(token, token.decode('latin-1'))
+    return text if text.isprintable() else '?'
+
+
+def plot_routing(grid_LT, tokens, title: str, path):
+    """Writes the heatmap: tokens across, layers from the first at the bottom to the last.
+
+    Args:
+      grid_LT: of `routing_grid`.
+      tokens: the text of each token as bytes, b'' for the separator.
+      title: above the picture.
+      path: of the PNG.
+    """
+    num_layers, length = grid_LT.shape
+    figure = Figure(figsize=(max(8, 0.16 * length), 1.9 + 0.3 * num_layers), dpi=150)
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    colours = ListedColormap(_COLOURS)
+    axes.pcolormesh(grid_LT, cmap=colours, vmin=-0.5, vmax=3.5, edgecolors='white', linewidth=0.5)
+    letters = [_letter(token) for token in tokens]
+    axes.set_xticks(np.arange(length) + 0.5, letters, fontfamily='monospace', fontsize=8)
+    axes.set_yticks(np.arange(num_layers) + 0.5, [str(layer) for layer in range(num_layers)])
+    axes.tick_params(length=0)
+    axes.set_ylabel('layer')
+    axes.set_xlabel('held-out text, one byte a column  (· space, ↵ end of line, § start of document)')
+    axes.set_title(title, loc='left', fontsize=10)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    used = [value for value in (ENTERED, LOOKAHEAD, SKIPPED, DENSE) if (grid_LT == value).any()]
+    handles = [axes.scatter([], [], marker='s', s=60, color=_COLOURS[value]) for value in used]
+    labels = [_MEANINGS[value] for value in used]
+    figure.legend(handles, labels, loc='lower left', ncols=len(used), frameon=False, fontsize=8)
+    figure.tight_layout(rect=(0, 0.3 / figure.get_figheight(), 1, 1))
+    figure.savefig(path)

@@ -1,0 +1,145 @@
+"""The corpus: named documents from one source, and the split that holds some of them out."""
+
+import dataclasses
+import hashlib
+import os
+import pathlib
+import platform
+import sysconfig
+
+from moddepth_jax.data import files, synthetic
+from moddepth_jax.hparams import DataHparams
+
+_TESTS = {'test', 'tests', 'idle_test'}
+_LEFT_OUT = _TESTS | {'idlelib', 'lib2to3', 'site-packages', 'dist-packages', '__pycache__'}
+_MACHINE_FILES = ('_sysconfigdata', 'sitecustomize.py', 'usercustomize.py')
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """Documents to train on and documents held out, none of them empty.
+
+    Attributes:
+      name: `data.source`.
+      train: documents to train on, in the order of their names.
+      held_out: documents kept for evaluation, likewise; none of them is in `train`.
+      sha256: over names and contents of all documents in order, hexadecimal.
+      description: one line to print, with documents and bytes.
+    """
+
+    name: str
+    train: list[bytes]
+    held_out: list[bytes]
+    sha256: str
+    description: str
+
+
+def stdlib_documents(root: str | None = None) -> list[tuple[str, bytes]]:
+    """(name, bytes) of Python's own standard library: every .py file below `root`, by path.
+
+    Left out: tests, idlelib, lib2to3, installed packages, and the files that a build writes
+    about its own machine, so that one Python version means one text.
+
+    Args:
+      root: a folder; by default the one that sysconfig calls stdlib.
+
+    Raises:
+      ValueError: no .py file is there, as in Pythons that ship compiled or zipped.
+    """
+    root = pathlib.Path(root or sysconfig.get_paths()['stdlib'])
+    documents = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in _LEFT_OUT and name[:7] != 'config-']
+        for name in names:
+            if name.endswith('.py') and not name.startswith(_MACHINE_FILES):
+                path = pathlib.Path(folder, name)
+                documents.append((path.relative_to(root).as_posix(), path.read_bytes()))
+    if not documents:
+        right = 'use a Python that ships its library as text, or set data.source to a glob'
+        raise ValueError(f"data.source='stdlib': no .py file below {root}; {right}")
+    return sorted(documents)
+
+
+def _documents(data):
+    if data.source == 'stdlib':
+        return stdlib_documents()
+    if data.source == 'synthetic':
+        texts = synthetic.make_synthetic()
+        return [(f'synthetic/{i:06d}', text) for i, text in enumerate(texts)]
+    return files.file_documents(data.source, data.text_field)
+
+
+def _sha256(documents):
+    digest = hashlib.sha256()
+    for name, text in documents:
+        # Lengths first, or bytes could move from one document to the next unseen.
+        name = name.encode('utf-8', 'surrogateescape')
+        digest.update(b'%d %d ' % (len(name), len(text)) + name)
+        digest.update(text)
+    return digest.hexdigest()
+
+
+def _place(name):
+    """The document's place in [0, 1): its name's sha256 as a fraction."""
+    digest = hashlib.sha256(name.encode('utf-8', 'surrogateescape')).digest()
+    return int.from_bytes(digest[:8], 'big') / 2**64
+
+
+def split(
+    documents: list[tuple[str, bytes]], held_out_fraction: float
+) -> tuple[list[bytes], list[bytes]]:
+    """(train, held_out) of (name, bytes) documents, each in the given order and never empty.
+
+    A document is held out where the hash of its name lies below the fraction, so adding documents
+    moves no other. Where that leaves one side without a document, the one nearest to the bound
+    crosses it. A single document gives the last fraction of its bytes.
+
+    Raises:
+      ValueError: a single document of a single byte.
+    """
+    if len(documents) == 1:
+        ((name, text),) = documents
+        if len(text) < 2:
+            raise ValueError(f'{name}: 1 byte; needs 2 or more, to train on and to hold out')
+        cut = len(text) - round(len(text) * held_out_fraction)
+        cut = min(max(cut, 1), len(text) - 1)
+        return [text[:cut]], [text[cut:]]
+    places = [_place(name) for name, _ in documents]
+    bound = held_out_fraction
+    if min(places) >= bound:
+        held_out = {places.index(min(places))}
+    elif max(places) < bound:
+        held_out = set(range(len(places))) - {places.index(max(places))}
+    else:
+        held_out = {i for i, place in enumerate(places) if place < bound}
+    train = [text for i, (_, text) in enumerate(documents) if i not in held_out]
+    return train, [documents[i][1] for i in sorted(held_out)]
+
+
+def _describe(name, train, held_out):
+    def count(texts):
+        documents = 'document' if len(texts) == 1 else 'documents'
+        return f'{len(texts):,} {documents} of {sum(map(len, texts)):,} bytes'
+
+    detail = f' (Python {platform.python_version()})' if name == 'stdlib' else ''
+    return f'{name}{detail}: {count(train)} to train on, {count(held_out)} held out'
+
+
+def load_corpus(data: DataHparams) -> Corpus:
+    """The corpus that `data.source` names: stdlib, synthetic or a glob of the user's files.
+
+    It does not depend on the run's seed. Documents without a byte are left out.
+
+    Raises:
+      ValueError: one line, as `files.file_documents`, `stdlib_documents` and `split` say, and
+        where all documents together hold no byte.
+    """
+    found = _documents(data)
+    documents = [(name, text) for name, text in found if text]
+    if not documents:
+        count = f'{len(found)} document' + 's' * (len(found) != 1)
+        right = 'must match text of 2 bytes or more'
+        raise ValueError(f'data.source={data.source!r}: no byte in its {count}; {right}')
+    train, held_out = split(documents, data.held_out_fraction)
+    description = _describe(data.source, train, held_out)
+    return Corpus(data.source, train, held_out, _sha256(documents), description)

@@ -1,0 +1,155 @@
+"""Documents to batches: one token stream, windows of it, and the step as the only position."""
+
+import operator
+
+import grain
+import numpy as np
+
+from moddepth_jax.data.corpus import Corpus, load_corpus
+from moddepth_jax.data.tokenizer import Tokenizer, make_tokenizer
+from moddepth_jax.hparams import DataHparams
+
+IGNORED_LABEL = -100
+
+
+def token_stream(documents: list[bytes], tokenizer: Tokenizer) -> np.ndarray:
+    """uint16 [N]: each document's tokens after one separator, in order.
+
+    A document's first byte is thus predicted from the separator, and predicting a separator means
+    that the document ends.
+    """
+    separator = np.array([tokenizer.separator], np.uint16)
+    pieces = [piece for text in documents for piece in (separator, tokenizer.encode(text))]
+    return np.concatenate(pieces)
+
+
+def window_batch(stream: np.ndarray, indices, length: int, separator: int) -> dict:
+    """Windows number `indices` of the stream, window i being tokens [iT, iT + T], T = `length`.
+
+    Returns:
+      `tokens_BT`, the first T tokens of each window; `labels_BT`, the last T; `segment_ids_BT`,
+      which document of its row a token belongs to: 1 at the row's start, one more at each
+      separator after it. All int32, B = len(indices).
+    """
+    starts_B = np.asarray(indices) * length
+    windows = stream[starts_B[:, None] + np.arange(length + 1)].astype(np.int32)
+    tokens_BT, labels_BT = windows[:, :-1], windows[:, 1:]
+    begins_BT = tokens_BT == separator
+    begins_BT[:, 0] = True
+    return {
+        'tokens_BT': np.ascontiguousarray(tokens_BT),
+        'labels_BT': np.ascontiguousarray(labels_BT),
+        'segment_ids_BT': np.cumsum(begins_BT, axis=1, dtype=np.int32),
+    }
+
+
+def _pad_rows(batch, batch_size):
+    missing = batch_size - len(batch['tokens_BT'])
+    fill = {'tokens_BT': 0, 'labels_BT': IGNORED_LABEL, 'segment_ids_BT': 0}
+    return {
+        name: np.pad(array, ((0, missing), (0, 0)), constant_values=fill[name])
+        for name, array in batch.items()
+    }
+
+
+def _num_windows(stream, length, part):
+    num_windows = (len(stream) - 1) // length
+    if num_windows < 1:
+        more = ' or raise data.held_out_fraction' if part == 'held-out' else ''
+        raise ValueError(
+            f'data.sequence_length={length}: the {part} text has {len(stream)} tokens and one '
+            f'window needs {length + 1}; set it to {len(stream) - 1} or less{more}'
+        )
+    return num_windows
+
+
+class Dataset:
+    """Batches of a corpus as pure functions of the step; what `make_dataset` returns.
+
+    Attributes:
+      corpus: the Corpus.
+      tokenizer: the Tokenizer.
+      fingerprint: what decides every batch: a dict of JSON scalars, see `check_fingerprint`.
+      num_train_windows: windows of one epoch.
+      num_held_out_batches: batches that cover the held-out windows once.
+    """
+
+    def __init__(self, data: DataHparams, seed: int, corpus: Corpus):
+        length, batch_size = data.sequence_length, data.batch_size
+        tokenizer = make_tokenizer(data.tokenizer)
+
+        def windows_of(documents, part):
+            stream = token_stream(documents, tokenizer)
+            # Grain moves window numbers and the batch is cut out at once: half the time of
+            # moving rows and stacking them.
+            numbers = grain.MapDataset.range(_num_windows(stream, length, part))
+            return numbers, lambda i: window_batch(stream, i, length, tokenizer.separator)
+
+        train, cut_train = windows_of(corpus.train, 'training')
+        held_out, cut_held_out = windows_of(corpus.held_out, 'held-out')
+        # Grain seeds epoch e with seed + e, so neighbouring seeds would share epochs.
+        shuffle_seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
+        shuffled = train.shuffle(seed=shuffle_seed).repeat()
+        self._train = shuffled.batch(batch_size, batch_fn=cut_train)
+        self._held_out = held_out.batch(batch_size, batch_fn=cut_held_out)
+        self._batch_size = batch_size
+        self.corpus, self.tokenizer = corpus, tokenizer
+        self.num_train_windows = len(train)
+        self.num_held_out_batches = len(self._held_out)
+        self.fingerprint = {
+            'corpus_sha256': corpus.sha256,
+            'source': data.source,
+            'held_out_fraction': data.held_out_fraction,
+            'tokenizer': tokenizer.name,
+            'sequence_length': length,
+            'batch_size': batch_size,
+            'seed': seed,
+        }
+
+    def train_batch(self, step: int) -> dict[str, np.ndarray]:
+        """The batch of `step` (from 0): `tokens_BT`, `labels_BT`, `segment_ids_BT`, int32.
+
+        A pure function of the step: each epoch visits every window once, in an order of its own,
+        and batches run on across epochs. Raises ValueError for a negative step.
+        """
+        step = operator.index(step)
+        if step < 0:
+            raise ValueError(f'step={step}: must be 0 or more')
+        return self._train[step]
+
+    def held_out_batch(self, index: int) -> dict[str, np.ndarray]:
+        """Batch `index` of the held-out windows in their order; arrays as in `train_batch`.
+
+        The last one is filled up with rows of label -100, segment 0 and token 0. Raises ValueError
+        for an index outside [0, num_held_out_batches).
+        """
+        index = operator.index(index)
+        if not 0 <= index < self.num_held_out_batches:
+            raise ValueError(f'index={index}: must lie in [0, {self.num_held_out_batches})')
+        return _pad_rows(self._held_out[index], self._batch_size)
+
+    def epochs(self, step: int) -> float:
+        """Passes over the training windows that the batches before `step` make."""
+        return step * self._batch_size / self.num_train_windows
+
+
+def make_dataset(data: DataHparams, seed: int, corpus: Corpus | None = None) -> Dataset:
+    """The dataset of `data`, shuffled by `seed`; loads the corpus unless it is given.
+
+    Raises:
+      ValueError: one line, as `load_corpus` says, or for a corpus shorter than one window.
+    """
+    return Dataset(data, seed, load_corpus(data) if corpus is None else corpus)
+
+
+def check_fingerprint(stored: dict, current: dict) -> None:
+    """Refuses to go on with other data: compares two `Dataset.fingerprint`s.
+
+    Raises:
+      ValueError: one line that names the first field that differs and both values.
+    """
+    for field in dict.fromkeys((*current, *stored)):
+        was, now = (repr(d[field]) if field in d else 'missing' for d in (stored, current))
+        if was != now:
+            right = 'resume with the data of that run, or start another workdir'
+            raise ValueError(f'data fingerprint: {field} was {was} and is {now} now; {right}')

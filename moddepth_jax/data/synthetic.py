@@ -1,0 +1,141 @@
+"""A corpus of exactly known entropy, whose unpredictable tokens are known by construction.
+
+A text is a sequence of words drawn independently from a known distribution p. Each of the S words
+is its own start byte (A to P) and a fixed continuation of 1 to 6 bytes (a to h), so a reader of the
+start knows the rest and sees the end coming. One more word, the full stop, ends the document: the
+separator follows it always, and after the separator comes a word again, drawn from the same p.
+
+So each token is either a word start (hard: its surprisal is -log p(word), whatever came before) or
+follows from the word it belongs to (easy: surprisal 0), and over any targets y_1..y_n
+
+    floor = 1/n sum_i [y_i is a word start] (-log p(word of y_i))     in nats per target.
+
+A predictor that knows the words and p scores exactly that from the first word start or separator
+it sees. A window that begins inside a word may leave that word's few remaining bytes uncertain;
+there the floor is a lower bound, short by a fraction of a word in a window.
+"""
+
+import dataclasses
+import math
+
+import numpy as np
+
+NUM_WORDS = 16
+MAX_CONTINUATION = 6
+STARTS = b'ABCDEFGHIJKLMNOP'
+CONTINUATIONS = b'abcdefgh'
+END = b'.'
+
+SEED = 0
+NUM_DOCUMENTS = 8000
+DOCUMENT_BYTES = 1000
+
+
+@dataclasses.dataclass(frozen=True)
+class Language:
+    """The words, the end of a document last, and the probability of each at a word start."""
+
+    words: tuple[bytes, ...]
+    probabilities: tuple[float, ...]
+
+    @property
+    def word_entropy(self) -> float:
+        """H(p), nats per word start; the end of the document is among the words."""
+        return -math.fsum(p * math.log(p) for p in self.probabilities)
+
+    @property
+    def tokens_per_word(self) -> float:
+        """Mean tokens from one word start to the next; the end counts its separator."""
+        lengths = [len(word) + (word == END) for word in self.words]
+        return math.fsum(p * n for p, n in zip(self.probabilities, lengths, strict=True))
+
+    @property
+    def entropy_rate(self) -> float:
+        """Nats per token in the long run: word_entropy / tokens_per_word."""
+        return self.word_entropy / self.tokens_per_word
+
+
+def make_language(seed: int = SEED, document_bytes: float = DOCUMENT_BYTES) -> Language:
+    """The language of `seed`: which word has which continuation and which share of a Zipf law.
+
+    Args:
+      seed: any integer from 0 on.
+      document_bytes: mean bytes of a document, its full stop included; sets the probability of
+        the full stop.
+
+    Raises:
+      ValueError: `document_bytes` of 1 or less.
+    """
+    if not 1 < document_bytes < math.inf:
+        raise ValueError(f'document_bytes={document_bytes}: must be above 1, the full stop')
+    # Only uniform draws: NumPy keeps those across versions, unlike its other distributions.
+    random = np.random.Generator(np.random.PCG64([seed, 0])).random
+    lengths = 1 + np.argsort(random(NUM_WORDS)) % MAX_CONTINUATION
+    ranks = 1 + np.argsort(random(NUM_WORDS))
+    letters = (random((NUM_WORDS, MAX_CONTINUATION)) * len(CONTINUATIONS)).astype(int)
+    words = [
+        STARTS[i : i + 1] + bytes(CONTINUATIONS[j] for j in letters[i, : lengths[i]])
+        for i in range(NUM_WORDS)
+    ]
+    total = math.fsum(1 / ranks)
+    shares = [float(1 / rank / total) for rank in ranks]
+    words_per_document = (document_bytes - 1) / math.fsum(np.multiply(shares, 1 + lengths))
+    end = 1 / (1 + words_per_document)
+    probabilities = [share * (1 - end) for share in shares]
+    return Language((*words, END), (*probabilities, end))
+
+
+def make_synthetic(
+    seed: int = SEED, num_documents: int = NUM_DOCUMENTS, document_bytes: float = DOCUMENT_BYTES
+) -> list[bytes]:
+    """`num_documents` texts of `make_language(seed, document_bytes)`, that many bytes on average.
+
+    Words are drawn one after another until the full stop, so lengths are geometric in words.
+    """
+    language = make_language(seed, document_bytes)
+    generator = np.random.Generator(np.random.PCG64([seed, 1]))
+    thresholds = np.cumsum(language.probabilities)[:-1]
+    blocks, num_ends = [], 0
+    while num_ends < num_documents:
+        block = np.searchsorted(thresholds, generator.random(1 << 16), side='right')
+        blocks.append(block)
+        num_ends += int(np.sum(block == NUM_WORDS))
+    drawn = np.concatenate(blocks)
+    ends = 1 + np.flatnonzero(drawn == NUM_WORDS)[:num_documents]
+    words = np.array(language.words, object)[drawn[: ends[-1]]]
+    return [b''.join(document) for document in np.split(words, ends[:-1])]
+
+
+def hard_mask(tokens: np.ndarray) -> np.ndarray:
+    """bool, of the shape of `tokens` (byte ids): True at word starts, which nothing foretells.
+
+    Of `labels_BT` it marks the positions whose target is hard; labels of -100 are not.
+    """
+    return np.isin(tokens, np.frombuffer(STARTS + END, np.uint8))
+
+
+def _counted(labels):
+    labels = np.asarray(labels)
+    counted = labels[labels >= 0]
+    if not counted.size:
+        raise ValueError(f'labels of shape {labels.shape}: must hold one target at least, not -100')
+    return counted
+
+
+def entropy_floor(language: Language, labels_BT: np.ndarray) -> float:
+    """Mean nats per target that the ideal predictor scores on exactly these labels.
+
+    The module's equation, over labels that are not -100. Raises ValueError where there are none.
+    """
+    surprisal_V = np.zeros(257)
+    for word, p in zip(language.words, language.probabilities, strict=True):
+        surprisal_V[word[0]] = -math.log(p)
+    return float(surprisal_V[_counted(labels_BT)].mean())
+
+
+def expected_floor(language: Language, labels_BT: np.ndarray) -> float:
+    """The same with H(p) for each word start, whichever word it was: the floor without its luck.
+
+    Raises ValueError where all labels are -100.
+    """
+    return float(language.word_entropy * hard_mask(_counted(labels_BT)).mean())

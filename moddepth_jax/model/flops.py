@@ -1,0 +1,108 @@
+"""FLOPs of a model, counted by hand and, to check the hand, from a traced program.
+
+A multiply-add is 2. Attention counts the half of the query-key pairs that causality leaves, the
+head counts, embedding look-ups and elementwise work do not, recomputation never does. A routed
+block counts the C tokens that enter it and its router and predictor on all T.
+"""
+
+import math
+
+import jax
+
+from kernels_pallas.xla import blocks
+from moddepth_jax.hparams import Hparams, ModelHparams
+
+
+def _pairs(length: int, window: int) -> float:
+    """Query-key pairs of causal attention: n^2 / 2, or w n - w^2 / 2 under a window of w < n."""
+    if not window or window >= length:
+        return length**2 / 2
+    return window * length - window**2 / 2
+
+
+def _entering(model: ModelHparams, layer: int, length: int) -> tuple[int, int]:
+    """Tokens of a row that `layer` processes, and its window among them."""
+    if layer not in model.routed_layers:
+        return length, model.window(layer)
+    selected = model.routing.num_selected(length)
+    return selected, math.ceil(model.window(layer) * selected / length)
+
+
+def forward_breakdown(hparams: Hparams, batch: int, length: int) -> dict[str, float]:
+    """FLOPs of one forward pass over [batch, length] tokens, by part.
+
+    Parts: projections (of attention), attention (scores and weighted values), mlp, router,
+    predictor, head. Routed blocks are counted at top-C, as they train.
+    """
+    model = hparams.model
+    heads, kv_heads = model.num_heads, model.num_kv_heads
+    parts = dict.fromkeys(('projections', 'attention', 'mlp', 'router', 'predictor', 'head'), 0.0)
+    for layer in range(model.num_layers):
+        tokens, window = _entering(model, layer, length)
+        matrices = model.d_model * model.head_dim * (2 * heads + 2 * kv_heads)
+        parts['projections'] += 2 * tokens * matrices
+        parts['attention'] += 4 * _pairs(tokens, window) * heads * model.head_dim
+        parts['mlp'] += 2 * tokens * 3 * model.d_model * model.d_ff
+        if layer in model.routed_layers:
+            parts['router'] += 2 * length * model.d_model
+            if model.routing.causal_rule == 'predictor':
+                width = model.routing.predictor_width
+                matrices = (model.d_model + 1) * width if width else model.d_model
+                parts['predictor'] += 2 * length * matrices
+    parts['head'] = 2 * length * model.d_model * model.vocab_size
+    return {part: batch * flops for part, flops in parts.items()}
+
+
+def forward_flops(hparams: Hparams, batch: int, length: int) -> float:
+    """Counted FLOPs of one forward pass over [batch, length] tokens."""
+    return sum(forward_breakdown(hparams, batch, length).values())
+
+
+def train_step_flops(hparams: Hparams) -> float:
+    """Counted FLOPs of one training step: three forward passes of the configured batch."""
+    return 3 * forward_flops(hparams, hparams.data.batch_size, hparams.data.sequence_length)
+
+
+def masked_attention_flops(hparams: Hparams, batch: int, length: int) -> float:
+    """FLOPs that blocked attention spends in a forward pass on pairs that its mask then hides.
+
+    They are what separates the counted FLOPs from the products in the traced program.
+    """
+    model, extra = hparams.model, 0.0
+    for layer in range(model.num_layers):
+        tokens, window = _entering(model, layer, length)
+        # The blocks of a routed layer are cut by the window itself, in compressed positions.
+        cuts = blocks(tokens, tokens, True, model.window(layer))
+        computed = sum((stop - start) * (end - first) for start, stop, first, end in cuts)
+        if model.attention == 'reference':
+            computed = tokens**2
+        extra += 4 * (computed - _pairs(tokens, window)) * model.num_heads * model.head_dim
+    return batch * extra
+
+
+def dot_general_flops(jaxpr) -> int:
+    """FLOPs of every dot_general in a jaxpr, scan bodies times their length.
+
+    Args:
+      jaxpr: a Jaxpr or ClosedJaxpr, as from `jax.make_jaxpr(f)(...)`. Of a `cond` the dearest
+        branch counts; the body of a `while` counts once, its trips being unknown.
+    """
+    jaxpr = getattr(jaxpr, 'jaxpr', jaxpr)
+    total = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == 'dot_general':
+            (contracted, _), _ = eqn.params['dimension_numbers']
+            shape = eqn.invars[0].aval.shape
+            total += 2 * eqn.outvars[0].aval.size * math.prod(shape[axis] for axis in contracted)
+        elif eqn.primitive.name == 'cond':
+            total += max(dot_general_flops(branch) for branch in eqn.params['branches'])
+        else:
+            inner = sum(dot_general_flops(sub) for sub in _sub_jaxprs(eqn.params))
+            total += inner * (eqn.params['length'] if eqn.primitive.name == 'scan' else 1)
+    return total
+
+
+def _sub_jaxprs(params):
+    for leaf in jax.tree.leaves(params, is_leaf=lambda value: hasattr(value, 'eqns')):
+        if hasattr(leaf, 'eqns'):
+            yield leaf

@@ -1,0 +1,80 @@
+"""Normalisation, rotary positions, projections and the mlp of a transformer block."""
+
+import math
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from moddepth_jax.hparams import ModelHparams
+
+
+def rms_norm(x, scale, epsilon):
+    """x rsqrt(mean(x^2) + epsilon) scale over the last axis, in float32, returned in x's dtype."""
+    x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    inverse = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + epsilon)
+    return (x32 * inverse * jnp.expand_dims(scale, range(x.ndim - 1))).astype(x.dtype)
+
+
+def rotate(x_BTNH, positions_BT, theta):
+    """Rotary position embedding, half-split form: x cos + concat(-x2, x1) sin (Su et al. 2021)."""
+    half = x_BTNH.shape[-1] // 2
+    dtype = jnp.promote_types(x_BTNH.dtype, jnp.float32)
+    frequency_F = theta ** (-jnp.arange(half, dtype=dtype) / half)
+    angle_BT1F = positions_BT[:, :, None, None] * frequency_F[None, None, None, :]
+    sin, cos = jnp.sin(angle_BT1F), jnp.cos(angle_BT1F)
+    x1, x2 = jnp.split(x_BTNH.astype(dtype), 2, axis=-1)
+    turned = jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
+    return turned.astype(x_BTNH.dtype)
+
+
+def swiglu(gate, value):
+    """silu(gate) value (Shazeer 2020)."""
+    return jax.nn.silu(gate) * value
+
+
+def initializer(stddev):
+    """Normal weights of standard deviation `stddev` before truncation at 3 sigma."""
+    return nn.initializers.truncated_normal(stddev, lower=-3.0, upper=3.0)
+
+
+def residual_init(hparams: ModelHparams):
+    """Initial weights of the projections that write into the residual stream."""
+    shrink = math.sqrt(2 * hparams.num_layers) if hparams.scale_residual_init else 1.0
+    return initializer(hparams.init_std / shrink)
+
+
+class RMSNorm(nn.Module):
+    """`rms_norm` with a learned scale that starts at 1."""
+
+    epsilon: float
+
+    @nn.compact
+    def __call__(self, x):
+        return rms_norm(x, self.param('scale', nn.initializers.ones, x.shape[-1:]), self.epsilon)
+
+
+def projection(hparams: ModelHparams, *features, contracted=1, writes_residual=False, name=None):
+    """A Linen matrix from the last `contracted` axes of its input to `features`."""
+    return nn.DenseGeneral(
+        features,
+        axis=tuple(range(-contracted, 0)),
+        use_bias=hparams.use_bias,
+        dtype=hparams.dtype,
+        kernel_init=residual_init(hparams) if writes_residual else initializer(hparams.init_std),
+        name=name,
+    )
+
+
+class SwiGLU(nn.Module):
+    """w2(silu(w1 x) * w3 x), from D through F back to D."""
+
+    hparams: ModelHparams
+
+    @nn.compact
+    def __call__(self, x_BTD):
+        hparams = self.hparams
+        gate_BTF = projection(hparams, hparams.d_ff, name='w1')(x_BTD)
+        value_BTF = projection(hparams, hparams.d_ff, name='w3')(x_BTD)
+        out = projection(hparams, hparams.d_model, writes_residual=True, name='w2')
+        return out(swiglu(gate_BTF, value_BTF))

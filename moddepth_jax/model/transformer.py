@@ -1,0 +1,177 @@
+"""The decoder-only language model: embedding, stack of dense and routed blocks, head."""
+
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from moddepth_jax.hparams import Hparams, ModelHparams
+from moddepth_jax.model.attention import Tokens
+from moddepth_jax.model.block import Block
+from moddepth_jax.model.depth_scan import find_runs, scan_run
+from moddepth_jax.model.layers import RMSNorm, initializer
+from moddepth_jax.model.mixture_of_depths import MixtureOfDepths
+from moddepth_jax.model.routing import ROUTINGS
+
+INIT_LENGTH = 256  # tokens of the random stream on which routers choose their initial width
+
+
+class LayerKind(NamedTuple):
+    """What tells one layer of a stack from another: layers of one kind can share a scan."""
+
+    routed: bool
+    window: int
+
+
+def layer_kinds(hparams: ModelHparams) -> list[LayerKind]:
+    """The kind of every layer, from the first to the last."""
+    routed = hparams.routed_layers
+    return [LayerKind(i in routed, hparams.window(i)) for i in range(hparams.num_layers)]
+
+
+class Group(nn.Module):
+    """The layers of one repeat of a run, each rematerialised by itself where asked."""
+
+    hparams: ModelHparams
+    kinds: tuple[LayerKind, ...]
+    routing: str
+
+    @nn.compact
+    def __call__(self, x_BTD, tokens: Tokens):
+        """Returns the stream and a list of the routed layers' records."""
+        remat = self.hparams.remat == 'block'
+        # Inside a scan nothing can be merged across the recomputation; unrolled it could be.
+        prevent_cse = self.hparams.layer_loop == 'unrolled'
+
+        def layer(cls):
+            return nn.remat(cls, prevent_cse=prevent_cse) if remat else cls
+
+        records = []
+        for i, kind in enumerate(self.kinds):
+            name = f'layer_{i}'
+            if kind.routed:
+                routed = layer(MixtureOfDepths)
+                block = routed(self.hparams, kind.window, self.routing, name=name)
+                x_BTD, record = block(x_BTD, tokens)
+                records.append(record)
+            else:
+                x_BTD = layer(Block)(self.hparams, kind.window, name=name)(x_BTD, tokens)
+        return x_BTD, records
+
+
+def _flatten_records(records):
+    """Per-group records [repeats, B, T] -> one record [layers, B, T] in order of depth."""
+
+    def interleave(*leaves):
+        stacked = jnp.stack(leaves, axis=1)
+        return stacked.reshape(-1, *stacked.shape[2:])
+
+    runs = [jax.tree.map(interleave, *group) for group in records if group]
+    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *runs) if runs else None
+
+
+class Transformer(nn.Module):
+    """Token ids to next-token logits.
+
+    Parameters: `embedding` [V, D], `stack` (run_i / layer_j, each leaf with a leading axis of
+    repeats, the same whether the stack is scanned or unrolled), `final_norm`, and `head` [D, V]
+    unless the embedding is tied.
+    """
+
+    hparams: Hparams
+
+    @nn.compact
+    def __call__(self, tokens_BT, segment_ids_BT=None, routing: str = 'top_c'):
+        """Logits and what the routed blocks decided.
+
+        Args:
+          tokens_BT: int [B, T], ids below model.vocab_size.
+          segment_ids_BT: int [B, T], documents packed in a row, 0 for padding; None: one document.
+          routing: top_c (training; looks ahead) | predictor | aux_loss | dense (causal).
+
+        Returns:
+          logits_BTV in float32, and a RoutingRecord whose leaves are [routed layers, B, T], or None
+          for a dense model.
+
+        Raises:
+          ValueError: an unknown routing, or a causal rule that the model was not built with.
+        """
+        model = self.hparams.model
+        check_routing(self.hparams, routing)
+        if segment_ids_BT is None:
+            segment_ids_BT = jnp.ones_like(tokens_BT)
+        positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
+        tokens = Tokens(positions_BT, segment_ids_BT)
+
+        shape = (model.vocab_size, model.d_model)
+        embedding_VD = self.param('embedding', initializer(model.embedding_init_std), shape)
+        x_BTD = jnp.take(embedding_VD, tokens_BT, axis=0).astype(model.dtype)
+        stack = self._stack()
+        records = []
+        for i, run in enumerate(find_runs(layer_kinds(model))):
+            group = Group(model, run.group, routing, parent=None)
+
+            def apply(params, x_BTD, group=group):
+                return group.apply({'params': params}, x_BTD, tokens)
+
+            x_BTD, record = scan_run(apply, stack[f'run_{i}'], x_BTD, model.layer_loop)
+            records.append(record)
+        x_BTD = RMSNorm(model.norm_eps, name='final_norm')(x_BTD)
+        if model.tie_embeddings:
+            logits_BTV = jnp.einsum('btd,vd->btv', x_BTD, embedding_VD.astype(x_BTD.dtype))
+        else:
+            head = nn.Dense(
+                model.vocab_size,
+                use_bias=False,
+                dtype=model.dtype,
+                kernel_init=initializer(model.init_std),
+                name='head',
+            )
+            logits_BTV = head(x_BTD)
+        return logits_BTV.astype(jnp.float32), _flatten_records(records)
+
+    def _stack(self):
+        # Fetched, not declared, once it exists: Linen would trace the initialiser at every use.
+        if self.has_variable('params', 'stack'):
+            return self.get_variable('params', 'stack')
+        return self.param('stack', init_stack, self.hparams.model)
+
+
+def init_stack(key, hparams: ModelHparams):
+    """Parameters of the stack. Layers are initialised in order on a random stream of the
+    embedding's width, so that each router sees its input as large as it will be at step 0.
+    """
+    stream_key, key = jax.random.split(key)
+    shape = (1, INIT_LENGTH, hparams.d_model)
+    x_BTD = (hparams.embedding_init_std * jax.random.normal(stream_key, shape)).astype(hparams.dtype)
+    ones_BT = jnp.ones(shape[:2], jnp.int32)
+    tokens = Tokens(jnp.arange(INIT_LENGTH)[None], ones_BT)
+    stack = {}
+    for i, run in enumerate(find_runs(layer_kinds(hparams))):
+        group = Group(hparams, run.group, 'top_c', parent=None)
+
+        def init_repeat(x_BTD, key, group=group):
+            (y_BTD, _), variables = group.init_with_output(key, x_BTD, tokens)
+            return y_BTD, variables['params']
+
+        keys = jax.random.split(jax.random.fold_in(key, i), run.repeats)
+        x_BTD, stack[f'run_{i}'] = jax.lax.scan(init_repeat, x_BTD, keys)
+    return stack
+
+
+def check_routing(hparams: Hparams, routing: str):
+    """Raises ValueError, by name, for a routing that the model cannot run."""
+    if routing not in ROUTINGS:
+        raise ValueError(f'routing={routing!r}: must be one of {", ".join(ROUTINGS)}')
+    trained = hparams.model.routing.causal_rule
+    if hparams.model.routed_layers and routing not in ('top_c', 'dense', trained):
+        raise ValueError(
+            f'routing={routing!r}: this model was trained for {trained}; it can run top_c, dense'
+            + (f', {trained}' if trained != 'dense' else '')
+        )
+
+
+def causal_routing(hparams: Hparams) -> str:
+    """The routing of honest evaluation and of generation."""
+    return hparams.model.routing.causal_rule

@@ -1,0 +1,71 @@
+"""Held-out loss under any routing, with what the routers did."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moddepth_jax.hparams import Hparams
+from moddepth_jax.model.routing import GATES
+from moddepth_jax.model.transformer import Transformer, causal_routing
+from moddepth_jax.training.losses import IGNORED, routing_counts, routing_ratios, token_losses
+from moddepth_jax.training.sharding import put_batch
+
+
+@functools.partial(jax.jit, static_argnames=('hparams', 'routing'))
+def eval_step(params, batch, *, hparams: Hparams, routing: str):
+    """Sums over one batch: nats, counted targets, and routing counts per routed layer."""
+    logits_BTV, records = Transformer(hparams).apply(
+        {'params': params}, batch['tokens_BT'], batch['segment_ids_BT'], routing
+    )
+    nll_BT, _, counted_BT = token_losses(logits_BTV, batch['labels_BT'])
+    sums = {'nats': jnp.sum(nll_BT), 'targets': jnp.sum(counted_BT)}
+    if records is not None:
+        gate = GATES[hparams.model.routing.gate]
+        sums['routing'] = routing_counts(records, batch['segment_ids_BT'], gate)
+    return sums
+
+
+def evaluate(params, hparams: Hparams, dataset, mesh, num_batches: int, routing: str) -> dict:
+    """Loss over the first `num_batches` held-out batches, or all of them if there are fewer.
+
+    Returns:
+      `loss` in nats a target, `bits_per_byte`, `targets`, and for a routed model `routing`: lists
+      over its routed layers, as `routing_ratios` says.
+    """
+    totals, num_bytes = None, 0
+    for index in range(min(num_batches, dataset.num_held_out_batches)):
+        batch = dataset.held_out_batch(index)
+        labels = batch['labels_BT'][batch['labels_BT'] != IGNORED]
+        num_bytes += int(dataset.tokenizer.token_bytes_V[labels].sum())
+        sums = eval_step(params, put_batch(mesh, batch), hparams=hparams, routing=routing)
+        sums = jax.tree.map(np.float64, jax.device_get(sums))
+        totals = jax.tree.map(np.add, totals, sums) if totals else sums
+    result = {
+        'loss': float(totals['nats'] / totals['targets']),
+        'bits_per_byte': float(totals['nats'] / math.log(2) / num_bytes),
+        'targets': int(totals['targets']),
+    }
+    if 'routing' in totals:
+        with np.errstate(invalid='ignore', divide='ignore'):
+            ratios = routing_ratios(totals['routing'])
+        result['routing'] = {name: values.tolist() for name, values in ratios.items()}
+    return result
+
+
+def evaluate_honestly(params, hparams: Hparams, dataset, mesh, num_batches: int) -> dict:
+    """`evaluate` under the causal rule, with the top-C loss on the same weights beside it.
+
+    Returns:
+      The dict of `evaluate`, plus `loss_top_c` and `routing_gap` = loss - loss_top_c for a routed
+      model (0.01 nats or less is negligible, 0.05 invalidates a run).
+    """
+    rule = causal_routing(hparams)
+    result = evaluate(params, hparams, dataset, mesh, num_batches, rule)
+    if hparams.model.routed_layers:
+        top_c = evaluate(params, hparams, dataset, mesh, num_batches, 'top_c')
+        result['loss_top_c'] = top_c['loss']
+        result['routing_gap'] = result['loss'] - top_c['loss']
+    return result

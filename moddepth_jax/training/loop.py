@@ -1,0 +1,272 @@
+"""The train loop, from hyper-parameters and a directory to a trained state and its summary."""
+
+import collections
+import concurrent.futures
+import dataclasses
+import pathlib
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from moddepth_jax.data.landmarks import landmarks
+from moddepth_jax.data.pipeline import Dataset, check_fingerprint, make_dataset
+from moddepth_jax.hparams import Hparams
+from moddepth_jax.model.flops import train_step_flops
+from moddepth_jax.training.checkpoint import Checkpoints
+from moddepth_jax.training.evaluate import evaluate_honestly
+from moddepth_jax.training.interruption import Interruption
+from moddepth_jax.training.losses import IGNORED
+from moddepth_jax.training.metrics import MetricsWriter
+from moddepth_jax.training.progress import Progress, format_count, format_seconds
+from moddepth_jax.training.sharding import check_batch, make_mesh, put_batch, replicated
+from moddepth_jax.training.stopwatch import Stopwatch
+from moddepth_jax.training.summary import num_parameters, summarise, versions, write_summary
+from moddepth_jax.training.train_step import TrainState, init_state, train_step
+from moddepth_jax.training.workdir import WorkdirLock, open_workdir
+
+STEPS_IN_FLIGHT = 2  # more would hide a NaN, and abort on many fake CPU devices
+MAY_CHANGE = (  # on resuming: knobs that no trained bit depends on
+    'evaluation',
+    'report',
+    'training.log_every',
+    'training.checkpoint_every',
+    'training.keep_checkpoints',
+    'training.compilation_cache',
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What `train` leaves: `summary` is None where a signal ended the run before its last step."""
+
+    hparams: Hparams
+    workdir: pathlib.Path
+    state: TrainState
+    dataset: Dataset
+    summary: dict | None
+
+
+def resolve_steps(hparams: Hparams) -> int:
+    """Steps of a run: as many as `flop_budget` pays for, or `training.num_steps` without one.
+
+    Raises:
+      ValueError: a budget below the cost of one step.
+    """
+    if not hparams.flop_budget:
+        return hparams.training.num_steps
+    cost = train_step_flops(hparams)
+    if hparams.flop_budget < cost:
+        raise ValueError(
+            f'flop_budget={hparams.flop_budget:g}: pays for no step; one step of '
+            f'{hparams.data.batch_size} x {hparams.data.sequence_length} tokens costs {cost:.3g}'
+        )
+    return int(hparams.flop_budget / cost)
+
+
+def check_vocabulary(hparams: Hparams, tokenizer):
+    """Raises ValueError where the tokenizer has more ids than the model."""
+    if hparams.model.vocab_size < tokenizer.vocab_size:
+        raise ValueError(
+            f'model.vocab_size={hparams.model.vocab_size}: must be at least '
+            f'{tokenizer.vocab_size}, the ids of data.tokenizer={hparams.data.tokenizer!r}'
+        )
+
+
+def train(hparams: Hparams, workdir, mesh_spec: str = '') -> Run:
+    """Trains to the last step, or goes on where an earlier call in the same workdir stopped.
+
+    Two calls with equal hyper-parameters, versions, devices and CPU threads end bit-equal, however
+    often they were killed in between.
+
+    Args:
+      hparams: of the run.
+      workdir: its directory; made if it is not there.
+      mesh_spec: see `make_mesh`.
+
+    Raises:
+      ValueError: one line, before anything is compiled or written, for a budget, corpus, mesh or
+        workdir that does not fit; after `training.max_nan_steps` non-finite steps in a row; where a
+        checkpoint could not be written.
+    """
+    num_steps = resolve_steps(hparams)
+    dataset = make_dataset(hparams.data, hparams.seed)
+    check_vocabulary(hparams, dataset.tokenizer)
+    mesh = make_mesh(mesh_spec)
+    check_batch(mesh, hparams.data.batch_size, hparams.training.accumulate_steps)
+    open_workdir(workdir, dataclasses.asdict(hparams), MAY_CHANGE)
+    workdir = pathlib.Path(workdir)
+    keep = hparams.training.keep_checkpoints
+    with (
+        WorkdirLock(workdir),
+        Interruption() as interruption,
+        Checkpoints(workdir / 'checkpoints', keep) as checkpoints,
+    ):
+        state, metadata, news = _start(hparams, num_steps, dataset, mesh, checkpoints)
+        first_step, tokens = int(state.step), hparams.data.batch_size * hparams.data.sequence_length
+        flops = train_step_flops(hparams)
+        with (
+            MetricsWriter(workdir, first_step) as writer,
+            Progress(num_steps, first_step, tokens, flops) as progress,
+        ):
+            _describe(progress, hparams, state, dataset)
+            for line in news:
+                progress.note(line)
+            metadata = {
+                'fingerprint': dataset.fingerprint,
+                'versions': versions(),
+                'mesh': dict(mesh.shape),
+                'seconds': metadata.get('seconds', 0.0),
+                'train_loss': metadata.get('train_loss'),
+            }
+            loop = _Loop(state, hparams, num_steps, dataset, mesh, writer, progress)
+            state = loop.run(interruption, checkpoints, metadata)
+            if int(state.step) < num_steps:
+                done = f'{interruption.requested}: stopped and saved at step {int(state.step)}'
+                progress.note(f'{done} of {num_steps}; the same command goes on from there')
+                return Run(hparams, workdir, state, dataset, None)
+            final = hparams.evaluation.final_batches
+            progress.note('evaluating on held-out text')
+            evaluation = evaluate_honestly(state.params, hparams, dataset, mesh, final)
+        loss, seconds = metadata['train_loss'], metadata['seconds']
+        summary = summarise(hparams, state, loss, evaluation, dataset, seconds)
+        write_summary(workdir, summary)
+    return Run(hparams, workdir, state, dataset, summary)
+
+
+def _start(hparams, num_steps, dataset, mesh, checkpoints):
+    """The newest good state or that before step 0, its metadata, and lines of news."""
+    initial = jax.jit(lambda: init_state(hparams, num_steps), out_shardings=replicated(mesh))
+    abstract = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated(mesh)),
+        jax.eval_shape(initial),
+    )
+    restored = checkpoints.restore(abstract)
+    if restored is None:
+        return initial(), {}, checkpoints.skipped
+    state, step, metadata = restored
+    check_fingerprint(metadata['fingerprint'], dataset.fingerprint)
+    return state, metadata, [*checkpoints.skipped, f'resuming after step {step}']
+
+
+def _describe(progress, hparams, state, dataset):
+    model, num_steps = hparams.model, state.num_steps
+    routed = len(model.routed_layers)
+    routing = f', {routed} routed at capacity {model.routing.capacity:g}' if routed else ', dense'
+    progress.note(
+        f'model     {model.num_layers} layers of width {model.d_model}{routing}; '
+        f'{format_count(num_parameters(state.params))} parameters'
+    )
+    progress.note(f'corpus    {dataset.corpus.description}')
+    cost = train_step_flops(hparams)
+    progress.note(
+        f'plan      {num_steps} steps x {format_count(cost)}FLOP = '
+        f'{num_steps * cost:.3g} FLOPs, {dataset.epochs(num_steps):.2f} epochs'
+    )
+
+
+class _Loop:
+    """The steps of one start of a run, at most STEPS_IN_FLIGHT of them dispatched at a time."""
+
+    def __init__(self, state, hparams, num_steps, dataset, mesh, writer, progress):
+        self.state, self.hparams, self.num_steps = state, hparams, num_steps
+        self.dataset, self.mesh = dataset, mesh
+        self.writer, self.progress = writer, progress
+        self.in_flight = collections.deque()
+        self.loss = None
+
+    def run(self, interruption, checkpoints, metadata: dict) -> TrainState:
+        """Steps until the last, or until a signal; every checkpoint carries `metadata`."""
+        first_step = int(self.state.step)
+        if first_step == self.num_steps:
+            return self.state
+        training, evaluation = self.hparams.training, self.hparams.evaluation
+        step_fn = self._compile()
+        self.stopwatch, seconds_before = Stopwatch(), metadata['seconds']
+        for step in range(first_step, self.num_steps):
+            self._dispatch(step_fn, step)
+            done = step + 1
+            last = done == self.num_steps or interruption.requested is not None
+            evaluates = evaluation.every and done % evaluation.every == 0 and not last
+            saves = last or done % training.checkpoint_every == 0
+            self._collect(leave=0 if evaluates or saves else STEPS_IN_FLIGHT - 1)
+            if evaluates:
+                with self.stopwatch.pause():
+                    self._evaluate(done)
+            if saves:
+                metadata['seconds'] = seconds_before + self.stopwatch.seconds()
+                metadata['train_loss'] = self.loss
+                with self.stopwatch.pause():
+                    checkpoints.save(done, self.state, metadata)
+            if last:
+                break
+        checkpoints.wait()
+        return self.state
+
+    def _compile(self) -> Any:
+        begin = time.monotonic()
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:
+            marks = thread.submit(landmarks, self.dataset.corpus)
+            batch = put_batch(self.mesh, self.dataset.train_batch(0))
+            step_fn = jax.jit(train_step, donate_argnums=0).lower(self.state, batch).compile()
+            compiled = time.monotonic() - begin
+            text = ', '.join(f'{name} {bits:.2f}' for name, bits in marks.result().items())
+        self.progress.note(f'landmarks {text} bits/byte on the training text')
+        self.progress.note(f'compiled  the train step in {format_seconds(compiled)}')
+        return step_fn
+
+    def _dispatch(self, step_fn, step):
+        with self.stopwatch.waiting_for_data():
+            batch = self.dataset.train_batch(step)
+            labels = batch['labels_BT'][batch['labels_BT'] != IGNORED]
+            targets_per_byte = labels.size / self.dataset.tokenizer.token_bytes_V[labels].sum()
+            batch = put_batch(self.mesh, batch)
+        self.state, metrics = step_fn(self.state, batch)
+        self.in_flight.append((step + 1, metrics, targets_per_byte))
+
+    def _collect(self, leave):
+        """Waits for steps until only `leave` are in flight, and reports them."""
+        while len(self.in_flight) > leave:
+            step, metrics, targets_per_byte = self.in_flight.popleft()
+            metrics = jax.device_get(metrics)
+            self.stopwatch.step_done()
+            self.loss = float(metrics['loss'])
+            self._check_finite(step, metrics)
+            if step % self.hparams.training.log_every == 0 or step == self.num_steps:
+                row = self._row(metrics)
+                self.writer.write(step, row)
+                bits = row['loss'] / np.log(2) * targets_per_byte
+                self.progress.update(step, {'loss': row['loss'], 'bits_per_byte': bits})
+
+    def _check_finite(self, step, metrics):
+        in_a_row = int(metrics['skipped_in_a_row'])
+        if not in_a_row:
+            return
+        self.progress.note(f'step {step}: loss or gradient is not finite; skipped')
+        if in_a_row >= self.hparams.training.max_nan_steps:
+            raise ValueError(
+                f'training.max_nan_steps={in_a_row}: that many steps in a row up to {step} gave no '
+                f'finite loss and gradient; lower optimizer.learning_rate and resume elsewhere'
+            )
+
+    def _row(self, metrics):
+        routing = metrics.pop('routing', {})
+        row = {name: value.item() for name, value in metrics.items()}
+        for i, layer in enumerate(self.hparams.model.routed_layers):
+            for name, values in routing.items():
+                row[f'routing/layer_{layer:02d}/{name}'] = values[i].item()
+        tokens = self.hparams.data.batch_size * self.hparams.data.sequence_length
+        return row | self.stopwatch.rates(tokens, train_step_flops(self.hparams))
+
+    def _evaluate(self, step):
+        batches = self.hparams.evaluation.num_batches
+        params = self.state.params
+        result = evaluate_honestly(params, self.hparams, self.dataset, self.mesh, batches)
+        row = {f'eval/{name}': value for name, value in result.items() if name != 'routing'}
+        for i, layer in enumerate(self.hparams.model.routed_layers):
+            for name, values in result['routing'].items():
+                row[f'eval/routing/layer_{layer:02d}/{name}'] = values[i]
+        self.writer.write(step, row)
+        gap = f', routing gap {result["routing_gap"]:+.4f} nats' if 'routing_gap' in result else ''
+        self.progress.note(f'held-out  step {step}: {result["bits_per_byte"]:.3f} bits/byte{gap}')

@@ -1,0 +1,91 @@
+"""Losses: next-token cross-entropy, z-loss, and what trains the causal rules."""
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from moddepth_jax.hparams import Hparams
+
+IGNORED = -100  # label of a target that no loss counts
+
+
+def token_losses(logits_BTV, labels_BT):
+    """Negative log-likelihood and log-partition of every target, 0 where the label is ignored.
+
+    Args:
+      logits_BTV: float32 [B, T, V].
+      labels_BT: int [B, T], -100 for a target that does not count.
+
+    Returns:
+      nll_BT in nats, log_z_BT, counted_BT (float32 0 or 1).
+    """
+    counted_BT = (labels_BT != IGNORED).astype(jnp.float32)
+    log_z_BT = jax.nn.logsumexp(logits_BTV, axis=-1)
+    safe_BT1 = jnp.maximum(labels_BT, 0)[..., None]
+    picked_BT = jnp.take_along_axis(logits_BTV, safe_BT1, axis=-1)[..., 0]
+    return (log_z_BT - picked_BT) * counted_BT, log_z_BT * counted_BT, counted_BT
+
+
+def rule_loss(logits_LBT, targets_LBT, real_BT):
+    """Binary cross-entropy of a causal rule against top-C membership, mean over layers and tokens.
+
+    The targets of a row are the choices made in that same row; padding does not count.
+    """
+    targets_LBT = jax.lax.stop_gradient(targets_LBT).astype(jnp.float32)
+    losses_LBT = optax.sigmoid_binary_cross_entropy(logits_LBT, targets_LBT)
+    real_LBT = jnp.broadcast_to(real_BT[None], losses_LBT.shape)
+    return jnp.mean(losses_LBT, where=real_LBT)
+
+
+def causal_rule_loss(hparams: Hparams, records, segment_ids_BT):
+    """Weighted loss that trains the model's causal rule; 0 where there is nothing to train."""
+    routing = hparams.model.routing
+    if records is None or routing.causal_rule == 'dense':
+        return jnp.zeros(())
+    weight = {
+        'predictor': routing.predictor_loss_weight,
+        'aux_loss': routing.aux_loss_weight,
+    }[routing.causal_rule]
+    return weight * rule_loss(records.rule_logits_BT, records.top_c_BT, segment_ids_BT > 0)
+
+
+def routing_counts(records, segment_ids_BT, gate):
+    """What `routing_ratios` divides; counts of several batches may be added up first.
+
+    Args:
+      records: RoutingRecord with leaves [routed layers, B, T].
+      segment_ids_BT: int [B, T], 0 for padding.
+      gate: the function of scores that scales the delta.
+
+    Returns:
+      dict of float32 [routed layers]: tokens that are `real`, that `entered`, of the top C
+      (`chosen`), that the causal rule would let in (`said`), `both` of these, and the `gate` sum
+      over the top C.
+    """
+    real_BT = segment_ids_BT > 0
+    said_LBT = (records.rule_logits_BT > 0) & real_BT
+    gates_LBT = jnp.where(records.top_c_BT, gate(records.scores_BT), 0.0)
+    counted = {
+        'real': jnp.broadcast_to(real_BT, said_LBT.shape),
+        'entered': records.entered_BT,
+        'chosen': records.top_c_BT,
+        'said': said_LBT,
+        'both': said_LBT & records.top_c_BT,
+        'gate': gates_LBT,
+    }
+    return jax.tree.map(lambda x: jnp.sum(x, axis=(1, 2), dtype=jnp.float32), counted)
+
+
+def routing_ratios(counts):
+    """`routing_counts` as ratios per routed layer, NaN where there is nothing to divide by.
+
+    Returns:
+      dict: `selected_fraction` of the real tokens entered; `precision` and `recall` of the causal
+      rule against top-C membership; `selected_gate`, the mean gate of the top C.
+    """
+    return {
+        'selected_fraction': counts['entered'] / counts['real'],
+        'precision': counts['both'] / counts['said'],
+        'recall': counts['both'] / counts['chosen'],
+        'selected_gate': counts['gate'] / counts['chosen'],
+    }

@@ -1,0 +1,67 @@
+"""The manifest of a directory: written last, it says that all files are there, and which bytes."""
+
+import hashlib
+import json
+import os
+import pathlib
+
+from moddepth_jax.training import workdir as workdir_lib
+
+MANIFEST_FILE = 'manifest.json'
+
+
+def write_manifest(directory: pathlib.Path, content: dict) -> None:
+    """Flushes every file under `directory` to disk, then writes its manifest atomically.
+
+    Args:
+      directory: holds only finished files.
+      content: JSON values that `read_manifest` gives back.
+    """
+    files = {
+        path.relative_to(directory).as_posix(): _size_and_sha256(path, flush=True)
+        for path in sorted(directory.rglob('*'))
+        if path.is_file()
+    }
+    manifest = {'files': files, 'content': content}
+    manifest['sha256'] = _own_sha256(manifest)
+    workdir_lib.write_atomically(directory / MANIFEST_FILE, json.dumps(manifest, indent=1) + '\n')
+
+
+def read_manifest(directory: pathlib.Path) -> dict:
+    """The content given to `write_manifest`, once every file has been found to be as it was then.
+
+    Raises:
+      ValueError: one line, where there is no manifest, or where it or a file is not as written.
+      OSError: a file could not be read.
+    """
+    path = directory / MANIFEST_FILE
+    if not path.exists():
+        raise ValueError(f'unfinished, it has no {MANIFEST_FILE}')
+    try:
+        manifest = json.loads(path.read_bytes())
+        intact = manifest.pop('sha256') == _own_sha256(manifest)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        intact = False
+    if not intact:
+        raise ValueError(f'{MANIFEST_FILE} is damaged')
+    for name, (size, sha256) in manifest['files'].items():
+        if not (directory / name).is_file():
+            raise ValueError(f'{name} is missing')
+        found_size, found_sha256 = _size_and_sha256(directory / name)
+        if found_size != size:
+            raise ValueError(f'{name} has {found_size} bytes instead of {size}')
+        if found_sha256 != sha256:
+            raise ValueError(f'{name} is damaged: its sha256 is not that of {MANIFEST_FILE}')
+    return manifest['content']
+
+
+def _size_and_sha256(path, flush=False):
+    with open(path, 'rb') as file:
+        sha256 = hashlib.file_digest(file, 'sha256').hexdigest()
+        if flush:
+            os.fsync(file.fileno())
+        return [file.tell(), sha256]
+
+
+def _own_sha256(manifest):
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()

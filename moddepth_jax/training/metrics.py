@@ -1,0 +1,113 @@
+"""What a run measured: one JSON object a line, and TensorBoard events of the same numbers."""
+
+import json
+import math
+import os
+import pathlib
+
+import tensorboardX
+
+from moddepth_jax.training import workdir as workdir_lib
+
+METRICS_FILE = 'metrics.jsonl'
+EVENTS_DIRECTORY = 'tensorboard'
+
+
+class MetricsWriter:
+    """Appends rows to `metrics.jsonl` and scalars to TensorBoard events under `tensorboard/`.
+
+    A row is {'step': step, name: value, ...}; names are nested by '/', and an evaluation is a row
+    of its own whose names begin with `eval/`. Numbers that are not finite are written as null,
+    since JSON has no NaN, and are left out of the events. Each row is flushed as it is written.
+
+    Args:
+      workdir: directory of the run.
+      first_step: the step the run starts after, 0 for a new one. Later rows, left by a run that was
+        killed after its last checkpoint, are dropped, and so is a last line that was cut short.
+      tensorboard: whether to write events too.
+
+    Raises:
+      ValueError: one line, where an earlier line of the file is no row.
+    """
+
+    def __init__(self, workdir: str | os.PathLike, first_step: int, tensorboard: bool = True):
+        workdir = pathlib.Path(workdir)
+        path = workdir / METRICS_FILE
+        if path.exists():
+            rows = [row for row in read_metrics(workdir) if row['step'] <= first_step]
+            text = ''.join(f'{json.dumps(row)}\n' for row in rows)
+            workdir_lib.write_atomically(path, text)
+        self._file = open(path, 'a', encoding='utf-8')
+        self._events = None
+        if tensorboard:
+            events = workdir / EVENTS_DIRECTORY
+            purge_step = first_step + 1 if events.exists() else None
+            self._events = tensorboardX.SummaryWriter(str(events), purge_step=purge_step)
+
+    def write(self, step: int, values: dict) -> None:
+        """Appends a row of numbers (Python, NumPy or JAX scalars), strings, and lists of these.
+
+        Raises:
+          ValueError: a value of another kind, or one named `step`.
+        """
+        if 'step' in values:
+            raise ValueError(f'step={values["step"]!r}: must be given as the row, not among values')
+        row = {'step': int(step)} | {name: _plain(name, value) for name, value in values.items()}
+        self._file.write(json.dumps(row, allow_nan=False) + '\n')
+        self._file.flush()
+        if self._events is None:
+            return
+        for name, value in row.items():
+            if name != 'step' and isinstance(value, (int, float)):
+                self._events.add_scalar(name, value, row['step'])
+
+    def close(self) -> None:
+        self._file.close()
+        if self._events is not None:
+            self._events.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+
+def read_metrics(workdir: str | os.PathLike) -> list[dict]:
+    """The rows of a run, oldest first; a last line that was cut short is left out.
+
+    Raises:
+      ValueError: one line, where there is no metrics.jsonl or another line of it is no row.
+    """
+    path = pathlib.Path(workdir) / METRICS_FILE
+    try:
+        with open(path, encoding='utf-8', errors='replace') as file:
+            lines = file.readlines()
+    except FileNotFoundError:
+        right = 'must be the directory of a run that has begun'
+        raise ValueError(f'{workdir}: holds no {METRICS_FILE}; {right}') from None
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+            int(row['step'])
+        except (ValueError, KeyError, TypeError):
+            if number == len(lines):
+                break
+            right = 'must be a JSON object with a step'
+            raise ValueError(f'{path}: line {number} is {line[:40]!r}; {right}') from None
+        rows.append(row)
+    return rows
+
+
+def _plain(name, value):
+    """`value` as JSON's own kinds."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_plain(name, item) for item in value]
+    if getattr(value, 'ndim', None) == 0:
+        value = value.item()
+    if not isinstance(value, (int, float)):
+        raise ValueError(f'{name}={value!r}: must be a number, a string or a list of these')
+    return value if math.isfinite(value) else None

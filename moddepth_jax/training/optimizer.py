@@ -1,0 +1,64 @@
+"""AdamW with warm-up and cosine; the causal predictor is clipped apart, so that it touches nothing."""
+
+import jax
+import optax
+
+from moddepth_jax.hparams import Hparams
+
+
+def learning_rate_schedule(hparams: Hparams, num_steps: int):
+    """step -> learning rate: linear warm-up from 0, then a cosine that ends with the last step."""
+    optimizer = hparams.optimizer
+    warmup = min(num_steps - 1, round(optimizer.warmup_fraction * num_steps))
+    return optax.warmup_cosine_decay_schedule(
+        init_value=0.0 if warmup else optimizer.learning_rate,
+        peak_value=optimizer.learning_rate,
+        warmup_steps=warmup,
+        decay_steps=num_steps,
+        end_value=optimizer.final_fraction * optimizer.learning_rate,
+    )
+
+
+def _in_predictor(params):
+    def inside(path, _):
+        return any(getattr(key, 'key', None) == 'predictor' for key in path)
+
+    return jax.tree_util.tree_map_with_path(inside, params)
+
+
+def _outside_predictor(params):
+    return jax.tree.map(lambda inside: not inside, _in_predictor(params))
+
+
+def _is_matrix(params):
+    """Weight decay is for matrices: not for norms, biases, or the router's vector."""
+
+    def matrix(path, leaf):
+        names = {getattr(key, 'key', None) for key in path}
+        return bool(names & {'kernel', 'embedding'})
+
+    return jax.tree_util.tree_map_with_path(matrix, params)
+
+
+def make_optimizer(hparams: Hparams, num_steps: int) -> optax.GradientTransformation:
+    """The transformation that `train_step` applies.
+
+    The gradient of the trunk is clipped by its own global norm, that of the predictor by its own:
+    with one norm for both, the predictor's loss would scale the trunk's step.
+    """
+    optimizer = hparams.optimizer
+    clips = []
+    if optimizer.clip_norm:
+        clip = optax.clip_by_global_norm(optimizer.clip_norm)
+        clips = [optax.masked(clip, mask) for mask in (_outside_predictor, _in_predictor)]
+    return optax.chain(
+        *clips,
+        optax.adamw(
+            learning_rate_schedule(hparams, num_steps),
+            b1=optimizer.b1,
+            b2=optimizer.b2,
+            eps=optimizer.eps,
+            weight_decay=optimizer.weight_decay,
+            mask=_is_matrix,
+        ),
+    )

@@ -1,0 +1,143 @@
+"""What the user sees of a run: a live line on a terminal, a sparse table elsewhere."""
+
+import collections
+import math
+import time
+
+import rich.console
+import rich.progress
+import rich.table
+import rich.text
+
+PLAIN_FIRST_ROWS = 3  # printed at once, so that a log soon shows whether the run is sound
+PLAIN_FRACTION = 0.05  # of the run's steps between later rows
+PLAIN_SECONDS = 60.0  # or this long between them, whichever comes first
+RATE_WINDOW = 20  # updates that the speed is measured over
+
+_COLUMNS = (('step', 13), ('loss', 8), ('bits/byte', 9), ('tokens/s', 8), ('FLOP/s', 8), ('ETA', 8))
+_SPANS = ((86400, 'd', 3600, 'h'), (3600, 'h', 60, 'm'), (60, 'm', 1, 's'))
+_CONTROL = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in '\n\t'}
+
+
+def format_count(value: float) -> str:
+    """Three digits and a unit of thousands: 1.23e12 is '1.23T'; 'n/a' where it is not finite."""
+    if not math.isfinite(value):
+        return 'n/a'
+    for power, unit in enumerate(('', 'k', 'M', 'G', 'T', 'P', 'E')):
+        scaled = value / 1000**power
+        if abs(scaled) < 999.5 or unit == 'E':
+            break
+    if not unit and float(value).is_integer():
+        return str(int(value))
+    digits = 0 if abs(scaled) >= 99.95 else 1 if abs(scaled) >= 9.995 else 2
+    return f'{scaled:.{digits}f}{unit}'
+
+
+def format_seconds(seconds: float) -> str:
+    """The two largest units: 3723 is '1h 02m'; 'n/a' where it is not finite."""
+    if not math.isfinite(seconds):
+        return 'n/a'
+    seconds = max(0, round(seconds))
+    for size, unit, part, part_unit in _SPANS:
+        if seconds >= size:
+            return f'{seconds // size}{unit} {seconds % size // part:02d}{part_unit}'
+    return f'{seconds}s'
+
+
+class Progress:
+    """Shows how far a run is, how it does and how fast; a context manager.
+
+    On a terminal one line is redrawn: bar, step, loss, bits per byte, tokens and FLOPs a second,
+    time left. Elsewhere a table grows by a row for each of the first few updates, then one every
+    5% of the steps or every minute. Speeds are measured between updates, so the first shows none,
+    and the time that the first step takes to compile is not counted.
+
+    Args:
+      total_steps: of the whole run.
+      first_step: steps done before this start, of a run that was resumed.
+      tokens_per_step: over all devices.
+      flops_per_step: counted, over all devices.
+      console: where to print; stdout if None.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        first_step: int,
+        tokens_per_step: float,
+        flops_per_step: float,
+        console: rich.console.Console | None = None,
+    ):
+        self._total, self._tokens, self._flops = total_steps, tokens_per_step, flops_per_step
+        self._console = console or rich.console.Console()
+        self._times = collections.deque(maxlen=RATE_WINDOW)
+        self._rows, self._row_step, self._row_time = 0, first_step, -math.inf
+        self._bar = None
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
+            width = min(40, max(5, self._console.width - 85))
+            self._bar = rich.progress.Progress(
+                rich.progress.BarColumn(bar_width=width),
+                rich.progress.TextColumn(
+                    '{task.description}', markup=False, table_column=rich.table.Column(no_wrap=True)
+                ),
+                console=self._console,
+                refresh_per_second=4,
+            )
+            start = f'{first_step}/{total_steps}  compiling'
+            self._task = self._bar.add_task(start, total=total_steps, completed=first_step)
+
+    def update(self, step: int, values: dict) -> None:
+        """Shows `step` steps as done; of `values`, `loss` (nats) and `bits_per_byte` if present."""
+        now = time.monotonic()
+        self._times.append((now, step))
+        (then, earlier) = self._times[0]
+        steps_per_second = (step - earlier) / (now - then) if now > then else math.nan
+        left = (self._total - step) / steps_per_second if steps_per_second > 0 else math.nan
+        cells = [
+            f'{step}/{self._total}',
+            _format_value(values.get('loss'), 4),
+            _format_value(values.get('bits_per_byte'), 3),
+            format_count(steps_per_second * self._tokens),
+            format_count(steps_per_second * self._flops),
+            format_seconds(left),
+        ]
+        if self._bar is not None:
+            done, loss, bits, tokens, flops, eta = cells
+            text = f'{done}  loss {loss}  {bits} bits/byte  {tokens} tokens/s  {flops} FLOP/s'
+            text = f'{text}  ETA {eta}'
+            self._bar.update(self._task, completed=step, description=text)
+        elif self._row_is_due(step, now):
+            if not self._rows:
+                self._line(_row([name for name, _ in _COLUMNS]))
+            self._rows, self._row_step, self._row_time = self._rows + 1, step, now
+            self._line(_row(cells))
+
+    def note(self, text: str) -> None:
+        """Prints `text` as it is, without control characters; on a terminal, above the bar."""
+        self._line(text.translate(_CONTROL))
+
+    def __enter__(self):
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_):
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _row_is_due(self, step, now):
+        steps, seconds = step - self._row_step, now - self._row_time
+        due = steps >= PLAIN_FRACTION * self._total or seconds >= PLAIN_SECONDS
+        return due or self._rows < PLAIN_FIRST_ROWS or step >= self._total
+
+    def _line(self, text):
+        # A Text, since a str would have its [brackets] read as markup.
+        self._console.print(rich.text.Text(text), soft_wrap=True, highlight=False)
+
+
+def _format_value(value, digits):
+    return 'n/a' if value is None else f'{value:.{digits}f}'
+
+
+def _row(cells):
+    return '  '.join(cell.rjust(width) for cell, (_, width) in zip(cells, _COLUMNS, strict=True))

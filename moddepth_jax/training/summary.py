@@ -1,0 +1,111 @@
+"""What a finished run leaves behind: summary.json."""
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+
+import jax
+
+from moddepth_jax.hparams import Hparams
+from moddepth_jax.model.flops import dot_general_flops, masked_attention_flops, train_step_flops
+from moddepth_jax.training.checkpoint import state_sha256
+from moddepth_jax.training.train_step import TrainState, init_state, train_step
+from moddepth_jax.training.workdir import write_atomically
+
+SUMMARY_FILE = 'summary.json'
+_PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'grain', 'numpy')
+
+
+def versions() -> dict[str, str]:
+    """Of everything that may change the bits of a run: packages, Python, device, CPU threads."""
+    return {
+        **{package: importlib.metadata.version(package) for package in _PACKAGES},
+        'python': platform.python_version(),
+        'device': jax.devices()[0].device_kind,
+        'num_devices': str(jax.device_count()),
+        'cpu_threads': os.environ.get('NPROC', str(os.cpu_count())),
+    }
+
+
+def num_parameters(params) -> int:
+    """Elements of a pytree of arrays."""
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+def traced_flops(hparams: Hparams, num_steps: int) -> dict[str, float]:
+    """FLOPs of the train step as traced without recomputation, beside the counted ones.
+
+    Returns:
+      `flops_per_step`, counted; `flops_per_step_masked_attention`, which blocked attention computes
+      and its mask hides; `flops_per_step_dot_general`, the products in the traced step, which is
+      the sum of those two but for rounding; `flops_per_step_xla`, XLA's estimate of the unrolled
+      step before optimisation, elementwise work included (informational).
+    """
+    model = dataclasses.replace(hparams.model, remat='none', layer_loop='unrolled')
+    plain = dataclasses.replace(hparams, model=model)
+    shape = (hparams.data.batch_size, hparams.data.sequence_length)
+    row = jax.ShapeDtypeStruct(shape, 'int32')
+    batch = {name: row for name in ('tokens_BT', 'labels_BT', 'segment_ids_BT')}
+    state = jax.eval_shape(lambda: init_state(plain, num_steps))
+    traced = jax.jit(train_step).trace(state, batch)
+    return {
+        'flops_per_step': train_step_flops(hparams),
+        'flops_per_step_masked_attention': 3 * masked_attention_flops(hparams, *shape),
+        'flops_per_step_dot_general': float(dot_general_flops(traced.jaxpr)),
+        'flops_per_step_xla': float(traced.lower().cost_analysis()['flops']),
+    }
+
+
+def summarise(
+    hparams: Hparams, state: TrainState, train_loss: float, evaluation: dict, dataset, seconds: float
+) -> dict:
+    """The content of summary.json, as interfaces of other commands expect it.
+
+    Args:
+      hparams: of the run.
+      state: after the last step.
+      train_loss: nats a target of the last logged step.
+      evaluation: of `evaluate_honestly`.
+      dataset: for the corpus, its fingerprint and epochs.
+      seconds: spent in training, over all starts.
+    """
+    layers = hparams.model.routed_layers
+    routing = evaluation.get('routing', {})
+    flops = traced_flops(hparams, state.num_steps)
+    step = int(state.step)
+    return {
+        'final_step': step,
+        'train_loss': train_loss,
+        'eval': {name: value for name, value in evaluation.items() if name != 'routing'},
+        'routing': {
+            f'layer_{layer:02d}': {name: values[i] for name, values in routing.items()}
+            for i, layer in enumerate(layers)
+        },
+        'parameters': num_parameters(state.params),
+        **flops,
+        'total_flops': step * flops['flops_per_step'],
+        'flop_budget': hparams.flop_budget,
+        'seconds': seconds,
+        'epochs': dataset.epochs(step),
+        'skipped_steps': int(state.skipped),
+        'corpus_sha256': dataset.corpus.sha256,
+        'state_sha256': state_sha256(state),
+        'versions': versions(),
+    }
+
+
+def write_summary(workdir, summary: dict):
+    """Writes summary.json whole or not at all; numbers that are not finite become null."""
+    text = json.dumps(_finite(summary), indent=2, allow_nan=False) + '\n'
+    write_atomically(pathlib.Path(workdir) / SUMMARY_FILE, text)
+
+
+def _finite(value):
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, float) and not abs(value) < float('inf'):
+        return None
+    return value

@@ -1,0 +1,144 @@
+"""The state of a training run and the pure function that advances it by one batch."""
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+
+from moddepth_jax.hparams import Hparams
+from moddepth_jax.model.routing import GATES
+from moddepth_jax.model.transformer import Transformer
+from moddepth_jax.training.losses import (
+    IGNORED,
+    causal_rule_loss,
+    routing_counts,
+    routing_ratios,
+    token_losses,
+)
+from moddepth_jax.training.optimizer import learning_rate_schedule, make_optimizer
+
+
+@flax.struct.dataclass
+class TrainState:
+    """Everything that a step reads and writes.
+
+    Attributes:
+      step: int32, batches seen; it is also the position in the data.
+      params: float32 pytree of the Transformer.
+      optimizer_state: of `make_optimizer`.
+      skipped: int32, steps whose loss or gradient was not finite, all told.
+      skipped_in_a_row: int32, those since the last good step.
+      hparams, num_steps: static; what the step is built from.
+    """
+
+    step: jax.Array
+    params: dict
+    optimizer_state: optax.OptState
+    skipped: jax.Array
+    skipped_in_a_row: jax.Array
+    hparams: Hparams = flax.struct.field(pytree_node=False)
+    num_steps: int = flax.struct.field(pytree_node=False)
+
+
+def init_state(hparams: Hparams, num_steps: int) -> TrainState:
+    """The state before step 0; a pure function of the hyper-parameters (`hparams.seed`)."""
+    tokens_BT = jnp.zeros((1, hparams.data.sequence_length), jnp.int32)
+    params = Transformer(hparams).init(jax.random.key(hparams.seed), tokens_BT)['params']
+    return TrainState(
+        step=jnp.zeros((), jnp.int32),
+        params=params,
+        optimizer_state=make_optimizer(hparams, num_steps).init(params),
+        skipped=jnp.zeros((), jnp.int32),
+        skipped_in_a_row=jnp.zeros((), jnp.int32),
+        hparams=hparams,
+        num_steps=num_steps,
+    )
+
+
+def loss_and_metrics(params, hparams: Hparams, batch, num_targets):
+    """Loss of one (micro-)batch, normalised by the targets of the whole batch.
+
+    Args:
+      params: of the Transformer.
+      hparams: static.
+      batch: `tokens_BT`, `labels_BT`, `segment_ids_BT`, int32 [B, T].
+      num_targets: float32, counted targets of the whole step's batch.
+
+    Returns:
+      The scalar that is differentiated, and the metrics that sum over micro-batches.
+    """
+    logits_BTV, records = Transformer(hparams).apply(
+        {'params': params}, batch['tokens_BT'], batch['segment_ids_BT']
+    )
+    nll_BT, log_z_BT, _ = token_losses(logits_BTV, batch['labels_BT'])
+    loss = jnp.sum(nll_BT) / num_targets
+    z_loss = hparams.optimizer.z_loss * jnp.sum(log_z_BT**2) / num_targets
+    parts = hparams.training.accumulate_steps
+    rule_loss = causal_rule_loss(hparams, records, batch['segment_ids_BT']) / parts
+    metrics = {'loss': loss, 'z_loss': z_loss, 'rule_loss': rule_loss}
+    if records is not None:
+        gate = GATES[hparams.model.routing.gate]
+        metrics['routing'] = routing_counts(records, batch['segment_ids_BT'], gate)
+    return loss + z_loss + rule_loss, metrics
+
+
+def _gradients(params, hparams, batch):
+    """Gradients and metrics of a batch, summed over its micro-batches one at a time."""
+    num_targets = jnp.maximum(jnp.sum(batch['labels_BT'] != IGNORED), 1).astype(jnp.float32)
+    differentiate = jax.grad(loss_and_metrics, has_aux=True)
+    parts = hparams.training.accumulate_steps
+    if parts == 1:
+        return differentiate(params, hparams, batch, num_targets)
+
+    def add(total, micro_batch):
+        part = differentiate(params, hparams, micro_batch, num_targets)
+        return jax.tree.map(jnp.add, total, part), None
+
+    # Row i goes to micro-batch i % parts: a batch sharded by rows stays sharded in every one.
+    micro_batches = jax.tree.map(
+        lambda rows: jnp.moveaxis(rows.reshape(-1, parts, *rows.shape[1:]), 1, 0), batch
+    )
+    first = jax.tree.map(lambda rows: rows[0], micro_batches)
+    shapes = jax.eval_shape(lambda p: differentiate(p, hparams, first, num_targets), params)
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    return jax.lax.scan(add, zeros, micro_batches)[0]
+
+
+def train_step(state: TrainState, batch) -> tuple[TrainState, dict]:
+    """One step of the optimizer. Pure; the caller jits it, donating `state`.
+
+    Args:
+      state: before the step.
+      batch: `tokens_BT`, `labels_BT`, `segment_ids_BT`, int32 [B, T].
+
+    Returns:
+      The state after it, and metrics: `loss` (nats a target), `z_loss`, `rule_loss`, `grad_norm`,
+      `learning_rate`, `skipped`, `skipped_in_a_row`, and `routing`, float32 [routed layers] each.
+      A step whose loss or gradient is not finite changes nothing but the counters.
+    """
+    hparams, num_steps = state.hparams, state.num_steps
+    gradients, metrics = _gradients(state.params, hparams, batch)
+    grad_norm = optax.global_norm(gradients)
+    updates, optimizer_state = make_optimizer(hparams, num_steps).update(
+        gradients, state.optimizer_state, state.params
+    )
+    params = optax.apply_updates(state.params, updates)
+    good = jnp.isfinite(grad_norm) & jnp.isfinite(metrics['loss'])
+    params, optimizer_state = jax.tree.map(
+        lambda new, old: jnp.where(good, new, old),
+        (params, optimizer_state),
+        (state.params, state.optimizer_state),
+    )
+    if 'routing' in metrics:
+        metrics['routing'] = routing_ratios(metrics['routing'])
+    metrics['grad_norm'] = grad_norm
+    metrics['learning_rate'] = learning_rate_schedule(hparams, num_steps)(state.step)
+    state = state.replace(
+        step=state.step + 1,
+        params=params,
+        optimizer_state=optimizer_state,
+        skipped=state.skipped + ~good,
+        skipped_in_a_row=jnp.where(good, 0, state.skipped_in_a_row + 1),
+    )
+    metrics['skipped'], metrics['skipped_in_a_row'] = state.skipped, state.skipped_in_a_row
+    return state, metrics

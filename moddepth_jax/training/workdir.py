@@ -1,0 +1,144 @@
+"""The directory of one run: its config, its lock, and files that are whole or not there."""
+
+import fcntl
+import json
+import os
+import pathlib
+import socket
+
+CONFIG_FILE = 'config.json'
+LOCK_FILE = 'lock'
+SCHEMA_VERSION = 1
+
+
+def write_atomically(path: str | os.PathLike, text: str) -> None:
+    """Writes `text` so that, killed anywhere, `path` holds all of the old text or of the new."""
+    temporary = f'{os.fspath(path)}.tmp'
+    with open(temporary, 'w', encoding='utf-8') as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+class WorkdirLock:
+    """Holds a run's directory until `close`, the end of the `with`, or the process's death.
+
+    The kernel drops the lock with the process, so no kill can leave a stale one behind.
+
+    Raises:
+      ValueError: another run holds the directory, or the lock file cannot be written; one line.
+    """
+
+    def __init__(self, path: str | os.PathLike):
+        try:
+            self._file = open(pathlib.Path(path) / LOCK_FILE, 'a+', encoding='utf-8')
+        except OSError as error:
+            right = 'must be a directory that can be written'
+            raise ValueError(f'--workdir={path}: {error.strerror}; {right}') from None
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.seek(0)
+            holder = self._file.read().strip() or 'another process'
+            self._file.close()
+            right = 'wait until it ends, or use another --workdir'
+            raise ValueError(f'--workdir={path}: in use by {holder}; {right}') from None
+        self._file.truncate(0)
+        self._file.write(f'process {os.getpid()} on {socket.gethostname()}\n')
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+
+def open_workdir(path: str | os.PathLike, config: dict, volatile: tuple[str, ...] = ()) -> None:
+    """Makes `path` the directory of a run of `config`, or checks that it already is.
+
+    A new or empty directory gets `config.json`. Where there is one, it is compared and kept as it
+    is. The lock is not held afterwards: a run takes a `WorkdirLock` next.
+
+    Args:
+      path: the directory; parents are made.
+      config: nested dict of JSON values; tuples are stored as lists.
+      volatile: dotted names of fields or groups that may differ from the stored config.
+
+    Raises:
+      ValueError: one line, nothing written, where `path` is a file, holds something else, belongs
+        to a run that is going on, or is the directory of another config (the first differing field
+        is named with both values).
+    """
+    path = pathlib.Path(path)
+    right = 'use another --workdir'
+    if path.exists() and not path.is_dir():
+        raise ValueError(f'--workdir={path}: is a file; {right}')
+    if not (path / CONFIG_FILE).exists():
+        ours = {LOCK_FILE, f'{CONFIG_FILE}.tmp'}  # of a run killed before it wrote its config
+        others = sorted({file.name for file in path.iterdir()} - ours) if path.exists() else ()
+        if others:
+            found = f'holds {others[0]!r} but no {CONFIG_FILE}, so it is no directory of a run'
+            raise ValueError(f'--workdir={path}: {found}; {right}')
+        _create(path, config)
+    wanted, stored = _flatten(_as_json(config)), _flatten(read_config(path))
+    for name in sorted(wanted.keys() | stored.keys()):
+        if any(name == field or name.startswith(f'{field}.') for field in volatile):
+            continue
+        old, new = stored.get(name, 'absent'), wanted.get(name, 'absent')
+        if old != new:
+            found = f'{name} is {old!r} in its {CONFIG_FILE} and {new!r} in this run'
+            raise ValueError(f'--workdir={path}: {found}; {right}')
+
+
+def read_config(path: str | os.PathLike) -> dict:
+    """The config stored in the directory of a run, as nested dicts of JSON values.
+
+    Raises:
+      ValueError: one line, where there is no config.json, or none that can be read.
+    """
+    file = pathlib.Path(path) / CONFIG_FILE
+    try:
+        stored = json.loads(file.read_text(encoding='utf-8'))
+        version, config = stored['schema_version'], stored['config']
+    except (FileNotFoundError, NotADirectoryError):
+        right = 'must be the directory of a run of launch.train'
+        raise ValueError(f'--workdir={path}: holds no {CONFIG_FILE}; {right}') from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        right = f'must be JSON with "schema_version" and "config" ({type(error).__name__}: {error})'
+        raise ValueError(f'{file}: unreadable; {right}') from None
+    if version != SCHEMA_VERSION or not isinstance(config, dict):
+        right = f'must be {SCHEMA_VERSION}, with a config of named fields'
+        raise ValueError(f'{file}: schema_version={version!r}; {right}')
+    return config
+
+
+def _create(path, config):
+    content = {'schema_version': SCHEMA_VERSION, 'config': config}
+    text = json.dumps(content, indent=2, sort_keys=True) + '\n'
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with WorkdirLock(path):
+            if not (path / CONFIG_FILE).exists():
+                write_atomically(path / CONFIG_FILE, text)
+    except OSError as error:
+        right = 'must be a directory that can be written'
+        raise ValueError(f'--workdir={path}: {error.strerror}; {right}') from None
+
+
+def _as_json(config):
+    return json.loads(json.dumps(config))
+
+
+def _flatten(config, prefix=''):
+    fields = {}
+    for name, value in config.items():
+        if isinstance(value, dict):
+            fields |= _flatten(value, f'{prefix}{name}.')
+        else:
+            fields[prefix + name] = value
+    return fields

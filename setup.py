@@ -1,0 +1,41 @@
+"""Packaging. The tested versions are pinned in constraints.txt."""
+
+import setuptools
+
+# The GPU build of JAX is the same release as the CPU one, so they share their bounds.
+JAX_BOUNDS = '>=0.10.2,<0.13'
+
+setuptools.setup(
+    name='moddepth-jax',
+    version='0.1.0',
+    description='Mixture-of-Depths and Mixture-of-Depths Attention in JAX and Flax',
+    license='Apache-2.0',
+    packages=setuptools.find_packages(
+        include=['moddepth_jax*', 'kernels_pallas*', 'configs*', 'launch*']
+    ),
+    python_requires='>=3.11,<3.14',
+    install_requires=[
+        f'jax{JAX_BOUNDS}',
+        'flax>=0.12.8,<0.13',
+        'optax>=0.2.8,<0.3',
+        'orbax-checkpoint>=0.12.3,<0.13',
+        'grain>=0.2.18,<0.3',
+        'ml_collections>=1.1,<2',
+        'absl-py>=2.3,<3',
+        'numpy>=2.1,<3',
+        'rich>=14,<16',
+        'tensorboardX>=2.6.2,<3',
+        'matplotlib>=3.10,<4',
+        'pyarrow>=20,<27',
+    ],
+    extras_require={
+        'test': ['pytest>=9,<10', 'pytest-xdist>=3.8,<4', 'ruff>=0.17.5,<0.18'],
+        'gpu': [f'jax[cuda13]{JAX_BOUNDS}', 'jax-triton>=0.3.1,<0.5'],
+        'notebooks': [
+            'jupytext>=1.19,<2',
+            'nbmake>=1.5.5,<2',
+            'ipykernel>=7,<8',
+            'treescope>=0.1.10,<0.2',
+        ],
+    },
+)

@@ -1,0 +1,56 @@
+"""What every test runs under: the CPU, no compilation cache, no rank promotion; and tiny_config."""
+
+import os
+
+# Read by JAX at its import, and inherited by the commands that tests start.
+os.environ.setdefault('JAX_PLATFORMS', 'cpu')
+os.environ['JAX_ENABLE_COMPILATION_CACHE'] = 'false'
+os.environ['JAX_NUMPY_RANK_PROMOTION'] = 'raise'
+
+import pytest
+
+from configs import base
+
+_TOY_SIZES = {
+    'model.num_layers': 2,
+    'model.d_model': 32,
+    'model.d_ff': 64,
+    'model.num_heads': 4,
+    'model.num_kv_heads': 2,
+    'model.head_dim': 8,
+    'model.routing.predictor_width': 8,
+    'data.source': 'synthetic',
+    'data.sequence_length': 32,
+    'data.batch_size': 4,
+    'training.num_steps': 4,
+    'training.checkpoint_every': 2,
+    'training.log_every': 1,
+    'training.compilation_cache': False,
+    'evaluation.every': 2,
+    'evaluation.num_batches': 1,
+    'evaluation.final_batches': 2,
+    'report.sample_tokens': 8,
+    'report.heatmap_tokens': 16,
+}
+
+
+def _tiny_config(**overrides):
+    config = base.get_config()
+    for name, value in {**_TOY_SIZES, **overrides}.items():
+        *groups, knob = name.split('.')
+        group = config
+        for part in groups:
+            group = group[part]
+        if knob not in group:
+            raise ValueError(f'{name}={value!r}: no such knob in configs/base.py')
+        group[knob] = value
+    return config
+
+
+@pytest.fixture(scope='session')
+def tiny_config():
+    """tiny_config(**{'model.num_layers': 3}): configs.base at toy size, changed in dotted knobs.
+
+    Each call returns a new, unlocked ConfigDict of a run of 4 steps of 4 rows of 32 tokens.
+    """
+    return _tiny_config

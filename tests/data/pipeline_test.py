@@ -1,0 +1,202 @@
+"""Shows that batches are a pure function of the step and lose no token of the corpus."""
+
+import dataclasses
+import itertools
+import json
+import logging
+
+import numpy as np
+import pytest
+
+from moddepth_jax.data.corpus import Corpus
+from moddepth_jax.data.pipeline import (
+    check_fingerprint,
+    make_dataset,
+    token_stream,
+    window_batch,
+)
+from moddepth_jax.data.tokenizer import make_tokenizer
+from moddepth_jax.hparams import DataHparams
+
+S = 256
+DATA = DataHparams('hand-made', 'text', 'bytes', 4, 3, 0.25)
+HAND_MADE = Corpus('hand-made', [b'abc', b'd', b'efgh'], [b'uv', b'wxyz'], 'f00d', 'by hand')
+STREAM = [S, *b'abc', S, *b'd', S, *b'efgh']
+
+_text = np.random.default_rng(0).integers(0, 256, 997, np.uint8).tobytes()
+_cuts = [0, 1, 40, 333, 334, 900, 997]
+RANDOM = Corpus(
+    'random', [_text[i:j] for i, j in itertools.pairwise(_cuts)], [_text[:203]], 'beef', 'random'
+)
+
+
+def _bytes(batch):
+    return b''.join(batch[name].tobytes() for name in sorted(batch))
+
+
+def _epoch(dataset, epoch):
+    """First tokens and labels of each window of one epoch, in the order visited."""
+    n, size = dataset.num_train_windows, dataset.fingerprint['batch_size']
+    first, last = epoch * n, (epoch + 1) * n
+    steps = range(first // size, -(-last // size))
+    batches = [dataset.train_batch(step) for step in steps]
+    rows = [
+        np.concatenate([batch['tokens_BT'][:, :1], batch['labels_BT']], axis=1) for batch in batches
+    ]
+    rows = np.concatenate(rows)[first - steps[0] * size :][:n]
+    return [tuple(row) for row in rows.tolist()]
+
+
+def test_stream_puts_a_separator_before_each_document():
+    """The stream is separator, bytes, separator, bytes, and every byte occurs in order."""
+    stream = token_stream(HAND_MADE.train, make_tokenizer('bytes'))
+    assert stream.dtype == np.uint16 and stream.tolist() == STREAM
+    assert make_tokenizer('bytes').decode(token_stream(RANDOM.train, make_tokenizer('bytes'))) == (
+        _text
+    )
+
+
+def test_windows_as_drawn():
+    """Tokens, labels and segment ids of a hand-made corpus, written out."""
+    batch = window_batch(np.array(STREAM, np.uint16), [0, 1], 4, S)
+    a, b, c, d, e, f = b'abcdef'
+    assert batch['tokens_BT'].tolist() == [[S, a, b, c], [S, d, S, e]]
+    assert batch['labels_BT'].tolist() == [[a, b, c, S], [d, S, e, f]]
+    assert batch['segment_ids_BT'].tolist() == [[1, 1, 1, 1], [1, 1, 2, 2]]
+    shifted = window_batch(np.array(STREAM[1:], np.uint16), [0], 6, S)
+    assert shifted['tokens_BT'].tolist() == [[a, b, c, S, d, S]]
+    assert shifted['labels_BT'].tolist() == [[b, c, S, d, S, e]]
+    assert shifted['segment_ids_BT'].tolist() == [[1, 1, 1, 2, 2, 3]]
+    assert all(array.dtype == np.int32 for array in batch.values())
+
+
+def test_held_out_batches_are_in_order_and_filled_up():
+    """Held-out rows come unshuffled; rows of filling have segment 0 and no target."""
+    corpus = dataclasses.replace(HAND_MADE, held_out=[b'uv', b'wxyzwxyz12345678'])
+    dataset = make_dataset(DATA, 0, corpus)
+    u, v, w, x, y, z = b'uvwxyz'
+    assert dataset.num_held_out_batches == 2
+    first, last = dataset.held_out_batch(0), dataset.held_out_batch(1)
+    assert first['tokens_BT'].tolist() == [[S, u, v, S], [w, x, y, z], [w, x, y, z]]
+    assert first['labels_BT'].tolist() == [[u, v, S, w], [x, y, z, w], [x, y, z, ord('1')]]
+    assert first['segment_ids_BT'].tolist() == [[1, 1, 1, 2], [1, 1, 1, 1], [1, 1, 1, 1]]
+    assert last['tokens_BT'].tolist() == [[*b'1234'], [0] * 4, [0] * 4]
+    assert last['labels_BT'].tolist() == [[*b'2345'], [-100] * 4, [-100] * 4]
+    assert last['segment_ids_BT'].tolist() == [[1] * 4, [0] * 4, [0] * 4]
+    assert all(array.dtype == np.int32 for array in last.values())
+    for index in (-1, 2):
+        with pytest.raises(ValueError, match=rf'index={index}: must lie in \[0, 2\)'):
+            dataset.held_out_batch(index)
+
+
+@pytest.mark.parametrize('batch_size', [1, 3, 7, 500])
+def test_an_epoch_visits_each_window_once(batch_size):
+    """Each epoch holds every window of the stream once, and no two epochs have the same order."""
+    dataset = make_dataset(dataclasses.replace(DATA, batch_size=batch_size), 0, RANDOM)
+    stream = token_stream(RANDOM.train, dataset.tokenizer).tolist()
+    windows = [tuple(stream[i : i + 5]) for i in range(0, len(stream) - 4, 4)]
+    assert dataset.num_train_windows == len(windows) > 200
+    epochs = [_epoch(dataset, epoch) for epoch in range(3)]
+    assert all(sorted(epoch) == sorted(windows) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in [windows, *epochs]}) == 4
+
+
+def test_every_byte_is_a_target_once_an_epoch():
+    """Windows overlap by the one token that makes each but the first of the stream a target."""
+    dataset = make_dataset(DATA, 0, RANDOM)
+    stream = token_stream(RANDOM.train, dataset.tokenizer)
+    targets = np.concatenate([row[1:] for row in _epoch(dataset, 0)])
+    counted = stream[1 : 1 + 4 * dataset.num_train_windows]
+    assert len(stream) - 1 - len(counted) < 4
+    assert np.array_equal(np.bincount(targets), np.bincount(counted))
+
+
+def test_batch_is_a_function_of_the_step():
+    """Any order of calls, any number of them and a fresh object give the same bytes."""
+    dataset = make_dataset(DATA, 0, RANDOM)
+    steps = [0, 1, 2, 200, 10**9]
+    expected = [_bytes(dataset.train_batch(step)) for step in steps]
+    assert len(set(expected)) == len(steps)
+    fresh = make_dataset(DATA, 0, RANDOM)
+    assert [_bytes(fresh.train_batch(np.int64(step))) for step in steps[::-1]] == expected[::-1]
+    dataset.train_batch(1)['tokens_BT'][:] = 0
+    assert _bytes(dataset.train_batch(1)) == expected[1]
+    with pytest.raises(ValueError, match='step=-1: must be 0 or more'):
+        dataset.train_batch(-1)
+
+
+def test_seeds_have_orders_of_their_own():
+    """No epoch of one seed repeats an epoch of its neighbour, and large seeds are seeds too."""
+    orders = [
+        tuple(_epoch(make_dataset(DATA, seed, RANDOM), epoch))
+        for seed in (0, 1, 2, 2**40)
+        for epoch in range(3)
+    ]
+    assert len(set(orders)) == len(orders)
+
+
+def test_epochs_count_passes():
+    """Steps times rows over windows: 1 exactly when as many rows were drawn as windows exist."""
+    dataset = make_dataset(dataclasses.replace(DATA, batch_size=1), 0, RANDOM)
+    assert dataset.epochs(0) == 0
+    assert dataset.epochs(dataset.num_train_windows) == 1
+    assert make_dataset(DATA, 0, RANDOM).epochs(10) == 30 / dataset.num_train_windows
+
+
+def test_a_single_window_repeats():
+    """A corpus of exactly one window fills every row of every batch with it."""
+    corpus = dataclasses.replace(HAND_MADE, train=[b'abcd'])
+    dataset = make_dataset(DATA, 0, corpus)
+    assert dataset.num_train_windows == 1
+    assert dataset.train_batch(5)['tokens_BT'].tolist() == [[S, *b'abc']] * 3
+
+
+@pytest.mark.parametrize('part, field', [('train', 'training'), ('held_out', 'held-out')])
+def test_too_short_a_text_is_refused(part, field):
+    """Less than one window is an error with both counts and the knob; one token more is enough."""
+    short = dataclasses.replace(HAND_MADE, **{part: [b'abc']})
+    with pytest.raises(ValueError) as caught:
+        make_dataset(DATA, 0, short)
+    message = str(caught.value)
+    assert message.startswith(
+        f'data.sequence_length=4: the {field} text has 4 tokens and one window needs 5; set it to 3'
+    )
+    assert '\n' not in message
+    make_dataset(DATA, 0, dataclasses.replace(HAND_MADE, **{part: [b'abcd']}))
+
+
+def test_fingerprint_survives_json_and_names_what_differs():
+    """Equal data passes, a changed or missing field is named with both values, in one line."""
+    fingerprint = make_dataset(DATA, 0, HAND_MADE).fingerprint
+    check_fingerprint(json.loads(json.dumps(fingerprint)), fingerprint)
+    others = [
+        make_dataset(DATA, 1, HAND_MADE),
+        make_dataset(dataclasses.replace(DATA, sequence_length=3), 0, HAND_MADE),
+        make_dataset(dataclasses.replace(DATA, batch_size=2), 0, HAND_MADE),
+        make_dataset(dataclasses.replace(DATA, held_out_fraction=0.5), 0, HAND_MADE),
+        make_dataset(dataclasses.replace(DATA, source='other'), 0, HAND_MADE),
+        make_dataset(DATA, 0, dataclasses.replace(HAND_MADE, sha256='beef')),
+    ]
+    named = set()
+    for other in others:
+        (field,) = (k for k in fingerprint if fingerprint[k] != other.fingerprint[k])
+        with pytest.raises(ValueError) as caught:
+            check_fingerprint(fingerprint, other.fingerprint)
+        was, now = fingerprint[field], other.fingerprint[field]
+        assert f'{field} was {was!r} and is {now!r} now' in str(caught.value)
+        assert '\n' not in str(caught.value)
+        named.add(field)
+    assert named == set(fingerprint) - {'tokenizer'}
+    older = {field: value for field, value in fingerprint.items() if field != 'tokenizer'}
+    for stored, current in ((older, fingerprint), (fingerprint, older)):
+        with pytest.raises(ValueError, match='tokenizer was .*missing'):
+            check_fingerprint(stored, current)
+
+
+def test_grain_prints_nothing(capfd, caplog):
+    """Making and reading a dataset logs and prints no line at the level of information."""
+    with caplog.at_level(logging.INFO), caplog.at_level(logging.INFO, logger='absl'):
+        dataset = make_dataset(DATA, 0, RANDOM)
+        dataset.train_batch(0), dataset.held_out_batch(0)
+    assert not caplog.records
+    assert capfd.readouterr() == ('', '')

@@ -1,0 +1,180 @@
+"""Shows that the synthetic corpus has the entropy it states, and that the floor can be reached."""
+
+import math
+
+import numpy as np
+import pytest
+
+from moddepth_jax.data import synthetic
+from moddepth_jax.data.corpus import load_corpus
+from moddepth_jax.data.pipeline import make_dataset, token_stream
+from moddepth_jax.data.tokenizer import make_tokenizer
+from moddepth_jax.hparams import DataHparams
+
+SEPARATOR = 256
+DATA = DataHparams('synthetic', 'text', 'bytes', 64, 32, 0.05)
+
+
+def _words(text):
+    """The words of a text as their start bytes split them."""
+    starts = np.flatnonzero(synthetic.hard_mask(np.frombuffer(text, np.uint8)))
+    return [text[i:j] for i, j in zip(starts, [*starts[1:], len(text)], strict=True)]
+
+
+def _ideal_nll(language, tokens_BT, labels_BT):
+    """Nats of each target under the exact Bayes filter over the states a text can be in.
+
+    A state is the token just read: byte j of word i, or the separator. The filter starts from the
+    states' long-run frequencies, since a window may begin anywhere.
+    """
+    spelled = [[*word] for word in language.words]
+    spelled[-1].append(SEPARATOR)
+    states = [(i, j) for i, word in enumerate(spelled) for j in range(len(word))]
+    token_S = np.array([spelled[i][j] for i, j in states])
+    step_SS = np.zeros((len(states), len(states)))
+    for s, (i, j) in enumerate(states):
+        if j + 1 < len(spelled[i]):
+            step_SS[s, states.index((i, j + 1))] = 1
+        else:
+            for k, p in enumerate(language.probabilities):
+                step_SS[s, states.index((k, 0))] = p
+    belief_BS = np.tile([language.probabilities[i] for i, _ in states], (len(tokens_BT), 1))
+    nll_BT = np.zeros(tokens_BT.shape)
+    for t in range(tokens_BT.shape[1]):
+        belief_BS = belief_BS * (token_S == tokens_BT[:, t, None])
+        belief_BS = belief_BS / belief_BS.sum(1, keepdims=True) @ step_SS
+        nll_BT[:, t] = -np.log((belief_BS * (token_S == labels_BT[:, t, None])).sum(1))
+    return nll_BT
+
+
+@pytest.fixture(scope='module')
+def batches():
+    dataset = make_dataset(DATA, 0)
+    batches = [dataset.train_batch(step) for step in range(8)]
+    return {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
+
+
+def test_construction_is_as_described():
+    """Starts are distinct and disjoint from continuations, lengths are 1 to 6, p is no uniform."""
+    language = synthetic.make_language()
+    *words, end = language.words
+    assert [word[:1] for word in words] == [b'%c' % c for c in synthetic.STARTS]
+    assert end == synthetic.END and len(words) == 16
+    assert {len(word) - 1 for word in words} == {1, 2, 3, 4, 5, 6}
+    assert {c for word in words for c in word[1:]} <= set(synthetic.CONTINUATIONS)
+    assert not set(synthetic.CONTINUATIONS) & set(synthetic.STARTS + synthetic.END)
+    assert math.isclose(sum(language.probabilities), 1)
+    assert max(language.probabilities[:-1]) > 10 * min(language.probabilities[:-1])
+    assert 2 < language.word_entropy < math.log(17)
+
+
+def test_documents_are_words_of_the_language_and_end_once():
+    """Every document is whole words, with the full stop last and nowhere else."""
+    language = synthetic.make_language(3, 40)
+    documents = synthetic.make_synthetic(3, 200, 40)
+    assert len(documents) == 200
+    for text in documents:
+        words = _words(text)
+        assert b''.join(words) == text and set(words) <= set(language.words)
+        assert words.index(synthetic.END) == len(words) - 1
+
+
+def test_words_occur_as_often_as_stated():
+    """Frequencies lie within 5 standard errors of p, and neither neighbour tells the other."""
+    language = synthetic.make_language(1, 100)
+    documents = synthetic.make_synthetic(1, 3000, 100)
+    drawn = np.array([language.words.index(word) for text in documents for word in _words(text)])
+    n, p_S = len(drawn), np.array(language.probabilities)
+    count_S = np.bincount(drawn, minlength=17)
+    assert np.all(np.abs(count_S - n * p_S) < 5 * np.sqrt(n * p_S * (1 - p_S)))
+    pair_SS = np.bincount(17 * drawn[:-1] + drawn[1:], minlength=17 * 17).reshape(17, 17)
+    p_SS = p_S[:, None] * p_S
+    assert np.all(np.abs(pair_SS - n * p_SS) < 6 * np.sqrt(n * p_SS) + 1)
+    mean = np.mean([len(text) for text in documents])
+    assert abs(mean - 100) < 5 * 100 / np.sqrt(len(documents))
+
+
+def test_seed_decides_language_and_text():
+    """Equal seeds give equal text, another seed another language and another text."""
+    assert synthetic.make_synthetic(5, 20, 50) == synthetic.make_synthetic(5, 20, 50)
+    assert synthetic.make_synthetic(5, 20, 50) != synthetic.make_synthetic(6, 20, 50)
+    assert synthetic.make_language(5).words != synthetic.make_language(6).words
+    assert synthetic.make_synthetic(5, 20, 50) == synthetic.make_synthetic(5, 40, 50)[:20]
+
+
+def test_hard_mask_marks_word_starts_only():
+    """Word starts and the full stop are hard; continuations, separator and -100 are not."""
+    tokens = np.array([[SEPARATOR, ord('A'), ord('a')], [ord('.'), SEPARATOR, -100]])
+    assert synthetic.hard_mask(tokens).tolist() == [[False, True, False], [True, False, False]]
+
+
+def test_floor_of_a_window_by_hand():
+    """Both floors of a short window equal sums written out; -100 counts in neither."""
+    language = synthetic.make_language(2, 30)
+    *_, end = language.probabilities
+    first = language.probabilities[0]
+    labels_BT = np.array([[*language.words[0], ord('.'), SEPARATOR, -100, -100]])
+    counted = len(language.words[0]) + 2
+    realised = -(math.log(first) + math.log(end)) / counted
+    assert math.isclose(synthetic.entropy_floor(language, labels_BT), realised)
+    expected = 2 * language.word_entropy / counted
+    assert math.isclose(synthetic.expected_floor(language, labels_BT), expected)
+    for floor in (synthetic.entropy_floor, synthetic.expected_floor):
+        with pytest.raises(ValueError, match=r'\(2, 3\): must hold one target'):
+            floor(language, np.full((2, 3), -100))
+
+
+def test_ideal_predictor_reaches_the_floor(batches):
+    """From a row's first word start or separator on, the Bayes filter's loss is the floor, exactly.
+
+    It pays -log p of the word at hard targets and nothing at easy ones, separators among them.
+    """
+    language = synthetic.make_language()
+    tokens_BT, labels_BT = batches['tokens_BT'], batches['labels_BT']
+    nll_BT = _ideal_nll(language, tokens_BT, labels_BT)
+    known_BT = np.cumsum(synthetic.hard_mask(tokens_BT) | (tokens_BT == SEPARATOR), axis=1) > 0
+    hard_BT = synthetic.hard_mask(labels_BT)
+    assert known_BT.mean() > 0.9 and not known_BT.all()
+    assert np.any(known_BT & (labels_BT == SEPARATOR))
+    assert np.max(nll_BT[known_BT & ~hard_BT]) < 1e-9
+    known_labels_BT = np.where(known_BT, labels_BT, -100)
+    floor = synthetic.entropy_floor(language, known_labels_BT)
+    assert abs(nll_BT[known_BT].mean() - floor) < 1e-9
+
+
+def test_floor_is_a_tight_lower_bound_on_all_windows(batches):
+    """Windows that begin inside a word cost the ideal predictor more, but by under 3% at T=64."""
+    language = synthetic.make_language()
+    labels_BT = batches['labels_BT']
+    loss = _ideal_nll(language, batches['tokens_BT'], labels_BT).mean()
+    floor = synthetic.entropy_floor(language, labels_BT)
+    assert 0 < loss / floor - 1 < 0.03
+
+
+def test_floors_agree_with_the_entropy_rate(batches):
+    """Over many windows realised and expected floor lie within 2% of the closed form."""
+    language = synthetic.make_language()
+    for floor in (synthetic.entropy_floor, synthetic.expected_floor):
+        assert abs(floor(language, batches['labels_BT']) / language.entropy_rate - 1) < 0.02
+
+
+def test_tokens_per_word_is_the_mean_distance_of_word_starts():
+    """Short documents, so that separators weigh: the stated mean is that of the stream."""
+    language = synthetic.make_language(4, 10)
+    stream = token_stream(synthetic.make_synthetic(4, 20000, 10), make_tokenizer('bytes'))
+    distances = np.diff(np.flatnonzero(synthetic.hard_mask(stream)))
+    error = distances.std() / np.sqrt(len(distances))
+    assert abs(distances.mean() - language.tokens_per_word) < 5 * error < 0.1
+
+
+def test_corpus_is_that_of_the_default_language():
+    """data.source = synthetic holds the documents that the default arguments describe."""
+    corpus = load_corpus(DATA)
+    assert sorted(corpus.train + corpus.held_out) == sorted(synthetic.make_synthetic())
+    assert 0 < len(corpus.held_out) < len(corpus.train)
+
+
+def test_document_length_must_hold_the_full_stop():
+    """A mean length that no document can have is refused with its value."""
+    with pytest.raises(ValueError, match='document_bytes=1: must be above 1'):
+        synthetic.make_language(0, 1)

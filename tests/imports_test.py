@@ -1,0 +1,141 @@
+"""The arrows between our packages point downwards only, and no source file grows too long."""
+
+import ast
+import pathlib
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+OURS = ('configs', 'launch', 'moddepth_jax', 'kernels_pallas')
+MAX_LINES = 300
+
+HPARAMS = 'moddepth_jax.hparams'
+# Lower floors may be imported from higher ones; neighbours on one floor do not see each other.
+FLOORS = {
+    'kernels_pallas': 0,
+    'moddepth_jax.model': 1,
+    'moddepth_jax.data': 1,
+    'moddepth_jax.inference': 2,
+    'moddepth_jax.training': 2,
+    'moddepth_jax.analysis': 3,
+    'launch': 4,
+}
+
+
+def part_of(module):
+    """The part of the house that a dotted module name of ours belongs to."""
+    names = module.split('.')
+    return '.'.join(names[:2]) if names[0] == 'moddepth_jax' else names[0]
+
+
+def may_import(source, target):
+    """Whether a module in the part `source` may import one in the part `target`."""
+    if source == target:
+        return source != HPARAMS
+    if source in FLOORS and target in FLOORS:
+        return FLOORS[target] < FLOORS[source]
+    if target == HPARAMS:
+        return source in FLOORS and source != 'kernels_pallas'
+    return source == 'launch' and target == 'configs'
+
+
+def imported_modules(source, module, is_package=False):
+    """Dotted names of ours that the text `source` of `module` imports, at any depth of nesting.
+
+    `from package import name` counts as package.name: the name may be a module.
+    """
+    package = module.split('.') if is_package else module.split('.')[:-1]
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            base = '.'.join(above + ([node.module] if node.module else []))
+            found += [f'{base}.{alias.name}' for alias in node.names]
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            if ast.unparse(node.func).endswith('import_module'):
+                found.append(str(node.args[0].value))
+    return [name for name in found if name.split('.')[0] in OURS]
+
+
+def violations(source, module, is_package=False):
+    """'module imports target' for each arrow of the text `source` that points the wrong way."""
+    targets = imported_modules(source, module, is_package)
+    wrong = [name for name in targets if not may_import(part_of(module), part_of(name))]
+    return [f'{module} imports {name}' for name in wrong]
+
+
+def modules():
+    """(path, dotted name, whether it is a package) of each module of ours."""
+    for top in OURS:
+        for path in sorted((ROOT / top).rglob('*.py')):
+            names = path.relative_to(ROOT).with_suffix('').parts
+            is_package = names[-1] == '__init__'
+            yield path, '.'.join(names[:-1] if is_package else names), is_package
+
+
+def test_arrows_point_downwards():
+    """No module of ours imports a higher floor, a neighbour, or, from the library, a command."""
+    found = list(modules())
+    parts = {part_of(name) for _, name, _ in found}
+    assert parts == {*FLOORS, HPARAMS, 'configs', 'moddepth_jax'}
+    wrong = []
+    for path, name, is_package in found:
+        wrong += violations(path.read_text(), name, is_package)
+    assert not wrong, '\n'.join(wrong)
+
+
+@pytest.mark.parametrize(
+    ('module', 'source'),
+    [
+        ('kernels_pallas.xla', 'from moddepth_jax import hparams'),
+        ('kernels_pallas.xla', 'import moddepth_jax.model.layers'),
+        ('moddepth_jax.hparams', 'import kernels_pallas'),
+        ('moddepth_jax.hparams', 'from moddepth_jax.hparams import Hparams'),
+        ('moddepth_jax.model.layers', 'from moddepth_jax.data import pipeline'),
+        ('moddepth_jax.data.pipeline', 'from moddepth_jax.model import layers'),
+        ('moddepth_jax.model.layers', 'from ..training import losses'),
+        ('moddepth_jax.inference.generate', 'from moddepth_jax.training import losses'),
+        ('moddepth_jax.training.loop', 'def f():\n    import moddepth_jax.inference.generate'),
+        ('moddepth_jax.training.loop', 'from moddepth_jax import analysis'),
+        ('moddepth_jax.training.loop', 'from configs import base'),
+        ('moddepth_jax.analysis.isoflop', 'import launch.train'),
+        ('moddepth_jax.analysis.isoflop', 'importlib.import_module("launch.train")'),
+        ('configs.mod_isoflop', 'from moddepth_jax import hparams'),
+        ('moddepth_jax.novelty.idea', 'from moddepth_jax.model import layers'),
+    ],
+)
+def test_checker_catches_planted_violation(module, source):
+    """Each kind of forbidden arrow is found where it is planted, and found once."""
+    assert len(violations(source, module)) == 1
+
+
+@pytest.mark.parametrize(
+    ('module', 'source'),
+    [
+        ('kernels_pallas.attention', 'from kernels_pallas import xla\nimport jax'),
+        ('moddepth_jax.model.layers', 'from moddepth_jax.hparams import Hparams'),
+        ('moddepth_jax.model.layers', 'import kernels_pallas\nfrom . import routing'),
+        (
+            'moddepth_jax.training.loop',
+            'from ..model import transformer\nfrom ..data import corpus',
+        ),
+        ('moddepth_jax.analysis.isoflop', 'from moddepth_jax.training import loop'),
+        ('configs.mod_isoflop', 'from configs import base'),
+        ('launch.train', 'from moddepth_jax.analysis import isoflop\nfrom launch import command'),
+    ],
+)
+def test_checker_allows_downward_arrows(module, source):
+    """Allowed arrows are read as imports of ours, and are no violation."""
+    assert imported_modules(source, module)
+    assert not violations(source, module)
+
+
+def test_files_stay_short():
+    """No source file outside tests has more than 300 lines: past that it holds two things."""
+    tops = [*OURS, 'notebooks']
+    paths = [*ROOT.glob('*.py'), *(p for top in tops for p in (ROOT / top).rglob('*.py'))]
+    lengths = {path: len(path.read_text().splitlines()) for path in paths}
+    assert lengths[ROOT / 'configs' / 'base.py'] > 50
+    assert not {str(path): n for path, n in lengths.items() if n > MAX_LINES}

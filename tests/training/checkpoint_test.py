@@ -1,0 +1,377 @@
+"""Checkpoints come back bit for bit or not at all, whatever happened to the process or the disk."""
+
+import errno
+import json
+import os
+import pathlib
+import resource
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from moddepth_jax.training import checkpoint
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def make_state(seed):
+    """Every kind of leaf: AdamW's tuples, bfloat16, int32, a typed key, an array of no elements."""
+    key = jax.random.key(seed)
+    params = {
+        'dense': {'kernel': jax.random.normal(key, (8, 4)), 'bias': jnp.full((4,), seed + 0.5)},
+        'half': jax.random.normal(key, (4, 3)).astype(jnp.bfloat16),
+        'empty': jnp.zeros((0, 4)),
+    }
+    optimizer_state = optax.adamw(1e-3).init(params)
+    optimizer_state = jax.tree.map(lambda x: x + jnp.asarray(seed, x.dtype), optimizer_state)
+    return {
+        'step': jnp.asarray(seed, jnp.int32),
+        'params': params,
+        'optimizer_state': optimizer_state,
+        'key': key,
+        'flags': jnp.asarray([True, False]),
+    }
+
+
+def abstract(state):
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+    )
+
+
+def save_steps(directory, *steps):
+    with checkpoint.Checkpoints(directory, keep=len(steps)) as checkpoints:
+        for step in steps:
+            checkpoints.save(step, make_state(step), {'step': step})
+
+
+def restore(directory):
+    with checkpoint.Checkpoints(directory, keep=2) as checkpoints:
+        restored = checkpoints.restore(abstract(make_state(0)))
+        return restored, checkpoints.skipped
+
+
+def largest_file(directory):
+    files = [path for path in directory.rglob('*') if path.is_file()]
+    return max(files, key=lambda path: (path.name != 'manifest.json', path.stat().st_size))
+
+
+def run_python(code, *arguments, **variables):
+    environment = os.environ | {'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu'} | variables
+    command = [sys.executable, '-c', code, *map(str, arguments)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def test_round_trip_is_bit_equal_with_structure_and_metadata(tmp_path):
+    """What is saved comes back with the same bits, dtypes, tree and metadata."""
+    state = make_state(7)
+    metadata = {'corpus_sha256': 'ab', 'config': {'windows': [0, 16]}, 'seconds': 1.5}
+    with checkpoint.Checkpoints(tmp_path / 'checkpoints', keep=2) as checkpoints:
+        checkpoints.save(7, state, metadata)
+        restored, step, found = checkpoints.restore(abstract(state))
+    assert (step, found) == (7, metadata)
+    assert (tmp_path / 'checkpoints' / '7' / 'manifest.json').exists()
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    for old, new in zip(jax.tree.leaves(state), jax.tree.leaves(restored), strict=True):
+        assert (old.dtype, old.shape, old.sharding) == (new.dtype, new.shape, new.sharding)
+    assert jax.random.bits(restored['key']) == jax.random.bits(state['key'])
+    assert checkpoint.state_sha256(restored) == checkpoint.state_sha256(state)
+
+
+@pytest.mark.parametrize(
+    'change',
+    [
+        lambda state: state | {'step': state['step'] + 1},
+        lambda state: state | {'step': state['step'].astype(jnp.uint32)},
+        lambda state: state | {'flags': state['flags'][None]},
+        lambda state: state | {'key': jax.random.key(8)},
+        lambda state: {'renamed' if k == 'flags' else k: v for k, v in state.items()},
+        lambda state: state | {'params': state['params'] | {'empty': jnp.zeros((0, 5))}},
+    ],
+)
+def test_digest_sees_value_dtype_shape_and_path(change):
+    """The digest is a function of the state, and changes with anything in it."""
+    assert checkpoint.state_sha256(make_state(7)) == checkpoint.state_sha256(make_state(7))
+    assert checkpoint.state_sha256(change(make_state(7))) != checkpoint.state_sha256(make_state(7))
+
+
+def test_a_save_is_not_reached_by_later_donated_steps(tmp_path):
+    """The state may be donated at once: its buffer is reused, and the old values are on disk."""
+    step = jax.jit(lambda state: {'w': state['w'] + 1}, donate_argnums=0)
+    state, reused = {'w': jnp.zeros((3_000_000,))}, []
+    with checkpoint.Checkpoints(tmp_path, keep=9) as checkpoints:
+        for i in range(4):
+            pointer = state['w'].unsafe_buffer_pointer()
+            checkpoints.save(i, state, {})
+            state = step(state)
+            reused.append(state['w'].unsafe_buffer_pointer() == pointer)
+            restored, found, _ = checkpoints.restore(abstract(state))
+            assert found == i and np.all(np.asarray(restored['w']) == i)
+    assert all(reused)
+
+
+def flip_bit(directory):
+    file = largest_file(directory)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    return 'sha256'
+
+
+def truncate(directory):
+    os.truncate(largest_file(directory), 10)
+    return 'has 10 bytes instead of'
+
+
+def remove_file(directory):
+    largest_file(directory).unlink()
+    return 'is missing'
+
+
+def remove_manifest(directory):
+    (directory / 'manifest.json').unlink()
+    return 'no manifest.json'
+
+
+def cut_manifest(directory):
+    os.truncate(directory / 'manifest.json', 100)
+    return 'manifest.json is damaged'
+
+
+def edit_manifest(directory):
+    text = (directory / 'manifest.json').read_text()
+    assert 'float32[8,4]' in text
+    (directory / 'manifest.json').write_text(text.replace('float32[8,4]', 'float32[8,5]'))
+    return 'manifest.json is damaged'
+
+
+@pytest.mark.parametrize(
+    'damage', [flip_bit, truncate, remove_file, remove_manifest, cut_manifest, edit_manifest]
+)
+def test_a_damaged_newest_checkpoint_is_skipped_and_reported(tmp_path, damage):
+    """Any damage to the newest makes restore take the one before, and say why."""
+    save_steps(tmp_path, 1, 2)
+    (_, step, _), skipped = restore(tmp_path)
+    assert step == 2 and not skipped
+    reason = damage(tmp_path / '2')
+    (state, step, metadata), skipped = restore(tmp_path)
+    assert step == 1 and metadata == {'step': 1}
+    assert checkpoint.state_sha256(state) == checkpoint.state_sha256(make_state(1))
+    assert len(skipped) == 1 and 'checkpoint 2 ' in skipped[0] and reason in skipped[0]
+
+
+def test_nothing_to_restore_is_none(tmp_path):
+    """No directory, an empty one, and one of damaged checkpoints only: None, and the reasons."""
+    assert restore(tmp_path / 'none') == (None, [])
+    (tmp_path / 'empty').mkdir()
+    assert restore(tmp_path / 'empty') == (None, [])
+    save_steps(tmp_path / 'damaged', 1)
+    (tmp_path / 'damaged' / '2').mkdir()
+    flip_bit(tmp_path / 'damaged' / '1')
+    restored, skipped = restore(tmp_path / 'damaged')
+    assert restored is None and len(skipped) == 2
+
+
+@pytest.mark.parametrize(
+    ('path', 'leaf', 'values'),
+    [
+        ('kernel', jax.ShapeDtypeStruct((8, 5), jnp.float32), ('float32[8,4]', 'float32[8,5]')),
+        ('kernel', jax.ShapeDtypeStruct((8, 4), jnp.bfloat16), ('float32[8,4]', 'bfloat16[8,4]')),
+        ('scale', jax.ShapeDtypeStruct((8,), jnp.float32), ('absent', 'float32[8]')),
+        ('bias', None, ('float32[4]', 'absent')),
+    ],
+)
+def test_another_structure_is_refused_before_anything_is_read(
+    tmp_path, monkeypatch, path, leaf, values
+):
+    """Another shape, dtype or leaf is one line with both values, not a fallback to an older one."""
+    save_steps(tmp_path, 1, 2)
+    target = abstract(make_state(0))
+    target['params']['dense'][path] = leaf
+    with checkpoint.Checkpoints(tmp_path, keep=2) as checkpoints:
+        monkeypatch.setattr(checkpoints, '_read', lambda *_: pytest.fail('it was read'))
+        with pytest.raises(ValueError) as caught:
+            checkpoints.restore(target)
+    message = str(caught.value)
+    assert f'params.dense.{path} is {values[0]} in the checkpoint and {values[1]}' in message
+    assert 'checkpoint 2 ' in message and '\n' not in message
+
+
+def test_only_the_newest_good_checkpoints_stay(tmp_path):
+    """Damaged and unfinished ones neither count among those kept nor outlive a newer good one."""
+    save_steps(tmp_path, 1, 2, 3)
+    flip_bit(tmp_path / '3')
+    (tmp_path / '4').mkdir()
+    with checkpoint.Checkpoints(tmp_path, keep=2) as checkpoints:
+        assert checkpoints.restore(abstract(make_state(0)))[1] == 2
+        checkpoints.save(5, make_state(5), {})
+        checkpoints.wait()
+        assert checkpoints.steps() == [2, 5]
+        assert sorted(os.listdir(tmp_path)) == ['2', '5']
+        checkpoints.save(6, make_state(6), {})
+        checkpoints.wait()
+        assert sorted(os.listdir(tmp_path)) == ['5', '6']
+
+
+def test_saving_a_step_again_mends_a_bad_one_and_leaves_a_good_one(tmp_path):
+    """A resumed run replaces the damaged checkpoint that it passed over, and no good one."""
+    with checkpoint.Checkpoints(tmp_path, keep=2) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, make_state(step), {})
+        checkpoints.wait()
+        flip_bit(tmp_path / '2')
+        assert checkpoints.restore(abstract(make_state(0)))[1] == 1
+        checkpoints.save(1, make_state(100), {})
+        checkpoints.save(2, make_state(2), {})
+        restored, step, _ = checkpoints.restore(abstract(make_state(0)))
+        assert step == 2 and not checkpoints.skipped
+        assert checkpoint.state_sha256(restored) == checkpoint.state_sha256(make_state(2))
+        (tmp_path / '2' / 'manifest.json').unlink()
+        assert int(checkpoints.restore(abstract(make_state(0)))[0]['step']) == 1
+
+
+def test_a_failed_write_is_one_line_and_costs_only_its_own_step(tmp_path):
+    """A file that cannot be written fails at the next save or at wait; the older steps stay."""
+    state = {'w': jax.random.normal(jax.random.key(0), (200_000,))}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with checkpoint.Checkpoints(tmp_path, keep=3) as checkpoints:
+        checkpoints.save(1, state, {})
+        checkpoints.wait()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+        try:
+            checkpoints.save(2, state, {})
+            with pytest.raises(checkpoint.SaveError) as at_next_save:
+                checkpoints.save(3, state, {})
+            with pytest.raises(checkpoint.SaveError) as at_wait:
+                checkpoints.wait()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        for step, caught in ((2, at_next_save), (3, at_wait)):
+            where = f'checkpoint {step} in {tmp_path}'
+            assert str(caught.value) == f'{where}: not saved, File too large; steps kept: 1'
+        checkpoints.wait()
+        checkpoints.save(4, state, {})
+        checkpoints.wait()
+        assert checkpoints.steps() == [1, 4] and sorted(os.listdir(tmp_path)) == ['1', '4']
+
+
+def test_the_save_that_reports_a_failed_one_is_made_itself(tmp_path, monkeypatch):
+    """A disk that was full for one save costs one checkpoint, not two."""
+
+    def full_disk(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with checkpoint.Checkpoints(tmp_path, keep=3) as checkpoints:
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint, 'write_manifest', full_disk)
+            checkpoints.save(1, make_state(1), {})
+            checkpoints._pending.exception()
+        with pytest.raises(checkpoint.SaveError, match='checkpoint 1 .*No space.*kept: none'):
+            checkpoints.save(2, make_state(2), {})
+        checkpoints.wait()
+        assert checkpoints.steps() == [2]
+
+
+def test_a_failed_save_does_not_hide_the_error_that_ends_the_run(tmp_path, monkeypatch):
+    """Leaving by another error keeps that error, with the failed save noted on it."""
+    monkeypatch.setattr(checkpoint, 'write_manifest', lambda *_: 1 / 0)
+    with pytest.raises(RuntimeError, match='of the run') as caught:
+        with checkpoint.Checkpoints(tmp_path, keep=3) as checkpoints:
+            checkpoints.save(1, make_state(1), {})
+            raise RuntimeError('of the run')
+    assert 'checkpoint 1 ' in caught.value.__notes__[0]
+    with pytest.raises(checkpoint.SaveError, match='checkpoint 1 '):
+        with checkpoint.Checkpoints(tmp_path, keep=3) as checkpoints:
+            checkpoints.save(1, make_state(1), {})
+
+
+def test_a_leaf_that_is_no_array_is_refused_by_name(tmp_path):
+    """A Python number in the state would come back as another type, so it is refused."""
+    with checkpoint.Checkpoints(tmp_path, keep=1) as checkpoints:
+        with pytest.raises(ValueError, match='params.scale=0.5: must be a jax array'):
+            checkpoints.save(1, {'params': {'scale': 0.5}}, {})
+    assert not os.listdir(tmp_path)
+
+
+SAVE_FOREVER = """
+import itertools, sys
+import jax.numpy as jnp
+from moddepth_jax.training import checkpoint
+abstract = {'w': jnp.zeros((300, 1000)), 'step': jnp.zeros((), jnp.int32)}
+with checkpoint.Checkpoints(sys.argv[1], keep=1) as checkpoints:
+    restored = checkpoints.restore(abstract)
+    for step in itertools.count(restored[1] + 1 if restored else 1):
+        state = {'w': jnp.full((300, 1000), step, jnp.float32), 'step': jnp.asarray(step)}
+        checkpoints.save(step, state, {'step': step})
+        print(step, flush=True)
+"""
+
+
+def test_killed_at_any_moment_a_good_checkpoint_remains(tmp_path):
+    """SIGKILL amid saves leaves one that restores, no older than the last finished; keep is 1."""
+    rng, reached = np.random.default_rng(0), 0
+    target = {'w': jnp.zeros((300, 1000)), 'step': jnp.zeros((), jnp.int32)}
+    for _ in range(3):
+        with run_python(SAVE_FOREVER, tmp_path) as process:
+            try:
+                begun = [int(process.stdout.readline()) for _ in range(3)]
+                time.sleep(rng.uniform(0, 0.1))
+            finally:
+                process.kill()
+            begun += [int(line) for line in process.stdout.read().split()]
+        # A save that was announced had waited for the one before it.
+        with checkpoint.Checkpoints(tmp_path, keep=1) as checkpoints:
+            state, step, metadata = checkpoints.restore(target)
+        assert begun[0] == reached + 1 and step in (begun[-1] - 1, begun[-1], begun[-1] + 1)
+        assert step == int(state['step']) == metadata['step'] and np.all(state['w'] == step)
+        reached = step
+
+
+RESTORE_ON_FOUR = """
+import json, sys
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from moddepth_jax.training import checkpoint
+sys.path.insert(0, sys.argv[2])
+from checkpoint_test import make_state
+mesh = jax.make_mesh((4,), ('data',), axis_types=(AxisType.Auto,))
+def place(x):
+    divides = x.ndim and x.shape[0] and x.shape[0] % 4 == 0
+    spec = PartitionSpec('data') if divides else PartitionSpec()
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+target = jax.tree.map(place, make_state(0))
+with checkpoint.Checkpoints(sys.argv[1], keep=3) as checkpoints:
+    state, step, metadata = checkpoints.restore(target)
+    placed = all(x.sharding == y.sharding
+                 for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(target), strict=True))
+    checkpoints.save(step + 1, state, metadata)
+kernel = state['params']['dense']['kernel']
+print(json.dumps({'devices': jax.device_count(), 'placed': placed, 'metadata': metadata,
+                  'shard': kernel.addressable_shards[0].data.shape,
+                  'sha256': checkpoint.state_sha256(state)}))
+"""
+
+
+def test_one_device_and_four_share_checkpoints_and_digests(tmp_path):
+    """Saved from one device, restored over four and back: placed as asked, the same digest."""
+    save_steps(tmp_path, 3)
+    flags = {'XLA_FLAGS': '--xla_force_host_platform_device_count=4', 'NPROC': '8'}
+    with run_python(RESTORE_ON_FOUR, tmp_path, pathlib.Path(__file__).parent, **flags) as process:
+        found = json.loads(process.communicate(timeout=60)[0])
+    digest = checkpoint.state_sha256(make_state(3))
+    assert found == {
+        'devices': 4,
+        'placed': True,
+        'metadata': {'step': 3},
+        'shard': [2, 4],
+        'sha256': digest,
+    }
+    (state, step, _), skipped = restore(tmp_path)
+    assert step == 4 and not skipped and checkpoint.state_sha256(state) == digest
