@@ -7,7 +7,9 @@ def get_config() -> ConfigDict:
     """The dense transformer that every experiment starts from."""
     config = ConfigDict()
     config.seed = 0  # seeds parameters, shuffling and sampling
-    config.flop_budget = 0.0  # counted training FLOPs of the whole run; 0: training.num_steps decides
+    config.flop_budget = (
+        0.0  # counted training FLOPs of the whole run; 0: training.num_steps decides
+    )
 
     model = config.model = ConfigDict()
     model.vocab_size = 257  # at least the tokenizer's; 256 bytes and one separator
@@ -34,14 +36,22 @@ def get_config() -> ConfigDict:
 
     routing = model.routing = ConfigDict()
     routing.router = 'none'  # none (dense model) | learned
-    routing.layers = 'every:2'  # every:N (from layer N-1 on) | middle:FIRST:LAST | a list such as 1,3,5
+    routing.layers = (
+        'every:2'  # every:N (from layer N-1 on) | middle:FIRST:LAST | a list such as 1,3,5
+    )
     routing.capacity = 0.125  # fraction of a sequence's tokens that enter a routed block, in (0, 1]
     routing.gate = 'raw'  # raw | sigmoid | tanh | none: factor on the block's delta
     routing.initial_gate = 1.0  # mean raw gate of the selected tokens aimed at before step 0
-    routing.causal_rule = 'predictor'  # predictor | aux_loss | dense: who enters when the future is unknown
+    routing.causal_rule = (
+        'predictor'  # predictor | aux_loss | dense: who enters when the future is unknown
+    )
     routing.predictor_width = 32  # hidden units of the predictor, at most 64; 0: linear
-    routing.predictor_loss_weight = 1.0  # of the predictor's cross-entropy; reaches no other parameter
-    routing.aux_loss_weight = 0.01  # of the router's cross-entropy under aux_loss; reaches the trunk
+    routing.predictor_loss_weight = (
+        1.0  # of the predictor's cross-entropy; reaches no other parameter
+    )
+    routing.aux_loss_weight = (
+        0.01  # of the router's cross-entropy under aux_loss; reaches the trunk
+    )
 
     data = config.data = ConfigDict()
     data.source = 'stdlib'  # stdlib | synthetic | a glob of .txt, .jsonl or .parquet files

@@ -1,7 +1,7 @@
 """The dense transformer at a FLOP budget: the baseline of mod_isoflop.
 
-  python -m launch.train --config=configs/dense_isoflop.py
-  python -m launch.train --config=configs/dense_isoflop.py:size=4x128,budget=2e13
+python -m launch.train --config=configs/dense_isoflop.py
+python -m launch.train --config=configs/dense_isoflop.py:size=4x128,budget=2e13
 """
 
 from configs import base, sizes

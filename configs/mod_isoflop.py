@@ -1,7 +1,7 @@
 """Mixture-of-Depths at a FLOP budget: every other block routed, an eighth of the tokens enter.
 
-  python -m launch.train --config=configs/mod_isoflop.py
-  python -m launch.train --config=configs/mod_isoflop.py:size=8x192,budget=1e14
+python -m launch.train --config=configs/mod_isoflop.py
+python -m launch.train --config=configs/mod_isoflop.py:size=8x192,budget=1e14
 """
 
 from configs import base, sizes

@@ -5,7 +5,8 @@ def apply_size(config, size: str):
     """Sets the shape of `config.model` to `size`, such as 6x128.
 
     Heads are 64 wide (32 below D = 128) and the SwiGLU is 8/3 D, rounded up to a multiple of 64, so
-    that a block holds about 12 D^2 parameters. Raises ValueError for a size that it cannot read.
+    that a block holds about 12 D^2 parameters. Matrices start at D^-1/2 and embeddings at 1: at
+    these widths that learns much faster than 0.02 for both. Raises ValueError for a size that it cannot read.
     """
     layers, _, width = size.partition('x')
     right = 'must be LAYERSxWIDTH with a width that is a multiple of 64, such as 6x128'
@@ -16,6 +17,8 @@ def apply_size(config, size: str):
     model.head_dim = 64 if model.d_model >= 128 else 32
     model.num_heads = model.num_kv_heads = model.d_model // model.head_dim
     model.d_ff = -(-8 * model.d_model // (3 * 64)) * 64
+    model.init_std = model.d_model**-0.5
+    model.embedding_init_std = 1.0
 
 
 def parse(arguments: str, **defaults):

@@ -21,7 +21,9 @@ def _check(q_BTNH, k_BSKH, v_BSKH, implementation, window, own_keys):
     if window < 0:
         raise ValueError(f'window={window} must be 0 (no limit) or more')
     if implementation not in ('auto', *IMPLEMENTATIONS):
-        raise ValueError(f'implementation={implementation!r} must be one of auto, {IMPLEMENTATIONS}')
+        raise ValueError(
+            f'implementation={implementation!r} must be one of auto, {IMPLEMENTATIONS}'
+        )
 
 
 def attention(

@@ -1,4 +1,4 @@
-"""Attention as its equation: float32, every score at once, slow and plain. The ruler of every test."""
+"""Attention as its equation: every score at once, in float32, slow and plain. The tests' ruler."""
 
 import jax.numpy as jnp
 

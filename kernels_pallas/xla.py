@@ -47,7 +47,9 @@ def _dot(equation, x, y):
     # XLA on CPU cannot run some bfloat16 products with a float32 result.
     if jax.default_backend() == 'cpu':
         x, y = x.astype(jnp.float32), y.astype(jnp.float32)
-    return jnp.einsum(equation, x, y, preferred_element_type=jnp.promote_types(x.dtype, jnp.float32))
+    return jnp.einsum(
+        equation, x, y, preferred_element_type=jnp.promote_types(x.dtype, jnp.float32)
+    )
 
 
 def _scores(q_BTKGH, k_BSKH, visible, scale):
@@ -83,7 +85,9 @@ def _forward(q_BTNH, k_BSKH, v_BSKH, mask, window, ordered, scale):
         weights = jnp.exp(scores - highest)
         total = jnp.sum(weights, axis=-1, keepdims=True)
         seen = jnp.where(total > 0, total, 1.0)
-        output = _dot('bkgts,bskh->bkgth', weights.astype(v_BSKH.dtype), v_BSKH[:, first:end]) / seen
+        output = (
+            _dot('bkgts,bskh->bkgth', weights.astype(v_BSKH.dtype), v_BSKH[:, first:end]) / seen
+        )
         outputs.append(jnp.moveaxis(output, 3, 1).astype(q_BTNH.dtype))
         lses.append((highest + jnp.log(total))[..., 0])
     o_BTNH = jnp.concatenate(outputs, axis=1).reshape(q_BTNH.shape)

@@ -1,12 +1,13 @@
 """Trains a model from a config, or goes on where an earlier start of the same command stopped.
 
-  python -m launch.train --config=configs/mod_isoflop.py
-  python -m launch.train --config=configs/mod_isoflop.py:size=8x192,budget=1e14 --workdir=runs/big
-  python -m launch.train --config=configs/tiny.py --config.model.num_layers=4
+python -m launch.train --config=configs/mod_isoflop.py
+python -m launch.train --config=configs/mod_isoflop.py:size=8x192,budget=1e14 --workdir=runs/big
+python -m launch.train --config=configs/tiny.py --config.model.num_layers=4
 """
 
 import os
 import pathlib
+import signal
 
 from absl import flags
 
@@ -29,11 +30,15 @@ def main(_):
     prompt_tokens(hparams, make_tokenizer(hparams.data.tokenizer))
     if hparams.training.compilation_cache:
         cache = os.environ.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache'
-        jax.config.update('jax_compilation_cache_dir', str(pathlib.Path(cache) / 'moddepth_jax/xla'))
+        jax.config.update(
+            'jax_compilation_cache_dir', str(pathlib.Path(cache) / 'moddepth_jax/xla')
+        )
     workdir = WORKDIR.value or pathlib.Path('runs') / command.config_name()
     run = train(hparams, workdir, MESH.value)
-    if run.summary is not None:
-        write_report(run)
+    if run.signal is not None:
+        return 128 + signal.Signals[run.signal]
+    write_report(run)
+    return 0
 
 
 if __name__ == '__main__':

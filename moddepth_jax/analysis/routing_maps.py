@@ -78,7 +78,9 @@ def plot_routing(grid_LT, tokens, title: str, path):
     axes.set_yticks(np.arange(num_layers) + 0.5, [str(layer) for layer in range(num_layers)])
     axes.tick_params(length=0)
     axes.set_ylabel('layer')
-    axes.set_xlabel('held-out text, one byte a column  (· space, ↵ end of line, § start of document)')
+    axes.set_xlabel(
+        'held-out text, one byte a column  (· space, ↵ end of line, § start of document)'
+    )
     axes.set_title(title, loc='left', fontsize=10)
     for spine in axes.spines.values():
         spine.set_visible(False)

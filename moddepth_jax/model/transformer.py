@@ -144,7 +144,9 @@ def init_stack(key, hparams: ModelHparams):
     """
     stream_key, key = jax.random.split(key)
     shape = (1, INIT_LENGTH, hparams.d_model)
-    x_BTD = (hparams.embedding_init_std * jax.random.normal(stream_key, shape)).astype(hparams.dtype)
+    x_BTD = (hparams.embedding_init_std * jax.random.normal(stream_key, shape)).astype(
+        hparams.dtype
+    )
     ones_BT = jnp.ones(shape[:2], jnp.int32)
     tokens = Tokens(jnp.arange(INIT_LENGTH)[None], ones_BT)
     stack = {}

@@ -39,13 +39,19 @@ MAY_CHANGE = (  # on resuming: knobs that no trained bit depends on
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What `train` leaves: `summary` is None where a signal ended the run before its last step."""
+    """What `train` leaves.
+
+    Attributes:
+      summary: the content of summary.json; None where a signal ended the run early.
+      signal: the name of that signal, or None.
+    """
 
     hparams: Hparams
     workdir: pathlib.Path
     state: TrainState
     dataset: Dataset
     summary: dict | None
+    signal: str | None = None
 
 
 def resolve_steps(hparams: Hparams) -> int:
@@ -105,10 +111,9 @@ def train(hparams: Hparams, workdir, mesh_spec: str = '') -> Run:
     ):
         state, metadata, news = _start(hparams, num_steps, dataset, mesh, checkpoints)
         first_step, tokens = int(state.step), hparams.data.batch_size * hparams.data.sequence_length
-        flops = train_step_flops(hparams)
         with (
             MetricsWriter(workdir, first_step) as writer,
-            Progress(num_steps, first_step, tokens, flops) as progress,
+            Progress(num_steps, first_step, tokens) as progress,
         ):
             _describe(progress, hparams, state, dataset)
             for line in news:
@@ -125,7 +130,7 @@ def train(hparams: Hparams, workdir, mesh_spec: str = '') -> Run:
             if int(state.step) < num_steps:
                 done = f'{interruption.requested}: stopped and saved at step {int(state.step)}'
                 progress.note(f'{done} of {num_steps}; the same command goes on from there')
-                return Run(hparams, workdir, state, dataset, None)
+                return Run(hparams, workdir, state, dataset, None, interruption.requested)
             final = hparams.evaluation.final_batches
             progress.note('evaluating on held-out text')
             evaluation = evaluate_honestly(state.params, hparams, dataset, mesh, final)
@@ -237,7 +242,7 @@ class _Loop:
                 row = self._row(metrics)
                 self.writer.write(step, row)
                 bits = row['loss'] / np.log(2) * targets_per_byte
-                self.progress.update(step, {'loss': row['loss'], 'bits_per_byte': bits})
+                self.progress.update(step, row | {'bits_per_byte': bits})
 
     def _check_finite(self, step, metrics):
         in_a_row = int(metrics['skipped_in_a_row'])

@@ -1,4 +1,4 @@
-"""AdamW with warm-up and cosine; the causal predictor is clipped apart, so that it touches nothing."""
+"""AdamW with warm-up and cosine; the predictor is clipped apart, so that it touches nothing else."""
 
 import jax
 import optax

@@ -1,6 +1,5 @@
 """What the user sees of a run: a live line on a terminal, a sparse table elsewhere."""
 
-import collections
 import math
 import time
 
@@ -12,7 +11,6 @@ import rich.text
 PLAIN_FIRST_ROWS = 3  # printed at once, so that a log soon shows whether the run is sound
 PLAIN_FRACTION = 0.05  # of the run's steps between later rows
 PLAIN_SECONDS = 60.0  # or this long between them, whichever comes first
-RATE_WINDOW = 20  # updates that the speed is measured over
 
 _COLUMNS = (('step', 13), ('loss', 8), ('bits/byte', 9), ('tokens/s', 8), ('FLOP/s', 8), ('ETA', 8))
 _SPANS = ((86400, 'd', 3600, 'h'), (3600, 'h', 60, 'm'), (60, 'm', 1, 's'))
@@ -49,14 +47,12 @@ class Progress:
 
     On a terminal one line is redrawn: bar, step, loss, bits per byte, tokens and FLOPs a second,
     time left. Elsewhere a table grows by a row for each of the first few updates, then one every
-    5% of the steps or every minute. Speeds are measured between updates, so the first shows none,
-    and the time that the first step takes to compile is not counted.
+    5% of the steps or every minute.
 
     Args:
       total_steps: of the whole run.
       first_step: steps done before this start, of a run that was resumed.
       tokens_per_step: over all devices.
-      flops_per_step: counted, over all devices.
       console: where to print; stdout if None.
     """
 
@@ -65,12 +61,10 @@ class Progress:
         total_steps: int,
         first_step: int,
         tokens_per_step: float,
-        flops_per_step: float,
         console: rich.console.Console | None = None,
     ):
-        self._total, self._tokens, self._flops = total_steps, tokens_per_step, flops_per_step
+        self._total, self._tokens = total_steps, tokens_per_step
         self._console = console or rich.console.Console()
-        self._times = collections.deque(maxlen=RATE_WINDOW)
         self._rows, self._row_step, self._row_time = 0, first_step, -math.inf
         self._bar = None
         if self._console.is_terminal and not self._console.is_dumb_terminal:
@@ -87,18 +81,22 @@ class Progress:
             self._task = self._bar.add_task(start, total=total_steps, completed=first_step)
 
     def update(self, step: int, values: dict) -> None:
-        """Shows `step` steps as done; of `values`, `loss` (nats) and `bits_per_byte` if present."""
+        """Shows `step` steps as done.
+
+        Args:
+          step: done so far.
+          values: `tokens_per_second` and `flops_per_second`; `loss` (nats) and `bits_per_byte` if
+            present.
+        """
         now = time.monotonic()
-        self._times.append((now, step))
-        (then, earlier) = self._times[0]
-        steps_per_second = (step - earlier) / (now - then) if now > then else math.nan
+        steps_per_second = values['tokens_per_second'] / self._tokens
         left = (self._total - step) / steps_per_second if steps_per_second > 0 else math.nan
         cells = [
             f'{step}/{self._total}',
             _format_value(values.get('loss'), 4),
             _format_value(values.get('bits_per_byte'), 3),
-            format_count(steps_per_second * self._tokens),
-            format_count(steps_per_second * self._flops),
+            format_count(values['tokens_per_second']),
+            format_count(values['flops_per_second']),
             format_seconds(left),
         ]
         if self._bar is not None:

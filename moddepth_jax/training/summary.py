@@ -60,7 +60,12 @@ def traced_flops(hparams: Hparams, num_steps: int) -> dict[str, float]:
 
 
 def summarise(
-    hparams: Hparams, state: TrainState, train_loss: float, evaluation: dict, dataset, seconds: float
+    hparams: Hparams,
+    state: TrainState,
+    train_loss: float,
+    evaluation: dict,
+    dataset,
+    seconds: float,
 ) -> dict:
     """The content of summary.json, as interfaces of other commands expect it.
 

@@ -236,7 +236,7 @@ def test_saving_a_step_again_mends_a_bad_one_and_leaves_a_good_one(tmp_path):
         assert int(checkpoints.restore(abstract(make_state(0)))[0]['step']) == 1
 
 
-def test_a_failed_write_is_one_line_and_costs_only_its_own_step(tmp_path):
+def test_a_failed_write_is_one_line_and_costs_only_its_own_step(tmp_path, caplog, capfd):
     """A file that cannot be written fails at the next save or at wait; the older steps stay."""
     state = {'w': jax.random.normal(jax.random.key(0), (200_000,))}
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -256,9 +256,11 @@ def test_a_failed_write_is_one_line_and_costs_only_its_own_step(tmp_path):
             where = f'checkpoint {step} in {tmp_path}'
             assert str(caught.value) == f'{where}: not saved, File too large; steps kept: 1'
         checkpoints.wait()
+        assert os.listdir(tmp_path) == ['1']
         checkpoints.save(4, state, {})
         checkpoints.wait()
         assert checkpoints.steps() == [1, 4] and sorted(os.listdir(tmp_path)) == ['1', '4']
+    assert not caplog.records and capfd.readouterr() == ('', '')
 
 
 def test_the_save_that_reports_a_failed_one_is_made_itself(tmp_path, monkeypatch):

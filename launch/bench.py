@@ -1,0 +1,77 @@
+"""Benchmarks, as ratios measured in one run.
+
+  python -m launch.bench step
+  python -m launch.bench step --size=6x256 --lengths=512,2048 --json=step.json
+
+step: one training step of the dense and the Mixture-of-Depths model at the same shape and batch
+tokens, in turn, each beside the same mathematics written out by hand.
+"""
+
+import json
+import pathlib
+
+from absl import flags
+
+from launch import command
+
+SIZE = flags.DEFINE_string('size', '6x256', 'Shape of both models, LAYERSxWIDTH.')
+LENGTHS = flags.DEFINE_list('lengths', '512,2048', 'Sequence lengths.')
+TOKENS = flags.DEFINE_integer('tokens', 4096, 'Tokens of a batch.', lower_bound=1)
+REPEATS = flags.DEFINE_integer('repeats', 11, 'Rounds that are timed.', lower_bound=1)
+JSON = flags.DEFINE_string('json', None, 'File for the result; - for stdout.')
+
+
+def _lengths():
+    if not all(length.isdigit() and int(length) for length in LENGTHS.value):
+        raise ValueError(f'--lengths={",".join(LENGTHS.value)}: must be numbers such as 512,2048')
+    return [int(length) for length in LENGTHS.value]
+
+
+def _print_table(result):
+    import rich.console
+    import rich.table
+
+    table = rich.table.Table(title=f'train step, {SIZE.value}, {TOKENS.value} tokens a batch')
+    heads = ('T', 'dense ms', 'MoD ms', 'FLOP ratio', 'time ratio', 'realised saving')
+    for head in (*heads, 'dense / by hand', 'MoD / by hand', 'data wait'):
+        table.add_column(head, justify='right')
+    for row in result['rows']:
+        seconds, flops = row['seconds'], row['flops']
+        table.add_row(
+            str(row['length']),
+            f'{1e3 * seconds["dense"]:.0f}',
+            f'{1e3 * seconds["routed"]:.0f}',
+            f'{flops["dense"] / flops["routed"]:.3f}',
+            f'{seconds["dense"] / seconds["routed"]:.3f}',
+            f'{row["realised_saving"]:.3f}',
+            f'{row["over_by_hand"]["dense"]:.3f}',
+            f'{row["over_by_hand"]["routed"]:.3f}',
+            f'{row["data_wait_fraction"]:.2%}',
+        )
+    rich.console.Console().print(table)
+
+
+def main(argv):
+    if argv[1:] != ['step']:
+        raise ValueError(f'{" ".join(argv[1:]) or "no benchmark"}: must be step')
+    from configs import dense_isoflop, mod_isoflop
+    from moddepth_jax.analysis.bench_step import bench_step
+    from moddepth_jax.hparams import from_config
+
+    dense, routed = (
+        from_config(module.get_config(f'size={SIZE.value}'))
+        for module in (dense_isoflop, mod_isoflop)
+    )
+    result = bench_step(dense, routed, _lengths(), TOKENS.value, REPEATS.value)
+    if JSON.value != '-':
+        _print_table(result)
+    if JSON.value:
+        text = json.dumps(result, indent=2)
+        if JSON.value == '-':
+            print(text)
+        else:
+            pathlib.Path(JSON.value).write_text(text + '\n', encoding='utf-8')
+
+
+if __name__ == '__main__':
+    command.run(main, 'NAME of the benchmark: step')

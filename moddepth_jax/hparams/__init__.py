@@ -1,0 +1,24 @@
+"""Checked hyper-parameters as frozen dataclasses; `from_config` alone reads a ConfigDict."""
+
+from moddepth_jax.hparams.from_config import from_config
+from moddepth_jax.hparams.model import ModelHparams, RoutingHparams
+from moddepth_jax.hparams.run import (
+    DataHparams,
+    EvaluationHparams,
+    Hparams,
+    OptimizerHparams,
+    ReportHparams,
+    TrainingHparams,
+)
+
+__all__ = [
+    'DataHparams',
+    'EvaluationHparams',
+    'Hparams',
+    'ModelHparams',
+    'OptimizerHparams',
+    'ReportHparams',
+    'RoutingHparams',
+    'TrainingHparams',
+    'from_config',
+]

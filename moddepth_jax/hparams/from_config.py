@@ -1,0 +1,53 @@
+"""From a config to checked hyper-parameters; the only reader of a ConfigDict."""
+
+import dataclasses
+import difflib
+import math
+import typing
+
+from moddepth_jax.hparams.checks import refuse
+from moddepth_jax.hparams.run import Hparams
+
+
+def _nearest(name, known):
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    return f'the nearest knob is {near[0]!r}' if near else f'the knobs are {", ".join(known)}'
+
+
+def _convert(field, value, wanted):
+    """`value` as the annotated type `wanted`, or a one-line error that names the field."""
+    if dataclasses.is_dataclass(wanted):
+        return _build(wanted, value, field + '.')
+    if typing.get_origin(wanted) is tuple:
+        values = value if isinstance(value, (tuple, list)) else (value,)
+        return tuple(_convert(field, item, typing.get_args(wanted)[0]) for item in values)
+    if wanted is float and type(value) is int:
+        value = float(value)
+    if type(value) is not wanted:
+        refuse(field, value, f'must be {wanted.__name__}, not {type(value).__name__}')
+    if wanted is float and math.isnan(value):
+        refuse(field, value, 'must be a number')
+    return value
+
+
+def _build(cls, values, prefix=''):
+    if not hasattr(values, 'items'):
+        refuse(prefix.rstrip('.'), values, 'must be a group of knobs')
+    types = typing.get_type_hints(cls)
+    for name, value in values.items():
+        if name not in types:
+            refuse(prefix + name, value, f'no such knob; {_nearest(name, list(types))}')
+    for name in types:
+        if name not in values:
+            raise ValueError(f'{prefix}{name}: missing; start from configs/base.py')
+    return cls(**{name: _convert(prefix + name, values[name], types[name]) for name in types})
+
+
+def from_config(config) -> Hparams:
+    """The checked, frozen form of a config (a ConfigDict or a nested dict of the same shape).
+
+    Raises:
+      ValueError: one line that names the field, its value and what would be right, for an unknown
+        or missing knob, a wrong type, a value out of range, or sizes that do not divide.
+    """
+    return _build(Hparams, config)

@@ -1,0 +1,126 @@
+"""Hyper-parameters of a run: data, optimizer, training, evaluation, report; and all of it."""
+
+import dataclasses
+import math
+
+from moddepth_jax.hparams.checks import fraction, one_of, positive, refuse
+from moddepth_jax.hparams.model import ModelHparams
+
+
+@dataclasses.dataclass(frozen=True)
+class DataHparams:
+    """Corpus, tokenizer and windows; knobs as in configs/base.py."""
+
+    source: str
+    text_field: str
+    tokenizer: str
+    sequence_length: int
+    batch_size: int
+    held_out_fraction: float
+
+    def __post_init__(self):
+        if not self.source.strip():
+            refuse('data.source', self.source, 'must be stdlib, synthetic or a glob of text files')
+        one_of('data.tokenizer', self.tokenizer, ('bytes',))
+        positive('data.sequence_length', self.sequence_length)
+        positive('data.batch_size', self.batch_size)
+        fraction('data.held_out_fraction', self.held_out_fraction, zero=False, one=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerHparams:
+    """AdamW, its schedule and clipping; knobs as in configs/base.py."""
+
+    learning_rate: float
+    final_fraction: float
+    warmup_fraction: float
+    b1: float
+    b2: float
+    eps: float
+    weight_decay: float
+    clip_norm: float
+    z_loss: float
+
+    def __post_init__(self):
+        if not 0 < self.learning_rate < math.inf:
+            refuse('optimizer.learning_rate', self.learning_rate, 'must be above 0')
+        fraction('optimizer.final_fraction', self.final_fraction)
+        fraction('optimizer.warmup_fraction', self.warmup_fraction)
+        fraction('optimizer.b1', self.b1, one=False)
+        fraction('optimizer.b2', self.b2, one=False)
+        for field in ('eps', 'weight_decay', 'clip_norm', 'z_loss'):
+            positive(f'optimizer.{field}', getattr(self, field), 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingHparams:
+    """The train loop; knobs as in configs/base.py."""
+
+    num_steps: int
+    accumulate_steps: int
+    log_every: int
+    checkpoint_every: int
+    keep_checkpoints: int
+    max_nan_steps: int
+    compilation_cache: bool
+
+    def __post_init__(self):
+        positive('training.num_steps', self.num_steps, 0)
+        for field in ('accumulate_steps', 'log_every', 'checkpoint_every', 'keep_checkpoints'):
+            positive(f'training.{field}', getattr(self, field))
+        positive('training.max_nan_steps', self.max_nan_steps)
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationHparams:
+    """Held-out evaluation; knobs as in configs/base.py."""
+
+    every: int
+    num_batches: int
+    final_batches: int
+
+    def __post_init__(self):
+        positive('evaluation.every', self.every, 0)
+        positive('evaluation.num_batches', self.num_batches)
+        positive('evaluation.final_batches', self.final_batches)
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportHparams:
+    """The sample and the picture at the end of a run; knobs as in configs/base.py."""
+
+    prompt: str
+    sample_tokens: int
+    temperature: float
+    heatmap_tokens: int
+
+    def __post_init__(self):
+        positive('report.sample_tokens', self.sample_tokens)
+        positive('report.heatmap_tokens', self.heatmap_tokens)
+        positive('report.temperature', self.temperature, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Hparams:
+    """All of a run. Hashable, so that it can be a static argument of a jitted function."""
+
+    seed: int
+    flop_budget: float
+    model: ModelHparams
+    data: DataHparams
+    optimizer: OptimizerHparams
+    training: TrainingHparams
+    evaluation: EvaluationHparams
+    report: ReportHparams
+
+    def __post_init__(self):
+        positive('seed', self.seed, 0)
+        positive('flop_budget', self.flop_budget, 0)
+        if not (self.flop_budget or self.training.num_steps):
+            refuse('flop_budget', self.flop_budget, 'set it, or training.num_steps, above 0')
+        if self.flop_budget and self.training.num_steps:
+            right = f'must be 0 where flop_budget={self.flop_budget:g} decides the steps'
+            refuse('training.num_steps', self.training.num_steps, right)
+        if self.data.batch_size % self.training.accumulate_steps:
+            right = f'must divide data.batch_size={self.data.batch_size}'
+            refuse('training.accumulate_steps', self.training.accumulate_steps, right)

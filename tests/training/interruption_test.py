@@ -1,0 +1,78 @@
+"""Signals are noticed, said, obeyed later, and leave no trace."""
+
+import os
+import signal
+import threading
+
+import pytest
+
+from moddepth_jax.training import interruption
+
+NAMES = ['SIGTERM', 'SIGINT', 'SIGUSR1']
+
+
+def send(name):
+    os.kill(os.getpid(), getattr(signal, name))
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_a_signal_is_requested_and_said_in_one_line(name, capfd):
+    """The run goes on after the signal, knows its name, and stderr has one line about it."""
+    with interruption.Interruption() as stop:
+        assert stop.requested is None
+        send(name)
+        assert stop.requested == name
+    out, err = capfd.readouterr()
+    assert out == '' and err.count('\n') == 1
+    assert err.startswith(f'{name}: stopping after this step, then saving')
+
+
+def test_the_second_ctrl_c_ends_at_once(capfd):
+    """One Ctrl-C is patient, two are not; other signals do not count as the first one."""
+    with interruption.Interruption() as stop:
+        send('SIGTERM')
+        send('SIGTERM')
+        send('SIGINT')
+        assert stop.requested == 'SIGTERM'
+        with pytest.raises(KeyboardInterrupt):
+            send('SIGINT')
+    lines = capfd.readouterr().err.splitlines()
+    assert [line.split(':')[0] for line in lines] == ['SIGTERM', 'SIGINT']
+
+
+def test_handlers_return_on_exit_and_a_second_use_starts_afresh(capfd):
+    """Outside, signals do what they did before, after an exit by an error too."""
+    caught = []
+    handler = signal.signal(signal.SIGUSR1, lambda number, frame: caught.append(number))
+    try:
+        before = [signal.getsignal(number) for number in interruption.SIGNALS]
+        stop = interruption.Interruption()
+        with pytest.raises(RuntimeError), stop:
+            assert signal.getsignal(signal.SIGUSR1) != before[2]
+            send('SIGUSR1')
+            raise RuntimeError
+        assert [signal.getsignal(number) for number in interruption.SIGNALS] == before
+        assert stop.requested == 'SIGUSR1' and not caught
+        send('SIGUSR1')
+        assert caught == [signal.SIGUSR1]
+        with stop:
+            assert stop.requested is None
+    finally:
+        signal.signal(signal.SIGUSR1, handler)
+    assert capfd.readouterr().err.count('\n') == 1
+
+
+def test_in_another_thread_nothing_is_changed():
+    """Python takes signals in its main thread only: elsewhere, entering does nothing."""
+    before = [signal.getsignal(number) for number in interruption.SIGNALS]
+    during = []
+
+    def enter():
+        with interruption.Interruption() as stop:
+            during.extend(signal.getsignal(number) for number in interruption.SIGNALS)
+            during.append(stop.requested)
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert during == [*before, None]

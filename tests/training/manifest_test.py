@@ -1,0 +1,60 @@
+"""A manifest vouches for its directory: whole, or refused with the reason."""
+
+import json
+import os
+
+import pytest
+
+from moddepth_jax.training import manifest
+
+
+def make_directory(path):
+    (path / 'd').mkdir(parents=True)
+    (path / 'd' / 'data').write_bytes(bytes(range(256)))
+    (path / 'empty').touch()
+    manifest.write_manifest(path, {'step': 3, 'names': ['ä']})
+    return path
+
+
+def test_content_comes_back_from_an_untouched_directory(tmp_path):
+    """What was given returns, and the file lists each file by sum and size."""
+    directory = make_directory(tmp_path / 'a')
+    assert manifest.read_manifest(directory) == {'step': 3, 'names': ['ä']}
+    files = json.loads((directory / 'manifest.json').read_text())['files']
+    assert {name: size for name, (size, _) in files.items()} == {'d/data': 256, 'empty': 0}
+    assert sorted(os.listdir(directory)) == ['d', 'empty', 'manifest.json']
+
+
+def test_every_bit_of_data_and_manifest_counts(tmp_path):
+    """Whichever bit is flipped, of a file or of the manifest itself, the directory is refused."""
+    directory = make_directory(tmp_path / 'a')
+    for name in ('d/data', 'manifest.json'):
+        path = directory / name
+        content = path.read_bytes()
+        for i in range(0, len(content), 7):
+            path.write_bytes(content[:i] + bytes([content[i] ^ 1 << i % 8]) + content[i + 1 :])
+            if name == 'manifest.json' and content[i : i + 1].isspace():
+                continue
+            with pytest.raises(ValueError, match=f'{name} is damaged'):
+                manifest.read_manifest(directory)
+        path.write_bytes(content)
+    assert manifest.read_manifest(directory)['step'] == 3
+
+
+@pytest.mark.parametrize(
+    ('damage', 'found'),
+    [
+        (lambda path: (path / 'empty').unlink(), 'empty is missing'),
+        (lambda path: (path / 'empty').write_text('x'), 'empty has 1 bytes instead of 0'),
+        (lambda path: os.truncate(path / 'd' / 'data', 255), 'd/data has 255 bytes instead of 256'),
+        (lambda path: (path / 'manifest.json').unlink(), 'unfinished, it has no manifest.json'),
+        (lambda path: (path / 'manifest.json').write_text('[]'), 'manifest.json is damaged'),
+        (lambda path: os.truncate(path / 'manifest.json', 0), 'manifest.json is damaged'),
+    ],
+)
+def test_the_reason_is_given(tmp_path, damage, found):
+    """A file that is missing or of another size, and a manifest that is none, are told apart."""
+    directory = make_directory(tmp_path / 'a')
+    damage(directory)
+    with pytest.raises(ValueError, match=found):
+        manifest.read_manifest(directory)

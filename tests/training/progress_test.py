@@ -1,0 +1,144 @@
+"""Few, aligned and literal lines in a log; one live line, in order, on a terminal."""
+
+import io
+import math
+
+import pytest
+import rich.console
+
+from moddepth_jax.training import progress
+
+SPEED = {'tokens_per_second': 1e5, 'flops_per_second': 2e11}
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that the test turns: clock(seconds) lets that much time pass."""
+    now = [100.0]
+    monkeypatch.setattr(progress.time, 'monotonic', lambda: now[0])
+
+    def turn(seconds):
+        now[0] += seconds
+
+    return turn
+
+
+def run(clock, total_steps=1000, first_step=0, every=1, seconds=0.01, terminal=False):
+    """What a run prints whose steps take `seconds` each, as the lines of its output."""
+    file = io.StringIO()
+    console = rich.console.Console(file=file, force_terminal=terminal, width=100)
+    with progress.Progress(total_steps, first_step, 1000, console) as shown:
+        for step in range(first_step + every, total_steps + 1, every):
+            clock(seconds * every)
+            speed = {'tokens_per_second': 1000 / seconds, 'flops_per_second': 2e9 / seconds}
+            shown.update(step, {'loss': 2.0 + step / total_steps, 'bits_per_byte': 3.25} | speed)
+    return file.getvalue().removesuffix('\n').split('\n')
+
+
+def steps_of(lines):
+    return [int(line.split('/')[0]) for line in lines[1:]]
+
+
+def test_a_log_gets_few_aligned_rows(clock):
+    """Three updates, then one each 5% of the steps, then the last; all as wide as the header."""
+    lines = run(clock)
+    assert lines[0].split() == ['step', 'loss', 'bits/byte', 'tokens/s', 'FLOP/s', 'ETA']
+    assert steps_of(lines) == [1, 2, 3, *range(53, 1000, 50), 1000]
+    assert {len(line) for line in lines} == {len(lines[0])} and len(lines[0]) <= 80
+    assert lines[1].split() == ['1/1000', '2.0010', '3.250', '100k', '200G', '10s']
+    assert lines[5].split() == ['103/1000', '2.1030', '3.250', '100k', '200G', '9s']
+    assert lines[-1].split()[-1] == '0s'
+
+
+def test_a_slow_run_shows_a_row_a_minute_and_a_short_one_each_step(clock):
+    """Silence in a log lasts a minute at most, or one update where that is longer."""
+    assert steps_of(run(clock, total_steps=10_000, every=10, seconds=1.0))[:6] == [
+        10, 20, 30, 90, 150, 210,
+    ]  # fmt: skip
+    assert steps_of(run(clock, total_steps=5, seconds=0.1)) == [1, 2, 3, 4, 5]
+
+
+def test_a_resumed_run_counts_from_where_it_was(clock):
+    """Step and time left count the steps done before."""
+    lines = run(clock, first_step=900)
+    assert steps_of(lines)[:4] == [901, 902, 903, 953]
+    assert lines[2].split() == ['902/1000', '2.9020', '3.250', '100k', '200G', '1s']
+
+
+def test_a_loss_that_is_not_a_number_is_shown(clock):
+    """NaN is what the user must see, not a gap."""
+    file = io.StringIO()
+    with progress.Progress(100, 0, 1000, rich.console.Console(file=file)) as shown:
+        shown.update(1, {'loss': math.nan} | SPEED)
+    assert file.getvalue().splitlines()[1].split()[1:3] == ['nan', 'n/a']
+
+
+@pytest.mark.parametrize('terminal', [False, True])
+def test_notes_are_literal(clock, terminal):
+    """Brackets are no markup, long lines are not wrapped, and control characters do not act."""
+    file = io.StringIO()
+    console = rich.console.Console(file=file, force_terminal=terminal, width=100)
+    text = '[bold]x[/bold] [/] \N{SNOWMAN} ' + 'y' * 150
+    with progress.Progress(100, 0, 1000, console) as shown:
+        shown.update(1, {'loss': 1.0} | SPEED)
+        shown.note(text + '\x1b[2J\x07\x9b\r')
+    assert text + '[2J\n' in file.getvalue()
+    for control in ('\x1b[2J', '\x07', '\x9b'):
+        assert control not in file.getvalue()
+
+
+def test_a_terminal_gets_one_live_line(clock):
+    """The last drawing holds every number, fits the width, and nothing scrolls by without notes."""
+    lines = run(clock, terminal=True)
+    assert len(lines) == 2 and 'compiling' in lines[0]
+    last = lines[0].split('\x1b[2K')[-1]
+    for shown in ('1000/1000', 'loss 3.0000', '3.250 bits/byte', '100k tokens/s', '200G FLOP/s'):
+        assert shown in last
+    assert 'ETA 0s' in last
+
+
+@pytest.mark.parametrize(
+    ('value', 'text'),
+    [
+        (0, '0'),
+        (7, '7'),
+        (0.125, '0.12'),
+        (999, '999'),
+        (999.4, '999'),
+        (999.6, '1.00k'),
+        (1000, '1.00k'),
+        (9_994, '9.99k'),
+        (9_996, '10.0k'),
+        (99_960, '100k'),
+        (12_345, '12.3k'),
+        (999_600, '1.00M'),
+        (1.23e12, '1.23T'),
+        (-4.5e9, '-4.50G'),
+        (2e21, '2000E'),
+        (math.nan, 'n/a'),
+        (math.inf, 'n/a'),
+    ],
+)
+def test_counts_have_three_digits(value, text):
+    """Three significant digits and the unit, also where rounding crosses a thousand."""
+    assert progress.format_count(value) == text
+
+
+@pytest.mark.parametrize(
+    ('seconds', 'text'),
+    [
+        (0, '0s'),
+        (-1, '0s'),
+        (59.4, '59s'),
+        (59.6, '1m 00s'),
+        (83, '1m 23s'),
+        (3599.7, '1h 00m'),
+        (3723, '1h 02m'),
+        (97_200, '1d 03h'),
+        (math.nan, 'n/a'),
+        (math.inf, 'n/a'),
+    ],
+)
+def test_seconds_have_two_units(seconds, text):
+    """The two largest units, also where rounding crosses one."""
+    assert progress.format_seconds(seconds) == text

@@ -1,0 +1,154 @@
+"""A directory belongs to one config and, at a time, to one process."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from moddepth_jax.training import workdir
+
+ROOT = pathlib.Path(__file__).parents[2]
+CONFIG = {'seed': 0, 'model': {'d_model': 32, 'windows': (0, 16)}, 'training': {'log_every': 10}}
+
+
+def changed(group, field, value):
+    return CONFIG | {group: CONFIG[group] | {field: value}}
+
+
+def contents(path):
+    return {file.name: file.read_bytes() for file in path.iterdir() if file.name != 'lock'}
+
+
+def run_python(code, *arguments):
+    environment = os.environ | {'PYTHONPATH': str(ROOT)}
+    command = [sys.executable, '-c', code, *map(str, arguments)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True)
+
+
+def test_config_is_written_once_and_read_back(tmp_path):
+    """A new directory gets the config under a schema version; the same config opens it again."""
+    path = tmp_path / 'runs' / 'a'
+    workdir.open_workdir(path, CONFIG)
+    text = (path / 'config.json').read_text()
+    expected = CONFIG | {'model': {'d_model': 32, 'windows': [0, 16]}}
+    assert json.loads(text) == {'schema_version': 1, 'config': expected}
+    assert text == json.dumps(json.loads(text), indent=2, sort_keys=True) + '\n'
+    assert workdir.read_config(path) == expected
+    (path / 'metrics.jsonl').write_text('{}\n')
+    before = contents(path)
+    workdir.open_workdir(path, CONFIG)
+    assert contents(path) == before and sorted(before) == ['config.json', 'metrics.jsonl']
+
+
+@pytest.mark.parametrize(
+    ('config', 'field', 'values'),
+    [
+        (changed('model', 'd_model', 64), 'model.d_model', ('32', '64')),
+        (changed('model', 'windows', (0, 8)), 'model.windows', ('[0, 16]', '[0, 8]')),
+        (changed('model', 'remat', 'block'), 'model.remat', ("'absent'", "'block'")),
+        ({'model': CONFIG['model'], 'seed': 0}, 'training.log_every', ('10', "'absent'")),
+    ],
+)
+def test_another_config_is_refused_by_field(tmp_path, config, field, values):
+    """The first differing field is named with both values in one line, and nothing is written."""
+    workdir.open_workdir(tmp_path, CONFIG)
+    before = contents(tmp_path)
+    with pytest.raises(ValueError) as caught:
+        workdir.open_workdir(tmp_path, config, volatile=('seed',))
+    message = str(caught.value)
+    assert f'{field} is {values[0]} in its config.json and {values[1]} in this run' in message
+    assert 'use another --workdir' in message and '\n' not in message
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize('volatile', ['training.log_every', 'training'])
+def test_volatile_fields_may_differ(tmp_path, volatile):
+    """A field named volatile, alone or by its group, may change; the stored config stays."""
+    workdir.open_workdir(tmp_path, CONFIG)
+    workdir.open_workdir(tmp_path, changed('training', 'log_every', 1), volatile=(volatile,))
+    assert workdir.read_config(tmp_path)['training'] == {'log_every': 10}
+    with pytest.raises(ValueError, match=r'training\.log_every'):
+        workdir.open_workdir(tmp_path, changed('training', 'log_every', 1), volatile=('train',))
+
+
+def test_a_place_of_something_else_is_refused_untouched(tmp_path):
+    """A file, and a directory of other things, are refused by name; nothing appears in them."""
+    file = tmp_path / 'notes.txt'
+    file.write_text('mine')
+    for path, found in ((tmp_path, "holds 'notes.txt' but no config.json"), (file, 'is a file')):
+        with pytest.raises(ValueError, match=found) as caught:
+            workdir.open_workdir(path, CONFIG)
+        assert f'--workdir={path}' in str(caught.value)
+    assert os.listdir(tmp_path) == ['notes.txt'] and file.read_text() == 'mine'
+    with pytest.raises(ValueError, match='must be a directory that can be written'):
+        workdir.open_workdir(file / 'below', CONFIG)
+
+
+def test_a_run_killed_before_its_config_was_whole_leaves_a_usable_directory(tmp_path):
+    """What a kill can leave beside no config.json does not count as something else."""
+    (tmp_path / 'lock').touch()
+    (tmp_path / 'config.json.tmp').write_text('{"sche')
+    workdir.open_workdir(tmp_path, CONFIG)
+    assert workdir.read_config(tmp_path)['seed'] == 0
+
+
+@pytest.mark.parametrize(
+    ('text', 'found'),
+    [
+        (None, 'holds no config.json'),
+        ('{"schema_version": 1, "con', 'config.json: unreadable'),
+        ('{"seed": 0}', 'config.json: unreadable'),
+        ('[]', 'config.json: unreadable'),
+        ('{"schema_version": 2, "config": {}}', 'schema_version=2; must be 1'),
+    ],
+)
+def test_missing_or_corrupt_config_is_one_line(tmp_path, text, found):
+    """Commands that read a run's config name the file and what is wrong with it."""
+    if text is not None:
+        (tmp_path / 'config.json').write_text(text)
+    with pytest.raises(ValueError, match=found) as caught:
+        workdir.read_config(tmp_path)
+    assert str(tmp_path) in str(caught.value) and '\n' not in str(caught.value)
+
+
+def test_written_atomically_the_old_text_survives_a_failed_write(tmp_path):
+    """An error amid the write leaves the file as it was."""
+    path = tmp_path / 'file'
+    workdir.write_atomically(path, 'old')
+    with pytest.raises(UnicodeEncodeError):
+        workdir.write_atomically(path, 'new \ud800')
+    assert path.read_text() == 'old'
+    workdir.write_atomically(path, 'new')
+    assert path.read_text() == 'new'
+
+
+HOLD = """
+import sys
+from moddepth_jax.training import workdir
+lock = workdir.WorkdirLock(sys.argv[1])
+print('held', flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_second_run_on_a_directory_is_refused_until_the_first_is_dead(tmp_path):
+    """Two processes never hold one directory, and a kill -9 leaves no lock behind."""
+    with run_python(HOLD, tmp_path) as process:
+        assert process.stdout.readline() == 'held\n'
+        with pytest.raises(ValueError) as caught:
+            workdir.WorkdirLock(tmp_path)
+        message = str(caught.value)
+        assert f'--workdir={tmp_path}: in use by process {process.pid} on ' in message
+        assert 'use another --workdir' in message and '\n' not in message
+        with pytest.raises(ValueError, match='in use by'):
+            workdir.open_workdir(tmp_path, CONFIG)
+        assert os.listdir(tmp_path) == ['lock']
+        process.kill()
+    with workdir.WorkdirLock(tmp_path):
+        with pytest.raises(ValueError, match=f'process {os.getpid()} '):
+            workdir.WorkdirLock(tmp_path)
+    workdir.WorkdirLock(tmp_path).close()
