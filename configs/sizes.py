@@ -6,7 +6,8 @@ def apply_size(config, size: str):
 
     Heads are 64 wide (32 below D = 128) and the SwiGLU is 8/3 D, rounded up to a multiple of 64, so
     that a block holds about 12 D^2 parameters. Matrices start at D^-1/2 and embeddings at 1: at
-    these widths that learns much faster than 0.02 for both. Raises ValueError for a size that it cannot read.
+    these widths that learns much faster than 0.02 for both. Raises ValueError for a size that it
+    cannot read.
     """
     layers, _, width = size.partition('x')
     right = 'must be LAYERSxWIDTH with a width that is a multiple of 64, such as 6x128'

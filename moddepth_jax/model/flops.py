@@ -9,7 +9,6 @@ import math
 
 import jax
 
-from kernels_pallas.xla import blocks
 from moddepth_jax.hparams import Hparams, ModelHparams
 
 
@@ -64,19 +63,16 @@ def train_step_flops(hparams: Hparams) -> float:
 
 
 def masked_attention_flops(hparams: Hparams, batch: int, length: int) -> float:
-    """FLOPs that blocked attention spends in a forward pass on pairs that its mask then hides.
+    """FLOPs of a forward pass on query-key pairs that are computed and then hidden by the mask.
 
-    They are what separates the counted FLOPs from the products in the traced program.
+    They are those of the `reference` attention, which computes every pair: what separates the
+    counted FLOPs from the products in its traced program.
     """
     model, extra = hparams.model, 0.0
     for layer in range(model.num_layers):
         tokens, window = _entering(model, layer, length)
-        # The blocks of a routed layer are cut by the window itself, in compressed positions.
-        cuts = blocks(tokens, tokens, True, model.window(layer))
-        computed = sum((stop - start) * (end - first) for start, stop, first, end in cuts)
-        if model.attention == 'reference':
-            computed = tokens**2
-        extra += 4 * (computed - _pairs(tokens, window)) * model.num_heads * model.head_dim
+        hidden = tokens**2 - _pairs(tokens, window)
+        extra += 4 * hidden * model.num_heads * model.head_dim
     return batch * extra
 
 

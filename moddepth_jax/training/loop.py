@@ -131,9 +131,7 @@ def train(hparams: Hparams, workdir, mesh_spec: str = '') -> Run:
                 done = f'{interruption.requested}: stopped and saved at step {int(state.step)}'
                 progress.note(f'{done} of {num_steps}; the same command goes on from there')
                 return Run(hparams, workdir, state, dataset, None, interruption.requested)
-            final = hparams.evaluation.final_batches
-            progress.note('evaluating on held-out text')
-            evaluation = evaluate_honestly(state.params, hparams, dataset, mesh, final)
+            evaluation = loop.evaluate(num_steps, hparams.evaluation.final_batches)
         loss, seconds = metadata['train_loss'], metadata['seconds']
         summary = summarise(hparams, state, loss, evaluation, dataset, seconds)
         write_summary(workdir, summary)
@@ -190,15 +188,17 @@ class _Loop:
         step_fn = self._compile()
         self.stopwatch, seconds_before = Stopwatch(), metadata['seconds']
         for step in range(first_step, self.num_steps):
-            self._dispatch(step_fn, step)
+            with jax.transfer_guard('disallow'):
+                self._dispatch(step_fn, step)
             done = step + 1
-            last = done == self.num_steps or interruption.requested is not None
-            evaluates = evaluation.every and done % evaluation.every == 0 and not last
+            finished = done == self.num_steps
+            last = finished or interruption.requested is not None
+            evaluates = evaluation.every and done % evaluation.every == 0 and not finished
             saves = last or done % training.checkpoint_every == 0
             self._collect(leave=0 if evaluates or saves else STEPS_IN_FLIGHT - 1)
             if evaluates:
                 with self.stopwatch.pause():
-                    self._evaluate(done)
+                    self.evaluate(done, evaluation.num_batches)
             if saves:
                 metadata['seconds'] = seconds_before + self.stopwatch.seconds()
                 metadata['train_loss'] = self.loss
@@ -264,10 +264,10 @@ class _Loop:
         tokens = self.hparams.data.batch_size * self.hparams.data.sequence_length
         return row | self.stopwatch.rates(tokens, train_step_flops(self.hparams))
 
-    def _evaluate(self, step):
-        batches = self.hparams.evaluation.num_batches
+    def evaluate(self, step, num_batches) -> dict:
+        """Held-out evaluation of the state, as a row of metrics and a line for the user."""
         params = self.state.params
-        result = evaluate_honestly(params, self.hparams, self.dataset, self.mesh, batches)
+        result = evaluate_honestly(params, self.hparams, self.dataset, self.mesh, num_batches)
         row = {f'eval/{name}': value for name, value in result.items() if name != 'routing'}
         for i, layer in enumerate(self.hparams.model.routed_layers):
             for name, values in result['routing'].items():
@@ -275,3 +275,4 @@ class _Loop:
         self.writer.write(step, row)
         gap = f', routing gap {result["routing_gap"]:+.4f} nats' if 'routing_gap' in result else ''
         self.progress.note(f'held-out  step {step}: {result["bits_per_byte"]:.3f} bits/byte{gap}')
+        return result

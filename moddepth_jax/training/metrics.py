@@ -33,10 +33,12 @@ class MetricsWriter:
     def __init__(self, workdir: str | os.PathLike, first_step: int, tensorboard: bool = True):
         workdir = pathlib.Path(workdir)
         path = workdir / METRICS_FILE
+        self._kept = set()
         if path.exists():
             rows = [row for row in read_metrics(workdir) if row['step'] <= first_step]
             text = ''.join(f'{json.dumps(row)}\n' for row in rows)
             workdir_lib.write_atomically(path, text)
+            self._kept = {(row['step'], *sorted(row)) for row in rows}
         self._file = open(path, 'a', encoding='utf-8')
         self._events = None
         if tensorboard:
@@ -47,12 +49,16 @@ class MetricsWriter:
     def write(self, step: int, values: dict) -> None:
         """Appends a row of numbers (Python, NumPy or JAX scalars), strings, and lists of these.
 
+        A row that an earlier start of the run left, of the same step and names, stays as it is.
+
         Raises:
           ValueError: a value of another kind, or one named `step`.
         """
         if 'step' in values:
             raise ValueError(f'step={values["step"]!r}: must be given as the row, not among values')
         row = {'step': int(step)} | {name: _plain(name, value) for name, value in values.items()}
+        if (row['step'], *sorted(row)) in self._kept:
+            return
         self._file.write(json.dumps(row, allow_nan=False) + '\n')
         self._file.flush()
         if self._events is None:

@@ -1,4 +1,4 @@
-"""AdamW with warm-up and cosine; the predictor is clipped apart, so that it touches nothing else."""
+"""AdamW with warm-up and cosine; the predictor is clipped apart and so touches nothing else."""
 
 import jax
 import optax

@@ -153,3 +153,14 @@ def test_events_mirror_the_numbers_and_purge_on_resume(tmp_path):
     start = event_pb2.SessionLog.START
     assert sorted(read_events(tmp_path), key=str)[-1] == (start, 2, None, None)
     assert (0, 2, 'loss', 2.5) in read_events(tmp_path)
+
+
+def test_a_row_of_an_earlier_start_is_not_doubled(tmp_path):
+    """The last evaluation of a finished run, made again by a rerun, stays one row."""
+    with metrics.MetricsWriter(tmp_path, 0, tensorboard=False) as writer:
+        writer.write(4, {'loss': 1.0})
+        writer.write(4, {'eval/loss': 2.0})
+    with metrics.MetricsWriter(tmp_path, 4, tensorboard=False) as writer:
+        writer.write(4, {'eval/loss': 2.0})
+        writer.write(5, {'loss': 0.5})
+    assert [row['step'] for row in metrics.read_metrics(tmp_path)] == [4, 4, 5]
