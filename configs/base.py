@@ -83,7 +83,7 @@ def get_config() -> ConfigDict:
 
     evaluation = config.evaluation = ConfigDict()
     evaluation.every = 200  # steps between evaluations during training; 0: only at the end
-    evaluation.num_batches = 4  # held-out batches of each of them
+    evaluation.num_batches = 8  # held-out batches of each of them
     evaluation.final_batches = 64  # held-out batches of the last one, or all if fewer
 
     report = config.report = ConfigDict()

@@ -1,7 +1,7 @@
 """The dense transformer at a FLOP budget: the baseline of mod_isoflop.
 
 python -m launch.train --config=configs/dense_isoflop.py
-python -m launch.train --config=configs/dense_isoflop.py:size=4x128,budget=2e13
+python -m launch.train --config=configs/dense_isoflop.py:size=4x128
 """
 
 from configs import base, sizes
@@ -9,7 +9,7 @@ from configs import base, sizes
 
 def get_config(arguments: str = ''):
     """Arguments: size=LAYERSxWIDTH, budget=training FLOPs; the steps follow from both."""
-    values = sizes.parse(arguments, size='6x128', budget='2e13')
+    values = sizes.parse(arguments, size='6x128', budget='1.6e13')
     config = base.get_config()
     sizes.apply_size(config, values['size'])
     config.flop_budget = sizes.budget_flops(values['budget'])

@@ -9,7 +9,7 @@ from configs import base, sizes
 
 def get_config(arguments: str = ''):
     """Arguments: size=LAYERSxWIDTH, budget=training FLOPs; the steps follow from both."""
-    values = sizes.parse(arguments, size='6x128', budget='2e13')
+    values = sizes.parse(arguments, size='6x128', budget='1.6e13')
     config = base.get_config()
     sizes.apply_size(config, values['size'])
     config.flop_budget = sizes.budget_flops(values['budget'])

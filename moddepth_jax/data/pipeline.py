@@ -10,6 +10,7 @@ from moddepth_jax.data.tokenizer import Tokenizer, make_tokenizer
 from moddepth_jax.hparams import DataHparams
 
 IGNORED_LABEL = -100
+HELD_OUT_SEED = 0  # of the order of held-out windows, the same for every run
 
 
 def token_stream(documents: list[bytes], tokenizer: Tokenizer) -> np.ndarray:
@@ -91,7 +92,9 @@ class Dataset:
         shuffle_seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
         shuffled = train.shuffle(seed=shuffle_seed).repeat()
         self._train = shuffled.batch(batch_size, batch_fn=cut_train)
-        self._held_out = held_out.batch(batch_size, batch_fn=cut_held_out)
+        # Shuffled once and for all, so that the first few batches are a fair sample of the text.
+        mixed = held_out.shuffle(seed=HELD_OUT_SEED)[: len(held_out)]
+        self._held_out = mixed.batch(batch_size, batch_fn=cut_held_out)
         self._batch_size = batch_size
         self.corpus, self.tokenizer = corpus, tokenizer
         self.num_train_windows = len(train)
@@ -118,9 +121,9 @@ class Dataset:
         return self._train[step]
 
     def held_out_batch(self, index: int) -> dict[str, np.ndarray]:
-        """Batch `index` of the held-out windows in their order; arrays as in `train_batch`.
+        """Batch `index` of the held-out windows; arrays as in `train_batch`.
 
-        The last one is filled up with rows of label -100, segment 0 and token 0. Raises ValueError
+        Their order is mixed but always the same, so that the first batches are a fair sample. The last one is filled up with rows of label -100, segment 0 and token 0. Raises ValueError
         for an index outside [0, num_held_out_batches).
         """
         index = operator.index(index)

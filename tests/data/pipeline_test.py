@@ -70,19 +70,29 @@ def test_windows_as_drawn():
     assert all(array.dtype == np.int32 for array in batch.values())
 
 
-def test_held_out_batches_are_in_order_and_filled_up():
-    """Held-out rows come unshuffled; rows of filling have segment 0 and no target."""
+def test_held_out_batches_are_the_same_for_every_seed_and_filled_up():
+    """Each held-out window comes once, in one order; rows of filling have segment 0, no target."""
     corpus = dataclasses.replace(HAND_MADE, held_out=[b'uv', b'wxyzwxyz12345678'])
     dataset = make_dataset(DATA, 0, corpus)
     u, v, w, x, y, z = b'uvwxyz'
     assert dataset.num_held_out_batches == 2
     first, last = dataset.held_out_batch(0), dataset.held_out_batch(1)
-    assert first['tokens_BT'].tolist() == [[S, u, v, S], [w, x, y, z], [w, x, y, z]]
-    assert first['labels_BT'].tolist() == [[u, v, S, w], [x, y, z, w], [x, y, z, ord('1')]]
-    assert first['segment_ids_BT'].tolist() == [[1, 1, 1, 2], [1, 1, 1, 1], [1, 1, 1, 1]]
-    assert last['tokens_BT'].tolist() == [[*b'1234'], [0] * 4, [0] * 4]
-    assert last['labels_BT'].tolist() == [[*b'2345'], [-100] * 4, [-100] * 4]
-    assert last['segment_ids_BT'].tolist() == [[1] * 4, [0] * 4, [0] * 4]
+    other = make_dataset(DATA, 7, corpus).held_out_batch(0)
+    assert all((first[name] == other[name]).all() for name in first)
+
+    def rows(name):
+        return first[name].tolist() + last[name].tolist()
+
+    windows = [
+        ([S, u, v, S], [u, v, S, w], [1, 1, 1, 2]),
+        ([w, x, y, z], [x, y, z, w], [1] * 4),
+        ([w, x, y, z], [x, y, z, ord('1')], [1] * 4),
+        ([*b'1234'], [*b'2345'], [1] * 4),
+    ]
+    filling = ([0] * 4, [-100] * 4, [0] * 4)
+    found = list(zip(*map(rows, ('tokens_BT', 'labels_BT', 'segment_ids_BT')), strict=True))
+    assert sorted(found[:4]) == sorted(windows)
+    assert found[4:] == [filling, filling]
     assert all(array.dtype == np.int32 for array in last.values())
     for index in (-1, 2):
         with pytest.raises(ValueError, match=rf'index={index}: must lie in \[0, 2\)'):
