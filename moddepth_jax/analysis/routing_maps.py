@@ -54,8 +54,8 @@ def routing_grid(record: RoutingRecord, hparams: Hparams, row: int) -> np.ndarra
 
 def _letter(token: bytes) -> str:
     shown = {b'': '§', b'\n': '↵', b' ': '·', b'\t': '→'}
-    text = shown.get(token, token.decode('latin-1'))
-    return text if text.isprintable() else '?'
+    text = shown.get(token) or token.decode('utf-8', 'replace')
+    return text if text.isprintable() and '\ufffd' not in text else '□'
 
 
 def plot_routing(grid_LT, tokens, title: str, path):
@@ -78,9 +78,7 @@ def plot_routing(grid_LT, tokens, title: str, path):
     axes.set_yticks(np.arange(num_layers) + 0.5, [str(layer) for layer in range(num_layers)])
     axes.tick_params(length=0)
     axes.set_ylabel('layer')
-    axes.set_xlabel(
-        'held-out text, one byte a column  (· space, ↵ end of line, § start of document)'
-    )
+    axes.set_xlabel('held-out tokens (· space, ↵ line end, § document start, □ part of a letter)')
     axes.set_title(title, loc='left', fontsize=10)
     for spine in axes.spines.values():
         spine.set_visible(False)

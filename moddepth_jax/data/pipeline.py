@@ -123,8 +123,9 @@ class Dataset:
     def held_out_batch(self, index: int) -> dict[str, np.ndarray]:
         """Batch `index` of the held-out windows; arrays as in `train_batch`.
 
-        Their order is mixed but always the same, so that the first batches are a fair sample. The last one is filled up with rows of label -100, segment 0 and token 0. Raises ValueError
-        for an index outside [0, num_held_out_batches).
+        Their order is mixed but always the same, so that the first batches are a fair sample. The
+        last one is filled up with rows of label -100, segment 0 and token 0. Raises ValueError for
+        an index outside [0, num_held_out_batches).
         """
         index = operator.index(index)
         if not 0 <= index < self.num_held_out_batches:
