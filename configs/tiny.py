@@ -1,6 +1,6 @@
 """A routed model small enough to see everything work: well under a minute on two CPU cores.
 
-  python -m launch.train --config=configs/tiny.py
+python -m launch.train --config=configs/tiny.py
 """
 
 from configs import base, sizes

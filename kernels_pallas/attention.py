@@ -8,7 +8,7 @@ from kernels_pallas.xla import xla_attention
 IMPLEMENTATIONS = ('reference', 'xla')
 
 
-def _check(q_BTNH, k_BSKH, v_BSKH, implementation, window, own_keys):
+def _check(q_BTNH, k_BSKH, v_BSKH, implementation, window, mask):
     batch, length, heads, width = q_BTNH.shape
     if k_BSKH.shape != v_BSKH.shape or (k_BSKH.shape[0], k_BSKH.shape[3]) != (batch, width):
         raise ValueError(
@@ -16,14 +16,23 @@ def _check(q_BTNH, k_BSKH, v_BSKH, implementation, window, own_keys):
         )
     if heads % k_BSKH.shape[2]:
         raise ValueError(f'{k_BSKH.shape[2]} key/value heads must divide {heads} query heads')
-    if own_keys and k_BSKH.shape[1] != length:
-        raise ValueError(f'{k_BSKH.shape[1]} keys for {length} queries need key_positions')
     if window < 0:
         raise ValueError(f'window={window} must be 0 (no limit) or more')
     if implementation not in ('auto', *IMPLEMENTATIONS):
-        raise ValueError(
-            f'implementation={implementation!r} must be one of auto, {IMPLEMENTATIONS}'
-        )
+        known = ', '.join(IMPLEMENTATIONS)
+        raise ValueError(f'implementation={implementation!r} must be one of auto, {known}')
+    num_keys = k_BSKH.shape[1]
+    if mask['key_positions_BS'] is None and num_keys != length:
+        raise ValueError(f'{num_keys} keys for {length} queries need key_positions_BS')
+    if mask['segment_ids_BT'] is None and mask['key_segment_ids_BS'] is not None:
+        raise ValueError('key_segment_ids_BS need segment_ids_BT beside them')
+    if mask['key_segment_ids_BS'] is None and mask['segment_ids_BT'] is not None:
+        if mask['key_positions_BS'] is not None:
+            raise ValueError('segment_ids_BT with key_positions_BS need key_segment_ids_BS too')
+    for name, ids in mask.items():
+        wanted = (batch, num_keys if name.endswith('BS') else length)
+        if ids is not None and ids.shape != wanted:
+            raise ValueError(f'{name} of shape {ids.shape} must be {wanted}')
 
 
 def attention(
@@ -49,7 +58,7 @@ def attention(
         key_positions_BS is None; default 0..T-1. Causality and window are taken between positions.
       key_positions_BS: int [B, S]; None: the keys are those of the queries' own tokens (S = T).
       segment_ids_BT: int [B, T], tokens of different ids do not see each other; None: one segment.
-      key_segment_ids_BS: int [B, S]; None: the queries'.
+      key_segment_ids_BS: int [B, S], with key_positions_BS; None: the queries'.
       window: key s is seen by query t when 0 <= position_t - position_s < window; 0: no limit.
       scale: factor on the scores; None: H^-1/2.
       implementation: auto (xla) | reference | xla.
@@ -61,8 +70,14 @@ def attention(
     Raises:
       ValueError: shapes that do not fit, a negative window, an unknown implementation.
     """
+    mask = {
+        'positions_BT': positions_BT,
+        'key_positions_BS': key_positions_BS,
+        'segment_ids_BT': segment_ids_BT,
+        'key_segment_ids_BS': key_segment_ids_BS,
+    }
+    _check(q_BTNH, k_BSKH, v_BSKH, implementation, window, mask)
     ordered = key_positions_BS is None
-    _check(q_BTNH, k_BSKH, v_BSKH, implementation, window, ordered)
     batch, length = q_BTNH.shape[:2]
     if positions_BT is None:
         positions_BT = jnp.broadcast_to(jnp.arange(length), (batch, length))

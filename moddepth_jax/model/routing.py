@@ -52,8 +52,9 @@ def select_top_c(scores_BT, num_selected: int):
     length = scores_BT.shape[1]
     if not 1 <= num_selected <= length:
         raise ValueError(f'num_selected={num_selected} must lie in [1, {length}]')
-    # top_k ranks 0.0 above -0.0: make them one value, so that the lower index decides.
+    # top_k ranks by bits: -0.0 below 0.0, and a NaN of negative sign below all.
     scores_BT = jnp.where(scores_BT == 0, 0.0, scores_BT)
+    scores_BT = jnp.where(jnp.isnan(scores_BT), jnp.nan, scores_BT)
     _, indices_BC = jax.lax.top_k(scores_BT, num_selected)
     return jnp.sort(indices_BC, axis=1).astype(jnp.int32)
 

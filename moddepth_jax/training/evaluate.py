@@ -10,7 +10,13 @@ import numpy as np
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.model.routing import GATES
 from moddepth_jax.model.transformer import Transformer, causal_routing
-from moddepth_jax.training.losses import IGNORED, routing_counts, routing_ratios, token_losses
+from moddepth_jax.training.losses import (
+    IGNORED,
+    masked_labels,
+    routing_counts,
+    routing_ratios,
+    token_losses,
+)
 from moddepth_jax.training.sharding import put_batch
 
 
@@ -20,7 +26,7 @@ def eval_step(params, batch, *, hparams: Hparams, routing: str):
     logits_BTV, records = Transformer(hparams).apply(
         {'params': params}, batch['tokens_BT'], batch['segment_ids_BT'], routing
     )
-    nll_BT, _, counted_BT = token_losses(logits_BTV, batch['labels_BT'])
+    nll_BT, _, counted_BT = token_losses(logits_BTV, masked_labels(batch))
     sums = {'nats': jnp.sum(nll_BT), 'targets': jnp.sum(counted_BT)}
     if records is not None:
         gate = GATES[hparams.model.routing.gate]
@@ -38,8 +44,9 @@ def evaluate(params, hparams: Hparams, dataset, mesh, num_batches: int, routing:
     totals, num_bytes = None, 0
     for index in range(min(num_batches, dataset.num_held_out_batches)):
         batch = dataset.held_out_batch(index)
-        labels = batch['labels_BT'][batch['labels_BT'] != IGNORED]
-        num_bytes += int(dataset.tokenizer.token_bytes_V[labels].sum())
+        labels_BT = masked_labels(batch)
+        targets = labels_BT[labels_BT != IGNORED]
+        num_bytes += int(dataset.tokenizer.token_bytes_V[targets].sum())
         sums = eval_step(params, put_batch(mesh, batch), hparams=hparams, routing=routing)
         sums = jax.tree.map(np.float64, jax.device_get(sums))
         totals = jax.tree.map(np.add, totals, sums) if totals else sums

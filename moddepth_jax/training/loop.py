@@ -17,7 +17,7 @@ from moddepth_jax.model.flops import train_step_flops
 from moddepth_jax.training.checkpoint import Checkpoints
 from moddepth_jax.training.evaluate import evaluate_honestly
 from moddepth_jax.training.interruption import Interruption
-from moddepth_jax.training.losses import IGNORED
+from moddepth_jax.training.losses import IGNORED, masked_labels
 from moddepth_jax.training.metrics import MetricsWriter
 from moddepth_jax.training.progress import Progress, format_count, format_seconds
 from moddepth_jax.training.sharding import check_batch, make_mesh, put_batch, replicated
@@ -224,8 +224,9 @@ class _Loop:
     def _dispatch(self, step_fn, step):
         with self.stopwatch.waiting_for_data():
             batch = self.dataset.train_batch(step)
-            labels = batch['labels_BT'][batch['labels_BT'] != IGNORED]
-            targets_per_byte = labels.size / self.dataset.tokenizer.token_bytes_V[labels].sum()
+            labels_BT = masked_labels(batch)
+            targets = labels_BT[labels_BT != IGNORED]
+            targets_per_byte = targets.size / self.dataset.tokenizer.token_bytes_V[targets].sum()
             batch = put_batch(self.mesh, batch)
         self.state, metrics = step_fn(self.state, batch)
         self.in_flight.append((step + 1, metrics, targets_per_byte))

@@ -9,6 +9,12 @@ from moddepth_jax.hparams import Hparams
 IGNORED = -100  # label of a target that no loss counts
 
 
+def masked_labels(batch):
+    """The labels of a batch (NumPy or JAX), -100 for padding too, whatever its label is."""
+    real_BT = batch['segment_ids_BT'] > 0
+    return real_BT * batch['labels_BT'] + (1 - real_BT) * IGNORED
+
+
 def token_losses(logits_BTV, labels_BT):
     """Negative log-likelihood and log-partition of every target, 0 where the label is ignored.
 
@@ -26,18 +32,25 @@ def token_losses(logits_BTV, labels_BT):
     return (log_z_BT - picked_BT) * counted_BT, log_z_BT * counted_BT, counted_BT
 
 
-def rule_loss(logits_LBT, targets_LBT, real_BT):
+def rule_loss(logits_LBT, targets_LBT, real_BT, num_real=None):
     """Binary cross-entropy of a causal rule against top-C membership, mean over layers and tokens.
 
     The targets of a row are the choices made in that same row; padding does not count.
+
+    Args:
+      logits_LBT: float32 [routed layers, B, T].
+      targets_LBT: bool [routed layers, B, T].
+      real_BT: bool [B, T], False for padding.
+      num_real: tokens to divide by; None: those that are real here.
     """
+    num_real = jnp.sum(real_BT) if num_real is None else num_real
     targets_LBT = jax.lax.stop_gradient(targets_LBT).astype(jnp.float32)
     losses_LBT = optax.sigmoid_binary_cross_entropy(logits_LBT, targets_LBT)
-    real_LBT = jnp.broadcast_to(real_BT[None], losses_LBT.shape)
-    return jnp.mean(losses_LBT, where=real_LBT)
+    total = jnp.sum(jnp.where(real_BT[None], losses_LBT, 0.0))
+    return total / (losses_LBT.shape[0] * num_real)
 
 
-def causal_rule_loss(hparams: Hparams, records, segment_ids_BT):
+def causal_rule_loss(hparams: Hparams, records, segment_ids_BT, num_real=None):
     """Weighted loss that trains the model's causal rule; 0 where there is nothing to train."""
     routing = hparams.model.routing
     if records is None or routing.causal_rule == 'dense':
@@ -46,7 +59,8 @@ def causal_rule_loss(hparams: Hparams, records, segment_ids_BT):
         'predictor': routing.predictor_loss_weight,
         'aux_loss': routing.aux_loss_weight,
     }[routing.causal_rule]
-    return weight * rule_loss(records.rule_logits_BT, records.top_c_BT, segment_ids_BT > 0)
+    real_BT = segment_ids_BT > 0
+    return weight * rule_loss(records.rule_logits_BT, records.top_c_BT, real_BT, num_real)
 
 
 def routing_counts(records, segment_ids_BT, gate):
@@ -62,11 +76,11 @@ def routing_counts(records, segment_ids_BT, gate):
       (`chosen`), that the causal rule would let in (`said`), `both` of these, and the `gate` sum
       over the top C.
     """
-    real_BT = segment_ids_BT > 0
-    said_LBT = (records.rule_logits_BT > 0) & real_BT
+    real_LBT = jnp.broadcast_to(segment_ids_BT > 0, records.entered_BT.shape)
+    said_LBT = (records.rule_logits_BT > 0) & real_LBT
     gates_LBT = jnp.where(records.top_c_BT, gate(records.scores_BT), 0.0)
     counted = {
-        'real': jnp.broadcast_to(real_BT, said_LBT.shape),
+        'real': real_LBT,
         'entered': records.entered_BT,
         'chosen': records.top_c_BT,
         'said': said_LBT,

@@ -11,6 +11,7 @@ from moddepth_jax.model.transformer import Transformer
 from moddepth_jax.training.losses import (
     IGNORED,
     causal_rule_loss,
+    masked_labels,
     routing_counts,
     routing_ratios,
     token_losses,
@@ -55,14 +56,15 @@ def init_state(hparams: Hparams, num_steps: int) -> TrainState:
     )
 
 
-def loss_and_metrics(params, hparams: Hparams, batch, num_targets):
-    """Loss of one (micro-)batch, normalised by the targets of the whole batch.
+def loss_and_metrics(params, hparams: Hparams, batch, num_targets, num_real):
+    """Loss of one (micro-)batch, normalised by the whole batch.
 
     Args:
       params: of the Transformer.
       hparams: static.
       batch: `tokens_BT`, `labels_BT`, `segment_ids_BT`, int32 [B, T].
       num_targets: float32, counted targets of the whole step's batch.
+      num_real: float32, its tokens that are not padding.
 
     Returns:
       The scalar that is differentiated, and the metrics that sum over micro-batches.
@@ -70,11 +72,10 @@ def loss_and_metrics(params, hparams: Hparams, batch, num_targets):
     logits_BTV, records = Transformer(hparams).apply(
         {'params': params}, batch['tokens_BT'], batch['segment_ids_BT']
     )
-    nll_BT, log_z_BT, _ = token_losses(logits_BTV, batch['labels_BT'])
+    nll_BT, log_z_BT, _ = token_losses(logits_BTV, masked_labels(batch))
     loss = jnp.sum(nll_BT) / num_targets
     z_loss = hparams.optimizer.z_loss * jnp.sum(log_z_BT**2) / num_targets
-    parts = hparams.training.accumulate_steps
-    rule_loss = causal_rule_loss(hparams, records, batch['segment_ids_BT']) / parts
+    rule_loss = causal_rule_loss(hparams, records, batch['segment_ids_BT'], num_real)
     metrics = {'loss': loss, 'z_loss': z_loss, 'rule_loss': rule_loss}
     if records is not None:
         gate = GATES[hparams.model.routing.gate]
@@ -84,14 +85,17 @@ def loss_and_metrics(params, hparams: Hparams, batch, num_targets):
 
 def _gradients(params, hparams, batch):
     """Gradients and metrics of a batch, summed over its micro-batches one at a time."""
-    num_targets = jnp.maximum(jnp.sum(batch['labels_BT'] != IGNORED), 1).astype(jnp.float32)
+    counts = (
+        jnp.maximum(jnp.sum(masked_labels(batch) != IGNORED, dtype=jnp.float32), 1),
+        jnp.maximum(jnp.sum(batch['segment_ids_BT'] > 0, dtype=jnp.float32), 1),
+    )
     differentiate = jax.grad(loss_and_metrics, has_aux=True)
     parts = hparams.training.accumulate_steps
     if parts == 1:
-        return differentiate(params, hparams, batch, num_targets)
+        return differentiate(params, hparams, batch, *counts)
 
     def add(total, micro_batch):
-        part = differentiate(params, hparams, micro_batch, num_targets)
+        part = differentiate(params, hparams, micro_batch, *counts)
         return jax.tree.map(jnp.add, total, part), None
 
     # Row i goes to micro-batch i % parts: a batch sharded by rows stays sharded in every one.
@@ -99,7 +103,7 @@ def _gradients(params, hparams, batch):
         lambda rows: jnp.moveaxis(rows.reshape(-1, parts, *rows.shape[1:]), 1, 0), batch
     )
     first = jax.tree.map(lambda rows: rows[0], micro_batches)
-    shapes = jax.eval_shape(lambda p: differentiate(p, hparams, first, num_targets), params)
+    shapes = jax.eval_shape(lambda p: differentiate(p, hparams, first, *counts), params)
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
     return jax.lax.scan(add, zeros, micro_batches)[0]
 
@@ -118,7 +122,7 @@ def train_step(state: TrainState, batch) -> tuple[TrainState, dict]:
     """
     hparams, num_steps = state.hparams, state.num_steps
     gradients, metrics = _gradients(state.params, hparams, batch)
-    grad_norm = optax.global_norm(gradients)
+    grad_norm = optax.tree.norm(gradients)
     updates, optimizer_state = make_optimizer(hparams, num_steps).update(
         gradients, state.optimizer_state, state.params
     )
@@ -132,7 +136,9 @@ def train_step(state: TrainState, batch) -> tuple[TrainState, dict]:
     if 'routing' in metrics:
         metrics['routing'] = routing_ratios(metrics['routing'])
     metrics['grad_norm'] = grad_norm
-    metrics['learning_rate'] = learning_rate_schedule(hparams, num_steps)(state.step)
+    # The optimizer counts the steps that it took.
+    taken = state.step - state.skipped
+    metrics['learning_rate'] = learning_rate_schedule(hparams, num_steps)(taken)
     state = state.replace(
         step=state.step + 1,
         params=params,

@@ -1,0 +1,185 @@
+"""The end of a run is told truly: numbers, picture, sample, and three things to do next."""
+
+import functools
+import io
+import json
+import pathlib
+import re
+import types
+
+import jax
+import matplotlib.image
+import numpy as np
+import pytest
+import rich.console
+
+from moddepth_jax.analysis import report
+from moddepth_jax.data.tokenizer import make_tokenizer
+from moddepth_jax.hparams import from_config
+from moddepth_jax.model.transformer import Transformer
+from moddepth_jax.training.loop import Run
+
+FAST = {'xla_backend_optimization_level': 0}
+ROOT = pathlib.Path(__file__).parents[2]
+ROUTING = {'selected_fraction': 0.121, 'precision': 0.912, 'recall': float('nan')}
+
+
+class HeldOut:
+    """One held-out batch of text."""
+
+    tokenizer = make_tokenizer('bytes')
+
+    def held_out_batch(self, index):
+        text = b'import os\n\ndef f(x):\n\treturn "$x"\n\n' * 4
+        tokens_BT = np.frombuffer(text, np.uint8)[:64].reshape(2, 32).astype(np.int32)
+        return {'tokens_BT': tokens_BT, 'segment_ids_BT': np.ones((2, 32), np.int32)}
+
+
+def make_run(tiny_config, workdir, router='learned', gap=0.004):
+    changes = {
+        'model.num_layers': 1,
+        'model.routing.router': router,
+        'model.routing.layers': '0',
+        'training.num_steps': 0,
+        'flop_budget': 2e9,
+    }
+    hparams = from_config(tiny_config(**changes))
+    init = functools.partial(Transformer(hparams).init, jax.random.key(0))
+    tokens_BT = np.zeros((1, 32), np.int32)
+    params = jax.jit(lambda: init(tokens_BT)['params'], compiler_options=FAST)()
+    evaluation = {'loss': 1.4, 'bits_per_byte': 2.1}
+    routed = router != 'none'
+    summary = {
+        'final_step': 123,
+        'eval': evaluation | ({'loss_top_c': 1.4 - gap, 'routing_gap': gap} if routed else {}),
+        'routing': {'layer_00': ROUTING} if routed else {},
+        'parameters': 34567,
+        'total_flops': 1.99e9,
+        'flop_budget': 2e9,
+        'seconds': 83.0,
+    }
+    workdir.mkdir(exist_ok=True)
+    state = types.SimpleNamespace(params=params)
+    return Run(hparams, workdir, state, HeldOut(), summary)
+
+
+def printed(run):
+    """What the report prints where it is no terminal."""
+    file = io.StringIO()
+    report.write_report(run, rich.console.Console(file=file, width=120))
+    return file.getvalue()
+
+
+@pytest.fixture
+def sampled(monkeypatch):
+    """sampled(text) makes every sample that text."""
+
+    def set_sample(text):
+        tokens = np.array([[256, *text.encode()]], np.int32)
+        monkeypatch.setattr(report, 'generate', lambda *_, **__: tokens)
+
+    return set_sample
+
+
+def next_steps(out):
+    """The lines after `Next:`."""
+    return [line for line in out.split('Next:\n')[1].splitlines() if line.strip()]
+
+
+def named_configs(lines):
+    return re.findall(r'--config=(\S+?\.py)', ' '.join(lines))
+
+
+def test_report_of_a_routed_run(tiny_config, tmp_path, sampled):
+    """Both losses, gap, routing, FLOPs and time are printed; the heatmap and sample are written."""
+    sampled('x = 1\nreturn x')
+    run = make_run(tiny_config, tmp_path / 'run')
+    out = printed(run)
+    (causal,) = (line for line in out.splitlines() if 'the honest one' in line)
+    (top_c,) = (line for line in out.splitlines() if 'sees the future' in line)
+    assert re.search(r'predictor.*1\.4000.*2\.1000', causal)
+    assert re.search(r'top-C.*1\.3960.*2\.0940', top_c)
+    assert 'routing gap +0.0040 nats: negligible' in out
+    assert 'selected fraction 0.121, precision 0.912, recall nan' in out
+    for text in ('123 steps', '1.99e+09 FLOPs', '99.50% of the budget', '34.6k', '1m 23s'):
+        assert text in out
+    assert '  | x = 1\n  | return x\n' in out
+    assert (tmp_path / 'run' / 'sample.txt').read_text() == 'x = 1\nreturn x'
+    picture = matplotlib.image.imread(tmp_path / 'run' / 'routing.png')
+    assert min(picture.shape[:2]) > 100 and picture.std() > 0.05
+
+
+@pytest.mark.parametrize('router', ['learned', 'none'])
+def test_three_next_steps_that_exist(tiny_config, tmp_path, sampled, router):
+    """Three lines say what to do next; files and configs that they name are there."""
+    sampled('x')
+    run = make_run(tiny_config, tmp_path / 'run', router)
+    (run.workdir / 'metrics.jsonl').write_text(json.dumps({'step': 1}) + '\n')
+    lines = next_steps(printed(run))
+    assert len(lines) == 3
+    configs = named_configs(lines)
+    assert configs and all((ROOT / config).exists() for config in configs)
+    files = re.findall(rf'{re.escape(str(tmp_path))}[\w./]*', ' '.join(lines))
+    assert files and all(pathlib.Path(file).exists() for file in files)
+    assert (run.workdir / 'routing.png').exists() == (router == 'learned')
+
+
+@pytest.mark.parametrize(
+    ('gap', 'verdict'),
+    [
+        (0.0099, 'negligible'),
+        (-0.0099, 'negligible'),
+        (0.02, 'to be reported'),
+        (0.05, 'invalidates'),
+        (-0.06, 'invalidates'),
+    ],
+)
+def test_verdict_on_the_routing_gap(tiny_config, tmp_path, gap, verdict):
+    """0.01 nats or less is negligible, 0.05 or more invalidates a run, either way."""
+    hparams = from_config(tiny_config(**{'model.routing.router': 'learned'}))
+    summary = {
+        'eval': {'loss': 1.0, 'routing_gap': gap}, 'routing': {}, 'flop_budget': 0.0,
+        'final_step': 1, 'total_flops': 1.0, 'parameters': 1, 'seconds': 1.0,
+    }  # fmt: skip
+    run = Run(hparams, tmp_path, None, None, summary)
+    (line,) = (line for line in report._lines(run) if 'routing gap' in line)
+    assert verdict in line and f'{gap:+.4f}' in line
+
+
+@pytest.mark.parametrize(
+    ('text', 'pieces'),
+    [
+        ('[bold red]x[/bold red] [/] [link=a]', ['  | [bold red]x[/bold red] [/] [link=a]\n']),
+        ('\x1b[31mred\x1b]0;title\x07', ['red', 'title']),
+        ('a\x9b31mb\x08c', ['  | a', '31mb', 'c']),
+    ],
+)
+def test_a_sample_is_printed_as_text(tiny_config, tmp_path, sampled, text, pieces):
+    """Brackets are no markup; control characters, which could steer a terminal, are left out."""
+    sampled(text)
+    out = printed(make_run(tiny_config, tmp_path / 'run', 'none'))
+    assert all(piece in out for piece in pieces)
+    assert not {c for c in out if not c.isprintable()} - {'\n'}
+    assert (tmp_path / 'run' / 'sample.txt').read_text() == text
+
+
+def test_prompt_begins_with_the_separator(tiny_config):
+    """The prompt is the separator, as at the start of every document, and the bytes of the knob."""
+    tokenizer = make_tokenizer('bytes')
+    hparams = from_config(tiny_config(**{'report.prompt': 'dé'}))
+    assert report.prompt_tokens(hparams, tokenizer) == [256, ord('d'), 0xC3, 0xA9]
+    hparams = from_config(tiny_config(**{'report.prompt': ''}))
+    assert report.prompt_tokens(hparams, tokenizer) == [256]
+
+
+@pytest.mark.parametrize(('prompt', 'fits'), [('x' * 23, True), ('x' * 24, False)])
+def test_a_prompt_longer_than_the_context_is_refused(tiny_config, prompt, fits):
+    """With the separator and the sample it must fit data.sequence_length, which the line names."""
+    hparams = from_config(tiny_config(**{'report.prompt': prompt}))
+    if fits:
+        assert len(report.prompt_tokens(hparams, make_tokenizer('bytes'))) == 24
+        return
+    with pytest.raises(ValueError) as caught:
+        report.prompt_tokens(hparams, make_tokenizer('bytes'))
+    message = str(caught.value)
+    assert 'data.sequence_length=32' in message and '\n' not in message

@@ -1,0 +1,180 @@
+"""Every experiment of configs/ is found, checked, shaped and lowered; budgets become steps."""
+
+import ast
+import importlib
+import inspect
+import pathlib
+import re
+
+import jax
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+
+from configs import base, sizes
+from moddepth_jax.analysis.report import prompt_tokens
+from moddepth_jax.data.tokenizer import make_tokenizer
+from moddepth_jax.hparams import from_config
+from moddepth_jax.model.flops import train_step_flops
+from moddepth_jax.training.loop import check_vocabulary, resolve_steps
+from moddepth_jax.training.sharding import check_batch
+from moddepth_jax.training.train_step import init_state, train_step
+
+FOLDER = pathlib.Path(base.__file__).parent
+MODULES = {
+    path.stem: importlib.import_module(f'configs.{path.stem}') for path in FOLDER.glob('*.py')
+}
+EXPERIMENTS = sorted(name for name, module in MODULES.items() if hasattr(module, 'get_config'))
+ISOFLOP = [name for name in EXPERIMENTS if name.endswith('_isoflop')]
+ARGUMENTS = ['', 'size=4x64', 'budget=3e12', 'size=8x192,budget=1e14', 'budget=5e11,size=2x128']
+
+
+def names(config, prefix=''):
+    """Dotted names of all knobs."""
+    for name, value in config.items():
+        if isinstance(value, ConfigDict):
+            yield from names(value, f'{prefix}{name}.')
+        else:
+            yield prefix + name
+
+
+def hparams_of(name, *arguments):
+    """base itself says neither steps nor budget: it is an experiment once it is given one."""
+    config = MODULES[name].get_config(*arguments)
+    if name == 'base':
+        config.training.num_steps = 1
+    return from_config(config)
+
+
+def test_experiments_are_found():
+    """The four of the foundation are among them."""
+    assert {'base', 'tiny', 'mod_isoflop', 'dense_isoflop'} <= set(EXPERIMENTS)
+    assert {'mod_isoflop', 'dense_isoflop'} <= set(ISOFLOP)
+
+
+@pytest.mark.parametrize('name', EXPERIMENTS)
+def test_an_experiment_is_base_with_differences(name):
+    """It has the knobs of base, all of them and no other, and its docstring holds its command."""
+    assert set(names(MODULES[name].get_config())) == set(names(base.get_config()))
+    if name != 'base':
+        command = f'python -m launch.train --config=configs/{name}.py'
+        assert command in MODULES[name].__doc__
+        assert MODULES[name].__doc__.splitlines()[0].endswith('.')
+
+
+def test_every_knob_of_base_has_a_comment():
+    """Each assignment of a value in base.py has a comment beside it that says what it is."""
+    source = inspect.getsource(base)
+    lines = source.splitlines()
+    assigned = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Assign)]
+    knobs = [node for node in assigned if not isinstance(node.value, ast.Call)]
+    assert len(knobs) == len(list(names(base.get_config())))
+    for node in knobs:
+        text = '\n'.join(lines[node.lineno - 1 : node.end_lineno])
+        assert re.search(r'  # \w', text), text
+
+
+@pytest.mark.parametrize('name', EXPERIMENTS)
+def test_an_experiment_is_lowered_for_its_own_shapes(name):
+    """Its parameters are shaped and its train step lowered, without compiling or computing."""
+    hparams = hparams_of(name)
+    state = jax.eval_shape(lambda: init_state(hparams, resolve_steps(hparams)))
+    rows = jax.ShapeDtypeStruct((hparams.data.batch_size, hparams.data.sequence_length), np.int32)
+    batch = {part: rows for part in ('tokens_BT', 'labels_BT', 'segment_ids_BT')}
+    lowered = jax.jit(train_step, donate_argnums=0).lower(state, batch)
+    after, metrics = lowered.out_info
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), after) == jax.tree.map(
+        lambda leaf: (leaf.shape, leaf.dtype), state
+    )
+    assert metrics['loss'].shape == ()
+    width = hparams.model.d_model
+    assert state.params['embedding'].shape == (hparams.model.vocab_size, width)
+
+
+@pytest.mark.parametrize('name', EXPERIMENTS)
+def test_an_experiment_passes_the_checks_of_a_run(name):
+    """Vocabulary, prompt and batch are such that a run on one device does not refuse them."""
+    hparams = hparams_of(name)
+    tokenizer = make_tokenizer(hparams.data.tokenizer)
+    check_vocabulary(hparams, tokenizer)
+    assert prompt_tokens(hparams, tokenizer)
+    mesh = jax.sharding.AbstractMesh((1,), ('data',))
+    check_batch(mesh, hparams.data.batch_size, hparams.training.accumulate_steps)
+
+
+@pytest.mark.parametrize('arguments', ARGUMENTS)
+@pytest.mark.parametrize('name', ISOFLOP)
+def test_steps_follow_from_the_budget(name, arguments):
+    """Steps are the floor of budget over cost; a hundred or more spend over 99% of the budget."""
+    hparams = hparams_of(name, arguments)
+    given = dict(pair.split('=') for pair in arguments.split(',') if pair)
+    if 'budget' in given:
+        assert hparams.flop_budget == float(given['budget'])
+    if 'size' in given:
+        assert given['size'] == f'{hparams.model.num_layers}x{hparams.model.d_model}'
+    steps, cost = resolve_steps(hparams), train_step_flops(hparams)
+    assert steps * cost <= hparams.flop_budget < (steps + 1) * cost
+    assert steps < 100 or steps * cost > 0.99 * hparams.flop_budget
+    assert arguments or steps > 100
+
+
+@pytest.mark.parametrize('size', ['4x64', '6x128', '8x192'])
+def test_the_two_models_of_a_size_differ_in_routing_only(size):
+    """MoD routes every other block at capacity 0.125; shape, data and budget are the dense ones."""
+    routed, dense = (hparams_of(name, f'size={size}') for name in ('mod_isoflop', 'dense_isoflop'))
+    num_layers = int(size[0])
+    assert routed.model.routed_layers == tuple(range(1, num_layers, 2))
+    assert routed.model.routing.capacity == 0.125 and dense.model.routed_layers == ()
+    configs = [
+        MODULES[name].get_config(f'size={size}').to_dict()
+        for name in ('mod_isoflop', 'dense_isoflop')
+    ]
+    for config in configs:
+        config['model'].pop('routing')
+    assert configs[0] == configs[1]
+    assert train_step_flops(routed) < train_step_flops(dense)
+
+
+@pytest.mark.parametrize('size', ['1x64', '6x128', '12x768'])
+def test_a_size_fixes_the_shape(size):
+    """Heads fill the width, the mlp is 8/3 of it rounded up, a block holds about 12 D^2."""
+    config = base.get_config()
+    sizes.apply_size(config, size)
+    model = config.model
+    width = int(size.split('x')[1])
+    assert model.num_heads * model.head_dim == width == model.d_model
+    assert 0 <= model.d_ff - 8 * width / 3 < 64
+    assert 4 * width**2 + 3 * width * model.d_ff == pytest.approx(12 * width**2, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'words'),
+    [
+        ('size=6', "size='6'"),
+        ('size=6x', "size='6x'"),
+        ('size=x128', "size='x128'"),
+        ('size=0x128', "size='0x128'"),
+        ('size=6x0', "size='6x0'"),
+        ('size=6x100', 'multiple of 64'),
+        ('size=-6x128', "size='-6x128'"),
+        ('size=6x128x2', "size='6x128x2'"),
+        ('size=²x128', "size='²x128'"),
+        ('size', "size=''"),
+        ('budget=', "budget=''"),
+        ('budget=0', "budget='0'"),
+        ('budget=-1e12', "budget='-1e12'"),
+        ('budget=much', "budget='much'"),
+        ('budget=inf', "budget='inf'"),
+        ('budget=nan', "budget='nan'"),
+        ('bugdet=1e12', "'bugdet'"),
+        ('size=4x64;budget=1e12', 'size='),
+        ('4x64', "'4x64'"),
+    ],
+)
+@pytest.mark.parametrize('name', ISOFLOP)
+def test_a_bad_argument_is_one_line(name, arguments, words):
+    """Sizes and budgets that cannot be are refused with what was given, each in one line."""
+    with pytest.raises(ValueError) as caught:
+        MODULES[name].get_config(arguments)
+    message = str(caught.value)
+    assert words in message and '\n' not in message

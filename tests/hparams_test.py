@@ -1,0 +1,235 @@
+"""A config becomes frozen hyper-parameters, or one line that names what is wrong with it."""
+
+import dataclasses
+
+import pytest
+
+from moddepth_jax.hparams import from_config
+
+NAN, INFINITE = float('nan'), float('inf')
+NOT_POSITIVE = [0, -1]
+BAD_VALUES = {
+    'seed': [-1],
+    'flop_budget': [-1.0, NAN, INFINITE],
+    'model.vocab_size': NOT_POSITIVE,
+    'model.num_layers': NOT_POSITIVE,
+    'model.d_model': NOT_POSITIVE,
+    'model.d_ff': NOT_POSITIVE,
+    'model.num_heads': NOT_POSITIVE,
+    'model.num_kv_heads': [*NOT_POSITIVE, 3, 8],
+    'model.head_dim': [0, -2, 7],
+    'model.norm_placement': ['', 'Pre', 'prenorm'],
+    'model.norm_eps': [0.0, -1e-6, NAN, INFINITE],
+    'model.qk_norm': ['heads'],
+    'model.rope_theta': [0.0, -1.0, NAN, INFINITE],
+    'model.windows': [(), (-1,), (0, 8, -8)],
+    'model.init_std': [0.0, -0.02, NAN, INFINITE],
+    'model.embedding_init_std': [0.0, -0.02, NAN, INFINITE],
+    'model.dtype': ['float16', 'bf16'],
+    'model.attention': ['flash'],
+    'model.layer_loop': ['scanned'],
+    'model.remat': ['full'],
+    'model.routing.router': ['linear'],
+    'model.routing.capacity': [0.0, -0.125, 1.5, NAN, INFINITE],
+    'model.routing.gate': ['softmax'],
+    'model.routing.initial_gate': [-1.0, NAN, INFINITE],
+    'model.routing.causal_rule': ['top_c'],
+    'model.routing.predictor_width': [-1, 65],
+    'model.routing.predictor_loss_weight': [-1.0, NAN, INFINITE],
+    'model.routing.aux_loss_weight': [-1.0, NAN, INFINITE],
+    'data.source': ['', '  '],
+    'data.tokenizer': ['byte'],
+    'data.sequence_length': NOT_POSITIVE,
+    'data.batch_size': NOT_POSITIVE,
+    'data.held_out_fraction': [0.0, 1.0, -0.1, 1.5, NAN],
+    'optimizer.learning_rate': [0.0, -1e-3, NAN, INFINITE],
+    'optimizer.final_fraction': [-0.1, 1.5, NAN],
+    'optimizer.warmup_fraction': [-0.1, 1.5, NAN],
+    'optimizer.b1': [-0.1, 1.0, NAN],
+    'optimizer.b2': [-0.1, 1.0, NAN],
+    'optimizer.eps': [-1e-8, NAN, INFINITE],
+    'optimizer.weight_decay': [-0.1, NAN, INFINITE],
+    'optimizer.clip_norm': [-1.0, NAN, INFINITE],
+    'optimizer.z_loss': [-1.0, NAN, INFINITE],
+    'training.num_steps': [-1, 0],
+    'training.accumulate_steps': [*NOT_POSITIVE, 3, 8],
+    'training.log_every': NOT_POSITIVE,
+    'training.checkpoint_every': NOT_POSITIVE,
+    'training.keep_checkpoints': NOT_POSITIVE,
+    'training.max_nan_steps': NOT_POSITIVE,
+    'evaluation.every': [-1],
+    'evaluation.num_batches': NOT_POSITIVE,
+    'evaluation.final_batches': NOT_POSITIVE,
+    'report.sample_tokens': NOT_POSITIVE,
+    'report.heatmap_tokens': NOT_POSITIVE,
+    'report.temperature': [-0.5, NAN, INFINITE],
+}
+# Any value of the right type will do here.
+FREE = {
+    'model.use_bias',
+    'model.tie_embeddings',
+    'model.scale_residual_init',
+    'model.routing.layers',
+    'data.text_field',
+    'training.compilation_cache',
+    'report.prompt',
+}
+NO_LAYERS = [
+    *('every:0', 'every:8', 'every:-2', 'every', 'every:two', 'every:2:3', 'evry:2', ''),
+    *(
+        'middle:4:3',
+        'middle:9:9',
+        'middle:-1:0',
+        'middle:0:-1',
+        'middle:3',
+        '7',
+        '1,7',
+        '-1',
+        '1,,2',
+    ),
+]
+
+
+def refusal(config):
+    """What from_config says about a config that it must refuse: one line."""
+    with pytest.raises(ValueError) as error:
+        from_config(config)
+    assert '\n' not in str(error.value)
+    return str(error.value)
+
+
+def leaves(config, prefix=''):
+    """(dotted name, value) of every knob."""
+    for name, value in config.items():
+        if hasattr(value, 'items'):
+            yield from leaves(value, f'{prefix}{name}.')
+        else:
+            yield prefix + name, value
+
+
+def test_table_of_bad_values_is_complete(tiny_config):
+    """Every knob has values that the next test feeds it, or is free."""
+    assert dict(leaves(tiny_config())).keys() == BAD_VALUES.keys() | FREE
+
+
+@pytest.mark.parametrize('field', BAD_VALUES)
+def test_bad_value_is_named(field, tiny_config):
+    """A value out of range is refused in one line with the field and the value."""
+    for value in BAD_VALUES[field]:
+        message = refusal(tiny_config(**{field: value}))
+        assert field in message
+        assert repr(value) in message or f'{value:g}' in message
+
+
+def group_of(config, field):
+    """The group that holds the knob of a dotted name."""
+    for group in field.split('.')[:-1]:
+        config = config[group]
+    return config
+
+
+def test_wrong_type_is_named(tiny_config):
+    """A value of another type is refused by field, value and wanted type; a bool is no number."""
+    for field, value in leaves(tiny_config()):
+        item = value[0] if isinstance(value, tuple) else value
+        for wrong in ['three', True, None, 2.5]:
+            if type(wrong) is type(item):
+                continue
+            config = tiny_config().to_dict()
+            group_of(config, field)[field.split('.')[-1]] = wrong
+            message = refusal(config)
+            assert field in message and repr(wrong) in message
+            assert type(item).__name__ in message
+
+
+@pytest.mark.parametrize(
+    ('field', 'nearest'),
+    [
+        ('flop_budgets', 'flop_budget'),
+        ('model.num_layer', 'num_layers'),
+        ('model.routing.capacty', 'capacity'),
+        ('optimizer.lerning_rate', 'learning_rate'),
+    ],
+)
+def test_unknown_knob_names_the_nearest(field, nearest, tiny_config):
+    """A typo is refused with its full name and the nearest knob of its group."""
+    config = tiny_config()
+    group_of(config, field)[field.split('.')[-1]] = 1
+    message = refusal(config)
+    assert field in message
+    assert f"'{nearest}'" in message
+
+
+def test_missing_knob_is_named(tiny_config):
+    """Each knob and each group, once taken away, is missed by name."""
+    names = [name for name, _ in leaves(tiny_config())]
+    for field in {*names, 'model', 'model.routing', 'training'}:
+        config = tiny_config().to_dict()
+        del group_of(config, field)[field.split('.')[-1]]
+        message = refusal(config)
+        assert field in message and 'missing' in message
+    config = tiny_config().to_dict()
+    config['model'] = 12
+    message = refusal(config)
+    assert 'model' in message and '12' in message
+
+
+def test_sizes_that_do_not_divide_name_both(tiny_config):
+    """The two knobs of a division that leaves a rest are in the line, with both values."""
+    message = refusal(tiny_config(**{'model.num_kv_heads': 3}))
+    assert 'num_kv_heads=3' in message and 'num_heads=4' in message
+    message = refusal(tiny_config(**{'training.accumulate_steps': 3}))
+    assert 'accumulate_steps=3' in message and 'batch_size=4' in message
+
+
+def test_steps_or_budget_decides(tiny_config):
+    """Exactly one of training.num_steps and flop_budget is above 0."""
+    from_config(tiny_config(**{'flop_budget': 1e9, 'training.num_steps': 0}))
+    message = refusal(tiny_config(**{'flop_budget': 1e9}))
+    assert 'training.num_steps=4' in message and 'flop_budget' in message
+    message = refusal(tiny_config(**{'training.num_steps': 0}))
+    assert 'training.num_steps' in message and 'flop_budget' in message
+
+
+def test_every_value_arrives(tiny_config):
+    """Each knob of the config is the field of the same name, so none is dropped or swapped."""
+    config = tiny_config()
+    assert dict(leaves(dataclasses.asdict(from_config(config)))) == dict(leaves(config))
+
+
+def test_is_frozen_and_hashable(tiny_config):
+    """Equal configs give equal hashes, another value another one, and nothing can be assigned."""
+    one, same = from_config(tiny_config()), from_config(tiny_config().to_dict())
+    other = from_config(tiny_config(**{'model.routing.capacity': 0.5}))
+    assert (one, hash(one)) == (same, hash(same))
+    assert one != other and len({one, same, other}) == 2
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        one.model.num_layers = 3
+
+
+def test_harmless_differences_of_type_are_accepted(tiny_config):
+    """A list or one number stands for a tuple, and an integer for a float; the hash is the same."""
+    tupled = from_config(tiny_config(**{'model.windows': (8, 0)}))
+    config = tiny_config().to_dict()
+    config['model']['windows'] = [8, 0]
+    assert hash(from_config(config)) == hash(tupled)
+    config['model']['windows'] = 8
+    assert from_config(config).model.windows == (8,)
+    capacity = from_config(tiny_config(**{'model.routing.capacity': 1.0}))
+    config = tiny_config().to_dict()
+    config['model']['routing']['capacity'] = 1
+    assert from_config(config) == capacity
+
+
+def test_windows_repeat_over_depth(tiny_config):
+    """Layer l takes the window of index l modulo their number."""
+    model = from_config(tiny_config(**{'model.windows': (8, 0, 4)})).model
+    assert [model.window(layer) for layer in range(7)] == [8, 0, 4, 8, 0, 4, 8]
+
+
+@pytest.mark.parametrize('layers', NO_LAYERS)
+def test_pattern_without_layers_is_refused(layers, tiny_config):
+    """A pattern that cannot be read, leaves the model or names no layer is refused as such."""
+    knobs = {'model.num_layers': 7, 'model.routing.router': 'learned'}
+    message = refusal(tiny_config(**knobs, **{'model.routing.layers': layers}))
+    assert 'model.routing.layers' in message and repr(layers) in message and 'every:N' in message

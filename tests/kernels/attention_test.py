@@ -1,0 +1,277 @@
+"""Attention equals its equation, in values, logsumexp and gradients, whatever way it is blocked."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels_pallas import attention, xla
+from kernels_pallas.reference import visibility
+
+SIZES = {'B': 2, 'T': 97, 'S': None, 'N': 2, 'K': 2, 'H': 8}
+KINDS = {'window': 0, 'gaps': False, 'segments': False, 'scale': None, 'block': None}
+CASES = {
+    'one_token': {'T': 1},
+    'window_in_a_block': {'N': 6, 'window': 20, 'scale': 0.5},
+    'segments_over_blocks': {'T': 200, 'N': 5, 'K': 1, 'segments': True},
+    'window_over_gaps': {'T': 300, 'window': 150, 'gaps': True},
+    'other_keys': {'S': 141, 'N': 6, 'window': 90, 'gaps': True, 'segments': True},
+    'many_blocks': {'T': 203, 'N': 6, 'window': 50, 'block': 32},
+    'blocks_of_other_keys': {'T': 60, 'S': 75, 'window': 9, 'gaps': True, 'block': 16},
+}
+# Unoptimised programs, of the same operations, compile in less than half the time.
+jit = functools.partial(jax.jit, compiler_options={'xla_backend_optimization_level': 0})
+
+
+def make_case(B, T, S, N, K, H, window, gaps, segments, scale, block):
+    """Random q, k, v and cotangents of o and lse, the keyword arguments, and the drawn grid."""
+    del block
+    rng = np.random.default_rng(T + N + window)
+
+    def normal(*shape):
+        return rng.normal(size=shape).astype(np.float32)
+
+    def places(length, room):
+        return np.stack([np.sort(rng.choice(room, length, replace=False)) for _ in range(B)])
+
+    others = S is not None
+    S = S or T
+    inputs = normal(B, T, N, H), normal(B, S, K, H), normal(B, S, K, H)
+    positions = places(T, 3 * T) if gaps else np.tile(np.arange(T), (B, 1))
+    key_positions = rng.permuted(places(S, 3 * T), axis=1) if others else positions
+    ids = np.sort(rng.integers(0, 4, (B, T)), axis=1) if segments else np.zeros((B, T), int)
+    key_ids = rng.integers(0, 4, (B, S)) if others and segments else ids
+    if others and not segments:
+        key_ids = np.zeros((B, S), int)
+    arguments = {'window': window, 'scale': scale}
+    if gaps:
+        arguments['positions_BT'] = positions
+    if segments:
+        arguments['segment_ids_BT'] = ids
+    if others:
+        arguments['key_positions_BS'] = key_positions
+        arguments['key_segment_ids_BS'] = key_ids if segments else None
+    gaps_BTS = positions[:, :, None] - key_positions[:, None, :]
+    grid = (gaps_BTS >= 0) & ((window == 0) | (gaps_BTS < window))
+    grid &= ids[:, :, None] == key_ids[:, None, :]
+    return inputs, (normal(B, T, N, H), normal(B, N, T)), arguments, grid
+
+
+def equation(xp, q, k, v, grid, scale):
+    """softmax(q k^T scale) v, its logsumexp and weights, head by head, over the pairs of `grid`."""
+    blind = ~grid.any(2, keepdims=True)
+    outputs, lses, weights = [], [], []
+    for head in range(q.shape[2]):
+        kv_head = head // (q.shape[2] // k.shape[2])
+        scores = xp.einsum('bth,bsh->bts', q[:, :, head], k[:, :, kv_head]) * scale
+        highest = xp.where(blind, 0, xp.max(xp.where(grid, scores, -1e4), axis=2, keepdims=True))
+        terms = xp.where(grid, xp.exp(xp.where(grid, scores - highest, 0)), 0)
+        total = xp.where(blind, 1, xp.sum(terms, axis=2, keepdims=True))
+        weights.append(terms / total)
+        outputs.append(xp.einsum('bts,bsh->bth', weights[-1], v[:, :, kv_head]))
+        lses.append(xp.where(blind, -np.inf, highest + xp.log(total))[..., 0])
+    return xp.stack(outputs, axis=2), xp.stack(lses, axis=1), weights
+
+
+def exact(inputs, cotangents, grid, scale):
+    """o, lse and the gradients of q, k, v in float64, by the Jacobian of the softmax."""
+    q, k, v, do, dlse = (np.asarray(x, np.float64) for x in (*inputs, *cotangents))
+    o, lse, all_weights = equation(np, q, k, v, grid, scale)
+    dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
+    for head, weights in enumerate(all_weights):
+        kv_head = head // (q.shape[2] // k.shape[2])
+        dweights = do[:, :, head] @ v[:, :, kv_head].swapaxes(1, 2)
+        mean = np.sum(weights * dweights, axis=2, keepdims=True)
+        dscores = weights * (dweights - mean + dlse[:, head, :, None]) * scale
+        dq[:, :, head] = dscores @ k[:, :, kv_head]
+        dk[:, :, kv_head] += dscores.swapaxes(1, 2) @ q[:, :, head]
+        dv[:, :, kv_head] += weights.swapaxes(1, 2) @ do[:, :, head]
+    return o, lse, (dq, dk, dv)
+
+
+def dot_with(cotangents, o, lse):
+    finite = jnp.where(jnp.isfinite(lse), lse, 0)
+    return jnp.vdot(o, cotangents[0]).astype(lse.dtype) + jnp.vdot(finite, cotangents[1])
+
+
+def values_and_gradients(function, inputs, cotangents):
+    """o, lse and the gradients of q, k, v of a loss that reads both; under one jit."""
+
+    def loss(*inputs):
+        o, lse = function(*inputs)
+        return dot_with(cotangents, o, lse), (o, lse)
+
+    run = jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))
+    (_, (o, lse)), gradients = run(*inputs)
+    return jax.tree.map(np.asarray, (o, lse, gradients))
+
+
+def test_ruler_differentiates_its_own_forward():
+    """The float64 gradients that the tests measure by are those of automatic differentiation."""
+    case = SIZES | KINDS | {'T': 7, 'S': 9, 'N': 6, 'window': 5, 'segments': True}
+    inputs, cotangents, _, grid = make_case(**case)
+    _, _, gradients = exact(inputs, cotangents, grid, 0.3)
+    with jax.enable_x64(True):
+        wide = [np.asarray(x, np.float64) for x in (*inputs, *cotangents)]
+        ruler = lambda q, k, v: equation(jnp, q, k, v, grid, 0.3)[:2]  # noqa: E731
+        _, _, automatic = values_and_gradients(ruler, wide[:3], wide[3:])
+    for by_hand, automatically in zip(gradients, automatic, strict=True):
+        assert automatically.dtype == np.float64
+        np.testing.assert_allclose(by_hand, automatically, rtol=0, atol=1e-12)
+
+
+def test_visibility_is_the_drawn_grid():
+    """Causality, a window of 4 places, gaps between places and segments hide what is drawn as 0."""
+    places, ids = np.array([[0, 1, 2, 5, 6, 7]]), np.array([[1, 1, 1, 1, 2, 2]])
+    drawn = """
+        1 0 0 0 0 0
+        1 1 0 0 0 0
+        1 1 1 0 0 0
+        0 0 1 1 0 0
+        0 0 0 0 1 0
+        0 0 0 0 1 1
+    """
+    drawn = np.array(drawn.split(), int).reshape(1, 6, 6)
+    np.testing.assert_array_equal(visibility(places, places, ids, ids, 4), drawn)
+    before_and_after = visibility(places[:, 3:4], np.array([[5, 1, 6, 2]]), None, None, 4)
+    np.testing.assert_array_equal(before_and_after, [[[1, 0, 0, 1]]])
+
+
+@pytest.mark.parametrize('name', CASES)
+def test_equals_float64_softmax(name, monkeypatch):
+    """Output, logsumexp and the gradients through both equal a float64 softmax over drawn pairs."""
+    case = SIZES | KINDS | CASES[name]
+    inputs, cotangents, arguments, grid = make_case(**case)
+    if case['block']:
+        monkeypatch.setattr(xla, 'QUERY_BLOCK', case['block'])
+        assert len(list(xla.blocks(case['T'], 1, True, 0))) >= 4
+    scale = case['scale'] or case['H'] ** -0.5
+    o, lse, gradients = exact(inputs, cotangents, grid, scale)
+    blind = ~grid.any(2)
+    assert blind.any() == (case['S'] is not None)
+    for implementation in ('reference', 'xla'):
+        function = functools.partial(
+            attention, implementation=implementation, return_lse=True, **arguments
+        )
+        got_o, got_lse, got_gradients = values_and_gradients(function, inputs, cotangents)
+        np.testing.assert_allclose(got_o, o, rtol=0, atol=2e-6)
+        np.testing.assert_allclose(got_lse, lse, rtol=5e-7, atol=2e-6)
+        assert got_lse.dtype == np.float32
+        assert not got_o[blind].any()
+        for got, right in zip(got_gradients, gradients, strict=True):
+            np.testing.assert_allclose(got, right, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize('implementation', ['reference', 'xla'])
+def test_hidden_pairs_have_exactly_zero_gradient(implementation, monkeypatch):
+    """What queries before 20 give has no derivative, to the bit, by any token from 20 on."""
+    monkeypatch.setattr(xla, 'QUERY_BLOCK', 16)
+    inputs, (do, dlse), arguments, _ = make_case(**SIZES | KINDS | {'T': 41, 'N': 6, 'gaps': True})
+    do[:, 20:], dlse[:, :, 20:] = 0, 0
+    function = functools.partial(
+        attention, implementation=implementation, return_lse=True, **arguments
+    )
+    _, _, gradients = values_and_gradients(function, inputs, (do, dlse))
+    for gradient in gradients:
+        assert not gradient[:, 20:].any()
+        assert gradient[:, :20].any(axis=(2, 3)).all()
+
+
+def test_bfloat16_error_is_near_the_plain_one():
+    """In bfloat16 the error is at most twice the plain formula's, three times in gradients."""
+    inputs, cotangents, arguments, grid = make_case(**SIZES | KINDS | {'N': 6, 'H': 16})
+    inputs = [jnp.asarray(x, jnp.bfloat16) for x in inputs]
+    cotangents = [jnp.asarray(cotangents[0], jnp.bfloat16), 0 * cotangents[1]]
+    right_o, _, right_gradients = exact(inputs, cotangents, grid, 0.25)
+
+    def plain(q, k, v):
+        o, lse, _ = equation(jnp, q, k, v, grid, 0.25)
+        return o, lse.astype(jnp.float32)
+
+    def errors(function):
+        o, _, gradients = values_and_gradients(function, inputs, cotangents)
+        assert {x.dtype for x in (o, *gradients)} == {jnp.dtype(jnp.bfloat16)}
+        pairs = zip((o, *gradients), (right_o, *right_gradients), strict=True)
+        return np.array([np.abs(got.astype(float) - right).max() for got, right in pairs])
+
+    allowed = [2, 3, 3, 3] * errors(plain)
+    for implementation in ('reference', 'xla'):
+        ours = functools.partial(
+            attention, implementation=implementation, return_lse=True, **arguments
+        )
+        assert (errors(ours) <= allowed).all()
+
+
+def array_sizes(jaxpr):
+    """Elements of every array that a jaxpr computes, at any depth of nesting."""
+    for eqn in jaxpr.eqns:
+        yield from (var.aval.size for var in eqn.outvars)
+        for value in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, 'eqns')):
+            if hasattr(value, 'eqns'):
+                yield from array_sizes(getattr(value, 'jaxpr', value))
+
+
+def test_xla_never_holds_all_scores():
+    """At T = 2048 no array of forward or backward has a sixth of the T^2 scores of a head."""
+    q = jax.ShapeDtypeStruct((1, 2048, 1, 4), jnp.float32)
+
+    def largest(implementation):
+        def loss(*inputs):
+            return jnp.sum(attention(*inputs, implementation=implementation) ** 2)
+
+        return max(array_sizes(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(q, q, q)))
+
+    assert largest('xla') < 2048**2 / 6
+    assert largest('reference') >= 2048**2
+
+
+def test_auto_is_an_implementation_and_lse_is_optional():
+    """`auto` gives the bits of xla; without return_lse the output comes alone and unchanged."""
+    inputs, _, _, _ = make_case(**SIZES | KINDS)
+    both = attention(*inputs, implementation='xla', return_lse=True)
+    alone = attention(*inputs)
+    np.testing.assert_array_equal(alone, both[0])
+    assert both[1].shape == (2, 2, 97)
+
+
+def zeros(*shape):
+    return np.zeros(shape, np.float32)
+
+
+QUERIES, KEYS = zeros(2, 5, 6, 4), zeros(2, 5, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ('inputs', 'arguments', 'named'),
+    [
+        ((QUERIES, KEYS, zeros(2, 4, 3, 4)), {}, r'\(2, 4, 3, 4\)'),
+        ((QUERIES, zeros(1, 5, 3, 4), zeros(1, 5, 3, 4)), {}, r'\(1, 5, 3, 4\)'),
+        ((QUERIES, zeros(2, 5, 3, 8), zeros(2, 5, 3, 8)), {}, r'\(2, 5, 3, 8\)'),
+        ((QUERIES, zeros(2, 5, 4, 4), zeros(2, 5, 4, 4)), {}, r'4 key/value heads .* 6'),
+        ((QUERIES, zeros(2, 7, 3, 4), zeros(2, 7, 3, 4)), {}, r'7 keys for 5 .*key_positions'),
+        ((QUERIES, KEYS, KEYS), {'window': -3}, r'window=-3'),
+        ((QUERIES, KEYS, KEYS), {'implementation': 'xal'}, r"'xal' must be one of .*xla"),
+        ((QUERIES, KEYS, KEYS), {'positions_BT': np.zeros((2, 4), int)}, r'positions.*\(2, 4\)'),
+        ((QUERIES, KEYS, KEYS), {'segment_ids_BT': np.zeros((2, 4), int)}, r'segment.*\(2, 4\)'),
+        (
+            (QUERIES, zeros(2, 7, 3, 4), zeros(2, 7, 3, 4)),
+            {
+                'key_positions_BS': np.zeros((2, 7), int),
+                'segment_ids_BT': np.zeros((2, 5), int),
+            },
+            r'key_segment_ids',
+        ),
+        (
+            (QUERIES, KEYS, KEYS),
+            {'key_segment_ids_BS': np.zeros((2, 5), int)},
+            r'key_segment_ids',
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(inputs, arguments, named):
+    """Shapes that do not fit, unknown names and negative windows are refused in one line."""
+    with pytest.raises(ValueError, match=named) as error:
+        attention(*inputs, **arguments)
+    assert '\n' not in str(error.value)

@@ -1,0 +1,85 @@
+"""A Mixture-of-Depths model learns a language of known entropy, and runs causally as it trained."""
+
+import math
+
+import numpy as np
+import pytest
+
+from moddepth_jax.data import synthetic
+from moddepth_jax.hparams import from_config
+from moddepth_jax.training import loop
+
+DISTANCE = 0.03  # of the floor; an ideal reader of windows of 128 is itself 1.3% above it
+NOISE = 0.005  # nats; some five standard errors of the mean over the held-out targets
+BATCHES = 8
+
+
+@pytest.fixture(scope='module')
+def run(tiny_config, tmp_path_factory):
+    """600 steps of a dense and a routed block of width 32, through the train loop itself."""
+    config = tiny_config(
+        **{
+            'model.d_ff': 96,
+            'model.num_heads': 2,
+            'model.head_dim': 16,
+            'model.windows': (16,),
+            'model.embedding_init_std': 1.0,
+            'model.routing.router': 'learned',
+            'model.routing.capacity': 0.25,
+            'model.routing.predictor_width': 32,
+            'data.source': 'synthetic',
+            'data.sequence_length': 128,
+            'data.batch_size': 16,
+            'optimizer.learning_rate': 0.02,
+            'training.num_steps': 600,
+            'training.log_every': 50,
+            'training.checkpoint_every': 600,
+            'evaluation.every': 0,
+            'evaluation.final_batches': BATCHES,
+        }
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, 'landmarks', lambda corpus: {})  # seconds of compression, not read here
+        return loop.train(from_config(config), tmp_path_factory.mktemp('learning') / 'run')
+
+
+@pytest.fixture(scope='module')
+def labels(run):
+    """Every label of the held-out batches that the run was evaluated on."""
+    return np.concatenate([run.dataset.held_out_batch(i)['labels_BT'] for i in range(BATCHES)])
+
+
+def test_held_out_loss_comes_to_the_entropy(run, labels):
+    """Under causal routing it lies within 3% of the floor of the very windows it is measured on.
+
+    It is not below it, which would mean that the model sees what it predicts.
+    """
+    floor = synthetic.entropy_floor(synthetic.make_language(), labels)
+    loss = run.summary['eval']['loss']
+    assert run.summary['eval']['targets'] == labels.size
+    assert floor - NOISE < loss < (1 + DISTANCE) * floor
+    counts = np.bincount(labels.ravel())
+    shares = counts[counts > 0] / labels.size
+    assert loss < 0.4 * -float(shares @ np.log(shares))
+
+
+def test_top_c_is_no_better_than_the_floor_either(run, labels):
+    """Top-C looks ahead to choose tokens; what it chooses does not tell the next one."""
+    floor = synthetic.entropy_floor(synthetic.make_language(), labels)
+    assert run.summary['eval']['loss_top_c'] > floor - NOISE
+
+
+def test_the_causal_rule_is_the_one_that_was_trained(run):
+    """The gap to top-C routing is negligible, and the predictor knows the top C of its rows."""
+    assert abs(run.summary['eval']['routing_gap']) < 0.01
+    (layer,) = run.summary['routing'].values()
+    assert layer['selected_fraction'] == pytest.approx(0.25, abs=0.08)
+    assert min(layer['precision'], layer['recall']) > 0.75
+
+
+def test_bits_per_byte_are_nats_per_byte(run, labels):
+    """The separator costs nats and is no byte."""
+    evaluation = run.summary['eval']
+    num_bytes = np.sum(labels != 256)
+    bits = evaluation['loss'] * labels.size / math.log(2) / num_bytes
+    assert evaluation['bits_per_byte'] == pytest.approx(bits, rel=1e-6)

@@ -1,0 +1,193 @@
+"""Losses equal their definitions in float64, and count exactly the tokens that count."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moddepth_jax.hparams import from_config
+from moddepth_jax.model.routing import RoutingRecord, membership, select_top_c
+from moddepth_jax.training import losses
+
+
+@pytest.fixture
+def targets():
+    """Logits of 3 x 7 targets over 11 ids, some of the labels ignored."""
+    random = np.random.default_rng(0)
+    logits_BTV = random.normal(size=(3, 7, 11), scale=5).astype(np.float32)
+    labels_BT = random.integers(0, 11, (3, 7)).astype(np.int32)
+    labels_BT[0, 3] = labels_BT[1, 6] = -100
+    labels_BT[2] = -100
+    return logits_BTV, labels_BT
+
+
+def record(entered_LBT, top_c_LBT, rule_logits_LBT, scores_LBT=None):
+    scores_LBT = np.zeros(np.shape(top_c_LBT)) if scores_LBT is None else scores_LBT
+    return RoutingRecord(
+        scores_BT=jnp.asarray(scores_LBT, jnp.float32),
+        rule_logits_BT=jnp.asarray(rule_logits_LBT, jnp.float32),
+        top_c_BT=jnp.asarray(top_c_LBT, bool),
+        entered_BT=jnp.asarray(entered_LBT, bool),
+    )
+
+
+def log_partition(logits_BTV):
+    high_BT1 = logits_BTV.astype(np.float64).max(-1, keepdims=True)
+    return np.log(np.exp(logits_BTV - high_BT1).sum(-1)) + high_BT1[..., 0]
+
+
+def binary_cross_entropy(logits, targets):
+    chance = 1 / (1 + np.exp(-np.asarray(logits, np.float64)))
+    return -np.where(targets, np.log(chance), np.log1p(-chance))
+
+
+def test_cross_entropy_is_that_of_float64(targets):
+    """Each counted target costs log sum exp - its logit; an ignored one costs 0 and is not counted.
+
+    The log-partition, whose square is the z-loss, is exact too.
+    """
+    logits_BTV, labels_BT = targets
+    counted = labels_BT != -100
+    picked_BT = np.take_along_axis(logits_BTV, np.maximum(labels_BT, 0)[..., None], -1)[..., 0]
+    expected_BT = np.where(counted, log_partition(logits_BTV) - picked_BT, 0)
+    nll_BT, log_z_BT, counted_BT = losses.token_losses(logits_BTV, labels_BT)
+    np.testing.assert_allclose(nll_BT, expected_BT, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(log_z_BT, np.where(counted, log_partition(logits_BTV), 0), rtol=1e-6)
+    np.testing.assert_array_equal(counted_BT, counted)
+    assert nll_BT.dtype == counted_BT.dtype == jnp.float32
+    assert expected_BT.max() > 5 and not counted.all()
+
+
+def test_cross_entropy_bears_large_logits():
+    """Logits of a thousand give the exact difference, not an overflow."""
+    logits_BTV = jnp.array([[[1000.0, 996.0, -1000.0]]])
+    nll_BT, log_z_BT, _ = losses.token_losses(logits_BTV, jnp.array([[1]]))
+    np.testing.assert_allclose(nll_BT, [[4 + np.log1p(np.exp(-4.0))]], rtol=1e-5)
+    np.testing.assert_allclose(log_z_BT, [[1000 + np.log1p(np.exp(-4.0))]], rtol=1e-6)
+
+
+def test_ignored_targets_get_no_gradient(targets):
+    """The gradient of the loss is 0 at the logits of a label -100, and not at the others."""
+    logits_BTV, labels_BT = targets
+
+    def total(logits_BTV):
+        nll_BT, log_z_BT, _ = losses.token_losses(logits_BTV, labels_BT)
+        return jnp.sum(nll_BT) + jnp.sum(log_z_BT**2)
+
+    size_BT = np.abs(jax.grad(total)(logits_BTV)).max(-1)
+    np.testing.assert_array_equal(size_BT > 0, labels_BT != -100)
+
+
+def test_rule_loss_is_the_mean_over_layers_and_real_tokens():
+    """It equals the float64 sum by hand; what stands at padding changes nothing."""
+    random = np.random.default_rng(1)
+    logits_LBT = random.normal(size=(2, 3, 5), scale=3).astype(np.float32)
+    targets_LBT = random.random((2, 3, 5)) < 0.4
+    real_BT = np.array([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [0, 0, 0, 0, 0]], bool)
+    per_token_LBT = binary_cross_entropy(logits_LBT, targets_LBT)
+    expected = per_token_LBT[:, real_BT].mean()
+    assert abs(expected - per_token_LBT.mean()) > 0.01
+    loss, slope_LBT = jax.value_and_grad(losses.rule_loss)(logits_LBT, targets_LBT, real_BT)
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    np.testing.assert_array_equal(slope_LBT != 0, np.broadcast_to(real_BT, (2, 3, 5)))
+    spoilt_LBT = np.where(real_BT, logits_LBT, 1e4)
+    spoilt_targets_LBT = np.where(real_BT, targets_LBT, ~targets_LBT)
+    assert losses.rule_loss(spoilt_LBT, spoilt_targets_LBT, real_BT) == loss
+
+
+def test_targets_of_a_row_are_its_own():
+    """A rule that foretells each row's own top-C has no loss, with its rows exchanged a large one.
+
+    Targets written without the batch offset would put the positives of all rows into row 0.
+    """
+    scores_BT = jnp.array([[9.0, 0, 0, 0, 8, 0], [0, 7, 0, 6, 0, 0], [0, 0, 5, 0, 0, 4]])
+    top_c_BT = membership(select_top_c(scores_BT, 2), 6)
+    np.testing.assert_array_equal(top_c_BT, scores_BT > 0)
+    real_BT = jnp.ones((3, 6), bool)
+    foretold_BT = jnp.where(scores_BT > 0, 20.0, -20.0)
+    assert losses.rule_loss(foretold_BT[None], top_c_BT[None], real_BT) < 1e-6
+    for shift in (1, 2):
+        exchanged_LBT = jnp.roll(foretold_BT, shift, axis=0)[None]
+        assert losses.rule_loss(exchanged_LBT, top_c_BT[None], real_BT) > 10
+
+
+def test_targets_carry_no_gradient():
+    """Scores that define the targets get none through them, even where targets are soft."""
+    real_BT = jnp.ones((1, 2), bool)
+    slope = jax.grad(lambda t: losses.rule_loss(jnp.array([[[1.0, -2.0]]]), t, real_BT))
+    np.testing.assert_array_equal(slope(jnp.array([[[0.3, 0.6]]])), jnp.zeros((1, 1, 2)))
+
+
+@pytest.mark.parametrize('rule', ['predictor', 'aux_loss', 'dense'])
+def test_each_causal_rule_has_its_weight(tiny_config, rule):
+    """predictor and aux_loss weigh the same mean by their own knob; `dense` trains nothing."""
+    weights = {'predictor': 3.0, 'aux_loss': 0.25, 'dense': 0.0}
+    config = tiny_config(
+        **{
+            'model.routing.router': 'learned',
+            'model.routing.causal_rule': rule,
+            'model.routing.predictor_loss_weight': weights['predictor'],
+            'model.routing.aux_loss_weight': weights['aux_loss'],
+        }
+    )
+    logits_LBT, top_c_LBT = np.array([[[2.0, -1.0, 3.0]]]), np.array([[[True, False, False]]])
+    segment_ids_BT = np.array([[4, 5, 0]])
+    expected = binary_cross_entropy(logits_LBT, top_c_LBT)[0, 0, :2].mean()
+    records = record(top_c_LBT, top_c_LBT, logits_LBT)
+    loss = losses.causal_rule_loss(from_config(config), records, segment_ids_BT)
+    np.testing.assert_allclose(loss, weights[rule] * expected, rtol=1e-6)
+    assert losses.causal_rule_loss(from_config(config), None, segment_ids_BT) == 0
+
+
+COUNTED = {
+    # 2 layers x 2 rows x 4 tokens; the last token of row 1 is padding.
+    'top_c': [[[1, 0, 0, 1], [1, 1, 0, 0]], [[0, 1, 1, 0], [0, 0, 0, 0]]],
+    'entered': [[[1, 1, 1, 1], [1, 0, 0, 0]], [[0, 0, 0, 0], [0, 0, 0, 0]]],
+    'rule': [[[2, 2, 2, -2], [2, -2, -2, 9]], [[-1, -1, -1, -1], [-1, -1, -1, 9]]],
+    'scores': [[[1, 7, 7, 2], [4, 6, 7, 9]], [[7, 3, 5, 7], [7, 7, 7, 7]]],
+}
+SEGMENT_IDS = np.array([[1, 1, 2, 2], [1, 1, 1, 0]])
+
+
+def hand_grids():
+    names = ('entered', 'top_c', 'rule', 'scores')
+    return record(*(np.array(COUNTED[name]) for name in names))
+
+
+def test_routing_counts_of_hand_made_grids():
+    """Every count equals one made by eye, per layer; padding is in none of them."""
+    counts = losses.routing_counts(hand_grids(), SEGMENT_IDS, lambda scores: 10 * scores)
+    expected = {
+        'real': [7, 7],
+        'entered': [5, 0],
+        'chosen': [4, 2],
+        'said': [4, 0],
+        'both': [2, 0],
+        'gate': [10 * (1 + 2 + 4 + 6), 10 * (3 + 5)],
+    }
+    assert {name: values.tolist() for name, values in counts.items()} == expected
+
+
+def test_routing_ratios_follow_from_counts():
+    """Fraction, precision, recall and mean gate by hand; no precision where the rule is silent."""
+    counts = losses.routing_counts(hand_grids(), SEGMENT_IDS, lambda scores: scores)
+    ratios = losses.routing_ratios(counts)
+    np.testing.assert_allclose(ratios['selected_fraction'], [5 / 7, 0], rtol=1e-6)
+    np.testing.assert_allclose(ratios['precision'], [2 / 4, np.nan], rtol=1e-6)
+    np.testing.assert_allclose(ratios['recall'], [2 / 4, 0], rtol=1e-6)
+    np.testing.assert_allclose(ratios['selected_gate'], [13 / 4, 4], rtol=1e-6)
+
+
+def test_counts_of_parts_add_up():
+    """Counts of two halves of a batch sum to those of the whole, so micro-batches lose nothing."""
+    whole = losses.routing_counts(hand_grids(), SEGMENT_IDS, jnp.tanh)
+    halves = [
+        losses.routing_counts(
+            jax.tree.map(lambda x, row=row: x[:, row : row + 1], hand_grids()),
+            SEGMENT_IDS[row : row + 1],
+            jnp.tanh,
+        )
+        for row in (0, 1)
+    ]
+    for name, values in whole.items():
+        np.testing.assert_allclose(halves[0][name] + halves[1][name], values, rtol=1e-6)

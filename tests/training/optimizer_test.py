@@ -1,0 +1,172 @@
+"""The schedule runs from 0 to its end, decay is for matrices, and the predictor touches nothing."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moddepth_jax.hparams import from_config
+from moddepth_jax.training.optimizer import learning_rate_schedule, make_optimizer
+from moddepth_jax.training.train_step import init_state, train_step
+
+FAST = {'xla_backend_optimization_level': 0}  # these tests compile longer than they compute
+
+
+def hparams_of(tiny_config, **changes):
+    return from_config(tiny_config(**changes))
+
+
+def schedule(tiny_config, num_steps, **changes):
+    """The learning rate of each step of a run, float64 [num_steps]."""
+    at = learning_rate_schedule(hparams_of(tiny_config, **changes), num_steps)
+    return np.array([float(at(step)) for step in range(num_steps)])
+
+
+def is_predictor(path):
+    return any(getattr(key, 'key', None) == 'predictor' for key in path)
+
+
+def test_schedule_warms_up_from_zero_and_ends_at_its_fraction(tiny_config):
+    """0 at step 0, linear to the peak, then a cosine whose last step has final_fraction of it."""
+    changes = {
+        'optimizer.learning_rate': 0.02,
+        'optimizer.warmup_fraction': 0.1,
+        'optimizer.final_fraction': 0.25,
+    }
+    rate = schedule(tiny_config, 100, **changes)
+    np.testing.assert_allclose(rate[:11], 0.02 * np.arange(11) / 10, rtol=1e-5, atol=1e-12)
+    assert rate.argmax() == 10
+    phase = np.arange(90) / 89
+    cosine = 0.02 * (0.25 + 0.75 * (1 + np.cos(np.pi * phase)) / 2)
+    np.testing.assert_allclose(rate[-1], 0.25 * 0.02, rtol=1e-4)
+    np.testing.assert_allclose(rate[10:], cosine, rtol=1e-4)
+
+
+@pytest.mark.parametrize('num_steps', [1, 2, 3, 10])
+@pytest.mark.parametrize('warmup', [0.0, 0.03, 1.0])
+def test_schedule_of_short_runs_is_sound(tiny_config, num_steps, warmup):
+    """However short the run and long the warm-up, rates lie in [0, peak] and some step learns."""
+    rate = schedule(tiny_config, num_steps, **{'optimizer.warmup_fraction': warmup})
+    assert np.isfinite(rate).all() and rate.min() >= 0 and rate.max() > 0
+    assert rate.max() <= 3e-3 * (1 + 1e-6)
+    if not warmup:
+        assert rate[0] == rate.max()
+
+
+def test_weight_decay_is_for_matrices_only(tiny_config):
+    """Without a gradient a step shrinks kernels and embedding by its rate times the decay.
+
+    Norm scales, biases and the router's vector, matrices only through their stacking over layers,
+    stay bit for bit.
+    """
+    changes = {
+        'model.routing.router': 'learned',
+        'model.use_bias': True,
+        'model.qk_norm': 'head',
+        'optimizer.weight_decay': 0.5,
+        'optimizer.learning_rate': 0.01,
+        'optimizer.warmup_fraction': 0.0,
+    }
+    hparams = hparams_of(tiny_config, **changes)
+    shapes = jax.eval_shape(lambda: init_state(hparams, 10)).params
+    optimizer = make_optimizer(hparams, 10)
+
+    @functools.partial(jax.jit, compiler_options=FAST)
+    def decay(params):
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return optimizer.update(zeros, optimizer.init(params), params)[0]
+
+    updates = decay(jax.tree.map(lambda leaf: np.full(leaf.shape, 2, np.float32), shapes))
+    decayed, kept = set(), set()
+    for path, update in jax.tree_util.tree_leaves_with_path(updates):
+        name = path[-1].key
+        if np.any(update):
+            np.testing.assert_allclose(update, -0.01 * 0.5 * 2.0, rtol=1e-6)
+            decayed.add(name)
+        else:
+            kept.add(name)
+    assert decayed == {'kernel', 'embedding'}
+    assert kept == {'scale', 'bias', 'w'}
+
+
+def run_steps(tiny_config, rule, num_steps=4, **changes):
+    """Parameters before and after `num_steps` of a model whose one block is routed, and norms."""
+    random = np.random.default_rng(0)
+    hparams = hparams_of(
+        tiny_config,
+        **{
+            'model.num_layers': 1,
+            'model.routing.router': 'learned',
+            'model.routing.layers': '0',
+            'model.routing.capacity': 0.25,
+            'model.routing.causal_rule': rule,
+            'optimizer.learning_rate': 0.01,
+            'optimizer.warmup_fraction': 0.0,
+            **changes,
+        },
+    )
+    state = jax.jit(lambda: init_state(hparams, num_steps), compiler_options=FAST)()
+    step = jax.jit(train_step, compiler_options=FAST)
+    before, norms = state.params, []
+    for _ in range(num_steps):
+        tokens_BT = random.integers(0, 257, (4, 33)).astype(np.int32)
+        batch = {
+            'tokens_BT': tokens_BT[:, :-1],
+            'labels_BT': tokens_BT[:, 1:],
+            'segment_ids_BT': np.ones((4, 32), np.int32),
+        }
+        state, metrics = step(state, batch)
+        norms.append(float(metrics['grad_norm']))
+    assert not state.skipped
+    return before, state.params, norms
+
+
+def split(params):
+    """({path: array} outside the predictor, the same inside it)."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    parts = ({}, {})
+    for path, leaf in leaves:
+        parts[is_predictor(path)][jax.tree_util.keystr(path)] = np.asarray(leaf)
+    return parts
+
+
+@pytest.fixture(scope='module')
+def without_rule(tiny_config):
+    """The run that trains no causal rule, under a clip so low that it acts on every step."""
+    before, after, norms = run_steps(tiny_config, 'dense', **{'optimizer.clip_norm': 0.05})
+    assert min(norms) > 2 * 0.05
+    return before, after
+
+
+def test_predictor_touches_nothing_else(tiny_config, without_rule):
+    """Trunk and router are bit-identical, step by step, to those of a run without the predictor.
+
+    Its loss weighs so much that it would rule a clipping norm that the two shared; it does train.
+    """
+    changes = {'optimizer.clip_norm': 0.05, 'model.routing.predictor_loss_weight': 100.0}
+    before, after, norms = run_steps(tiny_config, 'predictor', **changes)
+    assert min(norms) > 1
+    trunk, predictor = split(after)
+    trunk_before, predictor_before = split(before)
+    expected, none = split(without_rule[1])
+    assert not none and trunk.keys() == expected.keys()
+    for path, values in expected.items():
+        np.testing.assert_array_equal(trunk[path], values, err_msg=path)
+        assert np.any(trunk[path] != trunk_before[path]), path
+    assert len(predictor) == 4
+    for path, values in predictor.items():
+        assert np.any(values != predictor_before[path]), path
+
+
+def test_aux_loss_touches_the_trunk(tiny_config, without_rule):
+    """The other causal rule is not free: embedding and router differ after the same steps."""
+    changes = {'optimizer.clip_norm': 0.05, 'model.routing.aux_loss_weight': 0.01}
+    before, after, _ = run_steps(tiny_config, 'aux_loss', **changes)
+    (trunk, _), (expected, _) = split(after), split(without_rule[1])
+    (trunk_before, _), (expected_before, _) = split(before), split(without_rule[0])
+    assert all(np.array_equal(trunk_before[path], expected_before[path]) for path in trunk_before)
+    changed = {path for path in expected if np.any(trunk[path] != expected[path])}
+    assert any("'embedding'" in path for path in changed)
+    assert any("'router'" in path for path in changed)

@@ -1,0 +1,73 @@
+"""summary.json is whole, valid JSON; its FLOPs agree with the traced train step."""
+
+import json
+import math
+import os
+
+import jax.numpy as jnp
+import pytest
+
+from moddepth_jax.hparams import from_config
+from moddepth_jax.training import summary
+
+
+@pytest.mark.parametrize('length', [64, 320])
+@pytest.mark.parametrize('router', ['none', 'learned'])
+def test_counted_flops_are_those_of_the_trace(tiny_config, router, length):
+    """Counted FLOPs of a step are within 1% of the products in its trace without recomputation.
+
+    What runs is dearer, since blocks are recomputed and attention is cut into blocks; XLA's
+    estimate, which has elementwise work too, is of the same size.
+    """
+    config = tiny_config(**{'model.routing.router': router, 'data.sequence_length': length})
+    flops = summary.flops_of_a_step(from_config(config), 4)
+    counted = flops['flops_per_step']
+    assert flops['flops_per_step_dot_general'] == pytest.approx(counted, rel=0.01)
+    assert 1.1 < flops['flops_per_step_executed'] / counted < 2
+    assert 1 < flops['flops_per_step_xla'] / counted < 2
+
+
+def test_numbers_that_are_not_finite_are_null(tmp_path):
+    """Strict JSON readers can read every summary: NaN and infinities are null at any depth."""
+    values = {'loss': math.nan, 'routing': {'layer_01': {'precision': -math.inf}}, 'steps': 3}
+    summary.write_summary(tmp_path, values)
+
+    def refuse(name):
+        pytest.fail(f'{name} is no JSON')
+
+    text = (tmp_path / 'summary.json').read_text()
+    assert json.loads(text, parse_constant=refuse) == {
+        'loss': None,
+        'routing': {'layer_01': {'precision': None}},
+        'steps': 3,
+    }
+    assert text.endswith('}\n') and os.listdir(tmp_path) == ['summary.json']
+
+
+def test_a_summary_that_cannot_be_written_leaves_the_old_one(tmp_path):
+    """An error amid the content keeps the summary that was there."""
+    summary.write_summary(tmp_path, {'final_step': 1})
+    with pytest.raises(TypeError):
+        summary.write_summary(tmp_path, {'final_step': object()})
+    assert json.loads((tmp_path / 'summary.json').read_text()) == {'final_step': 1}
+
+
+def test_versions_name_what_may_change_the_bits():
+    """Packages, Python, device, their number and CPU threads are all there, as text."""
+    found = summary.versions()
+    assert {'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'grain', 'numpy'} < set(found)
+    assert {'python', 'device', 'num_devices', 'cpu_threads'} < set(found)
+    assert all(isinstance(value, str) and value for value in found.values())
+
+
+def test_cpu_threads_are_those_pinned(monkeypatch):
+    """NPROC, which decides the threads of XLA's CPU, is recorded where it is set."""
+    monkeypatch.setenv('NPROC', '7')
+    assert summary.versions()['cpu_threads'] == '7'
+    monkeypatch.delenv('NPROC')
+    assert summary.versions()['cpu_threads'] == str(os.cpu_count())
+
+
+def test_parameters_are_elements():
+    """num_parameters counts elements of all leaves."""
+    assert summary.num_parameters({'a': jnp.zeros((2, 3)), 'b': {'c': jnp.zeros(4)}}) == 10
