@@ -7,9 +7,7 @@ def get_config() -> ConfigDict:
     """The dense transformer that every experiment starts from."""
     config = ConfigDict()
     config.seed = 0  # seeds parameters, shuffling and sampling
-    config.flop_budget = (
-        0.0  # counted training FLOPs of the whole run; 0: training.num_steps decides
-    )
+    config.flop_budget = 0.0  # counted training FLOPs of the run; 0: training.num_steps decides
 
     model = config.model = ConfigDict()
     model.vocab_size = 257  # at least the tokenizer's; 256 bytes and one separator
@@ -36,22 +34,14 @@ def get_config() -> ConfigDict:
 
     routing = model.routing = ConfigDict()
     routing.router = 'none'  # none (dense model) | learned
-    routing.layers = (
-        'every:2'  # every:N (from layer N-1 on) | middle:FIRST:LAST | a list such as 1,3,5
-    )
+    routing.layers = 'every:2'  # every:N, from layer N-1 on | middle:FIRST:LAST | 1,3,5
     routing.capacity = 0.125  # fraction of a sequence's tokens that enter a routed block, in (0, 1]
     routing.gate = 'raw'  # raw | sigmoid | tanh | none: factor on the block's delta
-    routing.initial_gate = 1.0  # mean raw gate of the selected tokens aimed at before step 0
-    routing.causal_rule = (
-        'predictor'  # predictor | aux_loss | dense: who enters when the future is unknown
-    )
+    routing.initial_gate = 1.0  # mean raw gate of selected tokens at step 0 (less above C/T 0.65)
+    routing.causal_rule = 'predictor'  # predictor | aux_loss | dense: who enters at evaluation
     routing.predictor_width = 32  # hidden units of the predictor, at most 64; 0: linear
-    routing.predictor_loss_weight = (
-        1.0  # of the predictor's cross-entropy; reaches no other parameter
-    )
-    routing.aux_loss_weight = (
-        0.01  # of the router's cross-entropy under aux_loss; reaches the trunk
-    )
+    routing.predictor_loss_weight = 1.0  # of its cross-entropy; reaches nothing else
+    routing.aux_loss_weight = 0.01  # of the router's, under aux_loss; reaches the trunk
 
     data = config.data = ConfigDict()
     data.source = 'stdlib'  # stdlib | synthetic | a glob of .txt, .jsonl or .parquet files
@@ -69,7 +59,7 @@ def get_config() -> ConfigDict:
     optimizer.b2 = 0.98  # AdamW: decay of the gradient's square
     optimizer.eps = 1e-8  # AdamW: added to the root
     optimizer.weight_decay = 0.1  # AdamW, on matrices only
-    optimizer.clip_norm = 1.0  # global norm of the gradient; 0: no clipping
+    optimizer.clip_norm = 1.0  # of the gradient's norm, the predictor's apart; 0: no clipping
     optimizer.z_loss = 1e-4  # weight of the mean squared log-partition of the logits
 
     training = config.training = ConfigDict()

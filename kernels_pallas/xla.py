@@ -44,12 +44,11 @@ def _visible(mask, window, ordered, start, stop, first, end):
 
 
 def _dot(equation, x, y):
-    # XLA on CPU cannot run some bfloat16 products with a float32 result.
+    wide = jnp.promote_types(x.dtype, jnp.float32)
     if jax.default_backend() == 'cpu':
-        x, y = x.astype(jnp.float32), y.astype(jnp.float32)
-    return jnp.einsum(
-        equation, x, y, preferred_element_type=jnp.promote_types(x.dtype, jnp.float32)
-    )
+        # XLA on CPU cannot run some bfloat16 products with a float32 result.
+        x, y = x.astype(wide), y.astype(wide)
+    return jnp.einsum(equation, x, y, preferred_element_type=wide)
 
 
 def _scores(q_BTKGH, k_BSKH, visible, scale):

@@ -7,8 +7,9 @@ step: one training step of the dense and the Mixture-of-Depths model at the same
 tokens, in turn, each beside the same mathematics written out by hand.
 """
 
+import contextlib
 import json
-import pathlib
+import sys
 
 from absl import flags
 
@@ -62,15 +63,15 @@ def main(argv):
         from_config(module.get_config(f'size={SIZE.value}'))
         for module in (dense_isoflop, mod_isoflop)
     )
-    result = bench_step(dense, routed, _lengths(), TOKENS.value, REPEATS.value)
+    with contextlib.ExitStack() as stack:
+        file = sys.stdout
+        if JSON.value not in (None, '-'):  # opened first: a bad path shows before the timing
+            file = stack.enter_context(open(JSON.value, 'w', encoding='utf-8'))
+        result = bench_step(dense, routed, _lengths(), TOKENS.value, REPEATS.value)
+        if JSON.value:
+            print(json.dumps(result, indent=2), file=file)
     if JSON.value != '-':
         _print_table(result)
-    if JSON.value:
-        text = json.dumps(result, indent=2)
-        if JSON.value == '-':
-            print(text)
-        else:
-            pathlib.Path(JSON.value).write_text(text + '\n', encoding='utf-8')
 
 
 if __name__ == '__main__':

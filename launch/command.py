@@ -121,6 +121,12 @@ def _errors_in_one_line():
             traceback.print_exc()
         print('error:', ' '.join(line.split()), file=sys.stderr)
         sys.exit(2)
+    except RuntimeError as error:  # what JAX raises when the device refuses memory
+        if 'RESOURCE_EXHAUSTED' not in str(error):
+            raise
+        remedy = 'lower data.batch_size, raise training.accumulate_steps, or set model.remat=block'
+        print(f'error: out of device memory; {remedy}', file=sys.stderr)
+        sys.exit(2)
 
 
 def _one_line(error):

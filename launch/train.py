@@ -5,7 +5,6 @@ python -m launch.train --config=configs/mod_isoflop.py:size=8x192,budget=1e14 --
 python -m launch.train --config=configs/tiny.py --config.model.num_layers=4
 """
 
-import os
 import pathlib
 import signal
 
@@ -22,17 +21,16 @@ def main(_):
     import jax
 
     from moddepth_jax.analysis.report import prompt_tokens, write_report
+    from moddepth_jax.data.landmarks import cache_directory
     from moddepth_jax.data.tokenizer import make_tokenizer
     from moddepth_jax.hparams import from_config
     from moddepth_jax.training.loop import train
 
     hparams = from_config(CONFIG.value)
     prompt_tokens(hparams, make_tokenizer(hparams.data.tokenizer))
-    if hparams.training.compilation_cache:
-        cache = os.environ.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache'
-        jax.config.update(
-            'jax_compilation_cache_dir', str(pathlib.Path(cache) / 'moddepth_jax/xla')
-        )
+    cache = cache_directory()
+    if hparams.training.compilation_cache and cache is not None:
+        jax.config.update('jax_compilation_cache_dir', str(cache / 'xla'))
     workdir = WORKDIR.value or pathlib.Path('runs') / command.config_name()
     run = train(hparams, workdir, MESH.value)
     if run.signal is not None:

@@ -17,7 +17,7 @@ from moddepth_jax.training.train_step import init_state, train_step
 NUM_STEPS = 1000  # of the schedule that the timed steps belong to
 
 
-def _library(hparams, mesh):
+def _library(hparams):
     state = jax.jit(lambda: init_state(hparams, NUM_STEPS))()
     step_fn = jax.jit(train_step, donate_argnums=0)
 
@@ -29,7 +29,7 @@ def _library(hparams, mesh):
     return step
 
 
-def _by_hand(hparams, mesh):
+def _by_hand(hparams):
     carry = plain_carry(jax.jit(lambda: init_state(hparams, NUM_STEPS))().params)
 
     def step(batch):
@@ -85,8 +85,8 @@ def bench_step(dense: Hparams, routed: Hparams, lengths, tokens: int, repeats: i
         }
         data = make_dataset(models['dense'].data, dense.seed)
         batch = put_batch(mesh, data.train_batch(0))
-        steps = {name: _library(hparams, mesh) for name, hparams in models.items()}
-        steps |= {f'{name}_by_hand': _by_hand(hparams, mesh) for name, hparams in models.items()}
+        steps = {name: _library(hparams) for name, hparams in models.items()}
+        steps |= {f'{name}_by_hand': _by_hand(hparams) for name, hparams in models.items()}
         seconds = _in_turn(steps, batch, repeats)
         flops = {name: train_step_flops(hparams) for name, hparams in models.items()}
         saving = seconds['dense'] / seconds['routed'] / (flops['dense'] / flops['routed'])

@@ -74,18 +74,25 @@ def _loss(params, batch, hparams: Hparams):
     routed = checkpoint(lambda p, x: _routed(p, x, *where), prevent_cse=False)
 
     def layers(x_BTD, group):
-        x_BTD = dense(group['layer_0'], x_BTD)
-        return routed(group['layer_1'], x_BTD) if 'layer_1' in group else (x_BTD, 0.0)
+        rule_loss = 0.0
+        for _, params in sorted(group.items()):
+            if 'router' in params:
+                x_BTD, layer_loss = routed(params, x_BTD)
+                rule_loss += layer_loss
+            else:
+                x_BTD = dense(params, x_BTD)
+        return x_BTD, rule_loss
 
-    x_BTD, rule_losses = jax.lax.scan(
-        layers, params['embedding'][tokens_BT], params['stack']['run_0']
-    )
+    x_BTD, rule_loss = params['embedding'][tokens_BT], 0.0
+    for _, run in sorted(params['stack'].items()):
+        x_BTD, rule_losses = jax.lax.scan(layers, x_BTD, run)
+        rule_loss += jnp.sum(rule_losses)
+    rule_loss *= model.routing.predictor_loss_weight / max(1, len(model.routed_layers))
     x_BTD = _norm(x_BTD, params['final_norm']['scale'], model.norm_eps)
     logits_BTV = x_BTD @ params['head']['kernel']
     log_z_BT = jax.nn.logsumexp(logits_BTV, -1)
     picked_BT = jnp.take_along_axis(logits_BTV, batch['labels_BT'][..., None], -1)[..., 0]
     loss = jnp.mean(log_z_BT - picked_BT)
-    rule_loss = model.routing.predictor_loss_weight * jnp.mean(rule_losses)
     return loss + hparams.optimizer.z_loss * jnp.mean(log_z_BT**2) + rule_loss, loss
 
 

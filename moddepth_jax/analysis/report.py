@@ -1,5 +1,7 @@
 """What a user sees when a run ends: numbers, a heatmap, a sample, and what to do next."""
 
+import math
+
 import rich.console
 import rich.table
 import rich.text
@@ -9,7 +11,8 @@ from moddepth_jax.hparams import Hparams
 from moddepth_jax.inference.generate import check_prompt, generate
 from moddepth_jax.model.transformer import causal_routing
 from moddepth_jax.training.loop import Run
-from moddepth_jax.training.progress import format_count, format_seconds
+from moddepth_jax.training.metrics import METRICS_FILE
+from moddepth_jax.training.progress import format_count, format_seconds, printable
 
 HEATMAP_FILE = 'routing.png'
 SAMPLE_FILE = 'sample.txt'
@@ -30,7 +33,7 @@ def write_report(run: Run, console: rich.console.Console | None = None):
     _print(console, *_lines(run))
     if run.hparams.model.routed_layers:
         _draw_heatmap(run)
-    sample = _sample(run)
+    sample = printable(_sample(run))
     (run.workdir / SAMPLE_FILE).write_text(sample, encoding='utf-8')
     rule = causal_routing(run.hparams) if run.hparams.model.routed_layers else 'no routing'
     _print(console, '', f'A sample ({rule}, temperature {run.hparams.report.temperature:g}):')
@@ -46,49 +49,47 @@ def _print(console, *lines):
 
 def _table(run):
     evaluation = run.summary['eval']
-    table = rich.table.Table(title='held-out text', title_justify='left')
-    for name in ('routing', 'nats a token', 'bits a byte'):
-        table.add_column(name, justify='left' if name == 'routing' else 'right')
     bits_per_nat = evaluation['bits_per_byte'] / evaluation['loss']
-    if not run.hparams.model.routed_layers:
-        table.add_row('none (dense)', f'{evaluation["loss"]:.4f}', _bits(evaluation['loss'], run))
-        return table
-    rule = causal_routing(run.hparams)
-    rows = {f'{rule} (causal: the honest one)': 'loss', 'top-C (sees the future)': 'loss_top_c'}
+    rows = {'none (dense)': 'loss'}
+    if run.hparams.model.routed_layers:
+        rule = causal_routing(run.hparams)
+        rows = {f'{rule} (causal: the honest one)': 'loss', 'top-C (sees the future)': 'loss_top_c'}
+    table = rich.table.Table(title='held-out text', title_justify='left')
+    table.add_column('routing')
+    for name in ('nats a token', 'bits a byte'):
+        table.add_column(name, justify='right')
     for name, key in rows.items():
-        bits = evaluation[key] * bits_per_nat
-        table.add_row(name, f'{evaluation[key]:.4f}', f'{bits:.4f}')
+        loss = evaluation[key]
+        table.add_row(name, f'{loss:.4f}', f'{loss * bits_per_nat:.4f}')
     return table
 
 
-def _bits(loss, run):
-    return f'{run.summary["eval"]["bits_per_byte"] * loss / run.summary["eval"]["loss"]:.4f}'
+def _verdict(gap):
+    """What a routing gap in nats means (method.md: 0.01 is negligible, 0.05 invalidates)."""
+    if not math.isfinite(gap):
+        return 'no number: the loss is not finite'
+    if abs(gap) <= 0.01:
+        return 'negligible'
+    if gap < 0:
+        return 'the causal rule does better than top-C; report both'
+    return 'invalidates the run' if gap >= 0.05 else 'to be reported with the loss'
 
 
 def _lines(run):
     summary, evaluation = run.summary, run.summary['eval']
     if 'routing_gap' in evaluation:
         gap = evaluation['routing_gap']
-        verdict = (
-            'negligible'
-            if abs(gap) <= 0.01
-            else 'invalidates the run'
-            if abs(gap) >= 0.05
-            else 'to be reported with the loss'
-        )
-        yield f'routing gap {gap:+.4f} nats: {verdict}'
+        yield f'routing gap {gap:+.4f} nats: {_verdict(gap)}'
         for layer, values in summary['routing'].items():
-            numbers = ', '.join(
-                f'{name.replace("_", " ")} {value:.3f}'
-                for name, value in values.items()
-                if name != 'selected_gate'
-            )
+            shown = ('selected_fraction', 'precision', 'recall')
+            numbers = ', '.join(f'{name.replace("_", " ")} {values[name]:.3f}' for name in shown)
             yield f'{layer.replace("_", " ")}: {numbers}'
     budget = summary['flop_budget']
     share = f' ({summary["total_flops"] / budget:.2%} of the budget)' if budget else ''
     yield (
         f'{summary["final_step"]} steps, {summary["total_flops"]:.4g} FLOPs{share}, '
-        f'{format_count(summary["parameters"])} parameters, {format_seconds(summary["seconds"])}'
+        f'{format_count(summary["parameters"])} parameters, '
+        f'{format_seconds(summary["seconds"])} of stepping'
     )
 
 
@@ -116,16 +117,23 @@ def _sample(run):
         hparams.report.sample_tokens,
         temperature=hparams.report.temperature,
         seed=hparams.seed,
+        tokenizer=tokenizer,
     )
     return tokenizer.decode(tokens[0]).decode('utf-8', 'replace')
 
 
 def _next_steps(run):
-    workdir, routed = run.workdir, run.hparams.model.routed_layers
+    workdir, model = run.workdir, run.hparams.model
     yield 'Next:'
-    if routed:
-        yield f'  look   {workdir / HEATMAP_FILE}: which bytes enter which block'
-        yield '  compare  python -m launch.train --config=configs/dense_isoflop.py   (equal FLOPs)'
+    if model.routed_layers:
+        yield f'  look     {workdir / HEATMAP_FILE}: which tokens enter which block'
     else:
-        yield '  compare  python -m launch.train --config=configs/mod_isoflop.py   (equal FLOPs)'
-    yield f'  curves   tensorboard --logdir {workdir.parent}   (or {workdir / "metrics.jsonl"})'
+        yield f'  read     {workdir / SAMPLE_FILE}'
+    other = 'dense_isoflop' if model.routed_layers else 'mod_isoflop'
+    command = f'python -m launch.train --config=configs/{other}.py'
+    if run.hparams.flop_budget:
+        size, budget = f'{model.num_layers}x{model.d_model}', f'{run.hparams.flop_budget:g}'
+        command += f':size={size},budget={budget}   (the same FLOPs)'
+    yield f'  compare  {command}'
+    yield f'  curves   {workdir / METRICS_FILE}, or pip install tensorboard and'
+    yield f'           tensorboard --logdir {workdir.parent}'

@@ -35,10 +35,15 @@ def _measure(text):
     return dict(zip(_NAMES, bits, strict=True))
 
 
-def _cache_path(text):
+def cache_directory() -> pathlib.Path | None:
+    """This project's folder under the user's cache, or None for a user without a home."""
     folder = os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache')
+    return pathlib.Path(folder, 'moddepth_jax') if os.path.isabs(folder) else None
+
+
+def _cache_path(text):
     digest = hashlib.sha256(text).hexdigest()
-    return pathlib.Path(folder, 'moddepth_jax', f'landmarks-{digest}.json')
+    return (cache_directory() or pathlib.Path()) / f'landmarks-{digest}.json'
 
 
 def _read(path):

@@ -65,7 +65,8 @@ class TrainingHparams:
     compilation_cache: bool
 
     def __post_init__(self):
-        positive('training.num_steps', self.num_steps, 0)
+        if not 0 <= self.num_steps < 2**31:
+            refuse('training.num_steps', self.num_steps, 'must lie in [0, 2**31)')
         for field in ('accumulate_steps', 'log_every', 'checkpoint_every', 'keep_checkpoints'):
             positive(f'training.{field}', getattr(self, field))
         positive('training.max_nan_steps', self.max_nan_steps)
@@ -114,12 +115,13 @@ class Hparams:
     report: ReportHparams
 
     def __post_init__(self):
-        positive('seed', self.seed, 0)
+        if not 0 <= self.seed < 2**32:
+            refuse('seed', self.seed, 'must lie in [0, 2**32)')
         positive('flop_budget', self.flop_budget, 0)
         if not (self.flop_budget or self.training.num_steps):
             refuse('flop_budget', self.flop_budget, 'set it, or training.num_steps, above 0')
         if self.flop_budget and self.training.num_steps:
-            right = f'must be 0 where flop_budget={self.flop_budget:g} decides the steps'
+            right = f'must be 0 where flop_budget={self.flop_budget:g} decides; or set that to 0'
             refuse('training.num_steps', self.training.num_steps, right)
         if self.data.batch_size % self.training.accumulate_steps:
             right = f'must divide data.batch_size={self.data.batch_size}'

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moddepth_jax.data.tokenizer import Tokenizer
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.inference.sampling import sample
 from moddepth_jax.model.transformer import Transformer, causal_routing, check_routing
@@ -22,6 +23,12 @@ def check_prompt(hparams: Hparams, prompt, num_tokens: int):
     context = hparams.data.sequence_length
     if len(prompt) == 0:
         raise ValueError('the prompt has no token: start it with the separator at least')
+    outside = [token for token in prompt if not 0 <= token < hparams.model.vocab_size]
+    if outside:
+        size = hparams.model.vocab_size
+        raise ValueError(f'token id {outside[0]} of the prompt: must lie in [0, {size})')
+    if num_tokens < 1:
+        raise ValueError(f'num_tokens={num_tokens}: must be 1 or more')
     if len(prompt) + num_tokens > context:
         raise ValueError(
             f'a prompt of {len(prompt)} tokens and {num_tokens} to generate do not fit the context '
@@ -30,11 +37,19 @@ def check_prompt(hparams: Hparams, prompt, num_tokens: int):
         )
 
 
-@functools.partial(jax.jit, static_argnames=('hparams', 'routing', 'temperature'))
-def _extend(params, tokens_BT, start, stop, key, *, hparams, routing, temperature):
+@functools.partial(jax.jit, static_argnames=('hparams', 'routing', 'temperature', 'tokenizer'))
+def _extend(params, tokens_BT, start, stop, key, *, hparams, routing, temperature, tokenizer):
     def add(position, tokens_BT):
-        logits_BTV, _ = Transformer(hparams).apply({'params': params}, tokens_BT, routing=routing)
+        segment_ids_BT = None
+        if tokenizer is not None:  # as in training, a document does not see the one before it
+            segment_ids_BT = 1 + jnp.cumsum(tokens_BT == tokenizer.separator, axis=1)
+        logits_BTV, _ = Transformer(hparams).apply(
+            {'params': params}, tokens_BT, segment_ids_BT, routing
+        )
         logits_BV = jax.lax.dynamic_index_in_dim(logits_BTV, position - 1, axis=1, keepdims=False)
+        if tokenizer is not None:  # the model may have more ids than the tokenizer
+            known_V = jnp.arange(logits_BV.shape[1]) < tokenizer.vocab_size
+            logits_BV = jnp.where(known_V[None], logits_BV, -jnp.inf)
         token_B = sample(jax.random.fold_in(key, position), logits_BV, temperature)
         return tokens_BT.at[:, position].set(token_B)
 
@@ -51,6 +66,7 @@ def generate(
     seed: int = 0,
     num_samples: int = 1,
     routing: str | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> np.ndarray:
     """Continues a prompt by `num_tokens`, each from one causal-routed forward pass of the whole.
 
@@ -63,19 +79,23 @@ def generate(
       seed: of the draws.
       num_samples: independent continuations.
       routing: a causal rule; None for the one the model was trained for.
+      tokenizer: its separator starts a new document, and only its ids are drawn; None: the text
+        is one document, and any id of the model may come.
 
     Returns:
       int32 [num_samples, len(prompt) + num_tokens], the prompt first.
 
     Raises:
-      ValueError: an empty prompt, one that does not fit, a routing that looks ahead or that the
-        model cannot run.
+      ValueError: an empty prompt, one that does not fit, an unknown id, a negative temperature, a
+        routing that looks ahead or that the model cannot run.
     """
     routing = causal_routing(hparams) if routing is None else routing
     check_routing(hparams, routing)
     if routing == 'top_c' and hparams.model.routed_layers:
         raise ValueError("routing='top_c' looks at later tokens, which do not exist yet")
     check_prompt(hparams, prompt, num_tokens)
+    if temperature < 0:
+        raise ValueError(f'temperature={temperature}: must be 0 or more')
     # Places not written yet hold token 0; nothing before them sees it.
     tokens_BT = np.zeros((num_samples, hparams.data.sequence_length), np.int32)
     tokens_BT[:, : len(prompt)] = prompt
@@ -89,5 +109,6 @@ def generate(
         hparams=hparams,
         routing=routing,
         temperature=temperature,
+        tokenizer=tokenizer,
     )
     return np.asarray(tokens_BT)[:, :stop]

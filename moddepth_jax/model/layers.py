@@ -28,6 +28,16 @@ def rotate(x_BTNH, positions_BT, theta):
     return turned.astype(x_BTNH.dtype)
 
 
+def logits(x_BTD, kernel_DV):
+    """x W in float32, from inputs rounded to x's dtype: the loss must not see rounded logits."""
+    kernel_DV = kernel_DV.astype(x_BTD.dtype)
+    wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
+    if jax.default_backend() == 'cpu':
+        # XLA on CPU cannot run some bfloat16 products with a float32 result.
+        x_BTD, kernel_DV = x_BTD.astype(wide), kernel_DV.astype(wide)
+    return jnp.einsum('btd,dv->btv', x_BTD, kernel_DV, preferred_element_type=wide)
+
+
 def swiglu(gate, value):
     """silu(gate) value (Shazeer 2020)."""
     return jax.nn.silu(gate) * value

@@ -2,6 +2,7 @@
 
 import flax.linen as nn
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from moddepth_jax.hparams import ModelHparams
 from moddepth_jax.model.attention import Tokens
@@ -16,6 +17,8 @@ from moddepth_jax.model.routing import (
     scatter_add_rows,
     select_top_c,
 )
+
+CHOICE = 'routing choice'  # name by which rematerialisation keeps the selected indices
 
 
 class MixtureOfDepths(nn.Module):
@@ -40,6 +43,7 @@ class MixtureOfDepths(nn.Module):
         rule_logits_BT = self._rule_logits(x_BTD, scores_BT)
         eligible_BT = jnp.where(real_BT, scores_BT, -jnp.inf)
         indices_BC = select_top_c(eligible_BT, routing.num_selected(x_BTD.shape[1]))
+        indices_BC = checkpoint_name(indices_BC, CHOICE)
         top_c_BT = membership(indices_BC, x_BTD.shape[1]) & real_BT
         gate_BT = jnp.where(real_BT, GATES[routing.gate](scores_BT), 0.0)
         block = Block(self.hparams, self.window, name='block')

@@ -16,8 +16,7 @@ GATES = {
     'tanh': jnp.tanh,
     'none': jnp.ones_like,
 }
-CAUSAL_RULES = ('predictor', 'aux_loss', 'dense')
-ROUTINGS = ('top_c', *CAUSAL_RULES)
+ROUTINGS = ('top_c', 'predictor', 'aux_loss', 'dense')  # all but the first are causal
 
 
 class RoutingRecord(NamedTuple):
@@ -88,7 +87,7 @@ def scatter_add_rows(x_BTD, indices_BC, update_BCD):
 
 
 def selected_mean(capacity: float) -> float:
-    """Mean of the highest fraction `capacity` of a standard normal; 1 at least half a sigma."""
+    """Mean of the highest fraction `capacity` of a standard normal, and 0.5 where it is less."""
     if capacity >= 1:
         return 0.5
     normal = statistics.NormalDist()
@@ -114,7 +113,8 @@ class LearnedRouter(nn.Module):
             return jax.random.normal(key, shape) * wide / (shape[0] ** 0.5 * rms)
 
         w_D = self.param('w', init, x_BTD.shape[-1:])
-        return jnp.einsum('btd,d->bt', x_BTD, w_D)
+        # On a GPU the default precision would make many scores tie.
+        return jnp.einsum('btd,d->bt', x_BTD, w_D, precision='highest')
 
 
 class Predictor(nn.Module):
@@ -130,9 +130,10 @@ class Predictor(nn.Module):
         x_BTD = jax.lax.stop_gradient(x_BTD).astype(jnp.float32)
         init = initializer(self.hparams.init_std)
         if self.hparams.routing.predictor_width:
-            hidden = nn.Dense(self.hparams.routing.predictor_width, kernel_init=init, name='hidden')
+            width = self.hparams.routing.predictor_width
+            hidden = nn.Dense(width, kernel_init=init, precision='highest', name='hidden')
             x_BTD = jax.nn.silu(hidden(x_BTD))
-        return nn.Dense(1, kernel_init=init, name='out')(x_BTD)[..., 0]
+        return nn.Dense(1, kernel_init=init, precision='highest', name='out')(x_BTD)[..., 0]
 
 
 ROUTERS = {'learned': LearnedRouter}

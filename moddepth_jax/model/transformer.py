@@ -10,8 +10,8 @@ from moddepth_jax.hparams import Hparams, ModelHparams
 from moddepth_jax.model.attention import Tokens
 from moddepth_jax.model.block import Block
 from moddepth_jax.model.depth_scan import find_runs, scan_run
-from moddepth_jax.model.layers import RMSNorm, initializer
-from moddepth_jax.model.mixture_of_depths import MixtureOfDepths
+from moddepth_jax.model.layers import RMSNorm, initializer, logits
+from moddepth_jax.model.mixture_of_depths import CHOICE, MixtureOfDepths
 from moddepth_jax.model.routing import ROUTINGS
 
 INIT_LENGTH = 256  # tokens of the random stream on which routers choose their initial width
@@ -35,17 +35,21 @@ class Group(nn.Module):
 
     hparams: ModelHparams
     kinds: tuple[LayerKind, ...]
+    repeats: int
     routing: str
 
     @nn.compact
     def __call__(self, x_BTD, tokens: Tokens):
         """Returns the stream and a list of the routed layers' records."""
-        remat = self.hparams.remat == 'block'
-        # Inside a scan nothing can be merged across the recomputation; unrolled it could be.
-        prevent_cse = self.hparams.layer_loop == 'unrolled'
+        # A loop of several trips cannot merge the recomputation with the first one; others could.
+        prevent_cse = self.hparams.layer_loop == 'unrolled' or self.repeats == 1
 
         def layer(cls):
-            return nn.remat(cls, prevent_cse=prevent_cse) if remat else cls
+            if self.hparams.remat == 'none':
+                return cls
+            # The choice of tokens is kept: recomputed, it could fall otherwise on a near-tie.
+            policy = jax.checkpoint_policies.save_only_these_names(CHOICE)
+            return nn.remat(cls, prevent_cse=prevent_cse, policy=policy)
 
         records = []
         for i, kind in enumerate(self.kinds):
@@ -69,6 +73,17 @@ def _flatten_records(records):
 
     runs = [jax.tree.map(interleave, *group) for group in records if group]
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *runs) if runs else None
+
+
+class Head(nn.Module):
+    """The matrix from the last stream to the logits."""
+
+    hparams: ModelHparams
+
+    @nn.compact
+    def __call__(self, x_BTD):
+        shape = (self.hparams.d_model, self.hparams.vocab_size)
+        return logits(x_BTD, self.param('kernel', initializer(self.hparams.init_std), shape))
 
 
 class Transformer(nn.Module):
@@ -110,7 +125,7 @@ class Transformer(nn.Module):
         stack = self._stack()
         records = []
         for i, run in enumerate(find_runs(layer_kinds(model))):
-            group = Group(model, run.group, routing, parent=None)
+            group = Group(model, run.group, run.repeats, routing, parent=None)
 
             def apply(params, x_BTD, group=group):
                 return group.apply({'params': params}, x_BTD, tokens)
@@ -119,17 +134,10 @@ class Transformer(nn.Module):
             records.append(record)
         x_BTD = RMSNorm(model.norm_eps, name='final_norm')(x_BTD)
         if model.tie_embeddings:
-            logits_BTV = jnp.einsum('btd,vd->btv', x_BTD, embedding_VD.astype(x_BTD.dtype))
+            logits_BTV = logits(x_BTD, embedding_VD.T)
         else:
-            head = nn.Dense(
-                model.vocab_size,
-                use_bias=False,
-                dtype=model.dtype,
-                kernel_init=initializer(model.init_std),
-                name='head',
-            )
-            logits_BTV = head(x_BTD)
-        return logits_BTV.astype(jnp.float32), _flatten_records(records)
+            logits_BTV = Head(model, name='head')(x_BTD)
+        return logits_BTV, _flatten_records(records)
 
     def _stack(self):
         # Fetched, not declared, once it exists: Linen would trace the initialiser at every use.
@@ -151,7 +159,7 @@ def init_stack(key, hparams: ModelHparams):
     tokens = Tokens(jnp.arange(INIT_LENGTH)[None], ones_BT)
     stack = {}
     for i, run in enumerate(find_runs(layer_kinds(hparams))):
-        group = Group(hparams, run.group, 'top_c', parent=None)
+        group = Group(hparams, run.group, run.repeats, 'top_c', parent=None)
 
         def init_repeat(x_BTD, key, group=group):
             (y_BTD, _), variables = group.init_with_output(key, x_BTD, tokens)

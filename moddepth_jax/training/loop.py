@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from moddepth_jax.data.landmarks import landmarks
+from moddepth_jax.data.landmarks import MAX_BYTES, landmarks
 from moddepth_jax.data.pipeline import Dataset, check_fingerprint, make_dataset
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.model.flops import train_step_flops
@@ -19,10 +19,11 @@ from moddepth_jax.training.evaluate import evaluate_honestly
 from moddepth_jax.training.interruption import Interruption
 from moddepth_jax.training.losses import IGNORED, masked_labels
 from moddepth_jax.training.metrics import MetricsWriter
-from moddepth_jax.training.progress import Progress, format_count, format_seconds
+from moddepth_jax.training.plan import check_vocabulary, describe, resolve_steps
+from moddepth_jax.training.progress import Progress, format_seconds
 from moddepth_jax.training.sharding import check_batch, make_mesh, put_batch, replicated
 from moddepth_jax.training.stopwatch import Stopwatch
-from moddepth_jax.training.summary import num_parameters, summarise, versions, write_summary
+from moddepth_jax.training.summary import summarise, versions, write_summary
 from moddepth_jax.training.train_step import TrainState, init_state, train_step
 from moddepth_jax.training.workdir import WorkdirLock, open_workdir
 
@@ -54,37 +55,11 @@ class Run:
     signal: str | None = None
 
 
-def resolve_steps(hparams: Hparams) -> int:
-    """Steps of a run: as many as `flop_budget` pays for, or `training.num_steps` without one.
-
-    Raises:
-      ValueError: a budget below the cost of one step.
-    """
-    if not hparams.flop_budget:
-        return hparams.training.num_steps
-    cost = train_step_flops(hparams)
-    if hparams.flop_budget < cost:
-        raise ValueError(
-            f'flop_budget={hparams.flop_budget:g}: pays for no step; one step of '
-            f'{hparams.data.batch_size} x {hparams.data.sequence_length} tokens costs {cost:.3g}'
-        )
-    return int(hparams.flop_budget / cost)
-
-
-def check_vocabulary(hparams: Hparams, tokenizer):
-    """Raises ValueError where the tokenizer has more ids than the model."""
-    if hparams.model.vocab_size < tokenizer.vocab_size:
-        raise ValueError(
-            f'model.vocab_size={hparams.model.vocab_size}: must be at least '
-            f'{tokenizer.vocab_size}, the ids of data.tokenizer={hparams.data.tokenizer!r}'
-        )
-
-
 def train(hparams: Hparams, workdir, mesh_spec: str = '') -> Run:
     """Trains to the last step, or goes on where an earlier call in the same workdir stopped.
 
-    Two calls with equal hyper-parameters, versions, devices and CPU threads end bit-equal, however
-    often they were killed in between.
+    On CPUs two calls with equal hyper-parameters, versions, devices and threads end bit-equal,
+    however often they were killed in between.
 
     Args:
       hparams: of the run.
@@ -104,120 +79,117 @@ def train(hparams: Hparams, workdir, mesh_spec: str = '') -> Run:
     open_workdir(workdir, dataclasses.asdict(hparams), MAY_CHANGE)
     workdir = pathlib.Path(workdir)
     keep = hparams.training.keep_checkpoints
-    with (
-        WorkdirLock(workdir),
-        Interruption() as interruption,
-        Checkpoints(workdir / 'checkpoints', keep) as checkpoints,
-    ):
+    with WorkdirLock(workdir), Checkpoints(workdir / 'checkpoints', keep) as checkpoints:
         state, metadata, news = _start(hparams, num_steps, dataset, mesh, checkpoints)
         first_step, tokens = int(state.step), hparams.data.batch_size * hparams.data.sequence_length
         with (
             MetricsWriter(workdir, first_step) as writer,
             Progress(num_steps, first_step, tokens) as progress,
         ):
-            _describe(progress, hparams, state, dataset)
-            for line in news:
+            for line in (*describe(hparams, num_steps, state.params, dataset), *news):
                 progress.note(line)
-            metadata = {
-                'fingerprint': dataset.fingerprint,
-                'versions': versions(),
-                'mesh': dict(mesh.shape),
-                'seconds': metadata.get('seconds', 0.0),
-                'train_loss': metadata.get('train_loss'),
-            }
-            loop = _Loop(state, hparams, num_steps, dataset, mesh, writer, progress)
-            state = loop.run(interruption, checkpoints, metadata)
-            if int(state.step) < num_steps:
-                done = f'{interruption.requested}: stopped and saved at step {int(state.step)}'
-                progress.note(f'{done} of {num_steps}; the same command goes on from there')
+            loop = _Loop(state, metadata, hparams, num_steps, dataset, mesh, writer, progress)
+            with Interruption() as interruption:
+                state = loop.run(interruption, checkpoints)
+            step = int(state.step)
+            if step < num_steps:
+                done = f'{interruption.requested}: stopped and saved at step {step} of {num_steps}'
+                progress.note(f'{done}; the same command goes on from there')
                 return Run(hparams, workdir, state, dataset, None, interruption.requested)
+            progress.note('evaluating on held-out text, then counting the FLOPs of the traced step')
             evaluation = loop.evaluate(num_steps, hparams.evaluation.final_batches)
-        loss, seconds = metadata['train_loss'], metadata['seconds']
-        summary = summarise(hparams, state, loss, evaluation, dataset, seconds)
+        summary = summarise(hparams, state, evaluation, dataset, loop.metadata)
         write_summary(workdir, summary)
     return Run(hparams, workdir, state, dataset, summary)
 
 
 def _start(hparams, num_steps, dataset, mesh, checkpoints):
-    """The newest good state or that before step 0, its metadata, and lines of news."""
+    """The newest good state or that before step 0, what its next checkpoint carries, and news."""
     initial = jax.jit(lambda: init_state(hparams, num_steps), out_shardings=replicated(mesh))
     abstract = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated(mesh)),
         jax.eval_shape(initial),
     )
+    here = versions() | {f'mesh axis {axis}': str(size) for axis, size in mesh.shape.items()}
+    metadata = {
+        'fingerprint': dataset.fingerprint,
+        'num_steps': num_steps,
+        'versions': here,
+        'seconds': 0.0,
+        'train_loss': None,
+    }
     restored = checkpoints.restore(abstract)
     if restored is None:
-        return initial(), {}, checkpoints.skipped
-    state, step, metadata = restored
-    check_fingerprint(metadata['fingerprint'], dataset.fingerprint)
-    return state, metadata, [*checkpoints.skipped, f'resuming after step {step}']
-
-
-def _describe(progress, hparams, state, dataset):
-    model, num_steps = hparams.model, state.num_steps
-    routed = len(model.routed_layers)
-    routing = f', {routed} routed at capacity {model.routing.capacity:g}' if routed else ', dense'
-    progress.note(
-        f'model     {model.num_layers} layers of width {model.d_model}{routing}; '
-        f'{format_count(num_parameters(state.params))} parameters'
-    )
-    progress.note(f'corpus    {dataset.corpus.description}')
-    cost = train_step_flops(hparams)
-    progress.note(
-        f'plan      {num_steps} steps x {format_count(cost)}FLOP = '
-        f'{num_steps * cost:.3g} FLOPs, {dataset.epochs(num_steps):.2f} epochs'
-    )
+        return initial(), metadata, checkpoints.skipped
+    state, step, stored = restored
+    check_fingerprint(stored['fingerprint'], dataset.fingerprint)
+    if stored['num_steps'] != num_steps:
+        found = f'{stored["num_steps"]} steps when it began and {num_steps} now'
+        raise ValueError(f'this run was to take {found}: FLOPs are counted otherwise; start anew')
+    news = [*checkpoints.skipped, f'resuming after step {step}']
+    for name, was in stored['versions'].items():
+        if here.get(name) != was:
+            news.append(f'{name} was {was}, is {here.get(name)}: bits may differ from here on')
+    carried = {name: stored[name] for name in ('seconds', 'train_loss')}
+    return state, metadata | carried, news
 
 
 class _Loop:
     """The steps of one start of a run, at most STEPS_IN_FLIGHT of them dispatched at a time."""
 
-    def __init__(self, state, hparams, num_steps, dataset, mesh, writer, progress):
-        self.state, self.hparams, self.num_steps = state, hparams, num_steps
+    def __init__(self, state, metadata, hparams, num_steps, dataset, mesh, writer, progress):
+        self.state, self.metadata = state, metadata
+        self.hparams, self.num_steps = hparams, num_steps
         self.dataset, self.mesh = dataset, mesh
         self.writer, self.progress = writer, progress
         self.in_flight = collections.deque()
-        self.loss = None
+        self.stopwatch = Stopwatch()
 
-    def run(self, interruption, checkpoints, metadata: dict) -> TrainState:
-        """Steps until the last, or until a signal; every checkpoint carries `metadata`."""
+    def run(self, interruption, checkpoints) -> TrainState:
+        """Steps until the last, or until a signal; saves `state` and `metadata` on the way."""
         first_step = int(self.state.step)
         if first_step == self.num_steps:
             return self.state
-        training, evaluation = self.hparams.training, self.hparams.evaluation
         step_fn = self._compile()
-        self.stopwatch, seconds_before = Stopwatch(), metadata['seconds']
+        self.stopwatch, seconds_before = Stopwatch(), self.metadata['seconds']
         for step in range(first_step, self.num_steps):
+            # Before the step and not after the last one: a start that resumes here catches up.
+            if self._evaluation_is_due(step):
+                self._collect(leave=0)
+                with self.stopwatch.pause():
+                    self.evaluate(step, self.hparams.evaluation.num_batches)
             with jax.transfer_guard('disallow'):
                 self._dispatch(step_fn, step)
             done = step + 1
-            finished = done == self.num_steps
-            last = finished or interruption.requested is not None
-            evaluates = evaluation.every and done % evaluation.every == 0 and not finished
-            saves = last or done % training.checkpoint_every == 0
-            self._collect(leave=0 if evaluates or saves else STEPS_IN_FLIGHT - 1)
-            if evaluates:
-                with self.stopwatch.pause():
-                    self.evaluate(done, evaluation.num_batches)
+            stops = done == self.num_steps or interruption.requested is not None
+            saves = stops or done % self.hparams.training.checkpoint_every == 0
+            self._collect(leave=0 if saves else STEPS_IN_FLIGHT - 1)
             if saves:
-                metadata['seconds'] = seconds_before + self.stopwatch.seconds()
-                metadata['train_loss'] = self.loss
+                self.metadata['seconds'] = seconds_before + self.stopwatch.seconds()
                 with self.stopwatch.pause():
-                    checkpoints.save(done, self.state, metadata)
-            if last:
+                    checkpoints.save(done, self.state, self.metadata)
+            if stops:
                 break
         checkpoints.wait()
         return self.state
+
+    def _evaluation_is_due(self, step):
+        every = self.hparams.evaluation.every
+        return step and every and step % every == 0 and not self.writer.has(step, 'eval/loss')
 
     def _compile(self) -> Any:
         begin = time.monotonic()
         with concurrent.futures.ThreadPoolExecutor(1) as thread:
             marks = thread.submit(landmarks, self.dataset.corpus)
             batch = put_batch(self.mesh, self.dataset.train_batch(0))
-            step_fn = jax.jit(train_step, donate_argnums=0).lower(self.state, batch).compile()
+            shardings = replicated(self.mesh)
+            jitted = jax.jit(train_step, donate_argnums=0, out_shardings=shardings)
+            step_fn = jitted.lower(self.state, batch).compile()
             compiled = time.monotonic() - begin
             text = ', '.join(f'{name} {bits:.2f}' for name, bits in marks.result().items())
-        self.progress.note(f'landmarks {text} bits/byte on the training text')
+        whole = sum(map(len, self.dataset.corpus.train)) <= MAX_BYTES
+        where = 'training text' if whole else f'first {MAX_BYTES >> 20} MiB of training text'
+        self.progress.note(f'landmarks {text} bits/byte on the {where}')
         self.progress.note(f'compiled  the train step in {format_seconds(compiled)}')
         return step_fn
 
@@ -237,7 +209,7 @@ class _Loop:
             step, metrics, targets_per_byte = self.in_flight.popleft()
             metrics = jax.device_get(metrics)
             self.stopwatch.step_done()
-            self.loss = float(metrics['loss'])
+            self.metadata['train_loss'] = float(metrics['loss'])
             self._check_finite(step, metrics)
             if step % self.hparams.training.log_every == 0 or step == self.num_steps:
                 row = self._row(metrics)
@@ -252,8 +224,8 @@ class _Loop:
         self.progress.note(f'step {step}: loss or gradient is not finite; skipped')
         if in_a_row >= self.hparams.training.max_nan_steps:
             raise ValueError(
-                f'training.max_nan_steps={in_a_row}: that many steps in a row up to {step} gave no '
-                f'finite loss and gradient; lower optimizer.learning_rate and resume elsewhere'
+                f'training.max_nan_steps={in_a_row}: so many steps in a row, up to {step}, gave no '
+                f'finite loss and gradient; lower optimizer.learning_rate in another --workdir'
             )
 
     def _row(self, metrics):

@@ -2,17 +2,17 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
+from moddepth_jax.data.pipeline import IGNORED_LABEL as IGNORED
 from moddepth_jax.hparams import Hparams
-
-IGNORED = -100  # label of a target that no loss counts
 
 
 def masked_labels(batch):
     """The labels of a batch (NumPy or JAX), -100 for padding too, whatever its label is."""
-    real_BT = batch['segment_ids_BT'] > 0
-    return real_BT * batch['labels_BT'] + (1 - real_BT) * IGNORED
+    where = np.where if isinstance(batch['labels_BT'], np.ndarray) else jnp.where
+    return where(batch['segment_ids_BT'] > 0, batch['labels_BT'], IGNORED)
 
 
 def token_losses(logits_BTV, labels_BT):
@@ -94,11 +94,13 @@ def routing_ratios(counts):
     """`routing_counts` as ratios per routed layer, NaN where there is nothing to divide by.
 
     Returns:
-      dict: `selected_fraction` of the real tokens entered; `precision` and `recall` of the causal
+      dict: `selected_fraction` of the real tokens entered, `rule_fraction` would under the causal
+      rule; `precision` and `recall` of the causal
       rule against top-C membership; `selected_gate`, the mean gate of the top C.
     """
     return {
         'selected_fraction': counts['entered'] / counts['real'],
+        'rule_fraction': counts['said'] / counts['real'],
         'precision': counts['both'] / counts['said'],
         'recall': counts['both'] / counts['chosen'],
         'selected_gate': counts['gate'] / counts['chosen'],

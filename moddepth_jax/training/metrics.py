@@ -32,14 +32,9 @@ class MetricsWriter:
 
     def __init__(self, workdir: str | os.PathLike, first_step: int, tensorboard: bool = True):
         workdir = pathlib.Path(workdir)
-        path = workdir / METRICS_FILE
-        self._kept = set()
-        if path.exists():
-            rows = [row for row in read_metrics(workdir) if row['step'] <= first_step]
-            text = ''.join(f'{json.dumps(row)}\n' for row in rows)
-            workdir_lib.write_atomically(path, text)
-            self._kept = {(row['step'], *sorted(row)) for row in rows}
-        self._file = open(path, 'a', encoding='utf-8')
+        self._path = workdir / METRICS_FILE
+        rows = read_metrics(workdir) if self._path.exists() else []
+        self._rewrite([row for row in rows if row['step'] <= first_step])
         self._events = None
         if tensorboard:
             events = workdir / EVENTS_DIRECTORY
@@ -49,7 +44,8 @@ class MetricsWriter:
     def write(self, step: int, values: dict) -> None:
         """Appends a row of numbers (Python, NumPy or JAX scalars), strings, and lists of these.
 
-        A row that an earlier start of the run left, of the same step and names, stays as it is.
+        It takes the place of a row that an earlier start of the run left, of the same step and
+        names: that of the last evaluation, where a finished run is evaluated again.
 
         Raises:
           ValueError: a value of another kind, or one named `step`.
@@ -57,8 +53,11 @@ class MetricsWriter:
         if 'step' in values:
             raise ValueError(f'step={values["step"]!r}: must be given as the row, not among values')
         row = {'step': int(step)} | {name: _plain(name, value) for name, value in values.items()}
-        if (row['step'], *sorted(row)) in self._kept:
-            return
+        if _key(row) in self._kept:
+            self._file.close()
+            self._rewrite(
+                [old for old in read_metrics(self._path.parent) if _key(old) != _key(row)]
+            )
         self._file.write(json.dumps(row, allow_nan=False) + '\n')
         self._file.flush()
         if self._events is None:
@@ -67,16 +66,31 @@ class MetricsWriter:
             if name != 'step' and isinstance(value, (int, float)):
                 self._events.add_scalar(name, value, row['step'])
 
+    def has(self, step: int, name: str) -> bool:
+        """Whether an earlier start of the run left a row of `step` with a value `name`."""
+        return any(kept_step == step and name in names for kept_step, names in self._kept)
+
     def close(self) -> None:
         self._file.close()
         if self._events is not None:
             self._events.close()
+
+    def _rewrite(self, rows):
+        """Leaves these rows, and the file open for more."""
+        text = ''.join(f'{json.dumps(row)}\n' for row in rows)
+        workdir_lib.write_atomically(self._path, text)
+        self._kept = {_key(row) for row in rows}
+        self._file = open(self._path, 'a', encoding='utf-8')
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
         self.close()
+
+
+def _key(row):
+    return row['step'], frozenset(row)
 
 
 def read_metrics(workdir: str | os.PathLike) -> list[dict]:

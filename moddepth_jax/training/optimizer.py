@@ -30,6 +30,13 @@ def _outside_predictor(params):
     return jax.tree.map(lambda inside: not inside, _in_predictor(params))
 
 
+def trunk_norm(gradients):
+    """Global norm of all gradients but the predictor's: what clipping of the trunk looks at."""
+    outside = _outside_predictor(gradients)
+    leaves = zip(jax.tree.leaves(outside), jax.tree.leaves(gradients), strict=True)
+    return optax.tree.norm([leaf for mine, leaf in leaves if mine])
+
+
 def _is_matrix(params):
     """Weight decay is for matrices: not for norms, biases, or the router's vector."""
 

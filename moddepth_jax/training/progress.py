@@ -42,6 +42,11 @@ def format_seconds(seconds: float) -> str:
     return f'{seconds}s'
 
 
+def printable(text: str) -> str:
+    """`text` without control characters, which a terminal would obey; line ends and tabs stay."""
+    return text.translate(_CONTROL)
+
+
 class Progress:
     """Shows how far a run is, how it does and how fast; a context manager.
 
@@ -112,7 +117,7 @@ class Progress:
 
     def note(self, text: str) -> None:
         """Prints `text` as it is, without control characters; on a terminal, above the bar."""
-        self._line(text.translate(_CONTROL))
+        self._line(printable(text))
 
     def __enter__(self):
         if self._bar is not None:

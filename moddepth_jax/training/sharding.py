@@ -33,7 +33,7 @@ def check_batch(mesh: Mesh, batch_size: int, accumulate_steps: int):
     if rows % shards:
         raise ValueError(
             f'data.batch_size={batch_size} in {accumulate_steps} micro-batches: {rows} rows do not '
-            f'divide over {shards} devices of the mesh axis data'
+            f'divide over {shards} devices; use --mesh=data=N or another data.batch_size'
         )
 
 

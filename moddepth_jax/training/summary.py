@@ -45,7 +45,7 @@ def _trace(hparams, num_steps, **changes):
     return jax.jit(train_step).trace(state, batch)
 
 
-def flops_of_a_step(hparams: Hparams, num_steps: int) -> dict[str, float]:
+def flops_of_a_step(hparams: Hparams, num_steps: int) -> dict[str, float | None]:
     """The counted FLOPs of a training step beside what its traced programs hold.
 
     Returns:
@@ -55,7 +55,7 @@ def flops_of_a_step(hparams: Hparams, num_steps: int) -> dict[str, float]:
       `flops_per_step_executed`, the products in the step as it runs: blocks recomputed, attention
       cut into blocks.
       `flops_per_step_xla`, XLA's estimate for the unrolled step before it is optimised, elementwise
-      work and hidden pairs included; for information.
+      work and hidden pairs included; None on a device that gives none. For information.
     """
     shape = (hparams.data.batch_size, hparams.data.sequence_length)
     plain = _trace(hparams, num_steps, remat='none', attention='reference')
@@ -65,27 +65,22 @@ def flops_of_a_step(hparams: Hparams, num_steps: int) -> dict[str, float]:
         'flops_per_step': train_step_flops(hparams),
         'flops_per_step_dot_general': float(products),
         'flops_per_step_executed': float(dot_general_flops(_trace(hparams, num_steps).jaxpr)),
-        'flops_per_step_xla': float(unrolled.lower().cost_analysis()['flops']),
+        'flops_per_step_xla': (unrolled.lower().cost_analysis() or {}).get('flops'),
     }
 
 
 def summarise(
-    hparams: Hparams,
-    state: TrainState,
-    train_loss: float,
-    evaluation: dict,
-    dataset,
-    seconds: float,
+    hparams: Hparams, state: TrainState, evaluation: dict, dataset, metadata: dict
 ) -> dict:
     """The content of summary.json, as interfaces of other commands expect it.
 
     Args:
       hparams: of the run.
       state: after the last step.
-      train_loss: nats a target of the last logged step.
       evaluation: of `evaluate_honestly`.
       dataset: for the corpus, its fingerprint and epochs.
-      seconds: spent in training, over all starts.
+      metadata: of the last checkpoint: `train_loss` in nats a target, `seconds` of stepping over
+        all starts, `versions`.
     """
     layers = hparams.model.routed_layers
     routing = evaluation.get('routing', {})
@@ -93,7 +88,7 @@ def summarise(
     step = int(state.step)
     return {
         'final_step': step,
-        'train_loss': train_loss,
+        'train_loss': metadata['train_loss'],
         'eval': {name: value for name, value in evaluation.items() if name != 'routing'},
         'routing': {
             f'layer_{layer:02d}': {name: values[i] for name, values in routing.items()}
@@ -103,12 +98,12 @@ def summarise(
         **flops,
         'total_flops': step * flops['flops_per_step'],
         'flop_budget': hparams.flop_budget,
-        'seconds': seconds,
+        'seconds': metadata['seconds'],
         'epochs': dataset.epochs(step),
         'skipped_steps': int(state.skipped),
         'corpus_sha256': dataset.corpus.sha256,
         'state_sha256': state_sha256(state),
-        'versions': versions(),
+        'versions': metadata['versions'],
     }
 
 

@@ -16,7 +16,7 @@ from moddepth_jax.training.losses import (
     routing_ratios,
     token_losses,
 )
-from moddepth_jax.training.optimizer import learning_rate_schedule, make_optimizer
+from moddepth_jax.training.optimizer import learning_rate_schedule, make_optimizer, trunk_norm
 
 
 @flax.struct.dataclass
@@ -116,18 +116,18 @@ def train_step(state: TrainState, batch) -> tuple[TrainState, dict]:
       batch: `tokens_BT`, `labels_BT`, `segment_ids_BT`, int32 [B, T].
 
     Returns:
-      The state after it, and metrics: `loss` (nats a target), `z_loss`, `rule_loss`, `grad_norm`,
+      The state after it, and metrics: `loss` (nats a target), `z_loss`, `rule_loss`, `grad_norm`
+      (of all but the predictor),
       `learning_rate`, `skipped`, `skipped_in_a_row`, and `routing`, float32 [routed layers] each.
       A step whose loss or gradient is not finite changes nothing but the counters.
     """
     hparams, num_steps = state.hparams, state.num_steps
     gradients, metrics = _gradients(state.params, hparams, batch)
-    grad_norm = optax.tree.norm(gradients)
     updates, optimizer_state = make_optimizer(hparams, num_steps).update(
         gradients, state.optimizer_state, state.params
     )
     params = optax.apply_updates(state.params, updates)
-    good = jnp.isfinite(grad_norm) & jnp.isfinite(metrics['loss'])
+    good = jnp.isfinite(optax.tree.norm(gradients)) & jnp.isfinite(metrics['loss'])
     params, optimizer_state = jax.tree.map(
         lambda new, old: jnp.where(good, new, old),
         (params, optimizer_state),
@@ -135,7 +135,7 @@ def train_step(state: TrainState, batch) -> tuple[TrainState, dict]:
     )
     if 'routing' in metrics:
         metrics['routing'] = routing_ratios(metrics['routing'])
-    metrics['grad_norm'] = grad_norm
+    metrics['grad_norm'] = trunk_norm(gradients)
     # The optimizer counts the steps that it took.
     taken = state.step - state.skipped
     metrics['learning_rate'] = learning_rate_schedule(hparams, num_steps)(taken)

@@ -61,8 +61,9 @@ class WorkdirLock:
 def open_workdir(path: str | os.PathLike, config: dict, volatile: tuple[str, ...] = ()) -> None:
     """Makes `path` the directory of a run of `config`, or checks that it already is.
 
-    A new or empty directory gets `config.json`. Where there is one, it is compared and kept as it
-    is. The lock is not held afterwards: a run takes a `WorkdirLock` next.
+    A new or empty directory gets `config.json`. Where there is one, it is compared, and then takes
+    the volatile fields of `config`. The lock is not held afterwards: a run takes a `WorkdirLock`
+    next.
 
     Args:
       path: the directory; parents are made.
@@ -84,7 +85,7 @@ def open_workdir(path: str | os.PathLike, config: dict, volatile: tuple[str, ...
         if others:
             found = f'holds {others[0]!r} but no {CONFIG_FILE}, so it is no directory of a run'
             raise ValueError(f'--workdir={path}: {found}; {right}')
-        _create(path, config)
+        _write(path, config, only_new=True)
     wanted, stored = _flatten(_as_json(config)), _flatten(read_config(path))
     for name in sorted(wanted.keys() | stored.keys()):
         if any(name == field or name.startswith(f'{field}.') for field in volatile):
@@ -93,6 +94,8 @@ def open_workdir(path: str | os.PathLike, config: dict, volatile: tuple[str, ...
         if old != new:
             found = f'{name} is {old!r} in its {CONFIG_FILE} and {new!r} in this run'
             raise ValueError(f'--workdir={path}: {found}; {right}')
+    if wanted != stored:
+        _write(path, config, only_new=False)
 
 
 def read_config(path: str | os.PathLike) -> dict:
@@ -117,13 +120,13 @@ def read_config(path: str | os.PathLike) -> dict:
     return config
 
 
-def _create(path, config):
+def _write(path, config, only_new):
     content = {'schema_version': SCHEMA_VERSION, 'config': config}
     text = json.dumps(content, indent=2, sort_keys=True) + '\n'
     try:
         path.mkdir(parents=True, exist_ok=True)
         with WorkdirLock(path):
-            if not (path / CONFIG_FILE).exists():
+            if not (only_new and (path / CONFIG_FILE).exists()):
                 write_atomically(path / CONFIG_FILE, text)
     except OSError as error:
         right = 'must be a directory that can be written'

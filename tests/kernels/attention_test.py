@@ -230,8 +230,8 @@ def test_xla_never_holds_all_scores():
 def test_auto_is_an_implementation_and_lse_is_optional():
     """`auto` gives the bits of xla; without return_lse the output comes alone and unchanged."""
     inputs, _, _, _ = make_case(**SIZES | KINDS)
-    both = attention(*inputs, implementation='xla', return_lse=True)
-    alone = attention(*inputs)
+    both = jit(functools.partial(attention, implementation='xla', return_lse=True))(*inputs)
+    alone = jit(attention)(*inputs)
     np.testing.assert_array_equal(alone, both[0])
     assert both[1].shape == (2, 2, 97)
 

@@ -1,5 +1,6 @@
 """Weights copied from Hugging Face models give those models' logits; see tests/make_golden.py."""
 
+import functools
 import json
 import pathlib
 
@@ -10,6 +11,8 @@ import pytest
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model.transformer import Transformer
 
+# Unoptimised programs, of the same operations, compile in less than half the time.
+jit = functools.partial(jax.jit, compiler_options={'xla_backend_optimization_level': 0})
 GOLDEN = pathlib.Path(__file__).parents[1] / 'golden'
 NORMS = {
     'llama': {
@@ -104,7 +107,7 @@ def test_logits_are_the_other_implementations(name, tiny_config):
         hparams = from_config(tiny_config(**overrides(config), **{'model.layer_loop': loop}))
         model = Transformer(hparams)
         with jax.default_matmul_precision('highest'):
-            logits_BTV, records = jax.jit(model.apply)({'params': params}, arrays['tokens_BT'])
+            logits_BTV, records = jit(model.apply)({'params': params}, arrays['tokens_BT'])
         assert records is None
         np.testing.assert_allclose(logits_BTV, arrays['logits_BTV'], rtol=0, atol=1e-5)
 
@@ -114,7 +117,7 @@ def test_every_weight_matters(tiny_config):
     config, arrays = read('olmo2')
     params = converted(config, arrays)
     hparams = from_config(tiny_config(**overrides(config)))
-    apply = jax.jit(Transformer(hparams).apply)
+    apply = jit(Transformer(hparams).apply)
     leaves, tree = jax.tree.flatten(params)
     for i in range(len(leaves)):
         changed = [np.zeros_like(leaf) if i == j else leaf for j, leaf in enumerate(leaves)]

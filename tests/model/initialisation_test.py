@@ -76,8 +76,8 @@ GATES = {
     'small': ('pre', 'every:1', 3, 32, 0.5, 0.02, 0.02),
     'deep': ('pre', 'every:2', 12, 64, 0.125, 0.125, 1.0),
     'post': ('post', 'every:2', 8, 64, 0.125, 0.02, 0.02),
-    'reordered': ('reordered', 'every:2', 8, 64, 0.125, 0.125, 1.0),
-    'reordered_small_embedding': ('reordered', 'every:2', 8, 64, 0.125, 0.02, 0.02),
+    'reordered': ('reordered', 'every:1', 8, 64, 0.125, 0.125, 1.0),
+    'reordered_small_embedding': ('reordered', 'every:1', 8, 64, 0.125, 0.02, 0.02),
 }
 EQUAL_TOKENS = pytest.mark.xfail(
     strict=True,

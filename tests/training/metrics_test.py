@@ -155,12 +155,14 @@ def test_events_mirror_the_numbers_and_purge_on_resume(tmp_path):
     assert (0, 2, 'loss', 2.5) in read_events(tmp_path)
 
 
-def test_a_row_of_an_earlier_start_is_not_doubled(tmp_path):
-    """The last evaluation of a finished run, made again by a rerun, stays one row."""
+def test_a_row_of_an_earlier_start_is_replaced(tmp_path):
+    """The last evaluation of a finished run, made again by a rerun, stays one row, the new one."""
     with metrics.MetricsWriter(tmp_path, 0, tensorboard=False) as writer:
         writer.write(4, {'loss': 1.0})
         writer.write(4, {'eval/loss': 2.0})
     with metrics.MetricsWriter(tmp_path, 4, tensorboard=False) as writer:
-        writer.write(4, {'eval/loss': 2.0})
+        assert writer.has(4, 'eval/loss') and not writer.has(4, 'eval/gap')
+        writer.write(4, {'eval/loss': 3.0})
         writer.write(5, {'loss': 0.5})
-    assert [row['step'] for row in metrics.read_metrics(tmp_path)] == [4, 4, 5]
+    rows = [{'step': 4, 'loss': 1.0}, {'step': 4, 'eval/loss': 3.0}, {'step': 5, 'loss': 0.5}]
+    assert metrics.read_metrics(tmp_path) == rows

@@ -1,0 +1,51 @@
+"""What a run will do, known before anything is compiled or written."""
+
+from moddepth_jax.hparams import Hparams
+from moddepth_jax.model.flops import train_step_flops
+from moddepth_jax.training.progress import format_count
+from moddepth_jax.training.summary import num_parameters
+
+
+def resolve_steps(hparams: Hparams) -> int:
+    """Steps of a run: as many as `flop_budget` pays for, or `training.num_steps` without one.
+
+    Raises:
+      ValueError: a budget below the cost of one step, or for 2^31 steps and more.
+    """
+    if not hparams.flop_budget:
+        return hparams.training.num_steps
+    cost = train_step_flops(hparams)
+    if hparams.flop_budget < cost:
+        raise ValueError(
+            f'flop_budget={hparams.flop_budget:g}: pays for no step; one step of '
+            f'{hparams.data.batch_size} x {hparams.data.sequence_length} tokens costs {cost:.3g}'
+        )
+    num_steps = int(hparams.flop_budget / cost)
+    if num_steps >= 2**31:
+        right = 'must be below 2**31 of them; take a larger model or batch'
+        raise ValueError(f'flop_budget={hparams.flop_budget:g}: {num_steps} steps, {right}')
+    return num_steps
+
+
+def check_vocabulary(hparams: Hparams, tokenizer):
+    """Raises ValueError where the tokenizer has more ids than the model."""
+    if hparams.model.vocab_size < tokenizer.vocab_size:
+        raise ValueError(
+            f'model.vocab_size={hparams.model.vocab_size}: must be at least '
+            f'{tokenizer.vocab_size}, the ids of data.tokenizer={hparams.data.tokenizer!r}'
+        )
+
+
+def describe(hparams: Hparams, num_steps: int, params, dataset) -> list[str]:
+    """Lines for the user: the model, the corpus, the steps and what they cost."""
+    model = hparams.model
+    routed = len(model.routed_layers)
+    routing = f', {routed} routed at capacity {model.routing.capacity:g}' if routed else ', dense'
+    cost, parameters = train_step_flops(hparams), format_count(num_parameters(params))
+    return [
+        f'model     {model.num_layers} layers of width {model.d_model}{routing}; '
+        f'{parameters} parameters',
+        f'corpus    {dataset.corpus.description}',
+        f'plan      {num_steps} steps x {format_count(cost)}FLOP = '
+        f'{num_steps * cost:.3g} FLOPs, {dataset.epochs(num_steps):.2f} epochs',
+    ]
