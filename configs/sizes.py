@@ -11,7 +11,8 @@ def apply_size(config, size: str):
     """
     layers, _, width = size.partition('x')
     right = 'must be LAYERSxWIDTH with a width that is a multiple of 64, such as 6x128'
-    if not (layers.isdigit() and width.isdigit()) or int(width) % 64 or not int(layers):
+    numbers = layers.isdecimal() and width.isdecimal()
+    if not numbers or int(width) % 64 or not int(layers) * int(width):
         raise ValueError(f'size={size!r}: {right}')
     model = config.model
     model.num_layers, model.d_model = int(layers), int(width)

@@ -23,7 +23,7 @@ JSON = flags.DEFINE_string('json', None, 'File for the result; - for stdout.')
 
 
 def _lengths():
-    if not all(length.isdigit() and int(length) for length in LENGTHS.value):
+    if not all(length.isdecimal() and int(length) for length in LENGTHS.value):
         raise ValueError(f'--lengths={",".join(LENGTHS.value)}: must be numbers such as 512,2048')
     return [int(length) for length in LENGTHS.value]
 

@@ -79,7 +79,7 @@ def plot_routing(grid_LT, tokens, title: str, path):
     axes.tick_params(length=0)
     axes.set_ylabel('layer')
     axes.set_xlabel('held-out tokens (· space, ↵ line end, § document start, □ part of a letter)')
-    axes.set_title(title, loc='left', fontsize=10)
+    axes.set_title(title, loc='left', fontsize=10, parse_math=False)
     for spine in axes.spines.values():
         spine.set_visible(False)
     used = [value for value in (ENTERED, LOOKAHEAD, SKIPPED, DENSE) if (grid_LT == value).any()]

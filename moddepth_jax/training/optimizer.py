@@ -9,12 +9,13 @@ from moddepth_jax.hparams import Hparams
 def learning_rate_schedule(hparams: Hparams, num_steps: int):
     """step -> learning rate: linear warm-up from 0, then a cosine that ends with the last step."""
     optimizer = hparams.optimizer
-    warmup = min(num_steps - 1, round(optimizer.warmup_fraction * num_steps))
+    last = max(1, num_steps - 1)
+    warmup = min(last - 1, round(optimizer.warmup_fraction * num_steps))
     return optax.warmup_cosine_decay_schedule(
         init_value=0.0 if warmup else optimizer.learning_rate,
         peak_value=optimizer.learning_rate,
         warmup_steps=warmup,
-        decay_steps=num_steps,
+        decay_steps=last,
         end_value=optimizer.final_fraction * optimizer.learning_rate,
     )
 

@@ -17,7 +17,7 @@ def make_mesh(spec: str = '') -> Mesh:
     sizes = dict.fromkeys(AXES, 1) | ({} if spec else {'data': len(devices)})
     for pair in filter(None, spec.split(',')):
         axis, _, size = pair.partition('=')
-        if axis not in AXES or not size.isdigit() or int(size) < 1:
+        if axis not in AXES or not size.isdecimal() or int(size) < 1:
             raise ValueError(f'--mesh={spec}: must be AXIS=SIZE with an axis of {", ".join(AXES)}')
         sizes[axis] = int(size)
     wanted = sizes['data']

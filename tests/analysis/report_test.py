@@ -82,8 +82,10 @@ def sampled(monkeypatch):
 
 
 def next_steps(out):
-    """The lines after `Next:`."""
-    return [line for line in out.split('Next:\n')[1].splitlines() if line.strip()]
+    """The items after `Next:`, each with its deeper indented lines."""
+    items = re.split(r'^  (?=\S)', out.split('Next:\n')[1], flags=re.MULTILINE)
+    assert not items[0].strip()
+    return items[1:]
 
 
 def named_configs(lines):
@@ -111,15 +113,15 @@ def test_report_of_a_routed_run(tiny_config, tmp_path, sampled):
 
 @pytest.mark.parametrize('router', ['learned', 'none'])
 def test_three_next_steps_that_exist(tiny_config, tmp_path, sampled, router):
-    """Three lines say what to do next; files and configs that they name are there."""
+    """Three items say what to do next; files and configs that they name are there."""
     sampled('x')
     run = make_run(tiny_config, tmp_path / 'run', router)
     (run.workdir / 'metrics.jsonl').write_text(json.dumps({'step': 1}) + '\n')
-    lines = next_steps(printed(run))
-    assert len(lines) == 3
-    configs = named_configs(lines)
+    items = next_steps(printed(run))
+    assert len(items) == 3
+    configs = named_configs(items)
     assert configs and all((ROOT / config).exists() for config in configs)
-    files = re.findall(rf'{re.escape(str(tmp_path))}[\w./]*', ' '.join(lines))
+    files = re.findall(rf'{re.escape(str(tmp_path))}[\w./]*', ' '.join(items))
     assert files and all(pathlib.Path(file).exists() for file in files)
     assert (run.workdir / 'routing.png').exists() == (router == 'learned')
 
@@ -131,11 +133,10 @@ def test_three_next_steps_that_exist(tiny_config, tmp_path, sampled, router):
         (-0.0099, 'negligible'),
         (0.02, 'to be reported'),
         (0.05, 'invalidates'),
-        (-0.06, 'invalidates'),
     ],
 )
 def test_verdict_on_the_routing_gap(tiny_config, tmp_path, gap, verdict):
-    """0.01 nats or less is negligible, 0.05 or more invalidates a run, either way."""
+    """0.01 nats or less is negligible, 0.05 or more invalidates a run."""
     hparams = from_config(tiny_config(**{'model.routing.router': 'learned'}))
     summary = {
         'eval': {'loss': 1.0, 'routing_gap': gap}, 'routing': {}, 'flop_budget': 0.0,
@@ -160,7 +161,6 @@ def test_a_sample_is_printed_as_text(tiny_config, tmp_path, sampled, text, piece
     out = printed(make_run(tiny_config, tmp_path / 'run', 'none'))
     assert all(piece in out for piece in pieces)
     assert not {c for c in out if not c.isprintable()} - {'\n'}
-    assert (tmp_path / 'run' / 'sample.txt').read_text() == text
 
 
 def test_prompt_begins_with_the_separator(tiny_config):

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from moddepth_jax.data.tokenizer import make_tokenizer
 from moddepth_jax.hparams import from_config
 from moddepth_jax.inference.generate import check_prompt, generate
 from moddepth_jax.model.transformer import Transformer
@@ -93,9 +94,11 @@ def test_the_first_token_is_drawn_from_the_models_distribution(params, hparams):
 
 
 def test_prompt_and_text_may_just_fill_the_context(params, hparams):
-    """A text as long as the context is written whole; without a token to add the prompt returns."""
-    assert generate(params, hparams, PROMPT, LENGTH - 4, temperature=0.0).shape == (1, LENGTH)
-    assert generate(params, hparams, PROMPT, 0, temperature=0.0).tolist() == [PROMPT]
+    """A text as long as the context is written whole, and begins like any shorter one."""
+    text = generate(params, hparams, PROMPT, LENGTH - 4, temperature=0.0)
+    assert text.shape == (1, LENGTH)
+    shorter = generate(params, hparams, PROMPT, 5, temperature=0.0)
+    assert np.array_equal(text[:, :9], shorter)
 
 
 @pytest.mark.parametrize(
@@ -104,10 +107,13 @@ def test_prompt_and_text_may_just_fill_the_context(params, hparams):
         ([], 4, ['no token']),
         ([1] * 25, 1, ['25 tokens', 'data.sequence_length=24', 'by 2']),
         ([1] * 4, 21, ['4 tokens', '21 to generate', 'data.sequence_length=24', 'by 1']),
+        ([1] * 4, 0, ['num_tokens=0']),
+        ([1, 257], 4, ['257']),
+        ([1, -1], 4, ['-1']),
     ],
 )
 def test_a_prompt_that_does_not_fit_is_refused(hparams, prompt, num_tokens, words):
-    """Empty or too long, it is one line with the sizes, before anything runs."""
+    """Empty, too long or of unknown ids, it is one line with the value, before anything runs."""
     for refuse in (
         lambda: check_prompt(hparams, prompt, num_tokens),
         lambda: generate(None, hparams, prompt, num_tokens),
@@ -116,6 +122,34 @@ def test_a_prompt_that_does_not_fit_is_refused(hparams, prompt, num_tokens, word
             refuse()
         message = str(caught.value)
         assert all(word in message for word in words) and '\n' not in message
+
+
+def test_only_ids_of_the_tokenizer_are_written(tiny_config):
+    """A vocabulary padded beyond the tokenizer's has logits for ids that stand for nothing."""
+    changes = {'model.num_layers': 1, 'model.vocab_size': 2048, 'data.sequence_length': LENGTH}
+    hparams = from_config(tiny_config(**changes))
+    init = functools.partial(Transformer(hparams).init, jax.random.key(0))
+    params = jax.jit(lambda: init(np.zeros((1, LENGTH), np.int32))['params'], compiler_options=FAST)
+    arguments = {'temperature': 5.0, 'num_samples': 20}
+    free = generate(params(), hparams, PROMPT, 10, **arguments)
+    known = generate(params(), hparams, PROMPT, 10, **arguments, tokenizer=make_tokenizer('bytes'))
+    assert free.max() > 256 and known.max() <= 256
+    assert len(set(known[:, 4:].ravel().tolist())) > 50
+
+
+def test_a_document_does_not_see_the_one_before_it(params, hparams):
+    """Told what the separator is, text after one is that of the separator alone, as in training."""
+    tokenizer = make_tokenizer('bytes')
+    arguments = {'temperature': 0.0, 'routing': 'dense'}
+    texts = [
+        generate(params, hparams, [*prompt, 256, 100], 1, **arguments, tokenizer=tokenizer)[0, -1]
+        for prompt in ([256, 1, 2, 3], [256, 9, 8, 7], [256, 50, 60, 70])
+    ]
+    blind = [
+        generate(params, hparams, [*prompt, 256, 100], 1, **arguments)[0, -1]
+        for prompt in ([256, 1, 2, 3], [256, 9, 8, 7], [256, 50, 60, 70])
+    ]
+    assert len(set(texts)) == 1 < len(set(blind))
 
 
 @pytest.mark.parametrize(

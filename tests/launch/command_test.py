@@ -163,7 +163,7 @@ def test_main_runs_with_overridden_config(toy, arguments, printed):
         ([BASE, '--act=bad value'], ['model.num_layers=0: must be 1 or more']),
         ([BASE, '--act=no file'], ['/no/such/file: No such file']),
         ([BASE, '--act=forbidden'], ['/locked/file: Permission denied']),
-        ([BASE, '--print_config', '--config.seed=-1'], ['seed=-1:', '0 or more']),
+        ([BASE, '--print_config', '--config.seed=-1'], ['seed=-1:', 'must lie in [0, 2**32)']),
     ],
     ids=lambda value: ' '.join(value)[:60] or 'nothing',
 )

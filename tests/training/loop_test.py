@@ -14,7 +14,6 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from moddepth_jax.data.pipeline import Dataset, make_dataset
-from moddepth_jax.data.tokenizer import make_tokenizer
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model.flops import train_step_flops
 from moddepth_jax.training import loop
@@ -110,42 +109,11 @@ def snapshot(folder):
     return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
 
 
-@pytest.mark.parametrize('share', [1.0, 1.999, 2.0, 1e6])
-def test_a_budget_buys_whole_steps(tiny_config, share):
-    """The steps are the floor of budget over cost, so that their total never exceeds the budget."""
-    cost = train_step_flops(from_config(tiny_config()))
-    changes = {'training.num_steps': 0, 'flop_budget': share * cost}
-    assert loop.resolve_steps(from_config(tiny_config(**changes))) == int(share)
-
-
-def test_steps_are_given_where_there_is_no_budget(tiny_config):
-    """Without a budget training.num_steps decides."""
-    assert loop.resolve_steps(from_config(tiny_config(**{'training.num_steps': 13}))) == 13
-
-
 def one_line(caught, *words):
     message = str(caught.value)
     assert '\n' not in message
     for word in words:
         assert word in message, message
-
-
-def test_a_budget_below_one_step_is_refused_with_the_cost(tiny_config):
-    """The line names the budget and what one step costs."""
-    cost = train_step_flops(from_config(tiny_config()))
-    changes = {'training.num_steps': 0, 'flop_budget': 0.999 * cost}
-    with pytest.raises(ValueError) as caught:
-        loop.resolve_steps(from_config(tiny_config(**changes)))
-    one_line(caught, 'flop_budget=', f'{cost:.3g}')
-
-
-def test_a_vocabulary_below_the_tokenizers_is_refused(tiny_config):
-    """An id that the embedding does not have would be read as something else: both are named."""
-    hparams = from_config(tiny_config(**{'model.vocab_size': 256}))
-    with pytest.raises(ValueError) as caught:
-        loop.check_vocabulary(hparams, make_tokenizer('bytes'))
-    one_line(caught, 'model.vocab_size=256', '257')
-    loop.check_vocabulary(from_config(tiny_config()), make_tokenizer('bytes'))
 
 
 @pytest.mark.parametrize(
