@@ -2,12 +2,14 @@
 
 import math
 
+import jax
 import numpy as np
 import pytest
 
 from moddepth_jax.data import synthetic
 from moddepth_jax.hparams import from_config
 from moddepth_jax.training import loop
+from moddepth_jax.training.evaluate import evaluate
 
 DISTANCE = 0.03  # of the floor; an ideal reader of windows of 128 is itself 1.3% above it
 NOISE = 0.005  # nats; some five standard errors of the mean over the held-out targets
@@ -16,7 +18,7 @@ BATCHES = 8
 
 @pytest.fixture(scope='module')
 def run(tiny_config, tmp_path_factory):
-    """600 steps of a dense and a routed block of width 32, through the train loop itself."""
+    """600 steps of a routed and a dense block of width 32, through the train loop itself."""
     config = tiny_config(
         **{
             'model.d_ff': 96,
@@ -25,6 +27,7 @@ def run(tiny_config, tmp_path_factory):
             'model.windows': (16,),
             'model.embedding_init_std': 1.0,
             'model.routing.router': 'learned',
+            'model.routing.layers': '0',
             'model.routing.capacity': 0.25,
             'model.routing.predictor_width': 32,
             'data.source': 'synthetic',
@@ -75,6 +78,16 @@ def test_the_causal_rule_is_the_one_that_was_trained(run):
     (layer,) = run.summary['routing'].values()
     assert layer['selected_fraction'] == pytest.approx(0.25, abs=0.08)
     assert min(layer['precision'], layer['recall']) > 0.75
+
+
+def test_the_routed_block_does_its_part(run):
+    """With its gates at 0, so that every token skips it, the model loses a tenth of a nat."""
+    params = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: leaf * (path[-1].key != 'w'), run.state.params
+    )
+    mesh = run.state.step.sharding.mesh
+    without = evaluate(params, run.hparams, run.dataset, mesh, BATCHES, 'predictor')
+    assert without['loss'] > run.summary['eval']['loss'] + 0.1
 
 
 def test_bits_per_byte_are_nats_per_byte(run, labels):
