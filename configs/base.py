@@ -25,7 +25,7 @@ def get_config() -> ConfigDict:
     model.tie_embeddings = False  # the head reads the embedding table
     model.windows = (0,)  # tokens seen by each layer, repeated over depth; 0: all earlier ones
     model.init_std = 0.02  # of every weight matrix, truncated at 3 sigma
-    model.embedding_init_std = 0.02  # of the embedding, truncated at 3 sigma
+    model.embedding_init_std = 0.02  # of the embedding; under post and reordered norms rather 1
     model.scale_residual_init = True  # residual outputs start smaller by 1/sqrt(2 num_layers)
     model.dtype = 'float32'  # float32 | bfloat16 for activations; parameters stay float32
     model.attention = 'auto'  # auto | reference | xla: implementation of the attention kernel

@@ -132,7 +132,8 @@ def _next_steps(run):
     other = 'dense_isoflop' if model.routed_layers else 'mod_isoflop'
     command = f'python -m launch.train --config=configs/{other}.py'
     if run.hparams.flop_budget:
-        size, budget = f'{model.num_layers}x{model.d_model}', f'{run.hparams.flop_budget:g}'
+        size = f'{model.num_layers}x{model.d_model}'
+        budget = f'{run.hparams.flop_budget:g}'.replace('e+', 'e')
         command += f':size={size},budget={budget}   (the same FLOPs)'
     yield f'  compare  {command}'
     yield f'  curves   {workdir / METRICS_FILE}, or pip install tensorboard and'

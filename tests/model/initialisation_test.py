@@ -82,7 +82,8 @@ GATES = {
 EQUAL_TOKENS = pytest.mark.xfail(
     strict=True,
     reason='a normed mean over earlier tokens drowns embeddings of 0.02: the tokens of a row are '
-    'nearly equal from the second block on, and one random number decides all their gates',
+    'nearly equal from the second block on, and one random number decides all their gates; '
+    'configs/sizes.py starts embeddings at 1 for this reason; to be looked at again by 2027-03-01',
 )
 
 
