@@ -131,7 +131,7 @@ def _next_steps(run):
         yield f'  read     {workdir / SAMPLE_FILE}'
     other = 'dense_isoflop' if model.routed_layers else 'mod_isoflop'
     command = f'python -m launch.train --config=configs/{other}.py'
-    if run.hparams.flop_budget:
+    if run.hparams.flop_budget and model.d_model % 64 == 0:  # what the config can be given
         size = f'{model.num_layers}x{model.d_model}'
         budget = f'{run.hparams.flop_budget:g}'.replace('e+', 'e')
         command += f':size={size},budget={budget}   (the same FLOPs)'
