@@ -11,7 +11,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
-QUERY_BLOCK = 128  # faster than 64 or 256 from T=256 to 2048 on two CPU cores
+# With gradients, T from 256 to 2048 on two CPU cores: at most a fifth slower than 64, never slower
+# than 256 and up to 1.8 times as fast.
+QUERY_BLOCK = 128
 MAX_BLOCKS = 16  # longer sequences take larger blocks: the program stays small
 
 
