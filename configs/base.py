@@ -33,18 +33,28 @@ def get_config() -> ConfigDict:
     model.remat = 'block'  # block (recompute each block in the backward pass) | none
 
     routing = model.routing = ConfigDict()
-    routing.router = 'none'  # none (dense model) | learned
+    # none (dense model) | learned | norm | random | position | straight_through
+    routing.router = 'none'  # what scores the tokens of the routed blocks
     routing.layers = 'every:2'  # every:N, from layer N-1 on | middle:FIRST:LAST | 1,3,5
     routing.capacity = 0.125  # fraction of a sequence's tokens that enter a routed block, in (0, 1]
-    routing.gate = 'raw'  # raw | sigmoid | tanh | none: factor on the block's delta
+    routing.capacity_form = 'fraction'  # fraction | log_length: falls with ln T, from 1 to capacity
+    routing.log_length_max = 2048  # length at which log_length comes down to capacity
+    routing.capacity_stages = ''  # 1:0.2,0.5:0.3: capacity 1 for a fifth of the steps, then 0.5, ..
+    routing.select_per = 'row'  # row: packed documents compete for the C places | segment
+    routing.gate = 'auto'  # auto (learned: raw) | raw | sigmoid | tanh | none: factor on the delta
     routing.initial_gate = 1.0  # mean raw gate of selected tokens at step 0 (less above C/T 0.65)
-    routing.causal_rule = 'predictor'  # predictor | aux_loss | dense: who enters at evaluation
+    routing.causal_rule = 'auto'  # auto | predictor | aux_loss | threshold | dense: at evaluation
     routing.predictor_width = 32  # hidden units of the predictor, at most 64; 0: linear
     routing.predictor_loss_weight = 1.0  # of its cross-entropy; reaches nothing else
     routing.aux_loss_weight = 0.01  # of the router's, under aux_loss; reaches the trunk
+    routing.threshold_decay = 0.99  # a step, of the moving average of the C-th largest score
+    routing.train_rule = 'top_c'  # top_c | threshold: who enters in training, after the warm-up
+    routing.threshold_warmup = 0.2  # share of the steps by top_c before train_rule threshold
+    routing.cache_capacity = 1.5  # slots of a routed block's cache, in units of C
+    routing.overflow = 'skip'  # skip (a full cache lets no token in) | grow (it doubles)
 
     data = config.data = ConfigDict()
-    data.source = 'stdlib'  # stdlib | synthetic | a glob of .txt, .jsonl or .parquet files
+    data.source = 'stdlib'  # stdlib | synthetic | recall | a glob of .txt, .jsonl or .parquet
     data.text_field = 'text'  # field or column of .jsonl and .parquet that holds the text
     data.tokenizer = 'bytes'  # bytes: one token a byte
     data.sequence_length = 256  # T, tokens a row
@@ -80,5 +90,6 @@ def get_config() -> ConfigDict:
     report.prompt = 'def '  # start of the text that a finished run writes
     report.sample_tokens = 200  # length of that text; prompt and sample fit the sequence length
     report.temperature = 0.8  # of its sampling; 0: the most likely token
+    report.top_p = 1.0  # probability kept by its nucleus; 1: every token may come
     report.heatmap_tokens = 96  # held-out tokens across the routing heatmap
     return config

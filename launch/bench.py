@@ -2,9 +2,12 @@
 
   python -m launch.bench step
   python -m launch.bench step --size=6x256 --lengths=512,2048 --json=step.json
+  python -m launch.bench decode --batches=1,8,16,64 --kv_heads=8,2
 
 step: one training step of the dense and the Mixture-of-Depths model at the same shape and batch
 tokens, in turn, each beside the same mathematics written out by hand.
+decode: one decoding step of both at a nearly full context, in turn, and the time to the first
+token; an eighth of the tokens enters every other block, by random routing.
 """
 
 import contextlib
@@ -15,27 +18,63 @@ from absl import flags
 
 from launch import command
 
-SIZE = flags.DEFINE_string('size', '6x256', 'Shape of both models, LAYERSxWIDTH.')
-LENGTHS = flags.DEFINE_list('lengths', '512,2048', 'Sequence lengths.')
-TOKENS = flags.DEFINE_integer('tokens', 4096, 'Tokens of a batch.', lower_bound=1)
-REPEATS = flags.DEFINE_integer('repeats', 11, 'Rounds that are timed.', lower_bound=1)
+SIZE = flags.DEFINE_string(
+    'size', None, 'Shape of both models, LAYERSxWIDTH. Default: 6x256 for step, 12x512 for decode.'
+)
+LENGTHS = flags.DEFINE_list('lengths', '512,2048', 'Sequence lengths (step).')
+TOKENS = flags.DEFINE_integer('tokens', 4096, 'Tokens of a batch (step).', lower_bound=1)
+BATCHES = flags.DEFINE_list('batches', '1,8,16,64', 'Rows that decode together (decode).')
+KV_HEADS = flags.DEFINE_list('kv_heads', '8,2', 'Key/value heads, each in its table (decode).')
+CONTEXT = flags.DEFINE_integer('context', 2048, 'Tokens of the caches (decode).', lower_bound=64)
+PROMPT = flags.DEFINE_integer('prompt', 1024, 'Tokens before the first (decode).', lower_bound=1)
+REPEATS = flags.DEFINE_integer('repeats', None, 'Rounds that are timed. Default: 11; decode 31.')
 JSON = flags.DEFINE_string('json', None, 'File for the result; - for stdout.')
 
 
-def _lengths():
-    if not all(length.isdecimal() and int(length) for length in LENGTHS.value):
-        raise ValueError(f'--lengths={",".join(LENGTHS.value)}: must be numbers such as 512,2048')
-    return [int(length) for length in LENGTHS.value]
+def _numbers(flag):
+    if not all(value.isdecimal() and int(value) for value in flag.value):
+        raise ValueError(f'--{flag.name}={",".join(flag.value)}: must be numbers such as 8,2')
+    return [int(value) for value in flag.value]
 
 
-def _print_table(result):
+def _repeats(default):
+    if REPEATS.value is not None and REPEATS.value < 1:
+        raise ValueError(f'--repeats={REPEATS.value}: must be 1 or more')
+    return REPEATS.value or default
+
+
+def _print_table(title, heads, lines):
     import rich.console
     import rich.table
 
-    table = rich.table.Table(title=f'train step, {SIZE.value}, {TOKENS.value} tokens a batch')
-    table.add_column('sequence length')
-    for row in result['rows']:
-        table.add_column(str(row['length']), justify='right')
+    table = rich.table.Table(title=title)
+    table.add_column(heads[0])
+    for head in heads[1:]:
+        table.add_column(head, justify='right')
+    for name, cells in lines.items():
+        table.add_row(name, *cells)
+    rich.console.Console().print(table)
+
+
+def _hparams(size, kv_heads=None, router=None, context=None):
+    """The dense model and the routed one of one size."""
+    from configs import dense_isoflop, mod_isoflop
+    from moddepth_jax.hparams import from_config
+
+    for module in (dense_isoflop, mod_isoflop):
+        config = module.get_config(f'size={size}')
+        config.model.num_kv_heads = kv_heads or config.model.num_kv_heads
+        config.data.sequence_length = context or config.data.sequence_length
+        if router and module is mod_isoflop:
+            config.model.routing.router = router
+        yield from_config(config)
+
+
+def _step():
+    from moddepth_jax.analysis.bench_step import bench_step
+
+    size = SIZE.value or '6x256'
+    result = bench_step(*_hparams(size), _numbers(LENGTHS), TOKENS.value, _repeats(11))
     lines = {
         'dense, ms': lambda row: f'{1e3 * row["seconds"]["dense"]:.0f}',
         'MoD, ms': lambda row: f'{1e3 * row["seconds"]["routed"]:.0f}',
@@ -47,32 +86,58 @@ def _print_table(result):
         'MoD / written by hand': lambda row: f'{row["over_by_hand"]["routed"]:.3f}',
         'data wait, share of a MoD step': lambda row: f'{row["data_wait_fraction"]:.2%}',
     }
-    for name, cell in lines.items():
-        table.add_row(name, *map(cell, result['rows']))
-    rich.console.Console().print(table)
+    heads = ['sequence length', *(str(row['length']) for row in result['rows'])]
+    cells = {name: [cell(row) for row in result['rows']] for name, cell in lines.items()}
+    yield result, f'train step, {size}, {TOKENS.value} tokens a batch', heads, cells
+
+
+def _decode():
+    from moddepth_jax.analysis.bench_decode import bench_decode
+
+    size, lines = SIZE.value or '12x512', {
+        'dense, ms a step': lambda row: f'{1e3 * row["seconds"]["dense"]:.1f}',
+        'MoD, ms a step': lambda row: f'{1e3 * row["seconds"]["routed"]:.1f}',
+        'dense, tokens/s': lambda row: f'{row["tokens_per_second"]["dense"]:.0f}',
+        'MoD, tokens/s': lambda row: f'{row["tokens_per_second"]["routed"]:.0f}',
+        'MoD / dense, tokens/s': lambda row: f'{row["speedup"]:.2f}',
+        'MoD / dense, cache bytes': lambda row: (
+            f'{row["cache_bytes"]["routed"] / row["cache_bytes"]["dense"]:.3f}'
+        ),
+        'share of tokens that entered': lambda row: f'{row["entered_fraction"]:.3f}',
+    }  # fmt: skip
+    for kv_heads in _numbers(KV_HEADS):
+        models = _hparams(size, kv_heads, 'random', CONTEXT.value)
+        result = bench_decode(*models, _numbers(BATCHES), PROMPT.value, _repeats(31))
+        heads = ['batch', *(str(row['batch']) for row in result['rows'])]
+        cells = {name: [cell(row) for row in result['rows']] for name, cell in lines.items()}
+        first = result['time_to_first_token']
+        seconds = first['seconds']
+        cells[f'first token after {PROMPT.value}: dense, MoD, ms'] = [
+            f'{1e3 * seconds["dense"]:.0f}, {1e3 * seconds["routed"]:.0f}'
+        ]
+        title = f'decoding, {size}, {kv_heads} key/value heads, context {CONTEXT.value}'
+        yield {'kv_heads': kv_heads} | result, title, heads, cells
+
+
+BENCHMARKS = {'step': _step, 'decode': _decode}
 
 
 def main(argv):
-    if argv[1:] != ['step']:
-        raise ValueError(f'{" ".join(argv[1:]) or "no benchmark"}: must be step')
-    from configs import dense_isoflop, mod_isoflop
-    from moddepth_jax.analysis.bench_step import bench_step
-    from moddepth_jax.hparams import from_config
-
-    dense, routed = (
-        from_config(module.get_config(f'size={SIZE.value}'))
-        for module in (dense_isoflop, mod_isoflop)
-    )
+    if len(argv) != 2 or argv[1] not in BENCHMARKS:
+        given = ' '.join(argv[1:]) or 'no benchmark'
+        raise ValueError(f'{given}: must be one of {", ".join(BENCHMARKS)}')
     with contextlib.ExitStack() as stack:
         file = sys.stdout
         if JSON.value not in (None, '-'):  # opened first: a bad path shows before the timing
             file = stack.enter_context(open(JSON.value, 'w', encoding='utf-8'))
-        result = bench_step(dense, routed, _lengths(), TOKENS.value, REPEATS.value)
+        results = []
+        for result, *table in BENCHMARKS[argv[1]]():
+            results.append(result)
+            if JSON.value != '-':
+                _print_table(*table)
         if JSON.value:
-            print(json.dumps(result, indent=2), file=file)
-    if JSON.value != '-':
-        _print_table(result)
+            print(json.dumps(results[0] if len(results) == 1 else results, indent=2), file=file)
 
 
 if __name__ == '__main__':
-    command.run(main, 'NAME of the benchmark: step')
+    command.run(main, 'NAME of the benchmark: step or decode')

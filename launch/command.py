@@ -113,6 +113,9 @@ def _errors_in_one_line():
     except KeyboardInterrupt:
         print('interrupted', file=sys.stderr)
         sys.exit(130)
+    except BrokenPipeError:  # the reader of our output has gone, as in `... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        sys.exit(141)
     except (ValueError, OSError, flags.Error) as error:
         line = _one_line(error)
         if not line:

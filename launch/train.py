@@ -10,7 +10,7 @@ import signal
 
 from absl import flags
 
-from launch import command
+from launch import command, saved
 
 CONFIG = command.define_config()
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run. Default: runs/NAME.')
@@ -18,19 +18,14 @@ MESH = flags.DEFINE_string('mesh', '', 'Devices by axis, such as data=4. Default
 
 
 def main(_):
-    import jax
-
     from moddepth_jax.analysis.report import prompt_tokens, write_report
-    from moddepth_jax.data.landmarks import cache_directory
     from moddepth_jax.data.tokenizer import make_tokenizer
     from moddepth_jax.hparams import from_config
     from moddepth_jax.training.loop import train
 
     hparams = from_config(CONFIG.value)
     prompt_tokens(hparams, make_tokenizer(hparams.data.tokenizer))
-    cache = cache_directory()
-    if hparams.training.compilation_cache and cache is not None:
-        jax.config.update('jax_compilation_cache_dir', str(cache / 'xla'))
+    saved.keep_compiled(hparams)
     workdir = WORKDIR.value or pathlib.Path('runs') / command.config_name()
     run = train(hparams, workdir, MESH.value)
     if run.signal is not None:

@@ -1,12 +1,14 @@
 """How long a training step takes: dense, routed, and written out by hand, in turn."""
 
 import dataclasses
+import functools
 import time
 
 import jax
 import numpy as np
 
 from moddepth_jax.analysis.plain_step import plain_carry, plain_step
+from moddepth_jax.analysis.timing import in_turn
 from moddepth_jax.data.pipeline import make_dataset
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.model.flops import train_step_flops
@@ -38,20 +40,6 @@ def _by_hand(hparams):
         return loss
 
     return step
-
-
-def _in_turn(steps: dict, batch, repeats: int) -> dict[str, np.ndarray]:
-    """Seconds of each step, by name, the steps taken in turn so that drift falls on all alike."""
-    for step in steps.values():  # compiles, and settles
-        for _ in range(2):
-            jax.block_until_ready(step(batch))
-    seconds = {name: [] for name in steps}
-    for _ in range(repeats):
-        for name, step in steps.items():
-            begin = time.perf_counter()
-            jax.block_until_ready(step(batch))
-            seconds[name].append(time.perf_counter() - begin)
-    return {name: np.array(values) for name, values in seconds.items()}
 
 
 def _with_length(hparams: Hparams, length: int, tokens: int) -> Hparams:
@@ -87,7 +75,8 @@ def bench_step(dense: Hparams, routed: Hparams, lengths, tokens: int, repeats: i
         batch = put_batch(mesh, data.train_batch(0))
         steps = {name: _library(hparams) for name, hparams in models.items()}
         steps |= {f'{name}_by_hand': _by_hand(hparams) for name, hparams in models.items()}
-        seconds = _in_turn(steps, batch, repeats)
+        calls = {name: functools.partial(step, batch) for name, step in steps.items()}
+        seconds = in_turn(calls, repeats)
         flops = {name: train_step_flops(hparams) for name, hparams in models.items()}
         saving = seconds['dense'] / seconds['routed'] / (flops['dense'] / flops['routed'])
         begin = time.perf_counter()

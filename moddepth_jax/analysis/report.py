@@ -97,13 +97,14 @@ def _draw_heatmap(run):
     hparams = run.hparams
     batch = run.dataset.held_out_batch(0)
     rule = causal_routing(hparams)
-    record = routing_record(run.state.params, hparams, batch, rule)
+    record = routing_record(run.state.variables, hparams, batch, rule)
     width = min(hparams.report.heatmap_tokens, hparams.data.sequence_length)
     # The end of a row shows routing with context behind it.
     grid_LT = routing_grid(record, hparams, row=0)[:, -width:]
     tokens = [run.dataset.tokenizer.decode([token]) for token in batch['tokens_BT'][0, -width:]]
-    fraction = hparams.model.routing.capacity
-    title = f'{run.workdir.name}: routing by {rule}, trained at capacity {fraction:g}'
+    length = hparams.data.sequence_length
+    places = f'{hparams.model.routing.num_selected(length)} of {length} tokens a row'
+    title = f'{run.workdir.name}: routing by {rule}, trained at {places}'
     plot_routing(grid_LT, tokens, title, run.workdir / HEATMAP_FILE)
 
 
@@ -111,14 +112,16 @@ def _sample(run):
     hparams, tokenizer = run.hparams, run.dataset.tokenizer
     prompt = prompt_tokens(hparams, tokenizer)
     tokens = generate(
-        run.state.params,
+        run.state.variables,
         hparams,
-        prompt,
+        [prompt],
         hparams.report.sample_tokens,
         temperature=hparams.report.temperature,
+        top_p=hparams.report.top_p,
         seed=hparams.seed,
         tokenizer=tokenizer,
-    )
+        stop=False,
+    ).tokens
     return tokenizer.decode(tokens[0]).decode('utf-8', 'replace')
 
 

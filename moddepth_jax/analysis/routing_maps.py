@@ -23,22 +23,22 @@ _MEANINGS = (
 
 
 @functools.partial(jax.jit, static_argnames=('hparams', 'routing'))
-def _records(params, tokens_BT, segment_ids_BT, *, hparams, routing):
-    _, records = Transformer(hparams).apply({'params': params}, tokens_BT, segment_ids_BT, routing)
+def _records(variables, tokens_BT, segment_ids_BT, *, hparams, routing):
+    _, records = Transformer(hparams).apply(variables, tokens_BT, segment_ids_BT, routing)
     return records
 
 
-def routing_record(params, hparams: Hparams, batch, routing: str) -> RoutingRecord:
+def routing_record(variables, hparams: Hparams, batch, routing: str) -> RoutingRecord:
     """The decisions on a batch, as NumPy arrays [routed layers, B, T].
 
     Args:
-      params: of the Transformer.
+      variables: of the Transformer.
       hparams: of the same; at least one block is routed.
       batch: `tokens_BT` and `segment_ids_BT`.
       routing: as `Transformer` takes it.
     """
     tokens_BT, segment_ids_BT = batch['tokens_BT'], batch['segment_ids_BT']
-    records = _records(params, tokens_BT, segment_ids_BT, hparams=hparams, routing=routing)
+    records = _records(variables, tokens_BT, segment_ids_BT, hparams=hparams, routing=routing)
     return jax.tree.map(np.asarray, jax.device_get(records))
 
 

@@ -7,7 +7,7 @@ import pathlib
 import platform
 import sysconfig
 
-from moddepth_jax.data import files, synthetic
+from moddepth_jax.data import files, recall, synthetic
 from moddepth_jax.hparams import DataHparams
 
 _TESTS = {'test', 'tests', 'idle_test'}
@@ -17,11 +17,11 @@ _MACHINE_FILES = ('_sysconfigdata', 'sitecustomize.py', 'usercustomize.py')
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Documents to train on and documents held out, none of them empty.
+    """Documents to train on and documents held out, none of them without a byte.
 
     Attributes:
       name: `data.source`.
-      train: documents to train on, in the order of their names.
+      train: documents to train on, in the order of their names; none of `load_held_out`.
       held_out: documents kept for evaluation, likewise; none of them is in `train`.
       sha256: over names and contents of all documents in order, hexadecimal.
       description: one line to print, with documents and bytes.
@@ -66,6 +66,8 @@ def _documents(data):
     if data.source == 'synthetic':
         texts = synthetic.make_synthetic()
         return [(f'synthetic/{i:06d}', text) for i, text in enumerate(texts)]
+    if data.source == 'recall':
+        return [(f'recall/{i:06d}', text) for i, text in enumerate(recall.make_recall())]
     return files.file_documents(data.source, data.text_field)
 
 
@@ -116,17 +118,28 @@ def split(
     return train, [documents[i][1] for i in sorted(held_out)]
 
 
-def _describe(name, train, held_out):
-    def count(texts):
-        documents = 'document' if len(texts) == 1 else 'documents'
-        return f'{len(texts):,} {documents} of {sum(map(len, texts)):,} bytes'
+def _count(texts):
+    documents = 'document' if len(texts) == 1 else 'documents'
+    return f'{len(texts):,} {documents} of {sum(map(len, texts)):,} bytes'
 
+
+def _describe(name, train, held_out):
     detail = f' (Python {platform.python_version()})' if name == 'stdlib' else ''
-    return f'{name}{detail}: {count(train)} to train on, {count(held_out)} held out'
+    return f'{name}{detail}: {_count(train)} to train on, {_count(held_out)} held out'
+
+
+def _documents_with_text(data):
+    found = _documents(data)
+    documents = [(name, text) for name, text in found if text]
+    if not documents:
+        count = f'{len(found)} document' + 's' * (len(found) != 1)
+        right = 'must match text of 2 bytes or more'
+        raise ValueError(f'data.source={data.source!r}: no byte in its {count}; {right}')
+    return documents
 
 
 def load_corpus(data: DataHparams) -> Corpus:
-    """The corpus that `data.source` names: stdlib, synthetic or a glob of the user's files.
+    """The corpus that `data.source` names: stdlib, synthetic, recall or a glob of the user's files.
 
     It does not depend on the run's seed. Documents without a byte are left out.
 
@@ -134,12 +147,18 @@ def load_corpus(data: DataHparams) -> Corpus:
       ValueError: one line, as `files.file_documents`, `stdlib_documents` and `split` say, and
         where all documents together hold no byte.
     """
-    found = _documents(data)
-    documents = [(name, text) for name, text in found if text]
-    if not documents:
-        count = f'{len(found)} document' + 's' * (len(found) != 1)
-        right = 'must match text of 2 bytes or more'
-        raise ValueError(f'data.source={data.source!r}: no byte in its {count}; {right}')
+    documents = _documents_with_text(data)
     train, held_out = split(documents, data.held_out_fraction)
     description = _describe(data.source, train, held_out)
     return Corpus(data.source, train, held_out, _sha256(documents), description)
+
+
+def load_held_out(data: DataHparams) -> Corpus:
+    """The corpus that `data.source` names, all of it held out and nothing to train on.
+
+    Raises:
+      ValueError: as `load_corpus`, but not for a single document of a single byte.
+    """
+    documents = _documents_with_text(data)
+    texts = [text for _, text in documents]
+    return Corpus(data.source, [], texts, _sha256(documents), f'{data.source}: {_count(texts)}')

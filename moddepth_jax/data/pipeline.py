@@ -5,7 +5,7 @@ import operator
 import grain
 import numpy as np
 
-from moddepth_jax.data.corpus import Corpus, load_corpus
+from moddepth_jax.data.corpus import Corpus, load_corpus, load_held_out
 from moddepth_jax.data.tokenizer import Tokenizer, make_tokenizer
 from moddepth_jax.hparams import DataHparams
 
@@ -56,56 +56,84 @@ def _pad_rows(batch, batch_size):
 def _num_windows(stream, length, part):
     num_windows = (len(stream) - 1) // length
     if num_windows < 1:
-        more = ' or raise data.held_out_fraction' if part == 'held-out' else ''
+        fits = f'set it to {len(stream) - 1} or less'
+        right = {
+            'training': fits,
+            'held-out': f'{fits} or raise data.held_out_fraction',
+            'given': 'give more text',
+        }
         raise ValueError(
             f'data.sequence_length={length}: the {part} text has {len(stream)} tokens and one '
-            f'window needs {length + 1}; set it to {len(stream) - 1} or less{more}'
+            f'window needs {length + 1}; {right[part]}'
         )
     return num_windows
 
 
-class Dataset:
-    """Batches of a corpus as pure functions of the step; what `make_dataset` returns.
+def _windows(documents, tokenizer, length, part):
+    """Window numbers of the documents' stream, and the function that cuts a batch of them."""
+    stream = token_stream(documents, tokenizer)
+    # Grain moves window numbers and the batch is cut out at once: half the time of moving rows and
+    # stacking them.
+    numbers = grain.MapDataset.range(_num_windows(stream, length, part))
+    return numbers, lambda i: window_batch(stream, i, length, tokenizer.separator)
+
+
+class HeldOut:
+    """Batches that cover the held-out text of a corpus once; what `make_held_out` returns.
 
     Attributes:
       corpus: the Corpus.
       tokenizer: the Tokenizer.
-      fingerprint: what decides every batch: a dict of JSON scalars, see `check_fingerprint`.
-      num_train_windows: windows of one epoch.
       num_held_out_batches: batches that cover the held-out windows once.
     """
 
+    def __init__(self, data: DataHparams, corpus: Corpus):
+        self.corpus, self.tokenizer = corpus, make_tokenizer(data.tokenizer)
+        self._batch_size = data.batch_size
+        part = 'held-out' if corpus.train else 'given'
+        windows, cut = _windows(corpus.held_out, self.tokenizer, data.sequence_length, part)
+        # Shuffled once and for all, so that the first few batches are a fair sample of the text.
+        mixed = windows.shuffle(seed=HELD_OUT_SEED)[: len(windows)]
+        self._held_out = mixed.batch(self._batch_size, batch_fn=cut)
+        self.num_held_out_batches = len(self._held_out)
+
+    def held_out_batch(self, index: int) -> dict[str, np.ndarray]:
+        """Batch `index` of the held-out windows; arrays as in `Dataset.train_batch`.
+
+        Their order is mixed but always the same, so that the first batches are a fair sample. The
+        last one is filled up with rows of label -100, segment 0 and token 0. Raises ValueError for
+        an index outside [0, num_held_out_batches).
+        """
+        index = operator.index(index)
+        if not 0 <= index < self.num_held_out_batches:
+            raise ValueError(f'index={index}: must lie in [0, {self.num_held_out_batches})')
+        return _pad_rows(self._held_out[index], self._batch_size)
+
+
+class Dataset(HeldOut):
+    """Batches of a corpus as pure functions of the step; what `make_dataset` returns.
+
+    Attributes, beside those of HeldOut:
+      fingerprint: what decides every batch: a dict of JSON scalars, see `check_fingerprint`.
+      num_train_windows: windows of one epoch.
+    """
+
     def __init__(self, data: DataHparams, seed: int, corpus: Corpus):
-        length, batch_size = data.sequence_length, data.batch_size
         tokenizer = make_tokenizer(data.tokenizer)
-
-        def windows_of(documents, part):
-            stream = token_stream(documents, tokenizer)
-            # Grain moves window numbers and the batch is cut out at once: half the time of
-            # moving rows and stacking them.
-            numbers = grain.MapDataset.range(_num_windows(stream, length, part))
-            return numbers, lambda i: window_batch(stream, i, length, tokenizer.separator)
-
-        train, cut_train = windows_of(corpus.train, 'training')
-        held_out, cut_held_out = windows_of(corpus.held_out, 'held-out')
+        train, cut = _windows(corpus.train, tokenizer, data.sequence_length, 'training')
+        super().__init__(data, corpus)
         # Grain seeds epoch e with seed + e, so neighbouring seeds would share epochs.
         shuffle_seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
         shuffled = train.shuffle(seed=shuffle_seed).repeat()
-        self._train = shuffled.batch(batch_size, batch_fn=cut_train)
-        # Shuffled once and for all, so that the first few batches are a fair sample of the text.
-        mixed = held_out.shuffle(seed=HELD_OUT_SEED)[: len(held_out)]
-        self._held_out = mixed.batch(batch_size, batch_fn=cut_held_out)
-        self._batch_size = batch_size
-        self.corpus, self.tokenizer = corpus, tokenizer
+        self._train = shuffled.batch(self._batch_size, batch_fn=cut)
         self.num_train_windows = len(train)
-        self.num_held_out_batches = len(self._held_out)
         self.fingerprint = {
             'corpus_sha256': corpus.sha256,
             'source': data.source,
             'held_out_fraction': data.held_out_fraction,
             'tokenizer': tokenizer.name,
-            'sequence_length': length,
-            'batch_size': batch_size,
+            'sequence_length': data.sequence_length,
+            'batch_size': data.batch_size,
             'seed': seed,
         }
 
@@ -120,18 +148,6 @@ class Dataset:
             raise ValueError(f'step={step}: must be 0 or more')
         return self._train[step]
 
-    def held_out_batch(self, index: int) -> dict[str, np.ndarray]:
-        """Batch `index` of the held-out windows; arrays as in `train_batch`.
-
-        Their order is mixed but always the same, so that the first batches are a fair sample. The
-        last one is filled up with rows of label -100, segment 0 and token 0. Raises ValueError for
-        an index outside [0, num_held_out_batches).
-        """
-        index = operator.index(index)
-        if not 0 <= index < self.num_held_out_batches:
-            raise ValueError(f'index={index}: must lie in [0, {self.num_held_out_batches})')
-        return _pad_rows(self._held_out[index], self._batch_size)
-
     def epochs(self, step: int) -> float:
         """Passes over the training windows that the batches before `step` make."""
         return step * self._batch_size / self.num_train_windows
@@ -144,6 +160,17 @@ def make_dataset(data: DataHparams, seed: int, corpus: Corpus | None = None) -> 
       ValueError: one line, as `load_corpus` says, or for a corpus shorter than one window.
     """
     return Dataset(data, seed, load_corpus(data) if corpus is None else corpus)
+
+
+def make_held_out(data: DataHparams) -> HeldOut:
+    """All text of `data.source` as held-out batches: `data.held_out_fraction` does not matter.
+
+    What is left at the end of the text, less than one window, is in no batch.
+
+    Raises:
+      ValueError: one line, as `load_held_out` says, or for text shorter than one window.
+    """
+    return HeldOut(data, load_held_out(data))
 
 
 def check_fingerprint(stored: dict, current: dict) -> None:

@@ -1,7 +1,8 @@
 """Checked hyper-parameters as frozen dataclasses; `from_config` alone reads a ConfigDict."""
 
 from moddepth_jax.hparams.from_config import from_config
-from moddepth_jax.hparams.model import ModelHparams, RoutingHparams
+from moddepth_jax.hparams.model import ModelHparams
+from moddepth_jax.hparams.routing import RoutingHparams, Stage
 from moddepth_jax.hparams.run import (
     DataHparams,
     EvaluationHparams,
@@ -19,6 +20,7 @@ __all__ = [
     'OptimizerHparams',
     'ReportHparams',
     'RoutingHparams',
+    'Stage',
     'TrainingHparams',
     'from_config',
 ]

@@ -1,62 +1,10 @@
-"""Hyper-parameters of the transformer and of its routing."""
+"""Hyper-parameters of the transformer."""
 
 import dataclasses
 import math
 
-from moddepth_jax.hparams.checks import fraction, one_of, positive, refuse
-
-
-@dataclasses.dataclass(frozen=True)
-class RoutingHparams:
-    """Mixture-of-Depths (Raposo et al. 2024, arXiv 2404.02258); knobs as in configs/base.py."""
-
-    router: str
-    layers: str
-    capacity: float
-    gate: str
-    initial_gate: float
-    causal_rule: str
-    predictor_width: int
-    predictor_loss_weight: float
-    aux_loss_weight: float
-
-    def __post_init__(self):
-        name = 'model.routing.'
-        one_of(name + 'router', self.router, ('none', 'learned'))
-        one_of(name + 'gate', self.gate, ('raw', 'sigmoid', 'tanh', 'none'))
-        one_of(name + 'causal_rule', self.causal_rule, ('predictor', 'aux_loss', 'dense'))
-        fraction(name + 'capacity', self.capacity, zero=False)
-        positive(name + 'initial_gate', self.initial_gate, 0)
-        positive(name + 'predictor_loss_weight', self.predictor_loss_weight, 0)
-        positive(name + 'aux_loss_weight', self.aux_loss_weight, 0)
-        if not 0 <= self.predictor_width <= 64:
-            refuse(name + 'predictor_width', self.predictor_width, 'must lie in [0, 64]')
-
-    def num_selected(self, length: int) -> int:
-        """C, the tokens of a row of `length` that enter: max(1, floor(capacity length + 1e-6))."""
-        return max(1, math.floor(self.capacity * length + 1e-6))
-
-    def routed_layers(self, num_layers: int) -> tuple[int, ...]:
-        """Indices of the routed blocks, ascending. Raises ValueError where `layers` names none."""
-        if self.router == 'none':
-            return ()
-        kind, *numbers = self.layers.split(':')
-        right = f'must be every:N, middle:FIRST:LAST or a list of layers below {num_layers}'
-        try:
-            if kind == 'every':
-                (n,) = map(int, numbers)
-                chosen = tuple(range(n - 1, num_layers, n)) if n >= 1 else ()
-            elif kind == 'middle':
-                first, last = map(int, numbers)
-                ok = first >= 0 and last >= 0
-                chosen = tuple(range(first, num_layers - last)) if ok else ()
-            else:
-                chosen = tuple(sorted({int(layer) for layer in self.layers.split(',')}))
-        except ValueError:
-            refuse('model.routing.layers', self.layers, right)
-        if not chosen or not 0 <= chosen[0] <= chosen[-1] < num_layers:
-            refuse('model.routing.layers', self.layers, right + ', and name one at least')
-        return chosen
+from moddepth_jax.hparams.checks import one_of, positive, refuse
+from moddepth_jax.hparams.routing import RoutingHparams
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +59,11 @@ class ModelHparams:
     def routed_layers(self) -> tuple[int, ...]:
         """Indices of the routed blocks, ascending; empty for the dense model."""
         return self.routing.routed_layers(self.num_layers)
+
+    @property
+    def tracks_threshold(self) -> bool:
+        """Whether the model has averages of the C-th largest scores beside its parameters."""
+        return bool(self.routed_layers) and self.routing.tracks_threshold
 
     def window(self, layer: int) -> int:
         """Tokens that `layer` sees, its own among them; 0 for all earlier ones."""

@@ -5,6 +5,7 @@ import math
 
 from moddepth_jax.hparams.checks import fraction, one_of, positive, refuse
 from moddepth_jax.hparams.model import ModelHparams
+from moddepth_jax.hparams.routing import Stage
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +21,8 @@ class DataHparams:
 
     def __post_init__(self):
         if not self.source.strip():
-            refuse('data.source', self.source, 'must be stdlib, synthetic or a glob of text files')
+            right = 'must be stdlib, synthetic, recall or a glob of text files'
+            refuse('data.source', self.source, right)
         one_of('data.tokenizer', self.tokenizer, ('bytes',))
         positive('data.sequence_length', self.sequence_length)
         positive('data.batch_size', self.batch_size)
@@ -93,12 +95,14 @@ class ReportHparams:
     prompt: str
     sample_tokens: int
     temperature: float
+    top_p: float
     heatmap_tokens: int
 
     def __post_init__(self):
         positive('report.sample_tokens', self.sample_tokens)
         positive('report.heatmap_tokens', self.heatmap_tokens)
         positive('report.temperature', self.temperature, 0)
+        fraction('report.top_p', self.top_p, zero=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,3 +130,18 @@ class Hparams:
         if self.data.batch_size % self.training.accumulate_steps:
             right = f'must divide data.batch_size={self.data.batch_size}'
             refuse('training.accumulate_steps', self.training.accumulate_steps, right)
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages of training, in order; one for a dense model."""
+        routing = self.model.routing
+        return routing.stages if self.model.routed_layers else (Stage(0.0, 1.0, 'top_c'),)
+
+    def at(self, stage: Stage) -> 'Hparams':
+        """These hyper-parameters with the capacity of a stage of training."""
+        if not self.model.routed_layers:
+            return self
+        routing = dataclasses.replace(
+            self.model.routing, capacity=stage.capacity, capacity_stages='', train_rule='top_c'
+        )
+        return dataclasses.replace(self, model=dataclasses.replace(self.model, routing=routing))

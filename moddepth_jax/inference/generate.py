@@ -1,5 +1,6 @@
-"""Text from a model, with the causal routing that its evaluation used."""
+"""Text from a model, token by token, with the causal routing that its evaluation used."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,8 +9,29 @@ import numpy as np
 
 from moddepth_jax.data.tokenizer import Tokenizer
 from moddepth_jax.hparams import Hparams
-from moddepth_jax.inference.sampling import sample
-from moddepth_jax.model.transformer import Transformer, causal_routing, check_routing
+from moddepth_jax.inference.sampling import check_sampling, sample
+from moddepth_jax.model.cache import fullest, resized, write
+from moddepth_jax.model.transformer import causal_routing, check_routing
+from moddepth_jax.model.unrolled import decode_step, prefill, unroll
+
+SHORTEST = 16  # prompts are padded to a power of two from here on: few shapes, few compilations
+SLOTS = 128  # slots of dense caches come in multiples of this
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """What `generate` returns, a row for each sample of each prompt, samples adjacent.
+
+    Attributes:
+      tokens: int32 arrays, the prompt and what follows it, without the separator that ended it.
+      stopped: whether a row ended with its document and not with num_tokens.
+      refused: times that a routed block had no slot for a token that its rule let in; under
+        `overflow` skip such a token passes the block by.
+    """
+
+    tokens: list[np.ndarray]
+    stopped: list[bool]
+    refused: int
 
 
 def check_prompt(hparams: Hparams, prompt, num_tokens: int):
@@ -37,78 +59,172 @@ def check_prompt(hparams: Hparams, prompt, num_tokens: int):
         )
 
 
-@functools.partial(jax.jit, static_argnames=('hparams', 'routing', 'temperature', 'tokenizer'))
-def _extend(params, tokens_BT, start, stop, key, *, hparams, routing, temperature, tokenizer):
-    def add(position, tokens_BT):
-        segment_ids_BT = None
-        if tokenizer is not None:  # as in training, a document does not see the one before it
-            segment_ids_BT = 1 + jnp.cumsum(tokens_BT == tokenizer.separator, axis=1)
-        logits_BTV, _ = Transformer(hparams).apply(
-            {'params': params}, tokens_BT, segment_ids_BT, routing
-        )
-        logits_BV = jax.lax.dynamic_index_in_dim(logits_BTV, position - 1, axis=1, keepdims=False)
-        if tokenizer is not None:  # the model may have more ids than the tokenizer
-            known_V = jnp.arange(logits_BV.shape[1]) < tokenizer.vocab_size
-            logits_BV = jnp.where(known_V[None], logits_BV, -jnp.inf)
-        token_B = sample(jax.random.fold_in(key, position), logits_BV, temperature)
-        return tokens_BT.at[:, position].set(token_B)
+def _draw(logits_BV, keys_B, lengths_B, temperature, top_p, tokenizer):
+    if tokenizer is not None:  # the model may have more ids than the tokenizer
+        known_V = jnp.arange(logits_BV.shape[1]) < tokenizer.vocab_size
+        logits_BV = jnp.where(known_V[None], logits_BV, -jnp.inf)
+    keys_B = jax.vmap(jax.random.fold_in)(keys_B, lengths_B)
+    return sample(keys_B, logits_BV, temperature, top_p)
 
-    return jax.lax.fori_loop(start, stop, add, tokens_BT)
+
+@functools.partial(jax.jit, static_argnames='hparams')
+def _unrolled(variables, *, hparams):
+    return unroll(variables, hparams)
+
+
+_DRAW = ('temperature', 'top_p', 'tokenizer')
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=('hparams', 'routing', 'slots', 'routed_slots', 'num_samples', *_DRAW),
+)
+def _start(unrolled, tokens_BT, segment_ids_BT, keys_B, *, num_samples, hparams, routing, slots,
+           routed_slots, **draw):  # fmt: skip
+    """The first new token of each row, and the cache of its prompt."""
+    logits_BV, cache = prefill(
+        unrolled,
+        tokens_BT,
+        segment_ids_BT,
+        hparams=hparams,
+        routing=routing,
+        slots=slots,
+        routed_slots=routed_slots,
+    )
+    repeat = functools.partial(jnp.repeat, repeats=num_samples, axis=0)
+    logits_BV, cache = jax.tree.map(repeat, (logits_BV, cache))
+    return _draw(logits_BV, keys_B, cache.lengths_B, **draw), cache
+
+
+@functools.partial(jax.jit, static_argnames=('hparams', 'routing', *_DRAW))
+def _step(unrolled, cache, token_B, active_B, keys_B, *, hparams, routing, tokenizer, **draw):
+    """The token after `token_B` of each row, and what `_write` needs."""
+    separator = -1 if tokenizer is None else tokenizer.separator
+    begins_B = token_B == separator
+    logits_BV, entries, refused_B = decode_step(
+        unrolled, cache, token_B, begins_B, active_B, hparams=hparams, routing=routing
+    )
+    next_B = _draw(logits_BV, keys_B, cache.lengths_B + 1, tokenizer=tokenizer, **draw)
+    return next_B, (entries, begins_B, refused_B, active_B)
+
+
+_write = jax.jit(write, donate_argnums=0)
+
+
+def _padded(prompts, tokenizer, most):
+    """tokens_BT and segment_ids_BT of prompts: a power of two of tokens, `most` at the most."""
+    longest = max(map(len, prompts))
+    length = min(most, max(SHORTEST, 1 << (longest - 1).bit_length()))
+    tokens_BT = np.zeros((len(prompts), length), np.int32)
+    segment_ids_BT = np.zeros_like(tokens_BT)
+    for row, prompt in enumerate(prompts):
+        tokens_BT[row, : len(prompt)] = prompt
+        begins = np.zeros(len(prompt), int)
+        if tokenizer is not None:  # as in training, a document does not see the one before it
+            begins = np.asarray(prompt) == tokenizer.separator
+        segment_ids_BT[row, : len(prompt)] = 1 + np.cumsum(begins)
+    return tokens_BT, segment_ids_BT
 
 
 def generate(
-    params,
+    variables,
     hparams: Hparams,
-    prompt,
+    prompts,
     num_tokens: int,
     *,
     temperature: float = 1.0,
+    top_p: float = 1.0,
     seed: int = 0,
     num_samples: int = 1,
     routing: str | None = None,
     tokenizer: Tokenizer | None = None,
-) -> np.ndarray:
-    """Continues a prompt by `num_tokens`, each from one causal-routed forward pass of the whole.
+    stop: bool = True,
+    on_tokens=None,
+) -> Generation:
+    """Continues prompts by up to `num_tokens` tokens each.
+
+    The prompts run in one causal-routed pass; then each token costs one step, which in a routed
+    block computes the entering rows only and keeps their keys and values alone. A row is drawn by
+    `seed`, the number of its sample and its positions: its batch mates change nothing but
+    rounding.
 
     Args:
-      params: of the Transformer.
-      hparams: of the same.
-      prompt: token ids, at least one.
-      num_tokens: to add; prompt and addition fit `data.sequence_length`.
-      temperature: of `sample`.
+      variables: of the Transformer; TrainState.variables.
+      hparams: of the same; the context is `data.sequence_length`.
+      prompts: a list of token id sequences, each of one token at least, of any lengths.
+      num_tokens: to add; the longest prompt and they fit the context.
+      temperature, top_p: of `sample`.
       seed: of the draws.
-      num_samples: independent continuations.
+      num_samples: continuations of each prompt.
       routing: a causal rule; None for the one the model was trained for.
-      tokenizer: its separator starts a new document, and only its ids are drawn; None: the text
-        is one document, and any id of the model may come.
-
-    Returns:
-      int32 [num_samples, len(prompt) + num_tokens], the prompt first.
+      tokenizer: its separator ends a document, and only its ids are drawn; None: the text is one
+        document, and any id of the model may come.
+      stop: end a row with its document; else the next document follows.
+      on_tokens: called with (token_B, active_B), NumPy arrays over rows, as tokens are drawn.
 
     Raises:
-      ValueError: an empty prompt, one that does not fit, an unknown id, a negative temperature, a
-        routing that looks ahead or that the model cannot run.
+      ValueError: no prompt, an empty one, one that does not fit, an unknown id, a temperature or
+        top_p out of range, a routing that looks ahead or that the model cannot run.
     """
+    routing = _check(hparams, prompts, num_tokens, num_samples, routing)
+    check_sampling(temperature, top_p)
+    context, model = hparams.data.sequence_length, hparams.model
+    longest = max(map(len, prompts))
+    slots = min(context, -(-(longest + num_tokens) // SLOTS) * SLOTS)
+    routed_slots = model.routing.cache_slots(context, routing)
+    grows = bool(model.routed_layers) and model.routing.overflow == 'grow'
+    unrolled = _unrolled(variables, hparams=hparams)
+    how = {'hparams': hparams, 'routing': routing, 'temperature': temperature, 'top_p': top_p}
+    how['tokenizer'] = tokenizer
+    tokens_BT, segment_ids_BT = _padded(prompts, tokenizer, slots)
+    sample_B = np.tile(np.arange(num_samples), len(prompts))
+    keys_B = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(seed)))(sample_B)
+    token_B, cache = _start(
+        unrolled,
+        tokens_BT,
+        segment_ids_BT,
+        keys_B,
+        num_samples=num_samples,
+        slots=slots,
+        routed_slots=None if grows else routed_slots,
+        **how,
+    )
+    rows = [list(prompt) for prompt in prompts for _ in range(num_samples)]
+    active_B = np.ones(len(rows), bool)
+    room = 0  # steps until a routed block's cache may be full, where it grows
+    for left in reversed(range(num_tokens)):
+        drawn_B = np.asarray(token_B)
+        if stop and tokenizer is not None:
+            active_B = active_B & (drawn_B != tokenizer.separator)
+        for row in np.flatnonzero(active_B):
+            rows[row].append(drawn_B[row])
+        if on_tokens is not None:
+            on_tokens(drawn_B, active_B)
+        if not left or not active_B.any():
+            break
+        if grows and not room:
+            used = fullest(cache)
+            while routed_slots <= used:
+                routed_slots = min(context, 2 * routed_slots)
+            cache, room = resized(cache, routed_slots), routed_slots - used
+        token_B, news = _step(unrolled, cache, token_B, active_B, keys_B, **how)
+        cache, room = _write(cache, *news), room - 1
+    return Generation(
+        [np.array(row, np.int32) for row in rows],
+        [not running for running in active_B.tolist()],
+        int(jnp.sum(cache.refused_B)),
+    )
+
+
+def _check(hparams, prompts, num_tokens, num_samples, routing):
     routing = causal_routing(hparams) if routing is None else routing
     check_routing(hparams, routing)
     if routing == 'top_c' and hparams.model.routed_layers:
         raise ValueError("routing='top_c' looks at later tokens, which do not exist yet")
-    check_prompt(hparams, prompt, num_tokens)
-    if temperature < 0:
-        raise ValueError(f'temperature={temperature}: must be 0 or more')
-    # Places not written yet hold token 0; nothing before them sees it.
-    tokens_BT = np.zeros((num_samples, hparams.data.sequence_length), np.int32)
-    tokens_BT[:, : len(prompt)] = prompt
-    stop = len(prompt) + num_tokens
-    tokens_BT = _extend(
-        params,
-        jnp.asarray(tokens_BT),
-        len(prompt),
-        stop,
-        jax.random.key(seed),
-        hparams=hparams,
-        routing=routing,
-        temperature=temperature,
-        tokenizer=tokenizer,
-    )
-    return np.asarray(tokens_BT)[:, :stop]
+    if not len(prompts):
+        raise ValueError('prompts=[]: must hold one at least')
+    for prompt in prompts:
+        check_prompt(hparams, prompt, num_tokens)
+    if num_samples < 1:
+        raise ValueError(f'num_samples={num_samples}: must be 1 or more')
+    return routing

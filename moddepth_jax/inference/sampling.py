@@ -1,17 +1,59 @@
 """Drawing the next token from its logits."""
 
+import math
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
-def sample(key, logits_BV, temperature: float):
-    """Token ids int32 [B] drawn from softmax(logits / temperature); the argmax at temperature 0.
+def check_sampling(temperature: float, top_p: float):
+    """Raises ValueError, in one line, for values that `sample` cannot draw by."""
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f'temperature={temperature}: must be 0 (the most likely token) or more')
+    if not 0 < top_p <= 1:
+        raise ValueError(f'top_p={top_p}: must lie in (0, 1]; 1 lets every token come')
+
+
+def nucleus(logits_V, top_p: float):
+    """The logits of the smallest set of most likely tokens whose probability reaches `top_p`.
+
+    Holtzman et al. 2020, arXiv 1904.09751, section 3.1. The most likely token always stays; of
+    equals the lower index goes first.
 
     Args:
-      key: one PRNG key; rows draw independently.
-      logits_BV: float32 [B, V].
-      temperature: 0 or more.
+      logits_V: float32 [V].
+      top_p: in (0, 1].
+
+    Returns:
+      float32 [V], -inf outside the set.
     """
-    if temperature == 0:
+    order_V = jnp.argsort(-logits_V, stable=True)
+    chance_V = jax.nn.softmax(logits_V[order_V])
+    before_V = jnp.cumsum(chance_V) - chance_V
+    kept_V = jnp.zeros(logits_V.shape, bool).at[order_V].set(before_V < top_p, unique_indices=True)
+    return jnp.where(kept_V, logits_V, -jnp.inf)
+
+
+def sample(keys_B, logits_BV, temperature: float, top_p: float = 1.0):
+    """Token ids int32 [B] drawn from softmax(logits / temperature); the argmax at temperature 0.
+
+    A row's draw depends on its own key and logits alone, whatever its batch mates are.
+
+    Args:
+      keys_B: typed PRNG keys [B].
+      logits_BV: float32 [B, V]; -inf is never drawn.
+      temperature: 0 or more, a Python number.
+      top_p: in (0, 1], a Python number; below 1 the draw is from the `nucleus` after temperature.
+    """
+    if temperature < np.finfo(np.float32).tiny:  # float32 cannot divide by less
         return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
-    return jax.random.categorical(key, logits_BV / temperature).astype(jnp.int32)
+
+    def draw(key, logits_V):
+        # Less the highest one first, so that a low temperature overflows to -inf only.
+        logits_V = (logits_V - jnp.max(logits_V)) / temperature
+        if top_p < 1:  # the sum of all chances, rounded, may reach 1 before the last token
+            logits_V = nucleus(logits_V, top_p)
+        return jax.random.categorical(key, logits_V).astype(jnp.int32)
+
+    return jax.vmap(draw)(keys_B, logits_BV)

@@ -3,7 +3,7 @@
 import flax.linen as nn
 
 from moddepth_jax.hparams import ModelHparams
-from moddepth_jax.model.attention import SelfAttention, Tokens
+from moddepth_jax.model.attention import Past, SelfAttention, Tokens
 from moddepth_jax.model.layers import RMSNorm, SwiGLU
 
 
@@ -25,23 +25,31 @@ class Block(nn.Module):
 
     def __call__(self, x_BTD, tokens: Tokens):
         """The block's output, [B, T, D]."""
-        if self.hparams.norm_placement == 'post':
-            x_BTD = self.attention_norm(x_BTD + self.attention(x_BTD, tokens))
-            return self.mlp_norm(x_BTD + self.mlp(x_BTD))
-        x_BTD = x_BTD + self._attend(x_BTD, tokens)
-        return x_BTD + self._transform(x_BTD)
+        return self.with_keys(x_BTD, tokens)[0]
 
-    def delta(self, x_BTD, tokens: Tokens):
-        """block(x) - x, without the cancellation where the placement allows it."""
+    def with_keys(self, x_BTD, tokens: Tokens, past: Past | None = None):
+        """The block's output and the KeysValues of its tokens; `past` as SelfAttention takes it."""
         if self.hparams.norm_placement == 'post':
-            return self(x_BTD, tokens) - x_BTD
-        attended_BTD = self._attend(x_BTD, tokens)
-        return attended_BTD + self._transform(x_BTD + attended_BTD)
+            attended_BTD, keys = self.attention(x_BTD, tokens, past)
+            x_BTD = self.attention_norm(x_BTD + attended_BTD)
+            return self.mlp_norm(x_BTD + self.mlp(x_BTD)), keys
+        attended_BTD, keys = self._attend(x_BTD, tokens, past)
+        x_BTD = x_BTD + attended_BTD
+        return x_BTD + self._transform(x_BTD), keys
 
-    def _attend(self, x_BTD, tokens):
+    def delta_with_keys(self, x_BTD, tokens: Tokens, past: Past | None = None):
+        """block(x) - x, without the cancellation where the placement allows it, and KeysValues."""
+        if self.hparams.norm_placement == 'post':
+            y_BTD, keys = self.with_keys(x_BTD, tokens, past)
+            return y_BTD - x_BTD, keys
+        attended_BTD, keys = self._attend(x_BTD, tokens, past)
+        return attended_BTD + self._transform(x_BTD + attended_BTD), keys
+
+    def _attend(self, x_BTD, tokens, past):
         if self.hparams.norm_placement == 'pre':
-            return self.attention(self.attention_norm(x_BTD), tokens)
-        return self.attention_norm(self.attention(x_BTD, tokens))
+            return self.attention(self.attention_norm(x_BTD), tokens, past)
+        attended_BTD, keys = self.attention(x_BTD, tokens, past)
+        return self.attention_norm(attended_BTD), keys
 
     def _transform(self, x_BTD):
         if self.hparams.norm_placement == 'pre':

@@ -9,7 +9,7 @@ import math
 
 import jax
 
-from moddepth_jax.hparams import Hparams, ModelHparams
+from moddepth_jax.hparams import Hparams, Stage
 
 
 def _pairs(length: int, window: int) -> float:
@@ -19,31 +19,40 @@ def _pairs(length: int, window: int) -> float:
     return window * length - window**2 / 2
 
 
-def _entering(model: ModelHparams, layer: int, length: int) -> tuple[int, int]:
+def _entering(hparams: Hparams, layer: int, length: int, routing: str) -> tuple[int, int]:
     """Tokens of a row that `layer` processes, and its window among them."""
+    model = hparams.model
     if layer not in model.routed_layers:
         return length, model.window(layer)
-    selected = model.routing.num_selected(length)
+    if routing == 'top_c':
+        selected = model.routing.num_selected(length)
+    else:
+        context = max(length, hparams.data.sequence_length)
+        selected = min(length, model.routing.max_entering(context, routing))
     return selected, math.ceil(model.window(layer) * selected / length)
 
 
-def forward_breakdown(hparams: Hparams, batch: int, length: int) -> dict[str, float]:
+def forward_breakdown(
+    hparams: Hparams, batch: int, length: int, routing: str = 'top_c'
+) -> dict[str, float]:
     """FLOPs of one forward pass over [batch, length] tokens, by part.
 
     Parts: projections (of attention), attention (scores and weighted values), mlp, router,
-    predictor, head. Routed blocks are counted at top-C, as they train.
+    predictor, head. Routed blocks are counted at C tokens under top_c, and under a causal rule at
+    the most that may enter.
     """
     model = hparams.model
     heads, kv_heads = model.num_heads, model.num_kv_heads
     parts = dict.fromkeys(('projections', 'attention', 'mlp', 'router', 'predictor', 'head'), 0.0)
     for layer in range(model.num_layers):
-        tokens, window = _entering(model, layer, length)
+        tokens, window = _entering(hparams, layer, length, routing)
         matrices = model.d_model * model.head_dim * (2 * heads + 2 * kv_heads)
         parts['projections'] += 2 * tokens * matrices
         parts['attention'] += 4 * _pairs(tokens, window) * heads * model.head_dim
         parts['mlp'] += 2 * tokens * 3 * model.d_model * model.d_ff
         if layer in model.routed_layers:
-            parts['router'] += 2 * length * model.d_model
+            if model.routing.router in ('learned', 'straight_through'):
+                parts['router'] += 2 * length * model.d_model
             if model.routing.causal_rule == 'predictor':
                 width = model.routing.predictor_width
                 matrices = (model.d_model + 1) * width if width else model.d_model
@@ -52,17 +61,26 @@ def forward_breakdown(hparams: Hparams, batch: int, length: int) -> dict[str, fl
     return {part: batch * flops for part, flops in parts.items()}
 
 
-def forward_flops(hparams: Hparams, batch: int, length: int) -> float:
+def forward_flops(hparams: Hparams, batch: int, length: int, routing: str = 'top_c') -> float:
     """Counted FLOPs of one forward pass over [batch, length] tokens."""
-    return sum(forward_breakdown(hparams, batch, length).values())
+    return sum(forward_breakdown(hparams, batch, length, routing).values())
 
 
-def train_step_flops(hparams: Hparams) -> float:
-    """Counted FLOPs of one training step: three forward passes of the configured batch."""
-    return 3 * forward_flops(hparams, hparams.data.batch_size, hparams.data.sequence_length)
+def train_step_flops(hparams: Hparams, stage: Stage | None = None) -> float:
+    """Counted FLOPs of one training step: three forward passes of the configured batch.
+
+    Args:
+      hparams: of the run.
+      stage: of `hparams.stages`; None: the last.
+    """
+    stage = hparams.stages[-1] if stage is None else stage
+    shape = (hparams.data.batch_size, hparams.data.sequence_length)
+    return 3 * forward_flops(hparams.at(stage), *shape, stage.routing)
 
 
-def masked_attention_flops(hparams: Hparams, batch: int, length: int) -> float:
+def masked_attention_flops(
+    hparams: Hparams, batch: int, length: int, routing: str = 'top_c'
+) -> float:
     """FLOPs of a forward pass on query-key pairs that are computed and then hidden by the mask.
 
     They are those of the `reference` attention, which computes every pair: what separates the
@@ -70,7 +88,7 @@ def masked_attention_flops(hparams: Hparams, batch: int, length: int) -> float:
     """
     model, extra = hparams.model, 0.0
     for layer in range(model.num_layers):
-        tokens, window = _entering(model, layer, length)
+        tokens, window = _entering(hparams, layer, length, routing)
         hidden = tokens**2 - _pairs(tokens, window)
         extra += 4 * hidden * model.num_heads * model.head_dim
     return batch * extra

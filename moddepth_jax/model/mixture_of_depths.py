@@ -1,24 +1,44 @@
 """A routed block: the tokens that its router selects pass through, the others stay as they are."""
 
+from typing import NamedTuple
+
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from moddepth_jax.hparams import ModelHparams
-from moddepth_jax.model.attention import Tokens
+from moddepth_jax.model.attention import KeysValues, Past, Tokens
 from moddepth_jax.model.block import Block
+from moddepth_jax.model.cache import Entry, from_prefill, visible
+from moddepth_jax.model.routers import GATES, ROUTERS, Predictor
 from moddepth_jax.model.routing import (
-    GATES,
-    ROUTERS,
-    Predictor,
     RoutingRecord,
+    admit,
+    batch_buckets,
+    first_entering,
     gather_rows,
     membership,
     scatter_add_rows,
+    segment_top_c,
     select_top_c,
 )
 
 CHOICE = 'routing choice'  # name by which rematerialisation keeps the selected indices
+
+
+class RoutedLayer(NamedTuple):
+    """What one routed block is told beside its parameters; traced, so that blocks share a scan.
+
+    Attributes:
+      number: int32, its place among the routed blocks, from 0.
+      threshold: float32, the score above which the `threshold` rule lets a token enter.
+      causal: bool, whether this block obeys a causal rule, where the others do (else: top-C).
+    """
+
+    number: jax.Array
+    threshold: jax.Array
+    causal: jax.Array
 
 
 class MixtureOfDepths(nn.Module):
@@ -26,57 +46,166 @@ class MixtureOfDepths(nn.Module):
 
     f(X) = block(X) - X sees the selected tokens alone, at their original positions (Raposo et al.
     2024, equation 1). `routing` names who is selected: `top_c` the C highest scores of each row,
-    which looks at the whole row; `predictor`, `aux_loss`, `dense` a causal rule. Padding (segment
-    0) never enters and never takes a place from a real token.
+    which looks at the whole row; `predictor`, `aux_loss`, `threshold`, `dense` a causal rule, under
+    which the first tokens that it lets in do enter, as many as the largest of `sizes`; the block
+    runs in the least of these static sizes that holds every row. Padding (segment 0) never enters
+    and never takes a place from a real token.
     """
 
     hparams: ModelHparams
     window: int
     routing: str
+    sizes: tuple[int, ...] = ()
 
-    @nn.compact
-    def __call__(self, x_BTD, tokens: Tokens):
-        """Returns x'_BTD and the RoutingRecord."""
+    def setup(self):
         routing = self.hparams.routing
+        self.router = ROUTERS[routing.router](routing)
+        if routing.causal_rule == 'predictor':
+            self.predictor = Predictor(self.hparams)
+        self.block = Block(self.hparams, self.window)
+
+    def __call__(self, x_BTD, tokens: Tokens, layer: RoutedLayer):
+        """Returns x'_BTD and the RoutingRecord."""
         real_BT = tokens.segment_ids_BT > 0
-        scores_BT = ROUTERS[routing.router](routing, name='router')(x_BTD)
-        rule_logits_BT = self._rule_logits(x_BTD, scores_BT)
+        scores_BT, rule_logits_BT, gates_BT = self.decide(x_BTD, tokens, layer)
         eligible_BT = jnp.where(real_BT, scores_BT, -jnp.inf)
-        indices_BC = select_top_c(eligible_BT, routing.num_selected(x_BTD.shape[1]))
+        num_selected = self.hparams.routing.num_selected(x_BTD.shape[1])
+        if self.hparams.routing.select_per == 'segment':
+            top_c_BT = segment_top_c(eligible_BT, tokens.segment_ids_BT, num_selected)
+            indices_BC = first_entering(top_c_BT, num_selected)
+        else:
+            indices_BC = select_top_c(eligible_BT, num_selected)
         indices_BC = checkpoint_name(indices_BC, CHOICE)
         top_c_BT = membership(indices_BC, x_BTD.shape[1]) & real_BT
-        gate_BT = jnp.where(real_BT, GATES[routing.gate](scores_BT), 0.0)
-        block = Block(self.hparams, self.window, name='block')
         if self.routing == 'top_c':
-            entered_BT = top_c_BT
-            y_BTD = self._gathered(block, x_BTD, tokens, gate_BT, indices_BC)
+            wanted_BT = entered_BT = top_c_BT
+            y_BTD, _ = self.gathered(x_BTD, tokens, gates_BT, indices_BC)
         else:
-            entered_BT = real_BT if self.routing == 'dense' else real_BT & (rule_logits_BT > 0)
-            y_BTD = masked_block(block, x_BTD, tokens, gate_BT, entered_BT)
-        return y_BTD, RoutingRecord(scores_BT, rule_logits_BT, top_c_BT, entered_BT)
+            wanted_BT = real_BT & (rule_logits_BT > 0)
+            wanted_BT = jnp.where(layer.causal, wanted_BT, top_c_BT)
+            entered_BT = jnp.where(layer.causal, admit(wanted_BT, self.sizes[-1]), top_c_BT)
+            entered_BT = checkpoint_name(entered_BT, CHOICE)
+            y_BTD, _ = self.causal(x_BTD, tokens, gates_BT, entered_BT)
+        refused_BT = wanted_BT & ~entered_BT
+        return y_BTD, RoutingRecord(
+            scores_BT, rule_logits_BT, top_c_BT, entered_BT, refused_BT, gates_BT
+        )
 
-    def _rule_logits(self, x_BTD, scores_BT):
-        if self.hparams.routing.causal_rule == 'predictor':
-            return Predictor(self.hparams, name='predictor')(x_BTD)
-        if self.hparams.routing.causal_rule == 'aux_loss':
-            return scores_BT
-        return jnp.ones_like(scores_BT)
+    def prefill(self, x_BTD, tokens: Tokens, layer: RoutedLayer, slots: int | None):
+        """The causal pass over whole prompts, and what it leaves: x', LayerCache, refused_B.
 
-    def _gathered(self, block, x_BTD, tokens, gate_BT, indices_BC):
-        selected = Tokens(*(gather_rows(side, indices_BC) for side in tokens))
-        delta_BCD = block.delta(gather_rows(x_BTD, indices_BC), selected)
-        update_BCD = gather_rows(gate_BT, indices_BC)[..., None] * delta_BCD
-        return scatter_add_rows(x_BTD, indices_BC, update_BCD.astype(x_BTD.dtype))
+        `slots` of the cache; None: as many as there may be entries.
+        """
+        _, rule_logits_BT, gates_BT = self.decide(x_BTD, tokens, layer)
+        wanted_BT = (tokens.segment_ids_BT > 0) & (rule_logits_BT > 0)
+        entered_BT = admit(wanted_BT, self.sizes[-1])
+        y_BTD, keys = self.causal(x_BTD, tokens, gates_BT, entered_BT)
+        indices_BC = first_entering(entered_BT, self.sizes[-1])
+        positions_BC = gather_rows(tokens.positions_BT, indices_BC)
+        cache = from_prefill(keys, slots, positions_BC, jnp.sum(entered_BT, axis=1))
+        return y_BTD, cache, jnp.sum(wanted_BT & ~entered_BT, axis=1)
 
+    def decode(self, x_B1D, tokens: Tokens, layer: RoutedLayer, cache, documents_B, active_B):
+        """One new token of each row: x', the Entry that it leaves, and refused_B.
 
-def masked_block(block, x_BTD, tokens: Tokens, gate_BT, entered_BT):
-    """The routed update computed on all T tokens: any set of tokens may enter, nothing is saved.
+        Rows that enter are gathered into the least static bucket that holds them, so that a step
+        costs what it lets in; at batch 1 that is a conditional.
 
-    It is the form of causal rules, whose number of entering tokens is not known beforehand, and the
-    ruler of the gathered form.
-    """
-    # A segment of their own hides the tokens that stay out from those that enter.
-    segment_ids_BT = jnp.where(entered_BT, tokens.segment_ids_BT, -1)
-    delta_BTD = block.delta(x_BTD, tokens._replace(segment_ids_BT=segment_ids_BT))
-    update_BTD = (gate_BT[..., None] * delta_BTD).astype(x_BTD.dtype)
-    return jnp.where(entered_BT[..., None], x_BTD + update_BTD, x_BTD)
+        Args:
+          x_B1D, tokens: of the new tokens.
+          layer: as in a full pass.
+          cache: LayerCache of this block.
+          documents_B: int32 [B], where their documents begin.
+          active_B: bool [B]; other rows never enter.
+        """
+        _, rule_logits_B1, gates_B1 = self.decide(x_B1D, tokens, layer)
+        wanted_B = active_B & (rule_logits_B1[:, 0] > 0)
+        entered_B = wanted_B & (cache.lengths_B < cache.slots)
+        rows_BC = first_entering(entered_B[None], x_B1D.shape[0])[0]
+
+        def through(size):
+            def bucket(module, x_B1D):
+                return module._decode_bucket(
+                    x_B1D, tokens, gates_B1, cache, documents_B, rows_BC[:size]
+                )
+
+            return bucket
+
+        sizes = batch_buckets(x_B1D.shape[0])
+        which = jnp.sum(jnp.sum(entered_B) > jnp.array(sizes[:-1]))
+        y_B1D, keys = nn.switch(which, [through(size) for size in sizes], self, x_B1D)
+        return y_B1D, Entry(keys, entered_B), wanted_B & ~entered_B
+
+    def _decode_bucket(self, x_B1D, tokens, gates_B1, cache, documents_B, rows_C):
+        """The block on the rows `rows_C`, B and above naming none; other rows are untouched."""
+        batch, size = x_B1D.shape[0], rows_C.shape[0]
+        kv_heads, width = cache.k_BKHS.shape[1:3]
+        if not size:
+            nothing = jnp.zeros((batch, 1, kv_heads, width), x_B1D.dtype)
+            return x_B1D, KeysValues(nothing, nothing)
+        whole = size == batch
+
+        def pick(side):
+            return side if whole else side.at[rows_C].get(mode='clip')
+
+        # Keys and values are not gathered: attention reads each row's where they are.
+        small = jax.tree.map(pick, cache._replace(k_BKHS=None, v_BKHS=None))
+        positions_C = pick(tokens.positions_BT)[:, 0]
+        seen_CS = visible(small, positions_C, pick(documents_B), self.window, cache.slots)
+        mine = Past(cache.k_BKHS, cache.v_BKHS, seen_CS, None if whole else rows_C)
+        delta_C1D, keys = self.block.delta_with_keys(pick(x_B1D), jax.tree.map(pick, tokens), mine)
+        update_C1D = (pick(gates_B1)[..., None] * delta_C1D).astype(x_B1D.dtype)
+        if whole:
+            entered_B = membership(rows_C[None], batch)[0]
+            return jnp.where(entered_B[:, None, None], x_B1D + update_C1D, x_B1D), keys
+
+        def put(side_C):
+            nothing = jnp.zeros((batch, *side_C.shape[1:]), side_C.dtype)
+            return nothing.at[rows_C].set(side_C, mode='drop')
+
+        return x_B1D.at[rows_C].add(update_C1D, mode='drop'), jax.tree.map(put, keys)
+
+    def decide(self, x_BTD, tokens: Tokens, layer: RoutedLayer):
+        """scores_BT, rule_logits_BT and gates_BT, as in RoutingRecord, of any tokens."""
+        scores_BT = self.router(x_BTD, tokens, layer.number)
+        gates_BT = GATES[self.hparams.routing.gate](scores_BT)
+        gates_BT = jnp.where(tokens.segment_ids_BT > 0, gates_BT, 0.0)
+        own = self.hparams.routing.causal_rule
+        rule = own if self.routing == 'top_c' else self.routing
+        if own == 'predictor':  # also where another rule is asked for: its parameters must exist
+            predicted_BT = self.predictor(x_BTD)
+        logits_BT = {
+            'predictor': lambda: predicted_BT,
+            'aux_loss': lambda: scores_BT,
+            'threshold': lambda: scores_BT - layer.threshold,
+            'dense': lambda: jnp.ones_like(scores_BT),
+        }[rule]()
+        return scores_BT, logits_BT, gates_BT
+
+    def gathered(self, x_BTD, tokens: Tokens, gates_BT, indices_BC):
+        """The block on the named tokens alone: x', and their KeysValues [B, C, K, H]."""
+        selected = jax.tree.map(lambda side_BT: gather_rows(side_BT, indices_BC), tokens)
+        delta_BCD, keys = self.block.delta_with_keys(gather_rows(x_BTD, indices_BC), selected)
+        update_BCD = gather_rows(gates_BT, indices_BC)[..., None] * delta_BCD
+        return scatter_add_rows(x_BTD, indices_BC, update_BCD.astype(x_BTD.dtype)), keys
+
+    def causal(self, x_BTD, tokens: Tokens, gates_BT, entered_BT):
+        """The block on any set of tokens, no row of it larger than the largest of `sizes`.
+
+        Returns x', and the KeysValues [B, sizes[-1], K, H] of each row's entering tokens in order;
+        slots beyond their number hold anything.
+        """
+
+        def pass_through(size):
+            def branch(module, x_BTD):
+                indices_BC = first_entering(entered_BT, size)
+                y_BTD, keys = module.gathered(x_BTD, tokens, gates_BT, indices_BC)
+                room = ((0, 0), (0, self.sizes[-1] - size), (0, 0), (0, 0))
+                return y_BTD, jax.tree.map(lambda side: jnp.pad(side, room), keys)
+
+            return branch
+
+        fullest = jnp.max(jnp.sum(entered_BT, axis=1))
+        which = jnp.sum(fullest > jnp.array(self.sizes[:-1], fullest.dtype))
+        branches = [pass_through(size) for size in self.sizes]
+        return nn.switch(which, branches, self, x_BTD) if branches[1:] else branches[0](self, x_BTD)

@@ -1,22 +1,14 @@
-"""Which tokens enter a routed block: scores, expert choice, gates and causal rules."""
+"""Which tokens enter a routed block: expert choice, causal counts, static sizes, gathered rows."""
 
-import statistics
 from typing import NamedTuple
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from moddepth_jax.hparams import ModelHparams, RoutingHparams
-from moddepth_jax.model.layers import initializer
-
-GATES = {
-    'raw': lambda scores: scores,
-    'sigmoid': jax.nn.sigmoid,
-    'tanh': jnp.tanh,
-    'none': jnp.ones_like,
-}
-ROUTINGS = ('top_c', 'predictor', 'aux_loss', 'dense')  # all but the first are causal
+CAUSAL_RULES = ('predictor', 'aux_loss', 'threshold', 'dense')
+ROUTINGS = ('top_c', *CAUSAL_RULES)
+PARTS = (8, 4, 2, 1)  # static sizes of a routed block: an eighth, a quarter, a half, all
 
 
 class RoutingRecord(NamedTuple):
@@ -24,15 +16,19 @@ class RoutingRecord(NamedTuple):
 
     Attributes:
       scores_BT: float32, the router's r.
-      rule_logits_BT: float32, the trained causal rule lets a token enter where this is above 0.
+      rule_logits_BT: float32, the causal rule lets a token enter where this is above 0.
       top_c_BT: bool, membership of the C highest scores of the row (expert choice).
       entered_BT: bool, the tokens that did enter in this forward pass.
+      refused_BT: bool, the tokens that the causal rule let in and that found no room.
+      gates_BT: float32, the factor on a token's delta if it enters; 0 for padding.
     """
 
     scores_BT: jax.Array
     rule_logits_BT: jax.Array
     top_c_BT: jax.Array
     entered_BT: jax.Array
+    refused_BT: jax.Array
+    gates_BT: jax.Array
 
 
 def select_top_c(scores_BT, num_selected: int):
@@ -58,18 +54,92 @@ def select_top_c(scores_BT, num_selected: int):
     return jnp.sort(indices_BC, axis=1).astype(jnp.int32)
 
 
+def segment_top_c(scores_BT, segment_ids_BT, num_selected: int):
+    """Membership of the highest scores of each segment, so that packed documents do not compete.
+
+    The C places of a row are dealt out along it: a segment of tokens [s, e) has
+    floor(C e / T) - floor(C s / T) of them, whatever the scores.
+
+    Args:
+      scores_BT: float [B, T]. A NaN counts as the highest score.
+      segment_ids_BT: int [B, T], equal within a segment, segments contiguous; 0 is padding.
+      num_selected: C.
+
+    Returns:
+      bool [B, T], at most C in a row; padding never.
+    """
+    length = scores_BT.shape[1]
+    index_T = jnp.arange(length)
+    before_T = jnp.array(num_selected * np.arange(length + 1, dtype=np.int64) // length, jnp.int32)
+    scores_BT = jnp.where(jnp.isnan(scores_BT), jnp.inf, scores_BT)
+
+    def row(scores_T, segments_T):
+        begins_T = jnp.concatenate([jnp.ones(1, bool), segments_T[1:] != segments_T[:-1]])
+        number_T = jnp.cumsum(begins_T) - 1
+        start_T = jax.lax.cummax(jnp.where(begins_T, index_T, 0))
+        size_T = jnp.zeros(length, jnp.int32).at[number_T].add(1)[number_T]
+        order_T = jnp.lexsort((index_T, -scores_T, number_T))
+        rank_T = jnp.zeros(length, jnp.int32).at[order_T].set(index_T) - start_T
+        places_T = before_T[start_T + size_T] - before_T[start_T]
+        return (rank_T < places_T) & (segments_T > 0)
+
+    return jax.vmap(row)(scores_BT, segment_ids_BT)
+
+
+def first_entering(entered_BT, size: int):
+    """Indices of the first `size` entering tokens of each row; T and above name no token.
+
+    Args:
+      entered_BT: bool [B, T].
+      size: static length of the result.
+
+    Returns:
+      indices_BC: int32 [B, size], ascending and distinct.
+    """
+    length = entered_BT.shape[1]
+    slots_T = jnp.arange(length)
+
+    def row(entered_T):
+        place_T = jnp.where(entered_T, jnp.cumsum(entered_T) - 1, size)
+        nothing_C = length + jnp.arange(size)
+        return nothing_C.at[place_T].set(slots_T, mode='drop').astype(jnp.int32)
+
+    return jax.vmap(row)(entered_BT)
+
+
+def admit(wanted_BT, most: int):
+    """The first `most` tokens of each row that want to enter: a causal count."""
+    if most >= wanted_BT.shape[1]:
+        return wanted_BT
+    return wanted_BT & (jnp.cumsum(wanted_BT, axis=1) <= most)
+
+
+def static_sizes(length: int, most: int) -> tuple[int, ...]:
+    """Ascending sizes among which a causal-routed block takes the least that holds every row."""
+    return tuple(sorted({min(most, length, -(-length // part)) for part in PARTS}))
+
+
+def batch_buckets(batch: int) -> tuple[int, ...]:
+    """Ascending sizes among which a decoding step takes the least that holds the entering rows."""
+    return tuple(sorted({0, *(-(-batch // part) for part in PARTS)}))
+
+
 def membership(indices_BC, length: int):
     """bool [B, T]: which tokens the indices name."""
     rows = jnp.zeros((indices_BC.shape[0], length), bool)
-    return jax.vmap(lambda row_T, index_C: row_T.at[index_C].set(True))(rows, indices_BC)
+    mark = jax.vmap(lambda row_T, index_C: row_T.at[index_C].set(True, mode='drop'))
+    return mark(rows, indices_BC)
 
 
 def gather_rows(x_BTX, indices_BC):
-    """[B, C, ...]: the named tokens of each row. Indices are distinct and ascending."""
+    """[B, C, ...]: the named tokens of each row, 0 for an index of T or more.
+
+    Indices are distinct and ascending.
+    """
 
     def gather(x_TX, index_C):
         at = x_TX.at[index_C]
-        return at.get(indices_are_sorted=True, unique_indices=True, mode='promise_in_bounds')
+        return at.get(indices_are_sorted=True, unique_indices=True, mode='fill', fill_value=0)
 
     return jax.vmap(gather)(x_BTX, indices_BC)
 
@@ -79,61 +149,6 @@ def scatter_add_rows(x_BTD, indices_BC, update_BCD):
 
     def scatter(x_TD, index_C, update_CD):
         at = x_TD.at[index_C]
-        return at.add(
-            update_CD, indices_are_sorted=True, unique_indices=True, mode='promise_in_bounds'
-        )
+        return at.add(update_CD, indices_are_sorted=True, unique_indices=True, mode='drop')
 
     return jax.vmap(scatter)(x_BTD, indices_BC, update_BCD)
-
-
-def selected_mean(capacity: float) -> float:
-    """Mean of the highest fraction `capacity` of a standard normal, and 0.5 where it is less."""
-    if capacity >= 1:
-        return 0.5
-    normal = statistics.NormalDist()
-    return max(0.5, normal.pdf(normal.inv_cdf(1 - capacity)) / capacity)
-
-
-class LearnedRouter(nn.Module):
-    """r = w . x in float32 on the residual stream, no bias (Raposo et al. 2024, section 3.4).
-
-    The initial w is normal, as wide as makes the selected raw gates average `initial_gate` on the
-    stream that the block sees when it is initialised.
-    """
-
-    routing: RoutingHparams
-
-    @nn.compact
-    def __call__(self, x_BTD):
-        x_BTD = x_BTD.astype(jnp.float32)
-
-        def init(key, shape):
-            rms = jnp.sqrt(jnp.mean(x_BTD**2) + 1e-12)
-            wide = self.routing.initial_gate / selected_mean(self.routing.capacity)
-            return jax.random.normal(key, shape) * wide / (shape[0] ** 0.5 * rms)
-
-        w_D = self.param('w', init, x_BTD.shape[-1:])
-        # On a GPU the default precision would make many scores tie.
-        return jnp.einsum('btd,d->bt', x_BTD, w_D, precision='highest')
-
-
-class Predictor(nn.Module):
-    """Logit that a token will be among the top C, from its own vector alone (section 3.5).
-
-    It reads stop_gradient(x), so its loss touches no other parameter.
-    """
-
-    hparams: ModelHparams
-
-    @nn.compact
-    def __call__(self, x_BTD):
-        x_BTD = jax.lax.stop_gradient(x_BTD).astype(jnp.float32)
-        init = initializer(self.hparams.init_std)
-        if self.hparams.routing.predictor_width:
-            width = self.hparams.routing.predictor_width
-            hidden = nn.Dense(width, kernel_init=init, precision='highest', name='hidden')
-            x_BTD = jax.nn.silu(hidden(x_BTD))
-        return nn.Dense(1, kernel_init=init, precision='highest', name='out')(x_BTD)[..., 0]
-
-
-ROUTERS = {'learned': LearnedRouter}

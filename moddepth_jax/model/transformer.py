@@ -11,8 +11,9 @@ from moddepth_jax.model.attention import Tokens
 from moddepth_jax.model.block import Block
 from moddepth_jax.model.depth_scan import find_runs, scan_run
 from moddepth_jax.model.layers import RMSNorm, initializer, logits
-from moddepth_jax.model.mixture_of_depths import CHOICE, MixtureOfDepths
-from moddepth_jax.model.routing import ROUTINGS
+from moddepth_jax.model.mixture_of_depths import CHOICE, MixtureOfDepths, RoutedLayer
+from moddepth_jax.model.routers import fixed_threshold, token_seeds
+from moddepth_jax.model.routing import ROUTINGS, static_sizes
 
 INIT_LENGTH = 256  # tokens of the random stream on which routers choose their initial width
 
@@ -37,10 +38,14 @@ class Group(nn.Module):
     kinds: tuple[LayerKind, ...]
     repeats: int
     routing: str
+    sizes: tuple[int, ...] = ()
 
     @nn.compact
-    def __call__(self, x_BTD, tokens: Tokens):
-        """Returns the stream and a list of the routed layers' records."""
+    def __call__(self, x_BTD, tokens: Tokens, routed: RoutedLayer):
+        """Returns the stream and a list of the routed layers' records.
+
+        `routed` has leaves [routed layers of the group].
+        """
         # A loop of several trips cannot merge the recomputation with the first one; others could.
         prevent_cse = self.hparams.layer_loop == 'unrolled' or self.repeats == 1
 
@@ -55,9 +60,9 @@ class Group(nn.Module):
         for i, kind in enumerate(self.kinds):
             name = f'layer_{i}'
             if kind.routed:
-                routed = layer(MixtureOfDepths)
-                block = routed(self.hparams, kind.window, self.routing, name=name)
-                x_BTD, record = block(x_BTD, tokens)
+                how = (self.hparams, kind.window, self.routing, self.sizes)
+                block = layer(MixtureOfDepths)(*how, name=name)
+                x_BTD, record = block(x_BTD, tokens, _take_layer(routed, len(records)))
                 records.append(record)
             else:
                 x_BTD = layer(Block)(self.hparams, kind.window, name=name)(x_BTD, tokens)
@@ -91,19 +96,26 @@ class Transformer(nn.Module):
 
     Parameters: `embedding` [V, D], `stack` (run_i / layer_j, each leaf with a leading axis of
     repeats, the same whether the stack is scanned or unrolled), `final_norm`, and `head` [D, V]
-    unless the embedding is tied.
+    unless the embedding is tied. A router that has a `threshold` rule adds the collection
+    `averages`: `thresholds_R`, float32 [routed layers], which training moves.
     """
 
     hparams: Hparams
 
     @nn.compact
-    def __call__(self, tokens_BT, segment_ids_BT=None, routing: str = 'top_c'):
+    def __call__(
+        self, tokens_BT, segment_ids_BT=None, routing: str = 'top_c', causal_layers_R=None
+    ):
         """Logits and what the routed blocks decided.
 
         Args:
           tokens_BT: int [B, T], ids below model.vocab_size.
           segment_ids_BT: int [B, T], documents packed in a row, 0 for padding; None: one document.
-          routing: top_c (training; looks ahead) | predictor | aux_loss | dense (causal).
+          routing: top_c (training; looks ahead), or a causal rule of `routing.rules`.
+          causal_layers_R: bool [routed layers], those that obey a causal `routing`, the others
+            staying with top-C; None: all of them.
+
+        The `random` router draws from the PRNG stream `routing`, always alike where none is given.
 
         Returns:
           logits_BTV in float32, and a RoutingRecord whose leaves are [routed layers, B, T], or None
@@ -117,20 +129,24 @@ class Transformer(nn.Module):
         if segment_ids_BT is None:
             segment_ids_BT = jnp.ones_like(tokens_BT)
         positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
-        tokens = Tokens(positions_BT, segment_ids_BT)
+        tokens = Tokens(positions_BT, segment_ids_BT, self._seeds(tokens_BT, positions_BT))
 
         shape = (model.vocab_size, model.d_model)
         embedding_VD = self.param('embedding', initializer(model.embedding_init_std), shape)
         x_BTD = jnp.take(embedding_VD, tokens_BT, axis=0).astype(model.dtype)
-        stack = self._stack()
+        stack, routed = self._stack(), self._routed_layers(routing, causal_layers_R)
+        sizes = causal_sizes(self.hparams, tokens_BT.shape[1], routing)
         records = []
         for i, run in enumerate(find_runs(layer_kinds(model))):
-            group = Group(model, run.group, run.repeats, routing, parent=None)
+            group = Group(model, run.group, run.repeats, routing, sizes, parent=None)
 
-            def apply(params, x_BTD, group=group):
-                return group.apply({'params': params}, x_BTD, tokens)
+            def apply(inputs, x_BTD, group=group):
+                params, routed = inputs
+                return group.apply({'params': params}, x_BTD, tokens, routed)
 
-            x_BTD, record = scan_run(apply, stack[f'run_{i}'], x_BTD, model.layer_loop)
+            per_repeat = sum(kind.routed for kind in run.group)
+            mine, routed = _take_routed(routed, run.repeats, per_repeat)
+            x_BTD, record = scan_run(apply, (stack[f'run_{i}'], mine), x_BTD, model.layer_loop)
             records.append(record)
         x_BTD = RMSNorm(model.norm_eps, name='final_norm')(x_BTD)
         if model.tie_embeddings:
@@ -139,11 +155,49 @@ class Transformer(nn.Module):
             logits_BTV = Head(model, name='head')(x_BTD)
         return logits_BTV, _flatten_records(records)
 
+    def _seeds(self, tokens_BT, positions_BT):
+        if self.hparams.model.routing.router != 'random':
+            return None
+        key = self.make_rng('routing') if self.has_rng('routing') else jax.random.key(0)
+        return token_seeds(key, tokens_BT, positions_BT)
+
+    def _routed_layers(self, routing, causal_layers_R):
+        routed = self.hparams.model.routed_layers
+        if causal_layers_R is None:
+            causal_layers_R = jnp.ones(len(routed), bool)
+        return RoutedLayer(jnp.arange(len(routed)), self._thresholds(routing), causal_layers_R)
+
+    def _thresholds(self, routing):
+        model = self.hparams.model
+        if not model.tracks_threshold:
+            return jnp.full(len(model.routed_layers), fixed_threshold(model.routing))
+        known = self.has_variable('averages', 'thresholds_R')
+        if not known and not self.is_initializing():
+            if 'threshold' in (routing, model.routing.causal_rule):
+                raise ValueError(
+                    "routing='threshold': needs averages of scores, which these variables have not; "
+                    'they come with TrainState.variables, if the run kept them'
+                )
+            return jnp.zeros(len(model.routed_layers))
+        shape = (len(model.routed_layers),)
+        return self.variable('averages', 'thresholds_R', jnp.zeros, shape).value
+
     def _stack(self):
         # Fetched, not declared, once it exists: Linen would trace the initialiser at every use.
         if self.has_variable('params', 'stack'):
             return self.get_variable('params', 'stack')
         return self.param('stack', init_stack, self.hparams.model)
+
+
+def _take_layer(routed: RoutedLayer, i: int):
+    return jax.tree.map(lambda leaf: leaf[i], routed)
+
+
+def _take_routed(routed: RoutedLayer, repeats: int, per_repeat: int):
+    """The next repeats x per_repeat routed layers, as [repeats, per_repeat], and the rest."""
+    taken = repeats * per_repeat
+    mine = jax.tree.map(lambda leaf: leaf[:taken].reshape(repeats, per_repeat), routed)
+    return mine, jax.tree.map(lambda leaf: leaf[taken:], routed)
 
 
 def init_stack(key, hparams: ModelHparams):
@@ -156,13 +210,15 @@ def init_stack(key, hparams: ModelHparams):
         hparams.dtype
     )
     ones_BT = jnp.ones(shape[:2], jnp.int32)
-    tokens = Tokens(jnp.arange(INIT_LENGTH)[None], ones_BT)
+    tokens = Tokens(jnp.arange(INIT_LENGTH)[None], ones_BT, ones_BT.astype(jnp.uint32))
     stack = {}
     for i, run in enumerate(find_runs(layer_kinds(hparams))):
         group = Group(hparams, run.group, run.repeats, 'top_c', parent=None)
+        zeros = jnp.zeros(sum(kind.routed for kind in run.group))
+        routed = RoutedLayer(zeros.astype(jnp.int32), zeros, zeros > 0)
 
-        def init_repeat(x_BTD, key, group=group):
-            (y_BTD, _), variables = group.init_with_output(key, x_BTD, tokens)
+        def init_repeat(x_BTD, key, group=group, routed=routed):
+            (y_BTD, _), variables = group.init_with_output(key, x_BTD, tokens, routed)
             return y_BTD, variables['params']
 
         keys = jax.random.split(jax.random.fold_in(key, i), run.repeats)
@@ -170,15 +226,28 @@ def init_stack(key, hparams: ModelHparams):
     return stack
 
 
+def causal_sizes(hparams: Hparams, length: int, routing: str) -> tuple[int, ...]:
+    """Static sizes of a routed block on rows of `length` under a causal rule.
+
+    One where the cache has an end, so that a row's bits depend on nothing but its past; several
+    where it grows.
+    """
+    routing_hparams = hparams.model.routing
+    most = routing_hparams.max_entering(max(hparams.data.sequence_length, length), routing)
+    if routing_hparams.overflow == 'skip':
+        return (min(most, length),)
+    return static_sizes(length, most)
+
+
 def check_routing(hparams: Hparams, routing: str):
     """Raises ValueError, by name, for a routing that the model cannot run."""
     if routing not in ROUTINGS:
         raise ValueError(f'routing={routing!r}: must be one of {", ".join(ROUTINGS)}')
-    trained = hparams.model.routing.causal_rule
-    if hparams.model.routed_layers and routing not in ('top_c', 'dense', trained):
+    rules = hparams.model.routing.rules
+    if hparams.model.routed_layers and routing not in ('top_c', *rules):
         raise ValueError(
-            f'routing={routing!r}: this model was trained for {trained}; it can run top_c, dense'
-            + (f', {trained}' if trained != 'dense' else '')
+            f'routing={routing!r}: this model ({hparams.model.routing.router} router, trained for '
+            f'{rules[0]}) has no such rule; it can run top_c, {", ".join(rules)}'
         )
 
 

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from moddepth_jax.hparams import Hparams
-from moddepth_jax.model.routing import GATES
 from moddepth_jax.model.transformer import Transformer, causal_routing
 from moddepth_jax.training.losses import (
     IGNORED,
@@ -21,21 +20,36 @@ from moddepth_jax.training.sharding import put_batch
 
 
 @functools.partial(jax.jit, static_argnames=('hparams', 'routing'))
-def eval_step(params, batch, *, hparams: Hparams, routing: str):
+def eval_step(variables, batch, causal_layers_R=None, *, hparams: Hparams, routing: str):
     """Sums over one batch: nats, counted targets, and routing counts per routed layer."""
     logits_BTV, records = Transformer(hparams).apply(
-        {'params': params}, batch['tokens_BT'], batch['segment_ids_BT'], routing
+        variables, batch['tokens_BT'], batch['segment_ids_BT'], routing, causal_layers_R
     )
     nll_BT, _, counted_BT = token_losses(logits_BTV, masked_labels(batch))
     sums = {'nats': jnp.sum(nll_BT), 'targets': jnp.sum(counted_BT)}
     if records is not None:
-        gate = GATES[hparams.model.routing.gate]
-        sums['routing'] = routing_counts(records, batch['segment_ids_BT'], gate)
+        sums['routing'] = routing_counts(records, batch['segment_ids_BT'])
     return sums
 
 
-def evaluate(params, hparams: Hparams, dataset, mesh, num_batches: int, routing: str) -> dict:
+def evaluate(
+    variables,
+    hparams: Hparams,
+    dataset,
+    mesh,
+    num_batches: int,
+    routing: str,
+    causal_layers_R=None,
+) -> dict:
     """Loss over the first `num_batches` held-out batches, or all of them if there are fewer.
+
+    Args:
+      variables: of the Transformer; TrainState.variables.
+      hparams: of the same.
+      dataset: of `make_dataset`.
+      mesh: of `make_mesh`.
+      num_batches: 1 or more.
+      routing, causal_layers_R: as the Transformer takes them.
 
     Returns:
       `loss` in nats a target, `bits_per_byte`, `targets`, and for a routed model `routing`: lists
@@ -47,7 +61,8 @@ def evaluate(params, hparams: Hparams, dataset, mesh, num_batches: int, routing:
         labels_BT = masked_labels(batch)
         targets = labels_BT[labels_BT != IGNORED]
         num_bytes += int(dataset.tokenizer.token_bytes_V[targets].sum())
-        sums = eval_step(params, put_batch(mesh, batch), hparams=hparams, routing=routing)
+        batch = put_batch(mesh, batch)
+        sums = eval_step(variables, batch, causal_layers_R, hparams=hparams, routing=routing)
         sums = jax.tree.map(np.float64, jax.device_get(sums))
         totals = jax.tree.map(np.add, totals, sums) if totals else sums
     result = {
@@ -62,17 +77,32 @@ def evaluate(params, hparams: Hparams, dataset, mesh, num_batches: int, routing:
     return result
 
 
-def evaluate_honestly(params, hparams: Hparams, dataset, mesh, num_batches: int) -> dict:
+def evaluate_honestly(
+    variables, hparams: Hparams, dataset, mesh, num_batches: int, per_layer: bool = False
+) -> dict:
     """`evaluate` under the causal rule, with the top-C loss on the same weights beside it.
+
+    Args:
+      variables, hparams, dataset, mesh, num_batches: as `evaluate` takes them.
+      per_layer: also measure what the rule costs in each routed block alone.
 
     Returns:
       The dict of `evaluate`, plus `loss_top_c` and `routing_gap` = loss - loss_top_c for a routed
-      model (0.01 nats or less is negligible, 0.05 invalidates a run).
+      model (0.01 nats or less is negligible, 0.05 invalidates a run). With `per_layer`, `routing`
+      has a list `routing_gap` too: the gap where only that layer obeys the rule.
     """
     rule = causal_routing(hparams)
-    result = evaluate(params, hparams, dataset, mesh, num_batches, rule)
-    if hparams.model.routed_layers:
-        top_c = evaluate(params, hparams, dataset, mesh, num_batches, 'top_c')
-        result['loss_top_c'] = top_c['loss']
-        result['routing_gap'] = result['loss'] - top_c['loss']
+    given = (hparams, dataset, mesh, num_batches)
+    result = evaluate(variables, *given, rule)
+    num_routed = len(hparams.model.routed_layers)
+    if not num_routed:
+        return result
+    result['loss_top_c'] = evaluate(variables, *given, 'top_c')['loss']
+    result['routing_gap'] = result['loss'] - result['loss_top_c']
+    if per_layer:
+        losses = [
+            evaluate(variables, *given, rule, np.arange(num_routed) == layer)['loss']
+            for layer in range(num_routed)
+        ]
+        result['routing']['routing_gap'] = [loss - result['loss_top_c'] for loss in losses]
     return result

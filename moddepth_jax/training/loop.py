@@ -21,7 +21,9 @@ from moddepth_jax.training.losses import IGNORED, masked_labels
 from moddepth_jax.training.metrics import MetricsWriter
 from moddepth_jax.training.plan import check_vocabulary, describe, resolve_steps
 from moddepth_jax.training.progress import Progress, format_seconds
+from moddepth_jax.training.saved_run import restore_state
 from moddepth_jax.training.sharding import check_batch, make_mesh, put_batch, replicated
+from moddepth_jax.training.stages import stage_at
 from moddepth_jax.training.stopwatch import Stopwatch
 from moddepth_jax.training.summary import summarise, versions, write_summary
 from moddepth_jax.training.train_step import TrainState, init_state, train_step
@@ -36,6 +38,7 @@ MAY_CHANGE = (  # on resuming: knobs that no trained bit depends on
     'training.keep_checkpoints',
     'training.compilation_cache',
 )
+INFERENCE_ONLY = ('model.routing.cache_capacity', 'model.routing.overflow')  # where top-C trains
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +79,10 @@ def train(hparams: Hparams, workdir, mesh_spec: str = '') -> Run:
     check_vocabulary(hparams, dataset.tokenizer)
     mesh = make_mesh(mesh_spec)
     check_batch(mesh, hparams.data.batch_size, hparams.training.accumulate_steps)
-    open_workdir(workdir, dataclasses.asdict(hparams), MAY_CHANGE)
+    may_change = MAY_CHANGE
+    if hparams.model.routing.train_rule == 'top_c':
+        may_change += INFERENCE_ONLY
+    older = open_workdir(workdir, dataclasses.asdict(hparams), may_change)
     workdir = pathlib.Path(workdir)
     keep = hparams.training.keep_checkpoints
     with WorkdirLock(workdir), Checkpoints(workdir / 'checkpoints', keep) as checkpoints:
@@ -86,7 +92,7 @@ def train(hparams: Hparams, workdir, mesh_spec: str = '') -> Run:
             MetricsWriter(workdir, first_step) as writer,
             Progress(num_steps, first_step, tokens) as progress,
         ):
-            for line in (*describe(hparams, num_steps, state.params, dataset), *news):
+            for line in (*describe(hparams, num_steps, state.params, dataset), *older, *news):
                 progress.note(line)
             loop = _Loop(state, metadata, hparams, num_steps, dataset, mesh, writer, progress)
             with Interruption() as interruption:
@@ -118,7 +124,7 @@ def _start(hparams, num_steps, dataset, mesh, checkpoints):
         'seconds': 0.0,
         'train_loss': None,
     }
-    restored = checkpoints.restore(abstract)
+    restored = restore_state(checkpoints, abstract)
     if restored is None:
         return initial(), metadata, checkpoints.skipped
     state, step, stored = restored
@@ -127,6 +133,9 @@ def _start(hparams, num_steps, dataset, mesh, checkpoints):
         found = f'{stored["num_steps"]} steps when it began and {num_steps} now'
         raise ValueError(f'this run was to take {found}: FLOPs are counted otherwise; start anew')
     news = [*checkpoints.skipped, f'resuming after step {step}']
+    if abstract.averages and not state.averages:
+        state = state.replace(averages=initial().averages)
+        news.append('no averages in the checkpoint: those of the rule threshold begin anew')
     for name, was in stored['versions'].items():
         if here.get(name) != was:
             news.append(f'{name} was {was}, is {here.get(name)}: bits may differ from here on')
@@ -150,14 +159,19 @@ class _Loop:
         first_step = int(self.state.step)
         if first_step == self.num_steps:
             return self.state
-        step_fn = self._compile()
         self.stopwatch, seconds_before = Stopwatch(), self.metadata['seconds']
+        step_fn, stage = None, None
         for step in range(first_step, self.num_steps):
             # Before the step and not after the last one: a start that resumes here catches up.
             if self._evaluation_is_due(step):
                 self._collect(leave=0)
                 with self.stopwatch.pause():
                     self.evaluate(step, self.hparams.evaluation.num_batches)
+            if stage != stage_at(self.hparams, self.num_steps, step):
+                self._collect(leave=0)
+                stage = stage_at(self.hparams, self.num_steps, step)
+                with self.stopwatch.pause():
+                    step_fn = self._compile(stage, first=step == first_step)
             with jax.transfer_guard('disallow'):
                 self._dispatch(step_fn, step)
             done = step + 1
@@ -166,6 +180,7 @@ class _Loop:
             self._collect(leave=0 if saves else STEPS_IN_FLIGHT - 1)
             if saves:
                 self.metadata['seconds'] = seconds_before + self.stopwatch.seconds()
+                self.metadata['stage'] = stage._asdict()
                 with self.stopwatch.pause():
                     checkpoints.save(done, self.state, self.metadata)
             if stops:
@@ -177,21 +192,27 @@ class _Loop:
         every = self.hparams.evaluation.every
         return step and every and step % every == 0 and not self.writer.has(step, 'eval/loss')
 
-    def _compile(self) -> Any:
+    def _compile(self, stage, first) -> Any:
         begin = time.monotonic()
         with concurrent.futures.ThreadPoolExecutor(1) as thread:
-            marks = thread.submit(landmarks, self.dataset.corpus)
+            marks = thread.submit(landmarks, self.dataset.corpus) if first else None
             batch = put_batch(self.mesh, self.dataset.train_batch(0))
             shardings = replicated(self.mesh)
-            jitted = jax.jit(train_step, donate_argnums=0, out_shardings=shardings)
-            step_fn = jitted.lower(self.state, batch).compile()
+            jitted = jax.jit(
+                train_step, static_argnums=2, donate_argnums=0, out_shardings=shardings
+            )
+            step_fn = jitted.lower(self.state, batch, stage).compile()
             compiled = time.monotonic() - begin
-            text = ', '.join(f'{name} {bits:.2f}' for name, bits in marks.result().items())
+            if first:
+                self._note_landmarks(marks.result())
+        self.progress.note(f'compiled  the train step in {format_seconds(compiled)}')
+        return step_fn
+
+    def _note_landmarks(self, marks):
+        text = ', '.join(f'{name} {bits:.2f}' for name, bits in marks.items())
         whole = sum(map(len, self.dataset.corpus.train)) <= MAX_BYTES
         where = 'training text' if whole else f'first {MAX_BYTES >> 20} MiB of training text'
         self.progress.note(f'landmarks {text} bits/byte on the {where}')
-        self.progress.note(f'compiled  the train step in {format_seconds(compiled)}')
-        return step_fn
 
     def _dispatch(self, step_fn, step):
         with self.stopwatch.waiting_for_data():
@@ -212,7 +233,7 @@ class _Loop:
             self.metadata['train_loss'] = float(metrics['loss'])
             self._check_finite(step, metrics)
             if step % self.hparams.training.log_every == 0 or step == self.num_steps:
-                row = self._row(metrics)
+                row = self._row(step, metrics)
                 self.writer.write(step, row)
                 bits = row['loss'] / np.log(2) * targets_per_byte
                 self.progress.update(step, row | {'bits_per_byte': bits})
@@ -228,19 +249,24 @@ class _Loop:
                 f'finite loss and gradient; lower optimizer.learning_rate in another --workdir'
             )
 
-    def _row(self, metrics):
+    def _row(self, step, metrics):
         routing = metrics.pop('routing', {})
         row = {name: value.item() for name, value in metrics.items()}
         for i, layer in enumerate(self.hparams.model.routed_layers):
             for name, values in routing.items():
-                row[f'routing/layer_{layer:02d}/{name}'] = values[i].item()
+                row[f'routing/layer_{layer:02d}/{name}'] = values[i].tolist()
+        flops = train_step_flops(self.hparams, stage_at(self.hparams, self.num_steps, step - 1))
         tokens = self.hparams.data.batch_size * self.hparams.data.sequence_length
-        return row | self.stopwatch.rates(tokens, train_step_flops(self.hparams))
+        return row | self.stopwatch.rates(tokens, flops)
 
     def evaluate(self, step, num_batches) -> dict:
-        """Held-out evaluation of the state, as a row of metrics and a line for the user."""
-        params = self.state.params
-        result = evaluate_honestly(params, self.hparams, self.dataset, self.mesh, num_batches)
+        """Held-out evaluation of the state, as a row of metrics and a line for the user.
+
+        At the capacity of its last step; at the end also what each routed block's rule costs.
+        """
+        hparams = self.hparams.at(stage_at(self.hparams, self.num_steps, step - 1))
+        given = (self.state.variables, hparams, self.dataset, self.mesh, num_batches)
+        result = evaluate_honestly(*given, per_layer=step == self.num_steps)
         row = {f'eval/{name}': value for name, value in result.items() if name != 'routing'}
         for i, layer in enumerate(self.hparams.model.routed_layers):
             for name, values in result['routing'].items():

@@ -7,6 +7,9 @@ import optax
 
 from moddepth_jax.data.pipeline import IGNORED_LABEL as IGNORED
 from moddepth_jax.hparams import Hparams
+from moddepth_jax.hparams.routing import TRAINED_RULES
+
+HISTOGRAM_BINS = 20  # of sigmoid(r), even in number: 0.5 is an edge
 
 
 def masked_labels(batch):
@@ -53,7 +56,7 @@ def rule_loss(logits_LBT, targets_LBT, real_BT, num_real=None):
 def causal_rule_loss(hparams: Hparams, records, segment_ids_BT, num_real=None):
     """Weighted loss that trains the model's causal rule; 0 where there is nothing to train."""
     routing = hparams.model.routing
-    if records is None or routing.causal_rule == 'dense':
+    if records is None or routing.causal_rule not in TRAINED_RULES:
         return jnp.zeros(())
     weight = {
         'predictor': routing.predictor_loss_weight,
@@ -63,29 +66,38 @@ def causal_rule_loss(hparams: Hparams, records, segment_ids_BT, num_real=None):
     return weight * rule_loss(records.rule_logits_BT, records.top_c_BT, real_BT, num_real)
 
 
-def routing_counts(records, segment_ids_BT, gate):
+def routing_counts(records, segment_ids_BT):
     """What `routing_ratios` divides; counts of several batches may be added up first.
 
     Args:
       records: RoutingRecord with leaves [routed layers, B, T].
       segment_ids_BT: int [B, T], 0 for padding.
-      gate: the function of scores that scales the delta.
 
     Returns:
       dict of float32 [routed layers]: tokens that are `real`, that `entered`, of the top C
-      (`chosen`), that the causal rule would let in (`said`), `both` of these, and the `gate` sum
-      over the top C.
+      (`chosen`), that the causal rule would let in (`said`), `both` of these, `refused` for want
+      of room, with sigmoid(r) `above_half`; over the top C the sum of the `gate`; over `rows` that
+      have a real token the sum of the lowest score of the top C (`lowest`); and the `histogram` of
+      sigmoid(r) over real tokens, [routed layers, HISTOGRAM_BINS].
     """
     real_LBT = jnp.broadcast_to(segment_ids_BT > 0, records.entered_BT.shape)
     said_LBT = (records.rule_logits_BT > 0) & real_LBT
-    gates_LBT = jnp.where(records.top_c_BT, gate(records.scores_BT), 0.0)
+    gates_LBT = jnp.where(records.top_c_BT, records.gates_BT, 0.0)
+    lowest_LB = jnp.min(jnp.where(records.top_c_BT, records.scores_BT, jnp.inf), axis=2)
+    bins_LBT = jnp.clip(jax.nn.sigmoid(records.scores_BT) * HISTOGRAM_BINS, 0, HISTOGRAM_BINS - 1)
+    in_bin_LBTX = bins_LBT.astype(int)[..., None] == jnp.arange(HISTOGRAM_BINS)[None, None, None]
     counted = {
         'real': real_LBT,
         'entered': records.entered_BT,
         'chosen': records.top_c_BT,
         'said': said_LBT,
         'both': said_LBT & records.top_c_BT,
+        'refused': records.refused_BT,
         'gate': gates_LBT,
+        'above_half': real_LBT & (records.scores_BT > 0),
+        'rows': jnp.isfinite(lowest_LB)[..., None],
+        'lowest': jnp.where(jnp.isfinite(lowest_LB), lowest_LB, 0.0)[..., None],
+        'histogram': in_bin_LBTX & real_LBT[..., None],
     }
     return jax.tree.map(lambda x: jnp.sum(x, axis=(1, 2), dtype=jnp.float32), counted)
 
@@ -94,14 +106,22 @@ def routing_ratios(counts):
     """`routing_counts` as ratios per routed layer, NaN where there is nothing to divide by.
 
     Returns:
-      dict: `selected_fraction` of the real tokens entered, `rule_fraction` would under the causal
-      rule; `precision` and `recall` of the causal
-      rule against top-C membership; `selected_gate`, the mean gate of the top C.
+      dict: of the real tokens, `selected_fraction` entered, `rule_fraction` the causal rule would
+      let in, `refused_fraction` did not enter for want of room; `precision` and `recall` of the
+      causal rule against top-C membership; `selected_gate`, the mean gate of the top C;
+      `lowest_selected_score`, the C-th largest score, mean over rows; `sigmoid_above_half`, the
+      share of real tokens with sigmoid(r) > 0.5, and `sigmoid_histogram` [routed layers,
+      HISTOGRAM_BINS], their shares by equal bins of sigmoid(r).
     """
+    shares = counts['histogram'] / counts['real'][:, None]
     return {
         'selected_fraction': counts['entered'] / counts['real'],
         'rule_fraction': counts['said'] / counts['real'],
         'precision': counts['both'] / counts['said'],
         'recall': counts['both'] / counts['chosen'],
+        'refused_fraction': counts['refused'] / counts['real'],
         'selected_gate': counts['gate'] / counts['chosen'],
+        'lowest_selected_score': counts['lowest'] / counts['rows'],
+        'sigmoid_above_half': counts['above_half'] / counts['real'],
+        'sigmoid_histogram': shares,
     }

@@ -44,6 +44,8 @@ class MetricsWriter:
     def write(self, step: int, values: dict) -> None:
         """Appends a row of numbers (Python, NumPy or JAX scalars), strings, and lists of these.
 
+        A list whose name ends in `_histogram` holds the shares of equal bins of [0, 1].
+
         It takes the place of a row that an earlier start of the run left, of the same step and
         names: that of the last evaluation, where a finished run is evaluated again.
 
@@ -65,6 +67,24 @@ class MetricsWriter:
         for name, value in row.items():
             if name != 'step' and isinstance(value, (int, float)):
                 self._events.add_scalar(name, value, row['step'])
+            elif name.endswith('_histogram') and None not in value:
+                self._add_histogram(name, value, row['step'])
+
+    def _add_histogram(self, name, shares, step):
+        """Shares of equal bins of [0, 1] as a histogram event."""
+        limits = [(i + 1) / len(shares) for i in range(len(shares))]
+        middles = [limit - 0.5 / len(shares) for limit in limits]
+        self._events.add_histogram_raw(
+            name,
+            min=0.0,
+            max=1.0,
+            num=1,
+            sum=sum(share * x for share, x in zip(shares, middles, strict=True)),
+            sum_squares=sum(share * x * x for share, x in zip(shares, middles, strict=True)),
+            bucket_limits=limits,
+            bucket_counts=shares,
+            global_step=step,
+        )
 
     def has(self, step: int, name: str) -> bool:
         """Whether an earlier start of the run left a row of `step` with a value `name`."""

@@ -3,6 +3,7 @@
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.model.flops import train_step_flops
 from moddepth_jax.training.progress import format_count
+from moddepth_jax.training.stages import run_flops, stage_starts
 from moddepth_jax.training.summary import num_parameters
 
 
@@ -14,16 +15,24 @@ def resolve_steps(hparams: Hparams) -> int:
     """
     if not hparams.flop_budget:
         return hparams.training.num_steps
-    cost = train_step_flops(hparams)
+    costs = [train_step_flops(hparams, stage) for stage in hparams.stages]
+    cost = max(costs)
     if hparams.flop_budget < cost:
         raise ValueError(
             f'flop_budget={hparams.flop_budget:g}: pays for no step; one step of '
             f'{hparams.data.batch_size} x {hparams.data.sequence_length} tokens costs {cost:.3g}'
         )
-    num_steps = int(hparams.flop_budget / cost)
+    ends = [stage.begins for stage in hparams.stages[1:]] + [1.0]
+    shares = [end - stage.begins for stage, end in zip(hparams.stages, ends, strict=True)]
+    mean = sum(share * cost for share, cost in zip(shares, costs, strict=True))
+    num_steps = int(hparams.flop_budget / mean)
     if num_steps >= 2**31:
         right = 'must be below 2**31 of them; take a larger model or batch'
         raise ValueError(f'flop_budget={hparams.flop_budget:g}: {num_steps} steps, {right}')
+    while num_steps > 1 and run_flops(hparams, num_steps) > hparams.flop_budget:
+        num_steps -= 1
+    while run_flops(hparams, num_steps + 1) <= hparams.flop_budget:
+        num_steps += 1  # stages begin at whole steps, so the mean says it only roughly
     return num_steps
 
 
@@ -40,12 +49,21 @@ def describe(hparams: Hparams, num_steps: int, params, dataset) -> list[str]:
     """Lines for the user: the model, the corpus, the steps and what they cost."""
     model = hparams.model
     routed = len(model.routed_layers)
-    routing = f', {routed} routed at capacity {model.routing.capacity:g}' if routed else ', dense'
-    cost, parameters = train_step_flops(hparams), format_count(num_parameters(params))
+    routing = ', dense'
+    if routed:
+        router = model.routing.router
+        routing = f', {routed} routed ({router}) at capacity {model.routing.capacity:g}'
+    parameters, total = format_count(num_parameters(params)), run_flops(hparams, num_steps)
+    starts = stage_starts(hparams, num_steps)
+    stages = [
+        f'stage     from step {first}: {stage.routing} at capacity {stage.capacity:g}'
+        for first, stage in (starts if len(starts) > 1 else ())
+    ]
     return [
         f'model     {model.num_layers} layers of width {model.d_model}{routing}; '
         f'{parameters} parameters',
         f'corpus    {dataset.corpus.description}',
-        f'plan      {num_steps} steps x {format_count(cost)}FLOP = '
-        f'{num_steps * cost:.3g} FLOPs, {dataset.epochs(num_steps):.2f} epochs',
+        f'plan      {num_steps} steps x {format_count(total / max(1, num_steps))}FLOP = '
+        f'{total:.3g} FLOPs, {dataset.epochs(num_steps):.2f} epochs',
+        *stages,
     ]

@@ -12,6 +12,7 @@ import jax
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.model.flops import dot_general_flops, masked_attention_flops, train_step_flops
 from moddepth_jax.training.checkpoint import state_sha256
+from moddepth_jax.training.stages import run_flops, stage_starts
 from moddepth_jax.training.train_step import TrainState, init_state, train_step
 from moddepth_jax.training.workdir import write_atomically
 
@@ -49,7 +50,7 @@ def flops_of_a_step(hparams: Hparams, num_steps: int) -> dict[str, float | None]
     """The counted FLOPs of a training step beside what its traced programs hold.
 
     Returns:
-      `flops_per_step`, counted by hand: the number that budgets are made of.
+      `flops_per_step`, counted by hand: the number that budgets are made of. Of the last stage.
       `flops_per_step_dot_general`, the products in the step as traced without recomputation, less
       the query-key pairs that plain attention computes and hides; equal to the count within 1%.
       `flops_per_step_executed`, the products in the step as it runs: blocks recomputed, attention
@@ -60,7 +61,8 @@ def flops_of_a_step(hparams: Hparams, num_steps: int) -> dict[str, float | None]
     shape = (hparams.data.batch_size, hparams.data.sequence_length)
     plain = _trace(hparams, num_steps, remat='none', attention='reference')
     unrolled = _trace(hparams, num_steps, remat='none', layer_loop='unrolled')
-    products = dot_general_flops(plain.jaxpr) - 3 * masked_attention_flops(hparams, *shape)
+    hidden = 3 * masked_attention_flops(hparams, *shape, hparams.stages[-1].routing)
+    products = dot_general_flops(plain.jaxpr) - hidden
     return {
         'flops_per_step': train_step_flops(hparams),
         'flops_per_step_dot_general': float(products),
@@ -86,6 +88,11 @@ def summarise(
     routing = evaluation.get('routing', {})
     flops = flops_of_a_step(hparams, state.num_steps)
     step = int(state.step)
+    stages = [
+        {'first_step': first, 'flops_per_step': train_step_flops(hparams, stage)}
+        | {'capacity': stage.capacity, 'routing': stage.routing}
+        for first, stage in stage_starts(hparams, state.num_steps)
+    ]
     return {
         'final_step': step,
         'train_loss': metadata['train_loss'],
@@ -96,9 +103,10 @@ def summarise(
         },
         'parameters': num_parameters(state.params),
         **flops,
-        'total_flops': step * flops['flops_per_step'],
+        'total_flops': run_flops(hparams, state.num_steps, step),
         'flop_budget': hparams.flop_budget,
         'seconds': metadata['seconds'],
+        'stages': stages,
         'epochs': dataset.epochs(step),
         'skipped_steps': int(state.skipped),
         'corpus_sha256': dataset.corpus.sha256,
@@ -109,13 +117,16 @@ def summarise(
 
 def write_summary(workdir, summary: dict):
     """Writes summary.json whole or not at all; numbers that are not finite become null."""
-    text = json.dumps(_finite(summary), indent=2, allow_nan=False) + '\n'
+    text = json.dumps(finite(summary), indent=2, allow_nan=False) + '\n'
     write_atomically(pathlib.Path(workdir) / SUMMARY_FILE, text)
 
 
-def _finite(value):
+def finite(value):
+    """`value` with None for numbers that are not finite, in dicts and lists: JSON has none."""
     if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
+        return {name: finite(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [finite(item) for item in value]
     if isinstance(value, float) and not abs(value) < float('inf'):
         return None
     return value

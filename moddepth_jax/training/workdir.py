@@ -9,6 +9,18 @@ import socket
 CONFIG_FILE = 'config.json'
 LOCK_FILE = 'lock'
 SCHEMA_VERSION = 1
+OLDER_RUNS = {  # a knob that they do not have: the value under which they behave as they did
+    'model.routing.capacity_form': 'fraction',
+    'model.routing.log_length_max': 2048,
+    'model.routing.capacity_stages': '',
+    'model.routing.select_per': 'row',
+    'model.routing.train_rule': 'top_c',
+    'model.routing.threshold_warmup': 0.2,
+    'model.routing.threshold_decay': 0.99,
+    'model.routing.cache_capacity': 1.5,
+    'model.routing.overflow': 'grow',
+    'report.top_p': 1.0,
+}
 
 
 def write_atomically(path: str | os.PathLike, text: str) -> None:
@@ -58,17 +70,22 @@ class WorkdirLock:
         self.close()
 
 
-def open_workdir(path: str | os.PathLike, config: dict, volatile: tuple[str, ...] = ()) -> None:
+def open_workdir(
+    path: str | os.PathLike, config: dict, volatile: tuple[str, ...] = ()
+) -> list[str]:
     """Makes `path` the directory of a run of `config`, or checks that it already is.
 
-    A new or empty directory gets `config.json`. Where there is one, it is compared, and then takes
-    the volatile fields of `config`. The lock is not held afterwards: a run takes a `WorkdirLock`
-    next.
+    A new or empty directory gets `config.json`. Where there is one, it is compared as `read_config`
+    gives it, then takes the volatile fields of `config` and what an older run did not have. The
+    lock is not held afterwards: a run takes a `WorkdirLock` next.
 
     Args:
       path: the directory; parents are made.
       config: nested dict of JSON values; tuples are stored as lists.
       volatile: dotted names of fields or groups that may differ from the stored config.
+
+    Returns:
+      Lines for the user, of `read_config`.
 
     Raises:
       ValueError: one line, nothing written, where `path` is a file, holds something else, belongs
@@ -86,7 +103,8 @@ def open_workdir(path: str | os.PathLike, config: dict, volatile: tuple[str, ...
             found = f'holds {others[0]!r} but no {CONFIG_FILE}, so it is no directory of a run'
             raise ValueError(f'--workdir={path}: {found}; {right}')
         _write(path, config, only_new=True)
-    wanted, stored = _flatten(_as_json(config)), _flatten(read_config(path))
+    older, notes = read_config(path)
+    wanted, stored = _flatten(_as_json(config)), _flatten(older)
     for name in sorted(wanted.keys() | stored.keys()):
         if any(name == field or name.startswith(f'{field}.') for field in volatile):
             continue
@@ -94,12 +112,18 @@ def open_workdir(path: str | os.PathLike, config: dict, volatile: tuple[str, ...
         if old != new:
             found = f'{name} is {old!r} in its {CONFIG_FILE} and {new!r} in this run'
             raise ValueError(f'--workdir={path}: {found}; {right}')
-    if wanted != stored:
+    if wanted != stored or notes:
         _write(path, config, only_new=False)
+    return notes
 
 
-def read_config(path: str | os.PathLike) -> dict:
+def read_config(path: str | os.PathLike) -> tuple[dict, list[str]]:
     """The config stored in the directory of a run, as nested dicts of JSON values.
+
+    A knob that came after the run gets its value of `OLDER_RUNS`.
+
+    Returns:
+      The config, and a line for the user that names the knobs it did not hold, if any.
 
     Raises:
       ValueError: one line, where there is no config.json, or none that can be read.
@@ -117,7 +141,25 @@ def read_config(path: str | os.PathLike) -> dict:
     if version != SCHEMA_VERSION or not isinstance(config, dict):
         right = f'must be {SCHEMA_VERSION}, with a config of named fields'
         raise ValueError(f'{file}: schema_version={version!r}; {right}')
-    return config
+    filled = _fill(config)
+    if not filled:
+        return config, []
+    right = 'older than these knobs, which take the values that keep its behaviour'
+    return config, [f'{file}: {right}: {", ".join(filled)}']
+
+
+def _fill(config):
+    """Adds the knobs of OLDER_RUNS that a group of the config lacks; NAME=VALUE of each."""
+    filled = []
+    for name, value in OLDER_RUNS.items():
+        *groups, knob = name.split('.')
+        group = config
+        for part in groups:
+            group = group.get(part) if isinstance(group, dict) else None
+        if isinstance(group, dict) and knob not in group:
+            group[knob] = value
+            filled.append(f'{name}={value!r}')
+    return filled
 
 
 def _write(path, config, only_new):

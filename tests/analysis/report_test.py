@@ -46,7 +46,7 @@ def make_run(tiny_config, workdir, router='learned', gap=0.004):
     hparams = from_config(tiny_config(**changes))
     init = functools.partial(Transformer(hparams).init, jax.random.key(0))
     tokens_BT = np.zeros((1, 32), np.int32)
-    params = jax.jit(lambda: init(tokens_BT)['params'], compiler_options=FAST)()
+    variables = jax.jit(lambda: init(tokens_BT), compiler_options=FAST)()
     evaluation = {'loss': 1.4, 'bits_per_byte': 2.1}
     routed = router != 'none'
     summary = {
@@ -59,7 +59,7 @@ def make_run(tiny_config, workdir, router='learned', gap=0.004):
         'seconds': 83.0,
     }
     workdir.mkdir(exist_ok=True)
-    state = types.SimpleNamespace(params=params)
+    state = types.SimpleNamespace(variables=variables)
     return Run(hparams, workdir, state, HeldOut(), summary)
 
 
@@ -76,7 +76,8 @@ def sampled(monkeypatch):
 
     def set_sample(text):
         tokens = np.array([[256, *text.encode()]], np.int32)
-        monkeypatch.setattr(report, 'generate', lambda *_, **__: tokens)
+        made = types.SimpleNamespace(tokens=tokens)
+        monkeypatch.setattr(report, 'generate', lambda *_, **__: made)
 
     return set_sample
 

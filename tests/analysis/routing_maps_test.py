@@ -43,7 +43,8 @@ def test_grid_of_a_hand_made_record(tiny_config):
     top_c = [[[1, 0, 1, 0], [0, 0, 1, 1]], [[0, 1, 1, 0], [1, 1, 0, 0]]]
     entered = [[[1, 1, 0, 0], [0, 0, 0, 1]], [[0, 0, 0, 0], [1, 0, 0, 1]]]
     zeros_LBT = np.zeros((2, 2, 4), np.float32)
-    record = RoutingRecord(zeros_LBT, zeros_LBT, np.array(top_c) > 0, np.array(entered) > 0)
+    marks = (np.array(top_c) > 0, np.array(entered) > 0, zeros_LBT > 0)
+    record = RoutingRecord(zeros_LBT, zeros_LBT, *marks, zeros_LBT)
     dense = [DENSE] * 4
     assert routing_maps.routing_grid(record, hparams, 0).tolist() == [
         dense,
@@ -67,10 +68,10 @@ def test_record_is_that_of_the_forward_pass(tiny_config, routing):
     hparams = routed(tiny_config, 1, '0')
     init = functools.partial(Transformer(hparams).init, jax.random.key(0))
     tokens_BT = np.random.default_rng(0).integers(0, 257, (2, 32)).astype(np.int32)
-    params = jax.jit(lambda: init(tokens_BT)['params'], compiler_options=FAST)()
+    variables = jax.jit(lambda: init(tokens_BT), compiler_options=FAST)()
     batch = {'tokens_BT': tokens_BT, 'segment_ids_BT': np.ones((2, 32), np.int32)}
     batch['segment_ids_BT'][1, 20:] = 0
-    record = routing_maps.routing_record(params, hparams, batch, routing)
+    record = routing_maps.routing_record(variables, hparams, batch, routing)
     assert all(type(leaf) is np.ndarray and leaf.shape == (1, 2, 32) for leaf in record)
     assert record.top_c_BT.sum(-1).tolist() == [[8, 8]]
     assert record.entered_BT.sum(-1).tolist() == ([[8, 8]] if routing == 'top_c' else [[32, 20]])

@@ -12,6 +12,7 @@ from moddepth_jax.data.corpus import Corpus
 from moddepth_jax.data.pipeline import (
     check_fingerprint,
     make_dataset,
+    make_held_out,
     token_stream,
     window_batch,
 )
@@ -97,6 +98,28 @@ def test_held_out_batches_are_the_same_for_every_seed_and_filled_up():
     for index in (-1, 2):
         with pytest.raises(ValueError, match=rf'index={index}: must lie in \[0, 2\)'):
             dataset.held_out_batch(index)
+
+
+def test_all_text_of_the_files_is_held_out(tmp_path):
+    """Every document is covered once, whatever the fraction, in windows as of any other text."""
+    for name, text in (('a', 'abc'), ('b', ''), ('c', 'defg'), ('d', 'h')):
+        (tmp_path / f'{name}.txt').write_text(text)
+    whole = make_held_out(dataclasses.replace(DATA, source=f'{tmp_path}/*.txt'))
+    windows = whole.held_out_batch(0)['labels_BT'].tolist()
+    assert whole.num_held_out_batches == 1 and windows.pop() == [-100] * 4
+    first, second = sorted(windows)
+    assert [*first, *second] == [*b'abc', S, *b'defg']
+    assert whole.corpus.train == [] and '3 documents of 8 bytes' in whole.corpus.description
+
+
+def test_text_without_a_window_is_refused_and_no_knob_is_blamed(tmp_path):
+    """Less than one window of given text asks for more of it; one token more is enough."""
+    (tmp_path / 'a.txt').write_text('abc')
+    data = dataclasses.replace(DATA, source=f'{tmp_path}/*.txt')
+    with pytest.raises(ValueError, match='has 4 tokens and one window needs 5; give more text'):
+        make_held_out(data)
+    (tmp_path / 'a.txt').write_text('abcd')
+    assert make_held_out(data).num_held_out_batches == 1
 
 
 @pytest.mark.parametrize('batch_size', [1, 3, 7, 500])

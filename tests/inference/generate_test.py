@@ -8,70 +8,112 @@ import pytest
 
 from moddepth_jax.data.tokenizer import make_tokenizer
 from moddepth_jax.hparams import from_config
+from moddepth_jax.inference import generate as generate_module
 from moddepth_jax.inference.generate import check_prompt, generate
 from moddepth_jax.model.transformer import Transformer
 
 FAST = {'xla_backend_optimization_level': 0}  # these tests compile longer than they compute
 LENGTH = 24
 PROMPT = [256, 100, 101, 102]
+TOKENIZER = make_tokenizer('bytes')
 
 
-@pytest.fixture(scope='module')
-def hparams(tiny_config):
+@pytest.fixture(scope='module', autouse=True)
+def unoptimised():
+    """The programs inside `generate` compile longer than they run, too."""
+    jax.config.update('jax_disable_most_optimizations', True)
+    yield
+    jax.config.update('jax_disable_most_optimizations', False)
+
+
+def make_hparams(tiny_config, **knobs):
     changes = {
         'model.routing.router': 'learned',
         'model.routing.capacity': 0.25,
         'data.sequence_length': LENGTH,
     }
-    return from_config(tiny_config(**changes))
+    return from_config(tiny_config(**{**changes, **knobs}))
+
+
+def make_variables(hparams):
+    """Random, and so large that each token tells on the next ones and routing is mixed."""
+    init = functools.partial(Transformer(hparams).init, jax.random.key(3))
+    variables = jax.jit(lambda: init(np.zeros((1, LENGTH), np.int32)), compiler_options=FAST)()
+    large = jax.tree.map(lambda leaf: leaf * 12 if leaf.ndim > 1 else leaf, variables['params'])
+    return variables | {'params': large}
 
 
 @pytest.fixture(scope='module')
-def params(hparams):
-    """Random, and so large that each token tells on the next ones and routing is mixed."""
-    init = functools.partial(Transformer(hparams).init, jax.random.key(3))
-    params = jax.jit(lambda: init(np.zeros((1, LENGTH), np.int32))['params'], compiler_options=FAST)
-    return jax.tree.map(lambda leaf: leaf * 12 if leaf.ndim > 1 else leaf, params())
+def hparams(tiny_config):
+    return make_hparams(tiny_config)
 
 
-def forward(params, hparams, tokens, routing):
-    """(logits of the last token, share of tokens that entered) of a pass over just `tokens`."""
+@pytest.fixture(scope='module')
+def variables(hparams):
+    return make_variables(hparams)
+
+
+@functools.cache
+def _forward(hparams, routing):
     apply = functools.partial(Transformer(hparams).apply, routing=routing)
-    jitted = jax.jit(apply, compiler_options=FAST)
-    logits_BTV, records = jitted({'params': params}, np.array([tokens], np.int32))
-    return np.asarray(logits_BTV[0, -1]), np.mean(records.entered_BT)
+    return jax.jit(apply, compiler_options=FAST)
 
 
-@pytest.mark.parametrize('routing', [None, 'dense'])
-def test_greedy_text_is_the_argmax_of_a_full_forward(params, hparams, routing):
+def forward(variables, hparams, tokens, routing, tokenizer=None):
+    """(logits of the last token, share of tokens that entered) of a pass over these tokens."""
+    row = np.zeros((1, LENGTH), np.int32)
+    row[0, : len(tokens)] = tokens
+    begins = row == tokenizer.separator if tokenizer else np.zeros_like(row)
+    segments = np.where(np.arange(LENGTH)[None] < len(tokens), 1 + np.cumsum(begins, axis=1), 0)
+    logits_BTV, records = _forward(hparams, routing)(variables, row, segments)
+    entered = np.asarray(records.entered_BT)[..., : len(tokens)].mean()
+    return np.asarray(logits_BTV[0, len(tokens) - 1]), entered
+
+
+@pytest.mark.parametrize(
+    ('routing', 'knobs'),
+    [
+        (None, {}),
+        ('dense', {}),
+        ('threshold', {'model.routing.overflow': 'grow'}),
+        ('threshold', {'model.routing.router': 'random', 'model.num_layers': 3}),
+    ],
+)
+def test_greedy_texts_are_the_argmax_of_full_forwards(tiny_config, routing, knobs):
     """At temperature 0 a token is the argmax of one pass over the tokens before it and no more.
 
-    `None` runs the rule that the model was trained for, which lets in a part of the tokens.
+    Prompts of three lengths side by side, one of them of two documents.
     """
-    text = generate(params, hparams, PROMPT, 12, temperature=0.0, routing=routing)
-    assert text.shape == (1, 16) and text.dtype == np.int32
-    assert text[0, : len(PROMPT)].tolist() == PROMPT
-    assert len(set(text[0, 4:].tolist())) > 3
-    for position in (4, 5, 10, 15):
-        prefix = text[0, :position]
-        logits_V, entered = forward(params, hparams, prefix, routing or 'predictor')
-        assert text[0, position] == logits_V.argmax(), position
-    assert entered == 1 if routing == 'dense' else 0.05 < entered < 0.95
+    hparams = make_hparams(tiny_config, **knobs)
+    variables = make_variables(hparams)
+    prompts = [PROMPT, [256], [256, 7, 8, 256, 9, 10]]
+    how = {'temperature': 0.0, 'routing': routing, 'tokenizer': TOKENIZER, 'stop': False}
+    result = generate(variables, hparams, prompts, 14, **how)
+    for prompt, text in zip(prompts, result.tokens, strict=True):
+        assert text.dtype == np.int32 and text.shape == (len(prompt) + 14,)
+        assert text[: len(prompt)].tolist() == prompt
+        for position in range(len(prompt), len(text)):
+            given = (text[:position], routing or 'predictor', TOKENIZER)
+            logits_V, entered = forward(variables, hparams, *given)
+            assert text[position] == logits_V.argmax(), position
+    assert len(set(result.tokens[0][4:].tolist())) > 3
+    assert entered == 1 if routing == 'dense' else 0.02 < entered < 0.98
+    assert result.stopped == [False] * 3
 
 
-def test_routing_makes_a_difference(params, hparams):
+def test_routing_makes_a_difference(variables, hparams):
     """The trained rule and `dense` write different texts: the test above tells them apart."""
     texts = [
-        generate(params, hparams, PROMPT, 12, temperature=0.0, routing=routing)
+        generate(variables, hparams, [PROMPT], 12, temperature=0.0, routing=routing).tokens[0]
         for routing in ('predictor', 'dense')
     ]
     assert not np.array_equal(*texts)
 
 
-def test_the_seed_decides_and_samples_differ(params, hparams):
+def test_the_seed_decides_and_samples_differ(variables, hparams):
     """Equal seeds give equal texts, another seed another; samples of one call are not copies."""
     first, again, other = (
-        generate(params, hparams, PROMPT, 12, temperature=1.0, seed=seed, num_samples=3)
+        np.stack(generate(variables, hparams, [PROMPT], 12, seed=seed, num_samples=3).tokens)
         for seed in (0, 0, 1)
     )
     assert first.shape == (3, 16)
@@ -80,11 +122,22 @@ def test_the_seed_decides_and_samples_differ(params, hparams):
     assert (first[:, :4] == PROMPT).all() and (first < 257).all() and (first >= 0).all()
 
 
-def test_the_first_token_is_drawn_from_the_models_distribution(params, hparams):
+def test_batch_mates_do_not_change_a_draw(variables, hparams):
+    """A prompt's samples are the same alone and behind other prompts, at any place in the batch."""
+    others = [[256, 1, 2], [256, 50, 60, 70, 80]]
+    alone = generate(variables, hparams, [PROMPT], 12, seed=5, num_samples=2, top_p=0.9)
+    among = generate(variables, hparams, [*others, PROMPT], 12, seed=5, num_samples=2, top_p=0.9)
+    assert len(among.tokens) == 6
+    for mine, theirs in zip(alone.tokens, among.tokens[4:], strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def test_the_first_token_is_drawn_from_the_models_distribution(variables, hparams):
     """Over 2000 samples the share of the likeliest next token is the softmax of its logit."""
     temperature = 0.5
-    drawn_B = generate(params, hparams, PROMPT, 1, temperature=temperature, num_samples=2000)[:, -1]
-    logits_V, _ = forward(params, hparams, PROMPT, 'predictor')
+    drawn = generate(variables, hparams, [PROMPT], 1, temperature=temperature, num_samples=2000)
+    drawn_B = np.stack(drawn.tokens)[:, -1]
+    logits_V, _ = forward(variables, hparams, PROMPT, 'predictor')
     odds_V = np.exp((logits_V - logits_V.max()).astype(np.float64) / temperature)
     chance_V = odds_V / odds_V.sum()
     top = chance_V.argmax()
@@ -93,12 +146,68 @@ def test_the_first_token_is_drawn_from_the_models_distribution(params, hparams):
     assert abs((drawn_B == top).mean() - chance_V[top]) < 5 * error
 
 
-def test_prompt_and_text_may_just_fill_the_context(params, hparams):
+def test_prompt_and_text_may_just_fill_the_context(variables, hparams):
     """A text as long as the context is written whole, and begins like any shorter one."""
-    text = generate(params, hparams, PROMPT, LENGTH - 4, temperature=0.0)
-    assert text.shape == (1, LENGTH)
-    shorter = generate(params, hparams, PROMPT, 5, temperature=0.0)
-    assert np.array_equal(text[:, :9], shorter)
+    text = generate(variables, hparams, [PROMPT], LENGTH - 4, temperature=0.0).tokens[0]
+    assert text.shape == (LENGTH,)
+    shorter = generate(variables, hparams, [PROMPT], 5, temperature=0.0).tokens[0]
+    assert np.array_equal(text[:9], shorter)
+
+
+def test_a_row_stops_with_its_document_and_others_go_on(variables, hparams):
+    """The separator ends a row, is not part of its text, and on_tokens sees who still runs."""
+    rigged = jax.tree.map(np.asarray, variables)
+    rigged['params']['head'] = {'kernel': rigged['params']['head']['kernel'].copy()}
+    rigged['params']['head']['kernel'][:, TOKENIZER.separator] *= 2.5
+    seen = []
+
+    def watch(tokens_B, active_B):
+        seen.append((tokens_B.copy(), active_B.copy()))
+
+    how = {'num_samples': 8, 'seed': 1, 'tokenizer': TOKENIZER}
+    result = generate(rigged, hparams, [PROMPT], 20, **how, on_tokens=watch)
+    assert 0 < sum(result.stopped) < 8
+    for row, (text, stopped) in enumerate(zip(result.tokens, result.stopped, strict=True)):
+        steps = [tokens_B[row] for tokens_B, active_B in seen if active_B[row]]
+        assert text[4:].tolist() == steps and TOKENIZER.separator not in text[4:]
+        assert (len(text) < 24) == stopped
+    on = generate(rigged, hparams, [PROMPT], 20, **how, stop=False)
+    assert on.stopped == [False] * 8 and all(len(text) == 24 for text in on.tokens)
+    assert any(TOKENIZER.separator in text[4:] for text in on.tokens)
+
+
+def test_tokens_that_find_no_slot_are_counted(tiny_config):
+    """Under `skip` a full cache refuses and says so; under `grow` every token finds room."""
+    refused = {}
+    for overflow in ('skip', 'grow'):
+        hparams = make_hparams(
+            tiny_config,
+            **{
+                'model.routing.causal_rule': 'threshold',
+                'model.routing.overflow': overflow,
+                'model.routing.cache_capacity': 1.0,
+            },
+        )
+        variables = make_variables(hparams)
+        variables['averages'] = {'thresholds_R': np.full(1, -1e9, np.float32)}
+        refused[overflow] = generate(variables, hparams, [PROMPT, [256]], 18).refused
+    slots = hparams.model.routing.cache_slots(LENGTH, 'threshold')
+    assert slots == 6
+    # 4 + 17 tokens of the first row and 1 + 17 of the other are read; the last is not.
+    assert refused == {'skip': (21 - slots) + (18 - slots), 'grow': 0}
+
+
+def test_each_program_is_traced_once_a_shape(variables, hparams):
+    """Other prompts and seeds of a shape already seen compile nothing."""
+
+    def sizes():
+        return [f._cache_size() for f in (generate_module._start, generate_module._step)]
+
+    generate(variables, hparams, [PROMPT, PROMPT[:2]], 5, temperature=0.7)
+    before = sizes()
+    for seed, prompts in ((1, [PROMPT[:3], PROMPT]), (2, [PROMPT, [256]])):
+        generate(variables, hparams, prompts, 6, temperature=0.7, seed=seed)
+    assert sizes() == before
 
 
 @pytest.mark.parametrize(
@@ -106,6 +215,7 @@ def test_prompt_and_text_may_just_fill_the_context(params, hparams):
     [
         ([], 4, ['no token']),
         ([1] * 25, 1, ['25 tokens', 'data.sequence_length=24', 'by 2']),
+        ([1] * 24, 1, ['24 tokens', 'data.sequence_length=24', 'by 1']),
         ([1] * 4, 21, ['4 tokens', '21 to generate', 'data.sequence_length=24', 'by 1']),
         ([1] * 4, 0, ['num_tokens=0']),
         ([1, 257], 4, ['257']),
@@ -116,7 +226,7 @@ def test_a_prompt_that_does_not_fit_is_refused(hparams, prompt, num_tokens, word
     """Empty, too long or of unknown ids, it is one line with the value, before anything runs."""
     for refuse in (
         lambda: check_prompt(hparams, prompt, num_tokens),
-        lambda: generate(None, hparams, prompt, num_tokens),
+        lambda: generate(None, hparams, [PROMPT[:1], prompt], num_tokens),
     ):
         with pytest.raises(ValueError) as caught:
             refuse()
@@ -124,32 +234,48 @@ def test_a_prompt_that_does_not_fit_is_refused(hparams, prompt, num_tokens, word
         assert all(word in message for word in words) and '\n' not in message
 
 
+@pytest.mark.parametrize(
+    ('knobs', 'words'),
+    [
+        ({'prompts': []}, 'prompts=[]'),
+        ({'num_samples': 0}, 'num_samples=0'),
+        ({'temperature': -1.0}, 'temperature=-1.0'),
+        ({'top_p': 0.0}, 'top_p=0.0'),
+    ],
+)
+def test_a_call_that_makes_no_sense_is_refused(hparams, knobs, words):
+    """No prompt, no sample, no such distribution: one line with the value."""
+    arguments = {'prompts': [PROMPT], **knobs}
+    with pytest.raises(ValueError) as caught:
+        generate(None, hparams, arguments.pop('prompts'), 4, **arguments)
+    assert words in str(caught.value) and '\n' not in str(caught.value)
+
+
 def test_only_ids_of_the_tokenizer_are_written(tiny_config):
     """A vocabulary padded beyond the tokenizer's has logits for ids that stand for nothing."""
-    changes = {'model.num_layers': 1, 'model.vocab_size': 2048, 'data.sequence_length': LENGTH}
-    hparams = from_config(tiny_config(**changes))
+    changes = {'model.num_layers': 1, 'model.vocab_size': 2048, 'model.routing.router': 'none'}
+    hparams = make_hparams(tiny_config, **changes)
     init = functools.partial(Transformer(hparams).init, jax.random.key(0))
-    params = jax.jit(lambda: init(np.zeros((1, LENGTH), np.int32))['params'], compiler_options=FAST)
-    arguments = {'temperature': 5.0, 'num_samples': 20}
-    free = generate(params(), hparams, PROMPT, 10, **arguments)
-    known = generate(params(), hparams, PROMPT, 10, **arguments, tokenizer=make_tokenizer('bytes'))
+    variables = jax.jit(lambda: init(np.zeros((1, LENGTH), np.int32)), compiler_options=FAST)()
+    arguments = {'temperature': 5.0, 'num_samples': 20, 'stop': False}
+    free, known = (
+        np.stack(generate(variables, hparams, [PROMPT], 10, **arguments, tokenizer=it).tokens)
+        for it in (None, TOKENIZER)
+    )
     assert free.max() > 256 and known.max() <= 256
     assert len(set(known[:, 4:].ravel().tolist())) > 50
 
 
-def test_a_document_does_not_see_the_one_before_it(params, hparams):
+def test_a_document_does_not_see_the_one_before_it(variables, hparams):
     """Told what the separator is, text after one is that of the separator alone, as in training."""
-    tokenizer = make_tokenizer('bytes')
-    arguments = {'temperature': 0.0, 'routing': 'dense'}
-    texts = [
-        generate(params, hparams, [*prompt, 256, 100], 1, **arguments, tokenizer=tokenizer)[0, -1]
-        for prompt in ([256, 1, 2, 3], [256, 9, 8, 7], [256, 50, 60, 70])
-    ]
-    blind = [
-        generate(params, hparams, [*prompt, 256, 100], 1, **arguments)[0, -1]
-        for prompt in ([256, 1, 2, 3], [256, 9, 8, 7], [256, 50, 60, 70])
-    ]
-    assert len(set(texts)) == 1 < len(set(blind))
+    befores = ([256, 1, 2, 3], [256, 9, 8, 7], [256, 50, 60, 70])
+    prompts = [[*before, 256, 100] for before in befores]
+    last = {}
+    for tokenizer in (TOKENIZER, None):
+        how = {'temperature': 0.0, 'routing': 'dense', 'tokenizer': tokenizer}
+        texts = generate(variables, hparams, prompts, 1, **how).tokens
+        last[tokenizer] = [text[-1] for text in texts]
+    assert len(set(last[TOKENIZER])) == 1 < len(set(last[None]))
 
 
 @pytest.mark.parametrize(
@@ -159,6 +285,6 @@ def test_a_document_does_not_see_the_one_before_it(params, hparams):
 def test_a_routing_that_cannot_write_is_refused(hparams, routing, words):
     """Looking ahead, untrained or unknown: refused by name, in one line, before anything runs."""
     with pytest.raises(ValueError) as caught:
-        generate(None, hparams, PROMPT, 4, routing=routing)
+        generate(None, hparams, [PROMPT], 4, routing=routing)
     message = str(caught.value)
     assert f'routing={routing!r}' in message and words in message and '\n' not in message

@@ -1,176 +1,38 @@
-"""A routed block is its equation, written over all tokens with explicit masks, in float64."""
+"""A routed block is its equation, written over all tokens with explicit masks, in float64.
 
-import functools
+What causal rules let in is in causal_block_test.py.
+"""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moddepth_jax.hparams import from_config
-from moddepth_jax.model.attention import Tokens
-from moddepth_jax.model.mixture_of_depths import MixtureOfDepths
-
-LENGTH, WIDTH, CAPACITY = 16, 32, 0.375
-SHAPE = {
-    'model.routing.router': 'learned',
-    'model.routing.layers': 'every:1',
-    'model.norm_eps': 1e-3,
-    'model.rope_theta': 50.0,
-}
-# One row each: a document, packed documents, padding at the end, fewer real tokens than C, none.
-SEGMENTS = np.array(
-    [[1] * 16, [1] * 5 + [2] * 7 + [3] * 4, [1] * 10 + [0] * 6, [1] * 2 + [0] * 14, [0] * 16]
+from tests.model.masked_block import (
+    CAPACITY,
+    LENGTH,
+    SEGMENTS,
+    WIDTH,
+    assert_close,
+    best_of_segments,
+    equation,
+    expert_choice,
+    jit,
+    make_model,
+    routed,
+    stream,
+    value_and_gradients,
+    visible_pairs,
 )
-POSITIONS = np.tile(np.arange(LENGTH), (5, 1))
+
 CASES = {
     'pre': ('pre', 'raw', CAPACITY, 0, {}),
     'pre_all': ('pre', 'tanh', 1.0, 3, {'model.qk_norm': 'head', 'model.use_bias': True}),
     'post_ties': ('post', 'sigmoid', CAPACITY, 4, {}),
     'post_one': ('post', 'none', 1 / LENGTH, 0, {}),
     'reordered': ('reordered', 'raw', 0.125, 6, {'model.qk_norm': 'full'}),
+    'segments': ('pre', 'raw', CAPACITY, 0, {'model.routing.select_per': 'segment'}),
 }
-GATES = {
-    'raw': lambda r: r,
-    'sigmoid': lambda r: 1 / (1 + jnp.exp(-r)),
-    'tanh': lambda r: (jnp.exp(2 * r) - 1) / (jnp.exp(2 * r) + 1),
-    'none': jnp.ones_like,
-}
-# Unoptimised programs, of the same operations, compile in less than half the time.
-jit = functools.partial(jax.jit, compiler_options={'xla_backend_optimization_level': 0})
-
-
-def make_model(tiny_config, placement, gate, capacity, **knobs):
-    routing = {'model.routing.gate': gate, 'model.routing.capacity': capacity}
-    placed = {'model.norm_placement': placement}
-    return from_config(tiny_config(**SHAPE, **placed, **routing, **knobs)).model
-
-
-def random_params(params, seed=0):
-    """Weights so large that every part of the block matters; norm scales around 1."""
-    rng = np.random.default_rng(seed)
-
-    def draw(path, leaf):
-        spread = 0.3 if leaf.ndim < 2 else (leaf.size // leaf.shape[-1]) ** -0.5
-        center = float(path[-1].key == 'scale')
-        return (center + spread * rng.normal(size=leaf.shape)).astype(np.float32)
-
-    return jax.tree_util.tree_map_with_path(draw, params)
-
-
-def stream(seed=1, batch=5, ties=False):
-    """A random residual stream; with ties, component 0 takes three values only."""
-    x_BTD = np.random.default_rng(seed).normal(size=(batch, LENGTH, WIDTH)).astype(np.float32)
-    if ties:
-        x_BTD[:, :, 0] = np.random.default_rng(seed).integers(-1, 2, (batch, LENGTH))
-    return x_BTD
-
-
-def expert_choice(scores_BT, capacity, segments_BT):
-    """bool [B, T]: the C best real tokens of each row, the earlier of equals, found one by one."""
-    chosen_BT = np.zeros(scores_BT.shape, bool)
-    num_selected = max(1, int(capacity * scores_BT.shape[1] + 1e-6))
-    for row, scores_T in enumerate(scores_BT):
-        real = [t for t in range(len(scores_T)) if segments_BT[row, t] > 0]
-        best = sorted(real, key=lambda t: (-scores_T[t], t))[:num_selected]
-        chosen_BT[row, best] = True
-    return chosen_BT
-
-
-def visible_pairs(entered_BT, segments_BT, window):
-    """bool [B, T, T]: pairs that see each other in the block, drawn one by one."""
-    grid_BTS = np.zeros((*entered_BT.shape, entered_BT.shape[1]), bool)
-    for row, query, key in np.ndindex(grid_BTS.shape):
-        near = 0 <= query - key and (window == 0 or query - key < window)
-        same = segments_BT[row, query] == segments_BT[row, key]
-        both = entered_BT[row, query] and entered_BT[row, key]
-        grid_BTS[row, query, key] = near and same and both
-    return grid_BTS
-
-
-def equation(params, x_BTD, entered_BT, grid_BTS, model):
-    """x + gate(r) (block(x) - x) where a token entered, x elsewhere, from the parameters alone."""
-    block, attention = params['block'], params['block']['attention']
-
-    def norm(x, scale):
-        return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + model.norm_eps) * scale
-
-    def project(equation, x, part):
-        return jnp.einsum(equation, x, part['kernel']) + part.get('bias', 0)
-
-    def queries_or_keys(x, name):
-        y = project('btd,dnh->btnh', x, attention[name])
-        if model.qk_norm != 'none':
-            shape = y.shape
-            y = y.reshape(*shape[:2], -1) if model.qk_norm == 'full' else y
-            y = norm(y, attention[f'{name}_norm']['scale']).reshape(shape)
-        half = model.head_dim // 2
-        angle = np.arange(LENGTH)[:, None] / model.rope_theta ** (np.arange(half) / half)
-        sin, cos = np.sin(angle)[:, None], np.cos(angle)[:, None]
-        first, second = y[..., :half], y[..., half:]
-        return jnp.concatenate([first * cos - second * sin, first * sin + second * cos], axis=-1)
-
-    def attend(x):
-        group = model.num_heads // model.num_kv_heads
-        query = queries_or_keys(x, 'query')
-        key = jnp.repeat(queries_or_keys(x, 'key'), group, axis=2)
-        value = jnp.repeat(project('btd,dnh->btnh', x, attention['value']), group, axis=2)
-        scores = jnp.einsum('btnh,bsnh->bnts', query, key) / np.sqrt(model.head_dim)
-        terms = jnp.where(grid_BTS[:, None], jnp.exp(scores), 0)
-        weights = terms / jnp.maximum(terms.sum(-1, keepdims=True), 1e-300)
-        o = jnp.einsum('bnts,bsnh->btnh', weights, value)
-        return project('btnh,nhd->btd', o, attention['out'])
-
-    def transform(x):
-        gate, value = (project('btd,df->btf', x, block['mlp'][name]) for name in ('w1', 'w3'))
-        return project('btf,fd->btd', gate / (1 + jnp.exp(-gate)) * value, block['mlp']['w2'])
-
-    x = x_BTD
-    for part, name in ((attend, 'attention_norm'), (transform, 'mlp_norm')):
-        scale = block[name]['scale']
-        if model.norm_placement == 'pre':
-            x = x + part(norm(x, scale))
-        elif model.norm_placement == 'post':
-            x = norm(x + part(x), scale)
-        else:
-            x = x + norm(part(x), scale)
-    gate_BT = GATES[model.routing.gate](x_BTD @ params['router']['w'])
-    return jnp.where(entered_BT[..., None], x_BTD + gate_BT[..., None] * (x - x_BTD), x_BTD)
-
-
-def value_and_gradients(function, params, x_BTD, weights_BTD):
-    """function(params, x) and the gradients of its inner product with `weights`, under one jit."""
-
-    def loss(params, x_BTD):
-        y_BTD, record = function(params, x_BTD)
-        return jnp.vdot(y_BTD, weights_BTD), (y_BTD, record)
-
-    run = jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
-    (_, (y_BTD, record)), gradients = run(params, x_BTD)
-    return jax.tree.map(np.asarray, (y_BTD, gradients)), record
-
-
-def assert_close(got, exact, tolerance):
-    """Every leaf within `tolerance` of its largest element, or of 1% of the largest of all."""
-    assert jax.tree.structure(got) == jax.tree.structure(exact)
-    size = max(np.abs(leaf).max() for leaf in jax.tree.leaves(exact))
-    for one, right in zip(jax.tree.leaves(got), jax.tree.leaves(exact), strict=True):
-        atol = tolerance * max(np.abs(right).max(), 0.01 * size)
-        np.testing.assert_allclose(one, right, rtol=0, atol=atol)
-
-
-def routed(model, window=0, routing='top_c', seed=0):
-    """The module, random parameters, and the function (params, x, segments, positions) -> y."""
-    module = MixtureOfDepths(model, window, routing)
-    x_BTD, tokens = stream(), Tokens(POSITIONS, SEGMENTS)
-    params = jax.eval_shape(module.init, jax.random.key(0), x_BTD, tokens)['params']
-    params = random_params(params, seed)
-
-    def apply(params, x_BTD, segments_BT=SEGMENTS):
-        positions_BT = POSITIONS[: len(x_BTD)]
-        return module.apply({'params': params}, x_BTD, Tokens(positions_BT, segments_BT))
-
-    return params, apply
 
 
 @pytest.mark.parametrize('name', CASES)
@@ -185,6 +47,10 @@ def test_gathered_form_is_the_equation(name, tiny_config):
     got, record = value_and_gradients(apply, params, x_BTD, weights_BTD)
     scores_BT = x_BTD.astype(float) @ params['router']['w']
     entered_BT = expert_choice(scores_BT, capacity, SEGMENTS)
+    if model.routing.select_per == 'segment':
+        rows = zip(scores_BT, SEGMENTS, strict=True)
+        by_row_BT, entered_BT = entered_BT, np.array([best_of_segments(*row, 6) for row in rows])
+        assert (entered_BT[1] != by_row_BT[1]).any() and entered_BT[2].sum() < 6
     np.testing.assert_array_equal(record.top_c_BT, entered_BT)
     np.testing.assert_array_equal(record.entered_BT, entered_BT)
     np.testing.assert_allclose(record.scores_BT, scores_BT, rtol=0, atol=1e-5)
@@ -197,34 +63,6 @@ def test_gathered_form_is_the_equation(name, tiny_config):
     assert_close(got[0], exact[0], 1e-6)
     assert_close(got[1], exact[1], 2e-6)  # rounding reaches 1.4e-6 in the scale of a QK-norm
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(got))
-
-
-@pytest.mark.parametrize(
-    ('rule', 'placement'), [('predictor', 'pre'), ('aux_loss', 'post'), ('dense', 'reordered')]
-)
-def test_causal_rule_is_the_equation_over_its_own_tokens(rule, placement, tiny_config):
-    """Under a rule the equation holds for the tokens that the rule names; padding never enters."""
-    knobs = {'model.routing.causal_rule': rule}
-    model = make_model(tiny_config, placement, 'raw', CAPACITY, **knobs)
-    params, apply = routed(model, window=5, routing=rule, seed=3)
-    x_BTD = stream()
-    y_BTD, record = jit(apply)(params, x_BTD)
-    logits_BT = x_BTD @ params['router']['w'] if rule == 'aux_loss' else np.ones(SEGMENTS.shape)
-    if rule == 'predictor':
-        hidden, out = params['predictor']['hidden'], params['predictor']['out']
-        before = x_BTD @ hidden['kernel'] + hidden['bias']
-        logits_BT = (before / (1 + np.exp(-before)) @ out['kernel'] + out['bias'])[..., 0]
-    entered_BT = (logits_BT > 0) & (SEGMENTS > 0)
-    assert rule == 'dense' or 0.2 < entered_BT[0].mean() < 0.8
-    np.testing.assert_array_equal(record.entered_BT, entered_BT)
-    scores_BT = x_BTD.astype(float) @ params['router']['w']
-    np.testing.assert_array_equal(record.top_c_BT, expert_choice(scores_BT, CAPACITY, SEGMENTS))
-    grid_BTS = visible_pairs(entered_BT, SEGMENTS, 5)
-    with jax.enable_x64(True), jax.numpy_rank_promotion('allow'):
-        wide = jax.tree.map(np.float64, (params, x_BTD))
-        exact = jit(lambda p, x: equation(p, x, entered_BT, grid_BTS, model))(*wide)
-    assert_close(y_BTD, np.asarray(exact), 1e-6)
-    np.testing.assert_array_equal(y_BTD[~entered_BT], x_BTD[~entered_BT])
 
 
 @pytest.fixture(scope='module')

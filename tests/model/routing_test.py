@@ -5,21 +5,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moddepth_jax.hparams import RoutingHparams, from_config
-from moddepth_jax.model.routing import gather_rows, membership, scatter_add_rows, select_top_c
+from moddepth_jax.model.routing import (
+    admit,
+    first_entering,
+    gather_rows,
+    membership,
+    scatter_add_rows,
+    segment_top_c,
+    select_top_c,
+    static_sizes,
+)
+from tests.model.masked_block import best_of_segments
 
-LAYERS = {
-    'every:1': (0, 1, 2, 3, 4, 5, 6),
-    'every:2': (1, 3, 5),
-    'every:3': (2, 5),
-    'every:7': (6,),
-    'middle:0:0': (0, 1, 2, 3, 4, 5, 6),
-    'middle:1:0': (1, 2, 3, 4, 5, 6),
-    'middle:3:2': (3, 4),
-    'middle:5:1': (5,),
-    '4': (4,),
-    '5,0, 3': (0, 3, 5),
-}
 NAN = float('nan')
 
 
@@ -89,53 +86,165 @@ def test_gather_and_scatter_use_each_row_by_itself():
     np.testing.assert_array_equal(added - x_BTD, 100 * np.array(marks)[:, :, None] * np.ones(3))
 
 
-def routing(**changes):
-    values = {
-        'router': 'learned',
-        'layers': 'every:2',
-        'capacity': 0.125,
-        'gate': 'raw',
-        'initial_gate': 1.0,
-        'causal_rule': 'predictor',
-        'predictor_width': 0,
-        'predictor_loss_weight': 1.0,
-        'aux_loss_weight': 0.0,
-    }
-    return RoutingHparams(**values | changes)
+def random_segments(rng, rows, length, padding):
+    """Contiguous documents of random sizes, ids ascending from 1; padding at the end or not."""
+    segments_BT = np.zeros((rows, length), np.int32)
+    for row in range(rows):
+        real = rng.integers(0, length + 1) if padding else length
+        cuts = rng.choice(length, size=rng.integers(0, 6), replace=False)
+        segments_BT[row, :real] = 1 + np.isin(np.arange(real), cuts).cumsum()
+    return segments_BT
+
+
+@pytest.mark.parametrize('num_selected', [1, 3, 10, 23, 24])
+@pytest.mark.parametrize('padding', [False, True])
+def test_segments_choose_their_own_best(num_selected, padding):
+    """Membership is the loop's, for random documents, padding and ties of both zeros."""
+    rng = np.random.default_rng(num_selected)
+    segments_BT = random_segments(rng, 60, 24, padding)
+    few = rng.choice(np.array([-1.5, -0.0, 0.0, 2.0], np.float32), (30, 24))
+    scores_BT = np.concatenate([few, rng.normal(size=(30, 24)).astype(np.float32)])
+    scores_BT = np.where(segments_BT > 0, scores_BT, -np.inf)
+    chosen_BT = np.asarray(
+        jax.jit(segment_top_c, static_argnums=2)(scores_BT, segments_BT, num_selected)
+    )
+    expected = [
+        best_of_segments(scores_T, segments_T, num_selected)
+        for scores_T, segments_T in zip(scores_BT, segments_BT, strict=True)
+    ]
+    np.testing.assert_array_equal(chosen_BT, expected)
+    counts_B = chosen_BT.sum(1)
+    assert (counts_B == num_selected).all() or (padding and (counts_B <= num_selected).all())
+    assert not chosen_BT[segments_BT == 0].any()
+
+
+def test_documents_do_not_compete():
+    """Whatever scores one document has, the others choose as before; of a row they do compete."""
+    rng = np.random.default_rng(0)
+    segments_BT = np.repeat([[1, 2, 3, 0]], [5, 9, 7, 3], axis=1)
+    scores_BT = rng.normal(size=(1, 24)).astype(np.float32)
+    chosen_BT = np.asarray(segment_top_c(scores_BT, segments_BT, 8))
+    for document in (1, 2, 3):
+        inside_BT = segments_BT == document
+        for changed in (100 + scores_BT, -scores_BT, np.full_like(scores_BT, np.nan)):
+            other_BT = np.where(inside_BT, changed, scores_BT).astype(np.float32)
+            again_BT = np.asarray(segment_top_c(other_BT, segments_BT, 8))
+            np.testing.assert_array_equal(again_BT[~inside_BT], chosen_BT[~inside_BT])
+            assert again_BT[inside_BT].sum() == chosen_BT[inside_BT].sum()
+    louder_BT = np.where(segments_BT == 1, 100 + scores_BT, scores_BT)
+    assert membership(select_top_c(louder_BT, 8), 24)[0, :5].all()
+
+
+def test_first_entering_names_the_first_and_then_nothing():
+    """The loop's first indices in order, then indices of T and more, all distinct and ascending."""
+    rng = np.random.default_rng(0)
+    entered_BT = rng.random((50, 12)) < rng.random((50, 1))
+    entered_BT[:2] = [[False] * 12, [True] * 12]
+    for size in (1, 5, 11, 12):
+        indices_BC = np.asarray(first_entering(jnp.asarray(entered_BT), size))
+        assert indices_BC.dtype == np.int32 and indices_BC.shape == (50, size)
+        for entered_T, indices_C in zip(entered_BT, indices_BC, strict=True):
+            wanted = [t for t in range(12) if entered_T[t]][:size]
+            assert indices_C[: len(wanted)].tolist() == wanted
+            assert (indices_C[len(wanted) :] >= 12).all() and (np.diff(indices_C) > 0).all()
+
+
+@pytest.mark.parametrize('most', [1, 4, 11, 12, 99])
+def test_admission_counts_along_the_row(most):
+    """The first `most` that want to enter do, and nobody's entry depends on who comes later."""
+    wanted_BT = np.random.default_rng(most).random((40, 12)) < 0.6
+    admitted_BT = np.asarray(admit(jnp.asarray(wanted_BT), most))
+    for wanted_T, admitted_T in zip(wanted_BT, admitted_BT, strict=True):
+        assert np.flatnonzero(admitted_T).tolist() == np.flatnonzero(wanted_T)[:most].tolist()
+    later_BT = wanted_BT ^ (np.arange(12) >= 7)[None]
+    again_BT = admit(jnp.asarray(later_BT), most)
+    np.testing.assert_array_equal(again_BT[:, :7], admitted_BT[:, :7])
 
 
 @pytest.mark.parametrize(
-    ('capacity', 'length', 'selected'),
+    ('length', 'most', 'sizes'),
     [
-        (0.125, 2048, 256),
-        (0.125, 7, 1),
-        (0.125, 1, 1),
-        (0.125, 8, 1),
-        (0.125, 17, 2),
-        (0.29, 100, 29),  # 0.29 * 100 is 28.999999999999996
-        (0.57, 100, 57),  # 0.57 * 100 is 56.99999999999999
-        (0.999, 10, 9),
-        (1.0, 97, 97),
-        (1e-9, 2048, 1),
+        (16, 16, (2, 4, 8, 16)),
+        (16, 99, (2, 4, 8, 16)),
+        (16, 9, (2, 4, 8, 9)),
+        (16, 8, (2, 4, 8)),
+        (16, 3, (2, 3)),
+        (16, 1, (1,)),
+        (17, 17, (3, 5, 9, 17)),
+        (3, 3, (1, 2, 3)),
+        (1, 5, (1,)),
     ],
 )
-def test_num_selected(capacity, length, selected):
-    """C is max(1, floor(capacity T + 1e-6)): 256 of 2048, and rounding loses no token."""
-    assert routing(capacity=capacity).num_selected(length) == selected
+def test_static_sizes(length, most, sizes):
+    """T / 8, T / 4, T / 2 and T, rounded up, none above the most that may enter, which is one."""
+    assert static_sizes(length, most) == sizes
 
 
-def test_every_nth_of_a_fraction_is_whole():
-    """Where capacity T is whole in exact arithmetic, C is that whole number, and never above T."""
-    for length in range(1, 130):
-        for selected in range(1, length + 1):
-            assert routing(capacity=selected / length).num_selected(length) == selected
+def test_indices_of_t_and_more_name_no_token():
+    """They gather zeros, mark nothing and add nothing; token T - 1 is nobody's stand-in.
+
+    Its value and its gradient are its own: a clamped index would read it, or lose its cotangent.
+    """
+    rng = np.random.default_rng(0)
+    x_BTD = rng.normal(size=(2, 5, 3)).astype(np.float32)
+    indices_BC = jnp.array([[1, 4, 5, 6], [5, 6, 7, 8]], jnp.int32)
+    update_BCD, weights_BCD = rng.normal(size=(2, 2, 4, 3)).astype(np.float32)
+    gathered_BCD = gather_rows(x_BTD, indices_BC)
+    np.testing.assert_array_equal(gathered_BCD[0, :2], x_BTD[0, [1, 4]])
+    assert not np.any(gathered_BCD[0, 2:]) and not np.any(gathered_BCD[1])
+    np.testing.assert_array_equal(membership(indices_BC, 5), [[0, 1, 0, 0, 1], [0] * 5])
+    expected = x_BTD.copy()
+    expected[0, [1, 4]] += update_BCD[0, :2]
+    np.testing.assert_array_equal(scatter_add_rows(x_BTD, indices_BC, update_BCD), expected)
+
+    def gathered(x_BTD):
+        return jnp.vdot(gather_rows(x_BTD, indices_BC), weights_BCD)
+
+    dx_BTD = np.zeros_like(x_BTD)
+    dx_BTD[0, [1, 4]] = weights_BCD[0, :2]
+    np.testing.assert_array_equal(jax.grad(gathered)(x_BTD), dx_BTD)
+    weights_BTD = rng.normal(size=x_BTD.shape).astype(np.float32)
+
+    def scattered(x_BTD, update_BCD):
+        return jnp.vdot(scatter_add_rows(x_BTD, indices_BC, update_BCD), weights_BTD)
+
+    dx_BTD, du_BCD = jax.grad(scattered, argnums=(0, 1))(x_BTD, update_BCD)
+    np.testing.assert_array_equal(dx_BTD, weights_BTD)
+    np.testing.assert_array_equal(du_BCD[0, :2], weights_BTD[0, [1, 4]])
+    assert not np.any(du_BCD[0, 2:]) and not np.any(du_BCD[1])
 
 
-@pytest.mark.parametrize('layers', LAYERS)
-def test_routed_layers(layers, tiny_config):
-    """every:N starts at layer N - 1, middle leaves out both ends, a list is sorted."""
-    assert routing(layers=layers).routed_layers(7) == LAYERS[layers]
-    assert routing(layers=layers, router='none').routed_layers(7) == ()
-    knobs = {'model.num_layers': 7, 'model.routing.router': 'learned'}
-    config = tiny_config(**knobs, **{'model.routing.layers': layers})
-    assert from_config(config).model.routed_layers == LAYERS[layers]
+def test_rows_that_nothing_is_added_to_keep_their_bits():
+    """Also negative zeros, infinities and NaNs with a payload."""
+    x_BTD = np.full((1, 4, 3), -0.0, np.float32)
+    x_BTD[0, 2] = [np.inf, -np.inf, 1e-45]
+    x_BTD.view(np.uint32)[0, 3] = [0x7FC00001, 0xFFC00000, 0x80000000]
+    indices_BC = jnp.array([[1, 4]], jnp.int32)
+    y_BTD = jax.jit(scatter_add_rows)(x_BTD, indices_BC, jnp.ones((1, 2, 3)))
+    same = np.asarray(y_BTD).view(np.uint32) == x_BTD.view(np.uint32)
+    np.testing.assert_array_equal(same.all(-1), [[True, False, True, True]])
+
+
+def test_a_constant_delta_settles_where_the_squared_error_is_least():
+    """With a raw gate and f = v, gradient descent on r ends at v . (x* - x) / |v|^2.
+
+    Only for the tokens that were selected: the others have no gradient at all.
+    """
+    rng = np.random.default_rng(0)
+    x_BTD, target_BTD = rng.normal(size=(2, 1, 6, 4)).astype(np.float32)
+    v_D = rng.normal(size=4).astype(np.float32)
+    indices_BC = jnp.array([[0, 3, 5]], jnp.int32)
+
+    def error(r_BT):
+        update_BCD = gather_rows(r_BT, indices_BC)[..., None] * v_D[None, None]
+        y_BTD = scatter_add_rows(x_BTD, indices_BC, update_BCD)
+        return 0.5 * jnp.sum((y_BTD - target_BTD) ** 2)
+
+    step = jax.jit(lambda r_BT: r_BT - 0.3 / (v_D @ v_D) * jax.grad(error)(r_BT))
+    r_BT = jnp.full((1, 6), 2.5)
+    for _ in range(60):
+        r_BT = step(r_BT)
+    least_BT = (target_BTD - x_BTD) @ v_D / (v_D @ v_D)
+    chosen_BT = np.asarray(membership(indices_BC, 6))
+    np.testing.assert_allclose(r_BT[chosen_BT], least_BT[chosen_BT], atol=1e-5)
+    np.testing.assert_array_equal(r_BT[~chosen_BT], 2.5)

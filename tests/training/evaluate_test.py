@@ -64,21 +64,22 @@ def hparams(tiny_config):
 
 
 @pytest.fixture(scope='module')
-def params(hparams):
+def variables(hparams):
     """Random, and so large that routing matters and the predictor lets in a part of the tokens."""
     tokens_BT = np.zeros((1, 16), np.int32)
     init = functools.partial(Transformer(hparams).init, jax.random.key(0), tokens_BT)
-    params = jax.jit(lambda: init()['params'], compiler_options=FAST)()
-    return jax.tree.map(lambda leaf: leaf * 12 if leaf.ndim > 1 else leaf, params)
+    variables = jax.jit(init, compiler_options=FAST)()
+    return jax.tree.map(lambda leaf: leaf * 12 if leaf.ndim > 1 else leaf, variables)
 
 
-def by_hand(params, hparams, batches, routing):
+def by_hand(variables, hparams, batches, routing, **layers):
     """(nats, counted targets, bytes, entered, real tokens) of a forward pass, in float64."""
-    apply = jax.jit(functools.partial(Transformer(hparams).apply, routing=routing))
+    apply = functools.partial(Transformer(hparams).apply, routing=routing, **layers)
+    apply = jax.jit(apply, compiler_options=FAST)
     sums = np.zeros(5)
     for batch in batches:
         labels_BT, segment_ids_BT = batch['labels_BT'], batch['segment_ids_BT']
-        logits_BTV, records = apply({'params': params}, batch['tokens_BT'], segment_ids_BT)
+        logits_BTV, records = apply(variables, batch['tokens_BT'], segment_ids_BT)
         logits_BTV = np.asarray(logits_BTV, np.float64)
         high_BT1 = logits_BTV.max(-1, keepdims=True)
         log_z_BT = np.log(np.exp(logits_BTV - high_BT1).sum(-1)) + high_BT1[..., 0]
@@ -91,14 +92,14 @@ def by_hand(params, hparams, batches, routing):
 
 
 @pytest.mark.parametrize(('num_batches', 'used'), [(1, 1), (3, 3), (99, 3)])
-def test_loss_is_the_sum_by_hand(params, hparams, held_out, mesh, num_batches, used):
+def test_loss_is_the_sum_by_hand(variables, hparams, held_out, mesh, num_batches, used):
     """Nats a target, bits a byte and selected fraction over the first batches, or all there are.
 
     Padded rows and ignored labels count nowhere; a separator costs nats and brings no byte.
     """
     batches = held_out.batches[:used]
-    nats, targets, num_bytes, entered, real = by_hand(params, hparams, batches, 'predictor')
-    result = evaluate(params, hparams, held_out, mesh, num_batches, 'predictor')
+    nats, targets, num_bytes, entered, real = by_hand(variables, hparams, batches, 'predictor')
+    result = evaluate(variables, hparams, held_out, mesh, num_batches, 'predictor')
     assert result['targets'] == targets == {1: 63, 3: 63 * 2 + 31}[used]
     assert num_bytes < targets
     assert result['loss'] == pytest.approx(nats / targets, rel=1e-5)
@@ -107,12 +108,12 @@ def test_loss_is_the_sum_by_hand(params, hparams, held_out, mesh, num_batches, u
     assert 0.05 < entered / real < 0.95
 
 
-def test_routing_gap_is_causal_minus_top_c(params, hparams, held_out, mesh):
+def test_routing_gap_is_causal_minus_top_c(variables, hparams, held_out, mesh):
     """The loss is that of the causal rule; the gap is positive where the rule loses to top-C."""
-    result = evaluate_honestly(params, hparams, held_out, mesh, 3)
+    result = evaluate_honestly(variables, hparams, held_out, mesh, 3)
     losses = {}
     for routing in ('predictor', 'top_c'):
-        nats, targets, *_ = by_hand(params, hparams, held_out.batches, routing)
+        nats, targets, *_ = by_hand(variables, hparams, held_out.batches, routing)
         losses[routing] = nats / targets
     gap = losses['predictor'] - losses['top_c']
     assert abs(gap) > 0.01
@@ -121,21 +122,71 @@ def test_routing_gap_is_causal_minus_top_c(params, hparams, held_out, mesh):
     assert result['routing_gap'] == pytest.approx(gap, abs=1e-4)
 
 
-def test_routing_chooses_the_rule(params, hparams, held_out, mesh):
+def test_routing_chooses_the_rule(variables, hparams, held_out, mesh):
     """`dense` lets every real token in, `top_c` C of each row with as many real tokens."""
-    dense = evaluate(params, hparams, held_out, mesh, 3, 'dense')
-    top_c = evaluate(params, hparams, held_out, mesh, 3, 'top_c')
+    dense = evaluate(variables, hparams, held_out, mesh, 3, 'dense')
+    top_c = evaluate(variables, hparams, held_out, mesh, 3, 'top_c')
     assert dense['routing']['selected_fraction'] == [1.0]
+    assert dense['routing']['refused_fraction'] == [0.0]
     assert top_c['routing']['selected_fraction'] == [0.25]
-    assert top_c['routing']['recall'] == pytest.approx(dense['routing']['recall'])
+    assert dense['routing']['recall'] == [1.0]
+    # In a model of one block the routing does not change what the rule is asked about.
+    by_rule = evaluate(variables, hparams, held_out, mesh, 3, 'predictor')
+    assert top_c['routing']['recall'] == pytest.approx(by_rule['routing']['recall'])
+    assert 0.1 < top_c['routing']['recall'][0] < 0.9
 
 
-def test_a_dense_model_has_no_gap(tiny_config, params, held_out, mesh):
+def test_a_dense_model_has_no_gap(tiny_config, variables, held_out, mesh):
     """Without routed blocks there is one loss, and nothing about routing."""
     changes = {'model.num_layers': 1, 'data.sequence_length': 16}
     hparams = from_config(tiny_config(**changes))
+    params = variables['params']
     layer = params['stack']['run_0']['layer_0']['block']
     params = params | {'stack': {'run_0': {'layer_0': layer}}}
-    result = evaluate_honestly(params, hparams, held_out, mesh, 3)
+    result = evaluate_honestly({'params': params}, hparams, held_out, mesh, 3)
     assert set(result) == {'loss', 'bits_per_byte', 'targets'}
     assert result['targets'] == 63 * 2 + 31
+
+
+@pytest.fixture(scope='module')
+def two_layers(tiny_config):
+    """A model of two routed blocks and its variables, large enough for each gap to be seen."""
+    changes = {
+        'model.num_layers': 2,
+        'model.routing.router': 'norm',
+        'model.routing.layers': 'every:1',
+        'model.routing.capacity': 0.25,
+        'data.sequence_length': 16,
+    }
+    hparams = from_config(tiny_config(**changes))
+    init = functools.partial(Transformer(hparams).init, jax.random.key(0))
+    variables = jax.jit(init, compiler_options=FAST)(np.zeros((1, 16), np.int32))
+    return hparams, jax.tree.map(lambda leaf: leaf * 12 if leaf.ndim > 1 else leaf, variables)
+
+
+def test_the_gap_of_each_layer_is_what_its_rule_costs_alone(two_layers, held_out, mesh):
+    """One number a routed block: the loss with the rule there and top-C elsewhere, less top-C's."""
+    hparams, variables = two_layers
+    result = evaluate_honestly(variables, hparams, held_out, mesh, 3, per_layer=True)
+    nats, targets, *_ = by_hand(variables, hparams, held_out.batches, 'top_c')
+    gaps = []
+    for layer in range(2):
+        named = {'causal_layers_R': np.arange(2) == layer}
+        alone, *_ = by_hand(variables, hparams, held_out.batches, 'dense', **named)
+        gaps.append((alone - nats) / targets)
+    np.testing.assert_allclose(result['routing']['routing_gap'], gaps, rtol=0, atol=2e-4)
+    assert np.abs(gaps).min() > 2e-3 and len({round(gap, 3) for gap in gaps}) == 2
+    assert result['routing']['selected_fraction'] == [1.0] * 2
+    plain = evaluate_honestly(variables, hparams, held_out, mesh, 3)
+    assert 'routing_gap' not in plain['routing']
+    assert plain['loss'] == result['loss'] and plain['routing_gap'] == result['routing_gap']
+
+
+def test_histograms_are_lists_of_shares(two_layers, held_out, mesh):
+    """Of every routed block, twenty shares that sum to 1; JSON can hold all of the result."""
+    hparams, variables = two_layers
+    routing = evaluate(variables, hparams, held_out, mesh, 3, 'dense')['routing']
+    assert np.shape(routing['sigmoid_histogram']) == (2, 20)
+    np.testing.assert_allclose(np.sum(routing['sigmoid_histogram'], axis=1), 1, rtol=1e-6)
+    assert routing['sigmoid_above_half'] == [1.0] * 2  # norms are positive
+    assert isinstance(routing['sigmoid_histogram'][0][0], float)

@@ -2,16 +2,12 @@
 
 import dataclasses
 import json
-import os
 import pathlib
-import random
 import shutil
-import signal
 
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from moddepth_jax.data.pipeline import Dataset, make_dataset
 from moddepth_jax.hparams import from_config
@@ -24,37 +20,7 @@ from moddepth_jax.training.metrics import read_metrics
 NUM_STEPS = 7
 TIMES = {'tokens_per_second', 'flops_per_second', 'data_wait_fraction'}
 ROUTING = {'selected_fraction', 'precision', 'recall'}
-
-
-@pytest.fixture(scope='module', autouse=True)
-def compiled_once(tmp_path_factory):
-    """Programs are compiled in haste and kept on disk: runs here have most in common."""
-    changes = {
-        'jax_disable_most_optimizations': True,
-        'jax_enable_compilation_cache': True,
-        'jax_compilation_cache_dir': str(tmp_path_factory.mktemp('compiled')),
-        'jax_persistent_cache_min_compile_time_secs': 0.0,
-    }
-    before = {name: jax.config.values[name] for name in changes}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv('XDG_CACHE_HOME', str(tmp_path_factory.mktemp('cache')))
-        for values in (changes, before):
-            for name, value in values.items():
-                jax.config.update(name, value)
-            compilation_cache.reset_cache()
-            if values is changes:
-                yield
-
-
-@pytest.fixture(scope='module')
-def corpus(tmp_path_factory):
-    """Six files of words; returns their glob."""
-    words, draw = ['to ', 'be, ', 'or ', 'not\n'], random.Random(0)
-    folder = tmp_path_factory.mktemp('text')
-    for i in range(6):
-        text = ''.join(draw.choice(words) for _ in range(400))
-        (folder / f'{i}.txt').write_text(text)
-    return str(folder / '*.txt')
+pytestmark = pytest.mark.usefixtures('compiled_once')
 
 
 @pytest.fixture(scope='module')
@@ -84,20 +50,6 @@ def finished(hparams, tmp_path_factory, compiled_once):
 def copied(finished, tmp_path):
     """A copy of its workdir."""
     return shutil.copytree(finished.workdir, tmp_path / 'copied')
-
-
-@pytest.fixture
-def signals(monkeypatch):
-    """signals[step] = name: this process gets the signal while that step's batch is made."""
-    plan, train_batch = {}, Dataset.train_batch
-
-    def train_batch_and_signal(dataset, step):
-        if step in plan:
-            os.kill(os.getpid(), getattr(signal, plan.pop(step)))
-        return train_batch(dataset, step)
-
-    monkeypatch.setattr(Dataset, 'train_batch', train_batch_and_signal)
-    return plan
 
 
 def without_times(rows):
@@ -159,7 +111,7 @@ def test_summary_has_every_promised_field(finished, hparams):
     assert 0 < summary['seconds'] < 600
     dataset = make_dataset(hparams.data, hparams.seed)
     mesh = finished.state.step.sharding.mesh
-    expected = evaluate_honestly(finished.state.params, hparams, dataset, mesh, 2)
+    expected = evaluate_honestly(finished.state.variables, hparams, dataset, mesh, 2)
     assert summary['eval'] == {k: v for k, v in expected.items() if k != 'routing'}
     assert summary['eval']['loss'] < 5.5 and summary['train_loss'] < 5.5
 
@@ -262,7 +214,8 @@ def test_a_run_without_its_last_checkpoint_is_trained_to_the_same_end(finished, 
 def skipping(bad_steps):
     """A train step that only counts: its loss is NaN at `bad_steps`."""
 
-    def step(state, batch):
+    def step(state, batch, stage):
+        del stage
         bad = jnp.isin(state.step, jnp.array(bad_steps))
         in_a_row = jnp.where(bad, state.skipped_in_a_row + 1, 0)
         skipped = state.skipped + bad

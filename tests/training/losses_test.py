@@ -21,13 +21,16 @@ def targets():
     return logits_BTV, labels_BT
 
 
-def record(entered_LBT, top_c_LBT, rule_logits_LBT, scores_LBT=None):
-    scores_LBT = np.zeros(np.shape(top_c_LBT)) if scores_LBT is None else scores_LBT
+def record(entered_LBT, top_c_LBT, rule_logits_LBT, scores_LBT=None, refused_LBT=0, gates_LBT=0):
+    shape = np.shape(top_c_LBT)
+    scores_LBT = np.zeros(shape) if scores_LBT is None else scores_LBT
     return RoutingRecord(
         scores_BT=jnp.asarray(scores_LBT, jnp.float32),
         rule_logits_BT=jnp.asarray(rule_logits_LBT, jnp.float32),
         top_c_BT=jnp.asarray(top_c_LBT, bool),
         entered_BT=jnp.asarray(entered_LBT, bool),
+        refused_BT=jnp.broadcast_to(jnp.asarray(refused_LBT, bool), shape),
+        gates_BT=jnp.broadcast_to(jnp.asarray(gates_LBT, jnp.float32), shape),
     )
 
 
@@ -118,10 +121,10 @@ def test_targets_carry_no_gradient():
     np.testing.assert_array_equal(slope(jnp.array([[[0.3, 0.6]]])), jnp.zeros((1, 1, 2)))
 
 
-@pytest.mark.parametrize('rule', ['predictor', 'aux_loss', 'dense'])
+@pytest.mark.parametrize('rule', ['predictor', 'aux_loss', 'dense', 'threshold'])
 def test_each_causal_rule_has_its_weight(tiny_config, rule):
-    """predictor and aux_loss weigh the same mean by their own knob; `dense` trains nothing."""
-    weights = {'predictor': 3.0, 'aux_loss': 0.25, 'dense': 0.0}
+    """predictor and aux_loss weigh the same mean by their own knob; the others train nothing."""
+    weights = {'predictor': 3.0, 'aux_loss': 0.25, 'dense': 0.0, 'threshold': 0.0}
     config = tiny_config(
         **{
             'model.routing.router': 'learned',
@@ -137,57 +140,3 @@ def test_each_causal_rule_has_its_weight(tiny_config, rule):
     loss = losses.causal_rule_loss(from_config(config), records, segment_ids_BT)
     np.testing.assert_allclose(loss, weights[rule] * expected, rtol=1e-6)
     assert losses.causal_rule_loss(from_config(config), None, segment_ids_BT) == 0
-
-
-COUNTED = {
-    # 2 layers x 2 rows x 4 tokens; the last token of row 1 is padding.
-    'top_c': [[[1, 0, 0, 1], [1, 1, 0, 0]], [[0, 1, 1, 0], [0, 0, 0, 0]]],
-    'entered': [[[1, 1, 1, 1], [1, 0, 0, 0]], [[0, 0, 0, 0], [0, 0, 0, 0]]],
-    'rule': [[[2, 2, 2, -2], [2, -2, -2, 9]], [[-1, -1, -1, -1], [-1, -1, -1, 9]]],
-    'scores': [[[1, 7, 7, 2], [4, 6, 7, 9]], [[7, 3, 5, 7], [7, 7, 7, 7]]],
-}
-SEGMENT_IDS = np.array([[1, 1, 2, 2], [1, 1, 1, 0]])
-
-
-def hand_grids():
-    names = ('entered', 'top_c', 'rule', 'scores')
-    return record(*(np.array(COUNTED[name]) for name in names))
-
-
-def test_routing_counts_of_hand_made_grids():
-    """Every count equals one made by eye, per layer; padding is in none of them."""
-    counts = losses.routing_counts(hand_grids(), SEGMENT_IDS, lambda scores: 10 * scores)
-    expected = {
-        'real': [7, 7],
-        'entered': [5, 0],
-        'chosen': [4, 2],
-        'said': [4, 0],
-        'both': [2, 0],
-        'gate': [10 * (1 + 2 + 4 + 6), 10 * (3 + 5)],
-    }
-    assert {name: values.tolist() for name, values in counts.items()} == expected
-
-
-def test_routing_ratios_follow_from_counts():
-    """Fraction, precision, recall and mean gate by hand; no precision where the rule is silent."""
-    counts = losses.routing_counts(hand_grids(), SEGMENT_IDS, lambda scores: scores)
-    ratios = losses.routing_ratios(counts)
-    np.testing.assert_allclose(ratios['selected_fraction'], [5 / 7, 0], rtol=1e-6)
-    np.testing.assert_allclose(ratios['precision'], [2 / 4, np.nan], rtol=1e-6)
-    np.testing.assert_allclose(ratios['recall'], [2 / 4, 0], rtol=1e-6)
-    np.testing.assert_allclose(ratios['selected_gate'], [13 / 4, 4], rtol=1e-6)
-
-
-def test_counts_of_parts_add_up():
-    """Counts of two halves of a batch sum to those of the whole, so micro-batches lose nothing."""
-    whole = losses.routing_counts(hand_grids(), SEGMENT_IDS, jnp.tanh)
-    halves = [
-        losses.routing_counts(
-            jax.tree.map(lambda x, row=row: x[:, row : row + 1], hand_grids()),
-            SEGMENT_IDS[row : row + 1],
-            jnp.tanh,
-        )
-        for row in (0, 1)
-    ]
-    for name, values in whole.items():
-        np.testing.assert_allclose(halves[0][name] + halves[1][name], values, rtol=1e-6)

@@ -23,15 +23,25 @@ def write_steps(workdir, first_step, *steps):
             writer.write(step, {'loss': float(step)})
 
 
+def read_file(file):
+    """Every event of a file, in order."""
+    content, offset = file.read_bytes(), 0
+    while offset < len(content):
+        length = int.from_bytes(content[offset : offset + 8], 'little')
+        yield event_pb2.Event.FromString(content[offset + 12 : offset + 12 + length])
+        offset += 16 + length
+
+
+def event_values(file):
+    """(step, value) of every value of a file, in order."""
+    return [(event.step, value) for event in read_file(file) for value in event.summary.value]
+
+
 def read_events(workdir):
     """Every event of the run, as (session status, step, tag, value), by file and order."""
     events = []
     for file in sorted((workdir / 'tensorboard').iterdir()):
-        content, offset = file.read_bytes(), 0
-        while offset < len(content):
-            length = int.from_bytes(content[offset : offset + 8], 'little')
-            event = event_pb2.Event.FromString(content[offset + 12 : offset + 12 + length])
-            offset += 16 + length
+        for event in read_file(file):
             for value in event.summary.value:
                 events.append((0, event.step, value.tag, value.simple_value))
             if event.HasField('session_log'):
@@ -153,6 +163,29 @@ def test_events_mirror_the_numbers_and_purge_on_resume(tmp_path):
     start = event_pb2.SessionLog.START
     assert sorted(read_events(tmp_path), key=str)[-1] == (start, 2, None, None)
     assert (0, 2, 'loss', 2.5) in read_events(tmp_path)
+
+
+def test_a_list_named_histogram_is_one_for_tensorboard(tmp_path):
+    """Shares of equal bins of [0, 1] come back as buckets of that range; other lists do not.
+
+    One that holds a NaN, of a block without tokens, is a row with null and no event.
+    """
+    shares = [0.25, 0.0, 0.5, 0.25]
+    with metrics.MetricsWriter(tmp_path, 0) as writer:
+        writer.write(1, {'routing/sigmoid_histogram': shares, 'other': shares})
+        writer.write(2, {'routing/sigmoid_histogram': [math.nan] * 4})
+    (file,) = (tmp_path / 'tensorboard').iterdir()
+    found = [value for _, value in event_values(file) if value.HasField('histo')]
+    assert [value.tag for value in found] == ['routing/sigmoid_histogram']
+    histogram = found[0].histo
+    limits, counts = list(histogram.bucket_limit), list(histogram.bucket)
+    places = dict(zip(limits, counts, strict=True))
+    assert {limit: places[limit] for limit in (0.25, 0.5, 0.75, 1.0)} == dict(
+        zip((0.25, 0.5, 0.75, 1.0), shares, strict=True)
+    )
+    assert sum(counts) == 1 and (histogram.min, histogram.max) == (0, 1)
+    assert histogram.sum == 0.25 * 0.125 + 0.5 * 0.625 + 0.25 * 0.875
+    assert metrics.read_metrics(tmp_path)[1]['routing/sigmoid_histogram'] == [None] * 4
 
 
 def test_a_row_of_an_earlier_start_is_replaced(tmp_path):

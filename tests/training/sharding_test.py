@@ -86,7 +86,7 @@ for shards in (1, 4):
     state = jax.jit(lambda: init_state(hparams, 4), out_shardings=replicated(mesh))()
     step = jax.jit(train_step, donate_argnums=0)
     losses = []
-    for batch in batches[: 4 if router == 'none' else 1]:
+    for batch in batches[: 1 if router == 'learned' else 4]:
         batch = put_batch(mesh, batch)
         state, metrics = step(state, batch)
         jax.block_until_ready(state)
@@ -97,7 +97,7 @@ found['state_whole'] = all(leaf.is_fully_replicated for leaf in leaves)
 found['state_devices'] = sorted({len(leaf.sharding.device_set) for leaf in leaves})
 found['batch_shards'] = sorted({str(s.data.shape) for s in batch['tokens_BT'].addressable_shards})
 logits_BTV, records = jax.jit(Transformer(hparams).apply)(
-    {'params': state.params}, batch['tokens_BT'], batch['segment_ids_BT'])
+    state.variables, batch['tokens_BT'], batch['segment_ids_BT'])
 found['logits_shards'] = sorted({str(s.data.shape) for s in logits_BTV.addressable_shards})
 if records is not None:
     shards = records.top_c_BT.addressable_shards
@@ -124,12 +124,14 @@ def check_placement(found):
     assert found['batch_shards'] == ['(2, 32)'] and found['logits_shards'] == ['(2, 32, 257)']
 
 
-def test_a_dense_model_trains_alike_on_four_devices(tiny_config):
+@pytest.mark.parametrize('router', ['none', pytest.param('position', marks=pytest.mark.slow)])
+def test_a_model_of_fixed_choices_trains_alike_on_four_devices(router, tiny_config):
     """Four steps on four devices have the losses of one device to 1e-5.
 
     The state comes out whole on every device; logits stay split by rows, as the batch was.
     """
     changes = {
+        'model.routing.router': router,
         'data.batch_size': 8,
         'optimizer.warmup_fraction': 0.0,
         'optimizer.learning_rate': 0.01,

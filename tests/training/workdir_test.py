@@ -1,5 +1,6 @@
 """A directory belongs to one config and, at a time, to one process."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -8,6 +9,7 @@ import sys
 
 import pytest
 
+from moddepth_jax.hparams import from_config
 from moddepth_jax.training import workdir
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -37,10 +39,10 @@ def test_config_is_written_once_and_read_back(tmp_path):
     expected = CONFIG | {'model': {'d_model': 32, 'windows': [0, 16]}}
     assert json.loads(text) == {'schema_version': 1, 'config': expected}
     assert text == json.dumps(json.loads(text), indent=2, sort_keys=True) + '\n'
-    assert workdir.read_config(path) == expected
+    assert workdir.read_config(path) == (expected, [])
     (path / 'metrics.jsonl').write_text('{}\n')
     before = contents(path)
-    workdir.open_workdir(path, CONFIG)
+    assert workdir.open_workdir(path, CONFIG) == []
     assert contents(path) == before and sorted(before) == ['config.json', 'metrics.jsonl']
 
 
@@ -70,7 +72,7 @@ def test_volatile_fields_may_differ(tmp_path, volatile):
     """A field named volatile, alone or by its group, may change, and is stored as it is now."""
     workdir.open_workdir(tmp_path, CONFIG)
     workdir.open_workdir(tmp_path, changed('training', 'log_every', 1), volatile=(volatile,))
-    assert workdir.read_config(tmp_path)['training'] == {'log_every': 1}
+    assert workdir.read_config(tmp_path)[0]['training'] == {'log_every': 1}
     with pytest.raises(ValueError, match=r'training\.log_every'):
         workdir.open_workdir(tmp_path, changed('training', 'log_every', 2), volatile=('train',))
 
@@ -93,7 +95,7 @@ def test_a_run_killed_before_its_config_was_whole_leaves_a_usable_directory(tmp_
     (tmp_path / 'lock').touch()
     (tmp_path / 'config.json.tmp').write_text('{"sche')
     workdir.open_workdir(tmp_path, CONFIG)
-    assert workdir.read_config(tmp_path)['seed'] == 0
+    assert workdir.read_config(tmp_path)[0]['seed'] == 0
 
 
 @pytest.mark.parametrize(
@@ -113,6 +115,59 @@ def test_missing_or_corrupt_config_is_one_line(tmp_path, text, found):
     with pytest.raises(ValueError, match=found) as caught:
         workdir.read_config(tmp_path)
     assert str(tmp_path) in str(caught.value) and '\n' not in str(caught.value)
+
+
+def without(config, names):
+    """A copy of the config that lacks the dotted `names`."""
+    config = json.loads(json.dumps(config))
+    for name in names:
+        *groups, knob = name.split('.')
+        group = config
+        for part in groups:
+            group = group[part]
+        del group[knob]
+    return config
+
+
+def as_written_before(path, config, names):
+    """Makes `path` the directory of a run from before these knobs."""
+    stored = {'schema_version': 1, 'config': without(config, names)}
+    (path / 'config.json').write_text(json.dumps(stored))
+
+
+@pytest.mark.parametrize('lacking', [workdir.OLDER_RUNS, ['report.top_p']], ids=len)
+def test_an_older_run_is_read_with_the_values_it_ran_by(tmp_path, tiny_config, lacking):
+    """Each knob that came after it has its old behaviour, and one line names them and no other."""
+    config = dataclasses.asdict(from_config(tiny_config()))
+    as_written_before(tmp_path, config, lacking)
+    before = contents(tmp_path)
+    stored, (note,) = workdir.read_config(tmp_path)
+    assert dataclasses.asdict(from_config(stored)) == config
+    assert str(tmp_path) in note and '\n' not in note
+    for name, value in workdir.OLDER_RUNS.items():
+        assert (f'{name}={value!r}' in note) == (name in lacking)
+    assert contents(tmp_path) == before
+
+
+def test_an_older_run_goes_on_in_its_directory(tmp_path, tiny_config):
+    """It is accepted and told of once; another value of a knob that it lacked is refused."""
+    config = dataclasses.asdict(from_config(tiny_config()))
+    as_written_before(tmp_path, config, workdir.OLDER_RUNS)
+    other = dataclasses.asdict(from_config(tiny_config(**{'model.routing.select_per': 'segment'})))
+    with pytest.raises(ValueError, match="select_per is 'row' in its config.json and 'segment'"):
+        workdir.open_workdir(tmp_path, other)
+    (note,) = workdir.open_workdir(tmp_path, config)
+    assert "model.routing.select_per='row'" in note
+    assert workdir.open_workdir(tmp_path, config) == []
+    assert json.loads((tmp_path / 'config.json').read_text())['config']['report']['top_p'] == 1.0
+
+
+def test_a_knob_without_an_old_value_stays_missing(tmp_path, tiny_config):
+    """What no older version lacked is a damaged config, and is named when it is built."""
+    config = dataclasses.asdict(from_config(tiny_config()))
+    as_written_before(tmp_path, config, ['model.d_model'])
+    with pytest.raises(ValueError, match='model.d_model: missing'):
+        from_config(workdir.read_config(tmp_path)[0])
 
 
 def test_written_atomically_the_old_text_survives_a_failed_write(tmp_path):

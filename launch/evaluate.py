@@ -1,0 +1,226 @@
+"""Evaluates a run, finished or not, on its held-out text or on any other.
+
+python -m launch.evaluate --workdir=runs/mod_isoflop
+python -m launch.evaluate --workdir=runs/mod_isoflop --routing=dense --num_batches=0
+python -m launch.evaluate --workdir=runs/mod_isoflop --data='notes/**/*.txt' --json=notes.json
+"""
+
+import contextlib
+import dataclasses
+import json
+import math
+import sys
+
+from absl import flags
+
+from launch import command, saved
+
+WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.', required=True)
+ROUTING = flags.DEFINE_string(
+    'routing',
+    None,
+    'Who enters the routed blocks: top_c, aux_loss, predictor, threshold or dense. Default: the '
+    'causal rule that the run was trained for, with top_c beside it.',
+)
+DATA = flags.DEFINE_string(
+    'data',
+    None,
+    'Glob of .txt, .jsonl or .parquet files: evaluates on all of their text, cut into windows as '
+    "long as the run's. Default: the text that the run held out.",
+)
+TEXT_FIELD = flags.DEFINE_string(
+    'text_field',
+    None,
+    "Field or column of --data's .jsonl and .parquet that holds the text. Default: the run's.",
+)
+NUM_BATCHES = flags.DEFINE_integer(
+    'num_batches',
+    None,
+    "Batches to evaluate on, 0 for all. Default: the run's evaluation.final_batches.",
+    lower_bound=0,
+)
+PER_LAYER = flags.DEFINE_boolean(
+    'per_layer', False, 'Also measure the routing gap of each routed block alone.'
+)
+JSON = flags.DEFINE_string(
+    'json', None, 'File for the result; - for stdout, and then nothing else goes there.'
+)
+
+
+class _Counted:
+    """A dataset that calls `advance` for each batch that is read."""
+
+    def __init__(self, dataset, advance):
+        self._dataset, self._advance = dataset, advance
+        self.tokenizer = dataset.tokenizer
+        self.num_held_out_batches = dataset.num_held_out_batches
+
+    def held_out_batch(self, index):
+        self._advance()
+        return self._dataset.held_out_batch(index)
+
+
+def _load_dataset(run):
+    from moddepth_jax.data.pipeline import check_fingerprint, make_dataset, make_held_out
+
+    data = run.hparams.data
+    if DATA.value is not None:
+        field = data.text_field if TEXT_FIELD.value is None else TEXT_FIELD.value
+        try:
+            return make_held_out(dataclasses.replace(data, source=DATA.value, text_field=field))
+        except ValueError as error:  # the knobs that it blames are flags here
+            line = str(error).replace('data.source', '--data')
+            raise ValueError(line.replace('data.text_field', '--text_field')) from None
+    if TEXT_FIELD.value is not None:
+        raise ValueError(f'--text_field={TEXT_FIELD.value}: belongs to --data, which is missing')
+    dataset = make_dataset(data, run.hparams.seed)
+    try:
+        check_fingerprint(run.fingerprint, dataset.fingerprint)
+    except ValueError as error:
+        found = str(error).split(';')[0]
+        print(f'{found}: what is held out now may have been trained on', file=sys.stderr)
+    return dataset
+
+
+def _evaluate(run, dataset, num_batches):
+    """The result of `evaluate_honestly`, or of `evaluate` under --routing."""
+    import jax
+
+    from moddepth_jax.training.evaluate import evaluate, evaluate_honestly
+    from moddepth_jax.training.sharding import make_mesh, replicated
+
+    hparams = run.hparams_of_stage
+    # A batch is as large as in training, maybe on fewer devices than there are here.
+    mesh = make_mesh(f'data={math.gcd(hparams.data.batch_size, jax.device_count())}')
+    variables = jax.device_put(run.state.variables, replicated(mesh))
+    passes, num_routed = 1, len(hparams.model.routed_layers)
+    if ROUTING.value is None and num_routed:
+        passes = 2 + (num_routed if PER_LAYER.value else 0)
+    with saved.bar('evaluating', passes * num_batches) as advance:
+        given = (variables, hparams, _Counted(dataset, advance), mesh, num_batches)
+        if ROUTING.value is None:
+            return evaluate_honestly(*given, per_layer=PER_LAYER.value)
+        return evaluate(*given, ROUTING.value)
+
+
+def _report(run, dataset, num_batches, result):
+    """The result and what it was measured on, as --json has it."""
+    from moddepth_jax.model.transformer import causal_routing
+
+    layers, routing = run.hparams.model.routed_layers, result.get('routing', {})
+    own = causal_routing(run.hparams)
+    rule = ROUTING.value or own
+    by_layer = {
+        f'layer_{layer:02d}': {name: values[i] for name, values in routing.items()}
+        for i, layer in enumerate(layers)
+    }
+    return {
+        'workdir': WORKDIR.value,
+        'step': run.step,
+        'num_steps': run.num_steps,
+        'data': dataset.corpus.name,
+        'held_out': DATA.value is None,
+        'corpus_sha256': dataset.corpus.sha256,
+        'batches': num_batches,
+        'all_batches': dataset.num_held_out_batches,
+        'rule': rule if layers else None,
+        'compared': (own if rule == 'top_c' else rule) if layers else None,
+        **result,
+        'routing': by_layer,
+    }
+
+
+def _cell(value, digits=3):
+    return f'{value:.{digits}f}' if math.isfinite(value) else 'n/a'
+
+
+def _loss_table(report):
+    import rich.table
+
+    table = rich.table.Table()
+    table.add_column('routing')
+    for name in ('nats a token', 'bits a byte'):
+        table.add_column(name, justify='right')
+    top_c = 'top-C (sees the future)'
+    rows = {top_c if report['rule'] == 'top_c' else report['rule'] or 'none (dense)': 'loss'}
+    if 'loss_top_c' in report:
+        rows = {f'{report["rule"]} (causal: the honest one)': 'loss', top_c: 'loss_top_c'}
+    for name, key in rows.items():
+        bits = report[key] / report['loss'] * report['bits_per_byte']
+        table.add_row(name, _cell(report[key], 4), _cell(bits, 4))
+    return table
+
+
+def _layer_table(report):
+    import rich.table
+
+    layers = report['routing']
+    ratios = ['selected_fraction', 'precision', 'recall']
+    if any(values['refused_fraction'] > 0 for values in layers.values()):
+        ratios.append('refused_fraction')
+    if PER_LAYER.value:
+        ratios.append('routing_gap')
+    table = rich.table.Table()
+    table.add_column('layer')
+    for name in ratios:
+        table.add_column(name.replace('_', ' '), justify='right')
+    for layer, values in layers.items():
+        cells = (_cell(values[name], 4 if name == 'routing_gap' else 3) for name in ratios)
+        table.add_row(layer.removeprefix('layer_'), *cells)
+    return table
+
+
+def _print_report(report):
+    import rich.console
+    import rich.text
+
+    console = rich.console.Console(highlight=False)
+
+    def line(text):
+        # A Text, since a str would have its [brackets] read as markup.
+        console.print(rich.text.Text(text), soft_wrap=True)
+
+    text = f'the held-out text of {report["data"]}' if report['held_out'] else report['data']
+    line(f'{report["workdir"]}, step {report["step"]} of {report["num_steps"]}, on {text}')
+    console.print(_loss_table(report))
+    if 'routing_gap' in report:
+        gap = report['routing_gap']
+        line(f'routing gap {gap:+.4f} nats (0.01 is negligible, 0.05 invalidates the run)')
+    if report['routing']:
+        console.print(_layer_table(report))
+        line(f'precision and recall: of {report["compared"]} against the top C of each row')
+        if any(layer['refused_fraction'] > 0 for layer in report['routing'].values()):
+            line('refused: let in by the rule, but beyond model.routing.cache_capacity')
+    batches, all_batches = report['batches'], report['all_batches']
+    more = '; --num_batches=0 takes all of them' if batches < all_batches else ''
+    line(f'{report["targets"]:,} targets in {batches} of {all_batches} batches{more}')
+
+
+def main(_):
+    from moddepth_jax.model.transformer import check_routing
+    from moddepth_jax.training.summary import finite
+
+    if PER_LAYER.value and ROUTING.value is not None:
+        raise ValueError('--per_layer: the gap is that of the own causal rule; leave --routing out')
+    run = saved.load(WORKDIR.value)
+    if ROUTING.value is not None:
+        check_routing(run.hparams, ROUTING.value)
+    dataset = _load_dataset(run)
+    num_batches = NUM_BATCHES.value
+    if num_batches is None:
+        num_batches = run.hparams.evaluation.final_batches
+    num_batches = min(num_batches or math.inf, dataset.num_held_out_batches)
+    with contextlib.ExitStack() as stack:
+        file = sys.stdout
+        if JSON.value not in (None, '-'):  # opened first: a bad path shows before the evaluation
+            file = stack.enter_context(open(JSON.value, 'w', encoding='utf-8'))
+        result = _evaluate(run, dataset, num_batches)
+        report = _report(run, dataset, num_batches, result)
+        if JSON.value:
+            print(json.dumps(finite(report), indent=2, allow_nan=False), file=file)
+    if JSON.value != '-':
+        _print_report(report)
+
+
+if __name__ == '__main__':
+    command.run(main)

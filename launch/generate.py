@@ -1,0 +1,162 @@
+"""Writes text with a run, finished or not, by the causal routing that its evaluation uses.
+
+python -m launch.generate --workdir=runs/mod_isoflop --prompt='def '
+python -m launch.generate --workdir=runs/mod_isoflop --prompt='def ' --prompt='class ' \\
+    --max_tokens=100 --temperature=0.8 --top_p=0.95 --num_samples=3
+"""
+
+import codecs
+import contextlib
+import os
+import sys
+import time
+
+from absl import flags
+
+from launch import command, saved
+
+WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.', required=True)
+PROMPT = flags.DEFINE_multi_string(
+    'prompt',
+    [''],
+    'Start of the text; several of them are continued side by side. Default: none, the text '
+    'begins with a new document.',
+)
+MAX_TOKENS = flags.DEFINE_integer(
+    'max_tokens',
+    None,
+    'Tokens to add, unless the document ends before. Default: 200, or as many as fit the context.',
+    lower_bound=1,
+)
+TEMPERATURE = flags.DEFINE_float(
+    'temperature', 1.0, 'Of the draws: lower is safer, 0 takes the most likely token.'
+)
+TOP_P = flags.DEFINE_float(
+    'top_p', 1.0, 'Draw from the most likely tokens that make up this probability.'
+)
+SEED = flags.DEFINE_integer('seed', 0, 'Of the draws.', lower_bound=0, upper_bound=2**32 - 1)
+NUM_SAMPLES = flags.DEFINE_integer('num_samples', 1, 'Texts for each prompt.', lower_bound=1)
+ROUTING = flags.DEFINE_string(
+    'routing',
+    None,
+    'Who enters the routed blocks: aux_loss, predictor, threshold or dense. Default: the rule '
+    'that the run was trained for.',
+)
+DEFAULT_TOKENS = 200
+
+
+class _Stream:
+    """Prints a text while it grows, each character once its bytes are whole."""
+
+    def __init__(self):
+        self._decoder = codecs.getincrementaldecoder('utf-8')('replace')
+        self._num_bytes, self._last = 0, ''
+
+    def show(self, text: bytes, final: bool = False):
+        """Prints what `text` has beyond what was shown of it; at the end the line ends too."""
+        from moddepth_jax.training.progress import printable
+
+        new = printable(self._decoder.decode(text[self._num_bytes :], final))
+        self._num_bytes, self._last = len(text), new[-1:] or self._last
+        if final and self._last != '\n':
+            new += '\n'
+        print(new, end='', flush=True)
+
+
+class _Steps:
+    """Called by `generate` after each step: shows the text of a single row, and takes the time.
+
+    Attributes:
+      ends: when each step ended, in seconds.
+      num_tokens: of all rows, that each step brought.
+    """
+
+    def __init__(self, tokenizer, prompt, stream, advance):
+        self._tokenizer, self._row = tokenizer, list(prompt)
+        self._stream, self._advance = stream, advance
+        self.ends, self.num_tokens = [], []
+
+    def __call__(self, tokens_B, active_B):
+        self.ends.append(time.monotonic())
+        self.num_tokens.append(int(active_B.sum()))
+        self._advance()
+        if self._stream is not None and active_B[0]:
+            self._row.append(tokens_B[0])
+            self._stream.show(self._tokenizer.decode(self._row))
+
+
+def _print_rows(texts):
+    from moddepth_jax.training.progress import printable
+
+    num_prompts = len(PROMPT.value)
+    for i, text in enumerate(texts):
+        prompt, sample = divmod(i, NUM_SAMPLES.value)
+        places = []
+        if num_prompts > 1:
+            places.append(f'prompt {prompt + 1} of {num_prompts}')
+        if NUM_SAMPLES.value > 1:
+            places.append(f'sample {sample + 1} of {NUM_SAMPLES.value}')
+        print(f'--- {", ".join(places)} ---')
+        print(printable(text.decode('utf-8', 'replace')))
+
+
+def _describe(result, steps, seconds):
+    """One line: how much was written, how fast, and what did not go as it might have."""
+    parts = [f'{sum(steps.num_tokens)} tokens in {seconds:.1f} s']
+    later = sum(steps.num_tokens[2:])
+    if later:  # the first step, from the whole prompt, and the second wait for compilation
+        parts.append(f'{later / (steps.ends[-1] - steps.ends[1]):.0f} tokens/s once compiled')
+    if any(result.stopped):
+        rows = len(result.stopped)
+        which = 'the document' if rows == 1 else f'{sum(result.stopped)} of {rows}'
+        parts.append(f'{which} ended by itself')
+    if result.refused:
+        parts.append(f'routed blocks refused {result.refused} tokens for want of a cache slot')
+    return ', '.join(parts)
+
+
+def main(_):
+    from moddepth_jax.data.tokenizer import make_tokenizer
+    from moddepth_jax.inference.generate import generate
+
+    run = saved.load(WORKDIR.value)
+    hparams = run.hparams_of_stage
+    tokenizer = make_tokenizer(hparams.data.tokenizer)
+    prompts = [
+        [tokenizer.separator, *map(int, tokenizer.encode(os.fsencode(text)))]
+        for text in PROMPT.value
+    ]
+    num_tokens = MAX_TOKENS.value
+    if num_tokens is None:
+        left = hparams.data.sequence_length - max(map(len, prompts))
+        num_tokens = max(1, min(DEFAULT_TOKENS, left))
+    single = len(prompts) * NUM_SAMPLES.value == 1
+    stream = _Stream() if single else None
+    bar = contextlib.nullcontext(lambda: None) if single else saved.bar('writing', num_tokens)
+    begin = time.monotonic()
+    with bar as advance:
+        steps = _Steps(tokenizer, prompts[0], stream, advance)
+        result = generate(
+            run.state.variables,
+            hparams,
+            prompts,
+            num_tokens,
+            temperature=TEMPERATURE.value,
+            top_p=TOP_P.value,
+            seed=SEED.value,
+            num_samples=NUM_SAMPLES.value,
+            routing=ROUTING.value,
+            tokenizer=tokenizer,
+            on_tokens=steps,
+        )
+    seconds = time.monotonic() - begin
+    texts = [tokenizer.decode(row) for row in result.tokens]
+    if single:
+        stream.show(texts[0], final=True)
+    else:
+        _print_rows(texts)
+    print(_describe(result, steps, seconds), file=sys.stderr)
+
+
+if __name__ == '__main__':
+    command.run(main)

@@ -1,0 +1,97 @@
+"""Does a router rank the tokens first that need its block? Its ROC area over known positions."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moddepth_jax.data.recall import needs_far_context
+from moddepth_jax.hparams import Hparams
+from moddepth_jax.model.transformer import Transformer
+from moddepth_jax.training.losses import masked_labels, token_losses
+
+
+def roc_area(scores, positives) -> float:
+    """Chance that a positive scores above a negative, both drawn at random; a tie counts half.
+
+    It is the rank statistic of Mann and Whitney over n (n - 1) / 2 and, equally, the area under the
+    ROC curve: 0.5 for scores that know nothing.
+
+    Args:
+      scores: float, any shape.
+      positives: bool, the same shape.
+
+    Raises:
+      ValueError: another shape, or one of the two classes is empty.
+    """
+    scores, positives = np.asarray(scores), np.asarray(positives, bool)
+    if scores.shape != positives.shape:
+        raise ValueError(f'positives of shape {positives.shape}: must be {scores.shape}, as scores')
+    num_positive = int(positives.sum())
+    num_negative = positives.size - num_positive
+    if not num_positive or not num_negative:
+        found = f'{num_positive} positives, {num_negative} negatives'
+        raise ValueError(f'{found}: must be one of each at least')
+    _, place, count = np.unique(scores.ravel(), return_inverse=True, return_counts=True)
+    middle_rank = np.cumsum(count) - (count - 1) / 2
+    rank_sum = middle_rank[place.ravel()][positives.ravel()].sum()
+    above = rank_sum - num_positive * (num_positive + 1) / 2
+    return float(above / (num_positive * num_negative))
+
+
+@functools.partial(jax.jit, static_argnames=('hparams', 'routing'))
+def _forward(variables, batch, *, hparams, routing):
+    logits_BTV, records = Transformer(hparams).apply(
+        variables, batch['tokens_BT'], batch['segment_ids_BT'], routing
+    )
+    labels_BT = masked_labels(batch)
+    nll_BT, _, _ = token_losses(logits_BTV, labels_BT)
+    right_BT = jnp.argmax(logits_BTV, axis=-1) == labels_BT
+    return records.scores_BT, records.entered_BT, nll_BT, right_BT
+
+
+def router_roc(
+    variables, hparams: Hparams, dataset, num_batches: int, routing: str = 'top_c'
+) -> dict:
+    """How the routers of a model trained on data.source='recall' rank the needed positions.
+
+    Args:
+      variables: of the Transformer.
+      hparams: of the same; at least one block is routed.
+      dataset: whose first `num_batches` held-out batches, or all if fewer, are read.
+      num_batches: see above.
+      routing: as `Transformer` takes it.
+
+    Returns:
+      dict: `layers`, by index of each routed layer a dict of `area`, the ROC area of its scores for
+      `needs_far_context` against all other real tokens, and `entered`, the share of these positions
+      that entered; `recall_accuracy`, the share of them whose answer is the likeliest token;
+      `recall_nats` per answer; `loss`, nats per target.
+
+    Raises:
+      ValueError: those batches hold no needed position.
+    """
+    parts = []
+    for index in range(min(num_batches, dataset.num_held_out_batches)):
+        batch = dataset.held_out_batch(index)
+        outputs = jax.device_get(_forward(variables, batch, hparams=hparams, routing=routing))
+        real_BT = batch['segment_ids_BT'] > 0
+        needed_BT = needs_far_context(batch['tokens_BT'])
+        parts.append([output[..., real_BT] for output in (needed_BT, *outputs)])
+    needed_N, scores_LN, entered_LN, nll_N, right_N = (
+        np.concatenate(arrays, axis=-1) for arrays in zip(*parts, strict=True)
+    )
+    layers = {
+        layer: {
+            'area': roc_area(scores_LN[i], needed_N),
+            'entered': float(entered_LN[i, needed_N].mean()),
+        }
+        for i, layer in enumerate(hparams.model.routed_layers)
+    }
+    return {
+        'layers': layers,
+        'recall_accuracy': float(right_N[needed_N].mean()),
+        'recall_nats': float(nll_N[needed_N].mean()),
+        'loss': float(nll_N.mean()),
+    }

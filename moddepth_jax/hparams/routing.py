@@ -1,0 +1,219 @@
+"""Hyper-parameters of Mixture-of-Depths routing, and which router goes with which gate and rule."""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+from moddepth_jax.hparams.checks import fraction, one_of, positive, refuse
+
+# The first of each is what `auto` stands for; without a router neither matters.
+ROUTER_GATES = {
+    'learned': ('raw', 'sigmoid', 'tanh', 'none'),
+    'norm': ('none',),
+    'random': ('none',),
+    'position': ('none',),
+    'straight_through': ('straight_through',),
+}
+ROUTER_GATES['none'] = ROUTER_GATES['learned']
+ROUTER_RULES = {
+    'learned': ('predictor', 'aux_loss', 'threshold', 'dense'),
+    'norm': ('dense', 'threshold', 'predictor'),
+    'random': ('threshold',),
+    'position': ('threshold',),
+    'straight_through': ('threshold', 'predictor', 'aux_loss'),
+}
+ROUTER_RULES['none'] = ROUTER_RULES['learned']
+TRAINED_RULES = ('predictor', 'aux_loss')  # by a loss; the others come with the router
+CONTROLS = ('random', 'position')  # routers whose scores do not depend on the stream
+
+
+class Stage(NamedTuple):
+    """A stretch of training with one set of static shapes.
+
+    Attributes:
+      begins: share of the steps before it.
+      capacity: fraction of the tokens that enter.
+      routing: top_c, or threshold where that rule trains.
+    """
+
+    begins: float
+    capacity: float
+    routing: str
+
+
+@dataclasses.dataclass(frozen=True)
+class RoutingHparams:
+    """Mixture-of-Depths (Raposo et al. 2024, arXiv 2404.02258); knobs as in configs/base.py.
+
+    `auto` for gate and causal_rule is replaced by the router's own.
+    """
+
+    router: str
+    layers: str
+    capacity: float
+    capacity_form: str
+    log_length_max: int
+    capacity_stages: str
+    select_per: str
+    gate: str
+    initial_gate: float
+    causal_rule: str
+    predictor_width: int
+    predictor_loss_weight: float
+    aux_loss_weight: float
+    threshold_decay: float
+    train_rule: str
+    threshold_warmup: float
+    cache_capacity: float
+    overflow: str
+
+    def __post_init__(self):
+        name = 'model.routing.'
+        one_of(name + 'router', self.router, tuple(ROUTER_GATES))
+        one_of(name + 'capacity_form', self.capacity_form, ('fraction', 'log_length'))
+        one_of(name + 'select_per', self.select_per, ('row', 'segment'))
+        one_of(name + 'train_rule', self.train_rule, ('top_c', 'threshold'))
+        one_of(name + 'overflow', self.overflow, ('skip', 'grow'))
+        fraction(name + 'capacity', self.capacity, zero=False)
+        fraction(name + 'threshold_decay', self.threshold_decay, one=False)
+        fraction(name + 'threshold_warmup', self.threshold_warmup, one=False)
+        positive(name + 'log_length_max', self.log_length_max, 2)
+        for field in ('initial_gate', 'predictor_loss_weight', 'aux_loss_weight'):
+            positive(name + field, getattr(self, field), 0)
+        if not 0 <= self.predictor_width <= 64:
+            refuse(name + 'predictor_width', self.predictor_width, 'must lie in [0, 64]')
+        positive(name + 'cache_capacity', self.cache_capacity)
+        self._resolve('gate', ROUTER_GATES)
+        self._resolve('causal_rule', ROUTER_RULES)
+        self._check_router()
+        _parse_stages(self.capacity_stages)
+
+    def _resolve(self, field, table):
+        value, choices = getattr(self, field), table[self.router]
+        if field == 'causal_rule' and self.train_rule == 'threshold':
+            choices = ('threshold',)
+        elif field == 'causal_rule' and not self.has_threshold:
+            choices = tuple(rule for rule in choices if rule != 'threshold')
+        if value == 'auto':
+            object.__setattr__(self, field, choices[0])
+        elif value not in choices:
+            one_of(f'model.routing.{field}', value, ('auto', *sorted(set().union(*table.values()))))
+            how = f', trained by {self.train_rule} per {self.select_per},'
+            right = f'the {self.router} router{how} takes auto, {", ".join(choices)}'
+            refuse(f'model.routing.{field}', value, right)
+
+    def _check_router(self):
+        constant = self.capacity_form == 'fraction' and not self.capacity_stages
+        if self.router in CONTROLS and not constant:
+            right = 'its scores are compared with a capacity that must be one constant fraction'
+            refuse('model.routing.router', self.router, right)
+        if self.router == 'position' and self.capacity < 1e-4:
+            refuse('model.routing.capacity', self.capacity, 'must be 1e-4 or more: a pattern of it')
+        if self.train_rule == 'threshold' and not self.tracks_threshold:
+            right = f'the {self.router} router per {self.select_per} has no average to train by'
+            refuse('model.routing.train_rule', self.train_rule, f'{right}; use top_c')
+        # Below it, C would shrink while the length grows.
+        least = 1 / (1 + math.log(self.log_length_max))
+        if self.capacity_form == 'log_length' and self.capacity < least:
+            right = f'must be {least:.3f} or more under log_length to {self.log_length_max}'
+            refuse('model.routing.capacity', self.capacity, right)
+
+    @property
+    def tracks_threshold(self) -> bool:
+        """Whether the model keeps a moving average of the C-th largest score of each layer."""
+        return self.router not in ('none', *CONTROLS) and self.has_threshold
+
+    @property
+    def has_threshold(self) -> bool:
+        """Whether a threshold can stand for top-C: where documents do not compete, none does."""
+        return self.router in CONTROLS or self.select_per == 'row'
+
+    @property
+    def rules(self) -> tuple[str, ...]:
+        """The causal rules that a model trained by these knobs can run; its own comes first."""
+        others = [r for r in ROUTER_RULES[self.router] if r not in TRAINED_RULES]
+        if not self.has_threshold:
+            others.remove('threshold')
+        return tuple(dict.fromkeys((self.causal_rule, *others)))
+
+    def num_selected(self, length: int) -> int:
+        """C, the tokens of a row of `length` that enter, 1 at least.
+
+        `fraction`: floor(capacity length). `log_length`: the share falls from 1 at one token to
+        `capacity` at log_length_max: 1 - ln T / ln T_max (1 - capacity), T clamped to T_max in it.
+        """
+        share = self.capacity
+        if self.capacity_form == 'log_length':
+            clamped = math.log(min(length, self.log_length_max)) / math.log(self.log_length_max)
+            share = 1 - clamped * (1 - self.capacity)
+        return max(1, math.floor(share * length + 1e-6))
+
+    def cache_slots(self, context: int, routing: str) -> int:
+        """Slots of a routed block's cache at a context of that many tokens, under a causal rule."""
+        if routing == 'dense':
+            return context
+        slots = math.floor(self.cache_capacity * self.num_selected(context) + 1e-6)
+        return min(context, max(1, slots))
+
+    def max_entering(self, context: int, routing: str) -> int:
+        """Most tokens of a row that enter under a causal rule: the slots, or all under `grow`."""
+        return context if self.overflow == 'grow' else self.cache_slots(context, routing)
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages of training, in order; the last one trains at `capacity`."""
+        begins, capacities = 0.0, []
+        for capacity, share in _parse_stages(self.capacity_stages):
+            capacities.append((begins, capacity))
+            begins += share
+        capacities.append((begins, self.capacity))
+        switch = self.threshold_warmup if self.train_rule == 'threshold' else 1.0
+        places = sorted({begins for begins, _ in capacities} | ({switch} if switch < 1 else set()))
+        return tuple(
+            Stage(
+                place,
+                [capacity for begins, capacity in capacities if begins <= place][-1],
+                'threshold' if place >= switch else 'top_c',
+            )
+            for place in places
+        )
+
+    def routed_layers(self, num_layers: int) -> tuple[int, ...]:
+        """Indices of the routed blocks, ascending. Raises ValueError where `layers` names none."""
+        if self.router == 'none':
+            return ()
+        kind, *numbers = self.layers.split(':')
+        right = f'must be every:N, middle:FIRST:LAST or a list of layers below {num_layers}'
+        try:
+            if kind == 'every':
+                (n,) = map(int, numbers)
+                chosen = tuple(range(n - 1, num_layers, n)) if n >= 1 else ()
+            elif kind == 'middle':
+                first, last = map(int, numbers)
+                ok = first >= 0 and last >= 0
+                chosen = tuple(range(first, num_layers - last)) if ok else ()
+            else:
+                chosen = tuple(sorted({int(layer) for layer in self.layers.split(',')}))
+        except ValueError:
+            refuse('model.routing.layers', self.layers, right)
+        if not chosen or not 0 <= chosen[0] <= chosen[-1] < num_layers:
+            refuse('model.routing.layers', self.layers, right + ', and name one at least')
+        return chosen
+
+
+def _parse_stages(text):
+    """'1:0.2,0.5:0.3' -> [(1.0, 0.2), (0.5, 0.3)], capacities and shares of the steps."""
+    right = (
+        'must be CAPACITY:SHARE,... such as 1:0.2,0.5:0.3, capacities in (0, 1] and shares of the '
+        'steps above 0 that leave some for the end'
+    )
+    try:
+        stages = [
+            tuple(map(float, stage.split(':'))) for stage in (text.split(',') if text else ())
+        ]
+        ok = all(0 < capacity <= 1 and share > 0 for capacity, share in stages)
+    except ValueError:
+        ok = False
+    if not ok or sum(share for _, share in stages) >= 1:
+        refuse('model.routing.capacity_stages', text, right)
+    return stages

@@ -1,0 +1,102 @@
+"""A run as its directory holds it: hyper-parameters and the newest good checkpoint, read only."""
+
+import dataclasses
+import os
+import pathlib
+
+import jax
+
+from moddepth_jax.hparams import Hparams, from_config
+from moddepth_jax.training.checkpoint import Checkpoints
+from moddepth_jax.training.stages import stage_at
+from moddepth_jax.training.train_step import TrainState, init_state
+from moddepth_jax.training.workdir import CONFIG_FILE, read_config
+
+MAX_READS = 10  # of a run that drops, each time, the checkpoint that is being read
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedRun:
+    """What `load_run` finds.
+
+    Attributes:
+      hparams: of the run.
+      state: of its newest good checkpoint.
+      step: steps done at that checkpoint.
+      num_steps: steps of the whole run.
+      fingerprint: of the data it is trained on, see `check_fingerprint`.
+      notes: lines for the user: what an older run did not have, which checkpoints were skipped,
+        and whether steps are left.
+    """
+
+    hparams: Hparams
+    state: TrainState
+    step: int
+    num_steps: int
+    fingerprint: dict
+    notes: tuple[str, ...]
+
+    @property
+    def hparams_of_stage(self) -> Hparams:
+        """`hparams` with the capacity of the last step, at which the model is to be evaluated."""
+        return self.hparams.at(stage_at(self.hparams, self.num_steps, self.step - 1))
+
+
+def load_run(workdir: str | os.PathLike) -> SavedRun:
+    """Reads a run, finished, stopped or still going on; takes no lock and writes nothing.
+
+    The state lies on the first device.
+
+    Raises:
+      ValueError: one line, where there is no run, a config that this version cannot read, no good
+        checkpoint yet, or one of another model than the config's.
+    """
+    workdir = pathlib.Path(workdir)
+    config, notes = read_config(workdir)
+    try:
+        hparams = from_config(config)
+    except ValueError as error:
+        raise ValueError(f'{workdir / CONFIG_FILE}: {error}') from None
+    # No shape depends on the number of steps, which the checkpoint alone knows.
+    abstract = jax.eval_shape(lambda: init_state(hparams, 1))
+    with Checkpoints(workdir / 'checkpoints', keep=1) as checkpoints:
+        restored = _restore_newest(checkpoints, abstract)
+    notes += checkpoints.skipped
+    if restored is None:
+        found = f' ({"; ".join(checkpoints.skipped)})' if checkpoints.skipped else ''
+        right = f'train it first: python -m launch.train --config=FILE.py --workdir={workdir}'
+        raise ValueError(f'--workdir={workdir}: holds no finished checkpoint{found}; {right}')
+    state, step, metadata = restored
+    num_steps = metadata['num_steps']
+    if abstract.averages and not state.averages:
+        notes.append(f'checkpoint {step} holds no averages: the rule threshold cannot run')
+    if step < num_steps:
+        notes.append(f'checkpoint {step} is the newest: the run has {num_steps - step} steps left')
+    state = state.replace(num_steps=num_steps)
+    return SavedRun(hparams, state, step, num_steps, metadata['fingerprint'], tuple(notes))
+
+
+def _restore_newest(checkpoints, abstract):
+    """`restore`, again where a run that goes on has dropped what was being read."""
+    for _ in range(MAX_READS):
+        steps = checkpoints.steps()
+        try:
+            restored = restore_state(checkpoints, abstract)
+        except Exception:  # of many kinds: Orbax and TensorStore raise their own
+            if checkpoints.steps() == steps:
+                raise
+            continue
+        if restored is not None or checkpoints.steps() == steps:
+            return restored
+    return None
+
+
+def restore_state(checkpoints: Checkpoints, abstract: TrainState) -> tuple | None:
+    """`checkpoints.restore`; runs from before the averages get a state without them."""
+    try:
+        return checkpoints.restore(abstract)
+    except ValueError as error:
+        try:
+            return checkpoints.restore(abstract.replace(averages={}))
+        except ValueError:
+            raise error from None

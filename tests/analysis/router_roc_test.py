@@ -1,0 +1,137 @@
+"""ROC areas: the rank statistic by hand, and what routers of a model are measured to know."""
+
+import jax
+import numpy as np
+import pytest
+
+from configs import recall as recall_config
+from moddepth_jax.analysis.router_roc import roc_area, router_roc
+from moddepth_jax.data import recall
+from moddepth_jax.data.pipeline import make_dataset
+from moddepth_jax.hparams import from_config
+from moddepth_jax.training.train_step import init_state, train_step
+
+
+@pytest.mark.parametrize(
+    ('scores', 'positives', 'area'),
+    [
+        ([1, 2, 3, 4], [0, 0, 1, 1], 1),
+        ([1, 2, 3, 4], [1, 1, 0, 0], 0),
+        ([1, 2, 3, 4], [0, 1, 0, 1], 0.75),
+        ([5, 5, 5, 5], [0, 1, 0, 1], 0.5),
+        ([1, 2, 2, 3], [0, 1, 0, 1], 0.875),
+    ],
+)
+def test_area_by_hand(scores, positives, area):
+    """The share of (positive, negative) pairs in the right order, a tie half a pair."""
+    assert roc_area(np.array(scores, np.float32), np.array(positives, bool)) == area
+
+
+def test_area_is_the_share_of_ordered_pairs():
+    """Drawn scores with many ties: all pairs counted one by one give the same."""
+    generator = np.random.default_rng(0)
+    scores_BT = generator.integers(0, 9, (5, 40)).astype(np.float32)
+    positives_BT = generator.random((5, 40)) < 0.2
+    high, low = scores_BT[positives_BT][:, None], scores_BT[~positives_BT]
+    pairs = np.mean((high > low) + 0.5 * (high == low))
+    assert roc_area(scores_BT, positives_BT) == pytest.approx(pairs, abs=1e-12)
+
+
+def test_scores_that_know_nothing_have_area_one_half():
+    """Gaussian scores against drawn positions, within 5 standard errors."""
+    generator = np.random.default_rng(1)
+    scores, positives = generator.standard_normal(20000), generator.random(20000) < 0.05
+    assert roc_area(scores, positives) == pytest.approx(0.5, abs=5 * (12 * 1000) ** -0.5)
+
+
+@pytest.mark.parametrize('positives', [[True, True], [False, False]])
+def test_a_class_without_members_is_refused(positives):
+    """There is no pair to compare; the counts are printed."""
+    with pytest.raises(ValueError, match='positives, . negatives: must be one of each'):
+        roc_area(np.zeros(2), np.array(positives))
+
+
+def test_shapes_must_agree():
+    """A position for every score."""
+    with pytest.raises(ValueError, match=r'\(3,\): must be \(2,\)'):
+        roc_area(np.zeros(2), np.zeros(3, bool))
+
+
+def _toy(tiny_config, **overrides):
+    knobs = {'data.source': 'recall', 'data.sequence_length': 128, 'data.batch_size': 32}
+    hparams = from_config(tiny_config(**(knobs | overrides)))
+    return hparams, make_dataset(hparams.data, 0), jax.jit(lambda: init_state(hparams, 1))()
+
+
+@pytest.fixture(scope='module')
+def toy(tiny_config):
+    """hparams, dataset and untrained state of two learned routers."""
+    routed = {'model.routing.router': 'learned', 'model.routing.layers': '0,1'}
+    return _toy(tiny_config, **routed)
+
+
+def test_every_routed_layer_is_reported(toy):
+    """One area and one entered share for each, and what the answers cost an untrained model."""
+    hparams, dataset, state = toy
+    result = router_roc(state.variables, hparams, dataset, 2)
+    assert list(result['layers']) == [0, 1]
+    for layer in result['layers'].values():
+        assert 0 <= layer['area'] <= 1 and 0 <= layer['entered'] <= 1
+    assert result['recall_accuracy'] < 0.5
+    assert result['recall_nats'] == pytest.approx(np.log(257), abs=0.5)
+
+
+class _OneBatch:
+    num_held_out_batches = 1
+
+    def __init__(self, batch):
+        self.held_out_batch = [batch].__getitem__
+
+
+def test_padding_does_not_count(toy):
+    """Whatever stands in the rows that fill up the last held-out batch, the result is the same."""
+    hparams, dataset, state = toy
+    batch = dataset.held_out_batch(dataset.num_held_out_batches - 1)
+    padding_B = batch['segment_ids_BT'][:, 0] == 0
+    assert 0 < padding_B.sum() < len(padding_B)
+    filled = {**batch, 'tokens_BT': batch['tokens_BT'].copy()}
+    filled['tokens_BT'][padding_B] = np.resize([*b'(aY) '], 128)
+    results = [router_roc(state.variables, hparams, _OneBatch(b), 1) for b in (batch, filled)]
+    assert results[0] == results[1]
+
+
+def test_random_routing_knows_nothing(tiny_config):
+    """The paper's control scores the needed positions as all others."""
+    hparams, dataset, state = _toy(tiny_config, **{'model.routing.router': 'random'})
+    result = router_roc(state.variables, hparams, dataset, 8)
+    assert result['layers'][1]['area'] == pytest.approx(0.5, abs=0.05)
+
+
+def test_dense_blocks_of_the_experiment_do_not_reach_an_answer():
+    """configs/recall.py: through all its dense blocks no token sees MIN_DISTANCE back."""
+    model = from_config(recall_config.get_config()).model
+    dense = set(range(model.num_layers)) - set(model.routed_layers)
+    assert 0 not in [model.window(layer) for layer in dense]
+    reach = sum(model.window(layer) - 1 for layer in dense)
+    assert recall.NEAR - 1 <= reach < recall.MIN_DISTANCE
+
+
+@pytest.mark.slow
+def test_the_learned_router_finds_the_needed_positions():
+    """configs/recall.py, trained: area over 0.9 in the best layer, answers known, loss at floor."""
+    hparams = from_config(recall_config.get_config())
+    dataset = make_dataset(hparams.data, hparams.seed)
+    num_steps = hparams.training.num_steps
+    state = jax.jit(lambda: init_state(hparams, num_steps))()
+    step_fn = jax.jit(train_step, donate_argnums=0)
+    for step in range(num_steps):
+        state, _ = step_fn(state, dataset.train_batch(step))
+    result = router_roc(state.variables, hparams, dataset, 16)
+    assert max(layer['area'] for layer in result['layers'].values()) > 0.9
+    assert result['recall_accuracy'] > 0.9
+    batches = [dataset.held_out_batch(index) for index in range(16)]
+    tokens, labels = (
+        np.concatenate([batch[name] for batch in batches]) for name in ('tokens_BT', 'labels_BT')
+    )
+    floor = recall.entropy_floor(tokens, labels)
+    assert floor - 0.01 < result['loss'] < floor + 0.03

@@ -1,0 +1,133 @@
+"""Shows that the recall corpus is what it says: near bytes tell all but draws and answers."""
+
+import math
+import re
+
+import numpy as np
+import pytest
+
+from moddepth_jax.data import recall
+from moddepth_jax.data.corpus import load_corpus
+from moddepth_jax.data.pipeline import make_dataset
+from moddepth_jax.hparams import DataHparams
+
+SEPARATOR = 256
+DATA = DataHparams('recall', 'text', 'bytes', 128, 64, 0.05)
+LINE = re.compile(rb'[A-U](?:[a-x]{4}|[0-7]{4}|\([a-x][YZ]\)) ')
+
+
+@pytest.fixture(scope='module')
+def batch():
+    dataset = make_dataset(DATA, 0)
+    batches = [dataset.train_batch(step) for step in range(16)]
+    return {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
+
+
+def drawn(tokens_BT, labels_BT):
+    """bool: the label starts a word or a question, or is the x of one."""
+    starts_BT = np.isin(tokens_BT, [*recall.LETTERS])
+    return starts_BT | (tokens_BT == ord('('))
+
+
+def test_documents_are_lines_as_described():
+    """21 lines of 6 bytes and a full stop; told first, asked later, answered by the dialect."""
+    for text in recall.make_recall(3, 200):
+        assert len(text) == 127 and text[-1:] == b'.'
+        lines = [text[i : i + 6] for i in range(0, 126, 6)]
+        assert all(LINE.fullmatch(line) for line in lines)
+        assert bytes(line[0] for line in lines) == recall.LETTERS
+        told = b''.join(line[1:5] for line in lines[: recall.NUM_TOLD])
+        (dialect,) = (i for i in range(2) if set(told) <= set(recall.DIALECTS[i]))
+        asked = [i for i, line in enumerate(lines) if line[1:2] == b'(']
+        assert all(i >= recall.FIRST_ASKED and i % 2 == 0 for i in asked)
+        assert {lines[i][3] for i in asked} <= {recall.NAMES[dialect]}
+
+
+def test_seed_decides_the_text():
+    """Equal seeds give equal texts, another seed others, and dialects are equally frequent."""
+    assert recall.make_recall(5, 20) == recall.make_recall(5, 20)
+    assert recall.make_recall(5, 20) != recall.make_recall(6, 20)
+    initial = [text[1] for text in recall.make_recall(0, 2000)]
+    shares = [np.mean([c in dialect for c in initial]) for dialect in recall.DIALECTS]
+    assert shares == pytest.approx([0.5] * 2, abs=0.05)
+
+
+def test_a_row_is_one_document(batch):
+    """Rows of 128 tokens begin with a separator, hold no other and end before the next."""
+    assert np.all(batch['tokens_BT'][:, 0] == SEPARATOR)
+    assert np.sum(batch['tokens_BT'] == SEPARATOR) == len(batch['tokens_BT'])
+    assert np.all(batch['labels_BT'][:, -1] == SEPARATOR)
+
+
+def test_needed_positions_by_hand():
+    """The x of a question is needed; brackets, answers, words and a row's first token are not."""
+    tokens_BT = np.array([[*b'(aY) G(bZ) H012'], [*b'abcd (aaZ) Q01a']])
+    needed_BT = recall.needs_far_context(tokens_BT)
+    assert np.argwhere(needed_BT).tolist() == [[0, 1], [0, 7], [1, 6]]
+
+
+def test_needed_positions_fit_the_capacity(batch):
+    """Every row has fewer of them than an eighth of its tokens, and most rows have several."""
+    counts_B = recall.needs_far_context(batch['tokens_BT']).sum(1)
+    assert counts_B.max() <= 7 < 0.125 * 128
+    assert np.mean(counts_B >= 4) > 0.9
+
+
+def test_near_context_tells_all_but_draws_and_answers(batch):
+    """The last NEAR tokens fix the next one, unless it was drawn or the position is needed.
+
+    At needed positions the same few tokens are followed by either name.
+    """
+    tokens_BT, labels_BT = batch['tokens_BT'], batch['labels_BT']
+    needed_BT = recall.needs_far_context(tokens_BT)
+    told_BT = ~needed_BT & ~drawn(tokens_BT, labels_BT)
+    padded_BT = np.pad(tokens_BT, ((0, 0), (recall.NEAR - 1, 0)), constant_values=-1)
+    near_BTN = np.lib.stride_tricks.sliding_window_view(padded_BT, recall.NEAR, axis=1)
+    followers = {}
+    for near, label in zip(near_BTN[told_BT].tolist(), labels_BT[told_BT], strict=True):
+        followers.setdefault(tuple(near), set()).add(int(label))
+    assert all(len(labels) == 1 for labels in followers.values())
+    answers = {}
+    for x, label in zip(tokens_BT[needed_BT], labels_BT[needed_BT], strict=True):
+        answers.setdefault(int(x), set()).add(int(label))
+    assert all(labels == {*recall.NAMES} for labels in answers.values()) and len(answers) == 24
+
+
+def test_answers_are_told_from_afar_only(batch):
+    """Within MIN_DISTANCE before an x, itself apart, no token tells the dialect; at it, some do."""
+    tokens_BT = batch['tokens_BT']
+    tells_BT = np.isin(tokens_BT, [*recall.NAMES, *b''.join(recall.DIALECTS)])
+    needed_BT = recall.needs_far_context(tokens_BT)
+    nearest = min(
+        t - np.flatnonzero(tells_BT[row, :t] & ~needed_BT[row, :t])[-1]
+        for row, t in np.argwhere(needed_BT)
+    )
+    assert nearest == recall.MIN_DISTANCE
+
+
+def test_floor_is_the_entropy_of_the_draws(batch):
+    """Over 1024 documents it lies within 1% of the closed form, summed line by line."""
+    log, asked = math.log, recall.ASKED
+    told = log(24) + 5 * log(12)
+    choice = -asked * log(asked) - (1 - asked) * log(1 - asked)
+    asking = choice + asked * log(24) + (1 - asked) * log(8)
+    expected = (told + 8 * log(8) + 7 * asking) / 128
+    floor = recall.entropy_floor(batch['tokens_BT'], batch['labels_BT'])
+    assert floor == pytest.approx(expected, rel=0.01)
+
+
+def test_floor_of_a_few_targets_by_hand():
+    """A first word, a question and a label of -100; without any target there is no floor."""
+    tokens_BT = np.array([[*b'AaI(hY)']])
+    labels_BT = np.array([[*b'a', -100, *b'(hY) ']])
+    nats = math.log(24) - math.log(recall.ASKED) + math.log(24)
+    assert recall.entropy_floor(tokens_BT, labels_BT) == pytest.approx(nats / 6)
+    with pytest.raises(ValueError, match=r'\(1, 2\): must hold one target'):
+        recall.entropy_floor(np.zeros((1, 2), int), np.full((1, 2), -100))
+
+
+def test_corpus_is_that_of_the_default_arguments():
+    """data.source = recall holds these documents, some of them held out."""
+    corpus = load_corpus(DATA)
+    assert sorted(corpus.train + corpus.held_out) == sorted(recall.make_recall())
+    assert 0 < len(corpus.held_out) < len(corpus.train)

@@ -1,0 +1,279 @@
+"""The routing knobs: how many tokens enter, which rule goes with which router, and the stages."""
+
+import math
+
+import pytest
+
+from configs import base
+from moddepth_jax.hparams import RoutingHparams, from_config
+
+DEFAULTS = base.get_config().model.routing.to_dict()
+ROUTERS = ('learned', 'norm', 'random', 'position', 'straight_through')
+RULES = ('predictor', 'aux_loss', 'threshold', 'dense')
+GATES = ('raw', 'sigmoid', 'tanh', 'none', 'straight_through')
+# method.md, section 2: which router has which gate and rule; the first is the one `auto` means.
+ALLOWED = {
+    'learned': (('raw', 'sigmoid', 'tanh', 'none'), RULES),
+    'norm': (('none',), ('dense', 'threshold', 'predictor')),
+    'random': (('none',), ('threshold',)),
+    'position': (('none',), ('threshold',)),
+    'straight_through': (('straight_through',), ('threshold', 'predictor', 'aux_loss')),
+}
+LAYERS = {
+    'every:1': (0, 1, 2, 3, 4, 5, 6),
+    'every:2': (1, 3, 5),
+    'every:3': (2, 5),
+    'every:7': (6,),
+    'middle:0:0': (0, 1, 2, 3, 4, 5, 6),
+    'middle:1:0': (1, 2, 3, 4, 5, 6),
+    'middle:3:2': (3, 4),
+    'middle:5:1': (5,),
+    '4': (4,),
+    '5,0, 3': (0, 3, 5),
+}
+
+
+def routing(**changes):
+    return RoutingHparams(**DEFAULTS | {'router': 'learned'} | changes)
+
+
+def refusal(**changes):
+    """What is said of knobs that must be refused: one line."""
+    with pytest.raises(ValueError) as error:
+        routing(**changes)
+    assert '\n' not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ('capacity', 'length', 'selected'),
+    [
+        (0.125, 2048, 256),
+        (0.125, 7, 1),
+        (0.125, 1, 1),
+        (0.125, 8, 1),
+        (0.125, 17, 2),
+        (0.29, 100, 29),  # 0.29 * 100 is 28.999999999999996
+        (0.57, 100, 57),  # 0.57 * 100 is 56.99999999999999
+        (0.999, 10, 9),
+        (1.0, 97, 97),
+        (1e-9, 2048, 1),
+    ],
+)
+def test_num_selected(capacity, length, selected):
+    """C is max(1, floor(capacity T + 1e-6)): 256 of 2048, and rounding loses no token."""
+    assert routing(capacity=capacity).num_selected(length) == selected
+
+
+def test_every_nth_of_a_fraction_is_whole():
+    """Where capacity T is whole in exact arithmetic, C is that whole number, and never above T."""
+    for length in range(1, 130):
+        for selected in range(1, length + 1):
+            assert routing(capacity=selected / length).num_selected(length) == selected
+
+
+@pytest.mark.parametrize(
+    ('length', 'selected'),
+    [(1, 1), (2, 1), (64, 33), (256, 93), (1024, 209), (2048, 256), (4096, 512), (8192, 1024)],
+)
+def test_log_length_falls_from_one_to_the_capacity(length, selected):
+    """The table of method.md, where one in circulation has 210; past T_max the share stays."""
+    knobs = {'capacity_form': 'log_length', 'capacity': 0.125, 'log_length_max': 2048}
+    assert routing(**knobs).num_selected(length) == selected
+
+
+def test_log_length_is_the_formula_at_other_ends():
+    """1 - ln T / ln T_max (1 - capacity) of T, truncated, for other capacities and T_max."""
+    for capacity, longest in ((0.5, 100), (0.13, 1000), (1.0, 64)):
+        knobs = {'capacity_form': 'log_length', 'capacity': capacity, 'log_length_max': longest}
+        for length in (1, 5, 37, 63, 99, 555, 3000):
+            share = 1 - math.log(min(length, longest)) / math.log(longest) * (1 - capacity)
+            expected = max(1, math.floor(share * length + 1e-6))
+            assert routing(**knobs).num_selected(length) == expected
+
+
+@pytest.mark.parametrize('layers', LAYERS)
+def test_routed_layers(layers, tiny_config):
+    """every:N starts at layer N - 1, middle leaves out both ends, a list is sorted."""
+    assert routing(layers=layers).routed_layers(7) == LAYERS[layers]
+    assert routing(layers=layers, router='none').routed_layers(7) == ()
+    knobs = {'model.num_layers': 7, 'model.routing.router': 'learned'}
+    config = tiny_config(**knobs, **{'model.routing.layers': layers})
+    assert from_config(config).model.routed_layers == LAYERS[layers]
+
+
+@pytest.mark.parametrize('router', ROUTERS)
+def test_auto_is_the_routers_own(router):
+    """`auto` becomes the first gate and rule of the router, as if they had been written."""
+    gates, rules = ALLOWED[router]
+    chosen = routing(router=router)
+    assert (chosen.gate, chosen.causal_rule) == (gates[0], rules[0])
+    assert chosen == routing(router=router, gate=gates[0], causal_rule=rules[0])
+
+
+@pytest.mark.parametrize('router', ROUTERS)
+def test_each_pair_is_taken_or_refused_by_name(router):
+    """A gate or rule that the router does not have is refused with both names and the right ones.
+
+    Such are aux_loss for norm, raw for norm, predictor for random, dense for straight_through.
+    """
+    gates, rules = ALLOWED[router]
+    for field, choices, right in (('gate', GATES, gates), ('causal_rule', RULES, rules)):
+        for value in choices:
+            if value in right:
+                assert getattr(routing(router=router, **{field: value}), field) == value
+                continue
+            message = refusal(router=router, **{field: value})
+            assert message.startswith(f'model.routing.{field}={value!r}: ')
+            assert f'the {router} router' in message and ', '.join(right) in message
+
+
+def test_rules_are_those_that_need_no_other_training():
+    """A model runs its own rule and those of its router that no loss has to train."""
+    assert routing().rules == ('predictor', 'threshold', 'dense')
+    assert routing(causal_rule='aux_loss').rules == ('aux_loss', 'threshold', 'dense')
+    assert routing(causal_rule='dense').rules == ('dense', 'threshold')
+    assert routing(router='norm').rules == ('dense', 'threshold')
+    assert routing(router='norm', causal_rule='predictor').rules[0] == 'predictor'
+    assert routing(router='random').rules == routing(router='position').rules == ('threshold',)
+    assert routing(router='straight_through').rules == ('threshold',)
+
+
+@pytest.mark.parametrize('router', ['random', 'position'])
+@pytest.mark.parametrize(
+    ('knobs', 'word'),
+    [
+        ({'capacity_form': 'log_length'}, 'constant fraction'),
+        ({'capacity_stages': '1:0.2'}, 'constant fraction'),
+        ({'train_rule': 'threshold'}, 'no average'),
+    ],
+)
+def test_controls_have_one_capacity_and_train_by_top_c(router, knobs, word):
+    """Their scores are compared with a constant: what would need another is refused by name."""
+    message = refusal(router=router, **knobs)
+    assert router in message and word in message
+
+
+@pytest.mark.parametrize('rule', ['predictor', 'aux_loss', 'dense'])
+def test_training_by_threshold_takes_the_threshold_rule(rule):
+    """A model that trains by the threshold is evaluated by it; another rule is refused."""
+    for router in ('learned', 'norm', 'straight_through'):
+        assert routing(router=router, train_rule='threshold').causal_rule == 'threshold'
+    message = refusal(train_rule='threshold', causal_rule=rule)
+    assert f'causal_rule={rule!r}' in message and 'trained by threshold' in message
+
+
+@pytest.mark.parametrize('router', ROUTERS)
+def test_who_keeps_a_moving_average(router):
+    """All routers but the controls, whose threshold is known beforehand."""
+    assert routing(router=router).tracks_threshold == (router not in ('random', 'position'))
+    assert not routing(router='none').tracks_threshold
+
+
+def test_cache_slots():
+    """1.5 times C in whole slots, C at least and the context at most; dense keeps all."""
+    assert routing().cache_slots(256, 'predictor') == 48
+    assert routing().cache_slots(256, 'dense') == 256
+    assert routing(cache_capacity=1.29, capacity=0.5).cache_slots(200, 'threshold') == 129
+    assert routing(cache_capacity=1.0).cache_slots(256, 'aux_loss') == 32
+    assert routing(cache_capacity=100.0).cache_slots(256, 'aux_loss') == 256
+    log_length = routing(capacity_form='log_length')
+    assert log_length.cache_slots(1024, 'predictor') == 313
+
+
+def test_a_shorter_row_never_selects_more_than_the_cache_of_a_longer_holds():
+    """C grows with the length in both forms, so that top-C of any prompt fits the slots."""
+    for knobs in ({}, {'capacity_form': 'log_length'}, {'capacity': 1.0}):
+        chosen = [routing(**knobs).num_selected(length) for length in range(1, 2500)]
+        assert chosen == sorted(chosen)
+    for capacity in (0.01, 0.115):
+        message = refusal(capacity_form='log_length', capacity=capacity)
+        assert message.startswith(f'model.routing.capacity={capacity}: must be 0.116 or more')
+    assert 'cache_capacity=0.5' in refusal(cache_capacity=0.5)
+
+
+def test_a_pattern_needs_a_capacity_that_it_can_show():
+    """A position router of hardly any capacity is refused; the other routers are not."""
+    assert 'capacity=1e-05' in refusal(router='position', capacity=1e-5)
+    assert routing(router='random', capacity=1e-5).capacity == 1e-5
+
+
+def test_documents_that_do_not_compete_have_no_threshold():
+    """One number a layer cannot stand for the C-th score of each document: the rule is refused."""
+    for router in ('learned', 'norm', 'straight_through'):
+        for knobs in ({'causal_rule': 'threshold'}, {'train_rule': 'threshold'}):
+            assert 'per segment' in refusal(router=router, select_per='segment', **knobs)
+        chosen = routing(router=router, select_per='segment')
+        assert 'threshold' not in chosen.rules and not chosen.tracks_threshold
+    assert routing(router='straight_through', select_per='segment').causal_rule == 'predictor'
+
+
+@pytest.mark.parametrize('rule', RULES)
+def test_most_that_enter_are_the_slots_or_all(rule):
+    """Under `skip` a token that finds no slot is turned away, under `grow` none is."""
+    skips, grows = routing(capacity=0.25), routing(capacity=0.25, overflow='grow')
+    assert grows.max_entering(64, rule) == 64
+    assert skips.max_entering(64, rule) == (64 if rule == 'dense' else 24)
+
+
+@pytest.mark.parametrize(
+    ('knobs', 'stages'),
+    [
+        ({}, [(0, 0.125, 'top_c')]),
+        ({'capacity_stages': '1:0.5'}, [(0, 1, 'top_c'), (0.5, 0.125, 'top_c')]),
+        (
+            {'capacity_stages': '1:0.25,0.5:0.5'},
+            [(0, 1, 'top_c'), (0.25, 0.5, 'top_c'), (0.75, 0.125, 'top_c')],
+        ),
+        (
+            {'train_rule': 'threshold', 'threshold_warmup': 0.25},
+            [(0, 0.125, 'top_c'), (0.25, 0.125, 'threshold')],
+        ),
+        ({'train_rule': 'threshold', 'threshold_warmup': 0.0}, [(0, 0.125, 'threshold')]),
+        ({'train_rule': 'top_c', 'threshold_warmup': 0.5}, [(0, 0.125, 'top_c')]),
+        (
+            {'capacity_stages': '1:0.5', 'train_rule': 'threshold', 'threshold_warmup': 0.25},
+            [(0, 1, 'top_c'), (0.25, 1, 'threshold'), (0.5, 0.125, 'threshold')],
+        ),
+        (
+            {'capacity_stages': '1:0.5', 'train_rule': 'threshold', 'threshold_warmup': 0.5},
+            [(0, 1, 'top_c'), (0.5, 0.125, 'threshold')],
+        ),
+        (
+            {'capacity_stages': '1:0.5', 'train_rule': 'threshold', 'threshold_warmup': 0.75},
+            [(0, 1, 'top_c'), (0.5, 0.125, 'top_c'), (0.75, 0.125, 'threshold')],
+        ),
+    ],
+)
+def test_stages(knobs, stages):
+    """Each stretch has one capacity and one rule; the last one trains at `capacity`."""
+    assert [tuple(stage) for stage in routing(**knobs).stages] == stages
+
+
+@pytest.mark.parametrize(
+    'text',
+    [
+        *('1', '1:', ':0.2', '1:0.2:3', 'a:0.2', '1:b', '1;0.2', '1:0.2 0.5:0.3'),
+        *('0:0.2', '-1:0.2', '1.5:0.2', 'nan:0.2', 'inf:0.2'),
+        *('1:0', '1:-0.1', '1:1', '1:0.5,0.5:0.5', '1:0.7,0.5:0.7', '1:nan', '1:inf'),
+    ],
+)
+def test_stages_that_cannot_be_are_refused_in_one_line(text):
+    """The line holds the text as written and an example of a right one."""
+    message = refusal(capacity_stages=text)
+    assert message.startswith(f'model.routing.capacity_stages={text!r}: ')
+    assert '1:0.2,0.5:0.3' in message
+
+
+def test_a_stage_is_the_run_at_its_capacity(tiny_config):
+    """Hparams.at changes the capacity of the stage and nothing else that a forward pass reads."""
+    knobs = {'capacity_stages': '0.5:0.5', 'train_rule': 'threshold', 'capacity': 0.25}
+    knobs = {f'model.routing.{name}': value for name, value in knobs.items()}
+    hparams = from_config(tiny_config(**knobs, **{'model.routing.router': 'learned'}))
+    first, *_, last = (hparams.at(stage) for stage in hparams.stages)
+    assert (first.model.routing.capacity, last.model.routing.capacity) == (0.5, 0.25)
+    assert first.model.routing.causal_rule == last.model.routing.causal_rule == 'threshold'
+    assert first.model.routing.rules == hparams.model.routing.rules
+    assert first.stages == ((0.0, 0.5, 'top_c'),)
+    dense = from_config(tiny_config(**{'model.routing.capacity_stages': '0.5:0.5'}))
+    assert dense.stages == ((0.0, 1.0, 'top_c'),) and dense.at(dense.stages[0]) == dense

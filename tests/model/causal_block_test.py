@@ -1,0 +1,270 @@
+"""Under a causal rule a routed block is its equation over the tokens that rule and cap name.
+
+The block runs in the least static size that holds every row; the oracle has no sizes.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moddepth_jax.model import mixture_of_depths, routing
+from tests.model.masked_block import (
+    LENGTH,
+    POSITIONS,
+    SEEDS,
+    SEGMENTS,
+    WIDTH,
+    assert_close,
+    equation,
+    expert_choice,
+    jit,
+    make_model,
+    routed,
+    scores,
+    stream,
+    value_and_gradients,
+    visible_pairs,
+)
+
+CAPACITY = 0.25  # C = 4, and 6 slots: sizes 2, 4, 6, or 2, 4, 8, 16 under grow
+BIASED = {'model.qk_norm': 'head', 'model.use_bias': True}
+# router, rule, gate, placement, overflow, window, other knobs
+CASES = {
+    'learned_threshold': ('threshold', 'raw', 'pre', 'skip', 0, BIASED),
+    'learned_predictor': ('predictor', 'sigmoid', 'post', 'grow', 4, {}),
+    'learned_aux_loss': ('aux_loss', 'tanh', 'reordered', 'skip', 6, {'model.qk_norm': 'full'}),
+    'learned_dense': ('dense', 'none', 'pre', 'skip', 5, {}),
+    'norm_threshold': ('threshold', 'none', 'post', 'grow', 0, {}),
+    'norm_dense': ('dense', 'none', 'reordered', 'grow', 0, {}),
+    'norm_predictor': ('predictor', 'none', 'pre', 'skip', 0, {'model.routing.predictor_width': 0}),
+    'random_threshold': ('threshold', 'none', 'pre', 'skip', 0, {}),
+    'position_threshold': ('threshold', 'none', 'post', 'skip', 3, {}),
+    'straight_through_threshold': ('threshold', 'straight_through', 'pre', 'grow', 5, {}),
+    'straight_through_predictor': ('predictor', 'straight_through', 'reordered', 'skip', 0, {}),
+    'straight_through_aux_loss': ('aux_loss', 'straight_through', 'post', 'skip', 0, BIASED),
+}
+
+
+def build(tiny_config, name):
+    """(model, params, apply, rule, window) of a case."""
+    rule, gate, placement, overflow, window, knobs = CASES[name]
+    router = name.removesuffix('_' + rule)
+    routed_by = {'router': router, 'causal_rule': rule, 'overflow': overflow}
+    routed_by = {f'model.routing.{knob}': value for knob, value in routed_by.items()}
+    model = make_model(tiny_config, placement, gate, CAPACITY, **routed_by, **knobs)
+    sizes = routing.static_sizes(LENGTH, LENGTH if rule == 'dense' or overflow == 'grow' else 6)
+    return model, *routed(model, window, rule, len(name), sizes), rule, window
+
+
+def rule_logits(params, x_BTD, model, rule, threshold, given_scores_BT):
+    """What the rule compares with 0, in NumPy; random scores are the library's own."""
+    if rule == 'dense':
+        return np.ones(x_BTD.shape[:2])
+    if rule == 'predictor':
+        predictor, hidden_BTX = params['predictor'], x_BTD
+        if 'hidden' in predictor:
+            before_BTX = x_BTD @ predictor['hidden']['kernel'] + predictor['hidden']['bias']
+            hidden_BTX = before_BTX / (1 + np.exp(-before_BTX))
+        return (hidden_BTX @ predictor['out']['kernel'] + predictor['out']['bias'])[..., 0]
+    if model.routing.router == 'random':
+        return given_scores_BT - threshold
+    if model.routing.router == 'position':
+        share = model.routing.capacity
+        return np.floor((POSITIONS + 1) * share) - np.floor(POSITIONS * share) - 0.5
+    return np.asarray(scores(params, x_BTD, model)) - (0 if rule == 'aux_loss' else threshold)
+
+
+def first_come(wanted_BT, most):
+    """bool [B, T]: of each row the first `most`, counted one by one."""
+    entered_BT = np.zeros_like(wanted_BT)
+    for row, wanted_T in enumerate(wanted_BT):
+        entered_BT[row, [t for t in range(LENGTH) if wanted_T[t]][:most]] = True
+    return entered_BT
+
+
+@functools.cache
+def exact_block(model):
+    """The jitted equation of a model, to be called in float64."""
+    return jit(functools.partial(equation, model=model))
+
+
+def in_float64(function, *inputs):
+    with jax.enable_x64(True), jax.numpy_rank_promotion('allow'):
+        return np.asarray(function(*jax.tree.map(np.float64, inputs[:2]), *inputs[2:]))
+
+
+def check(built, run, x_BTD, segments_BT=SEGMENTS, threshold=0.0):
+    """One call against the oracle; returns bool [B, T] of those that entered and were refused."""
+    model, params, _, rule, window = built
+    y_BTD, record = run(params, x_BTD, segments_BT, threshold=threshold)
+    wide_params, wide_x_BTD = jax.tree.map(np.float64, (params, x_BTD))
+    logits_BT = rule_logits(
+        wide_params, wide_x_BTD, model, rule, threshold, np.float64(record.scores_BT)
+    )
+    wanted_BT = (logits_BT > 0) & (segments_BT > 0)
+    most = LENGTH if model.routing.overflow == 'grow' or rule == 'dense' else 6
+    entered_BT = first_come(wanted_BT, most)
+    np.testing.assert_array_equal(record.entered_BT, entered_BT)
+    np.testing.assert_array_equal(record.refused_BT, wanted_BT & ~entered_BT)
+    np.testing.assert_array_equal(np.asarray(record.rule_logits_BT) > 0, logits_BT > 0)
+    top_c_BT = expert_choice(np.asarray(record.scores_BT), CAPACITY, segments_BT)
+    np.testing.assert_array_equal(record.top_c_BT, top_c_BT)
+    grid_BTS = visible_pairs(entered_BT, segments_BT, window)
+    exact_BTD = in_float64(exact_block(model), params, x_BTD, entered_BT, grid_BTS)
+    assert_close(np.asarray(y_BTD), exact_BTD, 1e-6)
+    same_BT = (np.asarray(y_BTD).view(np.uint32) == x_BTD.view(np.uint32)).all(-1)
+    np.testing.assert_array_equal(same_BT, ~entered_BT)
+    return entered_BT, wanted_BT & ~entered_BT
+
+
+@pytest.mark.parametrize('name', CASES)
+def test_rule_and_cap_name_the_tokens_of_the_equation(name, tiny_config):
+    """Every rule of every router: who enters, who is refused, what the block makes of them."""
+    built = build(tiny_config, name)
+    model, _, apply, rule, _ = built
+    threshold = {'norm': 5.5, 'random': 0.6745}.get(model.routing.router, 0.0)
+    entered_BT, refused_BT = check(built, jit(apply), stream(seed=4), threshold=threshold)
+    if rule == 'dense':
+        assert (entered_BT == (SEGMENTS > 0)).all()
+    else:
+        assert 0.1 < entered_BT[0].mean() < 0.9
+    if model.routing.overflow == 'grow' or rule == 'dense':
+        assert not refused_BT.any()
+
+
+@pytest.mark.parametrize('name', ['learned_threshold', 'norm_threshold'])
+def test_few_or_all_enter_in_each_static_size(name, tiny_config):
+    """From no token to all of them the equation holds, through each of the sizes; some refused."""
+    built = build(tiny_config, name)
+    model, params, apply, _, _ = built
+    run, x_BTD, fullest, refused = jit(apply), stream(seed=4), [], 0
+    scores_BT = np.asarray(scores(params, x_BTD, model))
+    ordered = np.sort(scores_BT[0])
+    for enter in (0, 1, 2, 3, 4, 6, 8, 9, 16):
+        places = [2 * ordered[0] - ordered[-1], *ordered, 2 * ordered[-1] - ordered[0]]
+        threshold = (places[LENGTH - enter] + places[LENGTH - enter + 1]) / 2
+        alone_BT = SEGMENTS * 0 + np.eye(5, dtype=int)[0][:, None]
+        entered_BT, refused_BT = check(built, run, x_BTD, alone_BT, np.float32(threshold))
+        fullest.append(entered_BT.sum(1).max())
+        refused += refused_BT.sum()
+        check(built, run, x_BTD, threshold=np.float32(threshold))
+    if model.routing.overflow == 'grow':
+        assert fullest == [0, 1, 2, 3, 4, 6, 8, 9, 16] and refused == 0
+    else:
+        assert fullest == [0, 1, 2, 3, 4, 6, 6, 6, 6] and refused == 2 + 3 + 10
+
+
+def test_the_block_runs_in_the_least_size_that_holds_every_row(tiny_config, monkeypatch):
+    """The fullest row decides: 0 to 2 entering tokens take T / 8, 3 and 4 T / 4, and so on."""
+    _, params, apply, _, _ = build(tiny_config, 'norm_threshold')
+    taken = []
+
+    def first_entering(entered_BT, size):
+        taken.append(size)
+        return routing.first_entering(entered_BT, size)
+
+    def switch(which, branches, *inputs):
+        return branches[int(which)](*inputs)
+
+    monkeypatch.setattr(mixture_of_depths, 'first_entering', first_entering)
+    monkeypatch.setattr(mixture_of_depths.nn, 'switch', switch)
+    x_BTD = stream(seed=4)
+    for fullest in (0, 2, 3, 4, 5, 8, 9, 16):
+        x_BTD = x_BTD / np.sqrt((x_BTD**2).sum(-1, keepdims=True))
+        x_BTD[2, LENGTH - fullest :] *= 2
+        x_BTD[0, 0] *= 2 if fullest else 1  # a row that is not the fullest one
+        apply(params, x_BTD, np.ones_like(SEGMENTS), threshold=1.5)
+    assert taken == [2, 2, 4, 4, 8, 8, 16, 16]
+
+
+@pytest.mark.parametrize(
+    'name', ['learned_threshold', 'straight_through_threshold', 'norm_threshold']
+)
+def test_gradients_pass_through_the_sizes(name, tiny_config):
+    """Gradients of parameters and stream are the equation's, where the last token enters too."""
+    model, params, apply, _, window = build(tiny_config, name)
+    threshold = np.float32({'norm': 5.5}.get(model.routing.router, 0.1))
+    x_BTD, weights_BTD = stream(seed=4), stream(seed=2)
+    x_BTD[:, -1] = 8 * params['router']['w'] if 'router' in params else 2 * x_BTD[:, -1]
+    segments_BT = np.ones_like(SEGMENTS)
+    segments_BT[1] = SEGMENTS[1]
+    if model.routing.overflow == 'skip':
+        segments_BT[2:, : LENGTH - 6] = 0  # or the last token would find no room
+    given = functools.partial(apply, segments_BT=segments_BT, threshold=threshold)
+    got, record = value_and_gradients(given, params, x_BTD, weights_BTD)
+    entered_BT = np.asarray(record.entered_BT)
+    assert entered_BT[2:, -1].all() and 0.1 < entered_BT.mean() < 0.9
+    grid_BTS = visible_pairs(entered_BT, segments_BT, window)
+    with jax.enable_x64(True), jax.numpy_rank_promotion('allow'):
+        wide = jax.tree.map(np.float64, (params, x_BTD, weights_BTD))
+        exact, _ = value_and_gradients(
+            lambda params, x: (equation(params, x, entered_BT, grid_BTS, model), None), *wide
+        )
+    assert_close(got[0], exact[0], 1e-6)
+    assert_close(got[1], exact[1], 3e-6)
+
+
+def test_a_layer_that_is_not_causal_stays_with_top_c(tiny_config):
+    """Told so it gives what top-C gives; nobody is refused."""
+    model, params, apply, _, _ = build(tiny_config, 'learned_threshold')
+    _, by_top_c = routed(model)
+    y_BTD, record = jit(apply)(params, stream(), threshold=0.3, causal=False)
+    expected_BTD, expected = jit(by_top_c)(params, stream())
+    np.testing.assert_array_equal(record.entered_BT, expected.top_c_BT)
+    np.testing.assert_allclose(y_BTD, expected_BTD, rtol=0, atol=1e-5)
+    assert not np.any(record.refused_BT)
+    causal_BTD, causal = jit(apply)(params, stream(), threshold=0.3)
+    assert (np.asarray(causal.entered_BT) != expected.top_c_BT).any()
+    assert np.abs(causal_BTD - expected_BTD).max() > 0.1
+
+
+def test_the_threshold_is_strict(tiny_config):
+    """A score that equals the threshold stays out; the next float above lets it in."""
+    _, params, apply, _, _ = build(tiny_config, 'learned_threshold')
+    run, x_BTD = jit(apply), stream(seed=4)
+    params['router']['w'] = np.eye(WIDTH, dtype=np.float32)[0]  # r is exact: a component of x
+    threshold = x_BTD[0, 3, 0] = x_BTD[0, 9, 0] = np.float32(1.1)
+    _, record = run(params, x_BTD, threshold=threshold)
+    assert not record.entered_BT[0, 3] and not record.entered_BT[0, 9]
+    _, record = run(params, x_BTD, threshold=np.nextafter(threshold, np.float32(0)))
+    assert record.entered_BT[0, 3] and record.entered_BT[0, 9]
+
+
+def test_straight_through_forward_has_no_gate(tiny_config):
+    """Its value is the block's own delta, as under gate none; gradients differ in the router's."""
+    model, params, apply, _, _ = build(tiny_config, 'straight_through_threshold')
+    plain = make_model(tiny_config, 'pre', 'none', CAPACITY, **{'model.routing.layers': 'every:1'})
+    _, without_gate = routed(plain, window=5)
+    _, by_top_c = routed(model, window=5)
+    params['router']['b'] = np.zeros((), np.float32)
+    of_plain = {'block': params['block'], 'router': {'w': params['router']['w']}}
+    of_plain['predictor'] = routed(plain)[0]['predictor']
+    y_BTD, record = jit(by_top_c)(params, stream())
+    expected_BTD, expected = jit(without_gate)(of_plain, stream())
+    np.testing.assert_array_equal(record.entered_BT, expected.entered_BT)
+    np.testing.assert_array_equal(y_BTD, expected_BTD)
+
+    weights_BTD = stream(seed=2)
+    gradient, _ = jit(jax.grad(lambda *given: jnp.vdot(by_top_c(*given)[0], weights_BTD), (0, 1)))(
+        params, stream()
+    )
+    chance_BT = 1 / (1 + np.exp(-np.float64(record.scores_BT)))
+    inner_BT = ((np.float64(y_BTD) - stream()) * weights_BTD).sum(-1)
+    slope_BT = chance_BT * (1 - chance_BT) * inner_BT * np.asarray(record.entered_BT)
+    assert abs(slope_BT.sum()) > 0.1
+    np.testing.assert_allclose(gradient['router']['b'], slope_BT.sum(), rtol=1e-4)
+    of_w_D = np.einsum('bt,btd->d', slope_BT, stream().astype(float))
+    np.testing.assert_allclose(gradient['router']['w'], of_w_D, rtol=0, atol=1e-4)
+
+
+def test_random_seeds_alone_decide(tiny_config):
+    """The stream has no say in a random choice, nor has the place in the batch."""
+    _, params, apply, _, _ = build(tiny_config, 'random_threshold')
+    run = jit(apply)
+    _, record = run(params, stream())
+    _, other = run(params, stream(seed=9))
+    np.testing.assert_array_equal(record.scores_BT, other.scores_BT)
+    assert len(np.unique(record.scores_BT)) == SEEDS.size

@@ -1,0 +1,56 @@
+"""Fixtures of tests that run the train loop: programs compiled in haste, a corpus, signals."""
+
+import os
+import random
+import signal
+
+import jax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from moddepth_jax.data.pipeline import Dataset
+
+
+@pytest.fixture(scope='module')
+def compiled_once(tmp_path_factory):
+    """Programs are compiled in haste and kept on disk: runs here have most in common."""
+    changes = {
+        'jax_disable_most_optimizations': True,
+        'jax_enable_compilation_cache': True,
+        'jax_compilation_cache_dir': str(tmp_path_factory.mktemp('compiled')),
+        'jax_persistent_cache_min_compile_time_secs': 0.0,
+    }
+    before = {name: jax.config.values[name] for name in changes}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv('XDG_CACHE_HOME', str(tmp_path_factory.mktemp('cache')))
+        for values in (changes, before):
+            for name, value in values.items():
+                jax.config.update(name, value)
+            compilation_cache.reset_cache()
+            if values is changes:
+                yield
+
+
+@pytest.fixture(scope='module')
+def corpus(tmp_path_factory):
+    """Six files of words; returns their glob."""
+    words, draw = ['to ', 'be, ', 'or ', 'not\n'], random.Random(0)
+    folder = tmp_path_factory.mktemp('text')
+    for i in range(6):
+        text = ''.join(draw.choice(words) for _ in range(400))
+        (folder / f'{i}.txt').write_text(text)
+    return str(folder / '*.txt')
+
+
+@pytest.fixture
+def signals(monkeypatch):
+    """signals[step] = name: this process gets the signal while that step's batch is made."""
+    plan, train_batch = {}, Dataset.train_batch
+
+    def train_batch_and_signal(dataset, step):
+        if step in plan:
+            os.kill(os.getpid(), getattr(signal, plan.pop(step)))
+        return train_batch(dataset, step)
+
+    monkeypatch.setattr(Dataset, 'train_batch', train_batch_and_signal)
+    return plan

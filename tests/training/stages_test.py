@@ -1,0 +1,140 @@
+"""Stages begin at whole steps, cost what their programs multiply, and fill a budget."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moddepth_jax.hparams import from_config
+from moddepth_jax.model import flops
+from moddepth_jax.training import plan
+from moddepth_jax.training.stages import run_flops, stage_at, stage_starts
+from moddepth_jax.training.train_step import init_state, train_step
+
+ROUTED = {'model.routing.router': 'learned', 'model.routing.layers': 'every:1'}
+STAGED = ROUTED | {'model.routing.capacity_stages': '1:0.2,0.5:0.3'}
+BY_THRESHOLD = {'model.routing.train_rule': 'threshold', 'model.routing.threshold_warmup': 0.4}
+
+
+@pytest.mark.parametrize(
+    ('num_steps', 'starts'),
+    [
+        (1, [(0, 0.125)]),
+        (2, [(0, 0.5), (1, 0.125)]),
+        (3, [(0, 1.0), (1, 0.5), (2, 0.125)]),
+        (10, [(0, 1.0), (2, 0.5), (5, 0.125)]),
+        (1000, [(0, 1.0), (200, 0.5), (500, 0.125)]),
+    ],
+)
+def test_stages_begin_at_whole_steps(num_steps, starts, tiny_config):
+    """At the rounded share of the steps; one without a step is left out, the last one has one."""
+    hparams = from_config(tiny_config(**STAGED))
+    found = stage_starts(hparams, num_steps)
+    assert [(first, stage.capacity) for first, stage in found] == starts
+    for step in range(min(num_steps, 20)):
+        (capacity,) = [c for first, c in starts if first <= step][-1:]
+        assert stage_at(hparams, num_steps, step).capacity == capacity
+    assert stage_at(hparams, num_steps, num_steps).capacity == 0.125
+
+
+def test_a_run_without_stages_has_one(tiny_config):
+    """Dense or routed, its steps all cost the same."""
+    for knobs in ({}, ROUTED):
+        hparams = from_config(tiny_config(**knobs))
+        ((first, stage),) = stage_starts(hparams, 100)
+        assert first == 0 and stage.routing == 'top_c'
+        assert run_flops(hparams, 100) == 100 * flops.train_step_flops(hparams)
+
+
+@pytest.mark.parametrize('knobs', [STAGED, STAGED | BY_THRESHOLD])
+def test_a_run_costs_the_sum_of_its_steps(knobs, tiny_config):
+    """Step by step, also of a run that is on its way."""
+    hparams = from_config(tiny_config(**knobs))
+    for num_steps in (1, 3, 7, 40):
+        costs = [
+            flops.train_step_flops(hparams, stage_at(hparams, num_steps, step))
+            for step in range(num_steps)
+        ]
+        for done in {0, 1, num_steps // 2, num_steps}:
+            assert run_flops(hparams, num_steps, done) == pytest.approx(sum(costs[:done]))
+        assert run_flops(hparams, num_steps) == pytest.approx(sum(costs))
+
+
+STAGINGS = ['1:0.2', '1:0.2,0.5:0.3', '1:0.05,0.9:0.05,0.1:0.3,0.8:0.1', '0.01:0.7']
+
+
+@pytest.mark.parametrize('stages', STAGINGS)
+@pytest.mark.parametrize('by_threshold', [False, True])
+def test_a_budget_is_filled_to_within_a_step(stages, by_threshold, tiny_config):
+    """The steps never cost more than the budget, and one step more would."""
+    knobs = ROUTED | {'model.routing.capacity_stages': stages, 'training.num_steps': 0}
+    knobs |= BY_THRESHOLD if by_threshold else {}
+    hparams = from_config(tiny_config(**knobs, flop_budget=1.0))
+    dearest = max(flops.train_step_flops(hparams, stage) for stage in hparams.stages)
+    for times in np.random.default_rng(0).uniform(1, 60, 40):
+        given = from_config(tiny_config(**knobs, flop_budget=float(times * dearest)))
+        num_steps = plan.resolve_steps(given)
+        assert run_flops(given, num_steps) <= times * dearest < run_flops(given, num_steps + 1)
+
+
+def traced_flops(hparams, stage):
+    """FLOPs of every product in the traced step of a stage."""
+    row = jax.ShapeDtypeStruct((hparams.data.batch_size, hparams.data.sequence_length), jnp.int32)
+    batch = dict.fromkeys(('tokens_BT', 'labels_BT', 'segment_ids_BT'), row)
+    state = jax.eval_shape(functools.partial(init_state, hparams, 10))
+    step = functools.partial(train_step, stage=stage)
+    return flops.dot_general_flops(jax.make_jaxpr(step)(state, batch))
+
+
+TRACED = {
+    'learned': ROUTED | BY_THRESHOLD | {'model.routing.layers': 'every:2'},
+    'grow': ROUTED | BY_THRESHOLD | {'model.routing.overflow': 'grow'},
+    'norm': STAGED | {'model.routing.router': 'norm'},
+    'straight_through': STAGED | BY_THRESHOLD | {'model.routing.router': 'straight_through'},
+    'log_length': ROUTED | {'model.routing.capacity_form': 'log_length'},
+    'segments': STAGED | {'model.routing.select_per': 'segment'},
+    'random': ROUTED | {'model.routing.router': 'random'},
+}
+
+
+@pytest.mark.parametrize('name', TRACED)
+def test_counted_flops_of_each_stage_are_those_of_its_program(name, tiny_config):
+    """Counted FLOPs plus those on pairs that the mask hides are the step's products within 1%."""
+    shape = {
+        'model.num_layers': 2,
+        'model.d_model': 96,
+        'model.d_ff': 256,
+        'model.head_dim': 24,
+        'model.remat': 'none',
+        'model.attention': 'reference',
+        'model.windows': (0, 50),
+        'data.sequence_length': 128,
+        'data.batch_size': 2,
+    }
+    hparams = from_config(tiny_config(**shape | TRACED[name]))
+    counts = []
+    for stage in hparams.stages:
+        at = hparams.at(stage)
+        hidden = 3 * flops.masked_attention_flops(at, 2, 128, stage.routing)
+        counted = flops.train_step_flops(hparams, stage)
+        assert (counted + hidden) / traced_flops(hparams, stage) == pytest.approx(1, abs=0.01)
+        counts.append(counted)
+    assert len(set(counts)) == len(hparams.stages)
+
+
+def test_flops_under_a_rule_are_at_the_most_that_enter(tiny_config):
+    """1.5 C tokens, or the dense block under `dense`, and so many in a shorter row too."""
+    knobs = {'model.routing.capacity': 0.25, 'model.routing.predictor_width': 0}
+    hparams = from_config(tiny_config(**ROUTED | knobs))  # of 32 tokens: C = 8, 12 slots
+
+    def projections(length, routing):
+        parts = flops.forward_breakdown(hparams, 1, length, routing)
+        return parts['projections'] / flops.forward_breakdown(hparams, 1, 1, 'dense')['projections']
+
+    assert projections(32, 'top_c') == 8
+    assert projections(32, 'predictor') == projections(32, 'threshold') == 12
+    assert projections(32, 'dense') == 32
+    assert (projections(10, 'predictor'), projections(16, 'predictor')) == (10, 12)
+    assert projections(64, 'predictor') == 24
