@@ -42,7 +42,7 @@ def get_config() -> ConfigDict:
     routing.capacity_stages = ''  # 1:0.2,0.5:0.3: capacity 1 for a fifth of the steps, then 0.5, ..
     routing.select_per = 'row'  # row: packed documents compete for the C places | segment
     routing.gate = 'auto'  # auto (learned: raw) | raw | sigmoid | tanh | none: factor on the delta
-    routing.initial_gate = 1.0  # mean raw gate of selected tokens at step 0 (less above C/T 0.65)
+    routing.initial_gate = 1.0  # mean raw gate of selected tokens at step 0 (less above C/T 0.7)
     routing.causal_rule = 'auto'  # auto | predictor | aux_loss | threshold | dense: at evaluation
     routing.predictor_width = 32  # hidden units of the predictor, at most 64; 0: linear
     routing.predictor_loss_weight = 1.0  # of its cross-entropy; reaches nothing else
@@ -50,8 +50,12 @@ def get_config() -> ConfigDict:
     routing.threshold_decay = 0.99  # a step, of the moving average of the C-th largest score
     routing.train_rule = 'top_c'  # top_c | threshold: who enters in training, after the warm-up
     routing.threshold_warmup = 0.2  # share of the steps by top_c before train_rule threshold
-    routing.cache_capacity = 1.5  # slots of a routed block's cache, in units of C
-    routing.overflow = 'skip'  # skip (a full cache lets no token in) | grow (it doubles)
+    routing.cache_capacity = (
+        1.5  # most tokens of a row that a causal rule lets in, over C
+    )
+    routing.overflow = (
+        'skip'  # beyond them: skip (a token passes by) | grow (no limit, caches double)
+    )
 
     data = config.data = ConfigDict()
     data.source = 'stdlib'  # stdlib | synthetic | recall | a glob of .txt, .jsonl or .parquet

@@ -112,6 +112,8 @@ def _describe(result, steps, seconds):
         parts.append(f'{which} ended by itself')
     if result.refused:
         parts.append(f'routed blocks refused {result.refused} tokens for want of a cache slot')
+    if result.grown_to:
+        parts.append(f'caches of the routed blocks grew to {result.grown_to} slots')
     return ', '.join(parts)
 
 

@@ -1,11 +1,13 @@
 """What a user sees when a run ends: numbers, a heatmap, a sample, and what to do next."""
 
+import json
 import math
 
 import rich.console
 import rich.table
 import rich.text
 
+from moddepth_jax.analysis.router_roc import router_roc
 from moddepth_jax.analysis.routing_maps import plot_routing, routing_grid, routing_record
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.inference.generate import check_prompt, generate
@@ -16,6 +18,7 @@ from moddepth_jax.training.progress import format_count, format_seconds, printab
 
 HEATMAP_FILE = 'routing.png'
 SAMPLE_FILE = 'sample.txt'
+ROC_FILE = 'router_roc.json'
 
 
 def prompt_tokens(hparams: Hparams, tokenizer) -> list[int]:
@@ -33,6 +36,8 @@ def write_report(run: Run, console: rich.console.Console | None = None):
     _print(console, *_lines(run))
     if run.hparams.model.routed_layers:
         _draw_heatmap(run)
+        if run.hparams.data.source == 'recall':
+            _print(console, *_roc_lines(run))
     sample = printable(_sample(run))
     (run.workdir / SAMPLE_FILE).write_text(sample, encoding='utf-8')
     rule = causal_routing(run.hparams) if run.hparams.model.routed_layers else 'no routing'
@@ -91,6 +96,22 @@ def _lines(run):
         f'{format_count(summary["parameters"])} parameters, '
         f'{format_seconds(summary["seconds"])} of stepping'
     )
+
+
+def _roc_lines(run):
+    """On the corpus whose hard positions are known: whether the routers found them."""
+    given = (run.state.variables, run.hparams, run.dataset, run.hparams.evaluation.final_batches)
+    found = {
+        routing: router_roc(*given, routing) for routing in ('top_c', causal_routing(run.hparams))
+    }
+    (run.workdir / ROC_FILE).write_text(json.dumps(found, indent=2) + '\n', encoding='utf-8')
+    for layer, values in found['top_c']['layers'].items():
+        yield (
+            f'layer {layer:02d}: ROC area {values["area"]:.3f} of its scores for the positions '
+            f'that need far context (0.5: none the wiser)'
+        )
+    for routing, values in found.items():
+        yield f'answers recalled under {routing}: {values["recall_accuracy"]:.1%}'
 
 
 def _draw_heatmap(run):

@@ -8,8 +8,8 @@ fill a row of 128 tokens exactly:
 A line is its letter, four bytes and a space. Where the four bytes are a word, its first byte is
 drawn at random and each other one follows the byte before it in a circle:
 
-- The first NUM_TOLD lines are in one of the dialects, circles of 12 small letters each. The document
-  has drawn which.
+- The first NUM_TOLD lines are in one of two dialects, circles of 12 small letters each; the
+  document has drawn which.
 - All others are in the circle of 8 digits, except that every other one of them, from line
   FIRST_ASKED on, is with probability ASKED a question: `(xY)`, x any small letter drawn at random
   and Y the capital that names the document's dialect.

@@ -112,6 +112,9 @@ class RoutingHparams:
         if self.train_rule == 'threshold' and not self.tracks_threshold:
             right = f'the {self.router} router per {self.select_per} has no average to train by'
             refuse('model.routing.train_rule', self.train_rule, f'{right}; use top_c')
+        if self.train_rule == 'threshold' and self.overflow == 'grow':
+            right = 'must be skip where train_rule is threshold: C_max is static'
+            refuse('model.routing.overflow', self.overflow, right)
         # Below it, C would shrink while the length grows.
         least = 1 / (1 + math.log(self.log_length_max))
         if self.capacity_form == 'log_length' and self.capacity < least:

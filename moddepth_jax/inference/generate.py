@@ -27,11 +27,13 @@ class Generation:
       stopped: whether a row ended with its document and not with num_tokens.
       refused: times that a routed block had no slot for a token that its rule let in; under
         `overflow` skip such a token passes the block by.
+      grown_to: slots of the routed blocks' caches where they had to grow, else 0.
     """
 
     tokens: list[np.ndarray]
     stopped: list[bool]
     refused: int
+    grown_to: int
 
 
 def check_prompt(hparams: Hparams, prompt, num_tokens: int):
@@ -171,7 +173,7 @@ def generate(
     context, model = hparams.data.sequence_length, hparams.model
     longest = max(map(len, prompts))
     slots = min(context, -(-(longest + num_tokens) // SLOTS) * SLOTS)
-    routed_slots = model.routing.cache_slots(context, routing)
+    first_slots = routed_slots = model.routing.cache_slots(context, routing)
     grows = bool(model.routed_layers) and model.routing.overflow == 'grow'
     unrolled = _unrolled(variables, hparams=hparams)
     how = {'hparams': hparams, 'routing': routing, 'temperature': temperature, 'top_p': top_p}
@@ -213,6 +215,7 @@ def generate(
         [np.array(row, np.int32) for row in rows],
         [not running for running in active_B.tolist()],
         int(jnp.sum(cache.refused_B)),
+        routed_slots if routed_slots > first_slots else 0,
     )
 
 

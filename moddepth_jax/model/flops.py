@@ -10,6 +10,7 @@ import math
 import jax
 
 from moddepth_jax.hparams import Hparams, Stage
+from moddepth_jax.model.routers import ROUTERS
 
 
 def _pairs(length: int, window: int) -> float:
@@ -51,8 +52,7 @@ def forward_breakdown(
         parts['attention'] += 4 * _pairs(tokens, window) * heads * model.head_dim
         parts['mlp'] += 2 * tokens * 3 * model.d_model * model.d_ff
         if layer in model.routed_layers:
-            if model.routing.router in ('learned', 'straight_through'):
-                parts['router'] += 2 * length * model.d_model
+            parts['router'] += 2 * length * model.d_model * ROUTERS[model.routing.router].PRODUCTS
             if model.routing.causal_rule == 'predictor':
                 width = model.routing.predictor_width
                 matrices = (model.d_model + 1) * width if width else model.d_model

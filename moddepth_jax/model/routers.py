@@ -1,7 +1,8 @@
 """Routers: what scores the tokens of a routed block, by name; gates; and the causal predictor.
 
 A router maps (x_BTD, tokens, number) to float32 scores [B, T]: the stream that enters the block,
-what is known of its tokens, and the block's place among the routed ones, traced.
+what is known of its tokens, and the block's place among the routed ones, traced. Its PRODUCTS, the
+vectors of the stream's width that it multiplies with each token, are what it costs.
 """
 
 import fractions
@@ -62,6 +63,7 @@ class LearnedRouter(nn.Module):
     """
 
     routing: RoutingHparams
+    PRODUCTS = 1
 
     @nn.compact
     def __call__(self, x_BTD, tokens, number):
@@ -80,6 +82,7 @@ class StraightThroughRouter(nn.Module):
     """
 
     routing: RoutingHparams
+    PRODUCTS = 1
 
     @nn.compact
     def __call__(self, x_BTD, tokens, number):
@@ -93,6 +96,7 @@ class NormRouter(nn.Module):
     """r = L2 norm of the residual stream; no parameters."""
 
     routing: RoutingHparams
+    PRODUCTS = 0
 
     def __call__(self, x_BTD, tokens, number):
         del tokens, number
@@ -103,6 +107,7 @@ class RandomRouter(nn.Module):
     """r ~ N(0, 1) from each token's seed and the block: the paper's control (section 4.1)."""
 
     routing: RoutingHparams
+    PRODUCTS = 0
 
     def __call__(self, x_BTD, tokens, number):
         del x_BTD
@@ -117,6 +122,7 @@ class PositionRouter(nn.Module):
     """
 
     routing: RoutingHparams
+    PRODUCTS = 0
 
     def __call__(self, x_BTD, tokens, number):
         del x_BTD, number

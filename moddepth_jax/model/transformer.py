@@ -15,7 +15,7 @@ from moddepth_jax.model.mixture_of_depths import CHOICE, MixtureOfDepths, Routed
 from moddepth_jax.model.routers import fixed_threshold, token_seeds
 from moddepth_jax.model.routing import ROUTINGS, static_sizes
 
-INIT_LENGTH = 256  # tokens of the random stream on which routers choose their initial width
+MAX_INIT_LENGTH = 2048  # tokens of the random stream on which routers choose their initial width
 
 
 class LayerKind(NamedTuple):
@@ -175,7 +175,7 @@ class Transformer(nn.Module):
         if not known and not self.is_initializing():
             if 'threshold' in (routing, model.routing.causal_rule):
                 raise ValueError(
-                    "routing='threshold': needs averages of scores, which these variables have not; "
+                    "routing='threshold': needs averages of scores, not in these variables; "
                     'they come with TrainState.variables, if the run kept them'
                 )
             return jnp.zeros(len(model.routed_layers))
@@ -186,7 +186,8 @@ class Transformer(nn.Module):
         # Fetched, not declared, once it exists: Linen would trace the initialiser at every use.
         if self.has_variable('params', 'stack'):
             return self.get_variable('params', 'stack')
-        return self.param('stack', init_stack, self.hparams.model)
+        length = min(self.hparams.data.sequence_length, MAX_INIT_LENGTH)
+        return self.param('stack', init_stack, self.hparams.model, length)
 
 
 def _take_layer(routed: RoutedLayer, i: int):
@@ -200,17 +201,17 @@ def _take_routed(routed: RoutedLayer, repeats: int, per_repeat: int):
     return mine, jax.tree.map(lambda leaf: leaf[taken:], routed)
 
 
-def init_stack(key, hparams: ModelHparams):
-    """Parameters of the stack. Layers are initialised in order on a random stream of the
-    embedding's width, so that each router sees its input as large as it will be at step 0.
+def init_stack(key, hparams: ModelHparams, length: int):
+    """Parameters of the stack. Layers are initialised in order on a random row of `length` tokens
+    of the embedding's width, so that each router sees its input as large as it will be at step 0.
     """
     stream_key, key = jax.random.split(key)
-    shape = (1, INIT_LENGTH, hparams.d_model)
+    shape = (1, length, hparams.d_model)
     x_BTD = (hparams.embedding_init_std * jax.random.normal(stream_key, shape)).astype(
         hparams.dtype
     )
     ones_BT = jnp.ones(shape[:2], jnp.int32)
-    tokens = Tokens(jnp.arange(INIT_LENGTH)[None], ones_BT, ones_BT.astype(jnp.uint32))
+    tokens = Tokens(jnp.arange(length)[None], ones_BT, ones_BT.astype(jnp.uint32))
     stack = {}
     for i, run in enumerate(find_runs(layer_kinds(hparams))):
         group = Group(hparams, run.group, run.repeats, 'top_c', parent=None)

@@ -254,7 +254,7 @@ def test_corrupt_parquet_is_refused(tmp_path):
 
 def test_a_glob_without_a_match_is_refused(tmp_path):
     """A typo and a bare folder name the value and what would be right."""
-    right = 'must be stdlib, synthetic or a glob of .txt, .jsonl or .parquet files'
+    right = 'must be stdlib, synthetic, recall or a glob of .txt, .jsonl or .parquet files'
     assert _error(load_corpus, _data('stdlb')) == f"data.source='stdlb': matches no file; {right}"
     message = _error(load_corpus, _data(tmp_path))
     assert message.endswith(f'for a folder write {tmp_path}/**/*.txt')

@@ -190,7 +190,9 @@ def test_tokens_that_find_no_slot_are_counted(tiny_config):
         )
         variables = make_variables(hparams)
         variables['averages'] = {'thresholds_R': np.full(1, -1e9, np.float32)}
-        refused[overflow] = generate(variables, hparams, [PROMPT, [256]], 18).refused
+        result = generate(variables, hparams, [PROMPT, [256]], 18)
+        refused[overflow] = result.refused
+        assert result.grown_to == (LENGTH if overflow == 'grow' else 0)
     slots = hparams.model.routing.cache_slots(LENGTH, 'threshold')
     assert slots == 6
     # 4 + 17 tokens of the first row and 1 + 17 of the other are read; the last is not.

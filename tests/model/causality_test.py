@@ -25,6 +25,7 @@ def routed_by(router, rule, **knobs):
     """A model of two blocks, both routed, and its rule."""
     chosen = {'model.routing.router': router, 'model.routing.causal_rule': rule}
     shape = {'model.num_layers': 2, 'model.routing.layers': 'every:1'}
+    shape |= {'model.remat': 'none', 'model.attention': 'reference'}
     return ROUTED | chosen | shape | knobs, rule
 
 
@@ -95,6 +96,9 @@ def built(tiny_config):
         knobs, routing = (CAUSAL | MORE_ROUTERS | OTHERS)[name]
         model, variables = make(tiny_config, **knobs)
         run = runner(model, variables, routing, NOT_OPTIMISED if name in MORE_ROUTERS else None)
+        if routing == 'predictor' and name in MORE_ROUTERS:
+            for layer in variables['params']['stack']['run_0'].values():
+                layer['predictor']['out']['bias'] += 0.5
         if routing == 'threshold' and 'averages' in variables:
             thresholds_R = variables['averages']['thresholds_R']
             for layer in range(len(thresholds_R)):  # each moves the stream of the next

@@ -9,7 +9,7 @@ from moddepth_jax.training import loop
 from moddepth_jax.training.metrics import read_metrics
 from moddepth_jax.training.stages import run_flops
 
-pytestmark = pytest.mark.usefixtures('compiled_once')
+pytestmark = [pytest.mark.usefixtures('compiled_once'), pytest.mark.slow]
 
 
 @pytest.fixture(scope='module')
