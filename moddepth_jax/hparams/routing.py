@@ -85,7 +85,8 @@ class RoutingHparams:
         positive(name + 'cache_capacity', self.cache_capacity)
         self._resolve('gate', ROUTER_GATES)
         self._resolve('causal_rule', ROUTER_RULES)
-        self._check_router()
+        if self.router != 'none':
+            self._check_router()
         _parse_stages(self.capacity_stages)
 
     def _resolve(self, field, table):

@@ -159,6 +159,7 @@ def test_training_by_threshold_takes_the_threshold_rule(rule):
     """A model that trains by the threshold is evaluated by it; another rule is refused."""
     for router in ('learned', 'norm', 'straight_through'):
         assert routing(router=router, train_rule='threshold').causal_rule == 'threshold'
+    assert 'C_max is static' in refusal(train_rule='threshold', overflow='grow')
     message = refusal(train_rule='threshold', causal_rule=rule)
     assert f'causal_rule={rule!r}' in message and 'trained by threshold' in message
 

@@ -90,7 +90,6 @@ def traced_flops(hparams, stage):
 
 TRACED = {
     'learned': ROUTED | BY_THRESHOLD | {'model.routing.layers': 'every:2'},
-    'grow': ROUTED | BY_THRESHOLD | {'model.routing.overflow': 'grow'},
     'norm': STAGED | {'model.routing.router': 'norm'},
     'straight_through': STAGED | BY_THRESHOLD | {'model.routing.router': 'straight_through'},
     'log_length': ROUTED | {'model.routing.capacity_form': 'log_length'},
