@@ -92,7 +92,7 @@ def _step():
 
 
 def _decode():
-    from moddepth_jax.analysis.bench_decode import bench_decode
+    from moddepth_jax.analysis.bench_decode import SETTLE, bench_decode
 
     size, lines = SIZE.value or '12x512', {
         'dense, ms a step': lambda row: f'{1e3 * row["seconds"]["dense"]:.1f}',
@@ -105,9 +105,15 @@ def _decode():
         ),
         'share of tokens that entered': lambda row: f'{row["entered_fraction"]:.3f}',
     }  # fmt: skip
-    for kv_heads in _numbers(KV_HEADS):
-        models = _hparams(size, kv_heads, 'random', CONTEXT.value)
-        result = bench_decode(*models, _numbers(BATCHES), PROMPT.value, _repeats(31))
+    heads, batches, repeats = _numbers(KV_HEADS), _numbers(BATCHES), _repeats(31)
+    if PROMPT.value > CONTEXT.value:
+        raise ValueError(f'--prompt={PROMPT.value}: must be --context={CONTEXT.value} or less')
+    if repeats + SETTLE > CONTEXT.value // 2:
+        right = f'must be at most {CONTEXT.value // 2 - SETTLE} at --context={CONTEXT.value}'
+        raise ValueError(f'--repeats={repeats}: {right}, or caches would be far from full')
+    pairs = [list(_hparams(size, kv_heads, 'random', CONTEXT.value)) for kv_heads in heads]
+    for kv_heads, models in zip(heads, pairs, strict=True):
+        result = bench_decode(*models, batches, PROMPT.value, repeats)
         heads = ['batch', *(str(row['batch']) for row in result['rows'])]
         cells = {name: [cell(row) for row in result['rows']] for name, cell in lines.items()}
         first = result['time_to_first_token']

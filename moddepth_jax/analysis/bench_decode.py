@@ -1,6 +1,5 @@
 """How long a token takes: decoding by the dense and by the Mixture-of-Depths model, in turn."""
 
-import dataclasses
 import functools
 
 import jax
@@ -13,6 +12,8 @@ from moddepth_jax.model.cache import Cache, cache_bytes, write
 from moddepth_jax.model.transformer import Transformer, causal_routing
 from moddepth_jax.model.unrolled import decode_step, prefill, unroll
 from moddepth_jax.training.summary import versions
+
+SETTLE = 4  # steps before the timed ones
 
 
 def _prefill(hparams, unrolled, tokens_BT):
@@ -85,12 +86,6 @@ def _next_token(unrolled, cache, token_B, begins_B, active_B, *, hparams, routin
     return jnp.argmax(logits_BV, axis=-1), entries, refused_B
 
 
-def with_kv_heads(hparams: Hparams, num_kv_heads: int) -> Hparams:
-    """These hyper-parameters with another number of key/value heads."""
-    model = dataclasses.replace(hparams.model, num_kv_heads=num_kv_heads)
-    return dataclasses.replace(hparams, model=model)
-
-
 def bench_decode(dense: Hparams, routed: Hparams, batches, prompt: int, repeats: int) -> dict:
     """Times a decoding step of both models at nearly full caches, and a prompt's first token.
 
@@ -111,12 +106,12 @@ def bench_decode(dense: Hparams, routed: Hparams, batches, prompt: int, repeats:
     rows = []
     for batch in batches:
         # Both start so far from the end of the context that no round reaches it.
-        length = dense.data.sequence_length - repeats - 8
+        length = dense.data.sequence_length - repeats - SETTLE
         calls = {
             name: _Decoding(hparams, unrolled[name], batch, length)
             for name, hparams in models.items()
         }
-        seconds = in_turn(calls, repeats, settle=4)
+        seconds = in_turn(calls, repeats, settle=SETTLE)
         median = {name: float(np.median(values)) for name, values in seconds.items()}
         rows.append(
             {
