@@ -194,28 +194,44 @@ def test_buckets_are_few_and_hold_any_number():
     assert batch_buckets(10) == (0, 2, 3, 5, 10)
 
 
+def shapes_of_programs(hparams, slots, batch=8):
+    """(function, abstract arguments) of prefill, decode_step and write for a learned router."""
+    how = {'hparams': hparams, 'routing': 'predictor'}
+    routed_slots = hparams.model.routing.cache_slots(slots, 'predictor')
+    init = functools.partial(Transformer(hparams).init, jax.random.key(0))
+    variables = jax.eval_shape(init, jnp.zeros((1, 8), jnp.int32))
+    unrolled = jax.eval_shape(functools.partial(unroll, hparams=hparams), variables)
+    prompts = jax.ShapeDtypeStruct((batch, 16), 'int32')
+    first = functools.partial(prefill, **how, slots=slots, routed_slots=routed_slots)
+    _, cache = jax.eval_shape(first, unrolled, prompts, prompts)
+    row, flag = (jax.ShapeDtypeStruct((batch,), dtype) for dtype in ('int32', 'bool'))
+    step, of_step = functools.partial(decode_step, **how), (unrolled, cache, row, flag, flag)
+    _, entries, _ = jax.eval_shape(step, *of_step)
+    of_write = (cache, entries, flag, row, flag)
+    return (first, (unrolled, prompts, prompts)), (step, of_step), (cache_lib.write, of_write)
+
+
 def test_no_program_copies_a_cache(tiny_config):
     """Neither the reading step nor the donated write holds a copy as large as a layer's cache."""
     # Slots that no other array's size resembles, and full optimisation.
     config = tiny_config(**{'model.routing.router': 'learned', 'data.sequence_length': 1208})
-    hparams = from_config(config)
-    variables = jax.eval_shape(
-        Transformer(hparams).init, jax.random.key(0), jnp.zeros((1, 8), jnp.int32)
-    )
-    unrolled = jax.eval_shape(functools.partial(unroll, hparams=hparams), variables)
-    slots = {'slots': 1208, 'routed_slots': hparams.model.routing.cache_slots(1208, 'predictor')}
-    assert slots['routed_slots'] == 226
-    how = {'hparams': hparams, 'routing': 'predictor'}
-    prompts = jax.ShapeDtypeStruct((8, 16), 'int32')
-    run = functools.partial(prefill, **how, **slots)
-    _, cache = jax.eval_shape(run, unrolled, prompts, prompts)
-    row, flag = jax.ShapeDtypeStruct((8,), 'int32'), jax.ShapeDtypeStruct((8,), 'bool')
-    step = functools.partial(decode_step, **how)
-    _, entries, _ = jax.eval_shape(step, unrolled, cache, row, flag, flag)
-    reading = jax.jit(step).lower(unrolled, cache, row, flag, flag).compile()
-    writing = jax.jit(cache_lib.write, donate_argnums=0).lower(cache, entries, flag, row, flag)
-    for compiled in (reading, writing.compile()):
+    _, (step, of_step), (write, of_write) = shapes_of_programs(from_config(config), 1208)
+    reading = jax.jit(step).lower(*of_step).compile()
+    writing = jax.jit(write, donate_argnums=0).lower(*of_write).compile()
+    for compiled in (reading, writing):
         text = compiled.as_text()
         assert re.search(r'f32\[8,2,8,1208\]', text) and re.search(r'f32\[8,2,8,226\]', text)
         copies = re.findall(r'= f32\[8,2,8,(?:1208|226)\]\S* copy\(', text)
         assert not copies, copies
+    # The smallest cache of a block, in bytes; all temporary arrays together are less.
+    assert writing.memory_analysis().temp_size_in_bytes < 8 * 2 * 8 * 226 * 4
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_programs_lower_for_gpus(dtype, tiny_config, monkeypatch):
+    """Prefill, step and write become StableHLO for CUDA, in the forms that are not for CPUs."""
+    monkeypatch.setattr('jax.default_backend', lambda: 'gpu')
+    config = tiny_config(**{'model.routing.router': 'learned', 'model.dtype': dtype})
+    for function, arguments in shapes_of_programs(from_config(config), 32):
+        lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=('cuda',))
+        assert 'stablehlo' in lowered.as_text()
