@@ -50,12 +50,8 @@ def get_config() -> ConfigDict:
     routing.threshold_decay = 0.99  # a step, of the moving average of the C-th largest score
     routing.train_rule = 'top_c'  # top_c | threshold: who enters in training, after the warm-up
     routing.threshold_warmup = 0.2  # share of the steps by top_c before train_rule threshold
-    routing.cache_capacity = (
-        1.5  # most tokens of a row that a causal rule lets in, over C
-    )
-    routing.overflow = (
-        'skip'  # beyond them: skip (a token passes by) | grow (no limit, caches double)
-    )
+    routing.cache_capacity = 1.5  # most tokens of a row that a causal rule lets in, over C
+    routing.overflow = 'skip'  # beyond them: skip (it passes by) | grow (no limit; caches double)
 
     data = config.data = ConfigDict()
     data.source = 'stdlib'  # stdlib | synthetic | recall | a glob of .txt, .jsonl or .parquet

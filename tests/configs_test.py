@@ -135,6 +135,17 @@ def test_the_two_models_of_a_size_differ_in_routing_only(size):
     assert train_step_flops(routed) < train_step_flops(dense)
 
 
+@pytest.mark.parametrize('num_layers', [8, 24])
+def test_norm_routed_leaves_five_and_one_dense(num_layers):
+    """All but the first five and the last are routed, at 33, 93, 209, 256 of 64 to 2048 tokens."""
+    hparams = hparams_of('norm_routed', f'size={num_layers}x64')
+    assert hparams.model.routed_layers == tuple(range(5, num_layers - 1))
+    routing = hparams.model.routing
+    assert [routing.num_selected(length) for length in (64, 256, 1024, 2048)] == [33, 93, 209, 256]
+    assert (routing.router, routing.gate, routing.causal_rule) == ('norm', 'none', 'dense')
+    assert resolve_steps(hparams) > 100
+
+
 @pytest.mark.parametrize('size', ['1x64', '6x128', '12x768'])
 def test_a_size_fixes_the_shape(size):
     """Heads fill the width, the mlp is 8/3 of it rounded up, a block holds about 12 D^2."""

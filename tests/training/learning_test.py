@@ -85,8 +85,9 @@ def test_the_routed_block_does_its_part(run):
     params = jax.tree_util.tree_map_with_path(
         lambda path, leaf: leaf * (path[-1].key != 'w'), run.state.params
     )
+    variables = run.state.replace(params=params).variables
     mesh = run.state.step.sharding.mesh
-    without = evaluate(params, run.hparams, run.dataset, mesh, BATCHES, 'predictor')
+    without = evaluate(variables, run.hparams, run.dataset, mesh, BATCHES, 'predictor')
     assert without['loss'] > run.summary['eval']['loss'] + 0.1
 
 

@@ -129,6 +129,9 @@ def without(config, names):
     return config
 
 
+OLD = {'model.routing.overflow': 'grow'}  # older runs had no cap: any number entered
+
+
 def as_written_before(path, config, names):
     """Makes `path` the directory of a run from before these knobs."""
     stored = {'schema_version': 1, 'config': without(config, names)}
@@ -138,7 +141,7 @@ def as_written_before(path, config, names):
 @pytest.mark.parametrize('lacking', [workdir.OLDER_RUNS, ['report.top_p']], ids=len)
 def test_an_older_run_is_read_with_the_values_it_ran_by(tmp_path, tiny_config, lacking):
     """Each knob that came after it has its old behaviour, and one line names them and no other."""
-    config = dataclasses.asdict(from_config(tiny_config()))
+    config = dataclasses.asdict(from_config(tiny_config(**OLD)))
     as_written_before(tmp_path, config, lacking)
     before = contents(tmp_path)
     stored, (note,) = workdir.read_config(tmp_path)
@@ -151,9 +154,11 @@ def test_an_older_run_is_read_with_the_values_it_ran_by(tmp_path, tiny_config, l
 
 def test_an_older_run_goes_on_in_its_directory(tmp_path, tiny_config):
     """It is accepted and told of once; another value of a knob that it lacked is refused."""
-    config = dataclasses.asdict(from_config(tiny_config()))
+    config = dataclasses.asdict(from_config(tiny_config(**OLD)))
     as_written_before(tmp_path, config, workdir.OLDER_RUNS)
-    other = dataclasses.asdict(from_config(tiny_config(**{'model.routing.select_per': 'segment'})))
+    other = dataclasses.asdict(
+        from_config(tiny_config(**OLD, **{'model.routing.select_per': 'segment'}))
+    )
     with pytest.raises(ValueError, match="select_per is 'row' in its config.json and 'segment'"):
         workdir.open_workdir(tmp_path, other)
     (note,) = workdir.open_workdir(tmp_path, config)
