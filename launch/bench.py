@@ -105,14 +105,14 @@ def _decode():
         ),
         'share of tokens that entered': lambda row: f'{row["entered_fraction"]:.3f}',
     }  # fmt: skip
-    heads, batches, repeats = _numbers(KV_HEADS), _numbers(BATCHES), _repeats(31)
+    counts, batches, repeats = _numbers(KV_HEADS), _numbers(BATCHES), _repeats(31)
     if PROMPT.value > CONTEXT.value:
         raise ValueError(f'--prompt={PROMPT.value}: must be --context={CONTEXT.value} or less')
     if repeats + SETTLE > CONTEXT.value // 2:
         right = f'must be at most {CONTEXT.value // 2 - SETTLE} at --context={CONTEXT.value}'
         raise ValueError(f'--repeats={repeats}: {right}, or caches would be far from full')
-    pairs = [list(_hparams(size, kv_heads, 'random', CONTEXT.value)) for kv_heads in heads]
-    for kv_heads, models in zip(heads, pairs, strict=True):
+    pairs = [list(_hparams(size, kv_heads, 'random', CONTEXT.value)) for kv_heads in counts]
+    for kv_heads, models in zip(counts, pairs, strict=True):
         result = bench_decode(*models, batches, PROMPT.value, repeats)
         heads = ['batch', *(str(row['batch']) for row in result['rows'])]
         cells = {name: [cell(row) for row in result['rows']] for name, cell in lines.items()}
@@ -126,12 +126,17 @@ def _decode():
 
 
 BENCHMARKS = {'step': _step, 'decode': _decode}
+OWN_FLAGS = {'step': ('lengths', 'tokens'), 'decode': ('batches', 'kv_heads', 'context', 'prompt')}
 
 
 def main(argv):
     if len(argv) != 2 or argv[1] not in BENCHMARKS:
         given = ' '.join(argv[1:]) or 'no benchmark'
         raise ValueError(f'{given}: must be one of {", ".join(BENCHMARKS)}')
+    for name, own in OWN_FLAGS.items():
+        given = [flag for flag in own if flags.FLAGS[flag].present and name != argv[1]]
+        if given:
+            raise ValueError(f'--{given[0]}: is of {name}, {argv[1]} has no use for it')
     with contextlib.ExitStack() as stack:
         file = sys.stdout
         if JSON.value not in (None, '-'):  # opened first: a bad path shows before the timing
@@ -142,7 +147,7 @@ def main(argv):
             if JSON.value != '-':
                 _print_table(*table)
         if JSON.value:
-            print(json.dumps(results[0] if len(results) == 1 else results, indent=2), file=file)
+            print(json.dumps(results, indent=2), file=file)
 
 
 if __name__ == '__main__':

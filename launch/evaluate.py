@@ -25,8 +25,8 @@ ROUTING = flags.DEFINE_string(
 DATA = flags.DEFINE_string(
     'data',
     None,
-    'Glob of .txt, .jsonl or .parquet files: evaluates on all of their text, cut into windows as '
-    "long as the run's. Default: the text that the run held out.",
+    'Glob of .txt, .jsonl or .parquet files, or stdlib, synthetic, recall: evaluates on all of its '
+    "text, cut into windows as long as the run's. Default: the text that the run held out.",
 )
 TEXT_FIELD = flags.DEFINE_string(
     'text_field',
@@ -95,11 +95,13 @@ def _evaluate(run, dataset, num_batches):
     variables = jax.device_put(run.state.variables, replicated(mesh))
     passes, num_routed = 1, len(hparams.model.routed_layers)
     if ROUTING.value is None and num_routed:
-        passes = 2 + (num_routed if PER_LAYER.value else 0)
+        passes = 2 + (1 + num_routed if PER_LAYER.value else 0)
     with saved.bar('evaluating', passes * num_batches) as advance:
         given = (variables, hparams, _Counted(dataset, advance), mesh, num_batches)
         if ROUTING.value is None:
-            return evaluate_honestly(*given, per_layer=PER_LAYER.value)
+            return evaluate_honestly(
+                *given, batches_per_layer=num_batches if PER_LAYER.value else 0
+            )
         return evaluate(*given, ROUTING.value)
 
 
@@ -134,23 +136,6 @@ def _cell(value, digits=3):
     return f'{value:.{digits}f}' if math.isfinite(value) else 'n/a'
 
 
-def _loss_table(report):
-    import rich.table
-
-    table = rich.table.Table()
-    table.add_column('routing')
-    for name in ('nats a token', 'bits a byte'):
-        table.add_column(name, justify='right')
-    top_c = 'top-C (sees the future)'
-    rows = {top_c if report['rule'] == 'top_c' else report['rule'] or 'none (dense)': 'loss'}
-    if 'loss_top_c' in report:
-        rows = {f'{report["rule"]} (causal: the honest one)': 'loss', top_c: 'loss_top_c'}
-    for name, key in rows.items():
-        bits = report[key] / report['loss'] * report['bits_per_byte']
-        table.add_row(name, _cell(report[key], 4), _cell(bits, 4))
-    return table
-
-
 def _layer_table(report):
     import rich.table
 
@@ -174,6 +159,8 @@ def _print_report(report):
     import rich.console
     import rich.text
 
+    from moddepth_jax.analysis.report import loss_table, verdict
+
     console = rich.console.Console(highlight=False)
 
     def line(text):
@@ -182,10 +169,10 @@ def _print_report(report):
 
     text = f'the held-out text of {report["data"]}' if report['held_out'] else report['data']
     line(f'{report["workdir"]}, step {report["step"]} of {report["num_steps"]}, on {text}')
-    console.print(_loss_table(report))
+    console.print(loss_table(report, report['rule']))
     if 'routing_gap' in report:
         gap = report['routing_gap']
-        line(f'routing gap {gap:+.4f} nats (0.01 is negligible, 0.05 invalidates the run)')
+        line(f'routing gap {gap:+.4f} nats: {verdict(gap)}')
     if report['routing']:
         console.print(_layer_table(report))
         line(f'precision and recall: of {report["compared"]} against the top C of each row')
@@ -205,6 +192,8 @@ def main(_):
     run = saved.load(WORKDIR.value)
     if ROUTING.value is not None:
         check_routing(run.hparams, ROUTING.value)
+    if PER_LAYER.value and not run.hparams.model.routed_layers:
+        raise ValueError('--per_layer: this run is dense, it has no routed block')
     dataset = _load_dataset(run)
     num_batches = NUM_BATCHES.value
     if num_batches is None:

@@ -110,10 +110,7 @@ def _describe(result, steps, seconds):
         rows = len(result.stopped)
         which = 'the document' if rows == 1 else f'{sum(result.stopped)} of {rows}'
         parts.append(f'{which} ended by itself')
-    if result.refused:
-        parts.append(f'routed blocks refused {result.refused} tokens for want of a cache slot')
-    if result.grown_to:
-        parts.append(f'caches of the routed blocks grew to {result.grown_to} slots')
+    parts += result.notes
     return ', '.join(parts)
 
 

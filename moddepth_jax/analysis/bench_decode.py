@@ -137,7 +137,7 @@ def _random_weights(hparams):
     def make():
         tokens_BT = jnp.zeros((1, 16), jnp.int32)
         variables = Transformer(hparams).init(jax.random.key(hparams.seed), tokens_BT)
-        return unroll(variables, hparams)
+        return unroll(variables, hparams, causal_routing(hparams))
 
     return jax.jit(make)()
 

@@ -32,17 +32,19 @@ def prompt_tokens(hparams: Hparams, tokenizer) -> list[int]:
 def write_report(run: Run, console: rich.console.Console | None = None):
     """Writes the heatmap and the sample into the workdir and prints the end of the run."""
     console = console or rich.console.Console(highlight=False)
-    console.print(_table(run))
+    evaluation, routed = run.summary['eval'], run.hparams.model.routed_layers
+    rule = causal_routing(run.hparams) if routed else None
+    console.print(loss_table(evaluation, rule, title='held-out text'))
     _print(console, *_lines(run))
     if run.hparams.model.routed_layers:
         _draw_heatmap(run)
         if run.hparams.data.source == 'recall':
             _print(console, *_roc_lines(run))
-    sample = printable(_sample(run))
+    sample, notes = _sample(run)
     (run.workdir / SAMPLE_FILE).write_text(sample, encoding='utf-8')
     rule = causal_routing(run.hparams) if run.hparams.model.routed_layers else 'no routing'
     _print(console, '', f'A sample ({rule}, temperature {run.hparams.report.temperature:g}):')
-    _print(console, *(f'  | {line}' for line in sample.splitlines()), '')
+    _print(console, *(f'  | {line}' for line in sample.splitlines()), *notes, '')
     _print(console, *_next_steps(run))
 
 
@@ -52,14 +54,20 @@ def _print(console, *lines):
         console.print(rich.text.Text(line), soft_wrap=True)
 
 
-def _table(run):
-    evaluation = run.summary['eval']
+def loss_table(evaluation: dict, rule: str | None, title: str | None = None) -> rich.table.Table:
+    """The losses of an evaluation, in nats a token and bits a byte.
+
+    Args:
+      evaluation: of `evaluate` or `evaluate_honestly`.
+      rule: the routing of its `loss`; None for a dense model.
+      title: above the table.
+    """
+    top_c = 'top-C (sees the future)'
+    rows = {top_c if rule == 'top_c' else rule or 'none (dense)': 'loss'}
+    if 'loss_top_c' in evaluation:
+        rows = {f'{rule} (causal: the honest one)': 'loss', top_c: 'loss_top_c'}
     bits_per_nat = evaluation['bits_per_byte'] / evaluation['loss']
-    rows = {'none (dense)': 'loss'}
-    if run.hparams.model.routed_layers:
-        rule = causal_routing(run.hparams)
-        rows = {f'{rule} (causal: the honest one)': 'loss', 'top-C (sees the future)': 'loss_top_c'}
-    table = rich.table.Table(title='held-out text', title_justify='left')
+    table = rich.table.Table(title=title, title_justify='left')
     table.add_column('routing')
     for name in ('nats a token', 'bits a byte'):
         table.add_column(name, justify='right')
@@ -69,7 +77,7 @@ def _table(run):
     return table
 
 
-def _verdict(gap):
+def verdict(gap: float) -> str:
     """What a routing gap in nats means (method.md: 0.01 is negligible, 0.05 invalidates)."""
     if not math.isfinite(gap):
         return 'no number: the loss is not finite'
@@ -84,7 +92,7 @@ def _lines(run):
     summary, evaluation = run.summary, run.summary['eval']
     if 'routing_gap' in evaluation:
         gap = evaluation['routing_gap']
-        yield f'routing gap {gap:+.4f} nats: {_verdict(gap)}'
+        yield f'routing gap {gap:+.4f} nats: {verdict(gap)}'
         for layer, values in summary['routing'].items():
             shown = ('selected_fraction', 'precision', 'recall')
             numbers = ', '.join(f'{name.replace("_", " ")} {values[name]:.3f}' for name in shown)
@@ -132,7 +140,7 @@ def _draw_heatmap(run):
 def _sample(run):
     hparams, tokenizer = run.hparams, run.dataset.tokenizer
     prompt = prompt_tokens(hparams, tokenizer)
-    tokens = generate(
+    result = generate(
         run.state.variables,
         hparams,
         [prompt],
@@ -142,8 +150,9 @@ def _sample(run):
         seed=hparams.seed,
         tokenizer=tokenizer,
         stop=False,
-    ).tokens
-    return tokenizer.decode(tokens[0]).decode('utf-8', 'replace')
+    )
+    text = tokenizer.decode(result.tokens[0]).decode('utf-8', 'replace')
+    return printable(text), result.notes
 
 
 def _next_steps(run):

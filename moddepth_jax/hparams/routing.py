@@ -6,23 +6,29 @@ from typing import NamedTuple
 
 from moddepth_jax.hparams.checks import fraction, one_of, positive, refuse
 
-# The first of each is what `auto` stands for; without a router neither matters.
-ROUTER_GATES = {
-    'learned': ('raw', 'sigmoid', 'tanh', 'none'),
-    'norm': ('none',),
-    'random': ('none',),
-    'position': ('none',),
-    'straight_through': ('straight_through',),
+
+class RouterKind(NamedTuple):
+    """What goes with a router; the first of each is what `auto` stands for.
+
+    Attributes:
+      gates: factors on the delta that make sense of its scores.
+      rules: causal rules that can stand for the top C of its scores.
+    """
+
+    gates: tuple[str, ...]
+    rules: tuple[str, ...]
+
+
+ROUTER_KINDS = {
+    'learned': RouterKind(
+        ('raw', 'sigmoid', 'tanh', 'none'), ('predictor', 'aux_loss', 'threshold', 'dense')
+    ),
+    'norm': RouterKind(('none',), ('dense', 'threshold', 'predictor')),
+    'random': RouterKind(('none',), ('threshold',)),
+    'position': RouterKind(('none',), ('threshold',)),
+    'straight_through': RouterKind(('straight_through',), ('threshold', 'predictor', 'aux_loss')),
 }
-ROUTER_GATES['none'] = ROUTER_GATES['learned']
-ROUTER_RULES = {
-    'learned': ('predictor', 'aux_loss', 'threshold', 'dense'),
-    'norm': ('dense', 'threshold', 'predictor'),
-    'random': ('threshold',),
-    'position': ('threshold',),
-    'straight_through': ('threshold', 'predictor', 'aux_loss'),
-}
-ROUTER_RULES['none'] = ROUTER_RULES['learned']
+ROUTER_KINDS['none'] = ROUTER_KINDS['learned']  # without a router neither matters
 TRAINED_RULES = ('predictor', 'aux_loss')  # by a loss; the others come with the router
 CONTROLS = ('random', 'position')  # routers whose scores do not depend on the stream
 
@@ -69,7 +75,7 @@ class RoutingHparams:
 
     def __post_init__(self):
         name = 'model.routing.'
-        one_of(name + 'router', self.router, tuple(ROUTER_GATES))
+        one_of(name + 'router', self.router, tuple(ROUTER_KINDS))
         one_of(name + 'capacity_form', self.capacity_form, ('fraction', 'log_length'))
         one_of(name + 'select_per', self.select_per, ('row', 'segment'))
         one_of(name + 'train_rule', self.train_rule, ('top_c', 'threshold'))
@@ -83,22 +89,28 @@ class RoutingHparams:
         if not 0 <= self.predictor_width <= 64:
             refuse(name + 'predictor_width', self.predictor_width, 'must lie in [0, 64]')
         positive(name + 'cache_capacity', self.cache_capacity)
-        self._resolve('gate', ROUTER_GATES)
-        self._resolve('causal_rule', ROUTER_RULES)
+        self._resolve('gate', ROUTER_KINDS[self.router].gates)
+        self._resolve('causal_rule', self._possible_rules())
         if self.router != 'none':
             self._check_router()
-        _parse_stages(self.capacity_stages)
+            self._check_threshold_training()
+        self._check_log_length()
 
-    def _resolve(self, field, table):
-        value, choices = getattr(self, field), table[self.router]
-        if field == 'causal_rule' and self.train_rule == 'threshold':
-            choices = ('threshold',)
-        elif field == 'causal_rule' and not self.has_threshold:
-            choices = tuple(rule for rule in choices if rule != 'threshold')
+    def _possible_rules(self):
+        rules = ROUTER_KINDS[self.router].rules
+        # Where documents do not compete, no single score divides a row.
+        if self.router not in CONTROLS and self.select_per == 'segment':
+            return tuple(rule for rule in rules if rule != 'threshold')
+        return ('threshold',) if self.train_rule == 'threshold' else rules
+
+    def _resolve(self, field, choices):
+        value, known = getattr(self, field), ('auto',)
         if value == 'auto':
             object.__setattr__(self, field, choices[0])
         elif value not in choices:
-            one_of(f'model.routing.{field}', value, ('auto', *sorted(set().union(*table.values()))))
+            for kind in ROUTER_KINDS.values():
+                known += kind.gates if field == 'gate' else kind.rules
+            one_of(f'model.routing.{field}', value, tuple(dict.fromkeys(known)))
             how = f', trained by {self.train_rule} per {self.select_per},'
             right = f'the {self.router} router{how} takes auto, {", ".join(choices)}'
             refuse(f'model.routing.{field}', value, right)
@@ -110,34 +122,44 @@ class RoutingHparams:
             refuse('model.routing.router', self.router, right)
         if self.router == 'position' and self.capacity < 1e-4:
             refuse('model.routing.capacity', self.capacity, 'must be 1e-4 or more: a pattern of it')
-        if self.train_rule == 'threshold' and not self.tracks_threshold:
+        weight = f'{self.causal_rule}_loss_weight'.replace('loss_loss', 'loss')
+        if self.causal_rule in TRAINED_RULES and not getattr(self, weight):
+            right = f'must be above 0 where causal_rule is {self.causal_rule}, which it trains'
+            refuse(f'model.routing.{weight}', 0.0, right)
+
+    def _check_threshold_training(self):
+        if self.train_rule == 'top_c':
+            return
+        if not self.tracks_threshold:
             right = f'the {self.router} router per {self.select_per} has no average to train by'
             refuse('model.routing.train_rule', self.train_rule, f'{right}; use top_c')
-        if self.train_rule == 'threshold' and self.overflow == 'grow':
+        if self.overflow == 'grow':
             right = 'must be skip where train_rule is threshold: C_max is static'
             refuse('model.routing.overflow', self.overflow, right)
+        if not self.threshold_warmup:
+            right = 'must be above 0 where train_rule is threshold: top-C starts the average'
+            refuse('model.routing.threshold_warmup', self.threshold_warmup, right)
+
+    def _check_log_length(self):
+        capacities = {'capacity': [self.capacity]}
+        parsed = _parse_stages(self.capacity_stages)
+        capacities['capacity_stages'] = [capacity for capacity, _ in parsed]
         # Below it, C would shrink while the length grows.
         least = 1 / (1 + math.log(self.log_length_max))
-        if self.capacity_form == 'log_length' and self.capacity < least:
-            right = f'must be {least:.3f} or more under log_length to {self.log_length_max}'
-            refuse('model.routing.capacity', self.capacity, right)
+        for field, values in capacities.items():
+            if self.capacity_form == 'log_length' and min(values, default=1) < least:
+                right = f'must be {least:.3f} or more under log_length to {self.log_length_max}'
+                refuse(f'model.routing.{field}', getattr(self, field), right)
 
     @property
     def tracks_threshold(self) -> bool:
         """Whether the model keeps a moving average of the C-th largest score of each layer."""
-        return self.router not in ('none', *CONTROLS) and self.has_threshold
-
-    @property
-    def has_threshold(self) -> bool:
-        """Whether a threshold can stand for top-C: where documents do not compete, none does."""
-        return self.router in CONTROLS or self.select_per == 'row'
+        return self.router not in ('none', *CONTROLS) and 'threshold' in self._possible_rules()
 
     @property
     def rules(self) -> tuple[str, ...]:
         """The causal rules that a model trained by these knobs can run; its own comes first."""
-        others = [r for r in ROUTER_RULES[self.router] if r not in TRAINED_RULES]
-        if not self.has_threshold:
-            others.remove('threshold')
+        others = (rule for rule in self._possible_rules() if rule not in TRAINED_RULES)
         return tuple(dict.fromkeys((self.causal_rule, *others)))
 
     def num_selected(self, length: int) -> int:
@@ -156,8 +178,8 @@ class RoutingHparams:
         """Slots of a routed block's cache at a context of that many tokens, under a causal rule."""
         if routing == 'dense':
             return context
-        slots = math.floor(self.cache_capacity * self.num_selected(context) + 1e-6)
-        return min(context, max(1, slots))
+        slots = min(context, self.cache_capacity * self.num_selected(context) + 1e-6)
+        return max(1, math.floor(slots))
 
     def max_entering(self, context: int, routing: str) -> int:
         """Most tokens of a row that enter under a causal rule: the slots, or all under `grow`."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +26,9 @@ class Generation:
     Attributes:
       tokens: int32 arrays, the prompt and what follows it, without the separator that ended it.
       stopped: whether a row ended with its document and not with num_tokens.
-      refused: times that a routed block had no slot for a token that its rule let in; under
-        `overflow` skip such a token passes the block by.
+      refused: times that a routed block had no slot for a token that its rule let in, over rows
+        and blocks; under `overflow` skip such a token passes the block by. Those of a prompt count
+        once, whatever its samples.
       grown_to: slots of the routed blocks' caches where they had to grow, else 0.
     """
 
@@ -34,6 +36,16 @@ class Generation:
     stopped: list[bool]
     refused: int
     grown_to: int
+
+    @property
+    def notes(self) -> list[str]:
+        """What a user should know of the caches of routed blocks."""
+        notes = []
+        if self.refused:
+            notes.append(f'{self.refused} times a routed block had no cache slot for a token')
+        if self.grown_to:
+            notes.append(f'caches of the routed blocks grew to {self.grown_to} slots')
+        return notes
 
 
 def check_prompt(hparams: Hparams, prompt, num_tokens: int):
@@ -45,6 +57,8 @@ def check_prompt(hparams: Hparams, prompt, num_tokens: int):
       num_tokens: tokens to add.
     """
     context = hparams.data.sequence_length
+    _integers('prompt', prompt)
+    _integers('num_tokens', [num_tokens])
     if len(prompt) == 0:
         raise ValueError('the prompt has no token: start it with the separator at least')
     outside = [token for token in prompt if not 0 <= token < hparams.model.vocab_size]
@@ -61,6 +75,14 @@ def check_prompt(hparams: Hparams, prompt, num_tokens: int):
         )
 
 
+def _integers(name, values):
+    try:
+        for value in values:
+            operator.index(value)
+    except TypeError:
+        raise ValueError(f'{name}={str(values)[:60]}: must hold integers only') from None
+
+
 def _draw(logits_BV, keys_B, lengths_B, temperature, top_p, tokenizer):
     if tokenizer is not None:  # the model may have more ids than the tokenizer
         known_V = jnp.arange(logits_BV.shape[1]) < tokenizer.vocab_size
@@ -69,9 +91,7 @@ def _draw(logits_BV, keys_B, lengths_B, temperature, top_p, tokenizer):
     return sample(keys_B, logits_BV, temperature, top_p)
 
 
-@functools.partial(jax.jit, static_argnames='hparams')
-def _unrolled(variables, *, hparams):
-    return unroll(variables, hparams)
+_unrolled = jax.jit(unroll, static_argnums=(1, 2))
 
 
 _DRAW = ('temperature', 'top_p', 'tokenizer')
@@ -95,6 +115,8 @@ def _start(unrolled, tokens_BT, segment_ids_BT, keys_B, *, num_samples, hparams,
     )
     repeat = functools.partial(jnp.repeat, repeats=num_samples, axis=0)
     logits_BV, cache = jax.tree.map(repeat, (logits_BV, cache))
+    first_B = jnp.arange(len(keys_B)) % num_samples == 0
+    cache = cache._replace(refused_B=jnp.where(first_B, cache.refused_B, 0))
     return _draw(logits_BV, keys_B, cache.lengths_B, **draw), cache
 
 
@@ -168,14 +190,14 @@ def generate(
       ValueError: no prompt, an empty one, one that does not fit, an unknown id, a temperature or
         top_p out of range, a routing that looks ahead or that the model cannot run.
     """
-    routing = _check(hparams, prompts, num_tokens, num_samples, routing)
+    routing = _check(hparams, prompts, num_tokens, num_samples, seed, routing)
     check_sampling(temperature, top_p)
     context, model = hparams.data.sequence_length, hparams.model
     longest = max(map(len, prompts))
     slots = min(context, -(-(longest + num_tokens) // SLOTS) * SLOTS)
-    first_slots = routed_slots = model.routing.cache_slots(context, routing)
+    first_slots = routed_slots = min(slots, model.routing.cache_slots(context, routing))
     grows = bool(model.routed_layers) and model.routing.overflow == 'grow'
-    unrolled = _unrolled(variables, hparams=hparams)
+    unrolled = _unrolled(variables, hparams, routing)
     how = {'hparams': hparams, 'routing': routing, 'temperature': temperature, 'top_p': top_p}
     how['tokenizer'] = tokenizer
     tokens_BT, segment_ids_BT = _padded(prompts, tokenizer, slots)
@@ -207,7 +229,7 @@ def generate(
         if grows and not room:
             used = fullest(cache)
             while routed_slots <= used:
-                routed_slots = min(context, 2 * routed_slots)
+                routed_slots = min(slots, 2 * routed_slots)
             cache, room = resized(cache, routed_slots), routed_slots - used
         token_B, news = _step(unrolled, cache, token_B, active_B, keys_B, **how)
         cache, room = _write(cache, *news), room - 1
@@ -219,7 +241,7 @@ def generate(
     )
 
 
-def _check(hparams, prompts, num_tokens, num_samples, routing):
+def _check(hparams, prompts, num_tokens, num_samples, seed, routing):
     routing = causal_routing(hparams) if routing is None else routing
     check_routing(hparams, routing)
     if routing == 'top_c' and hparams.model.routed_layers:
@@ -228,6 +250,10 @@ def _check(hparams, prompts, num_tokens, num_samples, routing):
         raise ValueError('prompts=[]: must hold one at least')
     for prompt in prompts:
         check_prompt(hparams, prompt, num_tokens)
+    _integers('num_samples', [num_samples])
+    _integers('seed', [seed])
     if num_samples < 1:
         raise ValueError(f'num_samples={num_samples}: must be 1 or more')
+    if not 0 <= seed < 2**32:
+        raise ValueError(f'seed={seed}: must lie in [0, 2**32)')
     return routing

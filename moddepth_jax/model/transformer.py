@@ -115,7 +115,7 @@ class Transformer(nn.Module):
           causal_layers_R: bool [routed layers], those that obey a causal `routing`, the others
             staying with top-C; None: all of them.
 
-        The `random` router draws from the PRNG stream `routing`, always alike where none is given.
+        The `random` router draws from the PRNG stream `routing`; where none is given, from `seed`.
 
         Returns:
           logits_BTV in float32, and a RoutingRecord whose leaves are [routed layers, B, T], or None
@@ -158,8 +158,9 @@ class Transformer(nn.Module):
     def _seeds(self, tokens_BT, positions_BT):
         if self.hparams.model.routing.router != 'random':
             return None
-        key = self.make_rng('routing') if self.has_rng('routing') else jax.random.key(0)
-        return token_seeds(key, tokens_BT, positions_BT)
+        if self.has_rng('routing'):
+            return token_seeds(self.make_rng('routing'), tokens_BT, positions_BT)
+        return token_seeds(jax.random.key(self.hparams.seed), tokens_BT, positions_BT)
 
     def _routed_layers(self, routing, causal_layers_R):
         routed = self.hparams.model.routed_layers
@@ -168,19 +169,13 @@ class Transformer(nn.Module):
         return RoutedLayer(jnp.arange(len(routed)), self._thresholds(routing), causal_layers_R)
 
     def _thresholds(self, routing):
-        model = self.hparams.model
-        if not model.tracks_threshold:
-            return jnp.full(len(model.routed_layers), fixed_threshold(model.routing))
-        known = self.has_variable('averages', 'thresholds_R')
-        if not known and not self.is_initializing():
-            if 'threshold' in (routing, model.routing.causal_rule):
-                raise ValueError(
-                    "routing='threshold': needs averages of scores, not in these variables; "
-                    'they come with TrainState.variables, if the run kept them'
-                )
-            return jnp.zeros(len(model.routed_layers))
-        shape = (len(model.routed_layers),)
-        return self.variable('averages', 'thresholds_R', jnp.zeros, shape).value
+        model, averages = self.hparams.model, None
+        if model.tracks_threshold and self.is_initializing():
+            shape = (len(model.routed_layers),)
+            return self.variable('averages', 'thresholds_R', jnp.zeros, shape).value
+        if self.has_variable('averages', 'thresholds_R'):
+            averages = {'thresholds_R': self.get_variable('averages', 'thresholds_R')}
+        return layer_thresholds(model, averages, routing)
 
     def _stack(self):
         # Fetched, not declared, once it exists: Linen would trace the initialiser at every use.
@@ -188,6 +183,30 @@ class Transformer(nn.Module):
             return self.get_variable('params', 'stack')
         length = min(self.hparams.data.sequence_length, MAX_INIT_LENGTH)
         return self.param('stack', init_stack, self.hparams.model, length)
+
+
+def layer_thresholds(hparams: ModelHparams, averages, routing: str):
+    """thresholds_R, float32 [routed layers]: known of the controls, else of the averages.
+
+    Args:
+      hparams: of the model.
+      averages: its collection of that name, or None.
+      routing: who enters.
+
+    Raises:
+      ValueError: there are no averages and the threshold rule needs them.
+    """
+    num_routed = len(hparams.routed_layers)
+    if not hparams.tracks_threshold:
+        return jnp.full(num_routed, fixed_threshold(hparams.routing))
+    if averages:
+        return averages['thresholds_R']
+    if 'threshold' in (routing, hparams.routing.causal_rule):
+        raise ValueError(
+            "routing='threshold': needs averages of scores, not in these variables; they come with "
+            'TrainState.variables, if the run kept them'
+        )
+    return jnp.zeros(num_routed)
 
 
 def _take_layer(routed: RoutedLayer, i: int):
@@ -245,7 +264,10 @@ def check_routing(hparams: Hparams, routing: str):
     if routing not in ROUTINGS:
         raise ValueError(f'routing={routing!r}: must be one of {", ".join(ROUTINGS)}')
     rules = hparams.model.routing.rules
-    if hparams.model.routed_layers and routing not in ('top_c', *rules):
+    if not hparams.model.routed_layers:
+        if routing not in ('top_c', 'dense'):
+            raise ValueError(f'routing={routing!r}: this model is dense; every token enters')
+    elif routing not in ('top_c', *rules):
         raise ValueError(
             f'routing={routing!r}: this model ({hparams.model.routing.router} router, trained for '
             f'{rules[0]}) has no such rule; it can run top_c, {", ".join(rules)}'
@@ -254,4 +276,4 @@ def check_routing(hparams: Hparams, routing: str):
 
 def causal_routing(hparams: Hparams) -> str:
     """The routing of honest evaluation and of generation."""
-    return hparams.model.routing.causal_rule
+    return hparams.model.routing.causal_rule if hparams.model.routed_layers else 'dense'

@@ -14,17 +14,25 @@ from moddepth_jax.model.cache import Cache, Entry, from_prefill, visible
 from moddepth_jax.model.depth_scan import find_runs
 from moddepth_jax.model.layers import logits, rms_norm
 from moddepth_jax.model.mixture_of_depths import MixtureOfDepths, RoutedLayer
-from moddepth_jax.model.routers import fixed_threshold, token_seeds
+from moddepth_jax.model.routers import token_seeds
 from moddepth_jax.model.routing import static_sizes
-from moddepth_jax.model.transformer import layer_kinds
+from moddepth_jax.model.transformer import layer_kinds, layer_thresholds
 
 
-def unroll(variables, hparams: Hparams) -> dict:
+def unroll(variables, hparams: Hparams, routing: str) -> dict:
     """The variables of a Transformer with a dict of parameters for each layer.
+
+    Args:
+      variables: of the Transformer.
+      hparams: of the same.
+      routing: the causal rule that they are for.
 
     Returns:
       `embedding`, `layers` (a list in order of depth), `final_norm`, `head` (absent where the
       embedding is tied), and `thresholds_R`.
+
+    Raises:
+      ValueError: as `layer_thresholds` says.
     """
     model, params = hparams.model, variables['params']
     layers = []
@@ -33,17 +41,15 @@ def unroll(variables, hparams: Hparams) -> dict:
         for repeat in range(run.repeats):
             one = jax.tree.map(lambda leaf, repeat=repeat: leaf[repeat], stacked)
             layers += [one[f'layer_{j}'] for j in range(len(run.group))]
-    if 'averages' in variables:
-        thresholds_R = variables['averages']['thresholds_R']
-    else:
-        thresholds_R = jnp.full(len(model.routed_layers), fixed_threshold(model.routing))
+    thresholds_R = layer_thresholds(model, variables.get('averages'), routing)
     rest = {name: params[name] for name in ('embedding', 'final_norm', 'head') if name in params}
     return {**rest, 'layers': layers, 'thresholds_R': thresholds_R}
 
 
 def _tokens(hparams, tokens_BT, positions_BT, segment_ids_BT):
     random = hparams.model.routing.router == 'random'
-    seeds = token_seeds(jax.random.key(0), tokens_BT, positions_BT) if random else None
+    key = jax.random.key(hparams.seed)
+    seeds = token_seeds(key, tokens_BT, positions_BT) if random else None
     return Tokens(positions_BT, segment_ids_BT, seeds)
 
 

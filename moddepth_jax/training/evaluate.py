@@ -20,7 +20,7 @@ from moddepth_jax.training.sharding import put_batch
 
 
 @functools.partial(jax.jit, static_argnames=('hparams', 'routing'))
-def eval_step(variables, batch, causal_layers_R=None, *, hparams: Hparams, routing: str):
+def eval_step(variables, batch, causal_layers_R, *, hparams: Hparams, routing: str):
     """Sums over one batch: nats, counted targets, and routing counts per routed layer."""
     logits_BTV, records = Transformer(hparams).apply(
         variables, batch['tokens_BT'], batch['segment_ids_BT'], routing, causal_layers_R
@@ -55,6 +55,8 @@ def evaluate(
       `loss` in nats a target, `bits_per_byte`, `targets`, and for a routed model `routing`: lists
       over its routed layers, as `routing_ratios` says.
     """
+    if causal_layers_R is None:
+        causal_layers_R = np.ones(len(hparams.model.routed_layers), bool)
     totals, num_bytes = None, 0
     for index in range(min(num_batches, dataset.num_held_out_batches)):
         batch = dataset.held_out_batch(index)
@@ -78,18 +80,20 @@ def evaluate(
 
 
 def evaluate_honestly(
-    variables, hparams: Hparams, dataset, mesh, num_batches: int, per_layer: bool = False
+    variables, hparams: Hparams, dataset, mesh, num_batches: int, batches_per_layer: int = 0
 ) -> dict:
     """`evaluate` under the causal rule, with the top-C loss on the same weights beside it.
 
     Args:
       variables, hparams, dataset, mesh, num_batches: as `evaluate` takes them.
-      per_layer: also measure what the rule costs in each routed block alone.
+      batches_per_layer: first batches on which to measure too what the rule costs in each routed
+        block alone; 0: not at all.
 
     Returns:
       The dict of `evaluate`, plus `loss_top_c` and `routing_gap` = loss - loss_top_c for a routed
-      model (0.01 nats or less is negligible, 0.05 invalidates a run). With `per_layer`, `routing`
-      has a list `routing_gap` too: the gap where only that layer obeys the rule.
+      model (0.01 nats or less is negligible, 0.05 invalidates a run). With `batches_per_layer`,
+      `routing` has a list `routing_gap` too: the gap, on those batches, where only that layer obeys
+      the rule.
     """
     rule = causal_routing(hparams)
     given = (hparams, dataset, mesh, num_batches)
@@ -99,10 +103,10 @@ def evaluate_honestly(
         return result
     result['loss_top_c'] = evaluate(variables, *given, 'top_c')['loss']
     result['routing_gap'] = result['loss'] - result['loss_top_c']
-    if per_layer:
-        losses = [
-            evaluate(variables, *given, rule, np.arange(num_routed) == layer)['loss']
-            for layer in range(num_routed)
-        ]
-        result['routing']['routing_gap'] = [loss - result['loss_top_c'] for loss in losses]
+    if batches_per_layer:
+        few = (hparams, dataset, mesh, min(num_batches, batches_per_layer))
+        top_c = evaluate(variables, *few, 'top_c')['loss']
+        alone = [np.arange(num_routed) == layer for layer in range(num_routed)]
+        losses = [evaluate(variables, *few, rule, only)['loss'] for only in alone]
+        result['routing']['routing_gap'] = [loss - top_c for loss in losses]
     return result

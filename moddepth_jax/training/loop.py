@@ -132,10 +132,12 @@ def _start(hparams, num_steps, dataset, mesh, checkpoints):
     if stored['num_steps'] != num_steps:
         found = f'{stored["num_steps"]} steps when it began and {num_steps} now'
         raise ValueError(f'this run was to take {found}: FLOPs are counted otherwise; start anew')
+    stage = stage_at(hparams, num_steps, step - 1)._asdict()
+    if stored.get('stage', stage) != stage:
+        raise ValueError(f'this run was in stage {stored["stage"]} and is in {stage}; start anew')
     news = [*checkpoints.skipped, f'resuming after step {step}']
     if abstract.averages and not state.averages:
-        state = state.replace(averages=initial().averages)
-        news.append('no averages in the checkpoint: those of the rule threshold begin anew')
+        news.append('no averages in the checkpoint: the rule threshold cannot run')
     for name, was in stored['versions'].items():
         if here.get(name) != was:
             news.append(f'{name} was {was}, is {here.get(name)}: bits may differ from here on')
@@ -266,7 +268,8 @@ class _Loop:
         """
         hparams = self.hparams.at(stage_at(self.hparams, self.num_steps, step - 1))
         given = (self.state.variables, hparams, self.dataset, self.mesh, num_batches)
-        result = evaluate_honestly(*given, per_layer=step == self.num_steps)
+        few = hparams.evaluation.num_batches if step == self.num_steps else 0
+        result = evaluate_honestly(*given, batches_per_layer=few)
         row = {f'eval/{name}': value for name, value in result.items() if name != 'routing'}
         for i, layer in enumerate(self.hparams.model.routed_layers):
             for name, values in result['routing'].items():

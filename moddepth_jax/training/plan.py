@@ -45,6 +45,15 @@ def check_vocabulary(hparams: Hparams, tokenizer):
         )
 
 
+def _places(hparams, stage):
+    """Who enters a routed block in a stage, such as '32 of 256 tokens by top_c'."""
+    length, routing = hparams.data.sequence_length, hparams.at(stage).model.routing
+    most = routing.num_selected(length)
+    if stage.routing != 'top_c':
+        most = f'up to {routing.max_entering(length, stage.routing)}'
+    return f'{most} of {length} tokens by {stage.routing}'
+
+
 def describe(hparams: Hparams, num_steps: int, params, dataset) -> list[str]:
     """Lines for the user: the model, the corpus, the steps and what they cost."""
     model = hparams.model
@@ -52,11 +61,11 @@ def describe(hparams: Hparams, num_steps: int, params, dataset) -> list[str]:
     routing = ', dense'
     if routed:
         router = model.routing.router
-        routing = f', {routed} routed ({router}) at capacity {model.routing.capacity:g}'
+        routing = f', {routed} routed ({router}), {_places(hparams, hparams.stages[-1])}'
     parameters, total = format_count(num_parameters(params)), run_flops(hparams, num_steps)
     starts = stage_starts(hparams, num_steps)
     stages = [
-        f'stage     from step {first}: {stage.routing} at capacity {stage.capacity:g}'
+        f'stage     from step {first}: {_places(hparams, stage)}'
         for first, stage in (starts if len(starts) > 1 else ())
     ]
     return [

@@ -56,8 +56,7 @@ def model_variables(params, averages) -> dict:
 def init_state(hparams: Hparams, num_steps: int) -> TrainState:
     """The state before step 0; a pure function of the hyper-parameters (`hparams.seed`)."""
     tokens_BT = jnp.zeros((1, hparams.data.sequence_length), jnp.int32)
-    first = hparams.at(hparams.stages[0])
-    variables = Transformer(first).init(jax.random.key(hparams.seed), tokens_BT)
+    variables = Transformer(hparams).init(jax.random.key(hparams.seed), tokens_BT)
     params = variables['params']
     return TrainState(
         step=jnp.zeros((), jnp.int32),

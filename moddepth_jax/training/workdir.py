@@ -94,6 +94,10 @@ def open_workdir(
     """
     path = pathlib.Path(path)
     right = 'use another --workdir'
+
+    def changes(name):
+        return any(name == field or name.startswith(f'{field}.') for field in volatile)
+
     if path.exists() and not path.is_dir():
         raise ValueError(f'--workdir={path}: is a file; {right}')
     if not (path / CONFIG_FILE).exists():
@@ -103,16 +107,17 @@ def open_workdir(
             found = f'holds {others[0]!r} but no {CONFIG_FILE}, so it is no directory of a run'
             raise ValueError(f'--workdir={path}: {found}; {right}')
         _write(path, config, only_new=True)
-    older, notes = read_config(path)
+    older, filled = _read_config(path)
+    notes = _note(path, {name: value for name, value in filled.items() if not changes(name)})
     wanted, stored = _flatten(_as_json(config)), _flatten(older)
     for name in sorted(wanted.keys() | stored.keys()):
-        if any(name == field or name.startswith(f'{field}.') for field in volatile):
+        if changes(name):
             continue
         old, new = stored.get(name, 'absent'), wanted.get(name, 'absent')
         if old != new:
             found = f'{name} is {old!r} in its {CONFIG_FILE} and {new!r} in this run'
             raise ValueError(f'--workdir={path}: {found}; {right}')
-    if wanted != stored or notes:
+    if wanted != stored or filled:
         _write(path, config, only_new=False)
     return notes
 
@@ -128,6 +133,18 @@ def read_config(path: str | os.PathLike) -> tuple[dict, list[str]]:
     Raises:
       ValueError: one line, where there is no config.json, or none that can be read.
     """
+    config, filled = _read_config(path)
+    return config, _note(path, filled)
+
+
+def _note(path, filled):
+    knobs = ', '.join(f'{name}={value!r}' for name, value in filled.items())
+    right = 'older than these knobs, which take the values that keep its behaviour'
+    return [f'{pathlib.Path(path) / CONFIG_FILE}: {right}: {knobs}'] if filled else []
+
+
+def _read_config(path):
+    """The config, and what was filled in: value by dotted name."""
     file = pathlib.Path(path) / CONFIG_FILE
     try:
         stored = json.loads(file.read_text(encoding='utf-8'))
@@ -141,25 +158,15 @@ def read_config(path: str | os.PathLike) -> tuple[dict, list[str]]:
     if version != SCHEMA_VERSION or not isinstance(config, dict):
         right = f'must be {SCHEMA_VERSION}, with a config of named fields'
         raise ValueError(f'{file}: schema_version={version!r}; {right}')
-    filled = _fill(config)
-    if not filled:
-        return config, []
-    right = 'older than these knobs, which take the values that keep its behaviour'
-    return config, [f'{file}: {right}: {", ".join(filled)}']
-
-
-def _fill(config):
-    """Adds the knobs of OLDER_RUNS that a group of the config lacks; NAME=VALUE of each."""
-    filled = []
+    filled = {}
     for name, value in OLDER_RUNS.items():
         *groups, knob = name.split('.')
         group = config
         for part in groups:
             group = group.get(part) if isinstance(group, dict) else None
         if isinstance(group, dict) and knob not in group:
-            group[knob] = value
-            filled.append(f'{name}={value!r}')
-    return filled
+            group[knob] = filled[name] = value
+    return config, filled
 
 
 def _write(path, config, only_new):

@@ -160,8 +160,19 @@ def test_training_by_threshold_takes_the_threshold_rule(rule):
     for router in ('learned', 'norm', 'straight_through'):
         assert routing(router=router, train_rule='threshold').causal_rule == 'threshold'
     assert 'C_max is static' in refusal(train_rule='threshold', overflow='grow')
+    assert 'threshold_warmup=0.0' in refusal(train_rule='threshold', threshold_warmup=0.0)
     message = refusal(train_rule='threshold', causal_rule=rule)
     assert f'causal_rule={rule!r}' in message and 'trained by threshold' in message
+
+
+@pytest.mark.parametrize('rule', ['predictor', 'aux_loss'])
+def test_a_rule_that_is_trained_has_a_loss_that_counts(rule):
+    """A weight of 0 would leave the rule untrained; that of another rule does not matter."""
+    weights = {'predictor': 'predictor_loss_weight', 'aux_loss': 'aux_loss_weight'}
+    message = refusal(causal_rule=rule, **{weights.pop(rule): 0.0})
+    assert message.startswith('model.routing.') and f'causal_rule is {rule}' in message
+    (other,) = weights.values()
+    assert routing(causal_rule=rule, **{other: 0.0}).causal_rule == rule
 
 
 @pytest.mark.parametrize('router', ROUTERS)
@@ -190,7 +201,10 @@ def test_a_shorter_row_never_selects_more_than_the_cache_of_a_longer_holds():
     for capacity in (0.01, 0.115):
         message = refusal(capacity_form='log_length', capacity=capacity)
         assert message.startswith(f'model.routing.capacity={capacity}: must be 0.116 or more')
+        message = refusal(capacity_form='log_length', capacity_stages=f'{capacity}:0.5')
+        assert message.startswith(f"model.routing.capacity_stages='{capacity}:0.5': must be 0.116")
     assert 'cache_capacity=0.5' in refusal(cache_capacity=0.5)
+    assert routing(cache_capacity=1e308).cache_slots(256, 'predictor') == 256
 
 
 def test_a_pattern_needs_a_capacity_that_it_can_show():
@@ -230,7 +244,6 @@ def test_most_that_enter_are_the_slots_or_all(rule):
             {'train_rule': 'threshold', 'threshold_warmup': 0.25},
             [(0, 0.125, 'top_c'), (0.25, 0.125, 'threshold')],
         ),
-        ({'train_rule': 'threshold', 'threshold_warmup': 0.0}, [(0, 0.125, 'threshold')]),
         ({'train_rule': 'top_c', 'threshold_warmup': 0.5}, [(0, 0.125, 'top_c')]),
         (
             {'capacity_stages': '1:0.5', 'train_rule': 'threshold', 'threshold_warmup': 0.25},

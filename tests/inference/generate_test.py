@@ -193,6 +193,12 @@ def test_tokens_that_find_no_slot_are_counted(tiny_config):
         result = generate(variables, hparams, [PROMPT, [256]], 18)
         refused[overflow] = result.refused
         assert result.grown_to == (LENGTH if overflow == 'grow' else 0)
+        assert len(result.notes) == 1 and str(result.refused or result.grown_to) in result.notes[0]
+        counts = [
+            generate(variables, hparams, [PROMPT * 3], 1, num_samples=samples).refused
+            for samples in (1, 3)
+        ]
+        assert counts == ([6, 6] if overflow == 'skip' else [0, 0])
     slots = hparams.model.routing.cache_slots(LENGTH, 'threshold')
     assert slots == 6
     # 4 + 17 tokens of the first row and 1 + 17 of the other are read; the last is not.
@@ -222,6 +228,9 @@ def test_each_program_is_traced_once_a_shape(variables, hparams):
         ([1] * 4, 0, ['num_tokens=0']),
         ([1, 257], 4, ['257']),
         ([1, -1], 4, ['-1']),
+        ([1, 2.5], 4, ['prompt=[1, 2.5]', 'integers']),
+        ('ab', 4, ['prompt=ab', 'integers']),
+        ([1], 2.5, ['num_tokens=[2.5]', 'integers']),
     ],
 )
 def test_a_prompt_that_does_not_fit_is_refused(hparams, prompt, num_tokens, words):
@@ -241,6 +250,8 @@ def test_a_prompt_that_does_not_fit_is_refused(hparams, prompt, num_tokens, word
     [
         ({'prompts': []}, 'prompts=[]'),
         ({'num_samples': 0}, 'num_samples=0'),
+        ({'num_samples': 1.5}, 'num_samples=[1.5]'),
+        ({'seed': 2**32}, 'seed=4294967296'),
         ({'temperature': -1.0}, 'temperature=-1.0'),
         ({'top_p': 0.0}, 'top_p=0.0'),
     ],
@@ -278,6 +289,13 @@ def test_a_document_does_not_see_the_one_before_it(variables, hparams):
         texts = generate(variables, hparams, prompts, 1, **how).tokens
         last[tokenizer] = [text[-1] for text in texts]
     assert len(set(last[TOKENIZER])) == 1 < len(set(last[None]))
+
+
+def test_a_dense_model_has_no_causal_rule(tiny_config):
+    """Asked for one, it says that it is dense; `dense` and no rule are the same text."""
+    hparams = make_hparams(tiny_config, **{'model.routing.router': 'none'})
+    with pytest.raises(ValueError, match="routing='predictor': this model is dense"):
+        generate(None, hparams, [PROMPT], 4, routing='predictor')
 
 
 @pytest.mark.parametrize(

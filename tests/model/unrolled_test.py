@@ -89,7 +89,7 @@ def programs(hparams, rule):
 def start(hparams, variables, tokens_BT, segments_BT, rule, lengths_B):
     """(unrolled, logits, cache) of prompts of those lengths."""
     real = np.arange(16)[None] < lengths_B[:, None]
-    unrolled = unroll(variables, hparams)
+    unrolled = unroll(variables, hparams, rule)
     prompts_BT = np.where(real, tokens_BT[:, :16], 0)
     first, _, _ = programs(hparams, rule)
     logits_BV, cache = first(unrolled, prompts_BT, np.where(real, segments_BT[:, :16], 0))
@@ -186,6 +186,20 @@ def test_a_step_changes_no_bit_of_an_inactive_row(tiny_config):
     np.testing.assert_array_equal(after.lengths_B - before.lengths_B, active_B)
 
 
+def test_a_threshold_is_never_made_up(tiny_config):
+    """Without the averages of its scores, a learned router's threshold rule is refused by name."""
+    hparams, variables, *_ = build('threshold', tiny_config)
+    without = {'params': variables['params']}
+    for refuse in (
+        lambda: unroll(without, hparams, 'threshold'),
+        lambda: Transformer(hparams).apply(without, np.zeros((1, 4), np.int32), None, 'threshold'),
+    ):
+        with pytest.raises(ValueError, match="routing='threshold': needs averages"):
+            refuse()
+    hparams, variables, *_ = build('random', tiny_config)
+    assert 'averages' not in variables and len(unroll(variables, hparams, 'threshold')['layers'])
+
+
 def test_buckets_are_few_and_hold_any_number():
     """0, an eighth, a quarter, a half and all of the rows; at batch 1 a conditional."""
     assert batch_buckets(1) == (0, 1)
@@ -200,7 +214,7 @@ def shapes_of_programs(hparams, slots, batch=8):
     routed_slots = hparams.model.routing.cache_slots(slots, 'predictor')
     init = functools.partial(Transformer(hparams).init, jax.random.key(0))
     variables = jax.eval_shape(init, jnp.zeros((1, 8), jnp.int32))
-    unrolled = jax.eval_shape(functools.partial(unroll, hparams=hparams), variables)
+    unrolled = jax.eval_shape(functools.partial(unroll, **how), variables)
     prompts = jax.ShapeDtypeStruct((batch, 16), 'int32')
     first = functools.partial(prefill, **how, slots=slots, routed_slots=routed_slots)
     _, cache = jax.eval_shape(first, unrolled, prompts, prompts)

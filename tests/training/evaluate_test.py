@@ -167,7 +167,7 @@ def two_layers(tiny_config):
 def test_the_gap_of_each_layer_is_what_its_rule_costs_alone(two_layers, held_out, mesh):
     """One number a routed block: the loss with the rule there and top-C elsewhere, less top-C's."""
     hparams, variables = two_layers
-    result = evaluate_honestly(variables, hparams, held_out, mesh, 3, per_layer=True)
+    result = evaluate_honestly(variables, hparams, held_out, mesh, 3, batches_per_layer=3)
     nats, targets, *_ = by_hand(variables, hparams, held_out.batches, 'top_c')
     gaps = []
     for layer in range(2):
