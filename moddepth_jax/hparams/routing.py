@@ -90,7 +90,9 @@ class RoutingHparams:
             refuse(name + 'predictor_width', self.predictor_width, 'must lie in [0, 64]')
         positive(name + 'cache_capacity', self.cache_capacity)
         self._resolve('gate', ROUTER_KINDS[self.router].gates)
-        self._resolve('causal_rule', self._possible_rules())
+        rules = self._possible_rules()
+        by_threshold = self.train_rule == 'threshold' and 'threshold' in rules
+        self._resolve('causal_rule', ('threshold',) if by_threshold else rules)
         if self.router != 'none':
             self._check_router()
             self._check_threshold_training()
@@ -101,7 +103,7 @@ class RoutingHparams:
         # Where documents do not compete, no single score divides a row.
         if self.router not in CONTROLS and self.select_per == 'segment':
             return tuple(rule for rule in rules if rule != 'threshold')
-        return ('threshold',) if self.train_rule == 'threshold' else rules
+        return rules
 
     def _resolve(self, field, choices):
         value, known = getattr(self, field), ('auto',)

@@ -76,7 +76,7 @@ def sampled(monkeypatch):
 
     def set_sample(text):
         tokens = np.array([[256, *text.encode()]], np.int32)
-        made = types.SimpleNamespace(tokens=tokens)
+        made = types.SimpleNamespace(tokens=tokens, notes=[])
         monkeypatch.setattr(report, 'generate', lambda *_, **__: made)
 
     return set_sample
