@@ -133,7 +133,7 @@ def test_without_a_prompt_a_new_document_fills_the_context(folder, state):
     result, (text,) = written(state, [''], CONTEXT - 1, temperature=0.0, routing='threshold')
     assert out == text + '\n' * (not text.endswith('\n'))
     assert result.refused > 0
-    assert f', routed blocks refused {result.refused} tokens for want of a cache slot' in err
+    assert f', {result.refused} times a routed block had no cache slot for a token' in err
 
 
 # name: (arguments with {} for the folder, words of the line)
