@@ -1,7 +1,7 @@
 # Every target works on a fresh machine: it makes .venv first, once for each change of the pins.
 # Remove .venv to change its Python: make test PYTHON=python3.13.
 PYTHON ?= python3
-WORKERS ?= 0# processes that share the tests; 0: pytest itself
+WORKERS ?= 2# processes that share the tests; 0: pytest itself
 
 VENV_PYTHON := .venv/bin/python
 PIP_INSTALL := $(VENV_PYTHON) -m pip install -q --disable-pip-version-check -c constraints.txt
