@@ -29,7 +29,8 @@ ROUTER_KINDS = {
     'straight_through': RouterKind(('straight_through',), ('threshold', 'predictor', 'aux_loss')),
 }
 ROUTER_KINDS['none'] = ROUTER_KINDS['learned']  # without a router neither matters
-TRAINED_RULES = ('predictor', 'aux_loss')  # by a loss; the others come with the router
+# Rules that a loss trains, and its weight; the others come with the router.
+TRAINED_RULES = {'predictor': 'predictor_loss_weight', 'aux_loss': 'aux_loss_weight'}
 CONTROLS = ('random', 'position')  # routers whose scores do not depend on the stream
 
 
@@ -124,8 +125,8 @@ class RoutingHparams:
             refuse('model.routing.router', self.router, right)
         if self.router == 'position' and self.capacity < 1e-4:
             refuse('model.routing.capacity', self.capacity, 'must be 1e-4 or more: a pattern of it')
-        weight = f'{self.causal_rule}_loss_weight'.replace('loss_loss', 'loss')
-        if self.causal_rule in TRAINED_RULES and not getattr(self, weight):
+        weight = TRAINED_RULES.get(self.causal_rule)
+        if weight and not getattr(self, weight):
             right = f'must be above 0 where causal_rule is {self.causal_rule}, which it trains'
             refuse(f'model.routing.{weight}', 0.0, right)
 

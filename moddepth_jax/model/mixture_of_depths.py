@@ -121,12 +121,12 @@ class MixtureOfDepths(nn.Module):
         _, rule_logits_B1, gates_B1 = self.decide(x_B1D, tokens, layer)
         wanted_B = active_B & (rule_logits_B1[:, 0] > 0)
         entered_B = wanted_B & (cache.lengths_B < cache.slots)
-        rows_BC = first_entering(entered_B[None], x_B1D.shape[0])[0]
+        rows_B = first_entering(entered_B[None], x_B1D.shape[0])[0]
 
         def through(size):
             def bucket(module, x_B1D):
                 return module._decode_bucket(
-                    x_B1D, tokens, gates_B1, cache, documents_B, rows_BC[:size]
+                    x_B1D, tokens, gates_B1, cache, documents_B, rows_B[:size]
                 )
 
             return bucket

@@ -58,10 +58,7 @@ def causal_rule_loss(hparams: Hparams, records, segment_ids_BT, num_real=None):
     routing = hparams.model.routing
     if records is None or routing.causal_rule not in TRAINED_RULES:
         return jnp.zeros(())
-    weight = {
-        'predictor': routing.predictor_loss_weight,
-        'aux_loss': routing.aux_loss_weight,
-    }[routing.causal_rule]
+    weight = getattr(routing, TRAINED_RULES[routing.causal_rule])
     real_BT = segment_ids_BT > 0
     return weight * rule_loss(records.rule_logits_BT, records.top_c_BT, real_BT, num_real)
 
