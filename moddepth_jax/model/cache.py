@@ -111,10 +111,8 @@ def write(cache: Cache, entries, new_documents_B, refused_B, active_B) -> Cache:
             at = side.at[(rows_B, *[slice(None)] * (side.ndim - 2), slots_B)]
             return at.set(new, mode='drop', unique_indices=True)
 
-        k_BKHS, v_BKHS = (
-            put(layer.k_BKHS, entry.keys[0][:, 0]),
-            put(layer.v_BKHS, entry.keys[1][:, 0]),
-        )
+        k_BKHS = put(layer.k_BKHS, entry.keys.k_BTKH[:, 0])
+        v_BKHS = put(layer.v_BKHS, entry.keys.v_BTKH[:, 0])
         if layer.lengths_B is None:
             layers.append(LayerCache(k_BKHS, v_BKHS, None, None))
         else:
