@@ -27,10 +27,18 @@ def get_config() -> ConfigDict:
     model.init_std = 0.02  # of every weight matrix, truncated at 3 sigma
     model.embedding_init_std = 0.02  # of the embedding; under post and reordered norms rather 1
     model.scale_residual_init = True  # residual outputs start smaller by 1/sqrt(2 num_layers)
-    model.dtype = 'float32'  # float32 | bfloat16 for activations; parameters stay float32
+    model.dtype = 'float32'  # float32 | bfloat16 | float64 (with JAX_ENABLE_X64=1); of activations
     model.attention = 'auto'  # auto | reference | xla: implementation of the attention kernel
     model.layer_loop = 'scan'  # scan (compile time free of depth) | unrolled; same parameters
     model.remat = 'block'  # block (recompute each block in the backward pass) | none
+
+    depth = model.depth = ConfigDict()
+    depth.stream = 'residual'  # residual | dense | attention | moda: what a layer reads and writes
+    depth.slots = 'auto'  # moda: auto (attention+ffn) | attention | attention+ffn | block
+    depth.attention_slot_projection = False  # moda: a matrix of its own for the attention slot
+    depth.slot_keys = 'auto'  # moda: auto (rotated) | rotated | unrotated (the authors' code)
+    depth.skipped_slots = 'auto'  # moda with routed blocks: auto (projected) | projected | masked
+    depth.slot_window = 0  # moda, attention: only the newest so many slots are seen; 0: all
 
     routing = model.routing = ConfigDict()
     # none (dense model) | learned | norm | random | position | straight_through

@@ -46,3 +46,32 @@ def budget_flops(text: str) -> float:
     if not 0 < flops < float('inf'):
         raise ValueError(f'budget={text!r}: must be a number of FLOPs above 0, such as 2e13')
     return flops
+
+
+def count(text: str, name: str) -> int:
+    """A number such as 24 of the argument `name`. Raises ValueError where it is none above 0."""
+    if not text.isdecimal() or not int(text):
+        raise ValueError(f'{name}={text!r}: must be a whole number above 0')
+    return int(text)
+
+
+def apply_slots(config, slots: str):
+    """MoDA with these slots, or `none` of them: the dense model."""
+    if slots != 'none':
+        config.model.depth.stream = 'moda'
+        config.model.depth.slots = slots
+
+
+def apply_olmo2(config):
+    """OLMo2's norms, vocabulary and length, in bfloat16; a million tokens a step."""
+    model = config.model
+    model.vocab_size = 100278
+    model.norm_placement, model.qk_norm = 'reordered', 'full'
+    model.rope_theta = 5e5
+    model.tie_embeddings = True
+    model.dtype = 'bfloat16'
+    config.data.sequence_length = 4096
+    config.data.batch_size = 256
+    config.optimizer.learning_rate = 4e-4
+    config.optimizer.b2 = 0.95
+    config.training.num_steps = 100_000

@@ -1,6 +1,7 @@
 """Attention kernels. This package imports nothing else of the project."""
 
-from kernels_pallas.attention import attention
 from kernels_pallas.decode import decode_attention
+from kernels_pallas.depth_attention import depth_attention
+from kernels_pallas.ordered import ordered
 
-__all__ = ['attention', 'decode_attention']
+__all__ = ['decode_attention', 'depth_attention', 'ordered']

@@ -1,11 +1,27 @@
-"""Attention of one new token over a cache and itself: one softmax, and no joint array of keys."""
+"""Attention of one new token over a cache, itself and its depth slots: one softmax.
+
+No array joins the cached keys with the others.
+"""
 
 import jax
 import jax.numpy as jnp
 
 
-def decode_attention(q_C1NH, k_C1KH, v_C1KH, k_BKHS, v_BKHS, visible_CS, rows_C=None):
-    """softmax over [q . k_cached, q . k_own] H^-1/2, applied to the values of both.
+def decode_attention(
+    q_C1NH,
+    k_C1KH,
+    v_C1KH,
+    k_BKHS,
+    v_BKHS,
+    visible_CS,
+    rows_C=None,
+    k_depth_LC1KH=None,
+    v_depth_LC1KH=None,
+    slot_mask_LC1=None,
+    slot_window: int = 0,
+    q_depth_C1NH=None,
+):
+    """softmax over [q . k_cached, q . k_own, q_depth . k_depth] H^-1/2, applied to all values.
 
     The own key is not written into the cache before it is read: XLA would copy the cache.
 
@@ -13,27 +29,45 @@ def decode_attention(q_C1NH, k_C1KH, v_C1KH, k_BKHS, v_BKHS, visible_CS, rows_C=
       q_C1NH: queries [C, 1, N, H].
       k_C1KH, v_C1KH: the new token's key and value [C, 1, K, H]; always visible.
       k_BKHS, v_BKHS: the cache [B, K, H, S], read only.
-      visible_CS: bool [C, S], which slots a token sees.
+      visible_CS: bool [C, S], which places of the cache a token sees.
       rows_C: int32 [C], the row of the cache that a token reads, B and above for none: these come
         last, and what is returned for them has no meaning. None: C = B, row by row.
+      k_depth_LC1KH, v_depth_LC1KH: the slots [L, C, 1, K, H] that earlier layers wrote at the new
+        token; None: none.
+      slot_mask_LC1: bool [L, C, 1], False hides a slot; None hides none.
+      slot_window: only this many of the newest slots are seen; 0: all.
+      q_depth_C1NH: queries [C, 1, N, H] for the slots; None: q_C1NH.
 
     Returns:
       o_C1NH in q's dtype; softmax in float32.
+
+    Raises:
+      ValueError: slot keys without values or the reverse, a negative slot_window.
     """
-    given = (q_C1NH, k_C1KH, v_C1KH)
+    if (k_depth_LC1KH is None) != (v_depth_LC1KH is None):
+        absent = 'k_depth_LC1KH' if k_depth_LC1KH is None else 'v_depth_LC1KH'
+        raise ValueError(f'depth slots need keys and values, and {absent} is None')
+    if slot_window < 0:
+        raise ValueError(f'slot_window={slot_window} must be 0 (no limit) or more')
+    by_token = [q_C1NH, k_C1KH, v_C1KH, visible_CS]
+    if k_depth_LC1KH is not None:
+        slots = [k_depth_LC1KH, v_depth_LC1KH]
+        slots += [] if slot_mask_LC1 is None else [slot_mask_LC1]
+        by_token.append(q_C1NH if q_depth_C1NH is None else q_depth_C1NH)
+        # The tokens first, as in everything else that is taken token by token.
+        by_token += [jnp.moveaxis(side[-slot_window:], 0, 1)[:, :, 0] for side in slots]
     if rows_C is None:
-        return _attend(*given, k_BKHS, v_BKHS, visible_CS)
+        return _attend(k_BKHS, v_BKHS, *by_token)
     if jax.default_backend() != 'cpu':
         k_CKHS, v_CKHS = (side.at[rows_C].get(mode='clip') for side in (k_BKHS, v_BKHS))
-        return _attend(*given, k_CKHS, v_CKHS, visible_CS)
+        return _attend(k_CKHS, v_CKHS, *by_token)
 
     def one(i, o_C1NH):
         def row_of(side, at):
             return jax.lax.dynamic_slice_in_dim(side, at, 1)
 
-        mine = [row_of(side, i) for side in given]
         cached = [row_of(side, rows_C[i]) for side in (k_BKHS, v_BKHS)]
-        o_11NH = _attend(*mine, *cached, row_of(visible_CS, i))
+        o_11NH = _attend(*cached, *(row_of(side, i) for side in by_token))
         return jax.lax.dynamic_update_slice_in_dim(o_C1NH, o_11NH, i, axis=0)
 
     # A CPU would copy the rows to gather them; one at a time they are read where they lie.
@@ -41,10 +75,21 @@ def decode_attention(q_C1NH, k_C1KH, v_C1KH, k_BKHS, v_BKHS, visible_CS, rows_C=
     return jax.lax.fori_loop(0, num_rows, one, jnp.zeros_like(q_C1NH))
 
 
-def _attend(q_B1NH, k_B1KH, v_B1KH, k_BKHS, v_BKHS, visible_BS):
-    """One softmax over a row's cache and its new token.
+def _attend(
+    k_BKHS,
+    v_BKHS,
+    q_B1NH,
+    k_B1KH,
+    v_B1KH,
+    visible_BS,
+    q_depth_B1NH=None,
+    k_depth_BLKH=None,
+    v_depth_BLKH=None,
+    slot_mask_BL=None,
+):
+    """One softmax over a row's cache, its new token and that token's slots.
 
-    Slots are the innermost axis of the cache, the cache stands on the left of the second product,
+    Places are the innermost axis of the cache, the cache stands on the left of the second product,
     and its result is turned round last: XLA on CPUs is several times slower otherwise.
     """
     batch, _, heads, width = q_B1NH.shape
@@ -53,15 +98,29 @@ def _attend(q_B1NH, k_B1KH, v_B1KH, k_BKHS, v_BKHS, visible_BS):
     if jax.default_backend() == 'cpu':
         # XLA on CPU cannot run some bfloat16 products with a float32 result.
         k_BKHS, v_BKHS = k_BKHS.astype(wide), v_BKHS.astype(wide)
-    q_BKGH = (q_B1NH.astype(wide) * width**-0.5).reshape(batch, kv_heads, -1, width)
-    own_BKG = jnp.sum(q_BKGH * k_B1KH[:, 0, :, None].astype(wide), axis=-1)
+
+    def grouped(q_B1NH):
+        return (q_B1NH.astype(wide) * width**-0.5).reshape(batch, kv_heads, -1, width)
+
+    q_BKGH = grouped(q_B1NH)
+    own_BKGX = jnp.einsum('bkgh,bxkh->bkgx', q_BKGH, k_B1KH.astype(wide))
+    own_v_BXKH = v_B1KH.astype(wide)
+    if k_depth_BLKH is not None:
+        k_depth_BLKH, v_depth_BLKH = k_depth_BLKH.astype(wide), v_depth_BLKH.astype(wide)
+        slots_BKGL = jnp.einsum('bkgh,blkh->bkgl', grouped(q_depth_B1NH), k_depth_BLKH)
+        if slot_mask_BL is not None:
+            slots_BKGL = jnp.where(slot_mask_BL[:, None, None], slots_BKGL, -jnp.inf)
+            # What a hidden slot holds may be NaN, and 0 times NaN is NaN.
+            v_depth_BLKH = jnp.where(slot_mask_BL[:, :, None, None], v_depth_BLKH, 0)
+        own_BKGX = jnp.concatenate([own_BKGX, slots_BKGL], axis=-1)
+        own_v_BXKH = jnp.concatenate([own_v_BXKH, v_depth_BLKH], axis=1)
     scores_BKGS = jnp.einsum('bkgh,bkhs->bkgs', q_BKGH.astype(k_BKHS.dtype), k_BKHS)
     scores_BKGS = jnp.where(visible_BS[:, None, None], scores_BKGS.astype(wide), -jnp.inf)
-    highest_BKG = jnp.maximum(jnp.max(scores_BKGS, axis=-1), own_BKG)
+    highest_BKG = jnp.maximum(jnp.max(scores_BKGS, axis=-1), jnp.max(own_BKGX, axis=-1))
     weights_BKGS = jnp.exp(scores_BKGS - highest_BKG[..., None])
-    own_BKG = jnp.exp(own_BKG - highest_BKG)
-    total_BK1G = (jnp.sum(weights_BKGS, axis=-1) + own_BKG)[:, :, None]
+    own_BKGX = jnp.exp(own_BKGX - highest_BKG[..., None])
+    total_BKG = jnp.sum(weights_BKGS, axis=-1) + jnp.sum(own_BKGX, axis=-1)
     o_BKHG = jnp.einsum('bkhs,bkgs->bkhg', v_BKHS, weights_BKGS.astype(v_BKHS.dtype)).astype(wide)
-    o_BKHG = (o_BKHG + v_B1KH[:, 0, ..., None].astype(wide) * own_BKG[:, :, None]) / total_BK1G
-    o_BKGH = jnp.swapaxes(o_BKHG, 2, 3)
+    o_BKHG += jnp.einsum('bxkh,bkgx->bkhg', own_v_BXKH, own_BKGX)
+    o_BKGH = jnp.swapaxes(o_BKHG / total_BKG[:, :, None], 2, 3)
     return o_BKGH.reshape(batch, 1, heads, width).astype(q_B1NH.dtype)

@@ -113,7 +113,7 @@ def test_checker_catches_planted_violation(module, source):
 @pytest.mark.parametrize(
     ('module', 'source'),
     [
-        ('kernels_pallas.attention', 'from kernels_pallas import xla\nimport jax'),
+        ('kernels_pallas.depth_attention', 'from kernels_pallas import xla\nimport jax'),
         ('moddepth_jax.model.layers', 'from moddepth_jax.hparams import Hparams'),
         ('moddepth_jax.model.layers', 'import kernels_pallas\nfrom . import routing'),
         (

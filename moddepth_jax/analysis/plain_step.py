@@ -10,7 +10,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas import attention
+from kernels_pallas import depth_attention
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.model.routing import select_top_c
 from moddepth_jax.training.optimizer import learning_rate_schedule
@@ -35,7 +35,7 @@ def _delta(params, x_BTD, positions_BT, segment_ids_BT, model):
     k = jnp.einsum('btd,dkh->btkh', h_BTD, a['key']['kernel'])
     v = jnp.einsum('btd,dkh->btkh', h_BTD, a['value']['kernel'])
     q, k = _rope(q, positions_BT, model.rope_theta), _rope(k, positions_BT, model.rope_theta)
-    o = attention(q, k, v, positions_BT=positions_BT, segment_ids_BT=segment_ids_BT)
+    o = depth_attention(q, k, v, positions_BT=positions_BT, segment_ids_BT=segment_ids_BT)
     attended_BTD = jnp.einsum('btnh,nhd->btd', o, a['out']['kernel'])
     h_BTD = _norm(x_BTD + attended_BTD, params['mlp_norm']['scale'], model.norm_eps)
     m = params['mlp']

@@ -3,10 +3,12 @@
 import json
 import math
 
+import numpy as np
 import rich.console
 import rich.table
 import rich.text
 
+from moddepth_jax.analysis.depth_mass import depth_mass, plot_depth_mass
 from moddepth_jax.analysis.router_roc import router_roc
 from moddepth_jax.analysis.routing_maps import plot_routing, routing_grid, routing_record
 from moddepth_jax.hparams import Hparams
@@ -15,10 +17,14 @@ from moddepth_jax.model.transformer import causal_routing
 from moddepth_jax.training.loop import Run
 from moddepth_jax.training.metrics import METRICS_FILE
 from moddepth_jax.training.progress import format_count, format_seconds, printable
+from moddepth_jax.training.summary import finite
+from moddepth_jax.training.workdir import write_atomically
 
 HEATMAP_FILE = 'routing.png'
 SAMPLE_FILE = 'sample.txt'
 ROC_FILE = 'router_roc.json'
+DEPTH_FILE = 'depth_mass.png'
+DEPTH_NUMBERS_FILE = 'depth_mass.json'
 
 
 def prompt_tokens(hparams: Hparams, tokenizer) -> list[int]:
@@ -30,7 +36,7 @@ def prompt_tokens(hparams: Hparams, tokenizer) -> list[int]:
 
 
 def write_report(run: Run, console: rich.console.Console | None = None):
-    """Writes the heatmap and the sample into the workdir and prints the end of the run."""
+    """Writes the pictures and the sample into the workdir and prints the end of the run."""
     console = console or rich.console.Console(highlight=False)
     evaluation, routed = run.summary['eval'], run.hparams.model.routed_layers
     rule = causal_routing(run.hparams) if routed else None
@@ -40,6 +46,8 @@ def write_report(run: Run, console: rich.console.Console | None = None):
         _draw_heatmap(run)
         if run.hparams.data.source == 'recall':
             _print(console, *_roc_lines(run))
+    if run.hparams.model.depth.slots_per_layer:
+        _draw_depth_mass(run)
     sample, notes = _sample(run)
     (run.workdir / SAMPLE_FILE).write_text(sample, encoding='utf-8')
     rule = causal_routing(run.hparams) if run.hparams.model.routed_layers else 'no routing'
@@ -137,6 +145,17 @@ def _draw_heatmap(run):
     plot_routing(grid_LT, tokens, title, run.workdir / HEATMAP_FILE)
 
 
+def _draw_depth_mass(run):
+    rule = causal_routing(run.hparams)
+    batch = run.dataset.held_out_batch(0)
+    mass = depth_mass(run.state.variables, run.hparams, batch, rule)
+    title = f'{run.workdir.name}: attention on the slots of earlier layers, held-out text'
+    plot_depth_mass(mass, title, run.workdir / DEPTH_FILE)
+    numbers = {name: np.asarray(value).tolist() for name, value in mass._asdict().items()}
+    text = json.dumps(finite({'routing': rule, **numbers}), indent=2, allow_nan=False) + '\n'
+    write_atomically(run.workdir / DEPTH_NUMBERS_FILE, text)
+
+
 def _sample(run):
     hparams, tokenizer = run.hparams, run.dataset.tokenizer
     prompt = prompt_tokens(hparams, tokenizer)
@@ -157,10 +176,15 @@ def _sample(run):
 
 def _next_steps(run):
     workdir, model = run.workdir, run.hparams.model
-    yield 'Next:'
+    pictures = []
     if model.routed_layers:
-        yield f'  look     {workdir / HEATMAP_FILE}: which tokens enter which block'
-    else:
+        pictures.append(f'{workdir / HEATMAP_FILE}: which tokens enter which block')
+    if model.depth.slots_per_layer:
+        pictures.append(f'{workdir / DEPTH_FILE}: how much attention goes to earlier layers')
+    yield 'Next:'
+    for i, picture in enumerate(pictures):
+        yield f'  {"" if i else "look":9}{picture}'
+    if not pictures:
         yield f'  read     {workdir / SAMPLE_FILE}'
     other = 'dense_isoflop' if model.routed_layers else 'mod_isoflop'
     command = f'python -m launch.train --config=configs/{other}.py'

@@ -1,5 +1,6 @@
 """Checked hyper-parameters as frozen dataclasses; `from_config` alone reads a ConfigDict."""
 
+from moddepth_jax.hparams.depth import DepthHparams
 from moddepth_jax.hparams.from_config import from_config
 from moddepth_jax.hparams.model import ModelHparams
 from moddepth_jax.hparams.routing import RoutingHparams, Stage
@@ -14,6 +15,7 @@ from moddepth_jax.hparams.run import (
 
 __all__ = [
     'DataHparams',
+    'DepthHparams',
     'EvaluationHparams',
     'Hparams',
     'ModelHparams',

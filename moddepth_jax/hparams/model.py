@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 from moddepth_jax.hparams.checks import one_of, positive, refuse
+from moddepth_jax.hparams.depth import DepthHparams
 from moddepth_jax.hparams.routing import RoutingHparams
 
 
@@ -32,6 +33,7 @@ class ModelHparams:
     attention: str
     layer_loop: str
     remat: str
+    depth: DepthHparams
     routing: RoutingHparams
 
     def __post_init__(self):
@@ -44,7 +46,7 @@ class ModelHparams:
             refuse('model.head_dim', self.head_dim, 'must be even and positive: RoPE turns halves')
         one_of('model.norm_placement', self.norm_placement, ('pre', 'post', 'reordered'))
         one_of('model.qk_norm', self.qk_norm, ('none', 'head', 'full'))
-        one_of('model.dtype', self.dtype, ('float32', 'bfloat16'))
+        one_of('model.dtype', self.dtype, ('float32', 'bfloat16', 'float64'))
         one_of('model.attention', self.attention, ('auto', 'reference', 'xla'))
         one_of('model.layer_loop', self.layer_loop, ('scan', 'unrolled'))
         one_of('model.remat', self.remat, ('block', 'none'))
@@ -54,6 +56,16 @@ class ModelHparams:
             if not 0 < getattr(self, field) < math.inf:
                 refuse(f'model.{field}', getattr(self, field), 'must be above 0')
         self.routing.routed_layers(self.num_layers)
+        self._check_depth()
+
+    def _check_depth(self):
+        if self.depth.stream == 'dense' and self.layer_loop == 'scan':
+            right = 'must be unrolled: layers of the dense stream differ in what they read'
+            refuse('model.layer_loop', self.layer_loop, right)
+        width = self.num_heads * self.head_dim
+        if self.depth.stream == 'attention' and width != self.d_model:
+            right = f'must be num_heads x head_dim = {width}: what the attention stream reads'
+            refuse('model.d_model', self.d_model, right)
 
     @property
     def routed_layers(self) -> tuple[int, ...]:
@@ -64,6 +76,11 @@ class ModelHparams:
     def tracks_threshold(self) -> bool:
         """Whether the model has averages of the C-th largest scores beside its parameters."""
         return bool(self.routed_layers) and self.routing.tracks_threshold
+
+    @property
+    def masks_slots(self) -> bool:
+        """Whether some tokens have no depth slot in some layer."""
+        return bool(self.routed_layers) and self.depth.skipped_slots == 'masked'
 
     def window(self, layer: int) -> int:
         """Tokens that `layer` sees, its own among them; 0 for all earlier ones."""

@@ -4,10 +4,11 @@ from typing import NamedTuple
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
-from kernels_pallas import attention, decode_attention
+from kernels_pallas import decode_attention, depth_attention
 from moddepth_jax.hparams import ModelHparams
-from moddepth_jax.model.layers import RMSNorm, projection, rotate
+from moddepth_jax.model.layers import RMSNorm, projection, rms_norm, rotate
 
 
 class Tokens(NamedTuple):
@@ -41,14 +42,35 @@ class Past(NamedTuple):
 
 
 class KeysValues(NamedTuple):
-    """What a block's attention leaves for later tokens: keys after norm and RoPE, and values."""
+    """Keys and values of tokens: for later tokens of a layer, or a depth slot for later layers."""
 
     k_BTKH: jax.Array
     v_BTKH: jax.Array
 
 
+class Depth(NamedTuple):
+    """What earlier layers wrote of the same tokens.
+
+    Attributes:
+      slots: KeysValues with leaves [L, B, T, K, H]; of the `dense` stream x_LBTD.
+      valid_LBT: bool, which tokens have a slot; None: all.
+      count: int, traced or not: slots that are written. None: L.
+      rows_BC: int32 [B, C], where the layer runs on C of the T tokens: which; T and above none.
+        None: on all.
+    """
+
+    slots: KeysValues
+    valid_LBT: jax.Array | None = None
+    count: jax.Array | int | None = None
+    rows_BC: jax.Array | None = None
+
+
 class SelfAttention(nn.Module):
-    """Grouped-query attention of one layer. `window` 0 sees every earlier token."""
+    """Grouped-query attention of one layer. `window` 0 sees every earlier token.
+
+    Its heads also see the depth slots they are given, in one softmax with the sequence (MoDA, Zhu
+    et al. 2026, section 2.2): those of the token itself alone.
+    """
 
     hparams: ModelHparams
     window: int
@@ -64,35 +86,97 @@ class SelfAttention(nn.Module):
             self.query_norm = RMSNorm(hparams.norm_eps)
             self.key_norm = RMSNorm(hparams.norm_eps)
 
-    def __call__(self, x_BTD, tokens: Tokens, past: Past | None = None):
-        """The layer's output, and the KeysValues of its tokens.
+    def __call__(self, x_BTD, tokens: Tokens, past: Past | None = None, depth: Depth | None = None):
+        """The layer's output, the KeysValues of its tokens, those of their depth slot, and `depth`.
 
         Args:
           x_BTD: the layer's input.
           tokens: of the same.
           past: what earlier tokens left, where T = 1; None: the tokens attend to each other.
+          depth: what earlier layers left. It is returned with the cotangents of its slots
+            threaded through, so that a scan over layers accumulates them in place.
         """
         q_BTNH, k_BTKH, v_BTKH = self.query(x_BTD), self.key(x_BTD), self.value(x_BTD)
         if self.hparams.qk_norm != 'none':
             q_BTNH = self._normed(q_BTNH, self.query_norm)
-            k_BTKH = self._normed(k_BTKH, self.key_norm)
         q_BTNH = rotate(q_BTNH, tokens.positions_BT, self.hparams.rope_theta)
-        k_BTKH = rotate(k_BTKH, tokens.positions_BT, self.hparams.rope_theta)
+        keys = slot = KeysValues(self._rotated(k_BTKH, tokens.positions_BT), v_BTKH)
+        if self.hparams.depth.slot_keys == 'unrotated':
+            slot = KeysValues(self.slot_key(k_BTKH, tokens.positions_BT), v_BTKH)
         if past is None:
-            o_BTNH = attention(
-                q_BTNH,
-                k_BTKH,
-                v_BTKH,
-                positions_BT=tokens.positions_BT,
-                segment_ids_BT=tokens.segment_ids_BT,
-                window=self.window,
-                implementation=self.hparams.attention,
-            )
+            o_BTNH, depth = self._over_sequence(q_BTNH, keys, tokens, depth)
         else:
-            o_BTNH = decode_attention(q_BTNH, k_BTKH, v_BTKH, *past)
-        return self.out(o_BTNH), KeysValues(k_BTKH, v_BTKH)
+            o_BTNH = decode_attention(q_BTNH, *keys, *past, **self._slots(q_BTNH, depth))
+        return self.out(o_BTNH), keys, slot, depth
+
+    def slot(self, x_BTD, tokens: Tokens) -> KeysValues:
+        """The depth slot of tokens of which this would be the layer's input."""
+        return KeysValues(self.slot_key(self.key(x_BTD), tokens.positions_BT), self.value(x_BTD))
+
+    def slot_key(self, k_BTKH, positions_BT):
+        """A projected key as a depth slot stores it.
+
+        `rotated`: as the sequence sees it, after this layer's key norm and RoPE. `unrotated`: as
+        it is, but divided by its root mean square where readers norm it: what is left of a
+        reader's norm, its scale, is moved to the query, so that the slot is normed once.
+        """
+        if self.hparams.depth.slot_keys != 'unrotated':
+            return self._rotated(k_BTKH, positions_BT)
+        if self.hparams.qk_norm == 'none':
+            return k_BTKH
+        epsilon = self.hparams.norm_eps
+        return self._normed(k_BTKH, lambda k: rms_norm(k, jnp.ones(k.shape[-1:]), epsilon))
+
+    def _rotated(self, k_BTKH, positions_BT):
+        if self.hparams.qk_norm != 'none':
+            k_BTKH = self._normed(k_BTKH, self.key_norm)
+        return rotate(k_BTKH, positions_BT, self.hparams.rope_theta)
 
     def _normed(self, x_BTNH, norm):
         if self.hparams.qk_norm == 'head':
             return norm(x_BTNH)
         return norm(x_BTNH.reshape(*x_BTNH.shape[:2], -1)).reshape(x_BTNH.shape)
+
+    def _slot_query(self, q_BTNH):
+        """The query for depth slots; None where it is that for the sequence."""
+        if self.hparams.depth.slot_keys != 'unrotated' or self.hparams.qk_norm == 'none':
+            return None
+        kv_heads, width = self.hparams.num_kv_heads, self.hparams.head_dim
+        scale = self.key_norm.get_variable('params', 'scale').astype(q_BTNH.dtype)
+        scale_KH = jnp.broadcast_to(scale.reshape(-1, width), (kv_heads, width))
+        return q_BTNH * jnp.repeat(scale_KH, self.hparams.num_heads // kv_heads, axis=0)[None, None]
+
+    def _slots(self, q_BTNH, depth):
+        """Arguments of the kernels for the depth slots, none where there are none."""
+        if depth is None:
+            return {}
+        return {
+            'k_depth_LBRKH': depth.slots.k_BTKH,
+            'v_depth_LBRKH': depth.slots.v_BTKH,
+            'slot_mask_LBR': depth.valid_LBT,
+            'slot_window': self.hparams.depth.slot_window,
+            'q_depth_BTNH': self._slot_query(q_BTNH),
+        }
+
+    def _over_sequence(self, q_BTNH, keys, tokens, depth):
+        given = self._slots(q_BTNH, depth) | {
+            'positions_BT': tokens.positions_BT,
+            'segment_ids_BT': tokens.segment_ids_BT,
+            'window': self.window,
+        }
+        if depth is not None:
+            given |= {'num_slots': depth.count, 'slot_rows_BT': depth.rows_BC}
+        # For analysis.depth_mass; in no program where `apply` is not asked for that collection.
+        self.sow('intermediates', 'sequence', (q_BTNH, keys.k_BTKH, given))
+        implementation = self.hparams.attention
+        result = depth_attention(
+            q_BTNH,
+            *keys,
+            implementation=None if implementation == 'auto' else implementation,
+            thread_slots=depth is not None,
+            **given,
+        )
+        if depth is None:
+            return result, None
+        o_BTNH, *slots = result
+        return o_BTNH, depth._replace(slots=KeysValues(*slots))

@@ -1,21 +1,53 @@
 """One transformer block, dense: attention and mlp with their residuals and norms."""
 
+from typing import NamedTuple
+
 import flax.linen as nn
+import jax
 
 from moddepth_jax.hparams import ModelHparams
-from moddepth_jax.model.attention import Past, SelfAttention, Tokens
+from moddepth_jax.model.attention import Depth, KeysValues, Past, SelfAttention, Tokens
 from moddepth_jax.model.layers import RMSNorm, SwiGLU
+
+
+class Sources(NamedTuple):
+    """What depth slots are made of, as far as the model's slots need it; else None.
+
+    Attributes:
+      attention_slot: the KeysValues of attention as a slot stores them.
+      attention_input_BTD, mlp_input_BTD: what the two sub-layers read.
+    """
+
+    attention_slot: KeysValues | None = None
+    attention_input_BTD: jax.Array | None = None
+    mlp_input_BTD: jax.Array | None = None
+
+
+class Left(NamedTuple):
+    """What a block leaves beside its output.
+
+    Attributes:
+      keys: KeysValues of its tokens, for later tokens.
+      sources: for the depth slots of its tokens.
+      depth: the Depth it was given; see SelfAttention.
+    """
+
+    keys: KeysValues
+    sources: Sources
+    depth: Depth | None
 
 
 class Block(nn.Module):
     """block(x), in one of three norm placements.
 
     `pre` (Llama): x + f(norm(x)); `post` (post-LN): norm(x + f(x)); `reordered` (OLMo2):
-    x + norm(f(x)); each for f = attention, then the mlp.
+    x + norm(f(x)); each for f = attention, then the mlp. A block that `writes_slots` leaves what
+    they are made of.
     """
 
     hparams: ModelHparams
     window: int
+    writes_slots: bool = False
 
     def setup(self):
         self.attention = SelfAttention(self.hparams, self.window)
@@ -23,35 +55,62 @@ class Block(nn.Module):
         self.attention_norm = RMSNorm(self.hparams.norm_eps)
         self.mlp_norm = RMSNorm(self.hparams.norm_eps)
 
-    def __call__(self, x_BTD, tokens: Tokens):
-        """The block's output, [B, T, D]."""
-        return self.with_keys(x_BTD, tokens)[0]
+    def __call__(
+        self, x_BTD, tokens: Tokens, past: Past | None = None, depth: Depth | None = None
+    ) -> tuple[jax.Array, Left]:
+        """The block's output [B, T, D], and what it leaves; arguments as SelfAttention's."""
+        _, middle_BTD, transformed_BTD, left = self._run(x_BTD, tokens, past, depth)
+        y_BTD = middle_BTD + transformed_BTD
+        return self.mlp_norm(y_BTD) if self.hparams.norm_placement == 'post' else y_BTD, left
 
-    def with_keys(self, x_BTD, tokens: Tokens, past: Past | None = None):
-        """The block's output and the KeysValues of its tokens; `past` as SelfAttention takes it."""
+    def delta(self, x_BTD, tokens: Tokens, past: Past | None = None, depth: Depth | None = None):
+        """block(x) - x, without the cancellation where the placement allows it, and Left."""
         if self.hparams.norm_placement == 'post':
-            attended_BTD, keys = self.attention(x_BTD, tokens, past)
-            x_BTD = self.attention_norm(x_BTD + attended_BTD)
-            return self.mlp_norm(x_BTD + self.mlp(x_BTD)), keys
-        attended_BTD, keys = self._attend(x_BTD, tokens, past)
-        x_BTD = x_BTD + attended_BTD
-        return x_BTD + self._transform(x_BTD), keys
+            y_BTD, left = self(x_BTD, tokens, past, depth)
+            return y_BTD - x_BTD, left
+        attended_BTD, _, transformed_BTD, left = self._run(x_BTD, tokens, past, depth)
+        return attended_BTD + transformed_BTD, left
 
-    def delta_with_keys(self, x_BTD, tokens: Tokens, past: Past | None = None):
-        """block(x) - x, without the cancellation where the placement allows it, and KeysValues."""
-        if self.hparams.norm_placement == 'post':
-            y_BTD, keys = self.with_keys(x_BTD, tokens, past)
-            return y_BTD - x_BTD, keys
-        attended_BTD, keys = self._attend(x_BTD, tokens, past)
-        return attended_BTD + self._transform(x_BTD + attended_BTD), keys
+    def skipped_sources(self, x_BTD, tokens: Tokens) -> Sources:
+        """Sources of tokens that pass the block by, as if attention and mlp added nothing.
 
-    def _attend(self, x_BTD, tokens, past):
-        if self.hparams.norm_placement == 'pre':
-            return self.attention(self.attention_norm(x_BTD), tokens, past)
-        attended_BTD, keys = self.attention(x_BTD, tokens, past)
-        return self.attention_norm(attended_BTD), keys
+        Under `post` both sub-layers are taken to read the stream after the first norm, under
+        `reordered` the stream as it is.
+        """
+        placement = self.hparams.norm_placement
+        input_BTD = x_BTD if placement == 'reordered' else self.attention_norm(x_BTD)
+        mlp_input_BTD = self.mlp_norm(x_BTD) if placement == 'pre' else input_BTD
+        slot = self.attention.slot(input_BTD, tokens) if self._attention_makes_slot else None
+        return self._sources(slot, input_BTD, mlp_input_BTD)
 
-    def _transform(self, x_BTD):
-        if self.hparams.norm_placement == 'pre':
-            return self.mlp(self.mlp_norm(x_BTD))
-        return self.mlp_norm(self.mlp(x_BTD))
+    def _run(self, x_BTD, tokens, past, depth):
+        """What attention adds, the stream after it, what the mlp adds to that, and Left."""
+        placement = self.hparams.norm_placement
+        input_BTD = self.attention_norm(x_BTD) if placement == 'pre' else x_BTD
+        attended_BTD, keys, slot, depth = self.attention(input_BTD, tokens, past, depth)
+        if placement == 'reordered':
+            attended_BTD = self.attention_norm(attended_BTD)
+        middle_BTD = x_BTD + attended_BTD
+        if placement == 'post':
+            middle_BTD = self.attention_norm(middle_BTD)
+        mlp_input_BTD = self.mlp_norm(middle_BTD) if placement == 'pre' else middle_BTD
+        transformed_BTD = self.mlp(mlp_input_BTD)
+        if placement == 'reordered':
+            transformed_BTD = self.mlp_norm(transformed_BTD)
+        left = Left(keys, self._sources(slot, input_BTD, mlp_input_BTD), depth)
+        return attended_BTD, middle_BTD, transformed_BTD, left
+
+    def _sources(self, slot, attention_input_BTD, mlp_input_BTD):
+        depth = self.hparams.depth
+        if not self.writes_slots:
+            return Sources()
+        return Sources(
+            slot if self._attention_makes_slot else None,
+            attention_input_BTD if depth.attention_slot_projection else None,
+            mlp_input_BTD if depth.slots == 'attention+ffn' else None,
+        )
+
+    @property
+    def _attention_makes_slot(self):
+        depth = self.hparams.depth
+        return depth.slots in ('attention', 'attention+ffn') and not depth.attention_slot_projection

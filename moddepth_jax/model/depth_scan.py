@@ -1,54 +1,223 @@
-"""A stack of layers as a list of runs: each run is a group of layers, repeated and scanned."""
+"""A stack of layers as a list of runs, scanned: one buffer of depth slots, one reverse scan.
 
-from typing import NamedTuple
+Layer l sees only slots that layers before it wrote. So the buffer that the last layer leaves serves
+the backward pass of every layer: earlier versions of it are never needed, and each slot is stored
+once. The backward pass is one scan from the last layer to the first, which carries the cotangent
+of the buffer; each layer adds its part in place, and finds there that of the slots it wrote.
+"""
+
+import functools
 
 import jax
+import jax.numpy as jnp
+
+from kernels_pallas import ordered
+from moddepth_jax.hparams import ModelHparams
+from moddepth_jax.model.attention import Depth, KeysValues, Tokens
+from moddepth_jax.model.depth_stream import layer_kinds
+from moddepth_jax.model.layer import Written
+from moddepth_jax.model.mixture_of_depths import RoutedLayer
+from moddepth_jax.model.stack import Stack, rematerialised, run_unrolled
 
 
-class Run(NamedTuple):
-    """`group` layer kinds in a row, `repeats` times."""
-
-    group: tuple
-    repeats: int
-
-
-def find_runs(kinds) -> tuple[Run, ...]:
-    """Run-length encoding of a layer pattern, by groups: d r d r d -> (d r) x 2, (d) x 1.
-
-    At each place the group that covers most layers by two repeats or more is taken, the shortest
-    of equals; failing that, one layer by itself.
-    """
-    runs, start = [], 0
-    while start < len(kinds):
-        best = Run(tuple(kinds[start : start + 1]), 1)
-        for period in range(1, (len(kinds) - start) // 2 + 1):
-            group = tuple(kinds[start : start + period])
-            repeats = 1
-            while tuple(kinds[start + repeats * period :][:period]) == group:
-                repeats += 1
-            if repeats > 1 and repeats * period > len(best.group) * best.repeats:
-                best = Run(group, repeats)
-        runs.append(best)
-        start += len(best.group) * best.repeats
-    return tuple(runs)
-
-
-def scan_run(apply, stacked_params, x, loop: str):
-    """x through a run: y, record = apply(params, x) once per repeat.
+def run_stack(stack: Stack, params, tokens: Tokens, told: RoutedLayer, x_BTD):
+    """x_BTD through all layers.
 
     Args:
-      apply: (params of one repeat, x) -> (x, record).
-      stacked_params: pytree with a leading axis of repeats.
-      x: the stream.
-      loop: scan (one body, compile time free of the repeats) | unrolled.
+      stack: what is static.
+      params: of the stack.
+      tokens: of the rows.
+      told: leaves [routed layers].
+      x_BTD: the embedded tokens.
 
     Returns:
-      The stream after the run, and the records stacked over repeats.
+      The last stream, and a RoutingRecord with leaves [routed layers, B, T]; None without any.
     """
-    if loop == 'scan':
-        return jax.lax.scan(lambda carry, params: apply(params, carry), x, stacked_params)
-    records = []
-    for repeat in range(jax.tree.leaves(stacked_params)[0].shape[0]):
-        x, record = apply(jax.tree.map(lambda leaf, i=repeat: leaf[i], stacked_params), x)
-        records.append(record)
-    return x, jax.tree.map(lambda *leaves: jax.numpy.stack(leaves), *records)
+    if stack.hparams.layer_loop == 'unrolled':
+        return run_unrolled(stack, params, tokens, told, x_BTD)
+    x_BTD, records = _scanned(stack, params, _by_run(stack, told), tokens, x_BTD)
+
+    def in_order(*leaves):
+        together = jnp.stack(leaves, axis=1)
+        return together.reshape(-1, *together.shape[2:])
+
+    runs = [[record for record in run if record is not None] for run in records]
+    runs = [jax.tree.map(in_order, *run) for run in runs if run]
+    return x_BTD, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *runs) if runs else None
+
+
+def _by_run(stack, told):
+    """Of each run a list over the layers of its group: RoutedLayer [repeats], or None."""
+    runs, first = [], 0
+    for run in stack.runs:
+        routed = [j for j, kind in enumerate(run.group) if kind.routed]
+        last = first + run.repeats * len(routed)
+        mine = jax.tree.map(
+            lambda leaf, a=first, b=last, run=run: leaf[a:b].reshape(run.repeats, -1), told
+        )
+        layers = [None] * len(run.group)
+        for i, j in enumerate(routed):
+            layers[j] = jax.tree.map(lambda leaf, i=i: leaf[:, i], mine)
+        runs.append(layers)
+        first = last
+    return runs
+
+
+def empty_slots(hparams: ModelHparams, x_BTD) -> tuple[KeysValues | None, jax.Array | None]:
+    """Room for the slots of all layers, and for which tokens have them; None where none do."""
+    total = sum(kind.slots for kind in layer_kinds(hparams))
+    if not total:
+        return None, None
+    batch, length = x_BTD.shape[:2]
+    if hparams.depth.stream == 'dense':
+        return jnp.zeros((total, *x_BTD.shape), x_BTD.dtype), None
+    room = jnp.zeros((total, batch, length, hparams.num_kv_heads, hparams.head_dim), hparams.dtype)
+    valid = jnp.zeros((total, batch, length), bool) if hparams.masks_slots else None
+    return KeysValues(room, room), valid
+
+
+def put_slots(slots, valid_LBT, written: Written, first):
+    """The buffers with what a layer wrote from slot `first` on."""
+
+    def put(buffer, new, at):
+        return jax.lax.dynamic_update_index_in_dim(buffer, new.astype(buffer.dtype), at, 0)
+
+    for i, slot in enumerate(written.slots):
+        slots = jax.tree.map(lambda old, new, at=first + i: put(old, new, at), slots, slot)
+        if valid_LBT is not None:
+            valid_LBT = put(valid_LBT, written.valid_BT, first + i)
+    return slots, valid_LBT
+
+
+def _differentiable(tree):
+    """Its floating leaves, the others None; and the reverse."""
+    floating = jax.tree.map(lambda leaf: jnp.issubdtype(leaf.dtype, jnp.floating), tree)
+    return (
+        jax.tree.map(lambda leaf, mine: leaf if mine else None, tree, floating),
+        jax.tree.map(lambda leaf, mine: None if mine else leaf, tree, floating),
+    )
+
+
+def _joined(floating, others):
+    def choose(one, other):
+        return other if one is None else one
+
+    return jax.tree.map(choose, floating, others, is_leaf=lambda leaf: leaf is None)
+
+
+def _function(stack, kind, repeats):
+    """A layer as (x, everything else) -> (what is differentiated, what is not)."""
+
+    def call(x_BTD, rest):
+        params, slots, valid_LBT, count, told, tokens = rest
+        depth = None if slots is None else Depth(slots, valid_LBT, count)
+        output = stack.apply(kind, params, x_BTD, depth, tokens, told)
+        slots = None if slots is None else output.depth.slots
+        record, choices = _differentiable(output.record)
+        written = output.written
+        return (output.x_BTD, written.slots, slots, record), (written.valid_BT, choices)
+
+    # A loop of several trips cannot merge the recomputation with the first one; others could.
+    return rematerialised(call, stack.hparams, prevent_cse=repeats == 1)
+
+
+def _walk(stack, params, told, tokens, x_BTD, call):
+    """All layers in scans over the repeats of each run.
+
+    `call(function, x, rest)` returns the function's two results and what is to be kept.
+
+    Returns the last stream, the buffers, and of each run, by layer of its group, with a leading
+    axis of repeats: the records, and what was kept.
+    """
+    carry = (x_BTD, *empty_slots(stack.hparams, x_BTD))
+    records, kept = [], []
+    for i, run in enumerate(stack.runs):
+
+        def body(carry, inputs, run=run):
+            x_BTD, slots, valid_LBT = carry
+            params, told, count = inputs
+            left = []
+            for j, kind in enumerate(run.group):
+                rest = (params[f'layer_{j}'], slots, valid_LBT, count, told[j], tokens)
+                function = _function(stack, kind, run.repeats)
+                results, others, saved = call(function, x_BTD, rest)
+                x_BTD, new, slots, record = results
+                slots, valid_LBT = put_slots(slots, valid_LBT, Written(new, others[0]), count)
+                left.append((_joined(record, others[1]), saved))
+                count += kind.slots
+            return (x_BTD, slots, valid_LBT), left
+
+        inputs = (params[f'run_{i}'], told[i], stack.counts(i))
+        carry, left = jax.lax.scan(body, carry, inputs)
+        records.append([record for record, _ in left])
+        kept.append([saved for _, saved in left])
+    return carry, records, kept
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _scanned(stack, params, told, tokens, x_BTD):
+    def call(function, x_BTD, rest):
+        return *function(x_BTD, rest), None
+
+    (x_BTD, _, _), records, _ = _walk(stack, params, told, tokens, x_BTD, call)
+    return x_BTD, records
+
+
+def _forward(stack, params, told, tokens, x_BTD):
+    def call(function, x_BTD, rest):
+        leaves, structure = jax.tree.flatten(rest)
+        results, vjp, others = jax.vjp(
+            lambda x_BTD, leaves: function(x_BTD, structure.unflatten(leaves)),
+            x_BTD,
+            leaves,
+            has_aux=True,
+        )
+        # Parameters, slots and tokens are at hand in the backward pass: only x is kept of the
+        # arguments. What else is kept is a layer's own, and never of the buffer's size.
+        x_res, leaves_res = vjp.args_res
+        dropped = [None if isinstance(res, jax.Array) else res for res in leaves_res]
+        vjp.args_res = [x_res, dropped]
+        return results, others, vjp
+
+    (x_BTD, slots, valid_LBT), records, vjps = _walk(stack, params, told, tokens, x_BTD, call)
+    return (x_BTD, records), (params, told, tokens, slots, valid_LBT, vjps)
+
+
+def _backward(stack, residuals, cotangents):
+    params, told, tokens, slots, valid_LBT, vjps = residuals
+    dx_BTD, drecords = cotangents
+    carry, dparams = (dx_BTD, jax.tree.map(jnp.zeros_like, slots)), {}
+    for i, run in reversed(list(enumerate(stack.runs))):
+
+        def body(carry, inputs, run=run):
+            dx_BTD, dslots = carry
+            params, told, count, vjps, drecords = inputs
+            dparams = {}
+            for j, kind in reversed(list(enumerate(run.group))):
+                dwritten = ()
+                before = count + sum(kind.slots for kind in run.group[:j])
+                rest = (params[f'layer_{j}'], slots, valid_LBT, before, told[j], tokens)
+                leaves, structure = jax.tree.flatten(rest)
+                vjp, (x_res, dropped) = vjps[j], vjps[j].args_res
+                found = zip(dropped, leaves, strict=True)
+                vjp.args_res = [x_res, [leaf if res is None else res for res, leaf in found]]
+                if kind.slots:
+                    dwritten = tuple(_slot(dslots, before + k) for k in range(kind.slots))
+                    dwritten, dslots = ordered((dwritten, dslots), before)
+                dx_BTD, dleaves = vjp((dx_BTD, dwritten, dslots, drecords[j]))
+                dparams[f'layer_{j}'], dslots, *_ = structure.unflatten(dleaves)
+            return (dx_BTD, dslots), dparams
+
+        drecords_of_run = [_differentiable(record)[0] for record in drecords[i]]
+        counts = stack.counts(i)
+        inputs = (params[f'run_{i}'], told[i], counts, vjps[i], drecords_of_run)
+        carry, dparams[f'run_{i}'] = jax.lax.scan(body, carry, inputs, reverse=True)
+    return dparams, None, None, carry[0]
+
+
+def _slot(buffers, at):
+    take = functools.partial(jax.lax.dynamic_index_in_dim, axis=0, keepdims=False)
+    return jax.tree.map(lambda buffer: take(buffer, at), buffers)
+
+
+_scanned.defvjp(_forward, _backward)

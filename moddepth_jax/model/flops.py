@@ -2,7 +2,8 @@
 
 A multiply-add is 2. Attention counts the half of the query-key pairs that causality leaves, the
 head counts, embedding look-ups and elementwise work do not, recomputation never does. A routed
-block counts the C tokens that enter it and its router and predictor on all T.
+block counts the C tokens that enter it and its router and predictor on all T. Depth slots count
+where a query may see them, their projections on the tokens that have them.
 """
 
 import math
@@ -10,6 +11,7 @@ import math
 import jax
 
 from moddepth_jax.hparams import Hparams, Stage
+from moddepth_jax.model.depth_stream import layer_kinds
 from moddepth_jax.model.routers import ROUTERS
 
 
@@ -39,12 +41,13 @@ def forward_breakdown(
     """FLOPs of one forward pass over [batch, length] tokens, by part.
 
     Parts: projections (of attention), attention (scores and weighted values), mlp, router,
-    predictor, head. Routed blocks are counted at C tokens under top_c, and under a causal rule at
-    the most that may enter.
+    predictor, head; and of the depth stream `depth_projections` (slots, queries, the `dense` read)
+    and `depth_attention` (scores and weighted values of slots). Routed blocks are counted at C
+    tokens under top_c, and under a causal rule at the most that may enter.
     """
     model = hparams.model
     heads, kv_heads = model.num_heads, model.num_kv_heads
-    parts = dict.fromkeys(('projections', 'attention', 'mlp', 'router', 'predictor', 'head'), 0.0)
+    parts = dict.fromkeys(('projections', 'attention', 'mlp', 'router', 'predictor'), 0.0)
     for layer in range(model.num_layers):
         tokens, window = _entering(hparams, layer, length, routing)
         matrices = model.d_model * model.head_dim * (2 * heads + 2 * kv_heads)
@@ -57,8 +60,58 @@ def forward_breakdown(
                 width = model.routing.predictor_width
                 matrices = (model.d_model + 1) * width if width else model.d_model
                 parts['predictor'] += 2 * length * matrices
+    readers = depth_readers(hparams, length, routing)
+    parts['depth_projections'] = _depth_projections(hparams, length, routing)
+    parts['depth_attention'] = sum(
+        4 * tokens * seen * heads * model.head_dim for tokens, seen, _ in readers
+    )
     parts['head'] = 2 * length * model.d_model * model.vocab_size
     return {part: batch * flops for part, flops in parts.items()}
+
+
+def _depth_projections(hparams: Hparams, length: int, routing: str) -> float:
+    """FLOPs of one row on what the depth stream reads and writes by matrices."""
+    model, total, layer = hparams.model, 0.0, 0
+    depth, width = model.depth, model.head_dim
+    slot = 4 * model.d_model * model.num_kv_heads * width
+    masked = model.masks_slots
+    for kind in layer_kinds(model):
+        total += 2 * length * kind.inputs * model.d_model**2
+        entering = _entering(hparams, layer, length, routing)[0] if kind.part == 'block' else length
+        layer += kind.part == 'block'
+        if not kind.slots:
+            continue
+        if depth.stream == 'attention':
+            total += length * (slot + 2 * model.d_model * model.num_heads * width)
+        elif depth.stream == 'moda':
+            # Each slot is projected once a token, but that of attention, where it is the block's
+            # own key and value: only for skipped tokens, in one product over all.
+            tokens = entering if masked else length
+            projected = kind.slots
+            if depth.slots != 'block' and not depth.attention_slot_projection:
+                projected -= masked or not kind.routed
+            total += tokens * slot * projected
+    return total
+
+
+def depth_readers(hparams: Hparams, length: int, routing: str) -> list[tuple[int, int, int]]:
+    """(queries of a row, slots that each sees, slots written before) of each layer that reads them.
+
+    Under `masked` a slot counts for the tokens that have none too.
+    """
+    model, readers, layer, written = hparams.model, [], 0, 0
+    if model.depth.stream not in ('attention', 'moda'):
+        return readers
+    for kind in layer_kinds(model):
+        tokens = length
+        if kind.part == 'block' and model.depth.stream == 'moda':
+            tokens, _ = _entering(hparams, layer, length, routing)
+        seen = min(written, model.depth.slot_window or written)
+        if kind.part != 'entry':
+            readers.append((tokens, seen, written))
+        layer += kind.part == 'block'
+        written += kind.slots
+    return readers
 
 
 def forward_flops(hparams: Hparams, batch: int, length: int, routing: str = 'top_c') -> float:
@@ -83,14 +136,19 @@ def masked_attention_flops(
 ) -> float:
     """FLOPs of a forward pass on query-key pairs that are computed and then hidden by the mask.
 
-    They are those of the `reference` attention, which computes every pair: what separates the
-    counted FLOPs from the products in its traced program.
+    They are those of the `reference` attention, which computes every pair, and with every slot of
+    the buffer: what separates the counted FLOPs from the products in its traced program.
     """
     model, extra = hparams.model, 0.0
+    per_pair = 4 * model.num_heads * model.head_dim
     for layer in range(model.num_layers):
         tokens, window = _entering(hparams, layer, length, routing)
-        hidden = tokens**2 - _pairs(tokens, window)
-        extra += 4 * hidden * model.num_heads * model.head_dim
+        extra += per_pair * (tokens**2 - _pairs(tokens, window))
+    readers = depth_readers(hparams, length, routing)
+    in_buffer = sum(kind.slots for kind in layer_kinds(model))
+    for tokens, seen, written in readers:
+        read = in_buffer if model.layer_loop == 'scan' else written
+        extra += per_pair * tokens * (read - seen)
     return batch * extra
 
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from moddepth_jax.hparams import ModelHparams
-from moddepth_jax.model.attention import KeysValues, Past, Tokens
-from moddepth_jax.model.block import Block
+from moddepth_jax.model.attention import Depth, KeysValues, Past, Tokens
+from moddepth_jax.model.block import Block, Left, Sources
 from moddepth_jax.model.cache import Entry, from_prefill, visible
 from moddepth_jax.model.routers import GATES, ROUTERS, Predictor
 from moddepth_jax.model.routing import (
@@ -19,6 +19,7 @@ from moddepth_jax.model.routing import (
     first_entering,
     gather_rows,
     membership,
+    put_rows,
     scatter_add_rows,
     segment_top_c,
     select_top_c,
@@ -56,16 +57,23 @@ class MixtureOfDepths(nn.Module):
     window: int
     routing: str
     sizes: tuple[int, ...] = ()
+    writes_slots: bool = False
 
     def setup(self):
         routing = self.hparams.routing
         self.router = ROUTERS[routing.router](routing)
         if routing.causal_rule == 'predictor':
             self.predictor = Predictor(self.hparams)
-        self.block = Block(self.hparams, self.window)
+        self.block = Block(self.hparams, self.window, self.writes_slots)
 
-    def __call__(self, x_BTD, tokens: Tokens, layer: RoutedLayer):
-        """Returns x'_BTD and the RoutingRecord."""
+    def __call__(
+        self, x_BTD, tokens: Tokens, layer: RoutedLayer, depth: Depth | None = None
+    ) -> tuple[jax.Array, Left, jax.Array | None, RoutingRecord]:
+        """Returns x'_BTD, what the block leaves, of which tokens, and the RoutingRecord.
+
+        Its sources are those of all tokens (None) where skipped ones have slots too, else those of
+        the rows [B, C] that are given; its keys are of no use.
+        """
         real_BT = tokens.segment_ids_BT > 0
         scores_BT, rule_logits_BT, gates_BT = self.decide(x_BTD, tokens, layer)
         eligible_BT = jnp.where(real_BT, scores_BT, -jnp.inf)
@@ -79,34 +87,53 @@ class MixtureOfDepths(nn.Module):
         top_c_BT = membership(indices_BC, x_BTD.shape[1]) & real_BT
         if self.routing == 'top_c':
             wanted_BT = entered_BT = top_c_BT
-            y_BTD, _ = self.gathered(x_BTD, tokens, gates_BT, indices_BC)
+            y_BTD, left = self.gathered(x_BTD, tokens, gates_BT, indices_BC, depth)
         else:
             wanted_BT = real_BT & (rule_logits_BT > 0)
             wanted_BT = jnp.where(layer.causal, wanted_BT, top_c_BT)
             entered_BT = jnp.where(layer.causal, admit(wanted_BT, self.sizes[-1]), top_c_BT)
             entered_BT = checkpoint_name(entered_BT, CHOICE)
-            y_BTD, _ = self.causal(x_BTD, tokens, gates_BT, entered_BT)
+            y_BTD, left = self.causal(x_BTD, tokens, gates_BT, entered_BT, depth)
+            indices_BC = first_entering(entered_BT, self.sizes[-1])
         refused_BT = wanted_BT & ~entered_BT
-        return y_BTD, RoutingRecord(
+        record = RoutingRecord(
             scores_BT, rule_logits_BT, top_c_BT, entered_BT, refused_BT, gates_BT
         )
+        return y_BTD, *self._for_slots(x_BTD, tokens, left, indices_BC), record
 
-    def prefill(self, x_BTD, tokens: Tokens, layer: RoutedLayer, slots: int | None):
-        """The causal pass over whole prompts, and what it leaves: x', LayerCache, refused_B.
+    def _for_slots(self, x_BTD, tokens, left, indices_BC):
+        """Left, with the sources of skipped tokens where these have slots, and its rows."""
+        if not self.writes_slots:
+            return left, None
+        if self.hparams.depth.skipped_slots == 'masked':
+            return left, indices_BC
+        skipped = self.block.skipped_sources(x_BTD, tokens)
+        sources = jax.tree.map(
+            lambda all_BTX, some_BCX: put_rows(all_BTX, indices_BC, some_BCX), skipped, left.sources
+        )
+        return left._replace(sources=sources), None
+
+    def prefill(
+        self, x_BTD, tokens: Tokens, layer: RoutedLayer, slots: int | None, depth: Depth | None
+    ):
+        """The causal pass over whole prompts: x', Left and its rows, LayerCache, refused_B.
 
         `slots` of the cache; None: as many as there may be entries.
         """
         _, rule_logits_BT, gates_BT = self.decide(x_BTD, tokens, layer)
         wanted_BT = (tokens.segment_ids_BT > 0) & (rule_logits_BT > 0)
         entered_BT = admit(wanted_BT, self.sizes[-1])
-        y_BTD, keys = self.causal(x_BTD, tokens, gates_BT, entered_BT)
+        y_BTD, left = self.causal(x_BTD, tokens, gates_BT, entered_BT, depth)
         indices_BC = first_entering(entered_BT, self.sizes[-1])
         positions_BC = gather_rows(tokens.positions_BT, indices_BC)
-        cache = from_prefill(keys, slots, positions_BC, jnp.sum(entered_BT, axis=1))
-        return y_BTD, cache, jnp.sum(wanted_BT & ~entered_BT, axis=1)
+        cache = from_prefill(left.keys, slots, positions_BC, jnp.sum(entered_BT, axis=1))
+        refused_B = jnp.sum(wanted_BT & ~entered_BT, axis=1)
+        return y_BTD, *self._for_slots(x_BTD, tokens, left, indices_BC), cache, refused_B
 
-    def decode(self, x_B1D, tokens: Tokens, layer: RoutedLayer, cache, documents_B, active_B):
-        """One new token of each row: x', the Entry that it leaves, and refused_B.
+    def decode(
+        self, x_B1D, tokens: Tokens, layer: RoutedLayer, cache, documents_B, active_B, depth
+    ):
+        """One new token of each row: x', Sources of all rows, the Entry that it leaves, refused_B.
 
         Rows that enter are gathered into the least static bucket that holds them, so that a step
         costs what it lets in; at batch 1 that is a conditional.
@@ -117,32 +144,40 @@ class MixtureOfDepths(nn.Module):
           cache: LayerCache of this block.
           documents_B: int32 [B], where their documents begin.
           active_B: bool [B]; other rows never enter.
+          depth: Depth of the new tokens, or None.
         """
         _, rule_logits_B1, gates_B1 = self.decide(x_B1D, tokens, layer)
         wanted_B = active_B & (rule_logits_B1[:, 0] > 0)
         entered_B = wanted_B & (cache.lengths_B < cache.slots)
         rows_B = first_entering(entered_B[None], x_B1D.shape[0])[0]
+        skipped = self.block.skipped_sources(x_B1D, tokens) if self.writes_slots else Sources()
+        if self.hparams.depth.skipped_slots == 'masked':
+            skipped = jax.tree.map(jnp.zeros_like, skipped)
 
         def through(size):
             def bucket(module, x_B1D):
                 return module._decode_bucket(
-                    x_B1D, tokens, gates_B1, cache, documents_B, rows_B[:size]
+                    x_B1D, tokens, gates_B1, cache, documents_B, rows_B[:size], depth, skipped
                 )
 
             return bucket
 
         sizes = batch_buckets(x_B1D.shape[0])
         which = jnp.sum(jnp.sum(entered_B) > jnp.array(sizes[:-1]))
-        y_B1D, keys = nn.switch(which, [through(size) for size in sizes], self, x_B1D)
-        return y_B1D, Entry(keys, entered_B), wanted_B & ~entered_B
+        branches = [through(size) for size in sizes]
+        y_B1D, keys, sources = nn.switch(which, branches, self, x_B1D)
+        return y_B1D, sources, Entry(keys, entered_B), wanted_B & ~entered_B
 
-    def _decode_bucket(self, x_B1D, tokens, gates_B1, cache, documents_B, rows_C):
-        """The block on the rows `rows_C`, B and above naming none; other rows are untouched."""
+    def _decode_bucket(self, x_B1D, tokens, gates_B1, cache, documents_B, rows_C, depth, skipped):
+        """The block on the rows `rows_C`, B and above naming none; other rows are untouched.
+
+        Their Sources are `skipped`.
+        """
         batch, size = x_B1D.shape[0], rows_C.shape[0]
         kv_heads, width = cache.k_BKHS.shape[1:3]
+        nothing = KeysValues(*[jnp.zeros((batch, 1, kv_heads, width), x_B1D.dtype)] * 2)
         if not size:
-            nothing = jnp.zeros((batch, 1, kv_heads, width), x_B1D.dtype)
-            return x_B1D, KeysValues(nothing, nothing)
+            return x_B1D, nothing, skipped
         whole = size == batch
 
         def pick(side):
@@ -153,17 +188,24 @@ class MixtureOfDepths(nn.Module):
         positions_C = pick(tokens.positions_BT)[:, 0]
         seen_CS = visible(small, positions_C, pick(documents_B), self.window, cache.slots)
         mine = Past(cache.k_BKHS, cache.v_BKHS, seen_CS, None if whole else rows_C)
-        delta_C1D, keys = self.block.delta_with_keys(pick(x_B1D), jax.tree.map(pick, tokens), mine)
+        if depth is not None and not whole:
+            depth = jax.tree.map(lambda side: side.at[:, rows_C].get(mode='clip'), depth)
+        delta_C1D, left = self.block.delta(pick(x_B1D), jax.tree.map(pick, tokens), mine, depth)
         update_C1D = (pick(gates_B1)[..., None] * delta_C1D).astype(x_B1D.dtype)
         if whole:
             entered_B = membership(rows_C[None], batch)[0]
-            return jnp.where(entered_B[:, None, None], x_B1D + update_C1D, x_B1D), keys
 
-        def put(side_C):
-            nothing = jnp.zeros((batch, *side_C.shape[1:]), side_C.dtype)
-            return nothing.at[rows_C].set(side_C, mode='drop')
+            def choose(new_B, old_B):
+                return jnp.where(entered_B.reshape(-1, *[1] * (new_B.ndim - 1)), new_B, old_B)
 
-        return x_B1D.at[rows_C].add(update_C1D, mode='drop'), jax.tree.map(put, keys)
+            sources = jax.tree.map(choose, left.sources, skipped)
+            return choose(x_B1D + update_C1D, x_B1D), left.keys, sources
+
+        def put(side_B, side_C):
+            return side_B.at[rows_C].set(side_C, mode='drop')
+
+        keys, sources = jax.tree.map(put, (nothing, skipped), (left.keys, left.sources))
+        return x_B1D.at[rows_C].add(update_C1D, mode='drop'), keys, sources
 
     def decide(self, x_BTD, tokens: Tokens, layer: RoutedLayer):
         """scores_BT, rule_logits_BT and gates_BT, as in RoutingRecord, of any tokens."""
@@ -182,30 +224,45 @@ class MixtureOfDepths(nn.Module):
         }[rule]()
         return scores_BT, logits_BT, gates_BT
 
-    def gathered(self, x_BTD, tokens: Tokens, gates_BT, indices_BC):
-        """The block on the named tokens alone: x', and their KeysValues [B, C, K, H]."""
+    def gathered(self, x_BTD, tokens: Tokens, gates_BT, indices_BC, depth: Depth | None):
+        """The block on the named tokens alone: x', and what it leaves of these C tokens a row."""
         selected = jax.tree.map(lambda side_BT: gather_rows(side_BT, indices_BC), tokens)
-        delta_BCD, keys = self.block.delta_with_keys(gather_rows(x_BTD, indices_BC), selected)
+        if depth is not None:
+            depth = depth._replace(rows_BC=indices_BC)
+        x_BCD = gather_rows(x_BTD, indices_BC)
+        delta_BCD, left = self.block.delta(x_BCD, selected, depth=depth)
+        if depth is not None:
+            left = left._replace(depth=left.depth._replace(rows_BC=None))
         update_BCD = gather_rows(gates_BT, indices_BC)[..., None] * delta_BCD
-        return scatter_add_rows(x_BTD, indices_BC, update_BCD.astype(x_BTD.dtype)), keys
+        return scatter_add_rows(x_BTD, indices_BC, update_BCD.astype(x_BTD.dtype)), left
 
-    def causal(self, x_BTD, tokens: Tokens, gates_BT, entered_BT):
+    def causal(self, x_BTD, tokens: Tokens, gates_BT, entered_BT, depth: Depth | None):
         """The block on any set of tokens, no row of it larger than the largest of `sizes`.
 
-        Returns x', and the KeysValues [B, sizes[-1], K, H] of each row's entering tokens in order;
-        slots beyond their number hold anything.
+        Returns x', and what the block leaves of sizes[-1] tokens a row: the entering ones in order,
+        then anything.
         """
+
+        if len(self.sizes) == 1:
+            indices_BC = first_entering(entered_BT, self.sizes[0])
+            return self.gathered(x_BTD, tokens, gates_BT, indices_BC, depth)
 
         def pass_through(size):
             def branch(module, x_BTD):
                 indices_BC = first_entering(entered_BT, size)
-                y_BTD, keys = module.gathered(x_BTD, tokens, gates_BT, indices_BC)
-                room = ((0, 0), (0, self.sizes[-1] - size), (0, 0), (0, 0))
-                return y_BTD, jax.tree.map(lambda side: jnp.pad(side, room), keys)
+                y_BTD, left = module.gathered(x_BTD, tokens, gates_BT, indices_BC, depth)
+
+                def fill(side):
+                    room = ((0, 0), (0, self.sizes[-1] - size), *[(0, 0)] * (side.ndim - 2))
+                    return jnp.pad(side, room)
+
+                return y_BTD, jax.tree.map(fill, left._replace(depth=None))
 
             return branch
 
         fullest = jnp.max(jnp.sum(entered_BT, axis=1))
         which = jnp.sum(fullest > jnp.array(self.sizes[:-1], fullest.dtype))
         branches = [pass_through(size) for size in self.sizes]
-        return nn.switch(which, branches, self, x_BTD) if branches[1:] else branches[0](self, x_BTD)
+        y_BTD, left = nn.switch(which, branches, self, x_BTD)
+        # The slots go past the branches, which would copy them.
+        return y_BTD, left._replace(depth=depth)

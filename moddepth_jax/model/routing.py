@@ -144,6 +144,16 @@ def gather_rows(x_BTX, indices_BC):
     return jax.vmap(gather)(x_BTX, indices_BC)
 
 
+def put_rows(x_BTX, indices_BC, update_BCX):
+    """x with the named tokens replaced. Indices are distinct and ascending."""
+
+    def put(x_TX, index_C, update_CX):
+        at = x_TX.at[index_C]
+        return at.set(update_CX, indices_are_sorted=True, unique_indices=True, mode='drop')
+
+    return jax.vmap(put)(x_BTX, indices_BC, update_BCX)
+
+
 def scatter_add_rows(x_BTD, indices_BC, update_BCD):
     """x with `update` added to the named tokens. Distinct indices make reruns bit-equal."""
 

@@ -1,83 +1,20 @@
 """The decoder-only language model: embedding, stack of dense and routed blocks, head."""
 
-from typing import NamedTuple
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from moddepth_jax.hparams import Hparams, ModelHparams
-from moddepth_jax.model.attention import Tokens
-from moddepth_jax.model.block import Block
-from moddepth_jax.model.depth_scan import find_runs, scan_run
+from moddepth_jax.model.attention import Depth, Tokens
+from moddepth_jax.model.depth_scan import empty_slots, put_slots, run_stack
+from moddepth_jax.model.depth_stream import LayerKind
 from moddepth_jax.model.layers import RMSNorm, initializer, logits
-from moddepth_jax.model.mixture_of_depths import CHOICE, MixtureOfDepths, RoutedLayer
+from moddepth_jax.model.mixture_of_depths import RoutedLayer
 from moddepth_jax.model.routers import fixed_threshold, token_seeds
 from moddepth_jax.model.routing import ROUTINGS, static_sizes
+from moddepth_jax.model.stack import Stack
 
 MAX_INIT_LENGTH = 2048  # tokens of the random stream on which routers choose their initial width
-
-
-class LayerKind(NamedTuple):
-    """What tells one layer of a stack from another: layers of one kind can share a scan."""
-
-    routed: bool
-    window: int
-
-
-def layer_kinds(hparams: ModelHparams) -> list[LayerKind]:
-    """The kind of every layer, from the first to the last."""
-    routed = hparams.routed_layers
-    return [LayerKind(i in routed, hparams.window(i)) for i in range(hparams.num_layers)]
-
-
-class Group(nn.Module):
-    """The layers of one repeat of a run, each rematerialised by itself where asked."""
-
-    hparams: ModelHparams
-    kinds: tuple[LayerKind, ...]
-    repeats: int
-    routing: str
-    sizes: tuple[int, ...] = ()
-
-    @nn.compact
-    def __call__(self, x_BTD, tokens: Tokens, routed: RoutedLayer):
-        """Returns the stream and a list of the routed layers' records.
-
-        `routed` has leaves [routed layers of the group].
-        """
-        # A loop of several trips cannot merge the recomputation with the first one; others could.
-        prevent_cse = self.hparams.layer_loop == 'unrolled' or self.repeats == 1
-
-        def layer(cls):
-            if self.hparams.remat == 'none':
-                return cls
-            # The choice of tokens is kept: recomputed, it could fall otherwise on a near-tie.
-            policy = jax.checkpoint_policies.save_only_these_names(CHOICE)
-            return nn.remat(cls, prevent_cse=prevent_cse, policy=policy)
-
-        records = []
-        for i, kind in enumerate(self.kinds):
-            name = f'layer_{i}'
-            if kind.routed:
-                how = (self.hparams, kind.window, self.routing, self.sizes)
-                block = layer(MixtureOfDepths)(*how, name=name)
-                x_BTD, record = block(x_BTD, tokens, _take_layer(routed, len(records)))
-                records.append(record)
-            else:
-                x_BTD = layer(Block)(self.hparams, kind.window, name=name)(x_BTD, tokens)
-        return x_BTD, records
-
-
-def _flatten_records(records):
-    """Per-group records [repeats, B, T] -> one record [layers, B, T] in order of depth."""
-
-    def interleave(*leaves):
-        stacked = jnp.stack(leaves, axis=1)
-        return stacked.reshape(-1, *stacked.shape[2:])
-
-    runs = [jax.tree.map(interleave, *group) for group in records if group]
-    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *runs) if runs else None
 
 
 class Head(nn.Module):
@@ -136,24 +73,13 @@ class Transformer(nn.Module):
         x_BTD = jnp.take(embedding_VD, tokens_BT, axis=0).astype(model.dtype)
         stack, routed = self._stack(), self._routed_layers(routing, causal_layers_R)
         sizes = causal_sizes(self.hparams, tokens_BT.shape[1], routing)
-        records = []
-        for i, run in enumerate(find_runs(layer_kinds(model))):
-            group = Group(model, run.group, run.repeats, routing, sizes, parent=None)
-
-            def apply(inputs, x_BTD, group=group):
-                params, routed = inputs
-                return group.apply({'params': params}, x_BTD, tokens, routed)
-
-            per_repeat = sum(kind.routed for kind in run.group)
-            mine, routed = _take_routed(routed, run.repeats, per_repeat)
-            x_BTD, record = scan_run(apply, (stack[f'run_{i}'], mine), x_BTD, model.layer_loop)
-            records.append(record)
+        x_BTD, records = run_stack(Stack(model, routing, sizes), stack, tokens, routed, x_BTD)
         x_BTD = RMSNorm(model.norm_eps, name='final_norm')(x_BTD)
         if model.tie_embeddings:
             logits_BTV = logits(x_BTD, embedding_VD.T)
         else:
             logits_BTV = Head(model, name='head')(x_BTD)
-        return logits_BTV, _flatten_records(records)
+        return logits_BTV, records
 
     def _seeds(self, tokens_BT, positions_BT):
         if self.hparams.model.routing.router != 'random':
@@ -209,17 +135,6 @@ def layer_thresholds(hparams: ModelHparams, averages, routing: str):
     return jnp.zeros(num_routed)
 
 
-def _take_layer(routed: RoutedLayer, i: int):
-    return jax.tree.map(lambda leaf: leaf[i], routed)
-
-
-def _take_routed(routed: RoutedLayer, repeats: int, per_repeat: int):
-    """The next repeats x per_repeat routed layers, as [repeats, per_repeat], and the rest."""
-    taken = repeats * per_repeat
-    mine = jax.tree.map(lambda leaf: leaf[:taken].reshape(repeats, per_repeat), routed)
-    return mine, jax.tree.map(lambda leaf: leaf[taken:], routed)
-
-
 def init_stack(key, hparams: ModelHparams, length: int):
     """Parameters of the stack. Layers are initialised in order on a random row of `length` tokens
     of the embedding's width, so that each router sees its input as large as it will be at step 0.
@@ -231,19 +146,39 @@ def init_stack(key, hparams: ModelHparams, length: int):
     )
     ones_BT = jnp.ones(shape[:2], jnp.int32)
     tokens = Tokens(jnp.arange(length)[None], ones_BT, ones_BT.astype(jnp.uint32))
-    stack = {}
-    for i, run in enumerate(find_runs(layer_kinds(hparams))):
-        group = Group(hparams, run.group, run.repeats, 'top_c', parent=None)
-        zeros = jnp.zeros(sum(kind.routed for kind in run.group))
-        routed = RoutedLayer(zeros.astype(jnp.int32), zeros, zeros > 0)
+    stack, params = Stack(hparams, 'top_c'), {}
+    carry = (x_BTD, *empty_slots(hparams, x_BTD))
+    for i, run in enumerate(stack.runs):
+        group = Group(stack, run.group, parent=None)
 
-        def init_repeat(x_BTD, key, group=group, routed=routed):
-            (y_BTD, _), variables = group.init_with_output(key, x_BTD, tokens, routed)
-            return y_BTD, variables['params']
+        def init_repeat(carry, inputs, group=group):
+            key, count = inputs
+            carry, variables = group.init_with_output(key, carry, count, tokens)
+            return carry, variables['params']
 
         keys = jax.random.split(jax.random.fold_in(key, i), run.repeats)
-        x_BTD, stack[f'run_{i}'] = jax.lax.scan(init_repeat, x_BTD, keys)
-    return stack
+        carry, params[f'run_{i}'] = jax.lax.scan(init_repeat, carry, (keys, stack.counts(i)))
+    return params
+
+
+class Group(nn.Module):
+    """The layers of one repeat of a run, for their initialisation."""
+
+    stack: Stack
+    kinds: tuple[LayerKind, ...]
+
+    @nn.compact
+    def __call__(self, carry, count, tokens: Tokens):
+        """The stream and the buffers of slots, of which `count` are written, after the layers."""
+        told = RoutedLayer(jnp.int32(0), jnp.float32(0), jnp.bool_(False))
+        for j, kind in enumerate(self.kinds):
+            x_BTD, slots, valid_LBT = carry
+            depth = None if slots is None else Depth(slots, valid_LBT, count)
+            layer = self.stack.layer(kind, name=f'layer_{j}')
+            output = layer(x_BTD, depth, tokens, told if kind.routed else None)
+            carry = output.x_BTD, *put_slots(slots, valid_LBT, output.written, count)
+            count += kind.slots
+        return carry
 
 
 def causal_sizes(hparams: Hparams, length: int, routing: str) -> tuple[int, ...]:

@@ -8,15 +8,15 @@ import jax
 import jax.numpy as jnp
 
 from moddepth_jax.hparams import Hparams
-from moddepth_jax.model.attention import Past, Tokens
-from moddepth_jax.model.block import Block
-from moddepth_jax.model.cache import Cache, Entry, from_prefill, visible
-from moddepth_jax.model.depth_scan import find_runs
+from moddepth_jax.model.attention import Tokens
+from moddepth_jax.model.cache import Cache
+from moddepth_jax.model.depth_stream import layer_kinds
 from moddepth_jax.model.layers import logits, rms_norm
-from moddepth_jax.model.mixture_of_depths import MixtureOfDepths, RoutedLayer
+from moddepth_jax.model.mixture_of_depths import RoutedLayer
 from moddepth_jax.model.routers import token_seeds
 from moddepth_jax.model.routing import static_sizes
-from moddepth_jax.model.transformer import layer_kinds, layer_thresholds
+from moddepth_jax.model.stack import Stack, stacked_slots, unstacked
+from moddepth_jax.model.transformer import layer_thresholds
 
 
 def unroll(variables, hparams: Hparams, routing: str) -> dict:
@@ -28,20 +28,15 @@ def unroll(variables, hparams: Hparams, routing: str) -> dict:
       routing: the causal rule that they are for.
 
     Returns:
-      `embedding`, `layers` (a list in order of depth), `final_norm`, `head` (absent where the
-      embedding is tied), and `thresholds_R`.
+      `embedding`, `layers` (a list of each layer's parameters), `final_norm`, `head` (absent where
+      the embedding is tied), and `thresholds_R`.
 
     Raises:
       ValueError: as `layer_thresholds` says.
     """
-    model, params = hparams.model, variables['params']
-    layers = []
-    for i, run in enumerate(find_runs(layer_kinds(model))):
-        stacked = params['stack'][f'run_{i}']
-        for repeat in range(run.repeats):
-            one = jax.tree.map(lambda leaf, repeat=repeat: leaf[repeat], stacked)
-            layers += [one[f'layer_{j}'] for j in range(len(run.group))]
-    thresholds_R = layer_thresholds(model, variables.get('averages'), routing)
+    params = variables['params']
+    layers = [mine for _, mine in unstacked(Stack(hparams.model, routing), params['stack'])]
+    thresholds_R = layer_thresholds(hparams.model, variables.get('averages'), routing)
     rest = {name: params[name] for name in ('embedding', 'final_norm', 'head') if name in params}
     return {**rest, 'layers': layers, 'thresholds_R': thresholds_R}
 
@@ -64,16 +59,16 @@ def _read_out(unrolled, hparams, x_B1D):
     return logits(rms_norm(x_B1D, scale_D, epsilon), head_DV)[:, 0]
 
 
-def _layers(unrolled, hparams):
-    """(number, kind, params, RoutedLayer or None) of each layer."""
-    number = 0
-    for i, kind in enumerate(layer_kinds(hparams.model)):
+def _layers(unrolled, hparams, routing, sizes=()):
+    """(Layer, its variables, RoutedLayer or None) of each layer."""
+    stack, number = Stack(hparams.model, routing, sizes), 0
+    for kind, params in zip(layer_kinds(hparams.model), unrolled['layers'], strict=True):
         told = None
         if kind.routed:
             threshold = unrolled['thresholds_R'][number]
             told = RoutedLayer(jnp.int32(number), threshold, jnp.bool_(True))
             number += 1
-        yield i, kind, {'params': unrolled['layers'][i]}, told
+        yield stack.layer(kind, parent=None), {'params': params}, told
 
 
 def prefill(
@@ -101,24 +96,22 @@ def prefill(
     Returns:
       logits_BV after the last token of each prompt, float32, and the Cache.
     """
-    model, (batch, length) = hparams.model, tokens_BT.shape
+    batch, length = tokens_BT.shape
     positions_BT = jnp.broadcast_to(jnp.arange(length), tokens_BT.shape)
     tokens = _tokens(hparams, tokens_BT, positions_BT, segment_ids_BT)
     x_BTD = _embed(unrolled, hparams, tokens_BT)
     sizes = static_sizes(length, length if routed_slots is None else routed_slots)
-    caches, refused_B = [], jnp.zeros(batch, jnp.int32)
-    for _, kind, params, told in _layers(unrolled, hparams):
-        if kind.routed:
-            module = MixtureOfDepths(model, kind.window, routing, sizes)
-            x_BTD, cache, refused = module.apply(
-                params, x_BTD, tokens, told, routed_slots, method='prefill'
-            )
+    written, caches, refused_B = [], [], jnp.zeros(batch, jnp.int32)
+    for layer, params, told in _layers(unrolled, hparams, routing, sizes):
+        given = (params, x_BTD, stacked_slots(written), tokens, told)
+        if layer.kind.part == 'block':
+            given += (slots, routed_slots)
+            x_BTD, new, cache, refused = layer.apply(*given, method='prefill')
+            caches.append(cache)
             refused_B += refused
         else:
-            block = Block(model, kind.window)
-            x_BTD, keys = block.apply(params, x_BTD, tokens, method='with_keys')
-            cache = from_prefill(keys, slots)
-        caches.append(cache)
+            x_BTD, new, _, _ = layer.apply(*given)
+        written.append(new)
     lengths_B = jnp.sum(segment_ids_BT > 0, axis=1)
     last_B = jnp.maximum(lengths_B - 1, 0)
     x_B1D = jnp.take_along_axis(x_BTD, last_B[:, None, None], axis=1)
@@ -144,25 +137,21 @@ def decode_step(unrolled, cache: Cache, token_B, begins_B, active_B, *, hparams,
       logits_BV in float32 after the token, a list of an Entry for each block, and refused_B: what
       `cache.write` takes.
     """
-    model = hparams.model
     documents_B = jnp.where(begins_B, cache.lengths_B, cache.documents_B)
     token_B1, positions_B1 = token_B[:, None], cache.lengths_B[:, None]
     tokens = _tokens(hparams, token_B1, positions_B1, jnp.ones_like(token_B1))
     x_B1D = _embed(unrolled, hparams, token_B1)
-    entries, refused_B = [], jnp.zeros_like(token_B)
-    for i, kind, params, told in _layers(unrolled, hparams):
-        layer = cache.layers[i]
-        if kind.routed:
-            module = MixtureOfDepths(model, kind.window, routing)
-            x_B1D, entry, refused = module.apply(
-                params, x_B1D, tokens, told, layer, documents_B, active_B, method='decode'
-            )
+    rows = (cache.lengths_B, documents_B, active_B)
+    # Slots of the new token alone: a query sees those of its own position, so none is kept.
+    written, entries, refused_B = [], [], jnp.zeros_like(token_B)
+    for layer, params, told in _layers(unrolled, hparams, routing):
+        given = (params, x_B1D, stacked_slots(written), tokens, told)
+        if layer.kind.part == 'block':
+            given += (cache.layers[len(entries)], rows)
+            x_B1D, new, entry, refused = layer.apply(*given, method='decode')
+            entries.append(entry)
             refused_B += refused
         else:
-            block = Block(model, kind.window)
-            seen_BS = visible(layer, cache.lengths_B, documents_B, kind.window, layer.slots)
-            past = Past(layer.k_BKHS, layer.v_BKHS, seen_BS)
-            x_B1D, keys = block.apply(params, x_B1D, tokens, past, method='with_keys')
-            entry = Entry(keys, None)
-        entries.append(entry)
+            x_B1D, new, _, _ = layer.apply(*given)
+        written.append(new)
     return _read_out(unrolled, hparams, x_B1D), entries, refused_B

@@ -20,6 +20,12 @@ OLDER_RUNS = {  # a knob that they do not have: the value under which they behav
     'model.routing.cache_capacity': 1.5,
     'model.routing.overflow': 'grow',
     'report.top_p': 1.0,
+    'model.depth.stream': 'residual',
+    'model.depth.slots': 'none',
+    'model.depth.attention_slot_projection': False,
+    'model.depth.slot_keys': 'none',
+    'model.depth.skipped_slots': 'none',
+    'model.depth.slot_window': 0,
 }
 
 
@@ -163,7 +169,7 @@ def _read_config(path):
         *groups, knob = name.split('.')
         group = config
         for part in groups:
-            group = group.get(part) if isinstance(group, dict) else None
+            group = group.setdefault(part, {}) if isinstance(group, dict) else None
         if isinstance(group, dict) and knob not in group:
             group[knob] = filled[name] = value
     return config, filled

@@ -35,13 +35,14 @@ class HeldOut:
         return {'tokens_BT': tokens_BT, 'segment_ids_BT': np.ones((2, 32), np.int32)}
 
 
-def make_run(tiny_config, workdir, router='learned', gap=0.004):
+def make_run(tiny_config, workdir, router='learned', gap=0.004, **more):
     changes = {
         'model.num_layers': 1,
         'model.routing.router': router,
         'model.routing.layers': '0',
         'training.num_steps': 0,
         'flop_budget': 2e9,
+        **more,
     }
     hparams = from_config(tiny_config(**changes))
     init = functools.partial(Transformer(hparams).init, jax.random.key(0))
@@ -125,6 +126,25 @@ def test_three_next_steps_that_exist(tiny_config, tmp_path, sampled, router):
     files = re.findall(rf'{re.escape(str(tmp_path))}[\w./]*', ' '.join(items))
     assert files and all(pathlib.Path(file).exists() for file in files)
     assert (run.workdir / 'routing.png').exists() == (router == 'learned')
+
+
+@pytest.mark.parametrize('router', ['learned', 'none'])
+def test_run_with_depth_slots_shows_who_reads_them(tiny_config, tmp_path, sampled, router):
+    """A MoDA run leaves the masses on its slots as a picture, named to look at, and as numbers."""
+    sampled('x')
+    moda = {'model.num_layers': 2, 'model.depth.stream': 'moda'}
+    run = make_run(tiny_config, tmp_path / 'run', router, **moda)
+    look, *others = next_steps(printed(run))
+    assert look.startswith('look') and len(others) == 2
+    names = [f'{run.workdir}/{name}.png:' for name in ('routing', 'depth_mass')]
+    assert [name in look for name in names] == [router == 'learned', True]
+    assert matplotlib.image.imread(run.workdir / 'depth_mass.png').std() > 0.05
+    numbers = json.loads((run.workdir / 'depth_mass.json').read_text())
+    assert numbers['routing'] == ('predictor' if router == 'learned' else 'dense')
+    assert numbers['layers'] == ['0', '1'] and numbers['slots'] == ['0a', '0f']
+    assert numbers['slots_LS'][0] == [0, 0] and 0 < sum(numbers['slots_LS'][1]) < 1
+    assert numbers['depth_L'][1] == pytest.approx(sum(numbers['slots_LS'][1]))
+    assert all(0 <= mass < 1 for mass in numbers['first_token_L'])
 
 
 @pytest.mark.parametrize(

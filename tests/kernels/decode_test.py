@@ -1,4 +1,4 @@
-"""Attention over a cache and the new token is attention over the joined keys, in float64."""
+"""Attention over a cache, the new token and its slots is one softmax over all keys, in float64."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,8 +19,19 @@ def draw(kv_heads, dtype='float32', seed=0):
     return [jnp.asarray(side, dtype) for side in new + cached] + [visible]
 
 
-def joined(q, k, v, k_cache, v_cache, visible):
-    """One softmax, row by row and head by head, over visible slots and the own key."""
+def draw_slots(kv_heads, num_slots=6, dtype='float32'):
+    """(k, v of the slots [L, C, 1, K, H], their mask [L, C, 1]) at random."""
+    rng = np.random.default_rng(7)
+    shape = (num_slots, BATCH, 1, kv_heads, WIDTH)
+    slots = [jnp.asarray(rng.normal(size=shape), dtype) for _ in range(2)]
+    return *slots, rng.random(shape[:3]) < 0.5
+
+
+def joined(q, k, v, k_cache, v_cache, visible, slots=None, q_depth=None):
+    """One softmax, row by row and head by head, over visible places, the own key and the slots.
+
+    `slots`: (k, v, bool mask) of those that draw_slots gives; q_depth None: q.
+    """
     sides = [np.asarray(side, np.float64) for side in (q, k, v, k_cache, v_cache)]
     q, k, v, k_cache, v_cache = sides
     out, group = np.zeros(q.shape), q.shape[2] // k.shape[2]
@@ -29,7 +40,14 @@ def joined(q, k, v, k_cache, v_cache, visible):
         seen = visible[row]
         keys = np.concatenate([k_cache[row, kv][:, seen].T, k[row, :, kv]])
         values = np.concatenate([v_cache[row, kv][:, seen].T, v[row, :, kv]])
-        scores = keys @ q[row, 0, head] / np.sqrt(WIDTH)
+        scores = keys @ q[row, 0, head]
+        if slots is not None:
+            shown = slots[2][:, row, 0]
+            own_keys, own_values = (np.asarray(x[shown, row, 0, kv], np.float64) for x in slots[:2])
+            reader = q if q_depth is None else np.asarray(q_depth, np.float64)
+            scores = np.concatenate([scores, own_keys @ reader[row, 0, head]])
+            values = np.concatenate([values, own_values])
+        scores /= np.sqrt(WIDTH)
         weights = np.exp(scores - scores.max())
         out[row, 0, head] = weights @ values / weights.sum()
     return out
@@ -76,3 +94,44 @@ def test_bfloat16_comes_back_as_bfloat16():
     assert result.dtype == jnp.bfloat16
     expected = joined(*given)
     np.testing.assert_allclose(np.asarray(result, np.float64), expected, rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.parametrize('kv_heads', [3, 1])
+@pytest.mark.parametrize('slot_window', [0, 2, 9])
+def test_slots_join_the_softmax(kv_heads, slot_window):
+    """All slots or the newest, by a query of their own; NaN in masked ones does not leak."""
+    given, (k, v, mask) = draw(kv_heads), draw_slots(kv_heads)
+    q_depth = given[0][::-1]
+    shown = mask.copy()
+    if slot_window:
+        shown[:-slot_window] = False
+    hidden = ~shown[..., None, None]
+    slots = [jnp.where(hidden, jnp.nan, side) for side in (k, v)]
+    options = {'slot_window': slot_window, 'q_depth_C1NH': q_depth}
+    result = decode_attention(*given, None, *slots, mask, **options)
+    expected = joined(*given, (k, v, shown), q_depth)
+    np.testing.assert_allclose(result, expected, rtol=0, atol=1e-6)
+
+
+def test_slots_without_mask_by_rows_of_the_cache(monkeypatch):
+    """Slots belong to the new token, not to the row of the cache it reads, on CPU and elsewhere."""
+    *given, (k, v, mask) = *draw(3), draw_slots(3)
+    rows = np.array([4, 0, 2, 3, 1])
+    expected = joined(
+        *given[:3], *(side[rows] for side in given[3:5]), given[5], (k, v, mask | True)
+    )
+    by_rows = (*given, jnp.array(rows), k, v)
+    np.testing.assert_allclose(decode_attention(*by_rows), expected, rtol=0, atol=1e-6)
+    monkeypatch.setattr('jax.default_backend', lambda: 'gpu')
+    np.testing.assert_allclose(decode_attention(*by_rows), expected, rtol=0, atol=1e-6)
+
+
+def test_no_slots_are_no_slots():
+    """L = 0, and slots that are all masked, leave the result of the cache and the own key."""
+    given = draw(3)
+    plain = decode_attention(*given)
+    empty = draw_slots(3, num_slots=0)
+    np.testing.assert_allclose(decode_attention(*given, None, *empty), plain, rtol=0, atol=1e-6)
+    k, v, mask = draw_slots(3)
+    masked = decode_attention(*given, None, k * jnp.nan, v * jnp.nan, mask & False)
+    np.testing.assert_allclose(masked, plain, rtol=0, atol=1e-6)

@@ -23,11 +23,26 @@ def test_decode_prints_its_table_as_json():
     assert not done.stderr
 
 
+@pytest.mark.slow
+def test_depth_prints_its_tables_and_writes_json(tmp_path):
+    """One comparison with FLOPs, then three tables by depth; the file holds both results."""
+    small = ['--size=2x64', '--depths=2,3', '--lengths=32', '--ratio_length=64', '--rows=1']
+    file = tmp_path / 'depth.json'
+    done = bench('depth', *small, '--repeats=1', '--unrolled_up_to=0', f'--json={file}')
+    assert done.returncode == 0, done.stderr
+    cost, depth = json.loads(file.read_text())
+    assert (cost['depth'], cost['length'], cost['kv_heads']) == (2, 64, 1)
+    assert [row['depth'] for row in depth['rows']] == [2, 2, 2, 3, 3, 3]
+    titles = ['time ratio / FLOP ratio', 'temporary memory', 'compilation', 'train step, ms']
+    assert all(title in done.stdout for title in titles), done.stdout
+    assert not done.stderr
+
+
 @pytest.mark.parametrize(
     ('arguments', 'words'),
     [
-        ([], ['no benchmark', 'step, decode']),
-        (['dekode'], ['dekode', 'step, decode']),
+        ([], ['no benchmark', 'step, decode, depth']),
+        (['dekode'], ['dekode', 'step, decode, depth']),
         (['decode', '--batches=0'], ['--batches=0', 'numbers']),
         (['decode', '--size=2x64', '--kv_heads=3'], ['3', 'divide']),
         (['decode', '--size=2x64', '--context=64', '--prompt=100'], ['--prompt=100', '64']),
@@ -36,6 +51,13 @@ def test_decode_prints_its_table_as_json():
             ['decode', '--size=2x64', '--context=64', '--prompt=8', '--repeats=90'],
             ['--repeats=90', '64'],
         ),
+        (['depth', '--depths=8,deep'], ['--depths=8,deep', 'numbers']),
+        (['depth', '--depths='], ['--depths=', 'numbers']),
+        (['depth', '--unrolled_up_to=-1'], ['--unrolled_up_to=-1']),
+        (['depth', '--size=16x100'], ['16x100', 'multiple of 64']),
+        (['depth', '--size=2x128', '--kv_heads=3'], ['3', 'divide']),
+        (['depth', '--tokens=64'], ['--tokens', 'is of step', 'depth']),
+        (['step', '--kv_heads=2'], ['--kv_heads', 'is of decode and depth', 'step']),
     ],
 )
 def test_bad_input_is_one_line(arguments, words):

@@ -1,4 +1,4 @@
-"""A stack is a list of runs: they give the layers back, and depth costs no program size."""
+"""Scanned layers with one buffer of slots are the unrolled ones, and cost no program size."""
 
 import jax
 import jax.numpy as jnp
@@ -6,91 +6,113 @@ import numpy as np
 import pytest
 
 from moddepth_jax.hparams import from_config
-from moddepth_jax.model.depth_scan import Run, find_runs, scan_run
-from moddepth_jax.model.transformer import Transformer, layer_kinds
+from moddepth_jax.model.transformer import Transformer
+from tests.model.depth_models import ATTENTION, MODA, ROUTED, compiled, drawn, small
+
+BATCH, LENGTH, VOCABULARY = 2, 12, 32
+ENTRY_QUERY = "['run_0']['layer_0']['stream']['query']['kernel']"
+MASKED = {'model.depth.skipped_slots': 'masked'}
+OWN_SLOT = {'model.depth.attention_slot_projection': True}
+UNROTATED = {'model.depth.slot_keys': 'unrotated'}
+BLOCK_SLOT, ATTENTION_SLOT = ({'model.depth.slots': slots} for slots in ('block', 'attention'))
+HEAD, FULL = ({'model.qk_norm': norm} for norm in ('head', 'full'))
+POST, REORDERED = ({'model.norm_placement': place} for place in ('post', 'reordered'))
 
 
-def expand(runs):
-    return [kind for run in runs for _ in range(run.repeats) for kind in run.group]
+def newest(slots):
+    return {'model.depth.slot_window': slots}
 
 
-def pattern(letters):
-    """'d r*3 x' -> the Run of each word: letters of the group, repeats after the star."""
-    words = [word.partition('*') for word in letters.split()]
-    return tuple(Run(tuple(group), int(repeats or 1)) for group, _, repeats in words)
+# name: (what the model is, its rematerialisations)
+CASES = {
+    'projected': (MODA | ROUTED | HEAD | UNROTATED, ('block',)),
+    'masked': (MODA | ROUTED | MASKED | OWN_SLOT | FULL | REORDERED, ('none',)),
+    'attention stream': (ATTENTION | ROUTED | newest(3), ('none',)),
+}
+FLOAT32 = (MODA | BLOCK_SLOT | POST | newest(2), ('block',))
+SLOW_CASES = {
+    'block slots': FLOAT32,
+    'projected': (CASES['projected'][0], ('none',)),
+    'masked': (CASES['masked'][0], ('block',)),
+    'dense model': (HEAD | {'model.windows': (3, 0)}, ('block', 'none')),
+    'mod': (ROUTED | POST, ('block', 'none')),
+    'moda': (MODA, ('block', 'none')),
+    'windows': (MODA | ATTENTION_SLOT | {'model.windows': (3, 0)} | FULL, ('block', 'none')),
+    'post': (MODA | ROUTED | POST, ('block', 'none')),
+    'reordered': (MODA | ROUTED | REORDERED | UNROTATED | FULL, ('block', 'none')),
+    'masked blocks': (MODA | ROUTED | MASKED | BLOCK_SLOT | newest(1), ('block', 'none')),
+    'attention stream dense': (ATTENTION | HEAD, ('block', 'none')),
+    'seven layers': (MODA | ROUTED | {'model.num_layers': 7}, ('block', 'none')),
+}
 
 
-@pytest.mark.parametrize(
-    ('layers', 'runs'),
-    [
-        ('', ''),
-        ('d', 'd'),
-        ('dr', 'd r'),
-        ('dddddddddddd', 'd*12'),
-        ('drdrdrdrdrdr', 'dr*6'),
-        ('drdrd', 'dr*2 d'),
-        ('dddrrrrrrd', 'd*3 r*6 d'),
-        ('ddrddrddrd', 'ddr*3 d'),
-        ('rrdrrdddd', 'rrd*2 d*3'),
-        ('abcdabcdabcd', 'abcd*3'),
-        ('abcde', 'a b c d e'),
-    ],
-)
-def test_runs_of_known_patterns(layers, runs):
-    """Groups that repeat are found: dense, every second, middle, a list, alternating windows."""
-    assert find_runs(list(layers)) == pattern(runs)
+def loss_and_gradient(hparams, variables, tokens_BT):
+    """Of a loss on the logits and on every number of the records, compiled and run."""
+    model, rng = Transformer(hparams), np.random.default_rng(7)
+    segments_BT = np.array([[1] * 7 + [2] * 5, [1] * 10 + [0] * 2])
+    weights_BTV = rng.normal(size=(BATCH, LENGTH, VOCABULARY)).astype(hparams.model.dtype)
+    weights_3BT = weights_BTV[:, :, :3].transpose(2, 0, 1)
+
+    def loss(params):
+        logits_BTV, records = model.apply(variables | {'params': params}, tokens_BT, segments_BT)
+        total = jnp.mean(logits_BTV * weights_BTV)
+        if records is not None:
+            leaves = (records.scores_BT, records.rule_logits_BT, records.gates_BT)
+            for leaf_RBT, weights_BT in zip(leaves, weights_3BT, strict=True):
+                total += jnp.mean(jnp.tanh(leaf_RBT) * weights_BT[None])
+        return total
+
+    return compiled(jax.value_and_grad(loss), variables['params'])(variables['params'])
 
 
-@pytest.mark.parametrize('kinds', ['ab', 'abc'])
-def test_expanded_runs_are_the_pattern(kinds):
-    """Whatever the pattern of layers, its runs written out again are that pattern."""
-    rng = np.random.default_rng(len(kinds))
-    repeated = 0
-    for _ in range(300):
-        layers = list(rng.choice(list(kinds), rng.integers(1, 15)))
-        runs = find_runs(layers)
-        assert expand(runs) == layers
-        assert all(run.repeats >= 1 and run.group for run in runs)
-        repeated += any(run.repeats > 1 for run in runs)
-    assert repeated > 200
+def check(make_config, knobs, remats, dtype, tolerance):
+    rng = np.random.default_rng(1)
+    tokens_BT = rng.integers(0, VOCABULARY, (BATCH, LENGTH)).astype(np.int32)
+    shape = {'model.num_layers': 5, 'model.dtype': dtype}
+    plain = {'model.layer_loop': 'unrolled', 'model.remat': 'none'}
+    hparams = small(make_config, shape, knobs, plain)
+    variables = drawn(hparams, tokens_BT)
+    expected, gradient = loss_and_gradient(hparams, variables, tokens_BT)
+    for remat in remats:
+        hparams = small(make_config, shape, knobs, {'model.remat': remat})
+        found, mine = loss_and_gradient(hparams, variables, tokens_BT)
+        np.testing.assert_allclose(found, expected, rtol=tolerance)
+        leaves = jax.tree_util.tree_leaves_with_path(gradient)
+        for (path, leaf), other in zip(leaves, jax.tree.leaves(mine), strict=True):
+            largest, where = np.abs(leaf).max(), f'{remat} {jax.tree_util.keystr(path)}'
+            # The first query of the attention stream finds one slot, whose weight is 1.
+            if hparams.model.depth.stream == 'attention' and where.endswith(ENTRY_QUERY):
+                assert np.abs(other).max() < tolerance
+                continue
+            assert largest > 1e-7 and leaf.dtype == other.dtype, where
+            assert np.abs(leaf - other).max() <= tolerance * largest, where
 
 
-@pytest.mark.parametrize(
-    ('routed', 'windows', 'num_layers', 'num_runs'),
-    [
-        ('every:2', (0,), 12, 1),
-        ('every:1', (0,), 12, 1),
-        ('every:3', (0,), 12, 1),
-        ('every:2', (8, 0, 0, 0), 12, 1),
-        ('every:2', (0, 0, 4), 12, 1),
-        ('middle:5:1', (0,), 12, 3),
-        ('1,2,7', (0,), 12, 5),
-    ],
-)
-def test_model_is_few_runs(routed, windows, num_layers, num_runs, tiny_config):
-    """A model's runs give back, layer by layer, who is routed and which window it has."""
-    knobs = {'model.num_layers': num_layers, 'model.windows': windows}
-    routing = {'model.routing.router': 'learned', 'model.routing.layers': routed}
-    model = from_config(tiny_config(**knobs, **routing)).model
-    runs = find_runs(layer_kinds(model))
-    assert len(runs) == num_runs
-    for layer, kind in enumerate(expand(runs)):
-        assert kind.routed == (layer in model.routed_layers)
-        assert kind.window == windows[layer % len(windows)]
+@pytest.mark.parametrize('name', CASES)
+def test_scanned_equals_unrolled(name, tiny_config):
+    """Loss and all gradients, for a loss on logits and records, packing and padding: float64."""
+    with jax.enable_x64(True):
+        check(tiny_config, *CASES[name], 'float64', 1e-9)
 
 
-def test_scanned_run_is_the_loop():
-    """A scanned run applies its repeats in order and stacks their records, as a loop does."""
-    params = {'w': jnp.array([2.0, 3.0, 5.0]), 'b': jnp.array([1.0, 10.0, 100.0])}
+@pytest.mark.slow
+@pytest.mark.parametrize('name', SLOW_CASES)
+def test_scanned_equals_unrolled_in_every_placement(name, tiny_config):
+    """As above, for the other streams, norm placements and write modes."""
+    with jax.enable_x64(True):
+        check(tiny_config, *SLOW_CASES[name], 'float64', 1e-9)
 
-    def apply(params, x):
-        return params['w'] * x + params['b'], {'seen': x, 'product': params['w'] * params['b']}
 
-    for loop in ('scan', 'unrolled'):
-        x, records = scan_run(apply, params, jnp.float32(1), loop)
-        assert x == ((2 + 1) * 3 + 10) * 5 + 100
-        np.testing.assert_array_equal(records['seen'], [1, 3, 19])
-        np.testing.assert_array_equal(records['product'], [2, 30, 500])
+def test_scanned_equals_unrolled_in_float32(tiny_config):
+    """As above, to 1e-5 of each array's largest gradient."""
+    check(tiny_config, *FLOAT32, 'float32', 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', CASES | SLOW_CASES)
+def test_scanned_equals_unrolled_in_float32_too(name, tiny_config):
+    """Every case above as well."""
+    check(tiny_config, *(CASES | SLOW_CASES)[name], 'float32', 1e-5)
 
 
 def equations(jaxpr):
@@ -103,15 +125,15 @@ def equations(jaxpr):
     return total
 
 
+@pytest.mark.parametrize('stream', ['residual', 'moda'])
 @pytest.mark.parametrize('remat', ['block', 'none'])
-def test_program_does_not_grow_with_depth(remat, tiny_config):
-    """The gradient of a scanned model has as many equations at 16 layers as at 4."""
+def test_program_does_not_grow_with_depth(remat, stream, tiny_config):
+    """The gradient of a scanned model has as many equations at 24 layers as at 6."""
 
     def count(num_layers, loop):
         knobs = {'model.num_layers': num_layers, 'model.layer_loop': loop, 'model.remat': remat}
-        model = Transformer(
-            from_config(tiny_config(**knobs, **{'model.routing.router': 'learned'}))
-        )
+        knobs |= {'model.depth.stream': stream, 'model.routing.router': 'learned'}
+        model = Transformer(from_config(tiny_config(**knobs)))
         tokens_BT = jnp.zeros((1, 16), jnp.int32)
 
         def loss(params):
@@ -120,17 +142,20 @@ def test_program_does_not_grow_with_depth(remat, tiny_config):
         params = jax.eval_shape(model.init, jax.random.key(0), tokens_BT)['params']
         return equations(jax.make_jaxpr(jax.grad(loss))(params).jaxpr)
 
-    assert count(4, 'scan') == count(16, 'scan')
-    assert count(4, 'unrolled') > 1.4 * count(4, 'scan')
+    assert count(6, 'scan') == count(24, 'scan')
+    if stream == 'residual':
+        assert count(6, 'unrolled') > 2 * count(6, 'scan')
 
 
-def test_initialisation_does_not_grow_with_depth(tiny_config):
-    """Drawing the parameters of 16 layers takes as many equations as of 4."""
+@pytest.mark.parametrize('stream', ['residual', 'moda'])
+def test_initialisation_does_not_grow_with_depth(stream, tiny_config):
+    """Drawing the parameters of 24 layers takes as many equations as of 6."""
 
     def count(num_layers):
         knobs = {'model.num_layers': num_layers, 'model.routing.router': 'learned'}
+        knobs['model.depth.stream'] = stream
         model = Transformer(from_config(tiny_config(**knobs)))
         tokens_BT = jnp.zeros((1, 16), jnp.int32)
         return equations(jax.make_jaxpr(model.init)(jax.random.key(0), tokens_BT).jaxpr)
 
-    assert count(4) == count(16)
+    assert count(6) == count(24)

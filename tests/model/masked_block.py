@@ -210,6 +210,9 @@ def routed(model, window=0, routing='top_c', seed=0, sizes=(LENGTH,)):
     module = MixtureOfDepths(model, window, routing, sizes)
 
     def apply(params, x_BTD, segments_BT=SEGMENTS, **layer):
-        return module.apply({'params': params}, x_BTD, tokens(segments_BT), told(**layer))
+        y_BTD, _, _, record = module.apply(
+            {'params': params}, x_BTD, tokens(segments_BT), told(**layer)
+        )
+        return y_BTD, record
 
     return random_params(shapes['params'], seed), apply

@@ -1,0 +1,13 @@
+"""The dense baseline of moda_700m with about its parameters: 38 layers, 700.5M.
+
+python -m launch.train --config=configs/dense_700m.py --mesh=data=8
+
+Not trained.
+"""
+
+from configs import moda_700m
+
+
+def get_config(arguments: str = ''):
+    """Arguments: layers."""
+    return moda_700m.get_config(','.join(filter(None, ('layers=38', arguments, 'slots=none'))))

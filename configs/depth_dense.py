@@ -1,0 +1,16 @@
+"""The dense depth stream: each layer reads a product of all earlier outputs, side by side.
+
+python -m launch.train --config=configs/depth_dense.py
+
+It starts as the residual model; its cost and parameters grow with the square of the depth.
+"""
+
+from configs import moda
+
+
+def get_config(arguments: str = ''):
+    """Arguments: those of moda but slots."""
+    config = moda.get_config(','.join(filter(None, (arguments, 'slots=none'))))
+    config.model.depth.stream = 'dense'
+    config.model.layer_loop = 'unrolled'  # its layers differ
+    return config

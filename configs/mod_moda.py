@@ -1,0 +1,19 @@
+"""Both at once: every other block routed, and every head sees the depth slots of its token.
+
+python -m launch.train --config=configs/mod_moda.py
+python -m launch.train --config=configs/mod_moda.py --config.model.depth.skipped_slots=masked
+
+A token that skips a block leaves slots there all the same (`projected`), at the price of their
+projections, or none (`masked`).
+"""
+
+from configs import moda
+
+
+def get_config(arguments: str = ''):
+    """Arguments: those of moda."""
+    config = moda.get_config(arguments)
+    config.model.routing.router = 'learned'
+    config.model.routing.layers = 'every:2'
+    config.model.routing.capacity = 0.125
+    return config

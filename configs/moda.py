@@ -1,0 +1,25 @@
+"""Mixture-of-Depths Attention on a laptop: heads also see what earlier layers knew of their token.
+
+python -m launch.train --config=configs/moda.py
+python -m launch.train --config=configs/moda.py:slots=none --workdir=runs/dense
+python -m launch.train --config=configs/moda.py --config.model.norm_placement=post
+
+The second is the dense model at equal steps; with --config.model.d_ff=211 it has as many parameters
+as the first.
+"""
+
+from configs import base, sizes
+
+
+def get_config(arguments: str = ''):
+    """Arguments: size=LAYERSxWIDTH, steps of training, slots (`none`: the dense model)."""
+    values = sizes.parse(arguments, size='8x64', steps='600', slots='attention+ffn')
+    config = base.get_config()
+    sizes.apply_size(config, values['size'])
+    config.model.num_kv_heads = max(1, config.model.num_heads // 2)
+    sizes.apply_slots(config, values['slots'])
+    config.data.sequence_length = 128
+    config.data.batch_size = 8
+    config.report.sample_tokens = 100
+    config.training.num_steps = sizes.count(values['steps'], 'steps')
+    return config

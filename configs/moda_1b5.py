@@ -1,0 +1,23 @@
+"""A 1.5B shape for MoDA by OLMo2's recipe: 36 layers of width 1536, 12 query and 6 key/value heads.
+
+python -m launch.train --config=configs/moda_1b5.py --mesh=data=8
+python -m launch.train --config=configs/moda_1b5.py:slots=none
+
+The mlp is 6144 wide, heads 128: 1.511B parameters, 1.428B without the slots of the mlps. The paper
+does not give its shape; this one is ours. Not trained.
+"""
+
+from configs import base, sizes
+
+
+def get_config(arguments: str = ''):
+    """Arguments: slots (attention+ffn | attention | block | none: dense)."""
+    values = sizes.parse(arguments, slots='attention+ffn')
+    config = base.get_config()
+    model = config.model
+    model.num_layers = 36
+    model.d_model, model.d_ff = 1536, 6144
+    model.num_heads, model.num_kv_heads, model.head_dim = 12, 6, 128
+    sizes.apply_olmo2(config)
+    sizes.apply_slots(config, values['slots'])
+    return config

@@ -1,0 +1,14 @@
+"""The deep small shape of the MoDA paper: 48 layers of width 384, 6 query and 2 key/value heads.
+
+python -m launch.train --config=configs/moda_48l.py
+python -m launch.train --config=configs/moda_48l.py:slots=none
+
+123.38M parameters, and 4.65M for the slots of the mlps; as moda_24l otherwise. Not trained.
+"""
+
+from configs import moda_24l
+
+
+def get_config(arguments: str = ''):
+    """Arguments: those of moda_24l."""
+    return moda_24l.get_config(','.join(filter(None, ('layers=48', arguments))))

@@ -1,0 +1,178 @@
+"""Attention over the sequence and the depth slots in one softmax: the one public function."""
+
+import operator
+
+import jax.numpy as jnp
+
+from kernels_pallas.reference import reference_attention
+from kernels_pallas.xla import Static, xla_attention
+
+IMPLEMENTATIONS = ('reference', 'xla')
+
+
+def _check_sequence(q_BTNH, k_BSKH, v_BSKH, implementation, window, mask):
+    batch, length, heads, width = q_BTNH.shape
+    if k_BSKH.shape != v_BSKH.shape or (k_BSKH.shape[0], k_BSKH.shape[3]) != (batch, width):
+        raise ValueError(
+            f'keys {k_BSKH.shape} and values {v_BSKH.shape} must both be [{batch}, S, K, {width}]'
+        )
+    if heads % k_BSKH.shape[2]:
+        raise ValueError(f'{k_BSKH.shape[2]} key/value heads must divide {heads} query heads')
+    if window < 0:
+        raise ValueError(f'window={window} must be 0 (no limit) or more')
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        known = ', '.join(IMPLEMENTATIONS)
+        raise ValueError(f'implementation={implementation!r} must be None or one of {known}')
+    num_keys = k_BSKH.shape[1]
+    if mask['key_positions_BS'] is None and num_keys not in (0, length):
+        raise ValueError(f'{num_keys} keys for {length} queries need key_positions_BS')
+    if mask['segment_ids_BT'] is None and mask['key_segment_ids_BS'] is not None:
+        raise ValueError('key_segment_ids_BS need segment_ids_BT beside them')
+    if mask['key_segment_ids_BS'] is None and mask['segment_ids_BT'] is not None:
+        if mask['key_positions_BS'] is not None:
+            raise ValueError('segment_ids_BT with key_positions_BS need key_segment_ids_BS too')
+    for name, ids in mask.items():
+        wanted = (batch, num_keys if name.endswith('BS') else length)
+        if ids is not None and ids.shape != wanted:
+            raise ValueError(f'{name} of shape {ids.shape} must be {wanted}')
+
+
+def _check_slots(q_BTNH, k_BSKH, slots, options):
+    batch, length, _, width = q_BTNH.shape
+    absent = [name for name, side in slots.items() if side is None]
+    if len(absent) == 1:
+        raise ValueError(f'depth slots need keys and values, and {absent[0]} is None')
+    if options['slot_window'] < 0:
+        raise ValueError(f'slot_window={options["slot_window"]} must be 0 (no limit) or more')
+    rows_BT = options['slot_rows_BT']
+    wanted = {'slot_rows_BT': (batch, length), 'q_depth_BTNH': q_BTNH.shape}
+    if absent:
+        for name in ('num_slots', 'slot_mask_LBR', *wanted):
+            if options[name] is not None:
+                raise ValueError(f'{name} needs k_depth_LBRKH and v_depth_LBRKH, which are None')
+        return
+    (k_name, k_depth_LBRKH), (v_name, v_depth_LBRKH) = slots.items()
+    tokens = length if rows_BT is None else 'R'
+    shape = f'[L, {batch}, {tokens}, {k_BSKH.shape[2]}, {width}]'
+    # Of L, and of R with rows, any number does.
+    num_slots, _, num_tokens = (*k_depth_LBRKH.shape, 0, 0, 0)[:3]
+    held = (num_slots, batch, length if rows_BT is None else num_tokens)
+    if k_depth_LBRKH.shape != (*held, k_BSKH.shape[2], width):
+        raise ValueError(f'{k_name} of shape {k_depth_LBRKH.shape} must be {shape}')
+    wanted |= {v_name: k_depth_LBRKH.shape, 'slot_mask_LBR': held}
+    for name, right in wanted.items():
+        given = {v_name: v_depth_LBRKH, **options}[name]
+        if given is not None and given.shape != right:
+            raise ValueError(f'{name} of shape {given.shape} must be {right}')
+    try:
+        written = operator.index(options['num_slots'])
+    except TypeError:  # None, or traced
+        return
+    if not 0 <= written <= num_slots:
+        raise ValueError(f'num_slots={written} must be from 0 to the {num_slots} slots given')
+
+
+def depth_attention(
+    q_BTNH,
+    k_BSKH,
+    v_BSKH,
+    k_depth_LBRKH=None,
+    v_depth_LBRKH=None,
+    *,
+    num_slots=None,
+    slot_window: int = 0,
+    slot_mask_LBR=None,
+    slot_rows_BT=None,
+    q_depth_BTNH=None,
+    positions_BT=None,
+    key_positions_BS=None,
+    segment_ids_BT=None,
+    key_segment_ids_BS=None,
+    window: int = 0,
+    scale: float | None = None,
+    implementation: str | None = None,
+    return_lse: bool = False,
+    thread_slots: bool = False,
+):
+    """One softmax of each query over the sequence and over the depth slots of its own token.
+
+    Args:
+      q_BTNH: queries [B, T, N, H].
+      k_BSKH, v_BSKH: keys and values [B, S, K, H]; query head h reads key/value head h // (N / K).
+        S = 0: the slots alone.
+      k_depth_LBRKH, v_depth_LBRKH: keys and values [L, B, R, K, H] that earlier layers wrote at
+        R tokens; None or L = 0: the sequence alone. A query sees those of its own token only, by
+        the same heads.
+      num_slots: int, or a traced one: slots from this on are neither seen nor read; None: L.
+      slot_window: only this many of the newest slots are seen; 0: no limit.
+      slot_mask_LBR: bool [L, B, R], False hides a slot of a token; None hides none.
+      slot_rows_BT: int32 [B, T], the place along R of each query's token, ascending and distinct in
+        a row; R or above: no token, no slot is seen. None: R = T, each its own.
+      q_depth_BTNH: queries [B, T, N, H] for the slots; None: q_BTNH.
+      positions_BT: int [B, T], places in the original sequence, ascending in each row where
+        key_positions_BS is None; default 0..T-1. Causality and window are taken between positions.
+      key_positions_BS: int [B, S]; None: the keys are those of the queries' own tokens (S = T).
+      segment_ids_BT: int [B, T], tokens of different ids do not see each other; None: one segment.
+      key_segment_ids_BS: int [B, S], with key_positions_BS; None: the queries'.
+      window: key s is seen by query t when 0 <= position_t - position_s < window; 0: no limit.
+      scale: factor on the scores; None: H^-1/2.
+      implementation: reference | xla; None: xla.
+      return_lse: also return the natural-log logsumexp [B, N, T] in float32; differentiable.
+      thread_slots: also return the slots as given. Handed on to the next layer in their stead,
+        their cotangents are the sums to which each layer's backward pass adds in place.
+
+    Returns:
+      o_BTNH in q's dtype (softmax in float32, or wider with q); a query that sees nothing gets
+      zeros and a logsumexp of -inf. With more asked for: (o_BTNH, lse_BNT if return_lse,
+      k_depth_LBRKH and v_depth_LBRKH if thread_slots).
+
+    Raises:
+      ValueError: shapes that do not fit, a negative window, num_slots beyond L, an unknown
+        implementation.
+
+    Source: Zhu et al. 2026, Mixture-of-Depths Attention, arXiv 2603.15619.
+    """
+    mask = {
+        'positions_BT': positions_BT,
+        'key_positions_BS': key_positions_BS,
+        'segment_ids_BT': segment_ids_BT,
+        'key_segment_ids_BS': key_segment_ids_BS,
+    }
+    _check_sequence(q_BTNH, k_BSKH, v_BSKH, implementation, window, mask)
+    options = {
+        'num_slots': num_slots,
+        'slot_window': slot_window,
+        'slot_mask_LBR': slot_mask_LBR,
+        'slot_rows_BT': slot_rows_BT,
+        'q_depth_BTNH': q_depth_BTNH,
+    }
+    slots = {'k_depth_LBRKH': k_depth_LBRKH, 'v_depth_LBRKH': v_depth_LBRKH}
+    _check_slots(q_BTNH, k_BSKH, slots, options)
+    batch, length, _, width = q_BTNH.shape
+    num_keys = k_BSKH.shape[1]
+    ordered = key_positions_BS is None
+    if positions_BT is None:
+        positions_BT = jnp.broadcast_to(jnp.arange(length), (batch, length))
+    if ordered:
+        key_positions_BS = positions_BT[:, :num_keys]
+    if key_segment_ids_BS is None and segment_ids_BT is not None:
+        key_segment_ids_BS = segment_ids_BT[:, :num_keys]
+    scale = width**-0.5 if scale is None else scale
+    mask = (positions_BT, key_positions_BS, segment_ids_BT, key_segment_ids_BS)
+    slots, slot_mask = None, None
+    if k_depth_LBRKH is not None and k_depth_LBRKH.shape[0]:
+        num_held = k_depth_LBRKH.shape[0]
+        num_slots = num_held if num_slots is None else jnp.clip(num_slots, 0, num_held)
+        slots = (k_depth_LBRKH, v_depth_LBRKH)
+        slot_mask = (num_slots, slot_mask_LBR, slot_rows_BT)
+    given = (q_BTNH, k_BSKH, v_BSKH, mask, q_depth_BTNH, slots, slot_mask)
+    if implementation == 'reference':
+        o, lse = reference_attention(*given, window, slot_window, scale)
+    else:
+        static = Static(window, ordered, slot_window, scale)
+        o, lse, slots = xla_attention(static, *given)
+    if slots is not None:
+        k_depth_LBRKH, v_depth_LBRKH = slots
+    result = (o, lse) if return_lse else (o,)
+    result += (k_depth_LBRKH, v_depth_LBRKH) if thread_slots else ()
+    return result if len(result) > 1 else o

@@ -1,0 +1,121 @@
+"""A stack of layers: which of them are alike, their parameters, and its plain unrolled form."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from moddepth_jax.hparams import ModelHparams
+from moddepth_jax.model.attention import Depth, Tokens
+from moddepth_jax.model.depth_stream import LayerKind, layer_kinds
+from moddepth_jax.model.layer import Layer, Output
+from moddepth_jax.model.mixture_of_depths import CHOICE, RoutedLayer
+
+
+class Run(NamedTuple):
+    """`group` layer kinds in a row, `repeats` times."""
+
+    group: tuple
+    repeats: int
+
+
+def find_runs(kinds) -> tuple[Run, ...]:
+    """Run-length encoding of a layer pattern, by groups: d r d r d -> (d r) x 2, (d) x 1.
+
+    At each place the group that covers most layers by two repeats or more is taken, the shortest
+    of equals; failing that, one layer by itself.
+    """
+    runs, start = [], 0
+    while start < len(kinds):
+        best = Run(tuple(kinds[start : start + 1]), 1)
+        for period in range(1, (len(kinds) - start) // 2 + 1):
+            group = tuple(kinds[start : start + period])
+            repeats = 1
+            while tuple(kinds[start + repeats * period :][:period]) == group:
+                repeats += 1
+            if repeats > 1 and repeats * period > len(best.group) * best.repeats:
+                best = Run(group, repeats)
+        runs.append(best)
+        start += len(best.group) * best.repeats
+    return tuple(runs)
+
+
+class Stack(NamedTuple):
+    """What is static of a stack of layers; the arguments of Layer.
+
+    Its parameters are a dict run_i / layer_j of pytrees with a leading axis of repeats, the same
+    whether the stack is scanned or unrolled.
+    """
+
+    hparams: ModelHparams
+    routing: str
+    sizes: tuple[int, ...] = ()
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        return find_runs(layer_kinds(self.hparams))
+
+    def counts(self, i: int):
+        """int32 [repeats], the slots that are written before each repeat of run i."""
+        per_repeat = [sum(kind.slots for kind in run.group) for run in self.runs]
+        earlier = zip(per_repeat[:i], self.runs[:i], strict=True)
+        first = sum(slots * run.repeats for slots, run in earlier)
+        return first + per_repeat[i] * jnp.arange(self.runs[i].repeats)
+
+    def layer(self, kind: LayerKind, **options) -> Layer:
+        """The module of a layer of that kind, with the options of a Linen module."""
+        return Layer(self.hparams, kind, self.routing, self.sizes, **options)
+
+    def apply(self, kind: LayerKind, params, *inputs) -> Output:
+        """A layer of that kind with its parameters; inputs as Layer takes them."""
+        return self.layer(kind, parent=None).apply({'params': params}, *inputs)
+
+
+def unstacked(stack: Stack, params):
+    """(kind, parameters) of each layer, from the first to the last."""
+    for i, run in enumerate(stack.runs):
+        for repeat in range(run.repeats):
+            one = jax.tree.map(lambda leaf, at=repeat: leaf[at], params[f'run_{i}'])
+            for j, kind in enumerate(run.group):
+                yield kind, one[f'layer_{j}']
+
+
+def stacked_slots(written) -> Depth | None:
+    """Depth of a list of Written, None where they hold no slot."""
+    slots = [slot for one in written for slot in one.slots]
+    if not slots:
+        return None
+    valid = [one.valid_BT for one in written for _ in one.slots if one.valid_BT is not None]
+    slots = jax.tree.map(lambda *leaves: jnp.stack(leaves), *slots)
+    return Depth(slots, jnp.stack(valid) if valid else None)
+
+
+def rematerialised(function, hparams, prevent_cse):
+    """`function`, recomputed in the backward pass from its arguments where the knob says so.
+
+    The choice of tokens is kept: recomputed, it could fall otherwise on a near-tie.
+    """
+    if hparams.remat == 'none':
+        return function
+    policy = jax.checkpoint_policies.save_only_these_names(CHOICE)
+    return jax.checkpoint(function, policy=policy, prevent_cse=prevent_cse)
+
+
+def run_unrolled(stack: Stack, params, tokens: Tokens, told: RoutedLayer, x_BTD):
+    """The plain form of `run_stack`: a list of slots, ordinary differentiation."""
+    written, records = [], []
+    for kind, mine in unstacked(stack, params):
+        routed, number = None, len(records)
+        if kind.routed:
+            routed = jax.tree.map(lambda leaf, at=number: leaf[at], told)
+
+        def call(params, x_BTD, written, routed, kind=kind):
+            depth = stacked_slots(written)
+            return stack.apply(kind, params, x_BTD, depth, tokens, routed)
+
+        call = rematerialised(call, stack.hparams, prevent_cse=True)
+        output = call(mine, x_BTD, written, routed)
+        x_BTD, written = output.x_BTD, [*written, output.written]
+        if output.record is not None:
+            records.append(output.record)
+    return x_BTD, jax.tree.map(lambda *leaves: jnp.stack(leaves), *records) if records else None

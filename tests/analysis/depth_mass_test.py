@@ -1,0 +1,278 @@
+"""Attention's mass on depth slots and first tokens: what softmax says of queries and keys."""
+
+import functools
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import matplotlib.colors
+import matplotlib.image
+import numpy as np
+import pytest
+
+from kernels_pallas import depth_attention
+from moddepth_jax.analysis import depth_mass as module
+from moddepth_jax.analysis.depth_mass import DepthMass, depth_mass, plot_depth_mass
+from moddepth_jax.analysis.routing_maps import routing_record
+from moddepth_jax.hparams import from_config
+from moddepth_jax.model import attention, depth_stream
+from moddepth_jax.model.transformer import Transformer
+
+FAST = {'xla_backend_optimization_level': 0}
+T = 16
+SEGMENTS_BT = np.array([[1] * 6 + [2] * 10, [1] * 11 + [0] * 5], np.int32)
+TOKENS_BT = np.random.default_rng(0).integers(0, 257, (2, T)).astype(np.int32)
+BATCH = {'tokens_BT': TOKENS_BT, 'segment_ids_BT': SEGMENTS_BT}
+MODA = {'model.depth.stream': 'moda', 'model.num_layers': 3}
+ROUTED = MODA | {
+    'model.routing.router': 'position',
+    'model.routing.capacity': 0.5,
+    'model.routing.layers': '1,2',
+}
+
+
+@pytest.fixture(scope='module', autouse=True)
+def fast():
+    """Programs that run once are compiled the quick way."""
+    slow = module._layer.__wrapped__
+    quick = jax.jit(slow, static_argnames=('stack', 'kind'), compiler_options=FAST)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, '_layer', quick)
+        yield
+
+
+def make_model(tiny_config, **changes):
+    """(variables, hparams), any weights: queries are large enough that no softmax is flat."""
+    hparams = from_config(tiny_config(**changes))
+    shapes = jax.eval_shape(Transformer(hparams).init, jax.random.key(0), TOKENS_BT)
+    rng = np.random.default_rng(2)
+    draw = functools.partial(rng.normal, scale=0.3)
+    return jax.tree.map(lambda leaf: draw(size=leaf.shape).astype(leaf.dtype), shapes), hparams
+
+
+def _scaled_queries(variables, factor):
+    def scale(path, leaf):
+        return leaf * factor if any('query' in str(part) for part in path) else leaf
+
+    return jax.tree_util.tree_map_with_path(scale, variables)
+
+
+def uniform_masses(hparams, entered_LBT, masked=False):
+    """(depth_LS, first_L) of queries that are 0, so that a softmax is 1 over what it sees.
+
+    A loop over layers, rows and tokens; entered_LBT: the tokens that each layer processes. All
+    layers but the last write `per_layer` slots.
+    """
+    model = hparams.model
+    per_layer, window = model.depth.slots_per_layer, model.depth.slot_window
+    writers = np.repeat(np.arange(model.num_layers - 1), per_layer)
+    slots_LS = np.zeros((model.num_layers, len(writers)))
+    first_L = np.zeros(model.num_layers)
+    for layer, entered_BT in enumerate(entered_LBT):
+        seen_S = writers < layer
+        if window:
+            seen_S &= np.arange(len(writers)) >= seen_S.sum() - window
+        masses, firsts = [], []
+        for b, t in zip(*np.nonzero(entered_BT), strict=True):
+            mine_T = entered_BT[b] & (SEGMENTS_BT[b] == SEGMENTS_BT[b, t])
+            keys = [s for s in np.flatnonzero(mine_T) if 0 <= t - s < (model.window(layer) or T)]
+            slots_S = seen_S & (entered_LBT[writers, b, t] if masked else True)
+            share = 1 / (len(keys) + slots_S.sum())
+            masses.append(share * slots_S)
+            first = np.flatnonzero(mine_T)[0]
+            if first != t:
+                firsts.append(share * (first in keys))
+        slots_LS[layer], first_L[layer] = np.mean(masses, axis=0), np.mean(firsts)
+    return slots_LS, first_L
+
+
+def check_uniform(variables, hparams, routing, entered_LBT, masked=False):
+    """The mass of queries that are 0 is that of the loop, and on slots and sequence it is 1."""
+    variables = _scaled_queries(variables, 0.0)
+    mass = depth_mass(variables, hparams, BATCH, routing)
+    slots_LS, first_L = uniform_masses(hparams, entered_LBT, masked)
+    np.testing.assert_allclose(mass.slots_LS, slots_LS, atol=1e-6)
+    np.testing.assert_allclose(mass.first_token_L, first_L, atol=1e-6)
+    np.testing.assert_allclose(mass.depth_L, slots_LS.sum(1), atol=1e-6)
+    assert len(mass.slots) == slots_LS.shape[1]
+
+
+@pytest.mark.parametrize(
+    ('changes', 'last_slot'),
+    [
+        (MODA, '1f'),
+        (MODA | {'model.depth.slots': 'block', 'model.windows': (0, 4)}, '1b'),
+        (MODA | {'model.depth.slots': 'attention', 'model.depth.slot_window': 1}, '1a'),
+        ({'model.num_layers': 3}, None),
+    ],
+)
+def test_masses_of_flat_softmaxes(tiny_config, changes, last_slot):
+    """Queries of 0 share their mass equally among keys and slots that they see; no padding does."""
+    variables, hparams = make_model(tiny_config, **changes)
+    entered_LBT = np.broadcast_to(SEGMENTS_BT > 0, (3, 2, T))
+    check_uniform(variables, hparams, 'dense', entered_LBT)
+    layers, slots = module._names(hparams.model)
+    assert layers == ('0', '1', '2') and (slots[-1] if slots else None) == last_slot
+
+
+@pytest.mark.parametrize('skipped', ['projected', 'masked'])
+def test_only_tokens_that_entered_count(tiny_config, skipped):
+    """Of a routed layer neither queries nor keys nor first tokens are those of tokens that skip."""
+    changes = {'model.routing.overflow': 'grow', 'model.depth.skipped_slots': skipped}
+    variables, hparams = make_model(tiny_config, **ROUTED, **changes)
+    entered_LBT = np.array(np.broadcast_to(SEGMENTS_BT > 0, (3, 2, T)))
+    entered_LBT[1:, :, ::2] = False  # of a capacity of a half the pattern takes the odd positions
+    check_uniform(variables, hparams, 'threshold', entered_LBT, skipped == 'masked')
+
+
+def test_learned_selection_counts(tiny_config):
+    """Under top-C of learned scores the tokens that count are those that the record names."""
+    changes = {'model.routing.router': 'learned', 'model.routing.layers': '1'}
+    changes |= {'model.num_layers': 2}
+    variables, hparams = make_model(tiny_config, **ROUTED | changes)
+    record = routing_record(_scaled_queries(variables, 0.0), hparams, BATCH, 'top_c')
+    real_BT = SEGMENTS_BT > 0
+    entered_LBT = np.stack([real_BT, record.entered_BT[0]])
+    assert 0 < record.entered_BT.sum() < real_BT.sum()
+    check_uniform(variables, hparams, 'top_c', entered_LBT)
+
+
+def _softmax_row(scores):
+    weights = np.exp(scores - scores.max())
+    return weights / weights.sum()
+
+
+@pytest.mark.parametrize(('window', 'slot_window', 'own_query'), [(0, 0, False), (3, 1, True)])
+def test_masses_of_hand_made_queries_and_keys(window, slot_window, own_query):
+    """Slots and first token have the weights of one NumPy softmax per query, and with the other
+    keys they make 1; two query heads read one key head, a mask and rows tell the slots.
+    """
+    rng = np.random.default_rng(1)
+    q, q_depth = rng.normal(size=(2, 1, 6, 4, 8)).astype(np.float32)
+    k = rng.normal(size=(1, 6, 2, 8)).astype(np.float32)
+    slots = rng.normal(size=(3, 1, 9, 2, 8)).astype(np.float32)
+    slots[2] = np.nan  # not written: two slots are
+    mask = rng.random((3, 1, 9)) < 0.7
+    rows, segments = [0, 2, 3, 5, 7, 9], [1, 1, 1, 2, 2, 0]  # the last is of no token
+    given = {
+        'positions_BT': np.array([rows], np.int32),
+        'segment_ids_BT': np.array([segments], np.int32),
+        'window': window,
+        'k_depth_LBRKH': slots,
+        'v_depth_LBRKH': slots,
+        'num_slots': 2,
+        'slot_window': slot_window,
+        'slot_mask_LBR': mask,
+        'slot_rows_BT': np.array([rows], np.int32),
+        'q_depth_BTNH': q_depth if own_query else None,
+    }
+    sums = jax.jit(
+        lambda q, k: module._layer_sums({'block': {'sequence': ((q, k, given),)}}, None),
+        compiler_options=FAST,
+    )
+    slots_S, queries, first, followers = sums(q, k)
+
+    expected_S, expected_first = np.zeros(3), 0.0
+    for t in range(5):
+        for n in range(4):
+            keys = [s for s in range(t + 1) if segments[s] == segments[t]]
+            keys = [s for s in keys if not window or rows[t] - rows[s] < window]
+            seen = [slot for slot in range(2) if mask[slot, 0, rows[t]]]
+            seen = [slot for slot in seen if not slot_window or slot >= 2 - slot_window]
+            to_slots = (q_depth if own_query else q)[0, t, n]
+            scores = [q[0, t, n] @ k[0, s, n // 2] for s in keys]
+            scores += [to_slots @ slots[slot, 0, rows[t], n // 2] for slot in seen]
+            weights = _softmax_row(np.array(scores) / np.sqrt(8))
+            expected_S[seen] += weights[len(keys) :] / 4
+            document_start = segments.index(segments[t])
+            if document_start != t and document_start in keys:
+                expected_first += weights[keys.index(document_start)] / 4
+    np.testing.assert_allclose(slots_S, expected_S, rtol=1e-5)
+    np.testing.assert_allclose(first, expected_first, rtol=1e-5)
+    assert (queries, followers) == (5, 3) and expected_first > 0
+
+
+def test_no_layer_reads_what_is_not_written(tiny_config):
+    """A layer has mass on the slots of all earlier layers and on no other; one on its own key."""
+    variables, hparams = make_model(tiny_config, **MODA)
+    mass = depth_mass(variables, hparams, BATCH, 'dense')
+    assert mass.slots == ('0a', '0f', '1a', '1f')
+    below = np.arange(3)[:, None] > np.array([0, 0, 1, 1])
+    assert (mass.slots_LS[below] > 0).all() and (mass.slots_LS[~below] == 0).all()
+    assert mass.depth_L[0] == 0 and (mass.depth_L[1:] < 1).all()
+    assert all(type(array) is np.ndarray for array in mass[2:])
+
+
+def test_attention_stream_reads_slots_alone(tiny_config):
+    """Each of its reads, the last one for the final norm too, puts 1 on the slots before it."""
+    changes = {'model.depth.stream': 'attention', 'model.num_layers': 2}
+    variables, hparams = make_model(tiny_config, **changes)
+    mass = depth_mass(variables, hparams, BATCH, 'dense')
+    assert mass.layers == ('0', '1', 'end') and mass.slots == ('e', '0b', '1b')
+    np.testing.assert_allclose(mass.depth_L, 1, atol=1e-5)
+    assert np.array_equal(mass.slots_LS > 0, np.tri(3) > 0)
+    assert (mass.first_token_L[:2] > 0).all() and mass.first_token_L[2] == 0
+
+
+def test_dense_stream_is_refused(tiny_config):
+    """It has no softmax over depth; the one line says which streams have."""
+    changes = {'model.depth.stream': 'dense', 'model.layer_loop': 'unrolled'}
+    hparams = from_config(tiny_config(**changes))
+    with pytest.raises(ValueError, match="'dense'.*moda, attention or residual") as caught:
+        depth_mass({}, hparams, BATCH, 'dense')
+    assert '\n' not in str(caught.value)
+
+
+@pytest.mark.parametrize('stream', ['moda', 'attention'])
+def test_training_does_not_pay_for_the_hook(tiny_config, monkeypatch, stream):
+    """Traced with gradients, the model's program is the same as if it sowed nothing, and what it
+    would sow are arrays that the kernel is called with: none is computed for it.
+    """
+    hparams = from_config(tiny_config(**{'model.depth.stream': stream}))
+    model, sown, used = Transformer(hparams), [], []
+
+    def loss(variables):
+        return jnp.sum(model.apply(variables, TOKENS_BT, SEGMENTS_BT)[0])
+
+    def program():
+        variables = jax.eval_shape(model.init, jax.random.key(0), TOKENS_BT)
+        assert set(variables) == {'params'}
+        return re.sub('0x[0-9a-f]+', '', str(jax.make_jaxpr(jax.grad(loss))(variables)))
+
+    def kernel(*arrays, **named):
+        used.extend(jax.tree.leaves((arrays, named)))
+        return depth_attention(*arrays, **named)
+
+    with_hook = program()
+    monkeypatch.setattr(nn.Module, 'sow', lambda _, *given: sown.extend(jax.tree.leaves(given)))
+    monkeypatch.setattr(attention, 'depth_attention', kernel)
+    monkeypatch.setattr(depth_stream, 'depth_attention', kernel)
+    assert program() == with_hook
+    arrays = [leaf for leaf in sown if isinstance(leaf, jax.Array)]
+    assert arrays and {id(array) for array in arrays} <= {id(array) for array in used}
+
+
+def _near(picture, colour):
+    return np.abs(picture[..., :3] - matplotlib.colors.to_rgb(colour)).max(-1) < 0.02
+
+
+@pytest.mark.parametrize('num_slots', [0, 4])
+def test_picture_shows_layers_from_the_bottom_up(tmp_path, num_slots):
+    """The first layer's bar is at the bottom, the last layer's above; any title can be drawn."""
+    slots_LS = np.zeros((3, num_slots))
+    slots_LS[2] = 0.2
+    mass = DepthMass(
+        ('0', '1', '2'), ('0a', '0f', '1a', '1f')[:num_slots], slots_LS, slots_LS.sum(1),
+        np.array([0.6, 0, 0]),
+    )  # fmt: skip
+    path = tmp_path / 'depth_mass.png'
+    plot_depth_mass(mass, 'p$_$q', path)
+    assert path.read_bytes().startswith(b'\x89PNG')
+    picture = matplotlib.image.imread(path)
+    first_token, depth = (
+        np.flatnonzero(_near(picture, colour).mean(1) > 0.15)
+        for colour in (module._FIRST, module._DEPTH)
+    )
+    assert len(first_token) > 10 and bool(len(depth)) == bool(num_slots)
+    assert not num_slots or depth.max() < first_token.min()

@@ -1,0 +1,89 @@
+"""The depth knobs: what `auto` stands for, and what is refused by one line."""
+
+import pytest
+
+from moddepth_jax.hparams import from_config
+
+
+def depth(make_config, changes, **model):
+    knobs = {f'model.depth.{name}': value for name, value in changes.items()}
+    return from_config(make_config(**knobs, **{f'model.{k}': v for k, v in model.items()})).model
+
+
+@pytest.mark.parametrize(
+    ('changes', 'resolved', 'per_layer'),
+    [
+        ({}, ('none', 'none', 'none'), 0),
+        ({'stream': 'attention', 'slot_window': 3}, ('none', 'none', 'none'), 1),
+        ({'stream': 'moda'}, ('attention+ffn', 'rotated', 'projected'), 2),
+        ({'stream': 'moda', 'slots': 'attention'}, ('attention', 'rotated', 'projected'), 1),
+        (
+            {'stream': 'moda', 'slots': 'block', 'slot_keys': 'unrotated', 'slot_window': 1},
+            ('block', 'unrotated', 'projected'),
+            1,
+        ),
+        (
+            {'stream': 'moda', 'attention_slot_projection': True, 'skipped_slots': 'masked'},
+            ('attention+ffn', 'rotated', 'masked'),
+            2,
+        ),
+    ],
+)
+def test_auto_is_the_choice_of_the_stream(changes, resolved, per_layer, tiny_config):
+    """MoDA's own; none for a stream without such a knob."""
+    found = depth(tiny_config, changes).depth
+    assert (found.slots, found.slot_keys, found.skipped_slots) == resolved
+    assert found.slots_per_layer == per_layer
+
+
+def test_dense_and_narrow_models_that_fit(tiny_config):
+    """The streams with demands on the model accept one that meets them."""
+    assert depth(tiny_config, {'stream': 'dense'}, layer_loop='unrolled').depth.slots == 'none'
+    narrow = depth(tiny_config, {'stream': 'attention'}, num_heads=2, head_dim=16)
+    assert narrow.depth.stream == 'attention'
+    assert depth(tiny_config, {'stream': 'moda'}, num_heads=2).depth.slots == 'attention+ffn'
+
+
+MODA = {'stream': 'moda'}
+
+
+@pytest.mark.parametrize(
+    ('changes', 'model', 'line'),
+    [
+        ({'stream': 'modal'}, {}, "stream='modal': must be one of .*did you mean 'moda'"),
+        ({'stream': 'residal'}, {}, "stream='residal': .*did you mean 'residual'"),
+        (MODA | {'slots': 'atention'}, {}, "slots='atention': .*did you mean 'attention'"),
+        (MODA | {'slots': 'none'}, {}, "slots='none': must be one of auto, attention"),
+        (MODA | {'slot_keys': 'rotate'}, {}, "slot_keys='rotate': .*did you mean 'rotated'"),
+        (MODA | {'skipped_slots': 'mask'}, {}, "skipped_slots='mask': .*did you mean 'masked'"),
+        ({'slots': 'block'}, {}, "slots='block': must be auto: the residual stream has no such"),
+        ({'slots': 'blok'}, {}, "slots='blok': .*did you mean 'block'"),
+        ({'slot_keys': 'rotated'}, {}, "slot_keys='rotated': must be auto: .*use stream moda"),
+        ({'skipped_slots': 'masked'}, {}, "skipped_slots='masked': must be auto"),
+        ({'stream': 'attention', 'slots': 'attention'}, {}, "slots='attention': must be auto"),
+        ({'slot_window': 2}, {}, 'slot_window=2: must be 0: the residual stream has no slots'),
+        (MODA | {'slot_window': -1}, {}, 'slot_window=-1: must be 0 or more'),
+        (
+            {'stream': 'dense', 'slot_window': 1},
+            {'layer_loop': 'unrolled'},
+            'slot_window=1: must be 0: the dense stream has no slots',
+        ),
+        ({'attention_slot_projection': True}, {}, 'slot_projection=True: must be False'),
+        (
+            MODA | {'slots': 'block', 'attention_slot_projection': True},
+            {},
+            'slot_projection=True: must be False: slots block of stream moda are not attention',
+        ),
+        ({'stream': 'dense'}, {}, "layer_loop='scan': must be unrolled: layers of the dense"),
+        (
+            {'stream': 'attention'},
+            {'head_dim': 4},
+            'model.d_model=32: must be num_heads x head_dim = 16',
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(changes, model, line, tiny_config):
+    """By a line that names the knob, its value, and what would be right or the nearest name."""
+    with pytest.raises(ValueError, match=line) as error:
+        depth(tiny_config, changes, **model)
+    assert str(error.value).startswith('model.') and '\n' not in str(error.value)

@@ -1,0 +1,154 @@
+"""The slots' buffers: threaded through layers, read no further than visible, and never copied."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from kernels_pallas import depth_attention, ordered, xla_depth
+
+LAYERS, SHAPE, KV_HEADS = 5, (2, 16, 4, 8), 2
+
+
+def layer(x, k_depth, v_depth, index):
+    """One layer of nothing but attention, which writes its keys and values to slot `index`."""
+    own = x[:, :, :KV_HEADS], x[:, :, -KV_HEADS:]
+    options = {'num_slots': index, 'thread_slots': True}
+    o, *slots = depth_attention(x, *own, k_depth, v_depth, **options)
+    return 0.5 * x + 0.5 * o, own, slots
+
+
+def forward(x):
+    """The last layer's output, every layer's input and the final slots, in one scan."""
+
+    def step(carry, index):
+        x, *slots = carry
+        y, own, slots = layer(x, *slots, index)
+        pairs = zip(slots, own, strict=True)
+        return (y, *(lax.dynamic_update_index_in_dim(b, u, index, 0) for b, u in pairs)), x
+
+    empty = jnp.zeros((LAYERS, *SHAPE[:2], KV_HEADS, SHAPE[3]))
+    (y, *slots), inputs = lax.scan(step, (x, empty, empty), jnp.arange(LAYERS))
+    return y, inputs, slots
+
+
+def backward(x, dy):
+    """The gradient of x in one reverse scan, which threads the slots' cotangents."""
+    _, inputs, slots = forward(x)
+
+    def step(carry, given):
+        dx, *sums = carry
+        x, index = given
+        own = [total[index] for total in sums]
+        own, sums = ordered((own, sums), index)
+        _, pull = jax.vjp(lambda *given: layer(*given, index), x, *slots)
+        return pull((dx, tuple(own), list(sums))), None
+
+    zeros = [jnp.zeros_like(slot) for slot in slots]
+    (dx, *_), _ = lax.scan(step, (dy, *zeros), (inputs, jnp.arange(LAYERS)), reverse=True)
+    return dx
+
+
+def by_hand(x):
+    """The same layers, unrolled, each reading the stack of what the earlier ones wrote."""
+    written = []
+    for _ in range(LAYERS):
+        own = x[:, :, :KV_HEADS], x[:, :, -KV_HEADS:]
+        slots = [jnp.stack(side) for side in zip(*written, strict=True)]
+        o = depth_attention(x, *own, *slots, implementation='reference')
+        x = 0.5 * x + 0.5 * o
+        written.append(own)
+    return x
+
+
+def normal(seed, shape=SHAPE):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def test_one_reverse_scan_gives_the_gradient_of_the_stack():
+    """Threaded cotangents add up every reader's part, exactly as ordinary differentiation does."""
+    x, dy = normal(0), normal(1)
+    y, pull = jax.vjp(jax.jit(by_hand), x)
+    np.testing.assert_allclose(jax.jit(forward)(x)[0], y, rtol=0, atol=2e-6)
+    np.testing.assert_allclose(jax.jit(backward)(x, dy), pull(dy)[0], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize('run', [forward, lambda x: backward(x, x)])
+def test_no_loop_copies_a_buffer(run):
+    """Slots are written, and their gradients added, in place: no loop body copies so much."""
+    text = jax.jit(run).lower(normal(0)).compile().as_text()
+    size = LAYERS * np.prod(SHAPE) * KV_HEADS // SHAPE[2]
+    copies, inside = [], ''
+    for line in text.splitlines():
+        if line.endswith('{'):
+            inside = line.split()[0]
+        copied = re.search(r'= \w+\[([\d,]+)\]\S* copy\(', line)
+        if inside != 'ENTRY' and copied and np.prod([int(n) for n in copied[1].split(',')]) >= size:
+            copies.append(line.strip())
+    assert re.search(rf'\[{LAYERS},{SHAPE[0]},{SHAPE[1]}', text)
+    assert not copies
+
+
+def test_two_threaded_layers_add_to_what_comes_in():
+    """The cotangent of given slots is that of the returned ones plus both layers' own, to 1 ulp."""
+    x, slots = normal(0), [normal(seed, (5, 2, 16, 2, 8)) for seed in (1, 2)]
+    keys = x[:, :, :2], x[:, :, 2:]
+    come_in = [normal(seed, slots[0].shape) for seed in (3, 4)]
+    dy = normal(5), normal(6)
+
+    def chain(*slots):
+        first, *slots = depth_attention(x, *keys, *slots, num_slots=2, thread_slots=True)
+        second, *slots = depth_attention(2 * x, *keys, *slots, num_slots=4, thread_slots=True)
+        return (first, second), slots
+
+    def alone(factor, num_slots):
+        return jax.jit(lambda *s: depth_attention(factor * x, *keys, *s, num_slots=num_slots))
+
+    both, pull = jax.vjp(jax.jit(chain), *slots)
+    for mine, given in zip(both[1], slots, strict=True):
+        np.testing.assert_array_equal(mine, given)
+    parts = [jax.vjp(alone(*a), *slots)[1](d) for a, d in zip([(1, 2), (2, 4)], dy, strict=True)]
+    for got, base, one, two in zip(pull((dy, come_in)), come_in, *parts, strict=True):
+        np.testing.assert_allclose(got, base + one + two, rtol=1e-6, atol=1e-6)
+        np.testing.assert_array_equal(got[4], base[4])
+        assert not one[2:].any() and not two[4:].any() and one[:2].any() and two[2:4].any()
+
+
+def test_buffers_are_residuals_as_given():
+    """jax.vjp hands on the slots as arguments; nothing else that it keeps is of their size."""
+    x, slots = normal(0), [normal(seed, (40, 2, 16, 2, 8)) for seed in (1, 2)]
+
+    def kept(x, k_depth, v_depth, index):
+        _, pull = jax.vjp(layer, x, k_depth, v_depth, index)
+        forwarded = [r for r in pull.args_res if r is k_depth or r is v_depth]
+        sizes = [r.size for r in pull.opaque_residuals]
+        assert len(forwarded) == 2 and max(sizes) < k_depth.size / 4
+        return x
+
+    jax.make_jaxpr(kept)(x, *slots, jnp.int32(3))
+
+
+def test_invisible_slots_are_not_read(monkeypatch):
+    """The rounds of the loops read each visible slot once and no other."""
+    read, whole = [], lax.dynamic_index_in_dim
+
+    def counting(buffer, slot, *args, **kwargs):
+        jax.debug.callback(lambda slot: read.append(int(slot)), slot)
+        return whole(buffer, slot, *args, **kwargs)
+
+    monkeypatch.setattr(xla_depth.lax, 'dynamic_index_in_dim', counting)
+    x, slots = normal(0), normal(1, (20, 2, 16, 2, 8))
+    keys = x[:, :, :2]
+
+    @jax.jit
+    def run(num_slots):
+        return depth_attention(x, keys, keys, slots, slots, num_slots=num_slots, slot_window=7)
+
+    for num_slots, seen in {0: range(0), 3: range(3), 20: range(13, 20)}.items():
+        read.clear()
+        jax.block_until_ready(run(num_slots))
+        jax.effects_barrier()
+        assert sorted(read) == sorted([*seen] * 2)

@@ -1,0 +1,187 @@
+"""Depth streams: what they read at first, how many parameters they add, and that they train."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moddepth_jax.data import synthetic
+from moddepth_jax.model.attention import Depth, KeysValues, Tokens
+from moddepth_jax.model.depth_stream import STREAMS, LayerKind, layer_kinds
+from moddepth_jax.model.layer import Layer
+from moddepth_jax.model.stack import Stack, unstacked
+from moddepth_jax.model.transformer import Transformer
+from moddepth_jax.training.train_step import init_state, train_step
+from tests.model.depth_models import ATTENTION, DENSE, FAST, MODA, ROUTED, drawn, small
+
+RESIDUAL = {'model.depth.stream': 'residual'}
+PROJECTED = {'model.depth.attention_slot_projection': True}
+
+
+def like(kinds, of):
+    """Of each layer kind one attribute."""
+    return [getattr(kind, of) for kind in kinds]
+
+
+def test_kinds_of_layers(tiny_config):
+    """Who reads and writes what: three layers of which the second is routed."""
+
+    def kinds(*knobs):
+        three = {'model.num_layers': 3, 'model.windows': (7, 5, 4)}
+        return layer_kinds(small(tiny_config, three, ROUTED, *knobs).model)
+
+    for knobs, slots in (
+        ([RESIDUAL], 0),
+        ([MODA], 2),
+        ([MODA, {'model.depth.slots': 'attention'}], 1),
+        ([MODA, {'model.depth.slots': 'block'}], 1),
+        ([MODA, PROJECTED], 2),
+    ):
+        found = kinds(*knobs)
+        assert like(found, 'slots') == [slots, slots, 0]
+        assert like(found, 'window') == [7, 5, 4] and like(found, 'part') == ['block'] * 3
+        assert like(found, 'routed') == [False, True, False]
+    for stream, inputs in ((ATTENTION, [0] * 5), (DENSE, [0, 1, 2, 3, 4])):
+        found = kinds(stream)
+        assert like(found, 'part') == ['entry', 'block', 'block', 'block', 'exit']
+        assert like(found, 'slots') == [1, 1, 1, 1, 0] and like(found, 'inputs') == inputs
+        assert like(found, 'window') == [0, 7, 5, 4, 0]
+        assert like(found, 'routed') == [False, False, True, False, False]
+
+
+@pytest.mark.parametrize(('routing', 'kv_heads'), [({}, 1), (ROUTED, 2)])
+def test_streams_add_parameters_by_formula(routing, kv_heads, tiny_config):
+    """D = 16, L = 4, H = 4, K heads of keys, G = 4 / K: none is made that nobody reads."""
+
+    def count(*knobs):
+        shape = {'model.num_kv_heads': kv_heads}
+        hparams = small(tiny_config, routing, shape, *knobs)
+        tokens = jnp.zeros((1, 8), jnp.int32)
+        params = jax.eval_shape(Transformer(hparams).init, jax.random.key(0), tokens)['params']
+        return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+    plain, width, layers, group = count(), 16, 4, 4 // kv_heads
+    slot = 2 * width * kv_heads * 4
+    assert count(DENSE) - plain == sum(layer * width**2 for layer in range(1, layers + 2))
+    of_attention = (layers + 1) * (width**2 + 2 * width**2 // group)
+    assert count(ATTENTION) - plain == of_attention
+    assert count(MODA) - plain == (layers - 1) * slot
+    assert count(MODA, PROJECTED) - plain == 2 * (layers - 1) * slot
+    assert count(MODA, {'model.depth.slots': 'attention'}) == plain
+    assert count(MODA, {'model.depth.slots': 'block'}) - plain == (layers - 1) * slot
+    assert count(MODA, {'model.depth.slot_keys': 'unrotated'}) == count(MODA)
+
+
+def test_dense_starts_as_the_residual_stream(tiny_config):
+    """At initialisation its logits are those of the residual model with the same blocks."""
+    rng, shape = np.random.default_rng(0), {'model.num_layers': 3}
+    tokens_BT = rng.integers(0, 32, (2, 8))
+    hparams = small(tiny_config, shape, ROUTED, DENSE)
+    model, residual = Transformer(hparams), Transformer(small(tiny_config, shape, ROUTED))
+    at_first = jax.jit(model.init, compiler_options=FAST)(jax.random.key(0), tokens_BT)['params']
+
+    def bolder(path, leaf, other):
+        return leaf if path[-2:][0].key == 'stream' else other
+
+    params = drawn(hparams, tokens_BT)['params']
+    params = jax.tree_util.tree_map_with_path(bolder, at_first, params)
+    plain = {}  # dense, routed, dense: no two layers of the residual model share a run
+    for kind, mine in unstacked(Stack(hparams.model, 'top_c'), params['stack']):
+        if kind.part == 'block':
+            block = {name: jax.tree.map(lambda x: x[None], mine[name]) for name in mine}
+            plain[f'run_{len(plain)}'] = {'layer_0': {n: block[n] for n in block if n != 'stream'}}
+    run, expect = (
+        jax.jit(lambda p, m=m: m.apply({'params': p}, tokens_BT)[0], compiler_options=FAST)
+        for m in (model, residual)
+    )
+    expected = expect({**params, 'stack': plain})
+    assert 0.3 < np.std(expected)
+    np.testing.assert_allclose(run(params), expected, rtol=0, atol=1e-5)
+    kernel = params['stack']['run_2']['layer_0']['stream']['kernel']
+    params['stack']['run_2']['layer_0']['stream']['kernel'] = kernel + 0.1
+    assert np.abs(run(params) - expected).max() > 0.1
+
+
+def test_dense_reads_a_weighted_concatenation(tiny_config):
+    """W . concat(X_0, X_1, X_2), the oldest first."""
+    hparams, rng = small(tiny_config, DENSE).model, np.random.default_rng(0)
+    x_LBTD = rng.normal(size=(3, 2, 5, 16)).astype('f')
+    kernel = rng.normal(size=(48, 16)).astype('f')
+    stream = STREAMS['dense'](hparams, LayerKind(False, 0, 1, 3))
+    read_BTD, _, _ = stream.apply(
+        {'params': {'kernel': kernel}}, x_LBTD[-1], Depth(x_LBTD), method='read'
+    )
+    expected = np.concatenate(x_LBTD, axis=-1) @ kernel
+    np.testing.assert_allclose(read_BTD, expected, rtol=0, atol=1e-4)
+
+
+def test_attention_stream_reads_slots(tiny_config):
+    """One slot, the embedding's: its value itself, a head to each of its queries; several: softmax.
+
+    Of a window of one slot the newest is read.
+    """
+    rng = np.random.default_rng(0)
+    x_BTD = rng.normal(size=(2, 5, 16)).astype('f')
+    positions_BT = jnp.broadcast_to(jnp.arange(5), (2, 5))
+    tokens = Tokens(positions_BT, jnp.ones_like(positions_BT))
+    hparams = small(tiny_config, ATTENTION).model
+    entry = Layer(hparams, LayerKind(False, 0, 1, 0, 'entry'), 'top_c')
+    shapes = jax.eval_shape(entry.init, jax.random.key(0), x_BTD, None, tokens, None)
+    weights = jax.tree.map(lambda leaf: 0.5 * rng.normal(size=leaf.shape).astype('f'), shapes)
+    output = entry.apply(weights, x_BTD, None, tokens, None)
+    projections = weights['params']['stream']
+    values_BTKH = np.tensordot(x_BTD, projections['slot']['value']['kernel'], 1)
+    query_BTNH = np.tensordot(x_BTD, projections['query']['kernel'], 1)
+    np.testing.assert_allclose(output.written.slots[0].v_BTKH, values_BTKH, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(output.x_BTD, query_BTNH.reshape(2, 5, 16), rtol=0, atol=1e-5)
+
+    def read(slots, count, window=0):
+        hparams = small(tiny_config, ATTENTION, {'model.depth.slot_window': window}).model
+        stream = STREAMS['attention'](hparams, LayerKind(False, 0, 1))
+        depth = Depth(KeysValues(*map(jnp.asarray, slots)), None, count)
+        return stream.apply({}, output.x_BTD, depth, method='read')[0]
+
+    def to_heads(values_BTKH):
+        return np.repeat(values_BTKH, 2, axis=2).reshape(2, 5, 16)
+
+    slots = rng.normal(size=(2, 4, 2, 5, 2, 4)).astype('f')
+    slots[:, 0] = output.written.slots[0]
+    np.testing.assert_allclose(read(slots, 1), to_heads(values_BTKH), rtol=0, atol=1e-6)
+    newest = to_heads(slots[1, 2])
+    np.testing.assert_allclose(read(slots, 3, window=1), newest, rtol=0, atol=1e-6)
+    keys_LBTNH, values_LBTNH = np.repeat(slots[:, :3], 2, axis=4)
+    weights_LBTN = np.exp(np.einsum('btnh,lbtnh->lbtn', query_BTNH, keys_LBTNH) / 2)
+    weights_LBTN /= weights_LBTN.sum(axis=0)
+    mixed_BTNH = np.einsum('lbtn,lbtnh->btnh', weights_LBTN, values_LBTNH)
+    np.testing.assert_allclose(read(slots, 3), mixed_BTNH.reshape(2, 5, 16), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    'stream',
+    [
+        pytest.param('dense', marks=pytest.mark.slow),
+        pytest.param('attention', marks=pytest.mark.slow),
+        pytest.param('moda', marks=pytest.mark.slow),
+        'moda and routed',
+    ],
+)
+def test_streams_train(stream, tiny_config):
+    """Twelve steps on the synthetic language lower the loss, and move every parameter."""
+    knobs = {'dense': [DENSE], 'attention': [ATTENTION], 'moda': [MODA]}
+    knobs['moda and routed'] = [MODA, ROUTED]
+    rates = {'optimizer.learning_rate': 0.02, 'optimizer.warmup_fraction': 0.0}
+    rates |= {'model.vocab_size': 257, 'model.num_layers': 3}
+    hparams = small(tiny_config, rates, *knobs[stream])
+    text = b''.join(synthetic.make_synthetic(num_documents=40))
+    text = np.frombuffer(text, np.uint8)[: 12 * 4 * 33].astype(np.int32).reshape(12, 4, 33)
+    start = state = jax.jit(lambda: init_state(hparams, 12), compiler_options=FAST)()
+    step = jax.jit(train_step, compiler_options=FAST)
+    losses = []
+    for tokens_BT in text:
+        batch = {'tokens_BT': tokens_BT[:, :-1], 'labels_BT': tokens_BT[:, 1:]}
+        state, metrics = step(state, batch | {'segment_ids_BT': np.ones((4, 32), np.int32)})
+        losses.append(float(metrics['loss']))
+    assert np.mean(losses[-3:]) < losses[0] - 0.5
+    leaves = jax.tree_util.tree_leaves_with_path(start.params)
+    for (path, old), new in zip(leaves, jax.tree.leaves(state.params), strict=True):
+        assert np.any(old != new), jax.tree_util.keystr(path)

@@ -1,0 +1,316 @@
+"""A layer sees the slots that earlier layers wrote of its own token, and no other slot at all."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moddepth_jax.model.attention import Depth, KeysValues, Tokens
+from moddepth_jax.model.depth_stream import LayerKind
+from moddepth_jax.model.layer import Layer
+from moddepth_jax.model.layers import rotate
+from moddepth_jax.model.mixture_of_depths import RoutedLayer
+from moddepth_jax.model.stack import Stack, unstacked
+from moddepth_jax.model.transformer import Transformer
+from tests.model.depth_models import FAST, MODA, ROUTED, drawn, small
+
+SLOTS, ROWS, LENGTH = 4, 2, 5
+SEGMENTS_BT = np.array([[1, 1, 1, 1, 1], [1, 1, 2, 2, 0]])
+TOLD = RoutedLayer(np.int32(0), np.float32(0), np.bool_(False))
+HALF = ROUTED | {'model.routing.capacity': 0.6}
+MASKED = {'model.depth.skipped_slots': 'masked'}
+# name: (knobs, routed, the newest slots seen, 0 for all)
+READERS = {
+    'xla': ({}, False, 0),
+    'reference': ({'model.attention': 'reference'}, False, 0),
+    'newest two': ({'model.depth.slot_window': 2}, False, 2),
+    'unrotated': ({'model.depth.slot_keys': 'unrotated', 'model.qk_norm': 'head'}, False, 0),
+    'routed': (HALF, True, 0),
+    'masked': (HALF | MASKED, True, 0),
+}
+
+
+def draw(shapes, rng):
+    return jax.tree.map(lambda leaf: 0.4 * rng.normal(size=leaf.shape).astype('f'), shapes)
+
+
+def reader(make_config, name):
+    """(layer, its variables, x_BTD, slots of SLOTS, valid_LBT, tokens, told) of a case."""
+    knobs, routed, _ = READERS[name]
+    hparams = small(make_config, MODA, knobs).model
+    layer, rng = Layer(hparams, LayerKind(routed, 0), 'top_c'), np.random.default_rng(3)
+    x_BTD = rng.normal(size=(ROWS, LENGTH, hparams.d_model)).astype('f')
+    shape = (SLOTS, ROWS, LENGTH, hparams.num_kv_heads, hparams.head_dim)
+    slots = KeysValues(*rng.normal(size=(2, *shape)).astype('f'))
+    valid_LBT = rng.random(shape[:3]) < 0.6 if hparams.masks_slots else None
+    positions_BT = jnp.broadcast_to(jnp.arange(LENGTH), (ROWS, LENGTH))
+    tokens = Tokens(positions_BT, jnp.asarray(SEGMENTS_BT))
+    given = (x_BTD, Depth(slots, valid_LBT, 3), tokens, TOLD if routed else None)
+    variables = draw(jax.eval_shape(layer.init, jax.random.key(0), *given), rng)
+    return layer, variables, x_BTD, slots, valid_LBT, tokens, given[-1]
+
+
+@functools.cache
+def probe(make_config, name):
+    """What a call of a layer gives, by count and slots: its output and who entered; its grid.
+
+    The grid [B, T, T + SLOTS * T], of a query a row: whether its output has a gradient with respect
+    to the input of each token, and to the slots of each token, slot by slot.
+    """
+    layer, variables, x_BTD, slots, valid_LBT, tokens, told = reader(make_config, name)
+
+    def call(x_BTD, slots, count):
+        output = layer.apply(variables, x_BTD, Depth(slots, valid_LBT, count), tokens, told)
+        return output.x_BTD, None if told is None else output.record.entered_BT
+
+    def grid(slots, count):
+        _, vjp = jax.vjp(lambda x, slots: call(x, slots, count)[0], x_BTD, slots)
+
+        def of_query(b, t):
+            dx_BTD, dslots = vjp(jnp.zeros_like(x_BTD).at[b, t].set(jnp.arange(1.0, 17.0)))
+            used_BT = jnp.any(dx_BTD != 0, axis=-1)
+            used_LBT = [jnp.any(leaf != 0, axis=(3, 4)) for leaf in dslots]
+            finite = jnp.all(jnp.isfinite(dx_BTD)) & jnp.isfinite(sum(jnp.sum(d) for d in dslots))
+            return used_BT, used_LBT[0] | used_LBT[1], finite
+
+        return jax.vmap(jax.vmap(of_query, (None, 0)), (0, None))(
+            jnp.arange(ROWS), jnp.arange(LENGTH)
+        )
+
+    def both(slots, count):
+        return *call(x_BTD, slots, count), *grid(slots, count)
+
+    return jax.jit(both, compiler_options=FAST), slots, valid_LBT
+
+
+def expected_sight(count, newest, valid_LBT, entered_BT):
+    """What a query sees, by definition: keys [B, T, B, T] and slots [B, T, L, B, T]."""
+    keys = np.zeros((ROWS, LENGTH, ROWS, LENGTH), bool)
+    slots = np.zeros((ROWS, LENGTH, SLOTS, ROWS, LENGTH), bool)
+    for b in range(ROWS):
+        for t in range(LENGTH):
+            keys[b, t, b, t] = True
+            if entered_BT is not None and not entered_BT[b, t]:
+                continue
+            for s in range(t):
+                there = entered_BT is None or entered_BT[b, s]
+                keys[b, t, b, s] = SEGMENTS_BT[b, s] == SEGMENTS_BT[b, t] and there
+            for slot in range(max(0, count - newest) if newest else 0, count):
+                slots[b, t, slot, b, t] = valid_LBT is None or valid_LBT[slot, b, t]
+    return keys, slots
+
+
+@pytest.mark.parametrize('name', READERS)
+def test_gradients_draw_the_mask(name, tiny_config):
+    """Exact zeros but for the causal triangle of keys and the token's own slots, for any count."""
+    run, slots, valid_LBT = probe(tiny_config, name)
+    for count in (0, 1, 3, SLOTS):
+        _, entered_BT, keys, sight, finite = run(slots, count)
+        if entered_BT is not None:
+            assert 4 <= np.asarray(entered_BT).sum() < 10 and not entered_BT[1, 4]
+        expected = expected_sight(count, READERS[name][2], valid_LBT, entered_BT)
+        np.testing.assert_array_equal(keys, expected[0])
+        np.testing.assert_array_equal(sight, expected[1])
+        assert np.all(finite)
+
+
+def test_the_mask_as_drawn(tiny_config):
+    """Four slots of five tokens: keys on the left, then the tokens' places in each slot."""
+    run, slots, _ = probe(tiny_config, 'xla')
+    _, _, keys, sight, _ = run(slots, SLOTS)
+    grid = np.concatenate([keys[0, :, :1], sight[0, :, :, 0]], axis=1)
+    assert [' '.join(''.join('01'[x] for x in part) for part in query) for query in grid * 1] == [
+        '10000 10000 10000 10000 10000',
+        '11000 01000 01000 01000 01000',
+        '11100 00100 00100 00100 00100',
+        '11110 00010 00010 00010 00010',
+        '11111 00001 00001 00001 00001',
+    ]
+
+
+@pytest.mark.parametrize('name', READERS)
+def test_perturbed_slots_reach_their_own_readers(name, tiny_config):
+    """One slot of one token changes that token's output if it is visible, and else no bit."""
+    run, slots, valid_LBT = probe(tiny_config, name)
+    before_BTD, entered_BT, *_ = run(slots, 3)
+    _, sight = expected_sight(3, READERS[name][2], valid_LBT, entered_BT)
+    for slot, token in np.ndindex(SLOTS, LENGTH):
+        other = jax.tree.map(lambda leaf, at=(slot, 1, token): leaf.copy(), slots)
+        for leaf in other:
+            leaf[slot, 1, token] += 1
+        after_BTD = run(other, 3)[0]
+        changed_BT = np.any(np.asarray(before_BTD) != np.asarray(after_BTD), axis=-1)
+        np.testing.assert_array_equal(changed_BT, sight[:, :, slot, 1, token])
+
+
+@pytest.mark.parametrize('name', READERS)
+def test_what_is_hidden_may_be_nan(name, tiny_config):
+    """NaN in every slot that its token does not see: the same output, and finite gradients."""
+    run, slots, valid_LBT = probe(tiny_config, name)
+    before_BTD, entered_BT, *_ = run(slots, 2)
+    _, sight = expected_sight(2, READERS[name][2], valid_LBT, None)
+    seen_LBT = np.einsum('btlbt->lbt', sight)[..., None, None]
+    hidden = jax.tree.map(lambda leaf: np.where(seen_LBT, leaf, np.nan).astype('f'), slots)
+    assert all(np.isnan(leaf).mean() >= 0.5 for leaf in hidden)
+    after_BTD, _, _, _, finite = run(hidden, 2)
+    np.testing.assert_array_equal(after_BTD, before_BTD)
+    assert np.all(finite)
+
+
+# In the whole model each token sees itself alone, and one layer at a time is not mute: what moves
+# the logits beside its own weights can only have come through slots.
+ALONE = {'model.windows': (1,), 'model.num_layers': 4}
+TOKENS_BT = np.random.default_rng(0).permutation(32)[:16].reshape(2, 8)
+# Of a slot: what projects its values, and how many of the layers have that.
+OWN, FFN = ('attention', 4), ('ffn_slot', 3)
+# name: (knobs, the layers' slots, how many layers' newest slots are seen, 0 for all)
+WRITERS = {
+    'attention': ({'model.depth.slots': 'attention'}, [OWN], 0),
+    'ffn': ({'model.depth.slot_keys': 'unrotated', 'model.qk_norm': 'full'}, [OWN, FFN], 0),
+    'own': ({'model.depth.attention_slot_projection': True}, [('attention_slot', 3), FFN], 0),
+    'block': ({'model.depth.slots': 'block', 'model.depth.slot_window': 2}, [('block_slot', 3)], 2),
+    'projected': (HALF, [OWN, FFN], 0),
+    'masked': (HALF | MASKED, [OWN, FFN], 0),
+}
+
+
+def kernel_of(layer, source):
+    """The array of a layer's parameters by which the values of a slot are projected."""
+    if source == 'attention':
+        return layer.get('block', layer)['attention']['value']['kernel']
+    return layer['stream'][source]['value']['kernel']
+
+
+def muted(stack, params, loud):
+    """A stack's parameters with the outputs of all layers but one turned off."""
+    first, quiet = 0, {}
+    for i, run in enumerate(stack.runs):
+        for j in range(len(run.group)):
+            index = first + j + len(run.group) * jnp.arange(run.repeats)
+
+            def keep(path, leaf, index=index):
+                if path[-2].key not in ('out', 'w2'):
+                    return leaf
+                return leaf * (index == loud).reshape(-1, *[1] * (leaf.ndim - 1))
+
+            layer = params[f'run_{i}'][f'layer_{j}']
+            quiet.setdefault(f'run_{i}', {})[f'layer_{j}'] = jax.tree_util.tree_map_with_path(
+                keep, layer
+            )
+        first += len(run.group) * run.repeats
+    return quiet
+
+
+@pytest.mark.parametrize('name', WRITERS)
+def test_layers_see_those_below(name, tiny_config):
+    """Layer l sees what layers 0..l-1 wrote of its own token, in every write mode, and no other.
+
+    Under `masked` a token that passed a routed layer by has no slot there; `projected`, it has.
+    """
+    knobs, sources, newest = WRITERS[name]
+    hparams = small(tiny_config, MODA, ALONE, {'model.remat': 'none'}, knobs)
+    model, variables = Transformer(hparams), drawn(hparams, TOKENS_BT)
+    stack = Stack(hparams.model, 'top_c')
+
+    def used(loud, token):
+        """Whether a token's logits use the embedding of each, and each layer's slot values."""
+
+        def logit(params):
+            params = params | {'stack': muted(stack, params['stack'], loud)}
+            logits_BTV, records = model.apply({'params': params}, TOKENS_BT)
+            entered_RT = None if records is None else records.entered_BT[:, 0]
+            return jnp.sum(logits_BTV[0, token] * jnp.arange(1.0, 33.0)), entered_RT
+
+        gradient, entered_RT = jax.grad(logit, has_aux=True)(variables['params'])
+        layers = [mine for _, mine in unstacked(stack, gradient['stack'])]
+        by_source = [
+            jnp.stack([jnp.any(kernel_of(mine, source) != 0) for mine in layers[:writers]])
+            for source, writers in sources
+        ]
+        return jnp.any(gradient['embedding'] != 0, axis=1), by_source, entered_RT
+
+    used = jax.jit(used, compiler_options=FAST)
+    for loud, token in np.ndindex(4, 8):
+        embeddings, found, entered_RT = used(loud, token)
+        entered_L = np.ones(4, bool)
+        if entered_RT is not None:
+            entered_L[[1, 3]] = entered_RT[:, token]
+            assert 0 < np.mean(entered_RT) < 1
+        there_L = entered_L if name == 'masked' else np.ones(4, bool)
+        first = max(0, loud - newest) if newest else 0
+        seen_L = there_L & entered_L[loud] & (first <= np.arange(4)) & (np.arange(4) < loud)
+        np.testing.assert_array_equal(np.flatnonzero(embeddings), [TOKENS_BT[0, token]])
+        for (source, writers), found_L in zip(sources, found, strict=True):
+            own_L = (np.arange(4) == loud) & entered_L & (source == 'attention')
+            np.testing.assert_array_equal(found_L, (seen_L | own_L)[:writers])
+
+
+@pytest.mark.parametrize('name', ['dense', 'routed'])
+def test_later_tokens_and_other_documents_change_no_bit(name, tiny_config):
+    """With slots as without: causality of the logits, and packed documents apart."""
+    knobs = {} if name == 'dense' else HALF | {'model.routing.select_per': 'segment'}
+    hparams = small(tiny_config, MODA, {'model.num_layers': 3, 'model.vocab_size': 64}, knobs)
+    model, rng = Transformer(hparams), np.random.default_rng(2)
+    tokens_BT = rng.permutation(64)[:24].reshape(2, 12)
+    segments_BT = np.tile(np.repeat([1, 2, 3, 0], [4, 3, 3, 2]), (2, 1))
+    variables = drawn(hparams, tokens_BT)
+    run = jax.jit(lambda *given: model.apply(variables, *given)[0])
+    before_BTV = np.asarray(run(tokens_BT, segments_BT))
+
+    def changed(places):
+        other_BTV = run(np.where(places, (tokens_BT + 1) % 64, tokens_BT), segments_BT)
+        return np.any(before_BTV != np.asarray(other_BTV), axis=-1)
+
+    for document in (1, 2, 3):
+        inside_BT = segments_BT == document
+        np.testing.assert_array_equal(changed(~inside_BT), ~inside_BT)
+    if name == 'dense':
+        for first in range(1, 12):
+            later_BT = np.tile(np.arange(12) >= first, (2, 1))
+            np.testing.assert_array_equal(changed(later_BT), later_BT)
+
+
+def rms_normed(x, scale):
+    return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + 1e-6) * scale
+
+
+@pytest.mark.parametrize('place', ['pre', 'post', 'reordered'])
+def test_slots_of_skipped_tokens(place, tiny_config):
+    """`projected`: from the stream as if the block added nothing; `masked`: none, and 0 is stored.
+
+    Tokens that enter have the same slots either way.
+    """
+    written = {}
+    for skipped in ('projected', 'masked'):
+        knobs = {'model.depth.skipped_slots': skipped, 'model.norm_placement': place}
+        hparams = small(tiny_config, MODA, HALF, knobs).model
+        layer, rng = Layer(hparams, LayerKind(True, 0, 2), 'top_c'), np.random.default_rng(4)
+        x_BTD = rng.normal(size=(ROWS, LENGTH, hparams.d_model)).astype('f')
+        positions_BT = jnp.broadcast_to(jnp.arange(LENGTH), (ROWS, LENGTH))
+        given = (x_BTD, None, Tokens(positions_BT, jnp.asarray(SEGMENTS_BT)), TOLD)
+        variables = draw(jax.eval_shape(layer.init, jax.random.key(0), *given), rng)
+        output = jax.jit(layer.apply, compiler_options=FAST)(variables, *given)
+        written[skipped], entered_BT = output.written, np.asarray(output.record.entered_BT)
+    assert 4 <= entered_BT.sum() <= 6
+    block, stream = variables['params']['block'], variables['params']['stream']
+    norms = [block[name]['scale'] for name in ('attention_norm', 'mlp_norm')]
+    first_BTD = x_BTD if place == 'reordered' else rms_normed(x_BTD, norms[0])
+    second_BTD = rms_normed(x_BTD, norms[1]) if place == 'pre' else first_BTD
+    made = [(first_BTD, block['attention']), (second_BTD, stream['ffn_slot'])]
+    assert written['projected'].valid_BT is None
+    np.testing.assert_array_equal(written['masked'].valid_BT, entered_BT)
+    slots = zip(made, written['projected'].slots, written['masked'].slots, strict=True)
+    for (source_BTD, weights), projected, masked in slots:
+        key_BTKH, value_BTKH = (
+            np.tensordot(source_BTD, weights[name]['kernel'], 1) for name in ('key', 'value')
+        )
+        by_hand = rotate(jnp.asarray(key_BTKH), positions_BT, hparams.rope_theta), value_BTKH
+        for hand, side, hidden in zip(by_hand, projected, masked, strict=True):
+            np.testing.assert_allclose(side[~entered_BT], hand[~entered_BT], rtol=0, atol=1e-5)
+            np.testing.assert_allclose(side[entered_BT], hidden[entered_BT], rtol=0, atol=1e-6)
+            assert not np.any(hidden[~entered_BT]) and np.all(side[~entered_BT])
+    # The mlp of a token that entered read what attention had added to.
+    entering = np.tensordot(second_BTD, stream['ffn_slot']['value']['kernel'], 1)[entered_BT]
+    assert np.abs(entering - written['masked'].slots[1].v_BTKH[entered_BT]).max() > 0.1

@@ -1,0 +1,124 @@
+"""A stack is a list of runs: written out again they are its layers, with all that was theirs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moddepth_jax.hparams import from_config
+from moddepth_jax.model.attention import KeysValues
+from moddepth_jax.model.depth_stream import layer_kinds
+from moddepth_jax.model.layer import Written
+from moddepth_jax.model.stack import Run, Stack, find_runs, stacked_slots, unstacked
+
+
+def expand(runs):
+    return [kind for run in runs for _ in range(run.repeats) for kind in run.group]
+
+
+def pattern(letters):
+    """'d r*3 x' -> the Run of each word: letters of the group, repeats after the star."""
+    words = [word.partition('*') for word in letters.split()]
+    return tuple(Run(tuple(group), int(repeats or 1)) for group, _, repeats in words)
+
+
+@pytest.mark.parametrize(
+    ('layers', 'runs'),
+    [
+        ('', ''),
+        ('d', 'd'),
+        ('dr', 'd r'),
+        ('dddddddddddd', 'd*12'),
+        ('drdrdrdrdrdr', 'dr*6'),
+        ('drdrd', 'dr*2 d'),
+        ('dddrrrrrrd', 'd*3 r*6 d'),
+        ('ddrddrddrd', 'ddr*3 d'),
+        ('rrdrrdddd', 'rrd*2 d*3'),
+        ('abcdabcdabcd', 'abcd*3'),
+        ('abcde', 'a b c d e'),
+    ],
+)
+def test_runs_of_known_patterns(layers, runs):
+    """Groups that repeat are found: dense, every second, middle, a list, alternating windows."""
+    assert find_runs(list(layers)) == pattern(runs)
+
+
+@pytest.mark.parametrize('kinds', ['ab', 'abc'])
+def test_expanded_runs_are_the_pattern(kinds):
+    """Whatever the pattern of layers, its runs written out again are that pattern."""
+    rng = np.random.default_rng(len(kinds))
+    repeated = 0
+    for _ in range(300):
+        layers = list(rng.choice(list(kinds), rng.integers(1, 15)))
+        runs = find_runs(layers)
+        assert expand(runs) == layers
+        assert all(run.repeats >= 1 and run.group for run in runs)
+        repeated += any(run.repeats > 1 for run in runs)
+    assert repeated > 200
+
+
+@pytest.mark.parametrize(
+    ('routed', 'windows', 'num_runs', 'with_slots'),
+    [
+        ('every:2', (0,), 1, 3),
+        ('every:1', (0,), 1, 2),
+        ('every:3', (0,), 1, 3),
+        ('every:2', (8, 0, 0, 0), 1, 5),
+        ('every:2', (0, 0, 4), 1, 12),
+        ('middle:5:1', (0,), 3, 3),
+        ('1,2,7', (0,), 5, 6),
+    ],
+)
+def test_model_is_few_runs(routed, windows, num_runs, with_slots, tiny_config):
+    """A model's runs give back, layer by layer, who is routed and which window it has.
+
+    MoDA's last layer writes no slot: it ends the run that it would have been in, which undoes a
+    group that is there only twice.
+    """
+    knobs = {'model.num_layers': 12, 'model.windows': windows}
+    knobs |= {'model.routing.router': 'learned', 'model.routing.layers': routed}
+    for stream, expected in (('residual', num_runs), ('moda', with_slots)):
+        model = from_config(tiny_config(**knobs, **{'model.depth.stream': stream})).model
+        runs = find_runs(layer_kinds(model))
+        assert len(runs) == expected
+        for layer, kind in enumerate(expand(runs)):
+            assert kind.routed == (layer in model.routed_layers)
+            assert kind.window == windows[layer % len(windows)]
+
+
+@pytest.mark.parametrize('stream', ['residual', 'attention', 'moda'])
+def test_counts_and_parameters_follow_the_layers(stream, tiny_config):
+    """Layer by layer: its own parameters, and as many slots before it as earlier ones write."""
+    knobs = {'model.num_layers': 7, 'model.depth.stream': stream, 'model.routing.router': 'learned'}
+    stack = Stack(from_config(tiny_config(**knobs)).model, 'top_c')
+    kinds, layers = layer_kinds(stack.hparams), iter(range(99))
+    before, params = [], {}
+    for i, run in enumerate(stack.runs):
+        order = np.array([[next(layers) for _ in run.group] for _ in range(run.repeats)])
+        params[f'run_{i}'] = {f'layer_{j}': {'w': order[:, j]} for j in range(len(run.group))}
+        for count in np.asarray(stack.counts(i)):
+            for kind in run.group:
+                before.append(count)
+                count += kind.slots
+    assert any(run.repeats > 1 for run in stack.runs) and len(kinds) >= 7
+    np.testing.assert_array_equal(before, np.cumsum([0] + [kind.slots for kind in kinds])[:-1])
+    found = list(unstacked(stack, params))
+    assert [kind for kind, _ in found] == kinds
+    assert [int(mine['w']) for _, mine in found] == list(range(len(kinds)))
+
+
+def test_slots_are_stacked_from_the_oldest_on():
+    """Those of a layer in its order, each with the tokens that the layer wrote for."""
+
+    def slot(value):
+        return KeysValues(jnp.full((2, 3, 1, 4), value), jnp.full((2, 3, 1, 4), -value))
+
+    valid = jax.random.bernoulli(jax.random.key(0), 0.5, (2, 2, 3))
+    some = [Written((slot(1.0), slot(2.0)), valid[0]), Written(), Written((slot(3.0),), valid[1])]
+    depth = stacked_slots(some)
+    np.testing.assert_array_equal(depth.slots.k_BTKH[:, 0, 0, 0, 0], [1, 2, 3])
+    np.testing.assert_array_equal(depth.slots.v_BTKH[:, 1, 2, 0, 3], [-1, -2, -3])
+    np.testing.assert_array_equal(depth.valid_LBT, valid[jnp.array([0, 0, 1])])
+    assert depth.count is None
+    assert stacked_slots([Written((slot(1.0),))]).valid_LBT is None
+    assert stacked_slots([Written(), Written()]) is None
