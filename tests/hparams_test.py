@@ -29,6 +29,12 @@ BAD_VALUES = {
     'model.attention': ['flash'],
     'model.layer_loop': ['scanned'],
     'model.remat': ['full'],
+    'model.depth.stream': ['densenet'],
+    'model.depth.slots': ['ffn'],
+    'model.depth.attention_slot_projection': [True],
+    'model.depth.slot_keys': ['raw'],
+    'model.depth.skipped_slots': ['zero'],
+    'model.depth.slot_window': [-1, 1],
     'model.routing.router': ['linear'],
     'model.routing.capacity': [0.0, -0.125, 1.5, NAN, INFINITE],
     'model.routing.capacity_form': ['constant'],
@@ -204,9 +210,16 @@ def test_steps_or_budget_decides(tiny_config):
 def test_every_value_arrives(tiny_config):
     """Each knob of the config is the field of the same name, so none is dropped or swapped.
 
-    But for `auto`, in whose place stands what it means (tests/hparams/routing_test.py).
+    But for `auto`, in whose place stands what it means (tests/hparams/).
     """
-    config = tiny_config(**{'model.routing.gate': 'tanh', 'model.routing.causal_rule': 'dense'})
+    auto = {'model.routing.gate': 'tanh', 'model.routing.causal_rule': 'dense'}
+    depth = {
+        'stream': 'moda',
+        'slots': 'block',
+        'slot_keys': 'unrotated',
+        'skipped_slots': 'masked',
+    }
+    config = tiny_config(**auto, **{f'model.depth.{knob}': value for knob, value in depth.items()})
     assert dict(leaves(dataclasses.asdict(from_config(config)))) == dict(leaves(config))
 
 

@@ -106,7 +106,7 @@ class SelfAttention(nn.Module):
         if past is None:
             o_BTNH, depth = self._over_sequence(q_BTNH, keys, tokens, depth)
         else:
-            o_BTNH = decode_attention(q_BTNH, *keys, *past, **self._slots(q_BTNH, depth))
+            o_BTNH = self._over_cache(q_BTNH, keys, past, depth)
         return self.out(o_BTNH), keys, slot, depth
 
     def slot(self, x_BTD, tokens: Tokens) -> KeysValues:
@@ -146,26 +146,22 @@ class SelfAttention(nn.Module):
         scale_KH = jnp.broadcast_to(scale.reshape(-1, width), (kv_heads, width))
         return q_BTNH * jnp.repeat(scale_KH, self.hparams.num_heads // kv_heads, axis=0)[None, None]
 
-    def _slots(self, q_BTNH, depth):
-        """Arguments of the kernels for the depth slots, none where there are none."""
-        if depth is None:
-            return {}
-        return {
-            'k_depth_LBRKH': depth.slots.k_BTKH,
-            'v_depth_LBRKH': depth.slots.v_BTKH,
-            'slot_mask_LBR': depth.valid_LBT,
-            'slot_window': self.hparams.depth.slot_window,
-            'q_depth_BTNH': self._slot_query(q_BTNH),
-        }
-
     def _over_sequence(self, q_BTNH, keys, tokens, depth):
-        given = self._slots(q_BTNH, depth) | {
+        given = {
             'positions_BT': tokens.positions_BT,
             'segment_ids_BT': tokens.segment_ids_BT,
             'window': self.window,
         }
         if depth is not None:
-            given |= {'num_slots': depth.count, 'slot_rows_BT': depth.rows_BC}
+            given |= {
+                'k_depth_LBRKH': depth.slots.k_BTKH,
+                'v_depth_LBRKH': depth.slots.v_BTKH,
+                'num_slots': depth.count,
+                'slot_window': self.hparams.depth.slot_window,
+                'slot_mask_LBR': depth.valid_LBT,
+                'slot_rows_BT': depth.rows_BC,
+                'q_depth_BTNH': self._slot_query(q_BTNH),
+            }
         # For analysis.depth_mass; in no program where `apply` is not asked for that collection.
         self.sow('intermediates', 'sequence', (q_BTNH, keys.k_BTKH, given))
         implementation = self.hparams.attention
@@ -180,3 +176,17 @@ class SelfAttention(nn.Module):
             return result, None
         o_BTNH, *slots = result
         return o_BTNH, depth._replace(slots=KeysValues(*slots))
+
+    def _over_cache(self, q_B1NH, keys, past, depth):
+        if depth is None:
+            return decode_attention(q_B1NH, *keys, *past)
+        return decode_attention(
+            q_B1NH,
+            *keys,
+            *past,
+            k_depth_LC1KH=depth.slots.k_BTKH,
+            v_depth_LC1KH=depth.slots.v_BTKH,
+            slot_mask_LC1=depth.valid_LBT,
+            slot_window=self.hparams.depth.slot_window,
+            q_depth_C1NH=self._slot_query(q_B1NH),
+        )

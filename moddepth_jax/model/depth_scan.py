@@ -138,7 +138,8 @@ def _walk(stack, params, told, tokens, x_BTD, call):
             params, told, count = inputs
             left = []
             for j, kind in enumerate(run.group):
-                rest = (params[f'layer_{j}'], slots, valid_LBT, count, told[j], tokens)
+                mine = params.get(f'layer_{j}', {})
+                rest = (mine, slots, valid_LBT, count, told[j], tokens)
                 function = _function(stack, kind, run.repeats)
                 results, others, saved = call(function, x_BTD, rest)
                 x_BTD, new, slots, record = results
@@ -147,7 +148,7 @@ def _walk(stack, params, told, tokens, x_BTD, call):
                 count += kind.slots
             return (x_BTD, slots, valid_LBT), left
 
-        inputs = (params[f'run_{i}'], told[i], stack.counts(i))
+        inputs = (params.get(f'run_{i}', {}), told[i], stack.counts(i))
         carry, left = jax.lax.scan(body, carry, inputs)
         records.append([record for record, _ in left])
         kept.append([saved for _, saved in left])
@@ -196,7 +197,8 @@ def _backward(stack, residuals, cotangents):
             for j, kind in reversed(list(enumerate(run.group))):
                 dwritten = ()
                 before = count + sum(kind.slots for kind in run.group[:j])
-                rest = (params[f'layer_{j}'], slots, valid_LBT, before, told[j], tokens)
+                mine = params.get(f'layer_{j}', {})
+                rest = (mine, slots, valid_LBT, before, told[j], tokens)
                 leaves, structure = jax.tree.flatten(rest)
                 vjp, (x_res, dropped) = vjps[j], vjps[j].args_res
                 found = zip(dropped, leaves, strict=True)
@@ -210,8 +212,10 @@ def _backward(stack, residuals, cotangents):
 
         drecords_of_run = [_differentiable(record)[0] for record in drecords[i]]
         counts = stack.counts(i)
-        inputs = (params[f'run_{i}'], told[i], counts, vjps[i], drecords_of_run)
+        inputs = (params.get(f'run_{i}', {}), told[i], counts, vjps[i], drecords_of_run)
         carry, dparams[f'run_{i}'] = jax.lax.scan(body, carry, inputs, reverse=True)
+    # A run without parameters has none of their cotangents either.
+    dparams = {run: {n: dparams[run][n] for n in layers} for run, layers in params.items()}
     return dparams, None, None, carry[0]
 
 

@@ -94,7 +94,8 @@ class MixtureOfDepths(nn.Module):
             entered_BT = jnp.where(layer.causal, admit(wanted_BT, self.sizes[-1]), top_c_BT)
             entered_BT = checkpoint_name(entered_BT, CHOICE)
             y_BTD, left = self.causal(x_BTD, tokens, gates_BT, entered_BT, depth)
-            indices_BC = first_entering(entered_BT, self.sizes[-1])
+            if self.writes_slots:
+                indices_BC = first_entering(entered_BT, self.sizes[-1])
         refused_BT = wanted_BT & ~entered_BT
         record = RoutingRecord(
             scores_BT, rule_logits_BT, top_c_BT, entered_BT, refused_BT, gates_BT

@@ -75,9 +75,9 @@ def unstacked(stack: Stack, params):
     """(kind, parameters) of each layer, from the first to the last."""
     for i, run in enumerate(stack.runs):
         for repeat in range(run.repeats):
-            one = jax.tree.map(lambda leaf, at=repeat: leaf[at], params[f'run_{i}'])
+            one = jax.tree.map(lambda leaf, at=repeat: leaf[at], params.get(f'run_{i}', {}))
             for j, kind in enumerate(run.group):
-                yield kind, one[f'layer_{j}']
+                yield kind, one.get(f'layer_{j}', {})
 
 
 def stacked_slots(written) -> Depth | None:

@@ -154,11 +154,11 @@ def init_stack(key, hparams: ModelHparams, length: int):
         def init_repeat(carry, inputs, group=group):
             key, count = inputs
             carry, variables = group.init_with_output(key, carry, count, tokens)
-            return carry, variables['params']
+            return carry, variables.get('params', {})
 
         keys = jax.random.split(jax.random.fold_in(key, i), run.repeats)
         carry, params[f'run_{i}'] = jax.lax.scan(init_repeat, carry, (keys, stack.counts(i)))
-    return params
+    return {name: run for name, run in params.items() if run}  # an entry or exit may have none
 
 
 class Group(nn.Module):

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from moddepth_jax.data import synthetic
-from moddepth_jax.model.attention import Depth, KeysValues, Tokens
+from moddepth_jax.model.attention import Depth, KeysValues, SelfAttention, Tokens
 from moddepth_jax.model.depth_stream import STREAMS, LayerKind, layer_kinds
 from moddepth_jax.model.layer import Layer
+from moddepth_jax.model.layers import rotate
 from moddepth_jax.model.stack import Stack, unstacked
 from moddepth_jax.model.transformer import Transformer
 from moddepth_jax.training.train_step import init_state, train_step
@@ -185,3 +186,71 @@ def test_streams_train(stream, tiny_config):
     leaves = jax.tree_util.tree_leaves_with_path(start.params)
     for (path, old), new in zip(leaves, jax.tree.leaves(state.params), strict=True):
         assert np.any(old != new), jax.tree_util.keystr(path)
+
+
+def normed(x_BTKH, over, scale):
+    """Keys or queries divided by their root mean square, over a head or all heads, and scaled."""
+    if over == 'none':
+        return x_BTKH
+    flat = x_BTKH if over == 'head' else x_BTKH.reshape(*x_BTKH.shape[:2], -1)
+    flat = flat / np.sqrt(np.mean(flat**2, axis=-1, keepdims=True) + 1e-6) * scale
+    return flat.reshape(x_BTKH.shape)
+
+
+@pytest.mark.parametrize('keys', ['rotated', 'unrotated'])
+@pytest.mark.parametrize('over', ['none', 'head', 'full'])
+def test_keys_of_slots_as_readers_see_them(over, keys, tiny_config):
+    """One token, its own key and one slot: the softmax by hand.
+
+    A `rotated` key is normed and turned by its writer; an `unrotated` one is normed by its reader,
+    whose query is turned.
+    """
+    knobs = {'model.depth.slot_keys': keys, 'model.qk_norm': over}
+    hparams, rng = small(tiny_config, MODA, knobs).model, np.random.default_rng(6)
+    x_BTD = rng.normal(size=(3, 1, 16)).astype('f')
+    positions_BT = jnp.array([[0], [5], [9]])
+    tokens = Tokens(positions_BT, jnp.ones_like(positions_BT))
+    attention = SelfAttention(hparams, 0)
+    weights = [
+        jax.tree.map(
+            lambda leaf: rng.normal(size=leaf.shape).astype('f'),
+            jax.eval_shape(attention.init, jax.random.key(0), x_BTD, tokens),
+        )
+        for _ in ('writer', 'reader')
+    ]
+
+    @jax.jit
+    def write_and_read(writer, reader, x_BTD):
+        _, _, slot, _ = attention.apply(writer, x_BTD, tokens)
+        same = attention.apply(writer, x_BTD, tokens, method='slot')
+        depth = Depth(jax.tree.map(lambda side: side[None], slot))
+        return slot, same, attention.apply(reader, x_BTD, tokens, depth=depth)[0]
+
+    slot, same, found_BTD = write_and_read(*weights, x_BTD)
+    for one, other in zip(slot, same, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
+    writer, reader = (mine['params'] for mine in weights)
+
+    def project(params, name):
+        return np.tensordot(x_BTD, params[name]['kernel'], 1)
+
+    def turned(x_BTNH, params, norm):
+        scale = params[norm]['scale'] if over != 'none' else None
+        return rotate(jnp.asarray(normed(x_BTNH, over, scale)), positions_BT, hparams.rope_theta)
+
+    q_BTNH = np.asarray(turned(project(reader, 'query'), reader, 'query_norm'))
+    own_BTKH = turned(project(reader, 'key'), reader, 'key_norm')
+    slot_BTKH = project(writer, 'key')
+    if keys == 'rotated':
+        slot_BTKH = turned(slot_BTKH, writer, 'key_norm')
+    elif over != 'none':
+        slot_BTKH = normed(slot_BTKH, over, reader['key_norm']['scale'])
+    seen = np.repeat(np.stack([own_BTKH, slot_BTKH]), 2, axis=3)
+    scores_SBTN = np.einsum('btnh,sbtnh->sbtn', q_BTNH, seen) / 2
+    weights_SBTN = np.exp(scores_SBTN - scores_SBTN.max(axis=0))
+    weights_SBTN /= weights_SBTN.sum(axis=0)
+    values = np.repeat(np.stack([project(reader, 'value'), project(writer, 'value')]), 2, axis=3)
+    mixed_BTNH = np.einsum('sbtn,sbtnh->btnh', weights_SBTN, values)
+    expected_BTD = np.einsum('btnh,nhd->btd', mixed_BTNH, reader['out']['kernel'])
+    np.testing.assert_allclose(found_BTD, expected_BTD, rtol=0, atol=1e-3)
+    assert 0.05 < weights_SBTN.min(axis=0).max()

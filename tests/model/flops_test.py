@@ -72,6 +72,8 @@ def test_breakdown_is_the_sum_by_hand(rule, tiny_config):
         'router': 2 * T * D,
         'predictor': 2 * T * (D * 8 + 8) if rule == 'predictor' else 0,
         'head': 2 * T * D * V,
+        'depth_projections': 0,
+        'depth_attention': 0,
     }
     assert flops.forward_breakdown(hparams, 5, T) == {k: 5 * v for k, v in by_hand.items()}
     assert flops.forward_flops(hparams, 5, T) == 5 * sum(by_hand.values())
