@@ -62,6 +62,11 @@ def describe(hparams: Hparams, num_steps: int, params, dataset) -> list[str]:
     if routed:
         router = model.routing.router
         routing = f', {routed} routed ({router}), {_places(hparams, hparams.stages[-1])}'
+    depth = model.depth
+    stream = {
+        'residual': '',
+        'moda': f', moda slots {depth.slots}' + f' {depth.skipped_slots}' * bool(routed),
+    }.get(depth.stream, f', {depth.stream} depth stream')
     parameters, total = format_count(num_parameters(params)), run_flops(hparams, num_steps)
     starts = stage_starts(hparams, num_steps)
     stages = [
@@ -69,7 +74,7 @@ def describe(hparams: Hparams, num_steps: int, params, dataset) -> list[str]:
         for first, stage in (starts if len(starts) > 1 else ())
     ]
     return [
-        f'model     {model.num_layers} layers of width {model.d_model}{routing}; '
+        f'model     {model.num_layers} layers of width {model.d_model}{routing}{stream}; '
         f'{parameters} parameters',
         f'corpus    {dataset.corpus.description}',
         f'plan      {num_steps} steps x {format_count(total / max(1, num_steps))}FLOP = '

@@ -1,4 +1,4 @@
-"""Depth streams: what they read at first, how many parameters they add, and that they train."""
+"""Depth streams: what they read, how many parameters they add, causality, and that they train."""
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from moddepth_jax.training.train_step import init_state, train_step
 from tests.model.depth_models import ATTENTION, DENSE, FAST, MODA, ROUTED, drawn, small
 
 RESIDUAL = {'model.depth.stream': 'residual'}
+BY_SEGMENT = {'model.routing.capacity': 0.6, 'model.routing.select_per': 'segment'}
 PROJECTED = {'model.depth.attention_slot_projection': True}
 
 
@@ -254,3 +255,28 @@ def test_keys_of_slots_as_readers_see_them(over, keys, tiny_config):
     expected_BTD = np.einsum('btnh,nhd->btd', mixed_BTNH, reader['out']['kernel'])
     np.testing.assert_allclose(found_BTD, expected_BTD, rtol=0, atol=1e-3)
     assert 0.05 < weights_SBTN.min(axis=0).max()
+
+
+@pytest.mark.parametrize('name', ['dense', 'routed'])
+def test_later_tokens_and_other_documents_change_no_bit(name, tiny_config):
+    """With slots as without: causality of the logits, and packed documents apart."""
+    knobs = {} if name == 'dense' else ROUTED | BY_SEGMENT
+    hparams = small(tiny_config, MODA, {'model.num_layers': 3, 'model.vocab_size': 64}, knobs)
+    model, rng = Transformer(hparams), np.random.default_rng(2)
+    tokens_BT = rng.permutation(64)[:24].reshape(2, 12)
+    segments_BT = np.tile(np.repeat([1, 2, 3, 0], [4, 3, 3, 2]), (2, 1))
+    variables = drawn(hparams, tokens_BT)
+    run = jax.jit(lambda *given: model.apply(variables, *given)[0])
+    before_BTV = np.asarray(run(tokens_BT, segments_BT))
+
+    def changed(places):
+        other_BTV = run(np.where(places, (tokens_BT + 1) % 64, tokens_BT), segments_BT)
+        return np.any(before_BTV != np.asarray(other_BTV), axis=-1)
+
+    for document in (1, 2, 3):
+        inside_BT = segments_BT == document
+        np.testing.assert_array_equal(changed(~inside_BT), ~inside_BT)
+    if name == 'dense':
+        for first in range(1, 12):
+            later_BT = np.tile(np.arange(12) >= first, (2, 1))
+            np.testing.assert_array_equal(changed(later_BT), later_BT)

@@ -247,31 +247,6 @@ def test_layers_see_those_below(name, tiny_config):
             np.testing.assert_array_equal(found_L, (seen_L | own_L)[:writers])
 
 
-@pytest.mark.parametrize('name', ['dense', 'routed'])
-def test_later_tokens_and_other_documents_change_no_bit(name, tiny_config):
-    """With slots as without: causality of the logits, and packed documents apart."""
-    knobs = {} if name == 'dense' else HALF | {'model.routing.select_per': 'segment'}
-    hparams = small(tiny_config, MODA, {'model.num_layers': 3, 'model.vocab_size': 64}, knobs)
-    model, rng = Transformer(hparams), np.random.default_rng(2)
-    tokens_BT = rng.permutation(64)[:24].reshape(2, 12)
-    segments_BT = np.tile(np.repeat([1, 2, 3, 0], [4, 3, 3, 2]), (2, 1))
-    variables = drawn(hparams, tokens_BT)
-    run = jax.jit(lambda *given: model.apply(variables, *given)[0])
-    before_BTV = np.asarray(run(tokens_BT, segments_BT))
-
-    def changed(places):
-        other_BTV = run(np.where(places, (tokens_BT + 1) % 64, tokens_BT), segments_BT)
-        return np.any(before_BTV != np.asarray(other_BTV), axis=-1)
-
-    for document in (1, 2, 3):
-        inside_BT = segments_BT == document
-        np.testing.assert_array_equal(changed(~inside_BT), ~inside_BT)
-    if name == 'dense':
-        for first in range(1, 12):
-            later_BT = np.tile(np.arange(12) >= first, (2, 1))
-            np.testing.assert_array_equal(changed(later_BT), later_BT)
-
-
 def rms_normed(x, scale):
     return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + 1e-6) * scale
 
