@@ -5,9 +5,10 @@ python -m launch.train --config=configs/dense_700m.py --mesh=data=8
 Not trained.
 """
 
-from configs import moda_700m
+from configs import moda_700m, sizes
 
 
 def get_config(arguments: str = ''):
     """Arguments: layers."""
-    return moda_700m.get_config(','.join(filter(None, ('layers=38', arguments, 'slots=none'))))
+    values = sizes.parse(arguments, layers='38')
+    return moda_700m.get_config('slots=none,layers={layers}'.format(**values))

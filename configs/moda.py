@@ -13,7 +13,7 @@ from configs import base, sizes
 
 def get_config(arguments: str = ''):
     """Arguments: size=LAYERSxWIDTH, steps of training, slots (`none`: the dense model)."""
-    values = sizes.parse(arguments, size='8x64', steps='600', slots='attention+ffn')
+    values = sizes.parse(arguments, size='8x64', steps='600', slots='auto')
     config = base.get_config()
     sizes.apply_size(config, values['size'])
     config.model.num_kv_heads = max(1, config.model.num_heads // 2)

@@ -24,6 +24,7 @@ def get_config(arguments: str = ''):
     model.qk_norm = 'head'
     model.use_bias = True
     model.tie_embeddings = True
+    model.embedding_init_std = 1.0
     sizes.apply_slots(config, values['slots'])
     config.data.sequence_length = 512
     config.data.batch_size = 64

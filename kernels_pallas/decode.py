@@ -51,6 +51,15 @@ def decode_attention(
         raise ValueError(f'slot_window={slot_window} must be 0 (no limit) or more')
     by_token = [q_C1NH, k_C1KH, v_C1KH, visible_CS]
     if k_depth_LC1KH is not None:
+        whole = (len(k_depth_LC1KH), *k_C1KH.shape)
+        for name, side, wanted in (
+            ('k_depth_LC1KH', k_depth_LC1KH, whole),
+            ('v_depth_LC1KH', v_depth_LC1KH, whole),
+            ('slot_mask_LC1', slot_mask_LC1, whole[:3]),
+            ('q_depth_C1NH', q_depth_C1NH, q_C1NH.shape),
+        ):
+            if side is not None and side.shape != wanted:
+                raise ValueError(f'{name} of shape {side.shape} must be {wanted}')
         slots = [k_depth_LC1KH, v_depth_LC1KH]
         slots += [] if slot_mask_LC1 is None else [slot_mask_LC1]
         by_token.append(q_C1NH if q_depth_C1NH is None else q_depth_C1NH)

@@ -46,7 +46,14 @@ def _read(buffer_LBR, slot, rows_BT):
         start_indices_batching_dims=(0,),
     )
     sizes = (1, 1, 1, *buffer_LBR.shape[3:])
-    return lax.gather(buffer_LBR, _place(slot, rows_BT), numbers, sizes, mode='clip')
+    return lax.gather(
+        buffer_LBR,
+        _place(slot, rows_BT),
+        numbers,
+        sizes,
+        indices_are_sorted=True,
+        mode='clip',
+    )
 
 
 def _add(total_LBRKH, slot, rows_BT, update_BTKH):
@@ -63,7 +70,16 @@ def _add(total_LBRKH, slot, rows_BT, update_BTKH):
         scatter_indices_batching_dims=(0,),
     )
     place = _place(slot, rows_BT)
-    return lax.scatter_add(total_LBRKH, place, update_BTKH, numbers, mode='drop')
+    # Of distinct tokens, as depth_attention asks: reruns on a GPU then give equal bits.
+    return lax.scatter_add(
+        total_LBRKH,
+        place,
+        update_BTKH,
+        numbers,
+        indices_are_sorted=True,
+        unique_indices=True,
+        mode='drop',
+    )
 
 
 def _slot(slot, buffers, mask_LBR, rows_BT, wide):

@@ -213,6 +213,7 @@ def test_every_value_arrives(tiny_config):
     But for `auto`, in whose place stands what it means (tests/hparams/).
     """
     auto = {'model.routing.gate': 'tanh', 'model.routing.causal_rule': 'dense'}
+    auto |= {'model.routing.router': 'learned'}
     depth = {
         'stream': 'moda',
         'slots': 'block',

@@ -163,10 +163,12 @@ def _call(sown, segment_ids_BT):
 
 def _weights(q_BTNH, k_LBTKH, lse_BTN):
     """Softmax weights [L, B, T, N] of each query on keys of its own; query head n reads n // G."""
-    dtype = lse_BTN.dtype
-    k_LBTNH = jnp.repeat(k_LBTKH, q_BTNH.shape[2] // k_LBTKH.shape[3], axis=3).astype(dtype)
-    scores_LBTN = jnp.einsum('btnh,lbtnh->lbtn', q_BTNH.astype(dtype), k_LBTNH, precision='highest')
-    return jnp.exp(scores_LBTN * q_BTNH.shape[-1] ** -0.5 - lse_BTN[None])
+    dtype, (batch, length, heads, width) = lse_BTN.dtype, q_BTNH.shape
+    q_BTKGH = q_BTNH.astype(dtype).reshape(batch, length, k_LBTKH.shape[3], -1, width)
+    k_LBTKH = k_LBTKH.astype(dtype)
+    scores_LBTKG = jnp.einsum('btkgh,lbtkh->lbtkg', q_BTKGH, k_LBTKH, precision='highest')
+    scores_LBTN = scores_LBTKG.reshape(-1, batch, length, heads)
+    return jnp.exp(scores_LBTN * width**-0.5 - lse_BTN[None])
 
 
 def _slot_sums(q_BTNH, _, lse_BTN, real_BT, given):

@@ -25,6 +25,7 @@ SAMPLE_FILE = 'sample.txt'
 ROC_FILE = 'router_roc.json'
 DEPTH_FILE = 'depth_mass.png'
 DEPTH_NUMBERS_FILE = 'depth_mass.json'
+DEPTH_TOKENS = 4096  # held-out tokens whose attention is measured, in whole rows
 
 
 def prompt_tokens(hparams: Hparams, tokenizer) -> list[int]:
@@ -147,7 +148,8 @@ def _draw_heatmap(run):
 
 def _draw_depth_mass(run):
     rule = causal_routing(run.hparams)
-    batch = run.dataset.held_out_batch(0)
+    rows = max(1, DEPTH_TOKENS // run.hparams.data.sequence_length)
+    batch = {name: side[:rows] for name, side in run.dataset.held_out_batch(0).items()}
     mass = depth_mass(run.state.variables, run.hparams, batch, rule)
     title = f'{run.workdir.name}: attention on the slots of earlier layers, held-out text'
     plot_depth_mass(mass, title, run.workdir / DEPTH_FILE)
@@ -186,9 +188,12 @@ def _next_steps(run):
         yield f'  {"" if i else "look":9}{picture}'
     if not pictures:
         yield f'  read     {workdir / SAMPLE_FILE}'
-    other = 'dense_isoflop' if model.routed_layers else 'mod_isoflop'
-    command = f'python -m launch.train --config=configs/{other}.py'
-    if run.hparams.flop_budget and model.d_model % 64 == 0:  # what the config can be given
+    other = 'dense_isoflop.py' if model.routed_layers else 'mod_isoflop.py'
+    if model.depth.stream == 'moda':
+        other = 'moda.py' if model.routed_layers else 'moda.py:slots=none'
+    command = f'python -m launch.train --config=configs/{other}'
+    # What the config can be given.
+    if run.hparams.flop_budget and model.d_model % 64 == 0 and other.endswith('_isoflop.py'):
         size = f'{model.num_layers}x{model.d_model}'
         budget = f'{run.hparams.flop_budget:g}'.replace('e+', 'e')
         command += f':size={size},budget={budget}   (the same FLOPs)'

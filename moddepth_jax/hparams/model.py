@@ -62,6 +62,9 @@ class ModelHparams:
         if self.depth.stream == 'dense' and self.layer_loop == 'scan':
             right = 'must be unrolled: layers of the dense stream differ in what they read'
             refuse('model.layer_loop', self.layer_loop, right)
+        if self.depth.skipped_slots == 'masked' and not self.routed_layers:
+            right = 'must be auto: no block is routed, so no token skips one'
+            refuse('model.depth.skipped_slots', self.depth.skipped_slots, right)
         width = self.num_heads * self.head_dim
         if self.depth.stream == 'attention' and width != self.d_model:
             right = f'must be num_heads x head_dim = {width}: what the attention stream reads'

@@ -52,7 +52,8 @@ def layer_kinds(hparams: ModelHparams) -> list[LayerKind]:
     ends = [LayerKind(False, 0, per_layer, 0, 'entry'), LayerKind(False, 0, 0, 0, 'exit')]
     kinds = [ends[0], *kinds, ends[1]]
     if stream == 'dense':
-        kinds = [kind._replace(slots=kind.part != 'exit', inputs=i) for i, kind in enumerate(kinds)]
+        writes = [int(kind.part != 'exit') for kind in kinds]
+        kinds = [kind._replace(slots=writes[i], inputs=i) for i, kind in enumerate(kinds)]
     return kinds
 
 
@@ -81,7 +82,8 @@ class Residual(nn.Module):
 class DepthDense(nn.Module):
     """read: W_l . concat(X_0 .. X_{l-1}); write: append X_l, the block's output.
 
-    W_l starts as the identity on the newest array and 0 on the others: the residual stream.
+    W_l starts as the identity on the newest array and 0 on the others: the residual stream. Weight
+    decay acts on it as on any matrix.
     """
 
     hparams: ModelHparams

@@ -63,6 +63,7 @@ class Transformer(nn.Module):
         """
         model = self.hparams.model
         check_routing(self.hparams, routing)
+        check_dtype(model)
         if segment_ids_BT is None:
             segment_ids_BT = jnp.ones_like(tokens_BT)
         positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
@@ -192,6 +193,12 @@ def causal_sizes(hparams: Hparams, length: int, routing: str) -> tuple[int, ...]
     if routing_hparams.overflow == 'skip':
         return (min(most, length),)
     return static_sizes(length, most)
+
+
+def check_dtype(hparams: ModelHparams):
+    """Raises ValueError where JAX would take float32 for the float64 that is asked for."""
+    if hparams.dtype == 'float64' and not jax.config.jax_enable_x64:
+        raise ValueError("model.dtype='float64': needs JAX_ENABLE_X64=1 in the environment")
 
 
 def check_routing(hparams: Hparams, routing: str):

@@ -16,7 +16,7 @@ from moddepth_jax.model.mixture_of_depths import RoutedLayer
 from moddepth_jax.model.routers import token_seeds
 from moddepth_jax.model.routing import static_sizes
 from moddepth_jax.model.stack import Stack, stacked_slots, unstacked
-from moddepth_jax.model.transformer import layer_thresholds
+from moddepth_jax.model.transformer import check_dtype, layer_thresholds
 
 
 def unroll(variables, hparams: Hparams, routing: str) -> dict:
@@ -34,6 +34,7 @@ def unroll(variables, hparams: Hparams, routing: str) -> dict:
     Raises:
       ValueError: as `layer_thresholds` says.
     """
+    check_dtype(hparams.model)
     params = variables['params']
     layers = [mine for _, mine in unstacked(Stack(hparams.model, routing), params['stack'])]
     thresholds_R = layer_thresholds(hparams.model, variables.get('averages'), routing)

@@ -14,6 +14,7 @@ from moddepth_jax.data.landmarks import MAX_BYTES, landmarks
 from moddepth_jax.data.pipeline import Dataset, check_fingerprint, make_dataset
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.model.flops import train_step_flops
+from moddepth_jax.model.transformer import check_dtype
 from moddepth_jax.training.checkpoint import Checkpoints
 from moddepth_jax.training.evaluate import evaluate_honestly
 from moddepth_jax.training.interruption import Interruption
@@ -77,6 +78,7 @@ def train(hparams: Hparams, workdir, mesh_spec: str = '') -> Run:
     num_steps = resolve_steps(hparams)
     dataset = make_dataset(hparams.data, hparams.seed)
     check_vocabulary(hparams, dataset.tokenizer)
+    check_dtype(hparams.model)
     mesh = make_mesh(mesh_spec)
     check_batch(mesh, hparams.data.batch_size, hparams.training.accumulate_steps)
     may_change = MAY_CHANGE

@@ -282,7 +282,20 @@ def _oracle_shape(model):
     return Shape(**knobs | {'windows': windows * (model.num_layers // len(windows))})
 
 
-@pytest.mark.parametrize('case', CASES)
+FEW = {
+    'block slots',
+    'both slots',
+    'unrotated',
+    'attention slot projection',
+    'newest slots',
+    'attention stream',
+    'dense stream, bias',
+}
+
+
+@pytest.mark.parametrize(
+    'case', [case if case in FEW else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
 def test_model_equals_the_oracle(tiny_config, case):
     """The logits of every real token, with random parameters and packed segments, in float64."""
     knobs = {f'model.{name}': value for name, value in (SIZES | CASES[case]).items()}

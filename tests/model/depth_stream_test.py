@@ -164,7 +164,7 @@ def test_attention_stream_reads_slots(tiny_config):
         pytest.param('dense', marks=pytest.mark.slow),
         pytest.param('attention', marks=pytest.mark.slow),
         pytest.param('moda', marks=pytest.mark.slow),
-        'moda and routed',
+        pytest.param('moda and routed', marks=pytest.mark.slow),
     ],
 )
 def test_streams_train(stream, tiny_config):

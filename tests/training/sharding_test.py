@@ -124,14 +124,23 @@ def check_placement(found):
     assert found['batch_shards'] == ['(2, 32)'] and found['logits_shards'] == ['(2, 32, 257)']
 
 
-@pytest.mark.parametrize('router', ['none', pytest.param('position', marks=pytest.mark.slow)])
-def test_a_model_of_fixed_choices_trains_alike_on_four_devices(router, tiny_config):
+@pytest.mark.parametrize(
+    ('router', 'stream'),
+    [
+        ('position', 'moda'),
+        pytest.param('none', 'residual', marks=pytest.mark.slow),
+        pytest.param('position', 'residual', marks=pytest.mark.slow),
+        pytest.param('none', 'moda', marks=pytest.mark.slow),
+    ],
+)
+def test_a_model_of_fixed_choices_trains_alike_on_four_devices(router, stream, tiny_config):
     """Four steps on four devices have the losses of one device to 1e-5.
 
     The state comes out whole on every device; logits stay split by rows, as the batch was.
     """
     changes = {
         'model.routing.router': router,
+        'model.depth.stream': stream,
         'data.batch_size': 8,
         'optimizer.warmup_fraction': 0.0,
         'optimizer.learning_rate': 0.01,
