@@ -203,7 +203,13 @@ def muted(stack, params, loud):
     return quiet
 
 
-@pytest.mark.parametrize('name', WRITERS)
+@pytest.mark.parametrize(
+    'name',
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name in ('ffn', 'own') else name
+        for name in WRITERS
+    ],
+)
 def test_layers_see_those_below(name, tiny_config):
     """Layer l sees what layers 0..l-1 wrote of its own token, in every write mode, and no other.
 
