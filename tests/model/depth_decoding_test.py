@@ -86,7 +86,10 @@ def check(make_config, knobs):
     np.testing.assert_allclose(found_BTV[known_BT], full_BTV[known_BT], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize('name', CASES)
+@pytest.mark.parametrize(
+    'name',
+    [name if name == 'projected' else pytest.param(name, marks=pytest.mark.slow) for name in CASES],
+)
 def test_prompt_and_steps_equal_the_full_forward(name, tiny_config):
     """At most 1e-5 apart at every token of rows of different lengths, whoever enters."""
     check(tiny_config, CASES[name])
@@ -114,7 +117,7 @@ def cache_shapes(make_config, *knobs):
     return [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(cache)]
 
 
-@pytest.mark.parametrize('routing', [{}, MIDDLE])
+@pytest.mark.parametrize('routing', [{}, pytest.param(MIDDLE, marks=pytest.mark.slow)])
 def test_no_slot_outlives_its_token(routing, tiny_config):
     """The cache of every stream is that of the residual model: slots are read at once, or never."""
     expected = cache_shapes(tiny_config, routing)

@@ -38,7 +38,7 @@ def temporary_bytes(make_config, num_layers, remat, loop='scan'):
     return compiled.memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.parametrize('remat', ['block', 'none'])
+@pytest.mark.parametrize('remat', ['block', pytest.param('none', marks=pytest.mark.slow)])
 def test_memory_is_linear_in_depth(remat, tiny_config):
     """64 layers take at most 2.2 times what 32 take."""
     at_64, at_32 = (temporary_bytes(tiny_config, layers, remat) for layers in (64, 32))
@@ -53,8 +53,16 @@ def test_memory_beside_the_unrolled_form(tiny_config):
     assert temporary_bytes(tiny_config, 32, 'none') < 0.6 * unrolled
 
 
-@pytest.mark.parametrize('remat', ['block', 'none'])
-@pytest.mark.parametrize('name', ['moda', 'projected', 'masked'])
+@pytest.mark.parametrize(
+    ('name', 'remat'),
+    [
+        ('moda', 'none'),
+        ('masked', 'none'),
+        pytest.param('projected', 'none', marks=pytest.mark.slow),
+        pytest.param('projected', 'block', marks=pytest.mark.slow),
+        pytest.param('masked', 'block', marks=pytest.mark.slow),
+    ],
+)
 def test_no_layer_keeps_the_slots(name, remat, tiny_config):
     """Of what a gradient keeps, the slots are there once: two arrays, and nothing larger.
 

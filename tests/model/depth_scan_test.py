@@ -88,7 +88,10 @@ def check(make_config, knobs, remats, dtype, tolerance):
             assert np.abs(leaf - other).max() <= tolerance * largest, where
 
 
-@pytest.mark.parametrize('name', CASES)
+@pytest.mark.parametrize(
+    'name',
+    [name if name == 'projected' else pytest.param(name, marks=pytest.mark.slow) for name in CASES],
+)
 def test_scanned_equals_unrolled(name, tiny_config):
     """Loss and all gradients, for a loss on logits and records, packing and padding: float64."""
     with jax.enable_x64(True):
@@ -125,8 +128,15 @@ def equations(jaxpr):
     return total
 
 
-@pytest.mark.parametrize('stream', ['residual', 'moda'])
-@pytest.mark.parametrize('remat', ['block', 'none'])
+@pytest.mark.parametrize(
+    ('remat', 'stream'),
+    [
+        ('block', 'moda'),
+        pytest.param('none', 'moda', marks=pytest.mark.slow),
+        pytest.param('block', 'residual', marks=pytest.mark.slow),
+        pytest.param('none', 'residual', marks=pytest.mark.slow),
+    ],
+)
 def test_program_does_not_grow_with_depth(remat, stream, tiny_config):
     """The gradient of a scanned model has as many equations at 24 layers as at 6."""
 
