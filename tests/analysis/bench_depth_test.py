@@ -69,6 +69,7 @@ def test_unrolled_forms_end_at_their_depth(models, monkeypatch):
     assert len({tuple(row.values())[:4] for row in rows}) == 9
 
 
+@pytest.mark.slow
 def test_a_deep_stack_is_measured(models):
     """Real steps: bytes, seconds and ratios are positive; the baseline is once itself."""
     result = bench_depth.bench_depth(*models, depths=[3], unrolled_up_to=2, repeats=2)

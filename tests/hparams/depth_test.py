@@ -31,7 +31,7 @@ def depth(make_config, changes, **model):
 )
 def test_auto_is_the_choice_of_the_stream(changes, resolved, per_layer, tiny_config):
     """MoDA's own; none for a stream without such a knob."""
-    found = depth(tiny_config, changes).depth
+    found = depth(tiny_config, changes, **{'routing.router': 'learned'}).depth
     assert (found.slots, found.slot_keys, found.skipped_slots) == resolved
     assert found.slots_per_layer == per_layer
 
@@ -60,6 +60,7 @@ MODA = {'stream': 'moda'}
         ({'slots': 'blok'}, {}, "slots='blok': .*did you mean 'block'"),
         ({'slot_keys': 'rotated'}, {}, "slot_keys='rotated': must be auto: .*use stream moda"),
         ({'skipped_slots': 'masked'}, {}, "skipped_slots='masked': must be auto"),
+        (MODA | {'skipped_slots': 'masked'}, {}, "skipped_slots='masked': .*no block is routed"),
         ({'stream': 'attention', 'slots': 'attention'}, {}, "slots='attention': must be auto"),
         ({'slot_window': 2}, {}, 'slot_window=2: must be 0: the residual stream has no slots'),
         (MODA | {'slot_window': -1}, {}, 'slot_window=-1: must be 0 or more'),
