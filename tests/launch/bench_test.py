@@ -12,6 +12,7 @@ def bench(*arguments):
     return subprocess.run(command, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_decode_prints_its_table_as_json():
     """Two key/value head counts are two tables; --json=- leaves stdout to them."""
     small = ['--size=2x64', '--context=64', '--prompt=8', '--batches=1,2', '--repeats=2']
