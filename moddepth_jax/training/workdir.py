@@ -164,12 +164,14 @@ def _read_config(path):
     if version != SCHEMA_VERSION or not isinstance(config, dict):
         right = f'must be {SCHEMA_VERSION}, with a config of named fields'
         raise ValueError(f'{file}: schema_version={version!r}; {right}')
-    filled = {}
+    filled, model = {}, config.get('model')
+    if isinstance(model, dict) and 'routing' in model:
+        model.setdefault('depth', {})  # a group that came after that of routing
     for name, value in OLDER_RUNS.items():
         *groups, knob = name.split('.')
         group = config
         for part in groups:
-            group = group.setdefault(part, {}) if isinstance(group, dict) else None
+            group = group.get(part) if isinstance(group, dict) else None
         if isinstance(group, dict) and knob not in group:
             group[knob] = filled[name] = value
     return config, filled
