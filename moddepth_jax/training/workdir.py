@@ -164,9 +164,9 @@ def _read_config(path):
     if version != SCHEMA_VERSION or not isinstance(config, dict):
         right = f'must be {SCHEMA_VERSION}, with a config of named fields'
         raise ValueError(f'{file}: schema_version={version!r}; {right}')
-    filled, model = {}, config.get('model')
-    if isinstance(model, dict) and 'routing' in model:
-        model.setdefault('depth', {})  # a group that came after that of routing
+    filled = {}
+    if 'model' in config and 'routing' in config['model']:
+        config['model'].setdefault('depth', {})  # a group that came after that of routing
     for name, value in OLDER_RUNS.items():
         *groups, knob = name.split('.')
         group = config
