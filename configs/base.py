@@ -39,6 +39,7 @@ def get_config() -> ConfigDict:
     depth.slot_keys = 'auto'  # moda: auto (rotated) | rotated | unrotated (the authors' code)
     depth.skipped_slots = 'auto'  # moda with routed blocks: auto (projected) | projected | masked
     depth.slot_window = 0  # moda, attention: only the newest so many slots are seen; 0: all
+    depth.gradient_dtype = 'float32'  # float32 (or wider) | model: sums of slots' gradients
 
     routing = model.routing = ConfigDict()
     # none (dense model) | learned | norm | random | position | straight_through

@@ -2,12 +2,12 @@
 
 import operator
 
+import jax
 import jax.numpy as jnp
 
+from kernels_pallas.choice import IMPLEMENTATIONS, Shapes, choose
+from kernels_pallas.joint import Static, joint_attention
 from kernels_pallas.reference import reference_attention
-from kernels_pallas.xla import Static, xla_attention
-
-IMPLEMENTATIONS = ('reference', 'xla')
 
 
 def _check_sequence(q_BTNH, k_BSKH, v_BSKH, implementation, window, mask):
@@ -47,7 +47,7 @@ def _check_slots(q_BTNH, k_BSKH, slots, options):
     rows_BT = options['slot_rows_BT']
     wanted = {'slot_rows_BT': (batch, length), 'q_depth_BTNH': q_BTNH.shape}
     if absent:
-        for name in ('num_slots', 'slot_mask_LBR', *wanted):
+        for name in ('num_slots', 'slot_mask_LBR', 'slot_sums', *wanted):
             if options[name] is not None:
                 raise ValueError(f'{name} needs k_depth_LBRKH and v_depth_LBRKH, which are None')
         return
@@ -60,6 +60,10 @@ def _check_slots(q_BTNH, k_BSKH, slots, options):
     if k_depth_LBRKH.shape != (*held, k_BSKH.shape[2], width):
         raise ValueError(f'{k_name} of shape {k_depth_LBRKH.shape} must be {shape}')
     wanted |= {v_name: k_depth_LBRKH.shape, 'slot_mask_LBR': held}
+    for side in options['slot_sums'] or ():
+        if side.shape != k_depth_LBRKH.shape:
+            right = f'must be two arrays {k_depth_LBRKH.shape}'
+            raise ValueError(f'slot_sums with an array of shape {side.shape} {right}')
     for name, right in wanted.items():
         given = {v_name: v_depth_LBRKH, **options}[name]
         if given is not None and given.shape != right:
@@ -93,6 +97,7 @@ def depth_attention(
     implementation: str | None = None,
     return_lse: bool = False,
     thread_slots: bool = False,
+    slot_sums=None,
 ):
     """One softmax of each query over the sequence and over the depth slots of its own token.
 
@@ -116,19 +121,23 @@ def depth_attention(
       key_segment_ids_BS: int [B, S], with key_positions_BS; None: the queries'.
       window: key s is seen by query t when 0 <= position_t - position_s < window; 0: no limit.
       scale: factor on the scores; None: H^-1/2.
-      implementation: reference | xla; None: xla.
+      implementation: reference | xla | pallas | mosaic_gpu | mosaic_gpu_fused; None: the first that
+        fits the platform and the shapes (choice.py), told once in the log.
       return_lse: also return the natural-log logsumexp [B, N, T] in float32; differentiable.
       thread_slots: also return the slots as given. Handed on to the next layer in their stead,
         their cotangents are the sums to which each layer's backward pass adds in place.
+      slot_sums: two arrays of the slots' shape, of any floating dtype, whose values do not matter.
+        They are returned as given, and it is their cotangents that the slots' gradients are added
+        to, in their dtype; the slots themselves then have none. None: see thread_slots.
 
     Returns:
       o_BTNH in q's dtype (softmax in float32, or wider with q); a query that sees nothing gets
       zeros and a logsumexp of -inf. With more asked for: (o_BTNH, lse_BNT if return_lse,
-      k_depth_LBRKH and v_depth_LBRKH if thread_slots).
+      k_depth_LBRKH and v_depth_LBRKH if thread_slots, the two slot_sums if given).
 
     Raises:
-      ValueError: shapes that do not fit, a negative window, num_slots beyond L, an unknown
-        implementation.
+      ValueError: shapes that do not fit, a negative window, num_slots beyond L, an implementation
+        that is unknown or cannot do this.
 
     Source: Zhu et al. 2026, Mixture-of-Depths Attention, arXiv 2603.15619.
     """
@@ -145,13 +154,14 @@ def depth_attention(
         'slot_mask_LBR': slot_mask_LBR,
         'slot_rows_BT': slot_rows_BT,
         'q_depth_BTNH': q_depth_BTNH,
+        'slot_sums': slot_sums,
     }
     slots = {'k_depth_LBRKH': k_depth_LBRKH, 'v_depth_LBRKH': v_depth_LBRKH}
     _check_slots(q_BTNH, k_BSKH, slots, options)
     batch, length, _, width = q_BTNH.shape
     num_keys = k_BSKH.shape[1]
-    ordered = key_positions_BS is None
-    if positions_BT is None:
+    ordered, consecutive = key_positions_BS is None, positions_BT is None
+    if consecutive:
         positions_BT = jnp.broadcast_to(jnp.arange(length), (batch, length))
     if ordered:
         key_positions_BS = positions_BT[:, :num_keys]
@@ -165,14 +175,38 @@ def depth_attention(
         num_slots = num_held if num_slots is None else jnp.clip(num_slots, 0, num_held)
         slots = (k_depth_LBRKH, v_depth_LBRKH)
         slot_mask = (num_slots, slot_mask_LBR, slot_rows_BT)
-    given = (q_BTNH, k_BSKH, v_BSKH, mask, q_depth_BTNH, slots, slot_mask)
+    given = (q_BTNH, k_BSKH, v_BSKH, mask, q_depth_BTNH)
     if implementation == 'reference':
-        o, lse = reference_attention(*given, window, slot_window, scale)
+        read = slots
+        if slot_sums is not None and slots is not None:
+            read = [_through(slot, total) for slot, total in zip(slots, slot_sums, strict=True)]
+        o, lse = reference_attention(*given, read, slot_mask, window, slot_window, scale)
     else:
-        static = Static(window, ordered, slot_window, scale)
-        o, lse, slots = xla_attention(static, *given)
+        arrays = (q_BTNH, k_BSKH, v_BSKH, *(slots or ()))
+        shapes = Shapes(
+            q=q_BTNH.shape,
+            k=k_BSKH.shape,
+            num_slots=len(slots[0]) if slots else 0,
+            dtypes=tuple(sorted({array.dtype.name for array in arrays})),
+            ordered=ordered,
+            consecutive=consecutive,
+            segments=segment_ids_BT is not None,
+            window=window,
+            own_query=q_depth_BTNH is not None,
+        )
+        parts = choose(implementation, shapes)
+        static = Static(window, ordered, slot_window, scale, return_lse, parts)
+        sums = None if slot_sums is None else tuple(slot_sums)
+        o, lse, slots, slot_sums = joint_attention(static, *given, slots, slot_mask, sums)
     if slots is not None:
         k_depth_LBRKH, v_depth_LBRKH = slots
     result = (o, lse) if return_lse else (o,)
     result += (k_depth_LBRKH, v_depth_LBRKH) if thread_slots else ()
+    result += () if slot_sums is None else tuple(slot_sums)
     return result if len(result) > 1 else o
+
+
+def _through(slot, total):
+    """The slot, its gradient going to `total`, whatever that holds."""
+    nothing = jnp.where(jnp.isfinite(total), total - jax.lax.stop_gradient(total), 0)
+    return jax.lax.stop_gradient(slot) + nothing.astype(slot.dtype)

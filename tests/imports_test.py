@@ -89,8 +89,8 @@ def test_arrows_point_downwards():
 @pytest.mark.parametrize(
     ('module', 'source'),
     [
-        ('kernels_pallas.xla', 'from moddepth_jax import hparams'),
-        ('kernels_pallas.xla', 'import moddepth_jax.model.layers'),
+        ('kernels_pallas.joint', 'from moddepth_jax import hparams'),
+        ('kernels_pallas.joint', 'import moddepth_jax.model.layers'),
         ('moddepth_jax.hparams', 'import kernels_pallas'),
         ('moddepth_jax.model.layers', 'from moddepth_jax.data import pipeline'),
         ('moddepth_jax.data.pipeline', 'from moddepth_jax.model import layers'),
@@ -113,7 +113,7 @@ def test_checker_catches_planted_violation(module, source):
 @pytest.mark.parametrize(
     ('module', 'source'),
     [
-        ('kernels_pallas.depth_attention', 'from kernels_pallas import xla\nimport jax'),
+        ('kernels_pallas.depth_attention', 'from kernels_pallas import joint\nimport jax'),
         ('moddepth_jax.model.layers', 'from moddepth_jax.hparams import Hparams'),
         ('moddepth_jax.model.layers', 'import kernels_pallas\nfrom . import routing'),
         (

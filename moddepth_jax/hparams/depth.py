@@ -25,10 +25,12 @@ class DepthHparams:
     slot_keys: str
     skipped_slots: str
     slot_window: int
+    gradient_dtype: str
 
     def __post_init__(self):
         one_of('model.depth.stream', self.stream, STREAMS)
         positive('model.depth.slot_window', self.slot_window, 0)
+        one_of('model.depth.gradient_dtype', self.gradient_dtype, ('float32', 'model'))
         for field, choices in CHOICES.items():
             self._resolve(field, choices)
         if self.attention_slot_projection and self.slots not in ('attention', 'attention+ffn'):

@@ -57,12 +57,46 @@ class Depth(NamedTuple):
       count: int, traced or not: slots that are written. None: L.
       rows_BC: int32 [B, C], where the layer runs on C of the T tokens: which; T and above none.
         None: on all.
+      sums: KeysValues of the slots' shapes whose values do not matter: their cotangents are the
+        slots' gradients, in their dtype. None: the slots' own cotangents are.
     """
 
     slots: KeysValues
     valid_LBT: jax.Array | None = None
     count: jax.Array | int | None = None
     rows_BC: jax.Array | None = None
+    sums: KeysValues | None = None
+
+
+def attend(hparams: ModelHparams, q_BTNH, k_BSKH, v_BSKH, depth: Depth | None, given: dict):
+    """depth_attention by `model.attention`, and `depth` with threaded cotangents.
+
+    Args:
+      q_BTNH, k_BSKH, v_BSKH: as there.
+      depth: what slots there are; None: none.
+      given: the other arguments, `slots_of(depth)` among them.
+    """
+    implementation = None if hparams.attention == 'auto' else hparams.attention
+    given = {'implementation': implementation, **given}
+    if depth is None:
+        return depth_attention(q_BTNH, k_BSKH, v_BSKH, **given), None
+    o_BTNH, *sides = depth_attention(
+        q_BTNH, k_BSKH, v_BSKH, thread_slots=True, slot_sums=depth.sums, **given
+    )
+    sums = None if depth.sums is None else KeysValues(*sides[2:])
+    return o_BTNH, depth._replace(slots=KeysValues(*sides[:2]), sums=sums)
+
+
+def slots_of(hparams: ModelHparams, depth: Depth) -> dict:
+    """What depth_attention and its reference are told of the slots."""
+    return {
+        'k_depth_LBRKH': depth.slots.k_BTKH,
+        'v_depth_LBRKH': depth.slots.v_BTKH,
+        'num_slots': depth.count,
+        'slot_window': hparams.depth.slot_window,
+        'slot_mask_LBR': depth.valid_LBT,
+        'slot_rows_BT': depth.rows_BC,
+    }
 
 
 class SelfAttention(nn.Module):
@@ -153,29 +187,11 @@ class SelfAttention(nn.Module):
             'window': self.window,
         }
         if depth is not None:
-            given |= {
-                'k_depth_LBRKH': depth.slots.k_BTKH,
-                'v_depth_LBRKH': depth.slots.v_BTKH,
-                'num_slots': depth.count,
-                'slot_window': self.hparams.depth.slot_window,
-                'slot_mask_LBR': depth.valid_LBT,
-                'slot_rows_BT': depth.rows_BC,
-                'q_depth_BTNH': self._slot_query(q_BTNH),
-            }
+            given |= slots_of(self.hparams, depth)
+            given['q_depth_BTNH'] = self._slot_query(q_BTNH)
         # For analysis.depth_mass; in no program where `apply` is not asked for that collection.
         self.sow('intermediates', 'sequence', (q_BTNH, keys.k_BTKH, given))
-        implementation = self.hparams.attention
-        result = depth_attention(
-            q_BTNH,
-            *keys,
-            implementation=None if implementation == 'auto' else implementation,
-            thread_slots=depth is not None,
-            **given,
-        )
-        if depth is None:
-            return result, None
-        o_BTNH, *slots = result
-        return o_BTNH, depth._replace(slots=KeysValues(*slots))
+        return attend(self.hparams, q_BTNH, *keys, depth, given)
 
     def _over_cache(self, q_B1NH, keys, past, depth):
         if depth is None:

@@ -76,6 +76,19 @@ def empty_slots(hparams: ModelHparams, x_BTD) -> tuple[KeysValues | None, jax.Ar
     return KeysValues(room, room), valid
 
 
+def empty_sums(hparams: ModelHparams, slots: KeysValues | None) -> KeysValues | None:
+    """What stands for the sums of the slots' gradients; None: they have the slots' dtype.
+
+    Never stored: nothing reads its values.
+    """
+    if slots is None or hparams.depth.gradient_dtype == 'model':
+        return None
+    dtype = jnp.promote_types(slots.k_BTKH.dtype, jnp.float32)
+    if dtype == slots.k_BTKH.dtype:
+        return None
+    return jax.tree.map(lambda buffer: jnp.zeros(buffer.shape, dtype), slots)
+
+
 def put_slots(slots, valid_LBT, written: Written, first):
     """The buffers with what a layer wrote from slot `first` on."""
 
@@ -110,12 +123,15 @@ def _function(stack, kind, repeats):
 
     def call(x_BTD, rest):
         params, slots, valid_LBT, count, told, tokens = rest
-        depth = None if slots is None else Depth(slots, valid_LBT, count)
+        slots, sums = slots
+        depth = None if slots is None else Depth(slots, valid_LBT, count, sums=sums)
         output = stack.apply(kind, params, x_BTD, depth, tokens, told)
-        slots = None if slots is None else output.depth.slots
+        slots, sums = (None, None) if slots is None else (output.depth.slots, output.depth.sums)
         record, choices = _differentiable(output.record)
         written = output.written
-        return (output.x_BTD, written.slots, slots, record), (written.valid_BT, choices)
+        threaded = slots if sums is None else sums
+        others = (written.valid_BT, choices, None if sums is None else slots)
+        return (output.x_BTD, written.slots, threaded, record), others
 
     # A loop of several trips cannot merge the recomputation with the first one; others could.
     return rematerialised(call, stack.hparams, prevent_cse=repeats == 1)
@@ -139,10 +155,12 @@ def _walk(stack, params, told, tokens, x_BTD, call):
             left = []
             for j, kind in enumerate(run.group):
                 mine = params.get(f'layer_{j}', {})
-                rest = (mine, slots, valid_LBT, count, told[j], tokens)
+                sums = empty_sums(stack.hparams, slots)
+                rest = (mine, (slots, sums), valid_LBT, count, told[j], tokens)
                 function = _function(stack, kind, run.repeats)
                 results, others, saved = call(function, x_BTD, rest)
-                x_BTD, new, slots, record = results
+                x_BTD, new, threaded, record = results
+                slots = threaded if others[2] is None else others[2]
                 slots, valid_LBT = put_slots(slots, valid_LBT, Written(new, others[0]), count)
                 left.append((_joined(record, others[1]), saved))
                 count += kind.slots
@@ -187,7 +205,8 @@ def _forward(stack, params, told, tokens, x_BTD):
 def _backward(stack, residuals, cotangents):
     params, told, tokens, slots, valid_LBT, vjps = residuals
     dx_BTD, drecords = cotangents
-    carry, dparams = (dx_BTD, jax.tree.map(jnp.zeros_like, slots)), {}
+    sums = empty_sums(stack.hparams, slots)
+    carry, dparams = (dx_BTD, jax.tree.map(jnp.zeros_like, slots if sums is None else sums)), {}
     for i, run in reversed(list(enumerate(stack.runs))):
 
         def body(carry, inputs, run=run):
@@ -198,7 +217,7 @@ def _backward(stack, residuals, cotangents):
                 dwritten = ()
                 before = count + sum(kind.slots for kind in run.group[:j])
                 mine = params.get(f'layer_{j}', {})
-                rest = (mine, slots, valid_LBT, before, told[j], tokens)
+                rest = (mine, (slots, sums), valid_LBT, before, told[j], tokens)
                 leaves, structure = jax.tree.flatten(rest)
                 vjp, (x_res, dropped) = vjps[j], vjps[j].args_res
                 found = zip(dropped, leaves, strict=True)
@@ -206,8 +225,10 @@ def _backward(stack, residuals, cotangents):
                 if kind.slots:
                     dwritten = tuple(_slot(dslots, before + k) for k in range(kind.slots))
                     dwritten, dslots = ordered((dwritten, dslots), before)
+                    dwritten = _as_slots(dwritten, slots)
                 dx_BTD, dleaves = vjp((dx_BTD, dwritten, dslots, drecords[j]))
-                dparams[f'layer_{j}'], dslots, *_ = structure.unflatten(dleaves)
+                dparams[f'layer_{j}'], (dslots, dsums), *_ = structure.unflatten(dleaves)
+                dslots = dslots if dsums is None else dsums
             return (dx_BTD, dslots), dparams
 
         drecords_of_run = [_differentiable(record)[0] for record in drecords[i]]
@@ -217,6 +238,11 @@ def _backward(stack, residuals, cotangents):
     # A run without parameters has none of their cotangents either.
     dparams = {run: {n: dparams[run][n] for n in layers} for run, layers in params.items()}
     return dparams, None, None, carry[0]
+
+
+def _as_slots(dwritten, slots):
+    """The cotangents of written slots in the slots' dtypes."""
+    return tuple(jax.tree.map(lambda d, side: d.astype(side.dtype), one, slots) for one in dwritten)
 
 
 def _slot(buffers, at):

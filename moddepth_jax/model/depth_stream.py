@@ -10,9 +10,8 @@ from typing import NamedTuple
 import flax.linen as nn
 import jax.numpy as jnp
 
-from kernels_pallas import depth_attention
 from moddepth_jax.hparams import ModelHparams
-from moddepth_jax.model.attention import Depth, KeysValues, Tokens
+from moddepth_jax.model.attention import Depth, KeysValues, Tokens, attend, slots_of
 from moddepth_jax.model.block import Sources
 from moddepth_jax.model.layers import projection
 
@@ -129,23 +128,11 @@ class DepthAttention(nn.Module):
         kv_heads, width = self.hparams.num_kv_heads, self.hparams.head_dim
         nothing_BSKH = jnp.zeros((q_BTD.shape[0], 0, kv_heads, width), q_BTD.dtype)
         q_BTNH = q_BTD.reshape(*q_BTD.shape[:2], -1, width)
-        given = {
-            'k_depth_LBRKH': depth.slots.k_BTKH,
-            'v_depth_LBRKH': depth.slots.v_BTKH,
-            'num_slots': depth.count,
-            'slot_window': self.hparams.depth.slot_window,
-        }
+        given = slots_of(self.hparams, depth)
         self.sow('intermediates', 'depth', (q_BTNH, nothing_BSKH, given))  # see SelfAttention
-        implementation = self.hparams.attention
-        o_BTNH, *slots = depth_attention(
-            q_BTNH,
-            nothing_BSKH,
-            nothing_BSKH,
-            implementation=None if implementation == 'auto' else implementation,
-            thread_slots=True,
-            **given,
-        )
-        return o_BTNH.reshape(q_BTD.shape), None, depth._replace(slots=KeysValues(*slots))
+        nothing = (nothing_BSKH, nothing_BSKH)
+        o_BTNH, depth = attend(self.hparams, q_BTNH, *nothing, depth, given)
+        return o_BTNH.reshape(q_BTD.shape), None, depth
 
     def write(self, y_BTD, sources: Sources, tokens: Tokens, slot_key):
         if not self.kind.slots:

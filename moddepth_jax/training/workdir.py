@@ -26,6 +26,7 @@ OLDER_RUNS = {  # a knob that they do not have: the value under which they behav
     'model.depth.slot_keys': 'none',
     'model.depth.skipped_slots': 'none',
     'model.depth.slot_window': 0,
+    'model.depth.gradient_dtype': 'model',
 }
 
 

@@ -117,6 +117,32 @@ def test_two_threaded_layers_add_to_what_comes_in():
         assert not one[2:].any() and not two[4:].any() and one[:2].any() and two[2:4].any()
 
 
+@pytest.mark.parametrize('implementation', ['reference', 'xla'])
+def test_sums_take_the_gradients_in_their_own_dtype(implementation):
+    """Of bfloat16 slots, float32 sums: what is handed in plus the exact gradient, rounded once."""
+    x, wide = normal(0), [normal(seed, (5, 2, 16, 2, 8)) for seed in (1, 2)]
+    keys = x[:, :, :2], x[:, :, 2:]
+    slots = [side.astype(jnp.bfloat16) for side in wide]
+    come_in, nothing = [normal(seed, slots[0].shape) for seed in (3, 4)], [jnp.zeros_like(wide[0])]
+    options = {'implementation': implementation, 'num_slots': 3}
+
+    def threaded(slots, sums):
+        o, *rest = depth_attention(x, *keys, *slots, thread_slots=True, slot_sums=sums, **options)
+        return o, rest[2:]
+
+    def plain(slots):
+        return depth_attention(x, *keys, *slots, **options)
+
+    _, pull = jax.vjp(jax.jit(threaded), slots, 2 * nothing)
+    dslots, dsums = pull((normal(5), come_in))
+    _, pull = jax.vjp(jax.jit(plain), [side.astype(jnp.float32) for side in slots])
+    for none, got, base, exact in zip(dslots, dsums, come_in, *pull(normal(5)), strict=True):
+        assert not none.any() and got.dtype == jnp.float32
+        tolerance = 1e-2 if implementation == 'reference' else 1e-6
+        np.testing.assert_allclose(got, base + exact, rtol=tolerance, atol=tolerance)
+        np.testing.assert_array_equal(got[3:], base[3:])
+
+
 def test_buffers_are_residuals_as_given():
     """jax.vjp hands on the slots as arguments; nothing else that it keeps is of their size."""
     x, slots = normal(0), [normal(seed, (40, 2, 16, 2, 8)) for seed in (1, 2)]

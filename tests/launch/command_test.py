@@ -202,7 +202,10 @@ def test_interrupt_is_one_line(folder):
     line = [sys.executable, folder / 'toy.py', BASE, '--act=wait']
     env = {**os.environ, 'PYTHONPATH': str(ROOT)}
     pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, 'text': True}
+    # Where the tests themselves ignore SIGINT, as a shell's background jobs do, a child would too.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with subprocess.Popen(line, cwd=ROOT, env=env, **pipes) as process:
+        signal.signal(signal.SIGINT, before)
         assert process.stdout.readline() == 'waiting\n'
         process.send_signal(signal.SIGINT)
         assert process.communicate(timeout=30)[1] == 'interrupted\n'

@@ -58,6 +58,8 @@ def test_memory_beside_the_unrolled_form(tiny_config):
     [
         ('moda', 'none'),
         ('masked', 'none'),
+        ('bfloat16', 'none'),
+        pytest.param('bfloat16', 'block', marks=pytest.mark.slow),
         pytest.param('projected', 'none', marks=pytest.mark.slow),
         pytest.param('projected', 'block', marks=pytest.mark.slow),
         pytest.param('masked', 'block', marks=pytest.mark.slow),
@@ -68,7 +70,12 @@ def test_no_layer_keeps_the_slots(name, remat, tiny_config):
 
     An array that some layer of a scan kept of its buffer would be larger by the scan's length.
     """
-    knobs = {'moda': [MODA], 'projected': [MODA, ROUTED], 'masked': [MODA, ROUTED, MASKED]}[name]
+    knobs = {
+        'moda': [MODA],
+        'bfloat16': [MODA, {'model.dtype': 'bfloat16'}],  # with sums of another dtype
+        'projected': [MODA, ROUTED],
+        'masked': [MODA, ROUTED, MASKED],
+    }[name]
     kept = {}
     for num_layers in (20, 40):
         loss, params, hparams = loss_of(tiny_config, num_layers, {'model.remat': remat}, *knobs)

@@ -1,40 +1,16 @@
-"""Attention in static blocks of queries, so that no T x S array exists: for CPUs and any backend.
+"""Attention over the sequence in static blocks of queries, so that no T x S array exists.
 
-Forward and backward walk the same blocks. A block of queries reads only the keys that causality and
-the window let it see, as static slices; the depth slots join the softmax after the sequence. The
-backward pass recomputes the weights of both parts from the joint logsumexp: with
-delta = rowsum(do o) - dlse,
-  P = exp(q k^T scale - lse),  dV = P^T do,  dS = P (do V^T - delta),  dQ = dS K scale.
+For CPUs and any other backend. Forward and backward walk the same blocks. A block of queries reads
+only the keys that causality and the window let it see, as static slices.
 """
-
-import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-
-from kernels_pallas.xla_depth import depth_backward, depth_forward
 
 # With gradients, T from 256 to 2048 on two CPU cores: at most a fifth slower than 64, never slower
 # than 256 and up to 1.8 times as fast.
 QUERY_BLOCK = 128
 MAX_BLOCKS = 16  # longer sequences take larger blocks: the program stays small
-
-
-class Static(NamedTuple):
-    """What a program is compiled for.
-
-    Attributes:
-      window: keys seen, the query's own among them; 0 for no limit.
-      ordered: key i belongs to query i and positions ascend, so that index order is time order.
-      slot_window: newest slots seen; 0 for all.
-      scale: factor on the scores.
-    """
-
-    window: int
-    ordered: bool
-    slot_window: int
-    scale: float
 
 
 def blocks(num_queries: int, num_keys: int, ordered: bool, window: int):
@@ -78,7 +54,7 @@ def _scores(q_BTKGH, k_BSKH, visible, scale):
     return jnp.where(visible[:, None, None], scores_BKGTS, -jnp.inf)
 
 
-def _sequence_forward(q_BTNH, k_BSKH, v_BSKH, mask, static):
+def sequence_forward(q_BTNH, k_BSKH, v_BSKH, mask, static):
     """(o_BTNH, lse_BNT) over the sequence alone, float32 or wider."""
     batch, length, heads, width = q_BTNH.shape
     kv_heads = k_BSKH.shape[2]
@@ -105,7 +81,7 @@ def _sequence_forward(q_BTNH, k_BSKH, v_BSKH, mask, static):
     return o_BTNH, jnp.concatenate(lses, axis=-1).reshape(batch, heads, length)
 
 
-def _sequence_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, do_BTNH, lse_BNT, delta_BNT):
+def sequence_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, do_BTNH, lse_BNT, delta_BNT):
     """Gradients of q, k, v through the sequence's part of the softmax, float32 or wider."""
     batch, length, heads, width = q_BTNH.shape
     kv_heads = k_BSKH.shape[2]
@@ -134,60 +110,3 @@ def _sequence_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, do_BTNH, lse_BNT, d
         dk_BSKH = dk_BSKH.at[:, first:end].add(dk)
         dqs.append(_dot('bkgts,bskh->btkgh', dscores, k))
     return jnp.concatenate(dqs, axis=1).reshape(q_BTNH.shape), dk_BSKH, dv_BSKH
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def xla_attention(static, q_BTNH, k_BSKH, v_BSKH, mask, q_depth_BTNH, slots, slot_mask):
-    """Same result and shapes as reference_attention, block by block, and the slots as given.
-
-    The cotangent of the returned slots is what the slots' gradients are added to, in place.
-
-    Args:
-      static: Static.
-      q_BTNH, k_BSKH, v_BSKH, q_depth_BTNH: as there; q_depth_BTNH None: q_BTNH.
-      mask: (positions [B, T], key_positions [B, S], segment ids [B, T], key segment ids [B, S]),
-        the last two None for one segment.
-      slots: (k_depth_LBRKH, v_depth_LBRKH), or None.
-      slot_mask: (num_slots, slot_mask_LBR or None, slot_rows_BT or None), or None with the slots.
-    """
-    given = (q_BTNH, k_BSKH, v_BSKH, mask, q_depth_BTNH, slots, slot_mask)
-    return _forward(static, *given)[0]
-
-
-def _forward(static, q_BTNH, k_BSKH, v_BSKH, mask, q_depth_BTNH, slots, slot_mask):
-    given = (q_BTNH, k_BSKH, v_BSKH, mask, q_depth_BTNH, slots, slot_mask)
-    o_BTNH, lse_BNT = _sequence_forward(q_BTNH, k_BSKH, v_BSKH, mask, static)
-    if slots is not None:
-        q = q_BTNH if q_depth_BTNH is None else q_depth_BTNH
-        o_BTNH, lse_BNT, slots = depth_forward(
-            q, o_BTNH, lse_BNT, slots, *slot_mask, static.slot_window, static.scale
-        )
-    o_BTNH = o_BTNH.astype(q_BTNH.dtype)
-    return (o_BTNH, lse_BNT, slots), (*given, o_BTNH, lse_BNT)
-
-
-def _backward(static, residuals, cotangents):
-    q_BTNH, k_BSKH, v_BSKH, mask, q_depth_BTNH, slots, slot_mask, o_BTNH, lse_BNT = residuals
-    do_BTNH, dlse_BNT, dslots = cotangents
-    product_BTN = jnp.sum(do_BTNH.astype(lse_BNT.dtype) * o_BTNH.astype(lse_BNT.dtype), axis=-1)
-    delta_BNT = jnp.moveaxis(product_BTN, 2, 1) - dlse_BNT
-    lse_BNT = jnp.where(lse_BNT == -jnp.inf, 0.0, lse_BNT)
-    joint = (do_BTNH, lse_BNT, delta_BNT)
-    dq_BTNH, dk_BSKH, dv_BSKH = _sequence_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, *joint)
-    dq_depth_BTNH = None
-    if slots is not None:
-        q = q_BTNH if q_depth_BTNH is None else q_depth_BTNH
-        dq_depth_BTNH, *dslots = depth_backward(
-            q, *joint, slots, dslots, *slot_mask, static.slot_window, static.scale
-        )
-        if q_depth_BTNH is None:
-            dq_BTNH, dq_depth_BTNH = dq_BTNH + dq_depth_BTNH, None
-        else:
-            dq_depth_BTNH = dq_depth_BTNH.astype(q_depth_BTNH.dtype)
-        dslots = tuple(dslots)
-    dq_BTNH = dq_BTNH.astype(q_BTNH.dtype)
-    dk_BSKH, dv_BSKH = dk_BSKH.astype(k_BSKH.dtype), dv_BSKH.astype(v_BSKH.dtype)
-    return dq_BTNH, dk_BSKH, dv_BSKH, None, dq_depth_BTNH, dslots, None
-
-
-xla_attention.defvjp(_forward, _backward)

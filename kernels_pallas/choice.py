@@ -1,0 +1,117 @@
+"""Which backends compute an attention: those asked for by name, or the first that fit."""
+
+import functools
+import importlib
+from typing import NamedTuple
+
+import jax
+from absl import logging
+
+from kernels_pallas.joint import Parts
+
+IMPLEMENTATIONS = ('reference', 'xla', 'pallas', 'mosaic_gpu', 'mosaic_gpu_fused')
+
+# Tried in this order on GPUs: by what the kernels move through memory. No form has been timed yet.
+GPU_ORDER = ('mosaic_gpu', 'pallas', 'xla')
+
+
+class Shapes(NamedTuple):
+    """What a choice depends on.
+
+    Attributes:
+      q, k: shapes [B, T, N, H] and [B, S, K, H].
+      num_slots: L, 0 without slots.
+      dtypes: names of the dtypes of q, k, v and of the slots, each once.
+      ordered: key i belongs to query i and positions ascend.
+      consecutive: positions are those of the index, so that a window is one of indices.
+      segments: there are segment ids.
+      window: keys seen; 0: no limit.
+      own_query: the slots have queries of their own.
+    """
+
+    q: tuple[int, ...]
+    k: tuple[int, ...]
+    num_slots: int
+    dtypes: tuple[str, ...]
+    ordered: bool
+    consecutive: bool
+    segments: bool
+    window: int
+    own_query: bool
+
+
+def choose(implementation: str | None, shapes: Shapes) -> Parts:
+    """The backends of an implementation; of None: the first of those for the platform that fit.
+
+    What was chosen is logged once for each choice, with the reasons against what was not.
+
+    Raises:
+      ValueError: a backend asked for by name that cannot do it; names the value, and what can.
+    """
+    platform = jax.default_backend()
+    if implementation is None:
+        order = GPU_ORDER if platform == 'gpu' else ('xla',)
+    else:
+        order = (implementation,)
+    refused = {name: _unsupported(name, platform, shapes) for name in order}
+    fitting = [name for name in order if refused[name] is None]
+    if not fitting:
+        others = [n for n in IMPLEMENTATIONS if _unsupported(n, platform, shapes) is None]
+        raise ValueError(
+            f'implementation={implementation!r} cannot: {refused[implementation]}; '
+            f'these can: {", ".join(others)}'
+        )
+    name = fitting[0]
+    against = [f'{n}: {refused[n]}' for n in order[: order.index(name)]]
+    sequence, reason = _sequence(name, platform, shapes)
+    against += [reason] if reason else []
+    depth = 'mosaic_gpu' if name.startswith('mosaic_gpu') else name
+    interpret = platform == 'cpu' and depth != 'xla'
+    parts = Parts(sequence, depth, name == 'mosaic_gpu_fused' and shapes.num_slots > 0, interpret)
+    if platform != 'cpu' or implementation is not None:
+        _log(parts, platform, tuple(against))
+    return parts
+
+
+@functools.cache
+def _log(parts, platform, against):
+    one = (
+        'in one kernel' if parts.fused else f'sequence by {parts.sequence}, depth by {parts.depth}'
+    )
+    how = ', interpreted' if parts.interpret else ''
+    reasons = ''.join(f'; not {reason}' for reason in against)
+    logging.info('depth_attention on %s: %s%s%s', platform, one, how, reasons)
+
+
+def _sequence(name, platform, shapes):
+    """The backend of the sequence part, and why it is not the fastest one."""
+    if name == 'xla' or platform != 'gpu':
+        return 'xla', None
+    reason = _backend('cudnn').unsupported(shapes)
+    return ('cudnn', None) if reason is None else ('xla', f'cudnn: {reason}')
+
+
+def _backend(name):
+    return importlib.import_module(f'kernels_pallas.{name}')
+
+
+def _unsupported(name, platform, shapes):
+    """Why an implementation cannot do it; None: it can."""
+    if name in ('reference', 'xla'):
+        return None
+    if name == 'pallas':
+        return _backend('pallas_depth').unsupported(*_depth_shapes(shapes))
+    if platform == 'gpu':
+        capability = str(jax.devices()[0].compute_capability)
+        if not capability.startswith('9.'):
+            return f'compute capability {capability} must be 9.x (Hopper)'
+    elif platform != 'cpu' or not _backend('_compat').CAN_INTERPRET:
+        return f'platform {platform} must be a Hopper GPU'
+    reason = _backend('mosaic_depth').unsupported(*_depth_shapes(shapes))
+    if reason is None and name == 'mosaic_gpu_fused':
+        reason = _backend('mosaic_fused').unsupported(shapes)
+    return reason
+
+
+def _depth_shapes(shapes):
+    return shapes.q, shapes.k[2], shapes.num_slots, shapes.dtypes
