@@ -28,7 +28,7 @@ def get_config() -> ConfigDict:
     model.embedding_init_std = 0.02  # of the embedding; under post and reordered norms rather 1
     model.scale_residual_init = True  # residual outputs start smaller by 1/sqrt(2 num_layers)
     model.dtype = 'float32'  # float32 | bfloat16 | float64 (with JAX_ENABLE_X64=1); of activations
-    model.attention = 'auto'  # auto | reference | xla: implementation of the attention kernel
+    model.attention = 'auto'  # auto | reference | xla | pallas | mosaic_gpu | mosaic_gpu_fused
     model.layer_loop = 'scan'  # scan (compile time free of depth) | unrolled; same parameters
     model.remat = 'block'  # block (recompute each block in the backward pass) | none
 

@@ -35,6 +35,7 @@ BAD_VALUES = {
     'model.depth.slot_keys': ['raw'],
     'model.depth.skipped_slots': ['zero'],
     'model.depth.slot_window': [-1, 1],
+    'model.depth.gradient_dtype': ['bfloat16'],
     'model.routing.router': ['linear'],
     'model.routing.capacity': [0.0, -0.125, 1.5, NAN, INFINITE],
     'model.routing.capacity_form': ['constant'],

@@ -7,6 +7,9 @@ from moddepth_jax.hparams.checks import one_of, positive, refuse
 from moddepth_jax.hparams.depth import DepthHparams
 from moddepth_jax.hparams.routing import RoutingHparams
 
+# Implementations of kernels_pallas.depth_attention; `auto`: what fits the platform and the shapes.
+ATTENTION = ('auto', 'reference', 'xla', 'pallas', 'mosaic_gpu', 'mosaic_gpu_fused')
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelHparams:
@@ -47,7 +50,7 @@ class ModelHparams:
         one_of('model.norm_placement', self.norm_placement, ('pre', 'post', 'reordered'))
         one_of('model.qk_norm', self.qk_norm, ('none', 'head', 'full'))
         one_of('model.dtype', self.dtype, ('float32', 'bfloat16', 'float64'))
-        one_of('model.attention', self.attention, ('auto', 'reference', 'xla'))
+        one_of('model.attention', self.attention, ATTENTION)
         one_of('model.layer_loop', self.layer_loop, ('scan', 'unrolled'))
         one_of('model.remat', self.remat, ('block', 'none'))
         if not self.windows or any(window < 0 for window in self.windows):

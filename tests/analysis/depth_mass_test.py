@@ -16,7 +16,7 @@ from moddepth_jax.analysis import depth_mass as module
 from moddepth_jax.analysis.depth_mass import DepthMass, depth_mass, plot_depth_mass
 from moddepth_jax.analysis.routing_maps import routing_record
 from moddepth_jax.hparams import from_config
-from moddepth_jax.model import attention, depth_stream
+from moddepth_jax.model import attention
 from moddepth_jax.model.transformer import Transformer
 
 FAST = {'xla_backend_optimization_level': 0}
@@ -247,7 +247,6 @@ def test_training_does_not_pay_for_the_hook(tiny_config, monkeypatch, stream):
     with_hook = program()
     monkeypatch.setattr(nn.Module, 'sow', lambda _, *given: sown.extend(jax.tree.leaves(given)))
     monkeypatch.setattr(attention, 'depth_attention', kernel)
-    monkeypatch.setattr(depth_stream, 'depth_attention', kernel)
     assert program() == with_hook
     arrays = [leaf for leaf in sown if isinstance(leaf, jax.Array)]
     assert arrays and {id(array) for array in arrays} <= {id(array) for array in used}
