@@ -65,22 +65,25 @@ def choose(implementation: str | None, shapes: Shapes) -> Parts:
     against = [f'{n}: {refused[n]}' for n in order[: order.index(name)]]
     sequence, reason = _sequence(name, platform, shapes)
     against += [reason] if reason else []
-    depth = 'mosaic_gpu' if name.startswith('mosaic_gpu') else name
-    interpret = platform == 'cpu' and depth != 'xla'
-    parts = Parts(sequence, depth, name == 'mosaic_gpu_fused' and shapes.num_slots > 0, interpret)
+    if not shapes.num_slots:
+        parts = Parts(sequence)
+    else:
+        depth = 'mosaic_gpu' if name.startswith('mosaic_gpu') else name
+        fused, interpret = name == 'mosaic_gpu_fused', platform == 'cpu' and depth != 'xla'
+        parts = Parts(sequence, depth, fused, interpret)
     if platform != 'cpu' or implementation is not None:
-        _log(parts, platform, tuple(against))
+        _log(parts, platform, shapes.num_slots > 0, tuple(against))
     return parts
 
 
 @functools.cache
-def _log(parts, platform, against):
-    one = (
-        'in one kernel' if parts.fused else f'sequence by {parts.sequence}, depth by {parts.depth}'
-    )
-    how = ', interpreted' if parts.interpret else ''
+def _log(parts, platform, slots, against):
+    how = f'sequence by {parts.sequence}'
+    if slots:
+        how += f', depth by {parts.depth}{", forward in one kernel" * parts.fused}'
+    how += ', interpreted' * parts.interpret
     reasons = ''.join(f'; not {reason}' for reason in against)
-    logging.info('depth_attention on %s: %s%s%s', platform, one, how, reasons)
+    logging.info('depth_attention on %s: %s%s', platform, how, reasons)
 
 
 def _sequence(name, platform, shapes):
@@ -100,18 +103,22 @@ def _unsupported(name, platform, shapes):
     if name in ('reference', 'xla'):
         return None
     if name == 'pallas':
-        return _backend('pallas_depth').unsupported(*_depth_shapes(shapes))
+        return _depth_refusal('pallas_depth', shapes)
     if platform == 'gpu':
-        capability = str(jax.devices()[0].compute_capability)
-        if not capability.startswith('9.'):
+        capability = getattr(jax.devices()[0], 'compute_capability', 'unknown')
+        if not str(capability).startswith('9.'):
             return f'compute capability {capability} must be 9.x (Hopper)'
     elif platform != 'cpu' or not _backend('_compat').CAN_INTERPRET:
         return f'platform {platform} must be a Hopper GPU'
-    reason = _backend('mosaic_depth').unsupported(*_depth_shapes(shapes))
+    reason = _depth_refusal('mosaic_depth', shapes)
     if reason is None and name == 'mosaic_gpu_fused':
         reason = _backend('mosaic_fused').unsupported(shapes)
     return reason
 
 
-def _depth_shapes(shapes):
-    return shapes.q, shapes.k[2], shapes.num_slots, shapes.dtypes
+def _depth_refusal(name, shapes):
+    if not shapes.num_slots:
+        return None
+    sizes = shapes.q, shapes.k[2], shapes.num_slots
+    reasons = [_backend(name).unsupported(*sizes, dtype) for dtype in shapes.dtypes]
+    return next((reason for reason in reasons if reason), None)

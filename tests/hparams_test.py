@@ -85,6 +85,7 @@ BAD_VALUES = {
 FREE = {
     'model.use_bias',
     'model.tie_embeddings',
+    'model.across_documents',
     'model.scale_residual_init',
     'model.routing.layers',
     'data.text_field',

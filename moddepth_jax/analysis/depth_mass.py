@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from kernels_pallas import depth_attention
 from kernels_pallas.reference import slot_visibility
 from moddepth_jax.hparams import Hparams, ModelHparams
-from moddepth_jax.model.attention import Depth, Tokens
+from moddepth_jax.model.attention import Depth, Tokens, documents
 from moddepth_jax.model.depth_scan import empty_slots, put_slots
 from moddepth_jax.model.depth_stream import layer_kinds
 from moddepth_jax.model.mixture_of_depths import RoutedLayer
@@ -126,6 +126,7 @@ def _begin(variables, tokens_BT, segment_ids_BT, *, hparams, routing):
     if hparams.model.routing.router == 'random':
         seeds_BT = token_seeds(jax.random.key(hparams.seed), tokens_BT, positions_BT)
     x_BTD = jnp.take(unrolled['embedding'], tokens_BT, axis=0).astype(hparams.model.dtype)
+    segment_ids_BT = documents(hparams.model, segment_ids_BT)
     tokens = Tokens(positions_BT, segment_ids_BT, seeds_BT)
     carry = (x_BTD, *empty_slots(hparams.model, x_BTD))
     return unrolled['layers'], unrolled['thresholds_R'], tokens, carry
@@ -154,11 +155,12 @@ def _layer_sums(sown, segment_ids_BT):
 
 def _call(sown, segment_ids_BT):
     """What attention was called with: queries, keys, their logsumexp, which are real, the rest."""
-    q_BTNH, k_BSKH, given = sown
+    q_BTNH, k_BSKH, given, *own = sown
     _, lse_BNT = depth_attention(q_BTNH, k_BSKH, k_BSKH, return_lse=True, **given)
     # A routed block's places that no token took are of segment 0, as padding is.
-    real_BT = given.get('segment_ids_BT', segment_ids_BT) > 0
-    return q_BTNH, k_BSKH, jnp.moveaxis(lse_BNT, 1, 2), real_BT, given
+    segment_ids_BT = own[0] if own else segment_ids_BT
+    given = {**given, 'segment_ids_BT': segment_ids_BT}
+    return q_BTNH, k_BSKH, jnp.moveaxis(lse_BNT, 1, 2), segment_ids_BT > 0, given
 
 
 def _weights(q_BTNH, k_LBTKH, lse_BTN):

@@ -30,7 +30,7 @@ class DepthHparams:
     def __post_init__(self):
         one_of('model.depth.stream', self.stream, STREAMS)
         positive('model.depth.slot_window', self.slot_window, 0)
-        one_of('model.depth.gradient_dtype', self.gradient_dtype, ('float32', 'model'))
+        self._resolve_gradient_dtype()
         for field, choices in CHOICES.items():
             self._resolve(field, choices)
         if self.attention_slot_projection and self.slots not in ('attention', 'attention+ffn'):
@@ -51,6 +51,13 @@ class DepthHparams:
             one_of(f'model.depth.{field}', value, ('auto', *choices))
             right = f'must be auto: the {self.stream} stream has no such slots; use stream moda'
             refuse(f'model.depth.{field}', value, right)
+
+    def _resolve_gradient_dtype(self):
+        one_of('model.depth.gradient_dtype', self.gradient_dtype, ('float32', 'model', 'none'))
+        if self.stream not in ('moda', 'attention'):
+            object.__setattr__(self, 'gradient_dtype', 'none')
+        elif self.gradient_dtype == 'none':  # of a run from before this knob
+            object.__setattr__(self, 'gradient_dtype', 'model')
 
     @property
     def slots_per_layer(self) -> int:

@@ -28,6 +28,7 @@ class ModelHparams:
     rope_theta: float
     use_bias: bool
     tie_embeddings: bool
+    across_documents: bool
     windows: tuple[int, ...]
     init_std: float
     embedding_init_std: float

@@ -123,8 +123,8 @@ def _start(unrolled, tokens_BT, segment_ids_BT, keys_B, *, num_samples, hparams,
 @functools.partial(jax.jit, static_argnames=('hparams', 'routing', *_DRAW))
 def _step(unrolled, cache, token_B, active_B, keys_B, *, hparams, routing, tokenizer, **draw):
     """The token after `token_B` of each row, and what `_write` needs."""
-    separator = -1 if tokenizer is None else tokenizer.separator
-    begins_B = token_B == separator
+    parted = tokenizer is not None and not hparams.model.across_documents
+    begins_B = token_B == (tokenizer.separator if parted else -1)
     logits_BV, entries, refused_B = decode_step(
         unrolled, cache, token_B, begins_B, active_B, hparams=hparams, routing=routing
     )

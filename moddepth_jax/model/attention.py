@@ -25,6 +25,13 @@ class Tokens(NamedTuple):
     seeds_BT: jax.Array | None = None
 
 
+def documents(hparams: ModelHparams, segment_ids_BT):
+    """Segment ids as the model takes them: of `across_documents`, 1 for all that is not padding."""
+    if hparams.across_documents:
+        return (segment_ids_BT > 0).astype(segment_ids_BT.dtype)
+    return segment_ids_BT
+
+
 class Past(NamedTuple):
     """What one new token of each row, or of some rows, sees of the earlier ones.
 
@@ -183,14 +190,16 @@ class SelfAttention(nn.Module):
     def _over_sequence(self, q_BTNH, keys, tokens, depth):
         given = {
             'positions_BT': tokens.positions_BT,
-            'segment_ids_BT': tokens.segment_ids_BT,
+            # Without documents padding alone is told apart, and it comes last: nothing sees it.
+            'segment_ids_BT': None if self.hparams.across_documents else tokens.segment_ids_BT,
             'window': self.window,
         }
         if depth is not None:
             given |= slots_of(self.hparams, depth)
             given['q_depth_BTNH'] = self._slot_query(q_BTNH)
         # For analysis.depth_mass; in no program where `apply` is not asked for that collection.
-        self.sow('intermediates', 'sequence', (q_BTNH, keys.k_BTKH, given))
+        sown = (q_BTNH, keys.k_BTKH, given, tokens.segment_ids_BT)
+        self.sow('intermediates', 'sequence', sown)
         return attend(self.hparams, q_BTNH, *keys, depth, given)
 
     def _over_cache(self, q_B1NH, keys, past, depth):

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 
 from moddepth_jax.hparams import Hparams, ModelHparams
-from moddepth_jax.model.attention import Depth, Tokens
+from moddepth_jax.model.attention import Depth, Tokens, documents
 from moddepth_jax.model.depth_scan import empty_slots, put_slots, run_stack
 from moddepth_jax.model.depth_stream import LayerKind
 from moddepth_jax.model.layers import RMSNorm, initializer, logits
@@ -66,6 +66,7 @@ class Transformer(nn.Module):
         check_dtype(model)
         if segment_ids_BT is None:
             segment_ids_BT = jnp.ones_like(tokens_BT)
+        segment_ids_BT = documents(model, segment_ids_BT)
         positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
         tokens = Tokens(positions_BT, segment_ids_BT, self._seeds(tokens_BT, positions_BT))
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from moddepth_jax.hparams import Hparams
-from moddepth_jax.model.attention import Tokens
+from moddepth_jax.model.attention import Tokens, documents
 from moddepth_jax.model.cache import Cache
 from moddepth_jax.model.depth_stream import layer_kinds
 from moddepth_jax.model.layers import logits, rms_norm
@@ -99,6 +99,7 @@ def prefill(
     """
     batch, length = tokens_BT.shape
     positions_BT = jnp.broadcast_to(jnp.arange(length), tokens_BT.shape)
+    segment_ids_BT = documents(hparams.model, segment_ids_BT)
     tokens = _tokens(hparams, tokens_BT, positions_BT, segment_ids_BT)
     x_BTD = _embed(unrolled, hparams, tokens_BT)
     sizes = static_sizes(length, length if routed_slots is None else routed_slots)

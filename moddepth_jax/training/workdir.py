@@ -10,6 +10,7 @@ CONFIG_FILE = 'config.json'
 LOCK_FILE = 'lock'
 SCHEMA_VERSION = 1
 OLDER_RUNS = {  # a knob that they do not have: the value under which they behave as they did
+    'model.across_documents': False,
     'model.routing.capacity_form': 'fraction',
     'model.routing.log_length_max': 2048,
     'model.routing.capacity_stages': '',
@@ -26,7 +27,7 @@ OLDER_RUNS = {  # a knob that they do not have: the value under which they behav
     'model.depth.slot_keys': 'none',
     'model.depth.skipped_slots': 'none',
     'model.depth.slot_window': 0,
-    'model.depth.gradient_dtype': 'model',
+    'model.depth.gradient_dtype': 'none',
 }
 
 

@@ -168,7 +168,9 @@ def test_masses_of_hand_made_queries_and_keys(window, slot_window, own_query):
         'q_depth_BTNH': q_depth if own_query else None,
     }
     sums = jax.jit(
-        lambda q, k: module._layer_sums({'block': {'sequence': ((q, k, given),)}}, None),
+        lambda q, k: module._layer_sums(
+            {'block': {'sequence': ((q, k, given, given['segment_ids_BT']),)}}, None
+        ),
         compiler_options=FAST,
     )
     slots_S, queries, first, followers = sums(q, k)

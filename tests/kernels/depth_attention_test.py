@@ -22,7 +22,7 @@ def test_equals_float64_softmax_over_the_concatenation(name):
         gradients[0] += gradients[5]
         gradients[5] *= 0
     hidden = np.isnan(inputs[3])
-    for implementation in ('reference', 'xla'):
+    for implementation in ('reference', 'xla', 'pallas'):
         options = {'implementation': implementation, **arguments}
         got = run(inputs, cotangents, num, traced, own_query, **options)
         np.testing.assert_allclose(got[0], o, rtol=0, atol=2e-6)

@@ -55,6 +55,8 @@ ROWS = np.zeros((2, 5), np.int32)
         (GIVEN, {'num_slots': 8}, r'num_slots=8 .* 7 slots'),
         (GIVEN, {'num_slots': -1}, r'num_slots=-1 .* 7 slots'),
         (GIVEN, {'slot_window': -2}, r'slot_window=-2'),
+        (GIVEN, {'slot_sums': (SLOTS, SLOTS[:6])}, r'slot_sums .*\(6, 2, 5, 3, 4\)'),
+        (GIVEN[:3], {'slot_sums': (SLOTS, SLOTS)}, r'slot_sums needs k_depth_LBRKH'),
         (GIVEN, {'slot_mask_LBR': np.ones((7, 2, 4), bool)}, r'slot_mask.*\(7, 2, 4\)'),
         (GIVEN, {'slot_rows_BT': ROWS[:, :4]}, r'slot_rows.*\(2, 4\)'),
         (GIVEN, {'q_depth_BTNH': KEYS}, r'q_depth.*\(2, 5, 3, 4\)'),

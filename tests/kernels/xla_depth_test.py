@@ -117,7 +117,7 @@ def test_two_threaded_layers_add_to_what_comes_in():
         assert not one[2:].any() and not two[4:].any() and one[:2].any() and two[2:4].any()
 
 
-@pytest.mark.parametrize('implementation', ['reference', 'xla'])
+@pytest.mark.parametrize('implementation', ['reference', 'xla', 'pallas'])
 def test_sums_take_the_gradients_in_their_own_dtype(implementation):
     """Of bfloat16 slots, float32 sums: what is handed in plus the exact gradient, rounded once."""
     x, wide = normal(0), [normal(seed, (5, 2, 16, 2, 8)) for seed in (1, 2)]

@@ -13,7 +13,8 @@ from moddepth_jax.hparams import from_config
 from moddepth_jax.training import workdir
 
 ROOT = pathlib.Path(__file__).parents[2]
-CONFIG = {'seed': 0, 'model': {'d_model': 32, 'windows': (0, 16)}, 'training': {'log_every': 10}}
+CONFIG = {'seed': 0, 'model': {'d_model': 32, 'windows': (0, 16), 'across_documents': False}}
+CONFIG['training'] = {'log_every': 10}
 
 
 def changed(group, field, value):
@@ -36,7 +37,7 @@ def test_config_is_written_once_and_read_back(tmp_path):
     path = tmp_path / 'runs' / 'a'
     workdir.open_workdir(path, CONFIG)
     text = (path / 'config.json').read_text()
-    expected = CONFIG | {'model': {'d_model': 32, 'windows': [0, 16]}}
+    expected = CONFIG | {'model': CONFIG['model'] | {'windows': [0, 16]}}
     assert json.loads(text) == {'schema_version': 1, 'config': expected}
     assert text == json.dumps(json.loads(text), indent=2, sort_keys=True) + '\n'
     assert workdir.read_config(path) == (expected, [])

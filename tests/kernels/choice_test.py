@@ -1,0 +1,83 @@
+"""What computes an attention: what was asked for, what fits, or one line that says why nothing."""
+
+import jax
+import numpy as np
+import pytest
+from absl import logging
+
+from kernels_pallas import choice, depth_attention
+from kernels_pallas.choice import Shapes, choose
+from kernels_pallas.joint import Parts
+from moddepth_jax.hparams.model import ATTENTION
+
+USUAL = Shapes(
+    q=(2, 1024, 16, 64),
+    k=(2, 1024, 2, 64),
+    num_slots=12,
+    dtypes=('bfloat16',),
+    ordered=True,
+    consecutive=True,
+    segments=False,
+    window=0,
+    own_query=False,
+)
+
+
+class Gpu:
+    """What choose asks of a device."""
+
+    platform = 'gpu'
+
+    def __init__(self, capability):
+        self.compute_capability = capability
+
+
+@pytest.fixture(params=['9.0', '8.0', '10.0'])
+def gpu(request, monkeypatch):
+    """A machine whose GPU has that compute capability, and a cuDNN that fits."""
+    monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
+    monkeypatch.setattr(jax, 'devices', lambda: [Gpu(request.param)])
+    return request.param
+
+
+def test_model_knob_names_every_implementation():
+    assert ('auto', *choice.IMPLEMENTATIONS) == ATTENTION
+
+
+def test_cpu_runs_xla_unless_asked_otherwise():
+    """Kernels that are asked for by name on a CPU run interpreted."""
+    assert choose(None, USUAL) == choose('xla', USUAL) == Parts()
+    assert choose('pallas', USUAL) == Parts('xla', 'pallas', False, True)
+
+
+def test_gpu_runs_the_first_that_fits(gpu):
+    """Hopper kernels on Hopper alone; float32 by those that take it."""
+    depth = 'mosaic_gpu' if gpu == '9.0' else 'pallas'
+    assert choose(None, USUAL)[1:] == Parts(depth=depth)[1:]
+    assert choose(None, USUAL._replace(dtypes=('float32',))) == Parts('xla', 'pallas')
+    if gpu != '9.0':
+        with pytest.raises(ValueError, match=f'capability {gpu} must be 9.x.*: .*xla, pallas'):
+            choose('mosaic_gpu', USUAL)
+
+
+def test_float32_sequences_are_not_given_to_cudnn(gpu):
+    assert choose('pallas', USUAL._replace(dtypes=('float32',))).sequence == 'xla'
+
+
+@pytest.mark.parametrize('name', ['mosaic_gpu', 'mosaic_gpu_fused'])
+def test_hopper_kernels_refuse_what_they_cannot_do(name):
+    """In one line with the value, and what can."""
+    q, slots = np.zeros((1, 4, 2, 8), np.float32), np.zeros((3, 1, 4, 2, 8), np.float32)
+    with pytest.raises(ValueError, match='these can: reference, xla, pallas') as error:
+        depth_attention(q, q, q, slots, slots, implementation=name)
+    assert '\n' not in str(error.value)
+
+
+def test_a_choice_is_logged_once(gpu, monkeypatch):
+    lines = []
+    monkeypatch.setattr(logging, 'info', lambda line, *args: lines.append(line % args))
+    choice._log.cache_clear()
+    for _ in range(2):
+        choose('pallas', USUAL._replace(dtypes=('float32',)))
+    assert len(lines) == 1
+    assert lines[0].startswith('depth_attention on gpu: sequence by xla, depth by pallas; not cudn')
