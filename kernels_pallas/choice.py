@@ -105,8 +105,8 @@ def _unsupported(name, platform, shapes):
     if name == 'pallas':
         return _depth_refusal('pallas_depth', shapes)
     if platform == 'gpu':
-        capability = getattr(jax.devices()[0], 'compute_capability', 'unknown')
-        if not str(capability).startswith('9.'):
+        capability = _capability()
+        if not capability.startswith('9.'):
             return f'compute capability {capability} must be 9.x (Hopper)'
     elif platform != 'cpu' or not _backend('_compat').CAN_INTERPRET:
         return f'platform {platform} must be a Hopper GPU'
@@ -114,6 +114,11 @@ def _unsupported(name, platform, shapes):
     if reason is None and name == 'mosaic_gpu_fused':
         reason = _backend('mosaic_fused').unsupported(shapes)
     return reason
+
+
+def _capability():
+    """Compute capability of the GPU, such as 9.0."""
+    return str(getattr(jax.devices()[0], 'compute_capability', 'unknown'))
 
 
 def _depth_refusal(name, shapes):
