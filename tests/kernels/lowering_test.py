@@ -1,6 +1,5 @@
 """Every kernel for GPUs lowers for CUDA on a machine that has none, and what cannot is caught."""
 
-import contextlib
 import functools
 import re
 
@@ -16,6 +15,7 @@ from kernels_pallas import (
     mosaic_walk,
     pallas_depth,
 )
+from tests.kernels.hopper import an_h200
 
 # JAX means to remove it; until then it is what runs on GPUs older than Hopper.
 pytestmark = pytest.mark.filterwarnings(
@@ -27,18 +27,9 @@ DEPTH = {'pallas': (pallas_depth.depth_forward, pallas_depth.depth_backward)}
 HOPPER = (mosaic_depth.depth_forward, mosaic_depth_backward.depth_backward)
 
 
-def a_hopper():
-    """The GPU to lower for: JAX 0.10 takes one of that kind by default, later ones want a name."""
-    if jax.__version_info__ < (0, 11):
-        return contextlib.nullcontext()
-    device = jax.sharding.AbstractDevice('NVIDIA H200', num_cores=None, platform='gpu')
-    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
-    return jax.sharding.use_abstract_mesh(mesh)
-
-
 def lower(function, *arguments):
     """The StableHLO text of a function of shapes, for CUDA."""
-    with a_hopper():
+    with an_h200():
         traced = jax.jit(function).trace(*arguments)
         return traced.lower(lowering_platforms=('cuda',)).as_text()
 

@@ -1,0 +1,295 @@
+"""Compiles the GPU kernels to Hopper machine code where there is no GPU, and reads what they take.
+
+    python -m tests.kernels.hopper [a part of the kernels' names ...]
+
+prints registers, spilled bytes, shared memory and launch of each kernel; aot_test.py tells what
+must be installed. Needs a process of its own: Mosaic prints what is read here to standard output.
+"""
+
+import contextlib
+import functools
+import importlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import traceback
+from importlib import util
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+# An H200, as XLA's target configuration describes devices.
+TARGET = """
+gpu_device_info {
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: 233472
+  threads_per_core_limit: 2048
+  core_count: 132
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000
+  l2_cache_size: 52428800
+  clock_rate_ghz: 1.98
+  device_memory_size: 151397597184
+  shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 }
+device_description_str: "NVIDIA H200"
+"""
+_PTXAS = re.compile(
+    r'Function properties for (\S+)\n\s+(\d+) bytes stack frame, (\d+) bytes spill stores, '
+    r'(\d+) bytes spill loads\nptxas info    : Used (\d+) registers'
+)
+# Grid, cluster and block along x, y, z, then bytes of shared memory. Newer JAX has the second name.
+_MOSAIC_LAUNCH = re.compile(
+    r'call void @mosaic_gpu_(?:launch_kernel|build_kernel_spec)\(ptr [^,]*((?:, i32 \d+){10}),'
+)
+# As StableHLO writes it: the name of a call of Triton.
+_TRITON_NAME = re.compile(r'\bname = "(\w+)"')
+_XLA_LAUNCH = re.compile(
+    r': kCustomKernel .*?(\S+) grid: \[([\d, ]+)\] threads: \[([\d, ]+)\]'
+    r'.*?shared_memory: (\d+)'
+)
+
+
+class Resources(NamedTuple):
+    """What one kernel takes.
+
+    Attributes:
+      name: of its entry point.
+      registers: of a thread, before any of its warps change their share.
+      spilled: bytes that a thread stores to and loads from local memory for want of registers.
+      stack: bytes of a thread's local memory, spills included.
+      shared: bytes of shared memory of a block.
+      threads: of a block.
+      grid: blocks along x, y, z.
+    """
+
+    name: str
+    registers: int
+    spilled: int
+    stack: int
+    shared: int
+    threads: int
+    grid: tuple[int, ...]
+
+
+def _cuda_program(name):
+    spec = util.find_spec('nvidia')
+    for folder in spec.submodule_search_locations if spec else ():
+        if (found := Path(folder, 'cu13', 'bin', name)).exists():
+            return str(found)
+    return shutil.which(name)
+
+
+def missing() -> str | None:
+    """What keeps this machine from compiling for Hopper, in one line; None: nothing does."""
+    try:
+        plugin = util.find_spec('jax_plugins.xla_cuda13')
+    except ModuleNotFoundError:
+        plugin = None
+    if plugin is None:
+        return "no CUDA plugin of JAX: pip install 'jax[cuda13]'"
+    if _cuda_program('ptxas') is None:
+        return 'no ptxas: pip install nvidia-cuda-nvcc'
+    return None
+
+
+@contextlib.contextmanager
+def _captured_output():
+    """A file that receives what Python and libraries write to standard output."""
+    with tempfile.TemporaryFile('w+', errors='replace') as file:
+        sys.stdout.flush()
+        kept = os.dup(1)
+        os.dup2(file.fileno(), 1)
+        try:
+            yield file
+        finally:
+            os.dup2(kept, 1)
+            os.close(kept)
+
+
+def on_hopper(arrays):
+    """The arrays' descriptions, placed on a device that is only described."""
+    from jax.experimental import topologies
+
+    topology = topologies.get_topology_desc(platform='cuda', target_config=TARGET, topology='1x1x1')
+    mesh = topologies.make_mesh(topology, (1,), ('x',))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arrays)
+
+
+def an_h200():
+    """The GPU that Triton lowers for: JAX 0.10 takes one by default, later ones want a name."""
+    if jax.__version_info__ < (0, 11):
+        return contextlib.nullcontext()
+    device = jax.sharding.AbstractDevice('NVIDIA H200', num_cores=None, platform='gpu')
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+    return jax.sharding.use_abstract_mesh(mesh)
+
+
+def _numbers(text):
+    return tuple(int(number) for number in re.findall(r'\d+', text))
+
+
+def _of_mosaic(output):
+    """Resources of the kernels of Mosaic, which prints them in the order of their compilation."""
+    launches = [_numbers(found.replace('i32', '')) for found in _MOSAIC_LAUNCH.findall(output)]
+    for entry, launch in zip(_PTXAS.findall(output), launches, strict=True):
+        name, stack, stores, loads, registers = entry[0], *map(int, entry[1:])
+        threads = launch[6] * launch[7] * launch[8]
+        spilled = stores + loads
+        yield Resources(name, registers, spilled, stack, launch[9], threads, launch[:3])
+
+
+def _of_triton(dump, names):
+    """Resources of the kernels of these names, which XLA compiles as it does its own fusions."""
+    launches = {}
+    for path in dump.glob('*.thunk_sequence.txt'):
+        for name, grid, threads, shared in _XLA_LAUNCH.findall(path.read_text()):
+            launches[name] = _numbers(grid), _numbers(threads)[0], int(shared)
+    for path in dump.glob('*.ptx'):
+        if '.entry' not in path.read_text():
+            continue
+        command = [_cuda_program('ptxas'), '-v', '-arch=sm_90a', str(path), '-o', os.devnull]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        for entry in _PTXAS.findall(report):
+            name, stack, stores, loads, registers = entry[0], *map(int, entry[1:])
+            if re.sub(r'_\d+$', '', name) not in names:
+                continue
+            grid, threads, shared = launches[name]
+            spilled = stores + loads
+            yield Resources(name, registers, spilled, stack, shared, threads, grid)
+
+
+def resources(function, *arrays) -> list[Resources]:
+    """What the Pallas kernels of a function take on Hopper.
+
+    Args:
+      function: to be jitted; must not have been compiled in this process before.
+      arrays: jax.ShapeDtypeStructs of its arguments.
+
+    Raises:
+      jax.errors.JaxRuntimeError: it does not compile, for instance for want of shared memory.
+      ValueError: nothing was compiled.
+    """
+    os.environ.update(MOSAIC_GPU_DUMP_PTXAS='1', MOSAIC_GPU_DUMP_HOST_LLVM='1')
+    with an_h200():
+        lowered = jax.jit(function).lower(*on_hopper(arrays))
+    with tempfile.TemporaryDirectory() as dump, _captured_output() as output:
+        # Without the second option newer JAX dumps no PTX.
+        lowered.compile(compiler_options={'xla_dump_to': dump, 'xla_dump_emitter_re': '.*'})
+        output.seek(0)
+        names = set(_TRITON_NAME.findall(lowered.as_text()))
+        found = [*_of_mosaic(output.read()), *_of_triton(Path(dump), names)]
+    if not found:
+        raise ValueError('no kernel was reported: had the function been compiled before?')
+    return found
+
+
+def _depth(way, module, width, group, slots, lookup=False, dtype=jnp.bfloat16):
+    """A depth backend's function and its arguments at T=4096, 8 key/value heads.
+
+    lookup: with a mask of slots and queries that look up their token.
+    """
+    batch, length, kv_heads = 1, 4096, 8
+    heads = kv_heads * group
+    num_rows = length + 1 if lookup else length
+    function = getattr(importlib.import_module(f'kernels_pallas.{module}'), f'depth_{way}')
+    options = {'window': 0, 'scale': width**-0.5, 'interpret': False}
+    x = jax.ShapeDtypeStruct((batch, length, heads, width), dtype)
+    by_head = jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
+    slot = jax.ShapeDtypeStruct((slots, batch, num_rows, kv_heads, width), dtype)
+    mask = jax.ShapeDtypeStruct((slots, batch, num_rows), bool) if lookup else None
+    rows = jax.ShapeDtypeStruct((batch, length), jnp.int32) if lookup else None
+    num = jax.ShapeDtypeStruct((), jnp.int32)
+    sides, sums = (slot, slot), (slot, slot)
+    if way == 'forward':
+        return functools.partial(function, **options), (x, x, by_head, sides, num, mask, rows)
+    given = (x, x, by_head, by_head, sides, sums, num, mask, rows)
+    return functools.partial(function, **options), given
+
+
+def _fused(width, group, slots, general=False):
+    """The fused forward at T=4096; general: windows, segments, own queries, mask, look-up."""
+    batch, length, kv_heads = 1, 4096, 8
+    module = importlib.import_module('kernels_pallas.mosaic_fused')
+    q = jax.ShapeDtypeStruct((batch, length, kv_heads * group, width), jnp.bfloat16)
+    key = jax.ShapeDtypeStruct((batch, length, kv_heads, width), jnp.bfloat16)
+    slot = jax.ShapeDtypeStruct((slots, batch, length, kv_heads, width), jnp.bfloat16)
+    rows = jax.ShapeDtypeStruct((batch, length), jnp.int32)
+    num = jax.ShapeDtypeStruct((), jnp.int32)
+    mask = jax.ShapeDtypeStruct((slots, batch, length), bool)
+    windows = (1024, 16) if general else (0, 0)
+
+    def forward(q, k, v, slots, num, segments, q_depth, mask, rows):
+        extra = (*windows, width**-0.5)
+        return module.fused_forward(
+            q, k, v, segments, q_depth, slots, num, mask, rows, *extra, interpret=False
+        )
+
+    options = (rows, q, mask, rows) if general else (None,) * 4
+    return forward, (q, key, key, (slot, slot), num, *options)
+
+
+# By name: what gives a function and the jax.ShapeDtypeStructs of its arguments.
+KERNELS = {
+    'fused_forward_H64_G8_L64': lambda: _fused(64, 8, 64),
+    'fused_forward_H128_G8_L64': lambda: _fused(128, 8, 64),
+    'fused_forward_H64_G8_L70_general': lambda: _fused(64, 8, 70, True),
+}
+BACKENDS = {
+    'pallas': ('pallas_depth', 'pallas_depth'),
+    'mosaic': ('mosaic_depth', 'mosaic_depth_backward'),
+}
+# (H, G, L, looked up)
+SHAPES = (
+    (64, 8, 64, False),
+    (128, 8, 64, False),
+    (64, 1, 64, False),
+    (64, 16, 64, False),
+    (128, 3, 70, False),
+    (64, 8, 70, True),
+)
+for _name, _modules in BACKENDS.items():
+    for _way, _module in zip(('forward', 'backward'), _modules, strict=True):
+        for _shape in SHAPES:
+            _key = '{}_depth_{}_H{}_G{}_L{}'.format(_name, _way, *_shape) + '_rows' * _shape[3]
+            KERNELS[_key] = functools.partial(_depth, _way, _module, *_shape)
+
+
+def main(parts):
+    """Prints a line for each kernel whose name holds one of the parts, at once when it is known."""
+    print(f'{"":40}{"registers":>10}{"spilled":>9}{"shared":>8}{"threads":>9}  grid', flush=True)
+    for name in KERNELS:
+        if parts and not any(part in name for part in parts):
+            continue
+        try:
+            function, arrays = KERNELS[name]()
+            kernels = resources(function, *arrays)
+        except Exception:
+            # The others are of interest too.
+            traceback.print_exc()
+            continue
+        for kernel in kernels:
+            numbers = f'{kernel.registers:>10}{kernel.spilled:>9}{kernel.shared:>8}'
+            print(f'{name:40}{numbers}{kernel.threads:>9}  {kernel.grid}', flush=True)
+
+
+if __name__ == '__main__':
+    # Without a GPU the plugin is registered only where it is not tried as a platform.
+    jax.config.update('jax_platforms', 'cpu')
+    main(sys.argv[1:])
