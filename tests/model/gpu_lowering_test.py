@@ -81,4 +81,4 @@ def test_slots_are_stored_once_on_a_gpu(at_hopper, documents, tiny_config):
         slots = 2 * (layers - 1)
         copy = rf'= \w+\[{slots},{rows},{length},1,64\]\S* copy(-start)?\((?!%broadcast)'
         assert not re.findall(copy, compiled.as_text())
-    assert 1.5 * temporary[12] < temporary[24] < 2.2 * temporary[12]
+    assert temporary[12] < temporary[24] < 2.2 * temporary[12]
