@@ -4,10 +4,11 @@ PYTHON ?= python3
 WORKERS ?= 2# processes that share the tests; 0: pytest itself
 
 VENV_PYTHON := .venv/bin/python
+GPU_FLAGS ?=# of launch.gpu, such as --parts=tests,attention
 PIP_INSTALL := $(VENV_PYTHON) -m pip install -q --disable-pip-version-check -c constraints.txt
 PINS := setup.py constraints.txt
 
-.PHONY: train test test-all
+.PHONY: train test test-all gpu
 .DELETE_ON_ERROR:
 
 train: .venv/installed
@@ -18,6 +19,13 @@ test: .venv/installed-test
 
 test-all: .venv/installed-test
 	$(VENV_PYTHON) -m pytest -n $(WORKERS) -m ""
+
+# On a machine with a GPU. Its own Python, with JAX for CUDA: make gpu VENV_PYTHON=python3.
+ifeq ($(VENV_PYTHON),.venv/bin/python)
+gpu: .venv/installed-gpu
+endif
+gpu:
+	$(VENV_PYTHON) -m launch.gpu $(GPU_FLAGS)
 
 # A stamp is touched after its install only, so that one which failed is tried again.
 .venv/installed: $(PINS)
@@ -31,3 +39,9 @@ test-all: .venv/installed-test
 	@$(PYTHON) -m venv .venv
 	@$(PIP_INSTALL) -e '.[test]'
 	@touch .venv/installed $@
+
+.venv/installed-gpu: $(PINS)
+	@echo 'Installing JAX for CUDA, Flax, pytest and what else setup.py names into .venv: some minutes.'
+	@$(PYTHON) -m venv .venv
+	@$(PIP_INSTALL) -e '.[test,gpu]'
+	@touch .venv/installed .venv/installed-test $@

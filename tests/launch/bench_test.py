@@ -39,11 +39,38 @@ def test_depth_prints_its_tables_and_writes_json(tmp_path):
     assert not done.stderr
 
 
+@pytest.mark.slow
+def test_models_are_compared_in_bfloat16():
+    """All four beside the dense one, by length."""
+    small = ['--size=2x64', '--lengths=32', '--tokens=64', '--repeats=1', '--dtype=bfloat16']
+    done = bench('step', '--models=dense,mod,moda,both', *small, '--json=-')
+    assert done.returncode == 0, done.stderr
+    (table,) = json.loads(done.stdout)
+    assert [row['model'] for row in table['rows']] == ['dense', 'mod', 'moda', 'both']
+    assert (table['dtype'], table['batch'], table['size']) == ('bfloat16', 2, '2x64')
+    assert all(row['realised_saving'] > 0 for row in table['rows'])
+
+
+def test_attention_writes_json_and_a_picture(tmp_path):
+    """Sizes by flags; what cannot run here has a line on stderr and the exit status is 0."""
+    sizes = ['--lengths=16', '--heads=2', '--kv_heads=1', '--widths=8', '--slots=0']
+    files = [f'--json={tmp_path / "a.json"}', f'--plot={tmp_path / "a.png"}']
+    done = bench('attention', '--implementations=cudnn,xla', *sizes, *files)
+    assert done.returncode == 0, done.stderr
+    first, case = json.loads((tmp_path / 'a.json').read_text())
+    assert first['ceilings']['copy_bytes_per_second'] > 0
+    assert (case['length'], case['heads'], case['slots']) == (16, 2, 0)
+    assert case['baseline'] == 'xla' and 'xla, no slots' in done.stdout
+    assert (tmp_path / 'a.png').exists()
+    told = [line for line in done.stderr.splitlines() if not line.startswith('running')]
+    assert len(told) == 1 and told[0].startswith('cudnn (no slots'), told
+
+
 @pytest.mark.parametrize(
     ('arguments', 'words'),
     [
-        ([], ['no benchmark', 'step, decode, depth']),
-        (['dekode'], ['dekode', 'step, decode, depth']),
+        ([], ['no benchmark', 'step, decode, depth, attention']),
+        (['dekode'], ['dekode', 'step, decode, depth, attention']),
         (['decode', '--batches=0'], ['--batches=0', 'numbers']),
         (['decode', '--size=2x64', '--kv_heads=3'], ['3', 'divide']),
         (['decode', '--size=2x64', '--context=64', '--prompt=100'], ['--prompt=100', '64']),
@@ -58,7 +85,14 @@ def test_depth_prints_its_tables_and_writes_json(tmp_path):
         (['depth', '--size=16x100'], ['16x100', 'multiple of 64']),
         (['depth', '--size=2x128', '--kv_heads=3'], ['3', 'divide']),
         (['depth', '--tokens=64'], ['--tokens', 'is of step', 'depth']),
-        (['step', '--kv_heads=2'], ['--kv_heads', 'is of decode and depth', 'step']),
+        (['step', '--kv_heads=2'], ['--kv_heads', 'needs --models']),
+        (['step', '--size=124m'], ['--size=124m', 'needs --models']),
+        (['step', '--models=mod'], ['--models=mod', 'begin with dense']),
+        (['step', '--models=dense,mood'], ['--models=mood', 'both']),
+        (['step', '--batches=8'], ['--batches', 'is of decode', 'step']),
+        (['attention', '--implementations=cudn'], ['--implementations=cudn', 'cudnn']),
+        (['attention', '--heads=6', '--kv_heads=4'], ['--kv_heads=4', '--heads=6']),
+        (['attention', '--size=6x128'], ['--size', 'attention has no use']),
     ],
 )
 def test_bad_input_is_one_line(arguments, words):

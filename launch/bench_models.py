@@ -1,0 +1,62 @@
+"""The models that launch.bench compares, by size and by what sets them apart."""
+
+from configs import base, dense_isoflop, mod_isoflop, moda_700m, sizes
+from moddepth_jax.hparams import from_config
+
+MODELS = ('dense', 'mod', 'moda', 'both')
+# Of these, lengths and tokens of a batch that fit one large GPU.
+NAMED = {'124m': ((2048,), 32768), '700m': ((2048, 4096), 16384)}
+
+
+def _config(size: str):
+    """The dense model of a size: LAYERSxWIDTH, 124m (GPT-2's smallest) or 700m (moda_700m)."""
+    if size == '700m':
+        return moda_700m.get_config('slots=none')
+    config = dense_isoflop.get_config(f'size={"12x768" if size == "124m" else size}')
+    if size == '124m':
+        config.model.vocab_size = 50304
+        config.model.tie_embeddings = True
+    return config
+
+
+def one_model(name: str, size: str, length: int, rows: int, **knobs):
+    """Hparams of `dense`, `mod`, `moda` or `both`, routed at an eighth in every other block.
+
+    Args:
+      name: of MODELS.
+      size: LAYERSxWIDTH or one of NAMED.
+      length, rows: of a batch.
+      knobs: of the model, such as num_kv_heads; None leaves one as it is.
+    """
+    config = _config(size)
+    if name in ('moda', 'both'):
+        config.model.depth.stream = 'moda'
+    if name in ('mod', 'both'):
+        config.model.routing = mod_isoflop.get_config().model.routing
+    for knob, value in knobs.items():
+        if value is not None:
+            config.model[knob] = value
+    config.data.sequence_length, config.data.batch_size = length, rows
+    config.training.accumulate_steps = 1
+    return from_config(config)
+
+
+def dense_and_routed(size: str, kv_heads=None, router=None, context=None):
+    """The dense model and the routed one of one size, in float32."""
+    for module in (dense_isoflop, mod_isoflop):
+        config = module.get_config(f'size={size}')
+        config.model.num_kv_heads = kv_heads or config.model.num_kv_heads
+        config.data.sequence_length = context or config.data.sequence_length
+        if router and module is mod_isoflop:
+            config.model.routing.router = router
+        yield from_config(config)
+
+
+def grouped_heads(size: str) -> int:
+    """Half of the query heads of a size, or 1 where they are odd; a named size keeps its own."""
+    if size in NAMED:
+        return _config(size).model.num_kv_heads
+    config = base.get_config()
+    sizes.apply_size(config, size)
+    heads = config.model.num_heads
+    return heads // 2 if heads % 2 == 0 else 1

@@ -1,0 +1,122 @@
+"""The shapes at which attention is timed, and what each of them must compute and move."""
+
+import itertools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Case(NamedTuple):
+    """One shape: q [B, T, N, H], keys and values [B, T, K, H], slots [L, B, T, K, H].
+
+    Attributes:
+      length: T.
+      heads, kv_heads: N and K.
+      width: H.
+      slots: L.
+      batch: B.
+      dtype: of all arrays.
+    """
+
+    length: int
+    heads: int = 64
+    kv_heads: int = 8
+    width: int = 64
+    slots: int = 64
+    batch: int = 1
+    dtype: str = 'bfloat16'
+
+    def __str__(self):
+        sizes = f'T={self.length} N={self.heads} K={self.kv_heads} H={self.width} L={self.slots}'
+        return f'{sizes} B={self.batch} {self.dtype}'
+
+
+class Inputs(NamedTuple):
+    """What is attended to, and the cotangent of the output."""
+
+    q_BTNH: jax.Array
+    k_BTKH: jax.Array
+    v_BTKH: jax.Array
+    k_depth_LBTKH: jax.Array
+    v_depth_LBTKH: jax.Array
+    do_BTNH: jax.Array
+
+
+# N=64, K=8, L=64, H=64 over T first, for these are the shapes that the targets speak of; then one
+# thing at a time.
+STANDARD = tuple(Case(length) for length in (4096, 16384, 65536))
+GPU_CASES = (
+    *STANDARD,
+    *(Case(length) for length in (2048, 8192, 32768)),
+    *(Case(4096, kv_heads=kv_heads) for kv_heads in (64, 32, 4)),
+    *(Case(16384, slots=slots) for slots in (0, 16, 128)),
+    *(Case(length, width=128) for length in (4096, 16384)),
+)
+TOY_CASES = (Case(48, heads=4, kv_heads=2, width=16, slots=5),)
+
+
+def product(lengths, heads, kv_heads, widths, slots, dtype: str) -> list[Case]:
+    """Every combination of sizes. Raises ValueError where key/value heads do not divide heads."""
+    for many, few in itertools.product(heads, kv_heads):
+        if many % few:
+            raise ValueError(f'--kv_heads={few}: must divide --heads={many}')
+    return [
+        Case(length, many, few, width, held, dtype=dtype)
+        for length, many, few, width, held in itertools.product(
+            lengths, heads, kv_heads, widths, slots
+        )
+    ]
+
+
+def make_inputs(case: Case) -> Inputs:
+    """Random normal arrays; the slots' keys are larger, so that they get much of the softmax."""
+    batch, length, slots = case.batch, case.length, case.slots
+    whole, shared = (batch, length, case.heads), (batch, length, case.kv_heads)
+    shapes = (whole, shared, shared, (slots, *shared), (slots, *shared), whole)
+
+    @jax.jit
+    def draw(key):
+        arrays = [
+            jax.random.normal(jax.random.fold_in(key, i), (*shape, case.width), case.dtype)
+            for i, shape in enumerate(shapes)
+        ]
+        arrays[3] *= jnp.asarray(2.5, case.dtype)
+        return Inputs(*arrays)
+
+    return draw(jax.random.key(length + slots))
+
+
+def flops(case: Case, slots: int, backward: bool) -> float:
+    """FLOPs of the forward pass, or of both: five products where the forward pass has two.
+
+    The causal half of the query-key pairs counts, and `slots` of the query's own token.
+    """
+    pairs = case.batch * case.heads * case.length * (case.length / 2 + slots)
+    return 4 * pairs * case.width * (3.5 if backward else 1)
+
+
+def depth_bytes(case: Case, direction: str, sum_bytes: int = 0) -> float:
+    """The least that the depth phase moves through memory: slots once, queries and outputs.
+
+    Args:
+      case: of the shapes.
+      direction: `forward`, or the backward pass alone as `fresh` (slots read, gradients written)
+        or `accumulate` (slots and sums read, sums written).
+      sum_bytes: of a number of the sums.
+    """
+    item = jnp.dtype(case.dtype).itemsize
+    per_side = case.batch * case.length * case.width
+    slots, queries = 2 * case.slots * per_side * case.kv_heads, per_side * case.heads
+    if direction == 'forward':
+        return item * (slots + 3 * queries)
+    written = item if direction == 'fresh' else 2 * sum_bytes
+    return slots * (item + written) + 4 * item * queries
+
+
+def score_bytes(case: Case, implementation: str) -> float:
+    """Of the float32 scores that an implementation holds at once; 0 for kernels."""
+    per_key = 4 * case.batch * case.heads * case.length
+    if implementation == 'reference':  # all of them, and its gradient keeps several such arrays
+        return 4 * per_key * case.length
+    return per_key * max(128, case.length // 16) if implementation == 'xla' else 0

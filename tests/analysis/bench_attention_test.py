@@ -1,0 +1,169 @@
+"""The attention benchmark checks before it times, goes on where something fails, and reports it."""
+
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moddepth_jax.analysis import attention_forms, attention_report, bench_attention
+from moddepth_jax.analysis.attempt import HUNG, attempt, reason
+from moddepth_jax.analysis.attention_cases import Case, depth_bytes, flops, make_inputs
+from moddepth_jax.analysis.attention_check import checked_queries, find_wrong, make_right
+from moddepth_jax.analysis.attention_forms import ALONE, BOTH, PLAIN, Form, forms
+
+CASE = Case(24, heads=4, kv_heads=2, width=8, slots=3)
+CEILINGS = {'copy_bytes_per_second': 4e12, 'matmul_flops_per_second': 8e14}
+
+
+@pytest.fixture(scope='module', autouse=True)
+def compiled_in_haste():
+    """Nobody waits for the optimiser of machine code."""
+    before = jax.config.values['jax_disable_most_optimizations']
+    jax.config.update('jax_disable_most_optimizations', True)
+    yield
+    jax.config.update('jax_disable_most_optimizations', before)
+
+
+@pytest.fixture(scope='module')
+def inputs():
+    return make_inputs(CASE)
+
+
+@pytest.fixture
+def honest():
+    """Plain attention by hand, to be bent by a test."""
+
+    def attend(q, k, v):
+        k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+        scores = jnp.einsum('btnh,bsnh->bnts', q, k).astype(jnp.float32) * q.shape[-1] ** -0.5
+        seen = jnp.tri(q.shape[1], dtype=bool)
+        weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf)).astype(v.dtype)
+        return jnp.einsum('bnts,bsnh->btnh', weights, v)
+
+    return attend
+
+
+def test_a_wrong_kernel_is_not_timed(honest, monkeypatch):
+    """One rival is right and timed; one forgets the scale of a single head, one cannot run."""
+
+    def wrong(q, k, v):
+        return honest(q.at[:, :, 3].multiply(1.5), k, v)
+
+    def absent(q, k, v):
+        raise ModuleNotFoundError("No module named 'jax_triton'")
+
+    rivals = dict(zip(attention_forms.RIVALS, (honest, wrong, absent), strict=True))
+    monkeypatch.setattr(attention_forms, '_RIVALS', rivals)
+    told = []
+    result = bench_attention.bench_case(CASE, attention_forms.RIVALS, 0.0, told.append)
+    json.dumps(result)
+    assert told == list(attention_forms.RIVALS) and result['baseline'] == 'cudnn'
+    by_name = {}
+    for row in result['rows']:
+        by_name.setdefault(row['implementation'], []).append(row)
+    assert all(row['seconds'] > 0 and row['over_plain'] == 1 for row in by_name['cudnn'])
+    for row in by_name['pallas_triton']:
+        assert row['failed'].startswith('wrong: o is off by') and 'seconds' not in row
+    assert all('jax_triton' in row['failed'] for row in by_name['flash_attention_2'])
+    lines = attention_report.failures(result)
+    assert len(lines) == 2 and lines[1].count('jax_triton') == 1, lines
+
+
+def test_every_form_of_ours_is_right_and_timed():
+    """xla: with and without slots, alone, in both passes, added in place in both dtypes."""
+    result = bench_attention.bench_case(CASE, ['xla'], 0.0)
+    assert not [row for row in result['rows'] if 'failed' in row]
+    assert len(result['rows']) == len(forms(['xla'], CASE)) == 10
+    for row in result['rows']:
+        number = 'bytes_per_second' if row['over'] == ALONE else 'flops_per_second'
+        assert row['seconds'] > 0 and (row['over'] == ALONE or row[number] > 0)
+
+
+def test_gradients_of_hidden_tokens_are_wrong(inputs):
+    """A gradient where there must be none is found, though every checked number is right."""
+    chosen = np.array([0, 5, 23], np.int32)
+    right = make_right(inputs, chosen, PLAIN)
+    exact = {name: value for name, value in right.values.items() if name in ('o', 'dq')}
+    full = {name: jnp.zeros(inputs.q_BTNH.shape).at[:, chosen].set(x) for name, x in exact.items()}
+    assert find_wrong({name: (x, 1) for name, x in full.items()}, right, chosen) is None
+    assert find_wrong({'dq': (2 * full['dq'], 2)}, right, chosen) is None
+    assert 'dq is off' in find_wrong({'dq': (1.1 * full['dq'], 1)}, right, chosen)
+    assert 'dq is off' in find_wrong({'dq': (jnp.nan * full['dq'], 1)}, right, chosen)
+    elsewhere = full['dq'].at[0, 7].set(1e-3)
+    assert 'dq is not zero' in find_wrong({'dq': (elsewhere, 1)}, right, chosen)
+
+
+def test_work_and_bytes_are_those_counted_by_hand():
+    """The table of the design: N=64, K=8, H=64, L=64 at T = 4096."""
+    case = Case(4096)
+    assert flops(case, 0, False) == 4 * 64 * 64 * 4096**2 / 2
+    assert flops(case, 0, True) == 3.5 * flops(case, 0, False)
+    assert flops(case, 64, False) - flops(case, 0, False) == 4 * 4096 * 64 * 64 * 64
+    slots, queries = 2 * 2 * 64 * 4096 * 8 * 64, 2 * 4096 * 64 * 64
+    assert depth_bytes(case, 'forward') == slots + 3 * queries
+    assert depth_bytes(case, 'fresh') == 2 * slots + 4 * queries
+    assert depth_bytes(case, 'accumulate', 2) == 3 * slots + 4 * queries
+    assert depth_bytes(case, 'accumulate', 4) == 5 * slots + 4 * queries
+
+
+@pytest.mark.parametrize('length', [1, 96, 97, 4096, 65536])
+def test_checked_queries_span_the_sequence(length):
+    """First, second and last are among them, each once, and few of a long one."""
+    chosen = checked_queries(length)
+    assert {0, min(1, length - 1), length - 1} <= set(chosen.tolist())
+    assert (np.diff(chosen) > 0).all() and len(chosen) <= 96
+
+
+def test_targets_stand_beside_what_was_reached(tmp_path):
+    """The best of ours counts; the picture is drawn from the same rows."""
+    rows = [
+        {'implementation': name, 'over': over, 'direction': 'fresh', 'seconds': s, 'over_plain': s}
+        for name, over, s in (
+            ('cudnn', PLAIN, 1.0),
+            ('pallas_triton', PLAIN, 1.6),
+            ('pallas', BOTH, 1.5),
+            ('mosaic_gpu', BOTH, 1.2),
+        )
+    ]
+    depth = {'implementation': 'pallas', 'over': ALONE, 'direction': 'forward', 'seconds': 1.0}
+    rows += [depth | {'bytes_per_second': 3e12}]
+    case = {**Case(4096)._asdict(), 'baseline': 'cudnn', 'rows': rows}
+    results = [{'ceilings': CEILINGS}, case, Case(16384)._asdict() | {'skipped': 'no time'}]
+    _, _, lines = attention_report.targets(results)
+    assert list(lines.values()) == [
+        ['1.37', '1.200', 'mosaic_gpu'],
+        ['0.90', '0.750', 'pallas'],
+        ['1.00', '0.750', 'mosaic_gpu'],
+    ]
+    attention_report.plot(results, tmp_path / 'plot.png')
+    assert (tmp_path / 'plot.png').stat().st_size > 10000
+
+
+def test_reasons_are_one_line():
+    """Out of memory is said plainly; an error without words keeps its name."""
+    error = RuntimeError('RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8 bytes.')
+    assert reason(error) == 'out of device memory'
+    assert reason(AssertionError()) == 'AssertionError'
+    result, why = attempt(lambda: jnp.zeros(2) @ jnp.zeros(3))
+    assert result is None and why.startswith('TypeError: ') and '\n' not in why
+
+
+def test_flash_attention_2_says_why_it_is_absent(inputs):
+    """Without jax-triton, or without a GPU, which it asks for on import: one line."""
+    _, why = attempt(
+        attention_forms.lower, Form('flash_attention_2', PLAIN, 'forward'), inputs, CASE
+    )
+    assert why.split(':')[0] in ('ModuleNotFoundError', 'ImportError'), why
+
+
+def test_a_kernel_that_never_ends_ends_the_process():
+    """By its own status, with a line that names it."""
+    code = 'import time\nfrom moddepth_jax.analysis.attempt import watched\n'
+    code += 'with watched("mosaic_gpu", 0.1):\n    time.sleep(600)\n'
+    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True)
+    assert done.returncode == HUNG
+    assert done.stderr.splitlines() == ['mosaic_gpu: no answer in 0.1 s']
