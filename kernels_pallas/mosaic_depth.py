@@ -24,7 +24,6 @@ from kernels_pallas.mosaic_tiles import (
     TRANSPOSED,
     columns,
     product,
-    round_up,
     swizzle_of,
     tiled,
     whole,
@@ -37,6 +36,7 @@ from kernels_pallas.mosaic_walk import (
     slots_memory,
 )
 
+MAX_WIDTH = 128  # of more, the backward pass would keep registers in memory
 STAGES = 2  # one chunk ahead; four blocks of H = 64 then share a processor
 
 
@@ -46,12 +46,11 @@ def unsupported(q_shape, kv_heads, num_slots_held, dtype) -> str | None:
     group = heads // kv_heads
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
         return f'dtype {jnp.dtype(dtype).name} must be bfloat16 or float16'
-    if width > 256 or width % 8 or not swizzle_of(width, dtype):
-        return f'head width {width} must be at most 64 and divisible by 8, or at most 256 and by 16'
+    if width > MAX_WIDTH or width % 8 or not swizzle_of(width, dtype):
+        right = f'must be at most 64 and divisible by 8, or at most {MAX_WIDTH} and by 16'
+        return f'head width {width} {right}'
     if group > OCTET and (group % OCTET or group > 32):
         return f'{group} query heads per key/value head must be at most 8, or 16, 24 or 32'
-    if round_up(group, 16) * round_up(width, CHUNK) > 16 * 256:
-        return f'{group} query heads per key/value head of width {width} exceed shared memory'
     if (items := q_shape[0] * q_shape[1] * kv_heads) >= 2**31:
         return f'{items} pairs of a token and a key/value head must be fewer than 2^31'
     if num_slots_held < 1:

@@ -37,6 +37,7 @@ def test_filled_caches_have_the_shape_of_real_ones(which, models):
         assert layer.slots == 24 and layer.lengths_B.tolist() == [10] * 3
 
 
+@pytest.mark.slow
 def test_result_says_what_was_timed(models):
     """Every batch has times, tokens, bytes and the share that entered; JSON can hold it."""
     result = bench_decode.bench_decode(*models, [1, 8], prompt=16, repeats=4)

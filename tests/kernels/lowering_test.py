@@ -138,7 +138,7 @@ def test_what_a_hopper_gpu_cannot_hold_is_caught(monkeypatch, name, value, error
         {'T': 97, 'K': 2, 'G': 3, 'H': 128, 'L': 70},
         {'T': 1025, 'K': 1, 'G': 1, 'H': 56, 'L': 7, 'R': 1024, 'mask': True},
         {'T': 33, 'K': 3, 'G': 16, 'H': 96, 'L': 67, 'mask': True, 'dtype': jnp.float16},
-        {'T': 33, 'K': 3, 'G': 16, 'H': 256, 'L': 1, 'R': 40},
+        {'T': 33, 'K': 3, 'G': 32, 'H': 128, 'L': 1, 'R': 40},
     ],
 )
 def test_depth_lowers_for_hopper(sizes):

@@ -24,7 +24,7 @@ CASES = {
     'two_chunks': {'L': 72, 'num': 70, 'window': 69, 'B': 2, 'K': 3, 'T': 2, 'G': 1},
     'group_of_16': {'L': 64, 'G': 16, 'H': 96, 'num': 17, 'T': 2, 'mask': True},
     'narrow_tiles': {'H': 80, 'G': 7, 'num': 4, 'window': 3},
-    'widest': {'H': 256, 'L': 16, 'T': 2, 'sums': 'bfloat16'},
+    'widest': {'H': 128, 'L': 16, 'T': 2, 'sums': 'bfloat16'},
     'rows': {'L': 24, 'T': 5, 'R': 6, 'K': 2, 'num': 20, 'window': 11, 'B': 2, 'mask': True},
     'fewer_rows': {'L': 8, 'T': 4, 'R': 3, 'sums': 'bfloat16'},
     'none_written': {'num': 0, 'L': 64},
@@ -144,7 +144,7 @@ def test_no_interpreter_is_said():
         ((1, 8, 8, 60), 1, 9, 'bfloat16', '60'),
         ((1, 8, 12, 64), 1, 9, 'bfloat16', '12'),
         ((1, 8, 40, 64), 1, 9, 'bfloat16', '40'),
-        ((1, 8, 32, 256), 1, 9, 'bfloat16', '32'),
+        ((1, 8, 8, 256), 1, 9, 'bfloat16', '256'),
         ((2, 2**28, 8, 64), 4, 9, 'bfloat16', str(2**31)),
     ],
 )
@@ -154,7 +154,7 @@ def test_what_it_cannot_do_is_said(shape, kv_heads, slots, dtype, value):
     assert value in reason and '\n' not in reason
 
 
-@pytest.mark.parametrize('H', [8, 56, 64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize('H', [8, 56, 64, 80, 96, 112, 128])
 @pytest.mark.parametrize('G', [1, 3, 5, 6, 7, 8, 16])
 def test_what_it_can_do(H, G):
     """Each width and group is taken at any number of slots."""

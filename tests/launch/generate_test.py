@@ -107,6 +107,7 @@ def test_one_text_is_printed_while_it_grows(folder, state):
     assert re.fullmatch(line, err.decode())
 
 
+@pytest.mark.slow
 def test_several_texts_come_whole_under_their_places(folder, state):
     """Each sample of each prompt stands below a line that says which it is, in order."""
     how = {'seed': 6, 'num_samples': 16, 'temperature': 300.0, 'top_p': 0.999}

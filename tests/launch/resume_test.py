@@ -190,6 +190,7 @@ def test_killed_then_terminated_it_ends_bit_equal(on_one_device, draw):
     assert runs.result('broken') == expected, f'kill at {kill}, stop at {stop}'
 
 
+@pytest.mark.slow
 def test_killed_on_four_devices_it_ends_bit_equal(on_four_devices, draw):
     """SIGKILL at a random moment on four fake devices: state, evaluation and rows are the same."""
     runs = on_four_devices
