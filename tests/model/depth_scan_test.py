@@ -118,25 +118,27 @@ def test_scanned_equals_unrolled_in_float32_too(name, tiny_config):
     check(tiny_config, *(CASES | SLOW_CASES)[name], 'float32', 1e-5)
 
 
-@pytest.mark.parametrize('remat', ['block', pytest.param('none', marks=pytest.mark.slow)])
-def test_bfloat16_slots_have_float32_gradients(remat, tiny_config):
-    """Sums of another dtype than the slots': every gradient is near that of a float32 model."""
+@pytest.mark.parametrize(
+    ('dtype', 'remat'),
+    [
+        ('float32', 'block'),
+        pytest.param('float32', 'none', marks=pytest.mark.slow),
+        pytest.param('model', 'block', marks=pytest.mark.slow),
+    ],
+)
+def test_gradients_of_bfloat16_slots(dtype, remat, tiny_config):
+    """With sums of the slots' dtype or another, every one is near that of a float32 model."""
     tokens_BT = np.random.default_rng(1).integers(0, VOCABULARY, (BATCH, LENGTH)).astype(np.int32)
-    shape = MODA | ROUTED | MASKED | {'model.num_layers': 5, 'model.routing.router': 'position'}
+    shape = MODA | ROUTED | MASKED | {'model.num_layers': 4, 'model.routing.router': 'position'}
     exact = small(tiny_config, shape, {'model.layer_loop': 'unrolled'})
     variables = drawn(exact, tokens_BT)
     _, gradient = loss_and_gradient(exact, variables, tokens_BT)
-    half = shape | {'model.dtype': 'bfloat16', 'model.remat': remat}
-    found = {}
-    for dtype in ('float32', 'model'):
-        hparams = small(tiny_config, half, {'model.depth.gradient_dtype': dtype})
-        found[dtype] = loss_and_gradient(hparams, variables, tokens_BT)[1]
-        leaves = jax.tree_util.tree_leaves_with_path(gradient)
-        for (path, leaf), other in zip(leaves, jax.tree.leaves(found[dtype]), strict=True):
-            error = np.linalg.norm(leaf - other) / np.linalg.norm(leaf)
-            assert error < 0.1, (dtype, jax.tree_util.keystr(path), error)
-    pairs = zip(*(jax.tree.leaves(tree) for tree in found.values()), strict=True)
-    assert any(np.any(one != other) for one, other in pairs)
+    half = {'model.dtype': 'bfloat16', 'model.remat': remat, 'model.depth.gradient_dtype': dtype}
+    _, mine = loss_and_gradient(small(tiny_config, shape, half), variables, tokens_BT)
+    leaves = jax.tree_util.tree_leaves_with_path(gradient)
+    for (path, leaf), other in zip(leaves, jax.tree.leaves(mine), strict=True):
+        error = np.linalg.norm(leaf - other) / np.linalg.norm(leaf)
+        assert error < 0.15, (jax.tree_util.keystr(path), error)
 
 
 def equations(jaxpr):
