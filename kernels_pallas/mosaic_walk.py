@@ -62,6 +62,9 @@ class Shape:
         slots, _, tokens, kv_heads, _ = buffers[0].shape
         group, dtype = heads // kv_heads, jnp.dtype(buffers[0].dtype)
         masked, mapped = mask_LBR is not None, rows_BT is not None
+        if (places := batch * tokens * kv_heads) >= 2**31:
+            right = 'must be fewer than 2^31'
+            raise ValueError(f'{places} pairs of a token and a key/value head {right}')
         sizes = (batch, length, kv_heads, group, width, slots, tokens)
         return cls(*sizes, dtype, masked, mapped, window)
 

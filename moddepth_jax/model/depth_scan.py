@@ -71,6 +71,8 @@ def empty_slots(hparams: ModelHparams, x_BTD) -> tuple[KeysValues | None, jax.Ar
     batch, length = x_BTD.shape[:2]
     if hparams.depth.stream == 'dense':
         return jnp.zeros((total, *x_BTD.shape), x_BTD.dtype), None
+    if jax.default_backend() == 'gpu':
+        total = -(-total // 8) * 8  # The Hopper kernels read eight slots at once where 8 divides L.
     room = jnp.zeros((total, batch, length, hparams.num_kv_heads, hparams.head_dim), hparams.dtype)
     valid = jnp.zeros((total, batch, length), bool) if hparams.masks_slots else None
     return KeysValues(room, room), valid

@@ -127,18 +127,19 @@ def test_scanned_equals_unrolled_in_float32_too(name, tiny_config):
     ],
 )
 def test_gradients_of_bfloat16_slots(dtype, remat, tiny_config):
-    """With sums of the slots' dtype or another, every one is near that of a float32 model."""
+    """With sums of the slots' dtype or another, every one is near that of the unrolled layers."""
     tokens_BT = np.random.default_rng(1).integers(0, VOCABULARY, (BATCH, LENGTH)).astype(np.int32)
     shape = MODA | ROUTED | MASKED | {'model.num_layers': 4, 'model.routing.router': 'position'}
-    exact = small(tiny_config, shape, {'model.layer_loop': 'unrolled'})
-    variables = drawn(exact, tokens_BT)
-    _, gradient = loss_and_gradient(exact, variables, tokens_BT)
-    half = {'model.dtype': 'bfloat16', 'model.remat': remat, 'model.depth.gradient_dtype': dtype}
-    _, mine = loss_and_gradient(small(tiny_config, shape, half), variables, tokens_BT)
+    shape |= {'model.dtype': 'bfloat16', 'model.remat': remat}
+    unrolled = small(tiny_config, shape, {'model.layer_loop': 'unrolled'})
+    variables = drawn(unrolled, tokens_BT)
+    _, gradient = loss_and_gradient(unrolled, variables, tokens_BT)
+    scanned = small(tiny_config, shape, {'model.depth.gradient_dtype': dtype})
+    _, mine = loss_and_gradient(scanned, variables, tokens_BT)
     leaves = jax.tree_util.tree_leaves_with_path(gradient)
     for (path, leaf), other in zip(leaves, jax.tree.leaves(mine), strict=True):
         error = np.linalg.norm(leaf - other) / np.linalg.norm(leaf)
-        assert error < 0.15, (jax.tree_util.keystr(path), error)
+        assert error < 0.03, (jax.tree_util.keystr(path), error)
 
 
 def equations(jaxpr):
