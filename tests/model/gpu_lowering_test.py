@@ -50,7 +50,7 @@ def gradient_of(hparams, rows=2, length=64):
         (MODA | ACROSS, True),
         (MODA, False),
         (MODA | ROUTED | MASKED | ACROSS, True),
-        pytest.param(ATTENTION | ACROSS, True, marks=pytest.mark.slow),
+        pytest.param(ATTENTION | ACROSS | {'model.d_model': 512}, True, marks=pytest.mark.slow),
     ],
     ids=['moda', 'documents apart', 'mod and moda', 'attention stream'],
 )

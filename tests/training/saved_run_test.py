@@ -1,7 +1,9 @@
 """A run is read as it was saved, at any moment of its life, and is not touched by that."""
 
 import dataclasses
+import functools
 import json
+import operator
 import os
 import shutil
 
@@ -152,9 +154,9 @@ def test_an_older_run_is_read_with_what_it_has(workdir, state):
     def forget(config):
         del config['model']['depth']  # a group that came as a whole
         for name in OLDER_RUNS:
-            group, _, knob = name.removeprefix('model.').partition('.')
-            if group != 'depth':
-                del (config['model'][group] if group == 'routing' else config[group])[knob]
+            *groups, knob = name.split('.')
+            if 'depth' not in groups:
+                del functools.reduce(operator.getitem, groups, config)[knob]
 
     change_config(workdir, forget)
     run = load_run(workdir)
