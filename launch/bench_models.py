@@ -9,13 +9,19 @@ NAMED = {'124m': ((2048,), 32768), '700m': ((2048, 4096), 16384)}
 
 
 def _config(size: str):
-    """The dense model of a size: LAYERSxWIDTH, 124m (GPT-2's smallest) or 700m (moda_700m)."""
+    """The dense model of a size: LAYERSxWIDTH, 124m (GPT-2's smallest) or 700m (moda_700m).
+
+    In the named ones a row is one text, so that cuDNN can be the sequence part of attention.
+    """
+    if size not in NAMED:
+        return dense_isoflop.get_config(f'size={size}')
     if size == '700m':
-        return moda_700m.get_config('slots=none')
-    config = dense_isoflop.get_config(f'size={"12x768" if size == "124m" else size}')
-    if size == '124m':
+        config = moda_700m.get_config('slots=none')
+    else:
+        config = dense_isoflop.get_config('size=12x768')
         config.model.vocab_size = 50304
         config.model.tie_embeddings = True
+    config.model.across_documents = True
     return config
 
 

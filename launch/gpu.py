@@ -142,6 +142,7 @@ def _train(out, toy):
     else:
         config = 'configs/mod_moda.py:size=12x768,steps=800'
         knobs |= {'data.sequence_length': 1024, 'data.batch_size': 32}
+        knobs |= {'model.across_documents': True}
         knobs |= {'optimizer.learning_rate': 1e-3}
     with tempfile.TemporaryDirectory() as workdir:
         arguments = ['-m', 'launch.train', f'--config={config}', f'--workdir={workdir}']
