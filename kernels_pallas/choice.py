@@ -54,6 +54,10 @@ def choose(implementation: str | None, shapes: Shapes) -> Parts:
     else:
         order = (implementation,)
     refused = {name: _unsupported(name, platform, shapes) for name in order}
+    if implementation is None and jax.device_count() > 1:
+        # GSPMD gathers what a kernel reads on every device; asked for by name, they may do so.
+        why = f'{jax.device_count()} devices: kernels are not partitioned'
+        refused |= {name: refused[name] or why for name in order if name != 'xla'}
     fitting = [name for name in order if refused[name] is None]
     if not fitting:
         others = [n for n in IMPLEMENTATIONS if _unsupported(n, platform, shapes) is None]
@@ -63,7 +67,7 @@ def choose(implementation: str | None, shapes: Shapes) -> Parts:
         )
     name = fitting[0]
     against = [f'{n}: {refused[n]}' for n in order[: order.index(name)]]
-    sequence, reason = _sequence(name, platform, shapes)
+    sequence, reason = _sequence(implementation, platform, shapes)
     against += [reason] if reason else []
     if not shapes.num_slots:
         parts = Parts(sequence)
@@ -86,9 +90,9 @@ def _log(parts, platform, slots, against):
     logging.info('depth_attention on %s: %s%s', platform, how, reasons)
 
 
-def _sequence(name, platform, shapes):
+def _sequence(implementation, platform, shapes):
     """The backend of the sequence part, and why it is not the fastest one."""
-    if name == 'xla' or platform != 'gpu':
+    if implementation == 'xla' or platform != 'gpu':
         return 'xla', None
     reason = _backend('cudnn').unsupported(shapes)
     return ('cudnn', None) if reason is None else ('xla', f'cudnn: {reason}')

@@ -60,6 +60,13 @@ def test_gpu_runs_the_first_that_fits(gpu):
             choose('mosaic_gpu', USUAL)
 
 
+def test_several_gpus_run_xla(gpu, monkeypatch):
+    """No kernel is partitioned yet, and none may gather the slots of all devices unasked."""
+    monkeypatch.setattr(jax, 'device_count', lambda: 8)
+    assert choose(None, USUAL).depth == 'xla'
+    assert choose('pallas', USUAL).depth == 'pallas'
+
+
 def test_float32_sequences_are_not_given_to_cudnn(gpu):
     assert choose('pallas', USUAL._replace(dtypes=('float32',))).sequence == 'xla'
 
