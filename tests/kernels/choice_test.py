@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from absl import logging
 
-from kernels_pallas import choice, depth_attention
+from kernels_pallas import choice, cudnn, depth_attention
 from kernels_pallas.choice import Shapes, choose
 from kernels_pallas.joint import Parts
 from moddepth_jax.hparams.model import ATTENTION
@@ -37,6 +37,7 @@ def gpu(request, monkeypatch):
     """A machine whose GPU has that compute capability, and a cuDNN that fits."""
     monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
     monkeypatch.setattr(jax, 'devices', lambda: [Gpu(request.param)])
+    monkeypatch.setattr(cudnn.fused, 'check_cudnn_version', lambda: 91000)
     return request.param
 
 
@@ -53,7 +54,9 @@ def test_cpu_runs_xla_unless_asked_otherwise():
 def test_gpu_runs_the_first_that_fits(gpu):
     """Hopper kernels on Hopper alone; float32 by those that take it."""
     depth = 'mosaic_gpu' if gpu == '9.0' else 'pallas'
-    assert choose(None, USUAL)[1:] == Parts(depth=depth)[1:]
+    assert choose(None, USUAL) == Parts('cudnn', depth)
+    assert choose(None, USUAL._replace(segments=True)) == Parts('xla', depth)
+    assert choose('xla', USUAL) == Parts()
     assert choose(None, USUAL._replace(dtypes=('float32',))) == Parts('xla', 'pallas')
     if gpu != '9.0':
         with pytest.raises(ValueError, match=f'capability {gpu} must be 9.x.*: .*xla, pallas'):
@@ -63,8 +66,8 @@ def test_gpu_runs_the_first_that_fits(gpu):
 def test_several_gpus_run_xla(gpu, monkeypatch):
     """No kernel is partitioned yet, and none may gather the slots of all devices unasked."""
     monkeypatch.setattr(jax, 'device_count', lambda: 8)
-    assert choose(None, USUAL).depth == 'xla'
-    assert choose('pallas', USUAL).depth == 'pallas'
+    assert choose(None, USUAL) == Parts('cudnn', 'xla')
+    assert choose('pallas', USUAL) == Parts('cudnn', 'pallas')
 
 
 def test_float32_sequences_are_not_given_to_cudnn(gpu):
