@@ -27,6 +27,7 @@ class Shapes(NamedTuple):
       segments: there are segment ids.
       window: keys seen; 0: no limit.
       own_query: the slots have queries of their own.
+      scale: factor on the scores.
     """
 
     q: tuple[int, ...]
@@ -38,12 +39,14 @@ class Shapes(NamedTuple):
     segments: bool
     window: int
     own_query: bool
+    scale: float = 1.0
 
 
 def choose(implementation: str | None, shapes: Shapes) -> Parts:
     """The backends of an implementation; of None: the first of those for the platform that fit.
 
-    What was chosen is logged once for each choice, with the reasons against what was not.
+    What was chosen is logged once for each choice, with the reasons against what was not: a
+    warning where there are such.
 
     Raises:
       ValueError: a backend asked for by name that cannot do it; names the value, and what can.
@@ -80,6 +83,9 @@ def choose(implementation: str | None, shapes: Shapes) -> Parts:
     return parts
 
 
+_told = []
+
+
 @functools.cache
 def _log(parts, platform, slots, against):
     how = f'sequence by {parts.sequence}'
@@ -87,7 +93,15 @@ def _log(parts, platform, slots, against):
         how += f', depth by {parts.depth}{", forward in one kernel" * parts.fused}'
     how += ', interpreted' * parts.interpret
     reasons = ''.join(f'; not {reason}' for reason in against)
-    logging.info('depth_attention on %s: %s%s', platform, how, reasons)
+    line = f'depth_attention on {platform}: {how}{reasons}'
+    _told.append(line)
+    # What is not the first choice is worth a line at any level of verbosity.
+    (logging.warning if against else logging.info)(line)
+
+
+def told() -> list[str]:
+    """The lines of this process's choices, in their order."""
+    return list(_told)
 
 
 def _sequence(implementation, platform, shapes):
@@ -106,14 +120,18 @@ def _unsupported(name, platform, shapes):
     """Why an implementation cannot do it; None: it can."""
     if name in ('reference', 'xla'):
         return None
+    if platform not in ('cpu', 'gpu'):
+        return f'platform {platform} must be a GPU, or a CPU, which interprets kernels'
     if name == 'pallas':
         return _depth_refusal('pallas_depth', shapes)
     if platform == 'gpu':
         capability = _capability()
         if not capability.startswith('9.'):
             return f'compute capability {capability} must be 9.x (Hopper)'
-    elif platform != 'cpu' or not _backend('_compat').CAN_INTERPRET:
+    elif not _backend('_compat').CAN_INTERPRET:
         return f'platform {platform} must be a Hopper GPU'
+    if shapes.num_slots and len(shapes.dtypes) > 1:
+        return f'dtypes {", ".join(shapes.dtypes)} must be one'
     reason = _depth_refusal('mosaic_depth', shapes)
     if reason is None and name == 'mosaic_gpu_fused':
         reason = _backend('mosaic_fused').unsupported(shapes)

@@ -12,6 +12,7 @@ token, and JAX 0.10.2 places grouped keys by the number of query heads.
 """
 
 import inspect
+import re
 
 import jax
 import jax.numpy as jnp
@@ -52,12 +53,10 @@ def changed() -> str | None:
     return None
 
 
-def _max_width():
-    """Of a head, as JAX checks it: more from Hopper on."""
-    device = jax.devices()[0]
-    if device.platform != 'gpu':
-        return 128
-    return 256 if int(str(device.compute_capability).split('.')[0]) >= 9 else 128
+def _capability():
+    """Compute capability of the GPU, as (major, minor); None of what has none that is CUDA's."""
+    found = re.fullmatch(r'(\d+)\.(\d+)', str(getattr(jax.devices()[0], 'compute_capability', '')))
+    return tuple(int(number) for number in found.groups()) if found else None
 
 
 def unsupported(shapes) -> str | None:
@@ -71,8 +70,12 @@ def unsupported(shapes) -> str | None:
     length, num_keys, width = shapes.q[1], shapes.k[1], shapes.q[3]
     if len(shapes.dtypes) > 1 or shapes.dtypes[0] not in DTYPES:
         return f'dtypes {", ".join(shapes.dtypes)} must all be {" or all ".join(DTYPES)}'
-    if width % 8 or width > _max_width():
-        return f'head width {width} must be divisible by 8 and at most {_max_width()}'
+    capability = _capability()
+    if jax.devices()[0].platform == 'gpu' and (capability is None or capability < (8, 0)):
+        return 'compute capability must be 8.0 or above'
+    most = 256 if capability and capability >= (9, 0) else 128
+    if width % 8 or width > most:
+        return f'head width {width} must be divisible by 8 and at most {most}'
     if num_keys != length or not length:
         return f'{num_keys} keys must be as many as the {length} queries, 1 or more'
     if not shapes.ordered:
@@ -84,9 +87,11 @@ def unsupported(shapes) -> str | None:
     if reason := changed():
         return reason
     try:
-        fused.check_cudnn_version()
+        version = fused.check_cudnn_version()
     except RuntimeError as error:
         return str(error)
+    if capability == (10, 3) and version < 91100:
+        return f'cuDNN {version} must be 91100 or newer for compute capability 10.3'
     return None
 
 

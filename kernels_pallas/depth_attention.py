@@ -11,6 +11,9 @@ from kernels_pallas.reference import reference_attention
 
 
 def _check_sequence(q_BTNH, k_BSKH, v_BSKH, implementation, window, mask):
+    if q_BTNH.ndim != 4 or k_BSKH.ndim != 4 or not k_BSKH.shape[2]:
+        right = 'must be [B, T, N, H] and [B, S, K, H] with K of 1 or more'
+        raise ValueError(f'queries {q_BTNH.shape} and keys {k_BSKH.shape} {right}')
     batch, length, heads, width = q_BTNH.shape
     if k_BSKH.shape != v_BSKH.shape or (k_BSKH.shape[0], k_BSKH.shape[3]) != (batch, width):
         raise ValueError(
@@ -37,6 +40,17 @@ def _check_sequence(q_BTNH, k_BSKH, v_BSKH, implementation, window, mask):
             raise ValueError(f'{name} of shape {ids.shape} must be {wanted}')
 
 
+def _check_sums(sums, k_depth_LBRKH):
+    if sums is None:
+        return
+    dtypes = {'float32', 'float64', k_depth_LBRKH.dtype.name}
+    found = [(getattr(side, 'shape', None), str(getattr(side, 'dtype', None))) for side in sums]
+    right = [(k_depth_LBRKH.shape, found[0][1] if found else None)] * 2
+    if found != right or found[0][1] not in dtypes:
+        wanted = f'{k_depth_LBRKH.shape}, both float32 or both {k_depth_LBRKH.dtype.name}'
+        raise ValueError(f'slot_sums {found} must be two arrays {wanted}')
+
+
 def _check_slots(q_BTNH, k_BSKH, slots, options):
     batch, length, _, width = q_BTNH.shape
     absent = [name for name, side in slots.items() if side is None]
@@ -60,17 +74,20 @@ def _check_slots(q_BTNH, k_BSKH, slots, options):
     if k_depth_LBRKH.shape != (*held, k_BSKH.shape[2], width):
         raise ValueError(f'{k_name} of shape {k_depth_LBRKH.shape} must be {shape}')
     wanted |= {v_name: k_depth_LBRKH.shape, 'slot_mask_LBR': held}
-    for side in options['slot_sums'] or ():
-        if side.shape != k_depth_LBRKH.shape:
-            right = f'must be two arrays {k_depth_LBRKH.shape}'
-            raise ValueError(f'slot_sums with an array of shape {side.shape} {right}')
+    _check_sums(options['slot_sums'], k_depth_LBRKH)
     for name, right in wanted.items():
         given = {v_name: v_depth_LBRKH, **options}[name]
         if given is not None and given.shape != right:
             raise ValueError(f'{name} of shape {given.shape} must be {right}')
+    written = options['num_slots']
+    if written is None:
+        return
+    if jnp.ndim(written) or not jnp.issubdtype(jnp.result_type(written), jnp.integer):
+        given = f'shape {jnp.shape(written)} and dtype {jnp.result_type(written)}'
+        raise ValueError(f'num_slots of {given} must be one integer')
     try:
-        written = operator.index(options['num_slots'])
-    except TypeError:  # None, or traced
+        written = operator.index(written)
+    except TypeError:  # traced
         return
     if not 0 <= written <= num_slots:
         raise ValueError(f'num_slots={written} must be from 0 to the {num_slots} slots given')
@@ -111,8 +128,8 @@ def depth_attention(
       num_slots: int, or a traced one: slots from this on are neither seen nor read; None: L.
       slot_window: only this many of the newest slots are seen; 0: no limit.
       slot_mask_LBR: bool [L, B, R], False hides a slot of a token; None hides none.
-      slot_rows_BT: int32 [B, T], the place along R of each query's token, ascending and distinct in
-        a row; R or above: no token, no slot is seen. None: R = T, each its own.
+      slot_rows_BT: int32 [B, T], the place along R of each query's token, 0 or above, ascending and
+        distinct in a row; R or above: no token, no slot is seen. None: R = T, each its own.
       q_depth_BTNH: queries [B, T, N, H] for the slots; None: q_BTNH.
       positions_BT: int [B, T], places in the original sequence, ascending in each row where
         key_positions_BS is None; default 0..T-1. Causality and window are taken between positions.
@@ -123,7 +140,8 @@ def depth_attention(
       scale: factor on the scores; None: H^-1/2.
       implementation: reference | xla | pallas | mosaic_gpu | mosaic_gpu_fused; None: the first that
         fits the platform and the shapes (choice.py), told once in the log.
-      return_lse: also return the natural-log logsumexp [B, N, T] in float32; differentiable.
+      return_lse: also return the natural-log logsumexp [B, N, T] in float32; differentiable. It
+        costs: cuDNN's backward pass takes no cotangent of it, so that of XLA runs in its stead.
       thread_slots: also return the slots as given. Handed on to the next layer in their stead,
         their cotangents are the sums to which each layer's backward pass adds in place.
       slot_sums: two arrays of the slots' shape, of any floating dtype, whose values do not matter.
@@ -183,6 +201,7 @@ def depth_attention(
         o, lse = reference_attention(*given, read, slot_mask, window, slot_window, scale)
     else:
         arrays = (q_BTNH, k_BSKH, v_BSKH, *(slots or ()))
+        arrays += () if q_depth_BTNH is None else (q_depth_BTNH,)
         shapes = Shapes(
             q=q_BTNH.shape,
             k=k_BSKH.shape,
@@ -193,6 +212,7 @@ def depth_attention(
             segments=segment_ids_BT is not None,
             window=window,
             own_query=q_depth_BTNH is not None,
+            scale=scale,
         )
         parts = choose(implementation, shapes)
         static = Static(window, ordered, slot_window, scale, return_lse, parts)
@@ -206,7 +226,19 @@ def depth_attention(
     return result if len(result) > 1 else o
 
 
+@jax.custom_vjp
 def _through(slot, total):
-    """The slot, its gradient going to `total`, whatever that holds."""
-    nothing = jnp.where(jnp.isfinite(total), total - jax.lax.stop_gradient(total), 0)
-    return jax.lax.stop_gradient(slot) + nothing.astype(slot.dtype)
+    """The slot, as wide as `total` at least: its gradient is that of `total`."""
+    return slot.astype(jnp.promote_types(slot.dtype, total.dtype))
+
+
+def _through_forward(slot, total):
+    return _through(slot, total), (slot[:0], total[:0])
+
+
+def _through_backward(residuals, cotangent):
+    slot, total = (jnp.zeros((*cotangent.shape,), side.dtype) for side in residuals)
+    return slot, cotangent.astype(total.dtype)
+
+
+_through.defvjp(_through_forward, _through_backward)

@@ -72,7 +72,7 @@ def joint_attention(
     """Same result and shapes as reference_attention, and the slots and their sums as given.
 
     The cotangent of the returned sums, or of the returned slots where there are no sums, is what
-    the slots' gradients are added to, in place.
+    the slots' gradients are added to, in place. With sums, that of the slots is handed on.
 
     Args:
       static: Static.
@@ -158,7 +158,7 @@ def _backward(static, residuals, cotangents):
             dq_BTNH, dq_depth_BTNH = dq_BTNH.astype(dq_depth_BTNH.dtype) + dq_depth_BTNH, None
         else:
             dq_depth_BTNH = dq_depth_BTNH.astype(q_depth_BTNH.dtype)
-        dslots, dsums = (tuple(sums), None) if dsums is None else (None, tuple(sums))
+        dslots, dsums = (tuple(sums), None) if dsums is None else (dslots, tuple(sums))
     dq_BTNH = dq_BTNH.astype(q_BTNH.dtype)
     dk_BSKH, dv_BSKH = dk_BSKH.astype(k_BSKH.dtype), dv_BSKH.astype(v_BSKH.dtype)
     return dq_BTNH, dk_BSKH, dv_BSKH, None, dq_depth_BTNH, dslots, None, dsums

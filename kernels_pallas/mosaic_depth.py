@@ -76,6 +76,8 @@ def _forward(q, o, lse, num_slots, rows, mask, k, v, o_out, lse_out, /, *, shape
         highest, total, sums = carry
         step = item * walk.chunks + chunk
         stage = lax.rem(step, STAGES)
+        # Into the stage that the last step read: a copy to shared memory waits for all four warps,
+        # as long as the compiler is not told to leave such barriers out.
         fetch(step + (STAGES - 1))
         plgpu.barrier_wait(s.k_ready.at[stage])
         scores = product(scores_shape, s.k.at[stage], s.q.at[lax.rem(item, 2)].T) * (scale * LOG2E)

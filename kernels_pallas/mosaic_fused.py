@@ -43,6 +43,8 @@ def unsupported(shapes) -> str | None:
     group = heads // shapes.k[2]
     if not shapes.ordered or (shapes.window and not shapes.consecutive):
         return 'positions given by hand must be those of the index'
+    if shapes.scale <= 0:
+        return f'scale {shapes.scale} must be positive'
     if shapes.k[1] != shapes.q[1]:
         return f'{shapes.k[1]} keys must be as many as the {shapes.q[1]} queries'
     if len(shapes.dtypes) > 1 or shapes.dtypes[0] not in ('bfloat16', 'float16'):

@@ -76,8 +76,9 @@ class _Sizes:
         return max(1, min(tokens, pl.next_power_of_2(self.length))), group, width
 
     def grid(self, batch):
-        """Programs of neighbouring heads run side by side: their slots are neighbours in memory."""
-        return self.kv_heads, pl.cdiv(self.length, self.tile[0]), batch
+        """One axis, as CUDA's others end at 65,535; neighbouring heads, whose slots are neighbours
+        in memory, run side by side."""
+        return (batch * pl.cdiv(self.length, self.tile[0]) * self.kv_heads,)
 
 
 class _Program:
@@ -85,8 +86,10 @@ class _Program:
 
     def __init__(self, sizes: _Sizes, rows_ref):
         tokens, group, width = sizes.tile
-        self.kv, self.batch = pl.program_id(0), pl.program_id(2)
-        self.token_t = pl.program_id(1) * tokens + jnp.arange(tokens, dtype=jnp.int32)
+        kv_heads, blocks = jnp.int32(sizes.kv_heads), jnp.int32(sizes.grid(1)[0] // sizes.kv_heads)
+        place, self.kv = (f(pl.program_id(0), kv_heads) for f in (lax.div, lax.rem))
+        self.batch, block = (f(place, blocks) for f in (lax.div, lax.rem))
+        self.token_t = block * tokens + jnp.arange(tokens, dtype=jnp.int32)
         self.head_g = self.kv * sizes.group + jnp.arange(group, dtype=jnp.int32)
         self.width_h = jnp.arange(width, dtype=jnp.int32)
         self.is_token_t = self.token_t < sizes.length

@@ -61,7 +61,11 @@ REPEATS = flags.DEFINE_integer(
 HEADS = flags.DEFINE_list('heads', None, 'Query heads (attention).')
 WIDTHS = flags.DEFINE_list('widths', None, 'Widths of a head (attention).')
 SLOTS = flags.DEFINE_list('slots', None, 'Depth slots of a token (attention).')
-IMPLEMENTATIONS = flags.DEFINE_list('implementations', None, 'What is timed (attention: all).')
+IMPLEMENTATIONS = flags.DEFINE_list(
+    'implementations',
+    None,
+    'What is timed (attention). Default: all of ours, cudnn, pallas_triton, flash_attention_2.',
+)
 WITHOUT = flags.DEFINE_list('without', None, 'Implementations that are left out (attention).')
 SECONDS = flags.DEFINE_float(
     'seconds', 300.0, 'After which no further shape is begun (attention).', lower_bound=0

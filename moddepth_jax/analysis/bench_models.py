@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from kernels_pallas.choice import told
 from moddepth_jax.analysis.attempt import attempt
 from moddepth_jax.analysis.bench_depth import CompiledStep
 from moddepth_jax.analysis.timing import in_turn
@@ -43,7 +44,8 @@ def bench_models(models: dict[str, Hparams], repeats: int) -> dict:
       repeats: rounds that are timed.
 
     Returns:
-      dict with `versions`, `length`, `batch`, `dtype`, `repeats`, and `rows`: one for each model
+      dict with `versions`, `length`, `batch`, `dtype`, `repeats`, `chosen` (a line for each choice
+      of attention backends so far), and `rows`: one for each model
       with its name and either `failed`, one line, or the median `seconds`, `tokens_per_second`,
       counted `flops` and `flops_per_second`, `over_dense` (the median over rounds of its time over
       the dense model's), `flops_over_dense`, `realised_saving` ((dense / its time) over
@@ -75,6 +77,7 @@ def bench_models(models: dict[str, Hparams], repeats: int) -> dict:
         'batch': dense.data.batch_size,
         'dtype': dense.model.dtype,
         'attention': dense.model.attention,
+        'chosen': told(),
         'repeats': repeats,
         'rows': rows,
     }

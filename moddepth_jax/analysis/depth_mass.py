@@ -80,7 +80,8 @@ def depth_mass(variables, hparams: Hparams, batch, routing: str) -> DepthMass:
     first_token_L = np.zeros(len(layers))
     for i, (slots_S, queries, first, followers) in enumerate(sums):
         if len(slots):
-            slots_LS[i] = slots_S / max(queries, 1)
+            # A buffer may have more room than there are slots.
+            slots_LS[i] = slots_S[: len(slots)] / max(queries, 1)
         first_token_L[i] = first / max(followers, 1)
     return DepthMass(layers, slots, slots_LS, slots_LS.sum(axis=1), first_token_L)
 
@@ -159,7 +160,9 @@ def _call(sown, segment_ids_BT):
     _, lse_BNT = depth_attention(q_BTNH, k_BSKH, k_BSKH, return_lse=True, **given)
     # A routed block's places that no token took are of segment 0, as padding is.
     segment_ids_BT = own[0] if own else segment_ids_BT
-    given = {**given, 'segment_ids_BT': segment_ids_BT}
+    index_BT = jnp.broadcast_to(jnp.arange(q_BTNH.shape[1]), q_BTNH.shape[:2])
+    positions_BT = index_BT if given.get('positions_BT') is None else given['positions_BT']
+    given = {**given, 'segment_ids_BT': segment_ids_BT, 'positions_BT': positions_BT}
     return q_BTNH, k_BSKH, jnp.moveaxis(lse_BNT, 1, 2), segment_ids_BT > 0, given
 
 

@@ -115,6 +115,7 @@ class SelfAttention(nn.Module):
 
     hparams: ModelHparams
     window: int
+    gathered: bool = False
 
     def setup(self):
         hparams = self.hparams
@@ -189,7 +190,8 @@ class SelfAttention(nn.Module):
 
     def _over_sequence(self, q_BTNH, keys, tokens, depth):
         given = {
-            'positions_BT': tokens.positions_BT,
+            # Of a whole row they are those of the index, and a kernel may count a window by it.
+            'positions_BT': tokens.positions_BT if self.gathered else None,
             # Without documents padding alone is told apart, and it comes last: nothing sees it.
             'segment_ids_BT': None if self.hparams.across_documents else tokens.segment_ids_BT,
             'window': self.window,

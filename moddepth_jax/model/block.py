@@ -42,15 +42,16 @@ class Block(nn.Module):
 
     `pre` (Llama): x + f(norm(x)); `post` (post-LN): norm(x + f(x)); `reordered` (OLMo2):
     x + norm(f(x)); each for f = attention, then the mlp. A block that `writes_slots` leaves what
-    they are made of.
+    they are made of. One whose tokens are `gathered` does not see whole rows.
     """
 
     hparams: ModelHparams
     window: int
     writes_slots: bool = False
+    gathered: bool = False
 
     def setup(self):
-        self.attention = SelfAttention(self.hparams, self.window)
+        self.attention = SelfAttention(self.hparams, self.window, self.gathered)
         self.mlp = SwiGLU(self.hparams)
         self.attention_norm = RMSNorm(self.hparams.norm_eps)
         self.mlp_norm = RMSNorm(self.hparams.norm_eps)

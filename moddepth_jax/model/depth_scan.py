@@ -63,6 +63,11 @@ def _by_run(stack, told):
     return runs
 
 
+def room_for(slots: int) -> int:
+    """Slots that a buffer holds. The Hopper kernels read eight at once where 8 divides them."""
+    return -(-slots // 8) * 8 if jax.default_backend() == 'gpu' else slots
+
+
 def empty_slots(hparams: ModelHparams, x_BTD) -> tuple[KeysValues | None, jax.Array | None]:
     """Room for the slots of all layers, and for which tokens have them; None where none do."""
     total = sum(kind.slots for kind in layer_kinds(hparams))
@@ -71,8 +76,7 @@ def empty_slots(hparams: ModelHparams, x_BTD) -> tuple[KeysValues | None, jax.Ar
     batch, length = x_BTD.shape[:2]
     if hparams.depth.stream == 'dense':
         return jnp.zeros((total, *x_BTD.shape), x_BTD.dtype), None
-    if jax.default_backend() == 'gpu':
-        total = -(-total // 8) * 8  # The Hopper kernels read eight slots at once where 8 divides L.
+    total = room_for(total)
     room = jnp.zeros((total, batch, length, hparams.num_kv_heads, hparams.head_dim), hparams.dtype)
     valid = jnp.zeros((total, batch, length), bool) if hparams.masks_slots else None
     return KeysValues(room, room), valid

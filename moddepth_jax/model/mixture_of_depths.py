@@ -64,7 +64,7 @@ class MixtureOfDepths(nn.Module):
         self.router = ROUTERS[routing.router](routing)
         if routing.causal_rule == 'predictor':
             self.predictor = Predictor(self.hparams)
-        self.block = Block(self.hparams, self.window, self.writes_slots)
+        self.block = Block(self.hparams, self.window, self.writes_slots, gathered=True)
 
     def __call__(
         self, x_BTD, tokens: Tokens, layer: RoutedLayer, depth: Depth | None = None

@@ -9,6 +9,7 @@ import platform
 
 import jax
 
+from kernels_pallas.choice import told
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.model.flops import dot_general_flops, masked_attention_flops, train_step_flops
 from moddepth_jax.training.checkpoint import state_sha256
@@ -112,6 +113,7 @@ def summarise(
         'corpus_sha256': dataset.corpus.sha256,
         'state_sha256': state_sha256(state),
         'versions': metadata['versions'],
+        'attention': told(),
     }
 
 

@@ -16,7 +16,7 @@ from moddepth_jax.analysis import depth_mass as module
 from moddepth_jax.analysis.depth_mass import DepthMass, depth_mass, plot_depth_mass
 from moddepth_jax.analysis.routing_maps import routing_record
 from moddepth_jax.hparams import from_config
-from moddepth_jax.model import attention
+from moddepth_jax.model import attention, depth_scan
 from moddepth_jax.model.transformer import Transformer
 
 FAST = {'xla_backend_optimization_level': 0}
@@ -114,6 +114,13 @@ def test_masses_of_flat_softmaxes(tiny_config, changes, last_slot):
     check_uniform(variables, hparams, 'dense', entered_LBT)
     layers, slots = module._names(hparams.model)
     assert layers == ('0', '1', '2') and (slots[-1] if slots else None) == last_slot
+
+
+def test_room_for_more_slots_has_no_mass(tiny_config, monkeypatch):
+    """On a GPU a buffer may hold more slots than are written."""
+    monkeypatch.setattr(depth_scan, 'room_for', lambda slots: slots + 3)
+    variables, hparams = make_model(tiny_config, **MODA, **{'model.depth.slot_window': 3})
+    check_uniform(variables, hparams, 'dense', np.broadcast_to(SEGMENTS_BT > 0, (3, 2, T)))
 
 
 @pytest.mark.parametrize('skipped', ['projected', 'masked'])

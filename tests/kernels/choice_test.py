@@ -74,6 +74,26 @@ def test_float32_sequences_are_not_given_to_cudnn(gpu):
     assert choose('pallas', USUAL._replace(dtypes=('float32',))).sequence == 'xla'
 
 
+def test_other_accelerators_run_xla(monkeypatch):
+    """No kernel of ours is one of a TPU; what is not CUDA's has no cuDNN."""
+    monkeypatch.setattr(jax, 'default_backend', lambda: 'tpu')
+    assert choose(None, USUAL) == Parts()
+    with pytest.raises(ValueError, match='platform tpu must be a GPU'):
+        choose('pallas', USUAL)
+    monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
+    for capability in ('gfx942', '7.5'):
+        monkeypatch.setattr(jax, 'devices', lambda capability=capability: [Gpu(capability)])
+        assert choose(None, USUAL) == Parts('xla', 'pallas')
+
+
+def test_hopper_kernels_take_one_dtype(monkeypatch):
+    """None is cast to another without a word."""
+    monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
+    monkeypatch.setattr(choice, '_capability', lambda: '9.0')
+    with pytest.raises(ValueError, match='dtypes bfloat16, float16 must be one'):
+        choose('mosaic_gpu', USUAL._replace(dtypes=('bfloat16', 'float16')))
+
+
 @pytest.mark.parametrize('name', ['mosaic_gpu', 'mosaic_gpu_fused'])
 def test_hopper_kernels_refuse_what_they_cannot_do(name):
     """In one line with the value, and what can."""
@@ -85,9 +105,10 @@ def test_hopper_kernels_refuse_what_they_cannot_do(name):
 
 def test_a_choice_is_logged_once(gpu, monkeypatch):
     lines = []
-    monkeypatch.setattr(logging, 'info', lambda line, *args: lines.append(line % args))
+    monkeypatch.setattr(logging, 'warning', lines.append)
+    monkeypatch.setattr(choice, '_told', [])
     choice._log.cache_clear()
     for _ in range(2):
         choose('pallas', USUAL._replace(dtypes=('float32',)))
-    assert len(lines) == 1
+    assert choice.told() == lines and len(lines) == 1
     assert lines[0].startswith('depth_attention on gpu: sequence by xla, depth by pallas; not cudn')

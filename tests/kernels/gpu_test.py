@@ -34,6 +34,7 @@ CASES = {
     'one_slot': {'T': 200, 'N': 8, 'L': 1},
     'none_written': {'T': 97, 'N': 8, 'num': 0, 'traced': True},
     'masked': MASKED,
+    'fused_octets_of_7': {'T': 97, 'N': 16, 'L': 70, 'num': 66, 'mask': True, 'R': 99},
     'packed': {'T': 200, 'N': 8, 'segments': True, 'mask': True},
     'window': {'T': 200, 'N': 8, 'window': 50, 'L': 64},
     'rows': {'T': 97, 'R': 150, 'N': 8, 'num': 6, 'traced': True, 'mask': True},
@@ -120,12 +121,14 @@ def test_error_is_near_that_of_plain_attention(implementation, name):
     inputs, do, arguments, right = prepared(CASES[name])
     mine, again = run_or_skip(implementation, inputs, do, arguments)
     plain, _ = run_or_skip('xla', inputs, do, arguments)
+    # Whatever `xla` does: three roundings of bfloat16, or of the tensor cores' float32.
+    most = {'bfloat16': 0.02, 'float32': 4e-3}[CASES[name].get('dtype', 'bfloat16')]
     names = ('o', 'dq', 'dk', 'dv', 'dk_depth', 'dv_depth', 'dq_depth')[: len(right)]
     for what, got, same, value, beside in zip(names, mine, again, right, plain, strict=True):
         factor, floor = (2, 2e-6) if what == 'o' else (3, 1e-5)
         largest = np.max(np.abs(value), initial=0)
         allowed = factor * np.max(np.abs(beside - value), initial=0) + floor * max(1, largest)
-        assert np.max(np.abs(got - value), initial=0) <= allowed, what
+        assert np.max(np.abs(got - value), initial=0) <= min(allowed, most * max(1, largest)), what
         if what not in ('dq', 'dk', 'dv') or name == 'depth_alone':
             np.testing.assert_array_equal(got, same, err_msg=what)
     hidden = np.isnan(np.asarray(inputs[3], np.float32))

@@ -200,10 +200,11 @@ def resources(function, *arrays) -> list[Resources]:
     return found
 
 
-def _depth(way, module, width, group, slots, lookup=False, sums=jnp.bfloat16):
+def _depth(way, module, width, group, slots, lookup=False, wide=jnp.bfloat16):
     """A depth backend's function and its arguments at T=4096, 8 key/value heads, in bfloat16.
 
-    lookup: with a mask of slots and queries that look up their token. sums: of the gradients.
+    lookup: with a mask of slots and queries that look up their token. wide: dtype of the sums of
+    gradients, and of the sequence's output.
     """
     dtype = jnp.bfloat16
     batch, length, kv_heads = 1, 4096, 8
@@ -217,9 +218,10 @@ def _depth(way, module, width, group, slots, lookup=False, sums=jnp.bfloat16):
     mask = jax.ShapeDtypeStruct((slots, batch, num_rows), bool) if lookup else None
     rows = jax.ShapeDtypeStruct((batch, length), jnp.int32) if lookup else None
     num = jax.ShapeDtypeStruct((), jnp.int32)
-    sides, sums = (slot, slot), (jax.ShapeDtypeStruct(slot.shape, sums),) * 2
+    sides, sums = (slot, slot), (jax.ShapeDtypeStruct(slot.shape, wide),) * 2
     if way == 'forward':
-        return functools.partial(function, **options), (x, x, by_head, sides, num, mask, rows)
+        o = jax.ShapeDtypeStruct(x.shape, wide)
+        return functools.partial(function, **options), (x, o, by_head, sides, num, mask, rows)
     given = (x, x, by_head, by_head, sides, sums, num, mask, rows)
     return functools.partial(function, **options), given
 
@@ -270,9 +272,9 @@ for _name, _modules in BACKENDS.items():
         for _shape in SHAPES:
             _key = '{}_depth_{}_H{}_G{}_L{}'.format(_name, _way, *_shape) + '_rows' * _shape[3]
             KERNELS[_key] = functools.partial(_depth, _way, _module, *_shape)
-    for _shape in SHAPES[::4]:
-        _key = '{}_depth_backward_H{}_G{}_L{}_float32'.format(_name, *_shape)
-        KERNELS[_key] = functools.partial(_depth, 'backward', _modules[1], *_shape, jnp.float32)
+        for _shape in SHAPES[::4]:
+            _key = '{}_depth_{}_H{}_G{}_L{}_float32'.format(_name, _way, *_shape)
+            KERNELS[_key] = functools.partial(_depth, _way, _module, *_shape, jnp.float32)
 
 
 def main(parts):

@@ -61,6 +61,8 @@ def test_every_implementation_has_the_right_gradients(implementation, dlse):
     found = errors(by(attention(implementation), inputs, cotangents, dlse), right)
     for name, mine, theirs, most in zip(('o', *NAMES), found, plain, (2, *5 * (3,)), strict=True):
         assert mine <= most * theirs, (name, mine, theirs)
+    for name, mine, value in zip(('o', *NAMES), found, right, strict=True):
+        assert mine <= 0.02 * np.abs(value).max(), (name, mine)
 
 
 class StandIn:
@@ -89,7 +91,6 @@ def test_a_backend_without_lse_cotangents_does_not_lose_them(dlse, monkeypatch):
     inputs, cotangents, arguments, _ = drawn(K=2, N=2, mask=False)
     inputs, cotangents = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (inputs, cotangents))
     positions_BT = jnp.arange(11)[None]
-    assert not arguments.get('window')
 
     def attention(*inputs, return_lse):
         static = Static(0, True, 0, 64**-0.5, return_lse, Parts('cudnn', 'xla'))

@@ -32,6 +32,12 @@ CASES = {
 }
 
 
+def test_any_number_of_programs_is_on_one_axis():
+    """The other axes of a CUDA grid end at 65,535."""
+    sizes = pallas_depth._Sizes(300001, 2, 16, 128, 300001)
+    assert sizes.grid(3) == (3 * 2 * -(-300001 // sizes.tile[0]),) and sizes.grid(3)[0] > 2**16
+
+
 class Case:
     """Random arguments of both passes, and by which queries each slot of a token is seen.
 

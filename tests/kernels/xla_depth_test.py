@@ -123,23 +123,26 @@ def test_sums_take_the_gradients_in_their_own_dtype(implementation):
     x, wide = normal(0), [normal(seed, (5, 2, 16, 2, 8)) for seed in (1, 2)]
     keys = x[:, :, :2], x[:, :, 2:]
     slots = [side.astype(jnp.bfloat16) for side in wide]
-    come_in, nothing = [normal(seed, slots[0].shape) for seed in (3, 4)], [jnp.zeros_like(wide[0])]
+    come_in = [normal(seed, slots[0].shape) for seed in (3, 4)]
+    nothing = [jnp.full_like(wide[0], jnp.nan)]  # no value of theirs is used
     options = {'implementation': implementation, 'num_slots': 3}
 
     def threaded(slots, sums):
         o, *rest = depth_attention(x, *keys, *slots, thread_slots=True, slot_sums=sums, **options)
-        return o, rest[2:]
+        return o, rest[:2], rest[2:]
 
     def plain(slots):
         return depth_attention(x, *keys, *slots, **options)
 
     _, pull = jax.vjp(jax.jit(threaded), slots, 2 * nothing)
-    dslots, dsums = pull((normal(5), come_in))
+    handed_on = [side.astype(jnp.bfloat16) for side in come_in]
+    dslots, dsums = pull((normal(5), handed_on, come_in))
     _, pull = jax.vjp(jax.jit(plain), [side.astype(jnp.float32) for side in slots])
-    for none, got, base, exact in zip(dslots, dsums, come_in, *pull(normal(5)), strict=True):
-        assert not none.any() and got.dtype == jnp.float32
-        tolerance = 1e-2 if implementation == 'reference' else 1e-6
-        np.testing.assert_allclose(got, base + exact, rtol=tolerance, atol=tolerance)
+    sides = zip(dslots, handed_on, dsums, come_in, *pull(normal(5)), strict=True)
+    for own, given, got, base, exact in sides:
+        np.testing.assert_array_equal(own, given)
+        assert got.dtype == jnp.float32
+        np.testing.assert_allclose(got, base + exact, rtol=1e-6, atol=1e-6)
         np.testing.assert_array_equal(got[3:], base[3:])
 
 

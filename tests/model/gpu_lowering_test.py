@@ -48,11 +48,12 @@ def gradient_of(hparams, rows=2, length=64):
     ('knobs', 'by_cudnn'),
     [
         (MODA | ACROSS, True),
+        (MODA | ACROSS | {'model.windows': (16,)}, True),
         (MODA, False),
         (MODA | ROUTED | MASKED | ACROSS, True),
         pytest.param(ATTENTION | ACROSS | {'model.d_model': 512}, True, marks=pytest.mark.slow),
     ],
-    ids=['moda', 'documents apart', 'mod and moda', 'attention stream'],
+    ids=['moda', 'window', 'documents apart', 'mod and moda', 'attention stream'],
 )
 def test_step_lowers(at_hopper, knobs, by_cudnn, remat, tiny_config):
     """Depth by the Hopper kernels; the sequence by cuDNN where documents are not kept apart."""
