@@ -12,7 +12,8 @@ from moddepth_jax.training import loop
 from moddepth_jax.training.loop import train
 
 
-@pytest.mark.parametrize('stages', [pytest.param('', marks=pytest.mark.slow), '1:0.25,0.5:0.25'])
+@pytest.mark.slow
+@pytest.mark.parametrize('stages', ['', '1:0.25,0.5:0.25'])
 def test_each_step_function_is_traced_once_a_shape(stages, tiny_config, tmp_path, monkeypatch):
     """One train step a stage; evaluation with each routing; one prefill, step and write."""
     traces = collections.Counter()

@@ -74,9 +74,13 @@ def forward(variables, hparams, tokens, routing, tokenizer=None):
     ('routing', 'knobs'),
     [
         (None, {}),
-        ('dense', {}),
+        pytest.param('dense', {}, marks=pytest.mark.slow),
         ('threshold', {'model.routing.overflow': 'grow'}),
-        ('threshold', {'model.routing.router': 'random', 'model.num_layers': 3}),
+        pytest.param(
+            'threshold',
+            {'model.routing.router': 'random', 'model.num_layers': 3},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_greedy_texts_are_the_argmax_of_full_forwards(tiny_config, routing, knobs):
@@ -176,6 +180,7 @@ def test_a_row_stops_with_its_document_and_others_go_on(variables, hparams):
     assert any(TOKENIZER.separator in text[4:] for text in on.tokens)
 
 
+@pytest.mark.slow
 def test_tokens_that_find_no_slot_are_counted(tiny_config):
     """Under `skip` a full cache refuses and says so; under `grow` every token finds room."""
     refused = {}

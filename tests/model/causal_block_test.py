@@ -157,6 +157,7 @@ def test_few_or_all_enter_in_each_static_size(name, tiny_config):
         assert fullest == [0, 1, 2, 3, 4, 6, 6, 6, 6] and refused == 2 + 3 + 10
 
 
+@pytest.mark.slow
 def test_the_block_runs_in_the_least_size_that_holds_every_row(tiny_config, monkeypatch):
     """The fullest row decides: 2 entering tokens take T / 8, 3 take T / 4, 8 T / 2 and 9 T."""
     _, params, apply, _, _ = build(tiny_config, 'norm_threshold')

@@ -122,7 +122,12 @@ def decode(hparams, variables, tokens_BT, segments_BT, rule, lengths_B=PROMPTS):
     return out, cache
 
 
-@pytest.mark.parametrize('name', CASES)
+SLOW = ('aux_loss grows', 'straight_through', 'dense', 'random')
+
+
+@pytest.mark.parametrize(
+    'name', [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES]
+)
 def test_prompt_and_steps_equal_the_full_forward(name, tiny_config):
     """At most 1e-5 apart at every token, for rows of different lengths and packed documents."""
     hparams, variables, tokens_BT, segments_BT, full_BTV, records = build(name, tiny_config)
