@@ -21,12 +21,11 @@ class Shapes(NamedTuple):
     Attributes:
       q, k: shapes [B, T, N, H] and [B, S, K, H].
       num_slots: L, 0 without slots.
-      dtypes: names of the dtypes of q, k, v and of the slots, each once.
+      dtypes: names of the dtypes of q, k, v, the slots and their queries, each once.
       ordered: key i belongs to query i and positions ascend.
       consecutive: positions are those of the index, so that a window is one of indices.
       segments: there are segment ids.
       window: keys seen; 0: no limit.
-      own_query: the slots have queries of their own.
       scale: factor on the scores.
     """
 
@@ -38,7 +37,6 @@ class Shapes(NamedTuple):
     consecutive: bool
     segments: bool
     window: int
-    own_query: bool
     scale: float = 1.0
 
 

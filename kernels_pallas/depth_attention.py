@@ -211,7 +211,6 @@ def depth_attention(
             consecutive=consecutive,
             segments=segment_ids_BT is not None,
             window=window,
-            own_query=q_depth_BTNH is not None,
             scale=scale,
         )
         parts = choose(implementation, shapes)

@@ -7,9 +7,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels_pallas import depth_attention
+from kernels_pallas.choice import Shapes
 
 # Unoptimised programs, of the same operations, compile in less than half the time.
 jit = functools.partial(jax.jit, compiler_options={'xla_backend_optimization_level': 0})
+# What every implementation can do.
+USUAL = Shapes(
+    q=(2, 1024, 16, 64),
+    k=(2, 1024, 2, 64),
+    num_slots=12,
+    dtypes=('bfloat16',),
+    ordered=True,
+    consecutive=True,
+    segments=False,
+    window=0,
+)
+
 SIZES = {'B': 2, 'T': 13, 'S': None, 'R': None, 'N': 6, 'K': 2, 'H': 8, 'L': 9}
 KINDS = {'num': None, 'traced': False, 'slot_window': 0, 'mask': False, 'own_query': False}
 SEQUENCE = {'window': 0, 'segments': False, 'scale': None}

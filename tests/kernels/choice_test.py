@@ -6,21 +6,10 @@ import pytest
 from absl import logging
 
 from kernels_pallas import choice, cudnn, depth_attention
-from kernels_pallas.choice import Shapes, choose
+from kernels_pallas.choice import choose
 from kernels_pallas.joint import Parts
 from moddepth_jax.hparams.model import ATTENTION
-
-USUAL = Shapes(
-    q=(2, 1024, 16, 64),
-    k=(2, 1024, 2, 64),
-    num_slots=12,
-    dtypes=('bfloat16',),
-    ordered=True,
-    consecutive=True,
-    segments=False,
-    window=0,
-    own_query=False,
-)
+from tests.kernels.cases import USUAL
 
 
 class Gpu:

@@ -86,7 +86,6 @@ FINE = {
     'consecutive': True,
     'segments': False,
     'window': 5,
-    'own_query': False,
 }
 
 

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from kernels_pallas import _compat, mosaic_fused, mosaic_fused_ring, reference
-from kernels_pallas.choice import Shapes
-from tests.kernels.cases import KINDS, SEQUENCE, SIZES, exact, jit, make_case
+from tests.kernels.cases import KINDS, SEQUENCE, SIZES, USUAL, exact, jit, make_case
 
 interpreted = pytest.mark.skipif(
     not _compat.CAN_INTERPRET,
@@ -111,38 +110,20 @@ def test_first_keys_are_those_of_the_oldest_segment():
     np.testing.assert_array_equal(got, [[0, 10, 30], [0, 5, 0]])
 
 
-SHAPES = Shapes(
-    q=(1, 64, 16, 64),
-    k=(1, 64, 2, 64),
-    num_slots=8,
-    dtypes=('bfloat16',),
-    ordered=True,
-    consecutive=True,
-    segments=False,
-    window=0,
-    own_query=False,
-)
-
-
 @pytest.mark.parametrize(
     ('changes', 'value'),
     [
-        ({'q': (1, 64, 14, 64)}, '7 query heads'),
-        ({'q': (1, 64, 16, 256)}, '256'),
-        ({'q': (1, 64, 16, 72)}, '72'),
+        ({'q': (2, 1024, 14, 64)}, '7 query heads'),
+        ({'q': (2, 1024, 16, 256)}, '256'),
+        ({'q': (2, 1024, 16, 72)}, '72'),
         ({'dtypes': ('float32',)}, 'float32'),
         ({'dtypes': ('bfloat16', 'float32')}, 'bfloat16, float32'),
-        ({'k': (1, 65, 2, 64)}, '65 keys'),
+        ({'k': (2, 65, 2, 64)}, '65 keys'),
         ({'ordered': False}, 'positions'),
         ({'window': 3, 'consecutive': False}, 'positions'),
+        ({'scale': -1.0}, 'scale -1.0'),
     ],
 )
 def test_what_it_cannot_do_is_named(changes, value):
-    assert mosaic_fused.unsupported(SHAPES) is None
-    assert value in mosaic_fused.unsupported(SHAPES._replace(**changes))
-
-
-def test_a_scale_that_is_not_positive_is_named():
-    x = jnp.zeros((1, 8, 8, 64), jnp.bfloat16)
-    with pytest.raises(ValueError, match='-1.0'):
-        mosaic_fused.fused_forward(x, x, x, *[None] * 6, 0, 0, -1.0, interpret=False)
+    assert mosaic_fused.unsupported(USUAL) is None
+    assert value in mosaic_fused.unsupported(USUAL._replace(**changes))
