@@ -173,8 +173,8 @@ def fused_forward(
       q_BTNH, k_BSKH, v_BSKH: bfloat16 or float16, S = T.
       segment_ids_BT: tokens of different ids do not see each other; None: one segment.
       q_depth_BTNH: queries for the slots; None: q_BTNH.
-      buffers, num_slots, mask_LBR, rows_BT, slot_window, scale: as in xla_depth.depth_forward; scale
-        above 0.
+      buffers, num_slots, mask_LBR, rows_BT, slot_window, scale: as in xla_depth.depth_forward, with
+        scale above 0.
       sequence_window: keys seen, the query's own among them; 0 for no limit.
       interpret: run in the GPU interpreter of JAX.
 
