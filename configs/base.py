@@ -42,6 +42,22 @@ def get_config() -> ConfigDict:
     depth.slot_window = 0  # moda, attention: only the newest so many slots are seen; 0: all
     depth.gradient_dtype = 'float32'  # float32 (or wider) | model: sums of slots' gradients
 
+    experts = model.experts = ConfigDict()
+    experts.choice = 'none'  # none (the mlp is one SwiGLU) | token | expert: who chooses whom
+    experts.layers = 'every:1'  # layers whose mlp is experts, as routing.layers; others have d_ff
+    experts.num_routed = 8  # E, experts of which a token passes some
+    experts.num_shared = 1  # experts that every token passes: one SwiGLU, so many times d_ff wide
+    experts.num_noop = 0  # token: experts that do nothing and cost nothing (integrated MoDE)
+    experts.top_k = 2  # k, experts that a token passes; expert: on average
+    experts.d_ff = 128  # F_e, width of one expert
+    experts.scores = 'softmax'  # softmax (weights as scored) | sigmoid (renormalised over k)
+    experts.route_scale = 1.0  # factor on what the routed experts add
+    experts.row_capacity = 0  # token: most tokens of a row an expert takes, first come; 0: no limit
+    experts.balance_weight = 0.001  # token: of the loss that evens the experts' loads
+    experts.z_loss = 0.0  # of the mean squared log-partition of the experts' scores
+    experts.threshold_decay = 0.99  # expert: a step, of the average of the lowest score taken
+    experts.product = 'auto'  # auto | blocked | ragged_dot: rows times their experts' matrices
+
     routing = model.routing = ConfigDict()
     # none (dense model) | learned | norm | random | position | straight_through
     routing.router = 'none'  # what scores the tokens of the routed blocks

@@ -2,15 +2,17 @@
 
   python -m launch.bench step
   python -m launch.bench step --size=6x256 --lengths=512,2048 --json=step.json
-  python -m launch.bench step --models=dense,mod,moda,both --size=124m --dtype=bfloat16
+  python -m launch.bench step --variants=dense,mod,moda,both --size=124m --dtype=bfloat16
+  python -m launch.bench step --variants=dense,moe,mode
   python -m launch.bench decode --batches=1,8,16,64 --kv_heads=8,2
   python -m launch.bench depth --depths=8,16,32,64
   python -m launch.bench attention --json=attention.json --plot=attention.png
   python -m launch.bench attention --lengths=4096 --slots=0,64 --implementations=cudnn,pallas
 
 step: one training step of the dense and the Mixture-of-Depths model at the same shape and batch
-tokens, in turn, each beside the same mathematics written out by hand; with --models, of those
-models, each beside the dense one.
+tokens, in turn, each beside the same mathematics written out by hand; with --variants, of those
+models, each beside the dense one (mode: both forms of MoDE; where there are experts, the table says
+which grouped product they run and what it multiplies).
 decode: one decoding step of both at a nearly full context, in turn, and the time to the first
 token; an eighth of the tokens enters every other block, by random routing.
 depth: one training step of the dense and the MoDA model (slots attention+ffn): first time beside
@@ -40,7 +42,7 @@ BENCHMARKS = {
 }
 _MODELS = ('size', 'dtype', 'attention', 'repeats')
 OWN_FLAGS = {
-    'step': (*_MODELS, 'lengths', 'tokens', 'models', 'kv_heads'),
+    'step': (*_MODELS, 'lengths', 'tokens', 'variants', 'kv_heads'),
     'decode': ('size', 'repeats', 'batches', 'kv_heads', 'context', 'prompt'),
     'depth': (
         *(*_MODELS, 'lengths', 'kv_heads', 'depths'),

@@ -1,9 +1,10 @@
 """The models that launch.bench compares, by size and by what sets them apart."""
 
-from configs import base, dense_isoflop, mod_isoflop, moda_700m, sizes
+from configs import base, dense_isoflop, mod_isoflop, moda_700m, mode_integrated, moe, sizes
 from moddepth_jax.hparams import from_config
 
-MODELS = ('dense', 'mod', 'moda', 'both')
+VARIANTS = ('dense', 'mod', 'moda', 'both', 'moe', 'staged', 'integrated')
+TOGETHER = {'mode': ('staged', 'integrated')}  # names that stand for several
 # Of these, lengths and tokens of a batch that fit one large GPU.
 NAMED = {'124m': ((2048,), 32768), '700m': ((2048, 4096), 16384)}
 
@@ -26,10 +27,13 @@ def _config(size: str):
 
 
 def one_model(name: str, size: str, length: int, rows: int, **knobs):
-    """Hparams of `dense`, `mod`, `moda` or `both`, routed at an eighth in every other block.
+    """Hparams of a variant: routed ones (mod, both, staged) at an eighth in every other block.
+
+    Those with experts (moe, staged, integrated) have them as configs/moe.py, in place of the mlp
+    of that size.
 
     Args:
-      name: of MODELS.
+      name: of VARIANTS.
       size: LAYERSxWIDTH or one of NAMED.
       length, rows: of a batch.
       knobs: of the model, such as num_kv_heads; None leaves one as it is.
@@ -37,8 +41,12 @@ def one_model(name: str, size: str, length: int, rows: int, **knobs):
     config = _config(size)
     if name in ('moda', 'both'):
         config.model.depth.stream = 'moda'
-    if name in ('mod', 'both'):
+    if name in ('mod', 'both', 'staged'):
         config.model.routing = mod_isoflop.get_config().model.routing
+    if name in ('moe', 'staged', 'integrated'):
+        moe.apply_experts(config)
+    if name == 'integrated':
+        mode_integrated.apply_noop(config)
     for knob, value in knobs.items():
         if value is not None:
             config.model[knob] = value

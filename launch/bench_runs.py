@@ -11,17 +11,22 @@ SIZE = flags.DEFINE_string(
     None,
     'Shape of the models, LAYERSxWIDTH. Default: 6x256 for step, 12x512 for decode, 16x128 for '
     'depth, whose layers are those of the comparison with FLOPs. 124m and 700m are large ones, for '
-    'depth and step --models.',
+    'depth and step --variants.',
 )
-MODELS = flags.DEFINE_list('models', None, 'Models to compare: dense, mod, moda, both (step).')
+VARIANTS = flags.DEFINE_list(
+    'variants',
+    None,
+    'Models to compare: dense, mod, moda, both, moe, mode (staged and integrated), staged, '
+    'integrated (step).',
+)
 DTYPE = flags.DEFINE_enum(
     'dtype',
     None,
     ['float32', 'bfloat16'],
-    'Of activations (depth, step --models; default float32), of all arrays (attention: bfloat16).',
+    'Of activations (depth, step --variants: float32), of all arrays (attention: bfloat16).',
 )
 ATTENTION = flags.DEFINE_string(
-    'attention', None, 'model.attention of the models (depth, step --models). Default: auto.'
+    'attention', None, 'model.attention of the models (depth, step --variants). Default: auto.'
 )
 LENGTHS = flags.DEFINE_list(
     'lengths',
@@ -37,7 +42,7 @@ KV_HEADS = flags.DEFINE_list(
     'kv_heads',
     None,
     'Key/value heads, each in its tables (decode: default 8,2; depth: half of the query heads; '
-    'step --models, attention).',
+    'step --variants, attention).',
 )
 CONTEXT = flags.DEFINE_integer('context', 2048, 'Tokens of the caches (decode).', lower_bound=64)
 PROMPT = flags.DEFINE_integer('prompt', 1024, 'Tokens before the first (decode).', lower_bound=1)
@@ -109,14 +114,14 @@ def _names(flag, known):
 
 def step():
     size = SIZE.value or '6x256'
-    if MODELS.value is not None:
-        yield from _models(size)
+    if VARIANTS.value is not None:
+        yield from _variants(size)
         return
     for flag in (DTYPE, ATTENTION, KV_HEADS):
         if flag.present:
-            raise ValueError(f'--{flag.name}: needs --models; by hand there is but one form')
+            raise ValueError(f'--{flag.name}: needs --variants; by hand there is but one form')
     if size in bench_models.NAMED:
-        raise ValueError(f'--size={size}: needs --models, such as --models=dense,mod')
+        raise ValueError(f'--size={size}: needs --variants, such as --variants=dense,mod')
     from moddepth_jax.analysis.bench_step import bench_step
     from moddepth_jax.analysis.bench_tables import step_table
 
@@ -126,12 +131,16 @@ def step():
     yield result, step_table(result, size)
 
 
-def _models(size):
+def _variants(size):
     lengths, tokens = bench_models.NAMED.get(size, ([512, 2048], 4096))
     lengths, tokens = _numbers(LENGTHS, lengths), TOKENS.value or tokens
-    names = _names(MODELS, bench_models.MODELS)
+    together = bench_models.TOGETHER
+    names = _names(VARIANTS, (*bench_models.VARIANTS, *together))
+    names = [name for given in names for name in together.get(given, (given,))]
     if names[:1] != ['dense']:
-        raise ValueError(f'--models={",".join(names)}: must begin with dense, as in dense,mod')
+        raise ValueError(
+            f'--variants={",".join(VARIANTS.value)}: must begin with dense, as in dense,mod'
+        )
     knobs = {'dtype': DTYPE.value, 'attention': ATTENTION.value}
     counts = [None] if KV_HEADS.value is None else _numbers(KV_HEADS)
     compared = []

@@ -94,7 +94,7 @@ def _evaluate(run, dataset, num_batches):
     mesh = make_mesh(f'data={math.gcd(hparams.data.batch_size, jax.device_count())}')
     variables = jax.device_put(run.state.variables, replicated(mesh))
     passes, num_routed = 1, len(hparams.model.routed_layers)
-    if ROUTING.value is None and num_routed:
+    if ROUTING.value is None and hparams.model.looks_ahead:
         passes = 2 + (1 + num_routed if PER_LAYER.value else 0)
     with saved.bar('evaluating', passes * num_batches) as advance:
         given = (variables, hparams, _Counted(dataset, advance), mesh, num_batches)
@@ -108,14 +108,13 @@ def _evaluate(run, dataset, num_batches):
 def _report(run, dataset, num_batches, result):
     """The result and what it was measured on, as --json has it."""
     from moddepth_jax.model.transformer import causal_routing
+    from moddepth_jax.training.summary import by_layer
 
-    layers, routing = run.hparams.model.routed_layers, result.get('routing', {})
-    own = causal_routing(run.hparams)
+    model, own = run.hparams.model, causal_routing(run.hparams)
     rule = ROUTING.value or own
-    by_layer = {
-        f'layer_{layer:02d}': {name: values[i] for name, values in routing.items()}
-        for i, layer in enumerate(layers)
-    }
+    layers = {'routing': model.routed_layers}
+    if model.expert_layers:
+        layers['experts'] = model.expert_layers
     return {
         'workdir': WORKDIR.value,
         'step': run.step,
@@ -125,10 +124,10 @@ def _report(run, dataset, num_batches, result):
         'corpus_sha256': dataset.corpus.sha256,
         'batches': num_batches,
         'all_batches': dataset.num_held_out_batches,
-        'rule': rule if layers else None,
-        'compared': (own if rule == 'top_c' else rule) if layers else None,
+        'rule': rule if model.looks_ahead else None,
+        'compared': (own if rule == 'top_c' else rule) if model.routed_layers else None,
         **result,
-        'routing': by_layer,
+        **{part: by_layer(places, result.get(part, {})) for part, places in layers.items()},
     }
 
 

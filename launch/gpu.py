@@ -112,7 +112,8 @@ def _attention(out, toy):
 
 
 def _steps(out, toy):
-    models = ('--models=dense,mod,moda,both', '--dtype=bfloat16', f'--attention={ATTENTION.value}')
+    models = ('--variants=dense,mod,moda,both', '--dtype=bfloat16')
+    models += (f'--attention={ATTENTION.value}',)
     small = ('--lengths=32', '--tokens=64', '--repeats=2') if toy else ()
     for size in ('2x64',) if toy else ('124m', '700m'):
         yield _bench('step', f'step_{size}.json', out, 540, *models, f'--size={size}', *small)

@@ -1,6 +1,7 @@
 """Every experiment of configs/ is found, checked, shaped and lowered; budgets become steps."""
 
 import ast
+import dataclasses
 import importlib
 import inspect
 import pathlib
@@ -25,7 +26,8 @@ MODULES = {
     path.stem: importlib.import_module(f'configs.{path.stem}') for path in FOLDER.glob('*.py')
 }
 EXPERIMENTS = sorted(name for name, module in MODULES.items() if hasattr(module, 'get_config'))
-ISOFLOP = [name for name in EXPERIMENTS if name.endswith('_isoflop')]
+EXPERTS = ('moe', 'mode_staged', 'mode_integrated')
+ISOFLOP = [name for name in EXPERIMENTS if name.endswith('_isoflop') or name in EXPERTS]
 ARGUMENTS = ['', 'size=4x64', 'budget=3e12', 'size=8x192,budget=1e14', 'budget=5e11,size=2x128']
 
 
@@ -133,6 +135,94 @@ def test_the_two_models_of_a_size_differ_in_routing_only(size):
         config['model'].pop('routing')
     assert configs[0] == configs[1]
     assert train_step_flops(routed) < train_step_flops(dense)
+
+
+@pytest.mark.parametrize('size', ['4x64', '4x128', '6x192'])
+def test_models_with_experts_of_a_size_differ_in_one_thing(size):
+    """What a token passes is as wide as the dense mlp; staged routes, integrated may do nothing."""
+    dense = hparams_of('dense_isoflop', f'size={size}')
+    moe, staged, integrated = (hparams_of(name, f'size={size}') for name in EXPERTS)
+    experts = moe.model.experts
+    active = (experts.num_shared + experts.top_k) * experts.d_ff
+    assert 0 <= dense.model.d_ff - active < 3
+    assert (experts.choice, experts.num_routed, experts.num_noop) == ('token', 8, 0)
+    assert moe.model.expert_layers == tuple(range(moe.model.num_layers))
+    assert train_step_flops(moe) == pytest.approx(train_step_flops(dense), rel=0.03)
+    assert staged.model.experts == experts
+    assert staged.model.routing == hparams_of('mod_isoflop').model.routing
+    assert integrated.model.experts == dataclasses.replace(experts, num_noop=8)
+    assert integrated.model.routing == moe.model.routing
+    assert train_step_flops(staged) < train_step_flops(integrated) < train_step_flops(moe)
+
+
+def test_arguments_of_moe():
+    """A capacity is a share of T k / E = 64 places of a row; balance and choice are as given."""
+    for capacity, places in (('1', 0), ('0.5', 32), ('0.51', 32), ('0.001', 1)):
+        assert hparams_of('moe', f'capacity={capacity}').model.experts.row_capacity == places
+    assert hparams_of('moe', 'balance=0').model.experts.balance_weight == 0
+    for name in ('moe', 'mode_staged'):
+        given = hparams_of(name, 'choice=expert,balance=0.25').model.experts
+        assert (given.choice, given.balance_weight) == ('expert', 0.25)
+
+
+@pytest.mark.parametrize(
+    ('name', 'arguments', 'words'),
+    [
+        ('moe', 'capacity=0', "capacity='0'"),
+        ('moe', 'capacity=1.5', "capacity='1.5'"),
+        ('moe', 'capacity=half', "capacity='half'"),
+        ('moe', 'capacity=nan', "capacity='nan'"),
+        ('moe', 'balance=-1', "balance='-1'"),
+        ('moe', 'balance=inf', "balance='inf'"),
+        ('moe', 'choice=none', "choice='none'"),
+        ('mode_staged', 'capacity=0.5', "'capacity'"),
+        ('mode_integrated', 'choice=expert', "'choice'"),
+        ('openmythos_moda', 'size=4x64', "size='4x64'"),
+    ],
+)
+def test_a_bad_argument_of_experts_is_one_line(name, arguments, words):
+    """Values that a config with experts cannot take are refused with what was given."""
+    with pytest.raises(ValueError) as caught:
+        MODULES[name].get_config(arguments)
+    assert words in str(caught.value) and '\n' not in str(caught.value)
+
+
+def parameters(hparams):
+    """Numbers of all parameters of a model, and of those that one token passes."""
+    params = jax.eval_shape(lambda: init_state(hparams, 10)).params
+    experts = hparams.model.experts
+    total = active = 0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        total += leaf.size
+        # [repeats, experts, in, out]; other kernels of these names, the shared ones, have no such
+        # axis.
+        name = jax.tree_util.keystr(path)
+        routed = "['mlp']['w" in name and experts.choice != 'none'
+        if routed:
+            assert leaf.ndim == 4 and leaf.shape[1] == experts.num_routed, name
+        active += leaf.size * experts.top_k // experts.num_routed if routed else leaf.size
+    return total, active
+
+
+def test_parameters_of_openmythos_moda():
+    """7.319B, 1.298B of them active: as the parts add up; the sister by the same formula."""
+    for arguments, counts in (('', (7_318_636_544, 1_297_713_152)), ('size=tiny', None)):
+        hparams = hparams_of('openmythos_moda', arguments)
+        model, experts = hparams.model, hparams.model.experts
+        D, H = model.d_model, model.head_dim
+        attention = D * H * (2 * model.num_heads + 2 * model.num_kv_heads)
+        slot = 2 * D * model.num_kv_heads * H
+        expert = 3 * D * experts.d_ff
+        block = attention + 2 * D + experts.num_shared * expert + experts.num_routed * D
+        rest = model.num_layers * block + (model.num_layers - 1) * slot
+        rest += model.vocab_size * D + D
+        by_hand = tuple(
+            rest + model.num_layers * passed * expert
+            for passed in (experts.num_routed, experts.top_k)
+        )
+        assert parameters(hparams) == by_hand
+        assert counts in (None, by_hand)
+    assert (model.num_layers, D, experts.num_routed, experts.top_k) == (4, 64, 8, 3)
 
 
 @pytest.mark.parametrize('num_layers', [8, 24])

@@ -1,14 +1,73 @@
 """How long a training step of several models takes, each beside the dense one, in turn."""
 
+import dataclasses
+
+import jax
 import numpy as np
 
 from kernels_pallas.choice import told
 from moddepth_jax.analysis.attempt import attempt
-from moddepth_jax.analysis.bench_depth import CompiledStep
+from moddepth_jax.analysis.bench_depth import NUM_STEPS, CompiledStep, with_model
 from moddepth_jax.analysis.timing import in_turn
 from moddepth_jax.hparams import Hparams
-from moddepth_jax.model.flops import train_step_flops
+from moddepth_jax.model.flops import (
+    dot_general_flops,
+    empty_place_flops,
+    forward_breakdown,
+    train_step_flops,
+)
+from moddepth_jax.model.grouped_product import resolve
 from moddepth_jax.training.summary import num_parameters, versions
+from moddepth_jax.training.train_step import init_state, train_step
+
+
+def _traced(hparams, product):
+    """FLOPs of the products in a step without recomputation, whose experts run this one."""
+    experts = dataclasses.replace(hparams.model.experts, product=product)
+    hparams = with_model(hparams, remat='none', experts=experts)
+    state = jax.eval_shape(lambda: init_state(hparams, NUM_STEPS))
+    shape = (hparams.data.batch_size, hparams.data.sequence_length)
+    row = jax.ShapeDtypeStruct(shape, 'int32')
+    batch = dict.fromkeys(('tokens_BT', 'labels_BT', 'segment_ids_BT'), row)
+    return dot_general_flops(jax.make_jaxpr(train_step)(state, batch))
+
+
+def ragged_dot_expansion(num_experts: int) -> float | None:
+    """FLOPs of a compiled ragged_dot over those of its rows on this device; None if it tells none.
+
+    About num_experts where XLA expands it into the product of all rows with all matrices.
+    """
+    rows, width = 16 * num_experts, 32
+    x_RX = jax.ShapeDtypeStruct((rows, width), 'float32')
+    w_EXY = jax.ShapeDtypeStruct((num_experts, width, width), 'float32')
+    sizes_E = jax.ShapeDtypeStruct((num_experts,), 'int32')
+    compiled = jax.jit(jax.lax.ragged_dot).lower(x_RX, w_EXY, sizes_E).compile()
+    flops = (compiled.cost_analysis() or {}).get('flops')
+    return flops and flops / (2 * rows * width**2)
+
+
+def grouped_products(hparams: Hparams) -> dict | None:
+    """What the routed experts of a model run in a training step; None for a model without.
+
+    Returns:
+      dict with `product`, the implementation; `executed_over_active`, FLOPs of its products in the
+      traced step, places that may stay empty among them, over the counted ones of `experts`
+      (recomputation in neither); and `ragged_dot_expansion`.
+    """
+    if not hparams.model.expert_layers:
+        return None
+    experts = hparams.model.experts
+    shape = (hparams.data.batch_size, hparams.data.sequence_length)
+    product = resolve(experts.product)
+    active = 3 * forward_breakdown(hparams, *shape)['experts']
+    executed = active + 3 * empty_place_flops(hparams, *shape)
+    if product != 'ragged_dot':  # beyond its places: those that fill up blocks
+        executed += _traced(hparams, product) - _traced(hparams, 'ragged_dot')
+    return {
+        'product': product,
+        'executed_over_active': executed / active,
+        'ragged_dot_expansion': ragged_dot_expansion(experts.num_routed),
+    }
 
 
 def _row(name, hparams, step, seconds, dense):
@@ -33,6 +92,7 @@ def _row(name, hparams, step, seconds, dense):
         'parameters': num_parameters(step.state.params),
         'temp_bytes': step.temp_bytes,
         'compile_seconds': step.trace_seconds + step.compile_seconds,
+        'experts': grouped_products(hparams),
     }
 
 
@@ -49,7 +109,8 @@ def bench_models(models: dict[str, Hparams], repeats: int) -> dict:
       with its name and either `failed`, one line, or the median `seconds`, `tokens_per_second`,
       counted `flops` and `flops_per_second`, `over_dense` (the median over rounds of its time over
       the dense model's), `flops_over_dense`, `realised_saving` ((dense / its time) over
-      (dense / its FLOPs)), `parameters`, `temp_bytes`, `compile_seconds`.
+      (dense / its FLOPs)), `parameters`, `temp_bytes`, `compile_seconds`, `experts` (see
+      `grouped_products`).
 
     Raises:
       ValueError: the dense model itself cannot be run.

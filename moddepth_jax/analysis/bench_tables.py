@@ -1,6 +1,14 @@
 """What the benchmarks' results say as tables: a title, heads, and lines of cells by name."""
 
-TITLES = {'dense': 'dense', 'mod': 'MoD', 'moda': 'MoDA', 'both': 'MoD and MoDA'}
+TITLES = {
+    'dense': 'dense',
+    'mod': 'MoD',
+    'moda': 'MoDA',
+    'both': 'MoD and MoDA',
+    'moe': 'experts',
+    'staged': 'MoDE staged',
+    'integrated': 'MoDE integrated',
+}
 
 
 def _by_row(lines, rows):
@@ -25,8 +33,30 @@ def step_table(result, size):
     return title, heads, _by_row(lines, result['rows'])
 
 
+def _of_experts(cell):
+    return lambda row: cell(row['experts']) if row['experts'] else '-'
+
+
+def expansion(factor):
+    """What XLA makes of ragged_dot here, from its FLOPs over those of the rows; None: unknown."""
+    if factor is None:
+        return 'not told'
+    return f'expanded, {factor:.1f} x' if factor > 1.5 else 'grouped'
+
+
+_EXPERTS = {
+    'grouped product of the experts': _of_experts(lambda experts: experts['product']),
+    'its FLOPs, executed at most / active': _of_experts(
+        lambda experts: f'{experts["executed_over_active"]:.3f}'
+    ),
+    'ragged_dot on this device, compiled FLOPs': _of_experts(
+        lambda experts: expansion(experts['ragged_dot_expansion'])
+    ),
+}
+
+
 def models_table(result, size):
-    """Of bench_models: each model beside the dense one."""
+    """Of bench_models: each model beside the dense one, and what those with experts run."""
     cells = {
         'ms': lambda row: f'{1e3 * row["seconds"]:.1f}',
         'tokens/s': lambda row: f'{row["tokens_per_second"]:.0f}',
@@ -39,6 +69,8 @@ def models_table(result, size):
         'compilation, s': lambda row: f'{row["compile_seconds"]:.1f}',
     }
     rows = result['rows']
+    if any(row.get('experts') for row in rows):
+        cells |= _EXPERTS
     lines = {
         name: [row['failed'][:40] if 'failed' in row else cell(row) for row in rows]
         for name, cell in cells.items()

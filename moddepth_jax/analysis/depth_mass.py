@@ -17,7 +17,6 @@ from moddepth_jax.hparams import Hparams, ModelHparams
 from moddepth_jax.model.attention import Depth, Tokens, documents
 from moddepth_jax.model.depth_scan import empty_slots, put_slots
 from moddepth_jax.model.depth_stream import layer_kinds
-from moddepth_jax.model.mixture_of_depths import RoutedLayer
 from moddepth_jax.model.routers import token_seeds
 from moddepth_jax.model.routing import gather_rows
 from moddepth_jax.model.stack import Stack
@@ -103,16 +102,12 @@ def _names(model: ModelHparams):
 def _sums(variables, tokens_BT, segment_ids_BT, hparams, routing):
     """Of each layer that reads: `_slot_sums` and `_first_sums`."""
     given = (variables, tokens_BT, segment_ids_BT)
-    layers, thresholds_R, tokens, carry = _begin(*given, hparams=hparams, routing=routing)
+    layers, told, tokens, carry = _begin(*given, hparams=hparams, routing=routing)
     # The largest size alone: branches of several sizes could not sow arrays of one shape.
     sizes = causal_sizes(hparams, tokens_BT.shape[1], routing)[-1:]
-    stack, sums, count, number = Stack(hparams.model, routing, sizes), [], 0, 0
-    for kind, params in zip(layer_kinds(hparams.model), layers, strict=True):
-        told = None
-        if kind.routed:
-            told = RoutedLayer(jnp.int32(number), thresholds_R[number], jnp.bool_(True))
-            number += 1
-        carry, mine = _layer(params, carry, jnp.int32(count), tokens, told, stack=stack, kind=kind)
+    stack, sums, count = Stack(hparams.model, routing, sizes), [], 0
+    for kind, params, mine in zip(layer_kinds(hparams.model), layers, told, strict=True):
+        carry, mine = _layer(params, carry, jnp.int32(count), tokens, mine, stack=stack, kind=kind)
         count += kind.slots
         if kind.part != 'entry':
             sums.append(mine)
@@ -121,7 +116,7 @@ def _sums(variables, tokens_BT, segment_ids_BT, hparams, routing):
 
 @functools.partial(jax.jit, static_argnames=('hparams', 'routing'))
 def _begin(variables, tokens_BT, segment_ids_BT, *, hparams, routing):
-    """Parameters of each layer, thresholds_R, Tokens, and the first layer's carry."""
+    """Parameters of each layer, what it is told, Tokens, and the first layer's carry."""
     unrolled = unroll(variables, hparams, routing)
     positions_BT, seeds_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape), None
     if hparams.model.routing.router == 'random':
@@ -130,7 +125,7 @@ def _begin(variables, tokens_BT, segment_ids_BT, *, hparams, routing):
     segment_ids_BT = documents(hparams.model, segment_ids_BT)
     tokens = Tokens(positions_BT, segment_ids_BT, seeds_BT)
     carry = (x_BTD, *empty_slots(hparams.model, x_BTD))
-    return unrolled['layers'], unrolled['thresholds_R'], tokens, carry
+    return unrolled['layers'], unrolled['told'], tokens, carry
 
 
 @functools.partial(jax.jit, static_argnames=('stack', 'kind'))

@@ -9,6 +9,7 @@ import rich.table
 import rich.text
 
 from moddepth_jax.analysis.depth_mass import depth_mass, plot_depth_mass
+from moddepth_jax.analysis.expert_load import expert_load, mean_ratio, plot_expert_load
 from moddepth_jax.analysis.router_roc import router_roc
 from moddepth_jax.analysis.routing_maps import plot_routing, routing_grid, routing_record
 from moddepth_jax.hparams import Hparams
@@ -23,6 +24,8 @@ from moddepth_jax.training.workdir import write_atomically
 HEATMAP_FILE = 'routing.png'
 SAMPLE_FILE = 'sample.txt'
 ROC_FILE = 'router_roc.json'
+LOAD_FILE = 'expert_load.png'
+LOAD_NUMBERS_FILE = 'expert_load.json'
 DEPTH_FILE = 'depth_mass.png'
 DEPTH_NUMBERS_FILE = 'depth_mass.json'
 DEPTH_TOKENS = 4096  # held-out tokens whose attention is measured, in whole rows
@@ -39,20 +42,22 @@ def prompt_tokens(hparams: Hparams, tokenizer) -> list[int]:
 def write_report(run: Run, console: rich.console.Console | None = None):
     """Writes the pictures and the sample into the workdir and prints the end of the run."""
     console = console or rich.console.Console(highlight=False)
-    evaluation, routed = run.summary['eval'], run.hparams.model.routed_layers
-    rule = causal_routing(run.hparams) if routed else None
-    console.print(loss_table(evaluation, rule, title='held-out text'))
+    model = run.hparams.model
+    rule = causal_routing(run.hparams) if model.looks_ahead else None
+    console.print(loss_table(run.summary['eval'], rule, title='held-out text'))
     _print(console, *_lines(run))
-    if run.hparams.model.routed_layers:
+    if model.routed_layers:
         _draw_heatmap(run)
         if run.hparams.data.source == 'recall':
             _print(console, *_roc_lines(run))
-    if run.hparams.model.depth.slots_per_layer:
+    if model.expert_layers:
+        _draw_expert_load(run)
+    if model.depth.slots_per_layer:
         _draw_depth_mass(run)
     sample, notes = _sample(run)
     (run.workdir / SAMPLE_FILE).write_text(sample, encoding='utf-8')
-    rule = causal_routing(run.hparams) if run.hparams.model.routed_layers else 'no routing'
-    _print(console, '', f'A sample ({rule}, temperature {run.hparams.report.temperature:g}):')
+    temperature = f'temperature {run.hparams.report.temperature:g}'
+    _print(console, '', f'A sample ({rule or "no routing"}, {temperature}):')
     _print(console, *(f'  | {line}' for line in sample.splitlines()), *notes, '')
     _print(console, *_next_steps(run))
 
@@ -68,11 +73,11 @@ def loss_table(evaluation: dict, rule: str | None, title: str | None = None) -> 
 
     Args:
       evaluation: of `evaluate` or `evaluate_honestly`.
-      rule: the routing of its `loss`; None for a dense model.
+      rule: the routing of its `loss`; None for a model that never looks ahead.
       title: above the table.
     """
     top_c = 'top-C (sees the future)'
-    rows = {top_c if rule == 'top_c' else rule or 'none (dense)': 'loss'}
+    rows = {top_c if rule == 'top_c' else rule or 'none (causal as it is)': 'loss'}
     if 'loss_top_c' in evaluation:
         rows = {f'{rule} (causal: the honest one)': 'loss', top_c: 'loss_top_c'}
     bits_per_nat = evaluation['bits_per_byte'] / evaluation['loss']
@@ -106,6 +111,8 @@ def _lines(run):
             shown = ('selected_fraction', 'precision', 'recall')
             numbers = ', '.join(f'{name.replace("_", " ")} {values[name]:.3f}' for name in shown)
             yield f'{layer.replace("_", " ")}: {numbers}'
+    if run.hparams.model.expert_layers:
+        yield _expert_line(summary['experts'], run.hparams.model.experts)
     budget = summary['flop_budget']
     share = f' ({summary["total_flops"] / budget:.2%} of the budget)' if budget else ''
     yield (
@@ -113,6 +120,24 @@ def _lines(run):
         f'{format_count(summary["parameters"])} parameters, '
         f'{format_seconds(summary["seconds"])} of stepping'
     )
+
+
+def _expert_line(layers, hparams):
+    """The loads of the experts: of all layers the most uneven one, and means over layers."""
+    loads = {layer: values['largest_load'] for layer, values in layers.items()}
+    fullest = max(loads, key=lambda layer: np.nan_to_num(loads[layer]))
+    where = fullest.replace('_', ' ')
+    parts = [f'experts: largest load {loads[fullest]:.2f} of the mean ({where})']
+    if hparams.num_noop:
+        parts.append(f'no-op {mean_ratio(layers, "noop_fraction"):.2f}')
+    if hparams.choice == 'token':
+        parts.append(f'dropped {mean_ratio(layers, "dropped_fraction"):.2f}')
+    else:
+        passed = mean_ratio(layers, 'computed_fraction') * hparams.top_k
+        parts.append(f'a token passes {passed:.2f} of them, in training {hparams.top_k}')
+    if unused := sum(values['unused'] for values in layers.values()):
+        parts.append(f'{unused:.0f} without a token')
+    return ', '.join(parts)
 
 
 def _roc_lines(run):
@@ -146,6 +171,13 @@ def _draw_heatmap(run):
     plot_routing(grid_LT, tokens, title, run.workdir / HEATMAP_FILE)
 
 
+def _draw_expert_load(run):
+    load = expert_load(run.summary['experts'], run.hparams.model.experts.num_routed)
+    title = f'{run.workdir.name}: tokens on each expert, held-out text'
+    plot_expert_load(load, title, run.workdir / LOAD_FILE)
+    _write_numbers(run, LOAD_NUMBERS_FILE, load)
+
+
 def _draw_depth_mass(run):
     rule = causal_routing(run.hparams)
     rows = max(1, DEPTH_TOKENS // run.hparams.data.sequence_length)
@@ -153,9 +185,15 @@ def _draw_depth_mass(run):
     mass = depth_mass(run.state.variables, run.hparams, batch, rule)
     title = f'{run.workdir.name}: attention on the slots of earlier layers, held-out text'
     plot_depth_mass(mass, title, run.workdir / DEPTH_FILE)
-    numbers = {name: np.asarray(value).tolist() for name, value in mass._asdict().items()}
+    _write_numbers(run, DEPTH_NUMBERS_FILE, mass)
+
+
+def _write_numbers(run, file, measured):
+    """The fields of a NamedTuple beside the routing under which they were measured."""
+    numbers = {name: np.asarray(value).tolist() for name, value in measured._asdict().items()}
+    rule = causal_routing(run.hparams)
     text = json.dumps(finite({'routing': rule, **numbers}), indent=2, allow_nan=False) + '\n'
-    write_atomically(run.workdir / DEPTH_NUMBERS_FILE, text)
+    write_atomically(run.workdir / file, text)
 
 
 def _sample(run):
@@ -181,6 +219,8 @@ def _next_steps(run):
     pictures = []
     if model.routed_layers:
         pictures.append(f'{workdir / HEATMAP_FILE}: which tokens enter which block')
+    if model.expert_layers:
+        pictures.append(f'{workdir / LOAD_FILE}: how evenly the tokens fall on the experts')
     if model.depth.slots_per_layer:
         pictures.append(f'{workdir / DEPTH_FILE}: how much attention goes to earlier layers')
     yield 'Next:'
@@ -188,15 +228,23 @@ def _next_steps(run):
         yield f'  {"" if i else "look":9}{picture}'
     if not pictures:
         yield f'  read     {workdir / SAMPLE_FILE}'
-    other = 'dense_isoflop.py' if model.routed_layers else 'mod_isoflop.py'
-    if model.depth.stream == 'moda':
-        other = 'moda.py' if model.routed_layers else 'moda.py:slots=none'
+    other = _other_config(model)
     command = f'python -m launch.train --config=configs/{other}'
     # What the config can be given.
-    if run.hparams.flop_budget and model.d_model % 64 == 0 and other.endswith('_isoflop.py'):
+    sized = ('dense_isoflop.py', 'mod_isoflop.py', 'moe.py')
+    if run.hparams.flop_budget and model.d_model % 64 == 0 and other in sized:
         size = f'{model.num_layers}x{model.d_model}'
         budget = f'{run.hparams.flop_budget:g}'.replace('e+', 'e')
         command += f':size={size},budget={budget}   (the same FLOPs)'
     yield f'  compare  {command}'
     yield f'  curves   {workdir / METRICS_FILE}, or pip install tensorboard and'
     yield f'           tensorboard --logdir {workdir.parent}'
+
+
+def _other_config(model):
+    """A config that lacks one mechanism of the model; of a plain model one that has another."""
+    if model.depth.stream == 'moda':
+        return 'moda.py' if model.routed_layers or model.expert_layers else 'moda.py:slots=none'
+    if not model.expert_layers:
+        return 'dense_isoflop.py' if model.routed_layers else 'mod_isoflop.py'
+    return 'moe.py' if model.routed_layers or model.experts.num_noop else 'dense_isoflop.py'

@@ -25,7 +25,7 @@ _MEANINGS = (
 @functools.partial(jax.jit, static_argnames=('hparams', 'routing'))
 def _records(variables, tokens_BT, segment_ids_BT, *, hparams, routing):
     _, records = Transformer(hparams).apply(variables, tokens_BT, segment_ids_BT, routing)
-    return records
+    return records.routing
 
 
 def routing_record(variables, hparams: Hparams, batch, routing: str) -> RoutingRecord:

@@ -1,6 +1,7 @@
 """Checked hyper-parameters as frozen dataclasses; `from_config` alone reads a ConfigDict."""
 
 from moddepth_jax.hparams.depth import DepthHparams
+from moddepth_jax.hparams.experts import ExpertsHparams
 from moddepth_jax.hparams.from_config import from_config
 from moddepth_jax.hparams.model import ModelHparams
 from moddepth_jax.hparams.routing import RoutingHparams, Stage
@@ -17,6 +18,7 @@ __all__ = [
     'DataHparams',
     'DepthHparams',
     'EvaluationHparams',
+    'ExpertsHparams',
     'Hparams',
     'ModelHparams',
     'OptimizerHparams',

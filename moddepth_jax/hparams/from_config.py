@@ -35,6 +35,8 @@ def _build(cls, values, prefix=''):
         refuse(prefix.rstrip('.'), values, 'must be a group of knobs')
     types = typing.get_type_hints(cls)
     for name, value in values.items():
+        if name in getattr(cls, 'NOT_BUILT', ()):
+            refuse(prefix + name, value, cls.NOT_BUILT[name])
         if name not in types:
             refuse(prefix + name, value, f'no such knob; {_nearest(name, list(types))}')
     for name in types:

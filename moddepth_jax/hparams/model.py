@@ -5,6 +5,7 @@ import math
 
 from moddepth_jax.hparams.checks import one_of, positive, refuse
 from moddepth_jax.hparams.depth import DepthHparams
+from moddepth_jax.hparams.experts import ExpertsHparams
 from moddepth_jax.hparams.routing import RoutingHparams
 
 # Implementations of kernels_pallas.depth_attention; `auto`: what fits the platform and the shapes.
@@ -38,6 +39,7 @@ class ModelHparams:
     layer_loop: str
     remat: str
     depth: DepthHparams
+    experts: ExpertsHparams
     routing: RoutingHparams
 
     def __post_init__(self):
@@ -61,6 +63,8 @@ class ModelHparams:
                 refuse(f'model.{field}', getattr(self, field), 'must be above 0')
         self.routing.routed_layers(self.num_layers)
         self._check_depth()
+        if self.experts.choice != 'none':
+            self._check_experts()
 
     def _check_depth(self):
         if self.depth.stream == 'dense' and self.layer_loop == 'scan':
@@ -74,10 +78,34 @@ class ModelHparams:
             right = f'must be num_heads x head_dim = {width}: what the attention stream reads'
             refuse('model.d_model', self.d_model, right)
 
+    def _check_experts(self):
+        self.experts.expert_layers(self.num_layers)
+        if self.use_bias:
+            refuse('model.use_bias', True, 'must be False: experts have no biases')
+        if self.experts.row_capacity and self.routed_layers:
+            right = 'must be 0 where blocks are routed: one limit on who is computed at a time'
+            refuse('model.experts.row_capacity', self.experts.row_capacity, right)
+        if self.experts.choice == 'expert' and self.routing.train_rule == 'threshold':
+            right = 'must be top_c where experts choose: they look at whole rows in training'
+            refuse('model.routing.train_rule', self.routing.train_rule, right)
+
     @property
     def routed_layers(self) -> tuple[int, ...]:
         """Indices of the routed blocks, ascending; empty for the dense model."""
         return self.routing.routed_layers(self.num_layers)
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """Indices of the layers whose mlp is experts, ascending; empty without experts."""
+        return self.experts.expert_layers(self.num_layers)
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether training decides by what comes later in a row, so that evaluation needs a rule.
+
+        So do the top C of a routed block, and experts that choose their tokens.
+        """
+        return bool(self.routed_layers) or self.experts.choice == 'expert'
 
     @property
     def tracks_threshold(self) -> bool:

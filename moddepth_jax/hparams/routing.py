@@ -211,23 +211,32 @@ class RoutingHparams:
         """Indices of the routed blocks, ascending. Raises ValueError where `layers` names none."""
         if self.router == 'none':
             return ()
-        kind, *numbers = self.layers.split(':')
-        right = f'must be every:N, middle:FIRST:LAST or a list of layers below {num_layers}'
-        try:
-            if kind == 'every':
-                (n,) = map(int, numbers)
-                chosen = tuple(range(n - 1, num_layers, n)) if n >= 1 else ()
-            elif kind == 'middle':
-                first, last = map(int, numbers)
-                ok = first >= 0 and last >= 0
-                chosen = tuple(range(first, num_layers - last)) if ok else ()
-            else:
-                chosen = tuple(sorted({int(layer) for layer in self.layers.split(',')}))
-        except ValueError:
-            refuse('model.routing.layers', self.layers, right)
-        if not chosen or not 0 <= chosen[0] <= chosen[-1] < num_layers:
-            refuse('model.routing.layers', self.layers, right + ', and name one at least')
-        return chosen
+        return parse_layers('model.routing.layers', self.layers, num_layers)
+
+
+def parse_layers(field: str, text: str, num_layers: int) -> tuple[int, ...]:
+    """Indices of the layers that the knob `field` names, ascending.
+
+    every:N is each N-th from layer N-1 on, middle:FIRST:LAST all but the first and last so many,
+    1,3,5 a list. Raises ValueError where `text` names none.
+    """
+    kind, *numbers = text.split(':')
+    right = f'must be every:N, middle:FIRST:LAST or a list of layers below {num_layers}'
+    try:
+        if kind == 'every':
+            (n,) = map(int, numbers)
+            chosen = tuple(range(n - 1, num_layers, n)) if n >= 1 else ()
+        elif kind == 'middle':
+            first, last = map(int, numbers)
+            ok = first >= 0 and last >= 0
+            chosen = tuple(range(first, num_layers - last)) if ok else ()
+        else:
+            chosen = tuple(sorted({int(layer) for layer in text.split(',')}))
+    except ValueError:
+        refuse(field, text, right)
+    if not chosen or not 0 <= chosen[0] <= chosen[-1] < num_layers:
+        refuse(field, text, right + ', and name one at least')
+    return chosen
 
 
 def _parse_stages(text):

@@ -1,4 +1,4 @@
-"""One transformer block, dense: attention and mlp with their residuals and norms."""
+"""One transformer block: attention and mlp, or experts, with their residuals and norms."""
 
 from typing import NamedTuple
 
@@ -7,6 +7,7 @@ import jax
 
 from moddepth_jax.hparams import ModelHparams
 from moddepth_jax.model.attention import Depth, KeysValues, Past, SelfAttention, Tokens
+from moddepth_jax.model.experts import UNLIMITED, Experts, ExpertsRecord, Limits
 from moddepth_jax.model.layers import RMSNorm, SwiGLU
 
 
@@ -30,46 +31,70 @@ class Left(NamedTuple):
       keys: KeysValues of its tokens, for later tokens.
       sources: for the depth slots of its tokens.
       depth: the Depth it was given; see SelfAttention.
+      experts: the ExpertsRecord of a block that has experts, else None.
+      limits: of its experts, for later tokens; else as given.
     """
 
     keys: KeysValues
     sources: Sources
     depth: Depth | None
+    experts: ExpertsRecord | None
+    limits: Limits
 
 
 class Block(nn.Module):
     """block(x), in one of three norm placements.
 
     `pre` (Llama): x + f(norm(x)); `post` (post-LN): norm(x + f(x)); `reordered` (OLMo2):
-    x + norm(f(x)); each for f = attention, then the mlp. A block that `writes_slots` leaves what
-    they are made of. One whose tokens are `gathered` does not see whole rows.
+    x + norm(f(x)); each for f = attention, then the mlp, or `experts`, which may look `ahead`. A
+    block that `writes_slots` leaves what they are made of. One whose tokens are `gathered` does not
+    see whole rows.
     """
 
     hparams: ModelHparams
     window: int
     writes_slots: bool = False
     gathered: bool = False
+    experts: bool = False
+    ahead: bool = True
 
     def setup(self):
-        self.attention = SelfAttention(self.hparams, self.window, self.gathered)
-        self.mlp = SwiGLU(self.hparams)
+        hparams = self.hparams
+        self.attention = SelfAttention(hparams, self.window, self.gathered)
+        self.mlp = Experts(hparams, self.ahead) if self.experts else SwiGLU(hparams, hparams.d_ff)
         self.attention_norm = RMSNorm(self.hparams.norm_eps)
         self.mlp_norm = RMSNorm(self.hparams.norm_eps)
 
     def __call__(
-        self, x_BTD, tokens: Tokens, past: Past | None = None, depth: Depth | None = None
+        self,
+        x_BTD,
+        tokens: Tokens,
+        past: Past | None = None,
+        depth: Depth | None = None,
+        limits: Limits = UNLIMITED,
     ) -> tuple[jax.Array, Left]:
-        """The block's output [B, T, D], and what it leaves; arguments as SelfAttention's."""
-        _, middle_BTD, transformed_BTD, left = self._run(x_BTD, tokens, past, depth)
+        """The block's output [B, T, D], and what it leaves; arguments as SelfAttention and Experts
+        take them.
+        """
+        given = (past, depth, limits)
+        _, middle_BTD, transformed_BTD, left = self._run(x_BTD, tokens, *given)
         y_BTD = middle_BTD + transformed_BTD
         return self.mlp_norm(y_BTD) if self.hparams.norm_placement == 'post' else y_BTD, left
 
-    def delta(self, x_BTD, tokens: Tokens, past: Past | None = None, depth: Depth | None = None):
+    def delta(
+        self,
+        x_BTD,
+        tokens: Tokens,
+        past: Past | None = None,
+        depth: Depth | None = None,
+        limits: Limits = UNLIMITED,
+    ):
         """block(x) - x, without the cancellation where the placement allows it, and Left."""
+        given = (past, depth, limits)
         if self.hparams.norm_placement == 'post':
-            y_BTD, left = self(x_BTD, tokens, past, depth)
+            y_BTD, left = self(x_BTD, tokens, *given)
             return y_BTD - x_BTD, left
-        attended_BTD, _, transformed_BTD, left = self._run(x_BTD, tokens, past, depth)
+        attended_BTD, _, transformed_BTD, left = self._run(x_BTD, tokens, *given)
         return attended_BTD + transformed_BTD, left
 
     def skipped_sources(self, x_BTD, tokens: Tokens) -> Sources:
@@ -84,7 +109,7 @@ class Block(nn.Module):
         slot = self.attention.slot(input_BTD, tokens) if self._attention_makes_slot else None
         return self._sources(slot, input_BTD, mlp_input_BTD)
 
-    def _run(self, x_BTD, tokens, past, depth):
+    def _run(self, x_BTD, tokens, past, depth, limits):
         """What attention adds, the stream after it, what the mlp adds to that, and Left."""
         placement = self.hparams.norm_placement
         input_BTD = self.attention_norm(x_BTD) if placement == 'pre' else x_BTD
@@ -95,10 +120,15 @@ class Block(nn.Module):
         if placement == 'post':
             middle_BTD = self.attention_norm(middle_BTD)
         mlp_input_BTD = self.mlp_norm(middle_BTD) if placement == 'pre' else middle_BTD
-        transformed_BTD = self.mlp(mlp_input_BTD)
+        if self.experts:
+            real_BT = tokens.segment_ids_BT > 0
+            transformed_BTD, record, limits = self.mlp(mlp_input_BTD, real_BT, limits)
+        else:
+            transformed_BTD, record = self.mlp(mlp_input_BTD), None
         if placement == 'reordered':
             transformed_BTD = self.mlp_norm(transformed_BTD)
-        left = Left(keys, self._sources(slot, input_BTD, mlp_input_BTD), depth)
+        sources = self._sources(slot, input_BTD, mlp_input_BTD)
+        left = Left(keys, sources, depth, record, limits)
         return attended_BTD, middle_BTD, transformed_BTD, left
 
     def _sources(self, slot, attention_input_BTD, mlp_input_BTD):

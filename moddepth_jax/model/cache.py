@@ -20,12 +20,15 @@ class LayerCache(NamedTuple):
       positions_BS: int32 [B, slots], the original positions of a routed block's entries; None in a
         dense block, whose slot is the position.
       lengths_B: int32 [B], slots in use; None in a dense block, where it is the row's length.
+      taken_BE: int32 [B, E], tokens that each expert of a dense block took, where there is a
+        `row_capacity`; else None.
     """
 
     k_BKHS: jax.Array
     v_BKHS: jax.Array
     positions_BS: jax.Array | None
     lengths_B: jax.Array | None
+    taken_BE: jax.Array | None = None
 
     @property
     def slots(self) -> int:
@@ -51,11 +54,12 @@ class Cache(NamedTuple):
 class Entry(NamedTuple):
     """What one new token of each row leaves in a block: KeysValues [B, 1, K, H], and who entered.
 
-    `entered_B` is None in a dense block, which every token enters.
+    `entered_B` is None in a dense block, which every token enters; `taken_BE` as LayerCache has it.
     """
 
     keys: KeysValues
     entered_B: jax.Array | None
+    taken_BE: jax.Array | None = None
 
 
 def visible(layer: LayerCache, lengths_B, documents_B, window: int, slots: int):
@@ -114,7 +118,10 @@ def write(cache: Cache, entries, new_documents_B, refused_B, active_B) -> Cache:
         k_BKHS = put(layer.k_BKHS, entry.keys.k_BTKH[:, 0])
         v_BKHS = put(layer.v_BKHS, entry.keys.v_BTKH[:, 0])
         if layer.lengths_B is None:
-            layers.append(LayerCache(k_BKHS, v_BKHS, None, None))
+            taken_BE = layer.taken_BE
+            if taken_BE is not None:
+                taken_BE = jnp.where(active_B[:, None], entry.taken_BE, taken_BE)
+            layers.append(LayerCache(k_BKHS, v_BKHS, None, None, taken_BE))
         else:
             positions_BS = put(layer.positions_BS, cache.lengths_B)
             layers.append(LayerCache(k_BKHS, v_BKHS, positions_BS, layer.lengths_B + taken_B))

@@ -15,23 +15,23 @@ from kernels_pallas import ordered
 from moddepth_jax.hparams import ModelHparams
 from moddepth_jax.model.attention import Depth, KeysValues, Tokens
 from moddepth_jax.model.depth_stream import layer_kinds
-from moddepth_jax.model.layer import Written
-from moddepth_jax.model.mixture_of_depths import RoutedLayer
-from moddepth_jax.model.stack import Stack, rematerialised, run_unrolled
+from moddepth_jax.model.experts import UNLIMITED
+from moddepth_jax.model.layer import Told, Written
+from moddepth_jax.model.stack import Stack, joined_records, rematerialised, run_unrolled
 
 
-def run_stack(stack: Stack, params, tokens: Tokens, told: RoutedLayer, x_BTD):
+def run_stack(stack: Stack, params, tokens: Tokens, told: Told, x_BTD):
     """x_BTD through all layers.
 
     Args:
       stack: what is static.
       params: of the stack.
       tokens: of the rows.
-      told: leaves [routed layers].
+      told: leaves with an axis of the layers that they are for.
       x_BTD: the embedded tokens.
 
     Returns:
-      The last stream, and a RoutingRecord with leaves [routed layers, B, T]; None without any.
+      The last stream, and Records with an axis of layers; None where no layer decides anything.
     """
     if stack.hparams.layer_loop == 'unrolled':
         return run_unrolled(stack, params, tokens, told, x_BTD)
@@ -41,25 +41,32 @@ def run_stack(stack: Stack, params, tokens: Tokens, told: RoutedLayer, x_BTD):
         together = jnp.stack(leaves, axis=1)
         return together.reshape(-1, *together.shape[2:])
 
-    runs = [[record for record in run if record is not None] for run in records]
-    runs = [jax.tree.map(in_order, *run) for run in runs if run]
-    return x_BTD, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *runs) if runs else None
+    runs = [joined_records(run, in_order) for run in records]
+    runs = [run for run in runs if run is not None]
+    return x_BTD, joined_records(runs, lambda *leaves: jnp.concatenate(leaves)) if runs else None
 
 
 def _by_run(stack, told):
-    """Of each run a list over the layers of its group: RoutedLayer [repeats], or None."""
-    runs, first = [], 0
+    """Of each run a list over the layers of its group: Told [repeats]."""
+    runs, dealt = [], {'routed': 0, 'experts': 0}
+
+    def deal(side, having, run):
+        """What is of the layers of one run, by place in its group; a slice for all repeats."""
+        places = [j for j, kind in enumerate(run.group) if getattr(kind, having)]
+        first = dealt[having]
+        dealt[having] = last = first + run.repeats * len(places)
+
+        def pick(leaf, i):
+            return leaf[first:last].reshape(run.repeats, len(places), *leaf.shape[1:])[:, i]
+
+        return {
+            j: jax.tree.map(lambda leaf, i=i: pick(leaf, i), side) for i, j in enumerate(places)
+        }
+
     for run in stack.runs:
-        routed = [j for j, kind in enumerate(run.group) if kind.routed]
-        last = first + run.repeats * len(routed)
-        mine = jax.tree.map(
-            lambda leaf, a=first, b=last, run=run: leaf[a:b].reshape(run.repeats, -1), told
-        )
-        layers = [None] * len(run.group)
-        for i, j in enumerate(routed):
-            layers[j] = jax.tree.map(lambda leaf, i=i: leaf[:, i], mine)
-        runs.append(layers)
-        first = last
+        routed, limits = deal(told.routed, 'routed', run), deal(told.limits, 'experts', run)
+        each = range(len(run.group))
+        runs.append([Told(routed.get(j), limits.get(j, UNLIMITED)) for j in each])
     return runs
 
 
@@ -133,7 +140,7 @@ def _function(stack, kind, repeats):
         depth = None if slots is None else Depth(slots, valid_LBT, count, sums=sums)
         output = stack.apply(kind, params, x_BTD, depth, tokens, told)
         slots, sums = (None, None) if slots is None else (output.depth.slots, output.depth.sums)
-        record, choices = _differentiable(output.record)
+        record, choices = _differentiable(output.records)
         written = output.written
         threaded = slots if sums is None else sums
         others = (written.valid_BT, choices, None if sums is None else slots)

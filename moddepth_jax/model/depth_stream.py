@@ -24,6 +24,7 @@ class LayerKind(NamedTuple):
       window: tokens that its attention sees, 0 for all.
       slots: depth slots that it writes.
       inputs: arrays that it reads, where the stream keeps them all (`dense`).
+      experts: whether experts are its mlp.
       part: block; or, at the ends of the streams that have them, entry (the embedding writes) and
         exit (one more read, for the final norm).
     """
@@ -32,6 +33,7 @@ class LayerKind(NamedTuple):
     window: int
     slots: int = 0
     inputs: int = 0
+    experts: bool = False
     part: str = 'block'
 
 
@@ -43,12 +45,17 @@ def layer_kinds(hparams: ModelHparams) -> list[LayerKind]:
     """
     stream, per_layer = hparams.depth.stream, hparams.depth.slots_per_layer
     kinds = [
-        LayerKind(i in hparams.routed_layers, hparams.window(i), per_layer)
+        LayerKind(
+            i in hparams.routed_layers,
+            hparams.window(i),
+            per_layer,
+            experts=i in hparams.expert_layers,
+        )
         for i in range(hparams.num_layers)
     ]
     if stream in ('residual', 'moda'):
         return [*kinds[:-1], kinds[-1]._replace(slots=0)]
-    ends = [LayerKind(False, 0, per_layer, 0, 'entry'), LayerKind(False, 0, 0, 0, 'exit')]
+    ends = [LayerKind(False, 0, per_layer, part='entry'), LayerKind(False, 0, part='exit')]
     kinds = [ends[0], *kinds, ends[1]]
     if stream == 'dense':
         writes = [int(kind.part != 'exit') for kind in kinds]

@@ -3,14 +3,15 @@
 A multiply-add is 2. Attention counts the half of the query-key pairs that causality leaves, the
 head counts, embedding look-ups and elementwise work do not, recomputation never does. A routed
 block counts the C tokens that enter it and its router and predictor on all T. Depth slots count
-where a query may see them, their projections on the tokens that have them.
+where a query may see them, their projections on the tokens that have them. Experts count the pairs
+of a token and an expert that passes it, not the places that a sorted layout leaves empty.
 """
 
 import math
 
 import jax
 
-from moddepth_jax.hparams import Hparams, Stage
+from moddepth_jax.hparams import ExpertsHparams, Hparams, ModelHparams, Stage
 from moddepth_jax.model.depth_stream import layer_kinds
 from moddepth_jax.model.routers import ROUTERS
 
@@ -35,25 +36,60 @@ def _entering(hparams: Hparams, layer: int, length: int, routing: str) -> tuple[
     return selected, math.ceil(model.window(layer) * selected / length)
 
 
+def expert_pairs(experts: ExpertsHparams, tokens: int) -> float:
+    """Pairs of a token and a routed expert in one layer, of a row of which `tokens` are processed.
+
+    Where tokens choose, these are their k choices less the no-op experts' share of them, at balance
+    (num_noop / num_choices), to which the balance loss drives the loads: what a step really
+    computes may be more or less. Under a row_capacity they are at most what all experts take of a
+    row. Where experts choose, they are exactly what they take.
+    """
+    if experts.choice == 'expert':
+        return experts.num_routed * experts.num_taken(tokens)
+    pairs = tokens * experts.top_k * experts.num_routed / experts.num_choices
+    most = experts.num_routed * experts.row_capacity
+    return min(pairs, most) if experts.row_capacity else pairs
+
+
+def _pair_flops(model: ModelHparams) -> int:
+    """FLOPs of one token in one routed expert."""
+    return 2 * 3 * model.d_model * model.experts.d_ff
+
+
+def _mlp_parts(model: ModelHparams, layer: int, tokens: int) -> dict[str, float]:
+    """FLOPs of one row in the mlp of `layer`, or in its experts, by part."""
+    if layer not in model.expert_layers:
+        return {'mlp': 2 * tokens * 3 * model.d_model * model.d_ff}
+    experts = model.experts
+    return {
+        'mlp': tokens * experts.num_shared * _pair_flops(model),
+        'expert_router': 2 * tokens * model.d_model * experts.num_choices,
+        'experts': expert_pairs(experts, tokens) * _pair_flops(model),
+    }
+
+
 def forward_breakdown(
     hparams: Hparams, batch: int, length: int, routing: str = 'top_c'
 ) -> dict[str, float]:
     """FLOPs of one forward pass over [batch, length] tokens, by part.
 
-    Parts: projections (of attention), attention (scores and weighted values), mlp, router,
+    Parts: projections (of attention), attention (scores and weighted values), mlp (shared experts
+    too), expert_router (scores of the experts), experts (routed ones; see expert_pairs), router,
     predictor, head; and of the depth stream `depth_projections` (slots, queries, the `dense` read)
     and `depth_attention` (scores and weighted values of slots). Routed blocks are counted at C
     tokens under top_c, and under a causal rule at the most that may enter.
     """
     model = hparams.model
     heads, kv_heads = model.num_heads, model.num_kv_heads
-    parts = dict.fromkeys(('projections', 'attention', 'mlp', 'router', 'predictor'), 0.0)
+    names = ('projections', 'attention', 'mlp', 'expert_router', 'experts', 'router', 'predictor')
+    parts = dict.fromkeys(names, 0.0)
     for layer in range(model.num_layers):
         tokens, window = _entering(hparams, layer, length, routing)
         matrices = model.d_model * model.head_dim * (2 * heads + 2 * kv_heads)
         parts['projections'] += 2 * tokens * matrices
         parts['attention'] += 4 * _pairs(tokens, window) * heads * model.head_dim
-        parts['mlp'] += 2 * tokens * 3 * model.d_model * model.d_ff
+        for part, cost in _mlp_parts(model, layer, tokens).items():
+            parts[part] += cost
         if layer in model.routed_layers:
             parts['router'] += 2 * length * model.d_model * ROUTERS[model.routing.router].PRODUCTS
             if model.routing.causal_rule == 'predictor':
@@ -152,12 +188,33 @@ def masked_attention_flops(
     return batch * extra
 
 
+def empty_place_flops(hparams: Hparams, batch: int, length: int, routing: str = 'top_c') -> float:
+    """FLOPs of a training step's forward pass on places for pairs of token and expert without one.
+
+    Where tokens choose, a row has a place for each of their k choices (as far as row_capacity lets
+    any be taken), those of no-op experts too. `ragged_dot` multiplies them all: like hidden
+    query-key pairs, the empty ones are in the traced program and not in the counted FLOPs.
+    """
+    model, empty = hparams.model, 0.0
+    experts = model.experts
+    if experts.choice != 'token':
+        return empty
+    for layer in model.expert_layers:
+        tokens, _ = _entering(hparams, layer, length, routing)
+        places = tokens * experts.top_k
+        if experts.row_capacity:
+            places = min(places, experts.num_routed * experts.row_capacity)
+        empty += places - expert_pairs(experts, tokens)
+    return batch * empty * _pair_flops(model)
+
+
 def dot_general_flops(jaxpr) -> int:
-    """FLOPs of every dot_general in a jaxpr, scan bodies times their length.
+    """FLOPs of every dot_general and ragged_dot in a jaxpr, scan bodies times their length.
 
     Args:
       jaxpr: a Jaxpr or ClosedJaxpr, as from `jax.make_jaxpr(f)(...)`. Of a `cond` the dearest
-        branch counts; the body of a `while` counts once, its trips being unknown.
+        branch counts; the body of a `while` counts once, its trips being unknown. Each row of a
+        ragged_dot meets one group's matrix, whichever it is.
     """
     jaxpr = getattr(jaxpr, 'jaxpr', jaxpr)
     total = 0
@@ -166,12 +223,24 @@ def dot_general_flops(jaxpr) -> int:
             (contracted, _), _ = eqn.params['dimension_numbers']
             shape = eqn.invars[0].aval.shape
             total += 2 * eqn.outvars[0].aval.size * math.prod(shape[axis] for axis in contracted)
+        elif eqn.primitive.name == 'ragged_dot_general':
+            total += _ragged_dot_flops(eqn)
         elif eqn.primitive.name == 'cond':
             total += max(dot_general_flops(branch) for branch in eqn.params['branches'])
         else:
             inner = sum(dot_general_flops(sub) for sub in _sub_jaxprs(eqn.params))
             total += inner * (eqn.params['length'] if eqn.primitive.name == 'scan' else 1)
     return total
+
+
+def _ragged_dot_flops(eqn):
+    ragged = eqn.params['ragged_dot_dimension_numbers']
+    (contracted, _), _ = ragged.dot_dimension_numbers
+    shape = eqn.invars[0].aval.shape
+    products = eqn.outvars[0].aval.size * math.prod(shape[axis] for axis in contracted)
+    if set(ragged.lhs_ragged_dimensions) & set(contracted):
+        products //= eqn.outvars[0].aval.shape[0]  # each group's matrix sums its own rows only
+    return 2 * products
 
 
 def _sub_jaxprs(params):

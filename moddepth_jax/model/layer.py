@@ -11,6 +11,7 @@ from moddepth_jax.model.attention import Depth, KeysValues, Past, Tokens
 from moddepth_jax.model.block import Block, Sources
 from moddepth_jax.model.cache import Entry, LayerCache, from_prefill, visible
 from moddepth_jax.model.depth_stream import STREAMS, LayerKind
+from moddepth_jax.model.experts import ExpertsRecord, Limits
 from moddepth_jax.model.mixture_of_depths import MixtureOfDepths, RoutedLayer
 from moddepth_jax.model.routing import RoutingRecord, gather_rows, membership, put_rows
 
@@ -27,6 +28,35 @@ class Written(NamedTuple):
     valid_BT: jax.Array | None = None
 
 
+class Told(NamedTuple):
+    """What a layer is told beside its parameters; traced, so that layers share a scan.
+
+    Attributes:
+      routed: the RoutedLayer of a routed block; None for the others.
+      limits: of its experts; those of no use are None.
+    """
+
+    routed: RoutedLayer | None = None
+    limits: Limits = Limits()
+
+    @property
+    def routed_layer(self) -> RoutedLayer:
+        """What a routed block is told, of its experts too."""
+        return self.routed._replace(limits=self.limits)
+
+
+class Records(NamedTuple):
+    """What a layer decided, or, with an axis of those that have it before the others, all layers.
+
+    Attributes:
+      routing: the RoutingRecord of routed blocks; None for the others.
+      experts: the ExpertsRecord of layers with experts; None for the others.
+    """
+
+    routing: RoutingRecord | None = None
+    experts: ExpertsRecord | None = None
+
+
 class Output(NamedTuple):
     """What a layer returns.
 
@@ -34,13 +64,13 @@ class Output(NamedTuple):
       x_BTD: what the stream carries to the next layer.
       written: for all layers above.
       depth: the Depth it was given, cotangents threaded through.
-      record: the RoutingRecord of a routed block, else None.
+      records: what it decided.
     """
 
     x_BTD: jax.Array
     written: Written
     depth: Depth | None
-    record: RoutingRecord | None
+    records: Records
 
 
 class Layer(nn.Module):
@@ -62,35 +92,42 @@ class Layer(nn.Module):
             return
         if kind.routed:
             self.operation = MixtureOfDepths(
-                self.hparams, kind.window, self.routing, self.sizes, writes
+                self.hparams, kind.window, self.routing, self.sizes, writes, kind.experts
             )
         else:
-            self.operation = Block(self.hparams, kind.window, writes)
+            ahead = self.routing == 'top_c'
+            self.operation = Block(
+                self.hparams, kind.window, writes, experts=kind.experts, ahead=ahead
+            )
         nn.share_scope(self, self.operation)
 
-    def __call__(
-        self, x_BTD, depth: Depth | None, tokens: Tokens, told: RoutedLayer | None
-    ) -> Output:
+    def __call__(self, x_BTD, depth: Depth | None, tokens: Tokens, told: Told) -> Output:
         """All tokens of whole rows.
 
         Args:
           x_BTD: what the stream carries.
           depth: what earlier layers wrote; None where they wrote nothing.
           tokens: of the rows.
-          told: to a routed block; None for the others.
+          told: to this layer.
         """
         inputs_BTD, seen, depth = self._read(x_BTD, depth)
-        y_BTD, sources, rows_BC, record = inputs_BTD, Sources(), None, None
-        if self.kind.routed:
-            y_BTD, left, rows_BC, record = self.operation(inputs_BTD, tokens, told, seen)
-        elif self.kind.part == 'block':
-            y_BTD, left = self.operation(inputs_BTD, tokens, depth=seen)
+        y_BTD, sources, rows_BC, records = inputs_BTD, Sources(), None, Records()
         if self.kind.part == 'block':
+            routing = None
+            if self.kind.routed:
+                y_BTD, left, rows_BC, routing = self.operation(
+                    inputs_BTD, tokens, told.routed_layer, seen
+                )
+            else:
+                y_BTD, left = self.operation(inputs_BTD, tokens, depth=seen, limits=told.limits)
             sources, depth = left.sources, depth if seen is None else left.depth
+            records = Records(routing, left.experts)
         x_BTD, written = self._write(y_BTD, sources, tokens, rows_BC)
-        return Output(x_BTD, written, depth, record)
+        return Output(x_BTD, written, depth, records)
 
-    def prefill(self, x_BTD, depth, tokens: Tokens, told, slots: int, routed_slots: int | None):
+    def prefill(
+        self, x_BTD, depth, tokens: Tokens, told: Told, slots: int, routed_slots: int | None
+    ):
         """`__call__` over prompts, which leaves a cache.
 
         Returns the stream, Written, the LayerCache, and refused_B (0 in a dense block).
@@ -98,15 +135,15 @@ class Layer(nn.Module):
         inputs_BTD, seen, _ = self._read(x_BTD, depth)
         if self.kind.routed:
             y_BTD, left, rows_BC, cache, refused_B = self.operation.prefill(
-                inputs_BTD, tokens, told, routed_slots, seen
+                inputs_BTD, tokens, told.routed_layer, routed_slots, seen
             )
         else:
-            y_BTD, left = self.operation(inputs_BTD, tokens, depth=seen)
+            y_BTD, left = self.operation(inputs_BTD, tokens, depth=seen, limits=told.limits)
             rows_BC, refused_B = None, 0
-            cache = from_prefill(left.keys, slots)
+            cache = from_prefill(left.keys, slots)._replace(taken_BE=left.limits.taken_BE)
         return *self._write(y_BTD, left.sources, tokens, rows_BC), cache, refused_B
 
-    def decode(self, x_B1D, depth, tokens: Tokens, told, cache: LayerCache, rows):
+    def decode(self, x_B1D, depth, tokens: Tokens, told: Told, cache: LayerCache, rows):
         """One new token of each row; `rows` = lengths_B, documents_B, active_B, as decode_step has.
 
         Returns the stream, Written, the Entry, and refused_B (0 in a dense block).
@@ -115,7 +152,7 @@ class Layer(nn.Module):
         lengths_B, documents_B, active_B = rows
         if self.kind.routed:
             y_B1D, sources, entry, refused_B = self.operation.decode(
-                inputs_B1D, tokens, told, cache, documents_B, active_B, seen
+                inputs_B1D, tokens, told.routed_layer, cache, documents_B, active_B, seen
             )
             x_B1D, written = self._write(y_B1D, sources, tokens, None)
             if self.hparams.masks_slots and written.slots:
@@ -123,9 +160,10 @@ class Layer(nn.Module):
             return x_B1D, written, entry, refused_B
         seen_BS = visible(cache, lengths_B, documents_B, self.kind.window, cache.slots)
         past = Past(cache.k_BKHS, cache.v_BKHS, seen_BS)
-        y_B1D, left = self.operation(inputs_B1D, tokens, past, seen)
+        limits = told.limits._replace(taken_BE=cache.taken_BE)
+        y_B1D, left = self.operation(inputs_B1D, tokens, past, seen, limits)
         x_B1D, written = self._write(y_B1D, left.sources, tokens, None)
-        return x_B1D, written, Entry(left.keys, None), 0
+        return x_B1D, written, Entry(left.keys, None, left.limits.taken_BE), 0
 
     def _read(self, x_BTD, depth):
         if self.kind.part == 'entry':

@@ -77,14 +77,15 @@ def projection(hparams: ModelHparams, *features, contracted=1, writes_residual=F
 
 
 class SwiGLU(nn.Module):
-    """w2(silu(w1 x) * w3 x), from D through F back to D."""
+    """w2(silu(w1 x) * w3 x), from D through `width` back to D."""
 
     hparams: ModelHparams
+    width: int
 
     @nn.compact
     def __call__(self, x_BTD):
         hparams = self.hparams
-        gate_BTF = projection(hparams, hparams.d_ff, name='w1')(x_BTD)
-        value_BTF = projection(hparams, hparams.d_ff, name='w3')(x_BTD)
+        gate_BTF = projection(hparams, self.width, name='w1')(x_BTD)
+        value_BTF = projection(hparams, self.width, name='w3')(x_BTD)
         out = projection(hparams, hparams.d_model, writes_residual=True, name='w2')
         return out(swiglu(gate_BTF, value_BTF))

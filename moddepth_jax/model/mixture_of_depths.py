@@ -11,8 +11,10 @@ from moddepth_jax.hparams import ModelHparams
 from moddepth_jax.model.attention import Depth, KeysValues, Past, Tokens
 from moddepth_jax.model.block import Block, Left, Sources
 from moddepth_jax.model.cache import Entry, from_prefill, visible
+from moddepth_jax.model.experts import Limits
 from moddepth_jax.model.routers import GATES, ROUTERS, Predictor
 from moddepth_jax.model.routing import (
+    CHOICE,
     RoutingRecord,
     admit,
     batch_buckets,
@@ -25,8 +27,6 @@ from moddepth_jax.model.routing import (
     select_top_c,
 )
 
-CHOICE = 'routing choice'  # name by which rematerialisation keeps the selected indices
-
 
 class RoutedLayer(NamedTuple):
     """What one routed block is told beside its parameters; traced, so that blocks share a scan.
@@ -35,11 +35,13 @@ class RoutedLayer(NamedTuple):
       number: int32, its place among the routed blocks, from 0.
       threshold: float32, the score above which the `threshold` rule lets a token enter.
       causal: bool, whether this block obeys a causal rule, where the others do (else: top-C).
+      limits: of its experts.
     """
 
     number: jax.Array
     threshold: jax.Array
     causal: jax.Array
+    limits: Limits = Limits()
 
 
 class MixtureOfDepths(nn.Module):
@@ -58,13 +60,21 @@ class MixtureOfDepths(nn.Module):
     routing: str
     sizes: tuple[int, ...] = ()
     writes_slots: bool = False
+    experts: bool = False
 
     def setup(self):
         routing = self.hparams.routing
         self.router = ROUTERS[routing.router](routing)
         if routing.causal_rule == 'predictor':
             self.predictor = Predictor(self.hparams)
-        self.block = Block(self.hparams, self.window, self.writes_slots, gathered=True)
+        self.block = Block(
+            self.hparams,
+            self.window,
+            self.writes_slots,
+            gathered=True,
+            experts=self.experts,
+            ahead=self.routing == 'top_c',
+        )
 
     def __call__(
         self, x_BTD, tokens: Tokens, layer: RoutedLayer, depth: Depth | None = None
@@ -87,13 +97,15 @@ class MixtureOfDepths(nn.Module):
         top_c_BT = membership(indices_BC, x_BTD.shape[1]) & real_BT
         if self.routing == 'top_c':
             wanted_BT = entered_BT = top_c_BT
-            y_BTD, left = self.gathered(x_BTD, tokens, gates_BT, indices_BC, depth)
+            given = (gates_BT, indices_BC, depth, layer.limits)
+            y_BTD, left = self.gathered(x_BTD, tokens, *given)
         else:
             wanted_BT = real_BT & (rule_logits_BT > 0)
             wanted_BT = jnp.where(layer.causal, wanted_BT, top_c_BT)
             entered_BT = jnp.where(layer.causal, admit(wanted_BT, self.sizes[-1]), top_c_BT)
             entered_BT = checkpoint_name(entered_BT, CHOICE)
-            y_BTD, left = self.causal(x_BTD, tokens, gates_BT, entered_BT, depth)
+            given = (gates_BT, entered_BT, depth, layer.limits)
+            y_BTD, left = self.causal(x_BTD, tokens, *given)
             if self.writes_slots:
                 indices_BC = first_entering(entered_BT, self.sizes[-1])
         refused_BT = wanted_BT & ~entered_BT
@@ -124,7 +136,8 @@ class MixtureOfDepths(nn.Module):
         _, rule_logits_BT, gates_BT = self.decide(x_BTD, tokens, layer)
         wanted_BT = (tokens.segment_ids_BT > 0) & (rule_logits_BT > 0)
         entered_BT = admit(wanted_BT, self.sizes[-1])
-        y_BTD, left = self.causal(x_BTD, tokens, gates_BT, entered_BT, depth)
+        given = (gates_BT, entered_BT, depth, layer.limits)
+        y_BTD, left = self.causal(x_BTD, tokens, *given)
         indices_BC = first_entering(entered_BT, self.sizes[-1])
         positions_BC = gather_rows(tokens.positions_BT, indices_BC)
         cache = from_prefill(left.keys, slots, positions_BC, jnp.sum(entered_BT, axis=1))
@@ -157,9 +170,8 @@ class MixtureOfDepths(nn.Module):
 
         def through(size):
             def bucket(module, x_B1D):
-                return module._decode_bucket(
-                    x_B1D, tokens, gates_B1, cache, documents_B, rows_B[:size], depth, skipped
-                )
+                given = (gates_B1, cache, documents_B, rows_B[:size], depth, skipped)
+                return module._decode_bucket(x_B1D, tokens, *given, layer.limits)
 
             return bucket
 
@@ -169,7 +181,9 @@ class MixtureOfDepths(nn.Module):
         y_B1D, keys, sources = nn.switch(which, branches, self, x_B1D)
         return y_B1D, sources, Entry(keys, entered_B), wanted_B & ~entered_B
 
-    def _decode_bucket(self, x_B1D, tokens, gates_B1, cache, documents_B, rows_C, depth, skipped):
+    def _decode_bucket(
+        self, x_B1D, tokens, gates_B1, cache, documents_B, rows_C, depth, skipped, limits
+    ):
         """The block on the rows `rows_C`, B and above naming none; other rows are untouched.
 
         Their Sources are `skipped`.
@@ -191,13 +205,17 @@ class MixtureOfDepths(nn.Module):
         mine = Past(cache.k_BKHS, cache.v_BKHS, seen_CS, None if whole else rows_C)
         if depth is not None and not whole:
             depth = jax.tree.map(lambda side: side.at[:, rows_C].get(mode='clip'), depth)
-        delta_C1D, left = self.block.delta(pick(x_B1D), jax.tree.map(pick, tokens), mine, depth)
+        picked = jax.tree.map(pick, tokens)
+        # Experts compute nothing for a row that does not enter.
+        enters_C = membership(rows_C[None], batch)[0] if whole else rows_C < batch
+        segment_ids_C1 = jnp.where(enters_C[:, None], picked.segment_ids_BT, 0)
+        picked = picked._replace(segment_ids_BT=segment_ids_C1)
+        delta_C1D, left = self.block.delta(pick(x_B1D), picked, mine, depth, limits)
         update_C1D = (pick(gates_B1)[..., None] * delta_C1D).astype(x_B1D.dtype)
         if whole:
-            entered_B = membership(rows_C[None], batch)[0]
 
             def choose(new_B, old_B):
-                return jnp.where(entered_B.reshape(-1, *[1] * (new_B.ndim - 1)), new_B, old_B)
+                return jnp.where(enters_C.reshape(-1, *[1] * (new_B.ndim - 1)), new_B, old_B)
 
             sources = jax.tree.map(choose, left.sources, skipped)
             return choose(x_B1D + update_C1D, x_B1D), left.keys, sources
@@ -225,19 +243,19 @@ class MixtureOfDepths(nn.Module):
         }[rule]()
         return scores_BT, logits_BT, gates_BT
 
-    def gathered(self, x_BTD, tokens: Tokens, gates_BT, indices_BC, depth: Depth | None):
+    def gathered(self, x_BTD, tokens: Tokens, gates_BT, indices_BC, depth: Depth | None, limits):
         """The block on the named tokens alone: x', and what it leaves of these C tokens a row."""
         selected = jax.tree.map(lambda side_BT: gather_rows(side_BT, indices_BC), tokens)
         if depth is not None:
             depth = depth._replace(rows_BC=indices_BC)
         x_BCD = gather_rows(x_BTD, indices_BC)
-        delta_BCD, left = self.block.delta(x_BCD, selected, depth=depth)
+        delta_BCD, left = self.block.delta(x_BCD, selected, depth=depth, limits=limits)
         if depth is not None:
             left = left._replace(depth=left.depth._replace(rows_BC=None))
         update_BCD = gather_rows(gates_BT, indices_BC)[..., None] * delta_BCD
         return scatter_add_rows(x_BTD, indices_BC, update_BCD.astype(x_BTD.dtype)), left
 
-    def causal(self, x_BTD, tokens: Tokens, gates_BT, entered_BT, depth: Depth | None):
+    def causal(self, x_BTD, tokens: Tokens, gates_BT, entered_BT, depth: Depth | None, limits):
         """The block on any set of tokens, no row of it larger than the largest of `sizes`.
 
         Returns x', and what the block leaves of sizes[-1] tokens a row: the entering ones in order,
@@ -246,18 +264,20 @@ class MixtureOfDepths(nn.Module):
 
         if len(self.sizes) == 1:
             indices_BC = first_entering(entered_BT, self.sizes[0])
-            return self.gathered(x_BTD, tokens, gates_BT, indices_BC, depth)
+            return self.gathered(x_BTD, tokens, gates_BT, indices_BC, depth, limits)
 
         def pass_through(size):
             def branch(module, x_BTD):
                 indices_BC = first_entering(entered_BT, size)
-                y_BTD, left = module.gathered(x_BTD, tokens, gates_BT, indices_BC, depth)
+                given = (gates_BT, indices_BC, depth, limits)
+                y_BTD, left = module.gathered(x_BTD, tokens, *given)
 
                 def fill(side):
                     room = ((0, 0), (0, self.sizes[-1] - size), *[(0, 0)] * (side.ndim - 2))
                     return jnp.pad(side, room)
 
-                return y_BTD, jax.tree.map(fill, left._replace(depth=None))
+                some = left._replace(depth=None, experts=None, limits=Limits())
+                return y_BTD, jax.tree.map(fill, some)._replace(experts=left.experts)
 
             return branch
 

@@ -8,6 +8,7 @@ import numpy as np
 
 CAUSAL_RULES = ('predictor', 'aux_loss', 'threshold', 'dense')
 ROUTINGS = ('top_c', *CAUSAL_RULES)
+CHOICE = 'routing choice'  # name by which rematerialisation keeps what was chosen
 PARTS = (8, 4, 2, 1)  # static sizes of a routed block: an eighth, a quarter, a half, all
 
 

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from moddepth_jax.hparams import ModelHparams
 from moddepth_jax.model.attention import Depth, Tokens
 from moddepth_jax.model.depth_stream import LayerKind, layer_kinds
-from moddepth_jax.model.layer import Layer, Output
-from moddepth_jax.model.mixture_of_depths import CHOICE, RoutedLayer
+from moddepth_jax.model.experts import UNLIMITED
+from moddepth_jax.model.layer import Layer, Output, Records, Told
+from moddepth_jax.model.routing import CHOICE
 
 
 class Run(NamedTuple):
@@ -93,7 +94,7 @@ def stacked_slots(written) -> Depth | None:
 def rematerialised(function, hparams, prevent_cse):
     """`function`, recomputed in the backward pass from its arguments where the knob says so.
 
-    The choice of tokens is kept: recomputed, it could fall otherwise on a near-tie.
+    The choice of tokens and of experts is kept: recomputed, it could fall otherwise on a near-tie.
     """
     if hparams.remat == 'none':
         return function
@@ -101,21 +102,41 @@ def rematerialised(function, hparams, prevent_cse):
     return jax.checkpoint(function, policy=policy, prevent_cse=prevent_cse)
 
 
-def run_unrolled(stack: Stack, params, tokens: Tokens, told: RoutedLayer, x_BTD):
+def told_by_layer(kinds, told: Told) -> list[Told]:
+    """What each of these layers is told, of leaves with an axis of the layers they are for."""
+
+    def pick(side, places):
+        return {j: jax.tree.map(lambda leaf, i=i: leaf[i], side) for i, j in enumerate(places)}
+
+    routed = pick(told.routed, [j for j, kind in enumerate(kinds) if kind.routed])
+    limits = pick(told.limits, [j for j, kind in enumerate(kinds) if kind.experts])
+    return [Told(routed.get(j), limits.get(j, UNLIMITED)) for j in range(len(kinds))]
+
+
+def run_unrolled(stack: Stack, params, tokens: Tokens, told: Told, x_BTD):
     """The plain form of `run_stack`: a list of slots, ordinary differentiation."""
     written, records = [], []
-    for kind, mine in unstacked(stack, params):
-        routed, number = None, len(records)
-        if kind.routed:
-            routed = jax.tree.map(lambda leaf, at=number: leaf[at], told)
+    told = told_by_layer(layer_kinds(stack.hparams), told)
+    for (kind, mine), mine_told in zip(unstacked(stack, params), told, strict=True):
 
-        def call(params, x_BTD, written, routed, kind=kind):
+        def call(params, x_BTD, written, told, kind=kind):
             depth = stacked_slots(written)
-            return stack.apply(kind, params, x_BTD, depth, tokens, routed)
+            return stack.apply(kind, params, x_BTD, depth, tokens, told)
 
         call = rematerialised(call, stack.hparams, prevent_cse=True)
-        output = call(mine, x_BTD, written, routed)
+        output = call(mine, x_BTD, written, mine_told)
         x_BTD, written = output.x_BTD, [*written, output.written]
-        if output.record is not None:
-            records.append(output.record)
-    return x_BTD, jax.tree.map(lambda *leaves: jnp.stack(leaves), *records) if records else None
+        records.append(output.records)
+    return x_BTD, joined_records(records, lambda *leaves: jnp.stack(leaves))
+
+
+def joined_records(records: list[Records], join) -> Records | None:
+    """Records of several layers, or of several runs, as one: leaves put together by `join`.
+
+    None where no layer decides anything.
+    """
+    parts = []
+    for part in zip(*records, strict=True):
+        found = [record for record in part if record is not None]
+        parts.append(jax.tree.map(join, *found) if found else None)
+    return None if parts == [None, None] else Records(*parts)

@@ -8,6 +8,8 @@ from moddepth_jax.hparams import Hparams, ModelHparams
 from moddepth_jax.model.attention import Depth, Tokens, documents
 from moddepth_jax.model.depth_scan import empty_slots, put_slots, run_stack
 from moddepth_jax.model.depth_stream import LayerKind
+from moddepth_jax.model.experts import Limits
+from moddepth_jax.model.layer import Told
 from moddepth_jax.model.layers import RMSNorm, initializer, logits
 from moddepth_jax.model.mixture_of_depths import RoutedLayer
 from moddepth_jax.model.routers import fixed_threshold, token_seeds
@@ -34,7 +36,8 @@ class Transformer(nn.Module):
     Parameters: `embedding` [V, D], `stack` (run_i / layer_j, each leaf with a leading axis of
     repeats, the same whether the stack is scanned or unrolled), `final_norm`, and `head` [D, V]
     unless the embedding is tied. A router that has a `threshold` rule adds the collection
-    `averages`: `thresholds_R`, float32 [routed layers], which training moves.
+    `averages`: `thresholds_R`, float32 [routed layers], which training moves; experts that choose
+    add to it `expert_thresholds_XE`, float32 [layers with experts, E].
     """
 
     hparams: Hparams
@@ -48,15 +51,16 @@ class Transformer(nn.Module):
         Args:
           tokens_BT: int [B, T], ids below model.vocab_size.
           segment_ids_BT: int [B, T], documents packed in a row, 0 for padding; None: one document.
-          routing: top_c (training; looks ahead), or a causal rule of `routing.rules`.
+          routing: top_c (training; looks ahead), or a causal rule: of `routing.rules`; without
+            routed blocks threshold where experts choose, else dense.
           causal_layers_R: bool [routed layers], those that obey a causal `routing`, the others
             staying with top-C; None: all of them.
 
         The `random` router draws from the PRNG stream `routing`; where none is given, from `seed`.
 
         Returns:
-          logits_BTV in float32, and a RoutingRecord whose leaves are [routed layers, B, T], or None
-          for a dense model.
+          logits_BTV in float32, and Records: of routing with leaves [routed layers, B, T], of
+          experts [layers with experts, ...]; None for a model that has neither.
 
         Raises:
           ValueError: an unknown routing, or a causal rule that the model was not built with.
@@ -73,9 +77,9 @@ class Transformer(nn.Module):
         shape = (model.vocab_size, model.d_model)
         embedding_VD = self.param('embedding', initializer(model.embedding_init_std), shape)
         x_BTD = jnp.take(embedding_VD, tokens_BT, axis=0).astype(model.dtype)
-        stack, routed = self._stack(), self._routed_layers(routing, causal_layers_R)
+        stack, told = self._stack(), self._told(routing, causal_layers_R)
         sizes = causal_sizes(self.hparams, tokens_BT.shape[1], routing)
-        x_BTD, records = run_stack(Stack(model, routing, sizes), stack, tokens, routed, x_BTD)
+        x_BTD, records = run_stack(Stack(model, routing, sizes), stack, tokens, told, x_BTD)
         x_BTD = RMSNorm(model.norm_eps, name='final_norm')(x_BTD)
         if model.tie_embeddings:
             logits_BTV = logits(x_BTD, embedding_VD.T)
@@ -90,20 +94,21 @@ class Transformer(nn.Module):
             return token_seeds(self.make_rng('routing'), tokens_BT, positions_BT)
         return token_seeds(jax.random.key(self.hparams.seed), tokens_BT, positions_BT)
 
-    def _routed_layers(self, routing, causal_layers_R):
-        routed = self.hparams.model.routed_layers
+    def _told(self, routing, causal_layers_R):
+        model = self.hparams.model
+        num_routed = len(model.routed_layers)
+        if self.is_initializing():
+            for name, shape in average_shapes(model).items():
+                self.variable('averages', name, jnp.zeros, shape)
+        averages = {
+            name: self.get_variable('averages', name)
+            for name in average_shapes(model)
+            if self.has_variable('averages', name)
+        }
         if causal_layers_R is None:
-            causal_layers_R = jnp.ones(len(routed), bool)
-        return RoutedLayer(jnp.arange(len(routed)), self._thresholds(routing), causal_layers_R)
-
-    def _thresholds(self, routing):
-        model, averages = self.hparams.model, None
-        if model.tracks_threshold and self.is_initializing():
-            shape = (len(model.routed_layers),)
-            return self.variable('averages', 'thresholds_R', jnp.zeros, shape).value
-        if self.has_variable('averages', 'thresholds_R'):
-            averages = {'thresholds_R': self.get_variable('averages', 'thresholds_R')}
-        return layer_thresholds(model, averages, routing)
+            causal_layers_R = jnp.ones(num_routed, bool)
+        thresholds_R, limits = layer_thresholds(model, averages, routing)
+        return Told(RoutedLayer(jnp.arange(num_routed), thresholds_R, causal_layers_R), limits)
 
     def _stack(self):
         # Fetched, not declared, once it exists: Linen would trace the initialiser at every use.
@@ -113,28 +118,48 @@ class Transformer(nn.Module):
         return self.param('stack', init_stack, self.hparams.model, length)
 
 
+def average_shapes(hparams: ModelHparams) -> dict[str, tuple[int, ...]]:
+    """Shapes of the averages that the model keeps beside its parameters, by name."""
+    shapes = {}
+    if hparams.tracks_threshold:
+        shapes['thresholds_R'] = (len(hparams.routed_layers),)
+    if hparams.experts.choice == 'expert':
+        num_experts = hparams.experts.num_routed
+        shapes['expert_thresholds_XE'] = (len(hparams.expert_layers), num_experts)
+    return shapes
+
+
 def layer_thresholds(hparams: ModelHparams, averages, routing: str):
-    """thresholds_R, float32 [routed layers]: known of the controls, else of the averages.
+    """thresholds_R of the routed blocks: known of the controls, else of the averages; and Limits.
 
     Args:
       hparams: of the model.
-      averages: its collection of that name, or None.
+      averages: its collection of that name; empty or None where there are none.
       routing: who enters.
 
     Raises:
-      ValueError: there are no averages and the threshold rule needs them.
+      ValueError: averages that the routing needs are not there.
     """
+    missing = average_shapes(hparams).keys() - (averages or {}).keys()
+    needed = 'threshold' in (routing, hparams.routing.causal_rule)
+    lacks = (needed and 'thresholds_R' in missing) or (
+        routing != 'top_c' and 'expert_thresholds_XE' in missing
+    )
+    if lacks:
+        raise ValueError(
+            f'routing={routing!r}: needs averages of scores, not in these variables; they come '
+            'with TrainState.variables, if the run kept them'
+        )
     num_routed = len(hparams.routed_layers)
     if not hparams.tracks_threshold:
-        return jnp.full(num_routed, fixed_threshold(hparams.routing))
-    if averages:
-        return averages['thresholds_R']
-    if 'threshold' in (routing, hparams.routing.causal_rule):
-        raise ValueError(
-            "routing='threshold': needs averages of scores, not in these variables; they come with "
-            'TrainState.variables, if the run kept them'
-        )
-    return jnp.zeros(num_routed)
+        thresholds_R = jnp.full(num_routed, fixed_threshold(hparams.routing))
+    elif 'thresholds_R' in missing:
+        thresholds_R = jnp.zeros(num_routed)
+    else:
+        thresholds_R = averages['thresholds_R']
+    if hparams.experts.choice != 'expert' or routing == 'top_c':
+        return thresholds_R, Limits()
+    return thresholds_R, Limits(averages['expert_thresholds_XE'])
 
 
 def init_stack(key, hparams: ModelHparams, length: int):
@@ -172,12 +197,12 @@ class Group(nn.Module):
     @nn.compact
     def __call__(self, carry, count, tokens: Tokens):
         """The stream and the buffers of slots, of which `count` are written, after the layers."""
-        told = RoutedLayer(jnp.int32(0), jnp.float32(0), jnp.bool_(False))
+        told = Told(RoutedLayer(jnp.int32(0), jnp.float32(0), jnp.bool_(False)))
         for j, kind in enumerate(self.kinds):
             x_BTD, slots, valid_LBT = carry
             depth = None if slots is None else Depth(slots, valid_LBT, count)
             layer = self.stack.layer(kind, name=f'layer_{j}')
-            output = layer(x_BTD, depth, tokens, told if kind.routed else None)
+            output = layer(x_BTD, depth, tokens, told)
             carry = output.x_BTD, *put_slots(slots, valid_LBT, output.written, count)
             count += kind.slots
         return carry
@@ -208,8 +233,12 @@ def check_routing(hparams: Hparams, routing: str):
         raise ValueError(f'routing={routing!r}: must be one of {", ".join(ROUTINGS)}')
     rules = hparams.model.routing.rules
     if not hparams.model.routed_layers:
-        if routing not in ('top_c', 'dense'):
-            raise ValueError(f'routing={routing!r}: this model is dense; every token enters')
+        rule = causal_routing(hparams)
+        if routing not in ('top_c', rule):
+            why = 'this model is dense; every token enters'
+            if rule == 'threshold':
+                why = 'its experts choose tokens of whole rows; only threshold is causal'
+            raise ValueError(f'routing={routing!r}: {why}')
     elif routing not in ('top_c', *rules):
         raise ValueError(
             f'routing={routing!r}: this model ({hparams.model.routing.router} router, trained for '
@@ -219,4 +248,6 @@ def check_routing(hparams: Hparams, routing: str):
 
 def causal_routing(hparams: Hparams) -> str:
     """The routing of honest evaluation and of generation."""
-    return hparams.model.routing.causal_rule if hparams.model.routed_layers else 'dense'
+    if hparams.model.routed_layers:
+        return hparams.model.routing.causal_rule
+    return 'threshold' if hparams.model.looks_ahead else 'dense'

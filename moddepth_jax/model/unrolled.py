@@ -11,11 +11,12 @@ from moddepth_jax.hparams import Hparams
 from moddepth_jax.model.attention import Tokens, documents
 from moddepth_jax.model.cache import Cache
 from moddepth_jax.model.depth_stream import layer_kinds
+from moddepth_jax.model.layer import Told
 from moddepth_jax.model.layers import logits, rms_norm
 from moddepth_jax.model.mixture_of_depths import RoutedLayer
 from moddepth_jax.model.routers import token_seeds
 from moddepth_jax.model.routing import static_sizes
-from moddepth_jax.model.stack import Stack, stacked_slots, unstacked
+from moddepth_jax.model.stack import Stack, stacked_slots, told_by_layer, unstacked
 from moddepth_jax.model.transformer import check_dtype, layer_thresholds
 
 
@@ -29,7 +30,7 @@ def unroll(variables, hparams: Hparams, routing: str) -> dict:
 
     Returns:
       `embedding`, `layers` (a list of each layer's parameters), `final_norm`, `head` (absent where
-      the embedding is tied), and `thresholds_R`.
+      the embedding is tied), and `told`: a Told for each layer.
 
     Raises:
       ValueError: as `layer_thresholds` says.
@@ -37,9 +38,12 @@ def unroll(variables, hparams: Hparams, routing: str) -> dict:
     check_dtype(hparams.model)
     params = variables['params']
     layers = [mine for _, mine in unstacked(Stack(hparams.model, routing), params['stack'])]
-    thresholds_R = layer_thresholds(hparams.model, variables.get('averages'), routing)
+    thresholds_R, limits = layer_thresholds(hparams.model, variables.get('averages'), routing)
+    num_routed = len(hparams.model.routed_layers)
+    routed = RoutedLayer(jnp.arange(num_routed), thresholds_R, jnp.ones(num_routed, bool))
+    told = told_by_layer(layer_kinds(hparams.model), Told(routed, limits))
     rest = {name: params[name] for name in ('embedding', 'final_norm', 'head') if name in params}
-    return {**rest, 'layers': layers, 'thresholds_R': thresholds_R}
+    return {**rest, 'layers': layers, 'told': told}
 
 
 def _tokens(hparams, tokens_BT, positions_BT, segment_ids_BT):
@@ -61,14 +65,10 @@ def _read_out(unrolled, hparams, x_B1D):
 
 
 def _layers(unrolled, hparams, routing, sizes=()):
-    """(Layer, its variables, RoutedLayer or None) of each layer."""
-    stack, number = Stack(hparams.model, routing, sizes), 0
-    for kind, params in zip(layer_kinds(hparams.model), unrolled['layers'], strict=True):
-        told = None
-        if kind.routed:
-            threshold = unrolled['thresholds_R'][number]
-            told = RoutedLayer(jnp.int32(number), threshold, jnp.bool_(True))
-            number += 1
+    """(Layer, its variables, Told) of each layer."""
+    stack = Stack(hparams.model, routing, sizes)
+    each = zip(layer_kinds(hparams.model), unrolled['layers'], unrolled['told'], strict=True)
+    for kind, params, told in each:
         yield stack.layer(kind, parent=None), {'params': params}, told
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.model.transformer import Transformer, causal_routing
+from moddepth_jax.training.expert_losses import expert_counts, expert_ratios
 from moddepth_jax.training.losses import (
     IGNORED,
     masked_labels,
@@ -21,14 +22,16 @@ from moddepth_jax.training.sharding import put_batch
 
 @functools.partial(jax.jit, static_argnames=('hparams', 'routing'))
 def eval_step(variables, batch, causal_layers_R, *, hparams: Hparams, routing: str):
-    """Sums over one batch: nats, counted targets, and routing counts per routed layer."""
+    """Sums over one batch: nats, counted targets, routing and expert counts per layer."""
     logits_BTV, records = Transformer(hparams).apply(
         variables, batch['tokens_BT'], batch['segment_ids_BT'], routing, causal_layers_R
     )
     nll_BT, _, counted_BT = token_losses(logits_BTV, masked_labels(batch))
     sums = {'nats': jnp.sum(nll_BT), 'targets': jnp.sum(counted_BT)}
-    if records is not None:
-        sums['routing'] = routing_counts(records, batch['segment_ids_BT'])
+    if records is not None and records.routing is not None:
+        sums['routing'] = routing_counts(records.routing, batch['segment_ids_BT'])
+    if records is not None and records.experts is not None:
+        sums['experts'] = expert_counts(records.experts)
     return sums
 
 
@@ -53,7 +56,8 @@ def evaluate(
 
     Returns:
       `loss` in nats a target, `bits_per_byte`, `targets`, and for a routed model `routing`: lists
-      over its routed layers, as `routing_ratios` says.
+      over its routed layers, as `routing_ratios` says; with experts `experts`: lists over the
+      layers that have them, as `expert_ratios` says.
     """
     if causal_layers_R is None:
         causal_layers_R = np.ones(len(hparams.model.routed_layers), bool)
@@ -72,11 +76,18 @@ def evaluate(
         'bits_per_byte': float(totals['nats'] / math.log(2) / num_bytes),
         'targets': int(totals['targets']),
     }
-    if 'routing' in totals:
-        with np.errstate(invalid='ignore', divide='ignore'):
-            ratios = routing_ratios(totals['routing'])
-        result['routing'] = {name: values.tolist() for name, values in ratios.items()}
+    with np.errstate(invalid='ignore', divide='ignore'):
+        if 'routing' in totals:
+            result['routing'] = _lists(routing_ratios(totals['routing']))
+        if 'experts' in totals:
+            experts = hparams.model.experts
+            ratios = expert_ratios(totals['experts'], experts.top_k, experts.num_routed)
+            result['experts'] = _lists(ratios)
     return result
+
+
+def _lists(ratios):
+    return {name: values.tolist() for name, values in ratios.items()}
 
 
 def evaluate_honestly(
@@ -90,20 +101,20 @@ def evaluate_honestly(
         block alone; 0: not at all.
 
     Returns:
-      The dict of `evaluate`, plus `loss_top_c` and `routing_gap` = loss - loss_top_c for a routed
-      model (0.01 nats or less is negligible, 0.05 invalidates a run). With `batches_per_layer`,
-      `routing` has a list `routing_gap` too: the gap, on those batches, where only that layer obeys
-      the rule.
+      The dict of `evaluate`, plus `loss_top_c` and `routing_gap` = loss - loss_top_c for a model
+      that looks ahead in training (0.01 nats or less is negligible, 0.05 invalidates a run). With
+      `batches_per_layer`, `routing` of a routed model has a list `routing_gap` too: the gap, on
+      those batches, where only that layer obeys the rule.
     """
     rule = causal_routing(hparams)
     given = (hparams, dataset, mesh, num_batches)
     result = evaluate(variables, *given, rule)
     num_routed = len(hparams.model.routed_layers)
-    if not num_routed:
+    if not hparams.model.looks_ahead:
         return result
     result['loss_top_c'] = evaluate(variables, *given, 'top_c')['loss']
     result['routing_gap'] = result['loss'] - result['loss_top_c']
-    if batches_per_layer:
+    if batches_per_layer and num_routed:
         few = (hparams, dataset, mesh, min(num_batches, batches_per_layer))
         top_c = evaluate(variables, *few, 'top_c')['loss']
         alone = [np.arange(num_routed) == layer for layer in range(num_routed)]

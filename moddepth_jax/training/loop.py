@@ -23,10 +23,16 @@ from moddepth_jax.training.metrics import MetricsWriter
 from moddepth_jax.training.plan import check_vocabulary, describe, resolve_steps
 from moddepth_jax.training.progress import Progress, format_seconds
 from moddepth_jax.training.saved_run import restore_state
-from moddepth_jax.training.sharding import check_batch, make_mesh, put_batch, replicated
+from moddepth_jax.training.sharding import (
+    check_mesh,
+    make_mesh,
+    put_batch,
+    replicated,
+    state_shardings,
+)
 from moddepth_jax.training.stages import stage_at
 from moddepth_jax.training.stopwatch import Stopwatch
-from moddepth_jax.training.summary import summarise, versions, write_summary
+from moddepth_jax.training.summary import by_layer, summarise, versions, write_summary
 from moddepth_jax.training.train_step import TrainState, init_state, train_step
 from moddepth_jax.training.workdir import WorkdirLock, open_workdir
 
@@ -80,7 +86,7 @@ def train(hparams: Hparams, workdir, mesh_spec: str = '') -> Run:
     check_vocabulary(hparams, dataset.tokenizer)
     check_dtype(hparams.model)
     mesh = make_mesh(mesh_spec)
-    check_batch(mesh, hparams.data.batch_size, hparams.training.accumulate_steps)
+    check_mesh(hparams, mesh)
     may_change = MAY_CHANGE
     if hparams.model.routing.train_rule == 'top_c':
         may_change += INFERENCE_ONLY
@@ -91,6 +97,7 @@ def train(hparams: Hparams, workdir, mesh_spec: str = '') -> Run:
         state, metadata, news = _start(hparams, num_steps, dataset, mesh, checkpoints)
         first_step, tokens = int(state.step), hparams.data.batch_size * hparams.data.sequence_length
         with (
+            jax.set_mesh(mesh),
             MetricsWriter(workdir, first_step) as writer,
             Progress(num_steps, first_step, tokens) as progress,
         ):
@@ -113,11 +120,10 @@ def train(hparams: Hparams, workdir, mesh_spec: str = '') -> Run:
 
 def _start(hparams, num_steps, dataset, mesh, checkpoints):
     """The newest good state or that before step 0, what its next checkpoint carries, and news."""
-    initial = jax.jit(lambda: init_state(hparams, num_steps), out_shardings=replicated(mesh))
-    abstract = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated(mesh)),
-        jax.eval_shape(initial),
-    )
+    initial = jax.jit(lambda: init_state(hparams, num_steps))
+    abstract = jax.eval_shape(initial)
+    shardings = state_shardings(mesh, abstract)
+    abstract = jax.tree.map(lambda leaf, to: leaf.update(sharding=to), abstract, shardings)
     here = versions() | {f'mesh axis {axis}': str(size) for axis, size in mesh.shape.items()}
     metadata = {
         'fingerprint': dataset.fingerprint,
@@ -128,7 +134,7 @@ def _start(hparams, num_steps, dataset, mesh, checkpoints):
     }
     restored = restore_state(checkpoints, abstract)
     if restored is None:
-        return initial(), metadata, checkpoints.skipped
+        return jax.jit(initial, out_shardings=shardings)(), metadata, checkpoints.skipped
     state, step, stored = restored
     check_fingerprint(stored['fingerprint'], dataset.fingerprint)
     if stored['num_steps'] != num_steps:
@@ -201,7 +207,7 @@ class _Loop:
         with concurrent.futures.ThreadPoolExecutor(1) as thread:
             marks = thread.submit(landmarks, self.dataset.corpus) if first else None
             batch = put_batch(self.mesh, self.dataset.train_batch(0))
-            shardings = replicated(self.mesh)
+            shardings = state_shardings(self.mesh, self.state), replicated(self.mesh)
             jitted = jax.jit(
                 train_step, static_argnums=2, donate_argnums=0, out_shardings=shardings
             )
@@ -254,14 +260,24 @@ class _Loop:
             )
 
     def _row(self, step, metrics):
-        routing = metrics.pop('routing', {})
-        row = {name: value.item() for name, value in metrics.items()}
-        for i, layer in enumerate(self.hparams.model.routed_layers):
-            for name, values in routing.items():
-                row[f'routing/layer_{layer:02d}/{name}'] = values[i].tolist()
+        scalars, layers = self._named(metrics)
+        row = {name: value.item() for name, value in scalars.items()} | layers
         flops = train_step_flops(self.hparams, stage_at(self.hparams, self.num_steps, step - 1))
         tokens = self.hparams.data.batch_size * self.hparams.data.sequence_length
         return row | self.stopwatch.rates(tokens, flops)
+
+    def _named(self, metrics):
+        """Metrics of the whole model, and those of its layers under names such as a/layer_01/b."""
+        model = self.hparams.model
+        groups = {'routing': model.routed_layers, 'experts': model.expert_layers}
+        scalars = {name: value for name, value in metrics.items() if name not in groups}
+        layers = {
+            f'{group}/{layer}/{name}': value
+            for group in groups
+            for layer, values in by_layer(groups[group], metrics.get(group, {})).items()
+            for name, value in values.items()
+        }
+        return scalars, layers
 
     def evaluate(self, step, num_batches) -> dict:
         """Held-out evaluation of the state, as a row of metrics and a line for the user.
@@ -272,10 +288,8 @@ class _Loop:
         given = (self.state.variables, hparams, self.dataset, self.mesh, num_batches)
         few = hparams.evaluation.num_batches if step == self.num_steps else 0
         result = evaluate_honestly(*given, batches_per_layer=few)
-        row = {f'eval/{name}': value for name, value in result.items() if name != 'routing'}
-        for i, layer in enumerate(self.hparams.model.routed_layers):
-            for name, values in result['routing'].items():
-                row[f'eval/routing/layer_{layer:02d}/{name}'] = values[i]
+        scalars, layers = self._named(result)
+        row = {f'eval/{name}': value for name, value in (scalars | layers).items()}
         self.writer.write(step, row)
         gap = f', routing gap {result["routing_gap"]:+.4f} nats' if 'routing_gap' in result else ''
         self.progress.note(f'held-out  step {step}: {result["bits_per_byte"]:.3f} bits/byte{gap}')

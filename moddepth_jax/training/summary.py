@@ -8,10 +8,16 @@ import pathlib
 import platform
 
 import jax
+import numpy as np
 
 from kernels_pallas.choice import told
 from moddepth_jax.hparams import Hparams
-from moddepth_jax.model.flops import dot_general_flops, masked_attention_flops, train_step_flops
+from moddepth_jax.model.flops import (
+    dot_general_flops,
+    empty_place_flops,
+    masked_attention_flops,
+    train_step_flops,
+)
 from moddepth_jax.training.checkpoint import state_sha256
 from moddepth_jax.training.stages import run_flops, stage_starts
 from moddepth_jax.training.train_step import TrainState, init_state, train_step
@@ -53,22 +59,40 @@ def flops_of_a_step(hparams: Hparams, num_steps: int) -> dict[str, float | None]
     Returns:
       `flops_per_step`, counted by hand: the number that budgets are made of. Of the last stage.
       `flops_per_step_dot_general`, the products in the step as traced without recomputation, less
-      the query-key pairs that plain attention computes and hides; equal to the count within 1%.
+      the query-key pairs that plain attention computes and hides and the places of experts that no
+      token takes; equal to the count within 1%.
       `flops_per_step_executed`, the products in the step as it runs: blocks recomputed, attention
-      cut into blocks.
+      and experts cut into blocks.
       `flops_per_step_xla`, XLA's estimate for the unrolled step before it is optimised, elementwise
       work and hidden pairs included; None on a device that gives none. For information.
     """
     shape = (hparams.data.batch_size, hparams.data.sequence_length)
-    plain = _trace(hparams, num_steps, remat='none', attention='reference')
+    experts = dataclasses.replace(hparams.model.experts, product='ragged_dot')
+    plain = _trace(hparams, num_steps, remat='none', attention='reference', experts=experts)
     unrolled = _trace(hparams, num_steps, remat='none', layer_loop='unrolled')
-    hidden = 3 * masked_attention_flops(hparams, *shape, hparams.stages[-1].routing)
+    given = (hparams, *shape, hparams.stages[-1].routing)
+    hidden = 3 * (masked_attention_flops(*given) + empty_place_flops(*given))
     products = dot_general_flops(plain.jaxpr) - hidden
     return {
         'flops_per_step': train_step_flops(hparams),
         'flops_per_step_dot_general': float(products),
         'flops_per_step_executed': float(dot_general_flops(_trace(hparams, num_steps).jaxpr)),
         'flops_per_step_xla': (unrolled.lower().cost_analysis() or {}).get('flops'),
+    }
+
+
+def by_layer(layers: tuple[int, ...], ratios: dict) -> dict[str, dict]:
+    """Ratios of layers as one dict for each, named layer_00 and so on, of plain numbers and lists.
+
+    Args:
+      layers: indices.
+      ratios: of `routing_ratios` or `expert_ratios`, sequences or arrays over these layers.
+    """
+    return {
+        f'layer_{layer:02d}': {
+            name: np.asarray(values[i]).tolist() for name, values in ratios.items()
+        }
+        for i, layer in enumerate(layers)
     }
 
 
@@ -85,8 +109,7 @@ def summarise(
       metadata: of the last checkpoint: `train_loss` in nats a target, `seconds` of stepping over
         all starts, `versions`.
     """
-    layers = hparams.model.routed_layers
-    routing = evaluation.get('routing', {})
+    layers = {'routing': hparams.model.routed_layers, 'experts': hparams.model.expert_layers}
     flops = flops_of_a_step(hparams, state.num_steps)
     step = int(state.step)
     stages = [
@@ -97,11 +120,8 @@ def summarise(
     return {
         'final_step': step,
         'train_loss': metadata['train_loss'],
-        'eval': {name: value for name, value in evaluation.items() if name != 'routing'},
-        'routing': {
-            f'layer_{layer:02d}': {name: values[i] for name, values in routing.items()}
-            for i, layer in enumerate(layers)
-        },
+        'eval': {name: value for name, value in evaluation.items() if name not in layers},
+        **{name: by_layer(layers[name], evaluation.get(name, {})) for name in layers},
         'parameters': num_parameters(state.params),
         **flops,
         'total_flops': run_flops(hparams, state.num_steps, step),

@@ -1,12 +1,16 @@
 """The state of a training run and the pure function that advances it by one batch."""
 
+from typing import NamedTuple
+
 import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
 
 from moddepth_jax.hparams import Hparams, Stage
+from moddepth_jax.model.layer import Records
 from moddepth_jax.model.transformer import Transformer
+from moddepth_jax.training.expert_losses import expert_counts, expert_loss, expert_ratios
 from moddepth_jax.training.losses import (
     IGNORED,
     causal_rule_loss,
@@ -26,7 +30,7 @@ class TrainState:
       step: int32, batches seen; it is also the position in the data.
       params: float32 pytree of the Transformer.
       averages: the Transformer's collection of that name: moving averages of the C-th largest
-        score of each routed layer; empty where the router has none.
+        score of each routed layer, and of each expert that chooses; empty where there are none.
       optimizer_state: of `make_optimizer`.
       skipped: int32, steps whose loss or gradient was not finite, all told.
       skipped_in_a_row: int32, those since the last good step.
@@ -70,7 +74,21 @@ def init_state(hparams: Hparams, num_steps: int) -> TrainState:
     )
 
 
-def loss_and_metrics(params, state, hparams: Hparams, routing: str, batch, num_targets, num_real):
+class StepCounts(NamedTuple):
+    """What the losses of micro-batches are divided by, so that they sum to the step's.
+
+    Attributes:
+      targets: float32, counted targets of the step's batch.
+      real: float32, its tokens that are not padding.
+      experts: of `expert_counts`, over all its micro-batches; None where there is but one.
+    """
+
+    targets: jax.Array
+    real: jax.Array
+    experts: dict | None = None
+
+
+def loss_and_metrics(params, state, hparams: Hparams, routing: str, batch, counts: StepCounts):
     """Loss of one (micro-)batch, normalised by the whole batch.
 
     Args:
@@ -79,12 +97,30 @@ def loss_and_metrics(params, state, hparams: Hparams, routing: str, batch, num_t
       hparams: static; those of the stage.
       routing: who enters.
       batch: `tokens_BT`, `labels_BT`, `segment_ids_BT`, int32 [B, T].
-      num_targets: float32, counted targets of the whole step's batch.
-      num_real: float32, its tokens that are not padding.
+      counts: of the whole step's batch.
 
     Returns:
       The scalar that is differentiated, and the metrics that sum over micro-batches.
     """
+    logits_BTV, records = _forward(params, state, hparams, routing, batch)
+    nll_BT, log_z_BT, _ = token_losses(logits_BTV, masked_labels(batch))
+    loss = jnp.sum(nll_BT) / counts.targets
+    z_loss = hparams.optimizer.z_loss * jnp.sum(log_z_BT**2) / counts.targets
+    rule_loss = causal_rule_loss(hparams, records.routing, batch['segment_ids_BT'], counts.real)
+    metrics = {'loss': loss, 'z_loss': z_loss, 'rule_loss': rule_loss}
+    total = loss + z_loss + rule_loss
+    if records.routing is not None:
+        metrics['routing'] = routing_counts(records.routing, batch['segment_ids_BT'])
+    if records.experts is not None:
+        balance_loss, expert_z_loss = expert_loss(hparams, records.experts, counts.experts)
+        metrics |= {'balance_loss': balance_loss, 'expert_z_loss': expert_z_loss}
+        metrics['experts'] = expert_counts(records.experts)
+        total += balance_loss + expert_z_loss
+    return total, metrics
+
+
+def _forward(params, state, hparams, routing, batch):
+    """Logits and Records of a (micro-)batch in training."""
     key = jax.random.fold_in(jax.random.key(hparams.seed), state.step)
     logits_BTV, records = Transformer(hparams).apply(
         model_variables(params, state.averages),
@@ -93,19 +129,12 @@ def loss_and_metrics(params, state, hparams: Hparams, routing: str, batch, num_t
         routing,
         rngs={'routing': key},
     )
-    nll_BT, log_z_BT, _ = token_losses(logits_BTV, masked_labels(batch))
-    loss = jnp.sum(nll_BT) / num_targets
-    z_loss = hparams.optimizer.z_loss * jnp.sum(log_z_BT**2) / num_targets
-    rule_loss = causal_rule_loss(hparams, records, batch['segment_ids_BT'], num_real)
-    metrics = {'loss': loss, 'z_loss': z_loss, 'rule_loss': rule_loss}
-    if records is not None:
-        metrics['routing'] = routing_counts(records, batch['segment_ids_BT'])
-    return loss + z_loss + rule_loss, metrics
+    return logits_BTV, Records() if records is None else records
 
 
 def _gradients(state, hparams, routing, batch):
     """Gradients and metrics of a batch, summed over its micro-batches one at a time."""
-    counts = (
+    counts = StepCounts(
         jnp.maximum(jnp.sum(masked_labels(batch) != IGNORED, dtype=jnp.float32), 1),
         jnp.maximum(jnp.sum(batch['segment_ids_BT'] > 0, dtype=jnp.float32), 1),
     )
@@ -113,34 +142,53 @@ def _gradients(state, hparams, routing, batch):
     parts = hparams.training.accumulate_steps
     given = (state, hparams, routing)
     if parts == 1:
-        return differentiate(state.params, *given, batch, *counts)
+        return differentiate(state.params, *given, batch, counts)
 
     def add(total, micro_batch):
-        part = differentiate(state.params, *given, micro_batch, *counts)
+        part = differentiate(state.params, *given, micro_batch, counts)
         return jax.tree.map(jnp.add, total, part), None
 
     # Row i goes to micro-batch i % parts: a batch sharded by rows stays sharded in every one.
     micro_batches = jax.tree.map(
         lambda rows: jnp.moveaxis(rows.reshape(-1, parts, *rows.shape[1:]), 1, 0), batch
     )
+    if hparams.model.experts.has_loss:
+        loads = _step_expert_counts(state, hparams, routing, micro_batches)
+        counts = counts._replace(experts=loads)
     first = jax.tree.map(lambda rows: rows[0], micro_batches)
-    shapes = jax.eval_shape(lambda p: differentiate(p, *given, first, *counts), state.params)
+    shapes = jax.eval_shape(lambda p: differentiate(p, *given, first, counts), state.params)
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
     return jax.lax.scan(add, zeros, micro_batches)[0]
 
 
-def _move_averages(state: TrainState, decay: float, lowest_R):
-    """The moving average of the C-th largest scores; the first steps weigh more than `decay` says.
+def _step_expert_counts(state, hparams, routing, micro_batches):
+    """`expert_counts` over the micro-batches of a step, by a forward pass of each.
+
+    The balance loss multiplies loads and scores of the whole step, and both losses are means over
+    the tokens that the experts saw: these must be known before the first gradient is taken.
+    """
+
+    def add(total, micro_batch):
+        _, records = _forward(state.params, state, hparams, routing, micro_batch)
+        return jax.tree.map(jnp.add, total, expert_counts(records.experts)), None
+
+    first = jax.tree.map(lambda rows: rows[0], micro_batches)
+    shapes = jax.eval_shape(
+        lambda: expert_counts(_forward(state.params, state, hparams, routing, first)[1].experts)
+    )
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    return jax.lax.scan(add, zeros, micro_batches)[0]
+
+
+def _moved(state: TrainState, name: str, decay: float, lowest):
+    """A moving average of the lowest scores taken; the first steps weigh more than `decay` says.
 
     Before many steps are in it, the average over them is better than one that remembers its start.
     """
-    if not state.averages:
-        return state.averages
     taken = (state.step - state.skipped).astype(jnp.float32)
     decay = jnp.minimum(decay, (taken + 1) / (taken + 10))
-    old_R = state.averages['thresholds_R']
-    moved_R = decay * old_R + (1 - decay) * lowest_R
-    return {'thresholds_R': jnp.where(jnp.isfinite(moved_R), moved_R, old_R)}
+    moved = decay * state.averages[name] + (1 - decay) * lowest
+    return {name: jnp.where(jnp.isfinite(moved), moved, state.averages[name])}
 
 
 def train_step(state: TrainState, batch, stage: Stage | None = None) -> tuple[TrainState, dict]:
@@ -154,7 +202,8 @@ def train_step(state: TrainState, batch, stage: Stage | None = None) -> tuple[Tr
     Returns:
       The state after it, and metrics: `loss` (nats a target), `z_loss`, `rule_loss`, `grad_norm`
       (of all but the predictor),
-      `learning_rate`, `skipped`, `skipped_in_a_row`, and `routing`, as `routing_ratios` says.
+      `learning_rate`, `skipped`, `skipped_in_a_row`, and `routing`, as `routing_ratios` says; with
+      experts `balance_loss`, `expert_z_loss`, and `experts`, as `expert_ratios` says.
       A step whose loss or gradient is not finite changes nothing but the counters.
     """
     hparams, num_steps = state.hparams, state.num_steps
@@ -168,8 +217,18 @@ def train_step(state: TrainState, batch, stage: Stage | None = None) -> tuple[Tr
     averages = state.averages
     if 'routing' in metrics:
         metrics['routing'] = routing_ratios(metrics['routing'])
-        lowest_R = metrics['routing']['lowest_selected_score']
-        averages = _move_averages(state, hparams.model.routing.threshold_decay, lowest_R)
+        if 'thresholds_R' in state.averages:
+            lowest_R = metrics['routing']['lowest_selected_score']
+            decay = hparams.model.routing.threshold_decay
+            averages = averages | _moved(state, 'thresholds_R', decay, lowest_R)
+    if 'experts' in metrics:
+        experts = hparams.model.experts
+        ratios = expert_ratios(metrics['experts'], experts.top_k, experts.num_routed)
+        metrics['experts'] = ratios
+        if 'expert_thresholds_XE' in state.averages:
+            lowest_XE = ratios['lowest_taken']
+            moved = _moved(state, 'expert_thresholds_XE', experts.threshold_decay, lowest_XE)
+            averages = averages | moved
     params, averages, optimizer_state = jax.tree.map(
         lambda new, old: jnp.where(good, new, old),
         (params, averages, optimizer_state),

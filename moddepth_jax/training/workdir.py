@@ -28,6 +28,20 @@ OLDER_RUNS = {  # a knob that they do not have: the value under which they behav
     'model.depth.skipped_slots': 'none',
     'model.depth.slot_window': 0,
     'model.depth.gradient_dtype': 'none',
+    'model.experts.choice': 'none',
+    'model.experts.layers': 'every:1',
+    'model.experts.num_routed': 8,
+    'model.experts.num_shared': 1,
+    'model.experts.num_noop': 0,
+    'model.experts.top_k': 2,
+    'model.experts.d_ff': 128,
+    'model.experts.scores': 'softmax',
+    'model.experts.route_scale': 1.0,
+    'model.experts.row_capacity': 0,
+    'model.experts.balance_weight': 0.001,
+    'model.experts.z_loss': 0.0,
+    'model.experts.threshold_decay': 0.99,
+    'model.experts.product': 'auto',
 }
 
 
@@ -168,7 +182,8 @@ def _read_config(path):
         raise ValueError(f'{file}: schema_version={version!r}; {right}')
     filled = {}
     if 'model' in config and 'routing' in config['model']:
-        config['model'].setdefault('depth', {})  # a group that came after that of routing
+        for group in ('depth', 'experts'):  # they came after that of routing
+            config['model'].setdefault(group, {})
     for name, value in OLDER_RUNS.items():
         *groups, knob = name.split('.')
         group = config

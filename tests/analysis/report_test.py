@@ -35,6 +35,30 @@ class HeldOut:
         return {'tokens_BT': tokens_BT, 'segment_ids_BT': np.ones((2, 32), np.int32)}
 
 
+EXPERTS = {
+    'layer_00': {
+        'load': [0.5, 0.0, 0.25, 0.25],
+        'largest_load': 2.0,
+        'noop_fraction': 0.25,
+        'dropped_fraction': 0.125,
+        'computed_fraction': 0.75,
+        'unused': 1.0,
+    },
+    'layer_01': {
+        'load': [0.2, 0.1, 0.1, 0.6],
+        'largest_load': 1.5,
+        'noop_fraction': 0.6,
+        'dropped_fraction': 0.0,
+        'computed_fraction': 1.25,
+        'unused': 0.0,
+    },
+}
+NO_TOKEN = {'load': [float('nan')] * 4, 'unused': 3.0} | {
+    name: float('nan')
+    for name in ('largest_load', 'noop_fraction', 'dropped_fraction', 'computed_fraction')
+}
+
+
 def make_run(tiny_config, workdir, router='learned', gap=0.004, **more):
     changes = {
         'model.num_layers': 1,
@@ -45,15 +69,18 @@ def make_run(tiny_config, workdir, router='learned', gap=0.004, **more):
         **more,
     }
     hparams = from_config(tiny_config(**changes))
-    init = functools.partial(Transformer(hparams).init, jax.random.key(0))
-    tokens_BT = np.zeros((1, 32), np.int32)
-    variables = jax.jit(lambda: init(tokens_BT), compiler_options=FAST)()
+    variables = {}
+    if hparams.model.routed_layers or hparams.model.depth.slots_per_layer:  # the pictures need it
+        init = functools.partial(Transformer(hparams).init, jax.random.key(0))
+        tokens_BT = np.zeros((1, 32), np.int32)
+        variables = jax.jit(lambda: init(tokens_BT), compiler_options=FAST)()
     evaluation = {'loss': 1.4, 'bits_per_byte': 2.1}
-    routed = router != 'none'
+    routed, ahead = router != 'none', hparams.model.looks_ahead
     summary = {
         'final_step': 123,
-        'eval': evaluation | ({'loss_top_c': 1.4 - gap, 'routing_gap': gap} if routed else {}),
+        'eval': evaluation | ({'loss_top_c': 1.4 - gap, 'routing_gap': gap} if ahead else {}),
         'routing': {'layer_00': ROUTING} if routed else {},
+        'experts': EXPERTS if hparams.model.expert_layers else {},
         'parameters': 34567,
         'total_flops': 1.99e9,
         'flop_budget': 2e9,
@@ -145,6 +172,83 @@ def test_run_with_depth_slots_shows_who_reads_them(tiny_config, tmp_path, sample
     assert numbers['slots_LS'][0] == [0, 0] and 0 < sum(numbers['slots_LS'][1]) < 1
     assert numbers['depth_L'][1] == pytest.approx(sum(numbers['slots_LS'][1]))
     assert all(0 <= mass < 1 for mass in numbers['first_token_L'])
+
+
+def expert_knobs(**changes):
+    """Knobs of a model of two layers whose experts are those of EXPERTS."""
+    knobs = {'choice': 'token', 'num_routed': 3, 'num_noop': 1, 'd_ff': 16} | changes
+    return {'model.num_layers': 2} | {f'model.experts.{name}': v for name, v in knobs.items()}
+
+
+def expert_line(tiny_config, layers, **changes):
+    hparams = from_config(tiny_config(**expert_knobs(**changes)))
+    return report._expert_line(layers, hparams.model.experts)
+
+
+def test_run_with_experts_shows_their_loads(tiny_config, tmp_path, sampled):
+    """A line has the largest load and the shares; the picture is named, its numbers beside it.
+
+    Tokens that choose look at nothing later: there is one loss, and no gap.
+    """
+    sampled('x')
+    run = make_run(tiny_config, tmp_path / 'run', 'none', **expert_knobs())
+    out = printed(run)
+    line = 'experts: largest load 2.00 of the mean (layer 00), no-op 0.42, dropped 0.06'
+    assert f'\n{line}, 1 without a token\n' in out
+    assert 'routing gap' not in out and 'sees the future' not in out
+    look, *others = next_steps(out)
+    assert f'{run.workdir}/expert_load.png: ' in look and len(others) == 2
+    assert matplotlib.image.imread(run.workdir / 'expert_load.png').std() > 0.05
+    numbers = json.loads((run.workdir / 'expert_load.json').read_text())
+    assert numbers == {
+        'routing': 'dense',
+        'layers': [0, 1],
+        'num_routed': 3,
+        'load_XZ': [[2, 0, 1, 1], pytest.approx([0.8, 0.4, 0.4, 2.4])],
+        'largest_load_X': [2, 1.5],
+    }
+
+
+def test_run_of_experts_that_choose_has_a_gap(tiny_config, tmp_path, sampled):
+    """They look ahead in training: both losses are told, and how many a token passes causally."""
+    sampled('x')
+    knobs = expert_knobs(choice='expert', num_routed=4, num_noop=0)
+    out = printed(make_run(tiny_config, tmp_path / 'run', 'none', **knobs))
+    assert 'threshold (causal: the honest one)' in out and 'sees the future' in out
+    assert 'routing gap +0.0040 nats: negligible' in out and 'A sample (threshold' in out
+    assert 'a token passes 2.00 of them, in training 2, 1 without a token\n' in out
+    assert json.loads((tmp_path / 'run' / 'expert_load.json').read_text())['routing'] == 'threshold'
+
+
+def test_line_of_the_experts_says_what_can_differ(tiny_config):
+    """No share of no-op experts where there are none; a layer that no token reached spoils none."""
+    start = 'experts: largest load 1.50 of the mean (layer 01), '
+    even = {'layer_01': EXPERTS['layer_01']}
+    assert expert_line(tiny_config, even) == start + 'no-op 0.60, dropped 0.00'
+    assert expert_line(tiny_config, even, num_noop=0) == start + 'dropped 0.00'
+    some = {'layer_00': NO_TOKEN, **even, 'layer_03': NO_TOKEN}
+    expected = start + 'no-op 0.60, dropped 0.00, 6 without a token'
+    assert expert_line(tiny_config, some) == expected
+    assert 'largest load nan' in expert_line(tiny_config, {'layer_00': NO_TOKEN})
+
+
+@pytest.mark.parametrize(
+    ('changes', 'config'),
+    [
+        ({'model.routing.router': 'learned'}, 'dense_isoflop.py'),
+        ({}, 'mod_isoflop.py'),
+        (expert_knobs(num_noop=0), 'dense_isoflop.py'),
+        (expert_knobs(), 'moe.py'),
+        (expert_knobs(num_noop=0) | {'model.routing.router': 'learned'}, 'moe.py'),
+        (expert_knobs() | {'model.depth.stream': 'moda'}, 'moda.py'),
+        ({'model.depth.stream': 'moda'}, 'moda.py:slots=none'),
+    ],
+)
+def test_the_run_to_compare_with_lacks_one_mechanism(tiny_config, changes, config):
+    """Routing, no-op experts, experts or depth slots are taken away; a plain model gets routing."""
+    model = from_config(tiny_config(**changes)).model
+    assert report._other_config(model) == config
+    assert (ROOT / 'configs' / config.split(':')[0]).exists()
 
 
 @pytest.mark.parametrize(

@@ -41,12 +41,14 @@ def test_depth_prints_its_tables_and_writes_json(tmp_path):
 
 @pytest.mark.slow
 def test_models_are_compared_in_bfloat16():
-    """All four beside the dense one, by length."""
+    """All beside the dense one, by length; `mode` stands for both of its forms."""
     small = ['--size=2x64', '--lengths=32', '--tokens=64', '--repeats=1', '--dtype=bfloat16']
-    done = bench('step', '--models=dense,mod,moda,both', *small, '--json=-')
+    done = bench('step', '--variants=dense,mod,moda,both,moe,mode', *small, '--json=-')
     assert done.returncode == 0, done.stderr
     (table,) = json.loads(done.stdout)
-    assert [row['model'] for row in table['rows']] == ['dense', 'mod', 'moda', 'both']
+    names = ['dense', 'mod', 'moda', 'both', 'moe', 'staged', 'integrated']
+    assert [row['model'] for row in table['rows']] == names
+    assert [bool(row['experts']) for row in table['rows']] == [False] * 4 + [True] * 3
     assert (table['dtype'], table['batch'], table['size']) == ('bfloat16', 2, '2x64')
     assert all(row['realised_saving'] > 0 for row in table['rows'])
 
@@ -85,10 +87,10 @@ def test_attention_writes_json_and_a_picture(tmp_path):
         (['depth', '--size=16x100'], ['16x100', 'multiple of 64']),
         (['depth', '--size=2x128', '--kv_heads=3'], ['3', 'divide']),
         (['depth', '--tokens=64'], ['--tokens', 'is of step', 'depth']),
-        (['step', '--kv_heads=2'], ['--kv_heads', 'needs --models']),
-        (['step', '--size=124m'], ['--size=124m', 'needs --models']),
-        (['step', '--models=mod'], ['--models=mod', 'begin with dense']),
-        (['step', '--models=dense,mood'], ['--models=mood', 'both']),
+        (['step', '--kv_heads=2'], ['--kv_heads', 'needs --variants']),
+        (['step', '--size=124m'], ['--size=124m', 'needs --variants']),
+        (['step', '--variants=mode,dense'], ['--variants=mode,dense', 'begin with dense']),
+        (['step', '--variants=dense,mood'], ['--variants=mood', 'both', 'mode']),
         (['step', '--batches=8'], ['--batches', 'is of decode', 'step']),
         (['attention', '--implementations=cudn'], ['--implementations=cudn', 'cudnn']),
         (['attention', '--heads=6', '--kv_heads=4'], ['--kv_heads=4', '--heads=6']),

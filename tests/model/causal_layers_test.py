@@ -47,7 +47,8 @@ def make(tiny_config, **knobs):
 def test_each_layer_compares_with_its_own_threshold(tiny_config):
     """Under `threshold` the rule is r > the layer's average, whatever rule the model was given."""
     model, variables = make(tiny_config)
-    _, records = jit(functools.partial(model.apply, routing='threshold'))(variables, TOKENS_BT)
+    run = jit(functools.partial(model.apply, routing='threshold'))
+    records = run(variables, TOKENS_BT)[1].routing
     thresholds_R11 = np.float32([0.5, 0.7, 0.9])[:, None, None]
     wanted_RBT = np.asarray(records.scores_BT) > thresholds_R11
     np.testing.assert_array_equal(records.entered_BT | records.refused_BT, wanted_RBT)
@@ -82,14 +83,14 @@ def test_random_choices_follow_the_given_key(tiny_config):
 
     @jit
     def choices(key):
-        return model.apply(variables, TOKENS_BT, rngs={'routing': key})[1].scores_BT
+        return model.apply(variables, TOKENS_BT, rngs={'routing': key})[1].routing.scores_BT
 
     one, same, other = (np.asarray(choices(jax.random.key(seed))) for seed in (1, 1, 2))
     np.testing.assert_array_equal(one, same)
     assert (one != other).all()
     assert all((one[i] != one[j]).all() for i in range(NUM_ROUTED) for j in range(i))
     without, again = (
-        jit(lambda x: model.apply(x, TOKENS_BT)[1].scores_BT)(variables) for _ in range(2)
+        jit(lambda x: model.apply(x, TOKENS_BT)[1].routing.scores_BT)(variables) for _ in range(2)
     )
     np.testing.assert_array_equal(without, again)
 
@@ -112,14 +113,16 @@ def test_only_the_named_layers_obey_the_rule(loop, overflow, tiny_config):
             variables, TOKENS_BT, None, causal_layers_R=jnp.asarray(causal_layers_R)
         )
         for layer in range(NUM_ROUTED):
-            by_rule_BT = np.asarray(records.rule_logits_BT[layer]) > 0
+            by_rule_BT = np.asarray(records.routing.rule_logits_BT[layer]) > 0
             by_rule_BT &= by_rule_BT.cumsum(axis=1) <= most
-            assert (by_rule_BT != records.top_c_BT[layer]).any()
-            expected_BT = by_rule_BT if named[layer] else records.top_c_BT[layer]
-            np.testing.assert_array_equal(records.entered_BT[layer], expected_BT)
+            assert (by_rule_BT != records.routing.top_c_BT[layer]).any()
+            expected_BT = by_rule_BT if named[layer] else records.routing.top_c_BT[layer]
+            np.testing.assert_array_equal(records.routing.entered_BT[layer], expected_BT)
             if not any(named[:layer]):
-                np.testing.assert_array_equal(records.top_c_BT[layer], of_top_c[1].top_c_BT[layer])
-        assert (np.asarray(records.refused_BT).any(axis=(1, 2)) <= causal_layers_R).all()
+                np.testing.assert_array_equal(
+                    records.routing.top_c_BT[layer], of_top_c[1].routing.top_c_BT[layer]
+                )
+        assert (np.asarray(records.routing.refused_BT).any(axis=(1, 2)) <= causal_layers_R).all()
         seen.append(np.asarray(logits_BTV))
     np.testing.assert_allclose(seen[0], of_top_c[0], rtol=0, atol=1e-4)
     np.testing.assert_array_equal(run(variables, TOKENS_BT)[0], seen[-1])

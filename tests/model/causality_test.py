@@ -102,7 +102,7 @@ def built(tiny_config):
         if routing == 'threshold' and 'averages' in variables:
             thresholds_R = variables['averages']['thresholds_R']
             for layer in range(len(thresholds_R)):  # each moves the stream of the next
-                thresholds_R[layer] = np.quantile(run(TOKENS_BT)[1].scores_BT[layer], 0.7)
+                thresholds_R[layer] = np.quantile(run(TOKENS_BT)[1].routing.scores_BT[layer], 0.7)
         return model, variables, run
 
     return build
@@ -125,7 +125,7 @@ def test_future_tokens_change_no_bit_of_the_past(name, built):
     (model, variables, run), (_, routing) = built(name), (CAUSAL | MORE_ROUTERS)[name]
     logits_BTV, records = run(TOKENS_BT)
     if routing in ('predictor', 'aux_loss', 'threshold'):
-        fractions = np.asarray(records.entered_BT).mean(axis=(1, 2))
+        fractions = np.asarray(records.routing.entered_BT).mean(axis=(1, 2))
         assert ((0.1 < fractions) & (fractions < 0.9)).all()
     for first in (1, CUT, LENGTH - 1):
         other_BTV, _ = run(swapped(range(first, LENGTH)))
@@ -148,8 +148,8 @@ def test_top_c_looks_ahead(built):
     logits_BTV, records = run(TOKENS_BT)
     other_BTV, other_records = run(swapped(range(CUT, LENGTH)))
     assert changed(logits_BTV, other_BTV)[:, :CUT].any()
-    assert (records.top_c_BT != other_records.top_c_BT)[:, :, :CUT].any()
-    assert (np.asarray(records.top_c_BT).sum(-1) == LENGTH // 4).all()
+    assert (records.routing.top_c_BT != other_records.routing.top_c_BT)[:, :, :CUT].any()
+    assert (np.asarray(records.routing.top_c_BT).sum(-1) == LENGTH // 4).all()
 
 
 @pytest.mark.parametrize('name', ['dense_model', 'top_c_of_segments'])
@@ -175,12 +175,13 @@ def test_packed_documents_under_a_rule_share_slots_alone(built):
     """
     _, _, run = built('roomy')
     logits_BTV, records = run(TOKENS_BT, PACKED_BT)
-    assert not np.any(records.refused_BT)
+    assert not np.any(records.routing.refused_BT)
     for document in (1, 2, 3):
         inside = PACKED_BT[0] == document
         other_BTV, other = run(swapped(np.flatnonzero(~inside)), PACKED_BT)
         np.testing.assert_array_equal(
-            np.asarray(other.entered_BT)[:, :, inside], np.asarray(records.entered_BT)[:, :, inside]
+            np.asarray(other.routing.entered_BT)[:, :, inside],
+            np.asarray(records.routing.entered_BT)[:, :, inside],
         )
         assert changed(logits_BTV, other_BTV)[:, ~inside].all()
         atol = 1e-5 * np.abs(logits_BTV).max()
@@ -220,7 +221,7 @@ def test_a_cache_that_grows_changes_bits_by_its_size_alone(built):
     """
     _, _, run = built('grow')
     logits_BTV, records = run(TOKENS_BT)
-    fullest_R = np.asarray(records.entered_BT).sum(2).max(1)
+    fullest_R = np.asarray(records.routing.entered_BT).sum(2).max(1)
     scale, sizes = np.abs(logits_BTV).max(), np.array([3, 6, 12, LENGTH])
     same_sizes = []
     for seed, first in enumerate((1, 4, 9, CUT, 20, LENGTH - 1)):
@@ -230,16 +231,17 @@ def test_a_cache_that_grows_changes_bits_by_its_size_alone(built):
             other_BTV, other = run(np.where(future_BT, future, TOKENS_BT))
             kept_BT = ~future_BT
             np.testing.assert_array_equal(
-                np.asarray(other.entered_BT)[:, kept_BT], np.asarray(records.entered_BT)[:, kept_BT]
+                np.asarray(other.routing.entered_BT)[:, kept_BT],
+                np.asarray(records.routing.entered_BT)[:, kept_BT],
             )
             difference_BTV = np.asarray(other_BTV)[kept_BT] - np.asarray(logits_BTV)[kept_BT]
             assert np.abs(difference_BTV).max() < 1e-5 * scale
-            full_R = np.asarray(other.entered_BT).sum(2).max(1)
+            full_R = np.asarray(other.routing.entered_BT).sum(2).max(1)
             same = (np.searchsorted(sizes, full_R) == np.searchsorted(sizes, fullest_R)).all()
             assert not (same and changed(logits_BTV, other_BTV)[kept_BT].any())
             same_sizes.append(same)
     assert any(same_sizes) and not all(same_sizes)
-    assert not np.any(records.refused_BT)
+    assert not np.any(records.routing.refused_BT)
 
 
 @pytest.mark.parametrize('name', ['top_c', 'predictor', 'random'])

@@ -74,9 +74,11 @@ def check(make_config, knobs):
         for layers in variables['params']['stack'].values():
             for layer in layers.values():
                 if 'predictor' in layer:  # about a third of the tokens is let in
-                    layer['predictor']['out']['bias'] -= np.quantile(records.rule_logits_BT, 0.65)
+                    layer['predictor']['out']['bias'] -= np.quantile(
+                        records.routing.rule_logits_BT, 0.65
+                    )
         full_BTV, records = full(variables, tokens_BT)
-        entered_BT = np.asarray(records.entered_BT)[0]
+        entered_BT = np.asarray(records.routing.entered_BT)[0]
         assert 0.1 <= entered_BT.mean() <= 0.6
         later_B = [entered_BT[b, start:].mean() for b, start in enumerate(PROMPTS_B)]
         assert 0 < np.mean(later_B) < 1  # while decoding some enter and some do not

@@ -3,6 +3,10 @@
 Written from the definitions alone (RMSNorm, RoPE and SwiGLU as in Llama; one softmax over sequence
 keys and depth slots, Zhu et al. 2026, arXiv 2603.15619), with nothing batched, scanned or shared
 with the library, so that the two can only agree by computing the same thing.
+
+Every function takes complex parameters, all of them complex, as it takes real ones: it never
+conjugates or takes a modulus, so that a complex step along a direction gives the derivative. In
+place of a layer's parameters, or of its mlp's, a function may stand: see `block`.
 """
 
 import dataclasses
@@ -125,7 +129,7 @@ def _stream_write(weights, x_TD, shape):
 def read_depth(query_TNH, slots):
     """Returns x_TD, D = N H: each token's query over the slots (key_TKH, value_TKH) of its own."""
     num_tokens, num_heads, _ = query_TNH.shape
-    x_TNH = np.zeros(query_TNH.shape)
+    x_TNH = np.zeros_like(query_TNH)
     for t in range(num_tokens):
         for n in range(num_heads):
             keys_LH, values_LH = _slots_of(slots, t, n, num_heads)
@@ -138,7 +142,11 @@ def block(layer, x_TD, visible, segments_T, positions_T, window, shape):
 
     visible: slots (key_TKH, value_TKH) of earlier layers that its attention heads see. The last
     layer, which no other reads, has no slot projections and writes nothing for want of them.
+    layer: parameters, of which `mlp` may be a function of (x_TD, segments_T) that returns y_TD; or
+        a function of all the other arguments that does the whole of this.
     """
+    if callable(layer):
+        return layer(x_TD, visible, segments_T, positions_T, window, shape)
     place = shape.norm_placement
 
     def attention_norm(x_TD):
@@ -147,6 +155,11 @@ def block(layer, x_TD, visible, segments_T, positions_T, window, shape):
     def mlp_norm(x_TD):
         return rms_norm(x_TD, layer['mlp_norm']['scale'], shape.norm_eps)
 
+    def fed_forward(x_TD):
+        if callable(layer['mlp']):
+            return layer['mlp'](x_TD, segments_T)
+        return mlp(layer['mlp'], x_TD, shape)
+
     attended_TD = attention_norm(x_TD) if place == 'pre' else x_TD
     f_TD, key_TKH, value_TKH = attention(
         layer['attention'], attended_TD, visible, segments_T, positions_T, window, shape
@@ -154,13 +167,13 @@ def block(layer, x_TD, visible, segments_T, positions_T, window, shape):
     if place == 'pre':
         x_TD = x_TD + f_TD
         read_TD = mlp_norm(x_TD)
-        y_TD = x_TD + mlp(layer['mlp'], read_TD, shape)
+        y_TD = x_TD + fed_forward(read_TD)
     elif place == 'post':
         read_TD = attention_norm(x_TD + f_TD)
-        y_TD = mlp_norm(read_TD + mlp(layer['mlp'], read_TD, shape))
+        y_TD = mlp_norm(read_TD + fed_forward(read_TD))
     else:
         read_TD = x_TD + attention_norm(f_TD)
-        y_TD = read_TD + mlp_norm(mlp(layer['mlp'], read_TD, shape))
+        y_TD = read_TD + mlp_norm(fed_forward(read_TD))
 
     def projected(name, source_TD):
         if name not in layer:
@@ -199,7 +212,7 @@ def attention(weights, x_TD, visible, segments_T, positions_T, window, shape):
         visible = [(qk_norm(key, weights, 'key_norm', shape), value) for key, value in visible]
 
     num_tokens, num_heads, _ = q_TNH.shape
-    mixed_TNH = np.zeros(q_TNH.shape)
+    mixed_TNH = np.zeros_like(q_TNH)
     for t in range(num_tokens):
         seen = [s for s in range(t + 1) if _sees(t, s, segments_T, positions_T, window)]
         for n in range(num_heads):
@@ -232,7 +245,7 @@ def _slots_of(slots, t, n, num_heads):
 def one_query(query_H, keys, values):
     """Returns softmax(query . keys H^-1/2) values, an H vector, of one query and one head."""
     scores_S = np.array([query_H @ key_H for key_H in keys]) / np.sqrt(len(query_H))
-    weights_S = np.exp(scores_S - scores_S.max())
+    weights_S = np.exp(scores_S - scores_S.real.max())
     weights_S = weights_S / weights_S.sum()
     return sum(weight * value_H for weight, value_H in zip(weights_S, values, strict=True))
 

@@ -57,7 +57,11 @@ def loss_and_gradient(hparams, variables, tokens_BT):
         logits_BTV, records = model.apply(variables | {'params': params}, tokens_BT, segments_BT)
         total = jnp.mean(logits_BTV * weights_BTV)
         if records is not None:
-            leaves = (records.scores_BT, records.rule_logits_BT, records.gates_BT)
+            leaves = (
+                records.routing.scores_BT,
+                records.routing.rule_logits_BT,
+                records.routing.gates_BT,
+            )
             for leaf_RBT, weights_BT in zip(leaves, weights_3BT, strict=True):
                 total += jnp.mean(jnp.tanh(leaf_RBT) * weights_BT[None])
         return total

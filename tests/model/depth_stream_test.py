@@ -127,7 +127,7 @@ def test_attention_stream_reads_slots(tiny_config):
     positions_BT = jnp.broadcast_to(jnp.arange(5), (2, 5))
     tokens = Tokens(positions_BT, jnp.ones_like(positions_BT))
     hparams = small(tiny_config, ATTENTION).model
-    entry = Layer(hparams, LayerKind(False, 0, 1, 0, 'entry'), 'top_c')
+    entry = Layer(hparams, LayerKind(False, 0, 1, part='entry'), 'top_c')
     shapes = jax.eval_shape(entry.init, jax.random.key(0), x_BTD, None, tokens, None)
     weights = jax.tree.map(lambda leaf: 0.5 * rng.normal(size=leaf.shape).astype('f'), shapes)
     output = entry.apply(weights, x_BTD, None, tokens, None)

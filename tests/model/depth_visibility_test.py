@@ -9,7 +9,7 @@ import pytest
 
 from moddepth_jax.model.attention import Depth, KeysValues, Tokens
 from moddepth_jax.model.depth_stream import LayerKind
-from moddepth_jax.model.layer import Layer
+from moddepth_jax.model.layer import Layer, Told
 from moddepth_jax.model.layers import rotate
 from moddepth_jax.model.mixture_of_depths import RoutedLayer
 from moddepth_jax.model.stack import Stack, unstacked
@@ -18,7 +18,7 @@ from tests.model.depth_models import FAST, MODA, ROUTED, drawn, small
 
 SLOTS, ROWS, LENGTH = 4, 2, 5
 SEGMENTS_BT = np.array([[1, 1, 1, 1, 1], [1, 1, 2, 2, 0]])
-TOLD = RoutedLayer(np.int32(0), np.float32(0), np.bool_(False))
+TOLD = Told(RoutedLayer(np.int32(0), np.float32(0), np.bool_(False)))
 HALF = ROUTED | {'model.routing.capacity': 0.6}
 MASKED = {'model.depth.skipped_slots': 'masked'}
 # name: (knobs, routed, the newest slots seen, 0 for all)
@@ -47,7 +47,7 @@ def reader(make_config, name):
     valid_LBT = rng.random(shape[:3]) < 0.6 if hparams.masks_slots else None
     positions_BT = jnp.broadcast_to(jnp.arange(LENGTH), (ROWS, LENGTH))
     tokens = Tokens(positions_BT, jnp.asarray(SEGMENTS_BT))
-    given = (x_BTD, Depth(slots, valid_LBT, 3), tokens, TOLD if routed else None)
+    given = (x_BTD, Depth(slots, valid_LBT, 3), tokens, TOLD if routed else Told())
     variables = draw(jax.eval_shape(layer.init, jax.random.key(0), *given), rng)
     return layer, variables, x_BTD, slots, valid_LBT, tokens, given[-1]
 
@@ -63,7 +63,7 @@ def probe(make_config, name):
 
     def call(x_BTD, slots, count):
         output = layer.apply(variables, x_BTD, Depth(slots, valid_LBT, count), tokens, told)
-        return output.x_BTD, None if told is None else output.record.entered_BT
+        return output.x_BTD, output.records.routing and output.records.routing.entered_BT
 
     def grid(slots, count):
         _, vjp = jax.vjp(lambda x, slots: call(x, slots, count)[0], x_BTD, slots)
@@ -226,7 +226,7 @@ def test_layers_see_those_below(name, tiny_config):
         def logit(params):
             params = params | {'stack': muted(stack, params['stack'], loud)}
             logits_BTV, records = model.apply({'params': params}, TOKENS_BT)
-            entered_RT = None if records is None else records.entered_BT[:, 0]
+            entered_RT = None if records is None else records.routing.entered_BT[:, 0]
             return jnp.sum(logits_BTV[0, token] * jnp.arange(1.0, 33.0)), entered_RT
 
         gradient, entered_RT = jax.grad(logit, has_aux=True)(variables['params'])
@@ -273,7 +273,7 @@ def test_slots_of_skipped_tokens(place, tiny_config):
         given = (x_BTD, None, Tokens(positions_BT, jnp.asarray(SEGMENTS_BT)), TOLD)
         variables = draw(jax.eval_shape(layer.init, jax.random.key(0), *given), rng)
         output = jax.jit(layer.apply, compiler_options=FAST)(variables, *given)
-        written[skipped], entered_BT = output.written, np.asarray(output.record.entered_BT)
+        written[skipped], entered_BT = output.written, np.asarray(output.records.routing.entered_BT)
     assert 4 <= entered_BT.sum() <= 6
     block, stream = variables['params']['block'], variables['params']['stream']
     norms = [block[name]['scale'] for name in ('attention_norm', 'mlp_norm')]

@@ -69,6 +69,8 @@ def test_breakdown_is_the_sum_by_hand(rule, tiny_config):
         'projections': 2 * (2 * T + C) * (D * N * H + 2 * D * K * H + N * H * D),
         'attention': 4 * N * H * (T * T / 2 + C * C / 2 + (4 * T - 8)),
         'mlp': 2 * (2 * T + C) * 3 * D * F,
+        'expert_router': 0,
+        'experts': 0,
         'router': 2 * T * D,
         'predictor': 2 * T * (D * 8 + 8) if rule == 'predictor' else 0,
         'head': 2 * T * D * V,

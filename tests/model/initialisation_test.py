@@ -113,6 +113,8 @@ def test_selected_gates_average_about_one_in_every_layer(name, tiny_config):
     gates = []
     for seed in range(3):
         _, records = apply({'params': init(seed)}, tokens_BT)
-        gates.append(np.mean(records.scores_BT, axis=(1, 2), where=records.top_c_BT))
+        gates.append(
+            np.mean(records.routing.scores_BT, axis=(1, 2), where=records.routing.top_c_BT)
+        )
     assert np.shape(gates) == (3, len(model.hparams.model.routed_layers))
     assert 0.5 < np.min(gates) and np.max(gates) < 2, gates

@@ -62,7 +62,7 @@ def test_mlp_is_its_equation(use_bias, tiny_config):
     """w2(silu(w1 x) * (w3 x)), with a bias on each of the three where asked and else none."""
     model = from_config(tiny_config(**{'model.use_bias': use_bias})).model
     x = normal(0, 1, 5, model.d_model)
-    params = SwiGLU(model).init(jax.random.key(0), x)['params']
+    params = SwiGLU(model, model.d_ff).init(jax.random.key(0), x)['params']
     keys = {'kernel', 'bias'} if use_bias else {'kernel'}
     assert {name: set(value) for name, value in params.items()} == dict.fromkeys(
         ('w1', 'w2', 'w3'), keys
@@ -74,5 +74,5 @@ def test_mlp_is_its_equation(use_bias, tiny_config):
 
     gate = affine('w1', x.astype(float))
     expected = affine('w2', gate / (1 + np.exp(-gate)) * affine('w3', x.astype(float)))
-    got = SwiGLU(model).apply({'params': params}, x)
+    got = SwiGLU(model, model.d_ff).apply({'params': params}, x)
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-6 * np.abs(expected).max())

@@ -61,8 +61,10 @@ def test_scan_and_remat_change_the_program_and_not_its_result(tiny_config):
     ((_, (logits_BTV, records)), gradients), *others = results
     for (_, (other_logits_BTV, other_records)), other_gradients in others:
         np.testing.assert_allclose(other_logits_BTV, logits_BTV, rtol=0, atol=1e-5)
-        np.testing.assert_array_equal(other_records.entered_BT, records.entered_BT)
-        np.testing.assert_allclose(other_records.scores_BT, records.scores_BT, rtol=0, atol=1e-5)
+        np.testing.assert_array_equal(other_records.routing.entered_BT, records.routing.entered_BT)
+        np.testing.assert_allclose(
+            other_records.routing.scores_BT, records.routing.scores_BT, rtol=0, atol=1e-5
+        )
         pairs = zip(jax.tree.leaves(gradients), jax.tree.leaves(other_gradients), strict=True)
         for one, other in pairs:
             atol = 2e-6 * max(np.abs(one).max(), 1)
@@ -89,7 +91,7 @@ def test_capacity_one_without_gate_is_the_dense_model(placement, tiny_config):
     }
     expected, none = jit(dense.apply)({'params': params | {'stack': runs}}, TOKENS_BT)
     logits_BTV, records = jit(routed.apply)({'params': params}, TOKENS_BT)
-    assert none is None and np.asarray(records.entered_BT).all()
+    assert none is None and np.asarray(records.routing.entered_BT).all()
     np.testing.assert_allclose(logits_BTV, expected, rtol=0, atol=1e-5)
     assert np.std(expected) > 0.5
 
@@ -112,7 +114,9 @@ def test_records_are_in_order_of_depth(tiny_config):
             leaf[:] = 0
     _, records = jit(model.apply)({'params': marked}, TOKENS_BT)
     x_BTD = marked['embedding'][TOKENS_BT]
-    for scores_BT, layer in zip(records.scores_BT, model.hparams.model.routed_layers, strict=True):
+    for scores_BT, layer in zip(
+        records.routing.scores_BT, model.hparams.model.routed_layers, strict=True
+    ):
         np.testing.assert_allclose(scores_BT, x_BTD[:, :, layer], rtol=1e-6)
 
 
@@ -139,7 +143,7 @@ def test_rule_that_was_not_trained_is_refused(trained, tiny_config):
 
     for routing in ('top_c', 'dense', trained):
         logits_BTV, records = run(routing)
-        assert logits_BTV.shape == (2, 16, 257) and records.entered_BT.shape == (1, 2, 16)
+        assert logits_BTV.shape == (2, 16, 257) and records.routing.entered_BT.shape == (1, 2, 16)
     for routing in {'predictor', 'aux_loss', 'topc'} - {trained}:
         with pytest.raises(ValueError, match=f"'{routing}'.*top_c.*{trained}") as error:
             run(routing)

@@ -64,7 +64,7 @@ def build(name, make_config):
     if hparams.model.tracks_threshold:
         zeros = {'averages': {'thresholds_R': jnp.zeros(len(hparams.model.routed_layers))}}
         _, records = model.apply(variables | zeros, tokens_BT, segments_BT)
-        quantile_R = jnp.quantile(records.scores_BT, 0.6, axis=(1, 2))
+        quantile_R = jnp.quantile(records.routing.scores_BT, 0.6, axis=(1, 2))
         variables['averages'] = {'thresholds_R': quantile_R}
     full = jax.jit(functools.partial(model.apply, routing=rule), compiler_options=FAST)
     logits_BTV, records = full(variables, tokens_BT, segments_BT)
@@ -140,26 +140,28 @@ def test_prompt_and_steps_equal_the_full_forward(name, tiny_config):
     np.testing.assert_array_equal(cache.lengths_B, [LENGTH] * BATCH)
     if records is None:
         return
-    entered = np.asarray(records.entered_BT)
+    entered = np.asarray(records.routing.entered_BT)
     layers = [layer for layer in cache.layers if layer.lengths_B is not None]
     for layer, entered_BT in zip(layers, entered, strict=True):
         np.testing.assert_array_equal(layer.lengths_B, entered_BT.sum(axis=1))
         for row in range(BATCH):
             positions = np.asarray(layer.positions_BS)[row, : entered_BT[row].sum()]
             np.testing.assert_array_equal(positions, np.flatnonzero(entered_BT[row]))
-    np.testing.assert_array_equal(cache.refused_B, np.asarray(records.refused_BT).sum((0, 2)))
+    np.testing.assert_array_equal(
+        cache.refused_B, np.asarray(records.routing.refused_BT).sum((0, 2))
+    )
     if rule != 'dense':
         assert (0.05 < entered.mean(axis=(1, 2))).all() and entered.mean() < 0.6
 
 
 def test_the_cases_fill_caches_and_refuse_tokens(tiny_config):
     """The cases above meet what they are for: full caches under `skip`, growth beyond them."""
-    refused = {name: np.asarray(build(name, tiny_config)[-1].refused_BT).sum() for name in (
+    refused = {name: np.asarray(build(name, tiny_config)[-1].routing.refused_BT).sum() for name in (
         'aux_loss', 'threshold', 'aux_loss grows', 'threshold grows')}  # fmt: skip
     assert refused['aux_loss'] > 0 and refused['threshold'] > 0
     assert refused['aux_loss grows'] == refused['threshold grows'] == 0
     hparams, *_, records = build('threshold grows', tiny_config)
-    most = np.asarray(records.entered_BT).sum(axis=2).max()
+    most = np.asarray(records.routing.entered_BT).sum(axis=2).max()
     assert most > hparams.model.routing.cache_slots(LENGTH, 'threshold')
 
 

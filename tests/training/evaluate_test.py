@@ -86,7 +86,7 @@ def by_hand(variables, hparams, batches, routing, **layers):
         for b, t in np.argwhere((labels_BT != -100) & (segment_ids_BT > 0)):
             label = labels_BT[b, t]
             sums[:3] += log_z_BT[b, t] - logits_BTV[b, t, label], 1, label != SEPARATOR
-        entered_BT = np.asarray(records.entered_BT[0]) & (segment_ids_BT > 0)
+        entered_BT = np.asarray(records.routing.entered_BT[0]) & (segment_ids_BT > 0)
         sums[3:] += entered_BT.sum(), (segment_ids_BT > 0).sum()
     return sums
 

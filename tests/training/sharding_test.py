@@ -1,19 +1,16 @@
-"""Rows of a batch are split over devices, the state is whole on each, and the result the same."""
+"""Rows are split over devices, and experts; all else is whole on each, and the result the same."""
 
 import json
-import os
-import pathlib
-import subprocess
-import sys
 
 import jax
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, PartitionSpec
 
+from moddepth_jax.hparams import from_config
 from moddepth_jax.training import sharding
-
-ROOT = pathlib.Path(__file__).parents[2]
-FAKE_DEVICES = '--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0'
+from moddepth_jax.training.train_step import init_state
+from tests.four_devices import collectives, on_four_devices
 
 
 @pytest.mark.parametrize(
@@ -26,9 +23,11 @@ FAKE_DEVICES = '--xla_force_host_platform_device_count=4 --xla_backend_optimizat
         ('data=two', 'AXIS=SIZE'),
         ('data=1.5', 'AXIS=SIZE'),
         ('data=²', 'AXIS=SIZE'),
-        ('dta=1', 'an axis of data'),
-        ('data=1,model=1', 'an axis of data'),
+        ('dta=1', 'an axis of data, expert'),
+        ('data=1,model=1', 'an axis of data, expert'),
+        ('expert=1,data=1,expert=1', 'names expert twice'),
         ('data=1000', 'needs 1000 devices, 1 are here'),
+        ('data=5,expert=4', 'needs 20 devices, 1 are here'),
     ],
 )
 def test_a_bad_mesh_is_refused_in_one_line(spec, words):
@@ -41,8 +40,8 @@ def test_a_bad_mesh_is_refused_in_one_line(spec, words):
 
 def test_the_mesh_is_all_devices_unless_told():
     """Without a spec every device lies along `data`."""
-    assert sharding.make_mesh().shape == {'data': jax.device_count()}
-    assert sharding.make_mesh('data=1').shape == {'data': 1}
+    assert sharding.make_mesh().shape == {'data': jax.device_count(), 'expert': 1}
+    assert sharding.make_mesh('expert=1').shape == {'data': 1, 'expert': 1}
 
 
 @pytest.mark.parametrize(
@@ -62,60 +61,136 @@ def test_rows_of_a_micro_batch_must_divide(batch_size, parts, shards, divides):
     assert f'over {shards} devices' in message and '\n' not in message
 
 
+EXPERTS = {'model.experts.choice': 'token', 'model.experts.num_routed': 6}
+
+
+@pytest.mark.parametrize(
+    ('experts', 'sizes', 'words'),
+    [
+        (EXPERTS, (2, 4), ['model.experts.num_routed=6', '--mesh=expert=4', 'a divisor of 6']),
+        (EXPERTS, (1, 12), ['model.experts.num_routed=6', '--mesh=expert=12']),
+        ({}, (2, 2), ['expert=2', 'model.experts.choice=none', '--mesh=data=N']),
+        (EXPERTS, (3, 2), ['data.batch_size=4', 'over 3 devices']),
+    ],
+)
+def test_a_mesh_that_does_not_fit_the_model_is_refused(tiny_config, experts, sizes, words):
+    """In one line, with both numbers: experts that do not divide, or that there are none."""
+    hparams = from_config(tiny_config(**experts))
+    sharding.check_mesh(hparams, AbstractMesh((2, 1), sharding.AXES))
+    if experts:
+        sharding.check_mesh(hparams, AbstractMesh((1, 3), sharding.AXES))
+    with pytest.raises(ValueError) as caught:
+        sharding.check_mesh(hparams, AbstractMesh(sizes, sharding.AXES))
+    message = str(caught.value)
+    assert all(word in message for word in words) and '\n' not in message
+
+
+def test_experts_and_their_moments_are_split_and_nothing_else_is(tiny_config):
+    """Of a MoD model: all three kernels of routed experts, in blocks with and without a router.
+
+    A dense mlp has the same names; it is whole, as are routers and shared experts.
+    """
+    changes = {
+        'model.num_layers': 4,
+        'model.experts.layers': '1,2',
+        'model.routing.router': 'position',
+    }
+    hparams = from_config(tiny_config(**EXPERTS, **changes))
+    state = jax.eval_shape(lambda: init_state(hparams, 4))
+    mesh = AbstractMesh((2, 3), sharding.AXES)
+    shardings = sharding.state_shardings(mesh, state)
+    assert jax.tree.structure(shardings) == jax.tree.structure(state)
+    split = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(shardings):
+        assert leaf.mesh == mesh
+        if leaf.spec != PartitionSpec():
+            assert leaf.spec == PartitionSpec(None, 'expert', None, None)
+            split.append(jax.tree_util.keystr(path, simple=True, separator='/'))
+    wanted = [f'mlp/{name}/kernel' for name in ('w1', 'w2', 'w3')]
+    for tree in ('params', '/mu', '/nu'):
+        mine = [path for path in split if tree in path]
+        assert sorted(path[-len(wanted[0]) :] for path in mine) == sorted(2 * wanted)
+        assert sum('/block/' in path for path in mine) == 3
+    assert len(split) == 18
+
+
 ON_FOUR_DEVICES = """
-import json, sys
+import json, sys, tempfile
 import jax, numpy as np
 from ml_collections import ConfigDict
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model.transformer import Transformer
-from moddepth_jax.training.sharding import make_mesh, put_batch, replicated
+from moddepth_jax.training.checkpoint import Checkpoints, state_sha256
+from moddepth_jax.training.sharding import make_mesh, put_batch, replicated, state_shardings
 from moddepth_jax.training.train_step import init_state, train_step
 
-hparams = from_config(ConfigDict(json.loads(sys.argv[1])))
-router = hparams.model.routing.router
+config, specs, num_steps = json.loads(sys.argv[1])
+hparams = from_config(ConfigDict(config))
 batches = []
-for seed in range(4):
+for seed in range(num_steps):
     tokens_BT = np.random.default_rng(seed).integers(0, 257, (8, 33)).astype(np.int32)
     tokens_BT[:, 9] = 256
     segments_BT = np.cumsum(tokens_BT[:, :-1] == 256, axis=1, dtype=np.int32) + 1
     batches.append({'tokens_BT': tokens_BT[:, :-1], 'labels_BT': tokens_BT[:, 1:],
                     'segment_ids_BT': segments_BT})
+
+def shards(array):
+    return sorted({str(shard.data.shape) for shard in array.addressable_shards})
+
+def w1(state):
+    return shards(state.params['stack']['run_0']['layer_0']['mlp']['w1']['kernel'])
+
+state = jax.jit(lambda: init_state(hparams, 4))()
+first = jax.device_get(state)
 found = {'devices': jax.device_count(), 'losses': []}
-for shards in (1, 4):
-    mesh = make_mesh(f'data={shards}')
-    state = jax.jit(lambda: init_state(hparams, 4), out_shardings=replicated(mesh))()
-    step = jax.jit(train_step, donate_argnums=0)
+optimizer_states = []
+for spec in specs:
+    mesh = make_mesh(spec)
+    shardings = state_shardings(mesh, first)
+    state = jax.device_put(first, shardings)
+    step = jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, replicated(mesh)))
     losses = []
-    for batch in batches[: 1 if router == 'learned' else 4]:
-        batch = put_batch(mesh, batch)
-        state, metrics = step(state, batch)
-        jax.block_until_ready(state)
-        losses.append(float(metrics['loss']))
+    with jax.set_mesh(mesh):
+        compiled = step.lower(state, put_batch(mesh, batches[0])).compile()
+        for batch in batches:
+            batch = put_batch(mesh, batch)
+            state, metrics = compiled(state, batch)
+            jax.block_until_ready(state)
+            losses.append(float(metrics['loss']))
     found['losses'].append(losses)
+    optimizer_states.append(jax.device_get(jax.tree.leaves(state.optimizer_state)))
+# After a step the first moments are the clipped gradients times 1 - b1.
+found['moments'] = max(
+    float(np.max(np.abs(a - b)) / (np.max(np.abs(a)) or 1.0))
+    for a, b in zip(*optimizer_states, strict=True))
+found['text'] = compiled.as_text()
 leaves = jax.tree.leaves(state)
 found['state_whole'] = all(leaf.is_fully_replicated for leaf in leaves)
 found['state_devices'] = sorted({len(leaf.sharding.device_set) for leaf in leaves})
-found['batch_shards'] = sorted({str(s.data.shape) for s in batch['tokens_BT'].addressable_shards})
-logits_BTV, records = jax.jit(Transformer(hparams).apply)(
-    state.variables, batch['tokens_BT'], batch['segment_ids_BT'])
-found['logits_shards'] = sorted({str(s.data.shape) for s in logits_BTV.addressable_shards})
-if records is not None:
-    shards = records.top_c_BT.addressable_shards
-    found['records_shards'] = sorted({str(s.data.shape) for s in shards})
+found['batch_shards'] = shards(batch['tokens_BT'])
+if hparams.model.expert_layers:
+    found['w1_shards'] = w1(state)
+    with tempfile.TemporaryDirectory() as folder, Checkpoints(folder, 1) as checkpoints:
+        checkpoints.save(1, state, {})
+        for spec in ('data=4', 'expert=4'):
+            shardings = state_shardings(make_mesh(spec), state)
+            placed = jax.tree.map(
+                lambda leaf, to: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=to),
+                state, shardings)
+            restored, _, _ = checkpoints.restore(placed)
+            found[spec] = [w1(restored), state_sha256(restored) == state_sha256(state)]
+else:
+    logits_BTV, records = jax.jit(Transformer(hparams).apply)(
+        state.variables, batch['tokens_BT'], batch['segment_ids_BT'])
+    found['logits_shards'] = shards(logits_BTV)
+    if records is not None:
+        found['records_shards'] = shards(records.routing.top_c_BT)
 print(json.dumps(found))
 """
 
 
-def on_four_devices(config):
-    environment = os.environ | {
-        'PYTHONPATH': str(ROOT),
-        'XLA_FLAGS': FAKE_DEVICES,
-        'NPROC': '8',
-    }
-    command = [sys.executable, '-c', ON_FOUR_DEVICES, config.to_json()]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+def trained(config, specs=('data=1', 'data=4'), num_steps=4):
+    return on_four_devices(ON_FOUR_DEVICES, json.dumps([config.to_dict(), specs, num_steps]))
 
 
 def check_placement(found):
@@ -124,14 +199,10 @@ def check_placement(found):
     assert found['batch_shards'] == ['(2, 32)'] and found['logits_shards'] == ['(2, 32, 257)']
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ('router', 'stream'),
-    [
-        ('position', 'moda'),
-        pytest.param('none', 'residual', marks=pytest.mark.slow),
-        pytest.param('position', 'residual', marks=pytest.mark.slow),
-        pytest.param('none', 'moda', marks=pytest.mark.slow),
-    ],
+    [('position', 'moda'), ('none', 'residual'), ('position', 'residual'), ('none', 'moda')],
 )
 def test_a_model_of_fixed_choices_trains_alike_on_four_devices(router, stream, tiny_config):
     """Four steps on four devices have the losses of one device to 1e-5.
@@ -145,7 +216,7 @@ def test_a_model_of_fixed_choices_trains_alike_on_four_devices(router, stream, t
         'optimizer.warmup_fraction': 0.0,
         'optimizer.learning_rate': 0.01,
     }
-    found = on_four_devices(tiny_config(**changes))
+    found = trained(tiny_config(**changes))
     check_placement(found)
     one, four = found['losses']
     assert len(one) == 4 and min(np.abs(np.diff(one))) > 1e-3
@@ -163,8 +234,33 @@ def test_a_routed_model_keeps_its_rows_apart(tiny_config):
         'data.batch_size': 8,
         'optimizer.warmup_fraction': 0.0,
     }
-    found = on_four_devices(tiny_config(**changes))
+    found = trained(tiny_config(**changes), num_steps=1)
     check_placement(found)
     assert found['records_shards'] == ['(1, 2, 32)']
     one, four = found['losses']
     np.testing.assert_allclose(four, one, atol=1e-5, rtol=0)
+
+
+def test_experts_train_alike_on_two_by_two_devices(tiny_config):
+    """One step with experts and rows split has the loss and gradients of one device to 1e-5.
+
+    Each device holds half of the experts, and the program moves neither their weights nor tokens. A checkpoint from there is restored bit for bit onto meshes of other shapes.
+    """
+    changes = {
+        'model.num_layers': 1,
+        'model.experts.choice': 'token',
+        'model.experts.num_routed': 4,
+        'model.experts.d_ff': 24,
+        'data.batch_size': 8,
+        'optimizer.warmup_fraction': 0.0,
+    }
+    found = trained(tiny_config(**changes), ('data=1', 'data=2,expert=2'), num_steps=1)
+    np.testing.assert_allclose(*found['losses'], atol=1e-5, rtol=0)
+    assert found['moments'] < 1e-5
+    assert found['devices'] == 4 and found['state_devices'] == [4]
+    assert found['batch_shards'] == ['(4, 32)'] and found['w1_shards'] == ['(1, 2, 32, 24)']
+    assert found['data=4'] == [['(1, 4, 32, 24)'], True]
+    assert found['expert=4'] == [['(1, 1, 32, 24)'], True]
+    gathered = collectives(found['text']).pop('all-gather', set())
+    assert gathered <= {'f32[8,32,4]'}  # scores of the router, for top_k
+    assert not collectives(found['text']).keys() & {'all-to-all', 'collective-permute'}

@@ -3,8 +3,10 @@
 import json
 import math
 import os
+import types
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from moddepth_jax.hparams import from_config
@@ -25,6 +27,34 @@ def test_counted_flops_are_those_of_the_trace(tiny_config, router, length):
     assert flops['flops_per_step_dot_general'] == pytest.approx(counted, rel=0.01)
     assert 1.1 < flops['flops_per_step_executed'] / counted < 2
     assert 1 < flops['flops_per_step_xla'] / counted < 2
+
+
+def test_ratios_are_told_by_layer():
+    """Lists and arrays over layers become numbers and lists of each layer, by its index."""
+    ratios = {'recall': [0.5, 0.25], 'load': np.float32([[0.5, 0.5], [1, 0]])}
+    assert summary.by_layer((1, 11), ratios) == {
+        'layer_01': {'recall': 0.5, 'load': [0.5, 0.5]},
+        'layer_11': {'recall': 0.25, 'load': [1.0, 0.0]},
+    }
+    assert summary.by_layer((), {}) == {}
+
+
+def test_routed_layers_and_layers_with_experts_are_told_apart(tiny_config, monkeypatch):
+    """Each kind under its own name, by its own layers; `eval` keeps what is of the whole model."""
+    changes = {'model.routing.router': 'learned', 'model.experts.choice': 'token'}
+    hparams = from_config(tiny_config(**changes))
+    for name in ('flops_of_a_step', 'state_sha256'):
+        monkeypatch.setattr(summary, name, lambda *_: {})
+    state = types.SimpleNamespace(step=4, num_steps=4, skipped=0, params={})
+    dataset = types.SimpleNamespace(
+        epochs=lambda step: 1.0, corpus=types.SimpleNamespace(sha256='')
+    )
+    metadata = {'train_loss': 1.0, 'seconds': 2.0, 'versions': {}}
+    evaluation = {'loss': 1.5, 'routing': {'recall': [0.5]}, 'experts': {'unused': [0.0, 3.0]}}
+    found = summary.summarise(hparams, state, evaluation, dataset, metadata)
+    assert found['eval'] == {'loss': 1.5}
+    assert found['routing'] == {'layer_01': {'recall': 0.5}}
+    assert found['experts'] == {'layer_00': {'unused': 0.0}, 'layer_01': {'unused': 3.0}}
 
 
 def test_numbers_that_are_not_finite_are_null(tmp_path):

@@ -54,9 +54,11 @@ def state(tiny_config):
 def records_of(state, batch, routing):
     """What the routed blocks decide on a batch, by the variables of a state."""
     apply = jax.jit(
-        lambda variables: Transformer(state.hparams).apply(
-            variables, batch['tokens_BT'], batch['segment_ids_BT'], routing
-        )[1],
+        lambda variables: (
+            Transformer(state.hparams)
+            .apply(variables, batch['tokens_BT'], batch['segment_ids_BT'], routing)[1]
+            .routing
+        ),
         compiler_options=FAST,
     )
     return jax.tree.map(np.asarray, apply(state.variables))

@@ -129,10 +129,10 @@ def losses_by_hand(hparams, params, batch):
     labels_BT1 = np.maximum(batch['labels_BT'], 0)[..., None]
     nll_BT = log_z_BT - np.take_along_axis(logits_BTV, labels_BT1, -1)[..., 0]
     z_loss = hparams.optimizer.z_loss * (log_z_BT[counted_BT] ** 2).mean()
-    chance_LBT = 1 / (1 + np.exp(-np.asarray(records.rule_logits_BT, np.float64)))
-    rule_LBT = -np.log(np.where(records.top_c_BT, chance_LBT, 1 - chance_LBT))
+    chance_LBT = 1 / (1 + np.exp(-np.asarray(records.routing.rule_logits_BT, np.float64)))
+    rule_LBT = -np.log(np.where(records.routing.top_c_BT, chance_LBT, 1 - chance_LBT))
     real_BT = batch['segment_ids_BT'] > 0
-    slopes = (chance_LBT - records.top_c_BT)[:, real_BT]
+    slopes = (chance_LBT - records.routing.top_c_BT)[:, real_BT]
     return (nll_BT[counted_BT].mean(), z_loss, rule_LBT[:, real_BT].mean()), slopes
 
 

@@ -1,0 +1,24 @@
+"""Mixture-of-Depths-and-Experts, integrated: half of the experts to choose from do nothing.
+
+python -m launch.train --config=configs/mode_integrated.py
+python -m launch.train --config=configs/mode_integrated.py:size=6x128,budget=3e13
+
+The experts of configs/moe.py, and beside them as many that add nothing and cost nothing. The
+balance loss drives these to half of the choices, at which the FLOPs are counted; attention and the
+shared expert take every token.
+"""
+
+from configs import moe, sizes
+
+
+def get_config(arguments: str = ''):
+    """Arguments: size, budget, balance, as in moe."""
+    values = sizes.parse(arguments, size='4x128', budget='1.6e13', balance='0.001')
+    config = moe.get_config(','.join(f'{name}={value}' for name, value in values.items()))
+    apply_noop(config)
+    return config
+
+
+def apply_noop(config):
+    """As many experts that do nothing as there are others in `config.model`."""
+    config.model.experts.num_noop = config.model.experts.num_routed

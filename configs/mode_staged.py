@@ -1,0 +1,20 @@
+"""Mixture-of-Depths-and-Experts, staged: a token enters a block first, then chooses its experts.
+
+python -m launch.train --config=configs/mode_staged.py
+python -m launch.train --config=configs/mode_staged.py:size=6x128,budget=3e13
+
+The experts of configs/moe.py in every layer; every other block is routed besides, an eighth of the
+tokens enter it, and a token that does not skips attention and experts alike.
+"""
+
+from configs import moe, sizes
+
+
+def get_config(arguments: str = ''):
+    """Arguments: size, budget, balance, choice, as in moe."""
+    values = sizes.parse(arguments, size='4x128', budget='1.6e13', balance='0.001', choice='token')
+    config = moe.get_config(','.join(f'{name}={value}' for name, value in values.items()))
+    config.model.routing.router = 'learned'
+    config.model.routing.layers = 'every:2'
+    config.model.routing.capacity = 0.125
+    return config

@@ -1,0 +1,62 @@
+"""A mixture of experts at a FLOP budget: each token passes two of eight experts, and a shared one.
+
+python -m launch.train --config=configs/moe.py
+python -m launch.train --config=configs/moe.py:size=6x128,budget=3e13,balance=0.01
+python -m launch.train --config=configs/moe.py:capacity=0.5
+python -m launch.train --config=configs/moe.py:choice=expert
+
+What a token passes is together as wide as the mlp of the dense model of that size, so that both
+cost about the same (configs/dense_isoflop.py). The second has another weight of the balance loss (0
+takes it away). In the third an expert takes of each row half of an equal share of its choices,
+first come, and leaves out the others: the lowered expert capacity that integrated MoDE
+(configs/mode_integrated.py) is to be compared with. In the last the experts choose their tokens,
+and evaluation goes by a threshold for each expert.
+"""
+
+from configs import dense_isoflop, sizes
+
+
+def apply_experts(config):
+    """Experts in every layer of `config.model`: eight, of which a token passes two, and one shared.
+
+    These three are together as wide as the mlp is without experts, rounded down to what 3 divides.
+    """
+    experts = config.model.experts
+    experts.choice = 'token'
+    experts.num_routed, experts.num_shared, experts.top_k = 8, 1, 2
+    experts.d_ff = config.model.d_ff // (experts.num_shared + experts.top_k)
+
+
+def get_config(arguments: str = ''):
+    """Arguments: size=LAYERSxWIDTH, budget=training FLOPs; balance, the weight of that loss;
+    capacity of an expert over an equal share of the choices, in (0, 1] (1: no limit); choice
+    (token | expert).
+    """
+    values = sizes.parse(
+        arguments, size='4x128', budget='1.6e13', balance='0.001', capacity='1', choice='token'
+    )
+    config = dense_isoflop.get_config('size={size},budget={budget}'.format(**values))
+    apply_experts(config)
+    experts = config.model.experts
+    if values['choice'] not in ('token', 'expert'):
+        raise ValueError(f'choice={values["choice"]!r}: must be token or expert')
+    experts.choice = values['choice']
+    experts.balance_weight = _number('balance', values['balance'])
+    capacity = _number('capacity', values['capacity'])
+    if not 0 < capacity <= 1:
+        right = 'must lie in (0, 1]; 1 is no limit'
+        raise ValueError(f'capacity={values["capacity"]!r}: {right}')
+    if capacity < 1:
+        share = experts.top_k * config.data.sequence_length / experts.num_routed
+        experts.row_capacity = max(1, int(capacity * share))
+    return config
+
+
+def _number(name, text):
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < float('inf'):
+        raise ValueError(f'{name}={text!r}: must be a number of 0 or more, such as 0.5')
+    return number

@@ -1,0 +1,110 @@
+"""Experts as loops over rows, tokens and experts, and small models that have them, for tests.
+
+The loops are written from the definitions and share no code with the library: who passes what is
+counted in NumPy one by one, what is added is every expert computed for every token.
+"""
+
+import jax
+import numpy as np
+
+from tests.model.depth_models import small
+
+
+def experts(**knobs):
+    """Knobs of model.experts: 5 experts of width 8, top-2 by token, and those that are given."""
+    knobs = {'choice': 'token', 'num_routed': 5, 'top_k': 2, 'd_ff': 8} | knobs
+    return {f'model.experts.{name}': value for name, value in knobs.items()}
+
+
+def small_experts(make_config, *others, **knobs):
+    """Hparams of a small model with these experts, and with other dicts of knobs."""
+    return small(make_config, experts(**knobs), *others)
+
+
+def scored(params, x_BTD, form):
+    """Scores of all experts, in float64."""
+    logits_BTZ = np.asarray(x_BTD, float) @ np.asarray(params['router']['kernel'], float)
+    if form == 'sigmoid':
+        return 1 / (1 + np.exp(-logits_BTZ))
+    powers_BTZ = np.exp(logits_BTZ - logits_BTZ.max(-1, keepdims=True))
+    return powers_BTZ / powers_BTZ.sum(-1, keepdims=True)
+
+
+def pairs_of_tokens(scores_BTZ, real_BT, top_k, num_routed, capacity=0):
+    """bool [B, T, Z]: what each token chooses, the lower number of equals; and what is computed.
+
+    An expert computes the first `capacity` tokens of a row that chose it (0: all).
+    """
+    chosen_BTZ = np.zeros(scores_BTZ.shape, bool)
+    computed_BTZ = np.zeros(scores_BTZ.shape, bool)
+    for b in range(len(scores_BTZ)):
+        met = [0] * scores_BTZ.shape[2]
+        for t in np.flatnonzero(real_BT[b]):
+            order = sorted(range(len(met)), key=lambda z, at=(b, t): (-scores_BTZ[at][z], z))
+            for z in order[:top_k]:
+                chosen_BTZ[b, t, z] = True
+                computed_BTZ[b, t, z] = z < num_routed and not 0 < capacity <= met[z]
+                met[z] += 1
+    return chosen_BTZ, computed_BTZ
+
+
+def pairs_of_experts(scores_BTE, real_BT, taken, thresholds_E=None):
+    """bool [B, T, E]: the `taken` best real tokens of each row, the earlier of equals; or above."""
+    if thresholds_E is not None:
+        return (scores_BTE > np.asarray(thresholds_E, float)) & real_BT[..., None]
+    pairs_BTE = np.zeros(scores_BTE.shape, bool)
+    for b, e in np.ndindex(scores_BTE.shape[0], scores_BTE.shape[2]):
+        tokens = sorted(np.flatnonzero(real_BT[b]), key=lambda t, at=b: (-scores_BTE[at, t, e], t))
+        pairs_BTE[b, tokens[:taken], e] = True
+    return pairs_BTE
+
+
+def looped(params, x_BTD, real_BT, chosen_BTZ, computed_BTZ, hparams):
+    """shared(x) + sum of weight f_e(x) over `computed`, and the sum of real tokens' scores.
+
+    In NumPy, each expert for every token; of parameters and tokens that may be complex.
+    """
+
+    def swiglu(w1_DF, w3_DF, w2_FD):
+        gate_BTF = x_BTD @ w1_DF
+        return (gate_BTF / (1 + np.exp(-gate_BTF)) * (x_BTD @ w3_DF)) @ w2_FD
+
+    logits_BTZ = x_BTD @ params['router']['kernel']
+    if hparams.scores == 'softmax':
+        scores_BTZ = np.exp(logits_BTZ) / np.exp(logits_BTZ).sum(-1, keepdims=True)
+    else:
+        scores_BTZ = 1 / (1 + np.exp(-logits_BTZ))
+    weight_BTZ = scores_BTZ
+    if hparams.choice == 'token' and hparams.scores == 'sigmoid':
+        total_BT1 = np.where(chosen_BTZ, scores_BTZ, 0).sum(-1, keepdims=True)
+        weight_BTZ = scores_BTZ / np.where(chosen_BTZ.any(-1, keepdims=True), total_BT1, 1)
+    y_BTD = np.zeros_like(x_BTD @ params['w1']['kernel'][0] @ params['w2']['kernel'][0])
+    for e in range(hparams.num_routed):
+        weight_BT = np.where(computed_BTZ[..., e], weight_BTZ[..., e], 0) * hparams.route_scale
+        matrices = (params[name]['kernel'][e] for name in ('w1', 'w3', 'w2'))
+        y_BTD = y_BTD + weight_BT[..., None] * swiglu(*matrices)
+    if 'shared' in params:
+        matrices = (params['shared'][name]['kernel'] for name in ('w1', 'w3', 'w2'))
+        y_BTD = y_BTD + swiglu(*matrices)
+    return y_BTD, np.where(real_BT[..., None], scores_BTZ, 0).sum((0, 1))
+
+
+def slope(function, arrays, path, along):
+    """d function / d arrays[path] along a direction, exact to rounding: one complex step."""
+
+    def step(at, leaf):
+        return leaf + 1e-100j * along if at == path else leaf
+
+    return function(*jax.tree_util.tree_map_with_path(step, arrays)).imag / 1e-100
+
+
+def drawn_like(shapes, seed=0, dtype=np.float32):
+    """Arrays of these shapes, so large that every part matters; scales of norms about 1."""
+    rng = np.random.default_rng(seed)
+
+    def draw(path, leaf):
+        name = path[-1].key
+        spread = {'embedding': 1.0, 'scale': 0.2, 'kernel': 0.3, 'w': 0.3}.get(name, 0.2)
+        return (float(name == 'scale') + spread * rng.normal(size=leaf.shape)).astype(dtype)
+
+    return jax.tree_util.tree_map_with_path(draw, shapes)

@@ -1,0 +1,321 @@
+"""Tokens sorted by expert and multiplied: equal to a loop over experts, whatever was chosen."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from moddepth_jax.model.flops import dot_general_flops
+from moddepth_jax.model.grouped_product import (
+    IMPLEMENTATIONS,
+    block_rows,
+    combine,
+    dispatch,
+    grouped_product,
+    lay_out,
+    num_blocks,
+    resolve,
+)
+
+RNG = np.random.default_rng(0)
+MANY = (13, 3)
+# Experts of each token, by what is special about them, and the number of experts.
+CHOICES = {
+    'some nowhere, experts empty': (RNG.choice([-1, 0, 2, 2, 5, 6, 99], MANY), 7),
+    'one expert for all': (np.full(MANY, 2), 7),
+    'all nowhere': (np.full(MANY, 7), 7),
+    'one expert': (np.zeros((5, 1), int), 1),
+    'every expert': (np.stack([RNG.permutation(4) for _ in range(6)]), 4),
+    'one token': (np.array([[3, 1]]), 4),
+}
+FORMS = (('blocked', 4), ('blocked', 1), ('ragged_dot', 1))
+
+
+def mixed(x_ND, weight_Nk, w_EDF, expert_Nk, implementation, block):
+    layout = lay_out(expert_Nk, w_EDF.shape[0], block)
+    y_RF = grouped_product(dispatch(x_ND, layout), w_EDF, layout, implementation)
+    return combine(y_RF, weight_Nk, layout)
+
+
+@functools.partial(jax.jit, static_argnums=(5, 6))
+def both_passes(x_ND, weight_Nk, w_EDF, expert_Nk, dy_NF, implementation, block):
+    """The value of `mixed`, and the cotangents of its first three operands."""
+    function = functools.partial(
+        mixed, expert_Nk=expert_Nk, implementation=implementation, block=block
+    )
+    value, pull = jax.vjp(function, x_ND, weight_Nk, w_EDF)
+    return value, *pull(dy_NF)
+
+
+def by_hand(x_ND, weight_Nk, w_EDF, expert_Nk, dy_NF):
+    """The same by every expert on every token, in numpy."""
+    y_NF, dx_ND = np.zeros_like(dy_NF), np.zeros_like(x_ND)
+    dweight_Nk, dw_EDF = np.zeros_like(weight_Nk), np.zeros_like(w_EDF)
+    for expert, w_DF in enumerate(w_EDF):
+        chosen_Nk = expert_Nk == expert
+        weight_N1 = np.sum(weight_Nk * chosen_Nk, axis=1, keepdims=True)
+        y_NF += weight_N1 * (x_ND @ w_DF)
+        dx_ND += weight_N1 * (dy_NF @ w_DF.T)
+        dw_EDF[expert] = x_ND.T @ (weight_N1 * dy_NF)
+        dweight_Nk += chosen_Nk * np.sum(x_ND @ w_DF * dy_NF, axis=1, keepdims=True)
+    return y_NF, dx_ND, dweight_Nk, dw_EDF
+
+
+def operands(expert_Nk, num_experts, seed=0, width=6, out=4):
+    rng, (tokens, per_token) = np.random.default_rng(seed), expert_Nk.shape
+    shapes = (tokens, width), (tokens, per_token), (num_experts, width, out), (tokens, out)
+    x_ND, weight_Nk, w_EDF, dy_NF = (rng.normal(size=shape) for shape in shapes)
+    return x_ND, weight_Nk, w_EDF, expert_Nk, dy_NF
+
+
+def cast(arrays, dtype):
+    return [jnp.asarray(array, dtype if array.dtype.kind == 'f' else None) for array in arrays]
+
+
+@pytest.mark.parametrize('choice', CHOICES)
+@pytest.mark.parametrize(('dtype', 'tolerance'), [('float64', 1e-12), ('float32', 1e-5)])
+def test_equals_a_loop_over_experts(choice, dtype, tolerance):
+    """Forward and every gradient, by each implementation, at blocks of one row and of several."""
+    arrays = operands(*CHOICES[choice])
+    many = arrays[3].shape == MANY
+    forms = FORMS if dtype == 'float64' and many else FORMS[:: 2 if many else 3]
+    with jax.enable_x64(dtype == 'float64'):
+        for form in forms:
+            ours = both_passes(*cast(arrays, dtype), *form)
+            for mine, right in zip(ours, by_hand(*arrays), strict=True):
+                assert mine.dtype == dtype
+                np.testing.assert_allclose(mine, right, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize('choice', CHOICES)
+def test_layout(choice):
+    """Pairs stand sorted by expert, earlier tokens first, each expert's from a block's begin."""
+    expert_Nk, num_experts = CHOICES[choice]
+    tokens, per_token = expert_Nk.shape
+    for block in (1, 4):
+        source, experts = [], []
+        place_Nk = np.full(expert_Nk.shape, -1)
+        for expert in range(num_experts):
+            for token, k in zip(*np.nonzero(expert_Nk == expert), strict=True):
+                place_Nk[token, k] = len(source)
+                source.append(token)
+            source += [tokens] * (-len(source) % block)
+            experts += [expert] * (len(source) // block - len(experts))
+        blocks = num_blocks(tokens * per_token, num_experts, block)
+        source += [tokens] * (blocks * block - len(source))
+        experts += [num_experts] * (blocks - len(experts))
+        place_Nk[place_Nk < 0] = len(source)
+        layout = jax.jit(lay_out, static_argnums=(1, 2))(jnp.asarray(expert_Nk), num_experts, block)
+        np.testing.assert_array_equal(layout.source_R, source)
+        np.testing.assert_array_equal(layout.expert_M, experts)
+        np.testing.assert_array_equal(layout.place_Nk, place_Nk)
+        assert {leaf.dtype for leaf in layout} == {jnp.dtype('int32')}
+
+
+def test_blocks_suffice_and_none_is_always_idle():
+    """The number of blocks is the most that any way to deal out the pairs fills."""
+    for pairs, experts, block in itertools.product(range(1, 8), range(1, 4), range(1, 4)):
+        dealt = itertools.product(range(pairs + 1), repeat=experts)
+        filled = [sum(-(-n // block) for n in counts) for counts in dealt if sum(counts) <= pairs]
+        assert num_blocks(pairs, experts, block) == max(filled)
+
+
+def test_fewer_pairs_need_fewer_blocks():
+    """Where few pairs name an expert a bound on them shortens the layout, and changes nothing."""
+    arrays = operands(np.array([[0, 9], [9, 9], [2, 9], [9, 2]]), 3)
+    x_ND, weight_Nk, w_EDF, expert_Nk, _ = cast(arrays, 'float32')
+
+    @jax.jit
+    def run():
+        layout = lay_out(expert_Nk, 3, 2, most=3)
+        y_RF = grouped_product(dispatch(x_ND, layout), w_EDF, layout, 'blocked')
+        return layout, combine(y_RF, weight_Nk, layout)
+
+    layout, y_NF = run()
+    assert layout.expert_M.shape == (3,) and layout.source_R.shape == (6,)
+    np.testing.assert_allclose(y_NF, by_hand(*arrays)[0], rtol=1e-5, atol=1e-6)
+
+
+def test_combine_undoes_dispatch():
+    """Tokens put back with weights that add up to 1 are themselves; empty places are zero."""
+    expert_Nk = jnp.array([[0, 3], [3, 2], [7, 7], [0, 2]])
+    x_ND = jnp.arange(1.0, 13.0).reshape(4, 3)
+
+    @jax.jit
+    def run():
+        layout = lay_out(expert_Nk, 4, 4)
+        x_RD = dispatch(x_ND, layout)
+        return layout.source_R, x_RD, combine(x_RD, jnp.full((4, 2), 0.5), layout)
+
+    source_R, x_RD, back_ND = run()
+    assert np.sum(source_R < 4) == 6 and not np.any(x_RD[source_R == 4])
+    np.testing.assert_array_equal(back_ND, x_ND * jnp.array([[1], [1], [0], [1]]))
+
+
+@pytest.mark.parametrize('form', FORMS[::2], ids=IMPLEMENTATIONS)
+def test_what_goes_nowhere_touches_nothing(form):
+    """NaN in tokens, weights and cotangents of pairs that go nowhere reaches no other number."""
+    expert_Nk, num_experts = CHOICES['some nowhere, experts empty']
+    nowhere_Nk = (expert_Nk < 0) | (expert_Nk >= num_experts)
+    nowhere_N1 = nowhere_Nk.all(axis=1, keepdims=True)
+    assert nowhere_N1.any() and not nowhere_N1.all()
+    x_ND, weight_Nk, w_EDF, _, dy_NF = operands(expert_Nk, num_experts)
+    clean = (x_ND, weight_Nk, w_EDF, expert_Nk, dy_NF)
+    x_ND, dy_NF = (np.where(nowhere_N1, np.nan, rows) for rows in (x_ND, dy_NF))
+    dirty = (x_ND, np.where(nowhere_Nk, np.inf, weight_Nk), w_EDF, expert_Nk, dy_NF)
+    right = both_passes(*cast(clean, 'float32'), *form)
+    for mine, theirs in zip(both_passes(*cast(dirty, 'float32'), *form), right, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    assert not np.any(right[1][nowhere_N1[:, 0]]) and not np.any(right[2][nowhere_Nk])
+
+
+@pytest.mark.parametrize('implementation', IMPLEMENTATIONS)
+def test_blocks_without_expert_are_not_read(implementation):
+    """Rows of such blocks give zeros and take none of the gradient, whatever stands in them."""
+    filled = jnp.array([[True], [True], [False], [False]])
+
+    @jax.jit
+    def run(x_RX, w_EXY, dy_RY):
+        layout = lay_out(jnp.array([[0], [7], [7], [1]]), 2, 1)
+        product = functools.partial(grouped_product, layout=layout, implementation=implementation)
+        y_RY, pull = jax.vjp(product, x_RX, w_EXY)
+        return y_RY, *pull(dy_RY)
+
+    rows = [jnp.where(filled, jnp.ones((4, width)), jnp.nan) for width in (3, 2)]
+    y_RY, dx_RX, dw_EXY = run(rows[0], jnp.ones((2, 3, 2)), rows[1])
+    np.testing.assert_array_equal(y_RY, jnp.where(filled, 3, jnp.zeros((4, 2))))
+    np.testing.assert_array_equal(dx_RX, jnp.where(filled, 2, jnp.zeros((4, 3))))
+    np.testing.assert_array_equal(dw_EXY, np.ones((2, 3, 2)))
+
+
+@pytest.mark.parametrize('form', [('blocked', 32), ('ragged_dot', 1)], ids=IMPLEMENTATIONS)
+def test_sums_are_wide(form):
+    """In bfloat16, whose sums of ones end at 256, as many ones as there are add up."""
+    width, out, many = 1024, 512, 2048
+    x_ND, weight_Nk = jnp.ones((many, width), jnp.bfloat16), jnp.ones((many, 1))
+    w_EDF, expert_Nk = jnp.ones((1, width, out)), jnp.zeros((many, 1), int)
+    dy_NF = jnp.ones((many, out), jnp.bfloat16)
+    results = both_passes(x_ND, weight_Nk, w_EDF, expert_Nk, dy_NF, *form)
+    assert [result.dtype.name for result in results] == ['bfloat16', 'bfloat16', *['float32'] * 2]
+    for result, right in zip(results, (width, out, width * out, many), strict=True):
+        assert np.all(result == right)
+
+
+def test_places_add_wide():
+    """The places of a token in bfloat16 add up in float32, forward and backward."""
+
+    @jax.jit
+    def run(y_RD):
+        layout = lay_out(jnp.arange(4)[None], 4, 1)
+        pull = jax.vjp(lambda x_ND: dispatch(x_ND, layout), y_RD[:1])[1]
+        return combine(y_RD, jnp.ones((1, 4)), layout), *pull(y_RD)
+
+    for total_ND in run(jnp.array([[256.0], [1.0], [1.0], [-256.0]], jnp.bfloat16)):
+        assert total_ND == 2 and total_ND.dtype == jnp.bfloat16
+
+
+def equations(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for leaf in jax.tree.leaves(eqn.params, is_leaf=lambda value: hasattr(value, 'eqns')):
+            if hasattr(leaf, 'eqns'):
+                yield from equations(getattr(leaf, 'jaxpr', leaf))
+
+
+@pytest.mark.parametrize('form', FORMS[::2], ids=IMPLEMENTATIONS)
+def test_reruns_are_bit_equal_by_construction(form):
+    """Nothing is added to one place from several, whose order a GPU leaves to chance."""
+    arrays = cast(operands(*CHOICES['some nowhere, experts empty']), 'float32')
+    traced = jax.make_jaxpr(lambda *arrays: both_passes(*arrays, *form))(*arrays)
+    scatters = [e for e in equations(traced.jaxpr) if e.primitive.name.startswith('scatter')]
+    assert scatters and all(eqn.params['unique_indices'] for eqn in scatters)
+
+
+@pytest.mark.parametrize('form', FORMS[::2], ids=IMPLEMENTATIONS)
+def test_scanned_recomputed_and_sharded(form):
+    """In a scan over layers, recomputed, within a checked shard_map: a plain loop's gradients."""
+    x_ND, weight_Nk, _, expert_Nk, dy_ND = operands(np.array([[0, 2], [1, 9], [2, 2]]), 3, out=6)
+    w_LEDD = np.random.default_rng(1).normal(size=(2, 3, 6, 6)) / 3
+    between_ND = x_ND + by_hand(x_ND, weight_Nk, w_LEDD[0], expert_Nk, dy_ND)[0]
+    last = by_hand(between_ND, weight_Nk, w_LEDD[1], expert_Nk, dy_ND)
+    along_ND = dy_ND + last[1]
+    first = by_hand(x_ND, weight_Nk, w_LEDD[0], expert_Nk, along_ND)
+    right = (between_ND + last[0], along_ND + first[1], np.stack([first[3], last[3]]))
+
+    mesh = jax.make_mesh((1, 1), ('data', 'expert'), axis_types=(AxisType.Auto,) * 2)
+    rows, experts = PartitionSpec('data'), PartitionSpec('expert')
+
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(rows, rows, experts, rows), out_specs=rows
+    )
+    def shard(x_ND, weight_Nk, w_EDD, expert_Nk):
+        expert_Nk = expert_Nk - len(w_EDD) * jax.lax.axis_index('expert')
+        return jax.lax.psum(mixed(x_ND, weight_Nk, w_EDD, expert_Nk, *form), 'expert')
+
+    @jax.checkpoint
+    def layer(x_ND, w_EDD):
+        return x_ND + shard(x_ND, weight_Nk, w_EDD, expert_Nk), None
+
+    @jax.jit
+    def run(x_ND, w_LEDD):
+        value, pull = jax.vjp(lambda *a: jax.lax.scan(layer, *a)[0], x_ND, w_LEDD)
+        return value, *pull(dy_ND)
+
+    x_ND, w_LEDD, weight_Nk, expert_Nk, dy_ND = cast(
+        (x_ND, w_LEDD, weight_Nk, expert_Nk, dy_ND), 'float32'
+    )
+    for ours, theirs in zip(run(x_ND, w_LEDD), right, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+@pytest.mark.parametrize('form', FORMS[::2], ids=IMPLEMENTATIONS)
+def test_lowers_for_cuda(form, dtype, monkeypatch):
+    """Both passes become a program for GPUs, whose factors are as narrow as the tokens."""
+    monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
+    arrays = cast(operands(*CHOICES['every expert'], width=5), 'float32')
+    arrays[0], arrays[4] = arrays[0].astype(dtype), arrays[4].astype(dtype)
+    # Traced anew, as both_passes may have been for a CPU.
+    traced = jax.jit(lambda *arrays: both_passes.__wrapped__(*arrays, *form)).trace(*arrays)
+    text = traced.lower(lowering_platforms=('cuda',)).as_text()
+    products = [line for line in text.splitlines() if '_dot' in line and 'tensor<' in line]
+    narrow = {'float32': 'f32', 'bfloat16': 'bf16'}[dtype]
+    assert products
+    for line in products:
+        operands_of, result = line.split(' : ')[-1].split(' -> ')
+        assert operands_of.count(f'x{narrow}>') == 2 and 'xf32>' in result
+
+
+@pytest.mark.parametrize('pairs', [8192, 2048])
+def test_executed_products(pairs):
+    """Where experts are busy `blocked` multiplies 15% more than needed at most, padding counted."""
+    experts, width, out = 8, 16, 24
+    expert_Nk = jax.ShapeDtypeStruct((pairs // 2, 2), jnp.int32)
+    shapes = [(pairs // 2, width), (pairs // 2, 2), (experts, width, out), (pairs // 2, out)]
+    x_ND, weight_Nk, w_EDF, dy_NF = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+    form = ('blocked', block_rows(pairs, experts, 'blocked'))
+    traced = both_passes.trace(x_ND, weight_Nk, w_EDF, expert_Nk, dy_NF, *form)
+    assert 1 < dot_general_flops(traced.jaxpr) / (3 * 2 * pairs * width * out) < 1.15
+
+
+def test_block_rows():
+    """A power of two: 1 where an expert has few pairs, bounded where it has many."""
+    assert [block_rows(pairs, 64, 'blocked') for pairs in (1, 48, 384, 6144)] == [1, 1, 2, 32]
+    assert block_rows(10**7, 4, 'blocked') == 128
+    assert block_rows(10**7, 4, 'ragged_dot') == 1
+
+
+def test_platform_and_bad_input(monkeypatch):
+    """auto is the platform's; other names, and sizes below 1, are refused."""
+    assert resolve('auto') == 'blocked' and resolve('ragged_dot') == 'ragged_dot'
+    monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
+    assert resolve('auto') == 'ragged_dot'
+    with pytest.raises(ValueError, match="product='dense': must be auto, blocked or ragged_dot"):
+        resolve('dense')
+    for bad in ({'num_experts': 0, 'block': 1}, {'num_experts': 1, 'block': 0}):
+        with pytest.raises(ValueError, match='=0: must be 1 or more'):
+            lay_out(jnp.zeros((1, 1), int), **bad)
