@@ -56,7 +56,7 @@ def get_config() -> ConfigDict:
     experts.balance_weight = 0.001  # token: of the loss that evens the experts' loads
     experts.z_loss = 0.0  # of the mean squared log-partition of the experts' scores
     experts.threshold_decay = 0.99  # expert: a step, of the average of the lowest score taken
-    experts.product = 'auto'  # auto | blocked | ragged_dot: rows times their experts' matrices
+    experts.product = 'auto'  # auto | blocked | batched | ragged_dot: rows times their matrices
 
     routing = model.routing = ConfigDict()
     # none (dense model) | learned | norm | random | position | straight_through

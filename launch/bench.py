@@ -6,6 +6,7 @@
   python -m launch.bench step --variants=dense,moe,mode
   python -m launch.bench decode --batches=1,8,16,64 --kv_heads=8,2
   python -m launch.bench depth --depths=8,16,32,64
+  python -m launch.bench experts --shapes=1024x256x704x64x6,4096x256x512x8x2
   python -m launch.bench attention --json=attention.json --plot=attention.png
   python -m launch.bench attention --lengths=4096 --slots=0,64 --implementations=cudnn,pallas
 
@@ -18,6 +19,8 @@ token; an eighth of the tokens enters every other block, by random routing.
 depth: one training step of the dense and the MoDA model (slots attention+ffn): first time beside
 counted FLOPs, then memory, compile time and step time by depth, scanned and unrolled, with
 recomputation (model.remat block) and without; with --router, both models routed.
+experts: the routed experts of one layer, forward and backward, by each grouped product and as a
+loop of all experts over all tokens: time, memory and what is executed over active FLOPs.
 attention: every implementation of attention over sequence and depth slots, compared with the
 equation and then timed beside plain attention; on a GPU at the shapes of a large model, on a CPU at
 toy shapes, where kernels are interpreted.
@@ -38,6 +41,7 @@ BENCHMARKS = {
     'step': bench_runs.step,
     'decode': bench_runs.decode,
     'depth': bench_runs.depth,
+    'experts': bench_runs.experts,
     'attention': bench_runs.attention,
 }
 _MODELS = ('size', 'dtype', 'attention', 'repeats')
@@ -48,6 +52,7 @@ OWN_FLAGS = {
         *(*_MODELS, 'lengths', 'kv_heads', 'depths'),
         *('unrolled_up_to', 'ratio_length', 'rows', 'router'),
     ),
+    'experts': ('shapes', 'dtype', 'repeats'),
     'attention': (
         *('lengths', 'kv_heads', 'heads', 'widths', 'slots', 'dtype'),
         *('implementations', 'without', 'seconds', 'plot'),
@@ -87,4 +92,4 @@ def main(argv):
 
 
 if __name__ == '__main__':
-    command.run(main, 'NAME of the benchmark: step, decode, depth or attention')
+    command.run(main, 'NAME of the benchmark: step, decode, depth, experts or attention')

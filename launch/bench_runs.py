@@ -23,7 +23,8 @@ DTYPE = flags.DEFINE_enum(
     'dtype',
     None,
     ['float32', 'bfloat16'],
-    'Of activations (depth, step --variants: float32), of all arrays (attention: bfloat16).',
+    'Of activations (depth, experts, step --variants: float32), of all arrays (attention: '
+    'bfloat16).',
 )
 ATTENTION = flags.DEFINE_string(
     'attention', None, 'model.attention of the models (depth, step --variants). Default: auto.'
@@ -61,7 +62,12 @@ ROUTER = flags.DEFINE_enum(
     'router', 'none', ['none', 'learned'], 'learned: MoD, and MoD with MoDA, are compared (depth).'
 )
 REPEATS = flags.DEFINE_integer(
-    'repeats', None, 'Rounds that are timed. Default: 11; decode 31, depth 5.'
+    'repeats', None, 'Rounds that are timed. Default: 11; decode 31, depth and experts 5.'
+)
+SHAPES = flags.DEFINE_list(
+    'shapes',
+    None,
+    'TOKENSxWIDTHxEXPERT_WIDTHxEXPERTSxTOP_K, such as 1024x256x704x64x6 (experts).',
 )
 HEADS = flags.DEFINE_list('heads', None, 'Query heads (attention).')
 WIDTHS = flags.DEFINE_list('widths', None, 'Widths of a head (attention).')
@@ -210,6 +216,26 @@ def depth():
             result = bench_depth(*pairs[kv_heads, length], depths, UNROLLED_UP_TO.value, repeats)
             tables = depth_tables(result, names)
             yield said | result, *[(f'{what}; {rest} {length}', *t) for what, *t in tables]
+
+
+def experts():
+    from moddepth_jax.analysis import bench_experts
+
+    shapes = bench_experts.SHAPES if SHAPES.value is None else _shapes(bench_experts.Shape)
+    result = bench_experts.bench_experts(shapes, _repeats(5), DTYPE.value or 'float32')
+    yield result, bench_experts.products_table(result)
+
+
+def _shapes(kind):
+    shapes = []
+    for text in SHAPES.value or ['']:
+        sizes = text.split('x')
+        right = 'must be five numbers such as 1024x256x704x64x6, the last at most the one before'
+        numbers = all(size.isdecimal() and int(size) for size in sizes)
+        if len(sizes) != 5 or not numbers or int(sizes[4]) > int(sizes[3]):
+            raise ValueError(f'--shapes={text}: {right}')
+        shapes.append(kind(*map(int, sizes)))
+    return shapes
 
 
 def attention():

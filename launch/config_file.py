@@ -11,6 +11,8 @@ import traceback
 from absl import flags
 from ml_collections import ConfigDict
 
+from moddepth_jax.hparams import ExpertsHparams
+
 FLAGS = flags.FLAGS
 
 
@@ -133,4 +135,7 @@ def _check_override(config, name, given):
     inside = [knob for knob in knobs if knob.startswith(name + '.')]
     if inside:
         raise flags.Error(f'{given}: a group of knobs; set one of them, such as --{inside[0]}')
+    group, _, knob = name.rpartition('.')
+    if group == 'config.model.experts' and knob in ExpertsHparams.NOT_BUILT:
+        raise flags.Error(f'{given}: {ExpertsHparams.NOT_BUILT[knob]}')
     raise flags.Error(f'{given}: no such knob; {nearest(name, knobs)}')

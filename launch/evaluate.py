@@ -96,7 +96,7 @@ def _evaluate(run, dataset, num_batches):
     passes, num_routed = 1, len(hparams.model.routed_layers)
     if ROUTING.value is None and hparams.model.looks_ahead:
         passes = 2 + (1 + num_routed if PER_LAYER.value else 0)
-    with saved.bar('evaluating', passes * num_batches) as advance:
+    with jax.set_mesh(mesh), saved.bar('evaluating', passes * num_batches) as advance:
         given = (variables, hparams, _Counted(dataset, advance), mesh, num_batches)
         if ROUTING.value is None:
             return evaluate_honestly(
@@ -154,11 +154,11 @@ def _layer_table(report):
     return table
 
 
-def _print_report(report):
+def _print_report(report, experts):
     import rich.console
     import rich.text
 
-    from moddepth_jax.analysis.report import loss_table, verdict
+    from moddepth_jax.analysis.report import expert_line, loss_table, verdict
 
     console = rich.console.Console(highlight=False)
 
@@ -177,6 +177,8 @@ def _print_report(report):
         line(f'precision and recall: of {report["compared"]} against the top C of each row')
         if any(layer['refused_fraction'] > 0 for layer in report['routing'].values()):
             line('refused: let in by the rule, but beyond model.routing.cache_capacity')
+    if 'experts' in report:
+        line(expert_line(report['experts'], experts))
     batches, all_batches = report['batches'], report['all_batches']
     more = '; --num_batches=0 takes all of them' if batches < all_batches else ''
     line(f'{report["targets"]:,} targets in {batches} of {all_batches} batches{more}')
@@ -207,7 +209,7 @@ def main(_):
         if JSON.value:
             print(json.dumps(finite(report), indent=2, allow_nan=False), file=file)
     if JSON.value != '-':
-        _print_report(report)
+        _print_report(report, run.hparams.model.experts)
 
 
 if __name__ == '__main__':

@@ -14,10 +14,14 @@ from launch import command, saved
 
 CONFIG = command.define_config()
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run. Default: runs/NAME.')
-MESH = flags.DEFINE_string('mesh', '', 'Devices by axis, such as data=4. Default: all, as data.')
+MESH = flags.DEFINE_string(
+    'mesh', '', 'Devices by axis, such as data=4 or data=2,expert=4. Default: all, as data.'
+)
 
 
 def main(_):
+    import jax
+
     from moddepth_jax.analysis.report import prompt_tokens, write_report
     from moddepth_jax.data.tokenizer import make_tokenizer
     from moddepth_jax.hparams import from_config
@@ -30,7 +34,8 @@ def main(_):
     run = train(hparams, workdir, MESH.value)
     if run.signal is not None:
         return 128 + signal.Signals[run.signal]
-    write_report(run)
+    with jax.set_mesh(run.state.step.sharding.mesh):
+        write_report(run)
     return 0
 
 

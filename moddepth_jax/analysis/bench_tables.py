@@ -1,5 +1,7 @@
 """What the benchmarks' results say as tables: a title, heads, and lines of cells by name."""
 
+from moddepth_jax.analysis.bench_experts import EXPANDED
+
 TITLES = {
     'dense': 'dense',
     'mod': 'MoD',
@@ -37,11 +39,11 @@ def _of_experts(cell):
     return lambda row: cell(row['experts']) if row['experts'] else '-'
 
 
-def expansion(factor):
+def _expansion(factor):
     """What XLA makes of ragged_dot here, from its FLOPs over those of the rows; None: unknown."""
     if factor is None:
         return 'not told'
-    return f'expanded, {factor:.1f} x' if factor > 1.5 else 'grouped'
+    return f'expanded, {factor:.1f} x' if factor > EXPANDED else 'grouped'
 
 
 _EXPERTS = {
@@ -50,7 +52,7 @@ _EXPERTS = {
         lambda experts: f'{experts["executed_over_active"]:.3f}'
     ),
     'ragged_dot on this device, compiled FLOPs': _of_experts(
-        lambda experts: expansion(experts['ragged_dot_expansion'])
+        lambda experts: _expansion(experts['ragged_dot_expansion'])
     ),
 }
 

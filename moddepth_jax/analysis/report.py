@@ -112,7 +112,7 @@ def _lines(run):
             numbers = ', '.join(f'{name.replace("_", " ")} {values[name]:.3f}' for name in shown)
             yield f'{layer.replace("_", " ")}: {numbers}'
     if run.hparams.model.expert_layers:
-        yield _expert_line(summary['experts'], run.hparams.model.experts)
+        yield expert_line(summary['experts'], run.hparams.model.experts)
     budget = summary['flop_budget']
     share = f' ({summary["total_flops"] / budget:.2%} of the budget)' if budget else ''
     yield (
@@ -122,17 +122,22 @@ def _lines(run):
     )
 
 
-def _expert_line(layers, hparams):
-    """The loads of the experts: of all layers the most uneven one, and means over layers."""
+def expert_line(layers, hparams):
+    """The loads of the experts: of all layers the most uneven one, and means over layers.
+
+    Args:
+      layers: `experts` of a summary.
+      hparams: of the experts.
+    """
     loads = {layer: values['largest_load'] for layer, values in layers.items()}
     fullest = max(loads, key=lambda layer: np.nan_to_num(loads[layer]))
     where = fullest.replace('_', ' ')
     parts = [f'experts: largest load {loads[fullest]:.2f} of the mean ({where})']
     if hparams.num_noop:
         parts.append(f'no-op {mean_ratio(layers, "noop_fraction"):.2f}')
-    if hparams.choice == 'token':
+    if hparams.row_capacity:
         parts.append(f'dropped {mean_ratio(layers, "dropped_fraction"):.2f}')
-    else:
+    if hparams.choice == 'expert':
         passed = mean_ratio(layers, 'computed_fraction') * hparams.top_k
         parts.append(f'a token passes {passed:.2f} of them, in training {hparams.top_k}')
     if unused := sum(values['unused'] for values in layers.values()):

@@ -7,7 +7,7 @@ from moddepth_jax.hparams.checks import fraction, one_of, positive, refuse
 from moddepth_jax.hparams.routing import parse_layers
 
 # Implementations of model.grouped_product; `auto`: the platform's own.
-PRODUCTS = ('auto', 'blocked', 'ragged_dot')
+PRODUCTS = ('auto', 'blocked', 'batched', 'ragged_dot')
 
 
 @dataclasses.dataclass(frozen=True)

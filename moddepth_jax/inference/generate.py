@@ -12,7 +12,7 @@ from moddepth_jax.data.tokenizer import Tokenizer
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.inference.sampling import check_sampling, sample
 from moddepth_jax.model.cache import fullest, resized, write
-from moddepth_jax.model.transformer import causal_routing, check_routing
+from moddepth_jax.model.transformer import causal_routing, check_causal
 from moddepth_jax.model.unrolled import decode_step, prefill, unroll
 
 SHORTEST = 16  # prompts are padded to a power of two from here on: few shapes, few compilations
@@ -243,9 +243,7 @@ def generate(
 
 def _check(hparams, prompts, num_tokens, num_samples, seed, routing):
     routing = causal_routing(hparams) if routing is None else routing
-    check_routing(hparams, routing)
-    if routing == 'top_c' and hparams.model.routed_layers:
-        raise ValueError("routing='top_c' looks at later tokens, which do not exist yet")
+    check_causal(hparams, routing)
     if not len(prompts):
         raise ValueError('prompts=[]: must hold one at least')
     for prompt in prompts:

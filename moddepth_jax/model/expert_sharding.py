@@ -47,3 +47,19 @@ def sharded_routed_mlp(
         own, in_specs=in_specs, out_specs=PartitionSpec('expert', rows), check_vma=False
     )(*arrays)
     return jnp.sum(part_XBTD, axis=0)
+
+
+def by_rows(function, array_BX) -> jax.Array:
+    """`function` of rows that have nothing to do with each other, over the mesh of the context.
+
+    Of its own accord XLA has every device take the top_k of all rows, and gathers them for it.
+
+    Args:
+      function: of an array of any number of rows; returns one with as many.
+      array_BX: with a leading axis of rows, split over `data` where they divide.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.size <= 1 or array_BX.shape[0] % mesh.shape['data']:
+        return function(array_BX)
+    rows = PartitionSpec('data')
+    return jax.shard_map(function, in_specs=rows, out_specs=rows, check_vma=False)(array_BX)

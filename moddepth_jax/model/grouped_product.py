@@ -9,10 +9,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from moddepth_jax.model.batched_product import batched_product
 from moddepth_jax.model.blocked_product import blocked_product, held, wide
-from moddepth_jax.model.varying import alike
+from moddepth_jax.model.varying import alike, zeros_like_of
 
-IMPLEMENTATIONS = ('blocked', 'ragged_dot')
+IMPLEMENTATIONS = ('blocked', 'batched', 'ragged_dot')
 
 
 class Layout(NamedTuple):
@@ -31,17 +32,18 @@ class Layout(NamedTuple):
 
 
 def resolve(product: str) -> str:
-    """The implementation that `model.experts.product` names; `auto` is `blocked` on CPUs.
+    """The implementation that `model.experts.product` names; `auto`: blocked on CPUs, else batched.
 
-    XLA on CPUs multiplies every row by every expert's matrix in a ragged_dot, E times the work.
+    XLA multiplies every row by every expert's matrix in a ragged_dot, E times the work, on CPUs
+    and in programs for Hopper GPUs. A loop over blocks suits a CPU, whose blocks are small.
 
     Raises:
       ValueError: there is none of this name.
     """
     if product == 'auto':
-        return 'blocked' if jax.default_backend() == 'cpu' else 'ragged_dot'
+        return 'blocked' if jax.default_backend() == 'cpu' else 'batched'
     if product not in IMPLEMENTATIONS:
-        raise ValueError(f'product={product!r}: must be auto, {" or ".join(IMPLEMENTATIONS)}')
+        raise ValueError(f'product={product!r}: must be one of auto, {", ".join(IMPLEMENTATIONS)}')
     return product
 
 
@@ -49,12 +51,14 @@ def block_rows(num_pairs: int, num_experts: int, implementation: str) -> int:
     """Rows of a block of `lay_out`, a power of two; 1 for `ragged_dot`, which needs no padding.
 
     At most half of the pairs that an expert has on average, nor over 32 but where that is an eighth
-    of them: a higher block wastes more in padding than it gains (measured on CPUs).
+    of them: a higher block wastes more in padding than it gains (measured on CPUs). `batched` has
+    a copy of a matrix for each block, and so blocks of up to 128.
     """
     if resolve(implementation) == 'ragged_dot':
         return 1
     mean = num_pairs // num_experts
-    rows = min(128, max(1, min(32, mean // 2), mean // 8))
+    low = 128 if resolve(implementation) == 'batched' else 32
+    rows = min(128, max(1, min(low, mean // 2), mean // 8))
     return 1 << (rows.bit_length() - 1)
 
 
@@ -137,11 +141,13 @@ def grouped_product(x_RX, w_EXY, layout: Layout, implementation: str):
         least.
       layout: as from `lay_out`.
       implementation: `blocked`: a scan over blocks, in which one without an expert costs nothing;
-        or `ragged_dot`: jax.lax.ragged_dot.
+        `batched`: all blocks at once; `ragged_dot`: jax.lax.ragged_dot.
     """
     x_RX, w_EXY, expert_M = alike(x_RX, w_EXY, layout.expert_M)
     if resolve(implementation) == 'blocked':
         return blocked_product(x_RX, w_EXY, expert_M)
+    if resolve(implementation) == 'batched':
+        return batched_product(x_RX, w_EXY, expert_M)
     return _ragged(x_RX, w_EXY, expert_M)
 
 
@@ -150,14 +156,24 @@ def _rows(x, index):
     return x.at[index].get(mode='fill', fill_value=0)
 
 
+def _over_choices(step, carry, place_Nk, weight_Nk):
+    """A scan over the k choices: a gather of [N, k, D] at once would be stored, and slower."""
+    choices = (place_Nk.T, weight_Nk.T)
+    return jax.lax.scan(step, carry, choices, unroll=min(8, place_Nk.shape[1]))
+
+
 def _add_places(y_RD, weight_Nk, place_Nk):
-    """sum_k weight y[place] in float32 at least; weight None: 1."""
-    y_NkD = _rows(y_RD, place_Nk).astype(wide(y_RD.dtype))
-    if weight_Nk is not None:
+    """sum_k weight y[place] in float32 at least."""
+    dtype = wide(y_RD.dtype)
+
+    def add(sum_ND, choice):
+        place_N, weight_N = choice
         # Without a place no product: an infinite weight must not turn a zero into NaN.
-        weight_Nk = jnp.where(place_Nk < y_RD.shape[0], weight_Nk, 0)
-        y_NkD = y_NkD * weight_Nk.astype(y_NkD.dtype)[..., None]
-    return jnp.sum(y_NkD, axis=1)
+        weight_N1 = jnp.where(place_N < y_RD.shape[0], weight_N, 0)[:, None].astype(dtype)
+        return sum_ND + weight_N1 * _rows(y_RD, place_N).astype(dtype), None
+
+    zeros_ND = zeros_like_of(y_RD, (place_Nk.shape[0], y_RD.shape[1]), dtype)
+    return _over_choices(add, zeros_ND, place_Nk, weight_Nk)[0]
 
 
 @jax.custom_vjp
@@ -166,7 +182,8 @@ def _dispatch(x_ND, layout):
 
 
 def _dispatch_backward(layout, dx_RD):
-    return _add_places(dx_RD, None, layout.place_Nk).astype(dx_RD.dtype), None
+    ones_Nk = zeros_like_of(dx_RD, layout.place_Nk.shape, jnp.float32) + 1
+    return _add_places(dx_RD, ones_Nk, layout.place_Nk).astype(dx_RD.dtype), None
 
 
 _dispatch.defvjp(lambda x_ND, layout: (_dispatch(x_ND, layout), layout), _dispatch_backward)
@@ -190,9 +207,13 @@ def _combine_backward(residuals, dy_ND):
     mine_Rk &= (layout.source_R < weight_Nk.shape[0])[:, None]
     weight_R = jnp.sum(jnp.where(mine_Rk, _rows(weight_Nk, layout.source_R), 0), axis=1)
     dy_RD = _rows(dy_ND, layout.source_R) * weight_R.astype(dtype)[:, None]
-    y_NkD = _rows(y_RD, layout.place_Nk).astype(dtype)
-    dweight_Nk = jnp.sum(y_NkD * dy_ND[:, None], axis=-1)
-    dweight_Nk = jnp.where(layout.place_Nk < y_RD.shape[0], dweight_Nk, 0)
+
+    def gradient(_, choice):
+        place_N, _ = choice
+        dweight_N = jnp.sum(_rows(y_RD, place_N).astype(dtype) * dy_ND, axis=1)
+        return None, jnp.where(place_N < y_RD.shape[0], dweight_N, 0)
+
+    dweight_Nk = _over_choices(gradient, None, layout.place_Nk, weight_Nk)[1].T
     return dy_RD.astype(y_RD.dtype), dweight_Nk.astype(weight_Nk.dtype), None
 
 
@@ -204,5 +225,5 @@ def _ragged(x_RX, w_EXY, expert_M):
     rows = x_RX.shape[0] // expert_M.shape[0]
     sizes_E = rows * jnp.diff(_first(expert_M, num_experts))
     x_RX, w_EXY = (factor.astype(dtype).astype(held(dtype)) for factor in (x_RX, w_EXY))
-    y_RY = jax.lax.ragged_dot(x_RX, w_EXY, sizes_E, preferred_element_type=wide(dtype))
-    return y_RY.astype(dtype)
+    # A wider result would make the factors of the backward pass as wide.
+    return jax.lax.ragged_dot(x_RX, w_EXY, sizes_E).astype(dtype)

@@ -40,6 +40,11 @@ def selected_mean(capacity: float) -> float:
     return max(0.5, NORMAL.pdf(NORMAL.inv_cdf(1 - capacity)) / capacity)
 
 
+def widened(x_BTD):
+    """x in float32, in which scores are computed, or in its own dtype where that is wider."""
+    return x_BTD.astype(jnp.promote_types(x_BTD.dtype, jnp.float32))
+
+
 def linear_scores(x_BTD, w_D):
     """w . x per token; on a GPU the default precision would make many scores tie."""
     return jnp.einsum('btd,d->bt', x_BTD, w_D, precision='highest')
@@ -68,7 +73,7 @@ class LearnedRouter(nn.Module):
     @nn.compact
     def __call__(self, x_BTD, tokens, number):
         del tokens, number
-        x_BTD = x_BTD.astype(jnp.float32)
+        x_BTD = widened(x_BTD)
         length = x_BTD.shape[1]
         capacity = self.routing.num_selected(length) / length
         spread = self.routing.initial_gate / selected_mean(capacity)
@@ -87,7 +92,7 @@ class StraightThroughRouter(nn.Module):
     @nn.compact
     def __call__(self, x_BTD, tokens, number):
         del tokens, number
-        x_BTD = x_BTD.astype(jnp.float32)
+        x_BTD = widened(x_BTD)
         w_D = self.param('w', router_init(x_BTD, 1.0), x_BTD.shape[-1:])
         return linear_scores(x_BTD, w_D) + self.param('b', nn.initializers.zeros, ())
 
@@ -100,7 +105,7 @@ class NormRouter(nn.Module):
 
     def __call__(self, x_BTD, tokens, number):
         del tokens, number
-        return jnp.sqrt(jnp.sum(x_BTD.astype(jnp.float32) ** 2, axis=-1))
+        return jnp.sqrt(jnp.sum(widened(x_BTD) ** 2, axis=-1))
 
 
 class RandomRouter(nn.Module):
@@ -169,7 +174,7 @@ class Predictor(nn.Module):
 
     @nn.compact
     def __call__(self, x_BTD):
-        x_BTD = jax.lax.stop_gradient(x_BTD).astype(jnp.float32)
+        x_BTD = widened(jax.lax.stop_gradient(x_BTD))
         init = initializer(self.hparams.init_std)
         if self.hparams.routing.predictor_width:
             width = self.hparams.routing.predictor_width

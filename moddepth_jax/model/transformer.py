@@ -246,6 +246,13 @@ def check_routing(hparams: Hparams, routing: str):
         )
 
 
+def check_causal(hparams: Hparams, routing: str):
+    """`check_routing`, which also refuses what looks at tokens that do not exist yet."""
+    check_routing(hparams, routing)
+    if routing == 'top_c' and hparams.model.looks_ahead:
+        raise ValueError("routing='top_c': looks at later tokens, which do not exist yet")
+
+
 def causal_routing(hparams: Hparams) -> str:
     """The routing of honest evaluation and of generation."""
     if hparams.model.routed_layers:

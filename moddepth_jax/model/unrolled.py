@@ -17,7 +17,7 @@ from moddepth_jax.model.mixture_of_depths import RoutedLayer
 from moddepth_jax.model.routers import token_seeds
 from moddepth_jax.model.routing import static_sizes
 from moddepth_jax.model.stack import Stack, stacked_slots, told_by_layer, unstacked
-from moddepth_jax.model.transformer import check_dtype, layer_thresholds
+from moddepth_jax.model.transformer import check_causal, check_dtype, layer_thresholds
 
 
 def unroll(variables, hparams: Hparams, routing: str) -> dict:
@@ -97,6 +97,7 @@ def prefill(
     Returns:
       logits_BV after the last token of each prompt, float32, and the Cache.
     """
+    check_causal(hparams, routing)
     batch, length = tokens_BT.shape
     positions_BT = jnp.broadcast_to(jnp.arange(length), tokens_BT.shape)
     segment_ids_BT = documents(hparams.model, segment_ids_BT)
@@ -139,6 +140,7 @@ def decode_step(unrolled, cache: Cache, token_B, begins_B, active_B, *, hparams,
       logits_BV in float32 after the token, a list of an Entry for each block, and refused_B: what
       `cache.write` takes.
     """
+    check_causal(hparams, routing)
     documents_B = jnp.where(begins_B, cache.lengths_B, cache.documents_B)
     token_B1, positions_B1 = token_B[:, None], cache.lengths_B[:, None]
     tokens = _tokens(hparams, token_B1, positions_B1, jnp.ones_like(token_B1))

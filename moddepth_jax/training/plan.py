@@ -4,7 +4,7 @@ from moddepth_jax.hparams import Hparams
 from moddepth_jax.model.flops import train_step_flops
 from moddepth_jax.training.progress import format_count
 from moddepth_jax.training.stages import run_flops, stage_starts
-from moddepth_jax.training.summary import num_parameters
+from moddepth_jax.training.summary import active_parameters, num_parameters
 
 
 def resolve_steps(hparams: Hparams) -> int:
@@ -54,15 +54,31 @@ def _places(hparams, stage):
     return f'{most} of {length} tokens by {stage.routing}'
 
 
+def _experts(model):
+    """Such as 'top 2 of 8 experts + 1 shared'."""
+    experts = model.experts
+    chosen = f'top {experts.top_k} of {experts.num_routed} experts'
+    if experts.choice == 'expert':
+        chosen = f'{experts.num_routed} experts choose {experts.top_k} a token'
+    chosen += f' and {experts.num_noop} that do nothing' * bool(experts.num_noop)
+    chosen += f' + {experts.num_shared} shared' * bool(experts.num_shared)
+    layers = len(model.expert_layers)
+    return chosen + f' in {layers} of them' * (layers < model.num_layers)
+
+
 def describe(hparams: Hparams, num_steps: int, params, dataset) -> list[str]:
     """Lines for the user: the model, the corpus, the steps and what they cost."""
     model = hparams.model
     routed = len(model.routed_layers)
-    routing = ', dense'
+    routing = '' if model.expert_layers else ', dense'
     if routed:
         router = model.routing.router
         routing = f', {routed} routed ({router}), {_places(hparams, hparams.stages[-1])}'
     depth = model.depth
+    experts, active = '', ''
+    if model.expert_layers:
+        experts = f', {_experts(model)}'
+        active = f', {format_count(active_parameters(hparams, params))} of them for one token'
     stream = {
         'residual': '',
         'moda': f', moda slots {depth.slots}' + f' {depth.skipped_slots}' * bool(routed),
@@ -74,8 +90,8 @@ def describe(hparams: Hparams, num_steps: int, params, dataset) -> list[str]:
         for first, stage in (starts if len(starts) > 1 else ())
     ]
     return [
-        f'model     {model.num_layers} layers of width {model.d_model}{routing}{stream}; '
-        f'{parameters} parameters',
+        f'model     {model.num_layers} layers of width {model.d_model}{routing}{experts}{stream}; '
+        f'{parameters} parameters{active}',
         f'corpus    {dataset.corpus.description}',
         f'plan      {num_steps} steps x {format_count(total / max(1, num_steps))}FLOP = '
         f'{total:.3g} FLOPs, {dataset.epochs(num_steps):.2f} epochs',

@@ -43,6 +43,21 @@ def num_parameters(params) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
+def active_parameters(hparams: Hparams, params) -> int:
+    """Parameters that one token passes: all of them but the routed experts that it did not choose.
+
+    Experts that do nothing are taken to have their even share of the choices.
+    """
+    experts, active = hparams.model.experts, 0.0
+    share = experts.top_k / experts.num_choices
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        names = [getattr(key, 'key', None) for key in path]
+        of_experts = names[-3:-1] in [['mlp', name] for name in ('w1', 'w2', 'w3')]
+        routed = experts.choice != 'none' and of_experts and leaf.ndim == 4
+        active += leaf.size * (share if routed else 1)
+    return round(active)
+
+
 def _trace(hparams, num_steps, **changes):
     """The train step as traced, for a model with some knobs changed."""
     hparams = dataclasses.replace(hparams, model=dataclasses.replace(hparams.model, **changes))
@@ -62,13 +77,17 @@ def flops_of_a_step(hparams: Hparams, num_steps: int) -> dict[str, float | None]
       the query-key pairs that plain attention computes and hides and the places of experts that no
       token takes; equal to the count within 1%.
       `flops_per_step_executed`, the products in the step as it runs: blocks recomputed, attention
-      and experts cut into blocks.
+      and experts cut into blocks, loads counted before micro-batches.
       `flops_per_step_xla`, XLA's estimate for the unrolled step before it is optimised, elementwise
-      work and hidden pairs included; None on a device that gives none. For information.
+      work and hidden pairs included, of each product of experts one block alone; None on a device
+      that gives none. For information.
     """
     shape = (hparams.data.batch_size, hparams.data.sequence_length)
     experts = dataclasses.replace(hparams.model.experts, product='ragged_dot')
-    plain = _trace(hparams, num_steps, remat='none', attention='reference', experts=experts)
+    # In one batch: micro-batches have the same products, but for a pass that counts loads.
+    training = dataclasses.replace(hparams.training, accumulate_steps=1)
+    whole = dataclasses.replace(hparams, training=training)
+    plain = _trace(whole, num_steps, remat='none', attention='reference', experts=experts)
     unrolled = _trace(hparams, num_steps, remat='none', layer_loop='unrolled')
     given = (hparams, *shape, hparams.stages[-1].routing)
     hidden = 3 * (masked_attention_flops(*given) + empty_place_flops(*given))
@@ -123,6 +142,7 @@ def summarise(
         'eval': {name: value for name, value in evaluation.items() if name not in layers},
         **{name: by_layer(layers[name], evaluation.get(name, {})) for name in layers},
         'parameters': num_parameters(state.params),
+        'active_parameters': active_parameters(hparams, state.params),
         **flops,
         'total_flops': run_flops(hparams, state.num_steps, step),
         'flop_budget': hparams.flop_budget,

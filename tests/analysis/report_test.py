@@ -182,7 +182,7 @@ def expert_knobs(**changes):
 
 def expert_line(tiny_config, layers, **changes):
     hparams = from_config(tiny_config(**expert_knobs(**changes)))
-    return report._expert_line(layers, hparams.model.experts)
+    return report.expert_line(layers, hparams.model.experts)
 
 
 def test_run_with_experts_shows_their_loads(tiny_config, tmp_path, sampled):
@@ -191,7 +191,7 @@ def test_run_with_experts_shows_their_loads(tiny_config, tmp_path, sampled):
     Tokens that choose look at nothing later: there is one loss, and no gap.
     """
     sampled('x')
-    run = make_run(tiny_config, tmp_path / 'run', 'none', **expert_knobs())
+    run = make_run(tiny_config, tmp_path / 'run', 'none', **expert_knobs(row_capacity=9))
     out = printed(run)
     line = 'experts: largest load 2.00 of the mean (layer 00), no-op 0.42, dropped 0.06'
     assert f'\n{line}, 1 without a token\n' in out
@@ -221,13 +221,15 @@ def test_run_of_experts_that_choose_has_a_gap(tiny_config, tmp_path, sampled):
 
 
 def test_line_of_the_experts_says_what_can_differ(tiny_config):
-    """No share of no-op experts where there are none; a layer that no token reached spoils none."""
-    start = 'experts: largest load 1.50 of the mean (layer 01), '
+    """No share of what there is none of; a layer that no token reached spoils none."""
+    start = 'experts: largest load 1.50 of the mean (layer 01)'
     even = {'layer_01': EXPERTS['layer_01']}
-    assert expert_line(tiny_config, even) == start + 'no-op 0.60, dropped 0.00'
-    assert expert_line(tiny_config, even, num_noop=0) == start + 'dropped 0.00'
+    assert expert_line(tiny_config, even) == start + ', no-op 0.60'
+    limited = expert_line(tiny_config, even, num_noop=0, row_capacity=9)
+    assert limited == start + ', dropped 0.00'
+    assert expert_line(tiny_config, even, num_noop=0) == start
     some = {'layer_00': NO_TOKEN, **even, 'layer_03': NO_TOKEN}
-    expected = start + 'no-op 0.60, dropped 0.00, 6 without a token'
+    expected = start + ', no-op 0.60, 6 without a token'
     assert expert_line(tiny_config, some) == expected
     assert 'largest load nan' in expert_line(tiny_config, {'layer_00': NO_TOKEN})
 

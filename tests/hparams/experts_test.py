@@ -52,7 +52,7 @@ def test_num_taken_is_an_equal_share(model, num_routed, top_k, length, taken):
 
 
 def test_which_experts_have_losses_of_their_own(model):
-    """The balance loss is of tokens that choose, the z-loss of all experts; a weight of 0 is none."""
+    """The balance loss is of tokens that choose, the z-loss of all; a weight of 0 is no loss."""
     balance, z = {'balance_weight': 0.5, 'z_loss': 0.0}, {'balance_weight': 0.0, 'z_loss': 0.5}
     found = [
         [model(choice | weights).experts.has_loss for weights in (balance, z)]

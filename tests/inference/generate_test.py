@@ -66,7 +66,7 @@ def forward(variables, hparams, tokens, routing, tokenizer=None):
     begins = row == tokenizer.separator if tokenizer else np.zeros_like(row)
     segments = np.where(np.arange(LENGTH)[None] < len(tokens), 1 + np.cumsum(begins, axis=1), 0)
     logits_BTV, records = _forward(hparams, routing)(variables, row, segments)
-    entered = np.asarray(records.entered_BT)[..., : len(tokens)].mean()
+    entered = np.asarray(records.routing.entered_BT)[..., : len(tokens)].mean()
     return np.asarray(logits_BTV[0, len(tokens) - 1]), entered
 
 

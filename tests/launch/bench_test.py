@@ -53,6 +53,18 @@ def test_models_are_compared_in_bfloat16():
     assert all(row['realised_saving'] > 0 for row in table['rows'])
 
 
+@pytest.mark.slow
+def test_experts_by_shape():
+    """One result for all shapes, by each product; a row for each of them."""
+    shapes = '--shapes=64x32x16x4x2,16x32x16x8x8'
+    done = bench('experts', shapes, '--repeats=1', '--dtype=bfloat16', '--json=-')
+    assert done.returncode == 0, done.stderr
+    (table,) = json.loads(done.stdout)
+    assert table['dtype'] == 'bfloat16' and table['expands'] is True
+    assert [(row['tokens'], row['top_k']) for row in table['rows']] == [(64, 2), (16, 8)]
+    assert {'blocked', 'ragged_dot'} <= set(table['rows'][0]['forms'])
+
+
 def test_attention_writes_json_and_a_picture(tmp_path):
     """Sizes by flags; what cannot run here has a line on stderr and the exit status is 0."""
     sizes = ['--lengths=16', '--heads=2', '--kv_heads=1', '--widths=8', '--slots=0']
@@ -71,8 +83,10 @@ def test_attention_writes_json_and_a_picture(tmp_path):
 @pytest.mark.parametrize(
     ('arguments', 'words'),
     [
-        ([], ['no benchmark', 'step, decode, depth, attention']),
-        (['dekode'], ['dekode', 'step, decode, depth, attention']),
+        ([], ['no benchmark', 'step, decode, depth, experts, attention']),
+        (['dekode'], ['dekode', 'step, decode, depth, experts, attention']),
+        (['experts', '--shapes=64x32x16x4x5'], ['--shapes=64x32x16x4x5', 'five numbers', 'last']),
+        (['experts', '--size=6x128'], ['--size', 'experts has no use']),
         (['decode', '--batches=0'], ['--batches=0', 'numbers']),
         (['decode', '--size=2x64', '--kv_heads=3'], ['3', 'divide']),
         (['decode', '--size=2x64', '--context=64', '--prompt=100'], ['--prompt=100', '64']),

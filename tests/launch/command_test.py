@@ -123,6 +123,7 @@ def test_main_runs_with_overridden_config(toy, arguments, printed):
     ('arguments', 'words'),
     [
         ([], ['--config: missing', 'configs/base.py']),
+        ([BASE, '--config.model.experts.n_group=4'], ['experts.n_group=4:', 'group', 'not built']),
         ([BASE, '--config.model.num_layer=3'], ['num_layer=3:', '--config.model.num_layers?']),
         ([BASE, '--config.model.num_layer', '3'], ['num_layer=3:', '--config.model.num_layers?']),
         ([BASE, '--config.modle.d_ff=3'], ['--config.modle.d_ff=3:', '--config.model.d_ff?']),

@@ -7,6 +7,7 @@ counted in NumPy one by one, what is added is every expert computed for every to
 import jax
 import numpy as np
 
+from moddepth_jax.model.transformer import Transformer
 from tests.model.depth_models import small
 
 
@@ -108,3 +109,47 @@ def drawn_like(shapes, seed=0, dtype=np.float32):
         return (float(name == 'scale') + spread * rng.normal(size=leaf.shape)).astype(dtype)
 
     return jax.tree_util.tree_map_with_path(draw, shapes)
+
+
+def idle_router(width, num_choices, seed=4):
+    """Router kernel [D, Z] by which the last four experts hold the two highest scores of all but 0.
+
+    Beside a little noise their logits are v, -v, 2v and -2v, those of the others none.
+    """
+    rng = np.random.default_rng(seed)
+    kernel_DZ = 0.001 * rng.normal(size=(width, num_choices))
+    kernel_DZ[:, -4:] += rng.normal(size=(width, 1)) * np.array([1, -1, 2, -2])
+    return kernel_DZ.astype(np.float32)
+
+
+# Models that are causal under a rule, and that rule; half of the tokens enter their routed blocks.
+ROUTED = {
+    'model.routing.router': 'learned',
+    'model.routing.capacity': 0.5,
+    'model.routing.causal_rule': 'aux_loss',
+}
+MODA = {'model.depth.stream': 'moda'}
+POST, REORDERED = ({'model.norm_placement': place} for place in ('post', 'reordered'))
+CAUSAL = {
+    'token': (experts(layers='every:2'), 'dense'),
+    'integrated': (experts(num_noop=3, num_shared=0, scores='sigmoid') | POST, 'dense'),
+    'row capacity': (experts(num_routed=3, row_capacity=3) | REORDERED, 'dense'),
+    'thresholds': (experts(choice='expert'), 'threshold'),
+    'staged': (experts(num_noop=2) | ROUTED | MODA, 'aux_loss'),
+    'staged thresholds': (experts(choice='expert', layers='middle:1:0') | ROUTED, 'aux_loss'),
+    'capacity with slots': (
+        experts(num_routed=3, row_capacity=3) | MODA | {'model.depth.slots': 'block'},
+        'dense',
+    ),
+}
+
+
+def drawn_variables(hparams, tokens_BT, seed=0):
+    """Variables of a Transformer; some tokens pass the thresholds of its experts."""
+    model = Transformer(hparams)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), tokens_BT)
+    variables = drawn_like(shapes, seed, hparams.model.dtype)
+    thresholds_XE = variables.get('averages', {}).get('expert_thresholds_XE')
+    if thresholds_XE is not None:
+        thresholds_XE[:] = 0.2 + 0.05 * thresholds_XE
+    return variables

@@ -7,7 +7,7 @@ import jax
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
-from moddepth_jax.model.expert_sharding import sharded_routed_mlp
+from moddepth_jax.model.expert_sharding import by_rows, sharded_routed_mlp
 from moddepth_jax.model.experts import routed_mlp
 from tests.four_devices import collectives, on_four_devices
 
@@ -73,7 +73,7 @@ ON_FOUR_DEVICES = """
 import json, sys
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from moddepth_jax.model.expert_sharding import sharded_routed_mlp
+from moddepth_jax.model.expert_sharding import by_rows, sharded_routed_mlp
 from moddepth_jax.model.experts import routed_mlp
 from moddepth_jax.training.sharding import make_mesh
 
@@ -115,7 +115,19 @@ for spec, rows, product in cases:
         'shards': [array.addressable_shards[0].data.shape for array in many],
         'text': compiled.as_text(),
     })
-print(json.dumps(found))
+
+def choose(scores_BTE):
+    return by_rows(lambda scores: jax.lax.top_k(scores, K)[1], scores_BTE)
+
+mesh, scores_BTE = make_mesh('data=2,expert=2'), normal(B, T, E)
+one = np.asarray(choose(scores_BTE))
+scores_BTE = jax.device_put(scores_BTE, NamedSharding(mesh, PartitionSpec('data')))
+with jax.set_mesh(mesh):
+    compiled = jax.jit(choose).lower(scores_BTE).compile()
+    many = compiled(scores_BTE)
+rows = {'equal': bool(np.all(one == many)), 'text': compiled.as_text(),
+        'shard': many.addressable_shards[0].data.shape}
+print(json.dumps([found, rows]))
 """
 CASES = [
     ('data=2,expert=2', B, 'blocked'),
@@ -126,9 +138,12 @@ CASES = [
 
 @pytest.fixture(scope='module')
 def found():
-    """Of each case: errors and shards of y and the gradients; text of the compiled program."""
-    answers = on_four_devices(ON_FOUR_DEVICES, json.dumps([(B, T, D, F, E, K), CASES]))
-    return dict(zip(CASES, answers, strict=True))
+    """Of each case: errors and shards of y and the gradients; text of the compiled program.
+
+    Under `rows`: what top_k by rows finds, and its program.
+    """
+    answers, rows = on_four_devices(ON_FOUR_DEVICES, json.dumps([(B, T, D, F, E, K), CASES]))
+    return dict(zip(CASES, answers, strict=True)) | {'rows': rows}
 
 
 @pytest.mark.parametrize('case', CASES, ids=str)
@@ -150,3 +165,21 @@ def test_tokens_and_weights_stay_where_they_are(found, case, rows, experts):
     assert set(sums) == {'all-reduce'}
     allowed = {f'f32[{",".join(map(str, shape))}]' for shape in here + mine} | {'f32[]'}
     assert f'f32[{rows},{T},{D}]' in sums['all-reduce'] <= allowed
+
+
+def test_a_top_k_by_rows_gathers_nothing(found):
+    """Each device ranks its own rows; the result is that of one device, still split by rows."""
+    assert found['rows']['equal'] and found['rows']['shard'] == [B // 2, T, K]
+    assert not collectives(found['rows']['text'])
+
+
+def test_rows_that_do_not_divide_are_not_split():
+    """Nor is anything added where there is no mesh."""
+
+    def program(rows):
+        scores_BT = jax.ShapeDtypeStruct((rows, T), 'float32')
+        return str(jax.make_jaxpr(lambda scores_BT: by_rows(jax.lax.sort, scores_BT))(scores_BT))
+
+    assert 'shard_map' not in program(2)
+    with under(2, 2):
+        assert 'shard_map' in program(2) and 'shard_map' not in program(3)

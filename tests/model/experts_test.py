@@ -13,6 +13,7 @@ from moddepth_jax.model.experts import Experts, Limits, experts_choose, routed_m
 from tests.model.depth_models import FAST
 from tests.model.expert_models import (
     drawn_like,
+    idle_router,
     looped,
     pairs_of_experts,
     pairs_of_tokens,
@@ -269,13 +270,6 @@ def test_room_for_a_row_is_no_limit(tiny_config):
     jax.tree.map(np.testing.assert_array_equal, *found)
 
 
-def opposite(kernel_DZ, num_noop):
-    """A router whose two highest are no-op experts for every token but 0: v, 2v, and -v, -2v."""
-    kernel_DZ = np.zeros_like(kernel_DZ)
-    kernel_DZ[:, -num_noop:] = kernel_DZ[:, :1] + np.array([1, -1, 2, -2]) * 3
-    return kernel_DZ + 0.01 * np.random.default_rng(4).normal(size=(WIDTH, 1)).astype(np.float32)
-
-
 @pytest.mark.parametrize(
     ('placement', 'form'),
     [
@@ -293,7 +287,7 @@ def test_experts_that_do_nothing_add_nothing(placement, form, tiny_config):
     mixed, plain = (Block(hparams, 0, experts=experts) for experts in (True, False))
     shapes = jax.eval_shape(mixed.init, jax.random.key(0), stream(), tokens)['params']
     params = drawn_like(shapes)
-    params['mlp']['router']['kernel'] = opposite(params['mlp']['router']['kernel'], 4)
+    params['mlp']['router']['kernel'] = idle_router(WIDTH, 9)
     mlp = jax.eval_shape(plain.init, jax.random.key(0), stream(), tokens)['params']['mlp']
     mlp = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), mlp)
 

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -25,14 +26,27 @@ RNG = np.random.default_rng(0)
 MANY = (13, 3)
 # Experts of each token, by what is special about them, and the number of experts.
 CHOICES = {
-    'some nowhere, experts empty': (RNG.choice([-1, 0, 2, 2, 5, 6, 99], MANY), 7),
+    'some nowhere, experts empty': (
+        np.append(RNG.choice([-1, 0, 2, 2, 5, 6, 99], (12, 3)), [[7, -1, 99]], axis=0),
+        7,
+    ),
     'one expert for all': (np.full(MANY, 2), 7),
     'all nowhere': (np.full(MANY, 7), 7),
     'one expert': (np.zeros((5, 1), int), 1),
-    'every expert': (np.stack([RNG.permutation(4) for _ in range(6)]), 4),
+    'every expert': (np.stack([RNG.permutation(9) for _ in range(6)]), 9),
     'one token': (np.array([[3, 1]]), 4),
 }
-FORMS = (('blocked', 4), ('blocked', 1), ('ragged_dot', 1))
+FORMS = (('blocked', 4), ('blocked', 1), ('batched', 4), ('ragged_dot', 1))
+ONE_OF_EACH = (FORMS[0], *FORMS[2:])
+
+
+@pytest.fixture(scope='module', autouse=True)
+def compiled_in_haste():
+    """Nobody waits for what the optimiser of machine code gains."""
+    before = jax.config.values['jax_disable_most_optimizations']
+    jax.config.update('jax_disable_most_optimizations', True)
+    yield
+    jax.config.update('jax_disable_most_optimizations', before)
 
 
 def mixed(x_ND, weight_Nk, w_EDF, expert_Nk, implementation, block):
@@ -77,12 +91,15 @@ def cast(arrays, dtype):
 
 
 @pytest.mark.parametrize('choice', CHOICES)
-@pytest.mark.parametrize(('dtype', 'tolerance'), [('float64', 1e-12), ('float32', 1e-5)])
+@pytest.mark.parametrize(
+    ('dtype', 'tolerance'),
+    [('float64', 1e-12), pytest.param('float32', 1e-5, marks=pytest.mark.slow)],
+)
 def test_equals_a_loop_over_experts(choice, dtype, tolerance):
     """Forward and every gradient, by each implementation, at blocks of one row and of several."""
     arrays = operands(*CHOICES[choice])
     many = arrays[3].shape == MANY
-    forms = FORMS if dtype == 'float64' and many else FORMS[:: 2 if many else 3]
+    forms = FORMS if many or dtype == 'float32' else FORMS[:1]
     with jax.enable_x64(dtype == 'float64'):
         for form in forms:
             ours = both_passes(*cast(arrays, dtype), *form)
@@ -156,7 +173,7 @@ def test_combine_undoes_dispatch():
     np.testing.assert_array_equal(back_ND, x_ND * jnp.array([[1], [1], [0], [1]]))
 
 
-@pytest.mark.parametrize('form', FORMS[::2], ids=IMPLEMENTATIONS)
+@pytest.mark.parametrize('form', ONE_OF_EACH, ids=IMPLEMENTATIONS)
 def test_what_goes_nowhere_touches_nothing(form):
     """NaN in tokens, weights and cotangents of pairs that go nowhere reaches no other number."""
     expert_Nk, num_experts = CHOICES['some nowhere, experts empty']
@@ -192,17 +209,19 @@ def test_blocks_without_expert_are_not_read(implementation):
     np.testing.assert_array_equal(dw_EXY, np.ones((2, 3, 2)))
 
 
-@pytest.mark.parametrize('form', [('blocked', 32), ('ragged_dot', 1)], ids=IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    'form', [('blocked', 32), ('batched', 32), ('ragged_dot', 1)], ids=IMPLEMENTATIONS
+)
 def test_sums_are_wide(form):
     """In bfloat16, whose sums of ones end at 256, as many ones as there are add up."""
-    width, out, many = 1024, 512, 2048
+    width, out, many = 300, 320, 340
     x_ND, weight_Nk = jnp.ones((many, width), jnp.bfloat16), jnp.ones((many, 1))
     w_EDF, expert_Nk = jnp.ones((1, width, out)), jnp.zeros((many, 1), int)
     dy_NF = jnp.ones((many, out), jnp.bfloat16)
     results = both_passes(x_ND, weight_Nk, w_EDF, expert_Nk, dy_NF, *form)
     assert [result.dtype.name for result in results] == ['bfloat16', 'bfloat16', *['float32'] * 2]
     for result, right in zip(results, (width, out, width * out, many), strict=True):
-        assert np.all(result == right)
+        assert np.all(result == jnp.asarray(right, result.dtype))
 
 
 def test_places_add_wide():
@@ -226,7 +245,7 @@ def equations(jaxpr):
                 yield from equations(getattr(leaf, 'jaxpr', leaf))
 
 
-@pytest.mark.parametrize('form', FORMS[::2], ids=IMPLEMENTATIONS)
+@pytest.mark.parametrize('form', ONE_OF_EACH, ids=IMPLEMENTATIONS)
 def test_reruns_are_bit_equal_by_construction(form):
     """Nothing is added to one place from several, whose order a GPU leaves to chance."""
     arrays = cast(operands(*CHOICES['some nowhere, experts empty']), 'float32')
@@ -235,7 +254,7 @@ def test_reruns_are_bit_equal_by_construction(form):
     assert scatters and all(eqn.params['unique_indices'] for eqn in scatters)
 
 
-@pytest.mark.parametrize('form', FORMS[::2], ids=IMPLEMENTATIONS)
+@pytest.mark.parametrize('form', ONE_OF_EACH, ids=IMPLEMENTATIONS)
 def test_scanned_recomputed_and_sharded(form):
     """In a scan over layers, recomputed, within a checked shard_map: a plain loop's gradients."""
     x_ND, weight_Nk, _, expert_Nk, dy_ND = operands(np.array([[0, 2], [1, 9], [2, 2]]), 3, out=6)
@@ -273,7 +292,7 @@ def test_scanned_recomputed_and_sharded(form):
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
-@pytest.mark.parametrize('form', FORMS[::2], ids=IMPLEMENTATIONS)
+@pytest.mark.parametrize('form', ONE_OF_EACH, ids=IMPLEMENTATIONS)
 def test_lowers_for_cuda(form, dtype, monkeypatch):
     """Both passes become a program for GPUs, whose factors are as narrow as the tokens."""
     monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
@@ -282,12 +301,9 @@ def test_lowers_for_cuda(form, dtype, monkeypatch):
     # Traced anew, as both_passes may have been for a CPU.
     traced = jax.jit(lambda *arrays: both_passes.__wrapped__(*arrays, *form)).trace(*arrays)
     text = traced.lower(lowering_platforms=('cuda',)).as_text()
-    products = [line for line in text.splitlines() if '_dot' in line and 'tensor<' in line]
-    narrow = {'float32': 'f32', 'bfloat16': 'bf16'}[dtype]
-    assert products
-    for line in products:
-        operands_of, result = line.split(' : ')[-1].split(' -> ')
-        assert operands_of.count(f'x{narrow}>') == 2 and 'xf32>' in result
+    products = re.findall(r'(?:dot_general|ragged_dot).* : \((.*)\) -> ', text)
+    narrow = {'float32': 'xf32>', 'bfloat16': 'xbf16>'}[dtype]
+    assert len(products) == 3 and all(factors.count(narrow) == 2 for factors in products)
 
 
 @pytest.mark.parametrize('pairs', [8192, 2048])
@@ -306,6 +322,8 @@ def test_block_rows():
     """A power of two: 1 where an expert has few pairs, bounded where it has many."""
     assert [block_rows(pairs, 64, 'blocked') for pairs in (1, 48, 384, 6144)] == [1, 1, 2, 32]
     assert block_rows(10**7, 4, 'blocked') == 128
+    assert [block_rows(pairs, 64, 'batched') for pairs in (1, 6144)] == [1, 32]
+    assert block_rows(10**5, 64, 'batched') == 128
     assert block_rows(10**7, 4, 'ragged_dot') == 1
 
 
@@ -313,8 +331,8 @@ def test_platform_and_bad_input(monkeypatch):
     """auto is the platform's; other names, and sizes below 1, are refused."""
     assert resolve('auto') == 'blocked' and resolve('ragged_dot') == 'ragged_dot'
     monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
-    assert resolve('auto') == 'ragged_dot'
-    with pytest.raises(ValueError, match="product='dense': must be auto, blocked or ragged_dot"):
+    assert resolve('auto') == 'batched'
+    with pytest.raises(ValueError, match="product='dense': must be one of auto, blocked, b"):
         resolve('dense')
     for bad in ({'num_experts': 0, 'block': 1}, {'num_experts': 1, 'block': 0}):
         with pytest.raises(ValueError, match='=0: must be 1 or more'):

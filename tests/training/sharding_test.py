@@ -244,7 +244,8 @@ def test_a_routed_model_keeps_its_rows_apart(tiny_config):
 def test_experts_train_alike_on_two_by_two_devices(tiny_config):
     """One step with experts and rows split has the loss and gradients of one device to 1e-5.
 
-    Each device holds half of the experts, and the program moves neither their weights nor tokens. A checkpoint from there is restored bit for bit onto meshes of other shapes.
+    Each device holds half of the experts, and the program moves neither their weights nor tokens.
+    A checkpoint from there is restored bit for bit onto meshes of other shapes.
     """
     changes = {
         'model.num_layers': 1,
@@ -264,3 +265,49 @@ def test_experts_train_alike_on_two_by_two_devices(tiny_config):
     gathered = collectives(found['text']).pop('all-gather', set())
     assert gathered <= {'f32[8,32,4]'}  # scores of the router, for top_k
     assert not collectives(found['text']).keys() & {'all-to-all', 'collective-permute'}
+
+
+STOPPED_AND_RESUMED = """
+import json, os, signal, sys
+from ml_collections import ConfigDict
+from moddepth_jax.data.pipeline import Dataset
+from moddepth_jax.hparams import from_config
+from moddepth_jax.training import loop
+
+config, folder = json.loads(sys.argv[1])
+hparams, train_batch = from_config(ConfigDict(config)), Dataset.train_batch
+alone = loop.train(hparams, f'{folder}/alone', 'data=1')
+
+def stops(dataset, step):
+    if step == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return train_batch(dataset, step)
+
+Dataset.train_batch = stops
+stopped = loop.train(hparams, f'{folder}/moved', 'data=2,expert=2')
+Dataset.train_batch = train_batch
+done = int(stopped.state.step)
+resumed = loop.train(hparams, f'{folder}/moved', 'data=4')
+print(json.dumps({
+    'stopped': [stopped.signal, done],
+    'mesh': dict(resumed.state.step.sharding.mesh.shape),
+    'results': [[run.summary['train_loss'], run.summary['eval']['loss']]
+                for run in (alone, resumed)],
+    'flops': [run.summary['flops_per_step_dot_general'] for run in (alone, resumed)],
+}))
+"""
+
+
+@pytest.mark.slow
+def test_a_run_with_experts_goes_on_on_another_mesh(tiny_config, tmp_path):
+    """Stopped on two by two devices and resumed on four along `data`, it ends as one never split.
+
+    To 1e-4, for a choice on a near-tie may fall otherwise. FLOPs are counted as on one device.
+    """
+    changes = EXPERTS | {'model.experts.num_routed': 4, 'data.batch_size': 8}
+    arguments = json.dumps([tiny_config(**changes).to_dict(), str(tmp_path)])
+    found = on_four_devices(STOPPED_AND_RESUMED, arguments)
+    assert found['stopped'] == ['SIGTERM', 2] and found['mesh'] == {'data': 4, 'expert': 1}
+    alone, resumed = found['results']
+    np.testing.assert_allclose(resumed, alone, atol=1e-4, rtol=0)
+    assert found['flops'][0] == found['flops'][1] > 0

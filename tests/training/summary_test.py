@@ -29,6 +29,23 @@ def test_counted_flops_are_those_of_the_trace(tiny_config, router, length):
     assert 1 < flops['flops_per_step_xla'] / counted < 2
 
 
+@pytest.mark.slow
+def test_places_of_experts_that_nobody_takes_are_not_counted(tiny_config):
+    """Half of the choices fall on experts that do nothing; what is traced for them is left out.
+
+    So is the forward pass that tells micro-batches the loads of the whole step; but it runs.
+    """
+    changes = {'model.experts.choice': 'token', 'model.experts.num_noop': 8}
+    found = [
+        summary.flops_of_a_step(from_config(tiny_config(**changes, **more)), 4)
+        for more in ({}, {'training.accumulate_steps': 2})
+    ]
+    for flops in found:
+        counted = flops['flops_per_step']
+        assert flops['flops_per_step_dot_general'] == pytest.approx(counted, rel=0.01)
+    assert found[1]['flops_per_step_executed'] > 1.2 * found[0]['flops_per_step_executed']
+
+
 def test_ratios_are_told_by_layer():
     """Lists and arrays over layers become numbers and lists of each layer, by its index."""
     ratios = {'recall': [0.5, 0.25], 'load': np.float32([[0.5, 0.5], [1, 0]])}

@@ -1,0 +1,78 @@
+"""The benchmark of grouped products: equal results, FLOPs as counted, numbers for every form."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moddepth_jax.analysis import bench_experts
+from moddepth_jax.analysis.bench_experts import DENSE, Shape, products_table
+from moddepth_jax.model.grouped_product import IMPLEMENTATIONS, num_blocks
+
+TOY = Shape(tokens=16, d_model=8, d_ff=12, num_experts=8, top_k=2)
+FORMS = [*IMPLEMENTATIONS, DENSE]
+
+
+@pytest.fixture(scope='module', autouse=True)
+def compiled_in_haste():
+    """Nobody waits for what the optimiser of machine code gains."""
+    before = jax.config.values['jax_disable_most_optimizations']
+    jax.config.update('jax_disable_most_optimizations', True)
+    yield
+    jax.config.update('jax_disable_most_optimizations', before)
+
+
+def test_what_is_timed_computes_the_same():
+    """Value and every gradient of each form agree, so that their times can be compared."""
+    expert_Nk, operands = bench_experts._operands(TOY, 'float32')
+    dy_ND = jnp.cos(jnp.arange(16 * 8.0)).reshape(16, 8)
+    forms = bench_experts._forms(TOY)
+    assert list(forms) == FORMS
+    runs = map(bench_experts._both_passes, forms.values())
+    results = [run(expert_Nk, dy_ND, *operands) for run in runs]
+    for arrays in zip(*results, strict=True):
+        assert np.any(arrays[0])
+        for array in arrays[1:]:
+            np.testing.assert_allclose(array, arrays[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.fixture(scope='module')
+def result():
+    """Of one toy shape, in few rounds."""
+    return bench_experts.bench_experts([TOY], repeats=2)
+
+
+def test_flops_are_those_of_the_forms(result):
+    """Three products a pair, twice as many backward; blocks and the dense loop as they are."""
+    json.dumps(result)
+    row = result['rows'][0]
+    assert row['flops'] == 3 * 3 * 2 * (16 * 2) * 8 * 12
+    over = {name: form['executed_over_active'] for name, form in row['forms'].items()}
+    places = num_blocks(32, 8, row['block']) * row['block']
+    assert over['blocked'] == pytest.approx(places / 32)
+    assert over[DENSE] == pytest.approx(8 / 2)
+    # XLA on CPUs: each of the 32 rows times all 8 matrices, and what is elementwise.
+    assert 8 <= over['ragged_dot'] < 12 and result['expands'] is True
+    assert all(form['seconds'] > 0 and form['temp_bytes'] > 0 for form in row['forms'].values())
+
+
+def test_table(result):
+    """It says in its title what the backend does, and has a dash where a form was left out."""
+    title, heads, lines = products_table(result)
+    assert 'which expands ragged_dot' in title and heads[1:] == ['16, 8, 12, 2 of 8']
+    assert lines[f'{DENSE}, executed / active FLOPs'] == ['4.00']
+    row = result['rows'][0]
+    forms = {name: row['forms'][name] for name in IMPLEMENTATIONS}
+    forms['ragged_dot'] = forms['ragged_dot'] | {'executed_over_active': None}
+    other = result | {'expands': None, 'rows': [row | {'forms': forms}]}
+    title, _, lines = products_table(other)
+    assert 'which tells no FLOPs' in title
+    assert lines[f'{DENSE}, ms'] == ['-']
+    assert lines['ragged_dot, executed / active FLOPs'] == ['not told']
+
+
+def test_a_large_dense_loop_is_left_out():
+    """Nobody waits for 64 experts on every token."""
+    assert DENSE not in bench_experts._forms(Shape(2**15, 2048, 704, 64, 6))
