@@ -9,6 +9,7 @@ tests: every implementation of attention, compiled, against the float64 softmax.
 attention: launch.bench attention in full.
 steps, depth: launch.bench step and depth for dense, MoD, MoDA and both, in bfloat16, at 124M and
 700M parameters.
+experts: launch.bench experts, and launch.bench step for experts and both forms of MoDE.
 train: launch.train on MoD with MoDA, in bfloat16.
 
 Each part runs in processes of its own under a time limit. One that fails is told, the others go on,
@@ -33,7 +34,7 @@ from absl import flags
 
 from launch import command
 
-PARTS = ('tests', 'attention', 'steps', 'depth', 'train')
+PARTS = ('tests', 'attention', 'steps', 'experts', 'depth', 'train')
 OUT = flags.DEFINE_string(
     'out', None, 'Directory of the results. Default: results/gpu/DATE, or results/gpu/toy.'
 )
@@ -119,6 +120,16 @@ def _steps(out, toy):
         yield _bench('step', f'step_{size}.json', out, 540, *models, f'--size={size}', *small)
 
 
+def _experts(out, toy):
+    shapes = '64x16x8x4x2' if toy else '16384x768x512x8x2,4096x2048x704x64x6'
+    rest = ('--dtype=bfloat16', f'--repeats={1 if toy else 5}')
+    yield _bench('experts', 'experts.json', out, 540, f'--shapes={shapes}', *rest)
+    size = '--size=2x64' if toy else '--size=124m'
+    rest += ('--lengths=32', '--tokens=64') if toy else ()
+    models = f'--variants=dense,moe{"" if toy else ",mode"}'
+    yield _bench('step', 'step_experts.json', out, 540, models, size, *rest)
+
+
 def _depth(out, toy):
     shapes = {
         '124m': ('--depths=12,24', '--unrolled_up_to=12', '--lengths=2048', '--rows=4'),
@@ -159,6 +170,7 @@ _COMMANDS = {
     'tests': _tests,
     'attention': _attention,
     'steps': _steps,
+    'experts': _experts,
     'depth': _depth,
     'train': _train,
 }

@@ -3,7 +3,7 @@
 import json
 import pathlib
 
-from moddepth_jax.analysis import attention_report, bench_tables
+from moddepth_jax.analysis import attention_report, bench_experts, bench_tables
 
 
 def _markdown(title, heads, lines):
@@ -86,6 +86,14 @@ def _steps(out):
     return page
 
 
+def _experts(out):
+    return [
+        line
+        for result in _read(out / 'experts.json')
+        for line in _markdown(*bench_experts.products_table(result))
+    ]
+
+
 def _depth(out):
     page, titles = [], bench_tables.TITLES
     for file in sorted(out.glob('depth_*.json')):
@@ -119,7 +127,7 @@ def gpu_table(out: pathlib.Path) -> str:
     parts = _read(out / 'parts.json') or {}
     page = [f'# {out.name}', '', *_machines(parts), *_parts(parts)]
     sections = {'Tests': _tests, 'Attention': _attention, 'Training step': _steps}
-    sections |= {'By depth': _depth, 'Training run': _train}
+    sections |= {'Experts': _experts, 'By depth': _depth, 'Training run': _train}
     for title, section in sections.items():
         if lines := section(out):
             page += [f'## {title}', '', *lines]

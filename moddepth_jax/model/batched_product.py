@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from moddepth_jax.model.blocked_product import held, wide
-from moddepth_jax.model.varying import zeros_like_of
 
 
 def _blocks(x_RX, expert_M, num_experts):
@@ -70,7 +69,7 @@ def _sum_of_blocks(x_MCX, dy_MCY, expert_M, num_experts):
         return dw_EXY + _sums('ecx,ecy->exy', x_ECX, dy_ECY, dtype=x_MCX.dtype)
 
     shape = (num_experts, x_MCX.shape[2], dy_MCY.shape[2])
-    nothing_EXY = zeros_like_of(x_MCX, shape, wide(x_MCX.dtype))
+    nothing_EXY = jnp.zeros(shape, wide(x_MCX.dtype))
     return jax.lax.fori_loop(0, jnp.max(count_E), add, nothing_EXY)
 
 

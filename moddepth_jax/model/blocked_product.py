@@ -6,8 +6,6 @@ Letters: E experts, R rows in M blocks of C, X and Y sides of a matrix.
 import jax
 import jax.numpy as jnp
 
-from moddepth_jax.model.varying import zeros_like_of
-
 
 def wide(dtype):
     """What sums of products of `dtype` are held in: float32 at least."""
@@ -48,13 +46,13 @@ def _products(x_RX, w_EXY, expert_M, axis):
             return _multiply(x_CX, w_XY, (1, axis)).astype(factor)
 
         def nothing():
-            return zeros_like_of(x_CX, (x_CX.shape[0], width), factor)
+            return jnp.zeros((x_CX.shape[0], width), factor)
 
         w_XY = jax.lax.cond(changes, take, lambda: w_XY)
         return w_XY, jax.lax.cond(expert < num_experts, multiply, nothing)
 
     blocks = (_blocks(x_RX.astype(factor), expert_M), expert_M, changes_M)
-    y_MCY = jax.lax.scan(step, zeros_like_of(x_RX, sides, factor), blocks)[1]
+    y_MCY = jax.lax.scan(step, jnp.zeros(sides, factor), blocks)[1]
     return y_MCY.reshape(-1, width).astype(dtype)
 
 
@@ -81,7 +79,7 @@ def _sum_products(x_RX, dy_RY, expert_M, num_experts):
     factor = held(x_RX.dtype)
     factors = (_blocks(rows.astype(factor), expert_M) for rows in (x_RX, dy_RY))
     blocks = (*factors, expert_M)
-    return jax.lax.scan(step, zeros_like_of(x_RX, shape, wide(x_RX.dtype)), blocks)[0]
+    return jax.lax.scan(step, jnp.zeros(shape, wide(x_RX.dtype)), blocks)[0]
 
 
 @jax.custom_vjp

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from moddepth_jax.hparams import ExpertsHparams, ModelHparams
-from moddepth_jax.model.expert_sharding import sharded_routed_mlp
 from moddepth_jax.model.grouped_product import (
     block_rows,
     combine,
@@ -19,6 +18,7 @@ from moddepth_jax.model.grouped_product import (
 )
 from moddepth_jax.model.layers import SwiGLU, initializer, residual_init, swiglu
 from moddepth_jax.model.routing import CHOICE, membership, select_top_c
+from moddepth_jax.model.shards import by_rows, sharded_routed_mlp
 
 
 class ExpertsRecord(NamedTuple):
@@ -98,7 +98,7 @@ def tokens_choose(hparams: ExpertsHparams, scores_BTZ, real_BT, taken_BE) -> Cho
       taken_BE: int32, tokens of the row that chose each expert before; None: none did.
     """
     num_routed, length = hparams.num_routed, scores_BTZ.shape[1]
-    _, expert_BTk = jax.lax.top_k(scores_BTZ, hparams.top_k)
+    expert_BTk = by_rows(lambda rows: jax.lax.top_k(rows, hparams.top_k)[1], scores_BTZ)
     expert_BTk = checkpoint_name(expert_BTk, CHOICE)
     weight_BTk = jnp.take_along_axis(scores_BTZ, expert_BTk, axis=2)
     if hparams.scores == 'sigmoid':

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 
 from moddepth_jax.model.batched_product import batched_product
 from moddepth_jax.model.blocked_product import blocked_product, held, wide
-from moddepth_jax.model.varying import alike, zeros_like_of
 
 IMPLEMENTATIONS = ('blocked', 'batched', 'ragged_dot')
 
@@ -90,7 +89,7 @@ def lay_out(expert_Nk, num_experts: int, block: int, most: int | None = None) ->
     inside_Nk = (expert_Nk >= 0) & (expert_Nk < num_experts)
     expert_P = jnp.where(inside_Nk, expert_Nk, num_experts).reshape(-1).astype(jnp.int32)
     rank_P = jnp.arange(expert_P.size, dtype=jnp.int32)
-    sorted_P, order_P = jax.lax.sort_key_val(*alike(expert_P, rank_P))
+    sorted_P, order_P = jax.lax.sort_key_val(expert_P, rank_P)
 
     first_E = _first(sorted_P, num_experts)
     blocks_E = -(-jnp.diff(first_E) // block)
@@ -113,23 +112,25 @@ def lay_out(expert_Nk, num_experts: int, block: int, most: int | None = None) ->
 def _first(expert_P, num_experts):
     """int32 [E + 1]: where the numbers of each expert begin in an ascending array, and end."""
     expert_E = jnp.arange(num_experts + 1, dtype=jnp.int32)
-    return jnp.searchsorted(*alike(expert_P, expert_E)).astype(jnp.int32)
+    return jnp.searchsorted(expert_P, expert_E).astype(jnp.int32)
 
 
+@jax.custom_vjp
 def dispatch(x_ND, layout: Layout):
     """[R, D]: the token of each place, zeros in empty ones.
 
     Backward gathers too, and adds a token's k places in their order: reruns are bit-equal.
     """
-    return _dispatch(*alike(x_ND, layout))
+    return _rows(x_ND, layout.source_R)
 
 
+@jax.custom_vjp
 def combine(y_RD, weight_Nk, layout: Layout):
     """[N, D]: sum_k weight y[place], added in float32 at least, returned in y's dtype.
 
     A pair that goes nowhere adds nothing, whatever its weight.
     """
-    return _combine(*alike(y_RD, weight_Nk, layout))
+    return _add_places(y_RD, weight_Nk, layout.place_Nk).astype(y_RD.dtype)
 
 
 def grouped_product(x_RX, w_EXY, layout: Layout, implementation: str):
@@ -143,7 +144,7 @@ def grouped_product(x_RX, w_EXY, layout: Layout, implementation: str):
       implementation: `blocked`: a scan over blocks, in which one without an expert costs nothing;
         `batched`: all blocks at once; `ragged_dot`: jax.lax.ragged_dot.
     """
-    x_RX, w_EXY, expert_M = alike(x_RX, w_EXY, layout.expert_M)
+    expert_M = layout.expert_M
     if resolve(implementation) == 'blocked':
         return blocked_product(x_RX, w_EXY, expert_M)
     if resolve(implementation) == 'batched':
@@ -172,30 +173,20 @@ def _add_places(y_RD, weight_Nk, place_Nk):
         weight_N1 = jnp.where(place_N < y_RD.shape[0], weight_N, 0)[:, None].astype(dtype)
         return sum_ND + weight_N1 * _rows(y_RD, place_N).astype(dtype), None
 
-    zeros_ND = zeros_like_of(y_RD, (place_Nk.shape[0], y_RD.shape[1]), dtype)
+    zeros_ND = jnp.zeros((place_Nk.shape[0], y_RD.shape[1]), dtype)
     return _over_choices(add, zeros_ND, place_Nk, weight_Nk)[0]
 
 
-@jax.custom_vjp
-def _dispatch(x_ND, layout):
-    return _rows(x_ND, layout.source_R)
-
-
 def _dispatch_backward(layout, dx_RD):
-    ones_Nk = zeros_like_of(dx_RD, layout.place_Nk.shape, jnp.float32) + 1
+    ones_Nk = jnp.ones(layout.place_Nk.shape, jnp.float32)
     return _add_places(dx_RD, ones_Nk, layout.place_Nk).astype(dx_RD.dtype), None
 
 
-_dispatch.defvjp(lambda x_ND, layout: (_dispatch(x_ND, layout), layout), _dispatch_backward)
-
-
-@jax.custom_vjp
-def _combine(y_RD, weight_Nk, layout):
-    return _add_places(y_RD, weight_Nk, layout.place_Nk).astype(y_RD.dtype)
+dispatch.defvjp(lambda x_ND, layout: (dispatch(x_ND, layout), layout), _dispatch_backward)
 
 
 def _combine_forward(y_RD, weight_Nk, layout):
-    return _combine(y_RD, weight_Nk, layout), (y_RD, weight_Nk, layout)
+    return combine(y_RD, weight_Nk, layout), (y_RD, weight_Nk, layout)
 
 
 def _combine_backward(residuals, dy_ND):
@@ -217,7 +208,7 @@ def _combine_backward(residuals, dy_ND):
     return dy_RD.astype(y_RD.dtype), dweight_Nk.astype(weight_Nk.dtype), None
 
 
-_combine.defvjp(_combine_forward, _combine_backward)
+combine.defvjp(_combine_forward, _combine_backward)
 
 
 def _ragged(x_RX, w_EXY, expert_M):

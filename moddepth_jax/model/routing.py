@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moddepth_jax.model.shards import by_rows
+
 CAUSAL_RULES = ('predictor', 'aux_loss', 'threshold', 'dense')
 ROUTINGS = ('top_c', *CAUSAL_RULES)
 CHOICE = 'routing choice'  # name by which rematerialisation keeps what was chosen
@@ -51,7 +53,7 @@ def select_top_c(scores_BT, num_selected: int):
     # top_k ranks by bits: -0.0 below 0.0, and a NaN of negative sign below all.
     scores_BT = jnp.where(scores_BT == 0, 0.0, scores_BT)
     scores_BT = jnp.where(jnp.isnan(scores_BT), jnp.nan, scores_BT)
-    _, indices_BC = jax.lax.top_k(scores_BT, num_selected)
+    indices_BC = by_rows(lambda rows: jax.lax.top_k(rows, num_selected)[1], scores_BT)
     return jnp.sort(indices_BC, axis=1).astype(jnp.int32)
 
 

@@ -136,7 +136,7 @@ CAUSAL = {
     'row capacity': (experts(num_routed=3, row_capacity=3) | REORDERED, 'dense'),
     'thresholds': (experts(choice='expert'), 'threshold'),
     'staged': (experts(num_noop=2) | ROUTED | MODA, 'aux_loss'),
-    'staged thresholds': (experts(choice='expert', layers='middle:1:0') | ROUTED, 'aux_loss'),
+    'staged thresholds': (experts(choice='expert') | ROUTED, 'aux_loss'),
     'capacity with slots': (
         experts(num_routed=3, row_capacity=3) | MODA | {'model.depth.slots': 'block'},
         'dense',

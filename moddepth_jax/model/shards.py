@@ -1,4 +1,4 @@
-"""Experts over a mesh: each device computes its own experts for its own rows."""
+"""Over the mesh of the context: experts by the devices that hold them, rows each for itself."""
 
 import jax
 import jax.numpy as jnp

@@ -7,8 +7,8 @@ import jax
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
-from moddepth_jax.model.expert_sharding import by_rows, sharded_routed_mlp
 from moddepth_jax.model.experts import routed_mlp
+from moddepth_jax.model.shards import by_rows, sharded_routed_mlp
 from tests.four_devices import collectives, on_four_devices
 
 B, T, D, F, E, K = 4, 6, 8, 12, 4, 2
@@ -73,7 +73,7 @@ ON_FOUR_DEVICES = """
 import json, sys
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from moddepth_jax.model.expert_sharding import by_rows, sharded_routed_mlp
+from moddepth_jax.model.shards import by_rows, sharded_routed_mlp
 from moddepth_jax.model.experts import routed_mlp
 from moddepth_jax.training.sharding import make_mesh
 
