@@ -303,7 +303,7 @@ def test_lowers_for_cuda(form, dtype, monkeypatch):
     text = traced.lower(lowering_platforms=('cuda',)).as_text()
     products = re.findall(r'(?:dot_general|ragged_dot).* : \((.*)\) -> ', text)
     narrow = {'float32': 'xf32>', 'bfloat16': 'xbf16>'}[dtype]
-    assert len(products) == 3 and all(factors.count(narrow) == 2 for factors in products)
+    assert len(products) >= 3 and all(factors.count(narrow) == 2 for factors in products)
 
 
 @pytest.mark.parametrize('pairs', [8192, 2048])
