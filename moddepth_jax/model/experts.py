@@ -102,7 +102,9 @@ def tokens_choose(hparams: ExpertsHparams, scores_BTZ, real_BT, taken_BE) -> Cho
     expert_BTk = checkpoint_name(expert_BTk, CHOICE)
     weight_BTk = jnp.take_along_axis(scores_BTZ, expert_BTk, axis=2)
     if hparams.scores == 'sigmoid':
-        weight_BTk /= jnp.sum(weight_BTk, axis=2, keepdims=True)
+        # Scores that all underflow weigh nothing, and not 0 / 0.
+        total_BT1 = jnp.sum(weight_BTk, axis=2, keepdims=True)
+        weight_BTk /= jnp.maximum(total_BT1, jnp.finfo(weight_BTk.dtype).tiny)
     expert_BTk = jnp.where(real_BT[..., None], expert_BTk, hparams.num_choices)
     numbers_Z = jnp.arange(hparams.num_choices)
     chosen_BTZ = jnp.any(expert_BTk[..., None] == numbers_Z[None, None, None], axis=2)

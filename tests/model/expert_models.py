@@ -122,6 +122,12 @@ def idle_router(width, num_choices, seed=4):
     return kernel_DZ.astype(np.float32)
 
 
+def two_layers(make_config, knobs, **more):
+    """Hparams of two layers, the second routed if any is; rows of 12 tokens out of 48."""
+    sizes = {'model.vocab_size': 48, 'model.num_layers': 2, 'data.sequence_length': 12}
+    return small(make_config, sizes, {'model.routing.layers': '1'}, knobs, more)
+
+
 # Models that are causal under a rule, and that rule; half of the tokens enter their routed blocks.
 ROUTED = {
     'model.routing.router': 'learned',

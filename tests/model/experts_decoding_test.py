@@ -90,8 +90,9 @@ def check(make_config, name):
     known_BT = np.arange(LENGTH)[None] >= PROMPTS_B[:, None] - 1
     assert np.isnan(found_BTV[~known_BT]).all() and 0.5 < np.abs(full_BTV).max() < 16
     np.testing.assert_allclose(found_BTV[known_BT], full_BTV[known_BT], rtol=0, atol=1e-5)
-    alone_BTV, _ = decoded(hparams, variables, rule, PROMPTS_B[2:], slice(2, 3))
-    np.testing.assert_allclose(alone_BTV, found_BTV[2:], rtol=0, atol=1e-5)
+    if name not in FEW:
+        alone_BTV, _ = decoded(hparams, variables, rule, PROMPTS_B[2:], slice(2, 3))
+        np.testing.assert_allclose(alone_BTV, found_BTV[2:], rtol=0, atol=1e-5)
     if records.routing is not None:
         entered_RBT = np.asarray(records.routing.entered_BT)
         assert 0.1 < entered_RBT[:, known_BT].mean() < 0.9
@@ -111,7 +112,8 @@ FEW = ('row capacity', 'staged thresholds')
     [pytest.param(name, marks=[pytest.mark.slow] * (name not in FEW)) for name in CAUSAL],
 )
 def test_prompt_and_steps_equal_the_full_forward(name, tiny_config):
-    """At most 1e-5 apart, for rows of different lengths and documents, and for a row by itself.
+    """At most 1e-5 apart, for rows of different lengths and documents; the slow ones for a row by
+    itself too.
 
     What the cache counts under `row_capacity` is what the whole text chose.
     """

@@ -1,0 +1,102 @@
+"""Steps of training with experts: the same in parts, and from the first to the thirtieth."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moddepth_jax.data.pipeline import make_dataset
+from moddepth_jax.training.train_step import TrainState, _gradients, init_state, train_step
+from tests.model.depth_models import FAST
+from tests.model.expert_models import MODA, POST, ROUTED, drawn_variables, experts, two_layers
+
+LENGTH, VOCABULARY = 12, 48
+
+
+def jit(function):
+    return jax.jit(function, compiler_options=FAST)
+
+
+STEPS = {
+    'staged': experts(num_noop=1, z_loss=0.1, balance_weight=0.5) | ROUTED,
+    'experts choose': experts(choice='expert', z_loss=0.1),
+    'z-loss alone': experts(z_loss=0.1, balance_weight=0.0),
+    'experts choose, staged': experts(choice='expert', z_loss=0.1) | ROUTED,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', STEPS)
+def test_micro_batches_do_not_change_the_step(name, tiny_config):
+    """Two of unequal numbers of tokens give losses, gradients and loads of the whole batch."""
+    rng = np.random.default_rng(0)
+    tokens_BT = rng.integers(0, VOCABULARY, (4, LENGTH))
+    segments_BT = np.ones_like(tokens_BT)
+    segments_BT[0, 5:] = segments_BT[2, 1:] = 0
+    batch = {'tokens_BT': tokens_BT, 'labels_BT': tokens_BT[::-1], 'segment_ids_BT': segments_BT}
+    batch = jax.tree.map(jnp.asarray, batch)
+    found = []
+    for parts in (1, 2):
+        shape = {'training.accumulate_steps': parts, 'model.num_layers': 1}
+        shape['model.routing.layers'] = '0'
+        hparams = two_layers(tiny_config, STEPS[name], **shape)
+        variables = drawn_variables(hparams, tokens_BT)
+        averages = variables.get('averages', {})
+        state = TrainState(0, {}, averages, (), 0, 0, hparams, 4)
+
+        def run(params, state=state, hparams=hparams):
+            return _gradients(state.replace(params=params), hparams, 'top_c', batch)
+
+        found.append(jax.device_get(jit(run)(variables['params'])))
+    (gradient, metrics), (of_parts, metrics_of_parts) = found
+    assert metrics['expert_z_loss'] > 0.01
+    leaves = jax.tree_util.tree_leaves_with_path((metrics, gradient))
+    others = jax.tree.leaves((metrics_of_parts, of_parts))
+    for (path, one), two in zip(leaves, others, strict=True):
+        most = max(np.abs(one).max(), 1e-6)
+        np.testing.assert_allclose(
+            two, one, rtol=1e-4, atol=1e-5 * most, err_msg=jax.tree_util.keystr(path)
+        )
+
+
+TRAINED = {
+    'staged': experts(num_noop=2, z_loss=1e-3) | ROUTED | MODA,
+    'experts choose': experts(choice='expert', threshold_decay=0.6),
+    'row capacity': experts(row_capacity=6, scores='sigmoid') | POST,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', TRAINED)
+def test_thirty_steps_of_training(name, tiny_config):
+    """The loss falls, everything stays finite, one program serves all steps.
+
+    Thresholds are the moving average of the mean over rows of the lowest scores taken.
+    """
+    knobs = {'model.vocab_size': 257, 'optimizer.learning_rate': 0.01, 'training.num_steps': 30}
+    if name == 'experts choose':
+        knobs |= {'model.num_layers': 1, 'model.routing.layers': '0'}
+    hparams = two_layers(tiny_config, TRAINED[name], **knobs | {'data.sequence_length': 32})
+    dataset = make_dataset(hparams.data, hparams.seed)
+    traces = []
+
+    def traced(state, batch):
+        traces.append(None)
+        return train_step(state, batch)
+
+    step = jit(traced)
+    state = jit(lambda: init_state(hparams, 30))()
+    losses, thresholds_XE = [], 0.0
+    for i in range(30):
+        state, metrics = step(state, dataset.train_batch(i))
+        losses.append(float(metrics['loss']))
+        if 'expert_thresholds_XE' in state.averages:
+            decay = min(0.6, (i + 1) / (i + 10))
+            lowest_XE = np.asarray(metrics['experts']['lowest_taken'])
+            thresholds_XE = decay * thresholds_XE + (1 - decay) * lowest_XE
+            found_XE = state.averages['expert_thresholds_XE']
+            np.testing.assert_allclose(found_XE, thresholds_XE, rtol=1e-4)
+    assert len(traces) == 1 and state.skipped == 0
+    assert np.mean(losses[-3:]) < np.mean(losses[:3]) - 0.5
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params))
+    assert ('expert_thresholds_XE' in state.averages) == (name == 'experts choose')
