@@ -30,7 +30,7 @@ def test_ties_go_to_the_lower_number(tiny_config):
 
 
 def test_weights_of_the_chosen(tiny_config):
-    """Softmax scores stay as they are; sigmoids are divided by the sum of all that was chosen."""
+    """Softmax scores stay as they are; sigmoids are divided by the sum of what was chosen, if any."""
     scores_BTZ = np.array([[[0.1, 0.4, 0.2, 0.3]]], np.float32)
     for form, expected in (('softmax', [0.4, 0.3]), ('sigmoid', [4 / 7, 3 / 7])):
         knobs = {'num_routed': 3, 'num_noop': 1, 'scores': form, 'route_scale': 7.0}
@@ -38,6 +38,8 @@ def test_weights_of_the_chosen(tiny_config):
         choice = tokens_choose(hparams, scores_BTZ, np.ones((1, 1), bool), None)
         np.testing.assert_array_equal(choice.expert_BTk, [[[1, 3]]])
         np.testing.assert_allclose(choice.weight_BTk, [[expected]], rtol=1e-6)
+        choice = tokens_choose(hparams, np.zeros_like(scores_BTZ), np.ones((1, 1), bool), None)
+        np.testing.assert_array_equal(choice.weight_BTk, [[[0, 0]]])
 
 
 def test_experts_take_the_best_of_each_row(tiny_config):
