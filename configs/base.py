@@ -26,7 +26,7 @@ def get_config() -> ConfigDict:
     model.across_documents = False  # a token sees all earlier ones of its row: what cuDNN can do
     model.windows = (0,)  # tokens seen by each layer, repeated over depth; 0: all earlier ones
     model.init_std = 0.02  # of every weight matrix, truncated at 3 sigma
-    model.embedding_init_std = 0.02  # of the embedding; under post and reordered norms rather 1
+    model.embedding_init_std = 0.02  # of the embedding; under post, reordered norms 1; tied D^-0.5
     model.scale_residual_init = True  # residual outputs start smaller by 1/sqrt(2 num_layers)
     model.dtype = 'float32'  # float32 | bfloat16 | float64 (with JAX_ENABLE_X64=1); of activations
     model.attention = 'auto'  # auto | reference | xla | pallas | mosaic_gpu | mosaic_gpu_fused

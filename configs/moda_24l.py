@@ -24,7 +24,7 @@ def get_config(arguments: str = ''):
     model.qk_norm = 'head'
     model.use_bias = True
     model.tie_embeddings = True
-    model.embedding_init_std = 1.0
+    model.embedding_init_std = model.d_model**-0.5  # tied: the head reads these rows
     sizes.apply_slots(config, values['slots'])
     config.data.sequence_length = 512
     config.data.batch_size = 64

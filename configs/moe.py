@@ -7,8 +7,8 @@ python -m launch.train --config=configs/moe.py:choice=expert
 
 What a token passes is together as wide as the mlp of the dense model of that size, so that both
 cost about the same (configs/dense_isoflop.py). The second has another weight of the balance loss (0
-takes it away). In the third an expert takes of each row half of an equal share of its choices,
-first come, and leaves out the others: the lowered expert capacity that integrated MoDE
+takes it away). In the third an expert takes of each row of 256 tokens half of an equal share of its
+choices, first come, and leaves out the others: the lowered expert capacity that integrated MoDE
 (configs/mode_integrated.py) is to be compared with. In the last the experts choose their tokens,
 and evaluation goes by a threshold for each expert.
 """
@@ -46,6 +46,8 @@ def get_config(arguments: str = ''):
     if not 0 < capacity <= 1:
         right = 'must lie in (0, 1]; 1 is no limit'
         raise ValueError(f'capacity={values["capacity"]!r}: {right}')
+    if capacity < 1 and experts.choice == 'expert':
+        raise ValueError(f'capacity={values["capacity"]!r}: must be 1 with choice=expert')
     if capacity < 1:
         share = experts.top_k * config.data.sequence_length / experts.num_routed
         experts.row_capacity = max(1, int(capacity * share))

@@ -6,7 +6,8 @@ python -m launch.train --config=configs/openmythos_moda.py:size=tiny
 16 query and 8 key/value heads of 128, vocabulary of 32000, post-norm, one slot a layer that is
 projected from the block's output, experts 704 wide with softmax scores. 7.319B parameters with
 tied embeddings, 1.298B of them active: those that one token passes, all but 58 of the 64 experts of
-each layer. Sequence length and optimiser are ours, after OLMo2's. Not trained.
+each layer. Sequence length and optimiser are ours, after OLMo2's. Not trained;
+the default corpus, bytes of Python's library, only stands in for yours (--config.data.source).
 
 The second is a laptop-sized sister with the same parts, 4 layers of width 64 with 2 shared and 3 of
 8 experts: 326k parameters. Its 300 steps take a minute and a half of CPU time and end at 2.98 bits
@@ -25,11 +26,11 @@ def get_config(arguments: str = ''):
     config = base.get_config()
     model = config.model
     model.norm_placement = 'post'
-    model.embedding_init_std = 1.0
     model.tie_embeddings = True
     model.depth.stream, model.depth.slots = 'moda', 'block'
     model.experts.choice = 'token'
     shapes[size](config)
+    model.embedding_init_std = model.d_model**-0.5  # tied: the head reads these rows
     return config
 
 

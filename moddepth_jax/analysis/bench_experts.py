@@ -8,14 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from moddepth_jax.analysis.timing import in_turn
+from moddepth_jax.model.experts import routed_mlp
 from moddepth_jax.model.flops import dot_general_flops
 from moddepth_jax.model.grouped_product import (
     IMPLEMENTATIONS,
     block_rows,
-    combine,
-    dispatch,
-    grouped_product,
-    lay_out,
 )
 from moddepth_jax.model.layers import swiglu
 from moddepth_jax.training.summary import versions
@@ -54,13 +51,8 @@ def _operands(shape, dtype):
 
 
 def _grouped(expert_Nk, x_ND, weight_Nk, w1_EDF, w3_EDF, w2_EFD, implementation):
-    num_experts = w1_EDF.shape[0]
-    block = block_rows(expert_Nk.size, num_experts, implementation)
-    layout = lay_out(expert_Nk, num_experts, block)
-    product = functools.partial(grouped_product, layout=layout, implementation=implementation)
-    x_RD = dispatch(x_ND, layout)
-    y_RD = product(swiglu(product(x_RD, w1_EDF), product(x_RD, w3_EDF)), w2_EFD)
-    return combine(y_RD, weight_Nk, layout)
+    row = (x_ND[None], expert_Nk[None], weight_Nk[None])
+    return routed_mlp(*row, w1_EDF, w3_EDF, w2_EFD, implementation, expert_Nk.size)[0]
 
 
 def _dense(expert_Nk, x_ND, weight_Nk, *matrices_E):

@@ -7,7 +7,7 @@ import numpy as np
 
 from kernels_pallas.choice import told
 from moddepth_jax.analysis.attempt import attempt
-from moddepth_jax.analysis.bench_depth import NUM_STEPS, CompiledStep, with_model
+from moddepth_jax.analysis.bench_depth import CompiledStep, with_model
 from moddepth_jax.analysis.timing import in_turn
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.model.flops import (
@@ -17,19 +17,18 @@ from moddepth_jax.model.flops import (
     train_step_flops,
 )
 from moddepth_jax.model.grouped_product import resolve
+from moddepth_jax.model.transformer import Transformer
 from moddepth_jax.training.summary import num_parameters, versions
-from moddepth_jax.training.train_step import init_state, train_step
 
 
 def _traced(hparams, product):
-    """FLOPs of the products in a step without recomputation, whose experts run this one."""
+    """FLOPs of the products in a forward pass whose experts run this one."""
     experts = dataclasses.replace(hparams.model.experts, product=product)
-    hparams = with_model(hparams, remat='none', experts=experts)
-    state = jax.eval_shape(lambda: init_state(hparams, NUM_STEPS))
+    model = Transformer(with_model(hparams, experts=experts))
     shape = (hparams.data.batch_size, hparams.data.sequence_length)
-    row = jax.ShapeDtypeStruct(shape, 'int32')
-    batch = dict.fromkeys(('tokens_BT', 'labels_BT', 'segment_ids_BT'), row)
-    return dot_general_flops(jax.make_jaxpr(train_step)(state, batch))
+    tokens_BT = jax.ShapeDtypeStruct(shape, 'int32')
+    variables = jax.eval_shape(model.init, jax.random.key(0), tokens_BT)
+    return dot_general_flops(jax.make_jaxpr(model.apply)(variables, tokens_BT))
 
 
 def ragged_dot_expansion(num_experts: int) -> float | None:
@@ -50,9 +49,9 @@ def grouped_products(hparams: Hparams) -> dict | None:
     """What the routed experts of a model run in a training step; None for a model without.
 
     Returns:
-      dict with `product`, the implementation; `executed_over_active`, FLOPs of its products in the
-      traced step, places that may stay empty among them, over the counted ones of `experts`
-      (recomputation in neither); and `ragged_dot_expansion`.
+      dict with `product`, the implementation; `executed_over_active`, three times the FLOPs of its
+      products in the traced forward pass, places that may stay empty among them, over the counted
+      ones of `experts` (recomputation in neither); and `ragged_dot_expansion`.
     """
     if not hparams.model.expert_layers:
         return None
@@ -62,7 +61,7 @@ def grouped_products(hparams: Hparams) -> dict | None:
     active = 3 * forward_breakdown(hparams, *shape)['experts']
     executed = active + 3 * empty_place_flops(hparams, *shape)
     if product != 'ragged_dot':  # beyond its places: those that fill up blocks
-        executed += _traced(hparams, product) - _traced(hparams, 'ragged_dot')
+        executed += 3 * (_traced(hparams, product) - _traced(hparams, 'ragged_dot'))
     return {
         'product': product,
         'executed_over_active': executed / active,

@@ -82,7 +82,7 @@ def plot_expert_load(load: ExpertLoad, title: str, path):
     bar.set_ticks(list(_TICKS), labels=list(_TICKS.values()), fontsize=8)
     bar.minorticks_off()
     bar.ax.tick_params(length=0)
-    bar.set_label('load, over the mean (×: none)', fontsize=8)
+    bar.set_label('load, over the mean of all choices (×: none)', fontsize=8)
     bar.outline.set_visible(False)
     figure.suptitle(title, x=0.01, ha='left', fontsize=10, parse_math=False)
     figure.savefig(path)

@@ -132,9 +132,11 @@ def expert_line(layers, hparams):
     loads = {layer: values['largest_load'] for layer, values in layers.items()}
     fullest = max(loads, key=lambda layer: np.nan_to_num(loads[layer]))
     where = fullest.replace('_', ' ')
-    parts = [f'experts: largest load {loads[fullest]:.2f} of the mean ({where})']
+    parts = [f'experts: largest load {loads[fullest]:.2f} of their mean ({where})']
     if hparams.num_noop:
-        parts.append(f'no-op {mean_ratio(layers, "noop_fraction"):.2f}')
+        counted = hparams.num_noop / hparams.num_choices
+        noop = mean_ratio(layers, 'noop_fraction')
+        parts.append(f'no-op {noop:.2f} (FLOPs are counted at {counted:.2f})')
     if hparams.row_capacity:
         parts.append(f'dropped {mean_ratio(layers, "dropped_fraction"):.2f}')
     if hparams.choice == 'expert':

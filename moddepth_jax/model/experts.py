@@ -85,6 +85,15 @@ def scores(logits, form: str):
     return jax.nn.softmax(logits, axis=-1) if form == 'softmax' else jax.nn.sigmoid(logits)
 
 
+def shares(score_BTk):
+    """Scores over their sum, also where its square would underflow; zeros of zeros."""
+    largest_BT1 = jax.lax.stop_gradient(jnp.max(score_BTk, axis=2, keepdims=True))
+    some_BT1 = largest_BT1 > 0
+    score_BTk = score_BTk / jnp.where(some_BT1, largest_BT1, 1)
+    total_BT1 = jnp.sum(score_BTk, axis=2, keepdims=True)
+    return score_BTk / jnp.where(some_BT1, total_BT1, 1)
+
+
 def tokens_choose(hparams: ExpertsHparams, scores_BTZ, real_BT, taken_BE) -> Choice:
     """Each token chooses its k experts of highest score (Dai et al. 2024, section 2.2).
 
@@ -102,9 +111,7 @@ def tokens_choose(hparams: ExpertsHparams, scores_BTZ, real_BT, taken_BE) -> Cho
     expert_BTk = checkpoint_name(expert_BTk, CHOICE)
     weight_BTk = jnp.take_along_axis(scores_BTZ, expert_BTk, axis=2)
     if hparams.scores == 'sigmoid':
-        # Scores that all underflow weigh nothing, and not 0 / 0.
-        total_BT1 = jnp.sum(weight_BTk, axis=2, keepdims=True)
-        weight_BTk /= jnp.maximum(total_BT1, jnp.finfo(weight_BTk.dtype).tiny)
+        weight_BTk = shares(weight_BTk)
     expert_BTk = jnp.where(real_BT[..., None], expert_BTk, hparams.num_choices)
     numbers_Z = jnp.arange(hparams.num_choices)
     chosen_BTZ = jnp.any(expert_BTk[..., None] == numbers_Z[None, None, None], axis=2)
@@ -163,7 +170,7 @@ def routed_mlp(x_BTD, expert_BTk, weight_BTk, w1_EDF, w3_EDF, w2_EFD, product: s
       expert_BTk: int32; pairs with a number outside [0, E) add nothing and cost nothing.
       weight_BTk: of the pairs.
       w1_EDF, w3_EDF, w2_EFD: of the experts.
-      product: blocked or ragged_dot.
+      product: an implementation of `grouped_product`.
       most: pairs of a row with a number in [0, E), at most.
     """
     batch, length, width = x_BTD.shape

@@ -9,10 +9,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from moddepth_jax.hparams.experts import PRODUCTS
 from moddepth_jax.model.batched_product import batched_product
 from moddepth_jax.model.blocked_product import blocked_product, held, wide
 
-IMPLEMENTATIONS = ('blocked', 'batched', 'ragged_dot')
+IMPLEMENTATIONS = tuple(product for product in PRODUCTS if product != 'auto')
 
 
 class Layout(NamedTuple):

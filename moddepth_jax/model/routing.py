@@ -1,4 +1,4 @@
-"""Which tokens enter a routed block: expert choice, causal counts, static sizes, gathered rows."""
+"""Which tokens enter a routed block: top-C, causal counts, static sizes, gathered rows."""
 
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ class RoutingRecord(NamedTuple):
     Attributes:
       scores_BT: float32, the router's r.
       rule_logits_BT: float32, the causal rule lets a token enter where this is above 0.
-      top_c_BT: bool, membership of the C highest scores of the row (expert choice).
+      top_c_BT: bool, membership of the C highest scores of the row.
       entered_BT: bool, the tokens that did enter in this forward pass.
       refused_BT: bool, the tokens that the causal rule let in and that found no room.
       gates_BT: float32, the factor on a token's delta if it enters; 0 for padding.

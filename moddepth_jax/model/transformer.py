@@ -235,7 +235,7 @@ def check_routing(hparams: Hparams, routing: str):
     if not hparams.model.routed_layers:
         rule = causal_routing(hparams)
         if routing not in ('top_c', rule):
-            why = 'this model is dense; every token enters'
+            why = 'no block of this model is routed; every token enters, by dense'
             if rule == 'threshold':
                 why = 'its experts choose tokens of whole rows; only threshold is causal'
             raise ValueError(f'routing={routing!r}: {why}')

@@ -74,15 +74,13 @@ def expert_loss(hparams: Hparams, record, counts=None):
 
     Args:
       hparams: of the model.
-      record: ExpertsRecord with leaves [X, ...]; None without experts.
+      record: ExpertsRecord with leaves [X, ...].
       counts: the sum of `expert_counts` over the step where the record is of a micro-batch: the
         losses of the micro-batches then sum to that of the step. None: those of the record.
 
     Returns:
       balance, z: scalars.
     """
-    if record is None:
-        return jnp.zeros(()), jnp.zeros(())
     experts = hparams.model.experts
     counts = expert_counts(record) if counts is None else counts
     tokens_X = jnp.maximum(counts['tokens_X'], 1)

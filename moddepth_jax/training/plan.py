@@ -61,6 +61,8 @@ def _experts(model):
     if experts.choice == 'expert':
         chosen = f'{experts.num_routed} experts choose {experts.top_k} a token'
     chosen += f' and {experts.num_noop} that do nothing' * bool(experts.num_noop)
+    limit = f' (at most {experts.row_capacity} tokens of a row each)'
+    chosen += limit * bool(experts.row_capacity)
     chosen += f' + {experts.num_shared} shared' * bool(experts.num_shared)
     layers = len(model.expert_layers)
     return chosen + f' in {layers} of them' * (layers < model.num_layers)

@@ -193,8 +193,8 @@ def test_run_with_experts_shows_their_loads(tiny_config, tmp_path, sampled):
     sampled('x')
     run = make_run(tiny_config, tmp_path / 'run', 'none', **expert_knobs(row_capacity=9))
     out = printed(run)
-    line = 'experts: largest load 2.00 of the mean (layer 00), no-op 0.42, dropped 0.06'
-    assert f'\n{line}, 1 without a token\n' in out
+    line = 'experts: largest load 2.00 of their mean (layer 00), no-op 0.42 (FLOPs are counted at '
+    assert f'\n{line}0.25), dropped 0.06, 1 without a token\n' in out
     assert 'routing gap' not in out and 'sees the future' not in out
     look, *others = next_steps(out)
     assert f'{run.workdir}/expert_load.png: ' in look and len(others) == 2
@@ -222,14 +222,14 @@ def test_run_of_experts_that_choose_has_a_gap(tiny_config, tmp_path, sampled):
 
 def test_line_of_the_experts_says_what_can_differ(tiny_config):
     """No share of what there is none of; a layer that no token reached spoils none."""
-    start = 'experts: largest load 1.50 of the mean (layer 01)'
+    start = 'experts: largest load 1.50 of their mean (layer 01)'
     even = {'layer_01': EXPERTS['layer_01']}
-    assert expert_line(tiny_config, even) == start + ', no-op 0.60'
+    assert expert_line(tiny_config, even) == start + ', no-op 0.60 (FLOPs are counted at 0.25)'
     limited = expert_line(tiny_config, even, num_noop=0, row_capacity=9)
     assert limited == start + ', dropped 0.00'
     assert expert_line(tiny_config, even, num_noop=0) == start
     some = {'layer_00': NO_TOKEN, **even, 'layer_03': NO_TOKEN}
-    expected = start + ', no-op 0.60, 6 without a token'
+    expected = start + ', no-op 0.60 (FLOPs are counted at 0.25), 6 without a token'
     assert expert_line(tiny_config, some) == expected
     assert 'largest load nan' in expert_line(tiny_config, {'layer_00': NO_TOKEN})
 

@@ -297,9 +297,9 @@ def test_a_document_does_not_see_the_one_before_it(variables, hparams):
 
 
 def test_a_dense_model_has_no_causal_rule(tiny_config):
-    """Asked for one, it says that it is dense; `dense` and no rule are the same text."""
+    """Asked for one, it says that nothing is routed; `dense` and no rule are the same text."""
     hparams = make_hparams(tiny_config, **{'model.routing.router': 'none'})
-    with pytest.raises(ValueError, match="routing='predictor': this model is dense"):
+    with pytest.raises(ValueError, match="routing='predictor': no block of this model is routed"):
         generate(None, hparams, [PROMPT], 4, routing='predictor')
 
 

@@ -3,9 +3,10 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from moddepth_jax.model.experts import experts_choose, tokens_choose
+from moddepth_jax.model.experts import experts_choose, shares, tokens_choose
 from tests.model.depth_models import FAST
 from tests.model.expert_models import pairs_of_experts, small_experts
 
@@ -30,7 +31,7 @@ def test_ties_go_to_the_lower_number(tiny_config):
 
 
 def test_weights_of_the_chosen(tiny_config):
-    """Softmax scores stay as they are; sigmoids are divided by the sum of what was chosen, if any."""
+    """Softmax scores stay as they are; sigmoids are divided by the sum of all that was chosen."""
     scores_BTZ = np.array([[[0.1, 0.4, 0.2, 0.3]]], np.float32)
     for form, expected in (('softmax', [0.4, 0.3]), ('sigmoid', [4 / 7, 3 / 7])):
         knobs = {'num_routed': 3, 'num_noop': 1, 'scores': form, 'route_scale': 7.0}
@@ -38,8 +39,17 @@ def test_weights_of_the_chosen(tiny_config):
         choice = tokens_choose(hparams, scores_BTZ, np.ones((1, 1), bool), None)
         np.testing.assert_array_equal(choice.expert_BTk, [[[1, 3]]])
         np.testing.assert_allclose(choice.weight_BTk, [[expected]], rtol=1e-6)
-        choice = tokens_choose(hparams, np.zeros_like(scores_BTZ), np.ones((1, 1), bool), None)
-        np.testing.assert_array_equal(choice.weight_BTk, [[[0, 0]]])
+
+
+def test_shares_of_tiny_scores():
+    """The gradient of a share is that of a softmax over logits, down to scores that underflow."""
+    for logit, share in ((0.0, 0.5), (-60.0, 0.5), (-85.0, 0.5), (-200.0, 0.0)):
+        logits_BTk = jnp.full((1, 1, 2), logit)
+        first = jax.value_and_grad(lambda x: shares(jax.nn.sigmoid(x))[0, 0, 0])
+        value, slope_BTk = first(logits_BTk)
+        rest = share * (1 - share) * jax.nn.sigmoid(-logit)
+        np.testing.assert_allclose(value, share)
+        np.testing.assert_allclose(slope_BTk[0, 0], [rest, -rest], rtol=1e-5)
 
 
 def test_experts_take_the_best_of_each_row(tiny_config):

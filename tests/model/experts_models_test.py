@@ -132,7 +132,7 @@ def test_models_refuse_what_they_cannot_run(tiny_config):
         apply = Transformer(hparams).apply
         apply(variables | {'averages': some}, TOKENS_BT, routing='aux_loss')
     hparams = two_layers(tiny_config, CAUSAL['token'][0])
-    with pytest.raises(ValueError, match="routing='threshold': this model is dense"):
+    with pytest.raises(ValueError, match="routing='threshold': no block of this model is routed"):
         Transformer(hparams).apply({'params': {}}, TOKENS_BT, routing='threshold')
 
 

@@ -120,11 +120,10 @@ def test_losses_of_micro_batches_sum_to_those_of_the_step(hparams):
         np.testing.assert_allclose(jax.grad(balance)(part.scores_Z, part, counts), slope_XZ, 1e-6)
 
 
-def test_who_has_which_loss(hparams, tiny_config):
-    """Experts that choose have a z-loss and no balance loss; a model without experts has none."""
+def test_who_has_which_loss(hparams):
+    """Experts that choose have a z-loss and no balance loss."""
     balance, z = expert_loss(hparams(choice='expert', num_noop=0), made())
     assert (balance, z) == (0, 0.25 * (16 / 8 + 2 / 4) / 2)
-    assert expert_loss(from_config(tiny_config()), None) == (0, 0)
 
 
 def test_counts_are_those_of_the_record():
