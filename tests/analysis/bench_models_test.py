@@ -52,13 +52,13 @@ def test_saving_is_time_ratio_over_flop_ratio(tiny_config, monkeypatch):
     assert jax.default_backend() == 'cpu'
 
 
-@pytest.mark.parametrize('product', ['blocked', 'ragged_dot'])
+@pytest.mark.parametrize('product', ['blocked', 'batched', 'ragged_dot'])
 def test_executed_over_active_is_places_over_pairs(product, tiny_config):
-    """Blocked: what fills up the last block of each expert; with no-op experts, their places."""
+    """In blocks: what fills up the last one of each expert; with no-op experts, their places."""
     knobs = {'model.experts.choice': 'token', 'model.experts.num_routed': 4}
     knobs |= {'model.experts.d_ff': 16, 'model.experts.product': product}
     pairs, places = 4 * 32 * 2, 4 * 32 * 2
-    if product == 'blocked':
+    if product != 'ragged_dot':
         rows = block_rows(pairs, 4, product)
         places = num_blocks(pairs, 4, rows) * rows
         assert places > pairs
