@@ -6,6 +6,10 @@ python -m launch.train --config=configs/mode_integrated.py:size=6x128,budget=3e1
 The experts of configs/moe.py, and beside them as many that add nothing and cost nothing. The
 balance loss drives these to half of the choices, at which the FLOPs are counted; attention and the
 shared expert take every token.
+
+At 6.4e12 FLOPs and 8 rows a step (--config.data.batch_size=8), bits a byte held out, seeds 0 to 2:
+2.167, 2.093, 2.163; with balance=0.01 2.164, 2.120, 2.150 (the dense model 2.266, 2.229, 2.270). A
+run takes about three minutes on two CPU cores.
 """
 
 from configs import moe, sizes

@@ -11,6 +11,10 @@ takes it away). In the third an expert takes of each row of 256 tokens half of a
 choices, first come, and leaves out the others: the lowered expert capacity that integrated MoDE
 (configs/mode_integrated.py) is to be compared with. In the last the experts choose their tokens,
 and evaluation goes by a threshold for each expert.
+
+At 6.4e12 FLOPs and 8 rows a step (--config.data.batch_size=8), bits a byte held out, seeds 0 to 2:
+2.266, 2.178, 2.214; with capacity=0.5 2.171, 2.128, 2.209; with choice=expert 2.225, 2.167, 2.237
+(the dense model 2.266, 2.229, 2.270). A run takes about three minutes on two CPU cores.
 """
 
 from configs import dense_isoflop, sizes
