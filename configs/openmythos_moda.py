@@ -40,13 +40,7 @@ def _full(config):
     model.num_layers, model.d_model = 24, 2048
     model.num_heads, model.num_kv_heads, model.head_dim = 16, 8, 128
     experts.num_routed, experts.num_shared, experts.top_k, experts.d_ff = 64, 2, 6, 704
-    model.dtype = 'bfloat16'
-    config.data.sequence_length = 4096
-    config.data.batch_size = 256
-    config.training.accumulate_steps = 8
-    config.optimizer.learning_rate = 4e-4
-    config.optimizer.b2 = 0.95
-    config.training.num_steps = 100_000
+    sizes.apply_large_run(config)
 
 
 def _tiny(config):

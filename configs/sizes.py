@@ -63,16 +63,21 @@ def apply_slots(config, slots: str):
 
 
 def apply_olmo2(config):
-    """OLMo2's norms, vocabulary, length and first weights (0.02), in bfloat16.
-
-    A million tokens a step, in 8 parts: 4 rows at a time on each of 8 devices.
-    """
+    """OLMo2's norms, vocabulary and first weights (0.02), and `apply_large_run`."""
     model = config.model
     model.vocab_size = 100278
     model.norm_placement, model.qk_norm = 'reordered', 'full'
     model.rope_theta = 5e5
     model.tie_embeddings = True
-    model.dtype = 'bfloat16'
+    apply_large_run(config)
+
+
+def apply_large_run(config):
+    """Length, batch and optimiser after OLMo2's, in bfloat16.
+
+    A million tokens a step, in 8 parts: 4 rows at a time on each of 8 devices.
+    """
+    config.model.dtype = 'bfloat16'
     config.data.sequence_length = 4096
     config.data.batch_size = 256
     config.training.accumulate_steps = 8

@@ -54,3 +54,14 @@ def tiny_config():
     Each call returns a new, unlocked ConfigDict of a run of 4 steps of 4 rows of 32 tokens.
     """
     return _tiny_config
+
+
+@pytest.fixture(scope='module')
+def compiled_in_haste():
+    """Nobody waits for the optimiser of machine code; what is allocated is planned before it."""
+    import jax
+
+    before = jax.config.values['jax_disable_most_optimizations']
+    jax.config.update('jax_disable_most_optimizations', True)
+    yield
+    jax.config.update('jax_disable_most_optimizations', before)

@@ -236,14 +236,16 @@ def _next_steps(run):
     if not pictures:
         yield f'  read     {workdir / SAMPLE_FILE}'
     other = _other_config(model)
-    command = f'python -m launch.train --config=configs/{other}'
+    command, given, note = f'python -m launch.train --config=configs/{other}', [], ''
     # What the config can be given.
     sized = ('dense_isoflop.py', 'mod_isoflop.py', 'moe.py')
     if run.hparams.flop_budget and model.d_model % 64 == 0 and other in sized:
         size = f'{model.num_layers}x{model.d_model}'
         budget = f'{run.hparams.flop_budget:g}'.replace('e+', 'e')
-        command += f':size={size},budget={budget}   (the same FLOPs)'
-    yield f'  compare  {command}'
+        given, note = [f'size={size}', f'budget={budget}'], '   (the same FLOPs)'
+    if other == 'moe.py' and model.experts.choice == 'expert':
+        given.append('choice=expert')
+    yield f'  compare  {":".join(filter(None, (command, ",".join(given))))}{note}'
     yield f'  curves   {workdir / METRICS_FILE}, or pip install tensorboard and'
     yield f'           tensorboard --logdir {workdir.parent}'
 

@@ -19,13 +19,7 @@ CASE = Case(24, heads=4, kv_heads=2, width=8, slots=3)
 CEILINGS = {'copy_bytes_per_second': 4e12, 'matmul_flops_per_second': 8e14}
 
 
-@pytest.fixture(scope='module', autouse=True)
-def compiled_in_haste():
-    """Nobody waits for the optimiser of machine code."""
-    before = jax.config.values['jax_disable_most_optimizations']
-    jax.config.update('jax_disable_most_optimizations', True)
-    yield
-    jax.config.update('jax_disable_most_optimizations', before)
+pytestmark = pytest.mark.usefixtures('compiled_in_haste')
 
 
 @pytest.fixture(scope='module')

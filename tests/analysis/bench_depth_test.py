@@ -3,7 +3,6 @@
 import json
 import math
 
-import jax
 import pytest
 
 from moddepth_jax.analysis import bench_depth
@@ -11,14 +10,7 @@ from moddepth_jax.analysis.bench_depth import CompiledStep, with_model
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model.flops import train_step_flops
 
-
-@pytest.fixture(scope='module', autouse=True)
-def compiled_in_haste():
-    """Nobody waits for the optimiser of machine code; what is allocated is planned before it."""
-    before = jax.config.values['jax_disable_most_optimizations']
-    jax.config.update('jax_disable_most_optimizations', True)
-    yield
-    jax.config.update('jax_disable_most_optimizations', before)
+pytestmark = pytest.mark.usefixtures('compiled_in_haste')
 
 
 @pytest.fixture(scope='module')

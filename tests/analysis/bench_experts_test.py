@@ -2,7 +2,6 @@
 
 import json
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,13 +14,7 @@ TOY = Shape(tokens=16, d_model=8, d_ff=12, num_experts=8, top_k=2)
 FORMS = [*IMPLEMENTATIONS, DENSE]
 
 
-@pytest.fixture(scope='module', autouse=True)
-def compiled_in_haste():
-    """Nobody waits for what the optimiser of machine code gains."""
-    before = jax.config.values['jax_disable_most_optimizations']
-    jax.config.update('jax_disable_most_optimizations', True)
-    yield
-    jax.config.update('jax_disable_most_optimizations', before)
+pytestmark = pytest.mark.usefixtures('compiled_in_haste')
 
 
 def test_what_is_timed_computes_the_same():

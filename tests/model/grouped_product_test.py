@@ -40,13 +40,7 @@ FORMS = (('blocked', 4), ('blocked', 1), ('batched', 4), ('ragged_dot', 1))
 ONE_OF_EACH = (FORMS[0], *FORMS[2:])
 
 
-@pytest.fixture(scope='module', autouse=True)
-def compiled_in_haste():
-    """Nobody waits for what the optimiser of machine code gains."""
-    before = jax.config.values['jax_disable_most_optimizations']
-    jax.config.update('jax_disable_most_optimizations', True)
-    yield
-    jax.config.update('jax_disable_most_optimizations', before)
+pytestmark = pytest.mark.usefixtures('compiled_in_haste')
 
 
 def mixed(x_ND, weight_Nk, w_EDF, expert_Nk, implementation, block):
