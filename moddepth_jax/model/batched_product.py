@@ -7,16 +7,15 @@ copy of its expert's matrix, an eighth of them at a time, and no loop goes over 
 import jax
 import jax.numpy as jnp
 
-from moddepth_jax.model.blocked_product import held, wide
+from moddepth_jax.model.blocked_product import first_places, held, in_blocks, wide
 
 PARTS = 8  # of the blocks; each is a product by itself, skipped where it has no expert
 
 
 def _blocks(x_RX, expert_M, num_experts):
     """[M, C, X], zeros in blocks without an expert."""
-    blocks = expert_M.shape[0]
-    x_MCX = x_RX.reshape(blocks, x_RX.shape[0] // blocks, x_RX.shape[1])
-    return jnp.where((expert_M < num_experts)[:, None, None], x_MCX, 0).astype(held(x_RX.dtype))
+    filled_M11 = (expert_M < num_experts)[:, None, None]
+    return jnp.where(filled_M11, in_blocks(x_RX, expert_M), 0).astype(held(x_RX.dtype))
 
 
 def _matrices(w_EXY, expert_M, dtype):
@@ -79,8 +78,7 @@ def _sum_of_blocks(x_MCX, dy_MCY, expert_M, num_experts):
 
     A sum over equal indices would not repeat bit for bit on GPUs, and needs all M at once.
     """
-    expert_E = jnp.arange(num_experts + 1, dtype=expert_M.dtype)
-    first_E = jnp.searchsorted(expert_M, expert_E, method='scan_unrolled').astype(jnp.int32)
+    first_E = first_places(expert_M, num_experts)
     count_E = jnp.diff(first_E)
 
     def add(j, dw_EXY):

@@ -81,16 +81,10 @@ class Block(nn.Module):
         y_BTD = middle_BTD + transformed_BTD
         return self.mlp_norm(y_BTD) if self.hparams.norm_placement == 'post' else y_BTD, left
 
-    def delta(
-        self,
-        x_BTD,
-        tokens: Tokens,
-        past: Past | None = None,
-        depth: Depth | None = None,
-        limits: Limits = UNLIMITED,
-    ):
-        """block(x) - x, without the cancellation where the placement allows it, and Left."""
-        given = (past, depth, limits)
+    def delta(self, x_BTD, tokens: Tokens, *given):
+        """block(x) - x, without the cancellation where the placement allows it, and Left; all
+        arguments as in a call.
+        """
         if self.hparams.norm_placement == 'post':
             y_BTD, left = self(x_BTD, tokens, *given)
             return y_BTD - x_BTD, left

@@ -21,7 +21,14 @@ def held(dtype):
     return wide(dtype) if jax.default_backend() == 'cpu' else dtype
 
 
-def _blocks(x_RX, expert_M):
+def first_places(expert_P, num_experts):
+    """int32 [E + 1]: where the numbers of each expert begin in an ascending array, and end."""
+    expert_E = jnp.arange(num_experts + 1, dtype=jnp.int32)
+    return jnp.searchsorted(expert_P, expert_E).astype(jnp.int32)
+
+
+def in_blocks(x_RX, expert_M):
+    """[M, C, X]."""
     blocks = expert_M.shape[0]
     return x_RX.reshape(blocks, x_RX.shape[0] // blocks, x_RX.shape[1])
 
@@ -51,7 +58,7 @@ def _products(x_RX, w_EXY, expert_M, axis):
         w_XY = jax.lax.cond(changes, take, lambda: w_XY)
         return w_XY, jax.lax.cond(expert < num_experts, multiply, nothing)
 
-    blocks = (_blocks(x_RX.astype(factor), expert_M), expert_M, changes_M)
+    blocks = (in_blocks(x_RX.astype(factor), expert_M), expert_M, changes_M)
     y_MCY = jax.lax.scan(step, jnp.zeros(sides, factor), blocks)[1]
     return y_MCY.reshape(-1, width).astype(dtype)
 
@@ -77,7 +84,7 @@ def _sum_products(x_RX, dy_RY, expert_M, num_experts):
 
     shape = (num_experts, x_RX.shape[1], dy_RY.shape[1])
     factor = held(x_RX.dtype)
-    factors = (_blocks(rows.astype(factor), expert_M) for rows in (x_RX, dy_RY))
+    factors = (in_blocks(rows.astype(factor), expert_M) for rows in (x_RX, dy_RY))
     blocks = (*factors, expert_M)
     return jax.lax.scan(step, jnp.zeros(shape, wide(x_RX.dtype)), blocks)[0]
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from moddepth_jax.hparams.experts import PRODUCTS
 from moddepth_jax.model.batched_product import batched_product
-from moddepth_jax.model.blocked_product import blocked_product, held, wide
+from moddepth_jax.model.blocked_product import blocked_product, first_places, held, wide
 
 IMPLEMENTATIONS = tuple(product for product in PRODUCTS if product != 'auto')
 
@@ -92,7 +92,7 @@ def lay_out(expert_Nk, num_experts: int, block: int, most: int | None = None) ->
     rank_P = jnp.arange(expert_P.size, dtype=jnp.int32)
     sorted_P, order_P = jax.lax.sort_key_val(expert_P, rank_P)
 
-    first_E = _first(sorted_P, num_experts)
+    first_E = first_places(sorted_P, num_experts)
     blocks_E = -(-jnp.diff(first_E) // block)
     end_E = jnp.cumsum(blocks_E)
     expert_M = jnp.sum(jnp.arange(blocks)[:, None] >= end_E[None, :], axis=1, dtype=jnp.int32)
@@ -108,12 +108,6 @@ def lay_out(expert_Nk, num_experts: int, block: int, most: int | None = None) ->
     holds_R = (expert_R < num_experts) & (rank_R < last_R)
     source_R = jnp.where(holds_R, pair_R // per_token, num_tokens)
     return Layout(source_R, place_P.reshape(expert_Nk.shape), expert_M)
-
-
-def _first(expert_P, num_experts):
-    """int32 [E + 1]: where the numbers of each expert begin in an ascending array, and end."""
-    expert_E = jnp.arange(num_experts + 1, dtype=jnp.int32)
-    return jnp.searchsorted(expert_P, expert_E).astype(jnp.int32)
 
 
 @jax.custom_vjp
@@ -143,7 +137,7 @@ def grouped_product(x_RX, w_EXY, layout: Layout, implementation: str):
         least.
       layout: as from `lay_out`.
       implementation: `blocked`: a scan over blocks, in which one without an expert costs nothing;
-        `batched`: all blocks at once; `ragged_dot`: jax.lax.ragged_dot.
+        `batched`: an eighth of the blocks at a time; `ragged_dot`: jax.lax.ragged_dot.
     """
     expert_M = layout.expert_M
     if resolve(implementation) == 'blocked':
@@ -215,7 +209,7 @@ combine.defvjp(_combine_forward, _combine_backward)
 def _ragged(x_RX, w_EXY, expert_M):
     num_experts, dtype = w_EXY.shape[0], x_RX.dtype
     rows = x_RX.shape[0] // expert_M.shape[0]
-    sizes_E = rows * jnp.diff(_first(expert_M, num_experts))
+    sizes_E = rows * jnp.diff(first_places(expert_M, num_experts))
     x_RX, w_EXY = (factor.astype(dtype).astype(held(dtype)) for factor in (x_RX, w_EXY))
     # A wider result would make the factors of the backward pass as wide.
     return jax.lax.ragged_dot(x_RX, w_EXY, sizes_E).astype(dtype)

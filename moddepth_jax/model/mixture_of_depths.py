@@ -249,7 +249,7 @@ class MixtureOfDepths(nn.Module):
         if depth is not None:
             depth = depth._replace(rows_BC=indices_BC)
         x_BCD = gather_rows(x_BTD, indices_BC)
-        delta_BCD, left = self.block.delta(x_BCD, selected, depth=depth, limits=limits)
+        delta_BCD, left = self.block.delta(x_BCD, selected, None, depth, limits)
         if depth is not None:
             left = left._replace(depth=left.depth._replace(rows_BC=None))
         update_BCD = gather_rows(gates_BT, indices_BC)[..., None] * delta_BCD

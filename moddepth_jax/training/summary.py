@@ -77,7 +77,8 @@ def flops_of_a_step(hparams: Hparams, num_steps: int) -> dict[str, float | None]
       the query-key pairs that plain attention computes and hides and the places of experts that no
       token takes; equal to the count within 1%.
       `flops_per_step_executed`, the products in the step as it runs: blocks recomputed, attention
-      and experts cut into blocks, loads counted before micro-batches.
+      and experts cut into blocks, loads counted before micro-batches. Under `batched` less than
+      runs: the loop that sums the gradients of the experts' matrices counts one round.
       `flops_per_step_xla`, XLA's estimate for the unrolled step before it is optimised, elementwise
       work and hidden pairs included, of each product of experts one block alone; None on a device
       that gives none. For information.

@@ -80,7 +80,8 @@ class StepCounts(NamedTuple):
     Attributes:
       targets: float32, counted targets of the step's batch.
       real: float32, its tokens that are not padding.
-      experts: of `expert_counts`, over all its micro-batches; None where there is but one.
+      experts: of `expert_counts`, over all its micro-batches; None where there is but one, or
+        no loss of experts.
     """
 
     targets: jax.Array
