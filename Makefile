@@ -8,7 +8,7 @@ GPU_FLAGS ?=# of launch.gpu, such as --parts=tests,attention
 PIP_INSTALL := $(VENV_PYTHON) -m pip install -q --disable-pip-version-check -c constraints.txt
 PINS := setup.py constraints.txt
 
-.PHONY: train test test-all gpu
+.PHONY: train test test-all gpu study study-long study-moda study-experts study-gpu study-moda-gpu docs-notebooks
 .DELETE_ON_ERROR:
 
 train: .venv/installed
@@ -20,12 +20,81 @@ test: .venv/installed-test
 test-all: .venv/installed-test
 	$(VENV_PYTHON) -m pytest -n $(WORKERS) -m ""
 
+# Studies: at equal FLOPs or steps, resumable; see docs/isoflop.md. On two cores the first takes about
+# half an hour, the others as long as it or longer.
+ISOFLOP = $(VENV_PYTHON) -m launch.isoflop
+SEEDS ?= 0,1,2
+PROCESSES ?= 2# runs at a time
+BUDGET ?= 2e12# of study-long: FLOPs of each of its 32 runs
+SIZE ?= 4x64# and its size
+ROUTED := mod,mod_0.25,mod_0.5,every_0.125,every_0.5,aux_loss
+STREAMS := dense,wider,average,moda_attention,moda,mod,mod_moda,dense_post,wider_post,moda_post
+CONTROLS := random,random_every_0.5,position,norm
+
+study: .venv/installed
+	$(ISOFLOP) --config=configs/study.py --workdir=runs/study --processes=$(PROCESSES) \
+	    --budgets=6e11,2e12 --sizes=2x64,4x64,8x64 --seeds=$(SEEDS) \
+	    --learning_rates=0.003,0.006,0.012 --variants=dense,shallow,$(ROUTED),$(CONTROLS)
+	$(VENV_PYTHON) -m launch.claims --workdir=runs/study
+
+study-long: .venv/installed
+	$(ISOFLOP) --config=configs/study.py --workdir=runs/study-long --processes=$(PROCESSES) \
+	    --budgets=$(BUDGET) --sizes=$(SIZE) --seeds=0,1,2,3,4,5,6,7 --learning_rates=0.006 \
+	    --variants=mod,random,shallow,dense
+
+study-moda: .venv/installed
+	$(ISOFLOP) --config=configs/moda.py --workdir=runs/study-moda --processes=$(PROCESSES) \
+	    --steps=600 --sizes=8x64 --seeds=$(SEEDS) --variants=$(STREAMS) \
+	    --config.evaluation.every=0 --config.evaluation.final_batches=256
+
+study-experts: .venv/installed
+	$(ISOFLOP) --config=configs/moe.py --workdir=runs/study-experts --processes=$(PROCESSES) \
+	    --budgets=6.4e12 --sizes=4x128 --seeds=$(SEEDS) \
+	    --variants=dense,moe,moe_capacity_0.5,integrated,staged --config.data.batch_size=8
+
+# On one GPU, in as many short allotments as it takes: stop it (Ctrl-C, SIGTERM), run it again.
+ifeq ($(VENV_PYTHON),.venv/bin/python)
+study-gpu study-moda-gpu: .venv/installed-gpu
+endif
+study-gpu:
+	$(ISOFLOP) --config=configs/mod_isoflop_gpu.py --workdir=runs/study-gpu --budgets=1e15,1e16 \
+	    --sizes=4x256,6x256,8x256,8x384 --seeds=$(SEEDS) --learning_rates=0.0015,0.003,0.006 \
+	    --variants=dense,shallow,$(ROUTED),$(CONTROLS)
+
+study-moda-gpu:
+	$(ISOFLOP) --config=configs/moda_24l.py --workdir=runs/study-moda-gpu --steps=2000 \
+	    --sizes=24x384 --seeds=$(SEEDS) --variants=$(STREAMS) --config.model.dtype=bfloat16 \
+	    --config.data.source=python_environment --config.evaluation.every=0
+
 # On a machine with a GPU. Its own Python, with JAX for CUDA: make gpu VENV_PYTHON=python3.
 ifeq ($(VENV_PYTHON),.venv/bin/python)
 gpu: .venv/installed-gpu
 endif
 gpu:
 	$(VENV_PYTHON) -m launch.gpu $(GPU_FLAGS)
+
+# The pages of docs/notebooks, from the run of `make train` and two others, trained here.
+RENDERED := build/notebooks
+render = $(VENV_PYTHON) -m jupytext --quiet --to ipynb --execute --output $(RENDERED)/$(1).ipynb \
+    notebooks/$(1).py && $(VENV_PYTHON) -m nbconvert --log-level=WARN --to markdown \
+    --output-dir docs/notebooks $(RENDERED)/$(1).ipynb
+
+docs-notebooks: .venv/installed-notebooks runs/mod_isoflop/summary.json runs/moda/summary.json \
+    runs/moda_dense/summary.json
+	@mkdir -p $(RENDERED)
+	NOTEBOOK_WORKDIR=$(CURDIR)/runs/mod_isoflop $(call render,routing_heatmaps)
+	NOTEBOOK_WORKDIR=$(CURDIR)/runs/moda NOTEBOOK_BESIDE=$(CURDIR)/runs/moda_dense \
+	    $(call render,depth_attention)
+	$(call render,isoflop)
+
+runs/mod_isoflop/summary.json: | .venv/installed
+	$(VENV_PYTHON) -m launch.train --config=configs/mod_isoflop.py --workdir=$(@D)
+
+runs/moda/summary.json: | .venv/installed
+	$(VENV_PYTHON) -m launch.train --config=configs/moda.py --workdir=$(@D)
+
+runs/moda_dense/summary.json: | .venv/installed
+	$(VENV_PYTHON) -m launch.train --config=configs/moda.py:slots=none --workdir=$(@D)
 
 # A stamp is touched after its install only, so that one which failed is tried again.
 .venv/installed: $(PINS)
@@ -38,6 +107,12 @@ gpu:
 	@echo 'Installing JAX, Flax, pytest and what else setup.py names into .venv: a minute or two.'
 	@$(PYTHON) -m venv .venv
 	@$(PIP_INSTALL) -e '.[test]'
+	@touch .venv/installed $@
+
+.venv/installed-notebooks: $(PINS)
+	@echo 'Installing JAX, Flax, Jupyter and what else setup.py names into .venv: some minutes.'
+	@$(PYTHON) -m venv .venv
+	@$(PIP_INSTALL) -e '.[notebooks]'
 	@touch .venv/installed $@
 
 .venv/installed-gpu: $(PINS)

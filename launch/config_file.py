@@ -26,7 +26,7 @@ class Parser(flags.ArgumentParser):
     def parse(self, path):
         if FLAGS['config'].present:
             raise flags.Error(f'--config={path}: given twice; a run has one config')
-        config = _load(path)
+        config = load(path)
         config.lock()
         for name, given in _overrides():
             _check_override(config, name, given)
@@ -63,7 +63,8 @@ def nearest(name: str, known: list[str]) -> str:
     return f'{group} has {", ".join(beside)}' if group else f'there are --{", --".join(beside)}'
 
 
-def _load(spec):
+def load(spec: str) -> ConfigDict:
+    """The config of FILE.py[:TEXT], unlocked. Raises flags.Error, one line, where there is none."""
     path, *texts = spec.split(':', 1)
     given = f'--config={spec}'
     if not os.path.isfile(path) or not path.endswith('.py'):

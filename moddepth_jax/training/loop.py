@@ -48,6 +48,10 @@ MAY_CHANGE = (  # on resuming: knobs that no trained bit depends on
 INFERENCE_ONLY = ('model.routing.cache_capacity', 'model.routing.overflow')  # where top-C trains
 
 
+class Diverged(ValueError):
+    """A run ended: `training.max_nan_steps` steps in a row were not finite."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Run:
     """What `train` leaves.
@@ -78,8 +82,8 @@ def train(hparams: Hparams, workdir, mesh_spec: str = '') -> Run:
 
     Raises:
       ValueError: one line, before anything is compiled or written, for a budget, corpus, mesh or
-        workdir that does not fit; after `training.max_nan_steps` non-finite steps in a row; where a
-        checkpoint could not be written.
+        workdir that does not fit; where a checkpoint could not be written.
+      Diverged: a ValueError, after `training.max_nan_steps` non-finite steps in a row.
     """
     num_steps = resolve_steps(hparams)
     dataset = make_dataset(hparams.data, hparams.seed)
@@ -254,7 +258,7 @@ class _Loop:
             return
         self.progress.note(f'step {step}: loss or gradient is not finite; skipped')
         if in_a_row >= self.hparams.training.max_nan_steps:
-            raise ValueError(
+            raise Diverged(
                 f'training.max_nan_steps={in_a_row}: so many steps in a row, up to {step}, gave no '
                 f'finite loss and gradient; lower optimizer.learning_rate in another --workdir'
             )

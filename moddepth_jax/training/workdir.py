@@ -116,10 +116,6 @@ def open_workdir(
     """
     path = pathlib.Path(path)
     right = 'use another --workdir'
-
-    def changes(name):
-        return any(name == field or name.startswith(f'{field}.') for field in volatile)
-
     if path.exists() and not path.is_dir():
         raise ValueError(f'--workdir={path}: is a file; {right}')
     if not (path / CONFIG_FILE).exists():
@@ -130,18 +126,30 @@ def open_workdir(
             raise ValueError(f'--workdir={path}: {found}; {right}')
         _write(path, config, only_new=True)
     older, filled = _read_config(path)
-    notes = _note(path, {name: value for name, value in filled.items() if not changes(name)})
+    steady = {name: value for name, value in filled.items() if not _is_of(name, volatile)}
+    if _refuse_difference(path, config, older, volatile) or filled:
+        _write(path, config, only_new=False)
+    return _note(path, steady)
+
+
+def check_config(path: str | os.PathLike, config: dict, volatile: tuple[str, ...] = ()):
+    """Raises ValueError, one line, where `path` holds no run of `config`; see `open_workdir`."""
+    _refuse_difference(pathlib.Path(path), config, _read_config(path)[0], volatile)
+
+
+def _is_of(name, fields):
+    return any(name == field or name.startswith(f'{field}.') for field in fields)
+
+
+def _refuse_difference(path, config, older, volatile):
+    """Whether only volatile fields differ; raises where others do."""
     wanted, stored = _flatten(_as_json(config)), _flatten(older)
     for name in sorted(wanted.keys() | stored.keys()):
-        if changes(name):
-            continue
         old, new = stored.get(name, 'absent'), wanted.get(name, 'absent')
-        if old != new:
+        if old != new and not _is_of(name, volatile):
             found = f'{name} is {old!r} in its {CONFIG_FILE} and {new!r} in this run'
-            raise ValueError(f'--workdir={path}: {found}; {right}')
-    if wanted != stored or filled:
-        _write(path, config, only_new=False)
-    return notes
+            raise ValueError(f'--workdir={path}: {found}; use another --workdir')
+    return wanted != stored
 
 
 def read_config(path: str | os.PathLike) -> tuple[dict, list[str]]:

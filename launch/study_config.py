@@ -1,0 +1,107 @@
+"""The hyper-parameters of each run of a study: one config file, and what its variants change."""
+
+from absl import flags
+from ml_collections import ConfigDict
+
+from configs import mode_integrated, moe
+from launch import config_file
+from moddepth_jax.analysis.isoflop import VARIANTS, Planned, nearest_depth
+from moddepth_jax.hparams import Hparams, from_config
+
+SET_BY_STUDY = {  # knobs that a study sets, and the flag that they follow from
+    'seed': '--seeds',
+    'flop_budget': '--budgets',
+    'training.num_steps': '--steps',
+    'optimizer.learning_rate': '--learning_rates',
+}
+_ANY_BUDGET = 1e30  # of which the FLOPs of one step do not depend
+
+
+class StudyConfig:
+    """Builds the config of a run.
+
+    Args:
+      spec: FILE.py or FILE.py:TEXT, a config that takes size= and, by `kind`, budget= or steps=.
+      overrides: knobs of the command line, by dotted name.
+      kind: flops or steps.
+
+    Raises:
+      ValueError: an override of what the study sets.
+      flags.Error: as --config does.
+    """
+
+    def __init__(self, spec: str, overrides: dict, kind: str):
+        self._path, _, self._text = spec.partition(':')
+        self._overrides = dict(overrides)
+        self._shallower = {}
+        self._argument = {'flops': 'budget', 'steps': 'steps'}[kind]
+        for name, flag in SET_BY_STUDY.items():
+            if name in overrides:
+                raise ValueError(f'--config.{name}={overrides[name]}: a study sets it; use {flag}')
+
+    def hparams(self, run: Planned) -> Hparams:
+        """Those of a planned run. Raises ValueError where its size or knobs do not fit."""
+        config = self.config(run.variant, run.trained, run.budget)
+        config.seed = run.seed
+        config.optimizer.learning_rate = run.learning_rate
+        return from_config(config)
+
+    def config(self, variant: str, size: str, budget: float) -> ConfigDict:
+        """The config of a variant: the file's, the command line's knobs, the variant's changes."""
+        amount = f'{budget:.0f}' if self._argument == 'steps' else repr(float(budget))
+        text = ','.join(filter(None, (self._text, f'size={size}', f'{self._argument}={amount}')))
+        try:
+            config = config_file.load(f'{self._path}:{text}')
+        except flags.Error as error:
+            right = f'a study needs a config that takes size=LxD and {self._argument}='
+            raise ValueError(f'{error}; {right}') from None
+        with config.unlocked():
+            config.update_from_flattened_dict(self._overrides)
+            config.update_from_flattened_dict(VARIANTS[variant].changes)
+        self._derive(config, variant, size, budget)
+        return config
+
+    def _derive(self, config, variant, size, budget):
+        """What a variant changes by numbers that follow from the model's shape."""
+        name, experts = variant.removesuffix('_post'), config.model.experts
+        if config.model.experts.choice != 'none':
+            moe.apply_experts(config)
+        if name == 'moe_capacity_0.5':
+            share = experts.top_k * config.data.sequence_length / experts.num_routed
+            experts.row_capacity = max(1, int(0.5 * share))
+        if name == 'integrated':
+            mode_integrated.apply_noop(config)
+        if name == 'wider':
+            target = variant.replace('wider', 'moda')
+            config.model.d_ff = self._matching_d_ff(config, self.config(target, size, budget))
+
+    @staticmethod
+    def _matching_d_ff(config, other):
+        """The width of the mlp at which a dense model has about as many parameters as `other`."""
+        import jax
+
+        from moddepth_jax.training.summary import num_parameters
+        from moddepth_jax.training.train_step import init_state
+
+        def count(config):
+            hparams = from_config(config)
+            return num_parameters(jax.eval_shape(lambda: init_state(hparams, 1)).params)
+
+        layers, model = config.model.num_layers, config.model
+        lack = count(other) - count(config)
+        return model.d_ff + round(lack / (3 * layers * model.d_model))
+
+    def shallower(self, size: str) -> str:
+        """The dense size of the same width whose forward pass costs most nearly what MoD's does."""
+        if size not in self._shallower:
+            flops = self._flops('mod', size)
+            layers, _, width = size.partition('x')
+            depths = range(1, int(layers) + 1)
+            by_depth = {depth: self._flops('dense', f'{depth}x{width}') for depth in depths}
+            self._shallower[size] = f'{nearest_depth(by_depth, flops)}x{width}'
+        return self._shallower[size]
+
+    def _flops(self, variant, size):
+        from moddepth_jax.model.flops import train_step_flops
+
+        return train_step_flops(from_config(self.config(variant, size, _ANY_BUDGET)))

@@ -1,0 +1,258 @@
+"""What an isoFLOP study trains: its variants by name, and the runs that follow from what is known.
+
+For each budget of training FLOPs and each model size the steps follow from the FLOPs of one step
+(Raposo et al. 2024, section 4.1). The learning rate is tuned once, with the dense model at the
+smallest budget, for each width, and then held for every variant, which favours the baseline.
+"""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+SIZED = ('dense', 'shallow', 'mod')  # variants that run at every size; others at MoD's best
+DIVERGED = math.inf  # the loss of a run that ended in steps which were not finite
+
+
+class Variant(NamedTuple):
+    """A model of a study.
+
+    Attributes:
+      label: what figures and tables call it.
+      changes: knobs by dotted name, as differences to the study's config.
+    """
+
+    label: str
+    changes: dict[str, object]
+
+
+_PLAIN = {
+    'model.routing.router': 'none',
+    'model.experts.choice': 'none',
+    'model.depth.stream': 'residual',
+}
+
+
+def _mod(router='learned', layers='every:2', capacity=0.125, **routing):
+    knobs = {'router': router, 'layers': layers, 'capacity': capacity, **routing}
+    free = {'gate': 'auto', 'causal_rule': 'auto'} if router != 'learned' else {}
+    return _PLAIN | {f'model.routing.{name}': value for name, value in (free | knobs).items()}
+
+
+def _moda(slots):
+    return {'model.depth.stream': 'moda', 'model.depth.slots': slots}
+
+
+_EXPERTS = {'model.experts.choice': 'token'}
+_STREAMS = {
+    'dense': Variant('dense', _PLAIN),
+    'wider': Variant('dense, as many parameters', _PLAIN),
+    'moda_attention': Variant('MoDA, attention slots', _PLAIN | _moda('attention')),
+    'moda': Variant('MoDA, attention and mlp slots', _PLAIN | _moda('attention+ffn')),
+    'average': Variant('learned average of the layers', _PLAIN | {'model.depth.stream': 'average'}),
+    'mod_moda': Variant('MoD and MoDA', _mod() | _moda('attention+ffn')),
+}
+_POST = {'model.norm_placement': 'post'}
+VARIANTS = {
+    'dense': _STREAMS['dense'],
+    'shallow': Variant("dense, shallower: MoD's FLOPs per forward", _PLAIN),
+    'mod': Variant('MoD 12.5%, every other block', _mod()),
+    'mod_0.25': Variant('MoD 25%, every other block', _mod(capacity=0.25)),
+    'mod_0.5': Variant('MoD 50%, every other block', _mod(capacity=0.5)),
+    'every_0.125': Variant('MoD 12.5%, every block', _mod(layers='every:1')),
+    'every_0.5': Variant('MoD 50%, every block', _mod(layers='every:1', capacity=0.5)),
+    'random': Variant('random 12.5%, every other block', _mod('random')),
+    'random_every_0.5': Variant('random 50%, every block', _mod('random', 'every:1', 0.5)),
+    'position': Variant('by position 12.5%, every other block', _mod('position')),
+    'norm': Variant('by norm 12.5%, every other block', _mod('norm')),
+    'aux_loss': Variant('MoD 12.5%, causal by aux. loss', _mod(causal_rule='aux_loss')),
+    'moe': Variant('experts', _PLAIN | _EXPERTS),
+    'moe_capacity_0.5': Variant('experts, half the expert capacity', _PLAIN | _EXPERTS),
+    'integrated': Variant('MoDE integrated, half no-ops', _PLAIN | _EXPERTS),
+    'staged': Variant('MoDE staged, 12.5%, every other block', _mod() | _EXPERTS),
+    **_STREAMS,
+    **{
+        f'{name}_post': Variant(f'{label}, post-norm', changes | _POST)
+        for name, (label, changes) in _STREAMS.items()
+    },
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """What is to be compared; see `launch.isoflop` for its flags.
+
+    Attributes:
+      kind: flops or steps, the unit of the budgets.
+      budgets: ascending.
+      sizes: LxD, see configs/sizes.py.
+      variants: names in VARIANTS.
+      seeds: of which the first is used where one has to do.
+      learning_rates: tried with the first variant at the smallest budget; one alone is just used.
+    """
+
+    kind: str
+    budgets: tuple[float, ...]
+    sizes: tuple[str, ...]
+    variants: tuple[str, ...]
+    seeds: tuple[int, ...]
+    learning_rates: tuple[float, ...]
+
+    def __post_init__(self):
+        if self.kind not in ('flops', 'steps'):
+            raise ValueError(f'kind={self.kind!r}: must be flops or steps')
+        for name in ('budgets', 'sizes', 'variants', 'seeds', 'learning_rates'):
+            values = getattr(self, name)
+            if not values or len(set(values)) < len(values):
+                raise ValueError(f'{name}={",".join(map(str, values))!r}: must be one or more')
+        for name in ('budgets', 'learning_rates'):
+            if not all(0 < value < math.inf for value in getattr(self, name)):
+                raise ValueError(f'{name}={getattr(self, name)}: must be numbers above 0')
+        unknown = [name for name in self.variants if name not in VARIANTS]
+        if unknown:
+            raise ValueError(f'variants={unknown[0]!r}: must be of {", ".join(VARIANTS)}')
+        if 'shallow' in self.variants and 'mod' not in self.variants:
+            raise ValueError('variants: shallow is as deep as mod costs; name mod too')
+        object.__setattr__(self, 'budgets', tuple(sorted(self.budgets)))
+
+    @property
+    def anchor(self) -> str:
+        """The variant at whose best size those run that do not run at every size."""
+        return next(name for name in ('mod', *self.sized) if name in self.variants)
+
+    @property
+    def sized(self) -> tuple[str, ...]:
+        """The variants that run at every size."""
+        return tuple(name for name in self.variants if name in SIZED) or self.variants[:1]
+
+
+class Planned(NamedTuple):
+    """One run.
+
+    Attributes:
+      variant: its name.
+      size: of the model that the row belongs to; that of `shallow` is MoD's.
+      trained: size of the model that is trained.
+      budget: in the study's unit.
+      learning_rate: its peak.
+      seed: of everything.
+      at_best_size: whether the size was chosen by the loss.
+    """
+
+    variant: str
+    size: str
+    trained: str
+    budget: float
+    learning_rate: float
+    seed: int
+    at_best_size: bool = False
+
+    @property
+    def name(self) -> str:
+        """Of its directory. A shallower dense model is a dense model, trained once for both."""
+        model = 'dense' if self.variant == 'shallow' else self.variant
+        budget = f'{self.budget:g}'.replace('+', '')
+        return f'{model}-{self.trained}-{budget}-lr{self.learning_rate:g}-seed{self.seed}'
+
+
+def width(size: str) -> int:
+    """D of a size LxD."""
+    return int(size.partition('x')[2])
+
+
+class Plan:
+    """The runs of a study, as far as the losses that are known decide them.
+
+    Args:
+      study: what is compared.
+      shallower: size -> size, for `shallow`; see `nearest_depth`.
+    """
+
+    def __init__(self, study: Study, shallower):
+        self.study = study
+        self._shallower = shallower
+
+    def tuning(self) -> list[Planned]:
+        """The dense model at the smallest budget: each rate, at the first size of each width."""
+        study, first = self.study, {}
+        for size in study.sizes:
+            first.setdefault(width(size), size)
+        variant = 'dense' if 'dense' in study.variants else study.variants[0]
+        return [
+            self._run(variant, size, study.budgets[0], rate, study.seeds[0])
+            for size in first.values()
+            for rate in study.learning_rates
+            if len(study.learning_rates) > 1
+        ]
+
+    def learning_rates(self, losses: dict[str, float]) -> dict[int, float] | None:
+        """The rate of the lowest loss for each width; None while one is missing."""
+        rates = {width(size): self.study.learning_rates[0] for size in self.study.sizes}
+        best = {}
+        for run in self.tuning():
+            if run.name not in losses:
+                return None
+            mark = (losses[run.name], run.learning_rate)
+            if mark < best.get(width(run.size), (math.inf, math.inf)):
+                best[width(run.size)] = mark
+        return rates | {wide: rate for wide, (_, rate) in best.items()}
+
+    def runs(self, losses: dict[str, float]) -> tuple[list[Planned], bool]:
+        """The runs that `losses` (by name of finished ones) decide, and whether that is all.
+
+        First the learning rates, then each size, then, at the best size of each budget, the other
+        variants, and at the largest budget the other seeds.
+        """
+        study, rates = self.study, self.learning_rates(losses)
+        if rates is None:
+            return self.tuning(), False
+        sized = [
+            self._run(variant, size, budget, rates[width(size)], study.seeds[0])
+            for budget in study.budgets
+            for variant in study.sized
+            for size in study.sizes
+        ]
+        if any(run.name not in losses for run in sized):
+            return self.tuning() + sized, False
+        best = {}
+        for run in sorted(sized, key=lambda run: losses[run.name]):
+            best.setdefault((run.variant, run.budget), run)
+        rest = []
+        for budget in study.budgets:
+            seeds = study.seeds if budget == study.budgets[-1] else study.seeds[:1]
+            for variant in study.variants:
+                at = best.get((variant, budget), best[study.anchor, budget])
+                rest += [
+                    self._run(variant, at.size, budget, at.learning_rate, seed, at_best_size=True)
+                    for seed in seeds
+                ]
+        chosen = {(run.variant, run.name): run for run in (*sized, *rest)}
+        return self.tuning() + list(chosen.values()), True
+
+    def size_of_whole(self) -> dict[float, int]:
+        """How many different runs the whole study has at most, by budget."""
+        study = self.study
+        extra = len(study.variants) - len(study.sized)
+        counts = {budget: len(study.sized) * len(study.sizes) + extra for budget in study.budgets}
+        counts[study.budgets[-1]] += len(study.variants) * (len(study.seeds) - 1)
+        widths = len({width(size) for size in study.sizes})
+        counts[study.budgets[0]] += widths * (len(study.learning_rates) - 1)
+        return counts
+
+    def examples(self) -> list[Planned]:
+        """A run of each variant, size and budget, whether it is to be trained or not."""
+        study = self.study
+        return [
+            self._run(variant, size, budget, study.learning_rates[0], study.seeds[0])
+            for budget in study.budgets
+            for variant in study.variants
+            for size in study.sizes
+        ]
+
+    def _run(self, variant, size, budget, rate, seed, at_best_size=False):
+        trained = self._shallower(size) if variant == 'shallow' else size
+        return Planned(variant, size, trained, budget, rate, seed, at_best_size)
+
+
+def nearest_depth(flops_by_depth: dict[int, float], flops: float) -> int:
+    """The depth whose FLOPs are nearest, the lesser one of two as near."""
+    return min(flops_by_depth, key=lambda depth: (abs(flops_by_depth[depth] - flops), depth))

@@ -1,0 +1,139 @@
+import dataclasses
+
+import pytest
+
+from configs import base
+from moddepth_jax.analysis.isoflop import DIVERGED, VARIANTS, Plan, Study, nearest_depth
+from moddepth_jax.hparams import from_config
+
+STUDY = Study(
+    kind='flops',
+    budgets=(4e9, 1e9),
+    sizes=('2x64', '4x64', '2x128'),
+    variants=('dense', 'shallow', 'mod', 'random', 'norm'),
+    seeds=(5, 6, 7),
+    learning_rates=(0.002, 0.004),
+)
+HALF = {'2x64': '1x64', '4x64': '2x64', '2x128': '1x128'}
+
+
+def plan_of(**changes):
+    return Plan(dataclasses.replace(STUDY, **changes), HALF.__getitem__)
+
+
+def all_runs(plan, loss):
+    """Every run of the plan where `loss(run)` is what each one ends at."""
+    losses = {}
+    for _ in range(4):
+        runs, whole = plan.runs(losses)
+        if whole and all(run.name in losses for run in runs):
+            return runs
+        losses |= {run.name: loss(run) for run in runs}
+    raise AssertionError('a plan of more than three rounds')
+
+
+def loss_of(run):
+    """Lowest for 4x64, by learning rate 0.004 at width 64 and 0.002 at width 128."""
+    best_rate = {'64': 0.004, '128': 0.002}[run.size.split('x')[1]]
+    return 1 + (run.size != '4x64') * 0.1 + (run.learning_rate != best_rate) * 0.01
+
+
+def test_rates_are_tuned_with_the_dense_model_at_the_smallest_budget_once_a_width():
+    runs, whole = plan_of().runs({})
+    assert not whole
+    assert {(run.variant, run.size, run.budget, run.learning_rate, run.seed) for run in runs} == {
+        ('dense', size, 1e9, rate, 5) for size in ('2x64', '2x128') for rate in (0.002, 0.004)
+    }
+    rates = plan_of().learning_rates({run.name: loss_of(run) for run in runs})
+    assert rates == {64: 0.004, 128: 0.002}
+
+
+def test_one_rate_is_not_tuned():
+    plan = plan_of(learning_rates=(0.01,))
+    assert plan.tuning() == []
+    assert {run.learning_rate for run in all_runs(plan, lambda run: 1.0)} == {0.01}
+
+
+def test_a_rate_that_diverges_is_not_chosen():
+    plan = plan_of()
+    losses = {run.name: DIVERGED if run.learning_rate == 0.004 else 9.0 for run in plan.tuning()}
+    assert plan.learning_rates(losses) == {64: 0.002, 128: 0.002}
+
+
+def test_a_study_trains_every_size_of_three_variants_and_the_others_at_the_best():
+    runs = all_runs(plan_of(), loss_of)[len(plan_of().tuning()) :]
+    for variant in ('dense', 'shallow', 'mod'):
+        for budget in (1e9, 4e9):
+            sizes = [run.size for run in runs if (run.variant, run.budget) == (variant, budget)]
+            assert set(sizes) == set(STUDY.sizes)
+    others = [run for run in runs if run.variant in ('random', 'norm')]
+    assert {run.size for run in others} == {'4x64'}
+    assert all(run.at_best_size for run in others)
+
+
+def test_seeds_are_repeated_at_the_best_size_of_the_largest_budget_alone():
+    runs = all_runs(plan_of(), loss_of)
+    for variant in STUDY.variants:
+        mine = [run for run in runs if run.variant == variant and run.at_best_size]
+        assert sorted(run.seed for run in mine if run.budget == 4e9) == [5, 6, 7]
+        assert [run.seed for run in mine if run.budget == 1e9] == [5]
+    assert {run.seed for run in runs if not run.at_best_size} == {5}
+
+
+def test_the_plan_is_announced_with_as_many_runs_as_it_has_at_most():
+    plan = plan_of()
+    for loss in (loss_of, lambda run: 1 + len(run.name) / 100, lambda run: hash(run.trained) % 7):
+        names = {run.name for run in all_runs(plan, loss)}
+        assert len(names) <= sum(plan.size_of_whole().values())
+    # A shallower dense model that is one of the dense sizes is trained once for both.
+    alone = plan_of(variants=('dense', 'mod', 'random'))
+    names = {run.name for run in all_runs(alone, loss_of)}
+    assert len(names) == sum(alone.size_of_whole().values())
+
+
+def test_a_shallower_model_that_is_a_dense_size_is_trained_once():
+    runs = {(run.variant, run.trained): run for run in all_runs(plan_of(), loss_of)}
+    assert runs['shallow', '2x64'].size == '4x64'
+    assert runs['shallow', '2x64'].name == runs['dense', '2x64'].name
+
+
+def test_names_tell_runs_apart():
+    runs = all_runs(plan_of(), loss_of)
+    trained = {
+        ('dense' if run.variant == 'shallow' else run.variant, *run[2:6]): run.name for run in runs
+    }
+    assert len(set(trained.values())) == len(trained)
+
+
+@pytest.mark.parametrize(
+    'changes, words',
+    [
+        ({'budgets': ()}, 'budgets'),
+        ({'budgets': (1e9, 1e9)}, 'budgets'),
+        ({'budgets': (-1.0,)}, 'above 0'),
+        ({'learning_rates': (float('nan'),)}, 'above 0'),
+        ({'variants': ('mood',)}, 'mood'),
+        ({'variants': ('dense', 'shallow')}, 'name mod too'),
+        ({'kind': 'tokens'}, 'flops or steps'),
+    ],
+)
+def test_what_makes_no_study_is_refused_in_one_line(changes, words):
+    with pytest.raises(ValueError, match=words) as error:
+        dataclasses.replace(STUDY, **changes)
+    assert '\n' not in str(error.value)
+
+
+def test_every_variant_is_a_config():
+    for name, variant in VARIANTS.items():
+        config = base.get_config()
+        config.training.num_steps = 1
+        config.update_from_flattened_dict(variant.changes)
+        model = from_config(config).model
+        assert bool(model.routed_layers) == (variant.changes['model.routing.router'] != 'none'), (
+            name
+        )
+
+
+def test_the_nearest_depth():
+    assert nearest_depth({1: 10.0, 2: 20.0, 3: 30.0}, 24.0) == 2
+    assert nearest_depth({1: 10.0, 2: 20.0}, 15.0) == 1
