@@ -4,6 +4,8 @@ import setuptools
 
 # The GPU build of JAX is the same release as the CPU one, so they share their bounds.
 JAX_BOUNDS = '>=0.10.2,<0.13'
+# What executes notebooks: the tests do so, and whoever renders them.
+NOTEBOOKS = ['jupytext>=1.19,<2', 'nbclient>=0.11,<0.12', 'ipykernel>=7,<8']
 
 setuptools.setup(
     name='moddepth-jax',
@@ -27,15 +29,11 @@ setuptools.setup(
         'tensorboardX>=2.6.2,<3',
         'matplotlib>=3.10,<4',
         'pyarrow>=20,<27',
+        'scipy>=1.14,<2',
     ],
     extras_require={
-        'test': ['pytest>=9,<10', 'pytest-xdist>=3.8,<4', 'ruff>=0.17.5,<0.18'],
+        'test': ['pytest>=9,<10', 'pytest-xdist>=3.8,<4', 'ruff>=0.17.5,<0.18', *NOTEBOOKS],
         'gpu': [f'jax[cuda13]{JAX_BOUNDS}', 'jax-triton>=0.3.1,<0.5'],
-        'notebooks': [
-            'jupytext>=1.19,<2',
-            'nbmake>=1.5.5,<2',
-            'ipykernel>=7,<8',
-            'treescope>=0.1.10,<0.2',
-        ],
+        'notebooks': [*NOTEBOOKS, 'nbconvert>=7.17,<8', 'treescope>=0.1.10,<0.2'],
     },
 )

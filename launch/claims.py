@@ -1,0 +1,60 @@
+"""Fills the table of claims from the studies on disk: verdicts by rule, none by hand.
+
+python -m launch.claims --workdir=runs/study
+python -m launch.claims --workdir=results --page=docs/claims.md
+
+--workdir is a directory of launch.isoflop, or one that holds several, at most two levels down. What
+launch.isoflop and the measures beside it wrote there is read, nothing is trained. claims.json and
+claims.md go to --out; --page names a file of your own with both markers (see docs/claims.md), the
+text between which becomes the table.
+"""
+
+import json
+import pathlib
+
+from absl import flags
+
+from launch import command
+
+WORKDIR = flags.DEFINE_string(
+    'workdir', None, 'Directory of a study, or of several.', required=True
+)
+OUT = flags.DEFINE_string('out', None, 'Directory for the result. Default: --workdir.')
+PAGE = flags.DEFINE_string(
+    'page', None, 'Also write the table into this file, between its markers.'
+)
+
+
+def main(_):
+    import rich.console
+
+    from launch.claims_shapes import counted
+    from moddepth_jax.analysis.claims import claims_page, verdicts
+    from moddepth_jax.training.workdir import write_atomically
+
+    evidence = verdicts.read_evidence(WORKDIR.value, counted())
+    if not evidence.studies:
+        found = f'no {verdicts.STUDY_FILE} in it, nor {verdicts.DEPTH} levels down'
+        raise ValueError(f'--workdir={WORKDIR.value}: {found}; python -m launch.isoflop makes one')
+    rows = verdicts.fill(evidence)
+    table = claims_page.markdown(rows, evidence)
+    page = pathlib.Path(PAGE.value) if PAGE.value else None
+    try:  # before anything is written
+        text = claims_page.replaced(page.read_text(encoding='utf-8'), table) if page else ''
+    except ValueError as error:
+        raise ValueError(f'--page={page}: {error}') from None
+    out = pathlib.Path(OUT.value or WORKDIR.value)
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomically(out / 'claims.json', json.dumps(rows, indent=1, ensure_ascii=False) + '\n')
+    write_atomically(out / 'claims.md', f'# Claims\n\n{table}\n')
+    if page:
+        write_atomically(page, text)
+    console = rich.console.Console(highlight=False)
+    for block in claims_page.console_tables(rows):
+        console.print(block)
+    told = f'Of {len(rows)} claims: {claims_page.counts(rows)}. Rules and spreads: {out}/claims.md'
+    console.print(rich.text.Text(told), soft_wrap=True)
+
+
+if __name__ == '__main__':
+    command.run(main)
