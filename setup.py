@@ -15,6 +15,7 @@ setuptools.setup(
     packages=setuptools.find_packages(
         include=['moddepth_jax*', 'kernels_pallas*', 'configs*', 'launch*']
     ),
+    package_data={'moddepth_jax.analysis': ['routing_page.html', 'routing_page.js']},
     python_requires='>=3.11,<3.14',
     install_requires=[
         f'jax{JAX_BOUNDS}',

@@ -25,8 +25,9 @@ ROUTING = flags.DEFINE_string(
 DATA = flags.DEFINE_string(
     'data',
     None,
-    'Glob of .txt, .jsonl or .parquet files, or stdlib, synthetic, recall: evaluates on all of its '
-    "text, cut into windows as long as the run's. Default: the text that the run held out.",
+    'Glob of .txt, .jsonl or .parquet files, or stdlib, python_environment, synthetic, recall: '
+    "evaluates on all of its text, cut into windows as long as the run's. Default: the text that the "
+    'run held out.',
 )
 TEXT_FIELD = flags.DEFINE_string(
     'text_field',

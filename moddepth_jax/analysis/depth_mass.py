@@ -13,15 +13,10 @@ from matplotlib.figure import Figure
 
 from kernels_pallas import depth_attention
 from kernels_pallas.reference import slot_visibility
+from moddepth_jax.analysis.layer_walk import after, depth_of, walk
 from moddepth_jax.hparams import Hparams, ModelHparams
-from moddepth_jax.model.attention import Depth, Tokens, documents
-from moddepth_jax.model.depth_scan import empty_slots, put_slots
 from moddepth_jax.model.depth_stream import layer_kinds
-from moddepth_jax.model.routers import token_seeds
 from moddepth_jax.model.routing import gather_rows
-from moddepth_jax.model.stack import Stack
-from moddepth_jax.model.transformer import causal_sizes, check_routing
-from moddepth_jax.model.unrolled import unroll
 
 _DEPTH, _FIRST = '#1f5f8b', '#f2b28a'
 _HEAT = LinearSegmentedColormap.from_list('mass', ('#f3f1ec', '#8fb3c9', _DEPTH, '#0c2b42'))
@@ -63,16 +58,15 @@ def depth_mass(variables, hparams: Hparams, batch, routing: str) -> DepthMass:
       routing: as `Transformer` takes it.
 
     Raises:
-      ValueError: the `dense` stream, which reads without attention; a routing that the model
+      ValueError: a stream that reads earlier layers without attention; a routing that the model
         cannot run.
     """
     model = hparams.model
-    if model.depth.stream == 'dense':
+    if model.depth.reads_outputs:
         raise ValueError(
-            "model.depth.stream='dense': has no attention over depth to measure; must be moda, "
-            'attention or residual'
+            f'model.depth.stream={model.depth.stream!r}: has no attention over depth to measure; '
+            'must be moda, attention or residual'
         )
-    check_routing(hparams, routing)
     sums = _sums(variables, batch['tokens_BT'], batch['segment_ids_BT'], hparams, routing)
     layers, slots = _names(model)
     slots_LS = np.zeros((len(layers), len(slots)))
@@ -101,41 +95,16 @@ def _names(model: ModelHparams):
 
 def _sums(variables, tokens_BT, segment_ids_BT, hparams, routing):
     """Of each layer that reads: `_slot_sums` and `_first_sums`."""
-    given = (variables, tokens_BT, segment_ids_BT)
-    layers, told, tokens, carry = _begin(*given, hparams=hparams, routing=routing)
-    # The largest size alone: branches of several sizes could not sow arrays of one shape.
-    sizes = causal_sizes(hparams, tokens_BT.shape[1], routing)[-1:]
-    stack, sums, count = Stack(hparams.model, routing, sizes), [], 0
-    for kind, params, mine in zip(layer_kinds(hparams.model), layers, told, strict=True):
-        carry, mine = _layer(params, carry, jnp.int32(count), tokens, mine, stack=stack, kind=kind)
-        count += kind.slots
-        if kind.part != 'entry':
-            sums.append(mine)
-    return jax.device_get(sums)
-
-
-@functools.partial(jax.jit, static_argnames=('hparams', 'routing'))
-def _begin(variables, tokens_BT, segment_ids_BT, *, hparams, routing):
-    """Parameters of each layer, what it is told, Tokens, and the first layer's carry."""
-    unrolled = unroll(variables, hparams, routing)
-    positions_BT, seeds_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape), None
-    if hparams.model.routing.router == 'random':
-        seeds_BT = token_seeds(jax.random.key(hparams.seed), tokens_BT, positions_BT)
-    x_BTD = jnp.take(unrolled['embedding'], tokens_BT, axis=0).astype(hparams.model.dtype)
-    segment_ids_BT = documents(hparams.model, segment_ids_BT)
-    tokens = Tokens(positions_BT, segment_ids_BT, seeds_BT)
-    carry = (x_BTD, *empty_slots(hparams.model, x_BTD))
-    return unrolled['layers'], unrolled['told'], tokens, carry
+    found, _ = walk(variables, hparams, tokens_BT, segment_ids_BT, routing, _layer)
+    return jax.device_get([sums for kind, sums in found if kind.part != 'entry'])
 
 
 @functools.partial(jax.jit, static_argnames=('stack', 'kind'))
 def _layer(params, carry, count, tokens, told, *, stack, kind):
     """One layer on the stream and the buffers of slots, compiled once for all of its kind."""
-    x_BTD, slots, valid_LBT = carry
-    depth = None if slots is None else Depth(slots, valid_LBT, count)
-    given = ({'params': params}, x_BTD, depth, tokens, told)
+    given = ({'params': params}, carry[0], depth_of(carry, count), tokens, told)
     output, sown = stack.layer(kind).apply(*given, mutable=['intermediates'])
-    carry = (output.x_BTD, *put_slots(slots, valid_LBT, output.written, count))
+    carry = after(carry, output, count)
     if kind.part == 'entry':
         return carry, None
     return carry, _layer_sums(sown['intermediates'], tokens.segment_ids_BT)

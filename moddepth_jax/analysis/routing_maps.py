@@ -58,7 +58,9 @@ def _letter(token: bytes) -> str:
     return text if text.isprintable() and '\ufffd' not in text else '□'
 
 
-def plot_routing(grid_LT, tokens, title: str, path):
+def plot_routing(
+    grid_LT, tokens, title: str, path, what: str = 'held-out tokens', most: int | None = None
+):
     """Writes the heatmap: tokens across, layers from the first at the bottom to the last.
 
     Args:
@@ -66,25 +68,38 @@ def plot_routing(grid_LT, tokens, title: str, path):
       tokens: the text of each token as bytes, b'' for the separator.
       title: above the picture.
       path: of the PNG.
+      what: the tokens are.
+      most: tokens across; more are folded into strips, one below the other. None: one strip.
     """
     num_layers, length = grid_LT.shape
-    figure = Figure(figsize=(max(8, 0.16 * length), 1.9 + 0.3 * num_layers), dpi=150)
+    most = min(most or length, length)
+    strips = -(-length // most)
+    height = 1.9 + 0.3 * num_layers + (strips - 1) * (0.5 + 0.3 * num_layers)
+    figure = Figure(figsize=(max(8, 0.16 * most), height), dpi=150)
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    colours = ListedColormap(_COLOURS)
-    axes.pcolormesh(grid_LT, cmap=colours, vmin=-0.5, vmax=3.5, edgecolors='white', linewidth=0.5)
-    letters = [_letter(token) for token in tokens]
-    axes.set_xticks(np.arange(length) + 0.5, letters, fontfamily='monospace', fontsize=8)
-    axes.set_yticks(np.arange(num_layers) + 0.5, [str(layer) for layer in range(num_layers)])
-    axes.tick_params(length=0)
-    axes.set_ylabel('layer')
-    axes.set_xlabel('held-out tokens (· space, ↵ line end, § document start, □ part of a letter)')
-    axes.set_title(title, loc='left', fontsize=10, parse_math=False)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
+    axes = figure.subplots(strips, 1, squeeze=False)[:, 0]
+    for i, strip in enumerate(axes):
+        part = slice(i * most, (i + 1) * most)
+        _draw_strip(strip, grid_LT[:, part], tokens[part], most)
+    axes[-1].set_xlabel(f'{what} (· space, ↵ line end, § document start, □ part of a letter)')
+    axes[0].set_title(title, loc='left', fontsize=10, parse_math=False)
     used = [value for value in (ENTERED, LOOKAHEAD, SKIPPED, DENSE) if (grid_LT == value).any()]
-    handles = [axes.scatter([], [], marker='s', s=60, color=_COLOURS[value]) for value in used]
+    handles = [axes[0].scatter([], [], marker='s', s=60, color=_COLOURS[value]) for value in used]
     labels = [_MEANINGS[value] for value in used]
     figure.legend(handles, labels, loc='lower left', ncols=len(used), frameon=False, fontsize=8)
     figure.tight_layout(rect=(0, 0.3 / figure.get_figheight(), 1, 1))
     figure.savefig(path)
+
+
+def _draw_strip(axes, grid_LT, tokens, width):
+    num_layers, length = grid_LT.shape
+    colours = ListedColormap(_COLOURS)
+    axes.pcolormesh(grid_LT, cmap=colours, vmin=-0.5, vmax=3.5, edgecolors='white', linewidth=0.5)
+    letters = [_letter(token) for token in tokens]
+    axes.set_xlim(0, width)
+    axes.set_xticks(np.arange(length) + 0.5, letters, fontfamily='monospace', fontsize=8)
+    axes.set_yticks(np.arange(num_layers) + 0.5, [str(layer) for layer in range(num_layers)])
+    axes.tick_params(length=0)
+    axes.set_ylabel('layer')
+    for spine in axes.spines.values():
+        spine.set_visible(False)

@@ -46,8 +46,8 @@ def open_study(directory, plan: dict):
     if directory.exists() and not directory.is_dir():
         raise ValueError(f'--workdir={directory}: is a file; {right}')
     if directory.exists() and not file.exists():
-        ours = f'{PLAN_FILE}.tmp'  # of a start that was killed as it wrote
-        others = sorted(path.name for path in directory.iterdir() if path.name != ours)
+        ours = {RUNS, f'{PLAN_FILE}.tmp'}  # of a start that was killed as it wrote
+        others = sorted({path.name for path in directory.iterdir()} - ours)
         if others:
             found = f'holds {others[0]!r} but no {PLAN_FILE}, so it is no study'
             raise ValueError(f'--workdir={directory}: {found}; {right}')

@@ -4,7 +4,6 @@ import time
 
 import jax
 
-from moddepth_jax.analysis.timing import in_turn
 from moddepth_jax.data.pipeline import make_dataset
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.model.flops import train_step_flops
@@ -12,7 +11,8 @@ from moddepth_jax.training.sharding import make_mesh, put_batch
 from moddepth_jax.training.train_step import init_state, train_step
 
 PROGRAMS = 3  # that a run compiles, of about the cost of one train step: two evaluations besides
-_STEPS = 5
+_STEPS = 5  # to time, fewer where they take longer than
+_SECONDS = 5.0
 
 
 def rates(hparams: Hparams) -> tuple[float, float]:
@@ -29,13 +29,12 @@ def rates(hparams: Hparams) -> tuple[float, float]:
         step_fn = jax.jit(train_step, donate_argnums=0).lower(state, batch).compile()
         compiling = time.perf_counter() - begin
 
-        def step():
-            nonlocal state
-            state, metrics = step_fn(state, batch)
-            return metrics['loss']
-
-        seconds = in_turn({'step': step}, _STEPS)['step']
-    flops_per_second = train_step_flops(hparams) / float(sorted(seconds)[_STEPS // 2])
+        seconds = []
+        while len(seconds) < _STEPS and sum(seconds) < _SECONDS:
+            begin = time.perf_counter()
+            state, _ = jax.block_until_ready(step_fn(state, batch))
+            seconds.append(time.perf_counter() - begin)
+    flops_per_second = train_step_flops(hparams) / min(seconds)
     # A held-out batch passes forward twice, by the causal rule and by top-C: two thirds of a step.
     evaluating = 2 / 3 * train_step_flops(hparams) * hparams.evaluation.final_batches
     return flops_per_second, PROGRAMS * compiling + evaluating / flops_per_second

@@ -224,11 +224,12 @@ def test_attention_stream_reads_slots_alone(tiny_config):
     assert (mass.first_token_L[:2] > 0).all() and mass.first_token_L[2] == 0
 
 
-def test_dense_stream_is_refused(tiny_config):
-    """It has no softmax over depth; the one line says which streams have."""
-    changes = {'model.depth.stream': 'dense', 'model.layer_loop': 'unrolled'}
+@pytest.mark.parametrize('stream', ['dense', 'average'])
+def test_streams_without_attention_over_depth_are_refused(stream, tiny_config):
+    """They have no softmax over depth; the one line says which streams have."""
+    changes = {'model.depth.stream': stream, 'model.layer_loop': 'unrolled'}
     hparams = from_config(tiny_config(**changes))
-    with pytest.raises(ValueError, match="'dense'.*moda, attention or residual") as caught:
+    with pytest.raises(ValueError, match=f"'{stream}'.*moda, attention or residual") as caught:
         depth_mass({}, hparams, BATCH, 'dense')
     assert '\n' not in str(caught.value)
 

@@ -111,3 +111,24 @@ def test_any_bytes_and_any_title_can_be_drawn(tmp_path, title):
     grid_LT = np.tile([SKIPPED, ENTERED], (2, 6))
     routing_maps.plot_routing(grid_LT, tokens, title, tmp_path / 'routing.png')
     assert matplotlib.image.imread(tmp_path / 'routing.png').std() > 0.05
+
+
+def test_long_texts_are_folded(tmp_path):
+    """Of 100 tokens, 40 across, the picture is as wide as one of 40, and each strip shows its own.
+
+    The first two strips skip, the third, of 20 tokens, enters on its left half alone.
+    """
+    grid_LT = np.array([[SKIPPED] * 80 + [ENTERED] * 20])
+    for name, most in (('folded', 40), ('wide', None)):
+        part = grid_LT if most else grid_LT[:, :40]
+        path = tmp_path / f'{name}.png'
+        routing_maps.plot_routing(part, [b'x'] * part.shape[1], '', path, 'tokens', most)
+    folded, wide = (
+        matplotlib.image.imread(tmp_path / f'{name}.png') for name in ('folded', 'wide')
+    )
+    assert folded.shape[1] == wide.shape[1] and folded.shape[0] > wide.shape[0]
+    near = np.abs(folded[..., :3] - colour(ENTERED)).max(-1) < 0.02
+    band = near[near.mean(1) > 0.3]
+    columns = np.flatnonzero(band.mean(0) > 0.5)
+    assert columns.max() < 0.6 * folded.shape[1]
+    assert np.flatnonzero(near.any(1)).min() > 0.5 * folded.shape[0]

@@ -1,0 +1,200 @@
+"""Shows what a run's model does with a text, token by token: a page, pictures and numbers.
+
+python -m launch.inspect --workdir=runs/mod_isoflop --text=setup.py --out=inspection
+python -m launch.inspect --workdir=runs/mod_isoflop --text='def f(x): return x' --out=inspection
+git show | python -m launch.inspect --workdir=runs/mod_isoflop --text=- --out=inspection
+
+Open inspection/routing.html in a browser; it needs no network.
+"""
+
+import os
+import pathlib
+import re
+import sys
+
+from absl import flags
+
+from launch import command, saved
+
+WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.', required=True)
+TEXT = flags.DEFINE_string('text', None, 'A file, - for stdin, or the text itself.', required=True)
+OUT = flags.DEFINE_string(
+    'out', None, 'Directory for routing.html, routing.json and the pictures.', required=True
+)
+ROUTING = flags.DEFINE_string(
+    'routing',
+    None,
+    'Who enters the routed blocks: top_c (looks at the future), aux_loss, predictor, threshold or '
+    'dense. Default: the causal rule that the run was trained for.',
+)
+LANGUAGE = flags.DEFINE_enum(
+    'language',
+    'auto',
+    ['auto', 'python', 'prose'],
+    'What the text is, for the kinds of tokens. Default: python where a third of its lines look '
+    'like code.',
+)
+MAX_TOKENS = flags.DEFINE_integer(
+    'max_tokens', 5000, 'Tokens to show; the rest of a longer text is left out.', lower_bound=1
+)
+FILES = ('routing.html', 'routing.json', 'routing.png', 'depth_mass.png', 'depth_mass.json')
+MOST_ACROSS = 128  # tokens in a strip of the picture
+MOST_DRAWN = 1024  # tokens in the picture
+
+
+def _read_text():
+    """The bytes of --text, and what to call it."""
+    value = TEXT.value
+    if not value:
+        raise ValueError('--text=: is empty; must be a file, - or a text')
+    if value == '-':
+        return sys.stdin.buffer.read(), 'stdin'
+    if os.path.isdir(value):
+        raise ValueError(f'--text={value}: is a directory; must be a file or the text itself')
+    if os.path.exists(value):
+        return pathlib.Path(value).read_bytes(), pathlib.Path(value).name
+    if re.fullmatch(r'[\w.~-]*(/[\w.~-]*)+|[\w-]+\.[A-Za-z]{1,5}', value):
+        right = 'a text that looks like the name of a file is given by --text=- on stdin'
+        raise ValueError(f'--text={value}: no such file; {right}')
+    return os.fsencode(value), 'the text of --text'
+
+
+def _printable(name):
+    """A file's name, which may be of any bytes."""
+    from moddepth_jax.training.progress import printable
+
+    return printable(os.fsencode(name).decode('utf-8', 'replace'))
+
+
+def _checked_out():
+    from moddepth_jax.training.workdir import CONFIG_FILE
+
+    out = pathlib.Path(OUT.value)
+    if out.exists() and not out.is_dir():
+        raise ValueError(f'--out={out}: is a file; must be a directory')
+    if (out / CONFIG_FILE).exists():
+        right = 'must be another, as a run has pictures of its own'
+        raise ValueError(f'--out={out}: is the directory of a run; {right}')
+    return out
+
+
+def _depth_mass(run, hparams, tokens_N, routing):
+    """Of the whole windows of the text; of one that is shorter than that, of itself."""
+    import numpy as np
+
+    from moddepth_jax.analysis.depth_mass import depth_mass
+    from moddepth_jax.analysis.report import DEPTH_TOKENS
+
+    length = min(hparams.data.sequence_length, len(tokens_N))
+    rows = max(1, min(len(tokens_N), DEPTH_TOKENS) // length)
+    tokens_BT = tokens_N[: rows * length].reshape(rows, length).astype(np.int32)
+    batch = {'tokens_BT': tokens_BT, 'segment_ids_BT': np.ones_like(tokens_BT)}
+    return depth_mass(run.state.variables, hparams, batch, routing), tokens_BT.size
+
+
+def _draw(out, inspection, hparams, about, mass):
+    """The pictures of what the model has; of what it lacks, those of an earlier inspection go."""
+    from moddepth_jax.analysis.depth_mass import plot_depth_mass
+    from moddepth_jax.analysis.routing_maps import plot_routing, routing_grid
+    from moddepth_jax.model.routing import RoutingRecord
+
+    if not hparams.model.routed_layers:
+        (out / 'routing.png').unlink(missing_ok=True)
+    else:
+        names = [field.replace('_BT', '_RN') for field in RoutingRecord._fields]
+        record = RoutingRecord(*[getattr(inspection, name)[:, None] for name in names])
+        grid_LT = routing_grid(record, hparams, row=0)[:, :MOST_DRAWN]
+        drawn = grid_LT.shape[1]
+        what = 'tokens' if drawn == len(inspection.pieces) else f'the first {drawn:,} tokens'
+        title = f'{about["run"]}: routing of {about["text"]} by {about["routing"]}'
+        given = (inspection.pieces[:drawn], title, out / 'routing.png', what, MOST_ACROSS)
+        plot_routing(grid_LT, *given)
+    if mass is None:
+        (out / 'depth_mass.png').unlink(missing_ok=True)
+        (out / 'depth_mass.json').unlink(missing_ok=True)
+    else:
+        title = f'{about["run"]}: attention on the slots of earlier layers, {about["text"]}'
+        plot_depth_mass(mass, title, out / 'depth_mass.png')
+
+
+def _write(out, data):
+    import json
+
+    from moddepth_jax.analysis.routing_page import render
+    from moddepth_jax.training.workdir import write_atomically
+
+    write_atomically(out / 'routing.json', json.dumps(data, allow_nan=False) + '\n')
+    write_atomically(out / 'routing.html', render(data))
+    if data['depth'] is not None:
+        about = data['about']
+        numbers = {'routing': about['routing'], 'tokens': about['depth_tokens'], **data['depth']}
+        text = json.dumps(numbers, indent=2, allow_nan=False) + '\n'
+        write_atomically(out / 'depth_mass.json', text)
+
+
+def _describe(out, data, routed):
+    totals, about = data['totals'], data['about']
+    windows = f'{about["windows"]} window{"s" if about["windows"] > 1 else ""}'
+    parts = [f'{totals["tokens"]:,} tokens of {about["text"]} in {windows}']
+    parts.append(f'loss {totals["loss"]:.4f} nats a token' if totals['loss'] is not None else '')
+    if routed:
+        looks = ', which looks at the future' if about['looks_ahead'] else ''
+        parts.append(f'by {about["routing"]}{looks}')
+        parts.append(f'{totals["enter_none"]:.1%} enter no routed block')
+    else:
+        parts.append('no block of this model is routed, so there is no routing.png')
+    print(', '.join(filter(None, parts)))
+    for file in FILES:
+        if (out / file).exists():
+            print(f'  {_printable(out / file)}')
+
+
+def main(_):
+    text, name = _read_text()
+    if not text:
+        raise ValueError(f'--text={TEXT.value}: is empty; must hold one character at least')
+    out = _checked_out()
+    _inspect(saved.load(WORKDIR.value), text, name, out)
+
+
+def _inspect(run, text, name, out):
+    """Measures, then writes: what fails leaves the files of an earlier inspection as they are."""
+    from moddepth_jax.analysis.inspection import inspect_tokens
+    from moddepth_jax.analysis.routing_page import page_data
+    from moddepth_jax.analysis.token_classes import guess_language, token_classes
+    from moddepth_jax.data.pipeline import token_stream
+    from moddepth_jax.data.tokenizer import make_tokenizer
+    from moddepth_jax.model.transformer import causal_routing, check_routing
+
+    hparams = run.hparams_of_stage
+    routing = ROUTING.value or causal_routing(hparams)
+    check_routing(hparams, routing)
+    out.mkdir(parents=True, exist_ok=True)
+    tokenizer = make_tokenizer(hparams.data.tokenizer)
+    stream_N = token_stream([text], tokenizer)
+    tokens_N = stream_N[: MAX_TOKENS.value]
+    language = guess_language(text) if LANGUAGE.value == 'auto' else LANGUAGE.value
+    with saved.bar('inspecting', -(-len(tokens_N) // hparams.data.sequence_length)) as advance:
+        given = (run.state.variables, hparams, tokens_N, tokenizer, routing)
+        inspection = inspect_tokens(*given, on_window=advance)
+    mass, measured = None, 0
+    if hparams.model.depth.slots_per_layer:
+        mass, measured = _depth_mass(run, hparams, tokens_N, routing)
+    names = {
+        'run': _printable(pathlib.Path(WORKDIR.value).resolve().name),
+        'step': run.step,
+        'num_steps': run.num_steps,
+        'text': _printable(name),
+        'language': language,
+        'cut': len(stream_N) - len(tokens_N),
+        'depth_tokens': measured,
+    }
+    classes_N = token_classes(inspection.pieces, language)
+    data = page_data(inspection, hparams, classes_N, routing, names, mass)
+    _draw(out, inspection, hparams, data['about'], mass)
+    _write(out, data)
+    _describe(out, data, hparams.model.routed_layers)
+
+
+if __name__ == '__main__':
+    command.run(main)

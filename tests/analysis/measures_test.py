@@ -1,0 +1,153 @@
+"""The measures of small models, whose routers choose as is known."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from moddepth_jax.analysis import depth_mass, layer_deltas, layer_walk
+from moddepth_jax.analysis import measures as module
+from moddepth_jax.analysis.measures import measure
+from moddepth_jax.data.corpus import Corpus
+from moddepth_jax.data.pipeline import HeldOut
+from moddepth_jax.hparams import DataHparams
+from tests.model.depth_models import FAST, MODA, drawn, small
+
+T = 16
+TEXT = b'import math\nx = 777\nfor word in "ab cd":  # a\n    print(word, 12345)\n\n'
+
+
+def _held_out(num_rows):
+    """Batches of two rows, of a Python text."""
+    text = (TEXT * num_rows)[: num_rows * T]
+    knobs = dict(text_field='text', tokenizer='bytes', held_out_fraction=0.5, batch_size=2)
+    data = DataHparams(source='stdlib', sequence_length=T, **knobs)
+    return HeldOut(data, Corpus('stdlib', [], [text], '', ''))
+
+
+@pytest.fixture(scope='module', autouse=True)
+def fast():
+    """Programs that run once are compiled the quick way."""
+    layer, whole = ('stack', 'kind'), ('hparams', 'routing')
+    with pytest.MonkeyPatch.context() as patch:
+        for place, name, static in (
+            (layer_deltas, '_visit', layer),
+            (depth_mass, '_layer', layer),
+            (layer_walk, '_begin', whole),
+        ):
+            slow = getattr(place, name).__wrapped__
+            patch.setattr(place, name, jax.jit(slow, static_argnames=static, compiler_options=FAST))
+        yield
+
+
+def _measured(make_config, *knobs, num_batches=4):
+    hparams = small(make_config, {'model.vocab_size': 257, 'model.num_layers': 3}, *knobs)
+    variables = drawn(hparams, np.zeros((1, T), np.int32))
+    return measure(variables, hparams, _held_out(7), num_batches)
+
+
+def test_measures_of_a_router_that_takes_odd_positions(tiny_config):
+    """Counts by layer, number of blocks, class and place are those made by hand of the text; the
+    result is the same each time and survives JSON.
+    """
+    knobs = {'model.routing.router': 'position', 'model.routing.capacity': 0.5}
+    knobs |= {'model.routing.layers': '0,1', 'model.routing.overflow': 'grow'}
+    result = _measured(tiny_config, knobs)
+    assert json.loads(json.dumps(result, allow_nan=False)) == result
+    assert result == _measured(tiny_config, knobs)
+
+    assert (result['routing'], result['tokens'], result['language']) == ('threshold', 112, 'python')
+    assert [row['routed'] for row in result['layers']] == [True, True, False]
+    assert [row['tokens'] for row in result['layers']] == [56, 56, 112]
+    assert [row['probe_tokens'] for row in result['layers']] == [[32, 24], [32, 24], [64, 48]]
+    by_chance = {'every_by_chance': 0.25, 'none_by_chance': 0.25}
+    assert result['blocks_entered'] == {'every': 0.5, 'none': 0.5, **by_chance}
+    assert [row['tokens'] for row in result['entropy']['by_blocks']] == [56, 0, 56]
+    means = [row['mean'] for row in result['entropy']['by_blocks']]
+    assert means[1] is None and (means[0] + means[2]) / 2 == pytest.approx(
+        result['entropy']['mean']
+    )
+    assert result['first_token'] == {
+        'tokens': 7,
+        'entered': 0.0,
+        'others_entered': pytest.approx(56 / 105),
+    }
+    # The separator is the first token of the first window.
+    digits = [i + 1 for i, byte in enumerate((TEXT * 7)[: 7 * T - 1]) if chr(byte).isdigit()]
+    odd = sum(i % 2 for i in digits) / len(digits)
+    expected = {'tokens': len(digits), 'entered': odd, 'by_layer': [odd, odd]}
+    assert result['classes']['number'] == expected and odd not in (0, 0.5, 1)
+    assert sum(row['tokens'] for row in result['classes'].values()) == 112
+    mass = result['depth_mass']
+    assert (mass['layers'], mass['slots']) == (['0', '1', '2'], [])
+    assert min(mass['first_token']) > 0 == max(mass['depth'])
+
+
+def test_measures_of_a_dense_model(tiny_config):
+    """What routers do is None; ratios, probes, entropy, slots and the sink are there; two batches
+    do.
+    """
+    result = _measured(tiny_config, MODA, num_batches=2)
+    assert (result['routing'], result['tokens']) == ('dense', 64)
+    absent = ('blocks_entered', 'classes', 'language', 'first_token')
+    assert [result[name] for name in absent] == [None] * 4
+    assert result['entropy']['by_blocks'] is None and 0 < result['entropy']['mean'] < np.log(257)
+    for row in result['layers']:
+        assert row['score_correlation'] is None and row['probe_r2'] < 1
+        assert row['delta_over_input'] == row['added_over_input']
+        quantiles = list(row['delta_over_input']['quantiles'].values())
+        assert quantiles == sorted(quantiles) and quantiles[0] > 0
+    mass = result['depth_mass']
+    assert (mass['layers'], mass['slots']) == (['0', '1', '2'], ['0a', '0f', '1a', '1f'])
+    assert mass['depth'][0] == 0 < min(mass['depth'][1:]) and np.shape(mass['by_slot']) == (3, 4)
+    assert min(mass['first_token']) > 0
+
+
+def test_scores_are_told_from_gates(tiny_config):
+    """The gate is in what is added and not in the delta; a dense block has neither."""
+    knobs = {'model.routing.router': 'learned', 'model.routing.capacity': 0.5}
+    knobs |= {'model.num_layers': 2}
+    result = _measured(tiny_config, knobs)
+    dense, routed = result['layers'][0], result['layers'][1]
+    assert dense['delta_over_input'] == dense['added_over_input']
+    assert routed['delta_over_input'] != routed['added_over_input']
+    assert dense['score_correlation'] is None and -1 <= routed['score_correlation'] <= 1
+
+
+@pytest.mark.parametrize('num_batches', [0, 1])
+def test_one_batch_is_not_enough(tiny_config, num_batches):
+    """Probes are scored on text that they were not fitted on; the one line says so."""
+    with pytest.raises(ValueError, match=f'num_batches={num_batches}: .* must be 2') as caught:
+        _measured(tiny_config, num_batches=num_batches)
+    assert '\n' not in str(caught.value)
+
+
+def test_a_diverged_model_is_refused(tiny_config):
+    """Its logits say nothing; the error is one line."""
+    hparams = small(tiny_config, {'model.vocab_size': 257, 'model.num_layers': 1})
+    variables = drawn(hparams, np.zeros((1, T), np.int32))
+    variables = jax.tree.map(lambda leaf: leaf * np.nan, variables)
+    with pytest.raises(ValueError, match='logits: not finite'):
+        measure(variables, hparams, _held_out(7), 2)
+
+
+def test_counts_by_hand():
+    """Two blocks and four tokens, each of which is seen to be right."""
+    entered_RN = np.array([[1, 1, 0, 0], [1, 0, 0, 0]], bool)
+    entropy_N = np.array([3.0, 2.0, 1.0, 1.0])
+    rows, correlation = module._by_blocks(entered_RN, {'entropy_N': entropy_N})
+    assert rows == [
+        {'blocks': 0, 'tokens': 2, 'mean': 1.0},
+        {'blocks': 1, 'tokens': 1, 'mean': 2.0},
+        {'blocks': 2, 'tokens': 1, 'mean': 3.0},
+    ]
+    assert correlation == pytest.approx(1)
+    assert module._blocks_entered(entered_RN) == {
+        'every': 0.25,
+        'none': 0.5,
+        'every_by_chance': 0.125,
+        'none_by_chance': 0.375,
+    }
+    found = module._first_token(entered_RN, np.array([1, 0, 0, 1], bool))
+    assert found == {'tokens': 2, 'entered': 0.5, 'others_entered': 0.25}

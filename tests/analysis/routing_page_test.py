@@ -1,0 +1,171 @@
+"""The page holds the data of its JSON, whatever the text, and shows no text as markup."""
+
+import html.parser
+import json
+import re
+
+import numpy as np
+import pytest
+
+from moddepth_jax.analysis.depth_mass import DepthMass
+from moddepth_jax.analysis.inspection import Inspection
+from moddepth_jax.analysis.routing_page import page_data, render, shown_tokens
+from moddepth_jax.hparams import from_config
+
+HOSTILE = b'</script><script>alert(1)</script><!--"\'&amp;__DATA__'
+HOSTILE += b'\x00\x1b[31m\xff\xed\xa0\x80\xe2\x80\xae'
+NAMES = {
+    'run': '<b>run',
+    'step': 3,
+    'num_steps': 4,
+    'text': '</script>.py',
+    'language': 'prose',
+    'cut': 0,
+    'depth_tokens': 0,
+}
+
+
+class Page(html.parser.HTMLParser):
+    """Elements by name, ids, and the text inside each script."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.ids, self.scripts, self.links = [], set(), [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        attributes = dict(attributes)
+        self.ids.add(attributes.get('id'))
+        self.links += [attributes[name] for name in ('src', 'href') if name in attributes]
+        if tag == 'script':
+            self.scripts.append('')
+
+    def handle_data(self, text):
+        if self.scripts and self.get_starttag_text().startswith('<script'):
+            self.scripts[-1] += text
+
+
+def make_data(tiny_config, content=HOSTILE, routing='predictor', depth=None, changes=None, **names):
+    """Of a text whose tokens are bytes, three layers, of which 1 and 2 are routed."""
+    model = {
+        'model.num_layers': 3,
+        'model.routing.router': 'learned',
+        'model.routing.layers': '1,2',
+        'data.sequence_length': 8,
+    }
+    hparams = from_config(tiny_config(**model | (changes or {})))
+    size, rng = len(content) + 1, np.random.default_rng(0)
+    num_routed = len(hparams.model.routed_layers)
+    scores_RN = rng.normal(size=(num_routed, size)).astype(np.float32)
+    marks = [scores_RN > 0] * 2 + [scores_RN > 9]
+    inspection = Inspection(
+        hparams.model.routed_layers,
+        np.arange(size),
+        (b'', *[content[i : i + 1] for i in range(len(content))]),
+        np.arange(size) // 8,
+        np.arange(size) % 8,
+        scores_RN,
+        scores_RN - np.float32(0.5),
+        scores_RN,
+        *marks,
+        rng.random((hparams.model.num_layers, size)).astype(np.float32),
+        rng.random(size).astype(np.float32),
+        np.append(rng.random(size - 1), np.nan).astype(np.float32),
+    )
+    return page_data(inspection, hparams, np.zeros(size, int), routing, NAMES | names, depth)
+
+
+def test_hostile_text_is_data_alone(tiny_config):
+    """Two scripts whatever the text and the names say; the first is the data, to the last digit."""
+    data = make_data(tiny_config)
+    text = render(data)
+    page, plain = Page(text), Page(render(make_data(tiny_config, b'x', text='x', run='x')))
+    assert page.tags == plain.tags and page.ids == plain.ids
+    assert len(page.scripts) == 2 and text.count('</script>') == 2
+    assert json.loads(page.scripts[0]) == data
+    assert 'alert' not in page.scripts[1] and '__SCRIPT__' not in text
+    assert page.scripts[1] == plain.scripts[1] and '</style>' in text
+
+
+def test_no_network_and_no_markup_of_data(tiny_config):
+    """The page names no address, forbids itself to ask for any, and writes text as text."""
+    text = render(make_data(tiny_config, b'x'))
+    assert Page(text).links == ['data:,']
+    assert not re.search(r'https?://|@import|url\(', text)
+    assert "default-src 'none'" in text
+    for dangerous in ('innerHTML', 'outerHTML', 'insertAdjacentHTML', 'document.write', 'eval('):
+        assert dangerous not in text
+
+
+def test_script_finds_what_it_looks_for(tiny_config):
+    """Each element that the script asks for by its id is on the page."""
+    page = Page(render(make_data(tiny_config, b'x')))
+    asked = set(re.findall(r"(?:get|getElementById)\('(\w+)'\)", page.scripts[1]))
+    assert len(asked) > 10 and asked <= page.ids
+
+
+@pytest.mark.parametrize(
+    ('pieces', 'shown'),
+    [
+        ([b'', b'a', b'\n', b'\t', b' '], ['§', 'a', '↵\n', '→\t', ' ']),
+        (['é'.encode()[:1], 'é'.encode()[1:], b'x'], ['é', '▫', 'x']),
+        (['漢字'.encode()[:4], '漢字'.encode()[4:]], ['漢字', '▫']),
+        ([b'\xff', b'\x00', b'\x1b', b'\x7f', '\u202e'.encode()], ['□', '␀', '␛', '␡', '□']),
+        ([b'a', 'e\u0301'.encode()], ['a', 'e◌\u0301']),
+        ([b'\xed\xa0\x80', '\u2028'.encode(), b'\xc3'], ['□□□', '□', '□']),
+        ([b'<b>'], ['<b>']),
+    ],
+)
+def test_shown_tokens(pieces, shown):
+    """Every token shows something, each character once, and nothing that acts on the page."""
+    assert shown_tokens(pieces) == shown
+
+
+def test_numbers_of_the_json(tiny_config):
+    """Lists have one value a token, four digits each; None is what has no number."""
+    data = make_data(tiny_config, b'abc', routing='threshold')
+    tokens, layers = data['tokens'], data['layers']
+    assert {len(side) for side in tokens.values()} == {4} and tokens['loss'][-1] is None
+    assert tokens['bytes'] == ['', '61', '62', '63']
+    assert [layer['routed'] for layer in layers] == [False, True, True]
+    assert set(layers[0]) == {'layer', 'routed', 'relative'}
+    for layer in layers[1:]:
+        assert layer['entered'] == [int(score > 0) for score in layer['score']]
+        assert layer['threshold'] == 0.5
+        assert all(value == float(f'{value:.4g}') for value in layer['score'])
+    json.dumps(data, allow_nan=False)
+
+
+def test_page_tells_what_it_shows(tiny_config):
+    """Windows, cuts, a rule that sees the future and a dense model are told of where they are."""
+
+    def notes(**given):
+        about = make_data(tiny_config, **given)['about']
+        return ' '.join(about['notes']), about
+
+    text, about = notes(content=b'abc')
+    assert (text, about['windows'], about['rule_column']) == ('', 1, 'predictor')
+    text, about = notes(content=b'a' * 20, cut=70)
+    assert 'context of 8 tokens' in text and 'last 70 tokens' in text and about['windows'] == 3
+    text, about = notes(content=b'abc', routing='top_c')
+    assert 'looks at the future' in text and about['looks_ahead']
+    dense = {'model.routing.router': 'none'}
+    text, about = notes(content=b'abc', routing='dense', changes=dense)
+    assert 'No block of this model is routed' in text and about['rule_column'] is None
+    assert 'score' not in dict(about['words'])
+
+
+def test_depth_mass_is_in_the_data(tiny_config):
+    """As lists, beside the number of tokens on which it was measured."""
+    mass = DepthMass(('0', '1'), ('0a',), np.array([[0], [0.5]]), np.array([0, 0.5]), np.ones(2))
+    data = make_data(tiny_config, b'x', depth=mass, depth_tokens=2048)
+    assert data['depth']['slots_LS'] == [[0], [0.5]] and data['depth']['layers'] == ['0', '1']
+    assert '2,048 tokens' in data['about']['depth_text']
+
+
+def test_page_of_two_thousand_tokens_is_small(tiny_config):
+    """Under 3 MB with 24 layers."""
+    changes = {'model.num_layers': 24, 'model.routing.layers': 'every:2'}
+    text = render(make_data(tiny_config, b'word ' * 400, changes=changes))
+    assert len(text.encode()) < 3e6
