@@ -34,7 +34,8 @@ def get_config() -> ConfigDict:
     model.remat = 'block'  # block (recompute each block in the backward pass) | none
 
     depth = model.depth = ConfigDict()
-    depth.stream = 'residual'  # residual | dense | attention | moda: what a layer reads and writes
+    # residual | dense | average | attention | moda
+    depth.stream = 'residual'  # what a layer reads of the earlier ones, and writes for later ones
     depth.slots = 'auto'  # moda: auto (attention+ffn) | attention | attention+ffn | block
     depth.attention_slot_projection = False  # moda: a matrix of its own for the attention slot
     depth.slot_keys = 'auto'  # moda: auto (rotated) | rotated | unrotated (the authors' code)
@@ -80,7 +81,8 @@ def get_config() -> ConfigDict:
     routing.overflow = 'skip'  # beyond them: skip (it passes by) | grow (no limit; caches double)
 
     data = config.data = ConfigDict()
-    data.source = 'stdlib'  # stdlib | synthetic | recall | a glob of .txt, .jsonl or .parquet
+    # stdlib | python_environment | synthetic | recall | a glob of .txt, .jsonl or .parquet
+    data.source = 'stdlib'  # where the text comes from
     data.text_field = 'text'  # field or column of .jsonl and .parquet that holds the text
     data.tokenizer = 'bytes'  # bytes: one token a byte
     data.sequence_length = 256  # T, tokens a row

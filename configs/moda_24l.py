@@ -1,8 +1,8 @@
 """The small shape of the MoDA paper: 24 layers of width 384, 6 query and 2 key/value heads.
 
 python -m launch.train --config=configs/moda_24l.py
-python -m launch.train --config=configs/moda_24l.py:layers=24,slots=attention
-python -m launch.train --config=configs/moda_24l.py:layers=24,slots=none
+python -m launch.train --config=configs/moda_24l.py:slots=attention
+python -m launch.train --config=configs/moda_24l.py:slots=none,steps=500
 
 71.35M parameters with the vocabulary of the paper, and 2.28M for the slots of the mlps. The paper
 trains on FineWeb-Edu; here the text is bytes until a tokenizer of that size is given. Not trained.
@@ -12,14 +12,18 @@ from configs import base, sizes
 
 
 def get_config(arguments: str = ''):
-    """Arguments: layers, and slots (attention+ffn | attention | block | none: dense)."""
-    values = sizes.parse(arguments, layers='24', slots='attention+ffn')
+    """Arguments: size=LAYERSxWIDTH, a multiple of 192 wide; steps of training; slots
+    (attention+ffn | attention | block | none: dense).
+    """
+    values = sizes.parse(arguments, size='24x384', steps='2000', slots='attention+ffn')
     config = base.get_config()
     model = config.model
+    sizes.apply_size(config, values['size'])
+    if model.d_model % 192:
+        right = 'must be a multiple of 192 wide: three query heads of 64 for each key/value head'
+        raise ValueError(f'size={values["size"]!r}: {right}')
     model.vocab_size = 50304
-    model.num_layers = sizes.count(values['layers'], 'layers')
-    model.d_model, model.d_ff = 384, 1536
-    model.num_heads, model.num_kv_heads, model.head_dim = 6, 2, 64
+    model.d_ff, model.num_kv_heads, model.init_std = 4 * model.d_model, model.num_heads // 3, 0.02
     model.norm_placement = 'post'
     model.qk_norm = 'head'
     model.use_bias = True
@@ -29,5 +33,5 @@ def get_config(arguments: str = ''):
     config.data.sequence_length = 512
     config.data.batch_size = 64
     config.optimizer.learning_rate = 1e-3
-    config.training.num_steps = 2000
+    config.training.num_steps = sizes.count(values['steps'], 'steps')
     return config

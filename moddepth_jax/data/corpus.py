@@ -2,17 +2,10 @@
 
 import dataclasses
 import hashlib
-import os
-import pathlib
 import platform
-import sysconfig
 
-from moddepth_jax.data import files, recall, synthetic
+from moddepth_jax.data import files, python_text, recall, synthetic
 from moddepth_jax.hparams import DataHparams
-
-_TESTS = {'test', 'tests', 'idle_test'}
-_LEFT_OUT = _TESTS | {'idlelib', 'lib2to3', 'site-packages', 'dist-packages', '__pycache__'}
-_MACHINE_FILES = ('_sysconfigdata', 'sitecustomize.py', 'usercustomize.py')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +18,7 @@ class Corpus:
       held_out: documents kept for evaluation, likewise; none of them is in `train`.
       sha256: over names and contents of all documents in order, hexadecimal.
       description: one line to print, with documents and bytes.
+      packages: of `python_environment`, name==version of what is installed; else empty.
     """
 
     name: str
@@ -32,43 +26,21 @@ class Corpus:
     held_out: list[bytes]
     sha256: str
     description: str
-
-
-def stdlib_documents(root: str | None = None) -> list[tuple[str, bytes]]:
-    """(name, bytes) of Python's own standard library: every .py file below `root`, by path.
-
-    Left out: tests, idlelib, lib2to3, installed packages, and the files that a build writes
-    about its own machine, so that one Python version means one text.
-
-    Args:
-      root: a folder; by default the one that sysconfig calls stdlib.
-
-    Raises:
-      ValueError: no .py file is there, as in Pythons that ship compiled or zipped.
-    """
-    root = pathlib.Path(root or sysconfig.get_paths()['stdlib'])
-    documents = []
-    for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if name not in _LEFT_OUT and name[:7] != 'config-']
-        for name in names:
-            if name.endswith('.py') and not name.startswith(_MACHINE_FILES):
-                path = pathlib.Path(folder, name)
-                documents.append((path.relative_to(root).as_posix(), path.read_bytes()))
-    if not documents:
-        right = 'use a Python that ships its library as text, or set data.source to a glob'
-        raise ValueError(f"data.source='stdlib': no .py file below {root}; {right}")
-    return sorted(documents)
+    packages: tuple[str, ...] = ()
 
 
 def _documents(data):
+    """(documents, packages)."""
+    if data.source == 'python_environment':
+        return python_text.environment_documents()
     if data.source == 'stdlib':
-        return stdlib_documents()
+        return python_text.stdlib_documents(), ()
     if data.source == 'synthetic':
         texts = synthetic.make_synthetic()
-        return [(f'synthetic/{i:06d}', text) for i, text in enumerate(texts)]
+        return [(f'synthetic/{i:06d}', text) for i, text in enumerate(texts)], ()
     if data.source == 'recall':
-        return [(f'recall/{i:06d}', text) for i, text in enumerate(recall.make_recall())]
-    return files.file_documents(data.source, data.text_field)
+        return [(f'recall/{i:06d}', text) for i, text in enumerate(recall.make_recall())], ()
+    return files.file_documents(data.source, data.text_field), ()
 
 
 def _sha256(documents):
@@ -123,34 +95,37 @@ def _count(texts):
     return f'{len(texts):,} {documents} of {sum(map(len, texts)):,} bytes'
 
 
-def _describe(name, train, held_out):
-    detail = f' (Python {platform.python_version()})' if name == 'stdlib' else ''
-    return f'{name}{detail}: {_count(train)} to train on, {_count(held_out)} held out'
+def _describe(name, packages):
+    version = f'Python {platform.python_version()}'
+    details = {'stdlib': version, 'python_environment': f'{version}, {len(packages)} packages'}
+    return f'{name} ({details[name]})' if name in details else name
 
 
 def _documents_with_text(data):
-    found = _documents(data)
+    found, packages = _documents(data)
     documents = [(name, text) for name, text in found if text]
     if not documents:
         count = f'{len(found)} document' + 's' * (len(found) != 1)
         right = 'must match text of 2 bytes or more'
         raise ValueError(f'data.source={data.source!r}: no byte in its {count}; {right}')
-    return documents
+    return documents, packages
 
 
 def load_corpus(data: DataHparams) -> Corpus:
-    """The corpus that `data.source` names: stdlib, synthetic, recall or a glob of the user's files.
+    """The corpus that `data.source` names: stdlib, python_environment, synthetic, recall or a glob
+    of the user's files.
 
     It does not depend on the run's seed. Documents without a byte are left out.
 
     Raises:
-      ValueError: one line, as `files.file_documents`, `stdlib_documents` and `split` say, and
-        where all documents together hold no byte.
+      ValueError: one line, as `files.file_documents`, `stdlib_documents`, `environment_documents`
+        and `split` say, and where all documents together hold no byte.
     """
-    documents = _documents_with_text(data)
+    documents, packages = _documents_with_text(data)
     train, held_out = split(documents, data.held_out_fraction)
-    description = _describe(data.source, train, held_out)
-    return Corpus(data.source, train, held_out, _sha256(documents), description)
+    sides = f'{_count(train)} to train on, {_count(held_out)} held out'
+    description = f'{_describe(data.source, packages)}: {sides}'
+    return Corpus(data.source, train, held_out, _sha256(documents), description, packages)
 
 
 def load_held_out(data: DataHparams) -> Corpus:
@@ -159,6 +134,7 @@ def load_held_out(data: DataHparams) -> Corpus:
     Raises:
       ValueError: as `load_corpus`, but not for a single document of a single byte.
     """
-    documents = _documents_with_text(data)
+    documents, packages = _documents_with_text(data)
     texts = [text for _, text in documents]
-    return Corpus(data.source, [], texts, _sha256(documents), f'{data.source}: {_count(texts)}')
+    description = f'{data.source}: {_count(texts)}'
+    return Corpus(data.source, [], texts, _sha256(documents), description, packages)

@@ -117,7 +117,10 @@ def file_documents(source: str, text_field: str) -> list[tuple[str, bytes]]:
         another kind of file, a file that cannot be read, and rows that are not as described.
     """
     root, files = _find(source)
-    right = 'must be stdlib, synthetic, recall or a glob of .txt, .jsonl or .parquet files'
+    right = (
+        'must be stdlib, python_environment, synthetic, recall or a glob of .txt, .jsonl or '
+        '.parquet files'
+    )
     if not files:
         is_folder = os.path.isdir(os.path.expanduser(source))
         hint = f'; for a folder write {os.path.join(source, "**", "*.txt")}' if is_folder else ''

@@ -114,7 +114,8 @@ class Dataset(HeldOut):
     """Batches of a corpus as pure functions of the step; what `make_dataset` returns.
 
     Attributes, beside those of HeldOut:
-      fingerprint: what decides every batch: a dict of JSON scalars, see `check_fingerprint`.
+      fingerprint: what decides every batch: a dict of JSON scalars, see `check_fingerprint`; of
+        `python_environment` with the packages, for the record.
       num_train_windows: windows of one epoch.
     """
 
@@ -136,6 +137,8 @@ class Dataset(HeldOut):
             'batch_size': data.batch_size,
             'seed': seed,
         }
+        if corpus.packages:
+            self.fingerprint['packages'] = ' '.join(corpus.packages)
 
     def train_batch(self, step: int) -> dict[str, np.ndarray]:
         """The batch of `step` (from 0): `tokens_BT`, `labels_BT`, `segment_ids_BT`, int32.
@@ -176,11 +179,26 @@ def make_held_out(data: DataHparams) -> HeldOut:
 def check_fingerprint(stored: dict, current: dict) -> None:
     """Refuses to go on with other data: compares two `Dataset.fingerprint`s.
 
+    Other packages with the same text are the same data.
+
     Raises:
-      ValueError: one line that names the first field that differs and both values.
+      ValueError: one line that names the first field that differs and both values, and of
+        `python_environment` some packages that differ.
     """
     for field in dict.fromkeys((*current, *stored)):
         was, now = (repr(d[field]) if field in d else 'missing' for d in (stored, current))
-        if was != now:
+        if was != now and field != 'packages':
             right = 'resume with the data of that run, or start another workdir'
-            raise ValueError(f'data fingerprint: {field} was {was} and is {now} now; {right}')
+            changed = _changed_packages(stored, current) if field == 'corpus_sha256' else ''
+            raise ValueError(
+                f'data fingerprint: {field} was {was} and is {now} now{changed}; {right}'
+            )
+
+
+def _changed_packages(stored, current):
+    was, now = (set(d.get('packages', '').split()) for d in (stored, current))
+    changed = [f'-{name}' for name in sorted(was - now)] + [
+        f'+{name}' for name in sorted(now - was)
+    ]
+    more = f' and {len(changed) - 6} more' if len(changed) > 6 else ''
+    return f' (packages {" ".join(changed[:6])}{more})' if changed else ''

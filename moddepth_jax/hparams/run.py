@@ -21,7 +21,7 @@ class DataHparams:
 
     def __post_init__(self):
         if not self.source.strip():
-            right = 'must be stdlib, synthetic, recall or a glob of text files'
+            right = 'must be stdlib, python_environment, synthetic, recall or a glob of text files'
             refuse('data.source', self.source, right)
         one_of('data.tokenizer', self.tokenizer, ('bytes',))
         positive('data.sequence_length', self.sequence_length)

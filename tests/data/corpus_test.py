@@ -2,14 +2,16 @@
 
 import itertools
 import json
+import platform
 import sysconfig
 
 import pyarrow
 import pytest
 from pyarrow import parquet
 
-from moddepth_jax.data.corpus import load_corpus, split, stdlib_documents
+from moddepth_jax.data.corpus import load_corpus, load_held_out, split
 from moddepth_jax.data.files import file_documents
+from moddepth_jax.data.python_text import environment_documents, stdlib_documents
 from moddepth_jax.hparams import DataHparams
 
 
@@ -118,6 +120,89 @@ def test_python_without_a_library_as_text_is_refused(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text('pass')
     assert f'no .py file below {tmp_path}' in _error(stdlib_documents, str(tmp_path))
+
+
+# The packages beside it.
+
+
+@pytest.fixture
+def environment(tmp_path, monkeypatch):
+    """A Python with a library of four documents and packages, some of which are left out."""
+    library, site = tmp_path / 'lib', tmp_path / 'site'
+    files = {
+        library: {'os.py': 'one', 'json/decoder.py': 'two', 'test/a.py': 'x', 'heap.py': 'heap'},
+        site: {
+            'alpha/__init__.py': '',
+            'alpha/core.py': 'three é',
+            'alpha/idlelib/tool.py': 'five',
+            'alpha/_vendor/core.py': 'three é',
+            'alpha/heap.py': 'heap',
+            'alpha/tests/data.py': 'x',
+            'alpha/test_core.py': 'x',
+            'alpha/core_test.py': 'x',
+            'alpha/conftest.py': 'x',
+            'alpha/notes.txt': 'x',
+            'alpha/testing.py': 'four',
+            '__editable___beta_finder.py': 'x',
+            'moddepth_jax/model.py': 'ours',
+            'moddepth_other/model.py': 'theirs',
+            'Alpha-1.5.dist-info/METADATA': 'Name: Alpha\nVersion: 1.5\n',
+            'zeta-2.dist-info/METADATA': 'Name: zeta\nVersion: 2\n',
+            'moddepth_jax-0.1.dist-info/METADATA': 'Name: moddepth_jax\nVersion: 0.1\n',
+            'moddepth_jax-0.1.dist-info/RECORD': 'moddepth_jax/model.py,,\n',
+        },
+    }
+    for root, texts in files.items():
+        for name, text in texts.items():
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / name).write_bytes(text.encode())
+    (site / 'alpha/latin.py').write_bytes(b'# \xe9')
+    paths = {'stdlib': str(library), 'purelib': str(site), 'platlib': str(site)}
+    monkeypatch.setattr(sysconfig, 'get_paths', lambda: paths)
+    return site
+
+
+def test_environment_is_library_and_packages(environment):
+    """Their text is in, each content once under its first name; tests, this project, other
+    encodings and what an installation writes about its machine are not.
+    """
+    documents, packages = environment_documents()
+    assert documents == [
+        ('alpha/_vendor/core.py', 'three é'.encode()),
+        ('alpha/idlelib/tool.py', b'five'),
+        ('alpha/testing.py', b'four'),
+        ('heap.py', b'heap'),
+        ('json/decoder.py', b'two'),
+        ('moddepth_other/model.py', b'theirs'),
+        ('os.py', b'one'),
+    ]
+    assert packages == ('Alpha==1.5', 'zeta==2')
+
+
+def test_environment_is_a_corpus_as_the_library_is(environment):
+    """It names its packages; the library's documents are held out where they are in `stdlib`."""
+    for i in range(60):
+        (environment.parent / f'lib/module_{i}.py').write_text(f'library {i}')
+    corpus, stdlib = (load_corpus(_data(name)) for name in ('python_environment', 'stdlib'))
+    theirs = set(stdlib.train + stdlib.held_out)
+    assert theirs & set(corpus.held_out) == set(stdlib.held_out) and len(stdlib.held_out) > 5
+    assert corpus.packages == ('Alpha==1.5', 'zeta==2') and stdlib.packages == ()
+    start = f'python_environment (Python {platform.python_version()}, 2 packages): '
+    assert corpus.description.startswith(start) and '\n' not in corpus.description
+    assert len(corpus.train + corpus.held_out) == 67
+    alone = load_held_out(_data('python_environment'))
+    assert alone.sha256 == corpus.sha256 and len(alone.held_out) == 67
+    (environment / 'alpha/testing.py').write_text('fouR')
+    assert load_corpus(_data('python_environment')).sha256 != corpus.sha256
+
+
+def test_python_without_packages_is_refused(tmp_path):
+    """The one line names the folders and what would be right."""
+    (tmp_path / 'tests').mkdir()
+    (tmp_path / 'tests/a.py').write_text('x')
+    message = _error(environment_documents, None, (str(tmp_path),))
+    assert message.startswith(f"data.source='python_environment': no .py file below {tmp_path}; ")
+    assert "'stdlib' or a glob" in message
 
 
 # Identity.
@@ -254,7 +339,10 @@ def test_corrupt_parquet_is_refused(tmp_path):
 
 def test_a_glob_without_a_match_is_refused(tmp_path):
     """A typo and a bare folder name the value and what would be right."""
-    right = 'must be stdlib, synthetic, recall or a glob of .txt, .jsonl or .parquet files'
+    right = (
+        'must be stdlib, python_environment, synthetic, recall or a glob of .txt, .jsonl or '
+        '.parquet files'
+    )
     assert _error(load_corpus, _data('stdlb')) == f"data.source='stdlb': matches no file; {right}"
     message = _error(load_corpus, _data(tmp_path))
     assert message.endswith(f'for a folder write {tmp_path}/**/*.txt')

@@ -226,6 +226,25 @@ def test_fingerprint_survives_json_and_names_what_differs():
             check_fingerprint(stored, current)
 
 
+def test_packages_are_recorded_and_decide_nothing():
+    """The same text of other packages goes on; of other text, the packages that differ are named,
+    some of them where they are many.
+    """
+
+    def fingerprint(sha256, *packages):
+        corpus = dataclasses.replace(HAND_MADE, sha256=sha256, packages=packages)
+        return make_dataset(DATA, 0, corpus).fingerprint
+
+    first = fingerprint('beef', 'a==1', 'b==1')
+    assert first['packages'] == 'a==1 b==1' and json.loads(json.dumps(first)) == first
+    check_fingerprint(first, fingerprint('beef', 'a==1', 'b==2'))
+    with pytest.raises(ValueError, match=r"is 'cafe' now \(packages -b==1 \+b==2\); res"):
+        check_fingerprint(first, fingerprint('cafe', 'a==1', 'b==2'))
+    many = fingerprint('cafe', 'a==1', *(f'c{i}==1' for i in range(8)))
+    with pytest.raises(ValueError, match=r'packages -b==1 \+c0==1 .* \+c4==1 and 3 more\); resume'):
+        check_fingerprint(first, many)
+
+
 def test_grain_prints_nothing(capfd, caplog):
     """Making and reading a dataset logs and prints no line at the level of information."""
     with caplog.at_level(logging.INFO), caplog.at_level(logging.INFO, logger='absl'):

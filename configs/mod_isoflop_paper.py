@@ -1,0 +1,40 @@
+"""Mixture-of-Depths at the budgets of its paper, 6e18 to 1e20 training FLOPs, for a pod.
+
+python -m launch.isoflop --config=configs/mod_isoflop_paper.py --workdir=runs/study_paper \
+    --budgets=6e18,2e19,1e20 --variants=dense,shallow,mod,random --seeds=0,1,2 \
+    --sizes=8x512,8x768,12x1024,16x1024,24x1024,24x1536,24x2048,36x2560 \
+    --config.data.source='/data/text/*.parquet'
+python -m launch.train --config=configs/mod_isoflop_paper.py:size=24x1024,budget=2e19 \
+    --config.data.source='/data/text/*.parquet'
+
+Never run. The setting is that of Raposo et al. 2024 (arXiv 2404.02258, section 4.1) as far as it
+tells one: 128 rows of 2048 tokens, vocabulary of 32,000, a cosine to the end of each run, one
+learning rate for each width (try some by --learning_rates). The sizes above are 58M, 106M, 218M,
+268M, 370M, 779M, 1.3B and 3.0B parameters with both embeddings. At 6e18 they get 75,594 (8x512)
+to 1,227 (36x2560) dense steps, at 1e20 about 17 times as many.
+
+The text is yours to give, and until a tokenizer of that size is there, it is read as bytes: most of
+the vocabulary is then unused. Rows are split over all devices, parameters are not: 3.0B of them
+with AdamW's averages and gradients take 48 GB of each device.
+"""
+
+from configs import base, sizes
+
+
+def get_config(arguments: str = ''):
+    """Arguments: size=LAYERSxWIDTH, budget=training FLOPs; the steps follow from both."""
+    values = sizes.parse(arguments, size='12x1024', budget='6e18')
+    config = base.get_config()
+    sizes.apply_size(config, values['size'])
+    config.flop_budget = sizes.budget_flops(values['budget'])
+    config.model.vocab_size = 32000
+    config.model.dtype = 'bfloat16'
+    config.model.routing.router = 'learned'
+    config.data.sequence_length = 2048
+    config.data.batch_size = 128
+    config.optimizer.learning_rate = 1e-3
+    config.optimizer.b2 = 0.95
+    config.training.log_every = 50
+    config.training.checkpoint_every = 1000
+    config.evaluation.every = 0
+    return config

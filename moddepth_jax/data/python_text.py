@@ -1,0 +1,110 @@
+"""The text of the Python that runs: its standard library, and the packages installed beside it."""
+
+import hashlib
+import importlib.metadata
+import os
+import pathlib
+import re
+import sysconfig
+
+_TESTS = {'test', 'tests', 'idle_test'}
+_TEST_FILE = re.compile(r'(test_.*|.*_test|conftest)\.py')
+_LEFT_OUT = _TESTS | {'idlelib', 'lib2to3', 'site-packages', 'dist-packages', '__pycache__'}
+_MACHINE_FILES = ('_sysconfigdata', 'sitecustomize.py', 'usercustomize.py', '__editable__')
+_THIS_PROJECT = 'moddepth-jax'
+
+
+def _documents_below(root, left_out):
+    root, documents = pathlib.Path(root), []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in left_out and name[:7] != 'config-']
+        for name in names:
+            if name.endswith('.py') and not name.startswith(_MACHINE_FILES):
+                path = pathlib.Path(folder, name)
+                documents.append((path.relative_to(root).as_posix(), path.read_bytes()))
+    return sorted(documents)
+
+
+def stdlib_documents(root: str | None = None) -> list[tuple[str, bytes]]:
+    """(name, bytes) of Python's own standard library: every .py file below `root`, by path.
+
+    Left out: tests, idlelib, lib2to3, installed packages, and the files that a build writes
+    about its own machine, so that one Python version means one text.
+
+    Args:
+      root: a folder; by default the one that sysconfig calls stdlib.
+
+    Raises:
+      ValueError: no .py file is there, as in Pythons that ship compiled or zipped.
+    """
+    root = root or sysconfig.get_paths()['stdlib']
+    documents = _documents_below(root, _LEFT_OUT)
+    if not documents:
+        right = 'use a Python that ships its library as text, or set data.source to a glob'
+        raise ValueError(f"data.source='stdlib': no .py file below {root}; {right}")
+    return documents
+
+
+def environment_documents(
+    stdlib: str | None = None, roots: tuple[str, ...] | None = None
+) -> tuple[list[tuple[str, bytes]], tuple[str, ...]]:
+    """(documents, packages): the standard library and every package installed beside it, as text.
+
+    Documents are (name, bytes), sorted, the name a path relative to its root. Left out: what
+    `stdlib_documents` leaves out, tests of packages, this project itself, files that are not UTF-8
+    or empty, and all but the first copy of equal ones. Packages are name==version, sorted, of all
+    that is installed but this project. The text is for use on this machine: packages have licences
+    of their own.
+
+    Args:
+      stdlib: a folder; by default the one that sysconfig calls stdlib.
+      roots: folders of packages; by default those that sysconfig calls purelib and platlib.
+
+    Raises:
+      ValueError: no package's .py file is there.
+    """
+    paths = sysconfig.get_paths()
+    roots = tuple(dict.fromkeys(roots or (paths['purelib'], paths['platlib'])))
+    packages, ours = _installed(roots)
+    found = [
+        (name, text)
+        for root in roots
+        for name, text in _documents_below(root, _TESTS | {'__pycache__'})
+        if name not in ours and not _TEST_FILE.fullmatch(name.rpartition('/')[2])
+    ]
+    if not found:
+        right = "install packages there, or set data.source to 'stdlib' or a glob"
+        where = ' or '.join(map(str, roots))
+        raise ValueError(f"data.source='python_environment': no .py file below {where}; {right}")
+    found = _documents_below(stdlib or paths['stdlib'], _LEFT_OUT) + found
+    return sorted(_distinct(found)), packages
+
+
+def _installed(roots):
+    """name==version of all distributions but ours, sorted, and the files of ours."""
+    packages, ours = set(), set()
+    for distribution in importlib.metadata.distributions(path=list(map(str, roots))):
+        name = distribution.metadata['Name'] or 'unnamed'
+        if re.sub('[-_.]+', '-', name).lower() == _THIS_PROJECT:
+            ours |= {file.as_posix() for file in distribution.files or ()}
+        else:
+            packages.add(f'{name}=={distribution.version}')
+    return tuple(sorted(packages, key=str.lower)), ours
+
+
+def _distinct(documents):
+    """Those that are text, the first of equal ones."""
+    seen = set()
+    for name, text in documents:
+        digest = hashlib.sha256(text).digest()
+        if text and digest not in seen and _is_utf8(text):
+            seen.add(digest)
+            yield name, text
+
+
+def _is_utf8(text):
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
