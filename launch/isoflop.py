@@ -35,6 +35,7 @@ LEARNING_RATES = flags.DEFINE_list(
 PROCESSES = flags.DEFINE_integer('processes', 1, 'Runs at a time on this machine.', lower_bound=1)
 SHARD = flags.DEFINE_string('shard', '0/1', 'I/N: which of N equal shares of the runs to train.')
 DRY_RUN = flags.DEFINE_boolean('dry_run', False, 'Print the plan and exit; nothing is written.')
+DRAW_ONLY = flags.DEFINE_boolean('draw_only', False, 'Train nothing; draw what is finished.')
 
 
 def _numbers(flag, convert):
@@ -89,6 +90,8 @@ def main(_):
         return 0
     names = ('budgets', 'sizes', 'variants', 'seeds', 'learning_rates')
     open_study(workdir, told | {name: getattr(study, name) for name in names})
+    if DRAW_ONLY.value:
+        return runs.finish()
     if study_runs.is_child():
         return runs.train(shard)
     runs.announce(PROCESSES.value)

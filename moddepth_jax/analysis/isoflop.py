@@ -43,12 +43,13 @@ def _moda(slots):
 
 
 _EXPERTS = {'model.experts.choice': 'token'}
+_AVERAGE = {'model.depth.stream': 'average', 'model.layer_loop': 'unrolled'}
 _STREAMS = {
     'dense': Variant('dense', _PLAIN),
     'wider': Variant('dense, as many parameters', _PLAIN),
     'moda_attention': Variant('MoDA, attention slots', _PLAIN | _moda('attention')),
     'moda': Variant('MoDA, attention and mlp slots', _PLAIN | _moda('attention+ffn')),
-    'average': Variant('learned average of the layers', _PLAIN | {'model.depth.stream': 'average'}),
+    'average': Variant('learned average of the layers', _PLAIN | _AVERAGE),
     'mod_moda': Variant('MoD and MoDA', _mod() | _moda('attention+ffn')),
 }
 _POST = {'model.norm_placement': 'post'}

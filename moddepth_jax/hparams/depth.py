@@ -4,7 +4,7 @@ import dataclasses
 
 from moddepth_jax.hparams.checks import one_of, positive, refuse
 
-STREAMS = ('residual', 'dense', 'attention', 'moda')
+STREAMS = ('residual', 'dense', 'average', 'attention', 'moda')
 CHOICES = {  # of MoDA's knobs; the first of each is what `auto` stands for
     'slots': ('attention+ffn', 'attention', 'block'),
     'slot_keys': ('rotated', 'unrotated'),
@@ -58,6 +58,11 @@ class DepthHparams:
             object.__setattr__(self, 'gradient_dtype', 'none')
         elif self.gradient_dtype == 'none':  # of a run from before this knob
             object.__setattr__(self, 'gradient_dtype', 'model')
+
+    @property
+    def reads_outputs(self) -> bool:
+        """Whether every layer reads the outputs [B, T, D] of all earlier ones, one by one."""
+        return self.stream in ('dense', 'average')
 
     @property
     def slots_per_layer(self) -> int:

@@ -67,14 +67,15 @@ class ModelHparams:
             self._check_experts()
 
     def _check_depth(self):
-        if self.depth.stream == 'dense' and self.layer_loop == 'scan':
-            right = 'must be unrolled: layers of the dense stream differ in what they read'
+        stream = self.depth.stream
+        if self.depth.reads_outputs and self.layer_loop == 'scan':
+            right = f'must be unrolled: layers of the {stream} stream differ in what they read'
             refuse('model.layer_loop', self.layer_loop, right)
         if self.depth.skipped_slots == 'masked' and not self.routed_layers:
             right = 'must be auto: no block is routed, so no token skips one'
             refuse('model.depth.skipped_slots', self.depth.skipped_slots, right)
         width = self.num_heads * self.head_dim
-        if self.depth.stream == 'attention' and width != self.d_model:
+        if stream == 'attention' and width != self.d_model:
             right = f'must be num_heads x head_dim = {width}: what the attention stream reads'
             refuse('model.d_model', self.d_model, right)
 

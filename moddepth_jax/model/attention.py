@@ -59,7 +59,7 @@ class Depth(NamedTuple):
     """What earlier layers wrote of the same tokens.
 
     Attributes:
-      slots: KeysValues with leaves [L, B, T, K, H]; of the `dense` stream x_LBTD.
+      slots: KeysValues with leaves [L, B, T, K, H]; in `dense` and `average` x_LBTD.
       valid_LBT: bool, which tokens have a slot; None: all.
       count: int, traced or not: slots that are written. None: L.
       rows_BC: int32 [B, C], where the layer runs on C of the T tokens: which; T and above none.

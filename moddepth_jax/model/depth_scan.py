@@ -81,7 +81,7 @@ def empty_slots(hparams: ModelHparams, x_BTD) -> tuple[KeysValues | None, jax.Ar
     if not total:
         return None, None
     batch, length = x_BTD.shape[:2]
-    if hparams.depth.stream == 'dense':
+    if hparams.depth.reads_outputs:
         return jnp.zeros((total, *x_BTD.shape), x_BTD.dtype), None
     total = room_for(total)
     room = jnp.zeros((total, batch, length, hparams.num_kv_heads, hparams.head_dim), hparams.dtype)

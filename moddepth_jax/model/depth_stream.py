@@ -1,8 +1,9 @@
 """Depth streams: how a layer reads its input from what earlier layers wrote, and writes its own.
 
-Four of them, by name (Zhu et al. 2026, arXiv 2603.15619, section 2.2): each is a small class with
-`read` and `write`, between which the layer's block operates. What they carry from layer to layer is
-an array [B, T, D], and slots that every later layer sees.
+Five of them, by name (Zhu et al. 2026, arXiv 2603.15619, section 2.2; `average`: Pagliardini et al.
+2024, arXiv 2402.02622): each is a small class with `read` and `write`, between which the layer's
+block operates. What they carry from layer to layer is an array [B, T, D], and slots that every
+later layer sees.
 """
 
 from typing import NamedTuple
@@ -23,7 +24,7 @@ class LayerKind(NamedTuple):
       routed: whether a router decides which tokens its block processes.
       window: tokens that its attention sees, 0 for all.
       slots: depth slots that it writes.
-      inputs: arrays that it reads, where the stream keeps them all (`dense`).
+      inputs: arrays that it reads, where the stream keeps them all (`dense`, `average`).
       experts: whether experts are its mlp.
       part: block; or, at the ends of the streams that have them, entry (the embedding writes) and
         exit (one more read, for the final norm).
@@ -41,7 +42,7 @@ def layer_kinds(hparams: ModelHparams) -> list[LayerKind]:
     """The kind of every layer, from the first to the last.
 
     In MoDA the embedding writes nothing, and nor does the last layer: no layer would see it. In
-    `dense` and `attention` the embedding is slot 0, and the last read sees every block's.
+    `dense`, `average` and `attention` the embedding is slot 0; the last read sees every block's.
     """
     stream, per_layer = hparams.depth.stream, hparams.depth.slots_per_layer
     kinds = [
@@ -57,7 +58,7 @@ def layer_kinds(hparams: ModelHparams) -> list[LayerKind]:
         return [*kinds[:-1], kinds[-1]._replace(slots=0)]
     ends = [LayerKind(False, 0, per_layer, part='entry'), LayerKind(False, 0, part='exit')]
     kinds = [ends[0], *kinds, ends[1]]
-    if stream == 'dense':
+    if hparams.depth.reads_outputs:
         writes = [int(kind.part != 'exit') for kind in kinds]
         kinds = [kind._replace(slots=writes[i], inputs=i) for i, kind in enumerate(kinds)]
     return kinds
@@ -113,6 +114,28 @@ class DepthDense(nn.Module):
 def _newest(key, shape):
     older = jnp.zeros((shape[0] - shape[1], shape[1]))
     return jnp.concatenate([older, jnp.eye(shape[1])])
+
+
+class DepthAverage(DepthDense):
+    """read: a_l0 X_0 + .. + a_l(l-1) X_(l-1), one scalar for each; write: append, as `dense`.
+
+    DenseFormer's average (Pagliardini et al. 2024, arXiv 2402.02622, section 3.1): the scalars are
+    not bound to sum to 1, and start as 1 on the newest array and 0 on the others: the residual
+    stream. Weight decay leaves them alone. Products and sums are of the scalars' float32 or wider.
+    """
+
+    def setup(self):
+        if self.kind.inputs:
+            self.weights = self.param('weights', _one_on_newest, self.kind.inputs)
+
+    def read(self, x_BTD, depth: Depth | None):
+        x_LBTD = depth.slots[: self.kind.inputs]
+        y_BTD = jnp.einsum('lbtd,l->btd', x_LBTD, self.weights, precision='highest')
+        return y_BTD.astype(x_BTD.dtype), None, depth
+
+
+def _one_on_newest(key, count):
+    return jnp.zeros(count).at[-1].set(1)
 
 
 class DepthAttention(nn.Module):
@@ -206,6 +229,7 @@ class Moda(nn.Module):
 STREAMS = {
     'residual': Residual,
     'dense': DepthDense,
+    'average': DepthAverage,
     'attention': DepthAttention,
     'moda': Moda,
 }

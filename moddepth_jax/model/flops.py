@@ -75,9 +75,9 @@ def forward_breakdown(
 
     Parts: projections (of attention), attention (scores and weighted values), mlp (shared experts
     too), expert_router (scores of the experts), experts (routed ones; see expert_pairs), router,
-    predictor, head; and of the depth stream `depth_projections` (slots, queries, the `dense` read)
-    and `depth_attention` (scores and weighted values of slots). Routed blocks are counted at C
-    tokens under top_c, and under a causal rule at the most that may enter.
+    predictor, head; and of the depth stream `depth_projections` (slots, queries, the reads of
+    `dense` and `average`) and `depth_attention` (scores and weighted values of slots). Routed
+    blocks are counted at C tokens under top_c, and under a causal rule at the most that may enter.
     """
     model = hparams.model
     heads, kv_heads = model.num_heads, model.num_kv_heads
@@ -106,13 +106,14 @@ def forward_breakdown(
 
 
 def _depth_projections(hparams: Hparams, length: int, routing: str) -> float:
-    """FLOPs of one row on what the depth stream reads and writes by matrices."""
+    """FLOPs of one row on what the depth stream reads and writes by learned weights."""
     model, total, layer = hparams.model, 0.0, 0
     depth, width = model.depth, model.head_dim
     slot = 4 * model.d_model * model.num_kv_heads * width
     masked = model.masks_slots
+    products = 1 if depth.stream == 'average' else model.d_model  # of each number of an input
     for kind in layer_kinds(model):
-        total += 2 * length * kind.inputs * model.d_model**2
+        total += 2 * length * kind.inputs * model.d_model * products
         entering = _entering(hparams, layer, length, routing)[0] if kind.part == 'block' else length
         layer += kind.part == 'block'
         if not kind.slots:

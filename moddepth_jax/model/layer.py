@@ -20,7 +20,7 @@ class Written(NamedTuple):
     """What a layer leaves for the layers above it.
 
     Attributes:
-      slots: a tuple, oldest first, of KeysValues [B, T, K, H] (`dense`: of x_BTD).
+      slots: a tuple, oldest first, of KeysValues [B, T, K, H] (`dense`, `average`: of x_BTD).
       valid_BT: bool, which tokens have them; None: all.
     """
 

@@ -38,9 +38,11 @@ def test_auto_is_the_choice_of_the_stream(changes, resolved, per_layer, tiny_con
 
 def test_dense_and_narrow_models_that_fit(tiny_config):
     """The streams with demands on the model accept one that meets them."""
-    assert depth(tiny_config, {'stream': 'dense'}, layer_loop='unrolled').depth.slots == 'none'
+    for stream in ('dense', 'average'):
+        every = depth(tiny_config, {'stream': stream}, layer_loop='unrolled').depth
+        assert every.slots == 'none' and every.reads_outputs
     narrow = depth(tiny_config, {'stream': 'attention'}, num_heads=2, head_dim=16)
-    assert narrow.depth.stream == 'attention'
+    assert narrow.depth.stream == 'attention' and not narrow.depth.reads_outputs
     assert depth(tiny_config, {'stream': 'moda'}, num_heads=2).depth.slots == 'attention+ffn'
 
 
@@ -69,6 +71,11 @@ MODA = {'stream': 'moda'}
             {'layer_loop': 'unrolled'},
             'slot_window=1: must be 0: the dense stream has no slots',
         ),
+        (
+            {'stream': 'average', 'slots': 'attention'},
+            {'layer_loop': 'unrolled'},
+            "slots='attention': must be auto: the average stream has no such slots",
+        ),
         ({'attention_slot_projection': True}, {}, 'slot_projection=True: must be False'),
         (
             MODA | {'slots': 'block', 'attention_slot_projection': True},
@@ -76,6 +83,8 @@ MODA = {'stream': 'moda'}
             'slot_projection=True: must be False: slots block of stream moda are not attention',
         ),
         ({'stream': 'dense'}, {}, "layer_loop='scan': must be unrolled: layers of the dense"),
+        ({'stream': 'average'}, {}, "layer_loop='scan': must be unrolled: layers of the average"),
+        ({'stream': 'averaged'}, {}, "stream='averaged': .*did you mean 'average'"),
         (
             {'stream': 'attention'},
             {'head_dim': 4},

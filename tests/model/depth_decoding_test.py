@@ -10,7 +10,16 @@ import pytest
 from moddepth_jax.model import cache as cache_lib
 from moddepth_jax.model.transformer import Transformer
 from moddepth_jax.model.unrolled import decode_step, prefill, unroll
-from tests.model.depth_models import ATTENTION, DENSE, FAST, MODA, ROUTED, drawn, small
+from tests.model.depth_models import (
+    ATTENTION,
+    AVERAGE,
+    DENSE,
+    FAST,
+    MODA,
+    ROUTED,
+    drawn,
+    small,
+)
 
 LENGTH, PROMPT = 12, 4
 PROMPTS_B = np.array([3, 1, 4])  # tokens of each row's prompt
@@ -25,6 +34,7 @@ CASES = {'projected': MODA | MIDDLE | UNROTATED, 'masked': MODA | MIDDLE | MASKE
 SLOW_CASES = {
     'attention': ATTENTION | MIDDLE | NEWEST,
     'dense': DENSE | MIDDLE,
+    'average': AVERAGE | MIDDLE | {'model.windows': (3, 0)},
     'moda': MODA | {'model.norm_placement': 'post', 'model.qk_norm': 'full'} | NEWEST,
     'moda unrotated': MODA | UNROTATED | {'model.windows': (3, 0)},
     'projected block': MODA | MIDDLE | BLOCK_SLOT,
@@ -123,5 +133,5 @@ def cache_shapes(make_config, *knobs):
 def test_no_slot_outlives_its_token(routing, tiny_config):
     """The cache of every stream is that of the residual model: slots are read at once, or never."""
     expected = cache_shapes(tiny_config, routing)
-    for stream in (ATTENTION, DENSE, MODA):
+    for stream in (ATTENTION, AVERAGE, DENSE, MODA):
         assert cache_shapes(tiny_config, routing, stream) == expected

@@ -35,6 +35,14 @@ STEPS = {
 FEW = {'projected', 'attention', 'dense'}
 
 
+def _traced(hparams):
+    """FLOPs of the products in the traced train step of `hparams`."""
+    state = jax.eval_shape(lambda: init_state(hparams, 10))
+    row = jax.ShapeDtypeStruct((hparams.data.batch_size, hparams.data.sequence_length), 'int32')
+    batch = dict.fromkeys(('tokens_BT', 'labels_BT', 'segment_ids_BT'), row)
+    return flops.dot_general_flops(jax.make_jaxpr(train_step)(state, batch))
+
+
 @pytest.mark.parametrize(
     'name', [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in STEPS]
 )
@@ -48,10 +56,7 @@ def test_counted_flops_are_those_of_the_traced_step(name, tiny_config):
         'data.sequence_length': 64,
     }
     hparams = from_config(tiny_config(**shape | STEPS[name]))
-    state = jax.eval_shape(lambda: init_state(hparams, 10))
-    row = jax.ShapeDtypeStruct((hparams.data.batch_size, 64), 'int32')
-    batch = dict.fromkeys(('tokens_BT', 'labels_BT', 'segment_ids_BT'), row)
-    traced = flops.dot_general_flops(jax.make_jaxpr(train_step)(state, batch))
+    traced = _traced(hparams)
     hidden = 3 * flops.masked_attention_flops(hparams, hparams.data.batch_size, 64)
     assert traced - hidden == pytest.approx(flops.train_step_flops(hparams), rel=0.01)
     parts = flops.forward_breakdown(hparams, 1, 64)
@@ -70,6 +75,19 @@ def test_breakdown_of_slots_is_the_sum_by_hand(tiny_config):
         assert parts['depth_projections'] == projections * slot
         # They see 0, 2, 4 and 6 slots; scores and values are two products.
         assert parts['depth_attention'] == 4 * N * H * (2 * C + 4 * T + 6 * C)
+
+
+def test_reads_of_an_average_are_counted_to_the_product(tiny_config):
+    """2 T D for each array that a layer reads, 1 to L + 1 of them, and nothing else is added."""
+    shape = {'model.num_layers': 3, 'model.remat': 'none', 'model.layer_loop': 'unrolled'}
+    plain, average = (
+        from_config(tiny_config(**shape | {'model.depth.stream': stream}))
+        for stream in ('residual', 'average')
+    )
+    tokens = average.data.batch_size * average.data.sequence_length
+    by_hand = 2 * tokens * average.model.d_model * (1 + 2 + 3 + 4)
+    assert flops.train_step_flops(average) - flops.train_step_flops(plain) == 3 * by_hand
+    assert _traced(average) - _traced(plain) == 3 * by_hand
 
 
 def breakdown(config, length):

@@ -9,6 +9,7 @@ from moddepth_jax.model.transformer import Transformer
 MODA = {'model.depth.stream': 'moda'}
 ATTENTION = {'model.depth.stream': 'attention'}
 DENSE = {'model.depth.stream': 'dense', 'model.layer_loop': 'unrolled'}
+AVERAGE = DENSE | {'model.depth.stream': 'average'}
 ROUTED = {'model.routing.router': 'learned', 'model.routing.capacity': 0.25}
 SMALL = {
     'model.num_layers': 4,

@@ -1,8 +1,9 @@
 """A float64 NumPy decoder with a depth stream, one row, token and head at a time: a test's oracle.
 
 Written from the definitions alone (RMSNorm, RoPE and SwiGLU as in Llama; one softmax over sequence
-keys and depth slots, Zhu et al. 2026, arXiv 2603.15619), with nothing batched, scanned or shared
-with the library, so that the two can only agree by computing the same thing.
+keys and depth slots, Zhu et al. 2026, arXiv 2603.15619; a weighted sum of earlier outputs,
+Pagliardini et al. 2024, arXiv 2402.02622), with nothing batched, scanned or shared with the
+library, so that the two can only agree by computing the same thing.
 
 Every function takes complex parameters, all of them complex, as it takes real ones: it never
 conjugates or takes a modulus, so that a complex step along a direction gives the derivative. In
@@ -16,7 +17,7 @@ import numpy as np
 _CHOICES = {
     'norm_placement': ('pre', 'post', 'reordered'),
     'qk_norm': ('none', 'head', 'full'),
-    'stream': ('residual', 'dense', 'attention', 'moda'),
+    'stream': ('residual', 'dense', 'average', 'attention', 'moda'),
     'slots': ('attention', 'attention+ffn', 'block'),
     'slot_keys': ('rotated', 'unrotated'),
 }
@@ -57,7 +58,8 @@ def logits(params, tokens_BT, segment_ids_BT, shape, positions_BT=None):
     """Returns float64 logits_BTV of tokens_BT; a token sees none but those of its own segment id.
 
     params: nested dict of float64 arrays: embedding [V, D], layers (a list of dicts), final_norm
-    {scale}, head [D, V] unless tied, and of the streams entry {write} or final_read {kernel}.
+    {scale}, head [D, V] unless tied, and of the streams entry {write} or final_read {kernel} or
+    {weights}.
     positions_BT: for RoPE and windows; None counts 0, 1, .. T - 1 in every row. A padding token is
     one of a segment of its own; its logits mean nothing.
     """
@@ -78,6 +80,7 @@ def _final_stream(params, tokens_T, segments_T, positions_T, shape):
         'residual': _residual_stream,
         'moda': _moda_stream,
         'dense': _dense_stream,
+        'average': _average_stream,
         'attention': _attention_stream,
     }[shape.stream]
     return stream(params, params['embedding'][tokens_T], segments_T, positions_T, shape)
@@ -105,6 +108,21 @@ def _dense_stream(params, x_TD, segments_T, positions_T, shape):
         y_TD, _ = block(layer, read_TD, [], segments_T, positions_T, window, shape)
         outputs.append(y_TD)
     return np.concatenate(outputs, axis=-1) @ params['final_read']['kernel']
+
+
+def _average_stream(params, x_TD, segments_T, positions_T, shape):
+    outputs = [x_TD]  # X_0 is the embedding, X_l what block l returns
+
+    def read(weights):
+        total_TD = np.zeros_like(x_TD)
+        for weight, output_TD in zip(weights['weights'], outputs, strict=True):
+            total_TD = total_TD + weight * output_TD
+        return total_TD
+
+    for layer, window in zip(params['layers'], shape.windows, strict=True):
+        y_TD, _ = block(layer, read(layer['read']), [], segments_T, positions_T, window, shape)
+        outputs.append(y_TD)
+    return read(params['final_read'])
 
 
 def _attention_stream(params, x_TD, segments_T, positions_T, shape):

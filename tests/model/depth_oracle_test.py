@@ -192,6 +192,17 @@ def test_dense_stream_concatenates_in_order():
     np.testing.assert_allclose(found_TV, [_unit(3 + 2, 1 + 6)], rtol=1e-14)
 
 
+def test_average_stream_weighs_in_order():
+    """One mute block on half the embedding, and a final read of -X_0 + 4 X_1."""
+    layer = _layer(_EYE, read={'weights': np.array([0.5])})
+    final_read = {'weights': np.array([-1.0, 4.0])}
+    shape = _shape(stream='average', norm_placement='reordered')
+    found_TV = _logits([[1, 3]], [layer], shape, final_read=final_read)
+    halved = np.array([0.5, 1.5])
+    expected = 4 * (halved + _unit(*halved)) - [1, 3]  # attention adds what it reads, normed
+    np.testing.assert_allclose(found_TV, [_unit(*expected)], rtol=1e-14)
+
+
 def test_attention_stream_reads_with_the_last_query():
     """The final read weighs the embedding's value 1/4 and the block's 3/4."""
     entry = {'write': {'query': _head(_ZERO), 'key': _head(_ZERO), 'value': _head(_EYE)}}
@@ -215,6 +226,7 @@ NEWEST = {'depth.slot_window': 3}
 ATTENTION = {'depth.stream': 'attention'}
 UNROLLED = {'layer_loop': 'unrolled'}
 DENSE = UNROLLED | {'depth.stream': 'dense'}
+AVERAGE = UNROLLED | {'depth.stream': 'average'}
 PRE, POST, REORDERED = ({'norm_placement': place} for place in ('pre', 'post', 'reordered'))
 HEAD, FULL = {'qk_norm': 'head'}, {'qk_norm': 'full'}
 BIAS, TIED = {'use_bias': True}, {'tie_embeddings': True}
@@ -237,6 +249,8 @@ CASES = {
     'attention stream, newest slots': ATTENTION | {'depth.slot_window': 2} | POST | BIAS | UNROLLED,
     'dense stream': DENSE | PRE | HEAD | WINDOWS,
     'dense stream, bias': DENSE | REORDERED | BIAS | TIED,
+    'average stream': AVERAGE | POST | FULL,
+    'average stream, bias': AVERAGE | PRE | BIAS | TIED | WINDOWS,
 }
 
 
@@ -262,7 +276,7 @@ def _named_as_in_the_oracle(params, model):
         stream = layer.pop('stream', {})
         if model.depth.stream == 'attention' and stream:
             stream = {'write': {'query': stream['query'], **stream['slot']}}
-        elif model.depth.stream == 'dense' and stream:
+        elif model.depth.stream in ('dense', 'average') and stream:
             stream = {'read': stream}
         if kind.part == 'block':
             named['layers'].append(layer | stream)
@@ -290,6 +304,7 @@ FEW = {
     'newest slots',
     'attention stream',
     'dense stream, bias',
+    'average stream, bias',
 }
 
 

@@ -13,7 +13,16 @@ from moddepth_jax.model.layers import rotate
 from moddepth_jax.model.stack import Stack, unstacked
 from moddepth_jax.model.transformer import Transformer
 from moddepth_jax.training.train_step import init_state, train_step
-from tests.model.depth_models import ATTENTION, DENSE, FAST, MODA, ROUTED, drawn, small
+from tests.model.depth_models import (
+    ATTENTION,
+    AVERAGE,
+    DENSE,
+    FAST,
+    MODA,
+    ROUTED,
+    drawn,
+    small,
+)
 
 RESIDUAL = {'model.depth.stream': 'residual'}
 BY_SEGMENT = {'model.routing.capacity': 0.6, 'model.routing.select_per': 'segment'}
@@ -43,7 +52,12 @@ def test_kinds_of_layers(tiny_config):
         assert like(found, 'slots') == [slots, slots, 0]
         assert like(found, 'window') == [7, 5, 4] and like(found, 'part') == ['block'] * 3
         assert like(found, 'routed') == [False, True, False]
-    for stream, inputs in ((ATTENTION, [0] * 5), (DENSE, [0, 1, 2, 3, 4])):
+    one_by_one = [0, 1, 2, 3, 4]
+    for stream, inputs in (
+        (ATTENTION, [0] * 5),
+        (AVERAGE, one_by_one),
+        (DENSE, one_by_one),
+    ):
         found = kinds(stream)
         assert like(found, 'part') == ['entry', 'block', 'block', 'block', 'exit']
         assert like(found, 'slots') == [1, 1, 1, 1, 0] and like(found, 'inputs') == inputs
@@ -65,6 +79,7 @@ def test_streams_add_parameters_by_formula(routing, kv_heads, tiny_config):
     plain, width, layers, group = count(), 16, 4, 4 // kv_heads
     slot = 2 * width * kv_heads * 4
     assert count(DENSE) - plain == sum(layer * width**2 for layer in range(1, layers + 2))
+    assert count(AVERAGE) - plain == (layers + 1) * (layers + 2) / 2
     of_attention = (layers + 1) * (width**2 + 2 * width**2 // group)
     assert count(ATTENTION) - plain == of_attention
     assert count(MODA) - plain == (layers - 1) * slot
@@ -74,11 +89,18 @@ def test_streams_add_parameters_by_formula(routing, kv_heads, tiny_config):
     assert count(MODA, {'model.depth.slot_keys': 'unrotated'}) == count(MODA)
 
 
-def test_dense_starts_as_the_residual_stream(tiny_config):
-    """At initialisation its logits are those of the residual model with the same blocks."""
+@pytest.mark.parametrize(
+    'stream',
+    [
+        pytest.param(DENSE, id='dense'),
+        pytest.param(AVERAGE, id='average', marks=pytest.mark.slow),
+    ],
+)
+def test_reads_of_all_outputs_start_as_the_residual_stream(stream, tiny_config):
+    """At initialisation the logits are those of the residual model with the same blocks."""
     rng, shape = np.random.default_rng(0), {'model.num_layers': 3}
     tokens_BT = rng.integers(0, 32, (2, 8))
-    hparams = small(tiny_config, shape, ROUTED, DENSE)
+    hparams = small(tiny_config, shape, ROUTED, stream)
     model, residual = Transformer(hparams), Transformer(small(tiny_config, shape, ROUTED))
     at_first = jax.jit(model.init, compiler_options=FAST)(jax.random.key(0), tokens_BT)['params']
 
@@ -87,7 +109,7 @@ def test_dense_starts_as_the_residual_stream(tiny_config):
 
     params = drawn(hparams, tokens_BT)['params']
     params = jax.tree_util.tree_map_with_path(bolder, at_first, params)
-    plain = {}  # dense, routed, dense: no two layers of the residual model share a run
+    plain = {}  # the middle one is routed: no two layers of the residual model share a run
     for kind, mine in unstacked(Stack(hparams.model, 'top_c'), params['stack']):
         if kind.part == 'block':
             block = {name: jax.tree.map(lambda x: x[None], mine[name]) for name in mine}
@@ -99,8 +121,8 @@ def test_dense_starts_as_the_residual_stream(tiny_config):
     expected = expect({**params, 'stack': plain})
     assert 0.3 < np.std(expected)
     np.testing.assert_allclose(run(params), expected, rtol=0, atol=1e-5)
-    kernel = params['stack']['run_2']['layer_0']['stream']['kernel']
-    params['stack']['run_2']['layer_0']['stream']['kernel'] = kernel + 0.1
+    middle = params['stack']['run_2']['layer_0']
+    middle['stream'] = jax.tree.map(lambda read: read + 0.1, middle['stream'])
     assert np.abs(run(params) - expected).max() > 0.1
 
 
@@ -115,6 +137,39 @@ def test_dense_reads_a_weighted_concatenation(tiny_config):
     )
     expected = np.concatenate(x_LBTD, axis=-1) @ kernel
     np.testing.assert_allclose(read_BTD, expected, rtol=0, atol=1e-4)
+
+
+def _average(hparams, x_LBTD, params):
+    stream = STREAMS['average'](hparams, LayerKind(False, 0, 1, len(x_LBTD)))
+    given = (x_LBTD[-1], Depth(x_LBTD))
+    if params is None:
+        params = stream.init(jax.random.key(0), *given, method='read')['params']
+    return stream.apply({'params': params}, *given, method='read')[0]
+
+
+def test_average_reads_a_weighted_sum(tiny_config):
+    """a_0 X_0 + a_1 X_1 + a_2 X_2, and its gradient to each scalar: the sum of d . X_l."""
+    hparams, rng = small(tiny_config, AVERAGE).model, np.random.default_rng(0)
+    x_LBTD = rng.normal(size=(3, 2, 5, 16)).astype('f')
+    d_BTD = rng.normal(size=(2, 5, 16)).astype('f')
+    weights = np.array([2.0, -0.5, 0.25], 'f')
+    read_BTD, pull = jax.vjp(lambda w: _average(hparams, x_LBTD, {'weights': w}), weights)
+    first, second, third = x_LBTD
+    np.testing.assert_allclose(read_BTD, 2 * first - 0.5 * second + 0.25 * third, rtol=0, atol=1e-5)
+    expected = [np.sum(d_BTD * x_BTD) for x_BTD in x_LBTD]
+    np.testing.assert_allclose(pull(d_BTD)[0], expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_average_starts_as_its_newest_input_bit_for_bit(dtype, tiny_config):
+    """In their dtype; and a weight of 1.003, which bfloat16 would round to 1, shows in both."""
+    hparams = small(tiny_config, AVERAGE, {'model.dtype': dtype}).model
+    x_LBTD = jnp.asarray(np.random.default_rng(3).normal(size=(4, 2, 5, 16)), dtype)
+    read_BTD = _average(hparams, x_LBTD, None)
+    assert read_BTD.dtype == dtype
+    np.testing.assert_array_equal(read_BTD, x_LBTD[-1])
+    finer = {'weights': jnp.array([0, 0, 0, 1.003])}
+    assert np.any(_average(hparams, x_LBTD, finer) != x_LBTD[-1])
 
 
 def test_attention_stream_reads_slots(tiny_config):
@@ -162,6 +217,7 @@ def test_attention_stream_reads_slots(tiny_config):
     'stream',
     [
         pytest.param('dense', marks=pytest.mark.slow),
+        pytest.param('average and routed', marks=pytest.mark.slow),
         pytest.param('attention', marks=pytest.mark.slow),
         pytest.param('moda', marks=pytest.mark.slow),
         pytest.param('moda and routed', marks=pytest.mark.slow),
@@ -170,7 +226,7 @@ def test_attention_stream_reads_slots(tiny_config):
 def test_streams_train(stream, tiny_config):
     """Twelve steps on the synthetic language lower the loss, and move every parameter."""
     knobs = {'dense': [DENSE], 'attention': [ATTENTION], 'moda': [MODA]}
-    knobs['moda and routed'] = [MODA, ROUTED]
+    knobs |= {'moda and routed': [MODA, ROUTED], 'average and routed': [AVERAGE, ROUTED]}
     rates = {'optimizer.learning_rate': 0.02, 'optimizer.warmup_fraction': 0.0}
     rates |= {'model.vocab_size': 257, 'model.num_layers': 3}
     hparams = small(tiny_config, rates, *knobs[stream])
@@ -257,11 +313,11 @@ def test_keys_of_slots_as_readers_see_them(over, keys, tiny_config):
     assert 0.05 < weights_SBTN.min(axis=0).max()
 
 
-@pytest.mark.parametrize('name', ['dense', 'routed'])
+@pytest.mark.parametrize('name', ['all enter', 'routed', 'average'])
 def test_later_tokens_and_other_documents_change_no_bit(name, tiny_config):
-    """With slots as without: causality of the logits, and packed documents apart."""
-    knobs = {} if name == 'dense' else ROUTED | BY_SEGMENT
-    hparams = small(tiny_config, MODA, {'model.num_layers': 3, 'model.vocab_size': 64}, knobs)
+    """With slots or an average as without: causality of the logits, and packed documents apart."""
+    knobs = {'all enter': MODA, 'routed': MODA | ROUTED | BY_SEGMENT, 'average': AVERAGE}[name]
+    hparams = small(tiny_config, {'model.num_layers': 3, 'model.vocab_size': 64}, knobs)
     model, rng = Transformer(hparams), np.random.default_rng(2)
     tokens_BT = rng.permutation(64)[:24].reshape(2, 12)
     segments_BT = np.tile(np.repeat([1, 2, 3, 0], [4, 3, 3, 2]), (2, 1))
@@ -276,7 +332,7 @@ def test_later_tokens_and_other_documents_change_no_bit(name, tiny_config):
     for document in (1, 2, 3):
         inside_BT = segments_BT == document
         np.testing.assert_array_equal(changed(~inside_BT), ~inside_BT)
-    if name == 'dense':
+    if name != 'routed':
         for first in range(1, 12):
             later_BT = np.tile(np.arange(12) >= first, (2, 1))
             np.testing.assert_array_equal(changed(later_BT), later_BT)

@@ -58,13 +58,15 @@ def test_schedule_of_short_runs_is_sound(tiny_config, num_steps, warmup):
 def test_weight_decay_is_for_matrices_only(tiny_config):
     """Without a gradient a step shrinks kernels and embedding by its rate times the decay.
 
-    Norm scales, biases and the router's vector, matrices only through their stacking over layers,
-    stay bit for bit.
+    Norm scales, biases, the router's vector and an average's weights, matrices only through their
+    stacking over layers, stay bit for bit.
     """
     changes = {
         'model.routing.router': 'learned',
         'model.use_bias': True,
         'model.qk_norm': 'head',
+        'model.depth.stream': 'average',
+        'model.layer_loop': 'unrolled',
         'optimizer.weight_decay': 0.5,
         'optimizer.learning_rate': 0.01,
         'optimizer.warmup_fraction': 0.0,
@@ -88,7 +90,7 @@ def test_weight_decay_is_for_matrices_only(tiny_config):
         else:
             kept.add(name)
     assert decayed == {'kernel', 'embedding'}
-    assert kept == {'scale', 'bias', 'w'}
+    assert kept == {'scale', 'bias', 'w', 'weights'}
 
 
 def run_steps(tiny_config, rule, num_steps=4, **changes):

@@ -1,0 +1,15 @@
+"""The average depth stream: each layer reads a learned weighted sum of all earlier outputs.
+
+python -m launch.train --config=configs/depth_average.py
+
+It starts as the residual model, and adds one number for each earlier output that a layer reads.
+"""
+
+from configs import depth_dense
+
+
+def get_config(arguments: str = ''):
+    """Arguments: size=LAYERSxWIDTH, steps of training."""
+    config = depth_dense.get_config(arguments)
+    config.model.depth.stream = 'average'
+    return config
