@@ -26,8 +26,8 @@ DATA = flags.DEFINE_string(
     'data',
     None,
     'Glob of .txt, .jsonl or .parquet files, or stdlib, python_environment, synthetic, recall: '
-    "evaluates on all of its text, cut into windows as long as the run's. Default: the text that the "
-    'run held out.',
+    "evaluates on all of its text, cut into windows as long as the run's. Default: the text that "
+    'the run held out.',
 )
 TEXT_FIELD = flags.DEFINE_string(
     'text_field',
