@@ -64,6 +64,7 @@ study-gpu:
 study-moda-gpu:
 	$(ISOFLOP) --config=configs/moda_24l.py --workdir=runs/study-moda-gpu --steps=2000 \
 	    --sizes=24x384 --seeds=$(SEEDS) --variants=$(STREAMS) --config.model.dtype=bfloat16 \
+	    --config.model.norm_placement=pre \
 	    --config.data.source=python_environment --config.evaluation.every=0
 
 # On a machine with a GPU. Its own Python, with JAX for CUDA: make gpu VENV_PYTHON=python3.
@@ -75,9 +76,12 @@ gpu:
 
 # The pages of docs/notebooks, from the run of `make train` and two others, trained here.
 RENDERED := build/notebooks
+PALETTE := import sys; from PIL import Image; \
+    [Image.open(p).convert("RGB").quantize(128, dither=0).save(p, optimize=True) for p in sys.argv[1:]]
 render = $(VENV_PYTHON) -m jupytext --quiet --to ipynb --execute --output $(RENDERED)/$(1).ipynb \
     notebooks/$(1).py && $(VENV_PYTHON) -m nbconvert --log-level=WARN --to markdown \
-    --output-dir docs/notebooks $(RENDERED)/$(1).ipynb
+    --output-dir docs/notebooks $(RENDERED)/$(1).ipynb && \
+    $(VENV_PYTHON) -c '$(PALETTE)' docs/notebooks/$(1)_files/*.png
 
 docs-notebooks: .venv/installed-notebooks runs/mod_isoflop/summary.json runs/moda/summary.json \
     runs/moda_dense/summary.json

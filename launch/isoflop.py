@@ -9,7 +9,7 @@ The learning rate is tuned first, with the dense model at the smallest budget, f
 dense, shallow and mod train at every size of every budget, the other variants at the best size of
 mod, and at the largest budget all of these with every seed. A finished run is never repeated.
 --processes=2 trains two at a time on this machine; --shard=0/4, 1/4, .. share the runs among hosts
-that see one --workdir. At the end there are study.json, figures and study.html in --workdir.
+that see one --workdir; the first of them leaves study.json, figures and study.html there.
 """
 
 import pathlib
@@ -52,7 +52,7 @@ def _study(own_rate):
     if bool(BUDGETS.value) == bool(STEPS.value):
         raise ValueError('--budgets: give these (training FLOPs) or --steps, one of both')
     kind = 'flops' if BUDGETS.value else 'steps'
-    budgets = _numbers(BUDGETS if BUDGETS.value else STEPS, float)
+    budgets = _numbers(BUDGETS, float) or _numbers(STEPS, int)
     rates = _numbers(LEARNING_RATES, float) or (own_rate,)
     names = {'kind': kind, 'budgets': budgets, 'learning_rates': rates}
     names |= {'sizes': tuple(SIZES.value), 'variants': tuple(VARIANTS.value)}
@@ -96,7 +96,7 @@ def main(_):
         return runs.train(shard)
     runs.announce(PROCESSES.value)
     status = runs.spawn(shard, PROCESSES.value) if PROCESSES.value > 1 else runs.train(shard)
-    return status or runs.finish()
+    return status or (runs.finish() if shard[0] == 0 else 0)
 
 
 if __name__ == '__main__':

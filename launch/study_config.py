@@ -13,8 +13,16 @@ SET_BY_STUDY = {  # knobs that a study sets, and the flag that they follow from
     'flop_budget': '--budgets',
     'training.num_steps': '--steps',
     'optimizer.learning_rate': '--learning_rates',
+    'model.num_layers': '--sizes',
+    'model.d_model': '--sizes',
+    'model.routing.router': '--variants',
+    'model.routing.layers': '--variants',
+    'model.routing.capacity': '--variants',
+    'model.experts.choice': '--variants',
+    'model.depth.stream': '--variants',
+    'model.depth.slots': '--variants',
 }
-_ANY_BUDGET = 1e30  # of which the FLOPs of one step do not depend
+_ANY_BUDGET = {'flops': 1e30, 'steps': 1}  # of which the FLOPs of one step do not depend
 
 
 class StudyConfig:
@@ -33,7 +41,7 @@ class StudyConfig:
     def __init__(self, spec: str, overrides: dict, kind: str):
         self._path, _, self._text = spec.partition(':')
         self._overrides = dict(overrides)
-        self._shallower = {}
+        self._shallower, self._any_budget = {}, _ANY_BUDGET[kind]
         self._argument = {'flops': 'budget', 'steps': 'steps'}[kind]
         for name, flag in SET_BY_STUDY.items():
             if name in overrides:
@@ -55,17 +63,20 @@ class StudyConfig:
         except flags.Error as error:
             right = f'a study needs a config that takes size=LxD and {self._argument}='
             raise ValueError(f'{error}; {right}') from None
-        with config.unlocked():
-            config.update_from_flattened_dict(self._overrides)
-            config.update_from_flattened_dict(VARIANTS[variant].changes)
+        changes, experts = VARIANTS[variant].changes, config.model.experts
+        if experts.choice == 'none' != changes['model.experts.choice']:
+            moe.apply_experts(config)
+        config.update_from_flattened_dict(self._overrides)
+        if changes.get('model.norm_placement') == config.model.norm_placement:
+            right = 'the others are post-norm as well; add --config.model.norm_placement=pre'
+            raise ValueError(f'--variants={variant}: {right}')
+        config.update_from_flattened_dict(changes)
         self._derive(config, variant, size, budget)
         return config
 
     def _derive(self, config, variant, size, budget):
         """What a variant changes by numbers that follow from the model's shape."""
         name, experts = variant.removesuffix('_post'), config.model.experts
-        if config.model.experts.choice != 'none':
-            moe.apply_experts(config)
         if name == 'moe_capacity_0.5':
             share = experts.top_k * config.data.sequence_length / experts.num_routed
             experts.row_capacity = max(1, int(0.5 * share))
@@ -104,4 +115,4 @@ class StudyConfig:
     def _flops(self, variant, size):
         from moddepth_jax.model.flops import train_step_flops
 
-        return train_step_flops(from_config(self.config(variant, size, _ANY_BUDGET)))
+        return train_step_flops(from_config(self.config(variant, size, self._any_budget)))

@@ -29,6 +29,7 @@ _PLAIN = {
     'model.routing.router': 'none',
     'model.experts.choice': 'none',
     'model.depth.stream': 'residual',
+    'model.depth.slots': 'auto',
 }
 
 
@@ -64,7 +65,7 @@ VARIANTS = {
     'random': Variant('random 12.5%, every other block', _mod('random')),
     'random_every_0.5': Variant('random 50%, every block', _mod('random', 'every:1', 0.5)),
     'position': Variant('by position 12.5%, every other block', _mod('position')),
-    'norm': Variant('by norm 12.5%, every other block', _mod('norm')),
+    'norm': Variant('by norm 12.5%, every other block', _mod('norm', causal_rule='threshold')),
     'aux_loss': Variant('MoD 12.5%, causal by aux. loss', _mod(causal_rule='aux_loss')),
     'moe': Variant('experts', _PLAIN | _EXPERTS),
     'moe_capacity_0.5': Variant('experts, half the expert capacity', _PLAIN | _EXPERTS),

@@ -10,7 +10,7 @@ from moddepth_jax.analysis.isoflop import DIVERGED, VARIANTS, Plan, Planned
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.training.metrics import read_metrics
 from moddepth_jax.training.summary import SUMMARY_FILE, finite
-from moddepth_jax.training.workdir import check_config, write_atomically
+from moddepth_jax.training.workdir import check_config, unfinished, write_atomically
 
 STUDY_FILE = 'study.json'
 PLAN_FILE = 'plan.json'
@@ -46,8 +46,8 @@ def open_study(directory, plan: dict):
     if directory.exists() and not directory.is_dir():
         raise ValueError(f'--workdir={directory}: is a file; {right}')
     if directory.exists() and not file.exists():
-        ours = {RUNS, f'{PLAN_FILE}.tmp'}  # of a start that was killed as it wrote
-        others = sorted({path.name for path in directory.iterdir()} - ours)
+        names = {path.name for path in directory.iterdir()}
+        others = sorted(names - {RUNS} - unfinished(names, PLAN_FILE))
         if others:
             found = f'holds {others[0]!r} but no {PLAN_FILE}, so it is no study'
             raise ValueError(f'--workdir={directory}: {found}; {right}')

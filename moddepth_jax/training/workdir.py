@@ -47,12 +47,18 @@ OLDER_RUNS = {  # a knob that they do not have: the value under which they behav
 
 def write_atomically(path: str | os.PathLike, text: str) -> None:
     """Writes `text` so that, killed anywhere, `path` holds all of the old text or of the new."""
-    temporary = f'{os.fspath(path)}.tmp'
+    # Several may write the same file at once, on several hosts.
+    temporary = f'{os.fspath(path)}.{socket.gethostname()}-{os.getpid()}.tmp'
     with open(temporary, 'w', encoding='utf-8') as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+
+
+def unfinished(names: set[str], file: str) -> set[str]:
+    """Those of `names` that `write_atomically`, killed, may have left of `file`."""
+    return {name for name in names if name.startswith(f'{file}.') and name.endswith('.tmp')}
 
 
 class WorkdirLock:
@@ -119,8 +125,9 @@ def open_workdir(
     if path.exists() and not path.is_dir():
         raise ValueError(f'--workdir={path}: is a file; {right}')
     if not (path / CONFIG_FILE).exists():
-        ours = {LOCK_FILE, f'{CONFIG_FILE}.tmp'}  # of a run killed before it wrote its config
-        others = sorted({file.name for file in path.iterdir()} - ours) if path.exists() else ()
+        names = {file.name for file in path.iterdir()} if path.exists() else set()
+        # Of a run killed before it wrote its config.
+        others = sorted(names - {LOCK_FILE} - unfinished(names, CONFIG_FILE))
         if others:
             found = f'holds {others[0]!r} but no {CONFIG_FILE}, so it is no directory of a run'
             raise ValueError(f'--workdir={path}: {found}; {right}')

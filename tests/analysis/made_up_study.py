@@ -62,6 +62,7 @@ def made_up(
         'versions': {'jax': '0.10.2', 'python': '3.11.9'},
         'whole': True,
         'missing': [],
+        'diverged': [],
         'runs': rows,
         'fits': [],
     }

@@ -38,6 +38,7 @@ def study(tmp_path):
         'budgets': [1e12],
         'variants': {'mod': {'label': 'MoD [12.5%]', 'changes': changes}},
         'batch_tokens': 1024,
+        'diverged': [],
         'sequence_length': 128,
         'corpus': 'stdlib',
         'runs': [row],

@@ -178,12 +178,46 @@ def test_bad_input_is_told_in_one_line(tmp_path, arguments, words):
         ('configs/study.py', 'steps', {}, '4x64', 'takes size=LxD and steps='),
         ('configs/tiny.py', 'flops', {}, '4x64', 'takes size=LxD and budget='),
         ('configs/study.py', 'flops', {'seed': 3}, '4x64', '--config.seed=3: a study sets it'),
+        ('configs/study.py', 'flops', {'model.num_layers': 3}, '4x64', 'use --sizes'),
+        ('configs/study.py', 'flops', {'model.routing.capacity': 0.5}, '4x64', 'use --variants'),
     ],
 )
 def test_a_config_that_makes_no_study_is_told_in_one_line(spec, kind, overrides, size, words):
     with pytest.raises(ValueError, match=re.escape(words)) as error:
         StudyConfig(spec, overrides, kind).shallower(size)
     assert '\n' not in str(error.value)
+
+
+def flags_of(target):
+    """The flags of launch.isoflop in a target of the Makefile."""
+    command = ['make', '-n', target, 'VENV_PYTHON=python3']
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    recipe = shown.replace('\\\n', ' ').split('-m launch.isoflop', 1)[1].split('\n')[0]
+    return dict(flag.removeprefix('--').split('=', 1) for flag in recipe.split())
+
+
+@pytest.mark.parametrize(
+    'target', ['study', 'study-long', 'study-moda', 'study-experts', 'study-gpu', 'study-moda-gpu']
+)
+def test_every_target_trains_different_models(target):
+    """Each variant can be built, and no two of one study are the same model."""
+    given = flags_of(target)
+    kind = 'flops' if 'budgets' in given else 'steps'
+    overrides = {
+        name.removeprefix('config.'): value
+        for name, value in given.items()
+        if name.startswith('config.') and not value.isdecimal()
+    }
+    budget = float(given['budgets' if kind == 'flops' else 'steps'].split(',')[0])
+    size = given['sizes'].split(',')[0]
+    config = StudyConfig(given['config'], overrides, kind)
+    models = {
+        variant: from_config(config.config(variant, size, budget)).model
+        for variant in given['variants'].split(',')
+        if variant != 'shallow'  # dense, of another size
+    }
+    assert len(set(models.values())) == len(models)
+    assert int(config.shallower(size).split('x')[0]) < int(size.split('x')[0])
 
 
 def test_the_shallower_model_costs_most_nearly_what_mod_does():

@@ -94,7 +94,7 @@ def test_a_place_of_something_else_is_refused_untouched(tmp_path):
 def test_a_run_killed_before_its_config_was_whole_leaves_a_usable_directory(tmp_path):
     """What a kill can leave beside no config.json does not count as something else."""
     (tmp_path / 'lock').touch()
-    (tmp_path / 'config.json.tmp').write_text('{"sche')
+    (tmp_path / 'config.json.host-7.tmp').write_text('{"sche')
     workdir.open_workdir(tmp_path, CONFIG)
     assert workdir.read_config(tmp_path)[0]['seed'] == 0
 

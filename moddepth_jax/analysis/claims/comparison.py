@@ -11,6 +11,7 @@ import numpy as np
 import scipy.special
 
 from moddepth_jax.analysis import isoflop_fit
+from moddepth_jax.analysis.study_warnings import INVALID_GAP
 
 MIN_SEEDS, MIN_STEPS = 3, 500
 MIN_SIZES = 3  # of dense models, for the best of them to be called optimal
@@ -74,11 +75,15 @@ class Group(NamedTuple):
       variant: its name in the study.
       size: that of the runs, LxD.
       rows: of study.json, by seed.
+      diverged: how many more runs of it diverged.
+      at_edge: whether it was called the best although no smaller, or no larger, one was run.
     """
 
     variant: str
     size: str
     rows: tuple[dict, ...]
+    diverged: int = 0
+    at_edge: bool = False
 
     def values(self, field: str = 'bits_per_byte') -> list[float]:
         """One number of each run; infinite where the run has none, as one that diverged."""
@@ -93,13 +98,18 @@ class Group(NamedTuple):
     def problem(self) -> str:
         """Why no verdict may rest on these runs, or ''."""
         what, seeds = f'{self.variant} {self.size}', len(self.rows)
-        if not all(map(math.isfinite, self.values())):
+        if self.diverged or not all(map(math.isfinite, self.values())):
             return f'a run of {what} diverged'
         if seeds < MIN_SEEDS:
             return f'{what} has {seeds} seed{"s" * (seeds > 1)}, {MIN_SEEDS} are needed'
         steps = min(row['steps'] for row in self.rows)
         if steps < MIN_STEPS:
             return f'{what} has {steps} steps, {MIN_STEPS} are needed'
+        gap = max(abs(row['routing_gap'] or 0.0) for row in self.rows)
+        if gap >= INVALID_GAP:
+            return f'a routing gap of {gap:.2f} nats makes a run of {what} void'
+        if self.at_edge:
+            return f'{what} is the smallest or largest of the sizes that were run'
         return ''
 
     def told(self) -> str:
@@ -129,9 +139,14 @@ class Place(NamedTuple):
                 # A shallower dense model can be that of two sizes of MoD: one run, several rows.
                 found.setdefault(row['size'], {})[row['seed']] = row
         return [
-            Group(variants[0], size, tuple(rows[seed] for seed in sorted(rows)))
+            Group(variants[0], size, tuple(rows[seed] for seed in sorted(rows)), self._lost(rows))
             for size, rows in found.items()
         ]
+
+    def _lost(self, rows):
+        """How many runs that differ from these by the seed alone diverged."""
+        stems = {row['run'].rpartition('-seed')[0] for row in rows.values()}
+        return sum(name.rpartition('-seed')[0] in stems for name in self.study['diverged'])
 
     def best(self, *variants: str) -> Group | None:
         """The best size, as `isoflop_fit.best` has it; None where none was run to a finite loss."""
@@ -144,8 +159,11 @@ class Place(NamedTuple):
 
     def best_dense(self) -> Group | None:
         """The best of all dense models, the shallower ones too; None of fewer than MIN_SIZES."""
-        dense = ('dense', 'shallow')
-        return self.best(*dense) if len(self.groups(*dense)) >= MIN_SIZES else None
+        best, groups = self.best('dense', 'shallow'), self.groups('dense', 'shallow')
+        if best is None or len(groups) < MIN_SIZES:
+            return None
+        sizes = [group.rows[0]['parameters'] for group in groups]
+        return best._replace(at_edge=best.rows[0]['parameters'] in (min(sizes), max(sizes)))
 
     def shared(self, *variants: str) -> list[Group]:
         """One group of each variant, all of one size; [] where no size has them all.
@@ -183,10 +201,18 @@ def places(studies: dict[str, dict], kinds: tuple[str, ...]) -> list[Place]:
     return [place for _, place in sorted(found, key=lambda entry: entry[0])]
 
 
+def _rank(place, groups):
+    """Lower is judged: without a problem, then of more FLOPs to within 5%, then of more seeds."""
+    flops = max(row['total_flops'] for group in groups for row in group.rows)
+    seeds = min(len(group.rows) for group in groups)
+    return any(group.problem for group in groups), -round(math.log(flops) / 0.05), -seeds
+
+
 def choose(studies, pick, kinds: tuple[str, ...] = ('flops',)):
     """(place, groups) where a claim is judged, or None where it has no runs at all.
 
-    The largest place whose groups have no problem; if there is none, the largest that has groups.
+    The largest place whose groups have no problem, of equally large ones that with the most seeds;
+    if there is none, the largest that has groups.
 
     Args:
       studies: by name.
@@ -195,5 +221,4 @@ def choose(studies, pick, kinds: tuple[str, ...] = ('flops',)):
     """
     found = [(place, pick(place)) for place in places(studies, kinds)]
     found = [(place, groups) for place, groups in found if groups and None not in groups]
-    found.sort(key=lambda entry: any(group.problem for group in entry[1]))
-    return found[0] if found else None
+    return min(found, key=lambda entry: _rank(*entry), default=None)

@@ -17,7 +17,7 @@ CLAIMS = (
 )
 DEPTH = 2  # directories between the one that is given and a study
 # What the judges read.
-_OF_STUDY = ('kind', 'config', 'budgets', 'variants', 'batch_tokens', 'corpus', 'runs')
+_OF_STUDY = ('kind', 'config', 'budgets', 'variants', 'batch_tokens', 'corpus', 'diverged', 'runs')
 _OF_RUN = ('run', 'variant', 'size', 'budget', 'seed', 'steps', 'total_flops', 'loss', 'routing')
 
 

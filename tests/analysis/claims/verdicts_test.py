@@ -29,7 +29,7 @@ def a_study(losses, kind='flops', budget=1e13, steps=600, spread=SPREAD, **of_ro
     """
     rows = []
     if any(name.startswith('dense') for name in losses):
-        losses = losses | {'dense 30x64': 9.0, 'dense 31x64': 9.0}
+        losses = losses | {'dense 1x64': 9.0, 'dense 31x64': 9.0}
     for name, mean in losses.items():
         variant, _, size = name.partition(' ')
         size = size or '4x64'
@@ -37,11 +37,15 @@ def a_study(losses, kind='flops', budget=1e13, steps=600, spread=SPREAD, **of_ro
         parameters = 12 * layers * width**2
         flops = parameters * FORWARD.get(variant, 1.0)
         for seed, shift in enumerate(spread):
-            row = {'run': f'{variant}-{size}-{budget:g}-{seed}', 'variant': variant, 'size': size}
+            row = {
+                'run': f'{variant}-{size}-{budget:g}-seed{seed}',
+                'variant': variant,
+                'size': size,
+            }
             row |= {'budget': budget, 'seed': seed, 'parameters': parameters, 'steps': steps}
             row |= {'flops_per_step': 3 * flops, 'flops_per_forward': flops, 'epochs': 0.5}
             row |= {'total_flops': 3 * flops * steps, 'bits_per_byte': mean + shift}
-            row |= {'loss': (mean + shift) * math.log(2), 'routing': {}}
+            row |= {'loss': (mean + shift) * math.log(2), 'routing': {}, 'routing_gap': None}
             row |= {k: value(seed) if callable(value) else value for k, value in of_rows.items()}
             rows.append(row)
     names = dict.fromkeys(row['variant'] for row in rows)
@@ -56,6 +60,7 @@ def a_study(losses, kind='flops', budget=1e13, steps=600, spread=SPREAD, **of_ro
         'corpus': 'stdlib',
         'versions': {'python': '3.11', 'jax': '0.10.2', 'device': 'cpu'},
         'missing': [],
+        'diverged': [],
         'runs': rows,
     }
 
@@ -402,7 +407,7 @@ def test_measures_by_their_interval(name):
         }
         row = judged(name, study, measures=measures)
         assert row['verdict'] == verdict, row
-    some = {run: value for run, value in measures.items() if run.endswith(('-0', '-1'))}
+    some = {run: value for run, value in measures.items() if run.endswith(('-seed0', '-seed1'))}
     assert '2 seeds, 3 are needed' in judged(name, study, measures=some)['reason']
     row = judged(name, study)
     assert row['verdict'] == UNTOLD and row['reason'].startswith('not measured')
@@ -479,3 +484,34 @@ def test_names_are_those_that_studies_plan():
     assert 'mod' in asked and asked <= set(VARIANTS)
     files = {file for claim in verdicts.CLAIMS for file in re.findall(r'configs/\S+', claim.needs)}
     assert files and all((ROOT / file).exists() for file in files)
+
+
+def test_runs_that_do_not_count_carry_no_verdict():
+    """A void routing gap, runs that diverged beside three that did not, a best size at an edge."""
+    sound = a_study({'mod': 1.9, 'random': 2.0}, **GAP)
+    assert judged('learned_beats_random', sound)['verdict'] == HOLDS
+    for gap in (0.06, -0.06):
+        void = a_study({'mod': 1.9, 'random': 2.0}, **GAP | {'routing_gap': gap})
+        assert 'void' in judged('learned_beats_random', void)['reason']
+    lost = sound | {'diverged': [sound['runs'][0]['run'].replace('seed0', 'seed9')]}
+    assert 'diverged' in judged('learned_beats_random', lost)['reason']
+    others = sound | {'diverged': ['mod-4x64-5e11-lr0.01-seed0']}
+    assert judged('learned_beats_random', others)['verdict'] == HOLDS
+    study = a_study({'mod': 1.9, 'dense': 2.0}, **GAP)
+    assert judged('mod_beats_dense', study)['verdict'] == HOLDS
+    for others in (('1x64', '2x64'), ('30x64', '31x64')):  # of a best size of 4x64
+        bad = a_study({f'dense {size}': 9.0 for size in others})['runs']
+        sizes = {'4x64', *others}
+        runs = [row for row in study['runs'] + bad if row['size'] in sizes]
+        found = judged('mod_beats_dense', study | {'runs': runs})
+        assert 'smallest or largest' in found['reason'], others
+
+
+def test_of_equal_budgets_the_one_with_more_seeds_is_judged():
+    """And of unequal ones the larger, as long as it has seeds enough."""
+    few = a_study({'mod': 1.9, 'random': 2.0}, **GAP)
+    many = a_study({'mod': 2.0, 'random': 1.9}, spread=(-0.01, 0.0, 0.01, 0.0, 0.01), **GAP)
+    for order in ((few, many), (many, few)):
+        assert judged('learned_beats_random', *order)['verdict'] == FAILS
+    larger = a_study({'mod': 1.9, 'random': 2.0}, budget=2e13, steps=1200, **GAP)
+    assert judged('learned_beats_random', many, larger)['verdict'] == HOLDS
