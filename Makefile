@@ -20,8 +20,8 @@ test: .venv/installed-test
 test-all: .venv/installed-test
 	$(VENV_PYTHON) -m pytest -n $(WORKERS) -m ""
 
-# Studies: at equal FLOPs or steps, resumable; see docs/isoflop.md. On two cores the first takes about
-# half an hour, the others as long as it or longer.
+# Studies: at equal FLOPs or steps, resumable; see docs/isoflop.md. On two cores the first takes
+# three quarters of an hour, study-long and study-moda half of that.
 ISOFLOP = $(VENV_PYTHON) -m launch.isoflop
 SEEDS ?= 0,1,2
 PROCESSES ?= 2# runs at a time
@@ -79,9 +79,9 @@ RENDERED := build/notebooks
 PALETTE := import sys; from PIL import Image; \
     [Image.open(p).convert("RGB").quantize(128, dither=0).save(p, optimize=True) for p in sys.argv[1:]]
 render = $(VENV_PYTHON) -m jupytext --quiet --to ipynb --execute --output $(RENDERED)/$(1).ipynb \
-    notebooks/$(1).py && $(VENV_PYTHON) -m nbconvert --log-level=WARN --to markdown \
-    --output-dir docs/notebooks $(RENDERED)/$(1).ipynb && \
-    $(VENV_PYTHON) -c '$(PALETTE)' docs/notebooks/$(1)_files/*.png
+    notebooks/$(1).py && rm -rf docs/notebooks/$(1)_files && \
+    $(VENV_PYTHON) -m nbconvert --log-level=WARN --to markdown --output-dir docs/notebooks \
+    $(RENDERED)/$(1).ipynb && $(VENV_PYTHON) -c '$(PALETTE)' docs/notebooks/$(1)_files/*.png
 
 docs-notebooks: .venv/installed-notebooks runs/mod_isoflop/summary.json runs/moda/summary.json \
     runs/moda_dense/summary.json

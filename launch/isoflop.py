@@ -7,7 +7,7 @@ python -m launch.isoflop --config=configs/study.py --budgets=2e12 --sizes=4x64 -
 
 The learning rate is tuned first, with the dense model at the smallest budget, for each width; then
 dense, shallow and mod train at every size of every budget, the other variants at the best size of
-mod, and at the largest budget all of these with every seed. A finished run is never repeated.
+mod, and at the largest budget all of them with every seed. A finished run is never repeated.
 --processes=2 trains two at a time on this machine; --shard=0/4, 1/4, .. share the runs among hosts
 that see one --workdir; the first of them leaves study.json, figures and study.html there.
 """
@@ -28,7 +28,7 @@ VARIANTS = flags.DEFINE_list(
     ['dense', 'shallow', 'mod', 'random'],
     'What is compared: names in moddepth_jax/analysis/isoflop.py.',
 )
-SEEDS = flags.DEFINE_list('seeds', ['0'], 'Of all at the largest budget; the first elsewhere.')
+SEEDS = flags.DEFINE_list('seeds', ['0'], 'All at the largest budget, the first elsewhere.')
 LEARNING_RATES = flags.DEFINE_list(
     'learning_rates', [], "Tried for each width, such as 0.002,0.004. Default: the config's own."
 )

@@ -145,7 +145,8 @@ class StudyRuns:
         environment = os.environ | {_PARENT: str(os.getpid())}
         children = []
         for child in range(processes):
-            own = [f'--shard={index * processes + child}/{count * processes}', '--processes=1']
+            # Disjoint from other shards' children, however many processes those have.
+            own = [f'--shard={index + count * child}/{count * processes}', '--processes=1']
             command = [sys.executable, '-m', 'launch.isoflop', *sys.argv[1:], *own]
             # A group of their own: Ctrl-C comes to them once, through this process.
             children.append(subprocess.Popen(command, env=environment, process_group=0))

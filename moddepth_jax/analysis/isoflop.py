@@ -202,7 +202,7 @@ class Plan:
         """The runs that `losses` (by name of finished ones) decide, and whether that is all.
 
         First the learning rates, then each size, then, at the best size of each budget, the other
-        variants, and at the largest budget the other seeds.
+        variants, and at the largest budget the other seeds, of every size too.
         """
         study, rates = self.study, self.learning_rates(losses)
         if rates is None:
@@ -218,7 +218,12 @@ class Plan:
         best = {}
         for run in sorted(sized, key=lambda run: losses[run.name]):
             best.setdefault((run.variant, run.budget), run)
-        rest = []
+        rest = [
+            run._replace(seed=seed)
+            for run in sized
+            for seed in study.seeds[1:]
+            if run.budget == study.budgets[-1]
+        ]
         for budget in study.budgets:
             seeds = study.seeds if budget == study.budgets[-1] else study.seeds[:1]
             for variant in study.variants:
@@ -235,7 +240,7 @@ class Plan:
         study = self.study
         extra = len(study.variants) - len(study.sized)
         counts = {budget: len(study.sized) * len(study.sizes) + extra for budget in study.budgets}
-        counts[study.budgets[-1]] += len(study.variants) * (len(study.seeds) - 1)
+        counts[study.budgets[-1]] *= len(study.seeds)
         widths = len({width(size) for size in study.sizes})
         counts[study.budgets[0]] += widths * (len(study.learning_rates) - 1)
         return counts

@@ -58,7 +58,10 @@ def test_a_study_is_known_as_far_as_its_runs_are_finished(tmp_path, hparams_of):
     finish_all(tmp_path, hparams_of)
     runs, left, whole = study_lib.known_plan(tmp_path, PLAN)
     assert whole and not left
-    assert {run.size for run in runs if run.seed == 1} == {'4x64'}
+    assert {(run.size, run.budget) for run in runs if run.seed == 1} == {
+        ('2x64', 2e9),
+        ('4x64', 2e9),
+    }
 
 
 def test_the_order_of_the_runs_leaves_no_trace(tmp_path, hparams_of):

@@ -27,7 +27,8 @@ def study(tmp_path):
     """A directory that holds one study of one unfinished variant."""
     row = {'run': 'mod-4x64', 'variant': 'mod', 'size': '4x64', 'budget': 1e12, 'seed': 0}
     row |= {'parameters': 1000, 'steps': 100, 'flops_per_step': 1e10, 'flops_per_forward': 3e9}
-    row |= {'total_flops': 1e12, 'epochs': 0.1, 'loss': 1.6, 'bits_per_byte': 2.3, 'routing': {}}
+    row |= {'total_flops': 1e12, 'epochs': 0.1, 'loss': 1.6, 'bits_per_byte': 2.3}
+    row |= {'routing': {}, 'routing_gap': None}
     row |= {'loss_top_c': 1.6, 'routing_gap': 0.0}
     layer = {'selected_fraction': 0.1, 'precision': 0.9, 'recall': 0.8}
     row['routing'] = {'layer_01': layer}
@@ -39,6 +40,7 @@ def study(tmp_path):
         'variants': {'mod': {'label': 'MoD [12.5%]', 'changes': changes}},
         'batch_tokens': 1024,
         'diverged': [],
+        'versions': {},
         'sequence_length': 128,
         'corpus': 'stdlib',
         'runs': [row],

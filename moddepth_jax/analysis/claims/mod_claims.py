@@ -65,7 +65,7 @@ CLAIMS = (
         'there is one (ours: the cheapest). Does not hold: the interval of each lies above 0. '
         'Counted FLOPs, not time.',
         mod_judges.equal_loss(lambda ratio: f'{ratio - 1:.0%} faster', 1.66),
-        'cheaper MoD sizes with 3 seeds; ' + _runs('dense', 'mod'),
+        'cheaper MoD sizes; ' + _runs('dense', 'mod'),
     ),
     Claim(
         'forward_cheaper',
@@ -75,7 +75,7 @@ CLAIMS = (
         '50% fewer FLOPs and more',
         'The same sizes and the same rule: a step is three forward passes.',
         mod_judges.equal_loss(lambda ratio: f'{1 - 1 / ratio:.0%} fewer FLOPs', 2.0),
-        'cheaper MoD sizes with 3 seeds; ' + _runs('dense', 'mod'),
+        'cheaper MoD sizes; ' + _runs('dense', 'mod'),
     ),
     Claim(
         'causal_loss_by_flops',
@@ -86,7 +86,7 @@ CLAIMS = (
         'Holds: the Welch interval of some MoD size in that range lies below 0. Does not hold: '
         'that of each lies above 0.',
         mod_judges.causal_loss_by_flops,
-        'MoD sizes in that range with 3 seeds; ' + _runs('dense', 'mod'),
+        'MoD sizes in that range; ' + _runs('dense', 'mod'),
     ),
     Claim(
         'depth_not_width',
@@ -99,7 +99,7 @@ CLAIMS = (
         'over 3 seeds or more) of the parameters lies above 1 and that of the FLOPs within '
         f'{mod_judges.NEAR:.0%} of 1. Does not hold: one lies wholly outside.',
         mod_judges.depth_not_width,
-        'three sizes of dense and mod, each with 3 seeds; ' + _runs('dense', 'mod'),
+        'three sizes of dense and mod; ' + _runs('dense', 'mod'),
     ),
     Claim(
         'best_capacity_and_pattern',

@@ -17,8 +17,22 @@ CLAIMS = (
 )
 DEPTH = 2  # directories between the one that is given and a study
 # What the judges read.
-_OF_STUDY = ('kind', 'config', 'budgets', 'variants', 'batch_tokens', 'corpus', 'diverged', 'runs')
-_OF_RUN = ('run', 'variant', 'size', 'budget', 'seed', 'steps', 'total_flops', 'loss', 'routing')
+_OF_STUDY = (
+    *('kind', 'config', 'budgets', 'variants', 'batch_tokens', 'sequence_length', 'corpus'),
+    *('versions', 'diverged', 'runs'),
+)
+_OF_RUN = (
+    *('run', 'variant', 'size', 'budget', 'seed', 'steps', 'total_flops', 'flops_per_step'),
+    *(
+        'flops_per_forward',
+        'parameters',
+        'epochs',
+        'loss',
+        'bits_per_byte',
+        'routing_gap',
+        'routing',
+    ),
+)
 
 
 def read_evidence(directory, counted: dict[str, dict]) -> Evidence:
