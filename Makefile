@@ -25,7 +25,7 @@ test-all: .venv/installed-test
 ISOFLOP = $(VENV_PYTHON) -m launch.isoflop
 SEEDS ?= 0,1,2
 PROCESSES ?= 2# runs at a time
-BUDGET ?= 2e12# of study-long: FLOPs of each of its 32 runs
+BUDGET ?= 2e12# of study-long: FLOPs of each of its 40 runs
 SIZE ?= 4x64# and its size
 ROUTED := mod,mod_0.25,mod_0.5,every_0.125,every_0.5,aux_loss
 STREAMS := dense,wider,average,moda_attention,moda,mod,mod_moda,dense_post,wider_post,moda_post
@@ -40,7 +40,7 @@ study: .venv/installed
 study-long: .venv/installed
 	$(ISOFLOP) --config=configs/study.py --workdir=runs/study-long --processes=$(PROCESSES) \
 	    --budgets=$(BUDGET) --sizes=$(SIZE) --seeds=0,1,2,3,4,5,6,7 --learning_rates=0.006 \
-	    --variants=mod,random,shallow,dense
+	    --variants=mod,random,every_0.5,random_every_0.5,shallow
 
 study-moda: .venv/installed
 	$(ISOFLOP) --config=configs/moda.py --workdir=runs/study-moda --processes=$(PROCESSES) \

@@ -1,0 +1,219 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # What attention along depth looks at
+#
+# In Mixture-of-Depths Attention (MoDA) every layer leaves slots behind for each token: a key and a
+# value. The heads of later layers see the slots of *their own token* in the same softmax as the
+# sequence. This notebook shows how the slots are laid out, how much attention goes to them in each
+# layer, how much to the first token (the sink, where heads put attention that they have no use
+# for), what one token looks at, and how the model learns beside a plain one.
+#
+# Without runs of your own it trains two very small models, with slots and without: a minute and a
+# half on two CPU cores for the whole notebook. They have hardly begun to learn: take their pictures
+# as an example of how to look, not as a result.
+
+# %%
+import os
+import pathlib
+import shutil
+import sysconfig
+import tempfile
+
+import matplotlib.pyplot as plt
+import numpy as np
+from IPython.display import Image, display
+from IPython.utils.capture import capture_output
+
+from configs import moda
+from moddepth_jax.analysis.attention_row import attention_row
+from moddepth_jax.analysis.depth_mass import depth_mass, plot_depth_mass
+from moddepth_jax.data.pipeline import make_dataset
+from moddepth_jax.hparams import from_config
+from moddepth_jax.model.flops import depth_readers, forward_breakdown
+from moddepth_jax.model.transformer import causal_routing
+from moddepth_jax.training.loop import train
+from moddepth_jax.training.metrics import read_metrics
+from moddepth_jax.training.saved_run import load_run
+
+WORKDIR = os.environ.get('NOTEBOOK_WORKDIR')  # or the directory of a MoDA run, as a string
+BESIDE = os.environ.get('NOTEBOOK_BESIDE')  # and of a dense run on the same data, to compare with
+STEPS = int(os.environ.get('NOTEBOOK_STEPS', 200))  # of the small runs that are trained without
+
+# %% [markdown]
+# ## Two runs
+#
+# The small runs read sixty modules of Python's own standard library, byte by byte. `config` is the
+# same as for `python -m launch.train --config=configs/moda.py`, with fewer layers. With
+# `slots=none` it is the dense model. Change a knob here and run the notebook again.
+
+# %%
+folder = pathlib.Path(tempfile.mkdtemp())
+if not WORKDIR:
+    for path in sorted(pathlib.Path(sysconfig.get_path('stdlib')).glob('[a-p]*.py'))[:60]:
+        shutil.copy(path, folder / f'{path.stem}.txt')
+    for name, slots in (('moda', 'attention+ffn'), ('dense', 'none')):
+        config = moda.get_config(f'size=4x64,slots={slots}')
+        config.training.num_steps = STEPS
+        config.data.source = f'{folder}/*.txt'
+        config.evaluation.every = 0
+        config.evaluation.num_batches = 1
+        config.evaluation.final_batches = 4
+        with capture_output(stderr=False):
+            train(from_config(config), folder / name)
+    WORKDIR, BESIDE = folder / 'moda', folder / 'dense'
+
+# %%
+run = load_run(WORKDIR)
+hparams, variables = run.hparams_of_stage, run.state.variables
+model, dataset = hparams.model, make_dataset(hparams.data, hparams.seed)
+batch = dataset.held_out_batch(0)
+print(
+    f'{pathlib.Path(WORKDIR).name}: {model.num_layers} layers of width {model.d_model}, '
+    f'{model.num_heads} query heads and {model.num_kv_heads} key/value heads, '
+    f'after {run.step} of {run.num_steps} steps'
+)
+
+# %% [markdown]
+# ## The slots
+#
+# With `slots='attention+ffn'` a layer writes two slots for each token: `a`, the key and value of
+# its attention, which are there anyway, and `f`, a key and value projected from the output of its
+# mlp. A layer sees the slots of all layers before it, so layer l sees 2 l of them. They live in one
+# buffer `[L, B, T, K, H]`: slot, row, token, key/value head, width of a head. The last layer writes
+# none, for nobody would read it.
+
+# %%
+mass = depth_mass(variables, hparams, batch, causal_routing(hparams))
+for layer, (_, visible, written) in zip(
+    mass.layers, depth_readers(hparams, hparams.data.sequence_length, 'top_c'), strict=True
+):
+    shown = ' '.join(mass.slots[written - visible : written])
+    print(f'layer {layer} sees {visible:2d} slots  {shown}')
+length = hparams.data.sequence_length
+parts = forward_breakdown(hparams, 1, length)
+slots = parts['depth_projections'] + parts['depth_attention']
+print(f'they cost {slots / sum(parts.values()):.1%} of the FLOPs of a forward pass')
+
+# %% [markdown]
+# ## How much attention goes to them
+#
+# Left: each row is a layer that reads, each column a slot; the colour is the share of the softmax,
+# a mean over heads and tokens. Right: their sum, beside the share on the first token of the text.
+# If attention were even over what a token sees, slots would get very little: there are few of them
+# beside the tokens of the sequence.
+
+# %%
+plot_depth_mass(mass, 'attention on the slots of earlier layers', folder / 'mass.png')
+display(Image(folder / 'mass.png'))
+
+# %%
+for layer, (_, visible, _) in zip(
+    mass.layers, depth_readers(hparams, length, 'top_c'), strict=True
+):
+    even = np.mean([visible / (visible + place + 1) for place in range(length)])
+    found = mass.depth_L[mass.layers.index(layer)]
+    print(f'layer {layer}: {found:6.1%} on slots; {even:6.1%} if attention were even')
+
+# %% [markdown]
+# ## What one token looks at
+#
+# The last dense block at one token of held-out text. Left: the weight of each head on each token
+# before it; right: on each slot of this token. In each line the two parts sum to 1. Both have the
+# same scale, cut at the weight that 98% of the entries stay below.
+
+# %%
+whole_B = (batch['segment_ids_BT'][:, :64] == 1).all(axis=1)  # one document, no padding
+tokens_T = batch['tokens_BT'][whole_B][0, :64]
+layer = max(set(range(model.num_layers)) - set(model.routed_layers))
+place = len(tokens_T) - 1
+row = attention_row(variables, hparams, tokens_T, layer, place)
+marks = {b'\n': '↵', b' ': '·', b'': '§', b'\t': '→'}
+pieces = [dataset.tokenizer.decode([token]) for token in tokens_T]
+letters = [marks.get(piece, piece.decode('utf-8', 'replace')) for piece in pieces]
+highest = np.quantile(np.concatenate(row, axis=1), 0.98)
+look = {'cmap': 'Blues', 'vmin': 0, 'vmax': highest, 'edgecolors': 'white', 'linewidth': 0.3}
+figure, (left, right) = plt.subplots(
+    1, 2, figsize=(13, 1.2 + 0.35 * model.num_heads), width_ratios=(4, 1.3), layout='constrained'
+)
+left.pcolormesh(row.sequence_NT, **look)
+left.set_xticks(np.arange(len(letters)) + 0.5, letters, fontfamily='monospace', fontsize=8)
+left.set(xlabel='tokens up to this one (· space, ↵ line end, § document start)', ylabel='head')
+left.set_title(f'layer {layer}, the token {letters[place]!r} at {place}', loc='left', fontsize=10)
+mesh = right.pcolormesh(row.slots_NL, **look)
+names = mass.slots[: row.slots_NL.shape[1]]
+right.set_xticks(np.arange(len(names)) + 0.5, names, fontsize=8)
+right.set_xlabel('slots of this token')
+for axes in (left, right):
+    axes.set_yticks(np.arange(model.num_heads) + 0.5, range(model.num_heads))
+    axes.tick_params(length=0)
+figure.colorbar(mesh, ax=right, label='weight', extend='max')
+plt.show()
+for head, (sequence_T, slots_L) in enumerate(zip(*row, strict=True)):
+    print(f'head {head}: {sequence_T.sum():.1%} on the sequence, {slots_L.sum():.1%} on slots')
+
+# %% [markdown]
+# ## Beside the dense model
+#
+# Left: the training loss after equal steps on equal batches, each point the mean of the logged
+# steps since the one before. Right: MoDA's minus the dense model's, below 0 where MoDA is better.
+# The slots cost parameters and FLOPs; the legend gives the FLOPs. One pair of runs is no
+# comparison: seeds may differ by as much. `docs/claims.md` has the table with seeds, and with a
+# dense model of as many parameters.
+
+# %%
+curves = {}
+figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3), layout='constrained')
+for workdir, name, colour in ((BESIDE, 'dense', '#1d1f21'), (WORKDIR, 'MoDA', '#0072b2')):
+    if not workdir:
+        continue
+    other, metrics = load_run(workdir).hparams, read_metrics(workdir)
+    rows = [row for row in metrics if 'loss' in row]
+    groups = np.array_split(np.arange(len(rows)), min(30, len(rows)))
+    steps = [rows[group[-1]]['step'] for group in groups]
+    curves[name] = steps, np.array([np.mean([rows[i]['loss'] for i in group]) for group in groups])
+    flops = sum(forward_breakdown(other, 1, length).values())
+    label = f'{name}: {flops / length / 1e3:,.0f} kFLOPs a token, forward'
+    left.plot(*curves[name], '.-', color=colour, label=label)
+if len(curves) == 2 and curves['MoDA'][0] == curves['dense'][0]:
+    right.plot(steps, curves['MoDA'][1] - curves['dense'][1], '.-', color='#0072b2')
+right.axhline(0, color='#1d1f21', linewidth=1)
+left.set(xlabel='steps', ylabel='training loss (nats a token)')
+right.set(xlabel='steps', ylabel='difference (nats a token)')
+left.legend(frameon=False)
+plt.show()
+
+# %%
+ends = {}
+for workdir, name in ((BESIDE, 'dense'), (WORKDIR, 'MoDA')):
+    rows = [row for row in read_metrics(workdir) if 'eval/loss' in row] if workdir else []
+    ends |= {name: rows[-1]} if rows else {}
+for name, end in ends.items():
+    print(f'{name}: {end["eval/bits_per_byte"]:.3f} bits a byte held out at step {end["step"]}')
+
+# %% [markdown]
+# ## The sink
+#
+# The share on the document's first token, by layer, of both models. Attention that a head has no
+# use for ends there, and slots offer it another place. Whether they take it is a question of the
+# trained model: look at yours.
+
+# %%
+if BESIDE:
+    plain = load_run(BESIDE)
+    given = (plain.state.variables, plain.hparams_of_stage, batch)
+    without = depth_mass(*given, causal_routing(plain.hparams_of_stage))
+    print('layer     ' + ' '.join(f'{layer:>6}' for layer in mass.layers))
+    for name, found in (('dense', without), ('MoDA', mass)):
+        print(f'{name:<9} ' + ' '.join(f'{share:>6.1%}' for share in found.first_token_L))
+shutil.rmtree(folder)

@@ -1,0 +1,191 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Models at equal training FLOPs
+#
+# Is a model better, or did it only get more compute? An isoFLOP study answers that: it fixes a
+# budget of training FLOPs, trains several sizes of each model until exactly that much is spent, and
+# compares the best sizes. A larger model takes fewer steps. This notebook shows what a forward pass
+# of a Mixture-of-Depths model costs beside a dense one, and reads a study's figures with you.
+#
+# It trains nothing and takes some seconds. It opens the newest study in `results/cpu/`, or one of
+# yours. Where there is none, it makes up a study from a formula, to have something to draw; it says
+# so, and such numbers mean nothing.
+
+# %%
+import os
+import pathlib
+import shutil
+import tempfile
+
+import matplotlib.pyplot as plt
+import numpy as np
+from IPython.display import Image, display
+
+import configs
+from configs import study as study_config
+from moddepth_jax.analysis import isoflop_figures, isoflop_fit
+from moddepth_jax.analysis.isoflop import VARIANTS, Plan, Study
+from moddepth_jax.analysis.study import read_study
+from moddepth_jax.hparams import from_config
+from moddepth_jax.model.flops import forward_breakdown, forward_flops, train_step_flops
+
+ROOT = pathlib.Path(configs.__file__).parents[1]
+WORKDIR = os.environ.get('NOTEBOOK_WORKDIR')  # or the directory of a study of yours, as a string
+
+# %% [markdown]
+# ## What a forward pass costs
+#
+# A multiply-add counts as 2. A routed block costs what it costs for the tokens that enter it; its
+# router and predictor read all of them. So a Mixture-of-Depths model is cheaper than the dense
+# model of the same size, and a dense model of as many FLOPs is shallower.
+
+# %%
+models = {}
+for name in ('dense', 'mod', 'mod_0.5', 'every_0.125'):
+    config = study_config.get_config('size=8x64')
+    config.update_from_flattened_dict(VARIANTS[name].changes)
+    models[name] = from_config(config)
+length = models['dense'].data.sequence_length
+costs = {name: forward_breakdown(hparams, 1, length) for name, hparams in models.items()}
+whole = sum(costs['dense'].values())
+groups = {
+    'blocks': ('projections', 'attention', 'mlp'),
+    'router and predictor': ('router', 'predictor'),
+    'head': ('head',),
+}
+figure, axes = plt.subplots(figsize=(8, 2.4), layout='constrained')
+begin = np.zeros(len(costs))
+labels = [VARIANTS[name].label for name in costs]
+for (group, parts), colour in zip(groups.items(), ('#0072b2', '#d55e00', '#8a8d90'), strict=True):
+    share = np.array([sum(cost[part] for part in parts) / whole for cost in costs.values()])
+    axes.barh(labels, share, left=begin, color=colour, label=group)
+    begin += share
+axes.bar_label(axes.containers[-1], [f'{value:.0%}' for value in begin], padding=3)
+axes.set(
+    xlabel='FLOPs of a forward pass over that of the dense model, 8 layers of 64', xlim=(0, 1.1)
+)
+axes.invert_yaxis()
+axes.spines[['top', 'right']].set_visible(False)
+axes.legend(frameon=False, loc='center left', bbox_to_anchor=(1, 0.5))
+plt.show()
+assert forward_flops(models['mod'], 1, length) < forward_flops(models['dense'], 1, length)
+
+# %% [markdown]
+# ## A study
+#
+# `python -m launch.isoflop` trains one and writes `study.json`; `make study` is the laptop's. The
+# formula that stands in for training where there is none has the form of scaling laws: a floor, a
+# term that falls with the FLOPs a token gets, and one that falls with the tokens. In it routing
+# neither helps nor harms: all models lie on one curve over FLOPs.
+
+# %%
+folder = pathlib.Path(tempfile.mkdtemp())
+found = sorted(ROOT.glob('results/cpu/**/study.json'))
+if WORKDIR or found:
+    place = pathlib.Path(WORKDIR) if WORKDIR else found[-1].parent
+    study, origin = read_study(place), f'trained: {place.name}'
+else:
+    budgets, sizes, names = (
+        (1e12, 4e12),
+        ('2x64', '4x64', '6x64', '10x64'),
+        ('dense', 'mod', 'random'),
+    )
+    plan = Plan(Study('flops', budgets, sizes, names, seeds=(0,), learning_rates=(0.003,)), None)
+    rows = []
+    for planned in plan.examples():
+        config = study_config.get_config(f'size={planned.trained}')
+        config.update_from_flattened_dict(VARIANTS[planned.variant].changes)
+        hparams = from_config(config)
+        flops, model = train_step_flops(hparams), hparams.model
+        steps = int(planned.budget / flops)
+        tokens = steps * hparams.data.batch_size * hparams.data.sequence_length
+        parameters = 12 * model.num_layers * model.d_model**2 + 2 * model.vocab_size * model.d_model
+        loss = 0.9 + 25 * (planned.budget / tokens / 6) ** -0.32 + 90 * tokens**-0.34
+        row = planned._asdict() | {'layers': model.num_layers, 'width': model.d_model, 'curve': []}
+        row |= {'parameters': parameters, 'steps': steps, 'total_flops': steps * flops}
+        row |= {'flops_per_step': flops, 'flops_per_forward': flops / 3}
+        rows.append(row | {'loss': loss, 'bits_per_byte': loss / np.log(2)})
+    study = {'kind': 'flops', 'budgets': list(budgets), 'runs': rows}
+    study['variants'] = {name: VARIANTS[name]._asdict() for name in names}
+    origin = 'MADE UP from a formula: nothing was trained'
+steps = [row['steps'] for row in study['runs']]
+print(origin)
+print(f'{len(study["runs"])} runs of {min(steps):,} to {max(steps):,} steps')
+if min(steps) < 500:
+    print('runs of fewer than 500 steps decide nothing')
+
+# %% [markdown]
+# ## Every run has spent its budget
+#
+# Steps are whole, so a run falls short by less than one step.
+
+# %%
+if study['kind'] == 'flops':
+    spent = [row['total_flops'] / row['budget'] for row in study['runs']]
+    print(f'training FLOPs over the budget: {min(spent):.4f} to {max(spent):.4f}')
+
+# %% [markdown]
+# ## Loss against parameters
+#
+# One panel for each budget. Left of the valley a model is too small for what it may spend, right of
+# it it is so large that it gets too few steps. The parabola through the runs of a model gives its
+# optimum, a star; a ring says that the best run lies at the edge, and that the optimum was not
+# enclosed. Compare stars of one panel, nothing else: they cost the same to train. Models that ran
+# at one size alone stand in the strip beside. Small dots are seeds: a difference that is smaller
+# than their spread is none.
+
+# %%
+isoflop_figures.draw(study, folder)
+display(Image(folder / 'loss_by_parameters.png'))
+
+# %%
+print(f'{"budget":>8}  {"model":<42} {"optimum":>10} {"nats":>7}')
+for budget in study['budgets']:
+    for name, details in study['variants'].items():
+        best = isoflop_fit.optimum(isoflop_fit.select(study, name, budget))
+        fit = isoflop_fit.fit(isoflop_fit.select(study, name, budget))
+        note = '  fewer than three sizes' if fit is None else '  not enclosed' * (not fit.inside)
+        if best is not None:
+            label = details['label'][:42]
+            print(f'{budget:8.1e}  {label:<42} {best.parameters:10,.0f} {best.loss:7.4f}{note}')
+
+# %% [markdown]
+# ## Loss against FLOPs of a forward pass
+#
+# The same runs, by what they cost to *use*. The cross at 1, 1 is the best dense model. Below the
+# line: better than it after equal training. Left of it: cheaper at every token from then on. What
+# Raposo et al. claim is the lower left corner. The shallower dense model tells whether it is
+# routing that brings one there, or just fewer layers.
+
+# %%
+display(Image(folder / 'loss_by_flops.png'))
+
+# %% [markdown]
+# ## Loss along the way
+#
+# Left, training loss by step; right, its difference to the dense model after the same FLOPs.
+# Bands are the range of the seeds.
+
+# %%
+display(Image(folder / 'loss_by_steps.png'))
+
+# %% [markdown]
+# ## Seeds
+#
+# Every model at its best size, best on top. Where bands overlap, another seed could change the
+# order. `docs/claims.md` puts a confidence interval on each difference, and a verdict.
+
+# %%
+display(Image(folder / 'seeds.png'))
+shutil.rmtree(folder)

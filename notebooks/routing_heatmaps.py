@@ -1,0 +1,242 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Which tokens enter which block
+#
+# A Mixture-of-Depths model has routed blocks: a router gives every token a score, and only an
+# eighth of the tokens enter the block. The others pass it by unchanged. This notebook shows which
+# tokens these are: as a heatmap, by score and gate, by kind of text, and by how sure the model is
+# of its next token. It also shows how well a causal rule finds them, and what another rule and
+# another capacity would do.
+#
+# Without a run of your own it trains a very small model: half a minute on two CPU cores, a minute
+# for the whole notebook. Such a model has hardly begun to learn: take its pictures as an example
+# of how to look, not as a result.
+
+# %%
+import dataclasses
+import os
+import pathlib
+import shutil
+import sysconfig
+import tempfile
+
+import matplotlib.pyplot as plt
+import numpy as np
+from IPython.display import Image, display
+from IPython.utils.capture import capture_output
+
+from configs import mod_isoflop
+from moddepth_jax.analysis.inspection import inspect_tokens, rank_correlation, totals
+from moddepth_jax.analysis.routing_maps import plot_routing, routing_grid, routing_record
+from moddepth_jax.analysis.token_classes import guess_language, token_classes
+from moddepth_jax.data.pipeline import make_dataset, token_stream
+from moddepth_jax.hparams import from_config
+from moddepth_jax.model.routing import RoutingRecord
+from moddepth_jax.model.transformer import causal_routing
+from moddepth_jax.training.loop import train
+from moddepth_jax.training.saved_run import load_run
+
+WORKDIR = os.environ.get('NOTEBOOK_WORKDIR')  # or the directory of a run of yours, as a string
+STEPS = int(os.environ.get('NOTEBOOK_STEPS', 300))  # of the small run that is trained without one
+
+# %% [markdown]
+# ## A run
+#
+# The small run reads sixty modules of Python's own standard library, byte by byte. `config` is the
+# same as for `python -m launch.train --config=configs/mod_isoflop.py`, with fewer and shorter rows.
+# Change a knob here, such as `config.model.routing.capacity`, and run the notebook again.
+
+# %%
+folder = pathlib.Path(tempfile.mkdtemp())
+if not WORKDIR:
+    for path in sorted(pathlib.Path(sysconfig.get_path('stdlib')).glob('[a-p]*.py'))[:60]:
+        shutil.copy(path, folder / f'{path.stem}.txt')
+    config = mod_isoflop.get_config('size=4x64')
+    config.flop_budget = 0.0
+    config.training.num_steps = STEPS
+    config.data.source = f'{folder}/*.txt'
+    config.data.sequence_length = 128
+    config.data.batch_size = 8
+    config.evaluation.every = 0
+    config.evaluation.num_batches = 1
+    config.evaluation.final_batches = 4
+    WORKDIR = folder / 'small'
+    with capture_output(stderr=False):
+        train(from_config(config), WORKDIR)
+
+# %%
+run = load_run(WORKDIR)
+hparams, variables = run.hparams_of_stage, run.state.variables
+dataset, rule = make_dataset(hparams.data, hparams.seed), causal_routing(hparams)
+routed = hparams.model.routed_layers
+length = hparams.data.sequence_length
+documents = [document for document in dataset.corpus.held_out if len(document) >= 4096]
+document = documents[0] if documents else max(dataset.corpus.held_out, key=len)
+tokens_N = token_stream([document], dataset.tokenizer)[:8192].astype(np.int32)
+tokens_N = tokens_N[: len(tokens_N) // length * length]
+tokens_BT = tokens_N.reshape(-1, length)
+batch = {'tokens_BT': tokens_BT, 'segment_ids_BT': np.ones_like(tokens_BT)}
+print(
+    f'{pathlib.Path(WORKDIR).name}: {hparams.model.num_layers} layers of width '
+    f'{hparams.model.d_model}, after {run.step} of {run.num_steps} steps; blocks {routed} are '
+    f'routed\n{hparams.model.routing.num_selected(length)} of {length} tokens of a row enter in '
+    f'training; here the causal rule "{rule}" decides, on {len(tokens_N):,} tokens '
+    'of a document that was held out'
+)
+
+# %% [markdown]
+# ## The heatmap
+#
+# Each column is a token, each row a layer. In training the tokens with the highest scores of the
+# whole row enter (top C). That looks at tokens which are not there yet when text is generated, so
+# from then on a causal rule decides, for each token alone. Dark: the rule lets the token in.
+# Orange: it does not, though the token is among the top C. A good rule leaves little orange.
+
+# %%
+seen = inspect_tokens(variables, hparams, tokens_N, dataset.tokenizer, rule)
+fields = [name.replace('_BT', '_RN') for name in RoutingRecord._fields]
+record = RoutingRecord(*[getattr(seen, name)[:, None] for name in fields])
+row, file = len(tokens_BT) // 2, folder / 'map.png'
+end = slice((row + 1) * length - min(length, 96), (row + 1) * length)  # with context behind it
+grid_LN = routing_grid(record, hparams, row=0)
+plot_routing(grid_LN[:, end], seen.pieces[end], f'routing by {rule}', file)
+display(Image(file))
+
+# %% [markdown]
+# ## Scores and gates
+#
+# Above: the router's scores of all tokens, and of those in the top C. A router that has learned
+# something pulls the two apart. Below: the gate, the factor on what the block adds to a token that
+# entered. Under the gate `raw` it is the score itself, so that the router gets a gradient.
+
+# %%
+figure, panels = plt.subplots(
+    2, len(routed), figsize=(1 + 3 * len(routed), 4.6), squeeze=False, layout='constrained'
+)
+for i, layer in enumerate(routed):
+    above, below = panels[:, i]
+    bins = np.histogram_bin_edges(seen.scores_RN[i], 50)
+    above.hist(seen.scores_RN[i], bins, color='#c9ced6', label='all tokens')
+    above.hist(seen.scores_RN[i, seen.top_c_RN[i]], bins, color='#1f5f8b', label='top C')
+    below.hist(seen.gates_RN[i, seen.entered_RN[i]], 30, color='#1f5f8b')
+    above.set(title=f'layer {layer}', xlabel='score of the router', yscale='log')
+    below.set_xlabel('gate of tokens that entered')
+for axes in panels[:, 0]:
+    axes.set_ylabel('tokens')
+figure.legend(*panels[0, 0].get_legend_handles_labels(), loc='outside upper right', ncols=2)
+plt.show()
+
+# %% [markdown]
+# ## How well the rule finds the top C
+#
+# Precision: of the tokens that entered, the share in the top C. Recall: of the top C, the share
+# that entered. By chance both would be near the share that enters. `refused`: let in by the rule,
+# but with no room left (`model.routing.cache_capacity`).
+
+# %%
+print(f'{"layer":>5} {"entered":>9} {"precision":>10} {"recall":>8} {"refused":>9}')
+for layer, entered_N, top_N, refused_N in zip(
+    routed, seen.entered_RN, seen.top_c_RN, seen.refused_RN, strict=True
+):
+    both = np.sum(entered_N & top_N)
+    print(
+        f'{layer:>5} {entered_N.mean():>9.1%} {both / max(entered_N.sum(), 1):>10.1%} '
+        f'{both / max(top_N.sum(), 1):>8.1%} {refused_N.mean():>9.2%}'
+    )
+
+# %% [markdown]
+# ## By kind of text
+#
+# The same tokens by what they are part of: for code that is what Python's lexer says. The line is
+# the share of all tokens; a router that knew nothing would bring every bar to it.
+
+# %%
+language = guess_language(b''.join(seen.pieces))
+classes_N = token_classes(list(seen.pieces), language)
+sums = totals(seen, classes_N)
+classes = [row for row in sums['classes'] if row['tokens'] >= 20]
+names = [f'{row["class"]} ({row["tokens"]})' for row in classes]
+figure, panels = plt.subplots(
+    1, len(routed), figsize=(1.5 + 3 * len(routed), 3.2), sharey=True, squeeze=False
+)
+for i, (axes, layer) in enumerate(zip(panels[0], routed, strict=True)):
+    axes.barh(names, [100 * row['entered'][i] for row in classes], color='#1f5f8b')
+    axes.axvline(100 * seen.entered_RN[i].mean(), color='#d55e00', linewidth=1)
+    axes.set(title=f'layer {layer}', xlabel='% of the tokens that enter')
+panels[0][0].set_ylabel(f'kind of token ({language})')
+panels[0][0].invert_yaxis()
+figure.tight_layout()
+plt.show()
+
+# %% [markdown]
+# ## How sure the model is
+#
+# If blocks went to the tokens that need them, those that enter more blocks should be the harder
+# ones. Here is the entropy of the next-token distribution by the number of routed blocks that the
+# token entered: half of the tokens lie in a box, the line is their median.
+
+# %%
+times_N = seen.entered_RN.sum(axis=0)
+counts = [count for count in range(len(routed) + 1) if (times_N == count).any()]
+figure, axes = plt.subplots(figsize=(5, 3), layout='constrained')
+axes.boxplot([seen.entropy_N[times_N == count] for count in counts], showfliers=False, widths=0.5)
+labels = [f'{count}\n({np.sum(times_N == count)} tokens)' for count in counts]
+axes.set_xticks(range(1, len(counts) + 1), labels)
+axes.set(xlabel='routed blocks entered', ylabel='entropy of the next token (nats)')
+plt.show()
+print(
+    f'rank correlation {rank_correlation(times_N, seen.entropy_N):+.2f}; '
+    f'{sums["enter_all"]:.1%} of the tokens enter every routed block, '
+    f'{sums["enter_none"]:.1%} enter none'
+)
+
+# %% [markdown]
+# ## Another rule
+#
+# `threshold` lets a token in where its score is above a moving average of the C-th largest score,
+# kept during training: it learns nothing and needs nothing beside the scores. On the same rows:
+
+# %%
+other = routing_record(variables, hparams, batch, 'threshold')
+other_top_RN, other_RN = (
+    side.reshape(len(routed), -1) for side in (other.top_c_BT, other.entered_BT)
+)
+for name, entered_RN, top_RN in (
+    (rule, seen.entered_RN, seen.top_c_RN),
+    ('threshold', other_RN, other_top_RN),
+):
+    for layer, entered_N, top_N in zip(routed, entered_RN, top_RN, strict=True):
+        both, per_row_B = np.sum(entered_N & top_N), entered_N.reshape(-1, length).sum(axis=1)
+        print(
+            f'{name:>9}, layer {layer}: precision {both / max(entered_N.sum(), 1):.1%}, recall '
+            f'{both / top_N.sum():.1%}, {per_row_B.min()} to {per_row_B.max()} tokens of a row'
+        )
+print(f'the two agree on {np.mean(seen.entered_RN == other_RN):.1%} of all decisions')
+
+# %% [markdown]
+# ## One knob changed
+#
+# Twice the capacity, on the same weights: which tokens are next in line? Here top C decides. (The
+# model was not trained for this. To see what training makes of a knob, change `config` above.)
+
+# %%
+capacity = min(1.0, 2 * hparams.model.routing.capacity)
+routing = dataclasses.replace(hparams.model.routing, capacity=capacity)
+wider = dataclasses.replace(hparams, model=dataclasses.replace(hparams.model, routing=routing))
+more = routing_record(variables, wider, batch, 'top_c')
+title = f'top C at capacity {capacity:g} instead of {hparams.model.routing.capacity:g}'
+grid_LT = routing_grid(more, wider, row)
+plot_routing(grid_LT[:, -min(length, 96) :], seen.pieces[end], title, file)
+display(Image(file))
+shutil.rmtree(folder)
