@@ -141,12 +141,11 @@ class StudyRuns:
 
         They end with this process, and a signal to it reaches them.
         """
-        index, count = shard
         environment = os.environ | {_PARENT: str(os.getpid())}
         children = []
         for child in range(processes):
-            # Disjoint from other shards' children, however many processes those have.
-            own = [f'--shard={index + count * child}/{count * processes}', '--processes=1']
+            own = [f'--shard={"/".join(map(str, part_of_shard(shard, child, processes)))}']
+            own += ['--processes=1']
             command = [sys.executable, '-m', 'launch.isoflop', *sys.argv[1:], *own]
             # A group of their own: Ctrl-C comes to them once, through this process.
             children.append(subprocess.Popen(command, env=environment, process_group=0))
@@ -179,6 +178,15 @@ class StudyRuns:
         study_page.write_page(content, self._workdir)
         print(f'look      {self._workdir / "study.html"}')
         return 0
+
+
+def part_of_shard(shard: tuple[int, int], child: int, processes: int) -> tuple[int, int]:
+    """The part of a shard (index, count) that one of its processes trains, as a shard of its own.
+
+    Every run is of exactly one process, however many the hosts of the other shards have.
+    """
+    index, count = shard
+    return index + count * child, count * processes
 
 
 def _status(child):

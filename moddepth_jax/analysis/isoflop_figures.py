@@ -130,13 +130,18 @@ def _strip(strip, axes, study, beside, bits):
         losses, style = np.multiply(size.losses, bits), isoflop_marks.style(study, name)
         if losses.mean() < strip.get_ylim()[1]:
             isoflop_marks.point(strip, place, losses, style)
-            continue
-        edge = strip.get_xaxis_transform()
-        strip.plot([place], [0.97], transform=edge, linewidth=0, **style)
-        text = {'rotation': 90, 'ha': 'center', 'va': 'top', 'fontsize': 7, 'transform': edge}
-        strip.text(place, 0.93, f'{losses.mean():.3f} →', **text)
+        else:
+            _above(strip, place, losses.mean(), style)
     found = ', '.join(dict.fromkeys(size.size for _, size in beside))
     strip.set_xlabel(f'others\n{found}', fontsize=8)
+
+
+def _above(axes, x, value, style):
+    """A mark at the upper edge, and below it the value that lies beyond."""
+    edge = axes.get_xaxis_transform()
+    axes.plot([x], [0.97], transform=edge, linewidth=0, **style)
+    text = {'rotation': 90, 'ha': 'center', 'va': 'top', 'fontsize': 7, 'transform': edge}
+    axes.text(x, 0.93, f'{value:.3f} →', **text)
 
 
 def _parabola(axes, rows, bits, style):
@@ -167,16 +172,20 @@ def _by_flops(study):
     label = study['variants'][isoflop_fit.reference(study)]['label']
     if not budgets:
         return isoflop_marks.sentence(f'No run of "{label}" has finished: nothing to compare with.')
-    figure, panels = _panels(study | {'budgets': budgets}, 3.3, sharey=True)
+    figure, panels = _panels(study | {'budgets': budgets}, 3.3)
     marks = {budget: _relative(study, budget) for budget in budgets}
-    values = [value for at in marks.values() for *_, values in at for value in values]
     sized = [
         name
         for budget in budgets
         for name, rows in isoflop_fit.found(study, budget)
         if _lined(rows)
     ]
+    shown = {name for at in marks.values() for name, *_ in at}
     for axes, _, budget in panels:
+        here = marks[budget]
+        main = [v for name, _, losses in here for v in losses if name in sized or not sized]
+        top = max(main) + 0.1 * np.ptp(main)
+        values = [value for *_, losses in here for value in losses if np.mean(losses) <= top]
         isoflop_marks.log_axis(axes, [x for _, x, _ in marks[budget]], '{:g}'.format)
         for draw_line in (axes.axhline, axes.axvline):
             draw_line(1, color=INK, linewidth=0.9, linestyle='--', alpha=0.8)
@@ -184,11 +193,15 @@ def _by_flops(study):
             mine = [(x, np.mean(losses)) for other, x, losses in marks[budget] if other == name]
             colour = isoflop_marks.style(study, name)['color']
             axes.plot(*np.reshape(mine, (-1, 2)).T, linewidth=1, color=colour, alpha=0.6)
-        isoflop_marks.points(axes, study, marks[budget], (min(values), max(values)), sized)
+        inside = [mark for mark in here if np.mean(mark[2]) <= top]
+        # All in their place: beside it a mark could stand on the other side of the line at 1.
+        isoflop_marks.points(axes, study, inside, (min(values), max(values)), shown)
+        for name, x, losses in here:
+            if np.mean(losses) > top:
+                _above(axes, x, np.mean(losses), isoflop_marks.style(study, name))
     best = 'its best size' if study['kind'] == 'steps' else 'its isoFLOP optimum'
     _name_axes(panels, 'FLOPs of a forward pass, relative', 'held-out loss, causal, relative')
     line = Line2D([], [], color=INK, linewidth=0.9, linestyle='--')
-    shown = {name for at in marks.values() for name, *_ in at}
     isoflop_marks.legend(figure, study, shown, [(line, f'"{label}" at {best} = 1')])
     return figure
 

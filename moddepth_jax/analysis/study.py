@@ -67,6 +67,8 @@ def _check_plan(directory, stored, plan):
     for name in stored | plan:
         was, now = stored.get(name), plan.get(name)
         grown = name in MAY_GROW and set(was or ()) <= set(now or ())
+        if name == 'seeds':  # the first chooses sizes and learning rates
+            grown = grown and was[:1] == now[:1]
         if was != now and not grown:
             more = ' (it may only gain some)' if name in MAY_GROW else ''
             found = f'{name} is {was!r} in its {PLAN_FILE} and {now!r} in this study{more}'

@@ -137,6 +137,24 @@ def test_every_variant_is_a_config():
         )
 
 
+@pytest.mark.parametrize(
+    'control, routed, router',
+    [
+        ('random', 'mod', 'random'),
+        ('position', 'mod', 'position'),
+        ('norm', 'mod', 'norm'),
+        ('random_every_0.5', 'every_0.5', 'random'),
+        ('aux_loss', 'mod', 'learned'),
+    ],
+)
+def test_a_control_differs_from_what_it_controls_by_who_chooses(control, routed, router):
+    changes = [VARIANTS[name].changes for name in (control, routed)]
+    by_whom = {f'model.routing.{knob}' for knob in ('router', 'gate', 'causal_rule')}
+    first, second = ({k: v for k, v in each.items() if k not in by_whom} for each in changes)
+    assert first == second and first['model.routing.capacity'] in (0.125, 0.5)
+    assert changes[0]['model.routing.router'] == router
+
+
 def test_the_nearest_depth():
     assert nearest_depth({1: 10.0, 2: 20.0, 3: 30.0}, 24.0) == 2
     assert nearest_depth({1: 10.0, 2: 20.0}, 15.0) == 1

@@ -110,6 +110,8 @@ def test_a_finished_run_of_other_knobs_is_refused(tmp_path, hparams_of):
     finish(tmp_path, left[0], other, 1.0)
     with pytest.raises(ValueError, match='optimizer.weight_decay is 0.5 in its config.json'):
         study_lib.check_run(tmp_path, left[0], hparams)
+    with pytest.raises(ValueError, match='optimizer.weight_decay'):
+        study_lib.collect(tmp_path, PLAN, TOLD, hparams_of)
     report = dataclasses.replace(hparams.report, sample_tokens=3)
     finish(tmp_path, left[1], dataclasses.replace(hparams_of(left[1]), report=report), 1.0)
     study_lib.check_run(tmp_path, left[1], hparams_of(left[1]))
@@ -121,7 +123,12 @@ def test_a_directory_belongs_to_one_study_which_may_grow(tmp_path):
     plan |= {'seeds': [0, 1]}
     study_lib.open_study(tmp_path / 'new', plan)
     assert study_lib.read_plan(tmp_path / 'new')['seeds'] == [0, 1]
-    for change in ({'seeds': [1]}, {'sizes': ['2x64', '4x64']}, {'config': 'configs/moda.py'}):
+    for change in (
+        {'seeds': [1]},
+        {'seeds': [1, 0]},
+        {'sizes': ['2x64', '4x64']},
+        {'config': 'configs/moda.py'},
+    ):
         with pytest.raises(ValueError, match='use another --workdir') as error:
             study_lib.open_study(tmp_path / 'new', plan | change)
         assert next(iter(change)) in str(error.value)
