@@ -21,7 +21,7 @@ test-all: .venv/installed-test
 	$(VENV_PYTHON) -m pytest -n $(WORKERS) -m ""
 
 # Studies: at equal FLOPs or steps, resumable; see docs/isoflop.md. On two cores the first takes
-# three quarters of an hour, study-long and study-moda half of that.
+# up to an hour, study-long and study-moda about half of that.
 ISOFLOP = $(VENV_PYTHON) -m launch.isoflop
 SEEDS ?= 0,1,2
 PROCESSES ?= 2# runs at a time

@@ -18,7 +18,7 @@
 # compares the best sizes. A larger model takes fewer steps. This notebook shows what a forward pass
 # of a Mixture-of-Depths model costs beside a dense one, and reads a study's figures with you.
 #
-# It trains nothing and takes some seconds. It opens the newest study in `results/cpu/`, or one of
+# It trains nothing and takes some seconds. It opens the first study in `results/cpu/`, or one of
 # yours. Where there is none, it makes up a study from a formula, to have something to draw; it says
 # so, and such numbers mean nothing.
 
@@ -93,7 +93,7 @@ assert forward_flops(models['mod'], 1, length) < forward_flops(models['dense'], 
 folder = pathlib.Path(tempfile.mkdtemp())
 found = sorted(ROOT.glob('results/cpu/**/study.json'))
 if WORKDIR or found:
-    place = pathlib.Path(WORKDIR) if WORKDIR else found[-1].parent
+    place = pathlib.Path(WORKDIR) if WORKDIR else found[0].parent  # study before study-long
     study, origin = read_study(place), f'trained: {place.name}'
 else:
     budgets, sizes, names = (

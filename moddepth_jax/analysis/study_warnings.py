@@ -45,7 +45,7 @@ def _unsound(study):
             f'{len(short)} of {len(runs)} runs have fewer than {SHORT_RUN} steps: they show that '
             'the study works, and no verdict is drawn from them.'
         )
-    void = [row for row in runs if abs(row['routing_gap'] or 0) >= INVALID_GAP]
+    void = [row for row in runs if (row['routing_gap'] or 0) >= INVALID_GAP]
     if void:
         yield (
             f'A routing gap of {INVALID_GAP:g} nats or more makes a run invalid, for its causal '

@@ -105,7 +105,7 @@ class Group(NamedTuple):
         steps = min(row['steps'] for row in self.rows)
         if steps < MIN_STEPS:
             return f'{what} has {steps} steps, {MIN_STEPS} are needed'
-        gap = max(abs(row['routing_gap'] or 0.0) for row in self.rows)
+        gap = max(row['routing_gap'] or 0.0 for row in self.rows)
         if gap >= INVALID_GAP:
             return f'a routing gap of {gap:.2f} nats makes a run of {what} void'
         if self.at_edge:
