@@ -26,7 +26,7 @@ from moddepth_jax.training.plan import resolve_steps
 from moddepth_jax.training.stages import run_flops
 from moddepth_jax.training.summary import num_parameters
 from moddepth_jax.training.train_step import init_state
-from moddepth_jax.training.workdir import open_workdir
+from moddepth_jax.training.workdir import WorkdirLock, open_workdir
 
 ROOT = pathlib.Path(__file__).parents[2]
 STUDY = Study(
@@ -264,6 +264,14 @@ def test_the_plan_comes_first(tmp_path):
     assert not (tmp_path / 'new').exists()
 
 
+def wait_until_free(run):
+    while True:
+        try:
+            return WorkdirLock(run).close()
+        except ValueError:
+            time.sleep(0.2)
+
+
 @pytest.mark.slow
 def test_a_study_that_is_killed_and_started_again_ends_with_the_same_bytes(tmp_path):
     """Really trained, by two processes, of which nothing goes on after the first is killed."""
@@ -277,7 +285,9 @@ def test_a_study_that_is_killed_and_started_again_ends_with_the_same_bytes(tmp_p
     killed.kill()
     killed.communicate()
     assert not (tmp_path / 'killed' / 'study.json').exists()
-    time.sleep(5)  # its children notice
+    time.sleep(3)  # its children notice
+    for run in (tmp_path / 'killed' / 'runs').iterdir():
+        wait_until_free(run)
     again = isoflop(*flags, f'--workdir={tmp_path}/killed', NPROC='1')
     shown, errors = again.communicate(timeout=600)
     assert again.returncode == 0, shown + errors
