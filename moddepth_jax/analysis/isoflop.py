@@ -89,7 +89,8 @@ class Study:
       sizes: LxD, see configs/sizes.py.
       variants: names in VARIANTS.
       seeds: of which the first is used where one has to do.
-      learning_rates: tried with the first variant at the smallest budget; one alone is just used.
+      learning_rates: tried at the smallest budget with `dense`, or without it the first variant; one
+        alone is just used.
     """
 
     kind: str

@@ -18,7 +18,7 @@ RUNS = 'runs'
 DIVERGED_FILE = 'diverged.json'  # in a run's directory: why it has no summary
 CURVE_POINTS = 20
 MAY_GROW = ('budgets', 'variants', 'seeds')  # of a plan: what a later start may add
-MAY_DIFFER = (  # between a finished run and the plan: knobs that no number of it depends on
+MAY_DIFFER = (  # between a finished run and the plan: no result depends on them
     'report',
     'training.log_every',
     'training.checkpoint_every',
