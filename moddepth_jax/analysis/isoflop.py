@@ -89,7 +89,7 @@ class Study:
       sizes: LxD, see configs/sizes.py.
       variants: names in VARIANTS.
       seeds: of which the first is used where one has to do.
-      learning_rates: tried at the smallest budget with `dense`, or without it the first variant; one
+      learning_rates: tried at the smallest budget with `dense`, or else the first variant; one
         alone is just used.
     """
 
