@@ -88,6 +88,7 @@ def get_config() -> ConfigDict:
     data.sequence_length = 256  # T, tokens a row
     data.batch_size = 16  # B, rows a step over all devices
     data.held_out_fraction = 0.05  # of the documents, chosen by the hash of their path
+    data.log_windows = False  # numbers of the windows of each step, to windows-PROCESS.jsonl
 
     optimizer = config.optimizer = ConfigDict()
     optimizer.learning_rate = 3e-3  # peak, reached after the warm-up
@@ -107,6 +108,7 @@ def get_config() -> ConfigDict:
     training.checkpoint_every = 200  # steps between checkpoints; the last step is always saved
     training.keep_checkpoints = 2  # newest ones kept
     training.max_nan_steps = 5  # non-finite steps in a row that end the run; each is skipped
+    training.max_unsharded = 0.1  # share of parameters that fsdp and tensor may leave whole
     training.compilation_cache = True  # keep compiled programs under the user's cache directory
 
     evaluation = config.evaluation = ConfigDict()

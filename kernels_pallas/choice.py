@@ -55,9 +55,9 @@ def choose(implementation: str | None, shapes: Shapes) -> Parts:
     else:
         order = (implementation,)
     refused = {name: _unsupported(name, platform, shapes) for name in order}
-    if implementation is None and jax.device_count() > 1:
+    if implementation is None and jax.device_count() > 1 and not _apart():
         # GSPMD gathers what a kernel reads on every device; asked for by name, they may do so.
-        why = f'{jax.device_count()} devices: kernels are not partitioned'
+        why = f'{jax.device_count()} devices, and no shard_map that gives each its own part'
         refused |= {name: refused[name] or why for name in order if name != 'xla'}
     fitting = [name for name in order if refused[name] is None]
     if not fitting:
@@ -79,6 +79,12 @@ def choose(implementation: str | None, shapes: Shapes) -> Parts:
     if platform != 'cpu' or implementation is not None:
         _log(parts, platform, shapes.num_slots > 0, tuple(against))
     return parts
+
+
+def _apart():
+    """Whether this is traced for one device by itself, inside a shard_map over all axes."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return bool(mesh.manual_axes) and set(mesh.manual_axes) == set(mesh.axis_names)
 
 
 _told = []

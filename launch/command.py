@@ -33,7 +33,9 @@ def run(main, positional: str = ''):
 
     Exit status: 0 where main returned None (an int that it returns is the status); 2 after a bad
     flag or config, a ValueError, or a file that could not be used, told in one line on stderr;
-    130 after Ctrl-C, told in one line; 1 with its traceback for any other exception.
+    130 after Ctrl-C, told in one line; 1 with its traceback for any other exception; 75 where
+    another process of the same run was lost. Where main joined other processes, they end together,
+    and an error that several of them meet is told by one.
 
     Args:
       main: called with the program's name and the positional arguments.
@@ -84,10 +86,42 @@ def prepare_backend():
 
 
 def _call(main, argv):
-    with _errors_in_one_line():
-        if 'print_config' in FLAGS and FLAGS.print_config:
-            return _print_config()
-        return main(argv)
+    try:
+        with _errors_in_one_line(), _as_one_of_several():
+            if 'print_config' in FLAGS and FLAGS.print_config:
+                return _print_config()
+            return main(argv)
+    except Exception as error:
+        if _joined() is None:
+            raise
+        traceback.print_exc()
+        _leave(1, error)
+
+
+def _joined():
+    """The module `processes`, where main has joined other processes by it; else None."""
+    processes = sys.modules.get('moddepth_jax.training.processes')
+    return processes if processes is not None and processes.joined() else None
+
+
+@contextlib.contextmanager
+def _as_one_of_several():
+    """Waits for the other processes at the end of main; ends at once where one of them is lost."""
+    try:
+        yield
+        if processes := _joined():
+            processes.barrier('end of main')
+    except Exception as error:
+        if processes := _joined():
+            processes.leave_if_lost(error)
+        raise
+
+
+def _leave(status, error):
+    """Ends the process after `error`, which has been told."""
+    if processes := _joined():
+        processes.leave(status, error)
+    sys.exit(status)
 
 
 def _print_config():
@@ -95,7 +129,8 @@ def _print_config():
 
 
 def _parse(argv, positional):
-    with _errors_in_one_line():
+    # The processes of a run have the same flags, and the first of them tells what is wrong.
+    with _errors_in_one_line(quiet=os.environ.get('JAX_PROCESS_ID', '0') != '0'):
         if set(_HELP) & set(argv[1 : argv.index('--') if '--' in argv else None]):
             print(_help_text(positional))
             sys.exit(0)
@@ -107,12 +142,12 @@ def _parse(argv, positional):
 
 
 @contextlib.contextmanager
-def _errors_in_one_line():
+def _errors_in_one_line(quiet=False):
     try:
         yield
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         print('interrupted', file=sys.stderr)
-        sys.exit(130)
+        _leave(130, error)
     except BrokenPipeError:  # the reader of our output has gone, as in `... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
         sys.exit(141)
@@ -122,14 +157,15 @@ def _errors_in_one_line():
             raise
         if '--traceback' in sys.argv:
             traceback.print_exc()
-        print('error:', ' '.join(line.split()), file=sys.stderr)
-        sys.exit(2)
+        if not (quiet or getattr(error, 'told_by_another', False)):
+            print('error:', ' '.join(line.split()), file=sys.stderr)
+        _leave(2, error)
     except RuntimeError as error:  # what JAX raises when the device refuses memory
         if 'RESOURCE_EXHAUSTED' not in str(error):
             raise
         remedy = 'lower data.batch_size, raise training.accumulate_steps, or set model.remat=block'
         print(f'error: out of device memory; {remedy}', file=sys.stderr)
-        sys.exit(2)
+        _leave(2, error)
 
 
 def _one_line(error):

@@ -38,7 +38,7 @@ def knob_names(config: ConfigDict, prefix: str = 'config.') -> list[str]:
     names = []
     for name, value in config.items():
         group = isinstance(value, ConfigDict)
-        names += knob_names(value, f'{prefix}{name}.') if group else [prefix + name]
+        names += knob_names(value, f'{prefix}{name}.') if group else [f'{prefix}{name}']
     return names
 
 
@@ -78,13 +78,22 @@ def load(spec: str) -> ConfigDict:
             raise flags.Error(f'{given}: defines no get_config(), which must return a ConfigDict')
         _check_text(module.get_config, given, texts)
         config = module.get_config(*texts)
+        if isinstance(config, ConfigDict):
+            knob_names(config)  # reads every value: a placeholder that is required has none
+    except flags.Error:
+        raise
     except SyntaxError as error:
         raise flags.Error(f'{given}: line {error.lineno}: {error.msg}') from error
     except ValueError as error:
         raise flags.Error(f'{given}: {error}') from error
     except (AttributeError, KeyError, TypeError) as error:
         # ConfigDict raises these for a mistyped or ill-typed knob, so they are the config's.
-        raise flags.Error(f'{given}: {_place(error, path)}{error}') from error
+        raise flags.Error(f'{given}: {_place(error, path)}{_explain(error)}') from error
+    except Exception as error:
+        if isinstance(error, OSError) and error.filename is not None:
+            raise
+        what = f'{type(error).__name__}: {error}'
+        raise flags.Error(f'{given}: {_place(error, path)}{what}') from error
     if not isinstance(config, ConfigDict):
         got = type(config).__name__
         raise flags.Error(f'{given}: get_config() returned {got}, it must return a ConfigDict')
@@ -104,6 +113,21 @@ def _place(error, path):
     calls = traceback.extract_tb(error.__traceback__)
     calls = [call for call in calls if os.path.dirname(call.filename) == folder]
     return f'{os.path.relpath(calls[-1].filename)}:{calls[-1].lineno}: ' if calls else ''
+
+
+def _explain(error):
+    """What ConfigDict says of a bad assignment, in the words of our own checks."""
+    kinds = "<class '(?:.*[.])?(.+)'>"
+    typed = re.match(
+        f"Could not override field '(.+)' [(]reference[)][.] (.*) is of original type {kinds} and "
+        f'cannot be casted to type {kinds}$',
+        str(error),
+        re.DOTALL,
+    )
+    if typed:
+        return f'{typed[1]}={typed[2]}: must be {typed[4]}, not {typed[3]}'
+    missed = re.search('Did you mean "(.+)" instead of "(.+)"[?]', str(error))
+    return f'{missed[2]}: no such knob; did you mean {missed[1]}?' if missed else str(error)
 
 
 def _check_text(get_config, given, texts):

@@ -3,10 +3,15 @@
 python -m launch.evaluate --workdir=runs/mod_isoflop
 python -m launch.evaluate --workdir=runs/mod_isoflop --routing=dense --num_batches=0
 python -m launch.evaluate --workdir=runs/mod_isoflop --data='notes/**/*.txt' --json=notes.json
+python -m launch.evaluate --workdir=runs/moda --mesh=data=2,fsdp=4
+
+On any devices and by any number of processes, whatever the run was trained on: several processes
+that are started with the same command are one, see launch.train.
 """
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import sys
@@ -43,6 +48,12 @@ NUM_BATCHES = flags.DEFINE_integer(
 PER_LAYER = flags.DEFINE_boolean(
     'per_layer', False, 'Also measure the routing gap of each routed block alone.'
 )
+MESH = flags.DEFINE_string(
+    'mesh',
+    '',
+    'Devices by axis, as launch.train takes them. Default: as many, as data, as divide the rows of '
+    'a batch.',
+)
 JSON = flags.DEFINE_string(
     'json', None, 'File for the result; - for stdout, and then nothing else goes there.'
 )
@@ -63,6 +74,7 @@ class _Counted:
 
 def _load_dataset(run):
     from moddepth_jax.data.pipeline import check_fingerprint, make_dataset, make_held_out
+    from moddepth_jax.training import processes
 
     data = run.hparams.data
     if DATA.value is not None:
@@ -79,8 +91,23 @@ def _load_dataset(run):
         check_fingerprint(run.fingerprint, dataset.fingerprint)
     except ValueError as error:
         found = str(error).split(';')[0]
-        print(f'{found}: what is held out now may have been trained on', file=sys.stderr)
+        if processes.is_first():
+            print(f'{found}: what is held out now may have been trained on', file=sys.stderr)
     return dataset
+
+
+def _mesh(hparams):
+    """That of --mesh; a batch is as large as in training, and runs whole, not in micro-batches."""
+    import jax
+
+    from moddepth_jax.training.sharding import check_mesh, make_mesh
+
+    most = math.gcd(hparams.data.batch_size, jax.device_count())
+    alone = jax.process_count() == 1
+    mesh = make_mesh(MESH.value or (f'data={most}' if alone else ''))
+    training = dataclasses.replace(hparams.training, accumulate_steps=1)
+    check_mesh(dataclasses.replace(hparams, training=training), mesh)
+    return mesh
 
 
 def _evaluate(run, dataset, num_batches):
@@ -88,17 +115,13 @@ def _evaluate(run, dataset, num_batches):
     import jax
 
     from moddepth_jax.training.evaluate import evaluate, evaluate_honestly
-    from moddepth_jax.training.sharding import make_mesh, replicated
 
-    hparams = run.hparams_of_stage
-    # A batch is as large as in training, maybe on fewer devices than there are here.
-    mesh = make_mesh(f'data={math.gcd(hparams.data.batch_size, jax.device_count())}')
-    variables = jax.device_put(run.state.variables, replicated(mesh))
+    hparams, mesh = run.hparams_of_stage, run.state.step.sharding.mesh
     passes, num_routed = 1, len(hparams.model.routed_layers)
     if ROUTING.value is None and hparams.model.looks_ahead:
         passes = 2 + (1 + num_routed if PER_LAYER.value else 0)
     with jax.set_mesh(mesh), saved.bar('evaluating', passes * num_batches) as advance:
-        given = (variables, hparams, _Counted(dataset, advance), mesh, num_batches)
+        given = (run.state.variables, hparams, _Counted(dataset, advance), mesh, num_batches)
         if ROUTING.value is None:
             return evaluate_honestly(
                 *given, batches_per_layer=num_batches if PER_LAYER.value else 0
@@ -185,18 +208,26 @@ def _print_report(report, experts):
     line(f'{report["targets"]:,} targets in {batches} of {all_batches} batches{more}')
 
 
-def main(_):
+def _check(run):
+    """Raises ValueError for flags that do not fit the run; returns its dataset."""
     from moddepth_jax.model.transformer import check_routing
-    from moddepth_jax.training.summary import finite
 
-    if PER_LAYER.value and ROUTING.value is not None:
-        raise ValueError('--per_layer: the gap is that of the own causal rule; leave --routing out')
-    run = saved.load(WORKDIR.value)
     if ROUTING.value is not None:
         check_routing(run.hparams, ROUTING.value)
+        if PER_LAYER.value:
+            raise ValueError('--per_layer: the gap is that of the own rule; leave --routing out')
     if PER_LAYER.value and not run.hparams.model.routed_layers:
         raise ValueError('--per_layer: this run is dense, it has no routed block')
-    dataset = _load_dataset(run)
+    return _load_dataset(run)
+
+
+def main(_):
+    from moddepth_jax.training import processes
+    from moddepth_jax.training.summary import finite
+
+    processes.join()
+    run = saved.load(WORKDIR.value, _mesh)
+    dataset = processes.together(lambda: _check(run))
     num_batches = NUM_BATCHES.value
     if num_batches is None:
         num_batches = run.hparams.evaluation.final_batches
@@ -204,8 +235,11 @@ def main(_):
     with contextlib.ExitStack() as stack:
         file = sys.stdout
         if JSON.value not in (None, '-'):  # opened first: a bad path shows before the evaluation
-            file = stack.enter_context(open(JSON.value, 'w', encoding='utf-8'))
+            opened = functools.partial(open, JSON.value, 'w', encoding='utf-8')
+            file = processes.on_first(lambda: stack.enter_context(opened()))
         result = _evaluate(run, dataset, num_batches)
+        if not processes.is_first():
+            return
         report = _report(run, dataset, num_batches, result)
         if JSON.value:
             print(json.dumps(finite(report), indent=2, allow_nan=False), file=file)

@@ -3,10 +3,15 @@
 python -m launch.generate --workdir=runs/mod_isoflop --prompt='def '
 python -m launch.generate --workdir=runs/mod_isoflop --prompt='def ' --prompt='class ' \\
     --max_tokens=100 --temperature=0.8 --top_p=0.95 --num_samples=3
+python -m launch.generate --workdir=runs/moda --mesh=fsdp=2,tensor=4
+
+A model that does not fit one device needs --mesh, or several processes that are started with the
+same command, see launch.train; the devices that it was trained on do not matter.
 """
 
 import codecs
 import contextlib
+import dataclasses
 import os
 import sys
 import time
@@ -41,6 +46,13 @@ ROUTING = flags.DEFINE_string(
     None,
     'Who enters the routed blocks: aux_loss, predictor, threshold or dense. Default: the rule '
     'that the run was trained for.',
+)
+MESH = flags.DEFINE_string(
+    'mesh',
+    None,
+    'Devices by axis, as launch.train takes them. Default: the first device alone, for a text is '
+    'one row, which further ones along data would only repeat; of several processes all devices, '
+    'as data.',
 )
 DEFAULT_TOKENS = 200
 
@@ -114,40 +126,63 @@ def _describe(result, steps, seconds):
     return ', '.join(parts)
 
 
-def main(_):
-    from moddepth_jax.data.tokenizer import make_tokenizer
-    from moddepth_jax.inference.generate import generate
+def _mesh(hparams):
+    """That of --mesh, or of the devices of several processes. Rows need not divide over it."""
+    from moddepth_jax.training.sharding import check_mesh, make_mesh
 
-    run = saved.load(WORKDIR.value)
-    hparams = run.hparams_of_stage
-    tokenizer = make_tokenizer(hparams.data.tokenizer)
+    mesh = make_mesh(MESH.value or '')
+    data = dataclasses.replace(hparams.data, batch_size=mesh.size)
+    training = dataclasses.replace(hparams.training, accumulate_steps=1)
+    check_mesh(dataclasses.replace(hparams, data=data, training=training), mesh)
+    return mesh
+
+
+def _request(run, tokenizer):
+    """What `generate` takes beside the model; raises ValueError where it would."""
+    from moddepth_jax.inference.generate import check_request
+
     prompts = [
         [tokenizer.separator, *map(int, tokenizer.encode(os.fsencode(text)))]
         for text in PROMPT.value
     ]
     num_tokens = MAX_TOKENS.value
     if num_tokens is None:
-        left = hparams.data.sequence_length - max(map(len, prompts))
+        left = run.hparams.data.sequence_length - max(map(len, prompts))
         num_tokens = max(1, min(DEFAULT_TOKENS, left))
-    single = len(prompts) * NUM_SAMPLES.value == 1
-    stream = _Stream() if single else None
+    request = {
+        'prompts': prompts,
+        'num_tokens': num_tokens,
+        'temperature': TEMPERATURE.value,
+        'top_p': TOP_P.value,
+        'seed': SEED.value,
+        'num_samples': NUM_SAMPLES.value,
+        'routing': ROUTING.value,
+    }
+    check_request(run.hparams, **request)
+    return request
+
+
+def _write(run):
+    """Generates, and as process 0 prints, while the text grows if there is one alone."""
+    from moddepth_jax.data.tokenizer import make_tokenizer
+    from moddepth_jax.inference.generate import generate
+    from moddepth_jax.training import processes
+
+    hparams = run.hparams_of_stage
+    tokenizer = make_tokenizer(hparams.data.tokenizer)
+    request = processes.together(lambda: _request(run, tokenizer))
+    single = len(PROMPT.value) * NUM_SAMPLES.value == 1
+    first, num_tokens = processes.is_first(), request['num_tokens']
+    stream = _Stream() if single and first else None
     bar = contextlib.nullcontext(lambda: None) if single else saved.bar('writing', num_tokens)
     begin = time.monotonic()
     with bar as advance:
-        steps = _Steps(tokenizer, prompts[0], stream, advance)
+        steps = _Steps(tokenizer, request['prompts'][0], stream, advance)
         result = generate(
-            run.state.variables,
-            hparams,
-            prompts,
-            num_tokens,
-            temperature=TEMPERATURE.value,
-            top_p=TOP_P.value,
-            seed=SEED.value,
-            num_samples=NUM_SAMPLES.value,
-            routing=ROUTING.value,
-            tokenizer=tokenizer,
-            on_tokens=steps,
+            run.state.variables, hparams, **request, tokenizer=tokenizer, on_tokens=steps
         )
+    if not first:
+        return
     seconds = time.monotonic() - begin
     texts = [tokenizer.decode(row) for row in result.tokens]
     if single:
@@ -155,6 +190,20 @@ def main(_):
     else:
         _print_rows(texts)
     print(_describe(result, steps, seconds), file=sys.stderr)
+
+
+def main(_):
+    import jax
+
+    from moddepth_jax.training import processes
+
+    processes.join()
+    if MESH.value is None and not processes.joined():
+        _write(saved.load(WORKDIR.value))
+        return
+    run = saved.load(WORKDIR.value, _mesh)
+    with jax.set_mesh(run.state.step.sharding.mesh):
+        _write(run)
 
 
 if __name__ == '__main__':

@@ -5,18 +5,27 @@ import functools
 import sys
 
 
-def load(workdir: str):
-    """The SavedRun of `workdir`; what there is to note about it goes to stderr.
+def load(workdir: str, mesh_of=None):
+    """The SavedRun of `workdir`; what there is to note about it goes to stderr, by process 0.
+
+    Args:
+      workdir: of the run.
+      mesh_of: from its hyper-parameters to the mesh for its state; None: it goes to one device.
 
     Raises:
-      ValueError: as `load_run` says.
+      ValueError: as `load_run` says, or of `mesh_of`.
     """
+    from moddepth_jax.training import processes
     from moddepth_jax.training.progress import printable
-    from moddepth_jax.training.saved_run import load_run
+    from moddepth_jax.training.saved_run import load_run, read_hparams
 
-    run = load_run(workdir)
-    for note in run.notes:
-        print(printable(note), file=sys.stderr)
+    mesh = None
+    if mesh_of is not None:
+        mesh = processes.together(lambda: mesh_of(read_hparams(workdir)[0]))
+    run = load_run(workdir, mesh)
+    if processes.is_first():
+        for note in run.notes:
+            print(printable(note), file=sys.stderr)
     keep_compiled(run.hparams)
     return run
 
@@ -34,9 +43,11 @@ def keep_compiled(hparams):
 
 @contextlib.contextmanager
 def bar(what: str, total: int):
-    """A bar on stderr, if that is a terminal; yields a function that moves it one on."""
+    """A bar on stderr of process 0, if that is a terminal; yields a function that moves it on."""
     import rich.console
     import rich.progress
+
+    from moddepth_jax.training import processes
 
     console = rich.console.Console(stderr=True)
     columns = (
@@ -45,6 +56,7 @@ def bar(what: str, total: int):
         rich.progress.MofNCompleteColumn(),
         rich.progress.TimeRemainingColumn(),
     )
-    shown = {'console': console, 'transient': True, 'disable': not console.is_terminal}
+    hidden = not (console.is_terminal and processes.is_first())
+    shown = {'console': console, 'transient': True, 'disable': hidden}
     with rich.progress.Progress(*columns, **shown) as progress:
         yield functools.partial(progress.advance, progress.add_task(what, total=total))

@@ -3,8 +3,14 @@
 python -m launch.train --config=configs/mod_isoflop.py
 python -m launch.train --config=configs/mod_isoflop.py:size=8x192,budget=1e14 --workdir=runs/big
 python -m launch.train --config=configs/tiny.py --config.model.num_layers=4
+python -m launch.train --config=configs/moda.py --mesh=data=2,fsdp=2,tensor=2
+python -m launch.train --config=configs/moda_1b5.py --mesh=data=8,fsdp=32 --dry_run
+
+Several processes that are started with the same command are one run: by SLURM, by
+JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or by launch.local.
 """
 
+import dataclasses
 import pathlib
 import signal
 
@@ -15,27 +21,65 @@ from launch import command, saved
 CONFIG = command.define_config()
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run. Default: runs/NAME.')
 MESH = flags.DEFINE_string(
-    'mesh', '', 'Devices by axis, such as data=4 or data=2,expert=4. Default: all, as data.'
+    'mesh',
+    '',
+    'Devices by axis, such as data=4 or data=2,fsdp=4. data splits the rows of a batch; fsdp the '
+    'rows too, and parameters where they lie; tensor heads, d_ff and vocabulary; expert experts '
+    'and rows. An axis that is left out has size 1. Default: all devices, as data.',
+)
+DRY_RUN = flags.DEFINE_boolean(
+    'dry_run',
+    False,
+    'Compile the train step for --mesh of fake devices, print memory, FLOPs and collectives, exit.',
 )
 
 
 def main(_):
-    import jax
+    from moddepth_jax.training import processes
 
-    from moddepth_jax.analysis.report import prompt_tokens, write_report
-    from moddepth_jax.data.tokenizer import make_tokenizer
-    from moddepth_jax.hparams import from_config
-    from moddepth_jax.training.loop import train
+    if DRY_RUN.value:
+        from launch import dry_run
 
-    hparams = from_config(CONFIG.value)
-    prompt_tokens(hparams, make_tokenizer(hparams.data.tokenizer))
+        return dry_run.run(_hparams(), MESH.value)
+    processes.join()
+    hparams = processes.together(_hparams)
     saved.keep_compiled(hparams)
     workdir = WORKDIR.value or pathlib.Path('runs') / command.config_name()
+    return _train(hparams, workdir)
+
+
+def _hparams():
+    """Of --config, if the report at the end can be written with them."""
+    from moddepth_jax.analysis.report import prompt_tokens
+    from moddepth_jax.data.tokenizer import make_tokenizer
+    from moddepth_jax.hparams import from_config
+    from moddepth_jax.training.plan import check_vocabulary
+
+    hparams = from_config(CONFIG.value)
+    tokenizer = make_tokenizer(hparams.data.tokenizer)
+    check_vocabulary(hparams, tokenizer)
+    prompt_tokens(hparams, tokenizer)
+    return hparams
+
+
+def _train(hparams, workdir):
+    import jax
+
+    from moddepth_jax.analysis.report import write_report
+    from moddepth_jax.training import leaves, processes
+    from moddepth_jax.training.loop import train
+
     run = train(hparams, workdir, MESH.value)
     if run.signal is not None:
         return 128 + signal.Signals[run.signal]
-    with jax.set_mesh(run.state.step.sharding.mesh):
-        write_report(run)
+    if not processes.joined():
+        with jax.set_mesh(run.state.step.sharding.mesh):
+            write_report(run)
+        return 0
+    # Process 0 writes it alone, on one device, which has to hold the model.
+    of_model = {'params': run.state.params, 'averages': run.state.averages}
+    state = run.state.replace(**jax.tree.map(leaves.whole, of_model))
+    processes.on_first(lambda: write_report(dataclasses.replace(run, state=state)))
     return 0
 
 

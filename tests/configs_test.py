@@ -18,7 +18,7 @@ from moddepth_jax.data.tokenizer import make_tokenizer
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model.flops import train_step_flops
 from moddepth_jax.training.plan import check_vocabulary, resolve_steps
-from moddepth_jax.training.sharding import check_batch
+from moddepth_jax.training.sharding import check_batch, make_mesh
 from moddepth_jax.training.train_step import init_state, train_step
 
 FOLDER = pathlib.Path(base.__file__).parent
@@ -100,8 +100,7 @@ def test_an_experiment_passes_the_checks_of_a_run(name):
     tokenizer = make_tokenizer(hparams.data.tokenizer)
     check_vocabulary(hparams, tokenizer)
     assert prompt_tokens(hparams, tokenizer)
-    mesh = jax.sharding.AbstractMesh((1,), ('data',))
-    check_batch(mesh, hparams.data.batch_size, hparams.training.accumulate_steps)
+    check_batch(make_mesh('data=1'), hparams.data.batch_size, hparams.training.accumulate_steps)
 
 
 @pytest.mark.parametrize('arguments', ARGUMENTS)

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from moddepth_jax.hparams import from_config
+from moddepth_jax.hparams import from_config, unknown_knobs
 
 NAN, INFINITE = float('nan'), float('inf')
 NOT_POSITIVE = [0, -1]
@@ -21,7 +21,7 @@ BAD_VALUES = {
     'model.norm_placement': ['', 'Pre', 'prenorm'],
     'model.norm_eps': [0.0, -1e-6, NAN, INFINITE],
     'model.qk_norm': ['heads'],
-    'model.rope_theta': [0.0, -1.0, NAN, INFINITE],
+    'model.rope_theta': [0.0, -1.0, 0.5, NAN, INFINITE],
     'model.windows': [(), (-1,), (0, 8, -8)],
     'model.init_std': [0.0, -0.02, NAN, INFINITE],
     'model.embedding_init_std': [0.0, -0.02, NAN, INFINITE],
@@ -69,14 +69,14 @@ BAD_VALUES = {
     'data.source': ['', '  '],
     'data.tokenizer': ['byte'],
     'data.sequence_length': NOT_POSITIVE,
-    'data.batch_size': NOT_POSITIVE,
+    'data.batch_size': [*NOT_POSITIVE, 2**26],
     'data.held_out_fraction': [0.0, 1.0, -0.1, 1.5, NAN],
     'optimizer.learning_rate': [0.0, -1e-3, NAN, INFINITE],
     'optimizer.final_fraction': [-0.1, 1.5, NAN],
     'optimizer.warmup_fraction': [-0.1, 1.5, NAN],
     'optimizer.b1': [-0.1, 1.0, NAN],
     'optimizer.b2': [-0.1, 1.0, NAN],
-    'optimizer.eps': [-1e-8, NAN, INFINITE],
+    'optimizer.eps': [0.0, -1e-8, NAN, INFINITE],
     'optimizer.weight_decay': [-0.1, NAN, INFINITE],
     'optimizer.clip_norm': [-1.0, NAN, INFINITE],
     'optimizer.z_loss': [-1.0, NAN, INFINITE],
@@ -86,9 +86,11 @@ BAD_VALUES = {
     'training.checkpoint_every': NOT_POSITIVE,
     'training.keep_checkpoints': NOT_POSITIVE,
     'training.max_nan_steps': NOT_POSITIVE,
+    'training.max_unsharded': [-0.1, 1.5, NAN],
     'evaluation.every': [-1],
     'evaluation.num_batches': NOT_POSITIVE,
     'evaluation.final_batches': NOT_POSITIVE,
+    'report.prompt': ['\ud800', 'a\udcff'],
     'report.sample_tokens': NOT_POSITIVE,
     'report.heatmap_tokens': NOT_POSITIVE,
     'report.temperature': [-0.5, NAN, INFINITE],
@@ -103,8 +105,8 @@ FREE = {
     'model.experts.layers',
     'model.routing.layers',
     'data.text_field',
+    'data.log_windows',
     'training.compilation_cache',
-    'report.prompt',
 }
 NO_LAYERS = [
     *('every:0', 'every:8', 'every:-2', 'every', 'every:two', 'every:2:3', 'evry:2', ''),
@@ -172,6 +174,49 @@ def test_wrong_type_is_named(tiny_config):
             message = refusal(config)
             assert field in message and repr(wrong) in message
             assert type(item).__name__ in message
+
+
+def test_numbers_that_32_bits_do_not_hold_are_refused(tiny_config):
+    """Too large for an int32 or a float32, or for a float of Python: each by name and value."""
+    for field, value in leaves(tiny_config()):
+        item = value[0] if isinstance(value, tuple) else value
+        large = {int: [2**32, 10**400], float: [1e39, 10**400]}.get(type(item), [])
+        for wrong in large:
+            config = tiny_config().to_dict()
+            group_of(config, field)[field.split('.')[-1]] = wrong
+            message = refusal(config)
+            assert field in message and (repr(wrong) in message or f'{float(wrong):g}' in message)
+
+
+@pytest.mark.parametrize(
+    ('field', 'value'),
+    [
+        *((f'model.{name}', 1e-46) for name in ('norm_eps', 'init_std', 'embedding_init_std')),
+        ('model.experts.route_scale', 1e-46),
+        ('model.routing.capacity', 1e-46),
+        ('optimizer.learning_rate', 1e-46),
+        ('optimizer.eps', 1e-46),
+        ('report.top_p', 1e-46),
+        ('optimizer.b1', 1 - 1e-9),
+        ('optimizer.b2', 1 - 1e-9),
+        ('model.routing.threshold_decay', 1 - 1e-9),
+        ('model.experts.threshold_decay', 1 - 1e-9),
+    ],
+)
+def test_an_end_that_is_left_out_is_so_in_float32(field, value, tiny_config):
+    """What float32 rounds to 0 or to 1 is refused where that end is: it would divide by zero."""
+    message = refusal(tiny_config(**{field: value}))
+    assert f'{field}={value!r}' in message and 'float32' in message
+    from_config(tiny_config(**{field: 1e-30 if value < 0.5 else 0.9999999}))
+
+
+def test_sizes_are_bounded_before_anything_is_shaped(tiny_config):
+    """So many layers that naming them takes minutes, or an axis whose product overflows."""
+    for field in ('vocab_size', 'd_model', 'd_ff', 'num_heads', 'head_dim'):
+        assert 'at most 1048576' in refusal(tiny_config(**{f'model.{field}': 2**20 + 2}))
+    assert 'at most 10000' in refusal(tiny_config(**{'model.num_layers': 10**6}))
+    message = refusal(tiny_config(**{'data.sequence_length': 2**30}))
+    assert 'data.batch_size=4' in message and f'data.sequence_length={2**30}' in message
 
 
 @pytest.mark.parametrize(
@@ -276,3 +321,12 @@ def test_pattern_without_layers_is_refused(layers, tiny_config):
     knobs = {'model.num_layers': 7, 'model.routing.router': 'learned'}
     message = refusal(tiny_config(**knobs, **{'model.routing.layers': layers}))
     assert 'model.routing.layers' in message and repr(layers) in message and 'every:N' in message
+
+
+def test_unknown_knobs_are_listed_with_their_values(tiny_config):
+    """Knobs and groups that this version does not have, wherever they stand; none of its own."""
+    config = dataclasses.asdict(from_config(tiny_config()))
+    assert unknown_knobs(config) == {}
+    config['model']['experts']['later'], config['later'] = 1, {'knob': 2}
+    config['model']['depth'] = 5
+    assert unknown_knobs(config) == {'model.experts.later': 1, 'later': {'knob': 2}}

@@ -20,9 +20,11 @@ CURVE_POINTS = 20
 MAY_GROW = ('budgets', 'variants', 'seeds')  # of a plan: what a later start may add
 MAY_DIFFER = (  # between a finished run and the plan: no result depends on them
     'report',
+    'data.log_windows',
     'training.log_every',
     'training.checkpoint_every',
     'training.keep_checkpoints',
+    'training.max_unsharded',
     'training.compilation_cache',
     'evaluation.every',
     'evaluation.num_batches',

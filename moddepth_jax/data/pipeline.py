@@ -10,6 +10,7 @@ from moddepth_jax.data.tokenizer import Tokenizer, make_tokenizer
 from moddepth_jax.hparams import DataHparams
 
 IGNORED_LABEL = -100
+ALL_ROWS = slice(None)
 HELD_OUT_SEED = 0  # of the order of held-out windows, the same for every run
 
 
@@ -73,7 +74,7 @@ def _windows(documents, tokenizer, length, part):
     """Window numbers of the documents' stream, and the function that cuts a batch of them."""
     stream = token_stream(documents, tokenizer)
     # Grain moves window numbers and the batch is cut out at once: half the time of moving rows and
-    # stacking them.
+    # stacking them. And a process can cut its own rows alone.
     numbers = grain.MapDataset.range(_num_windows(stream, length, part))
     return numbers, lambda i: window_batch(stream, i, length, tokenizer.separator)
 
@@ -121,12 +122,11 @@ class Dataset(HeldOut):
 
     def __init__(self, data: DataHparams, seed: int, corpus: Corpus):
         tokenizer = make_tokenizer(data.tokenizer)
-        train, cut = _windows(corpus.train, tokenizer, data.sequence_length, 'training')
+        train, self._cut = _windows(corpus.train, tokenizer, data.sequence_length, 'training')
         super().__init__(data, corpus)
         # Grain seeds epoch e with seed + e, so neighbouring seeds would share epochs.
         shuffle_seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
-        shuffled = train.shuffle(seed=shuffle_seed).repeat()
-        self._train = shuffled.batch(self._batch_size, batch_fn=cut)
+        self._train = train.shuffle(seed=shuffle_seed).repeat()
         self.num_train_windows = len(train)
         self.fingerprint = {
             'corpus_sha256': corpus.sha256,
@@ -140,8 +140,8 @@ class Dataset(HeldOut):
         if corpus.packages:
             self.fingerprint['packages'] = ' '.join(corpus.packages)
 
-    def train_batch(self, step: int) -> dict[str, np.ndarray]:
-        """The batch of `step` (from 0): `tokens_BT`, `labels_BT`, `segment_ids_BT`, int32.
+    def train_windows(self, step: int, rows: slice = ALL_ROWS) -> list[int]:
+        """Numbers of the windows that are rows `rows` of the batch of `step` (from 0).
 
         A pure function of the step: each epoch visits every window once, in an order of its own,
         and batches run on across epochs. Raises ValueError for a negative step.
@@ -149,7 +149,16 @@ class Dataset(HeldOut):
         step = operator.index(step)
         if step < 0:
             raise ValueError(f'step={step}: must be 0 or more')
-        return self._train[step]
+        first = step * self._batch_size
+        return [int(self._train[first + row]) for row in range(self._batch_size)[rows]]
+
+    def train_batch(self, step: int, rows: slice = ALL_ROWS) -> dict[str, np.ndarray]:
+        """Rows `rows` of the batch of `step`: `tokens_BT`, `labels_BT`, `segment_ids_BT`, int32.
+
+        A pure function of the step, as `train_windows` says, and of no row but those asked for.
+        Raises ValueError for a negative step.
+        """
+        return self._cut(self.train_windows(step, rows))
 
     def epochs(self, step: int) -> float:
         """Passes over the training windows that the batches before `step` make."""

@@ -1,7 +1,12 @@
 """Checks of single knobs; each raises a ValueError of one line."""
 
 import difflib
-import math
+
+MAX_INT = 2**31 - 1
+MAX_FLOAT = 3e38  # float32, as the two below
+MIN_FLOAT = 1.2e-38
+BELOW_ONE = 1 - 2**-24
+MAX_SIZE = 2**20  # of an axis: no product of three, in bytes, leaves 64 bits
 
 
 def refuse(field, value, right):
@@ -17,14 +22,43 @@ def one_of(field, value, choices):
         refuse(field, value, f'must be one of {", ".join(choices)}{hint}')
 
 
-def positive(field, value, minimum=1):
-    """Refuses a number below `minimum`, infinity and NaN."""
-    if not value >= minimum or value == math.inf:
+def positive(field, value, minimum=1, maximum=None):
+    """Refuses a number below `minimum` or above `maximum`, infinity and NaN.
+
+    Without a maximum it is what 32 bits hold: arrays count in int32, and compute in float32.
+    """
+    if maximum is None:
+        maximum = MAX_FLOAT if isinstance(value, float) else MAX_INT
+    if not value >= minimum:
         refuse(field, value, f'must be {minimum} or more')
+    if value > maximum:
+        refuse(field, value, f'must be at most {maximum}')
+
+
+def size(field, value):
+    """Refuses an axis of an array that is empty, or so long that its product overflows."""
+    positive(field, value, maximum=MAX_SIZE)
+
+
+def above_zero(field, value):
+    """Refuses a float that is not above 0, also after float32 has rounded it, or is too large."""
+    if not value >= MIN_FLOAT:
+        refuse(field, value, f'must be above 0{_rounded(value > 0)}')
+    positive(field, value, 0)
 
 
 def fraction(field, value, zero=True, one=True):
-    """Refuses a number outside [0, 1], or without the ends that are switched off."""
+    """Refuses a number outside [0, 1], or without the ends that are switched off.
+
+    An end that is switched off is refused too where float32 would round to it.
+    """
     low, high = value >= 0 if zero else value > 0, value <= 1 if one else value < 1
+    right = f'must lie in {"[" if zero else "("}0, 1{"]" if one else ")"}'
     if not (low and high):
-        refuse(field, value, f'must lie in {"[" if zero else "("}0, 1{"]" if one else ")"}')
+        refuse(field, value, right)
+    if not ((zero or value >= MIN_FLOAT) and (one or value <= BELOW_ONE)):
+        refuse(field, value, right + _rounded(True))
+
+
+def _rounded(close):
+    return ', in float32 too' if close else ''

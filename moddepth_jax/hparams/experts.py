@@ -1,9 +1,16 @@
 """Hyper-parameters of mixtures of experts: who chooses whom, by which scores, with which limits."""
 
 import dataclasses
-import math
 
-from moddepth_jax.hparams.checks import fraction, one_of, positive, refuse
+from moddepth_jax.hparams.checks import (
+    MAX_SIZE,
+    above_zero,
+    fraction,
+    one_of,
+    positive,
+    refuse,
+    size,
+)
 from moddepth_jax.hparams.routing import parse_layers
 
 # Implementations of model.grouped_product; `auto`: the platform's own.
@@ -46,12 +53,13 @@ class ExpertsHparams:
         one_of(name + 'scores', self.scores, ('softmax', 'sigmoid'))
         one_of(name + 'product', self.product, PRODUCTS)
         for field in ('num_routed', 'top_k', 'd_ff'):
-            positive(name + field, getattr(self, field))
-        for field in ('num_shared', 'num_noop', 'row_capacity', 'balance_weight', 'z_loss'):
+            size(name + field, getattr(self, field))
+        for field in ('num_shared', 'num_noop'):
+            positive(name + field, getattr(self, field), 0, MAX_SIZE)
+        for field in ('row_capacity', 'balance_weight', 'z_loss'):
             positive(name + field, getattr(self, field), 0)
         fraction(name + 'threshold_decay', self.threshold_decay, one=False)
-        if not 0 < self.route_scale < math.inf:
-            refuse(name + 'route_scale', self.route_scale, 'must be above 0')
+        above_zero(name + 'route_scale', self.route_scale)
         if self.choice == 'none':
             return
         if self.top_k > self.num_choices:

@@ -5,7 +5,7 @@ import difflib
 import math
 import typing
 
-from moddepth_jax.hparams.checks import refuse
+from moddepth_jax.hparams.checks import MAX_FLOAT, refuse
 from moddepth_jax.hparams.run import Hparams
 
 
@@ -22,7 +22,10 @@ def _convert(field, value, wanted):
         values = value if isinstance(value, (tuple, list)) else (value,)
         return tuple(_convert(field, item, typing.get_args(wanted)[0]) for item in values)
     if wanted is float and type(value) is int:
-        value = float(value)
+        try:
+            value = float(value)
+        except OverflowError:
+            refuse(field, value, f'must be at most {MAX_FLOAT}')
     if type(value) is not wanted:
         refuse(field, value, f'must be {wanted.__name__}, not {type(value).__name__}')
     if wanted is float and math.isnan(value):
@@ -35,13 +38,14 @@ def _build(cls, values, prefix=''):
         refuse(prefix.rstrip('.'), values, 'must be a group of knobs')
     types = typing.get_type_hints(cls)
     for name, value in values.items():
+        name = str(name)
         if name in getattr(cls, 'NOT_BUILT', ()):
             refuse(prefix + name, value, cls.NOT_BUILT[name])
         if name not in types:
             refuse(prefix + name, value, f'no such knob; {_nearest(name, list(types))}')
     for name in types:
         if name not in values:
-            raise ValueError(f'{prefix}{name}: missing; start from configs/base.py')
+            raise ValueError(f'{prefix}{name}: missing; all knobs of configs/base.py must be there')
     return cls(**{name: _convert(prefix + name, values[name], types[name]) for name in types})
 
 
@@ -53,3 +57,14 @@ def from_config(config) -> Hparams:
         or missing knob, a wrong type, a value out of range, or sizes that do not divide.
     """
     return _build(Hparams, config)
+
+
+def unknown_knobs(config: dict, cls=Hparams, prefix: str = '') -> dict:
+    """What nested dicts hold that this version has no knob for: value by dotted name."""
+    types, unknown = typing.get_type_hints(cls), {}
+    for name, value in config.items():
+        if name not in types:
+            unknown[prefix + name] = value
+        elif dataclasses.is_dataclass(types[name]) and isinstance(value, dict):
+            unknown |= unknown_knobs(value, types[name], f'{prefix}{name}.')
+    return unknown

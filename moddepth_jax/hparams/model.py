@@ -1,15 +1,15 @@
 """Hyper-parameters of the transformer."""
 
 import dataclasses
-import math
 
-from moddepth_jax.hparams.checks import one_of, positive, refuse
+from moddepth_jax.hparams.checks import MAX_INT, above_zero, one_of, positive, refuse, size
 from moddepth_jax.hparams.depth import DepthHparams
 from moddepth_jax.hparams.experts import ExpertsHparams
 from moddepth_jax.hparams.routing import RoutingHparams
 
 # Implementations of kernels_pallas.depth_attention; `auto`: what fits the platform and the shapes.
 ATTENTION = ('auto', 'reference', 'xla', 'pallas', 'mosaic_gpu', 'mosaic_gpu_fused')
+MAX_LAYERS = 10_000  # each is looked at by name before anything is compiled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,24 +43,25 @@ class ModelHparams:
     routing: RoutingHparams
 
     def __post_init__(self):
-        for field in ('vocab_size', 'num_layers', 'd_model', 'd_ff', 'num_heads', 'num_kv_heads'):
-            positive(f'model.{field}', getattr(self, field))
+        positive('model.num_layers', self.num_layers, maximum=MAX_LAYERS)
+        for field in ('vocab_size', 'd_model', 'd_ff', 'num_heads', 'num_kv_heads', 'head_dim'):
+            size(f'model.{field}', getattr(self, field))
         if self.num_heads % self.num_kv_heads:
             right = f'must divide model.num_heads={self.num_heads}'
             refuse('model.num_kv_heads', self.num_kv_heads, right)
-        if self.head_dim < 2 or self.head_dim % 2:
-            refuse('model.head_dim', self.head_dim, 'must be even and positive: RoPE turns halves')
+        if self.head_dim % 2:
+            refuse('model.head_dim', self.head_dim, 'must be even: RoPE turns halves')
         one_of('model.norm_placement', self.norm_placement, ('pre', 'post', 'reordered'))
         one_of('model.qk_norm', self.qk_norm, ('none', 'head', 'full'))
         one_of('model.dtype', self.dtype, ('float32', 'bfloat16', 'float64'))
         one_of('model.attention', self.attention, ATTENTION)
         one_of('model.layer_loop', self.layer_loop, ('scan', 'unrolled'))
         one_of('model.remat', self.remat, ('block', 'none'))
-        if not self.windows or any(window < 0 for window in self.windows):
-            refuse('model.windows', self.windows, 'must hold sizes of 0 (no window) or more')
-        for field in ('norm_eps', 'rope_theta', 'init_std', 'embedding_init_std'):
-            if not 0 < getattr(self, field) < math.inf:
-                refuse(f'model.{field}', getattr(self, field), 'must be above 0')
+        if not self.windows or not all(0 <= window <= MAX_INT for window in self.windows):
+            refuse('model.windows', self.windows, 'must hold sizes from 0 (no window) to 2**31 - 1')
+        positive('model.rope_theta', self.rope_theta)  # below 1, its frequencies would rise
+        for field in ('norm_eps', 'init_std', 'embedding_init_std'):
+            above_zero(f'model.{field}', getattr(self, field))
         self.routing.routed_layers(self.num_layers)
         self._check_depth()
         if self.experts.choice != 'none':

@@ -1,9 +1,8 @@
 """Hyper-parameters of a run: data, optimizer, training, evaluation, report; and all of it."""
 
 import dataclasses
-import math
 
-from moddepth_jax.hparams.checks import fraction, one_of, positive, refuse
+from moddepth_jax.hparams.checks import MAX_INT, above_zero, fraction, one_of, positive, refuse
 from moddepth_jax.hparams.model import ModelHparams
 from moddepth_jax.hparams.routing import Stage
 
@@ -18,6 +17,7 @@ class DataHparams:
     sequence_length: int
     batch_size: int
     held_out_fraction: float
+    log_windows: bool
 
     def __post_init__(self):
         if not self.source.strip():
@@ -26,6 +26,9 @@ class DataHparams:
         one_of('data.tokenizer', self.tokenizer, ('bytes',))
         positive('data.sequence_length', self.sequence_length)
         positive('data.batch_size', self.batch_size)
+        if self.batch_size * self.sequence_length > MAX_INT:
+            right = f'and data.sequence_length={self.sequence_length} must give below 2**31 tokens'
+            refuse('data.batch_size', self.batch_size, right)
         fraction('data.held_out_fraction', self.held_out_fraction, zero=False, one=False)
 
 
@@ -44,13 +47,13 @@ class OptimizerHparams:
     z_loss: float
 
     def __post_init__(self):
-        if not 0 < self.learning_rate < math.inf:
-            refuse('optimizer.learning_rate', self.learning_rate, 'must be above 0')
+        above_zero('optimizer.learning_rate', self.learning_rate)
+        above_zero('optimizer.eps', self.eps)  # where all gradients were 0, it alone divides
         fraction('optimizer.final_fraction', self.final_fraction)
         fraction('optimizer.warmup_fraction', self.warmup_fraction)
         fraction('optimizer.b1', self.b1, one=False)
         fraction('optimizer.b2', self.b2, one=False)
-        for field in ('eps', 'weight_decay', 'clip_norm', 'z_loss'):
+        for field in ('weight_decay', 'clip_norm', 'z_loss'):
             positive(f'optimizer.{field}', getattr(self, field), 0)
 
 
@@ -64,6 +67,7 @@ class TrainingHparams:
     checkpoint_every: int
     keep_checkpoints: int
     max_nan_steps: int
+    max_unsharded: float
     compilation_cache: bool
 
     def __post_init__(self):
@@ -72,6 +76,7 @@ class TrainingHparams:
         for field in ('accumulate_steps', 'log_every', 'checkpoint_every', 'keep_checkpoints'):
             positive(f'training.{field}', getattr(self, field))
         positive('training.max_nan_steps', self.max_nan_steps)
+        fraction('training.max_unsharded', self.max_unsharded)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +104,10 @@ class ReportHparams:
     heatmap_tokens: int
 
     def __post_init__(self):
+        try:
+            self.prompt.encode()
+        except UnicodeEncodeError:  # half a surrogate pair, or what a terminal sent in Latin-1
+            refuse('report.prompt', self.prompt, 'must be text that UTF-8 can hold')
         positive('report.sample_tokens', self.sample_tokens)
         positive('report.heatmap_tokens', self.heatmap_tokens)
         positive('report.temperature', self.temperature, 0)

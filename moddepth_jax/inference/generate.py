@@ -83,12 +83,26 @@ def _integers(name, values):
         raise ValueError(f'{name}={str(values)[:60]}: must hold integers only') from None
 
 
+def _everywhere(tree):
+    """Arrays that the host reads, whole on every device of the mesh of the context."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return tree
+    return jax.lax.with_sharding_constraint(tree, jax.sharding.PartitionSpec())
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _keys(seed, num_prompts, num_samples):
+    """A PRNG key for each row: of the seed and the number of its sample."""
+    sample_B = jnp.tile(jnp.arange(num_samples), num_prompts)
+    return _everywhere(jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), sample_B))
+
+
 def _draw(logits_BV, keys_B, lengths_B, temperature, top_p, tokenizer):
     if tokenizer is not None:  # the model may have more ids than the tokenizer
         known_V = jnp.arange(logits_BV.shape[1]) < tokenizer.vocab_size
         logits_BV = jnp.where(known_V[None], logits_BV, -jnp.inf)
     keys_B = jax.vmap(jax.random.fold_in)(keys_B, lengths_B)
-    return sample(keys_B, logits_BV, temperature, top_p)
+    return _everywhere(sample(keys_B, logits_BV, temperature, top_p))
 
 
 _unrolled = jax.jit(unroll, static_argnums=(1, 2))
@@ -172,6 +186,9 @@ def generate(
     `seed`, the number of its sample and its positions: its batch mates change nothing but
     rounding.
 
+    Where a mesh is that of the context (`jax.set_mesh`) its devices share the work; each of several
+    processes calls this then, and gets every text. Rows that do not divide are computed by all.
+
     Args:
       variables: of the Transformer; TrainState.variables.
       hparams: of the same; the context is `data.sequence_length`.
@@ -190,19 +207,19 @@ def generate(
       ValueError: no prompt, an empty one, one that does not fit, an unknown id, a temperature or
         top_p out of range, a routing that looks ahead or that the model cannot run.
     """
-    routing = _check(hparams, prompts, num_tokens, num_samples, seed, routing)
-    check_sampling(temperature, top_p)
+    how = {'temperature': temperature, 'top_p': top_p}
+    routing = check_request(
+        hparams, prompts, num_tokens, seed=seed, num_samples=num_samples, routing=routing, **how
+    )
     context, model = hparams.data.sequence_length, hparams.model
     longest = max(map(len, prompts))
     slots = min(context, -(-(longest + num_tokens) // SLOTS) * SLOTS)
     first_slots = routed_slots = min(slots, model.routing.cache_slots(context, routing))
     grows = bool(model.routed_layers) and model.routing.overflow == 'grow'
     unrolled = _unrolled(variables, hparams, routing)
-    how = {'hparams': hparams, 'routing': routing, 'temperature': temperature, 'top_p': top_p}
-    how['tokenizer'] = tokenizer
+    how |= {'hparams': hparams, 'routing': routing, 'tokenizer': tokenizer}
     tokens_BT, segment_ids_BT = _padded(prompts, tokenizer, slots)
-    sample_B = np.tile(np.arange(num_samples), len(prompts))
-    keys_B = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(seed)))(sample_B)
+    keys_B = _keys(np.uint32(seed), len(prompts), num_samples)
     token_B, cache = _start(
         unrolled,
         tokens_BT,
@@ -241,7 +258,18 @@ def generate(
     )
 
 
-def _check(hparams, prompts, num_tokens, num_samples, seed, routing):
+def check_request(
+    hparams: Hparams,
+    prompts,
+    num_tokens: int,
+    *,
+    temperature: float,
+    top_p: float,
+    seed: int,
+    num_samples: int,
+    routing: str | None,
+) -> str:
+    """Raises ValueError as `generate` does, which takes the same; returns the routing."""
     routing = causal_routing(hparams) if routing is None else routing
     check_causal(hparams, routing)
     if not len(prompts):
@@ -254,4 +282,5 @@ def _check(hparams, prompts, num_tokens, num_samples, seed, routing):
         raise ValueError(f'num_samples={num_samples}: must be 1 or more')
     if not 0 <= seed < 2**32:
         raise ValueError(f'seed={seed}: must lie in [0, 2**32)')
+    check_sampling(temperature, top_p)
     return routing

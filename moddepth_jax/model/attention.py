@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from kernels_pallas import decode_attention, depth_attention
 from moddepth_jax.hparams import ModelHparams
 from moddepth_jax.model.layers import RMSNorm, projection, rms_norm, rotate
+from moddepth_jax.model.partition import by_shards
 
 
 class Tokens(NamedTuple):
@@ -75,8 +76,31 @@ class Depth(NamedTuple):
     sums: KeysValues | None = None
 
 
+QUERIES = ('rows', None, 'heads', None)
+KEYS = ('rows', None, 'kv_heads', None)
+SLOTS = (None, *KEYS)
+# How what depth_attention is given is split over a mesh; all else of it is static.
+SPLIT = {
+    'q_BTNH': QUERIES,
+    'k_BSKH': KEYS,
+    'v_BSKH': KEYS,
+    'k_depth_LBRKH': SLOTS,
+    'v_depth_LBRKH': SLOTS,
+    'num_slots': (),
+    'k_sums': SLOTS,
+    'v_sums': SLOTS,
+    'slot_mask_LBR': (None, 'rows', None),
+    'slot_rows_BT': ('rows', None),
+    'q_depth_BTNH': QUERIES,
+    'positions_BT': ('rows', None),
+    'segment_ids_BT': ('rows', None),
+}
+
+
 def attend(hparams: ModelHparams, q_BTNH, k_BSKH, v_BSKH, depth: Depth | None, given: dict):
     """depth_attention by `model.attention`, and `depth` with threaded cotangents.
+
+    Each device computes its own rows and heads, which see no others.
 
     Args:
       q_BTNH, k_BSKH, v_BSKH: as there.
@@ -84,12 +108,25 @@ def attend(hparams: ModelHparams, q_BTNH, k_BSKH, v_BSKH, depth: Depth | None, g
       given: the other arguments, `slots_of(depth)` among them.
     """
     implementation = None if hparams.attention == 'auto' else hparams.attention
-    given = {'implementation': implementation, **given}
+    given = {'q_BTNH': q_BTNH, 'k_BSKH': k_BSKH, 'v_BSKH': v_BSKH, **given}
+    arrays = {name: value for name, value in given.items() if name in SPLIT}
+    static = {name: value for name, value in given.items() if name not in SPLIT}
+    outputs = QUERIES
+    if depth is not None:
+        outputs = (QUERIES, SLOTS, SLOTS)
+    if depth is not None and depth.sums is not None:
+        outputs += (SLOTS, SLOTS)
+        arrays |= {'k_sums': depth.sums.k_BTKH, 'v_sums': depth.sums.v_BTKH}
+
+    def call(k_sums=None, v_sums=None, **arrays):
+        sums = None if k_sums is None else (k_sums, v_sums)
+        how = {'implementation': implementation, 'thread_slots': depth is not None}
+        return depth_attention(slot_sums=sums, **how, **arrays, **static)
+
+    result = by_shards(call, arrays, SPLIT, outputs)
     if depth is None:
-        return depth_attention(q_BTNH, k_BSKH, v_BSKH, **given), None
-    o_BTNH, *sides = depth_attention(
-        q_BTNH, k_BSKH, v_BSKH, thread_slots=True, slot_sums=depth.sums, **given
-    )
+        return result, None
+    o_BTNH, *sides = result
     sums = None if depth.sums is None else KeysValues(*sides[2:])
     return o_BTNH, depth._replace(slots=KeysValues(*sides[:2]), sums=sums)
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from moddepth_jax.model.attention import KeysValues
+from moddepth_jax.model.partition import constrain
 
 
 class LayerCache(NamedTuple):
@@ -74,6 +75,13 @@ def visible(layer: LayerCache, lengths_B, documents_B, window: int, slots: int):
     return visible_BS
 
 
+def _split(side):
+    """Keys, values or positions of a block as they lie over a mesh: by rows, and by heads."""
+    if side.ndim == 2:
+        return constrain(side, 'rows', None)
+    return constrain(side, 'rows', 'kv_heads', None, None)
+
+
 def from_prefill(
     keys: KeysValues, slots: int | None, positions_BS=None, lengths_B=None
 ) -> LayerCache:
@@ -86,7 +94,7 @@ def from_prefill(
         room[axis] = (0, slots - side.shape[axis])
         return jnp.pad(side, room)
 
-    k_BKHS, v_BKHS = (fit(jnp.moveaxis(side_BCKH, 1, 3), 3) for side_BCKH in keys)
+    k_BKHS, v_BKHS = (_split(fit(jnp.moveaxis(side_BCKH, 1, 3), 3)) for side_BCKH in keys)
     positions_BS = None if positions_BS is None else fit(positions_BS, 1)
     return LayerCache(k_BKHS, v_BKHS, positions_BS, lengths_B)
 
@@ -103,7 +111,6 @@ def write(cache: Cache, entries, new_documents_B, refused_B, active_B) -> Cache:
       refused_B: int32 [B], blocks that had no slot for the token.
       active_B: bool [B], rows that took a token; the others stay as they are.
     """
-    rows_B = jnp.arange(cache.lengths_B.shape[0])
     layers = []
     for layer, entry in zip(cache.layers, entries, strict=True):
         taken_B = active_B if entry.entered_B is None else entry.entered_B
@@ -111,9 +118,12 @@ def write(cache: Cache, entries, new_documents_B, refused_B, active_B) -> Cache:
         # A row that takes none writes beyond the last slot, which is dropped.
         slots_B = jnp.where(taken_B, free_B, layer.slots)
 
-        def put(side, new, slots_B=slots_B):
-            at = side.at[(rows_B, *[slice(None)] * (side.ndim - 2), slots_B)]
-            return at.set(new, mode='drop', unique_indices=True)
+        def put(side_BX, new_BX, slots_B=slots_B):
+            def one(side_X, new_X, slot):
+                return side_X.at[..., slot].set(new_X, mode='drop', unique_indices=True)
+
+            # Row by row: indexed by rows too, each device would get the entries of all.
+            return _split(jax.vmap(one)(side_BX, new_BX, slots_B))
 
         k_BKHS = put(layer.k_BKHS, entry.keys.k_BTKH[:, 0])
         v_BKHS = put(layer.v_BKHS, entry.keys.v_BTKH[:, 0])

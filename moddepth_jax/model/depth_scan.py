@@ -13,10 +13,11 @@ import jax.numpy as jnp
 
 from kernels_pallas import ordered
 from moddepth_jax.hparams import ModelHparams
-from moddepth_jax.model.attention import Depth, KeysValues, Tokens
+from moddepth_jax.model.attention import SLOTS, Depth, KeysValues, Tokens
 from moddepth_jax.model.depth_stream import layer_kinds
 from moddepth_jax.model.experts import UNLIMITED
 from moddepth_jax.model.layer import Told, Written
+from moddepth_jax.model.partition import constrain
 from moddepth_jax.model.stack import Stack, joined_records, rematerialised, run_unrolled
 
 
@@ -82,11 +83,18 @@ def empty_slots(hparams: ModelHparams, x_BTD) -> tuple[KeysValues | None, jax.Ar
         return None, None
     batch, length = x_BTD.shape[:2]
     if hparams.depth.reads_outputs:
-        return jnp.zeros((total, *x_BTD.shape), x_BTD.dtype), None
+        x_LBTD = jnp.zeros((total, *x_BTD.shape), x_BTD.dtype)
+        return _split_slots(x_LBTD), None
     total = room_for(total)
     room = jnp.zeros((total, batch, length, hparams.num_kv_heads, hparams.head_dim), hparams.dtype)
+    room = _split_slots(room)
     valid = jnp.zeros((total, batch, length), bool) if hparams.masks_slots else None
-    return KeysValues(room, room), valid
+    return KeysValues(room, room), None if valid is None else constrain(valid, None, 'rows', None)
+
+
+def _split_slots(buffer):
+    """A buffer of slots [L, B, T, ...], or of their gradients, split over a mesh."""
+    return constrain(buffer, *(SLOTS if buffer.ndim == 5 else (None, 'rows', None, None)))
 
 
 def empty_sums(hparams: ModelHparams, slots: KeysValues | None) -> KeysValues | None:
@@ -219,7 +227,9 @@ def _backward(stack, residuals, cotangents):
     params, told, tokens, slots, valid_LBT, vjps = residuals
     dx_BTD, drecords = cotangents
     sums = empty_sums(stack.hparams, slots)
-    carry, dparams = (dx_BTD, jax.tree.map(jnp.zeros_like, slots if sums is None else sums)), {}
+    dslots = jax.tree.map(jnp.zeros_like, slots if sums is None else sums)
+    dslots = jax.tree.map(_split_slots, dslots)
+    carry, dparams = (dx_BTD, dslots), {}
     for i, run in reversed(list(enumerate(stack.runs))):
 
         def body(carry, inputs, run=run):

@@ -17,8 +17,8 @@ from moddepth_jax.model.grouped_product import (
     resolve,
 )
 from moddepth_jax.model.layers import SwiGLU, initializer, residual_init, swiglu
+from moddepth_jax.model.partition import by_rows, sharded_routed_mlp
 from moddepth_jax.model.routing import CHOICE, membership, select_top_c
-from moddepth_jax.model.shards import by_rows, sharded_routed_mlp
 
 
 class ExpertsRecord(NamedTuple):

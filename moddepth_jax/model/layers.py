@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from moddepth_jax.hparams import ModelHparams
+from moddepth_jax.model.partition import constrain
 
 
 def rms_norm(x, scale, epsilon):
@@ -35,7 +36,8 @@ def logits(x_BTD, kernel_DV):
     if jax.default_backend() == 'cpu':
         # XLA on CPU cannot run some bfloat16 products with a float32 result.
         x_BTD, kernel_DV = x_BTD.astype(wide), kernel_DV.astype(wide)
-    return jnp.einsum('btd,dv->btv', x_BTD, kernel_DV, preferred_element_type=wide)
+    logits_BTV = jnp.einsum('btd,dv->btv', x_BTD, kernel_DV, preferred_element_type=wide)
+    return constrain(logits_BTV, 'rows', None, 'vocab')
 
 
 def swiglu(gate, value):

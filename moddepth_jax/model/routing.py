@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moddepth_jax.model.shards import by_rows
+from moddepth_jax.model.partition import by_rows
 
 CAUSAL_RULES = ('predictor', 'aux_loss', 'threshold', 'dense')
 ROUTINGS = ('top_c', *CAUSAL_RULES)

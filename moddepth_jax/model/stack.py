@@ -10,6 +10,7 @@ from moddepth_jax.model.attention import Depth, Tokens
 from moddepth_jax.model.depth_stream import LayerKind, layer_kinds
 from moddepth_jax.model.experts import UNLIMITED
 from moddepth_jax.model.layer import Layer, Output, Records, Told
+from moddepth_jax.model.partition import constrain, gathered
 from moddepth_jax.model.routing import CHOICE
 
 
@@ -67,9 +68,12 @@ class Stack(NamedTuple):
         """The module of a layer of that kind, with the options of a Linen module."""
         return Layer(self.hparams, kind, self.routing, self.sizes, **options)
 
-    def apply(self, kind: LayerKind, params, *inputs) -> Output:
+    def apply(self, kind: LayerKind, params, x_BTD, *inputs) -> Output:
         """A layer of that kind with its parameters; inputs as Layer takes them."""
-        return self.layer(kind, parent=None).apply({'params': params}, *inputs)
+        params = gathered(params, self.hparams.dtype)
+        x_BTD = constrain(x_BTD, 'rows', None, None)
+        output = self.layer(kind, parent=None).apply({'params': params}, x_BTD, *inputs)
+        return output._replace(x_BTD=constrain(output.x_BTD, 'rows', None, None))
 
 
 def unstacked(stack: Stack, params):

@@ -12,6 +12,7 @@ from moddepth_jax.model.experts import Limits
 from moddepth_jax.model.layer import Told
 from moddepth_jax.model.layers import RMSNorm, initializer, logits
 from moddepth_jax.model.mixture_of_depths import RoutedLayer
+from moddepth_jax.model.partition import constrain, gathered
 from moddepth_jax.model.routers import fixed_threshold, token_seeds
 from moddepth_jax.model.routing import ROUTINGS, static_sizes
 from moddepth_jax.model.stack import Stack
@@ -27,7 +28,9 @@ class Head(nn.Module):
     @nn.compact
     def __call__(self, x_BTD):
         shape = (self.hparams.d_model, self.hparams.vocab_size)
-        return logits(x_BTD, self.param('kernel', initializer(self.hparams.init_std), shape))
+        kernel_DV = self.param('kernel', initializer(self.hparams.init_std), shape)
+        whole = gathered({'head': {'kernel': kernel_DV}}, x_BTD.dtype)
+        return logits(x_BTD, whole['head']['kernel'])
 
 
 class Transformer(nn.Module):
@@ -76,13 +79,19 @@ class Transformer(nn.Module):
 
         shape = (model.vocab_size, model.d_model)
         embedding_VD = self.param('embedding', initializer(model.embedding_init_std), shape)
-        x_BTD = jnp.take(embedding_VD, tokens_BT, axis=0).astype(model.dtype)
+        table_VD = gathered({'embedding': embedding_VD}, model.dtype)['embedding']
+        # Its gradient is summed as it lies here; asked for its parts at once, XLA moves all rows.
+        table_VD = constrain(table_VD, 'vocab', None)
+        x_BTD = jnp.take(table_VD, tokens_BT, axis=0).astype(model.dtype)
+        x_BTD = constrain(x_BTD, 'rows', None, None)
         stack, told = self._stack(), self._told(routing, causal_layers_R)
         sizes = causal_sizes(self.hparams, tokens_BT.shape[1], routing)
         x_BTD, records = run_stack(Stack(model, routing, sizes), stack, tokens, told, x_BTD)
         x_BTD = RMSNorm(model.norm_eps, name='final_norm')(x_BTD)
         if model.tie_embeddings:
-            logits_BTV = logits(x_BTD, embedding_VD.T)
+            # Gathered again: so each gradient is summed in the parts that devices store.
+            table_VD = gathered({'embedding': embedding_VD}, model.dtype)['embedding']
+            logits_BTV = logits(x_BTD, table_VD.T)
         else:
             logits_BTV = Head(model, name='head')(x_BTD)
         return logits_BTV, records
@@ -225,6 +234,18 @@ def check_dtype(hparams: ModelHparams):
     """Raises ValueError where JAX would take float32 for the float64 that is asked for."""
     if hparams.dtype == 'float64' and not jax.config.jax_enable_x64:
         raise ValueError("model.dtype='float64': needs JAX_ENABLE_X64=1 in the environment")
+
+
+def check_attention(hparams: Hparams):
+    """Raises ValueError where the kernel that `model.attention` names cannot do the model here."""
+    name = hparams.model.attention
+    if name in ('auto', 'reference', 'xla'):
+        return
+    tokens_BT = jax.ShapeDtypeStruct((1, hparams.data.sequence_length), 'int32')
+    try:
+        jax.eval_shape(Transformer(hparams).init, jax.random.key(0), tokens_BT)
+    except ValueError as error:
+        raise ValueError(f'model.attention={name!r}: {error}') from None
 
 
 def check_routing(hparams: Hparams, routing: str):

@@ -14,6 +14,7 @@ from moddepth_jax.model.depth_stream import layer_kinds
 from moddepth_jax.model.layer import Told
 from moddepth_jax.model.layers import logits, rms_norm
 from moddepth_jax.model.mixture_of_depths import RoutedLayer
+from moddepth_jax.model.partition import gathered
 from moddepth_jax.model.routers import token_seeds
 from moddepth_jax.model.routing import static_sizes
 from moddepth_jax.model.stack import Stack, stacked_slots, told_by_layer, unstacked
@@ -69,6 +70,7 @@ def _layers(unrolled, hparams, routing, sizes=()):
     stack = Stack(hparams.model, routing, sizes)
     each = zip(layer_kinds(hparams.model), unrolled['layers'], unrolled['told'], strict=True)
     for kind, params, told in each:
+        params = gathered(params, hparams.model.dtype)
         yield stack.layer(kind, parent=None), {'params': params}, told
 
 

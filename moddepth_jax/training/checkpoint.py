@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import functools
 import hashlib
 import json
 import logging
@@ -11,11 +12,14 @@ import re
 import shutil
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+from moddepth_jax.training import leaves as leaves_lib
+from moddepth_jax.training import processes
 from moddepth_jax.training.manifest import MANIFEST_FILE, read_manifest, write_manifest
+from moddepth_jax.training.save_error import SaveError, SaveErrorToldByFirst, not_saved, one_line
+from moddepth_jax.training.save_outcome import SaveOutcome
 
 
 def _not_from_orbax(record):
@@ -24,26 +28,21 @@ def _not_from_orbax(record):
 
 # Orbax reports each save in dozens of lines, and its errors reach the caller as exceptions anyway.
 logging.getLogger('absl').addFilter(_not_from_orbax)
-
-
-class SaveError(ValueError):
-    """A checkpoint could not be written. The message is one line; earlier checkpoints are kept."""
+_STEP = re.compile('0|[1-9][0-9]*')
 
 
 def state_sha256(state) -> str:
     """Hex digest over every leaf in sorted path order: its path, dtype, shape and bytes.
 
     Two states are equal bit for bit exactly when their digests are, however their arrays are spread
-    over devices. Leaves are jax or NumPy arrays of any dtype, typed PRNG keys among them, or Python
-    scalars; each array is held whole by this process, or replicated.
+    over devices and processes. Leaves are jax or NumPy arrays of any dtype, typed PRNG keys among
+    them, or Python scalars. Where an array is spread over processes, every process has to call
+    this, and each device holds all of one such array at a time.
     """
     digest = hashlib.sha256()
-    for path, leaf in sorted(_named_leaves(state).items()):
-        if isinstance(leaf, jax.Array) and leaf.is_fully_replicated:
-            leaf = leaf.addressable_data(0)
-        array = np.asarray(jax.device_get(_stored(leaf)))
-        digest.update(f'{path} {_spec(leaf)}\n'.encode())
-        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    for path, leaf in sorted(leaves_lib.named_leaves(state).items()):
+        digest.update(f'{path} {leaves_lib.spec(leaf)}\n'.encode())
+        digest.update(np.ascontiguousarray(leaves_lib.whole(leaf)).reshape(-1).view(np.uint8))
     return digest.hexdigest()
 
 
@@ -54,6 +53,10 @@ class Checkpoints:
     each of its files, the dtype and shape of each leaf, and the caller's metadata. A process killed
     at any moment thus leaves its older checkpoints good and the one in the making recognisably
     unfinished.
+
+    Several processes share the directory, and each of them makes the same calls in the same order
+    (but for `steps`). Each writes and reads its own parts of the arrays; process 0 alone decides
+    what is good, removes, and writes manifests.
 
     Attributes:
       skipped: a line for each checkpoint that the last `restore` passed over, newest first.
@@ -66,13 +69,14 @@ class Checkpoints:
         self._directory = pathlib.Path(os.path.abspath(directory))
         self._keep = keep
         self._verified = set()
-        self._pending = None
+        self._pending = self._outcome = None
         self._thread = concurrent.futures.ThreadPoolExecutor(1, 'checkpoint')
         # Renaming would be atomic too, but not on network file systems; the manifest needs neither.
         mode = ocp.options.AtomicityMode.COMMIT_FILE
         self._orbax = ocp.AsyncCheckpointer(
             ocp.StandardCheckpointHandler(),
             atomicity_options=ocp.options.AtomicityOptions(mode=mode),
+            async_options=ocp.options.AsyncOptions(barrier_sync_fn=self._await_all_parts),
         )
 
     def steps(self) -> list[int]:
@@ -94,29 +98,19 @@ class Checkpoints:
           SaveError: this save could not begin; or the one before it failed, and this one has begun.
           ValueError: a leaf is no jax array.
         """
-        leaves = _named_leaves(state)
+        leaves = leaves_lib.named_leaves(state)
         for path, leaf in leaves.items():
             if not isinstance(leaf, jax.Array):
                 raise ValueError(f'state leaf {path}={leaf!r}: must be a jax array')
         content = {
             'step': int(step),
-            'leaves': {path: _spec(leaf) for path, leaf in leaves.items()},
+            'leaves': {path: leaves_lib.spec(leaf) for path, leaf in leaves.items()},
             'metadata': json.loads(json.dumps(metadata)),
         }
         failure = self._finish_pending()
-        if not self._is_good(step):
-            try:
-                self._remove(step)
-                self._directory.mkdir(parents=True, exist_ok=True)
-                arrays = {path: _stored(leaf) for path, leaf in leaves.items() if leaf.size}
-                # Orbax copies NumPy arrays before it returns; a jax buffer it would hold on to, and
-                # a held buffer cannot be donated in place.
-                arrays |= jax.device_get(
-                    {path: x for path, x in arrays.items() if x.is_fully_addressable}
-                )
-                self._orbax.save(self._path(step), args=ocp.args.StandardSave(arrays))
-            except Exception as error:
-                raise self._save_error(step, error) from error
+        if processes.from_first(lambda: self._make_room(step)):
+            self._outcome = SaveOutcome()
+            self._begin(step, leaves)
             self._pending = self._thread.submit(self._commit, step, content)
         if failure is not None:
             raise failure
@@ -142,18 +136,13 @@ class Checkpoints:
           SaveError: the save before this failed.
         """
         self.wait()
-        self.skipped = []
-        for step in reversed(self._all_steps()):
-            try:
-                content = read_manifest(self._path(step))
-            except (OSError, ValueError) as error:
-                self._verified.discard(step)
-                self.skipped.append(f'checkpoint {step} skipped: {_one_line(error)}')
-                continue
-            self._verified.add(step)
-            self._compare(step, content['leaves'], _named_leaves(abstract_state))
-            return self._read(step, abstract_state), step, content['metadata']
-        return None
+        found = processes.from_first(lambda: self._newest(abstract_state))
+        self.skipped, step = found['skipped'], found['step']
+        if step is None:
+            return None
+        # Not by the checkpointer, whose processes would wait for one that could not read.
+        state = processes.together(lambda: self._read(step, abstract_state))
+        return state, step, found['metadata']
 
     def close(self) -> None:
         """Waits for the last save and ends the background thread. Raises as `wait` does."""
@@ -178,56 +167,122 @@ class Checkpoints:
         return self._directory.joinpath(str(step), *names)
 
     def _all_steps(self):
-        paths = self._directory.glob('[0-9]*')
-        return sorted(int(path.name) for path in paths if path.name.isdigit() and path.is_dir())
+        names = (path.name for path in self._directory.glob('[0-9]*'))
+        return sorted(int(name) for name in names if _STEP.fullmatch(name))
 
-    def _finish_pending(self):
-        pending, self._pending = self._pending, None
-        return None if pending is None else pending.exception()
+    def _newest(self, abstract_state):
+        """What `restore` reads, step (None: no good one) and metadata, and what it skips."""
+        skipped, leaves = [], leaves_lib.named_leaves(abstract_state)
+        for step in reversed(self._all_steps()):
+            try:
+                content = self._verified_content(step)
+            except (OSError, ValueError) as error:
+                skipped.append(f'checkpoint {step} skipped: {one_line(error)}')
+                continue
+            self._compare(step, content['leaves'], leaves)
+            return {'step': step, 'metadata': content['metadata'], 'skipped': skipped}
+        return {'step': None, 'skipped': skipped}
 
-    def _save_error(self, step, error):
-        """What `save` or `wait` raises; the half-written files go, for they may fill the disk."""
-        self._remove(step)
-        kept = ', '.join(map(str, self.steps())) or 'none'
-        where = f'checkpoint {step} in {self._directory}'
-        return SaveError(f'{where}: not saved, {_one_line(error)}; steps kept: {kept}')
+    def _verified_content(self, step):
+        self._verified.discard(step)
+        content = read_manifest(self._path(step))
+        if content['step'] != step:
+            raise ValueError(f'its files are those of checkpoint {content["step"]}')
+        self._verified.add(step)
+        return content
+
+    def _make_room(self, step):
+        """Whether `step` is to be written: no good one is there, and what was is removed."""
+        if self._is_good(step):
+            return False
+        try:
+            self._remove(step)
+            self._path(step).mkdir(parents=True)
+            self._path(step).rmdir()  # Orbax makes it again, while other processes wait for that
+        except OSError as error:
+            raise self._save_error(step, one_line(error)) from error
+        return True
+
+    def _begin(self, step, leaves):
+        """Has Orbax copy this process's parts of the arrays, which it then goes on to write."""
+        arrays = {path: leaves_lib.stored(leaf) for path, leaf in leaves.items() if leaf.size}
+        # Orbax copies NumPy arrays before it returns; a jax buffer it would hold on to, and a held
+        # buffer cannot be donated in place.
+        arrays |= jax.device_get({path: x for path, x in arrays.items() if x.is_fully_addressable})
+        save = functools.partial(self._orbax.save, args=ocp.args.StandardSave(arrays))
+        try:
+            processes.together(lambda: save(self._path(step)))
+        except Exception as error:
+            processes.leave_if_lost(error)
+            line = self._outcome.report(one_line(error))
+            with contextlib.suppress(Exception):  # of those that had begun
+                self._orbax.wait_until_finished()
+            raise self._save_error(step, line) from error
+
+    def _await_all_parts(self, *, key, timeout_ms):
+        """The barrier of Orbax's threads: all parts are written, or the error of one of them.
+
+        Orbax has a second one, for process 0 to have made the parts one checkpoint. It passes, and
+        `_commit` waits for more. Neither is a barrier that an error elsewhere leaves closed.
+        """
+        del key, timeout_ms
+        error = self._outcome.report()
+        if error:
+            raise ValueError(error)
 
     def _commit(self, step, content):
         """Runs in the background thread: waits for Orbax, then makes the checkpoint count."""
+        line, cause = '', None
         try:
             self._orbax.wait_until_finished()
-            if jax.process_index() != 0:
-                return
-            write_manifest(self._path(step), content)
+            if processes.is_first():
+                write_manifest(self._path(step), content)
         except Exception as error:
-            raise self._save_error(step, error) from error
+            processes.leave_if_lost(error)
+            line, cause = self._outcome.report(one_line(error)) or one_line(error), error
+        if not processes.is_first():
+            if line := self._outcome.conclude():
+                raise SaveErrorToldByFirst(line) from cause
+            return
+        if line:
+            failure = self._save_error(step, line)
+            self._outcome.conclude(str(failure))
+            raise failure from cause
+        self._outcome.conclude()
         self._verified.add(step)
         older = [other for other in self._all_steps() if other < step]
         good = [other for other in reversed(older) if self._is_good(other)]
         for other in set(older) - set(good[: self._keep - 1]):
             self._remove(other)
 
+    def _finish_pending(self):
+        pending, self._pending = self._pending, None
+        return None if pending is None else pending.exception()
+
+    def _save_error(self, step, line):
+        """What `save` or `wait` raises; the half-written files go, for they may fill the disk."""
+        self._remove(step)
+        return not_saved(step, self._directory, line, self.steps())
+
     def _remove(self, step):
         self._verified.discard(step)
-        if jax.process_index() != 0:
+        if not processes.is_first():
             return
         # The manifest goes first: killed in between, this leaves it unfinished, not damaged.
-        with contextlib.suppress(OSError):
-            self._path(step, MANIFEST_FILE).unlink()
+        for path in (self._path(step, MANIFEST_FILE), self._path(step)):
+            with contextlib.suppress(OSError):  # the second one is a directory, or ought to be
+                path.unlink()
         shutil.rmtree(self._path(step), ignore_errors=True)
 
     def _is_good(self, step):
         """Whether `step` is finished and its files are as written, verified once a process."""
         if step not in self._verified:
-            try:
-                read_manifest(self._path(step))
-            except (OSError, ValueError):
-                return False
-            self._verified.add(step)
-        return True
+            with contextlib.suppress(OSError, ValueError):
+                self._verified_content(step)
+        return step in self._verified
 
     def _compare(self, step, saved, abstract_leaves):
-        wanted = {path: _spec(leaf) for path, leaf in abstract_leaves.items()}
+        wanted = {path: leaves_lib.spec(leaf) for path, leaf in abstract_leaves.items()}
         for path in sorted(saved.keys() | wanted.keys()):
             old, new = saved.get(path, 'absent'), wanted.get(path, 'absent')
             if old != new:
@@ -236,55 +291,10 @@ class Checkpoints:
                 raise ValueError(f'checkpoint {step} in {self._directory}: {found}; {right}')
 
     def _read(self, step, abstract_state):
-        leaves = _named_leaves(abstract_state)
-        targets = {path: _target(leaf) for path, leaf in leaves.items() if np.prod(leaf.shape)}
-        arrays = self._orbax.restore(self._path(step), args=ocp.args.StandardRestore(targets))
-        restored = [_restored(leaf, arrays.get(path)) for path, leaf in leaves.items()]
+        leaves = leaves_lib.named_leaves(abstract_state)
+        targets = {path: leaves_lib.target(leaf) for path, leaf in leaves.items() if leaf.size}
+        arrays = self._orbax.handler.restore(
+            self._path(step), args=ocp.args.StandardRestore(targets)
+        )
+        restored = [leaves_lib.restored(leaf, arrays.get(path)) for path, leaf in leaves.items()]
         return jax.tree.unflatten(jax.tree.structure(abstract_state), restored)
-
-
-def _named_leaves(tree):
-    pairs = jax.tree_util.tree_leaves_with_path(tree)
-    leaves = {jax.tree_util.keystr(path, simple=True, separator='.'): leaf for path, leaf in pairs}
-    if len(leaves) != len(pairs):
-        raise ValueError(f'{len(pairs)} leaves have {len(leaves)} paths: no key may contain a dot')
-    return leaves
-
-
-def _is_key(leaf):
-    return jnp.issubdtype(getattr(leaf, 'dtype', None), jax.dtypes.prng_key)
-
-
-def _spec(leaf):
-    leaf = leaf if hasattr(leaf, 'dtype') else np.asarray(leaf)
-    return f'{leaf.dtype}[{",".join(map(str, leaf.shape))}]'
-
-
-def _stored(leaf):
-    """What is written for a leaf: itself, or the uint32 data of a typed PRNG key."""
-    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
-
-
-def _sharding(leaf):
-    return leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-
-
-def _target(leaf):
-    stored = jax.eval_shape(_stored, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
-    return jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=_sharding(leaf))
-
-
-def _restored(leaf, array):
-    if array is None:  # Orbax refuses arrays without elements, so they are not written.
-        return jax.device_put(jnp.empty(leaf.shape, leaf.dtype), _sharding(leaf))
-    if _is_key(leaf):
-        impl = jax.random.key_impl(jnp.empty((), leaf.dtype))
-        return jax.device_put(jax.random.wrap_key_data(array, impl=impl), _sharding(leaf))
-    return array
-
-
-def _one_line(error):
-    os_error = re.search(r"os_error_code='(\d+)'", str(error))  # in half a page of TensorStore's
-    if os_error:
-        return os.strerror(int(os_error[1]))
-    return ' '.join(str(error).split())[:300] or type(error).__name__

@@ -17,12 +17,15 @@ from moddepth_jax.training.losses import (
     routing_ratios,
     token_losses,
 )
-from moddepth_jax.training.sharding import put_batch
+from moddepth_jax.training.sharding import put_batch, replicated
 
 
-@functools.partial(jax.jit, static_argnames=('hparams', 'routing'))
-def eval_step(variables, batch, causal_layers_R, *, hparams: Hparams, routing: str):
-    """Sums over one batch: nats, counted targets, routing and expert counts per layer."""
+@functools.partial(jax.jit, static_argnames=('hparams', 'routing', 'mesh'))
+def eval_step(variables, batch, causal_layers_R, *, hparams: Hparams, routing: str, mesh):
+    """Sums over one batch: nats, counted targets, routing and expert counts per layer.
+
+    Every device of the mesh has all of them, so that every process can read them.
+    """
     logits_BTV, records = Transformer(hparams).apply(
         variables, batch['tokens_BT'], batch['segment_ids_BT'], routing, causal_layers_R
     )
@@ -32,7 +35,7 @@ def eval_step(variables, batch, causal_layers_R, *, hparams: Hparams, routing: s
         sums['routing'] = routing_counts(records.routing, batch['segment_ids_BT'])
     if records is not None and records.experts is not None:
         sums['experts'] = expert_counts(records.experts)
-    return sums
+    return jax.lax.with_sharding_constraint(sums, replicated(mesh))
 
 
 def evaluate(
@@ -46,11 +49,13 @@ def evaluate(
 ) -> dict:
     """Loss over the first `num_batches` held-out batches, or all of them if there are fewer.
 
+    Where several processes have joined, each of them calls this and gets the same numbers.
+
     Args:
-      variables: of the Transformer; TrainState.variables.
+      variables: of the Transformer; TrainState.variables. On the devices of the mesh.
       hparams: of the same.
       dataset: of `make_dataset`.
-      mesh: of `make_mesh`.
+      mesh: of `make_mesh`, and that of the context (`jax.set_mesh`) for it to split the work.
       num_batches: 1 or more.
       routing, causal_layers_R: as the Transformer takes them.
 
@@ -68,7 +73,8 @@ def evaluate(
         targets = labels_BT[labels_BT != IGNORED]
         num_bytes += int(dataset.tokenizer.token_bytes_V[targets].sum())
         batch = put_batch(mesh, batch)
-        sums = eval_step(variables, batch, causal_layers_R, hparams=hparams, routing=routing)
+        how = {'hparams': hparams, 'routing': routing, 'mesh': mesh}
+        sums = eval_step(variables, batch, causal_layers_R, **how)
         sums = jax.tree.map(np.float64, jax.device_get(sums))
         totals = jax.tree.map(np.add, totals, sums) if totals else sums
     result = {

@@ -4,6 +4,9 @@ import os
 import signal
 import threading
 
+import jax
+from jax.experimental import multihost_utils
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
@@ -14,6 +17,10 @@ class Interruption:
     caller, who asks between steps. A second SIGINT raises KeyboardInterrupt. The earlier handlers
     return on exit. Python gives signals to its main thread only: entered in another thread, it
     changes nothing and `requested` stays None.
+
+    Where several processes run, JAX listens for SIGTERM and makes out a step after which all of
+    them can stop; a handler of ours would put an end to that, so none is installed, and the other
+    signals do what they do to any program.
     """
 
     def __init__(self):
@@ -23,7 +30,8 @@ class Interruption:
 
     def __enter__(self):
         self.requested, self._num_sigint = None, 0
-        if threading.current_thread() is threading.main_thread():
+        alone = jax.process_count() == 1
+        if alone and threading.current_thread() is threading.main_thread():
             self._previous = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
         return self
 
@@ -32,6 +40,15 @@ class Interruption:
             # None stands for a handler that was not set from Python and cannot be set again.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._previous = {}
+
+    def asked(self, step: int) -> bool:
+        """Whether to stop now, `step` steps being done; to be asked once after each of them.
+
+        On several processes the answer is the same on all, once each of them has asked.
+        """
+        if jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(step):
+            self.requested = 'SIGTERM'
+        return self.requested is not None
 
     def _on_signal(self, number, frame):
         del frame

@@ -2,6 +2,7 @@
 
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import pathlib
 import time
@@ -11,38 +12,36 @@ import jax
 import numpy as np
 
 from moddepth_jax.data.landmarks import MAX_BYTES, landmarks
-from moddepth_jax.data.pipeline import Dataset, check_fingerprint, make_dataset
+from moddepth_jax.data.pipeline import Dataset
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.model.flops import train_step_flops
-from moddepth_jax.model.transformer import check_dtype
+from moddepth_jax.training import processes
 from moddepth_jax.training.checkpoint import Checkpoints
 from moddepth_jax.training.evaluate import evaluate_honestly
 from moddepth_jax.training.interruption import Interruption
 from moddepth_jax.training.losses import IGNORED, masked_labels
 from moddepth_jax.training.metrics import MetricsWriter
-from moddepth_jax.training.plan import check_vocabulary, describe, resolve_steps
+from moddepth_jax.training.plan import describe, prepare
 from moddepth_jax.training.progress import Progress, format_seconds
-from moddepth_jax.training.saved_run import restore_state
-from moddepth_jax.training.sharding import (
-    check_mesh,
-    make_mesh,
-    put_batch,
-    replicated,
-    state_shardings,
-)
+from moddepth_jax.training.sharding import own_rows, put_rows, replicated, state_shardings
+from moddepth_jax.training.sharding_table import mesh_lines
 from moddepth_jax.training.stages import stage_at
+from moddepth_jax.training.start import start
 from moddepth_jax.training.stopwatch import Stopwatch
-from moddepth_jax.training.summary import by_layer, summarise, versions, write_summary
-from moddepth_jax.training.train_step import TrainState, init_state, train_step
+from moddepth_jax.training.summary import by_layer, summarise, write_summary
+from moddepth_jax.training.train_step import TrainState, train_step
+from moddepth_jax.training.window_log import WindowLog
 from moddepth_jax.training.workdir import WorkdirLock, open_workdir
 
 STEPS_IN_FLIGHT = 2  # more would hide a NaN, and abort on many fake CPU devices
 MAY_CHANGE = (  # on resuming: knobs that no trained bit depends on
     'evaluation',
     'report',
+    'data.log_windows',
     'training.log_every',
     'training.checkpoint_every',
     'training.keep_checkpoints',
+    'training.max_unsharded',
     'training.compilation_cache',
 )
 INFERENCE_ONLY = ('model.routing.cache_capacity', 'model.routing.overflow')  # where top-C trains
@@ -73,7 +72,8 @@ def train(hparams: Hparams, workdir, mesh_spec: str = '') -> Run:
     """Trains to the last step, or goes on where an earlier call in the same workdir stopped.
 
     On CPUs two calls with equal hyper-parameters, versions, devices and threads end bit-equal,
-    however often they were killed in between.
+    however often they were killed in between. Where several processes have joined, each of them
+    calls this; process 0 alone prints and writes, but for its share of checkpoints.
 
     Args:
       hparams: of the run.
@@ -85,29 +85,36 @@ def train(hparams: Hparams, workdir, mesh_spec: str = '') -> Run:
         workdir that does not fit; where a checkpoint could not be written.
       Diverged: a ValueError, after `training.max_nan_steps` non-finite steps in a row.
     """
-    num_steps = resolve_steps(hparams)
-    dataset = make_dataset(hparams.data, hparams.seed)
-    check_vocabulary(hparams, dataset.tokenizer)
-    check_dtype(hparams.model)
-    mesh = make_mesh(mesh_spec)
-    check_mesh(hparams, mesh)
+    num_steps, dataset, mesh = processes.together(lambda: prepare(hparams, mesh_spec))
+    config = dataclasses.asdict(hparams)
+    processes.check_alike({'--mesh': mesh_spec, **config, 'text': dataset.fingerprint})
     may_change = MAY_CHANGE
     if hparams.model.routing.train_rule == 'top_c':
         may_change += INFERENCE_ONLY
-    older = open_workdir(workdir, dataclasses.asdict(hparams), may_change)
-    workdir = pathlib.Path(workdir)
-    keep = hparams.training.keep_checkpoints
-    with WorkdirLock(workdir), Checkpoints(workdir / 'checkpoints', keep) as checkpoints:
-        state, metadata, news = _start(hparams, num_steps, dataset, mesh, checkpoints)
+    older = processes.from_first(lambda: open_workdir(workdir, config, may_change))
+    workdir, first = pathlib.Path(workdir), processes.is_first()
+    with contextlib.ExitStack() as held:
+        processes.on_first(lambda: held.enter_context(WorkdirLock(workdir)))
+        keep = hparams.training.keep_checkpoints
+        checkpoints = held.enter_context(Checkpoints(workdir / 'checkpoints', keep))
+        held.enter_context(processes.ended_by_loss())
+        state, metadata, news = start(hparams, num_steps, dataset, mesh, checkpoints)
         first_step, tokens = int(state.step), hparams.data.batch_size * hparams.data.sequence_length
         with (
             jax.set_mesh(mesh),
-            MetricsWriter(workdir, first_step) as writer,
-            Progress(num_steps, first_step, tokens) as progress,
+            contextlib.ExitStack() as files,
+            Progress(num_steps, first_step, tokens, silent=not first) as progress,
         ):
-            for line in (*describe(hparams, num_steps, state.params, dataset), *older, *news):
+            writer = processes.on_first(
+                lambda: files.enter_context(MetricsWriter(workdir, first_step))
+            )
+            log = None
+            if hparams.data.log_windows:
+                log = files.enter_context(WindowLog(workdir, first_step, jax.process_index()))
+            lines = describe(hparams, num_steps, state.params, dataset)
+            for line in (*lines, *mesh_lines(mesh, state), *older, *news):
                 progress.note(line)
-            loop = _Loop(state, metadata, hparams, num_steps, dataset, mesh, writer, progress)
+            loop = _Loop(state, metadata, hparams, num_steps, dataset, mesh, writer, progress, log)
             with Interruption() as interruption:
                 state = loop.run(interruption, checkpoints)
             step = int(state.step)
@@ -118,53 +125,20 @@ def train(hparams: Hparams, workdir, mesh_spec: str = '') -> Run:
             progress.note('evaluating on held-out text, then counting the FLOPs of the traced step')
             evaluation = loop.evaluate(num_steps, hparams.evaluation.final_batches)
         summary = summarise(hparams, state, evaluation, dataset, loop.metadata)
-        write_summary(workdir, summary)
+        processes.from_first(lambda: write_summary(workdir, summary))
     return Run(hparams, workdir, state, dataset, summary)
-
-
-def _start(hparams, num_steps, dataset, mesh, checkpoints):
-    """The newest good state or that before step 0, what its next checkpoint carries, and news."""
-    initial = jax.jit(lambda: init_state(hparams, num_steps))
-    abstract = jax.eval_shape(initial)
-    shardings = state_shardings(mesh, abstract)
-    abstract = jax.tree.map(lambda leaf, to: leaf.update(sharding=to), abstract, shardings)
-    here = versions() | {f'mesh axis {axis}': str(size) for axis, size in mesh.shape.items()}
-    metadata = {
-        'fingerprint': dataset.fingerprint,
-        'num_steps': num_steps,
-        'versions': here,
-        'seconds': 0.0,
-        'train_loss': None,
-    }
-    restored = restore_state(checkpoints, abstract)
-    if restored is None:
-        return jax.jit(initial, out_shardings=shardings)(), metadata, checkpoints.skipped
-    state, step, stored = restored
-    check_fingerprint(stored['fingerprint'], dataset.fingerprint)
-    if stored['num_steps'] != num_steps:
-        found = f'{stored["num_steps"]} steps when it began and {num_steps} now'
-        raise ValueError(f'this run was to take {found}: FLOPs are counted otherwise; start anew')
-    stage = stage_at(hparams, num_steps, step - 1)._asdict()
-    if stored.get('stage', stage) != stage:
-        raise ValueError(f'this run was in stage {stored["stage"]} and is in {stage}; start anew')
-    news = [*checkpoints.skipped, f'resuming after step {step}']
-    if abstract.averages and not state.averages:
-        news.append('no averages in the checkpoint: the rule threshold cannot run')
-    for name, was in stored['versions'].items():
-        if here.get(name) != was:
-            news.append(f'{name} was {was}, is {here.get(name)}: bits may differ from here on')
-    carried = {name: stored[name] for name in ('seconds', 'train_loss')}
-    return state, metadata | carried, news
 
 
 class _Loop:
     """The steps of one start of a run, at most STEPS_IN_FLIGHT of them dispatched at a time."""
 
-    def __init__(self, state, metadata, hparams, num_steps, dataset, mesh, writer, progress):
+    def __init__(
+        self, state, metadata, hparams, num_steps, dataset, mesh, writer, progress, log=None
+    ):
         self.state, self.metadata = state, metadata
         self.hparams, self.num_steps = hparams, num_steps
         self.dataset, self.mesh = dataset, mesh
-        self.writer, self.progress = writer, progress
+        self.writer, self.log, self.progress = writer, log, progress
         self.in_flight = collections.deque()
         self.stopwatch = Stopwatch()
 
@@ -173,6 +147,7 @@ class _Loop:
         first_step = int(self.state.step)
         if first_step == self.num_steps:
             return self.state
+        self.rows = own_rows(self.mesh, self.hparams.data.batch_size)
         self.stopwatch, seconds_before = Stopwatch(), self.metadata['seconds']
         step_fn, stage = None, None
         for step in range(first_step, self.num_steps):
@@ -189,7 +164,7 @@ class _Loop:
             with jax.transfer_guard('disallow'):
                 self._dispatch(step_fn, step)
             done = step + 1
-            stops = done == self.num_steps or interruption.requested is not None
+            stops = done == self.num_steps or interruption.asked(done)
             saves = stops or done % self.hparams.training.checkpoint_every == 0
             self._collect(leave=0 if saves else STEPS_IN_FLIGHT - 1)
             if saves:
@@ -204,13 +179,15 @@ class _Loop:
 
     def _evaluation_is_due(self, step):
         every = self.hparams.evaluation.every
-        return step and every and step % every == 0 and not self.writer.has(step, 'eval/loss')
+        if not step or not every or step % every:
+            return False
+        return not processes.from_first(lambda: self.writer.has(step, 'eval/loss'))
 
     def _compile(self, stage, first) -> Any:
-        begin = time.monotonic()
+        begin, first = time.monotonic(), first and processes.is_first()
         with concurrent.futures.ThreadPoolExecutor(1) as thread:
             marks = thread.submit(landmarks, self.dataset.corpus) if first else None
-            batch = put_batch(self.mesh, self.dataset.train_batch(0))
+            batch = self._put(self.dataset.train_batch(0, self.rows))
             shardings = state_shardings(self.mesh, self.state), replicated(self.mesh)
             jitted = jax.jit(
                 train_step, static_argnums=2, donate_argnums=0, out_shardings=shardings
@@ -222,6 +199,10 @@ class _Loop:
         self.progress.note(f'compiled  the train step in {format_seconds(compiled)}')
         return step_fn
 
+    def _put(self, batch):
+        with jax.transfer_guard('allow'):  # the one transfer that is meant, inside of the other
+            return put_rows(self.mesh, batch, self.rows, self.hparams.data.batch_size)
+
     def _note_landmarks(self, marks):
         text = ', '.join(f'{name} {bits:.2f}' for name, bits in marks.items())
         whole = sum(map(len, self.dataset.corpus.train)) <= MAX_BYTES
@@ -230,11 +211,13 @@ class _Loop:
 
     def _dispatch(self, step_fn, step):
         with self.stopwatch.waiting_for_data():
-            batch = self.dataset.train_batch(step)
+            if self.log is not None:
+                self.log.write(step + 1, self.dataset.train_windows(step, self.rows))
+            batch = self.dataset.train_batch(step, self.rows)
             labels_BT = masked_labels(batch)
             targets = labels_BT[labels_BT != IGNORED]
             targets_per_byte = targets.size / self.dataset.tokenizer.token_bytes_V[targets].sum()
-            batch = put_batch(self.mesh, batch)
+            batch = self._put(batch)
         self.state, metrics = step_fn(self.state, batch)
         self.in_flight.append((step + 1, metrics, targets_per_byte))
 
@@ -248,7 +231,7 @@ class _Loop:
             self._check_finite(step, metrics)
             if step % self.hparams.training.log_every == 0 or step == self.num_steps:
                 row = self._row(step, metrics)
-                self.writer.write(step, row)
+                self._write(step, row)
                 bits = row['loss'] / np.log(2) * targets_per_byte
                 self.progress.update(step, row | {'bits_per_byte': bits})
 
@@ -258,10 +241,11 @@ class _Loop:
             return
         self.progress.note(f'step {step}: loss or gradient is not finite; skipped')
         if in_a_row >= self.hparams.training.max_nan_steps:
-            raise Diverged(
-                f'training.max_nan_steps={in_a_row}: so many steps in a row, up to {step}, gave no '
-                f'finite loss and gradient; lower optimizer.learning_rate in another --workdir'
-            )
+            processes.from_first(lambda: _give_up(in_a_row, step))
+
+    def _write(self, step, row):
+        if self.writer is not None:
+            self.writer.write(step, row)
 
     def _row(self, step, metrics):
         scalars, layers = self._named(metrics)
@@ -294,7 +278,14 @@ class _Loop:
         result = evaluate_honestly(*given, batches_per_layer=few)
         scalars, layers = self._named(result)
         row = {f'eval/{name}': value for name, value in (scalars | layers).items()}
-        self.writer.write(step, row)
+        self._write(step, row)
         gap = f', routing gap {result["routing_gap"]:+.4f} nats' if 'routing_gap' in result else ''
         self.progress.note(f'held-out  step {step}: {result["bits_per_byte"]:.3f} bits/byte{gap}')
         return result
+
+
+def _give_up(in_a_row, step):
+    raise Diverged(
+        f'training.max_nan_steps={in_a_row}: so many steps in a row, up to {step}, gave no '
+        f'finite loss and gradient; lower optimizer.learning_rate in another --workdir'
+    )

@@ -22,9 +22,13 @@ def write_manifest(directory: pathlib.Path, content: dict) -> None:
         for path in sorted(directory.rglob('*'))
         if path.is_file()
     }
+    for path in (directory, *directory.rglob('*')):
+        if path.is_dir():
+            _flush_directory(path)
     manifest = {'files': files, 'content': content}
     manifest['sha256'] = _own_sha256(manifest)
-    workdir_lib.write_atomically(directory / MANIFEST_FILE, json.dumps(manifest, indent=1) + '\n')
+    workdir_lib.write_atomically(directory / MANIFEST_FILE, _text(manifest))
+    _flush_directory(directory)
 
 
 def read_manifest(directory: pathlib.Path) -> dict:
@@ -37,9 +41,12 @@ def read_manifest(directory: pathlib.Path) -> dict:
     path = directory / MANIFEST_FILE
     if not path.exists():
         raise ValueError(f'unfinished, it has no {MANIFEST_FILE}')
+    text = path.read_bytes()
     try:
-        manifest = json.loads(path.read_bytes())
-        intact = manifest.pop('sha256') == _own_sha256(manifest)
+        manifest = json.loads(text)
+        # White space and other spellings of a value are no part of the sum over the values.
+        canonical = text == _text(manifest).encode()
+        intact = canonical and manifest.pop('sha256') == _own_sha256(manifest)
     except (ValueError, KeyError, TypeError, AttributeError):
         intact = False
     if not intact:
@@ -61,6 +68,18 @@ def _size_and_sha256(path, flush=False):
         if flush:
             os.fsync(file.fileno())
         return [file.tell(), sha256]
+
+
+def _flush_directory(path):
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _text(manifest):
+    return json.dumps(manifest, indent=1) + '\n'
 
 
 def _own_sha256(manifest):

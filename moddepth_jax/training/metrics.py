@@ -4,13 +4,12 @@ import json
 import math
 import os
 import pathlib
-
-import tensorboardX
+import sys
 
 from moddepth_jax.training import workdir as workdir_lib
+from moddepth_jax.training.events import Events
 
 METRICS_FILE = 'metrics.jsonl'
-EVENTS_DIRECTORY = 'tensorboard'
 
 
 class MetricsWriter:
@@ -24,7 +23,7 @@ class MetricsWriter:
       workdir: directory of the run.
       first_step: the step the run starts after, 0 for a new one. Later rows, left by a run that was
         killed after its last checkpoint, are dropped, and so is a last line that was cut short.
-      tensorboard: whether to write events too.
+      tensorboard: whether to write events too; one that cannot be written is told on stderr, once.
 
     Raises:
       ValueError: one line, where an earlier line of the file is no row.
@@ -37,9 +36,7 @@ class MetricsWriter:
         self._rewrite([row for row in rows if row['step'] <= first_step])
         self._events = None
         if tensorboard:
-            events = workdir / EVENTS_DIRECTORY
-            purge_step = first_step + 1 if events.exists() else None
-            self._events = tensorboardX.SummaryWriter(str(events), purge_step=purge_step)
+            self._events = Events(workdir, first_step)
 
     def write(self, step: int, values: dict) -> None:
         """Appends a row of numbers (Python, NumPy or JAX scalars), strings, and lists of these.
@@ -64,27 +61,10 @@ class MetricsWriter:
         self._file.flush()
         if self._events is None:
             return
-        for name, value in row.items():
-            if name != 'step' and isinstance(value, (int, float)):
-                self._events.add_scalar(name, value, row['step'])
-            elif name.endswith('_histogram') and None not in value:
-                self._add_histogram(name, value, row['step'])
-
-    def _add_histogram(self, name, shares, step):
-        """Shares of equal bins of [0, 1] as a histogram event."""
-        limits = [(i + 1) / len(shares) for i in range(len(shares))]
-        middles = [limit - 0.5 / len(shares) for limit in limits]
-        self._events.add_histogram_raw(
-            name,
-            min=0.0,
-            max=1.0,
-            num=1,
-            sum=sum(share * x for share, x in zip(shares, middles, strict=True)),
-            sum_squares=sum(share * x * x for share, x in zip(shares, middles, strict=True)),
-            bucket_limits=limits,
-            bucket_counts=shares,
-            global_step=step,
-        )
+        self._events.add(row.pop('step'), row)
+        if self._events.failure:
+            print(self._events.failure, file=sys.stderr)
+            self._events = None
 
     def has(self, step: int, name: str) -> bool:
         """Whether an earlier start of the run left a row of `step` with a value `name`."""

@@ -1,10 +1,34 @@
 """What a run will do, known before anything is compiled or written."""
 
+import jax
+
+from moddepth_jax.data.pipeline import Dataset, make_dataset
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.model.flops import train_step_flops
+from moddepth_jax.model.transformer import check_dtype
 from moddepth_jax.training.progress import format_count
+from moddepth_jax.training.sharding import check_mesh, make_mesh
 from moddepth_jax.training.stages import run_flops, stage_starts
 from moddepth_jax.training.summary import active_parameters, num_parameters
+
+
+def prepare(hparams: Hparams, mesh_spec: str) -> tuple[int, Dataset, jax.sharding.Mesh]:
+    """The number of steps, the dataset and the mesh of a run, once all of them are known to fit.
+
+    Args:
+      hparams: of the run.
+      mesh_spec: see `make_mesh`.
+
+    Raises:
+      ValueError: one line, for a budget, corpus, vocabulary, dtype or mesh that does not fit.
+    """
+    num_steps = resolve_steps(hparams)
+    dataset = make_dataset(hparams.data, hparams.seed)
+    check_vocabulary(hparams, dataset.tokenizer)
+    check_dtype(hparams.model)
+    mesh = make_mesh(mesh_spec)
+    check_mesh(hparams, mesh)
+    return num_steps, dataset, mesh
 
 
 def resolve_steps(hparams: Hparams) -> int:

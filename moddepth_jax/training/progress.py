@@ -59,6 +59,7 @@ class Progress:
       first_step: steps done before this start, of a run that was resumed.
       tokens_per_step: over all devices.
       console: where to print; stdout if None.
+      silent: prints nothing: of a process that is not the first of its run.
     """
 
     def __init__(
@@ -67,12 +68,13 @@ class Progress:
         first_step: int,
         tokens_per_step: float,
         console: rich.console.Console | None = None,
+        silent: bool = False,
     ):
         self._total, self._tokens = total_steps, tokens_per_step
-        self._console = console or rich.console.Console()
+        self._console = console or rich.console.Console(quiet=silent)
         self._rows, self._row_step, self._row_time = 0, first_step, -math.inf
         self._bar = None
-        if self._console.is_terminal and not self._console.is_dumb_terminal:
+        if self._console.is_terminal and not self._console.is_dumb_terminal and not silent:
             width = min(40, max(5, self._console.width - 85))
             self._bar = rich.progress.Progress(
                 rich.progress.BarColumn(bar_width=width),

@@ -1,13 +1,17 @@
 """A run as its directory holds it: hyper-parameters and the newest good checkpoint, read only."""
 
 import dataclasses
+import functools
 import os
 import pathlib
 
 import jax
+from jax.sharding import Mesh
 
 from moddepth_jax.hparams import Hparams, from_config
+from moddepth_jax.training import processes
 from moddepth_jax.training.checkpoint import Checkpoints
+from moddepth_jax.training.sharding import state_shardings
 from moddepth_jax.training.stages import stage_at
 from moddepth_jax.training.train_step import TrainState, init_state
 from moddepth_jax.training.workdir import CONFIG_FILE, read_config
@@ -42,30 +46,45 @@ class SavedRun:
         return self.hparams.at(stage_at(self.hparams, self.num_steps, self.step - 1))
 
 
-def load_run(workdir: str | os.PathLike) -> SavedRun:
+def read_hparams(workdir: str | os.PathLike) -> tuple[Hparams, list[str]]:
+    """The hyper-parameters of a run, and lines for the user on what an older one did not have.
+
+    Raises:
+      ValueError: one line, where there is no run, or a config that this version cannot read.
+    """
+    workdir = pathlib.Path(workdir)
+    config, notes = read_config(workdir)
+    try:
+        return from_config(config), notes
+    except ValueError as error:
+        raise ValueError(f'{workdir / CONFIG_FILE}: {error}') from None
+
+
+def load_run(workdir: str | os.PathLike, mesh: Mesh | None = None) -> SavedRun:
     """Reads a run, finished, stopped or still going on; takes no lock and writes nothing.
 
-    The state lies on the first device.
+    Where several processes have joined, each of them has to call it.
+
+    Args:
+      workdir: of the run.
+      mesh: on which the state is to lie, as `state_shardings` says; None: on the first device.
 
     Raises:
       ValueError: one line, where there is no run, a config that this version cannot read, no good
         checkpoint yet, or one of another model than the config's.
     """
     workdir = pathlib.Path(workdir)
-    config, notes = read_config(workdir)
-    try:
-        hparams = from_config(config)
-    except ValueError as error:
-        raise ValueError(f'{workdir / CONFIG_FILE}: {error}') from None
+    hparams, notes = processes.together(lambda: read_hparams(workdir))
     # No shape depends on the number of steps, which the checkpoint alone knows.
     abstract = jax.eval_shape(lambda: init_state(hparams, 1))
+    if mesh is not None:
+        shardings = state_shardings(mesh, abstract)
+        abstract = jax.tree.map(lambda leaf, to: leaf.update(sharding=to), abstract, shardings)
     with Checkpoints(workdir / 'checkpoints', keep=1) as checkpoints:
         restored = _restore_newest(checkpoints, abstract)
     notes += checkpoints.skipped
     if restored is None:
-        found = f' ({"; ".join(checkpoints.skipped)})' if checkpoints.skipped else ''
-        right = f'train it first: python -m launch.train --config=FILE.py --workdir={workdir}'
-        raise ValueError(f'--workdir={workdir}: holds no finished checkpoint{found}; {right}')
+        processes.from_first(lambda: _refuse(workdir, checkpoints.skipped))
     state, step, metadata = restored
     num_steps = metadata['num_steps']
     if abstract.averages and not state.averages:
@@ -76,17 +95,24 @@ def load_run(workdir: str | os.PathLike) -> SavedRun:
     return SavedRun(hparams, state, step, num_steps, metadata['fingerprint'], tuple(notes))
 
 
+def _refuse(workdir, skipped):
+    found = f' ({"; ".join(skipped)})' if skipped else ''
+    right = f'train it first: python -m launch.train --config=FILE.py --workdir={workdir}'
+    raise ValueError(f'--workdir={workdir}: holds no finished checkpoint{found}; {right}')
+
+
 def _restore_newest(checkpoints, abstract):
     """`restore`, again where a run that goes on has dropped what was being read."""
+    steps = functools.partial(processes.from_first, checkpoints.steps)
     for _ in range(MAX_READS):
-        steps = checkpoints.steps()
+        before = steps()
         try:
             restored = restore_state(checkpoints, abstract)
         except Exception:  # of many kinds: Orbax and TensorStore raise their own
-            if checkpoints.steps() == steps:
+            if steps() == before:
                 raise
             continue
-        if restored is not None or checkpoints.steps() == steps:
+        if restored is not None or steps() == before:
             return restored
     return None
 

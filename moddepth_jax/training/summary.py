@@ -9,6 +9,7 @@ import platform
 
 import jax
 import numpy as np
+from jax.sharding import AbstractMesh
 
 from kernels_pallas.choice import told
 from moddepth_jax.hparams import Hparams
@@ -64,8 +65,9 @@ def _trace(hparams, num_steps, **changes):
     shape = (hparams.data.batch_size, hparams.data.sequence_length)
     row = jax.ShapeDtypeStruct(shape, 'int32')
     batch = {name: row for name in ('tokens_BT', 'labels_BT', 'segment_ids_BT')}
-    state = jax.eval_shape(lambda: init_state(hparams, num_steps))
-    return jax.jit(train_step).trace(state, batch)
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # as one device would run it
+        state = jax.eval_shape(lambda: init_state(hparams, num_steps))
+        return jax.jit(train_step).trace(state, batch)
 
 
 def flops_of_a_step(hparams: Hparams, num_steps: int) -> dict[str, float | None]:

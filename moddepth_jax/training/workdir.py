@@ -6,6 +6,8 @@ import os
 import pathlib
 import socket
 
+from moddepth_jax.hparams import unknown_knobs
+
 CONFIG_FILE = 'config.json'
 LOCK_FILE = 'lock'
 SCHEMA_VERSION = 1
@@ -21,6 +23,7 @@ OLDER_RUNS = {  # a knob that they do not have: the value under which they behav
     'model.routing.cache_capacity': 1.5,
     'model.routing.overflow': 'grow',
     'report.top_p': 1.0,
+    'data.log_windows': False,
     'model.depth.stream': 'residual',
     'model.depth.slots': 'none',
     'model.depth.attention_slot_projection': False,
@@ -42,7 +45,10 @@ OLDER_RUNS = {  # a knob that they do not have: the value under which they behav
     'model.experts.z_loss': 0.0,
     'model.experts.threshold_decay': 0.99,
     'model.experts.product': 'auto',
+    'training.max_unsharded': 1.0,
 }
+
+_NOT_OURS = 'a newer version wrote it, and can go on with this run, or it was edited'
 
 
 def write_atomically(path: str | os.PathLike, text: str) -> None:
@@ -189,14 +195,16 @@ def _read_config(path):
     except (FileNotFoundError, NotADirectoryError):
         right = 'must be the directory of a run of launch.train'
         raise ValueError(f'--workdir={path}: holds no {CONFIG_FILE}; {right}') from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         right = f'must be JSON with "schema_version" and "config" ({type(error).__name__}: {error})'
         raise ValueError(f'{file}: unreadable; {right}') from None
     if version != SCHEMA_VERSION or not isinstance(config, dict):
-        right = f'must be {SCHEMA_VERSION}, with a config of named fields'
+        right = f'must be {SCHEMA_VERSION}, with a config of named fields; {_NOT_OURS}'
         raise ValueError(f'{file}: schema_version={version!r}; {right}')
+    for name, value in unknown_knobs(config).items():
+        raise ValueError(f'{file}: {name}={value!r}: no such knob; {_NOT_OURS}')
     filled = {}
-    if 'model' in config and 'routing' in config['model']:
+    if isinstance(config.get('model'), dict) and 'routing' in config['model']:
         for group in ('depth', 'experts'):  # they came after that of routing
             config['model'].setdefault(group, {})
     for name, value in OLDER_RUNS.items():

@@ -17,7 +17,8 @@ from moddepth_jax.hparams import DataHparams
 
 def _data(source, **changes):
     knobs = dict(text_field='text', tokenizer='bytes', sequence_length=8, batch_size=2)
-    return DataHparams(source=str(source), **{**knobs, 'held_out_fraction': 0.25, **changes})
+    knobs |= dict(held_out_fraction=0.25, log_windows=False)
+    return DataHparams(source=str(source), **{**knobs, **changes})
 
 
 def _documents(n):

@@ -1,5 +1,6 @@
 """A training step of the whole model becomes a program for a Hopper GPU, by the kernels meant."""
 
+import json
 import re
 
 import jax
@@ -8,6 +9,7 @@ import pytest
 
 from kernels_pallas import choice, cudnn
 from moddepth_jax.model.transformer import Transformer
+from tests.devices import on_devices
 from tests.kernels import hopper
 from tests.kernels.lowering_test import lower
 from tests.model.depth_models import ATTENTION, MODA, ROUTED, small
@@ -64,6 +66,47 @@ def test_step_lowers(at_hopper, knobs, by_cudnn, remat, tiny_config):
     assert 'tensor<8x2x64x1x64xbf16>' in text
     for name in ('fmhaSoftmax(', 'fmhaSoftmaxBackward('):
         assert (f'cudnn${name}' in text) == by_cudnn
+
+
+ON_EIGHT_DEVICES = """
+import json, re, sys
+import jax, jax.numpy as jnp
+from ml_collections import ConfigDict
+from kernels_pallas import choice, cudnn
+from moddepth_jax.hparams import from_config
+from moddepth_jax.model.transformer import Transformer
+from moddepth_jax.training.sharding import make_mesh, state_shardings
+
+jax.default_backend = lambda: 'gpu'
+choice._capability = lambda: '9.0'
+cudnn.fused.check_cudnn_version = lambda: 91000
+hparams = from_config(ConfigDict(json.loads(sys.argv[1])))
+model, mesh = Transformer(hparams), make_mesh('data=2,fsdp=2,tensor=2')
+tokens_BT = jnp.zeros((8, 64), jnp.int32)
+with jax.set_mesh(mesh):
+    params = jax.eval_shape(model.init, jax.random.key(0), tokens_BT)['params']
+    params = jax.tree.map(
+        lambda leaf, to: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=to),
+        params, state_shardings(mesh, params))
+    gradient = jax.grad(lambda params: jnp.sum(model.apply({'params': params}, tokens_BT)[0]))
+    text = jax.jit(gradient).trace(params).lower(lowering_platforms=('cuda',)).as_text()
+calls = [line for line in text.splitlines() if 'custom_call @' in line]
+slots = [re.findall('tensor<8x([0-9]+x[0-9]+)xbf16>', line)
+         for line in calls if '@mosaic_gpu' in line]
+names = {line.split('custom_call @')[1].split('(')[0] for line in calls}
+print(json.dumps([choice.told(), sorted(names), sum(slots, [])]))
+"""
+
+
+@pytest.mark.slow
+def test_every_device_runs_the_kernels_on_its_own_rows_and_heads(tiny_config):
+    """Over two by two by two devices: a quarter of the rows, half of the heads; none is refused."""
+    changes = MODA | ACROSS | {'model.num_heads': 16, 'model.num_kv_heads': 2}
+    config = tiny_config(**WIDE | changes)
+    told, calls, slots = on_devices(8, ON_EIGHT_DEVICES, json.dumps(config.to_dict()))
+    assert told == ['depth_attention on gpu: sequence by cudnn, depth by mosaic_gpu']
+    assert {'__cudnn$fmhaSoftmax', '__cudnn$fmhaSoftmaxBackward', 'mosaic_gpu_v2'} <= set(calls)
+    assert set(slots) == {'128x64'}  # tokens of two rows, and the width of one head
 
 
 @pytest.mark.aot

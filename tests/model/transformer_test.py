@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moddepth_jax.hparams import from_config
-from moddepth_jax.model.transformer import Transformer, causal_routing
+from moddepth_jax.model.transformer import Transformer, causal_routing, check_attention
 
 ROUTED = {'model.routing.router': 'learned', 'model.routing.capacity': 0.375}
 TOKENS_BT = np.random.default_rng(0).integers(0, 257, (2, 16))
@@ -191,3 +191,14 @@ def test_parameter_count_is_the_formula(knobs, tiny_config):
     expected += m.num_layers * block + len(m.routed_layers) * routed
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == expected
     assert set(params) <= {'embedding', 'stack', 'final_norm', 'head'}
+
+
+def test_a_kernel_that_cannot_run_here_is_refused_before_a_run_begins(tiny_config):
+    """In one line that names the knob; an interpreted kernel, and those of XLA, are let through."""
+    changes = {'model.depth.stream': 'moda'}
+    for name in ('auto', 'xla', 'reference', 'pallas'):
+        check_attention(from_config(tiny_config(**changes, **{'model.attention': name})))
+    wide = changes | {'model.head_dim': 512, 'model.attention': 'pallas'}
+    with pytest.raises(ValueError, match="model.attention='pallas': ") as caught:
+        check_attention(from_config(tiny_config(**wide)))
+    assert '512' in str(caught.value) and '\n' not in str(caught.value)

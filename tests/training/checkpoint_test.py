@@ -254,7 +254,9 @@ def test_a_failed_write_is_one_line_and_costs_only_its_own_step(tmp_path, caplog
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         for step, caught in ((2, at_next_save), (3, at_wait)):
             where = f'checkpoint {step} in {tmp_path}'
-            assert str(caught.value) == f'{where}: not saved, File too large; steps kept: 1'
+            right = 'make room there, then the same command goes on after step 1'
+            told = f'{where}: not saved, File too large; steps kept: 1; {right}'
+            assert str(caught.value) == told
         checkpoints.wait()
         assert os.listdir(tmp_path) == ['1']
         checkpoints.save(4, state, {})

@@ -47,10 +47,10 @@ def signals(monkeypatch):
     """signals[step] = name: this process gets the signal while that step's batch is made."""
     plan, train_batch = {}, Dataset.train_batch
 
-    def train_batch_and_signal(dataset, step):
+    def train_batch_and_signal(dataset, step, *rows):
         if step in plan:
             os.kill(os.getpid(), getattr(signal, plan.pop(step)))
-        return train_batch(dataset, step)
+        return train_batch(dataset, step, *rows)
 
     monkeypatch.setattr(Dataset, 'train_batch', train_batch_and_signal)
     return plan

@@ -4,7 +4,9 @@ import os
 import signal
 import threading
 
+import jax
 import pytest
+from jax.experimental import multihost_utils
 
 from moddepth_jax.training import interruption
 
@@ -76,3 +78,23 @@ def test_in_another_thread_nothing_is_changed():
     thread.start()
     thread.join()
     assert during == [*before, None]
+
+
+def test_several_processes_ask_jax_alone(monkeypatch):
+    """No handler of ours is installed, which would end JAX's own; it says after which step."""
+    monkeypatch.setattr(jax, 'process_count', lambda: 2)
+    monkeypatch.setattr(multihost_utils, 'reached_preemption_sync_point', lambda step: step == 7)
+    before = [signal.getsignal(number) for number in interruption.SIGNALS]
+    with interruption.Interruption() as stop:
+        assert [signal.getsignal(number) for number in interruption.SIGNALS] == before
+        assert not stop.asked(6) and stop.requested is None
+        assert stop.asked(7) and stop.requested == 'SIGTERM'
+
+
+def test_asked_after_a_step_it_tells_of_a_signal(capfd):
+    """One process has its own handlers, and no step of JAX's to wait for."""
+    with interruption.Interruption() as stop:
+        assert not stop.asked(1)
+        send('SIGUSR1')
+        assert stop.asked(2)
+    assert 'SIGUSR1' in capfd.readouterr().err

@@ -142,3 +142,11 @@ def test_counts_have_three_digits(value, text):
 def test_seconds_have_two_units(seconds, text):
     """The two largest units, also where rounding crosses one."""
     assert progress.format_seconds(seconds) == text
+
+
+def test_a_silent_one_prints_nothing(capfd):
+    """That of a process which is not the first of its run."""
+    with progress.Progress(10, 0, 32, silent=True) as shown:
+        shown.note('a line')
+        shown.update(1, {'loss': 1.0, 'tokens_per_second': 1.0, 'flops_per_second': 1.0})
+    assert capfd.readouterr() == ('', '')

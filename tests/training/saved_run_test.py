@@ -133,14 +133,18 @@ def after_the_manifest(monkeypatch, act):
 
 
 @pytest.mark.parametrize('moment', [before_the_manifest, after_the_manifest])
-def test_a_checkpoint_dropped_while_it_is_read_gives_way_to_the_next(workdir, monkeypatch, moment):
+def test_a_checkpoint_dropped_while_it_is_read_gives_way_to_the_next(
+    workdir, state, monkeypatch, moment
+):
     """A run that goes on saves a newer one and removes this one at the worst moment."""
     folder = workdir / 'checkpoints'
     shutil.rmtree(folder / '2')
+    save(workdir.parent / 'newer', state, [6])
 
     def drop():
         if (folder / '4').exists():
-            (folder / '4').rename(folder / '6')
+            shutil.rmtree(folder / '4')
+            (workdir.parent / 'newer' / 'checkpoints' / '6').rename(folder / '6')
 
     moment(monkeypatch, drop)
     assert load_run(workdir).step == 6 and os.listdir(folder) == ['6']

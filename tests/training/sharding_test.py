@@ -1,6 +1,8 @@
-"""Rows are split over devices, and experts; all else is whole on each, and the result the same."""
+"""Rows and parameters are split over devices as the rules say, and the result is the same."""
 
+import dataclasses
 import json
+import re
 
 import jax
 import numpy as np
@@ -10,12 +12,14 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from moddepth_jax.hparams import from_config
 from moddepth_jax.training import sharding
 from moddepth_jax.training.train_step import init_state
-from tests.four_devices import collectives, on_four_devices
+from tests.devices import collectives, on_devices
 
 
 @pytest.mark.parametrize(
     ('spec', 'words'),
     [
+        (',', 'AXIS=SIZE'),
+        ('data=1,', 'AXIS=SIZE'),
         ('data', 'AXIS=SIZE'),
         ('data=', 'AXIS=SIZE'),
         ('data=0', 'AXIS=SIZE'),
@@ -23,8 +27,8 @@ from tests.four_devices import collectives, on_four_devices
         ('data=two', 'AXIS=SIZE'),
         ('data=1.5', 'AXIS=SIZE'),
         ('data=²', 'AXIS=SIZE'),
-        ('dta=1', 'an axis of data, expert'),
-        ('data=1,model=1', 'an axis of data, expert'),
+        ('dta=1', 'an axis of data, fsdp, tensor, expert'),
+        ('data=1,model=1', 'an axis of data, fsdp, tensor, expert'),
         ('expert=1,data=1,expert=1', 'names expert twice'),
         ('data=1000', 'needs 1000 devices, 1 are here'),
         ('data=5,expert=4', 'needs 20 devices, 1 are here'),
@@ -40,8 +44,9 @@ def test_a_bad_mesh_is_refused_in_one_line(spec, words):
 
 def test_the_mesh_is_all_devices_unless_told():
     """Without a spec every device lies along `data`."""
-    assert sharding.make_mesh().shape == {'data': jax.device_count(), 'expert': 1}
-    assert sharding.make_mesh('expert=1').shape == {'data': 1, 'expert': 1}
+    ones = dict.fromkeys(sharding.AXES, 1)
+    assert sharding.make_mesh().shape == ones | {'data': jax.device_count()}
+    assert sharding.make_mesh('expert=1').shape == ones
 
 
 @pytest.mark.parametrize(
@@ -50,7 +55,7 @@ def test_the_mesh_is_all_devices_unless_told():
 )
 def test_rows_of_a_micro_batch_must_divide(batch_size, parts, shards, divides):
     """A micro-batch whose rows do not divide over `data` is refused, with the sizes in the line."""
-    mesh = jax.sharding.AbstractMesh((shards,), ('data',))
+    mesh = mesh_of(data=shards)
     if divides:
         sharding.check_batch(mesh, batch_size, parts)
         return
@@ -67,51 +72,81 @@ EXPERTS = {'model.experts.choice': 'token', 'model.experts.num_routed': 6}
 @pytest.mark.parametrize(
     ('experts', 'sizes', 'words'),
     [
-        (EXPERTS, (2, 4), ['model.experts.num_routed=6', '--mesh=expert=4', 'a divisor of 6']),
-        (EXPERTS, (1, 12), ['model.experts.num_routed=6', '--mesh=expert=12']),
-        ({}, (2, 2), ['expert=2', 'model.experts.choice=none', '--mesh=data=N']),
-        (EXPERTS, (3, 2), ['data.batch_size=4', 'over 3 devices']),
+        (EXPERTS, {'expert': 4}, ['model.experts.num_routed=6', 'expert=4', 'a divisor of 6']),
+        (EXPERTS, {'expert': 12}, ['model.experts.num_routed=6', '--mesh=expert=12']),
+        ({}, {'data': 2, 'expert': 2}, ['expert=2', 'model.experts.choice=none', '--mesh=data=N']),
+        (EXPERTS, {'data': 5, 'expert': 2}, ['data.batch_size=12', 'data=5 x expert=2']),
+        ({}, {'tensor': 3}, ['model.num_heads=4', '--mesh=tensor=3']),
+        (EXPERTS | {'model.experts.d_ff': 5}, {'tensor': 2}, ['model.experts.d_ff=5']),
+        ({'model.d_ff': 5}, {'tensor': 2}, ['model.d_ff=5', '--mesh=tensor=2']),
+        ({}, {'fsdp': 6}, ['model.d_model=32', '--mesh=fsdp=6']),
     ],
 )
 def test_a_mesh_that_does_not_fit_the_model_is_refused(tiny_config, experts, sizes, words):
     """In one line, with both numbers: experts that do not divide, or that there are none."""
-    hparams = from_config(tiny_config(**experts))
-    sharding.check_mesh(hparams, AbstractMesh((2, 1), sharding.AXES))
-    if experts:
-        sharding.check_mesh(hparams, AbstractMesh((1, 3), sharding.AXES))
+    hparams = from_config(tiny_config(**experts, **{'data.batch_size': 12}))
+    sharding.check_mesh(hparams, mesh_of(data=2))
+    if 'model.experts.choice' in experts:
+        sharding.check_mesh(hparams, mesh_of(expert=3))
     with pytest.raises(ValueError) as caught:
-        sharding.check_mesh(hparams, AbstractMesh(sizes, sharding.AXES))
+        sharding.check_mesh(hparams, mesh_of(**sizes))
     message = str(caught.value)
     assert all(word in message for word in words) and '\n' not in message
 
 
-def test_experts_and_their_moments_are_split_and_nothing_else_is(tiny_config):
-    """Of a MoD model: all three kernels of routed experts, in blocks with and without a router.
+def mesh_of(**sizes):
+    """An abstract mesh; axes that are not named have size 1."""
+    return AbstractMesh(tuple(sizes.get(axis, 1) for axis in sharding.AXES), sharding.AXES)
 
-    A dense mlp has the same names; it is whole, as are routers and shared experts.
-    """
-    changes = {
-        'model.num_layers': 4,
-        'model.experts.layers': '1,2',
-        'model.routing.router': 'position',
-    }
+
+@pytest.mark.parametrize('stream', ['residual', 'dense', 'attention', 'moda'])
+def test_parameters_and_their_moments_are_split_alike(tiny_config, stream):
+    """Over fsdp, tensor and expert: all but vectors and narrow matrices, in every depth stream."""
+    changes = {'model.num_layers': 4, 'model.depth.stream': stream, 'model.experts.layers': '1,2'}
+    changes['model.layer_loop'] = 'unrolled'
     hparams = from_config(tiny_config(**EXPERTS, **changes))
     state = jax.eval_shape(lambda: init_state(hparams, 4))
-    mesh = AbstractMesh((2, 3), sharding.AXES)
+    mesh = mesh_of(data=2, fsdp=2, tensor=2, expert=3)
     shardings = sharding.state_shardings(mesh, state)
     assert jax.tree.structure(shardings) == jax.tree.structure(state)
-    split = []
-    for path, leaf in jax.tree_util.tree_leaves_with_path(shardings):
-        assert leaf.mesh == mesh
-        if leaf.spec != PartitionSpec():
-            assert leaf.spec == PartitionSpec(None, 'expert', None, None)
-            split.append(jax.tree_util.keystr(path, simple=True, separator='/'))
-    wanted = [f'mlp/{name}/kernel' for name in ('w1', 'w2', 'w3')]
-    for tree in ('params', '/mu', '/nu'):
-        mine = [path for path in split if tree in path]
-        assert sorted(path[-len(wanted[0]) :] for path in mine) == sorted(2 * wanted)
-        assert sum('/block/' in path for path in mine) == 3
-    assert len(split) == 18
+    split = {}
+    places = jax.tree_util.tree_leaves_with_path(shardings)
+    for (path, place), leaf in zip(places, jax.tree.leaves(state), strict=True):
+        path = jax.tree_util.keystr(path, simple=True, separator='/')
+        place.shard_shape(leaf.shape)  # raises where it does not divide
+        split[path] = place.spec
+        narrow = leaf.ndim < 2 or any(name in path for name in ('norm', 'router', 'predictor'))
+        assert narrow == (place.spec == PartitionSpec()), path
+    moments = [path for path in split if '/mu/' in path or '/nu/' in path]
+    for path in moments:
+        assert split[path] == split['params/' + re.split('/[mn]u/', path)[1]]
+    assert len(moments) == 2 * sum(path.startswith('params/') for path in split)
+
+
+def test_what_a_mesh_leaves_whole_is_bounded(tiny_config):
+    """A model whose width fsdp does not divide is refused by that knob; with data alone nothing is.
+
+    Sizes that tensor must divide are refused by name before.
+    """
+    hparams = from_config(tiny_config(**{'data.batch_size': 24, 'training.max_unsharded': 0.001}))
+    sharding.check_mesh(hparams, mesh_of(data=24))
+    with pytest.raises(ValueError, match='training.max_unsharded=0.001') as caught:
+        sharding.check_mesh(hparams, mesh_of(fsdp=2))
+    assert '--mesh=fsdp=2: ' in str(caught.value) and '\n' not in str(caught.value)
+    more = dataclasses.replace(hparams.training, max_unsharded=0.05)
+    sharding.check_mesh(dataclasses.replace(hparams, training=more), mesh_of(fsdp=2))
+    for sizes, name in (({'fsdp': 3}, 'model.d_model=32'), ({'tensor': 4}, 'model.num_kv_heads=2')):
+        with pytest.raises(ValueError, match=name):
+            sharding.check_mesh(hparams, mesh_of(**sizes))
+
+
+def test_the_rows_of_a_process_are_those_of_its_devices():
+    """One process has all rows; what is put there is split over the axes of rows."""
+    mesh = sharding.make_mesh()
+    assert sharding.own_rows(mesh, 8) == slice(0, 8)
+    batch = {'tokens_BT': np.arange(16).reshape(8, 2)}
+    placed = sharding.put_rows(mesh, batch, slice(0, 8), 8)
+    assert (np.asarray(placed['tokens_BT']) == batch['tokens_BT']).all()
 
 
 ON_FOUR_DEVICES = """
@@ -190,37 +225,13 @@ print(json.dumps(found))
 
 
 def trained(config, specs=('data=1', 'data=4'), num_steps=4):
-    return on_four_devices(ON_FOUR_DEVICES, json.dumps([config.to_dict(), specs, num_steps]))
+    return on_devices(4, ON_FOUR_DEVICES, json.dumps([config.to_dict(), specs, num_steps]))
 
 
 def check_placement(found):
     assert found['devices'] == 4
     assert found['state_whole'] and found['state_devices'] == [4]
     assert found['batch_shards'] == ['(2, 32)'] and found['logits_shards'] == ['(2, 32, 257)']
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ('router', 'stream'),
-    [('position', 'moda'), ('none', 'residual'), ('position', 'residual'), ('none', 'moda')],
-)
-def test_a_model_of_fixed_choices_trains_alike_on_four_devices(router, stream, tiny_config):
-    """Four steps on four devices have the losses of one device to 1e-5.
-
-    The state comes out whole on every device; logits stay split by rows, as the batch was.
-    """
-    changes = {
-        'model.routing.router': router,
-        'model.depth.stream': stream,
-        'data.batch_size': 8,
-        'optimizer.warmup_fraction': 0.0,
-        'optimizer.learning_rate': 0.01,
-    }
-    found = trained(tiny_config(**changes))
-    check_placement(found)
-    one, four = found['losses']
-    assert len(one) == 4 and min(np.abs(np.diff(one))) > 1e-3
-    np.testing.assert_allclose(four, one, atol=1e-5, rtol=0)
 
 
 @pytest.mark.slow
@@ -244,8 +255,8 @@ def test_a_routed_model_keeps_its_rows_apart(tiny_config):
 def test_experts_train_alike_on_two_by_two_devices(tiny_config):
     """One step with experts and rows split has the loss and gradients of one device to 1e-5.
 
-    Each device holds half of the experts, and the program moves neither their weights nor tokens.
-    A checkpoint from there is restored bit for bit onto meshes of other shapes.
+    Each device holds half of the experts, and the program moves none of their weights. A checkpoint
+    from there is restored bit for bit onto meshes of other shapes.
     """
     changes = {
         'model.num_layers': 1,
@@ -259,11 +270,13 @@ def test_experts_train_alike_on_two_by_two_devices(tiny_config):
     np.testing.assert_allclose(*found['losses'], atol=1e-5, rtol=0)
     assert found['moments'] < 1e-5
     assert found['devices'] == 4 and found['state_devices'] == [4]
-    assert found['batch_shards'] == ['(4, 32)'] and found['w1_shards'] == ['(1, 2, 32, 24)']
+    assert found['batch_shards'] == ['(2, 32)'] and found['w1_shards'] == ['(1, 2, 32, 24)']
     assert found['data=4'] == [['(1, 4, 32, 24)'], True]
     assert found['expert=4'] == [['(1, 1, 32, 24)'], True]
     gathered = collectives(found['text']).pop('all-gather', set())
-    assert gathered <= {'f32[8,32,4]'}  # scores of the router, for top_k
+    # Tokens, weights and experts of the pairs, and their masks: of the rows of two devices.
+    assert {'f32[4,32,32]', 'f32[4,32,2]'} <= gathered
+    assert all(shape.split('[')[1].startswith('4,32,') for shape in gathered)
     assert not collectives(found['text']).keys() & {'all-to-all', 'collective-permute'}
 
 
@@ -278,10 +291,10 @@ config, folder = json.loads(sys.argv[1])
 hparams, train_batch = from_config(ConfigDict(config)), Dataset.train_batch
 alone = loop.train(hparams, f'{folder}/alone', 'data=1')
 
-def stops(dataset, step):
+def stops(dataset, step, *rows):
     if step == 1:
         os.kill(os.getpid(), signal.SIGTERM)
-    return train_batch(dataset, step)
+    return train_batch(dataset, step, *rows)
 
 Dataset.train_batch = stops
 stopped = loop.train(hparams, f'{folder}/moved', 'data=2,expert=2')
@@ -306,8 +319,8 @@ def test_a_run_with_experts_goes_on_on_another_mesh(tiny_config, tmp_path):
     """
     changes = EXPERTS | {'model.experts.num_routed': 4, 'data.batch_size': 8}
     arguments = json.dumps([tiny_config(**changes).to_dict(), str(tmp_path)])
-    found = on_four_devices(STOPPED_AND_RESUMED, arguments)
-    assert found['stopped'] == ['SIGTERM', 2] and found['mesh'] == {'data': 4, 'expert': 1}
+    found = on_devices(4, STOPPED_AND_RESUMED, arguments)
+    assert found['stopped'] == ['SIGTERM', 2] and found['mesh']['data'] == 4
     alone, resumed = found['results']
     np.testing.assert_allclose(resumed, alone, atol=1e-4, rtol=0)
     assert found['flops'][0] == found['flops'][1] > 0

@@ -11,10 +11,11 @@ import pytest
 
 from moddepth_jax.hparams import from_config
 from moddepth_jax.training import workdir
+from moddepth_jax.training.saved_run import read_hparams
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = {'seed': 0, 'model': {'d_model': 32, 'windows': (0, 16), 'across_documents': False}}
-CONFIG['training'] = {'log_every': 10}
+CONFIG['training'] = {'log_every': 10, 'max_unsharded': 0.05}
 
 
 def changed(group, field, value):
@@ -73,7 +74,7 @@ def test_volatile_fields_may_differ(tmp_path, volatile):
     """A field named volatile, alone or by its group, may change, and is stored as it is now."""
     workdir.open_workdir(tmp_path, CONFIG)
     workdir.open_workdir(tmp_path, changed('training', 'log_every', 1), volatile=(volatile,))
-    assert workdir.read_config(tmp_path)[0]['training'] == {'log_every': 1}
+    assert workdir.read_config(tmp_path)[0]['training']['log_every'] == 1
     with pytest.raises(ValueError, match=r'training\.log_every'):
         workdir.open_workdir(tmp_path, changed('training', 'log_every', 2), volatile=('train',))
 
@@ -130,7 +131,54 @@ def without(config, names):
     return config
 
 
-OLD = {'model.routing.overflow': 'grow'}  # older runs had no cap: any number entered
+# The knobs of the first version, whose runs have no others. This list never grows: a knob that came
+# later is one of OLDER_RUNS, with the value under which those runs behave as they did.
+FIRST_KNOBS = """
+    seed flop_budget
+    model: vocab_size num_layers d_model d_ff num_heads num_kv_heads head_dim norm_placement
+    norm_eps qk_norm rope_theta use_bias tie_embeddings windows init_std embedding_init_std
+    scale_residual_init dtype attention layer_loop remat
+    model.routing: router layers capacity gate initial_gate causal_rule predictor_width
+    predictor_loss_weight aux_loss_weight
+    data: source text_field tokenizer sequence_length batch_size held_out_fraction
+    optimizer: learning_rate final_fraction warmup_fraction b1 b2 eps weight_decay clip_norm z_loss
+    training: num_steps accumulate_steps log_every checkpoint_every keep_checkpoints max_nan_steps
+    compilation_cache
+    evaluation: every num_batches final_batches
+    report: prompt sample_tokens temperature heatmap_tokens
+"""
+
+
+def first_knobs():
+    """Dotted names of FIRST_KNOBS."""
+    group, names = '', set()
+    for word in FIRST_KNOBS.split():
+        if word.endswith(':'):
+            group = word.removesuffix(':') + '.'
+        else:
+            names.add(group + word)
+    return names
+
+
+def knob_names(config, prefix=''):
+    """Dotted names of all knobs of nested dicts."""
+    for name, value in config.items():
+        if isinstance(value, dict):
+            yield from knob_names(value, f'{prefix}{name}.')
+        else:
+            yield prefix + name
+
+
+def test_every_knob_since_the_first_version_has_a_value_for_older_runs(tiny_config):
+    """A knob that is added and forgotten in OLDER_RUNS would leave every older run unreadable."""
+    names = set(knob_names(dataclasses.asdict(from_config(tiny_config()))))
+    first, later = first_knobs(), set(workdir.OLDER_RUNS)
+    assert len(first) == 61 and not first & later
+    assert names == first | later
+
+
+# No cap on those who enter, and no bound on what is whole on every device.
+OLD = {'model.routing.overflow': 'grow', 'training.max_unsharded': 1.0}
 
 
 def as_written_before(path, config, names):
@@ -168,6 +216,102 @@ def test_an_older_run_goes_on_in_its_directory(tmp_path, tiny_config):
     assert json.loads((tmp_path / 'config.json').read_text())['config']['report']['top_p'] == 1.0
 
 
+def test_a_run_of_the_first_version_goes_on_as_it_began(tmp_path, tiny_config):
+    """Its config lacks whole groups; what is filled in is the dense stream without experts."""
+    config = dataclasses.asdict(from_config(tiny_config(**OLD)))
+    later = [name for name in workdir.OLDER_RUNS if name.split('.')[1] not in ('depth', 'experts')]
+    as_written_before(tmp_path, config, [*later, 'model.depth', 'model.experts'])
+    stored, (note,) = workdir.read_config(tmp_path)
+    assert dataclasses.asdict(from_config(stored)) == config
+    assert all(f'{name}={value!r}' in note for name, value in workdir.OLDER_RUNS.items())
+    (told,) = workdir.open_workdir(tmp_path, config)
+    assert told == note
+    assert read_hparams(tmp_path) == (from_config(tiny_config(**OLD)), [])
+
+
+def put(config, name, value):
+    """A copy of the config in which the dotted `name` is `value`."""
+    config = json.loads(json.dumps(config))
+    *groups, knob = name.split('.')
+    group = config
+    for part in groups:
+        group = group[part]
+    group[knob] = value
+    return config
+
+
+def refusals(path, config):
+    """What resuming the run of `config` in `path` is told, and what the other commands are."""
+    for read in (lambda: workdir.open_workdir(path, config), lambda: read_hparams(path)):
+        with pytest.raises(ValueError) as caught:
+            read()
+        assert '\n' not in str(caught.value) and str(path) in str(caught.value)
+        yield str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ('name', 'value'),
+    [
+        ('model.d_model', '32'),
+        ('model.d_model', None),
+        ('model.depth', 5),
+        ('model', 5),
+        ('model', ['routing']),
+        ('model.routing', [1]),
+        ('report', 'def '),
+        ('model.windows', 'wide'),
+        ('optimizer.b1', [0.9]),
+    ],
+)
+def test_a_stored_knob_of_another_type_is_named(name, value, tmp_path, tiny_config):
+    """By every command that reads the run, with its value, in one line, and nothing is written."""
+    config = dataclasses.asdict(from_config(tiny_config()))
+    stored = {'schema_version': 1, 'config': put(config, name, value)}
+    (tmp_path / 'config.json').write_text(json.dumps(stored))
+    before = contents(tmp_path)
+    for message in refusals(tmp_path, config):
+        assert name in message and repr(value) in message
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ('name', 'value'),
+    [('model.later', 1), ('later', {'knob': 2}), ('training.max_nan_step', 5)],
+)
+def test_a_stored_knob_that_is_unknown_is_refused_by_name(name, value, tmp_path, tiny_config):
+    """Of a newer version, or edited: every command says so and names it; nothing is written."""
+    config = dataclasses.asdict(from_config(tiny_config()))
+    stored = {'schema_version': 1, 'config': put(config, name, value)}
+    (tmp_path / 'config.json').write_text(json.dumps(stored))
+    before = contents(tmp_path)
+    for message in refusals(tmp_path, config):
+        assert f'{name}={value!r}: no such knob; a newer version wrote it' in message
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ('text', 'words'),
+    [
+        ('{"schema_version": 2, "config": {}}', ['schema_version=2; must be 1', 'newer version']),
+        ('{"schema_version": 1, "config": []}', ['schema_version=1', 'config of named fields']),
+        ('[' * 100_000, ['config.json: unreadable']),
+        ('', ['config.json: unreadable']),
+    ],
+)
+def test_a_config_of_another_shape_is_one_line(text, words, tmp_path, tiny_config):
+    """Of another schema, a list, nested beyond reading, or empty."""
+    (tmp_path / 'config.json').write_text(text)
+    for message in refusals(tmp_path, dataclasses.asdict(from_config(tiny_config()))):
+        assert all(word in message for word in words)
+
+
+def test_a_directory_in_place_of_the_config_is_one_line(tmp_path, tiny_config):
+    """It is told by its name, by every command."""
+    (tmp_path / 'config.json').mkdir()
+    for message in refusals(tmp_path, dataclasses.asdict(from_config(tiny_config()))):
+        assert 'config.json: unreadable' in message and 'Is a directory' in message
+
+
 def test_a_knob_without_an_old_value_stays_missing(tmp_path, tiny_config):
     """What no older version lacked is a damaged config, and is named when it is built."""
     config = dataclasses.asdict(from_config(tiny_config()))
@@ -190,6 +334,7 @@ def test_written_atomically_the_old_text_survives_a_failed_write(tmp_path):
 HOLD = """
 import sys
 from moddepth_jax.training import workdir
+from moddepth_jax.training.saved_run import read_hparams
 lock = workdir.WorkdirLock(sys.argv[1])
 print('held', flush=True)
 sys.stdin.read()

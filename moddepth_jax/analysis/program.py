@@ -1,0 +1,164 @@
+"""A compiled program as text: its instructions, how often each runs, and the products in it."""
+
+import functools
+import math
+import re
+from typing import Any, NamedTuple
+
+_COMPUTATION = re.compile(r'(ENTRY )?%?([\w.\-]+) .*\{$')
+_INSTRUCTION = re.compile(r'\s+(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][a-z\-]*)\((.*)$')
+_ARRAY = re.compile(r'\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]')
+_BRANCHES = (
+    r'branch_computations=\{([^}]*)\}',
+    r'true_computation=([^ ,]+), false_computation=[^ ,]+',
+    r'true_computation=[^ ,]+, false_computation=([^ ,]+)',
+)
+
+
+class Array(NamedTuple):
+    """An array type, such as bf16[8,16]: name of its numbers, their bits, its shape."""
+
+    number: str
+    bits: int
+    shape: tuple[int, ...]
+
+
+class Instruction(NamedTuple):
+    """One line of a computation; `rest` is what follows the opening bracket of its operands."""
+
+    name: str
+    type: str
+    op: str
+    rest: str
+    is_root: bool
+
+    def attribute(self, pattern: str) -> str:
+        """The group of `pattern` in operands and attributes; '' where the pattern is not there."""
+        match = re.search(pattern, self.rest)
+        return match[1] if match else ''
+
+    def operands(self) -> list[str]:
+        """Names of the operands."""
+        return re.findall(r'%([\w.\-]+)', self.rest.split('), ')[0])
+
+    def called(self) -> list[str]:
+        """Names of the computations that it runs as such, not of the functions that it folds by."""
+        if self.op == 'conditional':
+            found = ', '.join(self.attribute(pattern) for pattern in _BRANCHES)
+        elif self.op in ('fusion', 'call', 'async-start'):
+            found = self.attribute(r', (?:calls|to_apply)=([^ ,]+)')
+        else:
+            found = ''
+        return [name.strip(' %') for name in found.split(',') if name.strip(' %')]
+
+
+class Run(NamedTuple):
+    """Something found in a program, and how often it runs.
+
+    Attributes:
+      found: what the search of `runs` returned.
+      times: that it runs; a loop whose trips are unknown counts once.
+      times_known: whether every loop around it tells its trips.
+      one_branch: whether it stands in a conditional, whose dearest branch is taken.
+    """
+
+    found: Any
+    times: int = 1
+    times_known: bool = True
+    one_branch: bool = False
+
+
+class Program:
+    """The computations of a compiled program.
+
+    Attributes:
+      computations: by name, dicts of Instructions by name, in order.
+      entry: the name of the one that is run.
+    """
+
+    def __init__(self, text: str):
+        """Reads `compiled.as_text()`. Raises ValueError for another text."""
+        self.computations, self.entry = {}, None
+        self.users = functools.cache(self._users)
+        for line in text.splitlines():
+            if match := _COMPUTATION.match(line):
+                inside = self.computations[match[2]] = {}
+                self.entry = match[2] if match[1] else self.entry
+            elif self.computations and (match := _INSTRUCTION.match(line)):
+                root, name, *parts = match.groups()
+                inside[name] = Instruction(name, *parts, is_root=bool(root))
+        if self.entry is None:
+            raise ValueError('the text is no compiled program: it has no ENTRY computation')
+
+    def _users(self, computation):
+        """Instructions of a computation by the name of what they read; `users` remembers them."""
+        found = {}
+        for instruction in self.computations[computation].values():
+            for operand in dict.fromkeys(instruction.operands()):
+                found.setdefault(operand, []).append(instruction)
+        return found
+
+    def runs(self, search, cost) -> list[Run]:
+        """What `search` finds in all that is run.
+
+        Args:
+          search: called with an Instruction and the name of its computation; what it finds, or
+            None.
+          cost: of something found, once: says which branch of a conditional is the dearest.
+        """
+
+        @functools.cache
+        def inside(name):
+            found = []
+            for instruction in self.computations[name].values():
+                here = search(instruction, name)
+                if here is not None:
+                    found.append(Run(here))
+                elif instruction.op == 'while':
+                    found += loop(instruction)
+                elif called := [inside(name) for name in instruction.called()]:
+                    dearest = max(called, key=lambda runs: sum(r.times * cost(r[0]) for r in runs))
+                    branch = instruction.op == 'conditional'
+                    found += [run._replace(one_branch=run.one_branch or branch) for run in dearest]
+            return found
+
+        def loop(instruction):
+            told = instruction.attribute(r'"known_trip_count":\{"n":"(\d+)"')
+            trips, found = int(told or 1), []
+            # The condition runs once more, to end the loop.
+            for part, times in (('body', trips), ('condition', trips + bool(told))):
+                for run in inside(instruction.attribute(rf'{part}=%?([\w.\-]+)')):
+                    known = run.times_known and bool(told)
+                    found.append(run._replace(times=run.times * times, times_known=known))
+            return found
+
+        return inside(self.entry)
+
+
+def arrays(text: str) -> list[Array]:
+    """The arrays of a type, which may be a tuple; layouts are left out."""
+    return [
+        Array(number, int(bits or 8), tuple(int(size) for size in shape.split(',') if size))
+        for number, bits, shape in _ARRAY.findall(text)
+    ]
+
+
+def product_flops(program: Program) -> tuple[float, float]:
+    """FLOPs of all matrix products of a program on one device, and of those in conditionals.
+
+    Loops are multiplied by their trips. Some products with a vector become sums in a compiled
+    program and are not among them; of a conditional the dearest branch counts.
+    """
+
+    def flops(instruction, computation):
+        if instruction.op != 'dot':
+            return None
+        beside = program.computations[computation]
+        contracted = instruction.attribute(r'lhs_contracting_dims=\{([\d,]*)\}')
+        left = arrays(beside[instruction.operands()[0]].type)[0]
+        summed = math.prod(left.shape[int(axis)] for axis in contracted.split(',') if axis)
+        return 2 * math.prod(arrays(instruction.type)[0].shape) * summed
+
+    runs = program.runs(flops, cost=float)
+    in_branches = sum(run.times * run.found for run in runs if run.one_branch)
+    return float(sum(run.times * run.found for run in runs)), float(in_branches)

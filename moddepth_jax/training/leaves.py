@@ -1,0 +1,80 @@
+"""The leaves of a train state by name, as checkpoints write, compare and restore them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+
+def named_leaves(tree) -> dict:
+    """Path to leaf, such as params.stack.run_0.norm.scale, in the order of `jax.tree.leaves`.
+
+    Raises:
+      ValueError: two leaves have one path.
+    """
+    pairs = jax.tree_util.tree_leaves_with_path(tree)
+    leaves = {jax.tree_util.keystr(path, simple=True, separator='.'): leaf for path, leaf in pairs}
+    if len(leaves) != len(pairs):
+        raise ValueError(f'{len(pairs)} leaves have {len(leaves)} paths: no key may contain a dot')
+    return leaves
+
+
+def spec(leaf) -> str:
+    """Dtype and shape, such as float32[8,4]."""
+    leaf = leaf if hasattr(leaf, 'dtype') else np.asarray(leaf)
+    return f'{leaf.dtype}[{",".join(map(str, leaf.shape))}]'
+
+
+def stored(leaf):
+    """What is written for a leaf: itself, or the uint32 data of a typed PRNG key."""
+    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+
+
+def target(leaf) -> jax.ShapeDtypeStruct:
+    """What is read for an abstract leaf: shape, dtype and sharding of `stored` of it.
+
+    Args:
+      leaf: array or jax.ShapeDtypeStruct; without a sharding, it is to lie on the first device.
+    """
+    kept = jax.eval_shape(stored, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+    return jax.ShapeDtypeStruct(kept.shape, kept.dtype, sharding=_sharding(leaf))
+
+
+def restored(leaf, array):
+    """The leaf of that shape, dtype and sharding from what was read for it.
+
+    Args:
+      leaf: as `target` takes it.
+      array: of `target(leaf)`; None for one without elements, which is not written.
+    """
+    if array is None:
+        make = functools.partial(jnp.empty, leaf.shape, leaf.dtype)
+        return jax.jit(make, out_shardings=_sharding(leaf))()
+    if _is_key(leaf):
+        impl = jax.random.key_impl(jnp.empty((), leaf.dtype))
+        wrap = functools.partial(jax.random.wrap_key_data, impl=impl)
+        return jax.jit(wrap, out_shardings=_sharding(leaf))(array)
+    return array
+
+
+def whole(leaf) -> np.ndarray:
+    """All of what is `stored` of a leaf, on the host, however it is spread over devices.
+
+    Of an array that this process does not hold whole, every process has to ask for it; each device
+    then holds all of it for a moment.
+    """
+    if isinstance(leaf, jax.Array) and leaf.is_fully_replicated:
+        leaf = leaf.addressable_data(0)
+    elif isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        return multihost_utils.process_allgather(stored(leaf), tiled=True)
+    return np.asarray(jax.device_get(stored(leaf)))
+
+
+def _is_key(leaf):
+    return jnp.issubdtype(getattr(leaf, 'dtype', None), jax.dtypes.prng_key)
+
+
+def _sharding(leaf):
+    return leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])

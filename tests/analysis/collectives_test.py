@@ -1,0 +1,286 @@
+"""Collectives are counted with their bytes, mesh axes and times, in text and in real programs."""
+
+import pytest
+
+from moddepth_jax.analysis.collectives import by_axes, collectives
+from moddepth_jax.analysis.program import Program
+from tests.devices import on_devices
+
+MESH = {'data': 2, 'fsdp': 2, 'tensor': 2}
+
+
+def program(*lines, extra=''):
+    """A Program whose entry has these lines, and two inputs: f32[4,8] %p and bf16[4,8] %h."""
+    body = '\n'.join(f'  {line}' for line in lines)
+    return Program(f"""\
+HloModule made_by_hand
+
+%add (a: f32[], b: f32[]) -> f32[] {{
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}}
+{extra}
+ENTRY %main (p: f32[4,8], h: bf16[4,8], i: s32[]) -> f32[4,8] {{
+  %p = f32[4,8]{{1,0}} parameter(0)
+  %h = bf16[4,8]{{1,0}} parameter(1)
+  %i = s32[] parameter(2)
+{body}
+}}
+""")
+
+
+def only(*lines, extra='', mesh=MESH):
+    """The one Collective of such a program."""
+    (found,) = collectives(program(*lines, extra=extra), mesh)
+    return found
+
+
+@pytest.mark.parametrize(
+    ('groups', 'axes', 'size'),
+    [
+        ('{{0,2},{1,3},{4,6},{5,7}}', ('fsdp',), 2),
+        ('{{0,1,4,5},{2,3,6,7}}', ('data', 'tensor'), 4),
+        ('{}', ('data', 'fsdp', 'tensor'), 8),
+        ('[4,2]<=[8]', ('tensor',), 2),
+        ('[2,4]<=[8]', ('fsdp', 'tensor'), 4),
+        ('[4,2]<=[2,4]T(1,0)', ('data',), 2),
+        ('[2,4]<=[2,2,2]T(1,0,2)', ('data', 'tensor'), 4),
+        ("mesh['data'=2,'fsdp'=2,'tensor'=2] {'fsdp'}", ('fsdp',), 2),
+        ("mesh['data'=2,'fsdp'=2,'tensor'=2] {'data','tensor'}", ('data', 'tensor'), 4),
+        ("mesh['x'=2,'y'=4], device_ids=([4,2]T(1,0)) {'x'}", ('tensor',), 2),
+        ("mesh['x'=4,'y'=2], device_ids=([2,2,2]T(0,2,1)) {'x':(2)2}", ('tensor',), 2),
+        ("mesh['x'=8] {'x':(1)2}", ('data',), 2),
+        ("mesh['x'=8] {'x':(2)2}", ('fsdp',), 2),
+        ("mesh['x'=8] {'x':(2)4}", ('fsdp', 'tensor'), 4),
+    ],
+)
+def test_groups_are_read_in_every_form(groups, axes, size):
+    """Listed, counted with and without a transposition, and by axes and parts of axes of a mesh."""
+    found = only(
+        f'ROOT %r = f32[4,8]{{1,0}} all-reduce(%p), channel_id=1, replica_groups={groups}, '
+        'use_global_device_ids=true, to_apply=%add, metadata={op_name="jit(f)/psum" id=1}'
+    )
+    assert (found.axes, len(found.group), found.source) == (axes, size, 'jit(f)/psum')
+    assert found.sent_bytes == 2 * 128 * (size - 1) / size
+
+
+BY_FOUR = 'channel_id=1, replica_groups=[2,4]<=[8]'
+
+
+@pytest.mark.parametrize(
+    ('line', 'result_bytes', 'sent_bytes'),
+    [
+        (f'f32[16,8] all-gather(%p), {BY_FOUR}, dimensions={{0}}', 512, 384),
+        (f'f32[1,8] reduce-scatter(%p), {BY_FOUR}, dimensions={{0}}, to_apply=%add', 32, 96),
+        (f'f32[4,8] all-reduce(%p), {BY_FOUR}, to_apply=%add', 128, 192),
+        (f'(f32[4,8], bf16[4,8]) all-reduce(%p, %h), {BY_FOUR}, to_apply=%add', 192, 288),
+        (f'f32[4,8] all-to-all(%p), {BY_FOUR}, dimensions={{0}}', 128, 96),
+        (f'f32[4,8] all-reduce-start(%p), {BY_FOUR}, to_apply=%add', 128, 192),
+        (f'((f32[4,8]), f32[4,8]) all-reduce-start(%p), {BY_FOUR}, to_apply=%add', 128, 192),
+        (f'((f32[4,8]), f32[1,8]) reduce-scatter-start(%p), {BY_FOUR}, to_apply=%add', 32, 96),
+        (f'(f32[4,8], f32[16,8]) all-gather-start(%p), {BY_FOUR}, dimensions={{0}}', 512, 384),
+        (
+            f'((f32[4,8], bf16[4,8]), (f32[16,8], bf16[16,8])) all-gather-start(%p, %h), {BY_FOUR}',
+            768,
+            576,
+        ),
+        ('f32[4,8] collective-permute(%p), source_target_pairs={{0,4},{4,0},{1,1}}', 128, 128),
+        (
+            '(f32[4,8], f32[4,8], u32[], u32[]) collective-permute-start(%p), '
+            'source_target_pairs={{0,4},{4,0}}',
+            128,
+            128,
+        ),
+    ],
+)
+def test_bytes_are_those_of_a_ring(line, result_bytes, sent_bytes):
+    """Each kind by its formula, in a group of 4; a start is counted, and its other half is not."""
+    kind = line.split('(%')[0].split()[-1].removesuffix('-start')
+    lines = [f'%c = {line}']
+    if '-start' in line:
+        lines.append(f'%d = f32[16,8] {kind}-done(%c)')
+    found = only(*lines)
+    assert (found.kind, found.result_bytes, found.sent_bytes) == (kind, result_bytes, sent_bytes)
+    assert found.axes == (('data',) if kind == 'collective-permute' else ('fsdp', 'tensor'))
+
+
+def test_a_device_alone_communicates_nothing():
+    """Groups of one, and permutations that leave everything in its place, are left out."""
+    found = program(
+        '%a = f32[4,8] all-reduce(%p), replica_groups=[8,1]<=[8], to_apply=%add',
+        '%b = f32[4,8] collective-permute(%p), source_target_pairs={{0,0},{1,1}}',
+    )
+    assert collectives(found, MESH) == []
+
+
+@pytest.mark.parametrize(
+    ('line', 'words'),
+    [
+        ('%c = f32[4,8] collective-broadcast(%p), replica_groups={{0,1}}', 'collective-broadcast'),
+        ('%c = f32[4,8] all-reduce(%p), replica_groups=some_new_form', 'some_new_form'),
+    ],
+)
+def test_what_is_not_known_is_refused(line, words):
+    """A kind or a form of groups that would be miscounted is an error which names it."""
+    with pytest.raises(ValueError, match=words):
+        collectives(program(line), MESH)
+
+
+WIDENING = """
+%wide (q: bf16[4,8]) -> f32[4,8] {
+  %q = bf16[4,8]{1,0} parameter(0)
+  %c.1 = f32[4,8]{1,0} convert(%q)
+  ROOT %c.2 = f32[4,8]{0,1} copy(%c.1)
+}
+
+%rounded (q.1: f32[4,8]) -> f32[4,8] {
+  %q.1 = f32[4,8]{1,0} parameter(0)
+  %c.3 = bf16[4,8]{1,0} convert(%q.1)
+  ROOT %c.4 = f32[4,8]{1,0} convert(%c.3)
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ('operand', 'width'),
+    [
+        ('f32[4,8] fusion(%h), kind=kLoop, calls=%wide', 2),
+        ('f32[4,8] fusion(%p), kind=kLoop, calls=%rounded', 2),
+        ('f32[4,8] convert(%h)', 2),
+        ('f32[4,8] convert(%i)', 4),
+        ('f32[4,8] negate(%p)', 4),
+    ],
+)
+def test_widened_numbers_count_as_they_were(operand, width):
+    """What was bfloat16 just before a float32 collective counts as such, array by array."""
+    found = only(
+        f'%x = {operand}',
+        f'%c = (f32[4,8], f32[4,8]) all-reduce(%x, %p), {BY_FOUR}, to_apply=%add',
+        extra=WIDENING,
+    )
+    assert found.result_bytes == 32 * width + 32 * 4
+
+
+SLICING = """
+%takes (q: f32[4,8], j: s32[]) -> f32[1,8] {
+  %q = f32[4,8]{1,0} parameter(0)
+  %j = s32[] parameter(1)
+  %c = f32[4,8]{1,0} copy(%q)
+  ROOT %d = f32[1,8]{1,0} dynamic-slice(%c, %j, %j), dynamic_slice_sizes={1,8}
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ('lines', 'sliced'),
+    [
+        (['%u = f32[1,8] fusion(%a, %i), kind=kLoop, calls=%takes'], True),
+        (['%u = f32[1,8] dynamic-slice(%a, %i, %i), dynamic_slice_sizes={1,8}'], True),
+        (
+            [
+                '%t = f32[8,4] transpose(%a), dimensions={1,0}',
+                '%u = f32[1,4] dynamic-slice(%t, %i, %i), dynamic_slice_sizes={1,4}',
+            ],
+            True,
+        ),
+        (
+            [
+                '%u = f32[1,8] dynamic-slice(%a, %i, %i), dynamic_slice_sizes={1,8}',
+                '%v = f32[4,8] negate(%a)',
+            ],
+            False,
+        ),
+        (['%u = f32[4,8] negate(%a)'], False),
+        ([], False),
+    ],
+)
+def test_a_sum_that_is_only_sliced_is_told_apart(lines, sliced):
+    """Also through a fusion, and of one array of several; not where something else reads it."""
+    plain = only(f'%a = f32[4,8] all-reduce(%p), {BY_FOUR}, to_apply=%add', *lines, extra=SLICING)
+    assert plain.sliced_bytes == (192 if sliced else 0)
+    both = only(
+        f'%r = (f32[4,8], bf16[4,8]) all-reduce(%p, %h), {BY_FOUR}, to_apply=%add',
+        '%a = f32[4,8] get-tuple-element(%r), index=0',
+        '%b = bf16[4,8] get-tuple-element(%r), index=1',
+        '%n = bf16[4,8] negate(%b)',
+        *lines,
+        extra=SLICING,
+    )
+    assert both.sliced_bytes == (192 if sliced else 0)
+
+
+KNOWN = """
+import json, jax, jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec
+from moddepth_jax.analysis.collectives import by_axes, collectives
+from moddepth_jax.analysis.program import Program
+
+mesh = jax.make_mesh((2, 2, 2), ('data', 'fsdp', 'tensor'), (AxisType.Auto,) * 3)
+BY_DATA = PartitionSpec('data')
+
+def once(x):
+    def outer(x, _):
+        def inner(x, _):
+            return 2 * lax.ppermute(x, 'data', [(0, 1), (1, 0)]), None
+        return 0.5 * lax.scan(inner, lax.psum(x, 'fsdp'), None, length=3)[0], None
+    x = lax.scan(outer, x, None, length=5)[0]
+    gathered = lax.all_gather(x, 'tensor')
+    scattered = lax.psum_scatter(x, ('data', 'tensor'), tiled=True)
+    exchanged = lax.all_to_all(x, 'tensor', 0, 0, tiled=True)
+    return x, gathered, scattered, exchanged
+
+def loops(x):
+    x = lax.while_loop(lambda x: x[0, 0] < 9, lambda x: lax.psum(x, 'fsdp') + 1, x)
+    return lax.cond(x[0, 0] > 0, lambda x: lax.psum(2 * lax.psum(x, 'data'), 'data'),
+                    lambda x: lax.psum(x, 'data'), x)
+
+def half(x):
+    return lax.psum(jnp.sin(x.astype(jnp.bfloat16)), 'tensor')
+
+found = {}
+for function, outputs in ((once, 4), (loops, 1), (half, 1)):
+    specs = (BY_DATA,) * outputs if outputs > 1 else BY_DATA
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=BY_DATA, out_specs=specs, check_vma=False)
+    options = {'xla_allow_excess_precision': False}
+    lowered = jax.jit(mapped).lower(jax.ShapeDtypeStruct((16, 8), 'float32'))
+    text = lowered.compile(compiler_options=options).as_text()
+    found[function.__name__] = by_axes(collectives(Program(text), mesh.shape))
+print(json.dumps(found))
+"""
+
+
+def test_programs_whose_collectives_are_known():
+    """shard_map says what is communicated: in nested scans, loops without known ends, branches.
+
+    The arrays have 8 rows of 8 on a device, 256 bytes.
+    """
+    found = on_devices(8, KNOWN)
+
+    def brief(rows, *names):
+        return {(row['axes'], row['kind']): tuple(row[name] for name in names) for row in rows}
+
+    assert brief(found['once'], 'places', 'count', 'bytes', 'unknown_loops', 'branches') == {
+        ('fsdp', 'all-reduce'): (1, 5, 5 * 256.0, 0, 0),
+        ('data', 'collective-permute'): (1, 15, 15 * 256.0, 0, 0),
+        ('tensor', 'all-gather'): (1, 1, 256.0, 0, 0),
+        ('data+tensor', 'reduce-scatter'): (1, 1, 3 * 64.0, 0, 0),
+        ('tensor', 'all-to-all'): (1, 1, 128.0, 0, 0),
+    }
+    assert brief(found['loops'], 'count', 'bytes', 'unknown_loops', 'branches') == {
+        ('fsdp', 'all-reduce'): (1, 256.0, 1, 0),
+        ('data', 'all-reduce'): (2, 512.0, 0, 2),
+    }
+    assert brief(found['half'], 'bytes') == {('tensor', 'all-reduce'): (128.0,)}
+
+
+def test_sums_by_axes_are_those_of_the_collectives():
+    """Of equal axes and kind; most bytes first."""
+    two = f'%a = f32[4,8] all-reduce(%p), {BY_FOUR}, to_apply=%add'
+    far = '%b = f32[16,8] all-gather(%p), replica_groups=[4,2]<=[2,4]T(1,0), dimensions={0}'
+    rows = by_axes(collectives(program(two, two.replace('%a', '%c'), far), MESH))
+    assert [(row['axes'], row['kind'], row['count'], row['bytes']) for row in rows] == [
+        ('fsdp+tensor', 'all-reduce', 2, 384),
+        ('data', 'all-gather', 1, 256),
+    ]

@@ -1,0 +1,135 @@
+"""What the fault suite tells at its end: how many faults of which kind, and how they went."""
+
+import collections
+import json
+import os
+import pathlib
+import random
+import statistics
+
+import jax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from moddepth_jax.hparams import from_config
+
+NUM_STEPS = 6
+
+
+@pytest.fixture(scope='session')
+def corpus(tmp_path_factory):
+    """Six files of words; returns their glob."""
+    words, draw = ['to ', 'be, ', 'or ', 'not\n'], random.Random(0)
+    folder = tmp_path_factory.mktemp('text')
+    for i in range(6):
+        text = ''.join(draw.choice(words) for _ in range(400))
+        (folder / f'{i}.txt').write_text(text)
+    return str(folder / '*.txt')
+
+
+@pytest.fixture(scope='session')
+def kept_programs(tmp_path_factory):
+    """Where compiled programs are kept: the runs in-process have most in common."""
+    return tmp_path_factory.mktemp('programs')
+
+
+@pytest.fixture(scope='module')
+def compiled_once(kept_programs):
+    """Programs are compiled in haste and kept on disk."""
+    changes = {
+        'jax_disable_most_optimizations': True,
+        'jax_enable_compilation_cache': True,
+        'jax_compilation_cache_dir': str(kept_programs),
+        'jax_persistent_cache_min_compile_time_secs': 0.0,
+    }
+    before = {name: jax.config.values[name] for name in changes}
+    for values in (changes, before):
+        for name, value in values.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        if values is changes:
+            yield
+
+
+@pytest.fixture(scope='session')
+def small_run(tiny_config, corpus):
+    """small_run(**changes): hyper-parameters of 6 steps, saved after each second one.
+
+    The vocabulary has ids that no text gives.
+    """
+
+    def make(**changes):
+        sizes = {
+            'data.source': corpus,
+            'model.num_layers': 1,
+            'model.vocab_size': 300,
+            'training.num_steps': NUM_STEPS,
+            'evaluation.every': 4,
+            'evaluation.final_batches': 1,
+        }
+        return from_config(tiny_config(**sizes | changes))
+
+    return make
+
+
+@pytest.fixture
+def draw(request):
+    """Random numbers from a seed of their own, which a failure shows; FAULTS_SEED repeats it."""
+    seed = int(os.environ.get('FAULTS_SEED', random.SystemRandom().randrange(10**6)))
+    print(f'{request.node.name}: FAULTS_SEED={seed}')
+    return random.Random(f'{seed} {request.node.name}')
+
+
+@pytest.fixture
+def tally(record_property):
+    """tally(table, kind, value=1): one more of a kind, for the summary at the end."""
+
+    def add(table, kind, value=1):
+        record_property('faults', [table, kind, value])
+
+    return add
+
+
+def _tables(reporter):
+    """{table: {kind: values}} of all tests that have ended, in whatever process."""
+    tables = collections.defaultdict(lambda: collections.defaultdict(list))
+    for reports in reporter.stats.values():
+        for report in reports:
+            if getattr(report, 'when', None) != 'call':
+                continue
+            for name, value in report.user_properties:
+                if name == 'faults':
+                    table, kind, count = value
+                    tables[table][kind].append(count)
+    return tables
+
+
+def pytest_terminal_summary(terminalreporter):
+    tables = _tables(terminalreporter)
+    if not tables:
+        return
+    terminalreporter.section('faults')
+    numbers = {}
+    for table, kinds in sorted(tables.items()):
+        if table.endswith('seconds'):
+            found = {
+                kind: {
+                    'count': len(values),
+                    'median': round(statistics.median(values), 2),
+                    'max': round(max(values), 2),
+                }
+                for kind, values in sorted(kinds.items())
+            }
+            text = '; '.join(
+                f'{kind} {row["count"]}, median {row["median"]:.2f} s, max {row["max"]:.2f} s'
+                for kind, row in found.items()
+            )
+        else:
+            found = {kind: sum(values) for kind, values in sorted(kinds.items())}
+            total = f'{sum(found.values())}: ' if len(found) > 1 else ''
+            text = total + ', '.join(f'{count} {kind}' for kind, count in found.items())
+        numbers[table] = found
+        terminalreporter.write_line(f'{table:28} {text}')
+    if 'FAULTS_JSON' in os.environ:
+        path = pathlib.Path(os.environ['FAULTS_JSON'])
+        path.write_text(json.dumps(numbers, indent=2) + '\n')

@@ -1,0 +1,272 @@
+"""Whatever happens to the newest checkpoint on disk is told, and the run goes on from another."""
+
+import json
+import os
+import re
+import shutil
+
+import jax
+import pytest
+
+from moddepth_jax.training import loop
+from moddepth_jax.training.checkpoint import Checkpoints, state_sha256
+from moddepth_jax.training.manifest import read_manifest
+from moddepth_jax.training.metrics import read_metrics
+from moddepth_jax.training.train_step import init_state
+from tests.faults.runs import TIMES, Runs
+
+OLDER, NEWEST = 4, 6  # steps of the checkpoints of the run
+MANIFEST = 'manifest.json'
+pytestmark = pytest.mark.usefixtures('compiled_once')
+
+
+class Saved:
+    """A finished run in-process, its checkpoints of steps 4 and 6, and how to damage the newest."""
+
+    def __init__(self, hparams, folder):
+        self.hparams = hparams
+        self.workdir = folder / 'run'
+        self.run = loop.train(hparams, self.workdir)
+        self.newest = self.workdir / 'checkpoints' / str(NEWEST)
+        names = [path for path in self.newest.rglob('*') if path.is_file()]
+        self.files = sorted(path.relative_to(self.newest).as_posix() for path in names)
+        self._abstract = jax.eval_shape(lambda: init_state(hparams, NEWEST))
+        state, step, skipped = self.restore()
+        assert (step, skipped) == (NEWEST, [])
+        assert state_sha256(state) == self.run.summary['state_sha256']
+        self._older = None
+
+    def restore(self):
+        """(state, step, lines about skipped checkpoints)."""
+        with Checkpoints(self.workdir / 'checkpoints', keep=2) as checkpoints:
+            state, step, _ = checkpoints.restore(self._abstract)
+            return state, step, checkpoints.skipped
+
+    def check_skipped(self, *words):
+        """It is passed over in one line with `words`; the older state is the same each time."""
+        state, step, skipped = self.restore()
+        assert step == OLDER, words
+        (line,) = skipped
+        assert line.startswith(f'checkpoint {NEWEST} skipped: ') and '\n' not in line
+        assert all(word in line for word in words), (line, words)
+        self._older = self._older or state_sha256(state)
+        assert state_sha256(state) == self._older
+
+    def draw_file(self, draw):
+        """Half of the time any file, half of the time the file of any byte."""
+        sizes = [(self.newest / name).stat().st_size for name in self.files]
+        return draw.choices(self.files, sizes if draw.random() < 0.5 else None)[0]
+
+    def damaged(self, name, content):
+        """Puts `content` (None: nothing) in the place of a file; what gives its own back."""
+        path = self.newest / name
+        whole = path.read_bytes()
+        if content is None:
+            path.unlink()
+        else:
+            path.write_bytes(content)
+        return lambda: path.write_bytes(whole)
+
+
+def flipped(path, draw):
+    """The content of a file with one bit flipped, and which."""
+    content = bytearray(path.read_bytes())
+    bit = draw.randrange(8 * len(content))
+    content[bit // 8] ^= 1 << bit % 8
+    return bytes(content), f'{path.name} bit {bit}'
+
+
+def kind_of(name):
+    """Of a file of a checkpoint, for the summary."""
+    if name == MANIFEST:
+        return 'manifest'
+    return 'arrays' if '/d/' in name or name.startswith('d/') else 'metadata'
+
+
+@pytest.fixture(scope='module')
+def saved(small_run, compiled_once, tmp_path_factory):
+    return Saved(small_run(), tmp_path_factory.mktemp('saved'))
+
+
+def check_flips(saved, draw, tally, number):
+    for _ in range(number):
+        name = saved.draw_file(draw)
+        content, bit = flipped(saved.newest / name, draw)
+        mend = saved.damaged(name, content)
+        try:
+            saved.check_skipped(name, 'damaged')
+        except AssertionError as error:
+            error.add_note(bit)
+            raise
+        finally:
+            mend()
+        tally('flipped bits', kind_of(name))
+    assert saved.restore()[1:] == (NEWEST, [])
+
+
+def test_a_flipped_bit_is_found_and_named(saved, draw, tally):
+    """A bit anywhere in any file: the file is named, and the checkpoint before is taken."""
+    check_flips(saved, draw, tally, 5)
+
+
+@pytest.mark.faults
+def test_fifty_flipped_bits_are_found_and_named(saved, draw, tally):
+    check_flips(saved, draw, tally, 50)
+
+
+@pytest.mark.faults
+def test_every_bit_of_the_manifest_counts(saved, tally):
+    """Each of its bits, flipped, makes it damaged; that of numbers' last digits too."""
+    whole = (saved.newest / MANIFEST).read_bytes()
+    seen = []
+    try:
+        for bit in range(8 * len(whole)):
+            content = bytearray(whole)
+            content[bit // 8] ^= 1 << bit % 8
+            (saved.newest / MANIFEST).write_bytes(content)
+            try:
+                read_manifest(saved.newest)
+            except ValueError as error:
+                assert str(error) == f'{MANIFEST} is damaged'
+            else:
+                seen.append((bit, bytes(content[max(0, bit // 8 - 20) : bit // 8 + 5])))
+    finally:
+        (saved.newest / MANIFEST).write_bytes(whole)
+    assert not seen
+    tally('flipped bits', 'manifest, every one of its bits')
+
+
+def replacements(saved, name, draw):
+    """{kind: what a file may hold instead of what was written; None: there is no file}."""
+    whole = (saved.newest / name).read_bytes()
+    older = saved.workdir / 'checkpoints' / str(OLDER) / name
+    contents = {
+        'missing': None,
+        'empty': b'',
+        'cut': whole[: draw.randrange(1, len(whole))],
+        'longer': whole + b'\0',
+        'zeros': bytes(len(whole)),
+    }
+    if older.exists() and older.read_bytes() != whole and name != MANIFEST:
+        contents['of the older'] = older.read_bytes()
+    return contents
+
+
+@pytest.mark.parametrize('restores', [False, pytest.param(True, marks=pytest.mark.faults)])
+def test_each_file_that_is_missing_or_holds_other_bytes_is_named(saved, draw, tally, restores):
+    """Of each file: gone, empty, cut anywhere, longer, all zeros, or that of the older one."""
+    assert len(saved.files) > 10 and MANIFEST in saved.files
+    for name in saved.files:
+        for kind, content in replacements(saved, name, draw).items():
+            mend = saved.damaged(name, content)
+            try:
+                if restores:
+                    saved.check_skipped(name)
+                    tally('damaged files', kind)
+                else:
+                    with pytest.raises(ValueError, match=re.escape(name)):
+                        read_manifest(saved.newest)
+            finally:
+                mend()
+    assert saved.restore()[1:] == (NEWEST, [])
+
+
+def without_files(directory):
+    shutil.rmtree(directory)
+    directory.mkdir()
+    return f'no {MANIFEST}'
+
+
+def a_directory_for_a_file(directory):
+    name = max(
+        (path for path in directory.rglob('*') if path.is_file()), key=lambda p: p.stat().st_size
+    )
+    name.unlink()
+    name.mkdir()
+    return name.name
+
+
+def flipped_bit(directory):
+    name = max((directory / 'ocdbt.process_0' / 'd').iterdir(), key=lambda p: p.stat().st_size)
+    content = bytearray(name.read_bytes())
+    content[len(content) // 3] ^= 4
+    name.write_bytes(content)
+    return f'{name.name} is damaged'
+
+
+def cut_file(directory):
+    os.truncate(directory / '_METADATA', 100)
+    return '_METADATA has 100 bytes'
+
+
+def rows_of(workdir):
+    return [{k: v for k, v in row.items() if k not in TIMES} for row in read_metrics(workdir)]
+
+
+@pytest.mark.parametrize(
+    'damage',
+    [
+        flipped_bit,
+        pytest.param(without_files, marks=pytest.mark.faults),
+        pytest.param(a_directory_for_a_file, marks=pytest.mark.faults),
+        pytest.param(cut_file, marks=pytest.mark.faults),
+    ],
+)
+def test_the_run_goes_on_from_the_checkpoint_before(saved, tmp_path, damage, capsys, tally):
+    """It says what it passed over, ends bit-equal with every row once, and mends the checkpoint."""
+    workdir = shutil.copytree(saved.workdir, tmp_path / 'run')
+    found = damage(workdir / 'checkpoints' / str(NEWEST))
+    again = loop.train(saved.hparams, workdir)
+    out = capsys.readouterr().out
+    if found:
+        assert f'checkpoint {NEWEST} skipped: ' in out and found in out
+    assert f'resuming after step {OLDER}' in out
+    assert again.summary['state_sha256'] == saved.run.summary['state_sha256']
+    assert rows_of(workdir) == rows_of(saved.workdir)
+    with Checkpoints(workdir / 'checkpoints', keep=2) as checkpoints:
+        assert checkpoints.steps() == [OLDER, NEWEST]
+    read_manifest(workdir / 'checkpoints' / str(NEWEST))
+    tally('damaged runs that went on', 'bit-equal')
+
+
+@pytest.mark.faults
+def test_without_a_good_checkpoint_it_says_so_and_begins_anew(saved, tmp_path, capsys):
+    """Each of them is named, and the end is the same."""
+    workdir = shutil.copytree(saved.workdir, tmp_path / 'run')
+    for step in (OLDER, NEWEST):
+        os.truncate(workdir / 'checkpoints' / str(step) / '_METADATA', 7)
+    again = loop.train(saved.hparams, workdir)
+    out = capsys.readouterr().out
+    for step in (OLDER, NEWEST):
+        assert f'checkpoint {step} skipped: _METADATA has 7 bytes' in out
+    assert 'resuming' not in out
+    assert again.summary['state_sha256'] == saved.run.summary['state_sha256']
+    assert rows_of(workdir) == rows_of(saved.workdir)
+
+
+@pytest.mark.faults
+def test_the_command_goes_on_too(tmp_path, draw, tally):
+    """launch.train, its newest checkpoint flipped, cut or emptied: names it, and ends bit-equal."""
+    runs = Runs(tmp_path, devices=1, hasty=True, training__num_steps=60, evaluation__every=25)
+    runs.finish('unbroken')
+    for i in range(3):
+        name = f'damaged_{i}'
+        shutil.copytree(tmp_path / 'unbroken', tmp_path / name)
+        newest = tmp_path / name / 'checkpoints' / '60'
+        files = [path for path in newest.rglob('*') if path.is_file()]
+        path = draw.choice(files)
+        if i == 0:
+            path.write_bytes(flipped(path, draw)[0])
+        elif i == 1:
+            os.truncate(path, draw.randrange(path.stat().st_size))
+        else:
+            without_files(newest)
+            path = newest / MANIFEST
+        out = runs.finish(name)
+        relative = path.relative_to(newest).as_posix()
+        (line,) = [line for line in out.splitlines() if 'skipped' in line]
+        assert line.startswith('checkpoint 60 skipped: ') and relative in line
+        assert 'resuming after step 40' in out
+        assert runs.result(name) == runs.result('unbroken')
+        tally('damaged runs that went on', 'bit-equal')
+        assert json.loads((newest / MANIFEST).read_text())['content']['step'] == 60

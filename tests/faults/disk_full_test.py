@@ -1,0 +1,205 @@
+"""A disk that fills up ends a run in one line; with room again the same command goes on."""
+
+import errno
+import os
+import resource
+import subprocess
+import time
+
+import pytest
+
+from moddepth_jax.training import loop
+from moddepth_jax.training.manifest import read_manifest
+from moddepth_jax.training.metrics import read_metrics
+from tests.faults.runs import TIMES, Runs
+
+DISK = 16 << 20  # bytes
+pytestmark = pytest.mark.usefixtures('compiled_once')
+
+
+class Disk:
+    """A small file system in memory; `fill` leaves a number of bytes, `make_room` all."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self._filler = folder / 'filler'
+
+    def fill(self, left=0):
+        room = os.statvfs(self.folder)
+        room = room.f_bavail * room.f_frsize - left
+        with open(self._filler, 'wb', buffering=0) as file:
+            while room > 0:
+                try:
+                    room -= file.write(bytes(min(room, 1 << 16)))
+                except OSError as error:
+                    assert error.errno == errno.ENOSPC
+                    break
+
+    def make_room(self):
+        self._filler.unlink()
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """Mounted for one test, by root; others skip it."""
+    folder = tmp_path / 'disk'
+    folder.mkdir()
+    if os.geteuid() != 0:
+        pytest.skip('needs root, to mount a small file system')
+    mount = ['mount', '-t', 'tmpfs', '-o', f'size={DISK}', 'tmpfs', str(folder)]
+    done = subprocess.run(mount, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f'cannot mount a small file system here: {done.stderr.strip()}')
+    yield Disk(folder)
+    subprocess.run(['umount', '-l', str(folder)], check=True)
+
+
+@pytest.fixture(scope='module')
+def unbroken(tmp_path_factory):
+    """Runs and the result of one that was left alone."""
+    runs = Runs(tmp_path_factory.mktemp('full'), 1, hasty=True, **CHANGES)
+    runs.finish('unbroken')
+    return runs
+
+
+CHANGES = {'training__num_steps': 100, 'evaluation__every': 30, 'model__d_model': 64}
+
+
+def check_one_line(status, err, *words):
+    """Status 2, and one line on stderr that says what is full."""
+    assert status == 2, err
+    assert err.startswith('error: ') and err.count('\n') == 1, err
+    assert 'No space left on device' in err, err
+    assert all(word in err for word in words), err
+
+
+def check_good(workdir):
+    """Every finished checkpoint is as it was written, and no file was left half-written."""
+    steps = []
+    for path in workdir.glob('checkpoints/*'):
+        read_manifest(path)
+        steps.append(int(path.name))
+    assert not list(workdir.glob('*.tmp'))
+    return sorted(steps)
+
+
+def at_start(disk):
+    disk.fill()
+    return lambda process, out, workdir: None
+
+
+def when(sign, left):
+    """Fills the disk up to `left` bytes once `sign(out, workdir)` is true."""
+
+    def prepare(disk):
+        def act(process, out, workdir):
+            while process.poll() is None:
+                if sign(out, workdir):
+                    disk.fill(left)
+                    return
+                time.sleep(0.002)
+
+        return act
+
+    return prepare
+
+
+def a_checkpoint_is_whole(out, workdir):
+    return any(workdir.glob('checkpoints/*/manifest.json'))
+
+
+def it_evaluates_at_the_end(out, workdir):
+    return 'evaluating on held-out' in out.read_text()
+
+
+def the_summary_is_written(out, workdir):
+    return (workdir / 'summary.json').exists()
+
+
+def it_makes_a_checkpoint(out, workdir):
+    return any(workdir.glob('checkpoints/*'))
+
+
+FULL = {
+    'before the start': at_start,
+    'amid a checkpoint': when(it_makes_a_checkpoint, 0),
+    'between checkpoints': when(a_checkpoint_is_whole, 0),
+    'with room for rows, but not for a checkpoint': when(a_checkpoint_is_whole, 200_000),
+    'in the last evaluation': when(it_evaluates_at_the_end, 0),
+    'in the report': when(the_summary_is_written, 0),
+}
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize('moment', FULL)
+def test_a_full_disk_ends_the_run_in_one_line(unbroken, disk, tally, moment):
+    """launch.train says so and exits with 2; with room it goes on and ends bit-equal."""
+    runs = unbroken
+    prepare = FULL[moment](disk)
+    workdir = disk.folder / 'run'
+    status, out, err = runs.start(workdir, lambda process, out: prepare(process, out, workdir))
+    check_one_line(status, err)
+    steps = check_good(workdir)
+    disk.make_room()
+    out = runs.finish(workdir)
+    assert [f'resuming after step {step}' in out for step in steps[-1:]] == [True] * bool(steps)
+    assert runs.result(workdir) == runs.result('unbroken')
+    tally('full disks', moment)
+
+
+def rows_of(workdir):
+    return [{k: v for k, v in row.items() if k not in TIMES} for row in read_metrics(workdir)]
+
+
+@pytest.fixture(scope='module')
+def finished(small_run, compiled_once, tmp_path_factory):
+    return loop.train(small_run(), tmp_path_factory.mktemp('finished') / 'run')
+
+
+def goes_on(workdir, finished):
+    """The same call ends as the run that was left alone."""
+    again = loop.train(finished.hparams, workdir)
+    assert again.summary['state_sha256'] == finished.summary['state_sha256']
+    assert rows_of(workdir) == rows_of(finished.workdir)
+
+
+def test_a_checkpoint_that_does_not_fit_costs_the_steps_after_the_last(
+    finished, disk, monkeypatch, tally
+):
+    """The disk fills before step 4 is saved: one line, step 2 stays good, and it goes on."""
+    workdir, train_batch = disk.folder / 'run', loop.Dataset.train_batch
+
+    def train_batch_and_fill(dataset, step, *rows):
+        if step == 3:
+            while not a_checkpoint_is_whole(None, workdir):
+                time.sleep(0.001)
+            disk.fill(left=100_000)
+        return train_batch(dataset, step, *rows)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Dataset, 'train_batch', train_batch_and_fill)
+        with pytest.raises(ValueError) as caught:
+            loop.train(finished.hparams, workdir)
+    assert 'No space left on device' in str(caught.value)
+    assert 'checkpoint 4 ' in str(caught.value) and 'steps kept: 2' in str(caught.value)
+    assert '\n' not in str(caught.value)
+    assert check_good(workdir) == [2]
+    disk.make_room()
+    goes_on(workdir, finished)
+    tally('full disks', 'amid a checkpoint, in-process')
+
+
+@pytest.mark.faults
+def test_a_limit_of_file_sizes_is_told_like_a_full_disk(finished, tmp_path, tally):
+    """Without root: no file may grow beyond what the rows need; arrays do not fit."""
+    workdir = tmp_path / 'run'
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, hard))
+    try:
+        with pytest.raises(ValueError) as caught:
+            loop.train(finished.hparams, workdir)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert 'File too large' in str(caught.value) and 'steps kept: none' in str(caught.value)
+    goes_on(workdir, finished)
+    tally('full disks', 'no file above 40 kB, without root')

@@ -1,0 +1,159 @@
+"""Killed or stopped at random moments, a run goes on and ends bit-equal to one left alone."""
+
+import re
+import time
+
+import pytest
+
+from moddepth_jax.training.manifest import read_manifest
+from tests.faults.phases import Moment, phase_at_death
+from tests.faults.runs import Runs
+
+KILLS = ('any', 'any', 'any', 'step', 'step', 'save', 'save', 'save', 'evaluation', 'end')
+WANTED = {'step': 2, 'save': 2, 'evaluation': 1}  # kills of each test, at least
+MOST_KILLS = 30  # of each test, until it has those
+STOPS = 5
+LIMIT = 10  # seconds from SIGTERM to the end
+pytestmark = pytest.mark.faults
+
+
+@pytest.fixture(scope='module')
+def runs(tmp_path_factory):
+    """Runs that save and evaluate much, and the result of one left alone."""
+    runs = Runs(
+        tmp_path_factory.mktemp('kills'),
+        devices=1,
+        hasty=True,
+        model__routing__router='none',
+        data__held_out_fraction=0.2,
+        training__num_steps=100,
+        training__checkpoint_every=7,
+        evaluation__every=17,
+        evaluation__num_batches=24,
+        evaluation__final_batches=48,
+    )
+    begin = time.monotonic()
+    runs.finish('unbroken')
+    runs.life = 0.6 * (time.monotonic() - begin)  # of a start that finds its programs compiled
+    runs.expected = runs.result('unbroken')
+    runs.check_rows(runs.expected[2])
+    return runs
+
+
+class Life:
+    """One run in many starts. `told` is what has been done to it, for a failure to show."""
+
+    def __init__(self, runs, name):
+        self.runs, self.name = runs, name
+        self.workdir, self.told = runs.folder / name, []
+
+    def start(self, moment, send):
+        """(status, phase in which it ended, seconds from the signal to that)."""
+        saved, begun = self._newest(), time.time()
+        sent = []
+
+        def act(process, out):
+            moment.wait(process, out, self.runs, self.name, begun)
+            if process.poll() is None:
+                sent.append(time.monotonic())
+                send(process)
+
+        status, out, err = self.runs.start(self.name, act)
+        seconds = time.monotonic() - sent[0] if sent else 0.0
+        phase = phase_at_death(self.runs, self.name, out, begun)
+        self.told.append(f'{moment} from {saved}: {status} in {phase}')
+        self._check(out, err, saved)
+        return status, phase, seconds, out
+
+    def _newest(self):
+        """The newest finished checkpoint, 0 where there is none; each is whole."""
+        steps = [int(path.parent.name) for path in self.workdir.glob('checkpoints/*/manifest.json')]
+        for step in steps:
+            read_manifest(self.workdir / 'checkpoints' / str(step))
+        return max(steps, default=0)
+
+    def _check(self, out, err, saved):
+        """It went on from the newest checkpoint, and passed over unfinished ones at most."""
+        assert err in ('', 'SIGTERM: stopping after this step, then saving\n'), (self.told, err)
+        if 'plan ' in out:
+            resumed = re.findall(r'resuming after step (\d+)', out)
+            assert resumed == [str(saved)] * bool(saved), (self.told, out)
+        skipped = re.findall('checkpoint .* skipped: (.*)', out)
+        assert set(skipped) <= {'unfinished, it has no manifest.json'}, (self.told, out)
+
+    def check_end(self):
+        runs = self.runs
+        runs.check_rows(runs.result(self.name)[2])
+        assert runs.result(self.name) == runs.expected, self.told
+        sample = (self.workdir / 'sample.txt').read_bytes()
+        assert sample == (runs.folder / 'unbroken' / 'sample.txt').read_bytes(), self.told
+
+
+def sigkill(process):
+    process.kill()
+
+
+def sigterm(process):
+    process.terminate()
+
+
+@pytest.mark.parametrize('part', range(10))
+def test_killed_at_random_moments_it_ends_bit_equal(runs, draw, tally, part):
+    """Ten SIGKILLs or more; steps, saves and evaluations are all hit, and runs end as they should.
+
+    Each start goes on from the newest finished checkpoint, whose files are whole. A run that ends
+    before its kill is compared, and another begun.
+    """
+    missing, kills, number = dict(WANTED), 0, 0
+    life = Life(runs, f'killed_{part}_{number}')
+    kinds = draw.sample(KILLS, len(KILLS))
+    while kinds:
+        status, phase, _, _ = life.start(Moment(kinds.pop(), draw), sigkill)
+        if status == -9:
+            kills += 1
+            missing[phase] = missing.get(phase, 0) - 1
+            tally('kills', phase)
+        else:
+            assert status == 0, life.told
+        if status == 0:
+            life.check_end()
+            tally('runs killed and ended', 'bit-equal')
+            number += 1
+            life = Life(runs, f'killed_{part}_{number}')
+        if not kinds and kills < MOST_KILLS:
+            kinds = [kind for kind in WANTED if missing[kind] > 0]
+            kinds = kinds or ['any'] * (kills < len(KILLS))
+    assert all(count <= 0 for count in missing.values()), (missing, life.told)
+    runs.finish(life.name)
+    life.check_end()
+    tally('runs killed and ended', 'bit-equal')
+
+
+@pytest.mark.parametrize('part', range(4))
+def test_stopped_at_random_moments_it_saves_in_time(runs, draw, tally, part):
+    """Five SIGTERMs that each save at once and leave status 143; the run ends bit-equal.
+
+    One that comes before the first step is about to begin, or after the last, has nothing to save
+    and ends the process at once.
+    """
+    stops, number = 0, 0
+    life = Life(runs, f'stopped_{part}_{number}')
+    while stops < STOPS:
+        kind = draw.choice(('any', 'step', 'save', 'evaluation'))
+        status, phase, seconds, out = life.start(Moment(kind, draw), sigterm)
+        if status == 128 + 15:
+            stops += 1
+            (step,) = re.findall(r'SIGTERM: stopped and saved at step (\d+) of 100', out)
+            assert life._newest() == int(step), life.told
+            tally('SIGTERM to end, seconds', 'saved', seconds)
+        elif status == -15:
+            assert phase in ('start', 'evaluation', 'summary', 'report', 'end'), life.told
+            tally('SIGTERM to end, seconds', f'nothing to save in {phase}', seconds)
+        else:
+            assert status == 0, life.told
+            life.check_end()
+            number += 1
+            life = Life(runs, f'stopped_{part}_{number}')
+        assert seconds < LIMIT, life.told
+    runs.finish(life.name)
+    life.check_end()

@@ -1,0 +1,261 @@
+"""What a run refuses to do: NaN, two at once, and to go on as another run."""
+
+import dataclasses
+import pathlib
+import re
+import shutil
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moddepth_jax.data.pipeline import Dataset
+from moddepth_jax.training import loop, start
+from moddepth_jax.training.checkpoint import Checkpoints, state_sha256
+from moddepth_jax.training.manifest import read_manifest, write_manifest
+from moddepth_jax.training.train_step import init_state
+from moddepth_jax.training.workdir import WorkdirLock
+from tests.faults.conftest import NUM_STEPS
+from tests.faults.runs import Runs
+
+POISON = 299  # a token beyond the tokenizer's, whose row of the embedding is NaN
+pytestmark = pytest.mark.usefixtures('compiled_once')
+
+
+EVERY_STEP = {'training.checkpoint_every': 1, 'training.keep_checkpoints': NUM_STEPS}
+
+
+def tree(folder):
+    """Every path below, with its bytes and the time of its last change; the lock is no content."""
+    return {
+        path: (path.read_bytes(), path.stat().st_mtime_ns) if path.is_file() else None
+        for path in folder.rglob('*')
+        if path.name != 'lock'
+    }
+
+
+def one_line(caught, *words):
+    message = str(caught.value)
+    assert '\n' not in message
+    for word in words:
+        assert word in message, message
+
+
+def trained(state):
+    """Digest of what a step of the optimizer changes."""
+    return state_sha256({'params': state.params, 'optimizer_state': state.optimizer_state})
+
+
+def saved_states(hparams, workdir):
+    """{step: state} of its checkpoints."""
+    abstract = jax.eval_shape(lambda: init_state(hparams, NUM_STEPS))
+    states = {}
+    for path in workdir.glob('checkpoints/*'):
+        alone = shutil.copytree(path, workdir.parent / 'alone' / path.name / path.name)
+        with Checkpoints(alone.parent, keep=1) as checkpoints:
+            state, step, _ = checkpoints.restore(abstract)
+        states[step] = state
+    return states
+
+
+def poisoned(monkeypatch, steps):
+    """The batches of these steps (from 0) hold a token whose embedding is NaN."""
+    train_batch, make_state = Dataset.train_batch, start.init_state
+
+    def train_batch_with_poison(dataset, step, *rows):
+        batch = train_batch(dataset, step, *rows)
+        if step in steps:
+            batch['tokens_BT'][1, 3] = POISON
+        return batch
+
+    def init_state_with_poison(*given):
+        state = make_state(*given)
+        table_VD = state.params['embedding']
+        params = state.params | {'embedding': table_VD.at[POISON].set(jnp.nan)}
+        return state.replace(params=params)
+
+    monkeypatch.setattr(Dataset, 'train_batch', train_batch_with_poison)
+    monkeypatch.setattr(start, 'init_state', init_state_with_poison)
+
+
+def test_a_single_nan_batch_changes_nothing_but_the_counters(
+    small_run, tmp_path, monkeypatch, capsys, tally
+):
+    """Its step leaves parameters and optimizer bit for bit, is counted and told; others train."""
+    hparams = small_run(**EVERY_STEP)
+    poisoned(monkeypatch, {3})
+    run = loop.train(hparams, tmp_path / 'run')
+    states = saved_states(hparams, tmp_path / 'run')
+    same = [trained(states[step]) == trained(states[step + 1]) for step in range(1, NUM_STEPS)]
+    assert same == [False, False, True, False, False]
+    assert [int(states[step].skipped_in_a_row) for step in (3, 4, 5)] == [0, 1, 0]
+    assert run.summary['skipped_steps'] == 1 and np.isfinite(run.summary['train_loss'])
+    out = capsys.readouterr().out
+    assert re.findall('step (.*): loss or gradient is not finite; skipped', out) == ['4']
+    tally('NaN', 'single batch: skipped, nothing changed')
+
+
+@pytest.mark.faults
+def test_nan_batches_in_a_row_stop_the_run(small_run, tmp_path, monkeypatch, tally):
+    """After max_nan_steps of them it ends in one line, the last good parameters saved."""
+    hparams = small_run(**EVERY_STEP, **{'training.max_nan_steps': 2})
+    poisoned(monkeypatch, {1, 3, 4})
+    with pytest.raises(loop.Diverged) as caught:
+        loop.train(hparams, tmp_path / 'run')
+    one_line(caught, 'training.max_nan_steps=2', 'up to 5', 'optimizer.learning_rate')
+    states = saved_states(hparams, tmp_path / 'run')
+    assert sorted(states) == [1, 2, 3, 4]
+    assert int(states[4].skipped) == 2 and trained(states[4]) == trained(states[3])
+    tally('NaN', 'batches in a row: stopped')
+
+
+@pytest.fixture(scope='module')
+def stopped(small_run, tmp_path_factory, compiled_once):
+    """A run that was broken off after its checkpoint of step 2, and its text, to be copied."""
+    folder = tmp_path_factory.mktemp('stopped')
+    hparams = small_run()
+    shutil.copytree(pathlib.Path(hparams.data.source).parent, folder / 'text')
+    data = dataclasses.replace(hparams.data, source=str(folder / 'text' / '*.txt'))
+    hparams = dataclasses.replace(hparams, data=data)
+    train_batch = Dataset.train_batch
+
+    def train_batch_and_stop(dataset, step, *rows):
+        if step == 3:
+            raise KeyboardInterrupt
+        return train_batch(dataset, step, *rows)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Dataset, 'train_batch', train_batch_and_stop)
+        with pytest.raises(KeyboardInterrupt):
+            loop.train(hparams, folder / 'run')
+    return hparams, folder / 'run'
+
+
+def refused(hparams, workdir, *words):
+    """`train` refuses in one line with these words, and leaves the tree as it was."""
+    before = tree(workdir)
+    assert any(path.name == 'manifest.json' for path in before)
+    with pytest.raises(ValueError) as caught:
+        loop.train(hparams, workdir)
+    one_line(caught, *words)
+    assert tree(workdir) == before
+
+
+CHANGES = {
+    'data.sequence_length': 16,
+    'data.batch_size': 8,
+    'data.held_out_fraction': 0.5,
+    'data.source': 'synthetic',
+    'seed': 1,
+    'optimizer.learning_rate': 0.1,
+    'model.num_layers': 2,
+    'training.num_steps': 7,
+    'training.accumulate_steps': 2,
+}
+
+
+@pytest.mark.parametrize('field', CHANGES)
+def test_another_config_is_refused_on_resume(small_run, stopped, field, tally):
+    """Each is refused by the name of its field, with nothing written."""
+    hparams, workdir = stopped
+    changes = {'data.source': hparams.data.source} | {field: CHANGES[field]}
+    refused(small_run(**changes), workdir, field, repr(CHANGES[field]), '--workdir')
+    tally('refused on resume', f'config: {field}')
+
+
+FINGERPRINT = {
+    'corpus_sha256': 'ab' * 32,
+    'source': 'elsewhere/*.txt',
+    'held_out_fraction': 0.25,
+    'tokenizer': 'bpe:4096',
+    'sequence_length': 64,
+    'batch_size': 2,
+    'seed': 5,
+}
+
+
+@pytest.mark.parametrize(
+    'field',
+    [pytest.param(f, marks=[pytest.mark.faults] * (f != 'tokenizer')) for f in FINGERPRINT],
+)
+def test_a_checkpoint_of_other_data_is_refused(stopped, tmp_path, field, tally):
+    """Of a tokenizer or another field of the fingerprint than the run's: named, nothing written."""
+    hparams, stopped_workdir = stopped
+    workdir = shutil.copytree(stopped_workdir, tmp_path / 'run')
+    newest = max(workdir.glob('checkpoints/*'), key=lambda path: int(path.name))
+    content = read_manifest(newest)
+    assert set(content['metadata']['fingerprint']) == set(FINGERPRINT)
+    content['metadata']['fingerprint'][field] = FINGERPRINT[field]
+    (newest / 'manifest.json').unlink()
+    write_manifest(newest, content)
+    refused(hparams, workdir, f'{field} was {FINGERPRINT[field]!r}')
+    tally('refused on resume', f'fingerprint: {field}')
+
+
+@pytest.mark.parametrize('changed', [{}, {'training.log_every': 2, 'evaluation.every': 3}])
+def test_a_changed_corpus_is_refused(small_run, stopped, changed, tally):
+    """By its digest, also where knobs that may change do so at once; nothing is written."""
+    hparams, workdir = stopped
+    path = pathlib.Path(hparams.data.source).parent / '3.txt'
+    whole = path.read_text()
+    path.write_text(whole.replace('be', 'bee', 1))
+    try:
+        refused(
+            small_run(**{'data.source': hparams.data.source} | changed), workdir, 'corpus_sha256'
+        )
+    finally:
+        path.write_text(whole)
+    tally('refused on resume', 'corpus')
+
+
+def test_a_second_run_in_a_workdir_is_refused(stopped):
+    """While another holds it: one line that names the holder, nothing written or compiled."""
+    hparams, workdir = stopped
+    with WorkdirLock(workdir):
+        refused(hparams, workdir, f'--workdir={workdir}: in use by process ')
+
+
+@pytest.mark.faults
+def test_a_second_command_in_a_workdir_does_not_disturb_the_first(tmp_path, tally):
+    """It exits with 2 and one line that names the first, which ends as if alone."""
+    runs = Runs(tmp_path, 1, hasty=True, training__num_steps=200)
+    runs.finish('unbroken')
+    seen = []
+
+    def start_another(process, out):
+        while process.poll() is None and 'compiled' not in out.read_text():
+            time.sleep(0.01)
+        process.send_signal(19)  # SIGSTOP: however slow the second is, the first is there
+        try:
+            folder = tmp_path / 'second'
+            folder.mkdir()
+            second = Runs(folder, 1, hasty=True, training__num_steps=200)
+            second.config.write_text(runs.config.read_text())
+            begin = time.monotonic()
+            seen.append((*second.start(tmp_path / 'run'), time.monotonic() - begin, process.pid))
+        finally:
+            process.send_signal(18)
+
+    status, _, err = runs.start('run', start_another)
+    assert (status, err) == (0, '')
+    ((status, out, err, seconds, pid),) = seen
+    assert (status, out) == (2, '')
+    assert err.startswith(f'error: --workdir={tmp_path / "run"}: in use by process {pid} on ')
+    assert err.count('\n') == 1
+    assert runs.result('run') == runs.result('unbroken')
+    tally('second run refused, seconds', 'of these almost all are imports', seconds)
+
+
+@pytest.mark.faults
+def test_a_learning_rate_that_overflows_ends_the_run_in_one_line(tmp_path, tally):
+    """launch.train says which knob stopped it and which to lower, with status 2."""
+    runs = Runs(tmp_path, 1, hasty=True, optimizer__learning_rate=1e30, training__max_nan_steps=3)
+    status, out, err = runs.start('run')
+    assert status == 2
+    assert err.startswith('error: training.max_nan_steps=3: ') and err.count('\n') == 1
+    assert 'optimizer.learning_rate' in err
+    assert out.count('loss or gradient is not finite; skipped') == 3
+    assert not (tmp_path / 'run' / 'summary.json').exists()
+    tally('NaN', 'learning rate 1e30: stopped')

@@ -1,0 +1,129 @@
+"""launch.train --dry_run compiles for devices that are not there; the page tells its numbers."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from moddepth_jax.analysis.dry_run_tables import markdown
+
+ROOT = pathlib.Path(__file__).parents[2]
+KEPT = sorted((ROOT / 'results' / 'cpu' / 'dry_run').glob('*.json'))
+SMALL = {
+    'model.num_layers': 3,
+    'model.d_model': 64,
+    'model.d_ff': 96,
+    'model.num_heads': 4,
+    'model.num_kv_heads': 2,
+    'model.head_dim': 16,
+    'model.dtype': 'bfloat16',
+    'data.sequence_length': 64,
+    'data.batch_size': 8,
+    'flop_budget': 0.0,
+    'training.num_steps': 10,
+}
+
+
+def launch(arguments, folder, **environment):
+    """Runs a command of ours in `folder`; its process."""
+    return subprocess.run(
+        [sys.executable, '-m', *arguments],
+        env=os.environ | {'PYTHONPATH': str(ROOT)} | environment,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+
+
+def dry_run(folder, mesh, **environment):
+    """`launch.train --dry_run` of a small dense model; its process, and what it wrote."""
+    knobs = [f'--config.{name}={value}' for name, value in SMALL.items()]
+    config = f'--config={ROOT / "configs" / "base.py"}'
+    given = [config, *knobs, f'--mesh={mesh}', '--dry_run', '--json=found.json']
+    done = launch(['launch.train', *given], folder, **environment)
+    file = folder / 'found.json'
+    return done, json.loads(file.read_text()) if file.exists() else None
+
+
+def test_a_mesh_of_devices_that_are_not_there(tmp_path):
+    """State split over 8, work split over 8, gathered and summed over the axes that say so.
+
+    The tables fit 88 columns when piped, and nothing but the file is written. Another number of
+    fake devices in the environment does not count.
+    """
+    others = '--xla_force_host_platform_device_count=3'
+    done, found = dry_run(tmp_path, 'data=2,fsdp=2,tensor=2', XLA_FLAGS=others, COLUMNS='88')
+    assert done.returncode == 0, done.stderr
+    assert os.listdir(tmp_path) == ['found.json']
+    assert found['devices'] == 8 and found['mesh'] == {
+        'data': 2,
+        'fsdp': 2,
+        'tensor': 2,
+        'expert': 1,
+    }
+    assert '--dry_run' in found['command'] and '--json=found.json' not in found['command']
+    whole = 4 * found['parameters']
+    assert whole / 4 <= found['bytes']['parameters'] < 1.1 * whole / 4
+    assert 2 * found['bytes']['parameters'] <= found['bytes']['optimizer']
+    assert found['split'] == pytest.approx(1, abs=0.1) and not found['warnings']
+    kinds = {}
+    for row in found['collectives']:
+        kinds.setdefault(row['kind'], set()).add(row['axes'])
+        assert not row['unknown_loops'] and not row['branches']
+    assert {'fsdp'} <= kinds['all-gather'] and {'data', 'fsdp', 'tensor'} <= kinds['all-reduce']
+    assert 'all-to-all' not in kinds
+    assert all(len(line) <= 88 for line in done.stdout.splitlines())
+    for word in ('Memory a device', 'not measured', 'split over', 'upper bounds'):
+        assert word in done.stdout
+
+
+@pytest.mark.parametrize(
+    ('mesh', 'words'),
+    [
+        ('fsdp=2000', 'must be 1024 or fewer'),
+        ('fsdp=3', 'data.batch_size=8'),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_refused(tmp_path, mesh, words):
+    """In one line, before anything is compiled or written."""
+    done, found = dry_run(tmp_path, mesh)
+    assert (done.returncode, done.stdout, found) == (2, '', None)
+    (line,) = done.stderr.splitlines()
+    assert line.startswith('error: ') and words in line
+
+
+def test_the_page_tells_what_the_files_hold(tmp_path):
+    """docs/scale.md holds the table of the kept files, as the command prints it."""
+    assert len(KEPT) >= 6
+    found = [json.loads(path.read_text()) for path in KEPT]
+    assert {one['devices'] for one in found} == {8, 64, 256}
+    done = launch(['launch.dry_run', 'table', *map(str, KEPT)], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == markdown(found)
+    assert markdown(found) in (ROOT / 'docs' / 'scale.md').read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    'path', [path for path in KEPT if json.loads(path.read_text())['devices'] == 8], ids=str
+)
+def test_kept_numbers_of_eight_devices_come_out_again(tmp_path, path):
+    """FLOPs, bytes of the state, and every collective's count and bytes; on the same JAX."""
+    kept = json.loads(path.read_text())
+    if kept['jax'] != jax.__version__:
+        pytest.skip(f'kept by JAX {kept["jax"]}, this is {jax.__version__}: programs differ')
+    file = tmp_path / 'found.json'
+    done = launch(['launch.train', *kept['command'], f'--json={file}'], ROOT)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(file.read_text())
+    for name in ('flops', 'collectives', 'sent_bytes', 'parameters', 'estimates'):
+        assert found[name] == kept[name]
+    for name in ('parameters', 'optimizer', 'argument', 'output'):
+        assert found['bytes'][name] == kept['bytes'][name]
+    # A CPU with other instructions fuses otherwise.
+    assert found['bytes']['temp'] == pytest.approx(kept['bytes']['temp'], rel=0.25)

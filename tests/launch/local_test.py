@@ -1,0 +1,194 @@
+"""Several processes are started as one, their ends are told, and none of them stays behind."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+# A command without JAX. Its argument is, for each process, what it does; it notes its start.
+CHILD = """
+import json, os, pathlib, signal, sys, time
+index = int(os.environ['JAX_PROCESS_ID'])
+names = ('JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_PLATFORMS', 'NPROC', 'XLA_FLAGS')
+seen = {name: os.environ.get(name) for name in names} | {'pid': os.getpid(), 'index': index}
+def stop(number, frame):
+    print('saved', index, file=sys.stderr, flush=True)
+    sys.exit(143)
+act = sys.argv[1].split(',')[index]
+if act != 'stubborn':
+    signal.signal(signal.SIGTERM, stop)
+else:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+with open('starts.jsonl', 'a') as file:
+    file.write(json.dumps(seen) + chr(10))
+print('out', index, flush=True)
+print('err', index, file=sys.stderr, flush=True)
+while len(pathlib.Path('starts.jsonl').read_text().splitlines()) % 2:
+    time.sleep(0.01)
+if act == 'kill':
+    os.kill(os.getpid(), 9)
+if act == 'once':
+    if not pathlib.Path('died').exists():
+        pathlib.Path('died').touch()
+        os.kill(os.getpid(), 9)
+    act = '0'
+if act.isdigit():
+    sys.exit(int(act))
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def local(tmp_path):
+    """local(acts, *flags): launch.local with two processes of CHILD, as a Popen."""
+    (tmp_path / 'child.py').write_text(CHILD)
+    path = f'{ROOT}{os.pathsep}{tmp_path}'
+    unset = {'XLA_FLAGS', 'NPROC', 'JAX_PLATFORMS'}
+    environment = {name: value for name, value in os.environ.items() if name not in unset}
+    started = []
+
+    def start(acts, *flags, **variables):
+        command = [sys.executable, '-m', 'launch.local', *flags, '--', 'child', acts]
+        pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, 'text': True}
+        given = environment | {'PYTHONPATH': path} | variables
+        started.append(subprocess.Popen(command, env=given, cwd=tmp_path, **pipes))
+        return started[-1]
+
+    yield start
+    for process in started:
+        with process:
+            process.kill()
+
+
+def starts(folder):
+    """What each start of CHILD noted, oldest first."""
+    try:
+        lines = (folder / 'starts.jsonl').read_text().splitlines()
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in lines]
+
+
+def wait_for(condition):
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def finish(process):
+    """(status, lines on stdout, lines on stderr), once it has ended."""
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out.splitlines(), err.splitlines()
+
+
+def running(pid):
+    """Whether a process is there and no zombie."""
+    try:
+        state = pathlib.Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != 'Z'
+
+
+def test_processes_know_their_place_and_all_is_well(local, tmp_path):
+    """Both are told of each other and get fake devices; the first one's output passes through."""
+    flags = ('--processes=2', '--devices=3')
+    status, out, err = finish(local('0,0', *flags, XLA_FLAGS='--xla_dump_to=x'))
+    assert (status, out) == (0, ['out 0'])
+    assert sorted(err) == ['err 0', 'process 1: err 1']
+    first, second = sorted(starts(tmp_path), key=lambda seen: seen['index'])
+    assert (first['index'], second['index']) == (0, 1)
+    for name in ('JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_PLATFORMS', 'XLA_FLAGS'):
+        assert first[name] == second[name]
+    host, port = first['JAX_COORDINATOR_ADDRESS'].split(':')
+    assert (host, first['JAX_NUM_PROCESSES'], first['JAX_PLATFORMS']) == ('127.0.0.1', '2', 'cpu')
+    assert int(port) > 0 and first['NPROC'] == '6'
+    fake = '--xla_dump_to=x --xla_force_host_platform_device_count=3'
+    assert first['XLA_FLAGS'] == fake
+
+
+def test_devices_are_left_alone_without_a_number(local, tmp_path):
+    """Without --devices nothing is said of them, and a given NPROC is kept."""
+    assert finish(local('0,0', NPROC='5'))[0] == 0
+    for seen in starts(tmp_path):
+        assert (seen['XLA_FLAGS'], seen['JAX_PLATFORMS'], seen['NPROC']) == (None, None, '5')
+
+
+def test_a_death_is_told_and_the_others_are_stopped(local, tmp_path):
+    """One line says which process and which signal; the status is that of the signal."""
+    status, _, err = finish(local('sleep,kill'))
+    assert status == 128 + 9
+    assert err.count('launch.local: process 1 ended by SIGKILL; stopping the others') == 1
+    assert 'saved 0' in err
+    assert not any(running(seen['pid']) for seen in starts(tmp_path))
+
+
+def test_who_lost_another_is_not_the_one_that_died(local):
+    """Status 75 is a consequence: the cause is waited for, and its own words are passed on."""
+    status, _, err = finish(local('75,3'))
+    assert status == 3
+    assert 'launch.local: process 1 ended by status 3; stopping the others' in err
+    assert 'process 1: err 1' in err
+
+
+def test_all_are_started_again_as_often_as_said(local, tmp_path):
+    """A death with restarts left begins anew, at another address; the next start may go well."""
+    status, _, err = finish(local('0,once', '--restarts=2'))
+    assert status == 0
+    (line,) = [line for line in err if line.startswith('launch.local')]
+    assert line.endswith(
+        'process 1 ended by SIGKILL; stopping the others, then starting all again; restarts left: 1'
+    )
+    seen = starts(tmp_path)
+    assert len(seen) == 4 and len({one['JAX_COORDINATOR_ADDRESS'] for one in seen}) == 2
+    status, _, err = finish(local('7,0', '--restarts=1'))
+    assert status == 7
+    assert len([line for line in err if 'process 0 ended by status 7' in line]) == 2
+
+
+def test_bad_input_is_not_tried_again(local, tmp_path):
+    """Status 2 would come again: one start, whatever --restarts says."""
+    status, _, err = finish(local('2,2', '--restarts=5'))
+    assert status == 2 and len(starts(tmp_path)) == 2
+    assert any('would fail again' in line for line in err)
+
+
+@pytest.mark.parametrize('name', ['SIGTERM', 'SIGINT'])
+def test_a_signal_stops_all_once(local, tmp_path, name):
+    """Both get SIGTERM once, save, and the status is theirs; nothing is called a death."""
+    process = local('sleep,sleep', '--restarts=3')
+    wait_for(lambda: len(starts(tmp_path)) == 2)
+    process.send_signal(getattr(signal, name))
+    status, _, err = finish(process)
+    assert status == 143 and len(starts(tmp_path)) == 2
+    assert sorted(err) == ['err 0', 'process 1: err 1', 'process 1: saved 1', 'saved 0']
+
+
+def test_a_second_ctrl_c_ends_at_once(local, tmp_path):
+    """Processes that do not obey the first one are killed by the second."""
+    process = local('stubborn,stubborn')
+    wait_for(lambda: len(starts(tmp_path)) == 2)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    assert finish(process)[0] == 130
+    assert not any(running(seen['pid']) for seen in starts(tmp_path))
+
+
+@pytest.mark.skipif(not sys.platform.startswith('linux'), reason='only Linux kills orphans')
+def test_no_process_outlives_a_killed_supervisor(local, tmp_path):
+    """kill -9 of launch.local ends what it started, however stubborn."""
+    process = local('stubborn,sleep')
+    wait_for(lambda: len(starts(tmp_path)) == 2)
+    process.kill()
+    process.wait()
+    wait_for(lambda: not any(running(seen['pid']) for seen in starts(tmp_path)))

@@ -1,0 +1,70 @@
+"""What a sharded step communicates once it is compiled for eight H200s, without one at hand."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+
+from moddepth_jax.hparams import from_config
+from moddepth_jax.model.partition import AXES
+from moddepth_jax.training.sharding import batch_sharding, replicated, state_shardings
+from moddepth_jax.training.train_step import init_state, train_step
+from tests.devices import collectives
+from tests.kernels import hopper
+
+B, T, D, V = 8, 256, 512, 768
+SIZES = {
+    'model.num_layers': 4,
+    'model.d_model': D,
+    'model.d_ff': 1024,
+    'model.head_dim': 64,
+    'model.num_heads': 8,
+    'model.num_kv_heads': 8,
+    'model.vocab_size': V,
+    'model.dtype': 'bfloat16',
+    'model.attention': 'xla',
+    'data.batch_size': B,
+    'data.sequence_length': T,
+}
+LEARNED = {'model.routing.router': 'learned'}
+
+
+def compiled_for_hopper(hparams, sizes):
+    """The text of the train step on a mesh of eight described H200s."""
+    from jax.experimental import topologies
+
+    shape = tuple(sizes.get(axis, 1) for axis in AXES)
+    target = {'target_config': hopper.TARGET, 'topology': '1x8x1'}
+    devices = topologies.get_topology_desc('eight', platform='cuda', **target).devices
+    mesh = Mesh(np.array(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    state = jax.eval_shape(lambda: init_state(hparams, 4))
+    shardings = state_shardings(mesh, state)
+    state = jax.tree.map(lambda leaf, to: leaf.update(sharding=to), state, shardings)
+    rows = jax.ShapeDtypeStruct((B, T), 'int32', sharding=batch_sharding(mesh, B))
+    batch = dict.fromkeys(('tokens_BT', 'labels_BT', 'segment_ids_BT'), rows)
+    step = jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, replicated(mesh)))
+    with jax.set_mesh(mesh):
+        return step.lower(state, batch).compile().as_text()
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize('knobs', [{}, LEARNED, {'model.depth.stream': 'moda'}], ids=str)
+@pytest.mark.parametrize('sizes', [{'fsdp': 8}, {'data': 2, 'fsdp': 4}], ids=str)
+def test_fsdp_gathers_weights_and_scatters_their_gradients(tiny_config, sizes, knobs):
+    """Matrices are gathered as bfloat16; their gradients are reduce-scattered; no row moves.
+
+    Sums over all devices are of vectors, of scalars, and over `data` of parts of gradients.
+    """
+    if reason := hopper.missing():
+        pytest.skip(reason)
+    moved = collectives(compiled_for_hopper(from_config(tiny_config(**SIZES | knobs)), sizes))
+    assert set(moved) == {'all-gather', 'reduce-scatter', 'all-reduce'}
+    shapes = set.union(*moved.values())
+    assert not [shape for shape in shapes if str(T) in re.findall('[0-9]+', shape.split('[')[1])]
+    assert {shape.split('[')[0] for shape in moved['all-gather']} == {'bf16'}
+    part = D // sizes['fsdp']
+    assert f'bf16[{part},1024]' in moved['reduce-scatter']
+    if sizes['fsdp'] == 8:
+        assert all(shape.startswith(('f32', 's32', 'u32', 'pred')) for shape in moved['all-reduce'])

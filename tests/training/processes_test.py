@@ -1,0 +1,184 @@
+"""Processes find each other by their variables, agree on results and errors, and part cleanly."""
+
+import jax
+import pytest
+
+from moddepth_jax.training import processes
+from tests.two_processes import finish_two, on_two_processes, start_two
+
+OURS = {'JAX_COORDINATOR_ADDRESS': 'host7:1234', 'JAX_NUM_PROCESSES': '4', 'JAX_PROCESS_ID': '3'}
+SLURM = {
+    'SLURM_JOB_ID': '4099',
+    'SLURM_STEP_NODELIST': 'node[007-010],other1',
+    'SLURM_NTASKS': '8',
+    'SLURM_PROCID': '5',
+    'SLURM_LOCALID': '1',
+}
+
+
+@pytest.fixture
+def joined_with(monkeypatch):
+    """joined_with(variables): what JAX would have been told by `join` under these, or None."""
+    calls = []
+    monkeypatch.setattr(jax.distributed, 'initialize', lambda **given: calls.append(given))
+    monkeypatch.setattr(processes, '_keep_stdout', lambda: None)
+    for name in (*OURS, *SLURM, 'JAX_LOCAL_DEVICE_IDS'):
+        monkeypatch.delenv(name, raising=False)
+
+    def join(variables):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        processes.join()
+        return calls[-1] if calls else None
+
+    return join
+
+
+def test_one_process_joins_nothing(joined_with):
+    """Without variables, with one process, and in a task of SLURM that is alone."""
+    assert joined_with({}) is None
+    assert joined_with({'JAX_NUM_PROCESSES': '1', **SLURM}) is None
+    assert joined_with({'JAX_NUM_PROCESSES': '', **SLURM, 'SLURM_NTASKS': '1'}) is None
+
+
+def test_our_variables_are_passed_on(joined_with):
+    """JAX reads two of the three not at all; the time without a heartbeat is ours."""
+    given = joined_with(OURS)
+    assert given['coordinator_address'] == 'host7:1234'
+    assert (given['num_processes'], given['process_id']) == (4, 3)
+    assert given['cluster_detection_method'] == 'deactivate'
+    assert given['heartbeat_timeout_seconds'] == 10 and given['shutdown_timeout_seconds'] <= 30
+
+
+def test_a_step_of_slurm_is_left_to_jax(joined_with):
+    """With more than one task; JAX makes host, count, index and device of the same variables."""
+    given = joined_with(SLURM)
+    assert given['cluster_detection_method'] == 'slurm' and 'num_processes' not in given
+    from jax._src.clusters import ClusterEnv
+
+    found = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, 'slurm', 1)
+    address, count, index, devices = found
+    host, _, port = address.partition(':')
+    assert (host, count, index, list(devices)) == ('node007', 8, 5, [1])
+    assert 61439 < int(port) < 65536
+
+
+def test_the_script_of_an_allocation_is_no_step(joined_with):
+    """Outside srun SLURM_NTASKS counts tasks that are not there: nobody is waited for."""
+    without = {name: value for name, value in SLURM.items() if name != 'SLURM_STEP_NODELIST'}
+    assert joined_with(without) is None
+
+
+@pytest.mark.parametrize(
+    ('variables', 'words'),
+    [
+        ({'JAX_NUM_PROCESSES': ''}, ['JAX_PROCESS_ID=3', 'JAX_NUM_PROCESSES missing']),
+        ({'JAX_COORDINATOR_ADDRESS': '', 'JAX_PROCESS_ID': ''}, ['ADDRESS and JAX_PROCESS_ID']),
+        ({'JAX_NUM_PROCESSES': 'two'}, ['JAX_NUM_PROCESSES=two', 'whole number, 1 or more']),
+        ({'JAX_NUM_PROCESSES': '-2'}, ['JAX_NUM_PROCESSES=-2']),
+        ({'JAX_PROCESS_ID': '1.5'}, ['JAX_PROCESS_ID=1.5']),
+        ({'JAX_PROCESS_ID': '4'}, ['JAX_PROCESS_ID=4', '[0, 4)']),
+        ({'JAX_COORDINATOR_ADDRESS': 'host7'}, ['JAX_COORDINATOR_ADDRESS=host7', 'HOST:PORT']),
+        ({'JAX_COORDINATOR_ADDRESS': 'host7:70000'}, ['host7:70000', 'HOST:PORT']),
+        ({'JAX_LOCAL_DEVICE_IDS': '0;1'}, ['JAX_LOCAL_DEVICE_IDS=0;1', 'such as 0,1']),
+    ],
+)
+def test_what_is_malformed_is_told_in_one_line(joined_with, variables, words):
+    """The variable, its value and what would be right; nothing has been joined."""
+    with pytest.raises(ValueError) as caught:
+        joined_with(OURS | variables)
+    text = str(caught.value)
+    assert '\n' not in text and all(word in text for word in words), text
+
+
+def test_a_malformed_variable_of_slurm_is_told(joined_with):
+    """Not by JAX's own int(), which would not name it."""
+    with pytest.raises(ValueError, match='SLURM_NTASKS=many'):
+        joined_with(SLURM | {'SLURM_NTASKS': 'many'})
+
+
+def test_alone_everything_is_a_plain_call():
+    """One process is the first, waits for nobody, and has its own results and errors."""
+    assert processes.is_first() and not processes.joined()
+    processes.barrier('x')
+    made = object()
+    for call in (processes.from_first, processes.on_first, processes.together):
+        assert call(lambda: made) in (made, [made])
+        with pytest.raises(KeyError):
+            call(lambda: {}['missing'])
+
+
+def test_a_loss_is_told_from_other_errors():
+    """JAX's errors of a peer that is gone, and those that were raised because of one."""
+    reset = 'UNKNOWN: Gloo AllReduce failed: Read error [::1]:2: Connection reset by peer'
+    lost = jax.errors.JaxRuntimeError(reset)
+    around = ValueError('not saved')
+    around.__cause__ = lost
+    assert 'Connection reset by peer' in processes._loss(lost)
+    assert 'Connection reset by peer' in processes._loss(around)
+    full = jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes')
+    for other in (full, ValueError('connection reset'), RuntimeError('gloo')):
+        assert processes._loss(other) is None
+        with pytest.raises(type(other)), processes.ended_by_loss():
+            raise other
+
+
+AGREE = """
+import json, jax
+me = jax.process_index()
+def outcome(call):
+    try:
+        return call()
+    except Exception as error:
+        silent = isinstance(error, processes.ToldByAnother)
+        return [type(error).__name__, silent, error.everywhere, str(error)]
+def fail(process, error):
+    if me == process:
+        raise error
+    return me
+def boom(error):
+    raise error
+print(json.dumps({
+    'first': processes.is_first(),
+    'long': processes.from_first(lambda: [me, 'x' * 5000]) == [0, 'x' * 5000],
+    'raised': outcome(lambda: processes.from_first(lambda: boom(KeyError('a\\nb')))),
+    'made': outcome(lambda: processes.on_first(lambda: {1, me})) is not None,
+    'well': processes.together(lambda: me),
+    'failed': outcome(lambda: processes.together(lambda: fail(1, OSError('no disk')))),
+    'alike': outcome(lambda: processes.check_alike({'a': (1, 2), 'b': 3})),
+    'unlike': outcome(lambda: processes.check_alike({'a': 1, 'b': {'c': me}})),
+}))
+"""
+
+
+def test_two_processes_agree():
+    """A result, an error on either, and what differs reach both; only one of them speaks of it."""
+    first, second = on_two_processes(AGREE)
+    assert (first['first'], second['first']) == (True, False)
+    assert first['long'] and second['long'] and (first['well'], second['well']) == (0, 1)
+    assert (first['made'], second['made']) == (True, False)
+    assert first['raised'][:3] == ['KeyError', False, True]
+    assert second['raised'][:3] == ['ToldByAnother', True, True]
+    assert 'a' in second['raised'][3] and '\n' not in second['raised'][3]
+    assert second['failed'] == ['OSError', False, True, 'no disk']
+    assert first['failed'] == ['ToldByAnother', True, True, 'no disk']
+    assert first['alike'] is None and second['alike'] is None
+    words = 'b.c: 1 on process 1 and 0 on 0; must be the same on all processes'
+    assert second['unlike'] == ['ValueError', False, True, words]
+    assert first['unlike'] == ['ToldByAnother', True, True, words]
+
+
+def test_a_bad_config_is_told_once(tmp_path):
+    """Of two processes with the same error one tells it; both have status 2, nothing is left."""
+    arguments = ['--config=configs/tiny.py', f'--workdir={tmp_path / "run"}', '--mesh=data=3']
+    done = finish_two(start_two('-m', 'launch.train', *arguments))
+    assert [status for status, _, _ in done] == [2, 2]
+    assert done[0][2].count('error: --mesh=data=3') == 1 and 'error' not in done[1][2]
+    assert not (tmp_path / 'run').exists()
+
+
+def test_a_bad_flag_is_told_once():
+    """Before they have joined, the index in the environment says who tells it."""
+    done = finish_two(start_two('-m', 'launch.train', '--meshes=data=3'))
+    assert [status for status, _, _ in done] == [2, 2]
+    assert '--meshes' in done[0][2] and done[1][1:] == ('', '')
