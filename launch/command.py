@@ -25,6 +25,7 @@ _CONFIG_HELP = (
     'FILE.py or FILE.py:TEXT, such as configs/base.py. Its get_config(), or get_config(TEXT), '
     'returns the knobs; --config.model.num_layers=12 sets one of them.'
 )
+_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE, errno.EROFS)
 _HELP = ('-h', '-?', '-help', '--help', '--helpshort', '--helpfull')
 
 
@@ -160,6 +161,9 @@ def _errors_in_one_line(quiet=False):
         if not (quiet or getattr(error, 'told_by_another', False)):
             print('error:', ' '.join(line.split()), file=sys.stderr)
         _leave(2, error)
+    except MemoryError as error:
+        print('error: out of memory; lower data.batch_size', file=sys.stderr)
+        _leave(2, error)
     except RuntimeError as error:  # what JAX raises when the device refuses memory
         if 'RESOURCE_EXHAUSTED' not in str(error):
             raise
@@ -174,7 +178,7 @@ def _one_line(error):
         if error.filename is not None:
             return f'{error.filename}: {error.strerror or error}'
         theirs = isinstance(error, (FileNotFoundError, PermissionError))
-        return str(error) if theirs or error.errno == errno.ENOSPC else ''
+        return str(error) if theirs or error.errno in _OF_THE_DISK else ''
     if isinstance(error, flags.UnrecognizedFlagError):
         if error.flagname.startswith('config.') and 'config' in FLAGS and not FLAGS['config'].value:
             return f'{error.flagvalue}: needs --config=FILE.py before it'

@@ -16,7 +16,7 @@ import signal
 
 from absl import flags
 
-from launch import command, saved
+from launch import command, dry_run, saved
 
 CONFIG = command.define_config()
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run. Default: runs/NAME.')
@@ -32,14 +32,13 @@ DRY_RUN = flags.DEFINE_boolean(
     False,
     'Compile the train step for --mesh of fake devices, print memory, FLOPs and collectives, exit.',
 )
+flags.adopt_module_key_flags(dry_run)
 
 
 def main(_):
     from moddepth_jax.training import processes
 
     if DRY_RUN.value:
-        from launch import dry_run
-
         return dry_run.run(_hparams(), MESH.value)
     processes.join()
     hparams = processes.together(_hparams)

@@ -31,7 +31,7 @@ from moddepth_jax.training.stopwatch import Stopwatch
 from moddepth_jax.training.summary import by_layer, summarise, write_summary
 from moddepth_jax.training.train_step import TrainState, train_step
 from moddepth_jax.training.window_log import WindowLog
-from moddepth_jax.training.workdir import WorkdirLock, open_workdir
+from moddepth_jax.training.workdir import WorkdirLock, open_workdir, update_config
 
 STEPS_IN_FLIGHT = 2  # more would hide a NaN, and abort on many fake CPU devices
 MAY_CHANGE = (  # on resuming: knobs that no trained bit depends on
@@ -91,7 +91,7 @@ def train(hparams: Hparams, workdir, mesh_spec: str = '') -> Run:
     may_change = MAY_CHANGE
     if hparams.model.routing.train_rule == 'top_c':
         may_change += INFERENCE_ONLY
-    older = processes.from_first(lambda: open_workdir(workdir, config, may_change))
+    older = processes.from_first(lambda: open_workdir(workdir, config, may_change, False))
     workdir, first = pathlib.Path(workdir), processes.is_first()
     with contextlib.ExitStack() as held:
         processes.on_first(lambda: held.enter_context(WorkdirLock(workdir)))
@@ -99,6 +99,7 @@ def train(hparams: Hparams, workdir, mesh_spec: str = '') -> Run:
         checkpoints = held.enter_context(Checkpoints(workdir / 'checkpoints', keep))
         held.enter_context(processes.ended_by_loss())
         state, metadata, news = start(hparams, num_steps, dataset, mesh, checkpoints)
+        processes.from_first(lambda: update_config(workdir, config))
         first_step, tokens = int(state.step), hparams.data.batch_size * hparams.data.sequence_length
         with (
             jax.set_mesh(mesh),

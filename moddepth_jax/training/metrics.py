@@ -57,8 +57,12 @@ class MetricsWriter:
             self._rewrite(
                 [old for old in read_metrics(self._path.parent) if _key(old) != _key(row)]
             )
-        self._file.write(json.dumps(row, allow_nan=False) + '\n')
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(row, allow_nan=False) + '\n')
+            self._file.flush()
+        except OSError as error:
+            error.filename = os.fspath(self._path)
+            raise
         if self._events is None:
             return
         self._events.add(row.pop('step'), row)

@@ -5,7 +5,7 @@ import jax
 from moddepth_jax.data.pipeline import Dataset, make_dataset
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.model.flops import train_step_flops
-from moddepth_jax.model.transformer import check_dtype
+from moddepth_jax.model.transformer import check_attention, check_dtype
 from moddepth_jax.training.progress import format_count
 from moddepth_jax.training.sharding import check_mesh, make_mesh
 from moddepth_jax.training.stages import run_flops, stage_starts
@@ -26,6 +26,7 @@ def prepare(hparams: Hparams, mesh_spec: str) -> tuple[int, Dataset, jax.shardin
     dataset = make_dataset(hparams.data, hparams.seed)
     check_vocabulary(hparams, dataset.tokenizer)
     check_dtype(hparams.model)
+    check_attention(hparams)
     mesh = make_mesh(mesh_spec)
     check_mesh(hparams, mesh)
     return num_steps, dataset, mesh

@@ -105,7 +105,7 @@ class WorkdirLock:
 
 
 def open_workdir(
-    path: str | os.PathLike, config: dict, volatile: tuple[str, ...] = ()
+    path: str | os.PathLike, config: dict, volatile: tuple[str, ...] = (), update: bool = True
 ) -> list[str]:
     """Makes `path` the directory of a run of `config`, or checks that it already is.
 
@@ -117,6 +117,7 @@ def open_workdir(
       path: the directory; parents are made.
       config: nested dict of JSON values; tuples are stored as lists.
       volatile: dotted names of fields or groups that may differ from the stored config.
+      update: False leaves a config.json that is there alone; see `update_config`.
 
     Returns:
       Lines for the user, of `read_config`.
@@ -140,9 +141,16 @@ def open_workdir(
         _write(path, config, only_new=True)
     older, filled = _read_config(path)
     steady = {name: value for name, value in filled.items() if not _is_of(name, volatile)}
-    if _refuse_difference(path, config, older, volatile) or filled:
+    if (_refuse_difference(path, config, older, volatile) or filled) and update:
         _write(path, config, only_new=False)
     return _note(path, steady)
+
+
+def update_config(path: str | os.PathLike, config: dict) -> None:
+    """Has config.json hold `config`, which `open_workdir` took; the caller holds the lock."""
+    file = pathlib.Path(path) / CONFIG_FILE
+    if file.read_text(encoding='utf-8') != _content(config):
+        write_atomically(file, _content(config))
 
 
 def check_config(path: str | os.PathLike, config: dict, volatile: tuple[str, ...] = ()):
@@ -217,14 +225,17 @@ def _read_config(path):
     return config, filled
 
 
-def _write(path, config, only_new):
+def _content(config):
     content = {'schema_version': SCHEMA_VERSION, 'config': config}
-    text = json.dumps(content, indent=2, sort_keys=True) + '\n'
+    return json.dumps(content, indent=2, sort_keys=True) + '\n'
+
+
+def _write(path, config, only_new):
     try:
         path.mkdir(parents=True, exist_ok=True)
         with WorkdirLock(path):
             if not (only_new and (path / CONFIG_FILE).exists()):
-                write_atomically(path / CONFIG_FILE, text)
+                write_atomically(path / CONFIG_FILE, _content(config))
     except OSError as error:
         right = 'must be a directory that can be written'
         raise ValueError(f'--workdir={path}: {error.strerror}; {right}') from None

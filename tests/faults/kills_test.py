@@ -1,19 +1,20 @@
 """Killed or stopped at random moments, a run goes on and ends bit-equal to one left alone."""
 
+import os
 import re
 import time
 
 import pytest
 
 from moddepth_jax.training.manifest import read_manifest
-from tests.faults.phases import Moment, phase_at_death
+from tests.faults.phases import Moment, phases_at_death
 from tests.faults.runs import Runs
 
 KILLS = ('any', 'any', 'any', 'step', 'step', 'save', 'save', 'save', 'evaluation', 'end')
 WANTED = {'step': 2, 'save': 2, 'evaluation': 1}  # kills of each test, at least
 MOST_KILLS = 30  # of each test, until it has those
 STOPS = 5
-LIMIT = 10  # seconds from SIGTERM to the end
+LIMIT = 10  # seconds from SIGTERM to the end, where a core has one process
 pytestmark = pytest.mark.faults
 
 
@@ -26,9 +27,9 @@ def runs(tmp_path_factory):
         hasty=True,
         model__routing__router='none',
         data__held_out_fraction=0.2,
-        training__num_steps=100,
-        training__checkpoint_every=7,
-        evaluation__every=17,
+        training__num_steps=200,
+        training__checkpoint_every=15,
+        evaluation__every=35,
         evaluation__num_batches=24,
         evaluation__final_batches=48,
     )
@@ -48,7 +49,7 @@ class Life:
         self.workdir, self.told = runs.folder / name, []
 
     def start(self, moment, send):
-        """(status, phase in which it ended, seconds from the signal to that)."""
+        """(status, phases in which it ended, seconds from the signal to that, stdout)."""
         saved, begun = self._newest(), time.time()
         sent = []
 
@@ -60,10 +61,10 @@ class Life:
 
         status, out, err = self.runs.start(self.name, act)
         seconds = time.monotonic() - sent[0] if sent else 0.0
-        phase = phase_at_death(self.runs, self.name, out, begun)
-        self.told.append(f'{moment} from {saved}: {status} in {phase}')
+        phases = phases_at_death(self.runs, self.name, out, begun)
+        self.told.append(f'{moment} from {saved}: {status} in {" and ".join(phases)}')
         self._check(out, err, saved)
-        return status, phase, seconds, out
+        return status, phases, seconds, out
 
     def _newest(self):
         """The newest finished checkpoint, 0 where there is none; each is whole."""
@@ -108,11 +109,12 @@ def test_killed_at_random_moments_it_ends_bit_equal(runs, draw, tally, part):
     life = Life(runs, f'killed_{part}_{number}')
     kinds = draw.sample(KILLS, len(KILLS))
     while kinds:
-        status, phase, _, _ = life.start(Moment(kinds.pop(), draw), sigkill)
+        status, phases, _, _ = life.start(Moment(kinds.pop(), draw), sigkill)
         if status == -9:
             kills += 1
-            missing[phase] = missing.get(phase, 0) - 1
-            tally('kills', phase)
+            for phase in phases:
+                missing[phase] = missing.get(phase, 0) - 1
+            tally('kills', ' and '.join(phases))
         else:
             assert status == 0, life.told
         if status == 0:
@@ -124,36 +126,39 @@ def test_killed_at_random_moments_it_ends_bit_equal(runs, draw, tally, part):
             kinds = [kind for kind in WANTED if missing[kind] > 0]
             kinds = kinds or ['any'] * (kills < len(KILLS))
     assert all(count <= 0 for count in missing.values()), (missing, life.told)
-    runs.finish(life.name)
-    life.check_end()
-    tally('runs killed and ended', 'bit-equal')
+    if life.told:
+        runs.finish(life.name)
+        life.check_end()
+        tally('runs killed and ended', 'bit-equal')
 
 
 @pytest.mark.parametrize('part', range(4))
 def test_stopped_at_random_moments_it_saves_in_time(runs, draw, tally, part):
     """Five SIGTERMs that each save at once and leave status 143; the run ends bit-equal.
 
-    One that comes before the first step is about to begin, or after the last, has nothing to save
-    and ends the process at once.
+    One that comes before a start has its state, or after the last step, has nothing to save and
+    ends the process at once.
     """
     stops, number = 0, 0
     life = Life(runs, f'stopped_{part}_{number}')
     while stops < STOPS:
         kind = draw.choice(('any', 'step', 'save', 'evaluation'))
-        status, phase, seconds, out = life.start(Moment(kind, draw), sigterm)
+        status, phases, seconds, out = life.start(Moment(kind, draw), sigterm)
         if status == 128 + 15:
             stops += 1
-            (step,) = re.findall(r'SIGTERM: stopped and saved at step (\d+) of 100', out)
+            (step,) = re.findall(r'SIGTERM: stopped and saved at step (\d+) of 200', out)
             assert life._newest() == int(step), life.told
             tally('SIGTERM to end, seconds', 'saved', seconds)
         elif status == -15:
-            assert phase in ('start', 'evaluation', 'summary', 'report', 'end'), life.told
-            tally('SIGTERM to end, seconds', f'nothing to save in {phase}', seconds)
+            nothing = {'start', 'evaluation', 'summary', 'report', 'end'}
+            assert nothing >= set(phases), life.told
+            tally('SIGTERM to end, seconds', f'nothing to save in {phases[0]}', seconds)
         else:
             assert status == 0, life.told
             life.check_end()
             number += 1
             life = Life(runs, f'stopped_{part}_{number}')
-        assert seconds < LIMIT, life.told
+        busy = max(1, os.getloadavg()[0] / os.cpu_count())
+        assert seconds < LIMIT * busy, (seconds, busy, life.told)
     runs.finish(life.name)
     life.check_end()

@@ -5,16 +5,16 @@ import subprocess
 import time
 
 POLL = 0.002  # seconds
-PHASES = ('start', 'compile', 'step', 'save', 'evaluation', 'summary', 'report', 'end')
 KINDS = ('any', 'step', 'save', 'evaluation', 'end')
-SPANS = {'step': 0.02, 'save': 0.1, 'evaluation': 0.5, 'end': 3.0}  # seconds, about
+SPANS = {'step': 0.02, 'save': 0.1, 'evaluation': 0.15, 'end': 3.0}  # seconds, about
 
 
-def phase_at_death(runs, name, out, began):
-    """One of PHASES, as told by what a start printed and wrote.
+def phases_at_death(runs, name, out, began):
+    """What a start was doing, as told by what it printed and wrote: a list, for saves go on beside.
 
-    A save is a checkpoint directory of this start without its manifest: in the making, or an older
-    one that is being removed. An evaluation begins after the row of its step, and ends by its own.
+    Of 'start', 'compile', 'step', 'evaluation', 'summary', 'report', 'end', and 'save' where there
+    is a checkpoint directory of this start without its manifest: in the making, or an older one
+    that is being removed. An evaluation begins after the row of its step, and ends by its own.
 
     Args:
       runs: the Runs.
@@ -24,19 +24,18 @@ def phase_at_death(runs, name, out, began):
     """
     workdir = runs.folder / name
     if 'plan ' not in out:
-        return 'start'
-    if _saves(workdir, began):
-        return 'save'
-    if 'Next:' in out:
-        return 'end'
+        return ['start']
+    saves = ['save'] * bool(_saves(workdir, began))
     last = last_row(workdir)
+    if 'Next:' in out:
+        return ['end']
     if 'evaluating on held-out' in out:
         if 'eval/loss' not in last:
-            return 'evaluation'
-        return 'report' if _written(workdir / 'summary.json') >= began else 'summary'
+            return ['evaluation']
+        return ['report' if _written(workdir / 'summary.json') >= began else 'summary']
     if _evaluates(last, runs):
-        return 'evaluation'
-    return 'step' if 'compiled' in out else 'compile'
+        return ['evaluation', *saves]
+    return saves or ['step' if 'compiled' in out else 'compile']
 
 
 def last_row(workdir):

@@ -202,9 +202,8 @@ def test_a_changed_corpus_is_refused(small_run, stopped, changed, tally):
     whole = path.read_text()
     path.write_text(whole.replace('be', 'bee', 1))
     try:
-        refused(
-            small_run(**{'data.source': hparams.data.source} | changed), workdir, 'corpus_sha256'
-        )
+        other = small_run(**{'data.source': hparams.data.source} | changed)
+        refused(other, workdir, 'corpus_sha256')
     finally:
         path.write_text(whole)
     tally('refused on resume', 'corpus')

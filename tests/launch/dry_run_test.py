@@ -24,6 +24,7 @@ SMALL = {
     'data.sequence_length': 64,
     'data.batch_size': 8,
     'flop_budget': 0.0,
+    'report.sample_tokens': 8,
     'training.num_steps': 10,
 }
 
@@ -99,7 +100,6 @@ def test_a_mesh_that_does_not_fit_is_refused(tmp_path, mesh, words):
 
 def test_the_page_tells_what_the_files_hold(tmp_path):
     """docs/scale.md holds the table of the kept files, as the command prints it."""
-    assert len(KEPT) >= 6
     found = [json.loads(path.read_text()) for path in KEPT]
     assert {one['devices'] for one in found} == {8, 64, 256}
     done = launch(['launch.dry_run', 'table', *map(str, KEPT)], tmp_path)

@@ -19,17 +19,17 @@ index = int(os.environ['JAX_PROCESS_ID'])
 names = ('JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_PLATFORMS', 'NPROC', 'XLA_FLAGS')
 seen = {name: os.environ.get(name) for name in names} | {'pid': os.getpid(), 'index': index}
 def stop(number, frame):
-    print('saved', index, file=sys.stderr, flush=True)
+    os.write(2, f'saved {index}\\n'.encode())
     sys.exit(143)
 act = sys.argv[1].split(',')[index]
 if act != 'stubborn':
     signal.signal(signal.SIGTERM, stop)
 else:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-with open('starts.jsonl', 'a') as file:
-    file.write(json.dumps(seen) + chr(10))
 print('out', index, flush=True)
 print('err', index, file=sys.stderr, flush=True)
+with open('starts.jsonl', 'a') as file:
+    file.write(json.dumps(seen) + chr(10))
 while len(pathlib.Path('starts.jsonl').read_text().splitlines()) % 2:
     time.sleep(0.01)
 if act == 'kill':
