@@ -11,7 +11,7 @@ from moddepth_jax.analysis.layer_walk import after, depth_of, walk
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.model.block import Block
 from moddepth_jax.model.layer import Records
-from moddepth_jax.model.layers import logits, rms_norm
+from moddepth_jax.model.layers import read_out, rms_norm
 from moddepth_jax.model.mixture_of_depths import MixtureOfDepths
 from moddepth_jax.model.routing import put_rows
 from moddepth_jax.model.stack import joined_records
@@ -106,9 +106,8 @@ def _arrays(caught, tokens, record):
 
 @functools.partial(jax.jit, static_argnames='hparams')
 def _read_out(params, x_BTD, *, hparams):
-    model = hparams.model
-    head_DV = params['embedding'].T if model.tie_embeddings else params['head']['kernel']
-    return logits(rms_norm(x_BTD, params['final_norm']['scale'], model.norm_eps), head_DV)
+    scale_D, epsilon = params['final_norm']['scale'], hparams.model.norm_eps
+    return read_out(rms_norm(x_BTD, scale_D, epsilon), params)
 
 
 @jax.jit

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from moddepth_jax.hparams import ModelHparams
-from moddepth_jax.model.partition import constrain
+from moddepth_jax.model.partition import constrain, gathered
 
 
 def rms_norm(x, scale, epsilon):
@@ -38,6 +38,28 @@ def logits(x_BTD, kernel_DV):
         x_BTD, kernel_DV = x_BTD.astype(wide), kernel_DV.astype(wide)
     logits_BTV = jnp.einsum('btd,dv->btv', x_BTD, kernel_DV, preferred_element_type=wide)
     return constrain(logits_BTV, 'rows', None, 'vocab')
+
+
+def embed(embedding_VD, tokens_BT, dtype):
+    """The tokens' rows of the table, [B, T, D]."""
+    table_VD = gathered({'embedding': embedding_VD}, dtype)['embedding']
+    # Its gradient is summed as it lies here; asked for its parts at once, XLA moves all rows.
+    table_VD = constrain(table_VD, 'vocab', None)
+    x_BTD = jnp.take(table_VD, tokens_BT, axis=0).astype(dtype)
+    return constrain(x_BTD, 'rows', None, None)
+
+
+def read_out(x_BTD, params):
+    """`logits` by the head, or by the embedding where it is tied: there is no head then.
+
+    A tied table is gathered for each use, so that each of its gradients is summed in the parts that
+    devices store.
+    """
+    if 'head' in params:
+        whole = gathered({'head': params['head']}, x_BTD.dtype)
+        return logits(x_BTD, whole['head']['kernel'])
+    whole = gathered({'embedding': params['embedding']}, x_BTD.dtype)
+    return logits(x_BTD, whole['embedding'].T)
 
 
 def swiglu(gate, value):

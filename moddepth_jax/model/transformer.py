@@ -10,9 +10,8 @@ from moddepth_jax.model.depth_scan import empty_slots, put_slots, run_stack
 from moddepth_jax.model.depth_stream import LayerKind
 from moddepth_jax.model.experts import Limits
 from moddepth_jax.model.layer import Told
-from moddepth_jax.model.layers import RMSNorm, initializer, logits
+from moddepth_jax.model.layers import RMSNorm, embed, initializer, read_out
 from moddepth_jax.model.mixture_of_depths import RoutedLayer
-from moddepth_jax.model.partition import constrain, gathered
 from moddepth_jax.model.routers import fixed_threshold, token_seeds
 from moddepth_jax.model.routing import ROUTINGS, static_sizes
 from moddepth_jax.model.stack import Stack
@@ -29,8 +28,7 @@ class Head(nn.Module):
     def __call__(self, x_BTD):
         shape = (self.hparams.d_model, self.hparams.vocab_size)
         kernel_DV = self.param('kernel', initializer(self.hparams.init_std), shape)
-        whole = gathered({'head': {'kernel': kernel_DV}}, x_BTD.dtype)
-        return logits(x_BTD, whole['head']['kernel'])
+        return read_out(x_BTD, {'head': {'kernel': kernel_DV}})
 
 
 class Transformer(nn.Module):
@@ -79,19 +77,13 @@ class Transformer(nn.Module):
 
         shape = (model.vocab_size, model.d_model)
         embedding_VD = self.param('embedding', initializer(model.embedding_init_std), shape)
-        table_VD = gathered({'embedding': embedding_VD}, model.dtype)['embedding']
-        # Its gradient is summed as it lies here; asked for its parts at once, XLA moves all rows.
-        table_VD = constrain(table_VD, 'vocab', None)
-        x_BTD = jnp.take(table_VD, tokens_BT, axis=0).astype(model.dtype)
-        x_BTD = constrain(x_BTD, 'rows', None, None)
+        x_BTD = embed(embedding_VD, tokens_BT, model.dtype)
         stack, told = self._stack(), self._told(routing, causal_layers_R)
         sizes = causal_sizes(self.hparams, tokens_BT.shape[1], routing)
         x_BTD, records = run_stack(Stack(model, routing, sizes), stack, tokens, told, x_BTD)
         x_BTD = RMSNorm(model.norm_eps, name='final_norm')(x_BTD)
         if model.tie_embeddings:
-            # Gathered again: so each gradient is summed in the parts that devices store.
-            table_VD = gathered({'embedding': embedding_VD}, model.dtype)['embedding']
-            logits_BTV = logits(x_BTD, table_VD.T)
+            logits_BTV = read_out(x_BTD, {'embedding': embedding_VD})
         else:
             logits_BTV = Head(model, name='head')(x_BTD)
         return logits_BTV, records

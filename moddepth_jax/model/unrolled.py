@@ -12,7 +12,7 @@ from moddepth_jax.model.attention import Tokens, documents
 from moddepth_jax.model.cache import Cache
 from moddepth_jax.model.depth_stream import layer_kinds
 from moddepth_jax.model.layer import Told
-from moddepth_jax.model.layers import logits, rms_norm
+from moddepth_jax.model.layers import embed, read_out, rms_norm
 from moddepth_jax.model.mixture_of_depths import RoutedLayer
 from moddepth_jax.model.partition import gathered
 from moddepth_jax.model.routers import token_seeds
@@ -55,14 +55,12 @@ def _tokens(hparams, tokens_BT, positions_BT, segment_ids_BT):
 
 
 def _embed(unrolled, hparams, tokens_BT):
-    return jnp.take(unrolled['embedding'], tokens_BT, axis=0).astype(hparams.model.dtype)
+    return embed(unrolled['embedding'], tokens_BT, hparams.model.dtype)
 
 
 def _read_out(unrolled, hparams, x_B1D):
     scale_D, epsilon = unrolled['final_norm']['scale'], hparams.model.norm_eps
-    tied = hparams.model.tie_embeddings
-    head_DV = unrolled['embedding'].T if tied else unrolled['head']['kernel']
-    return logits(rms_norm(x_B1D, scale_D, epsilon), head_DV)[:, 0]
+    return read_out(rms_norm(x_B1D, scale_D, epsilon), unrolled)[:, 0]
 
 
 def _layers(unrolled, hparams, routing, sizes=()):

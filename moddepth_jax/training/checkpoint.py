@@ -5,7 +5,6 @@ import contextlib
 import functools
 import hashlib
 import json
-import logging
 import os
 import pathlib
 import re
@@ -16,18 +15,12 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from moddepth_jax.training import leaves as leaves_lib
-from moddepth_jax.training import processes
+from moddepth_jax.training import orbax_noise, processes
 from moddepth_jax.training.manifest import MANIFEST_FILE, read_manifest, write_manifest
 from moddepth_jax.training.save_error import SaveError, SaveErrorToldByFirst, not_saved, one_line
 from moddepth_jax.training.save_outcome import SaveOutcome
 
 
-def _not_from_orbax(record):
-    return f'{os.sep}orbax{os.sep}' not in record.pathname
-
-
-# Orbax reports each save in dozens of lines, and its errors reach the caller as exceptions anyway.
-logging.getLogger('absl').addFilter(_not_from_orbax)
 _STEP = re.compile('0|[1-9][0-9]*')
 
 
@@ -71,6 +64,7 @@ class Checkpoints:
         self._verified = set()
         self._pending = self._outcome = None
         self._thread = concurrent.futures.ThreadPoolExecutor(1, 'checkpoint')
+        orbax_noise.silence()
         # Renaming would be atomic too, but not on network file systems; the manifest needs neither.
         mode = ocp.options.AtomicityMode.COMMIT_FILE
         self._orbax = ocp.AsyncCheckpointer(

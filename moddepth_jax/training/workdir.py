@@ -1,5 +1,6 @@
 """The directory of one run: its config, its lock, and files that are whole or not there."""
 
+import contextlib
 import fcntl
 import json
 import os
@@ -55,11 +56,16 @@ def write_atomically(path: str | os.PathLike, text: str) -> None:
     """Writes `text` so that, killed anywhere, `path` holds all of the old text or of the new."""
     # Several may write the same file at once, on several hosts.
     temporary = f'{os.fspath(path)}.{socket.gethostname()}-{os.getpid()}.tmp'
-    with open(temporary, 'w', encoding='utf-8') as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, 'w', encoding='utf-8') as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):  # a part of it must not fill the disk
+            os.unlink(temporary)
+        raise
 
 
 def unfinished(names: set[str], file: str) -> set[str]:

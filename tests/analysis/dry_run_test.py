@@ -90,7 +90,8 @@ def test_an_estimate_is_a_division():
 
 
 def test_warnings_of_the_compiler_are_kept():
-    """Once each, without when and where; what is no warning is left out."""
+    """Once each, without when and where; not what is no warning, nor that it was slow."""
     line = 'W1122 04:15:00.123456   77 spmd_partitioner.cc:652] [spmd] Involuntary full remat [1]'
-    log = f'I1122 04:15:00.1 7 a.cc:1] starts\n{line}\n{line}\n  more of it\n'
+    slow = 'E1122 04:15:00.1 7 slow_operation_alarm.cc:73] The operation took 3m'
+    log = f'I1122 04:15:00.1 7 a.cc:1] starts\n{line}\n{slow}\n{line}\n  more of it\n'
     assert warnings_of(log) == ['[spmd] Involuntary full remat [1]']
