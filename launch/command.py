@@ -26,6 +26,8 @@ _CONFIG_HELP = (
     'returns the knobs; --config.model.num_layers=12 sets one of them.'
 )
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE, errno.EROFS)
+# Set by launch.local, whose first process tells what is wrong with the flags of all.
+TOLD_BY_FIRST = 'MODDEPTH_TOLD_BY_FIRST'
 _HELP = ('-h', '-?', '-help', '--help', '--helpshort', '--helpfull')
 
 
@@ -130,8 +132,7 @@ def _print_config():
 
 
 def _parse(argv, positional):
-    # The processes of a run have the same flags, and the first of them tells what is wrong.
-    with _errors_in_one_line(quiet=os.environ.get('JAX_PROCESS_ID', '0') != '0'):
+    with _errors_in_one_line(quiet=bool(os.environ.get(TOLD_BY_FIRST))):
         if set(_HELP) & set(argv[1 : argv.index('--') if '--' in argv else None]):
             print(_help_text(positional))
             sys.exit(0)
@@ -149,9 +150,9 @@ def _errors_in_one_line(quiet=False):
     except KeyboardInterrupt as error:
         print('interrupted', file=sys.stderr)
         _leave(130, error)
-    except BrokenPipeError:  # the reader of our output has gone, as in `... | head`
+    except BrokenPipeError as error:  # the reader of our output has gone, as in `... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
-        sys.exit(141)
+        _leave(141, error)
     except (ValueError, OSError, flags.Error) as error:
         line = _one_line(error)
         if not line:

@@ -58,12 +58,19 @@ def run(hparams, mesh_spec: str):
             file = stack.enter_context(open(JSON.value, 'a', encoding='utf-8'))
         said = f'compiling the train step for {mesh.size} fake devices; a minute for large models'
         print(said, file=sys.stderr, flush=True)
-        given = [argument for argument in sys.argv[1:] if not argument.startswith('--json')]
+        given = _without_json(sys.argv[1:])
         result = {'command': given, **dry_run(hparams, mesh)}
         if file:
             file.truncate(0)
             print(json.dumps(result, indent=1), file=file)
     _print(result)
+
+
+def _without_json(arguments):
+    """The arguments but --json=FILE, or --json FILE."""
+    after = [False, *(argument in ('--json', '-json') for argument in arguments)]
+    pairs = zip(arguments, after, strict=False)
+    return [one for one, of_json in pairs if not of_json and not re.match('--?json(=|$)', one)]
 
 
 def _fake_devices(mesh_spec):

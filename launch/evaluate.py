@@ -222,12 +222,12 @@ def _check(run):
 
 
 def main(_):
-    from moddepth_jax.training import processes
+    from moddepth_jax.training import agreement, processes
     from moddepth_jax.training.summary import finite
 
     processes.join()
     run = saved.load(WORKDIR.value, _mesh)
-    dataset = processes.together(lambda: _check(run))
+    dataset = agreement.together(lambda: _check(run))
     num_batches = NUM_BATCHES.value
     if num_batches is None:
         num_batches = run.hparams.evaluation.final_batches
@@ -236,7 +236,7 @@ def main(_):
         file = sys.stdout
         if JSON.value not in (None, '-'):  # opened first: a bad path shows before the evaluation
             opened = functools.partial(open, JSON.value, 'w', encoding='utf-8')
-            file = processes.on_first(lambda: stack.enter_context(opened()))
+            file = agreement.on_first(lambda: stack.enter_context(opened()))
         result = _evaluate(run, dataset, num_batches)
         if not processes.is_first():
             return

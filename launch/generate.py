@@ -166,11 +166,11 @@ def _write(run):
     """Generates, and as process 0 prints, while the text grows if there is one alone."""
     from moddepth_jax.data.tokenizer import make_tokenizer
     from moddepth_jax.inference.generate import generate
-    from moddepth_jax.training import processes
+    from moddepth_jax.training import agreement, processes
 
     hparams = run.hparams_of_stage
     tokenizer = make_tokenizer(hparams.data.tokenizer)
-    request = processes.together(lambda: _request(run, tokenizer))
+    request = agreement.together(lambda: _request(run, tokenizer))
     single = len(PROMPT.value) * NUM_SAMPLES.value == 1
     first, num_tokens = processes.is_first(), request['num_tokens']
     stream = _Stream() if single and first else None

@@ -15,13 +15,13 @@ def load(workdir: str, mesh_of=None):
     Raises:
       ValueError: as `load_run` says, or of `mesh_of`.
     """
-    from moddepth_jax.training import processes
+    from moddepth_jax.training import agreement, processes
     from moddepth_jax.training.progress import printable
     from moddepth_jax.training.saved_run import load_run, read_hparams
 
     mesh = None
     if mesh_of is not None:
-        mesh = processes.together(lambda: mesh_of(read_hparams(workdir)[0]))
+        mesh = agreement.together(lambda: mesh_of(read_hparams(workdir)[0]))
     run = load_run(workdir, mesh)
     if processes.is_first():
         for note in run.notes:

@@ -23,13 +23,15 @@ MESH=data=2,fsdp=8
 PYTHON=.venv/bin/python
 
 # Two minutes before its time is over each task gets SIGTERM, saves, and ends with status 143; it is
-# put into the queue again. Where a task dies, srun ends the others, and the job is queued again.
-# Each start goes on from the newest good checkpoint. A finished run ends with status 0, and bad
-# input with 2: neither is queued again.
+# put into the queue again. Where a task dies of a signal, or of the loss of another one, srun ends
+# the others, and the job is queued again, ten times at the most. Each start goes on from the newest
+# good checkpoint. A finished run (status 0), bad input (2) and a defect (1) are not queued again.
 srun --kill-on-bad-exit=1 "$PYTHON" -m launch.train \
     --config="$CONFIG" --workdir="$WORKDIR" --mesh="$MESH"
 status=$?
-if [ "$status" -ne 0 ] && [ "$status" -ne 2 ]; then
-    scontrol requeue "$SLURM_JOB_ID"
-fi
+case "$status" in
+75 | 134 | 137 | 143)
+    if [ "${SLURM_RESTART_COUNT:-0}" -lt 10 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
+    ;;
+esac
 exit "$status"

@@ -36,12 +36,12 @@ flags.adopt_module_key_flags(dry_run)
 
 
 def main(_):
-    from moddepth_jax.training import processes
+    from moddepth_jax.training import agreement, processes
 
     if DRY_RUN.value:
         return dry_run.run(_hparams(), MESH.value)
-    processes.join()
-    hparams = processes.together(_hparams)
+    processes.join(saves=True)
+    hparams = agreement.together(_hparams)
     saved.keep_compiled(hparams)
     workdir = WORKDIR.value or pathlib.Path('runs') / command.config_name()
     return _train(hparams, workdir)
@@ -65,7 +65,7 @@ def _train(hparams, workdir):
     import jax
 
     from moddepth_jax.analysis.report import write_report
-    from moddepth_jax.training import leaves, processes
+    from moddepth_jax.training import agreement, leaves, processes
     from moddepth_jax.training.loop import train
 
     run = train(hparams, workdir, MESH.value)
@@ -78,7 +78,7 @@ def _train(hparams, workdir):
     # Process 0 writes it alone, on one device, which has to hold the model.
     of_model = {'params': run.state.params, 'averages': run.state.averages}
     state = run.state.replace(**jax.tree.map(leaves.whole, of_model))
-    processes.on_first(lambda: write_report(dataclasses.replace(run, state=state)))
+    agreement.on_first(lambda: write_report(dataclasses.replace(run, state=state)))
     return 0
 
 

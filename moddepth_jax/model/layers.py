@@ -45,7 +45,8 @@ def embed(embedding_VD, tokens_BT, dtype):
     table_VD = gathered({'embedding': embedding_VD}, dtype)['embedding']
     # Its gradient is summed as it lies here; asked for its parts at once, XLA moves all rows.
     table_VD = constrain(table_VD, 'vocab', None)
-    x_BTD = jnp.take(table_VD, tokens_BT, axis=0).astype(dtype)
+    # As wide as the parameter, in which the rows of equal tokens are to be added.
+    x_BTD = jnp.take(table_VD.astype(embedding_VD.dtype), tokens_BT, axis=0).astype(dtype)
     return constrain(x_BTD, 'rows', None, None)
 
 

@@ -9,19 +9,21 @@ import os
 import pathlib
 import re
 import shutil
+import time
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from moddepth_jax.training import agreement, orbax_noise, processes
 from moddepth_jax.training import leaves as leaves_lib
-from moddepth_jax.training import orbax_noise, processes
 from moddepth_jax.training.manifest import MANIFEST_FILE, read_manifest, write_manifest
 from moddepth_jax.training.save_error import SaveError, SaveErrorToldByFirst, not_saved, one_line
 from moddepth_jax.training.save_outcome import SaveOutcome
 
-
 _STEP = re.compile('0|[1-9][0-9]*')
+# After an error, TensorStore goes on for a moment with the arrays that Orbax no longer waits for.
+_LATE_LOOKS, _LATE_SECONDS = 5, 0.1
 
 
 def state_sha256(state) -> str:
@@ -102,7 +104,7 @@ class Checkpoints:
             'metadata': json.loads(json.dumps(metadata)),
         }
         failure = self._finish_pending()
-        if processes.from_first(lambda: self._make_room(step)):
+        if agreement.from_first(lambda: self._make_room(step)):
             self._outcome = SaveOutcome()
             self._begin(step, leaves)
             self._pending = self._thread.submit(self._commit, step, content)
@@ -130,12 +132,12 @@ class Checkpoints:
           SaveError: the save before this failed.
         """
         self.wait()
-        found = processes.from_first(lambda: self._newest(abstract_state))
+        found = agreement.from_first(lambda: self._newest(abstract_state))
         self.skipped, step = found['skipped'], found['step']
         if step is None:
             return None
         # Not by the checkpointer, whose processes would wait for one that could not read.
-        state = processes.together(lambda: self._read(step, abstract_state))
+        state = agreement.together(lambda: self._read(step, abstract_state))
         return state, step, found['metadata']
 
     def close(self) -> None:
@@ -205,7 +207,7 @@ class Checkpoints:
         arrays |= jax.device_get({path: x for path, x in arrays.items() if x.is_fully_addressable})
         save = functools.partial(self._orbax.save, args=ocp.args.StandardSave(arrays))
         try:
-            processes.together(lambda: save(self._path(step)))
+            agreement.together(lambda: save(self._path(step)))
         except Exception as error:
             processes.leave_if_lost(error)
             line = self._outcome.report(one_line(error))
@@ -255,6 +257,9 @@ class Checkpoints:
 
     def _save_error(self, step, line):
         """What `save` or `wait` raises; the half-written files go, for they may fill the disk."""
+        for _ in range(_LATE_LOOKS):
+            self._remove(step)
+            time.sleep(_LATE_SECONDS)
         self._remove(step)
         return not_saved(step, self._directory, line, self.steps())
 

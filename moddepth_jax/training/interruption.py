@@ -20,7 +20,7 @@ class Interruption:
 
     Where several processes run, JAX listens for SIGTERM and makes out a step after which all of
     them can stop; a handler of ours would put an end to that, so none is installed, and the other
-    signals do what they do to any program.
+    signals do what they do to any program. So does SIGTERM once this is left.
     """
 
     def __init__(self):
@@ -40,6 +40,8 @@ class Interruption:
             # None stands for a handler that was not set from Python and cannot be set again.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._previous = {}
+        if jax.process_count() > 1:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # JAX's would swallow it from here on
 
     def asked(self, step: int) -> bool:
         """Whether to stop now, `step` steps being done; to be asked once after each of them.

@@ -15,7 +15,7 @@ from moddepth_jax.data.landmarks import MAX_BYTES, landmarks
 from moddepth_jax.data.pipeline import Dataset
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.model.flops import train_step_flops
-from moddepth_jax.training import processes
+from moddepth_jax.training import agreement, processes
 from moddepth_jax.training.checkpoint import Checkpoints
 from moddepth_jax.training.evaluate import evaluate_honestly
 from moddepth_jax.training.interruption import Interruption
@@ -31,7 +31,7 @@ from moddepth_jax.training.stopwatch import Stopwatch
 from moddepth_jax.training.summary import by_layer, summarise, write_summary
 from moddepth_jax.training.train_step import TrainState, train_step
 from moddepth_jax.training.window_log import WindowLog
-from moddepth_jax.training.workdir import WorkdirLock, open_workdir, update_config
+from moddepth_jax.training.workdir import CONFIG_FILE, WorkdirLock, open_workdir, update_config
 
 STEPS_IN_FLIGHT = 2  # more would hide a NaN, and abort on many fake CPU devices
 MAY_CHANGE = (  # on resuming: knobs that no trained bit depends on
@@ -85,28 +85,29 @@ def train(hparams: Hparams, workdir, mesh_spec: str = '') -> Run:
         workdir that does not fit; where a checkpoint could not be written.
       Diverged: a ValueError, after `training.max_nan_steps` non-finite steps in a row.
     """
-    num_steps, dataset, mesh = processes.together(lambda: prepare(hparams, mesh_spec))
+    num_steps, dataset, mesh = agreement.together(lambda: prepare(hparams, mesh_spec))
     config = dataclasses.asdict(hparams)
-    processes.check_alike({'--mesh': mesh_spec, **config, 'text': dataset.fingerprint})
+    agreement.check_alike({'--mesh': mesh_spec, **config, 'text': dataset.fingerprint})
     may_change = MAY_CHANGE
     if hparams.model.routing.train_rule == 'top_c':
         may_change += INFERENCE_ONLY
-    older = processes.from_first(lambda: open_workdir(workdir, config, may_change, False))
+    older = agreement.from_first(lambda: open_workdir(workdir, config, may_change, False))
     workdir, first = pathlib.Path(workdir), processes.is_first()
     with contextlib.ExitStack() as held:
-        processes.on_first(lambda: held.enter_context(WorkdirLock(workdir)))
+        agreement.on_first(lambda: held.enter_context(WorkdirLock(workdir)))
+        agreement.check_shared(workdir / CONFIG_FILE)
         keep = hparams.training.keep_checkpoints
         checkpoints = held.enter_context(Checkpoints(workdir / 'checkpoints', keep))
         held.enter_context(processes.ended_by_loss())
         state, metadata, news = start(hparams, num_steps, dataset, mesh, checkpoints)
-        processes.from_first(lambda: update_config(workdir, config))
+        agreement.from_first(lambda: update_config(workdir, config))
         first_step, tokens = int(state.step), hparams.data.batch_size * hparams.data.sequence_length
         with (
             jax.set_mesh(mesh),
             contextlib.ExitStack() as files,
             Progress(num_steps, first_step, tokens, silent=not first) as progress,
         ):
-            writer = processes.on_first(
+            writer = agreement.on_first(
                 lambda: files.enter_context(MetricsWriter(workdir, first_step))
             )
             log = None
@@ -126,7 +127,7 @@ def train(hparams: Hparams, workdir, mesh_spec: str = '') -> Run:
             progress.note('evaluating on held-out text, then counting the FLOPs of the traced step')
             evaluation = loop.evaluate(num_steps, hparams.evaluation.final_batches)
         summary = summarise(hparams, state, evaluation, dataset, loop.metadata)
-        processes.from_first(lambda: write_summary(workdir, summary))
+        agreement.from_first(lambda: write_summary(workdir, summary))
     return Run(hparams, workdir, state, dataset, summary)
 
 
@@ -182,7 +183,7 @@ class _Loop:
         every = self.hparams.evaluation.every
         if not step or not every or step % every:
             return False
-        return not processes.from_first(lambda: self.writer.has(step, 'eval/loss'))
+        return not agreement.from_first(lambda: self.writer.has(step, 'eval/loss'))
 
     def _compile(self, stage, first) -> Any:
         begin, first = time.monotonic(), first and processes.is_first()
@@ -242,7 +243,7 @@ class _Loop:
             return
         self.progress.note(f'step {step}: loss or gradient is not finite; skipped')
         if in_a_row >= self.hparams.training.max_nan_steps:
-            processes.from_first(lambda: _give_up(in_a_row, step))
+            agreement.from_first(lambda: _give_up(in_a_row, step))
 
     def _write(self, step, row):
         if self.writer is not None:

@@ -12,10 +12,11 @@ def silence() -> None:
 
     The first are Orbax's log records: dozens of lines a save, and its errors reach the caller as
     exceptions anyway. The second are errors that Python cannot raise. Where one array of a save
-    cannot be written, Orbax gives up the others and closes its event loop; each of them that
-    TensorStore ends later then finds the loop closed, and that would be a traceback on stderr.
+    cannot be written, Orbax gives up the others and closes its event loop. TensorStore then finds
+    the loop closed, or nobody asks for its error; either would be pages of tracebacks on stderr.
     """
     logging.getLogger('absl').addFilter(_not_from_orbax)
+    logging.getLogger('asyncio').addFilter(_not_given_up)
     if not isinstance(sys.unraisablehook, _WithoutLateWrites):
         sys.unraisablehook = _WithoutLateWrites(sys.unraisablehook)
 
@@ -35,3 +36,9 @@ class _WithoutLateWrites:
 
 def _not_from_orbax(record):
     return f'{os.sep}orbax{os.sep}' not in record.pathname
+
+
+def _not_given_up(record):
+    text = record.getMessage()
+    of_save = f'{os.sep}orbax{os.sep}' in text or 'OCDBT' in text  # TensorStore's format
+    return not (of_save and text.startswith(('Future exception', 'Task ')))

@@ -1,19 +1,19 @@
-"""Several processes as one run: how they find each other, agree, and part.
+"""Several processes as one run: how they find each other, meet, and part.
 
 Only the first of them, process 0, speaks to the user and writes what is not split over processes.
 """
 
 import contextlib
-import json
+import itertools
 import os
 import re
 import sys
-from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
 
 ADDRESS, COUNT, INDEX = 'JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID'
 LOCAL_DEVICES = 'JAX_LOCAL_DEVICE_IDS'
@@ -22,23 +22,18 @@ _SLURM_STEP = ('SLURM_JOB_ID', 'SLURM_STEP_NODELIST', SLURM_COUNT, SLURM_INDEX, 
 HEARTBEAT_SECONDS = 10  # without a sign of a process: it counts as lost, and the others end
 SHUTDOWN_SECONDS = 10  # that a process which ends waits for the others
 LOST = 75  # exit status of a process that lost another one: EX_TEMPFAIL of sysexits.h
-_CHUNK = 1024  # bytes; each length that is broadcast compiles a program of its own
 # What Gloo, NCCL and JAX's coordination service say of a process that is gone.
 _GONE = re.compile(
-    'gloo|nccl|connection (reset|closed|refused)|socket closed|heartbeat|coordination|'
-    'unavailable|deadline_exceeded|barrier',
+    'gloo|connection (reset|closed|refused)|socket closed|remote process exited|heartbeat|'
+    'unhealthy|deadline_exceeded|timed out',
     re.IGNORECASE,
 )
 
 
-class ToldByAnother(ValueError):
-    """An error that another process of this run has met and tells: this one ends in silence."""
-
-    everywhere = told_by_another = True
-
-
-def join() -> None:
+def join(saves: bool = False) -> None:
     """Makes this process one of several, where the environment says so; to be called first.
+
+    Where it `saves`, SIGTERM is kept for Interruption from then on; else it ends the process.
 
     It says so by JAX_COORDINATOR_ADDRESS (HOST:PORT of process 0), JAX_NUM_PROCESSES and
     JAX_PROCESS_ID (from 0), all three of them; or by the variables of a step of SLURM with more
@@ -51,6 +46,7 @@ def join() -> None:
     if found.get(COUNT) == '1':
         return
     _check_local_devices()
+    jax.config.update('jax_enable_preemption_service', saves)
     if found:
         address, count, index = _read(found)
         given = {'coordinator_address': address, 'num_processes': count, 'process_id': index}
@@ -124,6 +120,32 @@ def barrier(name: str) -> None:
         multihost_utils.sync_global_devices(name)
 
 
+def meet(mesh) -> None:
+    """Has the devices of every group that programs may join communicate once; all call it.
+
+    Gloo gives up on a group of which one process comes 30 s after another for the first time, and
+    processes compile for longer than that, or find the program in a cache.
+    """
+    if jax.process_count() == 1:
+        return
+    axes = tuple(axis for axis in mesh.axis_names if mesh.shape[axis] > 1)
+    groups = [g for n in range(len(axes)) for g in itertools.combinations(axes, n + 1)]
+    spread = PartitionSpec(axes)
+    sums = jax.shard_map(
+        lambda one: [jax.lax.psum(one, group) for group in groups],
+        mesh=mesh,
+        in_specs=spread,
+        out_specs=spread,
+        check_vma=False,
+    )
+    numbers = np.arange(mesh.size, dtype=np.float32)
+    place = NamedSharding(mesh, spread)
+    given = jax.make_array_from_callback(numbers.shape, place, lambda index: numbers[index])
+    compiled = jax.jit(sums).lower(given).compile()
+    barrier('devices meet')
+    jax.block_until_ready(compiled(given))
+
+
 def leave(status: int, error: BaseException) -> NoReturn:
     """Ends this process with `status` after `error`, which has been told.
 
@@ -172,121 +194,5 @@ def _loss(error):
     return None
 
 
-def from_first(function: Callable[[], Any]) -> Any:
-    """Calls `function` on process 0 alone; every process gets what it returns, or its error.
-
-    Every process has to call this, and in the same order as other exchanges of theirs.
-
-    Args:
-      function: without arguments; returns JSON values.
-
-    Raises:
-      ToldByAnother: a ValueError of the same one line, on the other processes, where `function`
-        raised anything on process 0; there the error goes on as it is.
-    """
-    if jax.process_count() == 1:
-        return function()
-    answer, error = {}, None
-    if is_first():
-        answer, error = _attempt(function)
-    answer = _exchange(answer, 0)
-    if error is not None:
-        error.everywhere = True
-        raise error
-    if 'error' in answer:
-        raise ToldByAnother(answer['error'])
-    return answer['result']
-
-
-def on_first(make: Callable[[], Any]) -> Any:
-    """Calls `make` on process 0 alone, as `from_first` does; what it made there, None elsewhere."""
-    made = []
-    from_first(lambda: made.append(make()))
-    return made[0] if made else None
-
-
-def check_alike(values: dict) -> None:
-    """Refuses a run whose processes were started with different things.
-
-    Args:
-      values: of this process, JSON values by name, in nested dicts.
-
-    Raises:
-      ValueError: one line, where those of another process than the first are not those of process
-        0; it names the first that differs.
-    """
-    if jax.process_count() == 1:
-        return
-    mine = _flat(json.loads(json.dumps(values)))
-    first = from_first(lambda: mine)
-
-    def compare():
-        for name, value in mine.items():
-            if value != first.get(name):
-                where = f'{value!r} on process {jax.process_index()} and {first.get(name)!r} on 0'
-                raise ValueError(f'{name}: {where}; must be the same on all processes')
-
-    together(compare)
-
-
-def together(function: Callable[[], Any]) -> Any:
-    """Calls `function` on every process; where it fails on any of them, none goes on.
-
-    Inside, no process may wait for another.
-
-    Returns:
-      What `function` returned here.
-
-    Raises:
-      ToldByAnother: a ValueError of one line, where the first process on which `function` failed is
-        another one; on that one, its error goes on as it is.
-    """
-    if jax.process_count() == 1:
-        return function()
-    result, error = None, None
-    try:
-        result = function()
-    except Exception as caught:
-        error = caught
-    failed_P = multihost_utils.process_allgather(np.int32(error is not None))
-    if not failed_P.any():
-        return result
-    first = int(np.argmax(failed_P))
-    told = _exchange({'error': _one_line(error)}, first)
-    if jax.process_index() == first:
-        error.everywhere = True
-        raise error
-    raise ToldByAnother(told['error'])
-
-
-def _flat(values, prefix=''):
-    flat = {}
-    for name, value in values.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f'{prefix}{name}.')
-        else:
-            flat[prefix + name] = value
-    return flat
-
-
-def _attempt(function):
-    try:
-        return {'result': function()}, None
-    except Exception as error:
-        return {'error': _one_line(error)}, error
-
-
 def _one_line(error):
     return ' '.join(str(error).split()) or type(error).__name__
-
-
-def _exchange(value, source):
-    """The JSON `value` of process `source`, on every process."""
-    text = json.dumps(value).encode()
-    here = jax.process_index() == source
-    length = int(multihost_utils.broadcast_one_to_all(np.int32(len(text)), here))
-    padded = np.zeros(-(-length // _CHUNK) * _CHUNK, np.uint8)
-    if here:
-        padded[:length] = np.frombuffer(text, np.uint8)
-    padded = multihost_utils.broadcast_one_to_all(padded, here)
-    return json.loads(padded[:length].tobytes())

@@ -4,7 +4,7 @@ import errno
 import os
 import re
 
-from moddepth_jax.training import processes
+from moddepth_jax.training import agreement, processes
 
 _FULL = [os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)]
 
@@ -15,7 +15,7 @@ class SaveError(ValueError):
     everywhere = True  # every process of a run meets it
 
 
-class SaveErrorToldByFirst(SaveError, processes.ToldByAnother):
+class SaveErrorToldByFirst(SaveError, agreement.ToldByAnother):
     """The same on the other processes: process 0 raises the SaveError that the user sees."""
 
 

@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from moddepth_jax.hparams import Hparams, from_config
-from moddepth_jax.training import processes
+from moddepth_jax.training import agreement, processes
 from moddepth_jax.training.checkpoint import Checkpoints
 from moddepth_jax.training.sharding import state_shardings
 from moddepth_jax.training.stages import stage_at
@@ -74,17 +74,18 @@ def load_run(workdir: str | os.PathLike, mesh: Mesh | None = None) -> SavedRun:
         checkpoint yet, or one of another model than the config's.
     """
     workdir = pathlib.Path(workdir)
-    hparams, notes = processes.together(lambda: read_hparams(workdir))
+    hparams, notes = agreement.together(lambda: read_hparams(workdir))
     # No shape depends on the number of steps, which the checkpoint alone knows.
     abstract = jax.eval_shape(lambda: init_state(hparams, 1))
     if mesh is not None:
+        processes.meet(mesh)
         shardings = state_shardings(mesh, abstract)
         abstract = jax.tree.map(lambda leaf, to: leaf.update(sharding=to), abstract, shardings)
     with Checkpoints(workdir / 'checkpoints', keep=1) as checkpoints:
         restored = _restore_newest(checkpoints, abstract)
     notes += checkpoints.skipped
     if restored is None:
-        processes.from_first(lambda: _refuse(workdir, checkpoints.skipped))
+        agreement.from_first(lambda: _refuse(workdir, checkpoints.skipped))
     state, step, metadata = restored
     num_steps = metadata['num_steps']
     if abstract.averages and not state.averages:
@@ -103,7 +104,7 @@ def _refuse(workdir, skipped):
 
 def _restore_newest(checkpoints, abstract):
     """`restore`, again where a run that goes on has dropped what was being read."""
-    steps = functools.partial(processes.from_first, checkpoints.steps)
+    steps = functools.partial(agreement.from_first, checkpoints.steps)
     for _ in range(MAX_READS):
         before = steps()
         try:

@@ -4,7 +4,7 @@ import jax
 
 from moddepth_jax.data.pipeline import check_fingerprint
 from moddepth_jax.hparams import Hparams
-from moddepth_jax.training import processes
+from moddepth_jax.training import agreement, processes
 from moddepth_jax.training.saved_run import restore_state
 from moddepth_jax.training.sharding import state_shardings
 from moddepth_jax.training.stages import stage_at
@@ -23,6 +23,7 @@ def start(hparams: Hparams, num_steps: int, dataset, mesh, checkpoints) -> tuple
     Raises:
       ValueError: one line, for a checkpoint of other data, steps or stage.
     """
+    processes.meet(mesh)
     initial = jax.jit(lambda: init_state(hparams, num_steps))
     abstract = jax.eval_shape(initial)
     shardings = state_shardings(mesh, abstract)
@@ -40,7 +41,7 @@ def start(hparams: Hparams, num_steps: int, dataset, mesh, checkpoints) -> tuple
     if restored is None:
         return jax.jit(initial, out_shardings=shardings)(), metadata, checkpoints.skipped
     state, step, stored = restored
-    processes.from_first(lambda: _check(stored, metadata, hparams, step))
+    agreement.from_first(lambda: _check(stored, metadata, hparams, step))
     news = [*checkpoints.skipped, f'resuming after step {step}']
     if abstract.averages and not state.averages:
         news.append('no averages in the checkpoint: the rule threshold cannot run')

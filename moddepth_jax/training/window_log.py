@@ -5,7 +5,7 @@ import os
 import pathlib
 import re
 
-from moddepth_jax.training import processes
+from moddepth_jax.training import agreement
 from moddepth_jax.training.workdir import write_atomically
 
 _NAME = re.compile(r'windows-\d+\.jsonl')
@@ -29,7 +29,7 @@ class WindowLog:
 
     def __init__(self, workdir: str | os.PathLike, first_step: int, process: int):
         workdir = pathlib.Path(workdir)
-        processes.from_first(lambda: _drop_rows(workdir, first_step))
+        agreement.from_first(lambda: _drop_rows(workdir, first_step))
         self._file = open(workdir / f'windows-{process}.jsonl', 'a', encoding='utf-8')
 
     def write(self, step: int, windows: list[int]) -> None:

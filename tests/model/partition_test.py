@@ -303,3 +303,32 @@ def test_rows_that_do_not_divide_are_not_split():
     assert 'shard_map' not in program(4)
     with under(2, 2):
         assert "'expert')" in program(4) and "'expert')" not in program(6)
+
+
+EMBEDDED = """
+import json
+import jax, jax.numpy as jnp, numpy as np
+from moddepth_jax.model.layers import embed
+from moddepth_jax.training.sharding import batch_sharding, make_mesh, state_shardings
+
+def total(params, tokens_BT):
+    return jnp.sum(embed(params['embedding'], tokens_BT, 'bfloat16').astype('float32'))
+
+tokens_BT, found = np.ones((4, 1000), np.int32), {}
+for layout in ('data=1', 'data=2', 'fsdp=2', 'tensor=2', 'fsdp=2,tensor=2'):
+    mesh, params = make_mesh(layout), {'embedding': np.zeros((8, 4), np.float32)}
+    with jax.set_mesh(mesh):
+        gradient = jax.jit(jax.grad(total), out_shardings=state_shardings(mesh, params))(
+            jax.device_put(params, state_shardings(mesh, params)),
+            jax.device_put(tokens_BT, batch_sharding(mesh, 4)))['embedding']
+    found[layout] = np.asarray(gradient).max(axis=1).tolist()
+print(json.dumps(found))
+"""
+
+
+def test_rows_of_equal_tokens_are_added_in_float32():
+    """Of a bfloat16 model too: a sum of ones in bfloat16 stops at 256."""
+    found = on_devices(4, EMBEDDED)
+    assert len(found) == 5
+    for layout, rows in found.items():
+        assert rows[1] == pytest.approx(4000, rel=2**-8) and rows[0] == 0, layout

@@ -4,6 +4,7 @@ import os
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from moddepth_jax.training.checkpoint import Checkpoints, state_sha256
 from tests.two_processes import on_two_processes
@@ -63,3 +64,66 @@ def test_what_two_processes_save_one_restores_with_the_same_digest(tmp_path):
         restored, step, _ = checkpoints.restore(jax.eval_shape(lambda: state))
     assert step == 7 and not checkpoints.skipped and os.listdir(tmp_path) == ['7']
     assert state_sha256(restored) == first['saved'] == first['restored']
+
+
+FAILS_ON_ONE = """
+import json, os, sys
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from orbax.checkpoint._src.serialization import serialization
+from moddepth_jax.training.checkpoint import Checkpoints
+from moddepth_jax.training.save_error import SaveError
+
+folder, broken = sys.argv[1:]
+placed = NamedSharding(
+    jax.make_mesh((4,), ('fsdp',), axis_types=(AxisType.Auto,)), PartitionSpec('fsdp'))
+write, full = serialization.async_serialize_from_host, False
+
+async def write_unless_full(*given, **named):
+    if full and jax.process_index() == int(broken):
+        raise OSError(28, 'No space left on device')
+    return await write(*given, **named)
+
+def state(step):
+    whole = {name: jnp.full((8, 100), step, jnp.float32) for name in 'abc'}
+    return jax.device_put(whole, placed)
+
+serialization.async_serialize_from_host = write_unless_full
+found = {'lines': []}
+with Checkpoints(folder, keep=2) as checkpoints:
+    checkpoints.save(1, state(1), {})
+    checkpoints.wait()
+    for step, full in ((2, True), (3, False)):
+        checkpoints.save(step, state(step), {})
+        try:
+            checkpoints.wait()
+        except SaveError as error:
+            told = not getattr(error, 'told_by_another', False)
+            found['lines'].append([step, told, error.everywhere, str(error)])
+            found['left'] = sorted(os.listdir(folder))
+    restored, found['step'], _ = checkpoints.restore(state(0))
+    found['values'] = sorted({float(x) for leaf in jax.tree.leaves(restored)
+                              for shard in leaf.addressable_shards
+                              for x in shard.data.reshape(-1)[:1]})
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('broken', [0, 1])
+def test_a_part_that_one_process_cannot_write_fails_the_save_of_both(tmp_path, broken):
+    """Both meet a SaveError of one line that process 0 tells; only that step is lost, and removed.
+
+    The step before stays good, and both go on to save and restore the step after.
+    """
+    both = on_two_processes(FAILS_ON_ONE, str(tmp_path), str(broken))
+    for process, found in enumerate(both):
+        ((step, told, everywhere, line),) = found['lines']
+        assert (step, told, everywhere) == (2, process == 0, True)
+        assert f'process {broken}' in line and 'No space left on device' in line, line
+        assert '\n' not in line
+        assert (found['left'], found['step'], found['values']) == (['1'], 3, [3.0])
+    assert 'checkpoint 2 in ' in both[0]['lines'][0][3]
+    assert 'steps kept: 1' in both[0]['lines'][0][3]
+    assert sorted(os.listdir(tmp_path)) == ['1', '3']
