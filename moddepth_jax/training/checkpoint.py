@@ -19,7 +19,7 @@ from moddepth_jax.training import agreement, orbax_noise, processes
 from moddepth_jax.training import leaves as leaves_lib
 from moddepth_jax.training.manifest import MANIFEST_FILE, read_manifest, write_manifest
 from moddepth_jax.training.save_error import SaveError, SaveErrorToldByFirst, not_saved, one_line
-from moddepth_jax.training.save_outcome import SaveOutcome
+from moddepth_jax.training.save_outcome import PATIENCE_SECONDS, SaveOutcome
 
 _STEP = re.compile('0|[1-9][0-9]*')
 # After an error, TensorStore goes on for a moment with the arrays that Orbax no longer waits for.
@@ -72,7 +72,9 @@ class Checkpoints:
         self._orbax = ocp.AsyncCheckpointer(
             ocp.StandardCheckpointHandler(),
             atomicity_options=ocp.options.AtomicityOptions(mode=mode),
-            async_options=ocp.options.AsyncOptions(barrier_sync_fn=self._await_all_parts),
+            async_options=ocp.options.AsyncOptions(
+                timeout_secs=PATIENCE_SECONDS, barrier_sync_fn=self._await_all_parts
+            ),
         )
 
     def steps(self) -> list[int]:
@@ -127,13 +129,15 @@ class Checkpoints:
             is placed as its `sharding` says, or on the first device where that is None.
 
         Raises:
-          ValueError: the newest good checkpoint has another leaf, shape or dtype; one line that
-            names the first of them with both values. Nothing has been read then.
+          LeavesDiffer: a ValueError, the newest good checkpoint has another leaf, shape or dtype;
+            one line that names the first of them with both values. Nothing has been read then.
           SaveError: the save before this failed.
         """
         self.wait()
         found = agreement.from_first(lambda: self._newest(abstract_state))
         self.skipped, step = found['skipped'], found['step']
+        if found['differs']:
+            raise leaves_lib.LeavesDiffer(found['differs'])
         if step is None:
             return None
         # Not by the checkpointer, whose processes would wait for one that could not read.
@@ -175,9 +179,11 @@ class Checkpoints:
             except (OSError, ValueError) as error:
                 skipped.append(f'checkpoint {step} skipped: {one_line(error)}')
                 continue
-            self._compare(step, content['leaves'], leaves)
-            return {'step': step, 'metadata': content['metadata'], 'skipped': skipped}
-        return {'step': None, 'skipped': skipped}
+            differs = leaves_lib.difference(content['leaves'], leaves)
+            differs = differs and f'checkpoint {step} in {self._directory}: {differs}'
+            found = {'step': step, 'metadata': content['metadata'], 'differs': differs}
+            return found | {'skipped': skipped}
+        return {'step': None, 'differs': '', 'skipped': skipped}
 
     def _verified_content(self, step):
         self._verified.discard(step)
@@ -241,8 +247,11 @@ class Checkpoints:
                 raise SaveErrorToldByFirst(line) from cause
             return
         if line:
-            failure = self._save_error(step, line)
-            self._outcome.conclude(str(failure))
+            failure = SaveError(line)
+            try:
+                failure = self._save_error(step, line)
+            finally:  # the other processes wait for this
+                self._outcome.conclude(str(failure))
             raise failure from cause
         self._outcome.conclude()
         self._verified.add(step)
@@ -279,15 +288,6 @@ class Checkpoints:
             with contextlib.suppress(OSError, ValueError):
                 self._verified_content(step)
         return step in self._verified
-
-    def _compare(self, step, saved, abstract_leaves):
-        wanted = {path: leaves_lib.spec(leaf) for path, leaf in abstract_leaves.items()}
-        for path in sorted(saved.keys() | wanted.keys()):
-            old, new = saved.get(path, 'absent'), wanted.get(path, 'absent')
-            if old != new:
-                found = f'{path} is {old} in the checkpoint and {new} in this run'
-                right = 'use the config it was saved with'
-                raise ValueError(f'checkpoint {step} in {self._directory}: {found}; {right}')
 
     def _read(self, step, abstract_state):
         leaves = leaves_lib.named_leaves(abstract_state)

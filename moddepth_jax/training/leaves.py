@@ -7,6 +7,34 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
+from moddepth_jax.training import processes
+
+
+class LeavesDiffer(ValueError):
+    """A checkpoint has other leaves than the state wanted; every process of a run is told so."""
+
+    everywhere = True
+
+    def __init__(self, line: str):
+        super().__init__(line)
+        self.told_by_another = not processes.is_first()
+
+
+def difference(saved: dict[str, str], wanted: dict) -> str:
+    """The first difference in path, dtype or shape, and what to do; '' where there is none.
+
+    Args:
+      saved: `spec` of each leaf by path.
+      wanted: of `named_leaves`, arrays or jax.ShapeDtypeStruct.
+    """
+    specs = {path: spec(leaf) for path, leaf in wanted.items()}
+    for path in sorted(saved.keys() | specs.keys()):
+        old, new = saved.get(path, 'absent'), specs.get(path, 'absent')
+        if old != new:
+            found = f'{path} is {old} in the checkpoint and {new} in this run'
+            return f'{found}; use the config it was saved with'
+    return ''
+
 
 def named_leaves(tree) -> dict:
     """Path to leaf, such as params.stack.run_0.norm.scale, in the order of `jax.tree.leaves`.

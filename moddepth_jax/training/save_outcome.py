@@ -5,7 +5,7 @@ import itertools
 import jax
 from jax._src import distributed  # its key-value store has no public name
 
-_PATIENCE_MS = 3_600_000  # for a slow disk; a process that died ends the others far sooner
+PATIENCE_SECONDS = 3600  # for a slow disk; a process that died ends the others far sooner
 _numbers = itertools.count()  # alike on every process: all begin the same saves in the same order
 
 
@@ -55,4 +55,4 @@ class SaveOutcome:
 
     def _find(self, note):
         client = distributed.global_state.client
-        return client.blocking_key_value_get(f'{self._folder}/{note}', _PATIENCE_MS)[1:]
+        return client.blocking_key_value_get(f'{self._folder}/{note}', 1000 * PATIENCE_SECONDS)[1:]

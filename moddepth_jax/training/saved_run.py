@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from moddepth_jax.hparams import Hparams, from_config
 from moddepth_jax.training import agreement, processes
 from moddepth_jax.training.checkpoint import Checkpoints
+from moddepth_jax.training.leaves import LeavesDiffer
 from moddepth_jax.training.sharding import state_shardings
 from moddepth_jax.training.stages import stage_at
 from moddepth_jax.training.train_step import TrainState, init_state
@@ -122,8 +123,8 @@ def restore_state(checkpoints: Checkpoints, abstract: TrainState) -> tuple | Non
     """`checkpoints.restore`; runs from before the averages get a state without them."""
     try:
         return checkpoints.restore(abstract)
-    except ValueError as error:
+    except LeavesDiffer as error:
         try:
             return checkpoints.restore(abstract.replace(averages={}))
-        except ValueError:
+        except LeavesDiffer:
             raise error from None

@@ -88,6 +88,7 @@ def summary(folder):
     return json.loads((folder / 'run' / 'summary.json').read_text())
 
 
+@pytest.mark.slow
 def test_two_processes_evaluate_as_the_run_did(folder, summary):
     """Arrays over both: the losses are those of one device, said once, and nothing else is."""
     check_report(call(folder, *LOCAL, *EVALUATE, '--mesh=fsdp=2,tensor=2', '--json=-'), summary)
