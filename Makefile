@@ -8,7 +8,7 @@ GPU_FLAGS ?=# of launch.gpu, such as --parts=tests,attention
 PIP_INSTALL := $(VENV_PYTHON) -m pip install -q --disable-pip-version-check -c constraints.txt
 PINS := setup.py constraints.txt
 
-.PHONY: train test test-all faults gpu study study-long study-moda study-experts study-gpu study-moda-gpu docs-notebooks
+.PHONY: train test test-all faults dry-runs gpu study study-long study-moda study-experts study-gpu study-moda-gpu docs-notebooks
 .DELETE_ON_ERROR:
 
 train: .venv/installed
@@ -18,11 +18,16 @@ test: .venv/installed-test
 	$(VENV_PYTHON) -m pytest -n $(WORKERS)
 
 test-all: .venv/installed-test
-	$(VENV_PYTHON) -m pytest -n $(WORKERS) -m "not faults"
+	$(VENV_PYTHON) -m pytest -n $(WORKERS) -m ""
 
-# Runs that are killed, stopped, damaged and starved of disk, and go on: half an hour on two cores.
+# Runs that are killed, stopped, damaged and starved of disk, and go on: a quarter of an hour.
 faults: .venv/installed-test
-	$(VENV_PYTHON) -m pytest tests/faults -m "faults or not faults"
+	$(VENV_PYTHON) -m pytest -n $(WORKERS) tests/faults -m "faults or not faults"
+
+# Compiles the steps of docs/scale.md for up to 256 devices again, and prints the page's table.
+dry-runs: .venv/installed
+	$(VENV_PYTHON) -m launch.dry_run again results/cpu/dry_run/*.json
+	$(VENV_PYTHON) -m launch.dry_run table results/cpu/dry_run/*.json
 
 # Studies: at equal FLOPs or steps, resumable; see docs/isoflop.md. On two cores the first takes
 # up to an hour, study-long and study-moda about half of that.

@@ -108,7 +108,7 @@ def check_shared(path: pathlib.Path) -> None:
 def together(function: Callable[[], Any]) -> Any:
     """Calls `function` on every process; where it fails on any of them, none goes on.
 
-    Inside, no process may wait for another.
+    Inside, no process should wait for another: one that has failed before does not come.
 
     Returns:
       What `function` returned here.

@@ -81,10 +81,11 @@ class Runs:
             'JAX_DISABLE_MOST_OPTIMIZATIONS': 'true',
         }
 
-    def start(self, name, processes, devices, act=None, flags=(), slowly=False):
+    def start(self, name, processes, devices, act=None, flags=(), slowly=False, mesh=''):
         """(status, stdout, stderr) of a start in the workdir `name`; `act(process)` meanwhile."""
         arguments = ['train_slowly'] if slowly else []
         arguments += [f'--config={self.config}', f'--workdir={self.folder / name}']
+        arguments += [f'--mesh={mesh}']
         given = [f'--processes={processes}', f'--devices={devices}', *flags, '--', *arguments]
         out, err = self.folder / 'out', self.folder / 'err'
         with open(out, 'w') as stdout, open(err, 'w') as stderr:
@@ -96,14 +97,14 @@ class Runs:
                 process.wait(timeout=300)
         return process.returncode, out.read_text(), err.read_text()
 
-    def stop(self, name, step, processes, devices):
+    def stop(self, name, step, processes, devices, mesh=''):
         """Starts it, and stops it by SIGTERM once it has logged `step`."""
 
         def act(process):
             self.wait_for(name, step, process)
             process.terminate()
 
-        status, out, err = self.start(name, processes, devices, act, slowly=True)
+        status, out, err = self.start(name, processes, devices, act, slowly=True, mesh=mesh)
         assert status == 143, out + err
         assert f'of {NUM_STEPS}; the same command goes on from there' in out
         assert not (self.folder / name / 'summary.json').exists()
@@ -123,9 +124,9 @@ class Runs:
             run = train(from_config(config_file.load(str(self.config))), self.folder / name)
         assert (run.summary is None) == (stop_at is not None)
 
-    def finish(self, name, processes, devices):
+    def finish(self, name, processes, devices, mesh=''):
         """Starts it, to its end."""
-        status, out, err = self.start(name, processes, devices)
+        status, out, err = self.start(name, processes, devices, mesh=mesh)
         assert status == 0, out + err
         assert 'Next:' in out and 'error' not in err
         return out
@@ -180,14 +181,18 @@ def test_a_run_goes_on_with_other_numbers_of_processes(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(('router', 'layers'), [('none', 2), ('position', 2)])
-def test_eight_devices_go_on_with_other_numbers_of_processes(tmp_path, router, layers):
-    """The same with four devices a process, dense and with the blocks that positions enter."""
-    runs = Runs(tmp_path, router, layers)
+@pytest.mark.parametrize(
+    ('router', 'meshes'),
+    [('position', ('', '', '')), ('none', ('data=2,fsdp=2,tensor=2', 'fsdp=2', 'fsdp=4,tensor=2'))],
+    ids=['position', 'dense, all axes'],
+)
+def test_eight_devices_go_on_with_other_numbers_of_processes(tmp_path, router, meshes):
+    """The same with four devices a process: blocks that positions enter, and on other meshes."""
+    runs = Runs(tmp_path, router, layers=2)
     runs.finish('unbroken', 1, 1)
-    runs.stop('broken', 15, 2, 4)
-    runs.stop('broken', 60, 1, 2)
-    assert 'processes was 1, is 2' in runs.finish('broken', 2, 4)
+    runs.stop('broken', 15, 2, 4, meshes[0])
+    runs.stop('broken', 60, 1, 2, meshes[1])
+    assert 'processes was 1, is 2' in runs.finish('broken', 2, 4, meshes[2])
     check_like_unbroken(runs)
 
 
