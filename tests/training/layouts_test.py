@@ -124,6 +124,28 @@ def test_every_layout_trains_alike(name, tiny_config):
     check(tiny_config(**SIZES | MODELS[name]), layouts)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    'changes',
+    [
+        MODELS['mod'] | {'training.accumulate_steps': 2, 'data.batch_size': 16},
+        MODELS['experts'] | {'training.accumulate_steps': 2, 'data.batch_size': 16},
+        {'model.routing.router': 'random', 'model.routing.layers': '1,2'},
+        {'model.depth.stream': 'attention', 'model.num_kv_heads': 4},
+    ],
+    ids=['micro-batches', 'of experts', 'random', 'depth attention'],
+)
+def test_other_models_train_alike(changes, tiny_config):
+    """Micro-batches, a router that draws, and another depth stream, on two meshes.
+
+    Micro-batches of experts are dealt the loads of the whole step, over all devices.
+    """
+    layouts = ['data=2,fsdp=2,tensor=2', 'data=4,fsdp=2']
+    if 'model.experts.choice' in changes:
+        layouts = ['fsdp=2,tensor=2,expert=2', 'data=2,expert=4']
+    check(tiny_config(**SIZES | changes), layouts)
+
+
 LEARNED = """
 import json, sys
 import jax, numpy as np
