@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from moddepth_jax.hparams import ModelHparams
-from moddepth_jax.model.partition import constrain, gathered
+from moddepth_jax.model.partition import constrain, gathered, gathered_table
 
 
 def rms_norm(x, scale, epsilon):
@@ -42,11 +42,7 @@ def logits(x_BTD, kernel_DV):
 
 def embed(embedding_VD, tokens_BT, dtype):
     """The tokens' rows of the table, [B, T, D]."""
-    table_VD = gathered({'embedding': embedding_VD}, dtype)['embedding']
-    # Its gradient is summed as it lies here; asked for its parts at once, XLA moves all rows.
-    table_VD = constrain(table_VD, 'vocab', None)
-    # As wide as the parameter, in which the rows of equal tokens are to be added.
-    x_BTD = jnp.take(table_VD.astype(embedding_VD.dtype), tokens_BT, axis=0).astype(dtype)
+    x_BTD = jnp.take(gathered_table(embedding_VD, dtype), tokens_BT, axis=0).astype(dtype)
     return constrain(x_BTD, 'rows', None, None)
 
 

@@ -144,6 +144,35 @@ def gathered(params, dtype):
     return jax.tree_util.tree_map_with_path(gather, params)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gathered_wide(array, names, dtype):
+    rounded = constrain(array.astype(dtype), *names)
+    return _gathered(rounded, names).astype(array.dtype)
+
+
+def _wide_forward(array, names, dtype):
+    return _gathered_wide(array, names, dtype), None
+
+
+def _wide_backward(names, dtype, residuals, cotangent):
+    # Summed where the rows are; asked for the parts at once, XLA moves all rows instead.
+    del dtype, residuals
+    return (constrain(_gathered(cotangent, names), *names),)
+
+
+_gathered_wide.defvjp(_wide_forward, _wide_backward)
+
+
+def gathered_table(embedding_VD, dtype):
+    """The embedding as tokens look it up: as `gathered`, but as wide as it is stored.
+
+    So the gradients of equal tokens are added, over devices too, in the parameter's own dtype.
+    """
+    if _mesh() is None:
+        return embedding_VD
+    return _gathered_wide(embedding_VD, axis_names('embedding', 2), dtype)
+
+
 def by_shards(function, arrays: dict, names: dict, names_out):
     """`function` by each device on its own parts, which have nothing to do with those of others.
 
