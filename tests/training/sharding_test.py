@@ -252,6 +252,7 @@ def test_a_routed_model_keeps_its_rows_apart(tiny_config):
     np.testing.assert_allclose(four, one, atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_experts_train_alike_on_two_by_two_devices(tiny_config):
     """One step with experts and rows split has the loss and gradients of one device to 1e-5.
 
