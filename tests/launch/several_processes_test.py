@@ -171,10 +171,13 @@ def check_like_unbroken(runs):
 
 @pytest.mark.usefixtures('compiled_in_haste')
 def test_a_run_goes_on_with_other_numbers_of_processes(tmp_path):
-    """Two processes, one, two: every sample once, and the losses of a run that was left alone."""
+    """Two processes, one, two: every sample once, and the losses of a run that was left alone.
+
+    The first two split parameters and heads, the last two rows alone.
+    """
     runs = Runs(tmp_path)
     runs.run_here('unbroken')
-    runs.stop('broken', 15, 2, 2)
+    runs.stop('broken', 15, 2, 2, 'fsdp=2,tensor=2')
     runs.run_here('broken', stop_at=90)
     assert 'processes was 1, is 2' in runs.finish('broken', 2, 2)
     check_like_unbroken(runs)

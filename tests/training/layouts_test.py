@@ -111,6 +111,7 @@ def check(config, layouts):
         assert not collectives(result['text']).keys() & {'all-to-all', 'ragged-all-to-all'}, layout
 
 
+@pytest.mark.slow
 def test_a_layout_of_all_axes_trains_alike(tiny_config):
     """With dense and routed blocks, over two by two by two devices."""
     check(tiny_config(**SIZES | MODELS['mod']), ['data=2,fsdp=2,tensor=2'])
