@@ -123,6 +123,7 @@ def test_several_texts_come_whole_under_their_places(folder, state):
     assert f', {sum(result.stopped)} of 32 ended by itself' in err and err.count('\n') == 1
 
 
+@pytest.mark.slow
 def test_without_a_prompt_a_new_document_fills_the_context(folder, state):
     """The default length fits the context; what full caches refused is told.
 

@@ -168,6 +168,7 @@ def test_two_processes_agree():
     assert first['unlike'] == ['ToldByAnother', True, True, words]
 
 
+@pytest.mark.slow
 def test_a_bad_config_is_told_once(tmp_path):
     """Of two processes with the same error one tells it; both have status 2, nothing is left."""
     arguments = ['--config=configs/tiny.py', f'--workdir={tmp_path / "run"}', '--mesh=data=3']
