@@ -81,10 +81,12 @@ def get_config() -> ConfigDict:
     routing.overflow = 'skip'  # beyond them: skip (it passes by) | grow (no limit; caches double)
 
     data = config.data = ConfigDict()
-    # stdlib | python_environment | synthetic | recall | a glob of .txt, .jsonl or .parquet
+    # stdlib | python_environment | synthetic | recall | a glob of text files, as launch.prepare
+    # reads them | the folder that launch.prepare wrote | mixture
     data.source = 'stdlib'  # where the text comes from
+    data.mixture = ''  # of prepared folders, by shares of the rows: data/web:0.7,data/code:0.3
     data.text_field = 'text'  # field or column of .jsonl and .parquet that holds the text
-    data.tokenizer = 'bytes'  # bytes: one token a byte
+    data.tokenizer = 'bytes'  # bytes | prepared (that of the prepared text) | a tokenizer's file
     data.sequence_length = 256  # T, tokens a row
     data.batch_size = 16  # B, rows a step over all devices
     data.held_out_fraction = 0.05  # of the documents, chosen by the hash of their path

@@ -12,8 +12,9 @@ from configs import base, sizes
 
 
 def get_config(arguments: str = ''):
-    """Arguments: size=LAYERSxWIDTH, a multiple of 192 wide; steps of training; slots
-    (attention+ffn | attention | block | none: dense).
+    """Arguments: size=LAYERSxWIDTH, a multiple of 192 wide; steps of training; slots.
+
+    Slots are attention+ffn, attention, block, or none: the dense model.
     """
     values = sizes.parse(arguments, size='24x384', steps='2000', slots='attention+ffn')
     config = base.get_config()

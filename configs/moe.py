@@ -32,9 +32,10 @@ def apply_experts(config):
 
 
 def get_config(arguments: str = ''):
-    """Arguments: size=LAYERSxWIDTH, budget=training FLOPs; balance, the weight of that loss;
-    capacity of an expert over an equal share of the choices, in (0, 1] (1: no limit); choice
-    (token | expert).
+    """Arguments: size=LAYERSxWIDTH, budget=training FLOPs, balance, capacity, choice.
+
+    balance is the weight of that loss; capacity that of an expert over an equal share of the
+    choices, in (0, 1] (1: no limit); choice is token or expert.
     """
     values = sizes.parse(
         arguments, size='4x128', budget='1.6e13', balance='0.001', capacity='1', choice='token'

@@ -44,7 +44,11 @@ def one_warpgroup_kernel(body, name, runs, out_type, scratch_types, interpret=No
 
     Args:
       body: takes references to operands and results, and by name those to shared memory.
+      name: of the kernel, in profiles.
+      runs: blocks.
+      out_type: shapes and dtypes of the results.
       scratch_types: shared memory by name.
+      interpret: of `interpreter`; None: compiled.
 
     Returns:
       A function of the operands, some of which may be mutable references (jax.new_ref), written in

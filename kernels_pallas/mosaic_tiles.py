@@ -15,6 +15,7 @@ TRANSPOSED = plgpu.Layout.WGMMA_TRANSPOSED
 
 
 def round_up(number, multiple):
+    """The least multiple that is no less than the number."""
     return -(-number // multiple) * multiple
 
 

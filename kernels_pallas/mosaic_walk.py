@@ -58,6 +58,7 @@ class Shape:
 
     @classmethod
     def of(cls, q_BTNH, buffers, mask_LBR, rows_BT, window):
+        """That of arguments of depth_forward; a ValueError where there are too many items."""
         batch, length, heads, width = q_BTNH.shape
         slots, _, tokens, kv_heads, _ = buffers[0].shape
         group, dtype = heads // kv_heads, jnp.dtype(buffers[0].dtype)
@@ -70,6 +71,7 @@ class Shape:
 
     @property
     def items(self):
+        """Pairs of a query's token and a key/value head."""
         return self.batch * self.length * self.kv_heads
 
     @property
@@ -84,6 +86,7 @@ class Shape:
 
     @property
     def padded_width(self):
+        """H, rounded up to what a matrix product reads at once."""
         return round_up(self.width, CHUNK)
 
     @property
@@ -254,6 +257,8 @@ def fetch_slots(walk, step, k, v, mask, s):
     """Starts the copies of a step's keys and values to the stage of that step.
 
     Args:
+      walk: of the block's items.
+      step: of the walk.
       k, v: laid out by Shape.by_octet.
       mask: laid out by Shape.shown.
       s: shared memory: k, v, shown of several stages, and as many barriers k_ready, v_ready.

@@ -76,8 +76,7 @@ class _Sizes:
         return max(1, min(tokens, pl.next_power_of_2(self.length))), group, width
 
     def grid(self, batch):
-        """One axis, as CUDA's others end at 65,535; neighbouring heads, whose slots are neighbours
-        in memory, run side by side."""
+        """One axis, as CUDA has 65,535 of the others; heads whose slots are neighbours meet."""
         return (batch * pl.cdiv(self.length, self.tile[0]) * self.kv_heads,)
 
 

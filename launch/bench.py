@@ -9,6 +9,7 @@
   python -m launch.bench experts --shapes=1024x256x704x64x6,4096x256x512x8x2
   python -m launch.bench attention --json=attention.json --plot=attention.png
   python -m launch.bench attention --lengths=4096 --slots=0,64 --implementations=cudnn,pallas
+  python -m launch.bench scoring --size=6x128 --repeats=11
 
 step: one training step of the dense and the Mixture-of-Depths model at the same shape and batch
 tokens, in turn, each beside the same mathematics written out by hand; with --variants, of those
@@ -24,6 +25,8 @@ loop of all experts over all tokens: time, memory and what is executed over acti
 attention: every implementation of attention over sequence and depth slots, compared with the
 equation and then timed beside plain attention; on a GPU at the shapes of a large model, on a CPU at
 toy shapes, where kernels are interpreted.
+scoring: log-likelihoods of the options of multiple-choice questions, of the dense and the
+Mixture-of-Depths model: batches, which share rows, beside one request at a time.
 """
 
 import contextlib
@@ -32,7 +35,7 @@ import json
 
 from absl import flags
 
-from launch import bench_runs, command
+from launch import bench_runs, bench_scoring, command
 
 JSON = flags.DEFINE_string('json', None, 'File for the result, as it grows; - for stdout.')
 flags.adopt_module_key_flags(bench_runs)
@@ -43,6 +46,7 @@ BENCHMARKS = {
     'depth': bench_runs.depth,
     'experts': bench_runs.experts,
     'attention': bench_runs.attention,
+    'scoring': bench_scoring.scoring,
 }
 _MODELS = ('size', 'dtype', 'attention', 'repeats')
 OWN_FLAGS = {
@@ -57,6 +61,7 @@ OWN_FLAGS = {
         *('lengths', 'kv_heads', 'heads', 'widths', 'slots', 'dtype'),
         *('implementations', 'without', 'seconds', 'plot'),
     ),
+    'scoring': ('size', 'repeats'),
 }
 
 
@@ -92,4 +97,4 @@ def main(argv):
 
 
 if __name__ == '__main__':
-    command.run(main, 'NAME of the benchmark: step, decode, depth, experts or attention')
+    command.run(main, 'NAME of the benchmark: step, decode, depth, experts, attention or scoring')

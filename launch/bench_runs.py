@@ -119,6 +119,7 @@ def _names(flag, known):
 
 
 def step():
+    """Yields (result, *tables) of training steps."""
     size = SIZE.value or '6x256'
     if VARIANTS.value is not None:
         yield from _variants(size)
@@ -166,6 +167,7 @@ def _variants(size):
 
 
 def decode():
+    """Yields (result, table) of decoding steps, for each number of key/value heads."""
     from moddepth_jax.analysis.bench_decode import SETTLE, bench_decode
     from moddepth_jax.analysis.bench_tables import decode_table
 
@@ -186,6 +188,7 @@ def decode():
 
 
 def depth():
+    """Yields (result, *tables) of training steps by depth."""
     import jax
 
     from moddepth_jax.analysis.bench_depth import bench_cost, bench_depth
@@ -219,6 +222,7 @@ def depth():
 
 
 def experts():
+    """Yields (result, table) of the grouped products of experts."""
     from moddepth_jax.analysis import bench_experts
 
     shapes = bench_experts.SHAPES if SHAPES.value is None else _shapes(bench_experts.Shape)
@@ -239,6 +243,7 @@ def _shapes(kind):
 
 
 def attention():
+    """Yields (result, *tables) of attention over sequence and depth slots, as they come."""
     import jax
 
     from moddepth_jax.analysis import attention_cases, attention_forms, attention_report

@@ -22,8 +22,9 @@ FLAGS = flags.FLAGS
 flags.disclaim_key_flags()  # flags defined below belong to the command that asks for them
 
 _CONFIG_HELP = (
-    'FILE.py or FILE.py:TEXT, such as configs/base.py. Its get_config(), or get_config(TEXT), '
-    'returns the knobs; --config.model.num_layers=12 sets one of them.'
+    'FILE.py or FILE.py:TEXT, such as configs/base.py: its get_config(), or get_config(TEXT), '
+    'returns the knobs. Or WORKDIR/config.json, those of a run. --config.model.num_layers=12 sets '
+    'one of them.'
 )
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE, errno.EROFS)
 # Set by launch.local, whose first process tells what is wrong with the flags of all.
@@ -51,24 +52,31 @@ def run(main, positional: str = ''):
     app.run(functools.partial(_call, main), flags_parser=parse)
 
 
-def define_config() -> flags.FlagHolder:
-    """Defines --config (required) and --print_config; the holder's `.value` is a locked ConfigDict.
+def define_config(default: str | None = None) -> flags.FlagHolder:
+    """Defines --config and --print_config; the holder's `.value` is a locked ConfigDict.
 
     A knob is overridden by --config.model.num_layers=3. What follows a colon in
     --config=FILE.py:TEXT is passed to the file's get_config.
+
+    Args:
+      default: the --config of a command line that has none; None: it must have one.
     """
+    described = _CONFIG_HELP + (f' Default: {default}.' if default else '')
     with _errors_in_one_line():  # config_flags reads a --flagfile here
-        holder = config_flags.DEFINE_config_file('config', help_string=_CONFIG_HELP)
+        holder = config_flags.DEFINE_config_file('config', help_string=described)
     FLAGS['config'].parser = config_file.Parser()
+    FLAGS['config'].left_out = default
     flags.mark_flag_as_required('config')
     flags.DEFINE_boolean('print_config', False, 'Print the resolved config as JSON and exit.')
     return holder
 
 
 def config_name() -> str:
-    """NAME of --config=configs/NAME.py[:TEXT], after the flags are parsed."""
-    path = FLAGS['config'].config_filename.split(':', 1)[0]
-    return os.path.splitext(os.path.basename(path))[0]
+    """NAME of --config=configs/NAME.py[:TEXT] or NAME/config.json, after the flags are parsed."""
+    path = FLAGS['config'].config_filename
+    if path.endswith('.json'):
+        return os.path.basename(os.path.dirname(os.path.abspath(path)))
+    return os.path.splitext(os.path.basename(path.split(':', 1)[0]))[0]
 
 
 def prepare_backend():
@@ -136,11 +144,25 @@ def _parse(argv, positional):
         if set(_HELP) & set(argv[1 : argv.index('--') if '--' in argv else None]):
             print(_help_text(positional))
             sys.exit(0)
+        argv = _with_config(argv)
         rest = FLAGS(argv)
         if rest[1:] and not positional:
             raise ValueError(_unexpected(rest[1], argv))
         prepare_backend()
         return rest
+
+
+def _with_config(argv):
+    """The command line with the --config that it leaves out; also in sys.argv, read for its knobs.
+
+    A flag's own default would be loaded, and its knobs set, before the others are known.
+    """
+    default = FLAGS['config'].left_out if 'config' in FLAGS else None
+    given = FLAGS.read_flags_from_files(argv[1:], force_gnu=False)
+    if default is None or any(re.match('--?config(=|$)', argument) for argument in given):
+        return argv
+    sys.argv[1:] = [f'--config={default}', *argv[1:]]
+    return list(sys.argv)
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ import difflib
 import importlib.util
 import inspect
 import os
+import pathlib
 import re
 import sys
 import traceback
@@ -11,24 +12,29 @@ import traceback
 from absl import flags
 from ml_collections import ConfigDict
 
-from moddepth_jax.hparams import ExpertsHparams
+from configs import base
+from moddepth_jax.hparams import ExpertsHparams, from_config
+from moddepth_jax.training.workdir import CONFIG_FILE, read_config
 
 FLAGS = flags.FLAGS
 
 
 class Parser(flags.ArgumentParser):
-    """Turns FILE.py[:TEXT] into a locked ConfigDict, or raises a flags.Error of one line.
+    """Turns FILE.py[:TEXT] or WORKDIR/config.json into a locked ConfigDict.
+
+    What is wrong with it is a flags.Error of one line.
 
     config_flags itself postpones some of these errors, wraps a traceback into others, and looks
     for the meant knob in one group only.
     """
 
     def parse(self, path):
+        """The config of the text behind --config=."""
         if FLAGS['config'].present:
             raise flags.Error(f'--config={path}: given twice; a run has one config')
         config = load(path)
         config.lock()
-        for name, given in _overrides():
+        for name, given in overrides():
             _check_override(config, name, given)
         return config
 
@@ -64,11 +70,23 @@ def nearest(name: str, known: list[str]) -> str:
 
 
 def load(spec: str) -> ConfigDict:
-    """The config of FILE.py[:TEXT], unlocked. Raises flags.Error, one line, where there is none."""
+    """The config of FILE.py[:TEXT] or WORKDIR/config.json, unlocked.
+
+    A configs/NAME.py that is not below the current directory is taken from where this is installed.
+
+    Raises:
+      flags.Error: one line, where there is no config.
+    """
+    if spec.endswith('.json'):
+        return _load_stored(pathlib.Path(spec))
     path, *texts = spec.split(':', 1)
     given = f'--config={spec}'
+    installed = pathlib.Path(base.__file__).parents[1] / path
+    if pathlib.PurePath(path).parts[:1] == ('configs',) and not os.path.isfile(path):
+        path = os.fspath(installed) if installed.is_file() else path
     if not os.path.isfile(path) or not path.endswith('.py'):
-        raise flags.Error(f'{given}: no such Python file{_file_beside(path)}')
+        right = 'no such Python file, and no config.json of a run'
+        raise flags.Error(f'{given}: {right}{_file_beside(path)}')
     module_spec = importlib.util.spec_from_file_location('config_file_of_this_run', path)
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_spec.name] = module
@@ -97,6 +115,48 @@ def load(spec: str) -> ConfigDict:
     if not isinstance(config, ConfigDict):
         got = type(config).__name__
         raise flags.Error(f'{given}: get_config() returned {got}, it must return a ConfigDict')
+    return config
+
+
+def _load_stored(path):
+    if path.name != CONFIG_FILE:
+        raise flags.Error(f'--config={path}: must be FILE.py or the {CONFIG_FILE} of a run')
+    try:
+        stored, notes = read_config(path.parent)
+    except ValueError as error:
+        line = str(error).removeprefix(f'--workdir={path.parent}: ')
+        raise flags.Error(f'--config={path}: {line}') from None
+    for note in notes:
+        print(note, file=sys.stderr)
+    return unresolved(ConfigDict(_with_tuples(stored)))
+
+
+def _with_tuples(value):
+    if isinstance(value, dict):
+        return {name: _with_tuples(item) for name, item in value.items()}
+    return tuple(value) if isinstance(value, list) else value
+
+
+def unresolved(config: ConfigDict) -> ConfigDict:
+    """The config with the default again of knobs such as `auto` that give the same run.
+
+    A run stores what `auto` stood for: with another router or stream it stands for something else.
+    """
+    defaults = {
+        'model.routing': ('gate', 'causal_rule'),
+        'model.depth': ('slots', 'slot_keys', 'skipped_slots', 'gradient_dtype'),
+    }
+    try:
+        hparams = from_config(config)
+    except ValueError:  # main tells it, once the knobs of the command line are in
+        return config
+    for group, knobs in defaults.items():
+        for knob in knobs:
+            name = f'{group}.{knob}'
+            changed = config.copy_and_resolve_references()
+            changed.update_from_flattened_dict({name: base.get_config()[group][knob]})
+            if from_config(changed) == hparams:
+                config = changed
     return config
 
 
@@ -138,7 +198,7 @@ def _check_text(get_config, given, texts):
         raise flags.Error(f'{given}: its get_config {right}') from None
 
 
-def _overrides():
+def overrides():
     """(dotted name, what was typed) of each knob set on the command line."""
     argv = FLAGS.read_flags_from_files(sys.argv[1:], force_gnu=False)
     file_seen = False

@@ -3,6 +3,7 @@
 python -m launch.evaluate --workdir=runs/mod_isoflop
 python -m launch.evaluate --workdir=runs/mod_isoflop --routing=dense --num_batches=0
 python -m launch.evaluate --workdir=runs/mod_isoflop --data='notes/**/*.txt' --json=notes.json
+python -m launch.evaluate --workdir=runs/mod_isoflop --domains=data --json=domains.json
 python -m launch.evaluate --workdir=runs/moda --mesh=data=2,fsdp=4
 
 On any devices and by any number of processes, whatever the run was trained on: several processes
@@ -18,7 +19,7 @@ import sys
 
 from absl import flags
 
-from launch import command, saved
+from launch import command, domains, losses, saved
 
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.', required=True)
 ROUTING = flags.DEFINE_string(
@@ -30,19 +31,27 @@ ROUTING = flags.DEFINE_string(
 DATA = flags.DEFINE_string(
     'data',
     None,
-    'Glob of .txt, .jsonl or .parquet files, or stdlib, python_environment, synthetic, recall: '
-    "evaluates on all of its text, cut into windows as long as the run's. Default: the text that "
-    'the run held out.',
+    'Glob of text files as launch.prepare reads them, or a folder that it wrote, or stdlib, '
+    'python_environment, synthetic, recall: evaluates on all of its text, cut into windows as long '
+    "as the run's; of a prepared folder that the run was trained on, on what was held out. "
+    'Default: the text that the run held out.',
+)
+DOMAINS = flags.DEFINE_string(
+    'domains',
+    None,
+    'Folder: evaluates on each file and each folder in it apart, as --data would, and prints a '
+    'table. A folder is all text files below it, or one that launch.prepare wrote.',
 )
 TEXT_FIELD = flags.DEFINE_string(
     'text_field',
     None,
-    "Field or column of --data's .jsonl and .parquet that holds the text. Default: the run's.",
+    "Field or column of rows of --data or --domains that holds the text. Default: the run's.",
 )
 NUM_BATCHES = flags.DEFINE_integer(
     'num_batches',
     None,
-    "Batches to evaluate on, 0 for all. Default: the run's evaluation.final_batches.",
+    'Batches to evaluate on, of --domains for each; 0 for all. Default: '
+    'evaluation.final_batches of the run.',
     lower_bound=0,
 )
 PER_LAYER = flags.DEFINE_boolean(
@@ -64,8 +73,8 @@ class _Counted:
 
     def __init__(self, dataset, advance):
         self._dataset, self._advance = dataset, advance
-        self.tokenizer = dataset.tokenizer
-        self.num_held_out_batches = dataset.num_held_out_batches
+        self.tokenizer, self.domains = dataset.tokenizer, dataset.domains
+        self.num_held_out_batches, self.domain = dataset.num_held_out_batches, dataset.domain
 
     def held_out_batch(self, index):
         self._advance()
@@ -73,20 +82,32 @@ class _Counted:
 
 
 def _load_dataset(run):
+    """That of --data or of the run; of --domains (datasets, skipped) as `domains.load` gives."""
     from moddepth_jax.data.pipeline import check_fingerprint, make_dataset, make_held_out
+    from moddepth_jax.data.tokenizer import tokenizer_of
     from moddepth_jax.training import processes
 
     data = run.hparams.data
-    if DATA.value is not None:
-        field = data.text_field if TEXT_FIELD.value is None else TEXT_FIELD.value
-        try:
-            return make_held_out(dataclasses.replace(data, source=DATA.value, text_field=field))
-        except ValueError as error:  # the knobs that it blames are flags here
-            line = str(error).replace('data.source', '--data')
-            raise ValueError(line.replace('data.text_field', '--text_field')) from None
+    tokenizer = tokenizer_of(data, WORKDIR.value)
     if TEXT_FIELD.value is not None:
-        raise ValueError(f'--text_field={TEXT_FIELD.value}: belongs to --data, which is missing')
-    dataset = make_dataset(data, run.hparams.seed)
+        if DATA.value is None and DOMAINS.value is None:
+            found = f'--text_field={TEXT_FIELD.value}'
+            raise ValueError(f'{found}: belongs to --data or --domains, which is missing')
+        data = dataclasses.replace(data, text_field=TEXT_FIELD.value)
+    prepared = {
+        value
+        for name, value in run.fingerprint.items()
+        if name == 'corpus_sha256' or name.startswith('member_')
+    }
+    if DOMAINS.value is not None:
+        return domains.load(DOMAINS.value, data, tokenizer, prepared)
+    if DATA.value is not None:
+        try:
+            data = dataclasses.replace(data, source=DATA.value, mixture='')
+            return make_held_out(data, tokenizer, prepared)
+        except ValueError as error:
+            raise ValueError(domains.in_flags(error, '--data')) from None
+    dataset = make_dataset(data, run.hparams.seed, tokenizer=tokenizer)
     try:
         check_fingerprint(run.fingerprint, dataset.fingerprint)
     except ValueError as error:
@@ -129,87 +150,34 @@ def _evaluate(run, dataset, num_batches):
         return evaluate(*given, ROUTING.value)
 
 
-def _report(run, dataset, num_batches, result):
-    """The result and what it was measured on, as --json has it."""
+def _report(run, result):
+    """The result and what it was measured with, as --json has it."""
     from moddepth_jax.model.transformer import causal_routing
-    from moddepth_jax.training.summary import by_layer
 
     model, own = run.hparams.model, causal_routing(run.hparams)
     rule = ROUTING.value or own
-    layers = {'routing': model.routed_layers}
-    if model.expert_layers:
-        layers['experts'] = model.expert_layers
     return {
         'workdir': WORKDIR.value,
         'step': run.step,
         'num_steps': run.num_steps,
-        'data': dataset.corpus.name,
-        'held_out': DATA.value is None,
-        'corpus_sha256': dataset.corpus.sha256,
-        'batches': num_batches,
-        'all_batches': dataset.num_held_out_batches,
         'rule': rule if model.looks_ahead else None,
         'compared': (own if rule == 'top_c' else rule) if model.routed_layers else None,
         **result,
-        **{part: by_layer(places, result.get(part, {})) for part, places in layers.items()},
     }
 
 
-def _cell(value, digits=3):
-    return f'{value:.{digits}f}' if math.isfinite(value) else 'n/a'
+def _by_layer(run, result):
+    """The result, its lists over layers as a dict for each layer."""
+    from moddepth_jax.training.summary import by_layer
 
-
-def _layer_table(report):
-    import rich.table
-
-    layers = report['routing']
-    ratios = ['selected_fraction', 'precision', 'recall']
-    if any(values['refused_fraction'] > 0 for values in layers.values()):
-        ratios.append('refused_fraction')
-    if PER_LAYER.value:
-        ratios.append('routing_gap')
-    table = rich.table.Table()
-    table.add_column('layer')
-    for name in ratios:
-        table.add_column(name.replace('_', ' '), justify='right')
-    for layer, values in layers.items():
-        cells = (_cell(values[name], 4 if name == 'routing_gap' else 3) for name in ratios)
-        table.add_row(layer.removeprefix('layer_'), *cells)
-    return table
-
-
-def _print_report(report, experts):
-    import rich.console
-    import rich.text
-
-    from moddepth_jax.analysis.report import expert_line, loss_table, verdict
-
-    console = rich.console.Console(highlight=False)
-
-    def line(text):
-        # A Text, since a str would have its [brackets] read as markup.
-        console.print(rich.text.Text(text), soft_wrap=True)
-
-    text = f'the held-out text of {report["data"]}' if report['held_out'] else report['data']
-    line(f'{report["workdir"]}, step {report["step"]} of {report["num_steps"]}, on {text}')
-    console.print(loss_table(report, report['rule']))
-    if 'routing_gap' in report:
-        gap = report['routing_gap']
-        line(f'routing gap {gap:+.4f} nats: {verdict(gap)}')
-    if report['routing']:
-        console.print(_layer_table(report))
-        line(f'precision and recall: of {report["compared"]} against the top C of each row')
-        if any(layer['refused_fraction'] > 0 for layer in report['routing'].values()):
-            line('refused: let in by the rule, but beyond model.routing.cache_capacity')
-    if 'experts' in report:
-        line(expert_line(report['experts'], experts))
-    batches, all_batches = report['batches'], report['all_batches']
-    more = '; --num_batches=0 takes all of them' if batches < all_batches else ''
-    line(f'{report["targets"]:,} targets in {batches} of {all_batches} batches{more}')
+    layers = {'routing': run.hparams.model.routed_layers}
+    if run.hparams.model.expert_layers:
+        layers['experts'] = run.hparams.model.expert_layers
+    return result | {part: by_layer(of, result.get(part, {})) for part, of in layers.items()}
 
 
 def _check(run):
-    """Raises ValueError for flags that do not fit the run; returns its dataset."""
+    """Raises ValueError for flags that do not fit the run; returns what `_load_dataset` does."""
     from moddepth_jax.model.transformer import check_routing
 
     if ROUTING.value is not None:
@@ -221,30 +189,63 @@ def _check(run):
     return _load_dataset(run)
 
 
+def _measure(run, dataset, most):
+    """What --json has of one text."""
+    num_batches = min(most or math.inf, dataset.num_held_out_batches)
+    about = {
+        'data': dataset.corpus.name,
+        'held_out': dataset.held_back,
+        'corpus_sha256': dataset.corpus.sha256,
+        'batches': num_batches,
+        'all_batches': dataset.num_held_out_batches,
+    }
+    return about | _by_layer(run, _evaluate(run, dataset, num_batches))
+
+
+def _measure_domains(run, datasets, skipped, most):
+    """What --json has of all domains."""
+
+    def measure(dataset, num_batches):
+        return _by_layer(run, _evaluate(run, dataset, num_batches))
+
+    found = domains.measure(datasets, most, measure)
+    together = domains.together(found)
+    texts = {'data': DOMAINS.value, 'together': together, 'domains': found, 'skipped': skipped}
+    return {'num_batches': most, **texts}
+
+
 def main(_):
     from moddepth_jax.training import agreement, processes
     from moddepth_jax.training.summary import finite
 
+    if DATA.value is not None and DOMAINS.value is not None:
+        raise ValueError(f'--domains={DOMAINS.value}: not together with --data; leave one out')
     processes.join()
     run = saved.load(WORKDIR.value, _mesh)
-    dataset = agreement.together(lambda: _check(run))
-    num_batches = NUM_BATCHES.value
-    if num_batches is None:
-        num_batches = run.hparams.evaluation.final_batches
-    num_batches = min(num_batches or math.inf, dataset.num_held_out_batches)
+    loaded = agreement.together(lambda: _check(run))
+    most = NUM_BATCHES.value
+    if most is None:
+        most = run.hparams.evaluation.final_batches
     with contextlib.ExitStack() as stack:
         file = sys.stdout
         if JSON.value not in (None, '-'):  # opened first: a bad path shows before the evaluation
             opened = functools.partial(open, JSON.value, 'w', encoding='utf-8')
             file = agreement.on_first(lambda: stack.enter_context(opened()))
-        result = _evaluate(run, dataset, num_batches)
+        if DOMAINS.value is None:
+            result = _measure(run, loaded, most)
+        else:
+            result = _measure_domains(run, *loaded, most)
         if not processes.is_first():
             return
-        report = _report(run, dataset, num_batches, result)
+        report = _report(run, result)
         if JSON.value:
             print(json.dumps(finite(report), indent=2, allow_nan=False), file=file)
-    if JSON.value != '-':
-        _print_report(report, run.hparams.model.experts)
+    if JSON.value == '-':
+        return
+    if DOMAINS.value is None:
+        losses.show(report, run.hparams.model.experts)
+    else:
+        domains.show(report)
 
 
 if __name__ == '__main__':

@@ -137,14 +137,18 @@ def _mesh(hparams):
     return mesh
 
 
+def _encoded(text, tokenizer):
+    try:
+        return tokenizer.encode(os.fsencode(text)).tolist()
+    except ValueError as error:
+        raise ValueError(f'--prompt={text!r}: {error}') from None
+
+
 def _request(run, tokenizer):
     """What `generate` takes beside the model; raises ValueError where it would."""
     from moddepth_jax.inference.generate import check_request
 
-    prompts = [
-        [tokenizer.separator, *map(int, tokenizer.encode(os.fsencode(text)))]
-        for text in PROMPT.value
-    ]
+    prompts = [[tokenizer.separator, *_encoded(text, tokenizer)] for text in PROMPT.value]
     num_tokens = MAX_TOKENS.value
     if num_tokens is None:
         left = run.hparams.data.sequence_length - max(map(len, prompts))
@@ -164,12 +168,12 @@ def _request(run, tokenizer):
 
 def _write(run):
     """Generates, and as process 0 prints, while the text grows if there is one alone."""
-    from moddepth_jax.data.tokenizer import make_tokenizer
+    from moddepth_jax.data.tokenizer import tokenizer_of
     from moddepth_jax.inference.generate import generate
     from moddepth_jax.training import agreement, processes
 
     hparams = run.hparams_of_stage
-    tokenizer = make_tokenizer(hparams.data.tokenizer)
+    tokenizer = agreement.together(lambda: tokenizer_of(hparams.data, WORKDIR.value))
     request = agreement.together(lambda: _request(run, tokenizer))
     single = len(PROMPT.value) * NUM_SAMPLES.value == 1
     first, num_tokens = processes.is_first(), request['num_tokens']

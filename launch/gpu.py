@@ -225,8 +225,10 @@ def run_command(todo: Command, env, log) -> dict:
 
 
 def run_part(part, commands, out, env):
-    """Yields what became of each command; a benchmark whose device is lost runs again without what
-    ran last."""
+    """Yields what became of each command.
+
+    A benchmark whose device is lost runs again without what ran last.
+    """
     from moddepth_jax.analysis.attempt import HUNG
 
     for todo in commands:

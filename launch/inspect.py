@@ -163,15 +163,15 @@ def _inspect(run, text, name, out):
     from moddepth_jax.analysis.routing_page import page_data
     from moddepth_jax.analysis.token_classes import guess_language, token_classes
     from moddepth_jax.data.pipeline import token_stream
-    from moddepth_jax.data.tokenizer import make_tokenizer
+    from moddepth_jax.data.tokenizer import tokenizer_of
     from moddepth_jax.model.transformer import causal_routing, check_routing
 
     hparams = run.hparams_of_stage
     routing = ROUTING.value or causal_routing(hparams)
     check_routing(hparams, routing)
+    tokenizer = tokenizer_of(hparams.data, WORKDIR.value)
+    stream_N = token_stream([text], tokenizer, [f'--text={_printable(name)}'])
     out.mkdir(parents=True, exist_ok=True)
-    tokenizer = make_tokenizer(hparams.data.tokenizer)
-    stream_N = token_stream([text], tokenizer)
     tokens_N = stream_N[: MAX_TOKENS.value]
     language = guess_language(text) if LANGUAGE.value == 'auto' else LANGUAGE.value
     with saved.bar('inspecting', -(-len(tokens_N) // hparams.data.sequence_length)) as advance:

@@ -16,10 +16,11 @@ from launch.saved import bar, keep_compiled
 from moddepth_jax.analysis import isoflop_figures, isoflop_fit, study, study_page
 from moddepth_jax.analysis.study_measures import measured_runs, write_measures
 from moddepth_jax.analysis.study_time import rates
-from moddepth_jax.training.loop import Diverged, train
+from moddepth_jax.training.loop import train
 from moddepth_jax.training.plan import resolve_steps
 from moddepth_jax.training.progress import format_seconds
 from moddepth_jax.training.stages import run_flops
+from moddepth_jax.training.steps import Diverged
 from moddepth_jax.training.workdir import write_atomically
 
 LOGS = 'logs'  # in a study's directory: what each run printed

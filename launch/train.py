@@ -5,6 +5,7 @@ python -m launch.train --config=configs/mod_isoflop.py:size=8x192,budget=1e14 --
 python -m launch.train --config=configs/tiny.py --config.model.num_layers=4
 python -m launch.train --config=configs/moda.py --mesh=data=2,fsdp=2,tensor=2
 python -m launch.train --config=configs/moda_1b5.py --mesh=data=8,fsdp=32 --dry_run
+python -m launch.train --config=configs/tiny.py --workdir=runs/traced --profile=20:25
 
 Several processes that are started with the same command are one run: by SLURM, by
 JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or by launch.local.
@@ -32,43 +33,54 @@ DRY_RUN = flags.DEFINE_boolean(
     False,
     'Compile the train step for --mesh of fake devices, print memory, FLOPs and collectives, exit.',
 )
+PROFILE = flags.DEFINE_string(
+    'profile',
+    None,
+    'START:STOP, such as 20:25: trace the steps after START up to STOP into WORKDIR/profile, for '
+    'XProf or Perfetto.',
+)
+WANDB = flags.DEFINE_string(
+    'wandb', '', 'Project of Weights & Biases that gets the metrics too; needs the extra [wandb].'
+)
 flags.adopt_module_key_flags(dry_run)
 
 
 def main(_):
     from moddepth_jax.training import agreement, processes
+    from moddepth_jax.training.profile import parse_steps
 
     if DRY_RUN.value:
-        return dry_run.run(_hparams(), MESH.value)
+        return dry_run.run(_hparams(None), MESH.value)
+    profiled = None if PROFILE.value is None else parse_steps(PROFILE.value)
     processes.join(saves=True)
-    hparams = agreement.together(_hparams)
-    saved.keep_compiled(hparams)
     workdir = WORKDIR.value or pathlib.Path('runs') / command.config_name()
-    return _train(hparams, workdir)
+    hparams = agreement.together(lambda: _hparams(workdir))
+    saved.keep_compiled(hparams)
+    return _train(hparams, workdir, profiled)
 
 
-def _hparams():
+def _hparams(workdir):
     """Of --config, if the report at the end can be written with them."""
     from moddepth_jax.analysis.report import prompt_tokens
-    from moddepth_jax.data.tokenizer import make_tokenizer
+    from moddepth_jax.data.tokenizer import tokenizer_of
     from moddepth_jax.hparams import from_config
     from moddepth_jax.training.plan import check_vocabulary
 
     hparams = from_config(CONFIG.value)
-    tokenizer = make_tokenizer(hparams.data.tokenizer)
+    tokenizer = tokenizer_of(hparams.data, workdir)
     check_vocabulary(hparams, tokenizer)
     prompt_tokens(hparams, tokenizer)
     return hparams
 
 
-def _train(hparams, workdir):
+def _train(hparams, workdir, profiled):
     import jax
 
     from moddepth_jax.analysis.report import write_report
     from moddepth_jax.training import agreement, leaves, processes
     from moddepth_jax.training.loop import train
 
-    run = train(hparams, workdir, MESH.value)
+    run = train(hparams, workdir, MESH.value, profiled, WANDB.value)
     if run.signal is not None:
         return 128 + signal.Signals[run.signal]
     if not processes.joined():

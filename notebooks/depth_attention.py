@@ -139,7 +139,7 @@ layer = max(set(range(model.num_layers)) - set(model.routed_layers))
 place = len(tokens_T) - 1
 row = attention_row(variables, hparams, tokens_T, layer, place)
 marks = {b'\n': '↵', b' ': '·', b'': '§', b'\t': '→'}
-pieces = [dataset.tokenizer.decode([token]) for token in tokens_T]
+pieces = dataset.tokenizer.pieces(tokens_T)
 letters = [marks.get(piece, piece.decode('utf-8', 'replace')) for piece in pieces]
 highest = np.quantile(np.concatenate(row, axis=1), 0.98)
 look = {'cmap': 'Blues', 'vmin': 0, 'vmax': highest, 'edgecolors': 'white', 'linewidth': 0.3}

@@ -81,8 +81,9 @@ hparams, variables = run.hparams_of_stage, run.state.variables
 dataset, rule = make_dataset(hparams.data, hparams.seed), causal_routing(hparams)
 routed = hparams.model.routed_layers
 length = hparams.data.sequence_length
-documents = [document for document in dataset.corpus.held_out if len(document) >= 4096]
-document = documents[0] if documents else max(dataset.corpus.held_out, key=len)
+documents = dataset.corpus.held_out
+long = (document for document in documents if len(document) >= 4096)
+document = next(long, None) or max(documents, key=len)
 tokens_N = token_stream([document], dataset.tokenizer)[:8192].astype(np.int32)
 tokens_N = tokens_N[: len(tokens_N) // length * length]
 tokens_BT = tokens_N.reshape(-1, length)

@@ -67,7 +67,8 @@ BAD_VALUES = {
     'model.routing.cache_capacity': [0.0, 0.99, -1.5, NAN, INFINITE],
     'model.routing.overflow': ['drop'],
     'data.source': ['', '  '],
-    'data.tokenizer': ['byte'],
+    'data.mixture': ['a:1', 'a'],
+    'data.tokenizer': ['', 'byte', 'bpe:4096'],
     'data.sequence_length': NOT_POSITIVE,
     'data.batch_size': [*NOT_POSITIVE, 2**26],
     'data.held_out_fraction': [0.0, 1.0, -0.1, 1.5, NAN],
@@ -266,6 +267,33 @@ def test_steps_or_budget_decides(tiny_config):
     assert 'training.num_steps=4' in message and 'flop_budget' in message
     message = refusal(tiny_config(**{'training.num_steps': 0}))
     assert 'training.num_steps' in message and 'flop_budget' in message
+
+
+def test_members_of_a_mixture_are_shares_that_sum_to_one(tiny_config):
+    """Whatever the weights sum to, exactly; another source has none."""
+    changes = {'data.source': 'mixture', 'evaluation.num_batches': 3, 'evaluation.final_batches': 3}
+    mixture = {'data.mixture': 'a:0.1, ./b/c:0.2,~/d:0.7e0'}
+    data = from_config(tiny_config(**changes, **mixture)).data
+    tenths = {folder: share * 10 for folder, share in data.members.items()}
+    assert tenths == {'a': 1, 'b/c': 2, '~/d': 7}
+    assert data.folders == ('a', 'b/c', '~/d')
+    other = from_config(tiny_config(**{'data.source': 'data/web'})).data
+    assert (other.members, other.folders) == ({}, ('data/web',))
+
+
+@pytest.mark.parametrize('field', ['evaluation.num_batches', 'evaluation.final_batches'])
+def test_each_member_of_a_mixture_is_evaluated(field, tiny_config):
+    """Fewer held-out batches than members would leave some unseen."""
+    changes = {'evaluation.num_batches': 2, 'evaluation.final_batches': 2, field: 1}
+    mixture = {'data.source': 'mixture', 'data.mixture': 'a:1,b:1'}
+    message = refusal(tiny_config(**mixture, **changes))
+    assert message.startswith(f'{field}=1: must be at least 2')
+
+
+@pytest.mark.parametrize('name', ['bytes', 'prepared', 'a.json', 'b.model', './folder', '~/x'])
+def test_tokenizers_may_be_names_or_paths(name, tiny_config):
+    """Whether a file is there is not asked: a run keeps its own."""
+    assert from_config(tiny_config(**{'data.tokenizer': name})).data.tokenizer == name
 
 
 def test_every_value_arrives(tiny_config):

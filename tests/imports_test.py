@@ -17,6 +17,7 @@ FLOORS = {
     'moddepth_jax.data': 1,
     'moddepth_jax.inference': 2,
     'moddepth_jax.training': 2,
+    'moddepth_jax.conversion': 2,
     'moddepth_jax.analysis': 3,
     'launch': 4,
 }
@@ -99,6 +100,7 @@ def test_arrows_point_downwards():
         ('moddepth_jax.training.loop', 'def f():\n    import moddepth_jax.inference.generate'),
         ('moddepth_jax.training.loop', 'from moddepth_jax import analysis'),
         ('moddepth_jax.training.loop', 'from configs import base'),
+        ('moddepth_jax.conversion.families', 'from moddepth_jax.training import checkpoint'),
         ('moddepth_jax.analysis.isoflop', 'import launch.train'),
         ('moddepth_jax.analysis.isoflop', 'importlib.import_module("launch.train")'),
         ('configs.mod_isoflop', 'from moddepth_jax import hparams'),

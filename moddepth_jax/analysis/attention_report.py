@@ -41,9 +41,12 @@ def _cell(row):
 
 
 def case_table(result: dict):
-    """(title, heads, lines) of one result of bench_case: a line for each implementation and what
-    it attends to. `x` is the time over the baseline's without slots; GB/s are those of the depth
-    phase alone, of the backward pass where a column is of both."""
+    """(title, heads, lines) of one result of bench_case.
+
+    A line for each implementation and what it attends to. `x` is the time over the baseline's
+    without slots; GB/s are those of the depth phase alone, of the backward pass where a column is
+    of both.
+    """
     cells = {}
     for row in result['rows']:
         cells.setdefault(f'{row["implementation"]}, {row["over"]}', {})[row['direction']] = row

@@ -73,6 +73,10 @@ def _row(name, hparams, step, seconds, dense):
     """What a model's own times say, and what they say beside the dense model's of the same rounds.
 
     Args:
+      name: of the model.
+      hparams: its own.
+      step: its compiled step.
+      seconds: of each round.
       dense: (hparams, seconds).
     """
     flops, dense_flops = train_step_flops(hparams), train_step_flops(dense[0])

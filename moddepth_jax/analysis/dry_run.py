@@ -4,7 +4,6 @@ Nothing is computed and no parameter is made: shapes are traced, lowered and com
 """
 
 import contextlib
-import math
 import os
 import re
 import tempfile
@@ -19,7 +18,7 @@ from moddepth_jax.hparams import Hparams
 from moddepth_jax.model.flops import dot_general_flops, train_step_flops
 from moddepth_jax.training.plan import resolve_steps
 from moddepth_jax.training.sharding import batch_sharding, replicated, state_shardings
-from moddepth_jax.training.sharding_table import table_lines
+from moddepth_jax.training.sharding_table import device_bytes, table_lines
 from moddepth_jax.training.summary import active_parameters, num_parameters
 from moddepth_jax.training.train_step import init_state, train_step
 
@@ -114,7 +113,7 @@ def dry_run(hparams: Hparams, mesh) -> dict:
         'parts': hparams.training.accumulate_steps,
         'parameters': num_parameters(state.params),
         'active_parameters': active_parameters(hparams, state.params),
-        'bytes': _bytes(state, compiled),
+        'bytes': _bytes(mesh, state, compiled),
         'flops': {
             'counted': train_step_flops(hparams),
             'executed': executed,
@@ -135,7 +134,7 @@ def dry_run(hparams: Hparams, mesh) -> dict:
     }
 
 
-def _bytes(state, compiled):
+def _bytes(mesh, state, compiled):
     memory = compiled.memory_analysis()
     parts = {
         'argument': memory.argument_size_in_bytes,
@@ -144,19 +143,11 @@ def _bytes(state, compiled):
         'alias': memory.alias_size_in_bytes,
     }
     return {
-        'parameters': bytes_a_device(state.params),
-        'optimizer': bytes_a_device(state.optimizer_state),
+        'parameters': device_bytes(mesh, state.params),
+        'optimizer': device_bytes(mesh, state.optimizer_state),
         **parts,
         'peak': parts['argument'] + parts['output'] + parts['temp'] - parts['alias'],
     }
-
-
-def bytes_a_device(tree) -> int:
-    """Bytes on each device of a pytree of arrays, or shapes, with their shardings."""
-    return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(tree)
-    )
 
 
 def _cost(one: Collective):

@@ -82,7 +82,7 @@ def inspect_tokens(
         on_window()
     arrays = {name: np.concatenate([one[name] for one in found], axis=-1) for name in found[0]}
     index_N = np.arange(len(tokens_N), dtype=np.int32)
-    pieces = tuple(tokenizer.decode([token]) for token in tokens_N)
+    pieces = tuple(tokenizer.pieces(tokens_N))
     places = (index_N // length, index_N % length)
     return Inspection(hparams.model.routed_layers, tokens_N, pieces, *places, **arrays)
 

@@ -9,6 +9,7 @@ import rich.table
 import rich.text
 
 from moddepth_jax.analysis.depth_mass import depth_mass, plot_depth_mass
+from moddepth_jax.analysis.domain_table import domain_table
 from moddepth_jax.analysis.expert_load import expert_load, mean_ratio, plot_expert_load
 from moddepth_jax.analysis.router_roc import router_roc
 from moddepth_jax.analysis.routing_maps import plot_routing, routing_grid, routing_record
@@ -45,6 +46,9 @@ def write_report(run: Run, console: rich.console.Console | None = None):
     model = run.hparams.model
     rule = causal_routing(run.hparams) if model.looks_ahead else None
     console.print(loss_table(run.summary['eval'], rule, title='held-out text'))
+    if 'domains' in run.summary:
+        title = 'held-out text by domain (above: means of these, weighted by share)'
+        console.print(domain_table(run.summary['domains'], title))
     _print(console, *_lines(run))
     if model.routed_layers:
         _draw_heatmap(run)
@@ -171,7 +175,7 @@ def _draw_heatmap(run):
     width = min(hparams.report.heatmap_tokens, hparams.data.sequence_length)
     # The end of a row shows routing with context behind it.
     grid_LT = routing_grid(record, hparams, row=0)[:, -width:]
-    tokens = [run.dataset.tokenizer.decode([token]) for token in batch['tokens_BT'][0, -width:]]
+    tokens = run.dataset.tokenizer.pieces(batch['tokens_BT'][0, -width:])
     length = hparams.data.sequence_length
     places = f'{hparams.model.routing.num_selected(length)} of {length} tokens a row'
     title = f'{run.workdir.name}: routing by {rule}, trained at {places}'

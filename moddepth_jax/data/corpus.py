@@ -1,10 +1,14 @@
 """The corpus: named documents from one source, and the split that holds some of them out."""
 
+import collections.abc
 import dataclasses
 import hashlib
 import platform
 
 from moddepth_jax.data import files, python_text, recall, synthetic
+from moddepth_jax.data.mixture import Documents, Member, is_prepared, load_members
+from moddepth_jax.data.split import place
+from moddepth_jax.data.store import PARTS
 from moddepth_jax.hparams import DataHparams
 
 
@@ -14,19 +18,32 @@ class Corpus:
 
     Attributes:
       name: `data.source`.
-      train: documents to train on, in the order of their names; none of `load_held_out`.
-      held_out: documents kept for evaluation, likewise; none of them is in `train`.
-      sha256: over names and contents of all documents in order, hexadecimal.
+      train: documents to train on, in the order of their names; none of `load_held_out`. Of
+        prepared text each is decoded when it is asked for.
+      held_out: documents kept for evaluation, likewise; none of them is in `train`, but for the
+        members of `load_held_out`.
+      sha256: over names and contents of all documents in order, hexadecimal; of a prepared folder
+        its fingerprint; of a mixture over fingerprints and shares of its members.
       description: one line to print, with documents and bytes.
       packages: of `python_environment`, name==version of what is installed; else empty.
+      members: the prepared folders; empty where the text was not prepared.
+      names: of the documents by 'train' and 'held_out', for messages; empty for prepared text.
     """
 
     name: str
-    train: list[bytes]
-    held_out: list[bytes]
+    train: collections.abc.Sequence[bytes]
+    held_out: collections.abc.Sequence[bytes]
     sha256: str
     description: str
     packages: tuple[str, ...] = ()
+    members: tuple[Member, ...] = ()
+    names: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+
+    def train_bytes(self) -> int:
+        """Bytes of all documents to train on."""
+        if self.members:
+            return sum(member.store.train['bytes'] for member in self.members)
+        return sum(map(len, self.train))
 
 
 def _documents(data):
@@ -53,12 +70,6 @@ def _sha256(documents):
     return digest.hexdigest()
 
 
-def _place(name):
-    """The document's place in [0, 1): its name's sha256 as a fraction."""
-    digest = hashlib.sha256(name.encode('utf-8', 'surrogateescape')).digest()
-    return int.from_bytes(digest[:8], 'big') / 2**64
-
-
 def split(
     documents: list[tuple[str, bytes]], held_out_fraction: float
 ) -> tuple[list[bytes], list[bytes]]:
@@ -71,28 +82,37 @@ def split(
     Raises:
       ValueError: a single document of a single byte.
     """
+    sides = _split(documents, held_out_fraction)
+    return tuple([text for _, text in side] for side in sides)
+
+
+def _split(documents, held_out_fraction):
+    """`split`, with the names."""
     if len(documents) == 1:
         ((name, text),) = documents
         if len(text) < 2:
             raise ValueError(f'{name}: 1 byte; needs 2 or more, to train on and to hold out')
         cut = len(text) - round(len(text) * held_out_fraction)
         cut = min(max(cut, 1), len(text) - 1)
-        return [text[:cut]], [text[cut:]]
-    places = [_place(name) for name, _ in documents]
+        return [(name, text[:cut])], [(name, text[cut:])]
+    places = [place(name) for name, _ in documents]
     bound = held_out_fraction
     if min(places) >= bound:
         held_out = {places.index(min(places))}
     elif max(places) < bound:
         held_out = set(range(len(places))) - {places.index(max(places))}
     else:
-        held_out = {i for i, place in enumerate(places) if place < bound}
-    train = [text for i, (_, text) in enumerate(documents) if i not in held_out]
-    return train, [documents[i][1] for i in sorted(held_out)]
+        held_out = {i for i, at in enumerate(places) if at < bound}
+    train = [document for i, document in enumerate(documents) if i not in held_out]
+    return train, [documents[i] for i in sorted(held_out)]
 
 
-def _count(texts):
-    documents = 'document' if len(texts) == 1 else 'documents'
-    return f'{len(texts):,} {documents} of {sum(map(len, texts)):,} bytes'
+def _count(documents, num_bytes):
+    return f'{documents:,} document{"s" * (documents != 1)} of {num_bytes:,} bytes'
+
+
+def _count_texts(documents):
+    return _count(len(documents), sum(len(text) for _, text in documents))
 
 
 def _describe(name, packages):
@@ -112,29 +132,88 @@ def _documents_with_text(data):
 
 
 def load_corpus(data: DataHparams) -> Corpus:
-    """The corpus that `data.source` names: stdlib, python_environment, synthetic, recall or a glob
-    of the user's files.
+    """The corpus that `data.source` names.
 
-    It does not depend on the run's seed. Documents without a byte are left out.
+    That is stdlib, python_environment, synthetic, recall, a glob of the user's files, a folder of
+    launch.prepare, or the mixture of such folders. It does not depend on the run's seed. Documents
+    without a byte are left out. Of prepared text nothing is read.
 
     Raises:
-      ValueError: one line, as `files.file_documents`, `stdlib_documents`, `environment_documents`
-        and `split` say, and where all documents together hold no byte.
+      ValueError: one line, as `files.file_documents`, `stdlib_documents`, `environment_documents`,
+        `load_members` and `split` say, where all documents together hold no byte, and where
+        prepared text was split by another fraction.
     """
+    if is_prepared(data.source):
+        return _prepared(data)
     documents, packages = _documents_with_text(data)
-    train, held_out = split(documents, data.held_out_fraction)
-    sides = f'{_count(train)} to train on, {_count(held_out)} held out'
+    train, held_out = _split(documents, data.held_out_fraction)
+    sides = f'{_count_texts(train)} to train on, {_count_texts(held_out)} held out'
     description = f'{_describe(data.source, packages)}: {sides}'
-    return Corpus(data.source, train, held_out, _sha256(documents), description, packages)
+    names = {'train': [name for name, _ in train], 'held_out': [name for name, _ in held_out]}
+    texts = ([text for _, text in side] for side in (train, held_out))
+    return Corpus(data.source, *texts, _sha256(documents), description, packages, names=names)
 
 
-def load_held_out(data: DataHparams) -> Corpus:
+def load_held_out(data: DataHparams, trained_on: collections.abc.Set[str] = frozenset()) -> Corpus:
     """The corpus that `data.source` names, all of it held out and nothing to train on.
 
+    Args:
+      data: of the text.
+      trained_on: fingerprints of prepared text; of a folder with one of them, only the part that
+        was held out is.
+
     Raises:
-      ValueError: as `load_corpus`, but not for a single document of a single byte.
+      ValueError: as `load_corpus`, but not for a single document of a single byte, nor for a
+        fraction.
     """
+    if is_prepared(data.source):
+        members = tuple(
+            member
+            if member.store.fingerprint in trained_on
+            else dataclasses.replace(member, held_out=PARTS)
+            for member in load_members(data)
+        )
+        documents = Documents((m.store, part) for m in members for part in m.held_out)
+        counts = [getattr(m.store, part) for m in members for part in m.held_out]
+        description = f'{_title(data, members)}: {_sum(counts)}'
+        return Corpus(data.source, [], documents, _joint(data, members), description, (), members)
     documents, packages = _documents_with_text(data)
-    texts = [text for _, text in documents]
-    description = f'{data.source}: {_count(texts)}'
-    return Corpus(data.source, [], texts, _sha256(documents), description, packages)
+    names, texts = ([document[i] for document in documents] for i in (0, 1))
+    description = f'{data.source}: {_count_texts(documents)}'
+    sha256, names = _sha256(documents), {'held_out': names}
+    return Corpus(data.source, [], texts, sha256, description, packages, names=names)
+
+
+def _prepared(data):
+    members = load_members(data)
+    for folder, member in zip(data.folders, members, strict=True):
+        found = member.store.held_out_fraction
+        if found != data.held_out_fraction:
+            right = f'set it to {found!r}, or prepare the text again'
+            raise ValueError(
+                f'data.held_out_fraction={data.held_out_fraction!r}: {folder} was prepared with '
+                f'{found!r}; {right}'
+            )
+    train, held_out = (Documents((m.store, part) for m in members) for part in PARTS)
+    counts = [[getattr(member.store, part) for member in members] for part in PARTS]
+    sides = f'{_sum(counts[0])} to train on, {_sum(counts[1])} held out'
+    description = f'{_title(data, members)}: {sides}'
+    sha256 = _joint(data, members)
+    return Corpus(data.source, train, held_out, sha256, description, (), members)
+
+
+def _sum(counts):
+    return _count(*(sum(count[field] for count in counts) for field in ('documents', 'bytes')))
+
+
+def _title(data, members):
+    if data.source != 'mixture':
+        return data.source
+    return f'mixture of {", ".join(member.name for member in members)}'
+
+
+def _joint(data, members):
+    if data.source != 'mixture':
+        return members[0].store.fingerprint
+    text = ''.join(f'{member.store.fingerprint} {member.share}\n' for member in members)
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,22 +1,47 @@
-"""The user's own text: documents from .txt, .jsonl and .parquet files."""
+"""The user's own text: documents from .txt, .jsonl, .parquet and .arrayrecord, or compressed."""
 
 import glob
-import json
 import os
 import pathlib
+from collections.abc import Iterator
+
+from moddepth_jax.data import array_records, json_lines, parquet_rows
+from moddepth_jax.data.compression import DamagedError, open_plain, plain_name
+from moddepth_jax.data.rows import WHOLE, BadText, Row, Span
+
+KINDS = '.txt, .jsonl, .parquet or .arrayrecord files, each perhaps with .gz or .zst behind'
+
+_WRITE_AGAIN = 'write the file again or leave it out'
 
 
-def _one_line(error):
-    return ' '.join(str(error).split())
+def find(source: str, option: str, right: str) -> tuple[pathlib.Path, list[pathlib.Path]]:
+    """(root, files): the folder before the first wildcard, and what the glob matches, sorted.
 
+    The name of a file is its path relative to the root, so that moving the folder changes nothing.
 
-def _refuse(place, problem, remedy):
-    raise ValueError(f'{place}: {problem}; {remedy}')
+    Args:
+      source: the glob; a path that exists is meant as written, even with brackets in it.
+      option: what holds `source`, for messages: 'data.source'.
+      right: what would be right, for messages.
 
-
-def _find(source):
-    """(root, files): the folder before the first wildcard, and what `source` matches, sorted."""
+    Raises:
+      ValueError: one line, for a glob without a match, and for another kind of file.
+    """
     pattern = os.path.expanduser(source)
+    root, files = _match(pattern)
+    if not files:
+        is_folder = os.path.isdir(pattern)
+        hint = f'; for a folder write {os.path.join(source, "**", "*.txt")}' if is_folder else ''
+        raise ValueError(f'{option}={source!r}: matches no file; {right}{hint}')
+    for path in files:
+        suffix = _kind(path)
+        if suffix not in _READERS:
+            problem = f'{suffix!r} is no known kind of file' if suffix else 'no suffix'
+            raise ValueError(f'{path}: {problem}; {option}={source!r} {right}')
+    return root, files
+
+
+def _match(pattern):
     # A file may have brackets in its own name: what exists as written is meant as written.
     if os.path.isfile(pattern):
         return pathlib.Path(pattern).parent, [pathlib.Path(pattern)]
@@ -31,109 +56,105 @@ def _find(source):
     return root, sorted(files, key=lambda path: path.relative_to(root).as_posix())
 
 
-def _read_text(path, name, text_field):
+def _kind(path):
+    return pathlib.Path(plain_name(path.name)).suffix.lower()
+
+
+def _text_rows(path, name, text_field, span):
     # Bytes are taken as they are, whatever their encoding: the tokenizer reads bytes.
-    return [(name, path.read_bytes())]
+    with open_plain(path) as (stream, tell):
+        text = stream.read()
+        yield Row(name, text, tell())
 
 
-def _field_bytes(place, value, text_field):
-    if not isinstance(value, str):
-        kind = type(value).__name__
-        _refuse(place, f'{text_field!r} is {kind}, not text', 'mend the row or leave it out')
+_READERS = {
+    '.txt': _text_rows,
+    '.jsonl': json_lines.rows,
+    '.parquet': parquet_rows.rows,
+    '.arrayrecord': array_records.rows,
+}
+
+
+def rows(path: pathlib.Path, name: str, text_field: str, span: Span = WHOLE) -> Iterator[Row]:
+    """The documents of one file, in order, and what is wrong with those that are none.
+
+    No more of the file is in memory than a few megabytes and the row at hand. A .txt is one
+    document, its bytes as they are, of any encoding. A .jsonl, in UTF-8, holds one a line (blank
+    lines are no rows), a .parquet one a row, in the field or column `text_field`, an .arrayrecord
+    one a record: the field of a JSON object, or, where the first record is none, the record itself.
+    Behind each of these suffixes may stand .gz or .zst.
+
+    Args:
+      path: of the file.
+      name: of the file, for the names of its documents.
+      text_field: the field or column.
+      span: one of `spans`.
+
+    Yields:
+      Row; one whose text is a BadText for each row that is none, and a last one where the rest of
+      the file cannot be read.
+    """
+    size, last = 0, None
     try:
-        return value.encode()
-    except UnicodeEncodeError:
-        problem = f'{text_field!r} holds half a surrogate pair, which no UTF-8 text can'
-        _refuse(place, problem, 'mend the row or leave it out')
+        size = path.stat().st_size
+        for row in _READERS[_kind(path)](path, name, text_field, span):
+            last = row
+            yield row
+        return
+    except DamagedError as error:
+        where = f'{path}, after row {last.name.rpartition("#")[2]}' if last else path
+        problem = BadText(where, 'unreadable file', f'{error}', _WRITE_AGAIN)
+    except (BadText, OSError) as error:
+        problem = as_bad_text(path, error)
+    yield Row(name, problem, size)
 
 
-def _read_jsonl(path, name, text_field):
-    documents = []
-    for row, line in enumerate(path.read_bytes().removeprefix(b'\xef\xbb\xbf').split(b'\n'), 1):
-        if not line.strip():
-            continue
-        place = f'{path}, line {row}'
-        try:
-            record = json.loads(line.decode())
-        except UnicodeDecodeError as error:
-            problem = f'byte {error.start} of the line is not UTF-8'
-            _refuse(place, problem, 'save the file as UTF-8')
-        except json.JSONDecodeError as error:
-            problem = f'not JSON ({error.msg}, column {error.colno})'
-            _refuse(place, problem, 'write one JSON object a line')
-        except (ValueError, RecursionError) as error:
-            _refuse(place, f'not JSON ({_one_line(error)})', 'write one JSON object a line')
-        if not isinstance(record, dict):
-            kind = type(record).__name__
-            _refuse(place, f'a JSON {kind}, not an object', 'write one JSON object a line')
-        if text_field not in record:
-            fields = ', '.join(map(repr, record)) or 'no field'
-            remedy = f'set data.text_field to one of its own: {fields}'
-            _refuse(place, f'no field {text_field!r}', remedy)
-        documents.append((f'{name}#{row}', _field_bytes(place, record[text_field], text_field)))
-    return documents
+def as_bad_text(path: pathlib.Path, error: BadText | OSError) -> BadText:
+    """`error`, if it is one already, or that `path` cannot be read."""
+    if isinstance(error, BadText):
+        return error
+    problem = f'cannot be read ({error.strerror or error})'
+    return BadText(path, 'unreadable file', problem, 'check the file and its rights')
 
 
-def _read_parquet(path, name, text_field):
-    import pyarrow  # Slow to import, and most runs read no parquet.
-    from pyarrow import parquet
+def spans(path: pathlib.Path, text_field: str, size: int) -> list[Span]:
+    """Stretches of about `size` bytes that together are the file; one, where it cannot be cut.
 
-    try:
-        with parquet.ParquetFile(path) as file:
-            columns = file.schema_arrow.names
-            table = file.read(columns=[text_field]) if text_field in columns else None
-    except (pyarrow.ArrowException, OSError) as error:
-        remedy = 'write the file again or leave it out'
-        _refuse(path, f'not a readable parquet file ({_one_line(error)})', remedy)
-    if table is None:
-        remedy = f'set data.text_field to one of its own: {", ".join(map(repr, columns))}'
-        _refuse(path, f'no column {text_field!r} (row 1 on)', remedy)
-    column = table.column(0)
-    kind = column.type.value_type if pyarrow.types.is_dictionary(column.type) else column.type
-    text = (pyarrow.string(), pyarrow.large_string(), pyarrow.binary(), pyarrow.large_binary())
-    if kind not in text:
-        problem = f'column {text_field!r} holds {kind} from row 1 on, not text'
-        _refuse(path, problem, 'set data.text_field to a column of strings')
-    values = column.cast(kind).cast(pyarrow.large_binary()).to_pylist()
-    if None in values:
-        place = f'{path}, row {1 + values.index(None)}'
-        _refuse(place, f'{text_field!r} is null', 'fill the row or leave it out')
-    return [(f'{name}#{row}', value) for row, value in enumerate(values, 1)]
+    A .jsonl is cut by `json_lines.LineSpans`, not here.
+
+    Raises:
+      BadText: the file cannot be read, or has no such column.
+    """
+    readers = {'.parquet': parquet_rows, '.arrayrecord': array_records}
+    kind = _kind(path)
+    return readers[kind].spans(path, text_field, size) if kind in readers else [WHOLE]
 
 
-_READERS = {'.txt': _read_text, '.jsonl': _read_jsonl, '.parquet': _read_parquet}
+def iterate(path: pathlib.Path, name: str, text_field: str) -> Iterator[tuple[str, bytes]]:
+    """(name, bytes) of each document of one file, as `rows` tells.
+
+    Raises:
+      BadText: a ValueError of one line that names file, row and a remedy, at the first bad row.
+    """
+    for row in rows(path, name, text_field):
+        if isinstance(row.text, BadText):
+            raise row.text
+        yield row.name, row.text
 
 
 def file_documents(source: str, text_field: str) -> list[tuple[str, bytes]]:
-    """(name, bytes) of every document in the files that the glob `source` matches.
+    """(name, bytes) of every document in the files that the glob `source` matches, in memory.
 
-    A .txt file is one document, its bytes as they are, of any encoding. A .jsonl file, in UTF-8,
-    holds one a line (blank lines are skipped) and a .parquet file one a row, in the field or column
-    `text_field`. Names are paths relative to the folder before the first wildcard, so that moving
-    the folder changes nothing, and `path#row` with rows from 1. Sorted by that path.
+    Documents and their names are those of `rows`, sorted by the files' names.
 
     Raises:
-      ValueError: one line that names the file, the row and a remedy, for a glob without a match,
-        another kind of file, a file that cannot be read, and rows that are not as described.
+      ValueError: one line that names the file, the row and a remedy, as `find` and `rows` tell.
     """
-    root, files = _find(source)
     right = (
-        'must be stdlib, python_environment, synthetic, recall or a glob of .txt, .jsonl or '
-        '.parquet files'
+        'must be stdlib, python_environment, synthetic, recall, mixture, a folder of '
+        f'launch.prepare or a glob of {KINDS}'
     )
-    if not files:
-        is_folder = os.path.isdir(os.path.expanduser(source))
-        hint = f'; for a folder write {os.path.join(source, "**", "*.txt")}' if is_folder else ''
-        raise ValueError(f'data.source={source!r}: matches no file; {right}{hint}')
-    for path in files:
-        if path.suffix.lower() not in _READERS:
-            problem = f'{path.suffix!r} is no known kind of file' if path.suffix else 'no suffix'
-            _refuse(path, problem, f'data.source={source!r} {right}')
-    documents = []
-    for path in files:
-        name = path.relative_to(root).as_posix()
-        try:
-            documents += _READERS[path.suffix.lower()](path, name, text_field)
-        except OSError as error:
-            _refuse(path, f'cannot be read ({error.strerror})', 'check the file and its rights')
-    return documents
+    root, found = find(source, 'data.source', right)
+    names = [path.relative_to(root).as_posix() for path in found]
+    pairs = zip(found, names, strict=True)
+    return [document for pair in pairs for document in iterate(*pair, text_field)]

@@ -1,5 +1,6 @@
 """Landmarks to read a loss against: what plain compressors make of the training text."""
 
+import collections.abc
 import hashlib
 import json
 import lzma
@@ -16,15 +17,34 @@ MAX_BYTES = 16 * 2**20
 _NAMES = ('unigram', 'zlib', 'xz')
 
 
-def _sample(documents):
-    """The first MAX_BYTES of the concatenated documents."""
-    pieces, room = [], MAX_BYTES
+def _size(corpus):
+    """Bytes to measure: of a mixture so many that no member has too few for its share."""
+    sizes = [member.store.train['bytes'] / member.share for member in corpus.members]
+    return int(min(MAX_BYTES, *sizes, corpus.train_bytes()))
+
+
+def _sample(corpus):
+    """The first bytes of the training text, or, by their shares, of that of each member."""
+    if not corpus.members:
+        return first_bytes(corpus.train, MAX_BYTES)
+    size = _size(corpus)
+    return b''.join(
+        first_bytes(member.store.documents('train'), int(size * member.share))
+        for member in corpus.members
+    )
+
+
+def first_bytes(
+    documents: collections.abc.Iterable[bytes], size: int, between: bytes = b''
+) -> bytes:
+    """The first `size` bytes of the documents, with `between` them; no later one is asked for."""
+    pieces, room = [], size
     for text in documents:
         pieces.append(text[:room])
         room -= len(pieces[-1])
         if not room:
             break
-    return b''.join(pieces)
+    return between.join(pieces)
 
 
 def _measure(text):
@@ -72,14 +92,24 @@ def landmarks(corpus: Corpus) -> dict[str, float]:
     """Bits per byte of the training text under three models without any training.
 
     `unigram` is the entropy of the byte frequencies, `zlib` (level 9) and `xz` (preset 6) the
-    compressed size, all over the first 16 MiB of the concatenated training documents. Takes
-    seconds the first time; then read from the user's cache (XDG_CACHE_HOME or ~/.cache), by the
-    sha256 of the bytes measured: another held-out fraction is another text.
+    compressed size, all over the first 16 MiB of the concatenated training documents; of a mixture
+    over the first bytes of each member, by their shares. Takes seconds the first time; then read
+    from the user's cache (XDG_CACHE_HOME or ~/.cache), by the sha256 of the bytes measured: another
+    held-out fraction is another text.
     """
-    text = _sample(corpus.train)
+    text = _sample(corpus)
     path = _cache_path(text)
     values = _read(path)
     if values is None:
         values = _measure(text)
         _write(path, values)
     return values
+
+
+def measured_text(corpus: Corpus) -> str:
+    """What `landmarks` measures of the corpus, in words."""
+    if len(corpus.members) > 1:
+        return f'first {_size(corpus) / 2**20:.1f} MiB of training text, mixed by its shares'
+    if corpus.train_bytes() <= MAX_BYTES:
+        return 'training text'
+    return f'first {MAX_BYTES >> 20} MiB of training text'

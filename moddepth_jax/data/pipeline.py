@@ -1,82 +1,41 @@
 """Documents to batches: one token stream, windows of it, and the step as the only position."""
 
+import collections.abc
+import fractions
+import itertools
 import operator
 
 import grain
 import numpy as np
 
 from moddepth_jax.data.corpus import Corpus, load_corpus, load_held_out
-from moddepth_jax.data.tokenizer import Tokenizer, make_tokenizer
+from moddepth_jax.data.mixture import Turns, held_out_order, told
+from moddepth_jax.data.tokenizer import Tokenizer, tokenizer_of
+from moddepth_jax.data.windows import Windows, pad_rows, token_stream, whole_windows
 from moddepth_jax.hparams import DataHparams
 
-IGNORED_LABEL = -100
 ALL_ROWS = slice(None)
 HELD_OUT_SEED = 0  # of the order of held-out windows, the same for every run
 
 
-def token_stream(documents: list[bytes], tokenizer: Tokenizer) -> np.ndarray:
-    """uint16 [N]: each document's tokens after one separator, in order.
-
-    A document's first byte is thus predicted from the separator, and predicting a separator means
-    that the document ends.
-    """
-    separator = np.array([tokenizer.separator], np.uint16)
-    pieces = [piece for text in documents for piece in (separator, tokenizer.encode(text))]
-    return np.concatenate(pieces)
+def _stream(corpus, part, tokenizer):
+    """The one stream of a corpus that was not prepared, from its documents."""
+    return token_stream(getattr(corpus, part), tokenizer, corpus.names.get(part))
 
 
-def window_batch(stream: np.ndarray, indices, length: int, separator: int) -> dict:
-    """Windows number `indices` of the stream, window i being tokens [iT, iT + T], T = `length`.
-
-    Returns:
-      `tokens_BT`, the first T tokens of each window; `labels_BT`, the last T; `segment_ids_BT`,
-      which document of its row a token belongs to: 1 at the row's start, one more at each
-      separator after it. All int32, B = len(indices).
-    """
-    starts_B = np.asarray(indices) * length
-    windows = stream[starts_B[:, None] + np.arange(length + 1)].astype(np.int32)
-    tokens_BT, labels_BT = windows[:, :-1], windows[:, 1:]
-    begins_BT = tokens_BT == separator
-    begins_BT[:, 0] = True
-    return {
-        'tokens_BT': np.ascontiguousarray(tokens_BT),
-        'labels_BT': np.ascontiguousarray(labels_BT),
-        'segment_ids_BT': np.cumsum(begins_BT, axis=1, dtype=np.int32),
-    }
-
-
-def _pad_rows(batch, batch_size):
-    missing = batch_size - len(batch['tokens_BT'])
-    fill = {'tokens_BT': 0, 'labels_BT': IGNORED_LABEL, 'segment_ids_BT': 0}
-    return {
-        name: np.pad(array, ((0, missing), (0, 0)), constant_values=fill[name])
-        for name, array in batch.items()
-    }
-
-
-def _num_windows(stream, length, part):
-    num_windows = (len(stream) - 1) // length
-    if num_windows < 1:
-        fits = f'set it to {len(stream) - 1} or less'
-        right = {
-            'training': fits,
-            'held-out': f'{fits} or raise data.held_out_fraction',
-            'given': 'give more text',
-        }
-        raise ValueError(
-            f'data.sequence_length={length}: the {part} text has {len(stream)} tokens and one '
-            f'window needs {length + 1}; {right[part]}'
-        )
-    return num_windows
-
-
-def _windows(documents, tokenizer, length, part):
-    """Window numbers of the documents' stream, and the function that cuts a batch of them."""
-    stream = token_stream(documents, tokenizer)
-    # Grain moves window numbers and the batch is cut out at once: half the time of moving rows and
-    # stacking them. And a process can cut its own rows alone.
-    numbers = grain.MapDataset.range(_num_windows(stream, length, part))
-    return numbers, lambda i: window_batch(stream, i, length, tokenizer.separator)
+def _check_tokenizer(data, members, tokenizer, part):
+    """Refuses prepared text whose ids mean something else to `tokenizer`."""
+    for member, folder in zip(members, data.folders, strict=True):
+        theirs = member.store.tokenizer
+        ours = {name: getattr(tokenizer, name) for name in theirs}
+        if any(ours[name] != theirs[name] for name in ('sha256', 'vocab_size', 'separator')):
+            found = f'was prepared with {told(theirs)}, not with {told(ours)}'
+            right = 'prepare it with the tokenizer of the run'
+            if part == 'given':
+                raise ValueError(f'data.source={folder!r}: {found}; {right}')
+            if data.tokenizer != 'prepared':
+                right = "set it to 'prepared'"
+            raise ValueError(f'data.tokenizer={data.tokenizer!r}: {folder} {found}; {right}')
 
 
 class HeldOut:
@@ -85,30 +44,67 @@ class HeldOut:
     Attributes:
       corpus: the Corpus.
       tokenizer: the Tokenizer.
+      held_back: whether all of it was held back from a training on the rest of the same text.
       num_held_out_batches: batches that cover the held-out windows once.
+      held_out_streams: arrays of tokens from which the windows are cut, those of each from its
+        first token on; of prepared text they are mapped from the file.
+      domains: of a mixture, the share of each member by its name; else empty.
     """
 
-    def __init__(self, data: DataHparams, corpus: Corpus):
-        self.corpus, self.tokenizer = corpus, make_tokenizer(data.tokenizer)
+    def __init__(self, data: DataHparams, corpus: Corpus, tokenizer: Tokenizer | None = None):
+        self.corpus = corpus
+        self.tokenizer = tokenizer_of(data) if tokenizer is None else tokenizer
         self._batch_size = data.batch_size
         part = 'held-out' if corpus.train else 'given'
-        windows, cut = _windows(corpus.held_out, self.tokenizer, data.sequence_length, part)
-        # Shuffled once and for all, so that the first few batches are a fair sample of the text.
-        mixed = windows.shuffle(seed=HELD_OUT_SEED)[: len(windows)]
-        self._held_out = mixed.batch(self._batch_size, batch_fn=cut)
-        self.num_held_out_batches = len(self._held_out)
+        members, shares = corpus.members, [member.share for member in corpus.members] or [1]
+        self.held_back = bool(corpus.train)
+        if members:
+            self.held_back = all(member.held_out == ('held_out',) for member in members)
+            _check_tokenizer(data, members, self.tokenizer, part)
+            texts = [[m.store.tokens(part) for part in m.held_out] for m in members]
+        else:
+            texts = [[_stream(corpus, 'held_out', self.tokenizer)]]
+        self.held_out_streams = [stream for streams in texts for stream in streams]
+        self._held_out = []
+        for streams, member in zip(texts, members or [None], strict=True):
+            windows = whole_windows(streams, data, self.tokenizer, part, member)
+            # Shuffled once and for all, so that the first few batches are a fair sample.
+            mixed = grain.MapDataset.range(len(windows)).shuffle(seed=HELD_OUT_SEED)
+            batches = mixed[: len(windows)].batch(self._batch_size, batch_fn=windows.cut)
+            self._held_out.append(batches)
+        sizes = [len(batches) for batches in self._held_out]
+        self.num_held_out_batches = sum(sizes)
+        self.domains = {m.name: float(m.share) for m in members if len(members) > 1}
+        self._order, self._next_of_order = [], held_out_order(shares, sizes)
 
     def held_out_batch(self, index: int) -> dict[str, np.ndarray]:
         """Batch `index` of the held-out windows; arrays as in `Dataset.train_batch`.
 
-        Their order is mixed but always the same, so that the first batches are a fair sample. The
-        last one is filled up with rows of label -100, segment 0 and token 0. Raises ValueError for
-        an index outside [0, num_held_out_batches).
+        Their order is mixed but always the same, so that the first batches are a fair sample. A
+        batch holds windows of one member of a mixture, see `domain`. The last one of each text is
+        filled up with rows of label -100, segment 0 and token 0. Raises ValueError for an index
+        outside [0, num_held_out_batches).
         """
+        member, batch = self._place(index)
+        return pad_rows(self._held_out[member][batch], self._batch_size)
+
+    def domain(self, index: int) -> str | None:
+        """The member of the mixture whose text held-out batch `index` holds; None without one.
+
+        The first batches are one of each member, later ones come by their shares. Raises
+        ValueError as `held_out_batch` does.
+        """
+        member, _ = self._place(index)
+        return list(self.domains)[member] if self.domains else None
+
+    def _place(self, index):
+        """(member, its batch)."""
         index = operator.index(index)
         if not 0 <= index < self.num_held_out_batches:
             raise ValueError(f'index={index}: must lie in [0, {self.num_held_out_batches})')
-        return _pad_rows(self._held_out[index], self._batch_size)
+        more = max(0, index + 1 - len(self._order))
+        self._order += itertools.islice(self._next_of_order, more)
+        return self._order[index]
 
 
 class Dataset(HeldOut):
@@ -117,40 +113,52 @@ class Dataset(HeldOut):
     Attributes, beside those of HeldOut:
       fingerprint: what decides every batch: a dict of JSON scalars, see `check_fingerprint`; of
         `python_environment` with the packages, for the record.
+      may_change: knobs that only say where text and tokenizer lie: the fingerprint decides.
       num_train_windows: windows of one epoch.
     """
 
-    def __init__(self, data: DataHparams, seed: int, corpus: Corpus):
-        tokenizer = make_tokenizer(data.tokenizer)
-        train, self._cut = _windows(corpus.train, tokenizer, data.sequence_length, 'training')
-        super().__init__(data, corpus)
+    def __init__(
+        self, data: DataHparams, seed: int, corpus: Corpus, tokenizer: Tokenizer | None = None
+    ):
+        tokenizer = tokenizer_of(data) if tokenizer is None else tokenizer
+        members = corpus.members
+        if members:
+            _check_tokenizer(data, members, tokenizer, 'training')
+            streams = [member.store.tokens('train') for member in members]
+        else:
+            streams = [_stream(corpus, 'train', tokenizer)]
+        for stream, member in zip(streams, members or [None], strict=True):
+            whole_windows([stream], data, tokenizer, 'training', member)
+        super().__init__(data, corpus, tokenizer)
+        self._windows = Windows(streams, data.sequence_length, tokenizer.separator)
+        self.num_train_windows = len(self._windows)
+        self._turns = Turns([member.share for member in members] or [fractions.Fraction(1)])
         # Grain seeds epoch e with seed + e, so neighbouring seeds would share epochs.
-        shuffle_seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
-        self._train = train.shuffle(seed=shuffle_seed).repeat()
-        self.num_train_windows = len(train)
-        self.fingerprint = {
-            'corpus_sha256': corpus.sha256,
-            'source': data.source,
-            'held_out_fraction': data.held_out_fraction,
-            'tokenizer': tokenizer.name,
-            'sequence_length': data.sequence_length,
-            'batch_size': data.batch_size,
-            'seed': seed,
-        }
-        if corpus.packages:
-            self.fingerprint['packages'] = ' '.join(corpus.packages)
+        seeds = map(int, np.random.SeedSequence(seed).generate_state(len(streams)))
+        sizes = map(int, np.diff(self._windows.begins))
+        self._train = [
+            grain.MapDataset.range(size).shuffle(seed=member_seed).repeat()
+            for size, member_seed in zip(sizes, seeds, strict=True)
+        ]
+        self.may_change = ('data.source', 'data.mixture') if members else ()
+        if members or self.tokenizer.sha256:
+            self.may_change += ('data.tokenizer',)
+        self.fingerprint = _fingerprint(data, seed, corpus, tokenizer)
 
     def train_windows(self, step: int, rows: slice = ALL_ROWS) -> list[int]:
         """Numbers of the windows that are rows `rows` of the batch of `step` (from 0).
 
         A pure function of the step: each epoch visits every window once, in an order of its own,
-        and batches run on across epochs. Raises ValueError for a negative step.
+        and batches run on across epochs. Each member of a mixture has epochs of its own; its
+        windows have numbers of their own. Raises ValueError for a negative step.
         """
         step = operator.index(step)
         if step < 0:
             raise ValueError(f'step={step}: must be 0 or more')
         first = step * self._batch_size
-        return [int(self._train[first + row]) for row in range(self._batch_size)[rows]]
+        turns = [self._turns.at(first + row) for row in range(self._batch_size)[rows]]
+        begins = self._windows.begins
+        return [int(begins[member] + self._train[member][nth]) for member, nth in turns]
 
     def train_batch(self, step: int, rows: slice = ALL_ROWS) -> dict[str, np.ndarray]:
         """Rows `rows` of the batch of `step`: `tokens_BT`, `labels_BT`, `segment_ids_BT`, int32.
@@ -158,31 +166,83 @@ class Dataset(HeldOut):
         A pure function of the step, as `train_windows` says, and of no row but those asked for.
         Raises ValueError for a negative step.
         """
-        return self._cut(self.train_windows(step, rows))
+        return self._windows.cut(self.train_windows(step, rows))
 
     def epochs(self, step: int) -> float:
         """Passes over the training windows that the batches before `step` make."""
         return step * self._batch_size / self.num_train_windows
 
+    def domain_epochs(self, step: int) -> dict[str, float]:
+        """The same of each member of a mixture over its own windows; empty without one."""
+        counts, sizes = self._turns.counts(step * self._batch_size), np.diff(self._windows.begins)
+        return {
+            name: count / int(size)
+            for name, count, size in zip(self.domains, counts, sizes, strict=bool(self.domains))
+        }
 
-def make_dataset(data: DataHparams, seed: int, corpus: Corpus | None = None) -> Dataset:
-    """The dataset of `data`, shuffled by `seed`; loads the corpus unless it is given.
+
+def _fingerprint(data, seed, corpus, tokenizer):
+    source = 'prepared' if corpus.members and data.source != 'mixture' else data.source
+    members = {}
+    for number, member in enumerate(corpus.members if data.source == 'mixture' else (), 1):
+        members[f'member_{number}'] = member.store.fingerprint
+        members[f'share_{number}'] = str(member.share)
+    fingerprint = {
+        **members,  # first, since a refusal names the first field that differs
+        'corpus_sha256': corpus.sha256,
+        'source': source,
+        'held_out_fraction': data.held_out_fraction,
+        'tokenizer': tokenizer.sha256 or tokenizer.name,
+        'sequence_length': data.sequence_length,
+        'batch_size': data.batch_size,
+        'seed': seed,
+    }
+    if corpus.packages:
+        fingerprint['packages'] = ' '.join(corpus.packages)
+    return fingerprint
+
+
+def make_dataset(
+    data: DataHparams,
+    seed: int,
+    corpus: Corpus | None = None,
+    tokenizer: Tokenizer | None = None,
+) -> Dataset:
+    """The dataset of `data`, shuffled by `seed`.
+
+    Args:
+      data: of the run.
+      seed: of the order of the training windows.
+      corpus: by default that of `load_corpus`.
+      tokenizer: by default that of `tokenizer_of`.
 
     Raises:
-      ValueError: one line, as `load_corpus` says, or for a corpus shorter than one window.
+      ValueError: one line, as `load_corpus` and `tokenizer_of` say, for a corpus, or a member of a
+        mixture, that is shorter than one window, for text that the tokenizer cannot encode, and
+        for prepared text of another tokenizer.
     """
-    return Dataset(data, seed, load_corpus(data) if corpus is None else corpus)
+    corpus = load_corpus(data) if corpus is None else corpus
+    return Dataset(data, seed, corpus, tokenizer)
 
 
-def make_held_out(data: DataHparams) -> HeldOut:
+def make_held_out(
+    data: DataHparams,
+    tokenizer: Tokenizer | None = None,
+    trained_on: collections.abc.Set[str] = frozenset(),
+) -> HeldOut:
     """All text of `data.source` as held-out batches: `data.held_out_fraction` does not matter.
 
     What is left at the end of the text, less than one window, is in no batch.
 
+    Args:
+      data: of the text.
+      tokenizer: by default that of `tokenizer_of`.
+      trained_on: as `load_held_out` takes it.
+
     Raises:
-      ValueError: one line, as `load_held_out` says, or for text shorter than one window.
+      ValueError: one line, as `load_held_out` and `make_dataset` say.
     """
-    return HeldOut(data, load_held_out(data))
+    return HeldOut(data, load_held_out(data, trained_on), tokenizer)
 
 
 def check_fingerprint(stored: dict, current: dict) -> None:

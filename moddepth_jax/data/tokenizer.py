@@ -1,37 +1,65 @@
-"""Tokenizers: bytes to ids and back. One table, by name."""
+"""Tokenizers: bytes to ids and back; by name, of a file, of a run, of a prepared text."""
 
+import os
+import pathlib
 import typing
 
 import numpy as np
 
+from moddepth_jax.data import tokenizer_about
+from moddepth_jax.hparams import DataHparams
+
+DIRECTORY = 'tokenizer'  # of a run or a prepared text: where its tokenizer is kept
+
 
 class Tokenizer(typing.Protocol):
-    """What the pipeline and the evaluation ask of a tokenizer.
+    """What the pipeline, the evaluation and the generation ask of a tokenizer.
 
     Attributes:
-      name: its name in `data.tokenizer`.
-      vocab_size: V, ids lie in [0, V).
+      name: 'bytes', the name of the file it was made of, or 'bpe:4096' where it was trained here.
+      sha256: hexadecimal, of what decides its ids; '' for bytes.
+      vocab_size: V, ids lie in [0, V); there may be gaps among them.
       separator: the id that starts every document; `encode` never returns it.
-      token_bytes_V: int32 [V], the bytes each id stands for, 0 for the separator; turns nats per
-        token into bits per byte.
+      stops: ids that end a document in generation: the separator, and an end-of-text id where that
+        is another one.
+      token_bytes_V: int32 [V], the bytes each id stands for, 0 for special ids and for gaps; turns
+        nats per token into bits per byte.
+      dtype: of ids: np.uint16 where it can hold them, else np.uint32.
     """
 
     name: str
+    sha256: str
     vocab_size: int
     separator: int
+    stops: tuple[int, ...]
     token_bytes_V: np.ndarray
+    dtype: type
 
-    def encode(self, data: bytes) -> np.ndarray: ...
+    def encode(self, data: bytes) -> np.ndarray:
+        """Ids of `data`, `dtype` [N], none of them special, whatever the text spells."""
 
-    def decode(self, ids) -> bytes: ...
+    def encode_batch(self, texts: list[bytes]) -> list[np.ndarray]:
+        """`encode` of each of `texts`."""
+
+    def decode(self, ids) -> bytes:
+        """The bytes of `ids`, integers of any shape read in order; special ids are skipped."""
+
+    def pieces(self, ids) -> list[bytes]:
+        """The bytes of each of `ids`, b'' for special ones; joined they are what `decode` gives."""
+
+    def save(self, directory: str | os.PathLike) -> None:
+        """Writes what `make_tokenizer(directory)` needs to make this tokenizer again."""
 
 
 class ByteTokenizer:
     """One id a byte, 0 to 255, and the separator 256."""
 
     name = 'bytes'
+    sha256 = ''
     vocab_size = 257
     separator = 256
+    stops = (256,)
+    dtype = np.uint16
 
     def __init__(self):
         self.token_bytes_V = np.ones(self.vocab_size, np.int32)
@@ -42,24 +70,121 @@ class ByteTokenizer:
         """uint16 [N] ids of the N bytes of `data`, without a separator."""
         return np.frombuffer(data, np.uint8).astype(np.uint16)
 
+    def encode_batch(self, texts: list[bytes]) -> list[np.ndarray]:
+        """`encode` of each of `texts`."""
+        return [self.encode(text) for text in texts]
+
     def decode(self, ids) -> bytes:
         """The bytes of `ids` (integers of any shape, read in order); separators are skipped.
 
         Raises:
           ValueError: an id outside [0, 257).
         """
-        ids = np.asarray(ids).reshape(-1)
-        unknown = ids[(ids < 0) | (ids >= self.vocab_size)]
-        if unknown.size:
-            raise ValueError(f'token id {unknown[0]}: must lie in [0, {self.vocab_size})')
+        ids = check_ids(ids, self.vocab_size)
         return ids[ids != self.separator].astype(np.uint8).tobytes()
 
+    def pieces(self, ids) -> list[bytes]:
+        """The byte of each of `ids`, b'' for a separator; raises ValueError as `decode` does."""
+        return [self.decode([token]) for token in check_ids(ids, self.vocab_size)]
 
-_TOKENIZERS = {'bytes': ByteTokenizer}
+    def save(self, directory: str | os.PathLike) -> None:
+        """Writes the note alone: there is nothing else to know of bytes."""
+        tokenizer_about.write(directory, 'bytes', self)
 
 
-def make_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer called `name`. Raises ValueError for a name that is not in the table."""
-    if name not in _TOKENIZERS:
-        raise ValueError(f'data.tokenizer={name!r}: must be one of {", ".join(_TOKENIZERS)}')
-    return _TOKENIZERS[name]()
+def check_ids(ids, vocab_size: int) -> np.ndarray:
+    """`ids` as one row; raises ValueError for one that is outside [0, vocab_size)."""
+    ids = np.asarray(ids).reshape(-1)
+    unknown = ids[(ids < 0) | (ids >= vocab_size)]
+    if unknown.size:
+        raise ValueError(f'token id {unknown[0]}: must lie in [0, {vocab_size})')
+    return ids
+
+
+def make_tokenizer(name: str | os.PathLike, separator: str | None = None) -> Tokenizer:
+    """The tokenizer `name`: bytes, a file, or a folder that holds one.
+
+    A file is a tokenizer.json of the library tokenizers or a SentencePiece .model; a folder is one
+    that `Tokenizer.save` wrote, or that of a model with either of these.
+
+    Args:
+      name: 'bytes' or a path.
+      separator: text of the special token that starts every document; None: what the file or the
+        tokenizer_config.json beside it says, see `separators.find_separator`.
+
+    Raises:
+      ValueError: one line that names the file and what would be right, for anything else.
+    """
+    if name == 'bytes':
+        if separator is not None:
+            right = 'leave it out: bytes have a separator of their own, id 256'
+            raise ValueError(f'separator={separator!r}: {right}')
+        return ByteTokenizer()
+    path = pathlib.Path(os.path.expanduser(name))
+    about = tokenizer_about.read(path) if path.is_dir() else None
+    if about is not None and about['kind'] == 'bytes':
+        return ByteTokenizer()
+    file = _file_of(path) if path.is_dir() else path
+    return _KINDS.get(file.suffix.lower(), _from_json)(_content(file), file, separator, about)
+
+
+def tokenizer_of(data: DataHparams, workdir: str | os.PathLike | None = None) -> Tokenizer:
+    """The tokenizer of a run: the one kept in its `workdir`, else the one that `data` names.
+
+    Args:
+      data: of the run.
+      workdir: of the run; None or one without a tokenizer: that of `data` is taken.
+
+    Raises:
+      ValueError: one line, as `make_tokenizer` says, or for a text that was not prepared.
+    """
+    if data.tokenizer == 'bytes':
+        return ByteTokenizer()
+    if workdir is not None:
+        kept = pathlib.Path(workdir) / DIRECTORY
+        if kept.is_dir():
+            return make_tokenizer(kept)
+    if data.tokenizer != 'prepared':
+        try:
+            return make_tokenizer(data.tokenizer)
+        except ValueError as error:
+            raise ValueError(f'data.tokenizer={data.tokenizer!r}: {error}') from None
+    for folder in data.folders[:1]:
+        prepared = pathlib.Path(os.path.expanduser(folder)) / DIRECTORY
+        if prepared.is_dir():
+            return make_tokenizer(prepared)
+    right = 'must be the folder that launch.prepare wrote; or name the tokenizer'
+    raise ValueError(f"data.tokenizer='prepared': data.source={data.source!r} {right}")
+
+
+def _file_of(folder):
+    for name in ('tokenizer.json', 'tokenizer.model'):
+        if (folder / name).exists():
+            return folder / name
+    right = 'must hold tokenizer.json or tokenizer.model'
+    raise ValueError(f'{folder}: no tokenizer in this folder; {right}')
+
+
+def _content(file):
+    try:
+        return file.read_bytes()
+    except FileNotFoundError:
+        right = 'must be bytes, a tokenizer.json, a SentencePiece .model, or a folder with one'
+        raise ValueError(f'{file}: no such tokenizer; {right}') from None
+    except OSError as error:
+        raise ValueError(f'{file}: cannot be read ({error.strerror}); check its rights') from None
+
+
+def _from_json(content, file, separator, about):
+    from moddepth_jax.data.tokenizer_file import FileTokenizer
+
+    return FileTokenizer(content, file, separator, about)
+
+
+def _from_sentence_piece(content, file, separator, about):
+    from moddepth_jax.data.sentence_piece import SentencePieceTokenizer
+
+    return SentencePieceTokenizer(content, file, separator, about)
+
+
+_KINDS = {'.model': _from_sentence_piece}

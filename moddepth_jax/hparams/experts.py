@@ -19,8 +19,10 @@ PRODUCTS = ('auto', 'blocked', 'batched', 'ragged_dot')
 
 @dataclasses.dataclass(frozen=True)
 class ExpertsHparams:
-    """Experts in place of the mlp (DeepSeekMoE, Dai et al. 2024, arXiv 2401.06066; expert choice,
-    Zhou et al. 2022, arXiv 2202.09368); knobs as in configs/base.py.
+    """Experts in place of the mlp; knobs as in configs/base.py.
+
+    DeepSeekMoE, Dai et al. 2024, arXiv 2401.06066; expert choice, Zhou et al. 2022, arXiv
+    2202.09368.
     """
 
     choice: str

@@ -1,8 +1,12 @@
 """Hyper-parameters of a run: data, optimizer, training, evaluation, report; and all of it."""
 
 import dataclasses
+import difflib
+import fractions
+import math
+import os
 
-from moddepth_jax.hparams.checks import MAX_INT, above_zero, fraction, one_of, positive, refuse
+from moddepth_jax.hparams.checks import MAX_INT, above_zero, fraction, positive, refuse
 from moddepth_jax.hparams.model import ModelHparams
 from moddepth_jax.hparams.routing import Stage
 
@@ -12,6 +16,7 @@ class DataHparams:
     """Corpus, tokenizer and windows; knobs as in configs/base.py."""
 
     source: str
+    mixture: str
     text_field: str
     tokenizer: str
     sequence_length: int
@@ -21,15 +26,74 @@ class DataHparams:
 
     def __post_init__(self):
         if not self.source.strip():
-            right = 'must be stdlib, python_environment, synthetic, recall or a glob of text files'
+            right = (
+                'must be stdlib, python_environment, synthetic, recall, a glob of text files, a '
+                'folder that launch.prepare wrote, or mixture'
+            )
             refuse('data.source', self.source, right)
-        one_of('data.tokenizer', self.tokenizer, ('bytes',))
+        _check_tokenizer(self.tokenizer)
+        if self.mixture and self.source != 'mixture':
+            right = f"must be empty where data.source={self.source!r}; or set that to 'mixture'"
+            refuse('data.mixture', self.mixture, right)
+        if self.source == 'mixture':
+            _members(self.mixture)
         positive('data.sequence_length', self.sequence_length)
         positive('data.batch_size', self.batch_size)
         if self.batch_size * self.sequence_length > MAX_INT:
             right = f'and data.sequence_length={self.sequence_length} must give below 2**31 tokens'
             refuse('data.batch_size', self.batch_size, right)
         fraction('data.held_out_fraction', self.held_out_fraction, zero=False, one=False)
+
+    @property
+    def members(self) -> dict[str, fractions.Fraction]:
+        """Of `data.mixture`: the share of each folder, exactly; empty for another source."""
+        return _members(self.mixture) if self.source == 'mixture' else {}
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """Where prepared text may lie: the members of the mixture, or the source alone."""
+        return tuple(self.members) or (self.source,)
+
+
+def _check_tokenizer(name):
+    """Refuses what can be no tokenizer; whether a file is there is for its reader to say."""
+    if os.sep in name or name.endswith(('.json', '.model')):
+        return
+    right = 'a tokenizer.json, a SentencePiece .model or the path of a folder with one'
+    if name.startswith('bpe:'):
+        refuse('data.tokenizer', name, f'launch.prepare trains it; then set prepared, or {right}')
+    names = ('bytes', 'prepared')
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f'; did you mean {near[0]!r}?' if near else ''
+    if name not in names:
+        refuse('data.tokenizer', name, f'must be bytes, prepared, {right}{hint}')
+
+
+def _weight(text):
+    """Above 0, or None for what is no such number."""
+    try:
+        number = float(text)  # first: an exponent without bound would fill the memory below
+        return fractions.Fraction(text) if 0 < number < math.inf else None
+    except ValueError:
+        return None
+
+
+def _members(mixture):
+    weights = {}
+    for member in mixture.split(','):
+        folder, colon, text = member.strip().rpartition(':')
+        folder = os.path.normpath(folder) if folder else ''
+        if not (folder and colon):
+            right = f'{member!r} must be FOLDER:WEIGHT, as in data/web:0.7,data/code:0.3'
+            refuse('data.mixture', mixture, right)
+        weight = _weight(text)
+        if weight is None:
+            refuse('data.mixture', mixture, f'weight {text!r} of {folder} must be a number above 0')
+        if folder in weights:
+            refuse('data.mixture', mixture, f'{folder} must be a member once; add up its weights')
+        weights[folder] = weight
+    total = sum(weights.values())
+    return {folder: weight / total for folder, weight in weights.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,6 +203,11 @@ class Hparams:
         if self.data.batch_size % self.training.accumulate_steps:
             right = f'must divide data.batch_size={self.data.batch_size}'
             refuse('training.accumulate_steps', self.training.accumulate_steps, right)
+        for field in ('num_batches', 'final_batches'):
+            batches, members = getattr(self.evaluation, field), len(self.data.members)
+            if batches < members:
+                right = f'must be at least {members}: one for each member of data.mixture'
+                refuse(f'evaluation.{field}', batches, right)
 
     @property
     def stages(self) -> tuple[Stage, ...]:

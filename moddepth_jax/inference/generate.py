@@ -24,7 +24,7 @@ class Generation:
     """What `generate` returns, a row for each sample of each prompt, samples adjacent.
 
     Attributes:
-      tokens: int32 arrays, the prompt and what follows it, without the separator that ended it.
+      tokens: int32 arrays, the prompt and what follows it, without the id that ended it.
       stopped: whether a row ended with its document and not with num_tokens.
       refused: times that a routed block had no slot for a token that its rule let in, over rows
         and blocks; under `overflow` skip such a token passes the block by. Those of a prompt count
@@ -98,8 +98,10 @@ def _keys(seed, num_prompts, num_samples):
 
 
 def _draw(logits_BV, keys_B, lengths_B, temperature, top_p, tokenizer):
-    if tokenizer is not None:  # the model may have more ids than the tokenizer
-        known_V = jnp.arange(logits_BV.shape[1]) < tokenizer.vocab_size
+    if tokenizer is not None:  # the model may have more ids than the tokenizer, which has gaps
+        known_V = np.zeros(logits_BV.shape[1], bool)
+        known_V[np.flatnonzero(tokenizer.token_bytes_V)] = True
+        known_V[list(tokenizer.stops)] = True
         logits_BV = jnp.where(known_V[None], logits_BV, -jnp.inf)
     keys_B = jax.vmap(jax.random.fold_in)(keys_B, lengths_B)
     return _everywhere(sample(keys_B, logits_BV, temperature, top_p))
@@ -198,8 +200,8 @@ def generate(
       seed: of the draws.
       num_samples: continuations of each prompt.
       routing: a causal rule; None for the one the model was trained for.
-      tokenizer: its separator ends a document, and only its ids are drawn; None: the text is one
-        document, and any id of the model may come.
+      tokenizer: its separator begins a document, its stops end one, and nothing is drawn but they
+        and ids that stand for text; None: the text is one document, any id of the model may come.
       stop: end a row with its document; else the next document follows.
       on_tokens: called with (token_B, active_B), NumPy arrays over rows, as tokens are drawn.
 
@@ -236,7 +238,7 @@ def generate(
     for left in reversed(range(num_tokens)):
         drawn_B = np.asarray(token_B)
         if stop and tokenizer is not None:
-            active_B = active_B & (drawn_B != tokenizer.separator)
+            active_B = active_B & ~np.isin(drawn_B, tokenizer.stops)
         for row in np.flatnonzero(active_B):
             rows[row].append(drawn_B[row])
         if on_tokens is not None:

@@ -103,6 +103,7 @@ def attend(hparams: ModelHparams, q_BTNH, k_BSKH, v_BSKH, depth: Depth | None, g
     Each device computes its own rows and heads, which see no others.
 
     Args:
+      hparams: of the model.
       q_BTNH, k_BSKH, v_BSKH: as there.
       depth: what slots there are; None: none.
       given: the other arguments, `slots_of(depth)` among them.

@@ -73,8 +73,9 @@ class Block(nn.Module):
         depth: Depth | None = None,
         limits: Limits = UNLIMITED,
     ) -> tuple[jax.Array, Left]:
-        """The block's output [B, T, D], and what it leaves; arguments as SelfAttention and Experts
-        take them.
+        """The block's output [B, T, D], and what it leaves.
+
+        Arguments are as SelfAttention and Experts take them.
         """
         given = (past, depth, limits)
         _, middle_BTD, transformed_BTD, left = self._run(x_BTD, tokens, *given)
@@ -82,8 +83,9 @@ class Block(nn.Module):
         return self.mlp_norm(y_BTD) if self.hparams.norm_placement == 'post' else y_BTD, left
 
     def delta(self, x_BTD, tokens: Tokens, *given):
-        """block(x) - x, without the cancellation where the placement allows it, and Left; all
-        arguments as in a call.
+        """block(x) - x, and Left, without the cancellation where the placement allows it.
+
+        All arguments are as in a call.
         """
         if self.hparams.norm_placement == 'post':
             y_BTD, left = self(x_BTD, tokens, *given)

@@ -33,6 +33,7 @@ class LayerCache(NamedTuple):
 
     @property
     def slots(self) -> int:
+        """S, of a row."""
         return self.k_BKHS.shape[-1]
 
 

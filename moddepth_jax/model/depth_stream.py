@@ -102,12 +102,14 @@ class DepthDense(nn.Module):
             self.kernel = self.param('kernel', _newest, (self.kind.inputs * width, width))
 
     def read(self, x_BTD, depth: Depth | None):
+        """As Residual.read."""
         kernel_LDE = self.kernel.reshape(self.kind.inputs, *x_BTD.shape[-1:], -1)
         kernel_LDE = kernel_LDE.astype(x_BTD.dtype)
         x_LBTD = depth.slots[: self.kind.inputs]
         return jnp.einsum('lbtd,lde->bte', x_LBTD, kernel_LDE), None, depth
 
     def write(self, y_BTD, sources: Sources, tokens: Tokens, slot_key):
+        """As Residual.write."""
         return y_BTD, (y_BTD,) if self.kind.slots else ()
 
 
@@ -129,6 +131,7 @@ class DepthAverage(DepthDense):
             self.weights = self.param('weights', _one_on_newest, self.kind.inputs)
 
     def read(self, x_BTD, depth: Depth | None):
+        """As Residual.read."""
         x_LBTD = depth.slots[: self.kind.inputs]
         y_BTD = jnp.einsum('lbtd,l->btd', x_LBTD, self.weights, precision='highest')
         return y_BTD.astype(x_BTD.dtype), None, depth
@@ -155,6 +158,7 @@ class DepthAttention(nn.Module):
             self.slot = SlotProjection(hparams)
 
     def read(self, q_BTD, depth: Depth | None):
+        """As Residual.read."""
         kv_heads, width = self.hparams.num_kv_heads, self.hparams.head_dim
         nothing_BSKH = jnp.zeros((q_BTD.shape[0], 0, kv_heads, width), q_BTD.dtype)
         q_BTNH = q_BTD.reshape(*q_BTD.shape[:2], -1, width)
@@ -165,6 +169,7 @@ class DepthAttention(nn.Module):
         return o_BTNH.reshape(q_BTD.shape), None, depth
 
     def write(self, y_BTD, sources: Sources, tokens: Tokens, slot_key):
+        """As Residual.write."""
         if not self.kind.slots:
             return y_BTD, ()
         return self.query(y_BTD).reshape(y_BTD.shape), (self.slot(y_BTD),)
@@ -206,9 +211,11 @@ class Moda(nn.Module):
             self.block_slot = SlotProjection(self.hparams)
 
     def read(self, x_BTD, depth: Depth | None):
+        """As Residual.read."""
         return x_BTD, depth, depth
 
     def write(self, y_BTD, sources: Sources, tokens: Tokens, slot_key):
+        """As Residual.write."""
         if not self.kind.slots:
             return y_BTD, ()
 

@@ -261,7 +261,6 @@ class MixtureOfDepths(nn.Module):
         Returns x', and what the block leaves of sizes[-1] tokens a row: the entering ones in order,
         then anything.
         """
-
         if len(self.sizes) == 1:
             indices_BC = first_entering(entered_BT, self.sizes[0])
             return self.gathered(x_BTD, tokens, gates_BT, indices_BC, depth, limits)

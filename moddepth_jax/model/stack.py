@@ -55,6 +55,7 @@ class Stack(NamedTuple):
 
     @property
     def runs(self) -> tuple[Run, ...]:
+        """Groups of layers, each with how often it repeats."""
         return find_runs(layer_kinds(self.hparams))
 
     def counts(self, i: int):

@@ -164,8 +164,10 @@ def layer_thresholds(hparams: ModelHparams, averages, routing: str):
 
 
 def init_stack(key, hparams: ModelHparams, length: int):
-    """Parameters of the stack. Layers are initialised in order on a random row of `length` tokens
-    of the embedding's width, so that each router sees its input as large as it will be at step 0.
+    """Parameters of the stack.
+
+    Layers are initialised in order on a random row of `length` tokens of the embedding's width, so
+    that each router sees its input as large as it will be at step 0.
     """
     stream_key, key = jax.random.split(key)
     shape = (1, length, hparams.d_model)

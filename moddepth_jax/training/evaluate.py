@@ -63,33 +63,82 @@ def evaluate(
       `loss` in nats a target, `bits_per_byte`, `targets`, and for a routed model `routing`: lists
       over its routed layers, as `routing_ratios` says; with experts `experts`: lists over the
       layers that have them, as `expert_ratios` says.
+      Of a mixture `domains`: for each member `loss`, `bits_per_byte`, `perplexity` (a token) and
+      `targets`. All else is then what the members' shares make of it: `loss` is the mean of their
+      losses, weighted by their shares, not by what is held out of each.
     """
     if causal_layers_R is None:
         causal_layers_R = np.ones(len(hparams.model.routed_layers), bool)
-    totals, num_bytes = None, 0
+    totals = {}  # by member of a mixture; None for text that is one
     for index in range(min(num_batches, dataset.num_held_out_batches)):
         batch = dataset.held_out_batch(index)
         labels_BT = masked_labels(batch)
         targets = labels_BT[labels_BT != IGNORED]
-        num_bytes += int(dataset.tokenizer.token_bytes_V[targets].sum())
+        num_bytes = dataset.tokenizer.token_bytes_V[targets].sum()
         batch = put_batch(mesh, batch)
         how = {'hparams': hparams, 'routing': routing, 'mesh': mesh}
         sums = eval_step(variables, batch, causal_layers_R, **how)
-        sums = jax.tree.map(np.float64, jax.device_get(sums))
-        totals = jax.tree.map(np.add, totals, sums) if totals else sums
-    result = {
-        'loss': float(totals['nats'] / totals['targets']),
-        'bits_per_byte': float(totals['nats'] / math.log(2) / num_bytes),
-        'targets': int(totals['targets']),
-    }
+        sums = jax.tree.map(np.float64, jax.device_get(sums) | {'bytes': num_bytes})
+        domain = dataset.domain(index)
+        if domain in totals:
+            sums = jax.tree.map(np.add, totals[domain], sums)
+        totals[domain] = sums
+    whole = _together(totals, dataset.domains)
+    result = _losses(whole) | {'targets': int(sum(sums['targets'] for sums in totals.values()))}
     with np.errstate(invalid='ignore', divide='ignore'):
-        if 'routing' in totals:
-            result['routing'] = _lists(routing_ratios(totals['routing']))
-        if 'experts' in totals:
+        if 'routing' in whole:
+            result['routing'] = _lists(routing_ratios(whole['routing']))
+        if 'experts' in whole:
             experts = hparams.model.experts
-            ratios = expert_ratios(totals['experts'], experts.top_k, experts.num_routed)
+            ratios = expert_ratios(whole['experts'], experts.top_k, experts.num_routed)
             result['experts'] = _lists(ratios)
+    if dataset.domains:
+        found = {name: totals[name] for name in dataset.domains if name in totals}
+        result['domains'] = {name: _of_domain(sums) for name, sums in found.items()}
     return result
+
+
+def _losses(sums):
+    return {
+        'loss': float(sums['nats'] / sums['targets']),
+        'bits_per_byte': float(sums['nats'] / math.log(2) / sums['bytes']),
+    }
+
+
+def _of_domain(sums):
+    losses = _losses(sums)
+    more = {'perplexity': perplexity(losses['loss']), 'targets': int(sums['targets'])}
+    return losses | more
+
+
+def _together(totals, shares):
+    """The sums of all domains, each weighted so that its share of the targets is that of `shares`.
+
+    How many batches of a domain were read thus does not matter, and the loss is that of the text on
+    which the run is trained.
+    """
+    if not shares:
+        (sums,) = totals.values()
+        return sums
+    shares = {name: shares[name] / sums['targets'] for name, sums in totals.items()}
+    weighted = [
+        jax.tree.map(lambda leaf, share=shares[name]: leaf * share, sums)
+        for name, sums in totals.items()
+    ]
+    return functools.reduce(functools.partial(jax.tree.map, np.add), weighted)
+
+
+def perplexity(loss: float) -> float:
+    """exp of a loss in nats a token; infinity where that is too large for a number."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
+def _compare(result, top_c):
+    result['loss_top_c'] = top_c['loss']
+    result['routing_gap'] = result['loss'] - top_c['loss']
 
 
 def _lists(ratios):
@@ -108,7 +157,8 @@ def evaluate_honestly(
 
     Returns:
       The dict of `evaluate`, plus `loss_top_c` and `routing_gap` = loss - loss_top_c for a model
-      that looks ahead in training (0.01 nats or less is negligible, 0.05 invalidates a run). With
+      that looks ahead in training (0.01 nats or less is negligible, 0.05 invalidates a run); of a
+      mixture each member's in `domains` too. With
       `batches_per_layer`, `routing` of a routed model has a list `routing_gap` too: the gap, on
       those batches, where only that layer obeys the rule.
     """
@@ -118,8 +168,11 @@ def evaluate_honestly(
     num_routed = len(hparams.model.routed_layers)
     if not hparams.model.looks_ahead:
         return result
-    result['loss_top_c'] = evaluate(variables, *given, 'top_c')['loss']
-    result['routing_gap'] = result['loss'] - result['loss_top_c']
+    top_c = evaluate(variables, *given, 'top_c')
+    _compare(result, top_c)
+    if dataset.domains:
+        for name, values in result['domains'].items():
+            _compare(values, top_c['domains'][name])
     if batches_per_layer and num_routed:
         few = (hparams, dataset, mesh, min(num_batches, batches_per_layer))
         top_c = evaluate(variables, *few, 'top_c')['loss']

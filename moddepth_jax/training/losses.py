@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from moddepth_jax.data.pipeline import IGNORED_LABEL as IGNORED
+from moddepth_jax.data.windows import IGNORED_LABEL as IGNORED
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.hparams.routing import TRAINED_RULES
 

@@ -1,4 +1,4 @@
-"""What a run measured: one JSON object a line, and TensorBoard events of the same numbers."""
+"""What a run measured: one JSON object a line, and whatever else takes the same numbers."""
 
 import json
 import math
@@ -7,36 +7,34 @@ import pathlib
 import sys
 
 from moddepth_jax.training import workdir as workdir_lib
-from moddepth_jax.training.events import Events
 
 METRICS_FILE = 'metrics.jsonl'
 
 
 class MetricsWriter:
-    """Appends rows to `metrics.jsonl` and scalars to TensorBoard events under `tensorboard/`.
+    """Appends rows to `metrics.jsonl`, and gives each to sinks such as Events and WandbRun.
 
     A row is {'step': step, name: value, ...}; names are nested by '/', and an evaluation is a row
     of its own whose names begin with `eval/`. Numbers that are not finite are written as null,
-    since JSON has no NaN, and are left out of the events. Each row is flushed as it is written.
+    since JSON has no NaN. Each row is flushed as it is written.
 
     Args:
       workdir: directory of the run.
       first_step: the step the run starts after, 0 for a new one. Later rows, left by a run that was
         killed after its last checkpoint, are dropped, and so is a last line that was cut short.
-      tensorboard: whether to write events too; one that cannot be written is told on stderr, once.
+      sinks: what else takes each row, by `add(step, values)`, until `close()`. Each has a
+        `failure`, empty or a line that says why it takes no more: told on stderr, once.
 
     Raises:
       ValueError: one line, where an earlier line of the file is no row.
     """
 
-    def __init__(self, workdir: str | os.PathLike, first_step: int, tensorboard: bool = True):
+    def __init__(self, workdir: str | os.PathLike, first_step: int, sinks=()):
         workdir = pathlib.Path(workdir)
         self._path = workdir / METRICS_FILE
         rows = read_metrics(workdir) if self._path.exists() else []
         self._rewrite([row for row in rows if row['step'] <= first_step])
-        self._events = None
-        if tensorboard:
-            self._events = Events(workdir, first_step)
+        self._sinks = list(sinks)
 
     def write(self, step: int, values: dict) -> None:
         """Appends a row of numbers (Python, NumPy or JAX scalars), strings, and lists of these.
@@ -63,21 +61,22 @@ class MetricsWriter:
         except OSError as error:
             error.filename = os.fspath(self._path)
             raise
-        if self._events is None:
-            return
-        self._events.add(row.pop('step'), row)
-        if self._events.failure:
-            print(self._events.failure, file=sys.stderr)
-            self._events = None
+        step = row.pop('step')
+        for sink in list(self._sinks):
+            sink.add(step, row)
+            if sink.failure:
+                print(sink.failure, file=sys.stderr)
+                self._sinks.remove(sink)
 
     def has(self, step: int, name: str) -> bool:
         """Whether an earlier start of the run left a row of `step` with a value `name`."""
         return any(kept_step == step and name in names for kept_step, names in self._kept)
 
     def close(self) -> None:
+        """Closes the file and every sink."""
         self._file.close()
-        if self._events is not None:
-            self._events.close()
+        for sink in self._sinks:
+            sink.close()
 
     def _rewrite(self, rows):
         """Leaves these rows, and the file open for more."""

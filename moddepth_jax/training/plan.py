@@ -1,8 +1,11 @@
 """What a run will do, known before anything is compiled or written."""
 
+import os
+
 import jax
 
 from moddepth_jax.data.pipeline import Dataset, make_dataset
+from moddepth_jax.data.tokenizer import Tokenizer, tokenizer_of
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.model.flops import train_step_flops
 from moddepth_jax.model.transformer import check_attention, check_dtype
@@ -12,19 +15,24 @@ from moddepth_jax.training.stages import run_flops, stage_starts
 from moddepth_jax.training.summary import active_parameters, num_parameters
 
 
-def prepare(hparams: Hparams, mesh_spec: str) -> tuple[int, Dataset, jax.sharding.Mesh]:
+def prepare(
+    hparams: Hparams, mesh_spec: str, workdir: str | os.PathLike | None = None
+) -> tuple[int, Dataset, jax.sharding.Mesh]:
     """The number of steps, the dataset and the mesh of a run, once all of them are known to fit.
 
     Args:
       hparams: of the run.
       mesh_spec: see `make_mesh`.
+      workdir: of the run; a tokenizer that is kept there goes before that of `data.tokenizer`.
 
     Raises:
-      ValueError: one line, for a budget, corpus, vocabulary, dtype or mesh that does not fit.
+      ValueError: one line, for a budget, corpus, tokenizer, vocabulary, dtype or mesh that does
+        not fit.
     """
     num_steps = resolve_steps(hparams)
-    dataset = make_dataset(hparams.data, hparams.seed)
-    check_vocabulary(hparams, dataset.tokenizer)
+    tokenizer = tokenizer_of(hparams.data, workdir)
+    check_vocabulary(hparams, tokenizer)
+    dataset = make_dataset(hparams.data, hparams.seed, tokenizer=tokenizer)
     check_dtype(hparams.model)
     check_attention(hparams)
     mesh = make_mesh(mesh_spec)
@@ -61,7 +69,7 @@ def resolve_steps(hparams: Hparams) -> int:
     return num_steps
 
 
-def check_vocabulary(hparams: Hparams, tokenizer):
+def check_vocabulary(hparams: Hparams, tokenizer: Tokenizer):
     """Raises ValueError where the tokenizer has more ids than the model."""
     if hparams.model.vocab_size < tokenizer.vocab_size:
         raise ValueError(
@@ -116,10 +124,15 @@ def describe(hparams: Hparams, num_steps: int, params, dataset) -> list[str]:
         f'stage     from step {first}: {_places(hparams, stage)}'
         for first, stage in (starts if len(starts) > 1 else ())
     ]
+    mixture = [
+        f'mixture   {name}: {dataset.domains[name]:.1%} of the rows, {epochs:.2f} epochs'
+        for name, epochs in dataset.domain_epochs(num_steps).items()
+    ]
     return [
         f'model     {model.num_layers} layers of width {model.d_model}{routing}{experts}{stream}; '
         f'{parameters} parameters{active}',
         f'corpus    {dataset.corpus.description}',
+        *mixture,
         f'plan      {num_steps} steps x {format_count(total / max(1, num_steps))}FLOP = '
         f'{total:.3g} FLOPs, {dataset.epochs(num_steps):.2f} epochs',
         *stages,

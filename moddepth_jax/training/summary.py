@@ -123,6 +123,9 @@ def summarise(
 ) -> dict:
     """The content of summary.json, as interfaces of other commands expect it.
 
+    Of a mixture, `domains` holds each member's share of the rows, its epochs, and its losses as
+    `evaluate_honestly` gives them.
+
     Args:
       hparams: of the run.
       state: after the last step.
@@ -132,8 +135,16 @@ def summarise(
         all starts, `versions`.
     """
     layers = {'routing': hparams.model.routed_layers, 'experts': hparams.model.expert_layers}
+    parts = {*layers, 'domains'}
     flops = flops_of_a_step(hparams, state.num_steps)
     step = int(state.step)
+    domains = {}
+    if 'domains' in evaluation:
+        epochs = dataset.domain_epochs(step)
+        domains['domains'] = {
+            name: {'share': dataset.domains[name], 'epochs': epochs[name], **values}
+            for name, values in evaluation['domains'].items()
+        }
     stages = [
         {'first_step': first, 'flops_per_step': train_step_flops(hparams, stage)}
         | {'capacity': stage.capacity, 'routing': stage.routing}
@@ -142,7 +153,8 @@ def summarise(
     return {
         'final_step': step,
         'train_loss': metadata['train_loss'],
-        'eval': {name: value for name, value in evaluation.items() if name not in layers},
+        'eval': {name: value for name, value in evaluation.items() if name not in parts},
+        **domains,
         **{name: by_layer(layers[name], evaluation.get(name, {})) for name in layers},
         'parameters': num_parameters(state.params),
         'active_parameters': active_parameters(hparams, state.params),

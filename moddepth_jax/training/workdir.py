@@ -1,16 +1,13 @@
 """The directory of one run: its config, its lock, and files that are whole or not there."""
 
-import contextlib
-import fcntl
 import json
 import os
 import pathlib
-import socket
 
+from moddepth_jax.data.directory import LOCK_FILE, DirectoryLock, write_atomically
 from moddepth_jax.hparams import unknown_knobs
 
 CONFIG_FILE = 'config.json'
-LOCK_FILE = 'lock'
 SCHEMA_VERSION = 1
 OLDER_RUNS = {  # a knob that they do not have: the value under which they behave as they did
     'model.across_documents': False,
@@ -25,6 +22,7 @@ OLDER_RUNS = {  # a knob that they do not have: the value under which they behav
     'model.routing.overflow': 'grow',
     'report.top_p': 1.0,
     'data.log_windows': False,
+    'data.mixture': '',
     'model.depth.stream': 'residual',
     'model.depth.slots': 'none',
     'model.depth.attention_slot_projection': False,
@@ -52,78 +50,34 @@ OLDER_RUNS = {  # a knob that they do not have: the value under which they behav
 _NOT_OURS = 'a newer version wrote it, and can go on with this run, or it was edited'
 
 
-def write_atomically(path: str | os.PathLike, text: str) -> None:
-    """Writes `text` so that, killed anywhere, `path` holds all of the old text or of the new."""
-    # Several may write the same file at once, on several hosts.
-    temporary = f'{os.fspath(path)}.{socket.gethostname()}-{os.getpid()}.tmp'
-    try:
-        with open(temporary, 'w', encoding='utf-8') as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):  # a part of it must not fill the disk
-            os.unlink(temporary)
-        raise
-
-
 def unfinished(names: set[str], file: str) -> set[str]:
     """Those of `names` that `write_atomically`, killed, may have left of `file`."""
     return {name for name in names if name.startswith(f'{file}.') and name.endswith('.tmp')}
 
 
-class WorkdirLock:
-    """Holds a run's directory until `close`, the end of the `with`, or the process's death.
-
-    The kernel drops the lock with the process, so no kill can leave a stale one behind.
+class WorkdirLock(DirectoryLock):
+    """Holds a run's directory, as DirectoryLock does.
 
     Raises:
       ValueError: another run holds the directory, or the lock file cannot be written; one line.
     """
 
     def __init__(self, path: str | os.PathLike):
-        try:
-            self._file = open(pathlib.Path(path) / LOCK_FILE, 'a+', encoding='utf-8')
-        except OSError as error:
-            right = 'must be a directory that can be written'
-            raise ValueError(f'--workdir={path}: {error.strerror}; {right}') from None
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._file.seek(0)
-            holder = self._file.read().strip() or 'another process'
-            self._file.close()
-            right = 'wait until it ends, or use another --workdir'
-            raise ValueError(f'--workdir={path}: in use by {holder}; {right}') from None
-        self._file.truncate(0)
-        self._file.write(f'process {os.getpid()} on {socket.gethostname()}\n')
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.close()
+        super().__init__(path, '--workdir')
 
 
 def open_workdir(
-    path: str | os.PathLike, config: dict, volatile: tuple[str, ...] = (), update: bool = True
+    path: str | os.PathLike, config: dict, volatile: tuple[str, ...] = ()
 ) -> list[str]:
     """Makes `path` the directory of a run of `config`, or checks that it already is.
 
     A new or empty directory gets `config.json`. Where there is one, it is compared as `read_config`
-    gives it, then takes the volatile fields of `config` and what an older run did not have. The
-    lock is not held afterwards: a run takes a `WorkdirLock` next.
+    gives it, and left alone. A run takes a `WorkdirLock` next, then calls `update_config`.
 
     Args:
       path: the directory; parents are made.
       config: nested dict of JSON values; tuples are stored as lists.
       volatile: dotted names of fields or groups that may differ from the stored config.
-      update: False leaves a config.json that is there alone; see `update_config`.
 
     Returns:
       Lines for the user, of `read_config`.
@@ -144,16 +98,18 @@ def open_workdir(
         if others:
             found = f'holds {others[0]!r} but no {CONFIG_FILE}, so it is no directory of a run'
             raise ValueError(f'--workdir={path}: {found}; {right}')
-        _write(path, config, only_new=True)
+        _write_first(path, config)
     older, filled = _read_config(path)
     steady = {name: value for name, value in filled.items() if not _is_of(name, volatile)}
-    if (_refuse_difference(path, config, older, volatile) or filled) and update:
-        _write(path, config, only_new=False)
+    _refuse_difference(path, config, older, volatile)
     return _note(path, steady)
 
 
 def update_config(path: str | os.PathLike, config: dict) -> None:
-    """Has config.json hold `config`, which `open_workdir` took; the caller holds the lock."""
+    """Has config.json hold `config`, which `open_workdir` took; the caller holds the lock.
+
+    Its volatile fields change, and what an older run did not have is added.
+    """
     file = pathlib.Path(path) / CONFIG_FILE
     if file.read_text(encoding='utf-8') != _content(config):
         write_atomically(file, _content(config))
@@ -169,14 +125,12 @@ def _is_of(name, fields):
 
 
 def _refuse_difference(path, config, older, volatile):
-    """Whether only volatile fields differ; raises where others do."""
     wanted, stored = _flatten(_as_json(config)), _flatten(older)
     for name in sorted(wanted.keys() | stored.keys()):
         old, new = stored.get(name, 'absent'), wanted.get(name, 'absent')
         if old != new and not _is_of(name, volatile):
             found = f'{name} is {old!r} in its {CONFIG_FILE} and {new!r} in this run'
             raise ValueError(f'--workdir={path}: {found}; use another --workdir')
-    return wanted != stored
 
 
 def read_config(path: str | os.PathLike) -> tuple[dict, list[str]]:
@@ -217,18 +171,26 @@ def _read_config(path):
         raise ValueError(f'{file}: schema_version={version!r}; {right}')
     for name, value in unknown_knobs(config).items():
         raise ValueError(f'{file}: {name}={value!r}: no such knob; {_NOT_OURS}')
-    filled = {}
-    if isinstance(config.get('model'), dict) and 'routing' in config['model']:
+    model = _group(config, ['model'])
+    if model is not None and 'routing' in model:
         for group in ('depth', 'experts'):  # they came after that of routing
-            config['model'].setdefault(group, {})
+            model.setdefault(group, {})
+    filled = {}
     for name, value in OLDER_RUNS.items():
         *groups, knob = name.split('.')
-        group = config
-        for part in groups:
-            group = group.get(part) if isinstance(group, dict) else None
-        if isinstance(group, dict) and knob not in group:
+        group = _group(config, groups)
+        if group is not None and knob not in group:
             group[knob] = filled[name] = value
     return config, filled
+
+
+def _group(config, names):
+    """The group of knobs below `names`, or None: a config without it is told of by its reader."""
+    for name in names:
+        if not isinstance(config, dict) or name not in config:
+            return None
+        config = config[name]
+    return config if isinstance(config, dict) else None
 
 
 def _content(config):
@@ -236,11 +198,11 @@ def _content(config):
     return json.dumps(content, indent=2, sort_keys=True) + '\n'
 
 
-def _write(path, config, only_new):
+def _write_first(path, config):
     try:
         path.mkdir(parents=True, exist_ok=True)
         with WorkdirLock(path):
-            if not (only_new and (path / CONFIG_FILE).exists()):
+            if not (path / CONFIG_FILE).exists():
                 write_atomically(path / CONFIG_FILE, _content(config))
     except OSError as error:
         right = 'must be a directory that can be written'

@@ -23,7 +23,8 @@ def _held_out(num_rows):
     """Batches of two rows, of a Python text."""
     text = (TEXT * num_rows)[: num_rows * T]
     knobs = dict(text_field='text', tokenizer='bytes', held_out_fraction=0.5, batch_size=2)
-    data = DataHparams(source='stdlib', sequence_length=T, log_windows=False, **knobs)
+    knobs |= dict(mixture='', sequence_length=T, log_windows=False)
+    data = DataHparams(source='stdlib', **knobs)
     return HeldOut(data, Corpus('stdlib', [], [text], '', ''))
 
 
@@ -92,12 +93,12 @@ def test_entropy_is_that_of_the_token_after_the_one_that_entered(tiny_config):
     found = _measured(tiny_config, knobs)['entropy']['by_blocks']
     hparams = small(tiny_config, {'model.vocab_size': 257, 'model.num_layers': 3}, knobs)
     variables, data = drawn(hparams, np.zeros((1, T), np.int32)), _held_out(7)
-    entropies = []
+    entropies, apply = [], jax.jit(Transformer(hparams).apply, static_argnums=3)
     for index in range(4):
         batch = data.held_out_batch(index)
         real_B = batch['segment_ids_BT'][:, 0] > 0
         given = batch['tokens_BT'], batch['segment_ids_BT'], 'threshold'
-        logits_BTV, _ = Transformer(hparams).apply(variables, *given)
+        logits_BTV, _ = apply(variables, *given)
         log_p_BTV = jax.nn.log_softmax(logits_BTV)
         entropies.append(-np.sum(np.exp(log_p_BTV) * log_p_BTV, axis=-1)[real_B])
     entropy_BT = np.concatenate(entropies)

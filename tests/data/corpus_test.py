@@ -10,13 +10,13 @@ import pytest
 from pyarrow import parquet
 
 from moddepth_jax.data.corpus import load_corpus, load_held_out, split
-from moddepth_jax.data.files import file_documents
+from moddepth_jax.data.files import KINDS, file_documents
 from moddepth_jax.data.python_text import environment_documents, stdlib_documents
 from moddepth_jax.hparams import DataHparams
 
 
 def _data(source, **changes):
-    knobs = dict(text_field='text', tokenizer='bytes', sequence_length=8, batch_size=2)
+    knobs = dict(mixture='', text_field='text', tokenizer='bytes', sequence_length=8, batch_size=2)
     knobs |= dict(held_out_fraction=0.25, log_windows=False)
     return DataHparams(source=str(source), **{**knobs, **changes})
 
@@ -226,6 +226,18 @@ def test_sha256_changes_with_every_change(tmp_path):
     assert len({base, *changed}) == 7
 
 
+def test_the_names_of_the_documents_are_kept(tmp_path):
+    """On the side on which their texts are, so that messages can name them."""
+    for i in range(9):
+        (tmp_path / f'{i}.txt').write_text(f'text {i}')
+    corpus = load_corpus(_data(tmp_path / '*.txt'))
+    whole = load_held_out(_data(tmp_path / '*.txt'))
+    for part, texts in (('train', corpus.train), ('held_out', corpus.held_out)):
+        assert [f'text {name[0]}'.encode() for name in corpus.names[part]] == texts
+    assert whole.names == {'held_out': [f'{i}.txt' for i in range(9)]}
+    assert corpus.train_bytes() == 6 * len(corpus.train)
+
+
 # The user's files.
 
 
@@ -341,8 +353,8 @@ def test_corrupt_parquet_is_refused(tmp_path):
 def test_a_glob_without_a_match_is_refused(tmp_path):
     """A typo and a bare folder name the value and what would be right."""
     right = (
-        'must be stdlib, python_environment, synthetic, recall or a glob of .txt, .jsonl or '
-        '.parquet files'
+        'must be stdlib, python_environment, synthetic, recall, mixture, a folder of '
+        f'launch.prepare or a glob of {KINDS}'
     )
     assert _error(load_corpus, _data('stdlb')) == f"data.source='stdlb': matches no file; {right}"
     message = _error(load_corpus, _data(tmp_path))

@@ -8,7 +8,7 @@ import pytest
 
 from moddepth_jax.data import landmarks as module
 from moddepth_jax.data.corpus import Corpus
-from moddepth_jax.data.landmarks import landmarks
+from moddepth_jax.data.landmarks import landmarks, measured_text
 
 
 def _corpus(*train):
@@ -40,6 +40,13 @@ def test_only_the_first_bytes_are_measured(monkeypatch):
     expected = landmarks(_corpus(b'ab' * 50))
     assert landmarks(_corpus(b'ab' * 30, b'ab' * 40 + b'xyz', b'more')) == expected
     assert landmarks(_corpus(b'ab' * 30, b'xyz' * 40)) != expected
+
+
+def test_what_was_measured_is_told(monkeypatch):
+    """All of the text, or the first bytes of it."""
+    monkeypatch.setattr(module, 'MAX_BYTES', 2**20)
+    assert measured_text(_corpus(b'a' * 2**19, b'b' * 2**19)) == 'training text'
+    assert measured_text(_corpus(b'a' * 2**20, b'b')) == 'first 1 MiB of training text'
 
 
 def test_cache_is_used_and_told_apart_by_the_text(cache, monkeypatch):

@@ -9,18 +9,13 @@ import numpy as np
 import pytest
 
 from moddepth_jax.data.corpus import Corpus
-from moddepth_jax.data.pipeline import (
-    check_fingerprint,
-    make_dataset,
-    make_held_out,
-    token_stream,
-    window_batch,
-)
-from moddepth_jax.data.tokenizer import make_tokenizer
+from moddepth_jax.data.pipeline import check_fingerprint, make_dataset, make_held_out
+from moddepth_jax.data.tokenizer import ByteTokenizer, make_tokenizer
+from moddepth_jax.data.windows import token_stream, window_batch
 from moddepth_jax.hparams import DataHparams
 
 S = 256
-DATA = DataHparams('hand-made', 'text', 'bytes', 4, 3, 0.25, False)
+DATA = DataHparams('hand-made', '', 'text', 'bytes', 4, 3, 0.25, False)
 HAND_MADE = Corpus('hand-made', [b'abc', b'd', b'efgh'], [b'uv', b'wxyz'], 'f00d', 'by hand')
 STREAM = [S, *b'abc', S, *b'd', S, *b'efgh']
 
@@ -55,6 +50,21 @@ def test_stream_puts_a_separator_before_each_document():
     assert make_tokenizer('bytes').decode(token_stream(RANDOM.train, make_tokenizer('bytes'))) == (
         _text
     )
+
+
+def test_text_that_cannot_be_encoded_is_named():
+    """The document, by its name where it has one, then what the tokenizer says."""
+
+    class Strict(ByteTokenizer):
+        def encode(self, data):
+            if b'\xff' in data:
+                raise ValueError('byte 1 is not UTF-8')
+            return super().encode(data)
+
+    with pytest.raises(ValueError, match=r'^b.txt#7: byte 1 is not UTF-8$'):
+        token_stream([b'a', b'a\xff'], Strict(), ['b.txt#6', 'b.txt#7'])
+    with pytest.raises(ValueError, match='^document 2: byte 1'):
+        token_stream([b'a', b'a\xff'], Strict())
 
 
 def test_windows_as_drawn():

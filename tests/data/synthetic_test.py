@@ -12,7 +12,7 @@ from moddepth_jax.data.tokenizer import make_tokenizer
 from moddepth_jax.hparams import DataHparams
 
 SEPARATOR = 256
-DATA = DataHparams('synthetic', 'text', 'bytes', 64, 32, 0.05, False)
+DATA = DataHparams('synthetic', '', 'text', 'bytes', 64, 32, 0.05, False)
 
 
 def _words(text):

@@ -1,49 +1,204 @@
-"""Shows that the byte tokenizer loses nothing and that its table of bytes is the truth."""
+"""Shows that no kind of tokenizer loses a byte, and that its table of bytes is the truth."""
+
+import json
 
 import numpy as np
 import pytest
 
-from moddepth_jax.data.tokenizer import make_tokenizer
+from moddepth_jax.data.tokenizer import make_tokenizer, tokenizer_of
+from tests.data import tokenizer_files
 
 ALL_BYTES = bytes(range(256)) * 3 + 'naïve \x00 text\r\n'.encode()
+KINDS = ('bytes', 'bpe', 'llama', 'sentence piece')
 
 
-def test_round_trip_keeps_every_byte():
-    """decode inverts encode on all 256 byte values, on nothing, and whatever the integer type."""
+@pytest.fixture(scope='module')
+def made(tmp_path_factory):
+    """A tokenizer of each kind."""
+    folder = tmp_path_factory.mktemp('tokenizers')
+    (folder / 'tokenizer.json').write_text(tokenizer_files.llama_file())
+    (folder / 'x.model').write_bytes(tokenizer_files.sentence_piece_file())
+    return {
+        'bytes': make_tokenizer('bytes'),
+        'bpe': tokenizer_files.byte_level(),
+        'llama': make_tokenizer(folder / 'tokenizer.json'),
+        'sentence piece': make_tokenizer(folder / 'x.model'),
+    }
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_every_text_comes_back_byte_for_byte(made, kind):
+    """Emoji, control characters, CRLF, spaces at either end, text that spells special tokens.
+
+    No special id is among those of a text, its pieces are the text in order, and the table counts
+    them: one byte more a document where a space is put before it.
+    """
+    tokenizer = made[kind]
+    more = int(kind in ('llama', 'sentence piece'))
+    texts = tokenizer_files.hard_texts(1, 120)
+    for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
+        assert ids.dtype == tokenizer.dtype == np.uint16
+        assert ids.tolist() == tokenizer.encode(text).tolist()
+        assert tokenizer.decode(ids) == text
+        assert b''.join(tokenizer.pieces(ids)) == text and len(tokenizer.pieces(ids)) == len(ids)
+        assert not set(ids.tolist()) & {tokenizer.separator, *tokenizer.stops}
+        assert tokenizer.token_bytes_V[ids].sum() == len(text) + more * bool(text)
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_documents_are_read_one_after_another(made, kind):
+    """Separators are skipped, and what each document had before its text goes with them."""
+    tokenizer = made[kind]
+    texts = tokenizer_files.hard_texts(2, 9)
+    stream = [i for text in texts for i in (tokenizer.separator, *tokenizer.encode(text))]
+    assert tokenizer.decode(np.array(stream).reshape(1, -1)) == b''.join(texts)
+    assert tokenizer.pieces(stream)[0] == b''
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_a_growing_row_only_adds_bytes(made, kind):
+    """What is shown of a row while it is written stays as it is, whatever ids follow."""
+    tokenizer = made[kind]
+    ids = np.random.default_rng(0).integers(0, tokenizer.vocab_size, 60).tolist()
+    texts = [tokenizer.decode(ids[:stop]) for stop in range(61)]
+    assert all(after.startswith(text) for text, after in zip(texts, texts[1:], strict=False))
+    assert len(texts[-1]) > 50
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_a_saved_tokenizer_is_the_same(made, kind, tmp_path):
+    """All that the protocol names, from the folder alone; saved again it is bit-equal."""
+    tokenizer = made[kind]
+    tokenizer.save(tmp_path / 'one' / 'deep')
+    again = make_tokenizer(tmp_path / 'one' / 'deep')
+    for name in ('name', 'sha256', 'vocab_size', 'separator', 'stops', 'dtype'):
+        assert getattr(again, name) == getattr(tokenizer, name), name
+    assert again.token_bytes_V.tolist() == tokenizer.token_bytes_V.tolist()
+    text = tokenizer_files.hard_texts(3, 2)[1]
+    assert again.encode(text).tolist() == tokenizer.encode(text).tolist()
+    again.save(tmp_path / 'two')
+    for file in (tmp_path / 'one' / 'deep').iterdir():
+        assert (tmp_path / 'two' / file.name).read_bytes() == file.read_bytes()
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_the_table_covers_the_ids_and_is_not_for_writing(made, kind):
+    """int32 of every id; 0 for the separator and the stops."""
+    tokenizer = made[kind]
+    assert tokenizer.token_bytes_V.dtype == np.int32
+    assert tokenizer.token_bytes_V.shape == (tokenizer.vocab_size,)
+    assert not tokenizer.token_bytes_V[[tokenizer.separator, *tokenizer.stops]].any()
+    with pytest.raises(ValueError, match='read-only'):
+        tokenizer.token_bytes_V[0] = 1
+
+
+def test_bytes_are_their_own_ids():
+    """All 256 values, whatever the integer type they come back in; the separator is id 256."""
     tokenizer = make_tokenizer('bytes')
     ids = tokenizer.encode(ALL_BYTES)
     assert ids.dtype == np.uint16 and ids.tolist() == list(ALL_BYTES)
-    assert tokenizer.decode(ids) == ALL_BYTES
     assert tokenizer.decode(ids.astype(np.int32).tolist()) == ALL_BYTES
-    assert tokenizer.encode(b'').shape == (0,) and tokenizer.decode([]) == b''
-
-
-def test_separator_is_an_id_of_its_own_and_no_text():
-    """The separator is in the vocabulary, comes from no byte, and decodes to none."""
-    tokenizer = make_tokenizer('bytes')
-    assert tokenizer.name == 'bytes'
-    assert (tokenizer.vocab_size, tokenizer.separator) == (257, 256)
-    assert tokenizer.separator not in tokenizer.encode(ALL_BYTES)
+    assert (tokenizer.vocab_size, tokenizer.separator, tokenizer.stops) == (257, 256, (256,))
+    assert (tokenizer.name, tokenizer.sha256) == ('bytes', '')
     assert tokenizer.decode([256, 97, 256, 256, 98, 256]) == b'ab'
+    assert tokenizer.token_bytes_V.tolist() == [1] * 256 + [0]
 
 
-def test_token_bytes_count_what_decode_gives():
-    """token_bytes_V of any id is the length of the text it decodes to."""
-    tokenizer = make_tokenizer('bytes')
-    lengths = [len(tokenizer.decode([i])) for i in range(tokenizer.vocab_size)]
-    assert tokenizer.token_bytes_V.dtype == np.int32
-    assert tokenizer.token_bytes_V.tolist() == lengths
-    assert sum(lengths) == 256
-
-
-@pytest.mark.parametrize('ids', [[257], [97, -1], [-100]])
-def test_decode_refuses_what_is_no_id(ids):
+@pytest.mark.parametrize('ids', [[320], [97, -1], [-100]])
+@pytest.mark.parametrize('method', ['decode', 'pieces'])
+def test_what_is_no_id_is_refused(made, ids, method):
     """An id outside the vocabulary, an ignored label among them, is an error and no character."""
-    with pytest.raises(ValueError, match=rf'token id {ids[-1]}: must lie in \[0, 257\)'):
-        make_tokenizer('bytes').decode(ids)
+    with pytest.raises(ValueError, match=rf'token id {ids[-1]}: must lie in \[0, 320\)'):
+        getattr(made['bpe'], method)(ids)
 
 
-def test_unknown_name_is_refused():
-    """A name outside the table is answered with the table."""
-    with pytest.raises(ValueError, match="data.tokenizer='byte': must be one of bytes"):
-        make_tokenizer('byte')
+@pytest.mark.parametrize('kind', KINDS[1:])
+def test_text_that_is_not_utf8_is_refused_with_its_place(made, kind):
+    """The first byte that is wrong, counted from 0, and what to do; bytes take it as it is."""
+    for text, place in ((b'\xff', 0), ('é'.encode() + b'a\xe9b', 3), (b'ab\xed\xa0\x80', 2)):
+        with pytest.raises(ValueError, match=rf'^byte {place} of the text .*UTF-8.*=bytes$'):
+            made[kind].encode(text)
+        assert made['bytes'].decode(made['bytes'].encode(text)) == text
+
+
+def test_large_vocabularies_take_wider_ids(tmp_path):
+    """uint16 holds the ids of 65,536 tokens and no more; a gap counts."""
+    content = json.loads(tokenizer_files.llama_file())
+    for highest, dtype in ((65535, np.uint16), (65536, np.uint32)):
+        content['model']['vocab']['zz'] = highest
+        file = tmp_path / 'tokenizer.json'
+        file.write_text(json.dumps(content))
+        tokenizer = make_tokenizer(file)
+        assert (tokenizer.vocab_size, tokenizer.dtype) == (highest + 1, dtype)
+        assert tokenizer.encode(b'def').dtype == dtype
+        assert tokenizer.pieces([highest - 1, highest]) == [b'', b'zz']
+
+
+@pytest.mark.parametrize(
+    ('name', 'words'),
+    [
+        ('byte', 'byte: no such tokenizer; must be bytes, a tokenizer.json'),
+        ('empty', 'empty: no tokenizer in this folder; must hold tokenizer.json'),
+        ('torn', 'torn/tokenizer_about.json: cannot be read'),
+        ('bare', "bare/tokenizer_about.json: no 'kind'"),
+        ('other', 'other/tokenizer.json: is not the file that tokenizer_about.json beside it'),
+        ('below/tokenizer.json', 'cannot be read (Not a directory)'),
+    ],
+)
+def test_what_is_no_tokenizer_is_refused_by_name(tmp_path, monkeypatch, name, words):
+    """One line with the file and what would be right."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ('empty', 'torn', 'bare'):
+        (tmp_path / folder).mkdir()
+    (tmp_path / 'torn' / 'tokenizer_about.json').write_text('{"kind": ')
+    (tmp_path / 'bare' / 'tokenizer_about.json').write_text('{}')
+    (tmp_path / 'below').write_text('')
+    tokenizer_files.byte_level().save('other')
+    (tmp_path / 'other' / 'tokenizer.json').write_text(tokenizer_files.llama_file())
+    with pytest.raises(ValueError) as caught:
+        make_tokenizer(name)
+    assert words in str(caught.value) and '\n' not in str(caught.value)
+
+
+def test_bytes_take_no_other_separator():
+    """Theirs is no byte, so there is nothing to choose."""
+    with pytest.raises(ValueError, match="separator='x': leave it out"):
+        make_tokenizer('bytes', 'x')
+
+
+@pytest.fixture
+def data(tiny_config):
+    """data(tokenizer, source): DataHparams with these."""
+    from moddepth_jax.hparams import from_config
+
+    def make(tokenizer, source='synthetic'):
+        return from_config(
+            tiny_config(**{'data.tokenizer': str(tokenizer), 'data.source': str(source)})
+        ).data
+
+    return make
+
+
+def test_a_run_goes_before_the_config(made, data, tmp_path):
+    """What a run keeps is its tokenizer, wherever the file it came from is; else the file is."""
+    made['bpe'].save(tmp_path / 'run' / 'tokenizer')
+    made['llama'].save(tmp_path / 'file')
+    (tmp_path / 'new').mkdir()
+    wanted = data(tmp_path / 'file')
+    assert tokenizer_of(wanted, tmp_path / 'run').sha256 == made['bpe'].sha256
+    assert tokenizer_of(data('/nowhere/x.json'), tmp_path / 'run').sha256 == made['bpe'].sha256
+    for workdir in (None, tmp_path / 'new', tmp_path / 'not there'):
+        assert tokenizer_of(wanted, workdir).sha256 == made['llama'].sha256
+    assert tokenizer_of(data('bytes'), tmp_path / 'run').name == 'bytes'
+    with pytest.raises(ValueError, match="data.tokenizer='/nowhere/x.json': .*no such tokenizer"):
+        tokenizer_of(data('/nowhere/x.json'), tmp_path / 'new')
+
+
+def test_prepared_text_brings_its_tokenizer(made, data, tmp_path):
+    """`prepared` is what lies beside the tokens; a source without any is refused by name."""
+    made['bpe'].save(tmp_path / 'text' / 'tokenizer')
+    made['bytes'].save(tmp_path / 'as bytes' / 'tokenizer')
+    assert tokenizer_of(data('prepared', tmp_path / 'text')).sha256 == made['bpe'].sha256
+    assert tokenizer_of(data('prepared', tmp_path / 'as bytes')).name == 'bytes'
+    with pytest.raises(ValueError, match="data.tokenizer='prepared': data.source='stdlib' must"):
+        tokenizer_of(data('prepared', 'stdlib'))

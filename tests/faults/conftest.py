@@ -7,11 +7,10 @@ import pathlib
 import random
 import statistics
 
-import jax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from moddepth_jax.hparams import from_config
+from tests import compiled
 
 NUM_STEPS = 6
 
@@ -35,20 +34,8 @@ def kept_programs(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def compiled_once(kept_programs):
-    """Programs are compiled in haste and kept on disk."""
-    changes = {
-        'jax_disable_most_optimizations': True,
-        'jax_enable_compilation_cache': True,
-        'jax_compilation_cache_dir': str(kept_programs),
-        'jax_persistent_cache_min_compile_time_secs': 0.0,
-    }
-    before = {name: jax.config.values[name] for name in changes}
-    for values in (changes, before):
-        for name, value in values.items():
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()
-        if values is changes:
-            yield
+    with compiled.compiled_once(kept_programs):
+        yield
 
 
 @pytest.fixture(scope='session')

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from moddepth_jax.data.pipeline import Dataset
 from moddepth_jax.training import loop
 from moddepth_jax.training.manifest import read_manifest
 from moddepth_jax.training.metrics import read_metrics
@@ -167,7 +168,7 @@ def test_a_checkpoint_that_does_not_fit_costs_the_steps_after_the_last(
     finished, disk, monkeypatch, tally
 ):
     """The disk fills before step 4 is saved: one line, step 2 stays good, and it goes on."""
-    workdir, train_batch = disk.folder / 'run', loop.Dataset.train_batch
+    workdir, train_batch = disk.folder / 'run', Dataset.train_batch
 
     def train_batch_and_fill(dataset, step, *rows):
         if step == 3:
@@ -177,7 +178,7 @@ def test_a_checkpoint_that_does_not_fit_costs_the_steps_after_the_last(
         return train_batch(dataset, step, *rows)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop.Dataset, 'train_batch', train_batch_and_fill)
+        patch.setattr(Dataset, 'train_batch', train_batch_and_fill)
         with pytest.raises(ValueError) as caught:
             loop.train(finished.hparams, workdir)
     assert 'No space left on device' in str(caught.value)

@@ -15,6 +15,7 @@ from moddepth_jax.data.pipeline import Dataset
 from moddepth_jax.training import loop, start
 from moddepth_jax.training.checkpoint import Checkpoints, state_sha256
 from moddepth_jax.training.manifest import read_manifest, write_manifest
+from moddepth_jax.training.steps import Diverged
 from moddepth_jax.training.train_step import init_state
 from moddepth_jax.training.workdir import WorkdirLock
 from tests.faults.conftest import NUM_STEPS
@@ -102,7 +103,7 @@ def test_nan_batches_in_a_row_stop_the_run(small_run, tmp_path, monkeypatch, tal
     """After max_nan_steps of them it ends in one line, the last good parameters saved."""
     hparams = small_run(**EVERY_STEP, **{'training.max_nan_steps': 2})
     poisoned(monkeypatch, {1, 3, 4})
-    with pytest.raises(loop.Diverged) as caught:
+    with pytest.raises(Diverged) as caught:
         loop.train(hparams, tmp_path / 'run')
     one_line(caught, 'training.max_nan_steps=2', 'up to 5', 'optimizer.learning_rate')
     states = saved_states(hparams, tmp_path / 'run')

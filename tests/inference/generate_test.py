@@ -284,6 +284,31 @@ def test_only_ids_of_the_tokenizer_are_written(tiny_config):
     assert len(set(known[:, 4:].ravel().tolist())) > 50
 
 
+class Gapped:
+    """Ids that stand for text: 10, 20, ..., 150; the separator is 3, a text ends with 5 too."""
+
+    separator, stops = 3, (3, 5)
+    token_bytes_V = np.bincount(np.arange(10, 160, 10), minlength=200)
+
+
+def test_neither_gaps_nor_special_ids_are_drawn_and_every_stop_ends_a_text(tiny_config):
+    """Of all logits alike: ids with text come, and the two ids that end it, which are left out."""
+    changes = {'model.num_layers': 1, 'model.vocab_size': 256, 'model.routing.router': 'none'}
+    hparams = make_hparams(tiny_config, **changes)
+    init = functools.partial(Transformer(hparams).init, jax.random.key(0))
+    variables = jax.jit(lambda: init(np.zeros((1, LENGTH), np.int32)), compiler_options=FAST)()
+    arguments = {'temperature': 1e4, 'num_samples': 60, 'tokenizer': Gapped()}
+    texts = generate(variables, hparams, [[3, 10]], 10, **arguments, stop=False).tokens
+    drawn = {int(token) for text in texts for token in text[2:]}
+    assert drawn == {3, 5, *range(10, 160, 10)}
+    result = generate(variables, hparams, [[3, 10]], 10, **arguments)
+    for text, free, stopped in zip(result.tokens, texts, result.stopped, strict=True):
+        ends = np.flatnonzero(np.isin(free[2:], [3, 5]))
+        assert stopped == bool(len(ends))
+        assert text.tolist() == free[: 2 + ends[0] if stopped else None].tolist()
+    assert 0 < sum(result.stopped) < 60
+
+
 def test_a_document_does_not_see_the_one_before_it(variables, hparams):
     """Told what the separator is, text after one is that of the separator alone, as in training."""
     befores = ([256, 1, 2, 3], [256, 9, 8, 7], [256, 50, 60, 70])

@@ -1,7 +1,9 @@
 """launch.evaluate repeats the numbers of a run, and measures it on any text under any rule."""
 
 import concurrent.futures
+import dataclasses
 import json
+import math
 import os
 import pathlib
 import random
@@ -12,8 +14,13 @@ import sys
 import jax
 import pytest
 
+from moddepth_jax.data.pipeline import make_held_out
+from moddepth_jax.data.tokenizer import ByteTokenizer
 from moddepth_jax.hparams import from_config
 from moddepth_jax.training import loop
+from moddepth_jax.training.evaluate import evaluate_honestly
+from moddepth_jax.training.sharding import make_mesh
+from tests.data.prepared_text import prepare
 
 ROOT = pathlib.Path(__file__).parents[2]
 LENGTH = 32
@@ -147,6 +154,47 @@ def test_text_that_changed_since_is_told_of(folder, run):
     assert re.search(r'precision and recall: of predictor', done.stdout)
 
 
+def test_each_domain_is_measured_as_it_would_be_alone(folder, run):
+    """Files, folders of files and prepared folders are domains; each has the numbers of --data, the
+    held-out part of what was trained on alone; one without a window is skipped by name.
+    """
+    domains = folder / 'domains'
+    (domains / 'web').mkdir(parents=True)
+    for name in ('a', 'b'):
+        (domains / 'web' / f'{name}.txt').write_text(f'to {name} ' * 40)
+    (domains / 'notes.txt').write_text('not to be ' * 40)
+    (domains / 'short.txt').write_text('to be')
+    documents = [(f'{i}.txt', b'or not to be ' * i) for i in range(1, 30)]
+    prepare(domains / 'kept', documents, ByteTokenizer(), 0.3)
+    done = evaluate(folder, '--workdir={}/run', '--domains={}/domains', '--json={}/domains.json')
+    assert done.returncode == 0
+    skipped = 'the given text has 6 tokens and one window needs 33; give more text'
+    assert done.stderr == f'skipped short.txt: {skipped}\n'
+    report = json.loads((folder / 'domains.json').read_text())
+    assert report['skipped'] == {'short.txt': skipped} and report['rule'] == 'predictor'
+    sources = {'kept': 'kept', 'notes.txt': 'notes.txt', 'web': 'web/*.txt'}
+    assert list(report['domains']) == list(sources)
+    mesh = make_mesh('data=1')
+    for name, source in sources.items():
+        own = dataclasses.replace(run.hparams.data, source=str(domains / source))
+        given = (run.state.variables, run.hparams, make_held_out(own), mesh)
+        with jax.set_mesh(mesh):
+            expected = evaluate_honestly(*given, run.hparams.evaluation.final_batches)
+        found = report['domains'][name]
+        assert found['targets'] == expected['targets'] and found['text'] == 'all'
+        for number in ('loss', 'loss_top_c', 'routing_gap', 'bits_per_byte'):
+            assert found[number] == pytest.approx(expected[number], abs=2e-5), (name, number)
+        assert found['perplexity'] == pytest.approx(math.exp(expected['loss']), rel=1e-4)
+        cells = [f'{found["loss"]:.4f}', f'{found["perplexity"]:.2f}', f'{found["targets"]:,}']
+        (line,) = (line for line in done.stdout.splitlines() if name in line and '│' in line)
+        assert all(cell in line for cell in cells)
+    together, parts = report['together'], report['domains'].values()
+    assert together['targets'] == sum(part['targets'] for part in parts)
+    nats = sum(part['loss'] * part['targets'] for part in parts)
+    assert together['loss'] == pytest.approx(nats / together['targets'])
+    assert min(p['bits_per_byte'] for p in parts) < together['bits_per_byte']
+
+
 # name: (arguments with {} for the folder, words of the line)
 REFUSED = {
     'no workdir': ([], ['--workdir: missing']),
@@ -157,7 +205,11 @@ REFUSED = {
     'other field': (['--workdir={}/run', '--data={}/other/*.jsonl'], ['--text_field', "'body'"]),
     'field of nothing': (
         ['--workdir={}/run', '--text_field=body'],
-        ['--text_field=body', '--data'],
+        ['--text_field=body', '--data or --domains'],
+    ),
+    'domains of text': (
+        ['--workdir={}/run', '--domains={}/other', '--data={}/*.txt'],
+        ['--domains=', '/other', 'not together with --data'],
     ),
     'json nowhere': (['--workdir={}/run', '--json={}/no/a.json'], ['/no/a.json: No such file']),
 }

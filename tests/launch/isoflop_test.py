@@ -21,9 +21,9 @@ from moddepth_jax.analysis import study as study_lib
 from moddepth_jax.analysis.isoflop import Plan, Study
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model.flops import train_step_flops
-from moddepth_jax.training.loop import Diverged
 from moddepth_jax.training.plan import resolve_steps
 from moddepth_jax.training.stages import run_flops
+from moddepth_jax.training.steps import Diverged
 from moddepth_jax.training.summary import num_parameters
 from moddepth_jax.training.train_step import init_state
 from moddepth_jax.training.workdir import WorkdirLock, open_workdir

@@ -181,7 +181,13 @@ def test_the_block_runs_in_the_least_size_that_holds_every_row(tiny_config, monk
     assert taken == [2, 4, 8, 16]
 
 
-@pytest.mark.parametrize('name', ['learned_threshold', 'straight_through_threshold'])
+@pytest.mark.parametrize(
+    'name',
+    [
+        pytest.param('learned_threshold', marks=pytest.mark.slow),
+        'straight_through_threshold',
+    ],
+)
 def test_gradients_pass_through_the_sizes(name, tiny_config):
     """Gradients of parameters and stream are the equation's, where the last token enters too."""
     model, params, apply, _, window = build(tiny_config, name)

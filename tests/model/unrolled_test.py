@@ -122,7 +122,7 @@ def decode(hparams, variables, tokens_BT, segments_BT, rule, lengths_B=PROMPTS):
     return out, cache
 
 
-SLOW = ('aux_loss grows', 'straight_through', 'dense', 'random')
+SLOW = ('aux_loss', 'aux_loss grows', 'threshold', 'straight_through', 'dense', 'random')
 
 
 @pytest.mark.parametrize(

@@ -4,31 +4,18 @@ import os
 import random
 import signal
 
-import jax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from moddepth_jax.data.pipeline import Dataset
+from tests import compiled
 
 
 @pytest.fixture(scope='module')
 def compiled_once(tmp_path_factory):
-    """Programs are compiled in haste and kept on disk: runs here have most in common."""
-    changes = {
-        'jax_disable_most_optimizations': True,
-        'jax_enable_compilation_cache': True,
-        'jax_compilation_cache_dir': str(tmp_path_factory.mktemp('compiled')),
-        'jax_persistent_cache_min_compile_time_secs': 0.0,
-    }
-    before = {name: jax.config.values[name] for name in changes}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv('XDG_CACHE_HOME', str(tmp_path_factory.mktemp('cache')))
-        for values in (changes, before):
-            for name, value in values.items():
-                jax.config.update(name, value)
-            compilation_cache.reset_cache()
-            if values is changes:
-                yield
+        with compiled.compiled_once(tmp_path_factory.mktemp('compiled')):
+            yield
 
 
 @pytest.fixture(scope='module')

@@ -10,7 +10,7 @@ import pytest
 from moddepth_jax.data.tokenizer import make_tokenizer
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model.transformer import Transformer
-from moddepth_jax.training.evaluate import evaluate, evaluate_honestly
+from moddepth_jax.training.evaluate import evaluate, evaluate_honestly, perplexity
 from moddepth_jax.training.sharding import make_mesh
 
 FAST = {'xla_backend_optimization_level': 0}
@@ -22,6 +22,7 @@ class HeldOut:
 
     num_held_out_batches = 3
     tokenizer = make_tokenizer('bytes')
+    domains = {}
 
     def __init__(self):
         random = np.random.default_rng(0)
@@ -39,6 +40,18 @@ class HeldOut:
 
     def held_out_batch(self, index):
         return self.batches[index]
+
+    def domain(self, index):
+        return None
+
+
+class Mixture(HeldOut):
+    """The same: the first and the last batch of one domain, the second of another."""
+
+    domains = {'web': 0.25, 'code': 0.75}
+
+    def domain(self, index):
+        return ('web', 'code', 'web')[index]
 
 
 @pytest.fixture(scope='module')
@@ -89,6 +102,50 @@ def by_hand(variables, hparams, batches, routing, **layers):
         entered_BT = np.asarray(records.routing.entered_BT[0]) & (segment_ids_BT > 0)
         sums[3:] += entered_BT.sum(), (segment_ids_BT > 0).sum()
     return sums
+
+
+def test_losses_of_a_mixture_are_apart_and_weighted_by_its_shares(
+    variables, hparams, held_out, mesh
+):
+    """Each domain's numbers are those of its own batches; together they have their shares, however
+    many targets each of them has, and routing is weighted likewise.
+    """
+    result = evaluate_honestly(variables, hparams, Mixture(), mesh, 3)
+    rules = {'loss': 'predictor', 'loss_top_c': 'top_c'}
+    batches = {'web': held_out.batches[::2], 'code': held_out.batches[1:2]}
+    sums = {
+        key: {name: by_hand(variables, hparams, own, rule) for name, own in batches.items()}
+        for key, rule in rules.items()
+    }
+    for name, own in result['domains'].items():
+        nats, targets, num_bytes, *_ = sums['loss'][name]
+        assert own['loss'] == pytest.approx(nats / targets, rel=1e-5)
+        assert own['perplexity'] == pytest.approx(math.exp(nats / targets), rel=1e-4)
+        assert own['bits_per_byte'] == pytest.approx(nats / math.log(2) / num_bytes, rel=1e-5)
+        assert own['targets'] == targets
+        assert own['routing_gap'] == own['loss'] - own['loss_top_c']
+    assert list(result['domains']) == ['web', 'code']
+    for key in rules:
+        losses = {name: nats / targets for name, (nats, targets, *_) in sums[key].items()}
+        assert result[key] == pytest.approx(0.25 * losses['web'] + 0.75 * losses['code'], rel=1e-5)
+    assert result['targets'] == sum(values['targets'] for values in result['domains'].values())
+    per_target = {name: own[2:] / own[1] for name, own in sums['loss'].items()}
+    num_bytes, entered, real = 0.25 * per_target['web'] + 0.75 * per_target['code']
+    assert result['bits_per_byte'] == pytest.approx(result['loss'] / math.log(2) / num_bytes)
+    assert result['routing']['selected_fraction'] == pytest.approx([entered / real], rel=1e-5)
+
+
+def test_domains_that_were_not_reached_are_not_reported(variables, hparams, mesh):
+    """One batch of one domain: the loss is that domain's."""
+    result = evaluate(variables, hparams, Mixture(), mesh, 1, 'predictor')
+    assert list(result['domains']) == ['web']
+    assert result['domains']['web']['loss'] == pytest.approx(result['loss'], rel=1e-12)
+
+
+def test_perplexity_is_finite_or_infinite():
+    """exp of the loss; what a float cannot hold is infinite, not an error."""
+    assert perplexity(math.log(7)) == pytest.approx(7)
+    assert perplexity(1e4) == math.inf and math.isnan(perplexity(math.nan))
 
 
 @pytest.mark.parametrize(('num_batches', 'used'), [(1, 1), (3, 3), (99, 3)])

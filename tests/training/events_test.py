@@ -17,7 +17,7 @@ def test_a_full_disk_ends_the_events_alone(tmp_path, monkeypatch, capsys):
         if len(written) == 3:
             raise OSError(errno.ENOSPC, 'No space left on device')
 
-    with MetricsWriter(tmp_path, 0) as writer:
+    with MetricsWriter(tmp_path, 0, [Events(tmp_path, 0)]) as writer:
         monkeypatch.setattr(RecordWriter, 'write', write)
         for step in range(1, 30):
             writer.write(step, {'loss': 1.0, 'histogram': 'a'})

@@ -13,12 +13,13 @@ import pytest
 from tensorboardX.proto import event_pb2
 
 from moddepth_jax.training import metrics
+from moddepth_jax.training.events import Events
 
 ROOT = pathlib.Path(__file__).parents[2]
 
 
 def write_steps(workdir, first_step, *steps):
-    with metrics.MetricsWriter(workdir, first_step, tensorboard=False) as writer:
+    with metrics.MetricsWriter(workdir, first_step) as writer:
         for step in steps:
             writer.write(step, {'loss': float(step)})
 
@@ -51,7 +52,7 @@ def read_events(workdir):
 
 def test_rows_hold_what_was_given(tmp_path):
     """Numbers of Python, NumPy and JAX, strings and lists come back as JSON's kinds, in order."""
-    with metrics.MetricsWriter(tmp_path, 0, tensorboard=False) as writer:
+    with metrics.MetricsWriter(tmp_path, 0) as writer:
         writer.write(
             np.int64(10),
             {
@@ -79,7 +80,7 @@ def test_rows_hold_what_was_given(tmp_path):
 @pytest.mark.parametrize('value', [math.nan, math.inf, -math.inf, np.float32('nan')])
 def test_numbers_that_are_not_finite_are_null(tmp_path, value):
     """The file stays JSON for every reader: strict parsing finds null, not NaN."""
-    with metrics.MetricsWriter(tmp_path, 0) as writer:
+    with metrics.MetricsWriter(tmp_path, 0, [Events(tmp_path, 0)]) as writer:
         writer.write(1, {'loss': value, 'grad_norm': 3.0})
 
     def refuse(name):
@@ -94,7 +95,7 @@ def test_numbers_that_are_not_finite_are_null(tmp_path, value):
 @pytest.mark.parametrize('values', [{'loss': None}, {'loss': np.zeros(2)}, {'step': 3}])
 def test_other_values_are_refused_by_name(tmp_path, values):
     """What has no place in a row is refused by its name, and no part of the row is written."""
-    with metrics.MetricsWriter(tmp_path, 0, tensorboard=False) as writer:
+    with metrics.MetricsWriter(tmp_path, 0) as writer:
         with pytest.raises(ValueError, match=f'{next(iter(values))}=.*must be'):
             writer.write(1, values)
     assert metrics.read_metrics(tmp_path) == []
@@ -103,7 +104,7 @@ def test_other_values_are_refused_by_name(tmp_path, values):
 WRITE_AND_DIE = """
 import os, sys
 from moddepth_jax.training import metrics
-writer = metrics.MetricsWriter(sys.argv[1], 0, tensorboard=False)
+writer = metrics.MetricsWriter(sys.argv[1], 0)
 for step in range(3):
     writer.write(step, {'loss': 0.5})
 os.kill(os.getpid(), 9)
@@ -154,11 +155,11 @@ def test_no_rows_file_is_an_error(tmp_path):
 
 def test_events_mirror_the_numbers_and_purge_on_resume(tmp_path):
     """TensorBoard gets the scalars, and is told to forget the steps that a resume repeats."""
-    with metrics.MetricsWriter(tmp_path, 0) as writer:
+    with metrics.MetricsWriter(tmp_path, 0, [Events(tmp_path, 0)]) as writer:
         writer.write(1, {'loss': 1.0, 'device': 'cpu', 'list': [1.0]})
         writer.write(2, {'loss': 2.0})
     assert read_events(tmp_path) == [(0, 1, 'loss', 1.0), (0, 2, 'loss', 2.0)]
-    with metrics.MetricsWriter(tmp_path, 1) as writer:
+    with metrics.MetricsWriter(tmp_path, 1, [Events(tmp_path, 1)]) as writer:
         writer.write(2, {'loss': 2.5})
     start = event_pb2.SessionLog.START
     assert sorted(read_events(tmp_path), key=str)[-1] == (start, 2, None, None)
@@ -171,7 +172,7 @@ def test_a_list_named_histogram_is_one_for_tensorboard(tmp_path):
     One that holds a NaN, of a block without tokens, is a row with null and no event.
     """
     shares = [0.25, 0.0, 0.5, 0.25]
-    with metrics.MetricsWriter(tmp_path, 0) as writer:
+    with metrics.MetricsWriter(tmp_path, 0, [Events(tmp_path, 0)]) as writer:
         writer.write(1, {'routing/sigmoid_histogram': shares, 'other': shares})
         writer.write(2, {'routing/sigmoid_histogram': [math.nan] * 4})
     (file,) = (tmp_path / 'tensorboard').iterdir()
@@ -190,10 +191,10 @@ def test_a_list_named_histogram_is_one_for_tensorboard(tmp_path):
 
 def test_a_row_of_an_earlier_start_is_replaced(tmp_path):
     """The last evaluation of a finished run, made again by a rerun, stays one row, the new one."""
-    with metrics.MetricsWriter(tmp_path, 0, tensorboard=False) as writer:
+    with metrics.MetricsWriter(tmp_path, 0) as writer:
         writer.write(4, {'loss': 1.0})
         writer.write(4, {'eval/loss': 2.0})
-    with metrics.MetricsWriter(tmp_path, 4, tensorboard=False) as writer:
+    with metrics.MetricsWriter(tmp_path, 4) as writer:
         assert writer.has(4, 'eval/loss') and not writer.has(4, 'eval/gap')
         writer.write(4, {'eval/loss': 3.0})
         writer.write(5, {'loss': 0.5})

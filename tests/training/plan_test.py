@@ -6,6 +6,7 @@ from moddepth_jax.data.tokenizer import make_tokenizer
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model.flops import train_step_flops
 from moddepth_jax.training import plan
+from tests.data import tokenizer_files
 
 
 def one_line(caught, *words):
@@ -44,6 +45,22 @@ def test_a_vocabulary_below_the_tokenizers_is_refused(tiny_config):
         plan.check_vocabulary(hparams, make_tokenizer('bytes'))
     one_line(caught, 'model.vocab_size=256', '257')
     plan.check_vocabulary(from_config(tiny_config()), make_tokenizer('bytes'))
+
+
+def test_a_run_is_planned_with_the_tokenizer_that_it_keeps(tiny_config, tmp_path):
+    """Its file may be gone; without a kept one the file is asked for, before any text is read."""
+    kept = tokenizer_files.byte_level()
+    kept.save(tmp_path / 'tokenizer')
+    for seed in range(4):
+        (tmp_path / f'{seed}.txt').write_bytes(tokenizer_files.plain_text(seed, 400))
+    changes = {'model.vocab_size': 320, 'data.tokenizer': '/nowhere/x.json'}
+    hparams = from_config(tiny_config(**changes, **{'data.source': str(tmp_path / '*.txt')}))
+    _, dataset, _ = plan.prepare(hparams, 'data=1', tmp_path)
+    assert dataset.tokenizer.sha256 == kept.sha256
+    assert dataset.train_batch(0)['tokens_BT'].max() > 256
+    with pytest.raises(ValueError) as caught:
+        plan.prepare(hparams, 'data=1')
+    one_line(caught, "data.tokenizer='/nowhere/x.json'", 'no such tokenizer')
 
 
 def test_a_budget_of_more_steps_than_can_be_counted_is_refused(tiny_config):

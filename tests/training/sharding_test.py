@@ -124,9 +124,9 @@ def test_parameters_and_their_moments_are_split_alike(tiny_config, stream):
 
 
 def test_what_a_mesh_leaves_whole_is_bounded(tiny_config):
-    """A model whose width fsdp does not divide is refused by that knob; with data alone nothing is.
+    """What lies whole under fsdp counts against training.max_unsharded; under data alone it may.
 
-    Sizes that tensor must divide are refused by name before.
+    Sizes that an axis does not divide are refused by the name of the size.
     """
     hparams = from_config(tiny_config(**{'data.batch_size': 24, 'training.max_unsharded': 0.001}))
     sharding.check_mesh(hparams, mesh_of(data=24))
@@ -140,8 +140,8 @@ def test_what_a_mesh_leaves_whole_is_bounded(tiny_config):
             sharding.check_mesh(hparams, mesh_of(**sizes))
 
 
-def test_the_rows_of_a_process_are_those_of_its_devices():
-    """One process has all rows; what is put there is split over the axes of rows."""
+def test_a_process_alone_has_all_rows():
+    """It reads and places them all. Several processes: tests/launch/several_processes_test.py."""
     mesh = sharding.make_mesh()
     assert sharding.own_rows(mesh, 8) == slice(0, 8)
     batch = {'tokens_BT': np.arange(16).reshape(8, 2)}

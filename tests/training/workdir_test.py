@@ -74,6 +74,7 @@ def test_volatile_fields_may_differ(tmp_path, volatile):
     """A field named volatile, alone or by its group, may change, and is stored as it is now."""
     workdir.open_workdir(tmp_path, CONFIG)
     workdir.open_workdir(tmp_path, changed('training', 'log_every', 1), volatile=(volatile,))
+    workdir.update_config(tmp_path, changed('training', 'log_every', 1))
     assert workdir.read_config(tmp_path)[0]['training']['log_every'] == 1
     with pytest.raises(ValueError, match=r'training\.log_every'):
         workdir.open_workdir(tmp_path, changed('training', 'log_every', 2), volatile=('train',))
@@ -117,6 +118,19 @@ def test_missing_or_corrupt_config_is_one_line(tmp_path, text, found):
     with pytest.raises(ValueError, match=found) as caught:
         workdir.read_config(tmp_path)
     assert str(tmp_path) in str(caught.value) and '\n' not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    'config', [{}, {'model': 3}, {'model': {'routing': 'learned'}}, {'model': {}, 'data': None}]
+)
+def test_a_config_that_lacks_groups_is_told_of_by_its_reader(tmp_path, config):
+    """No knob is filled in where its group is missing or none; the line names what is."""
+    (tmp_path / 'config.json').write_text(json.dumps({'schema_version': 1, 'config': config}))
+    stored, _ = workdir.read_config(tmp_path)
+    assert stored.keys() == config.keys()
+    with pytest.raises(ValueError, match='config.json: [a-z_.]+') as caught:
+        read_hparams(tmp_path)
+    assert '\n' not in str(caught.value)
 
 
 def without(config, names):
@@ -212,6 +226,7 @@ def test_an_older_run_goes_on_in_its_directory(tmp_path, tiny_config):
         workdir.open_workdir(tmp_path, other)
     (note,) = workdir.open_workdir(tmp_path, config)
     assert "model.routing.select_per='row'" in note
+    workdir.update_config(tmp_path, config)
     assert workdir.open_workdir(tmp_path, config) == []
     assert json.loads((tmp_path / 'config.json').read_text())['config']['report']['top_p'] == 1.0
 
@@ -226,6 +241,7 @@ def test_a_run_of_the_first_version_goes_on_as_it_began(tmp_path, tiny_config):
     assert all(f'{name}={value!r}' in note for name, value in workdir.OLDER_RUNS.items())
     (told,) = workdir.open_workdir(tmp_path, config)
     assert told == note
+    workdir.update_config(tmp_path, config)
     assert read_hparams(tmp_path) == (from_config(tiny_config(**OLD)), [])
 
 

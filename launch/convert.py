@@ -1,0 +1,230 @@
+"""Takes a Hugging Face checkpoint in, hands one out, or makes a dense run a MoD or MoDA one.
+
+python -m launch.convert --from_hf=SmolLM2-135M --workdir=runs/smol
+python -m launch.convert --from_hf=OLMo-2-0425-1B --workdir=runs/olmo \\
+    --config=configs/imported.py --config.data.source=data/web --config.data.tokenizer=prepared
+python -m launch.convert --workdir=runs/smol --to_hf=exported --dtype=bfloat16
+python -m launch.convert --from_workdir=runs/smol --workdir=runs/smol_mod \\
+    --config=runs/smol/config.json --config.model.routing.router=learned \\
+    --config.model.routing.capacity_stages=1:0.2 --config.training.num_steps=2000
+
+The folder of --from_hf holds config.json and *.safetensors of a Llama or OLMo2 model; a dense run
+of the same kind can be handed out as one. What comes in, or from a dense run, is a run before its
+first step: launch.generate and launch.evaluate work on it, and
+launch.train --config=WORKDIR/config.json --workdir=WORKDIR goes on from it.
+"""
+
+import json
+import pathlib
+import shutil
+
+from absl import flags
+
+from launch import command, config_file, first_checkpoint, saved
+
+CONFIG = command.define_config(default='configs/imported.py')
+WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run, new but for --to_hf.')
+FROM_HF = flags.DEFINE_string('from_hf', None, 'Folder of a Hugging Face model to take in.')
+TO_HF = flags.DEFINE_string('to_hf', None, 'New folder for --workdir as a Hugging Face model.')
+FROM_WORKDIR = flags.DEFINE_string(
+    'from_workdir', None, 'Dense run that --workdir is to begin with; --config says what it adds.'
+)
+DTYPE = flags.DEFINE_enum(
+    'dtype',
+    None,
+    ['float32', 'bfloat16', 'float16'],
+    'Of the tensors of --to_hf. Default: as they were when they came in, else float32.',
+)
+SEPARATOR = flags.DEFINE_string(
+    'separator',
+    None,
+    'Special token of the tokenizer of --from_hf that starts a document. Default: what its files '
+    'say.',
+)
+TOKENIZER_FILES = (
+    'tokenizer.json',
+    'tokenizer.model',
+    'tokenizer_config.json',
+    'special_tokens_map.json',
+)
+BESIDE = (*TOKENIZER_FILES, 'generation_config.json')
+
+
+def _import():
+    """A run that begins with the parameters of --from_hf."""
+    from moddepth_jax.conversion.families import CONFIG_FILE, knobs_of, read_config
+
+    folder = pathlib.Path(FROM_HF.value)
+    given = read_config(folder)
+    hparams, tokenizer = _imported(folder, knobs_of(given, str(folder / CONFIG_FILE)))
+
+    from moddepth_jax.analysis.report import prompt_tokens  # these load JAX, which takes a while
+    from moddepth_jax.conversion.hugging_face import import_params
+    from moddepth_jax.data.pipeline import make_dataset
+    from moddepth_jax.training.summary import num_parameters
+
+    prompt_tokens(hparams, tokenizer)
+    dataset = make_dataset(hparams.data, hparams.seed, tokenizer=tokenizer)
+    params, dtype = import_params(folder, hparams)
+    files = [folder / name for name in (CONFIG_FILE, *BESIDE) if (folder / name).exists()]
+    name = folder.resolve().name
+    note = {'from': 'hugging face', 'name': name, 'model_type': given['model_type']}
+    note['dtype'] = dtype
+    first_checkpoint.write_run(WORKDIR.value, hparams, params, {}, dataset, note, files)
+    count = num_parameters(params)
+    print(f'{name}: {given["model_type"]}, {count:,} parameters, {dtype}, now float32')
+    print(f'tokenizer {tokenizer.name}, {tokenizer.vocab_size:,} ids; data {dataset.corpus.name}')
+    _tell_next()
+
+
+def _imported(folder, knobs):
+    """Hyper-parameters of a run of the model in `folder`, and its tokenizer."""
+    from moddepth_jax.data.tokenizer import make_tokenizer, tokenizer_of
+    from moddepth_jax.hparams import from_config
+
+    for name, given in config_file.overrides():
+        knob = name.removeprefix('config.model.')
+        if name != knob and knob in knobs and CONFIG.value.model[knob] != knobs[knob]:
+            right = f'is {knobs[knob]!r} in {folder}/config.json; leave it out'
+            raise ValueError(f'{given}: {right}')
+    config = CONFIG.value.copy_and_resolve_references()
+    found = [name for name in TOKENIZER_FILES[:2] if (folder / name).exists()]
+    with config.unlocked():
+        config.model.update(knobs)
+        if found and config.data.tokenizer not in ('bytes', 'prepared', found[0]):
+            right = f'the tokenizer is that of {folder}; leave it out, or use prepared'
+            raise ValueError(f'data.tokenizer={config.data.tokenizer!r}: {right}')
+        if found and config.data.tokenizer == 'bytes':
+            config.data.tokenizer = found[0]
+    hparams = from_config(config)
+    model = hparams.model
+    if model.routed_layers or model.depth.stream != 'residual' or model.expert_layers:
+        right = 'comes in dense; --from_workdir adds routing or a depth stream afterwards'
+        raise ValueError(f'--from_hf={folder}: {right}')
+    if SEPARATOR.value is not None and not found:
+        raise ValueError(f'--separator={SEPARATOR.value}: {folder} has no tokenizer')
+    if found:
+        tokenizer = make_tokenizer(folder / found[0], SEPARATOR.value)
+    else:
+        tokenizer = tokenizer_of(hparams.data)
+    if tokenizer.vocab_size > model.vocab_size:
+        file = folder / found[0] if found else f'data.tokenizer={hparams.data.tokenizer!r}'
+        has = f'has ids up to {tokenizer.vocab_size - 1}, and the model has {model.vocab_size}'
+        raise ValueError(f'{file}: {has}; it must be the tokenizer of this model')
+    return hparams, tokenizer
+
+
+def _export():
+    """--workdir as a folder of Hugging Face."""
+    from moddepth_jax.conversion.families import CONFIG_FILE, config_of, family_of, read_config
+    from moddepth_jax.conversion.hugging_face import export_params
+    from moddepth_jax.data.tokenizer import tokenizer_of
+    from moddepth_jax.training.saved_run import read_hparams
+
+    workdir = pathlib.Path(WORKDIR.value)
+    kind = family_of(read_hparams(workdir)[0].model)
+    first_checkpoint.check_new('to_hf', TO_HF.value)
+    run = saved.load(WORKDIR.value)
+    model, data = run.hparams.model, run.hparams.data
+    dtype = DTYPE.value or first_checkpoint.read_note(workdir).get('dtype', 'float32')
+    carried, original = workdir / first_checkpoint.CARRIED, None
+    if (carried / CONFIG_FILE).exists():
+        original = read_config(carried)
+    tokenizer = tokenizer_of(data, workdir)
+    ids = {'bos_token_id': tokenizer.separator, 'eos_token_id': list(tokenizer.stops)}
+    with first_checkpoint.whole_folder('to_hf', TO_HF.value) as folder:
+        config = config_of(model, dtype, data.sequence_length, ids, original)
+        export_params(folder, run.hparams, run.state.params, dtype)
+        for name in BESIDE:
+            source = carried / name if original is not None else workdir / 'tokenizer' / name
+            if source.exists():
+                shutil.copyfile(source, folder / name)
+        _name_separator(folder, tokenizer)
+        (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + '\n', encoding='utf-8')
+        there = any((folder / name).exists() for name in TOKENIZER_FILES)
+    print(f'{TO_HF.value}: {kind}, step {run.step}, {dtype}')
+    if not there:
+        what = f'{tokenizer.name} tokenizer, which has no file'
+        print(f'{what}: ids are bytes, and {tokenizer.separator} starts a document')
+
+
+def _name_separator(folder, tokenizer):
+    """A tokenizer_config.json beside a tokenizer.json that came without one."""
+    file, config = folder / 'tokenizer.json', folder / 'tokenizer_config.json'
+    if not file.exists() or config.exists():
+        return
+    added = json.loads(file.read_text(encoding='utf-8')).get('added_tokens') or []
+    texts = {token['id']: token['content'] for token in added}
+    named = {'tokenizer_class': 'PreTrainedTokenizerFast'}
+    named |= {key: texts.get(tokenizer.separator) for key in ('bos_token', 'eos_token')}
+    config.write_text(json.dumps(named, indent=2) + '\n', encoding='utf-8')
+
+
+def _from_dense():
+    """A run of --config that begins with the parameters of the dense run --from_workdir."""
+    from launch.dense_start import start_from
+    from moddepth_jax.analysis.report import prompt_tokens
+    from moddepth_jax.conversion.carried import check_shared
+    from moddepth_jax.data.pipeline import make_dataset
+    from moddepth_jax.data.tokenizer import tokenizer_of
+    from moddepth_jax.hparams import from_config
+    from moddepth_jax.training.saved_run import read_hparams
+
+    source, hparams = FROM_WORKDIR.value, from_config(CONFIG.value)
+    before = read_hparams(source)[0]
+    check_shared(before.model, hparams.model)
+    tokenizer = tokenizer_of(before.data, source)
+    if hparams.data.tokenizer not in ('prepared', before.data.tokenizer, tokenizer.name):
+        right = f'the run that is converted has {before.data.tokenizer!r}'
+        raise ValueError(f'data.tokenizer={hparams.data.tokenizer!r}: {right}')
+    prompt_tokens(hparams, tokenizer)
+    run = saved.load(source)
+    dataset = make_dataset(hparams.data, hparams.seed, tokenizer=tokenizer)
+    params, averages, note = start_from(run, hparams, dataset)
+    note |= {
+        key: value for key, value in first_checkpoint.read_note(source).items() if key == 'dtype'
+    }
+    carried = pathlib.Path(source) / first_checkpoint.CARRIED
+    files = sorted(carried.iterdir()) if carried.is_dir() else []
+    first_checkpoint.write_run(WORKDIR.value, hparams, params, averages, dataset, note, files)
+    print(f'{source}, step {run.step}, {note["held_out_batches"]} held-out batches, nats a token')
+    print(f'  dense       {note["dense_loss"]:.4f}')
+    print(f'  first step  {note["first_loss"]:.4f}  {note["difference"]:+.4f}: {note["why"]}')
+    if 'loss_at_last_capacity' in note:
+        last = f'{note["loss_at_last_capacity"]:.4f}'
+        print(f'  untrained at the last capacity  {last}')
+    _tell_next()
+
+
+def _tell_next():
+    workdir = WORKDIR.value
+    print(f'train on it: python -m launch.train --config={workdir}/config.json --workdir={workdir}')
+
+
+def _check_flags():
+    """What to do; raises ValueError where the flags do not say one thing."""
+    ways = {'from_hf': _import, 'to_hf': _export, 'from_workdir': _from_dense}
+    given = [name for name in ways if flags.FLAGS[name].value is not None]
+    if len(given) != 1 or WORKDIR.value is None:
+        found = ', '.join(f'--{name}' for name in given) or 'nothing'
+        right = 'needs --workdir and one of --from_hf, --to_hf, --from_workdir'
+        raise ValueError(f'{right}; {found} was given')
+    defaulted = flags.FLAGS['config'].config_filename == flags.FLAGS['config'].left_out
+    if given == ['from_workdir'] and defaulted:
+        wanted = f'--config={FROM_WORKDIR.value}/config.json and the knobs that change'
+        raise ValueError(f'--from_workdir={FROM_WORKDIR.value}: needs {wanted}')
+    if given != ['to_hf']:
+        first_checkpoint.check_new('workdir', WORKDIR.value)
+        if DTYPE.value is not None:
+            raise ValueError(f'--dtype={DTYPE.value}: belongs to --to_hf; parameters are float32')
+    elif list(config_file.overrides()) or not defaulted:
+        raise ValueError('--config: does not belong to --to_hf, which changes no knob')
+    return ways[given[0]]
+
+
+def main(_):
+    _check_flags()()
+
+
+if __name__ == '__main__':
+    command.run(main)

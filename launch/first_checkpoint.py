@@ -1,0 +1,97 @@
+"""Folders that a command makes whole or not at all; and a run that begins with given parameters."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import shutil
+
+NOTE_FILE = 'convert.json'
+CARRIED = (
+    'hugging_face'  # folder of a run: what the checkpoint that it was imported from had beside
+)
+
+
+def check_new(flag: str, folder: str):
+    """Raises ValueError, one line, where `folder` of the flag is there and not empty."""
+    path = pathlib.Path(folder)
+    if path.exists() and not path.is_dir():
+        raise ValueError(f'--{flag}={folder}: is a file; it must be a new folder')
+    if path.is_dir() and any(path.iterdir()):
+        right = 'must be new or empty; remove it or name another'
+        raise ValueError(f'--{flag}={folder}: holds {next(path.iterdir()).name!r}; {right}')
+
+
+@contextlib.contextmanager
+def whole_folder(flag: str, folder: str):
+    """Yields a folder beside `folder`, which takes its name at the end; nothing is left of a part.
+
+    Raises:
+      ValueError: as `check_new`.
+    """
+    check_new(flag, folder)
+    path = pathlib.Path(os.path.abspath(folder))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f'.{path.name}.{os.getpid()}.tmp')
+    part.mkdir()
+    try:
+        yield part
+        os.rename(part, path)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+
+
+def read_note(workdir: str) -> dict:
+    """The content of a run's convert.json; empty for a run that was not converted."""
+    try:
+        return json.loads((pathlib.Path(workdir) / NOTE_FILE).read_text(encoding='utf-8'))
+    except FileNotFoundError:
+        return {}
+
+
+def write_run(workdir: str, hparams, params, averages, dataset, note: dict, carried=()):
+    """Makes `workdir` that of a run before its first step, so that launch.train goes on from it.
+
+    Args:
+      workdir: new or empty.
+      hparams: of the run.
+      params, averages: of its TrainState.
+      dataset: of `make_dataset`, whose tokenizer the run keeps.
+      note: content of convert.json.
+      carried: files to keep in its folder `hugging_face`.
+
+    Raises:
+      ValueError: one line, for a workdir that is not new, or that cannot be written.
+    """
+    import jax
+
+    from moddepth_jax.training.checkpoint import Checkpoints
+    from moddepth_jax.training.optimizer import make_optimizer
+    from moddepth_jax.training.plan import resolve_steps
+    from moddepth_jax.training.run_tokenizer import keep_tokenizer
+    from moddepth_jax.training.summary import versions
+    from moddepth_jax.training.train_step import TrainState
+    from moddepth_jax.training.workdir import open_workdir
+
+    num_steps, zero = resolve_steps(hparams), jax.numpy.zeros((), 'int32')
+    optimizer_state = jax.jit(make_optimizer(hparams, num_steps).init)(params)
+    state = TrainState(zero, params, averages, optimizer_state, zero, zero, hparams, num_steps)
+    metadata = {
+        'fingerprint': dataset.fingerprint,
+        'num_steps': num_steps,
+        'versions': versions() | {'processes': '1'},
+        'seconds': 0.0,
+        'train_loss': None,
+    }
+    with whole_folder('workdir', workdir) as folder:
+        open_workdir(folder, dataclasses.asdict(hparams))
+        keep_tokenizer(folder, hparams, dataset.tokenizer)
+        for file in carried:
+            (folder / CARRIED).mkdir(exist_ok=True)
+            shutil.copyfile(file, folder / CARRIED / file.name)
+        text = json.dumps(note, indent=2, ensure_ascii=False) + '\n'
+        (folder / NOTE_FILE).write_text(text, encoding='utf-8')
+        with Checkpoints(folder / 'checkpoints', keep=1) as checkpoints:
+            checkpoints.save(0, state, metadata)

@@ -1,0 +1,238 @@
+"""Runs tasks of lm-evaluation-harness on a run, by the causal routing that its evaluation uses.
+
+python -m launch.lm_eval --workdir=runs/mod_isoflop --tasks=arc_easy,sciq --limit=100
+python -m launch.lm_eval --workdir=runs/moda --tasks=moda --json=moda.json
+python -m launch.lm_eval --workdir=runs/moda --tasks=my_task --include_path=my_tasks --num_fewshot=2
+
+A task is one of the harness's own, of a folder of yaml files, or a yaml file; groups and tags stand
+for their tasks, moda for the ten of the paper on Mixture-of-Depths Attention. Data sets come from
+the Hugging Face Hub or from the cache that HF_HOME names; without a network a task needs data in
+that cache or in local files (dataset_path: json). Tasks run one after the other, and what is done
+is in --json at once. The model has to fit the first device.
+
+Needs lm-evaluation-harness: pip install 'moddepth-jax[lm_eval]'
+"""
+
+import contextlib
+import importlib.util
+import json
+import logging
+import os
+import pathlib
+
+from absl import flags
+
+from launch import command, saved
+
+WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.', required=True)
+TASKS = flags.DEFINE_list(
+    'tasks',
+    None,
+    'Tasks, groups or tags of the harness or of --include_path, or yaml files; moda: the ten tasks '
+    'of the MoDA paper.',
+    required=True,
+)
+INCLUDE_PATH = flags.DEFINE_list(
+    'include_path',
+    None,
+    "Folders of task yaml files. What they name goes before the harness's own.",
+)
+NUM_FEWSHOT = flags.DEFINE_integer(
+    'num_fewshot',
+    None,
+    'Examples before each question, of tasks that do not forbid them. Default: as the task says.',
+    lower_bound=0,
+)
+LIMIT = flags.DEFINE_float(
+    'limit',
+    None,
+    'First documents of each task, below 1 a share of them: a trial, not a result. Default: all.',
+)
+BATCH_SIZE = flags.DEFINE_integer(
+    'batch_size', 32, 'Rows that run together; changes speed and memory only.', lower_bound=1
+)
+ROUTING = flags.DEFINE_string(
+    'routing',
+    None,
+    'Who enters the routed blocks: aux_loss, predictor, threshold or dense. Default: the rule '
+    'that the run was trained for.',
+)
+SEED = flags.DEFINE_integer(
+    'seed', 1234, 'Of few-shot examples and of draws.', lower_bound=0, upper_bound=2**31
+)
+JSON = flags.DEFINE_string(
+    'json',
+    None,
+    'File for the results, as they come; - for stdout, and then nothing else goes there.',
+)
+
+OWN_TASKS = pathlib.Path(__file__).parent / 'lm_eval_tasks'
+_NOISY = ('lm_eval', 'datasets', 'huggingface_hub', 'evaluate', 'fsspec', 'httpx', 'urllib3')
+_BARS = ('TQDM_DISABLE', 'HF_DATASETS_DISABLE_PROGRESS_BARS', 'HF_HUB_DISABLE_PROGRESS_BARS')
+_NOT_METRICS = ('alias', 'name', 'sample_len', 'sample_count')
+
+
+def _import():
+    """The modules that need lm_eval, whose logs and bars are turned off first."""
+    if importlib.util.find_spec('lm_eval') is None:
+        raise ValueError(
+            '--tasks: lm-evaluation-harness is not installed; '
+            "run: pip install 'moddepth-jax[lm_eval]'"
+        )
+    for name in _BARS:
+        os.environ.setdefault(name, '1')
+    from moddepth_jax.inference import harness, harness_tasks
+
+    for name in _NOISY:  # after the import, at which some of them set a level of their own
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    return harness, harness_tasks
+
+
+def _report(run, lm):
+    """What --json has beside the results."""
+    import lm_eval
+
+    return {
+        'workdir': WORKDIR.value,
+        'step': run.step,
+        'num_steps': run.num_steps,
+        'routing': lm.routing,
+        'tokenizer': lm.tokenizer_name,
+        'context': lm.max_length,
+        'tasks': TASKS.value,
+        'num_fewshot': NUM_FEWSHOT.value,
+        'limit': LIMIT.value,
+        'batch_size': lm.batch_size,
+        'seed': SEED.value,
+        'lm_eval_version': lm_eval.__version__,
+        'cut': 0,
+        'results': {},
+        'groups': {},
+    }
+
+
+def _run(tasks, lm, report, file):
+    """Fills the report, task by task; the file is whole after each."""
+    how = {'num_fewshot': NUM_FEWSHOT.value, 'limit': LIMIT.value, 'seed': SEED.value}
+    for name in tasks.names:
+        lm.title = name
+        with contextlib.redirect_stdout(None):  # the harness prints where it bootstraps
+            found = tasks.run(name, lm, **how)
+        for part, values in found.items():
+            report.setdefault(part, {}).update(values)
+        report['cut'] = lm.num_cut
+        report['groups'] = tasks.group_results(report['results'])
+        if file is not None:
+            file.seek(0)
+            file.truncate()
+            print(_as_json(report), file=file, flush=True)
+
+
+def _as_json(report):
+    from moddepth_jax.training.summary import finite
+
+    return json.dumps(finite(report), indent=2, default=str, allow_nan=False)
+
+
+def _metrics(values):
+    """(metric, value, standard error) of one task or group."""
+    for key, value in values.items():
+        metric, _, filtered = key.partition(',')
+        if key in _NOT_METRICS or metric.endswith('_stderr'):
+            continue
+        stderr = values.get(f'{metric}_stderr,{filtered}')
+        shown = metric if filtered == 'none' else f'{metric} ({filtered})'
+        yield shown, _cell(value), _cell(stderr)
+
+
+def _cell(value):
+    if not isinstance(value, (int, float)):
+        return '-'
+    return f'{value:.4f}' if abs(value) < 1e5 else f'{value:.4g}'
+
+
+def _table(report, hidden):
+    import rich.table
+
+    table = rich.table.Table()
+    for name in ('task', 'shots', 'documents'):
+        table.add_column(name, justify='left' if name == 'task' else 'right', overflow='fold')
+    table.add_column('metric')
+    for name in ('value', 'stderr'):
+        table.add_column(name, justify='right')
+    of_groups = report['groups']
+    for name, values in (report['results'] | of_groups).items():
+        if name in hidden:
+            continue
+        grouped = name in of_groups
+        shots = '' if grouped else str(report['n-shot'][name])
+        first = [name, shots, str(values.get('sample_len', ''))]
+        for metric in _metrics(values):
+            table.add_row(*first, *metric)
+            first = [''] * len(first)
+    return table
+
+
+def _print(report, tasks):
+    """The table; tasks of a group that has its own numbers are in --json alone."""
+    import rich.console
+    import rich.text
+
+    console = rich.console.Console(highlight=False)
+
+    def line(text):
+        console.print(rich.text.Text(text), soft_wrap=True)
+
+    line(f'{report["workdir"]}, step {report["step"]} of {report["num_steps"]}')
+    groups = [name for name, values in report['groups'].items() if 'sample_len' in values]
+    hidden = set().union(*map(tasks.members, groups))
+    console.print(_table(report, hidden))
+    line(f'routing {report["routing"]}, context of {report["context"]} tokens')
+    if hidden:
+        line(f'{len(hidden)} tasks of {", ".join(groups)} are in --json, one by one')
+    if report['cut']:
+        line(f'requests that lost the left of their context, longer than that: {report["cut"]}')
+    if report['limit']:
+        line(f'--limit={report["limit"]:g}: a trial, not a result')
+
+
+def main(_):
+    """Runs the tasks, and shows what was finished even where one ends the rest."""
+    from moddepth_jax.data.tokenizer import tokenizer_of
+    from moddepth_jax.model.transformer import causal_routing, check_causal
+
+    if LIMIT.value is not None and not LIMIT.value > 0:
+        raise ValueError(f'--limit={LIMIT.value:g}: must be above 0')
+    harness, harness_tasks = _import()
+    run = saved.load(WORKDIR.value)
+    hparams = run.hparams_of_stage
+    check_causal(hparams, ROUTING.value or causal_routing(hparams))
+    with saved.bar('reading the list of tasks', 1):
+        tasks = harness_tasks.HarnessTasks(
+            TASKS.value, [str(OWN_TASKS), *(INCLUDE_PATH.value or [])]
+        )
+    lm = harness.HarnessLM(
+        run.state.variables,
+        hparams,
+        tokenizer_of(hparams.data, WORKDIR.value),
+        batch_size=BATCH_SIZE.value,
+        routing=ROUTING.value,
+        seed=SEED.value,
+        bar=saved.bar,
+    )
+    report = _report(run, lm)
+    with contextlib.ExitStack() as stack:
+        file = None
+        if JSON.value not in (None, '-'):  # opened first: a bad path shows before the evaluation
+            file = stack.enter_context(open(JSON.value, 'w', encoding='utf-8'))
+        try:
+            _run(tasks, lm, report, file)
+        finally:  # what is finished is shown, whatever ended the rest
+            if JSON.value == '-':
+                print(_as_json(report))
+            elif report['results']:
+                _print(report, tasks)
+
+
+if __name__ == '__main__':
+    command.run(main)

@@ -1,0 +1,219 @@
+"""Prepares text of any size for training: tokens on disk that runs map into memory.
+
+python -m launch.prepare --input='books/**/*.txt' --output=data/books
+python -m launch.prepare --input='web/*.jsonl.zst' --output=data/web --tokenizer=bpe:4096
+python -m launch.prepare --input='a/*.parquet,b/*.jsonl' --text_field=content \\
+    --output=data/ab --tokenizer=llama/tokenizer.json
+
+Reads .txt (a file is one document), .jsonl (a line), .parquet (a row) and .arrayrecord (a record: a
+JSON object, or the text itself), in UTF-8, each perhaps with .gz or .zst behind. Memory stays flat
+however large the input is; a document has to fit in it. While it works the output takes about twice
+the space of its tokens.
+
+Killed or interrupted, the same command goes on where it was. A row that cannot be read ends it with
+file, row and what to do; what was done before is kept. The result does not depend on --processes.
+"""
+
+import contextlib
+import os
+import pathlib
+import shlex
+import sys
+import time
+
+from absl import flags
+
+from launch import command
+
+INPUT = flags.DEFINE_list(
+    'input', None, 'Globs of files, comma-separated; ** stands for folders.', required=True
+)
+OUTPUT = flags.DEFINE_string(
+    'output', None, 'Directory for the prepared text, new or unfinished.', required=True
+)
+TOKENIZER = flags.DEFINE_string(
+    'tokenizer',
+    'bytes',
+    'bytes; bpe:N, trained here, with N ids; a tokenizer.json; a SentencePiece .model.',
+)
+SEPARATOR = flags.DEFINE_string(
+    'separator',
+    None,
+    "Token that starts each document, such as '<s>'. Default: as the tokenizer's files tell.",
+)
+TEXT_FIELD = flags.DEFINE_string(
+    'text_field', 'text', 'Field or column of the text in .jsonl, .parquet and .arrayrecord.'
+)
+HELD_OUT_FRACTION = flags.DEFINE_float(
+    'held_out_fraction',
+    0.05,
+    "Of the documents, kept for evaluation; chosen by the hash of a document's name.",
+)
+PROCESSES = flags.DEFINE_integer(
+    'processes', None, 'That share out the work. Default: one for each core.', lower_bound=1
+)
+BPE_BYTES = flags.DEFINE_integer(
+    'bpe_bytes', 50_000_000, 'Of text, about, that bpe:N is trained on.', lower_bound=1
+)
+SKIP_BAD = flags.DEFINE_boolean(
+    'skip_bad', False, 'Leave out and count what cannot be read, rather than end there.'
+)
+PART_BYTES = flags.DEFINE_integer(
+    'part_bytes',
+    16 << 20,
+    'Of text, about, that is kept together: what a kill may lose in each process.',
+    lower_bound=1,
+)
+
+_PLAIN_SECONDS = 10.0  # between lines of progress where there is no terminal
+
+
+def _size(num_bytes):
+    from moddepth_jax.training.progress import format_count
+
+    return f'{format_count(num_bytes)}B' if num_bytes >= 1000 else f'{num_bytes} bytes'
+
+
+class _Progress:
+    """Shows on stderr how far each phase is, and measures how fast tokens came.
+
+    Attributes:
+      tokenized: bytes of the input that this start turned to tokens.
+    """
+
+    def __init__(self):
+        import rich.console
+
+        self._console = rich.console.Console(stderr=True, highlight=False)
+        self.tokenized = 0
+
+    @contextlib.contextmanager
+    def phase(self, what, total, done=0):
+        """As `prepare` asks for it; of `done` bytes of the total an earlier start took care."""
+        shown = self._bar if self._console.is_terminal else self._lines
+        with shown(what, total, done) as advance:
+            yield advance
+        if what == 'tokens':
+            self.tokenized = total - done
+
+    @contextlib.contextmanager
+    def _bar(self, what, total, done):
+        import rich.progress
+
+        columns = (
+            rich.progress.TextColumn(f'{what:9}', markup=False),
+            rich.progress.BarColumn(),
+            rich.progress.DownloadColumn(),
+            rich.progress.TransferSpeedColumn(),
+            rich.progress.TimeRemainingColumn(),
+        )
+        with rich.progress.Progress(*columns, console=self._console, transient=True) as progress:
+            task = progress.add_task(what, total=total or None, completed=done)
+            yield lambda num_bytes: progress.advance(task, num_bytes)
+
+    @contextlib.contextmanager
+    def _lines(self, what, total, done):
+        from moddepth_jax.training.progress import format_seconds
+
+        start = told = time.monotonic()
+        before = done
+        if done:
+            print(f'{what}: {_size(done)} of {_size(total)} were done before', file=sys.stderr)
+
+        def advance(num_bytes):
+            nonlocal done, told
+            done += num_bytes
+            now = time.monotonic()
+            if now - told < _PLAIN_SECONDS or done <= before:
+                return
+            told, rate = now, (done - before) / (now - start)
+            left = format_seconds((total - done) / rate)
+            line = f'{what}: {_size(done)} of {_size(total)}, {_size(rate)}/s, {left} left'
+            print(line, file=sys.stderr, flush=True)
+
+        yield advance
+
+
+def _preparation():
+    from moddepth_jax.data.prepare_options import Options, Preparation
+
+    fraction = HELD_OUT_FRACTION.value
+    if not 0 < fraction < 1:
+        raise ValueError(f'--held_out_fraction={fraction}: must lie between 0 and 1')
+    options = Options(TEXT_FIELD.value, fraction, SKIP_BAD.value, PART_BYTES.value)
+    return Preparation(
+        sources=tuple(INPUT.value),
+        directory=pathlib.Path(OUTPUT.value).expanduser(),
+        tokenizer=TOKENIZER.value,
+        separator=SEPARATOR.value,
+        options=options,
+        bpe_bytes=BPE_BYTES.value,
+        processes=PROCESSES.value or len(os.sched_getaffinity(0)),
+    )
+
+
+def _table(store):
+    import rich.table
+
+    table = rich.table.Table()
+    table.add_column('')
+    for name in ('documents', 'tokens', 'bytes', 'bytes a token'):
+        table.add_column(name, justify='right')
+    sides = {'train': store.train, 'held out': store.held_out}
+    for name, counts in sides.items():
+        cells = [f'{counts[key]:,}' for key in ('documents', 'tokens', 'bytes')]
+        ratio = counts['bytes'] / max(1, counts['tokens'] - counts['documents'])
+        table.add_row(name, *cells, f'{ratio:.2f}')
+    return table
+
+
+def _print_summary(store, seconds, tokenized):
+    import rich.console
+    import rich.text
+
+    from configs import base
+    from moddepth_jax.training.progress import format_seconds, printable
+
+    console = rich.console.Console(highlight=False)
+
+    def line(text=''):
+        # A Text, since a str would have its [brackets] read as markup.
+        # Names of files may hold bytes that are no text.
+        text = printable(text).encode(errors='backslashreplace').decode()
+        console.print(rich.text.Text(text), soft_wrap=True)
+
+    tokenizer = store.tokenizer
+    line(f'{store.directory}: {tokenizer["vocab_size"]:,} ids of {tokenizer["name"]}')
+    console.print(_table(store))
+    for reason, entry in store.skipped.items():
+        line(f'left out, {reason}: {entry["count"]:,}, such as {entry["first"][0]}')
+    if tokenized:
+        took = format_seconds(seconds) if seconds >= 10 else f'{seconds:.1f}s'
+        line(f'{_size(tokenized)} in {took}: {tokenized / seconds / 1e6:.2f} MB/s')
+    line(f'fingerprint {store.fingerprint}')
+    line('train on it:')
+    knobs = {
+        'data.source': shlex.quote(str(store.directory)),
+        'data.tokenizer': 'prepared',
+        'model.vocab_size': tokenizer['vocab_size'],
+    }
+    if store.held_out_fraction != base.get_config().data.held_out_fraction:
+        knobs['data.held_out_fraction'] = store.held_out_fraction
+    words = ' '.join(f'--config.{name}={value}' for name, value in knobs.items())
+    line(f'  python -m launch.train --config=configs/mod_isoflop.py --workdir=runs/mine {words}')
+
+
+def main(_):
+    from moddepth_jax.data.prepare import prepare
+
+    start, progress = time.monotonic(), _Progress()
+    try:
+        store = prepare(_preparation(), progress.phase)
+    except ValueError as error:  # the knobs that it blames are flags here
+        line = str(error).replace('data.text_field', '--text_field')
+        raise ValueError(line.replace('data.tokenizer', '--tokenizer')) from None
+    _print_summary(store, time.monotonic() - start, progress.tokenized)
+
+
+if __name__ == '__main__':
+    command.run(main)

@@ -1,0 +1,219 @@
+"""Families of Hugging Face models that are models of ours: their config.json and our knobs."""
+
+import dataclasses
+import json
+import pathlib
+from typing import NamedTuple
+
+from moddepth_jax.hparams import ModelHparams
+
+CONFIG_FILE = 'config.json'
+MAX_POSITIONS = 'max_position_embeddings'
+
+
+class Family(NamedTuple):
+    """What a model_type stands for.
+
+    Attributes:
+      architecture: the class whose weights these are.
+      norm_placement, qk_norm: the knobs of ours that make the same model.
+      norm_eps: epsilon of a config that does not say.
+      mlp_bias: whether its mlp may have biases.
+    """
+
+    architecture: str
+    norm_placement: str
+    qk_norm: str
+    norm_eps: float
+    mlp_bias: bool
+
+
+FAMILIES = {
+    'llama': Family('LlamaForCausalLM', 'pre', 'none', 1e-6, True),
+    'olmo2': Family('Olmo2ForCausalLM', 'reordered', 'full', 1e-5, False),
+}
+_SIZES = {  # ours: theirs
+    'vocab_size': 'vocab_size',
+    'num_layers': 'num_hidden_layers',
+    'd_model': 'hidden_size',
+    'd_ff': 'intermediate_size',
+    'num_heads': 'num_attention_heads',
+    'num_kv_heads': 'num_key_value_heads',
+    'head_dim': 'head_dim',
+}
+_ONLY = {  # what no knob of ours stands for, and the values under which it does nothing
+    'hidden_act': ('silu', 'swish'),
+    'sliding_window': (None,),
+    'quantization_config': (None,),
+    'partial_rotary_factor': (None, 1.0),
+    'rope_interleaved': (None, False),
+}
+
+
+def read_config(folder: pathlib.Path) -> dict:
+    """The config.json of a folder. Raises ValueError, one line, where there is none."""
+    file = folder / CONFIG_FILE
+    try:
+        config = json.loads(file.read_text(encoding='utf-8'))
+    except (FileNotFoundError, NotADirectoryError):
+        right = 'must be a folder with the config.json and *.safetensors of a Hugging Face model'
+        raise ValueError(f'{folder}: holds no {CONFIG_FILE}; {right}') from None
+    except ValueError as error:
+        raise ValueError(f'{file}: unreadable ({error}); download it again') from None
+    if not isinstance(config, dict):
+        raise ValueError(f'{file}: must be an object of named fields')
+    return config
+
+
+def knobs_of(config: dict, file: str) -> dict:
+    """The knobs of our model that a Hugging Face config decides, by their names in ModelHparams.
+
+    Args:
+      config: content of a config.json, as transformers 4 or 5 writes it.
+      file: its name, for errors.
+
+    Raises:
+      ValueError: one line that names the field, for another architecture or a part of one that no
+        knob of ours stands for.
+    """
+
+    def refuse(key, right):
+        raise ValueError(f'{file}: {key}={config.get(key)!r}: {right}')
+
+    kind = config.get('model_type')
+    if kind not in FAMILIES:
+        refuse('model_type', f'must be {" or ".join(FAMILIES)}; no other model is converted')
+    family = FAMILIES[kind]
+    if config.get('architectures') not in (None, [family.architecture]):
+        refuse('architectures', f'must be [{family.architecture!r}], a language model')
+    for key, neutral in _ONLY.items():
+        if key in config and config[key] not in neutral:
+            refuse(key, f'must be {neutral[0]!r}, which alone is converted')
+    if set(config.get('layer_types') or ()) - {'full_attention'}:
+        refuse('layer_types', 'must be full_attention everywhere, which alone is converted')
+    biases = [bool(config.get(key, False)) for key in ('attention_bias', 'mlp_bias')]
+    if biases[0] != (biases[1] and family.mlp_bias):
+        other = f'mlp_bias={biases[1]}' if family.mlp_bias else f'an mlp of {kind}, without biases'
+        right = f'differs from {other}; all projections have biases here, or none'
+        raise ValueError(f'{file}: attention_bias={biases[0]}: {right}')
+    knobs = {ours: _size(config, theirs, refuse) for ours, theirs in _SIZES.items()}
+    return knobs | {
+        'norm_placement': family.norm_placement,
+        'qk_norm': family.qk_norm,
+        'norm_eps': _number(config, 'rms_norm_eps', family.norm_eps, refuse),
+        'rope_theta': _theta(config, refuse),
+        'use_bias': biases[0],
+        'tie_embeddings': bool(config.get('tie_word_embeddings', False)),
+        'windows': (0,),
+    }
+
+
+def _size(config, key, refuse):
+    value = config.get(key)
+    if value is None and key == 'num_key_value_heads':
+        return _size(config, 'num_attention_heads', refuse)
+    if value is None and key == 'head_dim':
+        width, heads = (_size(config, k, refuse) for k in ('hidden_size', 'num_attention_heads'))
+        if heads < 1 or width % heads:
+            refuse('num_attention_heads', f'must divide hidden_size={width}; or give head_dim')
+        return width // heads
+    if type(value) is not int:
+        refuse(key, 'must be an integer' if key in config else 'missing; it must be an integer')
+    return value
+
+
+def _number(config, key, default, refuse):
+    value = config.get(key, default)
+    if type(value) not in (int, float):
+        refuse(key, 'must be a number')
+    return float(value)
+
+
+def _theta(config, refuse):
+    """rope_theta, of its own field (transformers 4) or of rope_parameters (5)."""
+    theta = _number(config, 'rope_theta', 10000.0, refuse)
+    for key in ('rope_scaling', 'rope_parameters'):
+        given = config.get(key)
+        if given is None:
+            continue
+        plain = isinstance(given, dict) and given.get('partial_rotary_factor', 1.0) == 1.0
+        known = {'rope_type', 'type', 'rope_theta', 'partial_rotary_factor'}
+        plain = plain and given.keys() <= known
+        if not plain or {given.get(k, 'default') for k in ('rope_type', 'type')} != {'default'}:
+            refuse(key, "must have rope_type 'default'; scaled frequencies are not converted")
+        theta = _number(given, 'rope_theta', theta, lambda k, r, key=key: refuse(key, f'{k} {r}'))
+    return theta
+
+
+def family_of(model: ModelHparams) -> str:
+    """The model_type of a model of ours.
+
+    Raises:
+      ValueError: one line with the reason, for a model that none of the families has a place for.
+    """
+    what = ''
+    if model.routed_layers:
+        what = f'model.routing.router={model.routing.router!r}: the format has no routed blocks'
+    elif model.depth.stream != 'residual':
+        what = f'model.depth.stream={model.depth.stream!r}: the format has no depth stream'
+    elif model.expert_layers:
+        what = f'model.experts.choice={model.experts.choice!r}: the format has no such experts'
+    elif any(model.windows):
+        what = f'model.windows={model.windows}: the format has no windows'
+    if what:
+        raise ValueError(f'{what}; only dense models can be exported')
+    for kind, family in FAMILIES.items():
+        if (model.norm_placement, model.qk_norm) == (family.norm_placement, family.qk_norm):
+            if model.use_bias and not family.mlp_bias:
+                raise ValueError(f'model.use_bias=True: an mlp of {kind} has no biases')
+            return kind
+    pairs = (f'{f.norm_placement} and {f.qk_norm} ({kind})' for kind, f in FAMILIES.items())
+    raise ValueError(
+        f'model.norm_placement={model.norm_placement!r}, model.qk_norm={model.qk_norm!r}: must be '
+        f'{", or ".join(pairs)}; the format has no other dense model of ours'
+    )
+
+
+def config_of(
+    model: ModelHparams, dtype: str, positions: int, ids: dict, original: dict | None = None
+) -> dict:
+    """The config.json of a model of ours, for transformers 4 and 5.
+
+    Args:
+      model: dense; see `family_of`.
+      dtype: of the tensors.
+      positions: tokens a row.
+      ids: bos_token_id, eos_token_id.
+      original: of the model that it was imported as: kept, where it stands for the same model.
+
+    Raises:
+      ValueError: as `family_of`.
+    """
+    kind = family_of(model)
+    if original is not None and _same(model, knobs_of(original, CONFIG_FILE)):
+        named = [key for key in ('dtype', 'torch_dtype') if key in original] or ['torch_dtype']
+        return original | dict.fromkeys(named, dtype)
+    sizes = {theirs: getattr(model, ours) for ours, theirs in _SIZES.items()}
+    biases = {'attention_bias': model.use_bias, 'mlp_bias': model.use_bias}
+    if not FAMILIES[kind].mlp_bias:
+        del biases['mlp_bias']
+    return {
+        'architectures': [FAMILIES[kind].architecture],
+        'model_type': kind,
+        **sizes,
+        **biases,
+        **ids,
+        'hidden_act': 'silu',
+        'initializer_range': model.init_std,
+        MAX_POSITIONS: positions,
+        'rms_norm_eps': model.norm_eps,
+        'rope_theta': model.rope_theta,
+        'rope_parameters': {'rope_type': 'default', 'rope_theta': model.rope_theta},
+        'tie_word_embeddings': model.tie_embeddings,
+        'torch_dtype': dtype,
+    }
+
+
+def _same(model, knobs):
+    fields = dataclasses.asdict(model)
+    return all(fields[name] == value for name, value in knobs.items())

@@ -1,0 +1,147 @@
+"""The *.safetensors of a folder: one file, or several and their index; a tensor at a time."""
+
+import contextlib
+import json
+import os
+import pathlib
+from collections.abc import Callable
+
+import jax.numpy as jnp
+import numpy as np
+
+ONE_FILE = 'model.safetensors'
+INDEX_FILE = 'model.safetensors.index.json'
+DTYPES = {'F32': 'float32', 'BF16': 'bfloat16', 'F16': 'float16'}
+MAX_SHARD_BYTES = 5 * 10**9  # of a file; what is written is held as often as one file is large
+_AGAIN = 'download it again'
+
+
+class TensorFiles:
+    """The tensors of a folder by name, nothing of them read. A context manager.
+
+    Attributes:
+      shapes: of each tensor.
+      dtypes: float32, bfloat16 or float16, of each.
+
+    Raises:
+      ValueError: one line that names the file, where there is none, or one that is cut short, is
+        not there, lacks a tensor that the index gives it, or holds other dtypes.
+    """
+
+    def __init__(self, folder: pathlib.Path):
+        self.shapes, self.dtypes, self._files = {}, {}, {}
+        with contextlib.ExitStack() as opened:
+            for file, names in _files(folder).items():
+                self._add(opened, folder / file, names)
+            self._opened = opened.pop_all()
+
+    def _add(self, opened, path, names):
+        file = opened.enter_context(_open(path))
+        there = set(file.keys())
+        for name in sorted(there if names is None else names):
+            if name not in there:
+                right = f'which {INDEX_FILE} gives it; {_AGAIN}'
+                raise ValueError(f'{path}: lacks the tensor {name}, {right}')
+            part = file.get_slice(name)
+            if part.get_dtype() not in DTYPES:
+                right = f'must be one of {", ".join(DTYPES)}'
+                raise ValueError(f'{path}: {name} is {part.get_dtype()}; {right}')
+            self.shapes[name] = tuple(part.get_shape())
+            self.dtypes[name] = DTYPES[part.get_dtype()]
+            self._files[name] = (file, path)
+
+    def read(self, name: str) -> np.ndarray:
+        """The tensor in float32. Raises ValueError where it holds what is no number."""
+        file, path = self._files[name]
+        array = file.get_tensor(name).astype(np.float32)
+        if not np.isfinite(array).all():
+            raise ValueError(f'{path}: {name} holds infinities or NaNs; {_AGAIN}')
+        return array
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self._opened.close()
+
+
+def _files(folder):
+    """File names of a folder, each with the tensors that the index gives it; None: all it has."""
+    if (folder / ONE_FILE).exists():
+        return {ONE_FILE: None}
+    index = folder / INDEX_FILE
+    try:
+        places = json.loads(index.read_text(encoding='utf-8'))['weight_map']
+        files = {file: [] for file in sorted(set(places.values()))}
+        for name, file in places.items():
+            files[file].append(name)
+    except FileNotFoundError:
+        right = 'other formats are not read; save_pretrained of transformers writes this one'
+        raise ValueError(f'{folder}: holds neither {ONE_FILE} nor {INDEX_FILE}; {right}') from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        why = f'{type(error).__name__}: {error}'
+        raise ValueError(f'{index}: no index of tensors ({why}); {_AGAIN}') from None
+    for file in files:
+        if os.path.basename(str(file)) != file or not (folder / file).exists():
+            raise ValueError(f'{folder}/{file}: not there, but {INDEX_FILE} names it; {_AGAIN}')
+    return files
+
+
+def _open(path):
+    import safetensors
+
+    try:
+        return safetensors.safe_open(path, 'np')
+    except safetensors.SafetensorError as error:
+        size = path.stat().st_size
+        raise ValueError(f'{path}: cut short at {size} bytes or damaged ({error}); {_AGAIN}') from (
+            None
+        )
+
+
+def write_tensors(
+    folder: pathlib.Path,
+    shapes: dict[str, tuple[int, ...]],
+    read: Callable[[str], np.ndarray],
+    dtype: str,
+    max_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Writes tensors to one file, or to several of at most `max_bytes` (a tensor at least) each.
+
+    Args:
+      folder: where to.
+      shapes: of each tensor, in their order.
+      read: a tensor by its name.
+      dtype: of `DTYPES`, that the files are to have.
+
+    Raises:
+      ValueError: one line, for a value that is not finite, in that dtype at least.
+    """
+    from safetensors.numpy import save_file
+
+    wanted = jnp.dtype(dtype)
+    sizes = {name: int(np.prod(shape)) * wanted.itemsize for name, shape in shapes.items()}
+    shards = [[]]
+    for name, size in sizes.items():
+        if shards[-1] and sum(sizes[other] for other in shards[-1]) + size > max_bytes:
+            shards.append([])
+        shards[-1].append(name)
+    places = {}
+    for i, names in enumerate(shards):
+        file = ONE_FILE
+        if len(shards) > 1:
+            file = f'model-{i + 1:05d}-of-{len(shards):05d}.safetensors'
+        places |= dict.fromkeys(names, file)
+        arrays = {name: _rounded(name, read(name), wanted) for name in names}
+        save_file(arrays, folder / file, metadata={'format': 'pt'})
+    if len(shards) > 1:
+        index = {'metadata': {'total_size': sum(sizes.values())}, 'weight_map': places}
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + '\n', encoding='utf-8')
+
+
+def _rounded(name, array, dtype):
+    with np.errstate(over='ignore'):  # to infinity
+        array = array.astype(dtype)
+    if not np.isfinite(array.astype(np.float32)).all():
+        raise ValueError(f'{name}: holds what {dtype} has no number for; use --dtype=float32')
+    return array

@@ -1,0 +1,68 @@
+"""A directory that one process at a time works in, and files that are whole or not there."""
+
+import contextlib
+import fcntl
+import os
+import pathlib
+import socket
+
+LOCK_FILE = 'lock'
+
+
+def write_atomically(path: str | os.PathLike, text: str) -> None:
+    """Writes `text` so that, killed anywhere, `path` holds all of the old text or of the new."""
+    # Several may write the same file at once, on several hosts.
+    temporary = f'{os.fspath(path)}.{socket.gethostname()}-{os.getpid()}.tmp'
+    try:
+        with open(temporary, 'w', encoding='utf-8') as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):  # a part of it must not fill the disk
+            os.unlink(temporary)
+        raise
+
+
+class DirectoryLock:
+    """Holds a directory until `close`, the end of the `with`, or the process's death.
+
+    The kernel drops the lock with the process, so no kill can leave a stale one behind.
+
+    Args:
+      path: the directory.
+      flag: the option that names it, for messages: '--workdir'.
+
+    Raises:
+      ValueError: another process holds the directory, or the lock file cannot be written; one line.
+    """
+
+    def __init__(self, path: str | os.PathLike, flag: str):
+        try:
+            self._file = open(pathlib.Path(path) / LOCK_FILE, 'a+', encoding='utf-8')
+        except OSError as error:
+            right = 'must be a directory that can be written'
+            raise ValueError(f'{flag}={path}: {error.strerror}; {right}') from None
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.seek(0)
+            holder = self._file.read().strip() or 'another process'
+            self._file.close()
+            right = f'wait until it ends, or use another {flag}'
+            raise ValueError(f'{flag}={path}: in use by {holder}; {right}') from None
+        self._file.truncate(0)
+        self._file.write(f'process {os.getpid()} on {socket.gethostname()}\n')
+        self._file.flush()
+
+    def close(self) -> None:
+        """Lets go of the lock."""
+        """Lets go of the lock."""
+        self._file.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()

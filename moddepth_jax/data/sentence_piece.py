@@ -1,0 +1,73 @@
+"""The tokenizer of a SentencePiece .model."""
+
+import pathlib
+
+from moddepth_jax.data.piece_tokenizer import PieceTokenizer
+from moddepth_jax.data.separators import find_separator
+
+_SPACE = '\u2581'  # how the library writes a space
+
+
+class SentencePieceTokenizer(PieceTokenizer):
+    """A Tokenizer of a SentencePiece .model; see `make_tokenizer`.
+
+    Exact for text that the model's normalizer leaves as it is, if the model has byte fallback. Its
+    usual normalizer (nmt_nfkc) joins and trims spaces, and without byte fallback a character that
+    the model does not know is lost; of models made with `identity` nothing is lost but the sign
+    U+2581, which comes back as a space.
+
+    Args: as of FileTokenizer.
+
+    Raises:
+      ValueError: one line, for a file that is no model, or without the library sentencepiece.
+    """
+
+    def __init__(self, content: bytes, file: pathlib.Path, separator=None, about=None):
+        self._library = _load(content, file)
+        size = self._library.get_piece_size()
+        special = {
+            self._library.id_to_piece(number): number
+            for number in range(size)
+            if self._library.is_control(number)
+        }
+        pieces = [self._piece(number) for number in range(size)]
+        if about is not None and separator is None:
+            found = about['separator'], tuple(about['stops'])
+        else:
+            bos = self._library.bos_id()
+            first = self._library.id_to_piece(bos) if bos >= 0 else None
+            found = find_separator(file, special, first, separator)
+        ids = self._ids('a')
+        prefixed = bool(ids) and pieces[ids[0]].startswith(b' ')
+        name = file.name if about is None else about['name']
+        super().__init__('tokenizer.model', name, content, pieces, *found, prefixed)
+        self._check_about(about, file)
+
+    def _ids(self, text):
+        return self._library.encode(text, out_type=int, add_bos=False, add_eos=False)
+
+    def _piece(self, number):
+        library = self._library
+        if library.is_control(number) or library.is_unused(number) or library.is_unknown(number):
+            return b''
+        piece = library.id_to_piece(number)
+        if library.is_byte(number):
+            return bytes.fromhex(piece[3:5])  # of <0x0A>
+        return piece.replace(_SPACE, ' ').encode()
+
+
+def _load(content, file):
+    try:
+        import sentencepiece
+    except ImportError:
+        right = "install it: pip install 'moddepth-jax[sentencepiece]'"
+        raise ValueError(f'{file}: needs the library sentencepiece; {right}') from None
+    right = 'must be a SentencePiece .model, or the tokenizer.json of the library tokenizers'
+    try:
+        library = sentencepiece.SentencePieceProcessor(model_proto=content)
+    except RuntimeError as error:
+        told = ' '.join(str(error).split())
+        raise ValueError(f'{file}: no SentencePiece model ({told}); {right}') from None
+    if not content or not library.get_piece_size():
+        raise ValueError(f'{file}: its vocabulary is empty; {right}')
+    return library

@@ -1,0 +1,90 @@
+"""Which special token of a tokenizer's file starts a document, and which end one."""
+
+import json
+import pathlib
+
+_CONFIG = 'tokenizer_config.json'
+_ENDS = {  # known names of tokens that start a document, and what then ends one
+    '<|endoftext|>': None,
+    '<|begin_of_text|>': '<|end_of_text|>',
+    '<s>': '</s>',
+    '<bos>': '<eos>',
+    '</s>': None,
+    '<eos>': None,
+    '<|bos|>': '<|eos|>',
+    '<|eos|>': None,
+}
+_SHOWN = 8  # special tokens in an error
+
+
+def find_separator(
+    file: pathlib.Path, special: dict[str, int], first: str | None, given: str | None
+) -> tuple[int, tuple[int, ...]]:
+    """The separator and the stops of a tokenizer.
+
+    The separator is the first of: `given`; of the tokenizer_config.json beside the file the
+    bos_token, if add_bos_token is true or `first` is that token, else its eos_token; `first`; a
+    well-known name among the special tokens.
+
+    Args:
+      file: of the tokenizer.
+      special: ids of its special tokens by their text.
+      first: the special token that its own template puts before a text, or None.
+      given: the token the user wants, or None.
+
+    Returns:
+      The separator, and the stops: the separator and an end-of-text id where that is another one.
+
+    Raises:
+      ValueError: one line, for a token that is not special, and where none is found.
+    """
+    config = _read(file.parent / _CONFIG)
+    bos, eos = config.get('bos_token'), config.get('eos_token')
+    if given is not None:
+        name, where = given, 'separator'
+    elif bos is not None and (config.get('add_bos_token') or first == bos):
+        name, where = bos, f'bos_token of {_CONFIG}'
+    elif eos is not None:
+        name, where = eos, f'eos_token of {_CONFIG}'
+    else:
+        name = first or next((token for token in _ENDS if token in special), None)
+        where = 'separator'
+    if name is None:
+        right = (
+            f'mark one as special in the file, name it as eos_token in a {_CONFIG} beside it, or '
+            'give it to launch.prepare as --separator=TOKEN'
+        )
+        raise ValueError(
+            f'{file}: no special token known to start a document{_some(special)}; {right}'
+        )
+    if name not in special:
+        right = f'must be one{_some(special)}; mark it as special in the file or name another'
+        raise ValueError(f'{file}: {where} {name!r} is not a special token of it; {right}')
+    end = eos if eos is not None else _ENDS.get(name)
+    stops = [special[token] for token in (name, end) if token in special]
+    return special[name], tuple(dict.fromkeys(stops))
+
+
+def _some(special):
+    names = [repr(name) for name in special]
+    more = f' and {len(names) - _SHOWN} more' if len(names) > _SHOWN else ''
+    return f' (it has {", ".join(names[:_SHOWN])}{more})' if names else ' (it has none)'
+
+
+def _read(path):
+    """The config, with tokens as their text; empty where there is none."""
+    try:
+        config = json.loads(path.read_text(encoding='utf-8'))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ValueError(f'{path}: cannot be read ({error}); mend it or remove it') from None
+    if not isinstance(config, dict):
+        raise ValueError(f'{path}: holds no JSON object; mend it or remove it')
+    for name in ('bos_token', 'eos_token'):
+        if isinstance(config.get(name), dict):
+            config[name] = config[name].get('content')
+        if not isinstance(config.get(name, None), str | None):
+            found = f'{name} is {config[name]!r}'
+            raise ValueError(f'{path}: {found}; must be the text of a token, or null')
+    return config

@@ -1,0 +1,149 @@
+"""Token streams, and the windows that batches are made of."""
+
+import collections.abc
+
+import numpy as np
+
+from moddepth_jax.data.mixture import Member
+from moddepth_jax.data.tokenizer import Tokenizer
+from moddepth_jax.hparams import DataHparams
+
+IGNORED_LABEL = -100
+
+
+class TooShort(ValueError):
+    """A text that does not hold a single window."""
+
+
+def token_stream(
+    documents: collections.abc.Iterable[bytes],
+    tokenizer: Tokenizer,
+    names: list[str] | None = None,
+) -> np.ndarray:
+    """[N] of the tokenizer's dtype: each document's tokens after one separator, in order.
+
+    A document's first byte is thus predicted from the separator, and predicting a separator means
+    that the document ends.
+
+    Raises:
+      ValueError: one line, for a document that the tokenizer cannot encode, with its name of
+        `names` if these are given.
+    """
+    separator = np.array([tokenizer.separator], tokenizer.dtype)
+    pieces = []
+    for number, text in enumerate(documents):
+        try:
+            pieces += separator, tokenizer.encode(text)
+        except ValueError as error:
+            where = f'document {number + 1}' if names is None else names[number]
+            raise ValueError(f'{where}: {error}') from None
+    return np.concatenate(pieces)
+
+
+def window_batch(stream: np.ndarray, indices, length: int, separator: int) -> dict:
+    """Windows number `indices` of the stream, window i being tokens [iT, iT + T], T = `length`.
+
+    Returns:
+      `tokens_BT`, the first T tokens of each window; `labels_BT`, the last T; `segment_ids_BT`,
+      which document of its row a token belongs to: 1 at the row's start, one more at each
+      separator after it. All int32, B = len(indices).
+    """
+    return _batch(_cut(stream, indices, length), separator)
+
+
+def _cut(stream, indices, length):
+    starts_B = np.asarray(indices) * length
+    return stream[starts_B[:, None] + np.arange(length + 1)].astype(np.int32)
+
+
+def _batch(windows, separator):
+    tokens_BT, labels_BT = windows[:, :-1], windows[:, 1:]
+    begins_BT = tokens_BT == separator
+    begins_BT[:, 0] = True
+    return {
+        'tokens_BT': np.ascontiguousarray(tokens_BT),
+        'labels_BT': np.ascontiguousarray(labels_BT),
+        'segment_ids_BT': np.cumsum(begins_BT, axis=1, dtype=np.int32),
+    }
+
+
+def pad_rows(batch: dict, batch_size: int) -> dict:
+    """The batch filled up with rows of label -100, segment 0 and token 0."""
+    missing = batch_size - len(batch['tokens_BT'])
+    fill = {'tokens_BT': 0, 'labels_BT': IGNORED_LABEL, 'segment_ids_BT': 0}
+    return {
+        name: np.pad(array, ((0, missing), (0, 0)), constant_values=fill[name])
+        for name, array in batch.items()
+    }
+
+
+class Windows:
+    """Windows of some streams, numbered through; none of them spans two streams.
+
+    Grain moves window numbers and the batch is cut out at once: half the time of moving rows and
+    stacking them. And a process can cut its own rows alone.
+
+    Args:
+      streams: arrays [N] of tokens; what is left at the end of each, less than one window, is in
+        none.
+      length: T, tokens of a row.
+      separator: the tokenizer's.
+
+    Attributes:
+      begins: int [streams + 1], number of the first window of each stream, and of all windows.
+    """
+
+    def __init__(self, streams: list[np.ndarray], length: int, separator: int):
+        self._streams, self._length, self._separator = streams, length, separator
+        sizes = [max(len(stream) - 1, 0) // length for stream in streams]
+        self.begins = np.cumsum([0, *sizes])
+
+    def __len__(self) -> int:
+        return int(self.begins[-1])
+
+    def cut(self, numbers) -> dict[str, np.ndarray]:
+        """The batch of the windows `numbers`, as `window_batch` gives it."""
+        numbers_B = np.asarray(numbers)
+        stream_B = np.searchsorted(self.begins, numbers_B, side='right') - 1
+        windows = np.empty((len(numbers_B), self._length + 1), np.int32)
+        for i in np.unique(stream_B):
+            rows = stream_B == i
+            indices = numbers_B[rows] - self.begins[i]
+            windows[rows] = _cut(self._streams[i], indices, self._length)
+        return _batch(windows, self._separator)
+
+
+def whole_windows(
+    streams: list[np.ndarray],
+    data: DataHparams,
+    tokenizer: Tokenizer,
+    part: str,
+    member: Member | None = None,
+) -> Windows:
+    """The Windows of the streams of one text.
+
+    Args:
+      streams: as Windows takes them.
+      data, tokenizer: of the run.
+      part: for messages: training, held-out, or given, where no knob is to blame.
+      member: of which they are, if the text was prepared.
+
+    Raises:
+      TooShort: a ValueError of one line, where they do not hold a single window.
+    """
+    windows = Windows(streams, data.sequence_length, tokenizer.separator)
+    if len(windows):
+        return windows
+    tokens = max(map(len, streams))
+    fits = f'set it to {tokens - 1} or less'
+    raised = 'raise data.held_out_fraction'
+    if member is not None:
+        raised = 'prepare the text again with a larger --held_out_fraction'
+    right = {'training': fits, 'held-out': f'{fits} or {raised}', 'given': 'give more text'}[part]
+    if part == 'training' and member is not None:
+        right = f'{fits} or give it more text'
+    of_member = '' if member is None else f' of {member.store.directory}'
+    raise TooShort(
+        f'data.sequence_length={data.sequence_length}: the {part} text{of_member} has {tokens} '
+        f'tokens and one window needs {data.sequence_length + 1}; {right}'
+    )

@@ -1,0 +1,241 @@
+"""A run as lm-evaluation-harness takes a model. Needs lm_eval, which nothing else here imports."""
+
+import codecs
+import contextlib
+import itertools
+import json
+
+from lm_eval import utils
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs
+
+from moddepth_jax.data.tokenizer import Tokenizer
+from moddepth_jax.hparams import Hparams
+from moddepth_jax.inference.generate import generate
+from moddepth_jax.inference.scoring import score
+from moddepth_jax.model.transformer import causal_routing, check_causal
+
+DEFAULT_GEN_TOKENS = 256  # where a task does not say, or half of a context shorter than twice that
+CONTEXT_OF_DECODING = 8  # tokens before a text that it is decoded with
+_GENERATION = {'until', 'max_gen_toks', 'do_sample', 'temperature', 'top_p'}
+
+
+@contextlib.contextmanager
+def _no_bar(what, total):
+    yield lambda count=1: None
+
+
+class _AllStopped(Exception):
+    """Every text of a batch has come to one of its stops: no further step is needed."""
+
+
+class HarnessLM(TemplateLM):
+    """Answers the harness's requests: loglikelihood, loglikelihood_rolling, generate_until.
+
+    A prompt is what follows the separator, as a document in training does, and one document: text
+    that spells the separator is text. A context that is too long loses its left end, its separator
+    first, and is then the middle of a document, as windows of training are. A rolling text is
+    predicted from the separator on, in windows that share one token with the one before.
+
+    Attributes:
+      max_length: tokens of the model's context.
+      routing: the causal rule that is followed.
+      num_cut: requests whose context was too long, so far.
+      title: what the bar of the next requests says.
+    """
+
+    def __init__(
+        self,
+        variables,
+        hparams: Hparams,
+        tokenizer: Tokenizer,
+        *,
+        batch_size: int = 32,
+        routing: str | None = None,
+        seed: int = 0,
+        bar=_no_bar,
+    ):
+        """Runs nothing yet.
+
+        Args:
+          variables: of the Transformer; TrainState.variables.
+          hparams: of the same.
+          tokenizer: of the run.
+          batch_size: rows that run together.
+          routing: a causal rule; None for the one the model was trained for.
+          seed: of draws, where a task asks for them.
+          bar: called with a text and a number of requests; a context manager whose value is called
+            with the number of requests that are done.
+
+        Raises:
+          ValueError: a routing that looks ahead or that the model cannot run.
+        """
+        super().__init__()
+        self.routing = causal_routing(hparams) if routing is None else routing
+        check_causal(hparams, self.routing)
+        self.max_length, self.batch_size, self.num_cut = hparams.data.sequence_length, batch_size, 0
+        self._variables, self._hparams, self._tokens = variables, hparams, tokenizer
+        self._seed, self._bar, self.title = seed, bar, 'requests'
+
+    @property
+    def eot_token_id(self) -> int:
+        """The separator, which the harness also takes for the prefix of an empty context."""
+        return self._tokens.separator
+
+    @property
+    def tokenizer_name(self) -> str:
+        """What tells the tokenizer from others."""
+        return self._tokens.name
+
+    def tok_encode(self, string, add_special_tokens=None, **kwargs) -> list[int]:
+        """Ids of a text, after the separator unless `add_special_tokens` is False."""
+        begin = [] if add_special_tokens is False else [self.eot_token_id]
+        return begin + self._tokens.encode(string.encode()).tolist()
+
+    def loglikelihood(self, requests, disable_tqdm=True) -> list[tuple[float, bool]]:
+        """(log-likelihood in nats, whether greedy) of each request's continuation.
+
+        Raises:
+          ValueError: a continuation that is empty, or longer than the model's context.
+        """
+        empty = [i for i, request in enumerate(requests) if not request.args[1]]
+        if empty:
+            raise ValueError(f'request {empty[0]} has an empty continuation')
+        return super().loglikelihood(requests, disable_tqdm=True)
+
+    def _loglikelihood_tokens(self, requests, **kwargs):
+        scores = self._scores([(context, labels) for _, context, labels in requests])
+        answers = [(one.log_likelihood, one.greedy) for one in scores]
+        for (texts, _, _), answer in zip(requests, answers, strict=True):
+            self.cache_hook.add_partial('loglikelihood', texts, answer)
+        return answers
+
+    def _scores(self, requests):
+        with self._bar(self.title, len(requests)) as advance:
+            scores = score(
+                self._variables,
+                self._hparams,
+                requests,
+                batch_size=self.batch_size,
+                routing=self.routing,
+                on_scored=advance,
+            )
+        self.num_cut += sum(one.cut > 0 for one in scores)
+        return scores
+
+    def loglikelihood_rolling(self, requests, disable_tqdm=True) -> list[float]:
+        """Log-likelihood in nats of each whole text, every token of it predicted once."""
+        windows = [list(self._windows(request.args[0])) for request in requests]
+        scores = iter(self._scores([window for of_text in windows for window in of_text]))
+        totals = []
+        for request, of_text in zip(requests, windows, strict=True):
+            answers = itertools.islice(scores, len(of_text))
+            totals.append(sum((one.log_likelihood for one in answers), 0.0))
+            self.cache_hook.add_partial('loglikelihood_rolling', request.args, totals[-1])
+        return totals
+
+    def _windows(self, text):
+        tokens = self.tok_encode(text, add_special_tokens=False)
+        rolling = utils.get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, 1)
+        return map(utils.make_disjoint_window, rolling)
+
+    def generate_until(self, requests, disable_tqdm=True) -> list[str]:
+        """What follows each context, up to its first stop, which is cut, or `max_gen_toks`.
+
+        Contexts with equal settings run together. Where a task draws several samples of a context,
+        each has a seed of its own.
+
+        Raises:
+          ValueError: a setting that is not known here, or more tokens than the context holds.
+        """
+        batches, seen = {}, {}
+        for i, request in enumerate(requests):
+            context, settings = request.args
+            key = json.dumps(settings, sort_keys=True)
+            sample = seen[context, key] = seen.get((context, key), -1) + 1
+            batches.setdefault((key, sample), []).append(i)
+        texts = [''] * len(requests)
+        with self._bar(self.title, len(requests)) as advance:
+            for (key, sample), indices in batches.items():
+                settings = self._settings(json.loads(key))
+                # Neighbours in length are padded least.
+                indices.sort(key=lambda i: len(requests[i].args[0]), reverse=True)
+                for begin in range(0, len(indices), self.batch_size):
+                    batch = indices[begin : begin + self.batch_size]
+                    contexts = [requests[i].args[0] for i in batch]
+                    written = self._write(contexts, sample, **settings)
+                    for i, text in zip(batch, written, strict=True):
+                        texts[i] = text
+                        self.cache_hook.add_partial('generate_until', requests[i].args, text)
+                    advance(len(batch))
+        return texts
+
+    def _settings(self, given):
+        """Of a request: what `_write` takes. Raises ValueError for what cannot be obeyed."""
+        default = min(DEFAULT_GEN_TOKENS, self.max_length // 2)
+        settings = dict(normalize_gen_kwargs(given, default))
+        unknown = sorted(settings.keys() - _GENERATION)
+        if unknown:
+            known = ', '.join(sorted(_GENERATION))
+            raise ValueError(f'generation_kwargs {unknown[0]!r}: must be of {known}')
+        num_tokens = settings['max_gen_toks']
+        if not 1 <= num_tokens < self.max_length:
+            raise ValueError(
+                f'max_gen_toks={num_tokens}: must lie in [1, {self.max_length}), for the context '
+                f'data.sequence_length={self.max_length} holds the prompt too'
+            )
+        temperature = settings.get('temperature', 0.0) if settings['do_sample'] else 0.0
+        return {
+            'stops': [stop.encode() for stop in settings['until'] if stop],
+            'num_tokens': num_tokens,
+            'temperature': float(temperature),
+            'top_p': float(settings.get('top_p', 1.0)),
+        }
+
+    def _write(self, contexts, sample, stops, num_tokens, **how):
+        """The texts after contexts, cut at the first of `stops` (bytes)."""
+        prompts = [self.tok_encode(context) for context in contexts]
+        most = self.max_length - num_tokens
+        self.num_cut += sum(len(prompt) > most for prompt in prompts)
+        prompts = [prompt[-most:] for prompt in prompts]
+        # One batch size: a last batch is filled up, its additional rows are not looked at.
+        filled = prompts + prompts[:1] * (self.batch_size - len(prompts))
+        rows = [[] for _ in filled]
+        running = set(range(len(prompts)))
+
+        def on_tokens(token_B, active_B):
+            for b in sorted(running):
+                if active_B[b]:
+                    rows[b].append(int(token_B[b]))
+                if not active_B[b] or (stops and self._stop(prompts[b], rows[b], stops)[1]):
+                    running.remove(b)
+            if not running:
+                raise _AllStopped
+
+        with contextlib.suppress(_AllStopped):
+            generate(
+                self._variables,
+                self._hparams,
+                filled,
+                num_tokens,
+                seed=self._seed + sample,
+                routing=self.routing,
+                tokenizer=self._tokens,
+                on_tokens=on_tokens,
+                **how,
+            )
+        pairs = zip(prompts, rows, strict=False)
+        return [_text(self._stop(prompt, row, stops)[0]) for prompt, row in pairs]
+
+    def _stop(self, prompt, row, stops):
+        """The bytes of `row` before the first stop, and whether there is one."""
+        # Decoded with what stands before: some tokenizers drop the space of a text's first word.
+        before = prompt[-CONTEXT_OF_DECODING:]
+        written = self._tokens.decode([*before, *row])[len(self._tokens.decode(before)) :]
+        ends = [at for at in map(written.find, stops) if at >= 0]
+        return written[: min(ends)] if ends else written, bool(ends)
+
+
+def _text(written: bytes) -> str:
+    """Without a last character that is not whole."""
+    return codecs.getincrementaldecoder('utf-8')('replace').decode(written)

@@ -1,0 +1,171 @@
+"""Tasks of lm-evaluation-harness, loaded and run one at a time. Needs lm_eval."""
+
+import dataclasses
+import difflib
+import pathlib
+import random
+import traceback
+
+import numpy as np
+from lm_eval.api.group import Group
+from lm_eval.config.group import GroupConfig
+from lm_eval.evaluator import evaluate
+from lm_eval.tasks import TaskManager
+
+PARTS = ('results', 'versions', 'n-shot', 'higher_is_better', 'n-samples')
+_GROUP_KEYS = {field.name for field in dataclasses.fields(GroupConfig)}
+_LOCAL = ('arrow', 'csv', 'json', 'parquet', 'text')  # dataset_path of files
+_NO_FILES = 'data_files of its yaml must name whole files, from the current directory on'
+_NO_DATA = (
+    'without a network, fill the cache that HF_HOME names on a machine that has one, or let '
+    'dataset_path: json and data_files of a yaml of your own (--include_path) name local files'
+)
+
+
+class _UnknownName(Exception):
+    pass
+
+
+class HarnessTasks:
+    """Tasks by their names; groups and tags are taken apart, so that each task is one piece.
+
+    Where a group changes its tasks it stays whole, for the harness to build. A group's numbers are
+    those of the harness; one whose metadata has `mean_of`, a metric for each of its members, has
+    the mean of these too, every member counting alike.
+
+    Attributes:
+      names: of the pieces, in order.
+    """
+
+    def __init__(self, names: list[str], include_paths: list[str]):
+        """Finds the tasks; their data are not looked at yet.
+
+        Args:
+          names: of tasks, groups and tags of the harness and of `include_paths`, or yaml files.
+          include_paths: folders of yaml files; what they name comes before the harness's own.
+
+        Raises:
+          ValueError: one line, for a name that nothing has, or a folder that is not there.
+        """
+        for path in include_paths:
+            if not pathlib.Path(path).is_dir():
+                raise ValueError(f'{path}: no such folder of task yaml files')
+        try:  # the harness's own are thousands of files: seconds
+            self._open(names, include_paths, False)
+        except _UnknownName:
+            try:
+                self._open(names, include_paths, True)
+            except _UnknownName as error:
+                raise ValueError(self._unknown(str(error))) from None
+
+    def _unknown(self, name):
+        right = 'must be a task, group or tag of lm-evaluation-harness or of --include_path'
+        near = difflib.get_close_matches(name, self._manager.all_tasks, n=1)
+        meant = f'; did you mean {near[0]}?' if near else ''
+        return f'task {name!r}: {right}, or a yaml file{meant}'
+
+    def _open(self, names, include_paths, with_defaults):
+        self._manager = TaskManager(include_path=include_paths, include_defaults=with_defaults)
+        self._groups, self._tasks, self._built = {}, {}, {}
+        self.names = list(dict.fromkeys(piece for name in names for piece in self._pieces(name)))
+
+    def _pieces(self, name):
+        entry = self._manager.task_index.get(name)
+        if entry is None:
+            if not pathlib.Path(name).is_file():
+                raise _UnknownName(name)
+            return [name]
+        if entry.kind.name == 'TAG':
+            return [piece for member in sorted(entry.tags) for piece in self._pieces(member)]
+        if entry.kind.name != 'GROUP':
+            return [name]
+        members = entry.cfg.get('task') or []
+        plain = isinstance(members, list) and all(isinstance(one, str) for one in members)
+        if not plain or entry.cfg.keys() - _GROUP_KEYS:
+            return [name]
+        self._groups[name] = entry.cfg
+        return [piece for member in members for piece in self._pieces(member)]
+
+    def run(self, name: str, lm, *, num_fewshot=None, limit=None, seed: int = 0) -> dict:
+        """The harness's results of one piece: a dict for each of PARTS, by task.
+
+        Args:
+          name: of `names`.
+          lm: a HarnessLM.
+          num_fewshot: examples before each question, where the task does not forbid them; None:
+            as the task says.
+          limit: documents of each task; below 1 a share of them; None: all.
+          seed: of the choice of examples, and of what else a task draws.
+
+        Raises:
+          ValueError: one line that names the task: it has no data, or its yaml is wrong, or the
+            model cannot answer it.
+        """
+        random.seed(seed)
+        np.random.seed(seed)
+        try:
+            loaded = self._manager.load([name])
+        except Exception as error:  # of any kind: from the network, the disk, the yaml
+            raise ValueError(self._why(name, error)) from error
+        for task in loaded['tasks'].values():
+            own = task.get_config('num_fewshot')
+            if own is None or (num_fewshot is not None and own != 0):
+                task.set_config('num_fewshot', num_fewshot or 0)
+            task.set_fewshot_seed(seed)
+        try:
+            found = evaluate(lm, loaded, limit=limit, log_samples=False)
+        except ValueError as error:
+            raise ValueError(f'task {name!r}: {error}') from error
+        self._tasks.update(loaded['tasks'])
+        self._built.update(loaded['groups'])
+        return {part: found[part] for part in PARTS}
+
+    def _why(self, name, error):
+        line = ' '.join(f'{type(error).__name__}: {error}'.split())[:300]
+        frames = traceback.extract_tb(error.__traceback__)
+        if not any(frame.name == 'load_dataset' for frame in frames):
+            return f'task {name!r}: {line}'
+        entry = self._manager.task_index.get(name)
+        source = (entry and entry.cfg or {}).get('dataset_path', 'of its yaml')
+        right = _NO_FILES if source in _LOCAL else _NO_DATA
+        return f'task {name!r}: its data set {source} cannot be read ({line}); {right}'
+
+    def group_results(self, results: dict) -> dict:
+        """Numbers of the groups all of whose tasks have run, by name, in the harness's form."""
+        groups = {name: self._group(name) for name in self._groups} | self._built
+        found = {}
+        for name, group in groups.items():
+            if group is not None and group.has_aggregation:
+                found[name] = group.aggregate(results)
+        for name, group in groups.items():
+            metrics = ((group and group.metadata) or {}).get('mean_of')
+            if metrics:
+                every = results | found
+                values = [every[one][f'{metric},none'] for one, metric in metrics.items()]
+                found.setdefault(name, {'name': name, 'alias': group.alias or name})
+                found[name]['mean,none'] = sum(values) / len(values)
+        return found
+
+    def members(self, name: str) -> set[str]:
+        """The tasks of a group that `group_results` has."""
+        group = self._built.get(name) or self._group(name)
+        return {task.task_name for task in group.get_all_tasks()}
+
+    def _group(self, name):
+        """The harness's Group; None where a task of it has not run."""
+        config = self._groups[name]
+        group = Group.from_config(GroupConfig(**config))
+        for member in self._members(config['task']):
+            part = self._group(member) if member in self._groups else self._part(member)
+            if part is None:
+                return None
+            group.add(part)
+        return group
+
+    def _members(self, names):
+        for name in names:
+            entry = self._manager.task_index[name]
+            yield from sorted(entry.tags) if entry.kind.name == 'TAG' else [name]
+
+    def _part(self, name):
+        return self._built.get(name) or self._tasks.get(name)

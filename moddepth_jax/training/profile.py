@@ -1,0 +1,85 @@
+"""A profile of some steps of a run: what the host and every device did, and when."""
+
+import contextlib
+import pathlib
+import re
+
+import jax
+
+PROFILE_DIRECTORY = 'profile'
+
+
+def parse_steps(text: str) -> tuple[int, int]:
+    """(first, last) of '20:25': from when 20 steps are done to when 25 are.
+
+    Raises:
+      ValueError: one line, for text of another form, or a range without a step.
+    """
+    match = re.fullmatch(r'(\d+):(\d+)', text)
+    if not match or int(match[1]) >= int(match[2]):
+        right = 'must be START:STOP, such as 20:25, the steps after step 20 up to step 25'
+        raise ValueError(f'--profile={text}: {right}')
+    return int(match[1]), int(match[2])
+
+
+class Profile:
+    """Traces the steps after `first` and up to `last` into `profile/` of a run.
+
+    A run that stops or fails between them keeps what was traced until then. Each process of several
+    traces itself. The trace is jax.profiler's: for XProf, TensorBoard and Perfetto.
+
+    Args:
+      workdir: directory of the run.
+      steps: of `parse_steps`; None: nothing is traced.
+      num_steps: of the run.
+      first_step: steps done before this start.
+
+    Raises:
+      ValueError: one line, where no step of this start is among them.
+    """
+
+    def __init__(self, workdir, steps: tuple[int, int] | None, num_steps: int, first_step: int):
+        self.first, self.last = steps or (None, None)
+        self.folder = pathlib.Path(workdir) / PROFILE_DIRECTORY
+        if jax.process_count() > 1:  # on one host they would write one file
+            self.folder /= f'process-{jax.process_index()}'
+        self._tracing = False
+        if steps is not None and not (first_step < self.last and self.first < num_steps):
+            done = f', {first_step} of which are done' if first_step else ''
+            raise ValueError(
+                f'--profile={self.first}:{self.last}: this run has {num_steps} steps{done}; '
+                f'must hold one of those that are left'
+            )
+
+    def begins(self, step: int) -> bool:
+        """Whether the trace starts now, `step` steps being done and none in flight."""
+        return self.first is not None and not self._tracing and self.first <= step < self.last
+
+    def ends(self, step: int) -> bool:
+        """Whether the trace ends with `step`."""
+        return self._tracing and step >= self.last
+
+    def start(self):
+        """Starts the trace."""
+        jax.profiler.start_trace(self.folder)
+        self._tracing = True
+
+    def stop(self) -> str:
+        """Writes the trace; returns a line for the user, or '' where there was none."""
+        if not self._tracing:
+            return ''
+        self._tracing, self.first = False, None
+        jax.profiler.stop_trace()
+        return f'profile   {self.folder}: open it with xprof --logdir={self.folder}'
+
+    def step(self, number: int):
+        """A context that names step `number` (from 0) in the trace."""
+        if self._tracing:
+            return jax.profiler.StepTraceAnnotation('train', step_num=number)
+        return contextlib.nullcontext()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.stop()

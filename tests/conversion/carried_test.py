@@ -1,0 +1,144 @@
+"""A dense model's parameters find their layer in any stack that has it, bit for bit."""
+
+import jax
+import numpy as np
+import pytest
+
+from moddepth_jax.conversion.carried import carry, check_shared
+from moddepth_jax.hparams import from_config
+from moddepth_jax.model.stack import Stack, unstacked
+from moddepth_jax.model.transformer import Transformer
+
+pytestmark = pytest.mark.usefixtures('compiled_in_haste')
+MOD = {
+    'model.routing.router': 'learned',
+    'model.routing.layers': '1,2',
+    'model.routing.gate': 'none',
+}
+MODA = {'model.depth.stream': 'moda'}
+BOTH = MOD | MODA
+DENSE = {
+    'windows': {'model.num_layers': 5, 'model.windows': (0, 8), 'model.norm_placement': 'post'},
+    'olmo2': {
+        'model.num_layers': 4,
+        'model.norm_placement': 'reordered',
+        'model.qk_norm': 'full',
+        'model.use_bias': True,
+        'model.tie_embeddings': True,
+    },
+    'experts': {
+        'model.num_layers': 4,
+        'model.experts.choice': 'token',
+        'model.experts.layers': 'every:2',
+        'model.experts.num_routed': 4,
+        'model.experts.d_ff': 16,
+    },
+}
+
+
+def random_params(hparams):
+    tokens_BT = jax.ShapeDtypeStruct((1, 16), 'int32')
+    shapes = jax.eval_shape(Transformer(hparams).init, jax.random.key(0), tokens_BT)['params']
+    draw = np.random.default_rng(0).normal
+    return jax.tree.map(lambda leaf: jax.numpy.asarray(draw(0, 0.1, leaf.shape), 'float32'), shapes)
+
+
+def by_layer(hparams, params):
+    """Leaves of each layer by name, a routed block's under those of a dense one; and the rest."""
+    layers = []
+    params = jax.tree.map(np.asarray, params)
+    for kind, mine in unstacked(Stack(hparams.model, 'top_c'), params['stack']):
+        if kind.part == 'block':
+            leaves = jax.tree_util.tree_leaves_with_path(mine | mine.get('block', {}))
+            names = [tuple(key.key for key in path) for path, _ in leaves]
+            layers.append(
+                {n: x for n, (_, x) in zip(names, leaves, strict=True) if n[0] != 'block'}
+            )
+    return layers, {name: leaf for name, leaf in params.items() if name != 'stack'}
+
+
+@pytest.mark.parametrize(
+    ('dense', 'changes'),
+    [
+        ('windows', BOTH),
+        pytest.param(
+            'olmo2',
+            BOTH | {'model.depth.attention_slot_projection': True},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param('experts', MOD, marks=pytest.mark.slow),
+        pytest.param(
+            'olmo2',
+            {'model.depth.stream': 'average', 'model.layer_loop': 'unrolled'},
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_shared_leaves_are_carried_bit_for_bit(dense, changes, tiny_config):
+    """Every leaf of every layer of the dense model is there; what is new is named, and no more."""
+    source = from_config(tiny_config(**DENSE[dense]))
+    target = from_config(tiny_config(**DENSE[dense] | changes))
+    check_shared(source.model, target.model)
+    given = random_params(source)
+    params, new = carry(source.model, given, target)
+    (before, rest), (after, rest_after) = by_layer(source, given), by_layer(target, params)
+    jax.tree.map(np.testing.assert_array_equal, rest, rest_after)
+    assert len(before) == len(after) == source.model.num_layers
+    for old, layer in zip(before, after, strict=True):
+        for name, leaf in old.items():
+            np.testing.assert_array_equal(leaf, layer[name], err_msg=str(name))
+    fresh = {
+        name[0]
+        for old, layer in zip(before, after, strict=True)
+        for name in layer
+        if name not in old
+    }
+    kinds = {'router', 'predictor', 'stream'}
+    assert fresh <= kinds and (('router' in fresh) == ('model.routing.router' in changes))
+    assert new and all(kinds & set(name.split('.')) for name in new)
+    shapes = jax.eval_shape(Transformer(target).init, jax.random.key(0), np.zeros((1, 16), int))
+    assert jax.tree.map(np.shape, params) == jax.tree.map(lambda leaf: leaf.shape, shapes['params'])
+
+
+@pytest.mark.parametrize('dense', ['olmo2', pytest.param('windows', marks=pytest.mark.slow)])
+def test_capacity_one_without_a_gate_is_the_dense_model(dense, tiny_config):
+    """The logits of the new model are the old one's, to the last bits of a float32."""
+    source = from_config(tiny_config(**DENSE[dense]))
+    target = from_config(tiny_config(**DENSE[dense] | MOD | {'model.routing.capacity': 1.0}))
+    given = random_params(source)
+    params, _ = carry(source.model, given, target)
+    tokens_BT = np.random.default_rng(1).integers(0, 257, (2, 16))
+    dense_BTV, _ = jax.jit(Transformer(source).apply)({'params': given}, tokens_BT)
+    routed_BTV, _ = jax.jit(Transformer(target).apply)({'params': params}, tokens_BT)
+    np.testing.assert_allclose(routed_BTV, dense_BTV, atol=1e-5 * np.abs(dense_BTV).max())
+
+
+@pytest.mark.parametrize(
+    ('before', 'after', 'words'),
+    [
+        (
+            {'model.routing.router': 'learned'},
+            {},
+            "routing.router='learned' in the run that is converted: must be dense",
+        ),
+        (MODA, {}, "depth.stream='moda' in the run that is converted: must be residual"),
+        ({}, {'model.d_ff': 96}, 'model.d_ff=96: is 64 in the run that is converted'),
+        ({}, {'model.norm_placement': 'post'}, "model.norm_placement='post': is 'pre'"),
+        ({}, {'model.norm_eps': 1e-5}, 'model.norm_eps=1e-05: is 1e-06'),
+        ({}, {'model.windows': (8,)}, 'model.windows=(8,): is (0,)'),
+        ({}, {'model.experts.choice': 'token'}, "model.experts.choice='token': is 'none'"),
+        (DENSE['experts'], {'model.num_layers': 4}, "model.experts.choice='none': is 'token'"),
+        (
+            DENSE['experts'],
+            DENSE['experts'] | {'model.experts.top_k': 1},
+            'model.experts.top_k=1: is 2',
+        ),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_cannot_be_converted_is_refused_by_name(before, after, words, tiny_config):
+    """One line, with both values."""
+    source, target = (from_config(tiny_config(**changes)).model for changes in (before, after))
+    with pytest.raises(ValueError) as caught:
+        check_shared(source, target)
+    assert words in str(caught.value) and '\n' not in str(caught.value)

@@ -1,0 +1,117 @@
+"""New routers and slots change a dense model as little as they can."""
+
+import jax
+import numpy as np
+import pytest
+
+from moddepth_jax.conversion.carried import carry
+from moddepth_jax.conversion.first_weights import SLOTS, fit_routers, fit_slots
+from moddepth_jax.conversion.moments import RIDGE, Moments, layer_moments
+from moddepth_jax.hparams import from_config
+from moddepth_jax.model.transformer import Transformer
+from tests.conversion.carried_test import random_params
+
+pytestmark = pytest.mark.usefixtures('compiled_in_haste')
+DENSE = {'model.num_layers': 3, 'model.norm_placement': 'pre'}
+ROUTED = {
+    'model.routing.router': 'learned',
+    'model.routing.layers': '1,2',
+    'model.routing.capacity': 1.0,
+    'model.routing.causal_rule': 'threshold',
+}
+MODA = {'model.depth.stream': 'moda', 'model.depth.attention_slot_projection': True}
+
+
+@pytest.fixture(scope='module')
+def dense(tiny_config):
+    """Hyper-parameters, parameters, a batch, and logits of a dense model with a shared direction.
+
+    As in a trained model, what tokens have in common in the stream is larger than what tells them
+    apart.
+    """
+    hparams = from_config(tiny_config(**DENSE))
+    params = random_params(hparams)
+    params['embedding'] += 0.3
+    tokens_BT = np.random.default_rng(2).integers(0, 257, (8, 32))
+    batch = {'tokens_BT': tokens_BT, 'segment_ids_BT': np.ones_like(tokens_BT)}
+    logits_BTV, _ = jax.jit(Transformer(hparams).apply)({'params': params}, tokens_BT)
+    return hparams, params, batch, logits_BTV
+
+
+def distances(hparams, candidates, batch, wanted_BTV):
+    """Mean difference of the logits from the wanted ones, for each of several parameters."""
+    apply, averages = jax.jit(Transformer(hparams).apply), {'thresholds_R': np.zeros(2, np.float32)}
+    for params in candidates:
+        variables = {'params': params, 'averages': averages}
+        yield float(np.abs(apply(variables, batch['tokens_BT'])[0] - wanted_BTV).mean())
+
+
+@pytest.mark.parametrize(
+    ('gate', 'most'), [('raw', 0.1), pytest.param('sigmoid', 0.1, marks=pytest.mark.slow)]
+)
+def test_fitted_gates_leave_the_model_near_to_itself(gate, most, dense, tiny_config):
+    """Far nearer than with routers as at a start; each layer's error is measured."""
+    source, given, batch, logits_BTV = dense
+    target = from_config(tiny_config(**DENSE, **ROUTED, **{'model.routing.gate': gate}))
+    params, _ = carry(source.model, given, target)
+    moments = layer_moments(source.model, given, target.model, [batch])
+    fitted, errors = fit_routers(params, target.model, moments)
+    before, after = distances(target, (params, fitted), batch, logits_BTV)
+    assert after < min(most * float(np.abs(logits_BTV).mean()), before / 2)
+    assert set(errors) == {1, 2} and all(0 < error < 0.5 for error in errors.values())
+
+
+def test_scores_without_a_gate_have_unit_size(dense, tiny_config):
+    """straight_through: the direction of w is that of the start, its sigmoid is not flat."""
+    source, given, batch, _ = dense
+    changes = ROUTED | {'model.routing.router': 'straight_through'}
+    target = from_config(tiny_config(**DENSE | changes))
+    params, _ = carry(source.model, given, target)
+    moments = layer_moments(source.model, given, target.model, [batch])
+    fitted, errors = fit_routers(params, target.model, moments)
+    before, after = (p['stack']['run_1']['layer_0']['router']['w'] for p in (params, fitted))
+    assert errors == {}
+    for i, layer in enumerate((1, 2)):
+        assert moments[layer].stream.error(np.float64(after[i]), 0.0) == pytest.approx(1, rel=1e-4)
+        ratio = after[i] / before[i]
+        np.testing.assert_allclose(ratio, ratio[0], rtol=1e-3)
+
+
+@pytest.mark.parametrize('slots', ['attention+ffn', pytest.param('block', marks=pytest.mark.slow)])
+def test_slots_start_empty_and_nearly_unseen(slots, dense, tiny_config):
+    """Values are 0; a key meets the mean query of later layers with a logit near -strength."""
+    source, given, batch, _ = dense
+    changes = {**MODA, 'model.depth.slots': slots}
+    changes['model.depth.attention_slot_projection'] = slots != 'block'
+    target = from_config(tiny_config(**DENSE, **changes))
+    params, _ = carry(source.model, given, target)
+    moments = layer_moments(source.model, given, target.model, [batch])
+    for strength in (0.0, 4.0):
+        fitted = fit_slots(params, target.model, moments, strength)
+        streams = fitted['stack']['run_0']['layer_0']['stream']
+        assert streams.keys() == (
+            {'block_slot'} if slots == 'block' else {'ffn_slot', 'attention_slot'}
+        )
+        for slot, leaves in streams.items():
+            assert not leaves['value']['kernel'].any()
+            for layer, key_DKH in enumerate(leaves['key']['kernel']):
+                read = getattr(moments[layer], SLOTS[slot])
+                k_KH = np.einsum('d,dkh->kh', read.first / read.count, key_DKH)
+                for later in moments[layer + 1 :]:
+                    q_KH = later.queries.first / later.queries.count
+                    logit_K = np.sum(k_KH * q_KH, axis=1)
+                    assert np.all((-1.3 * strength <= logit_K) & (logit_K <= -0.4 * strength))
+
+
+def test_moments_give_the_ridge_solution():
+    """w and its error are those of the regression written out over tokens."""
+    x_ND = np.random.default_rng(3).normal(1, 0.5, (50, 4))
+    moments = Moments(x_ND.T @ x_ND, x_ND.sum(0), 50.0)
+    w_D, ridge = moments.towards(2.0), RIDGE * np.mean(x_ND**2) * 50
+    rows = np.concatenate([x_ND, np.sqrt(ridge) * np.eye(4)])
+    wanted_D = np.linalg.lstsq(rows, np.concatenate([np.full(50, 2.0), np.zeros(4)]))[0]
+    np.testing.assert_allclose(w_D, wanted_D, rtol=1e-9)
+    error = np.sqrt(np.mean((x_ND @ w_D - 2) ** 2))
+    assert moments.error(w_D, 2.0) == pytest.approx(error)
+    both = moments + moments
+    np.testing.assert_allclose(both.towards(2.0), w_D)

@@ -1,0 +1,128 @@
+"""Checkpoints of Llama and OLMo2 come in with the logits of transformers, and out as they came."""
+
+import pathlib
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from moddepth_jax.conversion import tensor_files
+from moddepth_jax.conversion.families import knobs_of, read_config
+from moddepth_jax.conversion.hugging_face import export_params, import_params
+from moddepth_jax.conversion.tensor_names import tensors_of
+from moddepth_jax.hparams import from_config
+from moddepth_jax.model.transformer import Transformer
+from moddepth_jax.training.checkpoint import state_sha256
+
+GOLDEN = pathlib.Path(__file__).parent / 'golden'
+NAMES = {'llama': 'float32', 'llama_tied': 'bfloat16', 'olmo2': 'float32'}
+FILE = 'model.safetensors'
+
+pytestmark = pytest.mark.usefixtures('compiled_in_haste')
+
+
+@pytest.fixture(scope='module')
+def imported(tiny_config):
+    """Of each golden folder: hyper-parameters, parameters, dtype."""
+
+    def load(name):
+        knobs = knobs_of(read_config(GOLDEN / name), name)
+        hparams = from_config(tiny_config(**{f'model.{k}': value for k, value in knobs.items()}))
+        return hparams, *import_params(GOLDEN / name, hparams)
+
+    return {name: load(name) for name in NAMES}
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_logits_are_those_of_transformers(name, imported):
+    """On the golden tokens, to 1e-5; each of their values differs from the others by far more."""
+    hparams, params, dtype = imported[name]
+    golden = np.load(GOLDEN / name / 'golden.npz')
+    logits_BTV, _ = jax.jit(Transformer(hparams).apply)({'params': params}, golden['tokens'])
+    assert np.abs(logits_BTV - golden['logits']).max() < 1e-5 < 0.1 < golden['logits'].std()
+    assert dtype == NAMES[name]
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype('float32')}
+
+
+@pytest.mark.parametrize('name', NAMES)
+@pytest.mark.parametrize('max_bytes', [10**9, 15_000])
+def test_in_out_in_again_is_bit_equal(name, max_bytes, imported, tmp_path):
+    """Parameters and dtype come back bit for bit, from one file or several."""
+    hparams, params, dtype = imported[name]
+    export_params(tmp_path, hparams, params, dtype, max_bytes=max_bytes)
+    assert (tmp_path / FILE).exists() == (max_bytes == 10**9)
+    again, dtype_again = import_params(tmp_path, hparams)
+    assert (state_sha256(again), dtype_again) == (state_sha256(params), dtype)
+
+
+@pytest.mark.parametrize('name', ['llama', 'olmo2'])
+def test_the_file_is_that_of_transformers(name, imported, tmp_path):
+    """Names, shapes, values and order of bytes: out is what came in, byte for byte."""
+    hparams, params, dtype = imported[name]
+    export_params(tmp_path, hparams, params, dtype)
+    assert (tmp_path / FILE).read_bytes() == (GOLDEN / name / FILE).read_bytes()
+
+
+def test_each_tensor_is_read_once(imported, monkeypatch):
+    """One after another, layer by layer: nothing is held but the parameters and one tensor."""
+    reads, read = [], tensor_files.TensorFiles.read
+    monkeypatch.setattr(
+        tensor_files.TensorFiles, 'read', lambda self, name: reads.append(name) or read(self, name)
+    )
+    hparams, _, _ = imported['llama_tied']
+    import_params(GOLDEN / 'llama_tied', hparams)
+    assert sorted(reads) == sorted(tensor.name for tensor in tensors_of(hparams.model))
+
+
+@pytest.mark.parametrize(
+    ('change', 'words'),
+    [
+        (lambda t: t.pop('model.norm.weight'), 'lacks the tensor model.norm.weight; its config'),
+        (
+            lambda t: [t.pop(name) for name in list(t) if 'layers.1.mlp' in name],
+            'lacks the tensor model.layers.1.mlp.gate_proj.weight and 5 more',
+        ),
+        (
+            lambda t: t.update({'model.layers.2.mlp.up_proj.weight': np.ones(3, np.float32)}),
+            'has a tensor model.layers.2.mlp.up_proj.weight; config.json stands for no',
+        ),
+        (
+            lambda t: t.update({'model.norm.weight': np.ones(17, np.float32)}),
+            'model.norm.weight has shape [17]; its config.json wants [16]',
+        ),
+        (
+            lambda t: t.update({'lm_head.weight': np.ones((16, 270), np.float32)}),
+            'lm_head.weight has shape [16, 270]; its config.json wants [270, 16]',
+        ),
+    ],
+    ids=['missing', 'several missing', 'extra', 'misshapen', 'transposed'],
+)
+def test_tensors_of_another_model_are_refused(change, words, imported, tmp_path):
+    """Named, in one line, before any is read."""
+    tensors = load_file(GOLDEN / 'llama' / FILE)
+    change(tensors)
+    save_file(tensors, tmp_path / FILE)
+    with pytest.raises(ValueError) as caught:
+        import_params(tmp_path, imported['llama'][0])
+    assert words in str(caught.value) and '\n' not in str(caught.value)
+
+
+def test_a_tied_head_may_be_stored_if_it_is_the_embedding(imported, tmp_path):
+    """So may the rotary frequencies that old checkpoints hold; another head is refused."""
+    hparams, params, _ = imported['llama_tied']
+    for file in (GOLDEN / 'llama_tied').glob('model*'):
+        shutil.copy(file, tmp_path)
+    tensors = {}
+    for file in tmp_path.glob('*.safetensors'):
+        tensors |= load_file(file)
+        file.unlink()
+    tensors['lm_head.weight'] = tensors['model.embed_tokens.weight'].copy()
+    tensors['model.layers.0.self_attn.rotary_emb.inv_freq'] = np.ones(2, np.float32)
+    save_file(tensors, tmp_path / FILE)
+    assert state_sha256(import_params(tmp_path, hparams)[0]) == state_sha256(params)
+    tensors['lm_head.weight'][3, 4] += 1
+    save_file(tensors, tmp_path / FILE)
+    with pytest.raises(ValueError, match='lm_head.weight is not model.embed_tokens.weight'):
+        import_params(tmp_path, hparams)

@@ -1,0 +1,100 @@
+"""Tensors are read one by one as they are; a file that is not whole is named with the remedy."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors
+from safetensors.numpy import save_file
+
+from moddepth_jax.conversion.tensor_files import INDEX_FILE, ONE_FILE, TensorFiles, write_tensors
+
+ARRAYS = {
+    'a': np.arange(12, dtype=np.float32).reshape(3, 4),
+    'b': np.full((5,), 0.1, np.float32),
+    'c': np.ones((2, 2, 2), np.float32),
+}
+SHAPES = {name: array.shape for name, array in ARRAYS.items()}
+
+
+def write(folder, dtype='float32', **how):
+    write_tensors(folder, SHAPES, ARRAYS.__getitem__, dtype, **how)
+
+
+def refusal(folder):
+    with pytest.raises(ValueError) as caught, TensorFiles(folder):
+        pass
+    assert '\n' not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize('max_bytes', [10**9, 60, 1])
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16', 'float16'])
+def test_what_is_written_is_read(tmp_path, dtype, max_bytes):
+    """In one file or many: the same names, shapes and values, rounded once to the dtype."""
+    write(tmp_path, dtype, max_bytes=max_bytes)
+    with TensorFiles(tmp_path) as files:
+        assert files.shapes == SHAPES and set(files.dtypes.values()) == {dtype}
+        for name, array in ARRAYS.items():
+            read = files.read(name)
+            assert read.dtype == np.float32
+            np.testing.assert_array_equal(read, array.astype(jnp.dtype(dtype)).astype(np.float32))
+    written = sorted(path.name for path in tmp_path.iterdir())
+    assert (written == [ONE_FILE]) == (max_bytes >= 25 * jnp.dtype(dtype).itemsize)
+    for path in tmp_path.glob('*.safetensors'):
+        with safetensors.safe_open(path, 'np') as file:
+            assert file.metadata() == {'format': 'pt'}
+    if INDEX_FILE in written:
+        index = json.loads((tmp_path / INDEX_FILE).read_text())
+        assert index['weight_map'].keys() == SHAPES.keys()
+        assert index['metadata']['total_size'] == 25 * jnp.dtype(dtype).itemsize
+
+
+def test_a_value_beyond_the_dtype_is_refused(tmp_path):
+    """float16 ends at 65504: what would become infinity is named."""
+    with pytest.raises(ValueError, match='big: holds what float16 has no number for'):
+        write_tensors(tmp_path, {'big': (1,)}, lambda _: np.full(1, 1e6, np.float32), 'float16')
+
+
+@pytest.mark.parametrize('length', [0, 5, 100, -1])
+def test_a_truncated_file_is_named(tmp_path, length):
+    """Wherever it was cut: the file, its size, and what to do."""
+    write(tmp_path)
+    content = (tmp_path / ONE_FILE).read_bytes()[:length]
+    (tmp_path / ONE_FILE).write_bytes(content)
+    message = refusal(tmp_path)
+    assert f'{tmp_path / ONE_FILE}: cut short at {len(content)} bytes or damaged' in message
+    assert message.endswith('download it again')
+
+
+def test_what_the_index_names_must_be_there(tmp_path):
+    """A missing file, one without its tensor, one that is cut short, and a broken index."""
+    write(tmp_path, max_bytes=60)
+    first, *_ = sorted(tmp_path.glob('model-*'))
+    content = first.read_bytes()
+    first.write_bytes(content[:-3])
+    assert f'{first}: cut short' in refusal(tmp_path)
+    first.unlink()
+    assert f'{first}: not there, but {INDEX_FILE} names it; download' in refusal(tmp_path)
+    save_file({'other': ARRAYS['a']}, first)
+    assert f'{first}: lacks the tensor a' in refusal(tmp_path)
+    index = tmp_path / INDEX_FILE
+    index.write_text(index.read_text().replace(first.name, '../' + first.name))
+    assert 'not there' in refusal(tmp_path)
+    index.write_text('{"weight_map": {"a": 3}}')
+    assert f'{tmp_path}/3: not there' in refusal(tmp_path)
+    for broken in ('{"weight', '[]', '{}', '{"weight_map": ["a"]}'):
+        index.write_text(broken)
+        assert f'{index}: no index of tensors' in refusal(tmp_path)
+    index.unlink()
+    assert 'holds neither' in refusal(tmp_path) and 'save_pretrained' in refusal(tmp_path)
+
+
+def test_values_that_cannot_be_parameters_are_refused(tmp_path):
+    """Other dtypes before anything is read, infinities and NaNs when they are."""
+    save_file({'a': np.ones(3, np.int8)}, tmp_path / ONE_FILE)
+    assert 'a is I8; must be one of F32, BF16, F16' in refusal(tmp_path)
+    save_file({'a': np.array([1, np.nan], np.float32)}, tmp_path / ONE_FILE)
+    with TensorFiles(tmp_path) as files, pytest.raises(ValueError, match='a holds infinities or N'):
+        files.read('a')

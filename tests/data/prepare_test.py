@@ -1,0 +1,384 @@
+"""A preparation gives the tokens of the raw files, goes on where it was, and refuses bad text."""
+
+import contextlib
+import dataclasses
+import gzip
+import json
+import pathlib
+import random
+
+import numpy as np
+import pyarrow
+import pytest
+import zstandard
+from pyarrow import parquet
+
+from moddepth_jax.data import prepare_run, prepare_workers
+from moddepth_jax.data.corpus import load_corpus
+from moddepth_jax.data.pipeline import token_stream
+from moddepth_jax.data.prepare import prepare
+from moddepth_jax.data.prepare_options import Options, Preparation
+from moddepth_jax.data.prepare_plan import Task
+from moddepth_jax.data.store import PARTS
+from moddepth_jax.data.tokenizer import make_tokenizer
+from moddepth_jax.hparams import DataHparams
+
+FRACTION = 0.25
+
+
+class _InProcess:
+    """Does the jobs here, one by one: processes take half a second to start."""
+
+    def __init__(self, count, threads=1):
+        pass
+
+    def run(self, function, jobs, advance):
+        for number, job in enumerate(jobs):
+            yield number, function(*job, advance)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+
+@pytest.fixture(scope='module', autouse=True)
+def no_processes():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare_run, 'Workers', _InProcess)
+        yield
+
+
+@contextlib.contextmanager
+def _phase(what, total, done=0):
+    yield lambda num_bytes: None
+
+
+def _wanted(folder, output, **changes):
+    names = {field.name for field in dataclasses.fields(Options)}
+    options = Options('text', FRACTION, skip_bad=False, part_bytes=1000)
+    options = dataclasses.replace(options, **{k: v for k, v in changes.items() if k in names})
+    wanted = Preparation(
+        sources=(f'{folder}/**/*.*',),
+        directory=pathlib.Path(output),
+        tokenizer='bytes',
+        separator=None,
+        options=options,
+        bpe_bytes=10**6,
+        processes=1,
+    )
+    return dataclasses.replace(wanted, **{k: v for k, v in changes.items() if k not in names})
+
+
+def _prepare(folder, output, **changes):
+    return prepare(_wanted(folder, output, **changes), _phase)
+
+
+def _error(*args, **changes):
+    with pytest.raises(ValueError) as caught:
+        _prepare(*args, **changes)
+    assert '\n' not in str(caught.value)
+    return str(caught.value)
+
+
+def _jsonl(texts):
+    return ''.join(json.dumps({'text': text}) + '\n' for text in texts).encode()
+
+
+def _raw(folder, **changes):
+    knobs = dict(text_field='text', tokenizer='bytes', sequence_length=8, batch_size=2)
+    knobs |= dict(held_out_fraction=FRACTION, log_windows=False, mixture='', **changes)
+    return load_corpus(DataHparams(source=f'{folder}/**/*.*', **knobs))
+
+
+def _content(store):
+    names = [f'{part}.{kind}' for part in PARTS for kind in ('bin', 'index')]
+    return {name: (store.directory / name).read_bytes() for name in names}
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+    """Documents of every kind, in folders; some empty, some long, one file compressed twice."""
+    folder = tmp_path_factory.mktemp('prepare') / 'in'
+    (folder / 'b/deep').mkdir(parents=True)
+    draw = random.Random(0)
+
+    def texts(n):
+        words = ['to ', 'be, ', 'or ', 'nöt\n']
+        return [''.join(draw.choices(words, k=draw.randrange(60))) for _ in range(n)]
+
+    for i in range(12):
+        (folder / f'b/deep/{i}.txt').write_text(texts(1)[0])
+    (folder / 'a.jsonl').write_bytes(_jsonl(texts(40)))
+    (folder / 'b/c.jsonl.gz').write_bytes(gzip.compress(_jsonl(texts(30))))
+    (folder / 'b/c.jsonl.zst').write_bytes(zstandard.compress(_jsonl(texts(30))))
+    table = pyarrow.table({'n': list(range(30)), 'text': texts(30)})
+    parquet.write_table(table, folder / 'd.parquet', row_group_size=7)
+    return folder
+
+
+@pytest.fixture(scope='module')
+def store(folder, tmp_path_factory):
+    return _prepare(folder, tmp_path_factory.mktemp('prepare') / 'out')
+
+
+def test_prepared_text_is_that_of_the_raw_files(folder, store):
+    """The same documents, on the same sides, in the same order, as the same stream of tokens."""
+    raw, tokenizer = _raw(folder), make_tokenizer('bytes')
+    for part in PARTS:
+        documents = getattr(raw, part)
+        assert len(documents) > 20
+        assert list(store.documents(part)) == documents
+        stream = token_stream(documents, tokenizer)
+        assert np.array_equal(store.tokens(part), stream)
+        counts = getattr(store, part)
+        assert counts['documents'] == len(documents) and counts['tokens'] == len(stream)
+        assert counts['bytes'] == sum(map(len, documents))
+        starts = np.flatnonzero(stream == tokenizer.separator)
+        assert np.array_equal(store.offsets(part), [*starts, len(stream)])
+    assert store.skipped['empty']['count'] > 0
+    files = [path for path in folder.rglob('*') if path.is_file()]
+    assert [entry['name'] for entry in store.inputs] == sorted(
+        path.relative_to(folder).as_posix() for path in files
+    )
+
+
+def test_neither_processes_nor_parts_nor_place_change_the_result(
+    folder, store, tmp_path, monkeypatch
+):
+    """Two processes, parts of another size, and the same files in another folder."""
+    monkeypatch.setattr(prepare_run, 'Workers', prepare_workers.Workers)
+    (tmp_path / 'moved').symlink_to(folder)
+    other = _prepare(tmp_path / 'moved', tmp_path / 'out', processes=2, part_bytes=10**6)
+    assert other.fingerprint == store.fingerprint
+    assert _content(other) == _content(store)
+
+
+def test_fingerprint_changes_with_the_split_and_the_text(tmp_path):
+    """Another fraction, another byte, another order of the same documents."""
+    (tmp_path / 'in').mkdir()
+    file = tmp_path / 'in/a.jsonl'
+    found = set()
+    texts = [f'text {i}' for i in range(20)]
+    for i, changed in enumerate((texts, texts[::-1], [*texts[1:], 'text x'])):
+        file.write_bytes(_jsonl(changed))
+        found.add(_prepare(tmp_path / 'in', tmp_path / f'{i}').fingerprint)
+    other = _prepare(tmp_path / 'in', tmp_path / 'other', held_out_fraction=0.6)
+    assert len(found | {other.fingerprint}) == 4
+
+
+@pytest.mark.parametrize('fraction', [1e-6, 1 - 1e-6])
+def test_no_side_stays_empty(tmp_path, fraction):
+    """Where the hash takes all or none, the same document crosses as for the raw files."""
+    for i in range(4):
+        (tmp_path / f'{i}.txt').write_text(f'text {i}')
+    store = _prepare(tmp_path, tmp_path / 'out', held_out_fraction=fraction, part_bytes=1)
+    raw = load_corpus(
+        dataclasses.replace(
+            DataHparams(str(tmp_path / '*.txt'), '', 'text', 'bytes', 8, 2, fraction, False)
+        )
+    )
+    for part in PARTS:
+        assert list(store.documents(part)) == getattr(raw, part)
+        assert getattr(store, part)['bytes'] == sum(map(len, getattr(raw, part)))
+
+
+def test_a_single_document_gives_its_tail(tmp_path):
+    """As bytes where the raw file gives it; as BPE without cutting a character."""
+    (tmp_path / 'in').mkdir()
+    (tmp_path / 'in/book.txt').write_text('to be or nöt ' * 20 + 'ö' * 81)
+    raw = _raw(tmp_path / 'in')
+    store = _prepare(tmp_path / 'in', tmp_path / 'bytes')
+    assert [store.documents(part)[:] for part in PARTS] == [raw.train, raw.held_out]
+    store = _prepare(tmp_path / 'in', tmp_path / 'bpe', tokenizer='bpe:260')
+    (train,), (held_out,) = (store.documents(part) for part in PARTS)
+    assert train + held_out == raw.train[0] + raw.held_out[0]
+    assert 0 <= len(raw.train[0]) - len(train) <= 1 and held_out.decode()
+
+
+def test_a_trained_tokenizer_sees_what_is_trained_on_alone(folder, tmp_path):
+    """The ids are those of train_bpe on the documents of that side, and lie in the store."""
+    from moddepth_jax.data.bpe_training import train_bpe
+
+    store = _prepare(folder, tmp_path / 'out', tokenizer='bpe:265')
+    raw = _raw(folder)
+    alone = train_bpe(iter(raw.train), 265)
+    assert store.tokenizer['sha256'] == alone.sha256 and store.tokenizer['vocab_size'] == 265
+    for part in PARTS:
+        assert np.array_equal(store.tokens(part), token_stream(getattr(raw, part), alone))
+
+
+def _plant(folder, kind):
+    """A good file of 20 rows and, behind it, one with something bad; returns its path."""
+    folder.mkdir()
+    texts = [f'text {i}' for i in range(20)]
+    (folder / 'a.jsonl').write_bytes(_jsonl(texts))
+    lines = _jsonl(texts).splitlines(keepends=True)
+    path = folder / {'gz': 'b.jsonl.gz', 'zst': 'b.jsonl.zst', 'parquet': 'b.parquet'}.get(
+        kind, 'b.txt' if kind == 'latin txt' else 'b.parquet' if 'parquet' in kind else 'b.jsonl'
+    )
+    if kind == 'field':
+        lines[6] = b'{"body": "x"}\n'
+    elif kind == 'broken':
+        lines[6] = lines[6][:-3] + b'\n'
+    elif kind == 'latin':
+        lines[6] = b'{"text": "\xe9"}\n'
+    elif kind == 'null':
+        lines[6] = b'{"text": null}\n'
+    content = b''.join(lines)
+    if kind == 'latin txt':
+        content = b'caf\xe9'
+    elif kind == 'latin parquet':
+        values = pyarrow.array([b'x'] * 6 + [b'caf\xe9'])
+        parquet.write_table(pyarrow.table({'text': values}), path)
+        return path
+    elif kind == 'parquet':
+        parquet.write_table(pyarrow.table({'text': texts * 200}), path)
+        content = path.read_bytes()[:-500]
+    elif kind in ('gz', 'zst'):
+        pack = gzip.compress if kind == 'gz' else zstandard.compress
+        content = pack(_jsonl(random.Random(i).randbytes(500).hex() for i in range(400)))
+        content = content[: len(content) // 2]
+    path.write_bytes(content)
+    return path
+
+
+BAD = {
+    'field': ["line 7: no field 'text'; set data.text_field to one of its own: 'body'"],
+    'broken': ['line 7: not JSON', 'write one JSON object a line'],
+    'latin': ['line 7: byte 10 of the line is not UTF-8; save the file as UTF-8'],
+    'null': ["line 7: 'text' is NoneType, not text"],
+    'latin txt': [': byte 3 of the text is not UTF-8; save it as UTF-8'],
+    'latin parquet': ['row 7: byte 3 of the text is not UTF-8'],
+    'parquet': [': not a readable parquet file', 'write the file again'],
+    'gz': ['after row ', 'it is cut off within its gzip data; write the file again'],
+    'zst': ['after row ', 'it is cut off within a zstd frame; write the file again'],
+}
+
+
+@pytest.mark.parametrize('kind', BAD)
+def test_bad_text_is_named_and_skipped_if_wanted(tmp_path, kind):
+    """File, row and remedy; then the same command with skip_bad goes on and counts it."""
+    path = _plant(tmp_path / 'in', kind)
+    message = _error(tmp_path / 'in', tmp_path / 'out', part_bytes=200)
+    assert message.startswith(str(path)) and all(part in message for part in BAD[kind])
+    assert message.endswith(
+        'or --skip_bad leaves it out; finished parts are kept: the same command goes on'
+    )
+    store = _prepare(tmp_path / 'in', tmp_path / 'out', part_bytes=200, skip_bad=True)
+    assert store.train['documents'] + store.held_out['documents'] >= 20
+    ((_, entry),) = store.skipped.items()
+    assert entry['count'] == 1 and entry['first'][0].startswith(str(path))
+
+
+def _spoil(part):
+    """Changes the first token of a part that is there, so that its use shows."""
+    content = bytearray(part.read_bytes())
+    content[-2:] = (98).to_bytes(2, 'little')
+    part.write_bytes(content)
+
+
+def test_what_is_finished_is_not_done_again(tmp_path):
+    """A part that was changed behind our back appears in the result; a short one is done again."""
+    path = _plant(tmp_path / 'in', 'field')
+    _error(tmp_path / 'in', tmp_path / 'out', part_bytes=30)
+    parts = sorted((tmp_path / 'out/parts').glob('*.part'), key=lambda part: part.stat().st_mtime)
+    assert len(parts) > 5
+    _spoil(parts[0])
+    parts[1].write_bytes(parts[1].read_bytes()[:-2])
+    (tmp_path / 'out/parts/half.tmp').write_bytes(b'half')
+    lines = path.read_bytes().splitlines(keepends=True)
+    # Nothing was finished of the file but what stands before its bad row.
+    path.write_bytes(b''.join(lines[:6]) + b'{"text": "mended"}\n' + b''.join(lines[7:]))
+    message = _error(tmp_path / 'in', tmp_path / 'out', part_bytes=30)
+    assert 'b.jsonl is not what it was when this preparation was started; to start' in message
+    path.write_bytes(b''.join(lines))
+    store = _prepare(tmp_path / 'in', tmp_path / 'out', part_bytes=30, skip_bad=True)
+    texts = sorted([*store.documents('train'), *store.documents('held_out')])
+    whole = sorted([b'text %d' % i for i in range(20)] * 2)
+    whole.remove(b'text 6')
+    assert len(texts) == len(whole) and sum(text not in whole for text in texts) == 1
+
+
+def test_parts_behind_a_damaged_one_are_done_again(tmp_path):
+    """A file in many parts of which the third is lost: no row is twice in the result, or missing.
+
+    Those behind it are removed first: what takes their places may end at other rows.
+    """
+    (tmp_path / 'in').mkdir()
+    texts = [f'text {i} ' * 5 for i in range(60)]
+    lines = _jsonl(texts).splitlines(keepends=True)
+    bad = b''.join([*lines[:50], b'{"text": \n', *lines[50:]])
+    (tmp_path / 'in/a.jsonl.gz').write_bytes(gzip.compress(bad))
+    _error(tmp_path / 'in', tmp_path / 'out', part_bytes=170)
+    parts = sorted((tmp_path / 'out/parts').glob('*.part'))
+    assert len(parts) > 6
+    Task(parts[0].name[:-11], [], 0).remove_parts(tmp_path / 'out/parts', 4)
+    assert [part for part in parts if part.exists()] == parts[:4]
+    parts[2].write_bytes(b'')
+    store = _prepare(tmp_path / 'in', tmp_path / 'out', part_bytes=170, skip_bad=True)
+    found = [*store.documents('train'), *store.documents('held_out')]
+    assert sorted(found) == sorted(text.encode() for text in texts)
+
+
+def test_a_file_of_which_nothing_is_done_may_be_mended(tmp_path):
+    """Files before it stay done."""
+    path = _plant(tmp_path / 'in', 'latin txt')
+    (tmp_path / 'in/c.txt').write_text('one more')
+    _error(tmp_path / 'in', tmp_path / 'out', part_bytes=4)
+    path.write_text('café')
+    store = _prepare(tmp_path / 'in', tmp_path / 'out', part_bytes=4)
+    texts = [*store.documents('train'), *store.documents('held_out')]
+    assert {'café'.encode(), b'one more', b'text 3'} < set(texts) and len(texts) == 22
+
+
+def test_another_preparation_is_refused(folder, store, tmp_path):
+    """Unfinished or finished: other arguments, other files; the same one is opened."""
+    path = _plant(tmp_path / 'in', 'field')
+    _error(tmp_path / 'in', tmp_path / 'out', part_bytes=100)
+    message = _error(tmp_path / 'in', tmp_path / 'out', part_bytes=100, text_field='body')
+    assert "text_field was 'text' when it was started and is 'body' now; use" in message
+    (tmp_path / 'in/a.jsonl').unlink()
+    message = _error(tmp_path / 'in', tmp_path / 'out', part_bytes=100)
+    assert 'a.jsonl is not what it was when this preparation was started' in message
+    assert path.exists()
+
+    assert _prepare(folder, store.directory) == store
+    assert 'tokenizer was' in _error(folder, store.directory, tokenizer='bpe:300')
+    message = _error(tmp_path / 'in', store.directory)
+    assert 'a.jsonl is not what it was when this text was prepared; use another' in message
+
+
+def test_where_nothing_is_finished_other_arguments_may_follow(tmp_path):
+    """A typo in the first command is not kept: the right one is the one that counts."""
+    _plant(tmp_path / 'in', 'no fault')
+    message = _error(tmp_path / 'in', tmp_path / 'out', text_field='body')
+    assert "a.jsonl, line 1: no field 'body'" in message
+    message = _error(tmp_path / 'in', tmp_path / 'out', tokenizer='bpe:9999')
+    assert message.startswith('--tokenizer=bpe:9999: the text has pieces for ')
+    store = _prepare(tmp_path / 'in', tmp_path / 'out', tokenizer='bpe:258')
+    assert store.tokenizer['name'] == 'bpe:258' and store.arguments['text_field'] == 'text'
+
+
+def test_a_directory_of_something_else_is_refused(folder, tmp_path):
+    """A folder that holds another file, a file, a source without a match."""
+    (tmp_path / 'other').mkdir()
+    (tmp_path / 'other/thesis.tex').write_text('x')
+    message = _error(folder, tmp_path / 'other')
+    assert "holds 'thesis.tex', so it is no directory of launch.prepare" in message
+    assert (tmp_path / 'other/thesis.tex').exists()
+    message = _error(folder, tmp_path / 'other/thesis.tex')
+    assert 'must be a directory that can be written' in message
+    message = _error(folder, tmp_path / 'out', sources=('no/*.txt',))
+    assert message.startswith("--input='no/*.txt': matches no file; must be a glob of .txt")
+    assert not (tmp_path / 'out').exists()
+
+
+def test_text_of_nothing_is_refused(tmp_path):
+    """No byte in any document, and a single byte."""
+    (tmp_path / 'in').mkdir()
+    (tmp_path / 'in/a.txt').write_text('')
+    assert 'no document with text, 1 rows left out' in _error(tmp_path / 'in', tmp_path / 'a')
+    (tmp_path / 'in/a.txt').write_text('x')
+    assert 'a single document of 1 byte' in _error(tmp_path / 'in', tmp_path / 'b')

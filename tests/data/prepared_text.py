@@ -1,0 +1,40 @@
+"""Small texts as files, and the same prepared."""
+
+import random
+
+import numpy as np
+
+from moddepth_jax.data.corpus import split
+from moddepth_jax.data.prepare_plan import PLAN_FILE
+from moddepth_jax.data.store_writer import StoreWriter
+
+
+def write_texts(folder, letters: bytes, seed: int, number: int = 30) -> list[tuple[str, bytes]]:
+    """`number` .txt files of 20 to 60 of these letters; returns (name, bytes) in order of names."""
+    draw = random.Random(seed)
+    folder.mkdir(parents=True)
+    documents = []
+    for i in range(number):
+        name, length = f'{i:03d}.txt', draw.randrange(20, 60) * (30 // number)
+        documents.append((name, bytes(draw.choice(letters) for _ in range(length))))
+        (folder / name).write_bytes(documents[-1][1])
+    return documents
+
+
+def prepare(folder, documents, tokenizer, held_out_fraction):
+    """Writes the documents as launch.prepare would; returns the Store."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with StoreWriter(folder, tokenizer, held_out_fraction) as writer:
+        for part, texts in zip(
+            ('train', 'held_out'), split(documents, held_out_fraction), strict=True
+        ):
+            for text in texts:
+                tokens_N = np.array([tokenizer.separator, *tokenizer.encode(text)])
+                writer.add(part, tokens_N, np.array([len(tokens_N)]), len(text))
+        return writer.finish()
+
+
+def begin(folder):
+    """Makes the folder one that launch.prepare has not finished."""
+    (folder / 'parts').mkdir(parents=True)
+    (folder / 'parts' / PLAN_FILE).write_text('{}')

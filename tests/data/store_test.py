@@ -1,0 +1,125 @@
+"""A store gives back what was written to it, reads no more than is asked for, and is checked."""
+
+import json
+
+import numpy as np
+import pytest
+
+from moddepth_jax.data.pipeline import token_stream
+from moddepth_jax.data.store import DocumentsOfStore, is_store, open_store
+from moddepth_jax.data.store_writer import StoreWriter
+from moddepth_jax.data.tokenizer import ByteTokenizer
+
+DOCUMENTS = {'train': [b'one', b'', b'three', b'four'], 'held_out': ['fünf'.encode()]}
+
+
+def _write(folder, tokenizer=None, finish=True, at_once=3):
+    """DOCUMENTS, some of them at once; the Store, unless it is left unfinished."""
+    tokenizer = tokenizer or ByteTokenizer()
+    folder.mkdir(exist_ok=True)
+    with StoreWriter(folder, tokenizer, 0.25) as writer:
+        for part, texts in DOCUMENTS.items():
+            for i in range(0, len(texts), at_once):
+                some = texts[i : i + at_once]
+                lengths = np.array([len(text) + 1 for text in some])
+                stream = token_stream(some, tokenizer)
+                writer.add(part, stream, lengths, sum(map(len, some)))
+        if finish:
+            return writer.finish(skipped={'empty': {'count': 2, 'first': ['a.txt']}})
+
+
+def _error(folder):
+    with pytest.raises(ValueError) as caught:
+        open_store(folder)
+    assert '\n' not in str(caught.value)
+    return str(caught.value)
+
+
+def test_what_is_written_is_read(tmp_path):
+    """Tokens as token_stream lays them out, offsets, documents by index and slice, counts."""
+    store = _write(tmp_path)
+    assert open_store(tmp_path) == store and is_store(tmp_path)
+    for part, texts in DOCUMENTS.items():
+        tokens, documents = store.tokens(part), store.documents(part)
+        assert np.array_equal(tokens, token_stream(texts, ByteTokenizer()))
+        assert isinstance(documents, DocumentsOfStore) and len(documents) == len(texts)
+        assert list(documents) == documents[:] == texts and documents[-1] == texts[-1]
+        assert documents[::-2] == texts[::-2]
+        counts = getattr(store, part)
+        assert (counts['documents'], counts['tokens']) == (len(texts), len(tokens))
+        assert counts['bytes'] == sum(map(len, texts))
+        assert store.offsets(part)[-1] == len(tokens) and not tokens.flags.writeable
+    with pytest.raises(IndexError):
+        store.documents('train')[4]
+    assert store.skipped == {'empty': {'count': 2, 'first': ['a.txt']}}
+    assert store.tokenizer == {'name': 'bytes', 'sha256': '', 'vocab_size': 257, 'separator': 256}
+    assert store.held_out_fraction == 0.25 and 'numpy' in store.versions
+
+
+def test_files_are_flat_little_endian(tmp_path):
+    """Any other program can read them; how they were cut when they were written does not show."""
+    store = _write(tmp_path / 'a')
+    other = _write(tmp_path / 'b', at_once=1)
+    assert store.fingerprint == other.fingerprint
+    expected = [256, *'fünf'.encode()]
+    content = (tmp_path / 'a/held_out.bin').read_bytes()
+    assert content == b''.join(value.to_bytes(2, 'little') for value in expected)
+    index = [0, 4, 5, 11, 16]
+    content = (tmp_path / 'b/train.index').read_bytes()
+    assert content == b''.join(value.to_bytes(8, 'little') for value in index)
+
+
+def test_larger_ids_take_four_bytes(tmp_path):
+    """And are part of the fingerprint, as the tokenizer's content is."""
+
+    class Wide(ByteTokenizer):
+        dtype = np.uint32
+        sha256 = 'ab'
+
+    class Other(Wide):
+        sha256 = 'cd'
+
+    store = _write(tmp_path / 'a', Wide())
+    assert store.dtype == 'uint32' and store.tokens('train').dtype == np.uint32
+    assert (tmp_path / 'a/held_out.bin').stat().st_size == 4 * 6
+    found = {store.fingerprint, _write(tmp_path / 'b').fingerprint}
+    assert len(found | {_write(tmp_path / 'c', Other()).fingerprint}) == 3
+
+
+def test_what_is_not_whole_is_refused(tmp_path):
+    """No prepared.json, one that is no JSON, of another version, or of files of another length."""
+    assert not is_store(tmp_path / 'no')
+    assert 'must be a directory of launch.prepare' in _error(tmp_path / 'no')
+    _write(tmp_path, finish=False)
+    assert not is_store(tmp_path)
+    (tmp_path / 'parts').mkdir()
+    assert 'unfinished: run the same launch.prepare again' in _error(tmp_path)
+    _write(tmp_path)
+    file = tmp_path / 'prepared.json'
+    about = json.loads(file.read_text())
+    for changed, part in (
+        ({**about, 'schema_version': 9}, 'schema_version=9; must be 1'),
+        ({k: v for k, v in about.items() if k != 'dtype'}, "holds no 'dtype'; remove"),
+        ([about], 'unreadable (TypeError); remove'),
+    ):
+        file.write_text(json.dumps(changed))
+        assert part in _error(tmp_path) and str(file) in _error(tmp_path)
+    file.write_text('{')
+    assert 'unreadable (JSONDecodeError)' in _error(tmp_path)
+    file.write_text(json.dumps(about))
+    for name in ('train.bin', 'held_out.index'):
+        content = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(content[:-1])
+        found, right = len(content) - 1, len(content)
+        assert f'{name}: {found} bytes, and prepared.json says {right}' in _error(tmp_path)
+        (tmp_path / name).unlink()
+        assert f'{name}: No such file or directory; remove' in _error(tmp_path)
+        (tmp_path / name).write_bytes(content)
+    assert open_store(tmp_path)
+
+
+def test_lengths_that_do_not_fit_are_refused(tmp_path):
+    """A writer that would lose count says so."""
+    with StoreWriter(tmp_path, ByteTokenizer(), 0.5) as writer:
+        with pytest.raises(ValueError, match='lengths of 3 tokens; must sum to the 4 tokens'):
+            writer.add('train', np.zeros(4), np.array([1, 2]), 3)

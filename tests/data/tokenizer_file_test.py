@@ -1,0 +1,160 @@
+"""A tokenizer.json is read for what it says of text, and for nothing else; or refused by name."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+import tokenizers
+
+from moddepth_jax.data.token_bytes import byte_characters
+from moddepth_jax.data.tokenizer import make_tokenizer
+from tests.data import tokenizer_files
+
+
+def content(**changes):
+    """The file of `byte_level`, with other fields."""
+    return json.loads(tokenizer_files.byte_level()._content) | changes
+
+
+def of(folder, file, **about):
+    """The tokenizer of `file`, JSON or its text; `about` is written beside it as the config."""
+    folder.mkdir(exist_ok=True)
+    text = file if isinstance(file, str) else json.dumps(file)
+    (folder / 'tokenizer.json').write_text(text)
+    if about:
+        (folder / 'tokenizer_config.json').write_text(json.dumps(about))
+    return make_tokenizer(folder / 'tokenizer.json')
+
+
+@pytest.mark.parametrize('kind', ['bpe', 'llama'])
+def test_ids_and_text_are_the_librarys_own(tmp_path, kind):
+    """Of each hard text: its ids without template, truncation and dropout, and what they decode to.
+
+    Where special tokens are spelled the library is told to take them as text, too.
+    """
+    file = json.dumps(content()) if kind == 'bpe' else tokenizer_files.llama_file()
+    tokenizer, library = of(tmp_path, file), tokenizers.Tokenizer.from_str(file)
+    library.no_truncation()
+    library.encode_special_tokens = True
+    if kind == 'llama':
+        library.model.dropout = None
+        assert library.encode('a').tokens[0] == '<s>'  # by its template
+    for text in tokenizer_files.hard_texts(4, 100):
+        ids = tokenizer.encode(text).tolist()
+        assert ids == library.encode(text.decode(), add_special_tokens=False).ids
+        assert tokenizer.decode(ids).decode() == library.decode(ids)
+
+
+def test_a_spelled_special_token_is_text():
+    """'<|endoftext|>' in a document is thirteen bytes of it and no end of it."""
+    tokenizer = tokenizer_files.byte_level()
+    text = b'a<|endoftext|>b'
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text and tokenizer.separator not in ids
+    assert tokenizer.token_bytes_V[ids].sum() == len(text)
+
+
+def test_added_text_counts_its_bytes(tmp_path):
+    """An added token that is not special is a piece of text, even of characters of other tokens."""
+    flags = dict.fromkeys(('single_word', 'lstrip', 'rstrip', 'normalized'), False)
+    added = content()['added_tokens']
+    added += [
+        {'id': 320 + i, 'content': text, 'special': False, **flags}
+        for i, text in enumerate(['\n\n\n\n', 'Ġé'])
+    ]
+    tokenizer = of(tmp_path, content(added_tokens=added))
+    text = 'x\n\n\n\nyĠéz'.encode()
+    ids = tokenizer.encode(text)
+    assert {320, 321} < set(ids.tolist()) and tokenizer.decode(ids) == text
+    assert tokenizer.token_bytes_V[[320, 321]].tolist() == [4, 4]
+
+
+def test_the_256_characters_are_those_of_the_library():
+    """Each byte has a character of its own, and the library knows it as such."""
+    table = byte_characters()
+    assert sorted(table.values()) == list(range(256))
+    assert set(table) == set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    split = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    for character in ('\n', ' ', 'a', '\x7f', '\xad', 'é', '😀'):
+        ((written, _),) = split.pre_tokenize_str(character)
+        assert bytes(table[c] for c in written) == character.encode()
+
+
+def test_other_kinds_count_what_they_add_behind_a_token(tmp_path):
+    """WordPiece: a word is a space and itself, a part of one only itself."""
+    file = content(
+        model={
+            'type': 'WordPiece',
+            'unk_token': '[UNK]',
+            'continuing_subword_prefix': '##',
+            'max_input_chars_per_word': 100,
+            'vocab': {'[UNK]': 0, '<|endoftext|>': 1, 'un': 2, '##do': 3, 'it': 4},
+        },
+        pre_tokenizer={'type': 'BertPreTokenizer'},
+        decoder={'type': 'WordPiece', 'prefix': '##', 'cleanup': False},
+    )
+    file['added_tokens'][0]['id'] = 1
+    tokenizer = of(tmp_path, file)
+    ids = tokenizer.encode(b'undo it')
+    assert ids.tolist() == [2, 3, 4] and tokenizer.decode(ids) == b'undo it'
+    assert tokenizer.token_bytes_V[ids].tolist() == [3, 2, 3]
+
+
+def test_a_tokenizer_that_cannot_tell_its_separator_is_refused(tmp_path):
+    """One of whole words takes '<s>' in a text for the token: such text would end a document."""
+    file = content(
+        model={'type': 'WordLevel', 'unk_token': 'a', 'vocab': {'<|endoftext|>': 0, 'a': 1}},
+        pre_tokenizer={'type': 'WhitespaceSplit'},
+    )
+    with pytest.raises(ValueError, match='cannot tell a text from its separator, id 0'):
+        of(tmp_path, file)
+
+
+EMPTY = {'type': 'BPE', 'vocab': {}, 'merges': []}
+
+
+@pytest.mark.parametrize(
+    ('file', 'words'),
+    [
+        ('', 'not JSON'),
+        (json.dumps(content())[:500], 'not JSON'),
+        ('[' * 100_000, 'not JSON'),
+        ('[]', 'no tokenizer (invalid type: sequence'),
+        ('{}', 'no tokenizer (Model missing'),
+        (content(model=EMPTY), 'its vocabulary holds no text'),
+        (content(model=EMPTY | {'vocab': {'a': 1 << 30}}), 'id 1073741824: must be below'),
+        (content(added_tokens=[]), 'no special token known to start a document (it has none)'),
+    ],
+)
+def test_what_is_no_tokenizer_is_refused(tmp_path, file, words):
+    """Cut short, of another kind, empty, without a separator: the file, in one line."""
+    with pytest.raises(ValueError) as caught:
+        of(tmp_path, file)
+    message = str(caught.value)
+    assert message.startswith(f'{tmp_path}/tokenizer.json: {words}') and '\n' not in message
+
+
+def test_the_library_stays_with_one_thread(monkeypatch):
+    """Unless the user wants more; else processes that are forked later would print warnings."""
+    monkeypatch.delenv('TOKENIZERS_PARALLELISM', raising=False)
+    make_tokenizer_again()
+    assert os.environ['TOKENIZERS_PARALLELISM'] == 'false'
+    monkeypatch.setenv('TOKENIZERS_PARALLELISM', 'true')
+    make_tokenizer_again()
+    assert os.environ['TOKENIZERS_PARALLELISM'] == 'true'
+
+
+def make_tokenizer_again():
+    tokenizer_files.byte_level.cache_clear()
+    tokenizer_files.byte_level()
+
+
+def test_the_separator_is_part_of_what_decides_ids(tmp_path):
+    """The same file under another separator has another sha256, and another stream."""
+    one = of(tmp_path / 'one', tokenizer_files.llama_file())
+    two = of(tmp_path / 'two', tokenizer_files.llama_file(), bos_token=None, eos_token='</s>')
+    assert (one.separator, one.stops) == (1, (1, 2))
+    assert (two.separator, two.stops) == (2, (2,))
+    assert one.sha256 != two.sha256
+    assert np.array_equal(one.encode(b'def'), two.encode(b'def'))

@@ -1,0 +1,390 @@
+"""Documentation that is true: every command parses and runs, every link leads somewhere."""
+
+import ast
+import json
+import math
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from tests import documented
+from tests.documented import PAGES, ROOT, SCRIPTS
+
+TEXTS = {source: documented.read(source) for source in (*PAGES, *SCRIPTS)}
+COMMANDS = [
+    command for source, text in TEXTS.items() for command in documented.commands(source, text)
+]
+# First words of commands that no test carries out, and why.
+NOT_HERE = {
+    'pip': 'installs packages, which the tests got by the same setup.py; see wheel_test.py',
+    'make': 'makes an environment of its own; its targets are looked up, their commands are tested',
+    'jupyter': 'opens a browser',
+    'jupytext': 'notebooks_test.py executes the notebooks',
+    'tensorboard': 'a server of another project',
+    'xprof': 'a server of another project',
+    'wandb': 'needs an account',
+    'sbatch': 'needs a cluster',
+    'kubectl': 'needs a cluster',
+}
+
+
+def _parsed(lists):
+    """What is wrong with each list of words [NAME, ARGUMENT, ...], by one process."""
+    done = subprocess.run(
+        [sys.executable, '-W', 'ignore', ROOT / 'tests/parse_commands.py'],
+        input=json.dumps(lists),
+        capture_output=True,
+        text=True,
+        env=os.environ | {'PYTHONPATH': str(ROOT)},
+        cwd=_parsed.folder,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """Commands are given where the files of the pages lie, and no repository."""
+    for source in PAGES:
+        _write(tmp_path, documented.files(TEXTS[source]))
+    monkeypatch.setattr(_parsed, 'folder', tmp_path, raising=False)
+    return tmp_path
+
+
+def _write(folder, contents):
+    for name, content in contents.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content, encoding='utf-8')
+
+
+def _parts(command):
+    """The lists of words that a command of ours is made of: launch.local carries another one."""
+    words = [command.launched, *command.words[3:]]
+    if words[0] != 'local' or '--' not in words:
+        return [words]
+    place = words.index('--')
+    carried = words[place + 1 :]
+    own = carried[0].startswith('launch.')
+    name = carried[0].removeprefix('launch.') if own else 'train'
+    return [words[:place], [name, *carried[own:]]]
+
+
+def test_every_command_is_of_a_known_kind():
+    """It is ours, or of a table that says why it is not carried out."""
+    known = {'python', 'python3', *NOT_HERE}
+    strange = [c for c in COMMANDS if c.words[0] not in known]
+    strange += [c for c in COMMANDS if c.words[0].startswith('python') and not c.launched]
+    assert not strange
+    assert len(COMMANDS) > 120 and {c.source for c in COMMANDS} > {'README.md', 'docs/start.md'}
+
+
+def test_commands_parse():
+    """Every flag, config, argument of a config and knob exists, and takes the value shown."""
+    ours = [(c, words) for c in COMMANDS if c.launched for words in _parts(c) if '...' not in words]
+    faults = _parsed([words for _, words in ours])
+    wrong = {f'{c.source}: {c.text}': fault for (c, _), fault in zip(ours, faults, strict=True)}
+    assert not {command: fault for command, fault in wrong.items() if fault}
+
+
+PLANTED = (
+    ('python -m launch.train --config=configs/tiny.py --stepz=3', 'no such flag'),
+    ('python -m launch.train --config=configs/tinny.py', 'no such Python file'),
+    ('python -m launch.train --config=configs/tiny.py --config.model.layers=3', 'no such knob'),
+    (
+        'python -m launch.train --config=configs/tiny.py --config.data.batch_size=x',
+        'batch_size',
+    ),
+    ('python -m launch.train --config=configs/tiny.py --config.seed=-1', 'seed=-1'),
+    ('python -m launch.train --config=configs/moda.py:depth=2', 'no such config argument'),
+    ('python -m launch.local --processes=2 -- --config=configs/tiny.py --x', 'no such flag'),
+    ('python -m launch.evaluate', '--workdir'),
+    ('python -m launch.traim --config=configs/tiny.py', 'launch.traim'),
+)
+
+
+def test_wrong_commands_are_found():
+    """The check of the test above sees each kind of mistake."""
+    lists = [_parts(documented.Command('planted', text)) for text, _ in PLANTED]
+    faults = iter(_parsed([words for parts in lists for words in parts]))
+    said = [' '.join(next(faults) for _ in parts) for parts in lists]
+    expected = zip(PLANTED, said, strict=True)
+    assert not [(text, found) for (text, fault), found in expected if fault not in found]
+
+
+def test_make_targets_exist():
+    """`make TARGET`, with the variables shown, has a recipe."""
+    lines = {' '.join(c.words) for c in COMMANDS if c.words[0] == 'make'}
+    assert {'make train', 'make test'} < lines
+    missing = [line for line in lines if _make(line)]
+    assert not missing and _make('make nothing')
+
+
+def _make(line):
+    return subprocess.run([*line.split(), '-n'], cwd=ROOT, capture_output=True).returncode
+
+
+def test_python_and_yaml_blocks_are_valid():
+    """Blocks of Python compile (an entry of a table as an expression), blocks of YAML load."""
+    found = [block for source in PAGES for block in documented.blocks(TEXTS[source])]
+    python = [content for language, content in found if language == 'python']
+    assert len(python) >= 6
+    for content in python:
+        entry = re.match(r"'\w+': ", content)
+        ast.parse(f'{{{content}}}' if entry else content)
+    for language, content in found:
+        if language == 'yaml':
+            assert isinstance(yaml.safe_load(content), dict)
+        assert language in ('', 'python', 'yaml', 'json'), content
+
+
+def test_links_lead_somewhere():
+    """Files exist, and headings where a link names one."""
+    broken = []
+    for source in PAGES:
+        for target in documented.links(TEXTS[source]):
+            name, _, anchor = target.partition('#')
+            path = (ROOT / source).parent / name if name else ROOT / source
+            known = path.suffix != '.md' or not anchor
+            if not path.exists() or not (known or anchor in documented.anchors(path.read_text())):
+                broken.append(f'{source}: {target}')
+    assert not broken
+    assert 'two-words' in documented.anchors('## Two [words](x)\n')
+
+
+def test_every_command_and_page_is_documented():
+    """Each launch/*.py that is a command stands on some page, and each page in the index."""
+    programs = {
+        pathlib.Path(source).stem for source in SCRIPTS if 'command.run(' in _source(source)
+    }
+    shown = {c.launched for c in COMMANDS if c.source in PAGES}
+    assert 'train' in programs and not programs - shown
+    index = {target.partition('#')[0] for target in documented.links(TEXTS['docs/README.md'])}
+    assert {pathlib.Path(page).name for page in PAGES if page.startswith('docs/')} <= {
+        *index,
+        'README.md',
+    }
+
+
+def _source(name):
+    return (ROOT / name).read_text(encoding='utf-8')
+
+
+def test_citation_is_complete():
+    """CITATION.cff has what the schema of version 1.2.0 asks for, and names both papers."""
+    citation = yaml.safe_load(_source('CITATION.cff'))
+    assert citation['cff-version'] == '1.2.0'
+    for work in (citation, *citation['references']):
+        assert work['title'] and work['authors'] and (work is citation or work['type'])
+    assert citation['version'] == '0.1.0' and '[0.1.0]' in _source('CHANGELOG.md')
+    numbers = [work['url'].rsplit('/', 1)[1] for work in citation['references']]
+    assert numbers == ['2404.02258', '2603.15619']
+
+
+# Appended to a command when it is carried out, the later of two equal flags wins; and why.
+TRAINED = (
+    '--config.flop_budget=0 --config.training.num_steps=4 --config.training.log_every=1 '
+    '--config.data.sequence_length=64 --config.data.batch_size=8 --config.report.sample_tokens=4 '
+    '--config.report.heatmap_tokens=16 --config.evaluation.num_batches=2 '
+    '--config.evaluation.final_batches=2 --config.training.accumulate_steps=1 '
+    '--config.model.num_layers=2'
+)
+SHORT = f'{TRAINED} --config.data.source=synthetic'
+BENCHES = {
+    'step': '--size=2x64 --lengths=32 --tokens=64 --repeats=1 --dtype=float32',
+    'decode': '--size=2x64 --context=64 --prompt=8 --batches=1,2 --kv_heads=1 --repeats=2',
+    'depth': '--size=2x64 --depths=2,3 --lengths=32 --ratio_length=64 --rows=1 --repeats=1',
+    'experts': '--shapes=64x32x16x4x2 --repeats=1',
+    'scoring': '--size=2x64 --repeats=1',
+    'attention': '--implementations=xla --lengths=16 --heads=2 --kv_heads=1 --widths=8 --slots=0',
+}
+RULES = (
+    # (what the command contains, appended, reason); the first that fits.
+    ('--config=runs/', '', 'its run was made by a command above, and is as small'),
+    ('launch.train --dry_run', '--config.model.num_layers=2 --mesh=fsdp=2', 'compiles'),
+    ('--profile=20:25', f'{TRAINED} --profile=2:3', 'few steps'),
+    ('--config=configs/recall.py', '', 'its rows have a length of their own'),
+    ('launch.train --config.data.source', TRAINED, 'few steps of few tokens'),
+    ('launch.train', SHORT, 'few steps of few tokens, and no corpus to read'),
+    ('launch.local --config', SHORT, 'as launch.train'),
+    ('launch.convert --from_hf', TRAINED, 'the run that is trained from it is small'),
+    ('launch.convert', '', 'small, since its checkpoint is'),
+    ('launch.evaluate', '--num_batches=1', 'few batches'),
+    ('launch.generate', '--max_tokens=4', 'few tokens'),
+    ('launch.inspect', '--max_tokens=64', 'few tokens'),
+    ('launch.lm_eval', '', 'few questions'),
+    ('launch.prepare', '', 'few texts'),
+    ('launch.claims', '', 'reads what is committed'),
+    ('launch.dry_run table', '', 'reads what is committed'),
+    ('launch.isoflop --config=configs/study.py --budgets=6e11', '--dry_run', 'plans only'),
+    ('launch.isoflop', '--dry_run', 'plans only; tests/launch/isoflop_test.py carries out'),
+    *((f'launch.bench {name}', flags, 'toy shapes') for name, flags in BENCHES.items()),
+)
+# Commands of ours that are parsed and not carried out; and why.
+PARSED_ONLY = (
+    ('SmolLM2', 'its checkpoint is downloaded; docs/convert.md takes in a small one'),
+    ('OLMo-2', 'its checkpoint is downloaded; docs/convert.md takes in a small one'),
+    ('runs/smol', 'its checkpoint is downloaded; docs/convert.md takes in a small one'),
+    ('FOLDER', 'stands for a folder of the reader; docs/convert.md has one'),
+    ('llama/tokenizer.json', 'a file of the reader; tests/data has all kinds'),
+    ('web/*.jsonl.zst', 'files of the reader; tests/data has all kinds'),
+    ('launch.gpu', 'needs a GPU; tests/launch/gpu_test.py carries out --toy'),
+    ('--tasks=moda', 'downloads its tasks'),
+    ('--tasks=arc_easy', 'downloads its tasks'),
+    ('--wandb', 'needs an account; tests/training/wandb_run_test.py has a double'),
+    ('launch.dry_run again', 'half an hour; tests/launch/dry_run_test.py does one file'),
+    ('...', 'stands for flags of the reader'),
+    ('/shared/', 'needs several hosts; tests/launch/isoflop_test.py shares runs'),
+    ('launch.train --mesh=data=8,fsdp=32', 'ten minutes; docs/scale.md has what it prints'),
+)
+
+
+def _rule(command):
+    """(appended, reason) of the command; None where it is parsed only; raises where none fits."""
+    text = ' '.join(command.words)
+    if any(all(part in text for part in what.split(' ')) for what, _ in PARSED_ONLY):
+        return None
+    for what, appended, reason in RULES:
+        if all(part in text for part in what.split(' ')):
+            return appended, reason
+    raise AssertionError(f'{command.source}: {command.text}: in no table of docs_test.py')
+
+
+def test_every_command_has_a_rule():
+    """A command of ours is carried out by a rule, or stands in the table of what is not."""
+    ours = [command for command in COMMANDS if command.launched]
+    rules = [_rule(command) for command in ours]
+    assert sum(rule is not None for rule in rules) > 0.75 * len(rules)
+    for what, *_ in (*RULES, *PARSED_ONLY):
+        assert any(all(part in c.text for part in what.split(' ')) for c in ours), what
+    with pytest.raises(AssertionError, match='in no table'):
+        _rule(documented.Command('planted', 'python -m launch.novelty'))
+
+
+# What a reader is taken to have: texts, and studies where the commands look for them.
+READERS = {
+    **{f'notes/{name}.txt': f'The {name} note. ' * 200 for name in ('first', 'second', 'third')},
+    **{f'code/{name}.txt': f'def {name}(x):\n    return x\n' * 200 for name in 'abcdef'},
+    'rows/a.jsonl': ''.join(
+        json.dumps({'body': f'row {n} of a corpus, {n * n}'}) + '\n' for n in range(900)
+    ),
+    'corpora/letters.txt': 'Dear reader, ' * 200,
+    'corpora/code/a.txt': 'print(1)\n' * 200,
+    'books/old/one.txt': 'It was a dark night. ' * 400,
+    'books/two.txt': 'Call me. ' * 400,
+}
+
+
+class Reader:
+    """Carries out the commands of a page, one after the other, where the reader's things lie."""
+
+    def __init__(self, folder, cache):
+        self.folder, self.cache = folder, cache
+        _write(folder, READERS)
+        for name in ('setup.py', 'docs', 'results'):
+            copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+            copy(ROOT / name, folder / name)
+        shutil.copytree(ROOT / 'results/cpu/study', folder / 'runs/study')
+        python = folder / 'bin/python'
+        python.parent.mkdir()
+        python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+        python.chmod(0o755)
+        self.environment = os.environ | {
+            'PATH': f'{python.parent}:{os.environ["PATH"]}',
+            'PYTHONPATH': str(ROOT),
+            'GIT_DIR': str(ROOT / '.git'),
+            'XDG_CACHE_HOME': str(cache),
+            'JAX_ENABLE_COMPILATION_CACHE': 'true',
+            'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
+            'JAX_DISABLE_MOST_OPTIMIZATIONS': '1',
+            'HF_HUB_OFFLINE': '1',
+        }
+
+    def do(self, command):
+        """What is wrong with what the command did, or ''."""
+        self._train(command)
+        return self._run(f'{command.text} {_rule(command)[0]}')
+
+    def _train(self, command):
+        """Makes runs/NAME, of configs/NAME.py, where a command reads it and none has made it."""
+        named = re.search(r'--(?:from_)?workdir=(runs/(\w+))', command.text)
+        makes = command.launched in ('train', 'isoflop') or '--from_hf' in command.text
+        if not named or makes or (self.folder / named[1]).exists():
+            return
+        kept = self.cache / named[1]
+        if not kept.exists():  # once for all pages
+            train = f'python -m launch.train --config=configs/{named[2]}.py {SHORT}'
+            fault = self._run(f'{train} --workdir={kept}')
+            assert not fault, fault
+        shutil.copytree(kept, self.folder / named[1])
+
+    def _run(self, text):
+        environment = dict(self.environment)
+        sizes = re.search(r'--mesh=(\S+)', text)
+        if sizes and '--dry_run' not in text:
+            count = math.prod(int(axis.split('=')[1]) for axis in sizes[1].split(','))
+            environment['XLA_FLAGS'] = f'--xla_force_host_platform_device_count={count}'
+        done = subprocess.run(
+            ['bash', '-o', 'pipefail', '-c', text],
+            cwd=self.folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode:
+            return f'{text}: exit status {done.returncode}: {done.stderr[-1000:]}'
+        said = [line for line in done.stderr.splitlines() if re.search('(?i)warn|deprec', line)]
+        return f'{text}: {said[:3]}' if said else ''
+
+
+CARRIED_OUT = [source for source in TEXTS if not source.startswith('configs/')]
+
+
+@pytest.fixture(scope='module')
+def cache(tmp_path_factory):
+    """Compiled programs, shared by the commands."""
+    return tmp_path_factory.mktemp('cache')
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('source', CARRIED_OUT)
+def test_commands_do_their_work(source, folder, cache):
+    """Each ends with exit status 0 and without a warning, in the order of its page.
+
+    Docstrings of configs are left to parsing: configs_test.py lowers the step of every config. What
+    a page shows is not done again for another that shows the same.
+    """
+    shown = {c.text for c in COMMANDS if c.source in PAGES}
+    reader = Reader(folder, cache)
+    faults = []
+    for command in COMMANDS:
+        again = command.source not in PAGES and command.text in shown
+        if command.source != source or not command.launched or again or _rule(command) is None:
+            continue
+        faults.append(reader.do(command))
+    assert not [fault for fault in faults if fault]
+    for content in _blocks_to_run(source):
+        done = subprocess.run(
+            [sys.executable, '-c', content],
+            cwd=folder,
+            env=reader.environment,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0 and 'arn' not in done.stderr, done.stderr
+
+
+def _blocks_to_run(source):
+    """Blocks of Python of a page that are programs: no files, no entries of a table."""
+    found = documented.blocks(TEXTS[source]) if source in PAGES else []
+    return [
+        content
+        for language, content in found
+        if language == 'python' and 'import' in content and not content.startswith('# ')
+    ]

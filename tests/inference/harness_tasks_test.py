@@ -1,0 +1,191 @@
+"""Local tasks of the harness give the numbers computed by hand, whatever the batch size."""
+
+import itertools
+import json
+import math
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moddepth_jax.data.tokenizer import make_tokenizer
+from moddepth_jax.hparams import from_config
+from moddepth_jax.model.transformer import Transformer, causal_routing
+
+ROOT = pathlib.Path(__file__).parents[2]
+TASKS = ROOT / 'tests/launch/lm_eval_tasks'
+OWN_TASKS = ROOT / 'launch/lm_eval_tasks'
+CONTEXT = 16
+SEPARATOR = 256
+# As in scoring_test.py, so that both need one compilation.
+ROUTED = {'model.routing.router': 'learned', 'model.routing.capacity': 0.25}
+MODA = {'model.depth.stream': 'moda', 'model.tie_embeddings': True, 'model.vocab_size': 300}
+MODELS = {'both': {**ROUTED, **MODA}, 'dense': {}, 'mod': ROUTED, 'moda': MODA}
+
+pytestmark = pytest.mark.usefixtures('compiled_in_haste')
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch, tmp_path):
+    """No hub, and a cache of its own; paths in the tasks are from the root."""
+    import datasets
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(datasets.config, 'HF_HUB_OFFLINE', True)
+    monkeypatch.setattr(datasets.config, 'HF_DATASETS_CACHE', str(tmp_path / 'cache'))
+
+
+def make_model(tiny_config, name):
+    hparams = from_config(tiny_config(**{'data.sequence_length': CONTEXT, **MODELS[name]}))
+    tokens_BT = jnp.zeros((1, CONTEXT), jnp.int32)
+    variables = jax.jit(Transformer(hparams).init)(jax.random.key(1), tokens_BT)
+    grown = jax.tree.map(lambda leaf: leaf * 8 if leaf.ndim > 1 else leaf, variables['params'])
+    return {**variables, 'params': grown}, hparams
+
+
+def log_p_by_hand(variables, hparams):
+    """A function: from the ids of a text to log p of each of them but the first."""
+    routing = causal_routing(hparams)
+    apply = jax.jit(
+        lambda tokens_BT: Transformer(hparams).apply(variables, tokens_BT, None, routing)
+    )
+
+    def log_p(ids):
+        row_BT = np.zeros((1, CONTEXT), np.int32)
+        row_BT[0, : len(ids) - 1] = ids[:-1]
+        logits_TV = np.asarray(apply(row_BT)[0][0, : len(ids) - 1], np.float64)
+        log_p_TV = logits_TV - np.logaddexp.reduce(logits_TV, axis=-1, keepdims=True)
+        return log_p_TV[np.arange(len(ids) - 1), ids[1:]]
+
+    return log_p
+
+
+def choices_by_hand(log_p):
+    """acc and acc_norm: the likeliest option, and that by characters."""
+    right = {'acc': [], 'acc_norm': []}
+    for line in (TASKS / 'toy_choice.jsonl').read_text().splitlines():
+        doc = json.loads(line)
+        sums = []
+        for choice in doc['choices']:
+            ids = [SEPARATOR, *f'{doc["question"]} {choice}'.encode()][-CONTEXT - 1 :]
+            sums.append(log_p(ids)[-len(f' {choice}'.encode()) :].sum())
+        lengths = [len(choice) for choice in doc['choices']]
+        right['acc'].append(np.argmax(sums) == doc['answer'])
+        right['acc_norm'].append(np.argmax(np.divide(sums, lengths)) == doc['answer'])
+    return {metric: float(np.mean(values)) for metric, values in right.items()}
+
+
+def rolling_by_hand(log_p):
+    """word_perplexity and bits_per_byte over all texts, each token predicted once."""
+    nats = words = num_bytes = 0
+    for line in (TASKS / 'toy_rolling.jsonl').read_text().splitlines():
+        text = json.loads(line)['text']
+        ids = list(text.encode())
+        whole = [SEPARATOR, *ids]
+        for begin in range(0, len(ids), CONTEXT):
+            end = min(begin + CONTEXT, len(ids))
+            window = whole[max(0, end - CONTEXT) : end + 1]
+            nats -= log_p(window)[begin - end :].sum()
+        words, num_bytes = words + len(text.split()), num_bytes + len(ids)
+    return {
+        'word_perplexity': math.exp(nats / words),
+        'bits_per_byte': nats / num_bytes / math.log(2),
+    }
+
+
+@pytest.mark.parametrize(
+    'name',
+    [name if name == 'both' else pytest.param(name, marks=pytest.mark.slow) for name in MODELS],
+)
+def test_numbers_are_those_by_hand(tiny_config, name):
+    """Of multiple choice and of perplexity in windows, at batch sizes 1, 3 and 8.
+
+    A group is run task by task, and has the mean of the metrics that it names.
+    """
+    from moddepth_jax.inference.harness import HarnessLM
+    from moddepth_jax.inference.harness_tasks import HarnessTasks
+
+    model = make_model(tiny_config, name)
+    log_p = log_p_by_hand(*model)
+    want = {'toy_choice': choices_by_hand(log_p), 'toy_rolling': rolling_by_hand(log_p)}
+    for batch_size in (1, 3, 8):
+        tasks = HarnessTasks(['toy_group', 'toy_choice'], [str(TASKS)])
+        assert tasks.names == ['toy_choice', 'toy_rolling']
+        lm = HarnessLM(*model, make_tokenizer('bytes'), batch_size=batch_size)
+        results = {}
+        for piece in tasks.names:
+            results |= tasks.run(piece, lm)['results']
+        for task, metric in itertools.chain(*([(t, m) for m in want[t]] for t in want)):
+            found = results[task][f'{metric},none']
+            assert found == pytest.approx(want[task][metric], rel=1e-5), (task, metric)
+        mean = (want['toy_choice']['acc_norm'] + want['toy_rolling']['bits_per_byte']) / 2
+        assert tasks.group_results(results)['toy_group']['mean,none'] == pytest.approx(mean)
+
+
+def test_shots_and_limit_are_obeyed(tiny_config):
+    """Two examples stand before each question, and two documents of four are asked."""
+    from moddepth_jax.inference.harness_tasks import HarnessTasks
+
+    class Recorder:
+        rank, world_size, seen = 0, 1, ()
+
+        def loglikelihood(self, requests):
+            self.seen = [request.args[0] for request in requests]
+            return [(0.0, False)] * len(requests)
+
+    lm = Recorder()
+    tasks = HarnessTasks(['toy_choice'], [str(TASKS)])
+    found = tasks.run('toy_choice', lm, num_fewshot=2, limit=2)
+    assert found['n-shot'] == {'toy_choice': 2}
+    assert found['n-samples']['toy_choice'] == {'original': 4, 'effective': 2}
+    assert len(lm.seen) == 5 and all(context.count('\n\n') == 2 for context in lm.seen)
+
+
+def test_moda_is_ten_tasks_of_the_harness():
+    """Each has its metric; mmlu is a group of many. Nothing is loaded for it."""
+    import lm_eval
+
+    from moddepth_jax.inference.harness_tasks import HarnessTasks
+
+    harness = pathlib.Path(lm_eval.__file__).parent / 'tasks'
+    parts = ['piqa', 'hellaswag', 'winogrande', 'openbookqa', 'super_glue', 'sciq', 'arc']
+    folders = [str(harness / name) for name in (*parts, 'mmlu/default')]
+    tasks = HarnessTasks(['moda'], [*folders, str(OWN_TASKS)])
+    mmlu = [name for name in tasks.names if name.startswith('mmlu_')]
+    assert len(mmlu) == 57
+    assert [name for name in tasks.names if name not in mmlu] == [
+        *('piqa', 'hellaswag', 'winogrande', 'openbookqa', 'boolq'),
+        *('sciq', 'arc_easy', 'arc_challenge', 'copa'),
+    ]
+    config = tasks._groups['moda']
+    assert list(config['metadata']['mean_of']) == config['task'] and len(config['task']) == 10
+    for name, metric in config['metadata']['mean_of'].items():
+        entry = tasks._manager.task_index[name].cfg
+        of_task = entry.get('metric_list') or entry['aggregate_metric_list']
+        assert metric in [one['metric'] for one in of_task], name
+
+
+@pytest.mark.parametrize(
+    ('names', 'folders', 'words'),
+    [
+        (['toy_missing'], [TASKS], ["'toy_missing'", 'set json', 'not_there.jsonl', 'data_files']),
+        (['{}/hub.yaml'], [], ['hub.yaml', 'nobody/nothing', 'HF_HOME', '--include_path']),
+        (['{}/wrong.yaml'], [], ['wrong.yaml', "'missing' is undefined"]),
+        (['toy_choice'], ['nowhere'], ['nowhere: no such folder']),
+    ],
+)  # fmt: skip
+def test_a_task_that_cannot_be_loaded_is_one_line(tmp_path, names, folders, words):
+    """With its name and what would be right: no file, no network, a field that is not there."""
+    from moddepth_jax.inference.harness_tasks import HarnessTasks
+
+    text = (TASKS / 'toy_choice.yaml').read_text()
+    (tmp_path / 'wrong.yaml').write_text(text.replace('{{question}}', '{{missing}}'))
+    hub = text.replace('dataset_path: json', 'dataset_path: nobody/nothing')
+    (tmp_path / 'hub.yaml').write_text(hub.replace('dataset_kwargs', 'metadata'))
+    with pytest.raises(ValueError) as caught:
+        tasks = HarnessTasks([name.format(tmp_path) for name in names], list(map(str, folders)))
+        tasks.run(tasks.names[0], None)
+    assert '\n' not in str(caught.value)
+    assert all(word in str(caught.value) for word in words), caught.value

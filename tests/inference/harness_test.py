@@ -1,0 +1,201 @@
+"""The harness's requests, answered: texts as tokens, windows, stops and whole characters."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moddepth_jax.data.tokenizer import make_tokenizer
+from moddepth_jax.hparams import from_config
+from moddepth_jax.inference.generate import generate
+from moddepth_jax.inference.scoring import score
+from moddepth_jax.model.transformer import Transformer
+
+CONTEXT = 16
+SEPARATOR = 256
+# As in scoring_test.py, so that both need one compilation.
+ROUTED = {'model.routing.router': 'learned', 'model.routing.capacity': 0.25}
+MODA = {'model.depth.stream': 'moda', 'model.tie_embeddings': True, 'model.vocab_size': 300}
+
+pytestmark = pytest.mark.usefixtures('compiled_in_haste')
+
+
+@pytest.fixture(scope='module')
+def model(tiny_config):
+    """(variables, hparams) of a Mixture-of-Depths model with depth attention."""
+    hparams = from_config(tiny_config(**{'data.sequence_length': CONTEXT, **ROUTED, **MODA}))
+    tokens_BT = jnp.zeros((1, CONTEXT), jnp.int32)
+    variables = jax.jit(Transformer(hparams).init)(jax.random.key(1), tokens_BT)
+    grown = jax.tree.map(lambda leaf: leaf * 8 if leaf.ndim > 1 else leaf, variables['params'])
+    return {**variables, 'params': grown}, hparams
+
+
+@pytest.fixture(scope='module')
+def make_lm(model):
+    """A HarnessLM of the model; keywords of its own."""
+    from moddepth_jax.inference.harness import HarnessLM
+
+    return functools.partial(HarnessLM, *model, make_tokenizer('bytes'), batch_size=3)
+
+
+def asked(kind, *arguments):
+    """The harness's requests with these arguments."""
+    from lm_eval.api.instance import Instance
+
+    return [Instance(kind, {}, given, i, ('task', i, 1)) for i, given in enumerate(arguments)]
+
+
+def answers(model, pairs):
+    scores = score(*model, pairs, batch_size=3)
+    return [(one.log_likelihood, one.greedy) for one in scores]
+
+
+def tokens(text, begin=(SEPARATOR,)):
+    return [*begin, *text.encode()]
+
+
+def test_a_context_follows_the_separator(model, make_lm):
+    """Spaces at its end go to the continuation; none at all is the separator alone.
+
+    A separator that is spelt in the text is text.
+    """
+    pairs = [
+        ('2+2=', '4'),
+        ('a ', 'é'),
+        ('', 'text'),
+        ('  ', 'x'),
+        ('<|endoftext|>', 'x'),
+    ]
+    want = [
+        (tokens('2+2='), tokens('4', ())),
+        (tokens('a'), tokens(' é', ())),
+        (tokens(''), tokens('text', ())),
+        (tokens(''), tokens('  x', ())),
+        (tokens('<|endoftext|>'), tokens('x', ())),
+    ]
+    assert make_lm().loglikelihood(asked('loglikelihood', *pairs)) == answers(model, want)
+
+
+def test_a_long_context_loses_its_left_and_is_counted(model, make_lm):
+    """What remains is the middle of a document; two of three requests are cut."""
+    lm = make_lm()
+    pairs = [('0123456789' * 3, 'abc'), ('short', 'abc'), ('x' * CONTEXT, 'a')]
+    found = lm.loglikelihood(asked('loglikelihood', *pairs))
+    want = [(tokens('67890123456789', ()), tokens('abc', ())), (tokens('short'), tokens('abc', ()))]
+    assert found[:2] == answers(model, want)
+    assert lm.num_cut == 2
+
+
+def test_a_rolling_text_is_predicted_once_in_windows(model, make_lm):
+    """From the separator on, each window with as much context as it has room for."""
+    text = 'Forty bytes are more than two contexts..'
+    ids, lm = tokens(text, ()), make_lm()
+    assert len(ids) == 40
+    windows = [
+        ([SEPARATOR], ids[:16]),
+        (ids[15:16], ids[16:32]),
+        (ids[23:32], ids[32:]),
+    ]
+    want = sum(one for one, _ in answers(model, windows))
+    short = answers(model, [([SEPARATOR], tokens('short', ()))])[0][0]
+    found = lm.loglikelihood_rolling(asked('loglikelihood_rolling', (text,), ('',), ('short',)))
+    assert found == pytest.approx([want, 0, short], rel=1e-6)
+    assert found[1] == 0 and lm.num_cut == 0
+
+
+class Script:
+    """In place of `generate`: writes the bytes of `texts` in turn, as long as it is not stopped."""
+
+    def __init__(self, *texts):
+        self.texts, self.steps, self.calls = [text.encode() for text in texts], 0, []
+
+    def __call__(self, variables, hparams, prompts, num_tokens, *, on_tokens, **how):
+        self.calls.append((prompts, num_tokens, how))
+        rows = (self.texts + self.texts[:1] * len(prompts))[: len(prompts)]
+        for step in range(num_tokens):
+            self.steps += 1
+            token_B = np.array([row[step] if step < len(row) else SEPARATOR for row in rows])
+            on_tokens(token_B, np.array([step < len(row) for row in rows]))
+
+
+def written(make_lm, monkeypatch, script, *contexts, **settings):
+    from moddepth_jax.inference import harness
+
+    monkeypatch.setattr(harness, 'generate', script)
+    requests = asked('generate_until', *((context, settings) for context in contexts))
+    return make_lm().generate_until(requests)
+
+
+def test_a_text_ends_before_its_first_stop(make_lm, monkeypatch):
+    """Of several; the batch goes on until each of its texts has stopped, and no further."""
+    script = Script('an END, and more', 'two\nlines', 'x')
+    found = written(
+        make_lm, monkeypatch, script, 'a', 'b', 'c', until=['END', '\n'], max_gen_toks=12
+    )
+    assert found == ['an ', 'two', 'x']
+    assert script.steps == len('an END')
+
+
+def test_a_character_is_whole_or_not_there(make_lm, monkeypatch):
+    """Cut off in the middle of a character, a text ends before it; a stop may be one."""
+    assert written(make_lm, monkeypatch, Script('né' * 5), 'a', max_gen_toks=5) == ['nén']
+    found = written(make_lm, monkeypatch, Script('vu été'), 'a', until='é', max_gen_toks=9)
+    assert found == ['vu ']
+
+
+def test_what_generation_is_asked_for(make_lm, monkeypatch):
+    """Greedy unless sampling is asked for; long contexts are cut; equal samples get other seeds."""
+    script = Script('abc')
+    written(make_lm, monkeypatch, script, 'x' * 40, max_gen_toks=4, temperature=0.0)
+    (prompts, num_tokens, how), *_ = script.calls
+    assert (num_tokens, how['temperature'], how['seed']) == (4, 0.0, 0)
+    assert prompts == [[ord('x')] * (CONTEXT - 4)] * 3
+    script = Script('abc')
+    settings = {'do_sample': True, 'temperature': 0.5, 'top_p': 0.9}
+    written(make_lm, monkeypatch, script, 'a', 'a', 'b', **settings)
+    assert [how['seed'] for _, _, how in script.calls] == [0, 1]
+    assert [len(prompts) for prompts, *_ in script.calls] == [3, 3]
+    for _, num_tokens, how in script.calls:
+        assert (how['temperature'], how['top_p'], num_tokens) == (0.5, 0.9, CONTEXT // 2)
+
+
+@pytest.mark.slow
+def test_greedy_texts_are_those_of_generate(model, make_lm):
+    """Alone or in a batch with shorter ones."""
+    tokenizer = make_tokenizer('bytes')
+    contexts = ['def ', 'a', 'class']
+    requests = asked('generate_until', *((text, {'max_gen_toks': 6}) for text in contexts))
+    prompts = [tokens(text) for text in contexts]
+    rows = generate(*model, prompts, 6, temperature=0.0, tokenizer=tokenizer).tokens
+    want = [tokenizer.decode(row[len(prompt) :]) for row, prompt in zip(rows, prompts, strict=True)]
+    for batch_size in (1, 2):
+        found = make_lm(batch_size=batch_size).generate_until(requests)
+        assert [text.encode() for text in found] == want
+
+
+@pytest.mark.parametrize(
+    ('settings', 'words'),
+    [
+        ({'top_k': 5}, ["'top_k'", 'max_gen_toks', 'temperature']),
+        ({'max_gen_toks': CONTEXT}, [f'max_gen_toks={CONTEXT}', 'data.sequence_length']),
+        ({'do_sample': True, 'temperature': math.inf}, ['temperature=inf']),
+    ],
+)
+def test_what_cannot_be_generated_is_refused(make_lm, settings, words):
+    """In one line, with the setting."""
+    with pytest.raises(ValueError) as caught:
+        make_lm().generate_until(asked('generate_until', ('a', settings)))
+    assert all(word in str(caught.value) for word in words) and '\n' not in str(caught.value)
+
+
+def test_what_cannot_be_scored_is_refused(make_lm):
+    """An empty continuation, one beyond the context, and routing that looks ahead."""
+    with pytest.raises(ValueError, match='request 1 has an empty continuation'):
+        make_lm().loglikelihood(asked('loglikelihood', ('a', 'b'), ('', '')))
+    with pytest.raises(ValueError, match=f'{CONTEXT + 1} tokens is longer than the context'):
+        make_lm().loglikelihood(asked('loglikelihood', ('', 'x' * (CONTEXT + 1))))
+    with pytest.raises(ValueError, match='looks at later tokens'):
+        make_lm(routing='top_c')

@@ -1,0 +1,183 @@
+"""Scores are the sums that the model itself gives, whatever else is in a batch."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moddepth_jax.hparams import from_config
+from moddepth_jax.inference import scoring
+from moddepth_jax.inference.scoring import score
+from moddepth_jax.model.transformer import Transformer, causal_routing
+
+CONTEXT = 16
+LONGER = {'data.sequence_length': 40}  # three lengths of rows
+ROUTED = {'model.routing.router': 'learned', 'model.routing.capacity': 0.25}
+MODA = {'model.depth.stream': 'moda', 'model.tie_embeddings': True, 'model.vocab_size': 300}
+MODELS = {
+    'dense': {},
+    'both': {**ROUTED, **MODA},
+    'longer dense': LONGER,
+    'longer mod': {**ROUTED, **LONGER},
+    'longer moda': {**MODA, **LONGER},
+}
+
+pytestmark = pytest.mark.usefixtures('compiled_in_haste')
+
+
+@pytest.fixture(scope='module')
+def model(tiny_config):
+    """(variables, hparams) by name; so large that logits differ and some tokens enter."""
+
+    @functools.cache
+    def make(name):
+        hparams = from_config(tiny_config(**{'data.sequence_length': CONTEXT, **MODELS[name]}))
+        tokens_BT = jnp.zeros((1, CONTEXT), jnp.int32)
+        variables = jax.jit(Transformer(hparams).init)(jax.random.key(1), tokens_BT)
+        grown = jax.tree.map(lambda leaf: leaf * 8 if leaf.ndim > 1 else leaf, variables['params'])
+        return {**variables, 'params': grown}, hparams
+
+    return make
+
+
+@pytest.fixture(scope='module')
+def applied(model):
+    """The Transformer's logits and records, compiled, by name of the model."""
+    return functools.cache(
+        lambda name: jax.jit(
+            lambda variables, tokens_BT: Transformer(model(name)[1]).apply(
+                variables, tokens_BT, None, causal_routing(model(name)[1])
+            )
+        )
+    )
+
+
+@pytest.fixture(scope='module')
+def by_hand(model, applied):
+    """Log-likelihood and greediness of one request, from the logits of its own padded row."""
+
+    def one(name, context, continuation):
+        length = model(name)[1].data.sequence_length
+        tokens = np.array([*context, *continuation], np.int32)[-length - 1 :]
+        row_BT = np.pad(tokens[None, :-1], ((0, 0), (0, length - len(tokens) + 1)))
+        end = len(tokens) - 1
+        logits_BTV, _ = applied(name)(model(name)[0], row_BT)
+        logits_TV = np.asarray(logits_BTV, np.float64)[0, end - len(continuation) : end]
+        log_p_TV = logits_TV - np.logaddexp.reduce(logits_TV, axis=-1, keepdims=True)
+        total = log_p_TV[np.arange(len(continuation)), np.array(continuation)].sum()
+        return total, bool((log_p_TV.argmax(-1) == continuation).all())
+
+    return one
+
+
+def questions(context):
+    """Questions of 11 tokens with options of several lengths, and rows as long as the context."""
+    draw = np.random.default_rng(0)
+    requests = []
+    for options in [(1, 1, 1, 1, 1), (4, 4), (1, 4)]:
+        question = [256, *draw.integers(0, 256, 10)]
+        requests += [(question, draw.integers(0, 256, length)) for length in options]
+    requests.append((draw.integers(0, 256, 4), draw.integers(0, 256, context - 3)))
+    requests.append((draw.integers(0, 256, 60), draw.integers(0, 256, 3)))
+    requests.append((draw.integers(0, 256, 12), draw.integers(0, 256, 3)))
+    return requests
+
+
+@pytest.mark.parametrize(
+    'name',
+    [name if name in ('dense', 'both') else pytest.param(name, marks=pytest.mark.slow)
+     for name in MODELS],
+)  # fmt: skip
+def test_scores_are_those_by_hand(model, by_hand, name):
+    """Each equals the sum over the logits of its own tokens alone, whatever the batch size."""
+    context = model(name)[1].data.sequence_length
+    requests = questions(context)
+    want = [by_hand(name, *request) for request in requests]
+    for batch_size in (3,) if name == 'dense' else (1, 3, 8):
+        found = score(*model(name), requests, batch_size=batch_size)
+        for got, (log_likelihood, greedy) in zip(found, want, strict=True):
+            assert got.log_likelihood == pytest.approx(log_likelihood, abs=1e-5, rel=1e-5)
+            assert got.greedy == greedy
+        assert [one.cut for one in found] == [0] * 10 + [60 + 3 - context - 1, 0]
+
+
+def test_routed_rows_have_tokens_that_pass_by(model, applied):
+    """In the routed model of these tests the rule lets some tokens in and others not."""
+    draw = np.random.default_rng(0)
+    rows = [applied('both')(model('both')[0], draw.integers(0, 256, (1, CONTEXT)))]
+    rows += [applied('both')(model('both')[0], draw.integers(0, 256, (1, CONTEXT)))]
+    entered = [records.routing.entered_BT.mean() for _, records in rows]
+    assert 0.05 < np.mean(entered) < 0.95
+
+
+def test_the_likeliest_tokens_are_greedy(model):
+    """A continuation of likeliest tokens is greedy; with another token in its midst it is not."""
+    variables, hparams = model('dense')
+    row = [256, *range(9)]
+    for _ in range(3):
+        options = [(row, [token]) for token in range(257)]
+        likely = score(variables, hparams, options, batch_size=3)
+        assert [one.greedy for one in likely].count(True) == 1
+        best = max(range(257), key=lambda token: likely[token].log_likelihood)
+        assert likely[best].greedy
+        row.append(best)
+    other = [*row[:11], (row[11] + 1) % 256, row[12]]
+    asked = [(tokens[:10], tokens[10:]) for tokens in (row, other)]
+    assert [one.greedy for one in score(variables, hparams, asked, batch_size=3)] == [True, False]
+
+
+def test_what_begins_another_row_is_read_from_it(model, monkeypatch):
+    """Four options of one token, and a shorter text, cost one row; a fifth option another."""
+    variables, hparams = model('dense')
+    rows, real = [], scoring._score_batch
+
+    def counted(variables, tokens_BT, segment_ids_BT, *rest, **how):
+        rows.append(int((segment_ids_BT.max(1) > 0).sum()))
+        return real(variables, tokens_BT, segment_ids_BT, *rest, **how)
+
+    monkeypatch.setattr(scoring, '_score_batch', counted)
+    context, done = [256, 1, 2, 3, 4, 5], []
+    options = [(context, [option]) for option in range(3)]
+    shared = score(
+        variables, hparams, [*options, (context[:3], [3])], batch_size=3, on_scored=done.append
+    )
+    assert (rows, done) == ([1], [4])
+    score(variables, hparams, [*options, (context[:3], [3]), (context, [7])], batch_size=3)
+    assert rows == [1, 2]
+    assert shared[3] == score(variables, hparams, [(context[:3], [3])], batch_size=3)[0]
+
+
+def test_rows_have_few_lengths(tiny_config):
+    """Powers of two up to the context, which need not be one."""
+    lengths = {
+        context: scoring.row_lengths(from_config(tiny_config(**{'data.sequence_length': context})))
+        for context in (8, 16, 100, 128)
+    }
+    assert lengths == {8: [8], 16: [16], 100: [16, 32, 64, 100], 128: [16, 32, 64, 128]}
+
+
+def test_nothing_asked_is_nothing_answered(model):
+    """No request, no batch."""
+    assert score(*model('dense'), []) == []
+
+
+@pytest.mark.parametrize(
+    ('requests', 'how', 'words'),
+    [
+        ([([1], [2]), ([], [2])], {}, ['request 1', 'context', 'separator']),
+        ([([1], [])], {}, ['request 0', 'continuation']),
+        ([([1], [2] * (CONTEXT + 1))], {}, ['request 0', f'{CONTEXT + 1} tokens', f'={CONTEXT}']),
+        ([([1], [300])], {}, ['300', 'request 0', '[0, 300)']),
+        ([([1], [2])], {'batch_size': 0}, ['batch_size=0', '1 or more']),
+        ([([1], [2])], {'routing': 'top_c'}, ['top_c', 'later tokens']),
+        ([([1], [2])], {'routing': 'aux_loss'}, ['aux_loss', 'predictor']),
+    ],
+)
+def test_bad_requests_are_one_line(model, requests, how, words):
+    """Refused before anything runs, with the request's number and what would be right."""
+    with pytest.raises(ValueError) as caught:
+        score(*model('both'), requests, **how)
+    assert '\n' not in str(caught.value)
+    assert all(word in str(caught.value) for word in words), caught.value

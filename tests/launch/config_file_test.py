@@ -1,0 +1,96 @@
+"""A stored config.json is read as a config, and configs of an installed copy are found."""
+
+import dataclasses
+import json
+import pathlib
+
+import pytest
+from absl import flags
+
+from configs import base
+from launch import config_file
+from moddepth_jax.hparams import from_config
+from moddepth_jax.training.workdir import open_workdir
+
+
+def stored(tmp_path, config):
+    """The path of config.json of a run of `config`, and its hyper-parameters."""
+    hparams = from_config(config)
+    open_workdir(tmp_path / 'run', dataclasses.asdict(hparams))
+    return str(tmp_path / 'run' / 'config.json'), hparams
+
+
+def with_knobs(config, **knobs):
+    config = config.copy_and_resolve_references()
+    config.update_from_flattened_dict({f'model.{name}': value for name, value in knobs.items()})
+    return from_config(config).model
+
+
+@pytest.mark.parametrize(
+    'changes',
+    [
+        {'model.windows': (8, 0), 'model.experts.choice': 'token'},
+        {'model.routing.router': 'norm', 'model.routing.causal_rule': 'threshold'},
+        {'model.depth.stream': 'moda', 'model.depth.slot_keys': 'unrotated'},
+        {'model.routing.gate': 'sigmoid', 'model.depth.gradient_dtype': 'model'},
+    ],
+    ids=str,
+)
+def test_a_stored_config_is_that_of_its_run(changes, tiny_config, tmp_path):
+    """Every knob as it was, with the types of base, so that flags can change each of them."""
+    path, hparams = stored(tmp_path, tiny_config(**changes))
+    config = config_file.load(path)
+    assert from_config(config) == hparams
+    assert set(config_file.knob_names(config)) == set(config_file.knob_names(base.get_config()))
+    assert type(config.model.windows) is tuple
+
+
+def test_what_auto_stood_for_can_stand_for_something_else(tiny_config, tmp_path):
+    """A dense run's config takes any router and stream without a word about their other knobs."""
+    config = config_file.load(stored(tmp_path, tiny_config())[0])
+    for router, gate in (('learned', 'raw'), ('norm', 'none'), ('random', 'none')):
+        assert with_knobs(config, **{'routing.router': router}).routing.gate == gate
+    moda = with_knobs(config, **{'depth.stream': 'moda'}).depth
+    assert (moda.slots, moda.slot_keys, moda.gradient_dtype) == (
+        'attention+ffn',
+        'rotated',
+        'float32',
+    )
+
+
+def test_a_choice_that_was_made_is_kept(tiny_config, tmp_path):
+    """What is not what auto stands for stays, and so does what an older run had."""
+    changes = {'model.routing.router': 'learned', 'model.routing.gate': 'tanh'}
+    config = config_file.load(stored(tmp_path, tiny_config(**changes))[0])
+    assert (config.model.routing.gate, config.model.routing.causal_rule) == ('tanh', 'auto')
+
+
+def test_a_config_json_of_no_use_is_refused(tiny_config, tmp_path):
+    """One line: another name, no such file, another schema, a knob that is not known."""
+    path, _ = stored(tmp_path, tiny_config())
+    content = json.loads(pathlib.Path(path).read_text())
+    for name, text, words in (
+        ('other.json', '{}', 'must be FILE.py or the config.json of a run'),
+        ('config.json', '{}', 'unreadable'),
+        ('config.json', json.dumps(content | {'schema_version': 99}), 'schema_version=99'),
+        ('config.json', json.dumps({**content, 'config': {'modle': {}}}), 'modle={}: no such knob'),
+    ):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(flags.Error) as caught:
+            config_file.load(str(tmp_path / name))
+        assert words in str(caught.value) and '\n' not in str(caught.value)
+    with pytest.raises(flags.Error, match='holds no config.json'):
+        config_file.load(str(tmp_path / 'nowhere' / 'config.json'))
+
+
+def test_configs_of_the_package_are_found_from_anywhere(tmp_path, monkeypatch):
+    """configs/NAME.py where the current directory has none; its own file goes first."""
+    monkeypatch.chdir(tmp_path)
+    assert config_file.load('configs/tiny.py').model.num_layers > 0
+    with pytest.raises(flags.Error, match='configs/tyni.py: no such Python file'):
+        config_file.load('configs/tyni.py')
+    (tmp_path / 'configs').mkdir()
+    own = 'from configs import base\ndef get_config():\n    config = base.get_config()\n'
+    own += '    config.model.num_layers = 77\n    return config\n'
+    (tmp_path / 'configs' / 'tiny.py').write_text(own)
+    assert config_file.load('configs/tiny.py').model.num_layers == 77

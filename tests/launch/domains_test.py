@@ -1,0 +1,127 @@
+"""The domains below a folder are found, and what is none is refused by its name."""
+
+import dataclasses
+import glob
+import math
+
+import numpy as np
+import pytest
+
+from launch import domains
+from moddepth_jax.data.pipeline import make_dataset
+from moddepth_jax.data.tokenizer import ByteTokenizer
+from moddepth_jax.hparams import DataHparams
+from tests.data.prepared_text import begin, prepare, write_texts
+
+DATA = DataHparams('stdlib', '', 'text', 'bytes', 16, 2, 0.25, False)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder of text, a prepared one and a file."""
+    write_texts(tmp_path / 'web', b'abc', 0)
+    prepare(tmp_path / 'code', write_texts(tmp_path / '.hidden', b'xyz', 1), ByteTokenizer(), 0.25)
+    (tmp_path / 'notes.jsonl').write_text('{"body": "to be or not to be"}\n' * 3)
+    return tmp_path
+
+
+def _load(folder, trained_on=frozenset(), **changes):
+    data = dataclasses.replace(DATA, **{'text_field': 'body', **changes})
+    return domains.load(str(folder), data, ByteTokenizer(), trained_on)
+
+
+def _error(folder, **changes):
+    with pytest.raises(ValueError) as caught:
+        _load(folder, **changes)
+    message = str(caught.value)
+    assert message.startswith(f'--domains={folder}: ') and '\n' not in message
+    return message.removeprefix(f'--domains={folder}: ')
+
+
+def test_every_file_and_folder_is_a_domain(folder):
+    """In the order of their names, hidden ones left out; names with wildcards are names."""
+    (folder / 'web').rename(folder / 'web [1] *')
+    found, skipped = _load(folder)
+    assert list(found) == ['code', 'notes.jsonl', 'web [1] *'] and not skipped
+    assert [len(dataset.corpus.held_out) for dataset in found.values()] == [30, 3, 30]
+    assert domains.find(f'{folder}/') == domains.find(str(folder))
+    (source,) = (s for name, s in domains.find(str(folder)).items() if name.startswith('web'))
+    assert len(glob.glob(source, recursive=True)) == 30
+
+
+def test_text_that_a_run_saw_is_left_out(folder):
+    """Of a prepared folder with a fingerprint of the run's, the held-out part alone counts."""
+    own = make_dataset(dataclasses.replace(DATA, source=f'{folder}/code'), 0)
+    found, _ = _load(folder, trained_on={own.corpus.sha256})
+    assert {name: dataset.held_back for name, dataset in found.items()} == {
+        'code': True,
+        'notes.jsonl': False,
+        'web': False,
+    }
+    batch, same = found['code'].held_out_batch(0), own.held_out_batch(0)
+    assert all(np.array_equal(batch[name], same[name]) for name in batch)
+
+
+def test_domains_without_a_window_are_skipped_by_name(folder):
+    """Unless there is no other."""
+    (folder / 'short.txt').write_text('abc')
+    found, skipped = _load(folder)
+    assert list(found) == ['code', 'notes.jsonl', 'web']
+    why = 'the given text has 4 tokens and one window needs 17; give more text'
+    assert skipped == {'short.txt': why}
+    assert _error(folder, sequence_length=10**5).startswith('no domain is long enough; code: ')
+
+
+def test_what_is_no_text_is_refused(folder, tmp_path):
+    """A picture, a folder without a file, another field, an unfinished or foreign prepared folder:
+    the domain, the file and a remedy are named.
+    """
+    assert "notes.jsonl, line 1: no field 'text'; set --text_field to" in _error(
+        folder, text_field='text'
+    )
+    for name, make, words in (
+        (
+            'a.png',
+            lambda path: path.write_bytes(b'PNG'),
+            ["a.png: '.png' is no known kind of file"],
+        ),
+        ('empty', lambda path: path.mkdir(), ['empty: ', 'matches no file', 'must hold .txt']),
+        ('none.txt', lambda path: path.touch(), ['none.txt: no byte in its 1 document']),
+        ('begun', begin, ['begun: ', 'unfinished']),
+    ):
+        path = folder / name
+        make(path)
+        message = _error(folder)
+        assert all(word in message for word in words), message
+        path.rename(path.with_name(f'.{name}'))
+
+
+def test_a_prepared_folder_of_another_tokenizer_is_refused(folder):
+    """By both tokenizers' names."""
+
+    class Other(ByteTokenizer):
+        name, sha256 = 'mine.json', 'c0ffee' * 8
+
+    data = dataclasses.replace(DATA, text_field='body')
+    with pytest.raises(ValueError, match="code: was prepared with 'bytes', not with 'mine.json'"):
+        domains.load(str(folder), data, Other(), frozenset())
+
+
+def test_a_folder_that_has_no_domains_is_refused(tmp_path, folder):
+    """One that is not there, a file, an empty one and one that is a prepared text itself."""
+    (tmp_path / 'nothing').mkdir()
+    assert 'no such folder' in _error(tmp_path / 'nowhere')
+    assert 'no such folder' in _error(folder / 'notes.jsonl')
+    assert 'is empty' in _error(tmp_path / 'nothing')
+    assert 'give it to --data' in _error(folder / 'code')
+
+
+def test_together_is_over_all_targets():
+    """Loss, bits and gap are those of one text that holds all of them."""
+    one = {'targets': 100, 'loss': 2.0, 'bits_per_byte': 2 / math.log(2), 'routing_gap': 0.1}
+    other = {'targets': 300, 'loss': 4.0, 'bits_per_byte': 1 / math.log(2), 'routing_gap': 0.5}
+    whole = domains.together({'one': one, 'other': other})
+    assert whole['targets'] == 400 and whole['loss'] == pytest.approx(3.5)
+    assert whole['perplexity'] == pytest.approx(math.exp(3.5))
+    assert whole['bits_per_byte'] == pytest.approx((200 + 1200) / (100 + 1200) / math.log(2))
+    assert whole['routing_gap'] == pytest.approx(0.4)

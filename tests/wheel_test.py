@@ -1,0 +1,130 @@
+"""The distributions hold all of the four packages and nothing else, and work where they lie."""
+
+import email
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+PACKAGES = ('configs', 'kernels_pallas', 'launch', 'moddepth_jax')
+BESIDE = (
+    *('CHANGELOG.md', 'CITATION.cff', 'CONTRIBUTING.md', 'LICENSE', 'MANIFEST.in', 'README.md'),
+    *('constraints.txt', 'pyproject.toml', 'setup.py'),
+)
+INFO = 'moddepth_jax-0.1.0.dist-info/'
+
+
+def _run(command, **options):
+    """What the command said; it must succeed."""
+    done = subprocess.run(command, capture_output=True, text=True, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+@pytest.fixture(scope='module')
+def sources():
+    """Relative paths of the packages' files that git tracks or would."""
+    if not (ROOT / '.git').exists():
+        pytest.skip('which files belong to the packages is told by git: needs a clone, not a copy')
+    listed = _run(
+        ['git', 'ls-files', '-z', '--cached', '--others', '--exclude-standard', '--', *PACKAGES],
+        cwd=ROOT,
+    )
+    return {name for name in listed.stdout.split('\0') if name and (ROOT / name).is_file()}
+
+
+@pytest.fixture(scope='module')
+def built(sources, tmp_path_factory):
+    """(sdist, wheel, what was said) of `python -m build` in a copy of the tree, without network."""
+    folder = tmp_path_factory.mktemp('build')
+    for name in (*sources, *BESIDE):
+        (folder / 'tree' / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, folder / 'tree' / name)
+    for planted in ('tests/planted_test.py', 'launch/__pycache__/planted.cpython-311.pyc'):
+        (folder / 'tree' / planted).parent.mkdir(exist_ok=True)
+        (folder / 'tree' / planted).write_text('')
+    done = _run(
+        [sys.executable, '-m', 'build', '--no-isolation', '--outdir', folder, folder / 'tree'],
+        cwd=folder,
+    )
+    (sdist,), (wheel,) = folder.glob('*.tar.gz'), folder.glob('*.whl')
+    return sdist, wheel, done.stdout + done.stderr
+
+
+def test_wheel_holds_the_packages(built, sources):
+    """Every file of the packages, with its bytes; else only what describes the distribution."""
+    _, wheel, _ = built
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if not name.startswith(INFO)}
+        assert names == sources
+        assert all(archive.read(name) == (ROOT / name).read_bytes() for name in names)
+    assert {'launch/slurm.sh', 'launch/jobset.yaml'} < names
+
+
+def test_sdist_holds_the_packages_and_their_pages(built, sources):
+    """A wheel can be built of it, and a reader finds licence, citation and history; no tests."""
+    sdist, _, said = built
+    with tarfile.open(sdist) as archive:
+        names = {m.name.partition('/')[2] for m in archive.getmembers() if m.isfile()}
+    made = {name for name in names if '.egg-info/' in name} | {'PKG-INFO', 'setup.cfg'}
+    assert names - made == sources | set(BESIDE)
+    assert not [line for line in said.splitlines() if 'no files found matching' in line]
+
+
+def test_metadata(built):
+    """What an index would show: the licence, the README, the Pythons, the extras, the papers."""
+    _, wheel, _ = built
+    with zipfile.ZipFile(wheel) as archive:
+        text = archive.read(INFO + 'METADATA').decode()
+        assert archive.read(INFO + 'licenses/LICENSE') == (ROOT / 'LICENSE').read_bytes()
+    metadata = email.message_from_string(text)
+    assert metadata['Name'] == 'moddepth-jax' and metadata['License'] == 'Apache-2.0'
+    assert metadata['Requires-Python'] == '>=3.11,<3.14'
+    assert metadata.get_payload() == (ROOT / 'README.md').read_text(encoding='utf-8')
+    extras = {'test', 'gpu', 'notebooks', 'sentencepiece', 'lm_eval', 'wandb'}
+    assert set(metadata.get_all('Provides-Extra')) == {name.replace('_', '-') for name in extras}
+    classified = [line for line in metadata.get_all('Classifier') if ':: 3.' in line]
+    assert [line.rsplit(' ', 1)[1] for line in classified] == ['3.11', '3.12', '3.13']
+    assert sum('arxiv.org' in line for line in metadata.get_all('Project-URL')) == 2
+    bounds = [line for line in metadata.get_all('Requires-Dist')]
+    assert len(bounds) > 15 and all('<' in line and '>' in line for line in bounds)
+
+
+@pytest.fixture
+def installed(built, tmp_path):
+    """run(*arguments): a module's result by this Python, in a folder where only the wheel is."""
+    where = tmp_path / 'site'
+    pip = [sys.executable, '-m', 'pip', '--disable-pip-version-check', 'install', '-q']
+    _run([*pip, '--no-deps', '--no-index', '--target', where, built[1]])
+
+    def run(*arguments):
+        environment = os.environ | {'PYTHONPATH': str(where)}
+        return _run([sys.executable, *arguments], cwd=tmp_path, env=environment)
+
+    return run
+
+
+def test_installed_commands_start(installed):
+    """--help and a config by its short path work where no repository is, from the wheel's files."""
+    assert str(ROOT) not in installed('-c', 'import launch; print(launch.__file__)').stdout
+    assert '--workdir' in installed('-m', 'launch.train', '--help').stdout
+    printed = installed(
+        '-m', 'launch.train', '--config=configs/moda.py:steps=7', '--print_config'
+    ).stdout
+    assert json.loads(printed)['training']['num_steps'] == 7
+
+
+@pytest.mark.slow
+def test_installed_package_trains(installed, tmp_path):
+    """A config of the installed package trains, and leaves its run where the command was given."""
+    few = ['--config.training.num_steps=4', '--config.evaluation.final_batches=1']
+    done = installed('-m', 'launch.train', '--config=configs/tiny.py', *few)
+    assert not done.stderr
+    assert json.loads((tmp_path / 'runs/tiny/summary.json').read_text())['final_step'] == 4
