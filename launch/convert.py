@@ -79,7 +79,7 @@ def _import():
 
 def _imported(folder, knobs):
     """Hyper-parameters of a run of the model in `folder`, and its tokenizer."""
-    from moddepth_jax.data.tokenizer import make_tokenizer, tokenizer_of
+    from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer, tokenizer_of
     from moddepth_jax.hparams import from_config
 
     for name, given in config_file.overrides():
@@ -118,7 +118,7 @@ def _export():
     """--workdir as a folder of Hugging Face."""
     from moddepth_jax.conversion.families import CONFIG_FILE, config_of, family_of, read_config
     from moddepth_jax.conversion.hugging_face import export_params
-    from moddepth_jax.data.tokenizer import tokenizer_of
+    from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
     from moddepth_jax.training.saved_run import read_hparams
 
     workdir = pathlib.Path(WORKDIR.value)
@@ -166,7 +166,7 @@ def _from_dense():
     from moddepth_jax.analysis.report import prompt_tokens
     from moddepth_jax.conversion.carried import check_shared
     from moddepth_jax.data.pipeline import make_dataset
-    from moddepth_jax.data.tokenizer import tokenizer_of
+    from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
     from moddepth_jax.hparams import from_config
     from moddepth_jax.training.saved_run import read_hparams
 

@@ -84,7 +84,7 @@ class _Counted:
 def _load_dataset(run):
     """That of --data or of the run; of --domains (datasets, skipped) as `domains.load` gives."""
     from moddepth_jax.data.pipeline import check_fingerprint, make_dataset, make_held_out
-    from moddepth_jax.data.tokenizer import tokenizer_of
+    from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
     from moddepth_jax.training import processes
 
     data = run.hparams.data

@@ -168,7 +168,7 @@ def _request(run, tokenizer):
 
 def _write(run):
     """Generates, and as process 0 prints, while the text grows if there is one alone."""
-    from moddepth_jax.data.tokenizer import tokenizer_of
+    from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
     from moddepth_jax.inference.generate import generate
     from moddepth_jax.training import agreement, processes
 

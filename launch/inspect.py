@@ -163,7 +163,7 @@ def _inspect(run, text, name, out):
     from moddepth_jax.analysis.routing_page import page_data
     from moddepth_jax.analysis.token_classes import guess_language, token_classes
     from moddepth_jax.data.pipeline import token_stream
-    from moddepth_jax.data.tokenizer import tokenizer_of
+    from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
     from moddepth_jax.model.transformer import causal_routing, check_routing
 
     hparams = run.hparams_of_stage

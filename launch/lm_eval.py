@@ -198,7 +198,7 @@ def _print(report, tasks):
 
 def main(_):
     """Runs the tasks, and shows what was finished even where one ends the rest."""
-    from moddepth_jax.data.tokenizer import tokenizer_of
+    from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
     from moddepth_jax.model.transformer import causal_routing, check_causal
 
     if LIMIT.value is not None and not LIMIT.value > 0:

@@ -135,7 +135,7 @@ class _Progress:
 
 
 def _preparation():
-    from moddepth_jax.data.prepare_options import Options, Preparation
+    from moddepth_jax.data.preparation.options import Options, Preparation
 
     fraction = HELD_OUT_FRACTION.value
     if not 0 < fraction < 1:
@@ -204,7 +204,7 @@ def _print_summary(store, seconds, tokenized):
 
 
 def main(_):
-    from moddepth_jax.data.prepare import prepare
+    from moddepth_jax.data.preparation.prepare import prepare
 
     start, progress = time.monotonic(), _Progress()
     try:

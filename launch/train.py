@@ -62,7 +62,7 @@ def main(_):
 def _hparams(workdir):
     """Of --config, if the report at the end can be written with them."""
     from moddepth_jax.analysis.report import prompt_tokens
-    from moddepth_jax.data.tokenizer import tokenizer_of
+    from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
     from moddepth_jax.hparams import from_config
     from moddepth_jax.training.plan import check_vocabulary
 

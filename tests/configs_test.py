@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 from configs import base, sizes
 from moddepth_jax.analysis.report import prompt_tokens
-from moddepth_jax.data.tokenizer import make_tokenizer
+from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model.flops import train_step_flops
 from moddepth_jax.training.plan import check_vocabulary, resolve_steps

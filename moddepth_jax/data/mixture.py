@@ -8,7 +8,7 @@ import itertools
 import os
 import pathlib
 
-from moddepth_jax.data.prepare_plan import PLAN_FILE
+from moddepth_jax.data.preparation.plan import PLAN_FILE
 from moddepth_jax.data.store import Store, is_store, open_store
 from moddepth_jax.hparams import DataHparams
 

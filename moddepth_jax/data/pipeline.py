@@ -10,7 +10,7 @@ import numpy as np
 
 from moddepth_jax.data.corpus import Corpus, load_corpus, load_held_out
 from moddepth_jax.data.mixture import Turns, held_out_order, told
-from moddepth_jax.data.tokenizer import Tokenizer, tokenizer_of
+from moddepth_jax.data.tokenizers.tokenizer import Tokenizer, tokenizer_of
 from moddepth_jax.data.windows import Windows, pad_rows, token_stream, whole_windows
 from moddepth_jax.hparams import DataHparams
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from moddepth_jax.data.tokenizer import Tokenizer, make_tokenizer
+from moddepth_jax.data.tokenizers.tokenizer import Tokenizer, make_tokenizer
 
 PREPARED_FILE = 'prepared.json'
 TOKENIZER_DIRECTORY = 'tokenizer'

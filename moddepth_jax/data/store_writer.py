@@ -18,7 +18,7 @@ from moddepth_jax.data.store import (
     Store,
     open_store,
 )
-from moddepth_jax.data.tokenizer import Tokenizer
+from moddepth_jax.data.tokenizers.tokenizer import Tokenizer
 
 _PACKAGES = ('moddepth-jax', 'numpy', 'tokenizers', 'sentencepiece', 'pyarrow')
 

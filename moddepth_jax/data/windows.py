@@ -5,7 +5,7 @@ import collections.abc
 import numpy as np
 
 from moddepth_jax.data.mixture import Member
-from moddepth_jax.data.tokenizer import Tokenizer
+from moddepth_jax.data.tokenizers.tokenizer import Tokenizer
 from moddepth_jax.hparams import DataHparams
 
 IGNORED_LABEL = -100

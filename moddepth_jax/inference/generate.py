@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moddepth_jax.data.tokenizer import Tokenizer
+from moddepth_jax.data.tokenizers.tokenizer import Tokenizer
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.inference.sampling import check_sampling, sample
 from moddepth_jax.model.cache import fullest, resized, write

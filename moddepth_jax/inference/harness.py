@@ -9,7 +9,7 @@ from lm_eval import utils
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 
-from moddepth_jax.data.tokenizer import Tokenizer
+from moddepth_jax.data.tokenizers.tokenizer import Tokenizer
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.inference.generate import generate
 from moddepth_jax.inference.scoring import score

@@ -5,7 +5,7 @@ import os
 import jax
 
 from moddepth_jax.data.pipeline import Dataset, make_dataset
-from moddepth_jax.data.tokenizer import Tokenizer, tokenizer_of
+from moddepth_jax.data.tokenizers.tokenizer import Tokenizer, tokenizer_of
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.model.flops import train_step_flops
 from moddepth_jax.model.transformer import check_attention, check_dtype

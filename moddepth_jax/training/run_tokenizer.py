@@ -5,7 +5,7 @@ import pathlib
 import shutil
 import socket
 
-from moddepth_jax.data.tokenizer import DIRECTORY, Tokenizer, make_tokenizer
+from moddepth_jax.data.tokenizers.tokenizer import DIRECTORY, Tokenizer, make_tokenizer
 from moddepth_jax.hparams import Hparams
 
 

@@ -8,7 +8,7 @@ from moddepth_jax.analysis.held_out_classes import held_out_classes, language_of
 from moddepth_jax.analysis.token_classes import CLASSES
 from moddepth_jax.data.corpus import Corpus
 from moddepth_jax.data.pipeline import HeldOut, make_held_out
-from moddepth_jax.data.tokenizer import ByteTokenizer
+from moddepth_jax.data.tokenizers.tokenizer import ByteTokenizer
 from moddepth_jax.hparams import DataHparams
 from tests.data.prepared_text import prepare
 

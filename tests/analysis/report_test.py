@@ -14,7 +14,7 @@ import pytest
 import rich.console
 
 from moddepth_jax.analysis import report
-from moddepth_jax.data.tokenizer import make_tokenizer
+from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model.transformer import Transformer
 from moddepth_jax.training.loop import Run

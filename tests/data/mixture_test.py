@@ -13,7 +13,7 @@ from moddepth_jax.data.corpus import load_corpus
 from moddepth_jax.data.landmarks import landmarks, measured_text
 from moddepth_jax.data.mixture import Turns, held_out_order
 from moddepth_jax.data.pipeline import check_fingerprint, make_dataset, make_held_out
-from moddepth_jax.data.tokenizer import ByteTokenizer, make_tokenizer
+from moddepth_jax.data.tokenizers.tokenizer import ByteTokenizer, make_tokenizer
 from moddepth_jax.hparams import DataHparams
 from tests.data.prepared_text import begin, prepare, write_texts
 

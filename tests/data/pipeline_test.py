@@ -10,7 +10,7 @@ import pytest
 
 from moddepth_jax.data.corpus import Corpus
 from moddepth_jax.data.pipeline import check_fingerprint, make_dataset, make_held_out
-from moddepth_jax.data.tokenizer import ByteTokenizer, make_tokenizer
+from moddepth_jax.data.tokenizers.tokenizer import ByteTokenizer, make_tokenizer
 from moddepth_jax.data.windows import token_stream, window_batch
 from moddepth_jax.hparams import DataHparams
 

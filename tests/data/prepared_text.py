@@ -5,7 +5,7 @@ import random
 import numpy as np
 
 from moddepth_jax.data.corpus import split
-from moddepth_jax.data.prepare_plan import PLAN_FILE
+from moddepth_jax.data.preparation.plan import PLAN_FILE
 from moddepth_jax.data.store_writer import StoreWriter
 
 

@@ -8,7 +8,7 @@ import pytest
 from moddepth_jax.data import synthetic
 from moddepth_jax.data.corpus import load_corpus
 from moddepth_jax.data.pipeline import make_dataset, token_stream
-from moddepth_jax.data.tokenizer import make_tokenizer
+from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer
 from moddepth_jax.hparams import DataHparams
 
 SEPARATOR = 256

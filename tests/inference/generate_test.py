@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from moddepth_jax.data.tokenizer import make_tokenizer
+from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer
 from moddepth_jax.hparams import from_config
 from moddepth_jax.inference import generate as generate_module
 from moddepth_jax.inference.generate import check_prompt, generate

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moddepth_jax.data.tokenizer import make_tokenizer
+from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer
 from moddepth_jax.hparams import from_config
 from moddepth_jax.inference.generate import generate
 from moddepth_jax.inference.scoring import score

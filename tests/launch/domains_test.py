@@ -9,7 +9,7 @@ import pytest
 
 from launch import domains
 from moddepth_jax.data.pipeline import make_dataset
-from moddepth_jax.data.tokenizer import ByteTokenizer
+from moddepth_jax.data.tokenizers.tokenizer import ByteTokenizer
 from moddepth_jax.hparams import DataHparams
 from tests.data.prepared_text import begin, prepare, write_texts
 

@@ -15,7 +15,7 @@ import jax
 import pytest
 
 from moddepth_jax.data.pipeline import make_held_out
-from moddepth_jax.data.tokenizer import ByteTokenizer
+from moddepth_jax.data.tokenizers.tokenizer import ByteTokenizer
 from moddepth_jax.hparams import from_config
 from moddepth_jax.training import loop
 from moddepth_jax.training.evaluate import evaluate_honestly

@@ -12,7 +12,7 @@ import sys
 import jax
 import pytest
 
-from moddepth_jax.data.tokenizer import make_tokenizer
+from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer
 from moddepth_jax.hparams import from_config
 from moddepth_jax.inference import generate as library
 from moddepth_jax.training.checkpoint import Checkpoints

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from moddepth_jax.data.tokenizer import make_tokenizer
+from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model.transformer import Transformer
 from moddepth_jax.training.evaluate import evaluate, evaluate_honestly, perplexity

@@ -2,7 +2,7 @@
 
 import pytest
 
-from moddepth_jax.data.tokenizer import make_tokenizer, tokenizer_of
+from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer, tokenizer_of
 from moddepth_jax.hparams import from_config
 from moddepth_jax.training.run_tokenizer import keep_tokenizer
 from tests.data import tokenizer_files

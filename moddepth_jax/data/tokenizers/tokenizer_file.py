@@ -4,9 +4,9 @@ import json
 import os
 import pathlib
 
-from moddepth_jax.data.piece_tokenizer import PieceTokenizer
-from moddepth_jax.data.separators import find_separator
-from moddepth_jax.data.token_bytes import json_pieces
+from moddepth_jax.data.tokenizers.piece_tokenizer import PieceTokenizer
+from moddepth_jax.data.tokenizers.separators import find_separator
+from moddepth_jax.data.tokenizers.token_bytes import json_pieces
 
 
 class FileTokenizer(PieceTokenizer):
@@ -22,7 +22,7 @@ class FileTokenizer(PieceTokenizer):
       content: of the file.
       file: where it was read, for messages and for the tokenizer_config.json beside it.
       separator: text of a special token, or None.
-      about: what `tokenizer_about.read` found beside it, or None.
+      about: what `about.read` found beside it, or None.
       name: None for that of `about` or of the file.
 
     Raises:

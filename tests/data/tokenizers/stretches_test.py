@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from moddepth_jax.data import stretches
-from moddepth_jax.data.tokenizer import make_tokenizer
+from moddepth_jax.data.tokenizers import stretches
+from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer
 from tests.data import tokenizer_files
 
 _WORDS = (  # of newer vocabularies: lines belong to what is before them, numbers to three digits

@@ -6,9 +6,9 @@ import pathlib
 
 import numpy as np
 
-from moddepth_jax.data import tokenizer_about
-from moddepth_jax.data.stretches import stretches
-from moddepth_jax.data.tokenizer import check_ids
+from moddepth_jax.data.tokenizers import about as about_file
+from moddepth_jax.data.tokenizers.stretches import stretches
+from moddepth_jax.data.tokenizers.tokenizer import check_ids
 
 
 class PieceTokenizer:
@@ -89,7 +89,7 @@ class PieceTokenizer:
         directory = pathlib.Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         (directory / self._kind).write_bytes(self._content)
-        tokenizer_about.write(directory, self._kind, self)
+        about_file.write(directory, self._kind, self)
 
     def _ids(self, text: str) -> list[int]:
         raise NotImplementedError
@@ -98,8 +98,8 @@ class PieceTokenizer:
         """Raises ValueError where the file is not the one that the note was written for."""
         if about is not None and about['sha256'] != self.sha256:
             right = 'put the file back, or prepare the text or train the model again'
-            found = f'is not the file that {tokenizer_about.FILE} beside it was written for'
+            found = f'is not the file that {about_file.FILE} beside it was written for'
             raise ValueError(f'{file}: {found}, its sha256 is {self.sha256}; {right}')
         if not all(stop in range(self.vocab_size) for stop in self.stops):
             right = f'must be ids below {self.vocab_size}'
-            raise ValueError(f'{file}: stops {self.stops} of {tokenizer_about.FILE}: {right}')
+            raise ValueError(f'{file}: stops {self.stops} of {about_file.FILE}: {right}')

@@ -3,13 +3,13 @@
 import pathlib
 import shutil
 
-from moddepth_jax.data import prepare_encode
-from moddepth_jax.data.prepare_join import join
-from moddepth_jax.data.prepare_options import Preparation, arguments_of, trained_vocabulary
-from moddepth_jax.data.prepare_plan import PLAN_FILE, Plan, make_tasks, survey
-from moddepth_jax.data.prepare_workers import Workers
+from moddepth_jax.data.preparation import encode
+from moddepth_jax.data.preparation.join import join
+from moddepth_jax.data.preparation.options import Preparation, arguments_of, trained_vocabulary
+from moddepth_jax.data.preparation.plan import PLAN_FILE, Plan, make_tasks, survey
+from moddepth_jax.data.preparation.workers import Workers
 from moddepth_jax.data.store import TOKENIZER_DIRECTORY, Store
-from moddepth_jax.data.tokenizer import make_tokenizer
+from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer
 
 PARTS_DIRECTORY = 'parts'
 _FEWEST_TASKS = 64  # unless a span came out shorter than the next
@@ -47,7 +47,7 @@ def run(wanted: Preparation, paths: list[tuple[str, pathlib.Path]], phase) -> St
         jobs = ((task, parts, tokenizer_directory, wanted.options) for task in left)
         total, rest = (sum(task.bytes for task in some) for some in (tasks, left))
         with phase('tokens', total, total - rest) as advance:
-            for _ in workers.run(prepare_encode.encode, jobs, advance):
+            for _ in workers.run(encode.encode, jobs, advance):
                 pass
     for name, path in paths:
         if not _is_as_surveyed(path, inputs[name]):
@@ -176,7 +176,7 @@ def _make_tokenizer(wanted, workers):
     directory = wanted.directory / TOKENIZER_DIRECTORY
     if trained_vocabulary(wanted.tokenizer) is None and not directory.exists():
         job = (wanted.tokenizer, wanted.separator, directory)
-        for _ in workers.run(prepare_encode.save_tokenizer, [job], lambda _: None):
+        for _ in workers.run(encode.save_tokenizer, [job], lambda _: None):
             pass
 
 
@@ -190,5 +190,5 @@ def _train_tokenizer(wanted, tasks, phase):
         job = (vocab_size, wanted.bpe_bytes, tasks, wanted.options, directory)
         total = min(wanted.bpe_bytes, sum(task.bytes for task in tasks))
         with phase('tokenizer', total) as advance:
-            for _ in worker.run(prepare_encode.train_tokenizer, [job], advance):
+            for _ in worker.run(encode.train_tokenizer, [job], advance):
                 pass

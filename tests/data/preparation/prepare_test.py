@@ -13,14 +13,15 @@ import pytest
 import zstandard
 from pyarrow import parquet
 
-from moddepth_jax.data import prepare_run, prepare_workers
 from moddepth_jax.data.corpus import load_corpus
 from moddepth_jax.data.pipeline import token_stream
-from moddepth_jax.data.prepare import prepare
-from moddepth_jax.data.prepare_options import Options, Preparation
-from moddepth_jax.data.prepare_plan import Task
+from moddepth_jax.data.preparation import run as run_module
+from moddepth_jax.data.preparation import workers
+from moddepth_jax.data.preparation.options import Options, Preparation
+from moddepth_jax.data.preparation.plan import Task
+from moddepth_jax.data.preparation.prepare import prepare
 from moddepth_jax.data.store import PARTS
-from moddepth_jax.data.tokenizer import make_tokenizer
+from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer
 from moddepth_jax.hparams import DataHparams
 
 FRACTION = 0.25
@@ -46,7 +47,7 @@ class _InProcess:
 @pytest.fixture(scope='module', autouse=True)
 def no_processes():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare_run, 'Workers', _InProcess)
+        patch.setattr(run_module, 'Workers', _InProcess)
         yield
 
 
@@ -148,7 +149,7 @@ def test_neither_processes_nor_parts_nor_place_change_the_result(
     folder, store, tmp_path, monkeypatch
 ):
     """Two processes, parts of another size, and the same files in another folder."""
-    monkeypatch.setattr(prepare_run, 'Workers', prepare_workers.Workers)
+    monkeypatch.setattr(run_module, 'Workers', workers.Workers)
     (tmp_path / 'moved').symlink_to(folder)
     other = _prepare(tmp_path / 'moved', tmp_path / 'out', processes=2, part_bytes=10**6)
     assert other.fingerprint == store.fingerprint
@@ -199,7 +200,7 @@ def test_a_single_document_gives_its_tail(tmp_path):
 
 def test_a_trained_tokenizer_sees_what_is_trained_on_alone(folder, tmp_path):
     """The ids are those of train_bpe on the documents of that side, and lie in the store."""
-    from moddepth_jax.data.bpe_training import train_bpe
+    from moddepth_jax.data.tokenizers.bpe_training import train_bpe
 
     store = _prepare(folder, tmp_path / 'out', tokenizer='bpe:265')
     raw = _raw(folder)

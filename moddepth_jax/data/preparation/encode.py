@@ -8,13 +8,13 @@ import shutil
 from collections.abc import Callable, Iterator
 
 from moddepth_jax.data import files
-from moddepth_jax.data.prepare_options import Options
-from moddepth_jax.data.prepare_part import PartWriter, add_skipped
-from moddepth_jax.data.prepare_plan import Task
+from moddepth_jax.data.preparation.options import Options
+from moddepth_jax.data.preparation.part import PartWriter, add_skipped
+from moddepth_jax.data.preparation.plan import Task
 from moddepth_jax.data.rows import BadText, Row
 from moddepth_jax.data.split import place
-from moddepth_jax.data.stretches import stretches
-from moddepth_jax.data.tokenizer import Tokenizer, make_tokenizer
+from moddepth_jax.data.tokenizers.stretches import stretches
+from moddepth_jax.data.tokenizers.tokenizer import Tokenizer, make_tokenizer
 
 _BATCH_BYTES = 1 << 20  # of text that is encoded at once, about
 
@@ -174,7 +174,7 @@ def train_tokenizer(
       directory: which must not exist; it is there as a whole or not at all.
       advance: called with the bytes of the files that the sample has passed.
     """
-    from moddepth_jax.data.bpe_training import train_bpe
+    from moddepth_jax.data.tokenizers.bpe_training import train_bpe
 
     try:
         tokenizer = train_bpe(_sample(tasks, sample_bytes, options, advance), vocab_size)

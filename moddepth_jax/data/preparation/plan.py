@@ -8,7 +8,7 @@ import typing
 from moddepth_jax.data import files
 from moddepth_jax.data.directory import write_atomically
 from moddepth_jax.data.json_lines import LineSpans
-from moddepth_jax.data.prepare_part import Part
+from moddepth_jax.data.preparation.part import Part
 from moddepth_jax.data.rows import WHOLE, BadText, Span
 
 PLAN_FILE = 'plan.json'

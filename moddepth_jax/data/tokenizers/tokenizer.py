@@ -6,7 +6,7 @@ import typing
 
 import numpy as np
 
-from moddepth_jax.data import tokenizer_about
+from moddepth_jax.data.tokenizers import about as about_file
 from moddepth_jax.hparams import DataHparams
 
 DIRECTORY = 'tokenizer'  # of a run or a prepared text: where its tokenizer is kept
@@ -89,7 +89,7 @@ class ByteTokenizer:
 
     def save(self, directory: str | os.PathLike) -> None:
         """Writes the note alone: there is nothing else to know of bytes."""
-        tokenizer_about.write(directory, 'bytes', self)
+        about_file.write(directory, 'bytes', self)
 
 
 def check_ids(ids, vocab_size: int) -> np.ndarray:
@@ -121,7 +121,7 @@ def make_tokenizer(name: str | os.PathLike, separator: str | None = None) -> Tok
             raise ValueError(f'separator={separator!r}: {right}')
         return ByteTokenizer()
     path = pathlib.Path(os.path.expanduser(name))
-    about = tokenizer_about.read(path) if path.is_dir() else None
+    about = about_file.read(path) if path.is_dir() else None
     if about is not None and about['kind'] == 'bytes':
         return ByteTokenizer()
     file = _file_of(path) if path.is_dir() else path
@@ -176,13 +176,13 @@ def _content(file):
 
 
 def _from_json(content, file, separator, about):
-    from moddepth_jax.data.tokenizer_file import FileTokenizer
+    from moddepth_jax.data.tokenizers.tokenizer_file import FileTokenizer
 
     return FileTokenizer(content, file, separator, about)
 
 
 def _from_sentence_piece(content, file, separator, about):
-    from moddepth_jax.data.sentence_piece import SentencePieceTokenizer
+    from moddepth_jax.data.tokenizers.sentence_piece import SentencePieceTokenizer
 
     return SentencePieceTokenizer(content, file, separator, about)
 

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from moddepth_jax.data.tokenizer import make_tokenizer, tokenizer_of
+from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer, tokenizer_of
 from tests.data import tokenizer_files
 
 ALL_BYTES = bytes(range(256)) * 3 + 'naïve \x00 text\r\n'.encode()

@@ -4,10 +4,10 @@ import pathlib
 
 import numpy as np
 
-from moddepth_jax.data.prepare_part import Part, add_skipped
+from moddepth_jax.data.preparation.part import Part, add_skipped
 from moddepth_jax.data.store import PARTS, Store
 from moddepth_jax.data.store_writer import StoreWriter
-from moddepth_jax.data.tokenizer import Tokenizer
+from moddepth_jax.data.tokenizers.tokenizer import Tokenizer
 
 
 def join(

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import tokenizers
 
-from moddepth_jax.data.token_bytes import byte_characters
-from moddepth_jax.data.tokenizer import make_tokenizer
+from moddepth_jax.data.tokenizers.token_bytes import byte_characters
+from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer
 from tests.data import tokenizer_files
 
 

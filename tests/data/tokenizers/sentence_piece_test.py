@@ -5,7 +5,7 @@ import sys
 import pytest
 import sentencepiece
 
-from moddepth_jax.data.tokenizer import make_tokenizer
+from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer
 from tests.data import tokenizer_files
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from moddepth_jax.data.separators import find_separator
+from moddepth_jax.data.tokenizers.separators import find_separator
 
 SPECIAL = {'<s>': 1, '</s>': 2, '<pad>': 3, '<|end|>': 4}
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from moddepth_jax.data.bpe_training import train_bpe
+from moddepth_jax.data.tokenizers.bpe_training import train_bpe
 from tests.data import tokenizer_files
 
 

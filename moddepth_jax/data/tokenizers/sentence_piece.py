@@ -2,8 +2,8 @@
 
 import pathlib
 
-from moddepth_jax.data.piece_tokenizer import PieceTokenizer
-from moddepth_jax.data.separators import find_separator
+from moddepth_jax.data.tokenizers.piece_tokenizer import PieceTokenizer
+from moddepth_jax.data.tokenizers.separators import find_separator
 
 _SPACE = '\u2581'  # how the library writes a space
 

@@ -3,8 +3,8 @@
 import pathlib
 from collections.abc import Iterator
 
-from moddepth_jax.data.tokenizer import Tokenizer
-from moddepth_jax.data.tokenizer_file import FileTokenizer, without_threads
+from moddepth_jax.data.tokenizers.tokenizer import Tokenizer
+from moddepth_jax.data.tokenizers.tokenizer_file import FileTokenizer, without_threads
 
 SEPARATOR = '<|endoftext|>'
 _LEAST = 257  # the bytes and the separator
