@@ -47,6 +47,7 @@ TOKENIZER_FILES = (
     'tokenizer_config.json',
     'special_tokens_map.json',
 )
+OTHER_FORMS = ('vocab.json', 'vocab.txt', 'merges.txt', 'tokenizer_config.json')
 BESIDE = (*TOKENIZER_FILES, 'generation_config.json')
 
 
@@ -73,6 +74,8 @@ def _import():
     first_checkpoint.write_run(WORKDIR.value, hparams, params, {}, dataset, note, files)
     count = num_parameters(params)
     print(f'{name}: {given["model_type"]}, {count:,} parameters, {dtype}, now float32')
+    if tokenizer.name == 'bytes':
+        print(f'{name} holds no tokenizer: its ids are taken for bytes')
     print(f'tokenizer {tokenizer.name}, {tokenizer.vocab_size:,} ids; data {dataset.corpus.name}')
     _tell_next()
 
@@ -91,6 +94,10 @@ def _imported(folder, knobs):
     found = [name for name in TOKENIZER_FILES[:2] if (folder / name).exists()]
     with config.unlocked():
         config.model.update(knobs)
+        others = [name for name in OTHER_FORMS if (folder / name).exists()]
+        if not found and others and config.data.tokenizer == 'bytes':
+            right = 'save it as tokenizer.json, or name one: --config.data.tokenizer=FILE'
+            raise ValueError(f'{folder / others[0]}: this form of tokenizer is not read; {right}')
         if found and config.data.tokenizer not in ('bytes', 'prepared', found[0]):
             right = f'the tokenizer is that of {folder}; leave it out, or use prepared'
             raise ValueError(f'data.tokenizer={config.data.tokenizer!r}: {right}')

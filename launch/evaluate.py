@@ -107,7 +107,13 @@ def _load_dataset(run):
             return make_held_out(data, tokenizer, prepared)
         except ValueError as error:
             raise ValueError(domains.in_flags(error, '--data')) from None
-    dataset = make_dataset(data, run.hparams.seed, tokenizer=tokenizer)
+    try:
+        dataset = make_dataset(data, run.hparams.seed, tokenizer=tokenizer)
+    except ValueError as error:
+        if data.tokenizer != 'prepared':
+            raise
+        right = 'if the prepared text was moved, name its folder: --data=FOLDER'
+        raise ValueError(f'{error}; {right}') from None
     try:
         check_fingerprint(run.fingerprint, dataset.fingerprint)
     except ValueError as error:

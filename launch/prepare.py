@@ -11,7 +11,9 @@ however large the input is; a document has to fit in it. While it works the outp
 the space of its tokens.
 
 Killed or interrupted, the same command goes on where it was. A row that cannot be read ends it with
-file, row and what to do; what was done before is kept. The result does not depend on --processes.
+file, row and what to do; what was done before is kept. Mend its file and give the same command:
+what was made of that file is made anew. Only once bpe:N is trained is a new start needed.
+The result does not depend on --processes.
 """
 
 import contextlib
@@ -53,7 +55,10 @@ PROCESSES = flags.DEFINE_integer(
     'processes', None, 'That share out the work. Default: one for each core.', lower_bound=1
 )
 BPE_BYTES = flags.DEFINE_integer(
-    'bpe_bytes', 50_000_000, 'Of text, about, that bpe:N is trained on.', lower_bound=1
+    'bpe_bytes',
+    50_000_000,
+    'Of text, about, that bpe:N is trained on: documents to train on, from all over the input.',
+    lower_bound=1,
 )
 SKIP_BAD = flags.DEFINE_boolean(
     'skip_bad', False, 'Leave out and count what cannot be read, rather than end there.'

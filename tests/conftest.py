@@ -10,6 +10,7 @@ os.environ['JAX_NUMPY_RANK_PROMOTION'] = 'raise'
 import pytest
 
 from configs import base
+from tests.slow_cases import SLOW_CASES
 
 _TOY_SIZES = {
     'model.num_layers': 2,
@@ -45,6 +46,22 @@ def _tiny_config(**overrides):
             raise ValueError(f'{name}={value!r}: no such knob in configs/base.py')
         group[knob] = value
     return config
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at markers
+def pytest_collection_modifyitems(config, items):
+    """Marks SLOW_CASES; where a whole file of theirs was collected, each has to be in it."""
+    found = {}
+    for item in items:
+        file, _, name = item.nodeid.partition('::')
+        found.setdefault(file, set()).add(name)
+        if file in SLOW_CASES and name in SLOW_CASES[file]:
+            item.add_marker(pytest.mark.slow)
+    whole = {arg for arg in config.args if '::' not in arg}
+    for file in found.keys() & SLOW_CASES.keys() if len(whole) == len(config.args) else ():
+        missing = set(SLOW_CASES[file]) - found[file]
+        if missing:
+            raise pytest.UsageError(f'tests/slow_cases.py: {file} has no {min(missing)}')
 
 
 @pytest.fixture(scope='session')

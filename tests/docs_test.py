@@ -241,6 +241,7 @@ PARSED_ONLY = (
     ('launch.dry_run again', 'half an hour; tests/launch/dry_run_test.py does one file'),
     ('...', 'stands for flags of the reader'),
     ('/shared/', 'needs several hosts; tests/launch/isoflop_test.py shares runs'),
+    ('mod_isoflop_paper.py --budgets=', 'needs a pod: even its plan times a step of 24x1536'),
     ('launch.train --mesh=data=8,fsdp=32', 'ten minutes; docs/scale.md has what it prints'),
 )
 

@@ -4,6 +4,7 @@ import functools
 
 import jax
 import numpy as np
+from matplotlib import font_manager
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
@@ -13,6 +14,8 @@ from moddepth_jax.model.routing import RoutingRecord
 from moddepth_jax.model.transformer import Transformer
 
 ENTERED, LOOKAHEAD, SKIPPED, DENSE = 3, 2, 1, 0
+MAX_LETTERS = 12  # of a token, below its column
+_SHOWN = {'\n': '↵', ' ': '·', '\t': '→', '\ufffd': '□'}
 _COLOURS = ('#c9ced6', '#f3f1ec', '#f2b28a', '#1f5f8b')
 _MEANINGS = (
     'dense block: every token',
@@ -52,10 +55,20 @@ def routing_grid(record: RoutingRecord, hparams: Hparams, row: int) -> np.ndarra
     return grid_LT
 
 
-def _letter(token: bytes) -> str:
-    shown = {b'': '§', b'\n': '↵', b' ': '·', b'\t': '→'}
-    text = shown.get(token) or token.decode('utf-8', 'replace')
-    return text if text.isprintable() and '\ufffd' not in text else '□'
+@functools.cache
+def _font():
+    return font_manager.get_font(font_manager.findfont('monospace'))
+
+
+def _letter(character: str) -> str:
+    shown = _SHOWN.get(character, character)
+    return shown if shown.isprintable() and _font().get_char_index(ord(shown)) else '□'
+
+
+def _label(token: bytes) -> str:
+    """What stands below a token; spaces and line ends can be seen, a long one is cut."""
+    text = ''.join(map(_letter, token.decode('utf-8', 'replace'))) or '§'
+    return text if len(text) <= MAX_LETTERS else f'{text[: MAX_LETTERS - 1]}…'
 
 
 def plot_routing(
@@ -74,14 +87,17 @@ def plot_routing(
     num_layers, length = grid_LT.shape
     most = min(most or length, length)
     strips = -(-length // most)
-    height = 1.9 + 0.3 * num_layers + (strips - 1) * (0.5 + 0.3 * num_layers)
+    labels = 0.09 * (_longest(tokens) - 1)  # inches that upright ones are higher
+    height = 1.9 + labels + 0.3 * num_layers + (strips - 1) * (0.5 + labels + 0.3 * num_layers)
     figure = Figure(figsize=(max(8, 0.16 * most), height), dpi=150)
     FigureCanvasAgg(figure)
     axes = figure.subplots(strips, 1, squeeze=False)[:, 0]
     for i, strip in enumerate(axes):
         part = slice(i * most, (i + 1) * most)
         _draw_strip(strip, grid_LT[:, part], tokens[part], most)
-    axes[-1].set_xlabel(f'{what} (· space, ↵ line end, § document start, □ part of a letter)')
+    axes[-1].set_xlabel(
+        f'{what} (· space, ↵ line end, § document start, □ not whole, or not in this font)'
+    )
     axes[0].set_title(title, loc='left', fontsize=10, parse_math=False)
     used = [value for value in (ENTERED, LOOKAHEAD, SKIPPED, DENSE) if (grid_LT == value).any()]
     handles = [axes[0].scatter([], [], marker='s', s=60, color=_COLOURS[value]) for value in used]
@@ -91,13 +107,20 @@ def plot_routing(
     figure.savefig(path)
 
 
+def _longest(tokens):
+    return max((len(_label(token)) for token in tokens), default=1)
+
+
 def _draw_strip(axes, grid_LT, tokens, width):
     num_layers, length = grid_LT.shape
     colours = ListedColormap(_COLOURS)
     axes.pcolormesh(grid_LT, cmap=colours, vmin=-0.5, vmax=3.5, edgecolors='white', linewidth=0.5)
-    letters = [_letter(token) for token in tokens]
+    labels = [_label(token) for token in tokens]
     axes.set_xlim(0, width)
-    axes.set_xticks(np.arange(length) + 0.5, letters, fontfamily='monospace', fontsize=8)
+    # Labels of several letters would run into each other side by side.
+    how = {'fontfamily': 'monospace', 'fontsize': 8, 'parse_math': False}
+    how['rotation'] = 90 if _longest(tokens) > 1 else 0
+    axes.set_xticks(np.arange(length) + 0.5, labels, **how)
     axes.set_yticks(np.arange(num_layers) + 0.5, [str(layer) for layer in range(num_layers)])
     axes.tick_params(length=0)
     axes.set_ylabel('layer')

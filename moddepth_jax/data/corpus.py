@@ -7,8 +7,9 @@ import platform
 
 from moddepth_jax.data import files, python_text, recall, synthetic
 from moddepth_jax.data.mixture import Documents, Member, is_prepared, load_members
-from moddepth_jax.data.split import place
+from moddepth_jax.data.split import place, tail
 from moddepth_jax.data.store import PARTS
+from moddepth_jax.data.tokenizers.tokenizer import is_bytes
 from moddepth_jax.hparams import DataHparams
 
 
@@ -71,29 +72,30 @@ def _sha256(documents):
 
 
 def split(
-    documents: list[tuple[str, bytes]], held_out_fraction: float
+    documents: list[tuple[str, bytes]], held_out_fraction: float, whole_characters: bool = False
 ) -> tuple[list[bytes], list[bytes]]:
     """(train, held_out) of (name, bytes) documents, each in the given order and never empty.
 
     A document is held out where the hash of its name lies below the fraction, so adding documents
     moves no other. Where that leaves one side without a document, the one nearest to the bound
-    crosses it. A single document gives the last fraction of its bytes.
+    crosses it. A single document gives the last fraction of its bytes; with `whole_characters`, as
+    a tokenizer that is not bytes needs it, it is not cut inside a character.
 
     Raises:
-      ValueError: a single document of a single byte.
+      ValueError: a single document of a single byte, or of a single character.
     """
-    sides = _split(documents, held_out_fraction)
+    sides = _split(documents, held_out_fraction, whole_characters)
     return tuple([text for _, text in side] for side in sides)
 
 
-def _split(documents, held_out_fraction):
+def _split(documents, held_out_fraction, whole_characters):
     """`split`, with the names."""
     if len(documents) == 1:
         ((name, text),) = documents
-        if len(text) < 2:
-            raise ValueError(f'{name}: 1 byte; needs 2 or more, to train on and to hold out')
-        cut = len(text) - round(len(text) * held_out_fraction)
-        cut = min(max(cut, 1), len(text) - 1)
+        try:
+            cut = tail(text, held_out_fraction, whole_characters)
+        except ValueError as error:
+            raise ValueError(f'{name}: {error}') from None
         return [(name, text[:cut])], [(name, text[cut:])]
     places = [place(name) for name, _ in documents]
     bound = held_out_fraction
@@ -146,7 +148,9 @@ def load_corpus(data: DataHparams) -> Corpus:
     if is_prepared(data.source):
         return _prepared(data)
     documents, packages = _documents_with_text(data)
-    train, held_out = _split(documents, data.held_out_fraction)
+    # Bytes may be cut anywhere, and where they are decides the bits of every run on them.
+    whole_characters = not is_bytes(data.tokenizer)
+    train, held_out = _split(documents, data.held_out_fraction, whole_characters)
     sides = f'{_count_texts(train)} to train on, {_count_texts(held_out)} held out'
     description = f'{_describe(data.source, packages)}: {sides}'
     names = {'train': [name for name, _ in train], 'held_out': [name for name, _ in held_out]}

@@ -58,7 +58,6 @@ class DirectoryLock:
 
     def close(self) -> None:
         """Lets go of the lock."""
-        """Lets go of the lock."""
         self._file.close()
 
     def __enter__(self):

@@ -112,7 +112,7 @@ class Dataset(HeldOut):
 
     Attributes, beside those of HeldOut:
       fingerprint: what decides every batch: a dict of JSON scalars, see `check_fingerprint`; of
-        `python_environment` with the packages, for the record.
+        `python_environment` with the packages, of a mixture with names, for the record.
       may_change: knobs that only say where text and tokenizer lie: the fingerprint decides.
       num_train_windows: windows of one epoch.
     """
@@ -187,6 +187,7 @@ def _fingerprint(data, seed, corpus, tokenizer):
     for number, member in enumerate(corpus.members if data.source == 'mixture' else (), 1):
         members[f'member_{number}'] = member.store.fingerprint
         members[f'share_{number}'] = str(member.share)
+        members[f'name_{number}'] = member.name
     fingerprint = {
         **members,  # first, since a refusal names the first field that differs
         'corpus_sha256': corpus.sha256,
@@ -248,7 +249,7 @@ def make_held_out(
 def check_fingerprint(stored: dict, current: dict) -> None:
     """Refuses to go on with other data: compares two `Dataset.fingerprint`s.
 
-    Other packages with the same text are the same data.
+    Other packages with the same text are the same data, as are members under another name.
 
     Raises:
       ValueError: one line that names the first field that differs and both values, and of
@@ -256,12 +257,19 @@ def check_fingerprint(stored: dict, current: dict) -> None:
     """
     for field in dict.fromkeys((*current, *stored)):
         was, now = (repr(d[field]) if field in d else 'missing' for d in (stored, current))
-        if was != now and field != 'packages':
+        if was != now and field != 'packages' and not field.startswith('name_'):
             right = 'resume with the data of that run, or start another workdir'
             changed = _changed_packages(stored, current) if field == 'corpus_sha256' else ''
+            was, now = (_named(text, field, d) for text, d in ((was, stored), (now, current)))
             raise ValueError(
                 f'data fingerprint: {field} was {was} and is {now} now{changed}; {right}'
             )
+
+
+def _named(value, field, fingerprint):
+    """The value with the name of the member whose hash it is; older runs know none."""
+    name = fingerprint.get(field.replace('member_', 'name_'))
+    return value if name is None or not field.startswith('member_') else f'{value} ({name})'
 
 
 def _changed_packages(stored, current):

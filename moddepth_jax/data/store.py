@@ -57,7 +57,8 @@ class Store:
         those of the text, sha256 is that of its file of tokens.
       held_out: likewise.
       skipped: what was left out: {reason: {'count': n, 'first': ['file, line 7: ...', ...]}}.
-      inputs: [{name, bytes, sha256}] of the files, in order.
+      inputs: [{name, bytes, sha256, modified}] of the files, in order; modified: when each was
+        written last, nanoseconds, which older stores do not tell.
       arguments: of the command that decide the result.
       versions: of what wrote it.
     """

@@ -103,7 +103,7 @@ class StoreWriter:
 
         Args:
           skipped: {reason: {'count': n, 'first': [message, ...]}} of what was left out.
-          inputs: dicts of name, bytes and sha256 of the files.
+          inputs: dicts of the files, as `Store.inputs` has them; not in the fingerprint.
           arguments: of the command, for the record.
         """
         for part in self._parts.values():

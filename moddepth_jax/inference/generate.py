@@ -90,11 +90,12 @@ def _everywhere(tree):
     return jax.lax.with_sharding_constraint(tree, jax.sharding.PartitionSpec())
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _keys(seed, num_prompts, num_samples):
-    """A PRNG key for each row: of the seed and the number of its sample."""
-    sample_B = jnp.tile(jnp.arange(num_samples), num_prompts)
-    return _everywhere(jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), sample_B))
+@functools.partial(jax.jit, static_argnums=1)
+def _keys(seed_P, num_samples):
+    """A PRNG key for each row: of its prompt's seed and the number of its sample."""
+    sample_B = jnp.tile(jnp.arange(num_samples), len(seed_P))
+    keys_B = jax.vmap(jax.random.key)(jnp.repeat(seed_P, num_samples))
+    return _everywhere(jax.vmap(jax.random.fold_in)(keys_B, sample_B))
 
 
 def _draw(logits_BV, keys_B, lengths_B, temperature, top_p, tokenizer):
@@ -174,7 +175,7 @@ def generate(
     *,
     temperature: float = 1.0,
     top_p: float = 1.0,
-    seed: int = 0,
+    seed=0,
     num_samples: int = 1,
     routing: str | None = None,
     tokenizer: Tokenizer | None = None,
@@ -197,7 +198,8 @@ def generate(
       prompts: a list of token id sequences, each of one token at least, of any lengths.
       num_tokens: to add; the longest prompt and they fit the context.
       temperature, top_p: of `sample`.
-      seed: of the draws.
+      seed: of the draws, an integer; or one for each prompt, so that different prompts do not
+        share them.
       num_samples: continuations of each prompt.
       routing: a causal rule; None for the one the model was trained for.
       tokenizer: its separator begins a document, its stops end one, and nothing is drawn but they
@@ -221,7 +223,8 @@ def generate(
     unrolled = _unrolled(variables, hparams, routing)
     how |= {'hparams': hparams, 'routing': routing, 'tokenizer': tokenizer}
     tokens_BT, segment_ids_BT = _padded(prompts, tokenizer, slots)
-    keys_B = _keys(np.uint32(seed), len(prompts), num_samples)
+    seed_P = np.broadcast_to(np.asarray(seed, np.uint32), len(prompts))
+    keys_B = _keys(seed_P, num_samples)
     token_B, cache = _start(
         unrolled,
         tokens_BT,
@@ -267,7 +270,7 @@ def check_request(
     *,
     temperature: float,
     top_p: float,
-    seed: int,
+    seed,
     num_samples: int,
     routing: str | None,
 ) -> str:
@@ -279,10 +282,15 @@ def check_request(
     for prompt in prompts:
         check_prompt(hparams, prompt, num_tokens)
     _integers('num_samples', [num_samples])
-    _integers('seed', [seed])
     if num_samples < 1:
         raise ValueError(f'num_samples={num_samples}: must be 1 or more')
-    if not 0 <= seed < 2**32:
-        raise ValueError(f'seed={seed}: must lie in [0, 2**32)')
+    seeds = [seed] if np.ndim(seed) == 0 else list(seed)
+    _integers('seed', seeds)
+    for one in seeds:
+        if not 0 <= one < 2**32:
+            raise ValueError(f'seed={one}: must lie in [0, 2**32)')
+    if len(seeds) not in (1, len(prompts)):
+        right = f'must be one, or one for each of the {len(prompts)} prompts'
+        raise ValueError(f'seed={str(seed)[:60]}: holds {len(seeds)}; {right}')
     check_sampling(temperature, top_p)
     return routing

@@ -2,6 +2,7 @@
 
 import codecs
 import contextlib
+import hashlib
 import itertools
 import json
 
@@ -173,6 +174,8 @@ class HarnessLM(TemplateLM):
     def _settings(self, given):
         """Of a request: what `_write` takes. Raises ValueError for what cannot be obeyed."""
         default = min(DEFAULT_GEN_TOKENS, self.max_length // 2)
+        if 'do_sample' in given and given['do_sample'] and 'temperature' not in given:
+            given = given | {'temperature': 1.0}  # transformers' own; the harness would take 0
         settings = dict(normalize_gen_kwargs(given, default))
         unknown = sorted(settings.keys() - _GENERATION)
         if unknown:
@@ -184,7 +187,7 @@ class HarnessLM(TemplateLM):
                 f'max_gen_toks={num_tokens}: must lie in [1, {self.max_length}), for the context '
                 f'data.sequence_length={self.max_length} holds the prompt too'
             )
-        temperature = settings.get('temperature', 0.0) if settings['do_sample'] else 0.0
+        temperature = settings['temperature'] if settings['do_sample'] else 0.0
         return {
             'stops': [stop.encode() for stop in settings['until'] if stop],
             'num_tokens': num_tokens,
@@ -199,7 +202,9 @@ class HarnessLM(TemplateLM):
         self.num_cut += sum(len(prompt) > most for prompt in prompts)
         prompts = [prompt[-most:] for prompt in prompts]
         # One batch size: a last batch is filled up, its additional rows are not looked at.
-        filled = prompts + prompts[:1] * (self.batch_size - len(prompts))
+        missing = self.batch_size - len(prompts)
+        filled = prompts + prompts[:1] * missing
+        seeds = [self._seed_of(context, sample) for context in contexts]
         rows = [[] for _ in filled]
         running = set(range(len(prompts)))
 
@@ -218,7 +223,7 @@ class HarnessLM(TemplateLM):
                 self._hparams,
                 filled,
                 num_tokens,
-                seed=self._seed + sample,
+                seed=seeds + seeds[:1] * missing,
                 routing=self.routing,
                 tokenizer=self._tokens,
                 on_tokens=on_tokens,
@@ -226,6 +231,11 @@ class HarnessLM(TemplateLM):
             )
         pairs = zip(prompts, rows, strict=False)
         return [_text(self._stop(prompt, row, stops)[0]) for prompt, row in pairs]
+
+    def _seed_of(self, context, sample):
+        """A seed for each document, whose draws would otherwise be those of all others."""
+        text = f'{self._seed} {sample} {context}'.encode('utf-8', 'surrogatepass')
+        return int.from_bytes(hashlib.sha256(text).digest()[:4], 'big')
 
     def _stop(self, prompt, row, stops):
         """The bytes of `row` before the first stop, and whether there is one."""

@@ -66,7 +66,13 @@ def evaluate(
       Of a mixture `domains`: for each member `loss`, `bits_per_byte`, `perplexity` (a token) and
       `targets`. All else is then what the members' shares make of it: `loss` is the mean of their
       losses, weighted by their shares, not by what is held out of each.
+
+    Raises:
+      ValueError: one line, for fewer batches than a mixture has members.
     """
+    if num_batches < len(dataset.domains):
+        right = f'must be at least {len(dataset.domains)}: one for each member of the mixture'
+        raise ValueError(f'num_batches={num_batches}: {right}')
     if causal_layers_R is None:
         causal_layers_R = np.ones(len(hparams.model.routed_layers), bool)
     totals = {}  # by member of a mixture; None for text that is one

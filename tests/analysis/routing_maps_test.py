@@ -113,6 +113,20 @@ def test_any_bytes_and_any_title_can_be_drawn(tmp_path, title):
     assert matplotlib.image.imread(tmp_path / 'routing.png').std() > 0.05
 
 
+def test_tokens_of_several_letters_stand_upright(tmp_path):
+    """Side by side they would hide each other. Letters that no font has give no warning."""
+    grid_LT = np.full((2, 40), ENTERED)
+    heights = []
+    for tokens in ([b'a'] * 40, [b' return', '中'.encode(), b'$x$', b'l' * 30] * 10):
+        routing_maps.plot_routing(grid_LT, tokens, 'a', tmp_path / 'a.png')
+        heights.append(matplotlib.image.imread(tmp_path / 'a.png').shape[0])
+    assert heights[1] > heights[0] + 100
+    assert routing_maps._label(b' return\n') == '·return↵'
+    assert routing_maps._label(b'l' * 30) == 'l' * 11 + '…'
+    assert routing_maps._label('中'.encode()) == routing_maps._label(b'\xe4') == '□'
+    assert routing_maps._label(b'') == '§'
+
+
 def test_long_texts_are_folded(tmp_path):
     """Of 100 tokens, 40 across, the picture is as wide as one of 40, and each strip shows its own.
 

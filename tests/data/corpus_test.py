@@ -84,9 +84,32 @@ def test_single_document_is_split_by_its_tail(length, fraction, held):
     assert split([('a', text)], fraction) == ([text[:-held]], [text[-held:]])
 
 
+@pytest.mark.parametrize('character', ['x', 'é', '€', '😀'])
+@pytest.mark.parametrize('fraction', [1e-9, 0.05, 0.3, 0.5, 0.95, 1 - 1e-9])
+def test_single_document_is_split_between_characters_if_wanted(character, fraction):
+    """Both sides are text, and no more than a character away from where bytes are cut.
+
+    Bytes are cut at the fraction, inside a character or not.
+    """
+    width = len(character.encode())
+    for before in ('', 'a', 'ab', 'abc'):
+        text = (before + character * (40 if before else 2)).encode()
+        wanted = len(text) - round(len(text) * fraction)
+        wanted = min(max(wanted, 1), len(text) - 1)
+        assert split([('a', text)], fraction) == ([text[:wanted]], [text[wanted:]])
+        (train,), (held_out,) = split([('a', text)], fraction, whole_characters=True)
+        assert train.decode() + held_out.decode() == text.decode() and train and held_out
+        assert abs(len(train) - wanted) < width
+        assert len(train) <= wanted or wanted < width
+
+
 def test_single_byte_cannot_be_split():
-    """One document of one byte is refused, for nothing could be held out."""
+    """One document of one byte is refused, for nothing could be held out; or of one character."""
     assert _error(split, [('a.txt', b'x')], 0.5).startswith('a.txt: 1 byte; needs 2 or more')
+    message = _error(split, [('a.txt', '😀'.encode())], 0.5, True)
+    assert message.startswith('a.txt: 1 character; needs 2 or more')
+    damaged = b'\x80' * 9  # what is not UTF-8 is told by the tokenizer
+    assert b''.join(sum(split([('a.txt', damaged)], 0.5, True), [])) == damaged
 
 
 # The standard library.

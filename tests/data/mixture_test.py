@@ -309,7 +309,13 @@ def test_fingerprint_of_a_mixture_names_the_member_that_changed(folder, mixed, t
     moved = shutil.copytree(folder / 'digits', tmp_path / 'renamed')
     check_fingerprint(json.loads(json.dumps(kept)), fingerprint(f'{folder}/letters:2,{moved}:1'))
     wrong = fingerprint(f'{folder}/letters:2,{folder}/signs:1')
-    assert 'member_2 was' in _error(check_fingerprint, kept, wrong)
+    message = _error(check_fingerprint, kept, wrong)
+    was, now = (repr(found['member_2']) for found in (kept, wrong))
+    assert f'member_2 was {was} (digits) and is {now} (signs) now' in message
+    older = {field: value for field, value in kept.items() if field != 'name_2'}
+    message = _error(check_fingerprint, older, wrong)
+    assert f'member_2 was {was} and is {now} (signs) now' in message
+    check_fingerprint(older, kept)
     wrong = fingerprint(f'{folder}/letters:1,{folder}/digits:1')
     assert "share_1 was '2/3' and is '1/2'" in _error(check_fingerprint, kept, wrong)
     wrong = fingerprint(f'{folder}/letters:1,{folder}/digits:1,{folder}/signs:1')

@@ -155,6 +155,10 @@ def _refusals():
             ['--from_hf=gone', '--workdir=y', '--config.model.routing.router=learned'],
             ['comes in dense; --from_workdir adds routing'],
         ),
+        'other form': (
+            ['--from_hf=vocab', '--workdir=y'],
+            ['vocab/vocab.json', 'save it as tokenizer.json'],
+        ),
         'tokenizer': (['--from_hf=small', '--workdir=y'], ['has ids up to 261', 'model has 250']),
         'sizes': (
             ['--from_workdir=W', '--workdir=y', config, '--config.model.d_ff=32'],
@@ -178,6 +182,9 @@ def test_refusals_are_one_line(name, folder):
         shutil.copytree(folder / 'gone', folder / 'small')
         config = json.loads((folder / 'small' / 'config.json').read_text()) | {'vocab_size': 250}
         (folder / 'small' / 'config.json').write_text(json.dumps(config))
+    if name == 'other form':
+        shutil.copytree(folder / 'gone', folder / 'vocab')
+        (folder / 'vocab' / 'tokenizer.json').rename(folder / 'vocab' / 'vocab.json')
     if name == 'routed out':
         (folder / 'routed').mkdir()
         stored = json.loads((folder / 'W' / 'config.json').read_text())

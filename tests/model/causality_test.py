@@ -119,14 +119,7 @@ def swapped(places):
     return np.where(np.isin(np.arange(LENGTH), places), OTHER_BT, TOKENS_BT)
 
 
-@pytest.mark.parametrize(
-    'name',
-    [
-        # Its gate is 1, which later tokens could not change; who enters is the learned router's.
-        pytest.param(name, marks=[pytest.mark.slow] * name.startswith('straight_through'))
-        for name in CAUSAL | MORE_ROUTERS
-    ],
-)
+@pytest.mark.parametrize('name', CAUSAL | MORE_ROUTERS)
 def test_future_tokens_change_no_bit_of_the_past(name, built):
     """Whatever comes at and after a place, the logits before keep their bits and zero gradient."""
     (model, variables, run), (_, routing) = built(name), (CAUSAL | MORE_ROUTERS)[name]

@@ -9,6 +9,8 @@ from moddepth_jax.hparams import from_config
 from moddepth_jax.training import interruption, loop
 from moddepth_jax.training.profile import Profile, parse_steps
 
+pytestmark = pytest.mark.usefixtures('compiled_once')
+
 
 @pytest.mark.parametrize('text', ['', '20', '20:', ':20', '5:5', '6:5', '-1:5', 'a:b', '1:2:3'])
 def test_bad_ranges_are_one_line(text):

@@ -5,6 +5,7 @@ import pathlib
 import numpy as np
 
 from moddepth_jax.data.preparation.part import Part, add_skipped
+from moddepth_jax.data.split import tail
 from moddepth_jax.data.store import PARTS, Store
 from moddepth_jax.data.store_writer import StoreWriter
 from moddepth_jax.data.tokenizers.tokenizer import Tokenizer
@@ -32,7 +33,8 @@ def join(
       advance: called with the bytes of tokens written since the last call.
 
     Raises:
-      ValueError: one line, where there is no document, or a single one of a single byte.
+      ValueError: one line, where there is no document, or a single one of a single byte
+        or character.
     """
     skipped = {}
     for part in parts:
@@ -89,13 +91,10 @@ def _write(writer, part, crossing):
 def _split_one(writer, parts, tokenizer, held_out_fraction):
     tokens = np.concatenate([tokens for part in parts for tokens, _ in part.read().values()])
     text = tokenizer.decode(tokens[1:])
-    if len(text) < 2:
-        raise ValueError('a single document of 1 byte; give 2 or more bytes, or documents')
-    cut = len(text) - round(len(text) * held_out_fraction)
-    cut = min(max(cut, 1), len(text) - 1)
-    if tokenizer.name != 'bytes':
-        while cut > 1 and text[cut] & 0xC0 == 0x80:  # a character stays whole
-            cut -= 1
+    try:
+        cut = tail(text, held_out_fraction, whole_characters=tokenizer.name != 'bytes')
+    except ValueError as error:
+        raise ValueError(f'a single document of {error}') from None
     for side, part in zip(PARTS, (text[:cut], text[cut:]), strict=True):
         ids = np.concatenate([[tokenizer.separator], tokenizer.encode(part)])
         writer.add(side, ids, [len(ids)], len(part))

@@ -1,5 +1,6 @@
 """The plan of a preparation: which files there are, cut into tasks that processes can share."""
 
+import collections.abc
 import hashlib
 import json
 import pathlib
@@ -117,13 +118,19 @@ def survey(path: pathlib.Path, text_field: str, span_bytes: int, skip_bad: bool,
     return Input(size, modified, digest.hexdigest(), found)
 
 
-def make_tasks(paths: list[tuple[str, pathlib.Path]], inputs: dict, span_bytes: int) -> list[Task]:
+def make_tasks(
+    paths: list[tuple[str, pathlib.Path]],
+    inputs: dict,
+    span_bytes: int,
+    starts: collections.abc.Set[tuple[str, int]] = frozenset(),
+) -> list[Task]:
     """The work, in the order of the result: spans of large files, and small files together.
 
     Args:
       paths: (name, path) of the files, in order.
       inputs: the Input of each name.
       span_bytes: bytes, about, of one task.
+      starts: (name, start of the span) of stretches that begin a task, whatever stands before them.
     """
     tasks, stretches, contents, filled = [], [], [], 0
 
@@ -136,6 +143,8 @@ def make_tasks(paths: list[tuple[str, pathlib.Path]], inputs: dict, span_bytes: 
     for name, path in paths:
         found = inputs[name]
         for span in found.spans:
+            if stretches and (name, span.start) in starts:
+                close()
             stretches.append(Stretch(name, path, span, found.bytes // len(found.spans)))
             contents.append([name, found.sha256, *span])
             filled += stretches[-1].bytes
@@ -153,26 +162,35 @@ class Plan:
       arguments: those that decide the result, JSON values by name; empty: nothing was started.
       inputs: Input by name, in order.
       span_bytes: of one span or task, about; 0: nothing was started.
+      starts: of its tasks, as `make_tasks` takes them, so that files which change do not move the
+        bounds of the tasks of others.
     """
 
     def __init__(self, directory: pathlib.Path):
         self._file = directory / PLAN_FILE
-        self.arguments, self.inputs, self.span_bytes = {}, {}, 0
+        self._clear()
         try:
             stored = json.loads(self._file.read_text(encoding='utf-8'))
         except FileNotFoundError:
             return
         self.arguments, self.span_bytes = stored['arguments'], stored['span_bytes']
+        self.starts = {(name, start) for name, start in stored.get('starts', [])}
         for name, (size, modified, sha256, spans) in stored['inputs']:
             self.inputs[name] = Input(size, modified, sha256, [Span(*span) for span in spans])
 
     def forget(self) -> None:
         """Has nothing be planned."""
         self._file.unlink(missing_ok=True)
-        self.arguments, self.inputs, self.span_bytes = {}, {}, 0
+        self._clear()
 
-    def write(self, arguments: dict, inputs: dict) -> None:
+    def _clear(self):
+        self.arguments, self.inputs, self.span_bytes, self.starts = {}, {}, 0, set()
+
+    def write(self, arguments: dict, inputs: dict, tasks: list[Task]) -> None:
         """Stores what is being prepared now."""
         self.arguments, self.inputs = arguments, inputs
-        plan = {'arguments': arguments, 'span_bytes': self.span_bytes}
+        firsts = [task.stretches[0] for task in tasks]
+        starts = [(stretch.name, stretch.span.start) for stretch in firsts]
+        self.starts = set(starts)
+        plan = {'arguments': arguments, 'span_bytes': self.span_bytes, 'starts': starts}
         write_atomically(self._file, json.dumps({**plan, 'inputs': list(inputs.items())}))

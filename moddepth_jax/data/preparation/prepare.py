@@ -14,7 +14,13 @@ import shutil
 from moddepth_jax.data import files
 from moddepth_jax.data.directory import LOCK_FILE, DirectoryLock
 from moddepth_jax.data.preparation.options import Preparation, arguments_of
-from moddepth_jax.data.preparation.run import KEPT, PARTS_DIRECTORY, refuse_other, run
+from moddepth_jax.data.preparation.run import (
+    KEPT,
+    PARTS_DIRECTORY,
+    is_trained,
+    refuse_other,
+    run,
+)
 from moddepth_jax.data.rows import BadText
 from moddepth_jax.data.store import PARTS, PREPARED_FILE, TOKENIZER_DIRECTORY, Store, open_store
 
@@ -27,6 +33,7 @@ def prepare(wanted: Preparation, phase) -> Store:
     Documents lie in the order of the names of their files and of their rows, each on the side that
     `corpus.split` gives it. Documents without a byte are left out. The same files and arguments
     give the same bytes and the same fingerprint, by any number of processes and after any kills.
+    Files that change between two starts are read anew, unless a tokenizer was trained on them.
 
     Args:
       wanted: what is asked for.
@@ -45,7 +52,7 @@ def prepare(wanted: Preparation, phase) -> Store:
         right = 'must be a directory that can be written'
         raise ValueError(f'--output={wanted.directory}: {error.strerror}; {right}') from None
     _check_contents(wanted.directory)
-    with DirectoryLock(wanted.directory, '--output'), _as_one_line(wanted.directory):
+    with DirectoryLock(wanted.directory, '--output'), _as_one_line(wanted):
         if (wanted.directory / PREPARED_FILE).exists():
             return _finished(wanted, paths)
         return run(wanted, paths, phase)
@@ -65,16 +72,20 @@ def _find(sources):
 
 
 @contextlib.contextmanager
-def _as_one_line(directory):
+def _as_one_line(wanted):
     try:
         yield
     except BadText as error:
-        raise ValueError(f'{error}; or --skip_bad leaves it out; {KEPT}') from None
+        kept = KEPT
+        if is_trained(wanted):
+            because = f'{wanted.tokenizer} was trained on the text as it is'
+            kept = f'to mend it, start again (rm -r {wanted.directory}): {because}'
+        raise ValueError(f'{error}; or --skip_bad leaves it out; {kept}') from None
     except OSError as error:
         if error.errno not in _OF_THE_DISK:
             raise
         right = f'free some space, about twice the size of the tokens; {KEPT}'
-        raise ValueError(f'--output={directory}: {error.strerror}; {right}') from None
+        raise ValueError(f'--output={wanted.directory}: {error.strerror}; {right}') from None
 
 
 def _check_contents(directory):
@@ -91,15 +102,24 @@ def _finished(wanted, paths):
     store = open_store(wanted.directory)
     refuse_other(wanted.directory, store.arguments, arguments_of(wanted))
     stored, now = {entry['name']: entry for entry in store.inputs}, dict(paths)
-    written = (wanted.directory / PREPARED_FILE).stat().st_mtime_ns
     for name in sorted(stored.keys() | now.keys()):
-        path = now.get(name)
-        same = name in stored and path is not None and path.stat().st_size == stored[name]['bytes']
-        if same and path.stat().st_mtime_ns > written:
-            with open(path, 'rb') as file:
-                same = hashlib.file_digest(file, 'sha256').hexdigest() == stored[name]['sha256']
+        same = name in stored and name in now and _is_as_stored(now[name], stored[name])
         if not same:
             problem = f'{name} is not what it was when this text was prepared'
             raise ValueError(f'--output={wanted.directory}: {problem}; use another --output')
     shutil.rmtree(wanted.directory / PARTS_DIRECTORY, ignore_errors=True)
     return store
+
+
+def _is_as_stored(path, entry):
+    """Whether a file is still an input of the store; it is read where its time is another one."""
+    try:
+        status = path.stat()
+        if status.st_size != entry['bytes']:
+            return False
+        if status.st_mtime_ns == entry.get('modified'):  # earlier stores tell no time
+            return True
+        with open(path, 'rb') as file:
+            return hashlib.file_digest(file, 'sha256').hexdigest() == entry['sha256']
+    except OSError:
+        return entry.get('modified') == 0  # --skip_bad left out a file that was not there

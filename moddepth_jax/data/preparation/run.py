@@ -33,13 +33,15 @@ def run(wanted: Preparation, paths: list[tuple[str, pathlib.Path]], phase) -> St
     elif plan.arguments != {**arguments, 'part_bytes': part_bytes}:
         plan.forget()
         shutil.rmtree(tokenizer_directory, ignore_errors=True)
+    if trained_vocabulary(wanted.tokenizer) and not tokenizer_directory.exists():
+        _forget_tasks(wanted, paths, plan, parts)
     plan.span_bytes = plan.span_bytes or _span_bytes(paths, part_bytes)
     with Workers(wanted.processes) as workers:
         _make_tokenizer(wanted, workers)
         inputs = _survey(wanted, paths, plan, workers, phase)
-        _refuse_changed(wanted, plan, inputs, parts)
-        plan.write({**arguments, 'part_bytes': part_bytes}, inputs)
-        tasks = make_tasks(paths, inputs, plan.span_bytes)
+        _refuse_changed(wanted, plan.inputs, inputs)
+        tasks = make_tasks(paths, inputs, plan.span_bytes, plan.starts)
+        plan.write({**arguments, 'part_bytes': part_bytes}, inputs, tasks)
         _remove_others(parts, tasks)
         _refuse_skipped(wanted, tasks, parts)
         _train_tokenizer(wanted, tasks, phase)
@@ -49,9 +51,8 @@ def run(wanted: Preparation, paths: list[tuple[str, pathlib.Path]], phase) -> St
         with phase('tokens', total, total - rest) as advance:
             for _ in workers.run(encode.encode, jobs, advance):
                 pass
-    for name, path in paths:
-        if not _is_as_surveyed(path, inputs[name]):
-            _refuse_change(wanted.directory, name)
+    if moved := {name for name, path in paths if not _is_as_surveyed(path, inputs[name])}:
+        _refuse_moved(wanted, moved, tasks, parts)
     tokenizer = make_tokenizer(str(tokenizer_directory))
     found = [part for task in tasks for part in task.parts(parts)]
     with phase('joining', sum(part.num_token_bytes for part in found)) as advance:
@@ -62,7 +63,12 @@ def run(wanted: Preparation, paths: list[tuple[str, pathlib.Path]], phase) -> St
             wanted.options.held_out_fraction,
             {
                 'inputs': [
-                    {'name': name, 'bytes': found.bytes, 'sha256': found.sha256}
+                    {
+                        'name': name,
+                        'bytes': found.bytes,
+                        'sha256': found.sha256,
+                        'modified': found.modified,
+                    }
                     for name, found in inputs.items()
                 ],
                 'arguments': arguments,
@@ -128,27 +134,49 @@ def _survey(wanted, paths, plan, workers, phase):
     return {name: found.get(name) or known[name] for name, _ in paths}
 
 
-def _refuse_changed(wanted, plan, inputs, parts):
-    """Raises ValueError where something was made of a file as it no longer is."""
-    before = plan.inputs
+def is_trained(wanted: Preparation) -> bool:
+    """Whether the tokenizer was trained on the text already, which then has to stay as it is."""
+    directory = wanted.directory / TOKENIZER_DIRECTORY
+    return trained_vocabulary(wanted.tokenizer) is not None and directory.exists()
+
+
+def _forget_tasks(wanted, paths, plan, parts):
+    """Has the text be cut as at a first start: what the tokenizer is trained on hangs on that."""
+    _remove_others(parts, [])  # of a tokenizer that is gone
+    plan.starts = set()
+    if plan.span_bytes != _span_bytes(paths, wanted.options.part_bytes):
+        plan.forget()
+
+
+def _refuse_changed(wanted, before, inputs):
+    """Raises ValueError where a tokenizer was trained on a file as it no longer is.
+
+    What else was made of it has keys of its old content, and is made anew.
+    """
     changed = {
         name
         for name in before.keys() | inputs.keys()
         if name not in before or name not in inputs or before[name].sha256 != inputs[name].sha256
     }
-    if not before or not changed:
-        return
-    if trained_vocabulary(wanted.tokenizer) and (wanted.directory / TOKENIZER_DIRECTORY).exists():
-        _refuse_change(wanted.directory, min(changed))
-    for task in make_tasks([(name, None) for name in before], before, plan.span_bytes):
-        names = {stretch.name for stretch in task.stretches} & changed
-        if names and task.path(parts, 0).exists():
-            _refuse_change(wanted.directory, min(names))
+    if before and changed and is_trained(wanted):
+        _refuse_other_text(wanted, min(changed))
 
 
-def _refuse_change(directory, name):
-    problem = f'{name} is not what it was when this preparation was started'
-    raise ValueError(f'--output={directory}: {problem}; {_start_again(directory)}')
+def _refuse_other_text(wanted, name):
+    problem = f'{name} is not what it was when {wanted.tokenizer} was trained'
+    right = _start_again(wanted.directory)
+    raise ValueError(f'--output={wanted.directory}: {problem}; {right}')
+
+
+def _refuse_moved(wanted, moved, tasks, parts):
+    """Raises ValueError for files that were written to since their survey."""
+    for task in tasks:  # they may have their old content again at the next start
+        if moved & {stretch.name for stretch in task.stretches}:
+            task.remove_parts(parts, 0)
+    if is_trained(wanted):
+        _refuse_other_text(wanted, min(moved))
+    problem = f'{min(moved)} was written to while it was read'
+    raise ValueError(f'--output={wanted.directory}: {problem}; {KEPT}')
 
 
 def _refuse_skipped(wanted, tasks, parts):

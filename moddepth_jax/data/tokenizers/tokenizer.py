@@ -101,6 +101,13 @@ def check_ids(ids, vocab_size: int) -> np.ndarray:
     return ids
 
 
+def is_bytes(name: str | os.PathLike) -> bool:
+    """Whether `name`, as `make_tokenizer` takes it, is bytes; raises ValueError as that does."""
+    path = pathlib.Path(os.path.expanduser(name))
+    about = about_file.read(path) if name != 'bytes' and path.is_dir() else None
+    return name == 'bytes' or (about is not None and about['kind'] == 'bytes')
+
+
 def make_tokenizer(name: str | os.PathLike, separator: str | None = None) -> Tokenizer:
     """The tokenizer `name`: bytes, a file, or a folder that holds one.
 
@@ -115,15 +122,13 @@ def make_tokenizer(name: str | os.PathLike, separator: str | None = None) -> Tok
     Raises:
       ValueError: one line that names the file and what would be right, for anything else.
     """
-    if name == 'bytes':
-        if separator is not None:
+    if is_bytes(name):
+        if name == 'bytes' and separator is not None:
             right = 'leave it out: bytes have a separator of their own, id 256'
             raise ValueError(f'separator={separator!r}: {right}')
         return ByteTokenizer()
     path = pathlib.Path(os.path.expanduser(name))
     about = about_file.read(path) if path.is_dir() else None
-    if about is not None and about['kind'] == 'bytes':
-        return ByteTokenizer()
     file = _file_of(path) if path.is_dir() else path
     return _KINDS.get(file.suffix.lower(), _from_json)(_content(file), file, separator, about)
 

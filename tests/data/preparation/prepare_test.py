@@ -3,7 +3,9 @@
 import contextlib
 import dataclasses
 import gzip
+import itertools
 import json
+import os
 import pathlib
 import random
 
@@ -15,12 +17,16 @@ from pyarrow import parquet
 
 from moddepth_jax.data.corpus import load_corpus
 from moddepth_jax.data.pipeline import token_stream
+from moddepth_jax.data.preparation import encode as encode_module
+from moddepth_jax.data.preparation import prepare as prepare_module
 from moddepth_jax.data.preparation import run as run_module
 from moddepth_jax.data.preparation import workers
 from moddepth_jax.data.preparation.options import Options, Preparation
+from moddepth_jax.data.preparation.part import PartWriter
 from moddepth_jax.data.preparation.plan import Task
 from moddepth_jax.data.preparation.prepare import prepare
 from moddepth_jax.data.store import PARTS
+from moddepth_jax.data.store_writer import StoreWriter
 from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer
 from moddepth_jax.hparams import DataHparams
 
@@ -186,16 +192,21 @@ def test_no_side_stays_empty(tmp_path, fraction):
 
 
 def test_a_single_document_gives_its_tail(tmp_path):
-    """As bytes where the raw file gives it; as BPE without cutting a character."""
+    """As the raw file gives it: as bytes at the byte, as BPE without cutting a character."""
     (tmp_path / 'in').mkdir()
-    (tmp_path / 'in/book.txt').write_text('to be or nöt ' * 20 + 'ö' * 81)
-    raw = _raw(tmp_path / 'in')
-    store = _prepare(tmp_path / 'in', tmp_path / 'bytes')
-    assert [store.documents(part)[:] for part in PARTS] == [raw.train, raw.held_out]
-    store = _prepare(tmp_path / 'in', tmp_path / 'bpe', tokenizer='bpe:260')
-    (train,), (held_out,) = (store.documents(part) for part in PARTS)
-    assert train + held_out == raw.train[0] + raw.held_out[0]
-    assert 0 <= len(raw.train[0]) - len(train) <= 1 and held_out.decode()
+    (tmp_path / 'in/book.txt').write_text('to be or nöt ' * 20 + 'x' + 'ö' * 81)
+    cuts = {}
+    for name in ('bytes', 'bpe:260'):
+        store = _prepare(tmp_path / 'in', tmp_path / name, tokenizer=name)
+        kept = str(store.directory / 'tokenizer')
+        for same in {'bytes', kept} if name == 'bytes' else {kept}:
+            raw, tokenizer = _raw(tmp_path / 'in', tokenizer=same), make_tokenizer(same)
+            for part in PARTS:
+                assert store.documents(part)[:] == getattr(raw, part)
+                stream = token_stream(getattr(raw, part), tokenizer)
+                assert np.array_equal(store.tokens(part), stream)
+        cuts[name] = len(raw.train[0])
+    assert cuts['bytes'] == cuts['bpe:260'] + 1  # the case that tells the two apart
 
 
 def test_a_trained_tokenizer_sees_what_is_trained_on_alone(folder, tmp_path):
@@ -282,19 +293,13 @@ def _spoil(part):
 
 def test_what_is_finished_is_not_done_again(tmp_path):
     """A part that was changed behind our back appears in the result; a short one is done again."""
-    path = _plant(tmp_path / 'in', 'field')
+    _plant(tmp_path / 'in', 'field')
     _error(tmp_path / 'in', tmp_path / 'out', part_bytes=30)
     parts = sorted((tmp_path / 'out/parts').glob('*.part'), key=lambda part: part.stat().st_mtime)
     assert len(parts) > 5
     _spoil(parts[0])
     parts[1].write_bytes(parts[1].read_bytes()[:-2])
     (tmp_path / 'out/parts/half.tmp').write_bytes(b'half')
-    lines = path.read_bytes().splitlines(keepends=True)
-    # Nothing was finished of the file but what stands before its bad row.
-    path.write_bytes(b''.join(lines[:6]) + b'{"text": "mended"}\n' + b''.join(lines[7:]))
-    message = _error(tmp_path / 'in', tmp_path / 'out', part_bytes=30)
-    assert 'b.jsonl is not what it was when this preparation was started; to start' in message
-    path.write_bytes(b''.join(lines))
     store = _prepare(tmp_path / 'in', tmp_path / 'out', part_bytes=30, skip_bad=True)
     texts = sorted([*store.documents('train'), *store.documents('held_out')])
     whole = sorted([b'text %d' % i for i in range(20)] * 2)
@@ -340,15 +345,196 @@ def test_another_preparation_is_refused(folder, store, tmp_path):
     _error(tmp_path / 'in', tmp_path / 'out', part_bytes=100)
     message = _error(tmp_path / 'in', tmp_path / 'out', part_bytes=100, text_field='body')
     assert "text_field was 'text' when it was started and is 'body' now; use" in message
-    (tmp_path / 'in/a.jsonl').unlink()
-    message = _error(tmp_path / 'in', tmp_path / 'out', part_bytes=100)
-    assert 'a.jsonl is not what it was when this preparation was started' in message
-    assert path.exists()
 
     assert _prepare(folder, store.directory) == store
     assert 'tokenizer was' in _error(folder, store.directory, tokenizer='bpe:300')
-    message = _error(tmp_path / 'in', store.directory)
+    message = _error(path.parent, store.directory)
     assert 'a.jsonl is not what it was when this text was prepared; use another' in message
+
+
+class _Backwards(_InProcess):
+    """Does the last job first, as other processes may be ahead."""
+
+    def run(self, function, jobs, advance):
+        for number, job in reversed(list(enumerate(jobs))):
+            yield number, function(*job, advance)
+
+
+def _four_files(folder, bad_line=6, bad_file=2):
+    """Four files of 60 rows; returns (path, lines) of one that holds a row without the field."""
+    folder.mkdir()
+    for i in range(4):
+        lines = _jsonl(f'text {i} {row} ' * 4 for row in range(60)).splitlines(keepends=True)
+        path = folder / f'f{i}.jsonl'
+        if i == bad_file:
+            lines[bad_line] = b'{"body": "x"}\n'
+            bad = path, lines
+        path.write_bytes(b''.join(lines))
+    return bad
+
+
+def _mend(path, lines, text):
+    at = lines.index(b'{"body": "x"}\n')
+    path.write_bytes(b''.join([*lines[:at], *_jsonl([text]).splitlines(True), *lines[at + 1 :]]))
+
+
+@pytest.mark.parametrize('order', [_InProcess, _Backwards])
+@pytest.mark.parametrize('length', [1, 40, 41])
+def test_a_mended_file_is_made_anew_and_no_other(tmp_path, monkeypatch, order, length):
+    """The command that told of its bad row goes on, with what was done of files before and behind.
+
+    Wherever the bounds of the parts are after it: what lies in one part with it is all that may be
+    done twice. The result is that of a fresh start.
+    """
+    # A span of 210 bytes is longer than they are on average, so that parts hold two, of two files.
+    monkeypatch.setattr(run_module, 'Workers', order)
+    begun, add = [], PartWriter.add
+
+    def note(writer, name, *args):
+        begun.append(name)
+        add(writer, name, *args)
+
+    monkeypatch.setattr(PartWriter, 'add', note)
+    path, lines = _four_files(tmp_path / 'in')
+    message = _error(tmp_path / 'in', tmp_path / 'out', part_bytes=210)
+    assert 'f2.jsonl, line 7: no field' in message and message.endswith('the same command goes on')
+    done = [name for name in begun if not name.startswith('f2')]
+    assert len(done) >= 55
+    _mend(path, lines, 'mended ' * length)
+    begun.clear()
+    store = _prepare(tmp_path / 'in', tmp_path / 'out', part_bytes=210)
+    assert len([name for name in begun if name.startswith('f2')]) == 60
+    assert len(set(begun) & set(done)) <= 10
+    fresh = _prepare(tmp_path / 'in', tmp_path / 'fresh', part_bytes=210)
+    assert store.fingerprint == fresh.fingerprint and _content(store) == _content(fresh)
+
+
+def test_files_may_come_and_go_until_a_tokenizer_is_trained(tmp_path):
+    """One more and one less: the result is that of a fresh start."""
+    path, lines = _four_files(tmp_path / 'in')
+    _error(tmp_path / 'in', tmp_path / 'out', part_bytes=200)
+    _mend(path, lines, 'mended')
+    (tmp_path / 'in/f0.jsonl').unlink()
+    (tmp_path / 'in/f10.jsonl').write_bytes(_jsonl(f'more {i}' for i in range(9)))
+    store = _prepare(tmp_path / 'in', tmp_path / 'out', part_bytes=200)
+    fresh = _prepare(tmp_path / 'in', tmp_path / 'fresh', part_bytes=200)
+    assert store.fingerprint == fresh.fingerprint and store.train['documents'] > 100
+
+
+def test_a_tokenizer_is_trained_on_the_mended_text(tmp_path, monkeypatch):
+    """Its sample is that of a fresh start, though the text is longer and cut elsewhere by now."""
+    monkeypatch.setattr(run_module, '_LEAST_SPAN', 100)
+    knobs = dict(tokenizer='bpe:300', bpe_bytes=3000, part_bytes=10**6)
+    path, lines = _four_files(tmp_path / 'in', bad_line=0)
+    message = _error(tmp_path / 'in', tmp_path / 'out', **knobs)
+    assert message.endswith('the same command goes on')
+    _mend(path, lines, 'mended by much more text ' * 900)
+    store = _prepare(tmp_path / 'in', tmp_path / 'out', **knobs)
+    fresh = _prepare(tmp_path / 'in', tmp_path / 'fresh', **knobs)
+    assert store.tokenizer == fresh.tokenizer and store.fingerprint == fresh.fingerprint
+
+
+def test_text_that_a_tokenizer_was_trained_on_stays_as_it_is(tmp_path):
+    """A row behind its sample is bad: it may be left out, and mended in a new start only."""
+    knobs = dict(tokenizer='bpe:260', bpe_bytes=1000, part_bytes=10**6)
+    path, lines = _four_files(tmp_path / 'in', bad_line=59)
+    out = tmp_path / 'out'
+    message = _error(tmp_path / 'in', out, **knobs)
+    right = f'start again (rm -r {out}): bpe:260 was trained on the text as it is'
+    assert message.endswith(f'--skip_bad leaves it out; to mend it, {right}')
+    _mend(path, lines, 'mended')
+    message = _error(tmp_path / 'in', out, **knobs)
+    assert f'f2.jsonl is not what it was when bpe:260 was trained; to start again: rm -r {out}' in (
+        message
+    )
+    path.write_bytes(b''.join(lines))
+    store = _prepare(tmp_path / 'in', out, skip_bad=True, **knobs)
+    assert store.skipped['no field']['count'] == 1
+
+
+def test_a_file_that_is_written_to_while_it_is_read_is_read_again(tmp_path):
+    """Also where it has its old content at the next start."""
+    path, lines = _four_files(tmp_path / 'in', bad_file=1)
+    _mend(path, lines, 'mended')
+    path = tmp_path / 'in/f2.jsonl'
+    content = path.read_bytes()
+
+    @contextlib.contextmanager
+    def phase(what, total, done=0):
+        if what == 'tokens':
+            path.write_bytes(content.replace(b'text 2', b'TEXT 2'))
+        yield lambda num_bytes: None
+        if what == 'tokens':
+            path.write_bytes(content)
+
+    with pytest.raises(ValueError, match='f2.jsonl was written to while it was read; .* goes on'):
+        prepare(_wanted(tmp_path / 'in', tmp_path / 'out', part_bytes=200), phase)
+    assert any((tmp_path / 'out/parts').glob('*.part'))
+    store = _prepare(tmp_path / 'in', tmp_path / 'out', part_bytes=200)
+    fresh = _prepare(tmp_path / 'in', tmp_path / 'fresh', part_bytes=200)
+    assert store.fingerprint == fresh.fingerprint
+
+
+def _killing(call, after):
+    """`call`, which ends it all when it is called after so many times."""
+    calls = itertools.count()
+
+    def kill(*args, **kwargs):
+        if next(calls) == after:
+            raise KeyboardInterrupt
+        return call(*args, **kwargs)
+
+    return kill
+
+
+@pytest.mark.parametrize('tokenizer', ['bytes', 'bpe:260'])
+def test_killed_anywhere_it_ends_with_the_same_bytes(
+    folder, store, tmp_path, tokenizer, monkeypatch
+):
+    """While files are surveyed, the tokenizer is saved, parts are written and the store is."""
+    knobs = dict(tokenizer=tokenizer, part_bytes=300)
+    whole = store if tokenizer == 'bytes' else _prepare(folder, tmp_path / 'whole', **knobs)
+    places = [(run_module, 'survey', 5), (encode_module, '_save', 0), (PartWriter, 'save', 0)]
+    places += [(PartWriter, 'save', 7), (PartWriter, 'save', 9), (StoreWriter, 'add', 3)]
+    places += [(StoreWriter, 'finish', 0)]
+    for where, name, after in places:
+        with monkeypatch.context() as patch:
+            patch.setattr(where, name, _killing(getattr(where, name), after))
+            with pytest.raises(KeyboardInterrupt):
+                _prepare(folder, tmp_path / 'out', **knobs)
+        assert not (tmp_path / 'out/prepared.json').exists()
+    ended = _prepare(folder, tmp_path / 'out', **knobs)
+    assert ended.fingerprint == whole.fingerprint and _content(ended) == _content(whole)
+
+
+def test_a_changed_input_of_a_finished_text_is_noticed(tmp_path, monkeypatch):
+    """Of equal size, its time newer or older; the same content of another time is the same input.
+
+    Where size and time are those that were stored nothing is read; where none was, all is.
+    """
+    (tmp_path / 'in').mkdir()
+    path, out = tmp_path / 'in/a.jsonl', tmp_path / 'out'
+    path.write_bytes(_jsonl(f'text {i}' for i in range(20)))
+    content, time = path.read_bytes(), path.stat().st_mtime_ns
+    store = _prepare(tmp_path / 'in', out)
+    for moved in (-(10**12), 10**12):
+        path.write_bytes(content.replace(b'text 3', b'text x'))
+        os.utime(path, ns=(time, time + moved))
+        assert 'a.jsonl is not what it was when this text' in _error(tmp_path / 'in', out)
+        path.write_bytes(content)
+        os.utime(path, ns=(time, time + moved))
+        assert _prepare(tmp_path / 'in', out) == store
+    os.utime(path, ns=(time, time))
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_module.hashlib, 'file_digest', None)
+        assert _prepare(tmp_path / 'in', out) == store
+    about = json.loads((out / 'prepared.json').read_text())
+    assert about['inputs'][0].pop('modified') == time
+    (out / 'prepared.json').write_text(json.dumps(about))
+    _prepare(tmp_path / 'in', out)
+    path.write_bytes(content.replace(b'text 3', b'text x'))
+    os.utime(path, ns=(time, time - 10**12))
+    assert 'a.jsonl is not what it was when this text' in _error(tmp_path / 'in', out)
 
 
 def test_where_nothing_is_finished_other_arguments_may_follow(tmp_path):
