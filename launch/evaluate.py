@@ -3,7 +3,7 @@
 python -m launch.evaluate --workdir=runs/mod_isoflop
 python -m launch.evaluate --workdir=runs/mod_isoflop --routing=dense --num_batches=0
 python -m launch.evaluate --workdir=runs/mod_isoflop --data='notes/**/*.txt' --json=notes.json
-python -m launch.evaluate --workdir=runs/mod_isoflop --domains=data --json=domains.json
+python -m launch.evaluate --workdir=runs/mod_isoflop --domains=corpora --json=domains.json
 python -m launch.evaluate --workdir=runs/moda --mesh=data=2,fsdp=4
 
 On any devices and by any number of processes, whatever the run was trained on: several processes

@@ -3,7 +3,7 @@
 python -m launch.generate --workdir=runs/mod_isoflop --prompt='def '
 python -m launch.generate --workdir=runs/mod_isoflop --prompt='def ' --prompt='class ' \\
     --max_tokens=100 --temperature=0.8 --top_p=0.95 --num_samples=3
-python -m launch.generate --workdir=runs/moda --mesh=fsdp=2,tensor=4
+python -m launch.generate --workdir=runs/mod_isoflop --mesh=fsdp=2,tensor=2
 
 A model that does not fit one device needs --mesh, or several processes that are started with the
 same command, see launch.train; the devices that it was trained on do not matter.

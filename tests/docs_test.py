@@ -197,7 +197,8 @@ TRAINED = (
 )
 SHORT = f'{TRAINED} --config.data.source=synthetic'
 BENCHES = {
-    'step': '--size=2x64 --lengths=32 --tokens=64 --repeats=1 --dtype=float32',
+    'step --variants': '--size=2x64 --lengths=32 --tokens=64 --repeats=1 --dtype=float32',
+    'step': '--size=2x64 --lengths=32 --tokens=64 --repeats=1',
     'decode': '--size=2x64 --context=64 --prompt=8 --batches=1,2 --kv_heads=1 --repeats=2',
     'depth': '--size=2x64 --depths=2,3 --lengths=32 --ratio_length=64 --rows=1 --repeats=1',
     'experts': '--shapes=64x32x16x4x2 --repeats=1',
@@ -239,6 +240,7 @@ PARSED_ONLY = (
     ('--tasks=arc_easy', 'downloads its tasks'),
     ('--wandb', 'needs an account; tests/training/wandb_run_test.py has a double'),
     ('launch.dry_run again', 'half an hour; tests/launch/dry_run_test.py does one file'),
+    ('my_tasks', 'a folder of the reader; docs/evaluation.md has one'),
     ('...', 'stands for flags of the reader'),
     ('/shared/', 'needs several hosts; tests/launch/isoflop_test.py shares runs'),
     ('mod_isoflop_paper.py --budgets=', 'needs a pod: even its plan times a step of 24x1536'),
