@@ -135,11 +135,11 @@ def test_losses_of_a_mixture_are_apart_and_weighted_by_its_shares(
     assert result['routing']['selected_fraction'] == pytest.approx([entered / real], rel=1e-5)
 
 
-def test_domains_that_were_not_reached_are_not_reported(variables, hparams, mesh):
-    """One batch of one domain: the loss is that domain's."""
-    result = evaluate(variables, hparams, Mixture(), mesh, 1, 'predictor')
-    assert list(result['domains']) == ['web']
-    assert result['domains']['web']['loss'] == pytest.approx(result['loss'], rel=1e-12)
+def test_fewer_batches_than_domains_are_refused(variables, hparams, mesh):
+    """The loss of a member that was reached once stood for that of the mixture."""
+    with pytest.raises(ValueError, match='num_batches=1: must be at least 2') as caught:
+        evaluate(variables, hparams, Mixture(), mesh, 1, 'predictor')
+    assert '\n' not in str(caught.value)
 
 
 def test_perplexity_is_finite_or_infinite():

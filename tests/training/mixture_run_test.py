@@ -86,9 +86,6 @@ def test_each_domain_is_told_apart_and_weighted_by_its_share(finished, hparams, 
             assert values[number] == pytest.approx(expected[number], rel=1e-6)
         rows = {'web': 15, 'code': 5}[name]
         assert values['epochs'] == rows / alone.num_train_windows
-    too_few = (finished.state.variables, hparams, finished.dataset, mesh, 1)
-    with pytest.raises(ValueError, match='num_batches=1: must be at least 2'):
-        evaluate_honestly(*too_few)
     mean = 0.75 * domains['web']['loss'] + 0.25 * domains['code']['loss']
     assert found['eval']['loss'] == pytest.approx(mean)
     assert 'domains' not in found['eval']
