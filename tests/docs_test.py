@@ -243,6 +243,8 @@ PARSED_ONLY = (
     ('my_tasks', 'a folder of the reader; docs/evaluation.md has one'),
     ('...', 'stands for flags of the reader'),
     ('/shared/', 'needs several hosts; tests/launch/isoflop_test.py shares runs'),
+    ('moda_700m.py --mesh=data=8', 'needs GPUs for weeks; tests/configs_test.py lowers its step'),
+    ('moda_1b5.py --mesh=data=8', 'needs GPUs for weeks; tests/configs_test.py lowers its step'),
     ('mod_isoflop_paper.py --budgets=', 'needs a pod: even its plan times a step of 24x1536'),
     ('launch.train --mesh=data=8,fsdp=32', 'ten minutes; docs/scale.md has what it prints'),
 )
