@@ -99,8 +99,7 @@ def evaluate(
             ratios = expert_ratios(whole['experts'], experts.top_k, experts.num_routed)
             result['experts'] = _lists(ratios)
     if dataset.domains:
-        found = {name: totals[name] for name in dataset.domains if name in totals}
-        result['domains'] = {name: _of_domain(sums) for name, sums in found.items()}
+        result['domains'] = {name: _of_domain(totals[name]) for name in dataset.domains}
     return result
 
 

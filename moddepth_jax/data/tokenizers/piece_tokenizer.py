@@ -1,5 +1,6 @@
 """What all tokenizers from files share: ids that each stand for some bytes."""
 
+import abc
 import hashlib
 import os
 import pathlib
@@ -11,7 +12,7 @@ from moddepth_jax.data.tokenizers.stretches import stretches
 from moddepth_jax.data.tokenizers.tokenizer import check_ids
 
 
-class PieceTokenizer:
+class PieceTokenizer(abc.ABC):
     """A Tokenizer whose text is its ids' bytes, one after another; subclasses encode.
 
     Of one that puts a space before a document (`prefixed`), `decode` takes the first space of each
@@ -91,8 +92,9 @@ class PieceTokenizer:
         (directory / self._kind).write_bytes(self._content)
         about_file.write(directory, self._kind, self)
 
+    @abc.abstractmethod
     def _ids(self, text: str) -> list[int]:
-        raise NotImplementedError
+        """Ids of text that is not long."""
 
     def _check_about(self, about, file):
         """Raises ValueError where the file is not the one that the note was written for."""
