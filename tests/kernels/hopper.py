@@ -55,7 +55,7 @@ _PTXAS = re.compile(
 )
 # Grid, cluster and block along x, y, z, then bytes of shared memory. Newer JAX has the second name.
 _MOSAIC_LAUNCH = re.compile(
-    r'call void @mosaic_gpu_(?:launch_kernel|build_kernel_spec)\(ptr [^,]*((?:, i32 \d+){10}),'
+    r'call (?:void|i32) @mosaic_gpu_(?:launch_kernel|build_kernel_spec)\(ptr [^,]*((?:, i32 \d+){10}),'
 )
 # As StableHLO writes it: the name of a call of Triton.
 _TRITON_NAME = re.compile(r'\bname = "(\w+)"')
