@@ -155,7 +155,9 @@ def _backward(static, residuals, cotangents):
         sums = dslots if dsums is None else dsums
         dq_depth_BTNH, *sums = _depth(static, 'backward')(q, *joint, slots, sums, *slot_mask)
         if q_depth_BTNH is None:
-            dq_BTNH, dq_depth_BTNH = dq_BTNH.astype(dq_depth_BTNH.dtype) + dq_depth_BTNH, None
+            wide = lse_BNT.dtype
+            dq_BTNH = dq_BTNH.astype(wide) + dq_depth_BTNH.astype(wide)
+            dq_depth_BTNH = None
         else:
             dq_depth_BTNH = dq_depth_BTNH.astype(q_depth_BTNH.dtype)
         dslots, dsums = (tuple(sums), None) if dsums is None else (dslots, tuple(sums))
