@@ -1,10 +1,9 @@
 """Attention over the sequence by blocks, so that memory grows with T and not with T x S.
 
-For CPUs and any other backend. Up to 2048 tokens the blocks are static, each a block of queries with
-all keys that it may see. Longer sequences run the loops of xla_sequence_loops.
+For CPUs and any other backend. Up to 2048 tokens the blocks are static, each some queries with all
+keys that they may see. Longer sequences run the loops of xla_sequence_loops.
 """
 
-import jax
 import jax.numpy as jnp
 
 from kernels_pallas import xla_sequence_loops

@@ -1,8 +1,8 @@
 """The XLA form of long sequences: loops over tiles of queries by keys, with an online softmax.
 
 The scores of one tile are the largest temporary, whatever T and S. A tile of queries visits the
-tiles of keys from the first to the last that any of its queries may see; the two bounds are computed
-from the mask, so that earlier documents, and what a window hides, cost nothing.
+tiles of keys from the first to the last that any of its queries may see. The two bounds are
+computed from the mask, so that earlier documents, and what a window hides, cost nothing.
 """
 
 import jax
@@ -72,7 +72,9 @@ def _bounds(order, places, ids, window, sizes):
         meet = meet & (nearest[:, :, None] - last[:, None] < window)
     if ids is not None:
         (low, high), (key_low, key_high) = (_limits(x, n) for x, n in zip(ids, sizes, strict=True))
-        meet = meet & (low[:, :, None] <= key_high[:, None]) & (key_low[:, None] <= high[:, :, None])
+        meet = (
+            meet & (low[:, :, None] <= key_high[:, None]) & (key_low[:, None] <= high[:, :, None])
+        )
     meet_IJ = jnp.any(meet, axis=0)
     first_I = jnp.argmax(meet_IJ, axis=1).astype(jnp.int32)
     end_I = meet_IJ.shape[1] - jnp.argmax(meet_IJ[:, ::-1], axis=1).astype(jnp.int32)
@@ -107,9 +109,7 @@ class _Tiles:
             self.order = jnp.arange(length)[None], jnp.arange(self.num_keys)[None]
         self.ids = None if segment_ids_BT is None else (segment_ids_BT, key_segment_ids_BS)
         sizes = self.queries, self.keys
-        self.first_I, self.end_I = _bounds(
-            self.order, self.places, self.ids, static.window, sizes
-        )
+        self.first_I, self.end_I = _bounds(self.order, self.places, self.ids, static.window, sizes)
 
     def flat(self, x):
         """Heads and width as one axis: else XLA transposes all of an array for the tiles' sake."""
@@ -144,7 +144,7 @@ class _Tiles:
             seen = visible(*pairs, self.static.window)
             rows = row + jnp.arange(self.queries) >= index * self.queries
             columns = column + jnp.arange(self.keys) >= key_index * self.keys
-            return step(column, seen & rows[:, None] & columns, carry)
+            return step(column, seen & (rows[:, None] & columns[None])[None], carry)
 
         return lax.fori_loop(self.first_I[index], self.end_I[index], body, carry)
 
