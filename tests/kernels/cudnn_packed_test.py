@@ -4,6 +4,7 @@ cuDNN itself is not run. In its place stands what it documents: of every documen
 the place of its first number in memory, plain causal attention, with the logsumexp by document.
 """
 
+import functools
 import json
 import re
 
@@ -15,6 +16,7 @@ import pytest
 from kernels_pallas import cudnn, cudnn_packed, depth_attention, xla_sequence
 from kernels_pallas.choice import Shapes
 from kernels_pallas.joint import Parts, Static, joint_attention
+from tests.kernels.cases import jit
 
 GROUPED = pytest.mark.skipif(
     jax.__version_info__ < (0, 11, 2), reason='JAX before 0.11.2 misplaces grouped keys; refused'
@@ -106,12 +108,12 @@ def ids(*rows):
     return np.stack([np.repeat(np.arange(len(row)), row) for row in rows]).astype(np.int32)
 
 
-CASES = {
+FIT = {
     'one document a row': ids([24], [24]),
     'length 1 first and last': ids([1, 22, 1], [23, 1]),
     'all of length 1 but one': ids([1, 1, 1, 21], [20, 1, 1, 2]),
-    'other numbers of documents': ids([5, 9, 10], [24], [12, 12]),
-    'padding': np.concatenate([1 + ids([8, 9]), np.zeros((1, 7), np.int32)], axis=1),
+    'other numbers of documents': ids([5, 9, 10], [24]),
+    'padding': np.repeat([[1, 2, 0], [7, 5, 0]], 8, axis=1).astype(np.int32),
     'edges of blocks': ids([8, 8, 8], [7, 9, 8]),
 }
 BEYOND = {
@@ -120,82 +122,89 @@ BEYOND = {
 }
 
 
-def compare(segments, group, monkeypatch, key_segments=None):
-    """All results of a joint softmax through cuDNN's part, against the reference, in float32."""
-    monkeypatch.setattr(cudnn, 'MOST_DOCUMENTS', 4)
-    batch, length = segments.shape
-    kv_heads, width, slots = 2, 8, 3
+def mine(mask, *inputs):
+    """The joint softmax whose sequence part is cuDNN's."""
+    static = Static(0, True, 0, 0.3, False, Parts('cudnn', 'xla'))
+    places = jnp.broadcast_to(jnp.arange(24), mask[0].shape)
+    slots = inputs[3:], (2, None, None), None
+    return joint_attention(static, *inputs[:3], (places, places, *mask), None, *slots)[:2]
+
+
+def right(mask, *inputs):
+    options = {'segment_ids_BT': mask[0], 'key_segment_ids_BS': mask[1], 'num_slots': 2}
+    options |= {'scale': 0.3, 'return_lse': True, 'implementation': 'reference'}
+    return depth_attention(*inputs, **options)
+
+
+@functools.cache
+def drawn(batch, group):
+    """q, k, v and slots, and the output's cotangent."""
+    shapes = [(batch, 24, 2 * group, 8), *2 * [(batch, 24, 2, 8)], *2 * [(3, batch, 24, 2, 8)]]
     keys = jax.random.split(jax.random.key(0), 6)
-    shapes = [(batch, length, kv_heads * group, width), *2 * [(batch, length, kv_heads, width)]]
-    shapes += 2 * [(slots, batch, length, kv_heads, width)] + shapes[:1]
-    *inputs, do = (jax.random.normal(*pair) for pair in zip(keys, shapes, strict=True))
-    places = np.broadcast_to(np.arange(length), (batch, length))
-    key_segments = segments if key_segments is None else key_segments
+    return [jax.random.normal(*pair) for pair in zip(keys, shapes + shapes[:1], strict=True)]
 
-    def mine(*inputs):
-        static = Static(0, True, 0, 0.3, False, Parts('cudnn', 'xla'))
-        masks = (places, places, segments, key_segments)
-        slots = inputs[3:], (2, None, None), None
-        return joint_attention(static, *inputs[:3], masks, None, *slots)[:2]
 
-    def right(*inputs):
-        options = {'num_slots': 2, 'scale': 0.3, 'segment_ids_BT': segments, 'return_lse': True}
-        options |= {'key_segment_ids_BS': key_segments, 'implementation': 'reference'}
-        return depth_attention(*inputs, **options)
+def program(attention):
+    """Output, logsumexp and the gradients of all inputs, of segment ids of queries and keys."""
 
-    def results(attention):
-        (o, lse), pull = jax.vjp(jax.jit(attention), *inputs)
+    def results(mask, *given):
+        *inputs, do = given
+        (o, lse), pull = jax.vjp(lambda *inputs: attention(mask, *inputs), *inputs)
         return o, lse, *pull((do, jnp.zeros_like(lse)))
 
+    return jit(results)
+
+
+reference = functools.cache(lambda: program(right))
+
+
+def compare(results, segments, key_segments, given):
+    """In float32 all is as in the reference."""
+    found = results((segments, key_segments), *given)
     names = ('o', 'lse', 'dq', 'dk', 'dv', 'dk_depth', 'dv_depth')
-    for name, x, y in zip(names, results(mine), results(right), strict=True):
+    for name, x, y in zip(names, found, reference()((segments, key_segments), *given), strict=True):
         np.testing.assert_allclose(x, y, rtol=0, atol=2e-5, err_msg=name)
 
 
-@pytest.mark.parametrize('name', CASES)
-def test_equals_the_reference(name, calls, monkeypatch):
-    """Output, joint logsumexp and every gradient; nothing undefined shows."""
-    monkeypatch.setattr(xla_sequence, 'sequence_forward', no_xla)
-    monkeypatch.setattr(xla_sequence, 'sequence_backward', no_xla)
-    compare(CASES[name], 1, monkeypatch)
-    assert [call[0] for call in calls] == ['fwd', 'bwd']
-
-
 def no_xla(q, k, v, mask, static, *joint):
-    """NaN, in the shapes of xla_sequence, where its branch is not to be taken."""
+    """NaN, in the shapes of xla_sequence."""
     del mask, static
     wrong = [x * jnp.nan for x in (q, k, v)]
     return wrong if joint else (wrong[0], jnp.moveaxis(wrong[0][..., 0], 2, 1))
 
 
-@GROUPED
-@pytest.mark.parametrize('group', [2, 3, 8])
-def test_grouped_keys(group, calls, monkeypatch):
-    """Keys are found by the number of their own heads."""
+@pytest.mark.parametrize('group', [1, *(pytest.param(g, marks=GROUPED) for g in (2, 3, 8))])
+def test_equals_the_reference(group, calls, monkeypatch):
+    """Output, joint logsumexp and every gradient; nothing undefined shows; XLA's form is not used.
+
+    What does not fit the layout is not computed by cuDNN: there XLA's NaN shows.
+    """
+    monkeypatch.setattr(cudnn, 'MOST_DOCUMENTS', 4)
     monkeypatch.setattr(xla_sequence, 'sequence_forward', no_xla)
     monkeypatch.setattr(xla_sequence, 'sequence_backward', no_xla)
-    compare(CASES['other numbers of documents'], group, monkeypatch)
-    assert calls
+    results, given = program(mine), drawn(2, group)
+    for segments in FIT.values():
+        compare(results, segments, segments, given)
+    assert [call[0] for call in calls] == ['fwd', 'bwd']
+    for segments in BEYOND.values():
+        assert np.isnan(results((segments, segments), *given)[0]).all()
+    keys = FIT['edges of blocks']
+    assert np.isnan(results((keys, keys[::-1]), *given)[0]).all()
 
 
-@pytest.mark.parametrize('name', BEYOND)
-def test_what_does_not_fit_is_exact(name, calls, monkeypatch):
-    """More documents than M, and ids that are not contiguous, take XLA's form."""
-    compare(BEYOND[name], 1, monkeypatch)
+def test_what_does_not_fit_is_exact_in_groups_of_rows(calls, monkeypatch):
+    """A batch beyond the workspace goes through in groups, and each takes the form that it can.
 
-
-def test_other_ids_of_keys_are_exact(calls, monkeypatch):
-    """Keys whose ids are not those of their queries take XLA's form."""
-    compare(CASES['edges of blocks'], 1, monkeypatch, ids([8, 8, 8], [8, 8, 8]))
-
-
-def test_groups_of_rows(calls, monkeypatch):
-    """A batch beyond the workspace goes through in groups; each chooses its form by itself."""
+    More documents than M, ids that are not contiguous, and keys with other ids take XLA's form.
+    """
+    monkeypatch.setattr(cudnn, 'MOST_DOCUMENTS', 4)
     monkeypatch.setattr(cudnn, 'WORKSPACE', 2 * 4 * 4 * 2 * 24 * 8)
-    rows = np.concatenate([CASES['edges of blocks'], BEYOND['too many documents']])
-    compare(rows, 1, monkeypatch)
-    assert {call[1][0] for call in calls} == {2}
-    assert {call[2] for call in calls} == {(2, 4)}
+    results, given = program(mine), drawn(4, 1)
+    for segments in BEYOND.values():
+        rows = np.concatenate([FIT['edges of blocks'], segments])
+        compare(results, rows, rows, given)
+    compare(results, rows, rows[::-1].copy(), given)
+    assert {(call[1][0], call[2]) for call in calls} == {(2, (2, 4))}
 
 
 def test_sizes():
@@ -268,9 +277,7 @@ def test_lowers_for_cuda(group):
         return cudnn_packed.sequence_forward(q, k, v, (rows,) * 4, static)
 
     def backward(q, k, v, rows, o, do, lse, delta):
-        return cudnn_packed.sequence_backward(
-            q, k, v, (rows,) * 4, static, o, do, lse, delta
-        )
+        return cudnn_packed.sequence_backward(q, k, v, (rows,) * 4, static, o, do, lse, delta)
 
     def call(function, *arrays):
         text = jax.jit(function).trace(*arrays).lower(lowering_platforms=('cuda',)).as_text()
@@ -291,10 +298,3 @@ def test_lowers_for_cuda(group):
     for _, options, *_ in (found, other):
         assert options['mask_type'] == 'PADDING_CAUSAL' and options['max_seg_per_batch'] == 32
         assert options['fmha_scale'] == 0.3 and options['sliding_window_length'] == 0
-
-
-def test_gradient_of_a_long_row_is_of_its_own_document():
-    """Documents are told apart by their first tokens, which are T for what is no document."""
-    index_BT, starts, fit = cudnn_packed._documents(jnp.asarray(CASES['padding']), 4)
-    assert starts.tolist() == [[0, 8, 17, 24, 24]] and bool(fit)
-    assert index_BT[0].tolist() == 8 * [0] + 9 * [1] + 7 * [2]
