@@ -170,10 +170,18 @@ def depth_forward(q_BTNH, o_BTNH, lse_BNT, buffers, num_slots, mask_LBR, rows_BT
 
     def step(tile, carry):
         whole_o, whole_lse, buffers = carry
-        q, o, rows = _cut(q_BTNH, tile), _cut(whole_o, tile), _cut(rows_BT, tile)
-        lse = _cut(whole_lse, tile, axis=2)
-        given = q, o, lse, buffers, num_slots, mask_LBR, rows, tile, window, scale
-        o, lse, buffers = _forward_tile(*given)
+        o, lse, buffers = _forward_tile(
+            _cut(q_BTNH, tile),
+            _cut(whole_o, tile),
+            _cut(whole_lse, tile, axis=2),
+            buffers,
+            num_slots,
+            mask_LBR,
+            _cut(rows_BT, tile),
+            tile,
+            window,
+            scale,
+        )
         return _put(whole_o, tile, o), _put(whole_lse, tile, lse, axis=2), buffers
 
     return _by_tiles(q_BTNH.shape, step, (o_BTNH, lse_BNT, buffers))
@@ -230,10 +238,20 @@ def depth_backward(
 
     def step(tile, carry):
         whole_dq, *sums = carry
-        q, do, rows = (_cut(x, tile) for x in (q_BTNH, do_BTNH, rows_BT))
-        lse, delta = (_cut(x, tile, axis=2) for x in (lse_BNT, delta_BNT))
-        given = q, do, lse, delta, buffers, sums, num_slots, mask_LBR, rows, tile, window, scale
-        dq, *sums = _backward_tile(*given)
+        dq, *sums = _backward_tile(
+            _cut(q_BTNH, tile),
+            _cut(do_BTNH, tile),
+            _cut(lse_BNT, tile, axis=2),
+            _cut(delta_BNT, tile, axis=2),
+            buffers,
+            sums,
+            num_slots,
+            mask_LBR,
+            _cut(rows_BT, tile),
+            tile,
+            window,
+            scale,
+        )
         return _put(whole_dq, tile, dq), *sums
 
     return _by_tiles(q_BTNH.shape, step, (jnp.zeros_like(q_BTNH), *sums))
