@@ -55,7 +55,7 @@ def _environment(toy):
     paths = [str(pathlib.Path(__file__).parents[1]), env.get('PYTHONPATH')]
     env['PYTHONPATH'] = os.pathsep.join(filter(None, paths))
     if toy:
-        return env | {'JAX_PLATFORMS': 'cpu'}
+        return env | {'JAX_PLATFORMS': 'cpu', 'JAX_DISABLE_MOST_OPTIMIZATIONS': '1'}
     env.setdefault('JAX_PLATFORMS', 'cuda,cpu')
     env.setdefault('CUDA_VISIBLE_DEVICES', '0')  # of several, one is measured
     # A candidate of model.attention=auto is tried in a process next to the one that asks.
