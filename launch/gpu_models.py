@@ -161,8 +161,9 @@ def small_study(variants: list[str], toy: bool = False) -> dict:
       `rows`: of each run its variant, size, steps and bits a byte held out.
     """
     arguments = ['launch.isoflop', '--config=configs/mod_isoflop_gpu.py', '--seeds=0']
-    arguments.append(f'--variants={",".join(variants)}')
-    arguments += ['--steps=2', '--sizes=2x64'] if toy else ['--budgets=1e15', '--sizes=8x256']
+    arguments.append(f'--variants={",".join(variants[:1] if toy else variants)}')
+    arguments += ['--budgets=4e8' if toy else '--budgets=1e15']
+    arguments.append('--sizes=2x64' if toy else '--sizes=8x256')
     if toy:
         knobs = {'data.source': 'synthetic', 'data.sequence_length': 32, 'data.batch_size': 2}
         knobs |= {'evaluation.final_batches': 1, 'training.log_every': 1}

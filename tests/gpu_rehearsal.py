@@ -40,27 +40,34 @@ def python_of(folder):
     return folder / 'venv/bin/python'
 
 
+def run(words):
+    """Runs a command that must succeed; what it prints is shown where it does not."""
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def install(folder):
     """Makes the environment and the folder of carried wheels; returns (held, carried)."""
     installed = wheels.read_installed(MACHINE.read_text())
-    everything = wheels.needed(wheels.required(), PYTHON, {}, PIN)
+    of_jax = [line for name in ('jax', 'jaxlib') for line in importlib.metadata.requires(name)]
+    everything = wheels.needed([*wheels.required(), *of_jax], PYTHON, {}, PIN)
     held = [name for name in everything if name in installed and name != 'triton']
     absent = [
         name
         for name, lacks in wheels.needed(wheels.required(), PYTHON, installed, PIN).items()
         if lacks
     ]
-    subprocess.run([sys.executable, '-m', 'venv', folder / 'venv'], check=True)
+    run([sys.executable, '-m', 'venv', folder / 'venv'])
     pip = [python_of(folder), '-m', 'pip', '-q', '--disable-pip-version-check', 'install']
     versions = [
         f'{name}=={installed[name] or importlib.metadata.version(name)}' for name in sorted(held)
     ]
-    subprocess.run([*pip, '--no-deps', *versions], check=True)
+    run([*pip, '--no-deps', *versions])
     carried = [f'{n}=={PIN[n]}' if n in PIN else wheels.pinned(n) for n in sorted(absent)]
     wheels.download(carried, folder / 'wheels', PYTHON)
     found = sorted((folder / 'wheels').glob('*.whl'))
     target = ['--no-index', '--no-deps', '--no-compile', '--target', folder / 'site']
-    subprocess.run([*pip, *target, *found], check=True)
+    run([*pip, *target, *found])
     return versions, found
 
 
@@ -91,6 +98,7 @@ def rehearse_without_wheels(folder):
     out = folder / 'without_wheels'
     status, said, _ = gpu(folder, f'--out={out}', f'--cases={MISSING_CASES}', carried=False)
     found = {row['case']: row for row in rows_of(out)}
+    assert (out / FILE).exists(), said
     assert status == 0 and 'missing: ' in said and 'docs/gpu.md' in said, said
     assert found['right/xla/rows']['status'] == 'ok', found
     assert found['step/124m/dense']['status'] == 'missing', found
