@@ -48,7 +48,12 @@ def _draw(axes, curves, style='-', suffix=''):
 
 
 def _finish(axes, title, label):
-    axes.set_xscale('log', base=2)
+    lengths = sorted(
+        {x for line in axes.lines if line.get_marker() == 'o' for x in line.get_xdata()}
+    )
+    if lengths:
+        axes.set_xscale('log', base=2)
+        axes.set_xticks(lengths, [f'{T // 1024}k' if T % 1024 == 0 else str(T) for T in lengths])
     axes.set_xlabel('T')
     axes.set_ylabel(label)
     axes.set_title(title, fontsize=10)
@@ -81,6 +86,7 @@ def draw_times(results: list[dict], rows: dict[str, dict], path) -> bool:
     _draw(left, drawn, '--', ', no slots')
     _draw(left, _curves(results, BOTH, 'fresh', rate), '-', ', 64 slots')
     _finish(left, 'forward + backward', 'TFLOP/s, counted')
+    left.set_ylim(bottom=0)
     with_slots = _curves(results, BOTH, 'fresh', ratio)
     _draw(middle, with_slots)
     middle.plot(*zip(*TARGETS['fresh'].items(), strict=True), 'k:', marker='x', label='target')
@@ -111,6 +117,8 @@ def _draw_slots(axes, results):
             axes.plot(slots, [values[s] for s in slots], marker='o', label=f'T={length}')
     _finish(axes, 'mosaic_gpu by number of slots', 'time over plain cuDNN')
     axes.set_xscale('linear')
+    slots = sorted({count for values in points.values() for count in values})
+    axes.set_xticks(slots, map(str, slots))
     axes.set_xlabel('L')
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from launch import gpu_cases
 from moddepth_jax.benchmarks import machine, runner
-from moddepth_jax.benchmarks.results import FINAL, Results, code_version
+from moddepth_jax.benchmarks.results import BAD, FINAL, Results, code_version
 from tests.launch.fake_gpu_cases import case
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -207,6 +207,13 @@ def test_why_there_is_no_gpu(env, plugins, driver, words, monkeypatch):
     assert words in said and '\n' not in said
 
 
+def test_missing_packages_are_named(monkeypatch):
+    """By the names that pip knows; what is there is not."""
+    monkeypatch.setitem(machine.MODULES, 'no_such_module', 'no-such-package')
+    monkeypatch.setitem(machine.MODULES, 'no_such.module', 'neither')
+    assert machine.missing_modules() == ['no-such-package', 'neither']
+
+
 def gpu(*arguments, **env):
     command = [sys.executable, '-m', 'launch.gpu', *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=os.environ | env)
@@ -229,3 +236,27 @@ def test_bad_input_is_one_line(arguments, status, words, tmp_path):
     assert done.returncode == status and len(done.stderr.splitlines()) == 1, done.stderr
     assert all(word in done.stderr for word in words), done.stderr
     assert not (tmp_path / 'out').exists()
+
+
+@pytest.mark.slow
+def test_whole_list_at_toy_size(tmp_path):
+    """Every case is right, except what a CPU cannot do and what was injected."""
+    lost = {'right/pallas/rows': 'wrong', 'step/124m/moda': 'failed'}
+    inject = '--inject=wrong:right/pallas/rows,crash:step/124m/moda'
+    done = gpu('--toy', f'--out={tmp_path}', inject)
+    results = Results(tmp_path / 'results.jsonl')
+    bad = {name: row for name, row in results.latest.items() if row['status'] in BAD}
+    assert {name: row['status'] for name, row in bad.items()} == lost, bad
+    assert done.returncode == 1 and 'not right: right/pallas/rows, step/124m/moda' in done.stdout
+    timed = results.latest['time/pallas/slots_24_4k']
+    assert timed['reason'] == 'a wrong kernel is not timed: right/pallas/rows wrong'
+    for name in ('step/124m/both', 'decode/124m/mod', 'run/train', 'run/study'):
+        assert results.status(name) == 'ok', results.latest[name]
+    assert not results.latest['step/124m/both']['across_documents']
+    again = gpu('--toy', f'--out={tmp_path}', inject)
+    lines = (tmp_path / 'results.jsonl').read_text().splitlines()
+    assert len(lines) == len(results.latest) and 'cases are done' in again.stdout
+    assert gpu('--report', f'--out={tmp_path}').returncode == 0
+    page = (tmp_path / 'table.md').read_text()
+    assert '**train step, 124m' in page and '**wrong** right/pallas/rows' in page
+    assert len(list(tmp_path.iterdir())) <= 8
