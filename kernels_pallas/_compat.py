@@ -37,7 +37,7 @@ def interpret_params(interpret: bool, detect_races: bool = False):
     if not interpret:
         return None
     if not CAN_INTERPRET:
-        raise ValueError('interpret=True needs the Mosaic GPU interpreter of JAX 0.11 or newer')
+        raise ValueError('interpret=True needs the Mosaic GPU interpreter of JAX 0.11.2 or newer')
     return _INTERPRETER(detect_races=detect_races)
 
 
@@ -54,7 +54,7 @@ def one_warpgroup_kernel(body, name, runs, out_type, scratch_types, interpret=No
 
     Returns:
       A function of the operands, some of which may be mutable references (jax.new_ref), written in
-      place: what plgpu.kernel takes on 0.12 only.
+      place: what plgpu.kernel takes from 0.11 on.
     """
 
     def scoped(*refs):
