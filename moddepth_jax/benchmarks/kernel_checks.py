@@ -31,6 +31,7 @@ FACTORS = {'o': (2, 2e-6)}
 GRADIENT_FACTORS = (3, 1e-5)
 # Whatever XLA does: three roundings of bfloat16, or of the tensor cores' float32.
 MOST = {'bfloat16': 0.02, 'float32': 4e-3}
+_ARRAYS = ('_BT', '_LBR')  # ends of the names of arguments that are arrays
 
 
 def _jit(function, toy):
@@ -62,6 +63,11 @@ def prepared(case: dict, toy: bool):
         gradients[0] += gradients.pop()
         inputs = inputs[:5]
     return inputs, do, arguments | {'traced': traced, 'num': num}, [o, *gradients]
+
+
+def arrays_of(arguments: dict) -> dict:
+    """The masks, rows and segment ids among the arguments of `prepared`."""
+    return {name: jnp.asarray(x) for name, x in arguments.items() if name.endswith(_ARRAYS)}
 
 
 def _cudnn_and_xla(q, k, v, k_depth, v_depth, *, num_slots, q_depth_BTNH=None, **options):
@@ -99,22 +105,22 @@ def _attention(implementation):
 
 
 def program(implementation: str, arguments: dict, toy: bool):
-    """f(inputs, do, num) -> o and the gradients of the inputs, compiled at its first call.
+    """f(inputs, do, num, masks) -> o and the gradients of the inputs, compiled at its first call.
 
     Args:
       implementation: of kernels_pallas, or CUDNN.
-      arguments: of `prepared`.
+      arguments: of `prepared`; `masks` are the arrays among them.
       toy: as there.
     """
-    arguments = dict(arguments)
-    traced, num = arguments.pop('traced'), arguments.pop('num')
+    options = {name: value for name, value in arguments.items() if not name.endswith(_ARRAYS)}
+    traced, num = options.pop('traced'), options.pop('num')
     attention = _attention(implementation)
 
-    def run(inputs, do, traced_num):
+    def run(inputs, do, traced_num, masks):
         def attend(*inputs):
             own = {'q_depth_BTNH': inputs[5]} if len(inputs) == 6 else {}
             written = traced_num if traced else num
-            return attention(*inputs[:5], num_slots=written, **own, **arguments)
+            return attention(*inputs[:5], num_slots=written, **own, **masks, **options)
 
         o, pull = jax.vjp(attend, *inputs)
         return o, *pull(do)
@@ -153,9 +159,10 @@ def check(implementation: str, case: str, toy: bool = False, bent: bool = False)
     packed = case.startswith('packed/')
     chosen = PACKED_CASES[case.removeprefix('packed/')] if packed else CASES[case]
     inputs, do, arguments, right = prepared(chosen, toy)
-    run, num = program(implementation, arguments, toy), arguments['num']
-    mine, again = (_float64(run(inputs, do, num)) for _ in range(2))
-    plain = _float64(program('xla', arguments, toy)(inputs, do, num))
+    run, masks = program(implementation, arguments, toy), arrays_of(arguments)
+    given = (inputs, do, arguments['num'], masks)
+    mine, again = (_float64(run(*given)) for _ in range(2))
+    plain = _float64(program('xla', arguments, toy)(*given))
     if bent:
         mine = [1.5 * array for array in mine]
     most, found, wrong = MOST[chosen.get('dtype', 'bfloat16')], {}, []
@@ -192,27 +199,31 @@ def check_sums(implementation: str, dtype: str, toy: bool = False, bent: bool = 
     """
     inputs, do, arguments, _ = prepared(MASKED, toy)
     arguments = {k: v for k, v in arguments.items() if k not in ('traced', 'num')}
-    arguments |= {'implementation': implementation, 'num_slots': 3}
+    masks = arrays_of(arguments)
+    options = {name: value for name, value in arguments.items() if name not in masks}
+    options |= {'implementation': implementation, 'num_slots': 3}
     start = jax.tree.map(lambda x: jnp.full(x.shape, 0.5, dtype), inputs[3:5])
     apart = dtype == 'float32'
 
-    def add(inputs, do, sums):
+    def add(inputs, do, sums, masks):
+        call = functools.partial(depth_attention, **options, **masks)
+
         def attend(*slots):
             if apart:
-                return depth_attention(*inputs, slot_sums=slots, **arguments)
-            return depth_attention(*inputs[:3], *slots, thread_slots=True, **arguments)
+                return call(*inputs, slot_sums=slots)
+            return call(*inputs[:3], *slots, thread_slots=True)
 
         return jax.vjp(attend, *(sums if apart else inputs[3:5]))[1]((do, *sums))
 
-    def alone(inputs, do):
+    def alone(inputs, do, masks):
         def attend(*slots):
-            return depth_attention(*inputs[:3], *slots, **arguments)
+            return depth_attention(*inputs[:3], *slots, **options, **masks)
 
         return jax.vjp(attend, *inputs[3:5])[1](do)
 
-    sums = _jit(add, toy)(inputs, do, start)
-    largest = 0.0
-    for total, part in zip(_float64(sums), _float64(_jit(alone, toy)(inputs, do)), strict=True):
+    sums = _float64(_jit(add, toy)(inputs, do, start, masks))
+    parts, largest = _float64(_jit(alone, toy)(inputs, do, masks)), 0.0
+    for total, part in zip(sums, parts, strict=True):
         error = np.abs(total * (1.5 if bent else 1) - 0.5 - part)
         error[3:] *= 1e3  # where nothing is added nothing may change
         largest = max(largest, float(np.max(error - 0.02 * np.abs(0.5 + part))))
@@ -245,14 +256,14 @@ def check_decode(batch: int, length: int, slots: int, toy: bool = False, bent: b
     keys = np.concatenate([visible_BS, np.ones((batch, 1), bool)], axis=1)[:, None]
     value, *_ = exact(inputs, (do, dlse), taken, keys, seen, 128**-0.5)
 
-    def decode(q, k, v, k_depth, v_depth):
+    def decode(q, k, v, k_depth, v_depth, visible_BS):
         cached = (jnp.transpose(side[:, :length], (0, 2, 3, 1)) for side in (k, v))
         new = (k[:, length:], v[:, length:])
         return decode_attention(q, *new, *cached, visible_BS, None, k_depth, v_depth)
 
     run, arrays = _jit(decode, toy), (q, k, v, k_depth, v_depth)
-    mine, again = (np.asarray(run(*arrays), np.float64) for _ in range(2))
-    wide = run(*(x.astype(jnp.float32) for x in arrays)).astype(jnp.bfloat16)
+    mine, again = (np.asarray(run(*arrays, visible_BS), np.float64) for _ in range(2))
+    wide = run(*(x.astype(jnp.float32) for x in arrays), visible_BS).astype(jnp.bfloat16)
     errors = [_largest(x * (1.5 if bent else 1) - value) for x in (mine, np.float64(wide))]
     allowed = 2 * _largest(np.float64(wide) - value) + 2e-6
     if not errors[0] <= allowed:
