@@ -59,7 +59,7 @@ OWN_FLAGS = {
     'experts': ('shapes', 'dtype', 'repeats'),
     'attention': (
         *('lengths', 'kv_heads', 'heads', 'widths', 'slots', 'dtype'),
-        *('implementations', 'without', 'seconds', 'plot'),
+        *('implementations', 'seconds', 'plot'),
     ),
     'scoring': ('size', 'repeats'),
 }

@@ -10,23 +10,18 @@ NAMED = {'124m': ((2048,), 32768), '700m': ((2048, 4096), 16384)}
 
 
 def _config(size: str):
-    """The dense model of a size: LAYERSxWIDTH, 124m (GPT-2's smallest) or 700m (moda_700m).
-
-    In the named ones a row is one text, so that cuDNN can be the sequence part of attention.
-    """
+    """The dense model of a size: LAYERSxWIDTH, 124m (GPT-2's smallest) or 700m (moda_700m)."""
     if size not in NAMED:
         return dense_isoflop.get_config(f'size={size}')
     if size == '700m':
-        config = moda_700m.get_config('slots=none')
-    else:
-        config = dense_isoflop.get_config('size=12x768')
-        config.model.vocab_size = 50304
-        config.model.tie_embeddings = True
-    config.model.across_documents = True
+        return moda_700m.get_config('slots=none')
+    config = dense_isoflop.get_config('size=12x768')
+    config.model.vocab_size = 50304
+    config.model.tie_embeddings = True
     return config
 
 
-def one_model(name: str, size: str, length: int, rows: int, **knobs):
+def one_model(name: str, size: str, length: int, rows: int, router=None, **knobs):
     """Hparams of a variant: routed ones (mod, both, staged) at an eighth in every other block.
 
     Those with experts (moe, staged, integrated) have them as configs/moe.py, in place of the mlp
@@ -36,6 +31,7 @@ def one_model(name: str, size: str, length: int, rows: int, **knobs):
       name: of VARIANTS.
       size: LAYERSxWIDTH or one of NAMED.
       length, rows: of a batch.
+      router: in place of the learned one of routed models.
       knobs: of the model, such as num_kv_heads; None leaves one as it is.
     """
     config = _config(size)
@@ -43,6 +39,7 @@ def one_model(name: str, size: str, length: int, rows: int, **knobs):
         config.model.depth.stream = 'moda'
     if name in ('mod', 'both', 'staged'):
         config.model.routing = mod_isoflop.get_config().model.routing
+        config.model.routing.router = router or config.model.routing.router
     if name in ('moe', 'staged', 'integrated'):
         moe.apply_experts(config)
     if name == 'integrated':
@@ -64,6 +61,20 @@ def dense_and_routed(size: str, kv_heads=None, router=None, context=None):
         if router and module is mod_isoflop:
             config.model.routing.router = router
         yield from_config(config)
+
+
+def dense_and_compared(name: str, size: str, kv_heads: int, context: int):
+    """The dense model and that of a variant, in bfloat16, for decoding.
+
+    Args:
+      name: mod, whose router is random: it has a known rate without training; or moda.
+      size: LAYERSxWIDTH.
+      kv_heads: key/value heads of both.
+      context: places of a cache.
+    """
+    for variant, router in (('dense', None), (name, 'random' if name == 'mod' else None)):
+        knobs = {'num_kv_heads': kv_heads, 'dtype': 'bfloat16'}
+        yield one_model(variant, size, context, 1, router, **knobs)
 
 
 def grouped_heads(size: str) -> int:

@@ -77,7 +77,6 @@ IMPLEMENTATIONS = flags.DEFINE_list(
     None,
     'What is timed (attention). Default: all of ours, cudnn, pallas_triton, flash_attention_2.',
 )
-WITHOUT = flags.DEFINE_list('without', None, 'Implementations that are left out (attention).')
 SECONDS = flags.DEFINE_float(
     'seconds', 300.0, 'After which no further shape is begun (attention).', lower_bound=0
 )
@@ -247,15 +246,11 @@ def attention():
     import jax
 
     from moddepth_jax.analysis import attention_cases, attention_forms, attention_report
-    from moddepth_jax.analysis.attempt import HUNG, DeviceLostError
+    from moddepth_jax.analysis.attempt import DeviceLostError
     from moddepth_jax.analysis.bench_attention import bench_attention
 
     known = (*attention_forms.RIVALS, *attention_forms.IMPLEMENTATIONS)
     names = list(known) if IMPLEMENTATIONS.value is None else _names(IMPLEMENTATIONS, known)
-    left_out = [] if WITHOUT.value is None else _names(WITHOUT, known)
-    names = [name for name in names if name not in left_out]
-    if not names:
-        raise ValueError(f'--without={",".join(left_out)}: leaves nothing to be timed')
     toy = jax.default_backend() != 'gpu'
     cases = attention_cases.TOY_CASES if toy else attention_cases.GPU_CASES
     if DTYPE.value:
@@ -271,7 +266,7 @@ def attention():
         cases = attention_cases.product(*values, first.dtype)
     results, width = [], None if sys.stdout.isatty() else 160
     try:
-        for result in bench_attention(cases, names, SECONDS.value, _running):
+        for result in bench_attention(cases, names, SECONDS.value):
             results.append(result)
             timed = 'rows' in result
             yield result, *([(*attention_report.case_table(result), width)] if timed else [])
@@ -279,13 +274,9 @@ def attention():
                 print(line, file=sys.stderr)
     except DeviceLostError as error:
         print(f'error: {error}; nothing more can run in this process', file=sys.stderr)
-        sys.exit(HUNG)
+        sys.exit(1)
     if PLOT.value:
         attention_report.plot(results, PLOT.value)
     if results[0]['hopper']:
         aims = attention_report.targets(results)
         yield {'targets': aims[2]}, (*aims, width)
-
-
-def _running(name):
-    print(f'running {name}', file=sys.stderr, flush=True)

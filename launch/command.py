@@ -13,9 +13,7 @@ import textwrap
 import traceback
 
 from absl import app, flags, logging
-from ml_collections import config_flags
 
-from launch import config_file
 from moddepth_jax import hparams
 
 FLAGS = flags.FLAGS
@@ -61,6 +59,11 @@ def define_config(default: str | None = None) -> flags.FlagHolder:
     Args:
       default: the --config of a command line that has none; None: it must have one.
     """
+    # Here, and not above: launch.gpu goes on where ml_collections is missing.
+    from ml_collections import config_flags
+
+    from launch import config_file
+
     described = _CONFIG_HELP + (f' Default: {default}.' if default else '')
     with _errors_in_one_line():  # config_flags reads a --flagfile here
         holder = config_flags.DEFINE_config_file('config', help_string=described)
@@ -203,6 +206,8 @@ def _one_line(error):
         theirs = isinstance(error, (FileNotFoundError, PermissionError))
         return str(error) if theirs or error.errno in _OF_THE_DISK else ''
     if isinstance(error, flags.UnrecognizedFlagError):
+        from launch import config_file
+
         if error.flagname.startswith('config.') and 'config' in FLAGS and not FLAGS['config'].value:
             return f'{error.flagvalue}: needs --config=FILE.py before it'
         known = [flag.name for flag in _own_flags()]

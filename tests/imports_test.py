@@ -19,7 +19,8 @@ FLOORS = {
     'moddepth_jax.training': 2,
     'moddepth_jax.conversion': 2,
     'moddepth_jax.analysis': 3,
-    'launch': 4,
+    'moddepth_jax.benchmarks': 4,
+    'launch': 5,
 }
 
 
@@ -102,6 +103,7 @@ def test_arrows_point_downwards():
         ('moddepth_jax.training.loop', 'from configs import base'),
         ('moddepth_jax.conversion.families', 'from moddepth_jax.training import checkpoint'),
         ('moddepth_jax.analysis.isoflop', 'import launch.train'),
+        ('moddepth_jax.analysis.timing', 'from moddepth_jax.benchmarks import runner'),
         ('moddepth_jax.analysis.isoflop', 'importlib.import_module("launch.train")'),
         ('configs.mod_isoflop', 'from moddepth_jax import hparams'),
         ('moddepth_jax.novelty.idea', 'from moddepth_jax.model import layers'),

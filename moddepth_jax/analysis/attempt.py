@@ -1,14 +1,7 @@
 """Benchmarks go on where one of the things they measure cannot run."""
 
-import contextlib
-import os
-import sys
-import threading
-
 import jax
 import jax.numpy as jnp
-
-HUNG = 75  # exit status of a process whose device does not answer any more
 
 
 class DeviceLostError(RuntimeError):
@@ -39,20 +32,3 @@ def attempt(function, *arguments):
     except Exception as error:
         raise DeviceLostError(why) from error
     return None, why
-
-
-@contextlib.contextmanager
-def watched(name: str, seconds: float):
-    """Ends the process with status HUNG where the body takes longer: a kernel that never ends."""
-
-    def end():
-        print(f'{name}: no answer in {seconds:g} s', file=sys.stderr, flush=True)
-        os._exit(HUNG)
-
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()

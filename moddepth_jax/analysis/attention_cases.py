@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 class Case(NamedTuple):
@@ -17,6 +18,9 @@ class Case(NamedTuple):
       slots: L.
       batch: B.
       dtype: of all arrays.
+      written: slots that queries see, known only when the program runs, as in a scanned stack;
+        None: all of them.
+      documents: that a row is packed from, of random lengths; 0: it is one text.
     """
 
     length: int
@@ -26,14 +30,26 @@ class Case(NamedTuple):
     slots: int = 64
     batch: int = 1
     dtype: str = 'bfloat16'
+    written: int | None = None
+    documents: int = 0
+
+    @property
+    def seen(self) -> int:
+        """Slots that a query sees."""
+        return self.slots if self.written is None else self.written
 
     def __str__(self):
         sizes = f'T={self.length} N={self.heads} K={self.kv_heads} H={self.width} L={self.slots}'
-        return f'{sizes} B={self.batch} {self.dtype}'
+        written = '' if self.written is None else f' ({self.written} written)'
+        packed = f' {self.documents} documents' if self.documents else ''
+        return f'{sizes}{written} B={self.batch} {self.dtype}{packed}'
 
 
 class Inputs(NamedTuple):
-    """What is attended to, and the cotangent of the output."""
+    """What is attended to, and the cotangent of the output.
+
+    `written` is None where all slots are, `segment_ids_BT` where a row is one text.
+    """
 
     q_BTNH: jax.Array
     k_BTKH: jax.Array
@@ -41,6 +57,17 @@ class Inputs(NamedTuple):
     k_depth_LBTKH: jax.Array
     v_depth_LBTKH: jax.Array
     do_BTNH: jax.Array
+    written: jax.Array | None = None
+    segment_ids_BT: jax.Array | None = None
+
+    def options(self, with_slots: bool) -> dict:
+        """Further arguments of depth_attention."""
+        found = {}
+        if self.segment_ids_BT is not None:
+            found['segment_ids_BT'] = self.segment_ids_BT
+        if with_slots and self.written is not None:
+            found['num_slots'] = self.written
+        return found
 
 
 # N=64, K=8, L=64, H=64 over T first, for these are the shapes that the targets speak of; then one
@@ -69,6 +96,15 @@ def product(lengths, heads, kv_heads, widths, slots, dtype: str) -> list[Case]:
     ]
 
 
+def document_lengths(case: Case) -> np.ndarray:
+    """int64 [documents], random and 1 or more, T together; [T] where a row is one text."""
+    if not case.documents:
+        return np.array([case.length])
+    rng = np.random.default_rng(case.length + case.documents)
+    cuts = np.sort(rng.choice(case.length - 1, case.documents - 1, replace=False) + 1)
+    return np.diff([0, *cuts, case.length])
+
+
 def make_inputs(case: Case) -> Inputs:
     """Random normal arrays; the slots' keys are larger, so that they get much of the softmax."""
     batch, length, slots = case.batch, case.length, case.slots
@@ -84,15 +120,23 @@ def make_inputs(case: Case) -> Inputs:
         arrays[3] *= jnp.asarray(2.5, case.dtype)
         return Inputs(*arrays)
 
-    return draw(jax.random.key(length + slots))
+    inputs = draw(jax.random.key(length + slots))
+    if case.written is not None:
+        inputs = inputs._replace(written=jnp.asarray(case.written, jnp.int32))
+    if case.documents:
+        ids_T = np.repeat(np.arange(case.documents), document_lengths(case)).astype(np.int32)
+        inputs = inputs._replace(segment_ids_BT=jnp.tile(ids_T, (batch, 1)))
+    return inputs
 
 
 def flops(case: Case, slots: int, backward: bool) -> float:
     """FLOPs of the forward pass, or of both: five products where the forward pass has two.
 
-    The causal half of the query-key pairs counts, and `slots` of the query's own token.
+    The causal half of the query-key pairs counts, inside of documents where a row has several, and
+    `slots` of the query's own token.
     """
-    pairs = case.batch * case.heads * case.length * (case.length / 2 + slots)
+    shown = float(np.sum(document_lengths(case).astype(float) ** 2)) / 2
+    pairs = case.batch * case.heads * (shown + case.length * slots)
     return 4 * pairs * case.width * (3.5 if backward else 1)
 
 
@@ -107,7 +151,7 @@ def depth_bytes(case: Case, direction: str, sum_bytes: int = 0) -> float:
     """
     item = jnp.dtype(case.dtype).itemsize
     per_side = case.batch * case.length * case.width
-    slots, queries = 2 * case.slots * per_side * case.kv_heads, per_side * case.heads
+    slots, queries = 2 * case.seen * per_side * case.kv_heads, per_side * case.heads
     if direction == 'forward':
         return item * (slots + 3 * queries)
     written = item if direction == 'fresh' else 2 * sum_bytes

@@ -45,6 +45,11 @@ def only_checked(inputs: Inputs, chosen_C: np.ndarray) -> Inputs:
 def _gradients(inputs: Inputs, chosen_C, over: str, implementation: str, dtype):
     """Output and gradients of the chosen queries alone, in that dtype."""
     q, k, v, k_depth, v_depth, do = (x.astype(dtype) for x in _of_queries(inputs, chosen_C, over))
+    options = inputs.options(over != PLAIN)
+    if 'segment_ids_BT' in options:
+        ids_BS = options['segment_ids_BT'][:, : k.shape[1]]
+        options['segment_ids_BT'] = options['segment_ids_BT'][:, chosen_C]
+        options['key_segment_ids_BS'] = ids_BS
     positions_BC = jnp.broadcast_to(chosen_C, (q.shape[0], len(chosen_C)))
     positions_BS = jnp.broadcast_to(jnp.arange(k.shape[1]), k.shape[:2])
 
@@ -57,6 +62,7 @@ def _gradients(inputs: Inputs, chosen_C, over: str, implementation: str, dtype):
             positions_BT=positions_BC,
             key_positions_BS=positions_BS,
             implementation=implementation,
+            **options,
         )
 
     o, pull = jax.vjp(attend, q, k, v, *(() if over == PLAIN else (k_depth, v_depth)))
@@ -64,7 +70,7 @@ def _gradients(inputs: Inputs, chosen_C, over: str, implementation: str, dtype):
 
 
 def _of_queries(inputs, chosen_C, over):
-    q, k, v, k_depth, v_depth, do = inputs
+    q, k, v, k_depth, v_depth, do = inputs[:6]
     slots = k_depth[:, :, chosen_C], v_depth[:, :, chosen_C]
     if over == ALONE:
         k, v = k[:, :0], v[:, :0]

@@ -36,12 +36,23 @@ class Form(NamedTuple):
 SUMS = {'accumulate': None, 'accumulate float32': 'float32'}
 
 
-def forms(names, case: Case) -> list[Form]:
-    """All programs of these implementations, rivals without slots only."""
+def forms(names, case: Case, brief: bool = False) -> list[Form]:
+    """All programs of these implementations, rivals without slots only.
+
+    Args:
+      names: of RIVALS and IMPLEMENTATIONS.
+      case: the shape.
+      brief: of ours with slots only both parts together, gradients of their own.
+    """
     found = []
     for name in names:
-        found += [Form(name, PLAIN, direction) for direction in ('forward', 'fresh')]
-        if name in RIVALS or not case.slots:
+        with_slots = name not in RIVALS and case.slots
+        if not (brief and with_slots):
+            found += [Form(name, PLAIN, direction) for direction in ('forward', 'fresh')]
+        if not with_slots:
+            continue
+        if brief:
+            found += [Form(name, BOTH, direction) for direction in ('forward', 'fresh')]
             continue
         ways = ('forward', 'fresh', *SUMS)
         # In float32 both ways of accumulation are one.
@@ -92,10 +103,20 @@ def attend(form: Form):
 
 def _read(form: Form, inputs: Inputs):
     """The arrays that a form attends to; a sequence without keys for the slots alone."""
-    q_BTNH, k_BTKH, v_BTKH, *slots, _ = inputs
+    q_BTNH, k_BTKH, v_BTKH, *slots = inputs[:5]
     if form.over == ALONE:
         return q_BTNH, k_BTKH[:, :0], v_BTKH[:, :0], *slots
     return (q_BTNH, k_BTKH, v_BTKH, *(slots if form.over == BOTH else ()))
+
+
+def _options(form: Form, inputs: Inputs) -> dict:
+    """Further arguments; rivals know neither slots nor documents."""
+    if form.implementation in _RIVALS:
+        return {}
+    options = inputs.options(form.over != PLAIN)
+    if form.over == ALONE:
+        options.pop('segment_ids_BT', None)
+    return options
 
 
 def program(form: Form):
@@ -106,23 +127,25 @@ def program(form: Form):
     function = attend(form)
 
     def forward(inputs, sums):
-        return (function(*_read(form, inputs)),), sums
+        return (function(*_read(form, inputs), **_options(form, inputs)),), sums
 
     def fresh(inputs, sums):
-        o_BTNH, pull = jax.vjp(function, *_read(form, inputs))
+        call = functools.partial(function, **_options(form, inputs))
+        o_BTNH, pull = jax.vjp(call, *_read(form, inputs))
         return (o_BTNH, *pull(inputs.do_BTNH)), sums
 
     def accumulate(inputs, sums):
         *rest, k_depth, v_depth = _read(form, inputs)
+        options = _options(form, inputs)
         apart = SUMS[form.direction] is not None
         # Only the cotangents of the sums matter, not what they hold.
         carried = jax.tree.map(jnp.zeros_like, sums) if apart else (k_depth, v_depth)
 
         def threaded(rest, carried):
             if apart:
-                o_BTNH, *carried = function(*rest, k_depth, v_depth, slot_sums=carried)
+                o_BTNH, *carried = function(*rest, k_depth, v_depth, slot_sums=carried, **options)
             else:
-                o_BTNH, *carried = function(*rest, *carried, thread_slots=True)
+                o_BTNH, *carried = function(*rest, *carried, thread_slots=True, **options)
             return o_BTNH, tuple(carried)
 
         (o_BTNH, _), pull = jax.vjp(threaded, rest, carried)

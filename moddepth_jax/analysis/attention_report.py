@@ -3,6 +3,7 @@
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from moddepth_jax.analysis.attention_cases import Case
 from moddepth_jax.analysis.attention_forms import ALONE, BOTH, PLAIN, SUMS
 
 # Of both passes over plain cuDNN, at TARGET_SHAPE on an H200, by T.
@@ -11,6 +12,7 @@ TARGETS = {
     'accumulate': {4096: 1.48, 16384: 1.14, 65536: 1.04},
 }
 TARGET_SHAPE = {'heads': 64, 'kv_heads': 8, 'width': 64, 'slots': 64, 'dtype': 'bfloat16'}
+TARGET_SHAPE |= {'batch': 1, 'written': None, 'documents': 0}
 COPY_TARGET = 0.9  # of the measured copy bandwidth, by the depth kernels
 COLUMNS = {
     'forward': 'forward',
@@ -22,9 +24,7 @@ COLUMNS = {
 
 def case_title(result: dict) -> str:
     """The shape of a case in one line."""
-    letters = {'length': 'T', 'heads': 'N', 'kv_heads': 'K', 'width': 'H', 'slots': 'L'}
-    sizes = ' '.join(f'{letter}={result[name]}' for name, letter in letters.items())
-    return f'{sizes} B={result["batch"]} {result["dtype"]}'
+    return str(Case(**{name: result[name] for name in Case._fields}))
 
 
 def _cell(row):

@@ -4,7 +4,6 @@ Each implementation is compared with the equation first, and timed where it is r
 """
 
 import concurrent.futures
-import contextlib
 import os
 import time
 
@@ -13,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from moddepth_jax.analysis import attention_cases, attention_check
-from moddepth_jax.analysis.attempt import DeviceLostError, attempt, reason, watched
+from moddepth_jax.analysis.attempt import attempt, reason
 from moddepth_jax.analysis.attention_cases import Case
 from moddepth_jax.analysis.attention_forms import (
     ALONE,
     PLAIN,
+    RIVALS,
     SUMS,
     Form,
     forms,
@@ -25,14 +25,12 @@ from moddepth_jax.analysis.attention_forms import (
     make_sums,
 )
 from moddepth_jax.analysis.timing import in_turn
-from moddepth_jax.training.summary import versions
 
 BASELINES = ('cudnn', 'pallas_triton', 'xla')  # without slots: what the others are divided by
 SCORE_BYTES = 5e9  # forms that hold more scores than this are left out
 SPAN = 5e-3  # seconds that are timed at once: shorter calls are repeated
 MOST_CALLS = 20
 REPEATS = (3, 25)  # least and most rounds
-WATCH = 150.0  # seconds for one implementation's check on a GPU: longer, and a kernel hangs
 
 
 class Timed:
@@ -112,10 +110,13 @@ def _check(programs, failed, inputs, case):
     chosen_C = attention_check.checked_queries(case.length)
     sparse, rulers, right = attention_check.only_checked(inputs, chosen_C), {}, {}
     for form, run in programs.items():
-        if form.over not in rulers:
-            made = attempt(attention_check.make_right, inputs, chosen_C, form.over)
-            rulers[form.over] = made
-        ruler, why = rulers[form.over]
+        # Rivals know no documents: to them a row is one text.
+        apart = form.implementation in RIVALS and case.documents > 0
+        if (form.over, apart) not in rulers:
+            read = inputs._replace(segment_ids_BT=None) if apart else inputs
+            made = attempt(attention_check.make_right, read, chosen_C, form.over)
+            rulers[form.over, apart] = made
+        ruler, why = rulers[form.over, apart]
         if ruler is not None:
             results, why = attempt(attention_check.results_of, form, case, run, sparse)
         else:
@@ -146,15 +147,17 @@ def _time(programs, failed, inputs, case, seconds):
     return {form: values / calls[form].calls for form, values in measured.items()}, repeats
 
 
-def _rows(seconds, failed, case, baseline):
+def _rows(seconds, programs, failed, case, baseline):
     """One dict a form: what was measured and what follows from it."""
     rows = []
     for form, values in seconds.items():
         row = {**form._asdict(), 'seconds': float(np.median(values))}
+        row['temp_bytes'] = programs[form].memory_analysis().temp_size_in_bytes
         forward = form.direction == 'forward'
-        slots = 0 if form.over == PLAIN else case.slots
+        slots = 0 if form.over == PLAIN else case.seen
         if form.over != ALONE:
-            row['flops_per_second'] = attention_cases.flops(case, slots, not forward)
+            computed = case._replace(documents=0) if form.implementation in RIVALS else case
+            row['flops_per_second'] = attention_cases.flops(computed, slots, not forward)
             row['flops_per_second'] /= row['seconds']
             against = Form(baseline, PLAIN, 'forward' if forward else 'fresh')
             if against in seconds:
@@ -180,22 +183,23 @@ def _depth_phase(form, values, seconds, case):
     return {'bytes_per_second': amount / taken} if taken > 0 else {}
 
 
-def bench_case(case: Case, names, seconds: float, told=lambda name: None) -> dict:
+def bench_case(case: Case, names, seconds: float, brief: bool = False) -> dict:
     """Checks and times every form of some implementations at one shape.
 
     Args:
       case: the shape.
       names: of attention_forms.RIVALS and of kernels_pallas's implementations.
       seconds: of timing, about.
-      told: is called with the name of each implementation before it runs.
+      brief: as in attention_forms.forms.
 
     Returns:
       dict with the shape, `baseline` (the first of BASELINES that is right), `repeats`,
       `compile_and_check_seconds`, and `rows`: of each Form its fields and either `failed`, one
-      line, or the median `seconds` of a call; `flops_per_second` of counted causal FLOPs;
-      `over_plain`, the median over rounds of its time over the baseline's without slots. Of the
-      slots alone `bytes_per_second` instead: of the forward pass, or of the backward pass where the
-      form has one (both passes less the forward pass). Or `skipped`, one line.
+      line, or the median `seconds` of a call; `temp_bytes`; `flops_per_second` of counted FLOPs of
+      the pairs that a query sees; `over_plain`, the median over rounds of its time over the
+      baseline's without slots and documents. Of the slots alone `bytes_per_second` instead: of the
+      forward pass, or of the backward pass where the form has one (both passes less the forward
+      pass). Or `skipped`, one line.
 
     Raises:
       DeviceLostError: nothing more can run in this process.
@@ -203,17 +207,11 @@ def bench_case(case: Case, names, seconds: float, told=lambda name: None) -> dic
     inputs, why = attempt(attention_cases.make_inputs, case)
     if why:
         return {**case._asdict(), 'skipped': why}
-    on_gpu = jax.default_backend() == 'gpu'
     begin, right, failed = time.perf_counter(), {}, {}
     for name in names:
-        told(name)
-        with watched(f'{name} at {case}', WATCH) if on_gpu else contextlib.nullcontext():
-            programs, refused = _compile(forms([name], case), inputs, case)
-            failed |= refused
-            try:
-                right |= _check(programs, failed, inputs, case)
-            except DeviceLostError as error:
-                raise DeviceLostError(f'{name} at {case}: {error}') from error
+        programs, refused = _compile(forms([name], case, brief), inputs, case)
+        failed |= refused
+        right |= _check(programs, failed, inputs, case)
     compiled = time.perf_counter() - begin
     measured, repeats = _time(right, failed, inputs, case, seconds) if right else ({}, 0)
     plain = [name for name in BASELINES if Form(name, PLAIN, 'fresh') in measured]
@@ -223,29 +221,34 @@ def bench_case(case: Case, names, seconds: float, told=lambda name: None) -> dic
         'baseline': baseline,
         'repeats': repeats,
         'compile_and_check_seconds': compiled,
-        'rows': _rows(measured, failed, case, baseline),
+        'rows': _rows(measured, right, failed, case, baseline),
     }
 
 
-def bench_attention(cases, names, budget: float, told=lambda name: None):
+def bench_attention(cases, names, budget: float):
     """Yields what the device can do, then the result of `bench_case` for each case.
 
     Args:
       cases: in order of importance.
       names: implementations, rivals among them.
       budget: seconds after which no further case is begun.
-      told: as in bench_case.
     """
+    from moddepth_jax.training.summary import versions
+
     begin, share = time.perf_counter(), 0.3 * budget / max(1, len(cases))
-    on_gpu = jax.default_backend() == 'gpu'
-    first = {'versions': versions(), 'ceilings': ceilings(), 'budget_seconds': budget}
-    first['platform_version'] = jax.devices()[0].client.platform_version
-    first['hopper'] = on_gpu and str(jax.devices()[0].compute_capability).startswith('9.')
-    if on_gpu and 'cudnn' in names:
-        first['cudnn_backward_by_deterministic_flag'] = cudnn_reruns(Case(2048))
-    yield first
+    yield {'versions': versions(), **device_facts('cudnn' in names), 'budget_seconds': budget}
     for case in cases:
         if time.perf_counter() - begin > budget:
             yield {**case._asdict(), 'skipped': f'the budget of {budget:g} s is spent'}
         else:
-            yield bench_case(case, names, share, told)
+            yield bench_case(case, names, share)
+
+
+def device_facts(with_cudnn: bool) -> dict:
+    """`ceilings`, `platform_version`, `hopper`; of cuDNN whether its reruns are equal."""
+    on_gpu, device = jax.default_backend() == 'gpu', jax.devices()[0]
+    facts = {'ceilings': ceilings(), 'platform_version': device.client.platform_version}
+    facts['hopper'] = on_gpu and str(device.compute_capability).startswith('9.')
+    if on_gpu and with_cudnn:
+        facts['cudnn_backward_by_deterministic_flag'] = cudnn_reruns(Case(2048))
+    return facts

@@ -91,7 +91,8 @@ def bench_decode(dense: Hparams, routed: Hparams, batches, prompt: int, repeats:
 
     Args:
       dense, routed: two models of the same shape, whose context is `data.sequence_length`. The
-        router of `routed` need not be trained where its rule has a known rate: `random` has.
+        router of `routed`, if it has one, need not be trained where its rule has a known rate:
+        `random` has.
       batches: rows that decode together.
       prompt: tokens of the prompt whose first token is timed, at batch 1.
       repeats: rounds that are timed.
@@ -120,7 +121,7 @@ def bench_decode(dense: Hparams, routed: Hparams, batches, prompt: int, repeats:
                 'tokens_per_second': {name: batch / s for name, s in median.items()},
                 'speedup': float(np.median(seconds['dense'] / seconds['routed'])),
                 'cache_bytes': {name: call.bytes for name, call in calls.items()},
-                'entered_fraction': float(np.mean(jax.device_get(calls['routed'].entered))),
+                'entered_fraction': _mean(jax.device_get(calls['routed'].entered)),
             }
         )
         del calls
@@ -131,6 +132,11 @@ def bench_decode(dense: Hparams, routed: Hparams, batches, prompt: int, repeats:
         'time_to_first_token': _first_token(models, unrolled, prompt, max(3, repeats // 4)),
         'rows': rows,
     }
+
+
+def _mean(entered):
+    """Mean over steps, layers and rows; 1.0 of a model without routed layers."""
+    return float(np.mean(entered)) if entered else 1.0
 
 
 def _random_weights(hparams):

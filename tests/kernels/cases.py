@@ -1,4 +1,4 @@
-"""Random cases of depth attention, and their exact values in float64."""
+"""Cases of depth attention that every implementation is tested with, and how one is run."""
 
 import functools
 
@@ -8,6 +8,10 @@ import numpy as np
 
 from kernels_pallas import depth_attention
 from kernels_pallas.choice import Shapes
+from moddepth_jax.benchmarks.kernel_cases import KINDS as _KINDS
+from moddepth_jax.benchmarks.kernel_cases import SEQUENCE, exact, make_case
+
+__all__ = ['CASES', 'KINDS', 'SEQUENCE', 'SIZES', 'USUAL', 'exact', 'jit', 'make_case', 'run']
 
 # Unoptimised programs, of the same operations, compile in less than half the time.
 jit = functools.partial(jax.jit, compiler_options={'xla_backend_optimization_level': 0})
@@ -24,8 +28,7 @@ USUAL = Shapes(
 )
 
 SIZES = {'B': 2, 'T': 13, 'S': None, 'R': None, 'N': 6, 'K': 2, 'H': 8, 'L': 9}
-KINDS = {'num': None, 'traced': False, 'slot_window': 0, 'mask': False, 'own_query': False}
-SEQUENCE = {'window': 0, 'segments': False, 'scale': None}
+KINDS = {'traced': False, **_KINDS}
 CASES = {
     'no_slots': {'L': 0, 'num': 0},
     'one_slot': {'L': 1, 'N': 2, 'T': 1},
@@ -39,73 +42,6 @@ CASES = {
     'rows_unmasked': {'T': 7, 'R': 6, 'L': 7, 'window': 3, 'segments': True},
     'depth_alone': {'S': 0, 'num': 5, 'traced': True, 'mask': True},
 }
-
-
-def make_case(B, T, S, R, N, K, H, L, num, slot_window, mask, own_query, window, segments, scale):
-    """(q, k, v, k_depth, v_depth, q_depth), cotangents, arguments, key grid, slot grid.
-
-    Slots that no query may see hold NaN.
-    """
-    rng = np.random.default_rng(T + N + L + window)
-
-    def normal(*shape):
-        return rng.normal(size=shape).astype(np.float32)
-
-    S = T if S is None else S
-    inputs = [normal(B, T, N, H), normal(B, S, K, H), normal(B, S, K, H)]
-    inputs += [normal(L, B, R or T, K, H), normal(L, B, R or T, K, H), normal(B, T, N, H)]
-    arguments = {'slot_window': slot_window, 'window': window, 'scale': scale}
-    rows = np.tile(np.arange(T), (B, 1))
-    if R:
-        rows = np.stack([np.sort(rng.choice(R + 3, T, replace=False)) for _ in range(B)])
-        assert (rows >= R).any()
-        arguments['slot_rows_BT'] = rows.astype(np.int32)
-    shown = np.ones((L, B, R or T), bool)
-    if mask:
-        arguments['slot_mask_LBR'] = shown = rng.random(shown.shape) < 0.6
-    written = np.arange(L) < (L if num is None else num)
-    if slot_window:
-        written &= np.arange(L) >= num - slot_window
-    shown = shown & written[:, None, None]
-    for side in inputs[3:5]:
-        side[~shown] = np.nan
-    taken = np.minimum(rows, (R or T) - 1)
-    slots = np.stack([shown[:, b, taken[b]].T & (rows[b] < (R or T))[:, None] for b in range(B)])
-    gap = np.arange(T)[:, None] - np.arange(S)
-    keys = np.tile((gap >= 0) & ((window == 0) | (gap < window)), (B, 1, 1))
-    if segments:
-        arguments['segment_ids_BT'] = ids = np.sort(rng.integers(0, 3, (B, T)), axis=1)
-        keys &= ids[:, :, None] == ids[:, None]
-    return inputs, (normal(B, T, N, H), normal(B, N, T)), arguments, taken, keys, slots
-
-
-def exact(inputs, cotangents, taken, keys, slots, scale):
-    """o, lse and six gradients in float64: the softmax over the concatenation, by its Jacobian."""
-    q, k, v, kd, vd, qd, do, dlse = (
-        np.nan_to_num(np.asarray(x, np.float64)) for x in (*inputs, *cotangents)
-    )
-    gradients = [np.zeros_like(x) for x in (q, k, v, kd, vd, qd)]
-    dq, dk, dv, dkd, dvd, dqd = gradients
-    o, lse = np.zeros_like(q), np.full(dlse.shape, -np.inf)
-    for b, t, head in np.ndindex(*q.shape[:3]):
-        kv, row = head // (q.shape[2] // k.shape[2]), taken[b, t]
-        at, seen = (b, keys[b, t], kv), (slots[b, t], b, row, kv)
-        scores = np.concatenate([k[at] @ q[b, t, head], kd[seen] @ qd[b, t, head]]) * scale
-        if not scores.size:
-            continue
-        lse[b, head, t] = np.logaddexp.reduce(scores)
-        p = np.exp(scores - lse[b, head, t])
-        values, here = np.concatenate([v[at], vd[seen]]), do[b, t, head]
-        o[b, t, head] = p @ values
-        ds = p * (values @ here - here @ o[b, t, head] + dlse[b, head, t]) * scale
-        split = keys[b, t].sum()
-        dq[b, t, head] = ds[:split] @ k[at]
-        dqd[b, t, head] = ds[split:] @ kd[seen]
-        dk[at] += np.outer(ds[:split], q[b, t, head])
-        dkd[seen] += np.outer(ds[split:], qd[b, t, head])
-        dv[at] += np.outer(p[:split], here)
-        dvd[seen] += np.outer(p[split:], here)
-    return o, lse, gradients
 
 
 def run(inputs, cotangents, num, traced, own_query, **arguments):

@@ -1,135 +1,262 @@
-"""launch.gpu: parts go on where one fails, and all of it runs at toy size on a CPU."""
+"""launch.gpu: a case that ends badly costs itself, and a run that is cut goes on."""
 
 import json
 import os
+import pathlib
 import subprocess
 import sys
+import time
 
 import pytest
 
-from launch.gpu import PARTS, Command, read_tests, run_command, run_part
-from moddepth_jax.analysis.attempt import HUNG
-from moddepth_jax.analysis.gpu_table import gpu_table
+from launch import gpu_cases
+from moddepth_jax.benchmarks import machine, runner
+from moddepth_jax.benchmarks.results import BAD, FINAL, Results, code_version
+from tests.launch.fake_gpu_cases import case
+
+ROOT = pathlib.Path(__file__).parents[2]
+STAMP = {'device': 'H200', 'commit': 'abc', 'code': 'c1'}
 
 
-def gpu(*arguments):
-    command = [sys.executable, '-m', 'launch.gpu', *arguments]
-    return subprocess.run(command, capture_output=True, text=True)
+class Bench:
+    """Runs fake cases in real child processes, and counts these."""
+
+    def __init__(self, folder):
+        self.folder, self.starts, self.said = folder, 0, []
+        self.results = Results(folder / 'results.jsonl')
+
+    def start(self, group, *arguments):
+        self.starts += 1
+        command = [sys.executable, '-m', 'tests.launch.fake_gpu_cases', *arguments]
+        env = os.environ | {'PYTHONPATH': str(ROOT)}
+        return runner.Child(command, env, self.folder / 'log.txt')
+
+    def run(self, cases, seconds=1e9, time_all=False, start=None):
+        begin = time.monotonic()
+        start = start or self.start
+
+        def left():
+            return seconds - (time.monotonic() - begin)
+
+        run = runner.Run(self.results, start, STAMP, left, self.said.append, time_all)
+        return run.run(cases)
+
+    def rows(self):
+        lines = self.results.path.read_text().splitlines()
+        return [json.loads(line) for line in lines]
 
 
-def python(name, code, limit=60.0):
-    return Command(name, ['-c', code], limit, f'{name}.json')
+@pytest.fixture
+def bench(tmp_path):
+    return Bench(tmp_path)
 
 
-def test_a_failing_part_is_told_and_the_others_go_on(tmp_path):
-    """A good one, one with an error, one over its limit, one by a signal; all is in the log."""
-    codes = {
-        'good': 'print("fine")',
-        'bad': 'print("before"); raise ValueError("bent")',
-        'slow': 'import time; print("asleep", flush=True); time.sleep(600)',
-        'killed': 'import os; os.kill(os.getpid(), 9)',
-    }
-    commands = [python(name, code, 2.0 if name == 'slow' else 60.0) for name, code in codes.items()]
-    done = {d['name']: d for d in run_part('x', iter(commands), tmp_path, dict(os.environ))}
-    assert list(done) == list(codes)
-    assert done['good']['failed'] is None
-    assert done['bad']['failed'] == 'exit status 1: ValueError: bent'
-    assert done['slow']['failed'] == 'not done in 2 s' and done['slow']['seconds'] < 30
-    assert done['killed']['failed'] == 'exit status -9'
-    log = (tmp_path / 'log.txt').read_text()
-    assert all(word in log for word in ('fine', 'before', 'bent', 'asleep'))
-    json.dumps(done)
+def test_a_bad_case_costs_itself(bench):
+    """A crash, a hang, a wrong result, an error and what a device cannot do: one line each."""
+    names = ('fine0', 'crash0', 'fine1', 'hang0', 'wrong0', 'failing0', 'unable0', 'fine2')
+    cases = [case(name, name[:-1], limit=1.0 if name == 'hang0' else 30.0) for name in names]
+    later = bench.run(cases)
+    rows = {row['case']: row for row in bench.rows()}
+    assert list(rows) == list(names) and len(bench.rows()) == len(names) and not later
+    assert [row['status'] for row in rows.values()] == [
+        *('ok', 'failed', 'ok', 'hung', 'wrong', 'failed', 'skipped', 'ok'),
+    ]
+    assert rows['crash0']['reason'].startswith('the process ended: SIGABRT: ')
+    assert rows['hang0']['reason'] == 'no answer in 1 s' and rows['hang0']['seconds'] < 5
+    assert rows['failing0']['reason'] == 'OSError: disk on fire'
+    assert 'capability 8.0' in rows['unable0']['reason']
+    assert all(row['reason'] == '' for row in rows.values() if row['status'] == 'ok')
+    assert all(row['device'] == 'H200' and row['date'] for row in rows.values())
+    assert bench.starts == 3  # one more after the crash, one more after the hang
+    log = (bench.folder / 'log.txt').read_text()
+    assert 'fine 0' in log and 'about to crash' in log
+    assert len(bench.said) == len(names)
 
 
-def test_a_lost_device_costs_one_implementation(tmp_path):
-    """The benchmark begins again without what ran last, once for each that ends it."""
-    code = f"""
-import sys
-without = sys.argv[1].split('=')[1].split(',') if sys.argv[1:] else []
-for name in ('cudnn', 'pallas', 'mosaic_gpu'):
-    if name not in without:
-        print('running', name, flush=True)
-        if name != 'cudnn':
-            sys.exit({HUNG})
-"""
-    (done,) = run_part('x', [python('x', code)], tmp_path, dict(os.environ))
-    assert done['status'] == 0 and 'pallas, mosaic_gpu' in done['failed']
-    assert (tmp_path / 'log.txt').read_text().count('\n$ python') == 3
+def test_a_wrong_kernel_is_not_timed(bench):
+    """Its times are skipped by name, those of others are not; time_all times it anyway."""
+    cases = [case('wrong0', 'wrong'), case('fine0', 'fine', needs=('wrong',))]
+    cases += [case('fine1', 'fine', needs=('other/',))]
+    bench.run(cases)
+    rows = {row['case']: row for row in bench.rows()}
+    assert rows['fine0']['status'] == 'skipped' and rows['fine1']['status'] == 'ok'
+    assert rows['fine0']['reason'] == 'a wrong kernel is not timed: wrong0 wrong'
+    bench.run(cases[1:2], time_all=True)
+    assert bench.results.status('fine0') == 'ok'
 
 
-def test_what_a_command_leaves_is_of_this_run(tmp_path):
-    """The file of an earlier run is gone where the command did not come to write its own."""
-    (tmp_path / 'x.json').write_text('[]')
-    list(run_part('x', [python('x', 'raise SystemExit(1)')], tmp_path, dict(os.environ)))
-    assert not (tmp_path / 'x.json').exists()
+def test_a_group_that_hangs_twice_is_given_up(bench):
+    """Two limits are lost, not one for each of its cases."""
+    bench.run([case(f'hang{n}', 'hang', limit=0.5) for n in range(4)])
+    assert [row['status'] for row in bench.rows()] == ['hung', 'hung', 'skipped', 'skipped']
 
 
-def test_environment_of_a_command_is_its_own(tmp_path):
-    """`env` is added to that of the others."""
-    todo = python('x', 'import os; print(os.environ["HOME"], os.environ["KERNEL_TESTS"])')
-    todo = todo._replace(env={'KERNEL_TESTS': 'toy:xla'})
-    done = run_command(todo, {'HOME': '/nowhere'}, tmp_path / 'log.txt')
-    assert done['said'].split() == ['/nowhere', 'toy:xla']
+def test_a_deadline_cuts_and_the_next_run_goes_on(bench):
+    """Cases that need longer do not start; the one at work is cut; none has two results."""
+    cases = [case('fine0', 'fine'), case('slow0', 'slow'), case('fine1', 'fine', expected=900)]
+    cases += [case('fine2', 'fine')]
+    start_seconds, runner.START_SECONDS = runner.START_SECONDS, 0.0
+    try:
+        later = bench.run(cases, seconds=1.2)
+    finally:
+        runner.START_SECONDS = start_seconds
+    assert later == ['slow0', 'fine1', 'fine2']
+    assert bench.results.status('slow0') == 'cut' and bench.results.status('fine1') is None
+    again = Bench(bench.folder)
+    todo, lines = runner.pending(cases, again.results, {'code': 'c1'}, False, False)
+    assert [c.name for c in todo] == later and lines == ['1 of 4 cases are done']
+    assert again.run(todo) == []
+    final = [row['case'] for row in again.rows() if row['status'] in FINAL]
+    assert sorted(final) == sorted(c.name for c in cases)
 
 
-def test_tests_are_counted(tmp_path):
-    """Passed, failed and skipped ones of a real file of pytest's."""
-    (tmp_path / 'three_test.py').write_text(
-        'import pytest\ndef test_a(): pass\ndef test_b(): assert 1 == 2\n'
-        'def test_c(): pytest.skip("no such chip")\n'
-    )
-    arguments = ['-p', 'no:cacheprovider', f'--junitxml={tmp_path / "x.xml"}', tmp_path]
-    pytest_command = [sys.executable, '-m', 'pytest', f'--rootdir={tmp_path}', *arguments]
-    subprocess.run([*pytest_command, '-c', os.devnull, '-o', 'python_files=*_test.py'], check=False)
-    found = read_tests(tmp_path / 'x.xml')
-    assert found['passed'] == 1
-    assert [line.split(':')[0] for line in found['failed']] == ['test_b']
-    assert found['skipped'] == ['test_c: no such chip']
+def test_missing_modules_are_not_a_result(bench):
+    """With the wheels in place the case runs again."""
+    later = bench.run([case('missing0', 'missing')])
+    (row,) = bench.rows()
+    assert row['status'] == 'missing' and 'no_such_module; docs/gpu.md' in row['reason']
+    assert later == ['missing0'] and 'missing' not in FINAL
 
 
-def test_table_of_an_unfinished_run_says_so(tmp_path):
-    """Parts that failed, an empty file of a benchmark that was killed, no others."""
-    commands = [{'name': 'attention', 'seconds': 3.0, 'status': None, 'failed': 'not done in 3 s'}]
-    machine = {'device': 'NVIDIA H200', 'jax': '0.12.0'}
-    record = {'date': '2026-11-21', 'machine': machine, 'toy': False, 'commands': commands}
-    (tmp_path / 'parts.json').write_text(json.dumps({'attention': record}))
-    (tmp_path / 'attention.json').write_text('')
-    page = gpu_table(tmp_path)
-    assert '| attention, attention | 2026-11-21 | 3 | not done in 3 s |' in page
-    assert 'attention: device NVIDIA H200, jax 0.12.0.' in page
-    assert '## Attention' not in page
+def test_a_damaged_last_line_is_ignored(tmp_path):
+    """What a killed machine wrote in part; the next line does not continue it."""
+    path = tmp_path / 'results.jsonl'
+    path.write_text('{"case": "a", "status": "ok", "code": "c1"}\n{"case": "b", "sta')
+    results = Results(path)
+    assert results.damaged == 1 and list(results.latest) == ['a']
+    results.add({'case': 'b', 'status': 'ok', 'value': float('nan')})
+    again = Results(path)
+    assert again.damaged == 1 and again.latest['b']['value'] == 'nan'
+
+
+def test_results_of_another_commit_are_kept(tmp_path):
+    """One line says so; --again repeats these, and with --cases all that are named."""
+    results = Results(tmp_path / 'results.jsonl')
+    for name, code in (('a', 'old'), ('b', 'new')):
+        results.add({'case': name, 'status': 'ok', 'commit': f'{name}1', 'code': code})
+    cases = [case(name, 'fine') for name in 'abc']
+
+    def names(again, chosen):
+        todo, lines = runner.pending(cases, results, {'code': 'new'}, again, chosen)
+        assert len([line for line in lines if 'other code (commit a1)' in line]) == 1
+        return ''.join(c.name for c in todo)
+
+    assert names(False, False) == 'c' and names(True, False) == 'ac' and names(True, True) == 'abc'
+
+
+def test_a_machine_without_its_device_ends_the_run(bench):
+    """No case is blamed: a child that does not start is started once more, then all ends."""
+    with pytest.raises(runner.LostError, match='does not start: exit status 1: no such device'):
+        bench.run([case('fine0', 'fine')], start=lambda group: bench.start(group, 'broken'))
+    assert bench.starts == 2 and not bench.results.path.exists()
+
+
+def test_code_version_is_that_of_the_sources():
+    """The hash needs no git; the commit does."""
+    found = code_version()
+    assert found == code_version() and len(found['code']) == 12
+    assert found['commit'] == 'unknown' or len(found['commit']) == 40
+
+
+@pytest.mark.parametrize('toy', [False, True])
+def test_the_list_is_complete(toy):
+    """Names are unique, functions exist, times need what is checked, and it fits its visits."""
+    cases = gpu_cases.cases(toy)
+    names = [c.name for c in cases]
+    assert len(set(names)) == len(names) and names[0] == 'machine/ceilings'
+    kinds = ('machine', 'right', 'packed', 'time', 'step', 'decode', 'memory', 'experts', 'run')
+    assert {name.split('/')[0] for name in names} == set(kinds)
+    for c in cases:
+        module, _, function = c.run.partition(':')
+        source = (ROOT / f'{module.replace(".", "/")}.py').read_text()
+        assert f'def {function}(' in source
+        assert c.expected <= c.limit <= 510
+        for start in c.needs:
+            first = next((n for n, name in enumerate(names) if name.startswith(start)), 0)
+            assert first < names.index(c.name)
+    if not toy:
+        upto = max(n for n, name in enumerate(names) if name.startswith('step/700m')) + 1
+        groups = sum(a.group != b.group for a, b in zip(cases[:upto], cases[1:], strict=False))
+        seconds = sum(c.expected for c in cases[:upto]) + 8 * groups
+        assert seconds < 3 * 540, seconds
+        needed = {start for c in cases for start in c.needs}
+        assert {'right/mosaic_gpu/', 'packed/mosaic_gpu_fused/'} < needed
+
+
+PLUGINS = [('jax-cuda13-plugin', '0.11.2')]
 
 
 @pytest.mark.parametrize(
-    ('arguments', 'words'),
+    ('env', 'plugins', 'driver', 'words'),
     [
-        (['--parts=tests,trian'], ['--parts=trian', 'train']),
-        (['--parts=tests'], ['no GPU', '--toy']),
+        ({'JAX_PLATFORMS': 'cpu'}, PLUGINS, '580.1', 'JAX_PLATFORMS=cpu is set'),
+        ({}, [], '580.1', "no CUDA plugin; pip install 'jax[cuda13]==0.11.2'"),
+        ({}, [('jax-cuda13-plugin', '0.12.0')], '580.1', 'does not fit jaxlib 0.11.2'),
+        ({}, PLUGINS, None, 'no NVIDIA driver'),
+        ({}, PLUGINS, '550.54.14', '550.54.14 is too old for jax-cuda13-plugin: CUDA 13 needs 580'),
+        ({'CUDA_VISIBLE_DEVICES': ''}, PLUGINS, '580.1', 'CUDA_VISIBLE_DEVICES=; JAX says: boom'),
     ],
 )
-def test_bad_input_is_one_line(arguments, words, tmp_path):
-    """Exit status 2, and nothing is made."""
-    done = gpu(f'--out={tmp_path / "out"}', *arguments)
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+def test_why_there_is_no_gpu(env, plugins, driver, words, monkeypatch):
+    """One line that names what is wrong, by what is installed and what the machine shows."""
+    monkeypatch.setattr(machine, '_plugins', lambda: plugins)
+    monkeypatch.setattr(machine, 'driver_version', lambda: driver)
+    monkeypatch.setattr(machine, 'versions', lambda: {'jax': '0.11.2', 'jaxlib': '0.11.2'})
+    monkeypatch.setattr(machine.glob, 'glob', lambda pattern: ['/dev/nvidia0'])
+    said = machine.why_no_gpu(env, 'boom')
+    assert words in said and '\n' not in said
+
+
+def test_missing_packages_are_named(monkeypatch):
+    """By the names that pip knows; what is there is not."""
+    monkeypatch.setitem(machine.MODULES, 'no_such_module', 'no-such-package')
+    monkeypatch.setitem(machine.MODULES, 'no_such.module', 'neither')
+    assert machine.missing_modules() == ['no-such-package', 'neither']
+
+
+def gpu(*arguments, **env):
+    command = [sys.executable, '-m', 'launch.gpu', *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | env)
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'status', 'words'),
+    [
+        (['--cases=right/mosaic_gup'], 2, ['--cases=right/mosaic_gup', '--list']),
+        (['--inject=crush:x'], 2, ['--inject=crush:x', 'crash:CASE']),
+        (['--inject=wrong:machine/ceilings'], 2, ['machine/ceilings', 'can be wrong']),
+        (['--cases=machine'], 1, ['no GPU: JAX_PLATFORMS=cpu is set']),
+        (['--report'], 2, ['--out=DIR']),
+    ],
+)
+def test_bad_input_is_one_line(arguments, status, words, tmp_path):
+    """And nothing is made."""
+    out = [] if '--report' in arguments else [f'--out={tmp_path / "out"}']
+    done = gpu(*out, *arguments, JAX_PLATFORMS='cpu')
+    assert done.returncode == status and len(done.stderr.splitlines()) == 1, done.stderr
     assert all(word in done.stderr for word in words), done.stderr
     assert not (tmp_path / 'out').exists()
 
 
 @pytest.mark.slow
-def test_whole_run_at_toy_size(tmp_path):
-    """Every part succeeds and has its numbers in the table; a part alone keeps the others'."""
-    done = gpu('--toy', f'--out={tmp_path}')
-    assert done.returncode == 0, done.stdout + (tmp_path / 'log.txt').read_text()[-3000:]
-    parts = json.loads((tmp_path / 'parts.json').read_text())
-    assert tuple(parts) == PARTS
+def test_whole_list_at_toy_size(tmp_path):
+    """Every case is right, except what a CPU cannot do and what was injected."""
+    lost = {'right/pallas/rows': 'wrong', 'step/124m/moda': 'failed'}
+    inject = '--inject=wrong:right/pallas/rows,crash:step/124m/moda'
+    done = gpu('--toy', f'--out={tmp_path}', inject)
+    results = Results(tmp_path / 'results.jsonl')
+    bad = {name: row for name, row in results.latest.items() if row['status'] in BAD}
+    assert {name: row['status'] for name, row in bad.items()} == lost, bad
+    assert done.returncode == 1 and 'not right: right/pallas/rows, step/124m/moda' in done.stdout
+    timed = results.latest['time/pallas/slots_24_4k']
+    assert timed['reason'] == 'a wrong kernel is not timed: right/pallas/rows wrong'
+    for name in ('step/124m/both', 'decode/124m/mod', 'run/train', 'run/study'):
+        assert results.status(name) == 'ok', results.latest[name]
+    assert not results.latest['step/124m/both']['across_documents']
+    again = gpu('--toy', f'--out={tmp_path}', inject)
+    lines = (tmp_path / 'results.jsonl').read_text().splitlines()
+    assert len(lines) == len(results.latest) and 'cases are done' in again.stdout
+    assert gpu('--report', f'--out={tmp_path}').returncode == 0
     page = (tmp_path / 'table.md').read_text()
-    sections = [line for line in page.splitlines() if line.startswith('## ')]
-    assert [line[3:] for line in sections] == [
-        *('Tests', 'Attention', 'Training step', 'By depth', 'Training run'),
-    ]
-    for words in ('| xla, slots |', 'MoD and MoDA', 'realised saving', 'eval bits_per_byte'):
-        assert words in page, page
-    assert 'FAILED' not in page and (tmp_path / 'attention.png').exists()
-    again = gpu('--toy', f'--out={tmp_path}', '--parts=tests')
-    assert again.returncode == 0, again.stdout
-    assert '## Training run' in (tmp_path / 'table.md').read_text()
+    assert '**train step, 124m' in page and '**wrong** right/pallas/rows' in page
+    assert len(list(tmp_path.iterdir())) <= 8

@@ -253,6 +253,6 @@ CLAIMS = (
         'MoDA, kernel',
         'naive 2128.9, flash layout 13.1, chunks 6.29, groups 1.46 ms',
         'None here: a time on a GPU.',
-        needs='a GPU: python -m launch.gpu --parts=attention',
+        needs='a GPU: python -m launch.gpu --cases=time/',
     ),
 )

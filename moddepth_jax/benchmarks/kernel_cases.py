@@ -1,0 +1,128 @@
+"""Random cases of depth attention, their exact values in float64, and those that a GPU is given."""
+
+import numpy as np
+
+KINDS = {'num': None, 'slot_window': 0, 'mask': False, 'own_query': False}
+SEQUENCE = {'window': 0, 'segments': False, 'scale': None}
+DEFAULTS = {'B': 2, 'S': None, 'R': None, 'K': 2, 'H': 64, 'L': 9, **KINDS, **SEQUENCE}
+MASKED = {'T': 200, 'N': 8, 'K': 1, 'L': 64, 'num': 63, 'mask': True, 'traced': True}
+# What each implementation is given on a GPU, compiled; bfloat16 where no dtype is named.
+CASES = {
+    'group_of_8': {'T': 1025, 'N': 8, 'K': 1, 'H': 128, 'L': 64, 'num': 40, 'traced': True},
+    'group_of_2': {'T': 200, 'N': 8, 'K': 4, 'H': 128, 'L': 70, 'num': 33, 'traced': True},
+    'masked': MASKED,
+    'depth_alone': {'T': 200, 'S': 0, 'N': 8, 'L': 64, 'num': 33, 'traced': True},
+    'rows': {'T': 97, 'R': 150, 'N': 8, 'num': 6, 'traced': True, 'mask': True},
+    'window': {'T': 200, 'N': 8, 'window': 50, 'L': 64},
+    'own_query': {'T': 97, 'N': 8, 'own_query': True, 'num': 6},
+    'group_of_1': {'T': 97, 'N': 4, 'K': 4, 'L': 7, 'num': 5, 'traced': True},
+    'group_of_3': {'T': 200, 'N': 6, 'L': 70, 'num': 65, 'slot_window': 9},
+    'group_of_16': {'T': 256, 'N': 32, 'L': 64, 'B': 1},
+    'none_written': {'T': 97, 'N': 8, 'num': 0, 'traced': True},
+    'one_slot': {'T': 200, 'N': 8, 'L': 1},
+    'width_96': {'T': 200, 'N': 8, 'H': 96, 'L': 64},
+    'group_of_5': {'T': 97, 'N': 5, 'K': 1, 'H': 56, 'L': 7},
+    'float32': {'T': 97, 'N': 8, 'L': 7, 'dtype': 'float32'},
+    'fused_rows': {'T': 97, 'R': 150, 'N': 8, 'K': 1, 'num': 6, 'traced': True, 'mask': True},
+    'fused_window': {'T': 300, 'N': 16, 'window': 50, 'L': 64},
+    'fused_own_query': {'T': 97, 'N': 16, 'own_query': True, 'num': 6},
+    'fused_one_slot': {'T': 200, 'N': 16, 'L': 1},
+    'fused_octets_of_7': {'T': 97, 'N': 16, 'L': 70, 'num': 66, 'mask': True, 'R': 99},
+    'width_256': {'T': 97, 'N': 8, 'H': 256, 'L': 9},
+}
+# Packed documents. Of the third, boundaries lie at the edge of a block and next to it.
+PACKED_CASES = {
+    'three': {'T': 200, 'N': 8, 'segments': True, 'mask': True},
+    'no_slots': {'T': 200, 'N': 8, 'L': 0, 'num': 0, 'segments': True},
+    'edges': {'T': 1025, 'N': 8, 'K': 1, 'L': 64, 'segments': (1, 127, 384, 1, 511, 1)},
+    'group_of_2': {'T': 300, 'N': 8, 'K': 4, 'H': 128, 'L': 70, 'num': 33, 'segments': True},
+    'group_of_3': {'T': 200, 'N': 6, 'L': 24, 'segments': (64, 136)},
+    'rows': {'T': 97, 'R': 150, 'N': 8, 'num': 6, 'segments': True, 'mask': True},
+    'window': {'T': 200, 'N': 8, 'window': 50, 'L': 7, 'segments': True},
+    'fused_three': {'T': 200, 'N': 16, 'segments': True, 'mask': True, 'own_query': True},
+    'fused_rows': {'T': 97, 'R': 150, 'N': 8, 'K': 1, 'num': 6, 'segments': True},
+    'fused_window': {'T': 300, 'N': 16, 'window': 50, 'L': 7, 'segments': True},
+}
+TOY_CASES = ('group_of_3', 'rows', 'depth_alone', 'three', 'no_slots')
+LARGEST_TOYS = {'B': 1, 'T': 7, 'R': 9, 'N': 8, 'H': 16, 'L': 5, 'num': 3}
+LARGEST_TOYS |= {'window': 4, 'slot_window': 2}
+
+
+def make_case(B, T, S, R, N, K, H, L, num, slot_window, mask, own_query, window, segments, scale):
+    """(q, k, v, k_depth, v_depth, q_depth), cotangents, arguments, key grid, slot grid.
+
+    Slots that no query may see hold NaN.
+
+    Args:
+      B, T, N, K, H, L: sizes; K divides N.
+      S: keys, 0 for the slots alone; None: T.
+      R: tokens that have slots, of which the queries take some; None: T.
+      num: slots written; None: L.
+      slot_window, window, scale: as in depth_attention.
+      mask: some slots are hidden by a mask.
+      own_query: the slots have queries of their own; drawn in any case.
+      segments: True: three documents of random lengths; a tuple: their lengths, T together.
+    """
+    rng = np.random.default_rng(T + N + L + window)
+
+    def normal(*shape):
+        return rng.normal(size=shape).astype(np.float32)
+
+    S = T if S is None else S
+    inputs = [normal(B, T, N, H), normal(B, S, K, H), normal(B, S, K, H)]
+    inputs += [normal(L, B, R or T, K, H), normal(L, B, R or T, K, H), normal(B, T, N, H)]
+    arguments = {'slot_window': slot_window, 'window': window, 'scale': scale}
+    rows = np.tile(np.arange(T), (B, 1))
+    if R:
+        rows = np.stack([np.sort(rng.choice(R + 3, T, replace=False)) for _ in range(B)])
+        assert (rows >= R).any()
+        arguments['slot_rows_BT'] = rows.astype(np.int32)
+    shown = np.ones((L, B, R or T), bool)
+    if mask:
+        arguments['slot_mask_LBR'] = shown = rng.random(shown.shape) < 0.6
+    written = np.arange(L) < (L if num is None else num)
+    if slot_window:
+        written &= np.arange(L) >= num - slot_window
+    shown = shown & written[:, None, None]
+    for side in inputs[3:5]:
+        side[~shown] = np.nan
+    taken = np.minimum(rows, (R or T) - 1)
+    slots = np.stack([shown[:, b, taken[b]].T & (rows[b] < (R or T))[:, None] for b in range(B)])
+    gap = np.arange(T)[:, None] - np.arange(S)
+    keys = np.tile((gap >= 0) & ((window == 0) | (gap < window)), (B, 1, 1))
+    if segments:
+        ids = np.sort(rng.integers(0, 3, (B, T)), axis=1)
+        if segments is not True:
+            ids = np.tile(np.repeat(np.arange(len(segments)), segments), (B, 1))
+        arguments['segment_ids_BT'] = ids = ids.astype(np.int32)
+        keys &= ids[:, :, None] == ids[:, None]
+    return inputs, (normal(B, T, N, H), normal(B, N, T)), arguments, taken, keys, slots
+
+
+def exact(inputs, cotangents, taken, keys, slots, scale):
+    """o, lse and six gradients in float64: the softmax over the concatenation, by its Jacobian."""
+    q, k, v, kd, vd, qd, do, dlse = (
+        np.nan_to_num(np.asarray(x, np.float64)) for x in (*inputs, *cotangents)
+    )
+    gradients = [np.zeros_like(x) for x in (q, k, v, kd, vd, qd)]
+    dq, dk, dv, dkd, dvd, dqd = gradients
+    o, lse = np.zeros_like(q), np.full(dlse.shape, -np.inf)
+    for b, t, head in np.ndindex(*q.shape[:3]):
+        kv, row = head // (q.shape[2] // k.shape[2]), taken[b, t]
+        at, seen = (b, keys[b, t], kv), (slots[b, t], b, row, kv)
+        scores = np.concatenate([k[at] @ q[b, t, head], kd[seen] @ qd[b, t, head]]) * scale
+        if not scores.size:
+            continue
+        lse[b, head, t] = np.logaddexp.reduce(scores)
+        p = np.exp(scores - lse[b, head, t])
+        values, here = np.concatenate([v[at], vd[seen]]), do[b, t, head]
+        o[b, t, head] = p @ values
+        ds = p * (values @ here - here @ o[b, t, head] + dlse[b, head, t]) * scale
+        split = keys[b, t].sum()
+        dq[b, t, head] = ds[:split] @ k[at]
+        dqd[b, t, head] = ds[split:] @ kd[seen]
+        dk[at] += np.outer(ds[:split], q[b, t, head])
+        dkd[seen] += np.outer(ds[split:], qd[b, t, head])
+        dv[at] += np.outer(p[:split], here)
+        dvd[seen] += np.outer(p[split:], here)
+    return o, lse, gradients

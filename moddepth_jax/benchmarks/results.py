@@ -1,0 +1,82 @@
+"""Results of cases as one JSON line each, in a file that survives whatever ends the program."""
+
+import hashlib
+import json
+import os
+import pathlib
+import subprocess
+
+FILE = 'results.jsonl'
+# A case with one of these has its result; with any other status it runs again.
+FINAL = ('ok', 'failed', 'wrong', 'hung', 'skipped')
+BAD = ('failed', 'wrong', 'hung')
+_ROOT = pathlib.Path(__file__).parents[2]
+_PACKAGES = ('configs', 'kernels_pallas', 'launch', 'moddepth_jax')
+
+
+class Results:
+    """The lines of a file, and the newest line of each case.
+
+    Attributes:
+      path: of the file; it need not exist.
+      latest: the newest row of each case, by name.
+      damaged: lines that are no JSON object with a case: a write that was cut short.
+    """
+
+    def __init__(self, path):
+        self.path, self.latest, self.damaged = pathlib.Path(path), {}, 0
+        text = self.path.read_bytes().decode(errors='replace') if self.path.exists() else ''
+        for line in filter(str.strip, text.splitlines()):
+            try:
+                row = json.loads(line)
+                self.latest[row['case']] = row
+            except (ValueError, TypeError, KeyError):
+                self.damaged += 1
+        # The first new line must not continue a damaged one.
+        self._separator = '\n' if text and not text.endswith('\n') else ''
+
+    def add(self, row: dict):
+        """Appends a row and waits until the disk has it.
+
+        Args:
+          row: at least `case` and `status`; numbers that are not finite become strings.
+        """
+        self.latest[row['case']] = row
+        with open(self.path, 'a', encoding='utf-8') as file:
+            file.write(self._separator + json.dumps(_finite(row)) + '\n')
+            file.flush()
+            os.fsync(file.fileno())
+        self._separator = ''
+
+    def status(self, case: str) -> str | None:
+        """Status of a case; None: it never ran."""
+        return self.latest.get(case, {}).get('status')
+
+
+def _finite(value):
+    """JSON knows neither NaN nor infinity."""
+    if isinstance(value, dict):
+        return {name: _finite(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(inner) for inner in value]
+    if isinstance(value, float) and (value != value or abs(value) == float('inf')):
+        return str(value)
+    return value
+
+
+def code_version() -> dict[str, str]:
+    """What the results are of: `commit` ('unknown' without git) and `code`, a hash of all sources.
+
+    A copy of the sources without git has the same `code` as the commit that it was made from.
+    """
+    digest = hashlib.sha256()
+    for package in _PACKAGES:
+        for path in sorted((_ROOT / package).rglob('*.py')):
+            digest.update(path.relative_to(_ROOT).as_posix().encode() + b'\0' + path.read_bytes())
+    asked = ['git', '-C', str(_ROOT), 'rev-parse', 'HEAD']
+    try:
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=20)
+        commit = done.stdout.strip() if done.returncode == 0 else ''
+    except (OSError, subprocess.TimeoutExpired):
+        commit = ''
+    return {'commit': commit or 'unknown', 'code': digest.hexdigest()[:12]}

@@ -1,0 +1,158 @@
+"""Rehearses a visit to a GPU machine without a network, on a CPU: what `make gpu-rehearsal` runs.
+
+python -m tests.gpu_rehearsal --folder=build/gpu-rehearsal
+
+Makes an environment of what that machine holds (docs/gpu_machine.txt), in this Python's versions,
+carries the missing wheels to it as docs/gpu.md says, and runs launch.gpu --toy there, without a
+network where this machine can take it away. A crash, a hang and a wrong kernel are injected; the
+run is stopped by its deadline and started again until it is finished.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import time
+
+from launch import wheels
+from moddepth_jax.benchmarks.results import BAD, FILE, FINAL
+
+ROOT = pathlib.Path(__file__).parents[1]
+PYTHON = f'{sys.version_info.major}.{sys.version_info.minor}'
+MACHINE = ROOT / 'docs/gpu_machine.txt'
+PIN = {'jax-triton': '0.3.1'}
+INJECTED = {
+    'right/pallas/rows': ('wrong', 'wrong'),
+    'right/decode/64_rows_of_2048_slots_0': ('hang', 'hung'),
+    'step/124m/moda': ('crash', 'failed'),
+}
+NOT_TIMED = ['time/pallas/slots_24_4k']  # needs right/pallas/
+DEADLINE, LIMIT, MOST_ROUNDS = 240, 120, 12
+MISSING_CASES = 'right/xla,step/124m/dense'
+
+
+def python_of(folder):
+    """The interpreter of the environment."""
+    return folder / 'venv/bin/python'
+
+
+def run(words):
+    """Runs a command that must succeed; what it prints is shown where it does not."""
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def install(folder):
+    """Makes the environment and the folder of carried wheels; returns (held, carried)."""
+    installed = wheels.read_installed(MACHINE.read_text())
+    of_jax = [line for name in ('jax', 'jaxlib') for line in importlib.metadata.requires(name)]
+    everything = wheels.needed([*wheels.required(), *of_jax], PYTHON, {}, PIN)
+    held = [name for name in everything if name in installed and name != 'triton']
+    absent = [
+        name
+        for name, lacks in wheels.needed(wheels.required(), PYTHON, installed, PIN).items()
+        if lacks
+    ]
+    run([sys.executable, '-m', 'venv', folder / 'venv'])
+    pip = [python_of(folder), '-m', 'pip', '-q', '--disable-pip-version-check', 'install']
+    versions = [
+        f'{name}=={installed[name] or importlib.metadata.version(name)}' for name in sorted(held)
+    ]
+    run([*pip, '--no-deps', *versions])
+    carried = [f'{n}=={PIN[n]}' if n in PIN else wheels.pinned(n) for n in sorted(absent)]
+    wheels.download(carried, folder / 'wheels', PYTHON)
+    found = sorted((folder / 'wheels').glob('*.whl'))
+    target = ['--no-index', '--no-deps', '--no-compile', '--target', folder / 'site']
+    run([*pip, *target, *found])
+    return versions, found
+
+
+def without_network():
+    """The beginning of a command that has no network; [] where that is not allowed here."""
+    words = ['unshare', '--map-root-user', '--net']
+    allowed = shutil.which('unshare') and not subprocess.run([*words, 'true']).returncode
+    return words if allowed else []
+
+
+def gpu(folder, *arguments, carried=True):
+    """Runs launch.gpu --toy in the environment; returns (status, output, seconds)."""
+    env = {name: value for name, value in os.environ.items() if name != 'PYTHONPATH'}
+    env |= {'PYTHONPATH': str(folder / 'site')} if carried else {}
+    words = [*without_network(), python_of(folder), '-m', 'launch.gpu', '--toy', *arguments]
+    begin = time.monotonic()
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr, time.monotonic() - begin
+
+
+def rows_of(out):
+    """Lines of the results."""
+    return [json.loads(line) for line in (out / FILE).read_text().splitlines()]
+
+
+def rehearse_without_wheels(folder):
+    """Kernels are tested, what needs a missing package says so, and runs once it is there."""
+    out = folder / 'without_wheels'
+    status, said, _ = gpu(folder, f'--out={out}', f'--cases={MISSING_CASES}', carried=False)
+    found = {row['case']: row for row in rows_of(out)}
+    assert (out / FILE).exists(), said
+    assert status == 0 and 'missing: ' in said and 'docs/gpu.md' in said, said
+    assert found['right/xla/rows']['status'] == 'ok', found
+    assert found['step/124m/dense']['status'] == 'missing', found
+    print(said.splitlines()[0])
+    gpu(folder, f'--out={out}', f'--cases={MISSING_CASES}')
+    assert {row['case']: row for row in rows_of(out)}['step/124m/dense']['status'] == 'ok'
+
+
+def rehearse(folder):
+    """The run with injected faults, in as many rounds as its deadline makes of it."""
+    out = folder / 'out'
+    inject = ','.join(f'{kind}:{name}' for name, (kind, _) in INJECTED.items())
+    arguments = [f'--out={out}', f'--deadline={DEADLINE}', f'--limit={LIMIT}', f'--inject={inject}']
+    total = 0.0
+    for number in range(1, MOST_ROUNDS + 1):
+        status, said, seconds = gpu(folder, *arguments)
+        total += seconds
+        print(f'round {number}: {seconds:.0f} s, {said.strip().splitlines()[-2:]}', flush=True)
+        assert seconds < DEADLINE + 20, seconds
+        if 'not done' not in said:
+            break
+    rows = rows_of(out)
+    final = [row['case'] for row in rows if row['status'] in FINAL]
+    assert len(final) == len(set(final)), 'a case has two results'
+    latest = {row['case']: row for row in rows}
+    lost = {name: row['status'] for name, row in latest.items() if row['status'] in BAD}
+    assert status == 1 and number > 1, (status, number)
+    assert lost == {name: status for name, (_, status) in INJECTED.items()}, lost
+    skipped = [name for name, row in latest.items() if row['status'] == 'skipped']
+    unable = [name for name in skipped if 'GPU' in latest[name]['reason'] or 'flash' in name]
+    assert sorted(skipped) == sorted([*unable, *NOT_TIMED]), skipped
+    report, said, _ = gpu(folder, '--report', f'--out={out}')
+    files = sorted(path.name for path in out.iterdir())
+    assert report == 0 and len(files) <= 8, (said, files)
+    page = (out / 'table.md').read_text()
+    assert all(f'**{status}** {name}: ' in page for name, status in lost.items()), page
+    cut = sum(row['status'] == 'cut' for row in rows)
+    print(f'{len(latest)} cases in {number} rounds, {total:.0f} s: {len(lost)} lost as injected,')
+    print(f'{len(skipped)} skipped, {cut} cut by the deadline and repeated; files: {files}')
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument('--folder', type=pathlib.Path, default=ROOT / 'build/gpu-rehearsal')
+    folder = parser.parse_args().folder.absolute()
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    held, carried = install(folder)
+    size = sum(path.stat().st_size for path in carried) / 2**20
+    print(f'{len(held)} packages held, {len(carried)} wheels carried, {size:.1f} MiB')
+    print('network: ' + ('none' if without_network() else 'could not be taken away'), flush=True)
+    rehearse_without_wheels(folder)
+    rehearse(folder)
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,57 @@
+"""Cases that end in every way a case can end, for the tests of the runner."""
+
+import os
+import sys
+import time
+
+from moddepth_jax.benchmarks.runner import Case
+from moddepth_jax.benchmarks.worker import SkippedError, WrongError, serve
+
+
+def fine(number=0):
+    print(f'fine {number}')
+    return {'number': number}
+
+
+def wrong():
+    raise WrongError('o is off by 3')
+
+
+def unable():
+    raise SkippedError('compute capability 8.0 must be 9.x')
+
+
+def failing():
+    raise OSError('disk on fire')
+
+
+def missing():
+    import no_such_module  # noqa: F401
+
+
+def crash():
+    print('about to crash', flush=True)
+    os.abort()
+
+
+def hang():
+    time.sleep(600)
+
+
+def slow():
+    time.sleep(1.5)
+    return {}
+
+
+def case(name, run, group='g', expected=0.1, limit=30.0, **rest):
+    """A case of one of these functions."""
+    run = f'tests.launch.fake_gpu_cases:{run}'
+    return Case(name, group, expected, limit, run, in_process=False, **rest)
+
+
+NAMES = ('fine', 'wrong', 'unable', 'failing', 'missing', 'crash', 'hang', 'slow')
+
+if __name__ == '__main__':
+    if 'broken' in sys.argv:
+        sys.exit('no such device')
+    serve({f'{name}{n}': case(f'{name}{n}', name) for name in NAMES for n in range(4)}, False, {})
