@@ -25,10 +25,9 @@ class Head(nn.Module):
     hparams: ModelHparams
 
     @nn.compact
-    def __call__(self, x_BTD):
+    def __call__(self):
         shape = (self.hparams.d_model, self.hparams.vocab_size)
-        kernel_DV = self.param('kernel', initializer(self.hparams.init_std), shape)
-        return read_out(x_BTD, {'head': {'kernel': kernel_DV}})
+        return self.param('kernel', initializer(self.hparams.init_std), shape)
 
 
 class Transformer(nn.Module):
@@ -43,11 +42,22 @@ class Transformer(nn.Module):
 
     hparams: Hparams
 
-    @nn.compact
     def __call__(
         self, tokens_BT, segment_ids_BT=None, routing: str = 'top_c', causal_layers_R=None
     ):
         """Logits and what the routed blocks decided.
+
+        Takes the arguments of `hidden_states` and returns, in place of these, logits_BTV in
+        float32. A loss needs no logits of all tokens at once: see `cross_entropy`.
+        """
+        x_BTD, records = self.hidden_states(tokens_BT, segment_ids_BT, routing, causal_layers_R)
+        return read_out(x_BTD, self.variables['params']), records
+
+    @nn.compact
+    def hidden_states(
+        self, tokens_BT, segment_ids_BT=None, routing: str = 'top_c', causal_layers_R=None
+    ):
+        """What the head reads, and what the routed blocks decided.
 
         Args:
           tokens_BT: int [B, T], ids below model.vocab_size.
@@ -60,7 +70,7 @@ class Transformer(nn.Module):
         The `random` router draws from the PRNG stream `routing`; where none is given, from `seed`.
 
         Returns:
-          logits_BTV in float32, and Records: of routing with leaves [routed layers, B, T], of
+          x_BTD, the last stream after its norm, and Records: of routing with leaves [routed layers, B, T], of
           experts [layers with experts, ...]; None for a model that has neither.
 
         Raises:
@@ -82,11 +92,9 @@ class Transformer(nn.Module):
         sizes = causal_sizes(self.hparams, tokens_BT.shape[1], routing)
         x_BTD, records = run_stack(Stack(model, routing, sizes), stack, tokens, told, x_BTD)
         x_BTD = RMSNorm(model.norm_eps, name='final_norm')(x_BTD)
-        if model.tie_embeddings:
-            logits_BTV = read_out(x_BTD, {'embedding': embedding_VD})
-        else:
-            logits_BTV = Head(model, name='head')(x_BTD)
-        return logits_BTV, records
+        if not model.tie_embeddings:
+            Head(model, name='head')()  # it is only initialised here; `read_out` multiplies by it
+        return x_BTD, records
 
     def _seeds(self, tokens_BT, positions_BT):
         if self.hparams.model.routing.router != 'random':
