@@ -1,9 +1,9 @@
-"""Next-token cross-entropy with z-loss, of which the logits exist for a few tokens at a time.
+"""Next-token cross-entropy with z-loss that never holds the logits of all tokens.
 
-Logits of a batch can be its largest array: 1.6 GB for 4096 tokens over 100k ids, and their gradient
-is as large. So a device goes through its tokens in chunks: the logits of a chunk, its losses, their
-slopes, and what these add to both gradients. The gradients are known before the backward pass asks
-for them, so that no product is computed twice.
+They can be the largest array of a step: 1.6 GB for 4096 tokens and 100k ids, and their gradient as
+much again. Each device computes the logits of a chunk of its tokens, their losses, and what the
+chunk adds to both gradients, and goes on to the next chunk. The gradients are ready when the
+backward pass asks for them, so that no product is computed twice.
 """
 
 import functools
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from moddepth_jax.model.layers import head_matrix, logits, wide_einsum
 from moddepth_jax.model.partition import by_shards, constrain, part_shape
 
-LOGITS_BYTES = 2**28  # most float32 logits that a device holds if nobody says how many
+LOGITS_BYTES = 2**28  # of float32 logits that a device holds at once, unless loss_chunk is set
 
 
 def token_losses(logits_BTV, labels_BT):
@@ -35,23 +35,22 @@ def token_losses(logits_BTV, labels_BT):
 
 
 def cross_entropy(x_BTD, params, labels_BT, z_loss: float, loss_chunk: int):
-    """Losses of the next tokens, from what the head reads.
+    """Losses of the next tokens, computed from the last hidden states.
 
     Args:
-      x_BTD: `Transformer.hidden_states`.
-      params: of the Transformer; of these `head`, or where it is tied `embedding`.
+      x_BTD: of `Transformer.hidden_states`.
+      params: of the Transformer; `head` is used, or `embedding` where it is tied.
       labels_BT: int [B, T], negative for a target that does not count.
       z_loss: weight of the squared log-partition.
       loss_chunk: most tokens of a device whose logits exist at once; 0: as many as have
-        LOGITS_BYTES of them. Where these are all, the logits are those of `read_out`.
+        LOGITS_BYTES of them. If all tokens of the device fit, the logits are those of `read_out`.
 
     Returns:
-      The scalar to differentiate, sum of nll + z_loss log_z^2 over targets; and, without gradients,
-      its parts nll_BT and log_z_BT, as `token_losses` returns them.
+      The scalar to differentiate, the sum over targets of nll + z_loss log_z^2; and nll_BT and
+      log_z_BT, as `token_losses` returns them, which carry no gradient.
     """
     matrix, axes = head_matrix(params, x_BTD.dtype)
-    names = {'x_BTD': ('rows', None, None), 'labels_BT': ('rows', None)}
-    names['matrix'] = tuple('vocab' if axis == 'v' else None for axis in axes)
+    names = _names(axes)
     rows, length, _ = part_shape(names['x_BTD'], x_BTD.shape)
     vocab_size = part_shape(names['matrix'], matrix.shape)[axes.index('v')]
     most = loss_chunk or max(1, LOGITS_BYTES // (4 * vocab_size))
@@ -65,10 +64,16 @@ def cross_entropy(x_BTD, params, labels_BT, z_loss: float, loss_chunk: int):
 
 
 def chunk_size(tokens: int, most: int) -> int:
-    """Tokens of equal chunks: at most `most`, and at least half of that if they then divide."""
+    """Tokens of a chunk, at most `most`: a divisor if one is above half of it, else padding."""
     fewest = -(-tokens // most)
     count = next((count for count in range(fewest, 2 * fewest) if tokens % count == 0), fewest)
     return -(-tokens // count)
+
+
+def _names(axes):
+    """Names of the axes of each array, as `by_shards` takes them."""
+    of_matrix = tuple('vocab' if axis == 'v' else None for axis in axes)
+    return {'x_BTD': ('rows', None, None), 'matrix': of_matrix, 'labels_BT': ('rows', None)}
 
 
 def _total(nll_BT, log_z_BT, z_loss):
@@ -77,9 +82,9 @@ def _total(nll_BT, log_z_BT, z_loss):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def _in_chunks(x_BTD, matrix, labels_BT, z_loss, axes, chunk):
-    """`cross_entropy` in chunks of so many tokens of a device.
+    """`cross_entropy` in chunks of `chunk` tokens of a device.
 
-    matrix: [D, V] or [V, D], as axes says: dv or vd.
+    matrix: [D, V] or [V, D]; axes: dv or vd.
     """
     nll_BT, log_z_BT = _sharded(x_BTD, matrix, labels_BT, z_loss, axes, chunk, slopes=False)
     return _total(nll_BT, log_z_BT, z_loss), nll_BT, log_z_BT
@@ -89,10 +94,11 @@ def _in_chunks_forward(x_BTD, matrix, labels_BT, z_loss, axes, chunk):
     nll_BT, log_z_BT, dx_BTD, parts = _sharded(
         x_BTD, matrix, labels_BT, z_loss, axes, chunk, slopes=True
     )
-    # Summed in the dtype of the matrix, in which the sum is sent, and split as it is stored.
+    # Communicated in the dtype of the matrix, and each device keeps the part that it stores.
     names = ['vocab' if axis == 'v' else 'embed' for axis in axes]
     d_matrix = constrain(jnp.sum(parts, axis=0, dtype=parts.dtype), *names)
-    # Nobody else needs the sum before the step ends: XLA would hold its parts for as long.
+    # The optimizer is the first to read the sum: without a barrier XLA keeps the unsummed float32
+    # parts, as large as the matrix, until then.
     slopes = jax.lax.optimization_barrier((dx_BTD, d_matrix))
     return (_total(nll_BT, log_z_BT, z_loss), nll_BT, log_z_BT), slopes
 
@@ -107,21 +113,21 @@ _in_chunks.defvjp(_in_chunks_forward, _in_chunks_backward)
 
 
 def _sharded(x_BTD, matrix, labels_BT, z_loss, axes, chunk, slopes):
-    """nll_BT and log_z_BT, each device going through its own tokens; with `slopes` of the total too.
+    """The losses of each token; each device computes those of its own rows.
 
-    Those are dx_BTD and, of the matrix, the parts that devices with other rows add, in its dtype,
-    stacked on a leading axis.
+    Returns:
+      nll_BT, log_z_BT; with `slopes` also the gradients of the total: dx_BTD and, in the dtype of
+      the matrix, its gradient as [X, ...], of which X parts come from devices with other rows.
     """
-    of_matrix = tuple('vocab' if axis == 'v' else None for axis in axes)
-    names = {'x_BTD': ('rows', None, None), 'matrix': of_matrix, 'labels_BT': ('rows', None)}
+    names = _names(axes)
     names_out = (names['labels_BT'],) * 2
     if slopes:
-        names_out += names['x_BTD'], ('rows', *of_matrix)
+        names_out += names['x_BTD'], ('rows', *names['matrix'])
     vocab_axis = axes.index('v')
     vocab_size = matrix.shape[vocab_axis]
 
     def own(x_BTD, matrix, labels_BT):
-        # Without a mesh, or where it does not divide the ids, each device has all of them.
+        # Without a mesh, or if `tensor` does not divide V, each device holds all ids.
         split = 'tensor' if matrix.shape[vocab_axis] < vocab_size else None
         tokens = labels_BT.size
         count = -(-tokens // chunk)
@@ -134,16 +140,17 @@ def _sharded(x_BTD, matrix, labels_BT, z_loss, axes, chunk, slopes):
         def of_chunk(sums, inputs):
             x_KD, labels_K = inputs
             logits_KV = wide_einsum(f'kd,{axes}->kv', x_KD, operand)
-            nll_K, log_z_K, here_KV = _chunk_losses(logits_KV, labels_K, split)
+            log_z_K, picked_K, here_KV = _log_partition(logits_KV, labels_K, split)
+            counted_K = labels_K >= 0
+            losses = (log_z_K - picked_K) * counted_K, log_z_K * counted_K
             if not slopes:
-                return None, (nll_K, log_z_K)
-            counted_K1 = (labels_K >= 0)[:, None]
-            factor_K1 = jnp.where(counted_K1, 1 + 2 * z_loss * log_z_K[:, None], 0)
-            slope_KV = jnp.exp(logits_KV - log_z_K[:, None]) * factor_K1 - here_KV
+                return None, losses
+            factor_K = (1 + 2 * z_loss * log_z_K) * counted_K
+            slope_KV = jnp.exp(logits_KV - log_z_K[:, None]) * factor_K[:, None] - here_KV
             slope_KV = slope_KV.astype(x_KD.dtype)
             dx_KD = wide_einsum(f'kv,{axes}->kd', slope_KV, operand).astype(x_KD.dtype)
             sums += wide_einsum(f'kd,kv->{axes}', x_KD, slope_KV)
-            return sums, (nll_K, log_z_K, dx_KD)
+            return sums, (*losses, dx_KD)
 
         wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
         sums = jnp.zeros(matrix.shape, wide) if slopes else None
@@ -161,23 +168,20 @@ def _sharded(x_BTD, matrix, labels_BT, z_loss, axes, chunk, slopes):
     return by_shards(own, arrays, names, names_out)
 
 
-def _chunk_losses(logits_KV, labels_K, split):
-    """nll_K and log_z_K, as `token_losses` has them, and bool [K, V], where the labels' logits are.
+def _log_partition(logits_KV, labels_K, split):
+    """log_z_K; the label's logit and bool [K, V], where it stands: 0 and nowhere if negative.
 
-    split: the mesh axis over which the ids are split; None: all are here.
+    split: the mesh axis over which V is split; None: it is not.
     """
-    high_K = jax.lax.stop_gradient(jnp.max(logits_KV, axis=-1))
-    labels_K1 = labels_K[:, None]
+    high_K = jnp.max(logits_KV, axis=-1)
+    first = 0
     if split:
         high_K = jax.lax.pmax(high_K, split)
-        labels_K1 -= jax.lax.axis_index(split) * logits_KV.shape[1]
-    ids_KV = jax.lax.broadcasted_iota(labels_K.dtype, logits_KV.shape, 1)
-    here_KV = (ids_KV == labels_K1) & (labels_K >= 0)[:, None]
-    parts = (
-        jnp.sum(jnp.exp(logits_KV - high_K[:, None]), axis=-1),
-        jnp.sum(jnp.where(here_KV, logits_KV, 0), axis=-1),
-    )
-    sum_K, picked_K = jax.lax.psum(parts, split) if split else parts
-    counted_K = labels_K >= 0
-    log_z_K = jnp.where(counted_K, high_K + jnp.log(sum_K), 0)
-    return log_z_K - picked_K, log_z_K, here_KV
+        first = jax.lax.axis_index(split) * logits_KV.shape[1]
+    ids_KV = first + jax.lax.broadcasted_iota(labels_K.dtype, logits_KV.shape, 1)
+    here_KV = ids_KV == labels_K[:, None]
+    sum_K = jnp.sum(jnp.exp(logits_KV - high_K[:, None]), axis=-1)
+    picked_K = jnp.sum(jnp.where(here_KV, logits_KV, 0), axis=-1)
+    if split:
+        sum_K, picked_K = jax.lax.psum((sum_K, picked_K), split)
+    return high_K + jnp.log(sum_K), picked_K, here_KV

@@ -47,8 +47,8 @@ class Transformer(nn.Module):
     ):
         """Logits and what the routed blocks decided.
 
-        Takes the arguments of `hidden_states` and returns, in place of these, logits_BTV in
-        float32. A loss needs no logits of all tokens at once: see `cross_entropy`.
+        Takes the arguments of `hidden_states` and returns logits_BTV in float32 in place of its
+        x_BTD. A loss does not need the logits of all tokens at once: see `cross_entropy`.
         """
         x_BTD, records = self.hidden_states(tokens_BT, segment_ids_BT, routing, causal_layers_R)
         return read_out(x_BTD, self.variables['params']), records
@@ -57,7 +57,7 @@ class Transformer(nn.Module):
     def hidden_states(
         self, tokens_BT, segment_ids_BT=None, routing: str = 'top_c', causal_layers_R=None
     ):
-        """What the head reads, and what the routed blocks decided.
+        """The last hidden states, and what the routed blocks decided.
 
         Args:
           tokens_BT: int [B, T], ids below model.vocab_size.
@@ -70,8 +70,8 @@ class Transformer(nn.Module):
         The `random` router draws from the PRNG stream `routing`; where none is given, from `seed`.
 
         Returns:
-          x_BTD, the last stream after its norm, and Records: of routing with leaves [routed layers, B, T], of
-          experts [layers with experts, ...]; None for a model that has neither.
+          x_BTD after the final norm, and Records: of routing with leaves [routed layers, B, T],
+          of experts [layers with experts, ...]; None for a model that has neither.
 
         Raises:
           ValueError: an unknown routing, or a causal rule that the model was not built with.
@@ -93,7 +93,7 @@ class Transformer(nn.Module):
         x_BTD, records = run_stack(Stack(model, routing, sizes), stack, tokens, told, x_BTD)
         x_BTD = RMSNorm(model.norm_eps, name='final_norm')(x_BTD)
         if not model.tie_embeddings:
-            Head(model, name='head')()  # it is only initialised here; `read_out` multiplies by it
+            Head(model, name='head')()  # declared here; `read_out` multiplies by it
         return x_BTD, records
 
     def _seeds(self, tokens_BT, positions_BT):

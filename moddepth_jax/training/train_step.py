@@ -126,7 +126,7 @@ def loss_and_metrics(params, state, hparams: Hparams, routing: str, batch, count
 
 
 def _forward(params, state, hparams, routing, batch):
-    """What the head reads, and Records, of a (micro-)batch in training."""
+    """The last hidden states and Records of a (micro-)batch in training."""
     key = jax.random.fold_in(jax.random.key(hparams.seed), state.step)
     x_BTD, records = Transformer(hparams).apply(
         model_variables(params, state.averages),
