@@ -162,6 +162,14 @@ def test_chunks_are_as_large_as_allowed_or_divide():
     assert chunk_size(4096, 668) == 512 and chunk_size(97, 50) == 49 and chunk_size(64, 100) == 64
 
 
+def test_default_chunks_hold_few_logits():
+    """Few logits come all at once, more in halves, many in chunks of at most 256 MiB."""
+    assert module._default_chunk(4096, 257) == 4096 == module._default_chunk(4096, 4096)
+    assert module._default_chunk(4096, 8192) == 2048
+    assert module._default_chunk(4096, 100278) == 2**28 // (4 * 100278)
+    assert module._default_chunk(4096, 10**9) == 1
+
+
 def largest(jaxpr):
     """The number of elements of the largest array that a program computes."""
     sizes = [var.aval.size for equation in jaxpr.eqns for var in equation.outvars]
@@ -190,7 +198,7 @@ def test_no_step_holds_the_logits_of_all_tokens(tied, tiny_config, monkeypatch):
     everything = rows * length * 2048
     assert largest_of_step() == everything  # small enough for one chunk
     assert largest_of_step(**{'training.loss_chunk': 32}) < everything / 4
-    monkeypatch.setattr(module, 'LOGITS_BYTES', 4 * 2048 * 32)
+    monkeypatch.setattr(module, 'LOGITS_BYTES', (4 * 2048 * 16, 4 * 2048 * 32))
     assert largest_of_step() < everything / 4
 
 
