@@ -12,7 +12,6 @@ token, and JAX 0.10.2 places grouped keys by the number of query heads.
 """
 
 import inspect
-import re
 
 import jax
 import jax.numpy as jnp
@@ -53,26 +52,20 @@ def changed() -> str | None:
     return None
 
 
-def _capability():
-    """Compute capability of the GPU, as (major, minor); None of what has none that is CUDA's."""
-    found = re.fullmatch(r'(\d+)\.(\d+)', str(getattr(jax.devices()[0], 'compute_capability', '')))
-    return tuple(int(number) for number in found.groups()) if found else None
-
-
-def unsupported(shapes) -> str | None:
-    """Why cuDNN cannot take a sequence part, in one line; None: it can.
+def unsupported(shapes, capability) -> str | None:
+    """Why cuDNN cannot take a sequence part, in one line; None: it can, where it is not `missing`.
 
     Odd lengths and any number of query heads to a key/value head will do.
 
     Args:
       shapes: choice.Shapes.
+      capability: compute capability of the GPU, (major, minor); None on a CPU.
     """
     length, num_keys, width = shapes.q[1], shapes.k[1], shapes.q[3]
     if len(shapes.dtypes) > 1 or shapes.dtypes[0] not in DTYPES:
         return f'dtypes {", ".join(shapes.dtypes)} must all be {" or all ".join(DTYPES)}'
-    capability = _capability()
-    if jax.devices()[0].platform == 'gpu' and (capability is None or capability < (8, 0)):
-        return 'compute capability must be 8.0 or above'
+    if capability is not None and capability < (8, 0):
+        return f'compute capability {capability[0]}.{capability[1]} must be 8.0 or above'
     most = 256 if capability and capability >= (9, 0) else 128
     if width % 8 or width > most:
         return f'head width {width} must be divisible by 8 and at most {most}'
@@ -84,8 +77,11 @@ def unsupported(shapes) -> str | None:
         return 'segment ids must be None'
     if shapes.window and not shapes.consecutive:
         return f'window={shapes.window} counts indices: positions must be None'
-    if reason := changed():
-        return reason
+    return changed()
+
+
+def missing(capability) -> str | None:
+    """Why this machine has no cuDNN for a GPU of that capability, in one line; None: it has."""
     try:
         version = fused.check_cudnn_version()
     except RuntimeError as error:

@@ -105,19 +105,19 @@ FINE = {
 )
 def test_refuses(installed, change, message):
     """What cuDNN would not compute, or not as we mean it, is refused with its value."""
-    assert re.match(f'.*{message}', cudnn.unsupported(Shapes(**{**FINE, **change})))
+    assert re.match(f'.*{message}', cudnn.unsupported(Shapes(**{**FINE, **change}), None))
 
 
 def test_takes(installed):
     """Odd lengths, groups of any size; gaps between positions where there is no window."""
-    assert cudnn.unsupported(Shapes(**FINE)) is None
-    assert cudnn.unsupported(Shapes(**{**FINE, 'window': 0, 'consecutive': False})) is None
+    assert cudnn.unsupported(Shapes(**FINE), (9, 0)) is None
+    assert cudnn.unsupported(Shapes(**{**FINE, 'window': 0, 'consecutive': False}), None) is None
 
 
 def test_a_machine_without_cudnn_is_told(monkeypatch):
     """JAX itself says so when it is asked for the version."""
     monkeypatch.setattr(cudnn.fused, 'cuda_versions', None)
-    assert 'cuDNN is not detected' in cudnn.unsupported(Shapes(**FINE))
+    assert 'cuDNN is not detected' in cudnn.missing((9, 0))
 
 
 def test_jax_is_as_expected():
@@ -135,7 +135,7 @@ def test_a_changed_jax_is_refused(installed, monkeypatch, name):
         cudnn.sequence_forward(x, x, x, 0, 1.0)
     with pytest.raises(ValueError, match=message):
         cudnn.sequence_backward(x, x, x, x, lse, x, 0, 1.0)
-    assert re.search(message, cudnn.unsupported(Shapes(**FINE)))
+    assert re.search(message, cudnn.unsupported(Shapes(**FINE), None))
 
 
 T, N, H, L = 24, 2, 8, 5
