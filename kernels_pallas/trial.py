@@ -42,53 +42,69 @@ def check(parts: Parts, shapes: Shapes) -> str | None:
     cotangents = {'o': random.normal(size=shapes.q)}
     if shapes.lse:
         cotangents['lse'] = random.normal(size=(shapes.q[0], shapes.q[2], shapes.q[1]))
-    sums_names, sums_dtype = sums_of(shapes)
     hidden = None
     if shapes.num_slots:
         seen = (masks.get('slot_mask_LBR'), masks.get('slot_rows_BT'))
         hidden = ~visible_slots(shapes, num_slots, *seen)
         for name in ('k_depth', 'v_depth'):
             arrays[name][hidden] = np.nan
+    names, sums_dtype = sums_of(shapes)
 
     def results(implementation, wide):
-        dtype = 'float32' if wide else shapes.dtypes[0]
+        """Outputs and gradients, by name, of a function that can be called again."""
+        dtype, of_sums = ('float32',) * 2 if wide else (shapes.dtypes[0], sums_dtype)
         # Rounded to the candidate's dtype first: the equation has the same inputs.
-        given, dos = (
-            {n: jnp.asarray(x, shapes.dtypes[0]).astype(dtype) for n, x in side.items()}
-            for side in (arrays, {'o': cotangents['o']})
-        )
-        dos |= {name: jnp.asarray(x, 'float32') for name, x in cotangents.items() if name != 'o'}
+        given = {n: jnp.asarray(x, shapes.dtypes[0]).astype(dtype) for n, x in arrays.items()}
+        given_do = dict(cotangents, o=jnp.asarray(cotangents['o'], shapes.dtypes[0]).astype(dtype))
+        if shapes.lse:
+            given_do['lse'] = jnp.asarray(cotangents['lse'], 'float32')
         run = jax.jit(program(implementation, shapes))
-        found = []
-        for _ in range(1 if wide or implementation == 'xla' else 2):
-            start = {
-                name: jnp.full(sides(shapes)['k_depth'], START, 'float32' if wide else sums_dtype)
-                for name in sums_names
-            }
-            outputs, gradients, sums = run(given, dos, start, masks, num_slots)
-            gradients = {f'd{name}': x for name, x in (gradients | sums).items()}
-            found.append({n: np.asarray(x) for n, x in (outputs | gradients).items()})
-        return found
 
-    (right,), (plain,) = results('reference', wide=True), results('xla', wide=False)
-    first, second = results(parts, wide=False)
-    most = MOST[shapes.dtypes[0]]
+        def call():
+            start = {n: jnp.full(sides(shapes)['k_depth'], START, of_sums) for n in names}
+            outputs, gradients, sums = run(given, given_do, start, masks, num_slots)
+            outputs |= {f'd{name}': x for name, x in (gradients | sums).items()}
+            return {name: np.asarray(x) for name, x in outputs.items()}
+
+        return call
+
+    candidate = results(parts, wide=False)
+    return find_wrong(
+        right=results('reference', wide=True)(),
+        plain=results('xla', wide=False)(),
+        first=candidate(),
+        second=candidate(),
+        hidden={f'd{name}': hidden for name in names},
+        most=MOST[shapes.dtypes[0]],
+        # cuDNN sums dq in any order.
+        unordered=('dq', 'dk', 'dv') if parts.sequence == 'cudnn' else (),
+    )
+
+
+def find_wrong(right, plain, first, second, hidden, most, unordered) -> str | None:
+    """What is wrong with results, in one line; None: nothing.
+
+    Args:
+      right: arrays by name, exact; gradients have names that begin with d.
+      plain: the same of XLA's form in the candidate's dtype, whose error is the measure.
+      first, second: of two runs of the candidate.
+      hidden: by name, where nothing may be added to START.
+      most: the largest error there may be whatever plain's is, over the largest value.
+      unordered: names of those that may differ in a second run.
+    """
     for name, value in right.items():
-        mine = first[name].astype(np.float32)
-        largest = max(1.0, float(np.max(np.abs(value), initial=0)))
+        mine, largest = first[name], max(1.0, float(np.max(np.abs(value), initial=0)))
         factor, floor = BACKWARD if name.startswith('d') else FORWARD
-        error, allowed = (
-            float(np.max(np.abs(x - value), initial=0))
-            for x in (mine, plain[name].astype(np.float32))
+        error, beside = (
+            float(np.max(np.abs(found[name].astype(np.float32) - value), initial=0))
+            for found in (first, plain)
         )
-        allowed = min(most * largest, factor * allowed + floor * largest)  # the first of NaN
+        allowed = min(most * largest, factor * beside + floor * largest)  # the first of NaN
         if not error <= allowed:  # nor is NaN
             return f'wrong: {name} is off by {error:.3g}, allowed {allowed:.3g}'
-        if name.removeprefix('d') in sums_names and (first[name][hidden] != START).any():
+        if name in hidden and (mine[hidden[name]] != START).any():
             return f'wrong: {name} changes where nothing is seen'
-        # cuDNN sums dq in any order.
-        free = parts.sequence == 'cudnn' and name in ('dq', 'dk', 'dv')
-        if not free and first[name].tobytes() != second[name].tobytes():
+        if name not in unordered and mine.tobytes() != second[name].tobytes():
             return f'wrong: {name} differs in a second run'
     return None
 
