@@ -5,6 +5,7 @@ dtypes.
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,9 @@ import numpy as np
 from kernels_pallas.candidates import Shapes
 from kernels_pallas.depth_attention import depth_attention
 from kernels_pallas.joint import Parts
+
+# The process that measures holds most of a GPU's memory, and may leave a tenth of it.
+TIMED_BYTES = 4 << 30
 
 
 def small(shapes: Shapes) -> Shapes:
@@ -30,6 +34,24 @@ def small(shapes: Shapes) -> Shapes:
         slot_rows=max(rows, length) if rows else 0,
         window=min(shapes.window, 50),
     )
+
+
+def timed(shapes: Shapes) -> Shapes:
+    """The shapes whose time is taken: shapes with as many of the rows as TIMED_BYTES hold, or one.
+
+    All candidates are timed on as many: a time says which is faster, and no more.
+    """
+    held = 0
+    for name, side in sides(shapes).items():
+        width = jnp.dtype(shapes.dtypes[0]).itemsize
+        if name.endswith('_depth') and shapes.sums:
+            width += jnp.dtype(shapes.sums).itemsize
+        # As an input, a gradient, and, of the queries, an output and its cotangent.
+        held += math.prod(side) * width * (4 if name == 'q' else 2)
+    rows = shapes.q[0]
+    while rows > 1 and held * rows > TIMED_BYTES * shapes.q[0]:
+        rows = -(-rows // 2)
+    return shapes._replace(q=(rows, *shapes.q[1:]), k=(rows, *shapes.k[1:]))
 
 
 def visible_slots(shapes: Shapes, num_slots: int, mask_LBR, rows_BT) -> np.ndarray:

@@ -8,7 +8,7 @@ import pytest
 from kernels_pallas import pallas_depth, trial
 from kernels_pallas.candidates import Device, Shapes
 from kernels_pallas.joint import Parts
-from kernels_pallas.trial_case import documents, make_masks, small, visible_slots
+from kernels_pallas.trial_case import documents, make_masks, small, timed, visible_slots
 from kernels_pallas.trial_process import run_trial
 from tests.kernels.cases import USUAL
 
@@ -72,6 +72,18 @@ def test_the_small_case_ends_its_blocks_as_the_large_one():
     assert case.slot_rows == 264 and case.window == 50 and case.num_slots == large.num_slots
     assert small(large._replace(k=(8, 0, 8, 64))).k == (2, 0, 2, 64)
     assert small(TINY) == TINY
+
+
+def test_a_time_is_taken_of_as_many_rows_as_fit():
+    """All of a small batch, one of a large one; nothing else changes."""
+    assert timed(USUAL) == USUAL
+    many = USUAL._replace(q=(64, 4096, 16, 128), k=(64, 4096, 8, 128), num_slots=48)
+    for sums, rows in (('', 2), ('float32', 1)):
+        case = timed(many._replace(sums=sums))
+        assert case == many._replace(sums=sums, q=(rows, *many.q[1:]), k=(rows, *many.k[1:]))
+    assert timed(many._replace(num_slots=0)) == many._replace(
+        q=(32, *many.q[1:]), k=(32, *many.k[1:]), num_slots=0
+    )
 
 
 def test_documents_and_masks_of_a_case():
