@@ -210,6 +210,7 @@ def _sized(batch, length):
         'results',
         'milliseconds',
         'negative',
+        'another key',
     ],
 )
 def test_a_damaged_file_is_measured_again(machine, damage):
@@ -220,7 +221,10 @@ def test_a_damaged_file_is_measured_again(machine, damage):
     if isinstance(damage, str):
         bad = {'results': [], 'milliseconds': {NAMES[0]: {}}}
         bad = bad.get(damage, {NAMES[0]: {'milliseconds': -1}})
-        damage = json.dumps(good | {'results': bad}).encode()
+        bad = (
+            {'key': good['key'] | {'device': 'x'}} if damage == 'another key' else {'results': bad}
+        )
+        damage = json.dumps(good | bad).encode()
     path.write_bytes(damage)
     assert machine()[::2] == (parts, list(NAMES))
     assert json.loads(path.read_text()) == good
@@ -255,6 +259,18 @@ def test_a_process_spends_no_more_than_its_seconds(machine, monkeypatch):
     assert parts == Parts('cudnn') and not started
     assert 'not measured: the 0 s of this process are spent' in lines[-1]
     assert not list(machine.cache.rglob('*.json'))
+
+
+def test_a_measurement_that_was_cut_short_is_used_and_not_remembered(machine, monkeypatch):
+    """The time of a process is spent after the first candidate: the next one measures again."""
+    for name in ('LEAST_SECONDS', 'TOTAL_SECONDS'):
+        monkeypatch.setattr(measure, name, 10.0)
+    parts, lines, started = machine()
+    assert parts == Parts('cudnn') and started == ['cudnn+xla']
+    assert 'the fastest of cudnn+xla 5 ms' in lines[-1]
+    monkeypatch.setattr(measure, '_spent', 0.0)
+    monkeypatch.setattr(measure, 'LEAST_SECONDS', 0.0)
+    assert machine()[::2] == (Parts('cudnn', 'mosaic_gpu'), list(NAMES))
 
 
 def test_the_same_process_asks_once(machine, monkeypatch):
