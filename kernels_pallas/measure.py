@@ -41,7 +41,7 @@ class Fastest(NamedTuple):
       parts: the fastest that are right.
       times: of every candidate that is right, in words.
       failed: `candidate: reason` of those that are not.
-      new: measured now, not read from a file.
+      new: measured now, not read from a file; or nothing was right.
       not_measured: why nothing could be measured; '': it was.
     """
 
@@ -96,7 +96,7 @@ def _judge(results, new, plan, shapes):
         for parts in plan.proven
         if results.get(label(parts, shapes), {}).get('failed') in (None, OUT_OF_MEMORY)
     ]
-    return Fastest((*untried, Parts())[0], 'as no candidate was right', failed, new)
+    return Fastest((*untried, Parts())[0], 'as no candidate was right', failed, True)
 
 
 def key_of(shapes: Shapes, device: Device) -> dict:

@@ -174,7 +174,7 @@ def _reason(error):
     text = str(error)
     if 'RESOURCE_EXHAUSTED' in text or 'OUT_OF_MEMORY' in text:
         return OUT_OF_MEMORY
-    return ': '.join([type(error).__name__, *text.strip().splitlines()[:1]])[:240]
+    return ': '.join([type(error).__name__, *text.strip().splitlines()[:1]])[:240].rstrip('.')
 
 
 def main():

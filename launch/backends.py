@@ -11,7 +11,6 @@ be there. --page names a file with both markers, the text between which becomes 
 
 import importlib
 import pathlib
-from typing import NamedTuple
 
 from absl import flags
 
@@ -26,22 +25,14 @@ HEADS = ('config', 'attention', 'CPU', 'Hopper (9.0)', 'older GPU (8.0)')
 CONFIGS = pathlib.Path(__file__).parents[1] / 'configs'
 
 
-class Attention(NamedTuple):
-    """One kind of attention of a config: its Shapes, and in how many calls of a trace it occurs."""
-
-    config: str
-    shapes: tuple
-    calls: int
-
-
 def config_names() -> list[str]:
     """The configs that train a model: files of configs/ with a get_config, by name."""
     names = sorted(path.stem for path in CONFIGS.glob('*.py'))
     return [n for n in names if hasattr(importlib.import_module(f'configs.{n}'), 'get_config')]
 
 
-def attentions(name: str) -> list[Attention]:
-    """The attentions of a training step of a config on one device, traced.
+def attentions(name: str) -> list:
+    """The Shapes of the attentions in a training step of a config on one device, each once.
 
     Args:
       name: of a file of configs/, without its ending.
@@ -68,7 +59,7 @@ def attentions(name: str) -> list[Attention]:
         return outputs[0]
 
     jax.eval_shape(run, jax.ShapeDtypeStruct((rows, length), 'int32'))
-    return [Attention(name, shapes, seen.count(shapes)) for shapes in dict.fromkeys(seen)]
+    return list(dict.fromkeys(seen))
 
 
 def devices() -> tuple:
@@ -145,9 +136,9 @@ def table(names: list[str]) -> str:
 
     lines = [f'| {" | ".join(HEADS)} |', '|---' * len(HEADS) + '|']
     for name in names:
-        for found in attentions(name):
-            cells = [cell(found.shapes, device, note) for device in devices()]
-            lines.append(f'| {" | ".join([name, describe(found.shapes), *cells])} |')
+        for shapes in attentions(name):
+            cells = [cell(shapes, device, note) for device in devices()]
+            lines.append(f'| {" | ".join([name, describe(shapes), *cells])} |')
     lines += ['', *(f'{number}. {reason}' for reason, number in notes.items())]
     return '\n'.join(lines)
 

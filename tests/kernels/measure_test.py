@@ -8,6 +8,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -271,6 +272,22 @@ def test_a_measurement_that_was_cut_short_is_used_and_not_remembered(machine, mo
     monkeypatch.setattr(measure, '_spent', 0.0)
     monkeypatch.setattr(measure, 'LEAST_SECONDS', 0.0)
     assert machine()[::2] == (Parts('cudnn', 'mosaic_gpu'), list(NAMES))
+
+
+def test_two_processes_do_not_measure_the_same_at_once(tmp_path):
+    """The second waits for the first, whose file it then finds."""
+    path, entered = tmp_path / 'x.json', threading.Event()
+
+    def second():
+        with measure._alone(path):
+            entered.set()
+
+    with measure._alone(path):
+        thread = threading.Thread(target=second)
+        thread.start()
+        assert not entered.wait(0.2)
+    thread.join(timeout=60)
+    assert entered.is_set()
 
 
 def test_the_same_process_asks_once(machine, monkeypatch):

@@ -5,8 +5,9 @@ import functools
 import numpy as np
 import pytest
 
-from kernels_pallas import pallas_depth, trial
+from kernels_pallas import measure, pallas_depth, trial, trial_process
 from kernels_pallas.candidates import Device, Shapes
+from kernels_pallas.choice import choose, told
 from kernels_pallas.joint import Parts
 from kernels_pallas.trial_case import documents, make_masks, small, timed, visible_slots
 from kernels_pallas.trial_process import run_trial
@@ -136,3 +137,21 @@ def test_a_child_process_checks_and_times_a_call(change, parts, monkeypatch, tmp
     monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
     found = run_trial(parts, TINY._replace(**change), Device('cpu', 'cpu'), 300)
     assert set(found) == {'milliseconds'} and found['milliseconds'] > 0
+
+
+@pytest.mark.slow
+def test_a_measurement_by_real_child_processes(monkeypatch, tmp_path):
+    """On a CPU that is taken for a GPU: cuDNN fails there, XLA runs."""
+    environment = trial_process._environment
+    monkeypatch.setattr(
+        trial_process, '_environment', lambda device: environment(device) | {'JAX_PLATFORMS': 'cpu'}
+    )
+    monkeypatch.setattr(measure, '_known', {})
+    monkeypatch.setattr(measure, 'LIMIT_SECONDS', 300.0)
+    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
+    shapes = TINY._replace(q=(4, 1024, 2, 8), k=(4, 1024, 1, 8), num_slots=0, dtypes=('bfloat16',))
+    device = Device('gpu', 'cpu', (9, 0), not_measured='')
+    assert choose(None, shapes, device) == Parts()
+    assert 'the fastest of xla ' in told()[-1] and '; not cudnn: ' in told()[-1]
+    (path,) = tmp_path.glob('moddepth_jax/attention/cpu-*.json')
+    assert '"milliseconds"' in path.read_text() and '"failed"' in path.read_text()
