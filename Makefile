@@ -8,7 +8,16 @@ GPU_FLAGS ?=# of launch.gpu, such as --parts=tests,attention
 PIP_INSTALL := $(VENV_PYTHON) -m pip install -q --disable-pip-version-check -c constraints.txt
 PINS := setup.py constraints.txt
 
-.PHONY: train test test-all faults dry-runs gpu study study-long study-moda study-experts study-gpu study-moda-gpu docs-notebooks
+# The second environment: JAX 0.11.2 on the first Python from 3.12 on that runs, of PATH or of pyenv.
+PYENV_ROOT ?= $(HOME)/.pyenv
+NEXT_PYTHONS := python3.12 python3.13 $(wildcard $(foreach minor,12 13,$(PYENV_ROOT)/versions/3.$(minor).*/bin/python))
+NEXT_PYTHON ?= $(firstword $(foreach python,$(NEXT_PYTHONS),$(shell $(python) -c 'import sys; \
+    sys.version_info >= (3, 12) and print("$(python)")' 2>/dev/null)))
+NEXT := .venv-next/bin/python
+NEXT_TESTS := tests/kernels tests/model tests/inference tests/training/losses_test.py \
+    tests/training/train_step_test.py tests/training/gpu_collectives_test.py
+
+.PHONY: train test test-next has-next test-all faults dry-runs gpu study study-long study-moda study-experts study-gpu study-moda-gpu docs-notebooks
 .DELETE_ON_ERROR:
 
 train: .venv/installed
@@ -16,6 +25,15 @@ train: .venv/installed
 
 test: .venv/installed-test
 	$(VENV_PYTHON) -m pytest -n $(WORKERS)
+
+# The kernels on JAX 0.11.2: lowered, interpreted, compiled for a described H200, and the models,
+# training and inference that use them.
+test-next: .venv-next/installed
+	JAX_PLATFORMS=cpu $(NEXT) -m pytest -n $(WORKERS) -m "not slow and not faults and not gpu" $(NEXT_TESTS)
+
+# Succeeds where test-next can run.
+has-next:
+	@test -n "$(NEXT_PYTHON)" || { echo 'make test-next needs Python 3.12 or 3.13, and found neither on PATH nor in $(PYENV_ROOT)'; exit 1; }
 
 test-all: .venv/installed-test
 	$(VENV_PYTHON) -m pytest -n $(WORKERS) -m ""
@@ -121,6 +139,14 @@ runs/moda_dense/summary.json: | .venv/installed
 	@$(PYTHON) -m venv .venv
 	@$(PIP_INSTALL) -e '.[test]'
 	@touch .venv/installed $@
+
+.venv-next/installed: $(PINS) constraints-next.txt
+	@$(MAKE) -s has-next
+	@echo 'Installing JAX 0.11.2 and what compiles for a GPU into .venv-next: some minutes.'
+	@$(NEXT_PYTHON) -m venv .venv-next
+	@{ grep -v '^jax' constraints.txt; cat constraints-next.txt; } > .venv-next/constraints.txt
+	@$(NEXT) -m pip install -q --disable-pip-version-check -c .venv-next/constraints.txt -e '.[test,compile]'
+	@touch $@
 
 .venv/installed-notebooks: $(PINS)
 	@echo 'Installing JAX, Flax, Jupyter and what else setup.py names into .venv: some minutes.'

@@ -10,6 +10,14 @@ JAX_BOUNDS = '>=0.10.2,<0.13'
 NOTEBOOKS = ['jupytext>=1.19,<2', 'nbclient>=0.11,<0.12', 'ipykernel>=7,<8']
 SENTENCEPIECE = ['sentencepiece>=0.2,<0.3']
 LM_EVAL = ['lm_eval>=0.4.13,<0.5']
+# Compiles for a GPU on a machine without one; the plugin's release must be JAX's own.
+COMPILE = [
+    f'jax-cuda13-plugin{JAX_BOUNDS}',
+    f'jax-cuda13-pjrt{JAX_BOUNDS}',
+    'nvidia-cuda-nvcc>=13,<14',
+    'nvidia-nvvm>=13,<14',
+    'nvidia-cuda-crt>=13,<14',
+]
 # Builds the distributions; setuptools is named because the tests build without a network.
 BUILD = ['build>=1.3,<2', 'setuptools>=77,<90']
 
@@ -74,6 +82,7 @@ setuptools.setup(
             *LM_EVAL,
             *BUILD,
         ],
+        'compile': COMPILE,
         'gpu': [f'jax[cuda13]{JAX_BOUNDS}', 'jax-triton>=0.3.1,<0.5'],
         'notebooks': [*NOTEBOOKS, 'nbconvert>=7.17,<8', 'treescope>=0.1.10,<0.2'],
         'sentencepiece': SENTENCEPIECE,

@@ -100,6 +100,7 @@ def get_config() -> ConfigDict:
     optimizer.b2 = 0.98  # AdamW: decay of the gradient's square
     optimizer.eps = 1e-8  # AdamW: added to the root
     optimizer.weight_decay = 0.1  # AdamW, on matrices only
+    optimizer.decay_embeddings = True  # AdamW: the embedding table, tied or not, decays too
     optimizer.clip_norm = 1.0  # of the gradient's norm, the predictor's apart; 0: no clipping
     optimizer.z_loss = 1e-4  # weight of the mean squared log-partition of the logits
 

@@ -6,7 +6,9 @@ import inspect
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-_LOAD_TAKES_INDEX = 'idx' in inspect.signature(plgpu.load).parameters
+_LOAD_INDEX = inspect.signature(plgpu.load).parameters.get('idx')
+# Required on 0.10.2, deprecated where it has a default, gone later.
+_LOAD_NEEDS_INDEX = _LOAD_INDEX is not None and _LOAD_INDEX.default is inspect.Parameter.empty
 
 # The interpreter of 0.10.2 is private, and cannot run loads with a layout, layout casts or copies
 # past the end of an array.
@@ -17,7 +19,7 @@ CAN_INTERPRET = _INTERPRETER is not None
 
 def load(ref, layout, optimized=True):
     """The whole of a reference, as an array of that layout; from global memory not `optimized`."""
-    index = ((),) if _LOAD_TAKES_INDEX else ()
+    index = ((),) if _LOAD_NEEDS_INDEX else ()
     return plgpu.load(ref, *index, layout=layout, optimized=optimized)
 
 
@@ -35,7 +37,7 @@ def interpret_params(interpret: bool, detect_races: bool = False):
     if not interpret:
         return None
     if not CAN_INTERPRET:
-        raise ValueError('interpret=True needs the Mosaic GPU interpreter of JAX 0.12 or newer')
+        raise ValueError('interpret=True needs the Mosaic GPU interpreter of JAX 0.11.2 or newer')
     return _INTERPRETER(detect_races=detect_races)
 
 
@@ -52,7 +54,7 @@ def one_warpgroup_kernel(body, name, runs, out_type, scratch_types, interpret=No
 
     Returns:
       A function of the operands, some of which may be mutable references (jax.new_ref), written in
-      place: what plgpu.kernel takes on 0.12 only.
+      place: what plgpu.kernel takes from 0.11 on.
     """
 
     def scoped(*refs):

@@ -3,6 +3,8 @@
 No array joins the cached keys with the others.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -123,13 +125,16 @@ def _attend(
             v_depth_BLKH = jnp.where(slot_mask_BL[:, :, None, None], v_depth_BLKH, 0)
         own_BKGX = jnp.concatenate([own_BKGX, slots_BKGL], axis=-1)
         own_v_BXKH = jnp.concatenate([own_v_BXKH, v_depth_BLKH], axis=1)
-    scores_BKGS = jnp.einsum('bkgh,bkhs->bkgs', q_BKGH.astype(k_BKHS.dtype), k_BKHS)
-    scores_BKGS = jnp.where(visible_BS[:, None, None], scores_BKGS.astype(wide), -jnp.inf)
+    # The queries are scaled after the product: half-precision ones would be rounded by it.
+    q_cache_BKGH = q_B1NH.reshape(q_BKGH.shape).astype(k_BKHS.dtype)
+    product = functools.partial(jnp.einsum, preferred_element_type=wide)
+    scores_BKGS = product('bkgh,bkhs->bkgs', q_cache_BKGH, k_BKHS) * width**-0.5
+    scores_BKGS = jnp.where(visible_BS[:, None, None], scores_BKGS, -jnp.inf)
     highest_BKG = jnp.maximum(jnp.max(scores_BKGS, axis=-1), jnp.max(own_BKGX, axis=-1))
     weights_BKGS = jnp.exp(scores_BKGS - highest_BKG[..., None])
     own_BKGX = jnp.exp(own_BKGX - highest_BKG[..., None])
     total_BKG = jnp.sum(weights_BKGS, axis=-1) + jnp.sum(own_BKGX, axis=-1)
-    o_BKHG = jnp.einsum('bkhs,bkgs->bkhg', v_BKHS, weights_BKGS.astype(v_BKHS.dtype)).astype(wide)
+    o_BKHG = product('bkhs,bkgs->bkhg', v_BKHS, weights_BKGS.astype(v_BKHS.dtype))
     o_BKHG += jnp.einsum('bxkh,bkgx->bkhg', own_v_BXKH, own_BKGX)
     o_BKGH = jnp.swapaxes(o_BKHG / total_BKG[:, :, None], 2, 3)
     return o_BKGH.reshape(batch, 1, heads, width).astype(q_B1NH.dtype)

@@ -107,6 +107,7 @@ FREE = {
     'model.routing.layers',
     'data.text_field',
     'data.log_windows',
+    'optimizer.decay_embeddings',
     'training.compilation_cache',
 }
 NO_LAYERS = [

@@ -107,6 +107,7 @@ class OptimizerHparams:
     b2: float
     eps: float
     weight_decay: float
+    decay_embeddings: bool
     clip_norm: float
     z_loss: float
 

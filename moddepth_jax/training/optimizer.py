@@ -1,5 +1,7 @@
 """AdamW with warm-up and cosine; the predictor is clipped apart and so touches nothing else."""
 
+import functools
+
 import jax
 import optax
 
@@ -38,14 +40,14 @@ def trunk_norm(gradients):
     return optax.tree.norm([leaf for mine, leaf in leaves if mine])
 
 
-def _is_matrix(params):
-    """Weight decay is for matrices: not for norms, biases, or the router's vector."""
+def _decayed(params, decay_embeddings: bool):
+    """Mask of weight decay: the matrices, not norms, biases or the router's vector."""
+    matrices = {'kernel', 'embedding'} if decay_embeddings else {'kernel'}
 
-    def matrix(path, leaf):
-        names = {getattr(key, 'key', None) for key in path}
-        return bool(names & {'kernel', 'embedding'})
+    def decayed(path, _):
+        return not matrices.isdisjoint(getattr(key, 'key', None) for key in path)
 
-    return jax.tree_util.tree_map_with_path(matrix, params)
+    return jax.tree_util.tree_map_with_path(decayed, params)
 
 
 def make_optimizer(hparams: Hparams, num_steps: int) -> optax.GradientTransformation:
@@ -67,6 +69,6 @@ def make_optimizer(hparams: Hparams, num_steps: int) -> optax.GradientTransforma
             b2=optimizer.b2,
             eps=optimizer.eps,
             weight_decay=optimizer.weight_decay,
-            mask=_is_matrix,
+            mask=functools.partial(_decayed, decay_embeddings=optimizer.decay_embeddings),
         ),
     )

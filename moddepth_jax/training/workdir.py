@@ -45,6 +45,7 @@ OLDER_RUNS = {  # a knob that they do not have: the value under which they behav
     'model.experts.threshold_decay': 0.99,
     'model.experts.product': 'auto',
     'training.max_unsharded': 1.0,
+    'optimizer.decay_embeddings': True,
 }
 
 _NOT_OURS = 'a newer version wrote it, and can go on with this run, or it was edited'

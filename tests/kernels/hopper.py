@@ -55,7 +55,8 @@ _PTXAS = re.compile(
 )
 # Grid, cluster and block along x, y, z, then bytes of shared memory. Newer JAX has the second name.
 _MOSAIC_LAUNCH = re.compile(
-    r'call void @mosaic_gpu_(?:launch_kernel|build_kernel_spec)\(ptr [^,]*((?:, i32 \d+){10}),'
+    r'call (?:void|i32) @mosaic_gpu_(?:launch_kernel|build_kernel_spec)'
+    r'\(ptr [^,]*((?:, i32 \d+){10}),'
 )
 # As StableHLO writes it: the name of a call of Triton.
 _TRITON_NAME = re.compile(r'\bname = "(\w+)"')
@@ -187,6 +188,8 @@ def resources(function, *arrays) -> list[Resources]:
       ValueError: nothing was compiled.
     """
     os.environ.update(MOSAIC_GPU_DUMP_PTXAS='1', MOSAIC_GPU_DUMP_HOST_LLVM='1')
+    # Without a GPU each compilation symbolizes a stack trace: four fifths of the time.
+    os.environ.setdefault('LLVM_DISABLE_SYMBOLIZATION', '1')
     with an_h200():
         lowered = jax.jit(function).lower(*on_hopper(arrays))
     with tempfile.TemporaryDirectory() as dump, _captured_output() as output:

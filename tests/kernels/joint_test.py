@@ -45,7 +45,7 @@ def errors(found, right):
 def test_every_implementation_has_the_right_gradients(implementation, dlse):
     """In bfloat16: output at most twice as far off as that of `xla`, gradients three times."""
     if implementation in HOPPER and not _compat.CAN_INTERPRET:
-        pytest.skip('the Mosaic GPU interpreter before JAX 0.12 lacks primitives')
+        pytest.skip('the Mosaic GPU interpreter before JAX 0.11.2 lacks primitives')
     inputs, cotangents, arguments, seen = drawn()
     arguments = arguments | {'num_slots': 6}
     given = [np.nan_to_num(np.asarray(x, float)) for x in (*inputs, inputs[0])]

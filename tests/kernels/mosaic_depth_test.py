@@ -11,7 +11,7 @@ from tests.kernels.pallas_depth_test import Case, jit
 
 interpreted = pytest.mark.skipif(
     not _compat.CAN_INTERPRET,
-    reason='the Mosaic GPU interpreter before JAX 0.12 lacks primitives (drop with Python 3.11)',
+    reason='the Mosaic GPU interpreter before JAX 0.11.2 lacks primitives (drop with Python 3.11)',
 )
 
 SIZES = {'B': 1, 'T': 3, 'R': None, 'K': 1, 'G': 3, 'H': 64, 'L': 9, 'num': None}
@@ -131,7 +131,7 @@ def test_a_race_is_seen(monkeypatch):
 @pytest.mark.skipif(_compat.CAN_INTERPRET, reason='this JAX has the interpreter')
 def test_no_interpreter_is_said():
     """Not a failure inside the interpreter of JAX 0.10, but a line that says what is needed."""
-    with pytest.raises(ValueError, match='JAX 0.12'):
+    with pytest.raises(ValueError, match='JAX 0.11.2'):
         make().run()
 
 

@@ -12,7 +12,7 @@ from tests.kernels.cases import KINDS, SEQUENCE, SIZES, USUAL, exact, jit, make_
 
 interpreted = pytest.mark.skipif(
     not _compat.CAN_INTERPRET,
-    reason='the Mosaic GPU interpreter before JAX 0.12 lacks primitives (drop with Python 3.11)',
+    reason='the Mosaic GPU interpreter before JAX 0.11.2 lacks primitives (drop with Python 3.11)',
 )
 SMALL = {'B': 1, 'T': 5, 'N': 8, 'K': 1, 'H': 64, 'L': 8}
 CASES = {

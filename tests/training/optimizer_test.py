@@ -55,8 +55,9 @@ def test_schedule_of_short_runs_is_sound(tiny_config, num_steps, warmup):
         assert rate[0] == rate.max()
 
 
-def test_weight_decay_is_for_matrices_only(tiny_config):
-    """Without a gradient a step shrinks kernels and embedding by its rate times the decay.
+@pytest.mark.parametrize('decay_embeddings', [True, False])
+def test_weight_decay_is_for_matrices_only(tiny_config, decay_embeddings):
+    """Without a gradient a step shrinks kernels by its rate times the decay, the embedding by knob.
 
     Norm scales, biases, the router's vector and an average's weights, matrices only through their
     stacking over layers, stay bit for bit.
@@ -70,6 +71,7 @@ def test_weight_decay_is_for_matrices_only(tiny_config):
         'optimizer.weight_decay': 0.5,
         'optimizer.learning_rate': 0.01,
         'optimizer.warmup_fraction': 0.0,
+        'optimizer.decay_embeddings': decay_embeddings,
     }
     hparams = hparams_of(tiny_config, **changes)
     shapes = jax.eval_shape(lambda: init_state(hparams, 10)).params
@@ -89,8 +91,9 @@ def test_weight_decay_is_for_matrices_only(tiny_config):
             decayed.add(name)
         else:
             kept.add(name)
-    assert decayed == {'kernel', 'embedding'}
-    assert kept == {'scale', 'bias', 'w', 'weights'}
+    embedding = {'embedding'}
+    assert decayed == {'kernel'} | (embedding if decay_embeddings else set())
+    assert kept == {'scale', 'bias', 'w', 'weights'} | (set() if decay_embeddings else embedding)
 
 
 def run_steps(tiny_config, rule, num_steps=4, **changes):
