@@ -72,7 +72,7 @@ def arrays_of(arguments: dict) -> dict:
 
 def _cudnn_and_xla(q, k, v, k_depth, v_depth, *, num_slots, q_depth_BTNH=None, **options):
     """depth_attention with cuDNN's sequence part, forward and backward, and XLA's depth part."""
-    from kernels_pallas import cudnn
+    from kernels_pallas import candidates, choice
 
     if jax.default_backend() != 'gpu':
         raise SkippedError('cuDNN needs a GPU')
@@ -85,7 +85,7 @@ def _cudnn_and_xla(q, k, v, k_depth, v_depth, *, num_slots, q_depth_BTNH=None, *
     shapes = Shapes(
         q.shape, k.shape, len(k_depth), dtypes, True, True, ids is not None, window, scale
     )
-    if why := cudnn.unsupported(shapes):
+    if why := candidates.sequence_unsupported(shapes, choice.this_device()):
         raise SkippedError(f'cuDNN cannot: {why}')
     parts = Parts(sequence='cudnn', depth='xla')
     static = Static(window, True, options['slot_window'], scale, False, parts)
