@@ -12,6 +12,10 @@ from launch import backends
 from moddepth_jax.hparams import from_config
 from moddepth_jax.training.train_step import init_state, train_step
 
+# The page is for the JAX that GPU results are measured with; older ones refuse more.
+for_the_page = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11, 2), reason='the page is for JAX 0.11.2: make test-next'
+)
 PAGE = pathlib.Path(__file__).parents[2] / 'docs' / 'backends.md'
 
 
@@ -32,6 +36,7 @@ def written():
     return PAGE.read_text().split(backends.BEGIN)[1].split(backends.END)[0].strip()
 
 
+@for_the_page
 @pytest.mark.parametrize('name', ['tiny', 'mod_moda', 'moda_700m'])
 def test_the_page_says_what_is_chosen(name):
     """If this fails: python -m launch.backends --page=docs/backends.md."""
@@ -39,6 +44,7 @@ def test_the_page_says_what_is_chosen(name):
     assert found and found == [row for row in rows(written()) if row[0] == name]
 
 
+@for_the_page
 @pytest.mark.slow
 def test_the_page_holds_the_table_of_all_configs():
     assert backends.table(backends.config_names()) == written()
