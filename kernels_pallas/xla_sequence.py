@@ -4,6 +4,9 @@ For CPUs and any other backend. Up to 2048 tokens the blocks are static, each so
 keys that they may see. Longer sequences run the loops of xla_sequence_loops.
 """
 
+import contextlib
+import contextvars
+
 import jax.numpy as jnp
 from jax import lax
 
@@ -15,6 +18,21 @@ QUERY_BLOCK = 128
 MAX_BLOCKS = 16
 # Scores of a static block: 256 MiB in float32.
 MAX_SCORES = 2**26
+_counted = contextvars.ContextVar('counted', default=False)
+
+
+@contextlib.contextmanager
+def counted():
+    """Traces in this context can be counted: rows of any length take static blocks.
+
+    The products of a loop whose length depends on the documents cannot be counted. Trace functions
+    that were not traced before: what is cached is as it was.
+    """
+    token = _counted.set(True)
+    try:
+        yield
+    finally:
+        _counted.reset(token)
 
 
 def blocks(num_queries: int, num_keys: int, ordered: bool, window: int):
@@ -31,7 +49,8 @@ def is_long(q_shape, num_keys: int) -> bool:
     """Whether static blocks would be too many, or too large."""
     batch, length, heads, _ = q_shape
     scores = batch * heads * min(length, QUERY_BLOCK) * num_keys
-    return length > QUERY_BLOCK * MAX_BLOCKS or scores > MAX_SCORES
+    too_long = length > QUERY_BLOCK * MAX_BLOCKS or scores > MAX_SCORES
+    return too_long and not _counted.get()
 
 
 def _visible(mask, static, start, stop, first, end):

@@ -4,6 +4,7 @@ Nothing is computed and no parameter is made: shapes are traced, lowered and com
 """
 
 import contextlib
+import functools
 import os
 import re
 import tempfile
@@ -12,6 +13,7 @@ from typing import NamedTuple
 
 import jax
 
+from kernels_pallas import xla_sequence
 from moddepth_jax.analysis.collectives import Collective, by_axes, collectives
 from moddepth_jax.analysis.program import Program, product_flops
 from moddepth_jax.hparams import Hparams
@@ -77,8 +79,10 @@ def dry_run(hparams: Hparams, mesh) -> dict:
       arguments) and peak, their sum without aliases;
       `flops`: `counted` of the step, `executed` of it (with what is recomputed), `products` of one
       device in the compiled program, those of them `in_branches` (the dearest of a conditional),
-      and `xla`, its own estimate for a device, which takes each loop once; `split`: executed over
-      devices over products, 1 where no device repeats another's work, None with branches;
+      and `xla`, its own estimate for a device, which takes each loop once; `split`: the traced
+      products over devices over those of the program, 1 where no device repeats another's work,
+      None with branches. Products of loops of unknown length, over the keys of a row above 2048,
+      count once in both, and in full in `executed`;
       `collectives`, as `by_axes` says; `places`: the dearest of them one by one; `sent_bytes` of a
       device; `flops_per_byte`: executed a device over those; `estimates`, as `estimate` says;
       `sharding`: lines of a table; `warnings` of the compiler; `trace_seconds`, `compile_seconds`.
@@ -88,7 +92,10 @@ def dry_run(hparams: Hparams, mesh) -> dict:
     row = jax.ShapeDtypeStruct(shape, 'int32', sharding=batch_sharding(mesh, shape[0]))
     batch = dict.fromkeys(('tokens_BT', 'labels_BT', 'segment_ids_BT'), row)
     # Without the mesh: within shard_map a product has the shapes of one device.
-    executed = float(dot_general_flops(jax.jit(train_step).trace(state, batch).jaxpr))
+    traced = float(dot_general_flops(jax.jit(train_step).trace(state, batch).jaxpr))
+    with xla_sequence.counted():
+        executed = jax.jit(functools.partial(train_step)).trace(state, batch).jaxpr
+        executed = float(dot_general_flops(executed))
     begin = time.perf_counter()
     with jax.set_mesh(mesh), _stderr() as said:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, state), replicated(mesh)
@@ -121,7 +128,7 @@ def dry_run(hparams: Hparams, mesh) -> dict:
             'in_branches': in_branches,
             'xla': (compiled.cost_analysis() or {}).get('flops'),
         },
-        'split': share / products if products and not in_branches else None,
+        'split': traced / mesh.size / products if products and not in_branches else None,
         'collectives': by_axes(found),
         'places': [_place(one) for one in sorted(found, key=_cost)[:12]],
         'sent_bytes': sent,

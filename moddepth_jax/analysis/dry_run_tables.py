@@ -42,7 +42,7 @@ def tables(result: dict):
         ('products in the compiled program', '', format_count(flops['products'])),
         ('  of these in conditionals, at most', '', format_count(flops['in_branches'])),
         ("XLA's estimate, each loop once", '', format_count(flops['xla'] or float('nan'))),
-        ('executed / products: 1 = evenly split', '', split),
+        ('traced / products: 1 = evenly split', '', split),
     ]
     yield 'FLOPs of a step', ('', 'all devices', 'a device'), rows
     yield (

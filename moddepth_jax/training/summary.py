@@ -1,6 +1,7 @@
 """What a finished run leaves behind: summary.json."""
 
 import dataclasses
+import functools
 import importlib.metadata
 import json
 import os
@@ -11,6 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh
 
+from kernels_pallas import xla_sequence
 from kernels_pallas.choice import told
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.model.flops import (
@@ -67,7 +69,8 @@ def _trace(hparams, num_steps, **changes):
     batch = {name: row for name in ('tokens_BT', 'labels_BT', 'segment_ids_BT')}
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # as one device would run it
         state = jax.eval_shape(lambda: init_state(hparams, num_steps))
-        return jax.jit(train_step).trace(state, batch)
+        with xla_sequence.counted():
+            return jax.jit(functools.partial(train_step)).trace(state, batch)
 
 
 def flops_of_a_step(hparams: Hparams, num_steps: int) -> dict[str, float | None]:
