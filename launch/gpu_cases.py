@@ -68,7 +68,7 @@ def _correctness(toy):
         cases = _checks('mosaic_gpu', plain, packed, 5.0, toy) + _sums('mosaic_gpu', 5.0, toy)
     for name in ('pallas', 'xla'):
         cases += _checks(name, (), packed, 4.0, toy)
-    cases += _checks(CUDNN, _CUDNN, packed, 4.0, toy)
+    cases += _checks(CUDNN, _CUDNN, [name for name in packed if name != 'window'], 4.0, toy)
     if not toy:
         cases += _checks(FUSED, _FUSED, _FUSED_PACKED, 5.0, toy) + _sums(FUSED, 5.0, toy)
     for batch, length, slots in ((8, 4096, 72), (64, 2048, 0), (1, 16384, 24)):

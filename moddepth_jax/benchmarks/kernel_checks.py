@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels_pallas import decode_attention, depth_attention
-from kernels_pallas.choice import Shapes
 from kernels_pallas.joint import Parts, Static, joint_attention
 from moddepth_jax.benchmarks.kernel_cases import (
     CASES,
@@ -72,28 +71,27 @@ def arrays_of(arguments: dict) -> dict:
 
 def _cudnn_and_xla(q, k, v, k_depth, v_depth, *, num_slots, q_depth_BTNH=None, **options):
     """depth_attention with cuDNN's sequence part, forward and backward, and XLA's depth part."""
-    from kernels_pallas import cudnn
-
     if jax.default_backend() != 'gpu':
         raise SkippedError('cuDNN needs a GPU')
-    batch, length = q.shape[:2]
-    positions_BT = jnp.broadcast_to(jnp.arange(length), (batch, length))
-    ids, window = options.get('segment_ids_BT'), options['window']
-    arrays = (q, k, v, k_depth, v_depth, *(() if q_depth_BTNH is None else (q_depth_BTNH,)))
-    scale = options['scale'] or q.shape[-1] ** -0.5
-    dtypes = tuple(sorted({array.dtype.name for array in arrays}))
-    shapes = Shapes(
-        q.shape, k.shape, len(k_depth), dtypes, True, True, ids is not None, window, scale
-    )
-    if why := cudnn.unsupported(shapes):
-        raise SkippedError(f'cuDNN cannot: {why}')
-    parts = Parts(sequence='cudnn', depth='xla')
-    static = Static(window, True, options['slot_window'], scale, False, parts)
+    capability = str(getattr(jax.devices()[0], 'compute_capability', '9.0'))
+    if float(capability) < 8:
+        raise SkippedError(f'cuDNN cannot: compute capability {capability} must be 8.0 or above')
+    positions_BT = jnp.broadcast_to(jnp.arange(q.shape[1]), q.shape[:2])
+    ids = options.get('segment_ids_BT')
     mask = (positions_BT, positions_BT, ids, ids)
-    slots = (k_depth, v_depth) if len(k_depth) else None
-    written = len(k_depth) if num_slots is None else num_slots
-    slot_mask = (written, options.get('slot_mask_LBR'), options.get('slot_rows_BT'))
-    slot_mask = slot_mask if slots else None
+    slots, slot_mask = None, None
+    if len(k_depth):
+        slots = (k_depth, v_depth)
+        written = len(k_depth) if num_slots is None else num_slots
+        slot_mask = (written, options.get('slot_mask_LBR'), options.get('slot_rows_BT'))
+    static = Static(
+        window=options['window'],
+        ordered=True,
+        slot_window=options['slot_window'],
+        scale=options['scale'] or q.shape[-1] ** -0.5,
+        lse_returned=False,
+        parts=Parts(sequence='cudnn', depth='xla'),
+    )
     return joint_attention(static, q, k, v, mask, q_depth_BTNH, slots, slot_mask, None)[0]
 
 
