@@ -112,6 +112,7 @@ def get_config() -> ConfigDict:
     training.keep_checkpoints = 2  # newest ones kept
     training.max_nan_steps = 5  # non-finite steps in a row that end the run; each is skipped
     training.max_unsharded = 0.1  # share of parameters that fsdp and tensor may leave whole
+    training.loss_chunk = 0  # most tokens of a device with logits at once; 0: what fits 256 MiB
     training.compilation_cache = True  # keep compiled programs under the user's cache directory
 
     evaluation = config.evaluation = ConfigDict()

@@ -112,7 +112,8 @@ def _sequence(implementation, platform, shapes):
     """The backend of the sequence part, and why it is not the fastest one."""
     if implementation == 'xla' or platform != 'gpu':
         return 'xla', None
-    reason = _backend('cudnn').unsupported(shapes)
+    cudnn = _backend('cudnn')
+    reason = cudnn.unsupported(shapes, cudnn.capability())
     return ('cudnn', None) if reason is None else ('xla', f'cudnn: {reason}')
 
 

@@ -96,6 +96,8 @@ def _depth(static, way):
 
 
 def _sequence_forward(static, q_BTNH, k_BSKH, v_BSKH, mask):
+    if static.parts.sequence == 'cudnn' and mask[2] is not None:
+        return _module('cudnn_packed').sequence_forward(q_BTNH, k_BSKH, v_BSKH, mask, static)
     if static.parts.sequence == 'cudnn':
         cudnn = _module('cudnn')
         return cudnn.sequence_forward(q_BTNH, k_BSKH, v_BSKH, static.window, static.scale)
@@ -141,7 +143,12 @@ def _backward(static, residuals, cotangents):
     lse_BNT = jnp.where(lse_BNT == -jnp.inf, 0.0, lse_BNT)
     joint = (do_BTNH, lse_BNT, delta_BNT)
     # cuDNN computes its own delta, which knows of no dlse.
-    if static.parts.sequence == 'cudnn' and not static.lse_returned:
+    by_cudnn = static.parts.sequence == 'cudnn' and not static.lse_returned
+    if by_cudnn and mask[2] is not None:
+        dq_BTNH, dk_BSKH, dv_BSKH = _module('cudnn_packed').sequence_backward(
+            q_BTNH, k_BSKH, v_BSKH, mask, static, o_BTNH, *joint
+        )
+    elif by_cudnn:
         dq_BTNH, dk_BSKH, dv_BSKH = _module('cudnn').sequence_backward(
             q_BTNH, k_BSKH, v_BSKH, o_BTNH, lse_BNT, do_BTNH, static.window, static.scale
         )
@@ -155,7 +162,9 @@ def _backward(static, residuals, cotangents):
         sums = dslots if dsums is None else dsums
         dq_depth_BTNH, *sums = _depth(static, 'backward')(q, *joint, slots, sums, *slot_mask)
         if q_depth_BTNH is None:
-            dq_BTNH, dq_depth_BTNH = dq_BTNH.astype(dq_depth_BTNH.dtype) + dq_depth_BTNH, None
+            wide = lse_BNT.dtype
+            dq_BTNH = dq_BTNH.astype(wide) + dq_depth_BTNH.astype(wide)
+            dq_depth_BTNH = None
         else:
             dq_depth_BTNH = dq_depth_BTNH.astype(q_depth_BTNH.dtype)
         dslots, dsums = (tuple(sums), None) if dsums is None else (dslots, tuple(sums))

@@ -1,94 +1,115 @@
-"""Attention over the sequence in static blocks of queries, so that no T x S array exists.
+"""Attention over the sequence by blocks, so that memory grows with T and not with T x S.
 
-For CPUs and any other backend. Forward and backward walk the same blocks. A block of queries reads
-only the keys that causality and the window let it see, as static slices.
+For CPUs and any other backend. Up to 2048 tokens the blocks are static, each some queries with all
+keys that they may see. Longer sequences run the loops of xla_sequence_loops.
 """
 
-import jax
 import jax.numpy as jnp
+
+from kernels_pallas import xla_sequence_loops
 
 # With gradients, T from 256 to 2048 on two CPU cores: at most a fifth slower than 64, never slower
 # than 256 and up to 1.8 times as fast.
 QUERY_BLOCK = 128
-MAX_BLOCKS = 16  # longer sequences take larger blocks: the program stays small
+MAX_BLOCKS = 16
+# Scores of a static block: 256 MiB in float32.
+MAX_SCORES = 2**26
 
 
 def blocks(num_queries: int, num_keys: int, ordered: bool, window: int):
     """(first query, end, first key, end) of each block; `ordered`: key i belongs to query i."""
-    size = max(QUERY_BLOCK, -(-num_queries // MAX_BLOCKS))
-    for start in range(0, num_queries, size):
-        stop = min(start + size, num_queries)
+    for start in range(0, num_queries, QUERY_BLOCK):
+        stop = min(start + QUERY_BLOCK, num_queries)
         if ordered:
             yield start, stop, max(0, start - window + 1) if window else 0, stop
         else:
             yield start, stop, 0, num_keys
 
 
-def _visible(mask, window, ordered, start, stop, first, end):
+def is_long(q_shape, num_keys: int) -> bool:
+    """Whether static blocks would be too many, or too large."""
+    batch, length, heads, _ = q_shape
+    scores = batch * heads * min(length, QUERY_BLOCK) * num_keys
+    return length > QUERY_BLOCK * MAX_BLOCKS or scores > MAX_SCORES
+
+
+def _visible(mask, static, start, stop, first, end):
     """Visibility of one block, [B or 1, queries, keys]; see reference.visibility."""
     positions_BT, key_positions_BS, segment_ids_BT, key_segment_ids_BS = mask
-    if ordered:
-        index_T, index_S = jnp.arange(start, stop), jnp.arange(first, end)
-        visible = (index_T[:, None] >= index_S[None, :])[None]
-    else:
-        visible = positions_BT[:, start:stop, None] >= key_positions_BS[:, None, first:end]
-    if window:
-        distance = positions_BT[:, start:stop, None] - key_positions_BS[:, None, first:end]
-        visible = visible & (distance < window)
+    queries, keys = slice(start, stop), slice(first, end)
+    ids = None
     if segment_ids_BT is not None:
-        same = segment_ids_BT[:, start:stop, None] == key_segment_ids_BS[:, None, first:end]
-        visible = visible & same
-    return visible
-
-
-def _dot(equation, x, y):
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    if jax.default_backend() == 'cpu':
-        # XLA on CPU cannot run some bfloat16 products with a float32 result.
-        x, y = x.astype(wide), y.astype(wide)
-    return jnp.einsum(equation, x, y, preferred_element_type=wide)
+        ids = segment_ids_BT[:, queries], key_segment_ids_BS[:, keys]
+    places = positions_BT[:, queries], key_positions_BS[:, keys]
+    order = places
+    if static.ordered:
+        order = jnp.arange(start, stop)[None], jnp.arange(first, end)[None]
+    return xla_sequence_loops.visible(order, places, ids, static.window)
 
 
 def _scores(q_BTKGH, k_BSKH, visible, scale):
-    scores_BKGTS = _dot('btkgh,bskh->bkgts', q_BTKGH, k_BSKH) * scale
+    scores_BKGTS = xla_sequence_loops.dot('btkgh,bskh->bkgts', q_BTKGH, k_BSKH) * scale
     return jnp.where(visible[:, None, None], scores_BKGTS, -jnp.inf)
 
 
 def sequence_forward(q_BTNH, k_BSKH, v_BSKH, mask, static):
-    """(o_BTNH, lse_BNT) over the sequence alone, float32 or wider."""
+    """Attention over the sequence alone.
+
+    Args:
+      q_BTNH, k_BSKH, v_BSKH, mask, static: as in joint.joint_attention.
+
+    Returns:
+      o_BTNH in q's dtype, and the natural-log logsumexp lse_BNT in float32 or wider. A query with
+      no visible key returns 0 and -inf.
+    """
     batch, length, heads, width = q_BTNH.shape
     kv_heads = k_BSKH.shape[2]
+    wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
     if not k_BSKH.shape[1]:
-        wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
-        return jnp.zeros(q_BTNH.shape, wide), jnp.full((batch, heads, length), -jnp.inf, wide)
+        return jnp.zeros_like(q_BTNH), jnp.full((batch, heads, length), -jnp.inf, wide)
+    if is_long(q_BTNH.shape, k_BSKH.shape[1]):
+        return xla_sequence_loops.forward(q_BTNH, k_BSKH, v_BSKH, mask, static)
     q_BTKGH = q_BTNH.reshape(batch, length, kv_heads, heads // kv_heads, width)
     outputs, lses = [], []
     for block in blocks(length, k_BSKH.shape[1], static.ordered, static.window):
         start, stop, first, end = block
-        visible = _visible(mask, static.window, static.ordered, *block)
+        visible = _visible(mask, static, *block)
         scores = _scores(q_BTKGH[:, start:stop], k_BSKH[:, first:end], visible, static.scale)
         highest = jnp.max(scores, axis=-1, keepdims=True)
         highest = jnp.where(highest == -jnp.inf, 0.0, highest)
         weights = jnp.exp(scores - highest)
         total = jnp.sum(weights, axis=-1, keepdims=True)
         seen = jnp.where(total > 0, total, 1.0)
-        output = (
-            _dot('bkgts,bskh->bkgth', weights.astype(v_BSKH.dtype), v_BSKH[:, first:end]) / seen
-        )
-        outputs.append(jnp.moveaxis(output, 3, 1))
+        weights = weights.astype(v_BSKH.dtype)
+        output = xla_sequence_loops.dot('bkgts,bskh->bkgth', weights, v_BSKH[:, first:end]) / seen
+        outputs.append(jnp.moveaxis(output, 3, 1).astype(q_BTNH.dtype))
         lses.append((highest + jnp.log(total))[..., 0])
     o_BTNH = jnp.concatenate(outputs, axis=1).reshape(q_BTNH.shape)
     return o_BTNH, jnp.concatenate(lses, axis=-1).reshape(batch, heads, length)
 
 
 def sequence_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, do_BTNH, lse_BNT, delta_BNT):
-    """Gradients of q, k, v through the sequence's part of the softmax, float32 or wider."""
+    """Gradients through the sequence's part of the softmax.
+
+    Args:
+      q_BTNH, k_BSKH, v_BSKH, mask, static: as in sequence_forward.
+      do_BTNH: the output's cotangent.
+      lse_BNT, delta_BNT: the joint logsumexp, finite, and rowsum(do o) - dlse.
+
+    Returns:
+      dq_BTNH in q's dtype; dk_BSKH and dv_BSKH as wide as lse_BNT.
+    """
     batch, length, heads, width = q_BTNH.shape
     kv_heads = k_BSKH.shape[2]
+    if is_long(q_BTNH.shape, k_BSKH.shape[1]):
+        return xla_sequence_loops.backward(
+            q_BTNH, k_BSKH, v_BSKH, mask, static, do_BTNH, lse_BNT, delta_BNT
+        )
     dk_BSKH = jnp.zeros(k_BSKH.shape, lse_BNT.dtype)
     dv_BSKH = jnp.zeros(v_BSKH.shape, lse_BNT.dtype)
     if not k_BSKH.shape[1]:
-        return jnp.zeros(q_BTNH.shape, lse_BNT.dtype), dk_BSKH, dv_BSKH
+        return jnp.zeros_like(q_BTNH), dk_BSKH, dv_BSKH
+    dot = xla_sequence_loops.dot
     grouped = (batch, length, kv_heads, heads // kv_heads, width)
     q_BTKGH, do_BTKGH = q_BTNH.reshape(grouped), do_BTNH.reshape(grouped)
     by_head = (batch, kv_heads, heads // kv_heads, length)
@@ -96,17 +117,17 @@ def sequence_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, do_BTNH, lse_BNT, de
     dqs = []
     for block in blocks(length, k_BSKH.shape[1], static.ordered, static.window):
         start, stop, first, end = block
-        visible = _visible(mask, static.window, static.ordered, *block)
+        visible = _visible(mask, static, *block)
         q, k = q_BTKGH[:, start:stop], k_BSKH[:, first:end]
         v, do = v_BSKH[:, first:end], do_BTKGH[:, start:stop]
         scores = _scores(q, k, visible, static.scale)
         weights = jnp.exp(scores - lse_BKGT[..., start:stop, None])
-        dweights = _dot('btkgh,bskh->bkgts', do, v)
+        dweights = dot('btkgh,bskh->bkgts', do, v)
         dscores = weights * (dweights - delta_BKGT[..., start:stop, None]) * static.scale
         dscores = dscores.astype(q.dtype)
-        dv = _dot('bkgts,btkgh->bskh', weights.astype(do.dtype), do)
-        dk = _dot('bkgts,btkgh->bskh', dscores, q)
+        dv = dot('bkgts,btkgh->bskh', weights.astype(do.dtype), do)
+        dk = dot('bkgts,btkgh->bskh', dscores, q)
         dv_BSKH = dv_BSKH.at[:, first:end].add(dv)
         dk_BSKH = dk_BSKH.at[:, first:end].add(dk)
-        dqs.append(_dot('bkgts,bskh->btkgh', dscores, k))
+        dqs.append(dot('bkgts,bskh->btkgh', dscores, k).astype(q.dtype))
     return jnp.concatenate(dqs, axis=1).reshape(q_BTNH.shape), dk_BSKH, dv_BSKH

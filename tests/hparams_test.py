@@ -88,6 +88,7 @@ BAD_VALUES = {
     'training.keep_checkpoints': NOT_POSITIVE,
     'training.max_nan_steps': NOT_POSITIVE,
     'training.max_unsharded': [-0.1, 1.5, NAN],
+    'training.loss_chunk': [-1],
     'evaluation.every': [-1],
     'evaluation.num_batches': NOT_POSITIVE,
     'evaluation.final_batches': NOT_POSITIVE,

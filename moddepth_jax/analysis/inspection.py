@@ -10,8 +10,9 @@ from moddepth_jax.analysis.layer_deltas import entropies, layer_deltas
 from moddepth_jax.analysis.token_classes import CLASSES
 from moddepth_jax.analysis.wasted_compute import rank_correlation
 from moddepth_jax.hparams import Hparams
+from moddepth_jax.model.cross_entropy import token_losses
 from moddepth_jax.model.transformer import check_routing
-from moddepth_jax.training.losses import IGNORED, token_losses
+from moddepth_jax.training.losses import IGNORED
 
 
 class Inspection(NamedTuple):

@@ -8,8 +8,9 @@ import numpy as np
 
 from moddepth_jax.data.recall import needs_far_context
 from moddepth_jax.hparams import Hparams
+from moddepth_jax.model.cross_entropy import token_losses
 from moddepth_jax.model.transformer import Transformer
-from moddepth_jax.training.losses import masked_labels, token_losses
+from moddepth_jax.training.losses import masked_labels
 
 
 def roc_area(scores, positives) -> float:

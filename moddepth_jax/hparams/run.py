@@ -133,6 +133,7 @@ class TrainingHparams:
     keep_checkpoints: int
     max_nan_steps: int
     max_unsharded: float
+    loss_chunk: int
     compilation_cache: bool
 
     def __post_init__(self):
@@ -142,6 +143,7 @@ class TrainingHparams:
             positive(f'training.{field}', getattr(self, field))
         positive('training.max_nan_steps', self.max_nan_steps)
         fraction('training.max_unsharded', self.max_unsharded)
+        positive('training.loss_chunk', self.loss_chunk, 0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moddepth_jax.hparams import Hparams
+from moddepth_jax.model.cross_entropy import token_losses
 from moddepth_jax.model.layers import read_out
 from moddepth_jax.model.transformer import Transformer, causal_routing, check_causal
 
@@ -54,33 +55,26 @@ class _Row(NamedTuple):
         return max(part.start + len(part.labels) for part in self.parts)
 
 
-def _is_final_norm(module, method):
-    return module.name == 'final_norm' and method == '__call__'
-
-
 @functools.partial(jax.jit, static_argnames=('hparams', 'routing'))
 def _score_batch(
     variables, tokens_BT, segment_ids_BT, first_B, labels_BTM, num_blocks, *, hparams, routing
 ):
     """log p of the labels, float32, and whether each is the likeliest token: [B, T, M].
 
-    labels_BTM begin at position first_B of a row. Only their first num_blocks blocks are computed,
-    the logits of nothing else: XLA leaves out those that the Transformer returns.
+    labels_BTM begin at position first_B of a row. Only their first num_blocks blocks are computed.
     """
-    _, captured = Transformer(hparams).apply(
-        variables, tokens_BT, segment_ids_BT, routing, capture_intermediates=_is_final_norm
+    x_BTD, _ = Transformer(hparams).apply(
+        variables, tokens_BT, segment_ids_BT, routing, method='hidden_states'
     )
-    (x_BTD,) = captured['intermediates']['final_norm']['__call__']
 
     def of_block(i, results):
         places_BK = first_B[:, None] + (i * BLOCK + jnp.arange(BLOCK))[None]
         places_BK1 = jnp.minimum(places_BK, x_BTD.shape[1] - 1)[..., None]
         logits_BKV = read_out(jnp.take_along_axis(x_BTD, places_BK1, axis=1), variables['params'])
         labels_BKM = jax.lax.dynamic_slice_in_dim(labels_BTM, i * BLOCK, BLOCK, axis=1)
-        picked_BKM = jnp.take_along_axis(logits_BKV, labels_BKM, axis=-1)
-        log_z_BK1 = jax.nn.logsumexp(logits_BKV, axis=-1, keepdims=True)
+        nll_BKM, _, _ = jax.vmap(token_losses, (None, 2), 2)(logits_BKV, labels_BKM)
         best_BK1 = jnp.argmax(logits_BKV, axis=-1, keepdims=True)
-        news = picked_BKM - log_z_BK1, labels_BKM == best_BK1
+        news = -nll_BKM, labels_BKM == best_BK1
         put = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=1)
         return tuple(put(whole, new, i * BLOCK) for whole, new in zip(results, news, strict=True))
 

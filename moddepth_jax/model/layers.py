@@ -29,14 +29,21 @@ def rotate(x_BTNH, positions_BT, theta):
     return turned.astype(x_BTNH.dtype)
 
 
-def logits(x_BTD, kernel_DV):
-    """x W in float32, from inputs rounded to x's dtype: the loss must not see rounded logits."""
-    kernel_DV = kernel_DV.astype(x_BTD.dtype)
-    wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
+def wide_einsum(equation: str, x, y):
+    """A product with a float32 result, or a wider one, of inputs that may be narrower."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
     if jax.default_backend() == 'cpu':
         # XLA on CPU cannot run some bfloat16 products with a float32 result.
-        x_BTD, kernel_DV = x_BTD.astype(wide), kernel_DV.astype(wide)
-    logits_BTV = jnp.einsum('btd,dv->btv', x_BTD, kernel_DV, preferred_element_type=wide)
+        x, y = x.astype(wide), y.astype(wide)
+    return jnp.einsum(equation, x, y, preferred_element_type=wide)
+
+
+def logits(x_BTD, matrix, axes: str = 'dv'):
+    """x W in float32, from inputs rounded to x's dtype: the loss must not see rounded logits.
+
+    matrix: [D, V] or [V, D], as `axes` says: dv or vd.
+    """
+    logits_BTV = wide_einsum(f'btd,{axes}->btv', x_BTD, matrix.astype(x_BTD.dtype))
     return constrain(logits_BTV, 'rows', None, 'vocab')
 
 
@@ -46,17 +53,20 @@ def embed(embedding_VD, tokens_BT, dtype):
     return constrain(x_BTD, 'rows', None, None)
 
 
-def read_out(x_BTD, params):
-    """`logits` by the head, or by the embedding where it is tied: there is no head then.
+def head_matrix(params, dtype):
+    """The matrix of the logits, as it works, and its axes: the head (dv) or a tied embedding (vd).
 
     A tied table is gathered for each use, so that each of its gradients is summed in the parts that
     devices store.
     """
     if 'head' in params:
-        whole = gathered({'head': params['head']}, x_BTD.dtype)
-        return logits(x_BTD, whole['head']['kernel'])
-    whole = gathered({'embedding': params['embedding']}, x_BTD.dtype)
-    return logits(x_BTD, whole['embedding'].T)
+        return gathered({'head': params['head']}, dtype)['head']['kernel'], 'dv'
+    return gathered({'embedding': params['embedding']}, dtype)['embedding'], 'vd'
+
+
+def read_out(x_BTD, params):
+    """`logits` by the head, or by the embedding where it is tied: there is no head then."""
+    return logits(x_BTD, *head_matrix(params, x_BTD.dtype))
 
 
 def swiglu(gate, value):

@@ -102,6 +102,14 @@ def constrain(array, *names) -> jax.Array:
     return jax.lax.with_sharding_constraint(array, spec(mesh, names, array.shape))
 
 
+def part_shape(names, shape) -> tuple[int, ...]:
+    """The shape of a device's part of an array that `constrain` or `by_shards` has split."""
+    mesh = _mesh()
+    if mesh is None:
+        return tuple(shape)
+    return jax.sharding.NamedSharding(mesh, spec(mesh, names, shape)).shard_shape(tuple(shape))
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _gathered(array, names):
     return jax.lax.with_sharding_constraint(array, spec(_mesh(), names, array.shape, STORED))

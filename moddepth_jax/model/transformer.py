@@ -25,10 +25,9 @@ class Head(nn.Module):
     hparams: ModelHparams
 
     @nn.compact
-    def __call__(self, x_BTD):
+    def __call__(self):
         shape = (self.hparams.d_model, self.hparams.vocab_size)
-        kernel_DV = self.param('kernel', initializer(self.hparams.init_std), shape)
-        return read_out(x_BTD, {'head': {'kernel': kernel_DV}})
+        return self.param('kernel', initializer(self.hparams.init_std), shape)
 
 
 class Transformer(nn.Module):
@@ -43,11 +42,22 @@ class Transformer(nn.Module):
 
     hparams: Hparams
 
-    @nn.compact
     def __call__(
         self, tokens_BT, segment_ids_BT=None, routing: str = 'top_c', causal_layers_R=None
     ):
         """Logits and what the routed blocks decided.
+
+        Takes the arguments of `hidden_states` and returns logits_BTV in float32 in place of its
+        x_BTD. A loss does not need the logits of all tokens at once: see `cross_entropy`.
+        """
+        x_BTD, records = self.hidden_states(tokens_BT, segment_ids_BT, routing, causal_layers_R)
+        return read_out(x_BTD, self.variables['params']), records
+
+    @nn.compact
+    def hidden_states(
+        self, tokens_BT, segment_ids_BT=None, routing: str = 'top_c', causal_layers_R=None
+    ):
+        """The last hidden states, and what the routed blocks decided.
 
         Args:
           tokens_BT: int [B, T], ids below model.vocab_size.
@@ -60,8 +70,8 @@ class Transformer(nn.Module):
         The `random` router draws from the PRNG stream `routing`; where none is given, from `seed`.
 
         Returns:
-          logits_BTV in float32, and Records: of routing with leaves [routed layers, B, T], of
-          experts [layers with experts, ...]; None for a model that has neither.
+          x_BTD after the final norm, and Records: of routing with leaves [routed layers, B, T],
+          of experts [layers with experts, ...]; None for a model that has neither.
 
         Raises:
           ValueError: an unknown routing, or a causal rule that the model was not built with.
@@ -82,11 +92,9 @@ class Transformer(nn.Module):
         sizes = causal_sizes(self.hparams, tokens_BT.shape[1], routing)
         x_BTD, records = run_stack(Stack(model, routing, sizes), stack, tokens, told, x_BTD)
         x_BTD = RMSNorm(model.norm_eps, name='final_norm')(x_BTD)
-        if model.tie_embeddings:
-            logits_BTV = read_out(x_BTD, {'embedding': embedding_VD})
-        else:
-            logits_BTV = Head(model, name='head')(x_BTD)
-        return logits_BTV, records
+        if not model.tie_embeddings:
+            Head(model, name='head')()  # declared here; `read_out` multiplies by it
+        return x_BTD, records
 
     def _seeds(self, tokens_BT, positions_BT):
         if self.hparams.model.routing.router != 'random':

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moddepth_jax.hparams import Hparams
+from moddepth_jax.model.cross_entropy import cross_entropy
 from moddepth_jax.model.transformer import Transformer, causal_routing
 from moddepth_jax.training.expert_losses import expert_counts, expert_ratios
 from moddepth_jax.training.losses import (
@@ -15,7 +16,6 @@ from moddepth_jax.training.losses import (
     masked_labels,
     routing_counts,
     routing_ratios,
-    token_losses,
 )
 from moddepth_jax.training.sharding import put_batch, replicated
 
@@ -26,11 +26,12 @@ def eval_step(variables, batch, causal_layers_R, *, hparams: Hparams, routing: s
 
     Every device of the mesh has all of them, so that every process can read them.
     """
-    logits_BTV, records = Transformer(hparams).apply(
-        variables, batch['tokens_BT'], batch['segment_ids_BT'], routing, causal_layers_R
-    )
-    nll_BT, _, counted_BT = token_losses(logits_BTV, masked_labels(batch))
-    sums = {'nats': jnp.sum(nll_BT), 'targets': jnp.sum(counted_BT)}
+    inputs = batch['tokens_BT'], batch['segment_ids_BT'], routing, causal_layers_R
+    x_BTD, records = Transformer(hparams).apply(variables, *inputs, method='hidden_states')
+    labels_BT, params = masked_labels(batch), variables['params']
+    _, nll_BT, _ = cross_entropy(x_BTD, params, labels_BT, 0.0, hparams.training.loss_chunk)
+    targets = jnp.sum(labels_BT != IGNORED, dtype=jnp.float32)
+    sums = {'nats': jnp.sum(nll_BT), 'targets': targets}
     if records is not None and records.routing is not None:
         sums['routing'] = routing_counts(records.routing, batch['segment_ids_BT'])
     if records is not None and records.experts is not None:

@@ -1,4 +1,4 @@
-"""Losses: next-token cross-entropy, z-loss, and what trains the causal rules."""
+"""Labels that count, and the loss that trains the causal rules."""
 
 import jax
 import jax.numpy as jnp
@@ -16,23 +16,6 @@ def masked_labels(batch):
     """The labels of a batch (NumPy or JAX), -100 for padding too, whatever its label is."""
     where = np.where if isinstance(batch['labels_BT'], np.ndarray) else jnp.where
     return where(batch['segment_ids_BT'] > 0, batch['labels_BT'], IGNORED)
-
-
-def token_losses(logits_BTV, labels_BT):
-    """Negative log-likelihood and log-partition of every target, 0 where the label is ignored.
-
-    Args:
-      logits_BTV: float32 [B, T, V].
-      labels_BT: int [B, T], -100 for a target that does not count.
-
-    Returns:
-      nll_BT in nats, log_z_BT, counted_BT (float32 0 or 1).
-    """
-    counted_BT = (labels_BT != IGNORED).astype(jnp.float32)
-    log_z_BT = jax.nn.logsumexp(logits_BTV, axis=-1)
-    safe_BT1 = jnp.maximum(labels_BT, 0)[..., None]
-    picked_BT = jnp.take_along_axis(logits_BTV, safe_BT1, axis=-1)[..., 0]
-    return (log_z_BT - picked_BT) * counted_BT, log_z_BT * counted_BT, counted_BT
 
 
 def rule_loss(logits_LBT, targets_LBT, real_BT, num_real=None):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from moddepth_jax.hparams import Hparams, Stage
+from moddepth_jax.model.cross_entropy import cross_entropy
 from moddepth_jax.model.layer import Records
 from moddepth_jax.model.transformer import Transformer
 from moddepth_jax.training.expert_losses import expert_counts, expert_loss, expert_ratios
@@ -17,7 +18,6 @@ from moddepth_jax.training.losses import (
     masked_labels,
     routing_counts,
     routing_ratios,
-    token_losses,
 )
 from moddepth_jax.training.optimizer import learning_rate_schedule, make_optimizer, trunk_norm
 
@@ -103,13 +103,18 @@ def loss_and_metrics(params, state, hparams: Hparams, routing: str, batch, count
     Returns:
       The scalar that is differentiated, and the metrics that sum over micro-batches.
     """
-    logits_BTV, records = _forward(params, state, hparams, routing, batch)
-    nll_BT, log_z_BT, _ = token_losses(logits_BTV, masked_labels(batch))
-    loss = jnp.sum(nll_BT) / counts.targets
-    z_loss = hparams.optimizer.z_loss * jnp.sum(log_z_BT**2) / counts.targets
+    z_weight = hparams.optimizer.z_loss
+    x_BTD, records = _forward(params, state, hparams, routing, batch)
+    total, nll_BT, log_z_BT = cross_entropy(
+        x_BTD, params, masked_labels(batch), z_weight, hparams.training.loss_chunk
+    )
     rule_loss = causal_rule_loss(hparams, records.routing, batch['segment_ids_BT'], counts.real)
-    metrics = {'loss': loss, 'z_loss': z_loss, 'rule_loss': rule_loss}
-    total = loss + z_loss + rule_loss
+    metrics = {
+        'loss': jnp.sum(nll_BT) / counts.targets,
+        'z_loss': z_weight * jnp.sum(log_z_BT**2) / counts.targets,
+        'rule_loss': rule_loss,
+    }
+    total = total / counts.targets + rule_loss
     if records.routing is not None:
         metrics['routing'] = routing_counts(records.routing, batch['segment_ids_BT'])
     if records.experts is not None:
@@ -121,16 +126,17 @@ def loss_and_metrics(params, state, hparams: Hparams, routing: str, batch, count
 
 
 def _forward(params, state, hparams, routing, batch):
-    """Logits and Records of a (micro-)batch in training."""
+    """The last hidden states and Records of a (micro-)batch in training."""
     key = jax.random.fold_in(jax.random.key(hparams.seed), state.step)
-    logits_BTV, records = Transformer(hparams).apply(
+    x_BTD, records = Transformer(hparams).apply(
         model_variables(params, state.averages),
         batch['tokens_BT'],
         batch['segment_ids_BT'],
         routing,
         rngs={'routing': key},
+        method='hidden_states',
     )
-    return logits_BTV, Records() if records is None else records
+    return x_BTD, Records() if records is None else records
 
 
 def _gradients(state, hparams, routing, batch):

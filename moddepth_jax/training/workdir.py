@@ -46,6 +46,7 @@ OLDER_RUNS = {  # a knob that they do not have: the value under which they behav
     'model.experts.product': 'auto',
     'training.max_unsharded': 1.0,
     'optimizer.decay_embeddings': True,
+    'training.loss_chunk': 0,
 }
 
 _NOT_OURS = 'a newer version wrote it, and can go on with this run, or it was edited'

@@ -95,29 +95,46 @@ FINE = {
         ({'dtypes': ('float32',)}, 'dtypes float32 must all be bfloat16 or all float16'),
         ({'dtypes': ('bfloat16', 'float32')}, 'dtypes bfloat16, float32 must all'),
         ({'q': (2, 97, 6, 60)}, 'head width 60 must be divisible by 8 and at most'),
-        ({'q': (2, 97, 6, 264)}, 'head width 264 must be .* at most (128|256)'),
+        ({'q': (2, 97, 6, 264)}, 'head width 264 must be .* at most 256'),
         ({'k': (2, 98, 2, 64)}, '98 keys must be as many as the 97 queries'),
         ({'k': (2, 0, 2, 64)}, '0 keys must be'),
         ({'ordered': False}, 'positions must ascend'),
-        ({'segments': True}, 'segment ids must be None'),
+        ({'segments': True}, 'window=5 with segment ids'),
         ({'consecutive': False}, 'window=5 counts indices'),
     ],
 )
 def test_refuses(installed, change, message):
     """What cuDNN would not compute, or not as we mean it, is refused with its value."""
-    assert re.match(f'.*{message}', cudnn.unsupported(Shapes(**{**FINE, **change})))
+    assert re.match(f'.*{message}', cudnn.unsupported(Shapes(**{**FINE, **change}), (9, 0)))
+
+
+def test_refuses_by_the_capability_it_is_given(installed, monkeypatch):
+    """Nothing is asked of the devices of this process."""
+    monkeypatch.setattr(cudnn.jax, 'devices', None)
+    wide = Shapes(**FINE | {'q': (2, 97, 6, 256), 'k': (2, 97, 2, 256)})
+    assert cudnn.unsupported(wide, (9, 0)) is None
+    for capability in ((8, 0), None):
+        assert 'head width 256 must be' in cudnn.unsupported(wide, capability)
+    assert (
+        cudnn.unsupported(Shapes(**FINE), (7, 5)) == 'compute capability 7.5 must be 8.0 or above'
+    )
+    assert cudnn.unsupported(Shapes(**FINE), None) is None
+
+
+def test_capability_of_a_cpu_is_unknown():
+    assert cudnn.capability() is None
 
 
 def test_takes(installed):
     """Odd lengths, groups of any size; gaps between positions where there is no window."""
-    assert cudnn.unsupported(Shapes(**FINE)) is None
-    assert cudnn.unsupported(Shapes(**{**FINE, 'window': 0, 'consecutive': False})) is None
+    assert cudnn.unsupported(Shapes(**FINE), (9, 0)) is None
+    assert cudnn.unsupported(Shapes(**{**FINE, 'window': 0, 'consecutive': False}), None) is None
 
 
 def test_a_machine_without_cudnn_is_told(monkeypatch):
     """JAX itself says so when it is asked for the version."""
     monkeypatch.setattr(cudnn.fused, 'cuda_versions', None)
-    assert 'cuDNN is not detected' in cudnn.unsupported(Shapes(**FINE))
+    assert 'cuDNN is not detected' in cudnn.unsupported(Shapes(**FINE), None)
 
 
 def test_jax_is_as_expected():
@@ -125,9 +142,10 @@ def test_jax_is_as_expected():
     assert cudnn.changed() is None
 
 
-@pytest.mark.parametrize('name', ['dot_product_attention', '_dot_product_attention_bwd_impl'])
-def test_a_changed_jax_is_refused(installed, monkeypatch, name):
+@pytest.mark.parametrize('way', ['fwd', 'bwd'])
+def test_a_changed_jax_is_refused(installed, monkeypatch, way):
     """A function with other parameters is not called; the error names the version of JAX."""
+    name = f'_dot_product_attention_{way}_impl'
     monkeypatch.setattr(cudnn.fused, name, lambda query, key, value: query)
     x, lse = jnp.zeros((1, 8, 1, 8), jnp.bfloat16), jnp.zeros((1, 1, 8))
     message = re.escape(f'in jax {jax.__version__}; kernels_pallas/cudnn.py')
@@ -135,7 +153,7 @@ def test_a_changed_jax_is_refused(installed, monkeypatch, name):
         cudnn.sequence_forward(x, x, x, 0, 1.0)
     with pytest.raises(ValueError, match=message):
         cudnn.sequence_backward(x, x, x, x, lse, x, 0, 1.0)
-    assert re.search(message, cudnn.unsupported(Shapes(**FINE)))
+    assert re.search(message, cudnn.unsupported(Shapes(**FINE), None))
 
 
 T, N, H, L = 24, 2, 8, 5

@@ -76,9 +76,14 @@ def test_one_reverse_scan_gives_the_gradient_of_the_stack():
     np.testing.assert_allclose(jax.jit(backward)(x, dy), pull(dy)[0], rtol=0, atol=2e-5)
 
 
+@pytest.mark.parametrize('tokens', [16, 6])
 @pytest.mark.parametrize('run', [forward, lambda x: backward(x, x)])
-def test_no_loop_copies_a_buffer(run):
-    """Slots are written, and their gradients added, in place: no loop body copies so much."""
+def test_no_loop_copies_a_buffer(run, tokens, monkeypatch):
+    """Slots are written, and their gradients added, in place: no loop body copies so much.
+
+    Nor in tiles of 6 tokens, of 16.
+    """
+    monkeypatch.setattr(xla_depth, 'TILE_NUMBERS', tokens * 2 * 4 * 8)
     text = jax.jit(run).lower(normal(0)).compile().as_text()
     size = LAYERS * np.prod(SHAPE) * KV_HEADS // SHAPE[2]
     copies, inside = [], ''
@@ -115,6 +120,27 @@ def test_two_threaded_layers_add_to_what_comes_in():
         np.testing.assert_allclose(got, base + one + two, rtol=1e-6, atol=1e-6)
         np.testing.assert_array_equal(got[4], base[4])
         assert not one[2:].any() and not two[4:].any() and one[:2].any() and two[2:4].any()
+
+
+@pytest.mark.parametrize('rows', [False, True])
+def test_tiles_of_tokens_change_nothing(rows, monkeypatch):
+    """Output, logsumexp and gradients, in tiles of 6 tokens: 16 are two tiles and a rest."""
+    x, slots = normal(0), [normal(seed, (5, 2, 16, 2, 8)) for seed in (1, 2)]
+    options = {'num_slots': 4, 'slot_mask_LBR': normal(3, (5, 2, 16)) > -1, 'return_lse': True}
+    if rows:
+        options['slot_rows_BT'] = jnp.asarray(np.tile(np.arange(2, 18), (2, 1)))
+
+    def results():
+        def attention(x, *slots):
+            return depth_attention(x, x[:, :, :2], x[:, :, 2:], *slots, q_depth_BTNH=x, **options)
+
+        result, pull = jax.vjp(jax.jit(attention), x, *slots)
+        return *result, *pull((normal(5), normal(6, (2, 4, 16))))
+
+    whole = results()
+    monkeypatch.setattr(xla_depth, 'TILE_NUMBERS', 6 * 2 * 4 * 8)
+    for tiled, right in zip(results(), whole, strict=True):
+        np.testing.assert_allclose(tiled, right, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize('implementation', ['reference', 'xla', 'pallas'])

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels_pallas import depth_attention, xla_sequence
+from kernels_pallas import depth_attention, xla_sequence, xla_sequence_loops
 from kernels_pallas.reference import visibility
 
 SIZES = {'B': 2, 'T': 97, 'S': None, 'N': 2, 'K': 2, 'H': 8}
@@ -162,6 +162,68 @@ def test_equals_float64_softmax(name, monkeypatch):
         assert not got_o[blind].any()
         for got, right in zip(got_gradients, gradients, strict=True):
             np.testing.assert_allclose(got, right, rtol=0, atol=1e-5)
+
+
+LOOPS = {
+    'one_tile': {'T': 1},
+    'odd_tiles': {'T': 97, 'N': 6},
+    'segments_over_tiles': {'T': 60, 'N': 5, 'K': 1, 'segments': True},
+    'window_over_gaps': {'T': 60, 'window': 40, 'gaps': True},
+    'other_keys': {'T': 45, 'S': 83, 'N': 6, 'window': 90, 'gaps': True, 'segments': True},
+}
+
+
+@pytest.fixture
+def loops(monkeypatch):
+    """Long sequences' form at any length, in tiles of 16 by 16."""
+    monkeypatch.setattr(xla_sequence, 'is_long', lambda *shape: True)
+    monkeypatch.setattr(xla_sequence_loops, 'TILE_SIZES', (16, 16))
+
+
+def check_loops(inputs, cotangents, arguments, grid):
+    scale = arguments['scale'] or inputs[0].shape[-1] ** -0.5
+    o, lse, gradients = exact(inputs, cotangents, grid, scale)
+    attention = functools.partial(
+        depth_attention, implementation='xla', return_lse=True, **arguments
+    )
+    got_o, got_lse, got_gradients = values_and_gradients(attention, inputs, cotangents)
+    np.testing.assert_allclose(got_o, o, rtol=0, atol=2e-6)
+    np.testing.assert_allclose(got_lse, lse, rtol=5e-7, atol=2e-6)
+    for got, right in zip(got_gradients, gradients, strict=True):
+        np.testing.assert_allclose(got, right, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize('name', LOOPS)
+def test_loops_equal_float64_softmax(name, loops):
+    """So does the form for long sequences, at lengths that are no multiple of its tiles."""
+    inputs, cotangents, arguments, grid = make_case(**SIZES | KINDS | LOOPS[name])
+    check_loops(inputs, cotangents, arguments, grid)
+
+
+def test_loops_take_any_segment_ids(loops):
+    """Ids that descend, come back, or are of one token: no tile with a visible pair is left out."""
+    inputs, cotangents, arguments, _ = make_case(**SIZES | KINDS | {'T': 70})
+    ids = np.stack([np.arange(70)[::-1] // 20, np.arange(70) * 7 % 5])
+    grid = np.tril(np.ones((70, 70), bool)) & (ids[:, :, None] == ids[:, None])
+    check_loops(inputs, cotangents, arguments | {'segment_ids_BT': ids}, grid)
+
+
+def test_loops_visit_only_what_may_be_seen():
+    """Tiles of keys for each tile of 16 queries: causal, in a window, of ascending documents."""
+    places = jnp.arange(64)[None]
+
+    ids = jnp.asarray(np.repeat(np.arange(3), [20, 28, 16]))[None]
+
+    def bounds(ids=None, window=0):
+        sides = (places, places), (places, places), None if ids is None else (ids, ids)
+        first, end = xla_sequence_loops._bounds(*sides, window, (16, 16))
+        return first.tolist(), end.tolist()
+
+    assert bounds() == ([0, 0, 0, 0], [1, 2, 3, 4])
+    assert bounds(window=18) == ([0, 0, 0, 1], [1, 2, 3, 4])
+    assert bounds(window=17) == ([0, 0, 1, 2], [1, 2, 3, 4])
+    assert bounds(window=1) == ([0, 1, 2, 3], [1, 2, 3, 4])
+    assert bounds(ids) == ([0, 0, 1, 3], [1, 2, 3, 4])
 
 
 @pytest.mark.parametrize('implementation', ['reference', 'xla'])

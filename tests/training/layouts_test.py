@@ -133,11 +133,13 @@ def test_every_layout_trains_alike(name, tiny_config):
         MODELS['experts'] | {'training.accumulate_steps': 2, 'data.batch_size': 16},
         {'model.routing.router': 'random', 'model.routing.layers': '1,2'},
         {'model.depth.stream': 'attention', 'model.num_kv_heads': 4},
+        {'model.vocab_size': 264, 'training.loss_chunk': 20},
+        {'model.vocab_size': 264, 'training.loss_chunk': 20, 'model.tie_embeddings': True},
     ],
-    ids=['micro-batches', 'of experts', 'random', 'depth attention'],
+    ids=['micro-batches', 'of experts', 'random', 'depth attention', 'chunks', 'tied chunks'],
 )
 def test_other_models_train_alike(changes, tiny_config):
-    """Micro-batches, a router that draws, and another depth stream, on two meshes.
+    """Micro-batches, a router that draws, another depth stream, chunks of the loss, on two meshes.
 
     Micro-batches of experts are dealt the loads of the whole step, over all devices.
     """

@@ -10,17 +10,6 @@ from moddepth_jax.model.routing import RoutingRecord, membership, select_top_c
 from moddepth_jax.training import losses
 
 
-@pytest.fixture
-def targets():
-    """Logits of 3 x 7 targets over 11 ids, some of the labels ignored."""
-    random = np.random.default_rng(0)
-    logits_BTV = random.normal(size=(3, 7, 11), scale=5).astype(np.float32)
-    labels_BT = random.integers(0, 11, (3, 7)).astype(np.int32)
-    labels_BT[0, 3] = labels_BT[1, 6] = -100
-    labels_BT[2] = -100
-    return logits_BTV, labels_BT
-
-
 def record(entered_LBT, top_c_LBT, rule_logits_LBT, scores_LBT=None, refused_LBT=0, gates_LBT=0):
     shape = np.shape(top_c_LBT)
     scores_LBT = np.zeros(shape) if scores_LBT is None else scores_LBT
@@ -34,51 +23,9 @@ def record(entered_LBT, top_c_LBT, rule_logits_LBT, scores_LBT=None, refused_LBT
     )
 
 
-def log_partition(logits_BTV):
-    high_BT1 = logits_BTV.astype(np.float64).max(-1, keepdims=True)
-    return np.log(np.exp(logits_BTV - high_BT1).sum(-1)) + high_BT1[..., 0]
-
-
 def binary_cross_entropy(logits, targets):
     chance = 1 / (1 + np.exp(-np.asarray(logits, np.float64)))
     return -np.where(targets, np.log(chance), np.log1p(-chance))
-
-
-def test_cross_entropy_is_that_of_float64(targets):
-    """Each counted target costs log sum exp - its logit; an ignored one costs 0 and is not counted.
-
-    The log-partition, whose square is the z-loss, is exact too.
-    """
-    logits_BTV, labels_BT = targets
-    counted = labels_BT != -100
-    picked_BT = np.take_along_axis(logits_BTV, np.maximum(labels_BT, 0)[..., None], -1)[..., 0]
-    expected_BT = np.where(counted, log_partition(logits_BTV) - picked_BT, 0)
-    nll_BT, log_z_BT, counted_BT = losses.token_losses(logits_BTV, labels_BT)
-    np.testing.assert_allclose(nll_BT, expected_BT, rtol=1e-6, atol=1e-6)
-    np.testing.assert_allclose(log_z_BT, np.where(counted, log_partition(logits_BTV), 0), rtol=1e-6)
-    np.testing.assert_array_equal(counted_BT, counted)
-    assert nll_BT.dtype == counted_BT.dtype == jnp.float32
-    assert expected_BT.max() > 5 and not counted.all()
-
-
-def test_cross_entropy_bears_large_logits():
-    """Logits of a thousand give the exact difference, not an overflow."""
-    logits_BTV = jnp.array([[[1000.0, 996.0, -1000.0]]])
-    nll_BT, log_z_BT, _ = losses.token_losses(logits_BTV, jnp.array([[1]]))
-    np.testing.assert_allclose(nll_BT, [[4 + np.log1p(np.exp(-4.0))]], rtol=1e-5)
-    np.testing.assert_allclose(log_z_BT, [[1000 + np.log1p(np.exp(-4.0))]], rtol=1e-6)
-
-
-def test_ignored_targets_get_no_gradient(targets):
-    """The gradient of the loss is 0 at the logits of a label -100, and not at the others."""
-    logits_BTV, labels_BT = targets
-
-    def total(logits_BTV):
-        nll_BT, log_z_BT, _ = losses.token_losses(logits_BTV, labels_BT)
-        return jnp.sum(nll_BT) + jnp.sum(log_z_BT**2)
-
-    size_BT = np.abs(jax.grad(total)(logits_BTV)).max(-1)
-    np.testing.assert_array_equal(size_BT > 0, labels_BT != -100)
 
 
 def test_rule_loss_is_the_mean_over_layers_and_real_tokens():

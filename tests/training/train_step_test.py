@@ -231,6 +231,27 @@ def test_micro_batches_do_not_change_the_step(state, step, in_four_parts, spoil)
         np.testing.assert_allclose(four, one, rtol=1e-4, atol=1e-5 * float(jnp.abs(one).max()))
 
 
+@pytest.mark.parametrize('parts', [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_chunks_of_the_loss_do_not_change_the_step(hparams, state, step, parts):
+    """In chunks of 25 tokens, the last one padded, losses and gradients are those of all at once.
+
+    To 1e-6, with ignored labels and padding, and in micro-batches too.
+    """
+    batch = make_batch(4)
+    padding(batch)
+    both = []
+    for chunk in (0, 25):
+        training = dataclasses.replace(hparams.training, loss_chunk=chunk, accumulate_steps=parts)
+        changed = dataclasses.replace(hparams, training=training)
+        both.append(step(state.replace(hparams=changed), batch))
+    (at_once, metrics), (in_chunks, metrics_chunks) = both
+    for name in ('loss', 'z_loss', 'rule_loss', 'grad_norm'):
+        np.testing.assert_allclose(metrics_chunks[name], metrics[name], rtol=1e-6, err_msg=name)
+    pairs = zip(*(jax.tree.leaves(gradient(after)) for after in (at_once, in_chunks)), strict=True)
+    for one, other in pairs:
+        np.testing.assert_allclose(other, one, rtol=0, atol=1e-6 * float(jnp.abs(one).max()))
+
+
 @pytest.fixture(scope='module')
 def fragile(state):
     """A state that is finite but for the embedding of the token RARE."""

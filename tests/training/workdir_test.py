@@ -15,7 +15,7 @@ from moddepth_jax.training.saved_run import read_hparams
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = {'seed': 0, 'model': {'d_model': 32, 'windows': (0, 16), 'across_documents': False}}
-CONFIG['training'] = {'log_every': 10, 'max_unsharded': 0.05}
+CONFIG['training'] = {'log_every': 10, 'max_unsharded': 0.05, 'loss_chunk': 0}
 
 
 def changed(group, field, value):

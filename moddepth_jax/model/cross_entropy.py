@@ -1,0 +1,196 @@
+"""Next-token cross-entropy with z-loss that never holds the logits of all tokens.
+
+They can be the largest array of a step: 1.6 GB for 4096 tokens and 100k ids, and their gradient as
+much again. Each device computes the logits of a chunk of its tokens, their losses, and what the
+chunk adds to both gradients, and goes on to the next chunk. The gradients are ready when the
+backward pass asks for them, so that no product is computed twice.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from moddepth_jax.model.layers import head_matrix, logits, wide_einsum
+from moddepth_jax.model.partition import by_shards, constrain, part_shape
+
+# Bytes of a device's float32 logits, unless loss_chunk is set: up to the first all at once, above it
+# at most the second at once, and at most half of all. On two CPU cores the loss of 4096 tokens over
+# 8192 ids (2**27) takes 0.55 of the time in chunks, of whichever size. On a GPU each chunk reads and
+# writes the gradient of the matrix once more, so that few large ones are better.
+LOGITS_BYTES = 2**26, 2**28
+
+
+def token_losses(logits_BTV, labels_BT):
+    """Negative log-likelihood and log-partition of every target, 0 where the label is negative.
+
+    Args:
+      logits_BTV: float32 [B, T, V].
+      labels_BT: int [B, T], negative for a target that does not count.
+
+    Returns:
+      nll_BT in nats, log_z_BT, counted_BT (float32 0 or 1).
+    """
+    counted_BT = (labels_BT >= 0).astype(jnp.float32)
+    log_z_BT = jax.nn.logsumexp(logits_BTV, axis=-1)
+    safe_BT1 = jnp.maximum(labels_BT, 0)[..., None]
+    picked_BT = jnp.take_along_axis(logits_BTV, safe_BT1, axis=-1)[..., 0]
+    return (log_z_BT - picked_BT) * counted_BT, log_z_BT * counted_BT, counted_BT
+
+
+def cross_entropy(x_BTD, params, labels_BT, z_loss: float, loss_chunk: int):
+    """Losses of the next tokens, computed from the last hidden states.
+
+    Args:
+      x_BTD: of `Transformer.hidden_states`.
+      params: of the Transformer; `head` is used, or `embedding` where it is tied.
+      labels_BT: int [B, T], negative for a target that does not count.
+      z_loss: weight of the squared log-partition.
+      loss_chunk: most tokens of a device whose logits exist at once; 0: by LOGITS_BYTES. If all
+        tokens of the device fit, the logits are those of `read_out`.
+
+    Returns:
+      The scalar to differentiate, the sum over targets of nll + z_loss log_z^2; and nll_BT and
+      log_z_BT, as `token_losses` returns them, which carry no gradient.
+    """
+    matrix, axes = head_matrix(params, x_BTD.dtype)
+    names = _names(axes)
+    rows, length, _ = part_shape(names['x_BTD'], x_BTD.shape)
+    vocab_size = part_shape(names['matrix'], matrix.shape)[axes.index('v')]
+    most = loss_chunk or _default_chunk(rows * length, vocab_size)
+    if rows * length <= most:
+        nll_BT, log_z_BT, _ = token_losses(logits(x_BTD, matrix, axes), labels_BT)
+        total = _total(nll_BT, log_z_BT, z_loss)
+    else:
+        chunk = chunk_size(rows * length, most)
+        total, nll_BT, log_z_BT = _in_chunks(x_BTD, matrix, labels_BT, z_loss, axes, chunk)
+    return total, jax.lax.stop_gradient(nll_BT), jax.lax.stop_gradient(log_z_BT)
+
+
+def _default_chunk(tokens, vocab_size):
+    small, large = (size // (4 * vocab_size) for size in LOGITS_BYTES)
+    return tokens if tokens <= small else max(1, min(-(-tokens // 2), large))
+
+
+def chunk_size(tokens: int, most: int) -> int:
+    """Tokens of a chunk, at most `most`: a divisor if one is above half of it, else padding."""
+    fewest = -(-tokens // most)
+    count = next((count for count in range(fewest, 2 * fewest) if tokens % count == 0), fewest)
+    return -(-tokens // count)
+
+
+def _names(axes):
+    """Names of the axes of each array, as `by_shards` takes them."""
+    of_matrix = tuple('vocab' if axis == 'v' else None for axis in axes)
+    return {'x_BTD': ('rows', None, None), 'matrix': of_matrix, 'labels_BT': ('rows', None)}
+
+
+def _total(nll_BT, log_z_BT, z_loss):
+    return jnp.sum(nll_BT) + z_loss * jnp.sum(log_z_BT**2)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _in_chunks(x_BTD, matrix, labels_BT, z_loss, axes, chunk):
+    """`cross_entropy` in chunks of `chunk` tokens of a device.
+
+    matrix: [D, V] or [V, D]; axes: dv or vd.
+    """
+    nll_BT, log_z_BT = _sharded(x_BTD, matrix, labels_BT, z_loss, axes, chunk, slopes=False)
+    return _total(nll_BT, log_z_BT, z_loss), nll_BT, log_z_BT
+
+
+def _in_chunks_forward(x_BTD, matrix, labels_BT, z_loss, axes, chunk):
+    nll_BT, log_z_BT, dx_BTD, parts = _sharded(
+        x_BTD, matrix, labels_BT, z_loss, axes, chunk, slopes=True
+    )
+    # Communicated in the dtype of the matrix, and each device keeps the part that it stores.
+    names = ['vocab' if axis == 'v' else 'embed' for axis in axes]
+    d_matrix = constrain(jnp.sum(parts, axis=0, dtype=parts.dtype), *names)
+    # The optimizer is the first to read the sum: without a barrier XLA keeps the unsummed float32
+    # parts, as large as the matrix, until then.
+    slopes = jax.lax.optimization_barrier((dx_BTD, d_matrix))
+    return (_total(nll_BT, log_z_BT, z_loss), nll_BT, log_z_BT), slopes
+
+
+def _in_chunks_backward(z_loss, axes, chunk, slopes, cotangents):
+    del z_loss, axes, chunk
+    dx_BTD, d_matrix = ((slope * cotangents[0]).astype(slope.dtype) for slope in slopes)
+    return dx_BTD, d_matrix, None
+
+
+_in_chunks.defvjp(_in_chunks_forward, _in_chunks_backward)
+
+
+def _sharded(x_BTD, matrix, labels_BT, z_loss, axes, chunk, slopes):
+    """The losses of each token; each device computes those of its own rows.
+
+    Returns:
+      nll_BT, log_z_BT; with `slopes` also the gradients of the total: dx_BTD and, in the dtype of
+      the matrix, its gradient as [X, ...], of which X parts come from devices with other rows.
+    """
+    names = _names(axes)
+    names_out = (names['labels_BT'],) * 2
+    if slopes:
+        names_out += names['x_BTD'], ('rows', *names['matrix'])
+    vocab_axis = axes.index('v')
+    vocab_size = matrix.shape[vocab_axis]
+
+    def own(x_BTD, matrix, labels_BT):
+        # Without a mesh, or if `tensor` does not divide V, each device holds all ids.
+        split = 'tensor' if matrix.shape[vocab_axis] < vocab_size else None
+        tokens = labels_BT.size
+        count = -(-tokens // chunk)
+        empty = count * chunk - tokens
+        x_XKD = jnp.pad(x_BTD.reshape(tokens, -1), ((0, empty), (0, 0))).reshape(count, chunk, -1)
+        labels_XK = jnp.pad(labels_BT.ravel(), (0, empty), constant_values=-1)
+        labels_XK = labels_XK.reshape(count, chunk)
+        operand = matrix.astype(x_BTD.dtype)
+
+        def of_chunk(sums, inputs):
+            x_KD, labels_K = inputs
+            logits_KV = wide_einsum(f'kd,{axes}->kv', x_KD, operand)
+            log_z_K, picked_K, here_KV = _log_partition(logits_KV, labels_K, split)
+            counted_K = labels_K >= 0
+            losses = (log_z_K - picked_K) * counted_K, log_z_K * counted_K
+            if not slopes:
+                return None, losses
+            factor_K = (1 + 2 * z_loss * log_z_K) * counted_K
+            slope_KV = jnp.exp(logits_KV - log_z_K[:, None]) * factor_K[:, None] - here_KV
+            slope_KV = slope_KV.astype(x_KD.dtype)
+            dx_KD = wide_einsum(f'kv,{axes}->kd', slope_KV, operand).astype(x_KD.dtype)
+            sums += wide_einsum(f'kd,kv->{axes}', x_KD, slope_KV)
+            return sums, (*losses, dx_KD)
+
+        wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
+        sums = jnp.zeros(matrix.shape, wide) if slopes else None
+        sums, outputs = jax.lax.scan(of_chunk, sums, (x_XKD, labels_XK))
+        outputs = [side.reshape(-1, *side.shape[2:])[:tokens] for side in outputs]
+        nll_BT, log_z_BT = (side.reshape(labels_BT.shape) for side in outputs[:2])
+        if not slopes:
+            return nll_BT, log_z_BT
+        dx_BTD = outputs[2].reshape(x_BTD.shape)
+        if split:
+            dx_BTD = jax.lax.psum(dx_BTD, split)
+        return nll_BT, log_z_BT, dx_BTD, sums.astype(matrix.dtype)[None]
+
+    arrays = {'x_BTD': x_BTD, 'matrix': matrix, 'labels_BT': labels_BT}
+    return by_shards(own, arrays, names, names_out)
+
+
+def _log_partition(logits_KV, labels_K, split):
+    """log_z_K; the label's logit and bool [K, V], where it stands: 0 and nowhere if negative.
+
+    split: the mesh axis over which V is split; None: it is not.
+    """
+    high_K = jnp.max(logits_KV, axis=-1)
+    first = 0
+    if split:
+        high_K = jax.lax.pmax(high_K, split)
+        first = jax.lax.axis_index(split) * logits_KV.shape[1]
+    ids_KV = first + jax.lax.broadcasted_iota(labels_K.dtype, logits_KV.shape, 1)
+    here_KV = ids_KV == labels_K[:, None]
+    sum_K = jnp.sum(jnp.exp(logits_KV - high_K[:, None]), axis=-1)
+    picked_K = jnp.sum(jnp.where(here_KV, logits_KV, 0), axis=-1)
+    if split:
+        sum_K, picked_K = jax.lax.psum((sum_K, picked_K), split)
+    return high_K + jnp.log(sum_K), picked_K, here_KV
