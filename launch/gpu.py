@@ -9,7 +9,7 @@
 Every case runs in a child process with a time limit and adds one line to OUT/results.jsonl when it
 ends. One that crashes, hangs or is wrong costs itself, and the times of a kernel that is wrong. The
 same command continues where it stopped, on another machine too if it has the file. docs/gpu.md has
-the whole procedure, also for a machine without a network.
+the full procedure, also for a machine without a network.
 """
 
 import os

@@ -66,7 +66,7 @@ def train_step(model: str, size: str, length: int, rows: int, toy: bool = False)
 
 
 def decoding(model: str, batches: list[int], kv_heads: int, toy: bool = False) -> dict:
-    """Times decoding steps at a nearly full cache: a model beside the dense one of its size.
+    """Times decoding steps at a nearly full cache: a model in turn with the dense one of its size.
 
     Args:
       model: mod (an eighth of the tokens by random routing, which needs no training) or moda.

@@ -233,7 +233,7 @@ def check_sums(implementation: str, dtype: str, toy: bool = False, bent: bool = 
 
 
 def check_decode(batch: int, length: int, slots: int, toy: bool = False, bent: bool = False):
-    """decode_attention in bfloat16 beside the exact softmax: at most twice float32's error.
+    """decode_attention in bfloat16 against the exact softmax: at most twice float32's error.
 
     Args:
       batch: rows, each at its own place in the cache.
