@@ -1,84 +1,82 @@
-"""Which backends compute an attention: those asked for by name, or the first that fit."""
+"""Which backends compute an attention: those asked for by name, or the fastest that are right."""
 
-import functools
-import importlib
-from typing import NamedTuple
+import contextlib
+import os
+import re
 
 import jax
 from absl import logging
 
+from kernels_pallas import candidates, measure
+from kernels_pallas.candidates import IMPLEMENTATIONS, Device, Shapes
 from kernels_pallas.joint import Parts
 
-IMPLEMENTATIONS = ('reference', 'xla', 'pallas', 'mosaic_gpu', 'mosaic_gpu_fused')
-
-# Tried in this order on GPUs: by what the kernels move through memory. No form has been timed yet.
-GPU_ORDER = ('mosaic_gpu', 'pallas', 'xla')
+__all__ = ['IMPLEMENTATIONS', 'Device', 'Shapes', 'choose', 'recorded', 'this_device', 'told']
 
 
-class Shapes(NamedTuple):
-    """What a choice depends on.
+def choose(implementation: str | Parts | None, shapes: Shapes, device: Device | None = None):
+    """The Parts of an implementation; of None: on a GPU the fastest that are right, else XLA's.
 
-    Attributes:
-      q, k: shapes [B, T, N, H] and [B, S, K, H].
-      num_slots: L, 0 without slots.
-      dtypes: names of the dtypes of q, k, v, the slots and their queries, each once.
-      ordered: key i belongs to query i and positions ascend.
-      consecutive: positions are those of the index, so that a window is one of indices.
-      segments: there are segment ids.
-      window: keys seen; 0: no limit.
-      scale: factor on the scores.
-    """
+    On a GPU, what is right and what is fast is measured once (measure.py) and read from a file
+    afterwards; where it cannot be measured, cuDNN and XLA are taken. What was chosen is logged
+    once, with the reasons against what was not.
 
-    q: tuple[int, ...]
-    k: tuple[int, ...]
-    num_slots: int
-    dtypes: tuple[str, ...]
-    ordered: bool
-    consecutive: bool
-    segments: bool
-    window: int
-    scale: float = 1.0
-
-
-def choose(implementation: str | None, shapes: Shapes) -> Parts:
-    """The backends of an implementation; of None: the first of those for the platform that fit.
-
-    What was chosen is logged once for each choice, with the reasons against what was not: a
-    warning where there are such.
+    Args:
+      implementation: one of IMPLEMENTATIONS but `reference`; or Parts, which are taken as given.
+      shapes: what is computed.
+      device: where; None: this process's.
 
     Raises:
       ValueError: a backend asked for by name that cannot do it; names the value, and what can.
     """
-    platform = jax.default_backend()
-    if implementation is None:
-        order = GPU_ORDER if platform == 'gpu' else ('xla',)
-    else:
-        order = (implementation,)
-    refused = {name: _unsupported(name, platform, shapes) for name in order}
-    if implementation is None and jax.device_count() > 1 and not _apart():
-        # GSPMD gathers what a kernel reads on every device; asked for by name, they may do so.
+    for shapes_seen in _recorders:
+        shapes_seen.append(shapes)
+    if isinstance(implementation, Parts):
+        return implementation
+    device = this_device() if device is None else device
+    if implementation is not None:
+        parts, against = candidates.named(implementation, shapes, device)
+        _tell(_line(device, parts, shapes, '', against), important=bool(against))
+        return parts
+    if device.platform != 'gpu':
+        return Parts()
+    plan = candidates.plan(shapes, device)
+    against = tuple(f'{name}: {why}' for name, why in plan.refused)
+    why, important = candidates.not_measured(shapes, device), bool(device.not_measured)
+    if len(plan.candidates) == 1:
+        important |= bool(against) and not why
+        why = 'nothing else can compute it'
+    if not why:
+        found = measure.fastest(plan, shapes, device)
+        why, against, important = found.not_measured, against + found.failed, True
+    if why:
+        parts = plan.proven[0]
+        _tell(_line(device, parts, shapes, f', not measured: {why}', against), important)
+        return parts
+    _tell(_line(device, found.parts, shapes, f', {found.times}', against), found.new)
+    return found.parts
+
+
+def this_device() -> Device:
+    """The first device of this process, as it can be used where this is traced."""
+    platform, first = jax.default_backend(), jax.devices()[0]
+    found = re.fullmatch(r'(\d+)\.(\d+)', str(getattr(first, 'compute_capability', '')))
+    capability = tuple(map(int, found.groups())) if found else None
+    if platform != 'gpu':
+        return Device(platform, first.device_kind, capability, here=True)
+    if capability is None:
+        why = 'it is not an NVIDIA GPU'
+    elif jax.process_count() > 1:
+        why = f'{jax.process_count()} processes must run the same program'
+    elif jax.device_count() > 1 and not _apart():
+        # GSPMD gathers what a kernel reads on every device; asked for by name, it may do so.
         why = f'{jax.device_count()} devices, and no shard_map that gives each its own part'
-        refused |= {name: refused[name] or why for name in order if name != 'xla'}
-    fitting = [name for name in order if refused[name] is None]
-    if not fitting:
-        others = [n for n in IMPLEMENTATIONS if _unsupported(n, platform, shapes) is None]
-        raise ValueError(
-            f'implementation={implementation!r} cannot: {refused[implementation]}; '
-            f'these can: {", ".join(others)}'
-        )
-    name = fitting[0]
-    against = [f'{n}: {refused[n]}' for n in order[: order.index(name)]]
-    sequence, reason = _sequence(implementation, platform, shapes)
-    against += [reason] if reason else []
-    if not shapes.num_slots:
-        parts = Parts(sequence)
+    elif os.environ.get('MODDEPTH_MEASURE') == '0':
+        why = 'MODDEPTH_MEASURE=0'
     else:
-        depth = 'mosaic_gpu' if name.startswith('mosaic_gpu') else name
-        fused, interpret = name == 'mosaic_gpu_fused', platform == 'cpu' and depth != 'xla'
-        parts = Parts(sequence, depth, fused, interpret)
-    if platform != 'cpu' or implementation is not None:
-        _log(parts, platform, shapes.num_slots > 0, tuple(against))
-    return parts
+        why = ''
+    software = ' '.join(getattr(first.client, 'platform_version', '').split())
+    return Device(platform, first.device_kind, capability, software, why, here=True)
 
 
 def _apart():
@@ -88,19 +86,23 @@ def _apart():
 
 
 _told = []
+_recorders = []
 
 
-@functools.cache
-def _log(parts, platform, slots, against):
-    how = f'sequence by {parts.sequence}'
-    if slots:
-        how += f', depth by {parts.depth}{", forward in one kernel" * parts.fused}'
-    how += ', interpreted' * parts.interpret
+def _line(device, parts, shapes, how, against):
+    chosen = f'sequence by {parts.sequence}'
+    if shapes.num_slots:
+        chosen += f', depth by {parts.depth}{", forward in one kernel" * parts.fused}'
+    chosen += ', interpreted' * parts.interpret
     reasons = ''.join(f'; not {reason}' for reason in against)
-    line = f'depth_attention on {platform}: {how}{reasons}'
-    _told.append(line)
-    # What is not the first choice is worth a line at any level of verbosity.
-    (logging.warning if against else logging.info)(line)
+    return f'depth_attention on {device.kind or device.platform}: {chosen}{how}{reasons}'
+
+
+def _tell(line, important):
+    """Logs a line once in a process: as a warning if it is important."""
+    if line not in _told:
+        _told.append(line)
+        (logging.warning if important else logging.info)(line)
 
 
 def told() -> list[str]:
@@ -108,49 +110,12 @@ def told() -> list[str]:
     return list(_told)
 
 
-def _sequence(implementation, platform, shapes):
-    """The backend of the sequence part, and why it is not the fastest one."""
-    if implementation == 'xla' or platform != 'gpu':
-        return 'xla', None
-    cudnn = _backend('cudnn')
-    reason = cudnn.unsupported(shapes, cudnn.capability())
-    return ('cudnn', None) if reason is None else ('xla', f'cudnn: {reason}')
-
-
-def _backend(name):
-    return importlib.import_module(f'kernels_pallas.{name}')
-
-
-def _unsupported(name, platform, shapes):
-    """Why an implementation cannot do it; None: it can."""
-    if name in ('reference', 'xla'):
-        return None
-    if platform not in ('cpu', 'gpu'):
-        return f'platform {platform} must be a GPU, or a CPU, which interprets kernels'
-    if name == 'pallas':
-        return _depth_refusal('pallas_depth', shapes)
-    if platform == 'gpu':
-        capability = _capability()
-        if not capability.startswith('9.'):
-            return f'compute capability {capability} must be 9.x (Hopper)'
-    elif not _backend('_compat').CAN_INTERPRET:
-        return f'platform {platform} must be a Hopper GPU'
-    if shapes.num_slots and len(shapes.dtypes) > 1:
-        return f'dtypes {", ".join(shapes.dtypes)} must be one'
-    reason = _depth_refusal('mosaic_depth', shapes)
-    if reason is None and name == 'mosaic_gpu_fused':
-        reason = _backend('mosaic_fused').unsupported(shapes)
-    return reason
-
-
-def _capability():
-    """Compute capability of the GPU, such as 9.0."""
-    return str(getattr(jax.devices()[0], 'compute_capability', 'unknown'))
-
-
-def _depth_refusal(name, shapes):
-    if not shapes.num_slots:
-        return None
-    sizes = shapes.q, shapes.k[2], shapes.num_slots
-    reasons = [_backend(name).unsupported(*sizes, dtype) for dtype in shapes.dtypes]
-    return next((reason for reason in reasons if reason), None)
+@contextlib.contextmanager
+def recorded():
+    """Yields a list that gets the Shapes of every choice that is made in the meantime."""
+    found = []
+    _recorders.append(found)
+    try:
+        yield found
+    finally:
+        _recorders.remove(found)

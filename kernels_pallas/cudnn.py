@@ -11,7 +11,6 @@ Packed documents are calls of their own kind: cudnn_packed.py makes them.
 """
 
 import inspect
-import re
 
 import jax
 import jax.numpy as jnp
@@ -51,20 +50,14 @@ def changed() -> str | None:
     return None
 
 
-def capability() -> tuple[int, int] | None:
-    """Compute capability of the GPU, as (major, minor); None without a CUDA device."""
-    found = re.fullmatch(r'(\d+)\.(\d+)', str(getattr(jax.devices()[0], 'compute_capability', '')))
-    return tuple(int(number) for number in found.groups()) if found else None
-
-
 def unsupported(shapes, capability: tuple[int, int] | None) -> str | None:
-    """Why cuDNN cannot compute a sequence part, in one line; None: it can.
+    """Why cuDNN cannot compute a sequence part, in one line; None: it can, if it is not `missing`.
 
     Odd lengths and any number of query heads to a key/value head are supported.
 
     Args:
       shapes: choice.Shapes.
-      capability: compute capability of the device, as (major, minor); None: not known.
+      capability: compute capability of the GPU, as (major, minor); None: not known.
     """
     length, num_keys, width = shapes.q[1], shapes.k[1], shapes.q[3]
     if len(shapes.dtypes) > 1 or shapes.dtypes[0] not in DTYPES:
@@ -80,15 +73,20 @@ def unsupported(shapes, capability: tuple[int, int] | None) -> str | None:
         return 'given positions must ascend, key i with query i'
     if shapes.window and not shapes.consecutive:
         return f'window={shapes.window} counts indices: positions must be None'
-    if reason := changed():
-        return reason
+    return changed() or (_packed_unsupported(shapes, capability) if shapes.segments else None)
+
+
+def missing(shapes, capability: tuple[int, int] | None) -> str | None:
+    """Why this machine's cuDNN cannot compute what is not `unsupported`; None: it can."""
     try:
         version = fused.check_cudnn_version()
     except RuntimeError as error:
         return str(error)
     if capability == (10, 3) and version < 91100:
         return f'cuDNN {version} must be 91100 or newer for compute capability 10.3'
-    return _packed_unsupported(shapes, capability, version) if shapes.segments else None
+    if shapes.segments and version < 90600:
+        return f'cuDNN {version} must be 90600 or newer for segment ids'
+    return None
 
 
 def packed_sizes(batch: int, length: int, heads: int, width: int) -> tuple[int, int]:
@@ -104,15 +102,13 @@ def packed_sizes(batch: int, length: int, heads: int, width: int) -> tuple[int, 
     return documents, max(rows for rows in range(1, min(batch, most) + 1) if batch % rows == 0)
 
 
-def _packed_unsupported(shapes, capability, version):
+def _packed_unsupported(shapes, capability):
     """Why packed documents cannot be computed; None: they can."""
     if shapes.window:
         return f'window={shapes.window} with segment ids must be 0'
     if capability and capability < (9, 0):
         number = f'{capability[0]}.{capability[1]}'
         return f'compute capability {number} must be 9.0 or above for segment ids'
-    if version < 90600:
-        return f'cuDNN {version} must be 90600 or newer for segment ids'
     _, length, heads, width = shapes.q
     if heads != shapes.k[2] and jax.__version_info__ < (0, 11, 2):
         wrong = f'jax {jax.__version__} misplaces {shapes.k[2]} key heads of {heads} query heads'

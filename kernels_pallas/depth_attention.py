@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas.choice import IMPLEMENTATIONS, Shapes, choose
-from kernels_pallas.joint import Static, joint_attention
+from kernels_pallas.joint import Parts, Static, joint_attention
 from kernels_pallas.reference import reference_attention
 
 
@@ -23,7 +23,8 @@ def _check_sequence(q_BTNH, k_BSKH, v_BSKH, implementation, window, mask):
         raise ValueError(f'{k_BSKH.shape[2]} key/value heads must divide {heads} query heads')
     if window < 0:
         raise ValueError(f'window={window} must be 0 (no limit) or more')
-    if implementation is not None and implementation not in IMPLEMENTATIONS:
+    known_parts = implementation is None or isinstance(implementation, Parts)
+    if not known_parts and implementation not in IMPLEMENTATIONS:
         known = ', '.join(IMPLEMENTATIONS)
         raise ValueError(f'implementation={implementation!r} must be None or one of {known}')
     num_keys = k_BSKH.shape[1]
@@ -111,7 +112,7 @@ def depth_attention(
     key_segment_ids_BS=None,
     window: int = 0,
     scale: float | None = None,
-    implementation: str | None = None,
+    implementation: str | Parts | None = None,
     return_lse: bool = False,
     thread_slots: bool = False,
     slot_sums=None,
@@ -138,8 +139,8 @@ def depth_attention(
       key_segment_ids_BS: int [B, S], with key_positions_BS; None: the queries'.
       window: key s is seen by query t when 0 <= position_t - position_s < window; 0: no limit.
       scale: factor on the scores; None: H^-1/2.
-      implementation: reference | xla | pallas | mosaic_gpu | mosaic_gpu_fused; None: the first that
-        fits the platform and the shapes (choice.py), told once in the log.
+      implementation: reference | xla | pallas | mosaic_gpu | mosaic_gpu_fused, or Parts; None: on a
+        GPU what is fastest there (choice.py), as the log says once, else xla.
       return_lse: also return the natural-log logsumexp [B, N, T] in float32; differentiable. It
         costs: cuDNN's backward pass takes no cotangent of it, so that of XLA runs in its stead.
       thread_slots: also return the slots as given. Handed on to the next layer in their stead,
@@ -212,6 +213,12 @@ def depth_attention(
             segments=segment_ids_BT is not None,
             window=window,
             scale=scale,
+            slot_window=slot_window if slots else 0,
+            slot_rows=slots[0].shape[2] if slots and slot_rows_BT is not None else 0,
+            slot_mask=slots is not None and slot_mask_LBR is not None,
+            slot_queries=slots is not None and q_depth_BTNH is not None,
+            sums='' if slot_sums is None or not slots else slot_sums[0].dtype.name,
+            lse=return_lse,
         )
         parts = choose(implementation, shapes)
         static = Static(window, ordered, slot_window, scale, return_lse, parts)

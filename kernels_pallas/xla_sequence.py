@@ -5,6 +5,7 @@ keys that they may see. Longer sequences run the loops of xla_sequence_loops.
 """
 
 import jax.numpy as jnp
+from jax import lax
 
 from kernels_pallas import xla_sequence_loops
 
@@ -50,6 +51,16 @@ def _visible(mask, static, start, stop, first, end):
 def _scores(q_BTKGH, k_BSKH, visible, scale):
     scores_BKGTS = xla_sequence_loops.dot('btkgh,bskh->bkgts', q_BTKGH, k_BSKH) * scale
     return jnp.where(visible[:, None, None], scores_BKGTS, -jnp.inf)
+
+
+def _add(total_BSKH, first, part_BSKH):
+    """The total with a part added from key `first` on.
+
+    Not `total.at[...].add`: of the whole array its indices are empty, and JAX 0.11.2 cannot compile
+    an empty operand of a shard_map.
+    """
+    old_BSKH = lax.slice_in_dim(total_BSKH, first, first + part_BSKH.shape[1], axis=1)
+    return lax.dynamic_update_slice_in_dim(total_BSKH, old_BSKH + part_BSKH, first, axis=1)
 
 
 def sequence_forward(q_BTNH, k_BSKH, v_BSKH, mask, static):
@@ -127,7 +138,6 @@ def sequence_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, do_BTNH, lse_BNT, de
         dscores = dscores.astype(q.dtype)
         dv = dot('bkgts,btkgh->bskh', weights.astype(do.dtype), do)
         dk = dot('bkgts,btkgh->bskh', dscores, q)
-        dv_BSKH = dv_BSKH.at[:, first:end].add(dv)
-        dk_BSKH = dk_BSKH.at[:, first:end].add(dk)
+        dk_BSKH, dv_BSKH = _add(dk_BSKH, first, dk), _add(dv_BSKH, first, dv)
         dqs.append(dot('bkgts,bskh->btkgh', dscores, k).astype(q.dtype))
     return jnp.concatenate(dqs, axis=1).reshape(q_BTNH.shape), dk_BSKH, dv_BSKH

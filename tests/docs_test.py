@@ -222,6 +222,7 @@ RULES = (
     ('launch.lm_eval', '', 'few questions'),
     ('launch.prepare', '', 'few texts'),
     ('launch.claims', '', 'reads what is committed'),
+    ('launch.backends', '', 'traces only'),
     ('launch.dry_run table', '', 'reads what is committed'),
     ('launch.wheels --dry_run', '', 'prints a list'),
     ('launch.isoflop --config=configs/study.py --budgets=6e11', '--dry_run', 'plans only'),

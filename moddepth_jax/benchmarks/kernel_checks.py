@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels_pallas import decode_attention, depth_attention
-from kernels_pallas.joint import Parts, Static, joint_attention
+from kernels_pallas.choice import this_device
+from kernels_pallas.joint import Parts
 from moddepth_jax.benchmarks.kernel_cases import (
     CASES,
     DEFAULTS,
@@ -69,30 +70,15 @@ def arrays_of(arguments: dict) -> dict:
     return {name: jnp.asarray(x) for name, x in arguments.items() if name.endswith(_ARRAYS)}
 
 
-def _cudnn_and_xla(q, k, v, k_depth, v_depth, *, num_slots, q_depth_BTNH=None, **options):
+def _cudnn_and_xla(*arrays, **options):
     """depth_attention with cuDNN's sequence part, forward and backward, and XLA's depth part."""
     if jax.default_backend() != 'gpu':
         raise SkippedError('cuDNN needs a GPU')
-    capability = str(getattr(jax.devices()[0], 'compute_capability', '9.0'))
-    if float(capability) < 8:
-        raise SkippedError(f'cuDNN cannot: compute capability {capability} must be 8.0 or above')
-    positions_BT = jnp.broadcast_to(jnp.arange(q.shape[1]), q.shape[:2])
-    ids = options.get('segment_ids_BT')
-    mask = (positions_BT, positions_BT, ids, ids)
-    slots, slot_mask = None, None
-    if len(k_depth):
-        slots = (k_depth, v_depth)
-        written = len(k_depth) if num_slots is None else num_slots
-        slot_mask = (written, options.get('slot_mask_LBR'), options.get('slot_rows_BT'))
-    static = Static(
-        window=options['window'],
-        ordered=True,
-        slot_window=options['slot_window'],
-        scale=options['scale'] or q.shape[-1] ** -0.5,
-        lse_returned=False,
-        parts=Parts(sequence='cudnn', depth='xla'),
-    )
-    return joint_attention(static, q, k, v, mask, q_depth_BTNH, slots, slot_mask, None)[0]
+    capability, least = this_device().capability, (9, 0) if 'segment_ids_BT' in options else (8, 0)
+    if capability is None or capability < least:
+        right = f'must be {least[0]}.0 or above'
+        raise SkippedError(f'cuDNN cannot: compute capability {capability} {right}')
+    return depth_attention(*arrays, implementation=Parts('cudnn', 'xla'), **options)
 
 
 def _attention(implementation):

@@ -5,29 +5,29 @@ import numpy as np
 import pytest
 from absl import logging
 
-from kernels_pallas import choice, cudnn, depth_attention
-from kernels_pallas.choice import choose
+from kernels_pallas import candidates, choice, cudnn, depth_attention, measure
+from kernels_pallas.choice import Device, choose
 from kernels_pallas.joint import Parts
 from moddepth_jax.hparams.model import ATTENTION
 from tests.kernels.cases import USUAL
 
-
-class Gpu:
-    """What choose asks of a device."""
-
-    platform = 'gpu'
-
-    def __init__(self, capability):
-        self.compute_capability = capability
+CPU = Device('cpu', 'cpu', here=True)
+HOPPER = Device('gpu', 'NVIDIA H200', (9, 0))
+OLDER = Device('gpu', 'NVIDIA A100', (8, 0))
+BLACKWELL = Device('gpu', 'NVIDIA B200', (10, 0))
+XLA, CUDNN = Parts(), Parts('cudnn')
+LARGE = USUAL._replace(q=(8, 1024, 16, 64), k=(8, 1024, 2, 64))
 
 
-@pytest.fixture(params=['9.0', '8.0', '10.0'])
-def gpu(request, monkeypatch):
-    """A machine whose GPU has that compute capability, and a cuDNN that fits."""
-    monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
-    monkeypatch.setattr(jax, 'devices', lambda: [Gpu(request.param)])
-    monkeypatch.setattr(cudnn.fused, 'check_cudnn_version', lambda: 91000)
-    return request.param
+@pytest.fixture(autouse=True)
+def nothing_is_measured(monkeypatch):
+    """No test here starts a process; and none knows the lines of another."""
+
+    def fail(*arguments):
+        raise AssertionError(f'measured: {arguments}')
+
+    monkeypatch.setattr(measure, 'fastest', fail)
+    monkeypatch.setattr(choice, '_told', [])
 
 
 def test_model_knob_names_every_implementation():
@@ -35,52 +35,132 @@ def test_model_knob_names_every_implementation():
 
 
 def test_cpu_runs_xla_unless_asked_otherwise():
-    """Kernels that are asked for by name on a CPU run interpreted."""
-    assert choose(None, USUAL) == choose('xla', USUAL) == Parts()
+    """Kernels that are asked for by name on a CPU run interpreted. auto says nothing."""
+    assert choose(None, LARGE) == XLA and not choice.told()
+    assert choose('xla', USUAL) == Parts()
     assert choose('pallas', USUAL) == Parts('xla', 'pallas', False, True)
 
 
-def test_gpu_runs_the_first_that_fits(gpu):
-    """Hopper kernels on Hopper alone; float32 by those that take it."""
-    depth = 'mosaic_gpu' if gpu == '9.0' else 'pallas'
-    assert choose(None, USUAL) == Parts('cudnn', depth)
-    assert choose(None, USUAL._replace(segments=True)) == Parts('xla', depth)
-    assert choose('xla', USUAL) == Parts()
-    assert choose(None, USUAL._replace(dtypes=('float32',))) == Parts('xla', 'pallas')
-    if gpu != '9.0':
-        with pytest.raises(ValueError, match=f'capability {gpu} must be 9.x.*: .*xla, pallas'):
-            choose('mosaic_gpu', USUAL)
+@pytest.mark.parametrize('device', [HOPPER, OLDER, BLACKWELL], ids=lambda device: device.kind)
+def test_what_was_never_run_is_not_taken_unmeasured(device):
+    """Only cuDNN and XLA, and the line says that nothing was measured."""
+    assert choose(None, USUAL, device) == CUDNN
+    assert choose(None, USUAL._replace(segments=True), device) == XLA
+    assert choose(None, USUAL._replace(dtypes=('float32',)), device) == XLA
+    assert all('not measured: the device is only described' in line for line in choice.told())
 
 
-def test_several_gpus_run_xla(gpu, monkeypatch):
-    """No kernel is partitioned yet, and none may gather the slots of all devices unasked."""
-    monkeypatch.setattr(jax, 'device_count', lambda: 8)
-    assert choose(None, USUAL) == Parts('cudnn', 'xla')
-    assert choose('pallas', USUAL) == Parts('cudnn', 'pallas')
+def test_candidates_of_a_measurement():
+    """Each depth part with cuDNN where it fits, and XLA's own form; the proven one comes first."""
+    depths = [Parts('cudnn', 'mosaic_gpu'), Parts('cudnn', 'mosaic_gpu', True)]
+    pallas = Parts('cudnn', 'pallas')
+    hopper = candidates.plan(USUAL, HOPPER)
+    assert hopper.proven == (CUDNN, XLA)
+    assert hopper.candidates == (CUDNN, *depths, pallas, XLA)
+    assert hopper.otherwise == tuple(p._replace(sequence='xla') for p in (*depths, pallas))
+    for device in (OLDER, BLACKWELL):
+        assert candidates.plan(USUAL, device).candidates == (CUDNN, pallas, XLA)
+    packed = candidates.plan(USUAL._replace(segments=True), HOPPER)
+    assert packed.proven == (XLA,) and not packed.otherwise
+    assert {p.sequence for p in packed.candidates} == {'xla'} and len(packed.candidates) == 4
+    assert candidates.plan(USUAL._replace(num_slots=0), HOPPER).candidates == (CUDNN, XLA)
+    refused = dict(candidates.plan(USUAL._replace(dtypes=('float32',)), HOPPER).refused)
+    assert set(refused) == {'cudnn', 'mosaic_gpu', 'mosaic_gpu_fused'}
 
 
-def test_float32_sequences_are_not_given_to_cudnn(gpu):
-    assert choose('pallas', USUAL._replace(dtypes=('float32',))).sequence == 'xla'
+@pytest.mark.parametrize('device', [HOPPER, OLDER], ids=lambda device: device.kind)
+def test_a_name_is_taken_or_refused(device):
+    """A name never falls back, and is never measured, though the device could be."""
+    device = device._replace(not_measured='')
+    assert choose('xla', LARGE, device) == XLA
+    assert choose('pallas', LARGE, device) == Parts('cudnn', 'pallas')
+    assert choose('pallas', LARGE._replace(dtypes=('float32',)), device) == Parts('xla', 'pallas')
+    if device.capability[0] == 9:
+        assert choose('mosaic_gpu', LARGE, device) == Parts('cudnn', 'mosaic_gpu')
+        assert choose('mosaic_gpu_fused', LARGE, device) == Parts('cudnn', 'mosaic_gpu', True)
+    else:
+        with pytest.raises(ValueError, match='capability 8.0 must be 9.x.*: .*xla, pallas'):
+            choose('mosaic_gpu', LARGE, device)
+    assert choose(Parts('xla', 'pallas'), LARGE, device) == Parts('xla', 'pallas')
 
 
-def test_other_accelerators_run_xla(monkeypatch):
+def test_small_and_unrivalled_attentions_are_not_measured():
+    """Neither initialisation nor a short prompt, nor what one form alone can compute."""
+    device = HOPPER._replace(not_measured='')
+    assert choose(None, USUAL, device) == CUDNN
+    dense = LARGE._replace(num_slots=0, segments=True)
+    assert choose(None, dense, device) == XLA
+    with pytest.raises(AssertionError, match='measured'):
+        choose(None, LARGE, device)
+
+
+def test_other_accelerators_run_xla():
     """No kernel of ours is one of a TPU; what is not CUDA's has no cuDNN."""
-    monkeypatch.setattr(jax, 'default_backend', lambda: 'tpu')
-    assert choose(None, USUAL) == Parts()
+    tpu = Device('tpu', 'TPU v5')
+    assert choose(None, USUAL, tpu) == XLA
     with pytest.raises(ValueError, match='platform tpu must be a GPU'):
-        choose('pallas', USUAL)
+        choose('pallas', USUAL, tpu)
+    assert choose(None, USUAL, Device('gpu', 'gfx942')) == XLA
+    assert choose('pallas', USUAL, Device('gpu', 'gfx942')) == Parts('xla', 'pallas')
+    old = Device('gpu', 'NVIDIA T4', (7, 5))
+    assert choose(None, USUAL, old) == XLA and '7.5 must be 8.0' in choice.told()[-1]
+
+
+class Gpu:
+    """What is asked of a device of JAX."""
+
+    platform, device_kind, compute_capability = 'gpu', 'NVIDIA H200', '9.0'
+    client = type('Client', (), {'platform_version': 'cuda\n13000'})
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A process on a machine with a GPU."""
     monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
-    for capability in ('gfx942', '7.5'):
-        monkeypatch.setattr(jax, 'devices', lambda capability=capability: [Gpu(capability)])
-        assert choose(None, USUAL) == Parts('xla', 'pallas')
+    monkeypatch.setattr(jax, 'devices', lambda: [Gpu()])
+    monkeypatch.delenv('MODDEPTH_MEASURE', raising=False)
 
 
-def test_hopper_kernels_take_one_dtype(monkeypatch):
+def test_this_device(gpu, monkeypatch):
+    """One GPU of one process can be measured; nothing can of several, and none that shall not."""
+    found = choice.this_device()
+    assert found == Device('gpu', 'NVIDIA H200', (9, 0), 'cuda 13000', '', True)
+    monkeypatch.setenv('MODDEPTH_MEASURE', '0')
+    assert choice.this_device().not_measured == 'MODDEPTH_MEASURE=0'
+    monkeypatch.setattr(jax, 'device_count', lambda: 8)
+    assert '8 devices, and no shard_map' in choice.this_device().not_measured
+    monkeypatch.setattr(jax, 'process_count', lambda: 2)
+    assert '2 processes' in choice.this_device().not_measured
+
+
+def test_several_gpus_are_measured_where_each_has_its_own_part(gpu, monkeypatch):
+    """Inside of a shard_map over all axes the shapes are those of one device."""
+    monkeypatch.setattr(jax, 'device_count', lambda: 8)
+    axis = jax.sharding.AxisType.Auto
+    mesh, seen = jax.sharding.AbstractMesh((1,), ('data',), axis_types=(axis,)), []
+
+    def f(x):
+        seen.append(choice.this_device().not_measured)
+        return x
+
+    spec = jax.sharding.PartitionSpec('data')
+    over = jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec)
+    jax.eval_shape(over, jax.ShapeDtypeStruct((8,), 'float32'))
+    assert seen and not any(seen)
+
+
+def test_cudnn_that_is_not_installed_is_refused_here(monkeypatch):
+    """Of a device of this process the library is looked at; a described one is taken to have it."""
+    monkeypatch.setattr(cudnn.fused, 'cuda_versions', None)
+    assert choose(None, USUAL, HOPPER) == CUDNN
+    assert choose(None, USUAL, HOPPER._replace(here=True)) == XLA
+    assert 'cuDNN is not detected' in choice.told()[-1]
+
+
+def test_hopper_kernels_take_one_dtype():
     """None is cast to another without a word."""
-    monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
-    monkeypatch.setattr(choice, '_capability', lambda: '9.0')
     with pytest.raises(ValueError, match='dtypes bfloat16, float16 must be one'):
-        choose('mosaic_gpu', USUAL._replace(dtypes=('bfloat16', 'float16')))
+        choose('mosaic_gpu', USUAL._replace(dtypes=('bfloat16', 'float16')), HOPPER)
 
 
 @pytest.mark.parametrize('name', ['mosaic_gpu', 'mosaic_gpu_fused'])
@@ -92,12 +172,50 @@ def test_hopper_kernels_refuse_what_they_cannot_do(name):
     assert '\n' not in str(error.value)
 
 
-def test_a_choice_is_logged_once(gpu, monkeypatch):
+def test_a_choice_is_logged_once(monkeypatch):
+    """As a warning where the sequence is not cuDNN's."""
     lines = []
     monkeypatch.setattr(logging, 'warning', lines.append)
-    monkeypatch.setattr(choice, '_told', [])
-    choice._log.cache_clear()
     for _ in range(2):
-        choose('pallas', USUAL._replace(dtypes=('float32',)))
+        choose('pallas', USUAL._replace(dtypes=('float32',)), HOPPER)
     assert choice.told() == lines and len(lines) == 1
-    assert lines[0].startswith('depth_attention on gpu: sequence by xla, depth by pallas; not cudn')
+    start = 'depth_attention on NVIDIA H200: sequence by xla, depth by pallas; not cudnn: dtypes'
+    assert lines[0].startswith(start)
+
+
+def test_the_shapes_of_a_call_are_recorded():
+    """All that a kernel is built for: slots, their rows, mask, queries and sums, and the lse."""
+    q, k = np.zeros((2, 8, 4, 8), np.float32), np.zeros((2, 8, 2, 8), np.float32)
+    slots = np.zeros((5, 2, 11, 2, 8), np.float32)
+
+    def call(q, k, slots):
+        return depth_attention(
+            q,
+            k,
+            k,
+            slots,
+            slots,
+            slot_window=3,
+            slot_mask_LBR=np.ones((5, 2, 11), bool),
+            slot_rows_BT=np.tile(np.arange(8), (2, 1)),
+            q_depth_BTNH=q,
+            slot_sums=(slots, slots),
+            return_lse=True,
+        )
+
+    with choice.recorded() as found:
+        jax.eval_shape(call, q, k, slots)
+        jax.eval_shape(depth_attention, q, k, k)
+    full, plain = found
+    assert full[:3] == (q.shape, k.shape, 5) and full[8:] == (
+        8**-0.5,
+        3,
+        11,
+        True,
+        True,
+        'float32',
+        True,
+    )
+    assert plain[2] == 0 and plain[9:] == (0, 0, False, False, '', False)
+    jax.eval_shape(depth_attention, q, k, k)
+    assert len(found) == 2

@@ -121,10 +121,6 @@ def test_refuses_by_the_capability_it_is_given(installed, monkeypatch):
     assert cudnn.unsupported(Shapes(**FINE), None) is None
 
 
-def test_capability_of_a_cpu_is_unknown():
-    assert cudnn.capability() is None
-
-
 def test_takes(installed):
     """Odd lengths, groups of any size; gaps between positions where there is no window."""
     assert cudnn.unsupported(Shapes(**FINE), (9, 0)) is None
@@ -134,7 +130,7 @@ def test_takes(installed):
 def test_a_machine_without_cudnn_is_told(monkeypatch):
     """JAX itself says so when it is asked for the version."""
     monkeypatch.setattr(cudnn.fused, 'cuda_versions', None)
-    assert 'cuDNN is not detected' in cudnn.unsupported(Shapes(**FINE), None)
+    assert 'cuDNN is not detected' in cudnn.missing(Shapes(**FINE), (9, 0))
 
 
 def test_jax_is_as_expected():

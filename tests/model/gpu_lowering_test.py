@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from kernels_pallas import choice, cudnn
+from kernels_pallas.choice import Device
 from moddepth_jax.model.transformer import Transformer
 from tests.devices import on_devices
 from tests.kernels import hopper
@@ -21,6 +22,7 @@ WIDE = {
     'model.head_dim': 64,
     'model.num_heads': 8,
     'model.num_kv_heads': 1,
+    'model.attention': 'mosaic_gpu',
 }
 ACROSS = {'model.across_documents': True}
 MASKED = {'model.depth.skipped_slots': 'masked'}
@@ -30,7 +32,7 @@ MASKED = {'model.depth.skipped_slots': 'masked'}
 def at_hopper(monkeypatch):
     """As on a machine with an H200 and cuDNN."""
     monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
-    monkeypatch.setattr(choice, '_capability', lambda: '9.0')
+    monkeypatch.setattr(choice, 'this_device', lambda: Device('gpu', 'NVIDIA H200', (9, 0)))
     monkeypatch.setattr(cudnn.fused, 'check_cudnn_version', lambda: 91000)
 
 
@@ -79,7 +81,7 @@ from moddepth_jax.model.transformer import Transformer
 from moddepth_jax.training.sharding import make_mesh, state_shardings
 
 jax.default_backend = lambda: 'gpu'
-choice._capability = lambda: '9.0'
+choice.this_device = lambda: choice.Device('gpu', 'NVIDIA H200', (9, 0))
 cudnn.fused.check_cudnn_version = lambda: 91000
 hparams = from_config(ConfigDict(json.loads(sys.argv[1])))
 model, mesh = Transformer(hparams), make_mesh('data=2,fsdp=2,tensor=2')
@@ -105,7 +107,7 @@ def test_every_device_runs_the_kernels_on_its_own_rows_and_heads(tiny_config):
     changes = MODA | ACROSS | {'model.num_heads': 16, 'model.num_kv_heads': 2}
     config = tiny_config(**WIDE | changes)
     told, calls, slots = on_devices(8, ON_EIGHT_DEVICES, json.dumps(config.to_dict()))
-    assert told == ['depth_attention on gpu: sequence by cudnn, depth by mosaic_gpu']
+    assert told == ['depth_attention on NVIDIA H200: sequence by cudnn, depth by mosaic_gpu']
     assert {'__cudnn$fmhaSoftmax', '__cudnn$fmhaSoftmaxBackward', 'mosaic_gpu_v2'} <= set(calls)
     assert set(slots) == {'128x64'}  # tokens of two rows, and the width of one head
 

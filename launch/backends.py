@@ -1,0 +1,172 @@
+"""What computes the attention of each config on each platform, and why: a table in Markdown.
+
+python -m launch.backends
+python -m launch.backends tiny moda_700m
+python -m launch.backends --page=docs/backends.md
+
+Of each config of configs/ the model is traced at its own size, without computing anything, and the
+attentions that it asks for are looked up as `model.attention=auto` does, for machines that need not
+be there. --page names a file with both markers, the text between which becomes the table.
+"""
+
+import importlib
+import pathlib
+
+from absl import flags
+
+from launch import command
+
+PAGE = flags.DEFINE_string(
+    'page', None, 'Write the table into this file, between its markers, and do not print it.'
+)
+BEGIN = '<!-- backends: written by python -m launch.backends -->'
+END = '<!-- end of backends -->'
+HEADS = ('config', 'attention', 'CPU', 'Hopper (9.0)', 'older GPU (8.0)')
+CONFIGS = pathlib.Path(__file__).parents[1] / 'configs'
+
+
+def config_names() -> list[str]:
+    """The configs that train a model: files of configs/ with a get_config, by name."""
+    names = sorted(path.stem for path in CONFIGS.glob('*.py'))
+    return [n for n in names if hasattr(importlib.import_module(f'configs.{n}'), 'get_config')]
+
+
+def attentions(name: str) -> list:
+    """The Shapes of the attentions in a training step of a config on one device, each once.
+
+    Args:
+      name: of a file of configs/, without its ending.
+    """
+    import jax
+
+    from kernels_pallas.choice import recorded
+    from moddepth_jax.hparams import from_config
+    from moddepth_jax.model.transformer import Transformer
+
+    config = importlib.import_module(f'configs.{name}').get_config()
+    if not config.flop_budget:  # base has neither budget nor steps
+        config.training.num_steps = max(1, config.training.num_steps)
+    hparams = from_config(config)
+    rows = hparams.data.batch_size // hparams.training.accumulate_steps
+    length = hparams.data.sequence_length
+    model, seen = Transformer(hparams), []
+
+    def run(tokens_BT):
+        variables = model.init(jax.random.key(0), tokens_BT[:1])
+        with recorded() as found:
+            outputs = model.apply(variables, tokens_BT, rngs={'routing': jax.random.key(0)})
+        seen.extend(found)
+        return outputs[0]
+
+    jax.eval_shape(run, jax.ShapeDtypeStruct((rows, length), 'int32'))
+    return list(dict.fromkeys(seen))
+
+
+def devices() -> tuple:
+    """The described devices of HEADS, on which a measurement is taken to be possible."""
+    from kernels_pallas.candidates import Device
+
+    return (
+        Device('cpu', 'a CPU'),
+        Device('gpu', 'a Hopper GPU', (9, 0), not_measured=''),
+        Device('gpu', 'an older GPU', (8, 0), not_measured=''),
+    )
+
+
+def cell(shapes, device, note) -> str:
+    """What runs sequence, depth part and decoding of shapes on a device, and notes with reasons.
+
+    Args:
+      shapes: of the attention.
+      device: described.
+      note: a function from a reason to the number of its note.
+    """
+    from kernels_pallas import candidates
+
+    if device.platform != 'gpu':
+        return _parts(candidates.Parts(), shapes)
+    plan = candidates.plan(shapes, device)
+    reasons = [f'{name}: {why}' for name, why in plan.refused]
+    names = [_parts(parts, shapes) for parts in plan.candidates]
+    why = candidates.not_measured(shapes, device)
+    if len(names) == 1:
+        text = names[0]
+    elif why:
+        text = _parts(plan.proven[0], shapes)
+        reasons.append(f'not measured: {why}')
+    else:
+        text = 'the fastest of ' + ', '.join(names)
+    numbers = ', '.join(str(note(reason)) for reason in reasons)
+    return f'{text} ({numbers})' if numbers else text
+
+
+def _parts(parts, shapes):
+    from kernels_pallas.candidates import DECODING
+
+    depth = f'{parts.depth}{"_fused" * parts.fused}' if shapes.num_slots else '-'
+    return f'`{parts.sequence} / {depth} / {DECODING}`'
+
+
+def describe(shapes) -> str:
+    """Shapes in words: rows and tokens, heads, slots, dtype, and what restricts a query's sight."""
+    (batch, length, heads, width), (_, keys, kv_heads, _) = shapes.q, shapes.k
+    words = [f'{batch} x {length} queries', f'{heads} heads on {kv_heads} of {width}']
+    if keys != length:
+        words.append(f'{keys} keys')
+    if shapes.num_slots:
+        words.append(
+            f'{shapes.num_slots} slots' + f' of {shapes.slot_rows}' * bool(shapes.slot_rows)
+        )
+    words.append(' and '.join(shapes.dtypes))
+    words += [f'window {shapes.window}'] * bool(shapes.window)
+    words += ['documents'] * shapes.segments
+    return ', '.join(words + ['gathered tokens'] * (not shapes.consecutive))
+
+
+def table(names: list[str]) -> str:
+    """The table of configs in Markdown, and its notes.
+
+    Args:
+      names: of the configs.
+    """
+    notes = {}
+
+    def note(reason):
+        return notes.setdefault(reason, len(notes) + 1)
+
+    lines = [f'| {" | ".join(HEADS)} |', '|---' * len(HEADS) + '|']
+    for name in names:
+        for shapes in attentions(name):
+            cells = [cell(shapes, device, note) for device in devices()]
+            lines.append(f'| {" | ".join([name, describe(shapes), *cells])} |')
+    lines += ['', *(f'{number}. {reason}' for reason, number in notes.items())]
+    return '\n'.join(lines)
+
+
+def replaced(page: str, text: str) -> str:
+    """The page with another text between its markers.
+
+    Raises:
+      ValueError: a page without both markers, in this order, once.
+    """
+    if page.count(BEGIN) != 1 or page.count(END) != 1 or page.index(BEGIN) > page.index(END):
+        raise ValueError(f'page without its markers: must hold {BEGIN} and then {END}, once each')
+    return f'{page.split(BEGIN)[0]}{BEGIN}\n\n{text}\n\n{END}{page.split(END)[1]}'
+
+
+def main(argv):
+    known = config_names()
+    for name in argv[1:]:
+        if name not in known:
+            raise ValueError(f'{name}: must be one of {", ".join(known)}')
+    if PAGE.value is None:
+        print(table(argv[1:] or known))
+        return
+    page = pathlib.Path(PAGE.value)
+    replaced(page.read_text(encoding='utf-8'), '')  # before the work
+    text = table(argv[1:] or known)
+    page.write_text(replaced(page.read_text(encoding='utf-8'), text), encoding='utf-8')
+
+
+if __name__ == '__main__':
+    command.run(main, 'CONFIG..., names of configs/ without .py; none: all of them')

@@ -1,0 +1,324 @@
+"""What is measured once and remembered: the fastest of the candidates that are right.
+
+Candidates are played by small programs that speak as trial.py does. No device is used.
+"""
+
+import json
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from absl import logging
+
+from kernels_pallas import candidates, choice, measure, trial_process
+from kernels_pallas.choice import Device, choose
+from kernels_pallas.joint import Parts
+from tests.kernels.cases import USUAL
+
+H200 = Device('gpu', 'NVIDIA H200', (9, 0), 'cuda 13000', not_measured='')
+LARGE = USUAL._replace(q=(8, 1024, 16, 64), k=(8, 1024, 2, 64))
+NAMES = ('cudnn+xla', 'cudnn+mosaic_gpu', 'cudnn+mosaic_gpu_fused', 'cudnn+pallas', 'xla+xla')
+TIMES = dict(zip(NAMES, (5, 1, 2, 3, 9), strict=True))
+# What a candidate may do in place of returning its time.
+CRASH = 'os.abort()'
+RAISE = 'raise SystemExit("bent: the barrier")'
+NO_MEMORY = 'raise SystemExit("RESOURCE_EXHAUSTED: 9 bytes")'
+HANG = 'import subprocess; print(subprocess.Popen(["sleep", "600"]).pid, file=log); say(); \
+time.sleep(600)'
+NAN = 'say(failed="wrong: o is off by nan, allowed 0.1")'
+WRONG = 'say(failed="wrong: dq is off by 0.3, allowed 0.1")'
+CANDIDATE = """
+import json, os, sys, time
+def say(**what):
+    print(json.dumps(what), flush=True)
+    log.flush()
+request = json.loads(sys.stdin.readline())
+parts, log = request['parts'], open(os.environ['TRIALS'], 'a')
+name = f"{parts['sequence']}+{parts['depth']}{'_fused' * parts['fused']}"
+print(name, os.getpid(), os.environ['XLA_PYTHON_CLIENT_PREALLOCATE'], file=log)
+acts = json.loads(os.environ['ACTS']).get(name, 7)
+if acts != 'unavailable':
+    say(ready=1)
+    exec(acts) if isinstance(acts, str) else say(milliseconds=acts)
+else:
+    say(unavailable='a child process runs on cpu, not on NVIDIA H200')
+"""
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """act(**what candidates do): choose(None) there, and what was logged and started by it."""
+    log, lines = tmp_path / 'trials', []
+    command = (sys.executable, '-I', '-S', '-c', CANDIDATE)
+    monkeypatch.setattr(trial_process, 'COMMAND', command)
+    monkeypatch.setattr(measure, '_spent', 0.0)
+    monkeypatch.setattr(logging, 'warning', lambda text, *rest: lines.append(text % rest))
+    monkeypatch.setattr(logging, 'info', lambda text, *rest: lines.append(text % rest))
+    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'cache'))
+    monkeypatch.setenv('TRIALS', str(log))
+
+    def act(changes=(), shapes=LARGE, device=H200):
+        # As in a new process.
+        monkeypatch.setattr(measure, '_known', {})
+        monkeypatch.setattr(choice, '_told', [])
+        monkeypatch.setenv('ACTS', json.dumps(TIMES | dict(changes)))
+        log.write_text('')
+        lines.clear()
+        parts = choose(None, shapes, device)
+        started = [line.split()[0] for line in log.read_text().splitlines() if ' ' in line]
+        return parts, list(lines), started
+
+    act.cache, act.log = tmp_path / 'cache', log
+    return act
+
+
+def test_the_fastest_is_taken_and_remembered(machine):
+    """One line says so; the next process reads it and starts nothing."""
+    parts, lines, started = machine()
+    assert parts == Parts('cudnn', 'mosaic_gpu') and started == list(NAMES)
+    first, last = lines
+    assert 'measuring 5 candidates for 8 x 1024 queries, once' in first
+    assert last == (
+        'depth_attention on NVIDIA H200: sequence by cudnn, depth by mosaic_gpu, the fastest of '
+        'cudnn+mosaic_gpu 1 ms, cudnn+mosaic_gpu_fused 2 ms, cudnn+pallas 3 ms, cudnn+xla 5 ms, '
+        'xla+xla 9 ms'
+    )
+    assert ' false' in machine.log.read_text()
+    assert machine() == (parts, [last], [])
+    assert choice.told() == [last]
+    (kept,) = (machine.cache / 'moddepth_jax/attention').glob('*.json')
+    assert kept.name.startswith('NVIDIA_H200-')
+
+
+@pytest.mark.parametrize(
+    ('act', 'reason'),
+    [
+        (CRASH, 'it ended by signal 6'),
+        (RAISE, 'it ended with status 1: bent: the barrier'),
+        (NAN, 'wrong: o is off by nan'),
+        (WRONG, 'wrong: dq is off by 0.3'),
+        (NO_MEMORY, 'out of device memory'),
+    ],
+    ids=['crash', 'error', 'nan', 'wrong', 'memory'],
+)
+@pytest.mark.parametrize('name', ['cudnn+mosaic_gpu', 'cudnn+xla'])
+def test_a_failure_costs_its_candidate_alone(machine, name, act, reason):
+    """It is named in one warning, the fastest of the others runs, and that is remembered."""
+    others = [other for other in NAMES if other != name]
+    parts, lines, started = machine({name: act})
+    assert candidates.label(parts, LARGE) == min(others, key=TIMES.get)
+    assert started == list(NAMES)
+    (warning,) = [line for line in lines[:-1] if 'is not used' in line]
+    assert warning.startswith(f'depth_attention: {name} is not used: {reason}')
+    assert lines[-1].count(f'; not {name}: {reason}') == 1
+    assert all(f'{other} {TIMES[other]} ms' in lines[-1] for other in others)
+    assert machine() == (parts, [lines[-1]], [])
+
+
+def test_a_hang_ends_with_all_that_it_started(machine, monkeypatch):
+    """Killed at the limit, its own children too."""
+    monkeypatch.setattr(measure, 'LIMIT_SECONDS', 2.0)
+    monkeypatch.setattr(measure, 'LEAST_SECONDS', 0.0)
+    parts, lines, started = machine({'cudnn+mosaic_gpu': HANG})
+    assert parts == Parts('cudnn', 'mosaic_gpu', True) and started == list(NAMES)
+    assert '; not cudnn+mosaic_gpu: not done in 2 s' in lines[-1]
+    (sleeper,) = [line for line in machine.log.read_text().splitlines() if ' ' not in line]
+    time.sleep(0.1)
+    assert not _runs(int(sleeper))
+
+
+def _runs(pid):
+    try:
+        state = pathlib.Path(f'/proc/{pid}/stat').read_text().rsplit(')', 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != 'Z'
+
+
+@pytest.mark.parametrize('error', [KeyboardInterrupt, SystemExit])
+def test_an_interrupted_measurement_leaves_no_process(machine, monkeypatch, error):
+    """Neither Ctrl-C nor a signal that ends the program while a child runs."""
+
+    def interrupt(signum, frame):
+        raise error
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 1.0)
+    try:
+        with pytest.raises(error):
+            machine({'cudnn+xla': HANG})
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    started = machine.log.read_text().split()
+    assert started[0] == 'cudnn+xla' and not _runs(int(started[1]))
+    assert not list(machine.cache.rglob('*.json'))
+
+
+def test_without_cudnn_the_kernels_are_tried_with_xla(machine):
+    """A cuDNN that does not work does not cost the depth part its kernels."""
+    broken = dict.fromkeys(NAMES[:4], CRASH)
+    parts, _, started = machine(broken | {'xla+mosaic_gpu': 2})
+    assert parts == Parts('xla', 'mosaic_gpu')
+    assert started == [*NAMES, 'xla+mosaic_gpu', 'xla+mosaic_gpu_fused', 'xla+pallas']
+    assert machine()[::2] == (parts, [])
+
+
+def test_where_all_fail(machine):
+    """XLA runs; but what merely found too little memory is not held to be broken."""
+    alone = LARGE._replace(num_slots=0)
+    acts = {'cudnn+xla': CRASH, 'xla+xla': CRASH}
+    parts, lines, _ = machine(acts, alone)
+    assert parts == Parts() and 'as no candidate was right' in lines[-1]
+    parts, *_ = machine(acts | {'cudnn+xla': NO_MEMORY}, alone._replace(window=8))
+    assert parts == Parts('cudnn')
+
+
+def test_another_machine_or_shape_is_measured_again(machine, monkeypatch):
+    """Another GPU, driver, JAX, kernel source, flags, or shape; sizes near each other share."""
+    shapes = _sized(8, 1024)
+    machine(shapes=shapes)
+    assert machine(shapes=shapes)[2] == [] and machine(shapes=_sized(7, 900))[2] == []
+    assert machine(shapes=shapes, device=H200._replace(kind='NVIDIA H100'))[2]
+    assert machine(shapes=shapes, device=H200._replace(software='cuda 13010'))[2]
+    assert machine(shapes=_sized(8, 1100))[2]
+    for change in ({'window': 64}, {'dtypes': ('float16',)}, {'lse': True}):
+        assert machine(shapes=shapes._replace(**change))[2], change
+    versions = measure._versions()
+    assert {'jax', 'jaxlib', 'kernels'} <= set(versions)
+    monkeypatch.setattr(measure, '_versions', lambda: versions | {'jax': '0.99'})
+    assert machine(shapes=shapes)[2]
+    monkeypatch.setenv('XLA_FLAGS', '--xla_gpu_exclude_nondeterministic_ops=true')
+    assert machine(shapes=shapes)[2] and not machine(shapes=shapes)[2]
+
+
+def _sized(batch, length):
+    return LARGE._replace(q=(batch, length, 16, 64), k=(batch, length, 2, 64), num_slots=0)
+
+
+@pytest.mark.parametrize(
+    'damage',
+    [
+        b'',
+        b'{"key"',
+        b'\xff\xfe',
+        b'[]',
+        b'{"key": 1, "results": {}}',
+        'results',
+        'milliseconds',
+        'negative',
+        'another key',
+    ],
+)
+def test_a_damaged_file_is_measured_again(machine, damage):
+    """And replaced; nothing of it is believed."""
+    parts, *_ = machine()
+    (path,) = (machine.cache / 'moddepth_jax/attention').glob('*.json')
+    good = json.loads(path.read_text())
+    if isinstance(damage, str):
+        bad = {'results': [], 'milliseconds': {NAMES[0]: {}}}
+        bad = bad.get(damage, {NAMES[0]: {'milliseconds': -1}})
+        bad = (
+            {'key': good['key'] | {'device': 'x'}} if damage == 'another key' else {'results': bad}
+        )
+        damage = json.dumps(good | bad).encode()
+    path.write_bytes(damage)
+    assert machine()[::2] == (parts, list(NAMES))
+    assert json.loads(path.read_text()) == good
+    assert [p.suffix for p in path.parent.iterdir() if p != path] == ['.lock']
+
+
+def test_a_directory_that_cannot_be_written_costs_one_warning(machine):
+    """What was measured is used."""
+    machine.cache.write_text('a file, where a directory would be')
+    parts, lines, started = machine()
+    assert parts == Parts('cudnn', 'mosaic_gpu') and started
+    assert sum('each start will measure again' in line for line in lines) == 1
+    assert machine()[2]
+
+
+def test_a_machine_that_cannot_start_a_child_runs_what_is_proven(machine, monkeypatch):
+    """One warning says why; no candidate is blamed, and nothing is remembered."""
+    parts, lines, started = machine(dict.fromkeys(NAMES, 'unavailable'))
+    assert parts == Parts('cudnn') and started == ['cudnn+xla']
+    assert 'nothing can be measured: a child process runs on cpu' in lines[1]
+    assert 'not measured: a child process runs on cpu' in lines[-1] and len(lines) == 3
+    assert not list(machine.cache.rglob('*.json'))
+    monkeypatch.setattr(trial_process, 'COMMAND', (sys.executable, '-c', 'import no_such_module'))
+    parts, lines, _ = machine()
+    assert parts == Parts('cudnn') and "No module named 'no_such_module'" in lines[1]
+
+
+def test_a_process_spends_no_more_than_its_seconds(machine, monkeypatch):
+    """What was left out is neither chosen nor held to be remembered."""
+    monkeypatch.setattr(measure, 'TOTAL_SECONDS', 0.0)
+    parts, lines, started = machine()
+    assert parts == Parts('cudnn') and not started
+    assert 'not measured: the 0 s of this process are spent' in lines[-1]
+    assert not list(machine.cache.rglob('*.json'))
+
+
+def test_a_measurement_that_was_cut_short_is_used_and_not_remembered(machine, monkeypatch):
+    """The time of a process is spent after the first candidate: the next one measures again."""
+    for name in ('LEAST_SECONDS', 'TOTAL_SECONDS'):
+        monkeypatch.setattr(measure, name, 10.0)
+    parts, lines, started = machine()
+    assert parts == Parts('cudnn') and started == ['cudnn+xla']
+    assert 'the fastest of cudnn+xla 5 ms' in lines[-1]
+    monkeypatch.setattr(measure, '_spent', 0.0)
+    monkeypatch.setattr(measure, 'LEAST_SECONDS', 0.0)
+    assert machine()[::2] == (Parts('cudnn', 'mosaic_gpu'), list(NAMES))
+
+
+def test_two_processes_do_not_measure_the_same_at_once(tmp_path):
+    """The second waits for the first, whose file it then finds."""
+    path, entered = tmp_path / 'x.json', threading.Event()
+
+    def second():
+        with measure._alone(path):
+            entered.set()
+
+    with measure._alone(path):
+        thread = threading.Thread(target=second)
+        thread.start()
+        assert not entered.wait(0.2)
+    thread.join(timeout=60)
+    assert entered.is_set()
+
+
+def test_the_same_process_asks_once(machine, monkeypatch):
+    """Further traces read neither file nor machine."""
+    machine()
+    monkeypatch.setattr(measure, '_read', None)
+    assert choose(None, LARGE, H200) == Parts('cudnn', 'mosaic_gpu')
+
+
+REQUEST = {
+    'parts': Parts()._asdict(),
+    'shapes': USUAL._replace(q=(1, 64, 4, 16), k=(1, 64, 2, 16))._asdict(),
+    'kind': 'cpu',
+}
+
+
+@pytest.mark.parametrize('end', ['parent', 'limit'])
+def test_a_trial_does_not_outlive_its_parent_or_limit(end):
+    """Even where nobody kills it: its input ends, or its own alarm."""
+    child = subprocess.Popen(
+        [sys.executable, '-m', 'kernels_pallas.trial'],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    request = REQUEST | {'limit': 0 if end == 'limit' else 60}
+    child.stdin.write(json.dumps(request).encode() + b'\n')
+    child.stdin.flush()
+    if end == 'parent':
+        child.stdin.close()
+    assert child.wait(timeout=60) == (1 if end == 'parent' else -signal.SIGALRM)
+    assert b'milliseconds' not in child.stdout.read()
+    child.stdout.close()
+    if end == 'limit':
+        child.stdin.close()

@@ -1,0 +1,79 @@
+"""launch.backends: the page holds what the code would choose, for each config and platform."""
+
+import pathlib
+import re
+
+import jax
+import pytest
+
+from configs import mod_moda
+from kernels_pallas import choice
+from launch import backends
+from moddepth_jax.hparams import from_config
+from moddepth_jax.training.train_step import init_state, train_step
+
+# The page is for the JAX that GPU results are measured with; older ones refuse more.
+for_the_page = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11, 2), reason='the page is for JAX 0.11.2: make test-next'
+)
+PAGE = pathlib.Path(__file__).parents[2] / 'docs' / 'backends.md'
+
+
+def rows(table):
+    """The rows of a table, the numbers of notes replaced by their reasons."""
+    notes = dict(re.findall(r'^(\d+)\. (.*)$', table, re.MULTILINE))
+
+    def spelled(match):
+        return '; '.join(notes[number] for number in match[1].split(', '))
+
+    lines = [line for line in table.splitlines() if line.startswith('| ')][1:]
+    cells = [[cell.strip() for cell in line.strip('|').split('|')] for line in lines]
+    return [[re.sub(r'\(([\d, ]+)\)$', spelled, cell) for cell in row] for row in cells]
+
+
+def written():
+    """The table of the page."""
+    return PAGE.read_text().split(backends.BEGIN)[1].split(backends.END)[0].strip()
+
+
+@for_the_page
+@pytest.mark.parametrize('name', ['tiny', 'mod_moda', 'moda_700m'])
+def test_the_page_says_what_is_chosen(name):
+    """If this fails: python -m launch.backends --page=docs/backends.md."""
+    found = rows(backends.table([name]))
+    assert found and found == [row for row in rows(written()) if row[0] == name]
+
+
+@for_the_page
+@pytest.mark.slow
+def test_the_page_holds_the_table_of_all_configs():
+    assert backends.table(backends.config_names()) == written()
+
+
+def test_every_config_is_on_the_page():
+    names = backends.config_names()
+    assert {'base', 'tiny', 'moda_1b5'} <= set(names) and 'sizes' not in names
+    assert list(dict.fromkeys(row[0] for row in rows(written()))) == names
+
+
+@pytest.mark.slow
+def test_shapes_are_those_of_the_train_step():
+    """Slots, gathered rows and all else that a trace of the step itself asks for."""
+    hparams = from_config(mod_moda.get_config())
+    state = jax.eval_shape(lambda: init_state(hparams, 10))
+    row = jax.ShapeDtypeStruct((hparams.data.batch_size, hparams.data.sequence_length), 'int32')
+    batch = {name: row for name in ('tokens_BT', 'labels_BT', 'segment_ids_BT')}
+    with choice.recorded() as seen:
+        jax.eval_shape(train_step, state, batch)
+    found = backends.attentions('mod_moda')
+    assert set(found) == set(seen) and len(found) == len(set(found)) > 1
+
+
+def test_what_is_not_there_is_named():
+    """A config, and a page without the place for the table."""
+    with pytest.raises(ValueError, match='tinny: must be one of base, dense_700m'):
+        backends.main(['backends', 'tinny'])
+    with pytest.raises(ValueError, match='must hold <!-- backends.* and then <!-- end'):
+        backends.replaced('a page', 'table')
+    page = f'before {backends.BEGIN} old {backends.END} after'
+    assert backends.replaced(page, 'new').split() == page.replace('old', 'new').split()
