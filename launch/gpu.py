@@ -127,8 +127,8 @@ def _directory(machine):
 
 
 def _run(cases):
+    from moddepth_jax.benchmarks import measurements, runner
     from moddepth_jax.benchmarks import results as store
-    from moddepth_jax.benchmarks import runner
 
     env = _environment(TOY.value)
     machine = _probe(env)
@@ -141,6 +141,8 @@ def _run(cases):
     todo, lines = runner.pending(cases, results, code, AGAIN.value, bool(CHOSEN.value))
     for line in lines:
         print(line, flush=True)
+    if not TOY.value:
+        measurements.restore(results.latest.values())
     if LIMIT.value:
         todo = [case._replace(limit=LIMIT.value) for case in todo]
 
