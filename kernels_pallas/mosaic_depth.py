@@ -113,7 +113,7 @@ def _forward(q, o, lse, num_slots, rows, mask, k, v, o_out, lse_out, /, *, shape
         total = total.sum(axis=0)
         sums /= columns(jnp.where(total > 0, total, 1.0), sums_shape)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        s.out.T[...] = plgpu.layout_cast(sums, TRANSPOSED)
+        s.out.T[...] = plgpu.layout_cast(sums, TRANSPOSED).astype(o_out.dtype)
         s.lse.at[item][...] = highest * (1 / LOG2E) + jnp.log(total)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(s.out, o_out.at[walk.start + item, *heads])
@@ -142,7 +142,7 @@ def depth_forward(
     *,
     interpret=False,
 ):
-    """As xla_depth.depth_forward, of bfloat16 or float16 slots, with float32 results.
+    """As xla_depth.depth_forward, of bfloat16 or float16 slots.
 
     Args:
       interpret: run by the interpreter of Mosaic GPU kernels, on any machine.
@@ -155,7 +155,7 @@ def depth_forward(
     shared = {
         'q': shape.heads_tile(shape.dtype, 2),
         'o': shape.heads_tile(o_BTNH.dtype, 2),
-        'out': shape.heads_tile(f32),
+        'out': shape.heads_tile(o_BTNH.dtype),
         'lse': plgpu.SMEM((shape.run, shape.columns), f32),
         'weights': tiled((shape.columns, CHUNK), shape.dtype, swizzle),
         'item_ready': plgpu.Barrier(num_barriers=2, num_arrivals=2),
@@ -167,7 +167,7 @@ def depth_forward(
         'depth_forward',
         runs=-(-shape.items // shape.run),
         out_type=[
-            jax.ShapeDtypeStruct((shape.items, shape.group, shape.width), f32),
+            jax.ShapeDtypeStruct((shape.items, shape.group, shape.width), o_BTNH.dtype),
             jax.ShapeDtypeStruct((shape.items, shape.columns), f32),
         ],
         scratch_types=shared,

@@ -192,7 +192,7 @@ def _backward(
         chunks = functools.partial(one_chunk, item, inside, lse_row, delta_row)
         dq = lax.fori_loop(0, walk.chunks, chunks, dq)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        s.dq.T[...] = plgpu.layout_cast(dq * scale, TRANSPOSED)
+        s.dq.T[...] = plgpu.layout_cast(dq * scale, TRANSPOSED).astype(dq_out.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(s.dq, dq_out.at[walk.start + item, *heads])
 
@@ -223,7 +223,7 @@ def _shared(shape, buffers, sum_dtype):
         'do': shape.heads_tile(dtype, buffers.heads),
         'flat_q': flat,
         'flat_do': flat,
-        'dq': shape.heads_tile(f32),
+        'dq': shape.heads_tile(dtype),
         'lse': scalars,
         'delta': scalars,
         'sums': tiled(
@@ -254,7 +254,7 @@ def depth_backward(
     *,
     interpret=False,
 ):
-    """As xla_depth.depth_backward, of bfloat16 or float16 slots, with dq in float32.
+    """As xla_depth.depth_backward, of bfloat16 or float16 slots, with dq in their dtype.
 
     Args:
       sums: float32 or of the slots' dtype; written in place.
@@ -269,7 +269,7 @@ def depth_backward(
         functools.partial(_backward, shape=shape, buffers=held, scale=scale),
         'depth_backward',
         runs=-(-shape.items // shape.run),
-        out_type=jax.ShapeDtypeStruct((shape.items, shape.group, shape.width), jnp.float32),
+        out_type=jax.ShapeDtypeStruct((shape.items, shape.group, shape.width), shape.dtype),
         scratch_types=_shared(shape, held, sums[0].dtype),
         interpret=_compat.interpret_params(interpret),
     )

@@ -254,9 +254,9 @@ def depth_forward(
       interpret: run by the interpreter, on any platform.
 
     Returns:
-      The joint o_BTNH and lse_BNT in float32 (0 and -inf where nothing is seen), and the buffers.
+      The joint o_BTNH, in its dtype, and lse_BNT (0 and -inf where nothing is seen), the buffers.
     """
-    outputs = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (o_BTNH, lse_BNT)]
+    outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (o_BTNH, lse_BNT)]
     arrays = q_BTNH, o_BTNH, lse_BNT
     slots = num_slots, mask_LBR, rows_BT
     static = {'window': window, 'scale': scale, 'interpret': interpret, 'name': 'depth_forward'}
@@ -288,9 +288,9 @@ def depth_backward(
       sums: (dk_depth_LBRKH, dv_depth_LBRKH) in one of DTYPES, to be added to in place.
 
     Returns:
-      dq_BTNH in float32 and the two sums, in which what no query sees keeps its bits.
+      dq_BTNH in q's dtype and the two sums, in which what no query sees keeps its bits.
     """
-    outputs = [jax.ShapeDtypeStruct(q_BTNH.shape, jnp.float32)]
+    outputs = [jax.ShapeDtypeStruct(q_BTNH.shape, q_BTNH.dtype)]
     outputs += [jax.ShapeDtypeStruct(total.shape, total.dtype) for total in sums]
     arrays = q_BTNH, do_BTNH, lse_BNT, delta_BNT, *sums
     slots = num_slots, mask_LBR, rows_BT

@@ -31,7 +31,16 @@ SLOW_CASES = {
     'tests/kernels/joint_test.py': [
         'test_a_backend_without_lse_cotangents_does_not_lose_them[False]',
     ],
+    'tests/kernels/sequence_memory_test.py': [
+        'test_grows_with_the_tokens[keys of other tokens]',
+        'test_grows_with_the_tokens[window]',
+        'test_grows_with_the_tokens_on_an_h200[documents]',
+        'test_grows_with_the_tokens_on_an_h200[keys of other tokens]',
+        'test_grows_with_the_tokens_on_an_h200[window]',
+        'test_a_long_row_on_an_h200[False]',
+    ],
     'tests/kernels/xla_depth_test.py': [
+        'test_tiles_of_tokens_change_nothing[False]',
         'test_sums_take_the_gradients_in_their_own_dtype[pallas]',
     ],
     'tests/launch/bench_test.py': ['test_attention_writes_json_and_a_picture'],

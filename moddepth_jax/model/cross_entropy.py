@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from moddepth_jax.model.layers import head_matrix, logits, wide_einsum
 from moddepth_jax.model.partition import by_shards, constrain, part_shape
 
-# Bytes of a device's float32 logits, unless loss_chunk is set: up to the first all at once, above it
-# at most the second at once, and at most half of all. On two CPU cores the loss of 4096 tokens over
-# 8192 ids (2**27) takes 0.55 of the time in chunks, of whichever size. On a GPU each chunk reads and
-# writes the gradient of the matrix once more, so that few large ones are better.
+# Bytes of a device's float32 logits, unless loss_chunk is set. Up to the first they exist all at
+# once. Above it they exist in chunks of at most half of them and at most the second. On two CPU
+# cores the loss of 4096 tokens and 8192 ids (2**27) takes 0.55 of its time in chunks, of any size.
+# On a GPU each chunk reads and writes the gradient of the matrix, so that large chunks are better.
 LOGITS_BYTES = 2**26, 2**28
 
 
