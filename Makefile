@@ -4,7 +4,7 @@ PYTHON ?= python3
 WORKERS ?= 2# processes that share the tests; 0: pytest itself
 
 VENV_PYTHON := .venv/bin/python
-GPU_FLAGS ?=# of launch.gpu, such as --parts=tests,attention
+GPU_FLAGS ?=# of launch.gpu, such as --deadline=540 --cases=right/,packed/
 PIP_INSTALL := $(VENV_PYTHON) -m pip install -q --disable-pip-version-check -c constraints.txt
 PINS := setup.py constraints.txt
 
