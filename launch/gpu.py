@@ -9,7 +9,7 @@
 Every case runs in a child process with a time limit and adds one line to OUT/results.jsonl when it
 ends. One that crashes, hangs or is wrong costs itself, and the times of a kernel that is wrong. The
 same command continues where it stopped, on another machine too if it has the file. docs/gpu.md has
-the whole procedure, also for a machine without a network.
+the full procedure, also for a machine without a network.
 """
 
 import os
@@ -127,8 +127,8 @@ def _directory(machine):
 
 
 def _run(cases):
+    from moddepth_jax.benchmarks import measurements, runner
     from moddepth_jax.benchmarks import results as store
-    from moddepth_jax.benchmarks import runner
 
     env = _environment(TOY.value)
     machine = _probe(env)
@@ -141,6 +141,8 @@ def _run(cases):
     todo, lines = runner.pending(cases, results, code, AGAIN.value, bool(CHOSEN.value))
     for line in lines:
         print(line, flush=True)
+    if not TOY.value:
+        measurements.restore(results.latest.values())
     if LIMIT.value:
         todo = [case._replace(limit=LIMIT.value) for case in todo]
 

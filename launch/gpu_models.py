@@ -26,13 +26,15 @@ def train_step(model: str, size: str, length: int, rows: int, toy: bool = False)
     Returns:
       `seconds` of a step, `tokens_per_second`, counted `flops` and `flops_per_second`,
       `parameters`, `temp_bytes`, `peak_bytes` of the process, `compile_seconds`, `chosen`: a line
-      for each choice of attention backends, and the settings that decide what runs.
+      for each choice of attention backends, what that was measured from (`measurements`), and the
+      settings that decide what runs.
     """
     import jax
 
     from kernels_pallas.choice import told
     from moddepth_jax.analysis.bench_depth import CompiledStep
     from moddepth_jax.analysis.timing import in_turn
+    from moddepth_jax.benchmarks.measurements import collect
     from moddepth_jax.model.flops import train_step_flops
     from moddepth_jax.training.summary import num_parameters
 
@@ -62,11 +64,12 @@ def train_step(model: str, size: str, length: int, rows: int, toy: bool = False)
         'compile_seconds': step.trace_seconds + step.compile_seconds,
         'loss': float(step()),
         'chosen': told(),
+        'measurements': {} if toy else collect(),
     }
 
 
 def decoding(model: str, batches: list[int], kv_heads: int, toy: bool = False) -> dict:
-    """Times decoding steps at a nearly full cache: a model beside the dense one of its size.
+    """Times decoding steps at a nearly full cache: a model in turn with the dense one of its size.
 
     Args:
       model: mod (an eighth of the tokens by random routing, which needs no training) or moda.

@@ -31,7 +31,7 @@ INJECTED = {
     'step/124m/moda': ('crash', 'failed'),
 }
 NOT_TIMED = ['time/pallas/slots_24_4k']  # needs right/pallas/
-DEADLINE, LIMIT, MOST_ROUNDS = 240, 120, 12
+DEADLINE, LIMIT, MOST_ROUNDS = 150, 130, 20
 MISSING_CASES = 'right/xla,step/124m/dense'
 
 

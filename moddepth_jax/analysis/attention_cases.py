@@ -159,8 +159,6 @@ def depth_bytes(case: Case, direction: str, sum_bytes: int = 0) -> float:
 
 
 def score_bytes(case: Case, implementation: str) -> float:
-    """Of the float32 scores that an implementation holds at once; 0 for kernels."""
-    per_key = 4 * case.batch * case.heads * case.length
-    if implementation == 'reference':  # all of them, and its gradient keeps several such arrays
-        return 4 * per_key * case.length
-    return per_key * max(128, case.length // 16) if implementation == 'xla' else 0
+    """Of the float32 scores that an implementation holds at once; 0 for those that use tiles."""
+    # Of the reference all of them, and its gradient keeps several such arrays.
+    return 16 * case.batch * case.heads * case.length**2 if implementation == 'reference' else 0

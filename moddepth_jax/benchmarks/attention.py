@@ -18,7 +18,8 @@ def ceilings() -> dict:
 
 def _toy(case):
     written = None if case.written is None else 2
-    return TOY._replace(written=written, documents=min(case.documents, 3))
+    slots, documents = min(case.slots, TOY.slots), min(case.documents, 3)
+    return TOY._replace(slots=slots, written=written, documents=documents)
 
 
 def time_attention(implementation: str, sizes: dict, brief: bool, toy: bool = False) -> dict:
@@ -69,7 +70,7 @@ def attention_memory(implementation: str, lengths: list[int], slots: int, toy: b
     found = {}
     for length in lengths:
         case = Case(length, slots=slots, documents=16)
-        case = _toy(case)._replace(length=length // 256, slots=min(slots, 3)) if toy else case
+        case = _toy(case)._replace(length=length // 256) if toy else case
         inputs = jax.eval_shape(lambda case=case: attention_cases.make_inputs(case))
         form = Form(implementation, BOTH if slots else PLAIN, 'fresh')
         compiled = lower(form, inputs, case).compile()

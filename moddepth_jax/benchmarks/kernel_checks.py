@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels_pallas import decode_attention, depth_attention
-from kernels_pallas.choice import Shapes
-from kernels_pallas.joint import Parts, Static, joint_attention
+from kernels_pallas.choice import this_device
+from kernels_pallas.joint import Parts
 from moddepth_jax.benchmarks.kernel_cases import (
     CASES,
     DEFAULTS,
@@ -70,31 +70,15 @@ def arrays_of(arguments: dict) -> dict:
     return {name: jnp.asarray(x) for name, x in arguments.items() if name.endswith(_ARRAYS)}
 
 
-def _cudnn_and_xla(q, k, v, k_depth, v_depth, *, num_slots, q_depth_BTNH=None, **options):
+def _cudnn_and_xla(*arrays, **options):
     """depth_attention with cuDNN's sequence part, forward and backward, and XLA's depth part."""
-    from kernels_pallas import candidates, choice
-
     if jax.default_backend() != 'gpu':
         raise SkippedError('cuDNN needs a GPU')
-    batch, length = q.shape[:2]
-    positions_BT = jnp.broadcast_to(jnp.arange(length), (batch, length))
-    ids, window = options.get('segment_ids_BT'), options['window']
-    arrays = (q, k, v, k_depth, v_depth, *(() if q_depth_BTNH is None else (q_depth_BTNH,)))
-    scale = options['scale'] or q.shape[-1] ** -0.5
-    dtypes = tuple(sorted({array.dtype.name for array in arrays}))
-    shapes = Shapes(
-        q.shape, k.shape, len(k_depth), dtypes, True, True, ids is not None, window, scale
-    )
-    if why := candidates.sequence_unsupported(shapes, choice.this_device()):
-        raise SkippedError(f'cuDNN cannot: {why}')
-    parts = Parts(sequence='cudnn', depth='xla')
-    static = Static(window, True, options['slot_window'], scale, False, parts)
-    mask = (positions_BT, positions_BT, ids, ids)
-    slots = (k_depth, v_depth) if len(k_depth) else None
-    written = len(k_depth) if num_slots is None else num_slots
-    slot_mask = (written, options.get('slot_mask_LBR'), options.get('slot_rows_BT'))
-    slot_mask = slot_mask if slots else None
-    return joint_attention(static, q, k, v, mask, q_depth_BTNH, slots, slot_mask, None)[0]
+    capability, least = this_device().capability, (9, 0) if 'segment_ids_BT' in options else (8, 0)
+    if capability is None or capability < least:
+        right = f'must be {least[0]}.0 or above'
+        raise SkippedError(f'cuDNN cannot: compute capability {capability} {right}')
+    return depth_attention(*arrays, implementation=Parts('cudnn', 'xla'), **options)
 
 
 def _attention(implementation):
@@ -235,7 +219,7 @@ def check_sums(implementation: str, dtype: str, toy: bool = False, bent: bool = 
 
 
 def check_decode(batch: int, length: int, slots: int, toy: bool = False, bent: bool = False):
-    """decode_attention in bfloat16 beside the exact softmax: at most twice float32's error.
+    """decode_attention in bfloat16 against the exact softmax: at most twice float32's error.
 
     Args:
       batch: rows, each at its own place in the cache.

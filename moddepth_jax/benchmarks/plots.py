@@ -123,7 +123,7 @@ def _draw_slots(axes, results):
 
 
 def draw_depth(results: list[dict], rows: dict[str, dict], path) -> bool:
-    """Draws the bandwidth that the depth part reaches alone, beside that of a copy.
+    """Draws the bandwidth that the depth part reaches alone, and that of a copy.
 
     Args:
       results, path: as in draw_times.

@@ -93,14 +93,15 @@ def _correctness(rows):
         line['ok' if status == 'ok' else 'bad' if status in BAD else 'skipped'] += 1
         errors = row.get('errors', {}) if status == 'ok' else {}
         line['worst'] += [errors[what] / row['allowed'][what] for what in errors]
-        line['rerun'].append(row.get('sequence_gradients_rerun_equal', True))
+        if 'sequence_gradients_rerun_equal' in row:
+            line['rerun'].append(row['sequence_gradients_rerun_equal'])
     heads = ['', 'right', 'wrong, failed or hung', 'skipped', 'largest error / allowed']
     heads.append('dq, dk, dv equal in a rerun')
     cells = {
         title: [
             *(line[what] for what in ('ok', 'bad', 'skipped')),
             f'{max(line["worst"]):.2f}' if line['worst'] else '-',
-            'yes' if all(line['rerun']) else 'no',
+            {True: 'yes', False: 'no'}[all(line['rerun'])] if line['rerun'] else '-',
         ]
         for title, line in lines.items()
     }
@@ -128,8 +129,6 @@ def _attention(rows):
     for result in results:
         page += markdown(*attention_report.case_table(result))
         page += [*(f'- {line}' for line in attention_report.failures(result)), '']
-    if results:
-        page += ['![times](times.png)', '', '![the depth part](depth.png)', '']
     return page
 
 
@@ -149,12 +148,13 @@ def _claims(rows):
     return markdown('by rule', ['', *CLAIM_COLUMNS], lines) if lines else []
 
 
-def page(rows: dict[str, dict], title: str) -> str:
+def page(rows: dict[str, dict], title: str, pictures=()) -> str:
     """The page, as Markdown.
 
     Args:
       rows: the newest of each case, by name.
       title: of the page.
+      pictures: names of files next to it.
     """
     lines = [f'# {title}', '', *_machines(rows), *_outcomes(rows)]
     sections = {'Ceilings': _ceilings, 'Correctness': _correctness, 'Attention': _attention}
@@ -162,6 +162,8 @@ def page(rows: dict[str, dict], title: str) -> str:
     for name, section in sections.items():
         if found := section(rows):
             lines += [f'## {name}', '', *found]
+        if name == 'Attention':
+            lines += [line for picture in pictures for line in (f'![{picture}]({picture})', '')]
     return '\n'.join(lines).rstrip() + '\n'
 
 
@@ -180,14 +182,13 @@ def write(out: pathlib.Path) -> list[pathlib.Path]:
     rows = Results(out / FILE).latest
     if not rows:
         raise ValueError(f'--out={out}: holds no {FILE} with results; launch.gpu writes it')
-    written = []
-    for name, text in (
-        ('table.md', page(rows, out.absolute().name)),
-        ('claims.json', json.dumps(judged(rows), indent=1) + '\n'),
-    ):
+    pictures = [
+        name
+        for name, draw in (('times.png', plots.draw_times), ('depth.png', plots.draw_depth))
+        if draw(timed(rows), rows, out / name)
+    ]
+    texts = {'table.md': page(rows, out.absolute().name, pictures)}
+    texts['claims.json'] = json.dumps(judged(rows), indent=1) + '\n'
+    for name, text in texts.items():
         (out / name).write_text(text, encoding='utf-8')
-        written.append(out / name)
-    for name, draw in (('times.png', plots.draw_times), ('depth.png', plots.draw_depth)):
-        if draw(timed(rows), rows, out / name):
-            written.append(out / name)
-    return written
+    return [out / name for name in (*texts, *pictures)]

@@ -1,4 +1,4 @@
-"""launch.gpu: a case that ends badly costs itself, and a run that is cut goes on."""
+"""launch.gpu: a case that ends badly costs itself, and a run that is cut continues."""
 
 import json
 import os
@@ -91,7 +91,7 @@ def test_a_group_that_hangs_twice_is_given_up(bench):
     assert [row['status'] for row in bench.rows()] == ['hung', 'hung', 'skipped', 'skipped']
 
 
-def test_a_deadline_cuts_and_the_next_run_goes_on(bench):
+def test_a_deadline_cuts_and_the_next_run_continues(bench):
     """Cases that need longer do not start; the one at work is cut; none has two results."""
     cases = [case('fine0', 'fine'), case('slow0', 'slow'), case('fine1', 'fine', expected=900)]
     cases += [case('fine2', 'fine')]
@@ -149,6 +149,24 @@ def test_a_machine_without_its_device_ends_the_run(bench):
     with pytest.raises(runner.LostError, match='does not start: exit status 1: no such device'):
         bench.run([case('fine0', 'fine')], start=lambda group: bench.start(group, 'broken'))
     assert bench.starts == 2 and not bench.results.path.exists()
+
+
+def test_a_device_that_is_lost_ends_the_run(bench):
+    """A child that finds no GPU any more blames no case: a CPU must not stand in for it."""
+    from moddepth_jax.benchmarks import worker
+
+    given = case('fine0', 'fine')._replace(in_process=True)
+    lost = worker._run(given, True, None)
+    assert 'no GPU any more' in lost['lost']
+    code = f'print({json.dumps(json.dumps({"status": "ready"}))}, flush=True); input(); '
+    code += f'print({json.dumps(json.dumps(lost))}, flush=True)'
+
+    def start(group):
+        return runner.Child([sys.executable, '-c', code], dict(os.environ), bench.folder / 'log')
+
+    with pytest.raises(runner.LostError, match='no GPU any more'):
+        bench.run([given], start=start)
+    assert not bench.results.path.exists()
 
 
 def test_code_version_is_that_of_the_sources():
