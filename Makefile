@@ -4,7 +4,7 @@ PYTHON ?= python3
 WORKERS ?= 2# processes that share the tests; 0: pytest itself
 
 VENV_PYTHON := .venv/bin/python
-GPU_FLAGS ?=# of launch.gpu, such as --deadline=540 --cases=right/,packed/
+GPU_FLAGS ?=# of launch.gpu, such as --deadline=540
 PIP_INSTALL := $(VENV_PYTHON) -m pip install -q --disable-pip-version-check -c constraints.txt
 PINS := setup.py constraints.txt
 
@@ -17,7 +17,7 @@ NEXT := .venv-next/bin/python
 NEXT_TESTS := tests/kernels tests/model tests/inference tests/training/losses_test.py \
     tests/training/train_step_test.py tests/training/gpu_collectives_test.py
 
-.PHONY: train test test-next has-next test-all faults dry-runs gpu study study-long study-moda study-experts study-gpu study-moda-gpu docs-notebooks
+.PHONY: train test test-next has-next test-all faults dry-runs gpu gpu-rehearsal study study-long study-moda study-experts study-gpu study-moda-gpu docs-notebooks
 .DELETE_ON_ERROR:
 
 train: .venv/installed
@@ -29,7 +29,7 @@ test: .venv/installed-test
 # The kernels on JAX 0.11.2: lowered, interpreted, compiled for a described H200, and the models,
 # training and inference that use them.
 test-next: .venv-next/installed
-	JAX_PLATFORMS=cpu $(NEXT) -m pytest -n $(WORKERS) -m "not slow and not faults and not gpu" $(NEXT_TESTS)
+	JAX_PLATFORMS=cpu $(NEXT) -m pytest -n $(WORKERS) -m "not slow and not faults" $(NEXT_TESTS)
 
 # Succeeds where test-next can run.
 has-next:
@@ -100,6 +100,10 @@ gpu: .venv/installed-gpu
 endif
 gpu:
 	$(VENV_PYTHON) -m launch.gpu $(GPU_FLAGS)
+
+# A visit to a GPU machine without a network, rehearsed on a CPU: ten minutes on two cores.
+gpu-rehearsal: .venv-next/installed
+	JAX_PLATFORMS=cpu $(NEXT) -m tests.gpu_rehearsal --folder=build/gpu-rehearsal
 
 # The pages of docs/notebooks, from the run of `make train` and two others, trained here.
 RENDERED := build/notebooks
