@@ -23,7 +23,7 @@ def get_config() -> ConfigDict:
     model.rope_theta = 10000.0  # base of the rotary frequencies
     model.use_bias = False  # biases on every projection of the blocks
     model.tie_embeddings = False  # the head reads the embedding table
-    model.across_documents = False  # a token sees all earlier ones of its row: what cuDNN can do
+    model.across_documents = False  # a token sees all earlier ones of its row, of any document
     model.windows = (0,)  # tokens seen by each layer, repeated over depth; 0: all earlier ones
     model.init_std = 0.02  # of every weight matrix, truncated at 3 sigma
     model.embedding_init_std = 0.02  # of the embedding; under post, reordered norms 1; tied D^-0.5

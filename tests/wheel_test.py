@@ -16,7 +16,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 PACKAGES = ('configs', 'kernels_pallas', 'launch', 'moddepth_jax')
 BESIDE = (
     *('CHANGELOG.md', 'CITATION.cff', 'CONTRIBUTING.md', 'LICENSE', 'MANIFEST.in', 'README.md'),
-    *('constraints.txt', 'pyproject.toml', 'setup.py'),
+    *('constraints.txt', 'constraints-next.txt', 'pyproject.toml', 'setup.py'),
 )
 INFO = 'moddepth_jax-0.1.0.dist-info/'
 
@@ -88,7 +88,7 @@ def test_metadata(built):
     assert metadata['Name'] == 'moddepth-jax' and metadata['License'] == 'Apache-2.0'
     assert metadata['Requires-Python'] == '>=3.11,<3.14'
     assert metadata.get_payload() == (ROOT / 'README.md').read_text(encoding='utf-8')
-    extras = {'test', 'gpu', 'notebooks', 'sentencepiece', 'lm_eval', 'wandb'}
+    extras = {'test', 'compile', 'gpu', 'notebooks', 'sentencepiece', 'lm_eval', 'wandb'}
     assert set(metadata.get_all('Provides-Extra')) == {name.replace('_', '-') for name in extras}
     classified = [line for line in metadata.get_all('Classifier') if ':: 3.' in line]
     assert [line.rsplit(' ', 1)[1] for line in classified] == ['3.11', '3.12', '3.13']
