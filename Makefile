@@ -14,8 +14,8 @@ NEXT_PYTHONS := python3.12 python3.13 $(wildcard $(foreach minor,12 13,$(PYENV_R
 NEXT_PYTHON ?= $(firstword $(foreach python,$(NEXT_PYTHONS),$(shell $(python) -c 'import sys; \
     sys.version_info >= (3, 12) and print("$(python)")' 2>/dev/null)))
 NEXT := .venv-next/bin/python
-NEXT_TESTS := tests/kernels tests/model tests/inference tests/training/losses_test.py \
-    tests/training/train_step_test.py tests/training/gpu_collectives_test.py
+NEXT_TESTS := tests/kernels tests/model tests/inference tests/launch/backends_test.py \
+    $(addprefix tests/training/,losses_test.py train_step_test.py sharding_test.py gpu_collectives_test.py)
 
 .PHONY: train test test-next has-next test-all faults dry-runs gpu gpu-rehearsal study study-long study-moda study-experts study-gpu study-moda-gpu docs-notebooks
 .DELETE_ON_ERROR:

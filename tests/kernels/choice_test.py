@@ -17,6 +17,8 @@ OLDER = Device('gpu', 'NVIDIA A100', (8, 0))
 BLACKWELL = Device('gpu', 'NVIDIA B200', (10, 0))
 XLA, CUDNN = Parts(), Parts('cudnn')
 LARGE = USUAL._replace(q=(8, 1024, 16, 64), k=(8, 1024, 2, 64))
+# Documents and a window at once are not for cuDNN, on any version of JAX.
+NOT_CUDNN = {'segments': True, 'window': 5}
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +47,7 @@ def test_cpu_runs_xla_unless_asked_otherwise():
 def test_what_was_never_run_is_not_taken_unmeasured(device):
     """Only cuDNN and XLA, and the line says that nothing was measured."""
     assert choose(None, USUAL, device) == CUDNN
-    assert choose(None, USUAL._replace(segments=True), device) == XLA
+    assert choose(None, USUAL._replace(**NOT_CUDNN), device) == XLA
     assert choose(None, USUAL._replace(dtypes=('float32',)), device) == XLA
     assert all('not measured: the device is only described' in line for line in choice.told())
 
@@ -60,9 +62,13 @@ def test_candidates_of_a_measurement():
     assert hopper.otherwise == tuple(p._replace(sequence='xla') for p in (*depths, pallas))
     for device in (OLDER, BLACKWELL):
         assert candidates.plan(USUAL, device).candidates == (CUDNN, pallas, XLA)
-    packed = candidates.plan(USUAL._replace(segments=True), HOPPER)
-    assert packed.proven == (XLA,) and not packed.otherwise
-    assert {p.sequence for p in packed.candidates} == {'xla'} and len(packed.candidates) == 4
+    windowed = candidates.plan(USUAL._replace(**NOT_CUDNN), HOPPER)
+    assert windowed.proven == (XLA,) and not windowed.otherwise
+    assert {p.sequence for p in windowed.candidates} == {'xla'}
+    assert len(windowed.candidates) == 4
+    packed = USUAL._replace(k=USUAL.q, num_slots=0, segments=True)
+    assert candidates.plan(packed, HOPPER).candidates == (CUDNN, XLA)
+    assert candidates.plan(packed, OLDER).candidates == (XLA,)
     assert candidates.plan(USUAL._replace(num_slots=0), HOPPER).candidates == (CUDNN, XLA)
     refused = dict(candidates.plan(USUAL._replace(dtypes=('float32',)), HOPPER).refused)
     assert set(refused) == {'cudnn', 'mosaic_gpu', 'mosaic_gpu_fused'}
@@ -88,7 +94,7 @@ def test_small_and_unrivalled_attentions_are_not_measured():
     """Neither initialisation nor a short prompt, nor what one form alone can compute."""
     device = HOPPER._replace(not_measured='')
     assert choose(None, USUAL, device) == CUDNN
-    dense = LARGE._replace(num_slots=0, segments=True)
+    dense = LARGE._replace(num_slots=0, **NOT_CUDNN)
     assert choose(None, dense, device) == XLA
     with pytest.raises(AssertionError, match='measured'):
         choose(None, LARGE, device)
