@@ -11,7 +11,7 @@ from kernels_pallas import candidates, measure
 from kernels_pallas.candidates import IMPLEMENTATIONS, Device, Shapes
 from kernels_pallas.joint import Parts
 
-__all__ = ['IMPLEMENTATIONS', 'Device', 'Shapes', 'choose', 'recorded', 'this_device', 'told']
+__all__ = ['IMPLEMENTATIONS', 'Device', 'Shapes', 'choose', 'recorded', 'this_device', 'log_lines']
 
 
 def choose(implementation: str | Parts | None, shapes: Shapes, device: Device | None = None):
@@ -36,7 +36,7 @@ def choose(implementation: str | Parts | None, shapes: Shapes, device: Device | 
     device = this_device() if device is None else device
     if implementation is not None:
         parts, against = candidates.named(implementation, shapes, device)
-        _tell(_line(device, parts, shapes, '', against), important=bool(against))
+        _log_once(_line(device, parts, shapes, '', against), important=bool(against))
         return parts
     if device.platform != 'gpu':
         return Parts()
@@ -51,9 +51,9 @@ def choose(implementation: str | Parts | None, shapes: Shapes, device: Device | 
         why, against, important = found.not_measured, against + found.failed, True
     if why:
         parts = plan.proven[0]
-        _tell(_line(device, parts, shapes, f', not measured: {why}', against), important)
+        _log_once(_line(device, parts, shapes, f', not measured: {why}', against), important)
         return parts
-    _tell(_line(device, found.parts, shapes, f', {found.times}', against), found.new)
+    _log_once(_line(device, found.parts, shapes, f', {found.times}', against), found.new)
     return found.parts
 
 
@@ -85,7 +85,7 @@ def _apart():
     return bool(mesh.manual_axes) and set(mesh.manual_axes) == set(mesh.axis_names)
 
 
-_told = []
+_log_lines = []
 _recorders = []
 
 
@@ -98,16 +98,16 @@ def _line(device, parts, shapes, how, against):
     return f'depth_attention on {device.kind or device.platform}: {chosen}{how}{reasons}'
 
 
-def _tell(line, important):
+def _log_once(line, important):
     """Logs a line once in a process: as a warning if it is important."""
-    if line not in _told:
-        _told.append(line)
+    if line not in _log_lines:
+        _log_lines.append(line)
         (logging.warning if important else logging.info)(line)
 
 
-def told() -> list[str]:
+def log_lines() -> list[str]:
     """The lines of this process's choices, in their order."""
-    return list(_told)
+    return list(_log_lines)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kernels_pallas.accuracy import allowed_error
 from kernels_pallas.candidates import Shapes
 from kernels_pallas.joint import Parts
 from kernels_pallas.trial_case import (
@@ -31,10 +32,6 @@ from kernels_pallas.trial_case import (
 )
 from kernels_pallas.trial_process import OUT_OF_MEMORY
 
-# Of the error of XLA's form in the same dtype, and of the largest value; the last also bounds what
-# XLA's form allows: three roundings of bfloat16, or of the tensor cores' float32.
-FORWARD, BACKWARD = (2, 2e-6), (3, 1e-5)
-MOST = {'bfloat16': 0.02, 'float16': 0.02, 'float32': 4e-3}
 START = 0.5  # what the sums of the slots' gradients hold beforehand
 SAMPLES = 5
 SAMPLE_SECONDS = 0.02  # several calls, so that the clock and the launches do not count
@@ -83,13 +80,13 @@ def check(parts: Parts, shapes: Shapes) -> str | None:
         first=candidate(),
         second=candidate(),
         hidden={f'd{name}': hidden for name in names},
-        most=MOST[shapes.dtypes[0]],
+        dtype=shapes.dtypes[0],
         # cuDNN sums dq in any order.
         unordered=('dq', 'dk', 'dv') if parts.sequence == 'cudnn' else (),
     )
 
 
-def find_wrong(right, plain, first, second, hidden, most, unordered) -> str | None:
+def find_wrong(right, plain, first, second, hidden, dtype, unordered) -> str | None:
     """What is wrong with results, in one line; None: nothing.
 
     Args:
@@ -97,17 +94,16 @@ def find_wrong(right, plain, first, second, hidden, most, unordered) -> str | No
       plain: the same of XLA's form in the candidate's dtype, whose error is the measure.
       first, second: of two runs of the candidate.
       hidden: by name, where nothing may be added to START.
-      most: the largest error there may be whatever plain's is, over the largest value.
+      dtype: of the candidate's inputs.
       unordered: names of those that may differ in a second run.
     """
     for name, value in right.items():
-        mine, largest = first[name], max(1.0, float(np.max(np.abs(value), initial=0)))
-        factor, floor = BACKWARD if name.startswith('d') else FORWARD
-        error, beside = (
+        mine, largest = first[name], float(np.max(np.abs(value), initial=0))
+        error, plain_error = (
             float(np.max(np.abs(found[name].astype(np.float32) - value), initial=0))
             for found in (first, plain)
         )
-        allowed = min(most * largest, factor * beside + floor * largest)  # the first of NaN
+        allowed = allowed_error(dtype, name.startswith('d'), plain_error, largest)
         if not error <= allowed:  # nor is NaN
             return f'wrong: {name} is off by {error:.3g}, allowed {allowed:.3g}'
         if name in hidden and (mine[hidden[name]] != START).any():

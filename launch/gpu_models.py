@@ -31,7 +31,7 @@ def train_step(model: str, size: str, length: int, rows: int, toy: bool = False)
     """
     import jax
 
-    from kernels_pallas.choice import told
+    from kernels_pallas.choice import log_lines
     from moddepth_jax.analysis.bench_depth import CompiledStep
     from moddepth_jax.analysis.timing import in_turn
     from moddepth_jax.benchmarks.measurements import collect
@@ -63,7 +63,7 @@ def train_step(model: str, size: str, length: int, rows: int, toy: bool = False)
         'peak_bytes': memory.get('peak_bytes_in_use'),
         'compile_seconds': step.trace_seconds + step.compile_seconds,
         'loss': float(step()),
-        'chosen': told(),
+        'chosen': log_lines(),
         'measurements': {} if toy else collect(),
     }
 

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 
-from kernels_pallas.choice import told
+from kernels_pallas.choice import log_lines
 from moddepth_jax.analysis.attempt import attempt
 from moddepth_jax.analysis.bench_depth import CompiledStep, with_model
 from moddepth_jax.analysis.timing import in_turn
@@ -141,7 +141,7 @@ def bench_models(models: dict[str, Hparams], repeats: int) -> dict:
         'batch': dense.data.batch_size,
         'dtype': dense.model.dtype,
         'attention': dense.model.attention,
-        'chosen': told(),
+        'chosen': log_lines(),
         'repeats': repeats,
         'rows': rows,
     }

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels_pallas import decode_attention, depth_attention
+from kernels_pallas.accuracy import allowed_error
 from kernels_pallas.choice import this_device
 from kernels_pallas.joint import Parts
 from moddepth_jax.benchmarks.kernel_cases import (
@@ -26,11 +27,6 @@ from moddepth_jax.benchmarks.worker import SkippedError, WrongError
 
 CUDNN = 'cudnn'  # cuDNN's sequence part with the depth part by XLA: no kernel of ours
 NAMES = ('o', 'dq', 'dk', 'dv', 'dk_depth', 'dv_depth', 'dq_depth')
-# Of the error of XLA in the same dtype, and the least, relative to the largest value.
-FACTORS = {'o': (2, 2e-6)}
-GRADIENT_FACTORS = (3, 1e-5)
-# Whatever XLA does: three roundings of bfloat16, or of the tensor cores' float32.
-MOST = {'bfloat16': 0.02, 'float32': 4e-3}
 _ARRAYS = ('_BT', '_LBR')  # ends of the names of arguments that are arrays
 
 
@@ -144,18 +140,17 @@ def check(implementation: str, case: str, toy: bool = False, bent: bool = False)
     chosen = PACKED_CASES[case.removeprefix('packed/')] if packed else CASES[case]
     inputs, do, arguments, right = prepared(chosen, toy)
     run, masks = program(implementation, arguments, toy), arrays_of(arguments)
-    given = (inputs, do, arguments['num'], masks)
-    mine, again = (_float64(run(*given)) for _ in range(2))
-    plain = _float64(program('xla', arguments, toy)(*given))
+    run_xla, num = program('xla', arguments, toy), arguments['num']
+    mine, again = (_float64(run(inputs, do, num, masks)) for _ in range(2))
+    plain = _float64(run_xla(inputs, do, num, masks))
     if bent:
         mine = [1.5 * array for array in mine]
-    most, found, wrong = MOST[chosen.get('dtype', 'bfloat16')], {}, []
-    allowed, equal = {}, True
+    dtype = inputs[0].dtype.name
+    found, allowed, wrong, equal = {}, {}, [], True
     for name, got, same, value, xla in zip(NAMES, mine, again, right, plain, strict=False):
-        factor, floor = FACTORS.get(name, GRADIENT_FACTORS)
-        largest = max(1.0, _largest(value))
         found[name] = _largest(got - value)
-        allowed[name] = min(factor * _largest(xla - value) + floor * largest, most * largest)
+        gradient = name != 'o'
+        allowed[name] = allowed_error(dtype, gradient, _largest(xla - value), _largest(value))
         if not found[name] <= allowed[name]:
             wrong.append(f'{name} is off by {found[name]:.3g}, allowed {allowed[name]:.3g}')
         if name in ('dq', 'dk', 'dv') and case != 'depth_alone':

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from kernels_pallas import xla_sequence
-from kernels_pallas.choice import told
+from kernels_pallas.choice import log_lines
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.model.flops import (
     dot_general_flops,
@@ -171,7 +171,7 @@ def summarise(
         'corpus_sha256': dataset.corpus.sha256,
         'state_sha256': state_sha256(state),
         'versions': metadata['versions'],
-        'attention': told(),
+        'attention': log_lines(),
     }
 
 

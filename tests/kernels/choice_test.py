@@ -29,7 +29,7 @@ def nothing_is_measured(monkeypatch):
         raise AssertionError(f'measured: {arguments}')
 
     monkeypatch.setattr(measure, 'fastest', fail)
-    monkeypatch.setattr(choice, '_told', [])
+    monkeypatch.setattr(choice, '_log_lines', [])
 
 
 def test_model_knob_names_every_implementation():
@@ -38,7 +38,7 @@ def test_model_knob_names_every_implementation():
 
 def test_cpu_runs_xla_unless_asked_otherwise():
     """Kernels that are asked for by name on a CPU run interpreted. auto says nothing."""
-    assert choose(None, LARGE) == XLA and not choice.told()
+    assert choose(None, LARGE) == XLA and not choice.log_lines()
     assert choose('xla', USUAL) == Parts()
     assert choose('pallas', USUAL) == Parts('xla', 'pallas', False, True)
 
@@ -49,7 +49,7 @@ def test_what_was_never_run_is_not_taken_unmeasured(device):
     assert choose(None, USUAL, device) == CUDNN
     assert choose(None, USUAL._replace(**NOT_CUDNN), device) == XLA
     assert choose(None, USUAL._replace(dtypes=('float32',)), device) == XLA
-    assert all('not measured: the device is only described' in line for line in choice.told())
+    assert all('not measured: the device is only described' in line for line in choice.log_lines())
 
 
 def test_candidates_of_a_measurement():
@@ -109,7 +109,7 @@ def test_other_accelerators_run_xla():
     assert choose(None, USUAL, Device('gpu', 'gfx942')) == XLA
     assert choose('pallas', USUAL, Device('gpu', 'gfx942')) == Parts('xla', 'pallas')
     old = Device('gpu', 'NVIDIA T4', (7, 5))
-    assert choose(None, USUAL, old) == XLA and '7.5 must be 8.0' in choice.told()[-1]
+    assert choose(None, USUAL, old) == XLA and '7.5 must be 8.0' in choice.log_lines()[-1]
 
 
 class Gpu:
@@ -160,7 +160,7 @@ def test_cudnn_that_is_not_installed_is_refused_here(monkeypatch):
     monkeypatch.setattr(cudnn.fused, 'cuda_versions', None)
     assert choose(None, USUAL, HOPPER) == CUDNN
     assert choose(None, USUAL, HOPPER._replace(here=True)) == XLA
-    assert 'cuDNN is not detected' in choice.told()[-1]
+    assert 'cuDNN is not detected' in choice.log_lines()[-1]
 
 
 def test_hopper_kernels_take_one_dtype():
@@ -184,7 +184,7 @@ def test_a_choice_is_logged_once(monkeypatch):
     monkeypatch.setattr(logging, 'warning', lines.append)
     for _ in range(2):
         choose('pallas', USUAL._replace(dtypes=('float32',)), HOPPER)
-    assert choice.told() == lines and len(lines) == 1
+    assert choice.log_lines() == lines and len(lines) == 1
     start = 'depth_attention on NVIDIA H200: sequence by xla, depth by pallas; not cudnn: dtypes'
     assert lines[0].startswith(start)
 

@@ -127,7 +127,7 @@ def test_takes(installed):
     assert cudnn.unsupported(Shapes(**{**FINE, 'window': 0, 'consecutive': False}), None) is None
 
 
-def test_a_machine_without_cudnn_is_told(monkeypatch):
+def test_a_machine_without_cudnn_is_refused(monkeypatch):
     """JAX itself says so when it is asked for the version."""
     monkeypatch.setattr(cudnn.fused, 'cuda_versions', None)
     assert 'cuDNN is not detected' in cudnn.missing(Shapes(**FINE), (9, 0))

@@ -64,7 +64,7 @@ def machine(tmp_path, monkeypatch):
     def act(changes=(), shapes=LARGE, device=H200):
         # As in a new process.
         monkeypatch.setattr(measure, '_known', {})
-        monkeypatch.setattr(choice, '_told', [])
+        monkeypatch.setattr(choice, '_log_lines', [])
         monkeypatch.setenv('ACTS', json.dumps(TIMES | dict(changes)))
         log.write_text('')
         lines.clear()
@@ -89,7 +89,7 @@ def test_the_fastest_is_taken_and_remembered(machine):
     )
     assert ' false' in machine.log.read_text()
     assert machine() == (parts, [last], [])
-    assert choice.told() == [last]
+    assert choice.log_lines() == [last]
     (kept,) = (machine.cache / 'moddepth_jax/attention').glob('*.json')
     assert kept.name.startswith('NVIDIA_H200-')
 

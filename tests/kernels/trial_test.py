@@ -7,7 +7,7 @@ import pytest
 
 from kernels_pallas import measure, pallas_depth, trial, trial_process
 from kernels_pallas.candidates import Device, Shapes
-from kernels_pallas.choice import choose, told
+from kernels_pallas.choice import choose, log_lines
 from kernels_pallas.joint import Parts
 from kernels_pallas.trial_case import documents, make_masks, small, timed, visible_slots
 from kernels_pallas.trial_process import run_trial
@@ -30,7 +30,7 @@ HIDDEN = np.zeros((2, 3, 4), bool)
 HIDDEN[0, 0] = True
 
 
-def wrong(name='dk_depth', most=0.02, unordered=(), second=None, **change):
+def wrong(name='dk_depth', unordered=(), second=None, **change):
     """What find_wrong says of one array and its change in the candidate; XLA is off by 1e-3."""
     value = np.where(HIDDEN, trial.START, VALUE)
     mine = value + np.where(HIDDEN, 0, change.get('error', 0)).astype(np.float32)
@@ -39,7 +39,7 @@ def wrong(name='dk_depth', most=0.02, unordered=(), second=None, **change):
     second = mine if second is None else mine + np.float32(second)
     plain = value + np.float32(change.get('plain', 1e-3))
     results = [{name: array} for array in (value, plain, mine, second)]
-    return trial.find_wrong(*results, {name: HIDDEN}, most, unordered)
+    return trial.find_wrong(*results, {name: HIDDEN}, 'bfloat16', unordered)
 
 
 def test_a_result_is_right_within_twice_or_thrice_the_error_of_xla():
@@ -152,6 +152,6 @@ def test_a_measurement_by_real_child_processes(monkeypatch, tmp_path):
     shapes = TINY._replace(q=(4, 1024, 2, 8), k=(4, 1024, 1, 8), num_slots=0, dtypes=('bfloat16',))
     device = Device('gpu', 'cpu', (9, 0), not_measured='')
     assert choose(None, shapes, device) == Parts()
-    assert 'the fastest of xla ' in told()[-1] and '; not cudnn: ' in told()[-1]
+    assert 'the fastest of xla ' in log_lines()[-1] and '; not cudnn: ' in log_lines()[-1]
     (path,) = tmp_path.glob('moddepth_jax/attention/cpu-*.json')
     assert '"milliseconds"' in path.read_text() and '"failed"' in path.read_text()

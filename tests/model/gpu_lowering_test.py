@@ -97,7 +97,7 @@ calls = [line for line in text.splitlines() if 'custom_call @' in line]
 slots = [re.findall('tensor<8x([0-9]+x[0-9]+)xbf16>', line)
          for line in calls if '@mosaic_gpu' in line]
 names = {line.split('custom_call @')[1].split('(')[0] for line in calls}
-print(json.dumps([choice.told(), sorted(names), sum(slots, [])]))
+print(json.dumps([choice.log_lines(), sorted(names), sum(slots, [])]))
 """
 
 
@@ -106,8 +106,8 @@ def test_every_device_runs_the_kernels_on_its_own_rows_and_heads(tiny_config):
     """Over two by two by two devices: a quarter of the rows, half of the heads; none is refused."""
     changes = MODA | ACROSS | {'model.num_heads': 16, 'model.num_kv_heads': 2}
     config = tiny_config(**WIDE | changes)
-    told, calls, slots = on_devices(8, ON_EIGHT_DEVICES, json.dumps(config.to_dict()))
-    assert told == ['depth_attention on NVIDIA H200: sequence by cudnn, depth by mosaic_gpu']
+    lines, calls, slots = on_devices(8, ON_EIGHT_DEVICES, json.dumps(config.to_dict()))
+    assert lines == ['depth_attention on NVIDIA H200: sequence by cudnn, depth by mosaic_gpu']
     assert {'__cudnn$fmhaSoftmax', '__cudnn$fmhaSoftmaxBackward', 'mosaic_gpu_v2'} <= set(calls)
     assert set(slots) == {'128x64'}  # tokens of two rows, and the width of one head
 
