@@ -22,7 +22,7 @@ def choose(implementation: str | Parts | None, shapes: Shapes, device: Device | 
     once, with the reasons against what was not.
 
     Args:
-      implementation: one of IMPLEMENTATIONS but `reference`; or Parts, which are taken as given.
+      implementation: one of IMPLEMENTATIONS but `reference`; or Parts, which never fall back.
       shapes: what is computed.
       device: where; None: this process's.
 
@@ -31,9 +31,14 @@ def choose(implementation: str | Parts | None, shapes: Shapes, device: Device | 
     """
     for shapes_seen in _recorders:
         shapes_seen.append(shapes)
-    if isinstance(implementation, Parts):
-        return implementation
     device = this_device() if device is None else device
+    if isinstance(implementation, Parts):
+        reason = None
+        if implementation.sequence == 'cudnn':
+            reason = candidates.sequence_unsupported(shapes, device)
+        if reason:
+            raise ValueError(f'implementation={implementation} cannot: cudnn: {reason}')
+        return implementation
     if implementation is not None:
         parts, against = candidates.named(implementation, shapes, device)
         _log_once(_line(device, parts, shapes, '', against), important=bool(against))

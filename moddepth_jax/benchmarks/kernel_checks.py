@@ -12,7 +12,6 @@ import numpy as np
 
 from kernels_pallas import decode_attention, depth_attention
 from kernels_pallas.accuracy import allowed_error
-from kernels_pallas.choice import this_device
 from kernels_pallas.joint import Parts
 from moddepth_jax.benchmarks.kernel_cases import (
     CASES,
@@ -23,7 +22,7 @@ from moddepth_jax.benchmarks.kernel_cases import (
     exact,
     make_case,
 )
-from moddepth_jax.benchmarks.worker import SkippedError, WrongError
+from moddepth_jax.benchmarks.worker import WrongError
 
 CUDNN = 'cudnn'  # cuDNN's sequence part with the depth part by XLA: no kernel of ours
 NAMES = ('o', 'dq', 'dk', 'dv', 'dk_depth', 'dv_depth', 'dq_depth')
@@ -66,22 +65,10 @@ def arrays_of(arguments: dict) -> dict:
     return {name: jnp.asarray(x) for name, x in arguments.items() if name.endswith(_ARRAYS)}
 
 
-def _cudnn_and_xla(*arrays, **options):
-    """depth_attention with cuDNN's sequence part, forward and backward, and XLA's depth part."""
-    if jax.default_backend() != 'gpu':
-        raise SkippedError('cuDNN needs a GPU')
-    capability, least = this_device().capability, (9, 0) if 'segment_ids_BT' in options else (8, 0)
-    if capability is None or capability < least:
-        right = f'must be {least[0]}.0 or above'
-        raise SkippedError(f'cuDNN cannot: compute capability {capability} {right}')
-    return depth_attention(*arrays, implementation=Parts('cudnn', 'xla'), **options)
-
-
 def _attention(implementation):
-    """depth_attention by an implementation, or by cuDNN and XLA."""
-    if implementation == CUDNN:
-        return _cudnn_and_xla
-    return functools.partial(depth_attention, implementation=implementation)
+    """depth_attention by an implementation; of CUDNN with the depth part by XLA."""
+    chosen = Parts('cudnn', 'xla') if implementation == CUDNN else implementation
+    return functools.partial(depth_attention, implementation=chosen)
 
 
 def program(implementation: str, arguments: dict, toy: bool):
@@ -134,7 +121,7 @@ def check(implementation: str, case: str, toy: bool = False, bent: bool = False)
 
     Raises:
       WrongError: names the first result that is wrong.
-      SkippedError, ValueError: this device cannot do it.
+      ValueError: this device cannot do it.
     """
     packed = case.startswith('packed/')
     chosen = PACKED_CASES[case.removeprefix('packed/')] if packed else CASES[case]

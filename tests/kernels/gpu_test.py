@@ -10,7 +10,7 @@ from kernels_pallas import depth_attention
 from moddepth_jax.benchmarks import kernel_checks
 from moddepth_jax.benchmarks.kernel_cases import CASES, PACKED_CASES, make_case
 from moddepth_jax.benchmarks.kernel_checks import check, check_decode, check_sums
-from moddepth_jax.benchmarks.worker import SkippedError, WrongError
+from moddepth_jax.benchmarks.worker import WrongError
 
 
 def replace_attention(monkeypatch, function):
@@ -92,9 +92,9 @@ def test_sums_and_decoding_pass():
     assert 0 < found['errors']['o'] <= found['allowed']['o']
 
 
-def test_cudnn_is_skipped_on_a_cpu():
-    """By name and reason, and not as a failure."""
-    with pytest.raises(SkippedError, match='cuDNN needs a GPU'):
+def test_cudnn_is_refused_on_a_cpu():
+    """By name and reason, in the words by which launch.gpu skips a case."""
+    with pytest.raises(ValueError, match='cannot: cudnn: cpu must be an NVIDIA GPU'):
         check(kernel_checks.CUDNN, 'depth_alone', toy=True)
 
 
