@@ -135,21 +135,22 @@ def program(form: Form):
         return (o_BTNH, *pull(inputs.do_BTNH)), sums
 
     def accumulate(inputs, sums):
-        *rest, k_depth, v_depth = _read(form, inputs)
+        q, k, v, k_depth, v_depth = _read(form, inputs)
         options = _options(form, inputs)
         apart = SUMS[form.direction] is not None
         # Only the cotangents of the sums matter, not what they hold.
-        carried = jax.tree.map(jnp.zeros_like, sums) if apart else (k_depth, v_depth)
+        threads = jax.tree.map(jnp.zeros_like, sums) if apart else (k_depth, v_depth)
 
-        def threaded(rest, carried):
+        def threaded(q, k, v, threads):
             if apart:
-                o_BTNH, *carried = function(*rest, k_depth, v_depth, slot_sums=carried, **options)
+                o_BTNH, *threads = function(q, k, v, k_depth, v_depth, slot_sums=threads, **options)
             else:
-                o_BTNH, *carried = function(*rest, *carried, thread_slots=True, **options)
-            return o_BTNH, tuple(carried)
+                k_slots, v_slots = threads
+                o_BTNH, *threads = function(q, k, v, k_slots, v_slots, thread_slots=True, **options)
+            return o_BTNH, tuple(threads)
 
-        (o_BTNH, _), pull = jax.vjp(threaded, rest, carried)
-        gradients, sums = pull((inputs.do_BTNH, sums))
+        (o_BTNH, _), pull = jax.vjp(threaded, q, k, v, threads)
+        *gradients, sums = pull((inputs.do_BTNH, sums))
         return (o_BTNH, *gradients), sums
 
     ways = {'forward': forward, 'fresh': fresh}

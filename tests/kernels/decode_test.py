@@ -111,11 +111,11 @@ def test_gpu_scores_are_float32(magnitude, monkeypatch):
     q = draw_half(batch, 1, heads, width, scale=magnitude)
     new = [draw_half(batch, 1, kv_heads, width) for _ in range(2)]
     cache = [draw_half(batch, kv_heads, width, places) for _ in range(2)]
-    given = [q, *new, *cache, rng.random((batch, places)) < 0.9]
-    expected = joined(*given)
-    float32 = np.asarray(decode_attention(*given), np.float64) - expected
+    visible = rng.random((batch, places)) < 0.9
+    expected = joined(q, *new, *cache, visible)
+    float32 = np.asarray(decode_attention(q, *new, *cache, visible), np.float64) - expected
     monkeypatch.setattr('jax.default_backend', lambda: 'gpu')
-    gpu = np.asarray(decode_attention(*given), np.float64) - expected
+    gpu = np.asarray(decode_attention(q, *new, *cache, visible), np.float64) - expected
     assert (gpu != float32).any()  # another form indeed
     assert np.linalg.norm(gpu) <= 2 * np.linalg.norm(float32)
     assert np.abs(gpu).max() <= 2 * np.abs(float32).max()
