@@ -4,15 +4,14 @@ python -m launch.wheels --installed=docs/gpu_machine.txt --out=wheels
 python -m launch.wheels --installed=docs/gpu_machine.txt --dry_run
 
 --installed is what `pip list` or `pip freeze` prints on that machine, or names alone, a line each.
-What the project needs is read from setup.py, and what those packages need from the metadata of the
-ones installed here, whose versions are taken. JAX, its CUDA plugin and Triton are never carried.
+What the project and its packages need is read from the metadata of what is installed here, whose
+versions are taken. JAX, its CUDA plugin and Triton are never carried.
 """
 
 import contextlib
 import importlib.metadata
 import pathlib
 import re
-import runpy
 import subprocess
 import sys
 
@@ -35,7 +34,6 @@ PLATFORMS = tuple(f'manylinux_2_{minor}_x86_64' for minor in (39, 35, 34, 31, 28
 PLATFORMS += ('manylinux2014_x86_64', 'manylinux1_x86_64')
 # Never carried: hundreds of megabytes, in versions that fit the machine's driver and PyTorch.
 OF_THE_MACHINE = ('jax', 'jaxlib', 'triton')
-_ROOT = pathlib.Path(__file__).parents[1]
 
 
 def normal(name: str) -> str:
@@ -63,22 +61,17 @@ def read_installed(text: str) -> dict[str, str | None]:
 
 
 def required() -> list[str]:
-    """What setup.py asks for, and jax-triton of its extra `gpu`."""
-    setup = _ROOT / 'setup.py'
-    if not setup.exists():  # installed, not a checkout
-        listed = importlib.metadata.requires('moddepth-jax')
-        return [line for line in listed if 'extra ==' not in line or line.startswith('jax-triton')]
-    import setuptools
+    """What setup.py asks for, and jax-triton of its extra `gpu`, as installed here.
 
-    asked = {}
-    own, setuptools.setup = setuptools.setup, lambda **options: asked.update(options)
+    Raises:
+      ValueError: the project is not installed here.
+    """
     try:
-        with contextlib.chdir(_ROOT):
-            runpy.run_path(str(setup))
-    finally:
-        setuptools.setup = own
-    extra = [line for line in asked['extras_require']['gpu'] if not line.startswith('jax[')]
-    return [*asked['install_requires'], *extra]
+        lines = importlib.metadata.requires('moddepth-jax')
+    except importlib.metadata.PackageNotFoundError:
+        raise ValueError('moddepth-jax is not installed here: pip install -e .') from None
+    extra = [line.split(';')[0] for line in lines if line.startswith('jax-triton')]
+    return [line for line in lines if 'extra ==' not in line] + extra
 
 
 def needed(requirements: list[str], python: str, installed: dict[str, str | None], known=()):

@@ -1,4 +1,4 @@
-"""launch.wheels: what a machine lacks, from setup.py and from what is installed here."""
+"""launch.wheels: what a machine lacks, from the metadata of what is installed here."""
 
 import importlib.metadata
 import subprocess
