@@ -7,7 +7,7 @@ that is not there.
 import importlib
 from typing import NamedTuple
 
-from kernels_pallas.joint import Parts
+from kernels_pallas.joint_softmax import Parts
 
 IMPLEMENTATIONS = ('reference', 'xla', 'pallas', 'mosaic_gpu', 'mosaic_gpu_fused')
 DEPTHS = ('mosaic_gpu', 'pallas', 'xla')

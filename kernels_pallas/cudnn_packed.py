@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels_pallas import cudnn, xla_sequence
+from kernels_pallas import cudnn
+from kernels_pallas.xla import sequence
 
 # Places beyond the end of a document: exp(score - UNUSED) is 0, whatever the score.
 UNUSED = 1e30
@@ -113,7 +114,7 @@ def sequence_forward(q_BTNH, k_BSKH, v_BSKH, mask, static):
         return o, _lse_of_tokens(stats, index_BT, starts)
 
     def by_xla(operands, mask):
-        return xla_sequence.sequence_forward(*operands, mask, static)
+        return sequence.sequence_forward(*operands, mask, static)
 
     return _dispatch(q_BTNH, (q_BTNH, k_BSKH, v_BSKH), mask, by_cudnn, by_xla)
 
@@ -137,7 +138,7 @@ def sequence_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, o_BTNH, do_BTNH, lse
 
     def by_xla(operands, mask):
         q, k, v, _, do, lse, delta = operands
-        dq, dk, dv = xla_sequence.sequence_backward(q, k, v, mask, static, do, lse, delta)
+        dq, dk, dv = sequence.sequence_backward(q, k, v, mask, static, do, lse, delta)
         return dq, dk.astype(k.dtype), dv.astype(v.dtype)
 
     operands = q_BTNH, k_BSKH, v_BSKH, o_BTNH, do_BTNH, lse_BNT, delta_BNT

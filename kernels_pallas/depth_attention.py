@@ -5,8 +5,8 @@ import operator
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.choice import IMPLEMENTATIONS, Shapes, choose
-from kernels_pallas.joint import Parts, Static, joint_attention
+from kernels_pallas.backends import IMPLEMENTATIONS, Shapes, choose
+from kernels_pallas.joint_softmax import Parts, Static, joint_attention
 from kernels_pallas.reference import reference_attention
 
 

@@ -19,15 +19,15 @@ from typing import NamedTuple
 
 from absl import logging
 
-from kernels_pallas.candidates import Device, Plan, Shapes, label
-from kernels_pallas.joint import Parts
-from kernels_pallas.trial_process import (
+from kernels_pallas.autotune import (
     OUT_OF_MEMORY,
     PACKAGE,
     UnavailableError,
     cache_folder,
     run_trial,
 )
+from kernels_pallas.candidates import Device, Plan, Shapes, label
+from kernels_pallas.joint_softmax import Parts
 
 LIMIT_SECONDS = 60.0  # of one candidate: its start, its compilation, its check and its times
 TOTAL_SECONDS = 300.0  # of all measurements of a process

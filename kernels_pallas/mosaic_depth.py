@@ -28,13 +28,7 @@ from kernels_pallas.mosaic_tiles import (
     tiled,
     whole,
 )
-from kernels_pallas.mosaic_walk import (
-    Shape,
-    Walk,
-    fetch_slots,
-    hide_rows,
-    slots_memory,
-)
+from kernels_pallas.mosaic_walk import Shape, Walk, fetch_slots, hide_rows, slots_memory
 
 MAX_WIDTH = 128  # of more, the backward pass would keep registers in memory
 STAGES = 2  # one chunk ahead; four blocks of H = 64 then share a processor

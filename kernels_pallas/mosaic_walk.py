@@ -18,15 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas import _compat
-from kernels_pallas.mosaic_tiles import (
-    CHUNK,
-    LAYOUT,
-    OCTET,
-    round_up,
-    swizzle_of,
-    tiled,
-    whole,
-)
+from kernels_pallas.mosaic_tiles import CHUNK, LAYOUT, OCTET, round_up, swizzle_of, tiled, whole
 
 # A run of that many blocks for each of an H200's 132 processors.
 BLOCKS = 132 * 16

@@ -3,7 +3,7 @@
 from jax import lax
 
 
-def ordered(arrays, step):
+def order_before_writes(arrays, step):
     """The same arrays, none of which is to be had before all of them are.
 
     In a loop that adds into a large array in place, a part that is read of it first must be passed

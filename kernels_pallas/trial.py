@@ -18,9 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels_pallas.accuracy import allowed_error
+from kernels_pallas.autotune import OUT_OF_MEMORY
 from kernels_pallas.candidates import Shapes
-from kernels_pallas.joint import Parts
+from kernels_pallas.joint_softmax import Parts
+from kernels_pallas.reference import allowed_error
 from kernels_pallas.trial_case import (
     make_masks,
     program,
@@ -30,7 +31,6 @@ from kernels_pallas.trial_case import (
     timed,
     visible_slots,
 )
-from kernels_pallas.trial_process import OUT_OF_MEMORY
 
 START = 0.5  # what the sums of the slots' gradients hold beforehand
 SAMPLES = 5

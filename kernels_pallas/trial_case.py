@@ -13,7 +13,7 @@ import numpy as np
 
 from kernels_pallas.candidates import Shapes
 from kernels_pallas.depth_attention import depth_attention
-from kernels_pallas.joint import Parts
+from kernels_pallas.joint_softmax import Parts
 
 # The process that measures holds most of a GPU's memory, and may leave a tenth of it.
 TIMED_BYTES = 4 << 30

@@ -14,7 +14,7 @@ import pathlib
 
 from absl import flags
 
-from launch import command
+from launch import cli
 
 PAGE = flags.DEFINE_string(
     'page', None, 'Write the table into this file, between its markers, and do not print it.'
@@ -39,7 +39,7 @@ def attentions(name: str) -> list:
     """
     import jax
 
-    from kernels_pallas.choice import recorded
+    from kernels_pallas.backends import recorded
     from moddepth_jax.hparams import from_config
     from moddepth_jax.model.transformer import Transformer
 
@@ -169,4 +169,4 @@ def main(argv):
 
 
 if __name__ == '__main__':
-    command.run(main, 'CONFIG..., names of configs/ without .py; none: all of them')
+    cli.run(main, 'CONFIG..., names of configs/ without .py; none: all of them')

@@ -35,7 +35,7 @@ import json
 
 from absl import flags
 
-from launch import bench_runs, bench_scoring, command
+from launch import bench_runs, bench_scoring, cli
 
 JSON = flags.DEFINE_string('json', None, 'File for the result, as it grows; - for stdout.')
 flags.adopt_module_key_flags(bench_runs)
@@ -97,4 +97,4 @@ def main(argv):
 
 
 if __name__ == '__main__':
-    command.run(main, 'NAME of the benchmark: step, decode, depth, experts, attention or scoring')
+    cli.run(main, 'NAME of the benchmark: step, decode, depth, experts, attention or scoring')

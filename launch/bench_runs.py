@@ -4,7 +4,7 @@ import sys
 
 from absl import flags
 
-from launch import bench_models
+from moddepth_jax.benchmarks import models as bench_models
 
 SIZE = flags.DEFINE_string(
     'size',
@@ -128,8 +128,8 @@ def step():
             raise ValueError(f'--{flag.name}: needs --variants; by hand there is but one form')
     if size in bench_models.NAMED:
         raise ValueError(f'--size={size}: needs --variants, such as --variants=dense,mod')
-    from moddepth_jax.analysis.bench_step import bench_step
-    from moddepth_jax.analysis.bench_tables import step_table
+    from moddepth_jax.benchmarks.bench_step import bench_step
+    from moddepth_jax.benchmarks.tables import step_table
 
     pair = bench_models.dense_and_routed(size)
     lengths, tokens = _numbers(LENGTHS, [512, 2048]), TOKENS.value or 4096
@@ -157,8 +157,8 @@ def _variants(size):
             shape = (size, length, tokens // length)
             knobs['num_kv_heads'] = kv_heads
             compared.append({name: bench_models.one_model(name, *shape, **knobs) for name in names})
-    from moddepth_jax.analysis.bench_models import bench_models as run
-    from moddepth_jax.analysis.bench_tables import models_table
+    from moddepth_jax.benchmarks.steps import bench_models as run
+    from moddepth_jax.benchmarks.tables import models_table
 
     for models in compared:
         result = run(models, _repeats(11))
@@ -167,8 +167,8 @@ def _variants(size):
 
 def decode():
     """Yields (result, table) of decoding steps, for each number of key/value heads."""
-    from moddepth_jax.analysis.bench_decode import SETTLE, bench_decode
-    from moddepth_jax.analysis.bench_tables import decode_table
+    from moddepth_jax.benchmarks.decoding import SETTLE, bench_decode
+    from moddepth_jax.benchmarks.tables import decode_table
 
     size, context = SIZE.value or '12x512', CONTEXT.value
     counts, batches, repeats = _numbers(KV_HEADS, [8, 2]), _numbers(BATCHES), _repeats(31)
@@ -190,8 +190,8 @@ def depth():
     """Yields (result, *tables) of training steps by depth."""
     import jax
 
-    from moddepth_jax.analysis.bench_depth import bench_cost, bench_depth
-    from moddepth_jax.analysis.bench_tables import TITLES, cost_table, depth_tables
+    from moddepth_jax.benchmarks.depth import bench_cost, bench_depth
+    from moddepth_jax.benchmarks.tables import TITLES, cost_table, depth_tables
 
     size, lengths, depths = SIZE.value or '16x128', _numbers(LENGTHS, [128]), _numbers(DEPTHS)
     counts, repeats = _numbers(KV_HEADS, [bench_models.grouped_heads(size)]), _repeats(5)
@@ -222,7 +222,7 @@ def depth():
 
 def experts():
     """Yields (result, table) of the grouped products of experts."""
-    from moddepth_jax.analysis import bench_experts
+    from moddepth_jax.benchmarks import experts as bench_experts
 
     shapes = bench_experts.SHAPES if SHAPES.value is None else _shapes(bench_experts.Shape)
     result = bench_experts.bench_experts(shapes, _repeats(5), DTYPE.value or 'float32')
@@ -245,9 +245,9 @@ def attention():
     """Yields (result, *tables) of attention over sequence and depth slots, as they come."""
     import jax
 
-    from moddepth_jax.analysis import attention_cases, attention_forms, attention_report
-    from moddepth_jax.analysis.attempt import DeviceLostError
-    from moddepth_jax.analysis.bench_attention import bench_attention
+    from moddepth_jax.benchmarks import attention_cases, attention_forms, attention_report
+    from moddepth_jax.benchmarks.bench_attention import bench_attention
+    from moddepth_jax.benchmarks.timing import DeviceLostError
 
     known = (*attention_forms.RIVALS, *attention_forms.IMPLEMENTATIONS)
     names = list(known) if IMPLEMENTATIONS.value is None else _names(IMPLEMENTATIONS, known)

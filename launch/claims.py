@@ -14,7 +14,7 @@ import pathlib
 
 from absl import flags
 
-from launch import command
+from launch import cli
 
 WORKDIR = flags.DEFINE_string(
     'workdir', None, 'Directory of a study, or of several.', required=True
@@ -29,8 +29,8 @@ def main(_):
     import rich.console
 
     from launch.claims_shapes import counted
-    from moddepth_jax.analysis.claims import claims_page, verdicts
-    from moddepth_jax.training.workdir import write_atomically
+    from moddepth_jax.studies import claims_page, verdicts
+    from moddepth_jax.training.run_dir import write_atomically
 
     evidence = verdicts.read_evidence(WORKDIR.value, counted())
     if not evidence.studies:
@@ -57,4 +57,4 @@ def main(_):
 
 
 if __name__ == '__main__':
-    command.run(main)
+    cli.run(main)

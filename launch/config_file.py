@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 from configs import base
 from moddepth_jax.hparams import ExpertsHparams, from_config
-from moddepth_jax.training.workdir import CONFIG_FILE, read_config
+from moddepth_jax.training.run_dir import CONFIG_FILE, read_config
 
 FLAGS = flags.FLAGS
 

@@ -20,9 +20,9 @@ import shutil
 
 from absl import flags
 
-from launch import command, config_file, first_checkpoint, saved
+from launch import cli, config_file, first_checkpoint
 
-CONFIG = command.define_config(default='configs/imported.py')
+CONFIG = cli.define_config(default='configs/imported.py')
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run, new but for --to_hf.')
 FROM_HF = flags.DEFINE_string('from_hf', None, 'Folder of a Hugging Face model to take in.')
 TO_HF = flags.DEFINE_string('to_hf', None, 'New folder for --workdir as a Hugging Face model.')
@@ -71,7 +71,7 @@ def _import():
     name = folder.resolve().name
     note = {'from': 'hugging face', 'name': name, 'model_type': given['model_type']}
     note['dtype'] = dtype
-    first_checkpoint.write_run(WORKDIR.value, hparams, params, {}, dataset, note, files)
+    first_checkpoint.write_new_run(WORKDIR.value, hparams, params, {}, dataset, note, files)
     count = num_parameters(params)
     print(f'{name}: {given["model_type"]}, {count:,} parameters, {dtype}, now float32')
     if tokenizer.name == 'bytes':
@@ -130,16 +130,16 @@ def _export():
 
     workdir = pathlib.Path(WORKDIR.value)
     kind = family_of(read_hparams(workdir)[0].model)
-    first_checkpoint.check_new('to_hf', TO_HF.value)
-    run = saved.load(WORKDIR.value)
+    first_checkpoint.check_new_folder('to_hf', TO_HF.value)
+    run = cli.load_saved_run(WORKDIR.value)
     model, data = run.hparams.model, run.hparams.data
     dtype = DTYPE.value or first_checkpoint.read_note(workdir).get('dtype', 'float32')
-    carried, original = workdir / first_checkpoint.CARRIED, None
+    carried, original = workdir / first_checkpoint.SOURCE_FILES, None
     if (carried / CONFIG_FILE).exists():
         original = read_config(carried)
     tokenizer = tokenizer_of(data, workdir)
     ids = {'bos_token_id': tokenizer.separator, 'eos_token_id': list(tokenizer.stops)}
-    with first_checkpoint.whole_folder('to_hf', TO_HF.value) as folder:
+    with first_checkpoint.atomic_folder('to_hf', TO_HF.value) as folder:
         config = config_of(model, dtype, data.sequence_length, ids, original)
         export_params(folder, run.hparams, run.state.params, dtype)
         for name in BESIDE:
@@ -185,15 +185,15 @@ def _from_dense():
         right = f'the run that is converted has {before.data.tokenizer!r}'
         raise ValueError(f'data.tokenizer={hparams.data.tokenizer!r}: {right}')
     prompt_tokens(hparams, tokenizer)
-    run = saved.load(source)
+    run = cli.load_saved_run(source)
     dataset = make_dataset(hparams.data, hparams.seed, tokenizer=tokenizer)
     params, averages, note = start_from(run, hparams, dataset)
     note |= {
         key: value for key, value in first_checkpoint.read_note(source).items() if key == 'dtype'
     }
-    carried = pathlib.Path(source) / first_checkpoint.CARRIED
+    carried = pathlib.Path(source) / first_checkpoint.SOURCE_FILES
     files = sorted(carried.iterdir()) if carried.is_dir() else []
-    first_checkpoint.write_run(WORKDIR.value, hparams, params, averages, dataset, note, files)
+    first_checkpoint.write_new_run(WORKDIR.value, hparams, params, averages, dataset, note, files)
     print(f'{source}, step {run.step}, {note["held_out_batches"]} held-out batches, nats a token')
     print(f'  dense       {note["dense_loss"]:.4f}')
     print(f'  first step  {note["first_loss"]:.4f}  {note["difference"]:+.4f}: {note["why"]}')
@@ -221,7 +221,7 @@ def _check_flags():
         wanted = f'--config={FROM_WORKDIR.value}/config.json and the knobs that change'
         raise ValueError(f'--from_workdir={FROM_WORKDIR.value}: needs {wanted}')
     if given != ['to_hf']:
-        first_checkpoint.check_new('workdir', WORKDIR.value)
+        first_checkpoint.check_new_folder('workdir', WORKDIR.value)
         if DTYPE.value is not None:
             raise ValueError(f'--dtype={DTYPE.value}: belongs to --to_hf; parameters are float32')
     elif list(config_file.overrides()) or not defaulted:
@@ -234,4 +234,4 @@ def main(_):
 
 
 if __name__ == '__main__':
-    command.run(main)
+    cli.run(main)

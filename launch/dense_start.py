@@ -79,7 +79,7 @@ def _loss(params, dataset, *, averages, hparams):
     import jax
 
     from moddepth_jax.training.evaluate import evaluate
-    from moddepth_jax.training.sharding import make_mesh
+    from moddepth_jax.training.mesh import make_mesh
     from moddepth_jax.training.train_step import model_variables
 
     mesh, num_batches = make_mesh('data=1'), hparams.evaluation.num_batches

@@ -16,7 +16,7 @@ def find(folder: str) -> dict[str, str]:
     Raises:
       ValueError: one line, where `folder` is no folder, is itself prepared, or holds nothing.
     """
-    from moddepth_jax.data.store import is_store
+    from moddepth_jax.data.token_store import is_store
 
     path = pathlib.Path(os.path.expanduser(folder))
     right = 'must be a folder with one file or folder of text for each domain'
@@ -128,7 +128,7 @@ def show(report: dict) -> None:
     import rich.console
     import rich.text
 
-    from moddepth_jax.analysis.domain_table import domain_table
+    from moddepth_jax.analysis.report import domain_table
 
     console = rich.console.Console(highlight=False)
     rule = report['rule'] or 'no routing (causal as it is)'

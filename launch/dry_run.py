@@ -17,7 +17,7 @@ import sys
 
 from absl import flags
 
-from launch import command
+from launch import cli
 
 JSON = flags.DEFINE_string('json', None, 'File for what --dry_run finds.')
 
@@ -45,9 +45,9 @@ def run(hparams, mesh_spec: str):
       ValueError: a mesh that is none, or does not fit the model or its batch.
     """
     _fake_devices(mesh_spec)
-    from moddepth_jax.analysis.dry_run import dry_run
+    from moddepth_jax.compiled.dry_run import dry_run
     from moddepth_jax.model.transformer import check_dtype
-    from moddepth_jax.training.sharding import check_mesh, make_mesh
+    from moddepth_jax.training.mesh import check_mesh, make_mesh
 
     check_dtype(hparams.model)
     mesh = make_mesh(mesh_spec)
@@ -93,7 +93,7 @@ def _print(result):
     import rich.table
     import rich.text
 
-    from moddepth_jax.analysis import dry_run_tables
+    from moddepth_jax.compiled import dry_run_tables
 
     console = rich.console.Console(highlight=False)
 
@@ -120,7 +120,7 @@ def _print(result):
 
 
 def main(argv):
-    from moddepth_jax.analysis.dry_run_tables import markdown
+    from moddepth_jax.compiled.dry_run_tables import markdown
 
     if len(argv) < 3 or argv[1] not in ('table', 'again'):
         raise ValueError(f'{" ".join(argv[1:])}: must be table or again, and the files')
@@ -138,4 +138,4 @@ def main(argv):
 
 
 if __name__ == '__main__':
-    command.run(main, 'table or again, then FILE...')
+    cli.run(main, 'table or again, then FILE...')

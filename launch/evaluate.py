@@ -19,7 +19,7 @@ import sys
 
 from absl import flags
 
-from launch import command, domains, losses, saved
+from launch import cli, domains, losses
 
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.', required=True)
 ROUTING = flags.DEFINE_string(
@@ -85,7 +85,7 @@ def _load_dataset(run):
     """That of --data or of the run; of --domains (datasets, skipped) as `domains.load` gives."""
     from moddepth_jax.data.pipeline import check_fingerprint, make_dataset, make_held_out
     from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
-    from moddepth_jax.training import processes
+    from moddepth_jax.training import multihost
 
     data = run.hparams.data
     tokenizer = tokenizer_of(data, WORKDIR.value)
@@ -118,7 +118,7 @@ def _load_dataset(run):
         check_fingerprint(run.fingerprint, dataset.fingerprint)
     except ValueError as error:
         found = str(error).split(';')[0]
-        if processes.is_first():
+        if multihost.is_leader():
             print(f'{found}: what is held out now may have been trained on', file=sys.stderr)
     return dataset
 
@@ -127,7 +127,7 @@ def _mesh(hparams):
     """That of --mesh; a batch is as large as in training, and runs whole, not in micro-batches."""
     import jax
 
-    from moddepth_jax.training.sharding import check_mesh, make_mesh
+    from moddepth_jax.training.mesh import check_mesh, make_mesh
 
     most = math.gcd(hparams.data.batch_size, jax.device_count())
     alone = jax.process_count() == 1
@@ -141,18 +141,16 @@ def _evaluate(run, dataset, num_batches):
     """The result of `evaluate_honestly`, or of `evaluate` under --routing."""
     import jax
 
-    from moddepth_jax.training.evaluate import evaluate, evaluate_honestly
+    from moddepth_jax.training.evaluate import evaluate, evaluate_causal
 
     hparams, mesh = run.hparams_of_stage, run.state.step.sharding.mesh
     passes, num_routed = 1, len(hparams.model.routed_layers)
     if ROUTING.value is None and hparams.model.looks_ahead:
         passes = 2 + (1 + num_routed if PER_LAYER.value else 0)
-    with jax.set_mesh(mesh), saved.bar('evaluating', passes * num_batches) as advance:
+    with jax.set_mesh(mesh), cli.progress_bar('evaluating', passes * num_batches) as advance:
         given = (run.state.variables, hparams, _Counted(dataset, advance), mesh, num_batches)
         if ROUTING.value is None:
-            return evaluate_honestly(
-                *given, batches_per_layer=num_batches if PER_LAYER.value else 0
-            )
+            return evaluate_causal(*given, batches_per_layer=num_batches if PER_LAYER.value else 0)
         return evaluate(*given, ROUTING.value)
 
 
@@ -221,14 +219,14 @@ def _measure_domains(run, datasets, skipped, most):
 
 
 def main(_):
-    from moddepth_jax.training import agreement, processes
-    from moddepth_jax.training.summary import finite
+    from moddepth_jax.training import multihost
+    from moddepth_jax.training.summary import replace_nonfinite
 
     if DATA.value is not None and DOMAINS.value is not None:
         raise ValueError(f'--domains={DOMAINS.value}: not together with --data; leave one out')
-    processes.join()
-    run = saved.load(WORKDIR.value, _mesh)
-    loaded = agreement.together(lambda: _check(run))
+    multihost.initialize()
+    run = cli.load_saved_run(WORKDIR.value, _mesh)
+    loaded = multihost.run_on_all(lambda: _check(run))
     most = NUM_BATCHES.value
     if most is None:
         most = run.hparams.evaluation.final_batches
@@ -236,16 +234,16 @@ def main(_):
         file = sys.stdout
         if JSON.value not in (None, '-'):  # opened first: a bad path shows before the evaluation
             opened = functools.partial(open, JSON.value, 'w', encoding='utf-8')
-            file = agreement.on_first(lambda: stack.enter_context(opened()))
+            file = multihost.run_on_leader(lambda: stack.enter_context(opened()))
         if DOMAINS.value is None:
             result = _measure(run, loaded, most)
         else:
             result = _measure_domains(run, *loaded, most)
-        if not processes.is_first():
+        if not multihost.is_leader():
             return
         report = _report(run, result)
         if JSON.value:
-            print(json.dumps(finite(report), indent=2, allow_nan=False), file=file)
+            print(json.dumps(replace_nonfinite(report), indent=2, allow_nan=False), file=file)
     if JSON.value == '-':
         return
     if DOMAINS.value is None:
@@ -255,4 +253,4 @@ def main(_):
 
 
 if __name__ == '__main__':
-    command.run(main)
+    cli.run(main)

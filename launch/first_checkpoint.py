@@ -8,12 +8,12 @@ import pathlib
 import shutil
 
 NOTE_FILE = 'convert.json'
-CARRIED = (
+SOURCE_FILES = (
     'hugging_face'  # folder of a run: what the checkpoint that it was imported from had beside
 )
 
 
-def check_new(flag: str, folder: str):
+def check_new_folder(flag: str, folder: str):
     """Raises ValueError, one line, where `folder` of the flag is there and not empty."""
     path = pathlib.Path(folder)
     if path.exists() and not path.is_dir():
@@ -24,13 +24,13 @@ def check_new(flag: str, folder: str):
 
 
 @contextlib.contextmanager
-def whole_folder(flag: str, folder: str):
+def atomic_folder(flag: str, folder: str):
     """Yields a folder beside `folder`, which takes its name at the end; nothing is left of a part.
 
     Raises:
       ValueError: as `check_new`.
     """
-    check_new(flag, folder)
+    check_new_folder(flag, folder)
     path = pathlib.Path(os.path.abspath(folder))
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f'.{path.name}.{os.getpid()}.tmp')
@@ -51,7 +51,7 @@ def read_note(workdir: str) -> dict:
         return {}
 
 
-def write_run(workdir: str, hparams, params, averages, dataset, note: dict, carried=()):
+def write_new_run(workdir: str, hparams, params, averages, dataset, note: dict, carried=()):
     """Makes `workdir` that of a run before its first step, so that launch.train goes on from it.
 
     Args:
@@ -70,10 +70,9 @@ def write_run(workdir: str, hparams, params, averages, dataset, note: dict, carr
     from moddepth_jax.training.checkpoint import Checkpoints
     from moddepth_jax.training.optimizer import make_optimizer
     from moddepth_jax.training.plan import resolve_steps
-    from moddepth_jax.training.run_tokenizer import keep_tokenizer
+    from moddepth_jax.training.run_dir import open_workdir, save_tokenizer
     from moddepth_jax.training.summary import versions
     from moddepth_jax.training.train_step import TrainState
-    from moddepth_jax.training.workdir import open_workdir
 
     num_steps, zero = resolve_steps(hparams), jax.numpy.zeros((), 'int32')
     optimizer_state = jax.jit(make_optimizer(hparams, num_steps).init)(params)
@@ -85,12 +84,12 @@ def write_run(workdir: str, hparams, params, averages, dataset, note: dict, carr
         'seconds': 0.0,
         'train_loss': None,
     }
-    with whole_folder('workdir', workdir) as folder:
+    with atomic_folder('workdir', workdir) as folder:
         open_workdir(folder, dataclasses.asdict(hparams))
-        keep_tokenizer(folder, hparams, dataset.tokenizer)
+        save_tokenizer(folder, hparams, dataset.tokenizer)
         for file in carried:
-            (folder / CARRIED).mkdir(exist_ok=True)
-            shutil.copyfile(file, folder / CARRIED / file.name)
+            (folder / SOURCE_FILES).mkdir(exist_ok=True)
+            shutil.copyfile(file, folder / SOURCE_FILES / file.name)
         text = json.dumps(note, indent=2, ensure_ascii=False) + '\n'
         (folder / NOTE_FILE).write_text(text, encoding='utf-8')
         with Checkpoints(folder / 'checkpoints', keep=1) as checkpoints:

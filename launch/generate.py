@@ -18,7 +18,7 @@ import time
 
 from absl import flags
 
-from launch import command, saved
+from launch import cli
 
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.', required=True)
 PROMPT = flags.DEFINE_multi_string(
@@ -128,7 +128,7 @@ def _describe(result, steps, seconds):
 
 def _mesh(hparams):
     """That of --mesh, or of the devices of several processes. Rows need not divide over it."""
-    from moddepth_jax.training.sharding import check_mesh, make_mesh
+    from moddepth_jax.training.mesh import check_mesh, make_mesh
 
     mesh = make_mesh(MESH.value or '')
     data = dataclasses.replace(hparams.data, batch_size=mesh.size)
@@ -170,15 +170,17 @@ def _write(run):
     """Generates, and as process 0 prints, while the text grows if there is one alone."""
     from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
     from moddepth_jax.inference.generate import generate
-    from moddepth_jax.training import agreement, processes
+    from moddepth_jax.training import multihost
 
     hparams = run.hparams_of_stage
-    tokenizer = agreement.together(lambda: tokenizer_of(hparams.data, WORKDIR.value))
-    request = agreement.together(lambda: _request(run, tokenizer))
+    tokenizer = multihost.run_on_all(lambda: tokenizer_of(hparams.data, WORKDIR.value))
+    request = multihost.run_on_all(lambda: _request(run, tokenizer))
     single = len(PROMPT.value) * NUM_SAMPLES.value == 1
-    first, num_tokens = processes.is_first(), request['num_tokens']
+    first, num_tokens = multihost.is_leader(), request['num_tokens']
     stream = _Stream() if single and first else None
-    bar = contextlib.nullcontext(lambda: None) if single else saved.bar('writing', num_tokens)
+    bar = (
+        contextlib.nullcontext(lambda: None) if single else cli.progress_bar('writing', num_tokens)
+    )
     begin = time.monotonic()
     with bar as advance:
         steps = _Steps(tokenizer, request['prompts'][0], stream, advance)
@@ -199,16 +201,16 @@ def _write(run):
 def main(_):
     import jax
 
-    from moddepth_jax.training import processes
+    from moddepth_jax.training import multihost
 
-    processes.join()
-    if MESH.value is None and not processes.joined():
-        _write(saved.load(WORKDIR.value))
+    multihost.initialize()
+    if MESH.value is None and not multihost.is_initialized():
+        _write(cli.load_saved_run(WORKDIR.value))
         return
-    run = saved.load(WORKDIR.value, _mesh)
+    run = cli.load_saved_run(WORKDIR.value, _mesh)
     with jax.set_mesh(run.state.step.sharding.mesh):
         _write(run)
 
 
 if __name__ == '__main__':
-    command.run(main)
+    cli.run(main)

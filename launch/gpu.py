@@ -21,7 +21,7 @@ import time
 
 from absl import flags
 
-from launch import command
+from launch import cli
 
 BEGIN = time.monotonic()
 OUT = flags.DEFINE_string('out', None, 'Directory of the results. Default: results/gpu/GPU.')
@@ -202,7 +202,7 @@ def main(_):
     if REPORT.value:
         return _report()
     # Missing packages must not keep kernels from being tested: their cases need JAX alone.
-    from launch import gpu_cases
+    from moddepth_jax.benchmarks import gpu_cases
 
     cases = gpu_cases.cases(TOY.value)
     if WORKER.value:
@@ -215,4 +215,4 @@ def main(_):
 
 
 if __name__ == '__main__':
-    command.run(main)
+    cli.run(main)

@@ -14,7 +14,7 @@ import sys
 
 from absl import flags
 
-from launch import command, saved
+from launch import cli
 
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.', required=True)
 TEXT = flags.DEFINE_string('text', None, 'A file, - for stdin, or the text itself.', required=True)
@@ -67,7 +67,7 @@ def _printable(name):
 
 
 def _checked_out():
-    from moddepth_jax.training.workdir import CONFIG_FILE
+    from moddepth_jax.training.run_dir import CONFIG_FILE
 
     out = pathlib.Path(OUT.value)
     if out.exists() and not out.is_dir():
@@ -121,7 +121,7 @@ def _write(out, data):
     import json
 
     from moddepth_jax.analysis.routing_page import render
-    from moddepth_jax.training.workdir import write_atomically
+    from moddepth_jax.training.run_dir import write_atomically
 
     write_atomically(out / 'routing.json', json.dumps(data, allow_nan=False) + '\n')
     write_atomically(out / 'routing.html', render(data))
@@ -154,7 +154,7 @@ def main(_):
     if not text:
         raise ValueError(f'--text={TEXT.value}: is empty; must hold one character at least')
     out = _checked_out()
-    _inspect(saved.load(WORKDIR.value), text, name, out)
+    _inspect(cli.load_saved_run(WORKDIR.value), text, name, out)
 
 
 def _inspect(run, text, name, out):
@@ -174,7 +174,9 @@ def _inspect(run, text, name, out):
     out.mkdir(parents=True, exist_ok=True)
     tokens_N = stream_N[: MAX_TOKENS.value]
     language = guess_language(text) if LANGUAGE.value == 'auto' else LANGUAGE.value
-    with saved.bar('inspecting', -(-len(tokens_N) // hparams.data.sequence_length)) as advance:
+    with cli.progress_bar(
+        'inspecting', -(-len(tokens_N) // hparams.data.sequence_length)
+    ) as advance:
         given = (run.state.variables, hparams, tokens_N, tokenizer, routing)
         inspection = inspect_tokens(*given, on_window=advance)
     mass, measured = None, 0
@@ -197,4 +199,4 @@ def _inspect(run, text, name, out):
 
 
 if __name__ == '__main__':
-    command.run(main)
+    cli.run(main)

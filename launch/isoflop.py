@@ -16,9 +16,9 @@ import pathlib
 
 from absl import flags
 
-from launch import command
+from launch import cli
 
-CONFIG = command.define_config()
+CONFIG = cli.define_config()
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the study. Default: runs/NAME.')
 BUDGETS = flags.DEFINE_list('budgets', [], 'Training FLOPs of a run, such as 6e11,2e12.')
 STEPS = flags.DEFINE_list('steps', [], 'In place of --budgets: steps of a run, such as 600.')
@@ -26,7 +26,7 @@ SIZES = flags.DEFINE_list('sizes', None, 'LAYERSxWIDTH, such as 4x64,8x64.', req
 VARIANTS = flags.DEFINE_list(
     'variants',
     ['dense', 'shallow', 'mod', 'random'],
-    'What is compared: names in moddepth_jax/analysis/isoflop.py.',
+    'What is compared: names in moddepth_jax/studies/plan.py.',
 )
 SEEDS = flags.DEFINE_list('seeds', ['0'], 'All at the largest budget, the first elsewhere.')
 LEARNING_RATES = flags.DEFINE_list(
@@ -47,7 +47,7 @@ def _numbers(flag, convert):
 
 
 def _study(own_rate):
-    from moddepth_jax.analysis.isoflop import Study
+    from moddepth_jax.studies.plan import Study
 
     if bool(BUDGETS.value) == bool(STEPS.value):
         raise ValueError('--budgets: give these (training FLOPs) or --steps, one of both')
@@ -70,20 +70,20 @@ def _shard():
 
 
 def main(_):
-    from launch import study_runs
     from launch.study_config import StudyConfig
-    from moddepth_jax.analysis.isoflop import Plan
-    from moddepth_jax.analysis.study import open_study
+    from moddepth_jax.studies import runner
+    from moddepth_jax.studies.plan import Plan
+    from moddepth_jax.studies.store import open_study
 
     flag = flags.FLAGS['config']
     study = _study(CONFIG.value.optimizer.learning_rate)
     shard, overrides = _shard(), flag.override_values
-    study_runs.share_threads(PROCESSES.value)
+    runner.share_threads(PROCESSES.value)
     study_config = StudyConfig(flag.config_filename, overrides, study.kind)
     plan = Plan(study, study_config.shallower)
-    workdir = pathlib.Path(WORKDIR.value or pathlib.Path('runs') / command.config_name())
+    workdir = pathlib.Path(WORKDIR.value or pathlib.Path('runs') / cli.config_name())
     told = {'kind': study.kind, 'config': flag.config_filename, 'overrides': overrides}
-    runs = study_runs.StudyRuns(workdir, plan, study_config.hparams, told)
+    runs = runner.StudyRuns(workdir, plan, study_config.hparams, told)
     runs.check()
     if DRY_RUN.value:
         runs.announce(PROCESSES.value)
@@ -92,7 +92,7 @@ def main(_):
     open_study(workdir, told | {name: getattr(study, name) for name in names})
     if DRAW_ONLY.value:
         return runs.finish()
-    if study_runs.is_child():
+    if runner.is_child():
         return runs.train(shard)
     runs.announce(PROCESSES.value)
     status = runs.spawn(shard, PROCESSES.value) if PROCESSES.value > 1 else runs.train(shard)
@@ -100,4 +100,4 @@ def main(_):
 
 
 if __name__ == '__main__':
-    command.run(main)
+    cli.run(main)

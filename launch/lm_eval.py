@@ -22,7 +22,7 @@ import pathlib
 
 from absl import flags
 
-from launch import command, saved
+from launch import cli
 
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.', required=True)
 TASKS = flags.DEFINE_list(
@@ -129,9 +129,9 @@ def _run(tasks, lm, report, file):
 
 
 def _as_json(report):
-    from moddepth_jax.training.summary import finite
+    from moddepth_jax.training.summary import replace_nonfinite
 
-    return json.dumps(finite(report), indent=2, default=str, allow_nan=False)
+    return json.dumps(replace_nonfinite(report), indent=2, default=str, allow_nan=False)
 
 
 def _metrics(values):
@@ -204,10 +204,10 @@ def main(_):
     if LIMIT.value is not None and not LIMIT.value > 0:
         raise ValueError(f'--limit={LIMIT.value:g}: must be above 0')
     harness, harness_tasks = _import()
-    run = saved.load(WORKDIR.value)
+    run = cli.load_saved_run(WORKDIR.value)
     hparams = run.hparams_of_stage
     check_causal(hparams, ROUTING.value or causal_routing(hparams))
-    with saved.bar('reading the list of tasks', 1):
+    with cli.progress_bar('reading the list of tasks', 1):
         tasks = harness_tasks.HarnessTasks(
             TASKS.value, [str(OWN_TASKS), *(INCLUDE_PATH.value or [])]
         )
@@ -218,7 +218,7 @@ def main(_):
         batch_size=BATCH_SIZE.value,
         routing=ROUTING.value,
         seed=SEED.value,
-        bar=saved.bar,
+        bar=cli.progress_bar,
     )
     report = _report(run, lm)
     with contextlib.ExitStack() as stack:
@@ -235,4 +235,4 @@ def main(_):
 
 
 if __name__ == '__main__':
-    command.run(main)
+    cli.run(main)

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from absl import flags
 
-from launch import command
+from launch import cli
 
 PROCESSES = flags.DEFINE_integer('processes', 2, 'How many.', lower_bound=1)
 DEVICES = flags.DEFINE_integer(
@@ -215,13 +215,13 @@ def _tell(dead, restarts_left):
 
 
 def _environment(index, count, devices, port):
-    """What makes a process one of several; see moddepth_jax.training.processes.join."""
+    """What makes a process one of several; see moddepth_jax.training.multihost.join."""
     changes = {
         'JAX_COORDINATOR_ADDRESS': f'127.0.0.1:{port}',
         'JAX_COORDINATOR_BIND_ADDRESS': f'127.0.0.1:{port}',
         'JAX_NUM_PROCESSES': str(count),
         'JAX_PROCESS_ID': str(index),
-        command.TOLD_BY_FIRST: '1' if index else '',
+        cli.TOLD_BY_FIRST: '1' if index else '',
     }
     if devices:
         fake = f'--xla_force_host_platform_device_count={devices}'
@@ -254,4 +254,4 @@ def _dies_with_parent():
 
 
 if __name__ == '__main__':
-    command.run(main, POSITIONAL)
+    cli.run(main, POSITIONAL)

@@ -13,8 +13,7 @@ def show(report: dict, experts) -> None:
     import rich.console
     import rich.text
 
-    from moddepth_jax.analysis.domain_table import domain_table
-    from moddepth_jax.analysis.report import expert_line, loss_table, verdict
+    from moddepth_jax.analysis.report import describe_gap, domain_table, expert_line, loss_table
 
     console = rich.console.Console(highlight=False)
 
@@ -30,7 +29,7 @@ def show(report: dict, experts) -> None:
         console.print(domain_table(report['domains'], title))
     if 'routing_gap' in report:
         gap = report['routing_gap']
-        line(f'routing gap {gap:+.4f} nats: {verdict(gap)}')
+        line(f'routing gap {gap:+.4f} nats: {describe_gap(gap)}')
     if report['routing']:
         console.print(_layer_table(report))
         line(f'precision and recall: of {report["compared"]} against the top C of each row')

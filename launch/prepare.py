@@ -25,7 +25,7 @@ import time
 
 from absl import flags
 
-from launch import command
+from launch import cli
 
 INPUT = flags.DEFINE_list(
     'input', None, 'Globs of files, comma-separated; ** stands for folders.', required=True
@@ -221,4 +221,4 @@ def main(_):
 
 
 if __name__ == '__main__':
-    command.run(main)
+    cli.run(main)

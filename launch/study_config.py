@@ -5,8 +5,8 @@ from ml_collections import ConfigDict
 
 from configs import mode_integrated, moe
 from launch import config_file
-from moddepth_jax.analysis.isoflop import VARIANTS, Planned, nearest_depth
 from moddepth_jax.hparams import Hparams, from_config
+from moddepth_jax.studies.plan import VARIANTS, Planned, nearest_depth
 
 SET_BY_STUDY = {  # knobs that a study sets, and the flag that they follow from
     'seed': '--seeds',

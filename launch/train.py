@@ -17,9 +17,9 @@ import signal
 
 from absl import flags
 
-from launch import command, dry_run, saved
+from launch import cli, dry_run
 
-CONFIG = command.define_config()
+CONFIG = cli.define_config()
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run. Default: runs/NAME.')
 MESH = flags.DEFINE_string(
     'mesh',
@@ -46,16 +46,16 @@ flags.adopt_module_key_flags(dry_run)
 
 
 def main(_):
-    from moddepth_jax.training import agreement, processes
+    from moddepth_jax.training import multihost
     from moddepth_jax.training.profile import parse_steps
 
     if DRY_RUN.value:
         return dry_run.run(_hparams(None), MESH.value)
     profiled = None if PROFILE.value is None else parse_steps(PROFILE.value)
-    processes.join(saves=True)
-    workdir = WORKDIR.value or pathlib.Path('runs') / command.config_name()
-    hparams = agreement.together(lambda: _hparams(workdir))
-    saved.keep_compiled(hparams)
+    multihost.initialize(saves=True)
+    workdir = WORKDIR.value or pathlib.Path('runs') / cli.config_name()
+    hparams = multihost.run_on_all(lambda: _hparams(workdir))
+    cli.enable_compilation_cache(hparams)
     return _train(hparams, workdir, profiled)
 
 
@@ -77,22 +77,22 @@ def _train(hparams, workdir, profiled):
     import jax
 
     from moddepth_jax.analysis.report import write_report
-    from moddepth_jax.training import agreement, leaves, processes
+    from moddepth_jax.training import leaves, multihost
     from moddepth_jax.training.loop import train
 
     run = train(hparams, workdir, MESH.value, profiled, WANDB.value)
     if run.signal is not None:
         return 128 + signal.Signals[run.signal]
-    if not processes.joined():
+    if not multihost.is_initialized():
         with jax.set_mesh(run.state.step.sharding.mesh):
             write_report(run)
         return 0
     # Process 0 writes it alone, on one device, which has to hold the model.
     of_model = {'params': run.state.params, 'averages': run.state.averages}
-    state = run.state.replace(**jax.tree.map(leaves.whole, of_model))
-    agreement.on_first(lambda: write_report(dataclasses.replace(run, state=state)))
+    state = run.state.replace(**jax.tree.map(leaves.to_host, of_model))
+    multihost.run_on_leader(lambda: write_report(dataclasses.replace(run, state=state)))
     return 0
 
 
 if __name__ == '__main__':
-    command.run(main)
+    cli.run(main)

@@ -17,7 +17,7 @@ import sys
 
 from absl import flags
 
-from launch import command
+from launch import cli
 
 INSTALLED = flags.DEFINE_string(
     'installed', None, 'File with the packages of that machine, a line each.', required=True
@@ -171,4 +171,4 @@ def main(_):
 
 
 if __name__ == '__main__':
-    command.run(main)
+    cli.run(main)

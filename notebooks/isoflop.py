@@ -34,11 +34,12 @@ from IPython.display import Image, display
 
 import configs
 from configs import study as study_config
-from moddepth_jax.analysis import isoflop_figures, isoflop_fit
-from moddepth_jax.analysis.isoflop import VARIANTS, Plan, Study
-from moddepth_jax.analysis.study import read_study
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model.flops import forward_breakdown, forward_flops, train_step_flops
+from moddepth_jax.studies import fit as isoflop_fit
+from moddepth_jax.studies import plots
+from moddepth_jax.studies.plan import VARIANTS, Plan, Study
+from moddepth_jax.studies.store import read_study
 
 ROOT = pathlib.Path(configs.__file__).parents[1]
 WORKDIR = os.environ.get('NOTEBOOK_WORKDIR')  # or the directory of a study of yours, as a string
@@ -146,7 +147,7 @@ if study['kind'] == 'flops':
 # than their spread is none.
 
 # %%
-isoflop_figures.draw(study, folder)
+plots.draw(study, folder)
 display(Image(folder / 'loss_by_parameters.png'))
 
 # %%

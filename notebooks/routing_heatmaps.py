@@ -211,7 +211,7 @@ print(
 # %%
 other = routing_record(variables, hparams, batch, 'threshold')
 other_top_RN, other_RN = (
-    side.reshape(len(routed), -1) for side in (other.top_c_BT, other.entered_BT)
+    side.reshape(len(routed), -1) for side in (other.top_c_BT, other.selected_BT)
 )
 for name, entered_RN, top_RN in (
     (rule, seen.entered_RN, seen.top_c_RN),

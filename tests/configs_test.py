@@ -17,8 +17,8 @@ from moddepth_jax.analysis.report import prompt_tokens
 from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model.flops import train_step_flops
+from moddepth_jax.training.mesh import check_batch, make_mesh
 from moddepth_jax.training.plan import check_vocabulary, resolve_steps
-from moddepth_jax.training.sharding import check_batch, make_mesh
 from moddepth_jax.training.train_step import init_state, train_step
 
 FOLDER = pathlib.Path(base.__file__).parent

@@ -16,7 +16,10 @@ import tempfile
 
 from absl import flags
 
-from launch import command, config_file  # noqa: F401 imported once, before the forks
+from launch import (
+    cli,
+    config_file,  # noqa: F401 imported once, before the forks
+)
 from moddepth_jax import hparams
 
 
@@ -28,10 +31,10 @@ def parse(words):
     def check(main, argv):
         del main, argv
         if 'config' in flags.FLAGS and flags.FLAGS['config'].value is not None:
-            with command._errors_in_one_line():
+            with cli._errors_in_one_line():
                 hparams.from_config(flags.FLAGS['config'].value)
 
-    command._call = check
+    cli._call = check
     runpy.run_module(f'launch.{name}', run_name='__main__')
 
 
@@ -61,11 +64,11 @@ def fault(words):
 def make_runs(folders):
     """Directories of runs with a config.json that commands name."""
     from configs import tiny
-    from moddepth_jax.training import workdir
+    from moddepth_jax.training import run_dir
 
     config = dataclasses.asdict(hparams.from_config(tiny.get_config()))
     for folder in folders:
-        workdir._write_first(pathlib.Path(folder), config)
+        run_dir._write_first(pathlib.Path(folder), config)
 
 
 if __name__ == '__main__':

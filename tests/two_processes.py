@@ -46,7 +46,7 @@ def finish_two(processes, seconds: float = 300) -> list[tuple[int, str, str]]:
 
 def on_two_processes(code: str, *arguments: str, devices: int = 2) -> list:
     """What code prints as JSON in its last line, on process 0 and on process 1."""
-    code = f'from moddepth_jax.training import agreement, processes\nprocesses.join()\n{code}'
+    code = f'from moddepth_jax.training import multihost\nmultihost.initialize()\n{code}'
     done = finish_two(start_two('-c', code, *arguments, devices=devices))
     for status, _, error in done:
         assert status == 0, error

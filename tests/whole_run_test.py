@@ -8,7 +8,7 @@ from moddepth_jax.analysis.report import write_report
 from moddepth_jax.hparams import from_config
 from moddepth_jax.inference import generate as generate_module
 from moddepth_jax.training import evaluate as evaluate_module
-from moddepth_jax.training import steps
+from moddepth_jax.training import trainer
 from moddepth_jax.training.loop import train
 
 
@@ -22,8 +22,8 @@ def test_each_step_function_is_traced_once_a_shape(stages, tiny_config, tmp_path
         traces[stage.capacity] += 1
         return step(state, batch, stage)
 
-    step = steps.train_step
-    monkeypatch.setattr(steps, 'train_step', counted)
+    step = trainer.train_step
+    monkeypatch.setattr(trainer, 'train_step', counted)
     programs = {
         'eval': evaluate_module.eval_step,
         'start': generate_module._start,

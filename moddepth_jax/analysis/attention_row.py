@@ -10,7 +10,7 @@ from flax import traverse_util
 
 from moddepth_jax.analysis.layer_walk import after, depth_of, walk
 from moddepth_jax.hparams import Hparams
-from moddepth_jax.model.depth_stream import layer_kinds
+from moddepth_jax.model.streams import layer_kinds
 from moddepth_jax.model.transformer import causal_routing
 
 

@@ -15,8 +15,8 @@ from kernels_pallas import depth_attention
 from kernels_pallas.reference import slot_visibility
 from moddepth_jax.analysis.layer_walk import after, depth_of, walk
 from moddepth_jax.hparams import Hparams, ModelHparams
-from moddepth_jax.model.depth_stream import layer_kinds
-from moddepth_jax.model.routing import gather_rows
+from moddepth_jax.model.routing import gather_tokens
+from moddepth_jax.model.streams import layer_kinds
 
 _DEPTH, _FIRST = '#1f5f8b', '#f2b28a'
 _HEAT = LinearSegmentedColormap.from_list('mass', ('#f3f1ec', '#8fb3c9', _DEPTH, '#0c2b42'))
@@ -150,7 +150,7 @@ def _slot_sums(q_BTNH, _, lse_BTN, real_BT, given):
     seen_BTL = slot_visibility(shape_LBR, given['num_slots'], slot_window, mask_LBR, rows_BT)
     seen_LBT = jnp.moveaxis(seen_BTL & real_BT[..., None], 2, 0)
     if rows_BT is not None:
-        k_LBTKH = jax.vmap(gather_rows, in_axes=(0, None))(k_LBTKH, rows_BT)
+        k_LBTKH = jax.vmap(gather_tokens, in_axes=(0, None))(k_LBTKH, rows_BT)
     q_depth_BTNH = given.get('q_depth_BTNH')
     q_BTNH = q_BTNH if q_depth_BTNH is None else q_depth_BTNH
     weights_LBT = jnp.mean(_weights(q_BTNH, k_LBTKH, lse_BTN), axis=-1)

@@ -5,7 +5,7 @@ import functools
 import numpy as np
 
 from moddepth_jax.analysis.token_classes import guess_language, token_classes
-from moddepth_jax.data.landmarks import MAX_BYTES, first_bytes
+from moddepth_jax.data.compression_baselines import MAX_BYTES, first_bytes
 
 _PYTHON = ('stdlib', 'python_environment')  # what `data.source` says need not be guessed
 _BLOCK = 4096  # tokens searched at a time

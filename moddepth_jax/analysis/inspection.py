@@ -93,7 +93,7 @@ def _window(variables, tokens_1T, labels_1T, hparams, routing):
     ones_1T = np.ones_like(tokens_1T)
     deltas = layer_deltas(variables, hparams, tokens_1T, ones_1T, routing)
     measured = _measure(
-        deltas.inputs_LBTD, deltas.deltas_LBTD, deltas.entered_LBT, deltas.logits_BTV, labels_1T
+        deltas.inputs_LBTD, deltas.deltas_LBTD, deltas.selected_LBT, deltas.logits_BTV, labels_1T
     )
     record = deltas.records and deltas.records.routing
     names = ('scores', 'rule_logits', 'gates', 'top_c', 'entered', 'refused')
@@ -104,12 +104,12 @@ def _window(variables, tokens_1T, labels_1T, hparams, routing):
 
 
 @jax.jit
-def _measure(inputs_LBTD, deltas_LBTD, entered_LBT, logits_BTV, labels_BT):
+def _measure(inputs_LBTD, deltas_LBTD, selected_LBT, logits_BTV, labels_BT):
     norm_LBT = jnp.linalg.norm(inputs_LBTD.astype(deltas_LBTD.dtype), axis=-1)
     relative_LBT = jnp.linalg.norm(deltas_LBTD, axis=-1) / norm_LBT
     nll_BT, _, counted_BT = token_losses(logits_BTV, labels_BT)
     return {
-        'relative_LN': jnp.where(entered_LBT, relative_LBT, jnp.nan).astype(jnp.float32),
+        'relative_LN': jnp.where(selected_LBT, relative_LBT, jnp.nan).astype(jnp.float32),
         'entropy_N': entropies(logits_BTV).astype(jnp.float32),
         'loss_N': jnp.where(counted_BT > 0, nll_BT, jnp.nan).astype(jnp.float32),
     }

@@ -11,10 +11,10 @@ from moddepth_jax.analysis.layer_walk import after, depth_of, walk
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.model.block import Block
 from moddepth_jax.model.layer import Records
-from moddepth_jax.model.layers import read_out, rms_norm
-from moddepth_jax.model.mixture_of_depths import MixtureOfDepths
-from moddepth_jax.model.routing import put_rows
-from moddepth_jax.model.stack import joined_records
+from moddepth_jax.model.layers import lm_head, rms_norm
+from moddepth_jax.model.mod.mixture_of_depths import MixtureOfDepths
+from moddepth_jax.model.routing import scatter_tokens
+from moddepth_jax.model.stack import merge_records
 
 
 class LayerDeltas(NamedTuple):
@@ -27,7 +27,7 @@ class LayerDeltas(NamedTuple):
       inputs_LBTD: the stream as the block, or its router, reads it.
       deltas_LBTD: block(input) - input, without the gate; 0 where the token did not enter.
       gates_LBT: the factor on the delta: 1 in a dense block, 0 where the token did not enter.
-      entered_LBT: bool, tokens that the block processed; padding never, though a dense block
+      selected_LBT: bool, tokens that the block processed; padding never, though a dense block
         computes it.
       final_BTD: the stream that the final norm reads, in the model's dtype.
       logits_BTV: those of the Transformer.
@@ -37,7 +37,7 @@ class LayerDeltas(NamedTuple):
     inputs_LBTD: jax.Array
     deltas_LBTD: jax.Array
     gates_LBT: jax.Array
-    entered_LBT: jax.Array
+    selected_LBT: jax.Array
     final_BTD: jax.Array
     logits_BTV: jax.Array
     records: Records | None
@@ -60,7 +60,7 @@ def layer_deltas(
     found, final_BTD = walk(variables, hparams, tokens_BT, segment_ids_BT, routing, _visit)
     seen = [(arrays, record) for kind, (arrays, record) in found if kind.part == 'block']
     arrays = [jnp.stack(leaves) for leaves in zip(*[arrays for arrays, _ in seen], strict=True)]
-    records = joined_records([record for _, record in seen], lambda *leaves: jnp.stack(leaves))
+    records = merge_records([record for _, record in seen], lambda *leaves: jnp.stack(leaves))
     logits_BTV = _read_out(variables['params'], final_BTD, hparams=hparams)
     return LayerDeltas(*arrays, final_BTD, logits_BTV, records)
 
@@ -94,20 +94,20 @@ def _arrays(caught, tokens, record):
     wide = jnp.promote_types(inputs_BTD.dtype, jnp.float32)
     if record is None:
         deltas_BTD = caught['outputs_BTD'].astype(wide) - inputs_BTD.astype(wide)
-        entered_BT = tokens.segment_ids_BT > 0
-        return inputs_BTD, deltas_BTD, jnp.ones(entered_BT.shape, wide), entered_BT
+        selected_BT = tokens.segment_ids_BT > 0
+        return inputs_BTD, deltas_BTD, jnp.ones(selected_BT.shape, wide), selected_BT
     nothing_BTD = jnp.zeros(inputs_BTD.shape, wide)
-    deltas_BTD = put_rows(nothing_BTD, caught['indices_BC'], caught['delta_BCD'].astype(wide))
-    entered_BT = record.entered_BT
-    deltas_BTD = jnp.where(entered_BT[..., None], deltas_BTD, 0.0)
-    gates_BT = jnp.where(entered_BT, record.gates_BT, 0.0).astype(wide)
-    return inputs_BTD, deltas_BTD, gates_BT, entered_BT
+    deltas_BTD = scatter_tokens(nothing_BTD, caught['indices_BC'], caught['delta_BCD'].astype(wide))
+    selected_BT = record.selected_BT
+    deltas_BTD = jnp.where(selected_BT[..., None], deltas_BTD, 0.0)
+    gates_BT = jnp.where(selected_BT, record.gates_BT, 0.0).astype(wide)
+    return inputs_BTD, deltas_BTD, gates_BT, selected_BT
 
 
 @functools.partial(jax.jit, static_argnames='hparams')
 def _read_out(params, x_BTD, *, hparams):
     scale_D, epsilon = params['final_norm']['scale'], hparams.model.norm_eps
-    return read_out(rms_norm(x_BTD, scale_D, epsilon), params)
+    return lm_head(rms_norm(x_BTD, scale_D, epsilon), params)
 
 
 @jax.jit

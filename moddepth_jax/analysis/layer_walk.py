@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 
 from moddepth_jax.hparams import Hparams
-from moddepth_jax.model.attention import Depth, Tokens, documents
-from moddepth_jax.model.depth_scan import empty_slots, put_slots
-from moddepth_jax.model.depth_stream import layer_kinds
-from moddepth_jax.model.routers import token_seeds
+from moddepth_jax.model.attention import DepthSlots, TokenInfo, model_segment_ids
+from moddepth_jax.model.decoding import unroll
+from moddepth_jax.model.mod.routers import token_seeds
 from moddepth_jax.model.stack import Stack
+from moddepth_jax.model.stack_scan import empty_slots, put_slots
+from moddepth_jax.model.streams import layer_kinds
 from moddepth_jax.model.transformer import causal_sizes, check_routing
-from moddepth_jax.model.unrolled import unroll
 
 
 def walk(variables, hparams: Hparams, tokens_BT, segment_ids_BT, routing: str, visit):
@@ -54,16 +54,16 @@ def _begin(variables, tokens_BT, segment_ids_BT, *, hparams, routing):
     if hparams.model.routing.router == 'random':
         seeds_BT = token_seeds(jax.random.key(hparams.seed), tokens_BT, positions_BT)
     x_BTD = jnp.take(unrolled['embedding'], tokens_BT, axis=0).astype(hparams.model.dtype)
-    segment_ids_BT = documents(hparams.model, segment_ids_BT)
-    tokens = Tokens(positions_BT, segment_ids_BT, seeds_BT)
+    segment_ids_BT = model_segment_ids(hparams.model, segment_ids_BT)
+    tokens = TokenInfo(positions_BT, segment_ids_BT, seeds_BT)
     carry = (x_BTD, *empty_slots(hparams.model, x_BTD))
     return unrolled['layers'], unrolled['told'], tokens, carry
 
 
-def depth_of(carry, count) -> Depth | None:
+def depth_of(carry, count) -> DepthSlots | None:
     """What the layers before wrote, of a carry and the number of its slots that are written."""
     _, slots, valid_LBT = carry
-    return None if slots is None else Depth(slots, valid_LBT, count)
+    return None if slots is None else DepthSlots(slots, valid_LBT, count)
 
 
 def after(carry, output, count):

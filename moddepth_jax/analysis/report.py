@@ -9,7 +9,6 @@ import rich.table
 import rich.text
 
 from moddepth_jax.analysis.depth_mass import depth_mass, plot_depth_mass
-from moddepth_jax.analysis.domain_table import domain_table
 from moddepth_jax.analysis.expert_load import expert_load, mean_ratio, plot_expert_load
 from moddepth_jax.analysis.router_roc import router_roc
 from moddepth_jax.analysis.routing_maps import plot_routing, routing_grid, routing_record
@@ -19,8 +18,8 @@ from moddepth_jax.model.transformer import causal_routing
 from moddepth_jax.training.loop import Run
 from moddepth_jax.training.metrics import METRICS_FILE
 from moddepth_jax.training.progress import format_count, format_seconds, printable
-from moddepth_jax.training.summary import finite
-from moddepth_jax.training.workdir import write_atomically
+from moddepth_jax.training.run_dir import write_atomically
+from moddepth_jax.training.summary import replace_nonfinite
 
 HEATMAP_FILE = 'routing.png'
 SAMPLE_FILE = 'sample.txt'
@@ -95,7 +94,7 @@ def loss_table(evaluation: dict, rule: str | None, title: str | None = None) -> 
     return table
 
 
-def verdict(gap: float) -> str:
+def describe_gap(gap: float) -> str:
     """What a routing gap in nats means (method.md: 0.01 is negligible, 0.05 invalidates)."""
     if not math.isfinite(gap):
         return 'no number: the loss is not finite'
@@ -110,7 +109,7 @@ def _lines(run):
     summary, evaluation = run.summary, run.summary['eval']
     if 'routing_gap' in evaluation:
         gap = evaluation['routing_gap']
-        yield f'routing gap {gap:+.4f} nats: {verdict(gap)}'
+        yield f'routing gap {gap:+.4f} nats: {describe_gap(gap)}'
         for layer, values in summary['routing'].items():
             shown = ('selected_fraction', 'precision', 'recall')
             numbers = ', '.join(f'{name.replace("_", " ")} {values[name]:.3f}' for name in shown)
@@ -203,7 +202,10 @@ def _write_numbers(run, file, measured):
     """The fields of a NamedTuple beside the routing under which they were measured."""
     numbers = {name: np.asarray(value).tolist() for name, value in measured._asdict().items()}
     rule = causal_routing(run.hparams)
-    text = json.dumps(finite({'routing': rule, **numbers}), indent=2, allow_nan=False) + '\n'
+    text = (
+        json.dumps(replace_nonfinite({'routing': rule, **numbers}), indent=2, allow_nan=False)
+        + '\n'
+    )
     write_atomically(run.workdir / file, text)
 
 
@@ -261,3 +263,45 @@ def _other_config(model):
     if not model.expert_layers:
         return 'dense_isoflop.py' if model.routed_layers else 'mod_isoflop.py'
     return 'moe.py' if model.routed_layers or model.experts.num_noop else 'dense_isoflop.py'
+
+
+# key: (heading, format of a number). A key that no text has is no column.
+_COLUMNS = {
+    'text': ('text', None),
+    'share': ('share', '.1%'),
+    'epochs': ('epochs', '.2f'),
+    'targets': ('targets', ',d'),
+    'loss': ('nats a\ntoken', '.4f'),
+    'perplexity': ('perplexity', '.2f'),
+    'bits_per_byte': ('bits a\nbyte', '.4f'),
+    'routing_gap': ('routing\ngap', '+.4f'),
+}
+
+
+def domain_table(domains: dict[str, dict], title: str | None = None) -> rich.table.Table:
+    """One row for each text; perplexity is a token's.
+
+    Args:
+      domains: numbers by name of the text: some of `loss` (nats a token), `perplexity`,
+        `bits_per_byte`, `targets`, `routing_gap` (nats), and `share`, `epochs` of a mixture; `text`
+        is a word.
+      title: above the table.
+    """
+    keys = [key for key in _COLUMNS if any(key in values for values in domains.values())]
+    table = rich.table.Table(title=title, title_justify='left')
+    table.add_column('domain', overflow='fold')
+    for key in keys:
+        heading, digits = _COLUMNS[key]
+        table.add_column(heading, justify='left' if digits is None else 'right', no_wrap=True)
+    for name, values in domains.items():
+        # Texts, since a str would have its [brackets] read as markup.
+        cells = (rich.text.Text(_cell(values, key)) for key in keys)
+        table.add_row(rich.text.Text(name), *cells)
+    return table
+
+
+def _cell(values, key):
+    digits = _COLUMNS[key][1]
+    if digits is None or key not in values:
+        return values[key] if key in values else ''
+    return format(values[key], digits) if math.isfinite(values[key]) else 'n/a'

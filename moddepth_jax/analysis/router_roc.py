@@ -49,7 +49,7 @@ def _forward(variables, batch, *, hparams, routing):
     labels_BT = masked_labels(batch)
     nll_BT, _, _ = token_losses(logits_BTV, labels_BT)
     right_BT = jnp.argmax(logits_BTV, axis=-1) == labels_BT
-    return records.routing.scores_BT, records.routing.entered_BT, nll_BT, right_BT
+    return records.routing.scores_BT, records.routing.selected_BT, nll_BT, right_BT
 
 
 def router_roc(

@@ -51,7 +51,7 @@ def routing_grid(record: RoutingRecord, hparams: Hparams, row: int) -> np.ndarra
     grid_LT = np.full((hparams.model.num_layers, length), DENSE)
     for i, layer in enumerate(hparams.model.routed_layers):
         stayed_T = np.where(record.top_c_BT[i, row], LOOKAHEAD, SKIPPED)
-        grid_LT[layer] = np.where(record.entered_BT[i, row], ENTERED, stayed_T)
+        grid_LT[layer] = np.where(record.selected_BT[i, row], ENTERED, stayed_T)
     return grid_LT
 
 

@@ -11,7 +11,7 @@ from moddepth_jax.analysis.inspection import Inspection, totals
 from moddepth_jax.analysis.page_words import RULE_COLUMNS, sentences
 from moddepth_jax.analysis.token_classes import CLASSES
 from moddepth_jax.hparams import Hparams
-from moddepth_jax.training.summary import finite
+from moddepth_jax.training.summary import replace_nonfinite
 
 _DIGITS = 4  # that count, of every number in the JSON
 _MARKS = {'\n': '↵\n', '\t': '→\t', '\x7f': '␡'}
@@ -107,7 +107,7 @@ def page_data(
     }
     if depth is not None:
         data['depth'] = {name: np.asarray(side).tolist() for name, side in depth._asdict().items()}
-    return finite(data)
+    return replace_nonfinite(data)
 
 
 def _rounded(values_N):

@@ -2,9 +2,9 @@
 
 import jax
 
-from moddepth_jax.analysis import attention_cases, bench_attention
-from moddepth_jax.analysis.attention_cases import Case
-from moddepth_jax.analysis.attention_forms import BOTH, PLAIN, RIVALS, Form, lower
+from moddepth_jax.benchmarks import attention_cases, bench_attention
+from moddepth_jax.benchmarks.attention_cases import Case
+from moddepth_jax.benchmarks.attention_forms import BOTH, PLAIN, RIVALS, Form, lower
 from moddepth_jax.benchmarks.worker import SkippedError, WrongError
 
 BASELINE = 'cudnn'

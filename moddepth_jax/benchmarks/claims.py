@@ -1,8 +1,8 @@
 """Claims of the papers that only a GPU can judge, by rules set before the first result."""
 
-from moddepth_jax.analysis.attention_forms import BOTH, PLAIN
-from moddepth_jax.analysis.claims.claim import FAILS, HOLDS
+from moddepth_jax.benchmarks.attention_forms import BOTH, PLAIN
 from moddepth_jax.benchmarks.model_tables import saving
+from moddepth_jax.studies.claims import FAILS, HOLDS
 
 EFFICIENCY = 0.973  # of FlashAttention-2, at T = 64k
 SAVING = 0.9  # of what the count allows

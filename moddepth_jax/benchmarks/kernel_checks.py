@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels_pallas import decode_attention, depth_attention
-from kernels_pallas.accuracy import allowed_error
-from kernels_pallas.joint import Parts
+from kernels_pallas.joint_softmax import Parts
+from kernels_pallas.reference import allowed_error
 from moddepth_jax.benchmarks.kernel_cases import (
     CASES,
     DEFAULTS,

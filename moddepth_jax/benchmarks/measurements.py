@@ -1,6 +1,6 @@
 """What model.attention=auto measured on a machine, carried in the results to the next one."""
 
-from kernels_pallas.trial_process import cache_folder
+from kernels_pallas.autotune import cache_folder
 
 
 def collect() -> dict[str, str]:

@@ -1,6 +1,6 @@
 """Tables of launch.gpu's cases on models: training steps, decoding, memory, runs."""
 
-from moddepth_jax.analysis.bench_tables import TITLES
+from moddepth_jax.benchmarks.tables import TITLES
 
 # Dense bf16 peak of the maker, FLOP/s, by what the device's name contains.
 PEAKS = {'H200': 989e12, 'H100': 989e12, 'A100': 312e12, 'B200': 2250e12}

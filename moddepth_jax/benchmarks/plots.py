@@ -3,8 +3,8 @@
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from moddepth_jax.analysis.attention_forms import ALONE, BOTH, PLAIN
-from moddepth_jax.analysis.attention_report import TARGET_SHAPE, TARGETS
+from moddepth_jax.benchmarks.attention_forms import ALONE, BOTH, PLAIN
+from moddepth_jax.benchmarks.attention_report import TARGET_SHAPE, TARGETS
 
 _COLORS = {
     'cudnn': '#444444',

@@ -3,9 +3,8 @@
 import json
 import pathlib
 
-from moddepth_jax.analysis import attention_report, bench_experts
-from moddepth_jax.analysis.attention_cases import Case
-from moddepth_jax.benchmarks import model_tables, plots
+from moddepth_jax.benchmarks import attention_report, experts, model_tables, plots
+from moddepth_jax.benchmarks.attention_cases import Case
 from moddepth_jax.benchmarks.claims import judged
 from moddepth_jax.benchmarks.results import BAD, FILE, Results
 
@@ -137,7 +136,7 @@ def _models(rows):
     for table in model_tables.tables(rows):
         page += markdown(*table)
     for row in starting(rows, 'experts/').values():
-        page += markdown(*bench_experts.products_table(row))
+        page += markdown(*experts.products_table(row))
     for name, row in starting(rows, 'step/').items():
         page += [f'- {name}: {line}' for line in row['chosen']]
     return page

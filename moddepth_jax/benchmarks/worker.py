@@ -82,7 +82,7 @@ def _failed(error, case):
         return {'status': 'failed', 'reason': f'{type(error).__name__}: {error}'[:240]}
     import jax.numpy as jnp
 
-    from moddepth_jax.analysis.attempt import reason
+    from moddepth_jax.benchmarks.timing import reason
 
     if isinstance(error, ValueError) and 'cannot:' in str(error):
         return {'status': 'skipped', 'reason': ' '.join(str(error).split())[:240]}

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from moddepth_jax.hparams import Hparams, ModelHparams
-from moddepth_jax.model.attention import Tokens
-from moddepth_jax.model.depth_scan import empty_slots
+from moddepth_jax.model.attention import TokenInfo
 from moddepth_jax.model.stack import Stack
-from moddepth_jax.model.transformer import Group, Transformer
+from moddepth_jax.model.stack_scan import empty_slots
+from moddepth_jax.model.transformer import LayerGroup, Transformer
 
 MAY_DIFFER = (  # knobs of the model that a conversion may change
     'depth',
@@ -145,8 +145,8 @@ def _fresh_layer(key, *, model, kind):
     """
     x_BTD = jax.random.normal(key, (1, 8, model.d_model), model.dtype)
     ones_BT = jnp.ones(x_BTD.shape[:2], jnp.int32)
-    tokens = Tokens(jnp.cumsum(ones_BT, axis=1) - 1, ones_BT, ones_BT.astype(jnp.uint32))
-    group = Group(Stack(model, 'top_c'), (kind,), parent=None)
+    tokens = TokenInfo(jnp.cumsum(ones_BT, axis=1) - 1, ones_BT, ones_BT.astype(jnp.uint32))
+    group = LayerGroup(Stack(model, 'top_c'), (kind,), parent=None)
     params = group.init(key, (x_BTD, *empty_slots(model, x_BTD)), 0, tokens)['params']['layer_0']
     leaves = jax.tree_util.tree_leaves_with_path(params)
     return {_keys(path): leaf for path, leaf in leaves if path[0].key in NEW}

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from moddepth_jax.hparams import Hparams, ModelHparams
-from moddepth_jax.model.attention import Tokens, documents
+from moddepth_jax.model.attention import TokenInfo, model_segment_ids
 from moddepth_jax.model.block import Block
-from moddepth_jax.model.layers import embed, rotate
-from moddepth_jax.model.stack import Stack, unstacked
+from moddepth_jax.model.layers import apply_rope, embed
+from moddepth_jax.model.stack import Stack, unstack_layers
 
 RIDGE = 1e-3  # of the mean square of what is fitted on
 TOKENS_PER_WIDTH = 64  # that moments are taken of, for each dimension of the stream
@@ -80,13 +80,13 @@ def layer_moments(source: ModelHparams, params, target: ModelHparams, batches) -
     """
     # Cut up on the host: no program for each shape.
     stacked = jax.tree.map(np.asarray, params['stack'])
-    layers, totals = list(unstacked(Stack(source, 'top_c'), stacked)), None
+    layers, totals = list(unstack_layers(Stack(source, 'top_c'), stacked)), None
     for batch in batches:
         tokens_BT, segment_ids_BT = (
             jnp.asarray(batch[f'{n}_BT']) for n in ('tokens', 'segment_ids')
         )
         positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
-        tokens = Tokens(positions_BT, documents(source, segment_ids_BT))
+        tokens = TokenInfo(positions_BT, model_segment_ids(source, segment_ids_BT))
         x_BTD = embed(params['embedding'], tokens_BT, source.dtype)
         found = []
         for kind, mine in layers:
@@ -106,7 +106,7 @@ def _layer(params, x_BTD, tokens, *, model, kind):
     (y_BTD, left), aside = block.apply({'params': params}, x_BTD, tokens, mutable=['intermediates'])
     q_BTNH = aside['intermediates']['attention']['sequence'][0][0]
     if model.depth.slot_keys != 'unrotated':  # as they meet a key of their own position
-        q_BTNH = rotate(q_BTNH, -tokens.positions_BT, model.rope_theta)
+        q_BTNH = apply_rope(q_BTNH, -tokens.positions_BT, model.rope_theta)
     real_BT = (tokens.segment_ids_BT > 0).astype(jnp.float32)
     sources = left.sources
     sums = LayerMoments(

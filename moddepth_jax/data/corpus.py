@@ -8,7 +8,7 @@ import platform
 from moddepth_jax.data import files, python_text, recall, synthetic
 from moddepth_jax.data.mixture import Documents, Member, is_prepared, load_members
 from moddepth_jax.data.split import place, tail
-from moddepth_jax.data.store import PARTS
+from moddepth_jax.data.token_store import PARTS
 from moddepth_jax.data.tokenizers.tokenizer import is_bytes
 from moddepth_jax.hparams import DataHparams
 

@@ -9,7 +9,7 @@ import os
 import pathlib
 
 from moddepth_jax.data.preparation.plan import PLAN_FILE
-from moddepth_jax.data.store import Store, is_store, open_store
+from moddepth_jax.data.token_store import Store, is_store, open_store
 from moddepth_jax.hparams import DataHparams
 
 

@@ -177,16 +177,16 @@ class RoutingHparams:
             share = 1 - clamped * (1 - self.capacity)
         return max(1, math.floor(share * length + 1e-6))
 
-    def cache_slots(self, context: int, routing: str) -> int:
+    def cache_size(self, context: int, routing: str) -> int:
         """Slots of a routed block's cache at a context of that many tokens, under a causal rule."""
         if routing == 'dense':
             return context
         slots = min(context, self.cache_capacity * self.num_selected(context) + 1e-6)
         return max(1, math.floor(slots))
 
-    def max_entering(self, context: int, routing: str) -> int:
+    def max_selected(self, context: int, routing: str) -> int:
         """Most tokens of a row that enter under a causal rule: the slots, or all under `grow`."""
-        return context if self.overflow == 'grow' else self.cache_slots(context, routing)
+        return context if self.overflow == 'grow' else self.cache_size(context, routing)
 
     @property
     def stages(self) -> tuple[Stage, ...]:

@@ -11,9 +11,9 @@ import numpy as np
 from moddepth_jax.data.tokenizers.tokenizer import Tokenizer
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.inference.sampling import check_sampling, sample
-from moddepth_jax.model.cache import fullest, resized, write
+from moddepth_jax.model.decoding import decode_step, prefill, unroll
+from moddepth_jax.model.kv_cache import longest_routed_row, resize_cache, update_cache
 from moddepth_jax.model.transformer import causal_routing, check_causal
-from moddepth_jax.model.unrolled import decode_step, prefill, unroll
 
 SHORTEST = 16  # prompts are padded to a power of two from here on: few shapes, few compilations
 SLOTS = 128  # slots of dense caches come in multiples of this
@@ -116,10 +116,10 @@ _DRAW = ('temperature', 'top_p', 'tokenizer')
 
 @functools.partial(
     jax.jit,
-    static_argnames=('hparams', 'routing', 'slots', 'routed_slots', 'num_samples', *_DRAW),
+    static_argnames=('hparams', 'routing', 'slots', 'routed_capacity', 'num_samples', *_DRAW),
 )
 def _start(unrolled, tokens_BT, segment_ids_BT, keys_B, *, num_samples, hparams, routing, slots,
-           routed_slots, **draw):  # fmt: skip
+           routed_capacity, **draw):  # fmt: skip
     """The first new token of each row, and the cache of its prompt."""
     logits_BV, cache = prefill(
         unrolled,
@@ -128,12 +128,12 @@ def _start(unrolled, tokens_BT, segment_ids_BT, keys_B, *, num_samples, hparams,
         hparams=hparams,
         routing=routing,
         slots=slots,
-        routed_slots=routed_slots,
+        routed_capacity=routed_capacity,
     )
     repeat = functools.partial(jnp.repeat, repeats=num_samples, axis=0)
     logits_BV, cache = jax.tree.map(repeat, (logits_BV, cache))
     first_B = jnp.arange(len(keys_B)) % num_samples == 0
-    cache = cache._replace(refused_B=jnp.where(first_B, cache.refused_B, 0))
+    cache = cache._replace(dropped_B=jnp.where(first_B, cache.dropped_B, 0))
     return _draw(logits_BV, keys_B, cache.lengths_B, **draw), cache
 
 
@@ -142,14 +142,14 @@ def _step(unrolled, cache, token_B, active_B, keys_B, *, hparams, routing, token
     """The token after `token_B` of each row, and what `_write` needs."""
     parted = tokenizer is not None and not hparams.model.across_documents
     begins_B = token_B == (tokenizer.separator if parted else -1)
-    logits_BV, entries, refused_B = decode_step(
+    logits_BV, entries, dropped_B = decode_step(
         unrolled, cache, token_B, begins_B, active_B, hparams=hparams, routing=routing
     )
     next_B = _draw(logits_BV, keys_B, cache.lengths_B + 1, tokenizer=tokenizer, **draw)
-    return next_B, (entries, begins_B, refused_B, active_B)
+    return next_B, (entries, begins_B, dropped_B, active_B)
 
 
-_write = jax.jit(write, donate_argnums=0)
+_write = jax.jit(update_cache, donate_argnums=0)
 
 
 def _padded(prompts, tokenizer, most):
@@ -218,7 +218,7 @@ def generate(
     context, model = hparams.data.sequence_length, hparams.model
     longest = max(map(len, prompts))
     slots = min(context, -(-(longest + num_tokens) // SLOTS) * SLOTS)
-    first_slots = routed_slots = min(slots, model.routing.cache_slots(context, routing))
+    first_slots = routed_capacity = min(slots, model.routing.cache_size(context, routing))
     grows = bool(model.routed_layers) and model.routing.overflow == 'grow'
     unrolled = _unrolled(variables, hparams, routing)
     how |= {'hparams': hparams, 'routing': routing, 'tokenizer': tokenizer}
@@ -232,7 +232,7 @@ def generate(
         keys_B,
         num_samples=num_samples,
         slots=slots,
-        routed_slots=None if grows else routed_slots,
+        routed_capacity=None if grows else routed_capacity,
         **how,
     )
     rows = [list(prompt) for prompt in prompts for _ in range(num_samples)]
@@ -249,17 +249,17 @@ def generate(
         if not left or not active_B.any():
             break
         if grows and not room:
-            used = fullest(cache)
-            while routed_slots <= used:
-                routed_slots = min(slots, 2 * routed_slots)
-            cache, room = resized(cache, routed_slots), routed_slots - used
+            used = longest_routed_row(cache)
+            while routed_capacity <= used:
+                routed_capacity = min(slots, 2 * routed_capacity)
+            cache, room = resize_cache(cache, routed_capacity), routed_capacity - used
         token_B, news = _step(unrolled, cache, token_B, active_B, keys_B, **how)
         cache, room = _write(cache, *news), room - 1
     return Generation(
         [np.array(row, np.int32) for row in rows],
         [not running for running in active_B.tolist()],
-        int(jnp.sum(cache.refused_B)),
-        routed_slots if routed_slots > first_slots else 0,
+        int(jnp.sum(cache.dropped_B)),
+        routed_capacity if routed_capacity > first_slots else 0,
     )
 
 

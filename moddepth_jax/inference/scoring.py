@@ -10,7 +10,7 @@ import numpy as np
 
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.model.cross_entropy import token_losses
-from moddepth_jax.model.layers import read_out
+from moddepth_jax.model.layers import lm_head
 from moddepth_jax.model.transformer import Transformer, causal_routing, check_causal
 
 SHORTEST = 16  # rows are padded to a power of two from here on: few shapes, few compilations
@@ -70,7 +70,7 @@ def _score_batch(
     def of_block(i, results):
         places_BK = first_B[:, None] + (i * BLOCK + jnp.arange(BLOCK))[None]
         places_BK1 = jnp.minimum(places_BK, x_BTD.shape[1] - 1)[..., None]
-        logits_BKV = read_out(jnp.take_along_axis(x_BTD, places_BK1, axis=1), variables['params'])
+        logits_BKV = lm_head(jnp.take_along_axis(x_BTD, places_BK1, axis=1), variables['params'])
         labels_BKM = jax.lax.dynamic_slice_in_dim(labels_BTM, i * BLOCK, BLOCK, axis=1)
         nll_BKM, _, _ = jax.vmap(token_losses, (None, 2), 2)(logits_BKV, labels_BKM)
         best_BK1 = jnp.argmax(logits_BKV, axis=-1, keepdims=True)

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 
 from kernels_pallas import decode_attention, depth_attention
 from moddepth_jax.hparams import ModelHparams
-from moddepth_jax.model.layers import RMSNorm, projection, rms_norm, rotate
-from moddepth_jax.model.partition import by_shards
+from moddepth_jax.model.layers import RMSNorm, apply_rope, projection, rms_norm
+from moddepth_jax.model.sharding import map_shards
 
 
-class Tokens(NamedTuple):
+class TokenInfo(NamedTuple):
     """What a block knows of its tokens beside their vectors; gathered with them when routed.
 
     Attributes:
@@ -26,14 +26,14 @@ class Tokens(NamedTuple):
     seeds_BT: jax.Array | None = None
 
 
-def documents(hparams: ModelHparams, segment_ids_BT):
+def model_segment_ids(hparams: ModelHparams, segment_ids_BT):
     """Segment ids as the model takes them: of `across_documents`, 1 for all that is not padding."""
     if hparams.across_documents:
         return (segment_ids_BT > 0).astype(segment_ids_BT.dtype)
     return segment_ids_BT
 
 
-class Past(NamedTuple):
+class KVView(NamedTuple):
     """What one new token of each row, or of some rows, sees of the earlier ones.
 
     Attributes:
@@ -56,7 +56,7 @@ class KeysValues(NamedTuple):
     v_BTKH: jax.Array
 
 
-class Depth(NamedTuple):
+class DepthSlots(NamedTuple):
     """What earlier layers wrote of the same tokens.
 
     Attributes:
@@ -97,7 +97,7 @@ SPLIT = {
 }
 
 
-def attend(hparams: ModelHparams, q_BTNH, k_BSKH, v_BSKH, depth: Depth | None, given: dict):
+def attend(hparams: ModelHparams, q_BTNH, k_BSKH, v_BSKH, depth: DepthSlots | None, given: dict):
     """depth_attention by `model.attention`, and `depth` with threaded cotangents.
 
     Each device computes its own rows and heads, which see no others.
@@ -124,7 +124,7 @@ def attend(hparams: ModelHparams, q_BTNH, k_BSKH, v_BSKH, depth: Depth | None, g
         how = {'implementation': implementation, 'thread_slots': depth is not None}
         return depth_attention(slot_sums=sums, **how, **arrays, **static)
 
-    result = by_shards(call, arrays, SPLIT, outputs)
+    result = map_shards(call, arrays, SPLIT, outputs)
     if depth is None:
         return result, None
     o_BTNH, *sides = result
@@ -132,7 +132,7 @@ def attend(hparams: ModelHparams, q_BTNH, k_BSKH, v_BSKH, depth: Depth | None, g
     return o_BTNH, depth._replace(slots=KeysValues(*sides[:2]), sums=sums)
 
 
-def slots_of(hparams: ModelHparams, depth: Depth) -> dict:
+def slots_of(hparams: ModelHparams, depth: DepthSlots) -> dict:
     """What depth_attention and its reference are told of the slots."""
     return {
         'k_depth_LBRKH': depth.slots.k_BTKH,
@@ -166,7 +166,9 @@ class SelfAttention(nn.Module):
             self.query_norm = RMSNorm(hparams.norm_eps)
             self.key_norm = RMSNorm(hparams.norm_eps)
 
-    def __call__(self, x_BTD, tokens: Tokens, past: Past | None = None, depth: Depth | None = None):
+    def __call__(
+        self, x_BTD, tokens: TokenInfo, past: KVView | None = None, depth: DepthSlots | None = None
+    ):
         """The layer's output, the KeysValues of its tokens, those of their depth slot, and `depth`.
 
         Args:
@@ -179,7 +181,7 @@ class SelfAttention(nn.Module):
         q_BTNH, k_BTKH, v_BTKH = self.query(x_BTD), self.key(x_BTD), self.value(x_BTD)
         if self.hparams.qk_norm != 'none':
             q_BTNH = self._normed(q_BTNH, self.query_norm)
-        q_BTNH = rotate(q_BTNH, tokens.positions_BT, self.hparams.rope_theta)
+        q_BTNH = apply_rope(q_BTNH, tokens.positions_BT, self.hparams.rope_theta)
         keys = slot = KeysValues(self._rotated(k_BTKH, tokens.positions_BT), v_BTKH)
         if self.hparams.depth.slot_keys == 'unrotated':
             slot = KeysValues(self.slot_key(k_BTKH, tokens.positions_BT), v_BTKH)
@@ -189,7 +191,7 @@ class SelfAttention(nn.Module):
             o_BTNH = self._over_cache(q_BTNH, keys, past, depth)
         return self.out(o_BTNH), keys, slot, depth
 
-    def slot(self, x_BTD, tokens: Tokens) -> KeysValues:
+    def slot(self, x_BTD, tokens: TokenInfo) -> KeysValues:
         """The depth slot of tokens of which this would be the layer's input."""
         return KeysValues(self.slot_key(self.key(x_BTD), tokens.positions_BT), self.value(x_BTD))
 
@@ -210,7 +212,7 @@ class SelfAttention(nn.Module):
     def _rotated(self, k_BTKH, positions_BT):
         if self.hparams.qk_norm != 'none':
             k_BTKH = self._normed(k_BTKH, self.key_norm)
-        return rotate(k_BTKH, positions_BT, self.hparams.rope_theta)
+        return apply_rope(k_BTKH, positions_BT, self.hparams.rope_theta)
 
     def _normed(self, x_BTNH, norm):
         if self.hparams.qk_norm == 'head':

@@ -6,12 +6,12 @@ import flax.linen as nn
 import jax
 
 from moddepth_jax.hparams import ModelHparams
-from moddepth_jax.model.attention import Depth, KeysValues, Past, SelfAttention, Tokens
-from moddepth_jax.model.experts import UNLIMITED, Experts, ExpertsRecord, Limits
+from moddepth_jax.model.attention import DepthSlots, KeysValues, KVView, SelfAttention, TokenInfo
 from moddepth_jax.model.layers import RMSNorm, SwiGLU
+from moddepth_jax.model.moe.experts import NO_EXPERT_STATE, Experts, ExpertsRecord, ExpertState
 
 
-class Sources(NamedTuple):
+class SlotInputs(NamedTuple):
     """What depth slots are made of, as far as the model's slots need it; else None.
 
     Attributes:
@@ -24,7 +24,7 @@ class Sources(NamedTuple):
     mlp_input_BTD: jax.Array | None = None
 
 
-class Left(NamedTuple):
+class BlockAux(NamedTuple):
     """What a block leaves beside its output.
 
     Attributes:
@@ -36,10 +36,10 @@ class Left(NamedTuple):
     """
 
     keys: KeysValues
-    sources: Sources
-    depth: Depth | None
+    sources: SlotInputs
+    depth: DepthSlots | None
     experts: ExpertsRecord | None
-    limits: Limits
+    limits: ExpertState
 
 
 class Block(nn.Module):
@@ -68,11 +68,11 @@ class Block(nn.Module):
     def __call__(
         self,
         x_BTD,
-        tokens: Tokens,
-        past: Past | None = None,
-        depth: Depth | None = None,
-        limits: Limits = UNLIMITED,
-    ) -> tuple[jax.Array, Left]:
+        tokens: TokenInfo,
+        past: KVView | None = None,
+        depth: DepthSlots | None = None,
+        limits: ExpertState = NO_EXPERT_STATE,
+    ) -> tuple[jax.Array, BlockAux]:
         """The block's output [B, T, D], and what it leaves.
 
         Arguments are as SelfAttention and Experts take them.
@@ -82,7 +82,7 @@ class Block(nn.Module):
         y_BTD = middle_BTD + transformed_BTD
         return self.mlp_norm(y_BTD) if self.hparams.norm_placement == 'post' else y_BTD, left
 
-    def delta(self, x_BTD, tokens: Tokens, *given):
+    def delta(self, x_BTD, tokens: TokenInfo, *given):
         """block(x) - x, and Left, without the cancellation where the placement allows it.
 
         All arguments are as in a call.
@@ -93,7 +93,7 @@ class Block(nn.Module):
         attended_BTD, _, transformed_BTD, left = self._run(x_BTD, tokens, *given)
         return attended_BTD + transformed_BTD, left
 
-    def skipped_sources(self, x_BTD, tokens: Tokens) -> Sources:
+    def skipped_sources(self, x_BTD, tokens: TokenInfo) -> SlotInputs:
         """Sources of tokens that pass the block by, as if attention and mlp added nothing.
 
         Under `post` both sub-layers are taken to read the stream after the first norm, under
@@ -124,14 +124,14 @@ class Block(nn.Module):
         if placement == 'reordered':
             transformed_BTD = self.mlp_norm(transformed_BTD)
         sources = self._sources(slot, input_BTD, mlp_input_BTD)
-        left = Left(keys, sources, depth, record, limits)
+        left = BlockAux(keys, sources, depth, record, limits)
         return attended_BTD, middle_BTD, transformed_BTD, left
 
     def _sources(self, slot, attention_input_BTD, mlp_input_BTD):
         depth = self.hparams.depth
         if not self.writes_slots:
-            return Sources()
-        return Sources(
+            return SlotInputs()
+        return SlotInputs(
             slot if self._attention_makes_slot else None,
             attention_input_BTD if depth.attention_slot_projection else None,
             mlp_input_BTD if depth.slots == 'attention+ffn' else None,

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from moddepth_jax.model.layers import head_matrix, logits, wide_einsum
-from moddepth_jax.model.partition import by_shards, constrain, part_shape
+from moddepth_jax.model.sharding import constrain, map_shards, part_shape
 
 # Bytes of a device's float32 logits, unless loss_chunk is set. Up to the first they exist all at
 # once. Above it they exist in chunks of at most half of them and at most the second. On two CPU
@@ -174,7 +174,7 @@ def _sharded(x_BTD, matrix, labels_BT, z_loss, axes, chunk, slopes):
         return nll_BT, log_z_BT, dx_BTD, sums.astype(matrix.dtype)[None]
 
     arrays = {'x_BTD': x_BTD, 'matrix': matrix, 'labels_BT': labels_BT}
-    return by_shards(own, arrays, names, names_out)
+    return map_shards(own, arrays, names, names_out)
 
 
 def _log_partition(logits_KV, labels_K, split):

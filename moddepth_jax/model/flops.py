@@ -12,8 +12,8 @@ import math
 import jax
 
 from moddepth_jax.hparams import ExpertsHparams, Hparams, ModelHparams, Stage
-from moddepth_jax.model.depth_stream import layer_kinds
-from moddepth_jax.model.routers import ROUTERS
+from moddepth_jax.model.mod.routers import ROUTERS
+from moddepth_jax.model.streams import layer_kinds
 
 
 def _pairs(length: int, window: int) -> float:
@@ -32,7 +32,7 @@ def _entering(hparams: Hparams, layer: int, length: int, routing: str) -> tuple[
         selected = model.routing.num_selected(length)
     else:
         context = max(length, hparams.data.sequence_length)
-        selected = min(length, model.routing.max_entering(context, routing))
+        selected = min(length, model.routing.max_selected(context, routing))
     return selected, math.ceil(model.window(layer) * selected / length)
 
 

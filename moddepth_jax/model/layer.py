@@ -7,16 +7,16 @@ import jax
 import jax.numpy as jnp
 
 from moddepth_jax.hparams import ModelHparams
-from moddepth_jax.model.attention import Depth, KeysValues, Past, Tokens
-from moddepth_jax.model.block import Block, Sources
-from moddepth_jax.model.cache import Entry, LayerCache, from_prefill, visible
-from moddepth_jax.model.depth_stream import STREAMS, LayerKind
-from moddepth_jax.model.experts import ExpertsRecord, Limits
-from moddepth_jax.model.mixture_of_depths import MixtureOfDepths, RoutedLayer
-from moddepth_jax.model.routing import RoutingRecord, gather_rows, membership, put_rows
+from moddepth_jax.model.attention import DepthSlots, KeysValues, KVView, TokenInfo
+from moddepth_jax.model.block import Block, SlotInputs
+from moddepth_jax.model.kv_cache import CacheUpdate, LayerCache, cache_from_prefill, visible_mask
+from moddepth_jax.model.mod.mixture_of_depths import MixtureOfDepths, RoutingArgs
+from moddepth_jax.model.moe.experts import ExpertsRecord, ExpertState
+from moddepth_jax.model.routing import RoutingRecord, gather_tokens, indices_to_mask, scatter_tokens
+from moddepth_jax.model.streams import STREAMS, LayerKind
 
 
-class Written(NamedTuple):
+class NewSlots(NamedTuple):
     """What a layer leaves for the layers above it.
 
     Attributes:
@@ -28,7 +28,7 @@ class Written(NamedTuple):
     valid_BT: jax.Array | None = None
 
 
-class Told(NamedTuple):
+class LayerArgs(NamedTuple):
     """What a layer is told beside its parameters; traced, so that layers share a scan.
 
     Attributes:
@@ -36,11 +36,11 @@ class Told(NamedTuple):
       limits: of its experts; those of no use are None.
     """
 
-    routed: RoutedLayer | None = None
-    limits: Limits = Limits()
+    routed: RoutingArgs | None = None
+    limits: ExpertState = ExpertState()
 
     @property
-    def routed_layer(self) -> RoutedLayer:
+    def routed_layer(self) -> RoutingArgs:
         """What a routed block is told, of its experts too."""
         return self.routed._replace(limits=self.limits)
 
@@ -57,7 +57,7 @@ class Records(NamedTuple):
     experts: ExpertsRecord | None = None
 
 
-class Output(NamedTuple):
+class LayerOutput(NamedTuple):
     """What a layer returns.
 
     Attributes:
@@ -68,8 +68,8 @@ class Output(NamedTuple):
     """
 
     x_BTD: jax.Array
-    written: Written
-    depth: Depth | None
+    written: NewSlots
+    depth: DepthSlots | None
     records: Records
 
 
@@ -101,7 +101,9 @@ class Layer(nn.Module):
             )
         nn.share_scope(self, self.operation)
 
-    def __call__(self, x_BTD, depth: Depth | None, tokens: Tokens, told: Told) -> Output:
+    def __call__(
+        self, x_BTD, depth: DepthSlots | None, tokens: TokenInfo, told: LayerArgs
+    ) -> LayerOutput:
         """All tokens of whole rows.
 
         Args:
@@ -111,7 +113,7 @@ class Layer(nn.Module):
           told: to this layer.
         """
         inputs_BTD, seen, depth = self._read(x_BTD, depth)
-        y_BTD, sources, rows_BC, records = inputs_BTD, Sources(), None, Records()
+        y_BTD, sources, rows_BC, records = inputs_BTD, SlotInputs(), None, Records()
         if self.kind.part == 'block':
             routing = None
             if self.kind.routed:
@@ -123,47 +125,53 @@ class Layer(nn.Module):
             sources, depth = left.sources, depth if seen is None else left.depth
             records = Records(routing, left.experts)
         x_BTD, written = self._write(y_BTD, sources, tokens, rows_BC)
-        return Output(x_BTD, written, depth, records)
+        return LayerOutput(x_BTD, written, depth, records)
 
     def prefill(
-        self, x_BTD, depth, tokens: Tokens, told: Told, slots: int, routed_slots: int | None
+        self,
+        x_BTD,
+        depth,
+        tokens: TokenInfo,
+        told: LayerArgs,
+        slots: int,
+        routed_capacity: int | None,
     ):
         """`__call__` over prompts, which leaves a cache.
 
-        Returns the stream, Written, the LayerCache, and refused_B (0 in a dense block).
+        Returns the stream, Written, the LayerCache, and dropped_B (0 in a dense block).
         """
         inputs_BTD, seen, _ = self._read(x_BTD, depth)
         if self.kind.routed:
-            y_BTD, left, rows_BC, cache, refused_B = self.operation.prefill(
-                inputs_BTD, tokens, told.routed_layer, routed_slots, seen
+            y_BTD, left, rows_BC, cache, dropped_B = self.operation.prefill(
+                inputs_BTD, tokens, told.routed_layer, routed_capacity, seen
             )
         else:
             y_BTD, left = self.operation(inputs_BTD, tokens, depth=seen, limits=told.limits)
-            rows_BC, refused_B = None, 0
-            cache = from_prefill(left.keys, slots)._replace(taken_BE=left.limits.taken_BE)
-        return *self._write(y_BTD, left.sources, tokens, rows_BC), cache, refused_B
+            rows_BC, dropped_B = None, 0
+            cache = cache_from_prefill(left.keys, slots)._replace(taken_BE=left.limits.taken_BE)
+        return *self._write(y_BTD, left.sources, tokens, rows_BC), cache, dropped_B
 
-    def decode(self, x_B1D, depth, tokens: Tokens, told: Told, cache: LayerCache, rows):
+    def decode(self, x_B1D, depth, tokens: TokenInfo, told: LayerArgs, cache: LayerCache, rows):
         """One new token of each row; `rows` = lengths_B, documents_B, active_B, as decode_step has.
 
-        Returns the stream, Written, the Entry, and refused_B (0 in a dense block).
+        Returns the stream, Written, the Entry, and dropped_B (0 in a dense block).
         """
         inputs_B1D, seen, _ = self._read(x_B1D, depth)
         lengths_B, documents_B, active_B = rows
         if self.kind.routed:
-            y_B1D, sources, entry, refused_B = self.operation.decode(
+            y_B1D, sources, entry, dropped_B = self.operation.decode(
                 inputs_B1D, tokens, told.routed_layer, cache, documents_B, active_B, seen
             )
             x_B1D, written = self._write(y_B1D, sources, tokens, None)
             if self.hparams.masks_slots and written.slots:
-                written = written._replace(valid_BT=entry.entered_B[:, None])
-            return x_B1D, written, entry, refused_B
-        seen_BS = visible(cache, lengths_B, documents_B, self.kind.window, cache.slots)
-        past = Past(cache.k_BKHS, cache.v_BKHS, seen_BS)
+                written = written._replace(valid_BT=entry.selected_B[:, None])
+            return x_B1D, written, entry, dropped_B
+        seen_BS = visible_mask(cache, lengths_B, documents_B, self.kind.window, cache.slots)
+        past = KVView(cache.k_BKHS, cache.v_BKHS, seen_BS)
         limits = told.limits._replace(taken_BE=cache.taken_BE)
         y_B1D, left = self.operation(inputs_B1D, tokens, past, seen, limits)
         x_B1D, written = self._write(y_B1D, left.sources, tokens, None)
-        return x_B1D, written, Entry(left.keys, None, left.limits.taken_BE), 0
+        return x_B1D, written, CacheUpdate(left.keys, None, left.limits.taken_BE), 0
 
     def _read(self, x_BTD, depth):
         if self.kind.part == 'entry':
@@ -175,15 +183,17 @@ class Layer(nn.Module):
         if rows_BC is None:
             x_BTD, slots = self.stream.write(y_BTD, sources, tokens, self._slot_key)
             masked = self.hparams.masks_slots and slots
-            return x_BTD, Written(slots, jnp.ones(y_BTD.shape[:2], bool) if masked else None)
-        y_BCD, tokens_BC = jax.tree.map(lambda side: gather_rows(side, rows_BC), (y_BTD, tokens))
+            return x_BTD, NewSlots(slots, jnp.ones(y_BTD.shape[:2], bool) if masked else None)
+        y_BCD, tokens_BC = jax.tree.map(lambda side: gather_tokens(side, rows_BC), (y_BTD, tokens))
         _, slots = self.stream.write(y_BCD, sources, tokens_BC, self._slot_key)
 
         def spread(side_BCX):
             nothing_BTX = jnp.zeros((*y_BTD.shape[:2], *side_BCX.shape[2:]), side_BCX.dtype)
-            return put_rows(nothing_BTX, rows_BC, side_BCX)
+            return scatter_tokens(nothing_BTX, rows_BC, side_BCX)
 
-        return y_BTD, Written(jax.tree.map(spread, slots), membership(rows_BC, y_BTD.shape[1]))
+        return y_BTD, NewSlots(
+            jax.tree.map(spread, slots), indices_to_mask(rows_BC, y_BTD.shape[1])
+        )
 
     def _slot_key(self, k_BTKH, positions_BT):
         block = self.operation.block if self.kind.routed else self.operation

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from moddepth_jax.hparams import ModelHparams
-from moddepth_jax.model.partition import constrain, gathered, gathered_table
+from moddepth_jax.model.sharding import constrain, unshard_embedding, unshard_params
 
 
 def rms_norm(x, scale, epsilon):
@@ -17,7 +17,7 @@ def rms_norm(x, scale, epsilon):
     return (x32 * inverse * jnp.expand_dims(scale, range(x.ndim - 1))).astype(x.dtype)
 
 
-def rotate(x_BTNH, positions_BT, theta):
+def apply_rope(x_BTNH, positions_BT, theta):
     """Rotary position embedding, half-split form: x cos + concat(-x2, x1) sin (Su et al. 2021)."""
     half = x_BTNH.shape[-1] // 2
     dtype = jnp.promote_types(x_BTNH.dtype, jnp.float32)
@@ -49,7 +49,7 @@ def logits(x_BTD, matrix, axes: str = 'dv'):
 
 def embed(embedding_VD, tokens_BT, dtype):
     """The tokens' rows of the table, [B, T, D]."""
-    x_BTD = jnp.take(gathered_table(embedding_VD, dtype), tokens_BT, axis=0).astype(dtype)
+    x_BTD = jnp.take(unshard_embedding(embedding_VD, dtype), tokens_BT, axis=0).astype(dtype)
     return constrain(x_BTD, 'rows', None, None)
 
 
@@ -60,11 +60,11 @@ def head_matrix(params, dtype):
     devices store.
     """
     if 'head' in params:
-        return gathered({'head': params['head']}, dtype)['head']['kernel'], 'dv'
-    return gathered({'embedding': params['embedding']}, dtype)['embedding'], 'vd'
+        return unshard_params({'head': params['head']}, dtype)['head']['kernel'], 'dv'
+    return unshard_params({'embedding': params['embedding']}, dtype)['embedding'], 'vd'
 
 
-def read_out(x_BTD, params):
+def lm_head(x_BTD, params):
     """`logits` by the head, or by the embedding where it is tied: there is no head then."""
     return logits(x_BTD, *head_matrix(params, x_BTD.dtype))
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moddepth_jax.model.partition import by_rows
+from moddepth_jax.model.sharding import map_batch_shards
 
 CAUSAL_RULES = ('predictor', 'aux_loss', 'threshold', 'dense')
 ROUTINGS = ('top_c', *CAUSAL_RULES)
@@ -21,16 +21,16 @@ class RoutingRecord(NamedTuple):
       scores_BT: float32, the router's r.
       rule_logits_BT: float32, the causal rule lets a token enter where this is above 0.
       top_c_BT: bool, membership of the C highest scores of the row.
-      entered_BT: bool, the tokens that did enter in this forward pass.
-      refused_BT: bool, the tokens that the causal rule let in and that found no room.
+      selected_BT: bool, the tokens that did enter in this forward pass.
+      dropped_BT: bool, the tokens that the causal rule let in and that found no room.
       gates_BT: float32, the factor on a token's delta if it enters; 0 for padding.
     """
 
     scores_BT: jax.Array
     rule_logits_BT: jax.Array
     top_c_BT: jax.Array
-    entered_BT: jax.Array
-    refused_BT: jax.Array
+    selected_BT: jax.Array
+    dropped_BT: jax.Array
     gates_BT: jax.Array
 
 
@@ -53,7 +53,7 @@ def select_top_c(scores_BT, num_selected: int):
     # top_k ranks by bits: -0.0 below 0.0, and a NaN of negative sign below all.
     scores_BT = jnp.where(scores_BT == 0, 0.0, scores_BT)
     scores_BT = jnp.where(jnp.isnan(scores_BT), jnp.nan, scores_BT)
-    indices_BC = by_rows(lambda rows: jax.lax.top_k(rows, num_selected)[1], scores_BT)
+    indices_BC = map_batch_shards(lambda rows: jax.lax.top_k(rows, num_selected)[1], scores_BT)
     return jnp.sort(indices_BC, axis=1).astype(jnp.int32)
 
 
@@ -89,17 +89,17 @@ def segment_top_c(scores_BT, segment_ids_BT, num_selected: int):
     return jax.vmap(row)(scores_BT, segment_ids_BT)
 
 
-def first_entering(entered_BT, size: int):
+def mask_to_indices(selected_BT, size: int):
     """Indices of the first `size` entering tokens of each row; T and above name no token.
 
     Args:
-      entered_BT: bool [B, T].
+      selected_BT: bool [B, T].
       size: static length of the result.
 
     Returns:
       indices_BC: int32 [B, size], ascending and distinct.
     """
-    length = entered_BT.shape[1]
+    length = selected_BT.shape[1]
     slots_T = jnp.arange(length)
 
     def row(entered_T):
@@ -107,10 +107,10 @@ def first_entering(entered_BT, size: int):
         nothing_C = length + jnp.arange(size)
         return nothing_C.at[place_T].set(slots_T, mode='drop').astype(jnp.int32)
 
-    return jax.vmap(row)(entered_BT)
+    return jax.vmap(row)(selected_BT)
 
 
-def admit(wanted_BT, most: int):
+def apply_capacity(wanted_BT, most: int):
     """The first `most` tokens of each row that want to enter: a causal count."""
     if most >= wanted_BT.shape[1]:
         return wanted_BT
@@ -127,14 +127,14 @@ def batch_buckets(batch: int) -> tuple[int, ...]:
     return tuple(sorted({0, *(-(-batch // part) for part in PARTS)}))
 
 
-def membership(indices_BC, length: int):
+def indices_to_mask(indices_BC, length: int):
     """bool [B, T]: which tokens the indices name."""
     rows = jnp.zeros((indices_BC.shape[0], length), bool)
     mark = jax.vmap(lambda row_T, index_C: row_T.at[index_C].set(True, mode='drop'))
     return mark(rows, indices_BC)
 
 
-def gather_rows(x_BTX, indices_BC):
+def gather_tokens(x_BTX, indices_BC):
     """[B, C, ...]: the named tokens of each row, 0 for an index of T or more.
 
     Indices are distinct and ascending.
@@ -147,7 +147,7 @@ def gather_rows(x_BTX, indices_BC):
     return jax.vmap(gather)(x_BTX, indices_BC)
 
 
-def put_rows(x_BTX, indices_BC, update_BCX):
+def scatter_tokens(x_BTX, indices_BC, update_BCX):
     """x with the named tokens replaced. Indices are distinct and ascending."""
 
     def put(x_TX, index_C, update_CX):
@@ -157,7 +157,7 @@ def put_rows(x_BTX, indices_BC, update_BCX):
     return jax.vmap(put)(x_BTX, indices_BC, update_BCX)
 
 
-def scatter_add_rows(x_BTD, indices_BC, update_BCD):
+def scatter_add_tokens(x_BTD, indices_BC, update_BCD):
     """x with `update` added to the named tokens. Distinct indices make reruns bit-equal."""
 
     def scatter(x_TD, index_C, update_CD):

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 
 from moddepth_jax.hparams import ModelHparams
-from moddepth_jax.model.attention import Depth, Tokens
-from moddepth_jax.model.depth_stream import LayerKind, layer_kinds
-from moddepth_jax.model.experts import UNLIMITED
-from moddepth_jax.model.layer import Layer, Output, Records, Told
-from moddepth_jax.model.partition import constrain, gathered
+from moddepth_jax.model.attention import DepthSlots, TokenInfo
+from moddepth_jax.model.layer import Layer, LayerArgs, LayerOutput, Records
+from moddepth_jax.model.moe.experts import NO_EXPERT_STATE
 from moddepth_jax.model.routing import CHOICE
+from moddepth_jax.model.sharding import constrain, unshard_params
+from moddepth_jax.model.streams import LayerKind, layer_kinds
 
 
 class Run(NamedTuple):
@@ -69,15 +69,15 @@ class Stack(NamedTuple):
         """The module of a layer of that kind, with the options of a Linen module."""
         return Layer(self.hparams, kind, self.routing, self.sizes, **options)
 
-    def apply(self, kind: LayerKind, params, x_BTD, *inputs) -> Output:
+    def apply(self, kind: LayerKind, params, x_BTD, *inputs) -> LayerOutput:
         """A layer of that kind with its parameters; inputs as Layer takes them."""
-        params = gathered(params, self.hparams.dtype)
+        params = unshard_params(params, self.hparams.dtype)
         x_BTD = constrain(x_BTD, 'rows', None, None)
         output = self.layer(kind, parent=None).apply({'params': params}, x_BTD, *inputs)
         return output._replace(x_BTD=constrain(output.x_BTD, 'rows', None, None))
 
 
-def unstacked(stack: Stack, params):
+def unstack_layers(stack: Stack, params):
     """(kind, parameters) of each layer, from the first to the last."""
     for i, run in enumerate(stack.runs):
         for repeat in range(run.repeats):
@@ -86,17 +86,17 @@ def unstacked(stack: Stack, params):
                 yield kind, one.get(f'layer_{j}', {})
 
 
-def stacked_slots(written) -> Depth | None:
+def stack_slots(written) -> DepthSlots | None:
     """Depth of a list of Written, None where they hold no slot."""
     slots = [slot for one in written for slot in one.slots]
     if not slots:
         return None
     valid = [one.valid_BT for one in written for _ in one.slots if one.valid_BT is not None]
     slots = jax.tree.map(lambda *leaves: jnp.stack(leaves), *slots)
-    return Depth(slots, jnp.stack(valid) if valid else None)
+    return DepthSlots(slots, jnp.stack(valid) if valid else None)
 
 
-def rematerialised(function, hparams, prevent_cse):
+def with_remat(function, hparams, prevent_cse):
     """`function`, recomputed in the backward pass from its arguments where the knob says so.
 
     The choice of tokens and of experts is kept: recomputed, it could fall otherwise on a near-tie.
@@ -107,7 +107,7 @@ def rematerialised(function, hparams, prevent_cse):
     return jax.checkpoint(function, policy=policy, prevent_cse=prevent_cse)
 
 
-def told_by_layer(kinds, told: Told) -> list[Told]:
+def per_layer_args(kinds, told: LayerArgs) -> list[LayerArgs]:
     """What each of these layers is told, of leaves with an axis of the layers they are for."""
 
     def pick(side, places):
@@ -115,27 +115,27 @@ def told_by_layer(kinds, told: Told) -> list[Told]:
 
     routed = pick(told.routed, [j for j, kind in enumerate(kinds) if kind.routed])
     limits = pick(told.limits, [j for j, kind in enumerate(kinds) if kind.experts])
-    return [Told(routed.get(j), limits.get(j, UNLIMITED)) for j in range(len(kinds))]
+    return [LayerArgs(routed.get(j), limits.get(j, NO_EXPERT_STATE)) for j in range(len(kinds))]
 
 
-def run_unrolled(stack: Stack, params, tokens: Tokens, told: Told, x_BTD):
+def run_unrolled(stack: Stack, params, tokens: TokenInfo, told: LayerArgs, x_BTD):
     """The plain form of `run_stack`: a list of slots, ordinary differentiation."""
     written, records = [], []
-    told = told_by_layer(layer_kinds(stack.hparams), told)
-    for (kind, mine), mine_told in zip(unstacked(stack, params), told, strict=True):
+    told = per_layer_args(layer_kinds(stack.hparams), told)
+    for (kind, mine), mine_told in zip(unstack_layers(stack, params), told, strict=True):
 
         def call(params, x_BTD, written, told, kind=kind):
-            depth = stacked_slots(written)
+            depth = stack_slots(written)
             return stack.apply(kind, params, x_BTD, depth, tokens, told)
 
-        call = rematerialised(call, stack.hparams, prevent_cse=True)
+        call = with_remat(call, stack.hparams, prevent_cse=True)
         output = call(mine, x_BTD, written, mine_told)
         x_BTD, written = output.x_BTD, [*written, output.written]
         records.append(output.records)
-    return x_BTD, joined_records(records, lambda *leaves: jnp.stack(leaves))
+    return x_BTD, merge_records(records, lambda *leaves: jnp.stack(leaves))
 
 
-def joined_records(records: list[Records], join) -> Records | None:
+def merge_records(records: list[Records], join) -> Records | None:
     """Records of several layers, or of several runs, as one: leaves put together by `join`.
 
     None where no layer decides anything.

@@ -5,16 +5,16 @@ import jax
 import jax.numpy as jnp
 
 from moddepth_jax.hparams import Hparams, ModelHparams
-from moddepth_jax.model.attention import Depth, Tokens, documents
-from moddepth_jax.model.depth_scan import empty_slots, put_slots, run_stack
-from moddepth_jax.model.depth_stream import LayerKind
-from moddepth_jax.model.experts import Limits
-from moddepth_jax.model.layer import Told
-from moddepth_jax.model.layers import RMSNorm, embed, initializer, read_out
-from moddepth_jax.model.mixture_of_depths import RoutedLayer
-from moddepth_jax.model.routers import fixed_threshold, token_seeds
+from moddepth_jax.model.attention import DepthSlots, TokenInfo, model_segment_ids
+from moddepth_jax.model.layer import LayerArgs
+from moddepth_jax.model.layers import RMSNorm, embed, initializer, lm_head
+from moddepth_jax.model.mod.mixture_of_depths import RoutingArgs
+from moddepth_jax.model.mod.routers import fixed_threshold, token_seeds
+from moddepth_jax.model.moe.experts import ExpertState
 from moddepth_jax.model.routing import ROUTINGS, static_sizes
 from moddepth_jax.model.stack import Stack
+from moddepth_jax.model.stack_scan import empty_slots, put_slots, run_stack
+from moddepth_jax.model.streams import LayerKind
 
 MAX_INIT_LENGTH = 2048  # tokens of the random stream on which routers choose their initial width
 
@@ -51,7 +51,7 @@ class Transformer(nn.Module):
         x_BTD. A loss does not need the logits of all tokens at once: see `cross_entropy`.
         """
         x_BTD, records = self.hidden_states(tokens_BT, segment_ids_BT, routing, causal_layers_R)
-        return read_out(x_BTD, self.variables['params']), records
+        return lm_head(x_BTD, self.variables['params']), records
 
     @nn.compact
     def hidden_states(
@@ -81,9 +81,9 @@ class Transformer(nn.Module):
         check_dtype(model)
         if segment_ids_BT is None:
             segment_ids_BT = jnp.ones_like(tokens_BT)
-        segment_ids_BT = documents(model, segment_ids_BT)
+        segment_ids_BT = model_segment_ids(model, segment_ids_BT)
         positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
-        tokens = Tokens(positions_BT, segment_ids_BT, self._seeds(tokens_BT, positions_BT))
+        tokens = TokenInfo(positions_BT, segment_ids_BT, self._seeds(tokens_BT, positions_BT))
 
         shape = (model.vocab_size, model.d_model)
         embedding_VD = self.param('embedding', initializer(model.embedding_init_std), shape)
@@ -117,7 +117,7 @@ class Transformer(nn.Module):
         if causal_layers_R is None:
             causal_layers_R = jnp.ones(num_routed, bool)
         thresholds_R, limits = layer_thresholds(model, averages, routing)
-        return Told(RoutedLayer(jnp.arange(num_routed), thresholds_R, causal_layers_R), limits)
+        return LayerArgs(RoutingArgs(jnp.arange(num_routed), thresholds_R, causal_layers_R), limits)
 
     def _stack(self):
         # Fetched, not declared, once it exists: Linen would trace the initialiser at every use.
@@ -167,8 +167,8 @@ def layer_thresholds(hparams: ModelHparams, averages, routing: str):
     else:
         thresholds_R = averages['thresholds_R']
     if hparams.experts.choice != 'expert' or routing == 'top_c':
-        return thresholds_R, Limits()
-    return thresholds_R, Limits(averages['expert_thresholds_XE'])
+        return thresholds_R, ExpertState()
+    return thresholds_R, ExpertState(averages['expert_thresholds_XE'])
 
 
 def init_stack(key, hparams: ModelHparams, length: int):
@@ -183,11 +183,11 @@ def init_stack(key, hparams: ModelHparams, length: int):
         hparams.dtype
     )
     ones_BT = jnp.ones(shape[:2], jnp.int32)
-    tokens = Tokens(jnp.arange(length)[None], ones_BT, ones_BT.astype(jnp.uint32))
+    tokens = TokenInfo(jnp.arange(length)[None], ones_BT, ones_BT.astype(jnp.uint32))
     stack, params = Stack(hparams, 'top_c'), {}
     carry = (x_BTD, *empty_slots(hparams, x_BTD))
     for i, run in enumerate(stack.runs):
-        group = Group(stack, run.group, parent=None)
+        group = LayerGroup(stack, run.group, parent=None)
 
         def init_repeat(carry, inputs, group=group):
             key, count = inputs
@@ -199,19 +199,19 @@ def init_stack(key, hparams: ModelHparams, length: int):
     return {name: run for name, run in params.items() if run}  # an entry or exit may have none
 
 
-class Group(nn.Module):
+class LayerGroup(nn.Module):
     """The layers of one repeat of a run, for their initialisation."""
 
     stack: Stack
     kinds: tuple[LayerKind, ...]
 
     @nn.compact
-    def __call__(self, carry, count, tokens: Tokens):
+    def __call__(self, carry, count, tokens: TokenInfo):
         """The stream and the buffers of slots, of which `count` are written, after the layers."""
-        told = Told(RoutedLayer(jnp.int32(0), jnp.float32(0), jnp.bool_(False)))
+        told = LayerArgs(RoutingArgs(jnp.int32(0), jnp.float32(0), jnp.bool_(False)))
         for j, kind in enumerate(self.kinds):
             x_BTD, slots, valid_LBT = carry
-            depth = None if slots is None else Depth(slots, valid_LBT, count)
+            depth = None if slots is None else DepthSlots(slots, valid_LBT, count)
             layer = self.stack.layer(kind, name=f'layer_{j}')
             output = layer(x_BTD, depth, tokens, told)
             carry = output.x_BTD, *put_slots(slots, valid_LBT, output.written, count)
@@ -226,7 +226,7 @@ def causal_sizes(hparams: Hparams, length: int, routing: str) -> tuple[int, ...]
     where it grows.
     """
     routing_hparams = hparams.model.routing
-    most = routing_hparams.max_entering(max(hparams.data.sequence_length, length), routing)
+    most = routing_hparams.max_selected(max(hparams.data.sequence_length, length), routing)
     if routing_hparams.overflow == 'skip':
         return (min(most, length),)
     return static_sizes(length, most)

@@ -2,24 +2,27 @@
 
 import concurrent.futures
 import contextlib
+import errno
 import functools
 import hashlib
+import itertools
 import json
+import logging
 import os
 import pathlib
 import re
 import shutil
+import sys
 import time
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from jax._src import distributed  # its key-value store has no public name
 
-from moddepth_jax.training import agreement, orbax_noise, processes
 from moddepth_jax.training import leaves as leaves_lib
+from moddepth_jax.training import multihost
 from moddepth_jax.training.manifest import MANIFEST_FILE, read_manifest, write_manifest
-from moddepth_jax.training.save_error import SaveError, SaveErrorToldByFirst, not_saved, one_line
-from moddepth_jax.training.save_outcome import PATIENCE_SECONDS, SaveOutcome
 
 _STEP = re.compile('0|[1-9][0-9]*')
 # After an error, TensorStore goes on for a moment with the arrays that Orbax no longer waits for.
@@ -37,7 +40,7 @@ def state_sha256(state) -> str:
     digest = hashlib.sha256()
     for path, leaf in sorted(leaves_lib.named_leaves(state).items()):
         digest.update(f'{path} {leaves_lib.spec(leaf)}\n'.encode())
-        digest.update(np.ascontiguousarray(leaves_lib.whole(leaf)).reshape(-1).view(np.uint8))
+        digest.update(np.ascontiguousarray(leaves_lib.to_host(leaf)).reshape(-1).view(np.uint8))
     return digest.hexdigest()
 
 
@@ -66,7 +69,7 @@ class Checkpoints:
         self._verified = set()
         self._pending = self._outcome = None
         self._thread = concurrent.futures.ThreadPoolExecutor(1, 'checkpoint')
-        orbax_noise.silence()
+        silence_orbax()
         # Renaming would be atomic too, but not on network file systems; the manifest needs neither.
         mode = ocp.options.AtomicityMode.COMMIT_FILE
         self._orbax = ocp.AsyncCheckpointer(
@@ -106,7 +109,7 @@ class Checkpoints:
             'metadata': json.loads(json.dumps(metadata)),
         }
         failure = self._finish_pending()
-        if agreement.from_first(lambda: self._make_room(step)):
+        if multihost.broadcast_from_leader(lambda: self._make_room(step)):
             self._outcome = SaveOutcome()
             self._begin(step, leaves)
             self._pending = self._thread.submit(self._commit, step, content)
@@ -134,14 +137,14 @@ class Checkpoints:
           SaveError: the save before this failed.
         """
         self.wait()
-        found = agreement.from_first(lambda: self._newest(abstract_state))
+        found = multihost.broadcast_from_leader(lambda: self._newest(abstract_state))
         self.skipped, step = found['skipped'], found['step']
         if found['differs']:
-            raise leaves_lib.LeavesDiffer(found['differs'])
+            raise leaves_lib.StateMismatchError(found['differs'])
         if step is None:
             return None
         # Not by the checkpointer, whose processes would wait for one that could not read.
-        state = agreement.together(lambda: self._read(step, abstract_state))
+        state = multihost.run_on_all(lambda: self._read(step, abstract_state))
         return state, step, found['metadata']
 
     def close(self) -> None:
@@ -213,9 +216,9 @@ class Checkpoints:
         arrays |= jax.device_get({path: x for path, x in arrays.items() if x.is_fully_addressable})
         save = functools.partial(self._orbax.save, args=ocp.args.StandardSave(arrays))
         try:
-            agreement.together(lambda: save(self._path(step)))
+            multihost.run_on_all(lambda: save(self._path(step)))
         except Exception as error:
-            processes.leave_if_lost(error)
+            multihost.exit_if_process_lost(error)
             line = self._outcome.report(one_line(error))
             with contextlib.suppress(Exception):  # of those that had begun
                 self._orbax.wait_until_finished()
@@ -237,14 +240,14 @@ class Checkpoints:
         line, cause = '', None
         try:
             self._orbax.wait_until_finished()
-            if processes.is_first():
+            if multihost.is_leader():
                 write_manifest(self._path(step), content)
         except Exception as error:
-            processes.leave_if_lost(error)
+            multihost.exit_if_process_lost(error)
             line, cause = self._outcome.report(one_line(error)) or one_line(error), error
-        if not processes.is_first():
+        if not multihost.is_leader():
             if line := self._outcome.conclude():
-                raise SaveErrorToldByFirst(line) from cause
+                raise RemoteSaveError(line) from cause
             return
         if line:
             failure = SaveError(line)
@@ -274,7 +277,7 @@ class Checkpoints:
 
     def _remove(self, step):
         self._verified.discard(step)
-        if not processes.is_first():
+        if not multihost.is_leader():
             return
         # The manifest goes first: killed in between, this leaves it unfinished, not damaged.
         for path in (self._path(step, MANIFEST_FILE), self._path(step)):
@@ -297,3 +300,134 @@ class Checkpoints:
         )
         restored = [leaves_lib.restored(leaf, arrays.get(path)) for path, leaf in leaves.items()]
         return jax.tree.unflatten(jax.tree.structure(abstract_state), restored)
+
+
+_FULL = [os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)]
+
+
+class SaveError(ValueError):
+    """A checkpoint could not be written. The message is one line; earlier checkpoints are kept."""
+
+    everywhere = True  # every process of a run meets it
+
+
+class RemoteSaveError(SaveError, multihost.RemoteError):
+    """The same on the other processes: process 0 raises the SaveError that the user sees."""
+
+
+def not_saved(step: int, directory, reason: str, kept: list[int]) -> SaveError:
+    """The error of a checkpoint: what failed, which steps are kept, and what to do.
+
+    Args:
+      step: of the checkpoint.
+      directory: of all checkpoints.
+      reason: of `one_line`.
+      kept: steps of those that are there.
+    """
+    steps = ', '.join(map(str, kept)) or 'none'
+    mend = 'make room there' if any(full in reason for full in _FULL) else 'mend that'
+    again = f'the same command goes on after step {kept[-1]}' if kept else 'start again'
+    where = f'checkpoint {step} in {directory}: not saved'
+    kind = SaveError if multihost.is_leader() else RemoteSaveError
+    return kind(f'{where}, {reason}; steps kept: {steps}; {mend}, then {again}')
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, in a line of 300 characters at most."""
+    os_error = re.search(r"os_error_code='(\d+)'", str(error))  # in half a page of TensorStore's
+    if os_error:
+        return os.strerror(int(os_error[1]))
+    return ' '.join(str(error).split())[:300] or type(error).__name__
+
+
+PATIENCE_SECONDS = 3600  # for a slow disk; a process that died ends the others far sooner
+_numbers = itertools.count()  # alike on every process: all begin the same saves in the same order
+
+
+class SaveOutcome:
+    """Of one save: each process reports on its part, then process 0 on the whole.
+
+    Threads beside the training cannot use the collectives of devices, whose order has to be the
+    same everywhere. So the processes leave notes at the coordinator of `jax.distributed`.
+    """
+
+    def __init__(self):
+        number = next(_numbers)
+        self._folder, self._reported = f'moddepth_jax/saves/{number}', False
+        self._several = jax.process_count() > 1
+        if self._several and jax.process_index() == 0:
+            # All have begun the save after that one, so none will read of it any more.
+            distributed.global_state.client.key_value_delete(f'moddepth_jax/saves/{number - 2}')
+
+    def report(self, error: str = '') -> str:
+        """Tells how this process's part ended, and waits until every process has told that.
+
+        Args:
+          error: one line; empty where the part is written. Only the first report counts.
+
+        Returns:
+          The first error of any process, or ''. None of them writes any more.
+        """
+        if not self._several:
+            return error
+        if not self._reported:
+            self._reported = True
+            self._leave(f'part_{jax.process_index()}', error)
+        told = {process: self._find(f'part_{process}') for process in range(jax.process_count())}
+        return next((f'process {process}: {text}' for process, text in told.items() if text), '')
+
+    def conclude(self, error: str = '') -> str:
+        """What process 0 gives as the error of the whole save, or ''; the others wait for that."""
+        if not self._several:
+            return error
+        if jax.process_index() == 0:
+            self._leave('whole', error)
+        return self._find('whole')
+
+    def _leave(self, note, text):
+        # Behind a colon, for a note without text is none.
+        distributed.global_state.client.key_value_set(f'{self._folder}/{note}', f':{text}')
+
+    def _find(self, note):
+        client = distributed.global_state.client
+        return client.blocking_key_value_get(f'{self._folder}/{note}', 1000 * PATIENCE_SECONDS)[1:]
+
+
+_LATE = 'Event loop is closed'
+
+
+def silence_orbax() -> None:
+    """Drops, in the whole process, two things that tell nobody anything; further calls do nothing.
+
+    The first are Orbax's log records: dozens of lines a save, and its errors reach the caller as
+    exceptions anyway. The second are errors that Python cannot raise. Where one array of a save
+    cannot be written, Orbax gives up the others and closes its event loop. TensorStore then finds
+    the loop closed, or nobody asks for its error; either would be pages of tracebacks on stderr.
+    """
+    logging.getLogger('absl').addFilter(_not_from_orbax)
+    logging.getLogger('asyncio').addFilter(_not_given_up)
+    if not isinstance(sys.unraisablehook, _WithoutLateWrites):
+        sys.unraisablehook = _WithoutLateWrites(sys.unraisablehook)
+
+
+class _WithoutLateWrites:
+    """A sys.unraisablehook that gives all but TensorStore's late errors to the one before it."""
+
+    def __init__(self, hook):
+        self._hook = hook
+
+    def __call__(self, unraisable):
+        # A callback of C++ has no Python object that the error could be blamed on.
+        of_cpp = unraisable.object is None and unraisable.exc_type is RuntimeError
+        if not (of_cpp and str(unraisable.exc_value) == _LATE):
+            self._hook(unraisable)
+
+
+def _not_from_orbax(record):
+    return f'{os.sep}orbax{os.sep}' not in record.pathname
+
+
+def _not_given_up(record):
+    text = record.getMessage()
+    of_save = f'{os.sep}orbax{os.sep}' in text or 'OCDBT' in text  # TensorStore's format
+    return not (of_save and text.startswith(('Future exception', 'Task ')))

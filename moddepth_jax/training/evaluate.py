@@ -10,14 +10,15 @@ import numpy as np
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.model.cross_entropy import cross_entropy
 from moddepth_jax.model.transformer import Transformer, causal_routing
-from moddepth_jax.training.expert_losses import expert_counts, expert_ratios
 from moddepth_jax.training.losses import (
     IGNORED,
+    expert_counts,
+    expert_ratios,
     masked_labels,
     routing_counts,
     routing_ratios,
 )
-from moddepth_jax.training.sharding import put_batch, replicated
+from moddepth_jax.training.mesh import replicated, shard_batch
 
 
 @functools.partial(jax.jit, static_argnames=('hparams', 'routing', 'mesh'))
@@ -82,7 +83,7 @@ def evaluate(
         labels_BT = masked_labels(batch)
         targets = labels_BT[labels_BT != IGNORED]
         num_bytes = dataset.tokenizer.token_bytes_V[targets].sum()
-        batch = put_batch(mesh, batch)
+        batch = shard_batch(mesh, batch)
         how = {'hparams': hparams, 'routing': routing, 'mesh': mesh}
         sums = eval_step(variables, batch, causal_layers_R, **how)
         sums = jax.tree.map(np.float64, jax.device_get(sums) | {'bytes': num_bytes})
@@ -151,7 +152,7 @@ def _lists(ratios):
     return {name: values.tolist() for name, values in ratios.items()}
 
 
-def evaluate_honestly(
+def evaluate_causal(
     variables, hparams: Hparams, dataset, mesh, num_batches: int, batches_per_layer: int = 0
 ) -> dict:
     """`evaluate` under the causal rule, with the top-C loss on the same weights beside it.

@@ -7,17 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from moddepth_jax.training import processes
+from moddepth_jax.training import multihost
 
 
-class LeavesDiffer(ValueError):
+class StateMismatchError(ValueError):
     """A checkpoint has other leaves than the state wanted; every process of a run is told so."""
 
     everywhere = True
 
     def __init__(self, line: str):
         super().__init__(line)
-        self.told_by_another = not processes.is_first()
+        self.reported_elsewhere = not multihost.is_leader()
 
 
 def difference(saved: dict[str, str], wanted: dict) -> str:
@@ -87,7 +87,7 @@ def restored(leaf, array):
     return array
 
 
-def whole(leaf) -> np.ndarray:
+def to_host(leaf) -> np.ndarray:
     """All of what is `stored` of a leaf, on the host, however it is spread over devices.
 
     Of an array that this process does not hold whole, every process has to ask for it; each device

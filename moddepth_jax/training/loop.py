@@ -6,26 +6,34 @@ import pathlib
 
 import jax
 
-from moddepth_jax.data.pipeline import Dataset
+from moddepth_jax.data.pipeline import Dataset, check_fingerprint
 from moddepth_jax.hparams import Hparams
-from moddepth_jax.training import agreement, processes
+from moddepth_jax.training import multihost
 from moddepth_jax.training.checkpoint import Checkpoints
-from moddepth_jax.training.events import Events
-from moddepth_jax.training.interruption import Interruption
-from moddepth_jax.training.metrics import MetricsWriter
-from moddepth_jax.training.parameter_table import parameter_lines
-from moddepth_jax.training.plan import describe, prepare
+from moddepth_jax.training.mesh import mesh_lines, state_shardings
+from moddepth_jax.training.metrics import (
+    MetricsWriter,
+    TensorBoardWriter,
+    WandbWriter,
+    WindowLog,
+    check_wandb,
+)
+from moddepth_jax.training.plan import describe, prepare_run
+from moddepth_jax.training.preemption import PreemptionHandler
 from moddepth_jax.training.profile import Profile
 from moddepth_jax.training.progress import Progress
-from moddepth_jax.training.run_tokenizer import keep_tokenizer
-from moddepth_jax.training.sharding_table import mesh_lines
-from moddepth_jax.training.start import start
-from moddepth_jax.training.steps import Steps
-from moddepth_jax.training.summary import summarise, write_summary
-from moddepth_jax.training.train_step import TrainState
-from moddepth_jax.training.wandb_run import WandbRun, check_wandb
-from moddepth_jax.training.window_log import WindowLog
-from moddepth_jax.training.workdir import CONFIG_FILE, WorkdirLock, open_workdir, update_config
+from moddepth_jax.training.run_dir import (
+    CONFIG_FILE,
+    WorkdirLock,
+    open_workdir,
+    save_tokenizer,
+    update_config,
+)
+from moddepth_jax.training.saved_run import restore_state
+from moddepth_jax.training.stages import stage_at
+from moddepth_jax.training.summary import parameter_lines, summarize, versions, write_summary
+from moddepth_jax.training.train_step import TrainState, init_state
+from moddepth_jax.training.trainer import Trainer
 
 MAY_CHANGE = (  # on resuming: knobs that no trained bit depends on
     'evaluation',
@@ -83,25 +91,29 @@ def train(
         written.
       Diverged: a ValueError, after `training.max_nan_steps` non-finite steps in a row.
     """
-    agreement.together(lambda: check_wandb(wandb))
-    num_steps, dataset, mesh = agreement.together(lambda: prepare(hparams, mesh_spec, workdir))
+    multihost.run_on_all(lambda: check_wandb(wandb))
+    num_steps, dataset, mesh = multihost.run_on_all(
+        lambda: prepare_run(hparams, mesh_spec, workdir)
+    )
     config = dataclasses.asdict(hparams)
-    agreement.check_alike({'--mesh': mesh_spec, **config, 'text': dataset.fingerprint})
+    multihost.check_equal_on_all({'--mesh': mesh_spec, **config, 'text': dataset.fingerprint})
     may_change = MAY_CHANGE + dataset.may_change
     if hparams.model.routing.train_rule == 'top_c':
         may_change += INFERENCE_ONLY
-    older = agreement.from_first(lambda: open_workdir(workdir, config, may_change))
-    workdir, first = pathlib.Path(workdir), processes.is_first()
+    older = multihost.broadcast_from_leader(lambda: open_workdir(workdir, config, may_change))
+    workdir, first = pathlib.Path(workdir), multihost.is_leader()
     with contextlib.ExitStack() as held:
-        agreement.on_first(lambda: held.enter_context(WorkdirLock(workdir)))
-        agreement.check_shared(workdir / CONFIG_FILE)
+        multihost.run_on_leader(lambda: held.enter_context(WorkdirLock(workdir)))
+        multihost.check_shared_directory(workdir / CONFIG_FILE)
         keep = hparams.training.keep_checkpoints
         checkpoints = held.enter_context(Checkpoints(workdir / 'checkpoints', keep))
-        held.enter_context(processes.ended_by_loss())
-        state, metadata, news = start(hparams, num_steps, dataset, mesh, checkpoints)
-        agreement.from_first(lambda: update_config(workdir, config))
-        agreement.from_first(lambda: keep_tokenizer(workdir, hparams, dataset.tokenizer))
-        profile = agreement.together(lambda: Profile(workdir, profiled, num_steps, int(state.step)))
+        held.enter_context(multihost.exit_on_lost_process())
+        state, metadata, news = restore_or_init(hparams, num_steps, dataset, mesh, checkpoints)
+        multihost.broadcast_from_leader(lambda: update_config(workdir, config))
+        multihost.broadcast_from_leader(lambda: save_tokenizer(workdir, hparams, dataset.tokenizer))
+        profile = multihost.run_on_all(
+            lambda: Profile(workdir, profiled, num_steps, int(state.step))
+        )
         first_step, tokens = int(state.step), hparams.data.batch_size * hparams.data.sequence_length
         with (
             jax.set_mesh(mesh),
@@ -110,12 +122,12 @@ def train(
         ):
 
             def open_writer():
-                sinks = [Events(workdir, first_step)]
+                sinks = [TensorBoardWriter(workdir, first_step)]
                 if wandb:
-                    sinks.append(WandbRun(workdir, wandb, config))
+                    sinks.append(WandbWriter(workdir, wandb, config))
                 return files.enter_context(MetricsWriter(workdir, first_step, sinks))
 
-            writer = agreement.on_first(open_writer)
+            writer = multihost.run_on_leader(open_writer)
             profile = files.enter_context(profile)
             log = None
             if hparams.data.log_windows:
@@ -124,10 +136,10 @@ def train(
             lines += parameter_lines(state.params)
             for line in (*lines, *mesh_lines(mesh, state), *older, *news):
                 progress.note(line)
-            steps = Steps(
+            steps = Trainer(
                 state, metadata, hparams, num_steps, dataset, mesh, writer, progress, log, profile
             )
-            with Interruption() as interruption:
+            with PreemptionHandler() as interruption:
                 state = steps.run(interruption, checkpoints)
             step = int(state.step)
             if step < num_steps:
@@ -136,6 +148,58 @@ def train(
                 return Run(hparams, workdir, state, dataset, None, interruption.requested)
             progress.note('evaluating on held-out text, then counting the FLOPs of the traced step')
             evaluation = steps.evaluate(num_steps, hparams.evaluation.final_batches)
-        summary = summarise(hparams, state, evaluation, dataset, steps.metadata)
-        agreement.from_first(lambda: write_summary(workdir, summary))
+        summary = summarize(hparams, state, evaluation, dataset, steps.metadata)
+        multihost.broadcast_from_leader(lambda: write_summary(workdir, summary))
     return Run(hparams, workdir, state, dataset, summary)
+
+
+def restore_or_init(hparams: Hparams, num_steps: int, dataset, mesh, checkpoints) -> tuple:
+    """The newest good state or that before step 0, where `state_shardings` wants it.
+
+    Every process of a run has to call it.
+
+    Returns:
+      The TrainState; the dict that its next checkpoint carries; lines of news for the user.
+
+    Raises:
+      ValueError: one line, for a checkpoint of other data, steps or stage.
+    """
+    multihost.warm_up_collectives(mesh)
+    initial = jax.jit(lambda: init_state(hparams, num_steps))
+    abstract = jax.eval_shape(initial)
+    shardings = state_shardings(mesh, abstract)
+    abstract = jax.tree.map(lambda leaf, to: leaf.update(sharding=to), abstract, shardings)
+    here = versions() | {'processes': str(jax.process_count())}
+    here |= {f'mesh axis {axis}': str(size) for axis, size in mesh.shape.items()}
+    metadata = {
+        'fingerprint': dataset.fingerprint,
+        'num_steps': num_steps,
+        'versions': here,
+        'seconds': 0.0,
+        'train_loss': None,
+    }
+    restored = restore_state(checkpoints, abstract)
+    if restored is None:
+        return jax.jit(initial, out_shardings=shardings)(), metadata, checkpoints.skipped
+    state, step, stored = restored
+    multihost.broadcast_from_leader(lambda: _check(stored, metadata, hparams, step))
+    news = [*checkpoints.skipped, f'resuming after step {step}']
+    if abstract.averages and not state.averages:
+        news.append('no averages in the checkpoint: the rule threshold cannot run')
+    for name, was in stored['versions'].items():
+        if here.get(name) != was:
+            news.append(f'{name} was {was}, is {here.get(name)}: bits may differ from here on')
+    carried = {name: stored[name] for name in ('seconds', 'train_loss')}
+    return state, metadata | carried, news
+
+
+def _check(stored, metadata, hparams, step):
+    """Raises ValueError where a run cannot go on from what a checkpoint says of itself."""
+    check_fingerprint(stored['fingerprint'], metadata['fingerprint'])
+    num_steps = metadata['num_steps']
+    if stored['num_steps'] != num_steps:
+        found = f'{stored["num_steps"]} steps when it began and {num_steps} now'
+        raise ValueError(f'this run was to take {found}: FLOPs are counted otherwise; start anew')
+    stage = stage_at(hparams, num_steps, step - 1)._asdict()
+    if stored.get('stage', stage) != stage:
+        raise ValueError(f'this run was in stage {stored["stage"]} and is in {stage}; start anew')

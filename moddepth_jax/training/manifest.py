@@ -5,7 +5,7 @@ import json
 import os
 import pathlib
 
-from moddepth_jax.training import workdir as workdir_lib
+from moddepth_jax.training import run_dir as workdir_lib
 
 MANIFEST_FILE = 'manifest.json'
 

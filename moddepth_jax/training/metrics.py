@@ -1,12 +1,23 @@
 """What a run measured: one JSON object a line, and whatever else takes the same numbers."""
 
+import contextlib
 import json
 import math
 import os
 import pathlib
+import re
+import secrets
+import socket
 import sys
+import time
 
-from moddepth_jax.training import workdir as workdir_lib
+from tensorboardX import summary
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.record_writer import RecordWriter
+
+from moddepth_jax.training import multihost
+from moddepth_jax.training import run_dir as workdir_lib
+from moddepth_jax.training.run_dir import write_atomically
 
 METRICS_FILE = 'metrics.jsonl'
 
@@ -134,3 +145,225 @@ def _plain(name, value):
     if not isinstance(value, (int, float)):
         raise ValueError(f'{name}={value!r}: must be a number, a string or a list of these')
     return value if math.isfinite(value) else None
+
+
+EVENTS_DIRECTORY = 'tensorboard'
+FLUSH_SECONDS = 30.0
+
+
+class TensorBoardWriter:
+    """Appends scalars and histograms to a new file of events under `tensorboard/` of a run.
+
+    metrics.jsonl holds the same numbers. So an event that cannot be written is dropped, and the
+    rest with it: `failure` says why, in one line.
+
+    tensorboardX's own SummaryWriter hands events to a thread, and blocks for ever once a full disk
+    has ended that.
+
+    Args:
+      workdir: directory of the run.
+      first_step: steps done before this start. TensorBoard hides events of later steps that an
+        earlier start left.
+    """
+
+    def __init__(self, workdir: str | os.PathLike, first_step: int):
+        self.failure = ''
+        self._writer = None
+        folder = pathlib.Path(workdir) / EVENTS_DIRECTORY
+        resumed = folder.exists()
+        self._flush_at = time.monotonic() + FLUSH_SECONDS
+        try:
+            folder.mkdir(exist_ok=True)
+            name = f'events.out.tfevents.{time.time_ns()}.{socket.gethostname()}'
+            self._writer = RecordWriter(str(folder / name))
+        except OSError as error:
+            self._give_up(error)
+        self._write(Event(file_version='brain.Event:2'))
+        if resumed:
+            start = SessionLog(status=SessionLog.START)
+            self._write(Event(step=first_step + 1, session_log=start))
+
+    def add(self, step: int, values: dict) -> None:
+        """Writes the numbers of a row; of its lists those whose name ends in `_histogram`."""
+        for name, value in values.items():
+            if isinstance(value, (int, float)):
+                self._write(Event(step=step, summary=summary.scalar(name, value)))
+            elif name.endswith('_histogram') and None not in value:
+                self._write(Event(step=step, summary=_histogram(name, value)))
+        if time.monotonic() > self._flush_at:
+            self._flush_at = time.monotonic() + FLUSH_SECONDS
+            self._call('flush')
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._call('close')
+        self._writer = None
+
+    def _write(self, event):
+        event.wall_time = time.time()
+        self._call('write', event.SerializeToString())
+
+    def _call(self, name, *given):
+        if self._writer is not None:
+            try:
+                getattr(self._writer, name)(*given)
+            except OSError as error:
+                self._give_up(error)
+
+    def _give_up(self, error):
+        self.failure = f'no more events for TensorBoard: {error.strerror or error}'
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            with contextlib.suppress(OSError):  # of what it still held
+                writer.close()
+
+
+def _histogram(name, shares):
+    """Shares of equal bins of [0, 1]."""
+    limits = [(i + 1) / len(shares) for i in range(len(shares))]
+    middles = [limit - 0.5 / len(shares) for limit in limits]
+    return summary.histogram_raw(
+        name,
+        min=0.0,
+        max=1.0,
+        num=1,
+        sum=sum(share * x for share, x in zip(shares, middles, strict=True)),
+        sum_squares=sum(share * x * x for share, x in zip(shares, middles, strict=True)),
+        bucket_limits=limits,
+        bucket_counts=shares,
+    )
+
+
+ID_FILE = 'wandb-id'
+
+
+def check_wandb(project: str) -> None:
+    """Raises ValueError, one line, where `project` is asked for and wandb is not installed."""
+    if not project:
+        return
+    try:
+        import wandb  # noqa: F401
+    except ImportError:
+        right = "needs pip install 'moddepth-jax[wandb]'"
+        raise ValueError(f'--wandb={project}: {right}') from None
+
+
+class WandbWriter:
+    """Sends rows of metrics to one run of W&B; a start that resumes goes on with the same.
+
+    Curves are drawn over `step`, which is sent with each row, so that the rows that a killed run
+    writes again are taken. What W&B does not take is dropped, and the rest with it: `failure` says
+    why, in one line.
+
+    Args:
+      workdir: directory of the run, whose last name is the run's there; holds its id and W&B's own
+        files.
+      project: of W&B.
+      config: nested dict of the run's knobs.
+
+    Raises:
+      ValueError: one line, where W&B cannot begin: nobody is logged in, or there is no network.
+    """
+
+    def __init__(self, workdir: str | os.PathLike, project: str, config: dict):
+        import wandb
+
+        workdir, self.failure = pathlib.Path(workdir), ''
+        path = workdir / ID_FILE
+        if not path.exists():
+            write_atomically(path, secrets.token_hex(8) + '\n')
+        try:
+            self._run = wandb.init(
+                project=project,
+                id=path.read_text(encoding='utf-8').strip(),
+                resume='allow',
+                name=workdir.resolve().name,
+                dir=workdir,
+                config=config,
+                settings=wandb.Settings(console='off', silent=True),
+            )
+        except Exception as error:  # of many kinds, some of them private
+            right = 'log in with `wandb login`, or set WANDB_MODE=offline'
+            raise ValueError(
+                f'--wandb={project}: {" ".join(str(error).split())}; {right}'
+            ) from None
+        self._run.define_metric('*', step_metric='step')
+
+    def add(self, step: int, values: dict) -> None:
+        """Sends the numbers of a row."""
+        row = {name: value for name, value in values.items() if isinstance(value, (int, float))}
+        self._call('log', {'step': step, **row})
+
+    def close(self) -> None:
+        """Waits until all is sent."""
+        self._call('finish')
+        self._run = None
+
+    def _call(self, name, *given):
+        if self._run is None:
+            return
+        try:
+            getattr(self._run, name)(*given)
+        except Exception as error:  # a run must not end because its pictures cannot be drawn
+            self.failure = f'no more metrics for W&B: {" ".join(str(error).split())}'
+            self._run = None
+
+
+_NAME = re.compile(r'windows-\d+\.jsonl')
+
+
+class WindowLog:
+    """Appends {"step": S, "windows": [numbers]} to windows-PROCESS.jsonl in the workdir.
+
+    S is 1 for the first step. Each process logs the windows that it read; where processes share
+    rows, more than one of them logs a window. A row is flushed before its step is taken, so all
+    rows of a checkpoint's steps are there, however the run is killed.
+
+    Every process of a run has to make one: process 0 first drops the rows of all files, those of
+    processes that are no more among them, which are of steps after `first_step` or were cut short.
+
+    Args:
+      workdir: directory of the run.
+      first_step: steps done before this start.
+      process: index of this process.
+    """
+
+    def __init__(self, workdir: str | os.PathLike, first_step: int, process: int):
+        workdir = pathlib.Path(workdir)
+        multihost.broadcast_from_leader(lambda: _drop_rows(workdir, first_step))
+        self._file = open(workdir / f'windows-{process}.jsonl', 'a', encoding='utf-8')
+
+    def write(self, step: int, windows: list[int]) -> None:
+        """Logs the windows of the step that ends as number `step`."""
+        self._file.write(json.dumps({'step': step, 'windows': windows}) + '\n')
+        self._file.flush()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._file.close()
+
+
+def read_windows(workdir: str | os.PathLike) -> dict[int, list[int]]:
+    """The windows of each step, over all processes, sorted; a last line cut short is left out."""
+    steps = {}
+    for path in _files(workdir):
+        for row in _rows(path):
+            steps.setdefault(row['step'], []).extend(row['windows'])
+    return {step: sorted(steps[step]) for step in sorted(steps)}
+
+
+def _files(workdir):
+    return sorted(path for path in pathlib.Path(workdir).iterdir() if _NAME.fullmatch(path.name))
+
+
+def _rows(path):
+    lines = path.read_text(encoding='utf-8', errors='replace').splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith('}\n')]
+
+
+def _drop_rows(workdir, first_step):
+    for path in _files(workdir):
+        rows = [row for row in _rows(path) if row['step'] <= first_step]
+        write_atomically(path, ''.join(f'{json.dumps(row)}\n' for row in rows))

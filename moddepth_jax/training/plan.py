@@ -9,13 +9,13 @@ from moddepth_jax.data.tokenizers.tokenizer import Tokenizer, tokenizer_of
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.model.flops import train_step_flops
 from moddepth_jax.model.transformer import check_attention, check_dtype
+from moddepth_jax.training.mesh import check_mesh, make_mesh
 from moddepth_jax.training.progress import format_count
-from moddepth_jax.training.sharding import check_mesh, make_mesh
 from moddepth_jax.training.stages import run_flops, stage_starts
 from moddepth_jax.training.summary import active_parameters, num_parameters
 
 
-def prepare(
+def prepare_run(
     hparams: Hparams, mesh_spec: str, workdir: str | os.PathLike | None = None
 ) -> tuple[int, Dataset, jax.sharding.Mesh]:
     """The number of steps, the dataset and the mesh of a run, once all of them are known to fit.
@@ -83,7 +83,7 @@ def _places(hparams, stage):
     length, routing = hparams.data.sequence_length, hparams.at(stage).model.routing
     most = routing.num_selected(length)
     if stage.routing != 'top_c':
-        most = f'up to {routing.max_entering(length, stage.routing)}'
+        most = f'up to {routing.max_selected(length, stage.routing)}'
     return f'{most} of {length} tokens by {stage.routing}'
 
 

@@ -9,13 +9,13 @@ import jax
 from jax.sharding import Mesh
 
 from moddepth_jax.hparams import Hparams, from_config
-from moddepth_jax.training import agreement, processes
+from moddepth_jax.training import multihost
 from moddepth_jax.training.checkpoint import Checkpoints
-from moddepth_jax.training.leaves import LeavesDiffer
-from moddepth_jax.training.sharding import state_shardings
+from moddepth_jax.training.leaves import StateMismatchError
+from moddepth_jax.training.mesh import state_shardings
+from moddepth_jax.training.run_dir import CONFIG_FILE, read_config
 from moddepth_jax.training.stages import stage_at
 from moddepth_jax.training.train_step import TrainState, init_state
-from moddepth_jax.training.workdir import CONFIG_FILE, read_config
 
 MAX_READS = 10  # of a run that drops, each time, the checkpoint that is being read
 
@@ -75,18 +75,18 @@ def load_run(workdir: str | os.PathLike, mesh: Mesh | None = None) -> SavedRun:
         checkpoint yet, or one of another model than the config's.
     """
     workdir = pathlib.Path(workdir)
-    hparams, notes = agreement.together(lambda: read_hparams(workdir))
+    hparams, notes = multihost.run_on_all(lambda: read_hparams(workdir))
     # No shape depends on the number of steps, which the checkpoint alone knows.
     abstract = jax.eval_shape(lambda: init_state(hparams, 1))
     if mesh is not None:
-        processes.meet(mesh)
+        multihost.warm_up_collectives(mesh)
         shardings = state_shardings(mesh, abstract)
         abstract = jax.tree.map(lambda leaf, to: leaf.update(sharding=to), abstract, shardings)
     with Checkpoints(workdir / 'checkpoints', keep=1) as checkpoints:
         restored = _restore_newest(checkpoints, abstract)
     notes += checkpoints.skipped
     if restored is None:
-        agreement.from_first(lambda: _refuse(workdir, checkpoints.skipped))
+        multihost.broadcast_from_leader(lambda: _refuse(workdir, checkpoints.skipped))
     state, step, metadata = restored
     num_steps = metadata['num_steps']
     if abstract.averages and not state.averages:
@@ -105,7 +105,7 @@ def _refuse(workdir, skipped):
 
 def _restore_newest(checkpoints, abstract):
     """`restore`, again where a run that goes on has dropped what was being read."""
-    steps = functools.partial(agreement.from_first, checkpoints.steps)
+    steps = functools.partial(multihost.broadcast_from_leader, checkpoints.steps)
     for _ in range(MAX_READS):
         before = steps()
         try:
@@ -123,8 +123,8 @@ def restore_state(checkpoints: Checkpoints, abstract: TrainState) -> tuple | Non
     """`checkpoints.restore`; runs from before the averages get a state without them."""
     try:
         return checkpoints.restore(abstract)
-    except LeavesDiffer as error:
+    except StateMismatchError as error:
         try:
             return checkpoints.restore(abstract.replace(averages={}))
-        except LeavesDiffer:
+        except StateMismatchError:
             raise error from None

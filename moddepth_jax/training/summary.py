@@ -7,13 +7,15 @@ import json
 import os
 import pathlib
 import platform
+import re
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh
 
-from kernels_pallas import xla_sequence
-from kernels_pallas.choice import log_lines
+from kernels_pallas.backends import log_lines
+from kernels_pallas.xla import sequence
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.model.flops import (
     dot_general_flops,
@@ -22,9 +24,9 @@ from moddepth_jax.model.flops import (
     train_step_flops,
 )
 from moddepth_jax.training.checkpoint import state_sha256
+from moddepth_jax.training.run_dir import write_atomically
 from moddepth_jax.training.stages import run_flops, stage_starts
 from moddepth_jax.training.train_step import TrainState, init_state, train_step
-from moddepth_jax.training.workdir import write_atomically
 
 SUMMARY_FILE = 'summary.json'
 _PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'grain', 'numpy')
@@ -69,11 +71,11 @@ def _trace(hparams, num_steps, **changes):
     batch = {name: row for name in ('tokens_BT', 'labels_BT', 'segment_ids_BT')}
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # as one device would run it
         state = jax.eval_shape(lambda: init_state(hparams, num_steps))
-        with xla_sequence.counted():
+        with sequence.static_blocks():
             return jax.jit(functools.partial(train_step)).trace(state, batch)
 
 
-def flops_of_a_step(hparams: Hparams, num_steps: int) -> dict[str, float | None]:
+def step_flops_report(hparams: Hparams, num_steps: int) -> dict[str, float | None]:
     """The counted FLOPs of a training step beside what its traced programs hold.
 
     Returns:
@@ -121,7 +123,7 @@ def by_layer(layers: tuple[int, ...], ratios: dict) -> dict[str, dict]:
     }
 
 
-def summarise(
+def summarize(
     hparams: Hparams, state: TrainState, evaluation: dict, dataset, metadata: dict
 ) -> dict:
     """The content of summary.json, as interfaces of other commands expect it.
@@ -139,7 +141,7 @@ def summarise(
     """
     layers = {'routing': hparams.model.routed_layers, 'experts': hparams.model.expert_layers}
     parts = {*layers, 'domains'}
-    flops = flops_of_a_step(hparams, state.num_steps)
+    flops = step_flops_report(hparams, state.num_steps)
     step = int(state.step)
     domains = {}
     if 'domains' in evaluation:
@@ -177,16 +179,73 @@ def summarise(
 
 def write_summary(workdir, summary: dict):
     """Writes summary.json whole or not at all; numbers that are not finite become null."""
-    text = json.dumps(finite(summary), indent=2, allow_nan=False) + '\n'
+    text = json.dumps(replace_nonfinite(summary), indent=2, allow_nan=False) + '\n'
     write_atomically(pathlib.Path(workdir) / SUMMARY_FILE, text)
 
 
-def finite(value):
+def replace_nonfinite(value):
     """`value` with None for numbers that are not finite, in dicts and lists: JSON has none."""
     if isinstance(value, dict):
-        return {name: finite(item) for name, item in value.items()}
+        return {name: replace_nonfinite(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [finite(item) for item in value]
+        return [replace_nonfinite(item) for item in value]
     if isinstance(value, float) and not abs(value) < float('inf'):
         return None
     return value
+
+
+_OF_LAYER = re.compile(r'stack/(run_\d+/layer_\d+)/(?:block/)?(.*)')
+
+
+class ParameterPart(NamedTuple):
+    """Parameters of one part of the model, in all its layers.
+
+    Attributes:
+      name: embedding, attention, mlp, norms, router, predictor, stream (depth slots), head.
+      layers: how many layers have it; 0: it belongs to none.
+      parameters: their number, over all layers.
+      arrays: names of its arrays or groups of them, such as `query`; `scale` alone is not told.
+    """
+
+    name: str
+    layers: int
+    parameters: int
+    arrays: tuple[str, ...]
+
+
+def parameter_parts(params) -> list[ParameterPart]:
+    """The parts of a Transformer's parameters, the largest first.
+
+    Args:
+      params: of a Transformer, arrays or jax.ShapeDtypeStruct.
+    """
+    layers, sizes, arrays = {}, {}, {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        text = jax.tree_util.keystr(path, simple=True, separator='/')
+        match = _OF_LAYER.fullmatch(text)
+        name, *inner = (match[2] if match else text).split('/')
+        if name.endswith('_norm'):
+            name, inner = 'norms', []
+        if match:  # a leaf holds one row for each repeat of its layer
+            layers.setdefault(name, {})[match[1]] = leaf.shape[0]
+        sizes[name] = sizes.get(name, 0) + leaf.size
+        arrays.setdefault(name, {}).update(dict.fromkeys(inner[:1]))
+    found = [
+        ParameterPart(name, sum(layers.get(name, {}).values()), sizes[name], tuple(arrays[name]))
+        for name in sizes
+    ]
+    return sorted(found, key=lambda part: (-part.parameters, part.name))
+
+
+def parameter_lines(params) -> list[str]:
+    """`parts` as lines of text under a header, and their sum."""
+    rows = parameter_parts(params)
+    total = sum(part.parameters for part in rows)
+    size = max(13, len(f'{total:,}'))
+    lines = [f'{"parameters":12}{"layers":>6}  {"all":>{size}}   share  arrays']
+    for part in rows:
+        numbers = (
+            f'{part.layers or "":>6}  {part.parameters:>{size},}  {part.parameters / total:6.1%}'
+        )
+        lines.append(f'  {part.name:10}{numbers}  {" ".join(part.arrays)}'.rstrip())
+    return [*lines, f'  {"sum":10}{"":6}  {total:>{size},}']

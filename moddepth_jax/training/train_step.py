@@ -11,10 +11,12 @@ from moddepth_jax.hparams import Hparams, Stage
 from moddepth_jax.model.cross_entropy import cross_entropy
 from moddepth_jax.model.layer import Records
 from moddepth_jax.model.transformer import Transformer
-from moddepth_jax.training.expert_losses import expert_counts, expert_loss, expert_ratios
 from moddepth_jax.training.losses import (
     IGNORED,
     causal_rule_loss,
+    expert_counts,
+    expert_loss,
+    expert_ratios,
     masked_labels,
     routing_counts,
     routing_ratios,

@@ -7,17 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moddepth_jax.analysis import attention_forms, attention_report, bench_attention
-from moddepth_jax.analysis.attempt import attempt, reason
-from moddepth_jax.analysis.attention_cases import (
+from moddepth_jax.benchmarks import attention_forms, attention_report, bench_attention
+from moddepth_jax.benchmarks.attention_cases import (
     Case,
     depth_bytes,
     document_lengths,
     flops,
     make_inputs,
 )
-from moddepth_jax.analysis.attention_check import checked_queries, find_wrong, make_right
-from moddepth_jax.analysis.attention_forms import ALONE, BOTH, PLAIN, Form, forms
+from moddepth_jax.benchmarks.attention_check import checked_queries, find_wrong, make_right
+from moddepth_jax.benchmarks.attention_forms import ALONE, BOTH, PLAIN, Form, forms
+from moddepth_jax.benchmarks.timing import reason, try_run
 
 CASE = Case(24, heads=4, kv_heads=2, width=8, slots=3)
 CEILINGS = {'copy_bytes_per_second': 4e12, 'matmul_flops_per_second': 8e14}
@@ -166,13 +166,13 @@ def test_reasons_are_one_line():
     error = RuntimeError('RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8 bytes.')
     assert reason(error) == 'out of device memory'
     assert reason(AssertionError()) == 'AssertionError'
-    result, why = attempt(lambda: jnp.zeros(2) @ jnp.zeros(3))
+    result, why = try_run(lambda: jnp.zeros(2) @ jnp.zeros(3))
     assert result is None and why.startswith('TypeError: ') and '\n' not in why
 
 
 def test_flash_attention_2_says_why_it_is_absent(inputs):
     """Without jax-triton, or without a GPU, which it asks for on import: one line."""
-    _, why = attempt(
+    _, why = try_run(
         attention_forms.lower, Form('flash_attention_2', PLAIN, 'forward'), inputs, CASE
     )
     assert why.split(':')[0] in ('ModuleNotFoundError', 'ImportError'), why

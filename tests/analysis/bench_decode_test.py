@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from moddepth_jax.analysis import bench_decode
+from moddepth_jax.benchmarks import decoding
 from moddepth_jax.hparams import from_config
 
 CONTEXT = 64
@@ -24,10 +24,10 @@ def models(tiny_config):
 def test_filled_caches_have_the_shape_of_real_ones(which, models):
     """As prefill would leave them, with the rule's share of entries in routed blocks."""
     hparams = models[which]
-    unrolled = bench_decode._random_weights(hparams)
-    cache = bench_decode.filled_cache(hparams, unrolled, 3, 40)
+    unrolled = decoding._random_weights(hparams)
+    cache = decoding.filled_cache(hparams, unrolled, 3, 40)
     tokens_BT = np.zeros((3, 40), np.int32)
-    _, real = jax.eval_shape(lambda: bench_decode._prefill(hparams, unrolled, tokens_BT))
+    _, real = jax.eval_shape(lambda: decoding._prefill(hparams, unrolled, tokens_BT))
     shapes = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), (cache, real))
     assert shapes[0] == shapes[1]
     assert cache.lengths_B.tolist() == [40] * 3
@@ -40,7 +40,7 @@ def test_filled_caches_have_the_shape_of_real_ones(which, models):
 @pytest.mark.slow
 def test_result_says_what_was_timed(models):
     """Every batch has times, tokens, bytes and the share that entered; JSON can hold it."""
-    result = bench_decode.bench_decode(*models, [1, 8], prompt=16, repeats=4)
+    result = decoding.bench_decode(*models, [1, 8], prompt=16, repeats=4)
     json.dumps(result)
     assert [row['batch'] for row in result['rows']] == [1, 8]
     for row in result['rows']:
@@ -56,7 +56,7 @@ def test_result_says_what_was_timed(models):
 def test_the_timed_models_have_the_weights_that_they_say(models):
     """Nothing but the router tells the routed model's parameters from the dense one's."""
     sizes = [
-        sum(leaf.size for leaf in jax.tree.leaves(bench_decode._random_weights(hparams)['layers']))
+        sum(leaf.size for leaf in jax.tree.leaves(decoding._random_weights(hparams)['layers']))
         for hparams in models
     ]
     assert sizes[0] == sizes[1]

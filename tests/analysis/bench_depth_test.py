@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from moddepth_jax.analysis import bench_depth
-from moddepth_jax.analysis.bench_depth import CompiledStep, with_model
+from moddepth_jax.benchmarks import depth as bench_depth
+from moddepth_jax.benchmarks.depth import CompiledStep, with_model
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model.flops import train_step_flops
 
@@ -83,7 +83,7 @@ def test_cost_compares_time_with_flops(models, monkeypatch):
     def in_turn(steps, repeats):
         return {key: ticks[model.depth.stream, model.remat] for key, model in steps.items()}
 
-    monkeypatch.setattr(bench_depth, 'in_turn', in_turn)
+    monkeypatch.setattr(bench_depth, 'time_interleaved', in_turn)
     result = bench_depth.bench_cost(*models, repeats=3)
     json.dumps(result)
     dense, moda = map(train_step_flops, models)

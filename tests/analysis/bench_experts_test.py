@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moddepth_jax.analysis import bench_experts
-from moddepth_jax.analysis.bench_experts import DENSE, Shape, products_table
-from moddepth_jax.model.grouped_product import IMPLEMENTATIONS, num_blocks
+from moddepth_jax.benchmarks import experts
+from moddepth_jax.benchmarks.experts import DENSE, Shape, products_table
+from moddepth_jax.model.moe.grouped_matmul import IMPLEMENTATIONS, num_blocks
 
 TOY = Shape(tokens=16, d_model=8, d_ff=12, num_experts=8, top_k=2)
 FORMS = [*IMPLEMENTATIONS, DENSE]
@@ -19,11 +19,11 @@ pytestmark = pytest.mark.usefixtures('compiled_in_haste')
 
 def test_what_is_timed_computes_the_same():
     """Value and every gradient of each form agree, so that their times can be compared."""
-    expert_Nk, operands = bench_experts._operands(TOY, 'float32')
+    expert_Nk, operands = experts._operands(TOY, 'float32')
     dy_ND = jnp.cos(jnp.arange(16 * 8.0)).reshape(16, 8)
-    forms = bench_experts._forms(TOY)
+    forms = experts._forms(TOY)
     assert list(forms) == FORMS
-    runs = map(bench_experts._both_passes, forms.values())
+    runs = map(experts._both_passes, forms.values())
     results = [run(expert_Nk, dy_ND, *operands) for run in runs]
     for arrays in zip(*results, strict=True):
         assert np.any(arrays[0])
@@ -34,7 +34,7 @@ def test_what_is_timed_computes_the_same():
 @pytest.fixture(scope='module')
 def result():
     """Of one toy shape, in few rounds."""
-    return bench_experts.bench_experts([TOY], repeats=2)
+    return experts.bench_experts([TOY], repeats=2)
 
 
 def test_flops_are_those_of_the_forms(result):
@@ -68,4 +68,4 @@ def test_table(result):
 
 def test_a_large_dense_loop_is_left_out():
     """Nobody waits for 64 experts on every token."""
-    assert DENSE not in bench_experts._forms(Shape(2**15, 2048, 704, 64, 6))
+    assert DENSE not in experts._forms(Shape(2**15, 2048, 704, 64, 6))

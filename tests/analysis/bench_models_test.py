@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moddepth_jax.analysis import bench_models, bench_tables
+from moddepth_jax.benchmarks import steps, tables
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model.flops import train_step_flops
-from moddepth_jax.model.grouped_product import block_rows, num_blocks
+from moddepth_jax.model.moe.grouped_matmul import block_rows, num_blocks
 
 
 def test_saving_is_time_ratio_over_flop_ratio(tiny_config, monkeypatch):
@@ -35,12 +35,12 @@ def test_saving_is_time_ratio_over_flop_ratio(tiny_config, monkeypatch):
         kinds = {name: 'routed' if step.routed else 'residual' for name, step in calls.items()}
         return {name: np.full(repeats, seconds[kind]) for name, kind in kinds.items()}
 
-    monkeypatch.setattr(bench_models, 'CompiledStep', Step)
-    monkeypatch.setattr(bench_models, 'in_turn', in_turn)
+    monkeypatch.setattr(steps, 'CompiledStep', Step)
+    monkeypatch.setattr(steps, 'time_interleaved', in_turn)
     routed = {'model.routing.router': 'learned'}
     models = {'dense': {}, 'moda': {'model.depth.stream': 'moda'}, 'mod': routed}
     models = {name: from_config(tiny_config(**knobs)) for name, knobs in models.items()}
-    result = bench_models.bench_models(models, repeats=3)
+    result = steps.bench_models(models, repeats=3)
     json.dumps(result)
     dense, moda, mod = result['rows']
     assert moda == {'model': 'moda', 'failed': 'out of device memory'}
@@ -64,11 +64,11 @@ def test_executed_over_active_is_places_over_pairs(product, tiny_config):
         assert places > pairs
     for noop, share in ((0, 1.0), (4, 0.5)) if product == 'ragged_dot' else ((0, 1.0),):
         hparams = from_config(tiny_config(**knobs, **{'model.experts.num_noop': noop}))
-        told = bench_models.grouped_products(hparams)
+        told = steps.grouped_products(hparams)
         assert told['product'] == product
         assert told['executed_over_active'] == pytest.approx(places / (share * pairs))
         assert told['ragged_dot_expansion'] > 4  # this CPU multiplies each row by each matrix
-    assert bench_models.grouped_products(from_config(tiny_config())) is None
+    assert steps.grouped_products(from_config(tiny_config())) is None
 
 
 def test_table_of_models_with_experts():
@@ -82,11 +82,11 @@ def test_table_of_models_with_experts():
     rows[2] |= {'experts': other}
     rows += [{'model': 'integrated', 'failed': 'out of device memory'}]
     result = {'batch': 1, 'length': 8, 'dtype': 'float32', 'attention': 'auto', 'rows': rows}
-    _, heads, lines = bench_tables.models_table(result, '2x64')
+    _, heads, lines = tables.models_table(result, '2x64')
     assert heads == ['', 'dense', 'experts', 'MoDE staged', 'MoDE integrated']
     cells = [line[:3] for line in list(lines.values())[-3:]]
     assert cells[0] == ['-', 'blocked', 'ragged_dot'] and cells[1] == ['-', '1.250', '1.250']
     assert cells[2] == ['-', 'expanded, 8.5 x', 'grouped']
     assert all(line[3] == 'out of device memory' for line in lines.values())
-    plain = bench_tables.models_table(result | {'rows': rows[:1]}, '2x64')[2]
+    plain = tables.models_table(result | {'rows': rows[:1]}, '2x64')[2]
     assert list(plain) == list(lines)[:-3]

@@ -2,18 +2,18 @@
 
 import pytest
 
-from moddepth_jax.analysis import bench_scoring
+from moddepth_jax.benchmarks import scoring
 from moddepth_jax.hparams import from_config
 
 
 @pytest.mark.slow
 def test_both_ways_agree(tiny_config, monkeypatch, compiled_in_haste):
     """To rounding; the table has a column for each model and length of options."""
-    monkeypatch.setattr(bench_scoring, 'QUESTIONS', 3)
+    monkeypatch.setattr(scoring, 'QUESTIONS', 3)
     dense = {'data.sequence_length': 128}
     changes = {'dense': dense, 'mod': {**dense, 'model.routing.router': 'learned'}}
     models = {name: from_config(tiny_config(**changed)) for name, changed in changes.items()}
-    result = bench_scoring.bench_scoring(models, 1)
+    result = scoring.bench_scoring(models, 1)
     assert [(row['model'], row['options'], row['requests']) for row in result['rows']] == [
         ('dense', 'one token', 12),
         ('dense', '4 to 12 tokens', 12),
@@ -23,5 +23,5 @@ def test_both_ways_agree(tiny_config, monkeypatch, compiled_in_haste):
     for row in result['rows']:
         assert row['difference'] < 1e-4 and row['ratio'] == pytest.approx(row['ratio_range'][0])
         assert row['milliseconds']['one_by_one'] > 0
-    title, heads, lines = bench_scoring.scoring_table(result, 'tiny')
+    title, heads, lines = scoring.scoring_table(result, 'tiny')
     assert 'tiny' in title and {len(cells) for cells in lines.values()} == {len(heads) - 1} == {4}

@@ -2,8 +2,8 @@
 
 import pytest
 
-from moddepth_jax.analysis.collectives import by_axes, collectives
-from moddepth_jax.analysis.program import Program
+from moddepth_jax.compiled.collectives import by_axes, collectives
+from moddepth_jax.compiled.program import Program
 from tests.devices import on_devices
 
 MESH = {'data': 2, 'fsdp': 2, 'tensor': 2}
@@ -214,8 +214,8 @@ KNOWN = """
 import json, jax, jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
-from moddepth_jax.analysis.collectives import by_axes, collectives
-from moddepth_jax.analysis.program import Program
+from moddepth_jax.compiled.collectives import by_axes, collectives
+from moddepth_jax.compiled.program import Program
 
 mesh = jax.make_mesh((2, 2, 2), ('data', 'fsdp', 'tensor'), (AxisType.Auto,) * 3)
 BY_DATA = PartitionSpec('data')

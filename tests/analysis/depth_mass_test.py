@@ -16,7 +16,7 @@ from moddepth_jax.analysis import depth_mass as module
 from moddepth_jax.analysis.depth_mass import DepthMass, depth_mass, plot_depth_mass
 from moddepth_jax.analysis.routing_maps import routing_record
 from moddepth_jax.hparams import from_config
-from moddepth_jax.model import attention, depth_scan
+from moddepth_jax.model import attention, stack_scan
 from moddepth_jax.model.transformer import Transformer
 
 FAST = {'xla_backend_optimization_level': 0}
@@ -58,10 +58,10 @@ def _scaled_queries(variables, factor):
     return jax.tree_util.tree_map_with_path(scale, variables)
 
 
-def uniform_masses(hparams, entered_LBT, masked=False):
+def uniform_masses(hparams, selected_LBT, masked=False):
     """(depth_LS, first_L) of queries that are 0, so that a softmax is 1 over what it sees.
 
-    A loop over layers, rows and tokens; entered_LBT: the tokens that each layer processes. All
+    A loop over layers, rows and tokens; selected_LBT: the tokens that each layer processes. All
     layers but the last write `per_layer` slots.
     """
     model = hparams.model
@@ -69,15 +69,15 @@ def uniform_masses(hparams, entered_LBT, masked=False):
     writers = np.repeat(np.arange(model.num_layers - 1), per_layer)
     slots_LS = np.zeros((model.num_layers, len(writers)))
     first_L = np.zeros(model.num_layers)
-    for layer, entered_BT in enumerate(entered_LBT):
+    for layer, selected_BT in enumerate(selected_LBT):
         seen_S = writers < layer
         if window:
             seen_S &= np.arange(len(writers)) >= seen_S.sum() - window
         masses, firsts = [], []
-        for b, t in zip(*np.nonzero(entered_BT), strict=True):
-            mine_T = entered_BT[b] & (SEGMENTS_BT[b] == SEGMENTS_BT[b, t])
+        for b, t in zip(*np.nonzero(selected_BT), strict=True):
+            mine_T = selected_BT[b] & (SEGMENTS_BT[b] == SEGMENTS_BT[b, t])
             keys = [s for s in np.flatnonzero(mine_T) if 0 <= t - s < (model.window(layer) or T)]
-            slots_S = seen_S & (entered_LBT[writers, b, t] if masked else True)
+            slots_S = seen_S & (selected_LBT[writers, b, t] if masked else True)
             share = 1 / (len(keys) + slots_S.sum())
             masses.append(share * slots_S)
             first = np.flatnonzero(mine_T)[0]
@@ -87,11 +87,11 @@ def uniform_masses(hparams, entered_LBT, masked=False):
     return slots_LS, first_L
 
 
-def check_uniform(variables, hparams, routing, entered_LBT, masked=False):
+def check_uniform(variables, hparams, routing, selected_LBT, masked=False):
     """The mass of queries that are 0 is that of the loop, and on slots and sequence it is 1."""
     variables = _scaled_queries(variables, 0.0)
     mass = depth_mass(variables, hparams, BATCH, routing)
-    slots_LS, first_L = uniform_masses(hparams, entered_LBT, masked)
+    slots_LS, first_L = uniform_masses(hparams, selected_LBT, masked)
     np.testing.assert_allclose(mass.slots_LS, slots_LS, atol=1e-6)
     np.testing.assert_allclose(mass.first_token_L, first_L, atol=1e-6)
     np.testing.assert_allclose(mass.depth_L, slots_LS.sum(1), atol=1e-6)
@@ -110,15 +110,15 @@ def check_uniform(variables, hparams, routing, entered_LBT, masked=False):
 def test_masses_of_flat_softmaxes(tiny_config, changes, last_slot):
     """Queries of 0 share their mass equally among keys and slots that they see; no padding does."""
     variables, hparams = make_model(tiny_config, **changes)
-    entered_LBT = np.broadcast_to(SEGMENTS_BT > 0, (3, 2, T))
-    check_uniform(variables, hparams, 'dense', entered_LBT)
+    selected_LBT = np.broadcast_to(SEGMENTS_BT > 0, (3, 2, T))
+    check_uniform(variables, hparams, 'dense', selected_LBT)
     layers, slots = module._names(hparams.model)
     assert layers == ('0', '1', '2') and (slots[-1] if slots else None) == last_slot
 
 
 def test_room_for_more_slots_has_no_mass(tiny_config, monkeypatch):
     """On a GPU a buffer may hold more slots than are written."""
-    monkeypatch.setattr(depth_scan, 'room_for', lambda slots: slots + 3)
+    monkeypatch.setattr(stack_scan, 'slot_buffer_size', lambda slots: slots + 3)
     variables, hparams = make_model(tiny_config, **MODA, **{'model.depth.slot_window': 3})
     check_uniform(variables, hparams, 'dense', np.broadcast_to(SEGMENTS_BT > 0, (3, 2, T)))
 
@@ -128,9 +128,9 @@ def test_only_tokens_that_entered_count(tiny_config, skipped):
     """Of a routed layer neither queries nor keys nor first tokens are those of tokens that skip."""
     changes = {'model.routing.overflow': 'grow', 'model.depth.skipped_slots': skipped}
     variables, hparams = make_model(tiny_config, **ROUTED, **changes)
-    entered_LBT = np.array(np.broadcast_to(SEGMENTS_BT > 0, (3, 2, T)))
-    entered_LBT[1:, :, ::2] = False  # of a capacity of a half the pattern takes the odd positions
-    check_uniform(variables, hparams, 'threshold', entered_LBT, skipped == 'masked')
+    selected_LBT = np.array(np.broadcast_to(SEGMENTS_BT > 0, (3, 2, T)))
+    selected_LBT[1:, :, ::2] = False  # of a capacity of a half the pattern takes the odd positions
+    check_uniform(variables, hparams, 'threshold', selected_LBT, skipped == 'masked')
 
 
 def test_learned_selection_counts(tiny_config):
@@ -140,9 +140,9 @@ def test_learned_selection_counts(tiny_config):
     variables, hparams = make_model(tiny_config, **ROUTED | changes)
     record = routing_record(_scaled_queries(variables, 0.0), hparams, BATCH, 'top_c')
     real_BT = SEGMENTS_BT > 0
-    entered_LBT = np.stack([real_BT, record.entered_BT[0]])
-    assert 0 < record.entered_BT.sum() < real_BT.sum()
-    check_uniform(variables, hparams, 'top_c', entered_LBT)
+    selected_LBT = np.stack([real_BT, record.selected_BT[0]])
+    assert 0 < record.selected_BT.sum() < real_BT.sum()
+    check_uniform(variables, hparams, 'top_c', selected_LBT)
 
 
 def _softmax_row(scores):

@@ -3,12 +3,12 @@
 import jax
 import pytest
 
-from moddepth_jax.analysis import dry_run_tables
-from moddepth_jax.analysis.collectives import Collective
-from moddepth_jax.analysis.dry_run import Hardware, bandwidth, dry_run, estimate, warnings_of
+from moddepth_jax.compiled import dry_run_tables
+from moddepth_jax.compiled.collectives import Collective
+from moddepth_jax.compiled.dry_run import Hardware, bandwidth, dry_run, estimate, warnings_of
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model.flops import train_step_flops
-from moddepth_jax.training.sharding import make_mesh
+from moddepth_jax.training.mesh import make_mesh
 from moddepth_jax.training.train_step import init_state
 
 MADE_UP = Hardware(flops=1e6, node=4, within=1000.0, across=100.0, source='nowhere')

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_rgba
 
-from moddepth_jax.analysis import isoflop_fit, isoflop_marks
-from moddepth_jax.analysis.isoflop_figures import FIGURES, NOTHING, draw
-from tests.analysis.made_up_study import LAPTOP, SIZED, made_up
+from moddepth_jax.studies import fit as isoflop_fit
+from moddepth_jax.studies import plot_style
+from moddepth_jax.studies.plots import FIGURES, NOTHING, draw
+from tests.studies.made_up_study import LAPTOP, SIZED, made_up
 
 MODA = tuple(f'{name}{norm}' for norm in ('', '_post') for name in ('dense', 'wider', 'moda'))
 FEW = (*SIZED, 'random')
@@ -17,7 +18,7 @@ FEW = (*SIZED, 'random')
 @pytest.fixture(autouse=True)
 def settings():
     """Those that `draw` works under."""
-    with matplotlib.rc_context(isoflop_marks.SETTINGS):
+    with matplotlib.rc_context(plot_style.SETTINGS):
         yield
 
 
@@ -48,7 +49,7 @@ def test_the_shallower_dense_control_is_in_every_figure(name):
     """Its colour is drawn, and its label is beside or below the panels."""
     study = made_up(variants=FEW)
     figure = FIGURES[name](study)
-    colour = to_rgba(isoflop_marks.style(study, 'shallow')['color'])[:3]
+    colour = to_rgba(plot_style.style(study, 'shallow')['color'])[:3]
     assert any(colour in _colours(axes) for axes in figure.axes)
     ticks = [text.get_text() for axes in figure.axes for text in axes.get_yticklabels()]
     assert any('shallower' in text for text in (*_legend(figure), *ticks))
@@ -58,13 +59,13 @@ def test_variants_look_different():
     """No two variants share colour, marker and filling; of a pair, post-norm is hollow."""
     for names in (LAPTOP, MODA):
         study = made_up(variants=names, sizes=('4x64',), budgets=(6e11,), seeds=(0,))
-        styles = [isoflop_marks.style(study, name) for name in names]
+        styles = [plot_style.style(study, name) for name in names]
         looks = {(s['color'], s['marker'], s['markerfacecolor']) for s in styles}
         assert len(looks) == len(names)
     spare = {'variants': dict.fromkeys(('dense', 'idea', 'idea_post', 'other'))}
-    looks = [isoflop_marks.style(spare, name) for name in spare['variants']]
+    looks = [plot_style.style(spare, name) for name in spare['variants']]
     assert looks[1]['color'] == looks[2]['color'] != looks[3]['color']
-    assert looks[2]['markerfacecolor'] == isoflop_marks.PAPER != looks[1]['markerfacecolor']
+    assert looks[2]['markerfacecolor'] == plot_style.PAPER != looks[1]['markerfacecolor']
 
 
 def test_parabola_panels_mark_the_optimum():
@@ -73,7 +74,7 @@ def test_parabola_panels_mark_the_optimum():
     axes = FIGURES['loss_by_parameters'](study).axes
     for panel, budget in zip(axes, study['budgets'], strict=True):
         for fit in [fit for fit in isoflop_fit.fits(study) if fit['budget'] == budget]:
-            colour = isoflop_marks.style(study, fit['variant'])['color']
+            colour = plot_style.style(study, fit['variant'])['color']
             mark = '*' if fit['inside'] else 'o'
             found = [
                 line.get_xydata()[0]
@@ -153,7 +154,7 @@ def test_nothing_finished_is_a_sentence(tmp_path):
     study = made_up(budgets=(6e11,), sizes=('4x64',), variants=('dense',), seeds=(0,))
     study['runs'][0]['loss'] = None
     draw(study, tmp_path)
-    assert isoflop_marks.sentence(NOTHING).texts[0].get_text() == NOTHING
+    assert plot_style.sentence(NOTHING).texts[0].get_text() == NOTHING
     heights = {matplotlib.image.imread(tmp_path / f'{name}.png').shape for name in FIGURES}
     assert heights == {(180, 960, 4)}
 
@@ -171,8 +172,8 @@ def test_numbers_are_written_short():
     """Budgets as people write powers of ten, parameters with a letter."""
     flops = {6e11: '6·10¹¹', 1e15: '10¹⁵', 2.5e-3: '2.5·10⁻³', 9.996e11: '9.996·10¹¹'}
     for value, text in flops.items():
-        assert isoflop_marks.scientific(value) == text
-        assert isoflop_marks.budget_name({'kind': 'flops'}, value) == f'{text} FLOPs'
-    assert isoflop_marks.budget_name({'kind': 'steps'}, 4000.0) == '4,000 steps'
+        assert plot_style.scientific(value) == text
+        assert plot_style.budget_name({'kind': 'flops'}, value) == f'{text} FLOPs'
+    assert plot_style.budget_name({'kind': 'steps'}, 4000.0) == '4,000 steps'
     short = {250_000: '250k', 1.25e6: '1.25M', 3e9: '3B', 12: '12'}
-    assert {value: isoflop_marks.short_number(value) for value in short} == short
+    assert {value: plot_style.short_number(value) for value in short} == short

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from moddepth_jax.analysis import isoflop_fit
-from tests.analysis.made_up_study import made_up
+from moddepth_jax.studies import fit as isoflop_fit
+from tests.studies.made_up_study import made_up
 
 A, B, C = 9.0, -1.1, 0.045  # vertex at exp(1.1 / 0.09) = 202,805 parameters
 

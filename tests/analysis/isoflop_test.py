@@ -3,8 +3,8 @@ import dataclasses
 import pytest
 
 from configs import base
-from moddepth_jax.analysis.isoflop import DIVERGED, VARIANTS, Plan, Study, nearest_depth
 from moddepth_jax.hparams import from_config
+from moddepth_jax.studies.plan import DIVERGED, VARIANTS, Plan, Study, nearest_depth
 
 STUDY = Study(
     kind='flops',

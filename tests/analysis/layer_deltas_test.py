@@ -8,7 +8,7 @@ from moddepth_jax.analysis import layer_deltas as module
 from moddepth_jax.analysis import layer_walk
 from moddepth_jax.analysis.layer_deltas import entropies, layer_deltas
 from moddepth_jax.model.transformer import Transformer
-from tests.model.depth_models import (
+from tests.model.cases import (
     ATTENTION,
     AVERAGE,
     DENSE,
@@ -16,8 +16,8 @@ from tests.model.depth_models import (
     MODA,
     ROUTED,
     compiled,
-    drawn,
-    small,
+    random_variables,
+    small_hparams,
 )
 
 T = 12
@@ -58,8 +58,8 @@ def test_deltas_make_the_stream_and_the_logits(tiny_config, name):
     stream; logits and records are the model's; who did not enter has no delta.
     """
     *knobs, routing = CASES[name]
-    hparams = small(tiny_config, THREE, *knobs)
-    variables = drawn(hparams, TOKENS_BT)
+    hparams = small_hparams(tiny_config, THREE, *knobs)
+    variables = random_variables(hparams, TOKENS_BT)
     found = jax.device_get(layer_deltas(variables, hparams, TOKENS_BT, SEGMENTS_BT, routing))
 
     def model(variables):
@@ -70,17 +70,17 @@ def test_deltas_make_the_stream_and_the_logits(tiny_config, name):
     assert jax.tree.structure(found.records) == jax.tree.structure(records)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found.records, records)
 
-    entered_LBT = found.entered_LBT
+    selected_LBT = found.selected_LBT
     routed = list(hparams.model.routed_layers)
     dense = [layer for layer in range(3) if layer not in routed]
-    assert (entered_LBT[dense] == (SEGMENTS_BT > 0)).all() and (found.gates_LBT[dense] == 1).all()
+    assert (selected_LBT[dense] == (SEGMENTS_BT > 0)).all() and (found.gates_LBT[dense] == 1).all()
     if routed:
-        assert (entered_LBT[routed] == records.routing.entered_BT).all()
-        assert 0 < entered_LBT[routed].sum() < (SEGMENTS_BT > 0).sum() * len(routed)
-        left_out = ~entered_LBT[routed]
+        assert (selected_LBT[routed] == records.routing.selected_BT).all()
+        assert 0 < selected_LBT[routed].sum() < (SEGMENTS_BT > 0).sum() * len(routed)
+        left_out = ~selected_LBT[routed]
         assert not found.deltas_LBTD[routed][left_out].any()
         assert not found.gates_LBT[routed][left_out].any()
-    assert np.abs(found.deltas_LBTD).max(axis=-1)[entered_LBT].min() > 1e-3
+    assert np.abs(found.deltas_LBTD).max(axis=-1)[selected_LBT].min() > 1e-3
     if hparams.model.depth.stream in ('residual', 'moda'):
         sums_LBTD = found.inputs_LBTD + found.gates_LBT[..., None] * found.deltas_LBTD
         following = np.concatenate([found.inputs_LBTD[1:], found.final_BTD[None]])

@@ -6,14 +6,14 @@ import jax
 import numpy as np
 import pytest
 
+from moddepth_jax.analysis import block_stats as module
 from moddepth_jax.analysis import depth_mass, layer_deltas, layer_walk
-from moddepth_jax.analysis import measures as module
-from moddepth_jax.analysis.measures import measure
+from moddepth_jax.analysis.block_stats import block_stats
 from moddepth_jax.data.corpus import Corpus
 from moddepth_jax.data.pipeline import HeldOut
 from moddepth_jax.hparams import DataHparams
 from moddepth_jax.model.transformer import Transformer
-from tests.model.depth_models import FAST, MODA, drawn, small
+from tests.model.cases import FAST, MODA, random_variables, small_hparams
 
 T = 16
 TEXT = b'import math\nx = 777\nfor word in "ab cd":  # a\n    print(word, 12345)\n\n'
@@ -44,9 +44,9 @@ def fast():
 
 
 def _measured(make_config, *knobs, num_batches=4):
-    hparams = small(make_config, {'model.vocab_size': 257, 'model.num_layers': 3}, *knobs)
-    variables = drawn(hparams, np.zeros((1, T), np.int32))
-    return measure(variables, hparams, _held_out(7), num_batches)
+    hparams = small_hparams(make_config, {'model.vocab_size': 257, 'model.num_layers': 3}, *knobs)
+    variables = random_variables(hparams, np.zeros((1, T), np.int32))
+    return block_stats(variables, hparams, _held_out(7), num_batches)
 
 
 def test_measures_of_a_router_that_takes_odd_positions(tiny_config):
@@ -91,8 +91,8 @@ def test_entropy_is_that_of_the_token_after_the_one_that_entered(tiny_config):
     knobs = {'model.routing.router': 'position', 'model.routing.capacity': 0.5}
     knobs |= {'model.routing.layers': '0,1', 'model.routing.overflow': 'grow'}
     found = _measured(tiny_config, knobs)['entropy']['by_blocks']
-    hparams = small(tiny_config, {'model.vocab_size': 257, 'model.num_layers': 3}, knobs)
-    variables, data = drawn(hparams, np.zeros((1, T), np.int32)), _held_out(7)
+    hparams = small_hparams(tiny_config, {'model.vocab_size': 257, 'model.num_layers': 3}, knobs)
+    variables, data = random_variables(hparams, np.zeros((1, T), np.int32)), _held_out(7)
     entropies, apply = [], jax.jit(Transformer(hparams).apply, static_argnums=3)
     for index in range(4):
         batch = data.held_out_batch(index)
@@ -147,11 +147,11 @@ def test_one_batch_is_not_enough(tiny_config, num_batches):
 
 def test_a_diverged_model_is_refused(tiny_config):
     """Its logits say nothing; the error is one line."""
-    hparams = small(tiny_config, {'model.vocab_size': 257, 'model.num_layers': 1})
-    variables = drawn(hparams, np.zeros((1, T), np.int32))
+    hparams = small_hparams(tiny_config, {'model.vocab_size': 257, 'model.num_layers': 1})
+    variables = random_variables(hparams, np.zeros((1, T), np.int32))
     variables = jax.tree.map(lambda leaf: leaf * np.nan, variables)
     with pytest.raises(ValueError, match='logits: not finite'):
-        measure(variables, hparams, _held_out(7), 2)
+        block_stats(variables, hparams, _held_out(7), 2)
 
 
 def test_counts_by_hand():

@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from moddepth_jax.analysis.program import Program, arrays, product_flops
+from moddepth_jax.compiled.program import Program, arrays, product_flops
 
 NESTED = """\
 HloModule made_by_hand, is_scheduled=true, num_partitions=1

@@ -74,9 +74,9 @@ def test_record_is_that_of_the_forward_pass(tiny_config, routing):
     record = routing_maps.routing_record(variables, hparams, batch, routing)
     assert all(type(leaf) is np.ndarray and leaf.shape == (1, 2, 32) for leaf in record)
     assert record.top_c_BT.sum(-1).tolist() == [[8, 8]]
-    assert record.entered_BT.sum(-1).tolist() == ([[8, 8]] if routing == 'top_c' else [[32, 20]])
+    assert record.selected_BT.sum(-1).tolist() == ([[8, 8]] if routing == 'top_c' else [[32, 20]])
     grid_LT = routing_maps.routing_grid(record, hparams, 0)
-    assert np.array_equal(grid_LT[0] == ENTERED, record.entered_BT[0, 0])
+    assert np.array_equal(grid_LT[0] == ENTERED, record.selected_BT[0, 0])
 
 
 def test_picture_shows_layers_from_the_bottom_up(tmp_path):

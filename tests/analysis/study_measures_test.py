@@ -1,7 +1,7 @@
 import json
 
-from moddepth_jax.analysis import study_measures
-from tests.analysis.made_up_study import made_up
+from moddepth_jax.studies import study_measures
+from tests.studies.made_up_study import made_up
 
 
 def test_all_seeds_at_the_best_size_of_the_largest_budget_are_measured(tmp_path, monkeypatch):

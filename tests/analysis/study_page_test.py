@@ -5,10 +5,10 @@ import re
 
 import pytest
 
-from moddepth_jax.analysis import isoflop_figures, isoflop_marks, study_text
-from moddepth_jax.analysis.study_page import write_page
-from moddepth_jax.analysis.study_warnings import warnings
-from tests.analysis.made_up_study import SIZED, made_up
+from moddepth_jax.studies import plot_style, plots, study_text
+from moddepth_jax.studies.page import write_page
+from moddepth_jax.studies.study_warnings import warnings
+from tests.studies.made_up_study import SIZED, made_up
 
 HOSTILE = '</td><script>alert(1)</script>&"'
 # Of more than 500 steps, an optimum inside the sizes, three seeds, and a weak shallow control.
@@ -60,9 +60,9 @@ def page_of(tmp_path):
     """page_of(study): the text of its page; its figures are a rectangle each."""
     svg = (
         '<?xml version="1.0"?>\n<svg width="9pt" height="5pt" viewBox="0 0 9.5 5"><g id="a">'
-        f'<path id="p" style="fill: {isoflop_marks.INK}"/><use xlink:href="#p"/></g></svg>'
+        f'<path id="p" style="fill: {plot_style.INK}"/><use xlink:href="#p"/></g></svg>'
     )
-    for name in isoflop_figures.FIGURES:
+    for name in plots.FIGURES:
         (tmp_path / f'{name}.svg').write_text(svg)
 
     def make(study):
@@ -75,14 +75,14 @@ def page_of(tmp_path):
 def test_page_holds_every_run_and_figure(tmp_path):
     """One row of the last table for each run; real figures are inlined, with ids of their own."""
     study = made_up(budgets=(6e11,), variants=('dense', 'mod'), seeds=(0,))
-    isoflop_figures.draw(study, tmp_path)
+    plots.draw(study, tmp_path)
     write_page(study, tmp_path)
     page = (tmp_path / 'study.html').read_text(encoding='utf-8')
     found = _Reader(page)
     assert not found.open
-    assert found.tags.count('svg') == len(isoflop_figures.FIGURES) == len(study_text.FIGURES)
+    assert found.tags.count('svg') == len(plots.FIGURES) == len(study_text.FIGURES)
     assert len(found.ids) == len(set(found.ids)) > 100
-    assert isoflop_marks.INK not in page.replace(study_text.STYLE, '')
+    assert plot_style.INK not in page.replace(study_text.STYLE, '')
     assert page.rpartition('<tbody>')[2].count('<tr>') == len(study['runs'])
     for row in study['runs']:
         assert f'{row["loss"]:.4f}' in page

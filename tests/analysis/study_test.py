@@ -3,10 +3,10 @@ import json
 
 import pytest
 
-from moddepth_jax.analysis import study as study_lib
-from moddepth_jax.analysis.isoflop import Plan, Study
 from moddepth_jax.hparams import from_config
-from moddepth_jax.training.workdir import open_workdir
+from moddepth_jax.studies import store as study_lib
+from moddepth_jax.studies.plan import Plan, Study
+from moddepth_jax.training.run_dir import open_workdir
 
 PLAN = Plan(
     Study('flops', (1e9, 2e9), ('2x64', '4x64'), ('dense', 'mod'), (0, 1), (0.003,)),

@@ -6,12 +6,7 @@ import numpy as np
 import pytest
 
 from moddepth_jax.analysis import token_classes as module
-from moddepth_jax.analysis.token_classes import (
-    CLASSES,
-    byte_classes,
-    guess_language,
-    token_classes,
-)
+from moddepth_jax.analysis.token_classes import CLASSES, byte_classes, guess_language, token_classes
 from moddepth_jax.data import pipeline
 
 CODE = b'''"""Says what it is."""

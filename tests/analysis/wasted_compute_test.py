@@ -5,12 +5,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from moddepth_jax.analysis.wasted_compute import (
-    QUANTILES,
-    delta_ratios,
-    rank_correlation,
-    spread,
-)
+from moddepth_jax.analysis.wasted_compute import QUANTILES, delta_ratios, rank_correlation, spread
 
 
 def test_ratios_are_those_of_norms():

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from moddepth_jax.analysis.attention_cases import Case
 from moddepth_jax.benchmarks import claims, model_tables, report
+from moddepth_jax.benchmarks.attention_cases import Case
 from moddepth_jax.benchmarks.results import FILE, Results
 
 STAMP = {'device': 'NVIDIA H200', 'versions': {'jax': '0.11.2'}, 'driver': 'cuda 13000'}

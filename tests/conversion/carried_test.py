@@ -6,7 +6,7 @@ import pytest
 
 from moddepth_jax.conversion.carried import carry, check_shared
 from moddepth_jax.hparams import from_config
-from moddepth_jax.model.stack import Stack, unstacked
+from moddepth_jax.model.stack import Stack, unstack_layers
 from moddepth_jax.model.transformer import Transformer
 
 pytestmark = pytest.mark.usefixtures('compiled_in_haste')
@@ -47,7 +47,7 @@ def by_layer(hparams, params):
     """Leaves of each layer by name, a routed block's under those of a dense one; and the rest."""
     layers = []
     params = jax.tree.map(np.asarray, params)
-    for kind, mine in unstacked(Stack(hparams.model, 'top_c'), params['stack']):
+    for kind, mine in unstack_layers(Stack(hparams.model, 'top_c'), params['stack']):
         if kind.part == 'block':
             leaves = jax.tree_util.tree_leaves_with_path(mine | mine.get('block', {}))
             names = [tuple(key.key for key in path) for path, _ in leaves]

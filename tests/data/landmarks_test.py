@@ -6,9 +6,9 @@ import zlib
 import numpy as np
 import pytest
 
-from moddepth_jax.data import landmarks as module
+from moddepth_jax.data import compression_baselines as module
+from moddepth_jax.data.compression_baselines import describe_measured_text, measure_baselines
 from moddepth_jax.data.corpus import Corpus
-from moddepth_jax.data.landmarks import landmarks, measured_text
 
 
 def _corpus(*train):
@@ -25,61 +25,61 @@ def test_values_are_bits_per_byte_of_the_training_text():
     """The unigram entropy of four equal bytes is 2 bits; the others are compressed sizes."""
     texts = [b'abcd' * 500, b'dcba' * 500]
     whole = b''.join(texts)
-    assert landmarks(_corpus(*texts)) == {
+    assert measure_baselines(_corpus(*texts)) == {
         'unigram': pytest.approx(2),
         'zlib': 8 * len(zlib.compress(whole, 9)) / len(whole),
         'xz': 8 * len(lzma.compress(whole, preset=6)) / len(whole),
     }
     noise = np.random.default_rng(0).integers(0, 256, 50000, np.uint8).tobytes()
-    assert all(7.9 < bits < 8.1 for bits in landmarks(_corpus(noise)).values())
+    assert all(7.9 < bits < 8.1 for bits in measure_baselines(_corpus(noise)).values())
 
 
 def test_only_the_first_bytes_are_measured(monkeypatch):
     """Text beyond the limit changes nothing, text before it does, inside a document or not."""
     monkeypatch.setattr(module, 'MAX_BYTES', 100)
-    expected = landmarks(_corpus(b'ab' * 50))
-    assert landmarks(_corpus(b'ab' * 30, b'ab' * 40 + b'xyz', b'more')) == expected
-    assert landmarks(_corpus(b'ab' * 30, b'xyz' * 40)) != expected
+    expected = measure_baselines(_corpus(b'ab' * 50))
+    assert measure_baselines(_corpus(b'ab' * 30, b'ab' * 40 + b'xyz', b'more')) == expected
+    assert measure_baselines(_corpus(b'ab' * 30, b'xyz' * 40)) != expected
 
 
 def test_what_was_measured_is_told(monkeypatch):
     """All of the text, or the first bytes of it."""
     monkeypatch.setattr(module, 'MAX_BYTES', 2**20)
-    assert measured_text(_corpus(b'a' * 2**19, b'b' * 2**19)) == 'training text'
-    assert measured_text(_corpus(b'a' * 2**20, b'b')) == 'first 1 MiB of training text'
+    assert describe_measured_text(_corpus(b'a' * 2**19, b'b' * 2**19)) == 'training text'
+    assert describe_measured_text(_corpus(b'a' * 2**20, b'b')) == 'first 1 MiB of training text'
 
 
 def test_cache_is_used_and_told_apart_by_the_text(cache, monkeypatch):
     """A second call measures nothing; another text, though of the same corpus sha256, does."""
-    first = landmarks(_corpus(b'abcd' * 500))
+    first = measure_baselines(_corpus(b'abcd' * 500))
     assert len(list(cache.iterdir())) == 1
-    other = landmarks(_corpus(b'ab' * 500))
+    other = measure_baselines(_corpus(b'ab' * 500))
     assert other != first and len(list(cache.iterdir())) == 2
 
     def fail(text):
         raise AssertionError('measured again')
 
     monkeypatch.setattr(module, '_measure', fail)
-    assert landmarks(_corpus(b'abcd' * 500)) == first
-    assert landmarks(_corpus(b'ab' * 500)) == other
+    assert measure_baselines(_corpus(b'abcd' * 500)) == first
+    assert measure_baselines(_corpus(b'ab' * 500)) == other
     with pytest.raises(AssertionError, match='measured again'):
-        landmarks(_corpus(b'new'))
+        measure_baselines(_corpus(b'new'))
 
 
 @pytest.mark.parametrize('content', [b'', b'{', b'[]', b'{"zlib": 1}', b'{"unigram": null}'])
 def test_a_broken_cache_is_measured_over(cache, content):
     """A file that is cut off or holds something else is replaced, not believed."""
-    expected = landmarks(_corpus(b'abcd' * 500))
+    expected = measure_baselines(_corpus(b'abcd' * 500))
     (path,) = cache.iterdir()
     good = path.read_bytes()
     path.write_bytes(content)
-    assert landmarks(_corpus(b'abcd' * 500)) == expected
+    assert measure_baselines(_corpus(b'abcd' * 500)) == expected
     assert path.read_bytes() == good
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
     """A folder that cannot be made costs the time, not the answer."""
     (tmp_path / 'file').write_bytes(b'in the way')
-    expected = landmarks(_corpus(b'abcd' * 500))
+    expected = measure_baselines(_corpus(b'abcd' * 500))
     monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'file'))
-    assert landmarks(_corpus(b'abcd' * 500)) == expected
+    assert measure_baselines(_corpus(b'abcd' * 500)) == expected

@@ -6,7 +6,7 @@ import numpy as np
 
 from moddepth_jax.data.corpus import split
 from moddepth_jax.data.preparation.plan import PLAN_FILE
-from moddepth_jax.data.store_writer import StoreWriter
+from moddepth_jax.data.token_store import StoreWriter
 
 
 def write_texts(folder, letters: bytes, seed: int, number: int = 30) -> list[tuple[str, bytes]]:

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from moddepth_jax.data.pipeline import token_stream
-from moddepth_jax.data.store import DocumentsOfStore, is_store, open_store
-from moddepth_jax.data.store_writer import StoreWriter
+from moddepth_jax.data.token_store import DocumentsOfStore, StoreWriter, is_store, open_store
 from moddepth_jax.data.tokenizers.tokenizer import ByteTokenizer
 
 DOCUMENTS = {'train': [b'one', b'', b'three', b'four'], 'held_out': ['fünf'.encode()]}

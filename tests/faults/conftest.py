@@ -10,7 +10,7 @@ import statistics
 import pytest
 
 from moddepth_jax.hparams import from_config
-from tests import compiled
+from tests import compilation_cache
 
 NUM_STEPS = 6
 
@@ -34,7 +34,7 @@ def kept_programs(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def compiled_once(kept_programs):
-    with compiled.compiled_once(kept_programs):
+    with compilation_cache.persistent_compilation_cache(kept_programs):
         yield
 
 

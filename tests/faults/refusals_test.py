@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from moddepth_jax.data.pipeline import Dataset
-from moddepth_jax.training import loop, start
+from moddepth_jax.training import loop
 from moddepth_jax.training.checkpoint import Checkpoints, state_sha256
 from moddepth_jax.training.manifest import read_manifest, write_manifest
-from moddepth_jax.training.steps import Diverged
+from moddepth_jax.training.run_dir import WorkdirLock
 from moddepth_jax.training.train_step import init_state
-from moddepth_jax.training.workdir import WorkdirLock
+from moddepth_jax.training.trainer import DivergedError
 from tests.faults.conftest import NUM_STEPS
 from tests.faults.runs import Runs
 
@@ -63,7 +63,7 @@ def saved_states(hparams, workdir):
 
 def poisoned(monkeypatch, steps):
     """The batches of these steps (from 0) hold a token whose embedding is NaN."""
-    train_batch, make_state = Dataset.train_batch, start.init_state
+    train_batch, make_state = Dataset.train_batch, loop.init_state
 
     def train_batch_with_poison(dataset, step, *rows):
         batch = train_batch(dataset, step, *rows)
@@ -78,7 +78,7 @@ def poisoned(monkeypatch, steps):
         return state.replace(params=params)
 
     monkeypatch.setattr(Dataset, 'train_batch', train_batch_with_poison)
-    monkeypatch.setattr(start, 'init_state', init_state_with_poison)
+    monkeypatch.setattr(loop, 'init_state', init_state_with_poison)
 
 
 def test_a_single_nan_batch_changes_nothing_but_the_counters(
@@ -103,7 +103,7 @@ def test_nan_batches_in_a_row_stop_the_run(small_run, tmp_path, monkeypatch, tal
     """After max_nan_steps of them it ends in one line, the last good parameters saved."""
     hparams = small_run(**EVERY_STEP, **{'training.max_nan_steps': 2})
     poisoned(monkeypatch, {1, 3, 4})
-    with pytest.raises(Diverged) as caught:
+    with pytest.raises(DivergedError) as caught:
         loop.train(hparams, tmp_path / 'run')
     one_line(caught, 'training.max_nan_steps=2', 'up to 5', 'optimizer.learning_rate')
     states = saved_states(hparams, tmp_path / 'run')

@@ -184,13 +184,13 @@ def test_who_keeps_a_moving_average(router):
 
 def test_cache_slots():
     """1.5 times C in whole slots, C at least and the context at most; dense keeps all."""
-    assert routing().cache_slots(256, 'predictor') == 48
-    assert routing().cache_slots(256, 'dense') == 256
-    assert routing(cache_capacity=1.29, capacity=0.5).cache_slots(200, 'threshold') == 129
-    assert routing(cache_capacity=1.0).cache_slots(256, 'aux_loss') == 32
-    assert routing(cache_capacity=100.0).cache_slots(256, 'aux_loss') == 256
+    assert routing().cache_size(256, 'predictor') == 48
+    assert routing().cache_size(256, 'dense') == 256
+    assert routing(cache_capacity=1.29, capacity=0.5).cache_size(200, 'threshold') == 129
+    assert routing(cache_capacity=1.0).cache_size(256, 'aux_loss') == 32
+    assert routing(cache_capacity=100.0).cache_size(256, 'aux_loss') == 256
     log_length = routing(capacity_form='log_length')
-    assert log_length.cache_slots(1024, 'predictor') == 313
+    assert log_length.cache_size(1024, 'predictor') == 313
 
 
 def test_a_shorter_row_never_selects_more_than_the_cache_of_a_longer_holds():
@@ -204,7 +204,7 @@ def test_a_shorter_row_never_selects_more_than_the_cache_of_a_longer_holds():
         message = refusal(capacity_form='log_length', capacity_stages=f'{capacity}:0.5')
         assert message.startswith(f"model.routing.capacity_stages='{capacity}:0.5': must be 0.116")
     assert 'cache_capacity=0.5' in refusal(cache_capacity=0.5)
-    assert routing(cache_capacity=3e38).cache_slots(256, 'predictor') == 256
+    assert routing(cache_capacity=3e38).cache_size(256, 'predictor') == 256
 
 
 def test_a_pattern_needs_a_capacity_that_it_can_show():
@@ -227,8 +227,8 @@ def test_documents_that_do_not_compete_have_no_threshold():
 def test_most_that_enter_are_the_slots_or_all(rule):
     """Under `skip` a token that finds no slot is turned away, under `grow` none is."""
     skips, grows = routing(capacity=0.25), routing(capacity=0.25, overflow='grow')
-    assert grows.max_entering(64, rule) == 64
-    assert skips.max_entering(64, rule) == (64 if rule == 'dense' else 24)
+    assert grows.max_selected(64, rule) == 64
+    assert skips.max_selected(64, rule) == (64 if rule == 'dense' else 24)
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def forward(variables, hparams, tokens, routing, tokenizer=None):
     begins = row == tokenizer.separator if tokenizer else np.zeros_like(row)
     segments = np.where(np.arange(LENGTH)[None] < len(tokens), 1 + np.cumsum(begins, axis=1), 0)
     logits_BTV, records = _forward(hparams, routing)(variables, row, segments)
-    entered = np.asarray(records.routing.entered_BT)[..., : len(tokens)].mean()
+    entered = np.asarray(records.routing.selected_BT)[..., : len(tokens)].mean()
     return np.asarray(logits_BTV[0, len(tokens) - 1]), entered
 
 
@@ -204,7 +204,7 @@ def test_tokens_that_find_no_slot_are_counted(tiny_config):
             for samples in (1, 3)
         ]
         assert counts == ([6, 6] if overflow == 'skip' else [0, 0])
-    slots = hparams.model.routing.cache_slots(LENGTH, 'threshold')
+    slots = hparams.model.routing.cache_size(LENGTH, 'threshold')
     assert slots == 6
     # 4 + 17 tokens of the first row and 1 + 17 of the other are read; the last is not.
     assert refused == {'skip': (21 - slots) + (18 - slots), 'grow': 0}

@@ -108,7 +108,7 @@ def test_routed_rows_have_tokens_that_pass_by(model, applied):
     draw = np.random.default_rng(0)
     rows = [applied('both')(model('both')[0], draw.integers(0, 256, (1, CONTEXT)))]
     rows += [applied('both')(model('both')[0], draw.integers(0, 256, (1, CONTEXT)))]
-    entered = [records.routing.entered_BT.mean() for _, records in rows]
+    entered = [records.routing.selected_BT.mean() for _, records in rows]
     assert 0.05 < np.mean(entered) < 0.95
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels_pallas import depth_attention
-from kernels_pallas.choice import Shapes
+from kernels_pallas.backends import Shapes
 from moddepth_jax.benchmarks.kernel_cases import KINDS as _KINDS
 from moddepth_jax.benchmarks.kernel_cases import SEQUENCE, exact, make_case
 

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from absl import logging
 
-from kernels_pallas import candidates, choice, cudnn, depth_attention, measure
-from kernels_pallas.choice import Device, choose
-from kernels_pallas.joint import Parts
+from kernels_pallas import backends, candidates, cudnn, depth_attention, measure
+from kernels_pallas.backends import Device, choose
+from kernels_pallas.joint_softmax import Parts
 from moddepth_jax.hparams.model import ATTENTION
 from tests.kernels.cases import USUAL
 
@@ -29,16 +29,16 @@ def nothing_is_measured(monkeypatch):
         raise AssertionError(f'measured: {arguments}')
 
     monkeypatch.setattr(measure, 'fastest', fail)
-    monkeypatch.setattr(choice, '_log_lines', [])
+    monkeypatch.setattr(backends, '_log_lines', [])
 
 
 def test_model_knob_names_every_implementation():
-    assert ('auto', *choice.IMPLEMENTATIONS) == ATTENTION
+    assert ('auto', *backends.IMPLEMENTATIONS) == ATTENTION
 
 
 def test_cpu_runs_xla_unless_asked_otherwise():
     """Kernels that are asked for by name on a CPU run interpreted. auto says nothing."""
-    assert choose(None, LARGE) == XLA and not choice.log_lines()
+    assert choose(None, LARGE) == XLA and not backends.log_lines()
     assert choose('xla', USUAL) == Parts()
     assert choose('pallas', USUAL) == Parts('xla', 'pallas', False, True)
 
@@ -49,7 +49,9 @@ def test_what_was_never_run_is_not_taken_unmeasured(device):
     assert choose(None, USUAL, device) == CUDNN
     assert choose(None, USUAL._replace(**NOT_CUDNN), device) == XLA
     assert choose(None, USUAL._replace(dtypes=('float32',)), device) == XLA
-    assert all('not measured: the device is only described' in line for line in choice.log_lines())
+    assert all(
+        'not measured: the device is only described' in line for line in backends.log_lines()
+    )
 
 
 def test_candidates_of_a_measurement():
@@ -109,7 +111,7 @@ def test_other_accelerators_run_xla():
     assert choose(None, USUAL, Device('gpu', 'gfx942')) == XLA
     assert choose('pallas', USUAL, Device('gpu', 'gfx942')) == Parts('xla', 'pallas')
     old = Device('gpu', 'NVIDIA T4', (7, 5))
-    assert choose(None, USUAL, old) == XLA and '7.5 must be 8.0' in choice.log_lines()[-1]
+    assert choose(None, USUAL, old) == XLA and '7.5 must be 8.0' in backends.log_lines()[-1]
 
 
 class Gpu:
@@ -129,14 +131,14 @@ def gpu(monkeypatch):
 
 def test_this_device(gpu, monkeypatch):
     """One GPU of one process can be measured; nothing can of several, and none that shall not."""
-    found = choice.this_device()
+    found = backends.this_device()
     assert found == Device('gpu', 'NVIDIA H200', (9, 0), 'cuda 13000', '', True)
     monkeypatch.setenv('MODDEPTH_MEASURE', '0')
-    assert choice.this_device().not_measured == 'MODDEPTH_MEASURE=0'
+    assert backends.this_device().not_measured == 'MODDEPTH_MEASURE=0'
     monkeypatch.setattr(jax, 'device_count', lambda: 8)
-    assert '8 devices, and no shard_map' in choice.this_device().not_measured
+    assert '8 devices, and no shard_map' in backends.this_device().not_measured
     monkeypatch.setattr(jax, 'process_count', lambda: 2)
-    assert '2 processes' in choice.this_device().not_measured
+    assert '2 processes' in backends.this_device().not_measured
 
 
 def test_several_gpus_are_measured_where_each_has_its_own_part(gpu, monkeypatch):
@@ -146,7 +148,7 @@ def test_several_gpus_are_measured_where_each_has_its_own_part(gpu, monkeypatch)
     mesh, seen = jax.sharding.AbstractMesh((1,), ('data',), axis_types=(axis,)), []
 
     def f(x):
-        seen.append(choice.this_device().not_measured)
+        seen.append(backends.this_device().not_measured)
         return x
 
     spec = jax.sharding.PartitionSpec('data')
@@ -160,7 +162,7 @@ def test_cudnn_that_is_not_installed_is_refused_here(monkeypatch):
     monkeypatch.setattr(cudnn.fused, 'cuda_versions', None)
     assert choose(None, USUAL, HOPPER) == CUDNN
     assert choose(None, USUAL, HOPPER._replace(here=True)) == XLA
-    assert 'cuDNN is not detected' in choice.log_lines()[-1]
+    assert 'cuDNN is not detected' in backends.log_lines()[-1]
 
 
 def test_hopper_kernels_take_one_dtype():
@@ -184,7 +186,7 @@ def test_a_choice_is_logged_once(monkeypatch):
     monkeypatch.setattr(logging, 'warning', lines.append)
     for _ in range(2):
         choose('pallas', USUAL._replace(dtypes=('float32',)), HOPPER)
-    assert choice.log_lines() == lines and len(lines) == 1
+    assert backends.log_lines() == lines and len(lines) == 1
     start = 'depth_attention on NVIDIA H200: sequence by xla, depth by pallas; not cudnn: dtypes'
     assert lines[0].startswith(start)
 
@@ -209,7 +211,7 @@ def test_the_shapes_of_a_call_are_recorded():
             return_lse=True,
         )
 
-    with choice.recorded() as found:
+    with backends.recorded() as found:
         jax.eval_shape(call, q, k, slots)
         jax.eval_shape(depth_attention, q, k, k)
     full, plain = found

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels_pallas import cudnn, cudnn_packed, depth_attention, xla_sequence
-from kernels_pallas.choice import Shapes
-from kernels_pallas.joint import Parts, Static, joint_attention
+from kernels_pallas import cudnn, cudnn_packed, depth_attention
+from kernels_pallas.backends import Shapes
+from kernels_pallas.joint_softmax import Parts, Static, joint_attention
+from kernels_pallas.xla import sequence
 from tests.kernels.cases import jit
 
 GROUPED = pytest.mark.skipif(
@@ -180,8 +181,8 @@ def test_equals_the_reference(group, calls, monkeypatch):
     What does not fit the layout is not computed by cuDNN: there XLA's NaN shows.
     """
     monkeypatch.setattr(cudnn, 'MOST_DOCUMENTS', 4)
-    monkeypatch.setattr(xla_sequence, 'sequence_forward', no_xla)
-    monkeypatch.setattr(xla_sequence, 'sequence_backward', no_xla)
+    monkeypatch.setattr(sequence, 'sequence_forward', no_xla)
+    monkeypatch.setattr(sequence, 'sequence_backward', no_xla)
     results, given = program(mine), drawn(2, group)
     for segments in FIT.values():
         compare(results, segments, segments, given)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from kernels_pallas import cudnn
-from kernels_pallas.choice import Shapes
+from kernels_pallas.backends import Shapes
 
 
 @pytest.fixture

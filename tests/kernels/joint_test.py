@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kernels_pallas import _compat, cudnn, depth_attention
-from kernels_pallas.joint import Parts, Static, joint_attention
+from kernels_pallas.joint_softmax import Parts, Static, joint_attention
 from tests.kernels.cases import KINDS, SEQUENCE, SIZES, exact, make_case
 from tests.kernels.lowering_test import lower
 

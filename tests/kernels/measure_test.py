@@ -14,9 +14,9 @@ import time
 import pytest
 from absl import logging
 
-from kernels_pallas import candidates, choice, measure, trial_process
-from kernels_pallas.choice import Device, choose
-from kernels_pallas.joint import Parts
+from kernels_pallas import autotune, backends, candidates, measure
+from kernels_pallas.backends import Device, choose
+from kernels_pallas.joint_softmax import Parts
 from tests.kernels.cases import USUAL
 
 H200 = Device('gpu', 'NVIDIA H200', (9, 0), 'cuda 13000', not_measured='')
@@ -54,7 +54,7 @@ def machine(tmp_path, monkeypatch):
     """act(**what candidates do): choose(None) there, and what was logged and started by it."""
     log, lines = tmp_path / 'trials', []
     command = (sys.executable, '-I', '-S', '-c', CANDIDATE)
-    monkeypatch.setattr(trial_process, 'COMMAND', command)
+    monkeypatch.setattr(autotune, 'COMMAND', command)
     monkeypatch.setattr(measure, '_spent', 0.0)
     monkeypatch.setattr(logging, 'warning', lambda text, *rest: lines.append(text % rest))
     monkeypatch.setattr(logging, 'info', lambda text, *rest: lines.append(text % rest))
@@ -64,7 +64,7 @@ def machine(tmp_path, monkeypatch):
     def act(changes=(), shapes=LARGE, device=H200):
         # As in a new process.
         monkeypatch.setattr(measure, '_known', {})
-        monkeypatch.setattr(choice, '_log_lines', [])
+        monkeypatch.setattr(backends, '_log_lines', [])
         monkeypatch.setenv('ACTS', json.dumps(TIMES | dict(changes)))
         log.write_text('')
         lines.clear()
@@ -89,7 +89,7 @@ def test_the_fastest_is_taken_and_remembered(machine):
     )
     assert ' false' in machine.log.read_text()
     assert machine() == (parts, [last], [])
-    assert choice.log_lines() == [last]
+    assert backends.log_lines() == [last]
     (kept,) = (machine.cache / 'moddepth_jax/attention').glob('*.json')
     assert kept.name.startswith('NVIDIA_H200-')
 
@@ -248,7 +248,7 @@ def test_a_machine_that_cannot_start_a_child_runs_what_is_proven(machine, monkey
     assert 'nothing can be measured: a child process runs on cpu' in lines[1]
     assert 'not measured: a child process runs on cpu' in lines[-1] and len(lines) == 3
     assert not list(machine.cache.rglob('*.json'))
-    monkeypatch.setattr(trial_process, 'COMMAND', (sys.executable, '-c', 'import no_such_module'))
+    monkeypatch.setattr(autotune, 'COMMAND', (sys.executable, '-c', 'import no_such_module'))
     parts, lines, _ = machine()
     assert parts == Parts('cudnn') and "No module named 'no_such_module'" in lines[1]
 

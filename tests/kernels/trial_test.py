@@ -5,12 +5,12 @@ import functools
 import numpy as np
 import pytest
 
-from kernels_pallas import measure, pallas_depth, trial, trial_process
+from kernels_pallas import autotune, measure, pallas_depth, trial
+from kernels_pallas.autotune import run_trial
+from kernels_pallas.backends import choose, log_lines
 from kernels_pallas.candidates import Device, Shapes
-from kernels_pallas.choice import choose, log_lines
-from kernels_pallas.joint import Parts
+from kernels_pallas.joint_softmax import Parts
 from kernels_pallas.trial_case import documents, make_masks, small, timed, visible_slots
-from kernels_pallas.trial_process import run_trial
 from tests.kernels.cases import USUAL
 
 TINY = Shapes(
@@ -142,9 +142,9 @@ def test_a_child_process_checks_and_times_a_call(change, parts, monkeypatch, tmp
 @pytest.mark.slow
 def test_a_measurement_by_real_child_processes(monkeypatch, tmp_path):
     """On a CPU that is taken for a GPU: cuDNN fails there, XLA runs."""
-    environment = trial_process._environment
+    environment = autotune._environment
     monkeypatch.setattr(
-        trial_process, '_environment', lambda device: environment(device) | {'JAX_PLATFORMS': 'cpu'}
+        autotune, '_environment', lambda device: environment(device) | {'JAX_PLATFORMS': 'cpu'}
     )
     monkeypatch.setattr(measure, '_known', {})
     monkeypatch.setattr(measure, 'LIMIT_SECONDS', 300.0)

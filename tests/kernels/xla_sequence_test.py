@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels_pallas import depth_attention, xla_sequence, xla_sequence_loops
+from kernels_pallas import depth_attention, xla_sequence_loops
 from kernels_pallas.reference import visibility
+from kernels_pallas.xla import sequence
 
 SIZES = {'B': 2, 'T': 97, 'S': None, 'N': 2, 'K': 2, 'H': 8}
 KINDS = {'window': 0, 'gaps': False, 'segments': False, 'scale': None, 'block': None}
@@ -145,8 +146,8 @@ def test_equals_float64_softmax(name, monkeypatch):
     case = SIZES | KINDS | CASES[name]
     inputs, cotangents, arguments, grid = make_case(**case)
     if case['block']:
-        monkeypatch.setattr(xla_sequence, 'QUERY_BLOCK', case['block'])
-        assert len(list(xla_sequence.blocks(case['T'], 1, True, 0))) >= 4
+        monkeypatch.setattr(sequence, 'QUERY_BLOCK', case['block'])
+        assert len(list(sequence.blocks(case['T'], 1, True, 0))) >= 4
     scale = case['scale'] or case['H'] ** -0.5
     o, lse, gradients = exact(inputs, cotangents, grid, scale)
     blind = ~grid.any(2)
@@ -176,7 +177,7 @@ LOOPS = {
 @pytest.fixture
 def loops(monkeypatch):
     """Long sequences' form at any length, in tiles of 16 by 16."""
-    monkeypatch.setattr(xla_sequence, 'is_long', lambda *shape: True)
+    monkeypatch.setattr(sequence, 'is_long', lambda *shape: True)
     monkeypatch.setattr(xla_sequence_loops, 'TILE_SIZES', (16, 16))
 
 
@@ -229,7 +230,7 @@ def test_loops_visit_only_what_may_be_seen():
 @pytest.mark.parametrize('implementation', ['reference', 'xla'])
 def test_hidden_pairs_have_exactly_zero_gradient(implementation, monkeypatch):
     """What queries before 20 give has no derivative, to the bit, by any token from 20 on."""
-    monkeypatch.setattr(xla_sequence, 'QUERY_BLOCK', 16)
+    monkeypatch.setattr(sequence, 'QUERY_BLOCK', 16)
     inputs, (do, dlse), arguments, _ = make_case(**SIZES | KINDS | {'T': 41, 'N': 6, 'gaps': True})
     do[:, 20:], dlse[:, :, 20:] = 0, 0
     function = functools.partial(

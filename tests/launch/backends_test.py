@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from configs import mod_moda
-from kernels_pallas import choice
+from kernels_pallas import backends as choice
 from launch import backends
 from moddepth_jax.hparams import from_config
 from moddepth_jax.training.train_step import init_state, train_step

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from launch.claims_shapes import counted
-from moddepth_jax.analysis.claims import claims_page, verdicts
+from moddepth_jax.studies import claims_page, verdicts
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGE = ROOT / 'docs' / 'claims.md'

@@ -10,7 +10,7 @@ from absl import flags
 from configs import base
 from launch import config_file
 from moddepth_jax.hparams import from_config
-from moddepth_jax.training.workdir import open_workdir
+from moddepth_jax.training.run_dir import open_workdir
 
 
 def stored(tmp_path, config):

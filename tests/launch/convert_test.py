@@ -23,10 +23,10 @@ from moddepth_jax.inference.generate import generate
 from moddepth_jax.training import loop
 from moddepth_jax.training.checkpoint import Checkpoints, state_sha256
 from moddepth_jax.training.evaluate import evaluate
+from moddepth_jax.training.loop import restore_or_init
+from moddepth_jax.training.mesh import make_mesh
 from moddepth_jax.training.plan import resolve_steps
 from moddepth_jax.training.saved_run import load_run, read_hparams
-from moddepth_jax.training.sharding import make_mesh
-from moddepth_jax.training.start import start
 
 ROOT = pathlib.Path(__file__).parents[2]
 GOLDEN = ROOT / 'tests' / 'conversion' / 'golden'
@@ -121,7 +121,7 @@ def test_training_starts_from_it(folder, imported):
     dataset = make_dataset(hparams.data, hparams.seed, tokenizer=tokenizer)
     with Checkpoints(folder / 'W' / 'checkpoints', keep=1) as checkpoints:
         given = (hparams, resolve_steps(hparams), dataset, make_mesh('data=1'), checkpoints)
-        state, metadata, news = start(*given)
+        state, metadata, news = restore_or_init(*given)
     assert state_sha256(state) == state_sha256(imported.state)
     assert metadata['seconds'] == 0 and news[0] == 'resuming after step 0'
     assert not [line for line in news if 'python' in line or 'jax' in line]
@@ -202,7 +202,7 @@ def test_a_folder_is_whole_or_not_there(fails, tmp_path):
     """What fails in the middle leaves nothing, and an empty folder that was there stays."""
     (tmp_path / 'new').mkdir()
     try:
-        with first_checkpoint.whole_folder('workdir', str(tmp_path / 'new')) as part:
+        with first_checkpoint.atomic_folder('workdir', str(tmp_path / 'new')) as part:
             (part / 'file').write_text('x')
             assert not fails or 1 / 0
     except ZeroDivisionError:
@@ -266,7 +266,7 @@ def test_a_dense_run_learns_on(changes, most, tiny_config, tmp_path):
     assert note['dense_loss'] == pytest.approx(before['loss'], abs=1e-5)
     assert abs(note['difference']) < most and note['why'] and note['new_parameters']
     workdir = str(tmp_path / 'new')
-    first_checkpoint.write_run(workdir, hparams, params, averages, dataset, note)
+    first_checkpoint.write_new_run(workdir, hparams, params, averages, dataset, note)
     after = loop.train(hparams, workdir).summary['eval']
     assert after.get('loss_top_c', after['loss']) < before['loss'] - 0.02
     lines = (tmp_path / 'new' / 'metrics.jsonl').read_text().splitlines()

@@ -9,7 +9,7 @@ import sys
 import jax
 import pytest
 
-from moddepth_jax.analysis.dry_run_tables import markdown
+from moddepth_jax.compiled.dry_run_tables import markdown
 
 ROOT = pathlib.Path(__file__).parents[2]
 KEPT = sorted((ROOT / 'results' / 'cpu' / 'dry_run').glob('*.json'))

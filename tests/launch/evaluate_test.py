@@ -18,8 +18,8 @@ from moddepth_jax.data.pipeline import make_held_out
 from moddepth_jax.data.tokenizers.tokenizer import ByteTokenizer
 from moddepth_jax.hparams import from_config
 from moddepth_jax.training import loop
-from moddepth_jax.training.evaluate import evaluate_honestly
-from moddepth_jax.training.sharding import make_mesh
+from moddepth_jax.training.evaluate import evaluate_causal
+from moddepth_jax.training.mesh import make_mesh
 from tests.data.prepared_text import prepare
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -179,7 +179,7 @@ def test_each_domain_is_measured_as_it_would_be_alone(folder, run):
         own = dataclasses.replace(run.hparams.data, source=str(domains / source))
         given = (run.state.variables, run.hparams, make_held_out(own), mesh)
         with jax.set_mesh(mesh):
-            expected = evaluate_honestly(*given, run.hparams.evaluation.final_batches)
+            expected = evaluate_causal(*given, run.hparams.evaluation.final_batches)
         found = report['domains'][name]
         assert found['targets'] == expected['targets'] and found['text'] == 'all'
         for number in ('loss', 'loss_top_c', 'routing_gap', 'bits_per_byte'):

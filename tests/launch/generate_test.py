@@ -17,8 +17,8 @@ from moddepth_jax.hparams import from_config
 from moddepth_jax.inference import generate as library
 from moddepth_jax.training.checkpoint import Checkpoints
 from moddepth_jax.training.progress import printable
+from moddepth_jax.training.run_dir import open_workdir
 from moddepth_jax.training.train_step import init_state
-from moddepth_jax.training.workdir import open_workdir
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONTEXT = 48

@@ -9,8 +9,7 @@ import time
 
 import pytest
 
-from launch import gpu_cases
-from moddepth_jax.benchmarks import machine, runner
+from moddepth_jax.benchmarks import gpu_cases, machine, runner
 from moddepth_jax.benchmarks.results import BAD, FINAL, Results, code_version
 from tests.launch.fake_gpu_cases import case
 

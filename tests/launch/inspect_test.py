@@ -14,8 +14,8 @@ import pytest
 
 from moddepth_jax.hparams import from_config
 from moddepth_jax.training.checkpoint import Checkpoints
+from moddepth_jax.training.run_dir import open_workdir
 from moddepth_jax.training.train_step import init_state
-from moddepth_jax.training.workdir import open_workdir
 
 ROOT = pathlib.Path(__file__).parents[2]
 HOSTILE = b'def f(x):\n  """</script>\xff"""\n'  # one window of 32 tokens

@@ -15,18 +15,18 @@ import types
 import jax
 import pytest
 
-from launch import study_runs
 from launch.study_config import StudyConfig
-from moddepth_jax.analysis import study as study_lib
-from moddepth_jax.analysis.isoflop import Plan, Study
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model.flops import train_step_flops
+from moddepth_jax.studies import runner
+from moddepth_jax.studies import store as study_lib
+from moddepth_jax.studies.plan import Plan, Study
 from moddepth_jax.training.plan import resolve_steps
+from moddepth_jax.training.run_dir import WorkdirLock, open_workdir
 from moddepth_jax.training.stages import run_flops
-from moddepth_jax.training.steps import Diverged
 from moddepth_jax.training.summary import num_parameters
 from moddepth_jax.training.train_step import init_state
-from moddepth_jax.training.workdir import WorkdirLock, open_workdir
+from moddepth_jax.training.trainer import DivergedError
 
 ROOT = pathlib.Path(__file__).parents[2]
 STUDY = Study(
@@ -63,7 +63,7 @@ def runs(tmp_path):
     plan = Plan(STUDY, config.shallower)
     told = {'kind': STUDY.kind, 'config': 'configs/study.py', 'overrides': OVERRIDES}
     study_lib.open_study(tmp_path, told)
-    return study_runs.StudyRuns(tmp_path, plan, config.hparams, told)
+    return runner.StudyRuns(tmp_path, plan, config.hparams, told)
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def trained(monkeypatch):
         names.append(directory.name)
         open_workdir(directory, dataclasses.asdict(hparams))
         if hparams.optimizer.learning_rate == 0.004:
-            raise Diverged('no finite step')
+            raise DivergedError('no finite step')
         steps = resolve_steps(hparams)
         summary = dict.fromkeys(('parameters', 'active_parameters', 'epochs', 'skipped_steps'), 0)
         summary |= {'eval': {'loss': 1.0 + len(names) / 100, 'bits_per_byte': 1.5}}
@@ -88,8 +88,8 @@ def trained(monkeypatch):
         print('what a run prints')
         return types.SimpleNamespace(signal=None, summary=summary)
 
-    monkeypatch.setattr(study_runs, 'train', train)
-    monkeypatch.setattr(study_runs, 'write_measures', lambda *_: None)  # of no checkpoint
+    monkeypatch.setattr(runner, 'train', train)
+    monkeypatch.setattr(runner, 'write_measures', lambda *_: None)  # of no checkpoint
     return names
 
 
@@ -131,13 +131,13 @@ def test_shards_share_the_runs_and_wait_for_each_other(runs, trained, monkeypatc
 
     def other(_):
         monkeypatch.setattr(runs, '_train_one', of_shard(1))
-        monkeypatch.setattr(study_runs.time, 'sleep', lambda _: (_ for _ in ()).throw(EOFError))
+        monkeypatch.setattr(runner.time, 'sleep', lambda _: (_ for _ in ()).throw(EOFError))
         with contextlib.suppress(EOFError):  # it waits as well, or all are finished
             runs.train((1, 2))
-        monkeypatch.setattr(study_runs.time, 'sleep', other)
+        monkeypatch.setattr(runner.time, 'sleep', other)
         monkeypatch.setattr(runs, '_train_one', of_shard(0))
 
-    monkeypatch.setattr(study_runs.time, 'sleep', other)
+    monkeypatch.setattr(runner.time, 'sleep', other)
     monkeypatch.setattr(runs, '_train_one', of_shard(0))
     assert runs.train((0, 2)) == 0
     assert not set(shares[0]) & set(shares[1])
@@ -152,7 +152,7 @@ def test_every_run_is_of_one_process_whatever_the_hosts_start():
             (shard, child)
             for shard, processes in hosts.items()
             for child in range(processes)
-            for index, count in [study_runs.part_of_shard((shard, 3), child, processes)]
+            for index, count in [runner.part_of_shard((shard, 3), child, processes)]
             if number % count == index
         ]
         assert len(takers) == 1 and takers[0][0] == number % 3
@@ -169,7 +169,7 @@ def test_a_finished_run_of_other_knobs_stops_the_study_before_it_trains(runs, tr
 
 def test_a_signal_ends_the_study_with_its_status(runs, trained, monkeypatch):
     stopped = types.SimpleNamespace(signal='SIGTERM', summary=None)
-    monkeypatch.setattr(study_runs, 'train', lambda *_: stopped)
+    monkeypatch.setattr(runner, 'train', lambda *_: stopped)
     assert runs.train((0, 1)) == 128 + signal.SIGTERM
 
 

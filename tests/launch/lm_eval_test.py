@@ -13,8 +13,8 @@ import pytest
 
 from moddepth_jax.hparams import from_config
 from moddepth_jax.training.checkpoint import Checkpoints
+from moddepth_jax.training.run_dir import open_workdir
 from moddepth_jax.training.train_step import init_state
-from moddepth_jax.training.workdir import open_workdir
 
 ROOT = pathlib.Path(__file__).parents[2]
 TASKS = 'tests/launch/lm_eval_tasks'  # whose data are named from the root on

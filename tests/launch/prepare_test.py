@@ -17,7 +17,7 @@ import time
 
 import pytest
 
-from moddepth_jax.data.store import open_store
+from moddepth_jax.data.token_store import open_store
 
 ROOT = pathlib.Path(__file__).parents[2]
 WAIT = 60  # seconds for what takes one or two

@@ -15,8 +15,7 @@ from launch import config_file
 from moddepth_jax.data.pipeline import Dataset
 from moddepth_jax.hparams import from_config
 from moddepth_jax.training.loop import train
-from moddepth_jax.training.metrics import read_metrics
-from moddepth_jax.training.window_log import read_windows
+from moddepth_jax.training.metrics import read_metrics, read_windows
 
 ROOT = pathlib.Path(__file__).parents[2]
 NUM_STEPS = 110

@@ -11,7 +11,7 @@ import pytest
 
 from configs import tiny
 from moddepth_jax.hparams import from_config
-from moddepth_jax.training import workdir
+from moddepth_jax.training import run_dir
 
 ROOT = pathlib.Path(__file__).parents[2]
 TINY = f'--config={ROOT}/configs/tiny.py'
@@ -66,7 +66,7 @@ def make_folder(folder):
     (folder / 'text' / 'short.txt').write_text('too short')
     (folder / 'text' / 'bad.parquet').write_bytes(b'PAR1 and then nothing of the kind')
     hparams = from_config(tiny.get_config())
-    workdir.open_workdir(folder / 'taken', dataclasses.asdict(hparams))
+    run_dir.open_workdir(folder / 'taken', dataclasses.asdict(hparams))
     (folder / 'taken' / 'metrics.jsonl').write_text('{"step": 1, "loss": 5.5}\n')
     return folder
 

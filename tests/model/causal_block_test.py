@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moddepth_jax.model import mixture_of_depths, routing
+from moddepth_jax.model import routing
+from moddepth_jax.model.mod import mixture_of_depths
 from tests.model.masked_block import (
     LENGTH,
     POSITIONS,
@@ -79,10 +80,10 @@ def rule_logits(params, x_BTD, model, rule, threshold, given_scores_BT):
 
 def first_come(wanted_BT, most):
     """bool [B, T]: of each row the first `most`, counted one by one."""
-    entered_BT = np.zeros_like(wanted_BT)
+    selected_BT = np.zeros_like(wanted_BT)
     for row, wanted_T in enumerate(wanted_BT):
-        entered_BT[row, [t for t in range(LENGTH) if wanted_T[t]][:most]] = True
-    return entered_BT
+        selected_BT[row, [t for t in range(LENGTH) if wanted_T[t]][:most]] = True
+    return selected_BT
 
 
 @functools.cache
@@ -106,18 +107,18 @@ def check(built, run, x_BTD, segments_BT=SEGMENTS, threshold=0.0):
     )
     wanted_BT = (logits_BT > 0) & (segments_BT > 0)
     most = LENGTH if model.routing.overflow == 'grow' or rule == 'dense' else 6
-    entered_BT = first_come(wanted_BT, most)
-    np.testing.assert_array_equal(record.entered_BT, entered_BT)
-    np.testing.assert_array_equal(record.refused_BT, wanted_BT & ~entered_BT)
+    selected_BT = first_come(wanted_BT, most)
+    np.testing.assert_array_equal(record.selected_BT, selected_BT)
+    np.testing.assert_array_equal(record.dropped_BT, wanted_BT & ~selected_BT)
     np.testing.assert_array_equal(np.asarray(record.rule_logits_BT) > 0, logits_BT > 0)
     top_c_BT = expert_choice(np.asarray(record.scores_BT), CAPACITY, segments_BT)
     np.testing.assert_array_equal(record.top_c_BT, top_c_BT)
-    grid_BTS = visible_pairs(entered_BT, segments_BT, window)
-    exact_BTD = in_float64(exact_block(model), params, x_BTD, entered_BT, grid_BTS)
+    grid_BTS = visible_pairs(selected_BT, segments_BT, window)
+    exact_BTD = in_float64(exact_block(model), params, x_BTD, selected_BT, grid_BTS)
     assert_close(np.asarray(y_BTD), exact_BTD, 1e-6)
     same_BT = (np.asarray(y_BTD).view(np.uint32) == x_BTD.view(np.uint32)).all(-1)
-    np.testing.assert_array_equal(same_BT, ~entered_BT)
-    return entered_BT, wanted_BT & ~entered_BT
+    np.testing.assert_array_equal(same_BT, ~selected_BT)
+    return selected_BT, wanted_BT & ~selected_BT
 
 
 @pytest.mark.parametrize('name', CASES)
@@ -126,13 +127,13 @@ def test_rule_and_cap_name_the_tokens_of_the_equation(name, tiny_config):
     built = build(tiny_config, name)
     model, _, apply, rule, _ = built
     threshold = {'norm': 5.5, 'random': 0.6745}.get(model.routing.router, 0.0)
-    entered_BT, refused_BT = check(built, jit(apply), stream(seed=4), threshold=threshold)
+    selected_BT, dropped_BT = check(built, jit(apply), stream(seed=4), threshold=threshold)
     if rule == 'dense':
-        assert (entered_BT == (SEGMENTS > 0)).all()
+        assert (selected_BT == (SEGMENTS > 0)).all()
     else:
-        assert 0.1 < entered_BT[0].mean() < 0.9
+        assert 0.1 < selected_BT[0].mean() < 0.9
     if model.routing.overflow == 'grow' or rule == 'dense':
-        assert not refused_BT.any()
+        assert not dropped_BT.any()
 
 
 @pytest.mark.parametrize('name', ['learned_threshold', 'norm_threshold'])
@@ -147,9 +148,9 @@ def test_few_or_all_enter_in_each_static_size(name, tiny_config):
         places = [2 * ordered[0] - ordered[-1], *ordered, 2 * ordered[-1] - ordered[0]]
         threshold = (places[LENGTH - enter] + places[LENGTH - enter + 1]) / 2
         alone_BT = SEGMENTS * 0 + np.eye(5, dtype=int)[0][:, None]
-        entered_BT, refused_BT = check(built, run, x_BTD, alone_BT, np.float32(threshold))
-        fullest.append(entered_BT.sum(1).max())
-        refused += refused_BT.sum()
+        selected_BT, dropped_BT = check(built, run, x_BTD, alone_BT, np.float32(threshold))
+        fullest.append(selected_BT.sum(1).max())
+        refused += dropped_BT.sum()
         check(built, run, x_BTD, threshold=np.float32(threshold))
     if model.routing.overflow == 'grow':
         assert fullest == [0, 1, 2, 3, 4, 6, 8, 9, 16] and refused == 0
@@ -163,14 +164,14 @@ def test_the_block_runs_in_the_least_size_that_holds_every_row(tiny_config, monk
     _, params, apply, _, _ = build(tiny_config, 'norm_threshold')
     taken = []
 
-    def first_entering(entered_BT, size):
+    def first_entering(selected_BT, size):
         taken.append(size)
-        return routing.first_entering(entered_BT, size)
+        return routing.mask_to_indices(selected_BT, size)
 
     def switch(which, branches, *inputs):
         return branches[int(which)](*inputs)
 
-    monkeypatch.setattr(mixture_of_depths, 'first_entering', first_entering)
+    monkeypatch.setattr(mixture_of_depths, 'mask_to_indices', first_entering)
     monkeypatch.setattr(mixture_of_depths.nn, 'switch', switch)
     x_BTD = stream(seed=4)
     for fullest in (2, 3, 8, 9):
@@ -200,13 +201,13 @@ def test_gradients_pass_through_the_sizes(name, tiny_config):
         segments_BT[2:, : LENGTH - 6] = 0  # or the last token would find no room
     given = functools.partial(apply, segments_BT=segments_BT, threshold=threshold)
     got, record = value_and_gradients(given, params, x_BTD, weights_BTD)
-    entered_BT = np.asarray(record.entered_BT)
-    assert entered_BT[2:, -1].all() and 0.1 < entered_BT.mean() < 0.9
-    grid_BTS = visible_pairs(entered_BT, segments_BT, window)
+    selected_BT = np.asarray(record.selected_BT)
+    assert selected_BT[2:, -1].all() and 0.1 < selected_BT.mean() < 0.9
+    grid_BTS = visible_pairs(selected_BT, segments_BT, window)
     with jax.enable_x64(True), jax.numpy_rank_promotion('allow'):
         wide = jax.tree.map(np.float64, (params, x_BTD, weights_BTD))
         exact, _ = value_and_gradients(
-            lambda params, x: (equation(params, x, entered_BT, grid_BTS, model), None), *wide
+            lambda params, x: (equation(params, x, selected_BT, grid_BTS, model), None), *wide
         )
     assert_close(got[0], exact[0], 1e-6)
     assert_close(got[1], exact[1], 3e-6)
@@ -218,11 +219,11 @@ def test_a_layer_that_is_not_causal_stays_with_top_c(tiny_config):
     _, by_top_c = routed(model)
     y_BTD, record = jit(apply)(params, stream(), threshold=0.3, causal=False)
     expected_BTD, expected = jit(by_top_c)(params, stream())
-    np.testing.assert_array_equal(record.entered_BT, expected.top_c_BT)
+    np.testing.assert_array_equal(record.selected_BT, expected.top_c_BT)
     np.testing.assert_allclose(y_BTD, expected_BTD, rtol=0, atol=1e-5)
-    assert not np.any(record.refused_BT)
+    assert not np.any(record.dropped_BT)
     causal_BTD, causal = jit(apply)(params, stream(), threshold=0.3)
-    assert (np.asarray(causal.entered_BT) != expected.top_c_BT).any()
+    assert (np.asarray(causal.selected_BT) != expected.top_c_BT).any()
     assert np.abs(causal_BTD - expected_BTD).max() > 0.1
 
 
@@ -233,9 +234,9 @@ def test_the_threshold_is_strict(tiny_config):
     params['router']['w'] = np.eye(WIDTH, dtype=np.float32)[0]  # r is exact: a component of x
     threshold = x_BTD[0, 3, 0] = x_BTD[0, 9, 0] = np.float32(1.1)
     _, record = run(params, x_BTD, threshold=threshold)
-    assert not record.entered_BT[0, 3] and not record.entered_BT[0, 9]
+    assert not record.selected_BT[0, 3] and not record.selected_BT[0, 9]
     _, record = run(params, x_BTD, threshold=np.nextafter(threshold, np.float32(0)))
-    assert record.entered_BT[0, 3] and record.entered_BT[0, 9]
+    assert record.selected_BT[0, 3] and record.selected_BT[0, 9]
 
 
 def test_straight_through_forward_has_no_gate(tiny_config):
@@ -249,7 +250,7 @@ def test_straight_through_forward_has_no_gate(tiny_config):
     of_plain['predictor'] = routed(plain)[0]['predictor']
     y_BTD, record = jit(by_top_c)(params, stream())
     expected_BTD, expected = jit(without_gate)(of_plain, stream())
-    np.testing.assert_array_equal(record.entered_BT, expected.entered_BT)
+    np.testing.assert_array_equal(record.selected_BT, expected.selected_BT)
     np.testing.assert_array_equal(y_BTD, expected_BTD)
 
     weights_BTD = stream(seed=2)
@@ -258,7 +259,7 @@ def test_straight_through_forward_has_no_gate(tiny_config):
     )
     chance_BT = 1 / (1 + np.exp(-np.float64(record.scores_BT)))
     inner_BT = ((np.float64(y_BTD) - stream()) * weights_BTD).sum(-1)
-    slope_BT = chance_BT * (1 - chance_BT) * inner_BT * np.asarray(record.entered_BT)
+    slope_BT = chance_BT * (1 - chance_BT) * inner_BT * np.asarray(record.selected_BT)
     assert abs(slope_BT.sum()) > 0.1
     np.testing.assert_allclose(gradient['router']['b'], slope_BT.sum(), rtol=1e-4)
     of_w_D = np.einsum('bt,btd->d', slope_BT, stream().astype(float))

@@ -8,12 +8,7 @@ import numpy as np
 import pytest
 
 from moddepth_jax.hparams import from_config
-from moddepth_jax.model.transformer import (
-    Transformer,
-    causal_routing,
-    causal_sizes,
-    check_routing,
-)
+from moddepth_jax.model.transformer import Transformer, causal_routing, causal_sizes, check_routing
 
 LENGTH, NUM_ROUTED = 16, 3
 ROUTED = {
@@ -51,11 +46,11 @@ def test_each_layer_compares_with_its_own_threshold(tiny_config):
     records = run(variables, TOKENS_BT)[1].routing
     thresholds_R11 = np.float32([0.5, 0.7, 0.9])[:, None, None]
     wanted_RBT = np.asarray(records.scores_BT) > thresholds_R11
-    np.testing.assert_array_equal(records.entered_BT | records.refused_BT, wanted_RBT)
+    np.testing.assert_array_equal(records.selected_BT | records.dropped_BT, wanted_RBT)
     np.testing.assert_array_equal(
-        records.entered_BT, wanted_RBT & (wanted_RBT.cumsum(axis=2) <= 1.5 * 4)
+        records.selected_BT, wanted_RBT & (wanted_RBT.cumsum(axis=2) <= 1.5 * 4)
     )
-    assert np.any(records.refused_BT) and not wanted_RBT.all()
+    assert np.any(records.dropped_BT) and not wanted_RBT.all()
 
 
 def test_averages_are_needed_by_the_threshold_alone(tiny_config):
@@ -117,12 +112,12 @@ def test_only_the_named_layers_obey_the_rule(loop, overflow, tiny_config):
             by_rule_BT &= by_rule_BT.cumsum(axis=1) <= most
             assert (by_rule_BT != records.routing.top_c_BT[layer]).any()
             expected_BT = by_rule_BT if named[layer] else records.routing.top_c_BT[layer]
-            np.testing.assert_array_equal(records.routing.entered_BT[layer], expected_BT)
+            np.testing.assert_array_equal(records.routing.selected_BT[layer], expected_BT)
             if not any(named[:layer]):
                 np.testing.assert_array_equal(
                     records.routing.top_c_BT[layer], of_top_c[1].routing.top_c_BT[layer]
                 )
-        assert (np.asarray(records.routing.refused_BT).any(axis=(1, 2)) <= causal_layers_R).all()
+        assert (np.asarray(records.routing.dropped_BT).any(axis=(1, 2)) <= causal_layers_R).all()
         seen.append(np.asarray(logits_BTV))
     np.testing.assert_allclose(seen[0], of_top_c[0], rtol=0, atol=1e-4)
     np.testing.assert_array_equal(run(variables, TOKENS_BT)[0], seen[-1])

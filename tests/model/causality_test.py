@@ -125,7 +125,7 @@ def test_future_tokens_change_no_bit_of_the_past(name, built):
     (model, variables, run), (_, routing) = built(name), (CAUSAL | MORE_ROUTERS)[name]
     logits_BTV, records = run(TOKENS_BT)
     if routing in ('predictor', 'aux_loss', 'threshold'):
-        fractions = np.asarray(records.routing.entered_BT).mean(axis=(1, 2))
+        fractions = np.asarray(records.routing.selected_BT).mean(axis=(1, 2))
         assert ((0.1 < fractions) & (fractions < 0.9)).all()
     for first in (1, CUT, LENGTH - 1):
         other_BTV, _ = run(swapped(range(first, LENGTH)))
@@ -175,13 +175,13 @@ def test_packed_documents_under_a_rule_share_slots_alone(built):
     """
     _, _, run = built('roomy')
     logits_BTV, records = run(TOKENS_BT, PACKED_BT)
-    assert not np.any(records.routing.refused_BT)
+    assert not np.any(records.routing.dropped_BT)
     for document in (1, 2, 3):
         inside = PACKED_BT[0] == document
         other_BTV, other = run(swapped(np.flatnonzero(~inside)), PACKED_BT)
         np.testing.assert_array_equal(
-            np.asarray(other.routing.entered_BT)[:, :, inside],
-            np.asarray(records.routing.entered_BT)[:, :, inside],
+            np.asarray(other.routing.selected_BT)[:, :, inside],
+            np.asarray(records.routing.selected_BT)[:, :, inside],
         )
         assert changed(logits_BTV, other_BTV)[:, ~inside].all()
         atol = 1e-5 * np.abs(logits_BTV).max()
@@ -221,7 +221,7 @@ def test_a_cache_that_grows_changes_bits_by_its_size_alone(built):
     """
     _, _, run = built('grow')
     logits_BTV, records = run(TOKENS_BT)
-    fullest_R = np.asarray(records.routing.entered_BT).sum(2).max(1)
+    fullest_R = np.asarray(records.routing.selected_BT).sum(2).max(1)
     scale, sizes = np.abs(logits_BTV).max(), np.array([3, 6, 12, LENGTH])
     same_sizes = []
     for seed, first in enumerate((1, 4, 9, CUT, 20, LENGTH - 1)):
@@ -231,17 +231,17 @@ def test_a_cache_that_grows_changes_bits_by_its_size_alone(built):
             other_BTV, other = run(np.where(future_BT, future, TOKENS_BT))
             kept_BT = ~future_BT
             np.testing.assert_array_equal(
-                np.asarray(other.routing.entered_BT)[:, kept_BT],
-                np.asarray(records.routing.entered_BT)[:, kept_BT],
+                np.asarray(other.routing.selected_BT)[:, kept_BT],
+                np.asarray(records.routing.selected_BT)[:, kept_BT],
             )
             difference_BTV = np.asarray(other_BTV)[kept_BT] - np.asarray(logits_BTV)[kept_BT]
             assert np.abs(difference_BTV).max() < 1e-5 * scale
-            full_R = np.asarray(other.routing.entered_BT).sum(2).max(1)
+            full_R = np.asarray(other.routing.selected_BT).sum(2).max(1)
             same = (np.searchsorted(sizes, full_R) == np.searchsorted(sizes, fullest_R)).all()
             assert not (same and changed(logits_BTV, other_BTV)[kept_BT].any())
             same_sizes.append(same)
     assert any(same_sizes) and not all(same_sizes)
-    assert not np.any(records.routing.refused_BT)
+    assert not np.any(records.routing.dropped_BT)
 
 
 @pytest.mark.parametrize('name', ['top_c', 'predictor', 'random'])

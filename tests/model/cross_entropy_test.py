@@ -207,8 +207,8 @@ import json, sys
 import jax, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from moddepth_jax.model.cross_entropy import cross_entropy
-from moddepth_jax.model.partition import axis_names, spec
-from moddepth_jax.training.sharding import make_mesh
+from moddepth_jax.model.sharding import axis_names, spec
+from moddepth_jax.training.mesh import make_mesh
 
 found = []
 for layout, tied, rows, V, dtype in json.loads(sys.argv[1]):

@@ -7,18 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moddepth_jax.model import cache as cache_lib
+from moddepth_jax.model import kv_cache as cache_lib
+from moddepth_jax.model.decoding import decode_step, prefill, unroll
 from moddepth_jax.model.transformer import Transformer
-from moddepth_jax.model.unrolled import decode_step, prefill, unroll
-from tests.model.depth_models import (
+from tests.model.cases import (
     ATTENTION,
     AVERAGE,
     DENSE,
     FAST,
     MODA,
     ROUTED,
-    drawn,
-    small,
+    random_variables,
+    small_hparams,
 )
 
 LENGTH, PROMPT = 12, 4
@@ -48,11 +48,11 @@ SLOW_CASES = {
 def decoded(hparams, variables, tokens_BT, rule):
     """Logits of a prompt's last token and of each token after it, NaN before."""
     rows, how = np.arange(len(tokens_BT)), {'hparams': hparams, 'routing': rule}
-    slots = hparams.model.routing.cache_slots(LENGTH, rule)
-    first = functools.partial(prefill, **how, slots=LENGTH, routed_slots=slots)
+    slots = hparams.model.routing.cache_size(LENGTH, rule)
+    first = functools.partial(prefill, **how, slots=LENGTH, routed_capacity=slots)
     first, step, write = (
         jax.jit(program, compiler_options=FAST)
-        for program in (first, functools.partial(decode_step, **how), cache_lib.write)
+        for program in (first, functools.partial(decode_step, **how), cache_lib.update_cache)
     )
     real_BT = np.arange(PROMPT)[None] < PROMPTS_B[:, None]
     unrolled = unroll(variables, hparams, rule)
@@ -65,8 +65,8 @@ def decoded(hparams, variables, tokens_BT, rule):
     while (place_B < LENGTH).any():
         active_B = place_B < LENGTH
         token_B = tokens_BT[rows, np.minimum(place_B, LENGTH - 1)]
-        logits_BV, entries, refused_B = step(unrolled, cache, token_B, none_B, active_B)
-        cache = write(cache, entries, none_B, refused_B, active_B)
+        logits_BV, entries, dropped_B = step(unrolled, cache, token_B, none_B, active_B)
+        cache = write(cache, entries, none_B, dropped_B, active_B)
         out[rows[active_B], place_B[active_B]] = np.asarray(logits_BV)[active_B]
         place_B += active_B
     return out
@@ -74,10 +74,10 @@ def decoded(hparams, variables, tokens_BT, rule):
 
 def check(make_config, knobs):
     sizes = {'model.num_layers': 3, 'data.sequence_length': LENGTH}
-    hparams = small(make_config, sizes, knobs)
+    hparams = small_hparams(make_config, sizes, knobs)
     rule = 'predictor' if hparams.model.routed_layers else 'dense'
     tokens_BT = np.random.default_rng(5).integers(0, 32, (3, LENGTH)).astype(np.int32)
-    model, variables = Transformer(hparams), drawn(hparams, tokens_BT, seed=2)
+    model, variables = Transformer(hparams), random_variables(hparams, tokens_BT, seed=2)
     full = jax.jit(functools.partial(model.apply, routing=rule), compiler_options=FAST)
     full_BTV, records = full(variables, tokens_BT)
     if records is not None:
@@ -88,9 +88,9 @@ def check(make_config, knobs):
                         records.routing.rule_logits_BT, 0.65
                     )
         full_BTV, records = full(variables, tokens_BT)
-        entered_BT = np.asarray(records.routing.entered_BT)[0]
-        assert 0.1 <= entered_BT.mean() <= 0.6
-        later_B = [entered_BT[b, start:].mean() for b, start in enumerate(PROMPTS_B)]
+        selected_BT = np.asarray(records.routing.selected_BT)[0]
+        assert 0.1 <= selected_BT.mean() <= 0.6
+        later_B = [selected_BT[b, start:].mean() for b, start in enumerate(PROMPTS_B)]
         assert 0 < np.mean(later_B) < 1  # while decoding some enter and some do not
     found_BTV = decoded(hparams, variables, tokens_BT, rule)
     known_BT = np.arange(LENGTH)[None] >= PROMPTS_B[:, None] - 1
@@ -116,13 +116,13 @@ def test_every_stream_and_write_mode_decodes(name, tiny_config):
 
 def cache_shapes(make_config, *knobs):
     """Shapes of the cache that a prompt leaves."""
-    hparams = small(make_config, {'model.num_layers': 3}, *knobs)
+    hparams = small_hparams(make_config, {'model.num_layers': 3}, *knobs)
     rule = 'predictor' if hparams.model.routed_layers else 'dense'
 
     def first(tokens_BT):
         variables = Transformer(hparams).init(jax.random.key(0), tokens_BT)
         unrolled = unroll(variables, hparams, rule)
-        how = {'hparams': hparams, 'routing': rule, 'slots': 9, 'routed_slots': 5}
+        how = {'hparams': hparams, 'routing': rule, 'slots': 9, 'routed_capacity': 5}
         return prefill(unrolled, tokens_BT, jnp.ones_like(tokens_BT), **how)[1]
 
     cache = jax.eval_shape(first, jax.ShapeDtypeStruct((3, 8), jnp.int32))

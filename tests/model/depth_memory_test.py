@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from moddepth_jax.model.transformer import Transformer
-from tests.model.depth_models import FAST, MODA, ROUTED, small
+from tests.model.cases import FAST, MODA, ROUTED, small_hparams
 
 BATCH, LENGTH = 1, 128
 WIDE = {
@@ -25,7 +25,7 @@ MASKED = {'model.depth.skipped_slots': 'masked'}
 
 def loss_of(make_config, num_layers, *knobs):
     """(loss of the parameters, the parameters' shapes, hparams)."""
-    hparams = small(make_config, WIDE, {'model.num_layers': num_layers}, *knobs)
+    hparams = small_hparams(make_config, WIDE, {'model.num_layers': num_layers}, *knobs)
     model, tokens_BT = Transformer(hparams), jnp.zeros((BATCH, LENGTH), jnp.int32)
     params = jax.eval_shape(model.init, jax.random.key(0), tokens_BT)['params']
     return lambda params: jnp.sum(model.apply({'params': params}, tokens_BT)[0]), params, hparams

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moddepth_jax.hparams import from_config
-from moddepth_jax.model.stack import Stack, unstacked
+from moddepth_jax.model.stack import Stack, unstack_layers
 from moddepth_jax.model.transformer import Transformer
 from tests.model import depth_oracle
 from tests.model.depth_oracle import Shape
@@ -271,7 +271,7 @@ def _named_as_in_the_oracle(params, model):
     if 'head' in params:
         named['head'] = params['head']['kernel']
     named['layers'] = []
-    for kind, layer in unstacked(Stack(model, 'top_c'), params['stack']):
+    for kind, layer in unstack_layers(Stack(model, 'top_c'), params['stack']):
         layer = dict(layer)
         stream = layer.pop('stream', {})
         if model.depth.stream == 'attention' and stream:

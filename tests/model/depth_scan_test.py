@@ -7,7 +7,7 @@ import pytest
 
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model.transformer import Transformer
-from tests.model.depth_models import ATTENTION, MODA, ROUTED, compiled, drawn, small
+from tests.model.cases import ATTENTION, MODA, ROUTED, compiled, random_variables, small_hparams
 
 BATCH, LENGTH, VOCABULARY = 2, 12, 32
 ENTRY_QUERY = "['run_0']['layer_0']['stream']['query']['kernel']"
@@ -74,11 +74,11 @@ def check(make_config, knobs, remats, dtype, tolerance):
     tokens_BT = rng.integers(0, VOCABULARY, (BATCH, LENGTH)).astype(np.int32)
     shape = {'model.num_layers': 5, 'model.dtype': dtype}
     plain = {'model.layer_loop': 'unrolled', 'model.remat': 'none'}
-    hparams = small(make_config, shape, knobs, plain)
-    variables = drawn(hparams, tokens_BT)
+    hparams = small_hparams(make_config, shape, knobs, plain)
+    variables = random_variables(hparams, tokens_BT)
     expected, gradient = loss_and_gradient(hparams, variables, tokens_BT)
     for remat in remats:
-        hparams = small(make_config, shape, knobs, {'model.remat': remat})
+        hparams = small_hparams(make_config, shape, knobs, {'model.remat': remat})
         found, mine = loss_and_gradient(hparams, variables, tokens_BT)
         np.testing.assert_allclose(found, expected, rtol=tolerance)
         leaves = jax.tree_util.tree_leaves_with_path(gradient)
@@ -135,10 +135,10 @@ def test_gradients_of_bfloat16_slots(dtype, remat, tiny_config):
     tokens_BT = np.random.default_rng(1).integers(0, VOCABULARY, (BATCH, LENGTH)).astype(np.int32)
     shape = MODA | ROUTED | MASKED | {'model.num_layers': 4, 'model.routing.router': 'position'}
     shape |= {'model.dtype': 'bfloat16', 'model.remat': remat}
-    unrolled = small(tiny_config, shape, {'model.layer_loop': 'unrolled'})
-    variables = drawn(unrolled, tokens_BT)
+    unrolled = small_hparams(tiny_config, shape, {'model.layer_loop': 'unrolled'})
+    variables = random_variables(unrolled, tokens_BT)
     _, gradient = loss_and_gradient(unrolled, variables, tokens_BT)
-    scanned = small(tiny_config, shape, {'model.depth.gradient_dtype': dtype})
+    scanned = small_hparams(tiny_config, shape, {'model.depth.gradient_dtype': dtype})
     _, mine = loss_and_gradient(scanned, variables, tokens_BT)
     leaves = jax.tree_util.tree_leaves_with_path(gradient)
     for (path, leaf), other in zip(leaves, jax.tree.leaves(mine), strict=True):

@@ -6,22 +6,22 @@ import numpy as np
 import pytest
 
 from moddepth_jax.data import synthetic
-from moddepth_jax.model.attention import Depth, KeysValues, SelfAttention, Tokens
-from moddepth_jax.model.depth_stream import STREAMS, LayerKind, layer_kinds
+from moddepth_jax.model.attention import DepthSlots, KeysValues, SelfAttention, TokenInfo
 from moddepth_jax.model.layer import Layer
-from moddepth_jax.model.layers import rotate
-from moddepth_jax.model.stack import Stack, unstacked
+from moddepth_jax.model.layers import apply_rope
+from moddepth_jax.model.stack import Stack, unstack_layers
+from moddepth_jax.model.streams import STREAMS, LayerKind, layer_kinds
 from moddepth_jax.model.transformer import Transformer
 from moddepth_jax.training.train_step import init_state, train_step
-from tests.model.depth_models import (
+from tests.model.cases import (
     ATTENTION,
     AVERAGE,
     DENSE,
     FAST,
     MODA,
     ROUTED,
-    drawn,
-    small,
+    random_variables,
+    small_hparams,
 )
 
 RESIDUAL = {'model.depth.stream': 'residual'}
@@ -39,7 +39,7 @@ def test_kinds_of_layers(tiny_config):
 
     def kinds(*knobs):
         three = {'model.num_layers': 3, 'model.windows': (7, 5, 4)}
-        return layer_kinds(small(tiny_config, three, ROUTED, *knobs).model)
+        return layer_kinds(small_hparams(tiny_config, three, ROUTED, *knobs).model)
 
     for knobs, slots in (
         ([RESIDUAL], 0),
@@ -71,7 +71,7 @@ def test_streams_add_parameters_by_formula(routing, kv_heads, tiny_config):
 
     def count(*knobs):
         shape = {'model.num_kv_heads': kv_heads}
-        hparams = small(tiny_config, routing, shape, *knobs)
+        hparams = small_hparams(tiny_config, routing, shape, *knobs)
         tokens = jnp.zeros((1, 8), jnp.int32)
         params = jax.eval_shape(Transformer(hparams).init, jax.random.key(0), tokens)['params']
         return sum(leaf.size for leaf in jax.tree.leaves(params))
@@ -100,17 +100,17 @@ def test_reads_of_all_outputs_start_as_the_residual_stream(stream, tiny_config):
     """At initialisation the logits are those of the residual model with the same blocks."""
     rng, shape = np.random.default_rng(0), {'model.num_layers': 3}
     tokens_BT = rng.integers(0, 32, (2, 8))
-    hparams = small(tiny_config, shape, ROUTED, stream)
-    model, residual = Transformer(hparams), Transformer(small(tiny_config, shape, ROUTED))
+    hparams = small_hparams(tiny_config, shape, ROUTED, stream)
+    model, residual = Transformer(hparams), Transformer(small_hparams(tiny_config, shape, ROUTED))
     at_first = jax.jit(model.init, compiler_options=FAST)(jax.random.key(0), tokens_BT)['params']
 
     def bolder(path, leaf, other):
         return leaf if path[-2:][0].key == 'stream' else other
 
-    params = drawn(hparams, tokens_BT)['params']
+    params = random_variables(hparams, tokens_BT)['params']
     params = jax.tree_util.tree_map_with_path(bolder, at_first, params)
     plain = {}  # the middle one is routed: no two layers of the residual model share a run
-    for kind, mine in unstacked(Stack(hparams.model, 'top_c'), params['stack']):
+    for kind, mine in unstack_layers(Stack(hparams.model, 'top_c'), params['stack']):
         if kind.part == 'block':
             block = {name: jax.tree.map(lambda x: x[None], mine[name]) for name in mine}
             plain[f'run_{len(plain)}'] = {'layer_0': {n: block[n] for n in block if n != 'stream'}}
@@ -128,12 +128,12 @@ def test_reads_of_all_outputs_start_as_the_residual_stream(stream, tiny_config):
 
 def test_dense_reads_a_weighted_concatenation(tiny_config):
     """W . concat(X_0, X_1, X_2), the oldest first."""
-    hparams, rng = small(tiny_config, DENSE).model, np.random.default_rng(0)
+    hparams, rng = small_hparams(tiny_config, DENSE).model, np.random.default_rng(0)
     x_LBTD = rng.normal(size=(3, 2, 5, 16)).astype('f')
     kernel = rng.normal(size=(48, 16)).astype('f')
     stream = STREAMS['dense'](hparams, LayerKind(False, 0, 1, 3))
     read_BTD, _, _ = stream.apply(
-        {'params': {'kernel': kernel}}, x_LBTD[-1], Depth(x_LBTD), method='read'
+        {'params': {'kernel': kernel}}, x_LBTD[-1], DepthSlots(x_LBTD), method='read'
     )
     expected = np.concatenate(x_LBTD, axis=-1) @ kernel
     np.testing.assert_allclose(read_BTD, expected, rtol=0, atol=1e-4)
@@ -141,7 +141,7 @@ def test_dense_reads_a_weighted_concatenation(tiny_config):
 
 def _average(hparams, x_LBTD, params):
     stream = STREAMS['average'](hparams, LayerKind(False, 0, 1, len(x_LBTD)))
-    given = (x_LBTD[-1], Depth(x_LBTD))
+    given = (x_LBTD[-1], DepthSlots(x_LBTD))
     if params is None:
         params = stream.init(jax.random.key(0), *given, method='read')['params']
     return stream.apply({'params': params}, *given, method='read')[0]
@@ -149,7 +149,7 @@ def _average(hparams, x_LBTD, params):
 
 def test_average_reads_a_weighted_sum(tiny_config):
     """a_0 X_0 + a_1 X_1 + a_2 X_2, and its gradient to each scalar: the sum of d . X_l."""
-    hparams, rng = small(tiny_config, AVERAGE).model, np.random.default_rng(0)
+    hparams, rng = small_hparams(tiny_config, AVERAGE).model, np.random.default_rng(0)
     x_LBTD = rng.normal(size=(3, 2, 5, 16)).astype('f')
     d_BTD = rng.normal(size=(2, 5, 16)).astype('f')
     weights = np.array([2.0, -0.5, 0.25], 'f')
@@ -163,7 +163,7 @@ def test_average_reads_a_weighted_sum(tiny_config):
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_average_starts_as_its_newest_input_bit_for_bit(dtype, tiny_config):
     """In their dtype; and a weight of 1.003, which bfloat16 would round to 1, shows in both."""
-    hparams = small(tiny_config, AVERAGE, {'model.dtype': dtype}).model
+    hparams = small_hparams(tiny_config, AVERAGE, {'model.dtype': dtype}).model
     x_LBTD = jnp.asarray(np.random.default_rng(3).normal(size=(4, 2, 5, 16)), dtype)
     read_BTD = _average(hparams, x_LBTD, None)
     assert read_BTD.dtype == dtype
@@ -180,8 +180,8 @@ def test_attention_stream_reads_slots(tiny_config):
     rng = np.random.default_rng(0)
     x_BTD = rng.normal(size=(2, 5, 16)).astype('f')
     positions_BT = jnp.broadcast_to(jnp.arange(5), (2, 5))
-    tokens = Tokens(positions_BT, jnp.ones_like(positions_BT))
-    hparams = small(tiny_config, ATTENTION).model
+    tokens = TokenInfo(positions_BT, jnp.ones_like(positions_BT))
+    hparams = small_hparams(tiny_config, ATTENTION).model
     entry = Layer(hparams, LayerKind(False, 0, 1, part='entry'), 'top_c')
     shapes = jax.eval_shape(entry.init, jax.random.key(0), x_BTD, None, tokens, None)
     weights = jax.tree.map(lambda leaf: 0.5 * rng.normal(size=leaf.shape).astype('f'), shapes)
@@ -193,9 +193,9 @@ def test_attention_stream_reads_slots(tiny_config):
     np.testing.assert_allclose(output.x_BTD, query_BTNH.reshape(2, 5, 16), rtol=0, atol=1e-5)
 
     def read(slots, count, window=0):
-        hparams = small(tiny_config, ATTENTION, {'model.depth.slot_window': window}).model
+        hparams = small_hparams(tiny_config, ATTENTION, {'model.depth.slot_window': window}).model
         stream = STREAMS['attention'](hparams, LayerKind(False, 0, 1))
-        depth = Depth(KeysValues(*map(jnp.asarray, slots)), None, count)
+        depth = DepthSlots(KeysValues(*map(jnp.asarray, slots)), None, count)
         return stream.apply({}, output.x_BTD, depth, method='read')[0]
 
     def to_heads(values_BTKH):
@@ -229,7 +229,7 @@ def test_streams_train(stream, tiny_config):
     knobs |= {'moda and routed': [MODA, ROUTED], 'average and routed': [AVERAGE, ROUTED]}
     rates = {'optimizer.learning_rate': 0.02, 'optimizer.warmup_fraction': 0.0}
     rates |= {'model.vocab_size': 257, 'model.num_layers': 3}
-    hparams = small(tiny_config, rates, *knobs[stream])
+    hparams = small_hparams(tiny_config, rates, *knobs[stream])
     text = b''.join(synthetic.make_synthetic(num_documents=40))
     text = np.frombuffer(text, np.uint8)[: 12 * 4 * 33].astype(np.int32).reshape(12, 4, 33)
     start = state = jax.jit(lambda: init_state(hparams, 12), compiler_options=FAST)()
@@ -263,10 +263,10 @@ def test_keys_of_slots_as_readers_see_them(over, keys, tiny_config):
     whose query is turned.
     """
     knobs = {'model.depth.slot_keys': keys, 'model.qk_norm': over}
-    hparams, rng = small(tiny_config, MODA, knobs).model, np.random.default_rng(6)
+    hparams, rng = small_hparams(tiny_config, MODA, knobs).model, np.random.default_rng(6)
     x_BTD = rng.normal(size=(3, 1, 16)).astype('f')
     positions_BT = jnp.array([[0], [5], [9]])
-    tokens = Tokens(positions_BT, jnp.ones_like(positions_BT))
+    tokens = TokenInfo(positions_BT, jnp.ones_like(positions_BT))
     attention = SelfAttention(hparams, 0)
     weights = [
         jax.tree.map(
@@ -280,7 +280,7 @@ def test_keys_of_slots_as_readers_see_them(over, keys, tiny_config):
     def write_and_read(writer, reader, x_BTD):
         _, _, slot, _ = attention.apply(writer, x_BTD, tokens)
         same = attention.apply(writer, x_BTD, tokens, method='slot')
-        depth = Depth(jax.tree.map(lambda side: side[None], slot))
+        depth = DepthSlots(jax.tree.map(lambda side: side[None], slot))
         return slot, same, attention.apply(reader, x_BTD, tokens, depth=depth)[0]
 
     slot, same, found_BTD = write_and_read(*weights, x_BTD)
@@ -293,7 +293,9 @@ def test_keys_of_slots_as_readers_see_them(over, keys, tiny_config):
 
     def turned(x_BTNH, params, norm):
         scale = params[norm]['scale'] if over != 'none' else None
-        return rotate(jnp.asarray(normed(x_BTNH, over, scale)), positions_BT, hparams.rope_theta)
+        return apply_rope(
+            jnp.asarray(normed(x_BTNH, over, scale)), positions_BT, hparams.rope_theta
+        )
 
     q_BTNH = np.asarray(turned(project(reader, 'query'), reader, 'query_norm'))
     own_BTKH = turned(project(reader, 'key'), reader, 'key_norm')
@@ -317,11 +319,11 @@ def test_keys_of_slots_as_readers_see_them(over, keys, tiny_config):
 def test_later_tokens_and_other_documents_change_no_bit(name, tiny_config):
     """With slots or an average as without: causality of the logits, and packed documents apart."""
     knobs = {'all enter': MODA, 'routed': MODA | ROUTED | BY_SEGMENT, 'average': AVERAGE}[name]
-    hparams = small(tiny_config, {'model.num_layers': 3, 'model.vocab_size': 64}, knobs)
+    hparams = small_hparams(tiny_config, {'model.num_layers': 3, 'model.vocab_size': 64}, knobs)
     model, rng = Transformer(hparams), np.random.default_rng(2)
     tokens_BT = rng.permutation(64)[:24].reshape(2, 12)
     segments_BT = np.tile(np.repeat([1, 2, 3, 0], [4, 3, 3, 2]), (2, 1))
-    variables = drawn(hparams, tokens_BT)
+    variables = random_variables(hparams, tokens_BT)
     run = jax.jit(lambda *given: model.apply(variables, *given)[0])
     before_BTV = np.asarray(run(tokens_BT, segments_BT))
 

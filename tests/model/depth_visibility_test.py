@@ -7,18 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moddepth_jax.model.attention import Depth, KeysValues, Tokens
-from moddepth_jax.model.depth_stream import LayerKind
-from moddepth_jax.model.layer import Layer, Told
-from moddepth_jax.model.layers import rotate
-from moddepth_jax.model.mixture_of_depths import RoutedLayer
-from moddepth_jax.model.stack import Stack, unstacked
+from moddepth_jax.model.attention import DepthSlots, KeysValues, TokenInfo
+from moddepth_jax.model.layer import Layer, LayerArgs
+from moddepth_jax.model.layers import apply_rope
+from moddepth_jax.model.mod.mixture_of_depths import RoutingArgs
+from moddepth_jax.model.stack import Stack, unstack_layers
+from moddepth_jax.model.streams import LayerKind
 from moddepth_jax.model.transformer import Transformer
-from tests.model.depth_models import FAST, MODA, ROUTED, drawn, small
+from tests.model.cases import FAST, MODA, ROUTED, random_variables, small_hparams
 
 SLOTS, ROWS, LENGTH = 4, 2, 5
 SEGMENTS_BT = np.array([[1, 1, 1, 1, 1], [1, 1, 2, 2, 0]])
-TOLD = Told(RoutedLayer(np.int32(0), np.float32(0), np.bool_(False)))
+TOLD = LayerArgs(RoutingArgs(np.int32(0), np.float32(0), np.bool_(False)))
 HALF = ROUTED | {'model.routing.capacity': 0.6}
 MASKED = {'model.depth.skipped_slots': 'masked'}
 # name: (knobs, routed, the newest slots seen, 0 for all)
@@ -39,15 +39,15 @@ def draw(shapes, rng):
 def reader(make_config, name):
     """(layer, its variables, x_BTD, slots of SLOTS, valid_LBT, tokens, told) of a case."""
     knobs, routed, _ = READERS[name]
-    hparams = small(make_config, MODA, knobs).model
+    hparams = small_hparams(make_config, MODA, knobs).model
     layer, rng = Layer(hparams, LayerKind(routed, 0), 'top_c'), np.random.default_rng(3)
     x_BTD = rng.normal(size=(ROWS, LENGTH, hparams.d_model)).astype('f')
     shape = (SLOTS, ROWS, LENGTH, hparams.num_kv_heads, hparams.head_dim)
     slots = KeysValues(*rng.normal(size=(2, *shape)).astype('f'))
     valid_LBT = rng.random(shape[:3]) < 0.6 if hparams.masks_slots else None
     positions_BT = jnp.broadcast_to(jnp.arange(LENGTH), (ROWS, LENGTH))
-    tokens = Tokens(positions_BT, jnp.asarray(SEGMENTS_BT))
-    given = (x_BTD, Depth(slots, valid_LBT, 3), tokens, TOLD if routed else Told())
+    tokens = TokenInfo(positions_BT, jnp.asarray(SEGMENTS_BT))
+    given = (x_BTD, DepthSlots(slots, valid_LBT, 3), tokens, TOLD if routed else LayerArgs())
     variables = draw(jax.eval_shape(layer.init, jax.random.key(0), *given), rng)
     return layer, variables, x_BTD, slots, valid_LBT, tokens, given[-1]
 
@@ -62,8 +62,8 @@ def probe(make_config, name):
     layer, variables, x_BTD, slots, valid_LBT, tokens, told = reader(make_config, name)
 
     def call(x_BTD, slots, count):
-        output = layer.apply(variables, x_BTD, Depth(slots, valid_LBT, count), tokens, told)
-        return output.x_BTD, output.records.routing and output.records.routing.entered_BT
+        output = layer.apply(variables, x_BTD, DepthSlots(slots, valid_LBT, count), tokens, told)
+        return output.x_BTD, output.records.routing and output.records.routing.selected_BT
 
     def grid(slots, count):
         _, vjp = jax.vjp(lambda x, slots: call(x, slots, count)[0], x_BTD, slots)
@@ -85,17 +85,17 @@ def probe(make_config, name):
     return jax.jit(both, compiler_options=FAST), slots, valid_LBT
 
 
-def expected_sight(count, newest, valid_LBT, entered_BT):
+def expected_sight(count, newest, valid_LBT, selected_BT):
     """What a query sees, by definition: keys [B, T, B, T] and slots [B, T, L, B, T]."""
     keys = np.zeros((ROWS, LENGTH, ROWS, LENGTH), bool)
     slots = np.zeros((ROWS, LENGTH, SLOTS, ROWS, LENGTH), bool)
     for b in range(ROWS):
         for t in range(LENGTH):
             keys[b, t, b, t] = True
-            if entered_BT is not None and not entered_BT[b, t]:
+            if selected_BT is not None and not selected_BT[b, t]:
                 continue
             for s in range(t):
-                there = entered_BT is None or entered_BT[b, s]
+                there = selected_BT is None or selected_BT[b, s]
                 keys[b, t, b, s] = SEGMENTS_BT[b, s] == SEGMENTS_BT[b, t] and there
             for slot in range(max(0, count - newest) if newest else 0, count):
                 slots[b, t, slot, b, t] = valid_LBT is None or valid_LBT[slot, b, t]
@@ -107,10 +107,10 @@ def test_gradients_draw_the_mask(name, tiny_config):
     """Exact zeros but for the causal triangle of keys and the token's own slots, for any count."""
     run, slots, valid_LBT = probe(tiny_config, name)
     for count in (0, 1, 3, SLOTS):
-        _, entered_BT, keys, sight, finite = run(slots, count)
-        if entered_BT is not None:
-            assert 4 <= np.asarray(entered_BT).sum() < 10 and not entered_BT[1, 4]
-        expected = expected_sight(count, READERS[name][2], valid_LBT, entered_BT)
+        _, selected_BT, keys, sight, finite = run(slots, count)
+        if selected_BT is not None:
+            assert 4 <= np.asarray(selected_BT).sum() < 10 and not selected_BT[1, 4]
+        expected = expected_sight(count, READERS[name][2], valid_LBT, selected_BT)
         np.testing.assert_array_equal(keys, expected[0])
         np.testing.assert_array_equal(sight, expected[1])
         assert np.all(finite)
@@ -134,8 +134,8 @@ def test_the_mask_as_drawn(tiny_config):
 def test_perturbed_slots_reach_their_own_readers(name, tiny_config):
     """One slot of one token changes that token's output if it is visible, and else no bit."""
     run, slots, valid_LBT = probe(tiny_config, name)
-    before_BTD, entered_BT, *_ = run(slots, 3)
-    _, sight = expected_sight(3, READERS[name][2], valid_LBT, entered_BT)
+    before_BTD, selected_BT, *_ = run(slots, 3)
+    _, sight = expected_sight(3, READERS[name][2], valid_LBT, selected_BT)
     for slot, token in np.ndindex(SLOTS, LENGTH):
         other = jax.tree.map(lambda leaf, at=(slot, 1, token): leaf.copy(), slots)
         for leaf in other:
@@ -149,7 +149,7 @@ def test_perturbed_slots_reach_their_own_readers(name, tiny_config):
 def test_what_is_hidden_may_be_nan(name, tiny_config):
     """NaN in every slot that its token does not see: the same output, and finite gradients."""
     run, slots, valid_LBT = probe(tiny_config, name)
-    before_BTD, entered_BT, *_ = run(slots, 2)
+    before_BTD, selected_BT, *_ = run(slots, 2)
     _, sight = expected_sight(2, READERS[name][2], valid_LBT, None)
     seen_LBT = np.einsum('btlbt->lbt', sight)[..., None, None]
     hidden = jax.tree.map(lambda leaf: np.where(seen_LBT, leaf, np.nan).astype('f'), slots)
@@ -216,8 +216,8 @@ def test_layers_see_those_below(name, tiny_config):
     Under `masked` a token that passed a routed layer by has no slot there; `projected`, it has.
     """
     knobs, sources, newest = WRITERS[name]
-    hparams = small(tiny_config, MODA, ALONE, {'model.remat': 'none'}, knobs)
-    model, variables = Transformer(hparams), drawn(hparams, TOKENS_BT)
+    hparams = small_hparams(tiny_config, MODA, ALONE, {'model.remat': 'none'}, knobs)
+    model, variables = Transformer(hparams), random_variables(hparams, TOKENS_BT)
     stack = Stack(hparams.model, 'top_c')
 
     def used(loud, token):
@@ -226,24 +226,24 @@ def test_layers_see_those_below(name, tiny_config):
         def logit(params):
             params = params | {'stack': muted(stack, params['stack'], loud)}
             logits_BTV, records = model.apply({'params': params}, TOKENS_BT)
-            entered_RT = None if records is None else records.routing.entered_BT[:, 0]
-            return jnp.sum(logits_BTV[0, token] * jnp.arange(1.0, 33.0)), entered_RT
+            selected_RT = None if records is None else records.routing.selected_BT[:, 0]
+            return jnp.sum(logits_BTV[0, token] * jnp.arange(1.0, 33.0)), selected_RT
 
-        gradient, entered_RT = jax.grad(logit, has_aux=True)(variables['params'])
-        layers = [mine for _, mine in unstacked(stack, gradient['stack'])]
+        gradient, selected_RT = jax.grad(logit, has_aux=True)(variables['params'])
+        layers = [mine for _, mine in unstack_layers(stack, gradient['stack'])]
         by_source = [
             jnp.stack([jnp.any(kernel_of(mine, source) != 0) for mine in layers[:writers]])
             for source, writers in sources
         ]
-        return jnp.any(gradient['embedding'] != 0, axis=1), by_source, entered_RT
+        return jnp.any(gradient['embedding'] != 0, axis=1), by_source, selected_RT
 
     used = jax.jit(used, compiler_options=FAST)
     for loud, token in np.ndindex(4, 8):
-        embeddings, found, entered_RT = used(loud, token)
+        embeddings, found, selected_RT = used(loud, token)
         entered_L = np.ones(4, bool)
-        if entered_RT is not None:
-            entered_L[[1, 3]] = entered_RT[:, token]
-            assert 0 < np.mean(entered_RT) < 1
+        if selected_RT is not None:
+            entered_L[[1, 3]] = selected_RT[:, token]
+            assert 0 < np.mean(selected_RT) < 1
         there_L = entered_L if name == 'masked' else np.ones(4, bool)
         first = max(0, loud - newest) if newest else 0
         seen_L = there_L & entered_L[loud] & (first <= np.arange(4)) & (np.arange(4) < loud)
@@ -266,32 +266,35 @@ def test_slots_of_skipped_tokens(place, tiny_config):
     written = {}
     for skipped in ('projected', 'masked'):
         knobs = {'model.depth.skipped_slots': skipped, 'model.norm_placement': place}
-        hparams = small(tiny_config, MODA, HALF, knobs).model
+        hparams = small_hparams(tiny_config, MODA, HALF, knobs).model
         layer, rng = Layer(hparams, LayerKind(True, 0, 2), 'top_c'), np.random.default_rng(4)
         x_BTD = rng.normal(size=(ROWS, LENGTH, hparams.d_model)).astype('f')
         positions_BT = jnp.broadcast_to(jnp.arange(LENGTH), (ROWS, LENGTH))
-        given = (x_BTD, None, Tokens(positions_BT, jnp.asarray(SEGMENTS_BT)), TOLD)
+        given = (x_BTD, None, TokenInfo(positions_BT, jnp.asarray(SEGMENTS_BT)), TOLD)
         variables = draw(jax.eval_shape(layer.init, jax.random.key(0), *given), rng)
         output = jax.jit(layer.apply, compiler_options=FAST)(variables, *given)
-        written[skipped], entered_BT = output.written, np.asarray(output.records.routing.entered_BT)
-    assert 4 <= entered_BT.sum() <= 6
+        written[skipped], selected_BT = (
+            output.written,
+            np.asarray(output.records.routing.selected_BT),
+        )
+    assert 4 <= selected_BT.sum() <= 6
     block, stream = variables['params']['block'], variables['params']['stream']
     norms = [block[name]['scale'] for name in ('attention_norm', 'mlp_norm')]
     first_BTD = x_BTD if place == 'reordered' else rms_normed(x_BTD, norms[0])
     second_BTD = rms_normed(x_BTD, norms[1]) if place == 'pre' else first_BTD
     made = [(first_BTD, block['attention']), (second_BTD, stream['ffn_slot'])]
     assert written['projected'].valid_BT is None
-    np.testing.assert_array_equal(written['masked'].valid_BT, entered_BT)
+    np.testing.assert_array_equal(written['masked'].valid_BT, selected_BT)
     slots = zip(made, written['projected'].slots, written['masked'].slots, strict=True)
     for (source_BTD, weights), projected, masked in slots:
         key_BTKH, value_BTKH = (
             np.tensordot(source_BTD, weights[name]['kernel'], 1) for name in ('key', 'value')
         )
-        by_hand = rotate(jnp.asarray(key_BTKH), positions_BT, hparams.rope_theta), value_BTKH
+        by_hand = apply_rope(jnp.asarray(key_BTKH), positions_BT, hparams.rope_theta), value_BTKH
         for hand, side, hidden in zip(by_hand, projected, masked, strict=True):
-            np.testing.assert_allclose(side[~entered_BT], hand[~entered_BT], rtol=0, atol=1e-5)
-            np.testing.assert_allclose(side[entered_BT], hidden[entered_BT], rtol=0, atol=1e-6)
-            assert not np.any(hidden[~entered_BT]) and np.all(side[~entered_BT])
+            np.testing.assert_allclose(side[~selected_BT], hand[~selected_BT], rtol=0, atol=1e-5)
+            np.testing.assert_allclose(side[selected_BT], hidden[selected_BT], rtol=0, atol=1e-6)
+            assert not np.any(hidden[~selected_BT]) and np.all(side[~selected_BT])
     # The mlp of a token that entered read what attention had added to.
-    entering = np.tensordot(second_BTD, stream['ffn_slot']['value']['kernel'], 1)[entered_BT]
-    assert np.abs(entering - written['masked'].slots[1].v_BTKH[entered_BT]).max() > 0.1
+    entering = np.tensordot(second_BTD, stream['ffn_slot']['value']['kernel'], 1)[selected_BT]
+    assert np.abs(entering - written['masked'].slots[1].v_BTKH[selected_BT]).max() > 0.1

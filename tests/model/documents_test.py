@@ -6,9 +6,9 @@ import pytest
 
 from moddepth_jax.analysis.depth_mass import depth_mass
 from moddepth_jax.model import attention
+from moddepth_jax.model.decoding import prefill, unroll
 from moddepth_jax.model.transformer import Transformer
-from moddepth_jax.model.unrolled import prefill, unroll
-from tests.model.depth_models import MODA, ROUTED, drawn, small
+from tests.model.cases import MODA, ROUTED, random_variables, small_hparams
 
 LENGTH = 12
 RNG = np.random.default_rng(3)
@@ -27,8 +27,8 @@ def logits_of(hparams, variables, segments_BT):
 @pytest.mark.parametrize('kind', KINDS)
 def test_one_text_or_many(kind, tiny_config, monkeypatch):
     """Across documents a row is one text, and its attention is told of no segments."""
-    apart, across = (small(tiny_config, KINDS[kind], how) for how in ({}, ACROSS))
-    variables = drawn(apart, TOKENS_BT)
+    apart, across = (small_hparams(tiny_config, KINDS[kind], how) for how in ({}, ACROSS))
+    variables = random_variables(apart, TOKENS_BT)
     one, many = (logits_of(apart, variables, segments) for segments in (ONE_BT, PACKED_BT))
     assert np.abs(one - many).max() > 0.1
     told = []
@@ -45,10 +45,10 @@ def test_one_text_or_many(kind, tiny_config, monkeypatch):
 
 def test_prompt_of_several_documents_is_one_text(tiny_config):
     """The last logits of a prompt are the full forward's, and what comes is in its document."""
-    hparams = small(tiny_config, ACROSS)
-    variables = drawn(hparams, TOKENS_BT)
+    hparams = small_hparams(tiny_config, ACROSS)
+    variables = random_variables(hparams, TOKENS_BT)
     full_BTV = logits_of(hparams, variables, PACKED_BT)
-    options = {'hparams': hparams, 'routing': 'dense', 'slots': LENGTH, 'routed_slots': None}
+    options = {'hparams': hparams, 'routing': 'dense', 'slots': LENGTH, 'routed_capacity': None}
     unrolled = unroll(variables, hparams, 'dense')
     logits_BV, cache = prefill(unrolled, TOKENS_BT, PACKED_BT, **options)
     last_B = ONE_BT.sum(axis=1) - 1
@@ -58,8 +58,8 @@ def test_prompt_of_several_documents_is_one_text(tiny_config):
 
 def test_depth_mass_of_one_text(tiny_config):
     """Documents of a row share the first token of the first."""
-    hparams = small(tiny_config, ACROSS, MODA | ROUTED)
-    variables = drawn(hparams, TOKENS_BT)
+    hparams = small_hparams(tiny_config, ACROSS, MODA | ROUTED)
+    variables = random_variables(hparams, TOKENS_BT)
     batches = ({'tokens_BT': TOKENS_BT, 'segment_ids_BT': ids} for ids in (PACKED_BT, ONE_BT))
     masses = [depth_mass(variables, hparams, batch, 'top_c') for batch in batches]
     np.testing.assert_array_equal(masses[0].first_token_L, masses[1].first_token_L)

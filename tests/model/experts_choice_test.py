@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moddepth_jax.model.experts import experts_choose, shares, tokens_choose
-from tests.model.depth_models import FAST
-from tests.model.expert_models import pairs_of_experts, small_experts
+from moddepth_jax.model.moe.experts import experts_choose, normalize_weights, tokens_choose
+from tests.model.cases import FAST, pairs_of_experts, small_experts
 
 LENGTH = 8
 # A row of one document, one packed, one with padding, one with a single token, one with none.
@@ -45,7 +44,7 @@ def test_shares_of_tiny_scores():
     """The gradient of a share is that of a softmax over logits, down to scores that underflow."""
     for logit, share in ((0.0, 0.5), (-60.0, 0.5), (-85.0, 0.5), (-200.0, 0.0)):
         logits_BTk = jnp.full((1, 1, 2), logit)
-        first = jax.value_and_grad(lambda x: shares(jax.nn.sigmoid(x))[0, 0, 0])
+        first = jax.value_and_grad(lambda x: normalize_weights(jax.nn.sigmoid(x))[0, 0, 0])
         value, slope_BTk = first(logits_BTk)
         rest = share * (1 - share) * jax.nn.sigmoid(-logit)
         np.testing.assert_allclose(value, share)

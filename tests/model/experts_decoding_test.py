@@ -8,22 +8,23 @@ import numpy as np
 import pytest
 
 from moddepth_jax.inference.generate import generate
-from moddepth_jax.model import cache as cache_lib
-from moddepth_jax.model import experts as experts_module
-from moddepth_jax.model.attention import Tokens
-from moddepth_jax.model.cache import LayerCache
-from moddepth_jax.model.experts import Experts, Limits
-from moddepth_jax.model.mixture_of_depths import MixtureOfDepths, RoutedLayer
+from moddepth_jax.model import kv_cache as cache_lib
+from moddepth_jax.model.attention import TokenInfo
+from moddepth_jax.model.decoding import decode_step, prefill, unroll
+from moddepth_jax.model.kv_cache import LayerCache
+from moddepth_jax.model.mod.mixture_of_depths import MixtureOfDepths, RoutingArgs
+from moddepth_jax.model.moe import experts as experts_module
+from moddepth_jax.model.moe.experts import Experts, ExpertState
 from moddepth_jax.model.transformer import Transformer
-from moddepth_jax.model.unrolled import decode_step, prefill, unroll
-from tests.model.depth_models import FAST, small
-from tests.model.expert_models import (
+from tests.model.cases import (
     CAUSAL,
-    ROUTED,
+    FAST,
+    HALF_ROUTED,
     drawn_like,
-    drawn_variables,
     experts,
     idle_router,
+    random_variables_with_thresholds,
+    small_hparams,
 )
 
 LENGTH, PROMPT, SEPARATOR = 12, 4, 0
@@ -34,7 +35,7 @@ def model_of(make_config, name):
     knobs, rule = CAUSAL[name]
     sizes = {'model.num_layers': 2, 'data.sequence_length': LENGTH}
     routed = {'model.routing.layers': '1', 'model.routing.cache_capacity': 2.0}
-    hparams = small(make_config, sizes, routed, knobs)
+    hparams = small_hparams(make_config, sizes, routed, knobs)
     return hparams, rule
 
 
@@ -49,10 +50,10 @@ def text():
 def programs(hparams, rule):
     """Jitted prefill, decode_step and write."""
     how = {'hparams': hparams, 'routing': rule}
-    slots = hparams.model.routing.cache_slots(LENGTH, rule)
-    first = functools.partial(prefill, **how, slots=LENGTH, routed_slots=slots)
+    slots = hparams.model.routing.cache_size(LENGTH, rule)
+    first = functools.partial(prefill, **how, slots=LENGTH, routed_capacity=slots)
     step = functools.partial(decode_step, **how)
-    return tuple(jax.jit(f, compiler_options=FAST) for f in (first, step, cache_lib.write))
+    return tuple(jax.jit(f, compiler_options=FAST) for f in (first, step, cache_lib.update_cache))
 
 
 def decoded(hparams, variables, rule, prompts_B, rows=slice(None)):
@@ -73,8 +74,8 @@ def decoded(hparams, variables, rule, prompts_B, rows=slice(None)):
         active_B = at_B < LENGTH
         token_B = tokens_BT[places, np.minimum(at_B, LENGTH - 1)]
         begins_B = token_B == SEPARATOR
-        logits_BV, entries, refused_B = step(unrolled, cache, token_B, begins_B, active_B)
-        cache = write(cache, entries, begins_B, refused_B, active_B)
+        logits_BV, entries, dropped_B = step(unrolled, cache, token_B, begins_B, active_B)
+        cache = write(cache, entries, begins_B, dropped_B, active_B)
         out[places[active_B], at_B[active_B]] = np.asarray(logits_BV)[active_B]
         at_B += active_B
     return out, cache
@@ -83,7 +84,7 @@ def decoded(hparams, variables, rule, prompts_B, rows=slice(None)):
 def check(make_config, name):
     hparams, rule = model_of(make_config, name)
     tokens_BT, segments_BT = text()
-    variables = drawn_variables(hparams, tokens_BT, seed=2)
+    variables = random_variables_with_thresholds(hparams, tokens_BT, seed=2)
     full = functools.partial(Transformer(hparams).apply, routing=rule)
     full_BTV, records = jax.jit(full, compiler_options=FAST)(variables, tokens_BT, segments_BT)
     found_BTV, cache = decoded(hparams, variables, rule, PROMPTS_B)
@@ -94,8 +95,8 @@ def check(make_config, name):
         alone_BTV, _ = decoded(hparams, variables, rule, PROMPTS_B[2:], slice(2, 3))
         np.testing.assert_allclose(alone_BTV, found_BTV[2:], rtol=0, atol=1e-5)
     if records.routing is not None:
-        entered_RBT = np.asarray(records.routing.entered_BT)
-        assert 0.1 < entered_RBT[:, known_BT].mean() < 0.9
+        selected_RBT = np.asarray(records.routing.selected_BT)
+        assert 0.1 < selected_RBT[:, known_BT].mean() < 0.9
     if hparams.model.experts.row_capacity:
         assert (np.asarray(records.experts.dropped) > 0).all()
         pairs_XE = np.sum([layer.taken_BE for layer in cache.layers], axis=1)
@@ -131,7 +132,7 @@ def filled(monkeypatch):
         jax.debug.callback(lambda count: seen.append(int(count)), count)
         return layout
 
-    monkeypatch.setattr(experts_module, 'lay_out', watched)
+    monkeypatch.setattr(experts_module, 'make_layout', watched)
     return seen
 
 
@@ -141,14 +142,14 @@ def test_a_row_that_skips_runs_no_expert(batch, filled, tiny_config):
     of two, only its own are.
     """
     one = {'model.routing.layers': '0', 'model.num_layers': 1}
-    hparams = small(tiny_config, ROUTED, one, experts()).model
+    hparams = small_hparams(tiny_config, HALF_ROUTED, one, experts()).model
     block = MixtureOfDepths(hparams, 0, 'aux_loss', experts=True)
     positions_B1, ones_B1 = np.full((batch, 1), 3), np.ones((batch, 1), np.int32)
-    layer = RoutedLayer(np.int32(0), np.float32(0), np.bool_(True), Limits())
+    layer = RoutingArgs(np.int32(0), np.float32(0), np.bool_(True), ExpertState())
     keys_BKHS = np.zeros((batch, hparams.num_kv_heads, hparams.head_dim, 4), np.float32)
     none_B, x_B1D = np.zeros(batch, np.int32), np.zeros((batch, 1, hparams.d_model), np.float32)
     cache = LayerCache(keys_BKHS, keys_BKHS, np.zeros((batch, 4), np.int32), none_B)
-    tokens = Tokens(positions_B1, ones_B1, None)
+    tokens = TokenInfo(positions_B1, ones_B1, None)
     given = (tokens, layer, cache, none_B, np.ones(batch, bool), None)
     given = jax.tree.map(jnp.asarray, given)
     whole = MixtureOfDepths(hparams, 0, 'top_c', experts=True)
@@ -166,9 +167,9 @@ def test_a_row_that_skips_runs_no_expert(batch, filled, tiny_config):
         y_B1D, entry = jax.block_until_ready(step(x_B1D))
         jax.effects_barrier()
         assert filled == expected
-        assert np.flatnonzero(entry.entered_B).tolist() == entering
+        assert np.flatnonzero(entry.selected_B).tolist() == entering
         same_B = (np.asarray(y_B1D) == x_B1D).all((1, 2))
-        np.testing.assert_array_equal(same_B, ~np.asarray(entry.entered_B))
+        np.testing.assert_array_equal(same_B, ~np.asarray(entry.selected_B))
 
 
 @pytest.mark.parametrize('length', [1, pytest.param(5, marks=pytest.mark.slow)])
@@ -182,8 +183,8 @@ def test_experts_that_do_nothing_run_nothing(length, filled, tiny_config):
         ({'num_noop': 4}, None, 0),
         ({'top_k': 5, 'row_capacity': 3}, np.array([[3, 4, 3, 2, 3]]), 1),
     ):
-        hparams = small(tiny_config, experts(**knobs)).model
-        module, limits = Experts(hparams, ahead=False), Limits(None, taken_BE)
+        hparams = small_hparams(tiny_config, experts(**knobs)).model
+        module, limits = Experts(hparams, ahead=False), ExpertState(None, taken_BE)
         shapes = jax.eval_shape(module.init, jax.random.key(0), x_BTD, real_BT, limits)['params']
         params, choices = drawn_like(shapes), hparams.experts.num_choices
         params['router']['kernel'] = idle_router(16, choices)
@@ -206,7 +207,9 @@ def test_generation_is_refused_without_a_causal_rule(tiny_config):
         generate(variables, hparams, [[1, 2]], 2, routing='top_c')
     with pytest.raises(ValueError, match="routing='dense': its experts choose"):
         generate(variables, hparams, [[1, 2]], 2, routing='dense')
-    params = {'params': drawn_variables(hparams, np.zeros((1, 4), np.int32))['params']}
+    params = {
+        'params': random_variables_with_thresholds(hparams, np.zeros((1, 4), np.int32))['params']
+    }
     for refuse in (
         lambda: generate(params, hparams, [[1, 2]], 2),
         lambda: unroll(params, hparams, 'threshold'),
@@ -220,7 +223,7 @@ def test_generation_is_refused_without_a_causal_rule(tiny_config):
 def test_generated_text_is_that_of_the_full_forward(name, tiny_config):
     """Each token drawn at temperature 0 is the most likely one of one causal pass over all."""
     hparams, rule = model_of(tiny_config, name)
-    variables = drawn_variables(hparams, np.zeros((1, LENGTH), np.int32), seed=2)
+    variables = random_variables_with_thresholds(hparams, np.zeros((1, LENGTH), np.int32), seed=2)
     prompts = [[5, 6, 7], [9]]
     made = generate(variables, hparams, prompts, 8, temperature=0.0, num_samples=2)
     for i, tokens in enumerate(made.tokens):

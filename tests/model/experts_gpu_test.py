@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from moddepth_jax.model.experts import routed_mlp
+from moddepth_jax.model.moe.experts import routed_mlp
 from tests.kernels import hopper
 
 B, T, D, F, E, K = 4, 2048, 512, 256, 16, 4

@@ -7,22 +7,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moddepth_jax.model.attention import Tokens
-from moddepth_jax.model.experts import Limits
-from moddepth_jax.model.mixture_of_depths import MixtureOfDepths, RoutedLayer
+from moddepth_jax.model.attention import TokenInfo
+from moddepth_jax.model.mod.mixture_of_depths import MixtureOfDepths, RoutingArgs
+from moddepth_jax.model.moe.experts import ExpertState
 from moddepth_jax.model.transformer import Transformer
-from tests.model.depth_models import FAST
-from tests.model.expert_models import (
+from tests.model.cases import (
     CAUSAL,
-    MODA,
+    EXPERT_MODELS_MODA,
+    FAST,
+    HALF_ROUTED,
     POST,
     REORDERED,
-    ROUTED,
     drawn_like,
-    drawn_variables,
     experts,
+    random_variables_with_thresholds,
     small_experts,
-    two_layers,
+    two_layer_hparams,
 )
 
 LENGTH, CUT, VOCABULARY = 12, 7, 48
@@ -60,14 +60,14 @@ def varied(records, hparams):
     mixed = ((routed_XE > 0) & (routed_XE < 1)).sum(1).min() >= 2
     if records.routing is None:
         return mixed
-    entered = records.routing.entered_BT.mean(axis=(1, 2))
+    entered = records.routing.selected_BT.mean(axis=(1, 2))
     return mixed and ((entered > 0.1) & (entered < 0.9)).all()
 
 
 def check_causality(make_config, name, options):
     knobs, rule = CAUSAL[name]
-    hparams = two_layers(make_config, knobs)
-    variables = drawn_variables(hparams, TOKENS_BT)
+    hparams = two_layer_hparams(make_config, knobs)
+    variables = random_variables_with_thresholds(hparams, TOKENS_BT)
     run = runner(hparams, variables, rule, options)
     logits_BTV, records, embedding_VD = run(TOKENS_BT)
     assert varied(records, hparams)
@@ -106,8 +106,8 @@ def test_the_future_changes_no_bit_of_the_past_in_optimised_programs(name, tiny_
 
 def test_experts_that_choose_by_rows_look_ahead(tiny_config):
     """Under top-C a later token changes earlier logits, through what is taken alone."""
-    hparams = two_layers(tiny_config, CAUSAL['thresholds'][0])
-    variables = drawn_variables(hparams, TOKENS_BT)
+    hparams = two_layer_hparams(tiny_config, CAUSAL['thresholds'][0])
+    variables = random_variables_with_thresholds(hparams, TOKENS_BT)
     run = jit(functools.partial(Transformer(hparams).apply, variables))
     logits_BTV, records = run(TOKENS_BT)
     other_BTV, _ = run(np.where(np.arange(LENGTH) >= CUT, OTHER_BT, TOKENS_BT))
@@ -118,33 +118,36 @@ def test_experts_that_choose_by_rows_look_ahead(tiny_config):
 
 def test_models_refuse_what_they_cannot_run(tiny_config):
     """By name: a rule that is not of their experts, thresholds that are not there."""
-    hparams = two_layers(tiny_config, CAUSAL['thresholds'][0])
-    variables = drawn_variables(hparams, TOKENS_BT)
+    hparams = two_layer_hparams(tiny_config, CAUSAL['thresholds'][0])
+    variables = random_variables_with_thresholds(hparams, TOKENS_BT)
     apply = functools.partial(Transformer(hparams).apply, tokens_BT=TOKENS_BT)
     with pytest.raises(ValueError, match="routing='dense': its experts choose.*only threshold"):
         apply(variables, routing='dense')
     with pytest.raises(ValueError, match="routing='threshold': needs averages"):
         apply({'params': variables['params']}, routing='threshold')
-    hparams = two_layers(tiny_config, CAUSAL['staged thresholds'][0])
-    variables = drawn_variables(hparams, TOKENS_BT)
+    hparams = two_layer_hparams(tiny_config, CAUSAL['staged thresholds'][0])
+    variables = random_variables_with_thresholds(hparams, TOKENS_BT)
     some = {'thresholds_R': variables['averages']['thresholds_R']}
     with pytest.raises(ValueError, match="routing='aux_loss': needs averages"):
         apply = Transformer(hparams).apply
         apply(variables | {'averages': some}, TOKENS_BT, routing='aux_loss')
-    hparams = two_layers(tiny_config, CAUSAL['token'][0])
+    hparams = two_layer_hparams(tiny_config, CAUSAL['token'][0])
     with pytest.raises(ValueError, match="routing='threshold': no block of this model is routed"):
         Transformer(hparams).apply({'params': {}}, TOKENS_BT, routing='threshold')
 
 
 # name: knobs; every form of experts with every kind of layer beside it.
 SCANNED = {
-    'all routed': experts(num_noop=2) | ROUTED,
+    'all routed': experts(num_noop=2) | HALF_ROUTED,
     'staged': CAUSAL['staged'][0] | {'model.depth.slots': 'attention+ffn'},
     'token': experts(layers='every:2', product='ragged_dot'),
     'capacity with slots': CAUSAL['capacity with slots'][0] | POST,
-    'experts choose': experts(choice='expert', layers='1,2,4') | ROUTED | MODA | REORDERED,
+    'experts choose': experts(choice='expert', layers='1,2,4')
+    | HALF_ROUTED
+    | EXPERT_MODELS_MODA
+    | REORDERED,
     'integrated': CAUSAL['integrated'][0],
-    'middle': experts(layers='middle:1:0', scores='sigmoid') | ROUTED | POST,
+    'middle': experts(layers='middle:1:0', scores='sigmoid') | HALF_ROUTED | POST,
     'masked': CAUSAL['staged'][0] | {'model.depth.skipped_slots': 'masked'},
 }
 
@@ -185,8 +188,8 @@ def test_scanned_and_rematerialised_equals_unrolled(name, tiny_config):
             if name == 'all routed':
                 deep = {'model.num_layers': 2, 'model.routing.layers': 'every:1'}
             wide = {'model.dtype': 'float64'}
-            hparams = two_layers(tiny_config, SCANNED[name], **deep, **form, **wide)
-            variables = drawn_variables(hparams, TOKENS_BT)
+            hparams = two_layer_hparams(tiny_config, SCANNED[name], **deep, **form, **wide)
+            variables = random_variables_with_thresholds(hparams, TOKENS_BT)
             found.append(loss_and_gradient(hparams, variables))
     ((loss, records), gradient), *others = found
     assert varied(records, hparams)
@@ -216,8 +219,8 @@ def test_rematerialisation_keeps_the_choice(choice, tiny_config):
     """The backward pass ranks nothing again: on a near-tie it could choose otherwise."""
     ranked = []
     for remat in ('none', 'block'):
-        hparams = two_layers(tiny_config, experts(choice=choice), **{'model.remat': remat})
-        variables = drawn_variables(hparams, TOKENS_BT)
+        hparams = two_layer_hparams(tiny_config, experts(choice=choice), **{'model.remat': remat})
+        variables = random_variables_with_thresholds(hparams, TOKENS_BT)
 
         def loss(params, hparams=hparams, variables=variables):
             variables = variables | {'params': params}
@@ -232,8 +235,8 @@ def routed_block(hparams, segments_BT):
     """MixtureOfDepths by top-C, whose router reads component 0 alone: x -> y and both records."""
     block = MixtureOfDepths(hparams.model, 0, 'top_c', experts=True)
     positions_BT = np.tile(np.arange(LENGTH), (2, 1))
-    tokens = Tokens(positions_BT, segments_BT, None)
-    layer = RoutedLayer(np.int32(0), np.float32(0), np.bool_(True), Limits())
+    tokens = TokenInfo(positions_BT, segments_BT, None)
+    layer = RoutingArgs(np.int32(0), np.float32(0), np.bool_(True), ExpertState())
     x_BTD = np.zeros((2, LENGTH, hparams.model.d_model), np.float32)
     shapes = jax.eval_shape(block.init, jax.random.key(0), x_BTD, tokens, layer)['params']
     params = drawn_like(shapes)
@@ -250,23 +253,23 @@ def routed_block(hparams, segments_BT):
 def test_experts_of_a_routed_block_meet_who_enters(choice, tiny_config):
     """They count the selected real tokens alone; others keep their bits and change no count."""
     noop = {'num_noop': 2} if choice == 'token' else {}
-    hparams = small_experts(tiny_config, ROUTED, choice=choice, **noop)
+    hparams = small_experts(tiny_config, HALF_ROUTED, choice=choice, **noop)
     segments_BT = np.where(np.arange(LENGTH) < np.array([[12], [4]]), 1, 0)  # 4 are fewer than C
     run = routed_block(hparams, segments_BT)
     x_BTD = np.random.default_rng(0).normal(size=(2, LENGTH, 16)).astype(np.float32)
     x_BTD[1, 4:, 0] = 9  # padding scores highest
     y_BTD, record, met = run(x_BTD)
-    entered_BT = np.asarray(record.entered_BT)
-    np.testing.assert_array_equal(entered_BT.sum(1), [6, 4])
-    assert not entered_BT[segments_BT == 0].any()
+    selected_BT = np.asarray(record.selected_BT)
+    np.testing.assert_array_equal(selected_BT.sum(1), [6, 4])
+    assert not selected_BT[segments_BT == 0].any()
     same_BT = (np.asarray(y_BTD).view(np.uint32) == x_BTD.view(np.uint32)).all(-1)
-    np.testing.assert_array_equal(same_BT, ~entered_BT)
+    np.testing.assert_array_equal(same_BT, ~selected_BT)
     assert (met.tokens, met.rows) == (10, 2)
     # By experts: each takes 2 x 6 / 5 of the 6 places of a row.
     assert met.pairs_Z.sum() == (2 * 10 if choice == 'token' else 2 * 5 * 2)
     noise_BTD = np.random.default_rng(1).normal(size=x_BTD.shape).astype(np.float32)
     noise_BTD[..., 0] = x_BTD[..., 0]
-    other_y_BTD, other_record, other_met = run(np.where(entered_BT[..., None], x_BTD, noise_BTD))
-    np.testing.assert_array_equal(other_record.entered_BT, entered_BT)
-    np.testing.assert_array_equal(np.asarray(other_y_BTD)[entered_BT], y_BTD[entered_BT])
+    other_y_BTD, other_record, other_met = run(np.where(selected_BT[..., None], x_BTD, noise_BTD))
+    np.testing.assert_array_equal(other_record.selected_BT, selected_BT)
+    np.testing.assert_array_equal(np.asarray(other_y_BTD)[selected_BT], y_BTD[selected_BT])
     jax.tree.map(np.testing.assert_array_equal, other_met, met)

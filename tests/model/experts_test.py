@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moddepth_jax.model.attention import Tokens
+from moddepth_jax.model.attention import TokenInfo
 from moddepth_jax.model.block import Block
-from moddepth_jax.model.experts import Experts, Limits, routed_mlp
-from tests.model.depth_models import FAST
-from tests.model.expert_models import (
+from moddepth_jax.model.moe.experts import Experts, ExpertState, routed_mlp
+from tests.model.cases import (
+    FAST,
     drawn_like,
     idle_router,
     looped,
@@ -56,7 +56,7 @@ def stream(seed=1, dtype=np.float32):
 def module(hparams, ahead=True):
     """The module and the shapes of its parameters."""
     experts = Experts(hparams.model, ahead)
-    shapes = jax.eval_shape(experts.init, jax.random.key(0), stream(), REAL, Limits())
+    shapes = jax.eval_shape(experts.init, jax.random.key(0), stream(), REAL, ExpertState())
     return experts, shapes['params']
 
 
@@ -82,9 +82,9 @@ def expected_pairs(params, x_BTD, hparams, thresholds_E):
 def check(make_config, name, product, dtype, tolerance):
     wide = {'model.dtype': np.dtype(dtype).name}
     hparams = small_experts(make_config, wide, **CASES[name], product=product)
-    knobs, limits = hparams.model.experts, Limits()
+    knobs, limits = hparams.model.experts, ExpertState()
     if name == 'thresholds':
-        limits = Limits(THRESHOLDS)
+        limits = ExpertState(THRESHOLDS)
     experts, shapes = module(hparams, name != 'thresholds')
     rng = np.random.default_rng(3)
     weights_BTD = rng.normal(size=(*SEGMENTS.shape, WIDTH)).astype(dtype)
@@ -172,7 +172,7 @@ def test_padding_reaches_nothing(tiny_config):
     experts, shapes = module(hparams)
     params, x_BTD = drawn_like(shapes), stream()
     other_BTD = np.where(REAL[..., None], x_BTD, 5 * stream(9))
-    run = jit(lambda x_BTD: experts.apply({'params': params}, x_BTD, REAL, Limits())[:2])
+    run = jit(lambda x_BTD: experts.apply({'params': params}, x_BTD, REAL, ExpertState())[:2])
     (y_BTD, record), (other_y_BTD, other_record) = run(x_BTD), run(other_BTD)
     np.testing.assert_array_equal(y_BTD[REAL], other_y_BTD[REAL])
     for one, other in zip(jax.tree.leaves(record), jax.tree.leaves(other_record), strict=True):
@@ -191,7 +191,7 @@ def test_room_for_a_row_is_no_limit(tiny_config):
         given = all_on(2, drawn_like(shapes), stream())
 
         def loss(params, x_BTD, experts=experts):
-            y_BTD, record, _ = experts.apply({'params': params}, x_BTD, REAL, Limits())
+            y_BTD, record, _ = experts.apply({'params': params}, x_BTD, REAL, ExpertState())
             return jnp.sum(jnp.sin(y_BTD)), (y_BTD, record)
 
         found.append(jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(*given))
@@ -211,7 +211,7 @@ def test_experts_that_do_nothing_add_nothing(placement, form, tiny_config):
     """The block's output is bit for bit that of an mlp that adds zeros, with finite gradients."""
     knobs = {'num_noop': 4, 'num_shared': 0, 'scores': form, 'row_capacity': 1}
     hparams = small_experts(tiny_config, {'model.norm_placement': placement}, **knobs).model
-    tokens = Tokens(np.tile(np.arange(LENGTH), (5, 1)), SEGMENTS, None)
+    tokens = TokenInfo(np.tile(np.arange(LENGTH), (5, 1)), SEGMENTS, None)
     mixed, plain = (Block(hparams, 0, experts=experts) for experts in (True, False))
     shapes = jax.eval_shape(mixed.init, jax.random.key(0), stream(), tokens)['params']
     params = drawn_like(shapes)

@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from kernels_pallas import choice, cudnn
-from kernels_pallas.choice import Device
+from kernels_pallas import backends, cudnn
+from kernels_pallas.backends import Device
 from moddepth_jax.model.transformer import Transformer
 from tests.devices import on_devices
 from tests.kernels import hopper
 from tests.kernels.lowering_test import lower
-from tests.model.depth_models import ATTENTION, MODA, ROUTED, small
+from tests.model.cases import ATTENTION, MODA, ROUTED, small_hparams
 
 WIDE = {
     'model.num_layers': 4,
@@ -32,7 +32,7 @@ MASKED = {'model.depth.skipped_slots': 'masked'}
 def at_hopper(monkeypatch):
     """As on a machine with an H200 and cuDNN."""
     monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
-    monkeypatch.setattr(choice, 'this_device', lambda: Device('gpu', 'NVIDIA H200', (9, 0)))
+    monkeypatch.setattr(backends, 'this_device', lambda: Device('gpu', 'NVIDIA H200', (9, 0)))
     monkeypatch.setattr(cudnn.fused, 'check_cudnn_version', lambda: 91000)
 
 
@@ -62,7 +62,7 @@ def gradient_of(hparams, rows=2, length=64):
 )
 def test_step_lowers(at_hopper, knobs, by_cudnn, remat, tiny_config):
     """Depth by the Hopper kernels, the sequence by cuDNN, with documents kept apart or not."""
-    hparams = small(tiny_config, WIDE, {'model.remat': remat}, knobs)
+    hparams = small_hparams(tiny_config, WIDE, {'model.remat': remat}, knobs)
     text = lower(*gradient_of(hparams))
     assert '@mosaic_gpu' in text and 'triton' not in text
     # Room for six slots, or five, and as many more as make whole octets.
@@ -75,13 +75,13 @@ ON_EIGHT_DEVICES = """
 import json, re, sys
 import jax, jax.numpy as jnp
 from ml_collections import ConfigDict
-from kernels_pallas import choice, cudnn
+from kernels_pallas import backends, cudnn
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model.transformer import Transformer
-from moddepth_jax.training.sharding import make_mesh, state_shardings
+from moddepth_jax.training.mesh import make_mesh, state_shardings
 
 jax.default_backend = lambda: 'gpu'
-choice.this_device = lambda: choice.Device('gpu', 'NVIDIA H200', (9, 0))
+backends.this_device = lambda: backends.Device('gpu', 'NVIDIA H200', (9, 0))
 cudnn.fused.check_cudnn_version = lambda: 91000
 hparams = from_config(ConfigDict(json.loads(sys.argv[1])))
 model, mesh = Transformer(hparams), make_mesh('data=2,fsdp=2,tensor=2')
@@ -97,7 +97,7 @@ calls = [line for line in text.splitlines() if 'custom_call @' in line]
 slots = [re.findall('tensor<8x([0-9]+x[0-9]+)xbf16>', line)
          for line in calls if '@mosaic_gpu' in line]
 names = {line.split('custom_call @')[1].split('(')[0] for line in calls}
-print(json.dumps([choice.log_lines(), sorted(names), sum(slots, [])]))
+print(json.dumps([backends.log_lines(), sorted(names), sum(slots, [])]))
 """
 
 
@@ -120,7 +120,7 @@ def test_slots_are_stored_once_on_a_gpu(at_hopper, documents, tiny_config):
         pytest.skip(reason)
     rows, length, temporary = 8, 1024, {}
     for layers in (12, 24):
-        hparams = small(tiny_config, WIDE, {'model.num_layers': layers}, MODA | documents)
+        hparams = small_hparams(tiny_config, WIDE, {'model.num_layers': layers}, MODA | documents)
         function, params = gradient_of(hparams, rows, length)
         with hopper.an_h200():
             lowered = jax.jit(function).lower(*hopper.on_hopper((params,)))

@@ -11,13 +11,13 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from moddepth_jax.model.flops import dot_general_flops
-from moddepth_jax.model.grouped_product import (
+from moddepth_jax.model.moe.grouped_matmul import (
     IMPLEMENTATIONS,
     block_rows,
     combine,
     dispatch,
-    grouped_product,
-    lay_out,
+    grouped_matmul,
+    make_layout,
     num_blocks,
     resolve,
 )
@@ -44,8 +44,8 @@ pytestmark = pytest.mark.usefixtures('compiled_in_haste')
 
 
 def mixed(x_ND, weight_Nk, w_EDF, expert_Nk, implementation, block):
-    layout = lay_out(expert_Nk, w_EDF.shape[0], block)
-    y_RF = grouped_product(dispatch(x_ND, layout), w_EDF, layout, implementation)
+    layout = make_layout(expert_Nk, w_EDF.shape[0], block)
+    y_RF = grouped_matmul(dispatch(x_ND, layout), w_EDF, layout, implementation)
     return combine(y_RF, weight_Nk, layout)
 
 
@@ -120,7 +120,9 @@ def test_layout(choice):
         source += [tokens] * (blocks * block - len(source))
         experts += [num_experts] * (blocks - len(experts))
         place_Nk[place_Nk < 0] = len(source)
-        layout = jax.jit(lay_out, static_argnums=(1, 2))(jnp.asarray(expert_Nk), num_experts, block)
+        layout = jax.jit(make_layout, static_argnums=(1, 2))(
+            jnp.asarray(expert_Nk), num_experts, block
+        )
         np.testing.assert_array_equal(layout.source_R, source)
         np.testing.assert_array_equal(layout.expert_M, experts)
         np.testing.assert_array_equal(layout.place_Nk, place_Nk)
@@ -142,8 +144,8 @@ def test_fewer_pairs_need_fewer_blocks():
 
     @jax.jit
     def run():
-        layout = lay_out(expert_Nk, 3, 2, most=3)
-        y_RF = grouped_product(dispatch(x_ND, layout), w_EDF, layout, 'blocked')
+        layout = make_layout(expert_Nk, 3, 2, most=3)
+        y_RF = grouped_matmul(dispatch(x_ND, layout), w_EDF, layout, 'blocked')
         return layout, combine(y_RF, weight_Nk, layout)
 
     layout, y_NF = run()
@@ -158,7 +160,7 @@ def test_combine_undoes_dispatch():
 
     @jax.jit
     def run():
-        layout = lay_out(expert_Nk, 4, 4)
+        layout = make_layout(expert_Nk, 4, 4)
         x_RD = dispatch(x_ND, layout)
         return layout.source_R, x_RD, combine(x_RD, jnp.full((4, 2), 0.5), layout)
 
@@ -191,8 +193,8 @@ def test_blocks_without_expert_are_not_read(implementation):
 
     @jax.jit
     def run(x_RX, w_EXY, dy_RY):
-        layout = lay_out(jnp.array([[0], [7], [7], [1]]), 2, 1)
-        product = functools.partial(grouped_product, layout=layout, implementation=implementation)
+        layout = make_layout(jnp.array([[0], [7], [7], [1]]), 2, 1)
+        product = functools.partial(grouped_matmul, layout=layout, implementation=implementation)
         y_RY, pull = jax.vjp(product, x_RX, w_EXY)
         return y_RY, *pull(dy_RY)
 
@@ -223,7 +225,7 @@ def test_places_add_wide():
 
     @jax.jit
     def run(y_RD):
-        layout = lay_out(jnp.arange(4)[None], 4, 1)
+        layout = make_layout(jnp.arange(4)[None], 4, 1)
         pull = jax.vjp(lambda x_ND: dispatch(x_ND, layout), y_RD[:1])[1]
         return combine(y_RD, jnp.ones((1, 4)), layout), *pull(y_RD)
 
@@ -330,4 +332,4 @@ def test_platform_and_bad_input(monkeypatch):
         resolve('dense')
     for bad in ({'num_experts': 0, 'block': 1}, {'num_experts': 1, 'block': 0}):
         with pytest.raises(ValueError, match='=0: must be 1 or more'):
-            lay_out(jnp.zeros((1, 1), int), **bad)
+            make_layout(jnp.zeros((1, 1), int), **bad)

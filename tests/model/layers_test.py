@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from moddepth_jax.hparams import from_config
-from moddepth_jax.model.layers import SwiGLU, rms_norm, rotate
+from moddepth_jax.model.layers import SwiGLU, apply_rope, rms_norm
 
 
 def normal(seed, *shape):
@@ -38,7 +38,7 @@ def test_rotation_is_the_half_split_form():
     angles = positions[:, :, None, None] * theta ** (-2 * np.arange(4) / 8)
     turned = (x[..., :4] + 1j * x[..., 4:]) * np.exp(1j * angles)
     expected = np.concatenate([turned.real, turned.imag], axis=-1)
-    got = rotate(x, positions, theta)
+    got = apply_rope(x, positions, theta)
     np.testing.assert_allclose(got, expected, rtol=0, atol=3e-5)
     np.testing.assert_array_equal(got[:, 0], x[:, 0])
 
@@ -49,8 +49,8 @@ def test_rotated_products_depend_on_differences_of_positions_only():
     query_places, key_places = np.array([[0, 4, 9, 2, 30, 11]]), np.array([[5, 4, 0, 2, 7, 12]])
 
     def products(query_shift, key_shift):
-        turned_q = rotate(q, query_places + query_shift, 1e4)
-        turned_k = rotate(k, key_places + key_shift, 1e4)
+        turned_q = apply_rope(q, query_places + query_shift, 1e4)
+        turned_k = apply_rope(k, key_places + key_shift, 1e4)
         return np.einsum('btnh,bsnh->ts', turned_q, turned_k)
 
     np.testing.assert_allclose(products(0, 0), products(37, 37), rtol=0, atol=3e-5)

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from moddepth_jax.hparams import from_config
-from moddepth_jax.model.attention import Tokens
-from moddepth_jax.model.mixture_of_depths import MixtureOfDepths, RoutedLayer
+from moddepth_jax.model.attention import TokenInfo
+from moddepth_jax.model.mod.mixture_of_depths import MixtureOfDepths, RoutingArgs
 
 LENGTH, WIDTH, CAPACITY = 16, 32, 0.375
 SHAPE = {
@@ -103,13 +103,13 @@ def best_of_segments(scores_T, segments_T, num_selected):
     return chosen_T
 
 
-def visible_pairs(entered_BT, segments_BT, window):
+def visible_pairs(selected_BT, segments_BT, window):
     """bool [B, T, T]: pairs that see each other in the block, drawn one by one."""
-    grid_BTS = np.zeros((*entered_BT.shape, entered_BT.shape[1]), bool)
+    grid_BTS = np.zeros((*selected_BT.shape, selected_BT.shape[1]), bool)
     for row, query, key in np.ndindex(grid_BTS.shape):
         near = 0 <= query - key and (window == 0 or query - key < window)
         same = segments_BT[row, query] == segments_BT[row, key]
-        both = entered_BT[row, query] and entered_BT[row, key]
+        both = selected_BT[row, query] and selected_BT[row, key]
         grid_BTS[row, query, key] = near and same and both
     return grid_BTS
 
@@ -123,7 +123,7 @@ def scores(params, x_BTD, model):
     return x_BTD @ params['router']['w'] + params['router'].get('b', 0)
 
 
-def equation(params, x_BTD, entered_BT, grid_BTS, model):
+def equation(params, x_BTD, selected_BT, grid_BTS, model):
     """x + gate(r) (block(x) - x) where a token entered, x elsewhere, from the parameters alone."""
     block, attention = params['block'], params['block']['attention']
 
@@ -170,7 +170,7 @@ def equation(params, x_BTD, entered_BT, grid_BTS, model):
         else:
             x = x + norm(part(x), scale)
     gate_BT = GATES[model.routing.gate](scores(params, x_BTD, model))
-    return jnp.where(entered_BT[..., None], x_BTD + gate_BT[..., None] * (x - x_BTD), x_BTD)
+    return jnp.where(selected_BT[..., None], x_BTD + gate_BT[..., None] * (x - x_BTD), x_BTD)
 
 
 def value_and_gradients(function, params, x_BTD, weights_BTD):
@@ -198,11 +198,11 @@ def routed(model, window=0, routing='top_c', seed=0, sizes=(LENGTH,)):
     """Random parameters, and the function (params, x, segments, told ..) -> y, RoutingRecord."""
 
     def told(threshold=0.0, causal=True):
-        return RoutedLayer(jnp.int32(0), jnp.float32(threshold), jnp.asarray(causal))
+        return RoutingArgs(jnp.int32(0), jnp.float32(threshold), jnp.asarray(causal))
 
     def tokens(segments_BT):
         positions_BT = POSITIONS[: len(segments_BT)]
-        return Tokens(positions_BT, segments_BT, SEEDS[: len(segments_BT)])
+        return TokenInfo(positions_BT, segments_BT, SEEDS[: len(segments_BT)])
 
     inputs = stream(), tokens(SEGMENTS), told()
     by_top_c = MixtureOfDepths(model, window, 'top_c')

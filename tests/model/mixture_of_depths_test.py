@@ -46,19 +46,19 @@ def test_gathered_form_is_the_equation(name, tiny_config):
         params['router']['w'] = np.eye(WIDTH, dtype=np.float32)[0] * 0.75
     got, record = value_and_gradients(apply, params, x_BTD, weights_BTD)
     scores_BT = x_BTD.astype(float) @ params['router']['w']
-    entered_BT = expert_choice(scores_BT, capacity, SEGMENTS)
+    selected_BT = expert_choice(scores_BT, capacity, SEGMENTS)
     if model.routing.select_per == 'segment':
         rows = zip(scores_BT, SEGMENTS, strict=True)
-        by_row_BT, entered_BT = entered_BT, np.array([best_of_segments(*row, 6) for row in rows])
-        assert (entered_BT[1] != by_row_BT[1]).any() and entered_BT[2].sum() < 6
-    np.testing.assert_array_equal(record.top_c_BT, entered_BT)
-    np.testing.assert_array_equal(record.entered_BT, entered_BT)
+        by_row_BT, selected_BT = selected_BT, np.array([best_of_segments(*row, 6) for row in rows])
+        assert (selected_BT[1] != by_row_BT[1]).any() and selected_BT[2].sum() < 6
+    np.testing.assert_array_equal(record.top_c_BT, selected_BT)
+    np.testing.assert_array_equal(record.selected_BT, selected_BT)
     np.testing.assert_allclose(record.scores_BT, scores_BT, rtol=0, atol=1e-5)
-    grid_BTS = visible_pairs(entered_BT, SEGMENTS, window)
+    grid_BTS = visible_pairs(selected_BT, SEGMENTS, window)
     with jax.enable_x64(True), jax.numpy_rank_promotion('allow'):
         wide = jax.tree.map(np.float64, (params, x_BTD, weights_BTD))
         exact, _ = value_and_gradients(
-            lambda params, x: (equation(params, x, entered_BT, grid_BTS, model), None), *wide
+            lambda params, x: (equation(params, x, selected_BT, grid_BTS, model), None), *wide
         )
     assert_close(got[0], exact[0], 1e-6)
     assert_close(got[1], exact[1], 2e-6)  # rounding reaches 1.4e-6 in the scale of a QK-norm
@@ -87,10 +87,10 @@ def test_skipped_rows_keep_their_bits(plain):
     x_BTD = stream()
     x_BTD[:, :, 5] = -0.0
     y_BTD, record = apply(params, x_BTD, SEGMENTS)
-    entered_BT = np.asarray(record.entered_BT)
-    np.testing.assert_array_equal(entered_BT.sum(1), [6, 6, 6, 2, 0])
+    selected_BT = np.asarray(record.selected_BT)
+    np.testing.assert_array_equal(selected_BT.sum(1), [6, 6, 6, 2, 0])
     same_BT, real_BT = (bits(y_BTD) == bits(x_BTD)).all(-1), SEGMENTS > 0
-    np.testing.assert_array_equal(same_BT[real_BT], ~entered_BT[real_BT])
+    np.testing.assert_array_equal(same_BT[real_BT], ~selected_BT[real_BT])
     np.testing.assert_array_equal(y_BTD[~real_BT], x_BTD[~real_BT])
 
 
@@ -116,7 +116,7 @@ def test_rows_do_not_depend_on_batch_mates(plain):
     y_BTD, record = apply(params, x_BTD, SEGMENTS)
     mates_y_BTD, mates_record = apply(params, mates_BTD, segments_BT)
     np.testing.assert_array_equal(bits(y_BTD)[1], bits(mates_y_BTD)[1])
-    np.testing.assert_array_equal(record.entered_BT[1], mates_record.entered_BT[1])
+    np.testing.assert_array_equal(record.selected_BT[1], mates_record.selected_BT[1])
     assert (bits(y_BTD)[0] != bits(mates_y_BTD)[0]).any()
     one, other = gradients(params, x_BTD, SEGMENTS)[1], gradients(params, mates_BTD, segments_BT)[1]
     np.testing.assert_array_equal(bits(one)[1], bits(other)[1])
@@ -131,7 +131,7 @@ def test_silent_router_learns_and_its_block_does_not(plain):
     assert np.linalg.norm(gradient['router']['w']) > 1
     y_BTD, record = apply(silent, x_BTD, SEGMENTS)
     np.testing.assert_array_equal(y_BTD, x_BTD)
-    np.testing.assert_array_equal(record.entered_BT[0], np.arange(LENGTH) < 6)
+    np.testing.assert_array_equal(record.selected_BT[0], np.arange(LENGTH) < 6)
 
 
 def test_gate_scales_the_delta_and_not_the_residual(plain):

@@ -8,16 +8,16 @@ import jax.extend
 import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from moddepth_jax.model.experts import routed_mlp
-from moddepth_jax.model.partition import (
+from moddepth_jax.model.moe.experts import routed_mlp
+from moddepth_jax.model.sharding import (
     AXES,
     axis_names,
-    by_rows,
-    by_shards,
     constrain,
-    gathered,
+    map_batch_shards,
+    map_shards,
     sharded_routed_mlp,
     spec,
+    unshard_params,
 )
 from tests.devices import collectives, on_devices
 
@@ -100,7 +100,7 @@ def test_parameters_work_whole_along_embed():
               'mlp_norm': {'scale': jax.ShapeDtypeStruct((32,), 'float32')}}  # fmt: skip
 
     def loss(params):
-        whole = gathered(params, 'bfloat16')
+        whole = unshard_params(params, 'bfloat16')
         assert whole['mlp_norm']['scale'] is params['mlp_norm']['scale']
         return sum(leaf.sum().astype('float32') for leaf in jax.tree.leaves(whole))
 
@@ -108,7 +108,7 @@ def test_parameters_work_whole_along_embed():
     assert 'sharding_constraint' not in plain and 'bf16' not in plain
 
     def apart(x):
-        return by_shards(lambda x: constrain(x, 'rows'), {'x': x}, {'x': ('rows',)}, ('rows',))
+        return map_shards(lambda x: constrain(x, 'rows'), {'x': x}, {'x': ('rows',)}, ('rows',))
 
     with under(2, fsdp=2, tensor=2):
         program = jax.make_jaxpr(jax.grad(loss))(params)
@@ -133,8 +133,8 @@ def test_heads_are_apart_only_with_their_keys():
         for heads, kv_heads in ((4, 2), (4, 1), (3, 3)):
             sizes = {'q': heads, 'k': kv_heads}
             arrays = {n: jax.ShapeDtypeStruct((4, size), 'float32') for n, size in sizes.items()}
-            jax.eval_shape(lambda q, k: by_shards(shapes_seen, {'q': q, 'k': k}, names, names['q']),
-                           **arrays)  # fmt: skip
+            jax.eval_shape(lambda q, k: map_shards(shapes_seen, {'q': q, 'k': k}, names,
+                                                   names['q']), **arrays)  # fmt: skip
     assert seen == [((2, 2), (2, 1)), ((2, 4), (2, 1)), ((2, 3), (2, 3))]
 
 
@@ -181,9 +181,9 @@ ON_FOUR_DEVICES = """
 import json, sys
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from moddepth_jax.model.partition import by_rows, sharded_routed_mlp
-from moddepth_jax.model.experts import routed_mlp
-from moddepth_jax.training.sharding import batch_sharding, make_mesh
+from moddepth_jax.model.sharding import map_batch_shards, sharded_routed_mlp
+from moddepth_jax.model.moe.experts import routed_mlp
+from moddepth_jax.training.mesh import batch_sharding, make_mesh
 
 (B, T, D, F, E, K), cases = json.loads(sys.argv[1])
 draw = np.random.default_rng(0)
@@ -226,7 +226,7 @@ for spec, rows, product in cases:
     })
 
 def choose(scores_BTE):
-    return by_rows(lambda scores: jax.lax.top_k(scores, K)[1], scores_BTE)
+    return map_batch_shards(lambda scores: jax.lax.top_k(scores, K)[1], scores_BTE)
 
 mesh, scores_BTE = make_mesh('data=2,expert=2'), normal(B, T, E)
 one = np.asarray(choose(scores_BTE))
@@ -298,7 +298,9 @@ def test_rows_that_do_not_divide_are_not_split():
 
     def program(rows):
         scores_BT = jax.ShapeDtypeStruct((rows, T), 'float32')
-        return str(jax.make_jaxpr(lambda scores_BT: by_rows(jax.lax.sort, scores_BT))(scores_BT))
+        return str(
+            jax.make_jaxpr(lambda scores_BT: map_batch_shards(jax.lax.sort, scores_BT))(scores_BT)
+        )
 
     assert 'shard_map' not in program(4)
     with under(2, 2):
@@ -309,7 +311,7 @@ EMBEDDED = """
 import json
 import jax, jax.numpy as jnp, numpy as np
 from moddepth_jax.model.layers import embed
-from moddepth_jax.training.sharding import batch_sharding, make_mesh, state_shardings
+from moddepth_jax.training.mesh import batch_sharding, make_mesh, state_shardings
 
 def total(params, tokens_BT):
     return jnp.sum(embed(params['embedding'], tokens_BT, 'bfloat16').astype('float32'))

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from moddepth_jax.hparams import from_config
-from moddepth_jax.model.attention import Tokens
-from moddepth_jax.model.routers import (
+from moddepth_jax.model.attention import TokenInfo
+from moddepth_jax.model.mod.routers import (
     GATES,
     ROUTERS,
     fixed_threshold,
@@ -20,7 +20,7 @@ from moddepth_jax.model.routers import (
     selected_mean,
     token_seeds,
 )
-from moddepth_jax.model.routing import membership, select_top_c
+from moddepth_jax.model.routing import indices_to_mask, select_top_c
 
 NORMAL = statistics.NormalDist()
 
@@ -130,7 +130,7 @@ def random_scores(tiny_config, tokens_BT, number, key, capacity=0.125):
 def _random_scores(module, tokens_BT, number, key):
     positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
     seeds_BT = token_seeds(key, tokens_BT, positions_BT)
-    tokens = Tokens(positions_BT, jnp.ones_like(tokens_BT), seeds_BT)
+    tokens = TokenInfo(positions_BT, jnp.ones_like(tokens_BT), seeds_BT)
     return module.apply({}, None, tokens, number)
 
 
@@ -180,14 +180,14 @@ def test_position_router_is_its_pattern(capacity, share, tiny_config):
     c = fractions.Fraction(*share)
     module, routing = make_router(tiny_config, 'position', capacity)
     positions_BT = jnp.arange(3000)[None]
-    tokens = Tokens(positions_BT, jnp.ones_like(positions_BT))
+    tokens = TokenInfo(positions_BT, jnp.ones_like(positions_BT))
     r_BT = np.asarray(module.apply({}, jnp.zeros((1, 3000, 4)), tokens, 0))
     pattern_T = [math.floor((t + 1) * c) > math.floor(t * c) for t in range(3000)]
     np.testing.assert_array_equal(r_BT[0] > fixed_threshold(routing), pattern_T)
     for length in (10, 255, 3000):
         num_selected = routing.num_selected(length)
         if sum(pattern_T[:length]):
-            chosen_BT = membership(select_top_c(r_BT[:, :length], num_selected), length)
+            chosen_BT = indices_to_mask(select_top_c(r_BT[:, :length], num_selected), length)
             np.testing.assert_array_equal(chosen_BT[0], pattern_T[:length])
 
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from moddepth_jax.model.routing import (
-    admit,
-    first_entering,
-    gather_rows,
-    membership,
-    scatter_add_rows,
+    apply_capacity,
+    gather_tokens,
+    indices_to_mask,
+    mask_to_indices,
+    scatter_add_tokens,
     segment_top_c,
     select_top_c,
     static_sizes,
@@ -62,7 +62,7 @@ def test_bfloat16_ties_still_give_c():
     noise_BT = np.random.default_rng(0).normal(size=(3, 64))
     scores_BT = jnp.asarray(1 + 1e-4 * noise_BT, jnp.bfloat16)
     assert len(np.unique(np.asarray(scores_BT, np.float32))) < 5
-    chosen_BT = membership(select_top_c(scores_BT, 8), 64)
+    chosen_BT = indices_to_mask(select_top_c(scores_BT, 8), 64)
     np.testing.assert_array_equal(chosen_BT.sum(1), [8, 8, 8])
 
 
@@ -79,10 +79,10 @@ def test_gather_and_scatter_use_each_row_by_itself():
     x_BTD = np.arange(2 * 5 * 3, dtype=np.float32).reshape(2, 5, 3)
     indices_BC = jnp.array([[0, 3], [2, 4]], jnp.int32)
     expected = np.stack([x_BTD[0, [0, 3]], x_BTD[1, [2, 4]]])
-    np.testing.assert_array_equal(gather_rows(x_BTD, indices_BC), expected)
+    np.testing.assert_array_equal(gather_tokens(x_BTD, indices_BC), expected)
     marks = [[1, 0, 0, 1, 0], [0, 0, 1, 0, 1]]
-    np.testing.assert_array_equal(membership(indices_BC, 5), marks)
-    added = scatter_add_rows(x_BTD, indices_BC, np.full((2, 2, 3), 100, np.float32))
+    np.testing.assert_array_equal(indices_to_mask(indices_BC, 5), marks)
+    added = scatter_add_tokens(x_BTD, indices_BC, np.full((2, 2, 3), 100, np.float32))
     np.testing.assert_array_equal(added - x_BTD, 100 * np.array(marks)[:, :, None] * np.ones(3))
 
 
@@ -132,18 +132,18 @@ def test_documents_do_not_compete():
             np.testing.assert_array_equal(again_BT[~inside_BT], chosen_BT[~inside_BT])
             assert again_BT[inside_BT].sum() == chosen_BT[inside_BT].sum()
     louder_BT = np.where(segments_BT == 1, 100 + scores_BT, scores_BT)
-    assert membership(select_top_c(louder_BT, 8), 24)[0, :5].all()
+    assert indices_to_mask(select_top_c(louder_BT, 8), 24)[0, :5].all()
 
 
 def test_first_entering_names_the_first_and_then_nothing():
     """The loop's first indices in order, then indices of T and more, all distinct and ascending."""
     rng = np.random.default_rng(0)
-    entered_BT = rng.random((50, 12)) < rng.random((50, 1))
-    entered_BT[:2] = [[False] * 12, [True] * 12]
+    selected_BT = rng.random((50, 12)) < rng.random((50, 1))
+    selected_BT[:2] = [[False] * 12, [True] * 12]
     for size in (1, 5, 11, 12):
-        indices_BC = np.asarray(first_entering(jnp.asarray(entered_BT), size))
+        indices_BC = np.asarray(mask_to_indices(jnp.asarray(selected_BT), size))
         assert indices_BC.dtype == np.int32 and indices_BC.shape == (50, size)
-        for entered_T, indices_C in zip(entered_BT, indices_BC, strict=True):
+        for entered_T, indices_C in zip(selected_BT, indices_BC, strict=True):
             wanted = [t for t in range(12) if entered_T[t]][:size]
             assert indices_C[: len(wanted)].tolist() == wanted
             assert (indices_C[len(wanted) :] >= 12).all() and (np.diff(indices_C) > 0).all()
@@ -153,11 +153,11 @@ def test_first_entering_names_the_first_and_then_nothing():
 def test_admission_counts_along_the_row(most):
     """The first `most` that want to enter do, and nobody's entry depends on who comes later."""
     wanted_BT = np.random.default_rng(most).random((40, 12)) < 0.6
-    admitted_BT = np.asarray(admit(jnp.asarray(wanted_BT), most))
+    admitted_BT = np.asarray(apply_capacity(jnp.asarray(wanted_BT), most))
     for wanted_T, admitted_T in zip(wanted_BT, admitted_BT, strict=True):
         assert np.flatnonzero(admitted_T).tolist() == np.flatnonzero(wanted_T)[:most].tolist()
     later_BT = wanted_BT ^ (np.arange(12) >= 7)[None]
-    again_BT = admit(jnp.asarray(later_BT), most)
+    again_BT = apply_capacity(jnp.asarray(later_BT), most)
     np.testing.assert_array_equal(again_BT[:, :7], admitted_BT[:, :7])
 
 
@@ -189,16 +189,16 @@ def test_indices_of_t_and_more_name_no_token():
     x_BTD = rng.normal(size=(2, 5, 3)).astype(np.float32)
     indices_BC = jnp.array([[1, 4, 5, 6], [5, 6, 7, 8]], jnp.int32)
     update_BCD, weights_BCD = rng.normal(size=(2, 2, 4, 3)).astype(np.float32)
-    gathered_BCD = gather_rows(x_BTD, indices_BC)
+    gathered_BCD = gather_tokens(x_BTD, indices_BC)
     np.testing.assert_array_equal(gathered_BCD[0, :2], x_BTD[0, [1, 4]])
     assert not np.any(gathered_BCD[0, 2:]) and not np.any(gathered_BCD[1])
-    np.testing.assert_array_equal(membership(indices_BC, 5), [[0, 1, 0, 0, 1], [0] * 5])
+    np.testing.assert_array_equal(indices_to_mask(indices_BC, 5), [[0, 1, 0, 0, 1], [0] * 5])
     expected = x_BTD.copy()
     expected[0, [1, 4]] += update_BCD[0, :2]
-    np.testing.assert_array_equal(scatter_add_rows(x_BTD, indices_BC, update_BCD), expected)
+    np.testing.assert_array_equal(scatter_add_tokens(x_BTD, indices_BC, update_BCD), expected)
 
     def gathered(x_BTD):
-        return jnp.vdot(gather_rows(x_BTD, indices_BC), weights_BCD)
+        return jnp.vdot(gather_tokens(x_BTD, indices_BC), weights_BCD)
 
     dx_BTD = np.zeros_like(x_BTD)
     dx_BTD[0, [1, 4]] = weights_BCD[0, :2]
@@ -206,7 +206,7 @@ def test_indices_of_t_and_more_name_no_token():
     weights_BTD = rng.normal(size=x_BTD.shape).astype(np.float32)
 
     def scattered(x_BTD, update_BCD):
-        return jnp.vdot(scatter_add_rows(x_BTD, indices_BC, update_BCD), weights_BTD)
+        return jnp.vdot(scatter_add_tokens(x_BTD, indices_BC, update_BCD), weights_BTD)
 
     dx_BTD, du_BCD = jax.grad(scattered, argnums=(0, 1))(x_BTD, update_BCD)
     np.testing.assert_array_equal(dx_BTD, weights_BTD)
@@ -220,7 +220,7 @@ def test_rows_that_nothing_is_added_to_keep_their_bits():
     x_BTD[0, 2] = [np.inf, -np.inf, 1e-45]
     x_BTD.view(np.uint32)[0, 3] = [0x7FC00001, 0xFFC00000, 0x80000000]
     indices_BC = jnp.array([[1, 4]], jnp.int32)
-    y_BTD = jax.jit(scatter_add_rows)(x_BTD, indices_BC, jnp.ones((1, 2, 3)))
+    y_BTD = jax.jit(scatter_add_tokens)(x_BTD, indices_BC, jnp.ones((1, 2, 3)))
     same = np.asarray(y_BTD).view(np.uint32) == x_BTD.view(np.uint32)
     np.testing.assert_array_equal(same.all(-1), [[True, False, True, True]])
 
@@ -236,8 +236,8 @@ def test_a_constant_delta_settles_where_the_squared_error_is_least():
     indices_BC = jnp.array([[0, 3, 5]], jnp.int32)
 
     def error(r_BT):
-        update_BCD = gather_rows(r_BT, indices_BC)[..., None] * v_D[None, None]
-        y_BTD = scatter_add_rows(x_BTD, indices_BC, update_BCD)
+        update_BCD = gather_tokens(r_BT, indices_BC)[..., None] * v_D[None, None]
+        y_BTD = scatter_add_tokens(x_BTD, indices_BC, update_BCD)
         return 0.5 * jnp.sum((y_BTD - target_BTD) ** 2)
 
     step = jax.jit(lambda r_BT: r_BT - 0.3 / (v_D @ v_D) * jax.grad(error)(r_BT))
@@ -245,6 +245,6 @@ def test_a_constant_delta_settles_where_the_squared_error_is_least():
     for _ in range(60):
         r_BT = step(r_BT)
     least_BT = (target_BTD - x_BTD) @ v_D / (v_D @ v_D)
-    chosen_BT = np.asarray(membership(indices_BC, 6))
+    chosen_BT = np.asarray(indices_to_mask(indices_BC, 6))
     np.testing.assert_allclose(r_BT[chosen_BT], least_BT[chosen_BT], atol=1e-5)
     np.testing.assert_array_equal(r_BT[~chosen_BT], 2.5)

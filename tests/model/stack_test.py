@@ -7,9 +7,9 @@ import pytest
 
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model.attention import KeysValues
-from moddepth_jax.model.depth_stream import layer_kinds
-from moddepth_jax.model.layer import Written
-from moddepth_jax.model.stack import Run, Stack, find_runs, stacked_slots, unstacked
+from moddepth_jax.model.layer import NewSlots
+from moddepth_jax.model.stack import Run, Stack, find_runs, stack_slots, unstack_layers
+from moddepth_jax.model.streams import layer_kinds
 
 
 def expand(runs):
@@ -102,7 +102,7 @@ def test_counts_and_parameters_follow_the_layers(stream, tiny_config):
                 count += kind.slots
     assert any(run.repeats > 1 for run in stack.runs) and len(kinds) >= 7
     np.testing.assert_array_equal(before, np.cumsum([0] + [kind.slots for kind in kinds])[:-1])
-    found = list(unstacked(stack, params))
+    found = list(unstack_layers(stack, params))
     assert [kind for kind, _ in found] == kinds
     assert [int(mine['w']) for _, mine in found] == list(range(len(kinds)))
 
@@ -114,11 +114,15 @@ def test_slots_are_stacked_from_the_oldest_on():
         return KeysValues(jnp.full((2, 3, 1, 4), value), jnp.full((2, 3, 1, 4), -value))
 
     valid = jax.random.bernoulli(jax.random.key(0), 0.5, (2, 2, 3))
-    some = [Written((slot(1.0), slot(2.0)), valid[0]), Written(), Written((slot(3.0),), valid[1])]
-    depth = stacked_slots(some)
+    some = [
+        NewSlots((slot(1.0), slot(2.0)), valid[0]),
+        NewSlots(),
+        NewSlots((slot(3.0),), valid[1]),
+    ]
+    depth = stack_slots(some)
     np.testing.assert_array_equal(depth.slots.k_BTKH[:, 0, 0, 0, 0], [1, 2, 3])
     np.testing.assert_array_equal(depth.slots.v_BTKH[:, 1, 2, 0, 3], [-1, -2, -3])
     np.testing.assert_array_equal(depth.valid_LBT, valid[jnp.array([0, 0, 1])])
     assert depth.count is None
-    assert stacked_slots([Written((slot(1.0),))]).valid_LBT is None
-    assert stacked_slots([Written(), Written()]) is None
+    assert stack_slots([NewSlots((slot(1.0),))]).valid_LBT is None
+    assert stack_slots([NewSlots(), NewSlots()]) is None

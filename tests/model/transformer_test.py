@@ -61,7 +61,9 @@ def test_scan_and_remat_change_the_program_and_not_its_result(tiny_config):
     ((_, (logits_BTV, records)), gradients), *others = results
     for (_, (other_logits_BTV, other_records)), other_gradients in others:
         np.testing.assert_allclose(other_logits_BTV, logits_BTV, rtol=0, atol=1e-5)
-        np.testing.assert_array_equal(other_records.routing.entered_BT, records.routing.entered_BT)
+        np.testing.assert_array_equal(
+            other_records.routing.selected_BT, records.routing.selected_BT
+        )
         np.testing.assert_allclose(
             other_records.routing.scores_BT, records.routing.scores_BT, rtol=0, atol=1e-5
         )
@@ -91,7 +93,7 @@ def test_capacity_one_without_gate_is_the_dense_model(placement, tiny_config):
     }
     expected, none = jit(dense.apply)({'params': params | {'stack': runs}}, TOKENS_BT)
     logits_BTV, records = jit(routed.apply)({'params': params}, TOKENS_BT)
-    assert none is None and np.asarray(records.routing.entered_BT).all()
+    assert none is None and np.asarray(records.routing.selected_BT).all()
     np.testing.assert_allclose(logits_BTV, expected, rtol=0, atol=1e-5)
     assert np.std(expected) > 0.5
 
@@ -143,7 +145,7 @@ def test_rule_that_was_not_trained_is_refused(trained, tiny_config):
 
     for routing in ('top_c', 'dense', trained):
         logits_BTV, records = run(routing)
-        assert logits_BTV.shape == (2, 16, 257) and records.routing.entered_BT.shape == (1, 2, 16)
+        assert logits_BTV.shape == (2, 16, 257) and records.routing.selected_BT.shape == (1, 2, 16)
     for routing in {'predictor', 'aux_loss', 'topc'} - {trained}:
         with pytest.raises(ValueError, match=f"'{routing}'.*top_c.*{trained}") as error:
             run(routing)

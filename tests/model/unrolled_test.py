@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from moddepth_jax.hparams import from_config
-from moddepth_jax.model import cache as cache_lib
+from moddepth_jax.model import kv_cache as cache_lib
+from moddepth_jax.model.decoding import decode_step, prefill, unroll
 from moddepth_jax.model.routing import batch_buckets
 from moddepth_jax.model.transformer import Transformer
-from moddepth_jax.model.unrolled import decode_step, prefill, unroll
 
 LENGTH, BATCH, SEPARATOR = 32, 4, 256
 PROMPTS = np.array([3, 7, 1, 12])  # tokens of each row's prompt, padded to 16
@@ -75,14 +75,14 @@ def build(name, make_config):
 def programs(hparams, rule):
     """Jitted prefill, decode_step and write."""
     routing = hparams.model.routing
-    slots = None if routing.overflow == 'grow' else routing.cache_slots(LENGTH, rule)
+    slots = None if routing.overflow == 'grow' else routing.cache_size(LENGTH, rule)
     how = {'hparams': hparams, 'routing': rule}
-    first = functools.partial(prefill, **how, slots=LENGTH, routed_slots=slots)
+    first = functools.partial(prefill, **how, slots=LENGTH, routed_capacity=slots)
     step = functools.partial(decode_step, **how)
     return (
         jax.jit(first, compiler_options=FAST),
         jax.jit(step, compiler_options=FAST),
-        jax.jit(cache_lib.write, compiler_options=FAST),
+        jax.jit(cache_lib.update_cache, compiler_options=FAST),
     )
 
 
@@ -94,8 +94,8 @@ def start(hparams, variables, tokens_BT, segments_BT, rule, lengths_B):
     first, _, _ = programs(hparams, rule)
     logits_BV, cache = first(unrolled, prompts_BT, np.where(real, segments_BT[:, :16], 0))
     if hparams.model.routing.overflow == 'grow':
-        slots = hparams.model.routing.cache_slots(LENGTH, rule)
-        cache = cache_lib.resized(cache, max(slots, cache_lib.fullest(cache) + 1))
+        slots = hparams.model.routing.cache_size(LENGTH, rule)
+        cache = cache_lib.resize_cache(cache, max(slots, cache_lib.longest_routed_row(cache) + 1))
     return unrolled, logits_BV, cache
 
 
@@ -111,14 +111,14 @@ def decode(hparams, variables, tokens_BT, segments_BT, rule, lengths_B=PROMPTS):
         active_B = position_B < LENGTH
         token_B = tokens_BT[rows, np.minimum(position_B, LENGTH - 1)]
         begins_B = token_B == SEPARATOR
-        logits_BV, entries, refused_B = step(unrolled, cache, token_B, begins_B, active_B)
-        cache = write(cache, entries, begins_B, refused_B, active_B)
+        logits_BV, entries, dropped_B = step(unrolled, cache, token_B, begins_B, active_B)
+        cache = write(cache, entries, begins_B, dropped_B, active_B)
         out[rows[active_B], position_B[active_B]] = np.asarray(logits_BV)[active_B]
         position_B += active_B
         if hparams.model.routing.overflow == 'grow':
-            used = cache_lib.fullest(cache)
+            used = cache_lib.longest_routed_row(cache)
             if used == max(layer.slots for layer in cache.layers if layer.lengths_B is not None):
-                cache = cache_lib.resized(cache, used + 4)
+                cache = cache_lib.resize_cache(cache, used + 4)
     return out, cache
 
 
@@ -140,15 +140,15 @@ def test_prompt_and_steps_equal_the_full_forward(name, tiny_config):
     np.testing.assert_array_equal(cache.lengths_B, [LENGTH] * BATCH)
     if records is None:
         return
-    entered = np.asarray(records.routing.entered_BT)
+    entered = np.asarray(records.routing.selected_BT)
     layers = [layer for layer in cache.layers if layer.lengths_B is not None]
-    for layer, entered_BT in zip(layers, entered, strict=True):
-        np.testing.assert_array_equal(layer.lengths_B, entered_BT.sum(axis=1))
+    for layer, selected_BT in zip(layers, entered, strict=True):
+        np.testing.assert_array_equal(layer.lengths_B, selected_BT.sum(axis=1))
         for row in range(BATCH):
-            positions = np.asarray(layer.positions_BS)[row, : entered_BT[row].sum()]
-            np.testing.assert_array_equal(positions, np.flatnonzero(entered_BT[row]))
+            positions = np.asarray(layer.positions_BS)[row, : selected_BT[row].sum()]
+            np.testing.assert_array_equal(positions, np.flatnonzero(selected_BT[row]))
     np.testing.assert_array_equal(
-        cache.refused_B, np.asarray(records.routing.refused_BT).sum((0, 2))
+        cache.dropped_B, np.asarray(records.routing.dropped_BT).sum((0, 2))
     )
     if rule != 'dense':
         assert (0.05 < entered.mean(axis=(1, 2))).all() and entered.mean() < 0.6
@@ -156,13 +156,13 @@ def test_prompt_and_steps_equal_the_full_forward(name, tiny_config):
 
 def test_the_cases_fill_caches_and_refuse_tokens(tiny_config):
     """The cases above meet what they are for: full caches under `skip`, growth beyond them."""
-    refused = {name: np.asarray(build(name, tiny_config)[-1].routing.refused_BT).sum() for name in (
+    refused = {name: np.asarray(build(name, tiny_config)[-1].routing.dropped_BT).sum() for name in (
         'aux_loss', 'threshold', 'aux_loss grows', 'threshold grows')}  # fmt: skip
     assert refused['aux_loss'] > 0 and refused['threshold'] > 0
     assert refused['aux_loss grows'] == refused['threshold grows'] == 0
     hparams, *_, records = build('threshold grows', tiny_config)
-    most = np.asarray(records.routing.entered_BT).sum(axis=2).max()
-    assert most > hparams.model.routing.cache_slots(LENGTH, 'threshold')
+    most = np.asarray(records.routing.selected_BT).sum(axis=2).max()
+    assert most > hparams.model.routing.cache_size(LENGTH, 'threshold')
 
 
 @pytest.mark.parametrize('name', ['predictor', 'threshold'])
@@ -186,8 +186,8 @@ def test_a_step_changes_no_bit_of_an_inactive_row(tiny_config):
     active_B = np.array([True, False, True, False])
     no_B = np.zeros(BATCH, bool)
     _, step, write = programs(hparams, 'predictor')
-    _, entries, refused_B = step(unrolled, before, tokens_BT[:, 12], no_B, active_B)
-    after = write(before, entries, no_B, refused_B, active_B)
+    _, entries, dropped_B = step(unrolled, before, tokens_BT[:, 12], no_B, active_B)
+    after = write(before, entries, no_B, dropped_B, active_B)
     for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
         np.testing.assert_array_equal(old[~active_B], new[~active_B])
     np.testing.assert_array_equal(after.lengths_B - before.lengths_B, active_B)
@@ -218,18 +218,22 @@ def test_buckets_are_few_and_hold_any_number():
 def shapes_of_programs(hparams, slots, batch=8):
     """(function, abstract arguments) of prefill, decode_step and write for a learned router."""
     how = {'hparams': hparams, 'routing': 'predictor'}
-    routed_slots = hparams.model.routing.cache_slots(slots, 'predictor')
+    routed_capacity = hparams.model.routing.cache_size(slots, 'predictor')
     init = functools.partial(Transformer(hparams).init, jax.random.key(0))
     variables = jax.eval_shape(init, jnp.zeros((1, 8), jnp.int32))
     unrolled = jax.eval_shape(functools.partial(unroll, **how), variables)
     prompts = jax.ShapeDtypeStruct((batch, 16), 'int32')
-    first = functools.partial(prefill, **how, slots=slots, routed_slots=routed_slots)
+    first = functools.partial(prefill, **how, slots=slots, routed_capacity=routed_capacity)
     _, cache = jax.eval_shape(first, unrolled, prompts, prompts)
     row, flag = (jax.ShapeDtypeStruct((batch,), dtype) for dtype in ('int32', 'bool'))
     step, of_step = functools.partial(decode_step, **how), (unrolled, cache, row, flag, flag)
     _, entries, _ = jax.eval_shape(step, *of_step)
     of_write = (cache, entries, flag, row, flag)
-    return (first, (unrolled, prompts, prompts)), (step, of_step), (cache_lib.write, of_write)
+    return (
+        (first, (unrolled, prompts, prompts)),
+        (step, of_step),
+        (cache_lib.update_cache, of_write),
+    )
 
 
 def test_no_program_copies_a_cache(tiny_config):

@@ -73,7 +73,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from orbax.checkpoint._src.serialization import serialization
 from moddepth_jax.training.checkpoint import Checkpoints
-from moddepth_jax.training.save_error import SaveError
+from moddepth_jax.training.checkpoint import SaveError
 
 folder, broken = sys.argv[1:]
 placed = NamedSharding(
@@ -99,7 +99,7 @@ with Checkpoints(folder, keep=2) as checkpoints:
         try:
             checkpoints.wait()
         except SaveError as error:
-            told = not getattr(error, 'told_by_another', False)
+            told = not getattr(error, 'reported_elsewhere', False)
             found['lines'].append([step, told, error.everywhere, str(error)])
             found['left'] = sorted(os.listdir(folder))
     restored, found['step'], _ = checkpoints.restore(state(0))

@@ -7,14 +7,14 @@ import signal
 import pytest
 
 from moddepth_jax.data.pipeline import Dataset
-from tests import compiled
+from tests import compilation_cache
 
 
 @pytest.fixture(scope='module')
 def compiled_once(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv('XDG_CACHE_HOME', str(tmp_path_factory.mktemp('cache')))
-        with compiled.compiled_once(tmp_path_factory.mktemp('compiled')):
+        with compilation_cache.persistent_compilation_cache(tmp_path_factory.mktemp('compiled')):
             yield
 
 

@@ -11,8 +11,8 @@ import pytest
 from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model.transformer import Transformer
-from moddepth_jax.training.evaluate import evaluate, evaluate_honestly, perplexity
-from moddepth_jax.training.sharding import make_mesh
+from moddepth_jax.training.evaluate import evaluate, evaluate_causal, perplexity
+from moddepth_jax.training.mesh import make_mesh
 
 FAST = {'xla_backend_optimization_level': 0}
 SEPARATOR = 256
@@ -100,8 +100,8 @@ def by_hand(variables, hparams, batches, routing, **layers):
         for b, t in np.argwhere((labels_BT != -100) & (segment_ids_BT > 0)):
             label = labels_BT[b, t]
             sums[:3] += log_z_BT[b, t] - logits_BTV[b, t, label], 1, label != SEPARATOR
-        entered_BT = np.asarray(records.routing.entered_BT[0]) & (segment_ids_BT > 0)
-        sums[3:] += entered_BT.sum(), (segment_ids_BT > 0).sum()
+        selected_BT = np.asarray(records.routing.selected_BT[0]) & (segment_ids_BT > 0)
+        sums[3:] += selected_BT.sum(), (segment_ids_BT > 0).sum()
     return sums
 
 
@@ -111,7 +111,7 @@ def test_losses_of_a_mixture_are_apart_and_weighted_by_its_shares(
     """Each domain's numbers are those of its own batches; together they have their shares, however
     many targets each of them has, and routing is weighted likewise.
     """
-    result = evaluate_honestly(variables, hparams, Mixture(), mesh, 3)
+    result = evaluate_causal(variables, hparams, Mixture(), mesh, 3)
     rules = {'loss': 'predictor', 'loss_top_c': 'top_c'}
     batches = {'web': held_out.batches[::2], 'code': held_out.batches[1:2]}
     sums = {
@@ -171,7 +171,7 @@ def test_loss_is_the_sum_by_hand(variables, hparams, held_out, mesh, num_batches
 
 def test_routing_gap_is_causal_minus_top_c(variables, hparams, held_out, mesh):
     """The loss is that of the causal rule; the gap is positive where the rule loses to top-C."""
-    result = evaluate_honestly(variables, hparams, held_out, mesh, 3)
+    result = evaluate_causal(variables, hparams, held_out, mesh, 3)
     losses = {}
     for routing in ('predictor', 'top_c'):
         nats, targets, *_ = by_hand(variables, hparams, held_out.batches, routing)
@@ -204,7 +204,7 @@ def test_a_dense_model_has_no_gap(tiny_config, variables, held_out, mesh):
     params = variables['params']
     layer = params['stack']['run_0']['layer_0']['block']
     params = params | {'stack': {'run_0': {'layer_0': layer}}}
-    result = evaluate_honestly({'params': params}, hparams, held_out, mesh, 3)
+    result = evaluate_causal({'params': params}, hparams, held_out, mesh, 3)
     assert set(result) == {'loss', 'bits_per_byte', 'targets'}
     assert result['targets'] == 63 * 2 + 31
 
@@ -228,7 +228,7 @@ def two_layers(tiny_config):
 def test_the_gap_of_each_layer_is_what_its_rule_costs_alone(two_layers, held_out, mesh):
     """One number a routed block: the loss with the rule there and top-C elsewhere, less top-C's."""
     hparams, variables = two_layers
-    result = evaluate_honestly(variables, hparams, held_out, mesh, 3, batches_per_layer=3)
+    result = evaluate_causal(variables, hparams, held_out, mesh, 3, batches_per_layer=3)
     nats, targets, *_ = by_hand(variables, hparams, held_out.batches, 'top_c')
     gaps = []
     for layer in range(2):
@@ -238,7 +238,7 @@ def test_the_gap_of_each_layer_is_what_its_rule_costs_alone(two_layers, held_out
     np.testing.assert_allclose(result['routing']['routing_gap'], gaps, rtol=0, atol=2e-4)
     assert np.abs(gaps).min() > 2e-3 and len({round(gap, 3) for gap in gaps}) == 2
     assert result['routing']['selected_fraction'] == [1.0] * 2
-    plain = evaluate_honestly(variables, hparams, held_out, mesh, 3)
+    plain = evaluate_causal(variables, hparams, held_out, mesh, 3)
     assert 'routing_gap' not in plain['routing']
     assert plain['loss'] == result['loss'] and plain['routing_gap'] == result['routing_gap']
 

@@ -4,8 +4,7 @@ import errno
 
 from tensorboardX.record_writer import RecordWriter
 
-from moddepth_jax.training.events import Events
-from moddepth_jax.training.metrics import MetricsWriter, read_metrics
+from moddepth_jax.training.metrics import MetricsWriter, TensorBoardWriter, read_metrics
 
 
 def test_a_full_disk_ends_the_events_alone(tmp_path, monkeypatch, capsys):
@@ -17,7 +16,7 @@ def test_a_full_disk_ends_the_events_alone(tmp_path, monkeypatch, capsys):
         if len(written) == 3:
             raise OSError(errno.ENOSPC, 'No space left on device')
 
-    with MetricsWriter(tmp_path, 0, [Events(tmp_path, 0)]) as writer:
+    with MetricsWriter(tmp_path, 0, [TensorBoardWriter(tmp_path, 0)]) as writer:
         monkeypatch.setattr(RecordWriter, 'write', write)
         for step in range(1, 30):
             writer.write(step, {'loss': 1.0, 'histogram': 'a'})
@@ -30,7 +29,7 @@ def test_a_full_disk_ends_the_events_alone(tmp_path, monkeypatch, capsys):
 def test_a_directory_that_cannot_be_made_is_said(tmp_path):
     """A file is in its place: the reason is there, and writing does nothing."""
     (tmp_path / 'tensorboard').touch()
-    events = Events(tmp_path, 0)
+    events = TensorBoardWriter(tmp_path, 0)
     assert 'File exists' in events.failure
     events.add(1, {'loss': 1.0})
     events.close()

@@ -3,7 +3,7 @@
 import pytest
 
 from moddepth_jax.hparams import from_config
-from moddepth_jax.training import loop, steps
+from moddepth_jax.training import loop, trainer
 from moddepth_jax.training.metrics import read_metrics
 
 STEPS = 300
@@ -37,7 +37,7 @@ def largest_loads(tiny_config, workdir, weight):
 @pytest.mark.slow
 def test_balance_loss_keeps_loads_within_twice_their_mean(tiny_config, tmp_path, monkeypatch):
     """In the second half of the run; without it some layer is beyond that all the time."""
-    monkeypatch.setattr(steps, 'landmarks', lambda corpus: {})  # seconds of compression
+    monkeypatch.setattr(trainer, 'measure_baselines', lambda corpus: {})  # seconds of compression
     kept, free = (
         largest_loads(tiny_config, tmp_path / str(weight), weight) for weight in (0.01, 0.0)
     )

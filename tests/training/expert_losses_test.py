@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moddepth_jax.hparams import from_config
-from moddepth_jax.training.expert_losses import expert_counts, expert_loss, expert_ratios
+from moddepth_jax.training.losses import expert_counts, expert_loss, expert_ratios
 
 # 2 layers; top-2 of 3 routed experts and 1 that does nothing. Layer 0 saw 8 tokens, layer 1 four.
 TOKENS = [8, 4]

@@ -7,8 +7,15 @@ import pytest
 
 from moddepth_jax.data.pipeline import make_dataset
 from moddepth_jax.training.train_step import TrainState, _gradients, init_state, train_step
-from tests.model.depth_models import FAST
-from tests.model.expert_models import MODA, POST, ROUTED, drawn_variables, experts, two_layers
+from tests.model.cases import (
+    EXPERT_MODELS_MODA,
+    FAST,
+    HALF_ROUTED,
+    POST,
+    experts,
+    random_variables_with_thresholds,
+    two_layer_hparams,
+)
 
 LENGTH, VOCABULARY = 12, 48
 
@@ -18,10 +25,10 @@ def jit(function):
 
 
 STEPS = {
-    'staged': experts(num_noop=1, z_loss=0.1, balance_weight=0.5) | ROUTED,
+    'staged': experts(num_noop=1, z_loss=0.1, balance_weight=0.5) | HALF_ROUTED,
     'experts choose': experts(choice='expert', z_loss=0.1),
     'z-loss alone': experts(z_loss=0.1, balance_weight=0.0),
-    'experts choose, staged': experts(choice='expert', z_loss=0.1) | ROUTED,
+    'experts choose, staged': experts(choice='expert', z_loss=0.1) | HALF_ROUTED,
 }
 
 
@@ -39,8 +46,8 @@ def test_micro_batches_do_not_change_the_step(name, tiny_config):
     for parts in (1, 2):
         shape = {'training.accumulate_steps': parts, 'model.num_layers': 1}
         shape['model.routing.layers'] = '0'
-        hparams = two_layers(tiny_config, STEPS[name], **shape)
-        variables = drawn_variables(hparams, tokens_BT)
+        hparams = two_layer_hparams(tiny_config, STEPS[name], **shape)
+        variables = random_variables_with_thresholds(hparams, tokens_BT)
         averages = variables.get('averages', {})
         state = TrainState(0, {}, averages, (), 0, 0, hparams, 4)
 
@@ -60,7 +67,7 @@ def test_micro_batches_do_not_change_the_step(name, tiny_config):
 
 
 TRAINED = {
-    'staged': experts(num_noop=2, z_loss=1e-3) | ROUTED | MODA,
+    'staged': experts(num_noop=2, z_loss=1e-3) | HALF_ROUTED | EXPERT_MODELS_MODA,
     'experts choose': experts(choice='expert', threshold_decay=0.6),
     'row capacity': experts(row_capacity=6, scores='sigmoid') | POST,
 }
@@ -76,7 +83,7 @@ def test_thirty_steps_of_training(name, tiny_config):
     knobs = {'model.vocab_size': 257, 'optimizer.learning_rate': 0.01, 'training.num_steps': 30}
     if name == 'experts choose':
         knobs |= {'model.num_layers': 1, 'model.routing.layers': '0'}
-    hparams = two_layers(tiny_config, TRAINED[name], **knobs | {'data.sequence_length': 32})
+    hparams = two_layer_hparams(tiny_config, TRAINED[name], **knobs | {'data.sequence_length': 32})
     dataset = make_dataset(hparams.data, hparams.seed)
     traces = []
 

@@ -8,8 +8,8 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 from moddepth_jax.hparams import from_config
-from moddepth_jax.model.partition import AXES
-from moddepth_jax.training.sharding import batch_sharding, replicated, state_shardings
+from moddepth_jax.model.sharding import AXES
+from moddepth_jax.training.mesh import batch_sharding, replicated, state_shardings
 from moddepth_jax.training.train_step import init_state, train_step
 from tests.devices import collectives
 from tests.kernels import hopper

@@ -8,7 +8,7 @@ import jax
 import pytest
 from jax.experimental import multihost_utils
 
-from moddepth_jax.training import interruption
+from moddepth_jax.training import preemption
 
 NAMES = ['SIGTERM', 'SIGINT', 'SIGUSR1']
 
@@ -20,7 +20,7 @@ def send(name):
 @pytest.mark.parametrize('name', NAMES)
 def test_a_signal_is_requested_and_said_in_one_line(name, capfd):
     """The run goes on after the signal, knows its name, and stderr has one line about it."""
-    with interruption.Interruption() as stop:
+    with preemption.PreemptionHandler() as stop:
         assert stop.requested is None
         send(name)
         assert stop.requested == name
@@ -31,7 +31,7 @@ def test_a_signal_is_requested_and_said_in_one_line(name, capfd):
 
 def test_the_second_ctrl_c_ends_at_once(capfd):
     """One Ctrl-C is patient, two are not; other signals do not count as the first one."""
-    with interruption.Interruption() as stop:
+    with preemption.PreemptionHandler() as stop:
         send('SIGTERM')
         send('SIGTERM')
         send('SIGINT')
@@ -47,13 +47,13 @@ def test_handlers_return_on_exit_and_a_second_use_starts_afresh(capfd):
     caught = []
     handler = signal.signal(signal.SIGUSR1, lambda number, frame: caught.append(number))
     try:
-        before = [signal.getsignal(number) for number in interruption.SIGNALS]
-        stop = interruption.Interruption()
+        before = [signal.getsignal(number) for number in preemption.SIGNALS]
+        stop = preemption.PreemptionHandler()
         with pytest.raises(RuntimeError), stop:
             assert signal.getsignal(signal.SIGUSR1) != before[2]
             send('SIGUSR1')
             raise RuntimeError
-        assert [signal.getsignal(number) for number in interruption.SIGNALS] == before
+        assert [signal.getsignal(number) for number in preemption.SIGNALS] == before
         assert stop.requested == 'SIGUSR1' and not caught
         send('SIGUSR1')
         assert caught == [signal.SIGUSR1]
@@ -66,12 +66,12 @@ def test_handlers_return_on_exit_and_a_second_use_starts_afresh(capfd):
 
 def test_in_another_thread_nothing_is_changed():
     """Python takes signals in its main thread only: elsewhere, entering does nothing."""
-    before = [signal.getsignal(number) for number in interruption.SIGNALS]
+    before = [signal.getsignal(number) for number in preemption.SIGNALS]
     during = []
 
     def enter():
-        with interruption.Interruption() as stop:
-            during.extend(signal.getsignal(number) for number in interruption.SIGNALS)
+        with preemption.PreemptionHandler() as stop:
+            during.extend(signal.getsignal(number) for number in preemption.SIGNALS)
             during.append(stop.requested)
 
     thread = threading.Thread(target=enter)
@@ -84,16 +84,16 @@ def test_several_processes_ask_jax_alone(monkeypatch):
     """No handler of ours is installed, which would end JAX's own; it says after which step."""
     monkeypatch.setattr(jax, 'process_count', lambda: 2)
     monkeypatch.setattr(multihost_utils, 'reached_preemption_sync_point', lambda step: step == 7)
-    before = [signal.getsignal(number) for number in interruption.SIGNALS]
-    with interruption.Interruption() as stop:
-        assert [signal.getsignal(number) for number in interruption.SIGNALS] == before
+    before = [signal.getsignal(number) for number in preemption.SIGNALS]
+    with preemption.PreemptionHandler() as stop:
+        assert [signal.getsignal(number) for number in preemption.SIGNALS] == before
         assert not stop.asked(6) and stop.requested is None
         assert stop.asked(7) and stop.requested == 'SIGTERM'
 
 
 def test_asked_after_a_step_it_tells_of_a_signal(capfd):
     """One process has its own handlers, and no step of JAX's to wait for."""
-    with interruption.Interruption() as stop:
+    with preemption.PreemptionHandler() as stop:
         assert not stop.asked(1)
         send('SIGUSR1')
         assert stop.asked(2)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from moddepth_jax.hparams import from_config
-from moddepth_jax.training import loop, steps
+from moddepth_jax.training import loop, trainer
 from moddepth_jax.training.metrics import read_metrics
 
 TIMES = {'tokens_per_second', 'flops_per_second', 'data_wait_fraction'}
@@ -24,7 +24,7 @@ def staged(tiny_config):
     writer = types.SimpleNamespace(write=lambda step, row: rows.append(row))
     progress = types.SimpleNamespace(note=lambda line: None)
     state = types.SimpleNamespace(variables={})
-    return steps.Steps(state, {}, hparams, 4, None, None, writer, progress, None, None), rows
+    return trainer.Trainer(state, {}, hparams, 4, None, None, writer, progress, None, None), rows
 
 
 LAYERS = {
@@ -53,7 +53,7 @@ def test_a_row_names_layers_by_their_place_in_the_model(staged):
 def test_an_evaluation_names_layers_as_training_does(staged, monkeypatch):
     """Its row has the same names behind `eval/`; its result stays as it was."""
     result = {'loss': 2.5, 'bits_per_byte': 3.5, **LAYERS}
-    monkeypatch.setattr(steps, 'evaluate_honestly', lambda *_, **__: result)
+    monkeypatch.setattr(trainer, 'evaluate_causal', lambda *_, **__: result)
     assert staged[0].evaluate(2, 1) is result
     expected = {'loss': 2.5, 'bits_per_byte': 3.5, **NAMED}
     assert staged[1] == [{f'eval/{name}': value for name, value in expected.items()}]

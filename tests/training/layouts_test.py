@@ -47,9 +47,9 @@ import jax, jax.numpy as jnp, numpy as np
 from ml_collections import ConfigDict
 from moddepth_jax.data.pipeline import make_dataset
 from moddepth_jax.hparams import from_config
-from moddepth_jax.model import experts
-from moddepth_jax.training.sharding import (
-    check_mesh, make_mesh, put_batch, replicated, state_shardings)
+from moddepth_jax.model.moe import experts
+from moddepth_jax.training.mesh import (
+    check_mesh, make_mesh, shard_batch, replicated, state_shardings)
 from moddepth_jax.training.train_step import init_state, train_step
 
 config, layouts, num_steps = json.loads(sys.argv[1])
@@ -81,9 +81,9 @@ for layout in ['data=1', *layouts]:
     step = jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, replicated(mesh)))
     losses = []
     with jax.set_mesh(mesh):
-        compiled = step.lower(state, put_batch(mesh, batches[0])).compile()
+        compiled = step.lower(state, shard_batch(mesh, batches[0])).compile()
         for batch in batches:
-            state, metrics = compiled(state, put_batch(mesh, batch))
+            state, metrics = compiled(state, shard_batch(mesh, batch))
             jax.block_until_ready(state)
             losses.append(float(metrics['loss']))
     placed = jax.tree.leaves(jax.tree.map(lambda leaf, to: leaf.sharding == to, state, shardings))
@@ -156,7 +156,7 @@ from ml_collections import ConfigDict
 from moddepth_jax.data.pipeline import make_dataset
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model.transformer import Transformer
-from moddepth_jax.training.sharding import make_mesh, put_batch, state_shardings
+from moddepth_jax.training.mesh import make_mesh, shard_batch, state_shardings
 from moddepth_jax.training.train_step import init_state
 
 config, layouts = json.loads(sys.argv[1])
@@ -170,7 +170,7 @@ for layout in ['data=1', *layouts]:
     mesh = make_mesh(layout)
     with jax.set_mesh(mesh):
         record = jax.device_get(apply(
-            jax.device_put(params, state_shardings(mesh, params)), put_batch(mesh, batch)))
+            jax.device_put(params, state_shardings(mesh, params)), shard_batch(mesh, batch)))
     alone = record if alone is None else alone
     C = int(alone.top_c_BT[0, 0].sum())
     assert (record.top_c_BT.sum(axis=2) == C).all()

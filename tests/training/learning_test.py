@@ -8,7 +8,7 @@ import pytest
 
 from moddepth_jax.data import synthetic
 from moddepth_jax.hparams import from_config
-from moddepth_jax.training import loop, steps
+from moddepth_jax.training import loop, trainer
 from moddepth_jax.training.evaluate import evaluate
 
 DISTANCE = 0.03  # of the floor; an ideal reader of windows of 128 is itself 1.3% above it
@@ -42,7 +42,9 @@ def run(tiny_config, tmp_path_factory):
         }
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(steps, 'landmarks', lambda corpus: {})  # seconds of compression, unread
+        patch.setattr(
+            trainer, 'measure_baselines', lambda corpus: {}
+        )  # seconds of compression, unread
         return loop.train(from_config(config), tmp_path_factory.mktemp('learning') / 'run')
 
 

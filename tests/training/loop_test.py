@@ -12,9 +12,9 @@ import pytest
 from moddepth_jax.data.pipeline import Dataset, make_dataset
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model.flops import train_step_flops
-from moddepth_jax.training import loop, steps
+from moddepth_jax.training import loop, trainer
 from moddepth_jax.training.checkpoint import state_sha256
-from moddepth_jax.training.evaluate import evaluate_honestly
+from moddepth_jax.training.evaluate import evaluate_causal
 from moddepth_jax.training.metrics import read_metrics
 
 NUM_STEPS = 7
@@ -111,7 +111,7 @@ def test_summary_has_every_promised_field(finished, hparams):
     assert 0 < summary['seconds'] < 600
     dataset = make_dataset(hparams.data, hparams.seed)
     mesh = finished.state.step.sharding.mesh
-    expected = evaluate_honestly(finished.state.variables, hparams, dataset, mesh, 2)
+    expected = evaluate_causal(finished.state.variables, hparams, dataset, mesh, 2)
     assert summary['eval'] == {k: v for k, v in expected.items() if k != 'routing'}
     assert summary['eval']['loss'] < 5.5 and summary['train_loss'] < 5.5
 
@@ -142,7 +142,7 @@ def test_a_finished_run_does_not_train_again(finished, copied, hparams, monkeypa
     def refuse(*_):
         pytest.fail('a step of a finished run')
 
-    monkeypatch.setattr(steps, 'train_step', refuse)
+    monkeypatch.setattr(trainer, 'train_step', refuse)
     monkeypatch.setattr(Dataset, 'train_batch', refuse)
     assert loop.train(hparams, copied).signal is None
     for name in ('summary.json', 'metrics.jsonl'):
@@ -232,7 +232,7 @@ def test_steps_that_are_not_finite_end_the_run_after_so_many(
     """max_nan_steps of them in a row end it in one line; the checkpoint before them is kept."""
     training = dataclasses.replace(hparams.training, max_nan_steps=2)
     hparams = dataclasses.replace(hparams, training=training)
-    monkeypatch.setattr(steps, 'train_step', skipping([1, 3, 4, 5]))
+    monkeypatch.setattr(trainer, 'train_step', skipping([1, 3, 4, 5]))
     with pytest.raises(ValueError) as caught:
         loop.train(hparams, tmp_path / 'run')
     one_line(caught, 'training.max_nan_steps=2', 'optimizer.learning_rate')
@@ -248,6 +248,6 @@ def test_a_few_skipped_steps_do_not_end_the_run(hparams, tmp_path, monkeypatch):
     """Below the limit the run finishes and the summary says how many were skipped."""
     training = dataclasses.replace(hparams.training, max_nan_steps=2)
     hparams = dataclasses.replace(hparams, training=training)
-    monkeypatch.setattr(steps, 'train_step', skipping([0, 2, 4]))
+    monkeypatch.setattr(trainer, 'train_step', skipping([0, 2, 4]))
     run = loop.train(hparams, tmp_path / 'run')
     assert (run.summary['final_step'], run.summary['skipped_steps']) == (NUM_STEPS, 3)

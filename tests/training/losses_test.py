@@ -6,19 +6,19 @@ import numpy as np
 import pytest
 
 from moddepth_jax.hparams import from_config
-from moddepth_jax.model.routing import RoutingRecord, membership, select_top_c
+from moddepth_jax.model.routing import RoutingRecord, indices_to_mask, select_top_c
 from moddepth_jax.training import losses
 
 
-def record(entered_LBT, top_c_LBT, rule_logits_LBT, scores_LBT=None, refused_LBT=0, gates_LBT=0):
+def record(selected_LBT, top_c_LBT, rule_logits_LBT, scores_LBT=None, refused_LBT=0, gates_LBT=0):
     shape = np.shape(top_c_LBT)
     scores_LBT = np.zeros(shape) if scores_LBT is None else scores_LBT
     return RoutingRecord(
         scores_BT=jnp.asarray(scores_LBT, jnp.float32),
         rule_logits_BT=jnp.asarray(rule_logits_LBT, jnp.float32),
         top_c_BT=jnp.asarray(top_c_LBT, bool),
-        entered_BT=jnp.asarray(entered_LBT, bool),
-        refused_BT=jnp.broadcast_to(jnp.asarray(refused_LBT, bool), shape),
+        selected_BT=jnp.asarray(selected_LBT, bool),
+        dropped_BT=jnp.broadcast_to(jnp.asarray(refused_LBT, bool), shape),
         gates_BT=jnp.broadcast_to(jnp.asarray(gates_LBT, jnp.float32), shape),
     )
 
@@ -51,7 +51,7 @@ def test_targets_of_a_row_are_its_own():
     Targets written without the batch offset would put the positives of all rows into row 0.
     """
     scores_BT = jnp.array([[9.0, 0, 0, 0, 8, 0], [0, 7, 0, 6, 0, 0], [0, 0, 5, 0, 0, 4]])
-    top_c_BT = membership(select_top_c(scores_BT, 2), 6)
+    top_c_BT = indices_to_mask(select_top_c(scores_BT, 2), 6)
     np.testing.assert_array_equal(top_c_BT, scores_BT > 0)
     real_BT = jnp.ones((3, 6), bool)
     foretold_BT = jnp.where(scores_BT > 0, 20.0, -20.0)

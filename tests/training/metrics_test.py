@@ -13,7 +13,7 @@ import pytest
 from tensorboardX.proto import event_pb2
 
 from moddepth_jax.training import metrics
-from moddepth_jax.training.events import Events
+from moddepth_jax.training.metrics import TensorBoardWriter
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -80,7 +80,7 @@ def test_rows_hold_what_was_given(tmp_path):
 @pytest.mark.parametrize('value', [math.nan, math.inf, -math.inf, np.float32('nan')])
 def test_numbers_that_are_not_finite_are_null(tmp_path, value):
     """The file stays JSON for every reader: strict parsing finds null, not NaN."""
-    with metrics.MetricsWriter(tmp_path, 0, [Events(tmp_path, 0)]) as writer:
+    with metrics.MetricsWriter(tmp_path, 0, [TensorBoardWriter(tmp_path, 0)]) as writer:
         writer.write(1, {'loss': value, 'grad_norm': 3.0})
 
     def refuse(name):
@@ -155,11 +155,11 @@ def test_no_rows_file_is_an_error(tmp_path):
 
 def test_events_mirror_the_numbers_and_purge_on_resume(tmp_path):
     """TensorBoard gets the scalars, and is told to forget the steps that a resume repeats."""
-    with metrics.MetricsWriter(tmp_path, 0, [Events(tmp_path, 0)]) as writer:
+    with metrics.MetricsWriter(tmp_path, 0, [TensorBoardWriter(tmp_path, 0)]) as writer:
         writer.write(1, {'loss': 1.0, 'device': 'cpu', 'list': [1.0]})
         writer.write(2, {'loss': 2.0})
     assert read_events(tmp_path) == [(0, 1, 'loss', 1.0), (0, 2, 'loss', 2.0)]
-    with metrics.MetricsWriter(tmp_path, 1, [Events(tmp_path, 1)]) as writer:
+    with metrics.MetricsWriter(tmp_path, 1, [TensorBoardWriter(tmp_path, 1)]) as writer:
         writer.write(2, {'loss': 2.5})
     start = event_pb2.SessionLog.START
     assert sorted(read_events(tmp_path), key=str)[-1] == (start, 2, None, None)
@@ -172,7 +172,7 @@ def test_a_list_named_histogram_is_one_for_tensorboard(tmp_path):
     One that holds a NaN, of a block without tokens, is a row with null and no event.
     """
     shares = [0.25, 0.0, 0.5, 0.25]
-    with metrics.MetricsWriter(tmp_path, 0, [Events(tmp_path, 0)]) as writer:
+    with metrics.MetricsWriter(tmp_path, 0, [TensorBoardWriter(tmp_path, 0)]) as writer:
         writer.write(1, {'routing/sigmoid_histogram': shares, 'other': shares})
         writer.write(2, {'routing/sigmoid_histogram': [math.nan] * 4})
     (file,) = (tmp_path / 'tensorboard').iterdir()

@@ -11,7 +11,7 @@ from moddepth_jax.data.pipeline import make_dataset
 from moddepth_jax.data.tokenizers.tokenizer import ByteTokenizer
 from moddepth_jax.hparams import from_config
 from moddepth_jax.training import loop, summary
-from moddepth_jax.training.evaluate import evaluate_honestly
+from moddepth_jax.training.evaluate import evaluate_causal
 from moddepth_jax.training.metrics import read_metrics
 from moddepth_jax.training.plan import describe
 from tests.data.prepared_text import prepare, write_texts
@@ -52,7 +52,7 @@ def hparams(tiny_config, folder):
 def flops_not_counted():
     """Of no interest here, and a third of the time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(summary, 'flops_of_a_step', lambda *_: {})
+        patch.setattr(summary, 'step_flops_report', lambda *_: {})
         yield
 
 
@@ -81,7 +81,7 @@ def test_each_domain_is_told_apart_and_weighted_by_its_share(finished, hparams, 
         alone, mesh = make_dataset(data, 0), finished.state.step.sharding.mesh
         given = (finished.state.variables, hparams, alone, mesh, batches[name])
         with jax.set_mesh(mesh):
-            expected = evaluate_honestly(*given)
+            expected = evaluate_causal(*given)
         for number in ('loss', 'bits_per_byte', 'targets'):
             assert values[number] == pytest.approx(expected[number], rel=1e-6)
         rows = {'web': 15, 'code': 5}[name]

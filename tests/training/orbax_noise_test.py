@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from moddepth_jax.training.orbax_noise import silence
+from moddepth_jax.training.checkpoint import silence_orbax
 
 
 @pytest.fixture
@@ -14,8 +14,8 @@ def told(monkeypatch):
     """What reaches the hook that was there before `silence`, called twice."""
     told = []
     monkeypatch.setattr(sys, 'unraisablehook', told.append)
-    silence()
-    silence()
+    silence_orbax()
+    silence_orbax()
     return told
 
 

@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from moddepth_jax.hparams import from_config
-from moddepth_jax.training.parameter_table import parameter_lines, parts
+from moddepth_jax.training.summary import parameter_lines, parameter_parts
 from moddepth_jax.training.train_step import init_state
 
 
@@ -20,13 +20,13 @@ def params(tiny_config):
 
 
 def test_each_parameter_is_counted_once(params):
-    assert sum(part.parameters for part in parts(params)) == sum(
+    assert sum(part.parameters for part in parameter_parts(params)) == sum(
         leaf.size for leaf in jax.tree.leaves(params)
     )
 
 
 def test_parts_name_their_layers_and_arrays(params):
-    found = {part.name: part for part in parts(params)}
+    found = {part.name: part for part in parameter_parts(params)}
     layers = {name: part.layers for name, part in found.items()}
     assert layers == {
         'embedding': 0, 'head': 0, 'attention': 6, 'mlp': 6, 'norms': 6, 'router': 3,

@@ -55,11 +55,11 @@ def test_a_run_is_planned_with_the_tokenizer_that_it_keeps(tiny_config, tmp_path
         (tmp_path / f'{seed}.txt').write_bytes(tokenizer_files.plain_text(seed, 400))
     changes = {'model.vocab_size': 320, 'data.tokenizer': '/nowhere/x.json'}
     hparams = from_config(tiny_config(**changes, **{'data.source': str(tmp_path / '*.txt')}))
-    _, dataset, _ = plan.prepare(hparams, 'data=1', tmp_path)
+    _, dataset, _ = plan.prepare_run(hparams, 'data=1', tmp_path)
     assert dataset.tokenizer.sha256 == kept.sha256
     assert dataset.train_batch(0)['tokens_BT'].max() > 256
     with pytest.raises(ValueError) as caught:
-        plan.prepare(hparams, 'data=1')
+        plan.prepare_run(hparams, 'data=1')
     one_line(caught, "data.tokenizer='/nowhere/x.json'", 'no such tokenizer')
 
 

@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from moddepth_jax.training import agreement, processes
+from moddepth_jax.training import multihost
 from tests.two_processes import finish_two, on_two_processes, start_two
 
 OURS = {'JAX_COORDINATOR_ADDRESS': 'host7:1234', 'JAX_NUM_PROCESSES': '4', 'JAX_PROCESS_ID': '3'}
@@ -21,14 +21,14 @@ def joined_with(monkeypatch):
     """joined_with(variables): what JAX would have been told by `join` under these, or None."""
     calls = []
     monkeypatch.setattr(jax.distributed, 'initialize', lambda **given: calls.append(given))
-    monkeypatch.setattr(processes, '_keep_stdout', lambda: None)
+    monkeypatch.setattr(multihost, '_keep_stdout', lambda: None)
     for name in (*OURS, *SLURM, 'JAX_LOCAL_DEVICE_IDS'):
         monkeypatch.delenv(name, raising=False)
 
     def join(variables):
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
-        processes.join()
+        multihost.initialize()
         return calls[-1] if calls else None
 
     return join
@@ -99,10 +99,10 @@ def test_a_malformed_variable_of_slurm_is_told(joined_with):
 
 def test_alone_everything_is_a_plain_call():
     """One process is the first, waits for nobody, and has its own results and errors."""
-    assert processes.is_first() and not processes.joined()
-    processes.barrier('x')
+    assert multihost.is_leader() and not multihost.is_initialized()
+    multihost.barrier('x')
     made = object()
-    for call in (agreement.from_first, agreement.on_first, agreement.together):
+    for call in (multihost.broadcast_from_leader, multihost.run_on_leader, multihost.run_on_all):
         assert call(lambda: made) in (made, [made])
         with pytest.raises(KeyError):
             call(lambda: {}['missing'])
@@ -114,12 +114,12 @@ def test_a_loss_is_told_from_other_errors():
     lost = jax.errors.JaxRuntimeError(reset)
     around = ValueError('not saved')
     around.__cause__ = lost
-    assert 'Connection reset by peer' in processes._loss(lost)
-    assert 'Connection reset by peer' in processes._loss(around)
+    assert 'Connection reset by peer' in multihost._loss(lost)
+    assert 'Connection reset by peer' in multihost._loss(around)
     full = jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes')
     for other in (full, ValueError('connection reset'), RuntimeError('gloo')):
-        assert processes._loss(other) is None
-        with pytest.raises(type(other)), processes.ended_by_loss():
+        assert multihost._loss(other) is None
+        with pytest.raises(type(other)), multihost.exit_on_lost_process():
             raise other
 
 
@@ -130,7 +130,7 @@ def outcome(call):
     try:
         return call()
     except Exception as error:
-        silent = isinstance(error, agreement.ToldByAnother)
+        silent = isinstance(error, multihost.RemoteError)
         return [type(error).__name__, silent, error.everywhere, str(error)]
 def fail(process, error):
     if me == process:
@@ -139,14 +139,14 @@ def fail(process, error):
 def boom(error):
     raise error
 print(json.dumps({
-    'first': processes.is_first(),
-    'long': agreement.from_first(lambda: [me, 'x' * 5000]) == [0, 'x' * 5000],
-    'raised': outcome(lambda: agreement.from_first(lambda: boom(KeyError('a\\nb')))),
-    'made': outcome(lambda: agreement.on_first(lambda: {1, me})) is not None,
-    'well': agreement.together(lambda: me),
-    'failed': outcome(lambda: agreement.together(lambda: fail(1, OSError('no disk')))),
-    'alike': outcome(lambda: agreement.check_alike({'a': (1, 2), 'b': 3})),
-    'unlike': outcome(lambda: agreement.check_alike({'a': 1, 'b': {'c': me}})),
+    'first': multihost.is_leader(),
+    'long': multihost.broadcast_from_leader(lambda: [me, 'x' * 5000]) == [0, 'x' * 5000],
+    'raised': outcome(lambda: multihost.broadcast_from_leader(lambda: boom(KeyError('a\\nb')))),
+    'made': outcome(lambda: multihost.run_on_leader(lambda: {1, me})) is not None,
+    'well': multihost.run_on_all(lambda: me),
+    'failed': outcome(lambda: multihost.run_on_all(lambda: fail(1, OSError('no disk')))),
+    'alike': outcome(lambda: multihost.check_equal_on_all({'a': (1, 2), 'b': 3})),
+    'unlike': outcome(lambda: multihost.check_equal_on_all({'a': 1, 'b': {'c': me}})),
 }))
 """
 

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from moddepth_jax.hparams import from_config
-from moddepth_jax.training import interruption, loop
+from moddepth_jax.training import loop, preemption
 from moddepth_jax.training.profile import Profile, parse_steps
 
 pytestmark = pytest.mark.usefixtures('compiled_once')
@@ -56,7 +56,7 @@ def test_the_steps_asked_for_are_traced(hparams, tmp_path, capsys):
 
 def test_a_run_that_stops_keeps_what_was_traced(hparams, tmp_path, monkeypatch):
     """Stopped after step 3, the trace of steps 2 to 5 holds the one step that ran."""
-    monkeypatch.setattr(interruption.Interruption, 'asked', _stop_at(3))
+    monkeypatch.setattr(preemption.PreemptionHandler, 'asked', _stop_at(3))
     assert loop.train(hparams, tmp_path / 'run', profiled=(2, 6)).signal == 'SIGTERM'
     assert traced_steps(tmp_path / 'run') == [2]
 

@@ -14,9 +14,9 @@ import pytest
 from moddepth_jax.hparams import from_config
 from moddepth_jax.training import checkpoint
 from moddepth_jax.training.checkpoint import Checkpoints, state_sha256
+from moddepth_jax.training.run_dir import OLDER_RUNS, WorkdirLock, open_workdir
 from moddepth_jax.training.saved_run import load_run
 from moddepth_jax.training.train_step import init_state
-from moddepth_jax.training.workdir import OLDER_RUNS, WorkdirLock, open_workdir
 
 FAST = {'xla_backend_optimization_level': 0}
 NUM_STEPS = 4

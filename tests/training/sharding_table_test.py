@@ -5,13 +5,13 @@ import pytest
 from jax.sharding import AbstractMesh
 
 from moddepth_jax.hparams import from_config
-from moddepth_jax.model.partition import AXES
-from moddepth_jax.training.sharding import unsharded_share
-from moddepth_jax.training.sharding_table import (
+from moddepth_jax.model.sharding import AXES
+from moddepth_jax.training.mesh import (
     device_bytes,
     mesh_lines,
+    sharding_lines,
     sharding_rows,
-    table_lines,
+    unsharded_fraction,
 )
 from moddepth_jax.training.train_step import init_state
 
@@ -35,7 +35,7 @@ def test_rows_add_up_to_the_model(state):
         assert sum(row.parameters for row in rows) == total
         held = sum(row.device_bytes for row in rows)
         assert held == device_bytes(mesh_of(**sizes), state.params)
-        whole = unsharded_share(mesh_of(**sizes), state.params)
+        whole = unsharded_fraction(mesh_of(**sizes), state.params)
         parts = 4 if 'fsdp' in sizes else 1
         assert held == pytest.approx(4 * total * (whole + (1 - whole) / parts), rel=1e-6)
 
@@ -56,5 +56,5 @@ def test_lines_are_as_wide_as_a_terminal(state):
     assert line.startswith('mesh      data=4: ')
     lines = mesh_lines(mesh_of(data=2, fsdp=2), state)
     assert lines[0].startswith('mesh      data=2 x fsdp=2: ') and max(map(len, lines)) < 100
-    assert lines[1:] == [' ' * 10 + line for line in table_lines(mesh_of(fsdp=2), state.params)]
+    assert lines[1:] == [' ' * 10 + line for line in sharding_lines(mesh_of(fsdp=2), state.params)]
     assert lines[-1].endswith('of the parameters whole on every device')

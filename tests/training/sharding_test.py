@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from moddepth_jax.hparams import from_config
-from moddepth_jax.training import sharding
+from moddepth_jax.training import mesh as sharding
 from moddepth_jax.training.train_step import init_state
 from tests.devices import collectives, on_devices
 
@@ -143,9 +143,9 @@ def test_what_a_mesh_leaves_whole_is_bounded(tiny_config):
 def test_a_process_alone_has_all_rows():
     """It reads and places them all. Several processes: tests/launch/several_processes_test.py."""
     mesh = sharding.make_mesh()
-    assert sharding.own_rows(mesh, 8) == slice(0, 8)
+    assert sharding.local_rows(mesh, 8) == slice(0, 8)
     batch = {'tokens_BT': np.arange(16).reshape(8, 2)}
-    placed = sharding.put_rows(mesh, batch, slice(0, 8), 8)
+    placed = sharding.shard_rows(mesh, batch, slice(0, 8), 8)
     assert (np.asarray(placed['tokens_BT']) == batch['tokens_BT']).all()
 
 
@@ -156,7 +156,7 @@ from ml_collections import ConfigDict
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model.transformer import Transformer
 from moddepth_jax.training.checkpoint import Checkpoints, state_sha256
-from moddepth_jax.training.sharding import make_mesh, put_batch, replicated, state_shardings
+from moddepth_jax.training.mesh import make_mesh, shard_batch, replicated, state_shardings
 from moddepth_jax.training.train_step import init_state, train_step
 
 config, specs, num_steps = json.loads(sys.argv[1])
@@ -186,9 +186,9 @@ for spec in specs:
     step = jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, replicated(mesh)))
     losses = []
     with jax.set_mesh(mesh):
-        compiled = step.lower(state, put_batch(mesh, batches[0])).compile()
+        compiled = step.lower(state, shard_batch(mesh, batches[0])).compile()
         for batch in batches:
-            batch = put_batch(mesh, batch)
+            batch = shard_batch(mesh, batch)
             state, metrics = compiled(state, batch)
             jax.block_until_ready(state)
             losses.append(float(metrics['loss']))

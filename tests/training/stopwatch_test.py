@@ -2,7 +2,7 @@
 
 import pytest
 
-from moddepth_jax.training import stopwatch
+from moddepth_jax.training import progress
 
 
 class Clock:
@@ -18,7 +18,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(stopwatch, 'time', clock)
+    monkeypatch.setattr(progress, 'time', clock)
     return clock
 
 
@@ -32,7 +32,7 @@ def run_steps(watch, clock, steps, waited, computed):
 
 def test_rates_of_a_window(clock):
     """Tokens, FLOPs and the share of waiting follow from the steps and seconds since last asked."""
-    watch = stopwatch.Stopwatch()
+    watch = progress.Stopwatch()
     run_steps(watch, clock, 4, 0.5, 1.5)
     expected = {'tokens_per_second': 50.0, 'flops_per_second': 500.0, 'data_wait_fraction': 0.25}
     assert watch.rates(100, 1000) == pytest.approx(expected)
@@ -44,7 +44,7 @@ def test_rates_of_a_window(clock):
 
 def test_pauses_count_nowhere(clock):
     """An evaluation of an hour changes neither rates nor total, whenever it comes."""
-    watch = stopwatch.Stopwatch()
+    watch = progress.Stopwatch()
     for _ in range(2):
         run_steps(watch, clock, 1, 1.0, 1.0)
         with watch.pause():
@@ -61,5 +61,5 @@ def test_pauses_count_nowhere(clock):
 
 def test_rates_without_time_are_finite(clock):
     """Asked twice at one moment it divides by nothing."""
-    watch = stopwatch.Stopwatch()
+    watch = progress.Stopwatch()
     assert watch.rates(100, 100) == dict.fromkeys(watch.rates(100, 100), 0.0)

@@ -22,7 +22,7 @@ def test_counted_flops_are_those_of_the_trace(tiny_config, router, length):
     estimate, which has elementwise work too, is of the same size.
     """
     config = tiny_config(**{'model.routing.router': router, 'data.sequence_length': length})
-    flops = summary.flops_of_a_step(from_config(config), 4)
+    flops = summary.step_flops_report(from_config(config), 4)
     counted = flops['flops_per_step']
     assert flops['flops_per_step_dot_general'] == pytest.approx(counted, rel=0.01)
     assert 1.1 < flops['flops_per_step_executed'] / counted < 2
@@ -37,7 +37,7 @@ def test_places_of_experts_that_nobody_takes_are_not_counted(tiny_config):
     """
     changes = {'model.experts.choice': 'token', 'model.experts.num_noop': 8}
     found = [
-        summary.flops_of_a_step(from_config(tiny_config(**changes, **more)), 4)
+        summary.step_flops_report(from_config(tiny_config(**changes, **more)), 4)
         for more in ({}, {'training.accumulate_steps': 2})
     ]
     for flops in found:
@@ -68,7 +68,7 @@ def test_routed_layers_and_layers_with_experts_are_told_apart(tiny_config, monke
     )
     metadata = {'train_loss': 1.0, 'seconds': 2.0, 'versions': {}}
     evaluation = {'loss': 1.5, 'routing': {'recall': [0.5]}, 'experts': {'unused': [0.0, 3.0]}}
-    found = summary.summarise(hparams, state, evaluation, dataset, metadata)
+    found = summary.summarize(hparams, state, evaluation, dataset, metadata)
     assert found['eval'] == {'loss': 1.5}
     assert found['routing'] == {'layer_01': {'recall': 0.5}}
     assert found['experts'] == {'layer_00': {'unused': 0.0}, 'layer_01': {'unused': 3.0}}

@@ -104,7 +104,7 @@ def test_after_some_steps_about_the_capacity_enters(state):
     thresholds_R11 = np.asarray(state.averages['thresholds_R'])[:, None, None]
     real_BT = batch['segment_ids_BT'] > 0
     wanted_RBT = (records.scores_BT > thresholds_R11) & real_BT
-    np.testing.assert_array_equal(records.entered_BT | records.refused_BT, wanted_RBT)
+    np.testing.assert_array_equal(records.selected_BT | records.dropped_BT, wanted_RBT)
     shares_R = wanted_RBT.sum(axis=(1, 2)) / real_BT.sum()
     assert ((0.12 < shares_R) & (shares_R < 0.4)).all(), shares_R
     np.testing.assert_array_equal(metrics['routing']['refused_fraction'], [0, 0])
@@ -183,13 +183,13 @@ def test_training_by_threshold_is_capped_and_first_come(by_threshold):
     records = records_of(by_threshold, batch, 'threshold')
     wanted_RBT = records.scores_BT > np.float32([0.0, -1.0])[:, None, None]
     wanted_RBT &= batch['segment_ids_BT'] > 0
-    entered_RBT = wanted_RBT & (wanted_RBT.cumsum(axis=2) <= 10)
+    selected_RBT = wanted_RBT & (wanted_RBT.cumsum(axis=2) <= 10)
     real = (batch['segment_ids_BT'] > 0).sum()
-    entered_R, refused_R = entered_RBT.sum((1, 2)), (wanted_RBT & ~entered_RBT).sum((1, 2))
+    entered_R, refused_R = selected_RBT.sum((1, 2)), (wanted_RBT & ~selected_RBT).sum((1, 2))
     routing = metrics['routing']
     np.testing.assert_allclose(routing['selected_fraction'], entered_R / real, rtol=1e-6)
     np.testing.assert_allclose(routing['refused_fraction'], refused_R / real, rtol=1e-6)
-    assert refused_R.all() and entered_RBT.sum(2).max() == 10
+    assert refused_R.all() and selected_RBT.sum(2).max() == 10
     moved_R = 0.1 * np.float64([0.0, -1.0]) + 0.9 * lowest_scores(records, batch)
     np.testing.assert_allclose(after.averages['thresholds_R'], moved_R, rtol=1e-4)
     assert metrics['rule_loss'] == 0

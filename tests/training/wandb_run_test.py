@@ -5,8 +5,13 @@ import types
 
 import pytest
 
-from moddepth_jax.training.metrics import MetricsWriter, read_metrics
-from moddepth_jax.training.wandb_run import ID_FILE, WandbRun, check_wandb
+from moddepth_jax.training.metrics import (
+    ID_FILE,
+    MetricsWriter,
+    WandbWriter,
+    check_wandb,
+    read_metrics,
+)
 
 
 class FakeRun:
@@ -46,7 +51,7 @@ def fake(monkeypatch):
 
 def test_rows_are_those_of_the_metrics(fake, tmp_path):
     """Numbers with their step; lists and what is not finite stay away."""
-    run = WandbRun(tmp_path, 'project', {'seed': 1})
+    run = WandbWriter(tmp_path, 'project', {'seed': 1})
     with MetricsWriter(tmp_path, 0, [run]) as writer:
         writer.write(1, {'loss': 2.5, 'load': [1.0, 0.0], 'bad': float('nan')})
         writer.write(1, {'eval/loss': 3.0})
@@ -59,16 +64,16 @@ def test_rows_are_those_of_the_metrics(fake, tmp_path):
 
 def test_a_resumed_run_goes_on_with_the_same_id(fake, tmp_path):
     for _ in range(2):
-        WandbRun(tmp_path, 'project', {}).close()
+        WandbWriter(tmp_path, 'project', {}).close()
     first, second = (given['id'] for given in fake.inits)
     assert first == second == (tmp_path / ID_FILE).read_text().strip() != ''
     assert {given['resume'] for given in fake.inits} == {'allow'}
-    WandbRun(tmp_path.parent, 'project', {}).close()
+    WandbWriter(tmp_path.parent, 'project', {}).close()
     assert fake.inits[-1]['id'] != first
 
 
 def test_a_failure_is_told_once_and_the_metrics_go_on(fake, tmp_path, capsys):
-    run = WandbRun(tmp_path, 'project', {})
+    run = WandbWriter(tmp_path, 'project', {})
     fake.run.fails = True
     with MetricsWriter(tmp_path, 0, [run]) as writer:
         for step in (1, 2):
@@ -80,7 +85,7 @@ def test_a_failure_is_told_once_and_the_metrics_go_on(fake, tmp_path, capsys):
 def test_who_cannot_log_in_is_told_what_to_do(fake, tmp_path):
     fake.error = RuntimeError('no API key\nconfigured')
     with pytest.raises(ValueError) as caught:
-        WandbRun(tmp_path, 'mine', {})
+        WandbWriter(tmp_path, 'mine', {})
     message = str(caught.value)
     assert message.startswith('--wandb=mine: no API key configured; ') and '\n' not in message
     assert 'WANDB_MODE=offline' in message

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from moddepth_jax.training.window_log import WindowLog, read_windows
+from moddepth_jax.training.metrics import WindowLog, read_windows
 
 
 def log(workdir, first_step, process, steps):

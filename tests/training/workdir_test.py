@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from moddepth_jax.hparams import from_config
-from moddepth_jax.training import workdir
+from moddepth_jax.training import run_dir
 from moddepth_jax.training.saved_run import read_hparams
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -36,15 +36,15 @@ def run_python(code, *arguments):
 def test_config_is_written_once_and_read_back(tmp_path):
     """A new directory gets the config under a schema version; the same config opens it again."""
     path = tmp_path / 'runs' / 'a'
-    workdir.open_workdir(path, CONFIG)
+    run_dir.open_workdir(path, CONFIG)
     text = (path / 'config.json').read_text()
     expected = CONFIG | {'model': CONFIG['model'] | {'windows': [0, 16]}}
     assert json.loads(text) == {'schema_version': 1, 'config': expected}
     assert text == json.dumps(json.loads(text), indent=2, sort_keys=True) + '\n'
-    assert workdir.read_config(path) == (expected, [])
+    assert run_dir.read_config(path) == (expected, [])
     (path / 'metrics.jsonl').write_text('{}\n')
     before = contents(path)
-    assert workdir.open_workdir(path, CONFIG) == []
+    assert run_dir.open_workdir(path, CONFIG) == []
     assert contents(path) == before and sorted(before) == ['config.json', 'metrics.jsonl']
 
 
@@ -59,10 +59,10 @@ def test_config_is_written_once_and_read_back(tmp_path):
 )
 def test_another_config_is_refused_by_field(tmp_path, config, field, values):
     """The first differing field is named with both values in one line, and nothing is written."""
-    workdir.open_workdir(tmp_path, CONFIG)
+    run_dir.open_workdir(tmp_path, CONFIG)
     before = contents(tmp_path)
     with pytest.raises(ValueError) as caught:
-        workdir.open_workdir(tmp_path, config, volatile=('seed',))
+        run_dir.open_workdir(tmp_path, config, volatile=('seed',))
     message = str(caught.value)
     assert f'{field} is {values[0]} in its config.json and {values[1]} in this run' in message
     assert 'use another --workdir' in message and '\n' not in message
@@ -72,12 +72,12 @@ def test_another_config_is_refused_by_field(tmp_path, config, field, values):
 @pytest.mark.parametrize('volatile', ['training.log_every', 'training'])
 def test_volatile_fields_may_differ(tmp_path, volatile):
     """A field named volatile, alone or by its group, may change, and is stored as it is now."""
-    workdir.open_workdir(tmp_path, CONFIG)
-    workdir.open_workdir(tmp_path, changed('training', 'log_every', 1), volatile=(volatile,))
-    workdir.update_config(tmp_path, changed('training', 'log_every', 1))
-    assert workdir.read_config(tmp_path)[0]['training']['log_every'] == 1
+    run_dir.open_workdir(tmp_path, CONFIG)
+    run_dir.open_workdir(tmp_path, changed('training', 'log_every', 1), volatile=(volatile,))
+    run_dir.update_config(tmp_path, changed('training', 'log_every', 1))
+    assert run_dir.read_config(tmp_path)[0]['training']['log_every'] == 1
     with pytest.raises(ValueError, match=r'training\.log_every'):
-        workdir.open_workdir(tmp_path, changed('training', 'log_every', 2), volatile=('train',))
+        run_dir.open_workdir(tmp_path, changed('training', 'log_every', 2), volatile=('train',))
 
 
 def test_a_place_of_something_else_is_refused_untouched(tmp_path):
@@ -86,19 +86,19 @@ def test_a_place_of_something_else_is_refused_untouched(tmp_path):
     file.write_text('mine')
     for path, found in ((tmp_path, "holds 'notes.txt' but no config.json"), (file, 'is a file')):
         with pytest.raises(ValueError, match=found) as caught:
-            workdir.open_workdir(path, CONFIG)
+            run_dir.open_workdir(path, CONFIG)
         assert f'--workdir={path}' in str(caught.value)
     assert os.listdir(tmp_path) == ['notes.txt'] and file.read_text() == 'mine'
     with pytest.raises(ValueError, match='must be a directory that can be written'):
-        workdir.open_workdir(file / 'below', CONFIG)
+        run_dir.open_workdir(file / 'below', CONFIG)
 
 
 def test_a_run_killed_before_its_config_was_whole_leaves_a_usable_directory(tmp_path):
     """What a kill can leave beside no config.json does not count as something else."""
     (tmp_path / 'lock').touch()
     (tmp_path / 'config.json.host-7.tmp').write_text('{"sche')
-    workdir.open_workdir(tmp_path, CONFIG)
-    assert workdir.read_config(tmp_path)[0]['seed'] == 0
+    run_dir.open_workdir(tmp_path, CONFIG)
+    assert run_dir.read_config(tmp_path)[0]['seed'] == 0
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_missing_or_corrupt_config_is_one_line(tmp_path, text, found):
     if text is not None:
         (tmp_path / 'config.json').write_text(text)
     with pytest.raises(ValueError, match=found) as caught:
-        workdir.read_config(tmp_path)
+        run_dir.read_config(tmp_path)
     assert str(tmp_path) in str(caught.value) and '\n' not in str(caught.value)
 
 
@@ -126,7 +126,7 @@ def test_missing_or_corrupt_config_is_one_line(tmp_path, text, found):
 def test_a_config_that_lacks_groups_is_told_of_by_its_reader(tmp_path, config):
     """No knob is filled in where its group is missing or none; the line names what is."""
     (tmp_path / 'config.json').write_text(json.dumps({'schema_version': 1, 'config': config}))
-    stored, _ = workdir.read_config(tmp_path)
+    stored, _ = run_dir.read_config(tmp_path)
     assert stored.keys() == config.keys()
     with pytest.raises(ValueError, match='config.json: [a-z_.]+') as caught:
         read_hparams(tmp_path)
@@ -186,7 +186,7 @@ def knob_names(config, prefix=''):
 def test_every_knob_since_the_first_version_has_a_value_for_older_runs(tiny_config):
     """A knob that is added and forgotten in OLDER_RUNS would leave every older run unreadable."""
     names = set(knob_names(dataclasses.asdict(from_config(tiny_config()))))
-    first, later = first_knobs(), set(workdir.OLDER_RUNS)
+    first, later = first_knobs(), set(run_dir.OLDER_RUNS)
     assert len(first) == 61 and not first & later
     assert names == first | later
 
@@ -201,16 +201,16 @@ def as_written_before(path, config, names):
     (path / 'config.json').write_text(json.dumps(stored))
 
 
-@pytest.mark.parametrize('lacking', [workdir.OLDER_RUNS, ['report.top_p']], ids=len)
+@pytest.mark.parametrize('lacking', [run_dir.OLDER_RUNS, ['report.top_p']], ids=len)
 def test_an_older_run_is_read_with_the_values_it_ran_by(tmp_path, tiny_config, lacking):
     """Each knob that came after it has its old behaviour, and one line names them and no other."""
     config = dataclasses.asdict(from_config(tiny_config(**OLD)))
     as_written_before(tmp_path, config, lacking)
     before = contents(tmp_path)
-    stored, (note,) = workdir.read_config(tmp_path)
+    stored, (note,) = run_dir.read_config(tmp_path)
     assert dataclasses.asdict(from_config(stored)) == config
     assert str(tmp_path) in note and '\n' not in note
-    for name, value in workdir.OLDER_RUNS.items():
+    for name, value in run_dir.OLDER_RUNS.items():
         assert (f'{name}={value!r}' in note) == (name in lacking)
     assert contents(tmp_path) == before
 
@@ -218,30 +218,30 @@ def test_an_older_run_is_read_with_the_values_it_ran_by(tmp_path, tiny_config, l
 def test_an_older_run_goes_on_in_its_directory(tmp_path, tiny_config):
     """It is accepted and told of once; another value of a knob that it lacked is refused."""
     config = dataclasses.asdict(from_config(tiny_config(**OLD)))
-    as_written_before(tmp_path, config, workdir.OLDER_RUNS)
+    as_written_before(tmp_path, config, run_dir.OLDER_RUNS)
     other = dataclasses.asdict(
         from_config(tiny_config(**OLD, **{'model.routing.select_per': 'segment'}))
     )
     with pytest.raises(ValueError, match="select_per is 'row' in its config.json and 'segment'"):
-        workdir.open_workdir(tmp_path, other)
-    (note,) = workdir.open_workdir(tmp_path, config)
+        run_dir.open_workdir(tmp_path, other)
+    (note,) = run_dir.open_workdir(tmp_path, config)
     assert "model.routing.select_per='row'" in note
-    workdir.update_config(tmp_path, config)
-    assert workdir.open_workdir(tmp_path, config) == []
+    run_dir.update_config(tmp_path, config)
+    assert run_dir.open_workdir(tmp_path, config) == []
     assert json.loads((tmp_path / 'config.json').read_text())['config']['report']['top_p'] == 1.0
 
 
 def test_a_run_of_the_first_version_goes_on_as_it_began(tmp_path, tiny_config):
     """Its config lacks whole groups; what is filled in is the dense stream without experts."""
     config = dataclasses.asdict(from_config(tiny_config(**OLD)))
-    later = [name for name in workdir.OLDER_RUNS if name.split('.')[1] not in ('depth', 'experts')]
+    later = [name for name in run_dir.OLDER_RUNS if name.split('.')[1] not in ('depth', 'experts')]
     as_written_before(tmp_path, config, [*later, 'model.depth', 'model.experts'])
-    stored, (note,) = workdir.read_config(tmp_path)
+    stored, (note,) = run_dir.read_config(tmp_path)
     assert dataclasses.asdict(from_config(stored)) == config
-    assert all(f'{name}={value!r}' in note for name, value in workdir.OLDER_RUNS.items())
-    (told,) = workdir.open_workdir(tmp_path, config)
+    assert all(f'{name}={value!r}' in note for name, value in run_dir.OLDER_RUNS.items())
+    (told,) = run_dir.open_workdir(tmp_path, config)
     assert told == note
-    workdir.update_config(tmp_path, config)
+    run_dir.update_config(tmp_path, config)
     assert read_hparams(tmp_path) == (from_config(tiny_config(**OLD)), [])
 
 
@@ -258,7 +258,7 @@ def put(config, name, value):
 
 def refusals(path, config):
     """What resuming the run of `config` in `path` is told, and what the other commands are."""
-    for read in (lambda: workdir.open_workdir(path, config), lambda: read_hparams(path)):
+    for read in (lambda: run_dir.open_workdir(path, config), lambda: read_hparams(path)):
         with pytest.raises(ValueError) as caught:
             read()
         assert '\n' not in str(caught.value) and str(path) in str(caught.value)
@@ -333,25 +333,25 @@ def test_a_knob_without_an_old_value_stays_missing(tmp_path, tiny_config):
     config = dataclasses.asdict(from_config(tiny_config()))
     as_written_before(tmp_path, config, ['model.d_model'])
     with pytest.raises(ValueError, match='model.d_model: missing'):
-        from_config(workdir.read_config(tmp_path)[0])
+        from_config(run_dir.read_config(tmp_path)[0])
 
 
 def test_written_atomically_the_old_text_survives_a_failed_write(tmp_path):
     """An error amid the write leaves the file as it was."""
     path = tmp_path / 'file'
-    workdir.write_atomically(path, 'old')
+    run_dir.write_atomically(path, 'old')
     with pytest.raises(UnicodeEncodeError):
-        workdir.write_atomically(path, 'new \ud800')
+        run_dir.write_atomically(path, 'new \ud800')
     assert path.read_text() == 'old'
-    workdir.write_atomically(path, 'new')
+    run_dir.write_atomically(path, 'new')
     assert path.read_text() == 'new'
 
 
 HOLD = """
 import sys
-from moddepth_jax.training import workdir
+from moddepth_jax.training import run_dir
 from moddepth_jax.training.saved_run import read_hparams
-lock = workdir.WorkdirLock(sys.argv[1])
+lock = run_dir.WorkdirLock(sys.argv[1])
 print('held', flush=True)
 sys.stdin.read()
 """
@@ -362,15 +362,15 @@ def test_a_second_run_on_a_directory_is_refused_until_the_first_is_dead(tmp_path
     with run_python(HOLD, tmp_path) as process:
         assert process.stdout.readline() == 'held\n'
         with pytest.raises(ValueError) as caught:
-            workdir.WorkdirLock(tmp_path)
+            run_dir.WorkdirLock(tmp_path)
         message = str(caught.value)
         assert f'--workdir={tmp_path}: in use by process {process.pid} on ' in message
         assert 'use another --workdir' in message and '\n' not in message
         with pytest.raises(ValueError, match='in use by'):
-            workdir.open_workdir(tmp_path, CONFIG)
+            run_dir.open_workdir(tmp_path, CONFIG)
         assert os.listdir(tmp_path) == ['lock']
         process.kill()
-    with workdir.WorkdirLock(tmp_path):
+    with run_dir.WorkdirLock(tmp_path):
         with pytest.raises(ValueError, match=f'process {os.getpid()} '):
-            workdir.WorkdirLock(tmp_path)
-    workdir.WorkdirLock(tmp_path).close()
+            run_dir.WorkdirLock(tmp_path)
+    run_dir.WorkdirLock(tmp_path).close()

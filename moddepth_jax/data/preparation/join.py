@@ -6,8 +6,7 @@ import numpy as np
 
 from moddepth_jax.data.preparation.part import Part, add_skipped
 from moddepth_jax.data.split import tail
-from moddepth_jax.data.store import PARTS, Store
-from moddepth_jax.data.store_writer import StoreWriter
+from moddepth_jax.data.token_store import PARTS, Store, StoreWriter
 from moddepth_jax.data.tokenizers.tokenizer import Tokenizer
 
 

@@ -8,7 +8,7 @@ import pathlib
 import numpy as np
 
 from moddepth_jax.data.split import place
-from moddepth_jax.data.store import PARTS
+from moddepth_jax.data.token_store import PARTS
 
 MOST_EXAMPLES = 3  # messages kept of each reason for which text is left out
 _HEADER_LENGTH = 8

@@ -14,15 +14,15 @@ import shutil
 from moddepth_jax.data import files
 from moddepth_jax.data.directory import LOCK_FILE, DirectoryLock
 from moddepth_jax.data.preparation.options import Preparation, arguments_of
-from moddepth_jax.data.preparation.run import (
-    KEPT,
-    PARTS_DIRECTORY,
-    is_trained,
-    refuse_other,
-    run,
-)
+from moddepth_jax.data.preparation.run import KEPT, PARTS_DIRECTORY, is_trained, refuse_other, run
 from moddepth_jax.data.rows import BadText
-from moddepth_jax.data.store import PARTS, PREPARED_FILE, TOKENIZER_DIRECTORY, Store, open_store
+from moddepth_jax.data.token_store import (
+    PARTS,
+    PREPARED_FILE,
+    TOKENIZER_DIRECTORY,
+    Store,
+    open_store,
+)
 
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 

@@ -8,7 +8,7 @@ from moddepth_jax.data.preparation.join import join
 from moddepth_jax.data.preparation.options import Preparation, arguments_of, trained_vocabulary
 from moddepth_jax.data.preparation.plan import PLAN_FILE, Plan, make_tasks, survey
 from moddepth_jax.data.preparation.workers import Workers
-from moddepth_jax.data.store import TOKENIZER_DIRECTORY, Store
+from moddepth_jax.data.token_store import TOKENIZER_DIRECTORY, Store
 from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer
 
 PARTS_DIRECTORY = 'parts'

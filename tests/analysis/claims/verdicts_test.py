@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from moddepth_jax.analysis.claims import claims_page, routing_claims, verdicts
-from moddepth_jax.analysis.claims.claim import FAILS, HOLDS, UNTOLD, Evidence
-from moddepth_jax.analysis.claims.comparison import Place, interval
-from moddepth_jax.analysis.isoflop import VARIANTS
+from moddepth_jax.studies import claims_page, routing_claims, verdicts
+from moddepth_jax.studies.claims import FAILS, HOLDS, UNTOLD, Evidence
+from moddepth_jax.studies.plan import VARIANTS
+from moddepth_jax.studies.statistics import Place, interval
 
 ROOT = pathlib.Path(__file__).parents[3]
 SPREAD = (-0.004, 0.0, 0.004)  # of seeds: with three, the interval of a difference is +-0.0091

@@ -25,8 +25,7 @@ from moddepth_jax.data.preparation.options import Options, Preparation
 from moddepth_jax.data.preparation.part import PartWriter
 from moddepth_jax.data.preparation.plan import Task
 from moddepth_jax.data.preparation.prepare import prepare
-from moddepth_jax.data.store import PARTS
-from moddepth_jax.data.store_writer import StoreWriter
+from moddepth_jax.data.token_store import PARTS, StoreWriter
 from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer
 from moddepth_jax.hparams import DataHparams
 

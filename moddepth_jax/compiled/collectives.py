@@ -1,0 +1,272 @@
+"""What a compiled program communicates: kind, bytes, mesh axes, how often.
+
+Bytes are those that one device sends (it receives as many) where n devices form a ring and R is the
+result of one of them:
+
+  all-gather            R (n - 1) / n       R is the gathered array
+  reduce-scatter        R (n - 1)           R is the part that stays
+  all-reduce            2 R (n - 1) / n     a reduce-scatter and an all-gather
+  all-to-all            R (n - 1) / n
+  collective-permute    R                   of a device that sends to another one
+
+XLA for CPUs widens 16-bit numbers to float32 before it communicates them; a GPU does not. Where
+the program shows that this was done, bytes are those of the 16-bit numbers.
+"""
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Mapping
+
+import numpy as np
+
+from moddepth_jax.compiled.program import Program, arrays
+
+_SENT = {
+    'all-gather': lambda n: (n - 1) / n,
+    'reduce-scatter': lambda n: n - 1,
+    'all-reduce': lambda n: 2 * (n - 1) / n,
+    'all-to-all': lambda n: (n - 1) / n,
+    'collective-permute': lambda n: 1,
+}
+_NOT_COUNTED = ('ragged-all-to-all', 'collective-broadcast', 'send', 'recv')
+_MOVES = ('bitcast', 'copy', 'transpose', 'reshape')
+_MESH_AXIS = re.compile(r"'(\w+)'(?:=|:\((\d+)\))?(\d+)?")
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective operation of a program.
+
+    Attributes:
+      kind: such as all-reduce; the two halves of an asynchronous one are one.
+      axes: of the mesh, along which the devices of a group differ, in the mesh's order.
+      group: of the devices that communicate with each other, as places in the mesh; the first one.
+      result: the arrays that it returns, such as f32[8,16].
+      result_bytes: of one device.
+      sent_bytes: of one device each time, as this module says.
+      sliced_bytes: of sent_bytes, those of all-reduced arrays of which every device uses a slice
+        of its own only.
+      source: what it was in Python, as XLA remembers it.
+      times, times_known, one_branch: as of program.Run.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    group: tuple[int, ...]
+    result: str
+    result_bytes: int
+    sent_bytes: float
+    sliced_bytes: float = 0.0
+    source: str = ''
+    times: int = 1
+    times_known: bool = True
+    one_branch: bool = False
+
+    @property
+    def total_bytes(self) -> float:
+        """Bytes that one device sends, all times together."""
+        return self.times * self.sent_bytes
+
+
+def collectives(program: Program, mesh_shape: Mapping[str, int]) -> list[Collective]:
+    """The collectives of a compiled program, each of its places once, in order.
+
+    Args:
+      program: of `compiled.as_text()`.
+      mesh_shape: size of each axis, outermost first, as `mesh.shape` of the mesh that the program
+        was compiled for.
+
+    Raises:
+      ValueError: a kind of communication, or a form of its groups, that is not known here.
+    """
+
+    def search(instruction, computation):
+        return _collective(instruction, computation, program, dict(mesh_shape))
+
+    return [
+        dataclasses.replace(
+            run.found, times=run.times, times_known=run.times_known, one_branch=run.one_branch
+        )
+        for run in program.runs(search, cost=lambda found: found.sent_bytes)
+    ]
+
+
+def _collective(instruction, computation, program, mesh_shape):
+    """The Collective that an instruction is; None where it is none, or joins no two devices."""
+    kind = instruction.op.removesuffix('-start')
+    if kind in _NOT_COUNTED:
+        known = ', '.join(_SENT)
+        raise ValueError(f'{instruction.op} ({instruction.name}): must be one of {known}')
+    groups = _groups(kind, instruction, mesh_shape) if kind in _SENT else []
+    size = max((len(group) for group in groups), default=1)
+    if size == 1:
+        return None
+    result = arrays(_result(kind, instruction))
+    bits = [
+        math.prod(array.shape) * (16 if _is_widened(operand, computation, program) else array.bits)
+        for operand, array in zip(instruction.operands(), result, strict=True)
+    ]
+    sliced = _sliced(instruction, computation, program) if kind == 'all-reduce' else []
+    sliced_bits = sum(itertools.compress(bits, sliced))
+    result_bytes = math.ceil(sum(bits) / 8)
+    places = [np.unravel_index(group, tuple(mesh_shape.values())) for group in groups]
+    axes = [
+        axis
+        for number, axis in enumerate(mesh_shape)
+        if any(len(set(place[number])) > 1 for place in places)
+    ]
+    return Collective(
+        kind=kind,
+        axes=tuple(axes),
+        group=tuple(groups[0]),
+        result=', '.join(f'{one.number}[{",".join(map(str, one.shape))}]' for one in result),
+        result_bytes=result_bytes,
+        sent_bytes=result_bytes * _SENT[kind](size),
+        sliced_bytes=sliced_bits / 8 * _SENT[kind](size),
+        source=instruction.attribute(r'metadata=\{op_name="([^"]*)"'),
+    )
+
+
+def _result(kind, instruction):
+    """The type of the result: an asynchronous start returns operands, results and more.
+
+    That of an all-reduce does so in later versions of XLA, which put its operands in a tuple.
+    """
+    if not instruction.op.endswith('-start'):
+        return instruction.type
+    depth, parts = 0, ['']
+    for letter in instruction.type[1:-1]:
+        depth += (letter in '([{') - (letter in ')]}')
+        if letter == ',' and not depth:
+            parts.append('')
+        else:
+            parts[-1] += letter
+    if kind == 'all-reduce' and not parts[0].startswith('('):
+        return instruction.type
+    return parts[1]
+
+
+def _groups(kind, instruction, mesh_shape):
+    """Devices that communicate with each other, as lists of their places in the mesh."""
+    if kind == 'collective-permute':
+        pairs = instruction.attribute(r'source_target_pairs=\{(.*?)\}\}')
+        pairs = [(int(a), int(b)) for a, b in re.findall(r'(\d+),(\d+)', pairs)]
+        return [pair for pair in pairs if pair[0] != pair[1]]
+    text = instruction.attribute(r'replica_groups=(.*?)(?:, [a-z_]+=(?!\()|$)')
+    if text == '{}':
+        return [list(range(math.prod(mesh_shape.values())))]
+    if text.startswith('{{'):
+        return [list(map(int, group.split(','))) for group in re.findall(r'\{([\d,]+)\}', text)]
+    if match := re.fullmatch(r'\[([\d,]+)\]<=(.*)', text):
+        return _counted(match[2]).reshape(_numbers(match[1])).tolist()
+    if match := re.fullmatch(r'mesh\[(.*?)\](?:, device_ids=\((.*)\))? \{(.*)\}', text):
+        return _along_axes(*match.groups())
+    raise ValueError(
+        f'replica_groups={text}: must be {{{{0,1}},..}}, [2,4]<=[8] or mesh[..] {{..}}'
+    )
+
+
+def _numbers(text):
+    return [int(number) for number in text.split(',')]
+
+
+def _counted(text: str) -> np.ndarray:
+    """`[4,2]T(1,0)`: the numbers from 0, in this shape, with its axes in this order."""
+    shape, order = re.fullmatch(r'\[([\d,]+)\](?:T\(([\d,]+)\))?', text).groups()
+    places = np.arange(math.prod(_numbers(shape))).reshape(_numbers(shape))
+    return places.transpose(_numbers(order)) if order else places
+
+
+def _along_axes(mesh, device_ids, axes):
+    """Groups along `axes` of a mesh; `'fsdp':(2)4` are 4 parts of each of the first 2 of fsdp."""
+    sizes = {name: int(size) for name, _, size in _MESH_AXIS.findall(mesh)}
+    spans = {name: [] for name in sizes}
+    for name, before, size in _MESH_AXIS.findall(axes):
+        begin = int(before or 1)
+        spans[name].append((begin, begin * int(size or sizes[name])))
+    shape, inside = [], []
+    for name, size in sizes.items():
+        cuts = {1, size}.union(*spans[name])
+        for begin, end in itertools.pairwise(sorted(cuts)):
+            shape.append(end // begin)
+            inside.append(any(first <= begin and end <= last for first, last in spans[name]))
+    ids = _counted(device_ids) if device_ids else np.arange(math.prod(shape))
+    order = sorted(range(len(shape)), key=lambda place: inside[place])
+    size = math.prod(n for n, mine in zip(shape, inside, strict=True) if mine)
+    return ids.reshape(shape).transpose(order).reshape(-1, size).tolist()
+
+
+def _is_widened(operand, computation, program):
+    """Whether it was 16 bits wide in the program as written, and made wider to be communicated."""
+    beside = program.computations[computation]
+    seen = beside[operand]
+    while True:
+        if seen.op == 'fusion':
+            beside = program.computations[seen.called()[0]]
+            seen = next(inner for inner in beside.values() if inner.is_root)
+        elif seen.op == 'convert':
+            return beside[seen.operands()[0]].type.startswith(('bf16[', 'f16['))
+        elif seen.op in _MOVES:
+            seen = beside[seen.operands()[0]]
+        else:
+            return False
+
+
+def _sliced(instruction, computation, program):
+    """Of each array of the result, whether all that reads it takes slices that a device chooses."""
+
+    def only_sliced(name, computation, fusion=None):
+        """`fusion`: (name, computation) of what runs `computation`, if that is its inside."""
+        uses = program.users(computation).get(name, ())
+        uses = [slices(name, use, computation, fusion) for use in uses]
+        if fusion and program.computations[computation][name].is_root:
+            uses.append(only_sliced(*fusion))
+        return bool(uses) and all(uses)
+
+    def slices(name, use, computation, fusion):
+        if use.op == 'dynamic-slice':
+            return use.operands()[0] == name
+        if use.op in (*_MOVES, 'convert'):
+            return only_sliced(use.name, computation, fusion)
+        if use.op != 'fusion':
+            return False
+        inner = use.called()[0]
+        places = [place for place, operand in enumerate(use.operands()) if operand == name]
+        return all(
+            only_sliced(other.name, inner, (use.name, computation))
+            for other in program.computations[inner].values()
+            if other.op == 'parameter' and int(other.attribute(r'^(\d+)')) in places
+        )
+
+    if not instruction.type.startswith('('):
+        return [only_sliced(instruction.name, computation)]
+    parts = [[] for _ in arrays(instruction.type)]
+    for use in program.users(computation).get(instruction.name, []):
+        if use.op == 'get-tuple-element':
+            parts[int(use.attribute(r', index=(\d+)'))].append(use.name)
+    return [bool(names) and all(only_sliced(n, computation) for n in names) for names in parts]
+
+
+def by_axes(found: list[Collective]) -> list[dict]:
+    """Sums over the collectives of equal axes and kind, most bytes first.
+
+    Returns:
+      dicts with `axes` (such as data or data+fsdp), `kind`, `places` in the program, `count` of
+      runs, `bytes` that a device sends in all of them, `sliced_bytes`: of these, what all-reduces
+      send that a GPU may do as reduce-scatters, with half of it, `unknown_loops`: of the places,
+      those in a loop with unknown trips, and `branches`: those in a conditional.
+    """
+    rows = {}
+    names = ('places', 'count', 'bytes', 'sliced_bytes', 'unknown_loops', 'branches')
+    for one in found:
+        row = rows.setdefault(('+'.join(one.axes), one.kind), dict.fromkeys(names, 0))
+        row['places'] += 1
+        row['count'] += one.times
+        row['bytes'] += one.total_bytes
+        row['sliced_bytes'] += one.times * one.sliced_bytes
+        row['unknown_loops'] += not one.times_known
+        row['branches'] += one.one_branch
+    found = [{'axes': axes, 'kind': kind} | row for (axes, kind), row in rows.items()]
+    return sorted(found, key=lambda row: (-row['bytes'], row['axes'], row['kind']))

@@ -1,0 +1,240 @@
+"""What a train step needs on a mesh, from compiling it for devices that need not exist.
+
+Nothing is computed and no parameter is made: shapes are traced, lowered and compiled for CPUs.
+"""
+
+import contextlib
+import functools
+import os
+import re
+import tempfile
+import time
+from typing import NamedTuple
+
+import jax
+
+from kernels_pallas.xla import sequence
+from moddepth_jax.compiled.collectives import Collective, by_axes, collectives
+from moddepth_jax.compiled.program import Program, product_flops
+from moddepth_jax.hparams import Hparams
+from moddepth_jax.model.flops import dot_general_flops, train_step_flops
+from moddepth_jax.training.mesh import (
+    batch_sharding,
+    device_bytes,
+    replicated,
+    sharding_lines,
+    state_shardings,
+)
+from moddepth_jax.training.plan import resolve_steps
+from moddepth_jax.training.summary import active_parameters, num_parameters
+from moddepth_jax.training.train_step import init_state, train_step
+
+# Nobody runs this program: its machine code need not be fast. What it allocates and communicates
+# is settled before.
+_OPTIONS = {
+    'xla_backend_optimization_level': 0,
+    'xla_llvm_disable_expensive_passes': True,
+    'xla_allow_excess_precision': False,  # so that it shows what was rounded to 16 bits
+}
+
+
+class Hardware(NamedTuple):
+    """What a vendor promises of one device.
+
+    Attributes:
+      flops: of dense bfloat16 products, a second.
+      node: devices that the fast links join.
+      within: bytes a second that a device sends over them.
+      across: bytes a second that a device sends to another node.
+      source: of these numbers.
+    """
+
+    flops: float
+    node: int
+    within: float
+    across: float
+    source: str
+
+
+HARDWARE = {
+    'H100': Hardware(
+        989e12, 8, 450e9, 50e9, 'data sheets of H100 SXM (NVLink 4) and DGX H100 (400 Gbit/s a GPU)'
+    )
+}
+
+
+def abstract_state(hparams: Hparams, mesh):
+    """The state before step 0 as shapes with their shardings: no array is made."""
+    state = jax.eval_shape(lambda: init_state(hparams, resolve_steps(hparams)))
+    shardings = state_shardings(mesh, state)
+    return jax.tree.map(lambda leaf, to: leaf.update(sharding=to), state, shardings)
+
+
+def dry_run(hparams: Hparams, mesh) -> dict:
+    """Compiles the train step of the last stage for a mesh, and says what it takes.
+
+    Args:
+      hparams: of the run; `data.batch_size` is that of all devices.
+      mesh: of `make_mesh`, of CPU devices, real or fake.
+
+    Returns:
+      `jax`: its version; `mesh`: size by axis; `devices`; `rows`, `length`, `parts`: micro-batches
+      of a step; `parameters`, `active_parameters`; `bytes` a device: of parameters, optimizer
+      state, and of the step's arguments, outputs, temporaries, aliases (outputs in the place of
+      arguments) and peak, their sum without aliases;
+      `flops`: `counted` of the step, `executed` of it (with what is recomputed), `products` of one
+      device in the compiled program, those of them `in_branches` (the dearest of a conditional),
+      and `xla`, its own estimate for a device, which takes each loop once; `split`: the traced
+      products over devices over those of the program, 1 where no device repeats another's work,
+      None with branches. Products of loops of unknown length, over the keys of a row above 2048,
+      count once in both, and in full in `executed`;
+      `collectives`, as `by_axes` says; `places`: the dearest of them one by one; `sent_bytes` of a
+      device; `flops_per_byte`: executed a device over those; `estimates`, as `estimate` says;
+      `sharding`: lines of a table; `warnings` of the compiler; `trace_seconds`, `compile_seconds`.
+    """
+    state = abstract_state(hparams, mesh)
+    shape = (hparams.data.batch_size, hparams.data.sequence_length)
+    row = jax.ShapeDtypeStruct(shape, 'int32', sharding=batch_sharding(mesh, shape[0]))
+    batch = dict.fromkeys(('tokens_BT', 'labels_BT', 'segment_ids_BT'), row)
+    # Without the mesh: within shard_map a product has the shapes of one device.
+    traced = float(dot_general_flops(jax.jit(train_step).trace(state, batch).jaxpr))
+    with sequence.static_blocks():
+        executed = jax.jit(functools.partial(train_step)).trace(state, batch).jaxpr
+        executed = float(dot_general_flops(executed))
+    begin = time.perf_counter()
+    with jax.set_mesh(mesh), _stderr() as said:
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, state), replicated(mesh)
+        jitted = jax.jit(train_step, donate_argnums=0, out_shardings=shardings)
+        lowered = jitted.lower(state, batch)
+        between = time.perf_counter()
+        compiled = lowered.compile(compiler_options=_OPTIONS)
+        seconds = time.perf_counter() - between
+        said.seek(0)
+        warnings = warnings_of(said.read())
+    program = Program(compiled.as_text())
+    found = collectives(program, mesh.shape)
+    products, in_branches = product_flops(program)
+    sent = sum(one.total_bytes for one in found)
+    share = executed / mesh.size
+    return {
+        'jax': jax.__version__,
+        'mesh': dict(mesh.shape),
+        'devices': mesh.size,
+        'rows': shape[0],
+        'length': shape[1],
+        'parts': hparams.training.accumulate_steps,
+        'parameters': num_parameters(state.params),
+        'active_parameters': active_parameters(hparams, state.params),
+        'bytes': _bytes(mesh, state, compiled),
+        'flops': {
+            'counted': train_step_flops(hparams),
+            'executed': executed,
+            'products': products,
+            'in_branches': in_branches,
+            'xla': (compiled.cost_analysis() or {}).get('flops'),
+        },
+        'split': traced / mesh.size / products if products and not in_branches else None,
+        'collectives': by_axes(found),
+        'places': [_place(one) for one in sorted(found, key=_cost)[:12]],
+        'sent_bytes': sent,
+        'flops_per_byte': share / sent if sent else None,
+        'estimates': {name: estimate(share, found, of) for name, of in HARDWARE.items()},
+        'sharding': sharding_lines(mesh, state.params),
+        'warnings': warnings,
+        'trace_seconds': between - begin,
+        'compile_seconds': seconds,
+    }
+
+
+def _bytes(mesh, state, compiled):
+    memory = compiled.memory_analysis()
+    parts = {
+        'argument': memory.argument_size_in_bytes,
+        'output': memory.output_size_in_bytes,
+        'temp': memory.temp_size_in_bytes,
+        'alias': memory.alias_size_in_bytes,
+    }
+    return {
+        'parameters': device_bytes(mesh, state.params),
+        'optimizer': device_bytes(mesh, state.optimizer_state),
+        **parts,
+        'peak': parts['argument'] + parts['output'] + parts['temp'] - parts['alias'],
+    }
+
+
+def _cost(one: Collective):
+    return -one.total_bytes
+
+
+def _place(one):
+    return {
+        'axes': '+'.join(one.axes),
+        'kind': one.kind,
+        'result': one.result if len(one.result) < 200 else f'{one.result[:200]}..',
+        'times': one.times,
+        'bytes': one.total_bytes,
+        'source': one.source if len(one.source) < 300 else f'{one.source[:300]}..',
+    }
+
+
+def bandwidth(group: tuple[int, ...], hardware: Hardware) -> float:
+    """Bytes a second that a device of a group sends, in a ring that enters each node once.
+
+    Neighbours of the mesh share nodes. Where g devices of the group are in a node, g links to the
+    network carry what the ring sends out of it.
+
+    Args:
+      group: places in the mesh of the devices that communicate.
+      hardware: of these devices.
+    """
+    nodes = {place // hardware.node for place in group}
+    if len(nodes) == 1:
+        return hardware.within
+    return min(hardware.within, hardware.across * len(group) / len(nodes))
+
+
+def estimate(flops: float, found: list[Collective], hardware: Hardware) -> dict:
+    """Seconds of a step at the vendor's numbers, which no real step reaches.
+
+    Args:
+      flops: of one device.
+      found: the collectives.
+      hardware: see HARDWARE.
+
+    Returns:
+      `compute`; `collectives`, by axes; `sliced`: of these in all, what reduce-scatters would save
+      where an all-reduce is sliced afterwards; `source` of the vendor's numbers.
+    """
+    by_axis, sliced = {}, 0.0
+    for one in found:
+        rate, axes = bandwidth(one.group, hardware), '+'.join(one.axes)
+        by_axis[axes] = by_axis.get(axes, 0.0) + one.total_bytes / rate
+        sliced += one.times * one.sliced_bytes / 2 / rate
+    return {
+        'compute': flops / hardware.flops,
+        'collectives': by_axis,
+        'sliced': sliced,
+        'source': hardware.source,
+    }
+
+
+@contextlib.contextmanager
+def _stderr():
+    """Keeps from the terminal what XLA writes to stderr; yields a file with it."""
+    with tempfile.TemporaryFile('w+') as file:
+        kept = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            yield file
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+
+
+def warnings_of(log: str) -> list[str]:
+    """The lines of a log of XLA that are warnings or worse, each once, without time and place.
+
+    That a compilation is slow is no warning here: it depends on what else the machine does.
+    """
+    found = re.findall(r'^[WEF]\d{4} (?!.*slow_operation_alarm).*?\] (.*)$', log, re.MULTILINE)
+    return sorted(set(found))

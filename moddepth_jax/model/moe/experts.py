@@ -1,0 +1,280 @@
+"""A mixture of experts in place of an mlp: a token passes few of many small SwiGLUs."""
+
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from moddepth_jax.hparams import ExpertsHparams, ModelHparams
+from moddepth_jax.model.layers import SwiGLU, initializer, residual_init, swiglu
+from moddepth_jax.model.moe.grouped_matmul import (
+    block_rows,
+    combine,
+    dispatch,
+    grouped_matmul,
+    make_layout,
+    resolve,
+)
+from moddepth_jax.model.routing import CHOICE, indices_to_mask, select_top_c
+from moddepth_jax.model.sharding import map_batch_shards, sharded_routed_mlp
+
+
+class ExpertsRecord(NamedTuple):
+    """Which experts the tokens of a layer passed, in sums over its real tokens.
+
+    Attributes:
+      tokens: int32, real tokens that the layer processed.
+      pairs_Z: int32, tokens of each expert, those that do nothing last; before `row_capacity`.
+      dropped: int32, pairs given up for `row_capacity`.
+      scores_Z: float32, sum of the scores, chosen or not.
+      log_z: float32, sum of the squared log-partitions of the router's logits.
+      lowest_E: float32, sum over rows of the lowest score that an expert took, where experts chose
+        by whole rows; else None.
+      rows: int32, rows with a real token.
+    """
+
+    tokens: jax.Array
+    pairs_Z: jax.Array
+    dropped: jax.Array
+    scores_Z: jax.Array
+    log_z: jax.Array
+    lowest_E: jax.Array | None
+    rows: jax.Array
+
+
+class ExpertState(NamedTuple):
+    """What experts are told of the tokens that they may take, beside their scores.
+
+    Attributes:
+      thresholds_E: float32, scores above which experts that choose take a token causally.
+      taken_BE: int32, tokens of the row that chose each expert before, for `row_capacity`; None:
+        none did.
+    """
+
+    thresholds_E: jax.Array | None = None
+    taken_BE: jax.Array | None = None
+
+
+NO_EXPERT_STATE = ExpertState()
+
+
+class ExpertChoice(NamedTuple):
+    """Which experts each token passes.
+
+    Attributes:
+      expert_BTk: int32, their numbers; from num_routed on: nothing is computed.
+      weight_BTk: factors on what they add.
+      most: pairs of a row that are computed at most; static.
+      chosen_BTZ: bool, before `row_capacity`.
+      dropped: int32, pairs given up for it.
+      lowest_E: as in ExpertsRecord.
+    """
+
+    expert_BTk: jax.Array
+    weight_BTk: jax.Array
+    most: int
+    chosen_BTZ: jax.Array
+    dropped: jax.Array
+    lowest_E: jax.Array | None
+
+
+def scores(logits, form: str):
+    """Scores of the experts: softmax over all of them, or a sigmoid of each."""
+    return jax.nn.softmax(logits, axis=-1) if form == 'softmax' else jax.nn.sigmoid(logits)
+
+
+def normalize_weights(score_BTk):
+    """Scores over their sum, also where its square would underflow; zeros of zeros."""
+    largest_BT1 = jax.lax.stop_gradient(jnp.max(score_BTk, axis=2, keepdims=True))
+    some_BT1 = largest_BT1 > 0
+    score_BTk = score_BTk / jnp.where(some_BT1, largest_BT1, 1)
+    total_BT1 = jnp.sum(score_BTk, axis=2, keepdims=True)
+    return score_BTk / jnp.where(some_BT1, total_BT1, 1)
+
+
+def tokens_choose(hparams: ExpertsHparams, scores_BTZ, real_BT, taken_BE) -> ExpertChoice:
+    """Each token chooses its k experts of highest score (Dai et al. 2024, section 2.2).
+
+    The lower number wins ties. Under `row_capacity` an expert takes the first tokens of a row that
+    chose it, a causal count; what is lost is not made up for.
+
+    Args:
+      hparams: of the experts.
+      scores_BTZ: of all experts.
+      real_BT: bool; the others choose nothing.
+      taken_BE: int32, tokens of the row that chose each expert before; None: none did.
+    """
+    num_routed, length = hparams.num_routed, scores_BTZ.shape[1]
+    expert_BTk = map_batch_shards(lambda rows: jax.lax.top_k(rows, hparams.top_k)[1], scores_BTZ)
+    expert_BTk = checkpoint_name(expert_BTk, CHOICE)
+    weight_BTk = jnp.take_along_axis(scores_BTZ, expert_BTk, axis=2)
+    if hparams.scores == 'sigmoid':
+        weight_BTk = normalize_weights(weight_BTk)
+    expert_BTk = jnp.where(real_BT[..., None], expert_BTk, hparams.num_choices)
+    numbers_Z = jnp.arange(hparams.num_choices)
+    chosen_BTZ = jnp.any(expert_BTk[..., None] == numbers_Z[None, None, None], axis=2)
+    most, dropped = hparams.top_k * length, jnp.int32(0)
+    if hparams.row_capacity:
+        chosen_BTE = chosen_BTZ[..., :num_routed].astype(jnp.int32)
+        before_BTE = jnp.cumsum(chosen_BTE, axis=1) - chosen_BTE
+        if taken_BE is not None:
+            before_BTE += taken_BE[:, None]
+        at_BTk = jnp.minimum(expert_BTk, num_routed - 1)
+        late_BTk = jnp.take_along_axis(before_BTE, at_BTk, axis=2) >= hparams.row_capacity
+        late_BTk &= expert_BTk < num_routed
+        expert_BTk = jnp.where(late_BTk, hparams.num_choices, expert_BTk)
+        most = min(most, num_routed * hparams.row_capacity)
+        dropped = jnp.sum(late_BTk, dtype=jnp.int32)
+    return ExpertChoice(expert_BTk, weight_BTk, most, chosen_BTZ, dropped, None)
+
+
+def experts_choose(hparams: ExpertsHparams, scores_BTE, real_BT, thresholds_E) -> ExpertChoice:
+    """Each expert takes tokens of each row (Zhou et al. 2022, section 3.2).
+
+    Those are its C = k T / num_routed of highest score, which looks at the whole row; or, which is
+    causal, all whose score is above its threshold.
+
+    Args:
+      hparams: of the experts.
+      scores_BTE: of all experts.
+      real_BT: bool; the others are never taken.
+      thresholds_E: float32; None: by the whole row.
+    """
+    batch, length, num_routed = scores_BTE.shape
+    if thresholds_E is None:
+        most = hparams.num_taken(length)
+        eligible_BTE = jnp.where(real_BT[..., None], scores_BTE, -jnp.inf)
+        eligible_BET = jnp.swapaxes(eligible_BTE, 1, 2).reshape(-1, length)
+        indices_BEC = checkpoint_name(select_top_c(eligible_BET, most), CHOICE)
+        taken_BET = indices_to_mask(indices_BEC, length).reshape(batch, num_routed, length)
+        taken_BTE = jnp.swapaxes(taken_BET, 1, 2) & real_BT[..., None]
+        lowest_BE = jnp.min(jnp.where(taken_BTE, scores_BTE, jnp.inf), axis=1)
+        lowest_E = jnp.sum(jnp.where(jnp.isfinite(lowest_BE), lowest_BE, 0.0), axis=0)
+        lowest_E = jax.lax.stop_gradient(lowest_E.astype(jnp.float32))
+    else:
+        most, lowest_E = length, None
+        taken_BTE = (scores_BTE > thresholds_E[None, None]) & real_BT[..., None]
+        taken_BTE = checkpoint_name(taken_BTE, CHOICE)
+    numbers_E = jnp.arange(num_routed)[None, None]
+    expert_BTE = jnp.where(taken_BTE, numbers_E, num_routed)
+    return ExpertChoice(
+        expert_BTE, scores_BTE, num_routed * most, taken_BTE, jnp.int32(0), lowest_E
+    )
+
+
+def routed_mlp(x_BTD, expert_BTk, weight_BTk, w1_EDF, w3_EDF, w2_EFD, product: str, most: int):
+    """sum_k weight w2_e(silu(x w1_e) * x w3_e), each pair of token and expert computed once.
+
+    Args:
+      x_BTD: tokens.
+      expert_BTk: int32; pairs with a number outside [0, E) add nothing and cost nothing.
+      weight_BTk: of the pairs.
+      w1_EDF, w3_EDF, w2_EFD: of the experts.
+      product: an implementation of `grouped_product`.
+      most: pairs of a row with a number in [0, E), at most.
+    """
+    batch, length, width = x_BTD.shape
+    pairs, num_experts = batch * most, w1_EDF.shape[0]
+    block = block_rows(pairs, num_experts, product)
+    expert_Nk = expert_BTk.reshape(batch * length, -1)
+    layout = make_layout(expert_Nk, num_experts, block, pairs)
+    x_RD = dispatch(x_BTD.reshape(-1, width), layout)
+    gate_RF = grouped_matmul(x_RD, w1_EDF, layout, product)
+    value_RF = grouped_matmul(x_RD, w3_EDF, layout, product)
+    y_RD = grouped_matmul(swiglu(gate_RF, value_RF), w2_EFD, layout, product)
+    y_ND = combine(y_RD, weight_BTk.reshape(expert_Nk.shape), layout)
+    return y_ND.reshape(x_BTD.shape)
+
+
+class ExpertKernels(nn.Module):
+    """One matrix for each expert."""
+
+    shape: tuple[int, int, int]
+    init: nn.initializers.Initializer
+
+    @nn.compact
+    def __call__(self, dtype):
+        def each(key, shape):
+            return jax.vmap(lambda key: self.init(key, shape[1:]))(jax.random.split(key, shape[0]))
+
+        return self.param('kernel', each, self.shape).astype(dtype)
+
+
+class Experts(nn.Module):
+    """shared(x) + sum over the experts of a token of weight f_e(x), each f a SwiGLU.
+
+    `ahead`: experts that choose their tokens look at whole rows; else they go by thresholds.
+    """
+
+    hparams: ModelHparams
+    ahead: bool
+
+    @nn.compact
+    def __call__(self, x_BTD, real_BT, limits: ExpertState):
+        """Returns what the mlp adds [B, T, D], the ExpertsRecord, and Limits for later tokens.
+
+        Args:
+          x_BTD: tokens.
+          real_BT: bool, False for padding, which passes the shared experts alone.
+          limits: of the experts.
+        """
+        hparams = self.hparams.experts
+        wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
+        router = nn.Dense(
+            hparams.num_choices,
+            use_bias=False,
+            dtype=wide,
+            precision='highest',  # a GPU's default would make scores tie
+            kernel_init=initializer(self.hparams.init_std),
+            name='router',
+        )
+        logits_BTZ = router(x_BTD)
+        scores_BTZ = scores(logits_BTZ, hparams.scores)
+        if hparams.choice == 'token':
+            choice = tokens_choose(hparams, scores_BTZ, real_BT, limits.taken_BE)
+        else:
+            thresholds_E = None if self.ahead else limits.thresholds_E
+            choice = experts_choose(hparams, scores_BTZ, real_BT, thresholds_E)
+        y_BTD = sharded_routed_mlp(
+            routed_mlp,
+            x_BTD,
+            choice.expert_BTk,
+            choice.weight_BTk * hparams.route_scale,
+            *self._kernels(x_BTD.dtype),
+            resolve(hparams.product),
+            choice.most,
+        )
+        if hparams.num_shared:
+            y_BTD += SwiGLU(self.hparams, hparams.num_shared * hparams.d_ff, name='shared')(x_BTD)
+        if hparams.row_capacity:
+            now_BE = jnp.sum(choice.chosen_BTZ[..., : hparams.num_routed], 1, jnp.int32)
+            before_BE = 0 if limits.taken_BE is None else limits.taken_BE
+            limits = limits._replace(taken_BE=before_BE + now_BE)
+        return y_BTD, _record(choice, logits_BTZ, scores_BTZ, real_BT), limits
+
+    def _kernels(self, dtype):
+        hparams, width = self.hparams.experts, self.hparams.d_model
+        inwards = (hparams.num_routed, width, hparams.d_ff)
+        outwards = (hparams.num_routed, hparams.d_ff, width)
+        init = initializer(self.hparams.init_std)
+        return (
+            ExpertKernels(inwards, init, name='w1')(dtype),
+            ExpertKernels(inwards, init, name='w3')(dtype),
+            ExpertKernels(outwards, residual_init(self.hparams), name='w2')(dtype),
+        )
+
+
+def _record(choice, logits_BTZ, scores_BTZ, real_BT):
+    log_z_BT = jnp.where(real_BT, jax.nn.logsumexp(logits_BTZ, axis=-1), 0.0)
+    real_scores_BTZ = jnp.where(real_BT[..., None], scores_BTZ, 0.0)
+    return ExpertsRecord(
+        tokens=jnp.sum(real_BT, dtype=jnp.int32),
+        pairs_Z=jnp.sum(choice.chosen_BTZ, axis=(0, 1), dtype=jnp.int32),
+        dropped=choice.dropped,
+        scores_Z=jnp.sum(real_scores_BTZ, axis=(0, 1)),
+        log_z=jnp.sum(log_z_BT**2),
+        lowest_E=choice.lowest_E,
+        rows=jnp.sum(jnp.any(real_BT, axis=1), dtype=jnp.int32),
+    )

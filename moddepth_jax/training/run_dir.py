@@ -1,0 +1,257 @@
+"""The directory of one run: its config, its lock, and files that are whole or not there."""
+
+import json
+import os
+import pathlib
+import shutil
+import socket
+
+from moddepth_jax.data.directory import LOCK_FILE, DirectoryLock, write_atomically
+from moddepth_jax.data.tokenizers.tokenizer import DIRECTORY, Tokenizer, make_tokenizer
+from moddepth_jax.hparams import Hparams, unknown_knobs
+
+CONFIG_FILE = 'config.json'
+SCHEMA_VERSION = 1
+OLDER_RUNS = {  # a knob that they do not have: the value under which they behave as they did
+    'model.across_documents': False,
+    'model.routing.capacity_form': 'fraction',
+    'model.routing.log_length_max': 2048,
+    'model.routing.capacity_stages': '',
+    'model.routing.select_per': 'row',
+    'model.routing.train_rule': 'top_c',
+    'model.routing.threshold_warmup': 0.2,
+    'model.routing.threshold_decay': 0.99,
+    'model.routing.cache_capacity': 1.5,
+    'model.routing.overflow': 'grow',
+    'report.top_p': 1.0,
+    'data.log_windows': False,
+    'data.mixture': '',
+    'model.depth.stream': 'residual',
+    'model.depth.slots': 'none',
+    'model.depth.attention_slot_projection': False,
+    'model.depth.slot_keys': 'none',
+    'model.depth.skipped_slots': 'none',
+    'model.depth.slot_window': 0,
+    'model.depth.gradient_dtype': 'none',
+    'model.experts.choice': 'none',
+    'model.experts.layers': 'every:1',
+    'model.experts.num_routed': 8,
+    'model.experts.num_shared': 1,
+    'model.experts.num_noop': 0,
+    'model.experts.top_k': 2,
+    'model.experts.d_ff': 128,
+    'model.experts.scores': 'softmax',
+    'model.experts.route_scale': 1.0,
+    'model.experts.row_capacity': 0,
+    'model.experts.balance_weight': 0.001,
+    'model.experts.z_loss': 0.0,
+    'model.experts.threshold_decay': 0.99,
+    'model.experts.product': 'auto',
+    'training.max_unsharded': 1.0,
+    'optimizer.decay_embeddings': True,
+    'training.loss_chunk': 0,
+}
+
+_NOT_OURS = 'a newer version wrote it, and can go on with this run, or it was edited'
+
+
+def temporary_files(names: set[str], file: str) -> set[str]:
+    """Those of `names` that `write_atomically`, killed, may have left of `file`."""
+    return {name for name in names if name.startswith(f'{file}.') and name.endswith('.tmp')}
+
+
+class WorkdirLock(DirectoryLock):
+    """Holds a run's directory, as DirectoryLock does.
+
+    Raises:
+      ValueError: another run holds the directory, or the lock file cannot be written; one line.
+    """
+
+    def __init__(self, path: str | os.PathLike):
+        super().__init__(path, '--workdir')
+
+
+def open_workdir(
+    path: str | os.PathLike, config: dict, volatile: tuple[str, ...] = ()
+) -> list[str]:
+    """Makes `path` the directory of a run of `config`, or checks that it already is.
+
+    A new or empty directory gets `config.json`. Where there is one, it is compared as `read_config`
+    gives it, and left alone. A run takes a `WorkdirLock` next, then calls `update_config`.
+
+    Args:
+      path: the directory; parents are made.
+      config: nested dict of JSON values; tuples are stored as lists.
+      volatile: dotted names of fields or groups that may differ from the stored config.
+
+    Returns:
+      Lines for the user, of `read_config`.
+
+    Raises:
+      ValueError: one line, nothing written, where `path` is a file, holds something else, belongs
+        to a run that is going on, or is the directory of another config (the first differing field
+        is named with both values).
+    """
+    path = pathlib.Path(path)
+    right = 'use another --workdir'
+    if path.exists() and not path.is_dir():
+        raise ValueError(f'--workdir={path}: is a file; {right}')
+    if not (path / CONFIG_FILE).exists():
+        names = {file.name for file in path.iterdir()} if path.exists() else set()
+        # Of a run killed before it wrote its config.
+        others = sorted(names - {LOCK_FILE} - temporary_files(names, CONFIG_FILE))
+        if others:
+            found = f'holds {others[0]!r} but no {CONFIG_FILE}, so it is no directory of a run'
+            raise ValueError(f'--workdir={path}: {found}; {right}')
+        _write_first(path, config)
+    older, filled = _read_config(path)
+    steady = {name: value for name, value in filled.items() if not _is_of(name, volatile)}
+    _refuse_difference(path, config, older, volatile)
+    return _note(path, steady)
+
+
+def update_config(path: str | os.PathLike, config: dict) -> None:
+    """Has config.json hold `config`, which `open_workdir` took; the caller holds the lock.
+
+    Its volatile fields change, and what an older run did not have is added.
+    """
+    file = pathlib.Path(path) / CONFIG_FILE
+    if file.read_text(encoding='utf-8') != _content(config):
+        write_atomically(file, _content(config))
+
+
+def check_config(path: str | os.PathLike, config: dict, volatile: tuple[str, ...] = ()):
+    """Raises ValueError, one line, where `path` holds no run of `config`; see `open_workdir`."""
+    _refuse_difference(pathlib.Path(path), config, _read_config(path)[0], volatile)
+
+
+def _is_of(name, fields):
+    return any(name == field or name.startswith(f'{field}.') for field in fields)
+
+
+def _refuse_difference(path, config, older, volatile):
+    wanted, stored = _flatten(_as_json(config)), _flatten(older)
+    for name in sorted(wanted.keys() | stored.keys()):
+        old, new = stored.get(name, 'absent'), wanted.get(name, 'absent')
+        if old != new and not _is_of(name, volatile):
+            found = f'{name} is {old!r} in its {CONFIG_FILE} and {new!r} in this run'
+            raise ValueError(f'--workdir={path}: {found}; use another --workdir')
+
+
+def read_config(path: str | os.PathLike) -> tuple[dict, list[str]]:
+    """The config stored in the directory of a run, as nested dicts of JSON values.
+
+    A knob that came after the run gets its value of `OLDER_RUNS`.
+
+    Returns:
+      The config, and a line for the user that names the knobs it did not hold, if any.
+
+    Raises:
+      ValueError: one line, where there is no config.json, or none that can be read.
+    """
+    config, filled = _read_config(path)
+    return config, _note(path, filled)
+
+
+def _note(path, filled):
+    knobs = ', '.join(f'{name}={value!r}' for name, value in filled.items())
+    right = 'older than these knobs, which take the values that keep its behaviour'
+    return [f'{pathlib.Path(path) / CONFIG_FILE}: {right}: {knobs}'] if filled else []
+
+
+def _read_config(path):
+    """The config, and what was filled in: value by dotted name."""
+    file = pathlib.Path(path) / CONFIG_FILE
+    try:
+        stored = json.loads(file.read_text(encoding='utf-8'))
+        version, config = stored['schema_version'], stored['config']
+    except (FileNotFoundError, NotADirectoryError):
+        right = 'must be the directory of a run of launch.train'
+        raise ValueError(f'--workdir={path}: holds no {CONFIG_FILE}; {right}') from None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        right = f'must be JSON with "schema_version" and "config" ({type(error).__name__}: {error})'
+        raise ValueError(f'{file}: unreadable; {right}') from None
+    if version != SCHEMA_VERSION or not isinstance(config, dict):
+        right = f'must be {SCHEMA_VERSION}, with a config of named fields; {_NOT_OURS}'
+        raise ValueError(f'{file}: schema_version={version!r}; {right}')
+    for name, value in unknown_knobs(config).items():
+        raise ValueError(f'{file}: {name}={value!r}: no such knob; {_NOT_OURS}')
+    model = _group(config, ['model'])
+    if model is not None and 'routing' in model:
+        for group in ('depth', 'experts'):  # they came after that of routing
+            model.setdefault(group, {})
+    filled = {}
+    for name, value in OLDER_RUNS.items():
+        *groups, knob = name.split('.')
+        group = _group(config, groups)
+        if group is not None and knob not in group:
+            group[knob] = filled[name] = value
+    return config, filled
+
+
+def _group(config, names):
+    """The group of knobs below `names`, or None: a config without it is told of by its reader."""
+    for name in names:
+        if not isinstance(config, dict) or name not in config:
+            return None
+        config = config[name]
+    return config if isinstance(config, dict) else None
+
+
+def _content(config):
+    content = {'schema_version': SCHEMA_VERSION, 'config': config}
+    return json.dumps(content, indent=2, sort_keys=True) + '\n'
+
+
+def _write_first(path, config):
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with WorkdirLock(path):
+            if not (path / CONFIG_FILE).exists():
+                write_atomically(path / CONFIG_FILE, _content(config))
+    except OSError as error:
+        right = 'must be a directory that can be written'
+        raise ValueError(f'--workdir={path}: {error.strerror}; {right}') from None
+
+
+def _as_json(config):
+    return json.loads(json.dumps(config))
+
+
+def _flatten(config, prefix=''):
+    fields = {}
+    for name, value in config.items():
+        if isinstance(value, dict):
+            fields |= _flatten(value, f'{prefix}{name}.')
+        else:
+            fields[prefix + name] = value
+    return fields
+
+
+def save_tokenizer(workdir: str | os.PathLike, hparams: Hparams, tokenizer: Tokenizer) -> None:
+    """Writes workdir/tokenizer/ unless it is there or `data.tokenizer` is bytes.
+
+    The caller holds the lock of `workdir`. Killed anywhere, the folder is whole or not there.
+
+    Raises:
+      ValueError: one line, where the folder holds another tokenizer or cannot be written.
+    """
+    if hparams.data.tokenizer == 'bytes':
+        return
+    folder = pathlib.Path(workdir) / DIRECTORY
+    if folder.exists():
+        kept = make_tokenizer(folder)
+        if kept.sha256 != tokenizer.sha256:
+            right = 'put back the one that the run began with, or use another --workdir'
+            found = f'holds {kept.name}, sha256 {kept.sha256}, and the run has {tokenizer.name}'
+            raise ValueError(f'{folder}: {found}, {tokenizer.sha256}; {right}')
+        return
+    try:
+        for left in folder.parent.glob(f'{DIRECTORY}.*.tmp'):  # of starts that were killed
+            shutil.rmtree(left)
+        temporary = folder.with_name(f'{DIRECTORY}.{socket.gethostname()}-{os.getpid()}.tmp')
+        tokenizer.save(temporary)
+        os.rename(temporary, folder)
+    except OSError as error:
+        right = 'must be a directory that can be written'
+        raise ValueError(f'--workdir={workdir}: {error.strerror}; {right}') from None
