@@ -294,8 +294,11 @@ def mixture(weights, x_TD, row, number, experts):
     weights_TZ = np.where(chosen_TZ, scores_TZ, 0)
     if experts.choice == 'token' and experts.scores == 'sigmoid':
         weights_TZ[real_T] = weights_TZ[real_T] / weights_TZ[real_T].sum(axis=-1, keepdims=True)
-    y_TD = np.zeros_like(x_TD)
-    for t, e in np.argwhere(chosen_TZ[:, : experts.num_routed]):
+    computed_TZ = chosen_TZ
+    if experts.row_capacity:  # an expert computes the first tokens of a row that chose it
+        computed_TZ = chosen_TZ & (np.cumsum(chosen_TZ, axis=0) <= experts.row_capacity)
+    y_TD = np.zeros_like(x_TD @ weights['w1']['kernel'][0] @ weights['w2']['kernel'][0])
+    for t, e in np.argwhere(computed_TZ[:, : experts.num_routed]):
         matrices = [weights[name]['kernel'][e] for name in ('w1', 'w3', 'w2')]
         y_TD[t] = y_TD[t] + experts.route_scale * weights_TZ[t, e] * swiglu(x_TD[t], *matrices)
     if 'shared' in weights:
