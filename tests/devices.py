@@ -15,10 +15,9 @@ COLLECTIVE = re.compile(
 
 def on_devices(count: int, code: str, *arguments: str):
     """Runs Python code on `count` fake devices that prints JSON in its last line; returns that."""
-    flags = f'--xla_force_host_platform_device_count={count} --xla_backend_optimization_level=0'
     environment = os.environ | {
         'PYTHONPATH': str(ROOT),
-        'XLA_FLAGS': flags,
+        'XLA_FLAGS': f'{os.environ["XLA_FLAGS"]} --xla_force_host_platform_device_count={count}',
         'NPROC': str(2 * count),  # with fewer threads JAX 0.10 may abort
     }
     command = [sys.executable, '-W', 'error', '-c', code, *arguments]

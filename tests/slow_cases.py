@@ -44,42 +44,6 @@ SLOW_CASES = {
         'test_sums_take_the_gradients_in_their_own_dtype[pallas]',
     ],
     'tests/launch/bench_test.py': ['test_attention_writes_json_and_a_picture'],
-    'tests/model/causal_layers_test.py': [
-        'test_only_the_named_layers_obey_the_rule[scan-grow]',
-    ],
-    'tests/model/causality_test.py': [
-        'test_future_tokens_change_no_bit_of_the_past[norm_predictor]',
-        'test_future_tokens_change_no_bit_of_the_past[norm_threshold]',
-        # Its gate is 1, which later tokens cannot change; its choice is the learned router's.
-        'test_future_tokens_change_no_bit_of_the_past[straight_through_aux_loss]',
-        'test_future_tokens_change_no_bit_of_the_past[straight_through_predictor]',
-        'test_future_tokens_change_no_bit_of_the_past[straight_through_threshold]',
-    ],
-    'tests/model/depth_scan_test.py': ['test_gradients_of_bfloat16_slots[float32-block]'],
-    'tests/model/documents_test.py': [
-        'test_depth_mass_of_one_text',
-        'test_one_text_or_many[mod and moda]',
-        'test_prompt_of_several_documents_is_one_text',
-    ],
-    'tests/model/experts_decoding_test.py': [
-        'test_prompt_and_steps_equal_the_full_forward[row capacity]',
-    ],
-    'tests/model/experts_models_test.py': [
-        'test_rematerialisation_keeps_the_choice[token]',
-        'test_scanned_and_rematerialised_equals_unrolled[all routed]',
-    ],
-    'tests/model/flops_test.py': [
-        'test_counted_flops_are_those_of_the_traced_step[routed_unrolled_128]',
-    ],
-    'tests/model/gpu_lowering_test.py': ['test_step_lowers[mod and moda-block]'],
-    'tests/model/initialisation_test.py': [
-        'test_selected_gates_average_about_one_in_every_layer[deep]',
-        'test_selected_gates_average_about_one_in_every_layer[post]',
-    ],
-    'tests/model/unrolled_test.py': [
-        'test_a_row_decodes_alone_as_among_others[threshold]',
-        'test_prompt_and_steps_equal_the_full_forward[position]',
-    ],
     'tests/notebooks_test.py': ['test_runs[depth_attention]'],
     'tests/training/evaluate_test.py': [
         'test_losses_of_a_mixture_are_apart_and_weighted_by_its_shares',

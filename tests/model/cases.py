@@ -1,16 +1,52 @@
-"""Small models with a depth stream for tests, drawn so that every part shows in the logits."""
+"""The table of models against which each property is tested, and how they are built and run.
+
+Every property has a file of its own: decoding_test, causality_test, scan_test, flops_test,
+oracle_test. A model that a property runs in `make test` is named there; `make test-all` runs all.
+"""
+
+import functools
+from typing import NamedTuple
 
 import jax
 import numpy as np
+import pytest
 
-from moddepth_jax.hparams import from_config
+from moddepth_jax.hparams import Hparams, from_config
 from moddepth_jax.model.transformer import Transformer
 
+# Knobs, merged with |.
 MODA = {'model.depth.stream': 'moda'}
 ATTENTION = {'model.depth.stream': 'attention'}
-DENSE = {'model.depth.stream': 'dense', 'model.layer_loop': 'unrolled'}
-AVERAGE = DENSE | {'model.depth.stream': 'average'}
+UNROLLED = {'model.layer_loop': 'unrolled'}
+DENSE = UNROLLED | {'model.depth.stream': 'dense'}
+AVERAGE = UNROLLED | {'model.depth.stream': 'average'}
+MASKED = {'model.depth.skipped_slots': 'masked'}
+OWN_SLOT = {'model.depth.attention_slot_projection': True}
+BLOCK_SLOT, ATTENTION_SLOT = ({'model.depth.slots': slots} for slots in ('block', 'attention'))
+UNROTATED = {'model.depth.slot_keys': 'unrotated'}
+NEWEST = {'model.depth.slot_window': 2}
+POST, REORDERED = ({'model.norm_placement': place} for place in ('post', 'reordered'))
+HEAD_NORM, FULL_NORM = ({'model.qk_norm': norm} for norm in ('head', 'full'))
+WINDOWS = {'model.windows': (3, 0)}
+TIED = {'model.tie_embeddings': True}
 ROUTED = {'model.routing.router': 'learned', 'model.routing.capacity': 0.25}
+HALF_ROUTED = ROUTED | {'model.routing.capacity': 0.5, 'model.routing.causal_rule': 'aux_loss'}
+GROWS = {'model.routing.overflow': 'grow'}
+ROOMY = {'model.routing.cache_capacity': 2.0}  # no token is dropped
+TWO = {'model.routing.layers': '1,2'}
+
+
+def routed_by(router, rule, **more):
+    """Knobs of a router and its causal rule."""
+    return ROUTED | {'model.routing.router': router, 'model.routing.causal_rule': rule} | more
+
+
+def experts(**knobs):
+    """Knobs of model.experts: 5 experts of width 8, top-2 by token, and those that are given."""
+    knobs = {'choice': 'token', 'num_routed': 5, 'top_k': 2, 'd_ff': 8} | knobs
+    return {f'model.experts.{name}': value for name, value in knobs.items()}
+
+
 SMALL = {
     'model.num_layers': 4,
     'model.vocab_size': 32,
@@ -19,10 +55,71 @@ SMALL = {
     'model.head_dim': 4,
     'model.routing.predictor_width': 4,
 }
-# Compiles in half the time; JAX 0.12 does not know the second option.
-FAST = {'xla_backend_optimization_level': 0}
-if jax.__version_info__ < (0, 11):
-    FAST['xla_cpu_use_fusion_emitters'] = False
+BATCH, LENGTH = 3, 16
+# Three layers, of which the middle one is routed if any is: it reads slots, and its own are read.
+SIZES = {
+    'model.num_layers': 3,
+    'model.vocab_size': 2 * BATCH * LENGTH,
+    'model.routing.layers': '1',
+    'data.sequence_length': LENGTH,
+}
+# Every place of every row has a token of its own, so that its row of the embedding is its input.
+TOKENS_BT = np.random.default_rng(1).permutation(BATCH * LENGTH).reshape(BATCH, LENGTH)
+OTHER_BT = TOKENS_BT + BATCH * LENGTH
+
+# name: (knobs, the routing under which the model is causal)
+CASES = {
+    'dense': (WINDOWS, 'dense'),
+    'predictor': (routed_by('learned', 'predictor') | TWO | HEAD_NORM, 'predictor'),
+    'aux_loss': (routed_by('learned', 'aux_loss') | WINDOWS | TIED, 'aux_loss'),
+    'aux_loss grows': (routed_by('learned', 'aux_loss') | GROWS, 'aux_loss'),
+    'threshold': (routed_by('learned', 'threshold') | TWO | HEAD_NORM, 'threshold'),
+    'dense rule': (routed_by('learned', 'dense'), 'dense'),
+    'norm threshold grows': (routed_by('norm', 'threshold') | TWO | GROWS, 'threshold'),
+    'norm dense': (routed_by('norm', 'dense') | POST, 'dense'),
+    'norm predictor': (routed_by('norm', 'predictor'), 'predictor'),
+    'random': (routed_by('random', 'threshold') | UNROLLED, 'threshold'),
+    'position': (routed_by('position', 'threshold') | REORDERED, 'threshold'),
+    'straight through, threshold': (
+        routed_by('straight_through', 'threshold') | GROWS,
+        'threshold',
+    ),
+    'straight through, predictor': (routed_by('straight_through', 'predictor'), 'predictor'),
+    'straight through, aux_loss': (routed_by('straight_through', 'aux_loss'), 'aux_loss'),
+    'dense stream': (DENSE | ROUTED | ROOMY, 'predictor'),
+    'average stream': (AVERAGE | ROUTED | ROOMY | WINDOWS, 'predictor'),
+    'attention stream': (ATTENTION | ROUTED | ROOMY | NEWEST, 'predictor'),
+    'moda': (MODA | POST | FULL_NORM | NEWEST, 'dense'),
+    'moda unrotated': (MODA | UNROTATED | HEAD_NORM | WINDOWS, 'dense'),
+    'moda attention slots': (MODA | ATTENTION_SLOT | REORDERED, 'dense'),
+    'mod and moda': (MODA | ROUTED | ROOMY | UNROTATED | HEAD_NORM, 'predictor'),
+    'mod and moda, own slots': (MODA | ROUTED | ROOMY | OWN_SLOT | POST, 'predictor'),
+    'mod and moda, block slots': (MODA | ROUTED | ROOMY | BLOCK_SLOT, 'predictor'),
+    'mod and moda grows': (MODA | ROUTED | GROWS, 'predictor'),
+    'masked': (MODA | ROUTED | ROOMY | MASKED | OWN_SLOT | FULL_NORM | REORDERED, 'predictor'),
+    'masked, block slots': (
+        MODA | ROUTED | ROOMY | MASKED | BLOCK_SLOT | UNROTATED | HEAD_NORM,
+        'predictor',
+    ),
+    'experts': (experts(layers='every:2', product='ragged_dot'), 'dense'),
+    'integrated': (experts(num_noop=3, num_shared=0, scores='sigmoid') | POST, 'dense'),
+    'row capacity': (experts(num_routed=3, row_capacity=3) | REORDERED, 'dense'),
+    'row capacity and moda': (experts(num_routed=3, row_capacity=3) | MODA | BLOCK_SLOT, 'dense'),
+    'experts choose': (experts(choice='expert'), 'threshold'),
+    'staged': (experts(num_noop=2) | HALF_ROUTED | ROOMY | MODA, 'aux_loss'),
+    'staged, experts choose': (experts(choice='expert') | HALF_ROUTED | ROOMY, 'aux_loss'),
+}
+EXPERTS = [name for name, (knobs, _) in CASES.items() if 'model.experts.choice' in knobs]
+# A program as it is compiled for users. tests/conftest.py compiles all others with less effort.
+OPTIMIZED = {'xla_backend_optimization_level': 3}
+if jax.__version_info__ < (0, 11):  # later versions have no such option
+    OPTIMIZED['xla_cpu_use_fusion_emitters'] = True
+
+
+def parameters(fast, names=CASES):
+    """Names as pytest parameters; those that are not in `fast` are marked slow."""
+    slow = pytest.mark.slow
+    return [name if name in fast else pytest.param(name, marks=slow) for name in names]
 
 
 def small_hparams(make_config, *knobs):
@@ -33,170 +130,71 @@ def small_hparams(make_config, *knobs):
     return from_config(make_config(**merged))
 
 
-def random_variables(hparams, tokens_BT, seed=0):
-    """Variables of a Transformer in its dtype, so large that activations are about 1."""
-    rng = np.random.default_rng(seed)
-    shapes = jax.eval_shape(Transformer(hparams).init, jax.random.key(0), tokens_BT)
-
-    def draw(path, leaf):
-        name = path[-1].key
-        spread = {'embedding': 1.0, 'scale': 0.2, 'kernel': 0.3, 'w': 0.3}.get(name, 0.2)
-        values = float(name == 'scale') + spread * rng.normal(size=leaf.shape)
-        return values.astype(leaf.dtype if hparams.model.dtype != 'float64' else np.float64)
-
-    return jax.tree_util.tree_map_with_path(draw, shapes)
-
-
-def compiled(function, *arguments):
-    """`function`, compiled quickly for such arguments."""
-    return jax.jit(function).lower(*arguments).compile(compiler_options=FAST)
-
-
-def experts(**knobs):
-    """Knobs of model.experts: 5 experts of width 8, top-2 by token, and those that are given."""
-    knobs = {'choice': 'token', 'num_routed': 5, 'top_k': 2, 'd_ff': 8} | knobs
-    return {f'model.experts.{name}': value for name, value in knobs.items()}
-
-
-def small_experts(make_config, *others, **knobs):
-    """Hparams of a small model with these experts, and with other dicts of knobs."""
-    return small_hparams(make_config, experts(**knobs), *others)
-
-
-def scored(params, x_BTD, form):
-    """Scores of all experts, in float64."""
-    logits_BTZ = np.asarray(x_BTD, float) @ np.asarray(params['router']['kernel'], float)
-    if form == 'sigmoid':
-        return 1 / (1 + np.exp(-logits_BTZ))
-    powers_BTZ = np.exp(logits_BTZ - logits_BTZ.max(-1, keepdims=True))
-    return powers_BTZ / powers_BTZ.sum(-1, keepdims=True)
-
-
-def pairs_of_tokens(scores_BTZ, real_BT, top_k, num_routed, capacity=0):
-    """bool [B, T, Z]: what each token chooses, the lower number of equals; and what is computed.
-
-    An expert computes the first `capacity` tokens of a row that chose it (0: all).
-    """
-    chosen_BTZ = np.zeros(scores_BTZ.shape, bool)
-    computed_BTZ = np.zeros(scores_BTZ.shape, bool)
-    for b in range(len(scores_BTZ)):
-        met = [0] * scores_BTZ.shape[2]
-        for t in np.flatnonzero(real_BT[b]):
-            order = sorted(range(len(met)), key=lambda z, at=(b, t): (-scores_BTZ[at][z], z))
-            for z in order[:top_k]:
-                chosen_BTZ[b, t, z] = True
-                computed_BTZ[b, t, z] = z < num_routed and not 0 < capacity <= met[z]
-                met[z] += 1
-    return chosen_BTZ, computed_BTZ
-
-
-def pairs_of_experts(scores_BTE, real_BT, taken, thresholds_E=None):
-    """bool [B, T, E]: the `taken` best real tokens of each row, the earlier of equals; or above."""
-    if thresholds_E is not None:
-        return (scores_BTE > np.asarray(thresholds_E, float)) & real_BT[..., None]
-    pairs_BTE = np.zeros(scores_BTE.shape, bool)
-    for b, e in np.ndindex(scores_BTE.shape[0], scores_BTE.shape[2]):
-        tokens = sorted(np.flatnonzero(real_BT[b]), key=lambda t, at=b: (-scores_BTE[at, t, e], t))
-        pairs_BTE[b, tokens[:taken], e] = True
-    return pairs_BTE
-
-
-def looped(params, x_BTD, real_BT, chosen_BTZ, computed_BTZ, hparams):
-    """shared(x) + sum of weight f_e(x) over `computed`, and the sum of real tokens' scores.
-
-    In NumPy, each expert for every token; of parameters and tokens that may be complex.
-    """
-
-    def swiglu(w1_DF, w3_DF, w2_FD):
-        gate_BTF = x_BTD @ w1_DF
-        return (gate_BTF / (1 + np.exp(-gate_BTF)) * (x_BTD @ w3_DF)) @ w2_FD
-
-    logits_BTZ = x_BTD @ params['router']['kernel']
-    if hparams.scores == 'softmax':
-        scores_BTZ = np.exp(logits_BTZ) / np.exp(logits_BTZ).sum(-1, keepdims=True)
-    else:
-        scores_BTZ = 1 / (1 + np.exp(-logits_BTZ))
-    weight_BTZ = scores_BTZ
-    if hparams.choice == 'token' and hparams.scores == 'sigmoid':
-        total_BT1 = np.where(chosen_BTZ, scores_BTZ, 0).sum(-1, keepdims=True)
-        weight_BTZ = scores_BTZ / np.where(chosen_BTZ.any(-1, keepdims=True), total_BT1, 1)
-    y_BTD = np.zeros_like(x_BTD @ params['w1']['kernel'][0] @ params['w2']['kernel'][0])
-    for e in range(hparams.num_routed):
-        weight_BT = np.where(computed_BTZ[..., e], weight_BTZ[..., e], 0) * hparams.route_scale
-        matrices = (params[name]['kernel'][e] for name in ('w1', 'w3', 'w2'))
-        y_BTD = y_BTD + weight_BT[..., None] * swiglu(*matrices)
-    if 'shared' in params:
-        matrices = (params['shared'][name]['kernel'] for name in ('w1', 'w3', 'w2'))
-        y_BTD = y_BTD + swiglu(*matrices)
-    return y_BTD, np.where(real_BT[..., None], scores_BTZ, 0).sum((0, 1))
-
-
-def slope(function, arrays, path, along):
-    """d function / d arrays[path] along a direction, exact to rounding: one complex step."""
-
-    def step(at, leaf):
-        return leaf + 1e-100j * along if at == path else leaf
-
-    return function(*jax.tree_util.tree_map_with_path(step, arrays)).imag / 1e-100
-
-
-def drawn_like(shapes, seed=0, dtype=np.float32):
+def random_like(shapes, seed=0, dtype=None):
     """Arrays of these shapes, so large that every part matters; scales of norms about 1."""
     rng = np.random.default_rng(seed)
 
     def draw(path, leaf):
         name = path[-1].key
         spread = {'embedding': 1.0, 'scale': 0.2, 'kernel': 0.3, 'w': 0.3}.get(name, 0.2)
-        return (float(name == 'scale') + spread * rng.normal(size=leaf.shape)).astype(dtype)
+        values = float(name == 'scale') + spread * rng.normal(size=leaf.shape)
+        if name == 'expert_thresholds_XE':  # some tokens pass them
+            values = 0.2 + 0.05 * values
+        return values.astype(dtype or leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(draw, shapes)
 
 
-def idle_router(width, num_choices, seed=4):
-    """Router kernel [D, Z] by which the last four experts hold the two highest scores of all but 0.
+def random_variables(hparams, tokens_BT, seed=0):
+    """Variables of a Transformer in its dtype, so large that activations are about 1."""
+    shapes = jax.eval_shape(Transformer(hparams).init, jax.random.key(0), tokens_BT)
+    return random_like(shapes, seed, 'float64' if hparams.model.dtype == 'float64' else None)
 
-    Beside a little noise their logits are v, -v, 2v and -2v, those of the others none.
+
+class Model(NamedTuple):
+    """A model of CASES with weights that matter, and its compiled causal forward pass."""
+
+    hparams: Hparams
+    variables: dict
+    routing: str
+    apply: object
+
+    def __call__(self, tokens_BT=TOKENS_BT, segment_ids_BT=None):
+        """Logits, and the records, in NumPy."""
+        if segment_ids_BT is None:
+            segment_ids_BT = np.ones_like(tokens_BT)
+        return jax.device_get(self.apply(self.variables, tokens_BT, segment_ids_BT))
+
+
+@functools.cache
+def build(make_config, name, routing=None, options=()):
+    """The Model of a case, compiled once in a session.
+
+    About 40% of the tokens are selected by thresholds and predictors. `routing`: another than the
+    causal one. `options`: of the compiler, as a tuple of items.
     """
-    rng = np.random.default_rng(seed)
-    kernel_DZ = 0.001 * rng.normal(size=(width, num_choices))
-    kernel_DZ[:, -4:] += rng.normal(size=(width, 1)) * np.array([1, -1, 2, -2])
-    return kernel_DZ.astype(np.float32)
+    knobs, causal = CASES[name]
+    hparams = small_hparams(make_config, SIZES, knobs)
+    apply = functools.partial(Transformer(hparams).apply, routing=routing or causal)
+    apply = jax.jit(apply, compiler_options=dict(options))
+    model = Model(hparams, random_variables(hparams, TOKENS_BT), routing or causal, apply)
+    if causal == 'threshold' and hparams.model.tracks_threshold:
+        thresholds_R = model.variables['averages']['thresholds_R']
+        for layer in range(len(thresholds_R)):  # each changes the stream of the next
+            thresholds_R[layer] = np.quantile(model()[1].routing.scores_BT[layer], 0.61)
+    if causal == 'predictor':
+        excess = np.quantile(model()[1].routing.rule_logits_BT, 0.61)
+        for run in model.variables['params']['stack'].values():
+            for layer in run.values():
+                if 'predictor' in layer:
+                    layer['predictor']['out']['bias'] -= excess
+    return model
 
 
-def two_layer_hparams(make_config, knobs, **more):
-    """Hparams of two layers, the second routed if any is; rows of 12 tokens out of 48."""
-    sizes = {'model.vocab_size': 48, 'model.num_layers': 2, 'data.sequence_length': 12}
-    return small_hparams(make_config, sizes, {'model.routing.layers': '1'}, knobs, more)
-
-
-# Models that are causal under a rule, and that rule; half of the tokens enter their routed blocks.
-HALF_ROUTED = {
-    'model.routing.router': 'learned',
-    'model.routing.capacity': 0.5,
-    'model.routing.causal_rule': 'aux_loss',
-}
-EXPERT_MODELS_MODA = {'model.depth.stream': 'moda'}
-POST, REORDERED = ({'model.norm_placement': place} for place in ('post', 'reordered'))
-CAUSAL = {
-    'token': (experts(layers='every:2'), 'dense'),
-    'integrated': (experts(num_noop=3, num_shared=0, scores='sigmoid') | POST, 'dense'),
-    'row capacity': (experts(num_routed=3, row_capacity=3) | REORDERED, 'dense'),
-    'thresholds': (experts(choice='expert'), 'threshold'),
-    'staged': (experts(num_noop=2) | HALF_ROUTED | EXPERT_MODELS_MODA, 'aux_loss'),
-    'staged thresholds': (experts(choice='expert') | HALF_ROUTED, 'aux_loss'),
-    'capacity with slots': (
-        experts(num_routed=3, row_capacity=3) | EXPERT_MODELS_MODA | {'model.depth.slots': 'block'},
-        'dense',
-    ),
-}
-
-
-def random_variables_with_thresholds(hparams, tokens_BT, seed=0):
-    """Variables of a Transformer; some tokens pass the thresholds of its experts."""
-    model = Transformer(hparams)
-    shapes = jax.eval_shape(model.init, jax.random.key(0), tokens_BT)
-    variables = drawn_like(shapes, seed, hparams.model.dtype)
-    thresholds_XE = variables.get('averages', {}).get('expert_thresholds_XE')
-    if thresholds_XE is not None:
-        thresholds_XE[:] = 0.2 + 0.05 * thresholds_XE
-    return variables
+def equations(jaxpr):
+    """Yields the equations of a jaxpr and of every one inside it."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for value in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, 'eqns')):
+            if hasattr(value, 'eqns'):
+                yield from equations(getattr(value, 'jaxpr', value))

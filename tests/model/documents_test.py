@@ -1,4 +1,4 @@
-"""Packed documents: apart, or one text to attention and routing (`model.across_documents`)."""
+"""Packed documents: apart bit for bit, or one text (`model.across_documents`)."""
 
 import jax
 import numpy as np
@@ -8,58 +8,135 @@ from moddepth_jax.analysis.depth_mass import depth_mass
 from moddepth_jax.model import attention
 from moddepth_jax.model.decoding import prefill, unroll
 from moddepth_jax.model.transformer import Transformer
-from tests.model.cases import MODA, ROUTED, random_variables, small_hparams
+from tests.model.cases import (
+    AVERAGE,
+    LENGTH,
+    MODA,
+    OTHER_BT,
+    ROUTED,
+    SIZES,
+    TOKENS_BT,
+    random_variables,
+    small_hparams,
+)
 
-LENGTH = 12
-RNG = np.random.default_rng(3)
-TOKENS_BT = RNG.integers(0, 32, (2, LENGTH)).astype(np.int32)
-PACKED_BT = np.array([[1] * 5 + [2] * 7, [1] * 3 + [2] * 6 + [0] * 3])
+PACKED_BT = np.tile(np.repeat([1, 2, 3, 0], [5, 4, 5, 2]), (len(TOKENS_BT), 1))
 ONE_BT = (PACKED_BT > 0).astype(np.int32)
+BY_SEGMENT = ROUTED | {'model.routing.select_per': 'segment', 'model.routing.capacity': 0.5}
 ACROSS = {'model.across_documents': True}
-KINDS = {'dense': {}, 'mod and moda': MODA | ROUTED | {'model.routing.select_per': 'segment'}}
 
 
-def logits_of(hparams, variables, segments_BT):
-    logits_BTV, _ = jax.jit(Transformer(hparams).apply)(variables, TOKENS_BT, segments_BT)
-    return np.where(ONE_BT[:, :, None], logits_BTV, 0)
+def runner(make_config, *knobs, routing='top_c'):
+    """(hparams, variables, a jitted tokens, segments -> logits, records)."""
+    hparams = small_hparams(make_config, SIZES, *knobs)
+    variables, model = random_variables(hparams, TOKENS_BT), Transformer(hparams)
+    run = jax.jit(lambda *inputs: model.apply(variables, *inputs, routing=routing))
+    return hparams, variables, lambda *inputs: jax.device_get(run(*inputs))
 
 
-@pytest.mark.parametrize('kind', KINDS)
-def test_one_text_or_many(kind, tiny_config, monkeypatch):
-    """Across documents a row is one text, and its attention is told of no segments."""
-    apart, across = (small_hparams(tiny_config, KINDS[kind], how) for how in ({}, ACROSS))
-    variables = random_variables(apart, TOKENS_BT)
-    one, many = (logits_of(apart, variables, segments) for segments in (ONE_BT, PACKED_BT))
-    assert np.abs(one - many).max() > 0.1
-    told = []
+def changed(one_BTV, other_BTV):
+    """bool [B, T]: places whose logits differ."""
+    return (one_BTV != other_BTV).any(-1)
 
-    def kernel(*given, **named):
-        told.append(named['segment_ids_BT'])
-        return depth_attention(*given, **named)
+
+@pytest.mark.parametrize(
+    'knobs',
+    [{}, BY_SEGMENT, MODA, MODA | BY_SEGMENT, AVERAGE],
+    ids=['dense', 'selected by segment', 'moda', 'moda selected by segment', 'average stream'],
+)
+def test_packed_documents_are_isolated(knobs, tiny_config):
+    """A document's logits keep their bits when the others of its row change.
+
+    By top-C this holds where it selects per segment.
+    """
+    _, _, run = runner(tiny_config, knobs)
+    logits_BTV, _ = run(TOKENS_BT, PACKED_BT)
+    for document in (1, 2, 3):
+        inside_BT = PACKED_BT == document
+        other_BTV, _ = run(np.where(inside_BT, TOKENS_BT, OTHER_BT), PACKED_BT)
+        np.testing.assert_array_equal(changed(logits_BTV, other_BTV), ~inside_BT)
+
+
+@pytest.fixture(scope='module')
+def roomy(tiny_config):
+    """A routed model under its predictor, whose cache holds all tokens."""
+    return runner(tiny_config, ROUTED | {'model.routing.cache_capacity': 4.0}, routing='predictor')[
+        2
+    ]
+
+
+def test_packed_documents_under_a_rule_share_places_alone(roomy):
+    """Later documents change no bit of a document; earlier ones no choice where none is dropped.
+
+    They do move its tokens among those of the block, and so the last bits of its sums.
+    """
+    logits_BTV, records = roomy(TOKENS_BT, PACKED_BT)
+    assert not records.routing.dropped_BT.any()
+    for document in (1, 2, 3):
+        inside_BT = PACKED_BT == document
+        other_BTV, other = roomy(np.where(inside_BT, TOKENS_BT, OTHER_BT), PACKED_BT)
+        np.testing.assert_array_equal(
+            other.routing.selected_BT[:, inside_BT], records.routing.selected_BT[:, inside_BT]
+        )
+        assert changed(logits_BTV, other_BTV)[~inside_BT].all()
+        atol = 1e-5 * np.abs(logits_BTV).max()
+        np.testing.assert_allclose(other_BTV[inside_BT], logits_BTV[inside_BT], rtol=0, atol=atol)
+        later_BTV, _ = roomy(np.where(PACKED_BT > document, OTHER_BT, TOKENS_BT), PACKED_BT)
+        assert not changed(logits_BTV, later_BTV)[inside_BT].any()
+
+
+@pytest.mark.parametrize('name', ['dense', 'roomy'])
+def test_a_packed_document_is_as_it_is_alone(name, roomy, tiny_config):
+    """Its logits are those of a row that holds nothing else, and not those of one long text."""
+    run = roomy if name == 'roomy' else runner(tiny_config)[2]
+    logits_BTV, _ = run(TOKENS_BT, PACKED_BT)
+    first_four_BT = np.broadcast_to(np.arange(LENGTH) < 4, TOKENS_BT.shape).astype(np.int32)
+    alone_BTV, _ = run(np.roll(TOKENS_BT, -5, axis=1), first_four_BT)
+    np.testing.assert_allclose(alone_BTV[:, :4], logits_BTV[:, 5:9], rtol=0, atol=1e-4)
+    unpacked_BTV, _ = run(TOKENS_BT, np.ones_like(PACKED_BT))
+    assert changed(logits_BTV, unpacked_BTV)[:, 5:9].all()
+
+
+@pytest.mark.parametrize(
+    'knobs',
+    [{}, pytest.param(MODA | BY_SEGMENT, marks=pytest.mark.slow)],
+    ids=['dense', 'mod and moda'],
+)
+def test_across_documents_a_row_is_one_text(knobs, tiny_config, monkeypatch):
+    """The logits are those of one document, and attention is given no segments."""
+    _, _, apart = runner(tiny_config, knobs)
+    one, many = (apart(TOKENS_BT, segments)[0] for segments in (ONE_BT, PACKED_BT))
+    assert np.abs(one - many)[ONE_BT > 0].max() > 0.1
+    given = []
+
+    def kernel(*arrays, **named):
+        given.append(named['segment_ids_BT'])
+        return depth_attention(*arrays, **named)
 
     depth_attention = attention.depth_attention
     monkeypatch.setattr(attention, 'depth_attention', kernel)
-    np.testing.assert_allclose(logits_of(across, variables, PACKED_BT), one, rtol=0, atol=1e-5)
-    assert told and all(segments is None for segments in told)
+    found = runner(tiny_config, knobs, ACROSS)[2](TOKENS_BT, PACKED_BT)[0]
+    np.testing.assert_allclose(found[ONE_BT > 0], one[ONE_BT > 0], rtol=0, atol=1e-5)
+    assert given and all(segments is None for segments in given)
 
 
+@pytest.mark.slow
 def test_prompt_of_several_documents_is_one_text(tiny_config):
     """The last logits of a prompt are the full forward's, and what comes is in its document."""
-    hparams = small_hparams(tiny_config, ACROSS)
-    variables = random_variables(hparams, TOKENS_BT)
-    full_BTV = logits_of(hparams, variables, PACKED_BT)
+    hparams, variables, run = runner(tiny_config, ACROSS)
+    full_BTV, _ = run(TOKENS_BT, PACKED_BT)
     options = {'hparams': hparams, 'routing': 'dense', 'slots': LENGTH, 'routed_capacity': None}
     unrolled = unroll(variables, hparams, 'dense')
     logits_BV, cache = prefill(unrolled, TOKENS_BT, PACKED_BT, **options)
-    last_B = ONE_BT.sum(axis=1) - 1
-    np.testing.assert_allclose(logits_BV, full_BTV[[0, 1], last_B], rtol=0, atol=1e-5)
+    last_BV = full_BTV[:, ONE_BT[0].sum() - 1]
+    np.testing.assert_allclose(logits_BV, last_BV, rtol=0, atol=1e-5)
     assert not cache.documents_B.any()
 
 
+@pytest.mark.slow
 def test_depth_mass_of_one_text(tiny_config):
     """Documents of a row share the first token of the first."""
-    hparams = small_hparams(tiny_config, ACROSS, MODA | ROUTED)
-    variables = random_variables(hparams, TOKENS_BT)
+    hparams, variables, _ = runner(tiny_config, ACROSS, MODA | ROUTED)
     batches = ({'tokens_BT': TOKENS_BT, 'segment_ids_BT': ids} for ids in (PACKED_BT, ONE_BT))
     masses = [depth_mass(variables, hparams, batch, 'top_c') for batch in batches]
     np.testing.assert_array_equal(masses[0].first_token_L, masses[1].first_token_L)

@@ -1,4 +1,6 @@
-"""Experts are a dense loop over all of them; padding and experts that do nothing add nothing."""
+"""Experts: who chooses whom, and that they are a loop over all of them, in float64."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -7,27 +9,123 @@ import pytest
 
 from moddepth_jax.model.attention import TokenInfo
 from moddepth_jax.model.block import Block
-from moddepth_jax.model.moe.experts import Experts, ExpertState, routed_mlp
-from tests.model.cases import (
-    FAST,
-    drawn_like,
-    idle_router,
-    looped,
-    pairs_of_experts,
-    pairs_of_tokens,
-    scored,
-    slope,
-    small_experts,
+from moddepth_jax.model.kv_cache import LayerCache
+from moddepth_jax.model.mod.mixture_of_depths import MixtureOfDepths, RoutingArgs
+from moddepth_jax.model.moe import experts as experts_module
+from moddepth_jax.model.moe.experts import (
+    Experts,
+    ExpertState,
+    experts_choose,
+    normalize_weights,
+    routed_mlp,
+    tokens_choose,
 )
+from tests.model import oracle
+from tests.model.cases import HALF_ROUTED, experts, parameters, random_like, small_hparams
 
 LENGTH, WIDTH = 8, 16
 # A row of one document, one packed, one with padding, one with a single token, one with none.
 SEGMENTS = np.array([[1] * 8, [1] * 3 + [2] * 5, [1] * 5 + [0] * 3, [1] + [0] * 7, [0] * 8])
 REAL = SEGMENTS > 0
+POSITIONS = np.tile(np.arange(LENGTH), (5, 1))
+
+
+def hparams_of(make_config, **knobs):
+    """Hparams of a small model with these experts."""
+    return small_hparams(make_config, experts(**knobs)).model
+
+
+def test_ties_go_to_the_lower_number(tiny_config):
+    """All equal: experts 0 and 1; of two equal pairs the two best, then the earlier; by both."""
+    hparams = hparams_of(tiny_config, num_routed=3, num_noop=1).experts
+    scores_BTZ = np.array([[[1, 1, 1, 1], [1, 2, 1, 2], [0, 1, 3, 1], [5, 5, 6, 6]]], np.float32)
+    choice = tokens_choose(hparams, scores_BTZ, np.ones((1, 4), bool), None)
+    np.testing.assert_array_equal(np.sort(choice.expert_BTk[0]), [[0, 1], [1, 3], [1, 2], [2, 3]])
+    hparams = hparams_of(tiny_config, choice='expert', num_routed=2, top_k=1).experts
+    scores_BTE = np.zeros((2, 6, 2), np.float32)
+    scores_BTE[0, :, 0], scores_BTE[1, :, 1] = [1, 3, 2, 3, 2, 2], [-0.0, 0, -0.0, 0, 0, -1]
+    choice = experts_choose(hparams, scores_BTE, np.ones((2, 6), bool), None)
+    taken = [[np.flatnonzero(choice.chosen_BTZ[b, :, e]) for e in (0, 1)] for b in (0, 1)]
+    np.testing.assert_array_equal(taken, [[[1, 2, 3], [0, 1, 2]], [[0, 1, 2], [0, 1, 2]]])
+
+
+def test_weights_of_the_chosen(tiny_config):
+    """Softmax scores stay as they are; sigmoids are divided by the sum of all that was chosen."""
+    scores_BTZ = np.array([[[0.1, 0.4, 0.2, 0.3]]], np.float32)
+    for form, expected in (('softmax', [0.4, 0.3]), ('sigmoid', [4 / 7, 3 / 7])):
+        knobs = {'num_routed': 3, 'num_noop': 1, 'scores': form, 'route_scale': 7.0}
+        hparams = hparams_of(tiny_config, **knobs).experts
+        choice = tokens_choose(hparams, scores_BTZ, np.ones((1, 1), bool), None)
+        np.testing.assert_array_equal(choice.expert_BTk, [[[1, 3]]])
+        np.testing.assert_allclose(choice.weight_BTk, [[expected]], rtol=1e-6)
+
+
+def test_weights_of_tiny_scores():
+    """The gradient of a share is that of a softmax over logits, down to scores that underflow."""
+    for logit, share in ((0.0, 0.5), (-60.0, 0.5), (-85.0, 0.5), (-200.0, 0.0)):
+        logits_BTk = jnp.full((1, 1, 2), logit)
+        first = jax.value_and_grad(lambda x: normalize_weights(jax.nn.sigmoid(x))[0, 0, 0])
+        value, slope_BTk = first(logits_BTk)
+        rest = share * (1 - share) * jax.nn.sigmoid(-logit)
+        np.testing.assert_allclose(value, share)
+        np.testing.assert_allclose(slope_BTk[0, 0], [rest, -rest], rtol=1e-5)
+
+
+def test_experts_take_the_best_of_each_row(tiny_config):
+    """Exactly C, or all real tokens where there are fewer, whatever the other rows hold."""
+    hparams = hparams_of(tiny_config, choice='expert').experts
+    scores_BTE = np.random.default_rng(0).normal(size=(*SEGMENTS.shape, 5)).astype(np.float32)
+    scores_BTE[~REAL] = 9
+    choose = functools.partial(experts_choose, hparams, real_BT=REAL, thresholds_E=None)
+    choose = jax.jit(choose)
+    choice = choose(scores_BTE)
+    expected_BTE = [
+        oracle.choose(*row, hparams, None) for row in zip(scores_BTE, REAL, strict=True)
+    ]
+    np.testing.assert_array_equal(choice.chosen_BTZ, expected_BTE)
+    # 2 x 8 / 5 of a full row.
+    np.testing.assert_array_equal(choice.chosen_BTZ.sum(1), [[3] * 5] * 3 + [[1] * 5, [0] * 5])
+    lowest_BE = np.where(expected_BTE, scores_BTE, np.inf).min(1)
+    np.testing.assert_allclose(choice.lowest_E, lowest_BE[:4].sum(0), rtol=1e-5)
+    other_BTE = np.random.default_rng(1).normal(size=scores_BTE.shape).astype(np.float32)
+    other_BTE[1] = scores_BTE[1]
+    np.testing.assert_array_equal(choose(other_BTE).chosen_BTZ[1], choice.chosen_BTZ[1])
+
+
+def test_a_score_that_equals_the_threshold_is_not_taken(tiny_config):
+    """Only scores above it are, each expert by its own; padding never."""
+    hparams = hparams_of(tiny_config, choice='expert', num_routed=2).experts
+    scores_BTE = np.array([[[0.5, 0.5], [0.25, 0.75], [0.5001, 0.1], [0.9, 0.9]]], np.float32)
+    real_BT = np.array([[True, True, True, False]])
+    choice = experts_choose(hparams, scores_BTE, real_BT, np.array([0.5, 0.1], np.float32))
+    np.testing.assert_array_equal(
+        choice.chosen_BTZ, [[[False, True], [False, True], [True, False], [False, False]]]
+    )
+    assert choice.lowest_E is None
+
+
+def test_row_capacity_is_a_causal_count(tiny_config):
+    """The first of each row, whatever their documents; earlier counts go on; others are dropped."""
+    hparams = hparams_of(tiny_config, num_routed=2, top_k=1, row_capacity=2).experts
+    first = np.array([[0, 0, 1, 0, 0, 1, 1, 1], [1, 1, 1, 0, 0, 0, 0, 0]])
+    scores_BTZ = np.where(first[..., None] == np.arange(2), 2.0, 1.0).astype(np.float32)
+    real_BT = np.ones(first.shape, bool)
+    real_BT[1, 0] = False
+    for taken_BE, expected in (
+        (None, [[0, 0, 1, 2, 2, 1, 2, 2], [2, 1, 1, 0, 0, 2, 2, 2]]),
+        (np.array([[1, 0], [0, 5]]), [[0, 2, 1, 2, 2, 1, 2, 2], [2, 2, 2, 0, 0, 2, 2, 2]]),
+    ):
+        choice = tokens_choose(hparams, scores_BTZ, real_BT, taken_BE)
+        np.testing.assert_array_equal(choice.expert_BTk[..., 0], expected)
+        assert choice.dropped == (np.array(expected) == 2).sum() - 1
+        np.testing.assert_array_equal(choice.chosen_BTZ.sum(1), [[4, 4], [5, 2]])
+        assert choice.most == 4
+
+
 CASES = {
     'softmax': {'route_scale': 2.5},
     'top one': {'top_k': 1, 'num_noop': 2, 'num_shared': 0},
-    'noop sigmoid': {
+    'no-op, sigmoid': {
         'num_routed': 3,
         'num_noop': 2,
         'top_k': 3,
@@ -42,22 +140,18 @@ CASES = {
     'experts choose by sigmoid': {'choice': 'expert', 'scores': 'sigmoid', 'num_shared': 0},
     'thresholds': {'choice': 'expert', 'num_routed': 4, 'route_scale': 0.5},
 }
-THRESHOLDS = np.array([0.15, 0.25, 0.35, 0.9], np.float32)  # nothing passes the last one
-
-
-def jit(function):
-    return jax.jit(function, compiler_options=FAST)
+THRESHOLDS = np.array([0.15, 0.25, 0.35, 0.9], np.float32)  # nothing is above the last one
 
 
 def stream(seed=1, dtype=np.float32):
     return np.random.default_rng(seed).normal(size=(*SEGMENTS.shape, WIDTH)).astype(dtype)
 
 
-def module(hparams, ahead=True):
-    """The module and the shapes of its parameters."""
-    experts = Experts(hparams.model, ahead)
+def module(hparams, ahead=True, dtype=None):
+    """The module, and random parameters."""
+    experts = Experts(hparams, ahead)
     shapes = jax.eval_shape(experts.init, jax.random.key(0), stream(), REAL, ExpertState())
-    return experts, shapes['params']
+    return experts, random_like(shapes['params'], dtype=dtype)
 
 
 def all_on(expert, params, x_BTD):
@@ -68,186 +162,280 @@ def all_on(expert, params, x_BTD):
     return params | {'router': {'kernel': kernel_DZ}}, x_BTD
 
 
-def expected_pairs(params, x_BTD, hparams, thresholds_E):
-    """chosen_BTZ and computed_BTZ by counting."""
-    scores_BTZ = scored(params, x_BTD, hparams.scores)
-    if hparams.choice == 'token':
-        given = (hparams.top_k, hparams.num_routed, hparams.row_capacity)
-        return pairs_of_tokens(scores_BTZ, REAL, *given)
-    taken = max(1, hparams.top_k * LENGTH // hparams.num_routed)
-    pairs_BTE = pairs_of_experts(scores_BTZ, REAL, taken, thresholds_E)
-    return pairs_BTE, pairs_BTE
+def looped(params, x_BTD, hparams, thresholds_E=None):
+    """The oracle's y_BTD, and of all real tokens the sum of scores and the count of pairs."""
+    seen, thresholds = {}, {} if thresholds_E is None else {0: thresholds_E}
+    rows = [oracle.Row(*row, thresholds, seen) for row in zip(SEGMENTS, POSITIONS, strict=True)]
+    outputs = [
+        oracle.mixture(params, x_TD, row, 0, hparams) for x_TD, row in zip(x_BTD, rows, strict=True)
+    ]
+    return np.stack(outputs), np.sum(seen[0].scores, axis=0), np.sum(seen[0].chosen, axis=0)
 
 
 def check(make_config, name, product, dtype, tolerance):
-    wide = {'model.dtype': np.dtype(dtype).name}
-    hparams = small_experts(make_config, wide, **CASES[name], product=product)
-    knobs, limits = hparams.model.experts, ExpertState()
-    if name == 'thresholds':
-        limits = ExpertState(THRESHOLDS)
-    experts, shapes = module(hparams, name != 'thresholds')
-    rng = np.random.default_rng(3)
+    knobs = experts(**CASES[name], product=product) | {'model.dtype': np.dtype(dtype).name}
+    hparams = small_hparams(make_config, knobs).model
+    state = ExpertState(THRESHOLDS) if name == 'thresholds' else ExpertState()
+    layer, params = module(hparams, name != 'thresholds', dtype)
+    rng, hparams = np.random.default_rng(3), hparams.experts
     weights_BTD = rng.normal(size=(*SEGMENTS.shape, WIDTH)).astype(dtype)
-    weights_Z = rng.normal(size=knobs.num_choices).astype(dtype)
+    weights_Z = rng.normal(size=hparams.num_choices).astype(dtype)
 
     def total(given):
-        y_BTD, record, _ = experts.apply({'params': given[0]}, given[1], REAL, limits)
+        y_BTD, record, _ = layer.apply({'params': given[0]}, given[1], REAL, state)
         loss = jnp.sum(y_BTD * weights_BTD) + jnp.sum(record.scores_Z**2 * weights_Z)
         return loss, (y_BTD, record)
 
-    ours = jit(jax.grad(total, has_aux=True))
-    params, x_BTD = drawn_like(shapes, dtype=dtype), stream(dtype=dtype)
-    for given in ((params, x_BTD), all_on(knobs.num_routed - 1, params, x_BTD)):
-        chosen_BTZ, computed_BTZ = expected_pairs(*given, knobs, limits.thresholds_E)
-
-        def loop(*given, pairs=(chosen_BTZ, computed_BTZ)):
-            return looped(*given, REAL, *pairs, knobs)
-
-        def looped_total(*given, loop=loop):
-            y_BTD, scores_Z = loop(*given)
-            return np.sum(y_BTD * weights_BTD) + np.sum(scores_Z**2 * weights_Z)
-
+    ours, x_BTD = jax.jit(jax.grad(total, has_aux=True)), stream(dtype=dtype)
+    for given in ((params, x_BTD), all_on(hparams.num_routed - 1, params, x_BTD)):
         gradients, (y_BTD, record) = jax.device_get(ours(given))
-        given = jax.tree.map(np.float64, given)
-        for found, expected in zip((y_BTD, record.scores_Z), loop(*given), strict=True):
+        wide = jax.tree.map(np.float64, given)
+        expected_BTD, scores_Z, pairs_Z = looped(*wide, hparams, state.thresholds_E)
+        for found, expected in ((y_BTD, expected_BTD), (record.scores_Z, scores_Z)):
             assert np.abs(found - expected).max() <= tolerance * np.abs(expected).max()
+        np.testing.assert_array_equal(record.pairs_Z, pairs_Z)
+        assert (record.tokens, record.rows) == (REAL.sum(), REAL.any(1).sum())
+        assert (record.dropped > 0) == (hparams.row_capacity > 0)
         for path, found in jax.tree_util.tree_leaves_with_path(gradients):
             along = rng.normal(size=found.shape)
-            expected = slope(looped_total, given, path, along)
+
+            def step(at, leaf, path=path, along=along):
+                return leaf + 1e-100j * along if at == path else leaf + 0j
+
+            moved = jax.tree_util.tree_map_with_path(step, wide)
+            y_BTD, scores_Z, _ = looped(*moved, hparams, state.thresholds_E)
+            loss = np.sum(y_BTD * weights_BTD) + np.sum(scores_Z**2 * weights_Z)
             # Where the gradient is zero but for rounding, its size is that of any other.
             most = max(np.linalg.norm(found), 1e-2) * np.linalg.norm(along) / along.size**0.5
-            where = jax.tree_util.keystr(path)
-            assert np.abs(np.sum(found * along) - expected) <= tolerance * most, where
-        np.testing.assert_array_equal(record.pairs_Z, chosen_BTZ.sum((0, 1)))
-        assert (record.tokens, record.rows) == (REAL.sum(), REAL.any(1).sum())
-        lost_BTZ = chosen_BTZ & ~computed_BTZ
-        assert record.dropped == lost_BTZ[..., : knobs.num_routed].sum()
-        assert (record.dropped > 0) == (knobs.row_capacity > 0)
+            error = np.abs(np.sum(found * along) - loss.imag / 1e-100)
+            assert error <= tolerance * most, jax.tree_util.keystr(path)
     if name == 'top one':
         np.testing.assert_array_equal(record.pairs_Z, [0, 0, 0, 0, REAL.sum(), 0, 0])
     assert (record.lowest_E is None) == (not name.startswith('experts choose'))
 
 
-SLOW = ('softmax', 'more chosen than computed', 'experts choose by sigmoid')
+FAST = ('top one', 'no-op, sigmoid', 'all of them', 'row capacity', 'experts choose', 'thresholds')
 
 
-@pytest.mark.parametrize(
-    'name', [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES]
-)
+@pytest.mark.parametrize('name', parameters(FAST, CASES))
 def test_experts_are_a_dense_loop(name, tiny_config):
     """Outputs, records, and gradients of tokens, router and all weights: to 1e-10 in float64.
 
-    With every token on one expert (and others empty) too; padding passes the shared ones alone.
+    This holds with every token on one expert (and others empty) too; padding reaches the shared
+    experts alone.
     """
     with jax.enable_x64(True), jax.numpy_rank_promotion('allow'):
         check(tiny_config, name, 'blocked', np.float64, 1e-10)
 
 
-MORE = [('softmax', 'ragged_dot', 'float32')]
-SLOW_MORE = [('softmax', 'blocked', 'float32')] + [
-    (name, product, dtype)
-    for name in list(CASES)[1:]
-    for product, dtype in (
-        ('blocked', 'float32'),
-        ('ragged_dot', 'float64'),
-        ('batched', 'float64'),
-    )
-]
-
-
 @pytest.mark.parametrize(
-    ('name', 'product', 'dtype'),
-    [*MORE, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_MORE)],
+    'product', ['ragged_dot', *(pytest.param(x, marks=pytest.mark.slow) for x in ('batched',))]
 )
-def test_experts_are_a_dense_loop_in_other_forms(name, product, dtype, tiny_config):
-    """As above, by every grouped product; to 1e-5 in float32."""
-    tolerance = {'float32': 1e-5, 'float64': 1e-10}[dtype]
-    with jax.enable_x64(dtype == 'float64'), jax.numpy_rank_promotion('allow'):
-        check(tiny_config, name, product, np.dtype(dtype).type, tolerance)
+@pytest.mark.parametrize('name', parameters(('softmax',), CASES))
+def test_experts_are_a_dense_loop_by_other_products(name, product, tiny_config):
+    """As above, by every grouped product, in float32 to 1e-5."""
+    with jax.numpy_rank_promotion('allow'):
+        check(tiny_config, name, product, np.float32, 1e-5)
 
 
 def test_padding_reaches_nothing(tiny_config):
     """Whatever stands there, real tokens keep their bits; it gets what the shared experts give."""
-    hparams = small_experts(tiny_config, num_noop=1)
-    experts, shapes = module(hparams)
-    params, x_BTD = drawn_like(shapes), stream()
+    hparams = hparams_of(tiny_config, num_noop=1)
+    layer, params = module(hparams)
+    x_BTD = stream()
     other_BTD = np.where(REAL[..., None], x_BTD, 5 * stream(9))
-    run = jit(lambda x_BTD: experts.apply({'params': params}, x_BTD, REAL, ExpertState())[:2])
+    run = jax.jit(lambda x_BTD: layer.apply({'params': params}, x_BTD, REAL, ExpertState())[:2])
     (y_BTD, record), (other_y_BTD, other_record) = run(x_BTD), run(other_BTD)
     np.testing.assert_array_equal(y_BTD[REAL], other_y_BTD[REAL])
-    for one, other in zip(jax.tree.leaves(record), jax.tree.leaves(other_record), strict=True):
-        np.testing.assert_array_equal(one, other)
-    none = np.zeros((*SEGMENTS.shape, 6), bool)
-    shared_BTD, _ = looped(params, other_BTD, REAL, none, none, hparams.model.experts)
+    jax.tree.map(np.testing.assert_array_equal, record, other_record)
+    shared_BTD, *_ = looped(params, other_BTD, hparams.experts)
     np.testing.assert_allclose(other_y_BTD[~REAL], shared_BTD[~REAL], rtol=1e-4, atol=1e-4)
 
 
-def test_room_for_a_row_is_no_limit(tiny_config):
+def test_a_capacity_of_the_whole_row_changes_nothing(tiny_config):
     """Bit for bit, gradients too, with every token on one expert."""
     found = []
     for row_capacity in (0, LENGTH):
-        hparams = small_experts(tiny_config, num_noop=1, row_capacity=row_capacity)
-        experts, shapes = module(hparams)
-        given = all_on(2, drawn_like(shapes), stream())
+        layer, params = module(hparams_of(tiny_config, num_noop=1, row_capacity=row_capacity))
 
-        def loss(params, x_BTD, experts=experts):
-            y_BTD, record, _ = experts.apply({'params': params}, x_BTD, REAL, ExpertState())
+        def loss(params, x_BTD, layer=layer):
+            y_BTD, record, _ = layer.apply({'params': params}, x_BTD, REAL, ExpertState())
             return jnp.sum(jnp.sin(y_BTD)), (y_BTD, record)
 
-        found.append(jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(*given))
+        run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+        found.append(run(*all_on(2, params, stream())))
     jax.tree.map(np.testing.assert_array_equal, *found)
+
+
+def idle_router(width, num_choices, seed=4):
+    """Router kernel [D, Z] by which the last four experts hold the two highest scores.
+
+    Apart from a little noise their logits are v, -v, 2v and -2v, those of the others 0.
+    """
+    rng = np.random.default_rng(seed)
+    kernel_DZ = 0.001 * rng.normal(size=(width, num_choices))
+    kernel_DZ[:, -4:] += rng.normal(size=(width, 1)) * np.array([1, -1, 2, -2])
+    return kernel_DZ.astype(np.float32)
 
 
 @pytest.mark.parametrize(
     ('placement', 'form'),
     [
         ('pre', 'softmax'),
-        ('reordered', 'sigmoid'),
+        pytest.param('reordered', 'sigmoid', marks=pytest.mark.slow),
         pytest.param('post', 'softmax', marks=pytest.mark.slow),
         pytest.param('pre', 'sigmoid', marks=pytest.mark.slow),
     ],
 )
 def test_experts_that_do_nothing_add_nothing(placement, form, tiny_config):
     """The block's output is bit for bit that of an mlp that adds zeros, with finite gradients."""
-    knobs = {'num_noop': 4, 'num_shared': 0, 'scores': form, 'row_capacity': 1}
-    hparams = small_experts(tiny_config, {'model.norm_placement': placement}, **knobs).model
-    tokens = TokenInfo(np.tile(np.arange(LENGTH), (5, 1)), SEGMENTS, None)
+    knobs = experts(num_noop=4, num_shared=0, scores=form, row_capacity=1)
+    hparams = small_hparams(tiny_config, knobs, {'model.norm_placement': placement}).model
+    tokens = TokenInfo(POSITIONS, SEGMENTS, None)
     mixed, plain = (Block(hparams, 0, experts=experts) for experts in (True, False))
-    shapes = jax.eval_shape(mixed.init, jax.random.key(0), stream(), tokens)['params']
-    params = drawn_like(shapes)
+    params = random_like(jax.eval_shape(mixed.init, jax.random.key(0), stream(), tokens)['params'])
     params['mlp']['router']['kernel'] = idle_router(WIDTH, 9)
     mlp = jax.eval_shape(plain.init, jax.random.key(0), stream(), tokens)['params']['mlp']
     mlp = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), mlp)
 
     def total(params, x_BTD):
-        y_BTD, left = mixed.apply({'params': params}, x_BTD, tokens)
-        return jnp.sum(jnp.sin(y_BTD)) + left.experts.log_z, (y_BTD, left.experts)
+        y_BTD, aux = mixed.apply({'params': params}, x_BTD, tokens)
+        return jnp.sum(jnp.sin(y_BTD)) + aux.experts.log_z, (y_BTD, aux.experts)
 
-    run = jit(jax.value_and_grad(total, argnums=(0, 1), has_aux=True))
+    run = jax.jit(jax.value_and_grad(total, argnums=(0, 1), has_aux=True))
     (_, (y_BTD, record)), (gradient, dx_BTD) = run(params, stream())
     assert (record.tokens, record.dropped) == (REAL.sum(), 0)
     assert not np.any(record.pairs_Z[:5]) and record.pairs_Z[5:].sum() == 2 * REAL.sum()
-    zeros = jit(lambda x_BTD: plain.apply({'params': params | {'mlp': mlp}}, x_BTD, tokens)[0])
+    zeros = jax.jit(lambda x_BTD: plain.apply({'params': params | {'mlp': mlp}}, x_BTD, tokens)[0])
     np.testing.assert_array_equal(y_BTD, zeros(stream()))
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((gradient, dx_BTD)))
     assert not any(np.any(gradient['mlp'][name]['kernel']) for name in ('w1', 'w3', 'w2'))
     assert np.any(gradient['mlp']['router']['kernel'])
 
 
-def test_a_pair_that_goes_nowhere_costs_nothing(tiny_config):
-    """Its number may be any outside of the experts', its weight NaN: nothing is added."""
+def test_a_pair_without_an_expert_adds_nothing():
+    """Its number may be any outside of the experts', its weight NaN."""
     rng = np.random.default_rng(0)
     x_BTD = rng.normal(size=(2, 3, 4)).astype(np.float32)
     w1_EDF, w3_EDF = rng.normal(size=(2, 2, 4, 5)).astype(np.float32)
     w2_EFD = rng.normal(size=(2, 5, 4)).astype(np.float32)
     expert_BTk = np.array([[[2, -1], [0, 7], [-3, 1]], [[9, 9], [2, 2], [-1, -1]]])
     weight_BTk = np.where((expert_BTk >= 0) & (expert_BTk < 2), 1.5, np.nan).astype(np.float32)
-    given = (x_BTD, expert_BTk, weight_BTk, w1_EDF, w3_EDF, w2_EFD)
-    y_BTD = jit(lambda *given: routed_mlp(*given, 'blocked', 2))(*given)
+    run = jax.jit(functools.partial(routed_mlp, product='blocked', most=2))
+    y_BTD = run(x_BTD, expert_BTk, weight_BTk, w1_EDF, w3_EDF, w2_EFD)
     expected_BTD = np.zeros_like(x_BTD)
     for t, e in ((1, 0), (2, 1)):
-        gate_F = x_BTD[0, t] @ w1_EDF[e]
-        value_F = gate_F / (1 + np.exp(-gate_F)) * (x_BTD[0, t] @ w3_EDF[e])
-        expected_BTD[0, t] = 1.5 * value_F @ w2_EFD[e]
+        expected_BTD[0, t] = 1.5 * oracle.swiglu(x_BTD[0, t], w1_EDF[e], w3_EDF[e], w2_EFD[e])
     np.testing.assert_allclose(y_BTD, expected_BTD, rtol=1e-5, atol=1e-5)
     assert not np.any(np.asarray(y_BTD)[expected_BTD == 0])
+
+
+@pytest.fixture
+def filled(monkeypatch):
+    """A list to which every run of experts appends how many blocks of its layout hold some."""
+    seen, make_layout = [], experts_module.make_layout
+
+    def watched(expert_Nk, num_experts, *rest):
+        layout = make_layout(expert_Nk, num_experts, *rest)
+        count = (layout.expert_M < num_experts).sum()
+        jax.debug.callback(lambda count: seen.append(int(count)), count)
+        return layout
+
+    monkeypatch.setattr(experts_module, 'make_layout', watched)
+    return seen
+
+
+@pytest.mark.parametrize('length', [1, pytest.param(5, marks=pytest.mark.slow)])
+def test_experts_that_do_nothing_run_nothing(length, filled, tiny_config):
+    """No block of the layout holds an expert where all tokens chose no-op experts, in a row of one
+    token as of several; nor where an expert's capacity of the row is used up.
+    """
+    x_BTD = np.random.default_rng(0).normal(size=(1, length, 16)).astype(np.float32)
+    real_BT = np.ones((1, length), bool)
+    for knobs, taken_BE, computed in (
+        ({'num_noop': 4}, None, 0),
+        ({'top_k': 5, 'row_capacity': 3}, np.array([[3, 4, 3, 2, 3]]), 1),
+    ):
+        layer, params = module(hparams_of(tiny_config, **knobs), ahead=False)
+        params['router']['kernel'] = idle_router(16, params['router']['kernel'].shape[1])
+        run = jax.jit(layer.apply)
+        del filled[:]
+        state = ExpertState(None, taken_BE)
+        y_BTD, record, _ = run({'params': params}, x_BTD, real_BT, state)
+        jax.block_until_ready(y_BTD)
+        jax.effects_barrier()
+        assert filled == [computed]
+        assert record.tokens == length
+
+
+def routed_block(hparams, tokens, routing='top_c'):
+    """A routed block with experts whose router reads component 0 alone, and its RoutingArgs."""
+    block = MixtureOfDepths(hparams, 0, routing, experts=True)
+    layer = RoutingArgs(np.int32(0), np.float32(0), np.bool_(True), ExpertState())
+    by_top_c = MixtureOfDepths(hparams, 0, 'top_c', experts=True)
+    x_BTD = np.zeros((*tokens.positions_BT.shape, hparams.d_model), np.float32)
+    init = functools.partial(by_top_c.init, jax.random.key(0), x_BTD, tokens, layer)
+    params = random_like(jax.eval_shape(init)['params'])
+    params['router']['w'] = np.eye(hparams.d_model, dtype=np.float32)[0]
+    return block, {'params': params}, layer
+
+
+@pytest.mark.parametrize('batch', [1, 9])
+def test_a_skipped_row_runs_no_expert(batch, filled, tiny_config):
+    """Where no row is selected, the block's experts are not reached; where one of nine is, in a
+    bucket of two, only its own are.
+    """
+    one = {'model.routing.layers': '0', 'model.num_layers': 1}
+    hparams = small_hparams(tiny_config, HALF_ROUTED, one, experts()).model
+    positions_B1, ones_B1 = np.full((batch, 1), 3), np.ones((batch, 1), np.int32)
+    tokens = TokenInfo(positions_B1, ones_B1, None)
+    block, variables, layer = routed_block(hparams, tokens, 'aux_loss')
+    keys_BKHS = np.zeros((batch, hparams.num_kv_heads, hparams.head_dim, 4), np.float32)
+    none_B = np.zeros(batch, np.int32)
+    cache = LayerCache(keys_BKHS, keys_BKHS, np.zeros((batch, 4), np.int32), none_B)
+    given = (tokens, layer, cache, none_B, np.ones(batch, bool), None)
+    given = jax.tree.map(jnp.asarray, given)
+    step = jax.jit(lambda x_B1D: block.apply(variables, x_B1D, *given, method='decode')[::2])
+    x_B1D = np.random.default_rng(0).normal(size=(batch, 1, hparams.d_model)).astype(np.float32)
+    for selected, expected in (([], []), ([batch - 1], [2])):
+        del filled[:]  # tracing the shapes runs nothing
+        x_B1D[..., 0] = np.where(np.isin(np.arange(batch), selected), 1, -1)[:, None]
+        y_B1D, update = jax.block_until_ready(step(x_B1D))
+        jax.effects_barrier()
+        assert filled == expected
+        assert np.flatnonzero(update.selected_B).tolist() == selected
+        same_B = (np.asarray(y_B1D) == x_B1D).all((1, 2))
+        np.testing.assert_array_equal(same_B, ~np.asarray(update.selected_B))
+
+
+@pytest.mark.parametrize('choice', ['token', pytest.param('expert', marks=pytest.mark.slow)])
+def test_experts_of_a_routed_block_count_selected_tokens_alone(choice, tiny_config):
+    """They count the selected real tokens; others keep their bits and change no count."""
+    length, noop = 12, {'num_noop': 2} if choice == 'token' else {}
+    hparams = small_hparams(tiny_config, HALF_ROUTED, experts(choice=choice, **noop)).model
+    segments_BT = np.where(np.arange(length) < np.array([[12], [4]]), 1, 0)  # 4 are fewer than C
+    tokens = TokenInfo(np.tile(np.arange(length), (2, 1)), segments_BT, None)
+    block, variables, layer = routed_block(hparams, tokens)
+
+    @jax.jit
+    def run(x_BTD):
+        y_BTD, aux, _, record = block.apply(variables, x_BTD, tokens, layer)
+        return y_BTD, record, aux.experts
+
+    x_BTD = np.random.default_rng(0).normal(size=(2, length, 16)).astype(np.float32)
+    x_BTD[1, 4:, 0] = 9  # padding scores highest
+    y_BTD, record, counts = run(x_BTD)
+    selected_BT = np.asarray(record.selected_BT)
+    np.testing.assert_array_equal(selected_BT.sum(1), [6, 4])
+    assert not selected_BT[segments_BT == 0].any()
+    same_BT = (np.asarray(y_BTD).view(np.uint32) == x_BTD.view(np.uint32)).all(-1)
+    np.testing.assert_array_equal(same_BT, ~selected_BT)
+    assert (counts.tokens, counts.rows) == (10, 2)
+    # By experts: each takes 2 x 6 / 5 of the 6 places of a row.
+    assert counts.pairs_Z.sum() == (2 * 10 if choice == 'token' else 2 * 5 * 2)
+    noise_BTD = np.random.default_rng(1).normal(size=x_BTD.shape).astype(np.float32)
+    noise_BTD[..., 0] = x_BTD[..., 0]
+    other_y_BTD, other, other_counts = run(np.where(selected_BT[..., None], x_BTD, noise_BTD))
+    np.testing.assert_array_equal(other.selected_BT, selected_BT)
+    np.testing.assert_array_equal(np.asarray(other_y_BTD)[selected_BT], y_BTD[selected_BT])
+    jax.tree.map(np.testing.assert_array_equal, other_counts, counts)

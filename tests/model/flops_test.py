@@ -1,16 +1,24 @@
 """Counted FLOPs are the sums done by hand, and those of the program that runs."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import pytest
 
+from configs import moda_1b5, moda_24l, moda_48l, moda_700m
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model import flops
+from moddepth_jax.training.summary import num_parameters
 from moddepth_jax.training.train_step import init_state, train_step
+from tests.model.cases import (
+    CASES,
+    MASKED,
+    MODA,
+    experts,
+    parameters,
+)
 
 ROUTED = {'model.routing.router': 'learned', 'model.routing.capacity': 0.125}
+QUARTER = ROUTED | {'model.routing.capacity': 0.25}
 
 
 def paper_model(tiny_config, num_layers, d_model, routed, **knobs):
@@ -82,6 +90,79 @@ def test_breakdown_is_the_sum_by_hand(rule, tiny_config):
     assert flops.train_step_flops(hparams) == 3 * 4 * sum(by_hand.values())
 
 
+def test_breakdown_of_slots_is_the_sum_by_hand(tiny_config):
+    """Four layers, the second and the fourth routed: term by term, projected and masked."""
+    T, C, D, N, K, H = 32, 8, 32, 4, 2, 8
+    slot = 2 * 2 * D * K * H
+    for knobs, projections in ((MODA, 4 * T), (MODA | MASKED, 2 * T + C)):
+        hparams = from_config(tiny_config(**QUARTER | {'model.num_layers': 4} | knobs))
+        parts = flops.forward_breakdown(hparams, 1, T)
+        assert parts['depth_projections'] == projections * slot
+        # They see 0, 2, 4 and 6 slots; scores and values are two products.
+        assert parts['depth_attention'] == 4 * N * H * (2 * C + 4 * T + 6 * C)
+
+
+TOKEN = experts(num_routed=4, d_ff=16)
+KINDS = {
+    # name: (knobs, and by two layers of a row of 32: tokens of the shared expert, scores, pairs)
+    'token': (TOKEN, 2 * 32, 2 * 32 * 4, 2 * 64),
+    'sigmoid, no shared expert': (
+        TOKEN | {'model.experts.scores': 'sigmoid', 'model.experts.num_shared': 0},
+        0,
+        2 * 32 * 4,
+        2 * 64,
+    ),
+    'every choice': (TOKEN | {'model.experts.top_k': 4}, 2 * 32, 2 * 32 * 4, 2 * 128),
+    'second layer only': (TOKEN | {'model.experts.layers': '1'}, 32, 32 * 4, 64),
+    'integrated': (TOKEN | {'model.experts.num_noop': 4}, 2 * 32, 2 * 32 * 8, 2 * 32),
+    'row capacity': (TOKEN | {'model.experts.row_capacity': 3}, 2 * 32, 2 * 32 * 4, 2 * 12),
+    'row capacity and no-op experts': (
+        TOKEN | {'model.experts.row_capacity': 7, 'model.experts.num_noop': 4},
+        2 * 32,
+        2 * 32 * 8,
+        2 * 28,
+    ),
+    'expert choice': (
+        TOKEN | {'model.experts.choice': 'expert'},
+        2 * 32,
+        2 * 32 * 4,
+        2 * 4 * 16,
+    ),
+    'staged': (TOKEN | QUARTER, 32 + 8, (32 + 8) * 4, 64 + 16),
+    'staged, experts choose': (
+        TOKEN | QUARTER | {'model.experts.choice': 'expert'},
+        32 + 8,
+        (32 + 8) * 4,
+        4 * 16 + 4 * 4,
+    ),
+}
+
+
+@pytest.mark.parametrize('name', KINDS)
+def test_breakdown_of_experts_is_the_sum_by_hand(name, tiny_config):
+    """Without experts 2 layers cost a mlp each; where only one has them, the other keeps its own.
+
+    Half of the choices of `integrated` do nothing at balance: these places are empty.
+    """
+    D, F, F_e, T = 32, 64, 16, 32
+    knobs, shared, scored, pairs = KINDS[name]
+    hparams = from_config(tiny_config(**knobs))
+    parts = flops.forward_breakdown(hparams, 3, T)
+    plain_mlp = 2 * T * 3 * D * F if name == 'second layer only' else 0
+    assert parts['mlp'] == 3 * (plain_mlp + 6 * D * F_e * shared)
+    assert parts['expert_router'] == 3 * 2 * D * scored
+    assert parts['experts'] == 3 * 6 * D * F_e * pairs
+    dense = tiny_config(**knobs | {'model.experts.choice': 'none'})
+    without = flops.forward_breakdown(from_config(dense), 3, T)
+    own = ('mlp', 'expert_router', 'experts')
+    assert {k: v for k, v in parts.items() if k not in own} == {
+        k: v for k, v in without.items() if k not in own
+    }
+    assert without['experts'] == without['expert_router'] == 0
+    empty = 2 * 32 if name == 'integrated' else 0
+    assert flops.empty_place_flops(hparams, 3, T) == 3 * 6 * D * F_e * empty
+
+
 def test_dot_general_flops_of_known_programs():
     """Products count under jit, vmap, scan (times its length), remat, vjp and cond (its max)."""
     x, y = jnp.zeros((3, 5)), jnp.zeros((5, 7))
@@ -105,89 +186,191 @@ def test_dot_general_flops_of_known_programs():
         assert flops.dot_general_flops(jax.make_jaxpr(program)(x)) == expected
 
 
+def test_ragged_products_of_known_programs():
+    """A row meets one matrix of the three, in the product and in both of its gradients."""
+    x, w, sizes = jnp.zeros((12, 5)), jnp.zeros((3, 5, 7)), jnp.array([4, 0, 8])
+
+    def loss(x, w):
+        return jnp.sum(jnp.sin(jax.lax.ragged_dot(x, w, sizes)))
+
+    product = 2 * 12 * 5 * 7
+    for program, products in ((loss, 1), (jax.grad(loss), 2), (jax.grad(loss, argnums=(0, 1)), 3)):
+        traced = jax.make_jaxpr(program)(x, w)
+        assert flops.dot_general_flops(traced) == products * product
+
+
 def traced_step_flops(hparams):
-    """FLOPs of every product in the traced train step of one row."""
-    length = hparams.data.sequence_length
-    state = jax.eval_shape(functools.partial(init_state, hparams, 10))
-    row = jax.ShapeDtypeStruct((hparams.data.batch_size, length), jnp.int32)
+    """FLOPs of every product in the traced train step."""
+    state = jax.eval_shape(lambda: init_state(hparams, 10))
+    row = jax.ShapeDtypeStruct((hparams.data.batch_size, hparams.data.sequence_length), 'int32')
     batch = dict.fromkeys(('tokens_BT', 'labels_BT', 'segment_ids_BT'), row)
     return flops.dot_general_flops(jax.make_jaxpr(train_step)(state, batch))
 
 
-STEPS = {
-    'dense_scan_128': (128, {}, 'scan'),
-    'dense_unrolled_200': (200, {'model.windows': (0, 50)}, 'unrolled'),
-    'dense_scan_512': (512, {'model.windows': (200, 0)}, 'scan'),
-    'routed_unrolled_128': (128, ROUTED, 'unrolled'),
-    'routed_scan_200': (200, ROUTED | {'model.routing.causal_rule': 'aux_loss'}, 'scan'),
-    'routed_scan_512': (512, ROUTED | {'model.windows': (0, 100)}, 'scan'),
-    'every_block_512': (
-        512,
-        ROUTED | {'model.routing.capacity': 0.5, 'model.routing.layers': 'every:1'},
-        'scan',
-    ),
-    'linear_predictor': (128, ROUTED | {'model.routing.predictor_width': 0}, 'scan'),
+# Nothing is recomputed, and every pair of tokens and of slots is.
+LITERAL = {'model.remat': 'none', 'model.attention': 'reference'}
+SHAPE = LITERAL | {
+    'model.num_layers': 3,
+    'model.routing.layers': 'every:2',
+    'model.experts.product': 'ragged_dot',
+    'model.routing.predictor_width': 0,
+    'data.sequence_length': 64,
 }
+LONG = {
+    'windows, T = 200': {'model.windows': (0, 50), 'data.sequence_length': 200},
+    'windows, T = 512': {'model.windows': (200, 0), 'data.sequence_length': 512},
+    'routed, T = 200': QUARTER | {'data.sequence_length': 200},
+    'routed, windows, T = 512': ROUTED | {'model.windows': (0, 100), 'data.sequence_length': 512},
+    'every block, T = 512': ROUTED
+    | {
+        'model.routing.capacity': 0.5,
+        'model.routing.layers': 'every:1',
+        'data.sequence_length': 512,
+    },
+    'hidden layer of the predictor': ROUTED | {'model.routing.predictor_width': 8},
+}
+WIDE = {'model.num_layers': 4, 'model.d_model': 96, 'model.d_ff': 256, 'model.head_dim': 24}
+TRACED = (
+    {name: knobs | SHAPE for name, (knobs, _) in CASES.items()}
+    | {name: knobs | SHAPE for name, (knobs, *_) in KINDS.items()}
+    | {name: SHAPE | WIDE | {'data.batch_size': 2} | knobs for name, knobs in LONG.items()}
+)
+NO_DEPTH = ('residual', 'average')  # or next to nothing
+FAST = ('predictor', 'attention stream', 'dense stream', 'mod and moda', 'moda attention slots')
+FAST += ('token', 'integrated', 'expert choice', 'masked', *LONG)
 
 
-def step_hparams(tiny_config, length, knobs, loop, **shape):
-    """A model of a shape of its own, two rows a step, nothing recomputed, every pair computed."""
-    base = {
-        'model.num_layers': 4,
-        'model.d_model': 96,
-        'model.d_ff': 256,
-        'model.head_dim': 24,
-        'model.remat': 'none',
-        'model.attention': 'reference',
-        'model.layer_loop': loop,
-        'data.sequence_length': length,
-        'data.batch_size': 2,
-    }
-    return from_config(tiny_config(**base | knobs | shape))
-
-
-@pytest.mark.parametrize('name', STEPS)
+@pytest.mark.parametrize('name', parameters(FAST, TRACED))
 def test_counted_flops_are_those_of_the_traced_step(name, tiny_config):
-    """Counted FLOPs plus those on pairs that the mask hides are the step's products within 1%."""
-    length, knobs, loop = STEPS[name]
-    hparams = step_hparams(tiny_config, length, knobs, loop)
-    hidden = 3 * flops.masked_attention_flops(hparams, 2, length)
+    """Counted FLOPs are the step's products within 1%, hidden pairs and empty places left out."""
+    hparams = from_config(tiny_config(**TRACED[name]))
+    rows = hparams.data.batch_size, hparams.data.sequence_length
+    hidden = 3 * flops.masked_attention_flops(hparams, *rows)
+    empty = 3 * flops.empty_place_flops(hparams, *rows)
     counted = flops.train_step_flops(hparams)
-    assert hidden > 0.02 * counted
-    assert (counted + hidden) / traced_step_flops(hparams) == pytest.approx(1, abs=0.01)
+    assert traced_step_flops(hparams) - hidden - empty == pytest.approx(counted, rel=0.01)
+    parts = flops.forward_breakdown(hparams, *rows)
+    depth = parts['depth_projections'] + parts['depth_attention']
+    assert (depth > 0.004 * counted / 3) == (hparams.model.depth.stream not in NO_DEPTH)
+    if hparams.model.experts.choice != 'none':
+        assert parts['experts'] > 0.01 * counted / 3
+        assert (empty > 0.02 * counted) == (name == 'integrated')
+    if name in LONG:
+        assert hidden > 0.02 * counted
+
+
+def wide_hparams(make_config, length, *knobs):
+    merged = LITERAL | WIDE | {'data.sequence_length': length, 'data.batch_size': 2}
+    for some in knobs:
+        merged |= some
+    return from_config(make_config(**merged))
 
 
 def test_blocked_attention_computes_few_hidden_pairs(tiny_config):
     """In blocks of 128 queries 10/16 of the pairs are computed, in 2 products and in 5 backward."""
-    reference = step_hparams(tiny_config, 512, {}, 'scan')
-    blocked = step_hparams(tiny_config, 512, {'model.attention': 'xla'}, 'scan')
+    reference = wide_hparams(tiny_config, 512)
+    blocked = wide_hparams(tiny_config, 512, {'model.attention': 'xla'})
     product = 2 * 2 * 512**2 * 4 * 4 * 24  # 2 a multiply-add; B, T S, layers, N, H
     outside = traced_step_flops(reference) - 6 * product
     assert traced_step_flops(blocked) == outside + 7 * product * 10 / 16
 
 
-@pytest.mark.parametrize('knobs', [{}, ROUTED | {'model.routing.capacity': 0.25}], ids=len)
+@pytest.mark.parametrize('knobs', [{}, QUARTER], ids=['dense', 'routed'])
 def test_counted_flops_alone_where_attention_is_small(knobs, tiny_config):
     """With a row that is short against the width, counted FLOPs alone are the step's within 1%."""
-    wide = {'model.d_model': 384, 'model.d_ff': 1024, 'model.num_heads': 4, 'model.head_dim': 64}
-    hparams = step_hparams(tiny_config, 16, knobs, 'scan', **wide)
-    assert flops.train_step_flops(hparams) / traced_step_flops(hparams) == pytest.approx(
-        1, abs=0.01
-    )
+    wide = {'model.d_model': 384, 'model.d_ff': 1024, 'model.head_dim': 64}
+    hparams = wide_hparams(tiny_config, 16, knobs, wide)
+    counted = flops.train_step_flops(hparams)
+    assert counted == pytest.approx(traced_step_flops(hparams), rel=0.01)
 
 
-def test_depth_scan_and_loop_count_alike(tiny_config):
+def test_scanned_and_unrolled_layers_count_alike(tiny_config):
     """The same model, scanned or unrolled, has exactly the same products."""
-    one, other = (step_hparams(tiny_config, 64, ROUTED, loop) for loop in ('scan', 'unrolled'))
+    one, other = (
+        wide_hparams(tiny_config, 64, ROUTED, {'model.layer_loop': loop})
+        for loop in ('scan', 'unrolled')
+    )
     assert traced_step_flops(one) == traced_step_flops(other) > 0
 
 
 def test_recomputation_shows_in_the_trace_only(tiny_config):
-    """Rematerialised blocks have a fourth forward pass in the trace; the count leaves it out."""
-    plain = step_hparams(tiny_config, 64, ROUTED, 'scan')
-    again = step_hparams(tiny_config, 64, ROUTED, 'scan', **{'model.remat': 'block'})
+    """Rematerialized blocks have a fourth forward pass in the trace; the count leaves it out."""
+    plain = wide_hparams(tiny_config, 64, ROUTED)
+    again = wide_hparams(tiny_config, 64, ROUTED, {'model.remat': 'block'})
     assert flops.train_step_flops(plain) == flops.train_step_flops(again)
     parts = flops.forward_breakdown(plain, 2, 64)
     blocks = sum(parts.values()) - parts['head']
     difference = traced_step_flops(again) - traced_step_flops(plain)
     assert 0.6 * blocks < difference < 1.1 * blocks + flops.masked_attention_flops(plain, 2, 64)
+
+
+def test_reads_of_an_average_are_counted_to_the_product(tiny_config):
+    """2 T D for each array that a layer reads, 1 to L + 1 of them, and nothing else is added."""
+    shape = {'model.num_layers': 3, 'model.remat': 'none', 'model.layer_loop': 'unrolled'}
+    plain, average = (
+        from_config(tiny_config(**shape | {'model.depth.stream': stream}))
+        for stream in ('residual', 'average')
+    )
+    tokens = average.data.batch_size * average.data.sequence_length
+    by_hand = 2 * tokens * average.model.d_model * (1 + 2 + 3 + 4)
+    assert flops.train_step_flops(average) - flops.train_step_flops(plain) == 3 * by_hand
+    assert traced_step_flops(average) - traced_step_flops(plain) == 3 * by_hand
+
+
+def breakdown(config, length):
+    return flops.forward_breakdown(from_config(config), 1, length)
+
+
+def test_pairs_of_the_claims(tiny_config):
+    """At 32 layers and T = 4096 slots add 31 / 4097 to the query-key pairs, twice with mlps."""
+    for slots, ratio in (('attention', 1.0076), ('attention+ffn', 1.0151)):
+        knobs = {'model.num_layers': 32, 'model.depth.slots': slots}
+        hparams = from_config(tiny_config(**MODA | knobs))
+        parts = flops.forward_breakdown(hparams, 1, 4096)
+        # (T + 1) / T: the count of causal pairs here leaves the diagonal's half out.
+        pairs = parts['attention'] * 4097 / 4096
+        assert (pairs + parts['depth_attention']) / pairs == pytest.approx(ratio, abs=1e-4)
+
+
+def test_700m_shape_of_the_claims():
+    """Slots add 0.011 TFLOPs a sequence and the mlps' projections 0.301."""
+    both = breakdown(moda_700m.get_config(), 4096)
+    alone = breakdown(moda_700m.get_config('slots=attention'), 4096)
+    assert alone['depth_attention'] == pytest.approx(0.0106e12, abs=1e9)
+    assert alone['depth_projections'] == 0
+    assert both['depth_projections'] == pytest.approx(0.301e12, abs=1e9)
+
+
+def millions(config):
+    hparams = from_config(config)
+    return num_parameters(jax.eval_shape(lambda: init_state(hparams, 1)).params) / 1e6
+
+
+@pytest.mark.parametrize(
+    ('module', 'arguments', 'wanted'),
+    [
+        (moda_24l, 'slots=none', 71.35),
+        (
+            moda_24l,
+            '',
+            73.62,
+        ),  # 73.72 with a projection in the last layer, which nothing would read
+        (moda_48l, 'slots=none', 123.38),
+        (moda_48l, '', 128.02),  # 128.12 with it
+        (moda_700m, 'slots=none', 669.05),
+        (moda_700m, 'layers=38,slots=none', 700.51),
+        (moda_700m, '', 705.75),
+        (moda_1b5, 'slots=none', 1428.24),
+        (moda_1b5, '', 1510.82),
+    ],
+)
+def test_parameters_of_the_papers_shapes(module, arguments, wanted):
+    """Counts as published (tables 2 and 3), in millions; and as configs say of our own 1.5B."""
+    assert millions(module.get_config(arguments)) == pytest.approx(wanted, abs=0.005)
+
+
+def test_parameters_with_a_projection_of_attention_slots():
+    """742.4M at 700M."""
+    config = moda_700m.get_config()
+    config.model.depth.attention_slot_projection = True
+    assert millions(config) == pytest.approx(742.45, abs=0.005)

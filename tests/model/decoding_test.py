@@ -1,0 +1,249 @@
+"""A prompt in one pass and then token by token gives what the causal full forward pass gives."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moddepth_jax.hparams import from_config
+from moddepth_jax.inference.generate import generate
+from moddepth_jax.model import kv_cache
+from moddepth_jax.model.decoding import decode_step, prefill, unroll
+from moddepth_jax.model.routing import batch_buckets
+from moddepth_jax.model.transformer import Transformer
+from tests.model.cases import (
+    ATTENTION,
+    AVERAGE,
+    BATCH,
+    DENSE,
+    EXPERTS,
+    LENGTH,
+    MODA,
+    ROUTED,
+    TOKENS_BT,
+    build,
+    parameters,
+    small_hparams,
+)
+
+PROMPTS_B = np.array([3, 1, 5])  # tokens of each row's prompt
+# A document ends in row 0 after its prompt, in row 2 within it.
+SEGMENTS_BT = np.array([[1] * 8 + [2] * 8, [1] * LENGTH, [1] * 2 + [2] * 14])
+BEGINS_BT = np.diff(SEGMENTS_BT, axis=1, prepend=1) > 0
+# Cases in which some tokens find no place in the cache.
+DROPS = ('aux_loss', 'threshold')
+
+
+@functools.cache
+def programs(hparams, routing):
+    """Jitted (prefill, a step that also updates the cache)."""
+    how = {'hparams': hparams, 'routing': routing}
+    capacity = None if hparams.model.routing.overflow == 'grow' else cache_size(hparams, routing)
+    first = functools.partial(prefill, **how, slots=LENGTH, routed_capacity=capacity)
+
+    def step(unrolled, cache, token_B, begins_B, active_B):
+        logits_BV, updates, dropped_B = decode_step(
+            unrolled, cache, token_B, begins_B, active_B, **how
+        )
+        return logits_BV, kv_cache.update_cache(cache, updates, begins_B, dropped_B, active_B)
+
+    return jax.jit(first), jax.jit(step)
+
+
+def cache_size(hparams, routing):
+    return hparams.model.routing.cache_size(LENGTH, routing)
+
+
+def start(model, rows=slice(None)):
+    """(unrolled, logits, cache) of the prompts of some rows."""
+    hparams, variables, routing, _ = model
+    first, _ = programs(hparams, routing)
+    real_BT = np.arange(PROMPTS_B.max())[None] < PROMPTS_B[rows, None]
+    tokens_BT, segments_BT = (side[rows, : real_BT.shape[1]] for side in (TOKENS_BT, SEGMENTS_BT))
+    unrolled = unroll(variables, hparams, routing)
+    logits_BV, cache = first(
+        unrolled, np.where(real_BT, tokens_BT, 7), np.where(real_BT, segments_BT, 0)
+    )
+    if hparams.model.routing.overflow == 'grow':
+        cache = kv_cache.resize_cache(
+            cache, max(cache_size(hparams, routing), kv_cache.longest_routed_row(cache) + 1)
+        )
+    return unrolled, logits_BV, cache
+
+
+def decode(model, rows=slice(None)):
+    """Logits of a prompt's last token and of each token after it, NaN before, and the cache."""
+    unrolled, logits_BV, cache = start(model, rows)
+    _, step = programs(model.hparams, model.routing)
+    tokens_BT, begins_BT, position_B = TOKENS_BT[rows], BEGINS_BT[rows], PROMPTS_B[rows].copy()
+    each = np.arange(len(tokens_BT))
+    out = np.full((*tokens_BT.shape, model.hparams.model.vocab_size), np.nan, np.float32)
+    out[each, position_B - 1] = logits_BV
+    while (position_B < LENGTH).any():
+        active_B = position_B < LENGTH
+        at = each, np.minimum(position_B, LENGTH - 1)
+        logits_BV, cache = step(unrolled, cache, tokens_BT[at], begins_BT[at] & active_B, active_B)
+        out[each[active_B], position_B[active_B]] = np.asarray(logits_BV)[active_B]
+        position_B += active_B
+        if model.hparams.model.routing.overflow == 'grow':
+            used = kv_cache.longest_routed_row(cache)
+            routed = [layer for layer in cache.layers if layer.lengths_B is not None]
+            if used == routed[0].positions_BS.shape[1]:
+                cache = kv_cache.resize_cache(cache, used + 4)
+    return out, cache
+
+
+FAST = ('dense', 'predictor', 'norm threshold grows', 'mod and moda', 'row capacity')
+
+
+@pytest.mark.parametrize('name', parameters((*FAST, 'staged, experts choose')))
+def test_prompt_and_steps_equal_the_full_forward(name, tiny_config):
+    """At most 1e-5 apart at every token, for rows of different lengths and packed documents.
+
+    The cache holds the selected tokens, and counts those that were dropped and, under
+    `row_capacity`, what each expert took.
+    """
+    model = build(tiny_config, name)
+    full_BTV, records = model(TOKENS_BT, SEGMENTS_BT)
+    decoded_BTV, cache = decode(model)
+    known_BT = np.arange(LENGTH)[None] >= PROMPTS_B[:, None] - 1
+    assert np.isnan(decoded_BTV[~known_BT]).all() and 0.5 < np.abs(full_BTV).max() < 20
+    np.testing.assert_allclose(decoded_BTV[known_BT], full_BTV[known_BT], rtol=0, atol=1e-5)
+    np.testing.assert_array_equal(cache.lengths_B, [LENGTH] * BATCH)
+    if model.hparams.model.routed_layers:
+        check_routed(name, model, records.routing, cache)
+    if model.hparams.model.experts.row_capacity:
+        assert (records.experts.dropped > 0).all()
+        pairs_XE = np.sum([layer.taken_BE for layer in cache.layers], axis=1)
+        np.testing.assert_array_equal(pairs_XE, records.experts.pairs_Z)
+    else:
+        assert all(layer.taken_BE is None for layer in cache.layers)
+
+
+def check_routed(name, model, record, cache):
+    layers = [layer for layer in cache.layers if layer.lengths_B is not None]
+    for layer, selected_BT in zip(layers, record.selected_BT, strict=True):
+        np.testing.assert_array_equal(layer.lengths_B, selected_BT.sum(axis=1))
+        for row in range(BATCH):
+            positions = np.asarray(layer.positions_BS)[row, : selected_BT[row].sum()]
+            np.testing.assert_array_equal(positions, np.flatnonzero(selected_BT[row]))
+    np.testing.assert_array_equal(cache.dropped_B, record.dropped_BT.sum((0, 2)))
+    if model.routing != 'dense':
+        later_BT = np.arange(LENGTH) >= PROMPTS_B[:, None]
+        assert 0.1 < record.selected_BT[:, later_BT].mean() < 0.9
+    assert name not in DROPS or record.dropped_BT.any()
+    assert 'grows' not in name or not record.dropped_BT.any()
+    if name == 'norm threshold grows':
+        assert record.selected_BT.sum(axis=2).max() > cache_size(model.hparams, model.routing)
+
+
+@pytest.mark.parametrize(
+    'name', parameters(['predictor'], ['predictor', 'threshold', 'experts', 'integrated', 'staged'])
+)
+def test_a_row_decodes_alone_as_among_others(name, tiny_config):
+    """Other rows of the batch change rounding at most, whatever bucket the selected rows need."""
+    model = build(tiny_config, name)
+    together_BTV, _ = decode(model)
+    for row in (slice(0, 1), slice(2, 3)):
+        alone_BTV, _ = decode(model, row)
+        np.testing.assert_allclose(together_BTV[row], alone_BTV, rtol=0, atol=1e-5)
+
+
+def test_a_step_changes_no_bit_of_an_inactive_row(tiny_config):
+    """Rows that have ended keep their cache bit for bit while others go on."""
+    model = build(tiny_config, 'predictor')
+    unrolled, _, before = start(model)
+    active_B, no_B = np.array([True, False, False]), np.zeros(BATCH, bool)
+    _, step = programs(model.hparams, model.routing)
+    _, after = step(unrolled, before, TOKENS_BT[:, 12], no_B, active_B)
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        np.testing.assert_array_equal(old[~active_B], new[~active_B])
+    np.testing.assert_array_equal(after.lengths_B - before.lengths_B, active_B)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', EXPERTS)
+def test_generated_text_is_that_of_the_full_forward(name, tiny_config):
+    """Each token drawn at temperature 0 is the most likely one of one causal pass over all."""
+    hparams, variables, routing, _ = build(tiny_config, name)
+    prompts = [[5, 6, 7], [9]]
+    made = generate(variables, hparams, prompts, 8, temperature=0.0, num_samples=2)
+    for i, tokens in enumerate(made.tokens):
+        prompt = len(prompts[i // 2])
+        assert len(tokens) == prompt + 8
+        logits_BTV, _ = Transformer(hparams).apply(variables, tokens[None], routing=routing)
+        likely_T = np.argmax(logits_BTV[0], axis=-1)
+        np.testing.assert_array_equal(tokens[prompt:], likely_T[prompt - 1 : -1])
+
+
+def test_buckets_are_few_and_hold_any_number():
+    """0, an eighth, a quarter, a half and all of the rows; at batch 1 a conditional."""
+    assert batch_buckets(1) == (0, 1)
+    assert batch_buckets(4) == (0, 1, 2, 4)
+    assert batch_buckets(64) == (0, 8, 16, 32, 64)
+    assert batch_buckets(10) == (0, 2, 3, 5, 10)
+
+
+def shapes_of_programs(hparams, capacity, batch=8):
+    """(function, abstract arguments) of prefill, decode_step and update_cache."""
+    routing = 'predictor' if hparams.model.routed_layers else 'dense'
+    how = {'hparams': hparams, 'routing': routing}
+    routed_capacity = hparams.model.routing.cache_size(capacity, routing)
+    init = functools.partial(Transformer(hparams).init, jax.random.key(0))
+    variables = jax.eval_shape(init, jnp.zeros((1, 8), jnp.int32))
+    unrolled = jax.eval_shape(functools.partial(unroll, **how), variables)
+    prompts = jax.ShapeDtypeStruct((batch, 8), 'int32')
+    first = functools.partial(prefill, **how, slots=capacity, routed_capacity=routed_capacity)
+    _, cache = jax.eval_shape(first, unrolled, prompts, prompts)
+    row, flag = (jax.ShapeDtypeStruct((batch,), dtype) for dtype in ('int32', 'bool'))
+    step, of_step = functools.partial(decode_step, **how), (unrolled, cache, row, flag, flag)
+    _, updates, _ = jax.eval_shape(step, *of_step)
+    of_update = (cache, updates, flag, row, flag)
+    return (
+        (first, (unrolled, prompts, prompts)),
+        (step, of_step),
+        (kv_cache.update_cache, of_update),
+    )
+
+
+@pytest.mark.parametrize('routing', [{}, pytest.param(ROUTED, marks=pytest.mark.slow)])
+def test_no_slot_outlives_its_token(routing, tiny_config):
+    """The cache of every stream is that of the residual model: slots are read at once, or never."""
+
+    def shapes(*stream):
+        hparams = small_hparams(tiny_config, {'model.num_layers': 3}, routing, *stream)
+        _, (_, (_, cache, *_)), _ = shapes_of_programs(hparams, 16, batch=3)
+        return [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(cache)]
+
+    expected = shapes()
+    for stream in (ATTENTION, AVERAGE, DENSE, MODA):
+        assert shapes(stream) == expected
+
+
+def test_no_program_copies_a_cache(tiny_config):
+    """Neither the reading step nor the donated update holds a copy as large as a layer's cache."""
+    # Places that no other array's size resembles.
+    config = tiny_config(**{'model.routing.router': 'learned', 'data.sequence_length': 1208})
+    _, (step, of_step), (update, of_update) = shapes_of_programs(from_config(config), 1208)
+    reading = jax.jit(step).lower(*of_step).compile()
+    updating = jax.jit(update, donate_argnums=0).lower(*of_update).compile()
+    for compiled in (reading, updating):
+        text = compiled.as_text()
+        assert re.search(r'f32\[8,2,8,1208\]', text) and re.search(r'f32\[8,2,8,226\]', text)
+        copies = re.findall(r'= f32\[8,2,8,(?:1208|226)\]\S* copy\(', text)
+        assert not copies, copies
+    # The smallest cache of a block, in bytes; all temporary arrays together are less.
+    assert updating.memory_analysis().temp_size_in_bytes < 8 * 2 * 8 * 226 * 4
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_programs_lower_for_gpus(dtype, tiny_config, monkeypatch):
+    """Prefill, step and update become StableHLO for CUDA, in the forms that are not for CPUs."""
+    monkeypatch.setattr('jax.default_backend', lambda: 'gpu')
+    config = tiny_config(**{'model.routing.router': 'learned', 'model.dtype': dtype})
+    for function, arguments in shapes_of_programs(from_config(config), 32):
+        lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=('cuda',))
+        assert 'stablehlo' in lowered.as_text()

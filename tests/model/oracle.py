@@ -1,0 +1,371 @@
+"""A float64 NumPy decoder, one row, token and head at a time: the oracle of whole models.
+
+Written from the definitions alone: RMSNorm, RoPE and SwiGLU as in Llama; one softmax over sequence
+keys and depth slots (Zhu et al. 2026, arXiv 2603.15619); a weighted sum of earlier outputs
+(Pagliardini et al. 2024, arXiv 2402.02622); DeepSeekMoE (Dai et al. 2024, arXiv 2401.06066);
+expert choice (Zhou et al. 2022, arXiv 2202.09368); Mixture-of-Depths-and-Experts (Raposo et al.
+2024, arXiv 2404.02258). Nothing is batched, scanned or shared with the library but the names of
+parameters and hyperparameters, so that the two can only agree by computing the same thing.
+
+Parameters may be complex: decisions are taken on real parts and all else is analytic, so that a
+complex step along a direction gives the derivative to rounding (Squire and Trapp 1998).
+
+Where the definitions leave a choice, it is this. The Z candidates of a token are the routed experts
+and then the no-op experts, and the balance loss too has Z for their number, so that an even load
+costs alpha. Experts of a routed block see its selected tokens and count no others. Sigmoid scores
+are divided by their sum over all that a token chose, no-op experts included. Under expert choice
+every weight is the bare score.
+"""
+
+import dataclasses
+
+import numpy as np
+
+
+@dataclasses.dataclass
+class Seen:
+    """What the router of one layer said about the real tokens it saw, one item a token."""
+
+    logits: list = dataclasses.field(default_factory=list)  # of logits_Z
+    scores: list = dataclasses.field(default_factory=list)  # of scores_Z
+    chosen: list = dataclasses.field(default_factory=list)  # of chosen_Z, bool
+
+
+@dataclasses.dataclass
+class Row:
+    """One row of tokens, or the selected ones of it, and what is recorded of its layers.
+
+    thresholds: {layer: threshold_Z}; an expert that chooses takes every token with a score above
+        its own. Empty: the largest scores of the row instead.
+    """
+
+    segments_T: np.ndarray
+    positions_T: np.ndarray
+    thresholds: dict
+    seen: dict
+
+    def take(self, tokens):
+        """The same of some tokens alone."""
+        return dataclasses.replace(
+            self, segments_T=self.segments_T[tokens], positions_T=self.positions_T[tokens]
+        )
+
+
+def forward(params, tokens_BT, segment_ids_BT, model, thresholds=None):
+    """Returns logits_BTV and {layer: Seen} of the layers with experts, counted from 0.
+
+    A token sees none but those of its own segment id; the logits of padding mean nothing.
+
+    Args:
+      params: `embedding`, `final_norm`, `head` unless tied, and `layers`: a list of each layer's
+        parameters, entry and exit of a depth stream included.
+      tokens_BT: int [B, T].
+      segment_ids_BT: int [B, T], 0 for padding.
+      model: ModelHparams.
+      thresholds: as Row has them.
+    """
+    rows, seen = [], {}
+    for tokens_T, segments_T in zip(tokens_BT, segment_ids_BT, strict=True):
+        row = Row(segments_T, np.arange(len(tokens_T)), thresholds or {}, seen)
+        x_TD = stream(params['layers'], params['embedding'][tokens_T], row, model)
+        x_TD = rms_norm(x_TD, params['final_norm'], model)
+        tied = model.tie_embeddings
+        rows.append(x_TD @ (params['embedding'].T if tied else params['head']['kernel']))
+    return np.stack(rows), seen
+
+
+def stream(layers, x_TD, row, model):
+    """Returns x_TD after all layers."""
+    kind = model.depth.stream
+    if kind in ('residual', 'moda'):
+        slots = []  # of (key_TKH, value_TKH), oldest first; the embedding writes none
+        for number, layer in enumerate(layers):
+            x_TD, written = block(layer, x_TD, newest(slots, model), row, number, model)
+            slots = slots + written
+        return x_TD
+    entry, *layers, last = layers
+    if kind == 'attention':
+        query_TNH, *slot = stream_write(entry['stream'], x_TD, model)
+        slots = [slot]
+        for number, layer in enumerate(layers):
+            read_TD = read_depth(query_TNH, newest(slots, model))
+            y_TD, _ = block(layer, read_TD, [], row, number, model)
+            query_TNH, *slot = stream_write(layer['stream'], y_TD, model)
+            slots.append(slot)
+        return read_depth(query_TNH, newest(slots, model))
+    outputs = [x_TD]  # X_0 is the embedding, X_l what block l returns
+
+    def read(weights):
+        if kind == 'dense':
+            return np.concatenate(outputs, axis=-1) @ weights['kernel']
+        return sum(w * output for w, output in zip(weights['weights'], outputs, strict=True))
+
+    for number, layer in enumerate(layers):
+        outputs.append(block(layer, read(layer['stream']), [], row, number, model)[0])
+    return read(last['stream'])
+
+
+def newest(slots, model):
+    """Returns the slots that a layer sees."""
+    return slots[-model.depth.slot_window :] if model.depth.slot_window else slots
+
+
+def stream_write(weights, x_TD, model):
+    """Returns query, key and value of the attention stream."""
+    weights = {'query': weights['query'], **weights['slot']}
+    return [linear(x_TD, weights[name], model) for name in ('query', 'key', 'value')]
+
+
+def read_depth(query_TNH, slots):
+    """Returns x_TD, D = N H: each token's query over the slots (key_TKH, value_TKH) of its own."""
+    num_tokens, num_heads, _ = query_TNH.shape
+    x_TNH = np.zeros_like(query_TNH)
+    for t, n in np.ndindex(num_tokens, num_heads):
+        x_TNH[t, n] = one_query(query_TNH[t, n], *slots_of(slots, t, n, num_heads))
+    return x_TNH.reshape(num_tokens, -1)
+
+
+def block(layer, x_TD, visible, row, number, model):
+    """Returns the block's y_TD with its residuals, and the slots it writes, attention's first.
+
+    visible: slots (key_TKH, value_TKH) of earlier layers that its attention heads see. The last
+    layer has no slot projections: nothing reads its slots.
+    """
+    if 'router' in layer:
+        return routed_block(layer, x_TD, visible, row, number, model), []
+    place = model.norm_placement
+
+    def fed_forward(x_TD):
+        if 'router' in layer['mlp']:
+            return mixture(layer['mlp'], x_TD, row, number, model.experts)
+        return mlp(layer['mlp'], x_TD, model)
+
+    attended_TD = rms_norm(x_TD, layer['attention_norm'], model) if place == 'pre' else x_TD
+    window = model.windows[number % len(model.windows)]
+    f_TD, key_TKH, value_TKH = attention(
+        layer['attention'], attended_TD, visible, row, window, model
+    )
+    if place == 'pre':
+        x_TD = x_TD + f_TD
+        read_TD = rms_norm(x_TD, layer['mlp_norm'], model)
+        y_TD = x_TD + fed_forward(read_TD)
+    elif place == 'post':
+        read_TD = rms_norm(x_TD + f_TD, layer['attention_norm'], model)
+        y_TD = rms_norm(read_TD + fed_forward(read_TD), layer['mlp_norm'], model)
+    else:
+        read_TD = x_TD + rms_norm(f_TD, layer['attention_norm'], model)
+        y_TD = read_TD + rms_norm(fed_forward(read_TD), layer['mlp_norm'], model)
+    if model.depth.stream != 'moda':
+        return y_TD, []
+
+    def stored(key_TKH):
+        if model.depth.slot_keys == 'unrotated':
+            return key_TKH
+        key_TKH = qk_norm(key_TKH, layer['attention'], 'key_norm', model)
+        return rope(key_TKH, row.positions_T, model.rope_theta)
+
+    def projected(name, source_TD):
+        weights = layer.get('stream', {}).get(name)
+        if weights is None:
+            return []
+        key_TKH, value_TKH = (linear(source_TD, weights[side], model) for side in ('key', 'value'))
+        return [(stored(key_TKH), value_TKH)]
+
+    if model.depth.slots == 'block':
+        return y_TD, projected('block_slot', y_TD)
+    written = [(stored(key_TKH), value_TKH)]
+    if model.depth.attention_slot_projection:
+        written = projected('attention_slot', attended_TD)
+    if model.depth.slots == 'attention+ffn':
+        written = written + projected('ffn_slot', read_TD)
+    return y_TD, written
+
+
+def routed_block(layer, x_TD, visible, row, number, model):
+    """Returns x + r (block(x) - x) of the C selected tokens, x of the others."""
+    if model.depth.stream != 'residual' or visible:
+        raise ValueError(f'stream={model.depth.stream!r}: routed blocks are of residual alone')
+    scores_T = x_TD @ layer['router']['w']
+    size = max(1, int(np.floor(model.routing.capacity * len(x_TD) + 1e-6)))
+    order = [(row.segments_T[t] == 0, -scores_T[t].real, t) for t in range(len(x_TD))]
+    selected = sorted(t for _, _, t in sorted(order)[:size])
+    y_CD, _ = block(layer['block'], x_TD[selected], [], row.take(selected), number, model)
+    x_TD = np.array(x_TD)
+    for t, y_D in zip(selected, y_CD, strict=True):
+        if row.segments_T[t] != 0:
+            x_TD[t] = x_TD[t] + scores_T[t] * (y_D - x_TD[t])
+    return x_TD
+
+
+def attention(weights, x_TD, visible, row, window, model):
+    """Returns y_TD, and key_TKH and value_TKH as projected, before any norm or rotation."""
+    names = ('query', 'key', 'value')
+    query_TNH, key_TKH, value_TKH = (linear(x_TD, weights[name], model) for name in names)
+
+    def turned(x_TNH, norm):
+        return rope(qk_norm(x_TNH, weights, norm, model), row.positions_T, model.rope_theta)
+
+    q_TNH, k_TKH = turned(query_TNH, 'query_norm'), turned(key_TKH, 'key_norm')
+    if model.depth.slot_keys == 'unrotated':
+        visible = [(qk_norm(key, weights, 'key_norm', model), value) for key, value in visible]
+    num_tokens, num_heads, _ = q_TNH.shape
+    mixed_TNH = np.zeros_like(q_TNH)
+    for t in range(num_tokens):
+        seen = [s for s in range(t + 1) if sees(t, s, row, window)]
+        for n in range(num_heads):
+            group = n // (num_heads // model.num_kv_heads)
+            depth_keys, depth_values = slots_of(visible, t, n, num_heads)
+            keys = [k_TKH[s, group] for s in seen] + depth_keys
+            values = [value_TKH[s, group] for s in seen] + depth_values
+            mixed_TNH[t, n] = one_query(q_TNH[t, n], keys, values)
+    y_TD = np.einsum('tnh,nhd->td', mixed_TNH, weights['out']['kernel'])
+    return y_TD + weights['out'].get('bias', 0), key_TKH, value_TKH
+
+
+def sees(t, s, row, window):
+    """Returns whether token t sees the earlier token s; window 0 is none."""
+    near = not window or 0 <= row.positions_T[t] - row.positions_T[s] < window
+    return row.segments_T[t] == row.segments_T[s] and near
+
+
+def slots_of(slots, t, n, num_heads):
+    """Returns the lists of keys and of values that head n of token t finds in the slots."""
+    pairs = [(key[t], value[t], n // (num_heads // key.shape[1])) for key, value in slots]
+    return [key[group] for key, _, group in pairs], [value[group] for _, value, group in pairs]
+
+
+def one_query(query_H, keys, values):
+    """Returns softmax(query . keys H^-1/2) values, an H vector, of one query and one head."""
+    scores_S = np.array([query_H @ key_H for key_H in keys]) / np.sqrt(len(query_H))
+    weights_S = np.exp(scores_S - scores_S.real.max())
+    weights_S = weights_S / weights_S.sum()
+    return sum(weight * value_H for weight, value_H in zip(weights_S, values, strict=True))
+
+
+def qk_norm(x_TNH, weights, name, model):
+    """Returns x_TNH (queries or keys) normed over each head, over all heads at once, or not."""
+    if model.qk_norm == 'none':
+        return x_TNH
+    if model.qk_norm == 'head':
+        return rms_norm(x_TNH, weights[name], model)
+    return rms_norm(x_TNH.reshape(len(x_TNH), -1), weights[name], model).reshape(x_TNH.shape)
+
+
+def rope(x_TNH, positions_T, theta):
+    """Returns x_TNH with each pair (i, i + H/2) turned by position theta^(-2i/H) radians."""
+    half = x_TNH.shape[-1] // 2
+    turned = np.array(x_TNH)
+    for t, position in enumerate(positions_T):
+        for i in range(half):
+            angle = position * theta ** (-i / half)
+            first_N, second_N = x_TNH[t, :, i], x_TNH[t, :, i + half]
+            turned[t, :, i] = first_N * np.cos(angle) - second_N * np.sin(angle)
+            turned[t, :, i + half] = second_N * np.cos(angle) + first_N * np.sin(angle)
+    return turned
+
+
+def mlp(weights, x_TD, model):
+    """Returns w2(silu(w1 x) * w3 x), of x_TD."""
+    gate_TF = linear(x_TD, weights['w1'], model)
+    up_TF = linear(x_TD, weights['w3'], model)
+    return linear(gate_TF / (1 + np.exp(-gate_TF)) * up_TF, weights['w2'], model)
+
+
+def linear(x_TD, weights, model):
+    """Returns x_TD on the first axis of a kernel of any rank, plus a bias."""
+    y = np.tensordot(x_TD, weights['kernel'], axes=1)
+    return y + weights['bias'] if model.use_bias else y
+
+
+def rms_norm(x, weights, model):
+    """Returns x / sqrt(mean(x^2) + epsilon) times the scale, over the last axis."""
+    return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + model.norm_eps) * weights['scale']
+
+
+def mixture(weights, x_TD, row, number, experts):
+    """Returns y_TD, shared experts plus weighted routed ones; records the real tokens as seen."""
+    logits_TZ, real_T = x_TD @ weights['router']['kernel'], row.segments_T != 0
+    if experts.scores == 'sigmoid':
+        scores_TZ = 1 / (1 + np.exp(-logits_TZ))
+    else:
+        scores_TZ = np.exp(logits_TZ - logits_TZ.real.max(axis=-1, keepdims=True))
+        scores_TZ = scores_TZ / scores_TZ.sum(axis=-1, keepdims=True)
+    chosen_TZ = choose(scores_TZ.real, real_T, experts, row.thresholds.get(number))
+    weights_TZ = np.where(chosen_TZ, scores_TZ, 0)
+    if experts.choice == 'token' and experts.scores == 'sigmoid':
+        weights_TZ[real_T] = weights_TZ[real_T] / weights_TZ[real_T].sum(axis=-1, keepdims=True)
+    computed_TZ = chosen_TZ
+    if experts.row_capacity:  # an expert computes the first tokens of a row that chose it
+        computed_TZ = chosen_TZ & (np.cumsum(chosen_TZ, axis=0) <= experts.row_capacity)
+    y_TD = np.zeros_like(x_TD @ weights['w1']['kernel'][0] @ weights['w2']['kernel'][0])
+    for t, e in np.argwhere(computed_TZ[:, : experts.num_routed]):
+        matrices = [weights[name]['kernel'][e] for name in ('w1', 'w3', 'w2')]
+        y_TD[t] = y_TD[t] + experts.route_scale * weights_TZ[t, e] * swiglu(x_TD[t], *matrices)
+    if 'shared' in weights:
+        matrices = [weights['shared'][name]['kernel'] for name in ('w1', 'w3', 'w2')]
+        y_TD = y_TD + swiglu(x_TD, *matrices)
+    seen = row.seen.setdefault(number, Seen())
+    seen.logits.extend(logits_TZ[real_T])
+    seen.scores.extend(scores_TZ[real_T])
+    seen.chosen.extend(chosen_TZ[real_T])
+    return y_TD
+
+
+def swiglu(x, w1, w3, w2):
+    """Returns w2(silu(w1 x) * w3 x) of x, [.., D]."""
+    gate = x @ w1
+    return (gate / (1 + np.exp(-gate)) * (x @ w3)) @ w2
+
+
+def choose(scores_TZ, real_T, experts, thresholds_Z):
+    """Returns bool chosen_TZ of one row: which token and expert belong together; padding none."""
+    num_tokens, num_all = scores_TZ.shape
+    chosen_TZ = np.zeros((num_tokens, num_all), bool)
+    if experts.choice == 'token':
+        for t in np.flatnonzero(real_T):
+            chosen_TZ[t, largest(scores_TZ[t], range(num_all), experts.top_k)] = True
+        return chosen_TZ
+    if thresholds_Z is not None:
+        return (scores_TZ > thresholds_Z) & real_T[:, None]
+    size = max(1, experts.top_k * num_tokens // experts.num_routed)
+    for z in range(num_all):
+        chosen_TZ[largest(scores_TZ[:, z], np.flatnonzero(real_T), size), z] = True
+    return chosen_TZ
+
+
+def largest(values, among, size):
+    """Returns the indices of the `size` largest values of those `among`; the lower one on a tie."""
+    return sorted(among, key=lambda i: (-values[i], i))[:size]
+
+
+def cross_entropy(logits_BTV, labels_BT, segment_ids_BT):
+    """Returns the mean over targets, in nats: labels of -100 and padding are none."""
+    targets = np.argwhere((labels_BT != -100) & (segment_ids_BT != 0))
+    losses = [log_sum_exp(logits_BTV[b, t]) - logits_BTV[b, t, labels_BT[b, t]] for b, t in targets]
+    return sum(losses) / len(losses)
+
+
+def balance_loss(seen, top_k):
+    """Returns the mean over layers of sum_i f_i P_i, without alpha.
+
+    f_i = Z count_i / (k n) and P_i the mean score, over the n tokens of all rows that a layer saw.
+    """
+    layers = []
+    for layer in seen.values():
+        chosen_nZ, scores_nZ = np.array(layer.chosen), np.array(layer.scores)
+        num_tokens, num_all = chosen_nZ.shape
+        load_Z = chosen_nZ.sum(axis=0) * num_all / (top_k * num_tokens)
+        layers.append((load_Z * scores_nZ.mean(axis=0)).sum())
+    return sum(layers) / len(layers)
+
+
+def z_loss(seen):
+    """Returns the mean over layers of the mean over tokens of logsumexp(router logits)^2."""
+    layers = [[log_sum_exp(logits_Z) ** 2 for logits_Z in layer.logits] for layer in seen.values()]
+    return sum(sum(tokens) / len(tokens) for tokens in layers) / len(layers)
+
+
+def log_sum_exp(x):
+    """Returns log(sum(exp(x))) of a vector."""
+    high = x.real.max()
+    return high + np.log(np.exp(x - high).sum())

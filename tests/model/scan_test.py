@@ -1,0 +1,216 @@
+"""Scanned and rematerialized layers are the plain unrolled ones, and cost no program size."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moddepth_jax.model.transformer import Transformer
+from tests.model.cases import (
+    BLOCK_SLOT,
+    CASES,
+    EXPERTS,
+    GROWS,
+    MASKED,
+    MODA,
+    NEWEST,
+    POST,
+    ROUTED,
+    UNROLLED,
+    equations,
+    experts,
+    parameters,
+    random_variables,
+    routed_by,
+    small_hparams,
+)
+
+BATCH, LENGTH, VOCABULARY = 2, 12, 32
+TOKENS_BT = np.random.default_rng(1).integers(0, VOCABULARY, (BATCH, LENGTH)).astype(np.int32)
+SEGMENTS_BT = np.array([[1] * 7 + [2] * 5, [1] * 10 + [0] * 2])
+ENTRY_QUERY = "['run_0']['layer_0']['stream']['query']['kernel']"
+PLAIN = UNROLLED | {'model.remat': 'none'}
+# Runs of two repeats and a last layer that writes no slot.
+FIVE = {'model.num_layers': 5, 'model.routing.layers': 'every:2'}
+MORE = {
+    'every layer routed': experts(num_noop=2)
+    | ROUTED
+    | {'model.num_layers': 2, 'model.routing.layers': 'every:1'},
+    'experts in the middle': experts(layers='middle:1:0', scores='sigmoid') | ROUTED | POST,
+    'experts of some layers': experts(choice='expert', layers='1,2,4') | ROUTED | MODA,
+    'masked and staged': experts(num_noop=2) | ROUTED | MODA | MASKED,
+    'block slots': MODA | BLOCK_SLOT | POST | NEWEST,
+    'seven layers': MODA | ROUTED | {'model.num_layers': 7},
+}
+# Nothing is scanned in the streams that read all earlier outputs.
+SCANNED = {
+    name: knobs | FIVE
+    for name, (knobs, _) in CASES.items()
+    if knobs.get('model.depth.stream') not in ('dense', 'average')
+} | {name: FIVE | knobs for name, knobs in MORE.items()}
+
+
+def loss_and_gradient(hparams, variables):
+    """Of a loss on the logits and on every differentiable number of the records; the records."""
+    model, rng = Transformer(hparams), np.random.default_rng(7)
+    dtype = 'float64' if hparams.model.dtype == 'float64' else 'float32'
+    weights_BTV = rng.normal(size=(BATCH, LENGTH, VOCABULARY)).astype(dtype)
+    weights_Z = rng.normal(size=hparams.model.experts.num_choices).astype(dtype)
+
+    def loss(params):
+        given = variables | {'params': params}
+        logits_BTV, records = model.apply(given, TOKENS_BT, SEGMENTS_BT)
+        total = jnp.mean(logits_BTV * weights_BTV)
+        if records is not None and records.routing is not None:
+            for i, leaf in enumerate(('scores_BT', 'rule_logits_BT', 'gates_BT')):
+                leaf_RBT = getattr(records.routing, leaf)
+                total += jnp.mean(jnp.tanh(leaf_RBT) * weights_BTV[None, :, :, i])
+        if records is not None and records.experts is not None:
+            total += jnp.sum(records.experts.log_z) / 100
+            total += jnp.sum(jnp.tanh(records.experts.scores_Z / 10) * weights_Z)
+        return total, records
+
+    run = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    return jax.device_get(run(variables['params']))
+
+
+def check(make_config, name, forms, dtype, tolerance):
+    """Each form (layer loop, remat) against plain unrolled layers."""
+    knobs = SCANNED[name] | {'model.dtype': dtype}
+    hparams = small_hparams(make_config, knobs, PLAIN)
+    variables = random_variables(hparams, TOKENS_BT)
+    (expected, records), gradient = loss_and_gradient(hparams, variables)
+    for loop, remat in forms:
+        form = {'model.layer_loop': loop, 'model.remat': remat}
+        hparams = small_hparams(make_config, knobs, form)
+        (found, other_records), other = loss_and_gradient(hparams, variables)
+        np.testing.assert_allclose(found, expected, rtol=tolerance)
+        close = functools.partial(np.testing.assert_allclose, rtol=tolerance, atol=tolerance)
+        jax.tree.map(close, other_records, records)
+        leaves = jax.tree_util.tree_leaves_with_path(gradient)
+        for (path, leaf), mine in zip(leaves, jax.tree.leaves(other), strict=True):
+            largest, where = np.abs(leaf).max(), f'{loop} {remat} {jax.tree_util.keystr(path)}'
+            # The first query of the attention stream finds one slot, whose weight is 1.
+            if hparams.model.depth.stream == 'attention' and where.endswith(ENTRY_QUERY):
+                assert np.abs(mine).max() < tolerance
+                continue
+            assert largest > 1e-7 and leaf.dtype == mine.dtype, where
+            assert np.abs(leaf - mine).max() <= tolerance * largest, where
+
+
+@pytest.mark.parametrize('name', parameters(('mod and moda', 'every layer routed'), SCANNED))
+def test_scanned_and_rematerialized_equals_unrolled(name, tiny_config):
+    """Loss, records and all gradients, with packing and padding: float64."""
+    with jax.enable_x64(True), jax.numpy_rank_promotion('allow'):
+        check(tiny_config, name, [('scan', 'block')], 'float64', 1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', SCANNED)
+def test_scanned_or_rematerialized_equals_unrolled(name, tiny_config):
+    """Either without the other."""
+    with jax.enable_x64(True), jax.numpy_rank_promotion('allow'):
+        check(tiny_config, name, [('scan', 'none'), ('unrolled', 'block')], 'float64', 1e-9)
+
+
+NOT_EXPERTS = [name for name in SCANNED if name not in EXPERTS and 'experts' not in name]
+
+
+@pytest.mark.parametrize('name', parameters(('block slots',), NOT_EXPERTS))
+def test_scanned_equals_unrolled_in_float32(name, tiny_config):
+    """To 1e-5 of each array's largest gradient."""
+    check(tiny_config, name, [('scan', 'block')], 'float32', 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ('dtype', 'remat'), [('float32', 'block'), ('float32', 'none'), ('model', 'block')]
+)
+def test_gradients_of_bfloat16_slots(dtype, remat, tiny_config):
+    """With sums of the slots' dtype or another, every one is near that of the unrolled layers."""
+    knobs = MODA | routed_by('position', 'threshold') | MASKED
+    knobs |= {'model.dtype': 'bfloat16', 'model.remat': remat}
+    unrolled = small_hparams(tiny_config, knobs, UNROLLED)
+    variables = random_variables(unrolled, TOKENS_BT)
+    _, gradient = loss_and_gradient(unrolled, variables)
+    scanned = small_hparams(tiny_config, knobs, {'model.depth.gradient_dtype': dtype})
+    _, mine = loss_and_gradient(scanned, variables)
+    leaves = jax.tree_util.tree_leaves_with_path(gradient)
+    for (path, leaf), other in zip(leaves, jax.tree.leaves(mine), strict=True):
+        error = np.linalg.norm(leaf - other) / np.linalg.norm(leaf)
+        assert error < 0.03, (jax.tree_util.keystr(path), error)
+
+
+def traced(make_config, *knobs, routing='top_c', gradient=True):
+    """The equations of a model's gradient, or of its initialization."""
+    hparams = small_hparams(make_config, *knobs)
+    model, tokens_BT = Transformer(hparams), np.zeros((1, LENGTH), np.int32)
+
+    def loss(params, rest):
+        return jnp.sum(model.apply({'params': params} | rest, tokens_BT, routing=routing)[0])
+
+    if not gradient:
+        return list(equations(jax.make_jaxpr(model.init)(jax.random.key(0), tokens_BT).jaxpr))
+    rest = jax.eval_shape(model.init, jax.random.key(0), tokens_BT)
+    params = rest.pop('params')
+    return list(equations(jax.make_jaxpr(jax.grad(loss))(params, rest).jaxpr))
+
+
+def test_each_form_is_another_program(tiny_config):
+    """Unrolled layers have no scan over layers, and `remat` none recomputes nothing."""
+    for loop, remat in (('scan', 'block'), ('scan', 'none'), ('unrolled', 'block')):
+        form = {'model.layer_loop': loop, 'model.remat': remat}
+        names = {eqn.primitive.name for eqn in traced(tiny_config, ROUTED, form)}
+        assert ('scan' in names) == (loop == 'scan')
+        assert bool(names & {'checkpoint', 'remat', 'remat2'}) == (remat == 'block')
+
+
+@pytest.mark.parametrize(
+    ('knobs', 'remat'),
+    [
+        (MODA, 'block'),
+        pytest.param(MODA, 'none', marks=pytest.mark.slow),
+        pytest.param({}, 'block', marks=pytest.mark.slow),
+        pytest.param({}, 'none', marks=pytest.mark.slow),
+    ],
+    ids=['moda block', 'moda none', 'residual block', 'residual none'],
+)
+def test_program_does_not_grow_with_depth(knobs, remat, tiny_config):
+    """Gradient and initialization have as many equations at 24 layers as at 6."""
+    knobs = ROUTED | knobs | {'model.remat': remat}
+    six, many = ({'model.num_layers': layers} for layers in (6, 24))
+    for gradient in (True, False):
+        counts = [len(traced(tiny_config, knobs, n, gradient=gradient)) for n in (six, many)]
+        assert counts[0] == counts[1]
+    if 'model.depth.stream' not in knobs:
+        scanned = len(traced(tiny_config, knobs, six))
+        assert len(traced(tiny_config, knobs, six, UNROLLED)) > 2 * scanned
+
+
+@pytest.mark.parametrize('choice', ['token', pytest.param('expert', marks=pytest.mark.slow)])
+def test_rematerialization_keeps_the_choice_of_experts(choice, tiny_config):
+    """The backward pass ranks nothing again: on a near-tie it could choose otherwise."""
+    for remat in ('none', 'block'):
+        found = traced(tiny_config, experts(choice=choice), {'model.remat': remat})
+        assert sum(eqn.primitive.name == 'top_k' for eqn in found) == 1  # in the scan's body
+
+
+@pytest.mark.slow
+def test_rematerialized_switch_has_the_same_gradient(tiny_config):
+    """Under a rule with several static sizes: blocks recomputed or not, the gradient is one."""
+    gradients = []
+    for remat in ('block', 'none'):
+        knobs = routed_by('learned', 'threshold') | GROWS | {'model.remat': remat}
+        hparams = small_hparams(tiny_config, knobs)
+        model, variables = Transformer(hparams), random_variables(hparams, TOKENS_BT)
+
+        def loss(params, model=model, variables=variables):
+            given = variables | {'params': params}
+            return jnp.sum(jnp.tanh(model.apply(given, TOKENS_BT, routing='threshold')[0]))
+
+        gradients.append(jax.jit(jax.grad(loss))(variables['params']))
+    for one, other in zip(*map(jax.tree.leaves, gradients), strict=True):
+        np.testing.assert_allclose(other, one, rtol=0, atol=1e-5 * max(np.abs(one).max(), 1))
+    assert np.any(gradients[0]['stack']['run_0']['layer_1']['router']['w'])
