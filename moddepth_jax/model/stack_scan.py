@@ -11,7 +11,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas import ordered
+from kernels_pallas import order_before_writes
 from moddepth_jax.hparams import ModelHparams
 from moddepth_jax.model.attention import SLOTS, DepthSlots, KeysValues, TokenInfo
 from moddepth_jax.model.layer import LayerArgs, NewSlots
@@ -247,7 +247,7 @@ def _backward(stack, residuals, cotangents):
                 vjp.args_res = [x_res, [leaf if res is None else res for res, leaf in found]]
                 if kind.slots:
                     dwritten = tuple(_slot(dslots, before + k) for k in range(kind.slots))
-                    dwritten, dslots = ordered((dwritten, dslots), before)
+                    dwritten, dslots = order_before_writes((dwritten, dslots), before)
                     dwritten = _as_slots(dwritten, slots)
                 dx_BTD, dleaves = vjp((dx_BTD, dwritten, dslots, drecords[j]))
                 dparams[f'layer_{j}'], (dslots, dsums), *_ = structure.unflatten(dleaves)
