@@ -1,7 +1,8 @@
-"""Attention kernels. This package imports nothing else of the project."""
+"""Attention over a sequence and over depth slots. Imports nothing else of the project."""
 
 from kernels_pallas.decode import decode_attention
 from kernels_pallas.depth_attention import depth_attention
-from kernels_pallas.ordered import order_before_writes
+from kernels_pallas.reference import reference_attention
+from kernels_pallas.xla.depth import order_before_writes
 
-__all__ = ['decode_attention', 'depth_attention', 'order_before_writes']
+__all__ = ['decode_attention', 'depth_attention', 'order_before_writes', 'reference_attention']

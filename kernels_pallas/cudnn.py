@@ -1,25 +1,36 @@
 """The sequence part of the softmax by cuDNN's fused attention, through a private module of JAX.
 
-The public `jax.nn.dot_product_attention` will not do: it rounds the logsumexp to the queries' dtype
-and drops its cotangent, and no joint output and logsumexp can be given to its backward pass. The
-private module has all that; what of it is used here is checked before each use.
+The public `jax.nn.dot_product_attention` does not suffice: it rounds the logsumexp to the queries'
+dtype and drops its cotangent, and its backward pass takes no joint output and logsumexp. The
+private module has all that; what is used of it is checked before each use.
 
 Reruns need not give equal bits: cuDNN's backward pass sums dq in any order, unless XLA asks for its
 deterministic form, as it does under XLA_FLAGS=--xla_gpu_exclude_nondeterministic_ops=true.
 
-Packed documents are calls of their own kind: cudnn_packed.py makes them.
+Packed documents use cuDNN's ragged layout, each document an attention by itself. JAX takes the
+length and the first token of every document, [B, M], and gives the logsumexp by document and place
+in it, [B * M, N, T]. Here segment ids become the one, and the other is mapped to tokens and back. A
+row with fewer documents than M has empty ones at its end, so that document j of row b is always the
+(b M + j)-th, however the batch is divided over devices. M is static: `packed_sizes`. A batch is
+computed in groups of rows. A group with more than M documents in a row, or with ids that recur
+after others, takes XLA's form by `lax.cond`, which is exact for any ids.
 """
 
 import inspect
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax._src.cudnn import fused_attention_stablehlo as fused
+
+from kernels_pallas.xla import sequence as xla
 
 DTYPES = ('bfloat16', 'float16')
 # Packed documents: bytes for the sums of dq, and documents of a row, at most.
 WORKSPACE = 2**30
-MOST_DOCUMENTS = 32
+MAX_DOCUMENTS = 32
+# Places beyond the end of a document: exp(score - UNUSED) is 0, whatever the score.
+UNUSED = 1e30
 # Parameters of what is called below, by the pass. JAX 0.12 added _SCORE_MOD.
 _OPERANDS = 'query key value bias q_seqlen kv_seqlen q_offsets kv_offsets page_table_k page_table_v'
 _OPTIONS = 'scale seed dropout_rate variadic_args mask_type layout sliding_window_length'
@@ -36,7 +47,7 @@ def _parameters(way):
 
 
 def changed() -> str | None:
-    """How JAX's private module differs from what is called here, in one line; None: it does not."""
+    """Returns in one line how JAX's private module differs from what is called here, or None."""
     advice = f'in jax {jax.__version__}; kernels_pallas/cudnn.py knows those of 0.10.2 to 0.12.0'
     for way, known in _PARAMETERS.items():
         found = _parameters(way)
@@ -50,21 +61,19 @@ def changed() -> str | None:
     return None
 
 
-def unsupported(shapes, capability: tuple[int, int] | None) -> str | None:
-    """Why cuDNN cannot compute a sequence part, in one line; None: it can, if it is not `missing`.
+def unsupported(shapes, device) -> str | None:
+    """Returns in one line why cuDNN does not support `backends.Shapes` on a device, or None.
 
-    Odd lengths and any number of query heads to a key/value head are supported.
-
-    Args:
-      shapes: choice.Shapes.
-      capability: compute capability of the GPU, as (major, minor); None: not known.
+    Odd lengths and any number of query heads to a key/value head are supported. Of a local device
+    the installed version of cuDNN is checked too.
     """
     length, num_keys, width = shapes.q[1], shapes.k[1], shapes.q[3]
+    capability = device.capability
     if len(shapes.dtypes) > 1 or shapes.dtypes[0] not in DTYPES:
         return f'dtypes {", ".join(shapes.dtypes)} must all be {" or all ".join(DTYPES)}'
-    if capability and capability < (8, 0):
+    if capability < (8, 0):
         return f'compute capability {capability[0]}.{capability[1]} must be 8.0 or above'
-    most = 256 if capability and capability >= (9, 0) else 128
+    most = 256 if capability >= (9, 0) else 128
     if width % 8 or width > most:
         return f'head width {width} must be divisible by 8 and at most {most}'
     if num_keys != length or not length:
@@ -73,11 +82,12 @@ def unsupported(shapes, capability: tuple[int, int] | None) -> str | None:
         return 'given positions must ascend, key i with query i'
     if shapes.window and not shapes.consecutive:
         return f'window={shapes.window} counts indices: positions must be None'
-    return changed() or (_packed_unsupported(shapes, capability) if shapes.segments else None)
+    reason = changed() or (_packed_unsupported(shapes, capability) if shapes.segments else None)
+    return reason or (_missing(shapes, capability) if device.local else None)
 
 
-def missing(shapes, capability: tuple[int, int] | None) -> str | None:
-    """Why this machine's cuDNN cannot compute what is not `unsupported`; None: it can."""
+def _missing(shapes, capability):
+    """Why this machine's version of cuDNN is not enough; None: it is."""
     try:
         version = fused.check_cudnn_version()
     except RuntimeError as error:
@@ -90,14 +100,14 @@ def missing(shapes, capability: tuple[int, int] | None) -> str | None:
 
 
 def packed_sizes(batch: int, length: int, heads: int, width: int) -> tuple[int, int]:
-    """(documents that a row may have, rows of a call) of packed documents.
+    """Returns (most documents of a row, rows of a call) of packed documents.
 
-    The backward pass sums dq in float32. As XLA does not say how many tokens there are in all
+    The backward pass sums dq in float32. As XLA does not pass on the total number of tokens
     (`set_max_total_seq_len_q`), its workspace has T rows for each document: 4 B M N T H bytes for B
-    rows of M documents. M is what WORKSPACE allows for one row, at most MOST_DOCUMENTS.
+    rows of M documents. M is what WORKSPACE allows for one row, at most MAX_DOCUMENTS.
     """
     one = 4 * heads * length * width
-    documents = min(MOST_DOCUMENTS, WORKSPACE // one)
+    documents = min(MAX_DOCUMENTS, WORKSPACE // one)
     most = max(1, WORKSPACE // (one * max(documents, 1)))
     return documents, max(rows for rows in range(1, min(batch, most) + 1) if batch % rows == 0)
 
@@ -106,7 +116,7 @@ def _packed_unsupported(shapes, capability):
     """Why packed documents cannot be computed; None: they can."""
     if shapes.window:
         return f'window={shapes.window} with segment ids must be 0'
-    if capability and capability < (9, 0):
+    if capability < (9, 0):
         number = f'{capability[0]}.{capability[1]}'
         return f'compute capability {number} must be 9.0 or above for segment ids'
     _, length, heads, width = shapes.q
@@ -119,8 +129,89 @@ def _packed_unsupported(shapes, capability):
     return None
 
 
+def sequence_forward(q_BTNH, k_BSKH, v_BSKH, mask, static):
+    """As `xla.sequence.sequence_forward`, of what is not `unsupported`."""
+    if mask.segment_ids_BT is None:
+        return forward(q_BTNH, k_BSKH, v_BSKH, static.window, static.scale)
+
+    def by_cudnn(operands, index_BT, starts):
+        o, stats = forward(*operands, 0, static.scale, _layout(starts))
+        return o, _lse_of_tokens(stats, index_BT, starts)
+
+    def by_xla(operands, mask):
+        return xla.sequence_forward(*operands, mask, static)
+
+    return _dispatch((q_BTNH, k_BSKH, v_BSKH), mask, by_cudnn, by_xla)
+
+
+def sequence_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, o_BTNH, do_BTNH, lse_BNT, delta_BNT):
+    """As `xla.sequence.sequence_backward` without dlse; gradients in the dtypes of q, k, v.
+
+    cuDNN computes delta itself, so there is no place for a cotangent of lse.
+    """
+    if mask.segment_ids_BT is None:
+        operands = q_BTNH, k_BSKH, v_BSKH, o_BTNH, lse_BNT, do_BTNH
+        return backward(*operands, static.window, static.scale)
+
+    def by_cudnn(operands, index_BT, starts):
+        q, k, v, o, do, lse, _ = operands
+        stats = _lse_of_documents(lse, starts)
+        return backward(q, k, v, o, stats, do, 0, static.scale, _layout(starts))
+
+    def by_xla(operands, mask):
+        q, k, v, *joint = operands
+        dq, dk, dv = xla.sequence_backward(q, k, v, mask, static, *joint)
+        return dq, dk.astype(k.dtype), dv.astype(v.dtype)
+
+    operands = q_BTNH, k_BSKH, v_BSKH, o_BTNH, do_BTNH, lse_BNT, delta_BNT
+    return _dispatch(operands, mask, by_cudnn, by_xla)
+
+
+def forward(q_BTNH, k_BSKH, v_BSKH, window: int, scale: float, packed=None):
+    """cuDNN's forward pass of causal attention over the sequence.
+
+    Args:
+      q_BTNH, k_BSKH, v_BSKH: bfloat16 or float16, S = T.
+      window: number of visible keys by index; 0: no limit; static.
+      scale: factor on the scores; static.
+      packed: (lengths_BM, offsets [B, M + 1]), int32, of the documents of each row; None: one.
+
+    Returns:
+      o_BTNH in q's dtype, and the natural-log logsumexp in float32: lse_BNT, or, packed, by
+      document and place in it, [B * M, N, T], which is undefined beyond the end of a document.
+
+    Raises:
+      ValueError: JAX's private module is not as expected; names its version.
+    """
+    operands = q_BTNH, k_BSKH, v_BSKH
+    return tuple(_call('fwd', operands, packed, window, scale, is_training=True))
+
+
+def backward(q_BTNH, k_BSKH, v_BSKH, o_BTNH, lse, do_BTNH, window: int, scale: float, packed=None):
+    """cuDNN's backward pass, for the sequence's part of a joint softmax.
+
+    cuDNN computes P = exp(q k^T scale - lse), delta = rowsum(do o), dS = P (do V^T - delta): with
+    the output and logsumexp of all that the softmax covers, in the sequence or not, these are the
+    gradients of the sequence's part.
+
+    Args:
+      q_BTNH, k_BSKH, v_BSKH, window, scale, packed: as in forward.
+      o_BTNH, lse: joint, in q's dtype and float32, finite; lse in the layout of forward.
+      do_BTNH: cotangent of o, in q's dtype.
+
+    Returns:
+      (dq_BTNH, dk_BSKH, dv_BSKH), in the dtypes of q, k, v.
+
+    Raises:
+      ValueError: JAX's private module is not as expected; names its version.
+    """
+    dtype = q_BTNH.dtype
+    joint = lse.astype(jnp.float32), o_BTNH.astype(dtype), do_BTNH.astype(dtype)
+    return tuple(_call('bwd', (q_BTNH, k_BSKH, v_BSKH, *joint), packed, window, scale))
+
+
 def _call(way, operands, packed, window, scale, **options):
-    """Bind one pass of JAX's primitive; packed: (lengths [B, M], offsets [B, M + 1]) or None."""
+    """Binds one pass of JAX's primitive."""
     if reason := changed():
         raise ValueError(reason)
     query, key, value, *others = operands
@@ -153,49 +244,72 @@ def _call(way, operands, packed, window, scale, **options):
     )
 
 
-def sequence_forward(q_BTNH, k_BSKH, v_BSKH, window: int, scale: float, packed=None):
-    """Causal attention over the sequence.
+def _documents(segment_ids_BT, most):
+    """(document of each token [B, T], first tokens [B, M + 1], whether they fit the layout).
 
-    Args:
-      q_BTNH, k_BSKH, v_BSKH: bfloat16 or float16, S = T; query t sees key s where
-        0 <= t - s, and t - s < window unless window is 0.
-      window: static.
-      scale: factor on the scores; static.
-      packed: (lengths_BM, offsets [B, M + 1]), int32, of the documents of each row, whose tokens
-        do not see each other's; see cudnn_packed. None: one document a row.
-
-    Returns:
-      o_BTNH in q's dtype, and the natural-log logsumexp in float32: lse_BNT, or, packed, by
-      document and place in it, [B * M, N, T], of which what lies beyond a document is undefined.
-
-    Raises:
-      ValueError: JAX's private module is not as expected; names its version.
+    The first token of an absent document is T.
     """
-    operands = q_BTNH, k_BSKH, v_BSKH
-    return tuple(_call('fwd', operands, packed, window, scale, is_training=True))
+    ids, length = segment_ids_BT, segment_ids_BT.shape[1]
+    begins_BT = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)))
+    index_BT = jnp.cumsum(begins_BT, axis=1, dtype=jnp.int32)
+    before = index_BT[:, :, None] < jnp.arange(most + 1)[None, None]
+    starts = jnp.sum(before, axis=1, dtype=jnp.int32)
+    # Contiguous: no two documents of a row have one id.
+    of_BM = jnp.take_along_axis(ids, jnp.minimum(starts[:, :most], length - 1), axis=1)
+    again = (of_BM[:, :, None] == of_BM[:, None]) & jnp.tri(most, k=-1, dtype=bool)[None]
+    again &= (starts[:, :most] < length)[:, :, None]
+    return index_BT, starts, jnp.all(index_BT < most) & ~jnp.any(again)
 
 
-def sequence_backward(
-    q_BTNH, k_BSKH, v_BSKH, o_BTNH, lse, do_BTNH, window: int, scale: float, packed=None
-):
-    """Gradients of q, k, v through the sequence's part of a joint softmax.
+def _layout(starts):
+    """(lengths_BM, offsets [B, M + 1]) as JAX takes them, from the first tokens."""
+    return jnp.diff(starts, axis=1), starts.at[:, -1].set(-1)
 
-    cuDNN computes P = exp(q k^T scale - lse), delta = rowsum(do o), dS = P (do V^T - delta): with
-    the output and logsumexp of all that the softmax covers, be it in the sequence or not, these are
-    the gradients of the sequence's part. As it computes delta itself, there is no place for a
-    cotangent of lse: where lse is returned and used, xla_sequence.sequence_backward must be taken.
 
-    Args:
-      q_BTNH, k_BSKH, v_BSKH, window, scale, packed: as in sequence_forward.
-      o_BTNH, lse: joint, in q's dtype and float32, finite; lse in the layout of sequence_forward.
-      do_BTNH: cotangent of o, in q's dtype.
+def _lse_of_tokens(stats, index_BT, starts):
+    """lse_BNT from [B * M, N, T]."""
+    batch, most = starts.shape[0], starts.shape[1] - 1
+    places_BT = jnp.arange(index_BT.shape[1])[None] - jnp.take_along_axis(
+        starts, jnp.minimum(index_BT, most), axis=1
+    )
 
-    Returns:
-      (dq_BTNH, dk_BSKH, dv_BSKH), in the dtypes of q, k, v.
+    def row(stats_MNT, index_T, places_T):
+        return stats_MNT.at[index_T, :, places_T].get(mode='clip')
 
-    Raises:
-      ValueError: JAX's private module is not as expected; names its version.
-    """
-    dtype = q_BTNH.dtype
-    joint = lse.astype(jnp.float32), o_BTNH.astype(dtype), do_BTNH.astype(dtype)
-    return tuple(_call('bwd', (q_BTNH, k_BSKH, v_BSKH, *joint), packed, window, scale))
+    stats_BMNT = stats.reshape(batch, most, *stats.shape[1:])
+    return jnp.moveaxis(jax.vmap(row)(stats_BMNT, index_BT, places_BT), 1, 2)
+
+
+def _lse_of_documents(lse_BNT, starts):
+    """[B * M, N, T] from lse_BNT, UNUSED beyond the end of each document."""
+    batch, heads, length = lse_BNT.shape
+    lengths_BM = jnp.diff(starts, axis=1)
+
+    def document(lse_NT, start):
+        return lax.dynamic_slice_in_dim(lse_NT, start, length, axis=1)
+
+    padded = jnp.pad(lse_BNT, ((0, 0), (0, 0), (0, length)))
+    moved_BMNT = jax.vmap(jax.vmap(document, (None, 0)))(padded, starts[:, :-1])
+    inside = jnp.arange(length)[None, None, None] < lengths_BM[:, :, None, None]
+    return jnp.where(inside, moved_BMNT, UNUSED).reshape(-1, heads, length)
+
+
+def _dispatch(operands, mask, by_cudnn, by_xla):
+    """Groups of rows by by_cudnn(operands, index_BT, starts), or, if they do not fit, by by_xla."""
+    batch = operands[0].shape[0]
+    documents, rows = packed_sizes(*operands[0].shape)
+
+    def group(given):
+        operands, mask = given
+        index_BT, starts, fit = _documents(mask.segment_ids_BT, documents)
+        fit &= jnp.all(mask.segment_ids_BT == mask.key_segment_ids_BS)
+        return lax.cond(
+            fit,
+            lambda: by_cudnn(operands, index_BT, starts),
+            lambda: by_xla(operands, mask),
+        )
+
+    if rows == batch:
+        return group((operands, mask))
+    groups = jax.tree.map(lambda x: x.reshape(-1, rows, *x.shape[1:]), (operands, mask))
+    return jax.tree.map(lambda x: x.reshape(batch, *x.shape[2:]), lax.map(group, groups))

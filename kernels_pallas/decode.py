@@ -31,13 +31,13 @@ def decode_attention(
       q_C1NH: queries [C, 1, N, H].
       k_C1KH, v_C1KH: the new token's key and value [C, 1, K, H]; always visible.
       k_BKHS, v_BKHS: the cache [B, K, H, S], read only.
-      visible_CS: bool [C, S], which places of the cache a token sees.
+      visible_CS: bool [C, S], the places of the cache that are visible to a token.
       rows_C: int32 [C], the row of the cache that a token reads, B and above for none: these come
-        last, and what is returned for them has no meaning. None: C = B, row by row.
+        last, and their results have no meaning. None: C = B, each its own row.
       k_depth_LC1KH, v_depth_LC1KH: the slots [L, C, 1, K, H] that earlier layers wrote at the new
         token; None: none.
       slot_mask_LC1: bool [L, C, 1], False hides a slot; None hides none.
-      slot_window: only this many of the newest slots are seen; 0: all.
+      slot_window: number of visible slots, the newest; 0: all.
       q_depth_C1NH: queries [C, 1, N, H] for the slots; None: q_C1NH.
 
     Returns:
@@ -53,11 +53,11 @@ def decode_attention(
         raise ValueError(f'slot_window={slot_window} must be 0 (no limit) or more')
     by_token = [q_C1NH, k_C1KH, v_C1KH, visible_CS]
     if k_depth_LC1KH is not None:
-        whole = (len(k_depth_LC1KH), *k_C1KH.shape)
+        shape = (len(k_depth_LC1KH), *k_C1KH.shape)
         for name, side, wanted in (
-            ('k_depth_LC1KH', k_depth_LC1KH, whole),
-            ('v_depth_LC1KH', v_depth_LC1KH, whole),
-            ('slot_mask_LC1', slot_mask_LC1, whole[:3]),
+            ('k_depth_LC1KH', k_depth_LC1KH, shape),
+            ('v_depth_LC1KH', v_depth_LC1KH, shape),
+            ('slot_mask_LC1', slot_mask_LC1, shape[:3]),
             ('q_depth_C1NH', q_depth_C1NH, q_C1NH.shape),
         ):
             if side is not None and side.shape != wanted:
@@ -65,7 +65,7 @@ def decode_attention(
         slots = [k_depth_LC1KH, v_depth_LC1KH]
         slots += [] if slot_mask_LC1 is None else [slot_mask_LC1]
         by_token.append(q_C1NH if q_depth_C1NH is None else q_depth_C1NH)
-        # The tokens first, as in everything else that is taken token by token.
+        # Tokens come first, as in all that is read token by token.
         by_token += [jnp.moveaxis(side[-slot_window:], 0, 1)[:, :, 0] for side in slots]
     if rows_C is None:
         return _attend(k_BKHS, v_BKHS, *by_token)
@@ -73,15 +73,14 @@ def decode_attention(
         k_CKHS, v_CKHS = (side.at[rows_C].get(mode='clip') for side in (k_BKHS, v_BKHS))
         return _attend(k_CKHS, v_CKHS, *by_token)
 
-    def one(i, o_C1NH):
-        def row_of(side, at):
-            return jax.lax.dynamic_slice_in_dim(side, at, 1)
+    row_of = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=1)
 
-        cached = [row_of(side, rows_C[i]) for side in (k_BKHS, v_BKHS)]
+    def one(i, o_C1NH):
+        cached = (row_of(side, rows_C[i]) for side in (k_BKHS, v_BKHS))
         o_11NH = _attend(*cached, *(row_of(side, i) for side in by_token))
         return jax.lax.dynamic_update_slice_in_dim(o_C1NH, o_11NH, i, axis=0)
 
-    # A CPU would copy the rows to gather them; one at a time they are read where they lie.
+    # On a CPU gathering would copy the rows; one at a time they are read in place.
     num_rows = jnp.sum(rows_C < k_BKHS.shape[0])
     return jax.lax.fori_loop(0, num_rows, one, jnp.zeros_like(q_C1NH))
 
@@ -100,8 +99,8 @@ def _attend(
 ):
     """One softmax over a row's cache, its new token and that token's slots.
 
-    Places are the innermost axis of the cache, the cache stands on the left of the second product,
-    and its result is turned round last: XLA on CPUs is several times slower otherwise.
+    Places are the innermost axis of the cache, the cache is the left operand of the second product,
+    and its result is transposed last: XLA on CPUs is several times slower otherwise.
     """
     batch, _, heads, width = q_B1NH.shape
     kv_heads = k_B1KH.shape[2]
@@ -121,7 +120,7 @@ def _attend(
         slots_BKGL = jnp.einsum('bkgh,blkh->bkgl', grouped(q_depth_B1NH), k_depth_BLKH)
         if slot_mask_BL is not None:
             slots_BKGL = jnp.where(slot_mask_BL[:, None, None], slots_BKGL, -jnp.inf)
-            # What a hidden slot holds may be NaN, and 0 times NaN is NaN.
+            # A hidden slot may hold NaN, and 0 times NaN is NaN.
             v_depth_BLKH = jnp.where(slot_mask_BL[:, :, None, None], v_depth_BLKH, 0)
         own_BKGX = jnp.concatenate([own_BKGX, slots_BKGL], axis=-1)
         own_v_BXKH = jnp.concatenate([own_v_BXKH, v_depth_BLKH], axis=1)

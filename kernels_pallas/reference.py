@@ -1,19 +1,42 @@
-"""Attention as its equation: every score at once, in float32, slow and plain. The tests' ruler."""
+"""Attention as its equation: every score at once, in float32, slow and plain; and allowed errors.
+
+The tests compare every backend with it.
+"""
 
 import jax.numpy as jnp
 
+# Factor on the error of XLA's form, and the smallest error, relative to the largest value.
+_OUTPUTS, _GRADIENTS = (2, 2e-6), (3, 1e-5)
+# An upper limit: three roundings in bfloat16, or in the float32 of the tensor cores.
+_MOST = {'bfloat16': 0.02, 'float16': 0.02, 'float32': 4e-3}
+
+
+def allowed_error(dtype: str, gradient: bool, plain_error: float, largest: float) -> float:
+    """Returns the largest absolute error that a kernel's result may have.
+
+    It follows from the error of XLA's form in the same dtype on the same inputs.
+
+    Args:
+      dtype: of the inputs, such as bfloat16.
+      gradient: the result is a gradient, not an output.
+      plain_error: largest absolute error of XLA's form in that dtype; NaN sets no bound.
+      largest: largest absolute value of the exact result; below 1 it counts as 1.
+    """
+    factor, least = _GRADIENTS if gradient else _OUTPUTS
+    largest = max(1.0, largest)
+    return min(_MOST[dtype] * largest, factor * plain_error + least * largest)
+
 
 def visibility(positions_BT, key_positions_BS, segment_ids_BT, key_segment_ids_BS, window):
-    """Which keys a query sees: none later, none of another segment, none `window` or more before.
+    """Returns bool [B, T, S], True where a key is visible to a query.
+
+    A key is hidden if it is later, in another segment, or `window` or more positions before.
 
     Args:
       positions_BT: int [B, T], the queries' places in the original sequence.
       key_positions_BS: int [B, S], the keys' places.
       segment_ids_BT, key_segment_ids_BS: int [B, T] and [B, S], or None for one segment.
-      window: keys seen, the query's own among them; 0 for no limit.
-
-    Returns:
-      visible_BTS: bool [B, T, S].
+      window: number of visible keys, the query's own among them; 0: no limit.
     """
     distance_BTS = positions_BT[:, :, None] - key_positions_BS[:, None, :]
     visible_BTS = distance_BTS >= 0
@@ -25,17 +48,14 @@ def visibility(positions_BT, key_positions_BS, segment_ids_BT, key_segment_ids_B
 
 
 def slot_visibility(shape_LBR, num_slots, slot_window, slot_mask_LBR, slot_rows_BT):
-    """Which slots of its own token a query sees: those written, the newest, the unmasked.
+    """Returns bool [B, T, L], True where a slot of its own token is visible to a query.
 
     Args:
       shape_LBR: (L, B, R).
-      num_slots: int, slots written.
-      slot_window: newest slots seen; 0 for no limit.
-      slot_mask_LBR: bool [L, B, R], slots of tokens to see, or None.
-      slot_rows_BT: int [B, T], the queries' tokens, R and above for none, or None for T = R.
-
-    Returns:
-      visible_BTL: bool [B, T, L].
+      num_slots: int, slots written; the others are hidden.
+      slot_window: number of visible slots, the newest; 0: all.
+      slot_mask_LBR: bool [L, B, R], False hides a slot of a token; or None.
+      slot_rows_BT: int [B, T], the queries' tokens, R and above for none; None: T = R.
     """
     slots, batch, tokens = shape_LBR
     index_L = jnp.arange(slots)
@@ -51,7 +71,7 @@ def slot_visibility(shape_LBR, num_slots, slot_window, slot_mask_LBR, slot_rows_
 
 
 def _own(x_LBR, slot_rows_BT):
-    """x_LBT..., each query's token along axis R; a query of no token gets some other's."""
+    """x_LBT..., each query's token along axis R; for a query without a token that of another."""
     if slot_rows_BT is None:
         return x_LBR
     rows_LBT = jnp.minimum(slot_rows_BT, x_LBR.shape[2] - 1)[None]
@@ -59,9 +79,9 @@ def _own(x_LBR, slot_rows_BT):
 
 
 def reference_attention(
-    q_BTNH, k_BSKH, v_BSKH, mask, q_depth_BTNH, slots, slot_mask, window, slot_window, scale
+    q_BTNH, k_BSKH, v_BSKH, mask, q_depth_BTNH, slots, window, slot_window, scale
 ):
-    """One softmax over visible keys and visible slots, query head h reading key/value head h // G.
+    """One softmax over visible keys and visible slots; query head h reads key/value head h // G.
 
     With k, v, k_depth, v_depth repeated G times along the heads, and hidden scores at -inf,
       s = concat(einsum('btnh,bsnh->btns', q, k), einsum('btnh,lbtnh->btnl', q_depth, k_depth))
@@ -71,32 +91,30 @@ def reference_attention(
     Args:
       q_BTNH: queries [B, T, N, H].
       k_BSKH, v_BSKH: keys and values [B, S, K, H], K dividing N.
-      mask: (positions [B, T], key_positions [B, S], segment ids [B, T], key segment ids [B, S]),
-        the last two None for one segment.
+      mask: `joint_softmax.SequenceMask`.
       q_depth_BTNH: queries for the slots; None: q_BTNH.
-      slots: (k_depth_LBRKH, v_depth_LBRKH), or None.
-      slot_mask: (num_slots, slot_mask_LBR or None, slot_rows_BT or None), or None with the slots.
-      window, slot_window: keys and newest slots seen; 0 for no limit.
+      slots: `joint_softmax.Slots`, or None.
+      window, slot_window: numbers of visible keys and slots; 0: no limit.
       scale: factor on the scores.
 
     Returns:
-      o_BTNH in the dtype of q, and the natural-log logsumexp lse_BNT in float32 or wider. A query
-      that sees nothing gets zeros and -inf.
+      o_BTNH in the dtype of q, and the natural-log logsumexp lse_BNT in float32 or wider. For a
+      query to which nothing is visible they are 0 and -inf.
     """
-    group = q_BTNH.shape[2] // k_BSKH.shape[2]
+    (batch, length, heads, _), kv_heads = q_BTNH.shape, k_BSKH.shape[2]
     dtype = jnp.promote_types(q_BTNH.dtype, jnp.float32)
-    if slots is None:
-        none_LBTKH = jnp.zeros((0, *q_BTNH.shape[:2], *k_BSKH.shape[2:]), k_BSKH.dtype)
-        slots, slot_mask = (none_LBTKH, none_LBTKH), (0, None, None)
-    num_slots, slot_mask_LBR, slot_rows_BT = slot_mask
-    visible_BTL = slot_visibility(
-        slots[0].shape[:3], num_slots, slot_window, slot_mask_LBR, slot_rows_BT
-    )
-    visible_BTX = jnp.concatenate([visibility(*mask, window), visible_BTL], axis=2)
-    slots = [jnp.moveaxis(_own(x, slot_rows_BT), 0, 2) for x in slots]
-    # What a hidden slot holds may be NaN, and 0 times NaN is NaN.
-    slots = [jnp.where(visible_BTL[..., None, None], x, 0) for x in slots]
-    k_BTLNH, v_BTLNH = (jnp.repeat(x.astype(dtype), group, axis=3) for x in slots)
+    visible_BTX = visibility(*mask, window)
+    k_BTLKH = v_BTLKH = jnp.zeros((batch, length, 0, *k_BSKH.shape[2:]), dtype)
+    if slots is not None:
+        visible_BTL = slot_visibility(
+            slots.k_LBRKH.shape[:3], slots.num, slot_window, slots.mask_LBR, slots.rows_BT
+        )
+        visible_BTX = jnp.concatenate([visible_BTX, visible_BTL], axis=2)
+        sides = [jnp.moveaxis(_own(x, slots.rows_BT), 0, 2) for x in slots[:2]]
+        # A hidden slot may hold NaN, and 0 times NaN is NaN.
+        k_BTLKH, v_BTLKH = (jnp.where(visible_BTL[..., None, None], x, 0) for x in sides)
+    group = heads // kv_heads
+    k_BTLNH, v_BTLNH = (jnp.repeat(x.astype(dtype), group, axis=3) for x in (k_BTLKH, v_BTLKH))
     k_BSNH, v_BSNH = (jnp.repeat(x.astype(dtype), group, axis=2) for x in (k_BSKH, v_BSKH))
     q = q_BTNH.astype(dtype)
     q_depth = q if q_depth_BTNH is None else q_depth_BTNH.astype(dtype)
@@ -117,23 +135,3 @@ def reference_attention(
     lse_BTN1 = jnp.where(some_BTN1, jnp.log(jnp.where(some_BTN1, total_BTN1, 1.0)), -jnp.inf)
     lse_BNT = jnp.moveaxis((highest_BTN1 + lse_BTN1)[..., 0], 2, 1)
     return o_BTNH.astype(q_BTNH.dtype), lse_BNT
-
-
-# Times the error of XLA's form, and the least, relative to the largest value.
-_OUTPUTS, _GRADIENTS = (2, 2e-6), (3, 1e-5)
-# Whatever XLA's error is: three roundings of bfloat16, or of the tensor cores' float32.
-_MOST = {'bfloat16': 0.02, 'float16': 0.02, 'float32': 4e-3}
-
-
-def allowed_error(dtype: str, gradient: bool, plain_error: float, largest: float) -> float:
-    """The largest absolute error that a result may have.
-
-    Args:
-      dtype: of the inputs, such as bfloat16.
-      gradient: the result is a gradient, not an output.
-      plain_error: largest absolute error of XLA's form in that dtype; NaN counts as no bound.
-      largest: largest absolute value of the exact result; below 1 it counts as 1.
-    """
-    factor, least = _GRADIENTS if gradient else _OUTPUTS
-    largest = max(1.0, largest)
-    return min(_MOST[dtype] * largest, factor * plain_error + least * largest)

@@ -4,9 +4,9 @@ python -m launch.backends
 python -m launch.backends tiny moda_700m
 python -m launch.backends --page=docs/backends.md
 
-Of each config of configs/ the model is traced at its own size, without computing anything, and the
+The model of each config of configs/ is traced at its own size, without computing anything, and the
 attentions that it asks for are looked up as `model.attention=auto` does, for machines that need not
-be there. --page names a file with both markers, the text between which becomes the table.
+exist. --page names a file with both markers; the table replaces the text between them.
 """
 
 import importlib
@@ -35,7 +35,7 @@ def attentions(name: str) -> list:
     """The Shapes of the attentions in a training step of a config on one device, each once.
 
     Args:
-      name: of a file of configs/, without its ending.
+      name: of a file of configs/, without .py.
     """
     import jax
 
@@ -48,7 +48,6 @@ def attentions(name: str) -> list:
         config.training.num_steps = max(1, config.training.num_steps)
     hparams = from_config(config)
     rows = hparams.data.batch_size // hparams.training.accumulate_steps
-    length = hparams.data.sequence_length
     model, seen = Transformer(hparams), []
 
     def run(tokens_BT):
@@ -58,13 +57,13 @@ def attentions(name: str) -> list:
         seen.extend(found)
         return outputs[0]
 
-    jax.eval_shape(run, jax.ShapeDtypeStruct((rows, length), 'int32'))
+    jax.eval_shape(run, jax.ShapeDtypeStruct((rows, hparams.data.sequence_length), 'int32'))
     return list(dict.fromkeys(seen))
 
 
 def devices() -> tuple:
-    """The described devices of HEADS, on which a measurement is taken to be possible."""
-    from kernels_pallas.candidates import Device
+    """The described devices of HEADS, on which measuring is assumed to be possible."""
+    from kernels_pallas.backends import Device
 
     return (
         Device('cpu', 'a CPU'),
@@ -74,25 +73,29 @@ def devices() -> tuple:
 
 
 def cell(shapes, device, note) -> str:
-    """What runs sequence, depth part and decoding of shapes on a device, and notes with reasons.
+    """The backends of sequence, depth slots and decoding on a device, and the numbers of notes.
 
     Args:
       shapes: of the attention.
       device: described.
       note: a function from a reason to the number of its note.
     """
-    from kernels_pallas import candidates
+    from kernels_pallas import backends
+
+    def name(parts):
+        depth = parts.depth if shapes.num_slots else '-'
+        return f'`{parts.sequence} / {depth} / {backends.DECODING}`'
 
     if device.platform != 'gpu':
-        return _parts(candidates.Parts(), shapes)
-    plan = candidates.plan(shapes, device)
-    reasons = [f'{name}: {why}' for name, why in plan.refused]
-    names = [_parts(parts, shapes) for parts in plan.candidates]
-    why = candidates.not_measured(shapes, device)
+        return name(backends.Parts())
+    plan = backends.plan(shapes, device)
+    reasons = [f'{backend}: {why}' for backend, why in plan.refused]
+    names = [name(parts) for parts in plan.candidates]
+    why = backends.not_measured(shapes, device)
     if len(names) == 1:
         text = names[0]
     elif why:
-        text = _parts(plan.proven[0], shapes)
+        text = name(plan.proven[0])
         reasons.append(f'not measured: {why}')
     else:
         text = 'the fastest of ' + ', '.join(names)
@@ -100,23 +103,14 @@ def cell(shapes, device, note) -> str:
     return f'{text} ({numbers})' if numbers else text
 
 
-def _parts(parts, shapes):
-    from kernels_pallas.candidates import DECODING
-
-    depth = f'{parts.depth}{"_fused" * parts.fused}' if shapes.num_slots else '-'
-    return f'`{parts.sequence} / {depth} / {DECODING}`'
-
-
 def describe(shapes) -> str:
-    """Shapes in words: rows and tokens, heads, slots, dtype, and what restricts a query's sight."""
+    """Shapes in words: rows and tokens, heads, slots, dtypes, and what hides keys from a query."""
     (batch, length, heads, width), (_, keys, kv_heads, _) = shapes.q, shapes.k
     words = [f'{batch} x {length} queries', f'{heads} heads on {kv_heads} of {width}']
-    if keys != length:
-        words.append(f'{keys} keys')
+    words += [f'{keys} keys'] * (keys != length)
     if shapes.num_slots:
-        words.append(
-            f'{shapes.num_slots} slots' + f' of {shapes.slot_rows}' * bool(shapes.slot_rows)
-        )
+        tokens = f' of {shapes.slot_rows}' if shapes.slot_rows else ''
+        words.append(f'{shapes.num_slots} slots{tokens}')
     words.append(' and '.join(shapes.dtypes))
     words += [f'window {shapes.window}'] * bool(shapes.window)
     words += ['documents'] * shapes.segments

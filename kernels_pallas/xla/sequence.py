@@ -1,16 +1,18 @@
-"""Attention over the sequence by blocks, so that memory grows with T and not with T x S.
+"""Attention over the sequence by XLA, in blocks, so that memory grows with T and not with T x S.
 
-For CPUs and any other backend. Up to 2048 tokens the blocks are static, each some queries with all
-keys that they may see. Longer sequences run the loops of xla_sequence_loops.
+Up to 2048 tokens the blocks are static, each some queries with all keys that they may see. Longer
+sequences run loops over tiles of queries by keys, with an online softmax: the scores of one tile
+are the largest temporary, whatever T and S. A tile of queries visits the tiles of keys from the
+first to the last with a visible key. The two bounds are computed from the mask, so that earlier
+documents, and what a window hides, cost nothing.
 """
 
 import contextlib
 import contextvars
 
+import jax
 import jax.numpy as jnp
 from jax import lax
-
-from kernels_pallas import xla_sequence_loops
 
 # With gradients, T from 256 to 2048 on two CPU cores: at most a fifth slower than 64, never slower
 # than 256 and up to 1.8 times as fast.
@@ -18,21 +20,26 @@ QUERY_BLOCK = 128
 MAX_BLOCKS = 16
 # Scores of a static block: 256 MiB in float32.
 MAX_SCORES = 2**26
-_counted = contextvars.ContextVar('counted', default=False)
+# Tiles are square, a power of two from 128 to 512, and have at most this many scores: 128 MiB in
+# float32; on CPUs 2 MiB, for their caches.
+TILE_SIZES = (128, 512)
+TILE_SCORES = 2**25
+CPU_TILE_SCORES = 2**19
+_static = contextvars.ContextVar('static', default=False)
 
 
 @contextlib.contextmanager
 def static_blocks():
-    """Traces in this context can be counted: rows of any length take static blocks.
+    """Within this context, traces use static blocks at any length, so that FLOPs can be counted.
 
     The products of a loop whose length depends on the documents cannot be counted. Trace functions
-    that were not traced before: what is cached is as it was.
+    that were not traced before: what is cached does not change.
     """
-    token = _counted.set(True)
+    token = _static.set(True)
     try:
         yield
     finally:
-        _counted.reset(token)
+        _static.reset(token)
 
 
 def blocks(num_queries: int, num_keys: int, ordered: bool, window: int):
@@ -50,43 +57,14 @@ def is_long(q_shape, num_keys: int) -> bool:
     batch, length, heads, _ = q_shape
     scores = batch * heads * min(length, QUERY_BLOCK) * num_keys
     too_long = length > QUERY_BLOCK * MAX_BLOCKS or scores > MAX_SCORES
-    return too_long and not _counted.get()
-
-
-def _visible(mask, static, start, stop, first, end):
-    """Visibility of one block, [B or 1, queries, keys]; see reference.visibility."""
-    positions_BT, key_positions_BS, segment_ids_BT, key_segment_ids_BS = mask
-    queries, keys = slice(start, stop), slice(first, end)
-    ids = None
-    if segment_ids_BT is not None:
-        ids = segment_ids_BT[:, queries], key_segment_ids_BS[:, keys]
-    places = positions_BT[:, queries], key_positions_BS[:, keys]
-    order = places
-    if static.ordered:
-        order = jnp.arange(start, stop)[None], jnp.arange(first, end)[None]
-    return xla_sequence_loops.visible(order, places, ids, static.window)
-
-
-def _scores(q_BTKGH, k_BSKH, visible, scale):
-    scores_BKGTS = xla_sequence_loops.dot('btkgh,bskh->bkgts', q_BTKGH, k_BSKH) * scale
-    return jnp.where(visible[:, None, None], scores_BKGTS, -jnp.inf)
-
-
-def _add(total_BSKH, first, part_BSKH):
-    """The total with a part added from key `first` on.
-
-    Not `total.at[...].add`: of the whole array its indices are empty, and JAX 0.11.2 cannot compile
-    an empty operand of a shard_map.
-    """
-    old_BSKH = lax.slice_in_dim(total_BSKH, first, first + part_BSKH.shape[1], axis=1)
-    return lax.dynamic_update_slice_in_dim(total_BSKH, old_BSKH + part_BSKH, first, axis=1)
+    return too_long and not _static.get()
 
 
 def sequence_forward(q_BTNH, k_BSKH, v_BSKH, mask, static):
     """Attention over the sequence alone.
 
     Args:
-      q_BTNH, k_BSKH, v_BSKH, mask, static: as in joint.joint_attention.
+      q_BTNH, k_BSKH, v_BSKH, mask, static: as in `joint_softmax.joint_attention`.
 
     Returns:
       o_BTNH in q's dtype, and the natural-log logsumexp lse_BNT in float32 or wider. A query with
@@ -98,48 +76,46 @@ def sequence_forward(q_BTNH, k_BSKH, v_BSKH, mask, static):
     if not k_BSKH.shape[1]:
         return jnp.zeros_like(q_BTNH), jnp.full((batch, heads, length), -jnp.inf, wide)
     if is_long(q_BTNH.shape, k_BSKH.shape[1]):
-        return xla_sequence_loops.forward(q_BTNH, k_BSKH, v_BSKH, mask, static)
+        return _tiled_forward(q_BTNH, k_BSKH, v_BSKH, mask, static)
     q_BTKGH = q_BTNH.reshape(batch, length, kv_heads, heads // kv_heads, width)
     outputs, lses = [], []
     for block in blocks(length, k_BSKH.shape[1], static.ordered, static.window):
         start, stop, first, end = block
-        visible = _visible(mask, static, *block)
+        visible = _block_visible(mask, static, *block)
         scores = _scores(q_BTKGH[:, start:stop], k_BSKH[:, first:end], visible, static.scale)
         highest = jnp.max(scores, axis=-1, keepdims=True)
         highest = jnp.where(highest == -jnp.inf, 0.0, highest)
         weights = jnp.exp(scores - highest)
         total = jnp.sum(weights, axis=-1, keepdims=True)
-        seen = jnp.where(total > 0, total, 1.0)
         weights = weights.astype(v_BSKH.dtype)
-        output = xla_sequence_loops.dot('bkgts,bskh->bkgth', weights, v_BSKH[:, first:end]) / seen
+        output = dot('bkgts,bskh->bkgth', weights, v_BSKH[:, first:end])
+        output = output / jnp.where(total > 0, total, 1.0)
         outputs.append(jnp.moveaxis(output, 3, 1).astype(q_BTNH.dtype))
         lses.append((highest + jnp.log(total))[..., 0])
     o_BTNH = jnp.concatenate(outputs, axis=1).reshape(q_BTNH.shape)
     return o_BTNH, jnp.concatenate(lses, axis=-1).reshape(batch, heads, length)
 
 
-def sequence_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, do_BTNH, lse_BNT, delta_BNT):
+def sequence_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, o_BTNH, do_BTNH, lse_BNT, delta_BNT):
     """Gradients through the sequence's part of the softmax.
 
     Args:
       q_BTNH, k_BSKH, v_BSKH, mask, static: as in sequence_forward.
-      do_BTNH: the output's cotangent.
+      o_BTNH, do_BTNH: the joint output, which is not used here, and its cotangent.
       lse_BNT, delta_BNT: the joint logsumexp, finite, and rowsum(do o) - dlse.
 
     Returns:
       dq_BTNH in q's dtype; dk_BSKH and dv_BSKH as wide as lse_BNT.
     """
+    del o_BTNH
     batch, length, heads, width = q_BTNH.shape
     kv_heads = k_BSKH.shape[2]
     if is_long(q_BTNH.shape, k_BSKH.shape[1]):
-        return xla_sequence_loops.backward(
-            q_BTNH, k_BSKH, v_BSKH, mask, static, do_BTNH, lse_BNT, delta_BNT
-        )
+        return _tiled_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, do_BTNH, lse_BNT, delta_BNT)
     dk_BSKH = jnp.zeros(k_BSKH.shape, lse_BNT.dtype)
     dv_BSKH = jnp.zeros(v_BSKH.shape, lse_BNT.dtype)
     if not k_BSKH.shape[1]:
         return jnp.zeros_like(q_BTNH), dk_BSKH, dv_BSKH
-    dot = xla_sequence_loops.dot
     grouped = (batch, length, kv_heads, heads // kv_heads, width)
     q_BTKGH, do_BTKGH = q_BTNH.reshape(grouped), do_BTNH.reshape(grouped)
     by_head = (batch, kv_heads, heads // kv_heads, length)
@@ -147,16 +123,253 @@ def sequence_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, do_BTNH, lse_BNT, de
     dqs = []
     for block in blocks(length, k_BSKH.shape[1], static.ordered, static.window):
         start, stop, first, end = block
-        visible = _visible(mask, static, *block)
-        q, k = q_BTKGH[:, start:stop], k_BSKH[:, first:end]
-        v, do = v_BSKH[:, first:end], do_BTKGH[:, start:stop]
-        scores = _scores(q, k, visible, static.scale)
-        weights = jnp.exp(scores - lse_BKGT[..., start:stop, None])
-        dweights = dot('btkgh,bskh->bkgts', do, v)
-        dscores = weights * (dweights - delta_BKGT[..., start:stop, None]) * static.scale
-        dscores = dscores.astype(q.dtype)
-        dv = dot('bkgts,btkgh->bskh', weights.astype(do.dtype), do)
-        dk = dot('bkgts,btkgh->bskh', dscores, q)
+        queries, keys = slice(start, stop), slice(first, end)
+        dq, dk, dv = _gradients(
+            q_BTKGH[:, queries],
+            k_BSKH[:, keys],
+            v_BSKH[:, keys],
+            do_BTKGH[:, queries],
+            lse_BKGT[..., queries],
+            delta_BKGT[..., queries],
+            _block_visible(mask, static, *block),
+            static.scale,
+        )
         dk_BSKH, dv_BSKH = _add(dk_BSKH, first, dk), _add(dv_BSKH, first, dv)
-        dqs.append(dot('bkgts,bskh->btkgh', dscores, k).astype(q.dtype))
+        dqs.append(dq.astype(q_BTNH.dtype))
     return jnp.concatenate(dqs, axis=1).reshape(q_BTNH.shape), dk_BSKH, dv_BSKH
+
+
+def dot(equation, x, y):
+    """An einsum summed in float32, or wider with x."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    if jax.default_backend() == 'cpu':
+        # XLA on CPU cannot run some bfloat16 products with a float32 result.
+        x, y = x.astype(wide), y.astype(wide)
+    return jnp.einsum(equation, x, y, preferred_element_type=wide)
+
+
+def _visible(order, places, ids, window):
+    """Visibility of queries and keys, [B or 1, queries, keys]; see reference.visibility.
+
+    Args:
+      order: (of queries, of keys), int [B or 1, n]; a key later than the query is hidden.
+      places: the same for the window, or None without one.
+      ids: segment ids, or None.
+      window: number of visible keys, the query's own among them; 0: no limit.
+    """
+    result = order[0][:, :, None] >= order[1][:, None, :]
+    if window:
+        result = result & (places[0][:, :, None] - places[1][:, None, :] < window)
+    if ids is not None:
+        result = result & (ids[0][:, :, None] == ids[1][:, None, :])
+    return result
+
+
+def _block_visible(mask, static, start, stop, first, end):
+    """Visibility of one static block, [B or 1, queries, keys]."""
+    ids = None
+    if mask.segment_ids_BT is not None:
+        ids = mask.segment_ids_BT[:, start:stop], mask.key_segment_ids_BS[:, first:end]
+    places = mask.positions_BT[:, start:stop], mask.key_positions_BS[:, first:end]
+    order = places
+    if static.ordered:
+        order = jnp.arange(start, stop)[None], jnp.arange(first, end)[None]
+    return _visible(order, places, ids, static.window)
+
+
+def _scores(q_BTKGH, k_BSKH, visible, scale):
+    """Scores [B, K, G, queries, keys], -inf where hidden."""
+    scores_BKGTS = dot('btkgh,bskh->bkgts', q_BTKGH, k_BSKH) * scale
+    return jnp.where(visible[:, None, None], scores_BKGTS, -jnp.inf)
+
+
+def _gradients(q_BTKGH, k_BSKH, v_BSKH, do_BTKGH, lse_BKGT, delta_BKGT, visible, scale):
+    """(dq, dk, dv) through one block of scores, in float32 or wider."""
+    weights = jnp.exp(_scores(q_BTKGH, k_BSKH, visible, scale) - lse_BKGT[..., None])
+    dweights = dot('btkgh,bskh->bkgts', do_BTKGH, v_BSKH)
+    dscores = (weights * (dweights - delta_BKGT[..., None]) * scale).astype(q_BTKGH.dtype)
+    dv = dot('bkgts,btkgh->bskh', weights.astype(do_BTKGH.dtype), do_BTKGH)
+    dk = dot('bkgts,btkgh->bskh', dscores, q_BTKGH)
+    return dot('bkgts,bskh->btkgh', dscores, k_BSKH), dk, dv
+
+
+def _add(total_BSKH, first, part_BSKH):
+    """The total with a part added from key `first` on.
+
+    Not `total.at[...].add`: its indices are empty for the whole array, and JAX 0.11.2 cannot
+    compile an empty operand of a shard_map.
+    """
+    old_BSKH = lax.slice_in_dim(total_BSKH, first, first + part_BSKH.shape[1], axis=1)
+    return lax.dynamic_update_slice_in_dim(total_BSKH, old_BSKH + part_BSKH, first, axis=1)
+
+
+def tile_sizes(batch: int, heads: int, length: int, num_keys: int) -> tuple[int, int]:
+    """Queries and keys of a tile."""
+    scores = CPU_TILE_SCORES if jax.default_backend() == 'cpu' else TILE_SCORES
+    size, largest = TILE_SIZES
+    while size < largest and batch * heads * (2 * size) ** 2 <= scores:
+        size *= 2
+    return min(size, length), min(size, num_keys)
+
+
+def _limits(ids_BT, size):
+    """The least and the greatest of each tile, two arrays [B or 1, tiles]."""
+    tiles = -(-ids_BT.shape[1] // size)
+    padded = jnp.pad(ids_BT, ((0, 0), (0, tiles * size - ids_BT.shape[1])), mode='edge')
+    tiled = padded.reshape(-1, tiles, size)
+    return tiled.min(axis=2), tiled.max(axis=2)
+
+
+def _bounds(order, places, ids, window, sizes):
+    """First and end tile of keys for each tile of queries, int32 [tiles of queries].
+
+    A tile is skipped if its ranges of order, place and segment id do not meet those of the queries.
+    Ranges that meet are visited, whatever the ids: the mask decides.
+    """
+    (_, latest), (earliest, _) = (_limits(x, size) for x, size in zip(order, sizes, strict=True))
+    meet = latest[:, :, None] >= earliest[:, None]
+    if window:
+        nearest, last = _limits(places[0], sizes[0])[0], _limits(places[1], sizes[1])[1]
+        meet = meet & (nearest[:, :, None] - last[:, None] < window)
+    if ids is not None:
+        (low, high), (key_low, key_high) = (_limits(x, n) for x, n in zip(ids, sizes, strict=True))
+        meet = meet & (low[:, :, None] <= key_high[:, None])
+        meet = meet & (key_low[:, None] <= high[:, :, None])
+    meet_IJ = jnp.any(meet, axis=0)
+    first_I = jnp.argmax(meet_IJ, axis=1).astype(jnp.int32)
+    end_I = meet_IJ.shape[1] - jnp.argmax(meet_IJ[:, ::-1], axis=1).astype(jnp.int32)
+    return first_I, jnp.where(jnp.any(meet_IJ, axis=1), end_I, first_I)
+
+
+def _cut(x, start, size, axis=1):
+    return lax.dynamic_slice_in_dim(x, start, size, axis)
+
+
+def _put(x, tile, start, axis=1):
+    return lax.dynamic_update_slice_in_dim(x, tile.astype(x.dtype), start, axis)
+
+
+def _flat(x):
+    """Heads and width as one axis: otherwise XLA transposes all of an array for the tiles."""
+    return x.reshape(*x.shape[:2], -1)
+
+
+class _Tiles:
+    """Tiles of queries by tiles of keys.
+
+    The last tile reaches back over rows of the one before it, so that all are of one size. There it
+    sees nothing, and as it comes first, the tile that owns these rows overwrites what it wrote.
+    """
+
+    def __init__(self, q_BTNH, k_BSKH, mask, static):
+        batch, length, heads, width = q_BTNH.shape
+        self.num_keys, self.kv_heads = k_BSKH.shape[1:3]
+        self.length, self.window = length, static.window
+        self.grouped = (batch, length, self.kv_heads, heads // self.kv_heads, width)
+        self.by_head = (batch, self.kv_heads, heads // self.kv_heads, length)
+        self.queries, self.keys = tile_sizes(batch, heads, length, self.num_keys)
+        self.places = self.order = mask.positions_BT, mask.key_positions_BS
+        if static.ordered:
+            self.order = jnp.arange(length)[None], jnp.arange(self.num_keys)[None]
+        self.ids = None
+        if mask.segment_ids_BT is not None:
+            self.ids = mask.segment_ids_BT, mask.key_segment_ids_BS
+        sizes = self.queries, self.keys
+        self.first_I, self.end_I = _bounds(self.order, self.places, self.ids, self.window, sizes)
+
+    def cut_queries(self, x_BTX, row):
+        """A tile [B, queries, K, G, H] of an array of queries."""
+        tile = _cut(x_BTX, row, self.queries)
+        return tile.reshape(tile.shape[0], self.queries, *self.grouped[2:])
+
+    def over_queries(self, step, carry):
+        """step(index, first row, carry) for each tile of queries, the last one first."""
+        tiles = -(-self.length // self.queries)
+
+        def body(i, carry):
+            index = tiles - 1 - i
+            return step(index, jnp.minimum(index * self.queries, self.length - self.queries), carry)
+
+        return lax.fori_loop(0, tiles, body, carry)
+
+    def over_keys(self, index, row, step, carry):
+        """step(first key, visible, carry) for the tiles of keys that a tile of queries may see."""
+
+        def body(key_index, carry):
+            column = jnp.minimum(key_index * self.keys, self.num_keys - self.keys)
+
+            def cut(sides):
+                if sides is None:
+                    return None
+                return _cut(sides[0], row, self.queries), _cut(sides[1], column, self.keys)
+
+            visible = _visible(cut(self.order), cut(self.places), cut(self.ids), self.window)
+            rows = row + jnp.arange(self.queries) >= index * self.queries
+            columns = column + jnp.arange(self.keys) >= key_index * self.keys
+            return step(column, visible & (rows[:, None] & columns[None])[None], carry)
+
+        return lax.fori_loop(self.first_I[index], self.end_I[index], body, carry)
+
+
+def _tiled_forward(q_BTNH, k_BSKH, v_BSKH, mask, static):
+    """As sequence_forward, with one key or more."""
+    tiles = _Tiles(q_BTNH, k_BSKH, mask, static)
+    wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
+    batch, _, kv_heads, group, width = tiles.grouped
+    q_BTX = _flat(q_BTNH)
+
+    def rows(index, row, carry):
+        q = tiles.cut_queries(q_BTX, row)
+
+        def columns(column, visible, carry):
+            o, highest, total = carry
+            k, v = _cut(k_BSKH, column, tiles.keys), _cut(v_BSKH, column, tiles.keys)
+            scores = _scores(q, k, visible, static.scale)
+            new = jnp.maximum(highest, jnp.max(scores, axis=-1))
+            finite = jnp.where(new == -jnp.inf, 0.0, new)
+            weights, keep = jnp.exp(scores - finite[..., None]), jnp.exp(highest - finite)
+            total = total * keep + jnp.sum(weights, axis=-1)
+            more = dot('bkgts,bskh->bkgth', weights.astype(v.dtype), v)
+            return o * keep[..., None] + more, new, total
+
+        shape = (batch, kv_heads, group, tiles.queries)
+        start = jnp.zeros((*shape, width), wide), jnp.full(shape, -jnp.inf, wide)
+        o, highest, total = tiles.over_keys(index, row, columns, (*start, jnp.zeros(shape, wide)))
+        o = o / jnp.where(total > 0, total, 1.0)[..., None]
+        lse = jnp.where(highest == -jnp.inf, 0.0, highest) + jnp.log(total)
+        o_BTX, lse_BKGT = carry
+        o = _flat(jnp.moveaxis(o, 3, 1).astype(o_BTX.dtype))
+        return _put(o_BTX, o, row), _put(lse_BKGT, lse, row, axis=3)
+
+    carry = jnp.zeros(q_BTX.shape, q_BTNH.dtype), jnp.zeros(tiles.by_head, wide)
+    o_BTX, lse_BKGT = tiles.over_queries(rows, carry)
+    return o_BTX.reshape(q_BTNH.shape), lse_BKGT.reshape(batch, kv_heads * group, -1)
+
+
+def _tiled_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, do_BTNH, lse_BNT, delta_BNT):
+    """As sequence_backward, with one key or more."""
+    tiles = _Tiles(q_BTNH, k_BSKH, mask, static)
+    wide = lse_BNT.dtype
+    q_BTX, do_BTX = _flat(q_BTNH), _flat(do_BTNH)
+    lse_BKGT, delta_BKGT = lse_BNT.reshape(tiles.by_head), delta_BNT.reshape(tiles.by_head)
+
+    def rows(index, row, carry):
+        dq_BTX, dk_BSKH, dv_BSKH = carry
+        q, do = tiles.cut_queries(q_BTX, row), tiles.cut_queries(do_BTX, row)
+        lse, delta = (_cut(x, row, tiles.queries, axis=3) for x in (lse_BKGT, delta_BKGT))
+
+        def columns(column, visible, carry):
+            total, dk_BSKH, dv_BSKH = carry
+            k, v = _cut(k_BSKH, column, tiles.keys), _cut(v_BSKH, column, tiles.keys)
+            dq, dk, dv = _gradients(q, k, v, do, lse, delta, visible, static.scale)
+            dv_BSKH = _put(dv_BSKH, _cut(dv_BSKH, column, tiles.keys) + dv, column)
+            dk_BSKH = _put(dk_BSKH, _cut(dk_BSKH, column, tiles.keys) + dk, column)
+            return total + dq, dk_BSKH, dv_BSKH
+
+        carry = jnp.zeros(q.shape, wide), dk_BSKH, dv_BSKH
+        dq, dk_BSKH, dv_BSKH = tiles.over_keys(index, row, columns, carry)
+        return _put(dq_BTX, _flat(dq.astype(q.dtype)), row), dk_BSKH, dv_BSKH
+
+    sums = jnp.zeros(k_BSKH.shape, wide), jnp.zeros(v_BSKH.shape, wide)
+    dq_BTX, *sums = tiles.over_queries(rows, (jnp.zeros_like(q_BTX), *sums))
+    return dq_BTX.reshape(q_BTNH.shape), *sums

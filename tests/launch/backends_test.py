@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from configs import mod_moda
-from kernels_pallas import backends as choice
+from kernels_pallas import backends as kernel_backends
 from launch import backends
 from moddepth_jax.hparams import from_config
 from moddepth_jax.training.train_step import init_state, train_step
@@ -63,7 +63,7 @@ def test_shapes_are_those_of_the_train_step():
     state = jax.eval_shape(lambda: init_state(hparams, 10))
     row = jax.ShapeDtypeStruct((hparams.data.batch_size, hparams.data.sequence_length), 'int32')
     batch = {name: row for name in ('tokens_BT', 'labels_BT', 'segment_ids_BT')}
-    with choice.recorded() as seen:
+    with kernel_backends.recorded() as seen:
         jax.eval_shape(train_step, state, batch)
     found = backends.attentions('mod_moda')
     assert set(found) == set(seen) and len(found) == len(set(found)) > 1

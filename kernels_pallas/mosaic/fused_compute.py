@@ -6,7 +6,6 @@ which the products of all 4 stages are added, each with the queries of all other
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -14,28 +13,25 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels_pallas import _compat
-from kernels_pallas.mosaic_fused_ring import (
+from kernels_pallas.mosaic.common import LAYOUT, LOG2E, by_column, by_row, full_slice, load
+from kernels_pallas.mosaic.fused_ring import (
     CHUNK,
     HEADS,
     KEYS,
     ROWS,
-    STAGES_A_CHUNK,
+    STAGES_PER_CHUNK,
     TILES,
     TOKENS,
-    TOKENS_A_STAGE,
+    TOKENS_PER_STAGE,
     stage_of,
 )
-from kernels_pallas.mosaic_walk import whole
 
-WGMMA = plgpu.Layout.WGMMA
-LOG2E = math.log2(math.e)
 LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
-def _accumulate(initial, shape, add_products, static):
+def _accumulate(initial, shape, add_products, sizes):
     """`initial` (None: zeros) plus the products that add_products(add) adds."""
-    if static.interpret:
+    if sizes.interpret:
         # The interpreter's wgmma takes no left side from registers.
         total = [jnp.zeros(shape, jnp.float32) if initial is None else initial]
 
@@ -43,7 +39,7 @@ def _accumulate(initial, shape, add_products, static):
             a, b = (x if isinstance(x, jax.Array) else x[...] for x in (a, b))
             b = (b.T if transpose else b).astype(jnp.float32)
             total[0] = total[0] + jnp.dot(a.astype(jnp.float32), b)
-            # To it these were reads that a copy may overtake; those of wgmma are not.
+            # The interpreter lets a copy overtake these reads, though not those of wgmma.
             plgpu.commit_smem()
 
         add_products(add)
@@ -61,11 +57,7 @@ def _accumulate(initial, shape, add_products, static):
     return pl.run_state(run)(plgpu.ACC.init(initial))
 
 
-def _across(x_R, shape):
-    return lax.broadcast_in_dim(x_R, shape, [0])
-
-
-def _iota(shape, dimension, layout=WGMMA):
+def _iota(shape, dimension, layout=LAYOUT):
     return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=layout)
 
 
@@ -73,42 +65,41 @@ def _soften(scores, acc, highest, total, factor):
     """One step of the online softmax: (weights, acc, highest, total), in base 2."""
     new = jnp.maximum(highest, scores.max(axis=1) * factor)
     keep = jnp.exp2(highest - new)
-    weights = jnp.exp2(scores * factor - _across(new, scores.shape))
-    return weights, acc * _across(keep, acc.shape), new, total * keep
+    weights = jnp.exp2(scores * factor - by_row(new, scores.shape))
+    return weights, acc * by_row(keep, acc.shape), new, total * keep
 
 
-def _load_queries(refs, shared, tile, token, warpgroup, static):
+def _load_queries(refs, shared, tile, token, warpgroup, sizes):
     sides = [(refs.q, shared.q)]
-    if static.own_query:
+    if sizes.own_query:
         sides.append((refs.q_depth, shared.q_depth))
     for source, target in sides:
         for t in range(TOKENS):
-            own = jnp.minimum(token + t, static.length - 1)
-            rows = source.at[tile.batch, own, pl.ds(tile.head, HEADS), whole(static.width)]
+            own = jnp.minimum(token + t, sizes.length - 1)
+            rows = source.at[tile.batch, own, pl.ds(tile.head, HEADS), full_slice(sizes.width)]
             place = target.at[warpgroup, pl.ds(t * HEADS, HEADS)]
             plgpu.copy_gmem_to_smem(rows, place, shared.q_full.at[warpgroup])
     plgpu.barrier_wait(shared.q_full.at[warpgroup])
 
 
-def _visible_keys(refs, tile, token, block, static):
+def _visible_keys(refs, tile, token, block, sizes):
     """Visibility [ROWS, KEYS] of a block of keys."""
     shape = (ROWS, KEYS)
     tokens = token + lax.div(_iota(shape, 0), HEADS)
     keys = block * KEYS + _iota(shape, 1)
     visible = tokens >= keys
-    if static.window:
-        visible &= tokens - keys < static.window
-    if static.segments:
+    if sizes.window:
+        visible &= tokens - keys < sizes.window
+    if sizes.segments:
         group = lax.div(token, TOKENS)
-        own = _compat.load(refs.row_ids.at[tile.batch, group], WGMMA.reduce(1), optimized=False)
-        ids = _compat.load(
-            refs.ids.at[tile.batch, pl.ds(block * KEYS, KEYS)], WGMMA.reduce(0), optimized=False
-        )
-        visible &= _across(own, shape) == lax.broadcast_in_dim(ids, shape, [1])
+        own = load(refs.row_ids.at[tile.batch, group], LAYOUT.reduce(1), optimized=False)
+        ids = refs.ids.at[tile.batch, pl.ds(block * KEYS, KEYS)]
+        ids = load(ids, LAYOUT.reduce(0), optimized=False)
+        visible &= by_row(own, shape) == by_column(ids, shape)
     return visible
 
 
-def _attend_keys(refs, shared, tile, token, warpgroup, static, carry):
+def _attend_keys(refs, shared, tile, token, warpgroup, sizes, carry):
     """The sequence's part; two warpgroups take turns at the tensor core."""
     dtype = shared.ring.dtype
 
@@ -119,38 +110,38 @@ def _attend_keys(refs, shared, tile, token, warpgroup, static, carry):
     def one(block, carry, masked):
         acc, highest, total = carry
         step = 2 * (block - tile.begin)
-        k_stage, v_stage = stage_of(step, static), stage_of(step + 1, static)
+        k_stage, v_stage = stage_of(step, sizes), stage_of(step + 1, sizes)
         plgpu.barrier_wait(shared.full.at[k_stage])
 
         def products(add):
             add(shared.q.at[warpgroup], shared.ring.at[k_stage], transpose=True)
             turn()
 
-        scores = _accumulate(None, (ROWS, KEYS), products, static)
+        scores = _accumulate(None, (ROWS, KEYS), products, sizes)
         plgpu.barrier_arrive(shared.used.at[k_stage])
         if masked:
-            visible = _visible_keys(refs, tile, token, block, static)
+            visible = _visible_keys(refs, tile, token, block, sizes)
             scores = jnp.where(visible, scores, -jnp.inf)
-        weights, acc, highest, total = _soften(scores, acc, highest, total, static.factor)
+        weights, acc, highest, total = _soften(scores, acc, highest, total, sizes.factor)
         total += weights.sum(axis=1)
         narrow = weights.astype(dtype)
         acc, total, highest, narrow = lax.optimization_barrier((acc, total, highest, narrow))
         plgpu.barrier_arrive(shared.turn)
         plgpu.barrier_wait(shared.full.at[v_stage])
         plgpu.barrier_wait(shared.turn)
-        acc = _accumulate(acc, acc.shape, lambda add: add(narrow, shared.ring.at[v_stage]), static)
+        acc = _accumulate(acc, acc.shape, lambda add: add(narrow, shared.ring.at[v_stage]), sizes)
         plgpu.barrier_arrive(shared.used.at[v_stage])
         return acc, highest, total
 
     plain, masked = (functools.partial(one, masked=masked) for masked in (False, True))
     pl.when(warpgroup == 1)(turn)
-    if static.segments:
+    if sizes.segments:
         carry = lax.fori_loop(tile.begin, tile.end, masked, carry)
     else:
         causal = lax.div(tile.token + 1, KEYS)  # blocks before see no future
         inside = tile.begin
-        if static.window:
-            first = jnp.maximum(tile.token + TILES * TOKENS - static.window, 0)
+        if sizes.window:
+            first = jnp.maximum(tile.token + TILES * TOKENS - sizes.window, 0)
             inside = jnp.clip(lax.div(first + KEYS - 1, KEYS), tile.begin, causal)
             carry = lax.fori_loop(tile.begin, inside, masked, carry)
         carry = lax.fori_loop(inside, causal, plain, carry)
@@ -159,104 +150,104 @@ def _attend_keys(refs, shared, tile, token, warpgroup, static, carry):
     return carry
 
 
-def _attend_slots(refs, shared, tile, token, warpgroup, static, carry):
+def _attend_slots(refs, shared, tile, token, warpgroup, sizes, carry):
     """The slots of the tile's tokens, chunk by chunk."""
     dtype, half = shared.ring.dtype, KEYS // TILES
-    queries = (shared.q_depth if static.own_query else shared.q).at[warpgroup]
+    queries = (shared.q_depth if sizes.own_query else shared.q).at[warpgroup]
     base = 2 * (tile.end - tile.begin)
-    group = lax.div(token, TOKENS) if static.by_token else 0
-    batch = tile.batch if static.by_token else 0
+    group = lax.div(token, TOKENS) if sizes.by_token else 0
+    batch = tile.batch if sizes.by_token else 0
 
     def of_part(part, x):
-        here = lax.div(_iota(x.shape, 0), TOKENS_A_STAGE * HEADS) == part
+        here = lax.div(_iota(x.shape, 0), TOKENS_PER_STAGE * HEADS) == part
         return jnp.where(here, x, jnp.zeros_like(x))
 
     def own_slots(stage):
         return shared.ring.at[stage, pl.ds(pl.multiple_of(warpgroup * half, half), half)]
 
     def clear_hidden(stage, chunk, part):
-        """Zeros for what a stage's tokens do not see: it may be NaN, and 0 times NaN is NaN."""
+        """Zeroes the hidden slots of a stage: they may hold NaN, and 0 times NaN is NaN."""
         words = [
-            refs.words[batch, group, chunk, (part * TOKENS_A_STAGE + i) * HEADS]
-            for i in range(TOKENS_A_STAGE)
+            refs.words[batch, group, chunk, (part * TOKENS_PER_STAGE + i) * HEADS]
+            for i in range(TOKENS_PER_STAGE)
         ]
 
         @pl.when(functools.reduce(jnp.bitwise_and, words) != -1)
         def _():
             place = own_slots(stage)
-            row = _iota((half,), 0, WGMMA.reduce(1))
+            row = _iota((half,), 0, LAYOUT.reduce(1))
             word = jnp.where(row < CHUNK, words[0], words[1])
             seen = lax.shift_right_logical(word, lax.rem(row, CHUNK)) & 1
-            x = _compat.load(place, WGMMA)
-            place[...] = jnp.where(_across(seen, x.shape) != 0, x, jnp.zeros_like(x))
+            x = load(place, LAYOUT)
+            place[...] = jnp.where(by_row(seen, x.shape) != 0, x, jnp.zeros_like(x))
             plgpu.commit_smem()
 
     def add_parts(add, left, step, chunk, clear, transpose):
-        for part in range(STAGES_A_CHUNK):
-            stage = stage_of(step + part, static)
+        for part in range(STAGES_PER_CHUNK):
+            stage = stage_of(step + part, sizes)
             plgpu.barrier_wait(shared.full.at[stage])
             if clear:
                 clear_hidden(stage, chunk, part)
-            # Queries are loaded anew: else the compiler keeps every part of them in registers.
-            rows = _compat.load(queries, WGMMA) if left is None else left
+            # Queries are loaded again: otherwise the compiler keeps all parts of them in registers.
+            rows = load(queries, LAYOUT) if left is None else left
             add(of_part(part, rows), own_slots(stage), transpose)
-            if not static.interpret:
+            if not sizes.interpret:
                 plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(shared.used.at[stage])
 
     def one(chunk, carry):
         acc, highest, total = carry
-        step = base + (chunk - tile.first_chunk) * (2 * STAGES_A_CHUNK)
-        word = _compat.load(refs.words.at[batch, group, chunk], WGMMA.reduce(1), optimized=False)
-        # Where all tokens see the same slots, what is hidden falls into columns that are dropped.
+        step = base + (chunk - tile.first_chunk) * (2 * STAGES_PER_CHUNK)
+        word = load(refs.words.at[batch, group, chunk], LAYOUT.reduce(1), optimized=False)
+        # If all tokens have the same visible slots, hidden ones fall into columns that are dropped.
         scores = _accumulate(
             None,
             (ROWS, half),
-            lambda add: add_parts(add, None, step, chunk, static.by_token, True),
-            static,
+            lambda add: add_parts(add, None, step, chunk, sizes.by_token, True),
+            sizes,
         )
         row, column = (_iota(scores.shape, axis) for axis in (0, 1))
-        bits = lax.shift_right_logical(_across(word, scores.shape), lax.rem(column, CHUNK))
-        own = lax.rem(lax.div(row, HEADS), TOKENS_A_STAGE) == lax.div(column, CHUNK)
+        bits = lax.shift_right_logical(by_row(word, scores.shape), lax.rem(column, CHUNK))
+        own = lax.rem(lax.div(row, HEADS), TOKENS_PER_STAGE) == lax.div(column, CHUNK)
         scores = jnp.where(((bits & 1) != 0) & own, scores, -jnp.inf)
-        weights, acc, highest, total = _soften(scores, acc, highest, total, static.factor)
+        weights, acc, highest, total = _soften(scores, acc, highest, total, sizes.factor)
         total += weights.sum(axis=1)
-        narrow, step = weights.astype(dtype), step + STAGES_A_CHUNK
+        narrow, step = weights.astype(dtype), step + STAGES_PER_CHUNK
         acc = _accumulate(
             acc,
             acc.shape,
             lambda add: add_parts(add, narrow, step, chunk, True, False),
-            static,
+            sizes,
         )
         return acc, highest, total
 
     return lax.fori_loop(tile.first_chunk, tile.end_chunk, one, carry)
 
 
-def compute(refs, shared, tile, warpgroup, static):
+def compute(refs, shared, tile, warpgroup, sizes):
     """A compute warpgroup: one tile of ROWS queries, from loading them to storing their results."""
     token = tile.token + warpgroup * TOKENS
-    _load_queries(refs, shared, tile, token, warpgroup, static)
-    full = functools.partial(plgpu.layout_cast, new_layout=WGMMA.reduce(1))
+    _load_queries(refs, shared, tile, token, warpgroup, sizes)
+    full = functools.partial(plgpu.layout_cast, new_layout=LAYOUT.reduce(1))
     carry = (
-        plgpu.layout_cast(jnp.zeros((ROWS, static.width), jnp.float32), WGMMA),
+        plgpu.layout_cast(jnp.zeros((ROWS, sizes.width), jnp.float32), LAYOUT),
         full(jnp.full((ROWS,), LOWEST, jnp.float32)),
         full(jnp.zeros((ROWS,), jnp.float32)),
     )
-    carry = _attend_keys(refs, shared, tile, token, warpgroup, static, carry)
-    acc, highest, total = _attend_slots(refs, shared, tile, token, warpgroup, static, carry)
-    # Else the compiler keeps what it derived from them for the queries in registers all along.
+    carry = _attend_keys(refs, shared, tile, token, warpgroup, sizes, carry)
+    acc, highest, total = _attend_slots(refs, shared, tile, token, warpgroup, sizes, carry)
+    # Otherwise the compiler keeps the addresses of the queries in registers throughout.
     token, warpgroup = lax.optimization_barrier((token, warpgroup))
     result, lse = shared.q.at[warpgroup], shared.lse.at[warpgroup]
-    result[...] = (acc / _across(total, acc.shape)).astype(shared.ring.dtype)
+    result[...] = (acc / by_row(total, acc.shape)).astype(shared.ring.dtype)
     lse[...] = highest * (1 / LOG2E) + jnp.log(total)
     plgpu.commit_smem()
     for t in range(TOKENS):
 
-        @pl.when(token + t < static.length)
+        @pl.when(token + t < sizes.length)
         def _(t=t):
             heads = pl.ds(tile.head, HEADS)
-            rows = refs.o.at[tile.batch, token + t, heads, whole(static.width)]
+            rows = refs.o.at[tile.batch, token + t, heads, full_slice(sizes.width)]
             plgpu.copy_smem_to_gmem(result.at[pl.ds(t * HEADS, HEADS)], rows)
 
     octet, group = lax.div(tile.head, HEADS), lax.div(token, TOKENS)

@@ -3,8 +3,8 @@
 A tile of a warpgroup has 64 rows: 8 tokens times 8 query heads of one key/value head, row 8 t + g.
 So a group of 8 heads reads its keys once, and the slots of its tokens once. Two such tiles share a
 ring of stages in shared memory that a third warpgroup fills: first the sequence's keys and values,
-in blocks of 128, then the slots of the tiles' own tokens (mosaic_fused_ring). The online softmax of
-the keys goes on over the slots, in the same accumulators (mosaic_fused_compute).
+in blocks of 128, then the slots of the tiles' own tokens (fused_ring). The online softmax of the
+keys goes on over the slots, in the same accumulators (fused_compute).
 """
 
 import jax
@@ -13,9 +13,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels_pallas import _compat
-from kernels_pallas.mosaic_fused_compute import LOG2E, compute
-from kernels_pallas.mosaic_fused_ring import (
+from kernels_pallas.mosaic import common, depth
+from kernels_pallas.mosaic.common import LOG2E, OCTET, pad, round_up, swizzle_of, tiled
+from kernels_pallas.mosaic.fused_compute import compute
+from kernels_pallas.mosaic.fused_ring import (
     CHUNK,
     HEADS,
     KEYS,
@@ -24,25 +25,25 @@ from kernels_pallas.mosaic_fused_ring import (
     TOKENS,
     Refs,
     Shared,
-    Static,
+    Sizes,
     fill,
     num_tiles,
-    piece_of,
     tile_of,
 )
-from kernels_pallas.mosaic_walk import OCTET, round_up, swizzle_of, tiled
 
-MAX_WIDTH = 128  # of more, the accumulator and a block's scores do not fit the registers
+MAX_WIDTH = 128  # above it the accumulator and a block's scores do not fit the registers
 MAX_STAGES = 8
 SHARED_BYTES = 220 * 1024  # of 227 KiB: the rest is for barriers, logsumexps and alignment
 
 
-def unsupported(shapes) -> str | None:
-    """Why the kernel cannot do it, in a line, or None; see choice.Shapes."""
+def unsupported(shapes, device=None) -> str | None:
+    """Returns in one line why the kernel does not support `backends.Shapes`; None: it does."""
+    if shapes.num_slots and (reason := depth.unsupported(shapes, device)):
+        return reason
     heads, width = shapes.q[2:]
     group = heads // shapes.k[2]
     if not shapes.ordered or (shapes.window and not shapes.consecutive):
-        return 'positions given by hand must be those of the index'
+        return 'given positions must be those of the index'
     if shapes.scale <= 0:
         return f'scale {shapes.scale} must be positive'
     if shapes.k[1] != shapes.q[1]:
@@ -56,46 +57,30 @@ def unsupported(shapes) -> str | None:
     return None
 
 
-def _bounds(num_slots, slot_window):
-    """(first visible slot, end)."""
-    num_slots = jnp.asarray(num_slots, jnp.int32)
-    return jnp.maximum(num_slots - slot_window, 0) if slot_window else 0, num_slots
-
-
-def _words(shape, octet, groups, num_slots, mask_LBR, rows_BT, slot_window):
+def _words(slots, first, groups):
     """Visibility of slots as bits: int32 [B, groups, chunks, ROWS], or [1, 1, chunks, ROWS]."""
-    held, batch, places = shape
+    held, batch, places = slots.k_LBRKH.shape[:3]
     slot_L = jnp.arange(held)
-    first, end = _bounds(num_slots, slot_window)
-    visible_L = (slot_L >= first) & (slot_L < end)
-    if mask_LBR is None and rows_BT is None:
+    visible_L = (slot_L >= first) & (slot_L < slots.num)
+    if slots.mask_LBR is None and slots.rows_BT is None:
         visible_BGTL = visible_L[None, None, None]
     else:
         visible_BRL = jnp.broadcast_to(visible_L, (batch, places, held))
-        if mask_LBR is not None:
-            visible_BRL &= jnp.moveaxis(mask_LBR, 0, 2)
-        if rows_BT is not None:
-            own_BT1 = jnp.minimum(rows_BT, places - 1)[..., None]
+        if slots.mask_LBR is not None:
+            visible_BRL &= jnp.moveaxis(slots.mask_LBR, 0, 2)
+        if slots.rows_BT is not None:
+            own_BT1 = jnp.minimum(slots.rows_BT, places - 1)[..., None]
             visible_BRL = jnp.take_along_axis(visible_BRL, own_BT1, axis=1)
-            visible_BRL &= (rows_BT < places)[..., None]
-        visible_BTL = _pad(visible_BRL, 1, groups * TOKENS)
+            visible_BRL &= (slots.rows_BT < places)[..., None]
+        visible_BTL = pad(visible_BRL, 1, groups * TOKENS)
         visible_BGTL = visible_BTL.reshape(batch, groups, TOKENS, held)
-    bits = visible_BGTL.reshape(*visible_BGTL.shape[:3], held // octet, octet)
-    bits = _pad(bits, 4, OCTET).reshape(*bits.shape[:3], -1)
-    bits = _pad(bits, 3, round_up(bits.shape[3], CHUNK))
+    bits = pad(visible_BGTL, 3, round_up(held, CHUNK))
     bits = bits.reshape(*bits.shape[:3], -1, CHUNK).astype(jnp.uint32)
-    words = jnp.sum(
-        bits << lax.broadcasted_iota(jnp.uint32, bits.shape, 4), axis=-1, dtype=jnp.uint32
-    )
+    bits <<= lax.broadcasted_iota(jnp.uint32, bits.shape, 4)
+    words = jnp.sum(bits, axis=-1, dtype=jnp.uint32)
     words_BGCT = jnp.moveaxis(lax.bitcast_convert_type(words, jnp.int32), 2, 3)
     words_BGCT = jnp.broadcast_to(words_BGCT, (*words_BGCT.shape[:3], TOKENS))
     return jnp.repeat(words_BGCT, HEADS, axis=3)
-
-
-def _pad(x, axis, size):
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, size - x.shape[axis])
-    return jnp.pad(x, widths)
 
 
 def _first_keys(ids_BT, tiles):
@@ -115,105 +100,77 @@ def _first_keys(ids_BT, tiles):
     return first_BT.reshape(-1, tiles, TILES * TOKENS).min(axis=2)
 
 
-def _octet(held):
-    """Slots in the eight rows of a swizzled tile: 8, or what divides their number."""
-    return next(n for n in range(OCTET, 0, -1) if held % n == 0)
-
-
-def _slot_operands(buffers, octet, groups, num_slots, mask_LBR, rows_BT, slot_window):
-    """The slots, and which of them are seen; see Refs."""
-    held, batch, places = buffers[0].shape[:3]
-    first, end = _bounds(num_slots, slot_window)
-    first, end = first // octet * OCTET, -(-end // octet) * OCTET
-    seen = num_slots, mask_LBR, rows_BT, slot_window
-    if octet < OCTET:
-        buffers = [x.reshape(held // octet, octet, *x.shape[1:]) for x in buffers]
-    return {
-        'k_depth': buffers[0],
-        'v_depth': buffers[1],
-        'bounds': jnp.stack([first // CHUNK, -(-end // CHUNK)]).astype(jnp.int32),
-        'words': _words((held, batch, places), octet, groups, *seen),
-        'places': rows_BT,
-    }
-
-
-def _segment_operands(ids_BT, tiles):
-    """The segment ids of keys and queries, and where those of a tile begin; see Refs."""
-    batch, length = ids_BT.shape
+def _operands(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, q_depth_BTNH, slots, slot_window):
+    """The operands that are not None, by their names in Refs."""
+    batch, length = q_BTNH.shape[:2]
+    tiles = num_tiles(length)
     groups = tiles * TILES
-    row_ids = _pad(ids_BT, 1, groups * TOKENS).reshape(batch, groups, TOKENS)
-    return {
-        'first_key': _first_keys(ids_BT, tiles),
-        'ids': _pad(ids_BT, 1, round_up(length, KEYS)),
-        'row_ids': jnp.repeat(row_ids, HEADS, axis=2),
+    end = jnp.asarray(slots.num, jnp.int32)
+    first = jnp.maximum(end - slot_window, 0) if slot_window else 0
+    # Tiles of shared memory take whole octets of keys and of slots.
+    k, v = (pad(x, 1, round_up(length, OCTET)) for x in (k_BSKH, v_BSKH))
+    k_depth, v_depth = (pad(x, 0, round_up(x.shape[0], OCTET)) for x in slots[:2])
+    operands = {
+        'q': q_BTNH,
+        'q_depth': q_depth_BTNH,
+        'k': k,
+        'v': v,
+        'k_depth': k_depth,
+        'v_depth': v_depth,
+        'bounds': jnp.stack([first // CHUNK, -(-end // CHUNK)]).astype(jnp.int32),
+        'words': _words(slots, first, groups),
+        'places': slots.rows_BT,
     }
+    if segment_ids_BT is not None:
+        ids_BT = segment_ids_BT.astype(jnp.int32)
+        row_ids = pad(ids_BT, 1, groups * TOKENS).reshape(batch, groups, TOKENS)
+        operands['first_key'] = _first_keys(ids_BT, tiles)
+        operands['ids'] = pad(ids_BT, 1, round_up(length, KEYS))
+        operands['row_ids'] = jnp.repeat(row_ids, HEADS, axis=2)
+    return {name: x for name, x in operands.items() if x is not None}
 
 
-def fused_forward(
-    q_BTNH,
-    k_BSKH,
-    v_BSKH,
-    segment_ids_BT,
-    q_depth_BTNH,
-    buffers,
-    num_slots,
-    mask_LBR,
-    rows_BT,
-    sequence_window,
-    slot_window,
-    scale,
-    *,
-    interpret,
-):
+def fused_forward(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, q_depth_BTNH, slots, static):
     """Causal attention over the sequence and the slots of each query's own token, in one kernel.
 
     Key i belongs to query i, and index order is time order.
 
     Args:
       q_BTNH, k_BSKH, v_BSKH: bfloat16 or float16, S = T.
-      segment_ids_BT: tokens of different ids do not see each other; None: one segment.
+      segment_ids_BT: tokens of different ids are hidden from each other; None: one segment.
       q_depth_BTNH: queries for the slots; None: q_BTNH.
-      buffers, num_slots, mask_LBR, rows_BT, slot_window, scale: as in xla_depth.depth_forward, with
-        scale above 0.
-      sequence_window: keys seen, the query's own among them; 0 for no limit.
-      interpret: run in the GPU interpreter of JAX.
+      slots: `joint_softmax.Slots`.
+      static: `joint_softmax.Static`, with a scale above 0.
 
     Returns:
       o_BTNH in q's dtype, and the natural-log logsumexp lse_BNT in float32.
 
     Raises:
-      ValueError: interpret, on a JAX whose interpreter cannot.
+      ValueError: interpret, on a JAX whose interpreter cannot run the kernel.
     """
-    batch, length, heads, width = q_BTNH.shape
+    (batch, length, heads, width), dtype = q_BTNH.shape, q_BTNH.dtype
     tiles, octets = num_tiles(length), heads // HEADS
     groups = tiles * TILES
-    octet = _octet(buffers[0].shape[0])
-    slots = _slot_operands(buffers, octet, groups, num_slots, mask_LBR, rows_BT, slot_window)
-    # Tiles of shared memory take whole octets of keys.
-    k, v = (_pad(x, 1, round_up(length, OCTET)) for x in (k_BSKH, v_BSKH))
-    operands = {'q': q_BTNH, 'q_depth': q_depth_BTNH, 'k': k, 'v': v, **slots}
-    if segment_ids_BT is not None:
-        operands |= _segment_operands(segment_ids_BT.astype(jnp.int32), tiles)
-    operands = {name: x for name, x in operands.items() if x is not None}
-    own_query, dtype = q_depth_BTNH is not None, q_BTNH.dtype
+    operands = _operands(
+        q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, q_depth_BTNH, slots, static.slot_window
+    )
+    own_query = q_depth_BTNH is not None
     swizzle = swizzle_of(width, dtype)
     width = round_up(width, swizzle // dtype.itemsize)
     row_bytes = width * dtype.itemsize
     stages = (SHARED_BYTES - (1 + own_query) * TILES * ROWS * row_bytes) // (KEYS * row_bytes)
-    static = Static(
+    sizes = Sizes(
         length,
         heads // k_BSKH.shape[2],
         width,
-        octet,
         min(stages, MAX_STAGES),
-        sequence_window,
+        static.window,
         segment_ids_BT is not None,
         own_query,
-        mask_LBR is not None or rows_BT is not None,
-        scale * LOG2E,
-        interpret,
+        slots.mask_LBR is not None or slots.rows_BT is not None,
+        static.scale * LOG2E,
+        static.parts.interpret,
     )
-
     # Of 504 for two and one: what spilled least, of the few splits that were compiled.
     registers = (224, 56) if width <= 64 else (232, 40)
 
@@ -225,12 +182,12 @@ def fused_forward(
         @pl.when(warpgroup < TILES)
         def _():
             plgpu.set_max_registers(registers[0], action='increase')
-            compute(refs, shared, tile_of(refs, static), warpgroup, static)
+            compute(refs, shared, tile_of(refs, sizes), warpgroup, sizes)
 
         @pl.when(warpgroup == TILES)
         def _():
             plgpu.set_max_registers(registers[1], action='decrease')
-            fill(refs, shared, tile_of(refs, static), static)
+            fill(refs, shared, tile_of(refs, sizes), sizes)
 
     def fused_depth_attention(*refs):
         tile_rows = tiled((TILES, ROWS, width), dtype, swizzle)
@@ -238,10 +195,10 @@ def fused_forward(
             q=tile_rows,
             q_depth=tile_rows if own_query else None,
             lse=plgpu.SMEM((TILES, ROWS), jnp.float32),
-            ring=tiled((static.stages, KEYS, width), dtype, swizzle),
+            ring=tiled((sizes.stages, KEYS, width), dtype, swizzle),
             q_full=plgpu.Barrier(num_arrivals=(1 + own_query) * TOKENS, num_barriers=TILES),
-            full=plgpu.Barrier(num_arrivals=KEYS // piece_of(static), num_barriers=static.stages),
-            used=plgpu.Barrier(num_arrivals=TILES, num_barriers=static.stages),
+            full=plgpu.Barrier(num_arrivals=KEYS // CHUNK, num_barriers=sizes.stages),
+            used=plgpu.Barrier(num_arrivals=TILES, num_barriers=sizes.stages),
             turn=plgpu.Barrier(num_arrivals=TILES),
         )
         pl.run_scoped(lambda shared: body(shared, refs), scratch, collective_axes='warpgroup')
@@ -256,8 +213,8 @@ def fused_forward(
         grid_names=('item',),
         num_threads=TILES + 1,
         thread_name='warpgroup',
-        compiler_params=_compat.compiler_params(approx_math=True),
-        interpret=_compat.interpret_params(interpret),
+        compiler_params=common.compiler_params(approx_math=True),
+        interpret=common.interpret_params(sizes.interpret),
     )(*operands.values())
     lse = lse.reshape(batch, octets, groups * TOKENS, HEADS)
     lse_BNT = jnp.moveaxis(lse, 3, 2).reshape(batch, heads, groups * TOKENS)

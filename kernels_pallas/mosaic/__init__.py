@@ -1,0 +1,1 @@
+"""Kernels for NVIDIA Hopper in Mosaic GPU, compiled, or interpreted on a CPU."""

@@ -1,0 +1,136 @@
+"""What the Hopper kernels share: tiles of shared memory, products, and the versions of JAX.
+
+They run on JAX 0.10.2 to 0.12.
+"""
+
+import functools
+import inspect
+import math
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+CHUNK = 64  # rows of a Hopper matrix product
+OCTET = 8  # rows of a swizzled tile
+LOG2E = math.log2(math.e)
+LAYOUT = plgpu.Layout.WGMMA
+TRANSPOSED = plgpu.Layout.WGMMA_TRANSPOSED
+
+_LOAD_INDEX = inspect.signature(plgpu.load).parameters.get('idx')
+# Required on 0.10.2, deprecated where it has a default, later removed.
+_LOAD_NEEDS_INDEX = _LOAD_INDEX is not None and _LOAD_INDEX.default is inspect.Parameter.empty
+
+# The interpreter of 0.10.2 is private, and cannot run loads with a layout, layout casts or copies
+# past the end of an array.
+_INTERPRETER = getattr(plgpu, 'InterpretGPUParams', None)
+CAN_INTERPRET = _INTERPRETER is not None
+
+
+def load(ref, layout, optimized=True):
+    """A whole reference as an array of that layout; from global memory not `optimized`."""
+    index = ((),) if _LOAD_NEEDS_INDEX else ()
+    return plgpu.load(ref, *index, layout=layout, optimized=optimized)
+
+
+def compiler_params(**options):
+    """plgpu.CompilerParams whose kernels name their layouts, as is the default on 0.10.2 only."""
+    return plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, **options)
+
+
+def interpret_params(interpret: bool, detect_races: bool = False):
+    """What plgpu.kernel takes as `interpret`: memory that was never written reads as NaN.
+
+    Raises:
+      ValueError: this JAX has no interpreter that can run the kernels.
+    """
+    if not interpret:
+        return None
+    if not CAN_INTERPRET:
+        raise ValueError('interpret=True needs the Mosaic GPU interpreter of JAX 0.11.2 or newer')
+    return _INTERPRETER(detect_races=detect_races)
+
+
+def one_warpgroup_kernel(body, name, runs, out_type, scratch_types, interpret: bool):
+    """A Hopper kernel of `runs` blocks of one warpgroup, numbered by the axis 'run'.
+
+    Args:
+      body: takes references to operands and results, and by name those to shared memory.
+      name: of the kernel, in profiles.
+      runs: number of blocks.
+      out_type: shapes and dtypes of the results.
+      scratch_types: shared memory by name.
+      interpret: run by the interpreter, on any machine.
+
+    Returns:
+      A function of the operands, some of which may be mutable references (jax.new_ref), written in
+      place: what plgpu.kernel takes from 0.11 on.
+    """
+
+    def scoped(*refs):
+        pl.run_scoped(functools.partial(body, *refs), **scratch_types)
+
+    return pl.kernel(
+        scoped,
+        out_type=out_type,
+        mesh=plgpu.Mesh(grid=(runs,), grid_names=('run',)),
+        compiler_params=compiler_params(approx_math=True),
+        interpret=interpret_params(interpret),
+        name=name,
+    )
+
+
+def round_up(number, multiple):
+    """The least multiple that is not below the number."""
+    return -(-number // multiple) * multiple
+
+
+def pad(x, axis, size):
+    """The array with zeros appended along an axis, up to that size."""
+    if x.shape[axis] == size:
+        return x
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, size - x.shape[axis])
+    return jnp.pad(x, widths)
+
+
+def swizzle_of(width, dtype):
+    """Bytes of the widest swizzle whose tiles divide a row of that many numbers, or 0."""
+    for swizzle in (128, 64, 32):
+        minor = swizzle // jnp.dtype(dtype).itemsize
+        if width % minor == 0 or width < minor:
+            return swizzle
+    return 0
+
+
+def tiled(shape, dtype, swizzle):
+    """Shared memory that matrix products read, and that TMA clips to each dimension's end."""
+    minor = swizzle // jnp.dtype(dtype).itemsize
+    transforms = (plgpu.TilingTransform((OCTET, minor)), plgpu.SwizzleTransform(swizzle))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def full_slice(size):
+    """A slice from a traced 0, which may reach past the end: TMA fills with zeros, or drops."""
+    return pl.ds(jnp.int32(0), size)
+
+
+def product(shape, a, b):
+    """a @ b, float32."""
+
+    def run(total):
+        plgpu.wgmma(total, a, b)
+        return total[...]
+
+    return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
+
+
+def by_column(x, shape):
+    """One number per column, as an array of that shape."""
+    return lax.broadcast_in_dim(x, shape, [1])
+
+
+def by_row(x, shape):
+    """One number per row, as an array of that shape."""
+    return lax.broadcast_in_dim(x, shape, [0])

@@ -1,0 +1,242 @@
+"""Gradients through the depth slots on Hopper, those of the slots added in place.
+
+It visits items and chunks as the forward kernel does (slot_loader), with the same shapes: scores
+and their gradients are slots by heads. A slot's gradient sums over the heads of its own item alone,
+so that one block reads each sum, adds to it and writes it back: nothing is atomic, reruns are equal
+bit for bit, and a hidden slot's sum is written back as it was.
+"""
+
+import dataclasses
+import functools
+import itertools
+import types
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kernels_pallas.mosaic import common
+from kernels_pallas.mosaic.common import (
+    CHUNK,
+    LAYOUT,
+    LOG2E,
+    TRANSPOSED,
+    by_column,
+    by_row,
+    full_slice,
+    product,
+    swizzle_of,
+    tiled,
+)
+from kernels_pallas.mosaic.slot_loader import Sizes, SlotLoader
+
+SHARED_BYTES = 227 * 1024  # of a processor; a block that uses more than half runs alone
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffers:
+    """The numbers of chunks, items' heads and sums that are in shared memory at once."""
+
+    chunks: int
+    heads: int
+    sums: int
+
+    @classmethod
+    def of(cls, sizes, sum_dtype):
+        """As many as let two blocks share a processor, or, if none do, one."""
+        chunk, head = CHUNK * sizes.padded_width, sizes.columns * sizes.padded_width
+        size, wide = sizes.dtype.itemsize, jnp.dtype(sum_dtype).itemsize
+        fixed = head * (2 * size + 4) + 3 * CHUNK * sizes.columns * size
+        fixed += 2 * sizes.run * sizes.columns * 4 + 8 * 1024  # small arrays, and JAX's own
+        kinds = [cls(2, 2, 2), cls(2, 1, 2), cls(1, 1, 2), cls(1, 1, 1)]
+        for blocks, kind in itertools.product((2, 1), kinds):
+            moving = 2 * size * (kind.chunks * chunk + kind.heads * head)
+            if blocks * (fixed + moving + kind.sums * chunk * wide) <= SHARED_BYTES:
+                return kind
+        return kinds[-1]
+
+
+def _parts(loader):
+    """64 columns each of the width, by number; the last may reach past the end."""
+    # A constant start would be limited to the array's end.
+    zero = loader.start * 0
+    return [(i, pl.ds(zero + i * CHUNK, CHUNK)) for i in range(loader.sizes.padded_width // CHUNK)]
+
+
+def _add(s, loader, chunk, place, inside, side, total, weights, heads, factor, shown):
+    """Adds weights @ heads to a chunk's rows of one side's sums, whose copy has been started."""
+    buffer, parts = side % s.sums.shape[0], _parts(loader)
+    plgpu.barrier_wait(s.sums_ready.at[side])
+
+    def one(i, _):
+        sums = s.sums.at[buffer, i]
+        more = product((CHUNK, CHUNK), weights, heads.at[i])
+        old = common.load(sums, LAYOUT)
+        new = (old.astype(jnp.float32) + more * factor).astype(old.dtype)
+        sums[...] = jnp.where(by_row(shown, old.shape) > 0, new, old)
+
+    # A loop on the device: unrolled, the parts of a wide head spill registers.
+    lax.fori_loop(0, len(parts), one, None)
+    plgpu.commit_smem()
+
+    def write():
+        for i, part in parts:
+
+            def move(slot, size, i=i, part=part):
+                target = total.at[pl.ds(slot, size), place, part]
+                plgpu.copy_smem_to_gmem(s.sums.at[buffer, i, pl.ds(0, size)], target)
+
+            loader.for_rows(chunk, move)
+
+    # The place of a token without slots belongs to another token.
+    pl.when(inside)(write) if loader.sizes.mapped else write()
+
+
+def _backward(*refs, sizes, buffers, scale, **shared):
+    q, do, lse, delta, num_slots, rows, mask, k, v, dk, dv, dq_out = refs
+    s = types.SimpleNamespace(**shared)
+    loader = SlotLoader(sizes, num_slots[0], rows)
+    scores_shape, dq_shape = (CHUNK, sizes.columns), (sizes.padded_width, sizes.columns)
+    heads = full_slice(sizes.columns), full_slice(sizes.padded_width)
+
+    def load_item(item):
+        buffer, at = lax.rem(item, buffers.heads), loader.start + item
+
+        def start():
+            plgpu.copy_gmem_to_smem(q.at[at, *heads], s.q.at[buffer], s.item_ready.at[buffer])
+            plgpu.copy_gmem_to_smem(do.at[at, *heads], s.do.at[buffer], s.item_ready.at[buffer])
+
+        pl.when(item < loader.items)(start)
+
+    def one_chunk(item, inside, lse_row, delta_row, chunk, dq):
+        step, place = item * loader.chunks + chunk, loader.token(item)[0]
+        stage, buffer = lax.rem(step, buffers.chunks), lax.rem(item, buffers.heads)
+
+        def load_sums(side):
+            total, ready = (dk, dv)[side], s.sums_ready.at[side]
+            for i, part in _parts(loader):
+                target = s.sums.at[side % buffers.sums, i]
+                loader.load_chunk(chunk, place, part, total, target, ready)
+
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        loader.load_slots(step + (buffers.chunks - 1), k, v, mask, s)
+        for side in range(buffers.sums):
+            load_sums(side)
+        plgpu.barrier_wait(s.k_ready.at[stage])
+        scores = product(scores_shape, s.k.at[stage], s.q.at[buffer].T) * (scale * LOG2E)
+        shown = loader.shown(chunk, inside, s, stage)
+        keep = by_row(shown, scores_shape) > 0
+        weights = jnp.where(keep, jnp.exp2(scores - by_column(lse_row, scores_shape)), 0.0)
+        plgpu.barrier_wait(s.v_ready.at[stage])
+        dweights = product(scores_shape, s.v.at[stage], s.do.at[buffer].T)
+        dscores = weights * (dweights - by_column(delta_row, scores_shape))
+        dscores = jnp.where(keep, dscores, 0.0).astype(sizes.dtype)
+        s.weights[...] = weights.astype(sizes.dtype)
+        s.dscores[...] = dscores
+        s.dscores_by_head.T[...] = plgpu.layout_cast(dscores, TRANSPOSED)
+        loader.hide_rows(chunk, inside, s.k.at[stage], shown)
+        plgpu.commit_smem()
+        dq += product(dq_shape, s.k.at[stage].T, s.dscores_by_head.T)
+        add = functools.partial(_add, s, loader, chunk, place, inside, shown=shown)
+        add(0, dk, s.dscores, s.flat_q, scale)
+        if buffers.sums == 1:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            load_sums(1)
+        add(1, dv, s.weights, s.flat_do, 1.0)
+        return dq
+
+    def one(item, _):
+        buffer = lax.rem(item, buffers.heads)
+        load_item(item + (buffers.heads - 1))
+        plgpu.barrier_wait(s.item_ready.at[buffer])
+        for given, flat in ((s.q, s.flat_q), (s.do, s.flat_do)):
+            for i in range(sizes.padded_width // CHUNK):
+                part = given.at[buffer, :, pl.ds(i * CHUNK, CHUNK)]
+                flat.at[i].T[...] = common.load(part.T, TRANSPOSED)
+        inside = loader.token(item)[2]
+        lse_row = common.load(s.lse.at[item], LAYOUT.reduce(0), optimized=False) * LOG2E
+        delta_row = common.load(s.delta.at[item], LAYOUT.reduce(0), optimized=False)
+        dq = plgpu.layout_cast(jnp.zeros(dq_shape, jnp.float32), LAYOUT)
+        chunks = functools.partial(one_chunk, item, inside, lse_row, delta_row)
+        dq = lax.fori_loop(0, loader.chunks, chunks, dq)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        s.dq.T[...] = plgpu.layout_cast(dq * scale, TRANSPOSED).astype(dq_out.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(s.dq, dq_out.at[loader.start + item, *heads])
+
+    run = pl.ds(loader.start, sizes.run)
+    plgpu.copy_gmem_to_smem(lse.at[run], s.lse, s.scalars_ready)
+    plgpu.copy_gmem_to_smem(delta.at[run], s.delta, s.scalars_ready)
+    for item in range(buffers.heads - 1):
+        load_item(jnp.int32(item))
+    for step in range(buffers.chunks - 1):
+        loader.load_slots(jnp.int32(step), k, v, mask, s)
+    plgpu.barrier_wait(s.scalars_ready)
+    lax.fori_loop(0, loader.items, one, None)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _shared(sizes, buffers, sum_dtype):
+    """Shared memory of the kernel.
+
+    flat_q, flat_do, weights and dscores have the narrowest tiles: a product whose depth is that of
+    the heads, 16 at least, takes no wider ones.
+    """
+    dtype, parts = sizes.dtype, sizes.padded_width // CHUNK
+    flat = tiled((parts, sizes.columns, CHUNK), dtype, 32)
+    scores, scalars = (CHUNK, sizes.columns), plgpu.SMEM((sizes.run, sizes.columns), jnp.float32)
+    sums = (buffers.sums, parts, CHUNK, CHUNK)
+    return {
+        'q': sizes.heads_tile(dtype, buffers.heads),
+        'do': sizes.heads_tile(dtype, buffers.heads),
+        'flat_q': flat,
+        'flat_do': flat,
+        'dq': sizes.heads_tile(dtype),
+        'lse': scalars,
+        'delta': scalars,
+        'sums': tiled(sums, sum_dtype, swizzle_of(sizes.width, sum_dtype)),
+        'weights': tiled(scores, dtype, 32),
+        'dscores': tiled(scores, dtype, 32),
+        'dscores_by_head': tiled(scores[::-1], dtype, swizzle_of(sizes.width, dtype)),
+        'item_ready': plgpu.Barrier(num_barriers=buffers.heads, num_arrivals=2),
+        'scalars_ready': plgpu.Barrier(num_arrivals=2),
+        'sums_ready': plgpu.Barrier(num_barriers=2, num_arrivals=parts),
+        **sizes.slots_memory(buffers.chunks),
+    }
+
+
+def depth_backward(
+    q_BTNH, do_BTNH, lse_BNT, delta_BNT, slots, sums, window, scale, interpret=False
+):
+    """As `xla.depth.depth_backward`, of bfloat16 or float16 slots, with dq in their dtype.
+
+    Args:
+      sums: float32 or of the slots' dtype; written in place.
+
+    Raises:
+      ValueError: interpret, on a JAX whose interpreter cannot run the kernel.
+    """
+    sizes = Sizes.of(q_BTNH, slots, window)
+    buffers = Buffers.of(sizes, sums[0].dtype)
+    run = common.one_warpgroup_kernel(
+        functools.partial(_backward, sizes=sizes, buffers=buffers, scale=scale),
+        'depth_backward',
+        runs=-(-sizes.items // sizes.run),
+        out_type=jax.ShapeDtypeStruct((sizes.items, sizes.group, sizes.width), sizes.dtype),
+        scratch_types=_shared(sizes, buffers, sums[0].dtype),
+        interpret=interpret,
+    )
+    totals = [jax.new_ref(sizes.by_place(total)) for total in sums]
+    dq = run(
+        sizes.by_item(q_BTNH.astype(sizes.dtype)),
+        sizes.by_item(do_BTNH.astype(sizes.dtype)),
+        sizes.scalars_by_item(lse_BNT, 0.0),
+        sizes.scalars_by_item(delta_BNT, 0.0),
+        *sizes.slot_operands(slots),
+        *totals,
+    )
+    shape = slots.k_LBRKH.shape
+    sums = (jax.freeze(total)[: shape[0]].reshape(shape) for total in totals)
+    return dq.reshape(q_BTNH.shape), *sums

@@ -1,0 +1,256 @@
+"""Depth slots on Hopper: which of them a block of a kernel works on, and how they are loaded.
+
+An item is one token and one key/value head, with its G query heads; one block, of one warpgroup,
+works on a run of consecutive items. TMA copies their slots from global memory in chunks of 64 rows.
+The chunks are counted on the device from num_slots, so slots past the last visible one are never
+loaded, except a few that complete a block of rows, and are hidden.
+
+Slots lie in octets, eight rows of shared memory, as swizzled tiles need. Where 8 does not divide
+the number of slots held, they are padded, which copies them: hold a multiple of 8.
+"""
+
+import dataclasses
+import functools
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kernels_pallas.mosaic.common import (
+    CHUNK,
+    LAYOUT,
+    OCTET,
+    by_row,
+    full_slice,
+    load,
+    pad,
+    round_up,
+    swizzle_of,
+    tiled,
+)
+
+# A run of that many blocks for each of an H200's 132 processors.
+BLOCKS = 132 * 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Static sizes, and the layout of arrays in global and in shared memory.
+
+    Attributes:
+      batch, length, kv_heads, group, width, tokens: B, T, K, G, H, R.
+      slots: L, rounded up to a multiple of 8.
+      dtype: of the slots.
+      masked: a mask hides some slots of some tokens.
+      mapped: `rows_BT` says where a query's token is.
+      window: number of visible slots, the newest; 0: all.
+    """
+
+    batch: int
+    length: int
+    kv_heads: int
+    group: int
+    width: int
+    slots: int
+    tokens: int
+    dtype: jnp.dtype
+    masked: bool
+    mapped: bool
+    window: int
+
+    @classmethod
+    def of(cls, q_BTNH, slots, window):
+        """The sizes of arguments of depth_forward; a ValueError if there are too many items."""
+        batch, length, heads, width = q_BTNH.shape
+        held, _, tokens, kv_heads, _ = slots.k_LBRKH.shape
+        if (places := batch * tokens * kv_heads) >= 2**31:
+            right = 'must be fewer than 2^31'
+            raise ValueError(f'{places} pairs of a token and a key/value head {right}')
+        return cls(
+            batch,
+            length,
+            kv_heads,
+            heads // kv_heads,
+            width,
+            round_up(held, OCTET),
+            tokens,
+            jnp.dtype(slots.k_LBRKH.dtype),
+            slots.mask_LBR is not None,
+            slots.rows_BT is not None,
+            window,
+        )
+
+    @property
+    def items(self):
+        """Pairs of a query's token and a key/value head."""
+        return self.batch * self.length * self.kv_heads
+
+    @property
+    def run(self):
+        """Items of a block; 2 at least, as TMA loads their scalars in 128 bytes or more."""
+        return next(n for n in (16, 8, 4, 2) if n == 2 or self.items >= n * BLOCKS)
+
+    @property
+    def columns(self):
+        """Rows of queries of an item, of which the first G are real: a matrix product's depth."""
+        return round_up(self.group, 16)
+
+    @property
+    def padded_width(self):
+        """H, rounded up to what a matrix product reads at once."""
+        return round_up(self.width, CHUNK)
+
+    def heads_tile(self, dtype, *leading):
+        """Shared memory of an item's heads [columns, padded width]."""
+        shape = (*leading, self.columns, self.padded_width)
+        return tiled(shape, dtype, swizzle_of(self.width, dtype))
+
+    def slots_tile(self, dtype, *leading):
+        """Shared memory of a chunk's slots [64, padded width]."""
+        return tiled((*leading, CHUNK, self.padded_width), dtype, swizzle_of(self.width, dtype))
+
+    def slots_memory(self, stages):
+        """Shared memory that `SlotLoader.load_slots` fills."""
+        return {
+            'k': self.slots_tile(self.dtype, stages),
+            'v': self.slots_tile(self.dtype, stages),
+            'shown': plgpu.SMEM((stages, CHUNK), jnp.float32),
+            'k_ready': plgpu.Barrier(num_barriers=stages, num_arrivals=1 + self.masked),
+            'v_ready': plgpu.Barrier(num_barriers=stages),
+        }
+
+    def by_item(self, x_BTNH):
+        """[items, G, H]."""
+        return x_BTNH.reshape(self.items, self.group, self.width)
+
+    def scalars_by_item(self, x_BNT, fill):
+        """[items, columns], float32."""
+        shape = (self.batch, self.kv_heads, self.group, self.length)
+        x = jnp.moveaxis(x_BNT.astype(jnp.float32).reshape(shape), 3, 1)
+        x = x.reshape(self.items, self.group)
+        return jnp.pad(x, ((0, 0), (0, self.columns - self.group)), constant_values=fill)
+
+    def by_place(self, x_LBRKH):
+        """[slots, B R K, H]."""
+        return pad(x_LBRKH, 0, self.slots).reshape(self.slots, -1, self.width)
+
+    def slot_operands(self, slots):
+        """num_slots, rows, mask, k and v as the kernels take them.
+
+        rows is int32 [B T], and mask float32 [B R, slots], 1 where visible; either may be a dummy.
+        """
+        rows, mask = jnp.zeros(1, jnp.int32), jnp.zeros((1, 4), jnp.float32)
+        if self.mapped:
+            rows = slots.rows_BT.astype(jnp.int32).reshape(-1)
+        if self.masked:
+            mask_LX = pad(slots.mask_LBR, 0, self.slots).reshape(self.slots, -1)
+            mask = mask_LX.T.astype(jnp.float32)
+        num_slots = jnp.asarray(slots.num, jnp.int32).reshape(1)
+        return num_slots, rows, mask, self.by_place(slots.k_LBRKH), self.by_place(slots.v_LBRKH)
+
+
+class SlotLoader:
+    """Loads the slots of a block's items: the same number of chunks each, one chunk a step.
+
+    Attributes:
+      sizes: Sizes.
+      start: first item.
+      items, chunks, steps: their numbers.
+      first, end: the visible slots.
+      base: slot of the first chunk's first row.
+    """
+
+    def __init__(self, sizes, num_slots, rows):
+        self.sizes, self.rows = sizes, rows
+        self.start = lax.axis_index('run') * sizes.run
+        self.end = num_slots
+        self.first = jnp.maximum(num_slots - sizes.window, 0) if sizes.window else jnp.int32(0)
+        self.base = lax.div(self.first, jnp.int32(OCTET)) * OCTET
+        self.chunks = lax.div(num_slots - self.base + (CHUNK - 1), jnp.int32(CHUNK))
+        self.items = jnp.minimum(sizes.run, sizes.items - self.start)
+        self.steps = self.items * self.chunks
+
+    def token(self, item):
+        """(place of the item's slots in B R K, place of its token in B R, has visible slots)."""
+        sizes = self.sizes
+        if not sizes.mapped:
+            item += self.start
+            return item, lax.div(item, jnp.int32(sizes.kv_heads)), None
+        token = lax.div(self.start + item, jnp.int32(sizes.kv_heads))
+        row = self.rows[token]
+        token = lax.div(token, jnp.int32(sizes.length)) * sizes.tokens
+        token += jnp.minimum(row, sizes.tokens - 1)
+        head = lax.rem(self.start + item, jnp.int32(sizes.kv_heads))
+        return token * sizes.kv_heads + head, token, row < sizes.tokens
+
+    def split(self, step):
+        """(item, chunk)."""
+        item = lax.div(step, self.chunks)
+        return item, step - item * self.chunks
+
+    def for_rows(self, chunk, move):
+        """Calls move(first slot, rows) once, for as many rows of a chunk as exist, in sixteens."""
+        most = min(CHUNK, round_up(self.sizes.slots, 16))
+        slot = self.base + chunk * CHUNK
+        choose = functools.partial(move, slot, most)
+        for size in reversed(range(16, most, 16)):
+            some = functools.partial(move, slot, size)
+            choose = functools.partial(lax.cond, self.end - slot <= size, some, choose)
+        choose()
+
+    def load_chunk(self, chunk, place, part, ref, stage, barrier):
+        """Starts the copy of a part of a chunk of slots, or of their sums, to shared memory."""
+
+        def move(slot, size):
+            source = ref.at[pl.ds(slot, size), place, part]
+            plgpu.copy_gmem_to_smem(source, stage.at[pl.ds(0, size)], barrier)
+
+        self.for_rows(chunk, move)
+
+    def load_slots(self, step, k, v, mask, s):
+        """Starts the copies of a step's keys and values to the stage of that step, if it exists.
+
+        Args:
+          step: item * chunks + chunk.
+          k, v, mask: of `Sizes.slot_operands`.
+          s: shared memory: `Sizes.slots_memory`.
+        """
+
+        def start():
+            item, chunk = self.split(step)
+            place, token, _ = self.token(item)
+            stage, part = lax.rem(step, s.k.shape[0]), full_slice(self.sizes.padded_width)
+            self.load_chunk(chunk, place, part, k, s.k.at[stage], s.k_ready.at[stage])
+            self.load_chunk(chunk, place, part, v, s.v.at[stage], s.v_ready.at[stage])
+            if self.sizes.masked:
+                source = mask.at[token, pl.ds(self.base + chunk * CHUNK, CHUNK)]
+                plgpu.copy_gmem_to_smem(source, s.shown.at[stage], s.k_ready.at[stage])
+
+        pl.when(step < self.steps)(start)
+
+    def shown(self, chunk, inside, s, stage):
+        """float32 [64]: 1 where a row's slot is visible; `inside`: the item's token has slots."""
+        layout = LAYOUT.reduce(1)
+        slot = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=layout)
+        slot += self.base + chunk * CHUNK
+        end = jnp.where(inside, self.end, 0) if self.sizes.mapped else self.end
+        ones = jnp.where((slot >= self.first) & (slot < end), 1.0, 0.0)
+        return ones * load(s.shown.at[stage], layout) if self.sizes.masked else ones
+
+    def hide_rows(self, chunk, inside, stage, shown):
+        """Zeroes the hidden rows of a chunk: 0 times what they hold may be NaN."""
+
+        def hide():
+            for i in range(0, stage.shape[1], CHUNK):
+                part = stage.at[:, pl.ds(i, CHUNK)]
+                x = load(part, LAYOUT)
+                part[...] = jnp.where(by_row(shown, x.shape) > 0, x, jnp.zeros_like(x))
+
+        if self.sizes.masked:
+            hide()
+        else:
+            slot = self.base + chunk * CHUNK
+            complete = (slot >= self.first) & (slot + CHUNK <= self.end)
+            complete = complete & inside if self.sizes.mapped else complete
+            pl.when(jnp.logical_not(complete))(hide)
