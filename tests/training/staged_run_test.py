@@ -7,7 +7,7 @@ import pytest
 from moddepth_jax.hparams import from_config
 from moddepth_jax.training import loop
 from moddepth_jax.training.metrics import read_metrics
-from moddepth_jax.training.stages import run_flops
+from moddepth_jax.training.plan import run_flops
 
 pytestmark = [pytest.mark.usefixtures('compiled_once'), pytest.mark.slow]
 

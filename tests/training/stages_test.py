@@ -10,7 +10,7 @@ import pytest
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model import flops
 from moddepth_jax.training import plan
-from moddepth_jax.training.stages import run_flops, stage_at, stage_starts
+from moddepth_jax.training.plan import run_flops, stage_at, stage_starts
 from moddepth_jax.training.train_step import init_state, train_step
 
 ROUTED = {'model.routing.router': 'learned', 'model.routing.layers': 'every:1'}
