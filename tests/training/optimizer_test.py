@@ -1,4 +1,4 @@
-"""The schedule runs from 0 to its end, decay is for matrices, and the predictor changes no trunk."""
+"""The schedule ends with the run, decay is for matrices, the predictor changes nothing else."""
 
 import functools
 

@@ -158,9 +158,7 @@ def test_training_by_threshold_learns(by_threshold):
         state, metrics = step(state, make_batch(0))
         losses.append(float(metrics['loss']))
     assert losses[-1] < 0.8 * losses[0] and state.skipped == 0
-    old, new = (
-        s.params['stack']['run_0']['layer_0']['router']['w'] for s in (by_threshold, state)
-    )
+    old, new = (s.params['stack']['run_0']['layer_0']['router']['w'] for s in (by_threshold, state))
     assert np.abs(new - old).max() > 0
 
 
