@@ -84,7 +84,7 @@ _CONFIG_HELP = (
 )
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE, errno.EROFS)
 # Set by launch.local, whose first process tells what is wrong with the flags of all.
-TOLD_BY_FIRST = 'MODDEPTH_TOLD_BY_FIRST'
+REPORTED_BY_LEADER = 'MODDEPTH_REPORTED_BY_LEADER'
 _HELP = ('-h', '-?', '-help', '--help', '--helpshort', '--helpfull')
 
 
@@ -185,14 +185,14 @@ def _as_one_of_several():
             processes.barrier('end of main')
     except Exception as error:
         if processes := _joined():
-            processes.leave_if_lost(error)
+            processes.exit_if_process_lost(error)
         raise
 
 
 def _leave(status, error):
     """Ends the process after `error`, which has been told."""
     if processes := _joined():
-        processes.leave(status, error)
+        processes.exit_process(status, error)
     sys.exit(status)
 
 
@@ -201,7 +201,7 @@ def _print_config():
 
 
 def _parse(argv, positional):
-    with _errors_in_one_line(quiet=bool(os.environ.get(TOLD_BY_FIRST))):
+    with _errors_in_one_line(quiet=bool(os.environ.get(REPORTED_BY_LEADER))):
         if set(_HELP) & set(argv[1 : argv.index('--') if '--' in argv else None]):
             print(_help_text(positional))
             sys.exit(0)

@@ -1,4 +1,4 @@
-"""Folders that a command makes whole or not at all; and a run that begins with given parameters."""
+"""Output folders that are complete or absent, and a new run that starts from given parameters."""
 
 import contextlib
 import dataclasses
@@ -8,13 +8,11 @@ import pathlib
 import shutil
 
 NOTE_FILE = 'convert.json'
-SOURCE_FILES = (
-    'hugging_face'  # folder of a run: what the checkpoint that it was imported from had beside
-)
+SOURCE_FILES = 'hugging_face'  # folder of a run: other files of the checkpoint it was imported from
 
 
 def check_new_folder(flag: str, folder: str):
-    """Raises ValueError, one line, where `folder` of the flag is there and not empty."""
+    """Raises ValueError, one line, if `folder` of the flag exists and is not empty."""
     path = pathlib.Path(folder)
     if path.exists() and not path.is_dir():
         raise ValueError(f'--{flag}={folder}: is a file; it must be a new folder')
@@ -25,10 +23,10 @@ def check_new_folder(flag: str, folder: str):
 
 @contextlib.contextmanager
 def atomic_folder(flag: str, folder: str):
-    """Yields a folder beside `folder`, which takes its name at the end; nothing is left of a part.
+    """Yields a temporary folder that is renamed to `folder` at the end, or removed on an error.
 
     Raises:
-      ValueError: as `check_new`.
+      ValueError: as `check_new_folder`.
     """
     check_new_folder(flag, folder)
     path = pathlib.Path(os.path.abspath(folder))
@@ -51,8 +49,8 @@ def read_note(workdir: str) -> dict:
         return {}
 
 
-def write_new_run(workdir: str, hparams, params, averages, dataset, note: dict, carried=()):
-    """Makes `workdir` that of a run before its first step, so that launch.train goes on from it.
+def write_new_run(workdir: str, hparams, params, averages, dataset, note: dict, source_files=()):
+    """Makes `workdir` the directory of a run before its first step, for launch.train to start from.
 
     Args:
       workdir: new or empty.
@@ -60,7 +58,7 @@ def write_new_run(workdir: str, hparams, params, averages, dataset, note: dict, 
       params, averages: of its TrainState.
       dataset: of `make_dataset`, whose tokenizer the run keeps.
       note: content of convert.json.
-      carried: files to keep in its folder `hugging_face`.
+      source_files: files to copy to its folder `hugging_face`.
 
     Raises:
       ValueError: one line, for a workdir that is not new, or that cannot be written.
@@ -71,26 +69,19 @@ def write_new_run(workdir: str, hparams, params, averages, dataset, note: dict, 
     from moddepth_jax.training.optimizer import make_optimizer
     from moddepth_jax.training.plan import resolve_steps
     from moddepth_jax.training.run_dir import open_workdir, save_tokenizer
-    from moddepth_jax.training.summary import versions
+    from moddepth_jax.training.summary import initial_metadata
     from moddepth_jax.training.train_step import TrainState
 
     num_steps, zero = resolve_steps(hparams), jax.numpy.zeros((), 'int32')
     optimizer_state = jax.jit(make_optimizer(hparams, num_steps).init)(params)
     state = TrainState(zero, params, averages, optimizer_state, zero, zero, hparams, num_steps)
-    metadata = {
-        'fingerprint': dataset.fingerprint,
-        'num_steps': num_steps,
-        'versions': versions() | {'processes': '1'},
-        'seconds': 0.0,
-        'train_loss': None,
-    }
     with atomic_folder('workdir', workdir) as folder:
         open_workdir(folder, dataclasses.asdict(hparams))
         save_tokenizer(folder, hparams, dataset.tokenizer)
-        for file in carried:
+        for file in source_files:
             (folder / SOURCE_FILES).mkdir(exist_ok=True)
             shutil.copyfile(file, folder / SOURCE_FILES / file.name)
         text = json.dumps(note, indent=2, ensure_ascii=False) + '\n'
         (folder / NOTE_FILE).write_text(text, encoding='utf-8')
         with Checkpoints(folder / 'checkpoints', keep=1) as checkpoints:
-            checkpoints.save(0, state, metadata)
+            checkpoints.save(0, state, initial_metadata(dataset, num_steps))

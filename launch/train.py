@@ -1,4 +1,4 @@
-"""Trains a model from a config, or goes on where an earlier start of the same command stopped.
+"""Trains a model from a config, or resumes where an earlier start of the same command stopped.
 
 python -m launch.train --config=configs/mod_isoflop.py
 python -m launch.train --config=configs/mod_isoflop.py:size=8x192,budget=1e14 --workdir=runs/big
@@ -7,8 +7,8 @@ python -m launch.train --config=configs/mod_isoflop.py --mesh=data=2,fsdp=2,tens
 python -m launch.train --config=configs/moda_1b5.py --mesh=data=8,fsdp=32 --dry_run
 python -m launch.train --config=configs/tiny.py --workdir=runs/traced --profile=20:25
 
-Several processes that are started with the same command are one run: by SLURM, by
-JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or by launch.local.
+Processes that are started with the same command form one run: by SLURM, by launch.local, or by
+JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID.
 """
 
 import dataclasses
@@ -25,8 +25,8 @@ MESH = flags.DEFINE_string(
     'mesh',
     '',
     'Devices by axis, such as data=4 or data=2,fsdp=4. data splits the rows of a batch; fsdp the '
-    'rows too, and parameters where they lie; tensor heads, d_ff and vocabulary; expert experts '
-    'and rows. An axis that is left out has size 1. Default: all devices, as data.',
+    'rows too, and parameters; tensor heads, d_ff and vocabulary; expert rows and experts. '
+    'An axis that is not named has size 1. Default: all devices, as data.',
 )
 DRY_RUN = flags.DEFINE_boolean(
     'dry_run',
@@ -60,7 +60,7 @@ def main(_):
 
 
 def _hparams(workdir):
-    """Of --config, if the report at the end can be written with them."""
+    """The hyper-parameters of --config, checked so far that the final report can be written."""
     from moddepth_jax.analysis.report import prompt_tokens
     from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
     from moddepth_jax.hparams import from_config
@@ -87,9 +87,9 @@ def _train(hparams, workdir, profiled):
         with jax.set_mesh(run.state.step.sharding.mesh):
             write_report(run)
         return 0
-    # Process 0 writes it alone, on one device, which has to hold the model.
-    of_model = {'params': run.state.params, 'averages': run.state.averages}
-    state = run.state.replace(**jax.tree.map(leaves.to_host, of_model))
+    # Process 0 alone writes the report, on one device, which has to hold the model.
+    model = {'params': run.state.params, 'averages': run.state.averages}
+    state = run.state.replace(**jax.tree.map(leaves.to_host, model))
     multihost.run_on_leader(lambda: write_report(dataclasses.replace(run, state=state)))
     return 0
 

@@ -45,12 +45,4 @@ SLOW_CASES = {
     ],
     'tests/launch/bench_test.py': ['test_attention_writes_json_and_a_picture'],
     'tests/notebooks_test.py': ['test_runs[depth_attention]'],
-    'tests/training/evaluate_test.py': [
-        'test_losses_of_a_mixture_are_apart_and_weighted_by_its_shares',
-    ],
-    'tests/training/summary_test.py': ['test_counted_flops_are_those_of_the_trace[learned-64]'],
-    'tests/training/threshold_test.py': ['test_the_warm_up_trains_by_top_c'],
-    'tests/training/stages_test.py': [
-        'test_counted_flops_of_each_stage_are_those_of_its_program[straight_through]',
-    ],
 }

@@ -17,10 +17,9 @@ from moddepth_jax.studies import fit, page, plots, store
 from moddepth_jax.studies.study_measures import measured_runs, write_measures
 from moddepth_jax.studies.study_time import rates
 from moddepth_jax.training.loop import train
-from moddepth_jax.training.plan import resolve_steps
+from moddepth_jax.training.plan import resolve_steps, run_flops
 from moddepth_jax.training.progress import format_seconds
 from moddepth_jax.training.run_dir import write_atomically
-from moddepth_jax.training.stages import run_flops
 from moddepth_jax.training.trainer import DivergedError
 
 LOGS = 'logs'  # in a study's directory: what each run printed

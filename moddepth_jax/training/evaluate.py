@@ -1,4 +1,4 @@
-"""Held-out loss under any routing, with what the routers did."""
+"""Held-out loss under any routing rule, with statistics of the routers and experts."""
 
 import functools
 import math
@@ -25,10 +25,16 @@ from moddepth_jax.training.mesh import replicated, shard_batch
 def eval_step(variables, batch, causal_layers_R, *, hparams: Hparams, routing: str, mesh):
     """Sums over one batch: nats, counted targets, routing and expert counts per layer.
 
-    Every device of the mesh has all of them, so that every process can read them.
+    They are replicated over the mesh, so that every process can read them.
     """
-    inputs = batch['tokens_BT'], batch['segment_ids_BT'], routing, causal_layers_R
-    x_BTD, records = Transformer(hparams).apply(variables, *inputs, method='hidden_states')
+    x_BTD, records = Transformer(hparams).apply(
+        variables,
+        batch['tokens_BT'],
+        batch['segment_ids_BT'],
+        routing,
+        causal_layers_R,
+        method='hidden_states',
+    )
     labels_BT, params = masked_labels(batch), variables['params']
     _, nll_BT, _ = cross_entropy(x_BTD, params, labels_BT, 0.0, hparams.training.loss_chunk)
     targets = jnp.sum(labels_BT != IGNORED, dtype=jnp.float32)
@@ -51,7 +57,7 @@ def evaluate(
 ) -> dict:
     """Loss over the first `num_batches` held-out batches, or all of them if there are fewer.
 
-    Where several processes have joined, each of them calls this and gets the same numbers.
+    Every process of a run calls this and gets the same numbers.
 
     Args:
       variables: of the Transformer; TrainState.variables. On the devices of the mesh.
@@ -62,12 +68,12 @@ def evaluate(
       routing, causal_layers_R: as the Transformer takes them.
 
     Returns:
-      `loss` in nats a target, `bits_per_byte`, `targets`, and for a routed model `routing`: lists
-      over its routed layers, as `routing_ratios` says; with experts `experts`: lists over the
-      layers that have them, as `expert_ratios` says.
-      Of a mixture `domains`: for each member `loss`, `bits_per_byte`, `perplexity` (a token) and
-      `targets`. All else is then what the members' shares make of it: `loss` is the mean of their
-      losses, weighted by their shares, not by what is held out of each.
+      dict: `loss` in nats a target, `bits_per_byte`, `targets`; for a routed model `routing`: lists
+      over its routed layers, of `routing_ratios`; with experts `experts`: lists over their layers,
+      of `expert_ratios`.
+      For a mixture also `domains`: for each member `loss`, `bits_per_byte`, `perplexity` (a token)
+      and `targets`. All other values are then weighted by the members' shares of the training data:
+      `loss` is the mean of their losses by these, however much is held out of each.
 
     Raises:
       ValueError: one line, for fewer batches than a mixture has members.
@@ -77,31 +83,40 @@ def evaluate(
         raise ValueError(f'num_batches={num_batches}: {right}')
     if causal_layers_R is None:
         causal_layers_R = np.ones(len(hparams.model.routed_layers), bool)
-    totals = {}  # by member of a mixture; None for text that is one
+    totals = {}  # by member of a mixture; one entry, None, without a mixture
     for index in range(min(num_batches, dataset.num_held_out_batches)):
         batch = dataset.held_out_batch(index)
         labels_BT = masked_labels(batch)
         targets = labels_BT[labels_BT != IGNORED]
         num_bytes = dataset.tokenizer.token_bytes_V[targets].sum()
-        batch = shard_batch(mesh, batch)
-        how = {'hparams': hparams, 'routing': routing, 'mesh': mesh}
-        sums = eval_step(variables, batch, causal_layers_R, **how)
+        sums = eval_step(
+            variables,
+            shard_batch(mesh, batch),
+            causal_layers_R,
+            hparams=hparams,
+            routing=routing,
+            mesh=mesh,
+        )
         sums = jax.tree.map(np.float64, jax.device_get(sums) | {'bytes': num_bytes})
         domain = dataset.domain(index)
         if domain in totals:
             sums = jax.tree.map(np.add, totals[domain], sums)
         totals[domain] = sums
-    whole = _together(totals, dataset.domains)
-    result = _losses(whole) | {'targets': int(sum(sums['targets'] for sums in totals.values()))}
+    overall = _weight_domains(totals, dataset.domains)
+    result = _losses(overall) | {'targets': int(sum(sums['targets'] for sums in totals.values()))}
     with np.errstate(invalid='ignore', divide='ignore'):
-        if 'routing' in whole:
-            result['routing'] = _lists(routing_ratios(whole['routing']))
-        if 'experts' in whole:
+        if 'routing' in overall:
+            result['routing'] = _to_lists(routing_ratios(overall['routing']))
+        if 'experts' in overall:
             experts = hparams.model.experts
-            ratios = expert_ratios(whole['experts'], experts.top_k, experts.num_routed)
-            result['experts'] = _lists(ratios)
+            ratios = expert_ratios(overall['experts'], experts.top_k, experts.num_routed)
+            result['experts'] = _to_lists(ratios)
     if dataset.domains:
-        result['domains'] = {name: _of_domain(totals[name]) for name in dataset.domains}
+        result['domains'] = {}
+        for name in dataset.domains:
+            losses = _losses(totals[name])
+            more = {'perplexity': perplexity(losses['loss'])}
+            result['domains'][name] = losses | more | {'targets': int(totals[name]['targets'])}
     return result
 
 
@@ -112,17 +127,11 @@ def _losses(sums):
     }
 
 
-def _of_domain(sums):
-    losses = _losses(sums)
-    more = {'perplexity': perplexity(losses['loss']), 'targets': int(sums['targets'])}
-    return losses | more
+def _weight_domains(totals, shares):
+    """The sums over all domains, weighted so that their shares of the targets are `shares`.
 
-
-def _together(totals, shares):
-    """The sums of all domains, each weighted so that its share of the targets is that of `shares`.
-
-    How many batches of a domain were read thus does not matter, and the loss is that of the text on
-    which the run is trained.
+    So it does not matter how many batches of each domain were read, and the loss is that of the
+    text on which the run is trained.
     """
     if not shares:
         (sums,) = totals.values()
@@ -136,54 +145,51 @@ def _together(totals, shares):
 
 
 def perplexity(loss: float) -> float:
-    """exp of a loss in nats a token; infinity where that is too large for a number."""
+    """exp of a loss in nats a token; infinity if that overflows."""
     try:
         return math.exp(loss)
     except OverflowError:
         return math.inf
 
 
-def _compare(result, top_c):
-    result['loss_top_c'] = top_c['loss']
-    result['routing_gap'] = result['loss'] - top_c['loss']
-
-
-def _lists(ratios):
+def _to_lists(ratios):
     return {name: values.tolist() for name, values in ratios.items()}
 
 
 def evaluate_causal(
     variables, hparams: Hparams, dataset, mesh, num_batches: int, batches_per_layer: int = 0
 ) -> dict:
-    """`evaluate` under the causal rule, with the top-C loss on the same weights beside it.
+    """`evaluate` under the causal rule, together with the top-C loss of the same weights.
 
     Args:
       variables, hparams, dataset, mesh, num_batches: as `evaluate` takes them.
-      batches_per_layer: first batches on which to measure too what the rule costs in each routed
+      batches_per_layer: first batches on which to measure also the cost of the rule in each routed
         block alone; 0: not at all.
 
     Returns:
-      The dict of `evaluate`, plus `loss_top_c` and `routing_gap` = loss - loss_top_c for a model
-      that looks ahead in training (0.01 nats or less is negligible, 0.05 invalidates a run); of a
-      mixture each member's in `domains` too. With
-      `batches_per_layer`, `routing` of a routed model has a list `routing_gap` too: the gap, on
-      those batches, where only that layer obeys the rule.
+      The dict of `evaluate`. For a model that looks ahead in training also `loss_top_c` and
+      `routing_gap` = loss - loss_top_c (0.01 nats or less is negligible, 0.05 invalidates a run),
+      also for each member of a mixture in `domains`. With `batches_per_layer`, `routing` of a
+      routed model has a list `routing_gap`: the gap on those batches if only that layer uses the
+      rule.
     """
     rule = causal_routing(hparams)
-    given = (hparams, dataset, mesh, num_batches)
-    result = evaluate(variables, *given, rule)
-    num_routed = len(hparams.model.routed_layers)
+    run = functools.partial(evaluate, variables, hparams, dataset, mesh)
+    result = run(num_batches, rule)
     if not hparams.model.looks_ahead:
         return result
-    top_c = evaluate(variables, *given, 'top_c')
-    _compare(result, top_c)
-    if dataset.domains:
-        for name, values in result['domains'].items():
-            _compare(values, top_c['domains'][name])
+    top_c = run(num_batches, 'top_c')
+    pairs = [(result, top_c)]
+    for name in dataset.domains:
+        pairs.append((result['domains'][name], top_c['domains'][name]))
+    for causal, looking_ahead in pairs:
+        causal['loss_top_c'] = looking_ahead['loss']
+        causal['routing_gap'] = causal['loss'] - looking_ahead['loss']
+    num_routed = len(hparams.model.routed_layers)
     if batches_per_layer and num_routed:
-        few = (hparams, dataset, mesh, min(num_batches, batches_per_layer))
-        top_c = evaluate(variables, *few, 'top_c')['loss']
+        few = min(num_batches, batches_per_layer)
+        base = run(few, 'top_c')['loss']
         alone = [np.arange(num_routed) == layer for layer in range(num_routed)]
-        losses = [evaluate(variables, *few, rule, only)['loss'] for only in alone]
-        result['routing']['routing_gap'] = [loss - top_c for loss in losses]
+        losses = [run(few, rule, only)['loss'] for only in alone]
+        result['routing']['routing_gap'] = [loss - base for loss in losses]
     return result

@@ -1,4 +1,4 @@
-"""The leaves of a train state by name, as checkpoints write, compare and restore them."""
+"""The leaves of a train state by name, and how checkpoints store, compare and restore them."""
 
 import functools
 
@@ -11,9 +11,9 @@ from moddepth_jax.training import multihost
 
 
 class StateMismatchError(ValueError):
-    """A checkpoint has other leaves than the state wanted; every process of a run is told so."""
+    """A checkpoint has other leaves than the wanted state; every process of a run raises this."""
 
-    everywhere = True
+    on_all_processes = True
 
     def __init__(self, line: str):
         super().__init__(line)
@@ -21,7 +21,7 @@ class StateMismatchError(ValueError):
 
 
 def difference(saved: dict[str, str], wanted: dict) -> str:
-    """The first difference in path, dtype or shape, and what to do; '' where there is none.
+    """The first difference in path, dtype or shape, and the remedy; '' if there is none.
 
     Args:
       saved: `spec` of each leaf by path.
@@ -55,27 +55,27 @@ def spec(leaf) -> str:
     return f'{leaf.dtype}[{",".join(map(str, leaf.shape))}]'
 
 
-def stored(leaf):
-    """What is written for a leaf: itself, or the uint32 data of a typed PRNG key."""
+def to_stored(leaf):
+    """The array written for a leaf: itself, or the uint32 data of a typed PRNG key."""
     return jax.random.key_data(leaf) if _is_key(leaf) else leaf
 
 
 def target(leaf) -> jax.ShapeDtypeStruct:
-    """What is read for an abstract leaf: shape, dtype and sharding of `stored` of it.
+    """Shape, dtype and sharding of the array that is read for a leaf.
 
     Args:
-      leaf: array or jax.ShapeDtypeStruct; without a sharding, it is to lie on the first device.
+      leaf: array or jax.ShapeDtypeStruct; without a sharding, it goes to the first device.
     """
-    kept = jax.eval_shape(stored, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
-    return jax.ShapeDtypeStruct(kept.shape, kept.dtype, sharding=_sharding(leaf))
+    stored = jax.eval_shape(to_stored, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+    return jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=_sharding(leaf))
 
 
-def restored(leaf, array):
-    """The leaf of that shape, dtype and sharding from what was read for it.
+def from_stored(leaf, array):
+    """Inverse of `to_stored`: an array of the shape, dtype and sharding of `leaf`.
 
     Args:
       leaf: as `target` takes it.
-      array: of `target(leaf)`; None for one without elements, which is not written.
+      array: of `target(leaf)`; None for a leaf without elements, which is not written.
     """
     if array is None:
         make = functools.partial(jnp.empty, leaf.shape, leaf.dtype)
@@ -88,16 +88,16 @@ def restored(leaf, array):
 
 
 def to_host(leaf) -> np.ndarray:
-    """All of what is `stored` of a leaf, on the host, however it is spread over devices.
+    """The full stored array of a leaf on the host, however it is split over devices.
 
-    Of an array that this process does not hold whole, every process has to ask for it; each device
-    then holds all of it for a moment.
+    If this process does not hold all of it, every process has to call this, and each device holds
+    the full array for a moment.
     """
     if isinstance(leaf, jax.Array) and leaf.is_fully_replicated:
         leaf = leaf.addressable_data(0)
     elif isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-        return multihost_utils.process_allgather(stored(leaf), tiled=True)
-    return np.asarray(jax.device_get(stored(leaf)))
+        return multihost_utils.process_allgather(to_stored(leaf), tiled=True)
+    return np.asarray(jax.device_get(to_stored(leaf)))
 
 
 def _is_key(leaf):

@@ -10,7 +10,7 @@ from moddepth_jax.data.pipeline import Dataset, check_fingerprint
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.training import multihost
 from moddepth_jax.training.checkpoint import Checkpoints
-from moddepth_jax.training.mesh import mesh_lines, state_shardings
+from moddepth_jax.training.mesh import abstract_on_mesh, mesh_lines
 from moddepth_jax.training.metrics import (
     MetricsWriter,
     TensorBoardWriter,
@@ -18,7 +18,7 @@ from moddepth_jax.training.metrics import (
     WindowLog,
     check_wandb,
 )
-from moddepth_jax.training.plan import describe, prepare_run
+from moddepth_jax.training.plan import prepare_run, stage_at
 from moddepth_jax.training.preemption import PreemptionHandler
 from moddepth_jax.training.profile import Profile
 from moddepth_jax.training.progress import Progress
@@ -30,8 +30,13 @@ from moddepth_jax.training.run_dir import (
     update_config,
 )
 from moddepth_jax.training.saved_run import restore_state
-from moddepth_jax.training.stages import stage_at
-from moddepth_jax.training.summary import parameter_lines, summarize, versions, write_summary
+from moddepth_jax.training.summary import (
+    describe,
+    initial_metadata,
+    parameter_lines,
+    summarize,
+    write_summary,
+)
 from moddepth_jax.training.train_step import TrainState, init_state
 from moddepth_jax.training.trainer import Trainer
 
@@ -45,15 +50,15 @@ MAY_CHANGE = (  # on resuming: knobs that no trained bit depends on
     'training.max_unsharded',
     'training.compilation_cache',
 )
-INFERENCE_ONLY = ('model.routing.cache_capacity', 'model.routing.overflow')  # where top-C trains
+INFERENCE_ONLY = ('model.routing.cache_capacity', 'model.routing.overflow')  # if top-C trains
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What `train` leaves.
+    """What `train` returns.
 
     Attributes:
-      summary: the content of summary.json; None where a signal ended the run early.
+      summary: the content of summary.json; None if a signal ended the run early.
       signal: the name of that signal, or None.
     """
 
@@ -72,134 +77,153 @@ def train(
     profiled: tuple[int, int] | None = None,
     wandb: str = '',
 ) -> Run:
-    """Trains to the last step, or goes on where an earlier call in the same workdir stopped.
+    """Trains to the last step, from where an earlier call in the same workdir stopped.
 
     On CPUs two calls with equal hyper-parameters, versions, devices and threads end bit-equal,
-    however often they were killed in between. Where several processes have joined, each of them
-    calls this; process 0 alone prints and writes, but for its share of checkpoints.
+    however often they were killed in between. Every process of a run calls this; process 0 alone
+    prints and writes, except for the parts of checkpoints.
 
     Args:
       hparams: of the run.
-      workdir: its directory; made if it is not there.
+      workdir: its directory; made if it does not exist.
       mesh_spec: see `make_mesh`.
       profiled: steps to trace, see `Profile`; None: none.
       wandb: project of W&B that gets the metrics too; empty: none.
 
     Raises:
       ValueError: one line, before anything is compiled or written, for a budget, corpus, mesh or
-        workdir that does not fit, or W&B that is not there; where a checkpoint could not be
-        written.
-      Diverged: a ValueError, after `training.max_nan_steps` non-finite steps in a row.
+        workdir that does not fit, or W&B not installed; later, if a checkpoint cannot be written.
+      DivergedError: a ValueError, after `training.max_nan_steps` non-finite steps in a row.
     """
     multihost.run_on_all(lambda: check_wandb(wandb))
     num_steps, dataset, mesh = multihost.run_on_all(
         lambda: prepare_run(hparams, mesh_spec, workdir)
     )
-    config = dataclasses.asdict(hparams)
+    workdir, config = pathlib.Path(workdir), dataclasses.asdict(hparams)
     multihost.check_equal_on_all({'--mesh': mesh_spec, **config, 'text': dataset.fingerprint})
     may_change = MAY_CHANGE + dataset.may_change
     if hparams.model.routing.train_rule == 'top_c':
         may_change += INFERENCE_ONLY
-    older = multihost.broadcast_from_leader(lambda: open_workdir(workdir, config, may_change))
-    workdir, first = pathlib.Path(workdir), multihost.is_leader()
-    with contextlib.ExitStack() as held:
-        multihost.run_on_leader(lambda: held.enter_context(WorkdirLock(workdir)))
+    config_notes = multihost.broadcast_from_leader(
+        lambda: open_workdir(workdir, config, may_change)
+    )
+    with contextlib.ExitStack() as stack:
+        multihost.run_on_leader(lambda: stack.enter_context(WorkdirLock(workdir)))
         multihost.check_shared_directory(workdir / CONFIG_FILE)
-        keep = hparams.training.keep_checkpoints
-        checkpoints = held.enter_context(Checkpoints(workdir / 'checkpoints', keep))
-        held.enter_context(multihost.exit_on_lost_process())
-        state, metadata, news = restore_or_init(hparams, num_steps, dataset, mesh, checkpoints)
+        checkpoints = stack.enter_context(
+            Checkpoints(workdir / 'checkpoints', hparams.training.keep_checkpoints)
+        )
+        stack.enter_context(multihost.exit_on_lost_process())
+        state, metadata, start_notes = restore_or_init(
+            hparams, num_steps, dataset, mesh, checkpoints
+        )
         multihost.broadcast_from_leader(lambda: update_config(workdir, config))
         multihost.broadcast_from_leader(lambda: save_tokenizer(workdir, hparams, dataset.tokenizer))
         profile = multihost.run_on_all(
             lambda: Profile(workdir, profiled, num_steps, int(state.step))
         )
-        first_step, tokens = int(state.step), hparams.data.batch_size * hparams.data.sequence_length
-        with (
-            jax.set_mesh(mesh),
-            contextlib.ExitStack() as files,
-            Progress(num_steps, first_step, tokens, silent=not first) as progress,
-        ):
-
-            def open_writer():
-                sinks = [TensorBoardWriter(workdir, first_step)]
-                if wandb:
-                    sinks.append(WandbWriter(workdir, wandb, config))
-                return files.enter_context(MetricsWriter(workdir, first_step, sinks))
-
-            writer = multihost.run_on_leader(open_writer)
-            profile = files.enter_context(profile)
-            log = None
-            if hparams.data.log_windows:
-                log = files.enter_context(WindowLog(workdir, first_step, jax.process_index()))
-            lines = describe(hparams, num_steps, state.params, dataset)
-            lines += parameter_lines(state.params)
-            for line in (*lines, *mesh_lines(mesh, state), *older, *news):
-                progress.note(line)
-            steps = Trainer(
-                state, metadata, hparams, num_steps, dataset, mesh, writer, progress, log, profile
+        with jax.set_mesh(mesh), contextlib.ExitStack() as files:
+            trainer = _make_trainer(
+                files, hparams, workdir, wandb, state, metadata, num_steps, dataset, mesh, profile
             )
-            with PreemptionHandler() as interruption:
-                state = steps.run(interruption, checkpoints)
+            lines = describe(hparams, num_steps, state.params, dataset)
+            lines += parameter_lines(state.params) + mesh_lines(mesh, state)
+            for line in (*lines, *config_notes, *start_notes):
+                trainer.progress.note(line)
+            with PreemptionHandler() as preemption:
+                state = trainer.run(preemption, checkpoints)
             step = int(state.step)
             if step < num_steps:
-                done = f'{interruption.requested}: stopped and saved at step {step} of {num_steps}'
-                progress.note(f'{done}; the same command goes on from there')
-                return Run(hparams, workdir, state, dataset, None, interruption.requested)
-            progress.note('evaluating on held-out text, then counting the FLOPs of the traced step')
-            evaluation = steps.evaluate(num_steps, hparams.evaluation.final_batches)
-        summary = summarize(hparams, state, evaluation, dataset, steps.metadata)
+                done = f'{preemption.signal_name}: stopped and saved at step {step} of {num_steps}'
+                trainer.progress.note(f'{done}; the same command resumes from there')
+                return Run(hparams, workdir, state, dataset, None, preemption.signal_name)
+            trainer.progress.note(
+                'evaluating on held-out text, then counting the FLOPs of the traced step'
+            )
+            evaluation = trainer.evaluate(num_steps, hparams.evaluation.final_batches)
+        summary = summarize(hparams, state, evaluation, dataset, trainer.metadata)
         multihost.broadcast_from_leader(lambda: write_summary(workdir, summary))
     return Run(hparams, workdir, state, dataset, summary)
 
 
-def restore_or_init(hparams: Hparams, num_steps: int, dataset, mesh, checkpoints) -> tuple:
-    """The newest good state or that before step 0, where `state_shardings` wants it.
+def _make_trainer(
+    files, hparams, workdir, wandb, state, metadata, num_steps, dataset, mesh, profile
+) -> Trainer:
+    """Opens what the run writes, to be closed by the ExitStack `files`, and makes the Trainer."""
+    first_step, data = int(state.step), hparams.data
+    progress = files.enter_context(
+        Progress(
+            num_steps,
+            first_step,
+            tokens_per_step=data.batch_size * data.sequence_length,
+            silent=not multihost.is_leader(),
+        )
+    )
 
-    Every process of a run has to call it.
+    def open_writer():
+        sinks = [TensorBoardWriter(workdir, first_step)]
+        if wandb:
+            sinks.append(WandbWriter(workdir, wandb, dataclasses.asdict(hparams)))
+        return files.enter_context(MetricsWriter(workdir, first_step, sinks))
+
+    writer = multihost.run_on_leader(open_writer)
+    files.enter_context(profile)
+    log = None
+    if data.log_windows:
+        log = files.enter_context(WindowLog(workdir, first_step, jax.process_index()))
+    return Trainer(
+        state=state,
+        metadata=metadata,
+        hparams=hparams,
+        num_steps=num_steps,
+        dataset=dataset,
+        mesh=mesh,
+        writer=writer,
+        progress=progress,
+        log=log,
+        profile=profile,
+    )
+
+
+def restore_or_init(hparams: Hparams, num_steps: int, dataset, mesh, checkpoints) -> tuple:
+    """The newest good state, or that before step 0, placed by `state_shardings`.
+
+    Every process of a run calls this.
 
     Returns:
-      The TrainState; the dict that its next checkpoint carries; lines of news for the user.
+      The TrainState; the metadata of its next checkpoint; notes for the user.
 
     Raises:
       ValueError: one line, for a checkpoint of other data, steps or stage.
     """
     multihost.warm_up_collectives(mesh)
     initial = jax.jit(lambda: init_state(hparams, num_steps))
-    abstract = jax.eval_shape(initial)
-    shardings = state_shardings(mesh, abstract)
-    abstract = jax.tree.map(lambda leaf, to: leaf.update(sharding=to), abstract, shardings)
-    here = versions() | {'processes': str(jax.process_count())}
-    here |= {f'mesh axis {axis}': str(size) for axis, size in mesh.shape.items()}
-    metadata = {
-        'fingerprint': dataset.fingerprint,
-        'num_steps': num_steps,
-        'versions': here,
-        'seconds': 0.0,
-        'train_loss': None,
-    }
+    abstract = abstract_on_mesh(mesh, jax.eval_shape(initial))
+    metadata = initial_metadata(dataset, num_steps, mesh.shape)
     restored = restore_state(checkpoints, abstract)
     if restored is None:
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
         return jax.jit(initial, out_shardings=shardings)(), metadata, checkpoints.skipped
     state, step, stored = restored
-    multihost.broadcast_from_leader(lambda: _check(stored, metadata, hparams, step))
-    news = [*checkpoints.skipped, f'resuming after step {step}']
+    multihost.broadcast_from_leader(lambda: _check_metadata(stored, metadata, hparams, step))
+    notes = [*checkpoints.skipped, f'resuming after step {step}']
     if abstract.averages and not state.averages:
-        news.append('no averages in the checkpoint: the rule threshold cannot run')
-    for name, was in stored['versions'].items():
-        if here.get(name) != was:
-            news.append(f'{name} was {was}, is {here.get(name)}: bits may differ from here on')
-    carried = {name: stored[name] for name in ('seconds', 'train_loss')}
-    return state, metadata | carried, news
+        notes.append('no averages in the checkpoint: the rule threshold cannot run')
+    for name, old in stored['versions'].items():
+        new = metadata['versions'].get(name)
+        if new != old:
+            notes.append(f'{name} was {old}, is {new}: bits may differ from here on')
+    kept = {name: stored[name] for name in ('seconds', 'train_loss')}
+    return state, metadata | kept, notes
 
 
-def _check(stored, metadata, hparams, step):
-    """Raises ValueError where a run cannot go on from what a checkpoint says of itself."""
+def _check_metadata(stored, metadata, hparams, step):
+    """Raises ValueError if a run cannot resume from a checkpoint with this metadata."""
     check_fingerprint(stored['fingerprint'], metadata['fingerprint'])
     num_steps = metadata['num_steps']
     if stored['num_steps'] != num_steps:
-        found = f'{stored["num_steps"]} steps when it began and {num_steps} now'
-        raise ValueError(f'this run was to take {found}: FLOPs are counted otherwise; start anew')
+        found = f'{stored["num_steps"]} steps when it began and has {num_steps} now'
+        raise ValueError(f'this run had {found}: FLOPs are counted differently; start anew')
     stage = stage_at(hparams, num_steps, step - 1)._asdict()
     if stored.get('stage', stage) != stage:
         raise ValueError(f'this run was in stage {stored["stage"]} and is in {stage}; start anew')

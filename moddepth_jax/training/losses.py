@@ -1,4 +1,4 @@
-"""Labels that count, and the loss that trains the causal rules."""
+"""Losses besides cross-entropy, and the counts of routing and experts that metrics report."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ HISTOGRAM_BINS = 20  # of sigmoid(r), even in number: 0.5 is an edge
 
 
 def masked_labels(batch):
-    """The labels of a batch (NumPy or JAX), -100 for padding too, whatever its label is."""
+    """The labels of a batch (NumPy or JAX), with -100 for padding, whatever its label is."""
     where = np.where if isinstance(batch['labels_BT'], np.ndarray) else jnp.where
     return where(batch['segment_ids_BT'] > 0, batch['labels_BT'], IGNORED)
 
@@ -27,7 +27,7 @@ def rule_loss(logits_LBT, targets_LBT, real_BT, num_real=None):
       logits_LBT: float32 [routed layers, B, T].
       targets_LBT: bool [routed layers, B, T].
       real_BT: bool [B, T], False for padding.
-      num_real: tokens to divide by; None: those that are real here.
+      num_real: tokens to divide by; None: the real tokens here.
     """
     num_real = jnp.sum(real_BT) if num_real is None else num_real
     targets_LBT = jax.lax.stop_gradient(targets_LBT).astype(jnp.float32)
@@ -37,7 +37,7 @@ def rule_loss(logits_LBT, targets_LBT, real_BT, num_real=None):
 
 
 def causal_rule_loss(hparams: Hparams, records, segment_ids_BT, num_real=None):
-    """Weighted loss that trains the model's causal rule; 0 where there is nothing to train."""
+    """Weighted loss that trains the model's causal rule; 0 if the rule has no loss."""
     routing = hparams.model.routing
     if records is None or routing.causal_rule not in TRAINED_RULES:
         return jnp.zeros(())
@@ -47,32 +47,32 @@ def causal_rule_loss(hparams: Hparams, records, segment_ids_BT, num_real=None):
 
 
 def routing_counts(records, segment_ids_BT):
-    """What `routing_ratios` divides; counts of several batches may be added up first.
+    """Counts from which `routing_ratios` makes ratios; counts of several batches may be added.
 
     Args:
       records: RoutingRecord with leaves [routed layers, B, T].
       segment_ids_BT: int [B, T], 0 for padding.
 
     Returns:
-      dict of float32 [routed layers]: tokens that are `real`, that `entered`, of the top C
-      (`chosen`), that the causal rule would let in (`said`), `both` of these, `refused` for want
-      of room, with sigmoid(r) `above_half`; over the top C the sum of the `gate`; over `rows` that
-      have a real token the sum of the lowest score of the top C (`lowest`); and the `histogram` of
+      dict of float32 [routed layers], numbers of tokens: `real`; `selected`; in the `top_c`; which
+      the causal `rule` selects; `both` of these; `dropped` for lack of capacity; with sigmoid(r)
+      `above_half`. Over the top C the sum of the `gate`; the number of `rows` with a real token,
+      and over these the sum of the lowest score of the top C (`lowest`); and the `histogram` of
       sigmoid(r) over real tokens, [routed layers, HISTOGRAM_BINS].
     """
     real_LBT = jnp.broadcast_to(segment_ids_BT > 0, records.selected_BT.shape)
-    said_LBT = (records.rule_logits_BT > 0) & real_LBT
+    rule_LBT = (records.rule_logits_BT > 0) & real_LBT
     gates_LBT = jnp.where(records.top_c_BT, records.gates_BT, 0.0)
     lowest_LB = jnp.min(jnp.where(records.top_c_BT, records.scores_BT, jnp.inf), axis=2)
     bins_LBT = jnp.clip(jax.nn.sigmoid(records.scores_BT) * HISTOGRAM_BINS, 0, HISTOGRAM_BINS - 1)
     in_bin_LBTX = bins_LBT.astype(int)[..., None] == jnp.arange(HISTOGRAM_BINS)[None, None, None]
     counted = {
         'real': real_LBT,
-        'entered': records.selected_BT,
-        'chosen': records.top_c_BT,
-        'said': said_LBT,
-        'both': said_LBT & records.top_c_BT,
-        'refused': records.dropped_BT,
+        'selected': records.selected_BT,
+        'top_c': records.top_c_BT,
+        'rule': rule_LBT,
+        'both': rule_LBT & records.top_c_BT,
+        'dropped': records.dropped_BT,
         'gate': gates_LBT,
         'above_half': real_LBT & (records.scores_BT > 0),
         'rows': jnp.isfinite(lowest_LB)[..., None],
@@ -83,41 +83,40 @@ def routing_counts(records, segment_ids_BT):
 
 
 def routing_ratios(counts):
-    """`routing_counts` as ratios per routed layer, NaN where there is nothing to divide by.
+    """`routing_counts` as ratios per routed layer, NaN if the denominator is 0.
 
     Returns:
-      dict: of the real tokens, `selected_fraction` entered, `rule_fraction` the causal rule would
-      let in, `refused_fraction` did not enter for want of room; `precision` and `recall` of the
-      causal rule against top-C membership; `selected_gate`, the mean gate of the top C;
-      `lowest_selected_score`, the C-th largest score, mean over rows; `sigmoid_above_half`, the
-      share of real tokens with sigmoid(r) > 0.5, and `sigmoid_histogram` [routed layers,
-      HISTOGRAM_BINS], their shares by equal bins of sigmoid(r).
+      dict: shares of the real tokens: `selected_fraction`; `rule_fraction`, which the causal rule
+      selects; `refused_fraction`, dropped for lack of capacity; `sigmoid_above_half`, with
+      sigmoid(r) > 0.5; `sigmoid_histogram` [routed layers, HISTOGRAM_BINS], by equal bins of
+      sigmoid(r). Besides, `precision` and `recall` of the causal rule against top-C membership;
+      `selected_gate`, the mean gate of the top C; and `lowest_selected_score`, the C-th largest
+      score, mean over rows.
     """
-    shares = counts['histogram'] / counts['real'][:, None]
     return {
-        'selected_fraction': counts['entered'] / counts['real'],
-        'rule_fraction': counts['said'] / counts['real'],
-        'precision': counts['both'] / counts['said'],
-        'recall': counts['both'] / counts['chosen'],
-        'refused_fraction': counts['refused'] / counts['real'],
-        'selected_gate': counts['gate'] / counts['chosen'],
+        'selected_fraction': counts['selected'] / counts['real'],
+        'rule_fraction': counts['rule'] / counts['real'],
+        'precision': counts['both'] / counts['rule'],
+        'recall': counts['both'] / counts['top_c'],
+        'refused_fraction': counts['dropped'] / counts['real'],
+        'selected_gate': counts['gate'] / counts['top_c'],
         'lowest_selected_score': counts['lowest'] / counts['rows'],
         'sigmoid_above_half': counts['above_half'] / counts['real'],
-        'sigmoid_histogram': shares,
+        'sigmoid_histogram': counts['histogram'] / counts['real'][:, None],
     }
 
 
 def expert_counts(record):
-    """What `expert_ratios` divides; counts of several batches may be added up first.
+    """Counts from which `expert_ratios` makes ratios; counts of several batches may be added.
 
     Args:
       record: ExpertsRecord with leaves [X, ...], X expert layers of Z = E + num_noop choices each.
 
     Returns:
-      dict of float32, without gradients: `tokens_X` and `pairs_XZ` of token and expert, `dropped_X`
-      of these, over tokens the sums of scores `scores_XZ` and of squared log-partitions `log_z_X`;
-      where experts choose by top-C also, over `rows_X` that have a real token, the sum of the
-      lowest score taken, `lowest_XE`.
+      dict of float32, without gradients: the numbers of tokens `tokens_X`, of pairs of token and
+      expert `pairs_XZ`, and of dropped pairs `dropped_X`; sums over tokens of scores `scores_XZ`
+      and of squared log-partitions `log_z_X`. If experts choose by top-C, also the number of rows
+      with a real token `rows_X`, and the sum over these of the lowest score taken, `lowest_XE`.
     """
     counts = {
         'tokens_X': record.tokens,
@@ -135,19 +134,19 @@ def expert_counts(record):
 
 
 def expert_ratios(counts, top_k: int, num_routed: int):
-    """`expert_counts` as ratios per expert layer, NaN where there is nothing to divide by.
+    """`expert_counts` as ratios per expert layer, NaN if the denominator is 0.
 
     Args:
       counts: NumPy or JAX arrays; the sum of any number of `expert_counts`.
-      top_k: experts that a token passes, on average where experts choose.
-      num_routed: E; choices from there on do nothing.
+      top_k: experts of a token, on average if experts choose.
+      num_routed: E; later choices do nothing.
 
     Returns:
       dict: `load` [X, Z], the share of all pairs that falls on each choice; [X] each,
       `largest_load`, the pairs of the fullest routed expert over the mean of the routed ones;
-      `noop_fraction` and `dropped_fraction`, shares of all pairs; `computed_fraction`, the pairs
-      that an expert computed over top_k a token; `unused`, routed experts that got no token; and
-      where experts chose by top-C `lowest_taken` [X, E], the C-th largest score, mean over rows.
+      `noop_fraction` and `dropped_fraction`, shares of all pairs; `computed_fraction`, the computed
+      pairs over top_k a token; `unused`, routed experts without a token; and if experts chose by
+      top-C `lowest_taken` [X, E], the C-th largest score, mean over rows.
     """
     pairs_XZ = counts['pairs_XZ']
     pairs_X, routed_XE = pairs_XZ.sum(1), pairs_XZ[:, :num_routed]
@@ -166,18 +165,18 @@ def expert_ratios(counts, top_k: int, num_routed: int):
 
 
 def expert_loss(hparams: Hparams, record, counts=None):
-    """Balance loss and router z-loss, weighted; 0 where there is nothing to train.
+    """Balance loss and router z-loss, weighted.
 
     sum_i f_i P_i with f_i = Z pairs_i / (k n) and P_i = scores_i / n, and the mean of squared
     log-partitions, each the mean over expert layers (DeepSeekMoE, arXiv 2401.06066, section 3.3;
     the z-loss: ST-MoE, Zoph et al. 2022, arXiv 2202.08906). Experts that do nothing count among the
-    Z. No gradient passes through pairs. Experts that choose have even loads, hence no balance loss.
+    Z. Pairs pass no gradient. If experts choose, loads are even and the balance loss is 0.
 
     Args:
       hparams: of the model.
       record: ExpertsRecord with leaves [X, ...].
-      counts: the sum of `expert_counts` over the step where the record is of a micro-batch: the
-        losses of the micro-batches then sum to that of the step. None: those of the record.
+      counts: the sum of `expert_counts` over the step if the record is of a micro-batch, so that
+        the losses of the micro-batches sum to that of the step. None: those of the record.
 
     Returns:
       balance, z: scalars.

@@ -1,11 +1,11 @@
-"""The manifest of a directory: written last, it says that all files are there, and which bytes."""
+"""The manifest of a directory: written last, it lists every file with its size and sha256."""
 
 import hashlib
 import json
 import os
 import pathlib
 
-from moddepth_jax.training import run_dir as workdir_lib
+from moddepth_jax.data.directory import write_atomically
 
 MANIFEST_FILE = 'manifest.json'
 
@@ -15,7 +15,7 @@ def write_manifest(directory: pathlib.Path, content: dict) -> None:
 
     Args:
       directory: holds only finished files.
-      content: JSON values that `read_manifest` gives back.
+      content: JSON values that `read_manifest` returns.
     """
     files = {
         path.relative_to(directory).as_posix(): _size_and_sha256(path, flush=True)
@@ -27,15 +27,15 @@ def write_manifest(directory: pathlib.Path, content: dict) -> None:
             _flush_directory(path)
     manifest = {'files': files, 'content': content}
     manifest['sha256'] = _own_sha256(manifest)
-    workdir_lib.write_atomically(directory / MANIFEST_FILE, _text(manifest))
+    write_atomically(directory / MANIFEST_FILE, _text(manifest))
     _flush_directory(directory)
 
 
 def read_manifest(directory: pathlib.Path) -> dict:
-    """The content given to `write_manifest`, once every file has been found to be as it was then.
+    """Verifies every file and returns the content that `write_manifest` was given.
 
     Raises:
-      ValueError: one line, where there is no manifest, or where it or a file is not as written.
+      ValueError: one line, if there is no manifest, or if it or a file is not as written.
       OSError: a file could not be read.
     """
     path = directory / MANIFEST_FILE
@@ -44,7 +44,7 @@ def read_manifest(directory: pathlib.Path) -> dict:
     text = path.read_bytes()
     try:
         manifest = json.loads(text)
-        # White space and other spellings of a value are no part of the sum over the values.
+        # The sum over the values does not see white space and other spellings of a value.
         canonical = text == _text(manifest).encode()
         intact = canonical and manifest.pop('sha256') == _own_sha256(manifest)
     except (ValueError, KeyError, TypeError, AttributeError):

@@ -1,4 +1,4 @@
-"""The device mesh, and where a run's arrays live on it: state by the rules, batches by rows."""
+"""The device mesh, where the arrays of a run lie on it, and the tables that say so."""
 
 import math
 import re
@@ -15,11 +15,11 @@ from moddepth_jax.training.train_step import init_state
 def make_mesh(text: str = '') -> Mesh:
     """The mesh that `text` describes, such as `data=2,fsdp=4`, over the devices of all processes.
 
-    An axis that it does not name has size 1; where it is empty, all devices lie along `data`.
+    An axis that is not named has size 1. An empty text puts all devices along `data`.
 
     Raises:
-      ValueError: an unknown axis, one named twice, a size that is no positive number, or more
-        devices than there are; fewer, where there are several processes.
+      ValueError: an unknown axis, one named twice, a size that is not a positive number, or more
+        devices than there are; with several processes, fewer than there are.
     """
     devices = jax.devices()
     sizes = {} if text else {'data': len(devices)}
@@ -36,33 +36,33 @@ def make_mesh(text: str = '') -> Mesh:
         raise ValueError(f'--mesh={text}: needs {wanted} devices, {len(devices)} are here')
     if wanted < len(devices) and jax.process_count() > 1:
         raise ValueError(
-            f'--mesh={text}: is of {wanted} devices; {jax.process_count()} processes need one of '
-            f'all {len(devices)} that they have'
+            f'--mesh={text}: has {wanted} devices; {jax.process_count()} processes need a mesh of '
+            f'all their {len(devices)}'
         )
     types = (AxisType.Auto,) * len(AXES)
     return jax.make_mesh(shape, AXES, types, devices=devices[:wanted])
 
 
 def check_mesh(hparams: Hparams, mesh: Mesh):
-    """Raises ValueError, in one line, where rows or a side of the model do not divide over it.
+    """Raises ValueError, in one line, if a batch or a size of the model does not divide over it.
 
-    Also where a mesh with `fsdp` or `tensor` would leave more than `training.max_unsharded` of the
-    parameters whole on every device.
+    Also if a mesh with `fsdp` or `tensor` would leave more than `training.max_unsharded` of the
+    parameters unsharded.
     """
     check_batch(mesh, hparams.data.batch_size, hparams.training.accumulate_steps)
     model, experts = hparams.model, hparams.model.experts
-    sides = {'fsdp': ['model.d_model'], 'tensor': ['model.num_heads', 'model.num_kv_heads']}
+    sizes = {'fsdp': ['model.d_model'], 'tensor': ['model.num_heads', 'model.num_kv_heads']}
     if len(model.expert_layers) < model.num_layers:
-        sides['tensor'] += ['model.d_ff']
+        sizes['tensor'] += ['model.d_ff']
     if model.expert_layers:
-        sides['tensor'] += ['model.experts.d_ff']
-        sides['expert'] = ['model.experts.num_routed']
+        sizes['tensor'] += ['model.experts.d_ff']
+        sizes['expert'] = ['model.experts.num_routed']
     elif mesh.shape['expert'] > 1:
         raise ValueError(
             f'--mesh: expert={mesh.shape["expert"]} has nothing to split, '
             f'model.experts.choice=none is a model without experts; use --mesh=data=N'
         )
-    for axis, names in sides.items():
+    for axis, names in sizes.items():
         size = mesh.shape[axis]
         for name in names:
             value = getattr(experts if '.experts.' in name else model, name.split('.')[-1])
@@ -81,13 +81,13 @@ def _check_unsharded(hparams, mesh):
     if share > most:
         sizes = ','.join(f'{axis}={size}' for axis, size in mesh.shape.items() if size > 1)
         raise ValueError(
-            f'--mesh={sizes}: {share:.1%} of the parameters would be whole on every device, over '
+            f'--mesh={sizes}: {share:.1%} of the parameters would be on every device, over '
             f'training.max_unsharded={most:g}; take another mesh, or raise that knob'
         )
 
 
 def check_batch(mesh: Mesh, batch_size: int, accumulate_steps: int):
-    """Raises ValueError where the rows of a micro-batch do not divide over the mesh."""
+    """Raises ValueError if the rows of a micro-batch do not divide over the mesh."""
     rows = batch_size // accumulate_steps
     axes = [axis for axis in ('data', 'fsdp', 'expert') if mesh.shape[axis] > 1]
     shards = math.prod(mesh.shape[axis] for axis in axes)
@@ -100,12 +100,12 @@ def check_batch(mesh: Mesh, batch_size: int, accumulate_steps: int):
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Whole on every device."""
+    """The sharding of an array that every device holds in full."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def state_shardings(mesh: Mesh, state):
-    """A NamedSharding for each leaf, by the rules of model.partition; moments as their parameters.
+    """A NamedSharding for each leaf, by the rules of model.sharding; moments as their parameters.
 
     Args:
       mesh: of `make_mesh`.
@@ -123,16 +123,22 @@ def state_shardings(mesh: Mesh, state):
     return jax.tree_util.tree_map_with_path(sharding, state)
 
 
+def abstract_on_mesh(mesh: Mesh, abstract):
+    """A pytree of jax.ShapeDtypeStruct, each with its sharding of `state_shardings`."""
+    shardings = state_shardings(mesh, abstract)
+    return jax.tree.map(lambda leaf, to: leaf.update(sharding=to), abstract, shardings)
+
+
 def batch_sharding(mesh: Mesh, batch_size: int) -> NamedSharding:
-    """Of an array whose first axis are the rows of a batch."""
+    """The sharding of an array whose first axis is the rows of a batch."""
     return NamedSharding(mesh, spec(mesh, ('rows',), (batch_size,)))
 
 
 def local_rows(mesh: Mesh, batch_size: int) -> slice:
     """The rows of a batch that this process's devices need: all of them in a single process.
 
-    A slice from the first to the last of them; processes that share rows, as where `tensor` spans
-    them, have the same.
+    A slice from the first to the last of them. Processes that share rows, as they do when `tensor`
+    spans them, have the same slice.
     """
     held = batch_sharding(mesh, batch_size).addressable_devices_indices_map((batch_size,))
     bounds = [rows.indices(batch_size)[:2] for (rows,) in held.values()]
@@ -140,12 +146,12 @@ def local_rows(mesh: Mesh, batch_size: int) -> slice:
 
 
 def shard_rows(mesh: Mesh, batch, rows: slice, batch_size: int):
-    """Host arrays of the rows `rows` of a batch as global arrays, rows split over the mesh.
+    """Global arrays of a batch, split by rows over the mesh, from this process's host arrays.
 
     Args:
       mesh: of `make_mesh`.
       batch: pytree of NumPy arrays [len(rows), ...].
-      rows: of `own_rows`.
+      rows: of `local_rows`.
       batch_size: of the whole batch.
     """
     sharding = batch_sharding(mesh, batch_size)
@@ -164,7 +170,7 @@ def shard_rows(mesh: Mesh, batch, rows: slice, batch_size: int):
 
 
 def shard_batch(mesh: Mesh, batch):
-    """`put_rows` of a batch of which every process has all rows."""
+    """`shard_rows` of a batch of which every process has all rows."""
     batch_size = len(jax.tree.leaves(batch)[0])
     return shard_rows(mesh, batch, slice(0, batch_size), batch_size)
 
@@ -178,16 +184,16 @@ def unsharded_fraction(mesh: Mesh, params) -> float:
     """
     leaves, shardings = jax.tree.leaves(params), jax.tree.leaves(state_shardings(mesh, params))
     pairs = zip(leaves, shardings, strict=True)
-    whole = sum(leaf.size for leaf, sharding in pairs if sharding.is_fully_replicated)
-    return whole / sum(leaf.size for leaf in leaves)
+    unsharded = sum(leaf.size for leaf, sharding in pairs if sharding.is_fully_replicated)
+    return unsharded / sum(leaf.size for leaf in leaves)
 
 
 class ShardingRow(NamedTuple):
-    """Parameters of one name, of all layers.
+    """Parameters of one name, summed over layers.
 
     Attributes:
       name: such as attention/query/kernel.
-      split: the mesh axes of each of its axes, such as `(whole, fsdp, tensor, whole)`, or `whole`.
+      split: the mesh axes of each of its axes, such as `(-, fsdp, tensor, -)`, or `replicated`.
       parameters: their number.
       device_bytes: of the largest part of them that a device holds.
     """
@@ -198,7 +204,7 @@ class ShardingRow(NamedTuple):
     device_bytes: int
 
 
-def _bytes(leaf, sharding):
+def _shard_bytes(leaf, sharding):
     return math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
 
 
@@ -210,19 +216,19 @@ def device_bytes(mesh, state) -> int:
       state: pytree of arrays or jax.ShapeDtypeStruct whose paths are those of a TrainState.
     """
     shardings = jax.tree.leaves(state_shardings(mesh, state))
-    return sum(map(_bytes, jax.tree.leaves(state), shardings))
+    return sum(map(_shard_bytes, jax.tree.leaves(state), shardings))
 
 
 def _split(sharding, ndim):
     entries = (tuple(sharding.spec) + (None,) * ndim)[:ndim]
     if not any(entries):
-        return 'whole'
-    words = ['+'.join(e) if isinstance(e, tuple) else e or 'whole' for e in entries]
+        return 'replicated'
+    words = ['+'.join(e) if isinstance(e, tuple) else e or '-' for e in entries]
     return f'({", ".join(words)})'
 
 
 def sharding_rows(mesh, params) -> list[ShardingRow]:
-    """A Row for each name and way of splitting, the largest number of parameters first.
+    """A ShardingRow for each name and way of splitting, most parameters first.
 
     Args:
       mesh: of `make_mesh`.
@@ -237,36 +243,32 @@ def sharding_rows(mesh, params) -> list[ShardingRow]:
         name = re.sub(r'stack/run_\d+/layer_\d+/(block/)?', '', name)
         key = name, _split(sharding, leaf.ndim)
         parameters, held = found.get(key, (0, 0))
-        found[key] = parameters + leaf.size, held + _bytes(leaf, sharding)
+        found[key] = parameters + leaf.size, held + _shard_bytes(leaf, sharding)
     rows = [ShardingRow(*key, *sums) for key, sums in found.items()]
     return sorted(rows, key=lambda row: (-row.parameters, row.name))
 
 
 def sharding_lines(mesh, params) -> list[str]:
-    """The rows as lines of text under a header, their sum, and what share of it is unsplit.
-
-    Vectors and narrow matrices, which are whole, are one line.
-    """
+    """A table of the rows, their sum, and the unsharded share; unsharded names are one line."""
     rows = sharding_rows(mesh, params)
-    whole = [row for row in rows if row.split == 'whole']
-    lines = [row for row in rows if row.split != 'whole']
-    parameters, held = sum(r.parameters for r in whole), sum(r.device_bytes for r in whole)
-    lines.append(ShardingRow(f'{len(whole)} others', 'whole', parameters, held))
-    total = ShardingRow('all parameters', '', sum(r.parameters for r in rows), 0)
-    lines.append(total._replace(device_bytes=sum(r.device_bytes for r in rows)))
-    name, split = max(len(row.name) for row in lines), max(len(row.split) for row in lines)
+    unsharded = [row for row in rows if row.split == 'replicated']
+    rows = [row for row in rows if row.split != 'replicated']
+    for name, split, group in (
+        (f'{len(unsharded)} others', 'replicated', unsharded),
+        ('all parameters', '', [*rows, *unsharded]),
+    ):
+        sums = sum(row.parameters for row in group), sum(row.device_bytes for row in group)
+        rows.append(ShardingRow(name, split, *sums))
+    name, split = max(len(row.name) for row in rows), max(len(row.split) for row in rows)
     text = [f'{"":{name}}  {"split over":{split}}  {"parameters":>13}  {"MB a device":>11}']
-    for row in lines:
+    for row in rows:
         numbers = f'{row.parameters:>13,}  {row.device_bytes / 1e6:>11.3f}'
         text.append(f'{row.name:{name}}  {row.split:{split}}  {numbers}')
-    return [
-        *text,
-        f'{unsharded_fraction(mesh, params):.2%} of the parameters whole on every device',
-    ]
+    return [*text, f'{unsharded_fraction(mesh, params):.2%} of the parameters on every device']
 
 
 def mesh_lines(mesh, state) -> list[str]:
-    """What a run on several devices says of them at its start; nothing of one device alone."""
+    """Lines about the devices at the start of a run; none for one device."""
     if mesh.size == 1:
         return []
     sizes = ' x '.join(f'{axis}={size}' for axis, size in mesh.shape.items() if size > 1)

@@ -1,4 +1,4 @@
-"""What a run measured: one JSON object a line, and whatever else takes the same numbers."""
+"""What a run measures: metrics.jsonl, TensorBoard, Weights & Biases, and the log of windows."""
 
 import contextlib
 import json
@@ -15,29 +15,32 @@ from tensorboardX import summary
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.record_writer import RecordWriter
 
+from moddepth_jax.data.directory import write_atomically
 from moddepth_jax.training import multihost
-from moddepth_jax.training import run_dir as workdir_lib
-from moddepth_jax.training.run_dir import write_atomically
 
 METRICS_FILE = 'metrics.jsonl'
+EVENTS_DIRECTORY = 'tensorboard'
+FLUSH_SECONDS = 30.0  # between flushes of TensorBoard events
+WANDB_ID_FILE = 'wandb-id'
+_WINDOWS_NAME = re.compile(r'windows-\d+\.jsonl')
 
 
 class MetricsWriter:
-    """Appends rows to `metrics.jsonl`, and gives each to sinks such as Events and WandbRun.
+    """Appends rows to `metrics.jsonl` and passes each to TensorBoardWriter, WandbWriter, ...
 
-    A row is {'step': step, name: value, ...}; names are nested by '/', and an evaluation is a row
-    of its own whose names begin with `eval/`. Numbers that are not finite are written as null,
-    since JSON has no NaN. Each row is flushed as it is written.
+    A row is {'step': step, name: value, ...}. Names are nested by '/'; an evaluation is a separate
+    row whose names begin with `eval/`. Numbers that are not finite become null, since JSON has no
+    NaN. Each row is flushed as it is written.
 
     Args:
       workdir: directory of the run.
-      first_step: the step the run starts after, 0 for a new one. Later rows, left by a run that was
-        killed after its last checkpoint, are dropped, and so is a last line that was cut short.
-      sinks: what else takes each row, by `add(step, values)`, until `close()`. Each has a
-        `failure`, empty or a line that says why it takes no more: told on stderr, once.
+      first_step: the step the run starts after, 0 for a new one. Later rows, which a run that was
+        killed after its last checkpoint left, are dropped, and so is a truncated last line.
+      sinks: other writers of rows, with a `name`, `add(step, values)` and `close()`. A sink that
+        raises is dropped with one line on stderr: metrics.jsonl has the same numbers.
 
     Raises:
-      ValueError: one line, where an earlier line of the file is no row.
+      ValueError: one line, if an earlier line of the file is not a row.
     """
 
     def __init__(self, workdir: str | os.PathLike, first_step: int, sinks=()):
@@ -50,34 +53,29 @@ class MetricsWriter:
     def write(self, step: int, values: dict) -> None:
         """Appends a row of numbers (Python, NumPy or JAX scalars), strings, and lists of these.
 
-        A list whose name ends in `_histogram` holds the shares of equal bins of [0, 1].
-
-        It takes the place of a row that an earlier start of the run left, of the same step and
-        names: that of the last evaluation, where a finished run is evaluated again.
+        A list whose name ends in `_histogram` holds the shares of equal bins of [0, 1]. The row
+        replaces one of the same step and names from an earlier start of the run: that of the last
+        evaluation, if a finished run is evaluated again.
 
         Raises:
           ValueError: a value of another kind, or one named `step`.
         """
         if 'step' in values:
-            raise ValueError(f'step={values["step"]!r}: must be given as the row, not among values')
-        row = {'step': int(step)} | {name: _plain(name, value) for name, value in values.items()}
+            raise ValueError(f'step={values["step"]!r}: must be the argument, not among the values')
+        values = {name: _to_json(name, value) for name, value in values.items()}
+        row = {'step': int(step)} | values
         if _key(row) in self._kept:
             self._file.close()
-            self._rewrite(
-                [old for old in read_metrics(self._path.parent) if _key(old) != _key(row)]
-            )
+            rows = read_metrics(self._path.parent)
+            self._rewrite([old for old in rows if _key(old) != _key(row)])
         try:
             self._file.write(json.dumps(row, allow_nan=False) + '\n')
             self._file.flush()
         except OSError as error:
             error.filename = os.fspath(self._path)
             raise
-        step = row.pop('step')
         for sink in list(self._sinks):
-            sink.add(step, row)
-            if sink.failure:
-                print(sink.failure, file=sys.stderr)
-                self._sinks.remove(sink)
+            self._call(sink, sink.add, row['step'], values)
 
     def has(self, step: int, name: str) -> bool:
         """Whether an earlier start of the run left a row of `step` with a value `name`."""
@@ -86,13 +84,20 @@ class MetricsWriter:
     def close(self) -> None:
         """Closes the file and every sink."""
         self._file.close()
-        for sink in self._sinks:
-            sink.close()
+        for sink in list(self._sinks):
+            self._call(sink, sink.close)
+
+    def _call(self, sink, method, *arguments):
+        try:
+            method(*arguments)
+        except Exception as error:  # of many kinds: W&B raises private ones
+            self._sinks.remove(sink)
+            reason = ' '.join((getattr(error, 'strerror', None) or str(error)).split())
+            print(f'no more metrics for {sink.name}: {reason}', file=sys.stderr)
 
     def _rewrite(self, rows):
-        """Leaves these rows, and the file open for more."""
-        text = ''.join(f'{json.dumps(row)}\n' for row in rows)
-        workdir_lib.write_atomically(self._path, text)
+        """Replaces the file by these rows and opens it for more."""
+        write_atomically(self._path, ''.join(f'{json.dumps(row)}\n' for row in rows))
         self._kept = {_key(row) for row in rows}
         self._file = open(self._path, 'a', encoding='utf-8')
 
@@ -107,11 +112,23 @@ def _key(row):
     return row['step'], frozenset(row)
 
 
+def _to_json(name, value):
+    if isinstance(value, str):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_to_json(name, item) for item in value]
+    if getattr(value, 'ndim', None) == 0:
+        value = value.item()
+    if not isinstance(value, (int, float)):
+        raise ValueError(f'{name}={value!r}: must be a number, a string or a list of these')
+    return value if math.isfinite(value) else None
+
+
 def read_metrics(workdir: str | os.PathLike) -> list[dict]:
-    """The rows of a run, oldest first; a last line that was cut short is left out.
+    """The rows of a run, oldest first, without a truncated last line.
 
     Raises:
-      ValueError: one line, where there is no metrics.jsonl or another line of it is no row.
+      ValueError: one line, if there is no metrics.jsonl or another line of it is not a row.
     """
     path = pathlib.Path(workdir) / METRICS_FILE
     try:
@@ -134,31 +151,11 @@ def read_metrics(workdir: str | os.PathLike) -> list[dict]:
     return rows
 
 
-def _plain(name, value):
-    """`value` as JSON's own kinds."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, (list, tuple)):
-        return [_plain(name, item) for item in value]
-    if getattr(value, 'ndim', None) == 0:
-        value = value.item()
-    if not isinstance(value, (int, float)):
-        raise ValueError(f'{name}={value!r}: must be a number, a string or a list of these')
-    return value if math.isfinite(value) else None
-
-
-EVENTS_DIRECTORY = 'tensorboard'
-FLUSH_SECONDS = 30.0
-
-
 class TensorBoardWriter:
-    """Appends scalars and histograms to a new file of events under `tensorboard/` of a run.
+    """A sink that appends scalars and histograms to a new event file in `tensorboard/` of a run.
 
-    metrics.jsonl holds the same numbers. So an event that cannot be written is dropped, and the
-    rest with it: `failure` says why, in one line.
-
-    tensorboardX's own SummaryWriter hands events to a thread, and blocks for ever once a full disk
-    has ended that.
+    It writes in the caller's thread by tensorboardX's RecordWriter. The SummaryWriter of
+    tensorboardX passes events to another thread, and blocks forever once a full disk has ended it.
 
     Args:
       workdir: directory of the run.
@@ -166,79 +163,74 @@ class TensorBoardWriter:
         earlier start left.
     """
 
+    name = 'TensorBoard'
+
     def __init__(self, workdir: str | os.PathLike, first_step: int):
-        self.failure = ''
+        self._folder = pathlib.Path(workdir) / EVENTS_DIRECTORY
+        self._first_step, self._flush_at = first_step, 0.0
         self._writer = None
-        folder = pathlib.Path(workdir) / EVENTS_DIRECTORY
-        resumed = folder.exists()
-        self._flush_at = time.monotonic() + FLUSH_SECONDS
-        try:
-            folder.mkdir(exist_ok=True)
-            name = f'events.out.tfevents.{time.time_ns()}.{socket.gethostname()}'
-            self._writer = RecordWriter(str(folder / name))
-        except OSError as error:
-            self._give_up(error)
-        self._write(Event(file_version='brain.Event:2'))
-        if resumed:
-            start = SessionLog(status=SessionLog.START)
-            self._write(Event(step=first_step + 1, session_log=start))
 
     def add(self, step: int, values: dict) -> None:
-        """Writes the numbers of a row; of its lists those whose name ends in `_histogram`."""
-        for name, value in values.items():
-            if isinstance(value, (int, float)):
-                self._write(Event(step=step, summary=summary.scalar(name, value)))
-            elif name.endswith('_histogram') and None not in value:
-                self._write(Event(step=step, summary=_histogram(name, value)))
-        if time.monotonic() > self._flush_at:
-            self._flush_at = time.monotonic() + FLUSH_SECONDS
-            self._call('flush')
+        """Writes the numbers of a row, and its lists whose name ends in `_histogram`."""
+        with self._closed_on_error():
+            if self._writer is None:
+                self._open()
+            for name, value in values.items():
+                if isinstance(value, (int, float)):
+                    self._write(Event(step=step, summary=summary.scalar(name, value)))
+                elif name.endswith('_histogram') and None not in value:
+                    self._write(Event(step=step, summary=_histogram(name, value)))
+            if time.monotonic() > self._flush_at:
+                self._flush_at = time.monotonic() + FLUSH_SECONDS
+                self._writer.flush()
 
     def close(self) -> None:
         """Closes the file."""
-        self._call('close')
-        self._writer = None
+        if self._writer is not None:
+            self._writer.close()
+
+    def _open(self):
+        resumed = self._folder.exists()
+        self._folder.mkdir(exist_ok=True)
+        name = f'events.out.tfevents.{time.time_ns()}.{socket.gethostname()}'
+        self._writer = RecordWriter(str(self._folder / name))
+        self._write(Event(file_version='brain.Event:2'))
+        if resumed:
+            start = SessionLog(status=SessionLog.START)
+            self._write(Event(step=self._first_step + 1, session_log=start))
 
     def _write(self, event):
         event.wall_time = time.time()
-        self._call('write', event.SerializeToString())
+        self._writer.write(event.SerializeToString())
 
-    def _call(self, name, *given):
-        if self._writer is not None:
-            try:
-                getattr(self._writer, name)(*given)
-            except OSError as error:
-                self._give_up(error)
-
-    def _give_up(self, error):
-        self.failure = f'no more events for TensorBoard: {error.strerror or error}'
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            with contextlib.suppress(OSError):  # of what it still held
-                writer.close()
+    @contextlib.contextmanager
+    def _closed_on_error(self):
+        try:
+            yield
+        except OSError:
+            with contextlib.suppress(OSError):  # of events that are still in its buffer
+                self.close()
+            raise
 
 
 def _histogram(name, shares):
     """Shares of equal bins of [0, 1]."""
     limits = [(i + 1) / len(shares) for i in range(len(shares))]
-    middles = [limit - 0.5 / len(shares) for limit in limits]
+    centers = [limit - 0.5 / len(shares) for limit in limits]
     return summary.histogram_raw(
         name,
         min=0.0,
         max=1.0,
         num=1,
-        sum=sum(share * x for share, x in zip(shares, middles, strict=True)),
-        sum_squares=sum(share * x * x for share, x in zip(shares, middles, strict=True)),
+        sum=sum(share * x for share, x in zip(shares, centers, strict=True)),
+        sum_squares=sum(share * x * x for share, x in zip(shares, centers, strict=True)),
         bucket_limits=limits,
         bucket_counts=shares,
     )
 
 
-ID_FILE = 'wandb-id'
-
-
 def check_wandb(project: str) -> None:
-    """Raises ValueError, one line, where `project` is asked for and wandb is not installed."""
+    """Raises ValueError, one line, if a `project` is given but wandb is not installed."""
     if not project:
         return
     try:
@@ -249,27 +241,27 @@ def check_wandb(project: str) -> None:
 
 
 class WandbWriter:
-    """Sends rows of metrics to one run of W&B; a start that resumes goes on with the same.
+    """A sink that sends rows to one run of Weights & Biases; a resumed run continues the same one.
 
-    Curves are drawn over `step`, which is sent with each row, so that the rows that a killed run
-    writes again are taken. What W&B does not take is dropped, and the rest with it: `failure` says
-    why, in one line.
+    Curves are drawn over `step`, which is sent with each row, so that W&B accepts rows that a
+    killed run writes again.
 
     Args:
-      workdir: directory of the run, whose last name is the run's there; holds its id and W&B's own
-        files.
+      workdir: directory of the run, which names the run; holds its id and W&B's own files.
       project: of W&B.
       config: nested dict of the run's knobs.
 
     Raises:
-      ValueError: one line, where W&B cannot begin: nobody is logged in, or there is no network.
+      ValueError: one line, if W&B cannot begin: nobody is logged in, or there is no network.
     """
+
+    name = 'W&B'
 
     def __init__(self, workdir: str | os.PathLike, project: str, config: dict):
         import wandb
 
-        workdir, self.failure = pathlib.Path(workdir), ''
-        path = workdir / ID_FILE
+        workdir = pathlib.Path(workdir)
+        path = workdir / WANDB_ID_FILE
         if not path.exists():
             write_atomically(path, secrets.token_hex(8) + '\n')
         try:
@@ -291,36 +283,23 @@ class WandbWriter:
 
     def add(self, step: int, values: dict) -> None:
         """Sends the numbers of a row."""
-        row = {name: value for name, value in values.items() if isinstance(value, (int, float))}
-        self._call('log', {'step': step, **row})
+        numbers = {name: x for name, x in values.items() if isinstance(x, (int, float))}
+        self._run.log({'step': step, **numbers})
 
     def close(self) -> None:
         """Waits until all is sent."""
-        self._call('finish')
-        self._run = None
-
-    def _call(self, name, *given):
-        if self._run is None:
-            return
-        try:
-            getattr(self._run, name)(*given)
-        except Exception as error:  # a run must not end because its pictures cannot be drawn
-            self.failure = f'no more metrics for W&B: {" ".join(str(error).split())}'
-            self._run = None
-
-
-_NAME = re.compile(r'windows-\d+\.jsonl')
+        self._run.finish()
 
 
 class WindowLog:
     """Appends {"step": S, "windows": [numbers]} to windows-PROCESS.jsonl in the workdir.
 
-    S is 1 for the first step. Each process logs the windows that it read; where processes share
-    rows, more than one of them logs a window. A row is flushed before its step is taken, so all
-    rows of a checkpoint's steps are there, however the run is killed.
+    S is 1 for the first step. Each process logs the windows that it reads; if processes share batch
+    rows, several of them log a window. A row is flushed before its step, so all rows of a
+    checkpoint's steps exist, however the run is killed.
 
-    Every process of a run has to make one: process 0 first drops the rows of all files, those of
-    processes that are no more among them, which are of steps after `first_step` or were cut short.
+    Every process of a run makes one. Process 0 first drops from all files, also those of processes
+    that no longer exist, the rows of steps after `first_step` and truncated ones.
 
     Args:
       workdir: directory of the run.
@@ -330,7 +309,7 @@ class WindowLog:
 
     def __init__(self, workdir: str | os.PathLike, first_step: int, process: int):
         workdir = pathlib.Path(workdir)
-        multihost.broadcast_from_leader(lambda: _drop_rows(workdir, first_step))
+        multihost.broadcast_from_leader(lambda: _drop_windows(workdir, first_step))
         self._file = open(workdir / f'windows-{process}.jsonl', 'a', encoding='utf-8')
 
     def write(self, step: int, windows: list[int]) -> None:
@@ -346,24 +325,25 @@ class WindowLog:
 
 
 def read_windows(workdir: str | os.PathLike) -> dict[int, list[int]]:
-    """The windows of each step, over all processes, sorted; a last line cut short is left out."""
+    """The sorted windows of each step, over all processes, without a truncated last line."""
     steps = {}
-    for path in _files(workdir):
-        for row in _rows(path):
+    for path in _window_files(workdir):
+        for row in _window_rows(path):
             steps.setdefault(row['step'], []).extend(row['windows'])
     return {step: sorted(steps[step]) for step in sorted(steps)}
 
 
-def _files(workdir):
-    return sorted(path for path in pathlib.Path(workdir).iterdir() if _NAME.fullmatch(path.name))
+def _window_files(workdir):
+    paths = pathlib.Path(workdir).iterdir()
+    return sorted(path for path in paths if _WINDOWS_NAME.fullmatch(path.name))
 
 
-def _rows(path):
+def _window_rows(path):
     lines = path.read_text(encoding='utf-8', errors='replace').splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith('}\n')]
 
 
-def _drop_rows(workdir, first_step):
-    for path in _files(workdir):
-        rows = [row for row in _rows(path) if row['step'] <= first_step]
+def _drop_windows(workdir, first_step):
+    for path in _window_files(workdir):
+        rows = [row for row in _window_rows(path) if row['step'] <= first_step]
         write_atomically(path, ''.join(f'{json.dumps(row)}\n' for row in rows))

@@ -1,6 +1,6 @@
-"""Several processes as one run: how they find each other, meet, and part.
+"""Several processes as one run: how they connect, agree on results and errors, and exit.
 
-Only the first of them, process 0, speaks to the user and writes what is not split over processes.
+Process 0 is the leader: it alone prints, and writes the files that are not split over processes.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import jax
 import numpy as np
+from flax import traverse_util
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -23,25 +24,34 @@ ADDRESS, COUNT, INDEX = 'JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_PRO
 LOCAL_DEVICES = 'JAX_LOCAL_DEVICE_IDS'
 SLURM_COUNT, SLURM_INDEX = 'SLURM_NTASKS', 'SLURM_PROCID'
 _SLURM_STEP = ('SLURM_JOB_ID', 'SLURM_STEP_NODELIST', SLURM_COUNT, SLURM_INDEX, 'SLURM_LOCALID')
-HEARTBEAT_SECONDS = 10  # without a sign of a process: it counts as lost, and the others end
-SHUTDOWN_SECONDS = 10  # that a process which ends waits for the others
+HEARTBEAT_SECONDS = 10  # without a heartbeat, after which a process counts as lost
+SHUTDOWN_SECONDS = 10  # that an exiting process waits for the others
 LOST = 75  # exit status of a process that lost another one: EX_TEMPFAIL of sysexits.h
-# What Gloo, NCCL and JAX's coordination service say of a process that is gone.
+# What Gloo, NCCL and JAX's coordination service report about a process that is gone.
 _GONE = re.compile(
     'gloo|connection (reset|closed|refused)|socket closed|remote process exited|heartbeat|'
     'unhealthy|deadline_exceeded|timed out',
     re.IGNORECASE,
 )
+_CHUNK = 1024  # bytes; each length that is broadcast compiles its own program
+_LOOKS = 10  # for a file, a second apart: network file systems are slow to show a new one
+
+
+class RemoteError(ValueError):
+    """An error that another process raised and reports; this process exits without printing it."""
+
+    on_all_processes = reported_elsewhere = True
 
 
 def initialize(saves: bool = False) -> None:
-    """Makes this process one of several, where the environment says so; to be called first.
+    """Connects this process to the others of its run, if there are any; call it before using JAX.
 
-    Where it `saves`, SIGTERM is kept for Interruption from then on; else it ends the process.
+    Other processes exist if JAX_COORDINATOR_ADDRESS (HOST:PORT of process 0), JAX_NUM_PROCESSES and
+    JAX_PROCESS_ID (from 0) are set, or in a SLURM step of more than one task, whose variables JAX
+    reads itself. JAX_NUM_PROCESSES=1 makes a SLURM task a run of one process.
 
-    It says so by JAX_COORDINATOR_ADDRESS (HOST:PORT of process 0), JAX_NUM_PROCESSES and
-    JAX_PROCESS_ID (from 0), all three of them; or by the variables of a step of SLURM with more
-    than one task, of which JAX makes the same. JAX_NUM_PROCESSES=1 keeps a task of SLURM alone.
+    Args:
+      saves: whether SIGTERM is handled by `PreemptionHandler`; otherwise it ends the process.
 
     Raises:
       ValueError: one line, for a variable that is missing or malformed.
@@ -49,63 +59,58 @@ def initialize(saves: bool = False) -> None:
     found = {name: os.environ[name] for name in (ADDRESS, COUNT, INDEX) if os.environ.get(name)}
     if found.get(COUNT) == '1':
         return
-    _check_local_devices()
+    devices = os.environ.get(LOCAL_DEVICES)
+    if devices and not all(part.strip().isdecimal() for part in devices.split(',')):
+        raise ValueError(f'{LOCAL_DEVICES}={devices}: must be numbers of devices, such as 0,1')
     jax.config.update('jax_enable_preemption_service', saves)
     if found:
-        address, count, index = _read(found)
-        given = {'coordinator_address': address, 'num_processes': count, 'process_id': index}
-        _initialize('deactivate', **given)
-    elif all(name in os.environ for name in _SLURM_STEP) and _number(SLURM_COUNT, 1) > 1:
-        _number(SLURM_INDEX, 0)
-        _initialize('slurm')
+        address, count, index = _read_variables(found)
+        _connect('deactivate', coordinator_address=address, num_processes=count, process_id=index)
+    elif all(name in os.environ for name in _SLURM_STEP) and _read_number(SLURM_COUNT, 1) > 1:
+        _read_number(SLURM_INDEX, 0)
+        _connect('slurm')
 
 
-def _initialize(method, **given):
+def _connect(method, **settings):
     jax.distributed.initialize(
-        **given,
+        **settings,
         cluster_detection_method=method,
         heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
         shutdown_timeout_seconds=SHUTDOWN_SECONDS,
     )
-    _keep_stdout()
+    _silence_native_stdout()
 
 
-def _keep_stdout():
-    """Sends what C++ writes on stdout nowhere: Gloo greets each group of devices there."""
+def _silence_native_stdout():
+    """Keeps stdout for Python alone: Gloo prints a line there for each group of devices."""
     sys.stdout.flush()
     sys.stdout = os.fdopen(os.dup(1), 'w', encoding=sys.stdout.encoding, buffering=1)
-    with open(os.devnull, 'wb') as nowhere:
-        os.dup2(nowhere.fileno(), 1)
+    with open(os.devnull, 'wb') as devnull:
+        os.dup2(devnull.fileno(), 1)
 
 
-def _read(found):
-    """Address, number of processes and own index."""
+def _read_variables(found):
+    """Returns the coordinator's address, the number of processes and this process's index."""
     missing = [name for name in (ADDRESS, COUNT, INDEX) if name not in found]
     if missing:
-        given = ' '.join(f'{name}={value}' for name, value in found.items())
+        pairs = ' '.join(f'{name}={value}' for name, value in found.items())
         raise ValueError(
-            f'{given}: {" and ".join(missing)} missing; a run of several processes needs all three'
+            f'{pairs}: {" and ".join(missing)} missing; a run of several processes needs all three'
         )
     host, _, port = found[ADDRESS].rpartition(':')
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise ValueError(f'{ADDRESS}={found[ADDRESS]}: must be HOST:PORT of process 0')
-    count, index = _number(COUNT, 1), _number(INDEX, 0)
+    count, index = _read_number(COUNT, 1), _read_number(INDEX, 0)
     if index >= count:
         raise ValueError(f'{INDEX}={index}: must lie in [0, {count}), as {COUNT}={count}')
     return found[ADDRESS], count, index
 
 
-def _number(name, least):
+def _read_number(name, minimum):
     value = os.environ[name]
-    if not value.isdecimal() or int(value) < least:
-        raise ValueError(f'{name}={value}: must be a whole number, {least} or more')
+    if not value.isdecimal() or int(value) < minimum:
+        raise ValueError(f'{name}={value}: must be a whole number, {minimum} or more')
     return int(value)
-
-
-def _check_local_devices():
-    value = os.environ.get(LOCAL_DEVICES)
-    if value and not all(part.strip().isdecimal() for part in value.split(',')):
-        raise ValueError(f'{LOCAL_DEVICES}={value}: must be numbers of devices, such as 0,1')
 
 
 def is_initialized() -> bool:
@@ -114,7 +119,7 @@ def is_initialized() -> bool:
 
 
 def is_leader() -> bool:
-    """Whether this is process 0, the one that prints, logs and decides."""
+    """Whether this is process 0, which prints, logs and decides."""
     return jax.process_index() == 0
 
 
@@ -125,10 +130,10 @@ def barrier(name: str) -> None:
 
 
 def warm_up_collectives(mesh) -> None:
-    """Has the devices of every group that programs may join communicate once; all call it.
+    """Runs one collective over every group of mesh axes; every process calls it.
 
-    Gloo gives up on a group of which one process comes 30 s after another for the first time, and
-    processes compile for longer than that, or find the program in a cache.
+    Gloo gives up on a group if one process reaches its first collective 30 s after another, and
+    processes may compile for longer than that, or one may find its program in a cache.
     """
     if jax.process_count() == 1:
         return
@@ -142,21 +147,21 @@ def warm_up_collectives(mesh) -> None:
         out_specs=spread,
         check_vma=False,
     )
-    numbers = np.arange(mesh.size, dtype=np.float32)
-    place = NamedSharding(mesh, spread)
-    given = jax.make_array_from_callback(numbers.shape, place, lambda index: numbers[index])
-    compiled = jax.jit(sums).lower(given).compile()
-    barrier('devices meet')
-    jax.block_until_ready(compiled(given))
+    host = np.arange(mesh.size, dtype=np.float32)
+    sharding = NamedSharding(mesh, spread)
+    numbers = jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+    compiled = jax.jit(sums).lower(numbers).compile()
+    barrier('collectives compiled')
+    jax.block_until_ready(compiled(numbers))
 
 
 def exit_process(status: int, error: BaseException) -> NoReturn:
-    """Ends this process with `status` after `error`, which has been told.
+    """Exits with `status` after `error` has been reported.
 
-    JAX waits for the other processes where one ends, and aborts when they do not come: only after
-    an error that every process has met, as its attribute `everywhere` says, are they waited for.
+    JAX waits at exit for the other processes, and aborts if they do not come. So this waits only
+    after an error that every process has raised: one whose `on_all_processes` is true.
     """
-    if is_initialized() and not getattr(error, 'everywhere', False):
+    if is_initialized() and not getattr(error, 'on_all_processes', False):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
@@ -165,7 +170,7 @@ def exit_process(status: int, error: BaseException) -> NoReturn:
 
 @contextlib.contextmanager
 def exit_on_lost_process():
-    """`leave_if_lost` for an error inside, before what encloses this waits for the lost process."""
+    """Applies `exit_if_process_lost` to errors raised inside, before outer contexts clean up."""
     try:
         yield
     except Exception as error:
@@ -174,14 +179,14 @@ def exit_on_lost_process():
 
 
 def exit_if_process_lost(error: BaseException) -> None:
-    """Ends this process, in one line on stderr, where `error` comes of another that is gone.
+    """Exits at once with status 75 and one line on stderr if `error` means a lost process.
 
-    At once, with status 75: JAX would wait for the lost one, and then abort. Where a device waits
-    in a collective that another of this process has given up, no error comes up: then JAX's runtime
-    aborts the process, with words of its own, HEARTBEAT_SECONDS after the last sign of the lost
-    one, and at once where that was process 0.
+    A normal exit would make JAX wait for the lost process and then abort. If a device hangs in a
+    collective that another process has left, no Python error is raised: JAX's runtime then aborts
+    this process HEARTBEAT_SECONDS after the last heartbeat of the lost one, or at once if that was
+    process 0.
     """
-    reason = _loss(error)
+    reason = _loss_reason(error)
     if reason is not None and is_initialized():
         line = f'lost another process of this run ({reason})'
         # Not print, for speed: JAX's runtime may be about to abort this process for the same loss.
@@ -189,8 +194,8 @@ def exit_if_process_lost(error: BaseException) -> None:
         os._exit(LOST)
 
 
-def _loss(error):
-    """What a JaxRuntimeError, the error or a cause of it, says of a loss; None of another."""
+def _loss_reason(error):
+    """Returns what a JaxRuntimeError in the chain of `error` says about a lost process, or None."""
     while error is not None:
         if isinstance(error, jax.errors.JaxRuntimeError) and _GONE.search(str(error)):
             return _one_line(error)[:200]
@@ -198,114 +203,51 @@ def _loss(error):
     return None
 
 
-def _one_line(error):
-    return ' '.join(str(error).split()) or type(error).__name__
-
-
-_CHUNK = 1024  # bytes; each length that is broadcast compiles a program of its own
-_GLANCES = 10  # at a file, a second apart: network file systems are slow to show a new one
-
-
-class RemoteError(ValueError):
-    """An error that another process of this run has met and tells: this one ends in silence."""
-
-    everywhere = reported_elsewhere = True
-
-
 def broadcast_from_leader(function: Callable[[], Any]) -> Any:
-    """Calls `function` on process 0 alone; every process gets what it returns, or its error.
+    """Calls `function` on process 0 only; every process gets its result or its error.
 
-    Every process has to call this, and in the same order as other exchanges of theirs.
+    Every process calls this, in the same order as its other exchanges.
 
     Args:
       function: without arguments; returns JSON values.
 
     Raises:
-      ToldByAnother: a ValueError of the same one line, on the other processes, where `function`
-        raised anything on process 0; there the error goes on as it is.
+      RemoteError: on the other processes, if `function` raised; process 0 raises the error itself.
     """
     if jax.process_count() == 1:
         return function()
     answer, error = {}, None
     if is_leader():
-        answer, error = _attempt(function)
-    answer = _exchange(answer, 0)
+        try:
+            answer = {'result': function()}
+        except Exception as caught:
+            answer, error = {'error': _one_line(caught)}, caught
+    answer = _broadcast(answer, 0)
     if error is not None:
-        error.everywhere = True
+        error.on_all_processes = True
         raise error
     if 'error' in answer:
         raise RemoteError(answer['error'])
     return answer['result']
 
 
-def run_on_leader(make: Callable[[], Any]) -> Any:
-    """Calls `make` on process 0 alone, as `from_first` does; what it made there, None elsewhere."""
-    made = []
-    broadcast_from_leader(lambda: made.append(make()))
-    return made[0] if made else None
-
-
-def check_equal_on_all(values: dict) -> None:
-    """Refuses a run whose processes were started with different things.
-
-    Args:
-      values: of this process, JSON values by name, in nested dicts.
-
-    Raises:
-      ValueError: one line, where those of another process than the first are not those of process
-        0; it names the first that differs.
-    """
-    if jax.process_count() == 1:
-        return
-    mine = _flat(json.loads(json.dumps(values)))
-    first = broadcast_from_leader(lambda: mine)
-
-    def compare():
-        for name in dict.fromkeys((*mine, *first)):
-            here, there = (side.get(name, 'absent') for side in (mine, first))
-            if here != there:
-                where = f'{here!r} on process {jax.process_index()} and {there!r} on 0'
-                raise ValueError(f'{name}: {where}; must be the same on all processes')
-
-    run_on_all(compare)
-
-
-def check_shared_directory(path: pathlib.Path) -> None:
-    """Refuses a run whose processes do not see one directory: its checkpoints would be torn apart.
-
-    Args:
-      path: a file that process 0 has written there and leaves alone now.
-
-    Raises:
-      ValueError: one line, where another process finds no such file, or another text in it.
-    """
-    if jax.process_count() == 1:
-        return
-    text = broadcast_from_leader(path.read_text)
-
-    def compare():
-        for _ in range(_GLANCES):
-            if path.exists() and path.read_text() == text:
-                return
-            time.sleep(1)
-        right = 'must be one directory that all processes share'
-        what = f'process {jax.process_index()} does not find the {path.name} of process 0'
-        raise ValueError(f'--workdir={path.parent}: {what}; {right}')
-
-    run_on_all(compare)
+def run_on_leader(function: Callable[[], Any]) -> Any:
+    """Like `broadcast_from_leader`, but the result stays on process 0; the others get None."""
+    results = []
+    broadcast_from_leader(lambda: results.append(function()))
+    return results[0] if results else None
 
 
 def run_on_all(function: Callable[[], Any]) -> Any:
-    """Calls `function` on every process; where it fails on any of them, none goes on.
+    """Calls `function` on every process; an error on any of them is raised on all.
 
-    Inside, no process should wait for another: one that has failed before does not come.
+    `function` must not wait for other processes: one that has failed would never come.
 
     Returns:
-      What `function` returned here.
+      The result of `function` on this process.
 
     Raises:
-      ToldByAnother: a ValueError of one line, where the first process on which `function` failed is
-        another one; on that one, its error goes on as it is.
+      RemoteError: if `function` failed first on another process, which raises the error itself.
     """
     if jax.process_count() == 1:
         return function()
@@ -318,36 +260,68 @@ def run_on_all(function: Callable[[], Any]) -> Any:
     if not failed_P.any():
         return result
     first = int(np.argmax(failed_P))
-    told = _exchange({'error': _agreement_one_line(error)}, first)
+    report = _broadcast({'error': _one_line(error)}, first)
     if jax.process_index() == first:
-        error.everywhere = True
+        error.on_all_processes = True
         raise error
-    raise RemoteError(told['error'])
+    raise RemoteError(report['error'])
 
 
-def _flat(values, prefix=''):
-    flat = {}
-    for name, value in values.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f'{prefix}{name}.')
-        else:
-            flat[prefix + name] = value
-    return flat
+def check_equal_on_all(values: dict) -> None:
+    """Raises if the processes of a run were started with different values.
+
+    Args:
+      values: of this process, JSON values by name, in nested dicts.
+
+    Raises:
+      ValueError: one line that names the first value that differs from process 0.
+    """
+    if jax.process_count() == 1:
+        return
+    mine = traverse_util.flatten_dict(json.loads(json.dumps(values)), sep='.')
+    leaders = broadcast_from_leader(lambda: mine)
+
+    def compare():
+        for name in dict.fromkeys((*mine, *leaders)):
+            here, there = (side.get(name, 'absent') for side in (mine, leaders))
+            if here != there:
+                where = f'{here!r} on process {jax.process_index()} and {there!r} on 0'
+                raise ValueError(f'{name}: {where}; must be the same on all processes')
+
+    run_on_all(compare)
 
 
-def _attempt(function):
-    try:
-        return {'result': function()}, None
-    except Exception as error:
-        return {'error': _agreement_one_line(error)}, error
+def check_shared_directory(path: pathlib.Path) -> None:
+    """Raises if the processes do not share one directory, which would tear checkpoints apart.
+
+    Args:
+      path: a file that process 0 has written and no longer changes.
+
+    Raises:
+      ValueError: one line, if another process finds no such file, or another content.
+    """
+    if jax.process_count() == 1:
+        return
+    text = broadcast_from_leader(path.read_text)
+
+    def compare():
+        for _ in range(_LOOKS):
+            if path.exists() and path.read_text() == text:
+                return
+            time.sleep(1)
+        right = 'must be one directory that all processes share'
+        what = f'process {jax.process_index()} does not find the {path.name} of process 0'
+        raise ValueError(f'--workdir={path.parent}: {what}; {right}')
+
+    run_on_all(compare)
 
 
-def _agreement_one_line(error):
+def _one_line(error):
     return ' '.join(str(error).split()) or type(error).__name__
 
 
-def _exchange(value, source):
-    """The JSON `value` of process `source`, on every process."""
+def _broadcast(value, source):
+    """Returns the JSON `value` of process `source` on every process."""
     text = json.dumps(value).encode()
     here = jax.process_index() == source
     length = int(multihost_utils.broadcast_one_to_all(np.int32(len(text)), here))

@@ -1,4 +1,4 @@
-"""AdamW with warm-up and cosine; the predictor is clipped apart and so touches nothing else."""
+"""AdamW with warm-up and cosine; gradients of the predictor are clipped separately."""
 
 import functools
 
@@ -9,7 +9,7 @@ from moddepth_jax.hparams import Hparams
 
 
 def learning_rate_schedule(hparams: Hparams, num_steps: int):
-    """step -> learning rate: linear warm-up from 0, then a cosine that ends with the last step."""
+    """The schedule from step to learning rate: linear warm-up from 0, then a cosine to the end."""
     optimizer = hparams.optimizer
     last = max(1, num_steps - 1)
     warmup = min(last - 1, round(optimizer.warmup_fraction * num_steps))
@@ -34,14 +34,14 @@ def _outside_predictor(params):
 
 
 def trunk_norm(gradients):
-    """Global norm of all gradients but the predictor's: what clipping of the trunk looks at."""
+    """Global norm of all gradients except the predictor's, by which the trunk is clipped."""
     outside = _outside_predictor(gradients)
     leaves = zip(jax.tree.leaves(outside), jax.tree.leaves(gradients), strict=True)
-    return optax.tree.norm([leaf for mine, leaf in leaves if mine])
+    return optax.tree.norm([leaf for is_outside, leaf in leaves if is_outside])
 
 
 def _decayed(params, decay_embeddings: bool):
-    """Mask of weight decay: the matrices, not norms, biases or the router's vector."""
+    """Mask of weight decay: matrices, but not norms, biases or the router's vector."""
     matrices = {'kernel', 'embedding'} if decay_embeddings else {'kernel'}
 
     def decayed(path, _):
@@ -53,8 +53,8 @@ def _decayed(params, decay_embeddings: bool):
 def make_optimizer(hparams: Hparams, num_steps: int) -> optax.GradientTransformation:
     """The transformation that `train_step` applies.
 
-    The gradient of the trunk is clipped by its own global norm, that of the predictor by its own:
-    with one norm for both, the predictor's loss would scale the trunk's step.
+    The gradients of the trunk and of the predictor are clipped by separate global norms: with one
+    norm for both, the predictor's loss would scale the trunk's step.
     """
     optimizer = hparams.optimizer
     clips = []

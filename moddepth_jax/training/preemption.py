@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: noticed at once, obeyed after the step."""
+"""Stop signals: noticed at once, obeyed after the current step."""
 
 import os
 import signal
@@ -11,25 +11,24 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class PreemptionHandler:
-    """While entered, `requested` is the name of the first stop signal received, or None.
+    """Context manager in which `signal_name` is the first stop signal received, or None.
 
-    SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 say so in one line on stderr and leave the stopping to the
-    caller, who asks between steps. A second SIGINT raises KeyboardInterrupt. The earlier handlers
-    return on exit. Python gives signals to its main thread only: entered in another thread, it
-    changes nothing and `requested` stays None.
+    SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 print one line on stderr; the caller asks `should_stop`
+    between steps. A second SIGINT raises KeyboardInterrupt. The previous handlers return on exit.
+    Python handles signals in its main thread only: in another thread this changes nothing.
 
-    Where several processes run, JAX listens for SIGTERM and makes out a step after which all of
-    them can stop; a handler of ours would put an end to that, so none is installed, and the other
-    signals do what they do to any program. So does SIGTERM once this is left.
+    In a run of several processes JAX listens for SIGTERM and agrees on a step after which all of
+    them stop. Handlers of ours would disable that, so none is installed, and the other signals keep
+    their default action. So does SIGTERM after the exit.
     """
 
     def __init__(self):
-        self.requested: str | None = None
+        self.signal_name: str | None = None
         self._num_sigint = 0
         self._previous = {}
 
     def __enter__(self):
-        self.requested, self._num_sigint = None, 0
+        self.signal_name, self._num_sigint = None, 0
         alone = jax.process_count() == 1
         if alone and threading.current_thread() is threading.main_thread():
             self._previous = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
@@ -37,20 +36,20 @@ class PreemptionHandler:
 
     def __exit__(self, *_):
         for number, handler in self._previous.items():
-            # None stands for a handler that was not set from Python and cannot be set again.
+            # None is a handler that was not set from Python and cannot be restored.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._previous = {}
         if jax.process_count() > 1:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # JAX's would swallow it from here on
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # JAX's handler would swallow it
 
-    def asked(self, step: int) -> bool:
-        """Whether to stop now, `step` steps being done; to be asked once after each of them.
+    def should_stop(self, step: int) -> bool:
+        """Whether to stop after `step` steps; to be called once after each step.
 
-        On several processes the answer is the same on all, once each of them has asked.
+        Every process of a run calls it and gets the same answer.
         """
         if jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(step):
-            self.requested = 'SIGTERM'
-        return self.requested is not None
+            self.signal_name = 'SIGTERM'
+        return self.signal_name is not None
 
     def _on_signal(self, number, frame):
         del frame
@@ -61,7 +60,7 @@ class PreemptionHandler:
         line = f'{name}: stopping after this step, then saving'
         if number == signal.SIGINT:
             line += ' (Ctrl-C again: stop at once, unsaved)'
-        if self.requested is None or number == signal.SIGINT:
-            # Not print: a handler may interrupt a write to the same stream, which then refuses.
+        if self.signal_name is None or number == signal.SIGINT:
+            # Not print: a handler may interrupt a write to the same stream, which would raise.
             os.write(2, f'{line}\n'.encode())
-        self.requested = self.requested or name
+        self.signal_name = self.signal_name or name

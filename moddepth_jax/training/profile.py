@@ -1,4 +1,4 @@
-"""A profile of some steps of a run: what the host and every device did, and when."""
+"""A trace of some steps of a run on the host and every device."""
 
 import contextlib
 import pathlib
@@ -10,7 +10,7 @@ PROFILE_DIRECTORY = 'profile'
 
 
 def parse_steps(text: str) -> tuple[int, int]:
-    """(first, last) of '20:25': from when 20 steps are done to when 25 are.
+    """(first, last) of '20:25': from the end of step 20 to the end of step 25.
 
     Raises:
       ValueError: one line, for text of another form, or a range without a step.
@@ -25,38 +25,38 @@ def parse_steps(text: str) -> tuple[int, int]:
 class Profile:
     """Traces the steps after `first` and up to `last` into `profile/` of a run.
 
-    A run that stops or fails between them keeps what was traced until then. Each process of several
-    traces itself. The trace is jax.profiler's: for XProf, TensorBoard and Perfetto.
+    A run that stops or fails between them keeps what was traced until then. Each process traces
+    itself, by jax.profiler: for XProf, TensorBoard and Perfetto.
 
     Args:
       workdir: directory of the run.
-      steps: of `parse_steps`; None: nothing is traced.
+      steps: of `parse_steps`; None: no trace.
       num_steps: of the run.
       first_step: steps done before this start.
 
     Raises:
-      ValueError: one line, where no step of this start is among them.
+      ValueError: one line, if no step of this start is among them.
     """
 
     def __init__(self, workdir, steps: tuple[int, int] | None, num_steps: int, first_step: int):
         self.first, self.last = steps or (None, None)
         self.folder = pathlib.Path(workdir) / PROFILE_DIRECTORY
-        if jax.process_count() > 1:  # on one host they would write one file
+        if jax.process_count() > 1:  # on one host they would write the same file
             self.folder /= f'process-{jax.process_index()}'
         self._tracing = False
         if steps is not None and not (first_step < self.last and self.first < num_steps):
             done = f', {first_step} of which are done' if first_step else ''
             raise ValueError(
                 f'--profile={self.first}:{self.last}: this run has {num_steps} steps{done}; '
-                f'must hold one of those that are left'
+                f'must include one of the remaining steps'
             )
 
     def begins(self, step: int) -> bool:
-        """Whether the trace starts now, `step` steps being done and none in flight."""
+        """Whether the trace starts when `step` steps are done."""
         return self.first is not None and not self._tracing and self.first <= step < self.last
 
     def ends(self, step: int) -> bool:
-        """Whether the trace ends with `step`."""
+        """Whether the trace ends when `step` steps are done."""
         return self._tracing and step >= self.last
 
     def start(self):
@@ -65,7 +65,7 @@ class Profile:
         self._tracing = True
 
     def stop(self) -> str:
-        """Writes the trace; returns a line for the user, or '' where there was none."""
+        """Writes the trace; returns a line for the user, or '' without a trace."""
         if not self._tracing:
             return ''
         self._tracing, self.first = False, None

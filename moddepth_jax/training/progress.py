@@ -1,4 +1,4 @@
-"""What the user sees of a run: a live line on a terminal, a sparse table elsewhere."""
+"""What the user sees of a run: a live line on a terminal, a sparse table in a log; its rates."""
 
 import contextlib
 import math
@@ -19,7 +19,7 @@ _CONTROL = {code: None for code in (*range(32), *range(127, 160)) if chr(code) n
 
 
 def format_count(value: float) -> str:
-    """Three digits and a unit of thousands: 1.23e12 is '1.23T'; 'n/a' where it is not finite."""
+    """Three digits and a unit of thousands: 1.23e12 is '1.23T'; 'n/a' if it is not finite."""
     if not math.isfinite(value):
         return 'n/a'
     for power, unit in enumerate(('', 'k', 'M', 'G', 'T', 'P', 'E')):
@@ -33,7 +33,7 @@ def format_count(value: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """The two largest units: 3723 is '1h 02m'; 'n/a' where it is not finite."""
+    """The two largest units: 3723 is '1h 02m'; 'n/a' if it is not finite."""
     if not math.isfinite(seconds):
         return 'n/a'
     seconds = max(0, round(seconds))
@@ -44,23 +44,23 @@ def format_seconds(seconds: float) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` without control characters, which a terminal would obey; line ends and tabs stay."""
+    """`text` without control characters other than line ends and tabs: a terminal obeys them."""
     return text.translate(_CONTROL)
 
 
 class Progress:
-    """Shows how far a run is, how it does and how fast; a context manager.
+    """Shows the step, loss and speed of a run; a context manager.
 
     On a terminal one line is redrawn: bar, step, loss, bits per byte, tokens and FLOPs a second,
-    time left. Elsewhere a table grows by a row for each of the first few updates, then one every
-    5% of the steps or every minute.
+    time left. Elsewhere a table gets a row for each of the first few updates, then one every 5% of
+    the steps or every minute.
 
     Args:
       total_steps: of the whole run.
-      first_step: steps done before this start, of a run that was resumed.
+      first_step: steps done before this start.
       tokens_per_step: over all devices.
       console: where to print; stdout if None.
-      silent: prints nothing: of a process that is not the first of its run.
+      silent: prints nothing, as on processes other than the leader.
     """
 
     def __init__(
@@ -89,23 +89,23 @@ class Progress:
             self._task = self._bar.add_task(start, total=total_steps, completed=first_step)
 
     def update(self, step: int, values: dict) -> None:
-        """Shows `step` steps as done.
+        """Shows that `step` steps are done.
 
         Args:
           step: done so far.
-          values: `tokens_per_second` and `flops_per_second`; `loss` (nats) and `bits_per_byte` if
-            present.
+          values: `tokens_per_second` and `flops_per_second`; optionally `loss` (nats) and
+            `bits_per_byte`.
         """
         now = time.monotonic()
         steps_per_second = values['tokens_per_second'] / self._tokens
-        left = (self._total - step) / steps_per_second if steps_per_second > 0 else math.nan
+        remaining = (self._total - step) / steps_per_second if steps_per_second > 0 else math.nan
         cells = [
             f'{step}/{self._total}',
             _format_value(values.get('loss'), 4),
             _format_value(values.get('bits_per_byte'), 3),
             format_count(values['tokens_per_second']),
             format_count(values['flops_per_second']),
-            format_seconds(left),
+            format_seconds(remaining),
         ]
         if self._bar is not None:
             done, loss, bits, tokens, flops, eta = cells
@@ -119,7 +119,7 @@ class Progress:
             self._line(_row(cells))
 
     def note(self, text: str) -> None:
-        """Prints `text` as it is, without control characters; on a terminal, above the bar."""
+        """Prints `text` literally, without control characters; on a terminal, above the bar."""
         self._line(printable(text))
 
     def __enter__(self):
@@ -150,10 +150,9 @@ def _row(cells):
 
 
 class Stopwatch:
-    """Seconds spent stepping and seconds of these spent waiting for data.
+    """Wall-clock time of steps, without what happens inside `pause`, such as evaluations.
 
-    `rates` reports since it was last asked; `total` since the start. Both leave out what happened
-    inside `pause`, such as evaluations.
+    `rates` covers the time since its last call, `seconds` that since the start.
     """
 
     def __init__(self):
@@ -169,7 +168,7 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def waiting_for_data(self):
-        """Time inside is the input pipeline's."""
+        """Time inside counts as waiting for data."""
         begin = time.monotonic()
         yield
         self._waited += time.monotonic() - begin

@@ -1,4 +1,4 @@
-"""The directory of one run: its config, its lock, and files that are whole or not there."""
+"""The directory of one run: its config, its lock and its tokenizer."""
 
 import json
 import os
@@ -6,13 +6,16 @@ import pathlib
 import shutil
 import socket
 
+from flax import traverse_util
+
 from moddepth_jax.data.directory import LOCK_FILE, DirectoryLock, write_atomically
 from moddepth_jax.data.tokenizers.tokenizer import DIRECTORY, Tokenizer, make_tokenizer
 from moddepth_jax.hparams import Hparams, unknown_knobs
 
 CONFIG_FILE = 'config.json'
 SCHEMA_VERSION = 1
-OLDER_RUNS = {  # a knob that they do not have: the value under which they behave as they did
+# Knobs that were added later, with the values that keep the behavior of runs that lack them.
+OLDER_RUNS = {
     'model.across_documents': False,
     'model.routing.capacity_form': 'fraction',
     'model.routing.log_length_max': 2048,
@@ -52,16 +55,16 @@ OLDER_RUNS = {  # a knob that they do not have: the value under which they behav
     'training.loss_chunk': 0,
 }
 
-_NOT_OURS = 'a newer version wrote it, and can go on with this run, or it was edited'
+_NEWER = 'a newer version wrote it, and can resume this run, or it was edited'
 
 
 def temporary_files(names: set[str], file: str) -> set[str]:
-    """Those of `names` that `write_atomically`, killed, may have left of `file`."""
+    """Those of `names` that a killed `write_atomically` may have left of `file`."""
     return {name for name in names if name.startswith(f'{file}.') and name.endswith('.tmp')}
 
 
 class WorkdirLock(DirectoryLock):
-    """Holds a run's directory, as DirectoryLock does.
+    """Locks a run's directory, as DirectoryLock does.
 
     Raises:
       ValueError: another run holds the directory, or the lock file cannot be written; one line.
@@ -76,8 +79,8 @@ def open_workdir(
 ) -> list[str]:
     """Makes `path` the directory of a run of `config`, or checks that it already is.
 
-    A new or empty directory gets `config.json`. Where there is one, it is compared as `read_config`
-    gives it, and left alone. A run takes a `WorkdirLock` next, then calls `update_config`.
+    A new or empty directory gets `config.json`. An existing one is compared as `read_config`
+    returns it, and not changed. A run takes a `WorkdirLock` next, then calls `update_config`.
 
     Args:
       path: the directory; parents are made.
@@ -88,9 +91,9 @@ def open_workdir(
       Lines for the user, of `read_config`.
 
     Raises:
-      ValueError: one line, nothing written, where `path` is a file, holds something else, belongs
-        to a run that is going on, or is the directory of another config (the first differing field
-        is named with both values).
+      ValueError: one line, nothing written, if `path` is a file, holds something else, belongs
+        to a running run, or is the directory of another config (the first field that differs is
+        named with both values).
     """
     path = pathlib.Path(path)
     right = 'use another --workdir'
@@ -98,22 +101,21 @@ def open_workdir(
         raise ValueError(f'--workdir={path}: is a file; {right}')
     if not (path / CONFIG_FILE).exists():
         names = {file.name for file in path.iterdir()} if path.exists() else set()
-        # Of a run killed before it wrote its config.
+        # A run that was killed before it wrote its config may have left these.
         others = sorted(names - {LOCK_FILE} - temporary_files(names, CONFIG_FILE))
         if others:
             found = f'holds {others[0]!r} but no {CONFIG_FILE}, so it is no directory of a run'
             raise ValueError(f'--workdir={path}: {found}; {right}')
         _write_first(path, config)
-    older, filled = _read_config(path)
-    steady = {name: value for name, value in filled.items() if not _is_of(name, volatile)}
-    _refuse_difference(path, config, older, volatile)
-    return _note(path, steady)
+    stored, added = _read_config(path)
+    _refuse_difference(path, config, stored, volatile)
+    return _note(path, {name: x for name, x in added.items() if not _is_among(name, volatile)})
 
 
 def update_config(path: str | os.PathLike, config: dict) -> None:
-    """Has config.json hold `config`, which `open_workdir` took; the caller holds the lock.
+    """Writes `config`, which `open_workdir` accepted, to config.json; the caller holds the lock.
 
-    Its volatile fields change, and what an older run did not have is added.
+    Its volatile fields change, and knobs that an older run lacked are added.
     """
     file = pathlib.Path(path) / CONFIG_FILE
     if file.read_text(encoding='utf-8') != _content(config):
@@ -121,46 +123,50 @@ def update_config(path: str | os.PathLike, config: dict) -> None:
 
 
 def check_config(path: str | os.PathLike, config: dict, volatile: tuple[str, ...] = ()):
-    """Raises ValueError, one line, where `path` holds no run of `config`; see `open_workdir`."""
+    """Raises ValueError, one line, if `path` holds no run of `config`; see `open_workdir`."""
     _refuse_difference(pathlib.Path(path), config, _read_config(path)[0], volatile)
-
-
-def _is_of(name, fields):
-    return any(name == field or name.startswith(f'{field}.') for field in fields)
-
-
-def _refuse_difference(path, config, older, volatile):
-    wanted, stored = _flatten(_as_json(config)), _flatten(older)
-    for name in sorted(wanted.keys() | stored.keys()):
-        old, new = stored.get(name, 'absent'), wanted.get(name, 'absent')
-        if old != new and not _is_of(name, volatile):
-            found = f'{name} is {old!r} in its {CONFIG_FILE} and {new!r} in this run'
-            raise ValueError(f'--workdir={path}: {found}; use another --workdir')
 
 
 def read_config(path: str | os.PathLike) -> tuple[dict, list[str]]:
     """The config stored in the directory of a run, as nested dicts of JSON values.
 
-    A knob that came after the run gets its value of `OLDER_RUNS`.
+    A knob that was added after the run gets its value of `OLDER_RUNS`.
 
     Returns:
-      The config, and a line for the user that names the knobs it did not hold, if any.
+      The config, and a line for the user that names the added knobs, if any.
 
     Raises:
-      ValueError: one line, where there is no config.json, or none that can be read.
+      ValueError: one line, if there is no config.json, or none that can be read.
     """
-    config, filled = _read_config(path)
-    return config, _note(path, filled)
+    config, added = _read_config(path)
+    return config, _note(path, added)
 
 
-def _note(path, filled):
-    knobs = ', '.join(f'{name}={value!r}' for name, value in filled.items())
-    right = 'older than these knobs, which take the values that keep its behaviour'
-    return [f'{pathlib.Path(path) / CONFIG_FILE}: {right}: {knobs}'] if filled else []
+def _is_among(name, fields):
+    return any(name == field or name.startswith(f'{field}.') for field in fields)
+
+
+def _refuse_difference(path, config, stored, volatile):
+    wanted, stored = _flatten(json.loads(json.dumps(config))), _flatten(stored)
+    for name in sorted(wanted.keys() | stored.keys()):
+        old, new = stored.get(name, 'absent'), wanted.get(name, 'absent')
+        if old != new and not _is_among(name, volatile):
+            found = f'{name} is {old!r} in its {CONFIG_FILE} and {new!r} in this run'
+            raise ValueError(f'--workdir={path}: {found}; use another --workdir')
+
+
+def _flatten(config):
+    return traverse_util.flatten_dict(config, sep='.')
+
+
+def _note(path, added):
+    knobs = ', '.join(f'{name}={value!r}' for name, value in added.items())
+    what = 'older than these knobs, which take the values that keep its behavior'
+    return [f'{pathlib.Path(path) / CONFIG_FILE}: {what}: {knobs}'] if added else []
 
 
 def _read_config(path):
-    """The config, and what was filled in: value by dotted name."""
+    """Returns the config, and the values of the added knobs by dotted name."""
     file = pathlib.Path(path) / CONFIG_FILE
     try:
         stored = json.loads(file.read_text(encoding='utf-8'))
@@ -172,25 +178,25 @@ def _read_config(path):
         right = f'must be JSON with "schema_version" and "config" ({type(error).__name__}: {error})'
         raise ValueError(f'{file}: unreadable; {right}') from None
     if version != SCHEMA_VERSION or not isinstance(config, dict):
-        right = f'must be {SCHEMA_VERSION}, with a config of named fields; {_NOT_OURS}'
+        right = f'must be {SCHEMA_VERSION}, with a config of named fields; {_NEWER}'
         raise ValueError(f'{file}: schema_version={version!r}; {right}')
     for name, value in unknown_knobs(config).items():
-        raise ValueError(f'{file}: {name}={value!r}: no such knob; {_NOT_OURS}')
+        raise ValueError(f'{file}: {name}={value!r}: no such knob; {_NEWER}')
     model = _group(config, ['model'])
     if model is not None and 'routing' in model:
-        for group in ('depth', 'experts'):  # they came after that of routing
+        for group in ('depth', 'experts'):  # were added after the group routing
             model.setdefault(group, {})
-    filled = {}
+    added = {}
     for name, value in OLDER_RUNS.items():
         *groups, knob = name.split('.')
         group = _group(config, groups)
         if group is not None and knob not in group:
-            group[knob] = filled[name] = value
-    return config, filled
+            group[knob] = added[name] = value
+    return config, added
 
 
 def _group(config, names):
-    """The group of knobs below `names`, or None: a config without it is told of by its reader."""
+    """The group of knobs below `names`, or None: `from_config` reports a missing group."""
     for name in names:
         if not isinstance(config, dict) or name not in config:
             return None
@@ -214,41 +220,28 @@ def _write_first(path, config):
         raise ValueError(f'--workdir={path}: {error.strerror}; {right}') from None
 
 
-def _as_json(config):
-    return json.loads(json.dumps(config))
-
-
-def _flatten(config, prefix=''):
-    fields = {}
-    for name, value in config.items():
-        if isinstance(value, dict):
-            fields |= _flatten(value, f'{prefix}{name}.')
-        else:
-            fields[prefix + name] = value
-    return fields
-
-
 def save_tokenizer(workdir: str | os.PathLike, hparams: Hparams, tokenizer: Tokenizer) -> None:
-    """Writes workdir/tokenizer/ unless it is there or `data.tokenizer` is bytes.
+    """Writes workdir/tokenizer/, so that the run needs no other file later.
 
-    The caller holds the lock of `workdir`. Killed anywhere, the folder is whole or not there.
+    Does nothing if the folder exists or `data.tokenizer` is bytes. The caller holds the lock of
+    `workdir`. A kill at any moment leaves a complete folder or none.
 
     Raises:
-      ValueError: one line, where the folder holds another tokenizer or cannot be written.
+      ValueError: one line, if the folder holds another tokenizer or cannot be written.
     """
     if hparams.data.tokenizer == 'bytes':
         return
     folder = pathlib.Path(workdir) / DIRECTORY
     if folder.exists():
-        kept = make_tokenizer(folder)
-        if kept.sha256 != tokenizer.sha256:
+        stored = make_tokenizer(folder)
+        if stored.sha256 != tokenizer.sha256:
             right = 'put back the one that the run began with, or use another --workdir'
-            found = f'holds {kept.name}, sha256 {kept.sha256}, and the run has {tokenizer.name}'
+            found = f'holds {stored.name}, sha256 {stored.sha256}, and the run has {tokenizer.name}'
             raise ValueError(f'{folder}: {found}, {tokenizer.sha256}; {right}')
         return
     try:
-        for left in folder.parent.glob(f'{DIRECTORY}.*.tmp'):  # of starts that were killed
-            shutil.rmtree(left)
+        for leftover in folder.parent.glob(f'{DIRECTORY}.*.tmp'):  # of starts that were killed
+            shutil.rmtree(leftover)
         temporary = folder.with_name(f'{DIRECTORY}.{socket.gethostname()}-{os.getpid()}.tmp')
         tokenizer.save(temporary)
         os.rename(temporary, folder)

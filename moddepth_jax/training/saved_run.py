@@ -1,4 +1,4 @@
-"""A run as its directory holds it: hyper-parameters and the newest good checkpoint, read only."""
+"""A run as its directory stores it: hyper-parameters and newest good checkpoint, read-only."""
 
 import dataclasses
 import functools
@@ -12,17 +12,17 @@ from moddepth_jax.hparams import Hparams, from_config
 from moddepth_jax.training import multihost
 from moddepth_jax.training.checkpoint import Checkpoints
 from moddepth_jax.training.leaves import StateMismatchError
-from moddepth_jax.training.mesh import state_shardings
+from moddepth_jax.training.mesh import abstract_on_mesh
+from moddepth_jax.training.plan import stage_at
 from moddepth_jax.training.run_dir import CONFIG_FILE, read_config
-from moddepth_jax.training.stages import stage_at
 from moddepth_jax.training.train_step import TrainState, init_state
 
-MAX_READS = 10  # of a run that drops, each time, the checkpoint that is being read
+MAX_READS = 10  # if a running run removes, each time, the checkpoint that is being read
 
 
 @dataclasses.dataclass(frozen=True)
 class SavedRun:
-    """What `load_run` finds.
+    """What `load_run` returns.
 
     Attributes:
       hparams: of the run.
@@ -30,8 +30,8 @@ class SavedRun:
       step: steps done at that checkpoint.
       num_steps: steps of the whole run.
       fingerprint: of the data it is trained on, see `check_fingerprint`.
-      notes: lines for the user: what an older run did not have, which checkpoints were skipped,
-        and whether steps are left.
+      notes: lines for the user: what an older run lacked, which checkpoints were skipped, and how
+        many steps remain.
     """
 
     hparams: Hparams
@@ -43,15 +43,15 @@ class SavedRun:
 
     @property
     def hparams_of_stage(self) -> Hparams:
-        """`hparams` with the capacity of the last step, at which the model is to be evaluated."""
+        """`hparams` with the capacity of the last step, with which to evaluate the model."""
         return self.hparams.at(stage_at(self.hparams, self.num_steps, self.step - 1))
 
 
 def read_hparams(workdir: str | os.PathLike) -> tuple[Hparams, list[str]]:
-    """The hyper-parameters of a run, and lines for the user on what an older one did not have.
+    """The hyper-parameters of a run, and lines for the user about knobs that an older one lacked.
 
     Raises:
-      ValueError: one line, where there is no run, or a config that this version cannot read.
+      ValueError: one line, if there is no run, or a config that this version cannot read.
     """
     workdir = pathlib.Path(workdir)
     config, notes = read_config(workdir)
@@ -62,26 +62,25 @@ def read_hparams(workdir: str | os.PathLike) -> tuple[Hparams, list[str]]:
 
 
 def load_run(workdir: str | os.PathLike, mesh: Mesh | None = None) -> SavedRun:
-    """Reads a run, finished, stopped or still going on; takes no lock and writes nothing.
+    """Reads a run, finished, stopped or running; takes no lock and writes nothing.
 
-    Where several processes have joined, each of them has to call it.
+    Every process of a run calls it.
 
     Args:
       workdir: of the run.
-      mesh: on which the state is to lie, as `state_shardings` says; None: on the first device.
+      mesh: on which to place the state, by `state_shardings`; None: on the first device.
 
     Raises:
-      ValueError: one line, where there is no run, a config that this version cannot read, no good
+      ValueError: one line, if there is no run, a config that this version cannot read, no good
         checkpoint yet, or one of another model than the config's.
     """
     workdir = pathlib.Path(workdir)
     hparams, notes = multihost.run_on_all(lambda: read_hparams(workdir))
-    # No shape depends on the number of steps, which the checkpoint alone knows.
+    # No shape depends on the number of steps, which only the checkpoint states.
     abstract = jax.eval_shape(lambda: init_state(hparams, 1))
     if mesh is not None:
         multihost.warm_up_collectives(mesh)
-        shardings = state_shardings(mesh, abstract)
-        abstract = jax.tree.map(lambda leaf, to: leaf.update(sharding=to), abstract, shardings)
+        abstract = abstract_on_mesh(mesh, abstract)
     with Checkpoints(workdir / 'checkpoints', keep=1) as checkpoints:
         restored = _restore_newest(checkpoints, abstract)
     notes += checkpoints.skipped
@@ -92,7 +91,8 @@ def load_run(workdir: str | os.PathLike, mesh: Mesh | None = None) -> SavedRun:
     if abstract.averages and not state.averages:
         notes.append(f'checkpoint {step} holds no averages: the rule threshold cannot run')
     if step < num_steps:
-        notes.append(f'checkpoint {step} is the newest: the run has {num_steps - step} steps left')
+        remaining = num_steps - step
+        notes.append(f'checkpoint {step} is the newest: {remaining} steps of the run remain')
     state = state.replace(num_steps=num_steps)
     return SavedRun(hparams, state, step, num_steps, metadata['fingerprint'], tuple(notes))
 
@@ -104,7 +104,7 @@ def _refuse(workdir, skipped):
 
 
 def _restore_newest(checkpoints, abstract):
-    """`restore`, again where a run that goes on has dropped what was being read."""
+    """`restore_state`, repeated if a running run has removed what was being read."""
     steps = functools.partial(multihost.broadcast_from_leader, checkpoints.steps)
     for _ in range(MAX_READS):
         before = steps()
@@ -120,7 +120,7 @@ def _restore_newest(checkpoints, abstract):
 
 
 def restore_state(checkpoints: Checkpoints, abstract: TrainState) -> tuple | None:
-    """`checkpoints.restore`; runs from before the averages get a state without them."""
+    """`checkpoints.restore`; runs older than the averages get a state without them."""
     try:
         return checkpoints.restore(abstract)
     except StateMismatchError as error:

@@ -1,4 +1,4 @@
-"""What a finished run leaves behind: summary.json."""
+"""What is reported about a run: lines at its start, summary.json at its end."""
 
 import dataclasses
 import functools
@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh
 
 from kernels_pallas.backends import log_lines
 from kernels_pallas.xla import sequence
+from moddepth_jax.data.directory import write_atomically
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.model.flops import (
     dot_general_flops,
@@ -24,16 +25,17 @@ from moddepth_jax.model.flops import (
     train_step_flops,
 )
 from moddepth_jax.training.checkpoint import state_sha256
-from moddepth_jax.training.run_dir import write_atomically
-from moddepth_jax.training.stages import run_flops, stage_starts
+from moddepth_jax.training.plan import run_flops, stage_starts
+from moddepth_jax.training.progress import format_count
 from moddepth_jax.training.train_step import TrainState, init_state, train_step
 
 SUMMARY_FILE = 'summary.json'
 _PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'grain', 'numpy')
+_LAYER_PATH = re.compile(r'stack/(run_\d+/layer_\d+)/(?:block/)?(.*)')
 
 
 def versions() -> dict[str, str]:
-    """Of everything that may change the bits of a run: packages, Python, device, CPU threads."""
+    """All that may change the bits of a run: packages, Python, device, CPU threads."""
     return {
         **{package: importlib.metadata.version(package) for package in _PACKAGES},
         'python': platform.python_version(),
@@ -43,15 +45,33 @@ def versions() -> dict[str, str]:
     }
 
 
+def initial_metadata(dataset, num_steps: int, mesh_shape: dict | None = None) -> dict:
+    """The metadata of a checkpoint before the first step.
+
+    Args:
+      dataset: for its fingerprint.
+      num_steps: of the run.
+      mesh_shape: size of each axis; None: not known yet.
+    """
+    axes = {f'mesh axis {axis}': str(size) for axis, size in (mesh_shape or {}).items()}
+    return {
+        'fingerprint': dataset.fingerprint,
+        'num_steps': num_steps,
+        'versions': versions() | {'processes': str(jax.process_count())} | axes,
+        'seconds': 0.0,
+        'train_loss': None,
+    }
+
+
 def num_parameters(params) -> int:
     """Elements of a pytree of arrays."""
     return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
 def active_parameters(hparams: Hparams, params) -> int:
-    """Parameters that one token passes: all of them but the routed experts that it did not choose.
+    """Parameters that one token uses: all but the routed experts that it did not choose.
 
-    Experts that do nothing are taken to have their even share of the choices.
+    Experts that do nothing count with an even share of the choices.
     """
     experts, active = hparams.model.experts, 0.0
     share = experts.top_k / experts.num_choices
@@ -63,148 +83,14 @@ def active_parameters(hparams: Hparams, params) -> int:
     return round(active)
 
 
-def _trace(hparams, num_steps, **changes):
-    """The train step as traced, for a model with some knobs changed."""
-    hparams = dataclasses.replace(hparams, model=dataclasses.replace(hparams.model, **changes))
-    shape = (hparams.data.batch_size, hparams.data.sequence_length)
-    row = jax.ShapeDtypeStruct(shape, 'int32')
-    batch = {name: row for name in ('tokens_BT', 'labels_BT', 'segment_ids_BT')}
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # as one device would run it
-        state = jax.eval_shape(lambda: init_state(hparams, num_steps))
-        with sequence.static_blocks():
-            return jax.jit(functools.partial(train_step)).trace(state, batch)
-
-
-def step_flops_report(hparams: Hparams, num_steps: int) -> dict[str, float | None]:
-    """The counted FLOPs of a training step beside what its traced programs hold.
-
-    Returns:
-      `flops_per_step`, counted by hand: the number that budgets are made of. Of the last stage.
-      `flops_per_step_dot_general`, the products in the step as traced without recomputation, less
-      the query-key pairs that plain attention computes and hides and the places of experts that no
-      token takes; equal to the count within 1%.
-      `flops_per_step_executed`, the products in the step as it runs: blocks recomputed, attention
-      and experts cut into blocks, loads counted before micro-batches. Under `batched` less than
-      runs: the loop that sums the gradients of the experts' matrices counts one round.
-      `flops_per_step_xla`, XLA's estimate for the unrolled step before it is optimised, elementwise
-      work and hidden pairs included, of each product of experts one block alone; None on a device
-      that gives none. For information.
-    """
-    shape = (hparams.data.batch_size, hparams.data.sequence_length)
-    experts = dataclasses.replace(hparams.model.experts, product='ragged_dot')
-    # In one batch: micro-batches have the same products, but for a pass that counts loads.
-    training = dataclasses.replace(hparams.training, accumulate_steps=1)
-    whole = dataclasses.replace(hparams, training=training)
-    plain = _trace(whole, num_steps, remat='none', attention='reference', experts=experts)
-    unrolled = _trace(hparams, num_steps, remat='none', layer_loop='unrolled')
-    given = (hparams, *shape, hparams.stages[-1].routing)
-    hidden = 3 * (masked_attention_flops(*given) + empty_place_flops(*given))
-    products = dot_general_flops(plain.jaxpr) - hidden
-    return {
-        'flops_per_step': train_step_flops(hparams),
-        'flops_per_step_dot_general': float(products),
-        'flops_per_step_executed': float(dot_general_flops(_trace(hparams, num_steps).jaxpr)),
-        'flops_per_step_xla': (unrolled.lower().cost_analysis() or {}).get('flops'),
-    }
-
-
-def by_layer(layers: tuple[int, ...], ratios: dict) -> dict[str, dict]:
-    """Ratios of layers as one dict for each, named layer_00 and so on, of plain numbers and lists.
-
-    Args:
-      layers: indices.
-      ratios: of `routing_ratios` or `expert_ratios`, sequences or arrays over these layers.
-    """
-    return {
-        f'layer_{layer:02d}': {
-            name: np.asarray(values[i]).tolist() for name, values in ratios.items()
-        }
-        for i, layer in enumerate(layers)
-    }
-
-
-def summarize(
-    hparams: Hparams, state: TrainState, evaluation: dict, dataset, metadata: dict
-) -> dict:
-    """The content of summary.json, as interfaces of other commands expect it.
-
-    Of a mixture, `domains` holds each member's share of the rows, its epochs, and its losses as
-    `evaluate_honestly` gives them.
-
-    Args:
-      hparams: of the run.
-      state: after the last step.
-      evaluation: of `evaluate_honestly`.
-      dataset: for the corpus, its fingerprint and epochs.
-      metadata: of the last checkpoint: `train_loss` in nats a target, `seconds` of stepping over
-        all starts, `versions`.
-    """
-    layers = {'routing': hparams.model.routed_layers, 'experts': hparams.model.expert_layers}
-    parts = {*layers, 'domains'}
-    flops = step_flops_report(hparams, state.num_steps)
-    step = int(state.step)
-    domains = {}
-    if 'domains' in evaluation:
-        epochs = dataset.domain_epochs(step)
-        domains['domains'] = {
-            name: {'share': dataset.domains[name], 'epochs': epochs[name], **values}
-            for name, values in evaluation['domains'].items()
-        }
-    stages = [
-        {'first_step': first, 'flops_per_step': train_step_flops(hparams, stage)}
-        | {'capacity': stage.capacity, 'routing': stage.routing}
-        for first, stage in stage_starts(hparams, state.num_steps)
-    ]
-    return {
-        'final_step': step,
-        'train_loss': metadata['train_loss'],
-        'eval': {name: value for name, value in evaluation.items() if name not in parts},
-        **domains,
-        **{name: by_layer(layers[name], evaluation.get(name, {})) for name in layers},
-        'parameters': num_parameters(state.params),
-        'active_parameters': active_parameters(hparams, state.params),
-        **flops,
-        'total_flops': run_flops(hparams, state.num_steps, step),
-        'flop_budget': hparams.flop_budget,
-        'seconds': metadata['seconds'],
-        'stages': stages,
-        'epochs': dataset.epochs(step),
-        'skipped_steps': int(state.skipped),
-        'corpus_sha256': dataset.corpus.sha256,
-        'state_sha256': state_sha256(state),
-        'versions': metadata['versions'],
-        'attention': log_lines(),
-    }
-
-
-def write_summary(workdir, summary: dict):
-    """Writes summary.json whole or not at all; numbers that are not finite become null."""
-    text = json.dumps(replace_nonfinite(summary), indent=2, allow_nan=False) + '\n'
-    write_atomically(pathlib.Path(workdir) / SUMMARY_FILE, text)
-
-
-def replace_nonfinite(value):
-    """`value` with None for numbers that are not finite, in dicts and lists: JSON has none."""
-    if isinstance(value, dict):
-        return {name: replace_nonfinite(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [replace_nonfinite(item) for item in value]
-    if isinstance(value, float) and not abs(value) < float('inf'):
-        return None
-    return value
-
-
-_OF_LAYER = re.compile(r'stack/(run_\d+/layer_\d+)/(?:block/)?(.*)')
-
-
 class ParameterPart(NamedTuple):
-    """Parameters of one part of the model, in all its layers.
+    """Parameters of one part of the model, summed over layers.
 
     Attributes:
       name: embedding, attention, mlp, norms, router, predictor, stream (depth slots), head.
-      layers: how many layers have it; 0: it belongs to none.
+      layers: how many layers have it; 0: it is not in a layer.
       parameters: their number, over all layers.
-      arrays: names of its arrays or groups of them, such as `query`; `scale` alone is not told.
+      arrays: names of its arrays or groups of them, such as `query`.
     """
 
     name: str
@@ -222,11 +108,11 @@ def parameter_parts(params) -> list[ParameterPart]:
     layers, sizes, arrays = {}, {}, {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         text = jax.tree_util.keystr(path, simple=True, separator='/')
-        match = _OF_LAYER.fullmatch(text)
+        match = _LAYER_PATH.fullmatch(text)
         name, *inner = (match[2] if match else text).split('/')
         if name.endswith('_norm'):
             name, inner = 'norms', []
-        if match:  # a leaf holds one row for each repeat of its layer
+        if match:  # the first axis of a leaf counts the repeats of its layer
             layers.setdefault(name, {})[match[1]] = leaf.shape[0]
         sizes[name] = sizes.get(name, 0) + leaf.size
         arrays.setdefault(name, {}).update(dict.fromkeys(inner[:1]))
@@ -238,14 +124,213 @@ def parameter_parts(params) -> list[ParameterPart]:
 
 
 def parameter_lines(params) -> list[str]:
-    """`parts` as lines of text under a header, and their sum."""
-    rows = parameter_parts(params)
-    total = sum(part.parameters for part in rows)
+    """`parameter_parts` as lines of text under a header, and their sum."""
+    parts = parameter_parts(params)
+    total = sum(part.parameters for part in parts)
     size = max(13, len(f'{total:,}'))
     lines = [f'{"parameters":12}{"layers":>6}  {"all":>{size}}   share  arrays']
-    for part in rows:
-        numbers = (
-            f'{part.layers or "":>6}  {part.parameters:>{size},}  {part.parameters / total:6.1%}'
-        )
+    for part in parts:
+        share = f'{part.parameters / total:6.1%}'
+        numbers = f'{part.layers or "":>6}  {part.parameters:>{size},}  {share}'
         lines.append(f'  {part.name:10}{numbers}  {" ".join(part.arrays)}'.rstrip())
     return [*lines, f'  {"sum":10}{"":6}  {total:>{size},}']
+
+
+def describe(hparams: Hparams, num_steps: int, params, dataset) -> list[str]:
+    """Lines for the user: the model, the corpus, the steps and what they cost."""
+    model = hparams.model
+    parameters = f'{format_count(num_parameters(params))} parameters'
+    if model.expert_layers:
+        active = format_count(active_parameters(hparams, params))
+        parameters = f'{parameters}, {active} of them for one token'
+    total = run_flops(hparams, num_steps)
+    starts = stage_starts(hparams, num_steps)
+    stages = [
+        f'stage     from step {first}: {_describe_selection(hparams, stage)}'
+        for first, stage in (starts if len(starts) > 1 else ())
+    ]
+    mixture = [
+        f'mixture   {name}: {dataset.domains[name]:.1%} of the rows, {epochs:.2f} epochs'
+        for name, epochs in dataset.domain_epochs(num_steps).items()
+    ]
+    return [
+        f'model     {", ".join(_describe_model(hparams))}; {parameters}',
+        f'corpus    {dataset.corpus.description}',
+        *mixture,
+        f'plan      {num_steps} steps x {format_count(total / max(1, num_steps))}FLOP = '
+        f'{total:.3g} FLOPs, {dataset.epochs(num_steps):.2f} epochs',
+        *stages,
+    ]
+
+
+def _describe_model(hparams):
+    """Such as ['12 layers of width 256', '6 routed (learned)', '32 of 256 tokens by top_c']."""
+    model, depth = hparams.model, hparams.model.depth
+    parts = [f'{model.num_layers} layers of width {model.d_model}']
+    if model.routed_layers:
+        parts.append(f'{len(model.routed_layers)} routed ({model.routing.router})')
+        parts.append(_describe_selection(hparams, hparams.stages[-1]))
+    elif not model.expert_layers:
+        parts.append('dense')
+    if model.expert_layers:
+        parts.append(_describe_experts(model))
+    if depth.stream != 'residual':
+        slots = f' with {depth.slots} slots' if depth.slots != 'none' else ''
+        skipped = f' ({depth.skipped_slots} where skipped)' if model.routed_layers and slots else ''
+        parts.append(f'{depth.stream} depth stream{slots}{skipped}')
+    return parts
+
+
+def _describe_selection(hparams, stage):
+    """How many tokens a routed block processes in a stage: '32 of 256 tokens by top_c'."""
+    length, routing = hparams.data.sequence_length, hparams.at(stage).model.routing
+    most = routing.num_selected(length)
+    if stage.routing != 'top_c':
+        most = f'up to {routing.max_selected(length, stage.routing)}'
+    return f'{most} of {length} tokens by {stage.routing}'
+
+
+def _describe_experts(model):
+    """Such as 'top 2 of 8 experts + 1 shared'."""
+    experts = model.experts
+    text = f'top {experts.top_k} of {experts.num_routed} experts'
+    if experts.choice == 'expert':
+        text = f'{experts.num_routed} experts choose {experts.top_k} a token'
+    if experts.num_noop:
+        text += f' and {experts.num_noop} that do nothing'
+    if experts.row_capacity:
+        text += f' (at most {experts.row_capacity} tokens of a row each)'
+    if experts.num_shared:
+        text += f' + {experts.num_shared} shared'
+    layers = len(model.expert_layers)
+    return text + (f' in {layers} layers' if layers < model.num_layers else '')
+
+
+def _trace(hparams, num_steps, **changes):
+    """The traced train step of a model with some knobs changed."""
+    hparams = dataclasses.replace(hparams, model=dataclasses.replace(hparams.model, **changes))
+    shape = (hparams.data.batch_size, hparams.data.sequence_length)
+    row = jax.ShapeDtypeStruct(shape, 'int32')
+    batch = {name: row for name in ('tokens_BT', 'labels_BT', 'segment_ids_BT')}
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # as on one device
+        state = jax.eval_shape(lambda: init_state(hparams, num_steps))
+        with sequence.static_blocks():
+            return jax.jit(functools.partial(train_step)).trace(state, batch)
+
+
+def step_flops_report(hparams: Hparams, num_steps: int) -> dict[str, float | None]:
+    """FLOPs of a step of the last stage: counted by formula, and in its traced programs.
+
+    Returns:
+      dict: `flops_per_step`, counted by formula: what budgets are made of.
+      `flops_per_step_dot_general`, matrix products of the step traced without recomputation, minus
+      the query-key pairs that plain attention computes and masks and the places of experts that no
+      token takes; equal to the count within 1%.
+      `flops_per_step_executed`, matrix products of the step as it runs: blocks recomputed,
+      attention and experts cut into blocks, loads counted before micro-batches. Under `batched`
+      this is too low: the loop that sums the gradients of the experts' matrices counts once.
+      `flops_per_step_xla`, XLA's estimate for the unrolled step before optimization, with
+      elementwise work and masked pairs, and one block of each product of experts; None on a device
+      that gives none. For information.
+    """
+    shape = (hparams.data.batch_size, hparams.data.sequence_length)
+    experts = dataclasses.replace(hparams.model.experts, product='ragged_dot')
+    # As one batch: micro-batches have the same products, except for a pass that counts loads.
+    training = dataclasses.replace(hparams.training, accumulate_steps=1)
+    one_batch = dataclasses.replace(hparams, training=training)
+    plain = _trace(one_batch, num_steps, remat='none', attention='reference', experts=experts)
+    unrolled = _trace(hparams, num_steps, remat='none', layer_loop='unrolled')
+    routing = hparams.stages[-1].routing
+    masked = masked_attention_flops(hparams, *shape, routing)
+    unused = 3 * (masked + empty_place_flops(hparams, *shape, routing))
+    return {
+        'flops_per_step': train_step_flops(hparams),
+        'flops_per_step_dot_general': float(dot_general_flops(plain.jaxpr) - unused),
+        'flops_per_step_executed': float(dot_general_flops(_trace(hparams, num_steps).jaxpr)),
+        'flops_per_step_xla': (unrolled.lower().cost_analysis() or {}).get('flops'),
+    }
+
+
+def by_layer(layers: tuple[int, ...], ratios: dict) -> dict[str, dict]:
+    """Ratios of layers as a dict of plain numbers and lists for each: layer_00, layer_01, ...
+
+    Args:
+      layers: indices.
+      ratios: of `routing_ratios` or `expert_ratios`, sequences or arrays over these layers.
+    """
+    return {
+        f'layer_{layer:02d}': {
+            name: np.asarray(values[i]).tolist() for name, values in ratios.items()
+        }
+        for i, layer in enumerate(layers)
+    }
+
+
+def summarize(
+    hparams: Hparams, state: TrainState, evaluation: dict, dataset, metadata: dict
+) -> dict:
+    """The content of summary.json.
+
+    For a mixture, `domains` has each member's share of the rows, its epochs, and its losses as in
+    `evaluate_causal`.
+
+    Args:
+      hparams: of the run.
+      state: after the last step.
+      evaluation: of `evaluate_causal`.
+      dataset: for the corpus, its fingerprint and epochs.
+      metadata: of the last checkpoint: `train_loss` in nats a target, `seconds` of stepping over
+        all starts, `versions`.
+    """
+    layers = {'routing': hparams.model.routed_layers, 'experts': hparams.model.expert_layers}
+    step = int(state.step)
+    domains = {}
+    if 'domains' in evaluation:
+        epochs = dataset.domain_epochs(step)
+        domains['domains'] = {
+            name: {'share': dataset.domains[name], 'epochs': epochs[name], **values}
+            for name, values in evaluation['domains'].items()
+        }
+    stages = [
+        {'first_step': first, 'flops_per_step': train_step_flops(hparams, stage)}
+        | {'capacity': stage.capacity, 'routing': stage.routing}
+        for first, stage in stage_starts(hparams, state.num_steps)
+    ]
+    grouped = {*layers, 'domains'}
+    return {
+        'final_step': step,
+        'train_loss': metadata['train_loss'],
+        'eval': {name: value for name, value in evaluation.items() if name not in grouped},
+        **domains,
+        **{name: by_layer(layers[name], evaluation.get(name, {})) for name in layers},
+        'parameters': num_parameters(state.params),
+        'active_parameters': active_parameters(hparams, state.params),
+        **step_flops_report(hparams, state.num_steps),
+        'total_flops': run_flops(hparams, state.num_steps, step),
+        'flop_budget': hparams.flop_budget,
+        'seconds': metadata['seconds'],
+        'stages': stages,
+        'epochs': dataset.epochs(step),
+        'skipped_steps': int(state.skipped),
+        'corpus_sha256': dataset.corpus.sha256,
+        'state_sha256': state_sha256(state),
+        'versions': metadata['versions'],
+        'attention': log_lines(),
+    }
+
+
+def write_summary(workdir, summary: dict):
+    """Writes summary.json atomically; numbers that are not finite become null."""
+    text = json.dumps(replace_nonfinite(summary), indent=2, allow_nan=False) + '\n'
+    write_atomically(pathlib.Path(workdir) / SUMMARY_FILE, text)
+
+
+def replace_nonfinite(value):
+    """`value` with None for numbers that are not finite, in dicts and lists: JSON has none."""
+    if isinstance(value, dict):
+        return {name: replace_nonfinite(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [replace_nonfinite(item) for item in value]
+    if isinstance(value, float) and not abs(value) < float('inf'):
+        return None
+    return value

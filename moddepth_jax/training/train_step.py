@@ -26,17 +26,17 @@ from moddepth_jax.training.optimizer import learning_rate_schedule, make_optimiz
 
 @flax.struct.dataclass
 class TrainState:
-    """Everything that a step reads and writes.
+    """All that a step reads and writes.
 
     Attributes:
       step: int32, batches seen; it is also the position in the data.
       params: float32 pytree of the Transformer.
       averages: the Transformer's collection of that name: moving averages of the C-th largest
-        score of each routed layer, and of each expert that chooses; empty where there are none.
+        score of each routed layer, and of each expert that chooses; may be empty.
       optimizer_state: of `make_optimizer`.
-      skipped: int32, steps whose loss or gradient was not finite, all told.
-      skipped_in_a_row: int32, those since the last good step.
-      hparams, num_steps: static; what the step is built from.
+      skipped: int32, number of steps whose loss or gradient was not finite.
+      skipped_in_a_row: int32, such steps since the last good one.
+      hparams, num_steps: static.
     """
 
     step: jax.Array
@@ -50,7 +50,7 @@ class TrainState:
 
     @property
     def variables(self) -> dict:
-        """What `Transformer.apply` takes: params, and averages where there are any."""
+        """The Linen variables that `Transformer.apply` takes."""
         return model_variables(self.params, self.averages)
 
 
@@ -77,13 +77,13 @@ def init_state(hparams: Hparams, num_steps: int) -> TrainState:
 
 
 class StepCounts(NamedTuple):
-    """What the losses of micro-batches are divided by, so that they sum to the step's.
+    """Denominators of the losses of micro-batches, with which they sum to the step's loss.
 
     Attributes:
-      targets: float32, counted targets of the step's batch.
+      targets: float32, targets that count in the step's batch.
       real: float32, its tokens that are not padding.
-      experts: of `expert_counts`, over all its micro-batches; None where there is but one, or
-        no loss of experts.
+      experts: of `expert_counts`, over all its micro-batches; None for one micro-batch, or without
+        losses of experts.
     """
 
     targets: jax.Array
@@ -98,12 +98,12 @@ def loss_and_metrics(params, state, hparams: Hparams, routing: str, batch, count
       params: of the Transformer; what is differentiated.
       state: the TrainState, for its averages and step.
       hparams: static; those of the stage.
-      routing: who enters.
+      routing: the rule that selects tokens, as the Transformer takes it.
       batch: `tokens_BT`, `labels_BT`, `segment_ids_BT`, int32 [B, T].
       counts: of the whole step's batch.
 
     Returns:
-      The scalar that is differentiated, and the metrics that sum over micro-batches.
+      The scalar to differentiate, and the metrics that sum over micro-batches.
     """
     z_weight = hparams.optimizer.z_loss
     x_BTD, records = _forward(params, state, hparams, routing, batch)
@@ -149,50 +149,42 @@ def _gradients(state, hparams, routing, batch):
     )
     differentiate = jax.grad(loss_and_metrics, has_aux=True)
     parts = hparams.training.accumulate_steps
-    given = (state, hparams, routing)
     if parts == 1:
-        return differentiate(state.params, *given, batch, counts)
-
-    def add(total, micro_batch):
-        part = differentiate(state.params, *given, micro_batch, counts)
-        return jax.tree.map(jnp.add, total, part), None
-
+        return differentiate(state.params, state, hparams, routing, batch, counts)
     # Row i goes to micro-batch i % parts: a batch sharded by rows stays sharded in every one.
     micro_batches = jax.tree.map(
         lambda rows: jnp.moveaxis(rows.reshape(-1, parts, *rows.shape[1:]), 1, 0), batch
     )
     if hparams.model.experts.has_loss:
-        loads = _step_expert_counts(state, hparams, routing, micro_batches)
-        counts = counts._replace(experts=loads)
-    first = jax.tree.map(lambda rows: rows[0], micro_batches)
-    shapes = jax.eval_shape(lambda p: differentiate(p, *given, first, counts), state.params)
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-    return jax.lax.scan(add, zeros, micro_batches)[0]
+
+        def count_experts(micro_batch):
+            _, records = _forward(state.params, state, hparams, routing, micro_batch)
+            return expert_counts(records.experts)
+
+        # The balance loss multiplies loads and scores of the whole step, and both losses are means
+        # over the tokens of the experts: these must be known before the first gradient.
+        counts = counts._replace(experts=_sum_over(micro_batches, count_experts))
+    return _sum_over(
+        micro_batches,
+        lambda batch: differentiate(state.params, state, hparams, routing, batch, counts),
+    )
 
 
-def _step_expert_counts(state, hparams, routing, micro_batches):
-    """`expert_counts` over the micro-batches of a step, by a forward pass of each.
-
-    The balance loss multiplies loads and scores of the whole step, and both losses are means over
-    the tokens that the experts saw: these must be known before the first gradient is taken.
-    """
+def _sum_over(micro_batches, function):
+    """The sum of `function(micro_batch)`, a pytree, computed one micro-batch at a time."""
 
     def add(total, micro_batch):
-        _, records = _forward(state.params, state, hparams, routing, micro_batch)
-        return jax.tree.map(jnp.add, total, expert_counts(records.experts)), None
+        return jax.tree.map(jnp.add, total, function(micro_batch)), None
 
     first = jax.tree.map(lambda rows: rows[0], micro_batches)
-    shapes = jax.eval_shape(
-        lambda: expert_counts(_forward(state.params, state, hparams, routing, first)[1].experts)
-    )
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(function, first))
     return jax.lax.scan(add, zeros, micro_batches)[0]
 
 
-def _moved(state: TrainState, name: str, decay: float, lowest):
-    """A moving average of the lowest scores taken; the first steps weigh more than `decay` says.
+def _update_average(state: TrainState, name: str, decay: float, lowest):
+    """Updates a moving average of the lowest scores taken; early steps use a smaller decay.
 
-    Before many steps are in it, the average over them is better than one that remembers its start.
+    With few steps in it, a plain average is better than one that remembers its start.
     """
     taken = (state.step - state.skipped).astype(jnp.float32)
     decay = jnp.minimum(decay, (taken + 1) / (taken + 10))
@@ -210,10 +202,9 @@ def train_step(state: TrainState, batch, stage: Stage | None = None) -> tuple[Tr
 
     Returns:
       The state after it, and metrics: `loss` (nats a target), `z_loss`, `rule_loss`, `grad_norm`
-      (of all but the predictor),
-      `learning_rate`, `skipped`, `skipped_in_a_row`, and `routing`, as `routing_ratios` says; with
-      experts `balance_loss`, `expert_z_loss`, and `experts`, as `expert_ratios` says.
-      A step whose loss or gradient is not finite changes nothing but the counters.
+      (of all but the predictor), `learning_rate`, `skipped`, `skipped_in_a_row`, and `routing`, of
+      `routing_ratios`; with experts `balance_loss`, `expert_z_loss`, and `experts`, of
+      `expert_ratios`. A step whose loss or gradient is not finite changes only the counters.
     """
     hparams, num_steps = state.hparams, state.num_steps
     stage = hparams.stages[-1] if stage is None else stage
@@ -229,14 +220,15 @@ def train_step(state: TrainState, batch, stage: Stage | None = None) -> tuple[Tr
         if 'thresholds_R' in state.averages:
             lowest_R = metrics['routing']['lowest_selected_score']
             decay = hparams.model.routing.threshold_decay
-            averages = averages | _moved(state, 'thresholds_R', decay, lowest_R)
+            averages = averages | _update_average(state, 'thresholds_R', decay, lowest_R)
     if 'experts' in metrics:
         experts = hparams.model.experts
         ratios = expert_ratios(metrics['experts'], experts.top_k, experts.num_routed)
         metrics['experts'] = ratios
         if 'expert_thresholds_XE' in state.averages:
             lowest_XE = ratios['lowest_taken']
-            moved = _moved(state, 'expert_thresholds_XE', experts.threshold_decay, lowest_XE)
+            decay = experts.threshold_decay
+            moved = _update_average(state, 'expert_thresholds_XE', decay, lowest_XE)
             averages = averages | moved
     params, averages, optimizer_state = jax.tree.map(
         lambda new, old: jnp.where(good, new, old),
@@ -244,7 +236,7 @@ def train_step(state: TrainState, batch, stage: Stage | None = None) -> tuple[Tr
         (state.params, state.averages, state.optimizer_state),
     )
     metrics['grad_norm'] = trunk_norm(gradients)
-    # The optimizer counts the steps that it took.
+    # The optimizer counts only the steps that were not skipped.
     taken = state.step - state.skipped
     metrics['learning_rate'] = learning_rate_schedule(hparams, num_steps)(taken)
     state = state.replace(

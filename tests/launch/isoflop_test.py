@@ -21,9 +21,8 @@ from moddepth_jax.model.flops import train_step_flops
 from moddepth_jax.studies import runner
 from moddepth_jax.studies import store as study_lib
 from moddepth_jax.studies.plan import Plan, Study
-from moddepth_jax.training.plan import resolve_steps
+from moddepth_jax.training.plan import resolve_steps, run_flops
 from moddepth_jax.training.run_dir import WorkdirLock, open_workdir
-from moddepth_jax.training.stages import run_flops
 from moddepth_jax.training.summary import num_parameters
 from moddepth_jax.training.train_step import init_state
 from moddepth_jax.training.trainer import DivergedError

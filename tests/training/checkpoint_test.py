@@ -1,13 +1,14 @@
-"""Checkpoints come back bit for bit or not at all, whatever happened to the process or the disk."""
+"""Checkpoints come back bit for bit or not at all, whatever happens to processes or the disk."""
 
 import errno
-import json
+import logging
 import os
 import pathlib
 import resource
 import subprocess
 import sys
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,8 @@ import optax
 import pytest
 
 from moddepth_jax.training import checkpoint
+from tests.devices import on_devices
+from tests.two_processes import on_two_processes
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -62,12 +65,6 @@ def largest_file(directory):
     return max(files, key=lambda path: (path.name != 'manifest.json', path.stat().st_size))
 
 
-def run_python(code, *arguments, **variables):
-    environment = os.environ | {'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu'} | variables
-    command = [sys.executable, '-c', code, *map(str, arguments)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-
-
 def test_round_trip_is_bit_equal_with_structure_and_metadata(tmp_path):
     """What is saved comes back with the same bits, dtypes, tree and metadata."""
     state = make_state(7)
@@ -95,13 +92,13 @@ def test_round_trip_is_bit_equal_with_structure_and_metadata(tmp_path):
         lambda state: state | {'params': state['params'] | {'empty': jnp.zeros((0, 5))}},
     ],
 )
-def test_digest_sees_value_dtype_shape_and_path(change):
-    """The digest is a function of the state, and changes with anything in it."""
+def test_digest_depends_on_value_dtype_shape_and_path(change):
+    """Equal states have equal digests; any change gives another."""
     assert checkpoint.state_sha256(make_state(7)) == checkpoint.state_sha256(make_state(7))
     assert checkpoint.state_sha256(change(make_state(7))) != checkpoint.state_sha256(make_state(7))
 
 
-def test_a_save_is_not_reached_by_later_donated_steps(tmp_path):
+def test_later_donated_steps_do_not_change_a_save(tmp_path):
     """The state may be donated at once: its buffer is reused, and the old values are on disk."""
     step = jax.jit(lambda state: {'w': state['w'] + 1}, donate_argnums=0)
     state, reused = {'w': jnp.zeros((3_000_000,))}, []
@@ -190,7 +187,7 @@ def test_nothing_to_restore_is_none(tmp_path):
 def test_another_structure_is_refused_before_anything_is_read(
     tmp_path, monkeypatch, path, leaf, values
 ):
-    """Another shape, dtype or leaf is one line with both values, not a fallback to an older one."""
+    """Another shape, dtype or leaf is one line with both values, with no fallback to step 1."""
     save_steps(tmp_path, 1, 2)
     target = abstract(make_state(0))
     target['params']['dense'][path] = leaf
@@ -204,7 +201,7 @@ def test_another_structure_is_refused_before_anything_is_read(
 
 
 def test_only_the_newest_good_checkpoints_stay(tmp_path):
-    """Damaged and unfinished ones neither count among those kept nor outlive a newer good one."""
+    """Damaged and unfinished ones do not count as kept, and go when a newer good one is saved."""
     save_steps(tmp_path, 1, 2, 3)
     flip_bit(tmp_path / '3')
     (tmp_path / '4').mkdir()
@@ -219,8 +216,8 @@ def test_only_the_newest_good_checkpoints_stay(tmp_path):
         assert sorted(os.listdir(tmp_path)) == ['5', '6']
 
 
-def test_saving_a_step_again_mends_a_bad_one_and_leaves_a_good_one(tmp_path):
-    """A resumed run replaces the damaged checkpoint that it passed over, and no good one."""
+def test_saving_a_step_again_replaces_a_bad_one_only(tmp_path):
+    """A resumed run replaces the damaged checkpoint that it skipped, but not a good one."""
     with checkpoint.Checkpoints(tmp_path, keep=2) as checkpoints:
         for step in (1, 2):
             checkpoints.save(step, make_state(step), {})
@@ -237,7 +234,7 @@ def test_saving_a_step_again_mends_a_bad_one_and_leaves_a_good_one(tmp_path):
 
 
 def test_a_failed_write_is_one_line_and_costs_only_its_own_step(tmp_path, caplog, capfd):
-    """A file that cannot be written fails at the next save or at wait; the older steps stay."""
+    """A write that fails is reported by the next save or by wait; the older steps stay."""
     state = {'w': jax.random.normal(jax.random.key(0), (200_000,))}
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with checkpoint.Checkpoints(tmp_path, keep=3) as checkpoints:
@@ -254,9 +251,9 @@ def test_a_failed_write_is_one_line_and_costs_only_its_own_step(tmp_path, caplog
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         for step, caught in ((2, at_next_save), (3, at_wait)):
             where = f'checkpoint {step} in {tmp_path}'
-            right = 'make room there, then the same command goes on after step 1'
-            told = f'{where}: not saved, File too large; steps kept: 1; {right}'
-            assert str(caught.value) == told
+            right = 'free disk space there, then the same command resumes after step 1'
+            line = f'{where}: not saved, File too large; steps kept: 1; {right}'
+            assert str(caught.value) == line
         checkpoints.wait()
         assert os.listdir(tmp_path) == ['1']
         checkpoints.save(4, state, {})
@@ -283,7 +280,7 @@ def test_the_save_that_reports_a_failed_one_is_made_itself(tmp_path, monkeypatch
 
 
 def test_a_failed_save_does_not_hide_the_error_that_ends_the_run(tmp_path, monkeypatch):
-    """Leaving by another error keeps that error, with the failed save noted on it."""
+    """An exit by another error raises that error, with a note about the failed save."""
     monkeypatch.setattr(checkpoint, 'write_manifest', lambda *_: 1 / 0)
     with pytest.raises(RuntimeError, match='of the run') as caught:
         with checkpoint.Checkpoints(tmp_path, keep=3) as checkpoints:
@@ -296,7 +293,7 @@ def test_a_failed_save_does_not_hide_the_error_that_ends_the_run(tmp_path, monke
 
 
 def test_a_leaf_that_is_no_array_is_refused_by_name(tmp_path):
-    """A Python number in the state would come back as another type, so it is refused."""
+    """A Python number in the state would be restored as another type, so it is refused."""
     with checkpoint.Checkpoints(tmp_path, keep=1) as checkpoints:
         with pytest.raises(ValueError, match='params.scale=0.5: must be a jax array'):
             checkpoints.save(1, {'params': {'scale': 0.5}}, {})
@@ -318,18 +315,22 @@ with checkpoint.Checkpoints(sys.argv[1], keep=1) as checkpoints:
 
 
 def test_killed_at_any_moment_a_good_checkpoint_remains(tmp_path):
-    """SIGKILL amid saves leaves one that restores, no older than the last finished; keep is 1."""
+    """SIGKILL during saves leaves one that restores, no older than the last finished; keep is 1."""
     rng, reached = np.random.default_rng(0), 0
     target = {'w': jnp.zeros((300, 1000)), 'step': jnp.zeros((), jnp.int32)}
-    for _ in range(3):
-        with run_python(SAVE_FOREVER, tmp_path) as process:
+    environment = os.environ | {'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu'}
+    command = [sys.executable, '-c', SAVE_FOREVER, str(tmp_path)]
+    for _ in range(2):
+        with subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, text=True
+        ) as process:
             try:
                 begun = [int(process.stdout.readline()) for _ in range(3)]
                 time.sleep(rng.uniform(0, 0.1))
             finally:
                 process.kill()
             begun += [int(line) for line in process.stdout.read().split()]
-        # A save that was announced had waited for the one before it.
+        # A save that was printed had waited for the one before it.
         with checkpoint.Checkpoints(tmp_path, keep=1) as checkpoints:
             state, step, metadata = checkpoints.restore(target)
         assert begun[0] == reached + 1 and step in (begun[-1] - 1, begun[-1], begun[-1] + 1)
@@ -337,45 +338,204 @@ def test_killed_at_any_moment_a_good_checkpoint_remains(tmp_path):
         reached = step
 
 
-RESTORE_ON_FOUR = """
+ON_FOUR_DEVICES = """
 import json, sys
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from moddepth_jax.training import checkpoint
-sys.path.insert(0, sys.argv[2])
-from checkpoint_test import make_state
 mesh = jax.make_mesh((4,), ('data',), axis_types=(AxisType.Auto,))
 def place(x):
     divides = x.ndim and x.shape[0] and x.shape[0] % 4 == 0
     spec = PartitionSpec('data') if divides else PartitionSpec()
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
-target = jax.tree.map(place, make_state(0))
+    return x.update(sharding=NamedSharding(mesh, spec))
+def make():
+    key = jax.random.key(3)
+    return {'step': jnp.asarray(3), 'key': key, 'w': jax.random.normal(key, (8, 4)),
+            'half': jnp.ones((4, 2), jnp.bfloat16), 'empty': jnp.zeros((0, 4))}
+target = jax.tree.map(place, jax.eval_shape(make))
 with checkpoint.Checkpoints(sys.argv[1], keep=3) as checkpoints:
     state, step, metadata = checkpoints.restore(target)
     placed = all(x.sharding == y.sharding
                  for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(target), strict=True))
     checkpoints.save(step + 1, state, metadata)
-kernel = state['params']['dense']['kernel']
-print(json.dumps({'devices': jax.device_count(), 'placed': placed, 'metadata': metadata,
-                  'shard': kernel.addressable_shards[0].data.shape,
+print(json.dumps({'placed': placed, 'shard': state['w'].addressable_shards[0].data.shape,
                   'sha256': checkpoint.state_sha256(state)}))
 """
 
 
+def make_spread_state(seed):
+    """The state that ON_FOUR_DEVICES (seed 3) and SAVED_BY_TWO (seed 7) make."""
+    key = jax.random.key(seed)
+    return {
+        'step': jnp.asarray(seed),
+        'key': key,
+        'w': jax.random.normal(key, (8, 4)),
+        'half': jnp.ones((4, 2), jnp.bfloat16),
+        'empty': jnp.zeros((0, 4)),
+    }
+
+
 def test_one_device_and_four_share_checkpoints_and_digests(tmp_path):
     """Saved from one device, restored over four and back: placed as asked, the same digest."""
-    save_steps(tmp_path, 3)
-    flags = {'XLA_FLAGS': '--xla_force_host_platform_device_count=4', 'NPROC': '8'}
-    with run_python(RESTORE_ON_FOUR, tmp_path, pathlib.Path(__file__).parent, **flags) as process:
-        found = json.loads(process.communicate(timeout=60)[0])
-    digest = checkpoint.state_sha256(make_state(3))
-    assert found == {
-        'devices': 4,
-        'placed': True,
-        'metadata': {'step': 3},
-        'shard': [2, 4],
-        'sha256': digest,
-    }
-    (state, step, _), skipped = restore(tmp_path)
-    assert step == 4 and not skipped and checkpoint.state_sha256(state) == digest
+    state = make_spread_state(3)
+    with checkpoint.Checkpoints(tmp_path, keep=3) as checkpoints:
+        checkpoints.save(3, state, {'step': 3})
+        checkpoints.wait()
+        found = on_devices(4, ON_FOUR_DEVICES, str(tmp_path))
+        digest = checkpoint.state_sha256(state)
+        assert found == {'placed': True, 'shard': [2, 4], 'sha256': digest}
+        restored, step, metadata = checkpoints.restore(abstract(state))
+    assert (step, metadata) == (4, {'step': 3}) and not checkpoints.skipped
+    assert checkpoint.state_sha256(restored) == digest
+
+
+SAVED_BY_TWO = """
+import json, os, sys
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from moddepth_jax.training.checkpoint import Checkpoints, state_sha256
+
+folder = sys.argv[1]
+mesh = jax.make_mesh((4,), ('fsdp',), axis_types=(AxisType.Auto,))
+
+def make():
+    key = jax.random.key(7)
+    return {'step': jnp.asarray(7), 'key': key, 'w': jax.random.normal(key, (8, 4)),
+            'half': jnp.ones((4, 2), jnp.bfloat16), 'empty': jnp.zeros((0, 4))}
+
+abstract = jax.eval_shape(make)
+specs = {name: PartitionSpec('fsdp' if name in ('w', 'half') else None) for name in abstract}
+specs = {name: spec if abstract[name].ndim else PartitionSpec() for name, spec in specs.items()}
+placed = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+state = jax.jit(make, out_shardings=placed)()
+abstract = {name: leaf.update(sharding=placed[name]) for name, leaf in abstract.items()}
+found = {'spans': not state['w'].is_fully_addressable, 'saved': state_sha256(state)}
+with Checkpoints(folder, keep=2) as checkpoints:
+    checkpoints.save(7, state, {'a': 1})
+    state = jax.jit(lambda state: {**state, 'w': state['w'] + 1}, donate_argnums=0)(state)
+    checkpoints.wait()
+    found['manifest'] = os.path.exists(f'{folder}/7/manifest.json')
+    restored, found['step'], found['metadata'] = checkpoints.restore(abstract)
+found['restored'] = state_sha256(restored)
+found['placed'] = all(restored[name].sharding == placed[name] for name in placed)
+print(json.dumps(found))
+"""
+
+
+def test_what_two_processes_save_one_restores_with_the_same_digest(tmp_path):
+    """Each writes its parts of arrays that span both; the manifest exists when `wait` returns.
+
+    With donated arrays, a typed key and a leaf without elements.
+    """
+    first, second = on_two_processes(SAVED_BY_TWO, str(tmp_path))
+    assert first == second
+    assert first['spans'] and first['manifest'] and first['placed']
+    assert (first['step'], first['metadata']) == (7, {'a': 1})
+    state = make_spread_state(7)
+    with checkpoint.Checkpoints(tmp_path, keep=2) as checkpoints:
+        restored, step, _ = checkpoints.restore(jax.eval_shape(lambda: state))
+    assert step == 7 and not checkpoints.skipped and os.listdir(tmp_path) == ['7']
+    assert checkpoint.state_sha256(restored) == first['saved'] == first['restored']
+
+
+FAILS_ON_ONE = """
+import json, os, sys
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from orbax.checkpoint._src.serialization import serialization
+from moddepth_jax.training.checkpoint import Checkpoints
+from moddepth_jax.training.checkpoint import SaveError
+
+folder, broken = sys.argv[1:]
+placed = NamedSharding(
+    jax.make_mesh((4,), ('fsdp',), axis_types=(AxisType.Auto,)), PartitionSpec('fsdp'))
+write, full = serialization.async_serialize_from_host, False
+
+async def write_unless_full(*given, **named):
+    if full and jax.process_index() == int(broken):
+        raise OSError(28, 'No space left on device')
+    return await write(*given, **named)
+
+def state(step):
+    whole = {name: jnp.full((8, 100), step, jnp.float32) for name in 'abc'}
+    return jax.device_put(whole, placed)
+
+serialization.async_serialize_from_host = write_unless_full
+found = {'lines': []}
+with Checkpoints(folder, keep=2) as checkpoints:
+    checkpoints.save(1, state(1), {})
+    checkpoints.wait()
+    for step, full in ((2, True), (3, False)):
+        checkpoints.save(step, state(step), {})
+        try:
+            checkpoints.wait()
+        except SaveError as error:
+            reports = not getattr(error, 'reported_elsewhere', False)
+            found['lines'].append([step, reports, error.on_all_processes, str(error)])
+            found['kept'] = sorted(os.listdir(folder))
+    restored, found['step'], _ = checkpoints.restore(state(0))
+    found['values'] = sorted({float(x) for leaf in jax.tree.leaves(restored)
+                              for shard in leaf.addressable_shards
+                              for x in shard.data.reshape(-1)[:1]})
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('broken', [0, 1])
+def test_a_part_that_one_process_cannot_write_fails_the_save_of_both(tmp_path, broken):
+    """Both raise a SaveError of one line that process 0 reports; only that step is lost.
+
+    The step before stays good, and both save and restore the step after.
+    """
+    both = on_two_processes(FAILS_ON_ONE, str(tmp_path), str(broken))
+    for process, found in enumerate(both):
+        ((step, reports, on_all, line),) = found['lines']
+        assert (step, reports, on_all) == (2, process == 0, True)
+        assert f'process {broken}' in line and 'No space left on device' in line, line
+        assert '\n' not in line
+        assert (found['kept'], found['step'], found['values']) == (['1'], 3, [3.0])
+    assert 'checkpoint 2 in ' in both[0]['lines'][0][3]
+    assert 'steps kept: 1' in both[0]['lines'][0][3]
+    assert sorted(os.listdir(tmp_path)) == ['1', '3']
+
+
+@pytest.fixture
+def passed_on(monkeypatch):
+    """What reaches the sys.unraisablehook from before `silence_orbax`, which is called twice."""
+    passed = []
+    monkeypatch.setattr(sys, 'unraisablehook', passed.append)
+    checkpoint.silence_orbax()
+    checkpoint.silence_orbax()
+    return passed
+
+
+def test_only_late_errors_of_callbacks_are_dropped(passed_on):
+    """The same error of a Python object, and other errors of callbacks, reach the hook once."""
+
+    def unraisable(error, blamed=None):
+        found = {'exc_type': type(error), 'exc_value': error, 'object': blamed}
+        sys.unraisablehook(types.SimpleNamespace(**found))
+        return error, blamed
+
+    unraisable(RuntimeError('Event loop is closed'))
+    expected = [
+        unraisable(RuntimeError('Event loop is closed'), blamed=print),
+        unraisable(RuntimeError('Event loop stopped')),
+        unraisable(ValueError('Event loop is closed')),
+    ]
+    assert [(found.exc_value, found.object) for found in passed_on] == expected
+
+
+def test_only_log_records_of_orbax_and_dropped_saves_are_dropped(passed_on):
+    logger = logging.getLogger('absl')
+    paths = ('/lib/orbax/checkpoint/save.py', '/lib/elsewhere.py')
+    records = [logger.makeRecord('absl', logging.ERROR, path, 1, '', (), None) for path in paths]
+    assert [bool(logger.filter(record)) for record in records] == [False, True]
+    logger, never = logging.getLogger('asyncio'), 'Future exception was never retrieved\nfuture: '
+    texts = [f"{never}ValueError('in OCDBT database')", f"{never}ValueError('other')", 'OCDBT']
+    records = [logger.makeRecord('asyncio', logging.ERROR, '', 1, text, (), None) for text in texts]
+    assert [bool(logger.filter(record)) for record in records] == [False, True, True]

@@ -1,5 +1,6 @@
-"""Fixtures of tests that run the train loop: programs compiled in haste, a corpus, signals."""
+"""Fixtures of tests that run the train loop: compiled programs and one finished run are shared."""
 
+import functools
 import os
 import random
 import signal
@@ -7,18 +8,38 @@ import signal
 import pytest
 
 from moddepth_jax.data.pipeline import Dataset
+from moddepth_jax.hparams import from_config
+from moddepth_jax.model.flops import train_step_flops
+from moddepth_jax.training import loop, summary, trainer
 from tests import compilation_cache
 
+NUM_STEPS = 7  # of the finished run
 
-@pytest.fixture(scope='module')
-def compiled_once(tmp_path_factory):
+
+@pytest.fixture(scope='session', autouse=True)
+def cheap_reports():
+    """Runs skip what costs seconds and is tested elsewhere: baselines, FLOPs of equal models."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv('XDG_CACHE_HOME', str(tmp_path_factory.mktemp('cache')))
-        with compilation_cache.persistent_compilation_cache(tmp_path_factory.mktemp('compiled')):
-            yield
+        patch.setattr(trainer, 'measure_baselines', lambda corpus: {'unigram': 3.0})
+        report = functools.cache(summary.step_flops_report)
+        patch.setattr(summary, 'step_flops_report', lambda *given: dict(report(*given)))
+        yield
+
+
+@pytest.fixture(scope='session')
+def programs(tmp_path_factory):
+    """The folder of compiled programs."""
+    return tmp_path_factory.mktemp('programs')
 
 
 @pytest.fixture(scope='module')
+def compiled_once(programs):
+    """Programs are compiled without optimization, and each of them once a session."""
+    with compilation_cache.persistent_compilation_cache(programs):
+        yield
+
+
+@pytest.fixture(scope='session')
 def corpus(tmp_path_factory):
     """Six files of words; returns their glob."""
     words, draw = ['to ', 'be, ', 'or ', 'not\n'], random.Random(0)
@@ -27,6 +48,30 @@ def corpus(tmp_path_factory):
         text = ''.join(draw.choice(words) for _ in range(400))
         (folder / f'{i}.txt').write_text(text)
     return str(folder / '*.txt')
+
+
+@pytest.fixture(scope='session')
+def run_hparams(tiny_config, corpus):
+    """Of the finished run: routed, with a budget that pays for 7.5 steps."""
+    changes = {
+        'model.routing.router': 'learned',
+        'model.routing.capacity': 0.25,
+        'data.source': corpus,
+        'data.held_out_fraction': 0.3,
+        'training.num_steps': 0,
+        'training.checkpoint_every': 3,
+        'training.log_every': 2,
+        'evaluation.every': 4,
+    }
+    cost = train_step_flops(from_config(tiny_config(**changes, flop_budget=1.0)))
+    return from_config(tiny_config(**changes, flop_budget=(NUM_STEPS + 0.5) * cost))
+
+
+@pytest.fixture(scope='session')
+def finished(run_hparams, programs, tmp_path_factory):
+    """A run that was not interrupted, to be read only."""
+    with compilation_cache.persistent_compilation_cache(programs):
+        return loop.train(run_hparams, tmp_path_factory.mktemp('finished') / 'run')
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A run trains to its last step once, says so on disk, and goes on where it was stopped."""
+"""A run trains to its last step once, writes what it promises, and resumes where it was stopped."""
 
 import dataclasses
 import json
@@ -7,53 +7,35 @@ import shutil
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from moddepth_jax.data.pipeline import Dataset, make_dataset
+from moddepth_jax.data.tokenizers.tokenizer import ByteTokenizer
 from moddepth_jax.hparams import from_config
-from moddepth_jax.model.flops import train_step_flops
 from moddepth_jax.training import loop, trainer
 from moddepth_jax.training.checkpoint import state_sha256
 from moddepth_jax.training.evaluate import evaluate_causal
 from moddepth_jax.training.metrics import read_metrics
+from moddepth_jax.training.plan import run_flops
+from moddepth_jax.training.summary import describe
+from tests.data.prepared_text import prepare, write_texts
+from tests.training.conftest import NUM_STEPS
 
-NUM_STEPS = 7
 TIMES = {'tokens_per_second', 'flops_per_second', 'data_wait_fraction'}
 ROUTING = {'selected_fraction', 'precision', 'recall'}
 pytestmark = pytest.mark.usefixtures('compiled_once')
 
 
-@pytest.fixture(scope='module')
-def hparams(tiny_config, corpus):
-    """A routed run whose budget pays for 7 steps and a half."""
-    changes = {
-        'model.routing.router': 'learned',
-        'model.routing.capacity': 0.25,
-        'data.source': corpus,
-        'data.held_out_fraction': 0.3,
-        'training.num_steps': 0,
-        'training.checkpoint_every': 3,
-        'training.log_every': 2,
-        'evaluation.every': 4,
-    }
-    cost = train_step_flops(from_config(tiny_config(**changes, flop_budget=1.0)))
-    return from_config(tiny_config(**changes, flop_budget=(NUM_STEPS + 0.5) * cost))
-
-
-@pytest.fixture(scope='module')
-def finished(hparams, tmp_path_factory, compiled_once):
-    """The unbroken run, to be read only."""
-    return loop.train(hparams, tmp_path_factory.mktemp('finished') / 'run')
-
-
 @pytest.fixture
 def copied(finished, tmp_path):
-    """A copy of its workdir."""
+    """A copy of the workdir of the finished run."""
     return shutil.copytree(finished.workdir, tmp_path / 'copied')
 
 
-def without_times(rows):
-    return [{name: value for name, value in row.items() if name not in TIMES} for row in rows]
+def rows_of(workdir):
+    """The rows of metrics without times."""
+    return [{k: v for k, v in row.items() if k not in TIMES} for row in read_metrics(workdir)]
 
 
 def snapshot(folder):
@@ -61,11 +43,14 @@ def snapshot(folder):
     return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
 
 
-def one_line(caught, *words):
+def changed(hparams, group, **knobs):
+    group_of = dataclasses.replace(getattr(hparams, group), **knobs)
+    return dataclasses.replace(hparams, **{group: group_of})
+
+
+def assert_one_line(caught, *words):
     message = str(caught.value)
-    assert '\n' not in message
-    for word in words:
-        assert word in message, message
+    assert '\n' not in message and all(word in message for word in words), message
 
 
 @pytest.mark.parametrize(
@@ -85,12 +70,12 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
     hparams = from_config(tiny_config(**{'data.source': corpus} | changes))
     with pytest.raises(ValueError) as caught:
         loop.train(hparams, tmp_path / 'runs' / 'a', mesh)
-    one_line(caught, *words)
+    assert_one_line(caught, *words)
     assert not (tmp_path / 'runs').exists()
 
 
-def test_summary_has_every_promised_field(finished, hparams):
-    """summary.json holds the state's digest, the honest evaluation and FLOPs within the budget."""
+def test_summary_has_every_promised_field(finished, run_hparams):
+    """summary.json holds the state's digest, the causal evaluation and FLOPs within the budget."""
     summary = json.loads((finished.workdir / 'summary.json').read_text())
     promised = {
         'final_step', 'train_loss', 'eval', 'parameters', 'flops_per_step', 'flops_per_step_xla',
@@ -98,26 +83,29 @@ def test_summary_has_every_promised_field(finished, hparams):
         'routing',
     }  # fmt: skip
     assert promised <= set(summary)
-    assert {'loss', 'loss_top_c', 'routing_gap', 'bits_per_byte'} <= set(summary['eval'])
     assert list(summary['routing']) == ['layer_01']
     assert ROUTING <= set(summary['routing']['layer_01'])
     assert summary['final_step'] == NUM_STEPS
     assert summary['state_sha256'] == state_sha256(finished.state)
-    assert summary['flop_budget'] == hparams.flop_budget
+    assert summary['flop_budget'] == run_hparams.flop_budget
     assert summary['total_flops'] == NUM_STEPS * summary['flops_per_step']
-    assert 0 < hparams.flop_budget - summary['total_flops'] < summary['flops_per_step']
+    assert 0 < run_hparams.flop_budget - summary['total_flops'] < summary['flops_per_step']
     assert summary['corpus_sha256'] == finished.dataset.corpus.sha256
     assert summary['parameters'] == sum(x.size for x in jax.tree.leaves(finished.state.params))
     assert 0 < summary['seconds'] < 600
-    dataset = make_dataset(hparams.data, hparams.seed)
+    dataset = make_dataset(run_hparams.data, run_hparams.seed)
     mesh = finished.state.step.sharding.mesh
-    expected = evaluate_causal(finished.state.variables, hparams, dataset, mesh, 2)
+    expected = evaluate_causal(finished.state.variables, run_hparams, dataset, mesh, 2)
+    assert {'loss', 'loss_top_c', 'routing_gap', 'bits_per_byte'} <= set(summary['eval'])
     assert summary['eval'] == {k: v for k, v in expected.items() if k != 'routing'}
     assert summary['eval']['loss'] < 5.5 and summary['train_loss'] < 5.5
 
 
 def test_metrics_have_a_row_for_each_logged_step_and_evaluation(finished):
-    """Rows fall on every log_every-th step and the last, evaluations on theirs and at the end."""
+    """Rows fall on every log_every-th step and the last, evaluations on theirs and at the end.
+
+    Layers are named by their index in the model: the second is routed.
+    """
     rows = read_metrics(finished.workdir)
     trained = [row for row in rows if 'loss' in row]
     evaluated = [row for row in rows if 'eval/loss' in row]
@@ -136,79 +124,75 @@ def test_metrics_have_a_row_for_each_logged_step_and_evaluation(finished):
     assert evaluated[-1]['eval/loss'] == finished.summary['eval']['loss']
 
 
-def test_a_finished_run_does_not_train_again(finished, copied, hparams, monkeypatch):
-    """Started again it takes no step, leaves its rows alone, and ends in the same summary."""
+def test_a_finished_run_does_not_train_again(finished, copied, run_hparams, monkeypatch):
+    """Started again it takes no step, keeps its rows, and writes the same summary.
+
+    Another logging interval is accepted; another learning rate is another run, by name.
+    """
 
     def refuse(*_):
         pytest.fail('a step of a finished run')
 
     monkeypatch.setattr(trainer, 'train_step', refuse)
     monkeypatch.setattr(Dataset, 'train_batch', refuse)
-    assert loop.train(hparams, copied).signal is None
+    assert loop.train(run_hparams, copied).signal is None
     for name in ('summary.json', 'metrics.jsonl'):
         assert (copied / name).read_text() == (finished.workdir / name).read_text()
+    again = loop.train(changed(run_hparams, 'training', log_every=1), copied)
+    assert again.summary['state_sha256'] == finished.summary['state_sha256']
+    with pytest.raises(ValueError) as caught:
+        loop.train(changed(run_hparams, 'optimizer', learning_rate=0.5), copied)
+    assert_one_line(caught, 'optimizer.learning_rate', '0.003', '0.5')
 
 
 @pytest.mark.parametrize(('stops', 'name'), [([4], 'SIGTERM'), ([2, 5], 'SIGUSR1')])
 def test_a_run_stopped_by_signals_ends_as_if_it_had_not_been(
-    finished, hparams, tmp_path, signals, stops, name
+    finished, run_hparams, tmp_path, signals, stops, name
 ):
-    """It stops after the step, saved, and the same call goes on: equal state, equal rows.
+    """It stops after the step, saved, and the same call resumes it: equal state, equal rows.
 
     Step 4 has an evaluation, 2 a row and 5 neither: none is lost, none is doubled.
     """
     for stop in stops:
         signals[stop - 1] = name
-        stopped = loop.train(hparams, tmp_path / 'broken')
+        stopped = loop.train(run_hparams, tmp_path / 'broken')
         assert (stopped.summary, stopped.signal) == (None, name)
         assert stopped.state.step == stop
         assert not (tmp_path / 'broken' / 'summary.json').exists()
-    resumed = loop.train(hparams, tmp_path / 'broken')
+    resumed = loop.train(run_hparams, tmp_path / 'broken')
     assert resumed.signal is None
     assert resumed.summary['state_sha256'] == finished.summary['state_sha256']
     assert resumed.summary['eval'] == finished.summary['eval']
-    rows = [without_times(read_metrics(run.workdir)) for run in (resumed, finished)]
-    assert rows[0] == rows[1]
+    assert rows_of(resumed.workdir) == rows_of(finished.workdir)
 
 
-def test_other_data_are_refused_on_resume(hparams, corpus, tmp_path, signals):
-    """A changed corpus is told by its digest in one line, nothing is touched, the old one works."""
+def test_a_run_without_its_last_checkpoint_is_trained_to_the_same_end(
+    finished, copied, run_hparams
+):
+    """It resumes from the checkpoint before, and gets the same bits and the same rows."""
+    shutil.rmtree(copied / 'checkpoints' / str(NUM_STEPS))
+    again = loop.train(run_hparams, copied)
+    assert again.summary['state_sha256'] == finished.summary['state_sha256']
+    assert rows_of(copied) == rows_of(finished.workdir)
+
+
+def test_other_data_are_refused_on_resume(run_hparams, corpus, tmp_path, signals):
+    """A changed corpus is reported by its digest, nothing is written, the old one is accepted."""
     text = shutil.copytree(pathlib.Path(corpus).parent, tmp_path / 'text')
-    data = dataclasses.replace(hparams.data, source=str(text / '*.txt'))
-    hparams = dataclasses.replace(hparams, data=data)
+    hparams = changed(run_hparams, 'data', source=str(text / '*.txt'))
     signals[3] = 'SIGTERM'
     loop.train(hparams, tmp_path / 'run')
-    whole = (text / '3.txt').read_text()
-    (text / '3.txt').write_text(whole + '!')
+    original = (text / '3.txt').read_text()
+    (text / '3.txt').write_text(original + '!')
     before = snapshot(tmp_path / 'run')
     with pytest.raises(ValueError) as caught:
         loop.train(hparams, tmp_path / 'run')
-    one_line(caught, 'corpus_sha256')
+    assert_one_line(caught, 'corpus_sha256')
     after = snapshot(tmp_path / 'run')
-    touched = {path.name for path in before | after if before.get(path) != after.get(path)}
-    assert touched <= {'lock'}
-    (text / '3.txt').write_text(whole)
+    written = {path.name for path in before | after if before.get(path) != after.get(path)}
+    assert written <= {'lock'}
+    (text / '3.txt').write_text(original)
     assert loop.train(hparams, tmp_path / 'run').summary['final_step'] == NUM_STEPS
-
-
-def test_only_knobs_without_influence_may_change_on_resume(finished, copied, hparams):
-    """Another logging interval resumes the run; another learning rate is another run, by name."""
-    training = dataclasses.replace(hparams.training, log_every=1)
-    again = loop.train(dataclasses.replace(hparams, training=training), copied)
-    assert again.summary['state_sha256'] == finished.summary['state_sha256']
-    optimizer = dataclasses.replace(hparams.optimizer, learning_rate=0.5)
-    with pytest.raises(ValueError) as caught:
-        loop.train(dataclasses.replace(hparams, optimizer=optimizer), copied)
-    one_line(caught, 'optimizer.learning_rate', '0.003', '0.5')
-
-
-def test_a_run_without_its_last_checkpoint_is_trained_to_the_same_end(finished, copied, hparams):
-    """It resumes from the checkpoint before, and gets the same bits and the same rows."""
-    shutil.rmtree(copied / 'checkpoints' / str(NUM_STEPS))
-    again = loop.train(hparams, copied)
-    assert again.summary['state_sha256'] == finished.summary['state_sha256']
-    rows = [without_times(read_metrics(folder)) for folder in (copied, finished.workdir)]
-    assert rows[0] == rows[1]
 
 
 def skipping(bad_steps):
@@ -226,28 +210,195 @@ def skipping(bad_steps):
     return step
 
 
-def test_steps_that_are_not_finite_end_the_run_after_so_many(
-    hparams, tmp_path, monkeypatch, capsys
+def test_many_steps_in_a_row_that_are_not_finite_end_the_run(
+    run_hparams, tmp_path, monkeypatch, capsys
 ):
-    """max_nan_steps of them in a row end it in one line; the checkpoint before them is kept."""
-    training = dataclasses.replace(hparams.training, max_nan_steps=2)
-    hparams = dataclasses.replace(hparams, training=training)
+    """After max_nan_steps of them, in one line; the checkpoint before them is kept.
+
+    Fewer in a row do not end it, and the summary counts them.
+    """
+    hparams = changed(run_hparams, 'training', max_nan_steps=2)
     monkeypatch.setattr(trainer, 'train_step', skipping([1, 3, 4, 5]))
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(trainer.DivergedError) as caught:
         loop.train(hparams, tmp_path / 'run')
-    one_line(caught, 'training.max_nan_steps=2', 'optimizer.learning_rate')
+    assert_one_line(caught, 'training.max_nan_steps=2', 'optimizer.learning_rate')
     out = capsys.readouterr().out
     assert [f'step {step}: loss' in out for step in range(1, 7)] == [0, 1, 0, 1, 1, 0]
     assert [path.name for path in (tmp_path / 'run' / 'checkpoints').iterdir()] == ['3']
     assert not (tmp_path / 'run' / 'summary.json').exists()
     rows = read_metrics(tmp_path / 'run')
     assert [(row['step'], row['loss']) for row in rows if 'loss' in row] == [(2, None), (4, None)]
-
-
-def test_a_few_skipped_steps_do_not_end_the_run(hparams, tmp_path, monkeypatch):
-    """Below the limit the run finishes and the summary says how many were skipped."""
-    training = dataclasses.replace(hparams.training, max_nan_steps=2)
-    hparams = dataclasses.replace(hparams, training=training)
     monkeypatch.setattr(trainer, 'train_step', skipping([0, 2, 4]))
-    run = loop.train(hparams, tmp_path / 'run')
+    run = loop.train(hparams, tmp_path / 'other')
     assert (run.summary['final_step'], run.summary['skipped_steps']) == (NUM_STEPS, 3)
+
+
+@pytest.fixture(scope='module')
+def texts(tmp_path_factory):
+    """Three prepared texts of different letters."""
+    folder = tmp_path_factory.mktemp('mixture')
+    letters = {'web': b'abcd', 'code': b'()+=', 'new': b'xyz'}
+    for seed, name in enumerate(letters):
+        documents = write_texts(folder / 'text' / name, letters[name], seed, number=15)
+        prepare(folder / name, documents, ByteTokenizer(), 0.3)
+    return folder
+
+
+@pytest.fixture(scope='module')
+def mixture_hparams(tiny_config, texts):
+    changes = {
+        'model.num_layers': 1,
+        'data.source': 'mixture',
+        'data.mixture': f'{texts}/web:3,{texts}/code:1',
+        'data.tokenizer': 'prepared',
+        'data.held_out_fraction': 0.3,
+        'training.num_steps': 5,
+        'training.checkpoint_every': 2,
+        'evaluation.every': 0,
+        'evaluation.num_batches': 2,
+        'evaluation.final_batches': 3,
+    }
+    return from_config(tiny_config(**changes))
+
+
+@pytest.fixture(scope='module')
+def mixture_run(mixture_hparams, tmp_path_factory, compiled_once):
+    return loop.train(mixture_hparams, tmp_path_factory.mktemp('mixture') / 'run')
+
+
+def test_each_domain_of_a_mixture_is_reported_and_weighted_by_its_share(
+    mixture_run, mixture_hparams, texts
+):
+    """summary.json and the last row hold the loss of each, equal to that of its folder alone.
+
+    The overall loss is their mean by shares. The start prints a line for each.
+    """
+    found = json.loads((mixture_run.workdir / 'summary.json').read_text())
+    domains = found['domains']
+    assert {name: domains[name]['share'] for name in domains} == {'web': 0.75, 'code': 0.25}
+    mesh = mixture_run.state.step.sharding.mesh
+    for name, batches, rows in (('web', 2, 15), ('code', 1, 5)):
+        data = dataclasses.replace(mixture_hparams.data, source=str(texts / name), mixture='')
+        alone = make_dataset(data, 0)
+        with jax.set_mesh(mesh):
+            expected = evaluate_causal(
+                mixture_run.state.variables, mixture_hparams, alone, mesh, batches
+            )
+        for number in ('loss', 'bits_per_byte', 'targets'):
+            assert domains[name][number] == pytest.approx(expected[number], rel=1e-6)
+        assert domains[name]['epochs'] == rows / alone.num_train_windows
+    mean = 0.75 * domains['web']['loss'] + 0.25 * domains['code']['loss']
+    assert found['eval']['loss'] == pytest.approx(mean)
+    assert 'domains' not in found['eval']
+    last = read_metrics(mixture_run.workdir)[-1]
+    assert all(last[f'eval/domains/{name}/loss'] == domains[name]['loss'] for name in domains)
+    lines = describe(mixture_hparams, 100, {}, mixture_run.dataset)
+    at = [line.startswith('corpus    mixture of web, code: ') for line in lines].index(True)
+    epochs = mixture_run.dataset.domain_epochs(100)
+    assert lines[at + 1] == f'mixture   web: 75.0% of the rows, {epochs["web"]:.2f} epochs'
+    assert lines[at + 2] == f'mixture   code: 25.0% of the rows, {epochs["code"]:.2f} epochs'
+    assert epochs['web'] > 3 and lines[at + 3].startswith('plan ')
+
+
+def test_a_mixture_resumes_from_moved_folders(
+    mixture_run, mixture_hparams, texts, tmp_path, signals
+):
+    """With moved folders and shares in another form it ends in the same bits.
+
+    Other members and shares are refused by name, and nothing is written.
+    """
+    signals[3] = 'SIGTERM'
+    workdir = tmp_path / 'run'
+    assert loop.train(mixture_hparams, workdir).signal == 'SIGTERM'
+    shutil.copytree(texts / 'web', tmp_path / 'moved')
+    before = (workdir / 'config.json').read_text()
+    for change, words in (
+        ({'mixture': f'{texts}/web:3,{texts}/new:1'}, 'member_2 was'),
+        ({'mixture': f'{texts}/web:4,{texts}/code:1'}, "share_1 was '3/4' and is '4/5'"),
+        ({'sequence_length': 16}, 'data.sequence_length is 32'),
+    ):
+        with pytest.raises(ValueError, match=words):
+            loop.train(changed(mixture_hparams, 'data', **change), workdir)
+    assert (workdir / 'config.json').read_text() == before
+    mixture = f'{tmp_path}/moved:0.75,{texts}/code:0.25'
+    resumed = loop.train(changed(mixture_hparams, 'data', mixture=mixture), workdir)
+    assert resumed.summary['state_sha256'] == mixture_run.summary['state_sha256']
+    assert resumed.summary['domains']['moved'] == mixture_run.summary['domains']['web']
+    assert json.loads((workdir / 'config.json').read_text())['config']['data']['mixture'] == mixture
+
+
+STAGED = {
+    'router': 'learned',
+    'capacity': 0.25,
+    'capacity_stages': '1:0.4',
+    'train_rule': 'threshold',
+    'threshold_warmup': 0.4,
+}
+
+
+@pytest.mark.slow
+def test_each_step_trains_by_its_stage_also_after_a_signal(tiny_config, corpus, tmp_path, signals):
+    """Two steps at capacity 1 by top-C, three at 1/4 by the threshold; stopped in between.
+
+    The resumed run ends in the same state, since averages are saved. Rows have a histogram a block;
+    the summary has the stages and what they cost.
+    """
+    changes = {f'model.routing.{name}': value for name, value in STAGED.items()} | {
+        'data.source': corpus,
+        'data.held_out_fraction': 0.3,
+        'training.num_steps': 5,
+        'training.checkpoint_every': 5,
+        'evaluation.every': 0,
+    }
+    hparams = from_config(tiny_config(**changes))
+    signals[1] = 'SIGTERM'
+    stopped = loop.train(hparams, tmp_path / 'broken')
+    assert (stopped.signal, int(stopped.state.step)) == ('SIGTERM', 2)
+    assert stopped.state.averages['thresholds_R'].shape == (1,)
+    resumed, unbroken = (loop.train(hparams, tmp_path / name) for name in ('broken', 'unbroken'))
+    assert resumed.summary['state_sha256'] == unbroken.summary['state_sha256']
+    assert resumed.summary['eval'] == unbroken.summary['eval']
+    rows = [row for row in read_metrics(unbroken.workdir) if 'loss' in row]
+    fractions = [row['routing/layer_01/selected_fraction'] for row in rows]
+    dropped = [row['routing/layer_01/refused_fraction'] for row in rows]
+    assert fractions[:2] == [1.0] * 2 and dropped[:2] == [0.0] * 2
+    assert all(fraction <= 12 / 32 for fraction in fractions[2:])
+    assert [len(row['routing/layer_01/sigmoid_histogram']) for row in rows] == [20] * 5
+    summary = json.loads((unbroken.workdir / 'summary.json').read_text())
+    stages = [(s['first_step'], s['capacity'], s['routing']) for s in summary['stages']]
+    assert stages == [(0, 1.0, 'top_c'), (2, 0.25, 'threshold')]
+    costs = [stage['flops_per_step'] for stage in summary['stages']]
+    assert costs[0] > costs[1] == summary['flops_per_step']
+    assert summary['total_flops'] == run_flops(hparams, 5) == 2 * costs[0] + 3 * costs[1]
+    assert abs(summary['flops_per_step_dot_general'] / summary['flops_per_step'] - 1) < 0.01
+    assert isinstance(summary['routing']['layer_01']['routing_gap'], float)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    'changes',
+    [
+        {'experts.choice': 'token', 'experts.num_noop': 2, 'experts.row_capacity': 4},
+        {'experts.choice': 'expert'},
+        {'experts.choice': 'token', 'routing.router': 'learned', 'routing.causal_rule': 'dense'},
+    ],
+)
+def test_a_run_with_experts_reports_their_loads(tiny_config, corpus, tmp_path, signals, changes):
+    """In rows of training and evaluation and in the summary; after a signal it resumes bit-equal."""
+    changes = {f'model.{name}': value for name, value in changes.items()}
+    changes |= {'data.source': corpus, 'data.held_out_fraction': 0.3}
+    hparams = from_config(tiny_config(**changes))
+    signals[1] = 'SIGTERM'
+    assert loop.train(hparams, tmp_path / 'broken').signal == 'SIGTERM'
+    broken, unbroken = (loop.train(hparams, tmp_path / name) for name in ('broken', 'unbroken'))
+    assert broken.summary['state_sha256'] == unbroken.summary['state_sha256']
+    names = {'load', 'largest_load', 'noop_fraction', 'dropped_fraction', 'unused'}
+    for values in unbroken.summary['experts'].values():
+        assert names <= values.keys() and np.sum(values['load']) == pytest.approx(1)
+    assert list(unbroken.summary['experts']) == ['layer_00', 'layer_01']
+    assert 'experts' not in unbroken.summary['eval']
+    for row in read_metrics(unbroken.workdir):
+        prefix = 'eval/' if 'eval/loss' in row else ''
+        for layer in ('layer_00', 'layer_01'):
+            assert {f'{prefix}experts/{layer}/{name}' for name in names} <= row.keys()
+    assert ('routing_gap' in unbroken.summary['eval']) == hparams.model.looks_ahead

@@ -1,4 +1,6 @@
-"""Losses equal their definitions in float64, and count exactly the tokens that count."""
+"""Losses equal their definitions in float64; counts and ratios are those worked out by hand."""
+
+import types
 
 import jax
 import jax.numpy as jnp
@@ -8,19 +10,14 @@ import pytest
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model.routing import RoutingRecord, indices_to_mask, select_top_c
 from moddepth_jax.training import losses
+from moddepth_jax.training.losses import expert_counts, expert_loss, expert_ratios
 
 
-def record(selected_LBT, top_c_LBT, rule_logits_LBT, scores_LBT=None, refused_LBT=0, gates_LBT=0):
-    shape = np.shape(top_c_LBT)
-    scores_LBT = np.zeros(shape) if scores_LBT is None else scores_LBT
-    return RoutingRecord(
-        scores_BT=jnp.asarray(scores_LBT, jnp.float32),
-        rule_logits_BT=jnp.asarray(rule_logits_LBT, jnp.float32),
-        top_c_BT=jnp.asarray(top_c_LBT, bool),
-        selected_BT=jnp.asarray(selected_LBT, bool),
-        dropped_BT=jnp.broadcast_to(jnp.asarray(refused_LBT, bool), shape),
-        gates_BT=jnp.broadcast_to(jnp.asarray(gates_LBT, jnp.float32), shape),
-    )
+def routing_record(scores, rule, top_c, selected, dropped, gates):
+    numbers = (jnp.asarray(values, jnp.float32) for values in (scores, rule, gates))
+    marks = (jnp.asarray(values, bool) for values in (top_c, selected, dropped))
+    scores_BT, rule_logits_BT, gates_BT = numbers
+    return RoutingRecord(scores_BT, rule_logits_BT, *marks, gates_BT)
 
 
 def binary_cross_entropy(logits, targets):
@@ -29,7 +26,7 @@ def binary_cross_entropy(logits, targets):
 
 
 def test_rule_loss_is_the_mean_over_layers_and_real_tokens():
-    """It equals the float64 sum by hand; what stands at padding changes nothing."""
+    """It equals the float64 sum by hand; values at padding change nothing."""
     random = np.random.default_rng(1)
     logits_LBT = random.normal(size=(2, 3, 5), scale=3).astype(np.float32)
     targets_LBT = random.random((2, 3, 5)) < 0.4
@@ -40,13 +37,13 @@ def test_rule_loss_is_the_mean_over_layers_and_real_tokens():
     loss, slope_LBT = jax.value_and_grad(losses.rule_loss)(logits_LBT, targets_LBT, real_BT)
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
     np.testing.assert_array_equal(slope_LBT != 0, np.broadcast_to(real_BT, (2, 3, 5)))
-    spoilt_LBT = np.where(real_BT, logits_LBT, 1e4)
-    spoilt_targets_LBT = np.where(real_BT, targets_LBT, ~targets_LBT)
-    assert losses.rule_loss(spoilt_LBT, spoilt_targets_LBT, real_BT) == loss
+    changed_LBT = np.where(real_BT, logits_LBT, 1e4)
+    changed_targets_LBT = np.where(real_BT, targets_LBT, ~targets_LBT)
+    assert losses.rule_loss(changed_LBT, changed_targets_LBT, real_BT) == loss
 
 
 def test_targets_of_a_row_are_its_own():
-    """A rule that foretells each row's own top-C has no loss, with its rows exchanged a large one.
+    """A rule that predicts each row's own top-C has no loss, with its rows exchanged a large one.
 
     Targets written without the batch offset would put the positives of all rows into row 0.
     """
@@ -54,10 +51,10 @@ def test_targets_of_a_row_are_its_own():
     top_c_BT = indices_to_mask(select_top_c(scores_BT, 2), 6)
     np.testing.assert_array_equal(top_c_BT, scores_BT > 0)
     real_BT = jnp.ones((3, 6), bool)
-    foretold_BT = jnp.where(scores_BT > 0, 20.0, -20.0)
-    assert losses.rule_loss(foretold_BT[None], top_c_BT[None], real_BT) < 1e-6
+    predicted_BT = jnp.where(scores_BT > 0, 20.0, -20.0)
+    assert losses.rule_loss(predicted_BT[None], top_c_BT[None], real_BT) < 1e-6
     for shift in (1, 2):
-        exchanged_LBT = jnp.roll(foretold_BT, shift, axis=0)[None]
+        exchanged_LBT = jnp.roll(predicted_BT, shift, axis=0)[None]
         assert losses.rule_loss(exchanged_LBT, top_c_BT[None], real_BT) > 10
 
 
@@ -70,7 +67,7 @@ def test_targets_carry_no_gradient():
 
 @pytest.mark.parametrize('rule', ['predictor', 'aux_loss', 'dense', 'threshold'])
 def test_each_causal_rule_has_its_weight(tiny_config, rule):
-    """predictor and aux_loss weigh the same mean by their own knob; the others train nothing."""
+    """predictor and aux_loss weigh the same mean by separate knobs; the others have no loss."""
     weights = {'predictor': 3.0, 'aux_loss': 0.25, 'dense': 0.0, 'threshold': 0.0}
     config = tiny_config(
         **{
@@ -83,7 +80,307 @@ def test_each_causal_rule_has_its_weight(tiny_config, rule):
     logits_LBT, top_c_LBT = np.array([[[2.0, -1.0, 3.0]]]), np.array([[[True, False, False]]])
     segment_ids_BT = np.array([[4, 5, 0]])
     expected = binary_cross_entropy(logits_LBT, top_c_LBT)[0, 0, :2].mean()
-    records = record(top_c_LBT, top_c_LBT, logits_LBT)
+    zeros_LBT = np.zeros_like(logits_LBT)
+    records = routing_record(zeros_LBT, logits_LBT, top_c_LBT, top_c_LBT, zeros_LBT, zeros_LBT)
     loss = losses.causal_rule_loss(from_config(config), records, segment_ids_BT)
     np.testing.assert_allclose(loss, weights[rule] * expected, rtol=1e-6)
     assert losses.causal_rule_loss(from_config(config), None, segment_ids_BT) == 0
+
+
+COUNTED = {
+    # 2 layers x 2 rows x 4 tokens; the last token of row 1 is padding.
+    'scores': [[[1, 7, 7, 2], [4, 6, 7, 9]], [[7, 3, 5, 7], [7, 7, 7, 7]]],
+    'rule': [[[2, 2, 2, -2], [2, -2, -2, 9]], [[-1, -1, -1, -1], [-1, -1, -1, 9]]],
+    'top_c': [[[1, 0, 0, 1], [1, 1, 0, 0]], [[0, 1, 1, 0], [0, 0, 0, 0]]],
+    'selected': [[[1, 1, 1, 1], [1, 0, 0, 0]], [[0, 0, 0, 0], [0, 0, 0, 0]]],
+    'dropped': [[[0, 0, 0, 0], [0, 0, 1, 0]], [[1, 0, 0, 1], [0, 0, 1, 0]]],
+}
+SEGMENT_IDS = np.array([[1, 1, 2, 2], [1, 1, 1, 0]])
+
+
+def hand_made_record(factor=10):
+    return routing_record(*COUNTED.values(), factor * np.array(COUNTED['scores']))
+
+
+def test_counts_of_a_hand_made_record():
+    """Every count equals one made by eye, per layer; padding is in none of them."""
+    counts = losses.routing_counts(hand_made_record(), SEGMENT_IDS)
+    expected = {
+        'real': [7, 7],
+        'selected': [5, 0],
+        'top_c': [4, 2],
+        'rule': [4, 0],
+        'both': [2, 0],
+        'dropped': [1, 3],
+        'above_half': [7, 7],
+        'gate': [10 * (1 + 2 + 4 + 6), 10 * (3 + 5)],
+        'rows': [2, 1],
+        'lowest': [1 + 4, 3],
+        'histogram': counts['histogram'].tolist(),
+    }
+    assert {name: values.tolist() for name, values in counts.items()} == expected
+    assert all(values.dtype == jnp.float32 for values in counts.values())
+
+
+def test_routing_ratios_follow_from_counts():
+    """By hand; without a token that the rule selects, precision is NaN and no error."""
+    counts = losses.routing_counts(hand_made_record(1), SEGMENT_IDS)
+    ratios = losses.routing_ratios(counts)
+    expected = {
+        'selected_fraction': [5 / 7, 0],
+        'rule_fraction': [4 / 7, 0],
+        'refused_fraction': [1 / 7, 3 / 7],
+        'precision': [2 / 4, np.nan],
+        'recall': [2 / 4, 0],
+        'selected_gate': [13 / 4, 4],
+        'lowest_selected_score': [5 / 2, 3],
+        'sigmoid_above_half': [1, 1],
+    }
+    for name, values in expected.items():
+        np.testing.assert_allclose(ratios[name], values, rtol=1e-6, err_msg=name)
+    assert ratios.keys() == expected.keys() | {'sigmoid_histogram'}
+
+
+def random_record(rng, shape):
+    """Scores of all sizes; the other fields from fair coins."""
+    scores = 4 * rng.normal(size=shape)
+    scores[..., 0] = 0.0
+    coins = rng.random((3, *shape)) < 0.5
+    return routing_record(scores, rng.normal(size=shape), *coins, rng.random(shape))
+
+
+def test_histogram_and_lowest_scores_are_those_of_loops():
+    """Shares of sigmoid(r) by 20 bins, those above a half, and the mean lowest score of top-C.
+
+    A score of exactly 0 lies in the upper half of the bins, and not above a half. A row of padding
+    has no lowest score.
+    """
+    rng = np.random.default_rng(0)
+    records = random_record(rng, (2, 5, 30))
+    segment_ids_BT = np.ones((5, 30), np.int32)
+    segment_ids_BT[1, 11:] = segment_ids_BT[4] = 0
+    records = records._replace(top_c_BT=records.top_c_BT & (segment_ids_BT > 0)[None])
+    ratios = losses.routing_ratios(losses.routing_counts(records, segment_ids_BT))
+    for layer in range(2):
+        scores_BT = np.asarray(records.scores_BT[layer], np.float64)
+        real = scores_BT[segment_ids_BT > 0]
+        shares, _ = np.histogram(1 / (1 + np.exp(-real)), bins=20, range=(0, 1))
+        np.testing.assert_allclose(ratios['sigmoid_histogram'][layer], shares / 101, atol=1e-6)
+        above = ratios['sigmoid_above_half'][layer]
+        assert above == pytest.approx((real > 0).sum() / 101, rel=1e-6)
+        top_c_BT = np.asarray(records.top_c_BT[layer])
+        lowest = [scores_BT[row][top_c_BT[row]].min() for row in range(4)]
+        assert ratios['lowest_selected_score'][layer] == pytest.approx(np.mean(lowest), rel=1e-5)
+    assert ratios['sigmoid_histogram'].shape == (2, 20)
+    np.testing.assert_allclose(ratios['sigmoid_histogram'].sum(1), 1, rtol=1e-6)
+
+
+def test_extreme_scores_are_counted_in_the_outer_bins():
+    """sigmoid = 0 and = 1 in float32 lie in the first and the last bin."""
+    zeros = np.zeros((1, 1, 4))
+    scores = np.array([[[-200.0, 200.0, np.inf, -np.inf]]])
+    records = routing_record(scores, zeros, zeros, zeros, zeros, zeros)
+    histogram = losses.routing_counts(records, np.ones((1, 4), int))['histogram'][0]
+    assert histogram[0] == histogram[19] == 2 and histogram.sum() == 4
+
+
+def test_counts_of_parts_add_up():
+    """Counts of two halves of a batch sum to those of the whole, so micro-batches lose nothing."""
+    records = random_record(np.random.default_rng(1), (2, 2, 4))
+    whole = losses.routing_counts(records, SEGMENT_IDS)
+    halves = [
+        losses.routing_counts(
+            jax.tree.map(lambda x, row=row: x[:, row : row + 1], records),
+            SEGMENT_IDS[row : row + 1],
+        )
+        for row in (0, 1)
+    ]
+    for name, values in whole.items():
+        np.testing.assert_allclose(halves[0][name] + halves[1][name], values, rtol=1e-6)
+
+
+# 2 layers; top-2 of 3 routed experts and 1 that does nothing. Layer 0 saw 8 tokens, layer 1 four.
+TOKENS = [8, 4]
+PAIRS = [[8, 4, 0, 4], [2, 2, 2, 2]]
+SCORES = [[4.0, 2.0, 0.5, 1.5], [1.0, 1.0, 0.5, 1.5]]
+LOG_Z = [16.0, 2.0]
+
+
+def experts_record(
+    pairs=PAIRS, scores=SCORES, tokens=TOKENS, log_z=LOG_Z, dropped=(0, 0), **lowest
+):
+    """A record of these numbers, scores and log_z as float32."""
+    return types.SimpleNamespace(
+        tokens=jnp.asarray(tokens, jnp.int32),
+        pairs_Z=jnp.asarray(pairs, jnp.int32),
+        dropped=jnp.asarray(dropped, jnp.int32),
+        scores_Z=jnp.asarray(scores, jnp.float32),
+        log_z=jnp.asarray(log_z, jnp.float32),
+        lowest_E=lowest.get('lowest_E'),
+        rows=jnp.asarray(lowest.get('rows', [1, 1]), jnp.int32),
+    )
+
+
+@pytest.fixture
+def hparams(tiny_config):
+    """Of a model whose layers have the 3 + 1 experts above, balance weight 0.5, z-loss 0.25."""
+
+    def build(**changes):
+        knobs = {'choice': 'token', 'num_routed': 3, 'num_noop': 1, 'top_k': 2}
+        knobs |= {'balance_weight': 0.5, 'z_loss': 0.25} | changes
+        config = tiny_config(**{f'model.experts.{knob}': value for knob, value in knobs.items()})
+        return from_config(config)
+
+    return build
+
+
+def test_losses_of_hand_made_counts(hparams):
+    """sum f_i P_i is 23/16 and 1 in the two layers; the experts that do nothing count among the Z.
+
+    Layer 0: f = 4 / (2 x 8) (8, 4, 0, 4) = (2, 1, 0, 1), P = (4, 2, 0.5, 1.5) / 8.
+    Layer 1: f = 4 / (2 x 4) (2, 2, 2, 2) = (1, 1, 1, 1), P = (1, 1, 0.5, 1.5) / 4.
+    """
+    balance, z = expert_loss(hparams(), experts_record())
+    assert balance == 0.5 * (1.4375 + 1) / 2
+    assert z == 0.25 * (16 / 8 + 2 / 4) / 2
+
+
+def test_even_loads_and_scores_cost_the_weight(hparams):
+    """Whatever k and the number of experts, the balance loss is then its weight."""
+    for num_noop, top_k in ((0, 1), (1, 2), (5, 3)):
+        choices = 3 + num_noop
+        record = experts_record(
+            np.full((1, choices), 6 * top_k), np.full((1, choices), 6.0), [6 * choices]
+        )
+        balance, _ = expert_loss(hparams(num_noop=num_noop, top_k=top_k), record)
+        np.testing.assert_allclose(balance, 0.5, rtol=1e-6)
+
+
+def test_a_layer_without_tokens_costs_nothing(hparams):
+    """No division by 0, and no NaN in the gradient."""
+
+    def total(scores_XZ):
+        record = experts_record([[0] * 4], [[0.0] * 4], [0], [0.0])
+        record.scores_Z = scores_XZ
+        return sum(expert_loss(hparams(), record))
+
+    loss, slope_XZ = jax.value_and_grad(total)(jnp.zeros((1, 4)))
+    assert loss == 0 and not slope_XZ.any()
+
+
+def test_gradient_reaches_scores_and_log_partitions_alone(hparams):
+    """d balance / d scores is weight f_i / (X n), so f_i / 32 and f_i / 16; soft pairs get none."""
+
+    def total(scores_XZ, pairs_XZ, log_z_X):
+        record = experts_record()
+        record.scores_Z, record.pairs_Z, record.log_z = scores_XZ, pairs_XZ, log_z_X
+        return sum(expert_loss(hparams(), record))
+
+    given = (jnp.asarray(values, jnp.float32) for values in (SCORES, PAIRS, LOG_Z))
+    slopes = jax.grad(total, argnums=(0, 1, 2))(*given)
+    expected_XZ = np.array([[2, 1, 0, 1], [1, 1, 1, 1]]) / np.array([[32], [16]])
+    np.testing.assert_array_equal(slopes[0], expected_XZ)
+    np.testing.assert_array_equal(slopes[1], np.zeros((2, 4)))
+    np.testing.assert_array_equal(slopes[2], 0.25 / 2 / np.array(TOKENS))
+
+
+def test_losses_of_micro_batches_sum_to_those_of_the_step(hparams):
+    """So do their gradients, where each is given the pairs and tokens of the whole step.
+
+    Divided by their own tokens, unequal ones, they would not.
+    """
+    random = np.random.default_rng(0)
+    tokens = [(3, 7), (5, 1), (4, 4)]
+    pairs = [random.integers(0, 9, (2, 4)) for _ in tokens]
+    scores = [random.random((2, 4)) for _ in tokens]
+    log_z = [random.random(2) * 9 for _ in tokens]
+    parts = [experts_record(*part) for part in zip(pairs, scores, tokens, log_z, strict=True)]
+    whole = experts_record(sum(pairs), sum(scores), np.sum(tokens, axis=0), sum(log_z))
+    counts = jax.tree.map(lambda *leaves: sum(leaves), *map(expert_counts, parts))
+    expected = expert_loss(hparams(), whole)
+    losses = [expert_loss(hparams(), part, counts) for part in parts]
+    np.testing.assert_allclose(np.sum(losses, axis=0), expected, rtol=1e-6)
+    alone = [expert_loss(hparams(), part) for part in parts]
+    assert (abs(np.sum(alone, axis=0) / expected - 1) > 0.1).all()
+
+    def balance(scores_XZ, record, counts=None):
+        record.scores_Z = scores_XZ
+        return expert_loss(hparams(), record, counts)[0]
+
+    slope_XZ = jax.grad(balance)(whole.scores_Z, whole)
+    assert (abs(slope_XZ) > 0).all()
+    for part in parts:
+        np.testing.assert_allclose(jax.grad(balance)(part.scores_Z, part, counts), slope_XZ, 1e-6)
+
+
+def test_experts_that_choose_have_no_balance_loss(hparams):
+    """They have a z-loss only."""
+    balance, z = expert_loss(hparams(choice='expert', num_noop=0), experts_record())
+    assert (balance, z) == (0, 0.25 * (16 / 8 + 2 / 4) / 2)
+
+
+def test_expert_counts_are_those_of_the_record():
+    """Each under its name, as float32; the lowest scores only where experts chose."""
+    counts = expert_counts(experts_record(dropped=[3, 0]))
+    expected = {
+        'tokens_X': TOKENS,
+        'pairs_XZ': PAIRS,
+        'dropped_X': [3, 0],
+        'scores_XZ': SCORES,
+        'log_z_X': LOG_Z,
+    }
+    assert {name: count.tolist() for name, count in counts.items()} == expected
+    assert all(count.dtype == jnp.float32 for count in counts.values())
+    lowest_E = jnp.array([[1.0, 0.5, 2.0]] * 2)
+    counts = expert_counts(experts_record(lowest_E=lowest_E, rows=[2, 3]))
+    assert counts.keys() - expected.keys() == {'rows_X', 'lowest_XE'}
+    np.testing.assert_array_equal(counts['lowest_XE'], lowest_E)
+    assert counts['rows_X'].tolist() == [2, 3]
+
+
+RATIOS = {
+    'load': [[0.5, 0.25, 0, 0.25], [0.25] * 4],
+    'largest_load': [2, 1],
+    'noop_fraction': [0.25, 0.25],
+    'dropped_fraction': [3 / 16, 0],
+    'computed_fraction': [9 / 16, 6 / 8],
+    'unused': [1, 0],
+}
+
+
+def test_expert_ratios_follow_from_counts():
+    """By hand: the 8 of layer 0's fullest expert are twice the mean 12 / 3 of the routed ones."""
+    ratios = expert_ratios(expert_counts(experts_record(dropped=[3, 0])), 2, 3)
+    assert {name: values.tolist() for name, values in ratios.items()} == RATIOS
+
+
+def test_ratios_of_experts_that_choose():
+    """Sums over rows of the lowest score taken are divided by the rows; nothing is a no-op."""
+    record = experts_record(
+        [[4, 4, 4]], [[1.0] * 3], [6], [1.0], [0], lowest_E=[[1.0, 0.5, 2.0]], rows=[2]
+    )
+    ratios = expert_ratios(expert_counts(record), 2, 3)
+    assert ratios['lowest_taken'].tolist() == [[0.5, 0.25, 1.0]]
+    assert (ratios['noop_fraction'], ratios['computed_fraction']) == (0, 1)
+
+
+@pytest.mark.parametrize('float64', [False, True])
+def test_nothing_to_divide_by_is_nan(float64):
+    """A layer that no token reached has no shares, in JAX and in NumPy, and spoils no other."""
+    counts = expert_counts(experts_record([PAIRS[0], [0] * 4], tokens=[8, 0]))
+    if float64:
+        counts = {name: np.asarray(count, np.float64) for name, count in counts.items()}
+    with np.errstate(invalid='ignore', divide='ignore'):
+        ratios = expert_ratios(counts, 2, 3)
+    assert ratios.pop('unused').tolist() == [1, 3]
+    for name, values in ratios.items():
+        assert np.isfinite(values[0]).all() and np.isnan(values[1]).all(), name
+
+
+def test_a_run_where_every_token_does_nothing():
+    """All pairs on no-op experts: a share of 1, no largest load, and nothing computed."""
+    ratios = expert_ratios(
+        expert_counts(experts_record([[0, 0, 0, 16]], tokens=[8], dropped=[0])), 2, 3
+    )
+    assert ratios['noop_fraction'] == 1 and ratios['computed_fraction'] == 0
+    assert np.isnan(ratios['largest_load']) and ratios['unused'] == 3

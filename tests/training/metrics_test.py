@@ -1,78 +1,76 @@
-"""Rows are whole, valid JSON, and those of a run that was killed and resumed appear once."""
+"""Rows are whole, valid JSON, and appear once in a run that was killed and resumed; so do windows.
 
+TensorBoard and W&B get the same numbers, and their failures never stop a run.
+"""
+
+import errno
 import json
 import math
 import os
 import pathlib
 import subprocess
 import sys
+import types
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from tensorboardX.proto import event_pb2
+from tensorboardX.record_writer import RecordWriter
 
-from moddepth_jax.training import metrics
-from moddepth_jax.training.metrics import TensorBoardWriter
+from moddepth_jax.training.metrics import (
+    WANDB_ID_FILE,
+    MetricsWriter,
+    TensorBoardWriter,
+    WandbWriter,
+    WindowLog,
+    check_wandb,
+    read_metrics,
+    read_windows,
+)
 
 ROOT = pathlib.Path(__file__).parents[2]
 
 
 def write_steps(workdir, first_step, *steps):
-    with metrics.MetricsWriter(workdir, first_step) as writer:
+    with MetricsWriter(workdir, first_step) as writer:
         for step in steps:
             writer.write(step, {'loss': float(step)})
 
 
-def read_file(file):
-    """Every event of a file, in order."""
-    content, offset = file.read_bytes(), 0
-    while offset < len(content):
-        length = int.from_bytes(content[offset : offset + 8], 'little')
-        yield event_pb2.Event.FromString(content[offset + 12 : offset + 12 + length])
-        offset += 16 + length
-
-
-def event_values(file):
-    """(step, value) of every value of a file, in order."""
-    return [(event.step, value) for event in read_file(file) for value in event.summary.value]
+def with_tensorboard(workdir, first_step=0):
+    return MetricsWriter(workdir, first_step, [TensorBoardWriter(workdir, first_step)])
 
 
 def read_events(workdir):
-    """Every event of the run, as (session status, step, tag, value), by file and order."""
-    events = []
+    """Every event of the run, by file and in order."""
     for file in sorted((workdir / 'tensorboard').iterdir()):
-        for event in read_file(file):
-            for value in event.summary.value:
-                events.append((0, event.step, value.tag, value.simple_value))
-            if event.HasField('session_log'):
-                events.append((event.session_log.status, event.step, None, None))
-    return events
+        content, offset = file.read_bytes(), 0
+        while offset < len(content):
+            length = int.from_bytes(content[offset : offset + 8], 'little')
+            yield event_pb2.Event.FromString(content[offset + 12 : offset + 12 + length])
+            offset += 16 + length
+
+
+def event_values(workdir):
+    """(step, value) of every value in the events."""
+    return [(event.step, value) for event in read_events(workdir) for value in event.summary.value]
 
 
 def test_rows_hold_what_was_given(tmp_path):
-    """Numbers of Python, NumPy and JAX, strings and lists come back as JSON's kinds, in order."""
-    with metrics.MetricsWriter(tmp_path, 0) as writer:
-        writer.write(
-            np.int64(10),
-            {
-                'loss': jnp.float32(1.5),
-                'routing/layer_1/selected_fraction': np.float64(0.125),
-                'tokens': 2**40,
-                'device': 'cpu "0"\n',
-                'histogram': [1, np.float32(0.5), math.nan],
-            },
-        )
+    """Numbers of Python, NumPy and JAX, strings and lists return as JSON values, in order."""
+    values = {
+        'loss': jnp.float32(1.5),
+        'routing/layer_1/selected_fraction': np.float64(0.125),
+        'tokens': 2**40,
+        'device': 'cpu "0"\n',
+        'histogram': [1, np.float32(0.5), math.nan],
+    }
+    with MetricsWriter(tmp_path, 0) as writer:
+        writer.write(np.int64(10), values)
         writer.write(10, {'eval/loss': 2.0})
-    assert metrics.read_metrics(tmp_path) == [
-        {
-            'step': 10,
-            'loss': 1.5,
-            'routing/layer_1/selected_fraction': 0.125,
-            'tokens': 2**40,
-            'device': 'cpu "0"\n',
-            'histogram': [1, 0.5, None],
-        },
+    assert read_metrics(tmp_path) == [
+        {'step': 10} | values | {'loss': 1.5, 'histogram': [1, 0.5, None]},
         {'step': 10, 'eval/loss': 2.0},
     ]
 
@@ -80,7 +78,7 @@ def test_rows_hold_what_was_given(tmp_path):
 @pytest.mark.parametrize('value', [math.nan, math.inf, -math.inf, np.float32('nan')])
 def test_numbers_that_are_not_finite_are_null(tmp_path, value):
     """The file stays JSON for every reader: strict parsing finds null, not NaN."""
-    with metrics.MetricsWriter(tmp_path, 0, [TensorBoardWriter(tmp_path, 0)]) as writer:
+    with with_tensorboard(tmp_path) as writer:
         writer.write(1, {'loss': value, 'grad_norm': 3.0})
 
     def refuse(name):
@@ -89,34 +87,35 @@ def test_numbers_that_are_not_finite_are_null(tmp_path, value):
     (line,) = (tmp_path / 'metrics.jsonl').read_text().splitlines()
     row = json.loads(line, parse_constant=refuse)
     assert row == {'step': 1, 'loss': None, 'grad_norm': 3.0}
-    assert [tag for _, _, tag, _ in read_events(tmp_path)] == ['grad_norm']
+    assert [value.tag for _, value in event_values(tmp_path)] == ['grad_norm']
 
 
 @pytest.mark.parametrize('values', [{'loss': None}, {'loss': np.zeros(2)}, {'step': 3}])
 def test_other_values_are_refused_by_name(tmp_path, values):
-    """What has no place in a row is refused by its name, and no part of the row is written."""
-    with metrics.MetricsWriter(tmp_path, 0) as writer:
+    """No part of such a row is written."""
+    with MetricsWriter(tmp_path, 0) as writer:
         with pytest.raises(ValueError, match=f'{next(iter(values))}=.*must be'):
             writer.write(1, values)
-    assert metrics.read_metrics(tmp_path) == []
+    assert read_metrics(tmp_path) == []
 
 
 WRITE_AND_DIE = """
 import os, sys
-from moddepth_jax.training import metrics
-writer = metrics.MetricsWriter(sys.argv[1], 0)
+from moddepth_jax.training.metrics import MetricsWriter, WindowLog
+writer, windows = MetricsWriter(sys.argv[1], 0), WindowLog(sys.argv[1], 0, 0)
 for step in range(3):
+    windows.write(step, [step])
     writer.write(step, {'loss': 0.5})
 os.kill(os.getpid(), 9)
 """
 
 
-def test_rows_written_survive_a_kill(tmp_path):
-    """Each row is on its way to disk when write returns."""
-    environment = os.environ | {'PYTHONPATH': str(ROOT)}
+def test_rows_and_windows_survive_a_kill(tmp_path):
+    """Each is passed to the operating system when `write` returns."""
     command = [sys.executable, '-c', WRITE_AND_DIE, str(tmp_path)]
-    assert subprocess.run(command, env=environment).returncode == -9
-    assert [row['step'] for row in metrics.read_metrics(tmp_path)] == [0, 1, 2]
+    assert subprocess.run(command, cwd=ROOT).returncode == -9
+    assert [row['step'] for row in read_metrics(tmp_path)] == [0, 1, 2]
+    assert read_windows(tmp_path) == {0: [0], 1: [1], 2: [2]}
 
 
 @pytest.mark.parametrize('torn', ['', '{"step": 7, "lo', '{"step"', '\x00\x00'])
@@ -125,78 +124,193 @@ def test_resume_drops_later_rows_and_a_torn_last_line(tmp_path, torn):
     write_steps(tmp_path, 0, 1, 2, 3, 4, 5, 6)
     with open(tmp_path / 'metrics.jsonl', 'a') as file:
         file.write(torn)
-    assert [row['step'] for row in metrics.read_metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    assert [row['step'] for row in read_metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
     write_steps(tmp_path, 4, 5, 6, 7)
-    rows = metrics.read_metrics(tmp_path)
+    rows = read_metrics(tmp_path)
     assert [row['step'] for row in rows] == [1, 2, 3, 4, 5, 6, 7]
     assert all(row['loss'] == row['step'] for row in rows)
     assert len((tmp_path / 'metrics.jsonl').read_text().splitlines()) == 7
     assert os.listdir(tmp_path) == ['metrics.jsonl']
 
 
-def test_a_broken_line_amid_the_file_is_an_error(tmp_path):
-    """Only a last line can be cut short by a kill; another is damage, and is named, not dropped."""
+def test_a_broken_line_inside_the_file_is_an_error(tmp_path):
+    """A kill can truncate only the last line; any other is damage, and is named, not dropped."""
+    with pytest.raises(ValueError, match='holds no metrics.jsonl'):
+        read_metrics(tmp_path)
     write_steps(tmp_path, 0, 1, 2)
     path = tmp_path / 'metrics.jsonl'
     text = 'x' + path.read_text()
     path.write_text(text)
     with pytest.raises(ValueError, match='line 1 is .*must be a JSON object with a step'):
-        metrics.read_metrics(tmp_path)
+        read_metrics(tmp_path)
     with pytest.raises(ValueError, match='line 1 is '):
-        metrics.MetricsWriter(tmp_path, 1)
+        MetricsWriter(tmp_path, 1)
     assert path.read_text() == text
 
 
-def test_no_rows_file_is_an_error(tmp_path):
-    """Reading the metrics of what is no run is one line that names the directory."""
-    with pytest.raises(ValueError, match='holds no metrics.jsonl'):
-        metrics.read_metrics(tmp_path)
-
-
 def test_events_mirror_the_numbers_and_purge_on_resume(tmp_path):
-    """TensorBoard gets the scalars, and is told to forget the steps that a resume repeats."""
-    with metrics.MetricsWriter(tmp_path, 0, [TensorBoardWriter(tmp_path, 0)]) as writer:
+    """TensorBoard gets the scalars, and forgets the steps that a resume repeats."""
+    with with_tensorboard(tmp_path) as writer:
         writer.write(1, {'loss': 1.0, 'device': 'cpu', 'list': [1.0]})
         writer.write(2, {'loss': 2.0})
-    assert read_events(tmp_path) == [(0, 1, 'loss', 1.0), (0, 2, 'loss', 2.0)]
-    with metrics.MetricsWriter(tmp_path, 1, [TensorBoardWriter(tmp_path, 1)]) as writer:
+    with with_tensorboard(tmp_path, first_step=1) as writer:
         writer.write(2, {'loss': 2.5})
-    start = event_pb2.SessionLog.START
-    assert sorted(read_events(tmp_path), key=str)[-1] == (start, 2, None, None)
-    assert (0, 2, 'loss', 2.5) in read_events(tmp_path)
+    found = [(step, value.tag, value.simple_value) for step, value in event_values(tmp_path)]
+    assert found == [(1, 'loss', 1.0), (2, 'loss', 2.0), (2, 'loss', 2.5)]
+    (start,) = [event for event in read_events(tmp_path) if event.HasField('session_log')]
+    assert (start.step, start.session_log.status) == (2, event_pb2.SessionLog.START)
 
 
 def test_a_list_named_histogram_is_one_for_tensorboard(tmp_path):
-    """Shares of equal bins of [0, 1] come back as buckets of that range; other lists do not.
+    """Shares of equal bins of [0, 1] become buckets of that range; other lists are not sent.
 
-    One that holds a NaN, of a block without tokens, is a row with null and no event.
+    One with a NaN, of a block without tokens, is a row with null and no event.
     """
-    shares = [0.25, 0.0, 0.5, 0.25]
-    with metrics.MetricsWriter(tmp_path, 0, [TensorBoardWriter(tmp_path, 0)]) as writer:
+    shares, limits = [0.25, 0.0, 0.5, 0.25], [0.25, 0.5, 0.75, 1.0]
+    with with_tensorboard(tmp_path) as writer:
         writer.write(1, {'routing/sigmoid_histogram': shares, 'other': shares})
         writer.write(2, {'routing/sigmoid_histogram': [math.nan] * 4})
-    (file,) = (tmp_path / 'tensorboard').iterdir()
-    found = [value for _, value in event_values(file) if value.HasField('histo')]
-    assert [value.tag for value in found] == ['routing/sigmoid_histogram']
-    histogram = found[0].histo
-    limits, counts = list(histogram.bucket_limit), list(histogram.bucket)
-    places = dict(zip(limits, counts, strict=True))
-    assert {limit: places[limit] for limit in (0.25, 0.5, 0.75, 1.0)} == dict(
-        zip((0.25, 0.5, 0.75, 1.0), shares, strict=True)
-    )
-    assert sum(counts) == 1 and (histogram.min, histogram.max) == (0, 1)
+    ((_, value),) = event_values(tmp_path)
+    assert value.tag == 'routing/sigmoid_histogram'
+    histogram = value.histo
+    buckets = dict(zip(histogram.bucket_limit, histogram.bucket, strict=True))
+    assert [buckets[limit] for limit in limits] == shares
+    assert sum(buckets.values()) == 1 and (histogram.min, histogram.max) == (0, 1)
     assert histogram.sum == 0.25 * 0.125 + 0.5 * 0.625 + 0.25 * 0.875
-    assert metrics.read_metrics(tmp_path)[1]['routing/sigmoid_histogram'] == [None] * 4
+    assert read_metrics(tmp_path)[1]['routing/sigmoid_histogram'] == [None] * 4
 
 
-def test_a_row_of_an_earlier_start_is_replaced(tmp_path):
-    """The last evaluation of a finished run, made again by a rerun, stays one row, the new one."""
-    with metrics.MetricsWriter(tmp_path, 0) as writer:
-        writer.write(4, {'loss': 1.0})
-        writer.write(4, {'eval/loss': 2.0})
-    with metrics.MetricsWriter(tmp_path, 4) as writer:
-        assert writer.has(4, 'eval/loss') and not writer.has(4, 'eval/gap')
-        writer.write(4, {'eval/loss': 3.0})
-        writer.write(5, {'loss': 0.5})
-    rows = [{'step': 4, 'loss': 1.0}, {'step': 4, 'eval/loss': 3.0}, {'step': 5, 'loss': 0.5}]
-    assert metrics.read_metrics(tmp_path) == rows
+def test_a_full_disk_ends_the_events_alone(tmp_path, monkeypatch, capsys):
+    """Regression: tensorboardX's own writer blocked the train loop forever here."""
+    written = []
+
+    def write(writer, event):
+        written.append(event)
+        if len(written) == 3:
+            raise OSError(errno.ENOSPC, 'No space left on device')
+
+    monkeypatch.setattr(RecordWriter, 'write', write)
+    with with_tensorboard(tmp_path) as writer:
+        for step in range(1, 30):
+            writer.write(step, {'loss': 1.0, 'histogram': 'a'})
+    assert [row['step'] for row in read_metrics(tmp_path)] == list(range(1, 30))
+    assert len(written) == 3
+    assert capsys.readouterr().err == 'no more metrics for TensorBoard: No space left on device\n'
+
+
+def test_a_file_in_place_of_the_event_directory_ends_the_events_alone(tmp_path, capsys):
+    (tmp_path / 'tensorboard').touch()
+    with with_tensorboard(tmp_path) as writer:
+        writer.write(1, {'loss': 1.0})
+    assert capsys.readouterr().err == 'no more metrics for TensorBoard: File exists\n'
+    assert len(read_metrics(tmp_path)) == 1
+
+
+class FakeRun:
+    """What wandb.init returns, as far as it is used."""
+
+    def __init__(self):
+        self.rows, self.finished, self.fails = [], False, False
+
+    def define_metric(self, name, step_metric):
+        assert (name, step_metric) == ('*', 'step')
+
+    def log(self, row):
+        if self.fails:
+            raise RuntimeError('no\nnetwork')
+        self.rows.append(row)
+
+    def finish(self):
+        self.finished = True
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """A wandb module that records; `inits` holds the arguments of each wandb.init."""
+    module = types.ModuleType('wandb')
+    module.inits, module.run, module.error = [], FakeRun(), None
+
+    def init(**arguments):
+        if module.error is not None:
+            raise module.error
+        module.inits.append(arguments)
+        return module.run
+
+    module.init, module.Settings = init, lambda **settings: settings
+    monkeypatch.setitem(sys.modules, 'wandb', module)
+    return module
+
+
+def test_wandb_gets_the_numbers_of_the_rows(fake, tmp_path):
+    """With their step, without lists and what is not finite."""
+    with MetricsWriter(tmp_path, 0, [WandbWriter(tmp_path, 'project', {'seed': 1})]) as writer:
+        writer.write(1, {'loss': 2.5, 'load': [1.0, 0.0], 'bad': float('nan')})
+        writer.write(1, {'eval/loss': 3.0})
+    assert fake.run.rows == [{'step': 1, 'loss': 2.5}, {'step': 1, 'eval/loss': 3.0}]
+    assert fake.run.finished
+    (init,) = fake.inits
+    assert init['project'] == 'project' and init['config'] == {'seed': 1}
+    assert init['name'] == tmp_path.name and init['dir'] == tmp_path
+
+
+def test_a_resumed_run_keeps_its_id_at_wandb(fake, tmp_path):
+    for _ in range(2):
+        WandbWriter(tmp_path, 'project', {}).close()
+    first, second = (init['id'] for init in fake.inits)
+    assert first == second == (tmp_path / WANDB_ID_FILE).read_text().strip() != ''
+    assert {init['resume'] for init in fake.inits} == {'allow'}
+    WandbWriter(tmp_path.parent, 'project', {}).close()
+    assert fake.inits[-1]['id'] != first
+
+
+def test_a_failure_of_wandb_is_reported_once_and_the_metrics_continue(fake, tmp_path, capsys):
+    with MetricsWriter(tmp_path, 0, [WandbWriter(tmp_path, 'project', {})]) as writer:
+        fake.run.fails = True
+        for step in (1, 2):
+            writer.write(step, {'loss': 1.0})
+    assert capsys.readouterr().err == 'no more metrics for W&B: no network\n'
+    assert [row['step'] for row in read_metrics(tmp_path)] == [1, 2]
+
+
+def test_wandb_without_login_or_package_is_one_line(fake, tmp_path, monkeypatch):
+    fake.error = RuntimeError('no API key\nconfigured')
+    with pytest.raises(ValueError) as caught:
+        WandbWriter(tmp_path, 'mine', {})
+    message = str(caught.value)
+    assert message.startswith('--wandb=mine: no API key configured; ') and '\n' not in message
+    assert 'WANDB_MODE=offline' in message
+    monkeypatch.setitem(sys.modules, 'wandb', None)  # importing it raises ImportError
+    check_wandb('')
+    right = r"--wandb=mine: needs pip install 'moddepth-jax\[wandb\]'"
+    with pytest.raises(ValueError, match=right):
+        check_wandb('mine')
+
+
+def log(workdir, first_step, process, steps):
+    with WindowLog(workdir, first_step, process) as windows:
+        for step in steps:
+            windows.write(step, [10 * step + process])
+
+
+def test_windows_of_all_processes_are_read_together(tmp_path):
+    """A step's windows are those of all files, sorted; other files are not read."""
+    (tmp_path / 'windows-x.jsonl').write_text('no log')
+    log(tmp_path, 0, 1, [1, 2])
+    log(tmp_path, 2, 0, [3])
+    log(tmp_path, 3, 1, [4])
+    assert read_windows(tmp_path) == {1: [11], 2: [21], 3: [30], 4: [41]}
+    log(tmp_path, 9, 0, [4])
+    assert read_windows(tmp_path)[4] == [40, 41]
+
+
+@pytest.mark.parametrize('torn', ['', '{"step": 4, "windows": [4', '{"step": 4, "windows": [41]'])
+def test_a_resume_drops_later_windows_of_all_processes(tmp_path, torn):
+    """Also those of a process that no longer exists, and a line that a kill truncated."""
+    log(tmp_path, 0, 1, [1, 2, 3])
+    with open(tmp_path / 'windows-1.jsonl', 'a') as file:
+        file.write(torn)
+    assert list(read_windows(tmp_path)) == [1, 2, 3]
+    log(tmp_path, 2, 0, [3, 4])
+    assert read_windows(tmp_path) == {1: [11], 2: [21], 3: [30], 4: [40]}
+    rows = (tmp_path / 'windows-1.jsonl').read_text().splitlines()
+    assert [json.loads(row)['step'] for row in rows] == [1, 2]

@@ -1,4 +1,4 @@
-"""The schedule runs from 0 to its end, decay is for matrices, and the predictor touches nothing."""
+"""The schedule ends with the run, decay is for matrices, the predictor changes nothing else."""
 
 import functools
 
@@ -9,9 +9,8 @@ import pytest
 
 from moddepth_jax.hparams import from_config
 from moddepth_jax.training.optimizer import learning_rate_schedule, make_optimizer
-from moddepth_jax.training.train_step import init_state, train_step
-
-FAST = {'xla_backend_optimization_level': 0}  # these tests compile longer than they compute
+from moddepth_jax.training.train_step import init_state
+from tests.training.toy_steps import FAST, ROUTED, initial, make_batch, step
 
 
 def hparams_of(tiny_config, **changes):
@@ -98,34 +97,14 @@ def test_weight_decay_is_for_matrices_only(tiny_config, decay_embeddings):
 
 def run_steps(tiny_config, rule, num_steps=4, **changes):
     """Parameters before and after `num_steps` of a model whose one block is routed, and metrics."""
-    random = np.random.default_rng(0)
-    hparams = hparams_of(
-        tiny_config,
-        **{
-            'model.num_layers': 1,
-            'model.routing.router': 'learned',
-            'model.routing.layers': '0',
-            'model.routing.capacity': 0.25,
-            'model.routing.causal_rule': rule,
-            'optimizer.learning_rate': 0.01,
-            'optimizer.warmup_fraction': 0.0,
-            **changes,
-        },
-    )
-    state = jax.jit(lambda: init_state(hparams, num_steps), compiler_options=FAST)()
-    step = jax.jit(train_step, compiler_options=FAST)
-    before, seen = state.params, []
-    for _ in range(num_steps):
-        tokens_BT = random.integers(0, 257, (4, 33)).astype(np.int32)
-        batch = {
-            'tokens_BT': tokens_BT[:, :-1],
-            'labels_BT': tokens_BT[:, 1:],
-            'segment_ids_BT': np.ones((4, 32), np.int32),
-        }
-        state, metrics = step(state, batch)
-        seen.append({name: float(metrics[name]) for name in ('grad_norm', 'rule_loss')})
+    changes = {'model.routing.causal_rule': rule, 'optimizer.clip_norm': 0.05} | changes
+    state = initial(hparams_of(tiny_config, **ROUTED | changes))
+    before, rows = state.params, []
+    for seed in range(num_steps):
+        state, metrics = step(state, make_batch(seed))
+        rows.append({name: float(metrics[name]) for name in ('grad_norm', 'rule_loss')})
     assert not state.skipped
-    return before, state.params, seen
+    return before, state.params, rows
 
 
 def split(params):
@@ -140,19 +119,19 @@ def split(params):
 @pytest.fixture(scope='module')
 def without_rule(tiny_config):
     """The run that trains no causal rule, under a clip so low that it acts on every step."""
-    before, after, seen = run_steps(tiny_config, 'dense', **{'optimizer.clip_norm': 0.05})
-    assert min(row['grad_norm'] for row in seen) > 2 * 0.05
+    before, after, rows = run_steps(tiny_config, 'dense')
+    assert min(row['grad_norm'] for row in rows) > 2 * 0.05
     return before, after
 
 
-def test_predictor_touches_nothing_else(tiny_config, without_rule):
+def test_the_predictor_changes_nothing_else(tiny_config, without_rule):
     """Trunk and router are bit-identical, step by step, to those of a run without the predictor.
 
-    Its loss weighs so much that it would rule a clipping norm that the two shared; it does train.
+    Its loss weighs so much that it would dominate a shared clipping norm; it does train.
     """
-    changes = {'optimizer.clip_norm': 0.05, 'model.routing.predictor_loss_weight': 100.0}
-    before, after, seen = run_steps(tiny_config, 'predictor', **changes)
-    assert min(row['rule_loss'] for row in seen) > 10
+    changes = {'model.routing.predictor_loss_weight': 100.0}
+    before, after, rows = run_steps(tiny_config, 'predictor', **changes)
+    assert min(row['rule_loss'] for row in rows) > 10
     trunk, predictor = split(after)
     trunk_before, predictor_before = split(before)
     expected, none = split(without_rule[1])
@@ -165,10 +144,9 @@ def test_predictor_touches_nothing_else(tiny_config, without_rule):
         assert np.any(values != predictor_before[path]), path
 
 
-def test_aux_loss_touches_the_trunk(tiny_config, without_rule):
+def test_the_aux_loss_changes_the_trunk(tiny_config, without_rule):
     """The other causal rule is not free: embedding and router differ after the same steps."""
-    changes = {'optimizer.clip_norm': 0.05, 'model.routing.aux_loss_weight': 0.01}
-    before, after, _ = run_steps(tiny_config, 'aux_loss', **changes)
+    before, after, _ = run_steps(tiny_config, 'aux_loss', **{'model.routing.aux_loss_weight': 0.01})
     (trunk, _), (expected, _) = split(after), split(without_rule[1])
     (trunk_before, _), (expected_before, _) = split(before), split(without_rule[0])
     assert all(np.array_equal(trunk_before[path], expected_before[path]) for path in trunk_before)

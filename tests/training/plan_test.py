@@ -1,12 +1,150 @@
-"""The plan of a run is made before it starts: whole steps within the budget, ids that fit."""
+"""The plan of a run: stages, whole steps within the budget, ids that fit the vocabulary."""
 
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer
 from moddepth_jax.hparams import from_config
-from moddepth_jax.model.flops import train_step_flops
+from moddepth_jax.model import flops
 from moddepth_jax.training import plan
+from moddepth_jax.training.plan import run_flops, stage_at, stage_starts
+from moddepth_jax.training.train_step import init_state, train_step
 from tests.data import tokenizer_files
+
+ROUTED = {'model.routing.router': 'learned', 'model.routing.layers': 'every:1'}
+STAGED = ROUTED | {'model.routing.capacity_stages': '1:0.2,0.5:0.3'}
+BY_THRESHOLD = {'model.routing.train_rule': 'threshold', 'model.routing.threshold_warmup': 0.4}
+
+
+@pytest.mark.parametrize(
+    ('num_steps', 'starts'),
+    [
+        (1, [(0, 0.125)]),
+        (2, [(0, 0.5), (1, 0.125)]),
+        (3, [(0, 1.0), (1, 0.5), (2, 0.125)]),
+        (10, [(0, 1.0), (2, 0.5), (5, 0.125)]),
+        (1000, [(0, 1.0), (200, 0.5), (500, 0.125)]),
+    ],
+)
+def test_stages_begin_at_whole_steps(num_steps, starts, tiny_config):
+    """At the rounded share of the steps; one without a step is omitted, the last one has a step."""
+    hparams = from_config(tiny_config(**STAGED))
+    found = stage_starts(hparams, num_steps)
+    assert [(first, stage.capacity) for first, stage in found] == starts
+    for step in range(min(num_steps, 20)):
+        (capacity,) = [c for first, c in starts if first <= step][-1:]
+        assert stage_at(hparams, num_steps, step).capacity == capacity
+    assert stage_at(hparams, num_steps, num_steps).capacity == 0.125
+
+
+def test_a_run_without_stages_has_one(tiny_config):
+    """Dense or routed, its steps all cost the same."""
+    for knobs in ({}, ROUTED):
+        hparams = from_config(tiny_config(**knobs))
+        ((first, stage),) = stage_starts(hparams, 100)
+        assert first == 0 and stage.routing == 'top_c'
+        assert run_flops(hparams, 100) == 100 * flops.train_step_flops(hparams)
+
+
+@pytest.mark.parametrize('knobs', [STAGED, STAGED | BY_THRESHOLD])
+def test_a_run_costs_the_sum_of_its_steps(knobs, tiny_config):
+    """Step by step, also for a part of a run."""
+    hparams = from_config(tiny_config(**knobs))
+    for num_steps in (1, 3, 7, 40):
+        costs = [
+            flops.train_step_flops(hparams, stage_at(hparams, num_steps, step))
+            for step in range(num_steps)
+        ]
+        for done in {0, 1, num_steps // 2, num_steps}:
+            assert run_flops(hparams, num_steps, done) == pytest.approx(sum(costs[:done]))
+        assert run_flops(hparams, num_steps) == pytest.approx(sum(costs))
+
+
+STAGINGS = ['1:0.2', '1:0.2,0.5:0.3', '1:0.05,0.9:0.05,0.1:0.3,0.8:0.1', '0.01:0.7']
+
+
+@pytest.mark.parametrize('stages', STAGINGS)
+@pytest.mark.parametrize('by_threshold', [False, True])
+def test_a_budget_is_filled_to_within_a_step(stages, by_threshold, tiny_config):
+    """The steps never cost more than the budget, and one step more would."""
+    knobs = ROUTED | {'model.routing.capacity_stages': stages, 'training.num_steps': 0}
+    knobs |= BY_THRESHOLD if by_threshold else {}
+    hparams = from_config(tiny_config(**knobs, flop_budget=1.0))
+    dearest = max(flops.train_step_flops(hparams, stage) for stage in hparams.stages)
+    for times in np.random.default_rng(0).uniform(1, 60, 40):
+        given = from_config(tiny_config(**knobs, flop_budget=float(times * dearest)))
+        num_steps = plan.resolve_steps(given)
+        assert run_flops(given, num_steps) <= times * dearest < run_flops(given, num_steps + 1)
+
+
+def traced_flops(hparams, stage):
+    """FLOPs of every product in the traced step of a stage."""
+    row = jax.ShapeDtypeStruct((hparams.data.batch_size, hparams.data.sequence_length), jnp.int32)
+    batch = dict.fromkeys(('tokens_BT', 'labels_BT', 'segment_ids_BT'), row)
+    state = jax.eval_shape(functools.partial(init_state, hparams, 10))
+    step = functools.partial(train_step, stage=stage)
+    return flops.dot_general_flops(jax.make_jaxpr(step)(state, batch))
+
+
+TRACED = {
+    'learned': ROUTED | BY_THRESHOLD | {'model.routing.layers': 'every:2'},
+    'norm': STAGED | {'model.routing.router': 'norm'},
+    'straight_through': STAGED | BY_THRESHOLD | {'model.routing.router': 'straight_through'},
+    'log_length': ROUTED | {'model.routing.capacity_form': 'log_length'},
+    'segments': STAGED | {'model.routing.select_per': 'segment'},
+    'random': ROUTED | {'model.routing.router': 'random'},
+}
+
+
+SLOW = ('norm', 'random', 'straight_through')
+
+
+@pytest.mark.parametrize(
+    'name',
+    [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in TRACED],
+)
+def test_counted_flops_of_each_stage_are_those_of_its_program(name, tiny_config):
+    """Counted FLOPs plus those on pairs that the mask hides are the step's products within 1%."""
+    shape = {
+        'model.num_layers': 2,
+        'model.d_model': 96,
+        'model.d_ff': 256,
+        'model.head_dim': 24,
+        'model.remat': 'none',
+        'model.attention': 'reference',
+        'model.windows': (0, 50),
+        'data.sequence_length': 128,
+        'data.batch_size': 2,
+    }
+    hparams = from_config(tiny_config(**shape | TRACED[name]))
+    counts = []
+    for stage in hparams.stages:
+        at = hparams.at(stage)
+        hidden = 3 * flops.masked_attention_flops(at, 2, 128, stage.routing)
+        counted = flops.train_step_flops(hparams, stage)
+        assert (counted + hidden) / traced_flops(hparams, stage) == pytest.approx(1, abs=0.01)
+        counts.append(counted)
+    assert len(set(counts)) == len(hparams.stages)
+
+
+def test_flops_under_a_rule_are_those_of_the_most_tokens(tiny_config):
+    """1.5 C tokens, or the dense block under `dense`, and so many in a shorter row too."""
+    knobs = {'model.routing.capacity': 0.25, 'model.routing.predictor_width': 0}
+    hparams = from_config(tiny_config(**ROUTED | knobs))  # of 32 tokens: C = 8, 12 slots
+
+    def projections(length, routing):
+        parts = flops.forward_breakdown(hparams, 1, length, routing)
+        return parts['projections'] / flops.forward_breakdown(hparams, 1, 1, 'dense')['projections']
+
+    assert projections(32, 'top_c') == 8
+    assert projections(32, 'predictor') == projections(32, 'threshold') == 12
+    assert projections(32, 'dense') == 32
+    assert (projections(10, 'predictor'), projections(16, 'predictor')) == (10, 12)
+    assert projections(64, 'predictor') == 24
 
 
 def one_line(caught, *words):
@@ -19,7 +157,7 @@ def one_line(caught, *words):
 @pytest.mark.parametrize('share', [1.0, 1.999, 2.0, 1e6])
 def test_a_budget_buys_whole_steps(tiny_config, share):
     """The steps are the floor of budget over cost, so that their total never exceeds the budget."""
-    cost = train_step_flops(from_config(tiny_config()))
+    cost = flops.train_step_flops(from_config(tiny_config()))
     changes = {'training.num_steps': 0, 'flop_budget': share * cost}
     assert plan.resolve_steps(from_config(tiny_config(**changes))) == int(share)
 
@@ -31,7 +169,7 @@ def test_steps_are_given_where_there_is_no_budget(tiny_config):
 
 def test_a_budget_below_one_step_is_refused_with_the_cost(tiny_config):
     """The line names the budget and what one step costs."""
-    cost = train_step_flops(from_config(tiny_config()))
+    cost = flops.train_step_flops(from_config(tiny_config()))
     changes = {'training.num_steps': 0, 'flop_budget': 0.999 * cost}
     with pytest.raises(ValueError) as caught:
         plan.resolve_steps(from_config(tiny_config(**changes)))
@@ -39,7 +177,7 @@ def test_a_budget_below_one_step_is_refused_with_the_cost(tiny_config):
 
 
 def test_a_vocabulary_below_the_tokenizers_is_refused(tiny_config):
-    """An id that the embedding does not have would be read as something else: both are named."""
+    """An id beyond the embedding would be read as another: both sizes are named."""
     hparams = from_config(tiny_config(**{'model.vocab_size': 256}))
     with pytest.raises(ValueError) as caught:
         plan.check_vocabulary(hparams, make_tokenizer('bytes'))
@@ -47,8 +185,8 @@ def test_a_vocabulary_below_the_tokenizers_is_refused(tiny_config):
     plan.check_vocabulary(from_config(tiny_config()), make_tokenizer('bytes'))
 
 
-def test_a_run_is_planned_with_the_tokenizer_that_it_keeps(tiny_config, tmp_path):
-    """Its file may be gone; without a kept one the file is asked for, before any text is read."""
+def test_a_run_is_planned_with_the_tokenizer_that_it_stores(tiny_config, tmp_path):
+    """Its file may be gone; without a stored one the file is required, before any text is read."""
     kept = tokenizer_files.byte_level()
     kept.save(tmp_path / 'tokenizer')
     for seed in range(4):
@@ -64,8 +202,8 @@ def test_a_run_is_planned_with_the_tokenizer_that_it_keeps(tiny_config, tmp_path
 
 
 def test_a_budget_of_more_steps_than_can_be_counted_is_refused(tiny_config):
-    """The step is an int32: a budget for 2^31 steps is told, not wrapped around."""
-    cost = train_step_flops(from_config(tiny_config()))
+    """The step is an int32: a budget for 2^31 steps is refused, not wrapped around."""
+    cost = flops.train_step_flops(from_config(tiny_config()))
     changes = {'training.num_steps': 0, 'flop_budget': 2.0**31 * cost}
     with pytest.raises(ValueError) as caught:
         plan.resolve_steps(from_config(tiny_config(**changes)))

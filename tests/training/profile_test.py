@@ -1,12 +1,12 @@
-"""A profile holds the steps that were asked for, and no others."""
+"""A profile holds the given steps, and no others."""
 
 import gzip
 import json
+import shutil
 
 import pytest
 
-from moddepth_jax.hparams import from_config
-from moddepth_jax.training import loop, preemption
+from moddepth_jax.training import loop
 from moddepth_jax.training.profile import Profile, parse_steps
 
 pytestmark = pytest.mark.usefixtures('compiled_once')
@@ -21,7 +21,7 @@ def test_bad_ranges_are_one_line(text):
 
 
 @pytest.mark.parametrize(('steps', 'first_step'), [((10, 12), 0), ((2, 5), 5)])
-def test_a_range_without_a_step_that_is_left_is_refused(tmp_path, steps, first_step):
+def test_a_range_without_a_remaining_step_is_refused(tmp_path, steps, first_step):
     with pytest.raises(ValueError, match=r'--profile=\d+:\d+: this run has 10 steps'):
         Profile(tmp_path, steps, 10, first_step)
 
@@ -37,33 +37,19 @@ def traced_steps(workdir):
     )
 
 
-@pytest.fixture(scope='module')
-def hparams(tiny_config, corpus):
-    return from_config(tiny_config(**{'data.source': corpus, 'training.num_steps': 6}))
+def test_the_given_steps_are_traced(finished, run_hparams, tmp_path, signals, capsys):
+    """The trace changes no bit, and the console says how to open it.
 
-
-def test_the_steps_asked_for_are_traced(hparams, tmp_path, capsys):
-    """The trace changes no bit, holds steps 2 to 3 of 6, and the console says how to open it."""
-    traced = loop.train(hparams, tmp_path / 'traced', profiled=(2, 4))
-    assert f'xprof --logdir={tmp_path}/traced/profile' in ''.join(
-        capsys.readouterr().out.split('\n')
-    )
-    assert traced_steps(tmp_path / 'traced') == [2, 3]
-    plain = loop.train(hparams, tmp_path / 'plain')
-    assert not (tmp_path / 'plain' / 'profile').exists()
-    assert traced.summary['state_sha256'] == plain.summary['state_sha256']
-
-
-def test_a_run_that_stops_keeps_what_was_traced(hparams, tmp_path, monkeypatch):
-    """Stopped after step 3, the trace of steps 2 to 5 holds the one step that ran."""
-    monkeypatch.setattr(preemption.PreemptionHandler, 'asked', _stop_at(3))
-    assert loop.train(hparams, tmp_path / 'run', profiled=(2, 6)).signal == 'SIGTERM'
-    assert traced_steps(tmp_path / 'run') == [2]
-
-
-def _stop_at(last):
-    def asked(self, step):
-        self.requested = 'SIGTERM' if step == last else None
-        return step == last
-
-    return asked
+    Stopped after step 3, the trace of steps 2 to 4 holds the one step that ran; resumed, the trace
+    of steps 4 to 5 holds both.
+    """
+    workdir = tmp_path / 'run'
+    signals[2] = 'SIGTERM'
+    assert loop.train(run_hparams, workdir, profiled=(2, 5)).signal == 'SIGTERM'
+    assert traced_steps(workdir) == [2]
+    assert f'xprof --logdir={workdir}/profile' in ''.join(capsys.readouterr().out.split('\n'))
+    shutil.rmtree(workdir / 'profile')
+    resumed = loop.train(run_hparams, workdir, profiled=(4, 6))
+    assert traced_steps(workdir) == [4, 5]
+    assert resumed.summary['state_sha256'] == finished.summary['state_sha256']
+    assert not (finished.workdir / 'profile').exists()

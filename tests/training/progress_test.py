@@ -1,4 +1,4 @@
-"""Few, aligned and literal lines in a log; one live line, in order, on a terminal."""
+"""Few, aligned and literal lines in a log; one live line on a terminal; rates without pauses."""
 
 import io
 import math
@@ -13,7 +13,7 @@ SPEED = {'tokens_per_second': 1e5, 'flops_per_second': 2e11}
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that the test turns: clock(seconds) lets that much time pass."""
+    """A fake clock: clock(seconds) lets that much time pass."""
     now = [100.0]
     monkeypatch.setattr(progress.time, 'monotonic', lambda: now[0])
 
@@ -51,7 +51,7 @@ def test_a_log_gets_few_aligned_rows(clock):
 
 
 def test_a_slow_run_shows_a_row_a_minute_and_a_short_one_each_step(clock):
-    """Silence in a log lasts a minute at most, or one update where that is longer."""
+    """A log is silent for a minute at most, or for one update if that takes longer."""
     assert steps_of(run(clock, total_steps=10_000, every=10, seconds=1.0))[:6] == [
         10, 20, 30, 90, 150, 210,
     ]  # fmt: skip
@@ -66,7 +66,7 @@ def test_a_resumed_run_counts_from_where_it_was(clock):
 
 
 def test_a_loss_that_is_not_a_number_is_shown(clock):
-    """NaN is what the user must see, not a gap."""
+    """The user must see the NaN, not a gap."""
     file = io.StringIO()
     with progress.Progress(100, 0, 1000, rich.console.Console(file=file)) as shown:
         shown.update(1, {'loss': math.nan} | SPEED)
@@ -88,7 +88,7 @@ def test_notes_are_literal(clock, terminal):
 
 
 def test_a_terminal_gets_one_live_line(clock):
-    """The last drawing holds every number, fits the width, and nothing scrolls by without notes."""
+    """The last drawing holds every number, fits the width, and nothing else scrolls."""
     lines = run(clock, terminal=True)
     assert len(lines) == 2 and 'compiling' in lines[0]
     last = lines[0].split('\x1b[2K')[-1]
@@ -144,9 +144,52 @@ def test_seconds_have_two_units(seconds, text):
     assert progress.format_seconds(seconds) == text
 
 
-def test_a_silent_one_prints_nothing(capfd):
-    """That of a process which is not the first of its run."""
+def test_a_silent_progress_prints_nothing(capfd):
+    """As on a process other than the leader."""
     with progress.Progress(10, 0, 32, silent=True) as shown:
         shown.note('a line')
         shown.update(1, {'loss': 1.0, 'tokens_per_second': 1.0, 'flops_per_second': 1.0})
     assert capfd.readouterr() == ('', '')
+
+
+def time_steps(watch, clock, steps, waited, computed):
+    for _ in range(steps):
+        with watch.waiting_for_data():
+            clock(waited)
+        clock(computed)
+        watch.step_done()
+
+
+def test_rates_of_a_window(clock):
+    """Tokens, FLOPs and the share of waiting, of the steps and seconds since the last call."""
+    watch = progress.Stopwatch()
+    time_steps(watch, clock, 4, 0.5, 1.5)
+    expected = {'tokens_per_second': 50.0, 'flops_per_second': 500.0, 'data_wait_fraction': 0.25}
+    assert watch.rates(100, 1000) == pytest.approx(expected)
+    time_steps(watch, clock, 1, 0.0, 4.0)
+    expected = {'tokens_per_second': 25.0, 'flops_per_second': 250.0, 'data_wait_fraction': 0.0}
+    assert watch.rates(100, 1000) == pytest.approx(expected)
+    assert watch.seconds() == pytest.approx(12.0)
+
+
+def test_pauses_do_not_count(clock):
+    """An evaluation of an hour changes neither rates nor total, whenever it comes."""
+    watch = progress.Stopwatch()
+    for _ in range(2):
+        time_steps(watch, clock, 1, 1.0, 1.0)
+        with watch.pause():
+            clock(3600)
+    clock(4.0)
+    rates = watch.rates(8, 0)
+    assert rates == pytest.approx(
+        {'tokens_per_second': 2.0, 'flops_per_second': 0.0, 'data_wait_fraction': 0.25}
+    )
+    with watch.pause():
+        clock(3600)
+    assert watch.seconds() == pytest.approx(8.0)
+
+
+def test_rates_without_time_are_finite(clock):
+    """Two calls at the same time do not divide by zero."""
+    watch = progress.Stopwatch()
+    assert watch.rates(100, 100) == dict.fromkeys(watch.rates(100, 100), 0.0)

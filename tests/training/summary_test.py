@@ -1,25 +1,35 @@
-"""summary.json is whole, valid JSON; its FLOPs agree with the traced train step."""
+"""summary.json is complete, valid JSON; FLOPs equal the trace; each parameter is counted once."""
 
 import json
 import math
 import os
 import types
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from moddepth_jax.hparams import from_config
 from moddepth_jax.training import summary
+from moddepth_jax.training.summary import parameter_lines, parameter_parts
+from moddepth_jax.training.train_step import init_state
 
 
-@pytest.mark.parametrize('length', [64, 320])
-@pytest.mark.parametrize('router', ['none', 'learned'])
+@pytest.mark.parametrize(
+    ('router', 'length'),
+    [
+        ('learned', 320),
+        ('none', 64),
+        pytest.param('none', 320, marks=pytest.mark.slow),
+        pytest.param('learned', 64, marks=pytest.mark.slow),
+    ],
+)
 def test_counted_flops_are_those_of_the_trace(tiny_config, router, length):
     """Counted FLOPs of a step are within 1% of the products in its trace without recomputation.
 
-    What runs is dearer, since blocks are recomputed and attention is cut into blocks; XLA's
-    estimate, which has elementwise work too, is of the same size.
+    The executed step costs more, since blocks are recomputed and attention is cut into blocks;
+    XLA's estimate, with elementwise work, is similar.
     """
     config = tiny_config(**{'model.routing.router': router, 'data.sequence_length': length})
     flops = summary.step_flops_report(from_config(config), 4)
@@ -30,10 +40,10 @@ def test_counted_flops_are_those_of_the_trace(tiny_config, router, length):
 
 
 @pytest.mark.slow
-def test_places_of_experts_that_nobody_takes_are_not_counted(tiny_config):
-    """Half of the choices fall on experts that do nothing; what is traced for them is left out.
+def test_unused_places_of_experts_are_not_counted(tiny_config):
+    """Half of the choices fall on experts that do nothing; their traced products do not count.
 
-    So is the forward pass that tells micro-batches the loads of the whole step; but it runs.
+    Nor does the forward pass that counts the loads of a step of micro-batches; but it is executed.
     """
     changes = {'model.experts.choice': 'token', 'model.experts.num_noop': 8}
     found = [
@@ -46,7 +56,7 @@ def test_places_of_experts_that_nobody_takes_are_not_counted(tiny_config):
     assert found[1]['flops_per_step_executed'] > 1.2 * found[0]['flops_per_step_executed']
 
 
-def test_ratios_are_told_by_layer():
+def test_ratios_are_grouped_by_layer():
     """Lists and arrays over layers become numbers and lists of each layer, by its index."""
     ratios = {'recall': [0.5, 0.25], 'load': np.float32([[0.5, 0.5], [1, 0]])}
     assert summary.by_layer((1, 11), ratios) == {
@@ -56,11 +66,11 @@ def test_ratios_are_told_by_layer():
     assert summary.by_layer((), {}) == {}
 
 
-def test_routed_layers_and_layers_with_experts_are_told_apart(tiny_config, monkeypatch):
-    """Each kind under its own name, by its own layers; `eval` keeps what is of the whole model."""
+def test_routed_layers_and_layers_with_experts_have_separate_groups(tiny_config, monkeypatch):
+    """Each by the indices of its layers; `eval` has the values of the whole model."""
     changes = {'model.routing.router': 'learned', 'model.experts.choice': 'token'}
     hparams = from_config(tiny_config(**changes))
-    for name in ('flops_of_a_step', 'state_sha256'):
+    for name in ('step_flops_report', 'state_sha256'):
         monkeypatch.setattr(summary, name, lambda *_: {})
     state = types.SimpleNamespace(step=4, num_steps=4, skipped=0, params={})
     dataset = types.SimpleNamespace(
@@ -91,8 +101,8 @@ def test_numbers_that_are_not_finite_are_null(tmp_path):
     assert text.endswith('}\n') and os.listdir(tmp_path) == ['summary.json']
 
 
-def test_a_summary_that_cannot_be_written_leaves_the_old_one(tmp_path):
-    """An error amid the content keeps the summary that was there."""
+def test_a_summary_that_cannot_be_written_does_not_replace_the_old_one(tmp_path):
+    """An error inside the content keeps the previous summary."""
     summary.write_summary(tmp_path, {'final_step': 1})
     with pytest.raises(TypeError):
         summary.write_summary(tmp_path, {'final_step': object()})
@@ -118,3 +128,41 @@ def test_cpu_threads_are_those_pinned(monkeypatch):
 def test_parameters_are_elements():
     """num_parameters counts elements of all leaves."""
     assert summary.num_parameters({'a': jnp.zeros((2, 3)), 'b': {'c': jnp.zeros(4)}}) == 10
+
+
+@pytest.fixture(scope='module')
+def params(tiny_config):
+    """Of six layers, three of them routed, with MoDA slots that the last layer does not write.
+
+    Layers fall into several runs, so that a part's layers have to be summed over them.
+    """
+    changes = {'num_layers': 6, 'routing.router': 'learned', 'depth.stream': 'moda'}
+    hparams = from_config(tiny_config(**{f'model.{name}': v for name, v in changes.items()}))
+    return jax.eval_shape(lambda: init_state(hparams, 1)).params
+
+
+def test_each_parameter_is_counted_once(params):
+    assert sum(part.parameters for part in parameter_parts(params)) == sum(
+        leaf.size for leaf in jax.tree.leaves(params)
+    )
+
+
+def test_parts_name_their_layers_and_arrays(params):
+    found = {part.name: part for part in parameter_parts(params)}
+    layers = {name: part.layers for name, part in found.items()}
+    assert layers == {
+        'embedding': 0, 'head': 0, 'attention': 6, 'mlp': 6, 'norms': 6, 'router': 3,
+        'predictor': 3, 'stream': 5,
+    }  # fmt: skip
+    assert set(found['attention'].arrays) == {'query', 'key', 'value', 'out'}
+    mlp = [leaf.size for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+           if 'mlp' in [getattr(key, 'key', None) for key in path]]  # fmt: skip
+    assert found['mlp'].parameters == sum(mlp)
+
+
+def test_lines_fall_by_size_and_end_with_the_sum(params):
+    header, *rows, last = parameter_lines(params)
+    sizes = [int(row[20:].split()[0].replace(',', '')) for row in rows]
+    assert sizes == sorted(sizes, reverse=True)
+    assert f'{sum(sizes):,}' in last and 'share' in header
+    assert all(line == line.rstrip() for line in (header, *rows, last))

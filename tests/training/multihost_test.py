@@ -1,4 +1,4 @@
-"""Processes find each other by their variables, agree on results and errors, and part cleanly."""
+"""Processes connect by environment variables, agree on results and errors, and exit cleanly."""
 
 import jax
 import pytest
@@ -17,42 +17,42 @@ SLURM = {
 
 
 @pytest.fixture
-def joined_with(monkeypatch):
-    """joined_with(variables): what JAX would have been told by `join` under these, or None."""
+def connect_with(monkeypatch):
+    """connect_with(variables): the arguments for jax.distributed.initialize, or None."""
     calls = []
     monkeypatch.setattr(jax.distributed, 'initialize', lambda **given: calls.append(given))
-    monkeypatch.setattr(multihost, '_keep_stdout', lambda: None)
+    monkeypatch.setattr(multihost, '_silence_native_stdout', lambda: None)
     for name in (*OURS, *SLURM, 'JAX_LOCAL_DEVICE_IDS'):
         monkeypatch.delenv(name, raising=False)
 
-    def join(variables):
+    def connect(variables):
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
         multihost.initialize()
         return calls[-1] if calls else None
 
-    return join
+    return connect
 
 
-def test_one_process_joins_nothing(joined_with):
+def test_one_process_joins_nothing(connect_with):
     """Without variables, with one process, and in a task of SLURM that is alone."""
-    assert joined_with({}) is None
-    assert joined_with({'JAX_NUM_PROCESSES': '1', **SLURM}) is None
-    assert joined_with({'JAX_NUM_PROCESSES': '', **SLURM, 'SLURM_NTASKS': '1'}) is None
+    assert connect_with({}) is None
+    assert connect_with({'JAX_NUM_PROCESSES': '1', **SLURM}) is None
+    assert connect_with({'JAX_NUM_PROCESSES': '', **SLURM, 'SLURM_NTASKS': '1'}) is None
 
 
-def test_our_variables_are_passed_on(joined_with):
-    """JAX reads two of the three not at all; the time without a heartbeat is ours."""
-    given = joined_with(OURS)
+def test_our_variables_are_passed_on(connect_with):
+    """JAX itself does not read two of the three; the heartbeat timeout is ours."""
+    given = connect_with(OURS)
     assert given['coordinator_address'] == 'host7:1234'
     assert (given['num_processes'], given['process_id']) == (4, 3)
     assert given['cluster_detection_method'] == 'deactivate'
     assert given['heartbeat_timeout_seconds'] == 10 and given['shutdown_timeout_seconds'] <= 30
 
 
-def test_a_step_of_slurm_is_left_to_jax(joined_with):
-    """With more than one task; JAX makes host, count, index and device of the same variables."""
-    given = joined_with(SLURM)
+def test_jax_reads_the_variables_of_a_slurm_step(connect_with):
+    """With more than one task; they give host, count, index and device."""
+    given = connect_with(SLURM)
     assert given['cluster_detection_method'] == 'slurm' and 'num_processes' not in given
     from jax._src.clusters import ClusterEnv
 
@@ -63,10 +63,10 @@ def test_a_step_of_slurm_is_left_to_jax(joined_with):
     assert 61439 < int(port) < 65536
 
 
-def test_the_script_of_an_allocation_is_no_step(joined_with):
-    """Outside srun SLURM_NTASKS counts tasks that are not there: nobody is waited for."""
+def test_the_script_of_a_slurm_allocation_runs_alone(connect_with):
+    """Outside srun SLURM_NTASKS counts tasks that do not exist: nothing is waited for."""
     without = {name: value for name, value in SLURM.items() if name != 'SLURM_STEP_NODELIST'}
-    assert joined_with(without) is None
+    assert connect_with(without) is None
 
 
 @pytest.mark.parametrize(
@@ -83,22 +83,22 @@ def test_the_script_of_an_allocation_is_no_step(joined_with):
         ({'JAX_LOCAL_DEVICE_IDS': '0;1'}, ['JAX_LOCAL_DEVICE_IDS=0;1', 'such as 0,1']),
     ],
 )
-def test_what_is_malformed_is_told_in_one_line(joined_with, variables, words):
-    """The variable, its value and what would be right; nothing has been joined."""
+def test_a_malformed_variable_is_one_line(connect_with, variables, words):
+    """The variable, its value and what would be right; nothing has been connected."""
     with pytest.raises(ValueError) as caught:
-        joined_with(OURS | variables)
+        connect_with(OURS | variables)
     text = str(caught.value)
     assert '\n' not in text and all(word in text for word in words), text
 
 
-def test_a_malformed_variable_of_slurm_is_told(joined_with):
+def test_a_malformed_variable_of_slurm_is_named(connect_with):
     """Not by JAX's own int(), which would not name it."""
     with pytest.raises(ValueError, match='SLURM_NTASKS=many'):
-        joined_with(SLURM | {'SLURM_NTASKS': 'many'})
+        connect_with(SLURM | {'SLURM_NTASKS': 'many'})
 
 
-def test_alone_everything_is_a_plain_call():
-    """One process is the first, waits for nobody, and has its own results and errors."""
+def test_a_single_process_calls_functions_directly():
+    """It is the leader, waits for nothing, and gets results and errors as they are."""
     assert multihost.is_leader() and not multihost.is_initialized()
     multihost.barrier('x')
     made = object()
@@ -108,17 +108,17 @@ def test_alone_everything_is_a_plain_call():
             call(lambda: {}['missing'])
 
 
-def test_a_loss_is_told_from_other_errors():
-    """JAX's errors of a peer that is gone, and those that were raised because of one."""
+def test_the_loss_of_a_process_is_recognized():
+    """In JAX's errors about a peer that is gone, and errors raised because of one."""
     reset = 'UNKNOWN: Gloo AllReduce failed: Read error [::1]:2: Connection reset by peer'
     lost = jax.errors.JaxRuntimeError(reset)
     around = ValueError('not saved')
     around.__cause__ = lost
-    assert 'Connection reset by peer' in multihost._loss(lost)
-    assert 'Connection reset by peer' in multihost._loss(around)
+    assert 'Connection reset by peer' in multihost._loss_reason(lost)
+    assert 'Connection reset by peer' in multihost._loss_reason(around)
     full = jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes')
     for other in (full, ValueError('connection reset'), RuntimeError('gloo')):
-        assert multihost._loss(other) is None
+        assert multihost._loss_reason(other) is None
         with pytest.raises(type(other)), multihost.exit_on_lost_process():
             raise other
 
@@ -131,7 +131,7 @@ def outcome(call):
         return call()
     except Exception as error:
         silent = isinstance(error, multihost.RemoteError)
-        return [type(error).__name__, silent, error.everywhere, str(error)]
+        return [type(error).__name__, silent, error.on_all_processes, str(error)]
 def fail(process, error):
     if me == process:
         raise error
@@ -152,25 +152,25 @@ print(json.dumps({
 
 
 def test_two_processes_agree():
-    """A result, an error on either, and what differs reach both; only one of them speaks of it."""
+    """A result, an error on either, and a difference reach both; only one of them reports it."""
     first, second = on_two_processes(AGREE)
     assert (first['first'], second['first']) == (True, False)
     assert first['long'] and second['long'] and (first['well'], second['well']) == (0, 1)
     assert (first['made'], second['made']) == (True, False)
     assert first['raised'][:3] == ['KeyError', False, True]
-    assert second['raised'][:3] == ['ToldByAnother', True, True]
+    assert second['raised'][:3] == ['RemoteError', True, True]
     assert 'a' in second['raised'][3] and '\n' not in second['raised'][3]
     assert second['failed'] == ['OSError', False, True, 'no disk']
-    assert first['failed'] == ['ToldByAnother', True, True, 'no disk']
+    assert first['failed'] == ['RemoteError', True, True, 'no disk']
     assert first['alike'] is None and second['alike'] is None
     words = 'b.c: 1 on process 1 and 0 on 0; must be the same on all processes'
     assert second['unlike'] == ['ValueError', False, True, words]
-    assert first['unlike'] == ['ToldByAnother', True, True, words]
+    assert first['unlike'] == ['RemoteError', True, True, words]
 
 
 @pytest.mark.slow
-def test_a_bad_config_is_told_once(tmp_path):
-    """Of two processes with the same error one tells it; both have status 2, nothing is left."""
+def test_a_bad_config_is_reported_once(tmp_path):
+    """One of two processes reports it; both have status 2, and nothing is written."""
     arguments = ['--config=configs/tiny.py', f'--workdir={tmp_path / "run"}', '--mesh=data=3']
     done = finish_two(start_two('-m', 'launch.train', *arguments))
     assert [status for status, _, _ in done] == [2, 2]
@@ -178,8 +178,8 @@ def test_a_bad_config_is_told_once(tmp_path):
     assert not (tmp_path / 'run').exists()
 
 
-def test_a_bad_flag_is_told_where_it_is_met():
-    """Before they have joined, no process knows of the others: each tells of its own flags."""
+def test_a_bad_flag_is_reported_by_each_process():
+    """Before they are connected, each process reports its flags."""
     done = finish_two(start_two('-m', 'launch.train', '--meshes=data=3'))
     assert [status for status, _, _ in done] == [2, 2]
     assert all('--meshes' in err and err.count('\n') == 1 for _, _, err in done)

@@ -1,4 +1,4 @@
-"""Signals are noticed, said, obeyed later, and leave no trace."""
+"""Signals are noticed and reported at once, obeyed later, and handlers are restored."""
 
 import os
 import signal
@@ -18,12 +18,12 @@ def send(name):
 
 
 @pytest.mark.parametrize('name', NAMES)
-def test_a_signal_is_requested_and_said_in_one_line(name, capfd):
-    """The run goes on after the signal, knows its name, and stderr has one line about it."""
+def test_a_signal_is_reported_in_one_line(name, capfd):
+    """The run continues after the signal, knows its name, and stderr has one line about it."""
     with preemption.PreemptionHandler() as stop:
-        assert stop.requested is None
+        assert stop.signal_name is None
         send(name)
-        assert stop.requested == name
+        assert stop.signal_name == name
     out, err = capfd.readouterr()
     assert out == '' and err.count('\n') == 1
     assert err.startswith(f'{name}: stopping after this step, then saving')
@@ -35,15 +35,15 @@ def test_the_second_ctrl_c_ends_at_once(capfd):
         send('SIGTERM')
         send('SIGTERM')
         send('SIGINT')
-        assert stop.requested == 'SIGTERM'
+        assert stop.signal_name == 'SIGTERM'
         with pytest.raises(KeyboardInterrupt):
             send('SIGINT')
     lines = capfd.readouterr().err.splitlines()
     assert [line.split(':')[0] for line in lines] == ['SIGTERM', 'SIGINT']
 
 
-def test_handlers_return_on_exit_and_a_second_use_starts_afresh(capfd):
-    """Outside, signals do what they did before, after an exit by an error too."""
+def test_handlers_are_restored_on_exit_and_a_second_use_starts_anew(capfd):
+    """Outside, the previous handlers act again, after an exit by an error too."""
     caught = []
     handler = signal.signal(signal.SIGUSR1, lambda number, frame: caught.append(number))
     try:
@@ -54,11 +54,11 @@ def test_handlers_return_on_exit_and_a_second_use_starts_afresh(capfd):
             send('SIGUSR1')
             raise RuntimeError
         assert [signal.getsignal(number) for number in preemption.SIGNALS] == before
-        assert stop.requested == 'SIGUSR1' and not caught
+        assert stop.signal_name == 'SIGUSR1' and not caught
         send('SIGUSR1')
         assert caught == [signal.SIGUSR1]
         with stop:
-            assert stop.requested is None
+            assert stop.signal_name is None
     finally:
         signal.signal(signal.SIGUSR1, handler)
     assert capfd.readouterr().err.count('\n') == 1
@@ -72,7 +72,7 @@ def test_in_another_thread_nothing_is_changed():
     def enter():
         with preemption.PreemptionHandler() as stop:
             during.extend(signal.getsignal(number) for number in preemption.SIGNALS)
-            during.append(stop.requested)
+            during.append(stop.signal_name)
 
     thread = threading.Thread(target=enter)
     thread.start()
@@ -80,21 +80,21 @@ def test_in_another_thread_nothing_is_changed():
     assert during == [*before, None]
 
 
-def test_several_processes_ask_jax_alone(monkeypatch):
-    """No handler of ours is installed, which would end JAX's own; it says after which step."""
+def test_several_processes_rely_on_jax(monkeypatch):
+    """No handler of ours is installed, which would disable JAX's; JAX chooses the step."""
     monkeypatch.setattr(jax, 'process_count', lambda: 2)
     monkeypatch.setattr(multihost_utils, 'reached_preemption_sync_point', lambda step: step == 7)
     before = [signal.getsignal(number) for number in preemption.SIGNALS]
     with preemption.PreemptionHandler() as stop:
         assert [signal.getsignal(number) for number in preemption.SIGNALS] == before
-        assert not stop.asked(6) and stop.requested is None
-        assert stop.asked(7) and stop.requested == 'SIGTERM'
+        assert not stop.should_stop(6) and stop.signal_name is None
+        assert stop.should_stop(7) and stop.signal_name == 'SIGTERM'
 
 
-def test_asked_after_a_step_it_tells_of_a_signal(capfd):
-    """One process has its own handlers, and no step of JAX's to wait for."""
+def test_one_process_stops_after_the_step_of_the_signal(capfd):
+    """With its own handlers, it does not wait for a step of JAX's choice."""
     with preemption.PreemptionHandler() as stop:
-        assert not stop.asked(1)
+        assert not stop.should_stop(1)
         send('SIGUSR1')
-        assert stop.asked(2)
+        assert stop.should_stop(2)
     assert 'SIGUSR1' in capfd.readouterr().err

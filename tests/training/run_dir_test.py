@@ -1,0 +1,334 @@
+"""A directory belongs to one config and one process at a time; it keeps the tokenizer."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from flax import traverse_util
+
+from moddepth_jax.data.directory import write_atomically
+from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer, tokenizer_of
+from moddepth_jax.hparams import from_config
+from moddepth_jax.training import run_dir
+from moddepth_jax.training.saved_run import read_hparams
+from tests.data import tokenizer_files
+
+ROOT = pathlib.Path(__file__).parents[2]
+CONFIG = {'seed': 0, 'model': {'d_model': 32, 'windows': (0, 16), 'across_documents': False}}
+CONFIG['training'] = {'log_every': 10, 'max_unsharded': 0.05, 'loss_chunk': 0}
+# No cap on selected tokens, and no bound on what is unsharded.
+OLD = {'model.routing.overflow': 'grow', 'training.max_unsharded': 1.0}
+# The knobs of the first version, whose runs have no others. This list never grows: a knob that was
+# added later is one of OLDER_RUNS, with the value that keeps the behavior of those runs.
+FIRST_KNOBS = """
+    seed flop_budget
+    model: vocab_size num_layers d_model d_ff num_heads num_kv_heads head_dim norm_placement
+    norm_eps qk_norm rope_theta use_bias tie_embeddings windows init_std embedding_init_std
+    scale_residual_init dtype attention layer_loop remat
+    model.routing: router layers capacity gate initial_gate causal_rule predictor_width
+    predictor_loss_weight aux_loss_weight
+    data: source text_field tokenizer sequence_length batch_size held_out_fraction
+    optimizer: learning_rate final_fraction warmup_fraction b1 b2 eps weight_decay clip_norm z_loss
+    training: num_steps accumulate_steps log_every checkpoint_every keep_checkpoints max_nan_steps
+    compilation_cache
+    evaluation: every num_batches final_batches
+    report: prompt sample_tokens temperature heatmap_tokens
+"""
+
+
+def contents(path):
+    return {file.name: file.read_bytes() for file in path.iterdir() if file.is_file()}
+
+
+def changed(config, name, value):
+    """A copy of the config, as JSON stores it, in which the dotted `name` is `value`."""
+    config = json.loads(json.dumps(config))
+    *groups, knob = name.split('.')
+    group = config
+    for part in groups:
+        group = group[part]
+    group[knob] = value
+    return config
+
+
+def without(config, names):
+    """A copy of the config, as JSON stores it, that lacks the dotted knobs and empty groups."""
+    flat = traverse_util.flatten_dict(json.loads(json.dumps(config)), sep='.')
+    flat = {name: value for name, value in flat.items() if name not in names}
+    return traverse_util.unflatten_dict(flat, sep='.')
+
+
+def write_config(path, config, version=1):
+    content = {'schema_version': version, 'config': config}
+    (path / 'config.json').write_text(json.dumps(content))
+
+
+def first_knobs():
+    """Dotted names of FIRST_KNOBS."""
+    group, names = '', set()
+    for word in FIRST_KNOBS.split():
+        if word.endswith(':'):
+            group = word.removesuffix(':') + '.'
+        else:
+            names.add(group + word)
+    return names
+
+
+def test_config_is_written_once_and_read_back(tmp_path):
+    """A new directory gets the config under a schema version; the same config opens it again."""
+    path = tmp_path / 'runs' / 'a'
+    run_dir.open_workdir(path, CONFIG)
+    text = (path / 'config.json').read_text()
+    expected = CONFIG | {'model': CONFIG['model'] | {'windows': [0, 16]}}
+    assert json.loads(text) == {'schema_version': 1, 'config': expected}
+    assert text == json.dumps(json.loads(text), indent=2, sort_keys=True) + '\n'
+    assert run_dir.read_config(path) == (expected, [])
+    (path / 'metrics.jsonl').write_text('{}\n')
+    before = contents(path)
+    assert run_dir.open_workdir(path, CONFIG) == []
+    assert contents(path) == before and sorted(before) == ['config.json', 'lock', 'metrics.jsonl']
+
+
+@pytest.mark.parametrize(
+    ('config', 'field', 'values'),
+    [
+        (changed(CONFIG, 'model.d_model', 64), 'model.d_model', ('32', '64')),
+        (changed(CONFIG, 'model.windows', (0, 8)), 'model.windows', ('[0, 16]', '[0, 8]')),
+        (changed(CONFIG, 'model.remat', 'block'), 'model.remat', ("'absent'", "'block'")),
+        ({'model': CONFIG['model'], 'seed': 0}, 'training.log_every', ('10', "'absent'")),
+    ],
+)
+def test_another_config_is_refused_by_field(tmp_path, config, field, values):
+    """The first field that differs is named with both values in one line; nothing is written."""
+    run_dir.open_workdir(tmp_path, CONFIG)
+    before = contents(tmp_path)
+    with pytest.raises(ValueError) as caught:
+        run_dir.open_workdir(tmp_path, config, volatile=('seed',))
+    message = str(caught.value)
+    assert f'{field} is {values[0]} in its config.json and {values[1]} in this run' in message
+    assert 'use another --workdir' in message and '\n' not in message
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize('volatile', ['training.log_every', 'training'])
+def test_volatile_fields_may_differ(tmp_path, volatile):
+    """A field that is volatile, alone or by its group, may change, and is stored as it is now."""
+    run_dir.open_workdir(tmp_path, CONFIG)
+    config = changed(CONFIG, 'training.log_every', 1)
+    run_dir.open_workdir(tmp_path, config, volatile=(volatile,))
+    run_dir.update_config(tmp_path, config)
+    assert run_dir.read_config(tmp_path)[0]['training']['log_every'] == 1
+    with pytest.raises(ValueError, match=r'training\.log_every'):
+        run_dir.open_workdir(tmp_path, CONFIG, volatile=('train',))
+
+
+def test_a_directory_of_something_else_is_refused_unchanged(tmp_path):
+    """A file, and a directory of other things, are refused by name; nothing appears in them."""
+    file = tmp_path / 'notes.txt'
+    file.write_text('mine')
+    for path, found in ((tmp_path, "holds 'notes.txt' but no config.json"), (file, 'is a file')):
+        with pytest.raises(ValueError, match=found) as caught:
+            run_dir.open_workdir(path, CONFIG)
+        assert f'--workdir={path}' in str(caught.value)
+    assert os.listdir(tmp_path) == ['notes.txt'] and file.read_text() == 'mine'
+    with pytest.raises(ValueError, match='must be a directory that can be written'):
+        run_dir.open_workdir(file / 'below', CONFIG)
+
+
+def test_a_run_killed_while_it_wrote_its_config_leaves_a_usable_directory(tmp_path):
+    """The files that such a kill can leave do not count as something else."""
+    (tmp_path / 'lock').touch()
+    (tmp_path / 'config.json.host-7.tmp').write_text('{"sche')
+    run_dir.open_workdir(tmp_path, CONFIG)
+    assert run_dir.read_config(tmp_path)[0]['seed'] == 0
+
+
+def test_every_later_knob_has_a_value_for_older_runs(tiny_config):
+    """A knob that is added and forgotten in OLDER_RUNS would make every older run unreadable."""
+    config = dataclasses.asdict(from_config(tiny_config()))
+    names = set(traverse_util.flatten_dict(config, sep='.'))
+    first, later = first_knobs(), set(run_dir.OLDER_RUNS)
+    assert len(first) == 61 and not first & later
+    assert names == first | later
+
+
+@pytest.mark.parametrize('lacking', [run_dir.OLDER_RUNS, ['report.top_p']], ids=len)
+def test_an_older_run_resumes_with_the_values_of_its_time(tmp_path, tiny_config, lacking):
+    """Each knob it lacks, with whole groups, has its old behavior; one line names these only.
+
+    Another value of such a knob is refused. Once the run resumes, its config is complete.
+    """
+    hparams = from_config(tiny_config(**OLD))
+    config = dataclasses.asdict(hparams)
+    write_config(tmp_path, without(config, lacking))
+    before = contents(tmp_path)
+    stored, (note,) = run_dir.read_config(tmp_path)
+    assert dataclasses.asdict(from_config(stored)) == config
+    assert str(tmp_path) in note and '\n' not in note
+    for name, value in run_dir.OLDER_RUNS.items():
+        assert (f'{name}={value!r}' in note) == (name in lacking)
+    other = dataclasses.asdict(from_config(tiny_config(**OLD, **{'report.top_p': 0.5})))
+    with pytest.raises(ValueError, match='report.top_p is 1.0 in its config.json and 0.5'):
+        run_dir.open_workdir(tmp_path, other)
+    assert run_dir.open_workdir(tmp_path, config) == [note]
+    assert contents(tmp_path) == before
+    run_dir.update_config(tmp_path, config)
+    assert run_dir.open_workdir(tmp_path, config) == []
+    assert read_hparams(tmp_path) == (hparams, [])
+
+
+@pytest.mark.parametrize(
+    ('text', 'words'),
+    [
+        (None, ['holds no config.json']),
+        ('{"schema_version": 1, "con', ['config.json: unreadable']),
+        ('{"seed": 0}', ['config.json: unreadable']),
+        ('[' * 100_000, ['config.json: unreadable']),
+        ('[]', ['config.json: unreadable']),
+        ('', ['config.json: unreadable']),
+        ('{"schema_version": 2, "config": {}}', ['schema_version=2; must be 1', 'newer version']),
+        ('{"schema_version": 1, "config": []}', ['schema_version=1', 'config of named fields']),
+    ],
+)
+def test_a_missing_or_corrupt_config_is_one_line(tmp_path, text, words):
+    """The file or directory and what is wrong with it, however it is read."""
+    if text is not None:
+        (tmp_path / 'config.json').write_text(text)
+    for read in (run_dir.read_config, read_hparams):
+        assert_refused(lambda read=read: read(tmp_path), [str(tmp_path), *words])
+
+
+def assert_refused(call, words):
+    with pytest.raises(ValueError) as caught:
+        call()
+    message = str(caught.value)
+    assert '\n' not in message and all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    ('name', 'value', 'word'),
+    [
+        ('model.d_model', '32', ''),
+        ('model.d_model', None, ''),
+        ('model.depth', 5, ''),
+        ('model', 5, ''),
+        ('model', ['routing'], ''),
+        ('model.routing', [1], ''),
+        ('report', 'def ', ''),
+        ('model.windows', 'wide', ''),
+        ('optimizer.b1', [0.9], ''),
+        ('model.later', 1, 'no such knob; a newer version wrote it'),
+        ('later', {'knob': 2}, 'no such knob; a newer version wrote it'),
+        ('training.max_nan_step', 5, 'no such knob; a newer version wrote it'),
+    ],
+)
+def test_a_stored_knob_that_does_not_fit_is_named(name, value, word, tmp_path, tiny_config):
+    """Of another type, or unknown: one line, on resuming and by every reader; nothing written."""
+    config = dataclasses.asdict(from_config(tiny_config()))
+    write_config(tmp_path, changed(config, name, value))
+    before = contents(tmp_path)
+    for read in (lambda: run_dir.open_workdir(tmp_path, config), lambda: read_hparams(tmp_path)):
+        assert_refused(read, [str(tmp_path), name, repr(value), word])
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    'config', [{}, {'model': 3}, {'model': {'routing': 'learned'}}, {'model': {}, 'data': None}]
+)
+def test_missing_groups_and_first_knobs_are_not_filled_in(tmp_path, config, tiny_config):
+    """They mean a damaged config: its reader names the first group or knob that is missing."""
+    write_config(tmp_path, config)
+    stored, _ = run_dir.read_config(tmp_path)
+    assert stored.keys() == config.keys()
+    with pytest.raises(ValueError, match='config.json: [a-z_.]+') as caught:
+        read_hparams(tmp_path)
+    assert '\n' not in str(caught.value)
+    complete = dataclasses.asdict(from_config(tiny_config()))
+    write_config(tmp_path, without(complete, ['model.d_model']))
+    with pytest.raises(ValueError, match='model.d_model: missing'):
+        read_hparams(tmp_path)
+
+
+def test_a_directory_in_place_of_the_config_is_one_line(tmp_path):
+    (tmp_path / 'config.json').mkdir()
+    assert_refused(lambda: read_hparams(tmp_path), ['config.json: unreadable', 'Is a directory'])
+
+
+def test_the_old_text_survives_a_failed_atomic_write(tmp_path):
+    path = tmp_path / 'file'
+    write_atomically(path, 'old')
+    with pytest.raises(UnicodeEncodeError):
+        write_atomically(path, 'new \ud800')
+    assert path.read_text() == 'old' and os.listdir(tmp_path) == ['file']
+    write_atomically(path, 'new')
+    assert path.read_text() == 'new'
+
+
+HOLD = """
+import sys
+from moddepth_jax.data.directory import DirectoryLock
+lock = DirectoryLock(sys.argv[1], '--workdir')
+print('held', flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_second_run_is_refused_until_the_first_is_dead(tmp_path):
+    """Two processes never hold one directory, and a kill -9 leaves no lock behind."""
+    pipe = subprocess.PIPE
+    command = [sys.executable, '-c', HOLD, str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdout.readline() == 'held\n'
+        words = [f'--workdir={tmp_path}: in use by process {process.pid} on ', 'another --workdir']
+        assert_refused(lambda: run_dir.WorkdirLock(tmp_path), words)
+        assert_refused(lambda: run_dir.open_workdir(tmp_path, CONFIG), words)
+        assert os.listdir(tmp_path) == ['lock']
+        process.kill()
+    with run_dir.WorkdirLock(tmp_path):
+        assert_refused(lambda: run_dir.WorkdirLock(tmp_path), [f'process {os.getpid()} '])
+    run_dir.WorkdirLock(tmp_path).close()
+
+
+@pytest.fixture
+def hparams(tiny_config, tmp_path):
+    """Of a run whose tokenizer file is gone."""
+    return from_config(tiny_config(**{'data.tokenizer': str(tmp_path / 'gone.json')}))
+
+
+def test_the_tokenizer_is_stored_once(hparams, tmp_path):
+    """It is read back without its file; a second start leaves it, and remains of a kill go."""
+    (tmp_path / 'tokenizer.host-1.tmp').mkdir()
+    (tmp_path / 'tokenizer.host-1.tmp' / 'tokenizer.json').write_text('{')
+    tokenizer = tokenizer_files.byte_level()
+    run_dir.save_tokenizer(tmp_path, hparams, tokenizer)
+    assert os.listdir(tmp_path) == ['tokenizer']
+    assert tokenizer_of(hparams.data, tmp_path).sha256 == tokenizer.sha256
+    files = {file: file.stat().st_mtime_ns for file in (tmp_path / 'tokenizer').iterdir()}
+    run_dir.save_tokenizer(tmp_path, hparams, tokenizer)
+    assert {file: file.stat().st_mtime_ns for file in (tmp_path / 'tokenizer').iterdir()} == files
+
+
+def test_another_tokenizer_is_refused(hparams, tmp_path):
+    """A run resumes with the ids that it began with. A directory that is a file is named."""
+    (tmp_path / 'llama.json').write_text(tokenizer_files.llama_file())
+    run_dir.save_tokenizer(tmp_path, hparams, tokenizer_files.byte_level())
+    other = make_tokenizer(tmp_path / 'llama.json')
+    words = ['tokenizer: holds bpe:320, ', '; put back']
+    assert_refused(lambda: run_dir.save_tokenizer(tmp_path, hparams, other), words)
+    words = ['--workdir=', '; must be a directory that can be written']
+    file = tmp_path / 'llama.json'
+    assert_refused(lambda: run_dir.save_tokenizer(file, hparams, other), words)
+
+
+def test_bytes_need_no_folder_unless_they_were_prepared(tiny_config, tmp_path):
+    """`prepared` does not say which tokenizer it was, once the prepared text has moved."""
+    tokenizer = make_tokenizer('bytes')
+    run_dir.save_tokenizer(tmp_path, from_config(tiny_config()), tokenizer)
+    assert not list(tmp_path.iterdir())
+    prepared = from_config(tiny_config(**{'data.tokenizer': 'prepared'}))
+    run_dir.save_tokenizer(tmp_path, prepared, tokenizer)
+    assert tokenizer_of(prepared.data, tmp_path).name == 'bytes'
