@@ -52,7 +52,7 @@ def load(folder: str, data, tokenizer, trained_on) -> tuple[dict, dict]:
       ValueError: one line with the domain's name, for text that cannot be read, and where all
         domains are too short.
     """
-    from moddepth_jax.data import files
+    from moddepth_jax.data import readers
     from moddepth_jax.data.mixture import is_prepared
     from moddepth_jax.data.pipeline import make_held_out
     from moddepth_jax.data.windows import TooShort
@@ -62,7 +62,7 @@ def load(folder: str, data, tokenizer, trained_on) -> tuple[dict, dict]:
         own = dataclasses.replace(data, source=source, mixture='')
         try:
             if not is_prepared(source):
-                files.find(source, 'domain', f'must hold {files.KINDS}, or launch.prepare wrote it')
+                readers.find_files(source, 'domain', f'must hold {readers.describe_formats()}, or launch.prepare wrote it')
             datasets[name] = make_held_out(own, tokenizer, trained_on)
         except TooShort as error:
             skipped[name] = str(error).partition(': ')[2]

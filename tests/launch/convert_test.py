@@ -16,7 +16,7 @@ import pytest
 from launch import dense_start, first_checkpoint
 from moddepth_jax.conversion.hugging_face import import_params
 from moddepth_jax.data.pipeline import make_dataset
-from moddepth_jax.data.tokenizers.bpe_training import train_bpe
+from moddepth_jax.data.tokenizers.json_tokenizer import train_bpe
 from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
 from moddepth_jax.hparams import from_config
 from moddepth_jax.inference.generate import generate
