@@ -46,7 +46,7 @@ def enable_compilation_cache(hparams):
     """Has compiled programs kept under the user's cache directory, if the run wants that."""
     import jax
 
-    from moddepth_jax.data.compression_baselines import cache_directory
+    from moddepth_jax.data.directory import cache_directory
 
     cache = cache_directory()
     if hparams.training.compilation_cache and cache is not None:

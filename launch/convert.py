@@ -1,4 +1,4 @@
-"""Takes a Hugging Face checkpoint in, hands one out, or makes a dense run a MoD or MoDA one.
+"""Imports or exports a Hugging Face checkpoint, or turns a dense run into a MoD or MoDA run.
 
 python -m launch.convert --from_hf=SmolLM2-135M --workdir=runs/smol
 python -m launch.convert --from_hf=OLMo-2-0425-1B --workdir=runs/olmo \\
@@ -9,9 +9,9 @@ python -m launch.convert --from_workdir=runs/smol --workdir=runs/smol_mod \\
     --config.model.routing.capacity_stages=1:0.2 --config.training.num_steps=2000
 
 The folder of --from_hf holds config.json and *.safetensors of a Llama or OLMo2 model; a dense run
-of the same kind can be handed out as one. What comes in, or from a dense run, is a run before its
-first step: launch.generate and launch.evaluate work on it, and
-launch.train --config=WORKDIR/config.json --workdir=WORKDIR goes on from it.
+of the same kind can be exported as one. --from_hf and --from_workdir make a run before its first
+step: launch.generate and launch.evaluate work on it, and
+launch.train --config=WORKDIR/config.json --workdir=WORKDIR continues it.
 """
 
 import json
@@ -24,22 +24,21 @@ from launch import cli, config_file, first_checkpoint
 
 CONFIG = cli.define_config(default='configs/imported.py')
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run, new but for --to_hf.')
-FROM_HF = flags.DEFINE_string('from_hf', None, 'Folder of a Hugging Face model to take in.')
+FROM_HF = flags.DEFINE_string('from_hf', None, 'Folder of a Hugging Face model to import.')
 TO_HF = flags.DEFINE_string('to_hf', None, 'New folder for --workdir as a Hugging Face model.')
 FROM_WORKDIR = flags.DEFINE_string(
-    'from_workdir', None, 'Dense run that --workdir is to begin with; --config says what it adds.'
+    'from_workdir', None, 'Dense run that --workdir starts from; --config says what it adds.'
 )
 DTYPE = flags.DEFINE_enum(
     'dtype',
     None,
     ['float32', 'bfloat16', 'float16'],
-    'Of the tensors of --to_hf. Default: as they were when they came in, else float32.',
+    'Of the tensors of --to_hf. Default: as they were imported, otherwise float32.',
 )
 SEPARATOR = flags.DEFINE_string(
     'separator',
     None,
-    'Special token of the tokenizer of --from_hf that starts a document. Default: what its files '
-    'say.',
+    'Special token of the tokenizer of --from_hf that starts a document. Default: see its files.',
 )
 TOKENIZER_FILES = (
     'tokenizer.json',
@@ -48,18 +47,18 @@ TOKENIZER_FILES = (
     'special_tokens_map.json',
 )
 OTHER_FORMS = ('vocab.json', 'vocab.txt', 'merges.txt', 'tokenizer_config.json')
-BESIDE = (*TOKENIZER_FILES, 'generation_config.json')
+COPIED_FILES = (*TOKENIZER_FILES, 'generation_config.json')
 
 
 def _import():
-    """A run that begins with the parameters of --from_hf."""
+    """Writes a run with the parameters of --from_hf."""
     from moddepth_jax.conversion.families import CONFIG_FILE, knobs_of, read_config
 
     folder = pathlib.Path(FROM_HF.value)
     given = read_config(folder)
-    hparams, tokenizer = _imported(folder, knobs_of(given, str(folder / CONFIG_FILE)))
+    hparams, tokenizer = _hparams_and_tokenizer(folder, knobs_of(given, str(folder / CONFIG_FILE)))
 
-    from moddepth_jax.analysis.report import prompt_tokens  # these load JAX, which takes a while
+    from moddepth_jax.analysis.report import prompt_tokens  # imports JAX, which takes a while
     from moddepth_jax.conversion.hugging_face import import_params
     from moddepth_jax.data.pipeline import make_dataset
     from moddepth_jax.training.summary import num_parameters
@@ -67,7 +66,7 @@ def _import():
     prompt_tokens(hparams, tokenizer)
     dataset = make_dataset(hparams.data, hparams.seed, tokenizer=tokenizer)
     params, dtype = import_params(folder, hparams)
-    files = [folder / name for name in (CONFIG_FILE, *BESIDE) if (folder / name).exists()]
+    files = [folder / name for name in (CONFIG_FILE, *COPIED_FILES) if (folder / name).exists()]
     name = folder.resolve().name
     note = {'from': 'hugging face', 'name': name, 'model_type': given['model_type']}
     note['dtype'] = dtype
@@ -75,13 +74,13 @@ def _import():
     count = num_parameters(params)
     print(f'{name}: {given["model_type"]}, {count:,} parameters, {dtype}, now float32')
     if tokenizer.name == 'bytes':
-        print(f'{name} holds no tokenizer: its ids are taken for bytes')
+        print(f'{name} has no tokenizer: its ids are used as bytes')
     print(f'tokenizer {tokenizer.name}, {tokenizer.vocab_size:,} ids; data {dataset.corpus.name}')
-    _tell_next()
+    _print_next()
 
 
-def _imported(folder, knobs):
-    """Hyper-parameters of a run of the model in `folder`, and its tokenizer."""
+def _hparams_and_tokenizer(folder, knobs):
+    """Hyper-parameters and tokenizer of a run of the model in `folder`."""
     from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer, tokenizer_of
     from moddepth_jax.hparams import from_config
 
@@ -122,7 +121,7 @@ def _imported(folder, knobs):
 
 
 def _export():
-    """--workdir as a folder of Hugging Face."""
+    """Writes --workdir as a Hugging Face folder."""
     from moddepth_jax.conversion.families import CONFIG_FILE, config_of, family_of, read_config
     from moddepth_jax.conversion.hugging_face import export_params
     from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
@@ -134,29 +133,29 @@ def _export():
     run = cli.load_saved_run(WORKDIR.value)
     model, data = run.hparams.model, run.hparams.data
     dtype = DTYPE.value or first_checkpoint.read_note(workdir).get('dtype', 'float32')
-    carried, original = workdir / first_checkpoint.SOURCE_FILES, None
-    if (carried / CONFIG_FILE).exists():
-        original = read_config(carried)
+    source_files, original = workdir / first_checkpoint.SOURCE_FILES, None
+    if (source_files / CONFIG_FILE).exists():
+        original = read_config(source_files)
     tokenizer = tokenizer_of(data, workdir)
     ids = {'bos_token_id': tokenizer.separator, 'eos_token_id': list(tokenizer.stops)}
     with first_checkpoint.atomic_folder('to_hf', TO_HF.value) as folder:
         config = config_of(model, dtype, data.sequence_length, ids, original)
         export_params(folder, run.hparams, run.state.params, dtype)
-        for name in BESIDE:
-            source = carried / name if original is not None else workdir / 'tokenizer' / name
+        for name in COPIED_FILES:
+            source = (source_files if original is not None else workdir / 'tokenizer') / name
             if source.exists():
                 shutil.copyfile(source, folder / name)
         _name_separator(folder, tokenizer)
         (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + '\n', encoding='utf-8')
-        there = any((folder / name).exists() for name in TOKENIZER_FILES)
+        has_tokenizer = any((folder / name).exists() for name in TOKENIZER_FILES)
     print(f'{TO_HF.value}: {kind}, step {run.step}, {dtype}')
-    if not there:
+    if not has_tokenizer:
         what = f'{tokenizer.name} tokenizer, which has no file'
         print(f'{what}: ids are bytes, and {tokenizer.separator} starts a document')
 
 
 def _name_separator(folder, tokenizer):
-    """A tokenizer_config.json beside a tokenizer.json that came without one."""
+    """Writes a tokenizer_config.json next to a tokenizer.json that came without one."""
     file, config = folder / 'tokenizer.json', folder / 'tokenizer_config.json'
     if not file.exists() or config.exists():
         return
@@ -168,10 +167,10 @@ def _name_separator(folder, tokenizer):
 
 
 def _from_dense():
-    """A run of --config that begins with the parameters of the dense run --from_workdir."""
-    from launch.dense_start import start_from
+    """Writes a run of --config with the parameters of the dense run --from_workdir."""
     from moddepth_jax.analysis.report import prompt_tokens
-    from moddepth_jax.conversion.carried import check_shared
+    from moddepth_jax.conversion.transfer_params import check_convertible
+    from moddepth_jax.conversion.upcycle import upcycle
     from moddepth_jax.data.pipeline import make_dataset
     from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
     from moddepth_jax.hparams import from_config
@@ -179,7 +178,7 @@ def _from_dense():
 
     source, hparams = FROM_WORKDIR.value, from_config(CONFIG.value)
     before = read_hparams(source)[0]
-    check_shared(before.model, hparams.model)
+    check_convertible(before.model, hparams.model)
     tokenizer = tokenizer_of(before.data, source)
     if hparams.data.tokenizer not in ('prepared', before.data.tokenizer, tokenizer.name):
         right = f'the run that is converted has {before.data.tokenizer!r}'
@@ -187,12 +186,11 @@ def _from_dense():
     prompt_tokens(hparams, tokenizer)
     run = cli.load_saved_run(source)
     dataset = make_dataset(hparams.data, hparams.seed, tokenizer=tokenizer)
-    params, averages, note = start_from(run, hparams, dataset)
-    note |= {
-        key: value for key, value in first_checkpoint.read_note(source).items() if key == 'dtype'
-    }
-    carried = pathlib.Path(source) / first_checkpoint.SOURCE_FILES
-    files = sorted(carried.iterdir()) if carried.is_dir() else []
+    params, averages, note = upcycle(run, hparams, dataset, measure_loss)
+    if dtype := first_checkpoint.read_note(source).get('dtype'):
+        note['dtype'] = dtype
+    source_files = pathlib.Path(source) / first_checkpoint.SOURCE_FILES
+    files = sorted(source_files.iterdir()) if source_files.is_dir() else []
     first_checkpoint.write_new_run(WORKDIR.value, hparams, params, averages, dataset, note, files)
     print(f'{source}, step {run.step}, {note["held_out_batches"]} held-out batches, nats a token')
     print(f'  dense       {note["dense_loss"]:.4f}')
@@ -200,18 +198,32 @@ def _from_dense():
     if 'loss_at_last_capacity' in note:
         last = f'{note["loss_at_last_capacity"]:.4f}'
         print(f'  untrained at the last capacity  {last}')
-    _tell_next()
+    _print_next()
 
 
-def _tell_next():
+def measure_loss(params, averages, hparams, dataset):
+    """Nats per target of the first evaluation.num_batches batches by top-C, as in training."""
+    import jax
+
+    from moddepth_jax.training.evaluate import evaluate
+    from moddepth_jax.training.mesh import make_mesh
+    from moddepth_jax.training.train_step import model_variables
+
+    mesh, num_batches = make_mesh('data=1'), hparams.evaluation.num_batches
+    variables = model_variables(params, averages)
+    with jax.set_mesh(mesh):
+        return evaluate(variables, hparams, dataset, mesh, num_batches, 'top_c')['loss']
+
+
+def _print_next():
     workdir = WORKDIR.value
     print(f'train on it: python -m launch.train --config={workdir}/config.json --workdir={workdir}')
 
 
 def _check_flags():
-    """What to do; raises ValueError where the flags do not say one thing."""
-    ways = {'from_hf': _import, 'to_hf': _export, 'from_workdir': _from_dense}
-    given = [name for name in ways if flags.FLAGS[name].value is not None]
+    """The action that the flags ask for; raises ValueError if they are ambiguous."""
+    actions = {'from_hf': _import, 'to_hf': _export, 'from_workdir': _from_dense}
+    given = [name for name in actions if flags.FLAGS[name].value is not None]
     if len(given) != 1 or WORKDIR.value is None:
         found = ', '.join(f'--{name}' for name in given) or 'nothing'
         right = 'needs --workdir and one of --from_hf, --to_hf, --from_workdir'
@@ -226,7 +238,7 @@ def _check_flags():
             raise ValueError(f'--dtype={DTYPE.value}: belongs to --to_hf; parameters are float32')
     elif list(config_file.overrides()) or not defaulted:
         raise ValueError('--config: does not belong to --to_hf, which changes no knob')
-    return ways[given[0]]
+    return actions[given[0]]
 
 
 def main(_):

@@ -19,14 +19,14 @@ import sys
 
 from absl import flags
 
-from launch import cli, domains, losses
+from launch import cli
 
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.', required=True)
 ROUTING = flags.DEFINE_string(
     'routing',
     None,
-    'Who enters the routed blocks: top_c, aux_loss, predictor, threshold or dense. Default: the '
-    'causal rule that the run was trained for, with top_c beside it.',
+    'How tokens are routed: top_c, aux_loss, predictor, threshold or dense. Default: the causal '
+    'rule that the run was trained for, compared with top_c.',
 )
 DATA = flags.DEFINE_string(
     'data',
@@ -39,7 +39,7 @@ DATA = flags.DEFINE_string(
 DOMAINS = flags.DEFINE_string(
     'domains',
     None,
-    'Folder: evaluates on each file and each folder in it apart, as --data would, and prints a '
+    'Folder: evaluates on each file and folder in it separately, as --data would, and prints a '
     'table. A folder is all text files below it, or one that launch.prepare wrote.',
 )
 TEXT_FIELD = flags.DEFINE_string(
@@ -68,7 +68,7 @@ JSON = flags.DEFINE_string(
 )
 
 
-class _Counted:
+class _CountedBatches:
     """A dataset that calls `advance` for each batch that is read."""
 
     def __init__(self, dataset, advance):
@@ -81,32 +81,54 @@ class _Counted:
         return self._dataset.held_out_batch(index)
 
 
-def _load_dataset(run):
-    """That of --data or of the run; of --domains (datasets, skipped) as `domains.load` gives."""
-    from moddepth_jax.data.pipeline import check_fingerprint, make_dataset, make_held_out
-    from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
-    from moddepth_jax.training import multihost
+def _check_flags(run):
+    """Raises ValueError for flags that do not fit the run."""
+    from moddepth_jax.model.transformer import check_routing
 
+    if ROUTING.value is not None:
+        check_routing(run.hparams, ROUTING.value)
+        if PER_LAYER.value:
+            raise ValueError('--per_layer: the gap is that of the own rule; leave --routing out')
+    if PER_LAYER.value and not run.hparams.model.routed_layers:
+        raise ValueError('--per_layer: this run is dense, it has no routed block')
+    if TEXT_FIELD.value is not None and DATA.value is None and DOMAINS.value is None:
+        found = f'--text_field={TEXT_FIELD.value}'
+        raise ValueError(f'{found}: belongs to --data or --domains, which is missing')
+
+
+def _load_data(run):
+    """The dataset of --data or of the run; for --domains (datasets, skipped) by name."""
+    from moddepth_jax.data.domains import load_domains
+    from moddepth_jax.data.pipeline import make_held_out
+    from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
+
+    _check_flags(run)
     data = run.hparams.data
     tokenizer = tokenizer_of(data, WORKDIR.value)
     if TEXT_FIELD.value is not None:
-        if DATA.value is None and DOMAINS.value is None:
-            found = f'--text_field={TEXT_FIELD.value}'
-            raise ValueError(f'{found}: belongs to --data or --domains, which is missing')
         data = dataclasses.replace(data, text_field=TEXT_FIELD.value)
-    prepared = {
+    trained_on = {
         value
         for name, value in run.fingerprint.items()
         if name == 'corpus_sha256' or name.startswith('member_')
     }
     if DOMAINS.value is not None:
-        return domains.load(DOMAINS.value, data, tokenizer, prepared)
-    if DATA.value is not None:
-        try:
-            data = dataclasses.replace(data, source=DATA.value, mixture='')
-            return make_held_out(data, tokenizer, prepared)
-        except ValueError as error:
-            raise ValueError(domains.in_flags(error, '--data')) from None
+        return load_domains(DOMAINS.value, data, tokenizer, trained_on)
+    if DATA.value is None:
+        return _load_own_data(run, data, tokenizer)
+    try:
+        data = dataclasses.replace(data, source=DATA.value, mixture='')
+        return make_held_out(data, tokenizer, trained_on)
+    except ValueError as error:  # it names knobs, which are flags here
+        line = str(error).replace('data.source', '--data')
+        raise ValueError(line.replace('data.text_field', '--text_field')) from None
+
+
+def _load_own_data(run, data, tokenizer):
+    """The dataset of the run; warns on stderr if it has changed since."""
+    from moddepth_jax.data.pipeline import check_fingerprint, make_dataset
+    from moddepth_jax.training import multihost
+
     try:
         dataset = make_dataset(data, run.hparams.seed, tokenizer=tokenizer)
     except ValueError as error:
@@ -124,7 +146,7 @@ def _load_dataset(run):
 
 
 def _mesh(hparams):
-    """That of --mesh; a batch is as large as in training, and runs whole, not in micro-batches."""
+    """The mesh of --mesh; batches are as large as in training, without micro-batches."""
     import jax
 
     from moddepth_jax.training.mesh import check_mesh, make_mesh
@@ -138,24 +160,85 @@ def _mesh(hparams):
 
 
 def _evaluate(run, dataset, num_batches):
-    """The result of `evaluate_honestly`, or of `evaluate` under --routing."""
+    """The result of `evaluate_causal`, or of `evaluate` under --routing, with dicts by layer."""
     import jax
 
     from moddepth_jax.training.evaluate import evaluate, evaluate_causal
+    from moddepth_jax.training.summary import by_layer
 
     hparams, mesh = run.hparams_of_stage, run.state.step.sharding.mesh
-    passes, num_routed = 1, len(hparams.model.routed_layers)
+    layers = {'routing': hparams.model.routed_layers}
+    if hparams.model.expert_layers:
+        layers['experts'] = hparams.model.expert_layers
+    passes = 1
     if ROUTING.value is None and hparams.model.looks_ahead:
-        passes = 2 + (1 + num_routed if PER_LAYER.value else 0)
+        passes = 2 + (1 + len(layers['routing']) if PER_LAYER.value else 0)
     with jax.set_mesh(mesh), cli.progress_bar('evaluating', passes * num_batches) as advance:
-        given = (run.state.variables, hparams, _Counted(dataset, advance), mesh, num_batches)
+        batches = _CountedBatches(dataset, advance)
         if ROUTING.value is None:
-            return evaluate_causal(*given, batches_per_layer=num_batches if PER_LAYER.value else 0)
-        return evaluate(*given, ROUTING.value)
+            result = evaluate_causal(
+                run.state.variables,
+                hparams,
+                batches,
+                mesh,
+                num_batches,
+                batches_per_layer=num_batches if PER_LAYER.value else 0,
+            )
+        else:
+            variables = run.state.variables
+            result = evaluate(variables, hparams, batches, mesh, num_batches, ROUTING.value)
+    return result | {part: by_layer(of, result.get(part, {})) for part, of in layers.items()}
+
+
+def _measure(run, dataset, most):
+    """What --json has of one text, of `most` batches or all."""
+    num_batches = min(most or math.inf, dataset.num_held_out_batches)
+    about = {
+        'data': dataset.corpus.name,
+        'held_out': dataset.held_back,
+        'corpus_sha256': dataset.corpus.sha256,
+        'batches': num_batches,
+        'all_batches': dataset.num_held_out_batches,
+    }
+    return about | _evaluate(run, dataset, num_batches)
+
+
+def _measure_domains(run, datasets, skipped, most):
+    """What --json has of all domains."""
+    from moddepth_jax.training.evaluate import perplexity
+
+    found = {}
+    for name, dataset in datasets.items():
+        result = _measure(run, dataset, most)
+        source, held_out = result.pop('data'), result.pop('held_out')
+        found[name] = {'source': source, 'text': 'held out' if held_out else 'all'} | result
+        found[name]['perplexity'] = perplexity(result['loss'])
+    together = _combine(found.values())
+    texts = {'data': DOMAINS.value, 'together': together, 'domains': found, 'skipped': skipped}
+    return {'num_batches': most, **texts}
+
+
+def _combine(domains):
+    """The losses over the targets of all domains."""
+    from moddepth_jax.training.evaluate import perplexity
+
+    targets = sum(values['targets'] for values in domains)
+    nats = sum(values['loss'] * values['targets'] for values in domains)
+    num_bytes = sum(
+        values['loss'] * values['targets'] / math.log(2) / values['bits_per_byte']
+        for values in domains
+    )
+    loss = nats / targets
+    combined = {'targets': targets, 'loss': loss, 'perplexity': perplexity(loss)}
+    combined['bits_per_byte'] = nats / math.log(2) / num_bytes
+    if all('routing_gap' in values for values in domains):
+        gap = sum(values['routing_gap'] * values['targets'] for values in domains)
+        combined['routing_gap'] = gap / targets
+    return combined
 
 
 def _report(run, result):
-    """The result and what it was measured with, as --json has it."""
+    """The result and how it was measured, as --json has it."""
     from moddepth_jax.model.transformer import causal_routing
 
     model, own = run.hparams.model, causal_routing(run.hparams)
@@ -170,52 +253,81 @@ def _report(run, result):
     }
 
 
-def _by_layer(run, result):
-    """The result, its lists over layers as a dict for each layer."""
-    from moddepth_jax.training.summary import by_layer
+def _print_line(console, text):
+    import rich.text
 
-    layers = {'routing': run.hparams.model.routed_layers}
-    if run.hparams.model.expert_layers:
-        layers['experts'] = run.hparams.model.expert_layers
-    return result | {part: by_layer(of, result.get(part, {})) for part, of in layers.items()}
+    # A Text, since a str would have its [brackets] read as markup.
+    console.print(rich.text.Text(text), soft_wrap=True)
 
 
-def _check(run):
-    """Raises ValueError for flags that do not fit the run; returns what `_load_dataset` does."""
-    from moddepth_jax.model.transformer import check_routing
+def _print_report(report, experts):
+    """Prints the losses of one text, and what the routers and experts did."""
+    import rich.console
 
-    if ROUTING.value is not None:
-        check_routing(run.hparams, ROUTING.value)
-        if PER_LAYER.value:
-            raise ValueError('--per_layer: the gap is that of the own rule; leave --routing out')
-    if PER_LAYER.value and not run.hparams.model.routed_layers:
-        raise ValueError('--per_layer: this run is dense, it has no routed block')
-    return _load_dataset(run)
+    from moddepth_jax.analysis.report import describe_gap, domain_table, expert_line, loss_table
+
+    console = rich.console.Console(highlight=False)
+    line = functools.partial(_print_line, console)
+    text = f'the held-out text of {report["data"]}' if report['held_out'] else report['data']
+    line(f'{report["workdir"]}, step {report["step"]} of {report["num_steps"]}, on {text}')
+    console.print(loss_table(report, report['rule']))
+    if 'domains' in report:
+        title = 'by domain (above: means of these, weighted by share)'
+        console.print(domain_table(report['domains'], title))
+    if 'routing_gap' in report:
+        gap = report['routing_gap']
+        line(f'routing gap {gap:+.4f} nats: {describe_gap(gap)}')
+    if report['routing']:
+        console.print(_layer_table(report['routing']))
+        line(f'precision and recall: of {report["compared"]} against the top C of each row')
+        if any(layer['refused_fraction'] > 0 for layer in report['routing'].values()):
+            line('refused: selected by the rule, but beyond model.routing.cache_capacity')
+    if 'experts' in report:
+        line(expert_line(report['experts'], experts))
+    batches, all_batches = report['batches'], report['all_batches']
+    more = '; --num_batches=0 takes all of them' if batches < all_batches else ''
+    line(f'{report["targets"]:,} targets in {batches} of {all_batches} batches{more}')
 
 
-def _measure(run, dataset, most):
-    """What --json has of one text."""
-    num_batches = min(most or math.inf, dataset.num_held_out_batches)
-    about = {
-        'data': dataset.corpus.name,
-        'held_out': dataset.held_back,
-        'corpus_sha256': dataset.corpus.sha256,
-        'batches': num_batches,
-        'all_batches': dataset.num_held_out_batches,
-    }
-    return about | _by_layer(run, _evaluate(run, dataset, num_batches))
+def _layer_table(layers):
+    import rich.table
+
+    ratios = ['selected_fraction', 'precision', 'recall']
+    if any(values['refused_fraction'] > 0 for values in layers.values()):
+        ratios.append('refused_fraction')
+    if any('routing_gap' in values for values in layers.values()):
+        ratios.append('routing_gap')
+    table = rich.table.Table()
+    table.add_column('layer')
+    for name in ratios:
+        table.add_column(name.replace('_', ' '), justify='right')
+    for layer, values in layers.items():
+        cells = []
+        for name in ratios:
+            digits = 4 if name == 'routing_gap' else 3
+            cells.append(f'{values[name]:.{digits}f}' if math.isfinite(values[name]) else 'n/a')
+        table.add_row(layer.removeprefix('layer_'), *cells)
+    return table
 
 
-def _measure_domains(run, datasets, skipped, most):
-    """What --json has of all domains."""
+def _print_domains(report):
+    """Prints the table of the domains, and on stderr those that were skipped."""
+    import rich.console
 
-    def measure(dataset, num_batches):
-        return _by_layer(run, _evaluate(run, dataset, num_batches))
+    from moddepth_jax.analysis.report import domain_table
 
-    found = domains.measure(datasets, most, measure)
-    together = domains.together(found)
-    texts = {'data': DOMAINS.value, 'together': together, 'domains': found, 'skipped': skipped}
-    return {'num_batches': most, **texts}
+    console = rich.console.Console(highlight=False)
+    line = functools.partial(_print_line, console)
+    rule = report['rule'] or 'no routing (causal as it is)'
+    line(f'{report["workdir"]}, step {report["step"]} of {report["num_steps"]}, by {rule}')
+    console.print(domain_table(report['domains'] | {'together': report['together']}))
+    found = report['domains'].items()
+    cut = [name for name, values in found if values['batches'] < values['all_batches']]
+    if cut:
+        first = f'the first {report["num_batches"]} batches of {", ".join(cut)}'
+        line(f'{first}; --num_batches=0 takes all of them')
+    for name, reason in report['skipped'].items():
+        print(f'skipped {name}: {reason}', file=sys.stderr)
 
 
 def main(_):
@@ -226,7 +338,7 @@ def main(_):
         raise ValueError(f'--domains={DOMAINS.value}: not together with --data; leave one out')
     multihost.initialize()
     run = cli.load_saved_run(WORKDIR.value, _mesh)
-    loaded = multihost.run_on_all(lambda: _check(run))
+    loaded = multihost.run_on_all(lambda: _load_data(run))
     most = NUM_BATCHES.value
     if most is None:
         most = run.hparams.evaluation.final_batches
@@ -247,9 +359,9 @@ def main(_):
     if JSON.value == '-':
         return
     if DOMAINS.value is None:
-        losses.show(report, run.hparams.model.experts)
+        _print_report(report, run.hparams.model.experts)
     else:
-        domains.show(report)
+        _print_domains(report)
 
 
 if __name__ == '__main__':

@@ -24,8 +24,8 @@ WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.', required
 PROMPT = flags.DEFINE_multi_string(
     'prompt',
     [''],
-    'Start of the text; several of them are continued side by side. Default: none, the text '
-    'begins with a new document.',
+    'Start of the text; several are continued together. Default: none, the text begins with a new '
+    'document.',
 )
 MAX_TOKENS = flags.DEFINE_integer(
     'max_tokens',
@@ -44,28 +44,27 @@ NUM_SAMPLES = flags.DEFINE_integer('num_samples', 1, 'Texts for each prompt.', l
 ROUTING = flags.DEFINE_string(
     'routing',
     None,
-    'Who enters the routed blocks: aux_loss, predictor, threshold or dense. Default: the rule '
-    'that the run was trained for.',
+    'How tokens are routed: aux_loss, predictor, threshold or dense. Default: the rule that the '
+    'run was trained for.',
 )
 MESH = flags.DEFINE_string(
     'mesh',
     None,
-    'Devices by axis, as launch.train takes them. Default: the first device alone, for a text is '
-    'one row, which further ones along data would only repeat; of several processes all devices, '
-    'as data.',
+    'Devices by axis, as launch.train takes them. Default: the first device, since a single row '
+    'gains nothing from more along data; for several processes all devices, as data.',
 )
 DEFAULT_TOKENS = 200
 
 
 class _Stream:
-    """Prints a text while it grows, each character once its bytes are whole."""
+    """Prints a text while it grows, each character once it is complete."""
 
     def __init__(self):
         self._decoder = codecs.getincrementaldecoder('utf-8')('replace')
         self._num_bytes, self._last = 0, ''
 
     def show(self, text: bytes, final: bool = False):
-        """Prints what `text` has beyond what was shown of it; at the end the line ends too."""
+        """Prints what `text` has beyond what was printed; `final` also ends the line."""
         from moddepth_jax.training.progress import printable
 
         new = printable(self._decoder.decode(text[self._num_bytes :], final))
@@ -76,11 +75,11 @@ class _Stream:
 
 
 class _Steps:
-    """Called by `generate` after each step: shows the text of a single row, and takes the time.
+    """Called by `generate` after each step: shows the text of a single row, and measures time.
 
     Attributes:
       ends: when each step ended, in seconds.
-      num_tokens: of all rows, that each step brought.
+      num_tokens: of all rows, new in each step.
     """
 
     def __init__(self, tokenizer, prompt, stream, advance):
@@ -113,10 +112,10 @@ def _print_rows(texts):
 
 
 def _describe(result, steps, seconds):
-    """One line: how much was written, how fast, and what did not go as it might have."""
+    """One line: tokens, speed, and notes on the caches."""
     parts = [f'{sum(steps.num_tokens)} tokens in {seconds:.1f} s']
     later = sum(steps.num_tokens[2:])
-    if later:  # the first step, from the whole prompt, and the second wait for compilation
+    if later:  # the first two steps, of the prompt and of one token, wait for compilation
         parts.append(f'{later / (steps.ends[-1] - steps.ends[1]):.0f} tokens/s once compiled')
     if any(result.stopped):
         rows = len(result.stopped)
@@ -127,7 +126,7 @@ def _describe(result, steps, seconds):
 
 
 def _mesh(hparams):
-    """That of --mesh, or of the devices of several processes. Rows need not divide over it."""
+    """The mesh of --mesh, or of all devices. Rows need not divide over it."""
     from moddepth_jax.training.mesh import check_mesh, make_mesh
 
     mesh = make_mesh(MESH.value or '')
@@ -145,7 +144,7 @@ def _encoded(text, tokenizer):
 
 
 def _request(run, tokenizer):
-    """What `generate` takes beside the model; raises ValueError where it would."""
+    """The arguments of `generate` except the model; raises ValueError as it does."""
     from moddepth_jax.inference.generate import check_request
 
     prompts = [[tokenizer.separator, *_encoded(text, tokenizer)] for text in PROMPT.value]
@@ -167,7 +166,7 @@ def _request(run, tokenizer):
 
 
 def _write(run):
-    """Generates, and as process 0 prints, while the text grows if there is one alone."""
+    """Generates; process 0 prints, a single text while it grows."""
     from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
     from moddepth_jax.inference.generate import generate
     from moddepth_jax.training import multihost

@@ -4,11 +4,11 @@ python -m launch.lm_eval --workdir=runs/mod_isoflop --tasks=arc_easy,sciq --limi
 python -m launch.lm_eval --workdir=runs/moda --tasks=moda --json=moda.json
 python -m launch.lm_eval --workdir=runs/moda --tasks=my_task --include_path=my_tasks --num_fewshot=2
 
-A task is one of the harness's own, of a folder of yaml files, or a yaml file; groups and tags stand
-for their tasks, moda for the ten of the paper on Mixture-of-Depths Attention. Data sets come from
-the Hugging Face Hub or from the cache that HF_HOME names; without a network a task needs data in
-that cache or in local files (dataset_path: json). Tasks run one after the other, and what is done
-is in --json at once. The model has to fit the first device.
+A task is one of the harness's own, one of a folder of yaml files, or a yaml file; groups and tags
+stand for their tasks, moda for the ten of the paper on Mixture-of-Depths Attention. Data sets come
+from the Hugging Face Hub or from the cache that HF_HOME names; without a network a task needs data
+in that cache or in local files (dataset_path: json). Tasks run one after the other, and --json is
+written after each. The model has to fit the first device.
 
 Needs lm-evaluation-harness: pip install 'moddepth-jax[lm_eval]'
 """
@@ -35,7 +35,7 @@ TASKS = flags.DEFINE_list(
 INCLUDE_PATH = flags.DEFINE_list(
     'include_path',
     None,
-    "Folders of task yaml files. What they name goes before the harness's own.",
+    "Folders of task yaml files, which have precedence over the harness's own.",
 )
 NUM_FEWSHOT = flags.DEFINE_integer(
     'num_fewshot',
@@ -54,8 +54,8 @@ BATCH_SIZE = flags.DEFINE_integer(
 ROUTING = flags.DEFINE_string(
     'routing',
     None,
-    'Who enters the routed blocks: aux_loss, predictor, threshold or dense. Default: the rule '
-    'that the run was trained for.',
+    'How tokens are routed: aux_loss, predictor, threshold or dense. Default: the rule that the '
+    'run was trained for.',
 )
 SEED = flags.DEFINE_integer(
     'seed', 1234, 'Of few-shot examples and of draws.', lower_bound=0, upper_bound=2**31
@@ -73,7 +73,7 @@ _NOT_METRICS = ('alias', 'name', 'sample_len', 'sample_count')
 
 
 def _import():
-    """The modules that need lm_eval, whose logs and bars are turned off first."""
+    """The modules that need lm_eval, with its logs and progress bars turned off."""
     if importlib.util.find_spec('lm_eval') is None:
         raise ValueError(
             '--tasks: lm-evaluation-harness is not installed; '
@@ -89,7 +89,7 @@ def _import():
 
 
 def _report(run, lm):
-    """What --json has beside the results."""
+    """What --json has in addition to the results."""
     import lm_eval
 
     return {
@@ -112,7 +112,7 @@ def _report(run, lm):
 
 
 def _run(tasks, lm, report, file):
-    """Fills the report, task by task; the file is whole after each."""
+    """Fills the report task by task; the file is complete after each."""
     how = {'num_fewshot': NUM_FEWSHOT.value, 'limit': LIMIT.value, 'seed': SEED.value}
     for name in tasks.names:
         lm.title = name
@@ -197,7 +197,7 @@ def _print(report, tasks):
 
 
 def main(_):
-    """Runs the tasks, and shows what was finished even where one ends the rest."""
+    """Runs the tasks, and shows the finished ones even if one fails."""
     from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
     from moddepth_jax.model.transformer import causal_routing, check_causal
 
@@ -227,7 +227,7 @@ def main(_):
             file = stack.enter_context(open(JSON.value, 'w', encoding='utf-8'))
         try:
             _run(tasks, lm, report, file)
-        finally:  # what is finished is shown, whatever ended the rest
+        finally:
             if JSON.value == '-':
                 print(_as_json(report))
             elif report['results']:

@@ -5,14 +5,14 @@ python -m launch.prepare --input='web/*.jsonl.zst' --output=data/web --tokenizer
 python -m launch.prepare --input='a/*.parquet,b/*.jsonl' --text_field=content \\
     --output=data/ab --tokenizer=llama/tokenizer.json
 
-Reads .txt (a file is one document), .jsonl (a line), .parquet (a row) and .arrayrecord (a record: a
-JSON object, or the text itself), in UTF-8, each perhaps with .gz or .zst behind. Memory stays flat
-however large the input is; a document has to fit in it. While it works the output takes about twice
-the space of its tokens.
+A document is a .txt file, a line of .jsonl, a row of .parquet or a record of .arrayrecord (a JSON
+object, or the text itself), in UTF-8, plain or compressed (.gz, .zst). Memory stays flat however
+large the input is; a document has to fit in it. While it runs, the output takes about twice the
+space of its tokens.
 
-Killed or interrupted, the same command goes on where it was. A row that cannot be read ends it with
-file, row and what to do; what was done before is kept. Mend its file and give the same command:
-what was made of that file is made anew. Only once bpe:N is trained is a new start needed.
+After a kill or an interruption the same command continues. A row that cannot be read ends it with
+file, row and what to do; finished work is kept. Correct the file and run the same command: only
+that file is done again. A new start is needed only if bpe:N was already trained.
 The result does not depend on --processes.
 """
 
@@ -41,7 +41,7 @@ TOKENIZER = flags.DEFINE_string(
 SEPARATOR = flags.DEFINE_string(
     'separator',
     None,
-    "Token that starts each document, such as '<s>'. Default: as the tokenizer's files tell.",
+    "Token that starts each document, such as '<s>'. Default: as the tokenizer's files say.",
 )
 TEXT_FIELD = flags.DEFINE_string(
     'text_field', 'text', 'Field or column of the text in .jsonl, .parquet and .arrayrecord.'
@@ -52,7 +52,7 @@ HELD_OUT_FRACTION = flags.DEFINE_float(
     "Of the documents, kept for evaluation; chosen by the hash of a document's name.",
 )
 PROCESSES = flags.DEFINE_integer(
-    'processes', None, 'That share out the work. Default: one for each core.', lower_bound=1
+    'processes', None, 'Processes that share the work. Default: one per core.', lower_bound=1
 )
 BPE_BYTES = flags.DEFINE_integer(
     'bpe_bytes',
@@ -61,12 +61,12 @@ BPE_BYTES = flags.DEFINE_integer(
     lower_bound=1,
 )
 SKIP_BAD = flags.DEFINE_boolean(
-    'skip_bad', False, 'Leave out and count what cannot be read, rather than end there.'
+    'skip_bad', False, 'Leave out and count what cannot be read, instead of ending there.'
 )
 PART_BYTES = flags.DEFINE_integer(
     'part_bytes',
     16 << 20,
-    'Of text, about, that is kept together: what a kill may lose in each process.',
+    'Of text in one part, about: what a kill may lose in each process.',
     lower_bound=1,
 )
 
@@ -80,10 +80,10 @@ def _size(num_bytes):
 
 
 class _Progress:
-    """Shows on stderr how far each phase is, and measures how fast tokens came.
+    """Shows the progress of each phase on stderr.
 
     Attributes:
-      tokenized: bytes of the input that this start turned to tokens.
+      tokenized: bytes of the input that this start turned into tokens.
     """
 
     def __init__(self):
@@ -94,7 +94,7 @@ class _Progress:
 
     @contextlib.contextmanager
     def phase(self, what, total, done=0):
-        """As `prepare` asks for it; of `done` bytes of the total an earlier start took care."""
+        """As `prepare` takes it; an earlier start did `done` bytes of the total."""
         shown = self._bar if self._console.is_terminal else self._lines
         with shown(what, total, done) as advance:
             yield advance
@@ -120,18 +120,18 @@ class _Progress:
     def _lines(self, what, total, done):
         from moddepth_jax.training.progress import format_seconds
 
-        start = told = time.monotonic()
+        start = shown = time.monotonic()
         before = done
         if done:
             print(f'{what}: {_size(done)} of {_size(total)} were done before', file=sys.stderr)
 
         def advance(num_bytes):
-            nonlocal done, told
+            nonlocal done, shown
             done += num_bytes
             now = time.monotonic()
-            if now - told < _PLAIN_SECONDS or done <= before:
+            if now - shown < _PLAIN_SECONDS or done <= before:
                 return
-            told, rate = now, (done - before) / (now - start)
+            shown, rate = now, (done - before) / (now - start)
             left = format_seconds((total - done) / rate)
             line = f'{what}: {_size(done)} of {_size(total)}, {_size(rate)}/s, {left} left'
             print(line, file=sys.stderr, flush=True)
@@ -139,19 +139,21 @@ class _Progress:
         yield advance
 
 
-def _preparation():
-    from moddepth_jax.data.preparation.options import Options, Preparation
+def _options():
+    from moddepth_jax.data.preparation.plan import Options
 
     fraction = HELD_OUT_FRACTION.value
     if not 0 < fraction < 1:
         raise ValueError(f'--held_out_fraction={fraction}: must lie between 0 and 1')
-    options = Options(TEXT_FIELD.value, fraction, SKIP_BAD.value, PART_BYTES.value)
-    return Preparation(
+    return Options(
         sources=tuple(INPUT.value),
         directory=pathlib.Path(OUTPUT.value).expanduser(),
         tokenizer=TOKENIZER.value,
         separator=SEPARATOR.value,
-        options=options,
+        text_field=TEXT_FIELD.value,
+        held_out_fraction=fraction,
+        skip_bad=SKIP_BAD.value,
+        part_bytes=PART_BYTES.value,
         bpe_bytes=BPE_BYTES.value,
         processes=PROCESSES.value or len(os.sched_getaffinity(0)),
     )
@@ -182,8 +184,8 @@ def _print_summary(store, seconds, tokenized):
     console = rich.console.Console(highlight=False)
 
     def line(text=''):
-        # A Text, since a str would have its [brackets] read as markup.
-        # Names of files may hold bytes that are no text.
+        # A Text, since a str would have its [brackets] read as markup. Names of files may hold
+        # bytes that are no text.
         text = printable(text).encode(errors='backslashreplace').decode()
         console.print(rich.text.Text(text), soft_wrap=True)
 
@@ -213,8 +215,8 @@ def main(_):
 
     start, progress = time.monotonic(), _Progress()
     try:
-        store = prepare(_preparation(), progress.phase)
-    except ValueError as error:  # the knobs that it blames are flags here
+        store = prepare(_options(), progress.phase)
+    except ValueError as error:  # it names knobs, which are flags here
         line = str(error).replace('data.text_field', '--text_field')
         raise ValueError(line.replace('data.tokenizer', '--tokenizer')) from None
     _print_summary(store, time.monotonic() - start, progress.tokenized)

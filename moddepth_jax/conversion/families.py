@@ -1,4 +1,4 @@
-"""Families of Hugging Face models that are models of ours: their config.json and our knobs."""
+"""The families of Hugging Face models that are converted: their config.json and our knobs."""
 
 import dataclasses
 import json
@@ -16,7 +16,7 @@ class Family(NamedTuple):
 
     Attributes:
       architecture: the class whose weights these are.
-      norm_placement, qk_norm: the knobs of ours that make the same model.
+      norm_placement, qk_norm: our knobs that make the same model.
       norm_eps: epsilon of a config that does not say.
       mlp_bias: whether its mlp may have biases.
     """
@@ -41,7 +41,7 @@ _SIZES = {  # ours: theirs
     'num_kv_heads': 'num_key_value_heads',
     'head_dim': 'head_dim',
 }
-_ONLY = {  # what no knob of ours stands for, and the values under which it does nothing
+_NEUTRAL = {  # fields without a knob here, and the values under which they have no effect
     'hidden_act': ('silu', 'swish'),
     'sliding_window': (None,),
     'quantization_config': (None,),
@@ -51,7 +51,7 @@ _ONLY = {  # what no knob of ours stands for, and the values under which it does
 
 
 def read_config(folder: pathlib.Path) -> dict:
-    """The config.json of a folder. Raises ValueError, one line, where there is none."""
+    """The config.json of a folder. Raises ValueError, one line, if there is none."""
     file = folder / CONFIG_FILE
     try:
         config = json.loads(file.read_text(encoding='utf-8'))
@@ -66,15 +66,15 @@ def read_config(folder: pathlib.Path) -> dict:
 
 
 def knobs_of(config: dict, file: str) -> dict:
-    """The knobs of our model that a Hugging Face config decides, by their names in ModelHparams.
+    """The knobs that a Hugging Face config decides, by their names in ModelHparams.
 
     Args:
       config: content of a config.json, as transformers 4 or 5 writes it.
       file: its name, for errors.
 
     Raises:
-      ValueError: one line that names the field, for another architecture or a part of one that no
-        knob of ours stands for.
+      ValueError: one line that names the field, for another architecture or a field without a knob
+        here.
     """
 
     def refuse(key, right):
@@ -86,7 +86,7 @@ def knobs_of(config: dict, file: str) -> dict:
     family = FAMILIES[kind]
     if config.get('architectures') not in (None, [family.architecture]):
         refuse('architectures', f'must be [{family.architecture!r}], a language model')
-    for key, neutral in _ONLY.items():
+    for key, neutral in _NEUTRAL.items():
         if key in config and config[key] not in neutral:
             refuse(key, f'must be {neutral[0]!r}, which alone is converted')
     if set(config.get('layer_types') or ()) - {'full_attention'}:
@@ -146,10 +146,10 @@ def _theta(config, refuse):
 
 
 def family_of(model: ModelHparams) -> str:
-    """The model_type of a model of ours.
+    """The model_type that a model is exported as.
 
     Raises:
-      ValueError: one line with the reason, for a model that none of the families has a place for.
+      ValueError: one line with the reason, for a model of none of the families.
     """
     what = ''
     if model.routed_layers:
@@ -177,14 +177,14 @@ def family_of(model: ModelHparams) -> str:
 def config_of(
     model: ModelHparams, dtype: str, positions: int, ids: dict, original: dict | None = None
 ) -> dict:
-    """The config.json of a model of ours, for transformers 4 and 5.
+    """The config.json of a model, for transformers 4 and 5.
 
     Args:
       model: dense; see `family_of`.
       dtype: of the tensors.
       positions: tokens a row.
       ids: bos_token_id, eos_token_id.
-      original: of the model that it was imported as: kept, where it stands for the same model.
+      original: that of the imported model, which is kept if it describes the same model.
 
     Raises:
       ValueError: as `family_of`.

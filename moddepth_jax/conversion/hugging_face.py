@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,30 +10,111 @@ import numpy as np
 
 from moddepth_jax.conversion.families import family_of
 from moddepth_jax.conversion.tensor_files import TensorFiles, write_tensors
-from moddepth_jax.conversion.tensor_names import tensors_of
-from moddepth_jax.hparams import Hparams
+from moddepth_jax.hparams import Hparams, ModelHparams
+from moddepth_jax.model.stack import Stack
 from moddepth_jax.model.transformer import Transformer
 
 HEAD, TABLE = 'lm_head.weight', 'model.embed_tokens.weight'
 _BUFFER = '.rotary_emb.inv_freq'  # of old checkpoints: computed, not learned
 
 
+class Tensor(NamedTuple):
+    """A tensor of a checkpoint, and the leaf of our parameters that holds it.
+
+    Attributes:
+      name, shape: in the checkpoint, where matrices are [out, in].
+      path: of the leaf in our parameters.
+      repeat: its index on the leaf's leading axis of repeats; None for a leaf without one.
+      transposed: whether ours is its transpose; axes of ours may be split into heads.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    path: tuple[str, ...]
+    repeat: int | None = None
+    transposed: bool = False
+
+    def to_ours(self, array, shape):
+        """The array of the checkpoint as ours, of `shape`."""
+        return (array.T if self.transposed else array).reshape(shape)
+
+    def to_theirs(self, array):
+        """Our array as the checkpoint has it, contiguous."""
+        if self.transposed:
+            array = array.reshape(self.shape[::-1]).T
+        return np.ascontiguousarray(array.reshape(self.shape))
+
+
+def tensors_of(model: ModelHparams) -> list[Tensor]:
+    """All tensors of a dense model of one of the families, in the order of its layers."""
+    width, table = model.d_model, (model.vocab_size, model.d_model)
+    tensors = [Tensor('model.embed_tokens.weight', table, ('embedding',))]
+    layer = 0
+    for i, run in enumerate(Stack(model, 'top_c').runs):
+        for repeat in range(run.repeats):
+            for j in range(len(run.group)):
+                place = ('stack', f'run_{i}', f'layer_{j}')
+                for suffix, shape, path, transposed in _layer_tensors(model):
+                    name = f'model.layers.{layer}.{suffix}'
+                    tensors.append(Tensor(name, shape, (*place, *path), repeat, transposed))
+                layer += 1
+    tensors.append(Tensor('model.norm.weight', (width,), ('final_norm', 'scale')))
+    if not model.tie_embeddings:
+        tensors.append(Tensor('lm_head.weight', table, ('head', 'kernel'), None, True))
+    return tensors
+
+
+def _layer_tensors(model):
+    """(suffix of its name, shape, path of ours, transposed) of each tensor of a layer."""
+    width, queries = model.d_model, model.num_heads * model.head_dim
+    keys = model.num_kv_heads * model.head_dim
+    matrices = [
+        ('self_attn.q_proj', ('attention', 'query'), (queries, width)),
+        ('self_attn.k_proj', ('attention', 'key'), (keys, width)),
+        ('self_attn.v_proj', ('attention', 'value'), (keys, width)),
+        ('self_attn.o_proj', ('attention', 'out'), (width, queries)),
+        ('mlp.gate_proj', ('mlp', 'w1'), (model.d_ff, width)),
+        ('mlp.up_proj', ('mlp', 'w3'), (model.d_ff, width)),
+        ('mlp.down_proj', ('mlp', 'w2'), (width, model.d_ff)),
+    ]
+    scales = [
+        ('input_layernorm', ('attention_norm',), width),
+        ('post_attention_layernorm', ('mlp_norm',), width),
+    ]
+    if model.norm_placement == 'reordered':
+        scales = [
+            ('post_attention_layernorm', ('attention_norm',), width),
+            ('post_feedforward_layernorm', ('mlp_norm',), width),
+        ]
+    if model.qk_norm == 'full':
+        scales.append(('self_attn.q_norm', ('attention', 'query_norm'), queries))
+        scales.append(('self_attn.k_norm', ('attention', 'key_norm'), keys))
+    found = []
+    for name, path, shape in matrices:
+        found.append((f'{name}.weight', shape, (*path, 'kernel'), True))
+        if model.use_bias:
+            found.append((f'{name}.bias', shape[:1], (*path, 'bias'), False))
+    for name, path, size in scales:
+        found.append((f'{name}.weight', (size,), (*path, 'scale'), False))
+    return found
+
+
 def import_params(folder: str | os.PathLike, hparams: Hparams) -> tuple[dict, str]:
     """Parameters of the Transformer from the *.safetensors of a folder.
 
-    Tensors are read one after another; more than the parameters is held of none but one leaf.
+    Tensors are read one after another, so that memory holds the parameters and one tensor.
 
     Args:
       folder: of the checkpoint.
       hparams: with the knobs of `families.knobs_of`; dense.
 
     Returns:
-      The parameters in float32, and the dtype that holds all of them as they were: that of all
-      tensors, or float32.
+      The parameters in float32, and the dtype that holds all tensors exactly: their own if it is
+      the same for all, otherwise float32.
 
     Raises:
-      ValueError: one line, nothing read, for a tensor that is missing, of another shape or not the
-        model's; as TensorFiles.
+      ValueError: one line, before reading, for a tensor that is missing, of another shape or not
+        of this model; as TensorFiles.
     """
     folder, model = pathlib.Path(folder), hparams.model
     tensors = tensors_of(model)

@@ -1,4 +1,4 @@
-"""The *.safetensors of a folder: one file, or several and their index; a tensor at a time."""
+"""The *.safetensors of a folder: one file, or several and their index; one tensor at a time."""
 
 import contextlib
 import json
@@ -12,20 +12,20 @@ import numpy as np
 ONE_FILE = 'model.safetensors'
 INDEX_FILE = 'model.safetensors.index.json'
 DTYPES = {'F32': 'float32', 'BF16': 'bfloat16', 'F16': 'float16'}
-MAX_SHARD_BYTES = 5 * 10**9  # of a file; what is written is held as often as one file is large
+MAX_SHARD_BYTES = 5 * 10**9  # of one file, which is in memory while it is written
 _AGAIN = 'download it again'
 
 
 class TensorFiles:
-    """The tensors of a folder by name, nothing of them read. A context manager.
+    """The tensors of a folder by name, read on demand. A context manager.
 
     Attributes:
       shapes: of each tensor.
       dtypes: float32, bfloat16 or float16, of each.
 
     Raises:
-      ValueError: one line that names the file, where there is none, or one that is cut short, is
-        not there, lacks a tensor that the index gives it, or holds other dtypes.
+      ValueError: one line that names the file, if there is none, or if one is truncated, missing,
+        lacks a tensor that the index assigns to it, or holds other dtypes.
     """
 
     def __init__(self, folder: pathlib.Path):
@@ -51,7 +51,7 @@ class TensorFiles:
             self._files[name] = (file, path)
 
     def read(self, name: str) -> np.ndarray:
-        """The tensor in float32. Raises ValueError where it holds what is no number."""
+        """The tensor in float32. Raises ValueError for infinities and NaNs."""
         file, path = self._files[name]
         array = file.get_tensor(name).astype(np.float32)
         if not np.isfinite(array).all():
@@ -66,7 +66,7 @@ class TensorFiles:
 
 
 def _files(folder):
-    """File names of a folder, each with the tensors that the index gives it; None: all it has."""
+    """The files of a folder, each with the tensors that the index assigns to it; None: all."""
     if (folder / ONE_FILE).exists():
         return {ONE_FILE: None}
     index = folder / INDEX_FILE
@@ -110,12 +110,12 @@ def write_tensors(
 
     Args:
       folder: where to.
-      shapes: of each tensor, in their order.
-      read: a tensor by its name.
-      dtype: of `DTYPES`, that the files are to have.
+      shapes: of each tensor, in order.
+      read: returns a tensor by its name.
+      dtype: of the files, one of `DTYPES`.
 
     Raises:
-      ValueError: one line, for a value that is not finite, in that dtype at least.
+      ValueError: one line, for a value that is not finite in that dtype.
     """
     from safetensors.numpy import save_file
 

@@ -1,112 +1,77 @@
 """Files that may be compressed: plain bytes out of .gz, .zst and anything else."""
 
 import contextlib
-import gzip
 import io
 import pathlib
 import shutil
 import tempfile
 import typing
-import zlib
 
+_CODECS = {'.gz': 'gzip', '.zst': 'zstd'}
+SUFFIXES = tuple(_CODECS)
 _BUFFER = 1 << 20
-# A block of four bytes may stand for 128 KiB, so little is decompressed at a time.
-_ZSTD_READ = 1 << 10
-SUFFIXES = ('.gz', '.zst')
+_PLAIN_BUFFER = 1 << 16  # plain bytes that are lost in front of a damaged place
 
 
 class DamagedError(Exception):
-    """A compressed file that is cut off or damaged; the message says which."""
+    """A compressed file that is truncated or damaged; the message says which."""
 
 
-def plain_name(name: str) -> str:
-    """`name` without the suffix of a compression."""
-    for suffix in SUFFIXES:
-        if name.lower().endswith(suffix):
-            return name[: -len(suffix)]
-    return name
+def is_compressed(path: pathlib.Path) -> bool:
+    """Whether the suffix is that of a compression."""
+    return path.suffix.lower() in _CODECS
 
 
-class _Zstd(io.RawIOBase):
-    """The plain bytes of a zstd file of one frame or more.
-
-    The library's own stream takes a file that is cut off within a frame for a shorter one.
-    """
-
-    def __init__(self, file):
-        import zstandard
-
-        self._file, self._make = file, zstandard.ZstdDecompressor().decompressobj
-        self._error, self._frame = zstandard.ZstdError, None
-        self._input = self._output = b''
-
-    def readable(self):
-        return True
-
-    def readinto(self, buffer):
-        while not self._output:
-            self._input = self._input or self._file.read(_ZSTD_READ)
-            if not self._input:
-                if self._frame is not None:
-                    raise DamagedError('it is cut off within a zstd frame')
-                return 0
-            self._frame = self._frame or self._make()
-            try:
-                self._output = self._frame.decompress(self._input)
-            except self._error as error:
-                raise DamagedError(f'its zstd data are damaged: {error}') from None
-            self._input = b''
-            if self._frame.eof:
-                self._input, self._frame = self._frame.unused_data, None
-        count = min(len(buffer), len(self._output))
-        buffer[:count] = self._output[:count]
-        self._output = self._output[count:]
-        return count
+def plain_name(path: pathlib.Path) -> str:
+    """The file's name without the suffix of a compression."""
+    return path.stem if is_compressed(path) else path.name
 
 
-class _Gzip(io.RawIOBase):
-    """The plain bytes of a gzip file; its errors are DamagedError."""
+class _Decompressed(io.RawIOBase):
+    """The plain bytes of an open file; raises DamagedError."""
 
-    def __init__(self, file):
-        self._file = gzip.GzipFile(fileobj=file)
+    def __init__(self, file, codec):
+        import pyarrow  # Slow to import, and most runs read no compressed file.
+
+        self._stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(file, 'r'), codec)
+        self._codec = codec
 
     def readable(self):
         return True
 
     def readinto(self, buffer):
         try:
-            return self._file.readinto1(buffer)  # all that comes before a damaged place
-        except EOFError:
-            raise DamagedError('it is cut off within its gzip data') from None
-        except (gzip.BadGzipFile, zlib.error) as error:
-            raise DamagedError(f'its gzip data are damaged: {error}') from None
+            return self._stream.readinto(buffer)
+        except OSError as error:
+            if 'Truncated' in str(error):
+                raise DamagedError(f'it is cut off within its {self._codec} data') from None
+            raise DamagedError(f'its {self._codec} data are damaged: {error}') from None
 
 
 @contextlib.contextmanager
 def open_plain(path: pathlib.Path) -> typing.Iterator[tuple[typing.BinaryIO, typing.Callable]]:
     """(stream, tell): the plain bytes of `path`, and how many bytes of the file have been read.
 
-    Reading raises DamagedError for compressed data that are cut off or damaged, OSError else.
+    Reading raises DamagedError for truncated or damaged compressed data, OSError otherwise.
     """
     with open(path, 'rb', _BUFFER) as file:
-        kind = path.suffix.lower()
-        if kind not in SUFFIXES:
-            yield file, file.tell
-            return
-        raw = _Gzip(file) if kind == '.gz' else _Zstd(file)
-        yield io.BufferedReader(raw, _BUFFER), file.tell
+        stream = file
+        if is_compressed(path):
+            raw = _Decompressed(file, _CODECS[path.suffix.lower()])
+            stream = io.BufferedReader(raw, _PLAIN_BUFFER)
+        yield stream, file.tell
 
 
 @contextlib.contextmanager
 def plain_file(path: pathlib.Path) -> typing.Iterator[pathlib.Path]:
-    """A path to the plain bytes of `path`: itself, or a temporary file for as long as needed.
+    """A path to the plain bytes of `path`: itself, or a temporary file.
 
-    For kinds of files that are not read from beginning to end.
+    For formats that are not read from beginning to end.
     """
-    if path.suffix.lower() not in SUFFIXES:
+    if not is_compressed(path):
         yield path
         return
-    with tempfile.NamedTemporaryFile(suffix=pathlib.Path(plain_name(path.name)).suffix) as file:
+    with tempfile.NamedTemporaryFile(suffix=pathlib.Path(plain_name(path)).suffix) as file:
         with open_plain(path) as (stream, _):
             shutil.copyfileobj(stream, file, _BUFFER)
         file.flush()

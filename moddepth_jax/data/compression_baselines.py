@@ -1,6 +1,5 @@
-"""Landmarks to read a loss against: what plain compressors make of the training text."""
+"""Baselines to read a loss against: how well plain compressors do on the training text."""
 
-import collections.abc
 import hashlib
 import json
 import lzma
@@ -8,36 +7,48 @@ import os
 import pathlib
 import tempfile
 import zlib
+from collections.abc import Iterable
 
 import numpy as np
 
 from moddepth_jax.data.corpus import Corpus
+from moddepth_jax.data.directory import cache_directory
 
 MAX_BYTES = 16 * 2**20
 _NAMES = ('unigram', 'zlib', 'xz')
 
 
-def _size(corpus):
-    """Bytes to measure: of a mixture so many that no member has too few for its share."""
-    sizes = [member.store.train['bytes'] / member.share for member in corpus.members]
-    return int(min(MAX_BYTES, *sizes, corpus.train_bytes()))
+def measure_baselines(corpus: Corpus) -> dict[str, float]:
+    """Bits per byte of the training text under three models that are not trained.
+
+    `unigram` is the entropy of the byte frequencies, `zlib` (level 9) and `xz` (preset 6) the
+    compressed size, all over the first 16 MiB of the concatenated training documents; of a mixture
+    over the first bytes of each member, by their shares. Takes seconds the first time; later calls
+    read the user's cache (XDG_CACHE_HOME or ~/.cache), by the sha256 of the bytes measured: another
+    held-out fraction is another text.
+    """
+    text = _sample(corpus)
+    folder = cache_directory()
+    path = folder and folder / f'baselines-{hashlib.sha256(text).hexdigest()}.json'
+    values = path and _read(path)
+    if values is None:
+        values = _measure(text)
+        if path is not None:
+            _write(path, values)
+    return values
 
 
-def _sample(corpus):
-    """The first bytes of the training text, or, by their shares, of that of each member."""
-    if not corpus.members:
-        return first_bytes(corpus.train, MAX_BYTES)
-    size = _size(corpus)
-    return b''.join(
-        first_bytes(member.store.documents('train'), int(size * member.share))
-        for member in corpus.members
-    )
+def describe_measured_text(corpus: Corpus) -> str:
+    """What `measure_baselines` measures of the corpus, in words."""
+    if len(corpus.members) > 1:
+        return f'first {_size(corpus) / 2**20:.1f} MiB of training text, mixed by its shares'
+    if corpus.train_bytes() <= MAX_BYTES:
+        return 'training text'
+    return f'first {MAX_BYTES >> 20} MiB of training text'
 
 
-def first_bytes(
-    documents: collections.abc.Iterable[bytes], size: int, between: bytes = b''
-) -> bytes:
-    """The first `size` bytes of the documents, with `between` them; no later one is asked for."""
+def first_bytes(documents: Iterable[bytes], size: int, between: bytes = b'') -> bytes:
+    """The first `size` bytes of the documents, with `between` them; no later one is read."""
     pieces, room = [], size
     for text in documents:
         pieces.append(text[:room])
@@ -45,6 +56,22 @@ def first_bytes(
         if not room:
             break
     return between.join(pieces)
+
+
+def _size(corpus):
+    """Bytes to measure; for a mixture so few that every member has enough for its share."""
+    sizes = [member.store.train['bytes'] / member.share for member in corpus.members]
+    return int(min(MAX_BYTES, *sizes, corpus.train_bytes()))
+
+
+def _sample(corpus):
+    if not corpus.members:
+        return first_bytes(corpus.train, MAX_BYTES)
+    size = _size(corpus)
+    return b''.join(
+        first_bytes(member.store.documents('train'), int(size * member.share))
+        for member in corpus.members
+    )
 
 
 def _measure(text):
@@ -55,19 +82,8 @@ def _measure(text):
     return dict(zip(_NAMES, bits, strict=True))
 
 
-def cache_directory() -> pathlib.Path | None:
-    """This project's folder under the user's cache, or None for a user without a home."""
-    folder = os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache')
-    return pathlib.Path(folder, 'moddepth_jax') if os.path.isabs(folder) else None
-
-
-def _cache_path(text):
-    digest = hashlib.sha256(text).hexdigest()
-    return (cache_directory() or pathlib.Path()) / f'landmarks-{digest}.json'
-
-
-def _read(path):
-    """The cached values, or None where there are none that can be used."""
+def _read(path: pathlib.Path):
+    """The cached values, or None if there are none that can be used."""
     try:
         values = json.loads(path.read_bytes())
         return {name: float(values[name]) for name in _NAMES}
@@ -76,9 +92,7 @@ def _read(path):
 
 
 def _write(path, values):
-    """Keeps the values where the folder can be written; a cache that cannot is no error."""
-    if not path.is_absolute():  # No home: `~` would become a folder of that name.
-        return
+    """Saves the values if the folder can be written; otherwise they are measured again."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile('w', dir=path.parent, delete=False) as file:
@@ -86,30 +100,3 @@ def _write(path, values):
         os.replace(file.name, path)
     except OSError:
         pass
-
-
-def measure_baselines(corpus: Corpus) -> dict[str, float]:
-    """Bits per byte of the training text under three models without any training.
-
-    `unigram` is the entropy of the byte frequencies, `zlib` (level 9) and `xz` (preset 6) the
-    compressed size, all over the first 16 MiB of the concatenated training documents; of a mixture
-    over the first bytes of each member, by their shares. Takes seconds the first time; then read
-    from the user's cache (XDG_CACHE_HOME or ~/.cache), by the sha256 of the bytes measured: another
-    held-out fraction is another text.
-    """
-    text = _sample(corpus)
-    path = _cache_path(text)
-    values = _read(path)
-    if values is None:
-        values = _measure(text)
-        _write(path, values)
-    return values
-
-
-def describe_measured_text(corpus: Corpus) -> str:
-    """What `landmarks` measures of the corpus, in words."""
-    if len(corpus.members) > 1:
-        return f'first {_size(corpus) / 2**20:.1f} MiB of training text, mixed by its shares'
-    if corpus.train_bytes() <= MAX_BYTES:
-        return 'training text'
-    return f'first {MAX_BYTES >> 20} MiB of training text'

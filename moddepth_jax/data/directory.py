@@ -1,4 +1,4 @@
-"""A directory that one process at a time works in, and files that are whole or not there."""
+"""Directories that one process at a time writes to, atomic writes, and the user's cache folder."""
 
 import contextlib
 import fcntl
@@ -9,9 +9,15 @@ import socket
 LOCK_FILE = 'lock'
 
 
+def cache_directory() -> pathlib.Path | None:
+    """This project's folder in the user's cache, or None for a user without a home."""
+    folder = os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache')
+    return pathlib.Path(folder, 'moddepth_jax') if os.path.isabs(folder) else None
+
+
 def write_atomically(path: str | os.PathLike, text: str) -> None:
     """Writes `text` so that, killed anywhere, `path` holds all of the old text or of the new."""
-    # Several may write the same file at once, on several hosts.
+    # Several processes, on several hosts, may write the same file at once.
     temporary = f'{os.fspath(path)}.{socket.gethostname()}-{os.getpid()}.tmp'
     try:
         with open(temporary, 'w', encoding='utf-8') as file:
@@ -20,15 +26,15 @@ def write_atomically(path: str | os.PathLike, text: str) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
-        with contextlib.suppress(OSError):  # a part of it must not fill the disk
+        with contextlib.suppress(OSError):  # a partial file must not fill the disk
             os.unlink(temporary)
         raise
 
 
 class DirectoryLock:
-    """Holds a directory until `close`, the end of the `with`, or the process's death.
+    """Locks a directory until `close`, the end of the `with`, or the death of the process.
 
-    The kernel drops the lock with the process, so no kill can leave a stale one behind.
+    The kernel drops the lock with the process, so that a kill leaves no stale lock.
 
     Args:
       path: the directory.
@@ -57,7 +63,7 @@ class DirectoryLock:
         self._file.flush()
 
     def close(self) -> None:
-        """Lets go of the lock."""
+        """Releases the lock."""
         self._file.close()
 
     def __enter__(self):

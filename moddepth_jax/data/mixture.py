@@ -1,15 +1,12 @@
-"""Prepared folders as one text: their shares of the rows, and whose turn it is."""
+"""Prepared folders as one text: their shares of the rows, and the folder of each row."""
 
-import bisect
-import collections.abc
 import dataclasses
 import fractions
 import itertools
 import os
 import pathlib
 
-from moddepth_jax.data.preparation.plan import PLAN_FILE
-from moddepth_jax.data.token_store import Store, is_store, open_store
+from moddepth_jax.data.token_store import Store, is_started, open_store
 from moddepth_jax.hparams import DataHparams
 
 
@@ -19,9 +16,9 @@ class Member:
 
     Attributes:
       name: the last part of its path, or as many as tell it from the other members.
-      share: of the rows of training, exactly; 1 for a folder alone.
+      share: of the rows of training, exactly; 1 for a single folder.
       store: what the folder holds.
-      held_out: parts of the store to evaluate on.
+      held_out: splits of the store to evaluate on.
     """
 
     name: str
@@ -32,34 +29,36 @@ class Member:
 
 def is_prepared(source: str) -> bool:
     """Whether `data.source` means text of launch.prepare, finished or not."""
-    begun = pathlib.Path(source).expanduser() / 'parts' / PLAN_FILE
-    return source == 'mixture' or is_store(source) or begun.is_file()
+    return source == 'mixture' or is_started(source)
 
 
 def load_members(data: DataHparams) -> tuple[Member, ...]:
-    """The members of `data.mixture`, or the one folder `data.source`; nothing of them is read.
+    """The members of `data.mixture`, or the single folder `data.source`; no text is read.
 
     Raises:
-      ValueError: one line, as `open_store` says, for members with tokenizers that differ, and for
-        two members of the same text.
+      ValueError: one line, as `open_store`, for members with different tokenizers, and for two
+        members with the same text.
     """
     shares = data.members or {data.source: fractions.Fraction(1)}
-    knob, value = ('mixture', data.mixture) if data.members else ('source', data.source)
+    knob = f'data.mixture={data.mixture!r}' if data.members else f'data.source={data.source!r}'
     stores = {}
     for folder in shares:
         try:
             stores[folder] = open_store(folder)
         except ValueError as error:
-            raise ValueError(f'data.{knob}={value!r}: {error}') from None
+            raise ValueError(f'{knob}: {error}') from None
     for first, second in itertools.combinations(shares, 2):
         one, other = stores[first].tokenizer, stores[second].tokenizer
         if any(one[field] != other[field] for field in ('sha256', 'separator', 'vocab_size')):
-            found = f'{first} was prepared with {told(one)} and {second} with {told(other)}'
+            found = (
+                f'{first} was prepared with {describe_tokenizer(one)} and {second} with '
+                f'{describe_tokenizer(other)}'
+            )
             right = f'prepare both with one, as --tokenizer={pathlib.Path(first, "tokenizer")}'
-            raise ValueError(f'data.{knob}={value!r}: {found}; {right}')
+            raise ValueError(f'{knob}: {found}; {right}')
         if stores[first].fingerprint == stores[second].fingerprint:
             right = 'leave one out and add up their weights'
-            raise ValueError(f'data.{knob}={value!r}: {first} and {second} are one text; {right}')
+            raise ValueError(f'{knob}: {first} and {second} are one text; {right}')
     names = _names(list(shares))
     return tuple(
         Member(name, share, stores[folder])
@@ -67,8 +66,8 @@ def load_members(data: DataHparams) -> tuple[Member, ...]:
     )
 
 
-def told(tokenizer: dict) -> str:
-    """The tokenizer of a store by its name, and the first digits of its sha256 where it has one."""
+def describe_tokenizer(tokenizer: dict) -> str:
+    """The name of a store's tokenizer, with the first digits of its sha256 if it has one."""
     sha256 = tokenizer['sha256']
     return repr(tokenizer['name']) + f' (sha256 {sha256[:12]}..)' * bool(sha256)
 
@@ -83,56 +82,31 @@ def _names(folders):
     return folders
 
 
-class Documents(collections.abc.Sequence):
-    """The documents of parts of stores, one after another; each is decoded when it is asked for.
+class RowSchedule:
+    """Which member each row of training is of: a pure function of its number, with exact shares.
 
-    Args:
-      parts: (Store, 'train' or 'held_out').
-    """
-
-    def __init__(self, parts: collections.abc.Iterable[tuple[Store, str]]):
-        self._parts = list(parts)
-        counts = (getattr(store, part)['documents'] for store, part in self._parts)
-        self._ends = list(itertools.accumulate(counts))
-        self._opened = {}  # a tokenizer takes a while to read, and most runs decode nothing
-
-    def __len__(self):
-        return self._ends[-1]
-
-    def __getitem__(self, index: int) -> bytes:
-        index = range(len(self))[index]
-        at = bisect.bisect_right(self._ends, index)
-        if at not in self._opened:
-            store, part = self._parts[at]
-            self._opened[at] = store.documents(part)
-        return self._opened[at][index - self._ends[at]]  # counted from the end of the part
-
-
-class Turns:
-    """Which member each row is of: a pure function of the row's number, with exact shares.
-
-    The first member gets floor(n s) of the first n rows, s its share, and the others share the rest
-    in the same way. So each of them always has its share of rows to within their number.
+    The first member, with share s, gets floor(n s) of the first n rows, and the others share the
+    rest in the same way. So each of them always has its share of rows to within their number.
 
     Args:
       shares: Fractions above 0 that sum to 1.
     """
 
     def __init__(self, shares):
-        left = [sum(shares[i:]) for i in range(len(shares))]
-        self._splits = [share / rest for share, rest in zip(shares, left, strict=True)]
+        rests = [sum(shares[i:]) for i in range(len(shares))]
+        self._splits = [share / rest for share, rest in zip(shares, rests, strict=True)]
 
-    def at(self, row: int) -> tuple[int, int]:
+    def member(self, row: int) -> tuple[int, int]:
         """The member of row `row`, and how many earlier rows are of that member."""
         for member, share in enumerate(self._splits):
             before, after = (n * share.numerator // share.denominator for n in (row, row + 1))
             if after > before:
                 return member, before
             row -= before
-        raise AssertionError('the last share of what is left is 1')
+        raise AssertionError('the last share of the rest is 1')
 
     def counts(self, rows: int) -> list[int]:
-        """Of the first `rows` rows, those of each member."""
+        """How many of the first `rows` rows are of each member."""
         counts = []
         for share in self._splits:
             counts.append(rows * share.numerator // share.denominator)
@@ -143,15 +117,13 @@ class Turns:
 def held_out_order(shares, sizes):
     """Yields (member, its batch) for each held-out batch: one of each member first, then by shares.
 
-    A member whose batches are all out is passed over.
-
     Args:
       shares: Fractions above 0.
       sizes: batches of each member.
     """
     counts = [0] * len(sizes)
     for _ in range(sum(sizes)):
-        left = [i for i, size in enumerate(sizes) if counts[i] < size]
-        member = min(left, key=lambda i: counts[i] / shares[i])
+        unfinished = [i for i, size in enumerate(sizes) if counts[i] < size]
+        member = min(unfinished, key=lambda i: counts[i] / shares[i])
         yield member, counts[member]
         counts[member] += 1

@@ -1,41 +1,22 @@
-"""Documents to batches: one token stream, windows of it, and the step as the only position."""
+"""Documents to batches: token streams, windows of them, and the step as the only position."""
 
-import collections.abc
 import fractions
 import itertools
 import operator
+from collections.abc import Set
 
 import grain
 import numpy as np
 
 from moddepth_jax.data.corpus import Corpus, load_corpus, load_held_out
-from moddepth_jax.data.mixture import Turns, held_out_order, told
+from moddepth_jax.data.mixture import RowSchedule, describe_tokenizer, held_out_order
 from moddepth_jax.data.tokenizers.tokenizer import Tokenizer, tokenizer_of
-from moddepth_jax.data.windows import Windows, pad_rows, token_stream, whole_windows
+from moddepth_jax.data.windows import Windows, make_windows, pad_rows, token_stream
 from moddepth_jax.hparams import DataHparams
 
 ALL_ROWS = slice(None)
 HELD_OUT_SEED = 0  # of the order of held-out windows, the same for every run
-
-
-def _stream(corpus, part, tokenizer):
-    """The one stream of a corpus that was not prepared, from its documents."""
-    return token_stream(getattr(corpus, part), tokenizer, corpus.names.get(part))
-
-
-def _check_tokenizer(data, members, tokenizer, part):
-    """Refuses prepared text whose ids mean something else to `tokenizer`."""
-    for member, folder in zip(members, data.folders, strict=True):
-        theirs = member.store.tokenizer
-        ours = {name: getattr(tokenizer, name) for name in theirs}
-        if any(ours[name] != theirs[name] for name in ('sha256', 'vocab_size', 'separator')):
-            found = f'was prepared with {told(theirs)}, not with {told(ours)}'
-            right = 'prepare it with the tokenizer of the run'
-            if part == 'given':
-                raise ValueError(f'data.source={folder!r}: {found}; {right}')
-            if data.tokenizer != 'prepared':
-                right = "set it to 'prepared'"
-            raise ValueError(f'data.tokenizer={data.tokenizer!r}: {folder} {found}; {right}')
+_MAX_PACKAGES = 6  # shown in an error
 
 
 class HeldOut:
@@ -44,11 +25,11 @@ class HeldOut:
     Attributes:
       corpus: the Corpus.
       tokenizer: the Tokenizer.
-      held_back: whether all of it was held back from a training on the rest of the same text.
+      held_back: whether all of it was held out from a training on the rest of the same text.
       num_held_out_batches: batches that cover the held-out windows once.
-      held_out_streams: arrays of tokens from which the windows are cut, those of each from its
-        first token on; of prepared text they are mapped from the file.
-      domains: of a mixture, the share of each member by its name; else empty.
+      held_out_streams: arrays of tokens from which the windows are cut, each from its first token
+        on; those of prepared text are mapped from the file.
+      domains: of a mixture, the share of each member by its name; otherwise empty.
     """
 
     def __init__(self, data: DataHparams, corpus: Corpus, tokenizer: Tokenizer | None = None):
@@ -61,16 +42,16 @@ class HeldOut:
         if members:
             self.held_back = all(member.held_out == ('held_out',) for member in members)
             _check_tokenizer(data, members, self.tokenizer, part)
-            texts = [[m.store.tokens(part) for part in m.held_out] for m in members]
+            texts = [[m.store.tokens(split) for split in m.held_out] for m in members]
         else:
-            texts = [[_stream(corpus, 'held_out', self.tokenizer)]]
+            texts = [[_document_stream(corpus, 'held_out', self.tokenizer)]]
         self.held_out_streams = [stream for streams in texts for stream in streams]
         self._held_out = []
         for streams, member in zip(texts, members or [None], strict=True):
-            windows = whole_windows(streams, data, self.tokenizer, part, member)
+            windows = make_windows(streams, data, self.tokenizer, part, member)
             # Shuffled once and for all, so that the first few batches are a fair sample.
-            mixed = grain.MapDataset.range(len(windows)).shuffle(seed=HELD_OUT_SEED)
-            batches = mixed[: len(windows)].batch(self._batch_size, batch_fn=windows.cut)
+            shuffled = grain.MapDataset.range(len(windows)).shuffle(seed=HELD_OUT_SEED)
+            batches = shuffled[: len(windows)].batch(self._batch_size, batch_fn=windows.cut)
             self._held_out.append(batches)
         sizes = [len(batches) for batches in self._held_out]
         self.num_held_out_batches = sum(sizes)
@@ -80,24 +61,24 @@ class HeldOut:
     def held_out_batch(self, index: int) -> dict[str, np.ndarray]:
         """Batch `index` of the held-out windows; arrays as in `Dataset.train_batch`.
 
-        Their order is mixed but always the same, so that the first batches are a fair sample. A
-        batch holds windows of one member of a mixture, see `domain`. The last one of each text is
+        The order is shuffled but always the same, so that the first batches are a fair sample. A
+        batch holds windows of one member of a mixture, see `domain`. The last batch of each text is
         filled up with rows of label -100, segment 0 and token 0. Raises ValueError for an index
         outside [0, num_held_out_batches).
         """
-        member, batch = self._place(index)
+        member, batch = self._find_batch(index)
         return pad_rows(self._held_out[member][batch], self._batch_size)
 
     def domain(self, index: int) -> str | None:
         """The member of the mixture whose text held-out batch `index` holds; None without one.
 
-        The first batches are one of each member, later ones come by their shares. Raises
-        ValueError as `held_out_batch` does.
+        The first batches are one of each member, later ones follow the shares. Raises ValueError as
+        `held_out_batch` does.
         """
-        member, _ = self._place(index)
+        member, _ = self._find_batch(index)
         return list(self.domains)[member] if self.domains else None
 
-    def _place(self, index):
+    def _find_batch(self, index):
         """(member, its batch)."""
         index = operator.index(index)
         if not 0 <= index < self.num_held_out_batches:
@@ -110,10 +91,10 @@ class HeldOut:
 class Dataset(HeldOut):
     """Batches of a corpus as pure functions of the step; what `make_dataset` returns.
 
-    Attributes, beside those of HeldOut:
-      fingerprint: what decides every batch: a dict of JSON scalars, see `check_fingerprint`; of
-        `python_environment` with the packages, of a mixture with names, for the record.
-      may_change: knobs that only say where text and tokenizer lie: the fingerprint decides.
+    Attributes, in addition to those of HeldOut:
+      fingerprint: what decides every batch: a dict of JSON scalars, see `check_fingerprint`; for
+        the record also the packages of `python_environment` and the names of a mixture.
+      may_change: knobs that only say where text and tokenizer are: the fingerprint decides.
       num_train_windows: windows of one epoch.
     """
 
@@ -126,14 +107,14 @@ class Dataset(HeldOut):
             _check_tokenizer(data, members, tokenizer, 'training')
             streams = [member.store.tokens('train') for member in members]
         else:
-            streams = [_stream(corpus, 'train', tokenizer)]
+            streams = [_document_stream(corpus, 'train', tokenizer)]
         for stream, member in zip(streams, members or [None], strict=True):
-            whole_windows([stream], data, tokenizer, 'training', member)
+            make_windows([stream], data, tokenizer, 'training', member)
         super().__init__(data, corpus, tokenizer)
         self._windows = Windows(streams, data.sequence_length, tokenizer.separator)
         self.num_train_windows = len(self._windows)
-        self._turns = Turns([member.share for member in members] or [fractions.Fraction(1)])
-        # Grain seeds epoch e with seed + e, so neighbouring seeds would share epochs.
+        self._schedule = RowSchedule([m.share for m in members] or [fractions.Fraction(1)])
+        # Grain seeds epoch e with seed + e, so neighboring seeds would share epochs.
         seeds = map(int, np.random.SeedSequence(seed).generate_state(len(streams)))
         sizes = map(int, np.diff(self._windows.begins))
         self._train = [
@@ -148,23 +129,23 @@ class Dataset(HeldOut):
     def train_windows(self, step: int, rows: slice = ALL_ROWS) -> list[int]:
         """Numbers of the windows that are rows `rows` of the batch of `step` (from 0).
 
-        A pure function of the step: each epoch visits every window once, in an order of its own,
-        and batches run on across epochs. Each member of a mixture has epochs of its own; its
-        windows have numbers of their own. Raises ValueError for a negative step.
+        A pure function of the step: each epoch visits every window once, in its own order, and
+        batches continue across epochs. Each member of a mixture has its own epochs; its windows
+        have their own numbers. Raises ValueError for a negative step.
         """
         step = operator.index(step)
         if step < 0:
             raise ValueError(f'step={step}: must be 0 or more')
         first = step * self._batch_size
-        turns = [self._turns.at(first + row) for row in range(self._batch_size)[rows]]
+        places = [self._schedule.member(first + row) for row in range(self._batch_size)[rows]]
         begins = self._windows.begins
-        return [int(begins[member] + self._train[member][nth]) for member, nth in turns]
+        return [int(begins[member] + self._train[member][nth]) for member, nth in places]
 
     def train_batch(self, step: int, rows: slice = ALL_ROWS) -> dict[str, np.ndarray]:
         """Rows `rows` of the batch of `step`: `tokens_BT`, `labels_BT`, `segment_ids_BT`, int32.
 
-        A pure function of the step, as `train_windows` says, and of no row but those asked for.
-        Raises ValueError for a negative step.
+        A pure function of the step, as `train_windows`; no other rows are read. Raises ValueError
+        for a negative step.
         """
         return self._windows.cut(self.train_windows(step, rows))
 
@@ -174,33 +155,12 @@ class Dataset(HeldOut):
 
     def domain_epochs(self, step: int) -> dict[str, float]:
         """The same of each member of a mixture over its own windows; empty without one."""
-        counts, sizes = self._turns.counts(step * self._batch_size), np.diff(self._windows.begins)
+        counts = self._schedule.counts(step * self._batch_size)
+        sizes = np.diff(self._windows.begins)
         return {
             name: count / int(size)
             for name, count, size in zip(self.domains, counts, sizes, strict=bool(self.domains))
         }
-
-
-def _fingerprint(data, seed, corpus, tokenizer):
-    source = 'prepared' if corpus.members and data.source != 'mixture' else data.source
-    members = {}
-    for number, member in enumerate(corpus.members if data.source == 'mixture' else (), 1):
-        members[f'member_{number}'] = member.store.fingerprint
-        members[f'share_{number}'] = str(member.share)
-        members[f'name_{number}'] = member.name
-    fingerprint = {
-        **members,  # first, since a refusal names the first field that differs
-        'corpus_sha256': corpus.sha256,
-        'source': source,
-        'held_out_fraction': data.held_out_fraction,
-        'tokenizer': tokenizer.sha256 or tokenizer.name,
-        'sequence_length': data.sequence_length,
-        'batch_size': data.batch_size,
-        'seed': seed,
-    }
-    if corpus.packages:
-        fingerprint['packages'] = ' '.join(corpus.packages)
-    return fingerprint
 
 
 def make_dataset(
@@ -218,22 +178,20 @@ def make_dataset(
       tokenizer: by default that of `tokenizer_of`.
 
     Raises:
-      ValueError: one line, as `load_corpus` and `tokenizer_of` say, for a corpus, or a member of a
-        mixture, that is shorter than one window, for text that the tokenizer cannot encode, and
-        for prepared text of another tokenizer.
+      ValueError: one line, as `load_corpus` and `tokenizer_of`, for a corpus or a member of a
+        mixture that is shorter than one window, for text that the tokenizer cannot encode, and for
+        prepared text of another tokenizer.
     """
     corpus = load_corpus(data) if corpus is None else corpus
     return Dataset(data, seed, corpus, tokenizer)
 
 
 def make_held_out(
-    data: DataHparams,
-    tokenizer: Tokenizer | None = None,
-    trained_on: collections.abc.Set[str] = frozenset(),
+    data: DataHparams, tokenizer: Tokenizer | None = None, trained_on: Set[str] = frozenset()
 ) -> HeldOut:
-    """All text of `data.source` as held-out batches: `data.held_out_fraction` does not matter.
+    """All text of `data.source` as held-out batches, whatever `data.held_out_fraction` is.
 
-    What is left at the end of the text, less than one window, is in no batch.
+    The rest at the end of the text, shorter than a window, is in no batch.
 
     Args:
       data: of the text.
@@ -241,41 +199,84 @@ def make_held_out(
       trained_on: as `load_held_out` takes it.
 
     Raises:
-      ValueError: one line, as `load_held_out` and `make_dataset` say.
+      ValueError: one line, as `load_held_out` and `make_dataset`.
     """
     return HeldOut(data, load_held_out(data, trained_on), tokenizer)
 
 
-def check_fingerprint(stored: dict, current: dict) -> None:
-    """Refuses to go on with other data: compares two `Dataset.fingerprint`s.
+def _document_stream(corpus, split, tokenizer):
+    """The stream of a corpus that was not prepared."""
+    return token_stream(getattr(corpus, split), tokenizer, corpus.names.get(split))
 
-    Other packages with the same text are the same data, as are members under another name.
+
+def _check_tokenizer(data, members, tokenizer, part):
+    """Raises ValueError for prepared text whose ids mean something else to `tokenizer`."""
+    for member, folder in zip(members, data.folders, strict=True):
+        theirs = member.store.tokenizer
+        ours = {name: getattr(tokenizer, name) for name in theirs}
+        if all(ours[name] == theirs[name] for name in ('sha256', 'vocab_size', 'separator')):
+            continue
+        was, now = describe_tokenizer(theirs), describe_tokenizer(ours)
+        found, right = f'was prepared with {was}, not with {now}', 'prepare it with the tokenizer'
+        if part == 'given':
+            raise ValueError(f'data.source={folder!r}: {found}; {right} of the run')
+        right = "set it to 'prepared'" if data.tokenizer != 'prepared' else f'{right} of the run'
+        raise ValueError(f'data.tokenizer={data.tokenizer!r}: {folder} {found}; {right}')
+
+
+def _fingerprint(data, seed, corpus, tokenizer):
+    source = 'prepared' if corpus.members and data.source != 'mixture' else data.source
+    members = {}
+    for number, member in enumerate(corpus.members if data.source == 'mixture' else (), 1):
+        members[f'member_{number}'] = member.store.fingerprint
+        members[f'share_{number}'] = str(member.share)
+        members[f'name_{number}'] = member.name
+    fingerprint = {
+        **members,  # first, since an error names the first field that differs
+        'corpus_sha256': corpus.sha256,
+        'source': source,
+        'held_out_fraction': data.held_out_fraction,
+        'tokenizer': tokenizer.sha256 or tokenizer.name,
+        'sequence_length': data.sequence_length,
+        'batch_size': data.batch_size,
+        'seed': seed,
+    }
+    if corpus.packages:
+        fingerprint['packages'] = ' '.join(corpus.packages)
+    return fingerprint
+
+
+def check_fingerprint(stored: dict, current: dict) -> None:
+    """Refuses to continue with other data: compares two `Dataset.fingerprint`s.
+
+    Other packages with the same text are the same data, as are members with another name.
 
     Raises:
-      ValueError: one line that names the first field that differs and both values, and of
+      ValueError: one line that names the first field that differs and both values, and for
         `python_environment` some packages that differ.
     """
     for field in dict.fromkeys((*current, *stored)):
-        was, now = (repr(d[field]) if field in d else 'missing' for d in (stored, current))
-        if was != now and field != 'packages' and not field.startswith('name_'):
-            right = 'resume with the data of that run, or start another workdir'
-            changed = _changed_packages(stored, current) if field == 'corpus_sha256' else ''
-            was, now = (_named(text, field, d) for text, d in ((was, stored), (now, current)))
-            raise ValueError(
-                f'data fingerprint: {field} was {was} and is {now} now{changed}; {right}'
-            )
+        if field == 'packages' or field.startswith('name_'):
+            continue
+        if stored.get(field) == current.get(field) and (field in stored) == (field in current):
+            continue
+        was, now = (_show_value(fingerprint, field) for fingerprint in (stored, current))
+        changed = _changed_packages(stored, current) if field == 'corpus_sha256' else ''
+        right = 'resume with the data of that run, or start another workdir'
+        raise ValueError(f'data fingerprint: {field} was {was} and is {now} now{changed}; {right}')
 
 
-def _named(value, field, fingerprint):
-    """The value with the name of the member whose hash it is; older runs know none."""
+def _show_value(fingerprint, field):
+    """The value, with the name of the member whose hash it is; older runs have no names."""
+    value = repr(fingerprint[field]) if field in fingerprint else 'missing'
     name = fingerprint.get(field.replace('member_', 'name_'))
     return value if name is None or not field.startswith('member_') else f'{value} ({name})'
 
 
 def _changed_packages(stored, current):
     was, now = (set(d.get('packages', '').split()) for d in (stored, current))
-    changed = [f'-{name}' for name in sorted(was - now)] + [
-        f'+{name}' for name in sorted(now - was)
-    ]
-    more = f' and {len(changed) - 6} more' if len(changed) > 6 else ''
-    return f' (packages {" ".join(changed[:6])}{more})' if changed else ''
+    changed = [f'-{name}' for name in sorted(was - now)]
+    changed += [f'+{name}' for name in sorted(now - was)]
+    hidden = len(changed) - _MAX_PACKAGES
+    more = f' and {hidden} more' if hidden > 0 else ''
+    return f' (packages {" ".join(changed[:_MAX_PACKAGES])}{more})' if changed else ''

@@ -1,4 +1,4 @@
-"""The text of the Python that runs: its standard library, and the packages installed beside it."""
+"""The text of the running Python: its standard library, and the installed packages."""
 
 import hashlib
 import importlib.metadata
@@ -9,15 +9,15 @@ import sysconfig
 
 _TESTS = {'test', 'tests', 'idle_test'}
 _TEST_FILE = re.compile(r'(test_.*|.*_test|conftest)\.py')
-_LEFT_OUT = _TESTS | {'idlelib', 'lib2to3', 'site-packages', 'dist-packages', '__pycache__'}
+_EXCLUDED = _TESTS | {'idlelib', 'lib2to3', 'site-packages', 'dist-packages', '__pycache__'}
 _MACHINE_FILES = ('_sysconfigdata', 'sitecustomize.py', 'usercustomize.py', '__editable__')
 _THIS_PROJECT = 'moddepth-jax'
 
 
-def _documents_below(root, left_out):
+def _documents_below(root, excluded):
     root, documents = pathlib.Path(root), []
     for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if name not in left_out and name[:7] != 'config-']
+        folders[:] = [name for name in folders if name not in excluded and name[:7] != 'config-']
         for name in names:
             if name.endswith('.py') and not name.startswith(_MACHINE_FILES):
                 path = pathlib.Path(folder, name)
@@ -28,8 +28,8 @@ def _documents_below(root, left_out):
 def stdlib_documents(root: str | None = None) -> list[tuple[str, bytes]]:
     """(name, bytes) of Python's own standard library: every .py file below `root`, by path.
 
-    Left out: tests, idlelib, lib2to3, installed packages, and the files that a build writes
-    about its own machine, so that one Python version means one text.
+    Excluded: tests, idlelib, lib2to3, installed packages, and the files in which a build describes
+    its own machine, so that one Python version means one text.
 
     Args:
       root: a folder; by default the one that sysconfig calls stdlib.
@@ -38,7 +38,7 @@ def stdlib_documents(root: str | None = None) -> list[tuple[str, bytes]]:
       ValueError: no .py file is there, as in Pythons that ship compiled or zipped.
     """
     root = root or sysconfig.get_paths()['stdlib']
-    documents = _documents_below(root, _LEFT_OUT)
+    documents = _documents_below(root, _EXCLUDED)
     if not documents:
         right = 'use a Python that ships its library as text, or set data.source to a glob'
         raise ValueError(f"data.source='stdlib': no .py file below {root}; {right}")
@@ -48,13 +48,13 @@ def stdlib_documents(root: str | None = None) -> list[tuple[str, bytes]]:
 def environment_documents(
     stdlib: str | None = None, roots: tuple[str, ...] | None = None
 ) -> tuple[list[tuple[str, bytes]], tuple[str, ...]]:
-    """(documents, packages): the standard library and every package installed beside it, as text.
+    """(documents, packages): the standard library and every installed package, as text.
 
-    Documents are (name, bytes), sorted, the name a path relative to its root. Left out: what
-    `stdlib_documents` leaves out, tests of packages, this project itself, files that are not UTF-8
-    or empty, and all but the first copy of equal ones. Packages are name==version, sorted, of all
-    that is installed but this project. The text is for use on this machine: packages have licences
-    of their own.
+    Documents are (name, bytes), sorted, the name a path relative to its root. Excluded: what
+    `stdlib_documents` excludes, tests of packages, this project itself, files that are empty or not
+    UTF-8, and all but the first of equal files. Packages are name==version, sorted, of everything
+    installed except this project. The text is for use on this machine: packages have their own
+    licenses.
 
     Args:
       stdlib: a folder; by default the one that sysconfig calls stdlib.
@@ -76,12 +76,12 @@ def environment_documents(
         right = "install packages there, or set data.source to 'stdlib' or a glob"
         where = ' or '.join(map(str, roots))
         raise ValueError(f"data.source='python_environment': no .py file below {where}; {right}")
-    found = _documents_below(stdlib or paths['stdlib'], _LEFT_OUT) + found
+    found = _documents_below(stdlib or paths['stdlib'], _EXCLUDED) + found
     return sorted(_distinct(found)), packages
 
 
 def _installed(roots):
-    """name==version of all distributions but ours, sorted, and the files of ours."""
+    """name==version of all distributions except ours, sorted, and the files of ours."""
     packages, ours = set(), set()
     for distribution in importlib.metadata.distributions(path=list(map(str, roots))):
         name = distribution.metadata['Name'] or 'unnamed'
@@ -93,7 +93,7 @@ def _installed(roots):
 
 
 def _distinct(documents):
-    """Those that are text, the first of equal ones."""
+    """Those that are UTF-8 and not empty, the first of equal ones."""
     seen = set()
     for name, text in documents:
         digest = hashlib.sha256(text).digest()

@@ -1,10 +1,12 @@
-"""Where a document falls, to train on or held out, and where a lone one is cut in two."""
+"""The split of documents by the hash of their names: those to train on and those held out."""
 
 import hashlib
 
+Document = tuple[str, bytes]
 
-def place(name: str) -> float:
-    """A document's place in [0, 1), from the sha256 of its name alone: held out below a fraction.
+
+def name_hash(name: str) -> float:
+    """A number in [0, 1) from the sha256 of a document's name: held out below the fraction.
 
     More documents, another order or other text move no document.
     """
@@ -12,19 +14,48 @@ def place(name: str) -> float:
     return int.from_bytes(digest[:8], 'big') / 2**64
 
 
-def tail(text: bytes, held_out_fraction: float, whole_characters: bool) -> int:
-    """Where the tail of the only document begins, the part of it that is held out.
+def split_documents(
+    documents: list[Document], held_out_fraction: float, whole_characters: bool = False
+) -> tuple[list[Document], list[Document]]:
+    """(train, held_out) of (name, bytes) documents, each in the given order and never empty.
 
-    Both sides have a byte at least, or with `whole_characters` a character.
+    A document is held out if the hash of its name is below the fraction, so adding documents moves
+    no other. If that leaves one side without a document, the one nearest to the bound crosses it. A
+    single document is cut by `tail_start`.
+
+    Raises:
+      ValueError: a single document of a single byte, or of a single character.
+    """
+    if len(documents) == 1:
+        ((name, text),) = documents
+        try:
+            cut = tail_start(text, held_out_fraction, whole_characters)
+        except ValueError as error:
+            raise ValueError(f'{name}: {error}') from None
+        return [(name, text[:cut])], [(name, text[cut:])]
+    hashes = [name_hash(name) for name, _ in documents]
+    if min(hashes) >= held_out_fraction:
+        held_out = {hashes.index(min(hashes))}
+    elif max(hashes) < held_out_fraction:
+        held_out = set(range(len(hashes))) - {hashes.index(max(hashes))}
+    else:
+        held_out = {i for i, number in enumerate(hashes) if number < held_out_fraction}
+    train = [document for i, document in enumerate(documents) if i not in held_out]
+    return train, [documents[i] for i in sorted(held_out)]
+
+
+def tail_start(text: bytes, held_out_fraction: float, whole_characters: bool) -> int:
+    """Where the held-out tail of a single document begins; both sides have a byte at least.
 
     Args:
       text: of the document.
       held_out_fraction: in (0, 1), of its bytes.
-      whole_characters: whether the cut moves back to where a character begins, or on where that is
-        the first one. Text that is not UTF-8 may be cut anywhere.
+      whole_characters: whether to cut between characters, as tokenizers other than bytes need it:
+        before the one at the fraction, or after it if it is the first one. Text that is not UTF-8
+        may be cut anywhere.
 
     Raises:
-      ValueError: one line, to be put behind what names the document, where it is too short.
+      ValueError: one line, to be put behind what names the document, if it is too short.
     """
     right = 'needs 2 or more, to train on and to hold out'
     if len(text) < 2:
@@ -34,9 +65,9 @@ def tail(text: bytes, held_out_fraction: float, whole_characters: bool) -> int:
     if not whole_characters:
         return cut
     # No character has more than 4 bytes.
-    for at in (*range(cut, max(cut - 4, 0), -1), *range(cut + 1, min(cut + 4, len(text)))):
-        if text[at] & 0xC0 != 0x80:
-            return at
+    for start in (*range(cut, max(cut - 4, 0), -1), *range(cut + 1, min(cut + 4, len(text)))):
+        if text[start] & 0xC0 != 0x80:
+            return start
     if len(text) <= 4:
         raise ValueError(f'1 character; {right}')
     return cut

@@ -1,18 +1,18 @@
 """A corpus of exactly known entropy, whose unpredictable tokens are known by construction.
 
 A text is a sequence of words drawn independently from a known distribution p. Each of the S words
-is its own start byte (A to P) and a fixed continuation of 1 to 6 bytes (a to h), so a reader of the
-start knows the rest and sees the end coming. One more word, the full stop, ends the document: the
-separator follows it always, and after the separator comes a word again, drawn from the same p.
+has its own start byte (A to P) and a fixed continuation of 1 to 6 bytes (a to h), so the start
+determines the rest of the word and its end. One more word, the full stop, ends the document: the
+separator always follows it, and the next word after the separator is drawn from the same p.
 
 So each token is either a word start (hard: its surprisal is -log p(word), whatever came before) or
-follows from the word it belongs to (easy: surprisal 0), and over any targets y_1..y_n
+determined by its word (easy: surprisal 0), and over any targets y_1..y_n
 
     floor = 1/n sum_i [y_i is a word start] (-log p(word of y_i))     in nats per target.
 
-A predictor that knows the words and p scores exactly that from the first word start or separator
-it sees. A window that begins inside a word may leave that word's few remaining bytes uncertain;
-there the floor is a lower bound, short by a fraction of a word in a window.
+A predictor that knows the words and p scores exactly this from the first word start or separator
+on. In a window that begins inside a word, the remaining bytes of that word may be uncertain; there
+the floor is a lower bound, too low by a fraction of a word per window.
 """
 
 import dataclasses
@@ -37,22 +37,6 @@ class Language:
 
     words: tuple[bytes, ...]
     probabilities: tuple[float, ...]
-
-    @property
-    def word_entropy(self) -> float:
-        """H(p), nats per word start; the end of the document is among the words."""
-        return -math.fsum(p * math.log(p) for p in self.probabilities)
-
-    @property
-    def tokens_per_word(self) -> float:
-        """Mean tokens from one word start to the next; the end counts its separator."""
-        lengths = [len(word) + (word == END) for word in self.words]
-        return math.fsum(p * n for p, n in zip(self.probabilities, lengths, strict=True))
-
-    @property
-    def entropy_rate(self) -> float:
-        """Nats per token in the long run: word_entropy / tokens_per_word."""
-        return self.word_entropy / self.tokens_per_word
 
 
 def make_language(seed: int = SEED, document_bytes: float = DOCUMENT_BYTES) -> Language:
@@ -107,35 +91,23 @@ def make_synthetic(
 
 
 def hard_mask(tokens: np.ndarray) -> np.ndarray:
-    """bool, of the shape of `tokens` (byte ids): True at word starts, which nothing foretells.
+    """bool, of the shape of `tokens` (byte ids): True at word starts, which cannot be predicted.
 
-    Of `labels_BT` it marks the positions whose target is hard; labels of -100 are not.
+    In labels it marks the hard targets; labels of -100 are not.
     """
     return np.isin(tokens, np.frombuffer(STARTS + END, np.uint8))
-
-
-def _counted(labels):
-    labels = np.asarray(labels)
-    counted = labels[labels >= 0]
-    if not counted.size:
-        raise ValueError(f'labels of shape {labels.shape}: must hold one target at least, not -100')
-    return counted
 
 
 def entropy_floor(language: Language, labels_BT: np.ndarray) -> float:
     """Mean nats per target that the ideal predictor scores on exactly these labels.
 
-    The module's equation, over labels that are not -100. Raises ValueError where there are none.
+    The module's equation, over labels that are not -100. Raises ValueError if there are none.
     """
     surprisal_V = np.zeros(257)
     for word, p in zip(language.words, language.probabilities, strict=True):
         surprisal_V[word[0]] = -math.log(p)
-    return float(surprisal_V[_counted(labels_BT)].mean())
-
-
-def expected_floor(language: Language, labels_BT: np.ndarray) -> float:
-    """The same with H(p) for each word start, whichever word it was: the floor without its luck.
-
-    Raises ValueError where all labels are -100.
-    """
-    return float(language.word_entropy * hard_mask(_counted(labels_BT)).mean())
+    labels_BT = np.asarray(labels_BT)
+    counted = labels_BT[labels_BT >= 0]
+    if not counted.size:
+        raise ValueError(f'labels of shape {labels_BT.shape}: must hold a target, not only -100')
+    return float(surprisal_V[counted].mean())

@@ -1,12 +1,14 @@
-"""The prepared text: tokens in flat files that are mapped into memory, and what they are."""
+"""Prepared text: tokens in flat files that are mapped into memory, and what describes them."""
 
+import bisect
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import pathlib
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib import metadata
 
 import numpy as np
@@ -15,36 +17,21 @@ from moddepth_jax.data.directory import write_atomically
 from moddepth_jax.data.tokenizers.tokenizer import Tokenizer, make_tokenizer
 
 PREPARED_FILE = 'prepared.json'
+PLAN_FILE = 'parts/plan.json'  # of a preparation that is not finished
 TOKENIZER_DIRECTORY = 'tokenizer'
 SCHEMA_VERSION = 1
-PARTS = ('train', 'held_out')
-DTYPES = ('uint16', 'uint32')
+SPLITS = ('train', 'held_out')
+_PACKAGES = ('moddepth-jax', 'numpy', 'tokenizers', 'sentencepiece', 'pyarrow')
 
 
 def is_store(path: str | os.PathLike) -> bool:
-    """Whether `path` is a directory with prepared text, whole and of any version."""
+    """Whether `path` is a directory with completely prepared text, of any version."""
     return (pathlib.Path(path).expanduser() / PREPARED_FILE).is_file()
 
 
-class DocumentsOfStore(Sequence):
-    """The documents of one part of a store as bytes, decoded when they are asked for.
-
-    An index gives bytes, a slice a list of them. Equal to the text that was prepared, unless its
-    tokenizer normalises text.
-    """
-
-    def __init__(self, tokens: np.ndarray, offsets: np.ndarray, tokenizer: Tokenizer):
-        self._tokens, self._offsets, self._tokenizer = tokens, offsets, tokenizer
-
-    def __len__(self) -> int:
-        return len(self._offsets) - 1
-
-    def __getitem__(self, index):
-        if isinstance(index, slice):
-            return [self[i] for i in range(len(self))[index]]
-        i = range(len(self))[index]
-        start, stop = int(self._offsets[i]), int(self._offsets[i + 1])
-        return self._tokenizer.decode(self._tokens[start + 1 : stop])  # after the separator
+def is_started(path: str | os.PathLike) -> bool:
+    """Whether `path` is a directory with prepared text, complete or not."""
+    return is_store(path) or (pathlib.Path(path).expanduser() / PLAN_FILE).is_file()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,19 +39,19 @@ class Store:
     """Prepared text; what `open_store` returns.
 
     Attributes:
-      directory: where it lies.
-      fingerprint: sha256 over the tokens of both parts, the tokenizer and the split, hexadecimal.
+      directory: where it is.
+      fingerprint: sha256 over the tokens of both splits, the tokenizer and the split, hexadecimal.
       tokenizer: {name, sha256, vocab_size, separator}.
       dtype: 'uint16' or 'uint32'.
       held_out_fraction: of the documents, by the hash of their names.
-      train: {documents, tokens, bytes, sha256}; tokens count one separator a document, bytes are
-        those of the text, sha256 is that of its file of tokens.
+      train: {documents, tokens, bytes, sha256}; tokens include one separator per document, bytes
+        are those of the text, sha256 is that of its file of tokens.
       held_out: likewise.
       skipped: what was left out: {reason: {'count': n, 'first': ['file, line 7: ...', ...]}}.
-      inputs: [{name, bytes, sha256, modified}] of the files, in order; modified: when each was
-        written last, nanoseconds, which older stores do not tell.
-      arguments: of the command that decide the result.
-      versions: of what wrote it.
+      inputs: [{name, bytes, sha256, modified}] of the files, in order; modified: time of the last
+        write in nanoseconds, which older stores lack.
+      arguments: those of the command that decide the result.
+      versions: of the packages that wrote it.
     """
 
     directory: pathlib.Path
@@ -79,21 +66,50 @@ class Store:
     arguments: dict
     versions: dict
 
-    def tokens(self, part: str) -> np.ndarray:
-        """[tokens] of self.dtype, mapped from the file: as `pipeline.token_stream` lays them out.
+    def tokens(self, split: str) -> np.ndarray:
+        """[tokens] of self.dtype, mapped from the file, as `windows.token_stream` returns them."""
+        return _map(self.directory / f'{split}.bin', self.dtype)
 
-        `part` is 'train' or 'held_out'.
-        """
-        return _map(self.directory / f'{part}.bin', self.dtype)
-
-    def offsets(self, part: str) -> np.ndarray:
+    def offsets(self, split: str) -> np.ndarray:
         """uint64 [documents + 1], mapped: document i is tokens[offsets[i]:offsets[i + 1]]."""
-        return _map(self.directory / f'{part}.index', 'uint64')
+        return _map(self.directory / f'{split}.index', 'uint64')
 
-    def documents(self, part: str) -> DocumentsOfStore:
-        """The documents of `part`, as bytes, each decoded when it is asked for."""
-        tokenizer = make_tokenizer(str(self.directory / TOKENIZER_DIRECTORY))
-        return DocumentsOfStore(self.tokens(part), self.offsets(part), tokenizer)
+    def documents(self, split: str) -> 'StoredDocuments':
+        """The documents of one split, as bytes, each decoded on access."""
+        return StoredDocuments([(self, split)])
+
+
+class StoredDocuments(Sequence):
+    """The documents of splits of stores, one after another; each is decoded on access.
+
+    They equal the text that was prepared, unless its tokenizer normalizes text.
+
+    Args:
+      splits: (Store, 'train' or 'held_out').
+    """
+
+    def __init__(self, splits: Iterable[tuple[Store, str]]):
+        self._splits = list(splits)
+        counts = (getattr(store, split)['documents'] for store, split in self._splits)
+        self._ends = list(itertools.accumulate(counts))
+        self._opened = {}  # a tokenizer takes a while to read, and most runs decode nothing
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
+        index = range(len(self))[index]
+        number = bisect.bisect_right(self._ends, index)
+        if number not in self._opened:
+            store, split = self._splits[number]
+            tokenizer = make_tokenizer(str(store.directory / TOKENIZER_DIRECTORY))
+            self._opened[number] = store.tokens(split), store.offsets(split), tokenizer
+        tokens, offsets, tokenizer = self._opened[number]
+        index -= self._ends[number]  # counted from the end of the split
+        start, stop = int(offsets[index - 1]), int(offsets[index])
+        return tokenizer.decode(tokens[start + 1 : stop])  # after the separator
 
 
 def _little_endian(dtype):
@@ -101,100 +117,85 @@ def _little_endian(dtype):
 
 
 def _map(path, dtype):
-    if not os.path.getsize(path):  # nothing can be mapped there
+    if not os.path.getsize(path):  # an empty file cannot be mapped
         return np.empty(0, _little_endian(dtype))
     return np.memmap(path, _little_endian(dtype), 'r')
 
 
-_AGAIN = 'run the same launch.prepare again'
-
-
 def open_store(directory: str | os.PathLike) -> Store:
-    """The prepared text in `directory`; nothing of it is read but prepared.json.
+    """The prepared text in `directory`; reads prepared.json only.
 
     Raises:
-      ValueError: one line, where there is no prepared.json (it is written last, so the text is not
-        whole), it is unreadable or of another version, or a file is not as long as it says.
+      ValueError: one line, if prepared.json is missing (it is written last, so the text is
+        incomplete), unreadable or of another version, or if a file has another size than it says.
     """
     directory = pathlib.Path(directory).expanduser()
     file = directory / PREPARED_FILE
+    again = f'remove {directory} and prepare the text again'
     try:
-        about = json.loads(file.read_text(encoding='utf-8'))
-        version = about['schema_version']
+        content = json.loads(file.read_text(encoding='utf-8'))
+        version = content['schema_version']
     except (FileNotFoundError, NotADirectoryError):
-        started = (directory / 'parts').is_dir()
-        right = f'unfinished: {_AGAIN}' if started else 'must be a directory of launch.prepare'
+        right = 'must be a directory of launch.prepare'
+        if (directory / PLAN_FILE).parent.is_dir():
+            right = 'unfinished: run the same launch.prepare again'
         raise ValueError(f'{directory}: holds no {PREPARED_FILE}; {right}') from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(
-            f'{file}: unreadable ({type(error).__name__}); {_new(directory)}'
-        ) from None
+        raise ValueError(f'{file}: unreadable ({type(error).__name__}); {again}') from None
     if version != SCHEMA_VERSION:
         right = f'must be {SCHEMA_VERSION}; another version of this code wrote it'
-        raise ValueError(f'{file}: schema_version={version!r}; {right}: {_new(directory)}')
+        raise ValueError(f'{file}: schema_version={version!r}; {right}: {again}')
     fields = {field.name for field in dataclasses.fields(Store)} - {'directory'}
-    if missing := sorted(fields - about.keys()):
-        raise ValueError(f'{file}: holds no {missing[0]!r}; {_new(directory)}')
-    store = Store(directory, **{name: about[name] for name in fields})
-    for part in PARTS:
-        _check_sizes(store, part)
+    if missing := sorted(fields - content.keys()):
+        raise ValueError(f'{file}: holds no {missing[0]!r}; {again}')
+    store = Store(directory, **{name: content[name] for name in fields})
+    for split in SPLITS:
+        counts = getattr(store, split)
+        tokens = counts['tokens'] * np.dtype(store.dtype).itemsize
+        for path, expected in (
+            (directory / f'{split}.bin', tokens),
+            (directory / f'{split}.index', (counts['documents'] + 1) * 8),
+        ):
+            try:
+                size = path.stat().st_size
+            except OSError as error:
+                raise ValueError(f'{path}: {error.strerror}; {again}') from None
+            if size != expected:
+                wrong = f'{size} bytes, and {PREPARED_FILE} says {expected}'
+                raise ValueError(f'{path}: {wrong}; {again}')
     return store
 
 
-def _new(directory):
-    return f'remove {directory} and prepare the text again'
+class _SplitWriter:
+    """The two files of one split, and the counts and the hash of what was written to them."""
 
-
-def _check_sizes(store, part):
-    counts = getattr(store, part)
-    sizes = {
-        f'{part}.bin': counts['tokens'] * np.dtype(store.dtype).itemsize,
-        f'{part}.index': (counts['documents'] + 1) * 8,
-    }
-    for name, expected in sizes.items():
-        path = store.directory / name
-        try:
-            size = path.stat().st_size
-        except OSError as error:
-            raise ValueError(f'{path}: {error.strerror}; {_new(store.directory)}') from None
-        if size != expected:
-            wrong = f'{size} bytes, and {PREPARED_FILE} says {expected}'
-            raise ValueError(f'{path}: {wrong}; {_new(store.directory)}')
-
-
-_PACKAGES = ('moddepth-jax', 'numpy', 'tokenizers', 'sentencepiece', 'pyarrow')
-
-
-class _Part:
-    """The two files of one part, and the counts and the hash of what was written to them."""
-
-    def __init__(self, directory, part):
-        self._files = [open(directory / f'{part}.{kind}', 'wb') for kind in ('bin', 'index')]
+    def __init__(self, directory, split):
+        self._files = [open(directory / f'{split}.{kind}', 'wb') for kind in ('bin', 'index')]
         self._files[1].write(np.zeros(1, '<u8'))
         self._digest = hashlib.sha256()
-        self.documents = self.tokens = self.bytes = 0
+        self._documents = self._tokens = self._bytes = 0
 
     def add(self, tokens_N, lengths_D, num_bytes):
         tokens, index = self._files
         tokens.write(tokens_N)
         self._digest.update(tokens_N)
-        index.write((self.tokens + np.cumsum(lengths_D, dtype=np.uint64)).astype('<u8'))
-        self.documents += len(lengths_D)
-        self.tokens += len(tokens_N)
-        self.bytes += num_bytes
+        index.write((self._tokens + np.cumsum(lengths_D, dtype=np.uint64)).astype('<u8'))
+        self._documents += len(lengths_D)
+        self._tokens += len(tokens_N)
+        self._bytes += num_bytes
 
-    def sync(self):
+    def finish(self):
+        """Flushes to the disk and closes; returns the counts."""
         for file in self._files:
             file.flush()
             os.fsync(file.fileno())
+        self.close()
+        counts = {'documents': self._documents, 'tokens': self._tokens, 'bytes': self._bytes}
+        return counts | {'sha256': self._digest.hexdigest()}
 
     def close(self):
         for file in self._files:
             file.close()
-
-    def counts(self):
-        counts = {'documents': self.documents, 'tokens': self.tokens, 'bytes': self.bytes}
-        return {**counts, 'sha256': self._digest.hexdigest()}
 
 
 class StoreWriter:
@@ -203,9 +204,9 @@ class StoreWriter:
     Until `finish` has returned there is no prepared.json, and `open_store` refuses the directory.
 
     Args:
-      directory: it is there; what an earlier writer left in it is replaced.
+      directory: exists; what an earlier writer left in it is replaced.
       tokenizer: the Tokenizer of all tokens, saved to the directory's tokenizer/ by `finish`.
-      held_out_fraction: in (0, 1), the share of documents that goes to 'held_out'.
+      held_out_fraction: in (0, 1), the share of documents in the split 'held_out'.
 
     Raises:
       OSError: the directory cannot be written, or the disk is full.
@@ -217,15 +218,15 @@ class StoreWriter:
         self._directory = pathlib.Path(directory)
         self._tokenizer, self._fraction = tokenizer, held_out_fraction
         (self._directory / PREPARED_FILE).unlink(missing_ok=True)
-        self._parts = {part: _Part(self._directory, part) for part in PARTS}
+        self._splits = {split: _SplitWriter(self._directory, split) for split in SPLITS}
 
-    def add(self, part: str, tokens_N: np.ndarray, lengths_D: np.ndarray, num_bytes: int) -> None:
+    def add(self, split: str, tokens_N: np.ndarray, lengths_D: np.ndarray, num_bytes: int) -> None:
         """Appends documents.
 
         Args:
-          part: 'train' or 'held_out'.
+          split: 'train' or 'held_out'.
           tokens_N: of any integer dtype; each document's tokens after one separator.
-          lengths_D: how many of them each document has, with its separator; they sum to N.
+          lengths_D: tokens of each document, with its separator; they sum to N.
           num_bytes: of the text.
 
         Raises:
@@ -235,36 +236,25 @@ class StoreWriter:
         if np.sum(lengths_D, dtype=np.uint64) != len(tokens_N):
             right = f'must sum to the {len(tokens_N)} tokens'
             raise ValueError(f'lengths of {np.sum(lengths_D)} tokens; {right}')
-        dtype = np.dtype(self._tokenizer.dtype).newbyteorder('<')
-        self._parts[part].add(np.ascontiguousarray(tokens_N, dtype), lengths_D, num_bytes)
+        tokens_N = np.ascontiguousarray(tokens_N, _little_endian(self._tokenizer.dtype))
+        self._splits[split].add(tokens_N, lengths_D, num_bytes)
 
     def finish(
-        self, skipped: dict | None = None, inputs: tuple = (), arguments: dict | None = None
+        self, skipped: dict | None = None, inputs: Sequence = (), arguments: dict | None = None
     ) -> Store:
-        """Makes the text whole and opens it.
-
-        Args:
-          skipped: {reason: {'count': n, 'first': [message, ...]}} of what was left out.
-          inputs: dicts of the files, as `Store.inputs` has them; not in the fingerprint.
-          arguments: of the command, for the record.
-        """
-        for part in self._parts.values():
-            part.sync()
-            part.close()
+        """Completes the text and opens it; the arguments are as in Store."""
+        counts = {split: writer.finish() for split, writer in self._splits.items()}
         if not (self._directory / TOKENIZER_DIRECTORY).exists():
             self._tokenizer.save(self._directory / TOKENIZER_DIRECTORY)
-        tokenizer = {
-            name: getattr(self._tokenizer, name)
-            for name in ('name', 'sha256', 'vocab_size', 'separator')
-        }
-        text = {
-            'tokenizer': tokenizer,
-            'dtype': np.dtype(self._tokenizer.dtype).name,
-            **{name: part.counts() for name, part in self._parts.items()},
-        }
-        about = {
+        names = ('sha256', 'vocab_size', 'separator')
+        tokenizer = {name: getattr(self._tokenizer, name) for name in names}
+        text = {'dtype': np.dtype(self._tokenizer.dtype).name, **counts}
+        # Without the tokenizer's name: another name for the same tokenizer is the same text.
+        decisive = json.dumps({'tokenizer': tokenizer, **text}, sort_keys=True)
+        content = {
             'schema_version': SCHEMA_VERSION,
-            'fingerprint': _fingerprint(text),
+            'fingerprint': hashlib.sha256(decisive.encode()).hexdigest(),
+            'tokenizer': {'name': self._tokenizer.name, **tokenizer},
             **text,
             'held_out_fraction': self._fraction,
             'skipped': skipped or {},
@@ -272,22 +262,15 @@ class StoreWriter:
             'arguments': arguments or {},
             'versions': _versions(),
         }
-        write_atomically(self._directory / PREPARED_FILE, json.dumps(about, indent=2) + '\n')
+        write_atomically(self._directory / PREPARED_FILE, json.dumps(content, indent=2) + '\n')
         return open_store(self._directory)
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
-        for part in self._parts.values():
-            part.close()
-
-
-def _fingerprint(text):
-    # A tokenizer has the same ids under another name.
-    tokenizer = {name: text['tokenizer'][name] for name in ('sha256', 'vocab_size', 'separator')}
-    decisive = {**text, 'tokenizer': tokenizer}
-    return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
+        for writer in self._splits.values():
+            writer.close()
 
 
 def _versions():
@@ -295,6 +278,6 @@ def _versions():
     for name in _PACKAGES:
         try:
             versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:  # an extra, or our own tree without an install
+        except metadata.PackageNotFoundError:  # an extra, or this project without an installation
             continue
     return versions

@@ -1,6 +1,6 @@
 """Token streams, and the windows that batches are made of."""
 
-import collections.abc
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -16,9 +16,7 @@ class TooShort(ValueError):
 
 
 def token_stream(
-    documents: collections.abc.Iterable[bytes],
-    tokenizer: Tokenizer,
-    names: list[str] | None = None,
+    documents: Iterable[bytes], tokenizer: Tokenizer, names: list[str] | None = None
 ) -> np.ndarray:
     """[N] of the tokenizer's dtype: each document's tokens after one separator, in order.
 
@@ -26,8 +24,8 @@ def token_stream(
     that the document ends.
 
     Raises:
-      ValueError: one line, for a document that the tokenizer cannot encode, with its name of
-        `names` if these are given.
+      ValueError: one line, for a document that the tokenizer cannot encode, with its name if
+        `names` are given.
     """
     separator = np.array([tokenizer.separator], tokenizer.dtype)
     pieces = []
@@ -38,33 +36,6 @@ def token_stream(
             where = f'document {number + 1}' if names is None else names[number]
             raise ValueError(f'{where}: {error}') from None
     return np.concatenate(pieces)
-
-
-def window_batch(stream: np.ndarray, indices, length: int, separator: int) -> dict:
-    """Windows number `indices` of the stream, window i being tokens [iT, iT + T], T = `length`.
-
-    Returns:
-      `tokens_BT`, the first T tokens of each window; `labels_BT`, the last T; `segment_ids_BT`,
-      which document of its row a token belongs to: 1 at the row's start, one more at each
-      separator after it. All int32, B = len(indices).
-    """
-    return _batch(_cut(stream, indices, length), separator)
-
-
-def _cut(stream, indices, length):
-    starts_B = np.asarray(indices) * length
-    return stream[starts_B[:, None] + np.arange(length + 1)].astype(np.int32)
-
-
-def _batch(windows, separator):
-    tokens_BT, labels_BT = windows[:, :-1], windows[:, 1:]
-    begins_BT = tokens_BT == separator
-    begins_BT[:, 0] = True
-    return {
-        'tokens_BT': np.ascontiguousarray(tokens_BT),
-        'labels_BT': np.ascontiguousarray(labels_BT),
-        'segment_ids_BT': np.cumsum(begins_BT, axis=1, dtype=np.int32),
-    }
 
 
 def pad_rows(batch: dict, batch_size: int) -> dict:
@@ -78,14 +49,13 @@ def pad_rows(batch: dict, batch_size: int) -> dict:
 
 
 class Windows:
-    """Windows of some streams, numbered through; none of them spans two streams.
+    """Windows of some streams, numbered consecutively; none of them spans two streams.
 
-    Grain moves window numbers and the batch is cut out at once: half the time of moving rows and
-    stacking them. And a process can cut its own rows alone.
+    Window i of a stream is its tokens [iT, iT + T]. Grain moves window numbers and the batch is cut
+    out at once: half the time of moving and stacking rows. And a process can cut its own rows only.
 
     Args:
-      streams: arrays [N] of tokens; what is left at the end of each, less than one window, is in
-        none.
+      streams: arrays [N] of tokens; the rest at the end of each, shorter than a window, is in none.
       length: T, tokens of a row.
       separator: the tokenizer's.
 
@@ -102,18 +72,31 @@ class Windows:
         return int(self.begins[-1])
 
     def cut(self, numbers) -> dict[str, np.ndarray]:
-        """The batch of the windows `numbers`, as `window_batch` gives it."""
+        """The batch of the windows `numbers`, B of them.
+
+        Returns:
+          `tokens_BT`, the first T tokens of each window; `labels_BT`, the last T; `segment_ids_BT`,
+          which document of its row a token belongs to: 1 at the row's start, one more at each
+          separator after it. All int32.
+        """
         numbers_B = np.asarray(numbers)
         stream_B = np.searchsorted(self.begins, numbers_B, side='right') - 1
         windows = np.empty((len(numbers_B), self._length + 1), np.int32)
         for i in np.unique(stream_B):
-            rows = stream_B == i
-            indices = numbers_B[rows] - self.begins[i]
-            windows[rows] = _cut(self._streams[i], indices, self._length)
-        return _batch(windows, self._separator)
+            starts_B = (numbers_B[stream_B == i] - self.begins[i]) * self._length
+            tokens = self._streams[i][starts_B[:, None] + np.arange(self._length + 1)]
+            windows[stream_B == i] = tokens
+        tokens_BT, labels_BT = windows[:, :-1], windows[:, 1:]
+        begins_BT = tokens_BT == self._separator
+        begins_BT[:, 0] = True
+        return {
+            'tokens_BT': np.ascontiguousarray(tokens_BT),
+            'labels_BT': np.ascontiguousarray(labels_BT),
+            'segment_ids_BT': np.cumsum(begins_BT, axis=1, dtype=np.int32),
+        }
 
 
-def whole_windows(
+def make_windows(
     streams: list[np.ndarray],
     data: DataHparams,
     tokenizer: Tokenizer,
@@ -125,11 +108,11 @@ def whole_windows(
     Args:
       streams: as Windows takes them.
       data, tokenizer: of the run.
-      part: for messages: training, held-out, or given, where no knob is to blame.
-      member: of which they are, if the text was prepared.
+      part: for messages: training, held-out, or given, for which no knob is to blame.
+      member: whose streams they are, if the text was prepared.
 
     Raises:
-      TooShort: a ValueError of one line, where they do not hold a single window.
+      TooShort: a ValueError of one line, if they do not hold a single window.
     """
     windows = Windows(streams, data.sequence_length, tokenizer.separator)
     if len(windows):

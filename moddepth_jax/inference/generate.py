@@ -15,8 +15,8 @@ from moddepth_jax.model.decoding import decode_step, prefill, unroll
 from moddepth_jax.model.kv_cache import longest_routed_row, resize_cache, update_cache
 from moddepth_jax.model.transformer import causal_routing, check_causal
 
-SHORTEST = 16  # prompts are padded to a power of two from here on: few shapes, few compilations
-SLOTS = 128  # slots of dense caches come in multiples of this
+_MIN_LENGTH = 16  # prompts are padded to powers of two: few shapes, few compilations
+_CAPACITY_STEP = 128  # the capacity of dense caches is a multiple of this
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,30 +26,31 @@ class Generation:
     Attributes:
       tokens: int32 arrays, the prompt and what follows it, without the id that ended it.
       stopped: whether a row ended with its document and not with num_tokens.
-      refused: times that a routed block had no slot for a token that its rule let in, over rows
-        and blocks; under `overflow` skip such a token passes the block by. Those of a prompt count
-        once, whatever its samples.
-      grown_to: slots of the routed blocks' caches where they had to grow, else 0.
+      dropped: tokens that a routed block selected without room in its cache, over rows and blocks;
+        under `overflow` skip they skip the block. Those of a prompt count once for all samples.
+      grown_to: capacity of the routed blocks' caches if they had to grow, otherwise 0.
     """
 
     tokens: list[np.ndarray]
     stopped: list[bool]
-    refused: int
+    dropped: int
     grown_to: int
 
     @property
     def notes(self) -> list[str]:
-        """What a user should know of the caches of routed blocks."""
+        """What a user should know about the caches of routed blocks."""
         notes = []
-        if self.refused:
-            notes.append(f'{self.refused} times a routed block had no cache slot for a token')
+        if self.dropped:
+            notes.append(
+                f'{self.dropped} times a routed block had no room in its cache for a token'
+            )
         if self.grown_to:
-            notes.append(f'caches of the routed blocks grew to {self.grown_to} slots')
+            notes.append(f'caches of the routed blocks grew to {self.grown_to} tokens')
         return notes
 
 
 def check_prompt(hparams: Hparams, prompt, num_tokens: int):
-    """Raises ValueError where a prompt and what is to follow do not fit the context.
+    """Raises ValueError if a prompt and the tokens to add do not fit the context.
 
     Args:
       hparams: of the model; the context is `data.sequence_length`.
@@ -83,8 +84,8 @@ def _integers(name, values):
         raise ValueError(f'{name}={str(values)[:60]}: must hold integers only') from None
 
 
-def _everywhere(tree):
-    """Arrays that the host reads, whole on every device of the mesh of the context."""
+def _replicate(tree):
+    """Replicates arrays that the host reads over the mesh of the context."""
     if jax.sharding.get_abstract_mesh().empty:
         return tree
     return jax.lax.with_sharding_constraint(tree, jax.sharding.PartitionSpec())
@@ -92,34 +93,32 @@ def _everywhere(tree):
 
 @functools.partial(jax.jit, static_argnums=1)
 def _keys(seed_P, num_samples):
-    """A PRNG key for each row: of its prompt's seed and the number of its sample."""
+    """A PRNG key for each row, from its prompt's seed and the number of its sample."""
     sample_B = jnp.tile(jnp.arange(num_samples), len(seed_P))
     keys_B = jax.vmap(jax.random.key)(jnp.repeat(seed_P, num_samples))
-    return _everywhere(jax.vmap(jax.random.fold_in)(keys_B, sample_B))
+    return _replicate(jax.vmap(jax.random.fold_in)(keys_B, sample_B))
 
 
 def _draw(logits_BV, keys_B, lengths_B, temperature, top_p, tokenizer):
-    if tokenizer is not None:  # the model may have more ids than the tokenizer, which has gaps
+    if tokenizer is not None:  # the model may have more ids, and the tokenizer has gaps
         known_V = np.zeros(logits_BV.shape[1], bool)
         known_V[np.flatnonzero(tokenizer.token_bytes_V)] = True
         known_V[list(tokenizer.stops)] = True
         logits_BV = jnp.where(known_V[None], logits_BV, -jnp.inf)
     keys_B = jax.vmap(jax.random.fold_in)(keys_B, lengths_B)
-    return _everywhere(sample(keys_B, logits_BV, temperature, top_p))
+    return _replicate(sample(keys_B, logits_BV, temperature, top_p))
 
 
 _unrolled = jax.jit(unroll, static_argnums=(1, 2))
-
-
 _DRAW = ('temperature', 'top_p', 'tokenizer')
 
 
 @functools.partial(
     jax.jit,
-    static_argnames=('hparams', 'routing', 'slots', 'routed_capacity', 'num_samples', *_DRAW),
+    static_argnames=('hparams', 'routing', 'capacity', 'routed_capacity', 'num_samples', *_DRAW),
 )
-def _start(unrolled, tokens_BT, segment_ids_BT, keys_B, *, num_samples, hparams, routing, slots,
-           routed_capacity, **draw):  # fmt: skip
+def _start(unrolled, tokens_BT, segment_ids_BT, keys_B, *, num_samples, hparams, routing,
+           capacity, routed_capacity, **draw):  # fmt: skip
     """The first new token of each row, and the cache of its prompt."""
     logits_BV, cache = prefill(
         unrolled,
@@ -127,7 +126,7 @@ def _start(unrolled, tokens_BT, segment_ids_BT, keys_B, *, num_samples, hparams,
         segment_ids_BT,
         hparams=hparams,
         routing=routing,
-        slots=slots,
+        slots=capacity,
         routed_capacity=routed_capacity,
     )
     repeat = functools.partial(jnp.repeat, repeats=num_samples, axis=0)
@@ -140,8 +139,8 @@ def _start(unrolled, tokens_BT, segment_ids_BT, keys_B, *, num_samples, hparams,
 @functools.partial(jax.jit, static_argnames=('hparams', 'routing', *_DRAW))
 def _step(unrolled, cache, token_B, active_B, keys_B, *, hparams, routing, tokenizer, **draw):
     """The token after `token_B` of each row, and what `_write` needs."""
-    parted = tokenizer is not None and not hparams.model.across_documents
-    begins_B = token_B == (tokenizer.separator if parted else -1)
+    separate = tokenizer is not None and not hparams.model.across_documents
+    begins_B = token_B == (tokenizer.separator if separate else -1)
     logits_BV, entries, dropped_B = decode_step(
         unrolled, cache, token_B, begins_B, active_B, hparams=hparams, routing=routing
     )
@@ -153,9 +152,9 @@ _write = jax.jit(update_cache, donate_argnums=0)
 
 
 def _padded(prompts, tokenizer, most):
-    """tokens_BT and segment_ids_BT of prompts: a power of two of tokens, `most` at the most."""
+    """tokens_BT and segment_ids_BT of prompts, padded to a power of two, at most `most`."""
     longest = max(map(len, prompts))
-    length = min(most, max(SHORTEST, 1 << (longest - 1).bit_length()))
+    length = min(most, max(_MIN_LENGTH, 1 << (longest - 1).bit_length()))
     tokens_BT = np.zeros((len(prompts), length), np.int32)
     segment_ids_BT = np.zeros_like(tokens_BT)
     for row, prompt in enumerate(prompts):
@@ -184,13 +183,12 @@ def generate(
 ) -> Generation:
     """Continues prompts by up to `num_tokens` tokens each.
 
-    The prompts run in one causal-routed pass; then each token costs one step, which in a routed
-    block computes the entering rows only and keeps their keys and values alone. A row is drawn by
-    `seed`, the number of its sample and its positions: its batch mates change nothing but
-    rounding.
+    The prompts run in one causally routed pass; then each token costs one step, in which a routed
+    block computes and caches only the rows it selects. A row's draws depend on `seed`, the number
+    of its sample and its positions: other rows of the batch change nothing but rounding.
 
-    Where a mesh is that of the context (`jax.set_mesh`) its devices share the work; each of several
-    processes calls this then, and gets every text. Rows that do not divide are computed by all.
+    The devices of the mesh of the context (`jax.set_mesh`) share the work; each of several
+    processes calls this and gets every text. Rows that do not divide are computed by all.
 
     Args:
       variables: of the Transformer; TrainState.variables.
@@ -198,31 +196,37 @@ def generate(
       prompts: a list of token id sequences, each of one token at least, of any lengths.
       num_tokens: to add; the longest prompt and they fit the context.
       temperature, top_p: of `sample`.
-      seed: of the draws, an integer; or one for each prompt, so that different prompts do not
-        share them.
+      seed: of the draws, an integer, or one for each prompt.
       num_samples: continuations of each prompt.
       routing: a causal rule; None for the one the model was trained for.
-      tokenizer: its separator begins a document, its stops end one, and nothing is drawn but they
-        and ids that stand for text; None: the text is one document, any id of the model may come.
-      stop: end a row with its document; else the next document follows.
+      tokenizer: its separator begins a document, its stops end one, and only these and ids of text
+        are drawn; None: the text is one document, and any id of the model may be drawn.
+      stop: end a row with its document; otherwise the next document follows.
       on_tokens: called with (token_B, active_B), NumPy arrays over rows, as tokens are drawn.
 
     Raises:
       ValueError: no prompt, an empty one, one that does not fit, an unknown id, a temperature or
         top_p out of range, a routing that looks ahead or that the model cannot run.
     """
-    how = {'temperature': temperature, 'top_p': top_p}
     routing = check_request(
-        hparams, prompts, num_tokens, seed=seed, num_samples=num_samples, routing=routing, **how
+        hparams,
+        prompts,
+        num_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        num_samples=num_samples,
+        routing=routing,
     )
     context, model = hparams.data.sequence_length, hparams.model
-    longest = max(map(len, prompts))
-    slots = min(context, -(-(longest + num_tokens) // SLOTS) * SLOTS)
-    first_slots = routed_capacity = min(slots, model.routing.cache_size(context, routing))
+    length = max(map(len, prompts)) + num_tokens
+    capacity = min(context, -(-length // _CAPACITY_STEP) * _CAPACITY_STEP)
+    first_capacity = routed_capacity = min(capacity, model.routing.cache_size(context, routing))
     grows = bool(model.routed_layers) and model.routing.overflow == 'grow'
     unrolled = _unrolled(variables, hparams, routing)
-    how |= {'hparams': hparams, 'routing': routing, 'tokenizer': tokenizer}
-    tokens_BT, segment_ids_BT = _padded(prompts, tokenizer, slots)
+    static = {'hparams': hparams, 'routing': routing, 'tokenizer': tokenizer}
+    static |= {'temperature': temperature, 'top_p': top_p}
+    tokens_BT, segment_ids_BT = _padded(prompts, tokenizer, capacity)
     seed_P = np.broadcast_to(np.asarray(seed, np.uint32), len(prompts))
     keys_B = _keys(seed_P, num_samples)
     token_B, cache = _start(
@@ -231,9 +235,9 @@ def generate(
         segment_ids_BT,
         keys_B,
         num_samples=num_samples,
-        slots=slots,
+        capacity=capacity,
         routed_capacity=None if grows else routed_capacity,
-        **how,
+        **static,
     )
     rows = [list(prompt) for prompt in prompts for _ in range(num_samples)]
     active_B = np.ones(len(rows), bool)
@@ -251,15 +255,15 @@ def generate(
         if grows and not room:
             used = longest_routed_row(cache)
             while routed_capacity <= used:
-                routed_capacity = min(slots, 2 * routed_capacity)
+                routed_capacity = min(capacity, 2 * routed_capacity)
             cache, room = resize_cache(cache, routed_capacity), routed_capacity - used
-        token_B, news = _step(unrolled, cache, token_B, active_B, keys_B, **how)
-        cache, room = _write(cache, *news), room - 1
+        token_B, update = _step(unrolled, cache, token_B, active_B, keys_B, **static)
+        cache, room = _write(cache, *update), room - 1
     return Generation(
         [np.array(row, np.int32) for row in rows],
         [not running for running in active_B.tolist()],
         int(jnp.sum(cache.dropped_B)),
-        routed_capacity if routed_capacity > first_slots else 0,
+        routed_capacity if routed_capacity > first_capacity else 0,
     )
 
 

@@ -1,4 +1,4 @@
-"""A run as lm-evaluation-harness takes a model. Needs lm_eval, which nothing else here imports."""
+"""A run as a model of lm-evaluation-harness. Needs lm_eval."""
 
 import codecs
 import contextlib
@@ -16,8 +16,8 @@ from moddepth_jax.inference.generate import generate
 from moddepth_jax.inference.scoring import score
 from moddepth_jax.model.transformer import causal_routing, check_causal
 
-DEFAULT_GEN_TOKENS = 256  # where a task does not say, or half of a context shorter than twice that
-CONTEXT_OF_DECODING = 8  # tokens before a text that it is decoded with
+_DEFAULT_TOKENS = 256  # of a task that does not say, if it is not more than half the context
+_DECODING_CONTEXT = 8  # tokens before a text that it is decoded with
 _GENERATION = {'until', 'max_gen_toks', 'do_sample', 'temperature', 'top_p'}
 
 
@@ -27,22 +27,22 @@ def _no_bar(what, total):
 
 
 class _AllStopped(Exception):
-    """Every text of a batch has come to one of its stops: no further step is needed."""
+    """Every text of a batch has reached one of its stops: no further step is needed."""
 
 
 class HarnessLM(TemplateLM):
     """Answers the harness's requests: loglikelihood, loglikelihood_rolling, generate_until.
 
-    A prompt is what follows the separator, as a document in training does, and one document: text
-    that spells the separator is text. A context that is too long loses its left end, its separator
-    first, and is then the middle of a document, as windows of training are. A rolling text is
-    predicted from the separator on, in windows that share one token with the one before.
+    A prompt follows the separator, as a document in training, and is one document: text that spells
+    the separator is text. A context that is too long loses its left end, including the separator,
+    and is then the middle of a document, as windows of training are. A rolling text is predicted
+    from the separator on, in windows that overlap by one token.
 
     Attributes:
       max_length: tokens of the model's context.
-      routing: the causal rule that is followed.
-      num_cut: requests whose context was too long, so far.
-      title: what the bar of the next requests says.
+      routing: the causal rule.
+      num_cut: requests so far whose context was too long.
+      title: of the progress bar of the next requests.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class HarnessLM(TemplateLM):
         seed: int = 0,
         bar=_no_bar,
     ):
-        """Runs nothing yet.
+        """Stores what requests need.
 
         Args:
           variables: of the Transformer; TrainState.variables.
@@ -64,9 +64,9 @@ class HarnessLM(TemplateLM):
           tokenizer: of the run.
           batch_size: rows that run together.
           routing: a causal rule; None for the one the model was trained for.
-          seed: of draws, where a task asks for them.
-          bar: called with a text and a number of requests; a context manager whose value is called
-            with the number of requests that are done.
+          seed: of draws, for tasks that sample.
+          bar: called with a text and a number of requests; a context manager of a function that
+            takes the number of requests that are done.
 
         Raises:
           ValueError: a routing that looks ahead or that the model cannot run.
@@ -80,12 +80,12 @@ class HarnessLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The separator, which the harness also takes for the prefix of an empty context."""
+        """The separator, which the harness also uses as the prefix of an empty context."""
         return self._tokens.separator
 
     @property
     def tokenizer_name(self) -> str:
-        """What tells the tokenizer from others."""
+        """The name of the tokenizer."""
         return self._tokens.name
 
     def tok_encode(self, string, add_special_tokens=None, **kwargs) -> list[int]:
@@ -141,13 +141,13 @@ class HarnessLM(TemplateLM):
         return map(utils.make_disjoint_window, rolling)
 
     def generate_until(self, requests, disable_tqdm=True) -> list[str]:
-        """What follows each context, up to its first stop, which is cut, or `max_gen_toks`.
+        """What follows each context, up to its first stop, which is removed, or `max_gen_toks`.
 
-        Contexts with equal settings run together. Where a task draws several samples of a context,
-        each has a seed of its own.
+        Contexts with equal settings run together. Several samples of one context have different
+        seeds.
 
         Raises:
-          ValueError: a setting that is not known here, or more tokens than the context holds.
+          ValueError: an unknown setting, or more tokens than the context holds.
         """
         batches, seen = {}, {}
         for i, request in enumerate(requests):
@@ -159,7 +159,7 @@ class HarnessLM(TemplateLM):
         with self._bar(self.title, len(requests)) as advance:
             for (key, sample), indices in batches.items():
                 settings = self._settings(json.loads(key))
-                # Neighbours in length are padded least.
+                # Prompts of similar length need the least padding.
                 indices.sort(key=lambda i: len(requests[i].args[0]), reverse=True)
                 for begin in range(0, len(indices), self.batch_size):
                     batch = indices[begin : begin + self.batch_size]
@@ -172,8 +172,8 @@ class HarnessLM(TemplateLM):
         return texts
 
     def _settings(self, given):
-        """Of a request: what `_write` takes. Raises ValueError for what cannot be obeyed."""
-        default = min(DEFAULT_GEN_TOKENS, self.max_length // 2)
+        """The arguments of `_write`. Raises ValueError for unsupported settings."""
+        default = min(_DEFAULT_TOKENS, self.max_length // 2)
         if 'do_sample' in given and given['do_sample'] and 'temperature' not in given:
             given = given | {'temperature': 1.0}  # transformers' own; the harness would take 0
         settings = dict(normalize_gen_kwargs(given, default))
@@ -201,7 +201,7 @@ class HarnessLM(TemplateLM):
         most = self.max_length - num_tokens
         self.num_cut += sum(len(prompt) > most for prompt in prompts)
         prompts = [prompt[-most:] for prompt in prompts]
-        # One batch size: a last batch is filled up, its additional rows are not looked at.
+        # One batch size: the last batch is filled up, and its additional rows are ignored.
         missing = self.batch_size - len(prompts)
         filled = prompts + prompts[:1] * missing
         seeds = [self._seed_of(context, sample) for context in contexts]
@@ -233,19 +233,19 @@ class HarnessLM(TemplateLM):
         return [_text(self._stop(prompt, row, stops)[0]) for prompt, row in pairs]
 
     def _seed_of(self, context, sample):
-        """A seed for each document, whose draws would otherwise be those of all others."""
+        """A seed for each document and sample; otherwise all would share their draws."""
         text = f'{self._seed} {sample} {context}'.encode('utf-8', 'surrogatepass')
         return int.from_bytes(hashlib.sha256(text).digest()[:4], 'big')
 
     def _stop(self, prompt, row, stops):
         """The bytes of `row` before the first stop, and whether there is one."""
-        # Decoded with what stands before: some tokenizers drop the space of a text's first word.
-        before = prompt[-CONTEXT_OF_DECODING:]
+        # Decoded with the tokens before: some tokenizers drop the space of a text's first word.
+        before = prompt[-_DECODING_CONTEXT:]
         written = self._tokens.decode([*before, *row])[len(self._tokens.decode(before)) :]
         ends = [at for at in map(written.find, stops) if at >= 0]
         return written[: min(ends)] if ends else written, bool(ends)
 
 
 def _text(written: bytes) -> str:
-    """Without a last character that is not whole."""
+    """The text, without an incomplete last character."""
     return codecs.getincrementaldecoder('utf-8')('replace').decode(written)

@@ -27,25 +27,25 @@ class _UnknownName(Exception):
 
 
 class HarnessTasks:
-    """Tasks by their names; groups and tags are taken apart, so that each task is one piece.
+    """Tasks by their names; groups and tags are expanded, so that each task runs alone.
 
-    Where a group changes its tasks it stays whole, for the harness to build. A group's numbers are
-    those of the harness; one whose metadata has `mean_of`, a metric for each of its members, has
-    the mean of these too, every member counting alike.
+    A group that changes its tasks is not expanded but left to the harness. The numbers of a group
+    are those of the harness; if its metadata has `mean_of`, a metric for each of its members, it
+    also has their unweighted mean.
 
     Attributes:
-      names: of the pieces, in order.
+      names: of what is run, in order.
     """
 
     def __init__(self, names: list[str], include_paths: list[str]):
-        """Finds the tasks; their data are not looked at yet.
+        """Finds the tasks, without their data.
 
         Args:
           names: of tasks, groups and tags of the harness and of `include_paths`, or yaml files.
-          include_paths: folders of yaml files; what they name comes before the harness's own.
+          include_paths: folders of yaml files, which have precedence over the harness's own.
 
         Raises:
-          ValueError: one line, for a name that nothing has, or a folder that is not there.
+          ValueError: one line, for an unknown name or a missing folder.
         """
         for path in include_paths:
             if not pathlib.Path(path).is_dir():
@@ -87,25 +87,25 @@ class HarnessTasks:
         return [piece for member in members for piece in self._pieces(member)]
 
     def run(self, name: str, lm, *, num_fewshot=None, limit=None, seed: int = 0) -> dict:
-        """The harness's results of one piece: a dict for each of PARTS, by task.
+        """The harness's results for one name: a dict for each of PARTS, by task.
 
         Args:
           name: of `names`.
           lm: a HarnessLM.
-          num_fewshot: examples before each question, where the task does not forbid them; None:
-            as the task says.
+          num_fewshot: examples before each question, unless the task forbids them; None: as the
+            task says.
           limit: documents of each task; below 1 a share of them; None: all.
-          seed: of the choice of examples, and of what else a task draws.
+          seed: of the examples and other draws of a task.
 
         Raises:
-          ValueError: one line that names the task: it has no data, or its yaml is wrong, or the
+          ValueError: one line that names the task, if it has no data, its yaml is wrong, or the
             model cannot answer it.
         """
         random.seed(seed)
         np.random.seed(seed)
         try:
             loaded = self._manager.load([name])
-        except Exception as error:  # of any kind: from the network, the disk, the yaml
+        except Exception as error:  # from the network, the disk or the yaml
             raise ValueError(self._why(name, error)) from error
         for task in loaded['tasks'].values():
             own = task.get_config('num_fewshot')
@@ -131,7 +131,7 @@ class HarnessTasks:
         return f'task {name!r}: its data set {source} cannot be read ({line}); {right}'
 
     def group_results(self, results: dict) -> dict:
-        """Numbers of the groups all of whose tasks have run, by name, in the harness's form."""
+        """Results of the groups whose tasks have all run, by name, as the harness has them."""
         groups = {name: self._group(name) for name in self._groups} | self._built
         found = {}
         for name, group in groups.items():
@@ -147,12 +147,12 @@ class HarnessTasks:
         return found
 
     def members(self, name: str) -> set[str]:
-        """The tasks of a group that `group_results` has."""
+        """The tasks of a group in `group_results`."""
         group = self._built.get(name) or self._group(name)
         return {task.task_name for task in group.get_all_tasks()}
 
     def _group(self, name):
-        """The harness's Group; None where a task of it has not run."""
+        """The harness's Group; None if one of its tasks has not run."""
         config = self._groups[name]
         group = Group.from_config(GroupConfig(**config))
         for member in self._members(config['task']):

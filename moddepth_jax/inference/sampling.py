@@ -8,18 +8,18 @@ import numpy as np
 
 
 def check_sampling(temperature: float, top_p: float):
-    """Raises ValueError, in one line, for values that `sample` cannot draw by."""
+    """Raises ValueError, in one line, for values that `sample` does not accept."""
     if not 0 <= temperature < math.inf:
         raise ValueError(f'temperature={temperature}: must be 0 (the most likely token) or more')
     if not 0 < top_p <= 1:
-        raise ValueError(f'top_p={top_p}: must lie in (0, 1]; 1 lets every token come')
+        raise ValueError(f'top_p={top_p}: must lie in (0, 1]; 1 allows every token')
 
 
 def nucleus(logits_V, top_p: float):
     """The logits of the smallest set of most likely tokens whose probability reaches `top_p`.
 
-    Holtzman et al. 2020, arXiv 1904.09751, section 3.1. The most likely token always stays; of
-    equals the lower index goes first.
+    Holtzman et al. 2020, arXiv 1904.09751, section 3.1. The most likely token is always kept; among
+    equals the lower index comes first.
 
     Args:
       logits_V: float32 [V].
@@ -38,7 +38,7 @@ def nucleus(logits_V, top_p: float):
 def sample(keys_B, logits_BV, temperature: float, top_p: float = 1.0):
     """Token ids int32 [B] drawn from softmax(logits / temperature); the argmax at temperature 0.
 
-    A row's draw depends on its own key and logits alone, whatever its batch mates are.
+    A row's draw depends only on its own key and logits.
 
     Args:
       keys_B: typed PRNG keys [B].
@@ -50,9 +50,9 @@ def sample(keys_B, logits_BV, temperature: float, top_p: float = 1.0):
         return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
 
     def draw(key, logits_V):
-        # Less the highest one first, so that a low temperature overflows to -inf only.
+        # Minus the highest one first, so that a low temperature overflows to -inf only.
         logits_V = (logits_V - jnp.max(logits_V)) / temperature
-        if top_p < 1:  # the sum of all chances, rounded, may reach 1 before the last token
+        if top_p < 1:  # rounded sums of probabilities may reach 1 before the last token
             logits_V = nucleus(logits_V, top_p)
         return jax.random.categorical(key, logits_V).astype(jnp.int32)
 

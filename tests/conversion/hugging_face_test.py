@@ -10,8 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 from moddepth_jax.conversion import tensor_files
 from moddepth_jax.conversion.families import knobs_of, read_config
-from moddepth_jax.conversion.hugging_face import export_params, import_params
-from moddepth_jax.conversion.tensor_names import tensors_of
+from moddepth_jax.conversion.hugging_face import export_params, import_params, tensors_of
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model.transformer import Transformer
 from moddepth_jax.training.checkpoint import state_sha256

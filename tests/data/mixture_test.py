@@ -11,7 +11,7 @@ import pytest
 
 from moddepth_jax.data.compression_baselines import describe_measured_text, measure_baselines
 from moddepth_jax.data.corpus import load_corpus
-from moddepth_jax.data.mixture import Turns, held_out_order
+from moddepth_jax.data.mixture import RowSchedule, held_out_order
 from moddepth_jax.data.pipeline import check_fingerprint, make_dataset, make_held_out
 from moddepth_jax.data.tokenizers.tokenizer import ByteTokenizer, make_tokenizer
 from moddepth_jax.hparams import DataHparams
@@ -96,7 +96,7 @@ def test_nothing_of_prepared_text_is_read_but_what_is_asked_for(folder, monkeypa
     assert len(dataset.corpus.train) > 10 and describe_measured_text(dataset.corpus)
 
 
-def test_landmarks_decode_the_first_documents_alone(folder, monkeypatch):
+def test_baselines_decode_only_the_first_documents(folder, monkeypatch):
     """Of more text than is measured, no document after the first bytes is decoded."""
     corpus, decoded = load_corpus(_data(folder / 'letters')), []
     decode = ByteTokenizer.decode
@@ -112,7 +112,7 @@ def test_landmarks_decode_the_first_documents_alone(folder, monkeypatch):
     assert sum(decoded[:-1]) < 150 <= sum(decoded) and len(corpus.train) > len(decoded)
 
 
-def test_landmarks_of_a_mixture_are_of_its_shares(folder, monkeypatch):
+def test_baselines_of_a_mixture_weigh_its_members_by_share(folder, monkeypatch):
     """Of two texts of four letters each, by 3 to 1: the entropy of the bytes knows the shares."""
     monkeypatch.setenv('XDG_CACHE_HOME', str(folder / 'cache'))
     corpus = load_corpus(_data('mixture', f'{folder}/letters:3,{folder}/digits:1'))
@@ -196,16 +196,16 @@ def _wide_tokenizer(folder):
 
 
 @pytest.mark.parametrize('weights', ['1', '0.7,0.3', '1,1,1', '5,3,2,1', '1e-3,2,0.333'])
-def test_turns_keep_the_shares_at_every_row(weights):
+def test_every_member_has_its_share_at_every_row(weights):
     """After any number of rows each member has its share to within the members before it, exactly
     so after a whole period; the rows of a member are counted through.
     """
     weights = [fractions.Fraction(weight) for weight in weights.split(',')]
     shares = [weight / sum(weights) for weight in weights]
-    turns, seen = Turns(shares), [0] * len(shares)
+    schedule, seen = RowSchedule(shares), [0] * len(shares)
     for row in range(3000):
-        assert turns.counts(row) == seen
-        member, nth = turns.at(row)
+        assert schedule.counts(row) == seen
+        member, nth = schedule.member(row)
         assert nth == seen[member]
         seen[member] += 1
         assert all(
@@ -213,14 +213,15 @@ def test_turns_keep_the_shares_at_every_row(weights):
             for count, share in zip(seen, shares, strict=True)
         )
     far = 10**12
-    assert [abs(n - far * s) < len(shares) for n, s in zip(turns.counts(far), shares, strict=True)]
+    for count, share in zip(schedule.counts(far), shares, strict=True):
+        assert abs(count - far * share) < len(shares)
 
 
 def test_shares_are_exact_over_a_period(folder):
     """7 and 3 of every 10 rows; weights of another sum are the same mixture."""
-    turns = Turns([fractions.Fraction(7, 10), fractions.Fraction(3, 10)])
+    schedule = RowSchedule([fractions.Fraction(7, 10), fractions.Fraction(3, 10)])
     for first in range(0, 1000, 10):
-        members = [turns.at(row)[0] for row in range(first, first + 10)]
+        members = [schedule.member(row)[0] for row in range(first, first + 10)]
         assert collections.Counter(members) == {0: 7, 1: 3}
     letters, digits = folder / 'letters', folder / 'digits'
     one = make_dataset(_data('mixture', f'{letters}:0.7,{digits}:0.3'), 0)
@@ -277,7 +278,7 @@ def test_a_batch_of_a_mixture_is_a_function_of_the_step_and_its_rows(mixed, fold
     for step in (50, 0, 10**9):
         whole = mixed.train_batch(step)
         assert _same(whole, again.train_batch(step))
-        assert _members(whole) == [mixed._turns.at(5 * step + row)[0] for row in range(5)]
+        assert _members(whole) == [mixed._schedule.member(5 * step + row)[0] for row in range(5)]
         for rows in (slice(0, 2), slice(3, 5)):
             part = mixed.train_batch(step, rows)
             assert all(np.array_equal(part[name], whole[name][rows]) for name in whole)

@@ -1,4 +1,4 @@
-"""Shows that batches are a pure function of the step and lose no token of the corpus."""
+"""Batches are a pure function of the step and lose no token of the corpus."""
 
 import dataclasses
 import itertools
@@ -11,7 +11,7 @@ import pytest
 from moddepth_jax.data.corpus import Corpus
 from moddepth_jax.data.pipeline import check_fingerprint, make_dataset, make_held_out
 from moddepth_jax.data.tokenizers.tokenizer import ByteTokenizer, make_tokenizer
-from moddepth_jax.data.windows import token_stream, window_batch
+from moddepth_jax.data.windows import Windows, token_stream
 from moddepth_jax.hparams import DataHparams
 
 S = 256
@@ -24,6 +24,10 @@ _cuts = [0, 1, 40, 333, 334, 900, 997]
 RANDOM = Corpus(
     'random', [_text[i:j] for i, j in itertools.pairwise(_cuts)], [_text[:203]], 'beef', 'random'
 )
+
+
+def _cut(stream, numbers, length):
+    return Windows([np.array(stream, np.uint16)], length, S).cut(numbers)
 
 
 def _bytes(batch):
@@ -69,12 +73,12 @@ def test_text_that_cannot_be_encoded_is_named():
 
 def test_windows_as_drawn():
     """Tokens, labels and segment ids of a hand-made corpus, written out."""
-    batch = window_batch(np.array(STREAM, np.uint16), [0, 1], 4, S)
+    batch = _cut(STREAM, [0, 1], 4)
     a, b, c, d, e, f = b'abcdef'
     assert batch['tokens_BT'].tolist() == [[S, a, b, c], [S, d, S, e]]
     assert batch['labels_BT'].tolist() == [[a, b, c, S], [d, S, e, f]]
     assert batch['segment_ids_BT'].tolist() == [[1, 1, 1, 1], [1, 1, 2, 2]]
-    shifted = window_batch(np.array(STREAM[1:], np.uint16), [0], 6, S)
+    shifted = _cut(STREAM[1:], [0], 6)
     assert shifted['tokens_BT'].tolist() == [[a, b, c, S, d, S]]
     assert shifted['labels_BT'].tolist() == [[b, c, S, d, S, e]]
     assert shifted['segment_ids_BT'].tolist() == [[1, 1, 1, 2, 2, 3]]
@@ -273,5 +277,5 @@ def test_some_rows_are_those_of_the_whole_batch(rows):
         assert all(np.array_equal(part[name], whole[name][rows]) for name in whole)
         numbers = dataset.train_windows(step)
         assert dataset.train_windows(step, rows) == numbers[rows]
-        cut = window_batch(token_stream(RANDOM.train, dataset.tokenizer), numbers, 4, S)
+        cut = _cut(token_stream(RANDOM.train, dataset.tokenizer), numbers, 4)
         assert _bytes(cut) == _bytes(whole)

@@ -4,9 +4,8 @@ import random
 
 import numpy as np
 
-from moddepth_jax.data.corpus import split
-from moddepth_jax.data.preparation.plan import PLAN_FILE
-from moddepth_jax.data.token_store import StoreWriter
+from moddepth_jax.data.split import split_documents
+from moddepth_jax.data.token_store import PLAN_FILE, StoreWriter
 
 
 def write_texts(folder, letters: bytes, seed: int, number: int = 30) -> list[tuple[str, bytes]]:
@@ -25,16 +24,15 @@ def prepare(folder, documents, tokenizer, held_out_fraction):
     """Writes the documents as launch.prepare would; returns the Store."""
     folder.mkdir(parents=True, exist_ok=True)
     with StoreWriter(folder, tokenizer, held_out_fraction) as writer:
-        for part, texts in zip(
-            ('train', 'held_out'), split(documents, held_out_fraction), strict=True
-        ):
-            for text in texts:
+        sides = split_documents(documents, held_out_fraction)
+        for split, side in zip(('train', 'held_out'), sides, strict=True):
+            for _, text in side:
                 tokens_N = np.array([tokenizer.separator, *tokenizer.encode(text)])
-                writer.add(part, tokens_N, np.array([len(tokens_N)]), len(text))
+                writer.add(split, tokens_N, np.array([len(tokens_N)]), len(text))
         return writer.finish()
 
 
 def begin(folder):
     """Makes the folder one that launch.prepare has not finished."""
-    (folder / 'parts').mkdir(parents=True)
-    (folder / 'parts' / PLAN_FILE).write_text('{}')
+    (folder / PLAN_FILE).parent.mkdir(parents=True)
+    (folder / PLAN_FILE).write_text('{}')

@@ -36,10 +36,10 @@ def test_documents_are_lines_as_described():
         lines = [text[i : i + 6] for i in range(0, 126, 6)]
         assert all(LINE.fullmatch(line) for line in lines)
         assert bytes(line[0] for line in lines) == recall.LETTERS
-        told = b''.join(line[1:5] for line in lines[: recall.NUM_TOLD])
+        told = b''.join(line[1:5] for line in lines[: recall.NUM_DIALECT_LINES])
         (dialect,) = (i for i in range(2) if set(told) <= set(recall.DIALECTS[i]))
         asked = [i for i, line in enumerate(lines) if line[1:2] == b'(']
-        assert all(i >= recall.FIRST_ASKED and i % 2 == 0 for i in asked)
+        assert all(i >= recall.FIRST_QUESTION and i % 2 == 0 for i in asked)
         assert {lines[i][3] for i in asked} <= {recall.NAMES[dialect]}
 
 
@@ -107,7 +107,7 @@ def test_answers_are_told_from_afar_only(batch):
 
 def test_floor_is_the_entropy_of_the_draws(batch):
     """Over 1024 documents it lies within 1% of the closed form, summed line by line."""
-    log, asked = math.log, recall.ASKED
+    log, asked = math.log, recall.QUESTION_PROBABILITY
     told = log(24) + 5 * log(12)
     choice = -asked * log(asked) - (1 - asked) * log(1 - asked)
     asking = choice + asked * log(24) + (1 - asked) * log(8)
@@ -120,9 +120,9 @@ def test_floor_of_a_few_targets_by_hand():
     """A first word, a question and a label of -100; without any target there is no floor."""
     tokens_BT = np.array([[*b'AaI(hY)']])
     labels_BT = np.array([[*b'a', -100, *b'(hY) ']])
-    nats = math.log(24) - math.log(recall.ASKED) + math.log(24)
+    nats = math.log(24) - math.log(recall.QUESTION_PROBABILITY) + math.log(24)
     assert recall.entropy_floor(tokens_BT, labels_BT) == pytest.approx(nats / 6)
-    with pytest.raises(ValueError, match=r'\(1, 2\): must hold one target'):
+    with pytest.raises(ValueError, match=r'\(1, 2\): must hold a target'):
         recall.entropy_floor(np.zeros((1, 2), int), np.full((1, 2), -100))
 
 

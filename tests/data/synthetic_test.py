@@ -1,4 +1,4 @@
-"""Shows that the synthetic corpus has the entropy it states, and that the floor can be reached."""
+"""The synthetic corpus has the entropy it states, and the floor can be reached."""
 
 import math
 
@@ -7,8 +7,7 @@ import pytest
 
 from moddepth_jax.data import synthetic
 from moddepth_jax.data.corpus import load_corpus
-from moddepth_jax.data.pipeline import make_dataset, token_stream
-from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer
+from moddepth_jax.data.pipeline import make_dataset
 from moddepth_jax.hparams import DataHparams
 
 SEPARATOR = 256
@@ -65,7 +64,6 @@ def test_construction_is_as_described():
     assert not set(synthetic.CONTINUATIONS) & set(synthetic.STARTS + synthetic.END)
     assert math.isclose(sum(language.probabilities), 1)
     assert max(language.probabilities[:-1]) > 10 * min(language.probabilities[:-1])
-    assert 2 < language.word_entropy < math.log(17)
 
 
 def test_documents_are_words_of_the_language_and_end_once():
@@ -109,19 +107,16 @@ def test_hard_mask_marks_word_starts_only():
 
 
 def test_floor_of_a_window_by_hand():
-    """Both floors of a short window equal sums written out; -100 counts in neither."""
+    """The floor of a short window is the sum written out; -100 does not count."""
     language = synthetic.make_language(2, 30)
     *_, end = language.probabilities
     first = language.probabilities[0]
     labels_BT = np.array([[*language.words[0], ord('.'), SEPARATOR, -100, -100]])
     counted = len(language.words[0]) + 2
-    realised = -(math.log(first) + math.log(end)) / counted
-    assert math.isclose(synthetic.entropy_floor(language, labels_BT), realised)
-    expected = 2 * language.word_entropy / counted
-    assert math.isclose(synthetic.expected_floor(language, labels_BT), expected)
-    for floor in (synthetic.entropy_floor, synthetic.expected_floor):
-        with pytest.raises(ValueError, match=r'\(2, 3\): must hold one target'):
-            floor(language, np.full((2, 3), -100))
+    floor = -(math.log(first) + math.log(end)) / counted
+    assert math.isclose(synthetic.entropy_floor(language, labels_BT), floor)
+    with pytest.raises(ValueError, match=r'\(2, 3\): must hold a target'):
+        synthetic.entropy_floor(language, np.full((2, 3), -100))
 
 
 def test_ideal_predictor_reaches_the_floor(batches):
@@ -151,20 +146,15 @@ def test_floor_is_a_tight_lower_bound_on_all_windows(batches):
     assert 0 < loss / floor - 1 < 0.03
 
 
-def test_floors_agree_with_the_entropy_rate(batches):
-    """Over many windows realised and expected floor lie within 2% of the closed form."""
+def test_the_floor_agrees_with_the_entropy_rate(batches):
+    """Over many windows it is within 2% of the entropy of a word over its mean length."""
     language = synthetic.make_language()
-    for floor in (synthetic.entropy_floor, synthetic.expected_floor):
-        assert abs(floor(language, batches['labels_BT']) / language.entropy_rate - 1) < 0.02
-
-
-def test_tokens_per_word_is_the_mean_distance_of_word_starts():
-    """Short documents, so that separators weigh: the stated mean is that of the stream."""
-    language = synthetic.make_language(4, 10)
-    stream = token_stream(synthetic.make_synthetic(4, 20000, 10), make_tokenizer('bytes'))
-    distances = np.diff(np.flatnonzero(synthetic.hard_mask(stream)))
-    error = distances.std() / np.sqrt(len(distances))
-    assert abs(distances.mean() - language.tokens_per_word) < 5 * error < 0.1
+    nats = -sum(p * math.log(p) for p in language.probabilities)
+    lengths = [len(word) + (word == synthetic.END) for word in language.words]  # with separators
+    rate = nats / np.dot(language.probabilities, lengths)
+    assert 2 < nats < math.log(17)
+    floor = synthetic.entropy_floor(language, batches['labels_BT'])
+    assert floor == pytest.approx(rate, rel=0.02)
 
 
 def test_corpus_is_that_of_the_default_language():

@@ -5,7 +5,7 @@ import io
 import json
 import random
 
-from moddepth_jax.data.tokenizers.bpe_training import train_bpe
+from moddepth_jax.data.tokenizers.json_tokenizer import train_bpe
 
 _WORDS = ('def ', 'return', ' the', ' of', '\n    ', 'self.', '(x)', ' = ', '12', 'é', 'word ')
 _HARD = (

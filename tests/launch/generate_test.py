@@ -1,11 +1,9 @@
-"""launch.generate prints the text that the library writes: at once, whole characters, no codes."""
+"""launch.generate prints the text that the library writes: at once and in whole characters."""
 
-import concurrent.futures
 import dataclasses
-import functools
 import os
-import pathlib
 import re
+import shutil
 import subprocess
 import sys
 
@@ -13,93 +11,48 @@ import jax
 import pytest
 
 from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer
-from moddepth_jax.hparams import from_config
-from moddepth_jax.inference import generate as library
+from moddepth_jax.inference.generate import generate
 from moddepth_jax.training.checkpoint import Checkpoints
 from moddepth_jax.training.progress import printable
-from moddepth_jax.training.run_dir import open_workdir
-from moddepth_jax.training.train_step import init_state
+from moddepth_jax.training.saved_run import load_run
+from tests.forked_commands import ROOT, run_commands
 
-ROOT = pathlib.Path(__file__).parents[2]
-CONTEXT = 48
-SEPARATOR = 256
-
-
-@pytest.fixture(scope='module', autouse=True)
-def hastily_compiled():
-    """As the commands are, so that both draw from the same bits."""
-    before = jax.config.values['jax_disable_most_optimizations']
-    jax.config.update('jax_disable_most_optimizations', True)
-    yield
-    jax.config.update('jax_disable_most_optimizations', before)
+# As the commands are compiled, so that both draw from the same bits.
+pytestmark = pytest.mark.usefixtures('compiled_in_haste')
 
 
 @pytest.fixture(scope='module')
-def state(tiny_config):
-    """Random, and so large that any byte may come; thresholds that every score is above."""
-    changes = {'model.routing.router': 'learned', 'data.sequence_length': CONTEXT}
-    hparams = from_config(tiny_config(**changes))
-    state = jax.jit(functools.partial(init_state, hparams, 4))()
-    params = jax.tree.map(lambda leaf: leaf * 12 if leaf.ndim > 1 else leaf, state.params)
-    averages = jax.tree.map(lambda leaf: leaf - 1e6, state.averages)
-    return state.replace(params=params, averages=averages)
+def run(trained):
+    return load_run(trained / 'run')
 
 
-@pytest.fixture(scope='module')
-def folder(state, tmp_path_factory):
-    """Where `run` is a run of 4 steps, and `begun` one without a checkpoint."""
-    folder = tmp_path_factory.mktemp('generate')
-    for name in ('run', 'begun'):
-        open_workdir(folder / name, dataclasses.asdict(state.hparams))
-    with Checkpoints(folder / 'run' / 'checkpoints', keep=1) as checkpoints:
-        checkpoints.save(4, state, {'num_steps': 4, 'fingerprint': {}})
-    return folder
-
-
-def command(folder, *arguments):
-    environment = {
-        **os.environ,
-        'PYTHONPATH': str(ROOT),
-        'XLA_FLAGS': '',
-        'XDG_CACHE_HOME': str(folder / 'cache'),
-        'JAX_DISABLE_MOST_OPTIMIZATIONS': 'true',
-    }
-    arguments = [argument.format(folder) for argument in arguments]
-    command = [sys.executable, '-m', 'launch.generate', *arguments]
-    pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE}
-    return subprocess.Popen(command, bufsize=0, cwd=folder, env=environment, **pipes)
-
-
-def run_command(folder, *arguments):
-    with command(folder, *arguments) as process:
-        out, err = process.communicate(timeout=120)
-    return process.returncode, out.decode(), err.decode()
-
-
-def written(state, prompts, num_tokens, **how):
+def written(run, prompts, num_tokens, **how):
     """The Generation of the library, and the text of each row as a terminal may have it."""
     tokenizer = make_tokenizer('bytes')
-    prompts = [[SEPARATOR, *prompt.encode()] for prompt in prompts]
-    result = library.generate(
-        state.variables, state.hparams, prompts, num_tokens, tokenizer=tokenizer, **how
+    prompts = [[tokenizer.separator, *prompt.encode()] for prompt in prompts]
+    result = generate(
+        run.state.variables, run.hparams, prompts, num_tokens, tokenizer=tokenizer, **how
     )
     texts = [tokenizer.decode(row).decode('utf-8', 'replace') for row in result.tokens]
     return result, [printable(text) for text in texts]
 
 
-def test_one_text_is_printed_while_it_grows(folder, state):
-    """Prompt and text appear before the end, cut at no character, and are those of the library.
+def test_one_text_is_printed_while_it_grows(trained, hasty, run):
+    """Prompt and text appear before the end, in whole characters, and are those of the library.
 
     Bytes that are no character show as one; control characters are left out; the last line ends.
     The line on stderr says how much was written and how fast.
     """
-    arguments = ('--prompt=né ', '--max_tokens=40', '--seed=7', '--temperature=0.9')
-    with command(folder, '--workdir={}/run', *arguments) as process:
+    line = [sys.executable, '-m', 'launch.generate', f'--workdir={trained}/run', '--prompt=né ']
+    line += ['--max_tokens=25', '--seed=7', '--temperature=300']
+    pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, 'bufsize': 0}
+    environment = {**os.environ, **hasty, 'PYTHONPATH': str(ROOT)}
+    with subprocess.Popen(line, cwd=trained, env=environment, **pipes) as process:
         begin = process.stdout.read(len('né '.encode()))
         assert process.poll() is None
         rest, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
-    result, (text,) = written(state, ['né '], 40, seed=7, temperature=0.9)
+    result, (text,) = written(run, ['né '], 25, seed=7, temperature=300.0)
     assert (begin + rest).decode() == text + '\n' * (not text.endswith('\n'))
     assert text.startswith('né ') and '\N{REPLACEMENT CHARACTER}' in text
     added = len(result.tokens[0]) - 5
@@ -108,67 +61,36 @@ def test_one_text_is_printed_while_it_grows(folder, state):
 
 
 @pytest.mark.slow
-def test_several_texts_come_whole_under_their_places(folder, state):
+def test_several_texts_are_printed_under_headings(trained, hasty, run):
     """Each sample of each prompt stands below a line that says which it is, in order."""
     how = {'seed': 6, 'num_samples': 16, 'temperature': 300.0, 'top_p': 0.999}
-    flags = [f'--{name}={value}' for name, value in how.items()]
-    prompts = ['--prompt=a', '--prompt=bcd']
-    done = run_command(folder, '--workdir={}/run', *prompts, *flags, '--max_tokens=44')
-    status, out, err = done
-    assert status == 0, err
-    result, texts = written(state, ['a', 'bcd'], 44, **how)
+    line = ['generate', f'--workdir={trained}/run', '--prompt=a', '--prompt=bcd', '--max_tokens=28']
+    line += [f'--{name}={value}' for name, value in how.items()]
+    (done,) = run_commands([line], trained, ['moddepth_jax.training.saved_run'], **hasty)
+    assert done.status == 0, done.stderr
+    result, texts = written(run, ['a', 'bcd'], 28, **how)
     places = [f'--- prompt {p} of 2, sample {s} of 16 ---' for p in (1, 2) for s in range(1, 17)]
-    assert out == ''.join(f'{a}\n{b}\n' for a, b in zip(places, texts, strict=True))
+    assert done.stdout == ''.join(f'{a}\n{b}\n' for a, b in zip(places, texts, strict=True))
     assert len(set(texts)) == 32 and 0 < sum(result.stopped) < 32
-    assert f', {sum(result.stopped)} of 32 ended by itself' in err and err.count('\n') == 1
+    assert f', {sum(result.stopped)} of 32 ended by itself' in done.stderr
+    assert done.stderr.count('\n') == 1
 
 
 @pytest.mark.slow
-def test_without_a_prompt_a_new_document_fills_the_context(folder, state):
-    """The default length fits the context; what full caches refused is told.
+def test_without_a_prompt_a_new_document_fills_the_context(trained, hasty, run, tmp_path):
+    """The default length fits the context; tokens that full caches dropped are reported.
 
-    The threshold rule of this run lets in every token, its caches hold but a part of them.
+    The threshold rule of this run selects every token, and its caches hold only some of them.
     """
-    arguments = ('--temperature=0', '--routing=threshold')
-    status, out, err = run_command(folder, '--workdir={}/run', *arguments)
-    assert status == 0, err
-    result, (text,) = written(state, [''], CONTEXT - 1, temperature=0.0, routing='threshold')
-    assert out == text + '\n' * (not text.endswith('\n'))
-    assert result.refused > 0
-    assert f', {result.refused} times a routed block had no cache slot for a token' in err
-
-
-# name: (arguments with {} for the folder, words of the line)
-REFUSED = {
-    'no checkpoint': (['--workdir={}/begun'], ['no finished checkpoint', 'launch.train']),
-    'too long': (
-        ['--workdir={}/run', '--prompt=abc', '--max_tokens=45'],
-        ['45 to generate', 'data.sequence_length=48', 'by 1'],
-    ),
-    'too long a prompt': (['--workdir={}/run', '--prompt=' + 'x' * 48], ['49 tokens', 'by 2']),
-    'look ahead': (['--workdir={}/run', '--routing=top_c'], ["routing='top_c'", 'later tokens']),
-    'temperature': (['--workdir={}/run', '--temperature=-1'], ['temperature=-1.0', '0']),
-    'top_p': (['--workdir={}/run', '--top_p=0'], ['top_p=0.0', '(0, 1]']),
-    'nothing': (['--workdir={}/run', '--max_tokens=0'], ['--max_tokens=0', 'positive']),
-    'no workdir': (['--prompt=x'], ['--workdir: missing']),
-}
-
-
-@pytest.fixture(scope='module')
-def refused(folder):
-    """Every case of REFUSED, two at a time."""
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        yield {
-            name: pool.submit(run_command, folder, *arguments)
-            for name, (arguments, _) in REFUSED.items()
-        }
-
-
-@pytest.mark.parametrize('name', REFUSED)
-def test_bad_input_is_one_line(refused, name):
-    """Status 2, nothing on stdout, and one line on stderr that names the culprit."""
-    status, out, err = refused[name].result()
-    assert (status, out) == (2, ''), err
-    assert err.startswith('error: ') and err.count('\n') == 1, err
-    for word in REFUSED[name][1]:
-        assert word in err
+    state = run.state.replace(averages=jax.tree.map(lambda leaf: leaf - 1e6, run.state.averages))
+    shutil.copytree(trained / 'run', tmp_path / 'run', ignore=shutil.ignore_patterns('checkpoints'))
+    with Checkpoints(tmp_path / 'run' / 'checkpoints', keep=1) as checkpoints:
+        checkpoints.save(4, state, {'num_steps': 4, 'fingerprint': {}})
+    line = ['generate', '--workdir=run', '--temperature=0', '--routing=threshold']
+    (done,) = run_commands([line], tmp_path, ['moddepth_jax.training.saved_run'], **hasty)
+    assert done.status == 0, done.stderr
+    length, changed = run.hparams.data.sequence_length, dataclasses.replace(run, state=state)
+    how = {'temperature': 0.0, 'routing': 'threshold'}
+    result, (text,) = written(changed, [''], length - 1, **how)
+    assert done.stdout == text + '\n' * (not text.endswith('\n'))
+    assert result.dropped > 0 and all(note in done.stderr for note in result.notes)

@@ -210,22 +210,6 @@ def test_full_disk_is_told_and_parts_are_kept(folder, whole, tmp_path):
     _same(tmp_path / 'out', whole)
 
 
-@pytest.mark.parametrize(
-    'flags, parts',
-    [
-        (['--tokenizer=none.json'], ['--tokenizer=none.json: none.json: no such tokenizer']),
-        (['--text_field=body'], ["a.jsonl, line 1: no field 'body'; set --text_field to one"]),
-        (['--tokenizer=bpe:many'], ['--tokenizer=bpe:many: must be bpe:N']),
-        (['--held_out_fraction=1'], ['--held_out_fraction=1.0: must lie between 0 and 1']),
-    ],
-)
-def test_bad_flags_are_told_in_one_line(folder, tmp_path, flags, parts):
-    """Each names the flag or the file, and what would be right."""
-    done = _run(folder, tmp_path / 'out', '--processes=1', *flags)
-    assert done.returncode == 2 and done.stdout == '' and done.stderr.count('\n') == 1
-    assert done.stderr.startswith('error: ') and all(part in done.stderr for part in parts)
-
-
 def _resident(process):
     """Bytes in memory of a process and its children; shared pages count for each."""
     total = 0

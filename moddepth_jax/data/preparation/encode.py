@@ -1,4 +1,4 @@
-"""What the processes of a preparation do with text: make the tokenizer, and turn text to tokens."""
+"""What the processes of a preparation do: make the tokenizer, and turn text into tokens."""
 
 import functools
 import math
@@ -7,20 +7,19 @@ import pathlib
 import shutil
 from collections.abc import Callable, Iterator
 
-from moddepth_jax.data import files
-from moddepth_jax.data.preparation.options import Options
-from moddepth_jax.data.preparation.part import PartWriter, add_skipped
-from moddepth_jax.data.preparation.plan import Task
-from moddepth_jax.data.rows import BadText, Row
-from moddepth_jax.data.split import place
-from moddepth_jax.data.tokenizers.stretches import stretches
+from moddepth_jax.data import readers
+from moddepth_jax.data.preparation.parts import PartWriter
+from moddepth_jax.data.preparation.plan import Options, Task
+from moddepth_jax.data.readers import BadText, Row
+from moddepth_jax.data.split import name_hash
+from moddepth_jax.data.tokenizers.piece_tokenizer import chunk_text
 from moddepth_jax.data.tokenizers.tokenizer import Tokenizer, make_tokenizer
 
-_BATCH_BYTES = 1 << 20  # of text that is encoded at once, about
+_PROGRESS_BYTES = 1 << 18  # between two reports of progress
 
 
-def _checked(row: Row, path: pathlib.Path) -> Row:
-    """`row`, or the same with a BadText where its text is not UTF-8."""
+def _check_utf8(row: Row, path: pathlib.Path) -> Row:
+    """`row`, with a BadText in place of text that is not UTF-8."""
     if isinstance(row.text, BadText):
         return row
     try:
@@ -34,53 +33,17 @@ def _checked(row: Row, path: pathlib.Path) -> Row:
 
 
 def _task_rows(task: Task, text_field: str) -> Iterator[tuple[Row, int]]:
-    """(row, bytes of the task up to it) of all stretches of a task."""
+    """(row, bytes of the task up to it) of all spans of a task."""
     before = 0
-    for stretch in task.stretches:
-        for row in files.rows(stretch.path, stretch.name, text_field, stretch.span):
-            yield _checked(row, stretch.path), before + min(row.end, stretch.bytes)
-        before += stretch.bytes
+    for part in task.spans:
+        for row in readers.read_rows(part.path, part.name, text_field, part.span):
+            yield _check_utf8(row, part.path), before + min(row.end, part.bytes)
+        before += part.bytes
 
 
 @functools.lru_cache(maxsize=1)
 def _tokenizer(directory: pathlib.Path) -> Tokenizer:
     return make_tokenizer(str(directory))
-
-
-class _Progress:
-    """Tells how far a task is, never back."""
-
-    def __init__(self, advance):
-        self._advance, self._told = advance, 0
-
-    def at(self, done):
-        if done > self._told:
-            self._advance(done - self._told)
-            self._told = done
-
-
-class _Batch:
-    """Documents that are encoded together."""
-
-    def __init__(self, tokenizer, most_bytes):
-        self._tokenizer, self._most_bytes = tokenizer, most_bytes
-        self._names, self._texts, self._bytes = [], [], 0
-
-    def add(self, name, text):
-        self._names.append(name)
-        self._texts.append(text)
-        self._bytes += len(text)
-
-    @property
-    def full(self):
-        return self._bytes >= self._most_bytes
-
-    def flush(self, writer):
-        """Hands the documents and their tokens to the PartWriter."""
-        tokens = self._tokenizer.encode_batch(self._texts)
-        for name, text, ids in zip(self._names, self._texts, tokens, strict=True):
-            writer.add(name, len(text), ids)
-        self._names, self._texts, self._bytes = [], [], 0
 
 
 def encode(
@@ -90,7 +53,7 @@ def encode(
     options: Options,
     advance: Callable[[int], None],
 ) -> None:
-    """Writes those parts of an unfinished task that are not there yet.
+    """Writes the missing parts of an unfinished task.
 
     Args:
       task: what to read.
@@ -103,51 +66,42 @@ def encode(
       BadText: a bad row, unless they are skipped; the rows before it are kept.
       OSError: the disk is full.
     """
-    done = task.parts(parts)
-    tokenizer = _tokenizer(tokenizer_directory)
-    batch = _Batch(tokenizer, min(_BATCH_BYTES, options.part_bytes))
-    progress = _Progress(advance)
-    number = len(done)
+    done, tokenizer = task.parts(parts), _tokenizer(tokenizer_directory)
+    number, reported = len(done), 0
     task.remove_parts(parts, number)
     rows = saved = first_new = done[-1].header['rows'] if done else 0
-
-    def new_writer():
-        return PartWriter(tokenizer.dtype, tokenizer.separator, options.held_out_fraction)
-
-    def save(last):
-        nonlocal writer, number, saved
-        batch.flush(writer)
-        writer.save(task.path(parts, number), rows, last)
-        writer, number, saved = new_writer(), number + 1, rows
-
-    writer = new_writer()
+    make_writer = functools.partial(
+        PartWriter, tokenizer, options.held_out_fraction, options.part_bytes
+    )
+    writer = make_writer()
     for i, (row, position) in enumerate(_task_rows(task, options.text_field)):
         if i < first_new:
             continue
         if isinstance(row.text, BadText):
             if not options.skip_bad:
                 if rows > saved:
-                    save(last=False)
+                    writer.save(task.path(parts, number), rows, last=False)
                 raise row.text
-            add_skipped(writer.skipped, row.text.reason, 1, [str(row.text)])
+            writer.skip(row.text.reason, str(row.text))
         elif not row.text:
-            add_skipped(writer.skipped, 'empty', 1, [row.name])
+            writer.skip('empty', row.name)
         else:
-            batch.add(row.name, row.text)
+            writer.add(row.name, row.text)
         rows = i + 1
-        if batch.full:
-            batch.flush(writer)
-            progress.at(position)
-            if writer.num_bytes >= options.part_bytes:
-                save(last=False)
-    save(last=True)
-    progress.at(task.bytes)
+        if position - reported >= _PROGRESS_BYTES:
+            advance(position - reported)
+            reported = position
+        if writer.num_bytes >= options.part_bytes:
+            writer.save(task.path(parts, number), rows, last=False)
+            writer, number, saved = make_writer(), number + 1, rows
+    writer.save(task.path(parts, number), rows, last=True)
+    advance(task.bytes - reported)
 
 
 def save_tokenizer(
-    name: str, separator: str | None, directory: pathlib.Path, advance: Callable
+    name: str, separator: str | None, directory: pathlib.Path, advance: Callable[[int], None]
 ) -> None:
-    """Saves the tokenizer `name`, of `make_tokenizer`, to `directory`, wholly or not at all."""
+    """Saves the tokenizer `name`, of `make_tokenizer`, to `directory`, completely or not at all."""
     try:
         tokenizer = make_tokenizer(name, separator)
     except ValueError as error:
@@ -157,27 +111,20 @@ def save_tokenizer(
 
 
 def train_tokenizer(
-    vocab_size: int,
-    sample_bytes: int,
-    tasks: list[Task],
-    options: Options,
-    directory: pathlib.Path,
-    advance: Callable[[int], None],
+    tasks: list[Task], options: Options, directory: pathlib.Path, advance: Callable[[int], None]
 ) -> None:
     """Trains byte-level BPE on a sample of the documents to train on; saves it to `directory`.
 
     Args:
-      vocab_size: ids in all.
-      sample_bytes: of text, about; each task gives its share of it, from its beginning.
-      tasks: all of the preparation.
-      options: how to read.
-      directory: which must not exist; it is there as a whole or not at all.
+      tasks: all of the preparation; each gives its share of the sample, from its beginning.
+      options: of the preparation.
+      directory: which must not exist; it is written completely or not at all.
       advance: called with the bytes of the files that the sample has passed.
     """
-    from moddepth_jax.data.tokenizers.bpe_training import train_bpe
+    from moddepth_jax.data.tokenizers.json_tokenizer import train_bpe
 
     try:
-        tokenizer = train_bpe(_sample(tasks, sample_bytes, options, advance), vocab_size)
+        tokenizer = train_bpe(_sample(tasks, options, advance), options.vocab_size)
     except BadText:
         raise
     except ValueError as error:
@@ -185,14 +132,14 @@ def train_tokenizer(
     _save(tokenizer, directory)
 
 
-def _sample(tasks, sample_bytes, options, advance):
-    share = min(1.0, sample_bytes / max(1, sum(task.bytes for task in tasks)))
+def _sample(tasks, options, advance):
+    share = min(1.0, options.bpe_bytes / max(1, sum(task.bytes for task in tasks)))
     found = False
-    # Where all documents would be held out, some of them are not in the end.
-    for least in (options.held_out_fraction, 0.0):
+    # If all documents were held out by their hashes, some of them are not in the end.
+    for least_hash in (options.held_out_fraction, 0.0):
         for task in tasks:
             wanted = share * task.bytes if share < 1 else math.inf
-            for text in _texts(task, least, options):
+            for text in _texts(task, least_hash, options):
                 found = True
                 yield text
                 wanted -= len(text)
@@ -203,14 +150,14 @@ def _sample(tasks, sample_bytes, options, advance):
             return
 
 
-def _texts(task, least_place, options):
+def _texts(task, least_hash, options):
     for row, _ in _task_rows(task, options.text_field):
         if isinstance(row.text, BadText):
             if not options.skip_bad:
                 raise row.text
-        elif place(row.name) >= least_place:
-            for piece in stretches(row.text.decode(), prefixed=False):  # one may be a whole corpus
-                yield piece.encode()
+        elif name_hash(row.name) >= least_hash:
+            for chunk in chunk_text(row.text.decode(), prefixed=False):  # may be a whole corpus
+                yield chunk.encode()
 
 
 def _save(tokenizer, directory):

@@ -1,30 +1,87 @@
-"""The plan of a preparation: which files there are, cut into tasks that processes can share."""
+"""The plan of a preparation: its options, and its files split into tasks for several processes."""
 
-import collections.abc
+import collections
+import dataclasses
 import hashlib
 import json
+import os
 import pathlib
 import typing
+from collections.abc import Callable, Set
 
-from moddepth_jax.data import files
+from moddepth_jax.data import readers
 from moddepth_jax.data.directory import write_atomically
-from moddepth_jax.data.json_lines import LineSpans
-from moddepth_jax.data.preparation.part import Part
-from moddepth_jax.data.rows import WHOLE, BadText, Span
+from moddepth_jax.data.preparation.parts import Part
+from moddepth_jax.data.readers import WHOLE_FILE, BadText, Span
+from moddepth_jax.data.token_store import PLAN_FILE
 
-PLAN_FILE = 'plan.json'
 _CHUNK = 1 << 20
-_MOST_FILES = 4096  # of one task
+_MAX_FILES = 4096  # of one task
 
 
-class Input(typing.NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What to prepare and how.
+
+    Attributes:
+      sources: globs of files.
+      directory: of the store.
+      tokenizer: 'bytes', 'bpe:N' or a file, as `make_tokenizer` takes it.
+      separator: the token that starts each document, if the tokenizer's file does not say.
+      text_field: field or column of the text.
+      held_out_fraction: in (0, 1), of the documents.
+      skip_bad: whether bad rows are skipped and counted instead of refused.
+      part_bytes: of the text of one part, about: what a kill may lose in each process.
+      bpe_bytes: of text that 'bpe:N' is trained on, about.
+      processes: that share the work; they do not change the result.
+    """
+
+    sources: tuple[str, ...]
+    directory: pathlib.Path
+    tokenizer: str
+    separator: str | None
+    text_field: str
+    held_out_fraction: float
+    skip_bad: bool
+    part_bytes: int
+    bpe_bytes: int
+    processes: int
+
+    def arguments(self) -> dict:
+        """The options that, together with the files, decide the result, as JSON values."""
+        trained = {'bpe_bytes': self.bpe_bytes} if self.vocab_size is not None else {}
+        path = pathlib.Path(self.tokenizer).expanduser()
+        files = sorted(path.iterdir()) if path.is_dir() else [path] if path.is_file() else []
+        content = b''.join(file.read_bytes() for file in files if file.is_file())
+        identity = f'{path.name} of sha256 {hashlib.sha256(content).hexdigest()}'
+        return {
+            'tokenizer': identity if files else self.tokenizer,
+            'separator': self.separator,
+            'text_field': self.text_field,
+            'held_out_fraction': self.held_out_fraction,
+            **trained,
+        }
+
+    @property
+    def vocab_size(self) -> int | None:
+        """N of 'bpe:N'; None for another tokenizer. Raises ValueError, one line, for a wrong N."""
+        kind, _, size = self.tokenizer.partition(':')
+        if kind != 'bpe' or os.path.exists(self.tokenizer):
+            return None
+        if not size.isdecimal():
+            right = 'must be bpe:N, N ids in all, as in bpe:4096'
+            raise ValueError(f'--tokenizer={self.tokenizer}: {right}')
+        return int(size)
+
+
+class FileInfo(typing.NamedTuple):
     """A file as it was when it was surveyed.
 
     Attributes:
       bytes: its size.
-      modified: when it was written last, nanoseconds.
+      modified: time of the last write in nanoseconds; 0 for a file that does not exist.
       sha256: of its content, hexadecimal.
-      spans: what it is cut into.
+      spans: what it is split into.
     """
 
     bytes: int
@@ -32,8 +89,16 @@ class Input(typing.NamedTuple):
     sha256: str
     spans: list[Span]
 
+    def is_current(self, path: pathlib.Path) -> bool:
+        """Whether the file has not been written to since."""
+        try:
+            status = path.stat()
+        except OSError:
+            return self.modified == 0
+        return (status.st_size, status.st_mtime_ns) == (self.bytes, self.modified)
 
-class Stretch(typing.NamedTuple):
+
+class FileSpan(typing.NamedTuple):
     """A span of a file: its name, its path, the span, and bytes of the file, about."""
 
     name: str
@@ -43,24 +108,24 @@ class Stretch(typing.NamedTuple):
 
 
 class Task(typing.NamedTuple):
-    """What one process does in one go.
+    """What one process does at a time.
 
     Attributes:
-      key: what it is about, by content: equal keys give equal parts.
-      stretches: what it reads, in order.
+      key: identifies the content: equal keys give equal parts.
+      spans: what it reads, in order.
       bytes: of the files, about.
     """
 
     key: str
-    stretches: list[Stretch]
+    spans: list[FileSpan]
     bytes: int
 
     def path(self, directory: pathlib.Path, number: int) -> pathlib.Path:
-        """Of the part `number`, from 0, of this task."""
+        """Of part `number`, from 0, of this task."""
         return directory / f'{self.key}-{number:05d}.part'
 
     def parts(self, directory: pathlib.Path) -> list[Part]:
-        """Those that are written; a damaged one and what follows it do not count."""
+        """The parts that are written; a damaged one and those after it do not count."""
         found = []
         while not (found and found[-1].header['last']):
             try:
@@ -70,14 +135,14 @@ class Task(typing.NamedTuple):
         return found
 
     def remove_parts(self, directory: pathlib.Path, first: int) -> None:
-        """Removes those from number `first` on, which follow one that is damaged or missing.
+        """Removes the parts from number `first` on, which follow a damaged or missing one.
 
-        What takes their places may end at other rows.
+        The parts that replace them may end at other rows.
         """
         last = first + 1
         while self.path(directory, last).exists():
             last += 1
-        for number in reversed(range(first, last)):  # killed here, it leaves no gap
+        for number in reversed(range(first, last)):  # a kill here leaves no gap
             self.path(directory, number).unlink(missing_ok=True)
 
     def is_done(self, directory: pathlib.Path) -> bool:
@@ -86,84 +151,96 @@ class Task(typing.NamedTuple):
         return bool(parts) and parts[-1].header['last']
 
 
-def survey(path: pathlib.Path, text_field: str, span_bytes: int, skip_bad: bool, advance) -> Input:
-    """Reads a file once: its sha256, and where it can be cut.
+def survey(
+    path: pathlib.Path,
+    text_field: str,
+    span_bytes: int,
+    skip_bad: bool,
+    advance: Callable[[int], None],
+) -> FileInfo:
+    """Reads a file once: its sha256, and where it can be split.
 
     Args:
       path: of the file.
       text_field: the field or column of the text.
       span_bytes: bytes, about, of one span.
-      skip_bad: whether a file that cannot be read is a whole that `files.rows` will tell about.
+      skip_bad: whether a file that cannot be read is one span, which `read_rows` will report.
       advance: called with the bytes read since the last call.
 
     Raises:
       BadText: the file cannot be read, or has no such column, unless `skip_bad`.
     """
-    lines = LineSpans(span_bytes) if path.suffix.lower() == '.jsonl' else None
-    digest, size, modified = hashlib.sha256(), 0, 0
+    digest, size, modified, spans = hashlib.sha256(), 0, 0, [WHOLE_FILE]
+
+    def chunks(file):
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+            advance(len(chunk))
+            yield chunk
+
     try:
         status = path.stat()
         size, modified = status.st_size, status.st_mtime_ns
         with open(path, 'rb') as file:
-            while chunk := file.read(_CHUNK):
-                digest.update(chunk)
-                if lines is not None:
-                    lines.add(chunk)
-                advance(len(chunk))
-        found = lines.spans() if lines is not None else files.spans(path, text_field, span_bytes)
+            unread = chunks(file)
+            try:
+                spans = readers.find_spans(path, text_field, span_bytes, unread)
+            except BadText:
+                if not skip_bad:
+                    raise
+            collections.deque(unread, maxlen=0)  # the digest is that of the whole file
     except (BadText, OSError) as error:
         if not skip_bad:
-            raise files.as_bad_text(path, error) from None
-        found = [WHOLE]
-    return Input(size, modified, digest.hexdigest(), found)
+            raise readers.as_bad_text(path, error) from None
+    return FileInfo(size, modified, digest.hexdigest(), spans)
 
 
 def make_tasks(
     paths: list[tuple[str, pathlib.Path]],
-    inputs: dict,
-    span_bytes: int,
-    starts: collections.abc.Set[tuple[str, int]] = frozenset(),
+    inputs: dict[str, FileInfo],
+    task_bytes: int,
+    starts: Set[tuple[str, int]] = frozenset(),
 ) -> list[Task]:
     """The work, in the order of the result: spans of large files, and small files together.
 
     Args:
       paths: (name, path) of the files, in order.
-      inputs: the Input of each name.
-      span_bytes: bytes, about, of one task.
-      starts: (name, start of the span) of stretches that begin a task, whatever stands before them.
+      inputs: the FileInfo of each name.
+      task_bytes: bytes, about, of one task.
+      starts: (name, start) of spans that begin a task, however small the one before is.
     """
-    tasks, stretches, contents, filled = [], [], [], 0
+    tasks, spans, contents, filled = [], [], [], 0
 
     def close():
-        nonlocal stretches, contents, filled
+        nonlocal spans, contents, filled
         key = hashlib.sha256(json.dumps(contents).encode()).hexdigest()[:32]
-        tasks.append(Task(key, stretches, filled))
-        stretches, contents, filled = [], [], 0
+        tasks.append(Task(key, spans, filled))
+        spans, contents, filled = [], [], 0
 
     for name, path in paths:
-        found = inputs[name]
-        for span in found.spans:
-            if stretches and (name, span.start) in starts:
+        info = inputs[name]
+        for span in info.spans:
+            if spans and (name, span.start) in starts:
                 close()
-            stretches.append(Stretch(name, path, span, found.bytes // len(found.spans)))
-            contents.append([name, found.sha256, *span])
-            filled += stretches[-1].bytes
-            if filled >= span_bytes or len(stretches) >= _MOST_FILES:
+            spans.append(FileSpan(name, path, span, info.bytes // len(info.spans)))
+            contents.append([name, info.sha256, *span])
+            filled += spans[-1].bytes
+            if filled >= task_bytes or len(spans) >= _MAX_FILES:
                 close()
-    if stretches:
+    if spans:
         close()
     return tasks
 
 
 class Plan:
-    """What parts/plan.json holds: the arguments and the files of a preparation that was started.
+    """What parts/plan.json holds: arguments and files of a preparation that was started.
 
     Attributes:
-      arguments: those that decide the result, JSON values by name; empty: nothing was started.
-      inputs: Input by name, in order.
-      span_bytes: of one span or task, about; 0: nothing was started.
+      arguments: those that decide the result, JSON values by name; empty if nothing was started.
+      inputs: FileInfo by name, in order.
+      span_bytes: of one span or task, about; 0 if nothing was started.
       starts: of its tasks, as `make_tasks` takes them, so that files which change do not move the
-        bounds of the tasks of others.
+        bounds of other tasks.
     """
 
     def __init__(self, directory: pathlib.Path):
@@ -176,21 +253,20 @@ class Plan:
         self.arguments, self.span_bytes = stored['arguments'], stored['span_bytes']
         self.starts = {(name, start) for name, start in stored.get('starts', [])}
         for name, (size, modified, sha256, spans) in stored['inputs']:
-            self.inputs[name] = Input(size, modified, sha256, [Span(*span) for span in spans])
+            self.inputs[name] = FileInfo(size, modified, sha256, [Span(*span) for span in spans])
 
-    def forget(self) -> None:
-        """Has nothing be planned."""
+    def clear(self) -> None:
+        """Removes the plan."""
         self._file.unlink(missing_ok=True)
         self._clear()
 
     def _clear(self):
         self.arguments, self.inputs, self.span_bytes, self.starts = {}, {}, 0, set()
 
-    def write(self, arguments: dict, inputs: dict, tasks: list[Task]) -> None:
+    def write(self, arguments: dict, inputs: dict[str, FileInfo], tasks: list[Task]) -> None:
         """Stores what is being prepared now."""
         self.arguments, self.inputs = arguments, inputs
-        firsts = [task.stretches[0] for task in tasks]
-        starts = [(stretch.name, stretch.span.start) for stretch in firsts]
+        starts = [(task.spans[0].name, task.spans[0].span.start) for task in tasks]
         self.starts = set(starts)
         plan = {'arguments': arguments, 'span_bytes': self.span_bytes, 'starts': starts}
         write_atomically(self._file, json.dumps({**plan, 'inputs': list(inputs.items())}))

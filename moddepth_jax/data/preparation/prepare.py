@@ -1,125 +1,304 @@
 """Prepares text for training: files of any size to a store of tokens, by several processes.
 
-A preparation that was killed anywhere goes on where it was: its work is cut into parts, each a file
-in parts/ that is there as a whole or not at all.
+A preparation that was killed continues where it was: its work is split into parts, each a file in
+parts/ that exists completely or not at all.
 """
 
-import contextlib
 import errno
 import hashlib
 import os
 import pathlib
 import shutil
 
-from moddepth_jax.data import files
+from moddepth_jax.data import readers
 from moddepth_jax.data.directory import LOCK_FILE, DirectoryLock
-from moddepth_jax.data.preparation.options import Preparation, arguments_of
-from moddepth_jax.data.preparation.run import KEPT, PARTS_DIRECTORY, is_trained, refuse_other, run
-from moddepth_jax.data.rows import BadText
+from moddepth_jax.data.preparation import encode, parts
+from moddepth_jax.data.preparation.plan import Options, Plan, Task, make_tasks, survey
+from moddepth_jax.data.preparation.workers import Workers
+from moddepth_jax.data.readers import BadText
 from moddepth_jax.data.token_store import (
-    PARTS,
+    PLAN_FILE,
     PREPARED_FILE,
+    SPLITS,
     TOKENIZER_DIRECTORY,
     Store,
     open_store,
 )
+from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer
 
-_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_MIN_TASKS = 64  # of a text that is not small
+_MIN_TASK_BYTES = 1 << 18
+_KEPT = 'finished parts are kept: the same command goes on'
 
 
-def prepare(wanted: Preparation, phase) -> Store:
-    """Prepares text, or goes on with what an earlier start left; the store may be there already.
+def prepare(options: Options, phase) -> Store:
+    """Prepares text, or continues what an earlier start left; the store may already be complete.
 
-    Documents lie in the order of the names of their files and of their rows, each on the side that
-    `corpus.split` gives it. Documents without a byte are left out. The same files and arguments
-    give the same bytes and the same fingerprint, by any number of processes and after any kills.
-    Files that change between two starts are read anew, unless a tokenizer was trained on them.
+    Documents are in the order of the names of their files and of their rows, each in the split that
+    `split_documents` gives it. Empty documents are skipped. The same files and arguments give the
+    same bytes and the same fingerprint, with any number of processes and after any kills. Files
+    that change between two starts are read again, unless a tokenizer was trained on them.
 
     Args:
-      wanted: what is asked for.
-      phase: phase(what, total) is a context manager of a function that takes the bytes done since
-        its last call.
+      options: what to prepare and how.
+      phase: phase(name, total, done=0) is a context manager of a function that takes the bytes done
+        since its last call.
 
     Raises:
-      ValueError: one line with what to do, for sources as `files.find` tells, a bad row (what was
-        done before is kept), a directory of something else, of another preparation or in use, a
+      ValueError: one line with what to do, for sources as in `readers.find_files`, a bad row
+        (finished work is kept), a directory of something else, of another preparation or in use, a
         full disk, a process that was lost.
     """
-    paths = _find(wanted.sources)
+    directory = options.directory
+    paths = _find_files(options.sources)
     try:
-        wanted.directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         right = 'must be a directory that can be written'
-        raise ValueError(f'--output={wanted.directory}: {error.strerror}; {right}') from None
-    _check_contents(wanted.directory)
-    with DirectoryLock(wanted.directory, '--output'), _as_one_line(wanted):
-        if (wanted.directory / PREPARED_FILE).exists():
-            return _finished(wanted, paths)
-        return run(wanted, paths, phase)
+        raise ValueError(f'--output={directory}: {error.strerror}; {right}') from None
+    known = {LOCK_FILE, pathlib.Path(PLAN_FILE).parent.name, TOKENIZER_DIRECTORY, PREPARED_FILE}
+    known |= {f'{split}.{kind}' for split in SPLITS for kind in ('bin', 'index')}
+    others = {path.name for path in directory.iterdir() if path.suffix != '.tmp'} - known
+    if others:
+        found = f'holds {min(others)!r}, so it is no directory of launch.prepare'
+        raise ValueError(f'--output={directory}: {found}; use another --output')
+    with DirectoryLock(directory, '--output'):
+        preparation = _Preparation(options, paths, phase)
+        try:
+            if (directory / PREPARED_FILE).exists():
+                return preparation.open_finished()
+            return preparation.run()
+        except BadText as error:
+            kept = _KEPT
+            if preparation.is_trained():
+                because = f'{options.tokenizer} was trained on the text as it is'
+                kept = f'to correct it, start again (rm -r {directory}): {because}'
+            raise ValueError(f'{error}; or --skip_bad leaves it out; {kept}') from None
+        except OSError as error:
+            if error.errno not in _DISK_ERRORS:
+                raise
+            right = f'free some space, about twice the size of the tokens; {_KEPT}'
+            raise ValueError(f'--output={directory}: {error.strerror}; {right}') from None
 
 
-def _find(sources):
+def _find_files(sources):
     """(name, path) of each file that one of the sources matches, sorted by name."""
-    right = f'must be a glob of {files.KINDS}'
+    right = f'must be a glob of {readers.describe_formats()}'
     if not sources:
         raise ValueError(f'--input=: names no file; {right}')
-    found = [files.find(source, '--input', right) for source in sources]
-    # By paths from one folder the files of several sources have names of their own.
+    found = [readers.find_files(source, '--input', right) for source in sources]
+    # Relative to one folder, so that files of several sources have different names.
     root = os.path.commonpath([os.path.abspath(root) for root, _ in found])
     paths = {os.path.abspath(path): path for _, matches in found for path in matches}
     names = {pathlib.Path(os.path.relpath(place, root)).as_posix(): p for place, p in paths.items()}
     return sorted(names.items())
 
 
-@contextlib.contextmanager
-def _as_one_line(wanted):
-    try:
-        yield
-    except BadText as error:
-        kept = KEPT
-        if is_trained(wanted):
-            because = f'{wanted.tokenizer} was trained on the text as it is'
-            kept = f'to mend it, start again (rm -r {wanted.directory}): {because}'
-        raise ValueError(f'{error}; or --skip_bad leaves it out; {kept}') from None
-    except OSError as error:
-        if error.errno not in _OF_THE_DISK:
-            raise
-        right = f'free some space, about twice the size of the tokens; {KEPT}'
-        raise ValueError(f'--output={wanted.directory}: {error.strerror}; {right}') from None
+class _Preparation:
+    """One start of a preparation: survey, tokenizer, tokens of each part, join.
+
+    The caller holds the directory's lock.
+    """
+
+    def __init__(self, options, paths, phase):
+        self._options, self._paths, self._phase = options, paths, phase
+        self._directory = options.directory
+        self._parts = (options.directory / PLAN_FILE).parent
+        self._tokenizer_directory = options.directory / TOKENIZER_DIRECTORY
+        # The size of parts must stay the same while there are some.
+        self._arguments = options.arguments()
+        self._plan_arguments = {**self._arguments, 'part_bytes': options.part_bytes}
+
+    def is_trained(self):
+        """Whether the tokenizer was trained on the text, which then has to stay as it is."""
+        return self._options.vocab_size is not None and self._tokenizer_directory.exists()
+
+    def run(self) -> Store:
+        """Does what is missing."""
+        options = self._options
+        self._parts.mkdir(exist_ok=True)
+        plan = self._read_plan()
+        with Workers(options.processes) as workers:
+            self._save_tokenizer(workers)
+            inputs = self._survey(plan, workers)
+            self._check_trained_text(plan.inputs, inputs)
+            tasks = make_tasks(self._paths, inputs, plan.span_bytes, plan.starts)
+            plan.write(self._plan_arguments, inputs, tasks)
+            self._remove_other_parts(tasks)
+            self._check_skipped(tasks)
+            self._train_tokenizer(tasks)
+            unfinished = [task for task in tasks if not task.is_done(self._parts)]
+            jobs = ((task, self._parts, self._tokenizer_directory, options) for task in unfinished)
+            total, missing = (sum(task.bytes for task in some) for some in (tasks, unfinished))
+            with self._phase('tokens', total, total - missing) as advance:
+                for _ in workers.run(encode.encode, jobs, advance):
+                    pass
+        self._check_unmodified(inputs, tasks)
+        found = [part for task in tasks for part in task.parts(self._parts)]
+        with self._phase('joining', sum(part.num_token_bytes for part in found)) as advance:
+            store = parts.join(
+                self._directory,
+                found,
+                make_tokenizer(str(self._tokenizer_directory)),
+                options.held_out_fraction,
+                advance,
+                inputs=[_describe_input(name, info) for name, info in inputs.items()],
+                arguments=self._arguments,
+            )
+        shutil.rmtree(self._parts)
+        return store
+
+    def open_finished(self) -> Store:
+        """The finished store, if it is the one that is asked for."""
+        store = open_store(self._directory)
+        self._check_arguments(store.arguments, self._arguments)
+        stored, now = {entry['name']: entry for entry in store.inputs}, dict(self._paths)
+        for name in sorted(stored.keys() | now.keys()):
+            if not (name in stored and name in now and _is_stored_file(now[name], stored[name])):
+                problem = f'{name} is not what it was when this text was prepared'
+                raise ValueError(f'--output={self._directory}: {problem}; use another --output')
+        shutil.rmtree(self._parts, ignore_errors=True)
+        return store
+
+    def _check_arguments(self, stored, arguments):
+        for name, value in arguments.items():
+            if stored.get(name) != value:
+                was = f'{name} was {stored.get(name)!r} when it was started and is {value!r} now'
+                raise ValueError(f'--output={self._directory}: {was}; use another --output')
+
+    def _start_again(self, problem):
+        """The error of a preparation that cannot continue."""
+        right = f'to start again: rm -r {self._directory}'
+        return ValueError(f'--output={self._directory}: {problem}; {right}')
+
+    def _read_plan(self):
+        """The Plan; empty if nothing has been done that this start can use."""
+        try:
+            plan = Plan(self._directory)
+        except (ValueError, KeyError, TypeError) as error:
+            path = self._directory / PLAN_FILE
+            raise self._start_again(f'{path} is unreadable ({type(error).__name__})') from None
+        if plan.arguments and any(self._parts.glob('*.part')):
+            self._check_arguments(plan.arguments, self._plan_arguments)
+        elif plan.arguments != self._plan_arguments:
+            plan.clear()
+            shutil.rmtree(self._tokenizer_directory, ignore_errors=True)
+        # Tasks of little text are smaller than a part, so that all processes get some of it. Their
+        # size does not depend on the number of processes, which the next start may change.
+        total = sum(path.stat().st_size for _, path in self._paths if path.exists())
+        span_bytes = min(self._options.part_bytes, max(total // _MIN_TASKS, _MIN_TASK_BYTES))
+        if self._options.vocab_size and not self._tokenizer_directory.exists():
+            # The sample that a tokenizer is trained on depends on the tasks: make them as a first
+            # start would.
+            self._remove_other_parts([])
+            plan.starts = set()
+            if plan.span_bytes != span_bytes:
+                plan.clear()
+        plan.span_bytes = plan.span_bytes or span_bytes
+        return plan
+
+    def _survey(self, plan, workers):
+        """FileInfo by name: that of the plan for files that have not been written to since."""
+        known, options = plan.inputs, self._options
+        new = [
+            (name, path)
+            for name, path in self._paths
+            if not (name in known and known[name].is_current(path))
+        ]
+        jobs = ((path, options.text_field, plan.span_bytes, options.skip_bad) for _, path in new)
+        total = sum(path.stat().st_size for _, path in new if path.exists())
+        found = {}
+        with self._phase('survey', total) as advance:
+            for i, info in workers.run(survey, jobs, advance):
+                found[new[i][0]] = info
+        return {name: found.get(name) or known[name] for name, _ in self._paths}
+
+    def _check_trained_text(self, before, inputs):
+        """Raises ValueError if a tokenizer was trained on a file that has changed.
+
+        Other work on that file has keys of its old content, and is done again.
+        """
+        changed = {
+            name
+            for name in before.keys() | inputs.keys()
+            if name not in before
+            or name not in inputs
+            or before[name].sha256 != inputs[name].sha256
+        }
+        if before and changed and self.is_trained():
+            raise self._start_again(self._changed_since_training(changed))
+
+    def _changed_since_training(self, names):
+        return f'{min(names)} is not what it was when {self._options.tokenizer} was trained'
+
+    def _check_unmodified(self, inputs, tasks):
+        """Raises ValueError for files that were written to since their survey."""
+        modified = {name for name, path in self._paths if not inputs[name].is_current(path)}
+        if not modified:
+            return
+        for task in tasks:  # a file may have its old content again at the next start
+            if modified & {span.name for span in task.spans}:
+                task.remove_parts(self._parts, 0)
+        if self.is_trained():
+            raise self._start_again(self._changed_since_training(modified))
+        problem = f'{min(modified)} was written to while it was read'
+        raise ValueError(f'--output={self._directory}: {problem}; {_KEPT}')
+
+    def _check_skipped(self, tasks):
+        """Raises ValueError if an earlier start skipped bad rows, which this one must not."""
+        if self._options.skip_bad:
+            return
+        for part in (part for task in tasks for part in task.parts(self._parts)):
+            for reason, entry in part.header['skipped'].items():
+                if reason != 'empty':
+                    was = f'was started with --skip_bad, which left out {entry["first"][0]!r}'
+                    raise self._start_again(f'{was}; add --skip_bad')
+
+    def _remove_other_parts(self, tasks: list[Task]):
+        """Removes files that a kill left half written, and parts of files with other content."""
+        keys = {task.key for task in tasks}
+        for path in self._parts.iterdir():
+            is_plan = path.name == pathlib.Path(PLAN_FILE).name
+            if not is_plan and (path.suffix != '.part' or path.stem[:-6] not in keys):
+                path.unlink()
+
+    def _save_tokenizer(self, workers):
+        """Saves a tokenizer that is not trained; this comes first, since it needs no text."""
+        options, directory = self._options, self._tokenizer_directory
+        if options.vocab_size is None and not directory.exists():
+            job = (options.tokenizer, options.separator, directory)
+            for _ in workers.run(encode.save_tokenizer, [job], lambda _: None):
+                pass
+
+    def _train_tokenizer(self, tasks):
+        options, directory = self._options, self._tokenizer_directory
+        if directory.exists():
+            return
+        # Another process: the library keeps the number of threads that it began with.
+        with Workers(1, threads=options.processes) as worker:
+            total = min(options.bpe_bytes, sum(task.bytes for task in tasks))
+            with self._phase('tokenizer', total) as advance:
+                job = (tasks, options, directory)
+                for _ in worker.run(encode.train_tokenizer, [job], advance):
+                    pass
 
 
-def _check_contents(directory):
-    known = {LOCK_FILE, PARTS_DIRECTORY, TOKENIZER_DIRECTORY, PREPARED_FILE}
-    known |= {f'{part}.{kind}' for part in PARTS for kind in ('bin', 'index')}
-    others = {path.name for path in directory.iterdir() if path.suffix != '.tmp'} - known
-    if others:
-        found = f'holds {min(others)!r}, so it is no directory of launch.prepare'
-        raise ValueError(f'--output={directory}: {found}; use another --output')
+def _describe_input(name, info):
+    """An entry of `Store.inputs`."""
+    fields = {'bytes': info.bytes, 'sha256': info.sha256, 'modified': info.modified}
+    return {'name': name, **fields}
 
 
-def _finished(wanted, paths):
-    """The store that is there, if it is the one that is asked for."""
-    store = open_store(wanted.directory)
-    refuse_other(wanted.directory, store.arguments, arguments_of(wanted))
-    stored, now = {entry['name']: entry for entry in store.inputs}, dict(paths)
-    for name in sorted(stored.keys() | now.keys()):
-        same = name in stored and name in now and _is_as_stored(now[name], stored[name])
-        if not same:
-            problem = f'{name} is not what it was when this text was prepared'
-            raise ValueError(f'--output={wanted.directory}: {problem}; use another --output')
-    shutil.rmtree(wanted.directory / PARTS_DIRECTORY, ignore_errors=True)
-    return store
-
-
-def _is_as_stored(path, entry):
-    """Whether a file is still an input of the store; it is read where its time is another one."""
+def _is_stored_file(path, entry):
+    """Whether a file is still an input of the store; it is read if its time has changed."""
     try:
         status = path.stat()
         if status.st_size != entry['bytes']:
             return False
-        if status.st_mtime_ns == entry.get('modified'):  # earlier stores tell no time
+        if status.st_mtime_ns == entry.get('modified'):  # earlier stores have no time
             return True
         with open(path, 'rb') as file:
             return hashlib.file_digest(file, 'sha256').hexdigest() == entry['sha256']
     except OSError:
-        return entry.get('modified') == 0  # --skip_bad left out a file that was not there
+        return entry.get('modified') == 0  # --skip_bad skipped a missing file

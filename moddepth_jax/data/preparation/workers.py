@@ -1,6 +1,5 @@
-"""Processes that share out work; none of them outlives the one that started them."""
+"""Processes that share work; none of them outlives the process that started them."""
 
-import functools
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -17,8 +16,8 @@ _WAIT_SECONDS = 0.5
 class Workers:
     """A fixed number of processes, each doing one job at a time; a context manager.
 
-    They end with the `with`, or with the process that started them, however it ends; Ctrl-C is for
-    that process alone.
+    They end with the `with`, or with the process that started them, however it ends. Only that
+    process receives Ctrl-C.
 
     Args:
       count: how many.
@@ -26,11 +25,11 @@ class Workers:
     """
 
     def __init__(self, count: int, threads: int = 1):
-        # Forking would take over locks of threads that the parent may have by now.
+        # Forking would copy locks that threads of the parent may hold.
         context = multiprocessing.get_context('spawn')
         self._workers = []
-        # A child that is still starting would answer Ctrl-C with a traceback; it inherits the mask.
-        resource_tracker.ensure_running()  # which would lift it where it starts later
+        # A child that is still starting would print a traceback on Ctrl-C; it inherits the mask.
+        resource_tracker.ensure_running()  # starting it later would lift the mask
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             for _ in range(count):
@@ -51,12 +50,12 @@ class Workers:
         """Calls `function(*job, advance)` in the processes.
 
         Args:
-          function: of a module; gets an `advance` of its own, whose calls come to the one given.
-          jobs: argument tuples, begun in order.
+          function: of a module; gets an `advance` whose calls are passed on to the given one.
+          jobs: argument tuples, started in order.
           advance: called here with what the processes advance by.
 
         Yields:
-          (number of the job, result), as they end.
+          (number of the job, result), as they finish.
 
         Raises:
           ValueError: a process was lost.
@@ -93,7 +92,7 @@ class Workers:
                 yield number, value
 
     def close(self) -> None:
-        """Ends the processes, whatever they are at."""
+        """Kills the processes."""
         for process, connection in self._workers:
             process.kill()
             process.join()
@@ -111,13 +110,13 @@ def _lost(process):
     process.join(5)
     code = process.exitcode
     how = f'was killed by signal {-code}' if code is not None and code < 0 else f'exited ({code})'
-    reason = ', perhaps for want of memory' if code == -signal.SIGKILL else ''
+    reason = ', perhaps for lack of memory' if code == -signal.SIGKILL else ''
     remedy = 'the same command goes on where it was, in less memory with --processes=1'
     return f'a process of the preparation {how}{reason}; {remedy}'
 
 
 def _work(connection, threads):
-    """What a process does: one job after the other, until the other end of the pipe is gone."""
+    """Does one job after the other, until the other end of the pipe is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ['RAYON_NUM_THREADS'] = str(threads)
@@ -127,20 +126,16 @@ def _work(connection, threads):
             function, job = connection.recv()
         except EOFError:
             return
-        advance = functools.partial(_tell, connection, 'advance')
         try:
-            _tell(connection, 'done', function(*job, advance))
+            result = function(*job, lambda count: connection.send(('advance', count)))
+            connection.send(('done', result))
         except (ValueError, OSError) as error:
-            _tell(connection, 'raised', error)
+            connection.send(('raised', error))
         except MemoryError:
             problem = 'a process of the preparation ran out of memory; use fewer --processes'
-            _tell(connection, 'raised', ValueError(problem))
+            connection.send(('raised', ValueError(problem)))
         except Exception:
-            _tell(connection, 'raised', RuntimeError(traceback.format_exc()))
-
-
-def _tell(connection, kind, value):
-    connection.send((kind, value))
+            connection.send(('raised', RuntimeError(traceback.format_exc())))
 
 
 def _end_with_parent():

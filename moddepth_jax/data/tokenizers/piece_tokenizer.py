@@ -1,49 +1,138 @@
-"""What all tokenizers from files share: ids that each stand for some bytes."""
+"""What all tokenizers from files share: ids that each stand for some bytes, and a saved folder."""
 
 import abc
 import hashlib
+import json
 import os
 import pathlib
+import re
+from collections.abc import Iterator
 
 import numpy as np
 
-from moddepth_jax.data.tokenizers import about as about_file
-from moddepth_jax.data.tokenizers.stretches import stretches
-from moddepth_jax.data.tokenizers.tokenizer import check_ids
+from moddepth_jax.data.tokenizers.separators import find_separator
+
+METADATA_FILE = 'tokenizer_about.json'
+_METADATA_FIELDS = {'kind': str, 'name': str, 'separator': int, 'stops': list, 'sha256': str}
+CHUNK_LENGTH = 1 << 19  # characters; a chunk continues to the next place where it may end
+_BEFORE_WORD = re.compile(r'(?<=\S)(?= \S)|(?<=\S\n)(?=\S)')
+_SPACE = re.compile(r'(?<=\S) (?=\S)')
+
+
+def write_metadata(directory: str | os.PathLike, kind: str, tokenizer) -> None:
+    """Writes what a tokenizer's own file does not say into `directory`, which is made if missing.
+
+    Args:
+      directory: where its file is.
+      kind: 'bytes', 'tokenizer.json' or 'tokenizer.model'.
+      tokenizer: a Tokenizer.
+    """
+    directory = pathlib.Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    metadata = {
+        'kind': kind,
+        'name': tokenizer.name,
+        'separator': tokenizer.separator,
+        'stops': list(tokenizer.stops),
+        'sha256': tokenizer.sha256,
+    }
+    text = json.dumps(metadata, indent=2) + '\n'
+    (directory / METADATA_FILE).write_text(text, encoding='utf-8')
+
+
+def read_metadata(directory: str | os.PathLike) -> dict | None:
+    """The metadata in `directory`: kind, name, separator, stops, sha256; None if there are none.
+
+    Raises:
+      ValueError: one line, if they cannot be read.
+    """
+    file = pathlib.Path(directory) / METADATA_FILE
+    try:
+        metadata = json.loads(file.read_text(encoding='utf-8'))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        right = 'save the tokenizer again, or take its own file'
+        raise ValueError(f'{file}: cannot be read ({error}); {right}') from None
+    for name, kind in _METADATA_FIELDS.items():
+        if not isinstance(metadata, dict) or not isinstance(metadata.get(name), kind):
+            right = f'must be a JSON object with {", ".join(_METADATA_FIELDS)}'
+            raise ValueError(f'{file}: no {name!r} that is {kind.__name__}; {right}')
+    return metadata
+
+
+def check_ids(ids, vocab_size: int) -> np.ndarray:
+    """`ids` as one row; raises ValueError for one that is outside [0, vocab_size)."""
+    ids = np.asarray(ids).reshape(-1)
+    unknown = ids[(ids < 0) | (ids >= vocab_size)]
+    if unknown.size:
+        raise ValueError(f'token id {unknown[0]}: must lie in [0, {vocab_size})')
+    return ids
+
+
+def chunk_text(text: str, prefixed: bool) -> Iterator[str]:
+    """Splits a long text into chunks which, encoded one by one, have the tokens of the whole.
+
+    Libraries of tokenizers need dozens of bytes for each byte of a text. Each chunk ends where the
+    usual tokenizers end a token: before a single space or between two lines. A tokenizer that puts
+    a space before its text splits at single spaces only, and the space is left out, since it adds
+    one.
+
+    Args:
+      text: of any length; one shorter than `CHUNK_LENGTH` stays whole.
+      prefixed: whether a space is put before each chunk.
+    """
+    place, start = _SPACE if prefixed else _BEFORE_WORD, 0
+    while found := place.search(text, start + CHUNK_LENGTH):
+        yield text[start : found.start()]
+        start = found.end()
+    yield text[start:]
 
 
 class PieceTokenizer(abc.ABC):
     """A Tokenizer whose text is its ids' bytes, one after another; subclasses encode.
 
-    Of one that puts a space before a document (`prefixed`), `decode` takes the first space of each
-    document away again. Its `token_bytes_V` counts that space: one byte a document too many.
+    If its library puts a space before a document, `decode` removes the first space of each
+    document. Its `token_bytes_V` counts that space: one byte per document too many.
 
     Args:
       kind: name of the file that `save` writes.
-      name: what to call it.
       content: the bytes of that file.
+      file: where it was read, for messages and for the tokenizer_config.json next to it.
       pieces: the bytes of each id within a text, b'' for special ids and gaps.
-      separator: id, its piece is b''.
-      stops: ids.
-      prefixed: whether a space is put before a document.
+      special: ids of the special tokens by their text.
+      first: the special token that the file puts before a text, or None.
+      separator: text of a special token, or None: that of the metadata or of the file.
+      metadata: what `read_metadata` found next to the file, or None.
+      name: None: that of the metadata or of the file.
+
+    Raises:
+      ValueError: one line, for a file without a separator, or not the one of the metadata.
     """
 
-    def __init__(self, kind, name, content, pieces, separator, stops, prefixed):
+    def __init__(self, kind, content, file, pieces, special, first, separator, metadata, name=None):
+        if metadata is not None and separator is None:
+            self.separator, self.stops = metadata['separator'], tuple(metadata['stops'])
+        else:
+            self.separator, self.stops = find_separator(file, special, first, separator)
+        if name is None:
+            name = file.name if metadata is None else metadata['name']
         self.name, self.vocab_size = name, len(pieces)
-        self.separator, self.stops = separator, stops
         self.dtype = np.uint16 if len(pieces) <= 2**16 else np.uint32
         self.token_bytes_V = np.array([len(piece) for piece in pieces], np.int32)
         self.token_bytes_V.flags.writeable = False
-        self.sha256 = hashlib.sha256(b'%d ' % separator + content).hexdigest()
-        self._kind, self._content, self._prefixed = kind, content, prefixed
-        self._pieces = pieces
+        self.sha256 = hashlib.sha256(b'%d ' % self.separator + content).hexdigest()
+        self._kind, self._content, self._pieces = kind, content, pieces
+        ids = self._ids('a')
+        self._prefixed = bool(ids) and pieces[ids[0]].startswith(b' ')
+        self._check_metadata(metadata, file)
 
     def encode(self, data: bytes) -> np.ndarray:
         """Ids of `data` as one document, `dtype` [N], none of them special.
 
         Raises:
-          ValueError: one line that names the first byte that is not UTF-8; text that this tokenizer
-            cannot tell from its separator.
+          ValueError: one line that names the first byte that is not UTF-8; or text that this
+            tokenizer cannot tell from its separator.
         """
         try:
             text = data.decode()
@@ -51,9 +140,9 @@ class PieceTokenizer(abc.ABC):
             right = 'save the text as UTF-8, or take data.tokenizer=bytes'
             found = f'byte {error.start} of the text is {data[error.start]:#04x}, which'
             raise ValueError(f'{found} is not UTF-8 there; {right}') from None
-        parts = stretches(text, self._prefixed) if text else ()
+        chunks = chunk_text(text, self._prefixed) if text else ()
         empty = np.array([], self.dtype)
-        ids_N = np.concatenate([empty, *(np.array(self._ids(p), self.dtype) for p in parts)])
+        ids_N = np.concatenate([empty, *(np.array(self._ids(c), self.dtype) for c in chunks)])
         if (ids_N == self.separator).any():
             right = 'take another separator or tokenizer'
             found = f'cannot tell a text from its separator, id {self.separator}'
@@ -86,22 +175,22 @@ class PieceTokenizer(abc.ABC):
         return found
 
     def save(self, directory: str | os.PathLike) -> None:
-        """Writes the file as it was read, and the note, last, into `directory`."""
+        """Writes the file as it was read, then the metadata, into `directory`."""
         directory = pathlib.Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         (directory / self._kind).write_bytes(self._content)
-        about_file.write(directory, self._kind, self)
+        write_metadata(directory, self._kind, self)
 
     @abc.abstractmethod
     def _ids(self, text: str) -> list[int]:
         """Ids of text that is not long."""
 
-    def _check_about(self, about, file):
-        """Raises ValueError where the file is not the one that the note was written for."""
-        if about is not None and about['sha256'] != self.sha256:
+    def _check_metadata(self, metadata, file):
+        """Raises ValueError if the file is not the one that the metadata were written for."""
+        if metadata is not None and metadata['sha256'] != self.sha256:
             right = 'put the file back, or prepare the text or train the model again'
-            found = f'is not the file that {about_file.FILE} beside it was written for'
+            found = f'is not the file that {METADATA_FILE} next to it was written for'
             raise ValueError(f'{file}: {found}, its sha256 is {self.sha256}; {right}')
         if not all(stop in range(self.vocab_size) for stop in self.stops):
             right = f'must be ids below {self.vocab_size}'
-            raise ValueError(f'{file}: stops {self.stops} of {about_file.FILE}: {right}')
+            raise ValueError(f'{file}: stops {self.stops} of {METADATA_FILE}: {right}')

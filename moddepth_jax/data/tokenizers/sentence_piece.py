@@ -3,7 +3,6 @@
 import pathlib
 
 from moddepth_jax.data.tokenizers.piece_tokenizer import PieceTokenizer
-from moddepth_jax.data.tokenizers.separators import find_separator
 
 _SPACE = '\u2581'  # how the library writes a space
 
@@ -11,18 +10,18 @@ _SPACE = '\u2581'  # how the library writes a space
 class SentencePieceTokenizer(PieceTokenizer):
     """A Tokenizer of a SentencePiece .model; see `make_tokenizer`.
 
-    Exact for text that the model's normalizer leaves as it is, if the model has byte fallback. Its
-    usual normalizer (nmt_nfkc) joins and trims spaces, and without byte fallback a character that
-    the model does not know is lost; of models made with `identity` nothing is lost but the sign
-    U+2581, which comes back as a space.
+    Exact for text that the model's normalizer does not change, if the model has byte fallback. The
+    usual normalizer (nmt_nfkc) joins and trims spaces, and without byte fallback an unknown
+    character is lost; models made with `identity` lose only the sign U+2581, which is decoded as a
+    space.
 
-    Args: as of FileTokenizer.
+    Args: as JsonTokenizer.
 
     Raises:
       ValueError: one line, for a file that is no model, or without the library sentencepiece.
     """
 
-    def __init__(self, content: bytes, file: pathlib.Path, separator=None, about=None):
+    def __init__(self, content: bytes, file: pathlib.Path, separator=None, metadata=None):
         self._library = _load(content, file)
         size = self._library.get_piece_size()
         special = {
@@ -31,17 +30,11 @@ class SentencePieceTokenizer(PieceTokenizer):
             if self._library.is_control(number)
         }
         pieces = [self._piece(number) for number in range(size)]
-        if about is not None and separator is None:
-            found = about['separator'], tuple(about['stops'])
-        else:
-            bos = self._library.bos_id()
-            first = self._library.id_to_piece(bos) if bos >= 0 else None
-            found = find_separator(file, special, first, separator)
-        ids = self._ids('a')
-        prefixed = bool(ids) and pieces[ids[0]].startswith(b' ')
-        name = file.name if about is None else about['name']
-        super().__init__('tokenizer.model', name, content, pieces, *found, prefixed)
-        self._check_about(about, file)
+        bos = self._library.bos_id()
+        first = self._library.id_to_piece(bos) if bos >= 0 else None
+        super().__init__(
+            'tokenizer.model', content, file, pieces, special, first, separator, metadata
+        )
 
     def _ids(self, text):
         return self._library.encode(text, out_type=int, add_bos=False, add_eos=False)
@@ -66,8 +59,8 @@ def _load(content, file):
     try:
         library = sentencepiece.SentencePieceProcessor(model_proto=content)
     except RuntimeError as error:
-        told = ' '.join(str(error).split())
-        raise ValueError(f'{file}: no SentencePiece model ({told}); {right}') from None
+        reason = ' '.join(str(error).split())
+        raise ValueError(f'{file}: no SentencePiece model ({reason}); {right}') from None
     if not content or not library.get_piece_size():
         raise ValueError(f'{file}: its vocabulary is empty; {right}')
     return library

@@ -1,4 +1,4 @@
-"""Which special token of a tokenizer's file starts a document, and which end one."""
+"""Finds the special token of a tokenizer's file that starts a document, and those that end one."""
 
 import json
 import pathlib
@@ -22,8 +22,8 @@ def find_separator(
 ) -> tuple[int, tuple[int, ...]]:
     """The separator and the stops of a tokenizer.
 
-    The separator is the first of: `given`; of the tokenizer_config.json beside the file the
-    bos_token, if add_bos_token is true or `first` is that token, else its eos_token; `first`; a
+    The separator is the first of these: `given`; the bos_token of the tokenizer_config.json next to
+    the file, if add_bos_token is true or `first` is that token; its eos_token; `first`; a
     well-known name among the special tokens.
 
     Args:
@@ -33,10 +33,10 @@ def find_separator(
       given: the token the user wants, or None.
 
     Returns:
-      The separator, and the stops: the separator and an end-of-text id where that is another one.
+      The separator, and the stops: the separator and, if it is another one, the end-of-text id.
 
     Raises:
-      ValueError: one line, for a token that is not special, and where none is found.
+      ValueError: one line, for a token that is not special, and if none is found.
     """
     config = _read(file.parent / _CONFIG)
     bos, eos = config.get('bos_token'), config.get('eos_token')
@@ -51,7 +51,7 @@ def find_separator(
         where = 'separator'
     if name is None:
         right = (
-            f'mark one as special in the file, name it as eos_token in a {_CONFIG} beside it, or '
+            f'mark one as special in the file, name it as eos_token in a {_CONFIG} next to it, or '
             'give it to launch.prepare as --separator=TOKEN'
         )
         raise ValueError(
@@ -72,15 +72,15 @@ def _some(special):
 
 
 def _read(path):
-    """The config, with tokens as their text; empty where there is none."""
+    """The config, with tokens as their text; empty if there is no file."""
     try:
         config = json.loads(path.read_text(encoding='utf-8'))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise ValueError(f'{path}: cannot be read ({error}); mend it or remove it') from None
+        raise ValueError(f'{path}: cannot be read ({error}); correct or remove it') from None
     if not isinstance(config, dict):
-        raise ValueError(f'{path}: holds no JSON object; mend it or remove it')
+        raise ValueError(f'{path}: holds no JSON object; correct or remove it')
     for name in ('bos_token', 'eos_token'):
         if isinstance(config.get(name), dict):
             config[name] = config[name].get('content')

@@ -1,4 +1,4 @@
-"""Tokenizers: bytes to ids and back; by name, of a file, of a run, of a prepared text."""
+"""Tokenizers: bytes to ids and back; by name, from a file, of a run or of a prepared text."""
 
 import os
 import pathlib
@@ -6,25 +6,25 @@ import typing
 
 import numpy as np
 
-from moddepth_jax.data.tokenizers import about as about_file
+from moddepth_jax.data.tokenizers.piece_tokenizer import check_ids, read_metadata, write_metadata
 from moddepth_jax.hparams import DataHparams
 
-DIRECTORY = 'tokenizer'  # of a run or a prepared text: where its tokenizer is kept
+DIRECTORY = 'tokenizer'  # of a run or a prepared text, which holds its tokenizer
 
 
 class Tokenizer(typing.Protocol):
-    """What the pipeline, the evaluation and the generation ask of a tokenizer.
+    """What the data pipeline, evaluation and generation use of a tokenizer.
 
     Attributes:
-      name: 'bytes', the name of the file it was made of, or 'bpe:4096' where it was trained here.
+      name: 'bytes', the name of its file, or 'bpe:4096' if it was trained here.
       sha256: hexadecimal, of what decides its ids; '' for bytes.
-      vocab_size: V, ids lie in [0, V); there may be gaps among them.
+      vocab_size: V, ids lie in [0, V), possibly with gaps.
       separator: the id that starts every document; `encode` never returns it.
-      stops: ids that end a document in generation: the separator, and an end-of-text id where that
-        is another one.
-      token_bytes_V: int32 [V], the bytes each id stands for, 0 for special ids and for gaps; turns
-        nats per token into bits per byte.
-      dtype: of ids: np.uint16 where it can hold them, else np.uint32.
+      stops: ids that end a document in generation: the separator and, if it is another one, the
+        end-of-text id.
+      token_bytes_V: int32 [V], the number of bytes of each id, 0 for special ids and for gaps;
+        converts nats per token to bits per byte.
+      dtype: of ids: np.uint16 if it can hold them, otherwise np.uint32.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Tokenizer(typing.Protocol):
     dtype: type
 
     def encode(self, data: bytes) -> np.ndarray:
-        """Ids of `data`, `dtype` [N], none of them special, whatever the text spells."""
+        """Ids of `data`, `dtype` [N], none of them special, even if the text spells one."""
 
     def encode_batch(self, texts: list[bytes]) -> list[np.ndarray]:
         """`encode` of each of `texts`."""
@@ -45,14 +45,14 @@ class Tokenizer(typing.Protocol):
         """The bytes of `ids`, integers of any shape read in order; special ids are skipped."""
 
     def pieces(self, ids) -> list[bytes]:
-        """The bytes of each of `ids`, b'' for special ones; joined they are what `decode` gives."""
+        """The bytes of each of `ids`, b'' for special ones; joined they are `decode`."""
 
     def save(self, directory: str | os.PathLike) -> None:
         """Writes what `make_tokenizer(directory)` needs to make this tokenizer again."""
 
 
 class ByteTokenizer:
-    """One id a byte, 0 to 255, and the separator 256."""
+    """One id per byte, 0 to 255, and the separator 256."""
 
     name = 'bytes'
     sha256 = ''
@@ -88,24 +88,15 @@ class ByteTokenizer:
         return [self.decode([token]) for token in check_ids(ids, self.vocab_size)]
 
     def save(self, directory: str | os.PathLike) -> None:
-        """Writes the note alone: there is nothing else to know of bytes."""
-        about_file.write(directory, 'bytes', self)
-
-
-def check_ids(ids, vocab_size: int) -> np.ndarray:
-    """`ids` as one row; raises ValueError for one that is outside [0, vocab_size)."""
-    ids = np.asarray(ids).reshape(-1)
-    unknown = ids[(ids < 0) | (ids >= vocab_size)]
-    if unknown.size:
-        raise ValueError(f'token id {unknown[0]}: must lie in [0, {vocab_size})')
-    return ids
+        """Writes the metadata; bytes have no other file."""
+        write_metadata(directory, 'bytes', self)
 
 
 def is_bytes(name: str | os.PathLike) -> bool:
     """Whether `name`, as `make_tokenizer` takes it, is bytes; raises ValueError as that does."""
     path = pathlib.Path(os.path.expanduser(name))
-    about = about_file.read(path) if name != 'bytes' and path.is_dir() else None
-    return name == 'bytes' or (about is not None and about['kind'] == 'bytes')
+    metadata = read_metadata(path) if name != 'bytes' and path.is_dir() else None
+    return name == 'bytes' or (metadata is not None and metadata['kind'] == 'bytes')
 
 
 def make_tokenizer(name: str | os.PathLike, separator: str | None = None) -> Tokenizer:
@@ -116,8 +107,8 @@ def make_tokenizer(name: str | os.PathLike, separator: str | None = None) -> Tok
 
     Args:
       name: 'bytes' or a path.
-      separator: text of the special token that starts every document; None: what the file or the
-        tokenizer_config.json beside it says, see `separators.find_separator`.
+      separator: text of the special token that starts every document; None: as the file or the
+        tokenizer_config.json next to it says, see `separators.find_separator`.
 
     Raises:
       ValueError: one line that names the file and what would be right, for anything else.
@@ -128,27 +119,32 @@ def make_tokenizer(name: str | os.PathLike, separator: str | None = None) -> Tok
             raise ValueError(f'separator={separator!r}: {right}')
         return ByteTokenizer()
     path = pathlib.Path(os.path.expanduser(name))
-    about = about_file.read(path) if path.is_dir() else None
-    file = _file_of(path) if path.is_dir() else path
-    return _KINDS.get(file.suffix.lower(), _from_json)(_content(file), file, separator, about)
+    metadata = read_metadata(path) if path.is_dir() else None
+    file = _file_in(path) if path.is_dir() else path
+    # The libraries of these are imported only if needed; sentencepiece is an extra.
+    if file.suffix.lower() == '.model':
+        from moddepth_jax.data.tokenizers.sentence_piece import SentencePieceTokenizer as kind
+    else:
+        from moddepth_jax.data.tokenizers.json_tokenizer import JsonTokenizer as kind
+    return kind(_content(file), file, separator, metadata)
 
 
 def tokenizer_of(data: DataHparams, workdir: str | os.PathLike | None = None) -> Tokenizer:
-    """The tokenizer of a run: the one kept in its `workdir`, else the one that `data` names.
+    """The tokenizer of a run: the one saved in its `workdir`, otherwise the one `data` names.
 
     Args:
       data: of the run.
       workdir: of the run; None or one without a tokenizer: that of `data` is taken.
 
     Raises:
-      ValueError: one line, as `make_tokenizer` says, or for a text that was not prepared.
+      ValueError: one line, as `make_tokenizer`, or for a text that was not prepared.
     """
     if data.tokenizer == 'bytes':
         return ByteTokenizer()
     if workdir is not None:
-        kept = pathlib.Path(workdir) / DIRECTORY
-        if kept.is_dir():
-            return make_tokenizer(kept)
+        saved = pathlib.Path(workdir) / DIRECTORY
+        if saved.is_dir():
+            return make_tokenizer(saved)
     if data.tokenizer != 'prepared':
         try:
             return make_tokenizer(data.tokenizer)
@@ -162,7 +158,7 @@ def tokenizer_of(data: DataHparams, workdir: str | os.PathLike | None = None) ->
     raise ValueError(f"data.tokenizer='prepared': data.source={data.source!r} {right}")
 
 
-def _file_of(folder):
+def _file_in(folder):
     for name in ('tokenizer.json', 'tokenizer.model'):
         if (folder / name).exists():
             return folder / name
@@ -178,18 +174,3 @@ def _content(file):
         raise ValueError(f'{file}: no such tokenizer; {right}') from None
     except OSError as error:
         raise ValueError(f'{file}: cannot be read ({error.strerror}); check its rights') from None
-
-
-def _from_json(content, file, separator, about):
-    from moddepth_jax.data.tokenizers.tokenizer_file import FileTokenizer
-
-    return FileTokenizer(content, file, separator, about)
-
-
-def _from_sentence_piece(content, file, separator, about):
-    from moddepth_jax.data.tokenizers.sentence_piece import SentencePieceTokenizer
-
-    return SentencePieceTokenizer(content, file, separator, about)
-
-
-_KINDS = {'.model': _from_sentence_piece}

@@ -12,20 +12,18 @@ import random
 import numpy as np
 import pyarrow
 import pytest
-import zstandard
 from pyarrow import parquet
 
 from moddepth_jax.data.corpus import load_corpus
 from moddepth_jax.data.pipeline import token_stream
 from moddepth_jax.data.preparation import encode as encode_module
 from moddepth_jax.data.preparation import prepare as prepare_module
-from moddepth_jax.data.preparation import run as run_module
 from moddepth_jax.data.preparation import workers
-from moddepth_jax.data.preparation.options import Options, Preparation
-from moddepth_jax.data.preparation.part import PartWriter
-from moddepth_jax.data.preparation.plan import Task
+from moddepth_jax.data.preparation.parts import PartWriter
+from moddepth_jax.data.preparation.plan import Options, Task
 from moddepth_jax.data.preparation.prepare import prepare
-from moddepth_jax.data.token_store import PARTS, StoreWriter
+from moddepth_jax.data.token_store import SPLITS, StoreWriter
+from moddepth_jax.data.tokenizers.json_tokenizer import train_bpe
 from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer
 from moddepth_jax.hparams import DataHparams
 
@@ -52,7 +50,7 @@ class _InProcess:
 @pytest.fixture(scope='module', autouse=True)
 def no_processes():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_module, 'Workers', _InProcess)
+        patch.setattr(prepare_module, 'Workers', _InProcess)
         yield
 
 
@@ -61,24 +59,24 @@ def _phase(what, total, done=0):
     yield lambda num_bytes: None
 
 
-def _wanted(folder, output, **changes):
-    names = {field.name for field in dataclasses.fields(Options)}
-    options = Options('text', FRACTION, skip_bad=False, part_bytes=1000)
-    options = dataclasses.replace(options, **{k: v for k, v in changes.items() if k in names})
-    wanted = Preparation(
+def _options(folder, output, **changes):
+    options = Options(
         sources=(f'{folder}/**/*.*',),
         directory=pathlib.Path(output),
         tokenizer='bytes',
         separator=None,
-        options=options,
+        text_field='text',
+        held_out_fraction=FRACTION,
+        skip_bad=False,
+        part_bytes=1000,
         bpe_bytes=10**6,
         processes=1,
     )
-    return dataclasses.replace(wanted, **{k: v for k, v in changes.items() if k not in names})
+    return dataclasses.replace(options, **changes)
 
 
 def _prepare(folder, output, **changes):
-    return prepare(_wanted(folder, output, **changes), _phase)
+    return prepare(_options(folder, output, **changes), _phase)
 
 
 def _error(*args, **changes):
@@ -86,6 +84,10 @@ def _error(*args, **changes):
         _prepare(*args, **changes)
     assert '\n' not in str(caught.value)
     return str(caught.value)
+
+
+def _zstd(data):
+    return pyarrow.compress(data, 'zstd', asbytes=True)
 
 
 def _jsonl(texts):
@@ -99,7 +101,7 @@ def _raw(folder, **changes):
 
 
 def _content(store):
-    names = [f'{part}.{kind}' for part in PARTS for kind in ('bin', 'index')]
+    names = [f'{part}.{kind}' for part in SPLITS for kind in ('bin', 'index')]
     return {name: (store.directory / name).read_bytes() for name in names}
 
 
@@ -118,7 +120,7 @@ def folder(tmp_path_factory):
         (folder / f'b/deep/{i}.txt').write_text(texts(1)[0])
     (folder / 'a.jsonl').write_bytes(_jsonl(texts(40)))
     (folder / 'b/c.jsonl.gz').write_bytes(gzip.compress(_jsonl(texts(30))))
-    (folder / 'b/c.jsonl.zst').write_bytes(zstandard.compress(_jsonl(texts(30))))
+    (folder / 'b/c.jsonl.zst').write_bytes(_zstd(_jsonl(texts(30))))
     table = pyarrow.table({'n': list(range(30)), 'text': texts(30)})
     parquet.write_table(table, folder / 'd.parquet', row_group_size=7)
     return folder
@@ -132,7 +134,7 @@ def store(folder, tmp_path_factory):
 def test_prepared_text_is_that_of_the_raw_files(folder, store):
     """The same documents, on the same sides, in the same order, as the same stream of tokens."""
     raw, tokenizer = _raw(folder), make_tokenizer('bytes')
-    for part in PARTS:
+    for part in SPLITS:
         documents = getattr(raw, part)
         assert len(documents) > 20
         assert list(store.documents(part)) == documents
@@ -154,7 +156,7 @@ def test_neither_processes_nor_parts_nor_place_change_the_result(
     folder, store, tmp_path, monkeypatch
 ):
     """Two processes, parts of another size, and the same files in another folder."""
-    monkeypatch.setattr(run_module, 'Workers', workers.Workers)
+    monkeypatch.setattr(prepare_module, 'Workers', workers.Workers)
     (tmp_path / 'moved').symlink_to(folder)
     other = _prepare(tmp_path / 'moved', tmp_path / 'out', processes=2, part_bytes=10**6)
     assert other.fingerprint == store.fingerprint
@@ -185,7 +187,7 @@ def test_no_side_stays_empty(tmp_path, fraction):
             DataHparams(str(tmp_path / '*.txt'), '', 'text', 'bytes', 8, 2, fraction, False)
         )
     )
-    for part in PARTS:
+    for part in SPLITS:
         assert list(store.documents(part)) == getattr(raw, part)
         assert getattr(store, part)['bytes'] == sum(map(len, getattr(raw, part)))
 
@@ -200,7 +202,7 @@ def test_a_single_document_gives_its_tail(tmp_path):
         kept = str(store.directory / 'tokenizer')
         for same in {'bytes', kept} if name == 'bytes' else {kept}:
             raw, tokenizer = _raw(tmp_path / 'in', tokenizer=same), make_tokenizer(same)
-            for part in PARTS:
+            for part in SPLITS:
                 assert store.documents(part)[:] == getattr(raw, part)
                 stream = token_stream(getattr(raw, part), tokenizer)
                 assert np.array_equal(store.tokens(part), stream)
@@ -210,13 +212,11 @@ def test_a_single_document_gives_its_tail(tmp_path):
 
 def test_a_trained_tokenizer_sees_what_is_trained_on_alone(folder, tmp_path):
     """The ids are those of train_bpe on the documents of that side, and lie in the store."""
-    from moddepth_jax.data.tokenizers.bpe_training import train_bpe
-
     store = _prepare(folder, tmp_path / 'out', tokenizer='bpe:265')
     raw = _raw(folder)
     alone = train_bpe(iter(raw.train), 265)
     assert store.tokenizer['sha256'] == alone.sha256 and store.tokenizer['vocab_size'] == 265
-    for part in PARTS:
+    for part in SPLITS:
         assert np.array_equal(store.tokens(part), token_stream(getattr(raw, part), alone))
 
 
@@ -248,7 +248,7 @@ def _plant(folder, kind):
         parquet.write_table(pyarrow.table({'text': texts * 200}), path)
         content = path.read_bytes()[:-500]
     elif kind in ('gz', 'zst'):
-        pack = gzip.compress if kind == 'gz' else zstandard.compress
+        pack = gzip.compress if kind == 'gz' else _zstd
         content = pack(_jsonl(random.Random(i).randbytes(500).hex() for i in range(400)))
         content = content[: len(content) // 2]
     path.write_bytes(content)
@@ -264,7 +264,7 @@ BAD = {
     'latin parquet': ['row 7: byte 3 of the text is not UTF-8'],
     'parquet': [': not a readable parquet file', 'write the file again'],
     'gz': ['after row ', 'it is cut off within its gzip data; write the file again'],
-    'zst': ['after row ', 'it is cut off within a zstd frame; write the file again'],
+    'zst': ['after row ', 'it is cut off within its zstd data; write the file again'],
 }
 
 
@@ -386,12 +386,12 @@ def test_a_mended_file_is_made_anew_and_no_other(tmp_path, monkeypatch, order, l
     done twice. The result is that of a fresh start.
     """
     # A span of 210 bytes is longer than they are on average, so that parts hold two, of two files.
-    monkeypatch.setattr(run_module, 'Workers', order)
+    monkeypatch.setattr(prepare_module, 'Workers', order)
     begun, add = [], PartWriter.add
 
-    def note(writer, name, *args):
+    def note(writer, name, text):
         begun.append(name)
-        add(writer, name, *args)
+        add(writer, name, text)
 
     monkeypatch.setattr(PartWriter, 'add', note)
     path, lines = _four_files(tmp_path / 'in')
@@ -422,7 +422,7 @@ def test_files_may_come_and_go_until_a_tokenizer_is_trained(tmp_path):
 
 def test_a_tokenizer_is_trained_on_the_mended_text(tmp_path, monkeypatch):
     """Its sample is that of a fresh start, though the text is longer and cut elsewhere by now."""
-    monkeypatch.setattr(run_module, '_LEAST_SPAN', 100)
+    monkeypatch.setattr(prepare_module, '_MIN_TASK_BYTES', 100)
     knobs = dict(tokenizer='bpe:300', bpe_bytes=3000, part_bytes=10**6)
     path, lines = _four_files(tmp_path / 'in', bad_line=0)
     message = _error(tmp_path / 'in', tmp_path / 'out', **knobs)
@@ -440,7 +440,7 @@ def test_text_that_a_tokenizer_was_trained_on_stays_as_it_is(tmp_path):
     out = tmp_path / 'out'
     message = _error(tmp_path / 'in', out, **knobs)
     right = f'start again (rm -r {out}): bpe:260 was trained on the text as it is'
-    assert message.endswith(f'--skip_bad leaves it out; to mend it, {right}')
+    assert message.endswith(f'--skip_bad leaves it out; to correct it, {right}')
     _mend(path, lines, 'mended')
     message = _error(tmp_path / 'in', out, **knobs)
     assert f'f2.jsonl is not what it was when bpe:260 was trained; to start again: rm -r {out}' in (
@@ -467,7 +467,7 @@ def test_a_file_that_is_written_to_while_it_is_read_is_read_again(tmp_path):
             path.write_bytes(content)
 
     with pytest.raises(ValueError, match='f2.jsonl was written to while it was read; .* goes on'):
-        prepare(_wanted(tmp_path / 'in', tmp_path / 'out', part_bytes=200), phase)
+        prepare(_options(tmp_path / 'in', tmp_path / 'out', part_bytes=200), phase)
     assert any((tmp_path / 'out/parts').glob('*.part'))
     store = _prepare(tmp_path / 'in', tmp_path / 'out', part_bytes=200)
     fresh = _prepare(tmp_path / 'in', tmp_path / 'fresh', part_bytes=200)
@@ -493,7 +493,7 @@ def test_killed_anywhere_it_ends_with_the_same_bytes(
     """While files are surveyed, the tokenizer is saved, parts are written and the store is."""
     knobs = dict(tokenizer=tokenizer, part_bytes=300)
     whole = store if tokenizer == 'bytes' else _prepare(folder, tmp_path / 'whole', **knobs)
-    places = [(run_module, 'survey', 5), (encode_module, '_save', 0), (PartWriter, 'save', 0)]
+    places = [(prepare_module, 'survey', 5), (encode_module, '_save', 0), (PartWriter, 'save', 0)]
     places += [(PartWriter, 'save', 7), (PartWriter, 'save', 9), (StoreWriter, 'add', 3)]
     places += [(StoreWriter, 'finish', 0)]
     for where, name, after in places:

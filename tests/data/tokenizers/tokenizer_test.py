@@ -1,4 +1,4 @@
-"""Shows that no kind of tokenizer loses a byte, and that its table of bytes is the truth."""
+"""No kind of tokenizer loses a byte, and its table of bytes is exact."""
 
 import json
 
@@ -141,7 +141,7 @@ def test_large_vocabularies_take_wider_ids(tmp_path):
         ('empty', 'empty: no tokenizer in this folder; must hold tokenizer.json'),
         ('torn', 'torn/tokenizer_about.json: cannot be read'),
         ('bare', "bare/tokenizer_about.json: no 'kind'"),
-        ('other', 'other/tokenizer.json: is not the file that tokenizer_about.json beside it'),
+        ('other', 'other/tokenizer.json: is not the file that tokenizer_about.json next to it'),
         ('below/tokenizer.json', 'cannot be read (Not a directory)'),
     ],
 )

@@ -1,13 +1,12 @@
-"""The domains below a folder are found, and what is none is refused by its name."""
+"""The domains below a folder are found, and what is no domain is refused by its name."""
 
 import dataclasses
 import glob
-import math
 
 import numpy as np
 import pytest
 
-from launch import domains
+from moddepth_jax.data.domains import find_domains, load_domains
 from moddepth_jax.data.pipeline import make_dataset
 from moddepth_jax.data.tokenizers.tokenizer import ByteTokenizer
 from moddepth_jax.hparams import DataHparams
@@ -27,7 +26,7 @@ def folder(tmp_path):
 
 def _load(folder, trained_on=frozenset(), **changes):
     data = dataclasses.replace(DATA, **{'text_field': 'body', **changes})
-    return domains.load(str(folder), data, ByteTokenizer(), trained_on)
+    return load_domains(str(folder), data, ByteTokenizer(), trained_on)
 
 
 def _error(folder, **changes):
@@ -44,8 +43,8 @@ def test_every_file_and_folder_is_a_domain(folder):
     found, skipped = _load(folder)
     assert list(found) == ['code', 'notes.jsonl', 'web [1] *'] and not skipped
     assert [len(dataset.corpus.held_out) for dataset in found.values()] == [30, 3, 30]
-    assert domains.find(f'{folder}/') == domains.find(str(folder))
-    (source,) = (s for name, s in domains.find(str(folder)).items() if name.startswith('web'))
+    assert find_domains(f'{folder}/') == find_domains(str(folder))
+    (source,) = (s for name, s in find_domains(str(folder)).items() if name.startswith('web'))
     assert len(glob.glob(source, recursive=True)) == 30
 
 
@@ -104,7 +103,7 @@ def test_a_prepared_folder_of_another_tokenizer_is_refused(folder):
 
     data = dataclasses.replace(DATA, text_field='body')
     with pytest.raises(ValueError, match="code: was prepared with 'bytes', not with 'mine.json'"):
-        domains.load(str(folder), data, Other(), frozenset())
+        load_domains(str(folder), data, Other(), frozenset())
 
 
 def test_a_folder_that_has_no_domains_is_refused(tmp_path, folder):
@@ -114,14 +113,3 @@ def test_a_folder_that_has_no_domains_is_refused(tmp_path, folder):
     assert 'no such folder' in _error(folder / 'notes.jsonl')
     assert 'is empty' in _error(tmp_path / 'nothing')
     assert 'give it to --data' in _error(folder / 'code')
-
-
-def test_together_is_over_all_targets():
-    """Loss, bits and gap are those of one text that holds all of them."""
-    one = {'targets': 100, 'loss': 2.0, 'bits_per_byte': 2 / math.log(2), 'routing_gap': 0.1}
-    other = {'targets': 300, 'loss': 4.0, 'bits_per_byte': 1 / math.log(2), 'routing_gap': 0.5}
-    whole = domains.together({'one': one, 'other': other})
-    assert whole['targets'] == 400 and whole['loss'] == pytest.approx(3.5)
-    assert whole['perplexity'] == pytest.approx(math.exp(3.5))
-    assert whole['bits_per_byte'] == pytest.approx((200 + 1200) / (100 + 1200) / math.log(2))
-    assert whole['routing_gap'] == pytest.approx(0.4)

@@ -1,11 +1,11 @@
-"""A long text has the ids that it has in one piece, whatever the length of its stretches."""
+"""A long text has the ids that it has in one piece, whatever the length of its chunks."""
 
 import json
 
 import numpy as np
 import pytest
 
-from moddepth_jax.data.tokenizers import stretches
+from moddepth_jax.data.tokenizers import piece_tokenizer
 from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer
 from tests.data import tokenizer_files
 
@@ -40,17 +40,18 @@ def test_cut_or_whole_the_ids_are_the_same(made, kind, monkeypatch):
     texts = tokenizer_files.hard_texts(5, 60) + [tokenizer_files.plain_text(9, 300)]
     whole, counts = tokenizer.encode_batch(texts), []
     for length in (1, 7, 30):
-        monkeypatch.setattr(stretches, 'LENGTH', length)
+        monkeypatch.setattr(piece_tokenizer, 'CHUNK_LENGTH', length)
         for text, ids in zip(texts, whole, strict=True):
             assert np.array_equal(tokenizer.encode(text), ids), text
-        counts.append(len(list(stretches.stretches(texts[-1].decode(), kind == 'llama.json'))))
+        chunks = piece_tokenizer.chunk_text(texts[-1].decode(), kind == 'llama.json')
+        counts.append(len(list(chunks)))
     assert counts[0] > counts[1] > counts[2] > 10
 
 
 def test_text_without_a_place_to_cut_stays_whole(monkeypatch):
     """Rather more memory than other ids."""
-    monkeypatch.setattr(stretches, 'LENGTH', 4)
+    monkeypatch.setattr(piece_tokenizer, 'CHUNK_LENGTH', 4)
     for text in ('x' * 50, '  ' * 50, 'a\r\n' * 20, ''):
-        assert list(stretches.stretches(text, False)) == [text]
-    assert list(stretches.stretches('ab\ncd ef gh', True)) == ['ab\ncd', 'ef gh']
-    assert list(stretches.stretches('ab\ncd ef gh', False)) == ['ab\ncd', ' ef gh']
+        assert list(piece_tokenizer.chunk_text(text, False)) == [text]
+    assert list(piece_tokenizer.chunk_text('ab\ncd ef gh', True)) == ['ab\ncd', 'ef gh']
+    assert list(piece_tokenizer.chunk_text('ab\ncd ef gh', False)) == ['ab\ncd', ' ef gh']

@@ -1,4 +1,4 @@
-"""Shows that the landmarks are the sizes they say and that their cache may fail but not lie."""
+"""The baselines are the sizes they say, and their cache may fail but not lie."""
 
 import lzma
 import zlib
@@ -42,14 +42,14 @@ def test_only_the_first_bytes_are_measured(monkeypatch):
     assert measure_baselines(_corpus(b'ab' * 30, b'xyz' * 40)) != expected
 
 
-def test_what_was_measured_is_told(monkeypatch):
+def test_the_measured_text_is_described(monkeypatch):
     """All of the text, or the first bytes of it."""
     monkeypatch.setattr(module, 'MAX_BYTES', 2**20)
     assert describe_measured_text(_corpus(b'a' * 2**19, b'b' * 2**19)) == 'training text'
     assert describe_measured_text(_corpus(b'a' * 2**20, b'b')) == 'first 1 MiB of training text'
 
 
-def test_cache_is_used_and_told_apart_by_the_text(cache, monkeypatch):
+def test_the_cache_is_used_and_keyed_by_the_text(cache, monkeypatch):
     """A second call measures nothing; another text, though of the same corpus sha256, does."""
     first = measure_baselines(_corpus(b'abcd' * 500))
     assert len(list(cache.iterdir())) == 1
@@ -67,7 +67,7 @@ def test_cache_is_used_and_told_apart_by_the_text(cache, monkeypatch):
 
 
 @pytest.mark.parametrize('content', [b'', b'{', b'[]', b'{"zlib": 1}', b'{"unigram": null}'])
-def test_a_broken_cache_is_measured_over(cache, content):
+def test_a_broken_cache_is_replaced(cache, content):
     """A file that is cut off or holds something else is replaced, not believed."""
     expected = measure_baselines(_corpus(b'abcd' * 500))
     (path,) = cache.iterdir()

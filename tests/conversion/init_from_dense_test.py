@@ -4,12 +4,18 @@ import jax
 import numpy as np
 import pytest
 
-from moddepth_jax.conversion.carried import carry
-from moddepth_jax.conversion.first_weights import SLOTS, fit_routers, fit_slots
-from moddepth_jax.conversion.moments import RIDGE, Moments, layer_moments
+from moddepth_jax.conversion.init_from_dense import (
+    RIDGE,
+    SLOTS,
+    Moments,
+    fit_routers,
+    fit_slots,
+    layer_moments,
+)
+from moddepth_jax.conversion.transfer_params import transfer_params
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model.transformer import Transformer
-from tests.conversion.carried_test import random_params
+from tests.conversion.transfer_params_test import random_params
 
 pytestmark = pytest.mark.usefixtures('compiled_in_haste')
 DENSE = {'model.num_layers': 3, 'model.norm_placement': 'pre'}
@@ -53,7 +59,7 @@ def test_fitted_gates_leave_the_model_near_to_itself(gate, most, dense, tiny_con
     """Far nearer than with routers as at a start; each layer's error is measured."""
     source, given, batch, logits_BTV = dense
     target = from_config(tiny_config(**DENSE, **ROUTED, **{'model.routing.gate': gate}))
-    params, _ = carry(source.model, given, target)
+    params, _ = transfer_params(source.model, given, target)
     moments = layer_moments(source.model, given, target.model, [batch])
     fitted, errors = fit_routers(params, target.model, moments)
     before, after = distances(target, (params, fitted), batch, logits_BTV)
@@ -66,7 +72,7 @@ def test_scores_without_a_gate_have_unit_size(dense, tiny_config):
     source, given, batch, _ = dense
     changes = ROUTED | {'model.routing.router': 'straight_through'}
     target = from_config(tiny_config(**DENSE | changes))
-    params, _ = carry(source.model, given, target)
+    params, _ = transfer_params(source.model, given, target)
     moments = layer_moments(source.model, given, target.model, [batch])
     fitted, errors = fit_routers(params, target.model, moments)
     before, after = (p['stack']['run_1']['layer_0']['router']['w'] for p in (params, fitted))
@@ -84,7 +90,7 @@ def test_slots_start_empty_and_nearly_unseen(slots, dense, tiny_config):
     changes = {**MODA, 'model.depth.slots': slots}
     changes['model.depth.attention_slot_projection'] = slots != 'block'
     target = from_config(tiny_config(**DENSE, **changes))
-    params, _ = carry(source.model, given, target)
+    params, _ = transfer_params(source.model, given, target)
     moments = layer_moments(source.model, given, target.model, [batch])
     for strength in (0.0, 4.0):
         fitted = fit_slots(params, target.model, moments, strength)
@@ -107,11 +113,11 @@ def test_moments_give_the_ridge_solution():
     """w and its error are those of the regression written out over tokens."""
     x_ND = np.random.default_rng(3).normal(1, 0.5, (50, 4))
     moments = Moments(x_ND.T @ x_ND, x_ND.sum(0), 50.0)
-    w_D, ridge = moments.towards(2.0), RIDGE * np.mean(x_ND**2) * 50
+    w_D, ridge = moments.fit(2.0), RIDGE * np.mean(x_ND**2) * 50
     rows = np.concatenate([x_ND, np.sqrt(ridge) * np.eye(4)])
     wanted_D = np.linalg.lstsq(rows, np.concatenate([np.full(50, 2.0), np.zeros(4)]))[0]
     np.testing.assert_allclose(w_D, wanted_D, rtol=1e-9)
     error = np.sqrt(np.mean((x_ND @ w_D - 2) ** 2))
     assert moments.error(w_D, 2.0) == pytest.approx(error)
     both = moments + moments
-    np.testing.assert_allclose(both.towards(2.0), w_D)
+    np.testing.assert_allclose(both.fit(2.0), w_D)

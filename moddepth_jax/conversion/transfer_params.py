@@ -1,4 +1,4 @@
-"""Parameters of a dense model as those of another that has its layers: stacked otherwise."""
+"""Transfers the parameters of a dense model to one with the same layers and more."""
 
 import dataclasses
 import functools
@@ -13,7 +13,7 @@ from moddepth_jax.model.stack import Stack
 from moddepth_jax.model.stack_scan import empty_slots
 from moddepth_jax.model.transformer import LayerGroup, Transformer
 
-MAY_DIFFER = (  # knobs of the model that a conversion may change
+_MAY_DIFFER = (  # knobs of the model that a conversion may change
     'depth',
     'routing',
     'attention',
@@ -24,16 +24,11 @@ MAY_DIFFER = (  # knobs of the model that a conversion may change
     'embedding_init_std',
     'scale_residual_init',
 )
-NEW = ('router', 'predictor', 'stream')  # what routing and depth streams add to a layer
+_NEW = ('router', 'predictor', 'stream')  # what routing and depth streams add to a layer
 
 
-def check_shared(source: ModelHparams, target: ModelHparams):
-    """Raises ValueError, one line, where the source is not dense, or other knobs must be its own.
-
-    Args:
-      source: of the dense model.
-      target: of what it is to become.
-    """
+def check_convertible(source: ModelHparams, target: ModelHparams):
+    """Raises ValueError, one line, if the source is not dense or other knobs differ."""
     if source.routed_layers:
         found = f'model.routing.router={source.routing.router!r}'
         raise ValueError(f'{found} in the run that is converted: must be dense, without a router')
@@ -46,25 +41,25 @@ def check_shared(source: ModelHparams, target: ModelHparams):
 def _refuse_difference(group, source, target):
     for field in dataclasses.fields(source):
         name, was, now = field.name, getattr(source, field.name), getattr(target, field.name)
-        if was == now or name in MAY_DIFFER:
+        if was == now or name in _MAY_DIFFER:
             continue
         if dataclasses.is_dataclass(was):
             _refuse_difference(f'{group}.{name}', was, now)
-        right = 'a conversion adds routing and a depth stream alone'
+        right = 'a conversion only adds routing and a depth stream'
         raise ValueError(
             f'{group}.{name}={now!r}: is {was!r} in the run that is converted; {right}'
         )
 
 
-def leaf_places(model: ModelHparams) -> dict[tuple[int, int, int], int | str]:
-    """The layer at (run, repeat, place in the group); entry and exit have their part's name."""
-    places, layer = {}, 0
+def layer_numbers(model: ModelHparams) -> dict[tuple[int, int, int], int | str]:
+    """The layer at (run, repeat, index in the group); entry and exit have their part's name."""
+    numbers, layer = {}, 0
     for i, run in enumerate(Stack(model, 'top_c').runs):
         for repeat in range(run.repeats):
             for j, kind in enumerate(run.group):
-                places[i, repeat, j] = layer if kind.part == 'block' else kind.part
+                numbers[i, repeat, j] = layer if kind.part == 'block' else kind.part
                 layer += kind.part == 'block'
-    return places
+    return numbers
 
 
 def _keys(path):
@@ -72,39 +67,39 @@ def _keys(path):
 
 
 def _in_layer(keys):
-    """(run, place in the group, name in the layer) of a leaf of the stack.
+    """(run, index in the group, name in the layer) of a leaf of the stack.
 
-    A routed block's own parameters lie one level deeper than a dense one's.
+    The parameters of a routed block are one level deeper than those of a dense one.
     """
-    run, place, *name = keys[1:]
+    run, index, *name = keys[1:]
     name = name[1:] if name[0] == 'block' else name
-    return int(run.removeprefix('run_')), int(place.removeprefix('layer_')), tuple(name)
+    return int(run.removeprefix('run_')), int(index.removeprefix('layer_')), tuple(name)
 
 
-def carry(source: ModelHparams, params: dict, target: Hparams) -> tuple[dict, list[str]]:
-    """Parameters of the target: each leaf that the source has bit for bit, others as at a start.
+def transfer_params(source: ModelHparams, params: dict, target: Hparams) -> tuple[dict, list[str]]:
+    """Parameters of the target: leaves of the source bit for bit, new ones initialized.
 
     Args:
       source: of the dense model.
       params: of the same.
-      target: as `check_shared` lets pass.
+      target: as `check_convertible` accepts it.
 
     Returns:
       The parameters, and the names of the leaves that are new, such as
       stack.run_1.layer_0.router.w.
     """
-    places, found = leaf_places(source), {}
+    numbers, found = layer_numbers(source), {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        keys, leaf = _keys(path), np.asarray(leaf)  # cut up on the host: no program for each shape
+        keys, leaf = _keys(path), np.asarray(leaf)  # on the host: no program per shape
         if keys[0] != 'stack':
             found[keys] = leaf
             continue
         i, j, name = _in_layer(keys)
         for repeat in range(len(leaf)):
-            found[places[i, repeat, j], name] = (leaf, repeat)
+            found[numbers[i, repeat, j], name] = leaf[repeat]
     tokens_BT = jax.ShapeDtypeStruct((1, target.data.sequence_length), 'int32')
     abstract = jax.eval_shape(Transformer(target).init, jax.random.key(0), tokens_BT)['params']
-    places, kinds = leaf_places(target.model), _kinds(target.model)
+    numbers, runs = layer_numbers(target.model), Stack(target.model, 'top_c').runs
     new, fresh = [], {}
 
     def leaf(path, wanted):
@@ -112,36 +107,24 @@ def carry(source: ModelHparams, params: dict, target: Hparams) -> tuple[dict, li
         if keys[0] != 'stack':
             return jnp.asarray(found[keys])
         i, j, name = _in_layer(keys)
-        mine = [(i, repeat, j) for repeat in range(wanted.shape[0])]
-        if (places[mine[0]], name) in found:
-            parts = (found[places[place], name] for place in mine)
-            return jnp.asarray(np.stack([part[repeat] for part, repeat in parts]))
+        places = [(i, repeat, j) for repeat in range(wanted.shape[0])]
+        if (numbers[places[0]], name) in found:
+            return jnp.asarray(np.stack([found[numbers[place], name] for place in places]))
         new.append('.'.join(keys))
-        for place in (place for place in mine if place not in fresh):
+        for place in (place for place in places if place not in fresh):
             key = jax.random.fold_in(jax.random.key(target.seed), len(fresh))
-            made = _fresh_layer(key, model=target.model, kind=kinds[place])
+            made = _new_leaves(key, model=target.model, kind=runs[i].group[j])
             fresh[place] = jax.tree.map(np.asarray, made)
-        return jnp.asarray(np.stack([fresh[place][keys[3:]] for place in mine]))
+        return jnp.asarray(np.stack([fresh[place][keys[3:]] for place in places]))
 
     return jax.tree_util.tree_map_with_path(leaf, abstract), new
 
 
-def _kinds(model):
-    runs = Stack(model, 'top_c').runs
-    return {
-        (i, repeat, j): kind
-        for i, run in enumerate(runs)
-        for repeat in range(run.repeats)
-        for j, kind in enumerate(run.group)
-    }
-
-
 @functools.partial(jax.jit, static_argnames=('model', 'kind'))
-def _fresh_layer(key, *, model, kind):
-    """Initial leaves of router, predictor and stream of a layer, by their path in it.
+def _new_leaves(key, *, model, kind):
+    """Initial leaves of router, predictor and stream of one layer, by their path in it.
 
-    Not those of a whole initialised model, which computes a stream for its routers to look at: the
-    dense model's own is at hand.
+    Initializing a whole model would compute a stream for its routers, which is not needed here.
     """
     x_BTD = jax.random.normal(key, (1, 8, model.d_model), model.dtype)
     ones_BT = jnp.ones(x_BTD.shape[:2], jnp.int32)
@@ -149,4 +132,4 @@ def _fresh_layer(key, *, model, kind):
     group = LayerGroup(Stack(model, 'top_c'), (kind,), parent=None)
     params = group.init(key, (x_BTD, *empty_slots(model, x_BTD)), 0, tokens)['params']['layer_0']
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    return {_keys(path): leaf for path, leaf in leaves if path[0].key in NEW}
+    return {_keys(path): leaf for path, leaf in leaves if path[0].key in _NEW}

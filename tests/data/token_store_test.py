@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from moddepth_jax.data.pipeline import token_stream
-from moddepth_jax.data.token_store import DocumentsOfStore, StoreWriter, is_store, open_store
+from moddepth_jax.data.token_store import StoredDocuments, StoreWriter, is_store, open_store
 from moddepth_jax.data.tokenizers.tokenizer import ByteTokenizer
 
 DOCUMENTS = {'train': [b'one', b'', b'three', b'four'], 'held_out': ['fünf'.encode()]}
@@ -41,7 +41,7 @@ def test_what_is_written_is_read(tmp_path):
     for part, texts in DOCUMENTS.items():
         tokens, documents = store.tokens(part), store.documents(part)
         assert np.array_equal(tokens, token_stream(texts, ByteTokenizer()))
-        assert isinstance(documents, DocumentsOfStore) and len(documents) == len(texts)
+        assert isinstance(documents, StoredDocuments) and len(documents) == len(texts)
         assert list(documents) == documents[:] == texts and documents[-1] == texts[-1]
         assert documents[::-2] == texts[::-2]
         counts = getattr(store, part)

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from moddepth_jax.conversion.carried import carry, check_shared
+from moddepth_jax.conversion.transfer_params import check_convertible, transfer_params
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model.stack import Stack, unstack_layers
 from moddepth_jax.model.transformer import Transformer
@@ -78,9 +78,9 @@ def test_shared_leaves_are_carried_bit_for_bit(dense, changes, tiny_config):
     """Every leaf of every layer of the dense model is there; what is new is named, and no more."""
     source = from_config(tiny_config(**DENSE[dense]))
     target = from_config(tiny_config(**DENSE[dense] | changes))
-    check_shared(source.model, target.model)
+    check_convertible(source.model, target.model)
     given = random_params(source)
-    params, new = carry(source.model, given, target)
+    params, new = transfer_params(source.model, given, target)
     (before, rest), (after, rest_after) = by_layer(source, given), by_layer(target, params)
     jax.tree.map(np.testing.assert_array_equal, rest, rest_after)
     assert len(before) == len(after) == source.model.num_layers
@@ -106,7 +106,7 @@ def test_capacity_one_without_a_gate_is_the_dense_model(dense, tiny_config):
     source = from_config(tiny_config(**DENSE[dense]))
     target = from_config(tiny_config(**DENSE[dense] | MOD | {'model.routing.capacity': 1.0}))
     given = random_params(source)
-    params, _ = carry(source.model, given, target)
+    params, _ = transfer_params(source.model, given, target)
     tokens_BT = np.random.default_rng(1).integers(0, 257, (2, 16))
     dense_BTV, _ = jax.jit(Transformer(source).apply)({'params': given}, tokens_BT)
     routed_BTV, _ = jax.jit(Transformer(target).apply)({'params': params}, tokens_BT)
@@ -140,5 +140,5 @@ def test_what_cannot_be_converted_is_refused_by_name(before, after, words, tiny_
     """One line, with both values."""
     source, target = (from_config(tiny_config(**changes)).model for changes in (before, after))
     with pytest.raises(ValueError) as caught:
-        check_shared(source, target)
+        check_convertible(source, target)
     assert words in str(caught.value) and '\n' not in str(caught.value)

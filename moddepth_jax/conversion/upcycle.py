@@ -1,0 +1,135 @@
+"""Starts a MoD or MoDA run from a dense one: its parameters, and the loss of its first step."""
+
+import functools
+from collections.abc import Callable
+
+import jax.numpy as jnp
+
+from moddepth_jax.conversion.init_from_dense import (
+    STRENGTHS,
+    fit_routers,
+    fit_slots,
+    layer_moments,
+    num_fit_batches,
+)
+from moddepth_jax.conversion.transfer_params import check_convertible, transfer_params
+from moddepth_jax.hparams import Hparams
+from moddepth_jax.model.transformer import average_shapes
+
+_SAME = 1e-3  # nats: a first loss this close to the dense one counts as the same
+
+
+class _TrainBatches:
+    """The first training batches, as evaluation takes held-out ones."""
+
+    domains = {}
+
+    def __init__(self, dataset, num_batches):
+        self.num_held_out_batches, self.tokenizer = num_batches, dataset.tokenizer
+        self.held_out_batch = dataset.train_batch
+
+    def domain(self, index):
+        return None
+
+
+def upcycle(
+    run, hparams: Hparams, dataset, measure_loss: Callable
+) -> tuple[dict, dict[str, jnp.ndarray], dict]:
+    """Parameters and averages of a new run before its first step, and what convert.json says.
+
+    Args:
+      run: the SavedRun of a dense model.
+      hparams: of the new run.
+      dataset: of the new run.
+      measure_loss: (params, averages, hparams, dataset) -> nats per target, as training counts
+        them, of the first evaluation.num_batches held-out batches of `dataset`.
+
+    Raises:
+      ValueError: as `check_convertible`.
+    """
+    check_convertible(run.hparams.model, hparams.model)
+    params, new = transfer_params(run.hparams.model, run.state.params, hparams)
+    averages = {name: jnp.zeros(shape) for name, shape in average_shapes(hparams.model).items()}
+    averages |= {name: leaf for name, leaf in run.state.averages.items() if name in averages}
+    dense_loss = functools.partial(measure_loss, run.state.params, run.state.averages, run.hparams)
+    first_hparams = hparams.at(hparams.stages[0])
+
+    params, errors, candidates = _fit(run, hparams, dataset, params, new)
+    if candidates:
+        train = _TrainBatches(dataset, hparams.evaluation.num_batches)
+        wanted = dense_loss(train)
+        differences = {
+            strength: abs(measure_loss(candidate, averages, first_hparams, train) - wanted)
+            for strength, candidate in candidates.items()
+        }
+        best = min(differences, key=differences.get)
+        params = candidates[best]
+
+    dense, first = dense_loss(dataset), measure_loss(params, averages, first_hparams, dataset)
+    note = {
+        'from': 'a dense run',
+        'source_step': run.step,
+        'held_out_batches': min(hparams.evaluation.num_batches, dataset.num_held_out_batches),
+        'dense_loss': dense,
+        'first_loss': first,
+        'difference': first - dense,
+        'why': explain_difference(hparams, errors, abs(first - dense) <= _SAME),
+        'new_parameters': new,
+    }
+    if len(hparams.stages) > 1:
+        last = hparams.at(hparams.stages[-1])
+        note['loss_at_last_capacity'] = measure_loss(params, averages, last, dataset)
+    if candidates:
+        note['slot_key_strength'] = best
+    return params, averages, note
+
+
+def _fit(run, hparams, dataset, params, new):
+    """Parameters with fitted routers, their errors, and parameters by strength of slot keys."""
+    has_slots = any('_slot.' in name for name in new)
+    if not (has_slots or any(name.endswith('.router.w') for name in new)):
+        return params, {}, {}
+    batches = (dataset.train_batch(i) for i in range(num_fit_batches(hparams)))
+    moments = layer_moments(run.hparams.model, run.state.params, hparams.model, batches)
+    params, errors = fit_routers(params, hparams.model, moments)
+    candidates = {
+        strength: fit_slots(params, hparams.model, moments, strength)
+        for strength in (STRENGTHS if has_slots else ())
+    }
+    return params, errors, candidates
+
+
+def explain_difference(hparams: Hparams, errors: dict[int, float], is_small: bool) -> str:
+    """Why the first loss is not that of the dense model, in plain words.
+
+    Args:
+      hparams: of the new run.
+      errors: of `fit_routers`.
+      is_small: whether the losses are the same after all.
+    """
+    model, reasons = hparams.model, []
+    stage = hparams.stages[0]
+    if model.routed_layers and stage.capacity < 1:
+        reasons.append(
+            f'{1 - stage.capacity:.0%} of the tokens skip each routed block from the first step; '
+            'model.routing.capacity_stages=1:0.2 would route all of them at first'
+        )
+    if errors:
+        reasons.append(
+            f'the {model.routing.gate} gate multiplies the output of a block: scores, which have '
+            'no bias, were fitted to a gate of 1 with a root mean square error of '
+            f'{max(errors.values()):.0%}'
+        )
+    depth = model.depth
+    if depth.stream == 'attention':
+        reasons.append('the attention stream reads mixtures of values instead of the running sum')
+    elif depth.stream == 'moda' and depth.slots != 'block' and not depth.attention_slot_projection:
+        reasons.append(
+            "heads share their softmax with earlier layers' own keys and values, which no new "
+            'parameter can hide (model.depth.attention_slot_projection=True has new ones)'
+        )
+    elif depth.stream == 'moda':
+        reasons.append("new slots have values 0, and take a little of each head's softmax")
+    if not reasons:
+        return 'the same model: every token is routed, with gates of 1, and reads the running sum'
+    return '; '.join(reasons) + ('; too little to matter here' if is_small else '')

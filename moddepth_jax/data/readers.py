@@ -1,0 +1,447 @@
+"""Files of text: a reader for each format, and the table that finds it by the file's suffix."""
+
+import contextlib
+import glob
+import json
+import os
+import pathlib
+import typing
+from collections.abc import Callable, Iterable, Iterator
+
+from moddepth_jax.data.compression import (
+    SUFFIXES,
+    DamagedError,
+    is_compressed,
+    open_plain,
+    plain_file,
+    plain_name,
+)
+
+_BATCH = 16  # rows or records in memory at a time
+_BYTE_ORDER_MARK = b'\xef\xbb\xbf'
+_WRITE_AGAIN = 'write the file again or leave it out'
+
+
+class BadText(ValueError):
+    """Text that cannot be used; its message is one line: file and row, problem; remedy.
+
+    Attributes:
+      reason: the class of the problem, the same words for each of its kind: 'not JSON'.
+    """
+
+    def __init__(self, where: object, reason: str, problem: str, remedy: str):
+        super().__init__(str(where), reason, problem, remedy)
+        self.reason = reason
+
+    def __str__(self):
+        where, _, problem, remedy = self.args
+        return f'{where}: {problem}; {remedy}'
+
+
+class Row(typing.NamedTuple):
+    """One row of a file.
+
+    Attributes:
+      name: of the document: the file's name, with '#' and the row's number if a file has many.
+      text: its bytes, or the BadText that says why there are none.
+      end: bytes of the file, compressed or not, from the start of the span to the end of the row;
+        approximate.
+    """
+
+    name: str
+    text: bytes | BadText
+    end: int
+
+
+class Span(typing.NamedTuple):
+    """A part of a file that can be read alone.
+
+    Attributes:
+      start: byte of a .jsonl, row group of a .parquet, record of an .arrayrecord.
+      stop: the first one after it; None is the end of the file.
+      first_row: number of its first row, from 1.
+    """
+
+    start: int
+    stop: int | None
+    first_row: int
+
+
+WHOLE_FILE = Span(0, None, 1)
+
+
+class Format(typing.NamedTuple):
+    """How files of one suffix are read; a row of FORMATS.
+
+    Attributes:
+      rows: (path, name, text_field, span) -> its Rows, as `read_rows` returns them. Raises BadText,
+        DamagedError or OSError if the rest of the file cannot be read.
+      spans: (path, text_field, size, chunks) -> the Spans of an uncompressed file, as `find_spans`
+        returns them. `chunks` iterates over the bytes of the file; it may be left unread.
+    """
+
+    rows: Callable[[pathlib.Path, str, str, Span], Iterator[Row]]
+    spans: Callable[[pathlib.Path, str, int, Iterable[bytes]], list[Span]]
+
+
+# Text.
+
+
+def _text_rows(path, name, text_field, span):
+    with open_plain(path) as (stream, tell):
+        text = stream.read()  # in any encoding: the tokenizer reads bytes
+        yield Row(name, text, tell())
+
+
+def _one_span(path, text_field, size, chunks):
+    return [WHOLE_FILE]
+
+
+# JSON lines.
+
+
+def _line_rows(path, name, text_field, span):
+    with open_plain(path) as (stream, tell):
+        position = span.start
+        if position:
+            stream.seek(position)
+        for number, line in enumerate(stream, span.first_row):
+            position += len(line)
+            if number == 1:
+                line = line.removeprefix(_BYTE_ORDER_MARK)
+            if line.strip():
+                text = _object_text(f'{path}, line {number}', line, text_field, 'line')
+                end = tell() if is_compressed(path) else position - span.start
+                yield Row(f'{name}#{number}', text, end)
+            if span.stop is not None and position >= span.stop:
+                return
+
+
+def _line_spans(path, text_field, size, chunks):
+    """Spans of whole lines; lines appended after the last chunk are in none of them."""
+    cuts, position, lines = [(0, 1)], 0, 0  # (first byte, first row) of each span
+    for chunk in chunks:
+        begin = 0
+        while (end := chunk.find(b'\n', max(begin, cuts[-1][0] + size - position - 1))) >= 0:
+            lines += chunk.count(b'\n', begin, end + 1)
+            cuts.append((position + end + 1, lines + 1))
+            begin = end + 1
+        lines += chunk.count(b'\n', begin)
+        position += len(chunk)
+    starts = [cut for cut in cuts if cut[0] < position] or cuts[:1]
+    stops = [start for start, _ in starts[1:]] + [position]
+    return [Span(start, stop, row) for (start, row), stop in zip(starts, stops, strict=True)]
+
+
+def _object_text(where, line, text_field, unit):
+    """The field `text_field` of the JSON object `line`, one `unit` of a file, or a BadText."""
+    remedy = f'write one JSON object a {unit}'
+    try:
+        record = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        problem = f'byte {error.start} of the {unit} is not UTF-8'
+        return BadText(where, 'not UTF-8', problem, 'save the file as UTF-8')
+    except json.JSONDecodeError as error:
+        problem = f'not JSON ({error.msg}, column {error.colno})'
+        return BadText(where, 'not JSON', problem, remedy)
+    except (ValueError, RecursionError) as error:
+        return BadText(where, 'not JSON', f'not JSON ({_one_line(error)})', remedy)
+    if not isinstance(record, dict):
+        problem = f'a JSON {type(record).__name__}, not an object'
+        return BadText(where, 'not JSON', problem, remedy)
+    if text_field not in record:
+        return BadText(where, 'no field', f'no field {text_field!r}', _field_names(record))
+    value, remedy = record[text_field], 'correct the row or leave it out'
+    if not isinstance(value, str):
+        problem = f'{text_field!r} is {type(value).__name__}, not text'
+        return BadText(where, 'not text', problem, remedy)
+    try:
+        return value.encode()
+    except UnicodeEncodeError:
+        problem = f'{text_field!r} holds half a surrogate pair, which is not valid in UTF-8'
+        return BadText(where, 'not UTF-8', problem, remedy)
+
+
+def _one_line(error):
+    return ' '.join(str(error).split())
+
+
+def _field_names(names):
+    """The remedy for a missing field: the fields there are."""
+    return f'set data.text_field to one of its own: {", ".join(map(repr, names)) or "no field"}'
+
+
+def _unreadable(path, kind, error):
+    problem = f'not a readable {kind} file ({_one_line(error)})'
+    return BadText(path, 'unreadable file', problem, _WRITE_AGAIN)
+
+
+# Parquet.
+
+
+@contextlib.contextmanager
+def _open_parquet(path, text_field):
+    """The ParquetFile, whose column `text_field` holds text."""
+    import pyarrow  # Slow to import, and most runs read no parquet.
+    from pyarrow import parquet
+
+    try:
+        with plain_file(path) as plain:
+            # With a buffer, pages are read as needed and not the whole column of a row group.
+            with parquet.ParquetFile(plain, buffer_size=1 << 20, pre_buffer=False) as file:
+                _check_column(path, file.schema_arrow, text_field)
+                yield file
+    except (pyarrow.ArrowException, OSError) as error:
+        raise _unreadable(path, 'parquet', error) from None
+
+
+def _check_column(path, schema, text_field):
+    import pyarrow
+
+    if text_field not in schema.names:
+        problem = f'no column {text_field!r} (row 1 on)'
+        raise BadText(path, 'no field', problem, _field_names(schema.names))
+    kind = schema.field(text_field).type
+    if pyarrow.types.is_dictionary(kind):
+        kind = kind.value_type
+    text = (pyarrow.string(), pyarrow.large_string(), pyarrow.binary(), pyarrow.large_binary())
+    if kind not in text:
+        problem = f'column {text_field!r} holds {kind} from row 1 on, not text'
+        raise BadText(path, 'not text', problem, 'set data.text_field to a column of strings')
+
+
+def _parquet_rows(path, name, text_field, span):
+    size = path.stat().st_size
+    with _open_parquet(path, text_field) as file:
+        groups = list(range(file.metadata.num_row_groups)[span.start : span.stop])
+        num_rows, number = file.metadata.num_rows, span.first_row
+        how = {'row_groups': groups, 'columns': [text_field], 'use_threads': False}
+        for batch in file.iter_batches(_BATCH, **how) if groups else ():
+            for text in _column_bytes(batch.column(0)):
+                if text is None:
+                    problem, remedy = f'{text_field!r} is null', 'fill the row or leave it out'
+                    text = BadText(f'{path}, row {number}', 'null', problem, remedy)
+                end = size * (number - span.first_row + 1) // num_rows
+                yield Row(f'{name}#{number}', text, end)
+                number += 1
+
+
+def _column_bytes(column):
+    import pyarrow
+
+    if pyarrow.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    return column.cast(pyarrow.large_binary()).to_pylist()
+
+
+def _parquet_spans(path, text_field, size, chunks):
+    """Spans of row groups of `size` bytes or more."""
+    with _open_parquet(path, text_field) as file:
+        groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+    found, start, first_row, filled, next_row = [], 0, 1, 0, 1
+    for i, group in enumerate(groups, 1):
+        filled += group.total_byte_size
+        next_row += group.num_rows
+        if filled >= size or i == len(groups):
+            found.append(Span(start, i, first_row))
+            start, first_row, filled = i, next_row, 0
+    return found or [WHOLE_FILE]
+
+
+# ArrayRecord.
+
+
+def _record_rows(path, name, text_field, span):
+    """If the first record of the file is a JSON object, all are; otherwise each is the text."""
+    size = path.stat().st_size
+    with plain_file(path) as plain:
+        reader, count = _open_records(path, plain)
+        of_objects = count > 0 and _read_records(path, reader, 0, 1)[0].lstrip().startswith(b'{')
+        stop = count if span.stop is None else span.stop
+        for start in range(span.start, stop, _BATCH):
+            records = _read_records(path, reader, start, min(start + _BATCH, stop))
+            for number, text in enumerate(records, start + 1):
+                if of_objects:
+                    text = _object_text(f'{path}, record {number}', text, text_field, 'record')
+                yield Row(f'{name}#{number}', text, size * (number - span.start) // count)
+
+
+def _record_spans(path, text_field, size, chunks):
+    _, count = _open_records(path, path)
+    step = max(size * count // max(path.stat().st_size, 1), 1)
+    starts = range(0, count, step)
+    return [Span(start, min(start + step, count), start + 1) for start in starts] or [WHOLE_FILE]
+
+
+def _open_records(path, plain):
+    """The reader of `plain`, and how many records it has; `path` is its name for messages."""
+    from array_record.python import array_record_module  # Few runs read records.
+
+    plain.open('rb').close()  # The reader takes a file that cannot be opened for an empty one.
+    # Neither threads nor read-ahead: several processes read.
+    options = 'readahead_buffer_size:0,max_parallelism:0'
+    reader = array_record_module.ArrayRecordReader(str(plain), options)
+    count = reader.num_records()
+    if not reader.ok():
+        raise _unreadable(path, 'arrayrecord', 'its end is missing')
+    return reader, count
+
+
+def _read_records(path, reader, start, stop):
+    try:
+        return reader.read(start, stop)
+    except (RuntimeError, IndexError, ValueError) as error:
+        raise _unreadable(path, 'arrayrecord', f'records {start + 1} to {stop}: {error}') from None
+
+
+FORMATS = {
+    '.txt': Format(_text_rows, _one_span),
+    '.jsonl': Format(_line_rows, _line_spans),
+    '.parquet': Format(_parquet_rows, _parquet_spans),
+    '.arrayrecord': Format(_record_rows, _record_spans),
+}
+
+
+def describe_formats() -> str:
+    """The files that can be read, for messages."""
+    *others, last = FORMATS
+    return f'{", ".join(others)} or {last} files, plain or compressed ({", ".join(SUFFIXES)})'
+
+
+def _suffix(path):
+    return pathlib.Path(plain_name(path)).suffix.lower()
+
+
+def read_rows(
+    path: pathlib.Path, name: str, text_field: str, span: Span = WHOLE_FILE
+) -> Iterator[Row]:
+    """The rows of one file, in order, with a BadText in place of each text that cannot be used.
+
+    A few rows are in memory at a time. A .txt is one document, its bytes as they are. A .jsonl, in
+    UTF-8, holds one document per line (blank lines are skipped), a .parquet one per row, in the
+    field or column `text_field`, an .arrayrecord one per record: the field of a JSON object or, if
+    the first record is none, the record itself.
+
+    Args:
+      path: of the file.
+      name: of the file, for the names of its documents.
+      text_field: the field or column.
+      span: one of `find_spans`.
+
+    Yields:
+      Row; the last one has a BadText if the rest of the file cannot be read.
+    """
+    size, last = 0, None
+    try:
+        size = path.stat().st_size
+        for row in FORMATS[_suffix(path)].rows(path, name, text_field, span):
+            last = row
+            yield row
+        return
+    except DamagedError as error:
+        where = f'{path}, after row {last.name.rpartition("#")[2]}' if last else path
+        problem = BadText(where, 'unreadable file', str(error), _WRITE_AGAIN)
+    except (BadText, OSError) as error:
+        problem = as_bad_text(path, error)
+    yield Row(name, problem, size)
+
+
+def as_bad_text(path: pathlib.Path, error: BadText | OSError) -> BadText:
+    """`error` if it is a BadText, otherwise a BadText that says that `path` cannot be read."""
+    if isinstance(error, BadText):
+        return error
+    problem = f'cannot be read ({error.strerror or error})'
+    return BadText(path, 'unreadable file', problem, 'check the file and its permissions')
+
+
+def find_spans(
+    path: pathlib.Path, text_field: str, size: int, chunks: Iterable[bytes]
+) -> list[Span]:
+    """Spans of about `size` bytes that together are the file; one if it cannot be split.
+
+    Args:
+      path: of the file.
+      text_field: the field or column of the text.
+      size: bytes of the file.
+      chunks: the bytes of the file; may be left unread.
+
+    Raises:
+      BadText: the file cannot be read, or has no such column.
+      OSError: the file cannot be read.
+    """
+    if is_compressed(path):
+        return [WHOLE_FILE]
+    return FORMATS[_suffix(path)].spans(path, text_field, size, chunks)
+
+
+def read_documents(path: pathlib.Path, name: str, text_field: str) -> Iterator[tuple[str, bytes]]:
+    """(name, bytes) of each document of one file, as `read_rows`.
+
+    Raises:
+      BadText: a ValueError of one line that names file, row and remedy, at the first bad row.
+    """
+    for row in read_rows(path, name, text_field):
+        if isinstance(row.text, BadText):
+            raise row.text
+        yield row.name, row.text
+
+
+def find_files(source: str, option: str, right: str) -> tuple[pathlib.Path, list[pathlib.Path]]:
+    """(root, files): the folder before the first wildcard, and the files that match, sorted.
+
+    The name of a file is its path relative to the root, so that moving the folder changes nothing.
+
+    Args:
+      source: the glob; an existing path is taken literally, even with brackets in it.
+      option: the option that holds `source`, for messages: 'data.source'.
+      right: what would be right, for messages.
+
+    Raises:
+      ValueError: one line, for a glob without a match and for a file of an unknown format.
+    """
+    pattern = os.path.expanduser(source)
+    root, files = _match(pattern)
+    if not files:
+        is_folder = os.path.isdir(pattern)
+        hint = f'; for a folder write {os.path.join(source, "**", "*.txt")}' if is_folder else ''
+        raise ValueError(f'{option}={source!r}: matches no file; {right}{hint}')
+    for path in files:
+        suffix = _suffix(path)
+        if suffix not in FORMATS:
+            problem = f'{suffix!r} is no known kind of file' if suffix else 'no suffix'
+            raise ValueError(f'{path}: {problem}; {option}={source!r} {right}')
+    return root, files
+
+
+def _match(pattern):
+    if os.path.isfile(pattern):
+        return pathlib.Path(pattern).parent, [pathlib.Path(pattern)]
+    root = pathlib.Path(pattern)
+    while glob.has_magic(str(root)):
+        root = root.parent
+    if root == pathlib.Path(pattern):
+        root = root.parent
+    matches = {pathlib.Path(match) for match in glob.glob(pattern, recursive=True)}
+    # A broken link stays among them: reading it raises.
+    files = [match for match in matches if not match.is_dir()]
+    return root, sorted(files, key=lambda path: path.relative_to(root).as_posix())
+
+
+def load_documents(source: str, text_field: str) -> list[tuple[str, bytes]]:
+    """(name, bytes) of every document in the files that match the glob `source`, in memory.
+
+    Raises:
+      ValueError: one line that names the file, the row and a remedy; as `find_files` and
+        `read_documents`.
+    """
+    right = (
+        'must be stdlib, python_environment, synthetic, recall, mixture, a folder of '
+        f'launch.prepare or a glob of {describe_formats()}'
+    )
+    root, files = find_files(source, 'data.source', right)
+    names = [path.relative_to(root).as_posix() for path in files]
+    return [
+        document
+        for path, name in zip(files, names, strict=True)
+        for document in read_documents(path, name, text_field)
+    ]

@@ -1,0 +1,210 @@
+"""The tokenizer of a tokenizer.json, the file of the library tokenizers; also trained here."""
+
+import json
+import os
+import pathlib
+import re
+from collections.abc import Iterator
+
+from moddepth_jax.data.tokenizers.piece_tokenizer import PieceTokenizer
+
+BPE_SEPARATOR = '<|endoftext|>'
+_MAX_IDS = 1 << 24  # each id has a piece in memory
+_MIN_BPE_IDS = 257  # the bytes and the separator
+_BYTE = re.compile('<0x([0-9A-Fa-f]{2})>')  # of byte fallback
+
+
+class JsonTokenizer(PieceTokenizer):
+    """A Tokenizer of a tokenizer.json; see `make_tokenizer`.
+
+    Text that spells a special token is encoded as plain text, and what the file's template puts
+    around a text is left out. Byte-level BPE without a normalizer restores every UTF-8 text byte
+    for byte, and `token_bytes_V` of its ids sums to the bytes of the text. Others may lose what
+    their own rules drop: a normalizer changes the text; a space is put before each document that
+    does not begin with one; characters without a token are lost if there is no byte fallback.
+
+    Args: as PieceTokenizer.
+
+    Raises:
+      ValueError: one line, for a file that is no tokenizer, or without a separator.
+    """
+
+    def __init__(
+        self, content: bytes, file: pathlib.Path, separator=None, metadata=None, name=None
+    ):
+        self._library, parsed = _load(content, file)
+        added = self._library.get_added_tokens_decoder()
+        special = {token.content: number for number, token in added.items() if token.special}
+        self._library.encode_special_tokens = True
+        try:
+            pieces = _pieces(self._library, parsed, set(special.values()))
+        except ValueError as error:
+            raise ValueError(f'{file}: {error}') from None
+        if not any(pieces):
+            right = 'must be the tokenizer.json of a trained tokenizer'
+            raise ValueError(f'{file}: its vocabulary holds no text; {right}')
+        tokens = self._library.encode('a').tokens  # with those of the file's template
+        first = tokens[0] if tokens and tokens[0] in special else None
+        super().__init__(
+            'tokenizer.json', content, file, pieces, special, first, separator, metadata, name
+        )
+        self.encode(self._library.id_to_token(self.separator).encode())  # raises if ambiguous
+
+    def _ids(self, text):
+        (encoding,) = self._library.encode_batch_fast([text], add_special_tokens=False)
+        return encoding.ids
+
+
+def _use_one_thread():
+    """Makes the library use one thread, unless the user has set TOKENIZERS_PARALLELISM.
+
+    More processes replace threads, and a process that is forked while the library has threads
+    prints warnings.
+    """
+    os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')
+
+
+def _load(content, file):
+    """(tokenizers.Tokenizer, its file as JSON)."""
+    _use_one_thread()
+    import tokenizers
+
+    right = 'must be the tokenizer.json of the library tokenizers, or a SentencePiece .model'
+    try:
+        parsed = json.loads(content.decode())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f'{file}: not JSON ({error}); {right}') from None
+    try:
+        library = tokenizers.Tokenizer.from_str(content.decode())
+    except Exception as error:  # the library raises nothing more specific
+        reason = ' '.join(str(error).split())
+        raise ValueError(f'{file}: no tokenizer ({reason}); {right}') from None
+    library.no_truncation()
+    library.no_padding()
+    if getattr(library.model, 'dropout', None):
+        library.model.dropout = None  # the same text must have the same ids
+    return library, parsed
+
+
+def byte_characters() -> dict[str, int]:
+    """The byte of each of the 256 characters in which byte-level BPE writes its tokens.
+
+    Printable characters of Latin-1 stand for their own code, the others follow from 256 on, in
+    order: Radford et al. 2019, `bytes_to_unicode` of the GPT-2 code.
+    """
+    own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in own]
+    return {chr(code): code for code in own} | {
+        chr(256 + place): byte for place, byte in enumerate(others)
+    }
+
+
+def _pieces(library, parsed, special):
+    """The bytes that each id, from 0 to the highest, stands for; b'' for special ids and gaps.
+
+    Byte-level tokens: the bytes of their characters. `<0x0A>` under byte fallback: that byte.
+    Tokens written with a mark for the space, as SentencePiece does: with the space. Added tokens
+    that are not special: their text. Any other kind: what the file's own decoder adds for the
+    token after another one.
+    """
+    ids = library.get_vocab(with_added_tokens=True)
+    highest = max(ids.values(), default=-1)
+    if highest >= _MAX_IDS:
+        raise ValueError(f'id {highest}: must be below {_MAX_IDS}')
+    pieces = [b''] * (highest + 1)
+    to_bytes = _bytes_of_token(library, parsed, ids)
+    for token, number in ids.items():
+        if number not in special:
+            pieces[number] = to_bytes(token)
+    for number, token in library.get_added_tokens_decoder().items():
+        pieces[number] = b'' if number in special else token.content.encode()
+    return pieces
+
+
+def _bytes_of_token(library, parsed, ids):
+    """A function from a token's text to its bytes."""
+    decoders = {part['type']: part for part in _parts(parsed.get('decoder'))}
+    splitters = {part['type'] for part in _parts(parsed.get('pre_tokenizer'))}
+    if 'ByteLevel' in decoders or 'ByteLevel' in splitters:
+        table = byte_characters()
+
+        def byte_level(token):
+            if all(character in table for character in token):
+                return bytes(table[character] for character in token)
+            return token.encode()  # as the library's decoder
+
+        return byte_level
+    mark = None
+    if 'Metaspace' in decoders:
+        mark = decoders['Metaspace']['replacement']
+    elif decoders.get('Replace', {}).get('content') == ' ':
+        mark = decoders['Replace']['pattern'].get('String')
+    anchor = next(iter(ids.values()), None)
+    alone = library.decode([anchor], skip_special_tokens=False) if ids else ''
+
+    def plain(token):
+        found = _BYTE.fullmatch(token) if 'ByteFallback' in decoders else None
+        if found:
+            return bytes.fromhex(found[1])
+        if mark:
+            return token.replace(mark, ' ').encode()
+        both = library.decode([anchor, ids[token]], skip_special_tokens=False)
+        return both.removeprefix(alone).encode()
+
+    return plain
+
+
+def _parts(stage):
+    """A decoder or pre-tokenizer as a list of its parts, in order."""
+    if not stage:
+        return []
+    nested = stage.get('decoders') or stage.get('pretokenizers')
+    return [part for one in nested for part in _parts(one)] if nested else [stage]
+
+
+def train_bpe(documents: Iterator[bytes], vocab_size: int) -> JsonTokenizer:
+    """Trains a byte-level BPE tokenizer of `vocab_size` ids, including the bytes and the separator.
+
+    Sennrich et al. 2016, arXiv 1508.07909, on bytes as in GPT-2, split into words by its pattern.
+    The same documents give the same tokenizer, in any order and with any number of threads.
+
+    Args:
+      documents: UTF-8 texts; read once, only the counts of their words are kept.
+      vocab_size: 257 or more.
+
+    Raises:
+      ValueError: one line, if the size is too small, a text is not UTF-8 (by its place among the
+        documents), or the text has too few pieces that occur twice.
+    """
+    name = f'bpe:{vocab_size}'
+    if vocab_size < _MIN_BPE_IDS:
+        raise ValueError(f'{name}: must be {_MIN_BPE_IDS} ids or more, 256 bytes and a separator')
+    _use_one_thread()
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    library = Tokenizer(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=[BPE_SEPARATOR],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    library.train_from_iterator(_decoded(documents), trainer)
+    found = library.get_vocab_size()
+    if found < vocab_size:
+        right = f'take bpe:{found} or give more text'
+        raise ValueError(f'{name}: the text has pieces for {found} ids only; {right}')
+    content = library.to_str().encode()
+    return JsonTokenizer(content, pathlib.Path(name), BPE_SEPARATOR, name=name)
+
+
+def _decoded(documents):
+    for number, document in enumerate(documents, 1):
+        try:
+            yield document.decode()
+        except UnicodeDecodeError as error:
+            found = f'document {number} for training BPE: byte {error.start} is not UTF-8'
+            raise ValueError(f'{found}; save it as UTF-8 or leave it out') from None

@@ -1,0 +1,93 @@
+"""A dense run continues as MoD or MoDA near its loss, and says what keeps it from the same loss."""
+
+import json
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from launch import first_checkpoint
+from moddepth_jax.conversion.upcycle import explain_difference, upcycle
+from moddepth_jax.data.pipeline import make_dataset
+from moddepth_jax.hparams import from_config
+from moddepth_jax.training import loop
+from moddepth_jax.training.evaluate import evaluate
+from moddepth_jax.training.mesh import make_mesh
+from moddepth_jax.training.saved_run import load_run
+from moddepth_jax.training.train_step import model_variables
+
+pytestmark = pytest.mark.usefixtures('compiled_in_haste')
+
+
+def measure_loss(params, averages, hparams, dataset):
+    """As launch.convert measures it."""
+    mesh, num_batches = make_mesh('data=1'), hparams.evaluation.num_batches
+    with jax.set_mesh(mesh):
+        variables = model_variables(params, averages)
+        return evaluate(variables, hparams, dataset, mesh, num_batches, 'top_c')['loss']
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ('changes', 'most'),
+    [
+        ({'model.depth.stream': 'moda'}, 0.05),
+        ({'model.routing.router': 'learned', 'model.routing.capacity_stages': '1:0.2'}, 0.05),
+        (
+            {
+                'model.routing.router': 'straight_through',
+                'model.routing.capacity_stages': '1:0.2',
+            },
+            1e-6,
+        ),
+    ],
+    ids=['moda', 'mod', 'straight through'],
+)
+def test_a_dense_run_learns_on(changes, most, tiny_config, tmp_path):
+    """As MoD and as MoDA it begins near to its loss, as convert.json says, and ends below it."""
+    dense = {
+        'model.num_layers': 4,
+        'model.routing.capacity': 0.5,
+        'training.num_steps': 120,
+        'training.checkpoint_every': 120,
+        'evaluation.every': 0,
+        'evaluation.num_batches': 8,
+        'evaluation.final_batches': 8,
+    }
+    before = loop.train(from_config(tiny_config(**dense)), tmp_path / 'dense').summary['eval']
+    hparams = from_config(tiny_config(**dense | changes))
+    run = load_run(tmp_path / 'dense')
+    dataset = make_dataset(hparams.data, hparams.seed)
+    params, averages, note = upcycle(run, hparams, dataset, measure_loss)
+    assert note['dense_loss'] == pytest.approx(before['loss'], abs=1e-5)
+    assert abs(note['difference']) < most and note['why'] and note['new_parameters']
+    workdir = str(tmp_path / 'new')
+    first_checkpoint.write_new_run(workdir, hparams, params, averages, dataset, note)
+    after = loop.train(hparams, workdir).summary['eval']
+    assert after.get('loss_top_c', after['loss']) < before['loss'] - 0.02
+    lines = (tmp_path / 'new' / 'metrics.jsonl').read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    losses = [row['loss'] for row in rows if 'loss' in row]
+    assert np.mean(losses[:5]) < before['loss'] + 0.3
+
+
+def test_the_reason_names_what_is_in_the_way(tiny_config):
+    """Capacity, gate and shared keys each have their words; without any the model is the same."""
+    cases = {
+        'the same model': {},
+        '88% of the tokens skip': {'model.routing.router': 'norm'},
+        'the raw gate multiplies': {
+            'model.routing.router': 'learned',
+            'model.routing.capacity_stages': '1:0.5',
+        },
+        'heads share their softmax': {'model.depth.stream': 'moda'},
+        'new slots have values 0': {'model.depth.stream': 'moda', 'model.depth.slots': 'block'},
+    }
+    for words, changes in cases.items():
+        hparams = from_config(tiny_config(**changes))
+        errors = {1: 0.1} if 'gate' in words else {}
+        text = explain_difference(hparams, errors, is_small=not changes)
+        assert words in text and '\n' not in text
+        assert [other for other in cases if other in text] == [words]
+    assert re.search('error of 10%', explain_difference(hparams, {1: 0.1}, is_small=False))

@@ -1,0 +1,70 @@
+"""One trained run for all tests of the commands that read a finished run."""
+
+import fcntl
+import json
+import os
+import random
+
+import jax
+import pytest
+
+from moddepth_jax.hparams import from_config
+from moddepth_jax.training import loop
+
+
+@pytest.fixture(scope='session')
+def trained(tiny_config, tmp_path_factory):
+    """A folder with `run`, a routed model after its 4 steps, and the text it was trained on.
+
+    Trained once for all processes of pytest-xdist. Nothing may be written to the run.
+
+    0.txt to 5.txt: words to train on. other/short.txt: less than a window. other/windows.jsonl:
+    rows with their text in the field `body`.
+    """
+    folder = tmp_path_factory.getbasetemp()
+    if 'PYTEST_XDIST_WORKER' in os.environ:
+        folder = folder.parent
+    with open(folder / 'trained.lock', 'w') as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        folder = folder / 'trained'
+        if not (folder / 'run' / 'summary.json').exists():
+            _train(tiny_config, folder)
+    return folder
+
+
+def _train(tiny_config, folder):
+    words, draw = ['to ', 'be, ', 'or ', 'not\n'], random.Random(0)
+    (folder / 'other').mkdir(parents=True)
+    for i in range(6):
+        text = ''.join(draw.choice(words) for _ in range(400))
+        (folder / f'{i}.txt').write_text(text)
+    (folder / 'other' / 'short.txt').write_text('short')
+    (folder / 'other' / 'windows.jsonl').write_text(
+        ''.join(json.dumps({'body': 'to be or not ' * 5}) + '\n' for _ in range(4))
+    )
+    changes = {
+        'model.routing.router': 'learned',
+        'model.routing.capacity': 0.25,
+        'data.source': str(folder / '*.txt'),
+        'data.held_out_fraction': 0.3,
+        'evaluation.every': 0,
+    }
+    before = jax.config.values['jax_disable_most_optimizations']
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv('XDG_CACHE_HOME', str(folder / 'cache'))
+        jax.config.update('jax_disable_most_optimizations', True)
+        loop.train(from_config(tiny_config(**changes)), folder / 'run')
+        jax.config.update('jax_disable_most_optimizations', before)
+
+
+@pytest.fixture(scope='session')
+def hasty(trained):
+    """Environment of commands that compile as fast as they can, and what they compile once."""
+    return {
+        'XLA_FLAGS': '',
+        'XDG_CACHE_HOME': str(trained / 'cache'),
+        'JAX_DISABLE_MOST_OPTIMIZATIONS': 'true',
+        'JAX_ENABLE_COMPILATION_CACHE': 'true',
+        'JAX_COMPILATION_CACHE_DIR': str(trained / 'cache' / 'xla'),
+        'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
+    }
