@@ -49,7 +49,7 @@ def decoded(hparams, variables, tokens_BT, rule):
     """Logits of a prompt's last token and of each token after it, NaN before."""
     rows, how = np.arange(len(tokens_BT)), {'hparams': hparams, 'routing': rule}
     slots = hparams.model.routing.cache_size(LENGTH, rule)
-    first = functools.partial(prefill, **how, slots=LENGTH, routed_capacity=slots)
+    first = functools.partial(prefill, **how, capacity=LENGTH, routed_capacity=slots)
     first, step, write = (
         jax.jit(program, compiler_options=FAST)
         for program in (first, functools.partial(decode_step, **how), cache_lib.update_cache)
@@ -122,7 +122,7 @@ def cache_shapes(make_config, *knobs):
     def first(tokens_BT):
         variables = Transformer(hparams).init(jax.random.key(0), tokens_BT)
         unrolled = unroll(variables, hparams, rule)
-        how = {'hparams': hparams, 'routing': rule, 'slots': 9, 'routed_capacity': 5}
+        how = {'hparams': hparams, 'routing': rule, 'capacity': 9, 'routed_capacity': 5}
         return prefill(unrolled, tokens_BT, jnp.ones_like(tokens_BT), **how)[1]
 
     cache = jax.eval_shape(first, jax.ShapeDtypeStruct((3, 8), jnp.int32))

@@ -51,7 +51,7 @@ def programs(hparams, rule):
     """Jitted prefill, decode_step and write."""
     how = {'hparams': hparams, 'routing': rule}
     slots = hparams.model.routing.cache_size(LENGTH, rule)
-    first = functools.partial(prefill, **how, slots=LENGTH, routed_capacity=slots)
+    first = functools.partial(prefill, **how, capacity=LENGTH, routed_capacity=slots)
     step = functools.partial(decode_step, **how)
     return tuple(jax.jit(f, compiler_options=FAST) for f in (first, step, cache_lib.update_cache))
 

@@ -77,7 +77,7 @@ def programs(hparams, rule):
     routing = hparams.model.routing
     slots = None if routing.overflow == 'grow' else routing.cache_size(LENGTH, rule)
     how = {'hparams': hparams, 'routing': rule}
-    first = functools.partial(prefill, **how, slots=LENGTH, routed_capacity=slots)
+    first = functools.partial(prefill, **how, capacity=LENGTH, routed_capacity=slots)
     step = functools.partial(decode_step, **how)
     return (
         jax.jit(first, compiler_options=FAST),
@@ -117,7 +117,7 @@ def decode(hparams, variables, tokens_BT, segments_BT, rule, lengths_B=PROMPTS):
         position_B += active_B
         if hparams.model.routing.overflow == 'grow':
             used = cache_lib.longest_routed_row(cache)
-            if used == max(layer.slots for layer in cache.layers if layer.lengths_B is not None):
+            if used == max(layer.capacity for layer in cache.layers if layer.lengths_B is not None):
                 cache = cache_lib.resize_cache(cache, used + 4)
     return out, cache
 
@@ -223,7 +223,7 @@ def shapes_of_programs(hparams, slots, batch=8):
     variables = jax.eval_shape(init, jnp.zeros((1, 8), jnp.int32))
     unrolled = jax.eval_shape(functools.partial(unroll, **how), variables)
     prompts = jax.ShapeDtypeStruct((batch, 16), 'int32')
-    first = functools.partial(prefill, **how, slots=slots, routed_capacity=routed_capacity)
+    first = functools.partial(prefill, **how, capacity=slots, routed_capacity=routed_capacity)
     _, cache = jax.eval_shape(first, unrolled, prompts, prompts)
     row, flag = (jax.ShapeDtypeStruct((batch,), dtype) for dtype in ('int32', 'bool'))
     step, of_step = functools.partial(decode_step, **how), (unrolled, cache, row, flag, flag)
