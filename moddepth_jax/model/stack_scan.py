@@ -106,7 +106,7 @@ def empty_sums(hparams: ModelHparams, slots: KeysValues | None) -> KeysValues | 
 
     Their values are never read, so they are never stored.
     """
-    if slots is None or hparams.depth.gradient_dtype == 'model':
+    if slots is None or hparams.depth.gradient_dtype in ('model', 'none'):
         return None
     dtype = jnp.promote_types(slots.k_BTKH.dtype, jnp.float32)
     if dtype == slots.k_BTKH.dtype:
