@@ -131,8 +131,8 @@ def _differentiable(tree):
     """The tree with its floating leaves, the others None; and the reverse."""
     floating = jax.tree.map(lambda leaf: jnp.issubdtype(leaf.dtype, jnp.floating), tree)
     return (
-        jax.tree.map(lambda leaf, mine: leaf if mine else None, tree, floating),
-        jax.tree.map(lambda leaf, mine: None if mine else leaf, tree, floating),
+        jax.tree.map(lambda leaf, is_floating: leaf if is_floating else None, tree, floating),
+        jax.tree.map(lambda leaf, is_floating: None if is_floating else leaf, tree, floating),
     )
 
 
