@@ -107,7 +107,7 @@ def layer_moments(source: ModelHparams, params, target: ModelHparams, batches) -
 @functools.partial(jax.jit, static_argnames=('model', 'kind'))
 def _layer(params, x_BTD, tokens, *, model, kind):
     """The stream after a dense layer, and its LayerMoments of these tokens."""
-    block = Block(model, kind.window, model.depth.stream == 'moda', False, kind.experts)
+    block = Block(model, kind.window, True, False, kind.experts)
     (y_BTD, aux), recorded = block.apply(
         {'params': params}, x_BTD, tokens, mutable=['intermediates']
     )
@@ -115,7 +115,7 @@ def _layer(params, x_BTD, tokens, *, model, kind):
     if model.depth.slot_keys != 'unrotated':  # as they meet a key of their own position
         q_BTNH = apply_rope(q_BTNH, -tokens.positions_BT, model.rope_theta)
     real_BT = (tokens.segment_ids_BT > 0).astype(jnp.float32)
-    sources = aux.sources
+    sources = aux.slot_inputs
     sums = LayerMoments(
         stream=_sums(x_BTD, real_BT),
         attention=_sums(sources.attention_input_BTD, real_BT),

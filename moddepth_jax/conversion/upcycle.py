@@ -120,16 +120,8 @@ def explain_difference(hparams: Hparams, errors: dict[int, float], is_small: boo
             'no bias, were fitted to a gate of 1 with a root mean square error of '
             f'{max(errors.values()):.0%}'
         )
-    depth = model.depth
-    if depth.stream == 'attention':
-        reasons.append('the attention stream reads mixtures of values instead of the running sum')
-    elif depth.stream == 'moda' and depth.slots != 'block' and not depth.attention_slot_projection:
-        reasons.append(
-            "heads share their softmax with earlier layers' own keys and values, which no new "
-            'parameter can hide (model.depth.attention_slot_projection=True has new ones)'
-        )
-    elif depth.stream == 'moda':
-        reasons.append("new slots have values 0, and take a little of each head's softmax")
+    if difference := model.depth.stream_class.difference_at_start(model.depth):
+        reasons.append(difference)
     if not reasons:
         return 'the same model: every token is routed, with gates of 1, and reads the running sum'
     return '; '.join(reasons) + ('; too little to matter here' if is_small else '')

@@ -131,7 +131,7 @@ def abstract_on_mesh(mesh: Mesh, abstract):
 
 def batch_sharding(mesh: Mesh, batch_size: int) -> NamedSharding:
     """The sharding of an array whose first axis is the rows of a batch."""
-    return NamedSharding(mesh, spec(mesh, ('rows',), (batch_size,)))
+    return NamedSharding(mesh, spec(mesh, ('batch',), (batch_size,)))
 
 
 def local_rows(mesh: Mesh, batch_size: int) -> slice:
