@@ -51,13 +51,13 @@ def _begin(variables, tokens_BT, segment_ids_BT, *, hparams, routing):
     """Parameters of each layer, what it is told, Tokens, and the first layer's carry."""
     unrolled = unroll(variables, hparams, routing)
     positions_BT, seeds_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape), None
-    if hparams.model.routing.router == 'random':
+    if hparams.model.routing.router_class.draws:
         seeds_BT = token_seeds(jax.random.key(hparams.seed), tokens_BT, positions_BT)
     x_BTD = jnp.take(unrolled['embedding'], tokens_BT, axis=0).astype(hparams.model.dtype)
     segment_ids_BT = model_segment_ids(hparams.model, segment_ids_BT)
     tokens = TokenInfo(positions_BT, segment_ids_BT, seeds_BT)
     carry = (x_BTD, *empty_slots(hparams.model, x_BTD))
-    return unrolled['layers'], unrolled['told'], tokens, carry
+    return unrolled['layers'], unrolled['layer_args'], tokens, carry
 
 
 def depth_of(carry, count) -> DepthSlots | None:

@@ -24,7 +24,7 @@ def _prefill(hparams, unrolled, tokens_BT):
         jnp.ones_like(tokens_BT),
         hparams=hparams,
         routing=rule,
-        slots=context,
+        capacity=context,
         routed_capacity=hparams.model.routing.cache_size(context, rule),
     )
 
@@ -45,7 +45,7 @@ def filled_cache(hparams: Hparams, unrolled, batch: int, length: int) -> Cache:
     layers = []
     for layer in jax.tree.map(fill, shapes.layers):
         if layer.lengths_B is not None:
-            spread_S = jnp.linspace(0, length - 1, layer.slots).astype(jnp.int32)
+            spread_S = jnp.linspace(0, length - 1, layer.capacity).astype(jnp.int32)
             layer = layer._replace(
                 positions_BS=jnp.tile(spread_S[None], (batch, 1)),
                 lengths_B=layer.lengths_B + entered,

@@ -102,13 +102,13 @@ def layer_moments(source: ModelHparams, params, target: ModelHparams, batches) -
 @functools.partial(jax.jit, static_argnames=('model', 'kind'))
 def _layer(params, x_BTD, tokens, *, model, kind):
     """The stream after a dense layer, and its LayerMoments of these tokens."""
-    block = Block(model, kind.window, model.depth.stream == 'moda', False, kind.experts)
+    block = Block(model, kind.window, True, False, kind.experts)
     (y_BTD, left), aside = block.apply({'params': params}, x_BTD, tokens, mutable=['intermediates'])
     q_BTNH = aside['intermediates']['attention']['sequence'][0][0]
     if model.depth.slot_keys != 'unrotated':  # as they meet a key of their own position
         q_BTNH = apply_rope(q_BTNH, -tokens.positions_BT, model.rope_theta)
     real_BT = (tokens.segment_ids_BT > 0).astype(jnp.float32)
-    sources = left.sources
+    sources = left.slot_inputs
     sums = LayerMoments(
         _sums(x_BTD, real_BT),
         None

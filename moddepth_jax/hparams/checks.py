@@ -6,16 +6,16 @@ MAX_INT = 2**31 - 1
 MAX_FLOAT = 3e38  # float32, as the two below
 MIN_FLOAT = 1.2e-38
 BELOW_ONE = 1 - 2**-24
-MAX_SIZE = 2**20  # of an axis: no product of three, in bytes, leaves 64 bits
+MAX_SIZE = 2**20  # of an axis: a product of three, in bytes, fits into 64 bits
 
 
 def refuse(field, value, right):
-    """Raises the one line that names a knob, its value and what would be right."""
+    """Raise a one-line ValueError that names a knob, its value and what would be right."""
     raise ValueError(f'{field}={value!r}: {right}')
 
 
 def one_of(field, value, choices):
-    """Refuses a value outside `choices`, naming the nearest of them."""
+    """Refuse a value outside `choices`, and name the nearest choice."""
     if value not in choices:
         near = difflib.get_close_matches(str(value), choices, n=1)
         hint = f'; did you mean {near[0]!r}?' if near else ''
@@ -23,9 +23,9 @@ def one_of(field, value, choices):
 
 
 def positive(field, value, minimum=1, maximum=None):
-    """Refuses a number below `minimum` or above `maximum`, infinity and NaN.
+    """Refuse a number below `minimum` or above `maximum`, infinity and NaN.
 
-    Without a maximum it is what 32 bits hold: arrays count in int32, and compute in float32.
+    The default maximum is that of int32 or float32, in which arrays count and compute.
     """
     if maximum is None:
         maximum = MAX_FLOAT if isinstance(value, float) else MAX_INT
@@ -36,21 +36,22 @@ def positive(field, value, minimum=1, maximum=None):
 
 
 def size(field, value):
-    """Refuses an axis of an array that is empty, or so long that its product overflows."""
+    """Refuse an axis of an array that is empty, or so long that a product of axes overflows."""
     positive(field, value, maximum=MAX_SIZE)
 
 
 def above_zero(field, value):
-    """Refuses a float that is not above 0, also after float32 has rounded it, or is too large."""
+    """Refuse a float that is not above 0 (in float32 too) or that is too large."""
     if not value >= MIN_FLOAT:
         refuse(field, value, f'must be above 0{_rounded(value > 0)}')
     positive(field, value, 0)
 
 
 def fraction(field, value, zero=True, one=True):
-    """Refuses a number outside [0, 1], or without the ends that are switched off.
+    """Refuse a number outside [0, 1].
 
-    An end that is switched off is refused too where float32 would round to it.
+    `zero` and `one` say whether the ends are allowed. An end that is not allowed is also refused
+    if float32 rounds the number to it.
     """
     low, high = value >= 0 if zero else value > 0, value <= 1 if one else value < 1
     right = f'must lie in {"[" if zero else "("}0, 1{"]" if one else ")"}'

@@ -1,22 +1,18 @@
-"""Hyper-parameters of the depth stream: what a layer reads of the earlier ones and writes."""
+"""Hyper-parameters of the depth stream: what a layer reads from earlier layers and writes."""
 
 import dataclasses
 
 from moddepth_jax.hparams.checks import one_of, positive, refuse
+from moddepth_jax.hparams.registry import STREAMS
 
-STREAMS = ('residual', 'dense', 'average', 'attention', 'moda')
-CHOICES = {  # of MoDA's knobs; the first of each is what `auto` stands for
-    'slots': ('attention+ffn', 'attention', 'block'),
-    'slot_keys': ('rotated', 'unrotated'),
-    'skipped_slots': ('projected', 'masked'),
-}
+AUTO_KNOBS = ('slots', 'slot_keys', 'skipped_slots')  # resolved by the stream's `choices`
 
 
 @dataclasses.dataclass(frozen=True)
 class DepthHparams:
-    """The depth stream (Zhu et al. 2026, arXiv 2603.15619); knobs as in configs/base.py.
+    """The depth stream; knobs as in configs/base.py.
 
-    `auto` is replaced by MoDA's own choice, and by `none` for the streams that have no such knob.
+    `auto` is replaced by the stream's own choice, and by `none` if the stream has no such knob.
     """
 
     stream: str
@@ -28,45 +24,60 @@ class DepthHparams:
     gradient_dtype: str
 
     def __post_init__(self):
-        one_of('model.depth.stream', self.stream, STREAMS)
+        one_of('model.depth.stream', self.stream, tuple(STREAMS))
         positive('model.depth.slot_window', self.slot_window, 0)
         self._resolve_gradient_dtype()
-        for field, choices in CHOICES.items():
-            self._resolve(field, choices)
+        for field in AUTO_KNOBS:
+            self._resolve(field)
         if self.attention_slot_projection and self.slots not in ('attention', 'attention+ffn'):
             right = f'must be False: slots {self.slots} of stream {self.stream} are not attention'
             refuse('model.depth.attention_slot_projection', True, right)
-        if self.slot_window and self.stream not in ('moda', 'attention'):
+        if self.slot_window and not self.stream_class.attends:
             right = f'must be 0: the {self.stream} stream has no slots'
             refuse('model.depth.slot_window', self.slot_window, right)
 
-    def _resolve(self, field, choices):
-        value = getattr(self, field)
-        if self.stream == 'moda':
-            one_of(f'model.depth.{field}', value, ('auto', *choices))
+    def _resolve(self, field):
+        name, value = f'model.depth.{field}', getattr(self, field)
+        choices = self.stream_class.choices.get(field)
+        if choices is not None:
+            one_of(name, value, ('auto', *choices))
             object.__setattr__(self, field, choices[0] if value == 'auto' else value)
         elif value in ('auto', 'none'):
             object.__setattr__(self, field, 'none')
         else:
-            one_of(f'model.depth.{field}', value, ('auto', *choices))
-            right = f'must be auto: the {self.stream} stream has no such slots; use stream moda'
-            refuse(f'model.depth.{field}', value, right)
+            owners = {name: s.choices[field] for name, s in STREAMS.items() if field in s.choices}
+            one_of(name, value, ('auto', *dict.fromkeys(sum(owners.values(), ()))))
+            right = f'must be auto: the {self.stream} stream has no such slots; use stream '
+            refuse(name, value, right + ' or '.join(owners))
 
     def _resolve_gradient_dtype(self):
         one_of('model.depth.gradient_dtype', self.gradient_dtype, ('float32', 'model', 'none'))
-        if self.stream not in ('moda', 'attention'):
+        if not self.stream_class.attends:
             object.__setattr__(self, 'gradient_dtype', 'none')
-        elif self.gradient_dtype == 'none':  # of a run from before this knob
+        elif self.gradient_dtype == 'none':  # a run from before this knob
             object.__setattr__(self, 'gradient_dtype', 'model')
 
     @property
+    def stream_class(self):
+        """The `model.streams.Stream` of that name, which states all that depends on the stream."""
+        return STREAMS[self.stream]
+
+    @property
+    def is_residual(self) -> bool:
+        """Whether a layer reads nothing but the residual stream."""
+        return self.stream == 'residual'
+
+    @property
     def reads_outputs(self) -> bool:
-        """Whether every layer reads the outputs [B, T, D] of all earlier ones, one by one."""
-        return self.stream in ('dense', 'average')
+        """Whether every layer reads the outputs [B, T, D] of all earlier layers, one by one."""
+        return self.stream_class.reads_outputs
+
+    @property
+    def joins_attention(self) -> bool:
+        """Whether attention heads see depth slots and the sequence in one softmax."""
+        return self.stream_class.joins_attention
 
     @property
     def slots_per_layer(self) -> int:
-        """Slots that a layer writes for those above it; 0 for a stream without keys and values."""
-        if self.stream == 'attention':
-            return 1
-        return {'attention+ffn': 2, 'attention': 1, 'block': 1, 'none': 0}[self.slots]
+        """Key-value slots that a layer writes for later layers; 0 if the stream has none."""
+        return self.stream_class.slots_per_layer(self)

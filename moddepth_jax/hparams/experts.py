@@ -1,4 +1,4 @@
-"""Hyper-parameters of mixtures of experts: who chooses whom, by which scores, with which limits."""
+"""Hyper-parameters of mixtures of experts: choice, scores, capacity and losses."""
 
 import dataclasses
 
@@ -11,10 +11,8 @@ from moddepth_jax.hparams.checks import (
     refuse,
     size,
 )
+from moddepth_jax.hparams.registry import EXPERT_PRODUCTS
 from moddepth_jax.hparams.routing import parse_layers
-
-# Implementations of model.grouped_product; `auto`: the platform's own.
-PRODUCTS = ('auto', 'blocked', 'batched', 'ragged_dot')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +51,7 @@ class ExpertsHparams:
         name = 'model.experts.'
         one_of(name + 'choice', self.choice, ('none', 'token', 'expert'))
         one_of(name + 'scores', self.scores, ('softmax', 'sigmoid'))
-        one_of(name + 'product', self.product, PRODUCTS)
+        one_of(name + 'product', self.product, ('auto', *EXPERT_PRODUCTS))
         for field in ('num_routed', 'top_k', 'd_ff'):
             size(name + field, getattr(self, field))
         for field in ('num_shared', 'num_noop'):
@@ -75,17 +73,17 @@ class ExpertsHparams:
 
     @property
     def num_choices(self) -> int:
-        """Experts that a token is scored against: routed ones, then those that do nothing."""
+        """Experts that have scores: the routed experts, then the no-op experts."""
         return self.num_routed + self.num_noop
 
     @property
     def has_loss(self) -> bool:
-        """Whether some loss of their own trains the experts' router."""
+        """Whether an auxiliary loss trains the experts' router."""
         balances = self.choice == 'token' and self.balance_weight > 0
         return self.choice != 'none' and (balances or self.z_loss > 0)
 
     def num_taken(self, length: int) -> int:
-        """C of expert choice: tokens that each expert takes of `length`, 1 at least."""
+        """C of expert choice: the tokens that each expert takes of `length`, at least 1."""
         return max(1, self.top_k * length // self.num_routed)
 
     def expert_layers(self, num_layers: int) -> tuple[int, ...]:

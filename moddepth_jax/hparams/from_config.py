@@ -60,7 +60,7 @@ def from_config(config) -> Hparams:
 
 
 def unknown_knobs(config: dict, cls=Hparams, prefix: str = '') -> dict:
-    """What nested dicts hold that this version has no knob for: value by dotted name."""
+    """Entries of nested dicts that are no knobs of this version: value by dotted name."""
     types, unknown = typing.get_type_hints(cls), {}
     for name, value in config.items():
         if name not in types:

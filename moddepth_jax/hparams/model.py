@@ -7,9 +7,9 @@ from moddepth_jax.hparams.depth import DepthHparams
 from moddepth_jax.hparams.experts import ExpertsHparams
 from moddepth_jax.hparams.routing import RoutingHparams
 
-# Implementations of kernels_pallas.depth_attention; `auto`: what fits the platform and the shapes.
+# Backends of kernels_pallas.depth_attention; `auto`: the first that supports platform and shapes.
 ATTENTION = ('auto', 'reference', 'xla', 'pallas', 'mosaic_gpu', 'mosaic_gpu_fused')
-MAX_LAYERS = 10_000  # each is looked at by name before anything is compiled
+MAX_LAYERS = 10_000  # each is visited by Python before anything is compiled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class ModelHparams:
             right = f'must divide model.num_heads={self.num_heads}'
             refuse('model.num_kv_heads', self.num_kv_heads, right)
         if self.head_dim % 2:
-            refuse('model.head_dim', self.head_dim, 'must be even: RoPE turns halves')
+            refuse('model.head_dim', self.head_dim, 'must be even: RoPE rotates halves')
         one_of('model.norm_placement', self.norm_placement, ('pre', 'post', 'reordered'))
         one_of('model.qk_norm', self.qk_norm, ('none', 'head', 'full'))
         one_of('model.dtype', self.dtype, ('float32', 'bfloat16', 'float64'))
@@ -68,24 +68,21 @@ class ModelHparams:
             self._check_experts()
 
     def _check_depth(self):
-        stream = self.depth.stream
-        if self.depth.reads_outputs and self.layer_loop == 'scan':
+        if not self.depth.stream_class.scans and self.layer_loop == 'scan':
+            stream = self.depth.stream
             right = f'must be unrolled: layers of the {stream} stream differ in what they read'
             refuse('model.layer_loop', self.layer_loop, right)
         if self.depth.skipped_slots == 'masked' and not self.routed_layers:
             right = 'must be auto: no block is routed, so no token skips one'
             refuse('model.depth.skipped_slots', self.depth.skipped_slots, right)
-        width = self.num_heads * self.head_dim
-        if stream == 'attention' and width != self.d_model:
-            right = f'must be num_heads x head_dim = {width}: what the attention stream reads'
-            refuse('model.d_model', self.d_model, right)
+        self.depth.stream_class.check(self)
 
     def _check_experts(self):
         self.experts.expert_layers(self.num_layers)
         if self.use_bias:
             refuse('model.use_bias', True, 'must be False: experts have no biases')
         if self.experts.row_capacity and self.routed_layers:
-            right = 'must be 0 where blocks are routed: one limit on who is computed at a time'
+            right = 'must be 0 where blocks are routed: only one limit on computed tokens at a time'
             refuse('model.experts.row_capacity', self.experts.row_capacity, right)
         if self.experts.choice == 'expert' and self.routing.train_rule == 'threshold':
             right = 'must be top_c where experts choose: they look at whole rows in training'
@@ -103,22 +100,22 @@ class ModelHparams:
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether training decides by what comes later in a row, so that evaluation needs a rule.
+        """Whether training uses later tokens, so that evaluation needs a causal rule.
 
-        So do the top C of a routed block, and experts that choose their tokens.
+        The top C of a routed block do, and so do experts that choose their tokens.
         """
         return bool(self.routed_layers) or self.experts.choice == 'expert'
 
     @property
     def tracks_threshold(self) -> bool:
-        """Whether the model has averages of the C-th largest scores beside its parameters."""
+        """Whether the model keeps averages of the C-th largest scores."""
         return bool(self.routed_layers) and self.routing.tracks_threshold
 
     @property
     def masks_slots(self) -> bool:
-        """Whether some tokens have no depth slot in some layer."""
+        """Whether tokens that skip a routed block have no depth slot there."""
         return bool(self.routed_layers) and self.depth.skipped_slots == 'masked'
 
     def window(self, layer: int) -> int:
-        """Tokens that `layer` sees, its own among them; 0 for all earlier ones."""
+        """Attention window of `layer` in tokens, including the query itself; 0: no limit."""
         return self.windows[layer % len(self.windows)]

@@ -1,46 +1,20 @@
-"""Hyper-parameters of Mixture-of-Depths routing, and which router goes with which gate and rule."""
+"""Hyper-parameters of Mixture-of-Depths routing."""
 
 import dataclasses
 import math
 from typing import NamedTuple
 
 from moddepth_jax.hparams.checks import fraction, one_of, positive, refuse
-
-
-class RouterKind(NamedTuple):
-    """What goes with a router; the first of each is what `auto` stands for.
-
-    Attributes:
-      gates: factors on the delta that make sense of its scores.
-      rules: causal rules that can stand for the top C of its scores.
-    """
-
-    gates: tuple[str, ...]
-    rules: tuple[str, ...]
-
-
-ROUTER_KINDS = {
-    'learned': RouterKind(
-        ('raw', 'sigmoid', 'tanh', 'none'), ('predictor', 'aux_loss', 'threshold', 'dense')
-    ),
-    'norm': RouterKind(('none',), ('dense', 'threshold', 'predictor')),
-    'random': RouterKind(('none',), ('threshold',)),
-    'position': RouterKind(('none',), ('threshold',)),
-    'straight_through': RouterKind(('straight_through',), ('threshold', 'predictor', 'aux_loss')),
-}
-ROUTER_KINDS['none'] = ROUTER_KINDS['learned']  # without a router neither matters
-# Rules that a loss trains, and its weight; the others come with the router.
-TRAINED_RULES = {'predictor': 'predictor_loss_weight', 'aux_loss': 'aux_loss_weight'}
-CONTROLS = ('random', 'position')  # routers whose scores do not depend on the stream
+from moddepth_jax.hparams.registry import CAUSAL_RULES, ROUTERS
 
 
 class Stage(NamedTuple):
-    """A stretch of training with one set of static shapes.
+    """A part of training with one set of static shapes.
 
     Attributes:
       begins: share of the steps before it.
-      capacity: fraction of the tokens that enter.
-      routing: top_c, or threshold where that rule trains.
+      capacity: fraction of the tokens that a routed block processes.
+      routing: top_c, or threshold if that rule selects the tokens.
     """
 
     begins: float
@@ -52,7 +26,7 @@ class Stage(NamedTuple):
 class RoutingHparams:
     """Mixture-of-Depths (Raposo et al. 2024, arXiv 2404.02258); knobs as in configs/base.py.
 
-    `auto` for gate and causal_rule is replaced by the router's own.
+    `auto` for gate and causal_rule is replaced by the first choice of the router.
     """
 
     router: str
@@ -76,7 +50,7 @@ class RoutingHparams:
 
     def __post_init__(self):
         name = 'model.routing.'
-        one_of(name + 'router', self.router, tuple(ROUTER_KINDS))
+        one_of(name + 'router', self.router, ('none', *ROUTERS))
         one_of(name + 'capacity_form', self.capacity_form, ('fraction', 'log_length'))
         one_of(name + 'select_per', self.select_per, ('row', 'segment'))
         one_of(name + 'train_rule', self.train_rule, ('top_c', 'threshold'))
@@ -90,42 +64,41 @@ class RoutingHparams:
         if not 0 <= self.predictor_width <= 64:
             refuse(name + 'predictor_width', self.predictor_width, 'must lie in [0, 64]')
         positive(name + 'cache_capacity', self.cache_capacity)
-        self._resolve('gate', ROUTER_KINDS[self.router].gates)
+        self._resolve('gate', self.router_class.gates)
         rules = self._possible_rules()
         by_threshold = self.train_rule == 'threshold' and 'threshold' in rules
         self._resolve('causal_rule', ('threshold',) if by_threshold else rules)
         if self.router != 'none':
-            self._check_router()
+            self.router_class.check(self)
+            self._check_loss_weight()
             self._check_threshold_training()
         self._check_log_length()
 
+    @property
+    def router_class(self):
+        """The `model.mod.routers.Router` of that name; without a router none of it matters."""
+        return ROUTERS['learned' if self.router == 'none' else self.router]
+
     def _possible_rules(self):
-        rules = ROUTER_KINDS[self.router].rules
-        # Where documents do not compete, no single score divides a row.
-        if self.router not in CONTROLS and self.select_per == 'segment':
-            return tuple(rule for rule in rules if rule != 'threshold')
-        return rules
+        rules, is_control = self.router_class.rules, self.router_class.is_control
+        if self.select_per == 'row' or is_control:
+            return rules
+        # If documents do not compete, no single score separates the selected tokens of a row.
+        return tuple(rule for rule in rules if not CAUSAL_RULES[rule].needs_threshold)
 
     def _resolve(self, field, choices):
-        value, known = getattr(self, field), ('auto',)
+        value = getattr(self, field)
         if value == 'auto':
             object.__setattr__(self, field, choices[0])
         elif value not in choices:
-            for kind in ROUTER_KINDS.values():
-                known += kind.gates if field == 'gate' else kind.rules
-            one_of(f'model.routing.{field}', value, tuple(dict.fromkeys(known)))
+            of_all = (r.gates if field == 'gate' else r.rules for r in ROUTERS.values())
+            one_of(f'model.routing.{field}', value, ('auto', *dict.fromkeys(sum(of_all, ()))))
             how = f', trained by {self.train_rule} per {self.select_per},'
             right = f'the {self.router} router{how} takes auto, {", ".join(choices)}'
             refuse(f'model.routing.{field}', value, right)
 
-    def _check_router(self):
-        constant = self.capacity_form == 'fraction' and not self.capacity_stages
-        if self.router in CONTROLS and not constant:
-            right = 'its scores are compared with a capacity that must be one constant fraction'
-            refuse('model.routing.router', self.router, right)
-        if self.router == 'position' and self.capacity < 1e-4:
-            refuse('model.routing.capacity', self.capacity, 'must be 1e-4 or more: a pattern of it')
-        weight = TRAINED_RULES.get(self.causal_rule)
+    def _check_loss_weight(self):
+        weight = CAUSAL_RULES[self.causal_rule].loss_weight
         if weight and not getattr(self, weight):
             right = f'must be above 0 where causal_rule is {self.causal_rule}, which it trains'
             refuse(f'model.routing.{weight}', 0.0, right)
@@ -155,21 +128,34 @@ class RoutingHparams:
                 refuse(f'model.routing.{field}', getattr(self, field), right)
 
     @property
+    def has_constant_capacity(self) -> bool:
+        """Whether C is one fraction of every length, throughout training."""
+        return self.capacity_form == 'fraction' and not self.capacity_stages
+
+    @property
     def tracks_threshold(self) -> bool:
         """Whether the model keeps a moving average of the C-th largest score of each layer."""
-        return self.router not in ('none', *CONTROLS) and 'threshold' in self._possible_rules()
+        if self.router == 'none' or self.router_class.is_control:
+            return False
+        return any(CAUSAL_RULES[rule].needs_threshold for rule in self._possible_rules())
 
     @property
     def rules(self) -> tuple[str, ...]:
-        """The causal rules that a model trained by these knobs can run; its own comes first."""
-        others = (rule for rule in self._possible_rules() if rule not in TRAINED_RULES)
-        return tuple(dict.fromkeys((self.causal_rule, *others)))
+        """The causal rules that a model trained with these knobs can run; its own comes first."""
+        untrained = (rule for rule in self._possible_rules() if not CAUSAL_RULES[rule].loss_weight)
+        return tuple(dict.fromkeys((self.causal_rule, *untrained)))
+
+    @property
+    def rule_loss_weight(self) -> float:
+        """Weight of the loss that trains the causal rule; 0 if it needs no training."""
+        weight = CAUSAL_RULES[self.causal_rule].loss_weight
+        return getattr(self, weight) if weight else 0.0
 
     def num_selected(self, length: int) -> int:
-        """C, the tokens of a row of `length` that enter, 1 at least.
+        """C, the number of tokens that are selected of a row of `length`, at least 1.
 
         `fraction`: floor(capacity length). `log_length`: the share falls from 1 at one token to
-        `capacity` at log_length_max: 1 - ln T / ln T_max (1 - capacity), T clamped to T_max in it.
+        `capacity` at log_length_max: 1 - ln T / ln T_max (1 - capacity), T clamped to T_max.
         """
         share = self.capacity
         if self.capacity_form == 'log_length':
@@ -178,14 +164,14 @@ class RoutingHparams:
         return max(1, math.floor(share * length + 1e-6))
 
     def cache_size(self, context: int, routing: str) -> int:
-        """Slots of a routed block's cache at a context of that many tokens, under a causal rule."""
-        if routing == 'dense':
+        """Capacity of a routed block's cache for `context` tokens, under a causal rule."""
+        if not CAUSAL_RULES[routing].is_capped:
             return context
-        slots = min(context, self.cache_capacity * self.num_selected(context) + 1e-6)
-        return max(1, math.floor(slots))
+        size = min(context, self.cache_capacity * self.num_selected(context) + 1e-6)
+        return max(1, math.floor(size))
 
     def max_selected(self, context: int, routing: str) -> int:
-        """Most tokens of a row that enter under a causal rule: the slots, or all under `grow`."""
+        """Most tokens of a row that are selected under a causal rule: the cache's, or all."""
         return context if self.overflow == 'grow' else self.cache_size(context, routing)
 
     @property
@@ -208,7 +194,7 @@ class RoutingHparams:
         )
 
     def routed_layers(self, num_layers: int) -> tuple[int, ...]:
-        """Indices of the routed blocks, ascending. Raises ValueError where `layers` names none."""
+        """Indices of the routed blocks, ascending. Raises ValueError if `layers` names none."""
         if self.router == 'none':
             return ()
         return parse_layers('model.routing.layers', self.layers, num_layers)
@@ -217,8 +203,8 @@ class RoutingHparams:
 def parse_layers(field: str, text: str, num_layers: int) -> tuple[int, ...]:
     """Indices of the layers that the knob `field` names, ascending.
 
-    every:N is each N-th from layer N-1 on, middle:FIRST:LAST all but the first and last so many,
-    1,3,5 a list. Raises ValueError where `text` names none.
+    every:N is each N-th layer from N-1 on; middle:FIRST:LAST leaves out that many layers at both
+    ends; 1,3,5 is a list. Raises ValueError if `text` names none.
     """
     kind, *numbers = text.split(':')
     right = f'must be every:N, middle:FIRST:LAST or a list of layers below {num_layers}'
@@ -235,7 +221,7 @@ def parse_layers(field: str, text: str, num_layers: int) -> tuple[int, ...]:
     except ValueError:
         refuse(field, text, right)
     if not chosen or not 0 <= chosen[0] <= chosen[-1] < num_layers:
-        refuse(field, text, right + ', and name one at least')
+        refuse(field, text, right + ', and name at least one')
     return chosen
 
 

@@ -46,17 +46,17 @@ class DataHparams:
 
     @property
     def members(self) -> dict[str, fractions.Fraction]:
-        """Of `data.mixture`: the share of each folder, exactly; empty for another source."""
+        """The exact share of each folder of `data.mixture`; empty for another source."""
         return _members(self.mixture) if self.source == 'mixture' else {}
 
     @property
     def folders(self) -> tuple[str, ...]:
-        """Where prepared text may lie: the members of the mixture, or the source alone."""
+        """Folders of prepared text: the members of the mixture, or the source."""
         return tuple(self.members) or (self.source,)
 
 
 def _check_tokenizer(name):
-    """Refuses what can be no tokenizer; whether a file is there is for its reader to say."""
+    """Refuse what cannot be a tokenizer. The reader checks whether a file exists."""
     if os.sep in name or name.endswith(('.json', '.model')):
         return
     right = 'a tokenizer.json, a SentencePiece .model or the path of a folder with one'
@@ -70,9 +70,9 @@ def _check_tokenizer(name):
 
 
 def _weight(text):
-    """Above 0, or None for what is no such number."""
+    """Parse an exact number above 0; None if the text is not one."""
     try:
-        number = float(text)  # first: an exponent without bound would fill the memory below
+        number = float(text)  # first: Fraction of a huge exponent would fill the memory
         return fractions.Fraction(text) if 0 < number < math.inf else None
     except ValueError:
         return None
@@ -113,7 +113,7 @@ class OptimizerHparams:
 
     def __post_init__(self):
         above_zero('optimizer.learning_rate', self.learning_rate)
-        above_zero('optimizer.eps', self.eps)  # where all gradients were 0, it alone divides
+        above_zero('optimizer.eps', self.eps)  # if all gradients are 0, it alone divides
         fraction('optimizer.final_fraction', self.final_fraction)
         fraction('optimizer.warmup_fraction', self.warmup_fraction)
         fraction('optimizer.b1', self.b1, one=False)
@@ -183,7 +183,7 @@ class ReportHparams:
 
 @dataclasses.dataclass(frozen=True)
 class Hparams:
-    """All of a run. Hashable, so that it can be a static argument of a jitted function."""
+    """All knobs of a run. Hashable, so that it can be a static argument of a jitted function."""
 
     seed: int
     flop_budget: float
@@ -219,7 +219,7 @@ class Hparams:
         return routing.stages if self.model.routed_layers else (Stage(0.0, 1.0, 'top_c'),)
 
     def at(self, stage: Stage) -> 'Hparams':
-        """These hyper-parameters with the capacity of a stage of training."""
+        """These hyper-parameters, with the capacity of a stage of training."""
         if not self.model.routed_layers:
             return self
         routing = dataclasses.replace(

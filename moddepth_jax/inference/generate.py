@@ -127,7 +127,7 @@ def _start(unrolled, tokens_BT, segment_ids_BT, keys_B, *, num_samples, hparams,
         segment_ids_BT,
         hparams=hparams,
         routing=routing,
-        slots=slots,
+        capacity=slots,
         routed_capacity=routed_capacity,
     )
     repeat = functools.partial(jnp.repeat, repeats=num_samples, axis=0)

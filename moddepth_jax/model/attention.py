@@ -9,38 +9,25 @@ import jax.numpy as jnp
 from kernels_pallas import decode_attention, depth_attention
 from moddepth_jax.hparams import ModelHparams
 from moddepth_jax.model.layers import RMSNorm, apply_rope, projection, rms_norm
+from moddepth_jax.model.routing import TokenInfo
 from moddepth_jax.model.sharding import map_shards
 
 
-class TokenInfo(NamedTuple):
-    """What a block knows of its tokens beside their vectors; gathered with them when routed.
-
-    Attributes:
-      positions_BT: int32 [B, T], places in the original row, ascending.
-      segment_ids_BT: int32 [B, T]; tokens of different ids do not see each other, 0 is padding.
-      seeds_BT: uint32 [B, T], what the `random` router draws from; None for the others.
-    """
-
-    positions_BT: jax.Array
-    segment_ids_BT: jax.Array
-    seeds_BT: jax.Array | None = None
-
-
 def model_segment_ids(hparams: ModelHparams, segment_ids_BT):
-    """Segment ids as the model takes them: of `across_documents`, 1 for all that is not padding."""
+    """Segment ids that attention uses: under `across_documents` 1 for every real token."""
     if hparams.across_documents:
         return (segment_ids_BT > 0).astype(segment_ids_BT.dtype)
     return segment_ids_BT
 
 
 class KVView(NamedTuple):
-    """What one new token of each row, or of some rows, sees of the earlier ones.
+    """The cached keys and values that one new token of each row, or of some rows, sees.
 
     Attributes:
       k_BKHS, v_BKHS: a cache of keys and values [B, K, H, S].
-      visible_CS: bool [C, S], which slots a token sees.
-      rows_C: int32 [C], the row of the cache that each token belongs to, B and above for none,
-        which come last; None: C = B, row by row.
+      visible_CS: bool [C, S], the cache entries that each token sees.
+      rows_C: int32 [C], the row of the cache that each token belongs to, B and above (last) for
+        none; None: C = B, row by row.
     """
 
     k_BKHS: jax.Array
@@ -57,29 +44,29 @@ class KeysValues(NamedTuple):
 
 
 class DepthSlots(NamedTuple):
-    """What earlier layers wrote of the same tokens.
+    """What earlier layers wrote for the same tokens.
 
     Attributes:
-      slots: KeysValues with leaves [L, B, T, K, H]; in `dense` and `average` x_LBTD.
+      slots: KeysValues with leaves [L, B, T, K, H]; or x_LBTD in a stream that reads outputs.
       valid_LBT: bool, which tokens have a slot; None: all.
-      count: int, traced or not: slots that are written. None: L.
-      rows_BC: int32 [B, C], where the layer runs on C of the T tokens: which; T and above none.
-        None: on all.
-      sums: KeysValues of the slots' shapes whose values do not matter: their cotangents are the
-        slots' gradients, in their dtype. None: the slots' own cotangents are.
+      count: int, traced or not: the number of slots that are written. None: L.
+      indices_BC: int32 [B, C], the tokens that the layer runs on, if not on all T; T and above for
+        none.
+      sums: KeysValues of the slots' shapes whose values are never read: their cotangents are the
+        gradients of the slots, in their dtype. None: the slots' own cotangents are.
     """
 
     slots: KeysValues
     valid_LBT: jax.Array | None = None
     count: jax.Array | int | None = None
-    rows_BC: jax.Array | None = None
+    indices_BC: jax.Array | None = None
     sums: KeysValues | None = None
 
 
-QUERIES = ('rows', None, 'heads', None)
-KEYS = ('rows', None, 'kv_heads', None)
+QUERIES = ('batch', None, 'heads', None)
+KEYS = ('batch', None, 'kv_heads', None)
 SLOTS = (None, *KEYS)
-# How what depth_attention is given is split over a mesh; all else of it is static.
+# How the arrays of depth_attention are split over a mesh; its other arguments are static.
 SPLIT = {
     'q_BTNH': QUERIES,
     'k_BSKH': KEYS,
@@ -89,29 +76,32 @@ SPLIT = {
     'num_slots': (),
     'k_sums': SLOTS,
     'v_sums': SLOTS,
-    'slot_mask_LBR': (None, 'rows', None),
-    'slot_rows_BT': ('rows', None),
+    'slot_mask_LBR': (None, 'batch', None),
+    'slot_rows_BT': ('batch', None),
     'q_depth_BTNH': QUERIES,
-    'positions_BT': ('rows', None),
-    'segment_ids_BT': ('rows', None),
+    'positions_BT': ('batch', None),
+    'segment_ids_BT': ('batch', None),
 }
 
 
-def attend(hparams: ModelHparams, q_BTNH, k_BSKH, v_BSKH, depth: DepthSlots | None, given: dict):
-    """depth_attention by `model.attention`, and `depth` with threaded cotangents.
+def attend(hparams: ModelHparams, q_BTNH, k_BSKH, v_BSKH, depth: DepthSlots | None, options: dict):
+    """depth_attention by the backend that `model.attention` names, over a mesh.
 
-    Each device computes its own rows and heads, which see no others.
+    Each device computes its own batch rows and heads, which see no others.
 
     Args:
       hparams: of the model.
-      q_BTNH, k_BSKH, v_BSKH: as there.
-      depth: what slots there are; None: none.
-      given: the other arguments, `slots_of(depth)` among them.
+      q_BTNH, k_BSKH, v_BSKH: as of depth_attention.
+      depth: the DepthSlots; None: there are none.
+      options: the other arguments by name, those of `slot_arguments` included.
+
+    Returns:
+      o_BTNH, and `depth` with threaded cotangents.
     """
     implementation = None if hparams.attention == 'auto' else hparams.attention
-    given = {'q_BTNH': q_BTNH, 'k_BSKH': k_BSKH, 'v_BSKH': v_BSKH, **given}
-    arrays = {name: value for name, value in given.items() if name in SPLIT}
-    static = {name: value for name, value in given.items() if name not in SPLIT}
+    arguments = {'q_BTNH': q_BTNH, 'k_BSKH': k_BSKH, 'v_BSKH': v_BSKH, **options}
+    arrays = {name: value for name, value in arguments.items() if name in SPLIT}
+    static = {name: value for name, value in arguments.items() if name not in SPLIT}
     outputs = QUERIES
     if depth is not None:
         outputs = (QUERIES, SLOTS, SLOTS)
@@ -121,8 +111,13 @@ def attend(hparams: ModelHparams, q_BTNH, k_BSKH, v_BSKH, depth: DepthSlots | No
 
     def call(k_sums=None, v_sums=None, **arrays):
         sums = None if k_sums is None else (k_sums, v_sums)
-        how = {'implementation': implementation, 'thread_slots': depth is not None}
-        return depth_attention(slot_sums=sums, **how, **arrays, **static)
+        return depth_attention(
+            implementation=implementation,
+            thread_slots=depth is not None,
+            slot_sums=sums,
+            **arrays,
+            **static,
+        )
 
     result = map_shards(call, arrays, SPLIT, outputs)
     if depth is None:
@@ -132,23 +127,28 @@ def attend(hparams: ModelHparams, q_BTNH, k_BSKH, v_BSKH, depth: DepthSlots | No
     return o_BTNH, depth._replace(slots=KeysValues(*sides[:2]), sums=sums)
 
 
-def slots_of(hparams: ModelHparams, depth: DepthSlots) -> dict:
-    """What depth_attention and its reference are told of the slots."""
+def slot_arguments(hparams: ModelHparams, depth: DepthSlots) -> dict:
+    """The arguments of depth_attention, and of its reference, that describe the slots."""
     return {
         'k_depth_LBRKH': depth.slots.k_BTKH,
         'v_depth_LBRKH': depth.slots.v_BTKH,
         'num_slots': depth.count,
         'slot_window': hparams.depth.slot_window,
         'slot_mask_LBR': depth.valid_LBT,
-        'slot_rows_BT': depth.rows_BC,
+        'slot_rows_BT': depth.indices_BC,
     }
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query attention of one layer. `window` 0 sees every earlier token.
+    """Grouped-query attention of one layer, over the sequence and over depth slots.
 
-    Its heads also see the depth slots they are given, in one softmax with the sequence (MoDA, Zhu
-    et al. 2026, section 2.2): those of the token itself alone.
+    Each head attends in one softmax to earlier tokens and to the depth slots of its own token
+    (MoDA, Zhu et al. 2026, section 2.2).
+
+    Attributes:
+      hparams: of the model.
+      window: tokens that a query sees, itself included; 0: all earlier ones.
+      gathered: whether the tokens are a selection rather than whole rows.
     """
 
     hparams: ModelHparams
@@ -167,60 +167,65 @@ class SelfAttention(nn.Module):
             self.key_norm = RMSNorm(hparams.norm_eps)
 
     def __call__(
-        self, x_BTD, tokens: TokenInfo, past: KVView | None = None, depth: DepthSlots | None = None
+        self, x_BTD, tokens: TokenInfo, view: KVView | None = None, depth: DepthSlots | None = None
     ):
-        """The layer's output, the KeysValues of its tokens, those of their depth slot, and `depth`.
+        """Attend.
 
         Args:
           x_BTD: the layer's input.
           tokens: of the same.
-          past: what earlier tokens left, where T = 1; None: the tokens attend to each other.
-          depth: what earlier layers left. It is returned with the cotangents of its slots
-            threaded through, so that a scan over layers accumulates them in place.
+          view: the cached keys and values of earlier tokens, if T = 1; None: the tokens attend to
+            each other.
+          depth: what earlier layers wrote.
+
+        Returns:
+          The layer's output, the KeysValues of its tokens, the KeysValues of their depth slots, and
+          `depth` with the cotangents of its slots threaded through, so that a scan over layers
+          accumulates them in place.
         """
         q_BTNH, k_BTKH, v_BTKH = self.query(x_BTD), self.key(x_BTD), self.value(x_BTD)
         if self.hparams.qk_norm != 'none':
-            q_BTNH = self._normed(q_BTNH, self.query_norm)
+            q_BTNH = self._normalize(q_BTNH, self.query_norm)
         q_BTNH = apply_rope(q_BTNH, tokens.positions_BT, self.hparams.rope_theta)
-        keys = slot = KeysValues(self._rotated(k_BTKH, tokens.positions_BT), v_BTKH)
+        keys = slot = KeysValues(self._norm_and_rotate(k_BTKH, tokens.positions_BT), v_BTKH)
         if self.hparams.depth.slot_keys == 'unrotated':
             slot = KeysValues(self.slot_key(k_BTKH, tokens.positions_BT), v_BTKH)
-        if past is None:
+        if view is None:
             o_BTNH, depth = self._over_sequence(q_BTNH, keys, tokens, depth)
         else:
-            o_BTNH = self._over_cache(q_BTNH, keys, past, depth)
+            o_BTNH = self._over_cache(q_BTNH, keys, view, depth)
         return self.out(o_BTNH), keys, slot, depth
 
     def slot(self, x_BTD, tokens: TokenInfo) -> KeysValues:
-        """The depth slot of tokens of which this would be the layer's input."""
+        """The depth slot of tokens whose layer input this would be."""
         return KeysValues(self.slot_key(self.key(x_BTD), tokens.positions_BT), self.value(x_BTD))
 
     def slot_key(self, k_BTKH, positions_BT):
         """A projected key as a depth slot stores it.
 
         `rotated`: as the sequence sees it, after this layer's key norm and RoPE. `unrotated`: as
-        it is, but divided by its root mean square where readers norm it: what is left of a
-        reader's norm, its scale, is moved to the query, so that the slot is normed once.
+        projected, but divided by its root mean square if readers normalize keys. The scale of a
+        reader's norm is applied to its query instead, so that a slot is normalized only once.
         """
         if self.hparams.depth.slot_keys != 'unrotated':
-            return self._rotated(k_BTKH, positions_BT)
+            return self._norm_and_rotate(k_BTKH, positions_BT)
         if self.hparams.qk_norm == 'none':
             return k_BTKH
         epsilon = self.hparams.norm_eps
-        return self._normed(k_BTKH, lambda k: rms_norm(k, jnp.ones(k.shape[-1:]), epsilon))
+        return self._normalize(k_BTKH, lambda k: rms_norm(k, jnp.ones(k.shape[-1:]), epsilon))
 
-    def _rotated(self, k_BTKH, positions_BT):
+    def _norm_and_rotate(self, k_BTKH, positions_BT):
         if self.hparams.qk_norm != 'none':
-            k_BTKH = self._normed(k_BTKH, self.key_norm)
+            k_BTKH = self._normalize(k_BTKH, self.key_norm)
         return apply_rope(k_BTKH, positions_BT, self.hparams.rope_theta)
 
-    def _normed(self, x_BTNH, norm):
+    def _normalize(self, x_BTNH, norm):
         if self.hparams.qk_norm == 'head':
             return norm(x_BTNH)
         return norm(x_BTNH.reshape(*x_BTNH.shape[:2], -1)).reshape(x_BTNH.shape)
 
     def _slot_query(self, q_BTNH):
-        """The query for depth slots; None where it is that for the sequence."""
+        """The query for depth slots; None if it is that for the sequence."""
         if self.hparams.depth.slot_keys != 'unrotated' or self.hparams.qk_norm == 'none':
             return None
         kv_heads, width = self.hparams.num_kv_heads, self.hparams.head_dim
@@ -229,28 +234,28 @@ class SelfAttention(nn.Module):
         return q_BTNH * jnp.repeat(scale_KH, self.hparams.num_heads // kv_heads, axis=0)[None, None]
 
     def _over_sequence(self, q_BTNH, keys, tokens, depth):
-        given = {
-            # Of a whole row they are those of the index, and a kernel may count a window by it.
+        options = {
+            # In a whole row the position is the index, by which a kernel may count a window.
             'positions_BT': tokens.positions_BT if self.gathered else None,
-            # Without documents padding alone is told apart, and it comes last: nothing sees it.
+            # Without documents only padding differs, and no token sees it: it comes last.
             'segment_ids_BT': None if self.hparams.across_documents else tokens.segment_ids_BT,
             'window': self.window,
         }
         if depth is not None:
-            given |= slots_of(self.hparams, depth)
-            given['q_depth_BTNH'] = self._slot_query(q_BTNH)
-        # For analysis.depth_mass; in no program where `apply` is not asked for that collection.
-        sown = (q_BTNH, keys.k_BTKH, given, tokens.segment_ids_BT)
+            options |= slot_arguments(self.hparams, depth)
+            options['q_depth_BTNH'] = self._slot_query(q_BTNH)
+        # For `analysis`. Without mutable=['intermediates'] it is in no program.
+        sown = (q_BTNH, keys.k_BTKH, options, tokens.segment_ids_BT)
         self.sow('intermediates', 'sequence', sown)
-        return attend(self.hparams, q_BTNH, *keys, depth, given)
+        return attend(self.hparams, q_BTNH, *keys, depth, options)
 
-    def _over_cache(self, q_B1NH, keys, past, depth):
+    def _over_cache(self, q_B1NH, keys, view, depth):
         if depth is None:
-            return decode_attention(q_B1NH, *keys, *past)
+            return decode_attention(q_B1NH, *keys, *view)
         return decode_attention(
             q_B1NH,
             *keys,
-            *past,
+            *view,
             k_depth_LC1KH=depth.slots.k_BTKH,
             v_depth_LC1KH=depth.slots.v_BTKH,
             slot_mask_LC1=depth.valid_LBT,

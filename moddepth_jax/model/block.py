@@ -1,4 +1,4 @@
-"""One transformer block: attention and mlp, or experts, with their residuals and norms."""
+"""One transformer block: attention, then the mlp or experts, with their residuals and norms."""
 
 from typing import NamedTuple
 
@@ -6,16 +6,17 @@ import flax.linen as nn
 import jax
 
 from moddepth_jax.hparams import ModelHparams
-from moddepth_jax.model.attention import DepthSlots, KeysValues, KVView, SelfAttention, TokenInfo
+from moddepth_jax.model.attention import DepthSlots, KeysValues, KVView, SelfAttention
 from moddepth_jax.model.layers import RMSNorm, SwiGLU
 from moddepth_jax.model.moe.experts import NO_EXPERT_STATE, Experts, ExpertsRecord, ExpertState
+from moddepth_jax.model.routing import TokenInfo
 
 
 class SlotInputs(NamedTuple):
-    """What depth slots are made of, as far as the model's slots need it; else None.
+    """What the depth slots of a layer are made from; None for what its stream does not need.
 
     Attributes:
-      attention_slot: the KeysValues of attention as a slot stores them.
+      attention_slot: the KeysValues of attention, as a slot stores them.
       attention_input_BTD, mlp_input_BTD: what the two sub-layers read.
     """
 
@@ -25,30 +26,36 @@ class SlotInputs(NamedTuple):
 
 
 class BlockAux(NamedTuple):
-    """What a block leaves beside its output.
+    """What a block returns in addition to its output.
 
     Attributes:
-      keys: KeysValues of its tokens, for later tokens.
-      sources: for the depth slots of its tokens.
-      depth: the Depth it was given; see SelfAttention.
-      experts: the ExpertsRecord of a block that has experts, else None.
-      limits: of its experts, for later tokens; else as given.
+      keys: KeysValues of its tokens, for a cache.
+      slot_inputs: SlotInputs of its tokens.
+      depth: the DepthSlots of its input with threaded cotangents; see SelfAttention.
+      experts: the ExpertsRecord; None for a block without experts.
+      expert_state: the ExpertState for later tokens; as given for a block without experts.
     """
 
     keys: KeysValues
-    sources: SlotInputs
+    slot_inputs: SlotInputs
     depth: DepthSlots | None
     experts: ExpertsRecord | None
-    limits: ExpertState
+    expert_state: ExpertState
 
 
 class Block(nn.Module):
     """block(x), in one of three norm placements.
 
     `pre` (Llama): x + f(norm(x)); `post` (post-LN): norm(x + f(x)); `reordered` (OLMo2):
-    x + norm(f(x)); each for f = attention, then the mlp, or `experts`, which may look `ahead`. A
-    block that `writes_slots` leaves what they are made of. One whose tokens are `gathered` does not
-    see whole rows.
+    x + norm(f(x)); each for f = attention, then f = the mlp or the experts.
+
+    Attributes:
+      hparams: of the model.
+      window: of attention; 0: no limit.
+      writes_slots: whether to return the SlotInputs that the stream needs.
+      gathered: whether its tokens are a selection rather than whole rows.
+      experts: whether experts are its mlp.
+      ahead: whether experts that choose tokens look at whole rows; otherwise they use thresholds.
     """
 
     hparams: ModelHparams
@@ -69,47 +76,45 @@ class Block(nn.Module):
         self,
         x_BTD,
         tokens: TokenInfo,
-        past: KVView | None = None,
+        view: KVView | None = None,
         depth: DepthSlots | None = None,
-        limits: ExpertState = NO_EXPERT_STATE,
+        expert_state: ExpertState = NO_EXPERT_STATE,
     ) -> tuple[jax.Array, BlockAux]:
-        """The block's output [B, T, D], and what it leaves.
-
-        Arguments are as SelfAttention and Experts take them.
-        """
-        given = (past, depth, limits)
-        _, middle_BTD, transformed_BTD, left = self._run(x_BTD, tokens, *given)
+        """The block's output [B, T, D] and its BlockAux; arguments as of SelfAttention, Experts."""
+        _, middle_BTD, transformed_BTD, aux = self._run(x_BTD, tokens, view, depth, expert_state)
         y_BTD = middle_BTD + transformed_BTD
-        return self.mlp_norm(y_BTD) if self.hparams.norm_placement == 'post' else y_BTD, left
+        return self.mlp_norm(y_BTD) if self.hparams.norm_placement == 'post' else y_BTD, aux
 
-    def delta(self, x_BTD, tokens: TokenInfo, *given):
-        """block(x) - x, and Left, without the cancellation where the placement allows it.
+    def delta(self, x_BTD, tokens: TokenInfo, view, depth, expert_state):
+        """block(x) - x and the BlockAux, without cancellation where the norm placement allows it.
 
-        All arguments are as in a call.
+        Arguments as of `__call__`.
         """
         if self.hparams.norm_placement == 'post':
-            y_BTD, left = self(x_BTD, tokens, *given)
-            return y_BTD - x_BTD, left
-        attended_BTD, _, transformed_BTD, left = self._run(x_BTD, tokens, *given)
-        return attended_BTD + transformed_BTD, left
+            y_BTD, aux = self(x_BTD, tokens, view, depth, expert_state)
+            return y_BTD - x_BTD, aux
+        attended_BTD, _, transformed_BTD, aux = self._run(x_BTD, tokens, view, depth, expert_state)
+        return attended_BTD + transformed_BTD, aux
 
-    def skipped_sources(self, x_BTD, tokens: TokenInfo) -> SlotInputs:
-        """Sources of tokens that pass the block by, as if attention and mlp added nothing.
+    def skipped_slot_inputs(self, x_BTD, tokens: TokenInfo) -> SlotInputs:
+        """SlotInputs of tokens that skip the block, as if attention and mlp added nothing.
 
         Under `post` both sub-layers are taken to read the stream after the first norm, under
         `reordered` the stream as it is.
         """
-        placement = self.hparams.norm_placement
+        placement, needed = self.hparams.norm_placement, self._needed_slot_inputs
+        if not needed:
+            return SlotInputs()
         input_BTD = x_BTD if placement == 'reordered' else self.attention_norm(x_BTD)
         mlp_input_BTD = self.mlp_norm(x_BTD) if placement == 'pre' else input_BTD
-        slot = self.attention.slot(input_BTD, tokens) if self._attention_makes_slot else None
-        return self._sources(slot, input_BTD, mlp_input_BTD)
+        slot = self.attention.slot(input_BTD, tokens) if 'attention_slot' in needed else None
+        return self._slot_inputs(slot, input_BTD, mlp_input_BTD)
 
-    def _run(self, x_BTD, tokens, past, depth, limits):
-        """What attention adds, the stream after it, what the mlp adds to that, and Left."""
+    def _run(self, x_BTD, tokens, view, depth, expert_state):
+        """What attention adds, the stream after it, what the mlp adds to that, and the BlockAux."""
         placement = self.hparams.norm_placement
         input_BTD = self.attention_norm(x_BTD) if placement == 'pre' else x_BTD
-        attended_BTD, keys, slot, depth = self.attention(input_BTD, tokens, past, depth)
+        attended_BTD, keys, slot, depth = self.attention(input_BTD, tokens, view, depth)
         if placement == 'reordered':
             attended_BTD = self.attention_norm(attended_BTD)
         middle_BTD = x_BTD + attended_BTD
@@ -118,26 +123,21 @@ class Block(nn.Module):
         mlp_input_BTD = self.mlp_norm(middle_BTD) if placement == 'pre' else middle_BTD
         if self.experts:
             real_BT = tokens.segment_ids_BT > 0
-            transformed_BTD, record, limits = self.mlp(mlp_input_BTD, real_BT, limits)
+            transformed_BTD, record, expert_state = self.mlp(mlp_input_BTD, real_BT, expert_state)
         else:
             transformed_BTD, record = self.mlp(mlp_input_BTD), None
         if placement == 'reordered':
             transformed_BTD = self.mlp_norm(transformed_BTD)
-        sources = self._sources(slot, input_BTD, mlp_input_BTD)
-        left = BlockAux(keys, sources, depth, record, limits)
-        return attended_BTD, middle_BTD, transformed_BTD, left
+        slot_inputs = self._slot_inputs(slot, input_BTD, mlp_input_BTD)
+        aux = BlockAux(keys, slot_inputs, depth, record, expert_state)
+        return attended_BTD, middle_BTD, transformed_BTD, aux
 
-    def _sources(self, slot, attention_input_BTD, mlp_input_BTD):
-        depth = self.hparams.depth
-        if not self.writes_slots:
-            return SlotInputs()
-        return SlotInputs(
-            slot if self._attention_makes_slot else None,
-            attention_input_BTD if depth.attention_slot_projection else None,
-            mlp_input_BTD if depth.slots == 'attention+ffn' else None,
-        )
+    def _slot_inputs(self, slot, attention_input_BTD, mlp_input_BTD):
+        all_inputs = SlotInputs(slot, attention_input_BTD, mlp_input_BTD)
+        needed = self._needed_slot_inputs
+        return SlotInputs(**{name: getattr(all_inputs, name) for name in needed})
 
     @property
-    def _attention_makes_slot(self):
+    def _needed_slot_inputs(self):
         depth = self.hparams.depth
-        return depth.slots in ('attention', 'attention+ffn') and not depth.attention_slot_projection
+        return depth.stream_class.slot_inputs(depth) if self.writes_slots else ()

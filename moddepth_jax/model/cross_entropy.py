@@ -1,9 +1,9 @@
 """Next-token cross-entropy with z-loss that never holds the logits of all tokens.
 
-They can be the largest array of a step: 1.6 GB for 4096 tokens and 100k ids, and their gradient as
-much again. Each device computes the logits of a chunk of its tokens, their losses, and what the
-chunk adds to both gradients, and goes on to the next chunk. The gradients are ready when the
-backward pass asks for them, so that no product is computed twice.
+They can be the largest array of a step: 1.6 GB for 4096 tokens and 100k ids, and as much again for
+their gradient. Each device goes through its tokens in chunks, and computes for each chunk the
+logits, the losses and the gradients. So the backward pass finds the gradients ready, and no product
+is computed twice.
 """
 
 import functools
@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from moddepth_jax.model.layers import head_matrix, logits, wide_einsum
 from moddepth_jax.model.sharding import constrain, map_shards, part_shape
 
-# Bytes of a device's float32 logits, unless loss_chunk is set. Up to the first they exist all at
-# once. Above it they exist in chunks of at most half of them and at most the second. On two CPU
-# cores the loss of 4096 tokens and 8192 ids (2**27) takes 0.55 of its time in chunks, of any size.
-# On a GPU each chunk reads and writes the gradient of the matrix, so that large chunks are better.
+# Bytes of a device's float32 logits, unless loss_chunk is set. Up to the first number there is one
+# chunk; above it, chunks of at most half of the logits and at most the second number. Chunks of any
+# size take 0.55 of the time for 4096 tokens and 8192 ids (2**27) on two CPU cores. On a GPU large
+# ones are better: each reads and writes the gradient of the matrix.
 LOGITS_BYTES = 2**26, 2**28
 
 
@@ -39,7 +39,7 @@ def token_losses(logits_BTV, labels_BT):
 
 
 def cross_entropy(x_BTD, params, labels_BT, z_loss: float, loss_chunk: int):
-    """Losses of the next tokens, computed from the last hidden states.
+    """Losses of the next tokens, from the last hidden states.
 
     Args:
       x_BTD: of `Transformer.hidden_states`.
@@ -73,7 +73,7 @@ def _default_chunk(tokens, vocab_size):
 
 
 def chunk_size(tokens: int, most: int) -> int:
-    """Tokens of a chunk, at most `most`: a divisor if one is above half of it, else padding."""
+    """Tokens of a chunk, at most `most`: a divisor of `tokens` if one is above half of that."""
     fewest = -(-tokens // most)
     count = next((count for count in range(fewest, 2 * fewest) if tokens % count == 0), fewest)
     return -(-tokens // count)
@@ -82,7 +82,7 @@ def chunk_size(tokens: int, most: int) -> int:
 def _names(axes):
     """Names of the axes of each array, as `by_shards` takes them."""
     of_matrix = tuple('vocab' if axis == 'v' else None for axis in axes)
-    return {'x_BTD': ('rows', None, None), 'matrix': of_matrix, 'labels_BT': ('rows', None)}
+    return {'x_BTD': ('batch', None, None), 'matrix': of_matrix, 'labels_BT': ('batch', None)}
 
 
 def _total(nll_BT, log_z_BT, z_loss):
@@ -103,11 +103,11 @@ def _in_chunks_forward(x_BTD, matrix, labels_BT, z_loss, axes, chunk):
     nll_BT, log_z_BT, dx_BTD, parts = _sharded(
         x_BTD, matrix, labels_BT, z_loss, axes, chunk, slopes=True
     )
-    # Communicated in the dtype of the matrix, and each device keeps the part that it stores.
+    # Reduce-scattered in the dtype of the matrix.
     names = ['vocab' if axis == 'v' else 'embed' for axis in axes]
     d_matrix = constrain(jnp.sum(parts, axis=0, dtype=parts.dtype), *names)
-    # The optimizer is the first to read the sum: without a barrier XLA keeps the unsummed float32
-    # parts, as large as the matrix, until then.
+    # Without a barrier XLA postpones the sum to its first reader, the optimizer, and keeps the
+    # float32 parts, as large as the matrix, until then.
     slopes = jax.lax.optimization_barrier((dx_BTD, d_matrix))
     return (_total(nll_BT, log_z_BT, z_loss), nll_BT, log_z_BT), slopes
 
@@ -126,12 +126,12 @@ def _sharded(x_BTD, matrix, labels_BT, z_loss, axes, chunk, slopes):
 
     Returns:
       nll_BT, log_z_BT; with `slopes` also the gradients of the total: dx_BTD and, in the dtype of
-      the matrix, its gradient as [X, ...], of which X parts come from devices with other rows.
+      the matrix, its gradient as [X, ...]: X parts, from devices with different rows.
     """
     names = _names(axes)
     names_out = (names['labels_BT'],) * 2
     if slopes:
-        names_out += names['x_BTD'], ('rows', *names['matrix'])
+        names_out += names['x_BTD'], ('batch', *names['matrix'])
     vocab_axis = axes.index('v')
     vocab_size = matrix.shape[vocab_axis]
 

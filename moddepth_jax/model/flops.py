@@ -1,10 +1,10 @@
-"""FLOPs of a model, counted by hand and, to check the hand, from a traced program.
+"""FLOPs of a model, counted by formula; and the FLOPs of a traced program, to check the formula.
 
-A multiply-add is 2. Attention counts the half of the query-key pairs that causality leaves, the
-head counts, embedding look-ups and elementwise work do not, recomputation never does. A routed
-block counts the C tokens that enter it and its router and predictor on all T. Depth slots count
-where a query may see them, their projections on the tokens that have them. Experts count the pairs
-of a token and an expert that passes it, not the places that a sorted layout leaves empty.
+A multiply-add is 2. Attention counts the half of the query-key pairs that causality leaves, and the
+head counts; embedding look-ups, elementwise work and recomputation do not. A routed block counts
+its C selected tokens, and its router and causal rule on all T. Depth slots count if a query may see
+them, their projections on the tokens that have them. Experts count the pairs of a token and its
+experts, not the padding of a sorted layout.
 """
 
 import math
@@ -12,7 +12,7 @@ import math
 import jax
 
 from moddepth_jax.hparams import ExpertsHparams, Hparams, ModelHparams, Stage
-from moddepth_jax.model.mod.routers import ROUTERS
+from moddepth_jax.hparams.registry import CAUSAL_RULES
 from moddepth_jax.model.streams import layer_kinds
 
 
@@ -23,8 +23,8 @@ def _pairs(length: int, window: int) -> float:
     return window * length - window**2 / 2
 
 
-def _entering(hparams: Hparams, layer: int, length: int, routing: str) -> tuple[int, int]:
-    """Tokens of a row that `layer` processes, and its window among them."""
+def _selected(hparams: Hparams, layer: int, length: int, routing: str) -> tuple[int, int]:
+    """Tokens of a row that the block of `layer` processes, and its window among them."""
     model = hparams.model
     if layer not in model.routed_layers:
         return length, model.window(layer)
@@ -37,12 +37,11 @@ def _entering(hparams: Hparams, layer: int, length: int, routing: str) -> tuple[
 
 
 def expert_pairs(experts: ExpertsHparams, tokens: int) -> float:
-    """Pairs of a token and a routed expert in one layer, of a row of which `tokens` are processed.
+    """Pairs of a token and a routed expert in one layer, for a row with `tokens` processed tokens.
 
-    Where tokens choose, these are their k choices less the no-op experts' share of them, at balance
-    (num_noop / num_choices), to which the balance loss drives the loads: what a step really
-    computes may be more or less. Under a row_capacity they are at most what all experts take of a
-    row. Where experts choose, they are exactly what they take.
+    If tokens choose, these are their k choices without the share of no-op experts, at balanced
+    loads (num_noop / num_choices); a step may compute more or less. A row_capacity bounds them by
+    what all experts take of a row. If experts choose, the number is exact.
     """
     if experts.choice == 'expert':
         return experts.num_routed * experts.num_taken(tokens)
@@ -73,31 +72,32 @@ def forward_breakdown(
 ) -> dict[str, float]:
     """FLOPs of one forward pass over [batch, length] tokens, by part.
 
-    Parts: projections (of attention), attention (scores and weighted values), mlp (shared experts
-    too), expert_router (scores of the experts), experts (routed ones; see expert_pairs), router,
-    predictor, head; and of the depth stream `depth_projections` (slots, queries, the reads of
-    `dense` and `average`) and `depth_attention` (scores and weighted values of slots). Routed
-    blocks are counted at C tokens under top_c, and under a causal rule at the most that may enter.
+    Parts: projections (of attention), attention (scores and weighted values), mlp (with shared
+    experts), expert_router (scores of experts), experts (routed ones; see expert_pairs), router,
+    predictor (the causal rule), head; and of the depth stream `depth_projections` (its parameters)
+    and `depth_attention` (scores and weighted values of slots). Routed blocks count C tokens under
+    top_c, and under a causal rule the most that may be selected.
     """
     model = hparams.model
     heads, kv_heads = model.num_heads, model.num_kv_heads
     names = ('projections', 'attention', 'mlp', 'expert_router', 'experts', 'router', 'predictor')
     parts = dict.fromkeys(names, 0.0)
     for layer in range(model.num_layers):
-        tokens, window = _entering(hparams, layer, length, routing)
+        tokens, window = _selected(hparams, layer, length, routing)
         matrices = model.d_model * model.head_dim * (2 * heads + 2 * kv_heads)
         parts['projections'] += 2 * tokens * matrices
         parts['attention'] += 4 * _pairs(tokens, window) * heads * model.head_dim
         for part, cost in _mlp_parts(model, layer, tokens).items():
             parts[part] += cost
         if layer in model.routed_layers:
-            parts['router'] += 2 * length * model.d_model * ROUTERS[model.routing.router].PRODUCTS
-            if model.routing.causal_rule == 'predictor':
-                width = model.routing.predictor_width
-                matrices = (model.d_model + 1) * width if width else model.d_model
-                parts['predictor'] += 2 * length * matrices
+            parts['router'] += 2 * length * model.d_model * model.routing.router_class.products
+            rule = CAUSAL_RULES[model.routing.causal_rule]
+            parts['predictor'] += length * rule.flops_per_token(model)
     readers = depth_readers(hparams, length, routing)
-    parts['depth_projections'] = _depth_projections(hparams, length, routing)
+    parts['depth_projections'] = sum(
+        model.depth.stream_class.projection_flops(model, kind, length, tokens)
+        for kind, tokens in _kinds_and_tokens(hparams, length, routing)
+    )
     parts['depth_attention'] = sum(
         4 * tokens * seen * heads * model.head_dim for tokens, seen, _ in readers
     )
@@ -105,30 +105,13 @@ def forward_breakdown(
     return {part: batch * flops for part, flops in parts.items()}
 
 
-def _depth_projections(hparams: Hparams, length: int, routing: str) -> float:
-    """FLOPs of one row on what the depth stream reads and writes by learned weights."""
-    model, total, layer = hparams.model, 0.0, 0
-    depth, width = model.depth, model.head_dim
-    slot = 4 * model.d_model * model.num_kv_heads * width
-    masked = model.masks_slots
-    products = 1 if depth.stream == 'average' else model.d_model  # of each number of an input
-    for kind in layer_kinds(model):
-        total += 2 * length * kind.inputs * model.d_model * products
-        entering = _entering(hparams, layer, length, routing)[0] if kind.part == 'block' else length
-        layer += kind.part == 'block'
-        if not kind.slots:
-            continue
-        if depth.stream == 'attention':
-            total += length * (slot + 2 * model.d_model * model.num_heads * width)
-        elif depth.stream == 'moda':
-            # Each slot is projected once a token, but that of attention, where it is the block's
-            # own key and value: only for skipped tokens, in one product over all.
-            tokens = entering if masked else length
-            projected = kind.slots
-            if depth.slots != 'block' and not depth.attention_slot_projection:
-                projected -= masked or not kind.routed
-            total += tokens * slot * projected
-    return total
+def _kinds_and_tokens(hparams, length, routing):
+    """(LayerKind, tokens of a row that its block processes) of each layer."""
+    layer = 0
+    for kind in layer_kinds(hparams.model):
+        is_block = kind.part == 'block'
+        yield kind, _selected(hparams, layer, length, routing)[0] if is_block else length
+        layer += is_block
 
 
 def depth_readers(hparams: Hparams, length: int, routing: str) -> list[tuple[int, int, int]]:
@@ -136,17 +119,14 @@ def depth_readers(hparams: Hparams, length: int, routing: str) -> list[tuple[int
 
     Under `masked` a slot counts for the tokens that have none too.
     """
-    model, readers, layer, written = hparams.model, [], 0, 0
-    if model.depth.stream not in ('attention', 'moda'):
+    depth, readers, written = hparams.model.depth, [], 0
+    if not depth.stream_class.attends:
         return readers
-    for kind in layer_kinds(model):
-        tokens = length
-        if kind.part == 'block' and model.depth.stream == 'moda':
-            tokens, _ = _entering(hparams, layer, length, routing)
-        seen = min(written, model.depth.slot_window or written)
+    for kind, tokens in _kinds_and_tokens(hparams, length, routing):
+        queries = tokens if depth.joins_attention else length
+        seen = min(written, depth.slot_window or written)
         if kind.part != 'entry':
-            readers.append((tokens, seen, written))
-        layer += kind.part == 'block'
+            readers.append((queries, seen, written))
         written += kind.slots
     return readers
 
@@ -173,13 +153,13 @@ def masked_attention_flops(
 ) -> float:
     """FLOPs of a forward pass on query-key pairs that are computed and then hidden by the mask.
 
-    They are those of the `reference` attention, which computes every pair, and with every slot of
-    the buffer: what separates the counted FLOPs from the products in its traced program.
+    The `reference` attention computes every pair, and every slot of the buffer. These FLOPs are the
+    difference between the counted FLOPs and the products in its traced program.
     """
     model, extra = hparams.model, 0.0
     per_pair = 4 * model.num_heads * model.head_dim
     for layer in range(model.num_layers):
-        tokens, window = _entering(hparams, layer, length, routing)
+        tokens, window = _selected(hparams, layer, length, routing)
         extra += per_pair * (tokens**2 - _pairs(tokens, window))
     readers = depth_readers(hparams, length, routing)
     in_buffer = sum(kind.slots for kind in layer_kinds(model))
@@ -190,18 +170,18 @@ def masked_attention_flops(
 
 
 def empty_place_flops(hparams: Hparams, batch: int, length: int, routing: str = 'top_c') -> float:
-    """FLOPs of a training step's forward pass on places for pairs of token and expert without one.
+    """FLOPs of a training step's forward pass on unused places of pairs of token and expert.
 
-    Where tokens choose, a row has a place for each of their k choices (as far as row_capacity lets
-    any be taken), those of no-op experts too. `ragged_dot` multiplies them all: like hidden
-    query-key pairs, the empty ones are in the traced program and not in the counted FLOPs.
+    If tokens choose, a row has a place for each of their k choices (at most those that row_capacity
+    allows), those of no-op experts too. `ragged_dot` multiplies them all: like hidden query-key
+    pairs, the unused ones are in the traced program and not in the counted FLOPs.
     """
     model, empty = hparams.model, 0.0
     experts = model.experts
     if experts.choice != 'token':
         return empty
     for layer in model.expert_layers:
-        tokens, _ = _entering(hparams, layer, length, routing)
+        tokens, _ = _selected(hparams, layer, length, routing)
         places = tokens * experts.top_k
         if experts.row_capacity:
             places = min(places, experts.num_routed * experts.row_capacity)
@@ -213,9 +193,9 @@ def dot_general_flops(jaxpr) -> int:
     """FLOPs of every dot_general and ragged_dot in a jaxpr, scan bodies times their length.
 
     Args:
-      jaxpr: a Jaxpr or ClosedJaxpr, as from `jax.make_jaxpr(f)(...)`. Of a `cond` the dearest
-        branch counts; the body of a `while` counts once, its trips being unknown. Each row of a
-        ragged_dot meets one group's matrix, whichever it is.
+      jaxpr: a Jaxpr or ClosedJaxpr, as from `jax.make_jaxpr(f)(...)`. The most expensive branch of
+        a `cond` counts. The body of a `while` counts once, as the number of trips is unknown. Each
+        row of a ragged_dot is multiplied by one group's matrix.
     """
     jaxpr = getattr(jaxpr, 'jaxpr', jaxpr)
     total = 0

@@ -1,7 +1,7 @@
-"""What decoding keeps of earlier tokens: keys and values of each block, of those that entered it.
+"""What decoding keeps of earlier tokens: the keys and values of each block.
 
-A dense block holds every token in the slot of its position. A routed block holds the tokens that
-entered it, in order, with their original positions, in a static number of slots.
+A dense block caches every token at the index of its position. A routed block caches its selected
+tokens, in order, with their original positions, up to a static capacity.
 """
 
 from typing import NamedTuple
@@ -14,14 +14,14 @@ from moddepth_jax.model.sharding import constrain
 
 
 class LayerCache(NamedTuple):
-    """Keys and values of one block. Slots are the last axis: attention reads them fastest so.
+    """Keys and values of one block. Tokens are the last axis: attention reads them fastest so.
 
     Attributes:
-      k_BKHS, v_BKHS: [B, K, H, slots].
-      positions_BS: int32 [B, slots], the original positions of a routed block's entries; None in a
-        dense block, whose slot is the position.
-      lengths_B: int32 [B], slots in use; None in a dense block, where it is the row's length.
-      taken_BE: int32 [B, E], tokens that each expert of a dense block took, where there is a
+      k_BKHS, v_BKHS: [B, K, H, capacity].
+      positions_BS: int32 [B, capacity], original positions of a routed block's tokens; None in a
+        dense block, where the index is the position.
+      lengths_B: int32 [B], tokens in the cache; None in a dense block, which has the whole row.
+      taken_BE: int32 [B, E], tokens that each expert of a dense block took, if there is a
         `row_capacity`; else None.
     """
 
@@ -32,19 +32,19 @@ class LayerCache(NamedTuple):
     taken_BE: jax.Array | None = None
 
     @property
-    def slots(self) -> int:
-        """S, of a row."""
+    def capacity(self) -> int:
+        """S, the most tokens of a row."""
         return self.k_BKHS.shape[-1]
 
 
 class Cache(NamedTuple):
-    """All of it.
+    """The caches of all blocks, and what they share.
 
     Attributes:
       layers: a LayerCache for each block, in order of depth.
       lengths_B: int32 [B], tokens of each row so far: the position of its next one.
-      documents_B: int32 [B], where each row's current document begins; nothing before is seen.
-      dropped_B: int32 [B], times that a token was let in by the rule and found no slot.
+      documents_B: int32 [B], where each row's current document begins; earlier tokens are hidden.
+      dropped_B: int32 [B], times that a selected token found a routed block's cache full.
     """
 
     layers: tuple[LayerCache, ...]
@@ -54,9 +54,12 @@ class Cache(NamedTuple):
 
 
 class CacheUpdate(NamedTuple):
-    """What one new token of each row leaves in a block: KeysValues [B, 1, K, H], and who entered.
+    """What one new token of each row adds to a block's cache.
 
-    `selected_B` is None in a dense block; `taken_BE` as LayerCache has it.
+    Attributes:
+      keys: KeysValues [B, 1, K, H].
+      selected_B: bool, the rows that a routed block selected; None in a dense block.
+      taken_BE: as LayerCache.
     """
 
     keys: KeysValues
@@ -64,78 +67,78 @@ class CacheUpdate(NamedTuple):
     taken_BE: jax.Array | None = None
 
 
-def visible_mask(layer: LayerCache, lengths_B, documents_B, window: int, slots: int):
-    """bool [B, slots]: the slots that a row's next token, at position `lengths_B`, sees."""
-    slots_S = jnp.arange(slots)
+def visible_mask(layer: LayerCache, lengths_B, documents_B, window: int, capacity: int):
+    """bool [B, capacity]: the entries that a row's next token, at position `lengths_B`, sees."""
+    index_S = jnp.arange(capacity)
     routed = layer.lengths_B is not None
-    positions_BS = layer.positions_BS if routed else slots_S[None]
-    visible_BS = slots_S[None] < (layer.lengths_B if routed else lengths_B)[:, None]
+    positions_BS = layer.positions_BS if routed else index_S[None]
+    visible_BS = index_S[None] < (layer.lengths_B if routed else lengths_B)[:, None]
     visible_BS &= positions_BS >= documents_B[:, None]
     if window:
         visible_BS &= lengths_B[:, None] - positions_BS < window
     return visible_BS
 
 
-def _split(side):
-    """Keys, values or positions of a block as they lie over a mesh: by rows, and by heads."""
+def _shard(side):
+    """Keys, values or positions of a block, split over a mesh by rows and heads."""
     if side.ndim == 2:
-        return constrain(side, 'rows', None)
-    return constrain(side, 'rows', 'kv_heads', None, None)
+        return constrain(side, 'batch', None)
+    return constrain(side, 'batch', 'kv_heads', None, None)
 
 
 def cache_from_prefill(
-    keys: KeysValues, slots: int | None, positions_BS=None, lengths_B=None
+    keys: KeysValues, capacity: int | None, positions_BS=None, lengths_B=None
 ) -> LayerCache:
-    """A block's cache of `slots` slots (None: as many as entries) from KeysValues [B, C, K, H]."""
+    """A block's cache of `capacity` tokens (None: as many as there are) from keys [B, C, K, H]."""
 
     def fit(side, axis):
-        if slots is None:
+        if capacity is None:
             return side
-        room = [(0, 0)] * side.ndim
-        room[axis] = (0, slots - side.shape[axis])
-        return jnp.pad(side, room)
+        widths = [(0, 0)] * side.ndim
+        widths[axis] = (0, capacity - side.shape[axis])
+        return jnp.pad(side, widths)
 
-    k_BKHS, v_BKHS = (_split(fit(jnp.moveaxis(side_BCKH, 1, 3), 3)) for side_BCKH in keys)
+    k_BKHS, v_BKHS = (_shard(fit(jnp.moveaxis(side_BCKH, 1, 3), 3)) for side_BCKH in keys)
     positions_BS = None if positions_BS is None else fit(positions_BS, 1)
     return LayerCache(k_BKHS, v_BKHS, positions_BS, lengths_B)
 
 
-def update_cache(cache: Cache, entries, new_documents_B, dropped_B, active_B) -> Cache:
-    """The cache after one token of each active row. Jitted by its caller, which donates `cache`.
+def update_cache(cache: Cache, updates, new_documents_B, dropped_B, active_B) -> Cache:
+    """The cache after one token of each active row. Its caller jits it and donates `cache`.
 
-    It is a program of its own: in one with the reads, XLA copies every cache.
+    It is a separate program: in one program with the reads, XLA copies every cache.
 
     Args:
-      cache: before it.
-      entries: an Entry for each block.
+      cache: before the token.
+      updates: a CacheUpdate for each block.
       new_documents_B: bool [B], the token begins a document.
-      dropped_B: int32 [B], blocks that had no slot for the token.
+      dropped_B: int32 [B], blocks whose cache was full for the token.
       active_B: bool [B], rows that took a token; the others stay as they are.
     """
     layers = []
-    for layer, entry in zip(cache.layers, entries, strict=True):
-        taken_B = active_B if entry.selected_B is None else entry.selected_B
+    for layer, update in zip(cache.layers, updates, strict=True):
+        writes_B = active_B if update.selected_B is None else update.selected_B
         free_B = cache.lengths_B if layer.lengths_B is None else layer.lengths_B
-        # A row that takes none writes beyond the last slot, which is dropped.
-        slots_B = jnp.where(taken_B, free_B, layer.slots)
+        # A row without an update writes past the capacity, which is dropped.
+        index_B = jnp.where(writes_B, free_B, layer.capacity)
 
-        def put(side_BX, new_BX, slots_B=slots_B):
-            def one(side_X, new_X, slot):
-                return side_X.at[..., slot].set(new_X, mode='drop', unique_indices=True)
+        def put(side_BX, new_BX, index_B=index_B):
+            def one(side_X, new_X, index):
+                return side_X.at[..., index].set(new_X, mode='drop', unique_indices=True)
 
-            # Row by row: indexed by rows too, each device would get the entries of all.
-            return _split(jax.vmap(one)(side_BX, new_BX, slots_B))
+            # By vmap: with row indices too, each device would get the updates of all rows.
+            return _shard(jax.vmap(one)(side_BX, new_BX, index_B))
 
-        k_BKHS = put(layer.k_BKHS, entry.keys.k_BTKH[:, 0])
-        v_BKHS = put(layer.v_BKHS, entry.keys.v_BTKH[:, 0])
+        k_BKHS = put(layer.k_BKHS, update.keys.k_BTKH[:, 0])
+        v_BKHS = put(layer.v_BKHS, update.keys.v_BTKH[:, 0])
         if layer.lengths_B is None:
             taken_BE = layer.taken_BE
             if taken_BE is not None:
-                taken_BE = jnp.where(active_B[:, None], entry.taken_BE, taken_BE)
+                taken_BE = jnp.where(active_B[:, None], update.taken_BE, taken_BE)
             layers.append(LayerCache(k_BKHS, v_BKHS, None, None, taken_BE))
         else:
             positions_BS = put(layer.positions_BS, cache.lengths_B)
-            layers.append(LayerCache(k_BKHS, v_BKHS, positions_BS, layer.lengths_B + taken_B))
+            layers.append(LayerCache(k_BKHS, v_BKHS, positions_BS, layer.lengths_B + writes_B))
     begins_B = new_documents_B & active_B
     return Cache(
         tuple(layers),
@@ -146,21 +149,21 @@ def update_cache(cache: Cache, entries, new_documents_B, dropped_B, active_B) ->
 
 
 def longest_routed_row(cache: Cache) -> int:
-    """Most entries of a row in a routed block, 0 for a dense model. Waits for the device."""
+    """Most tokens of a row in a routed block, 0 for a dense model. Waits for the device."""
     lengths = [layer.lengths_B for layer in cache.layers if layer.lengths_B is not None]
     return max((int(jnp.max(lengths_B)) for lengths_B in lengths), default=0)
 
 
-def resize_cache(cache: Cache, slots: int) -> Cache:
-    """The cache with `slots` slots in each routed block, no fewer than its fullest row has."""
+def resize_cache(cache: Cache, capacity: int) -> Cache:
+    """The cache with another capacity of each routed block, at least `longest_routed_row`."""
 
     def fit(layer):
         if layer.lengths_B is None:
             return layer
 
         def cut_or_pad(side):
-            side = side[..., :slots]
-            return jnp.pad(side, [(0, 0)] * (side.ndim - 1) + [(0, slots - side.shape[-1])])
+            side = side[..., :capacity]
+            return jnp.pad(side, [(0, 0)] * (side.ndim - 1) + [(0, capacity - side.shape[-1])])
 
         return LayerCache(*map(cut_or_pad, layer[:3]), layer.lengths_B)
 

@@ -1,4 +1,4 @@
-"""Normalisation, rotary positions, projections and the mlp of a transformer block."""
+"""Norm, rotary embedding, projections, embedding and head, and the mlp of a block."""
 
 import math
 
@@ -11,7 +11,7 @@ from moddepth_jax.model.sharding import constrain, unshard_embedding, unshard_pa
 
 
 def rms_norm(x, scale, epsilon):
-    """x rsqrt(mean(x^2) + epsilon) scale over the last axis, in float32, returned in x's dtype."""
+    """x rsqrt(mean(x^2) + epsilon) scale over the last axis, in float32, rerotated in x's dtype."""
     x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     inverse = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + epsilon)
     return (x32 * inverse * jnp.expand_dims(scale, range(x.ndim - 1))).astype(x.dtype)
@@ -25,12 +25,12 @@ def apply_rope(x_BTNH, positions_BT, theta):
     angle_BT1F = positions_BT[:, :, None, None] * frequency_F[None, None, None, :]
     sin, cos = jnp.sin(angle_BT1F), jnp.cos(angle_BT1F)
     x1, x2 = jnp.split(x_BTNH.astype(dtype), 2, axis=-1)
-    turned = jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
-    return turned.astype(x_BTNH.dtype)
+    rotated = jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
+    return rotated.astype(x_BTNH.dtype)
 
 
 def wide_einsum(equation: str, x, y):
-    """A product with a float32 result, or a wider one, of inputs that may be narrower."""
+    """An einsum with a float32 or wider result, whatever the dtype of its inputs."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
     if jax.default_backend() == 'cpu':
         # XLA on CPU cannot run some bfloat16 products with a float32 result.
@@ -39,25 +39,24 @@ def wide_einsum(equation: str, x, y):
 
 
 def logits(x_BTD, matrix, axes: str = 'dv'):
-    """x W in float32, from inputs rounded to x's dtype: the loss must not see rounded logits.
+    """x W in float32, from inputs rounded to x's dtype, so that the logits are not rounded.
 
     matrix: [D, V] or [V, D], as `axes` says: dv or vd.
     """
     logits_BTV = wide_einsum(f'btd,{axes}->btv', x_BTD, matrix.astype(x_BTD.dtype))
-    return constrain(logits_BTV, 'rows', None, 'vocab')
+    return constrain(logits_BTV, 'batch', None, 'vocab')
 
 
 def embed(embedding_VD, tokens_BT, dtype):
-    """The tokens' rows of the table, [B, T, D]."""
+    """The embeddings of the tokens, [B, T, D]."""
     x_BTD = jnp.take(unshard_embedding(embedding_VD, dtype), tokens_BT, axis=0).astype(dtype)
-    return constrain(x_BTD, 'rows', None, None)
+    return constrain(x_BTD, 'batch', None, None)
 
 
 def head_matrix(params, dtype):
-    """The matrix of the logits, as it works, and its axes: the head (dv) or a tied embedding (vd).
+    """The unsharded matrix of the logits and its axes: the head (dv) or a tied embedding (vd).
 
-    A tied table is gathered for each use, so that each of its gradients is summed in the parts that
-    devices store.
+    A tied embedding is unsharded for each use, so that each of its gradients is reduce-scattered.
     """
     if 'head' in params:
         return unshard_params({'head': params['head']}, dtype)['head']['kernel'], 'dv'
@@ -65,7 +64,7 @@ def head_matrix(params, dtype):
 
 
 def lm_head(x_BTD, params):
-    """`logits` by the head, or by the embedding where it is tied: there is no head then."""
+    """Logits by the head, or by the embedding if it is tied."""
     return logits(x_BTD, *head_matrix(params, x_BTD.dtype))
 
 

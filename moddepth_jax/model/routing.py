@@ -1,29 +1,48 @@
-"""Which tokens enter a routed block: top-C, causal counts, static sizes, gathered rows."""
+"""Which tokens a routed block processes, and `route`, which routes any function of tokens.
 
+Functions of arrays: top-C selection, causal capacity, and gather and scatter of tokens by indices
+[B, C]. An index of T or more names no token. The routed block of the model
+(`mod.mixture_of_depths`) and `route` share all of them.
+"""
+
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from moddepth_jax.model.sharding import map_batch_shards
 
-CAUSAL_RULES = ('predictor', 'aux_loss', 'threshold', 'dense')
-ROUTINGS = ('top_c', *CAUSAL_RULES)
-CHOICE = 'routing choice'  # name by which rematerialisation keeps what was chosen
+CHOICE = 'routing choice'  # checkpoint name: rematerialisation keeps what was chosen
 PARTS = (8, 4, 2, 1)  # static sizes of a routed block: an eighth, a quarter, a half, all
 
 
+class TokenInfo(NamedTuple):
+    """What a block needs to know about its tokens; gathered with them when they are routed.
+
+    Attributes:
+      positions_BT: int32 [B, T], positions in the original row, ascending.
+      segment_ids_BT: int32 [B, T]; tokens of different ids do not see each other, 0 is padding.
+      seeds_BT: uint32 [B, T], from which the `random` router draws; None for other routers.
+    """
+
+    positions_BT: jax.Array
+    segment_ids_BT: jax.Array
+    seeds_BT: jax.Array | None = None
+
+
 class RoutingRecord(NamedTuple):
-    """What a routed block decided, per token.
+    """What a routed block decided for each token.
 
     Attributes:
       scores_BT: float32, the router's r.
-      rule_logits_BT: float32, the causal rule lets a token enter where this is above 0.
-      top_c_BT: bool, membership of the C highest scores of the row.
-      selected_BT: bool, the tokens that did enter in this forward pass.
-      dropped_BT: bool, the tokens that the causal rule let in and that found no room.
-      gates_BT: float32, the factor on a token's delta if it enters; 0 for padding.
+      rule_logits_BT: float32, above 0 where the causal rule selects the token.
+      top_c_BT: bool, whether the score is among the C highest of the row.
+      selected_BT: bool, the tokens that the block processed in this forward pass.
+      dropped_BT: bool, tokens that the causal rule selected beyond the capacity.
+      gates_BT: float32, the factor on a token's delta if it is selected; 0 for padding.
     """
 
     scores_BT: jax.Array
@@ -34,22 +53,141 @@ class RoutingRecord(NamedTuple):
     gates_BT: jax.Array
 
 
+class Selection(NamedTuple):
+    """The tokens that a block processes.
+
+    Attributes:
+      indices_BC: int32, ascending; by top-C they may name padding, under a causal rule they may be
+        T or more. Neither changes a token.
+      selected_BT: bool, the real tokens among them.
+      dropped_BT: bool, tokens that were wanted and found no place.
+    """
+
+    indices_BC: jax.Array
+    selected_BT: jax.Array
+    dropped_BT: jax.Array
+
+
+class Routed(NamedTuple):
+    """What `route` returns: x_BTD after the block, and the Selection."""
+
+    x_BTD: jax.Array
+    selection: Selection
+
+
+def route(
+    block_fn: Callable,
+    x_BTD,
+    scores_BT,
+    capacity: int,
+    *,
+    gate: Callable = lambda scores: scores,
+    wanted_BT=None,
+    positions_BT=None,
+    segment_ids_BT=None,
+) -> Routed:
+    """Apply any block to at most `capacity` tokens of each row; the others keep their bits.
+
+    x'_t = x_t + gate(score_t) block_fn(x_selected)_t for the selected tokens (Mixture-of-Depths,
+    Raposo et al. 2024, equation 1). All shapes are static: the block computes `capacity` tokens a
+    row. The scores learn through the gate alone; the choice has no gradient.
+
+    Args:
+      block_fn: called as block_fn(x_BCD, tokens) with the selected tokens in time order. It returns
+        what it adds to them [B, C, D], that is block(x) - x if the block adds its own residual.
+        `tokens` is a TokenInfo: rotary embeddings and masks must use its `positions_BT` and
+        `segment_ids_BT`, both [B, C]; a segment id of 0 marks padding and unused places.
+      x_BTD: the residual stream.
+      scores_BT: float32 router scores.
+      capacity: C, from 1 to T.
+      gate: maps scores to the factors on the block's output; by default the scores themselves.
+      wanted_BT: None: the C highest scores of each row, which look at later tokens (training).
+        bool: a causal rule's choice, such as scores_BT > threshold; the first C of each row are
+        processed, the rest are dropped (evaluation and generation).
+      positions_BT: int32 [B, T]; None: 0 to T - 1.
+      segment_ids_BT: int32 [B, T], 0 for padding, which is never selected; None: no padding.
+
+    Raises:
+      ValueError: a capacity outside [1, T].
+    """
+    if positions_BT is None:
+        positions_BT = jnp.broadcast_to(jnp.arange(x_BTD.shape[1]), x_BTD.shape[:2])
+    if segment_ids_BT is None:
+        segment_ids_BT = jnp.ones(x_BTD.shape[:2], jnp.int32)
+    check_capacity(capacity, x_BTD.shape[1])
+    real_BT = segment_ids_BT > 0
+    if wanted_BT is None:
+        selection = select_highest(scores_BT, segment_ids_BT, capacity)
+    else:
+        selection = select_first(wanted_BT & real_BT, capacity)
+    gates_BT = jnp.where(real_BT, gate(scores_BT), 0)
+    tokens = TokenInfo(positions_BT, segment_ids_BT)
+
+    def without_aux(x_BCD, tokens):
+        return block_fn(x_BCD, tokens), None
+
+    x_BTD, _ = update_tokens(without_aux, x_BTD, tokens, gates_BT, selection.indices_BC)
+    return Routed(x_BTD, selection)
+
+
+def update_tokens(block_fn, x_BTD, tokens: TokenInfo, gates_BT, indices_BC):
+    """x with gate * delta added to the tokens of the indices, and what else the block returns.
+
+    Args:
+      block_fn: called as block_fn(x_BCD, tokens); returns (delta_BCD, anything).
+      x_BTD: the residual stream.
+      tokens: of the same.
+      gates_BT: factors on the deltas.
+      indices_BC: distinct and ascending.
+    """
+    picked = jax.tree.map(lambda side_BT: gather_tokens(side_BT, indices_BC), tokens)
+    delta_BCD, aux = block_fn(gather_tokens(x_BTD, indices_BC), picked)
+    update_BCD = gather_tokens(gates_BT, indices_BC)[..., None] * delta_BCD
+    return scatter_add_tokens(x_BTD, indices_BC, update_BCD.astype(x_BTD.dtype)), aux
+
+
+def select_highest(scores_BT, segment_ids_BT, num_selected: int, per_segment=False) -> Selection:
+    """The C highest scores of each row, or C shared out over its segments; never padding."""
+    length = scores_BT.shape[1]
+    real_BT = segment_ids_BT > 0
+    eligible_BT = jnp.where(real_BT, scores_BT, -jnp.inf)
+    if per_segment:
+        best_BT = segment_top_c(eligible_BT, segment_ids_BT, num_selected)
+        indices_BC = mask_to_indices(best_BT, num_selected)
+    else:
+        indices_BC = select_top_c(eligible_BT, num_selected)
+    indices_BC = checkpoint_name(indices_BC, CHOICE)
+    selected_BT = indices_to_mask(indices_BC, length) & real_BT
+    return Selection(indices_BC, selected_BT, jnp.zeros_like(selected_BT))
+
+
+def select_first(wanted_BT, capacity: int) -> Selection:
+    """The first `capacity` wanted tokens of each row: a causal count."""
+    selected_BT = checkpoint_name(apply_capacity(wanted_BT, capacity), CHOICE)
+    indices_BC = mask_to_indices(selected_BT, capacity)
+    return Selection(indices_BC, selected_BT, wanted_BT & ~selected_BT)
+
+
+def check_capacity(capacity: int, length: int):
+    """Raise ValueError if C tokens cannot be selected of a row of `length`."""
+    if not 1 <= capacity <= length:
+        raise ValueError(f'num_selected={capacity} must lie in [1, {length}]')
+
+
 def select_top_c(scores_BT, num_selected: int):
-    """The C highest scores of each row, exactly C on ties (the lower index wins), in time order.
+    """Indices of the C highest scores of each row, in time order; of ties the lower index wins.
 
     Args:
       scores_BT: float [B, T]. A NaN counts as the highest score.
       num_selected: C, from 1 to T.
 
     Returns:
-      indices_BC: int32 [B, C], ascending.
+      indices_BC: int32 [B, C], ascending, exactly C of them.
 
     Raises:
       ValueError: C outside [1, T].
     """
-    length = scores_BT.shape[1]
-    if not 1 <= num_selected <= length:
-        raise ValueError(f'num_selected={num_selected} must lie in [1, {length}]')
+    check_capacity(num_selected, scores_BT.shape[1])
     # top_k ranks by bits: -0.0 below 0.0, and a NaN of negative sign below all.
     scores_BT = jnp.where(scores_BT == 0, 0.0, scores_BT)
     scores_BT = jnp.where(jnp.isnan(scores_BT), jnp.nan, scores_BT)
@@ -58,10 +196,10 @@ def select_top_c(scores_BT, num_selected: int):
 
 
 def segment_top_c(scores_BT, segment_ids_BT, num_selected: int):
-    """Membership of the highest scores of each segment, so that packed documents do not compete.
+    """Mask of the highest scores of each segment, so that packed documents do not compete.
 
-    The C places of a row are dealt out along it: a segment of tokens [s, e) has
-    floor(C e / T) - floor(C s / T) of them, whatever the scores.
+    The C places are shared out along the row, whatever the scores: a segment of tokens [s, e) has
+    floor(C e / T) - floor(C s / T) of them.
 
     Args:
       scores_BT: float [B, T]. A NaN counts as the highest score.
@@ -89,53 +227,53 @@ def segment_top_c(scores_BT, segment_ids_BT, num_selected: int):
     return jax.vmap(row)(scores_BT, segment_ids_BT)
 
 
-def mask_to_indices(selected_BT, size: int):
-    """Indices of the first `size` entering tokens of each row; T and above name no token.
+def mask_to_indices(mask_BT, size: int):
+    """Indices of the first `size` True entries of each row; T and above for none.
 
     Args:
-      selected_BT: bool [B, T].
-      size: static length of the result.
+      mask_BT: bool [B, T].
+      size: static number of indices.
 
     Returns:
       indices_BC: int32 [B, size], ascending and distinct.
     """
-    length = selected_BT.shape[1]
-    slots_T = jnp.arange(length)
+    length = mask_BT.shape[1]
+    index_T = jnp.arange(length)
 
-    def row(entered_T):
-        place_T = jnp.where(entered_T, jnp.cumsum(entered_T) - 1, size)
+    def row(mask_T):
+        place_T = jnp.where(mask_T, jnp.cumsum(mask_T) - 1, size)
         nothing_C = length + jnp.arange(size)
-        return nothing_C.at[place_T].set(slots_T, mode='drop').astype(jnp.int32)
+        return nothing_C.at[place_T].set(index_T, mode='drop').astype(jnp.int32)
 
-    return jax.vmap(row)(selected_BT)
-
-
-def apply_capacity(wanted_BT, most: int):
-    """The first `most` tokens of each row that want to enter: a causal count."""
-    if most >= wanted_BT.shape[1]:
-        return wanted_BT
-    return wanted_BT & (jnp.cumsum(wanted_BT, axis=1) <= most)
-
-
-def static_sizes(length: int, most: int) -> tuple[int, ...]:
-    """Ascending sizes among which a causal-routed block takes the least that holds every row."""
-    return tuple(sorted({min(most, length, -(-length // part)) for part in PARTS}))
-
-
-def batch_buckets(batch: int) -> tuple[int, ...]:
-    """Ascending sizes among which a decoding step takes the least that holds the entering rows."""
-    return tuple(sorted({0, *(-(-batch // part) for part in PARTS)}))
+    return jax.vmap(row)(mask_BT)
 
 
 def indices_to_mask(indices_BC, length: int):
-    """bool [B, T]: which tokens the indices name."""
-    rows = jnp.zeros((indices_BC.shape[0], length), bool)
-    mark = jax.vmap(lambda row_T, index_C: row_T.at[index_C].set(True, mode='drop'))
-    return mark(rows, indices_BC)
+    """bool [B, T]: True at the indices."""
+    mask_BT = jnp.zeros((indices_BC.shape[0], length), bool)
+    mark = jax.vmap(lambda mask_T, index_C: mask_T.at[index_C].set(True, mode='drop'))
+    return mark(mask_BT, indices_BC)
+
+
+def apply_capacity(wanted_BT, capacity: int):
+    """Keep the first `capacity` wanted tokens of each row: a causal count."""
+    if capacity >= wanted_BT.shape[1]:
+        return wanted_BT
+    return wanted_BT & (jnp.cumsum(wanted_BT, axis=1) <= capacity)
+
+
+def static_sizes(length: int, capacity: int) -> tuple[int, ...]:
+    """Ascending sizes; under a causal rule a block runs at the least that holds every row."""
+    return tuple(sorted({min(capacity, length, -(-length // part)) for part in PARTS}))
+
+
+def batch_buckets(batch: int) -> tuple[int, ...]:
+    """Ascending sizes; a decoding step runs at the least that holds the selected rows."""
+    return tuple(sorted({0, *(-(-batch // part) for part in PARTS)}))
 
 
 def gather_tokens(x_BTX, indices_BC):
-    """[B, C, ...]: the named tokens of each row, 0 for an index of T or more.
+    """[B, C, ...]: the tokens of the indices, 0 for an index of T or more.
 
     Indices are distinct and ascending.
     """
@@ -148,17 +286,17 @@ def gather_tokens(x_BTX, indices_BC):
 
 
 def scatter_tokens(x_BTX, indices_BC, update_BCX):
-    """x with the named tokens replaced. Indices are distinct and ascending."""
+    """x with the tokens of the indices replaced. Indices are distinct and ascending."""
 
-    def put(x_TX, index_C, update_CX):
+    def scatter(x_TX, index_C, update_CX):
         at = x_TX.at[index_C]
         return at.set(update_CX, indices_are_sorted=True, unique_indices=True, mode='drop')
 
-    return jax.vmap(put)(x_BTX, indices_BC, update_BCX)
+    return jax.vmap(scatter)(x_BTX, indices_BC, update_BCX)
 
 
 def scatter_add_tokens(x_BTD, indices_BC, update_BCD):
-    """x with `update` added to the named tokens. Distinct indices make reruns bit-equal."""
+    """x with `update` added to the tokens. Indices are distinct, so reruns are bit-equal."""
 
     def scatter(x_TD, index_C, update_CD):
         at = x_TD.at[index_C]

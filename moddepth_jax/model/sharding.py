@@ -1,7 +1,7 @@
 """How arrays are split over the axes of a device mesh: one table, and functions that keep to it.
 
-The mesh is that of the context (`jax.set_mesh`), with the axes AXES; without one, or on one device,
-every function here leaves its argument alone.
+The mesh is that of the context (`jax.set_mesh`), with the axes AXES. Without a mesh, or on one
+device, every function here returns its argument unchanged.
 """
 
 import functools
@@ -12,26 +12,29 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from moddepth_jax.hparams.registry import STREAMS
+
 AXES = ('data', 'fsdp', 'tensor', 'expert')
 
-# An axis of an array has a name, and lies along the mesh axes of the first rule of that name that
-# fits: its mesh axes divide it, and no axis of the same array lies along them by an earlier rule.
-# An axis without a rule that fits is whole.
+# An axis of an array has a name, and is split over the mesh axes of the first rule of that name
+# that fits: they divide it, and no earlier rule has split another axis of the array over them. An
+# axis without a rule that fits is replicated.
 RULES = (
-    ('rows', ('data', 'fsdp', 'expert')),
+    ('batch', ('data', 'fsdp', 'expert')),
     ('experts', ('expert',)),
     ('heads', ('tensor',)),
     ('kv_heads', ('tensor',)),
     ('ffn', ('tensor',)),
     ('vocab', ('tensor',)),
-    ('embed', ('fsdp', 'tensor')),  # where nothing else of the array lies along tensor
+    ('embed', ('fsdp', 'tensor')),  # if no other axis of the array is split over tensor
     ('embed', ('fsdp',)),
 )
-STORED = 'embed'  # the axis along which parameters are split where they lie, not where they work
+STORED = 'embed'  # the axis along which parameters are split in storage, but not in use
 
-# The first pattern that ends a leaf's path and has as many axes names them. Layers of a stack have
-# one more in front, which is whole. A dense mlp has the paths of experts, and one axis less. Leaves
-# without a pattern are vectors and narrow matrices, and whole.
+# The first pattern that matches the end of a leaf's path and has as many axes names them. Layers of
+# a stack have one more axis in front, which is replicated. A dense mlp has the paths of experts,
+# and one axis less. Leaves without a pattern are vectors and narrow matrices, and replicated.
+# A depth stream states its own patterns, as `parameter_axes`.
 LEAVES = (
     (r'embedding', ('vocab', 'embed')),
     (r'head/kernel', ('embed', 'vocab')),
@@ -45,7 +48,6 @@ LEAVES = (
     (r'mlp/w[13]/kernel', ('experts', 'embed', 'ffn')),
     (r'mlp/w2/kernel', ('experts', 'ffn', 'embed')),
     (r'mlp(/shared)?/w[13]/bias', ('ffn',)),
-    (r'stream/kernel', (None, 'embed')),
 )
 
 
@@ -57,7 +59,8 @@ def axis_names(path: str, ndim: int) -> tuple:
       ndim: of the leaf.
     """
     layers = ('stack' in path.split('/')) * (None,)
-    for pattern, names in LEAVES:
+    streams = (leaf for stream in STREAMS.values() for leaf in stream.parameter_axes)
+    for pattern, names in (*LEAVES, *((f'stream/{end}', names) for end, names in streams)):
         names = layers + names
         if len(names) == ndim and re.search(f'(^|/){pattern}$', path):
             return names
@@ -69,19 +72,19 @@ def spec(mesh, names, shape, without: str | None = None) -> PartitionSpec:
 
     Args:
       mesh: Mesh or AbstractMesh.
-      names: of its axes, None for one that is whole.
+      names: of its axes, None for one that is replicated.
       shape: of the same.
-      without: a name whose axes are whole here.
+      without: a name whose axes are replicated here.
 
     Returns:
-      An entry for each axis; empty where nothing is split. Mesh axes of size 1 are left out.
+      An entry for each axis; empty if nothing is split. Mesh axes of size 1 are omitted.
     """
     used, entries = set(), [None] * len(shape)
     for name, axes in RULES:
         axes = tuple(axis for axis in axes if mesh.shape.get(axis, 1) > 1)
         size = math.prod(mesh.shape[axis] for axis in axes)
-        for i, mine in enumerate(names):
-            fits = mine == name != without and entries[i] is None and shape[i] % size == 0
+        for i, axis_name in enumerate(names):
+            fits = axis_name == name != without and entries[i] is None and shape[i] % size == 0
             if fits and axes and not used & set(axes):
                 entries[i] = axes[0] if len(axes) == 1 else axes
                 used |= set(axes)
@@ -89,13 +92,13 @@ def spec(mesh, names, shape, without: str | None = None) -> PartitionSpec:
 
 
 def _mesh():
-    """The mesh of the context, or None where it has one device, or its devices run apart."""
+    """The mesh of the context; None if it has one device, or inside a shard_map."""
     mesh = jax.sharding.get_abstract_mesh()
     return None if mesh.size <= 1 or mesh.manual_axes else mesh
 
 
 def constrain(array, *names) -> jax.Array:
-    """The array, split by RULES over the mesh of the context; so is its cotangent."""
+    """Split an array and its cotangent by RULES over the mesh of the context."""
     mesh = _mesh()
     if mesh is None:
         return array
@@ -103,7 +106,7 @@ def constrain(array, *names) -> jax.Array:
 
 
 def part_shape(names, shape) -> tuple[int, ...]:
-    """The shape of a device's part of an array that `constrain` or `by_shards` has split."""
+    """The shape of one device's part of an array that `constrain` or `map_shards` splits."""
     mesh = _mesh()
     if mesh is None:
         return tuple(shape)
@@ -111,32 +114,32 @@ def part_shape(names, shape) -> tuple[int, ...]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _gathered(array, names):
+def _unshard(array, names):
     return jax.lax.with_sharding_constraint(array, spec(_mesh(), names, array.shape, STORED))
 
 
-def _gathered_forward(array, names):
-    return _gathered(array, names), None
+def _unshard_forward(array, names):
+    return _unshard(array, names), None
 
 
-def _gathered_backward(names, residuals, cotangent):
-    # As it is stored: a sum over devices whose parts stay apart, not one that all of them get.
+def _unshard_backward(names, residuals, cotangent):
+    # Split as it is stored: a reduce-scatter over devices, not an all-reduce.
     del residuals
     return (constrain(cotangent, *names),)
 
 
-_gathered.defvjp(_gathered_forward, _gathered_backward)
+_unshard.defvjp(_unshard_forward, _unshard_backward)
 
 
 def unshard_params(params, dtype):
-    """Parameters as they work: whole along `embed`, in `dtype` (what is not so split is as it was).
+    """Parameters as they are used: in `dtype`, and replicated along `embed`.
 
-    Called for each layer where it is used, so that no more than one layer is whole at a time. The
-    gradients come out split as the parameters are.
+    Parameters that are not split along `embed` stay as they are. Called for each layer where it is
+    used, so that only one layer is unsharded at a time. The gradients are split as the parameters.
 
     Args:
       params: of one layer, or a dict of others; paths end as in LEAVES, without an axis of layers.
-      dtype: in which the matrices are used, so that no more is communicated.
+      dtype: of the matrices in use; they are rounded before they are communicated.
     """
     mesh = _mesh()
     if mesh is None:
@@ -146,125 +149,125 @@ def unshard_params(params, dtype):
         names = axis_names(jax.tree_util.keystr(path, simple=True, separator='/'), leaf.ndim)
         if STORED not in names:
             return leaf
-        # Told where the rounded one lies, XLA rounds it there and not after it is gathered.
-        return _gathered(constrain(leaf.astype(dtype), *names), names)
+        # With this constraint, XLA rounds the parts rather than the gathered matrix.
+        return _unshard(constrain(leaf.astype(dtype), *names), names)
 
     return jax.tree_util.tree_map_with_path(gather, params)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _gathered_wide(array, names, dtype):
+def _unshard_wide(array, names, dtype):
     rounded = constrain(array.astype(dtype), *names)
-    return _gathered(rounded, names).astype(array.dtype)
+    return _unshard(rounded, names).astype(array.dtype)
 
 
 def _wide_forward(array, names, dtype):
-    return _gathered_wide(array, names, dtype), None
+    return _unshard_wide(array, names, dtype), None
 
 
 def _wide_backward(names, dtype, residuals, cotangent):
-    # Summed where the rows are; asked for the parts at once, XLA moves all rows instead.
+    # Summed by the devices that hold the batch; with one constraint, XLA moves all rows instead.
     del dtype, residuals
-    return (constrain(_gathered(cotangent, names), *names),)
+    return (constrain(_unshard(cotangent, names), *names),)
 
 
-_gathered_wide.defvjp(_wide_forward, _wide_backward)
+_unshard_wide.defvjp(_wide_forward, _wide_backward)
 
 
 def unshard_embedding(embedding_VD, dtype):
-    """The embedding as tokens look it up: as `gathered`, but as wide as it is stored.
+    """The embedding for look-ups: as `unshard_params`, but in the dtype in which it is stored.
 
-    So the gradients of equal tokens are added, over devices too, in the parameter's own dtype.
+    So the gradients of equal tokens are summed, over devices too, in the parameter's dtype.
     """
     if _mesh() is None:
         return embedding_VD
-    return _gathered_wide(embedding_VD, axis_names('embedding', 2), dtype)
+    return _unshard_wide(embedding_VD, axis_names('embedding', 2), dtype)
 
 
 def map_shards(function, arrays: dict, names: dict, names_out):
-    """`function` by each device on its own parts, which have nothing to do with those of others.
+    """Apply `function` on each device to its own parts, which are independent of the others.
 
-    What XLA cannot see into, such as a kernel, it would otherwise run on all of them everywhere.
+    XLA cannot look into a kernel, and would otherwise run it on all parts on every device.
 
     Args:
-      function: called with `arrays` by name, of any of these parts.
-      arrays: by name; None for one that is not there.
-      names: of the axes of each, as `axis_names` returns them. An axis that its mesh axes do not
-        divide is whole, in all arrays.
-      names_out: of the output, or of each of a tuple of outputs.
+      function: called with `arrays` by name; works on parts of any size.
+      arrays: by name; None for an absent one.
+      names: the names of the axes of each array, as `axis_names` returns them. An axis that its
+        mesh axes do not divide is replicated in all arrays.
+      names_out: the names of the output's axes, or a tuple of those of several outputs.
     """
     mesh = _mesh()
     if mesh is None:
         return function(**arrays)
-    held = {name: array for name, array in arrays.items() if array is not None}
-    absent = dict.fromkeys(arrays.keys() - held.keys())
+    present = {name: array for name, array in arrays.items() if array is not None}
+    absent = dict.fromkeys(arrays.keys() - present.keys())
     axes = {
         axis: _axes(mesh, axis, size)
-        for name, array in held.items()
+        for name, array in present.items()
         for axis, size in zip(names[name], jnp.shape(array), strict=True)
     }
     if None in (axes.get('heads', ()), axes.get('kv_heads', ())):
-        axes |= {'heads': None, 'kv_heads': None}  # a query head goes where its keys are
+        axes |= {'heads': None, 'kv_heads': None}  # a query head stays with its keys
 
     def split(names):
         return PartitionSpec(*[axes.get(axis) for axis in names])
 
     single = not isinstance(names_out[0], tuple)
-    # With check_vma arrays would be cast, and a backward pass keep them a second time.
+    # With check_vma arrays would be cast, and a backward pass would save them twice.
     return jax.shard_map(
-        lambda held: function(**held, **absent),
-        in_specs=({name: split(names[name]) for name in held},),
+        lambda present: function(**present, **absent),
+        in_specs=({name: split(names[name]) for name in present},),
         out_specs=split(names_out) if single else tuple(split(names) for names in names_out),
         check_vma=False,
-    )(held)
+    )(present)
 
 
 def _axes(mesh, name, size):
-    """The mesh axes of an axis of that name and size by its first rule; None where it is whole."""
+    """The mesh axes by the first rule of an axis name; None if they do not divide its size."""
     axes = next((axes for rule, axes in RULES if rule == name), ())
     axes = tuple(axis for axis in axes if mesh.shape.get(axis, 1) > 1)
     return axes if axes and size % math.prod(mesh.shape[axis] for axis in axes) == 0 else None
 
 
 def map_batch_shards(function, array_BX) -> jax.Array:
-    """`function` of rows that have nothing to do with each other, over the mesh of the context.
+    """Apply `function` to independent rows, over the mesh of the context.
 
-    Of its own accord XLA has every device take the top_k of all rows, and gathers them for it.
+    Without it, XLA gathers all rows on every device for a top_k.
 
     Args:
       function: of an array of any number of rows; returns one with as many.
       array_BX: with a leading axis of rows, split where they divide.
     """
-    names = ('rows',) + (None,) * (array_BX.ndim - 1)
+    names = ('batch',) + (None,) * (array_BX.ndim - 1)
     return map_shards(lambda rows: function(rows), {'rows': array_BX}, {'rows': names}, names)
 
 
 def sharded_routed_mlp(
     routed_mlp, x_BTD, expert_BTk, weight_BTk, w1_EDF, w3_EDF, w2_EFD, *static
 ) -> jax.Array:
-    """`routed_mlp` over the mesh of the context; the plain call where there is none.
+    """`routed_mlp` over the mesh of the context; a plain call if there is none.
 
-    Experts lie along `expert`, their inner width along `tensor`. The devices along `expert` have
-    rows of their own everywhere else; here all of them take all of these rows, sort the pairs, keep
-    those of their own experts, and what they add is summed, each getting the sum of its own rows.
-    No weight moves but along `fsdp`. Rows that do not divide, such as the one of an initialisation
-    or of a generated text, are computed by all.
+    Experts are split along `expert`, their inner width along `tensor`. The devices along `expert`,
+    which elsewhere have different rows, here all take the rows of the group, sort the pairs and
+    keep those of their own experts. Their outputs are summed, and each gets the sum of its own
+    rows. Weights are communicated along `fsdp` only. Rows that do not divide, such as the one row
+    of an initialization or a generated text, are computed by all devices.
 
     Args:
-      routed_mlp: called with the other arguments, of any number of rows and experts. Pairs with an
+      routed_mlp: called with the other arguments, for any number of rows and experts. Pairs with an
         expert outside [0, E) must add nothing.
       x_BTD: tokens.
       expert_BTk: int32, experts of each token.
-      weight_BTk: factors on what they add.
+      weight_BTk: factors on their outputs.
       w1_EDF, w3_EDF, w2_EFD: of the experts; the mesh divides E, see `check_mesh`.
       *static: passed on.
 
     Returns:
-      What the experts add, as x_BTD.
+      The weighted sum of the experts' outputs, as x_BTD.
     """
     mesh = _mesh()
-    # So split are their gradients too: a device gets those of its own rows.
-    x_BTD, weight_BTk = (constrain(side, 'rows', None, None) for side in (x_BTD, weight_BTk))
+    # Their gradients are split likewise: a device gets those of its own rows.
+    x_BTD, weight_BTk = (constrain(side, 'batch', None, None) for side in (x_BTD, weight_BTk))
     arrays = (x_BTD, expert_BTk, weight_BTk, w1_EDF, w3_EDF, w2_EFD)
     if mesh is None:
         return routed_mlp(*arrays, *static)
@@ -274,7 +277,7 @@ def sharded_routed_mlp(
         y_BTD = routed_mlp(x_BTD, expert_BTk, weight_BTk, w1_EDF, w3_EDF, w2_EFD, *static)
         return y_BTD[None]
 
-    rows = _axes(mesh, 'rows', x_BTD.shape[0]) or ()
+    rows = _axes(mesh, 'batch', x_BTD.shape[0]) or ()
     rows = tuple(axis for axis in rows if axis != 'expert')
     inner = 'tensor' if _axes(mesh, 'ffn', w1_EDF.shape[2]) else None
     in_specs = (PartitionSpec(rows or None),) * 3 + (
@@ -283,8 +286,8 @@ def sharded_routed_mlp(
         PartitionSpec('expert', inner),
     )
     parts = ('expert', inner) if inner else ('expert',)
-    # The sum stands outside since without check_vma the transpose of a psum is another one.
+    # The sum is outside: without check_vma, the transpose of a psum is a psum.
     part_XBTD = jax.shard_map(
         own, in_specs=in_specs, out_specs=PartitionSpec(parts, rows or None), check_vma=False
     )(*arrays)
-    return constrain(jnp.sum(part_XBTD, axis=0), 'rows', None, None)
+    return constrain(jnp.sum(part_XBTD, axis=0), 'batch', None, None)

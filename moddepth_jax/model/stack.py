@@ -1,4 +1,4 @@
-"""A stack of layers: which of them are alike, their parameters, and its plain unrolled form."""
+"""A stack of layers: runs of equal layers, their parameters, and the plain unrolled form."""
 
 from typing import NamedTuple
 
@@ -24,8 +24,8 @@ class Run(NamedTuple):
 def find_runs(kinds) -> tuple[Run, ...]:
     """Run-length encoding of a layer pattern, by groups: d r d r d -> (d r) x 2, (d) x 1.
 
-    At each place the group that covers most layers by two repeats or more is taken, the shortest
-    of equals; failing that, one layer by itself.
+    At each layer it takes the group that covers most layers with at least two repeats, the shortest
+    of equals; if there is none, one layer.
     """
     runs, start = [], 0
     while start < len(kinds):
@@ -43,7 +43,7 @@ def find_runs(kinds) -> tuple[Run, ...]:
 
 
 class Stack(NamedTuple):
-    """What is static of a stack of layers; the arguments of Layer.
+    """The static part of a stack: the attributes of its Layers.
 
     Its parameters are a dict run_i / layer_j of pytrees with a leading axis of repeats, the same
     whether the stack is scanned or unrolled.
@@ -55,30 +55,30 @@ class Stack(NamedTuple):
 
     @property
     def runs(self) -> tuple[Run, ...]:
-        """Groups of layers, each with how often it repeats."""
+        """The groups of layers and their repeats."""
         return find_runs(layer_kinds(self.hparams))
 
     def counts(self, i: int):
-        """int32 [repeats], the slots that are written before each repeat of run i."""
+        """int32 [repeats], the number of slots written before each repeat of run i."""
         per_repeat = [sum(kind.slots for kind in run.group) for run in self.runs]
         earlier = zip(per_repeat[:i], self.runs[:i], strict=True)
         first = sum(slots * run.repeats for slots, run in earlier)
         return first + per_repeat[i] * jnp.arange(self.runs[i].repeats)
 
     def layer(self, kind: LayerKind, **options) -> Layer:
-        """The module of a layer of that kind, with the options of a Linen module."""
+        """The module of a layer of that kind; `options` are those of a Linen module."""
         return Layer(self.hparams, kind, self.routing, self.sizes, **options)
 
     def apply(self, kind: LayerKind, params, x_BTD, *inputs) -> LayerOutput:
-        """A layer of that kind with its parameters; inputs as Layer takes them."""
+        """Apply a layer of that kind; inputs as of Layer."""
         params = unshard_params(params, self.hparams.dtype)
-        x_BTD = constrain(x_BTD, 'rows', None, None)
+        x_BTD = constrain(x_BTD, 'batch', None, None)
         output = self.layer(kind, parent=None).apply({'params': params}, x_BTD, *inputs)
-        return output._replace(x_BTD=constrain(output.x_BTD, 'rows', None, None))
+        return output._replace(x_BTD=constrain(output.x_BTD, 'batch', None, None))
 
 
 def unstack_layers(stack: Stack, params):
-    """(kind, parameters) of each layer, from the first to the last."""
+    """Yield (kind, parameters) of each layer, from the first to the last."""
     for i, run in enumerate(stack.runs):
         for repeat in range(run.repeats):
             one = jax.tree.map(lambda leaf, at=repeat: leaf[at], params.get(f'run_{i}', {}))
@@ -97,9 +97,9 @@ def stack_slots(written) -> DepthSlots | None:
 
 
 def with_remat(function, hparams, prevent_cse):
-    """`function`, recomputed in the backward pass from its arguments where the knob says so.
+    """`function`, recomputed in the backward pass if `model.remat` says so.
 
-    The choice of tokens and of experts is kept: recomputed, it could fall otherwise on a near-tie.
+    The choice of tokens and of experts is saved: recomputed, it could differ on a near-tie.
     """
     if hparams.remat == 'none':
         return function
@@ -107,38 +107,38 @@ def with_remat(function, hparams, prevent_cse):
     return jax.checkpoint(function, policy=policy, prevent_cse=prevent_cse)
 
 
-def per_layer_args(kinds, told: LayerArgs) -> list[LayerArgs]:
-    """What each of these layers is told, of leaves with an axis of the layers they are for."""
+def per_layer_args(kinds, args: LayerArgs) -> list[LayerArgs]:
+    """Split LayerArgs with an axis of layers into those of each layer."""
 
-    def pick(side, places):
-        return {j: jax.tree.map(lambda leaf, i=i: leaf[i], side) for i, j in enumerate(places)}
+    def pick(side, indices):
+        return {j: jax.tree.map(lambda leaf, i=i: leaf[i], side) for i, j in enumerate(indices)}
 
-    routed = pick(told.routed, [j for j, kind in enumerate(kinds) if kind.routed])
-    limits = pick(told.limits, [j for j, kind in enumerate(kinds) if kind.experts])
-    return [LayerArgs(routed.get(j), limits.get(j, NO_EXPERT_STATE)) for j in range(len(kinds))]
+    routing = pick(args.routing, [j for j, kind in enumerate(kinds) if kind.routed])
+    experts = pick(args.expert_state, [j for j, kind in enumerate(kinds) if kind.experts])
+    return [LayerArgs(routing.get(j), experts.get(j, NO_EXPERT_STATE)) for j, _ in enumerate(kinds)]
 
 
-def run_unrolled(stack: Stack, params, tokens: TokenInfo, told: LayerArgs, x_BTD):
+def run_unrolled(stack: Stack, params, tokens: TokenInfo, args: LayerArgs, x_BTD):
     """The plain form of `run_stack`: a list of slots, ordinary differentiation."""
     written, records = [], []
-    told = per_layer_args(layer_kinds(stack.hparams), told)
-    for (kind, mine), mine_told in zip(unstack_layers(stack, params), told, strict=True):
+    args_of_layers = per_layer_args(layer_kinds(stack.hparams), args)
+    layers = unstack_layers(stack, params)
+    for (kind, layer_params), layer_args in zip(layers, args_of_layers, strict=True):
 
-        def call(params, x_BTD, written, told, kind=kind):
-            depth = stack_slots(written)
-            return stack.apply(kind, params, x_BTD, depth, tokens, told)
+        def call(params, x_BTD, written, args, kind=kind):
+            return stack.apply(kind, params, x_BTD, stack_slots(written), tokens, args)
 
         call = with_remat(call, stack.hparams, prevent_cse=True)
-        output = call(mine, x_BTD, written, mine_told)
+        output = call(layer_params, x_BTD, written, layer_args)
         x_BTD, written = output.x_BTD, [*written, output.written]
         records.append(output.records)
     return x_BTD, merge_records(records, lambda *leaves: jnp.stack(leaves))
 
 
 def merge_records(records: list[Records], join) -> Records | None:
-    """Records of several layers, or of several runs, as one: leaves put together by `join`.
+    """Records of several layers, or of several runs, as one, their leaves merged by `join`.
 
-    None where no layer decides anything.
+    None if no layer decides anything.
     """
     parts = []
     for part in zip(*records, strict=True):

@@ -7,7 +7,6 @@ import optax
 
 from moddepth_jax.data.windows import IGNORED_LABEL as IGNORED
 from moddepth_jax.hparams import Hparams
-from moddepth_jax.hparams.routing import TRAINED_RULES
 
 HISTOGRAM_BINS = 20  # of sigmoid(r), even in number: 0.5 is an edge
 
@@ -39,9 +38,9 @@ def rule_loss(logits_LBT, targets_LBT, real_BT, num_real=None):
 def causal_rule_loss(hparams: Hparams, records, segment_ids_BT, num_real=None):
     """Weighted loss that trains the model's causal rule; 0 where there is nothing to train."""
     routing = hparams.model.routing
-    if records is None or routing.causal_rule not in TRAINED_RULES:
+    if records is None or not routing.rule_loss_weight:
         return jnp.zeros(())
-    weight = getattr(routing, TRAINED_RULES[routing.causal_rule])
+    weight = routing.rule_loss_weight
     real_BT = segment_ids_BT > 0
     return weight * rule_loss(records.rule_logits_BT, records.top_c_BT, real_BT, num_real)
 

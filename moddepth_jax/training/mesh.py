@@ -125,7 +125,7 @@ def state_shardings(mesh: Mesh, state):
 
 def batch_sharding(mesh: Mesh, batch_size: int) -> NamedSharding:
     """Of an array whose first axis are the rows of a batch."""
-    return NamedSharding(mesh, spec(mesh, ('rows',), (batch_size,)))
+    return NamedSharding(mesh, spec(mesh, ('batch',), (batch_size,)))
 
 
 def local_rows(mesh: Mesh, batch_size: int) -> slice:

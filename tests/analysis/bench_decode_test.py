@@ -34,7 +34,7 @@ def test_filled_caches_have_the_shape_of_real_ones(which, models):
     routed = [layer for layer in cache.layers if layer.lengths_B is not None]
     assert len(routed) == which
     for layer in routed:
-        assert layer.slots == 24 and layer.lengths_B.tolist() == [10] * 3
+        assert layer.capacity == 24 and layer.lengths_B.tolist() == [10] * 3
 
 
 @pytest.mark.slow

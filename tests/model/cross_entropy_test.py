@@ -230,8 +230,8 @@ for layout, tied, rows, V, dtype in json.loads(sys.argv[1]):
     mesh = make_mesh(layout)
     put = lambda leaf, *names: jax.device_put(
         leaf, NamedSharding(mesh, spec(mesh, names, leaf.shape)))
-    given = (put(x, 'rows', None, None), jax.tree.map(
-        lambda leaf: put(leaf, *axis_names(path, 2)), params), put(labels, 'rows', None))
+    given = (put(x, 'batch', None, None), jax.tree.map(
+        lambda leaf: put(leaf, *axis_names(path, 2)), params), put(labels, 'batch', None))
     with jax.set_mesh(mesh):
         compiled = jax.jit(losses, static_argnums=3).lower(*given, 5).compile()
     several = compiled(*given)

@@ -77,9 +77,9 @@ def test_rows_are_split_over_all_axes_but_tensor():
     """Where they divide; an axis is used once in an array."""
     mesh = mesh_of(data=2, fsdp=2, tensor=2, expert=2)
     rows = PartitionSpec(('data', 'fsdp', 'expert'), None, 'tensor')
-    assert spec(mesh, ('rows', None, 'heads'), (8, 3, 4)) == rows
-    assert spec(mesh, ('rows', None, 'embed'), (8, 3, 4)) == PartitionSpec(*rows[:2], None)
-    assert spec(mesh, ('rows', None, 'heads'), (6, 3, 3)) == PartitionSpec()
+    assert spec(mesh, ('batch', None, 'heads'), (8, 3, 4)) == rows
+    assert spec(mesh, ('batch', None, 'embed'), (8, 3, 4)) == PartitionSpec(*rows[:2], None)
+    assert spec(mesh, ('batch', None, 'heads'), (6, 3, 3)) == PartitionSpec()
 
 
 def _equations(jaxpr, name):
@@ -108,7 +108,7 @@ def test_parameters_work_whole_along_embed():
     assert 'sharding_constraint' not in plain and 'bf16' not in plain
 
     def apart(x):
-        return map_shards(lambda x: constrain(x, 'rows'), {'x': x}, {'x': ('rows',)}, ('rows',))
+        return map_shards(lambda x: constrain(x, 'batch'), {'x': x}, {'x': ('batch',)}, ('batch',))
 
     with under(2, fsdp=2, tensor=2):
         program = jax.make_jaxpr(jax.grad(loss))(params)
@@ -122,7 +122,7 @@ def test_parameters_work_whole_along_embed():
 
 def test_heads_are_apart_only_with_their_keys():
     """Where either does not divide over `tensor`, both are whole."""
-    names = {'q': ('rows', 'heads'), 'k': ('rows', 'kv_heads')}
+    names = {'q': ('batch', 'heads'), 'k': ('batch', 'kv_heads')}
     seen = []
 
     def shapes_seen(q, k):

@@ -1,9 +1,4 @@
-"""Routers: what scores the tokens of a routed block, by name; gates; and the causal predictor.
-
-A router maps (x_BTD, tokens, number) to float32 scores [B, T]: the stream that enters the block,
-what is known of its tokens, and the block's place among the routed ones, traced. Its PRODUCTS, the
-vectors of the stream's width that it multiplies with each token, are what it costs.
-"""
+"""Routers, by name: what scores the tokens of a routed block; and the gates on its output."""
 
 import fractions
 import statistics
@@ -12,14 +7,16 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from moddepth_jax.hparams import ModelHparams, RoutingHparams
-from moddepth_jax.model.layers import initializer
+from moddepth_jax.hparams import RoutingHparams
+from moddepth_jax.hparams.checks import refuse
+from moddepth_jax.hparams.registry import ROUTERS
+from moddepth_jax.model.routing import TokenInfo
 
 NORMAL = statistics.NormalDist()
 
 
 def straight_through(scores):
-    """1, with the gradient of sigmoid(r): it multiplies the delta, so that the router learns."""
+    """1, with the gradient of sigmoid(r): the gate through which the router learns."""
     probability = jax.nn.sigmoid(scores)
     return 1.0 + (probability - jax.lax.stop_gradient(probability))
 
@@ -33,25 +30,60 @@ GATES = {
 }
 
 
+class Router(nn.Module):
+    """Maps (x_BTD, tokens, number) to float32 scores [B, T].
+
+    The arguments are the residual stream at the block, the TokenInfo, and the block's number among
+    the routed ones (traced). A score depends on its own token alone. A router is one subclass,
+    registered in ROUTERS; its class attributes state what goes with it.
+
+    Attributes:
+      gates: names in GATES that make sense of its scores; `auto` is the first.
+      rules: names of the causal rules that can stand for its top C; `auto` is the first.
+      products: vectors of width D that it multiplies with each token, for the FLOP count.
+      is_control: whether its scores ignore the stream, so that `known_threshold` has a value.
+      draws: whether it needs TokenInfo.seeds_BT.
+    """
+
+    routing: RoutingHparams
+    gates = ('none',)
+    rules = ('threshold', 'predictor', 'dense')
+    products = 0
+    is_control = False
+    draws = False
+
+    @classmethod
+    def check(cls, routing: RoutingHparams):
+        """Raise a one-line ValueError if the knobs do not fit this router."""
+        if cls.is_control and not routing.has_constant_capacity:
+            right = 'its scores are compared with a capacity that must be one constant fraction'
+            refuse('model.routing.router', routing.router, right)
+
+    @classmethod
+    def known_threshold(cls, routing: RoutingHparams) -> float:
+        """The score of a control above which a fraction `capacity` of all tokens lies."""
+        raise NotImplementedError
+
+
 def selected_mean(capacity: float) -> float:
-    """Mean of the highest fraction `capacity` of a standard normal, and 0.5 where it is less."""
+    """Mean of the highest fraction `capacity` of a standard normal; at least 0.5."""
     if capacity >= 1:
         return 0.5
     return max(0.5, NORMAL.pdf(NORMAL.inv_cdf(1 - capacity)) / capacity)
 
 
-def widened(x_BTD):
-    """x in float32, in which scores are computed, or in its own dtype where that is wider."""
+def widen(x_BTD):
+    """x in float32, in which scores are computed, or in its own dtype if that is wider."""
     return x_BTD.astype(jnp.promote_types(x_BTD.dtype, jnp.float32))
 
 
 def linear_scores(x_BTD, w_D):
-    """w . x per token; on a GPU the default precision would make many scores tie."""
+    """w . x per token. On a GPU the default precision would make many scores tie."""
     return jnp.einsum('btd,d->bt', x_BTD, w_D, precision='highest')
 
 
 def router_init(x_BTD, spread):
-    """Initialiser of w: normal, so wide that w . x has standard deviation `spread` on this x."""
+    """Initializer of w: normal, so wide that w . x has standard deviation `spread` on this x."""
 
     def init(key, shape):
         rms = jnp.sqrt(jnp.mean(x_BTD**2) + 1e-12)
@@ -60,95 +92,111 @@ def router_init(x_BTD, spread):
     return init
 
 
-class LearnedRouter(nn.Module):
+@ROUTERS.register('learned')
+class LearnedRouter(Router):
     """r = w . x in float32 on the residual stream, no bias (Raposo et al. 2024, section 3.4).
 
-    The initial w is normal, as wide as makes the selected raw gates average `initial_gate` on the
-    stream that the block sees when it is initialised.
+    w starts normal, and so wide that the raw gates of the selected tokens average `initial_gate` on
+    the stream that the block sees at initialization.
     """
 
-    routing: RoutingHparams
-    PRODUCTS = 1
+    gates = ('raw', 'sigmoid', 'tanh', 'none')
+    rules = ('predictor', 'aux_loss', 'threshold', 'dense')
+    products = 1
 
     @nn.compact
-    def __call__(self, x_BTD, tokens, number):
+    def __call__(self, x_BTD, tokens: TokenInfo, number):
         del tokens, number
-        x_BTD = widened(x_BTD)
+        x_BTD = widen(x_BTD)
         length = x_BTD.shape[1]
         capacity = self.routing.num_selected(length) / length
         spread = self.routing.initial_gate / selected_mean(capacity)
         return linear_scores(x_BTD, self.param('w', router_init(x_BTD, spread), x_BTD.shape[-1:]))
 
 
-class StraightThroughRouter(nn.Module):
-    """r = w . x + b, its sigmoid passing a gradient through a hard gate of 1; r starts as N(0, 1).
+@ROUTERS.register('straight_through')
+class StraightThroughRouter(Router):
+    """r = w . x + b; the gate `straight_through` is 1 and passes on the slope of sigmoid(r).
 
-    See the gate `straight_through`.
+    r starts as N(0, 1).
     """
 
-    routing: RoutingHparams
-    PRODUCTS = 1
+    gates = ('straight_through',)
+    rules = ('threshold', 'predictor', 'aux_loss')
+    products = 1
 
     @nn.compact
-    def __call__(self, x_BTD, tokens, number):
+    def __call__(self, x_BTD, tokens: TokenInfo, number):
         del tokens, number
-        x_BTD = widened(x_BTD)
+        x_BTD = widen(x_BTD)
         w_D = self.param('w', router_init(x_BTD, 1.0), x_BTD.shape[-1:])
         return linear_scores(x_BTD, w_D) + self.param('b', nn.initializers.zeros, ())
 
 
-class NormRouter(nn.Module):
+@ROUTERS.register('norm')
+class NormRouter(Router):
     """r = L2 norm of the residual stream; no parameters."""
 
-    routing: RoutingHparams
-    PRODUCTS = 0
+    rules = ('dense', 'threshold', 'predictor')
 
-    def __call__(self, x_BTD, tokens, number):
+    def __call__(self, x_BTD, tokens: TokenInfo, number):
         del tokens, number
-        return jnp.sqrt(jnp.sum(widened(x_BTD) ** 2, axis=-1))
+        return jnp.sqrt(jnp.sum(widen(x_BTD) ** 2, axis=-1))
 
 
-class RandomRouter(nn.Module):
+@ROUTERS.register('random')
+class RandomRouter(Router):
     """r ~ N(0, 1) from each token's seed and the block: the paper's control (section 4.1)."""
 
-    routing: RoutingHparams
-    PRODUCTS = 0
+    rules = ('threshold',)
+    is_control = True
+    draws = True
 
-    def __call__(self, x_BTD, tokens, number):
+    def __call__(self, x_BTD, tokens: TokenInfo, number):
         del x_BTD
         draw = jax.vmap(jax.vmap(lambda seed: jax.random.fold_in(jax.random.key(seed), number)))
         return jax.vmap(jax.vmap(jax.random.normal))(draw(tokens.seeds_BT))
 
+    @classmethod
+    def known_threshold(cls, routing: RoutingHparams) -> float:
+        """The quantile of N(0, 1)."""
+        return -jnp.inf if routing.capacity >= 1 else NORMAL.inv_cdf(1 - routing.capacity)
 
-class PositionRouter(nn.Module):
+
+@ROUTERS.register('position')
+class PositionRouter(Router):
     """r = 1 where floor((t+1) capacity) > floor(t capacity), else -1: an evenly spread control.
 
-    Capacity is taken as a fraction of integers, so that the pattern is exact at any position.
+    The capacity is taken as a fraction of integers, so that the pattern is exact at any position.
     """
 
-    routing: RoutingHparams
-    PRODUCTS = 0
+    rules = ('threshold',)
+    is_control = True
 
-    def __call__(self, x_BTD, tokens, number):
+    def __call__(self, x_BTD, tokens: TokenInfo, number):
         del x_BTD, number
         share = fractions.Fraction(self.routing.capacity).limit_denominator(10_000)
         phase_BT = (tokens.positions_BT % share.denominator) * share.numerator % share.denominator
         return jnp.where(phase_BT + share.numerator >= share.denominator, 1.0, -1.0)
 
+    @classmethod
+    def check(cls, routing: RoutingHparams):
+        """The pattern of integers must hold the capacity."""
+        super().check(routing)
+        if routing.capacity < 1e-4:
+            right = 'must be 1e-4 or more: a pattern of it'
+            refuse('model.routing.capacity', routing.capacity, right)
 
-ROUTERS = {
-    'learned': LearnedRouter,
-    'norm': NormRouter,
-    'random': RandomRouter,
-    'position': PositionRouter,
-    'straight_through': StraightThroughRouter,
-}
+    @classmethod
+    def known_threshold(cls, routing: RoutingHparams) -> float:
+        """0, between the two scores."""
+        return 0.0
 
 
 def token_seeds(key, tokens_BT, positions_BT):
-    """uint32 [B, T]: a draw of `key`, the token's id and its position, and of nothing else.
+    """uint32 [B, T]: a draw from `key`, the token's id and its position alone.
 
-    A row's random choices thus depend on no other row, and decoding repeats those of a full pass.
+    So a row's random choices depend on no other row, and decoding repeats those of a full pass.
     """
 
     def seed(token, position):
@@ -158,26 +206,6 @@ def token_seeds(key, tokens_BT, positions_BT):
 
 
 def fixed_threshold(routing: RoutingHparams) -> float:
-    """Where the `threshold` rule of a control cuts: random at N(0, 1)'s quantile, position at 0."""
-    if routing.router == 'position' or routing.capacity >= 1:
-        return 0.0 if routing.router == 'position' else -jnp.inf
-    return NORMAL.inv_cdf(1 - routing.capacity)
-
-
-class Predictor(nn.Module):
-    """Logit that a token will be among the top C, from its own vector alone (section 3.5).
-
-    It reads stop_gradient(x), so its loss touches no other parameter.
-    """
-
-    hparams: ModelHparams
-
-    @nn.compact
-    def __call__(self, x_BTD):
-        x_BTD = widened(jax.lax.stop_gradient(x_BTD))
-        init = initializer(self.hparams.init_std)
-        if self.hparams.routing.predictor_width:
-            width = self.hparams.routing.predictor_width
-            hidden = nn.Dense(width, kernel_init=init, precision='highest', name='hidden')
-            x_BTD = jax.nn.silu(hidden(x_BTD))
-        return nn.Dense(1, kernel_init=init, precision='highest', name='out')(x_BTD)[..., 0]
+    """The threshold of a control, which needs no average; 0 for other routers."""
+    router = routing.router_class
+    return router.known_threshold(routing) if router.is_control else 0.0

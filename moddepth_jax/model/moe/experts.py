@@ -1,4 +1,4 @@
-"""A mixture of experts in place of an mlp: a token passes few of many small SwiGLUs."""
+"""A mixture of experts in place of an mlp: a token is computed by few of many small SwiGLUs."""
 
 from typing import NamedTuple
 
@@ -22,16 +22,16 @@ from moddepth_jax.model.sharding import map_batch_shards, sharded_routed_mlp
 
 
 class ExpertsRecord(NamedTuple):
-    """Which experts the tokens of a layer passed, in sums over its real tokens.
+    """Which experts the tokens of a layer chose, in sums over its real tokens.
 
     Attributes:
       tokens: int32, real tokens that the layer processed.
-      pairs_Z: int32, tokens of each expert, those that do nothing last; before `row_capacity`.
-      dropped: int32, pairs given up for `row_capacity`.
+      pairs_Z: int32, tokens of each expert, no-op experts last; before `row_capacity`.
+      dropped: int32, pairs beyond `row_capacity`.
       scores_Z: float32, sum of the scores, chosen or not.
       log_z: float32, sum of the squared log-partitions of the router's logits.
-      lowest_E: float32, sum over rows of the lowest score that an expert took, where experts chose
-        by whole rows; else None.
+      lowest_E: float32, sum over rows of the lowest score that an expert took, if experts chose
+        from whole rows; else None.
       rows: int32, rows with a real token.
     """
 
@@ -45,7 +45,7 @@ class ExpertsRecord(NamedTuple):
 
 
 class ExpertState(NamedTuple):
-    """What experts are told of the tokens that they may take, beside their scores.
+    """What experts need to know of earlier tokens and of training.
 
     Attributes:
       thresholds_E: float32, scores above which experts that choose take a token causally.
@@ -61,14 +61,14 @@ NO_EXPERT_STATE = ExpertState()
 
 
 class ExpertChoice(NamedTuple):
-    """Which experts each token passes.
+    """The experts of each token.
 
     Attributes:
-      expert_BTk: int32, their numbers; from num_routed on: nothing is computed.
-      weight_BTk: factors on what they add.
-      most: pairs of a row that are computed at most; static.
+      expert_BTk: int32, their numbers; from num_routed on, nothing is computed.
+      weight_BTk: factors on their outputs.
+      most: the most pairs of a row that are computed; static.
       chosen_BTZ: bool, before `row_capacity`.
-      dropped: int32, pairs given up for it.
+      dropped: int32, pairs beyond it.
       lowest_E: as in ExpertsRecord.
     """
 
@@ -86,7 +86,7 @@ def scores(logits, form: str):
 
 
 def normalize_weights(score_BTk):
-    """Scores over their sum, also where its square would underflow; zeros of zeros."""
+    """Scores divided by their sum, exact even if its square underflows; zeros stay zeros."""
     largest_BT1 = jax.lax.stop_gradient(jnp.max(score_BTk, axis=2, keepdims=True))
     some_BT1 = largest_BT1 > 0
     score_BTk = score_BTk / jnp.where(some_BT1, largest_BT1, 1)
@@ -98,12 +98,12 @@ def tokens_choose(hparams: ExpertsHparams, scores_BTZ, real_BT, taken_BE) -> Exp
     """Each token chooses its k experts of highest score (Dai et al. 2024, section 2.2).
 
     The lower number wins ties. Under `row_capacity` an expert takes the first tokens of a row that
-    chose it, a causal count; what is lost is not made up for.
+    chose it, a causal count; the other pairs are dropped.
 
     Args:
       hparams: of the experts.
       scores_BTZ: of all experts.
-      real_BT: bool; the others choose nothing.
+      real_BT: bool; padding chooses nothing.
       taken_BE: int32, tokens of the row that chose each expert before; None: none did.
     """
     num_routed, length = hparams.num_routed, scores_BTZ.shape[1]
@@ -133,14 +133,14 @@ def tokens_choose(hparams: ExpertsHparams, scores_BTZ, real_BT, taken_BE) -> Exp
 def experts_choose(hparams: ExpertsHparams, scores_BTE, real_BT, thresholds_E) -> ExpertChoice:
     """Each expert takes tokens of each row (Zhou et al. 2022, section 3.2).
 
-    Those are its C = k T / num_routed of highest score, which looks at the whole row; or, which is
-    causal, all whose score is above its threshold.
+    Those are its C = k T / num_routed of highest score, which depends on the whole row; or,
+    causally, all whose score is above its threshold.
 
     Args:
       hparams: of the experts.
       scores_BTE: of all experts.
-      real_BT: bool; the others are never taken.
-      thresholds_E: float32; None: by the whole row.
+      real_BT: bool; padding is never taken.
+      thresholds_E: float32; None: choose from whole rows.
     """
     batch, length, num_routed = scores_BTE.shape
     if thresholds_E is None:
@@ -205,20 +205,23 @@ class ExpertKernels(nn.Module):
 class Experts(nn.Module):
     """shared(x) + sum over the experts of a token of weight f_e(x), each f a SwiGLU.
 
-    `ahead`: experts that choose their tokens look at whole rows; else they go by thresholds.
+    `ahead`: experts that choose their tokens look at whole rows; otherwise they use thresholds.
     """
 
     hparams: ModelHparams
     ahead: bool
 
     @nn.compact
-    def __call__(self, x_BTD, real_BT, limits: ExpertState):
-        """Returns what the mlp adds [B, T, D], the ExpertsRecord, and Limits for later tokens.
+    def __call__(self, x_BTD, real_BT, state: ExpertState):
+        """Compute the shared experts and the experts of each token.
 
         Args:
           x_BTD: tokens.
-          real_BT: bool, False for padding, which passes the shared experts alone.
-          limits: of the experts.
+          real_BT: bool, False for padding, which only the shared experts compute.
+          state: of the experts.
+
+        Returns:
+          The mlp's output [B, T, D], the ExpertsRecord, and the ExpertState for later tokens.
         """
         hparams = self.hparams.experts
         wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
@@ -233,9 +236,9 @@ class Experts(nn.Module):
         logits_BTZ = router(x_BTD)
         scores_BTZ = scores(logits_BTZ, hparams.scores)
         if hparams.choice == 'token':
-            choice = tokens_choose(hparams, scores_BTZ, real_BT, limits.taken_BE)
+            choice = tokens_choose(hparams, scores_BTZ, real_BT, state.taken_BE)
         else:
-            thresholds_E = None if self.ahead else limits.thresholds_E
+            thresholds_E = None if self.ahead else state.thresholds_E
             choice = experts_choose(hparams, scores_BTZ, real_BT, thresholds_E)
         y_BTD = sharded_routed_mlp(
             routed_mlp,
@@ -250,9 +253,9 @@ class Experts(nn.Module):
             y_BTD += SwiGLU(self.hparams, hparams.num_shared * hparams.d_ff, name='shared')(x_BTD)
         if hparams.row_capacity:
             now_BE = jnp.sum(choice.chosen_BTZ[..., : hparams.num_routed], 1, jnp.int32)
-            before_BE = 0 if limits.taken_BE is None else limits.taken_BE
-            limits = limits._replace(taken_BE=before_BE + now_BE)
-        return y_BTD, _record(choice, logits_BTZ, scores_BTZ, real_BT), limits
+            before_BE = 0 if state.taken_BE is None else state.taken_BE
+            state = state._replace(taken_BE=before_BE + now_BE)
+        return y_BTD, _record(choice, logits_BTZ, scores_BTZ, real_BT), state
 
     def _kernels(self, dtype):
         hparams, width = self.hparams.experts, self.hparams.d_model

@@ -1,7 +1,8 @@
-"""Rows times the matrix of their group: tokens sorted by expert, multiplied, and put back.
+"""Grouped matmul: tokens sorted by expert, multiplied by its matrix, and put back in order.
 
 Letters: N tokens, k experts of a token, E experts, R places of the sorted layout, M blocks of
-R / M places, each of one expert.
+C = R / M places, each of one expert, X and Y the sides of a matrix. The implementations of the
+product register themselves in EXPERT_PRODUCTS.
 """
 
 from typing import NamedTuple
@@ -9,21 +10,19 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moddepth_jax.hparams.experts import PRODUCTS
-from moddepth_jax.model.moe.batched_matmul import batched_matmul
-from moddepth_jax.model.moe.blocked_matmul import blocked_matmul, first_places, held, wide
+from moddepth_jax.hparams.registry import EXPERT_PRODUCTS
 
-IMPLEMENTATIONS = tuple(product for product in PRODUCTS if product != 'auto')
+BATCHED_PARTS = 8  # of the blocks of `batched`; each is one product
 
 
 class Layout(NamedTuple):
-    """Where each pair of token and expert stands once they are sorted by expert.
+    """The places of pairs of token and expert, sorted by expert.
 
     Attributes:
-      source_R: int32 [R], token of each place; N for a place that holds none.
-      place_Nk: int32 [N, k], place of each pair; R for a pair that goes nowhere.
-      expert_M: int32 [M], expert of each block of R / M places, ascending; E for a block that
-        holds none.
+      source_R: int32 [R], token of each place; N for an empty place.
+      place_Nk: int32 [N, k], place of each pair; R for a pair without a place.
+      expert_M: int32 [M], expert of each block of R / M places, ascending; E for an empty
+        block.
     """
 
     source_R: jax.Array
@@ -34,16 +33,16 @@ class Layout(NamedTuple):
 def resolve(product: str) -> str:
     """The implementation that `model.experts.product` names; `auto`: blocked on CPUs, else batched.
 
-    XLA multiplies every row by every expert's matrix in a ragged_dot, E times the work, on CPUs
-    and in programs for Hopper GPUs. A loop over blocks suits a CPU, whose blocks are small.
+    In a ragged_dot XLA multiplies every row by every expert's matrix, E times the work, on CPUs and
+    in programs for Hopper GPUs. A loop over blocks suits a CPU, whose blocks are small.
 
     Raises:
       ValueError: there is none of this name.
     """
     if product == 'auto':
         return 'blocked' if jax.default_backend() == 'cpu' else 'batched'
-    if product not in IMPLEMENTATIONS:
-        raise ValueError(f'product={product!r}: must be one of auto, {", ".join(IMPLEMENTATIONS)}')
+    if product not in EXPERT_PRODUCTS:
+        raise ValueError(f'product={product!r}: must be one of auto, {", ".join(EXPERT_PRODUCTS)}')
     return product
 
 
@@ -63,19 +62,19 @@ def block_rows(num_pairs: int, num_experts: int, implementation: str) -> int:
 
 
 def num_blocks(num_pairs: int, num_experts: int, block: int) -> int:
-    """M, the most blocks that `num_pairs` pairs can fill, however they are dealt out."""
+    """M, the most blocks that `num_pairs` pairs can need, whichever their experts are."""
     nonempty = min(num_experts, num_pairs)
     return nonempty + (num_pairs - nonempty) // block
 
 
 def make_layout(expert_Nk, num_experts: int, block: int, most: int | None = None) -> Layout:
-    """Sorts pairs by expert, stably; each expert's begin at a multiple of `block` places.
+    """Sort pairs by expert, stably; each expert begins at a multiple of `block` places.
 
     Args:
       expert_Nk: int [N, k], the experts of each token; a number outside [0, E) names none.
       num_experts: E.
       block: rows of a block, as from `block_rows`.
-      most: pairs that name an expert at most, which bounds R; None: N k.
+      most: the most pairs that can name an expert, which bounds R; None: N k.
 
     Raises:
       ValueError: E or block below 1.
@@ -96,7 +95,7 @@ def make_layout(expert_Nk, num_experts: int, block: int, most: int | None = None
     blocks_E = -(-jnp.diff(first_E) // block)
     end_E = jnp.cumsum(blocks_E)
     expert_M = jnp.sum(jnp.arange(blocks)[:, None] >= end_E[None, :], axis=1, dtype=jnp.int32)
-    # From the rank among the sorted to the place; none for what names no expert.
+    # place = rank among the sorted pairs + shift of the expert.
     shift_E = jnp.append((end_E - blocks_E) * block - first_E[:-1], 0).astype(jnp.int32)
 
     place_P = jnp.where(sorted_P < num_experts, rank_P + shift_E[sorted_P], places)
@@ -114,7 +113,7 @@ def make_layout(expert_Nk, num_experts: int, block: int, most: int | None = None
 def dispatch(x_ND, layout: Layout):
     """[R, D]: the token of each place, zeros in empty ones.
 
-    Backward gathers too, and adds a token's k places in their order: reruns are bit-equal.
+    The backward pass gathers too, and adds a token's k places in order: reruns are bit-equal.
     """
     return _rows(x_ND, layout.source_R)
 
@@ -123,7 +122,7 @@ def dispatch(x_ND, layout: Layout):
 def combine(y_RD, weight_Nk, layout: Layout):
     """[N, D]: sum_k weight y[place], added in float32 at least, returned in y's dtype.
 
-    A pair that goes nowhere adds nothing, whatever its weight.
+    A pair without a place adds nothing, whatever its weight.
     """
     return _add_places(y_RD, weight_Nk, layout.place_Nk).astype(y_RD.dtype)
 
@@ -133,18 +132,12 @@ def grouped_matmul(x_RX, w_EXY, layout: Layout, implementation: str):
 
     Args:
       x_RX: float [R, X], as from `dispatch`.
-      w_EXY: float [E, X, Y]; rounded to x's dtype, in which the result is; sums are float32 at
+      w_EXY: float [E, X, Y]; rounded to x's dtype, which is that of the result; sums are float32 at
         least.
-      layout: as from `lay_out`.
-      implementation: `blocked`: a scan over blocks, in which one without an expert costs nothing;
-        `batched`: an eighth of the blocks at a time; `ragged_dot`: jax.lax.ragged_dot.
+      layout: as from `make_layout`.
+      implementation: a name in EXPERT_PRODUCTS, or auto.
     """
-    expert_M = layout.expert_M
-    if resolve(implementation) == 'blocked':
-        return blocked_matmul(x_RX, w_EXY, expert_M)
-    if resolve(implementation) == 'batched':
-        return batched_matmul(x_RX, w_EXY, expert_M)
-    return _ragged(x_RX, w_EXY, expert_M)
+    return EXPERT_PRODUCTS[resolve(implementation)](x_RX, w_EXY, layout.expert_M)
 
 
 def _rows(x, index):
@@ -153,18 +146,18 @@ def _rows(x, index):
 
 
 def _over_choices(step, carry, place_Nk, weight_Nk):
-    """A scan over the k choices: a gather of [N, k, D] at once would be stored, and slower."""
+    """Scan over the k choices. One gather of [N, k, D] would be stored, and is slower."""
     choices = (place_Nk.T, weight_Nk.T)
     return jax.lax.scan(step, carry, choices, unroll=min(8, place_Nk.shape[1]))
 
 
 def _add_places(y_RD, weight_Nk, place_Nk):
     """sum_k weight y[place] in float32 at least."""
-    dtype = wide(y_RD.dtype)
+    dtype = sum_dtype(y_RD.dtype)
 
     def add(sum_ND, choice):
         place_N, weight_N = choice
-        # Without a place no product: an infinite weight must not turn a zero into NaN.
+        # An infinite weight of a pair without a place must not turn its zero into NaN.
         weight_N1 = jnp.where(place_N < y_RD.shape[0], weight_N, 0)[:, None].astype(dtype)
         return sum_ND + weight_N1 * _rows(y_RD, place_N).astype(dtype), None
 
@@ -186,7 +179,7 @@ def _combine_forward(y_RD, weight_Nk, layout):
 
 def _combine_backward(residuals, dy_ND):
     y_RD, weight_Nk, layout = residuals
-    dtype = wide(y_RD.dtype)
+    dtype = sum_dtype(y_RD.dtype)
     dy_ND = dy_ND.astype(dtype)
     place_R = jnp.arange(y_RD.shape[0], dtype=jnp.int32)
     mine_Rk = _rows(layout.place_Nk, layout.source_R) == place_R[:, None]
@@ -206,10 +199,202 @@ def _combine_backward(residuals, dy_ND):
 combine.defvjp(_combine_forward, _combine_backward)
 
 
-def _ragged(x_RX, w_EXY, expert_M):
+def sum_dtype(dtype):
+    """The dtype of sums of products of `dtype`: float32 at least."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def factor_dtype(dtype):
+    """The dtype in which factors of `dtype` are multiplied: on CPUs float32 at least.
+
+    XLA on CPU cannot run some bfloat16 products with a float32 result. If a loop reads or writes
+    parts of a bfloat16 array, XLA converts all of it, there and back, at every step.
+    """
+    return sum_dtype(dtype) if jax.default_backend() == 'cpu' else dtype
+
+
+def first_places(expert_P, num_experts):
+    """int32 [E + 1]: where each expert begins in an ascending array of numbers, and the end."""
+    expert_E = jnp.arange(num_experts + 1, dtype=jnp.int32)
+    return jnp.searchsorted(expert_P, expert_E).astype(jnp.int32)
+
+
+def in_blocks(x_RX, expert_M):
+    """Reshape to [M, C, X]."""
+    blocks = expert_M.shape[0]
+    return x_RX.reshape(blocks, x_RX.shape[0] // blocks, x_RX.shape[1])
+
+
+def _blocked_products(x_RX, w_EXY, expert_M, axis):
+    """Each block of x times its expert's matrix, or the transpose of that (axis 1).
+
+    The scan carries the matrix, as consecutive blocks mostly share it, and replaces it if not.
+    """
+    num_experts, *sides = w_EXY.shape
+    dtype, factor, width = x_RX.dtype, factor_dtype(x_RX.dtype), sides[1 - axis]
+    changes_M = (expert_M < num_experts) & (jnp.diff(expert_M, prepend=-1) != 0)
+
+    def step(w_XY, block):
+        x_CX, expert, changes = block
+
+        def take():
+            w_XY = jax.lax.dynamic_index_in_dim(w_EXY, expert, keepdims=False)
+            return w_XY.astype(dtype).astype(factor)
+
+        def multiply():
+            return _multiply(x_CX, w_XY, (1, axis)).astype(factor)
+
+        def nothing():
+            return jnp.zeros((x_CX.shape[0], width), factor)
+
+        w_XY = jax.lax.cond(changes, take, lambda: w_XY)
+        return w_XY, jax.lax.cond(expert < num_experts, multiply, nothing)
+
+    blocks = (in_blocks(x_RX.astype(factor), expert_M), expert_M, changes_M)
+    y_MCY = jax.lax.scan(step, jnp.zeros(sides, factor), blocks)[1]
+    return y_MCY.reshape(-1, width).astype(dtype)
+
+
+def _multiply(a, b, axes):
+    """Sums over one axis of each, in float32 at least."""
+    axes = tuple((axis,) for axis in axes)
+    return jax.lax.dot_general(a, b, (axes, ((), ())), preferred_element_type=sum_dtype(a.dtype))
+
+
+def _sum_blocked(x_RX, dy_RY, expert_M, num_experts):
+    """[E, X, Y]: x^T dy over each expert's blocks, in float32 at least, added in place."""
+
+    def step(dw_EXY, block):
+        x_CX, dy_CY, expert = block
+
+        def add(dw_EXY):
+            dw_XY = jax.lax.dynamic_index_in_dim(dw_EXY, expert, keepdims=False)
+            dw_XY += _multiply(x_CX, dy_CY, (0, 0))
+            return jax.lax.dynamic_update_index_in_dim(dw_EXY, dw_XY, expert, 0)
+
+        return jax.lax.cond(expert < num_experts, add, lambda dw_EXY: dw_EXY, dw_EXY), None
+
+    shape = (num_experts, x_RX.shape[1], dy_RY.shape[1])
+    factor = factor_dtype(x_RX.dtype)
+    factors = (in_blocks(rows.astype(factor), expert_M) for rows in (x_RX, dy_RY))
+    blocks = (*factors, expert_M)
+    return jax.lax.scan(step, jnp.zeros(shape, sum_dtype(x_RX.dtype)), blocks)[0]
+
+
+@EXPERT_PRODUCTS.register('blocked')
+@jax.custom_vjp
+def blocked_matmul(x_RX, w_EXY, expert_M):
+    """[R, Y]: each row times the matrix of its block's expert, in a scan over blocks.
+
+    Args:
+      x_RX: float [R, X], R a multiple of M.
+      w_EXY: float [E, X, Y], rounded to x's dtype; sums are float32 at least.
+      expert_M: int32 [M]; E for a block without an expert: it costs nothing, and gives zeros.
+    """
+    return _blocked_products(x_RX, w_EXY, expert_M, 0)
+
+
+def _blocked_forward(x_RX, w_EXY, expert_M):
+    return _blocked_products(x_RX, w_EXY, expert_M, 0), (x_RX, w_EXY, expert_M)
+
+
+def _blocked_backward(residuals, dy_RY):
+    x_RX, w_EXY, expert_M = residuals
+    dx_RX = _blocked_products(dy_RY, w_EXY, expert_M, 1)
+    dw_EXY = _sum_blocked(x_RX, dy_RY, expert_M, w_EXY.shape[0])
+    return dx_RX, dw_EXY.astype(w_EXY.dtype), None
+
+
+blocked_matmul.defvjp(_blocked_forward, _blocked_backward)
+
+
+def _filled_blocks(x_RX, expert_M, num_experts):
+    """[M, C, X], zeros in blocks without an expert."""
+    filled_M11 = (expert_M < num_experts)[:, None, None]
+    return jnp.where(filled_M11, in_blocks(x_RX, expert_M), 0).astype(factor_dtype(x_RX.dtype))
+
+
+def _batched_products(equation, x_MCX, w_EXY, expert_M, dtype):
+    """The product of every block with its matrix; skipped for a part without experts."""
+    num_experts, size = w_EXY.shape[0], -(-expert_M.shape[0] // BATCHED_PARTS)
+
+    def multiply(x_PCX, expert_P):
+        w_PXY = w_EXY.astype(dtype).astype(factor_dtype(dtype)).at[expert_P].get(mode='clip')
+        return _wide_einsum(equation, x_PCX, w_PXY, dtype=dtype).astype(dtype)
+
+    def nothing(x_PCX, expert_P):
+        return jnp.zeros_like(jax.eval_shape(multiply, x_PCX, expert_P))
+
+    parts = []
+    for first in range(0, expert_M.shape[0], size):
+        part = (side[first : first + size] for side in (x_MCX, expert_M))
+        # Experts ascend: if the first block has none, no block of the part has.
+        parts.append(jax.lax.cond(expert_M[first] < num_experts, multiply, nothing, *part))
+    return jnp.concatenate(parts)
+
+
+def _wide_einsum(equation, *factors, dtype):
+    return jnp.einsum(equation, *factors, preferred_element_type=sum_dtype(dtype))
+
+
+@EXPERT_PRODUCTS.register('batched')
+@jax.custom_vjp
+def batched_matmul(x_RX, w_EXY, expert_M):
+    """`blocked_matmul` in a few batched products.
+
+    Every block gets a copy of its expert's matrix, for an eighth of the blocks at a time, and no
+    loop goes over single blocks.
+    """
+    dtype = x_RX.dtype
+    x_MCX = _filled_blocks(x_RX, expert_M, w_EXY.shape[0])
+    y_MCY = _batched_products('mcx,mxy->mcy', x_MCX, w_EXY, expert_M, dtype)
+    return y_MCY.reshape(x_RX.shape[0], -1)
+
+
+def _batched_forward(x_RX, w_EXY, expert_M):
+    return batched_matmul(x_RX, w_EXY, expert_M), (x_RX, w_EXY, expert_M)
+
+
+def _batched_backward(residuals, dy_RY):
+    x_RX, w_EXY, expert_M = residuals
+    dtype, num_experts = x_RX.dtype, w_EXY.shape[0]
+    x_MCX = _filled_blocks(x_RX, expert_M, num_experts)
+    dy_MCY = _filled_blocks(dy_RY, expert_M, num_experts)
+    dx_MCX = _batched_products('mcy,mxy->mcx', dy_MCY, w_EXY, expert_M, dtype)
+    dw_EXY = _sum_batched(x_MCX, dy_MCY, expert_M, num_experts)
+    return dx_MCX.reshape(x_RX.shape), dw_EXY.astype(w_EXY.dtype), None
+
+
+def _sum_batched(x_MCX, dy_MCY, expert_M, num_experts):
+    """[E, X, Y]: x^T dy over each expert's blocks: the first of every expert, then the second, ...
+
+    A scatter-add would not be bit-equal between runs on GPUs, and needs all M products at once.
+    """
+    first_E = first_places(expert_M, num_experts)
+    count_E = jnp.diff(first_E)
+
+    def add(j, dw_EXY):
+        at_E = jnp.where(j < count_E, first_E[:-1] + j, expert_M.shape[0])
+        x_ECX, dy_ECY = (side.at[at_E].get(mode='fill', fill_value=0) for side in (x_MCX, dy_MCY))
+        return dw_EXY + _wide_einsum('ecx,ecy->exy', x_ECX, dy_ECY, dtype=x_MCX.dtype)
+
+    shape = (num_experts, x_MCX.shape[2], dy_MCY.shape[2])
+    nothing_EXY = jnp.zeros(shape, sum_dtype(x_MCX.dtype))
+    return jax.lax.fori_loop(0, jnp.max(count_E), add, nothing_EXY)
+
+
+batched_matmul.defvjp(_batched_forward, _batched_backward)
+
+
+@EXPERT_PRODUCTS.register('ragged_dot')
+def ragged_matmul(x_RX, w_EXY, expert_M):
+    """`blocked_matmul` by jax.lax.ragged_dot."""
     num_experts, dtype = w_EXY.shape[0], x_RX.dtype
     rows = x_RX.shape[0] // expert_M.shape[0]
     sizes_E = rows * jnp.diff(first_places(expert_M, num_experts))
-    x_RX, w_EXY = (factor.astype(dtype).astype(held(dtype)) for factor in (x_RX, w_EXY))
-    # A wider result would make the factors of the backward pass as wide.
+    x_RX, w_EXY = (factor.astype(dtype).astype(factor_dtype(dtype)) for factor in (x_RX, w_EXY))
+    # A wider result would widen the factors of the backward pass.
     return jax.lax.ragged_dot(x_RX, w_EXY, sizes_E).astype(dtype)
+
+
+IMPLEMENTATIONS = tuple(EXPERT_PRODUCTS)

@@ -1,0 +1,61 @@
+"""The tables of what a knob can name: classes or functions that register themselves."""
+
+import collections.abc
+import importlib
+
+
+class Registry(collections.abc.Mapping):
+    """The choices of one knob, by name.
+
+    A class (or function) registers itself, and states everything that others need to know of it:
+
+        @ROUTERS.register('norm')
+        class NormRouter(Router):
+            ...
+
+    Args:
+      knob: dotted name of the knob, for error messages.
+      module: the module in which this package's own choices register themselves. The first look-up
+        imports it: so a config can be checked against all choices, while `hparams` itself needs
+        neither JAX nor Flax.
+    """
+
+    def __init__(self, knob: str, module: str):
+        self._knob, self._module, self._choices = knob, module, {}
+
+    def register(self, name: str):
+        """Return a decorator that adds a class or function under `name`.
+
+        A config file is executed each time it is loaded, so a class from outside this package may
+        be registered again.
+
+        Raises:
+          ValueError: this package has a choice of that name.
+        """
+
+        def add(choice):
+            known = self._choices.get(name)
+            if known is not None and known.__module__.startswith('moddepth_jax.'):
+                raise ValueError(f'{self._knob}={name!r}: registered by {known.__module__}')
+            self._choices[name] = choice
+            return choice
+
+        return add
+
+    def __getitem__(self, name):
+        importlib.import_module(self._module)
+        return self._choices[name]
+
+    def __iter__(self):
+        importlib.import_module(self._module)
+        return iter(self._choices)
+
+    def __len__(self):
+        importlib.import_module(self._module)
+        return len(self._choices)
+
+
+ROUTERS = Registry('model.routing.router', 'moddepth_jax.model.mod.routers')
+CAUSAL_RULES = Registry('model.routing.causal_rule', 'moddepth_jax.model.mod.causal_rules')
+EXPERT_PRODUCTS = Registry('model.experts.product', 'moddepth_jax.model.moe.grouped_matmul')
+STREAMS = Registry('model.depth.stream', 'moddepth_jax.model.streams')

@@ -1,0 +1,92 @@
+"""Causal rules, by name: which tokens a routed block selects when later tokens are unknown."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from moddepth_jax.hparams import ModelHparams
+from moddepth_jax.hparams.registry import CAUSAL_RULES
+from moddepth_jax.model.layers import initializer
+from moddepth_jax.model.mod.routers import widen
+
+
+class CausalRule(nn.Module):
+    """Maps (x_BTD, scores_BT, threshold) to float32 logits [B, T]; above 0 selects the token.
+
+    The arguments are the residual stream at the block, the router's scores and the block's
+    threshold. A rule is one subclass, registered in CAUSAL_RULES.
+
+    Attributes:
+      loss_weight: the knob of `model.routing` that weighs the loss by which training fits the
+        logits to the top C; None for a rule that needs no training.
+      needs_threshold: whether it compares scores with their moving average.
+      is_capped: whether the cache of a routed block is smaller than the context.
+    """
+
+    hparams: ModelHparams
+    loss_weight = None
+    needs_threshold = False
+    is_capped = True
+
+    @classmethod
+    def flops_per_token(cls, hparams: ModelHparams) -> int:
+        """FLOPs of the rule's own parameters on one token."""
+        del hparams
+        return 0
+
+
+@CAUSAL_RULES.register('predictor')
+class Predictor(CausalRule):
+    """Logit that a token is among the top C, from its own vector (Raposo et al. 2024, sec. 3.5).
+
+    It reads stop_gradient(x), so its loss changes no other parameter.
+    """
+
+    loss_weight = 'predictor_loss_weight'
+
+    @nn.compact
+    def __call__(self, x_BTD, scores_BT, threshold):
+        del scores_BT, threshold
+        x_BTD = widen(jax.lax.stop_gradient(x_BTD))
+        init = initializer(self.hparams.init_std)
+        if self.hparams.routing.predictor_width:
+            width = self.hparams.routing.predictor_width
+            hidden = nn.Dense(width, kernel_init=init, precision='highest', name='hidden')
+            x_BTD = jax.nn.silu(hidden(x_BTD))
+        return nn.Dense(1, kernel_init=init, precision='highest', name='out')(x_BTD)[..., 0]
+
+    @classmethod
+    def flops_per_token(cls, hparams: ModelHparams) -> int:
+        """Of one or two matrices."""
+        width = hparams.routing.predictor_width
+        return 2 * ((hparams.d_model + 1) * width if width else hparams.d_model)
+
+
+@CAUSAL_RULES.register('aux_loss')
+class AuxLoss(CausalRule):
+    """sigmoid(r) > 1/2: a loss moves the router's own scores."""
+
+    loss_weight = 'aux_loss_weight'
+
+    def __call__(self, x_BTD, scores_BT, threshold):
+        return scores_BT
+
+
+@CAUSAL_RULES.register('threshold')
+class Threshold(CausalRule):
+    """r > the moving average of the C-th largest score, or the known threshold of a control."""
+
+    needs_threshold = True
+
+    def __call__(self, x_BTD, scores_BT, threshold):
+        return scores_BT - threshold
+
+
+@CAUSAL_RULES.register('dense')
+class AllTokens(CausalRule):
+    """Every token is selected."""
+
+    is_capped = False
+
+    def __call__(self, x_BTD, scores_BT, threshold):
+        return jnp.ones_like(scores_BT)

@@ -1,0 +1,11 @@
+"""Depth streams: what a layer reads from earlier layers, and what it writes for later ones.
+
+One file for each, registered by name in STREAMS (Zhu et al. 2026, arXiv 2603.15619, section 2.2;
+`average`: Pagliardini et al. 2024, arXiv 2402.02622).
+"""
+
+from moddepth_jax.hparams.registry import STREAMS
+from moddepth_jax.model.streams import attention, average, dense, moda
+from moddepth_jax.model.streams.base import LayerKind, Stream, layer_kinds
+
+__all__ = ['STREAMS', 'LayerKind', 'Stream', 'attention', 'average', 'dense', 'layer_kinds', 'moda']

@@ -1,0 +1,38 @@
+"""The stream `average`: a layer reads a weighted sum of the outputs of all earlier layers."""
+
+import jax.numpy as jnp
+
+from moddepth_jax.hparams.registry import STREAMS
+from moddepth_jax.model.attention import DepthSlots
+from moddepth_jax.model.streams.dense import DepthDense
+
+
+@STREAMS.register('average')
+class DepthAverage(DepthDense):
+    """read: a_l0 X_0 + .. + a_l(l-1) X_(l-1), one scalar each; write: append, as `dense`.
+
+    DenseFormer's average (Pagliardini et al. 2024, arXiv 2402.02622, section 3.1). The scalars need
+    not sum to 1. They start as 1 on the newest array and 0 on the others, which is the residual
+    stream, and have no weight decay. Products and sums are in float32 or wider.
+    """
+
+    parameter_axes = ()
+
+    def setup(self):
+        if self.kind.inputs:
+            self.weights = self.param('weights', _one_on_newest, self.kind.inputs)
+
+    def read(self, x_BTD, depth: DepthSlots | None):
+        """As Stream.read."""
+        x_LBTD = depth.slots[: self.kind.inputs]
+        y_BTD = jnp.einsum('lbtd,l->btd', x_LBTD, self.weights, precision='highest')
+        return y_BTD.astype(x_BTD.dtype), None, depth
+
+    @classmethod
+    def projection_flops(cls, hparams, kind, length, num_selected) -> float:
+        """The reads, of all tokens."""
+        return 2 * length * kind.inputs * hparams.d_model
+
+
+def _one_on_newest(key, count):
+    return jnp.zeros(count).at[-1].set(1)
