@@ -40,9 +40,6 @@ FORMS = (('blocked', 4), ('blocked', 1), ('batched', 4), ('ragged_dot', 1))
 ONE_OF_EACH = (FORMS[0], *FORMS[2:])
 
 
-pytestmark = pytest.mark.usefixtures('compiled_in_haste')
-
-
 def mixed(x_ND, weight_Nk, w_EDF, expert_Nk, implementation, block):
     layout = make_layout(expert_Nk, w_EDF.shape[0], block)
     y_RF = grouped_matmul(dispatch(x_ND, layout), w_EDF, layout, implementation)
