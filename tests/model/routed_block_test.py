@@ -14,7 +14,6 @@ from tests.model.masked_block import (
     CAPACITY,
     LENGTH,
     POSITIONS,
-    SEEDS,
     SEGMENTS,
     WIDTH,
     assert_close,
@@ -109,21 +108,6 @@ def test_padding_is_never_attended(plain):
     np.testing.assert_array_equal(other_y_BTD[padded_BT], other_BTD[padded_BT])
     dx_BTD = gradients(params, x_BTD, SEGMENTS)[1]
     np.testing.assert_array_equal(dx_BTD[padded_BT], stream(seed=3)[padded_BT])
-
-
-def test_rows_do_not_depend_on_batch_mates(plain):
-    """Other sequences beside it change no bit of a row's output, choice or input gradient."""
-    params, apply, gradients = plain
-    x_BTD, mates_BTD = stream(), stream(seed=8)
-    mates_BTD[1] = x_BTD[1]
-    segments_BT = SEGMENTS[[0, 1, 0, 0, 0]]
-    y_BTD, record = apply(params, x_BTD, SEGMENTS)
-    mates_y_BTD, mates_record = apply(params, mates_BTD, segments_BT)
-    np.testing.assert_array_equal(bits(y_BTD)[1], bits(mates_y_BTD)[1])
-    np.testing.assert_array_equal(record.selected_BT[1], mates_record.selected_BT[1])
-    assert (bits(y_BTD)[0] != bits(mates_y_BTD)[0]).any()
-    one, other = gradients(params, x_BTD, SEGMENTS)[1], gradients(params, mates_BTD, segments_BT)[1]
-    np.testing.assert_array_equal(bits(one)[1], bits(other)[1])
 
 
 def test_silent_router_learns_and_its_block_does_not(plain):
@@ -429,13 +413,3 @@ def test_straight_through_forward_has_no_gate(tiny_config):
     np.testing.assert_allclose(gradient['router']['b'], slope_BT.sum(), rtol=1e-4)
     of_w_D = np.einsum('bt,btd->d', slope_BT, stream().astype(float))
     np.testing.assert_allclose(gradient['router']['w'], of_w_D, rtol=0, atol=1e-4)
-
-
-def test_random_seeds_alone_decide(tiny_config):
-    """The stream has no say in a random choice, nor has the place in the batch."""
-    _, params, apply, _, _ = build(tiny_config, 'random_threshold')
-    run = jax.jit(apply)
-    _, record = run(params, stream())
-    _, other = run(params, stream(seed=9))
-    np.testing.assert_array_equal(record.scores_BT, other.scores_BT)
-    assert len(np.unique(record.scores_BT)) == SEEDS.size

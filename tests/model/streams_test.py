@@ -5,9 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moddepth_jax.model.attention import DepthSlots, KeysValues, SelfAttention, TokenInfo
-from moddepth_jax.model.layer import Layer
-from moddepth_jax.model.layers import apply_rope
+from moddepth_jax.model.attention import DepthSlots
 from moddepth_jax.model.stack import Stack, unstack_layers
 from moddepth_jax.model.streams import STREAMS, LayerKind, layer_kinds
 from moddepth_jax.model.transformer import Transformer
@@ -126,38 +124,12 @@ def test_reads_of_all_outputs_start_as_the_residual_stream(stream, tiny_config):
     assert np.abs(run(params) - expected).max() > 0.1
 
 
-def test_dense_reads_a_weighted_concatenation(tiny_config):
-    """W . concat(X_0, X_1, X_2), the oldest first."""
-    hparams, rng = small_hparams(tiny_config, DENSE).model, np.random.default_rng(0)
-    x_LBTD = rng.normal(size=(3, 2, 5, 16)).astype('f')
-    kernel = rng.normal(size=(48, 16)).astype('f')
-    stream = STREAMS['dense'](hparams, LayerKind(False, 0, 1, 3))
-    read_BTD, _, _ = stream.apply(
-        {'params': {'kernel': kernel}}, x_LBTD[-1], DepthSlots(x_LBTD), method='read'
-    )
-    expected = np.concatenate(x_LBTD, axis=-1) @ kernel
-    np.testing.assert_allclose(read_BTD, expected, rtol=0, atol=1e-4)
-
-
 def _average(hparams, x_LBTD, params):
     stream = STREAMS['average'](hparams, LayerKind(False, 0, 1, len(x_LBTD)))
     given = (x_LBTD[-1], DepthSlots(x_LBTD))
     if params is None:
         params = stream.init(jax.random.key(0), *given, method='read')['params']
     return stream.apply({'params': params}, *given, method='read')[0]
-
-
-def test_average_reads_a_weighted_sum(tiny_config):
-    """a_0 X_0 + a_1 X_1 + a_2 X_2, and its gradient to each scalar: the sum of d . X_l."""
-    hparams, rng = small_hparams(tiny_config, AVERAGE).model, np.random.default_rng(0)
-    x_LBTD = rng.normal(size=(3, 2, 5, 16)).astype('f')
-    d_BTD = rng.normal(size=(2, 5, 16)).astype('f')
-    weights = np.array([2.0, -0.5, 0.25], 'f')
-    read_BTD, pull = jax.vjp(lambda w: _average(hparams, x_LBTD, {'weights': w}), weights)
-    first, second, third = x_LBTD
-    np.testing.assert_allclose(read_BTD, 2 * first - 0.5 * second + 0.25 * third, rtol=0, atol=1e-5)
-    expected = [np.sum(d_BTD * x_BTD) for x_BTD in x_LBTD]
-    np.testing.assert_allclose(pull(d_BTD)[0], expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
@@ -170,117 +142,6 @@ def test_average_starts_as_its_newest_input_bit_for_bit(dtype, tiny_config):
     np.testing.assert_array_equal(read_BTD, x_LBTD[-1])
     finer = {'weights': jnp.array([0, 0, 0, 1.003])}
     assert np.any(_average(hparams, x_LBTD, finer) != x_LBTD[-1])
-
-
-def test_attention_stream_reads_slots(tiny_config):
-    """One slot, the embedding's: its value itself, a head to each of its queries; several: softmax.
-
-    Of a window of one slot the newest is read.
-    """
-    rng = np.random.default_rng(0)
-    x_BTD = rng.normal(size=(2, 5, 16)).astype('f')
-    positions_BT = jnp.broadcast_to(jnp.arange(5), (2, 5))
-    tokens = TokenInfo(positions_BT, jnp.ones_like(positions_BT))
-    hparams = small_hparams(tiny_config, ATTENTION).model
-    entry = Layer(hparams, LayerKind(False, 0, 1, part='entry'), 'top_c')
-    shapes = jax.eval_shape(entry.init, jax.random.key(0), x_BTD, None, tokens, None)
-    weights = jax.tree.map(lambda leaf: 0.5 * rng.normal(size=leaf.shape).astype('f'), shapes)
-    output = entry.apply(weights, x_BTD, None, tokens, None)
-    projections = weights['params']['stream']
-    values_BTKH = np.tensordot(x_BTD, projections['slot']['value']['kernel'], 1)
-    query_BTNH = np.tensordot(x_BTD, projections['query']['kernel'], 1)
-    np.testing.assert_allclose(output.written.slots[0].v_BTKH, values_BTKH, rtol=0, atol=1e-5)
-    np.testing.assert_allclose(output.x_BTD, query_BTNH.reshape(2, 5, 16), rtol=0, atol=1e-5)
-
-    def read(slots, count, window=0):
-        hparams = small_hparams(tiny_config, ATTENTION, {'model.depth.slot_window': window}).model
-        stream = STREAMS['attention'](hparams, LayerKind(False, 0, 1))
-        depth = DepthSlots(KeysValues(*map(jnp.asarray, slots)), None, count)
-        return stream.apply({}, output.x_BTD, depth, method='read')[0]
-
-    def to_heads(values_BTKH):
-        return np.repeat(values_BTKH, 2, axis=2).reshape(2, 5, 16)
-
-    slots = rng.normal(size=(2, 4, 2, 5, 2, 4)).astype('f')
-    slots[:, 0] = output.written.slots[0]
-    np.testing.assert_allclose(read(slots, 1), to_heads(values_BTKH), rtol=0, atol=1e-6)
-    newest = to_heads(slots[1, 2])
-    np.testing.assert_allclose(read(slots, 3, window=1), newest, rtol=0, atol=1e-6)
-    keys_LBTNH, values_LBTNH = np.repeat(slots[:, :3], 2, axis=4)
-    weights_LBTN = np.exp(np.einsum('btnh,lbtnh->lbtn', query_BTNH, keys_LBTNH) / 2)
-    weights_LBTN /= weights_LBTN.sum(axis=0)
-    mixed_BTNH = np.einsum('lbtn,lbtnh->btnh', weights_LBTN, values_LBTNH)
-    np.testing.assert_allclose(read(slots, 3), mixed_BTNH.reshape(2, 5, 16), rtol=0, atol=1e-5)
-
-
-def normed(x_BTKH, over, scale):
-    """Keys or queries divided by their root mean square, over a head or all heads, and scaled."""
-    if over == 'none':
-        return x_BTKH
-    flat = x_BTKH if over == 'head' else x_BTKH.reshape(*x_BTKH.shape[:2], -1)
-    flat = flat / np.sqrt(np.mean(flat**2, axis=-1, keepdims=True) + 1e-6) * scale
-    return flat.reshape(x_BTKH.shape)
-
-
-@pytest.mark.parametrize('keys', ['rotated', 'unrotated'])
-@pytest.mark.parametrize('over', ['none', 'head', 'full'])
-def test_keys_of_slots_as_readers_see_them(over, keys, tiny_config):
-    """One token, its own key and one slot: the softmax by hand.
-
-    A `rotated` key is normed and turned by its writer; an `unrotated` one is normed by its reader,
-    whose query is turned.
-    """
-    knobs = {'model.depth.slot_keys': keys, 'model.qk_norm': over}
-    hparams, rng = small_hparams(tiny_config, MODA, knobs).model, np.random.default_rng(6)
-    x_BTD = rng.normal(size=(3, 1, 16)).astype('f')
-    positions_BT = jnp.array([[0], [5], [9]])
-    tokens = TokenInfo(positions_BT, jnp.ones_like(positions_BT))
-    attention = SelfAttention(hparams, 0)
-    weights = [
-        jax.tree.map(
-            lambda leaf: rng.normal(size=leaf.shape).astype('f'),
-            jax.eval_shape(attention.init, jax.random.key(0), x_BTD, tokens),
-        )
-        for _ in ('writer', 'reader')
-    ]
-
-    @jax.jit
-    def write_and_read(writer, reader, x_BTD):
-        _, _, slot, _ = attention.apply(writer, x_BTD, tokens)
-        same = attention.apply(writer, x_BTD, tokens, method='slot')
-        depth = DepthSlots(jax.tree.map(lambda side: side[None], slot))
-        return slot, same, attention.apply(reader, x_BTD, tokens, depth=depth)[0]
-
-    slot, same, found_BTD = write_and_read(*weights, x_BTD)
-    for one, other in zip(slot, same, strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
-    writer, reader = (mine['params'] for mine in weights)
-
-    def project(params, name):
-        return np.tensordot(x_BTD, params[name]['kernel'], 1)
-
-    def turned(x_BTNH, params, norm):
-        scale = params[norm]['scale'] if over != 'none' else None
-        return apply_rope(
-            jnp.asarray(normed(x_BTNH, over, scale)), positions_BT, hparams.rope_theta
-        )
-
-    q_BTNH = np.asarray(turned(project(reader, 'query'), reader, 'query_norm'))
-    own_BTKH = turned(project(reader, 'key'), reader, 'key_norm')
-    slot_BTKH = project(writer, 'key')
-    if keys == 'rotated':
-        slot_BTKH = turned(slot_BTKH, writer, 'key_norm')
-    elif over != 'none':
-        slot_BTKH = normed(slot_BTKH, over, reader['key_norm']['scale'])
-    seen = np.repeat(np.stack([own_BTKH, slot_BTKH]), 2, axis=3)
-    scores_SBTN = np.einsum('btnh,sbtnh->sbtn', q_BTNH, seen) / 2
-    weights_SBTN = np.exp(scores_SBTN - scores_SBTN.max(axis=0))
-    weights_SBTN /= weights_SBTN.sum(axis=0)
-    values = np.repeat(np.stack([project(reader, 'value'), project(writer, 'value')]), 2, axis=3)
-    mixed_BTNH = np.einsum('sbtn,sbtnh->btnh', weights_SBTN, values)
-    expected_BTD = np.einsum('btnh,nhd->btd', mixed_BTNH, reader['out']['kernel'])
-    np.testing.assert_allclose(found_BTD, expected_BTD, rtol=0, atol=1e-3)
-    assert 0.05 < weights_SBTN.min(axis=0).max()
 
 
 # The memory of training grows as the number of layers, not its square: slots are stored once.

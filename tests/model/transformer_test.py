@@ -8,6 +8,7 @@ import pytest
 from moddepth_jax.hparams import from_config
 from moddepth_jax.inference.generate import generate
 from moddepth_jax.model.decoding import unroll
+from moddepth_jax.model.layers import rms_norm
 from moddepth_jax.model.transformer import (
     Transformer,
     causal_routing,
@@ -104,6 +105,16 @@ def test_bfloat16_model_keeps_float32_parameters_and_logits(tiny_config):
     assert logits_BTV.dtype == jnp.float32
     error = np.abs(logits_BTV - expected).max() / np.std(expected)
     assert 1e-4 < error < 0.1
+
+
+def test_rms_norm_of_bfloat16_is_taken_in_float32():
+    """A bfloat16 input is normalized in float32 and rounded once, so squares do not lose bits."""
+    rng = np.random.default_rng(0)
+    x, scale = jnp.asarray(rng.normal(size=(4, 64)), jnp.bfloat16), rng.normal(size=64)
+    result = rms_norm(x, np.float32(scale), 1e-6)
+    assert result.dtype == jnp.bfloat16
+    once = rms_norm(x.astype(jnp.float32), np.float32(scale), 1e-6).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(result, once)
 
 
 @pytest.mark.parametrize(
