@@ -3,14 +3,20 @@
 import importlib.metadata
 import os
 
-# Machine code is hardly optimized: tests compile far longer than they compute. This halves the CPU
-# time of the suite. A test that needs a program as users run it compiles with OPTIMIZED.
-_XLA_FLAGS = ['--xla_backend_optimization_level=0', '--xla_cpu_parallel_codegen_split_count=1']
-if importlib.metadata.version('jaxlib').startswith('0.10.'):  # later versions have no such flag
-    _XLA_FLAGS.append('--xla_cpu_use_fusion_emitters=false')
-
 # Read by JAX at its import, and inherited by the commands that tests start.
-os.environ['XLA_FLAGS'] = ' '.join([os.environ.get('XLA_FLAGS', ''), *_XLA_FLAGS])
+# Machine code is hardly optimized: tests compile far longer than they compute. This halves the CPU
+# time of the suite. Tests that need a program as users run it: tests.model.cases.OPTIMIZED.
+os.environ['XLA_FLAGS'] = ' '.join(
+    [
+        os.environ.get('XLA_FLAGS', ''),
+        '--xla_backend_optimization_level=0',
+        '--xla_cpu_parallel_codegen_split_count=1',
+        # Later versions have no such flag.
+        '--xla_cpu_use_fusion_emitters=false'
+        if importlib.metadata.version('jaxlib').startswith('0.10.')
+        else '',
+    ]
+).strip()
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 os.environ['JAX_ENABLE_COMPILATION_CACHE'] = 'false'
 os.environ['JAX_NUMPY_RANK_PROMOTION'] = 'raise'

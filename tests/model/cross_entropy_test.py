@@ -18,8 +18,6 @@ from tests.devices import collectives, on_devices
 B, T, D, V = 3, 37, 16, 53
 ALL_AT_ONCE = B * T
 
-pytestmark = pytest.mark.usefixtures('compiled_in_haste')
-
 
 @pytest.fixture
 def targets():

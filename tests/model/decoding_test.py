@@ -42,7 +42,7 @@ def programs(hparams, routing):
     """Jitted (prefill, a step that also updates the cache)."""
     how = {'hparams': hparams, 'routing': routing}
     capacity = None if hparams.model.routing.overflow == 'grow' else cache_size(hparams, routing)
-    first = functools.partial(prefill, **how, slots=LENGTH, routed_capacity=capacity)
+    first = functools.partial(prefill, **how, capacity=LENGTH, routed_capacity=capacity)
 
     def step(unrolled, cache, token_B, begins_B, active_B):
         logits_BV, updates, dropped_B = decode_step(
@@ -91,7 +91,7 @@ def decode(model, rows=slice(None)):
         if model.hparams.model.routing.overflow == 'grow':
             used = kv_cache.longest_routed_row(cache)
             routed = [layer for layer in cache.layers if layer.lengths_B is not None]
-            if used == routed[0].positions_BS.shape[1]:
+            if used == routed[0].capacity:
                 cache = kv_cache.resize_cache(cache, used + 4)
     return out, cache
 
@@ -196,7 +196,7 @@ def shapes_of_programs(hparams, capacity, batch=8):
     variables = jax.eval_shape(init, jnp.zeros((1, 8), jnp.int32))
     unrolled = jax.eval_shape(functools.partial(unroll, **how), variables)
     prompts = jax.ShapeDtypeStruct((batch, 8), 'int32')
-    first = functools.partial(prefill, **how, slots=capacity, routed_capacity=routed_capacity)
+    first = functools.partial(prefill, **how, capacity=capacity, routed_capacity=routed_capacity)
     _, cache = jax.eval_shape(first, unrolled, prompts, prompts)
     row, flag = (jax.ShapeDtypeStruct((batch,), dtype) for dtype in ('int32', 'bool'))
     step, of_step = functools.partial(decode_step, **how), (unrolled, cache, row, flag, flag)

@@ -125,7 +125,7 @@ def test_prompt_of_several_documents_is_one_text(tiny_config):
     """The last logits of a prompt are the full forward's, and what comes is in its document."""
     hparams, variables, run = runner(tiny_config, ACROSS)
     full_BTV, _ = run(TOKENS_BT, PACKED_BT)
-    options = {'hparams': hparams, 'routing': 'dense', 'slots': LENGTH, 'routed_capacity': None}
+    options = {'hparams': hparams, 'routing': 'dense', 'capacity': LENGTH, 'routed_capacity': None}
     unrolled = unroll(variables, hparams, 'dense')
     logits_BV, cache = prefill(unrolled, TOKENS_BT, PACKED_BT, **options)
     last_BV = full_BTV[:, ONE_BT[0].sum() - 1]

@@ -41,8 +41,6 @@ GATES = {
     'none': jnp.ones_like,
     'straight_through': lambda r: 1 + slope_of_sigmoid(r) * (r - jax.lax.stop_gradient(r)),
 }
-# Unoptimised programs, of the same operations, compile in less than half the time.
-jit = functools.partial(jax.jit, compiler_options={'xla_backend_optimization_level': 0})
 
 
 def make_model(tiny_config, placement, gate, capacity, **knobs):
@@ -124,7 +122,7 @@ def scores(params, x_BTD, model):
 
 
 def equation(params, x_BTD, selected_BT, grid_BTS, model):
-    """x + gate(r) (block(x) - x) where a token entered, x elsewhere, from the parameters alone."""
+    """x + gate(r) (block(x) - x) where a token is selected, x elsewhere."""
     block, attention = params['block'], params['block']['attention']
 
     def norm(x, scale):
@@ -180,7 +178,7 @@ def value_and_gradients(function, params, x_BTD, weights_BTD):
         y_BTD, record = function(params, x_BTD)
         return jnp.vdot(y_BTD, weights_BTD), (y_BTD, record)
 
-    run = jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+    run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
     (_, (y_BTD, record)), gradients = run(params, x_BTD)
     return jax.tree.map(np.asarray, (y_BTD, gradients)), record
 
@@ -195,23 +193,23 @@ def assert_close(got, exact, tolerance):
 
 
 def routed(model, window=0, routing='top_c', seed=0, sizes=(LENGTH,)):
-    """Random parameters, and the function (params, x, segments, told ..) -> y, RoutingRecord."""
+    """Random parameters, and the function (params, x, segments, ..) -> y, RoutingRecord."""
 
-    def told(threshold=0.0, causal=True):
+    def layer_args(threshold=0.0, causal=True):
         return RoutingArgs(jnp.int32(0), jnp.float32(threshold), jnp.asarray(causal))
 
     def tokens(segments_BT):
         positions_BT = POSITIONS[: len(segments_BT)]
         return TokenInfo(positions_BT, segments_BT, SEEDS[: len(segments_BT)])
 
-    inputs = stream(), tokens(SEGMENTS), told()
+    inputs = stream(), tokens(SEGMENTS), layer_args()
     by_top_c = MixtureOfDepths(model, window, 'top_c')
     shapes = jax.eval_shape(functools.partial(by_top_c.init, jax.random.key(0), *inputs))
     module = MixtureOfDepths(model, window, routing, sizes)
 
     def apply(params, x_BTD, segments_BT=SEGMENTS, **layer):
         y_BTD, _, _, record = module.apply(
-            {'params': params}, x_BTD, tokens(segments_BT), told(**layer)
+            {'params': params}, x_BTD, tokens(segments_BT), layer_args(**layer)
         )
         return y_BTD, record
 

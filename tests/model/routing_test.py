@@ -32,9 +32,12 @@ def best(scores_T, num_selected):
 
 @pytest.mark.parametrize('num_selected', [1, 2, 5, 11, 12])
 def test_selection_is_exact_on_ties(num_selected):
-    """Of scores with many ties, zeros of both signs, infinities and NaN, C ascending int32 come."""
+    """Of scores with many ties, zeros and NaN of both signs, and infinities: C ascending int32.
+
+    A NaN is selected before infinity.
+    """
     rng = np.random.default_rng(num_selected)
-    values = np.array([-np.inf, -1.5, -0.0, 0.0, 2.0, np.inf, NAN], np.float32)
+    values = np.array([-np.inf, -1.5, -0.0, 0.0, 2.0, np.inf, NAN, -NAN], np.float32)
     few = rng.choice(values[1:5], (40, 12)).astype(np.float32)
     scores_BT = np.concatenate([few, rng.choice(values, (40, 12)), rng.normal(size=(5, 12))])
     indices_BC = select_top_c(jnp.asarray(scores_BT, jnp.float32), num_selected)
@@ -48,13 +51,6 @@ def test_equal_scores_select_the_first():
     for dtype in (jnp.float32, jnp.bfloat16):
         indices_BC = jax.jit(select_top_c, static_argnums=1)(jnp.array(rows, dtype), 4)
         np.testing.assert_array_equal(indices_BC, np.tile(np.arange(4), (5, 1)))
-
-
-def test_any_nan_ranks_highest():
-    """A NaN is selected before infinity, whatever its sign bit says."""
-    minus_nan = np.copysign(np.float32(NAN), np.float32(-1))
-    scores_BT = jnp.array([[np.inf, 1.0, NAN, 2.0], [np.inf, 1.0, 3.0, minus_nan]])
-    np.testing.assert_array_equal(select_top_c(scores_BT, 1), [[2], [3]])
 
 
 def test_bfloat16_ties_still_give_c():
@@ -223,28 +219,3 @@ def test_rows_that_nothing_is_added_to_keep_their_bits():
     y_BTD = jax.jit(scatter_add_tokens)(x_BTD, indices_BC, jnp.ones((1, 2, 3)))
     same = np.asarray(y_BTD).view(np.uint32) == x_BTD.view(np.uint32)
     np.testing.assert_array_equal(same.all(-1), [[True, False, True, True]])
-
-
-def test_a_constant_delta_settles_where_the_squared_error_is_least():
-    """With a raw gate and f = v, gradient descent on r ends at v . (x* - x) / |v|^2.
-
-    Only for the tokens that were selected: the others have no gradient at all.
-    """
-    rng = np.random.default_rng(0)
-    x_BTD, target_BTD = rng.normal(size=(2, 1, 6, 4)).astype(np.float32)
-    v_D = rng.normal(size=4).astype(np.float32)
-    indices_BC = jnp.array([[0, 3, 5]], jnp.int32)
-
-    def error(r_BT):
-        update_BCD = gather_tokens(r_BT, indices_BC)[..., None] * v_D[None, None]
-        y_BTD = scatter_add_tokens(x_BTD, indices_BC, update_BCD)
-        return 0.5 * jnp.sum((y_BTD - target_BTD) ** 2)
-
-    step = jax.jit(lambda r_BT: r_BT - 0.3 / (v_D @ v_D) * jax.grad(error)(r_BT))
-    r_BT = jnp.full((1, 6), 2.5)
-    for _ in range(60):
-        r_BT = step(r_BT)
-    least_BT = (target_BTD - x_BTD) @ v_D / (v_D @ v_D)
-    chosen_BT = np.asarray(indices_to_mask(indices_BC, 6))
-    np.testing.assert_allclose(r_BT[chosen_BT], least_BT[chosen_BT], atol=1e-5)
-    np.testing.assert_array_equal(r_BT[~chosen_BT], 2.5)

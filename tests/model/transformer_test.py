@@ -1,6 +1,4 @@
-"""The whole model: scan, remat, capacity 1, tied embeddings and rules change what they should."""
-
-import functools
+"""The whole model: its logits, parameters and records, and the routings that it runs or refuses."""
 
 import jax
 import jax.numpy as jnp
@@ -8,72 +6,34 @@ import numpy as np
 import pytest
 
 from moddepth_jax.hparams import from_config
-from moddepth_jax.model.transformer import Transformer, causal_routing, check_attention
+from moddepth_jax.inference.generate import generate
+from moddepth_jax.model.decoding import unroll
+from moddepth_jax.model.layers import rms_norm
+from moddepth_jax.model.transformer import (
+    Transformer,
+    causal_routing,
+    causal_sizes,
+    check_attention,
+    check_routing,
+)
+from tests.model.cases import GROWS, build, random_like, routed_by
 
 ROUTED = {'model.routing.router': 'learned', 'model.routing.capacity': 0.375}
-TOKENS_BT = np.random.default_rng(0).integers(0, 257, (2, 16))
-# Unoptimised programs, of the same operations, compile in less than half the time.
-jit = functools.partial(jax.jit, compiler_options={'xla_backend_optimization_level': 0})
+LENGTH = 16
+TOKENS_BT = np.random.default_rng(0).integers(0, 257, (4, LENGTH))
 
 
 def make(tiny_config, **knobs):
-    """A model, and parameters so large and so random that each of them shows in the logits."""
+    """A model, and variables so large and so random that each of them shows in the logits."""
     model = Transformer(from_config(tiny_config(**knobs)))
-    shapes = jax.eval_shape(model.init, jax.random.key(0), TOKENS_BT)['params']
-    rng = np.random.default_rng(0)
-
-    def draw(path, leaf):
-        kind = path[-1].key
-        spread = {'embedding': 1.0, 'scale': 0.3, 'bias': 0.3}.get(kind, 0.2)
-        return (float(kind == 'scale') + spread * rng.normal(size=leaf.shape)).astype(np.float32)
-
-    return model, jax.tree_util.tree_map_with_path(draw, shapes)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), TOKENS_BT)
+    return model, random_like(shapes)
 
 
-def primitives(jaxpr):
-    """Names of the primitives of a jaxpr, at any depth."""
-    names = {eqn.primitive.name for eqn in jaxpr.eqns}
-    for eqn in jaxpr.eqns:
-        for value in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, 'eqns')):
-            if hasattr(value, 'eqns'):
-                names |= primitives(getattr(value, 'jaxpr', value))
-    return names
-
-
-def test_scan_and_remat_change_the_program_and_not_its_result(tiny_config):
-    """Scanned or unrolled, rematerialised or not: other programs, the same output and gradient."""
-    results, programs = [], set()
-    for loop, remat in (('scan', 'block'), ('scan', 'none'), ('unrolled', 'block')):
-        way = {'model.num_layers': 4, 'model.layer_loop': loop, 'model.remat': remat}
-        model, params = make(tiny_config, **ROUTED, **way)
-
-        def loss(params, model=model):
-            logits_BTV, records = model.apply({'params': params}, TOKENS_BT)
-            return jnp.sum(jnp.tanh(logits_BTV)), (logits_BTV, records)
-
-        traced = jit(jax.value_and_grad(loss, has_aux=True)).trace(params)
-        names = primitives(traced.jaxpr.jaxpr)
-        assert ('scan' in names) == (loop == 'scan')
-        assert bool(names & {'checkpoint', 'remat', 'remat2'}) == (remat == 'block')
-        programs.add(str(traced.jaxpr))
-        results.append(jax.tree.map(np.asarray, traced.lower().compile()(params)))
-    assert len(programs) == 3
-    ((_, (logits_BTV, records)), gradients), *others = results
-    for (_, (other_logits_BTV, other_records)), other_gradients in others:
-        np.testing.assert_allclose(other_logits_BTV, logits_BTV, rtol=0, atol=1e-5)
-        np.testing.assert_array_equal(
-            other_records.routing.selected_BT, records.routing.selected_BT
-        )
-        np.testing.assert_allclose(
-            other_records.routing.scores_BT, records.routing.scores_BT, rtol=0, atol=1e-5
-        )
-        pairs = zip(jax.tree.leaves(gradients), jax.tree.leaves(other_gradients), strict=True)
-        for one, other in pairs:
-            atol = 2e-6 * max(np.abs(one).max(), 1)
-            np.testing.assert_allclose(other, one, rtol=0, atol=atol)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(gradients):
-        in_predictor = any(getattr(key, 'key', None) == 'predictor' for key in path)
-        assert np.any(leaf) != in_predictor
+def run(model, variables, **how):
+    """Logits and records of one compiled pass."""
+    apply = jax.jit(lambda variables: model.apply(variables, TOKENS_BT, **how))
+    return jax.device_get(apply(variables))
 
 
 @pytest.mark.parametrize('placement', ['pre', 'post', 'reordered'])
@@ -86,14 +46,15 @@ def test_capacity_one_without_gate_is_the_dense_model(placement, tiny_config):
         'model.routing.gate': 'none',
     }
     dense, _ = make(tiny_config, **knobs)
-    routed, params = make(tiny_config, **knobs, **ROUTED | routing)
-    runs = {
+    routed, variables = make(tiny_config, **knobs, **ROUTED | routing)
+    params = variables['params']
+    blocks = {
         run: {name: layer['block'] for name, layer in layers.items()}
         for run, layers in params['stack'].items()
     }
-    expected, none = jit(dense.apply)({'params': params | {'stack': runs}}, TOKENS_BT)
-    logits_BTV, records = jit(routed.apply)({'params': params}, TOKENS_BT)
-    assert none is None and np.asarray(records.routing.selected_BT).all()
+    expected, none = run(dense, {'params': params | {'stack': blocks}})
+    logits_BTV, records = run(routed, variables)
+    assert none is None and records.routing.selected_BT.all()
     np.testing.assert_allclose(logits_BTV, expected, rtol=0, atol=1e-5)
     assert np.std(expected) > 0.5
 
@@ -101,70 +62,59 @@ def test_capacity_one_without_gate_is_the_dense_model(placement, tiny_config):
 def test_records_are_in_order_of_depth(tiny_config):
     """Records of a stack of several runs and groups come layer by layer, as a loop has them."""
     knobs = {'model.num_layers': 7, 'model.routing.layers': '1,2,4,5,6'}
-    model, marked = make(tiny_config, **ROUTED | knobs)
-    layer = 0
-    for run in sorted(marked['stack'], key=lambda name: int(name.split('_')[1])):
-        group = marked['stack'][run]
+    model, variables = make(tiny_config, **ROUTED | knobs)
+    params, layer = variables['params'], 0
+    for name in sorted(params['stack'], key=lambda name: int(name.split('_')[1])):
+        group = params['stack'][name]
         for repeat in range(len(jax.tree.leaves(group)[0])):
-            for name in sorted(group):
-                if 'router' in group[name]:
+            for member in sorted(group):
+                if 'router' in group[member]:
                     # Each router reads one component of its own, which no layer changes.
-                    group[name]['router']['w'][repeat] = np.eye(32)[layer]
+                    group[member]['router']['w'][repeat] = np.eye(32)[layer]
                 layer += 1
-    for path, leaf in jax.tree_util.tree_leaves_with_path(marked['stack']):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params['stack']):
         if path[-2].key in ('out', 'w2') and path[-3].key != 'predictor':
             leaf[:] = 0
-    _, records = jit(model.apply)({'params': marked}, TOKENS_BT)
-    x_BTD = marked['embedding'][TOKENS_BT]
-    for scores_BT, layer in zip(
-        records.routing.scores_BT, model.hparams.model.routed_layers, strict=True
-    ):
+    _, records = run(model, variables)
+    x_BTD, layers = params['embedding'][TOKENS_BT], model.hparams.model.routed_layers
+    for scores_BT, layer in zip(records.routing.scores_BT, layers, strict=True):
         np.testing.assert_allclose(scores_BT, x_BTD[:, :, layer], rtol=1e-6)
 
 
 def test_tied_head_is_the_embedding(tiny_config):
     """A tied model has no head, and the logits of one whose head is the transposed table."""
-    tied, params = make(tiny_config, **{'model.tie_embeddings': True})
-    untied, untied_params = make(tiny_config)
-    assert 'head' not in params and 'head' in untied_params
+    tied, variables = make(tiny_config, **{'model.tie_embeddings': True})
+    untied, others = make(tiny_config)
+    params = variables['params']
+    assert 'head' not in params and 'head' in others['params']
     table = {'head': {'kernel': params['embedding'].T}}
-    logits_BTV, _ = jit(tied.apply)({'params': params}, TOKENS_BT)
-    expected, _ = jit(untied.apply)({'params': params | table}, TOKENS_BT)
+    logits_BTV, _ = run(tied, variables)
+    expected, _ = run(untied, {'params': params | table})
     np.testing.assert_allclose(logits_BTV, expected, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize('trained', ['predictor', 'aux_loss', 'dense'])
-def test_rule_that_was_not_trained_is_refused(trained, tiny_config):
-    """A model runs top_c, dense and its own rule; another one, or a typo, is refused by name."""
-    model, params = make(tiny_config, **ROUTED | {'model.routing.causal_rule': trained})
-
-    def run(routing):
-        return jax.eval_shape(
-            lambda params: model.apply({'params': params}, TOKENS_BT, routing=routing), params
-        )
-
-    for routing in ('top_c', 'dense', trained):
-        logits_BTV, records = run(routing)
-        assert logits_BTV.shape == (2, 16, 257) and records.routing.selected_BT.shape == (1, 2, 16)
-    for routing in {'predictor', 'aux_loss', 'topc'} - {trained}:
-        with pytest.raises(ValueError, match=f"'{routing}'.*top_c.*{trained}") as error:
-            run(routing)
-        assert '\n' not in str(error.value)
-    assert causal_routing(model.hparams) == trained
 
 
 def test_bfloat16_model_keeps_float32_parameters_and_logits(tiny_config):
     """In bfloat16 only activations are: the logits differ from float32's by rounding alone."""
     knobs = ROUTED | {'model.routing.capacity': 1.0}
-    half, params = make(tiny_config, **knobs, **{'model.dtype': 'bfloat16'})
+    half, variables = make(tiny_config, **knobs, **{'model.dtype': 'bfloat16'})
     full, _ = make(tiny_config, **knobs)
-    shapes = jax.eval_shape(half.init, jax.random.key(0), TOKENS_BT)
-    assert {leaf.dtype for leaf in jax.tree.leaves(shapes)} == {np.dtype(np.float32)}
-    logits_BTV, _ = jit(half.apply)({'params': params}, TOKENS_BT)
-    expected, _ = jit(full.apply)({'params': params}, TOKENS_BT)
+    assert {leaf.dtype for leaf in jax.tree.leaves(variables)} == {np.dtype(np.float32)}
+    variables = jax.tree.map(lambda leaf: leaf * np.float32(0.6), variables)
+    logits_BTV, _ = run(half, variables)
+    expected, _ = run(full, variables)
     assert logits_BTV.dtype == jnp.float32
     error = np.abs(logits_BTV - expected).max() / np.std(expected)
     assert 1e-4 < error < 0.1
+
+
+def test_rms_norm_of_bfloat16_is_taken_in_float32():
+    """A bfloat16 input is normalized in float32 and rounded once, so squares do not lose bits."""
+    rng = np.random.default_rng(0)
+    x, scale = jnp.asarray(rng.normal(size=(4, 64)), jnp.bfloat16), rng.normal(size=64)
+    result = rms_norm(x, np.float32(scale), 1e-6)
+    assert result.dtype == jnp.bfloat16
+    once = rms_norm(x.astype(jnp.float32), np.float32(scale), 1e-6).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(result, once)
 
 
 @pytest.mark.parametrize(
@@ -175,17 +125,19 @@ def test_bfloat16_model_keeps_float32_parameters_and_logits(tiny_config):
         ROUTED | {'model.num_layers': 5, 'model.qk_norm': 'full'},
         ROUTED | {'model.routing.predictor_width': 0, 'model.routing.layers': 'every:1'},
         ROUTED | {'model.routing.causal_rule': 'aux_loss'},
+        {'model.routing.router': 'random', 'model.routing.layers': 'every:1'},
+        {'model.routing.router': 'position'},
     ],
 )
 def test_parameter_count_is_the_formula(knobs, tiny_config):
     """Embedding, head, blocks, norms, biases, routers and predictors, and nothing else."""
-    model, params = make(tiny_config, **knobs)
-    m = model.hparams.model
+    model, variables = make(tiny_config, **knobs)
+    m, params = model.hparams.model, variables['params']
     D, F, N, K, H, V = m.d_model, m.d_ff, m.num_heads, m.num_kv_heads, m.head_dim, m.vocab_size
     block = D * N * H + 2 * D * K * H + N * H * D + 3 * D * F + 2 * D
     block += {'none': 0, 'head': 2 * H, 'full': N * H + K * H}[m.qk_norm]
     block += (N * H + 2 * K * H + D + 2 * F + D) if m.use_bias else 0
-    routed = D
+    routed = D if m.routing.router == 'learned' else 0
     if m.routing.causal_rule == 'predictor':
         P = m.routing.predictor_width
         routed += D * P + P + P + 1 if P else D + 1
@@ -193,10 +145,12 @@ def test_parameter_count_is_the_formula(knobs, tiny_config):
     expected += m.num_layers * block + len(m.routed_layers) * routed
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == expected
     assert set(params) <= {'embedding', 'stack', 'final_norm', 'head'}
+    # A control knows its threshold and keeps no averages.
+    assert ('averages' in variables) == (m.routing.router == 'learned')
 
 
 def test_a_kernel_that_cannot_run_here_is_refused_before_a_run_begins(tiny_config):
-    """In one line that names the knob; an interpreted kernel, and those of XLA, are let through."""
+    """In one line that names the knob; an interpreted kernel, and those of XLA, pass."""
     changes = {'model.depth.stream': 'moda'}
     for name in ('auto', 'xla', 'reference', 'pallas'):
         check_attention(from_config(tiny_config(**changes, **{'model.attention': name})))
@@ -204,3 +158,164 @@ def test_a_kernel_that_cannot_run_here_is_refused_before_a_run_begins(tiny_confi
     with pytest.raises(ValueError, match="model.attention='pallas': ") as caught:
         check_attention(from_config(tiny_config(**wide)))
     assert '512' in str(caught.value) and '\n' not in str(caught.value)
+
+
+THREE = {'model.num_layers': 3, 'model.routing.layers': 'every:1'}
+THREE |= {'data.sequence_length': LENGTH}
+
+
+def with_thresholds(tiny_config, **knobs):
+    """A model of three routed layers, and variables with thresholds of 0.5, 0.7 and 0.9."""
+    model, variables = make(tiny_config, **THREE | routed_by('learned', 'auto') | knobs)
+    variables['averages']['thresholds_R'][:] = [0.5, 0.7, 0.9]
+    return model, variables
+
+
+def test_each_layer_compares_with_its_own_threshold(tiny_config):
+    """Under `threshold` the rule is r > the layer's average, whatever rule the model was given."""
+    records = run(*with_thresholds(tiny_config), routing='threshold')[1].routing
+    wanted_RBT = records.scores_BT > np.float32([0.5, 0.7, 0.9])[:, None, None]
+    np.testing.assert_array_equal(records.selected_BT | records.dropped_BT, wanted_RBT)
+    first_RBT = wanted_RBT & (wanted_RBT.cumsum(axis=2) <= 1.5 * 4)
+    np.testing.assert_array_equal(records.selected_BT, first_RBT)
+    assert np.any(records.dropped_BT) and not wanted_RBT.all()
+
+
+def test_random_choices_follow_the_given_key(tiny_config):
+    """Another key, another choice in each layer; without one the choice is always the same."""
+    model, variables = make(tiny_config, **THREE | {'model.routing.router': 'random'})
+
+    @jax.jit
+    def choices(key):
+        return model.apply(variables, TOKENS_BT, rngs={'routing': key})[1].routing.scores_BT
+
+    one, same, other = (np.asarray(choices(jax.random.key(seed))) for seed in (1, 1, 2))
+    np.testing.assert_array_equal(one, same)
+    assert (one != other).all()
+    assert all((one[i] != one[j]).all() for i in range(3) for j in range(i))
+    without, again = (run(model, variables)[1].routing.scores_BT for _ in range(2))
+    np.testing.assert_array_equal(without, again)
+
+
+@pytest.mark.parametrize(
+    ('loop', 'overflow'),
+    [pytest.param('scan', 'grow', marks=pytest.mark.slow), ('unrolled', 'skip')],
+)
+def test_only_the_named_layers_obey_the_rule(loop, overflow, tiny_config):
+    """The others select by top-C; with none named the model is that of top_c, with all the rule's.
+
+    Layers before the first named one see the stream of top_c, and so decide as it does.
+    """
+    knobs = {'model.layer_loop': loop, 'model.routing.overflow': overflow}
+    model, variables = with_thresholds(tiny_config, **knobs)
+    apply = jax.jit(
+        lambda causal_R: model.apply(
+            variables, TOKENS_BT, None, routing='threshold', causal_layers_R=causal_R
+        )
+    )
+    top_c_BTV, of_top_c = run(model, variables)
+    most, seen = 6 if overflow == 'skip' else LENGTH, []
+    for named in ([0, 0, 0], [1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 1, 1]):
+        causal_R = np.array(named, bool)
+        logits_BTV, records = jax.device_get(apply(jnp.asarray(causal_R)))
+        for layer in range(3):
+            by_rule_BT = records.routing.rule_logits_BT[layer] > 0
+            by_rule_BT &= by_rule_BT.cumsum(axis=1) <= most
+            top_c_BT = records.routing.top_c_BT[layer]
+            assert (by_rule_BT != top_c_BT).any()
+            expected_BT = by_rule_BT if named[layer] else top_c_BT
+            np.testing.assert_array_equal(records.routing.selected_BT[layer], expected_BT)
+            if not any(named[:layer]):
+                np.testing.assert_array_equal(top_c_BT, of_top_c.routing.top_c_BT[layer])
+        assert (records.routing.dropped_BT.any(axis=(1, 2)) <= causal_R).all()
+        seen.append(logits_BTV)
+    np.testing.assert_allclose(seen[0], top_c_BTV, rtol=0, atol=1e-4)
+    every_BTV, _ = run(model, variables, routing='threshold')
+    np.testing.assert_allclose(every_BTV, seen[-1], rtol=0, atol=1e-4)
+    for i, one in enumerate(seen):
+        assert all(np.abs(one - other).max() > 0.1 for other in seen[:i])
+
+
+def test_static_sizes_of_the_model(tiny_config):
+    """A cache with an end gives one size, by the context of the run; one that grows gives several.
+
+    A row that is longer than the run's is its own context.
+    """
+
+    def sizes(length, rule='predictor', **knobs):
+        knobs = THREE | routed_by('learned', 'auto') | knobs
+        return causal_sizes(from_config(tiny_config(**knobs)), length, rule)
+
+    assert sizes(16) == (6,) and sizes(4) == (4,) and sizes(64) == (24,)
+    assert sizes(16, 'dense') == (16,) and sizes(16, 'dense', **GROWS) == (2, 4, 8, 16)
+    assert sizes(16, **GROWS) == (2, 4, 8, 16) and sizes(64, **GROWS) == (8, 16, 32, 64)
+
+
+@pytest.mark.parametrize(
+    ('router', 'rule', 'runs'),
+    [
+        ('learned', 'auto', ['predictor', 'threshold', 'dense']),
+        ('learned', 'aux_loss', ['aux_loss', 'threshold', 'dense']),
+        ('learned', 'threshold', ['threshold', 'dense']),
+        ('norm', 'auto', ['dense', 'threshold']),
+        ('random', 'auto', ['threshold']),
+        ('position', 'auto', ['threshold']),
+        ('straight_through', 'predictor', ['predictor', 'threshold']),
+    ],
+)
+def test_rules_that_a_model_does_not_have_are_refused_by_name(router, rule, runs, tiny_config):
+    """The line names the routing, the router and what it can run; a typo lists all there are.
+
+    Parameters alone run any routing but `threshold`, which needs averages of a learned score.
+    """
+    hparams = from_config(tiny_config(**THREE | routed_by(router, rule)))
+    model = Transformer(hparams)
+    assert causal_routing(hparams) == runs[0]
+    init = jax.eval_shape(model.init, jax.random.key(0), TOKENS_BT)
+
+    def trace(routing):
+        variables = init if 'threshold' in (routing, rule) else {'params': init['params']}
+        return jax.eval_shape(lambda v: model.apply(v, TOKENS_BT, routing=routing), variables)
+
+    for routing in ('top_c', *runs):
+        check_routing(hparams, routing)
+        assert trace(routing)[1].routing.selected_BT.shape == (3, 4, LENGTH)
+    for routing in {'predictor', 'aux_loss', 'threshold', 'dense', 'topc', ''} - {*runs}:
+        with pytest.raises(ValueError) as error:
+            trace(routing)
+        message = str(error.value)
+        assert message.startswith(f'routing={routing!r}: ') and '\n' not in message
+        assert 'top_c, ' + ', '.join(runs) in message or 'must be one of top_c' in message
+        assert f'{router} router' in message or routing in ('topc', '')
+    dense = from_config(tiny_config())
+    check_routing(dense, causal_routing(dense))
+
+
+@pytest.mark.parametrize(
+    ('name', 'routing', 'message'),
+    [
+        ('threshold', 'threshold', "routing='threshold': needs averages"),
+        ('experts choose', 'threshold', "routing='threshold': needs averages"),
+        ('staged, experts choose', 'aux_loss', "routing='aux_loss': needs averages"),
+        ('experts choose', 'dense', "routing='dense': .*experts choose.*only threshold"),
+        ('experts', 'threshold', "routing='threshold': no block of this model is routed"),
+        ('experts choose', 'top_c', "routing='top_c': looks at later tokens"),
+    ],
+)
+def test_a_rule_without_its_averages_or_experts_is_refused(name, routing, message, tiny_config):
+    """By the model, by the parameters of decoding and by generation: a threshold is never made up,
+    and top-C of experts, which looks at whole rows, generates nothing.
+    """
+    hparams, variables, _, _ = build(tiny_config, name)
+    without = {'params': variables['params']}
+    if name.startswith('staged'):
+        without['averages'] = {'thresholds_R': variables['averages']['thresholds_R']}
+    refusals = [lambda: generate(without, hparams, [[1, 2]], 2, routing=routing)]
+    if routing != 'top_c':
+        model = Transformer(hparams)
+        refusals.append(lambda: model.apply(without, TOKENS_BT % 9, None, routing))
+    if 'averages' in message:
+        refusals.append(lambda: unroll(without, hparams, routing))
+    for refuse in refusals:
+        with pytest.raises(ValueError, match=message):
+            refuse()

@@ -8,20 +8,21 @@ import pytest
 from moddepth_jax.data.pipeline import make_dataset
 from moddepth_jax.training.train_step import TrainState, _gradients, init_state, train_step
 from tests.model.cases import (
-    EXPERT_MODELS_MODA,
-    FAST,
     HALF_ROUTED,
+    MODA,
     POST,
     experts,
-    random_variables_with_thresholds,
-    two_layer_hparams,
+    random_variables,
+    small_hparams,
 )
 
 LENGTH, VOCABULARY = 12, 48
 
 
-def jit(function):
-    return jax.jit(function, compiler_options=FAST)
+def two_layer_hparams(make_config, knobs, **more):
+    """Hparams of two layers, the second routed if any is; rows of 12 tokens out of 48."""
+    sizes = {'model.vocab_size': VOCABULARY, 'model.num_layers': 2, 'data.sequence_length': LENGTH}
+    return small_hparams(make_config, sizes, {'model.routing.layers': '1'}, knobs, more)
 
 
 STEPS = {
@@ -47,14 +48,14 @@ def test_micro_batches_do_not_change_the_step(name, tiny_config):
         shape = {'training.accumulate_steps': parts, 'model.num_layers': 1}
         shape['model.routing.layers'] = '0'
         hparams = two_layer_hparams(tiny_config, STEPS[name], **shape)
-        variables = random_variables_with_thresholds(hparams, tokens_BT)
+        variables = random_variables(hparams, tokens_BT)
         averages = variables.get('averages', {})
         state = TrainState(0, {}, averages, (), 0, 0, hparams, 4)
 
         def run(params, state=state, hparams=hparams):
             return _gradients(state.replace(params=params), hparams, 'top_c', batch)
 
-        found.append(jax.device_get(jit(run)(variables['params'])))
+        found.append(jax.device_get(jax.jit(run)(variables['params'])))
     (gradient, metrics), (of_parts, metrics_of_parts) = found
     assert metrics['expert_z_loss'] > 0.01
     leaves = jax.tree_util.tree_leaves_with_path((metrics, gradient))
@@ -67,7 +68,7 @@ def test_micro_batches_do_not_change_the_step(name, tiny_config):
 
 
 TRAINED = {
-    'staged': experts(num_noop=2, z_loss=1e-3) | HALF_ROUTED | EXPERT_MODELS_MODA,
+    'staged': experts(num_noop=2, z_loss=1e-3) | HALF_ROUTED | MODA,
     'experts choose': experts(choice='expert', threshold_decay=0.6),
     'row capacity': experts(row_capacity=6, scores='sigmoid') | POST,
 }
@@ -91,8 +92,8 @@ def test_thirty_steps_of_training(name, tiny_config):
         traces.append(None)
         return train_step(state, batch)
 
-    step = jit(traced)
-    state = jit(lambda: init_state(hparams, 30))()
+    step = jax.jit(traced)
+    state = jax.jit(lambda: init_state(hparams, 30))()
     losses, thresholds_XE = [], 0.0
     for i in range(30):
         state, metrics = step(state, dataset.train_batch(i))

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, PartitionSpec
 
 from moddepth_jax.model.flops import dot_general_flops
 from moddepth_jax.model.moe.grouped_matmul import (
@@ -21,6 +20,7 @@ from moddepth_jax.model.moe.grouped_matmul import (
     num_blocks,
     resolve,
 )
+from tests.model.cases import equations
 
 RNG = np.random.default_rng(0)
 MANY = (13, 3)
@@ -38,9 +38,6 @@ CHOICES = {
 }
 FORMS = (('blocked', 4), ('blocked', 1), ('batched', 4), ('ragged_dot', 1))
 ONE_OF_EACH = (FORMS[0], *FORMS[2:])
-
-
-pytestmark = pytest.mark.usefixtures('compiled_in_haste')
 
 
 def mixed(x_ND, weight_Nk, w_EDF, expert_Nk, implementation, block):
@@ -233,14 +230,6 @@ def test_places_add_wide():
         assert total_ND == 2 and total_ND.dtype == jnp.bfloat16
 
 
-def equations(jaxpr):
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for leaf in jax.tree.leaves(eqn.params, is_leaf=lambda value: hasattr(value, 'eqns')):
-            if hasattr(leaf, 'eqns'):
-                yield from equations(getattr(leaf, 'jaxpr', leaf))
-
-
 @pytest.mark.parametrize('form', ONE_OF_EACH, ids=IMPLEMENTATIONS)
 def test_reruns_are_bit_equal_by_construction(form):
     """Nothing is added to one place from several, whose order a GPU leaves to chance."""
@@ -248,43 +237,6 @@ def test_reruns_are_bit_equal_by_construction(form):
     traced = jax.make_jaxpr(lambda *arrays: both_passes(*arrays, *form))(*arrays)
     scatters = [e for e in equations(traced.jaxpr) if e.primitive.name.startswith('scatter')]
     assert scatters and all(eqn.params['unique_indices'] for eqn in scatters)
-
-
-@pytest.mark.parametrize('form', ONE_OF_EACH, ids=IMPLEMENTATIONS)
-def test_scanned_recomputed_and_sharded(form):
-    """In a scan over layers, recomputed, within a shard_map: a plain loop's gradients."""
-    x_ND, weight_Nk, _, expert_Nk, dy_ND = operands(np.array([[0, 2], [1, 9], [2, 2]]), 3, out=6)
-    w_LEDD = np.random.default_rng(1).normal(size=(2, 3, 6, 6)) / 3
-    between_ND = x_ND + by_hand(x_ND, weight_Nk, w_LEDD[0], expert_Nk, dy_ND)[0]
-    last = by_hand(between_ND, weight_Nk, w_LEDD[1], expert_Nk, dy_ND)
-    along_ND = dy_ND + last[1]
-    first = by_hand(x_ND, weight_Nk, w_LEDD[0], expert_Nk, along_ND)
-    right = (between_ND + last[0], along_ND + first[1], np.stack([first[3], last[3]]))
-
-    mesh = jax.make_mesh((1, 1), ('data', 'expert'), axis_types=(AxisType.Auto,) * 2)
-    rows, experts = PartitionSpec('data'), PartitionSpec('expert')
-
-    specs = {'in_specs': (rows, rows, experts, rows), 'out_specs': rows, 'check_vma': False}
-
-    @functools.partial(jax.shard_map, mesh=mesh, **specs)
-    def shard(x_ND, weight_Nk, w_EDD, expert_Nk):
-        expert_Nk = expert_Nk - len(w_EDD) * jax.lax.axis_index('expert')
-        return jax.lax.psum(mixed(x_ND, weight_Nk, w_EDD, expert_Nk, *form), 'expert')
-
-    @jax.checkpoint
-    def layer(x_ND, w_EDD):
-        return x_ND + shard(x_ND, weight_Nk, w_EDD, expert_Nk), None
-
-    @jax.jit
-    def run(x_ND, w_LEDD):
-        value, pull = jax.vjp(lambda *a: jax.lax.scan(layer, *a)[0], x_ND, w_LEDD)
-        return value, *pull(dy_ND)
-
-    x_ND, w_LEDD, weight_Nk, expert_Nk, dy_ND = cast(
-        (x_ND, w_LEDD, weight_Nk, expert_Nk, dy_ND), 'float32'
-    )
-    for ours, theirs in zip(run(x_ND, w_LEDD), right, strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])

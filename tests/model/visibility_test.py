@@ -14,13 +14,12 @@ from moddepth_jax.model.mod.mixture_of_depths import RoutingArgs
 from moddepth_jax.model.stack import Stack, unstack_layers
 from moddepth_jax.model.streams import LayerKind
 from moddepth_jax.model.transformer import Transformer
-from tests.model.cases import FAST, MODA, ROUTED, random_variables, small_hparams
+from tests.model.cases import MASKED, MODA, ROUTED, parameters, random_variables, small_hparams
 
 SLOTS, ROWS, LENGTH = 4, 2, 5
 SEGMENTS_BT = np.array([[1, 1, 1, 1, 1], [1, 1, 2, 2, 0]])
-TOLD = LayerArgs(RoutingArgs(np.int32(0), np.float32(0), np.bool_(False)))
+ARGS = LayerArgs(RoutingArgs(np.int32(0), np.float32(0), np.bool_(False)))
 HALF = ROUTED | {'model.routing.capacity': 0.6}
-MASKED = {'model.depth.skipped_slots': 'masked'}
 # name: (knobs, routed, the newest slots seen, 0 for all)
 READERS = {
     'xla': ({}, False, 0),
@@ -37,7 +36,7 @@ def draw(shapes, rng):
 
 
 def reader(make_config, name):
-    """(layer, its variables, x_BTD, slots of SLOTS, valid_LBT, tokens, told) of a case."""
+    """(layer, its variables, x_BTD, slots of SLOTS, valid_LBT, tokens, layer_args) of a case."""
     knobs, routed, _ = READERS[name]
     hparams = small_hparams(make_config, MODA, knobs).model
     layer, rng = Layer(hparams, LayerKind(routed, 0), 'top_c'), np.random.default_rng(3)
@@ -47,22 +46,24 @@ def reader(make_config, name):
     valid_LBT = rng.random(shape[:3]) < 0.6 if hparams.masks_slots else None
     positions_BT = jnp.broadcast_to(jnp.arange(LENGTH), (ROWS, LENGTH))
     tokens = TokenInfo(positions_BT, jnp.asarray(SEGMENTS_BT))
-    given = (x_BTD, DepthSlots(slots, valid_LBT, 3), tokens, TOLD if routed else LayerArgs())
+    given = (x_BTD, DepthSlots(slots, valid_LBT, 3), tokens, ARGS if routed else LayerArgs())
     variables = draw(jax.eval_shape(layer.init, jax.random.key(0), *given), rng)
     return layer, variables, x_BTD, slots, valid_LBT, tokens, given[-1]
 
 
 @functools.cache
 def probe(make_config, name):
-    """What a call of a layer gives, by count and slots: its output and who entered; its grid.
+    """By count and slots: a layer's output, the selected tokens, and the grid of what is seen.
 
     The grid [B, T, T + SLOTS * T], of a query a row: whether its output has a gradient with respect
     to the input of each token, and to the slots of each token, slot by slot.
     """
-    layer, variables, x_BTD, slots, valid_LBT, tokens, told = reader(make_config, name)
+    layer, variables, x_BTD, slots, valid_LBT, tokens, layer_args = reader(make_config, name)
 
     def call(x_BTD, slots, count):
-        output = layer.apply(variables, x_BTD, DepthSlots(slots, valid_LBT, count), tokens, told)
+        output = layer.apply(
+            variables, x_BTD, DepthSlots(slots, valid_LBT, count), tokens, layer_args
+        )
         return output.x_BTD, output.records.routing and output.records.routing.selected_BT
 
     def grid(slots, count):
@@ -82,7 +83,7 @@ def probe(make_config, name):
     def both(slots, count):
         return *call(x_BTD, slots, count), *grid(slots, count)
 
-    return jax.jit(both, compiler_options=FAST), slots, valid_LBT
+    return jax.jit(both), slots, valid_LBT
 
 
 def expected_sight(count, newest, valid_LBT, selected_BT):
@@ -203,17 +204,11 @@ def muted(stack, params, loud):
     return quiet
 
 
-@pytest.mark.parametrize(
-    'name',
-    [
-        pytest.param(name, marks=pytest.mark.slow) if name in ('ffn', 'own') else name
-        for name in WRITERS
-    ],
-)
+@pytest.mark.parametrize('name', parameters(('block', 'masked'), WRITERS))
 def test_layers_see_those_below(name, tiny_config):
     """Layer l sees what layers 0..l-1 wrote of its own token, in every write mode, and no other.
 
-    Under `masked` a token that passed a routed layer by has no slot there; `projected`, it has.
+    Under `masked` a token that skipped a routed layer has no slot there; under `projected` it has.
     """
     knobs, sources, newest = WRITERS[name]
     hparams = small_hparams(tiny_config, MODA, ALONE, {'model.remat': 'none'}, knobs)
@@ -237,7 +232,7 @@ def test_layers_see_those_below(name, tiny_config):
         ]
         return jnp.any(gradient['embedding'] != 0, axis=1), by_source, selected_RT
 
-    used = jax.jit(used, compiler_options=FAST)
+    used = jax.jit(used)
     for loud, token in np.ndindex(4, 8):
         embeddings, found, selected_RT = used(loud, token)
         entered_L = np.ones(4, bool)
@@ -259,9 +254,9 @@ def rms_normed(x, scale):
 
 @pytest.mark.parametrize('place', ['pre', 'post', 'reordered'])
 def test_slots_of_skipped_tokens(place, tiny_config):
-    """`projected`: from the stream as if the block added nothing; `masked`: none, and 0 is stored.
+    """`projected`: of the stream as if the block added nothing; `masked`: none, and 0 is stored.
 
-    Tokens that enter have the same slots either way.
+    Selected tokens have the same slots either way.
     """
     written = {}
     for skipped in ('projected', 'masked'):
@@ -270,9 +265,9 @@ def test_slots_of_skipped_tokens(place, tiny_config):
         layer, rng = Layer(hparams, LayerKind(True, 0, 2), 'top_c'), np.random.default_rng(4)
         x_BTD = rng.normal(size=(ROWS, LENGTH, hparams.d_model)).astype('f')
         positions_BT = jnp.broadcast_to(jnp.arange(LENGTH), (ROWS, LENGTH))
-        given = (x_BTD, None, TokenInfo(positions_BT, jnp.asarray(SEGMENTS_BT)), TOLD)
+        given = (x_BTD, None, TokenInfo(positions_BT, jnp.asarray(SEGMENTS_BT)), ARGS)
         variables = draw(jax.eval_shape(layer.init, jax.random.key(0), *given), rng)
-        output = jax.jit(layer.apply, compiler_options=FAST)(variables, *given)
+        output = jax.jit(layer.apply)(variables, *given)
         written[skipped], selected_BT = (
             output.written,
             np.asarray(output.records.routing.selected_BT),
@@ -295,6 +290,6 @@ def test_slots_of_skipped_tokens(place, tiny_config):
             np.testing.assert_allclose(side[~selected_BT], hand[~selected_BT], rtol=0, atol=1e-5)
             np.testing.assert_allclose(side[selected_BT], hidden[selected_BT], rtol=0, atol=1e-6)
             assert not np.any(hidden[~selected_BT]) and np.all(side[~selected_BT])
-    # The mlp of a token that entered read what attention had added to.
-    entering = np.tensordot(second_BTD, stream['ffn_slot']['value']['kernel'], 1)[selected_BT]
-    assert np.abs(entering - written['masked'].slots[1].v_BTKH[selected_BT]).max() > 0.1
+    # The mlp of a selected token read what attention had added to.
+    selected = np.tensordot(second_BTD, stream['ffn_slot']['value']['kernel'], 1)[selected_BT]
+    assert np.abs(selected - written['masked'].slots[1].v_BTKH[selected_BT]).max() > 0.1
