@@ -318,7 +318,7 @@ def compare(results, segments, key_segments, given):
 
 
 def no_xla(q, k, v, mask, static, *joint):
-    """NaN, in the shapes of xla_sequence."""
+    """NaN, in the shapes of xla.sequence."""
     del mask, static
     wrong = [x * jnp.nan for x in (q, k, v)]
     return wrong if joint else (wrong[0], jnp.moveaxis(wrong[0][..., 0], 2, 1))
