@@ -2,13 +2,12 @@
 
     python -m tests.kernels.hopper [a part of the kernels' names ...]
 
-prints registers, spilled bytes, shared memory and launch of each kernel; aot_test.py tells what
+prints registers, spilled bytes, shared memory and launch of each kernel; aot_test.py says what
 must be installed. Needs a process of its own: Mosaic prints what is read here to standard output.
 """
 
 import contextlib
 import functools
-import importlib
 import os
 import re
 import shutil
@@ -22,6 +21,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from kernels_pallas.backends import DEPTH, Parts, load_module
+from kernels_pallas.joint_softmax import Slots, Static
+from kernels_pallas.mosaic import fused
 
 # An H200, as XLA's target configuration describes devices.
 TARGET = """
@@ -72,7 +75,7 @@ class Resources(NamedTuple):
     Attributes:
       name: of its entry point.
       registers: of a thread, before any of its warps change their share.
-      spilled: bytes that a thread stores to and loads from local memory for want of registers.
+      spilled: bytes that a thread stores to and loads from local memory as it lacks registers.
       stack: bytes of a thread's local memory, spills included.
       shared: bytes of shared memory of a block.
       threads: of a block.
@@ -142,6 +145,13 @@ def an_h200():
     return jax.sharding.use_abstract_mesh(mesh)
 
 
+def lower(function, *arguments) -> str:
+    """The StableHLO text of a function of shapes, for CUDA."""
+    with an_h200():
+        traced = jax.jit(function).trace(*arguments)
+        return traced.lower(lowering_platforms=('cuda',)).as_text()
+
+
 def _numbers(text):
     return tuple(int(number) for number in re.findall(r'\d+', text))
 
@@ -184,7 +194,7 @@ def resources(function, *arrays) -> list[Resources]:
       arrays: jax.ShapeDtypeStructs of its arguments.
 
     Raises:
-      jax.errors.JaxRuntimeError: it does not compile, for instance for want of shared memory.
+      jax.errors.JaxRuntimeError: it does not compile, for instance with too little shared memory.
       ValueError: nothing was compiled.
     """
     os.environ.update(MOSAIC_GPU_DUMP_PTXAS='1', MOSAIC_GPU_DUMP_HOST_LLVM='1')
@@ -203,65 +213,56 @@ def resources(function, *arrays) -> list[Resources]:
     return found
 
 
-def _depth(way, module, width, group, slots, lookup=False, wide=jnp.bfloat16):
-    """A depth backend's function and its arguments at T=4096, 8 key/value heads, in bfloat16.
+def shape(*sides, dtype=jnp.bfloat16):
+    """A description of an array."""
+    return jax.ShapeDtypeStruct(sides, dtype)
 
-    lookup: with a mask of slots and queries that look up their token. wide: dtype of the sums of
-    gradients, and of the sequence's output.
+
+def depth_call(backend, way, B, T, K, G, H, L, R=None, mask=False, dtype=jnp.bfloat16, **options):
+    """A depth part's function, and the shapes of its arguments; num_slots is traced.
+
+    Args:
+      backend: name in `backends.DEPTH`.
+      way: forward | backward.
+      B, T, K, G, H, L, R: sizes; R None: no look-up of tokens.
+      mask: there is a mask of slots.
+      dtype: of queries and slots.
+      **options: `wide`, the dtype of the sums of gradients and of the sequence's output, by default
+        that of the slots; and parameters of the function.
     """
-    dtype = jnp.bfloat16
-    batch, length, kv_heads = 1, 4096, 8
-    heads = kv_heads * group
-    num_rows = length + 1 if lookup else length
-    function = getattr(importlib.import_module(f'kernels_pallas.{module}'), f'depth_{way}')
-    options = {'window': 0, 'scale': width**-0.5, 'interpret': False}
-    x = jax.ShapeDtypeStruct((batch, length, heads, width), dtype)
-    by_head = jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
-    slot = jax.ShapeDtypeStruct((slots, batch, num_rows, kv_heads, width), dtype)
-    mask = jax.ShapeDtypeStruct((slots, batch, num_rows), bool) if lookup else None
-    rows = jax.ShapeDtypeStruct((batch, length), jnp.int32) if lookup else None
-    num = jax.ShapeDtypeStruct((), jnp.int32)
-    sides, sums = (slot, slot), (jax.ShapeDtypeStruct(slot.shape, wide),) * 2
+    wide = options.pop('wide', dtype)
+    function = getattr(load_module(getattr(DEPTH[backend], way)), f'depth_{way}')
+    q, by_head = shape(B, T, K * G, H, dtype=dtype), shape(B, K * G, T, dtype=jnp.float32)
+    places = L, B, R or T
+    slots = Slots(
+        *(shape(*places, K, H, dtype=dtype),) * 2,
+        shape(dtype=jnp.int32),
+        shape(*places, dtype=bool) if mask else None,
+        shape(B, T, dtype=jnp.int32) if R else None,
+    )
+    function = functools.partial(function, **{'window': 0, 'scale': H**-0.5} | options)
     if way == 'forward':
-        o = jax.ShapeDtypeStruct(x.shape, wide)
-        return functools.partial(function, **options), (x, o, by_head, sides, num, mask, rows)
-    given = (x, x, by_head, by_head, sides, sums, num, mask, rows)
-    return functools.partial(function, **options), given
+        return function, (q, shape(*q.shape, dtype=wide), by_head, slots)
+    sums = (shape(*places, K, H, dtype=wide),) * 2
+    return function, (q, q, by_head, by_head, slots, sums)
 
 
-def _fused(width, group, slots, general=False):
-    """The fused forward at T=4096; general: windows, segments, own queries, mask, look-up."""
-    batch, length, kv_heads = 1, 4096, 8
-    module = importlib.import_module('kernels_pallas.mosaic_fused')
-    q = jax.ShapeDtypeStruct((batch, length, kv_heads * group, width), jnp.bfloat16)
-    key = jax.ShapeDtypeStruct((batch, length, kv_heads, width), jnp.bfloat16)
-    slot = jax.ShapeDtypeStruct((slots, batch, length, kv_heads, width), jnp.bfloat16)
-    rows = jax.ShapeDtypeStruct((batch, length), jnp.int32)
-    num = jax.ShapeDtypeStruct((), jnp.int32)
-    mask = jax.ShapeDtypeStruct((slots, batch, length), bool)
-    windows = (1024, 16) if general else (0, 0)
-
-    def forward(q, k, v, slots, num, segments, q_depth, mask, rows):
-        extra = (*windows, width**-0.5)
-        return module.fused_forward(
-            q, k, v, segments, q_depth, slots, num, mask, rows, *extra, interpret=False
-        )
-
-    options = (rows, q, mask, rows) if general else (None,) * 4
-    return forward, (q, key, key, (slot, slot), num, *options)
+def fused_call(T, K, G, H, L, R=None, general=False, dtype=jnp.bfloat16, windows=(1024, 16)):
+    """The fused forward, and its arguments; general: windows, segments, own queries, mask, rows."""
+    q, key, rows = shape(1, T, K * G, H, dtype=dtype), shape(1, T, K, H, dtype=dtype), None
+    segments, own, mask = None, None, None
+    if general:
+        rows = segments = shape(1, T, dtype=jnp.int32)
+        own, mask = q, shape(L, 1, R or T, dtype=bool)
+    side = shape(L, 1, R or T, K, H, dtype=dtype)
+    slots = Slots(side, side, shape(dtype=jnp.int32), mask, rows)
+    window, slot_window = windows if general else (0, 0)
+    static = Static(window, True, slot_window, H**-0.5, False, Parts('xla', 'mosaic_gpu_fused'))
+    function = functools.partial(fused.fused_forward, static=static)
+    return function, (q, key, key, segments, own, slots)
 
 
-# By name: what gives a function and the jax.ShapeDtypeStructs of its arguments.
-KERNELS = {
-    'fused_forward_H64_G8_L64': lambda: _fused(64, 8, 64),
-    'fused_forward_H128_G8_L64': lambda: _fused(128, 8, 64),
-    'fused_forward_H64_G8_L70_general': lambda: _fused(64, 8, 70, True),
-}
-BACKENDS = {
-    'pallas': ('pallas_depth', 'pallas_depth'),
-    'mosaic': ('mosaic_depth', 'mosaic_depth_backward'),
-}
-# (H, G, L, looked up)
+# (H, G, L, with a mask and a look-up of tokens)
 SHAPES = (
     (64, 8, 64, False),
     (128, 8, 64, False),
@@ -270,14 +271,27 @@ SHAPES = (
     (128, 3, 70, False),
     (64, 8, 70, True),
 )
-for _name, _modules in BACKENDS.items():
-    for _way, _module in zip(('forward', 'backward'), _modules, strict=True):
-        for _shape in SHAPES:
-            _key = '{}_depth_{}_H{}_G{}_L{}'.format(_name, _way, *_shape) + '_rows' * _shape[3]
-            KERNELS[_key] = functools.partial(_depth, _way, _module, *_shape)
-        for _shape in SHAPES[::4]:
-            _key = '{}_depth_{}_H{}_G{}_L{}_float32'.format(_name, _way, *_shape)
-            KERNELS[_key] = functools.partial(_depth, _way, _module, *_shape, jnp.float32)
+
+
+def _kernels():
+    """By name: what gives a function and the shapes of its arguments; T = 4096, bfloat16."""
+    found = {}
+    for H, G, L, general in ((64, 8, 64, False), (128, 8, 64, False), (64, 8, 70, True)):
+        name = f'fused_forward_H{H}_G{G}_L{L}' + '_general' * general
+        found[name] = functools.partial(fused_call, 4096, 8, G, H, L, general=general)
+    for label, backend in (('pallas', 'pallas'), ('mosaic', 'mosaic_gpu')):
+        for way in ('forward', 'backward'):
+            call = functools.partial(depth_call, backend, way, B=1, T=4096, K=8)
+            for H, G, L, rows in SHAPES:
+                sizes = {'H': H, 'G': G, 'L': L, 'R': 4097 if rows else None, 'mask': rows}
+                name = f'{label}_depth_{way}_H{H}_G{G}_L{L}' + '_rows' * rows
+                found[name] = functools.partial(call, **sizes)
+                if (H, G, L, rows) in SHAPES[::4]:
+                    found[f'{name}_float32'] = functools.partial(call, **sizes, wide=jnp.float32)
+    return found
+
+
+KERNELS = _kernels()
 
 
 def main(parts):

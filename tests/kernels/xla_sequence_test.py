@@ -1,29 +1,39 @@
-"""Without slots: values, logsumexp and gradients of the equation, whatever way it is blocked."""
+"""The sequence by XLA: the equation's values and gradients in any blocks, and linear memory."""
 
 import functools
+import math
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels_pallas import depth_attention, xla_sequence_loops
+from kernels_pallas import depth_attention
 from kernels_pallas.reference import visibility
 from kernels_pallas.xla import sequence
+from tests.kernels import hopper
+from tests.kernels.cases import jit
 
 SIZES = {'B': 2, 'T': 97, 'S': None, 'N': 2, 'K': 2, 'H': 8}
 KINDS = {'window': 0, 'gaps': False, 'segments': False, 'scale': None, 'block': None}
+# `block`: queries of a static block. Loops run in tiles of 16 by 16.
 CASES = {
     'one_token': {'T': 1},
     'window_in_a_block': {'N': 6, 'window': 20, 'scale': 0.5},
     'segments_over_blocks': {'T': 200, 'N': 5, 'K': 1, 'segments': True},
     'window_over_gaps': {'T': 300, 'window': 150, 'gaps': True},
     'other_keys': {'S': 141, 'N': 6, 'window': 90, 'gaps': True, 'segments': True},
-    'many_blocks': {'T': 203, 'N': 6, 'window': 50, 'block': 32},
+    'many_blocks': {'T': 103, 'N': 6, 'window': 50, 'block': 32},
     'blocks_of_other_keys': {'T': 60, 'S': 75, 'window': 9, 'gaps': True, 'block': 16},
 }
-# Unoptimised programs, of the same operations, compile in less than half the time.
-jit = functools.partial(jax.jit, compiler_options={'xla_backend_optimization_level': 0})
+LOOPS = {
+    'one_tile': {'T': 1},
+    'odd_tiles': {'T': 97, 'N': 6},
+    'segments_over_tiles': {'T': 60, 'N': 5, 'K': 1, 'segments': True},
+    'window_over_gaps': {'T': 60, 'window': 40, 'gaps': True},
+    'other_keys': {'T': 45, 'S': 83, 'N': 6, 'window': 90, 'gaps': True, 'segments': True},
+}
 
 
 def make_case(B, T, S, N, K, H, window, gaps, segments, scale, block):
@@ -92,25 +102,41 @@ def exact(inputs, cotangents, grid, scale):
     return o, lse, (dq, dk, dv)
 
 
-def dot_with(cotangents, o, lse):
-    finite = jnp.where(jnp.isfinite(lse), lse, 0)
-    return jnp.vdot(o, cotangents[0]).astype(lse.dtype) + jnp.vdot(finite, cotangents[1])
-
-
 def values_and_gradients(function, inputs, cotangents):
     """o, lse and the gradients of q, k, v of a loss that reads both; under one jit."""
 
     def loss(*inputs):
         o, lse = function(*inputs)
-        return dot_with(cotangents, o, lse), (o, lse)
+        finite = jnp.where(jnp.isfinite(lse), lse, 0)
+        dot = jnp.vdot(o, cotangents[0]).astype(lse.dtype) + jnp.vdot(finite, cotangents[1])
+        return dot, (o, lse)
 
     run = jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))
     (_, (o, lse)), gradients = run(*inputs)
     return jax.tree.map(np.asarray, (o, lse, gradients))
 
 
-def test_ruler_differentiates_its_own_forward():
-    """The float64 gradients that the tests measure by are those of automatic differentiation."""
+def attention(implementation, arguments):
+    return functools.partial(
+        depth_attention, implementation=implementation, return_lse=True, **arguments
+    )
+
+
+def check(implementation, inputs, cotangents, arguments, grid):
+    """Output, logsumexp and gradients equal a float64 softmax over the pairs of the grid."""
+    scale = arguments['scale'] or inputs[0].shape[-1] ** -0.5
+    o, lse, gradients = exact(inputs, cotangents, grid, scale)
+    function = attention(implementation, arguments)
+    got_o, got_lse, got_gradients = values_and_gradients(function, inputs, cotangents)
+    np.testing.assert_allclose(got_o, o, rtol=0, atol=2e-6)
+    np.testing.assert_allclose(got_lse, lse, rtol=5e-7, atol=2e-6)
+    assert got_lse.dtype == np.float32 and not got_o[~grid.any(2)].any()
+    for got, right in zip(got_gradients, gradients, strict=True):
+        np.testing.assert_allclose(got, right, rtol=0, atol=1e-5)
+
+
+def test_exact_gradients_are_those_of_its_own_forward():
+    """The float64 gradients that the tests compare with are those of automatic differentiation."""
     case = SIZES | KINDS | {'T': 7, 'S': 9, 'N': 6, 'window': 5, 'segments': True}
     inputs, cotangents, _, grid = make_case(**case)
     _, _, gradients = exact(inputs, cotangents, grid, 0.3)
@@ -140,84 +166,51 @@ def test_visibility_is_the_drawn_grid():
     np.testing.assert_array_equal(before_and_after, [[[1, 0, 0, 1]]])
 
 
-@pytest.mark.parametrize('name', CASES)
-def test_equals_float64_softmax(name, monkeypatch):
-    """Output, logsumexp and the gradients through both equal a float64 softmax over drawn pairs."""
+@pytest.mark.parametrize(
+    ('implementation', 'name'),
+    [('xla', name) for name in CASES]
+    + [('reference', name) for name in ('window_over_gaps', 'other_keys')],
+)
+def test_equals_float64_softmax(implementation, name, monkeypatch):
+    """In static blocks; and by the equation, which has none."""
     case = SIZES | KINDS | CASES[name]
     inputs, cotangents, arguments, grid = make_case(**case)
     if case['block']:
         monkeypatch.setattr(sequence, 'QUERY_BLOCK', case['block'])
         assert len(list(sequence.blocks(case['T'], 1, True, 0))) >= 4
-    scale = case['scale'] or case['H'] ** -0.5
-    o, lse, gradients = exact(inputs, cotangents, grid, scale)
-    blind = ~grid.any(2)
-    assert blind.any() == (case['S'] is not None)
-    for implementation in ('reference', 'xla'):
-        function = functools.partial(
-            depth_attention, implementation=implementation, return_lse=True, **arguments
-        )
-        got_o, got_lse, got_gradients = values_and_gradients(function, inputs, cotangents)
-        np.testing.assert_allclose(got_o, o, rtol=0, atol=2e-6)
-        np.testing.assert_allclose(got_lse, lse, rtol=5e-7, atol=2e-6)
-        assert got_lse.dtype == np.float32
-        assert not got_o[blind].any()
-        for got, right in zip(got_gradients, gradients, strict=True):
-            np.testing.assert_allclose(got, right, rtol=0, atol=1e-5)
-
-
-LOOPS = {
-    'one_tile': {'T': 1},
-    'odd_tiles': {'T': 97, 'N': 6},
-    'segments_over_tiles': {'T': 60, 'N': 5, 'K': 1, 'segments': True},
-    'window_over_gaps': {'T': 60, 'window': 40, 'gaps': True},
-    'other_keys': {'T': 45, 'S': 83, 'N': 6, 'window': 90, 'gaps': True, 'segments': True},
-}
+    assert (~grid.any(2)).any() == (case['S'] is not None)
+    check(implementation, inputs, cotangents, arguments, grid)
 
 
 @pytest.fixture
 def loops(monkeypatch):
     """Long sequences' form at any length, in tiles of 16 by 16."""
     monkeypatch.setattr(sequence, 'is_long', lambda *shape: True)
-    monkeypatch.setattr(xla_sequence_loops, 'TILE_SIZES', (16, 16))
-
-
-def check_loops(inputs, cotangents, arguments, grid):
-    scale = arguments['scale'] or inputs[0].shape[-1] ** -0.5
-    o, lse, gradients = exact(inputs, cotangents, grid, scale)
-    attention = functools.partial(
-        depth_attention, implementation='xla', return_lse=True, **arguments
-    )
-    got_o, got_lse, got_gradients = values_and_gradients(attention, inputs, cotangents)
-    np.testing.assert_allclose(got_o, o, rtol=0, atol=2e-6)
-    np.testing.assert_allclose(got_lse, lse, rtol=5e-7, atol=2e-6)
-    for got, right in zip(got_gradients, gradients, strict=True):
-        np.testing.assert_allclose(got, right, rtol=0, atol=1e-5)
+    monkeypatch.setattr(sequence, 'TILE_SIZES', (16, 16))
 
 
 @pytest.mark.parametrize('name', LOOPS)
 def test_loops_equal_float64_softmax(name, loops):
     """So does the form for long sequences, at lengths that are no multiple of its tiles."""
-    inputs, cotangents, arguments, grid = make_case(**SIZES | KINDS | LOOPS[name])
-    check_loops(inputs, cotangents, arguments, grid)
+    check('xla', *make_case(**SIZES | KINDS | LOOPS[name]))
 
 
 def test_loops_take_any_segment_ids(loops):
-    """Ids that descend, come back, or are of one token: no tile with a visible pair is left out."""
+    """Ids that descend, recur, or are of one token: no tile with a visible pair is skipped."""
     inputs, cotangents, arguments, _ = make_case(**SIZES | KINDS | {'T': 70})
     ids = np.stack([np.arange(70)[::-1] // 20, np.arange(70) * 7 % 5])
     grid = np.tril(np.ones((70, 70), bool)) & (ids[:, :, None] == ids[:, None])
-    check_loops(inputs, cotangents, arguments | {'segment_ids_BT': ids}, grid)
+    check('xla', inputs, cotangents, arguments | {'segment_ids_BT': ids}, grid)
 
 
-def test_loops_visit_only_what_may_be_seen():
+def test_loops_visit_only_tiles_with_visible_keys():
     """Tiles of keys for each tile of 16 queries: causal, in a window, of ascending documents."""
     places = jnp.arange(64)[None]
-
     ids = jnp.asarray(np.repeat(np.arange(3), [20, 28, 16]))[None]
 
     def bounds(ids=None, window=0):
         sides = (places, places), (places, places), None if ids is None else (ids, ids)
-        first, end = xla_sequence_loops._bounds(*sides, window, (16, 16))
+        first, end = sequence._bounds(*sides, window, (16, 16))
         return first.tolist(), end.tolist()
 
     assert bounds() == ([0, 0, 0, 0], [1, 2, 3, 4])
@@ -229,13 +222,11 @@ def test_loops_visit_only_what_may_be_seen():
 
 @pytest.mark.parametrize('implementation', ['reference', 'xla'])
 def test_hidden_pairs_have_exactly_zero_gradient(implementation, monkeypatch):
-    """What queries before 20 give has no derivative, to the bit, by any token from 20 on."""
+    """The outputs of queries before 20 have no derivative, to the bit, by any token from 20 on."""
     monkeypatch.setattr(sequence, 'QUERY_BLOCK', 16)
     inputs, (do, dlse), arguments, _ = make_case(**SIZES | KINDS | {'T': 41, 'N': 6, 'gaps': True})
     do[:, 20:], dlse[:, :, 20:] = 0, 0
-    function = functools.partial(
-        depth_attention, implementation=implementation, return_lse=True, **arguments
-    )
+    function = attention(implementation, arguments)
     _, _, gradients = values_and_gradients(function, inputs, (do, dlse))
     for gradient in gradients:
         assert not gradient[:, 20:].any()
@@ -261,39 +252,94 @@ def test_bfloat16_error_is_near_the_plain_one():
 
     allowed = [2, 3, 3, 3] * errors(plain)
     for implementation in ('reference', 'xla'):
-        ours = functools.partial(
-            depth_attention, implementation=implementation, return_lse=True, **arguments
-        )
-        assert (errors(ours) <= allowed).all()
+        assert (errors(attention(implementation, arguments)) <= allowed).all()
 
 
-def array_sizes(jaxpr):
-    """Elements of every array that a jaxpr computes, at any depth of nesting."""
-    for eqn in jaxpr.eqns:
-        yield from (var.aval.size for var in eqn.outvars)
-        for value in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, 'eqns')):
-            if hasattr(value, 'eqns'):
-                yield from array_sizes(getattr(value, 'jaxpr', value))
+MEMORY = {'N': 8, 'K': 2, 'H': 32, 'L': 3}
+MASKS = {
+    'documents and slots': {'slots': True},
+    'documents': {},
+    'window': {'window': 1000},
+    'keys of other tokens': {'others': True},
+}
 
 
-def test_xla_never_holds_all_scores():
-    """At T = 2048 no array of forward or backward has a sixth of the T^2 scores of a head."""
-    q = jax.ShapeDtypeStruct((1, 2048, 1, 4), jnp.float32)
-
-    def largest(implementation):
-        def loss(*inputs):
-            return jnp.sum(depth_attention(*inputs, implementation=implementation) ** 2)
-
-        return max(array_sizes(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(q, q, q)))
-
-    assert largest('xla') < 2048**2 / 6
-    assert largest('reference') >= 2048**2
+every_mask = pytest.mark.parametrize(
+    'kind',
+    [*list(MASKS)[:1], *(pytest.param(kind, marks=pytest.mark.slow) for kind in list(MASKS)[1:])],
+)
 
 
-def test_default_is_an_implementation_and_lse_is_optional():
-    """None gives the bits of xla; without return_lse the output comes alone and unchanged."""
-    inputs, _, _, _ = make_case(**SIZES | KINDS)
-    both = jit(functools.partial(depth_attention, implementation='xla', return_lse=True))(*inputs)
-    alone = jit(depth_attention)(*inputs)
-    np.testing.assert_array_equal(alone, both[0])
-    assert both[1].shape == (2, 2, 97)
+def step(T, N, K, H, L, slots=False, window=0, others=False, implementation='xla'):
+    """Output and gradients of all inputs, with segment ids, and the shapes of the arguments."""
+
+    def run(q, k, v, ids, do, *sides):
+        arguments = {'segment_ids_BT': ids, 'window': window, 'implementation': implementation}
+        if others:
+            places = jnp.broadcast_to(jnp.arange(k.shape[1]), k.shape[:2])
+            arguments |= {'key_positions_BS': places, 'key_segment_ids_BS': places // 1000}
+        o, pull = jax.vjp(functools.partial(depth_attention, **arguments), q, k, v, *sides)
+        return o, pull(do)
+
+    shape = hopper.shape
+    q, k = shape(1, T, N, H), shape(1, T + 1000 * others, K, H)
+    sides = 2 * [shape(L, 1, T, K, H)] if slots else []
+    return run, (q, k, k, shape(1, T, dtype=jnp.int32), q, *sides)
+
+
+def compiled(function, arrays):
+    return jax.jit(function).lower(*arrays).compile()
+
+
+def largest_array(text):
+    """Numbers of the largest array of a compiled program, within fusions too."""
+    shapes = re.findall(r'\b(?:pred|[a-z]+\d+)\[([\d,]+)\]', text)
+    return max(math.prod(map(int, shape.split(','))) for shape in shapes)
+
+
+def check_growth(place, **kind):
+    """From 4096 tokens to 8192 temporaries grow by 2.2 at most; nothing is as large as T x S."""
+    small, large = (compiled(run, place(x)) for run, x in (step(t, **kind) for t in (4096, 8192)))
+    sizes = [x.memory_analysis().temp_size_in_bytes for x in (small, large)]
+    assert 0 < sizes[1] <= 2.2 * sizes[0]
+    assert largest_array(large.as_text()) < 8192**2
+
+
+@every_mask
+def test_memory_grows_with_the_tokens(kind):
+    """On a CPU."""
+    check_growth(lambda arrays: arrays, **MEMORY | MASKS[kind])
+
+
+def test_no_array_of_static_blocks_holds_all_scores():
+    """At T = 2048 no array has a sixth of the T^2 scores of a head; the equation's is found."""
+    sizes = {'T': 2048, 'N': 1, 'K': 1, 'H': 8, 'L': 0}
+    blocks, equation = (
+        jit(run).lower(*arrays).compile().as_text()
+        for run, arrays in (step(**sizes, implementation=name) for name in ('xla', 'reference'))
+    )
+    assert largest_array(blocks) < 2048**2 / 6 and largest_array(equation) >= 2048**2
+
+
+@pytest.fixture
+def described(monkeypatch):
+    """As on a machine with an H200, for which there is a compiler."""
+    reason = hopper.missing()
+    if reason:
+        pytest.skip(reason)
+    monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
+    with hopper.an_h200():
+        yield hopper.on_hopper
+
+
+@every_mask
+def test_memory_grows_with_the_tokens_on_an_h200(described, kind):
+    check_growth(described, **MEMORY | MASKS[kind])
+
+
+@pytest.mark.parametrize('slots', [pytest.param(False, marks=pytest.mark.slow), True])
+def test_memory_of_a_long_row_on_an_h200(described, slots):
+    """65,536 tokens, 64 heads on 8 of width 64: 1.5 GB at most, without the slots' gradients."""
+    run, arrays = step(65536, 64, 8, 64, 8, slots=slots)
+    sizes = compiled(run, described(arrays)).memory_analysis()
+    assert sizes.temp_size_in_bytes <= 1.5e9

@@ -14,7 +14,7 @@ from moddepth_jax.model.moe.experts import routed_mlp
 from moddepth_jax.model.transformer import Transformer
 from tests.devices import on_devices
 from tests.kernels import hopper
-from tests.kernels.lowering_test import lower
+from tests.kernels.hopper import lower
 from tests.model.cases import ATTENTION, MODA, ROUTED, small_hparams
 
 WIDE = {

@@ -5,12 +5,9 @@ import functools
 import numpy as np
 import pytest
 
-from kernels_pallas import autotune, measure, pallas_depth, trial
-from kernels_pallas.autotune import run_trial
-from kernels_pallas.backends import choose, log_lines
-from kernels_pallas.candidates import Device, Shapes
-from kernels_pallas.joint_softmax import Parts
-from kernels_pallas.trial_case import documents, make_masks, small, timed, visible_slots
+from kernels_pallas import autotune, autotune_trial
+from kernels_pallas.backends import Device, Parts, Shapes, choose, log_lines
+from kernels_pallas.triton import depth as triton
 from tests.kernels.cases import USUAL
 
 TINY = Shapes(
@@ -32,14 +29,14 @@ HIDDEN[0, 0] = True
 
 def wrong(name='dk_depth', unordered=(), second=None, **change):
     """What find_wrong says of one array and its change in the candidate; XLA is off by 1e-3."""
-    value = np.where(HIDDEN, trial.START, VALUE)
+    value = np.where(HIDDEN, autotune_trial.START, VALUE)
     mine = value + np.where(HIDDEN, 0, change.get('error', 0)).astype(np.float32)
     mine[0, 0] += change.get('hidden', 0)
     mine[1, 2, 3] = change.get('last', mine[1, 2, 3])
     second = mine if second is None else mine + np.float32(second)
     plain = value + np.float32(change.get('plain', 1e-3))
     results = [{name: array} for array in (value, plain, mine, second)]
-    return trial.find_wrong(*results, {name: HIDDEN}, 'bfloat16', unordered)
+    return autotune_trial.find_wrong(*results, {name: HIDDEN}, 'bfloat16', unordered)
 
 
 def test_a_result_is_right_within_twice_or_thrice_the_error_of_xla():
@@ -56,7 +53,7 @@ def test_a_result_is_right_within_twice_or_thrice_the_error_of_xla():
 
 def test_what_is_not_seen_has_no_gradient():
     """To the bit, however small it is."""
-    assert wrong(hidden=1e-6) == 'wrong: dk_depth changes where nothing is seen'
+    assert wrong(hidden=1e-6) == 'wrong: dk_depth changes at hidden slots'
 
 
 def test_a_second_run_gives_the_same_bits():
@@ -68,21 +65,21 @@ def test_a_second_run_gives_the_same_bits():
 def test_the_small_case_ends_its_blocks_as_the_large_one():
     """Same remainders, window, groups and slots; few rows, heads and tokens."""
     large = USUAL._replace(q=(8, 4097, 24, 64), k=(8, 4097, 8, 64), window=512, slot_rows=8200)
-    case = small(large)
+    case = autotune_trial.check_shapes(large)
     assert (case.q, case.k) == ((2, 257, 6, 64), (2, 257, 2, 64))
     assert case.slot_rows == 264 and case.window == 50 and case.num_slots == large.num_slots
-    assert small(large._replace(k=(8, 0, 8, 64))).k == (2, 0, 2, 64)
-    assert small(TINY) == TINY
+    assert autotune_trial.check_shapes(large._replace(k=(8, 0, 8, 64))).k == (2, 0, 2, 64)
+    assert autotune_trial.check_shapes(TINY) == TINY
 
 
 def test_a_time_is_taken_of_as_many_rows_as_fit():
     """All of a small batch, one of a large one; nothing else changes."""
-    assert timed(USUAL) == USUAL
+    assert autotune_trial.timed_shapes(USUAL) == USUAL
     many = USUAL._replace(q=(64, 4096, 16, 128), k=(64, 4096, 8, 128), num_slots=48)
     for sums, rows in (('', 2), ('float32', 1)):
-        case = timed(many._replace(sums=sums))
+        case = autotune_trial.timed_shapes(many._replace(sums=sums))
         assert case == many._replace(sums=sums, q=(rows, *many.q[1:]), k=(rows, *many.k[1:]))
-    assert timed(many._replace(num_slots=0)) == many._replace(
+    assert autotune_trial.timed_shapes(many._replace(num_slots=0)) == many._replace(
         q=(32, *many.q[1:]), k=(32, *many.k[1:]), num_slots=0
     )
 
@@ -90,12 +87,14 @@ def test_a_time_is_taken_of_as_many_rows_as_fit():
 def test_documents_and_masks_of_a_case():
     """Ids ascend from 1; several documents have one of a single token; hidden slots are some."""
     shapes = USUAL._replace(segments=True, slot_rows=2048, slot_mask=True, slot_window=4)
-    assert (documents(shapes, 1) == 1).all()
-    ids_T = documents(shapes, 8)[0]
+    assert (autotune_trial.documents(shapes, 1) == 1).all()
+    ids_T = autotune_trial.documents(shapes, 8)[0]
     assert (np.diff(ids_T) >= 0).all() and np.bincount(ids_T)[1:].min() == 1
     assert len(np.unique(ids_T)) == 9
-    masks = make_masks(shapes, 8)
-    seen_LBR = visible_slots(shapes, 7, masks['slot_mask_LBR'], masks['slot_rows_BT'])
+    masks = autotune_trial.make_masks(shapes, 8)
+    seen_LBR = autotune_trial.visible_slots(
+        shapes, 7, masks['slot_mask_LBR'], masks['slot_rows_BT']
+    )
     assert seen_LBR.any(axis=(1, 2)).nonzero()[0].tolist() == [3, 4, 5, 6]
     assert not seen_LBR[:, :, 1::2].any() and 0.7 < seen_LBR[3:7, :, ::2].mean() < 0.9
 
@@ -103,15 +102,15 @@ def test_documents_and_masks_of_a_case():
 @pytest.mark.usefixtures('compiled_in_haste')
 def test_a_broken_kernel_is_found(monkeypatch):
     """By the one result that is wrong; o, dq, dk, dv and the other slots' gradients are right."""
-    depth_backward = pallas_depth.depth_backward
+    depth_backward = triton.depth_backward
 
     @functools.wraps(depth_backward)
     def broken(*arrays, **options):
         dq, dk, dv = depth_backward(*arrays, **options)
         return dq, dk.at[0, 0, 3].multiply(1.01), dv
 
-    monkeypatch.setattr(pallas_depth, 'depth_backward', broken)
-    assert trial.check(INTERPRETED, TINY).startswith('wrong: dk_depth is off by')
+    monkeypatch.setattr(triton, 'depth_backward', broken)
+    assert autotune_trial.check(INTERPRETED, TINY).startswith('wrong: dk_depth is off by')
 
 
 CALLS = {
@@ -135,7 +134,7 @@ CALLS = {
 def test_a_child_process_checks_and_times_a_call(change, parts, monkeypatch, tmp_path):
     """With real candidates, on the CPU."""
     monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
-    found = run_trial(parts, TINY._replace(**change), Device('cpu', 'cpu'), 300)
+    found = autotune.run_trial(parts, TINY._replace(**change), Device('cpu', 'cpu'), 300)
     assert set(found) == {'milliseconds'} and found['milliseconds'] > 0
 
 
@@ -146,8 +145,8 @@ def test_a_measurement_by_real_child_processes(monkeypatch, tmp_path):
     monkeypatch.setattr(
         autotune, '_environment', lambda device: environment(device) | {'JAX_PLATFORMS': 'cpu'}
     )
-    monkeypatch.setattr(measure, '_known', {})
-    monkeypatch.setattr(measure, 'LIMIT_SECONDS', 300.0)
+    monkeypatch.setattr(autotune, '_known', {})
+    monkeypatch.setattr(autotune, 'LIMIT_SECONDS', 300.0)
     monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
     shapes = TINY._replace(q=(4, 1024, 2, 8), k=(4, 1024, 1, 8), num_slots=0, dtypes=('bfloat16',))
     device = Device('gpu', 'cpu', (9, 0), not_measured='')

@@ -1,17 +1,15 @@
 """What computes an attention: what was asked for, what fits, or one line that says why nothing."""
 
 import jax
-import numpy as np
 import pytest
 from absl import logging
 
-from kernels_pallas import backends, candidates, cudnn, depth_attention, measure
-from kernels_pallas.backends import Device, choose
-from kernels_pallas.joint_softmax import Parts
+from kernels_pallas import autotune, backends, cudnn
+from kernels_pallas.backends import Device, Parts, choose
 from moddepth_jax.hparams.model import ATTENTION
 from tests.kernels.cases import USUAL
 
-CPU = Device('cpu', 'cpu', here=True)
+CPU = Device('cpu', 'cpu', local=True)
 HOPPER = Device('gpu', 'NVIDIA H200', (9, 0))
 OLDER = Device('gpu', 'NVIDIA A100', (8, 0))
 BLACKWELL = Device('gpu', 'NVIDIA B200', (10, 0))
@@ -28,19 +26,19 @@ def nothing_is_measured(monkeypatch):
     def fail(*arguments):
         raise AssertionError(f'measured: {arguments}')
 
-    monkeypatch.setattr(measure, 'fastest', fail)
+    monkeypatch.setattr(autotune, 'fastest', fail)
     monkeypatch.setattr(backends, '_log_lines', [])
 
 
 def test_model_knob_names_every_implementation():
-    assert ('auto', *backends.IMPLEMENTATIONS) == ATTENTION
+    assert {'auto', *backends.IMPLEMENTATIONS} == set(ATTENTION)
 
 
 def test_cpu_runs_xla_unless_asked_otherwise():
     """Kernels that are asked for by name on a CPU run interpreted. auto says nothing."""
     assert choose(None, LARGE) == XLA and not backends.log_lines()
     assert choose('xla', USUAL) == Parts()
-    assert choose('pallas', USUAL) == Parts('xla', 'pallas', False, True)
+    assert choose('pallas', USUAL) == Parts('xla', 'pallas', interpret=True)
 
 
 @pytest.mark.parametrize('device', [HOPPER, OLDER, BLACKWELL], ids=lambda device: device.kind)
@@ -56,23 +54,23 @@ def test_what_was_never_run_is_not_taken_unmeasured(device):
 
 def test_candidates_of_a_measurement():
     """Each depth part with cuDNN where it fits, and XLA's own form; the proven one comes first."""
-    depths = [Parts('cudnn', 'mosaic_gpu'), Parts('cudnn', 'mosaic_gpu', True)]
+    depths = [Parts('cudnn', 'mosaic_gpu'), Parts('cudnn', 'mosaic_gpu_fused')]
     pallas = Parts('cudnn', 'pallas')
-    hopper = candidates.plan(USUAL, HOPPER)
+    hopper = backends.plan(USUAL, HOPPER)
     assert hopper.proven == (CUDNN, XLA)
     assert hopper.candidates == (CUDNN, *depths, pallas, XLA)
     assert hopper.otherwise == tuple(p._replace(sequence='xla') for p in (*depths, pallas))
     for device in (OLDER, BLACKWELL):
-        assert candidates.plan(USUAL, device).candidates == (CUDNN, pallas, XLA)
-    windowed = candidates.plan(USUAL._replace(**NOT_CUDNN), HOPPER)
+        assert backends.plan(USUAL, device).candidates == (CUDNN, pallas, XLA)
+    windowed = backends.plan(USUAL._replace(**NOT_CUDNN), HOPPER)
     assert windowed.proven == (XLA,) and not windowed.otherwise
     assert {p.sequence for p in windowed.candidates} == {'xla'}
     assert len(windowed.candidates) == 4
     packed = USUAL._replace(k=USUAL.q, num_slots=0, segments=True)
-    assert candidates.plan(packed, HOPPER).candidates == (CUDNN, XLA)
-    assert candidates.plan(packed, OLDER).candidates == (XLA,)
-    assert candidates.plan(USUAL._replace(num_slots=0), HOPPER).candidates == (CUDNN, XLA)
-    refused = dict(candidates.plan(USUAL._replace(dtypes=('float32',)), HOPPER).refused)
+    assert backends.plan(packed, HOPPER).candidates == (CUDNN, XLA)
+    assert backends.plan(packed, OLDER).candidates == (XLA,)
+    assert backends.plan(USUAL._replace(num_slots=0), HOPPER).candidates == (CUDNN, XLA)
+    refused = dict(backends.plan(USUAL._replace(dtypes=('float32',)), HOPPER).refused)
     assert set(refused) == {'cudnn', 'mosaic_gpu', 'mosaic_gpu_fused'}
 
 
@@ -85,7 +83,7 @@ def test_a_name_is_taken_or_refused(device):
     assert choose('pallas', LARGE._replace(dtypes=('float32',)), device) == Parts('xla', 'pallas')
     if device.capability[0] == 9:
         assert choose('mosaic_gpu', LARGE, device) == Parts('cudnn', 'mosaic_gpu')
-        assert choose('mosaic_gpu_fused', LARGE, device) == Parts('cudnn', 'mosaic_gpu', True)
+        assert choose('mosaic_gpu_fused', LARGE, device) == Parts('cudnn', 'mosaic_gpu_fused')
     else:
         with pytest.raises(ValueError, match='capability 8.0 must be 9.x.*: .*xla, pallas'):
             choose('mosaic_gpu', LARGE, device)
@@ -161,7 +159,7 @@ def test_cudnn_that_is_not_installed_is_refused_here(monkeypatch):
     """Of a device of this process the library is looked at; a described one is taken to have it."""
     monkeypatch.setattr(cudnn.fused, 'cuda_versions', None)
     assert choose(None, USUAL, HOPPER) == CUDNN
-    assert choose(None, USUAL, HOPPER._replace(here=True)) == XLA
+    assert choose(None, USUAL, HOPPER._replace(local=True)) == XLA
     assert 'cuDNN is not detected' in backends.log_lines()[-1]
 
 
@@ -169,15 +167,6 @@ def test_hopper_kernels_take_one_dtype():
     """None is cast to another without a word."""
     with pytest.raises(ValueError, match='dtypes bfloat16, float16 must be one'):
         choose('mosaic_gpu', USUAL._replace(dtypes=('bfloat16', 'float16')), HOPPER)
-
-
-@pytest.mark.parametrize('name', ['mosaic_gpu', 'mosaic_gpu_fused'])
-def test_hopper_kernels_refuse_what_they_cannot_do(name):
-    """In one line with the value, and what can."""
-    q, slots = np.zeros((1, 4, 2, 8), np.float32), np.zeros((3, 1, 4, 2, 8), np.float32)
-    with pytest.raises(ValueError, match='these can: reference, xla, pallas') as error:
-        depth_attention(q, q, q, slots, slots, implementation=name)
-    assert '\n' not in str(error.value)
 
 
 def test_a_choice_is_logged_once(monkeypatch):
@@ -189,41 +178,3 @@ def test_a_choice_is_logged_once(monkeypatch):
     assert backends.log_lines() == lines and len(lines) == 1
     start = 'depth_attention on NVIDIA H200: sequence by xla, depth by pallas; not cudnn: dtypes'
     assert lines[0].startswith(start)
-
-
-def test_the_shapes_of_a_call_are_recorded():
-    """All that a kernel is built for: slots, their rows, mask, queries and sums, and the lse."""
-    q, k = np.zeros((2, 8, 4, 8), np.float32), np.zeros((2, 8, 2, 8), np.float32)
-    slots = np.zeros((5, 2, 11, 2, 8), np.float32)
-
-    def call(q, k, slots):
-        return depth_attention(
-            q,
-            k,
-            k,
-            slots,
-            slots,
-            slot_window=3,
-            slot_mask_LBR=np.ones((5, 2, 11), bool),
-            slot_rows_BT=np.tile(np.arange(8), (2, 1)),
-            q_depth_BTNH=q,
-            slot_sums=(slots, slots),
-            return_lse=True,
-        )
-
-    with backends.recorded() as found:
-        jax.eval_shape(call, q, k, slots)
-        jax.eval_shape(depth_attention, q, k, k)
-    full, plain = found
-    assert full[:3] == (q.shape, k.shape, 5) and full[8:] == (
-        8**-0.5,
-        3,
-        11,
-        True,
-        True,
-        'float32',
-        True,
-    )
-    assert plain[2] == 0 and plain[9:] == (0, 0, False, False, '', False)
-    jax.eval_shape(depth_attention, q, k, k)
-    assert len(found) == 2

@@ -1,6 +1,6 @@
 """What is measured once and remembered: the fastest of the candidates that are right.
 
-Candidates are played by small programs that speak as trial.py does. No device is used.
+Candidates are played by small programs that speak as autotune_trial.py does. No device is used.
 """
 
 import json
@@ -14,9 +14,8 @@ import time
 import pytest
 from absl import logging
 
-from kernels_pallas import autotune, backends, candidates, measure
-from kernels_pallas.backends import Device, choose
-from kernels_pallas.joint_softmax import Parts
+from kernels_pallas import autotune, backends
+from kernels_pallas.backends import Device, Parts, choose
 from tests.kernels.cases import USUAL
 
 H200 = Device('gpu', 'NVIDIA H200', (9, 0), 'cuda 13000', not_measured='')
@@ -38,7 +37,7 @@ def say(**what):
     log.flush()
 request = json.loads(sys.stdin.readline())
 parts, log = request['parts'], open(os.environ['TRIALS'], 'a')
-name = f"{parts['sequence']}+{parts['depth']}{'_fused' * parts['fused']}"
+name = f"{parts['sequence']}+{parts['depth']}"
 print(name, os.getpid(), os.environ['XLA_PYTHON_CLIENT_PREALLOCATE'], file=log)
 acts = json.loads(os.environ['ACTS']).get(name, 7)
 if acts != 'unavailable':
@@ -55,7 +54,7 @@ def machine(tmp_path, monkeypatch):
     log, lines = tmp_path / 'trials', []
     command = (sys.executable, '-I', '-S', '-c', CANDIDATE)
     monkeypatch.setattr(autotune, 'COMMAND', command)
-    monkeypatch.setattr(measure, '_spent', 0.0)
+    monkeypatch.setattr(autotune, '_spent', 0.0)
     monkeypatch.setattr(logging, 'warning', lambda text, *rest: lines.append(text % rest))
     monkeypatch.setattr(logging, 'info', lambda text, *rest: lines.append(text % rest))
     monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'cache'))
@@ -63,7 +62,7 @@ def machine(tmp_path, monkeypatch):
 
     def act(changes=(), shapes=LARGE, device=H200):
         # As in a new process.
-        monkeypatch.setattr(measure, '_known', {})
+        monkeypatch.setattr(autotune, '_known', {})
         monkeypatch.setattr(backends, '_log_lines', [])
         monkeypatch.setenv('ACTS', json.dumps(TIMES | dict(changes)))
         log.write_text('')
@@ -110,7 +109,7 @@ def test_a_failure_costs_its_candidate_alone(machine, name, act, reason):
     """It is named in one warning, the fastest of the others runs, and that is remembered."""
     others = [other for other in NAMES if other != name]
     parts, lines, started = machine({name: act})
-    assert candidates.label(parts, LARGE) == min(others, key=TIMES.get)
+    assert parts.label(LARGE) == min(others, key=TIMES.get)
     assert started == list(NAMES)
     (warning,) = [line for line in lines[:-1] if 'is not used' in line]
     assert warning.startswith(f'depth_attention: {name} is not used: {reason}')
@@ -121,10 +120,10 @@ def test_a_failure_costs_its_candidate_alone(machine, name, act, reason):
 
 def test_a_hang_ends_with_all_that_it_started(machine, monkeypatch):
     """Killed at the limit, its own children too."""
-    monkeypatch.setattr(measure, 'LIMIT_SECONDS', 2.0)
-    monkeypatch.setattr(measure, 'LEAST_SECONDS', 0.0)
+    monkeypatch.setattr(autotune, 'LIMIT_SECONDS', 2.0)
+    monkeypatch.setattr(autotune, 'MIN_SECONDS', 0.0)
     parts, lines, started = machine({'cudnn+mosaic_gpu': HANG})
-    assert parts == Parts('cudnn', 'mosaic_gpu', True) and started == list(NAMES)
+    assert parts == Parts('cudnn', 'mosaic_gpu_fused') and started == list(NAMES)
     assert '; not cudnn+mosaic_gpu: not done in 2 s' in lines[-1]
     (sleeper,) = [line for line in machine.log.read_text().splitlines() if ' ' not in line]
     time.sleep(0.1)
@@ -188,9 +187,9 @@ def test_another_machine_or_shape_is_measured_again(machine, monkeypatch):
     assert machine(shapes=_sized(8, 1100))[2]
     for change in ({'window': 64}, {'dtypes': ('float16',)}, {'lse': True}):
         assert machine(shapes=shapes._replace(**change))[2], change
-    versions = measure._versions()
+    versions = autotune._versions()
     assert {'jax', 'jaxlib', 'kernels'} <= set(versions)
-    monkeypatch.setattr(measure, '_versions', lambda: versions | {'jax': '0.99'})
+    monkeypatch.setattr(autotune, '_versions', lambda: versions | {'jax': '0.99'})
     assert machine(shapes=shapes)[2]
     monkeypatch.setenv('XLA_FLAGS', '--xla_gpu_exclude_nondeterministic_ops=true')
     assert machine(shapes=shapes)[2] and not machine(shapes=shapes)[2]
@@ -255,7 +254,7 @@ def test_a_machine_that_cannot_start_a_child_runs_what_is_proven(machine, monkey
 
 def test_a_process_spends_no_more_than_its_seconds(machine, monkeypatch):
     """What was left out is neither chosen nor held to be remembered."""
-    monkeypatch.setattr(measure, 'TOTAL_SECONDS', 0.0)
+    monkeypatch.setattr(autotune, 'TOTAL_SECONDS', 0.0)
     parts, lines, started = machine()
     assert parts == Parts('cudnn') and not started
     assert 'not measured: the 0 s of this process are spent' in lines[-1]
@@ -264,13 +263,13 @@ def test_a_process_spends_no_more_than_its_seconds(machine, monkeypatch):
 
 def test_a_measurement_that_was_cut_short_is_used_and_not_remembered(machine, monkeypatch):
     """The time of a process is spent after the first candidate: the next one measures again."""
-    for name in ('LEAST_SECONDS', 'TOTAL_SECONDS'):
-        monkeypatch.setattr(measure, name, 10.0)
+    for name in ('MIN_SECONDS', 'TOTAL_SECONDS'):
+        monkeypatch.setattr(autotune, name, 10.0)
     parts, lines, started = machine()
     assert parts == Parts('cudnn') and started == ['cudnn+xla']
     assert 'the fastest of cudnn+xla 5 ms' in lines[-1]
-    monkeypatch.setattr(measure, '_spent', 0.0)
-    monkeypatch.setattr(measure, 'LEAST_SECONDS', 0.0)
+    monkeypatch.setattr(autotune, '_spent', 0.0)
+    monkeypatch.setattr(autotune, 'MIN_SECONDS', 0.0)
     assert machine()[::2] == (Parts('cudnn', 'mosaic_gpu'), list(NAMES))
 
 
@@ -279,10 +278,10 @@ def test_two_processes_do_not_measure_the_same_at_once(tmp_path):
     path, entered = tmp_path / 'x.json', threading.Event()
 
     def second():
-        with measure._alone(path):
+        with autotune._exclusive(path):
             entered.set()
 
-    with measure._alone(path):
+    with autotune._exclusive(path):
         thread = threading.Thread(target=second)
         thread.start()
         assert not entered.wait(0.2)
@@ -293,7 +292,7 @@ def test_two_processes_do_not_measure_the_same_at_once(tmp_path):
 def test_the_same_process_asks_once(machine, monkeypatch):
     """Further traces read neither file nor machine."""
     machine()
-    monkeypatch.setattr(measure, '_read', None)
+    monkeypatch.setattr(autotune, '_read', None)
     assert choose(None, LARGE, H200) == Parts('cudnn', 'mosaic_gpu')
 
 
@@ -308,7 +307,7 @@ REQUEST = {
 def test_a_trial_does_not_outlive_its_parent_or_limit(end):
     """Even where nobody kills it: its input ends, or its own alarm."""
     child = subprocess.Popen(
-        [sys.executable, '-m', 'kernels_pallas.trial'],
+        [sys.executable, '-m', 'kernels_pallas.autotune_trial'],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )

@@ -1,0 +1,293 @@
+"""The depth parts for GPUs, interpreted: their contract against float64, place by place."""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels_pallas.joint_softmax import Slots
+from kernels_pallas.mosaic import common, depth_backward
+from kernels_pallas.mosaic import depth as mosaic
+from kernels_pallas.triton import depth as triton
+from kernels_pallas.xla import depth as xla
+from tests.kernels.cases import USUAL, jit
+
+interpreted = pytest.mark.skipif(
+    not common.CAN_INTERPRET,
+    reason='the Mosaic GPU interpreter before JAX 0.11.2 lacks primitives (drop with Python 3.11)',
+)
+# Modules of depth_forward and depth_backward.
+BACKENDS = {
+    'xla': (xla, xla),
+    'triton': (triton, triton),
+    'mosaic': (mosaic, depth_backward),
+}
+SIZES = {
+    'triton': {'B': 2, 'T': 13, 'K': 2, 'G': 2, 'H': 8, 'L': 5, 'dtype': 'float32'},
+    'mosaic': {'B': 1, 'T': 3, 'K': 1, 'G': 3, 'H': 64, 'L': 9, 'dtype': 'bfloat16'},
+}
+KINDS = {'R': None, 'num': None, 'window': 0, 'mask': False, 'sums': 'float32'}
+TRITON = {
+    'one_slot': {'L': 1, 'G': 1, 'T': 1},
+    'odd_sizes': {'T': 97, 'G': 5, 'H': 56, 'L': 7, 'num': 6, 'K': 1, 'mask': True},
+    'many_tokens': {'T': 1025, 'G': 1, 'H': 96, 'K': 1, 'B': 1, 'L': 3, 'num': 2},
+    'many_slots': {'G': 6, 'H': 128, 'L': 70, 'T': 33, 'window': 66, 'K': 1, 'mask': True},
+    'group_of_16': {'G': 16, 'H': 96, 'T': 17, 'num': 3},
+    'widest': {'G': 3, 'H': 256, 'T': 19, 'window': 2, 'num': 4, 'B': 1},
+    'rows': {'R': 17, 'L': 9, 'num': 6, 'mask': True, 'H': 56, 'T': 27, 'window': 5, 'G': 3},
+    'bfloat16': {'T': 97, 'G': 3, 'H': 64, 'dtype': 'bfloat16', 'B': 1, 'num': 4},
+    'bfloat16_sums': {'G': 7, 'H': 128, 'dtype': 'bfloat16', 'sums': 'bfloat16', 'T': 21},
+    'float16': {'R': 11, 'T': 12, 'K': 3, 'dtype': 'float16', 'sums': 'float16', 'window': 3},
+}
+MOSAIC = {
+    'one_slot': {'T': 1, 'G': 1, 'L': 1, 'H': 56},
+    'seven_slots': {'L': 7, 'G': 5, 'num': 6, 'mask': True, 'sums': 'bfloat16'},
+    'a_full_chunk': {'L': 64, 'G': 8, 'K': 2, 'T': 5},
+    'two_padded_chunks': {'L': 70, 'G': 8, 'num': 66, 'window': 62, 'mask': True, 'H': 128},
+    'two_chunks': {'L': 72, 'num': 70, 'window': 69, 'B': 2, 'K': 3, 'T': 2, 'G': 1},
+    'group_of_16': {'L': 64, 'G': 16, 'H': 96, 'num': 17, 'T': 2, 'mask': True},
+    'narrow_tiles': {'H': 80, 'G': 7, 'num': 4, 'window': 3},
+    'widest': {'H': 128, 'L': 16, 'T': 2, 'sums': 'bfloat16'},
+    'rows': {'L': 24, 'T': 5, 'R': 6, 'K': 2, 'num': 20, 'window': 11, 'B': 2, 'mask': True},
+    'fewer_rows': {'L': 8, 'T': 4, 'R': 3, 'sums': 'bfloat16'},
+    'none_written': {'num': 0, 'L': 64},
+    'float16': {'dtype': 'float16', 'sums': 'float16', 'L': 32, 'num': 30},
+}
+EACH = [pytest.param('triton'), pytest.param('mosaic', marks=interpreted)]
+
+
+class Case:
+    """Random arguments of both passes, and by which queries each slot of a token is seen.
+
+    Slots that no query sees hold NaN; their sums hold NaN, -0 and others. Some queries have seen
+    nothing of the sequence.
+    """
+
+    def __init__(self, backend, B, T, R, K, G, H, L, num, window, mask, dtype, sums):
+        rng = np.random.default_rng(T + G + H)
+        self.backend, self.options = backend, {'window': window, 'scale': 0.9 * H**-0.5}
+        self.num = L if num is None else num
+
+        def normal(*shape, dtype=dtype):
+            return rng.normal(size=shape).astype(jnp.dtype(dtype))
+
+        self.q, self.do, self.o = (normal(B, T, K * G, H) for _ in range(3))
+        self.lse = normal(B, K * G, T, dtype='float32')
+        self.delta = normal(B, K * G, T, dtype='float32')
+        unseen = rng.random((B, T, K * G)) < 0.2
+        self.o[unseen], self.lse[np.moveaxis(unseen, 2, 1)] = 0, -np.inf
+        places = L, B, R or T, K, H
+        self.sides = normal(*places), normal(*places)
+        self.sums = normal(*places, dtype=sums), normal(*places, dtype=sums)
+        self.rows, taken = None, np.tile(np.arange(T), (B, 1))
+        if R:
+            taken = np.stack([np.sort(rng.choice(T + R, T, replace=False)) for _ in range(B)])
+            self.rows = taken.astype(np.int32)
+        self.mask = rng.random(places[:3]) < 0.6 if mask else None
+        shown = np.ones(places[:3], bool) if self.mask is None else self.mask.copy()
+        shown[self.num :] = False
+        shown[: max(self.num - window, 0) if window else 0] = False
+        self.taken, has_row = np.minimum(taken, (R or T) - 1), taken < (R or T)
+        self.seen = np.stack([shown[:, b, self.taken[b]].T for b in range(B)]) & has_row[..., None]
+        self.by_a_query = np.zeros(places[:3], bool)
+        for b, t, slot in np.argwhere(self.seen):
+            self.by_a_query[slot, b, self.taken[b, t]] = True
+        for side in self.sides:
+            side[~self.by_a_query] = np.nan
+        for side in self.sums:
+            odd = np.array([np.nan, -0.0, np.inf, 1e-30], side.dtype)
+            side[~self.by_a_query] = odd[rng.integers(0, 4, ((~self.by_a_query).sum(), K, H))]
+
+    @functools.cached_property
+    def exact(self):
+        """o, lse, dq and the two sums in float64, one query after another."""
+        arrays = (self.q, self.do, self.o, self.lse, self.delta, *self.sides, *self.sums)
+        q, do, o, lse, delta, kd, vd, dk, dv = (np.array(x, np.float64) for x in arrays)
+        dq, scale, group = np.zeros_like(q), self.options['scale'], q.shape[2] // kd.shape[3]
+        for b, t, head in np.ndindex(*q.shape[:3]):
+            at = self.seen[b, t], b, self.taken[b, t], head // group
+            scores = kd[at] @ q[b, t, head] * scale
+            if not scores.size:
+                continue
+            before, here = lse[b, head, t], do[b, t, head]
+            joint = lse[b, head, t] = np.logaddexp.reduce([before, *scores])
+            p = np.exp(scores - joint)
+            o[b, t, head] = np.exp(before - joint) * o[b, t, head] + p @ vd[at]
+            ds = p * (vd[at] @ here - delta[b, head, t]) * scale
+            dq[b, t, head] = ds @ kd[at]
+            dk[at] += np.outer(ds, q[b, t, head])
+            dv[at] += np.outer(p, here)
+        return o, lse, dq, dk, dv
+
+    def passes(self, backend=None):
+        """Both passes, each jitted with a traced number of slots."""
+        modules = BACKENDS[backend or self.backend]
+        options = self.options | {'interpret': backend != 'xla'}
+
+        def forward(num, q, o, lse, sides):
+            slots = Slots(*sides, num, self.mask, self.rows)
+            o, lse, returned = modules[0].depth_forward(q, o, lse, slots, **options)
+            assert backend == 'xla' or all(x is y for x, y in zip(returned, sides, strict=True))
+            return o, lse
+
+        def backward(num, q, do, lse, delta, sides, sums):
+            slots = Slots(*sides, num, self.mask, self.rows)
+            return modules[1].depth_backward(q, do, lse, delta, slots, sums, **options)
+
+        return jit(forward), jit(backward)
+
+    def run(self, passes=None):
+        """What `exact` holds, by the kernels; the forward pass's lse is the backward pass's."""
+        forward, backward = passes or self.passes()
+        o, lse = forward(self.num, self.q, self.o, self.lse, self.sides)
+        finite = jnp.where(jnp.isfinite(lse), lse, 0)
+        arrays = self.q, self.do, finite, self.delta, self.sides, self.sums
+        return [np.asarray(x) for x in (o, lse, *backward(self.num, *arrays))]
+
+
+def make(backend, **changes):
+    return Case(backend, **SIZES[backend] | KINDS | changes)
+
+
+def check(case, passes=None):
+    """Results have their dtypes and the right values; unseen sums keep their bits.
+
+    Triton is right to float32's tolerances: no product within it is narrower. Results are rounded
+    once more, to their own dtype. Mosaic's errors, with results rounded to the slots' dtype, are at
+    most two (gradients: three) times those of XLA.
+    """
+    results, exact = case.run(passes), case.exact
+    shown = 3 * [np.ones((), bool)] + 2 * [case.by_a_query]
+    assert np.all(np.isneginf(results[1]) == np.isneginf(exact[1]))
+    seen, lse_error = np.isfinite(exact[1]), {'triton': 2e-6, 'mosaic': 1e-5}[case.backend]
+    np.testing.assert_allclose(results[1][seen], exact[1][seen], rtol=0, atol=lse_error)
+    if case.backend == 'triton':
+        assert [x.dtype for x in results[:3]] == [case.o.dtype, np.float32, case.q.dtype]
+        for i, atol in ((0, 2e-6), (2, 1e-5), (3, 1e-5), (4, 1e-5)):
+            dtype, got = results[i].dtype, results[i].astype(np.float64)[shown[i]]
+            half_a_step = 0 if dtype == np.float32 else float(jnp.finfo(dtype).eps) / 2
+            np.testing.assert_allclose(got, exact[i][shown[i]], rtol=half_a_step, atol=atol)
+    else:
+        plain, narrow = case.run(case.passes('xla')), case.q.dtype
+        for i, at_most in ((0, 2), (2, 3), (3, 3), (4, 3)):
+            right = exact[i][shown[i]]
+            errors = [
+                np.abs(x[i].astype(narrow).astype(np.float64)[shown[i]] - right).max(initial=0)
+                for x in (results, plain)
+            ]
+            assert errors[0] <= at_most * errors[1], (i, errors)
+    for total, given in zip(results[3:], case.sums, strict=True):
+        assert total.dtype == given.dtype
+        assert total[~case.by_a_query].tobytes() == given[~case.by_a_query].tobytes()
+
+
+@pytest.mark.parametrize(
+    ('backend', 'name'),
+    [('triton', name) for name in TRITON]
+    + [pytest.param('mosaic', name, marks=interpreted) for name in MOSAIC],
+)
+def test_both_passes_match_float64(backend, name):
+    """Odd sizes, groups, widths, masks, windows and looked-up tokens, in each dtype."""
+    check(make(backend, **{'triton': TRITON, 'mosaic': MOSAIC}[backend][name]))
+
+
+@pytest.mark.parametrize('backend', EACH)
+def test_traced_num_slots_from_none_to_all(backend):
+    """One program serves every number of slots; those from it on hold NaN and keep their sums."""
+    sizes = {'triton': {'L': 9}, 'mosaic': {'L': 70, 'T': 1}}[backend]
+    passes = make(backend, **sizes).passes()
+    for num in {'triton': range(10), 'mosaic': (0, 35, 63, 70)}[backend]:
+        check(make(backend, **sizes, num=num), passes)
+        assert [f._cache_size() for f in passes] == [1, 1]
+
+
+@pytest.mark.parametrize('backend', EACH)
+def test_reruns_are_bit_equal_and_unseen_queries_zero(backend):
+    """No sum has a varying order. Without a visible key or slot o = 0, lse = -inf, dq = 0."""
+    sizes = {'triton': {'R': 9}, 'mosaic': {'R': 3, 'T': 5, 'K': 2}}
+    case = make(backend, mask=True, **sizes[backend])
+    passes = case.passes()
+    o, lse, dq, *sums = results = case.run(passes)
+    assert [x.tobytes() for x in results] == [x.tobytes() for x in case.run(passes)]
+    lost = ~case.seen.any(axis=2)[:, None] & np.isneginf(case.lse)
+    assert lost.any() and np.all(np.isneginf(lse) == lost)
+    by_query = np.moveaxis(lost, 1, 2)
+    assert not o[by_query].any() and not dq[by_query].any()
+
+
+@pytest.fixture
+def racing(monkeypatch):
+    """The Mosaic interpreter looks for races."""
+    params = functools.partial(common.interpret_params, detect_races=True)
+    monkeypatch.setattr(common, 'interpret_params', params)
+
+
+@interpreted
+@pytest.mark.parametrize('L', [72, 7])
+def test_no_race(L, racing):
+    """Copies, products and stores are ordered by barriers and fences."""
+    check(make('mosaic', L=L, T=2, K=2, mask=True, R=2))
+
+
+@interpreted
+def test_a_race_is_seen(racing, monkeypatch):
+    """The test above can fail: without the wait for copies, products read unfinished ones."""
+    monkeypatch.setattr(mosaic.plgpu, 'barrier_wait', lambda barrier: None)
+    with pytest.raises(Exception, match='(?i)race'):
+        make('mosaic', L=16).run()
+
+
+@pytest.mark.skipif(common.CAN_INTERPRET, reason='this JAX has the interpreter')
+def test_a_missing_interpreter_is_named():
+    """JAX 0.10 does not fail inside its interpreter; the error says which version is needed."""
+    with pytest.raises(ValueError, match='JAX 0.11.2'):
+        make('mosaic').run()
+
+
+def shapes_of(q, kv_heads, *dtypes, slots=9):
+    k = (*q[:2], kv_heads, q[3])
+    return USUAL._replace(q=q, k=k, num_slots=slots, dtypes=dtypes)
+
+
+@pytest.mark.parametrize(
+    ('backend', 'q', 'kv_heads', 'dtypes', 'value'),
+    [
+        ('triton', (1, 8, 8, 64), 1, ['float64'], 'float64'),
+        ('triton', (1, 8, 8, 64), 1, ['bfloat16', 'int8'], 'int8'),
+        ('triton', (1, 8, 8, 257), 1, ['bfloat16'], '257'),
+        ('triton', (1, 8, 130, 200), 2, ['bfloat16'], '65'),
+        ('mosaic', (1, 8, 8, 64), 1, ['float32'], 'float32'),
+        ('mosaic', (1, 8, 8, 64), 1, ['bfloat16', 'float16'], 'bfloat16, float16 must be one'),
+        ('mosaic', (1, 8, 8, 264), 1, ['bfloat16'], '264'),
+        ('mosaic', (1, 8, 8, 72), 1, ['bfloat16'], '72'),
+        ('mosaic', (1, 8, 8, 60), 1, ['bfloat16'], '60'),
+        ('mosaic', (1, 8, 12, 64), 1, ['bfloat16'], '12'),
+        ('mosaic', (1, 8, 40, 64), 1, ['bfloat16'], '40'),
+        ('mosaic', (1, 8, 8, 256), 1, ['bfloat16'], '256'),
+        ('mosaic', (2, 2**28, 8, 64), 4, ['bfloat16'], str(2**31)),
+    ],
+)
+def test_unsupported_shapes_are_named(backend, q, kv_heads, dtypes, value):
+    """One line that names the value."""
+    reason = BACKENDS[backend][0].unsupported(shapes_of(q, kv_heads, *dtypes), None)
+    assert value in reason and '\n' not in reason
+
+
+def test_supported_shapes():
+    """Triton's limits themselves; on Hopper each width and group, at any number of slots."""
+    for heads, width in ((128, 200), (8, 256)):
+        q = (1, 8, heads, width)
+        assert triton.unsupported(shapes_of(q, 2, 'bfloat16'), None) is None
+    for group in (1, 3, 5, 6, 7, 8, 16):
+        for width in (8, 56, 64, 80, 96, 112, 128):
+            for slots in (1, 7, 64, 67, 70):
+                shapes = shapes_of((2, 97, 2 * group, width), 2, 'bfloat16', slots=slots)
+                assert mosaic.unsupported(shapes) is None
+
+
+def test_any_number_of_programs_is_on_one_axis():
+    """The other axes of a CUDA grid end at 65,535."""
+    (programs,) = triton._grid((3, 300001, 32, 128), 2)
+    tokens, *_ = triton._tile(300001, 16, 128)
+    assert programs == 3 * 2 * -(-300001 // tokens) and programs > 2**16
