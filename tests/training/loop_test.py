@@ -384,7 +384,7 @@ def test_each_step_trains_by_its_stage_also_after_a_signal(tiny_config, corpus, 
     ],
 )
 def test_a_run_with_experts_reports_their_loads(tiny_config, corpus, tmp_path, signals, changes):
-    """In rows of training and evaluation and in the summary; after a signal it resumes bit-equal."""
+    """In rows of training and evaluation and in the summary; stopped, it resumes bit-equal."""
     changes = {f'model.{name}': value for name, value in changes.items()}
     changes |= {'data.source': corpus, 'data.held_out_fraction': 0.3}
     hparams = from_config(tiny_config(**changes))
