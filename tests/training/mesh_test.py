@@ -163,9 +163,8 @@ def test_rows_add_up_to_the_model(state):
 
 def test_a_row_names_the_mesh_axes_of_its_axes(state):
     """Layers of all runs, routed or not, are one name."""
-    rows = {
-        row.name: row for row in sharding.sharding_rows(mesh_of(fsdp=4, tensor=2), state.params)
-    }
+    rows = sharding.sharding_rows(mesh_of(fsdp=4, tensor=2), state.params)
+    rows = {row.name: row for row in rows}
     assert rows['attention/query/kernel'].split == '(-, fsdp, tensor, -)'
     assert rows['embedding'].split == '(-, fsdp+tensor)'
     assert rows['attention_norm/scale'].split == 'replicated'
@@ -179,7 +178,6 @@ def test_lines_are_as_wide_as_a_terminal(state):
     assert line.startswith('mesh      data=4: ')
     lines = sharding.mesh_lines(mesh_of(data=2, fsdp=2), state)
     assert lines[0].startswith('mesh      data=2 x fsdp=2: ') and max(map(len, lines)) < 100
-    assert lines[1:] == [
-        ' ' * 10 + line for line in sharding.sharding_lines(mesh_of(fsdp=2), state.params)
-    ]
+    table = sharding.sharding_lines(mesh_of(fsdp=2), state.params)
+    assert lines[1:] == [' ' * 10 + line for line in table]
     assert lines[-1].endswith('of the parameters on every device')
