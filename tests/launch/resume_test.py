@@ -1,4 +1,4 @@
-"""A run that was killed or stopped and started again ends bit-equal to one that was left alone."""
+"""A run that was killed or stopped and started again ends bit-equal to an unbroken one."""
 
 import random
 import re
@@ -12,7 +12,7 @@ FIRST_CHECKPOINT = 20
 
 @pytest.fixture(scope='module')
 def draw():
-    """Random numbers of a seed that a failure shows."""
+    """Random numbers whose seed a failure shows."""
     seed = random.SystemRandom().randrange(10**6)
     print(f'kills drawn from seed {seed}')
     return random.Random(seed)
@@ -31,8 +31,8 @@ def on_four_devices(tmp_path_factory):
 def test_killed_then_terminated_it_ends_bit_equal(on_one_device, draw):
     """SIGKILL at a random moment, then SIGTERM at another: the final state has the same bits.
 
-    No row of metrics is lost or doubled. Terminated, the command says on stderr that it stops, on
-    stdout how to go on, and has a status that tells a script that its work is not done.
+    No row of metrics is lost or doubled. Terminated, the command prints on stderr that it stops, on
+    stdout how to resume, and has a nonzero status.
     """
     runs = on_one_device
     runs.finish('unbroken')
