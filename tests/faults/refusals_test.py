@@ -1,4 +1,4 @@
-"""What a run refuses to do: NaN, two at once, and to go on as another run."""
+"""What a run refuses: NaN steps, a second run in its workdir, resuming as another run."""
 
 import dataclasses
 import pathlib
@@ -29,7 +29,7 @@ EVERY_STEP = {'training.checkpoint_every': 1, 'training.keep_checkpoints': NUM_S
 
 
 def tree(folder):
-    """Every path below, with its bytes and the time of its last change; the lock is no content."""
+    """Every path below except the lock, with its bytes and the time of its last change."""
     return {
         path: (path.read_bytes(), path.stat().st_mtime_ns) if path.is_file() else None
         for path in folder.rglob('*')
@@ -45,7 +45,7 @@ def one_line(caught, *words):
 
 
 def trained(state):
-    """Digest of what a step of the optimizer changes."""
+    """Digest of what an optimizer step changes."""
     return state_sha256({'params': state.params, 'optimizer_state': state.optimizer_state})
 
 
@@ -81,10 +81,10 @@ def poisoned(monkeypatch, steps):
     monkeypatch.setattr(loop, 'init_state', init_state_with_poison)
 
 
-def test_a_single_nan_batch_changes_nothing_but_the_counters(
+def test_a_single_nan_batch_changes_only_the_counters(
     small_run, tmp_path, monkeypatch, capsys, tally
 ):
-    """Its step leaves parameters and optimizer bit for bit, is counted and told; others train."""
+    """Its step keeps every bit of parameters and optimizer, is counted and reported."""
     hparams = small_run(**EVERY_STEP)
     poisoned(monkeypatch, {3})
     run = loop.train(hparams, tmp_path / 'run')
@@ -114,7 +114,7 @@ def test_nan_batches_in_a_row_stop_the_run(small_run, tmp_path, monkeypatch, tal
 
 @pytest.fixture(scope='module')
 def stopped(small_run, tmp_path_factory, compiled_once):
-    """A run that was broken off after its checkpoint of step 2, and its text, to be copied."""
+    """A run that was interrupted after its checkpoint of step 2, and its text."""
     folder = tmp_path_factory.mktemp('stopped')
     hparams = small_run()
     shutil.copytree(pathlib.Path(hparams.data.source).parent, folder / 'text')
@@ -135,7 +135,7 @@ def stopped(small_run, tmp_path_factory, compiled_once):
 
 
 def refused(hparams, workdir, *words):
-    """`train` refuses in one line with these words, and leaves the tree as it was."""
+    """`train` refuses in one line with these words, and writes nothing."""
     before = tree(workdir)
     assert any(path.name == 'manifest.json' for path in before)
     with pytest.raises(ValueError) as caught:
@@ -182,7 +182,7 @@ FINGERPRINT = {
     [pytest.param(f, marks=[pytest.mark.faults] * (f != 'tokenizer')) for f in FINGERPRINT],
 )
 def test_a_checkpoint_of_other_data_is_refused(stopped, tmp_path, field, tally):
-    """Of a tokenizer or another field of the fingerprint than the run's: named, nothing written."""
+    """With another field of the fingerprint: named, and nothing is written."""
     hparams, stopped_workdir = stopped
     workdir = shutil.copytree(stopped_workdir, tmp_path / 'run')
     newest = max(workdir.glob('checkpoints/*'), key=lambda path: int(path.name))
@@ -197,7 +197,7 @@ def test_a_checkpoint_of_other_data_is_refused(stopped, tmp_path, field, tally):
 
 @pytest.mark.parametrize('changed', [{}, {'training.log_every': 2, 'evaluation.every': 3}])
 def test_a_changed_corpus_is_refused(small_run, stopped, changed, tally):
-    """By its digest, also where knobs that may change do so at once; nothing is written."""
+    """By its digest, also together with knobs that may change; nothing is written."""
     hparams, workdir = stopped
     path = pathlib.Path(hparams.data.source).parent / '3.txt'
     whole = path.read_text()
@@ -211,7 +211,7 @@ def test_a_changed_corpus_is_refused(small_run, stopped, changed, tally):
 
 
 def test_a_second_run_in_a_workdir_is_refused(stopped):
-    """While another holds it: one line that names the holder, nothing written or compiled."""
+    """While another one holds it: one line that names the holder; nothing is written."""
     hparams, workdir = stopped
     with WorkdirLock(workdir):
         refused(hparams, workdir, f'--workdir={workdir}: in use by process ')
@@ -250,7 +250,7 @@ def test_a_second_command_in_a_workdir_does_not_disturb_the_first(tmp_path, tall
 
 @pytest.mark.faults
 def test_a_learning_rate_that_overflows_ends_the_run_in_one_line(tmp_path, tally):
-    """launch.train says which knob stopped it and which to lower, with status 2."""
+    """launch.train names the knob that stopped it and the one to lower, with status 2."""
     runs = Runs(tmp_path, 1, hasty=True, optimizer__learning_rate=1e30, training__max_nan_steps=3)
     status, out, err = runs.start('run')
     assert status == 2
