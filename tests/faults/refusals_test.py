@@ -17,7 +17,6 @@ from moddepth_jax.training.checkpoint import Checkpoints, state_sha256
 from moddepth_jax.training.manifest import read_manifest, write_manifest
 from moddepth_jax.training.run_dir import WorkdirLock
 from moddepth_jax.training.train_step import init_state
-from moddepth_jax.training.trainer import DivergedError
 from tests.faults.conftest import NUM_STEPS
 from tests.faults.runs import Runs
 
@@ -98,20 +97,6 @@ def test_a_single_nan_batch_changes_only_the_counters(
     tally('NaN', 'single batch: skipped, nothing changed')
 
 
-@pytest.mark.faults
-def test_nan_batches_in_a_row_stop_the_run(small_run, tmp_path, monkeypatch, tally):
-    """After max_nan_steps of them it ends in one line, the last good parameters saved."""
-    hparams = small_run(**EVERY_STEP, **{'training.max_nan_steps': 2})
-    poisoned(monkeypatch, {1, 3, 4})
-    with pytest.raises(DivergedError) as caught:
-        loop.train(hparams, tmp_path / 'run')
-    one_line(caught, 'training.max_nan_steps=2', 'up to 5', 'optimizer.learning_rate')
-    states = saved_states(hparams, tmp_path / 'run')
-    assert sorted(states) == [1, 2, 3, 4]
-    assert int(states[4].skipped) == 2 and trained(states[4]) == trained(states[3])
-    tally('NaN', 'batches in a row: stopped')
-
-
 @pytest.fixture(scope='module')
 def stopped(small_run, tmp_path_factory, compiled_once):
     """A run that was interrupted after its checkpoint of step 2, and its text."""
@@ -142,28 +127,6 @@ def refused(hparams, workdir, *words):
         loop.train(hparams, workdir)
     one_line(caught, *words)
     assert tree(workdir) == before
-
-
-CHANGES = {
-    'data.sequence_length': 16,
-    'data.batch_size': 8,
-    'data.held_out_fraction': 0.5,
-    'data.source': 'synthetic',
-    'seed': 1,
-    'optimizer.learning_rate': 0.1,
-    'model.num_layers': 2,
-    'training.num_steps': 7,
-    'training.accumulate_steps': 2,
-}
-
-
-@pytest.mark.parametrize('field', CHANGES)
-def test_another_config_is_refused_on_resume(small_run, stopped, field, tally):
-    """Each is refused by the name of its field, with nothing written."""
-    hparams, workdir = stopped
-    changes = {'data.source': hparams.data.source} | {field: CHANGES[field]}
-    refused(small_run(**changes), workdir, field, repr(CHANGES[field]), '--workdir')
-    tally('refused on resume', f'config: {field}')
 
 
 FINGERPRINT = {
@@ -246,16 +209,3 @@ def test_a_second_command_in_a_workdir_does_not_disturb_the_first(tmp_path, tall
     assert err.count('\n') == 1
     assert runs.result('run') == runs.result('unbroken')
     tally('second run refused, seconds', 'of these almost all are imports', seconds)
-
-
-@pytest.mark.faults
-def test_a_learning_rate_that_overflows_ends_the_run_in_one_line(tmp_path, tally):
-    """launch.train names the knob that stopped it and the one to lower, with status 2."""
-    runs = Runs(tmp_path, 1, hasty=True, optimizer__learning_rate=1e30, training__max_nan_steps=3)
-    status, out, err = runs.start('run')
-    assert status == 2
-    assert err.startswith('error: training.max_nan_steps=3: ') and err.count('\n') == 1
-    assert 'optimizer.learning_rate' in err
-    assert out.count('loss or gradient is not finite; skipped') == 3
-    assert not (tmp_path / 'run' / 'summary.json').exists()
-    tally('NaN', 'learning rate 1e30: stopped')

@@ -23,11 +23,6 @@ def on_one_device(tmp_path_factory):
     return Runs(tmp_path_factory.mktemp('one'), 1, hasty=True)
 
 
-@pytest.fixture(scope='module')
-def on_four_devices(tmp_path_factory):
-    return Runs(tmp_path_factory.mktemp('four'), 4, hasty=True)
-
-
 def test_killed_then_terminated_it_ends_bit_equal(on_one_device, draw):
     """SIGKILL at a random moment, then SIGTERM at another: the final state has the same bits.
 
@@ -50,20 +45,6 @@ def test_killed_then_terminated_it_ends_bit_equal(on_one_device, draw):
     expected = runs.result('unbroken')
     runs.check_rows(expected[2])
     assert runs.result('broken') == expected, f'kill at {kill}, stop at {stop}'
-
-
-@pytest.mark.slow
-def test_killed_on_four_devices_it_ends_bit_equal(on_four_devices, draw):
-    """SIGKILL at a random moment on four fake devices: state, evaluation and rows are the same."""
-    runs = on_four_devices
-    runs.finish('unbroken')
-    kill = draw.randrange(FIRST_CHECKPOINT, 240)
-    status, _, err = runs.interrupt('broken', kill, sigkill_soon(draw))
-    assert (status, err) == (-9, ''), f'kill at {kill}'
-    assert FIRST_CHECKPOINT <= resumed_step(runs.finish('broken')) < NUM_STEPS
-    expected = runs.result('unbroken')
-    runs.check_rows(expected[2])
-    assert runs.result('broken') == expected, f'kill at {kill}'
 
 
 @pytest.mark.slow
