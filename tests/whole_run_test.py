@@ -1,4 +1,4 @@
-"""A whole run, from the first step to the report, traces each of its programs once a shape."""
+"""A run, from the first step to the report, traces each program once per shape."""
 
 import collections
 
@@ -46,7 +46,7 @@ def test_each_step_function_is_traced_once_a_shape(stages, tiny_config, tmp_path
     made = {name: program._cache_size() - before[name] for name, program in programs.items()}
     assert set(traces.values()) == {1}
     assert sorted(traces) == ([0.125, 0.5, 1.0] if stages else [0.125])
-    # By the rule, be it in all layers or in one, and by top-C; at steps 2, 4, 6 and the end.
+    # By the rule, in all layers or in one, and by top-C; at steps 2, 4, 6 and the end.
     assert made['start'] == made['step'] == 1
-    assert made['write'] <= 1  # it knows shapes only, and may have seen these
+    assert made['write'] <= 1  # it depends on shapes only, which may not be new
     assert made['eval'] == 2 * len(traces)

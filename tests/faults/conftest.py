@@ -1,4 +1,4 @@
-"""What the fault suite tells at its end: how many faults of which kind, and how they went."""
+"""Small runs for the fault tests, and the summary of all faults at the end."""
 
 import collections
 import json
@@ -28,7 +28,7 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture(scope='session')
 def kept_programs(tmp_path_factory):
-    """Where compiled programs are kept: the runs in-process have most in common."""
+    """The folder of compiled programs, most of which the in-process runs share."""
     return tmp_path_factory.mktemp('programs')
 
 
@@ -42,7 +42,7 @@ def compiled_once(kept_programs):
 def small_run(tiny_config, corpus):
     """small_run(**changes): hyper-parameters of 6 steps, saved after each second one.
 
-    The vocabulary has ids that no text gives.
+    The vocabulary has ids that no text contains.
     """
 
     def make(**changes):
@@ -61,7 +61,7 @@ def small_run(tiny_config, corpus):
 
 @pytest.fixture
 def draw(request):
-    """Random numbers from a seed of their own, which a failure shows; FAULTS_SEED repeats it."""
+    """Random numbers whose seed a failure shows; FAULTS_SEED repeats them."""
     seed = int(os.environ.get('FAULTS_SEED', random.SystemRandom().randrange(10**6)))
     print(f'{request.node.name}: FAULTS_SEED={seed}')
     return random.Random(f'{seed} {request.node.name}')
@@ -78,7 +78,7 @@ def tally(record_property):
 
 
 def _tables(reporter):
-    """{table: {kind: values}} of all tests that have ended, in whatever process."""
+    """{table: {kind: values}} of all finished tests, of all processes."""
     tables = collections.defaultdict(lambda: collections.defaultdict(list))
     for reports in reporter.stats.values():
         for report in reports:

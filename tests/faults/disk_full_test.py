@@ -1,4 +1,4 @@
-"""A disk that fills up ends a run in one line; with room again the same command goes on."""
+"""A full disk ends a run in one line; with space again the same command resumes."""
 
 import errno
 import os
@@ -19,15 +19,15 @@ pytestmark = pytest.mark.usefixtures('compiled_once')
 
 
 class Disk:
-    """A small file system in memory; `fill` leaves a number of bytes, `make_room` all."""
+    """A small file system in memory; `fill` leaves some bytes free, `make_room` all."""
 
     def __init__(self, folder):
         self.folder = folder
         self._filler = folder / 'filler'
 
-    def fill(self, left=0):
+    def fill(self, free=0):
         room = os.statvfs(self.folder)
-        room = room.f_bavail * room.f_frsize - left
+        room = room.f_bavail * room.f_frsize - free
         with open(self._filler, 'wb', buffering=0) as file:
             while room > 0:
                 try:
@@ -42,7 +42,7 @@ class Disk:
 
 @pytest.fixture
 def disk(tmp_path):
-    """Mounted for one test, by root; others skip it."""
+    """Mounted for one test, which needs root."""
     folder = tmp_path / 'disk'
     folder.mkdir()
     if os.geteuid() != 0:
@@ -57,7 +57,7 @@ def disk(tmp_path):
 
 @pytest.fixture(scope='module')
 def unbroken(tmp_path_factory):
-    """Runs and the result of one that was left alone."""
+    """Runs, with an unbroken one."""
     runs = Runs(tmp_path_factory.mktemp('full'), 1, hasty=True, **CHANGES)
     runs.finish('unbroken')
     return runs
@@ -67,7 +67,7 @@ CHANGES = {'training__num_steps': 100, 'evaluation__every': 30, 'model__d_model'
 
 
 def check_one_line(status, err):
-    """Status 2, and one line on stderr that says what is full; TensorBoard's may have its own."""
+    """Status 2, and one line on stderr about the full disk; TensorBoard may have another."""
     assert status == 2, err
     *before, last = err.splitlines()
     assert last.startswith('error: ') and 'No space left on device' in last, err
@@ -75,7 +75,7 @@ def check_one_line(status, err):
 
 
 def check_good(workdir):
-    """Every finished checkpoint is as it was written, and no file was left half-written."""
+    """Every finished checkpoint is intact, and no half-written file remains; returns the steps."""
     steps = []
     for path in workdir.glob('checkpoints/*'):
         read_manifest(path)
@@ -89,14 +89,14 @@ def at_start(disk):
     return lambda process, out, workdir: None
 
 
-def when(sign, left):
-    """Fills the disk up to `left` bytes once `sign(out, workdir)` is true."""
+def when(sign, free):
+    """Fills the disk up to `free` bytes once `sign(out, workdir)` is true."""
 
     def prepare(disk):
         def act(process, out, workdir):
             while process.poll() is None:
                 if sign(out, workdir):
-                    disk.fill(left)
+                    disk.fill(free)
                     return
                 time.sleep(0.002)
 
@@ -105,7 +105,7 @@ def when(sign, left):
     return prepare
 
 
-def a_checkpoint_is_whole(out, workdir):
+def a_checkpoint_is_finished(out, workdir):
     return any(workdir.glob('checkpoints/*/manifest.json'))
 
 
@@ -124,8 +124,8 @@ def it_makes_a_checkpoint(out, workdir):
 FULL = {
     'before the start': at_start,
     'amid a checkpoint': when(it_makes_a_checkpoint, 0),
-    'between checkpoints': when(a_checkpoint_is_whole, 0),
-    'with room for rows, but not for a checkpoint': when(a_checkpoint_is_whole, 200_000),
+    'between checkpoints': when(a_checkpoint_is_finished, 0),
+    'with space for rows, but not for a checkpoint': when(a_checkpoint_is_finished, 200_000),
     'in the last evaluation': when(it_evaluates_at_the_end, 0),
     'in the report': when(the_summary_is_written, 0),
 }
@@ -134,7 +134,7 @@ FULL = {
 @pytest.mark.faults
 @pytest.mark.parametrize('moment', FULL)
 def test_a_full_disk_ends_the_run_in_one_line(unbroken, disk, tally, moment):
-    """launch.train says so and exits with 2; with room it goes on and ends bit-equal."""
+    """launch.train reports it with status 2; with space again it resumes and ends bit-equal."""
     runs = unbroken
     prepare = FULL[moment](disk)
     workdir = disk.folder / 'run'
@@ -157,8 +157,8 @@ def finished(small_run, compiled_once, tmp_path_factory):
     return loop.train(small_run(), tmp_path_factory.mktemp('finished') / 'run')
 
 
-def goes_on(workdir, finished):
-    """The same call ends as the run that was left alone."""
+def assert_resumes(workdir, finished):
+    """The same call ends as the unbroken run."""
     again = loop.train(finished.hparams, workdir)
     assert again.summary['state_sha256'] == finished.summary['state_sha256']
     assert rows_of(workdir) == rows_of(finished.workdir)
@@ -167,14 +167,14 @@ def goes_on(workdir, finished):
 def test_a_checkpoint_that_does_not_fit_costs_the_steps_after_the_last(
     finished, disk, monkeypatch, tally
 ):
-    """The disk fills before step 4 is saved: one line, step 2 stays good, and it goes on."""
+    """The disk fills before step 4 is saved: one line, step 2 stays good, and the run resumes."""
     workdir, train_batch = disk.folder / 'run', Dataset.train_batch
 
     def train_batch_and_fill(dataset, step, *rows):
         if step == 3:
-            while not a_checkpoint_is_whole(None, workdir):
+            while not a_checkpoint_is_finished(None, workdir):
                 time.sleep(0.001)
-            disk.fill(left=100_000)
+            disk.fill(free=100_000)
         return train_batch(dataset, step, *rows)
 
     with monkeypatch.context() as patch:
@@ -186,13 +186,13 @@ def test_a_checkpoint_that_does_not_fit_costs_the_steps_after_the_last(
     assert '\n' not in str(caught.value)
     assert check_good(workdir) == [2]
     disk.make_room()
-    goes_on(workdir, finished)
+    assert_resumes(workdir, finished)
     tally('full disks', 'amid a checkpoint, in-process')
 
 
 @pytest.mark.faults
-def test_a_limit_of_file_sizes_is_told_like_a_full_disk(finished, tmp_path, tally):
-    """Without root: no file may grow beyond what the rows need; arrays do not fit."""
+def test_a_limit_of_file_sizes_is_reported_like_a_full_disk(finished, tmp_path, tally):
+    """Without root: the limit is enough for rows, but not for arrays."""
     workdir = tmp_path / 'run'
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, hard))
@@ -202,5 +202,5 @@ def test_a_limit_of_file_sizes_is_told_like_a_full_disk(finished, tmp_path, tall
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert 'File too large' in str(caught.value) and 'steps kept: none' in str(caught.value)
-    goes_on(workdir, finished)
+    assert_resumes(workdir, finished)
     tally('full disks', 'no file above 40 kB, without root')

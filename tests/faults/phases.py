@@ -1,4 +1,4 @@
-"""Moments in the life of a start of launch.train, drawn before and named afterwards."""
+"""Moments in a start of launch.train: drawn at random before, named afterwards."""
 
 import json
 import subprocess
@@ -10,7 +10,7 @@ SPANS = {'step': 0.02, 'save': 0.1, 'evaluation': 0.15, 'end': 3.0}  # seconds, 
 
 
 def phases_at_death(runs, name, out, began):
-    """What a start was doing, as told by what it printed and wrote: a list, for saves go on beside.
+    """What a start was doing, by its stdout and files: a list, since saves run in the background.
 
     Of 'start', 'compile', 'step', 'evaluation', 'summary', 'report', 'end', and 'save' where there
     is a checkpoint directory of this start without its manifest: in the making, or an older one

@@ -1,4 +1,4 @@
-"""Starts of launch.train that tests kill, stop or starve, and what they leave in the workdir."""
+"""Starts of launch.train that tests kill, stop or starve, and what is then in the workdir."""
 
 import json
 import os
@@ -37,14 +37,34 @@ def get_config():
 """
 
 
+# launch.train with slow steps: JAX looks for a SIGTERM once a second.
+SLOWLY = """
+import time
+
+from launch import cli, train
+from moddepth_jax.data.pipeline import Dataset
+
+train_batch = Dataset.train_batch
+
+
+def train_batch_slowly(*arguments):
+    time.sleep(0.04)
+    return train_batch(*arguments)
+
+
+Dataset.train_batch = train_batch_slowly
+cli.run(train.main)
+"""
+
+
 class Runs:
     """Starts of launch.train on a number of fake devices, whose CPU threads are pinned.
 
     Args:
       folder: for the text to train on, the config, the cache of programs and the workdirs.
-      devices: fake CPU devices.
-      hasty: whether XLA's optimiser of machine code is off, so that programs compile sooner.
-      **changes: knobs that differ from CONFIG, dots written as double underscores.
+      devices: fake CPU devices; 0: launch.local sets them.
+      hasty: whether XLA's optimization of machine code is off, so that programs compile faster.
+      **changes: knobs that differ from CONFIG, with double underscores for dots.
     """
 
     def __init__(self, folder, devices, hasty, **changes):
@@ -52,6 +72,7 @@ class Runs:
         for i in range(8):
             text = ''.join(draw.choice(words) for _ in range(2000))
             (folder / f'{i}.txt').write_text(text)
+        (folder / 'train_slowly.py').write_text(SLOWLY)
         lines = [f'config.{name.replace("__", ".")} = {changes[name]!r}' for name in changes]
         self.config = folder / 'config.py'
         self.config.write_text(
@@ -61,24 +82,28 @@ class Runs:
         self.evaluation_every = changes.get('evaluation__every', 50)
         self.folder = folder
         self.environment = os.environ | {
-            'PYTHONPATH': str(ROOT),
+            'PYTHONPATH': f'{ROOT}{os.pathsep}{folder}',
             'XDG_CACHE_HOME': str(folder / 'cache'),
             'JAX_ENABLE_COMPILATION_CACHE': 'true',
             'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
             'JAX_DISABLE_MOST_OPTIMIZATIONS': 'true' if hasty else 'false',
-            'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}',
-            'NPROC': str(2 * devices),
         }
+        if devices:
+            flags = f'--xla_force_host_platform_device_count={devices}'
+            self.environment |= {'XLA_FLAGS': flags, 'NPROC': str(2 * devices)}
 
-    def start(self, name, act=lambda process, out: None, flags=()):
-        """Trains in the workdir `name`, from where its last start ended; (status, stdout, stderr).
+    def start(self, name, act=lambda process, out: None, flags=(), module=('launch.train',)):
+        """Trains in the workdir `name`, or resumes there; returns (status, stdout, stderr).
 
-        An absolute name lies outside the folder.
-        `act(process, out)` is called meanwhile, `out` being the file that has its stdout.
+        Args:
+          name: of the workdir in the folder, or an absolute path.
+          act: called as act(process, out) meanwhile, with the file of its stdout.
+          flags: more arguments of the command.
+          module: the command, and arguments that precede its flags.
         """
         workdir = self.folder / name
         arguments = [f'--config={self.config}', f'--workdir={workdir}', *flags]
-        command = [sys.executable, '-m', 'launch.train', *arguments]
+        command = [sys.executable, '-m', *module, *arguments]
         out, err = (self.folder / f'{workdir.name}.{stream}' for stream in ('out', 'err'))
         with open(out, 'w') as stdout, open(err, 'w') as stderr:
             files = {'stdout': stdout, 'stderr': stderr}
@@ -92,15 +117,15 @@ class Runs:
                     process.kill()
         return process.returncode, out.read_text(), err.read_text()
 
-    def finish(self, name):
-        """Runs it to its end; what it printed."""
-        status, out, err = self.start(name)
-        assert status == 0, err
+    def finish(self, name, **how):
+        """Runs it to its end; returns its stdout."""
+        status, out, err = self.start(name, **how)
+        assert status == 0, out + err
         assert 'Next:' in out
         return out
 
     def interrupt(self, name, step, send):
-        """Starts it; `send(process)` once it has logged `step` and a checkpoint is whole."""
+        """Starts it; `send(process)` once it has logged `step` and a checkpoint is finished."""
         workdir = self.folder / name
 
         def act(process, out):
@@ -136,7 +161,7 @@ class Runs:
 
 
 def last_step(workdir):
-    """Of the newest whole row of metrics; 0 where there is none."""
+    """The step of the newest row of metrics; 0 without one."""
     try:
         rows = read_metrics(workdir)
     except ValueError:
@@ -159,6 +184,6 @@ def sigterm(process):
 
 
 def resumed_step(out):
-    """The step that a start went on from, as it says."""
+    """The step from which a start resumed, by its stdout."""
     (step,) = re.findall(r'resuming after step (\d+)', out)
     return int(step)

@@ -1,4 +1,4 @@
-"""Several processes are started as one, their ends are told, and none of them stays behind."""
+"""Several processes are started as one, their ends are reported, and none of them stays behind."""
 
 import json
 import os
@@ -98,8 +98,8 @@ def running(pid):
     return state != 'Z'
 
 
-def test_processes_know_their_place_and_all_is_well(local, tmp_path):
-    """Both are told of each other and get fake devices; the first one's output passes through."""
+def test_processes_get_their_variables_and_end_well(local, tmp_path):
+    """Both know of each other and get fake devices; the output of the first one passes through."""
     flags = ('--processes=2', '--devices=3')
     status, out, err = finish(local('0,0', *flags, XLA_FLAGS='--xla_dump_to=x'))
     assert (status, out) == (0, ['out 0'])
@@ -115,15 +115,15 @@ def test_processes_know_their_place_and_all_is_well(local, tmp_path):
     assert first['XLA_FLAGS'] == fake
 
 
-def test_devices_are_left_alone_without_a_number(local, tmp_path):
-    """Without --devices nothing is said of them, and a given NPROC is kept."""
+def test_without_a_number_devices_are_not_set(local, tmp_path):
+    """Without --devices, and a given NPROC is kept."""
     assert finish(local('0,0', NPROC='5'))[0] == 0
     for seen in starts(tmp_path):
         assert (seen['XLA_FLAGS'], seen['JAX_PLATFORMS'], seen['NPROC']) == (None, None, '5')
 
 
-def test_a_death_is_told_and_the_others_are_stopped(local, tmp_path):
-    """One line says which process and which signal; the status is that of the signal."""
+def test_a_death_is_reported_and_the_others_are_stopped(local, tmp_path):
+    """One line names the process and the signal; the status is that of the signal."""
     status, _, err = finish(local('sleep,kill'))
     assert status == 128 + 9
     assert err.count('launch.local: process 1 ended by SIGKILL; stopping the others') == 1
@@ -131,21 +131,21 @@ def test_a_death_is_told_and_the_others_are_stopped(local, tmp_path):
     assert not any(running(seen['pid']) for seen in starts(tmp_path))
 
 
-def test_who_lost_another_is_not_the_one_that_died(local):
-    """Status 75 is a consequence: the cause is waited for, and its own words are passed on."""
+def test_a_process_that_lost_another_is_not_the_one_that_died(local):
+    """Status 75 is a consequence: the cause is waited for, and its stderr is printed."""
     status, _, err = finish(local('75,3'))
     assert status == 3
     assert 'launch.local: process 1 ended by status 3; stopping the others' in err
     assert 'process 1: err 1' in err
 
 
-def test_all_are_started_again_as_often_as_said(local, tmp_path):
-    """A death with restarts left begins anew, at another address; the next start may go well."""
+def test_all_are_restarted_as_often_as_given(local, tmp_path):
+    """A restart uses another address, and may end well."""
     status, _, err = finish(local('0,once', '--restarts=2'))
     assert status == 0
     (line,) = [line for line in err if line.startswith('launch.local')]
     assert line.endswith(
-        'process 1 ended by SIGKILL; stopping the others, then starting all again; restarts left: 1'
+        'process 1 ended by SIGKILL; stopping the others, then restarting all; restarts left: 1'
     )
     seen = starts(tmp_path)
     assert len(seen) == 4 and len({one['JAX_COORDINATOR_ADDRESS'] for one in seen}) == 2
@@ -154,8 +154,8 @@ def test_all_are_started_again_as_often_as_said(local, tmp_path):
     assert len([line for line in err if 'process 0 ended by status 7' in line]) == 2
 
 
-def test_bad_input_is_not_tried_again(local, tmp_path):
-    """Status 2 would come again: one start, whatever --restarts says."""
+def test_bad_input_is_not_retried(local, tmp_path):
+    """It would fail again: one start, whatever --restarts is."""
     status, _, err = finish(local('2,2', '--restarts=5'))
     assert status == 2 and len(starts(tmp_path)) == 2
     assert any('would fail again' in line for line in err)
@@ -163,7 +163,7 @@ def test_bad_input_is_not_tried_again(local, tmp_path):
 
 @pytest.mark.parametrize('name', ['SIGTERM', 'SIGINT'])
 def test_a_signal_stops_all_once(local, tmp_path, name):
-    """Both get SIGTERM once, save, and the status is theirs; nothing is called a death."""
+    """Both get SIGTERM once and save, the status is theirs, and no death is reported."""
     process = local('sleep,sleep', '--restarts=3')
     wait_for(lambda: len(starts(tmp_path)) == 2)
     process.send_signal(getattr(signal, name))
@@ -173,7 +173,7 @@ def test_a_signal_stops_all_once(local, tmp_path, name):
 
 
 def test_a_second_ctrl_c_ends_at_once(local, tmp_path):
-    """Processes that do not obey the first one are killed by the second."""
+    """It kills processes that ignore the first one."""
     process = local('stubborn,stubborn')
     wait_for(lambda: len(starts(tmp_path)) == 2)
     process.send_signal(signal.SIGINT)
@@ -186,7 +186,7 @@ def test_a_second_ctrl_c_ends_at_once(local, tmp_path):
 
 @pytest.mark.skipif(not sys.platform.startswith('linux'), reason='only Linux kills orphans')
 def test_no_process_outlives_a_killed_supervisor(local, tmp_path):
-    """kill -9 of launch.local ends what it started, however stubborn."""
+    """kill -9 of launch.local ends what it started, even if that ignores SIGTERM."""
     process = local('stubborn,sleep')
     wait_for(lambda: len(starts(tmp_path)) == 2)
     process.kill()

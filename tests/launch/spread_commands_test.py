@@ -1,4 +1,4 @@
-"""launch.evaluate and launch.generate say the same on one device, on several, by two processes."""
+"""launch.evaluate and launch.generate print the same on one device, several, and two processes."""
 
 import json
 import os
@@ -72,9 +72,9 @@ def call(folder, *arguments, xla_flags=''):
     return done.returncode, done.stdout, done.stderr
 
 
-def check_report(told, summary):
+def check_report(done, summary):
     """A quiet --json=-: one JSON object, and the losses of the run's own evaluation."""
-    status, out, err = told
+    status, out, err = done
     assert (status, err) == (0, ''), err
     report = json.loads(out)
     assert {'loss', 'loss_top_c'} <= set(summary['eval'])
@@ -90,7 +90,7 @@ def summary(folder):
 
 @pytest.mark.slow
 def test_two_processes_evaluate_as_the_run_did(folder, summary):
-    """Arrays over both: the losses are those of one device, said once, and nothing else is."""
+    """With arrays over both, the losses are those of one device, and printed once."""
     check_report(call(folder, *LOCAL, *EVALUATE, '--mesh=fsdp=2,tensor=2', '--json=-'), summary)
 
 
@@ -104,7 +104,7 @@ def test_any_devices_evaluate_as_the_run_did(folder, summary, place):
 
 @pytest.mark.slow
 def test_two_processes_print_one_table_and_write_one_file(folder):
-    """The table is that of one device, character by character, and the file is whole JSON."""
+    """The table is that of one device, character by character, and the file is valid JSON."""
     status, table, err = call(folder, *EVALUATE)
     assert (status, err) == (0, ''), err
     assert call(folder, *LOCAL, *EVALUATE, '--json={}/two.json') == (0, table, '')
@@ -113,7 +113,7 @@ def test_two_processes_print_one_table_and_write_one_file(folder):
 
 @pytest.fixture(scope='module')
 def text(folder):
-    """What one device writes."""
+    """The text of one device."""
     status, out, err = call(folder, *GENERATE, '--max_tokens=12')
     assert status == 0 and re.fullmatch(WRITTEN, err), err
     return out

@@ -1,4 +1,4 @@
-"""A run with a tokenizer from a file needs the file no more once it has begun."""
+"""A run with a tokenizer from a file does not need the file once it has begun."""
 
 import json
 import os
@@ -32,8 +32,8 @@ def command(cwd, name, *arguments):
 
 
 @pytest.mark.slow
-def test_text_and_tokenizer_of_ones_own_from_training_to_inspection(tmp_path):
-    """A glob of text and trained BPE: train, lose the file, train on, generate, evaluate, inspect.
+def test_custom_text_and_tokenizer_from_training_to_inspection(tmp_path):
+    """A glob of text and trained BPE: train, remove the file, resume, generate, evaluate, inspect.
 
     Each from another directory than the run began in. Too small a vocabulary is refused before
     anything is written; so is a prompt that is not UTF-8.

@@ -121,38 +121,14 @@ def flip_bit(directory):
     return 'sha256'
 
 
-def truncate(directory):
-    os.truncate(largest_file(directory), 10)
-    return 'has 10 bytes instead of'
-
-
-def remove_file(directory):
-    largest_file(directory).unlink()
-    return 'is missing'
-
-
 def remove_manifest(directory):
     (directory / 'manifest.json').unlink()
     return 'no manifest.json'
 
 
-def cut_manifest(directory):
-    os.truncate(directory / 'manifest.json', 100)
-    return 'manifest.json is damaged'
-
-
-def edit_manifest(directory):
-    text = (directory / 'manifest.json').read_text()
-    assert 'float32[8,4]' in text
-    (directory / 'manifest.json').write_text(text.replace('float32[8,4]', 'float32[8,5]'))
-    return 'manifest.json is damaged'
-
-
-@pytest.mark.parametrize(
-    'damage', [flip_bit, truncate, remove_file, remove_manifest, cut_manifest, edit_manifest]
-)
+@pytest.mark.parametrize('damage', [flip_bit, remove_manifest])
 def test_a_damaged_newest_checkpoint_is_skipped_and_reported(tmp_path, damage):
-    """Any damage to the newest makes restore take the one before, and say why."""
+    """Restore then takes the one before. Kinds of damage: manifest_test.py, tests/faults."""
     save_steps(tmp_path, 1, 2)
     (_, step, _), skipped = restore(tmp_path)
     assert step == 2 and not skipped

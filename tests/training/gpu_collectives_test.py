@@ -1,4 +1,4 @@
-"""What a sharded step communicates once it is compiled for eight H200s, without one at hand."""
+"""What a sharded step communicates when it is compiled for eight H200s, without a GPU."""
 
 import re
 
@@ -9,7 +9,7 @@ from jax.sharding import AxisType, Mesh
 
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model.sharding import AXES
-from moddepth_jax.training.mesh import batch_sharding, replicated, state_shardings
+from moddepth_jax.training.mesh import abstract_on_mesh, batch_sharding, replicated
 from moddepth_jax.training.train_step import init_state, train_step
 from tests.devices import collectives
 from tests.kernels import hopper
@@ -39,9 +39,8 @@ def compiled_for_hopper(hparams, sizes):
     target = {'target_config': hopper.TARGET, 'topology': '1x8x1'}
     devices = topologies.get_topology_desc('eight', platform='cuda', **target).devices
     mesh = Mesh(np.array(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
-    state = jax.eval_shape(lambda: init_state(hparams, 4))
-    shardings = state_shardings(mesh, state)
-    state = jax.tree.map(lambda leaf, to: leaf.update(sharding=to), state, shardings)
+    state = abstract_on_mesh(mesh, jax.eval_shape(lambda: init_state(hparams, 4)))
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     rows = jax.ShapeDtypeStruct((B, T), 'int32', sharding=batch_sharding(mesh, B))
     batch = dict.fromkeys(('tokens_BT', 'labels_BT', 'segment_ids_BT'), rows)
     step = jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, replicated(mesh)))

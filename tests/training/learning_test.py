@@ -1,4 +1,4 @@
-"""A Mixture-of-Depths model learns a language of known entropy, and runs causally as it trained."""
+"""A MoD model learns a language of known entropy; the balance loss keeps expert loads even."""
 
 import math
 
@@ -8,8 +8,9 @@ import pytest
 
 from moddepth_jax.data import synthetic
 from moddepth_jax.hparams import from_config
-from moddepth_jax.training import loop, trainer
+from moddepth_jax.training import loop
 from moddepth_jax.training.evaluate import evaluate
+from moddepth_jax.training.metrics import read_metrics
 
 DISTANCE = 0.03  # of the floor; an ideal reader of windows of 128 is itself 1.3% above it
 NOISE = 0.005  # nats; some five standard errors of the mean over the held-out targets
@@ -41,11 +42,7 @@ def run(tiny_config, tmp_path_factory):
             'evaluation.final_batches': BATCHES,
         }
     )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            trainer, 'measure_baselines', lambda corpus: {}
-        )  # seconds of compression, unread
-        return loop.train(from_config(config), tmp_path_factory.mktemp('learning') / 'run')
+    return loop.train(from_config(config), tmp_path_factory.mktemp('learning') / 'run')
 
 
 @pytest.fixture(scope='module')
@@ -69,7 +66,7 @@ def test_held_out_loss_comes_to_the_entropy(run, labels):
 
 
 def test_top_c_is_no_better_than_the_floor_either(run, labels):
-    """Top-C looks ahead to choose tokens; what it chooses does not tell the next one."""
+    """Top-C looks ahead to select tokens; its selection does not reveal the next one."""
     floor = synthetic.entropy_floor(synthetic.make_language(), labels)
     assert run.summary['eval']['loss_top_c'] > floor - NOISE
 
@@ -82,7 +79,7 @@ def test_the_causal_rule_is_the_one_that_was_trained(run):
     assert min(layer['precision'], layer['recall']) > 0.75
 
 
-def test_the_routed_block_does_its_part(run):
+def test_the_routed_block_contributes(run):
     """With its gates at 0, so that every token skips it, the model loses a tenth of a nat."""
     params = jax.tree_util.tree_map_with_path(
         lambda path, leaf: leaf * (path[-1].key != 'w'), run.state.params
@@ -94,8 +91,47 @@ def test_the_routed_block_does_its_part(run):
 
 
 def test_bits_per_byte_are_nats_per_byte(run, labels):
-    """The separator costs nats and is no byte."""
+    """The separator costs nats but is not a byte."""
     evaluation = run.summary['eval']
     num_bytes = np.sum(labels != 256)
     bits = evaluation['loss'] * labels.size / math.log(2) / num_bytes
     assert evaluation['bits_per_byte'] == pytest.approx(bits, rel=1e-6)
+
+
+EXPERT_STEPS = 300
+
+
+def largest_loads(tiny_config, workdir, weight):
+    """The largest load of any layer, by step, in a run with this weight of the balance loss."""
+    experts = {'choice': 'token', 'd_ff': 16, 'num_shared': 1, 'balance_weight': weight}
+    config = tiny_config(
+        **{f'model.experts.{name}': value for name, value in experts.items()},
+        **{
+            'model.num_heads': 2,
+            'model.head_dim': 16,
+            'model.init_std': 32**-0.5,
+            'model.embedding_init_std': 1.0,
+            'data.sequence_length': 128,
+            'data.batch_size': 8,
+            'optimizer.learning_rate': 0.01,
+            'training.num_steps': EXPERT_STEPS,
+            'training.log_every': 10,
+            'training.checkpoint_every': EXPERT_STEPS,
+            'evaluation.every': 0,
+        },
+    )
+    loop.train(from_config(config), workdir)
+    rows = [row for row in read_metrics(workdir) if 'loss' in row]
+    layers = [f'experts/layer_{layer:02d}/largest_load' for layer in range(2)]
+    return {row['step']: max(row[layer] for layer in layers) for row in rows}
+
+
+@pytest.mark.slow
+def test_balance_loss_keeps_loads_within_twice_their_mean(tiny_config, tmp_path):
+    """In the second half of the run; without it some layer always exceeds that."""
+    kept, free = (
+        largest_loads(tiny_config, tmp_path / str(weight), weight) for weight in (0.01, 0.0)
+    )
+    later = [step for step in kept if step > EXPERT_STEPS // 2]
+    assert len(later) == 15
+    assert max(kept[step] for step in later) < 2 < min(free[step] for step in later)

@@ -92,15 +92,13 @@ def traced_flops(hparams, stage):
 
 TRACED = {
     'learned': ROUTED | BY_THRESHOLD | {'model.routing.layers': 'every:2'},
-    'norm': STAGED | {'model.routing.router': 'norm'},
     'straight_through': STAGED | BY_THRESHOLD | {'model.routing.router': 'straight_through'},
     'log_length': ROUTED | {'model.routing.capacity_form': 'log_length'},
     'segments': STAGED | {'model.routing.select_per': 'segment'},
-    'random': ROUTED | {'model.routing.router': 'random'},
 }
 
 
-SLOW = ('norm', 'random', 'straight_through')
+SLOW = ('straight_through', 'segments')
 
 
 @pytest.mark.parametrize(

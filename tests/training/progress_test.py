@@ -100,25 +100,12 @@ def test_a_terminal_gets_one_live_line(clock):
 @pytest.mark.parametrize(
     ('value', 'text'),
     [
-        (0, '0'),
-        (7, '7'),
-        (0.125, '0.12'),
-        (999, '999'),
-        (999.4, '999'),
-        (999.6, '1.00k'),
-        (1000, '1.00k'),
-        (9_994, '9.99k'),
-        (9_996, '10.0k'),
-        (99_960, '100k'),
-        (12_345, '12.3k'),
-        (999_600, '1.00M'),
-        (1.23e12, '1.23T'),
-        (-4.5e9, '-4.50G'),
-        (2e21, '2000E'),
-        (math.nan, 'n/a'),
-        (math.inf, 'n/a'),
+        (0, '0'), (7, '7'), (0.125, '0.12'), (999, '999'), (999.4, '999'), (999.6, '1.00k'),
+        (1000, '1.00k'), (9_994, '9.99k'), (9_996, '10.0k'), (99_960, '100k'), (12_345, '12.3k'),
+        (999_600, '1.00M'), (1.23e12, '1.23T'), (-4.5e9, '-4.50G'), (2e21, '2000E'),
+        (math.nan, 'n/a'), (math.inf, 'n/a'),
     ],
-)
+)  # fmt: skip
 def test_counts_have_three_digits(value, text):
     """Three significant digits and the unit, also where rounding crosses a thousand."""
     assert progress.format_count(value) == text
@@ -127,18 +114,11 @@ def test_counts_have_three_digits(value, text):
 @pytest.mark.parametrize(
     ('seconds', 'text'),
     [
-        (0, '0s'),
-        (-1, '0s'),
-        (59.4, '59s'),
-        (59.6, '1m 00s'),
-        (83, '1m 23s'),
-        (3599.7, '1h 00m'),
-        (3723, '1h 02m'),
-        (97_200, '1d 03h'),
-        (math.nan, 'n/a'),
+        (0, '0s'), (-1, '0s'), (59.4, '59s'), (59.6, '1m 00s'), (83, '1m 23s'),
+        (3599.7, '1h 00m'), (3723, '1h 02m'), (97_200, '1d 03h'), (math.nan, 'n/a'),
         (math.inf, 'n/a'),
     ],
-)
+)  # fmt: skip
 def test_seconds_have_two_units(seconds, text):
     """The two largest units, also where rounding crosses one."""
     assert progress.format_seconds(seconds) == text

@@ -1,4 +1,4 @@
-"""A run is read as it was saved, at any moment of its life, and is not touched by that."""
+"""A run is read as it was saved, at any moment of its life, and not changed by reading."""
 
 import dataclasses
 import functools
@@ -54,7 +54,7 @@ def original(hparams, state, tmp_path_factory):
 
 @pytest.fixture
 def workdir(original, tmp_path):
-    """A copy of it."""
+    """A copy of the original."""
     return shutil.copytree(original, tmp_path / 'run')
 
 
@@ -92,25 +92,25 @@ def test_a_run_is_read_as_it_was_saved(original, hparams, state):
 
 
 def test_reading_changes_nothing_and_needs_no_lock(workdir):
-    """While its own process holds the directory it is read all the same, and left as it was."""
+    """It can be read while its own process holds the directory."""
     with WorkdirLock(workdir):
         before = snapshot(workdir)
         assert load_run(workdir).step == 4
         assert snapshot(workdir) == before
 
 
-def test_a_run_that_goes_on_is_read_at_its_newest_whole_checkpoint(workdir):
-    """One in the making is passed over with its reason; a note says how many steps are left."""
+def test_a_running_run_is_read_at_its_newest_finished_checkpoint(workdir):
+    """An unfinished one is skipped with a reason; a note says how many steps remain."""
     (workdir / 'checkpoints' / '4' / 'manifest.json').unlink()
     run = load_run(workdir)
     assert run.step == int(run.state.step) == 2 and run.num_steps == NUM_STEPS
-    skipped, left = run.notes
+    skipped, remaining = run.notes
     assert 'checkpoint 4 skipped: unfinished' in skipped
-    assert 'checkpoint 2 is the newest: the run has 2 steps left' in left
+    assert 'checkpoint 2 is the newest: 2 steps of the run remain' in remaining
 
 
 def test_the_capacity_is_that_of_the_stage(workdir, state):
-    """Half a run of two stages is evaluated as it was trained, a whole one at the final capacity.
+    """Half a run of two stages is evaluated as it was trained, a finished one as configured.
 
     The hyper-parameters of the run stay those of its config.
     """
@@ -133,10 +133,10 @@ def after_the_manifest(monkeypatch, act):
 
 
 @pytest.mark.parametrize('moment', [before_the_manifest, after_the_manifest])
-def test_a_checkpoint_dropped_while_it_is_read_gives_way_to_the_next(
+def test_if_a_checkpoint_is_removed_while_it_is_read_the_next_one_is_read(
     workdir, state, monkeypatch, moment
 ):
-    """A run that goes on saves a newer one and removes this one at the worst moment."""
+    """A running run saves a newer one and removes this one at the worst moment."""
     folder = workdir / 'checkpoints'
     shutil.rmtree(folder / '2')
     save(workdir.parent / 'newer', state, [6])
@@ -151,12 +151,12 @@ def test_a_checkpoint_dropped_while_it_is_read_gives_way_to_the_next(
 
 
 def test_an_older_run_is_read_with_what_it_has(workdir, state):
-    """Knobs that came later have the old behaviour, and are noted; so are averages it lacks."""
+    """Later knobs have the old behavior, and are noted; so are averages it lacks."""
     shutil.rmtree(workdir / 'checkpoints')
     save(workdir, state.replace(averages={}), [4])
 
     def forget(config):
-        del config['model']['depth']  # a group that came as a whole
+        del config['model']['depth']  # a group that was added later
         for name in OLDER_RUNS:
             *groups, knob = name.split('.')
             if 'depth' not in groups:

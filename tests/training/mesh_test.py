@@ -1,0 +1,183 @@
+"""Meshes are checked against the model; state and batches are split by the rules."""
+
+import dataclasses
+import re
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, PartitionSpec
+
+from moddepth_jax.hparams import from_config
+from moddepth_jax.training import mesh as sharding
+from moddepth_jax.training.train_step import init_state
+
+
+@pytest.mark.parametrize(
+    ('spec', 'words'),
+    [
+        (',', 'AXIS=SIZE'),
+        ('data=1,', 'AXIS=SIZE'),
+        ('data', 'AXIS=SIZE'),
+        ('data=', 'AXIS=SIZE'),
+        ('data=0', 'AXIS=SIZE'),
+        ('data=-2', 'AXIS=SIZE'),
+        ('data=two', 'AXIS=SIZE'),
+        ('data=1.5', 'AXIS=SIZE'),
+        ('data=²', 'AXIS=SIZE'),
+        ('dta=1', 'an axis of data, fsdp, tensor, expert'),
+        ('data=1,model=1', 'an axis of data, fsdp, tensor, expert'),
+        ('expert=1,data=1,expert=1', 'names expert twice'),
+        ('data=1000', 'needs 1000 devices, 1 are here'),
+        ('data=5,expert=4', 'needs 20 devices, 1 are here'),
+    ],
+)
+def test_a_bad_mesh_is_refused_in_one_line(spec, words):
+    """The line has the flag as it was given and says what would be right."""
+    with pytest.raises(ValueError) as caught:
+        sharding.make_mesh(spec)
+    message = str(caught.value)
+    assert message.startswith(f'--mesh={spec}: ') and words in message and '\n' not in message
+
+
+def test_the_default_mesh_is_all_devices_along_data():
+    """An axis that is not named has size 1."""
+    ones = dict.fromkeys(sharding.AXES, 1)
+    assert sharding.make_mesh().shape == ones | {'data': jax.device_count()}
+    assert sharding.make_mesh('expert=1').shape == ones
+
+
+@pytest.mark.parametrize(
+    ('batch_size', 'parts', 'shards', 'divides'),
+    [(8, 1, 4, True), (8, 2, 4, True), (8, 4, 4, False), (6, 1, 4, False), (1, 1, 1, True)],
+)
+def test_rows_of_a_micro_batch_must_divide(batch_size, parts, shards, divides):
+    """A micro-batch whose rows do not divide over `data` is refused, with the sizes in the line."""
+    mesh = mesh_of(data=shards)
+    if divides:
+        sharding.check_batch(mesh, batch_size, parts)
+        return
+    with pytest.raises(ValueError) as caught:
+        sharding.check_batch(mesh, batch_size, parts)
+    message = str(caught.value)
+    assert message.startswith(f'data.batch_size={batch_size} in {parts} micro-batches')
+    assert f'over {shards} devices' in message and '\n' not in message
+
+
+EXPERTS = {'model.experts.choice': 'token', 'model.experts.num_routed': 6}
+
+
+@pytest.mark.parametrize(
+    ('experts', 'sizes', 'words'),
+    [
+        (EXPERTS, {'expert': 4}, ['model.experts.num_routed=6', 'expert=4', 'a divisor of 6']),
+        (EXPERTS, {'expert': 12}, ['model.experts.num_routed=6', '--mesh=expert=12']),
+        ({}, {'data': 2, 'expert': 2}, ['expert=2', 'model.experts.choice=none', '--mesh=data=N']),
+        (EXPERTS, {'data': 5, 'expert': 2}, ['data.batch_size=12', 'data=5 x expert=2']),
+        ({}, {'tensor': 3}, ['model.num_heads=4', '--mesh=tensor=3']),
+        (EXPERTS | {'model.experts.d_ff': 5}, {'tensor': 2}, ['model.experts.d_ff=5']),
+        ({'model.d_ff': 5}, {'tensor': 2}, ['model.d_ff=5', '--mesh=tensor=2']),
+        ({}, {'fsdp': 6}, ['model.d_model=32', '--mesh=fsdp=6']),
+    ],
+)
+def test_a_mesh_that_does_not_fit_the_model_is_refused(tiny_config, experts, sizes, words):
+    """In one line, with both numbers: experts that do not divide, or that there are none."""
+    hparams = from_config(tiny_config(**experts, **{'data.batch_size': 12}))
+    sharding.check_mesh(hparams, mesh_of(data=2))
+    if 'model.experts.choice' in experts:
+        sharding.check_mesh(hparams, mesh_of(expert=3))
+    with pytest.raises(ValueError) as caught:
+        sharding.check_mesh(hparams, mesh_of(**sizes))
+    message = str(caught.value)
+    assert all(word in message for word in words) and '\n' not in message
+
+
+def mesh_of(**sizes):
+    """An abstract mesh; axes that are not named have size 1."""
+    return AbstractMesh(tuple(sizes.get(axis, 1) for axis in sharding.AXES), sharding.AXES)
+
+
+@pytest.mark.parametrize('stream', ['residual', 'dense', 'attention', 'moda'])
+def test_parameters_and_their_moments_have_equal_shardings(tiny_config, stream):
+    """Over fsdp, tensor and expert: all but vectors and narrow matrices, in every depth stream."""
+    changes = {'model.num_layers': 4, 'model.depth.stream': stream, 'model.experts.layers': '1,2'}
+    changes['model.layer_loop'] = 'unrolled'
+    hparams = from_config(tiny_config(**EXPERTS, **changes))
+    state = jax.eval_shape(lambda: init_state(hparams, 4))
+    mesh = mesh_of(data=2, fsdp=2, tensor=2, expert=3)
+    shardings = sharding.state_shardings(mesh, state)
+    assert jax.tree.structure(shardings) == jax.tree.structure(state)
+    split = {}
+    places = jax.tree_util.tree_leaves_with_path(shardings)
+    for (path, place), leaf in zip(places, jax.tree.leaves(state), strict=True):
+        path = jax.tree_util.keystr(path, simple=True, separator='/')
+        place.shard_shape(leaf.shape)  # raises where it does not divide
+        split[path] = place.spec
+        narrow = leaf.ndim < 2 or any(name in path for name in ('norm', 'router', 'predictor'))
+        assert narrow == (place.spec == PartitionSpec()), path
+    moments = [path for path in split if '/mu/' in path or '/nu/' in path]
+    for path in moments:
+        assert split[path] == split['params/' + re.split('/[mn]u/', path)[1]]
+    assert len(moments) == 2 * sum(path.startswith('params/') for path in split)
+
+
+def test_the_unsharded_share_is_bounded(tiny_config):
+    """Under fsdp it must be within training.max_unsharded; data alone shards no parameter."""
+    hparams = from_config(tiny_config(**{'data.batch_size': 24, 'training.max_unsharded': 0.001}))
+    sharding.check_mesh(hparams, mesh_of(data=24))
+    with pytest.raises(ValueError, match='training.max_unsharded=0.001') as caught:
+        sharding.check_mesh(hparams, mesh_of(fsdp=2))
+    assert '--mesh=fsdp=2: ' in str(caught.value) and '\n' not in str(caught.value)
+    more = dataclasses.replace(hparams.training, max_unsharded=0.05)
+    sharding.check_mesh(dataclasses.replace(hparams, training=more), mesh_of(fsdp=2))
+
+
+def test_a_single_process_has_all_rows():
+    """It reads and places them all. Several processes: tests/launch/several_processes_test.py."""
+    mesh = sharding.make_mesh()
+    assert sharding.local_rows(mesh, 8) == slice(0, 8)
+    batch = {'tokens_BT': np.arange(16).reshape(8, 2)}
+    placed = sharding.shard_rows(mesh, batch, slice(0, 8), 8)
+    assert (np.asarray(placed['tokens_BT']) == batch['tokens_BT']).all()
+
+
+@pytest.fixture(scope='module')
+def state(tiny_config):
+    """Shapes of a routed model whose vocabulary of 257 tensor cannot split."""
+    hparams = from_config(tiny_config(**{'model.routing.router': 'learned'}))
+    return jax.eval_shape(lambda: init_state(hparams, 4))
+
+
+def test_rows_add_up_to_the_model(state):
+    """All parameters are in one row each; a device's bytes are those of its parts."""
+    total = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    for sizes in ({'data': 2}, {'fsdp': 4}, {'fsdp': 2, 'tensor': 2}):
+        rows = sharding.sharding_rows(mesh_of(**sizes), state.params)
+        assert sum(row.parameters for row in rows) == total
+        held = sum(row.device_bytes for row in rows)
+        assert held == sharding.device_bytes(mesh_of(**sizes), state.params)
+        unsharded = sharding.unsharded_fraction(mesh_of(**sizes), state.params)
+        parts = 4 if 'fsdp' in sizes else 1
+        assert held == pytest.approx(4 * total * (unsharded + (1 - unsharded) / parts), rel=1e-6)
+
+
+def test_a_row_names_the_mesh_axes_of_its_axes(state):
+    """Layers of all runs, routed or not, are one name."""
+    rows = sharding.sharding_rows(mesh_of(fsdp=4, tensor=2), state.params)
+    rows = {row.name: row for row in rows}
+    assert rows['attention/query/kernel'].split == '(-, fsdp, tensor, -)'
+    assert rows['embedding'].split == '(-, fsdp+tensor)'
+    assert rows['attention_norm/scale'].split == 'replicated'
+    assert rows['embedding'].device_bytes == 257 * 32 * 4 // 8
+
+
+def test_lines_are_as_wide_as_a_terminal(state):
+    """No line for one device; one for data alone; else the table, with the unsharded share."""
+    assert sharding.mesh_lines(mesh_of(), state) == []
+    (line,) = sharding.mesh_lines(mesh_of(data=4), state)
+    assert line.startswith('mesh      data=4: ')
+    lines = sharding.mesh_lines(mesh_of(data=2, fsdp=2), state)
+    assert lines[0].startswith('mesh      data=2 x fsdp=2: ') and max(map(len, lines)) < 100
+    table = sharding.sharding_lines(mesh_of(fsdp=2), state.params)
+    assert lines[1:] == [' ' * 10 + line for line in table]
+    assert lines[-1].endswith('of the parameters on every device')
