@@ -15,10 +15,6 @@ SLOW_CASES = {
         'test_an_experiment_is_lowered_for_its_own_shapes[moda_48l]',
         'test_an_experiment_is_lowered_for_its_own_shapes[moda_700m]',
     ],
-    'tests/inference/generate_test.py': [
-        'test_greedy_texts_are_the_argmax_of_full_forwards[threshold-knobs2]',
-        'test_routing_makes_a_difference',
-    ],
     'tests/kernels/cudnn_test.py': [
         'test_the_public_residual_is_a_trap',
         'test_the_stock_backward_pass_takes_the_joint_softmax',

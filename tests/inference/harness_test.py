@@ -4,34 +4,23 @@ import codecs
 import functools
 import math
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer
-from moddepth_jax.hparams import from_config
 from moddepth_jax.inference.generate import generate
 from moddepth_jax.inference.scoring import score
-from moddepth_jax.model.transformer import Transformer
+from tests.inference.conftest import CONTEXT
 
-CONTEXT = 16
 SEPARATOR = 256
-# As in scoring_test.py, so that both need one compilation.
-ROUTED = {'model.routing.router': 'learned', 'model.routing.capacity': 0.25}
-MODA = {'model.depth.stream': 'moda', 'model.tie_embeddings': True, 'model.vocab_size': 300}
 
 pytestmark = pytest.mark.usefixtures('compiled_in_haste')
 
 
 @pytest.fixture(scope='module')
-def model(tiny_config):
+def model(small_model):
     """(variables, hparams) of a Mixture-of-Depths model with depth attention."""
-    hparams = from_config(tiny_config(**{'data.sequence_length': CONTEXT, **ROUTED, **MODA}))
-    tokens_BT = jnp.zeros((1, CONTEXT), jnp.int32)
-    variables = jax.jit(Transformer(hparams).init)(jax.random.key(1), tokens_BT)
-    grown = jax.tree.map(lambda leaf: leaf * 8 if leaf.ndim > 1 else leaf, variables['params'])
-    return {**variables, 'params': grown}, hparams
+    return small_model('both')
 
 
 @pytest.fixture(scope='module')
