@@ -75,16 +75,6 @@ def test_prepared_text_gives_the_batches_of_the_text_itself(folder, seed):
     assert prepared.held_back and raw.held_back and not prepared.domains
 
 
-def test_a_single_document_is_split_as_the_text_itself(tmp_path):
-    """Its tail is held out, byte for byte."""
-    documents = write_texts(tmp_path / 'text', b'ab', 0, number=1)
-    prepare(tmp_path / 'one', documents, ByteTokenizer(), 0.25)
-    raw = make_dataset(_data(f'{tmp_path}/text/*.txt', tokenizer='bytes'), 0)
-    prepared = make_dataset(_data(tmp_path / 'one'), 0)
-    assert _same(raw.held_out_batch(0), prepared.held_out_batch(0))
-    assert _same(raw.train_batch(3), prepared.train_batch(3))
-
-
 def test_nothing_of_prepared_text_is_read_but_what_is_asked_for(folder, monkeypatch):
     """Streams stay maps of their files, and no document is decoded by a run."""
     monkeypatch.setattr(ByteTokenizer, 'decode', lambda *_: pytest.fail('decoded'))

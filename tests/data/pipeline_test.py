@@ -148,16 +148,6 @@ def test_an_epoch_visits_each_window_once(batch_size):
     assert len({tuple(epoch) for epoch in [windows, *epochs]}) == 4
 
 
-def test_every_byte_is_a_target_once_an_epoch():
-    """Windows overlap by the one token that makes each but the first of the stream a target."""
-    dataset = make_dataset(DATA, 0, RANDOM)
-    stream = token_stream(RANDOM.train, dataset.tokenizer)
-    targets = np.concatenate([row[1:] for row in _epoch(dataset, 0)])
-    counted = stream[1 : 1 + 4 * dataset.num_train_windows]
-    assert len(stream) - 1 - len(counted) < 4
-    assert np.array_equal(np.bincount(targets), np.bincount(counted))
-
-
 def test_batch_is_a_function_of_the_step():
     """Any order of calls, any number of them and a fresh object give the same bytes."""
     dataset = make_dataset(DATA, 0, RANDOM)

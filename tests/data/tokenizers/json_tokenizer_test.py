@@ -46,15 +46,6 @@ def test_ids_and_text_are_the_librarys_own(tmp_path, kind):
         assert tokenizer.decode(ids).decode() == library.decode(ids)
 
 
-def test_a_spelled_special_token_is_text():
-    """'<|endoftext|>' in a document is thirteen bytes of it and no end of it."""
-    tokenizer = tokenizer_files.byte_level()
-    text = b'a<|endoftext|>b'
-    ids = tokenizer.encode(text)
-    assert tokenizer.decode(ids) == text and tokenizer.separator not in ids
-    assert tokenizer.token_bytes_V[ids].sum() == len(text)
-
-
 def test_added_text_counts_its_bytes(tmp_path):
     """An added token that is not special is a piece of text, even of characters of other tokens."""
     flags = dict.fromkeys(('single_word', 'lstrip', 'rstrip', 'normalized'), False)
