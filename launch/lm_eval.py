@@ -63,7 +63,7 @@ SEED = flags.DEFINE_integer(
 JSON = flags.DEFINE_string(
     'json',
     None,
-    'File for the results, as they come; - for stdout, and then nothing else goes there.',
+    'File for the results, as they come; - for stdout, and then nothing else is printed there.',
 )
 
 OWN_TASKS = pathlib.Path(__file__).parent / 'lm_eval_tasks'

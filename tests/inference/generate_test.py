@@ -66,8 +66,8 @@ def forward(variables, hparams, tokens, routing, tokenizer=None):
     begins = row == tokenizer.separator if tokenizer else np.zeros_like(row)
     segments = np.where(np.arange(LENGTH)[None] < len(tokens), 1 + np.cumsum(begins, axis=1), 0)
     logits_BTV, records = _forward(hparams, routing)(variables, row, segments)
-    entered = np.asarray(records.routing.selected_BT)[..., : len(tokens)].mean()
-    return np.asarray(logits_BTV[0, len(tokens) - 1]), entered
+    selected = np.asarray(records.routing.selected_BT)[..., : len(tokens)].mean()
+    return np.asarray(logits_BTV[0, len(tokens) - 1]), selected
 
 
 @pytest.mark.parametrize(
@@ -97,11 +97,12 @@ def test_greedy_texts_are_the_argmax_of_full_forwards(tiny_config, routing, knob
         assert text.dtype == np.int32 and text.shape == (len(prompt) + 14,)
         assert text[: len(prompt)].tolist() == prompt
         for position in range(len(prompt), len(text)):
-            given = (text[:position], routing or 'predictor', TOKENIZER)
-            logits_V, entered = forward(variables, hparams, *given)
+            logits_V, selected = forward(
+                variables, hparams, text[:position], routing or 'predictor', TOKENIZER
+            )
             assert text[position] == logits_V.argmax(), position
     assert len(set(result.tokens[0][4:].tolist())) > 3
-    assert entered == 1 if routing == 'dense' else 0.02 < entered < 0.98
+    assert selected == 1 if routing == 'dense' else 0.02 < selected < 0.98
     assert result.stopped == [False] * 3
 
 

@@ -45,7 +45,7 @@ def questions(context):
      for name in SCORED],
 )  # fmt: skip
 def test_scores_are_those_by_hand(small_model, by_hand, name):
-    """Each equals the sum over the logits of its own tokens alone, whatever the batch size."""
+    """Each equals the sum over the logits of its own row, whatever the batch size."""
     context = small_model(name)[1].data.sequence_length
     requests = questions(context)
     want = [by_hand(name, *request) for request in requests]
