@@ -55,7 +55,7 @@ NUM_BATCHES = flags.DEFINE_integer(
     lower_bound=0,
 )
 PER_LAYER = flags.DEFINE_boolean(
-    'per_layer', False, 'Also measure the routing gap of each routed block alone.'
+    'per_layer', False, 'Also measure the routing gap of each routed block separately.'
 )
 MESH = flags.DEFINE_string(
     'mesh',
@@ -64,7 +64,7 @@ MESH = flags.DEFINE_string(
     'a batch.',
 )
 JSON = flags.DEFINE_string(
-    'json', None, 'File for the result; - for stdout, and then nothing else goes there.'
+    'json', None, 'File for the result; - for stdout, and then nothing else is printed there.'
 )
 
 

@@ -63,13 +63,12 @@ SEED = flags.DEFINE_integer(
 JSON = flags.DEFINE_string(
     'json',
     None,
-    'File for the results, as they come; - for stdout, and then nothing else goes there.',
+    'File for the results, as they come; - for stdout, and then nothing else is printed there.',
 )
 
 OWN_TASKS = pathlib.Path(__file__).parent / 'lm_eval_tasks'
 _NOISY = ('lm_eval', 'datasets', 'huggingface_hub', 'evaluate', 'fsspec', 'httpx', 'urllib3')
 _BARS = ('TQDM_DISABLE', 'HF_DATASETS_DISABLE_PROGRESS_BARS', 'HF_HUB_DISABLE_PROGRESS_BARS')
-_NOT_METRICS = ('alias', 'name', 'sample_len', 'sample_count')
 
 
 def _import():
@@ -134,66 +133,28 @@ def _as_json(report):
     return json.dumps(replace_nonfinite(report), indent=2, default=str, allow_nan=False)
 
 
-def _metrics(values):
-    """(metric, value, standard error) of one task or group."""
-    for key, value in values.items():
-        metric, _, filtered = key.partition(',')
-        if key in _NOT_METRICS or metric.endswith('_stderr'):
-            continue
-        stderr = values.get(f'{metric}_stderr,{filtered}')
-        shown = metric if filtered == 'none' else f'{metric} ({filtered})'
-        yield shown, _cell(value), _cell(stderr)
-
-
-def _cell(value):
-    if not isinstance(value, (int, float)):
-        return '-'
-    return f'{value:.4f}' if abs(value) < 1e5 else f'{value:.4g}'
-
-
 def _table(report, hidden):
-    import rich.table
+    """The harness's own table of tasks and groups, except those in `hidden`."""
+    from lm_eval.utils import make_table
 
-    table = rich.table.Table()
-    for name in ('task', 'shots', 'documents'):
-        table.add_column(name, justify='left' if name == 'task' else 'right', overflow='fold')
-    table.add_column('metric')
-    for name in ('value', 'stderr'):
-        table.add_column(name, justify='right')
-    of_groups = report['groups']
-    for name, values in (report['results'] | of_groups).items():
-        if name in hidden:
-            continue
-        grouped = name in of_groups
-        shots = '' if grouped else str(report['n-shot'][name])
-        first = [name, shots, str(values.get('sample_len', ''))]
-        for metric in _metrics(values):
-            table.add_row(*first, *metric)
-            first = [''] * len(first)
-    return table
+    shown = report['results'] | report['groups']
+    shown = {name: values for name, values in shown.items() if name not in hidden}
+    return make_table({**report, 'results': shown})
 
 
 def _print(report, tasks):
-    """The table; tasks of a group that has its own numbers are in --json alone."""
-    import rich.console
-    import rich.text
-
-    console = rich.console.Console(highlight=False)
-
-    def line(text):
-        console.print(rich.text.Text(text), soft_wrap=True)
-
-    line(f'{report["workdir"]}, step {report["step"]} of {report["num_steps"]}')
+    """Prints the table; tasks of a group that has its own numbers are in --json only."""
     groups = [name for name, values in report['groups'].items() if 'sample_len' in values]
     hidden = set().union(*map(tasks.members, groups))
-    console.print(_table(report, hidden))
-    line(f'routing {report["routing"]}, context of {report["context"]} tokens')
+    print(f'{report["workdir"]}, step {report["step"]} of {report["num_steps"]}')
+    print(_table(report, hidden))
+    print(f'routing {report["routing"]}, context of {report["context"]} tokens')
     if hidden:
-        line(f'{len(hidden)} tasks of {", ".join(groups)} are in --json, one by one')
+        print(f'{len(hidden)} tasks of {", ".join(groups)} are in --json, one by one')
     if report['cut']:
-        line(f'requests that lost the left of their context, longer than that: {report["cut"]}')
+        print(f'requests whose context was too long and lost its left end: {report["cut"]}')
     if report['limit']:
-        line(f'--limit={report["limit"]:g}: a trial, not a result')
+        print(f'--limit={report["limit"]:g}: a trial, not a result')
 
 
 def main(_):

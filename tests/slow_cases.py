@@ -15,10 +15,6 @@ SLOW_CASES = {
         'test_an_experiment_is_lowered_for_its_own_shapes[moda_48l]',
         'test_an_experiment_is_lowered_for_its_own_shapes[moda_700m]',
     ],
-    'tests/inference/generate_test.py': [
-        'test_greedy_texts_are_the_argmax_of_full_forwards[threshold-knobs2]',
-        'test_routing_makes_a_difference',
-    ],
     'tests/launch/bench_test.py': ['test_attention_writes_json_and_a_picture'],
     'tests/notebooks_test.py': ['test_runs[depth_attention]'],
 }

@@ -88,9 +88,9 @@ def knobs_of(config: dict, file: str) -> dict:
         refuse('architectures', f'must be [{family.architecture!r}], a language model')
     for key, neutral in _NEUTRAL.items():
         if key in config and config[key] not in neutral:
-            refuse(key, f'must be {neutral[0]!r}, which alone is converted')
+            refuse(key, f'must be {neutral[0]!r}, the only one supported')
     if set(config.get('layer_types') or ()) - {'full_attention'}:
-        refuse('layer_types', 'must be full_attention everywhere, which alone is converted')
+        refuse('layer_types', 'must be full_attention everywhere, the only one supported')
     biases = [bool(config.get(key, False)) for key in ('attention_bias', 'mlp_bias')]
     if biases[0] != (biases[1] and family.mlp_bias):
         other = f'mlp_bias={biases[1]}' if family.mlp_bias else f'an mlp of {kind}, without biases'

@@ -125,7 +125,7 @@ class HarnessLM(TemplateLM):
         return scores
 
     def loglikelihood_rolling(self, requests, disable_tqdm=True) -> list[float]:
-        """Log-likelihood in nats of each whole text, every token of it predicted once."""
+        """Log-likelihood in nats of each complete text, every token predicted once."""
         windows = [list(self._windows(request.args[0])) for request in requests]
         scores = iter(self._scores([window for of_text in windows for window in of_text]))
         totals = []

@@ -52,7 +52,7 @@ def test_what_a_config_leaves_out_is_as_transformers_has_it(config, eps, placeme
     ids=str,
 )
 def test_both_forms_of_the_rotary_base_are_read(rope):
-    """rope_theta of transformers 4; rope_parameters of 5, which goes first where both are there."""
+    """rope_theta of transformers 4; rope_parameters of 5, which has precedence."""
     assert knobs_of(LLAMA | rope, 'config.json')['rope_theta'] == 5e5
 
 
@@ -83,7 +83,7 @@ def test_both_forms_of_the_rotary_base_are_read(rope):
     ],
     ids=lambda value: str(value)[:50],
 )
-def test_what_no_knob_stands_for_is_refused(changes, words):
+def test_fields_without_a_knob_are_refused(changes, words):
     """One line with the file, the field and its value."""
     with pytest.raises(ValueError) as caught:
         knobs_of(LLAMA | changes, 'folder/config.json')
@@ -101,7 +101,7 @@ def test_a_missing_size_is_named():
 
 @pytest.mark.parametrize('name', ['llama', 'llama_tied', 'olmo2'])
 def test_a_config_comes_back(name, tiny_config):
-    """Ours of theirs of ours is the same; theirs is kept whole, but for the dtype, if it is."""
+    """The knobs survive a round trip; an original that still applies is kept except the dtype."""
     original = read_config(GOLDEN / name)
     knobs = knobs_of(original, name)
     model = model_of(tiny_config, knobs)

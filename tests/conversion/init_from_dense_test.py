@@ -1,4 +1,4 @@
-"""New routers and slots change a dense model as little as they can."""
+"""New routers and slots change a dense model as little as possible."""
 
 import jax
 import numpy as np
@@ -32,8 +32,7 @@ MODA = {'model.depth.stream': 'moda', 'model.depth.attention_slot_projection': T
 def dense(tiny_config):
     """Hyper-parameters, parameters, a batch, and logits of a dense model with a shared direction.
 
-    As in a trained model, what tokens have in common in the stream is larger than what tells them
-    apart.
+    As in a trained model, the common part of the tokens' streams is larger than their differences.
     """
     hparams = from_config(tiny_config(**DENSE))
     params = random_params(hparams)

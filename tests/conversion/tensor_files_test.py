@@ -1,4 +1,4 @@
-"""Tensors are read one by one as they are; a file that is not whole is named with the remedy."""
+"""Tensors are read one by one, exactly; an incomplete file is named with the remedy."""
 
 import json
 

@@ -74,7 +74,7 @@ def by_layer(hparams, params):
         ),
     ],
 )
-def test_shared_leaves_are_carried_bit_for_bit(dense, changes, tiny_config):
+def test_shared_leaves_are_transferred_bit_for_bit(dense, changes, tiny_config):
     """Every leaf of every layer of the dense model is there; what is new is named, and no more."""
     source = from_config(tiny_config(**DENSE[dense]))
     target = from_config(tiny_config(**DENSE[dense] | changes))

@@ -48,12 +48,6 @@ def test_stdlib_is_the_text_of_the_library_and_nothing_else(stdlib):
         assert f'{len(part):,} documents of {sum(map(len, part)):,} bytes' in stdlib.description
 
 
-def test_stdlib_is_the_same_each_time(stdlib):
-    """Loading again gives equal documents and the same sha256."""
-    again = load_corpus(_data('stdlib', held_out_fraction=0.05))
-    assert again == stdlib
-
-
 def test_python_without_a_library_as_text_is_refused(tmp_path):
     """A folder without .py files, or with tests and packages only, is an error that names it."""
     for name in ('test/a.py', 'site-packages/b.py', 'os.pyc', '_sysconfigdata_x.py'):

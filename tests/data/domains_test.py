@@ -49,7 +49,7 @@ def test_every_file_and_folder_is_a_domain(folder):
 
 
 def test_text_that_a_run_saw_is_left_out(folder):
-    """Of a prepared folder with a fingerprint of the run's, the held-out part alone counts."""
+    """Of a prepared folder with a fingerprint of the run's, only the held-out part counts."""
     own = make_dataset(dataclasses.replace(DATA, source=f'{folder}/code'), 0)
     found, _ = _load(folder, trained_on={own.corpus.sha256})
     assert {name: dataset.held_back for name, dataset in found.items()} == {

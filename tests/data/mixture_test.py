@@ -75,16 +75,6 @@ def test_prepared_text_gives_the_batches_of_the_text_itself(folder, seed):
     assert prepared.held_back and raw.held_back and not prepared.domains
 
 
-def test_a_single_document_is_split_as_the_text_itself(tmp_path):
-    """Its tail is held out, byte for byte."""
-    documents = write_texts(tmp_path / 'text', b'ab', 0, number=1)
-    prepare(tmp_path / 'one', documents, ByteTokenizer(), 0.25)
-    raw = make_dataset(_data(f'{tmp_path}/text/*.txt', tokenizer='bytes'), 0)
-    prepared = make_dataset(_data(tmp_path / 'one'), 0)
-    assert _same(raw.held_out_batch(0), prepared.held_out_batch(0))
-    assert _same(raw.train_batch(3), prepared.train_batch(3))
-
-
 def test_nothing_of_prepared_text_is_read_but_what_is_asked_for(folder, monkeypatch):
     """Streams stay maps of their files, and no document is decoded by a run."""
     monkeypatch.setattr(ByteTokenizer, 'decode', lambda *_: pytest.fail('decoded'))
@@ -140,7 +130,7 @@ def test_moving_the_folder_changes_nothing(folder, tmp_path):
 
 
 def test_all_of_a_folder_is_evaluated_unless_it_was_trained_on(folder):
-    """Given text is both parts; where the run has seen one of them, it is the other alone."""
+    """Given text is both splits; of text that the run was trained on, only the held-out one."""
     data = _data(folder / 'letters', held_out_fraction=0.9)
     whole = make_held_out(data)
     fingerprint = whole.corpus.sha256
@@ -198,7 +188,7 @@ def _wide_tokenizer(folder):
 @pytest.mark.parametrize('weights', ['1', '0.7,0.3', '1,1,1', '5,3,2,1', '1e-3,2,0.333'])
 def test_every_member_has_its_share_at_every_row(weights):
     """After any number of rows each member has its share to within the members before it, exactly
-    so after a whole period; the rows of a member are counted through.
+    so after a period; the rows of a member are counted consecutively.
     """
     weights = [fractions.Fraction(weight) for weight in weights.split(',')]
     shares = [weight / sum(weights) for weight in weights]
@@ -231,7 +221,7 @@ def test_shares_are_exact_over_a_period(folder):
 
 
 def test_held_out_batches_come_one_of_each_first_then_by_shares():
-    """Members that have run out are passed over; each batch comes once."""
+    """Members without batches left are skipped; each batch comes once."""
     order = list(held_out_order([fractions.Fraction(3, 4), fractions.Fraction(1, 4)], [6, 4]))
     assert [member for member, _ in order] == [0, 1, 0, 0, 0, 1, 0, 0, 1, 1]
     assert sorted(order) == [*((0, i) for i in range(6)), *((1, i) for i in range(4))]
@@ -273,7 +263,7 @@ def test_each_member_visits_each_window_once_an_epoch_of_its_own(folder, mixed):
 
 
 def test_a_batch_of_a_mixture_is_a_function_of_the_step_and_its_rows(mixed, folder):
-    """Any order of calls and some rows alone give the same; windows do not span members."""
+    """Any order of calls and any subset of rows give the same; windows do not span members."""
     again = make_dataset(_data('mixture', f'{folder}/letters:2,{folder}/digits:1'), 3)
     for step in (50, 0, 10**9):
         whole = mixed.train_batch(step)
@@ -399,7 +389,7 @@ def test_a_mixture_needs_its_source(folder):
     assert message.startswith('data.mixture=') and "set that to 'mixture'" in message
 
 
-def test_an_unfinished_folder_is_told_to_be_so(tmp_path):
+def test_an_unfinished_folder_is_reported_as_unfinished(tmp_path):
     """Not that it is no glob."""
     begin(tmp_path)
     assert 'run the same launch.prepare again' in _error(load_corpus, _data(tmp_path))

@@ -1,4 +1,4 @@
-"""Shows that the recall corpus is what it says: near bytes tell all but draws and answers."""
+"""Near bytes of the recall corpus determine everything except draws and answers."""
 
 import math
 import re
@@ -30,14 +30,14 @@ def drawn(tokens_BT, labels_BT):
 
 
 def test_documents_are_lines_as_described():
-    """21 lines of 6 bytes and a full stop; told first, asked later, answered by the dialect."""
+    """21 lines of 6 bytes and a full stop; the dialect first, then questions it answers."""
     for text in recall.make_recall(3, 200):
         assert len(text) == 127 and text[-1:] == b'.'
         lines = [text[i : i + 6] for i in range(0, 126, 6)]
         assert all(LINE.fullmatch(line) for line in lines)
         assert bytes(line[0] for line in lines) == recall.LETTERS
-        told = b''.join(line[1:5] for line in lines[: recall.NUM_DIALECT_LINES])
-        (dialect,) = (i for i in range(2) if set(told) <= set(recall.DIALECTS[i]))
+        words = b''.join(line[1:5] for line in lines[: recall.NUM_DIALECT_LINES])
+        (dialect,) = (i for i in range(2) if set(words) <= set(recall.DIALECTS[i]))
         asked = [i for i, line in enumerate(lines) if line[1:2] == b'(']
         assert all(i >= recall.FIRST_QUESTION and i % 2 == 0 for i in asked)
         assert {lines[i][3] for i in asked} <= {recall.NAMES[dialect]}
@@ -73,18 +73,18 @@ def test_needed_positions_fit_the_capacity(batch):
     assert np.mean(counts_B >= 4) > 0.9
 
 
-def test_near_context_tells_all_but_draws_and_answers(batch):
+def test_near_context_determines_all_but_draws_and_answers(batch):
     """The last NEAR tokens fix the next one, unless it was drawn or the position is needed.
 
     At needed positions the same few tokens are followed by either name.
     """
     tokens_BT, labels_BT = batch['tokens_BT'], batch['labels_BT']
     needed_BT = recall.needs_far_context(tokens_BT)
-    told_BT = ~needed_BT & ~drawn(tokens_BT, labels_BT)
+    determined_BT = ~needed_BT & ~drawn(tokens_BT, labels_BT)
     padded_BT = np.pad(tokens_BT, ((0, 0), (recall.NEAR - 1, 0)), constant_values=-1)
     near_BTN = np.lib.stride_tricks.sliding_window_view(padded_BT, recall.NEAR, axis=1)
     followers = {}
-    for near, label in zip(near_BTN[told_BT].tolist(), labels_BT[told_BT], strict=True):
+    for near, label in zip(near_BTN[determined_BT].tolist(), labels_BT[determined_BT], strict=True):
         followers.setdefault(tuple(near), set()).add(int(label))
     assert all(len(labels) == 1 for labels in followers.values())
     answers = {}
@@ -93,13 +93,13 @@ def test_near_context_tells_all_but_draws_and_answers(batch):
     assert all(labels == {*recall.NAMES} for labels in answers.values()) and len(answers) == 24
 
 
-def test_answers_are_told_from_afar_only(batch):
-    """Within MIN_DISTANCE before an x, itself apart, no token tells the dialect; at it, some do."""
+def test_answers_are_determined_only_from_afar(batch):
+    """The nearest token before an x that shows the dialect is MIN_DISTANCE before it."""
     tokens_BT = batch['tokens_BT']
-    tells_BT = np.isin(tokens_BT, [*recall.NAMES, *b''.join(recall.DIALECTS)])
+    shows_BT = np.isin(tokens_BT, [*recall.NAMES, *b''.join(recall.DIALECTS)])
     needed_BT = recall.needs_far_context(tokens_BT)
     nearest = min(
-        t - np.flatnonzero(tells_BT[row, :t] & ~needed_BT[row, :t])[-1]
+        t - np.flatnonzero(shows_BT[row, :t] & ~needed_BT[row, :t])[-1]
         for row, t in np.argwhere(needed_BT)
     )
     assert nearest == recall.MIN_DISTANCE
@@ -108,10 +108,10 @@ def test_answers_are_told_from_afar_only(batch):
 def test_floor_is_the_entropy_of_the_draws(batch):
     """Over 1024 documents it lies within 1% of the closed form, summed line by line."""
     log, asked = math.log, recall.QUESTION_PROBABILITY
-    told = log(24) + 5 * log(12)
+    dialect = log(24) + 5 * log(12)
     choice = -asked * log(asked) - (1 - asked) * log(1 - asked)
     asking = choice + asked * log(24) + (1 - asked) * log(8)
-    expected = (told + 8 * log(8) + 7 * asking) / 128
+    expected = (dialect + 8 * log(8) + 7 * asking) / 128
     floor = recall.entropy_floor(batch['tokens_BT'], batch['labels_BT'])
     assert floor == pytest.approx(expected, rel=0.01)
 

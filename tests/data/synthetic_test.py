@@ -67,7 +67,7 @@ def test_construction_is_as_described():
 
 
 def test_documents_are_words_of_the_language_and_end_once():
-    """Every document is whole words, with the full stop last and nowhere else."""
+    """Every document consists of complete words, with the full stop last and nowhere else."""
     language = synthetic.make_language(3, 40)
     documents = synthetic.make_synthetic(3, 200, 40)
     assert len(documents) == 200
@@ -78,7 +78,7 @@ def test_documents_are_words_of_the_language_and_end_once():
 
 
 def test_words_occur_as_often_as_stated():
-    """Frequencies lie within 5 standard errors of p, and neither neighbour tells the other."""
+    """Frequencies lie within 5 standard errors of p, and neighbors are independent."""
     language = synthetic.make_language(1, 100)
     documents = synthetic.make_synthetic(1, 3000, 100)
     drawn = np.array([language.words.index(word) for text in documents for word in _words(text)])

@@ -1,37 +1,26 @@
-"""The harness's requests, answered: texts as tokens, windows, stops and whole characters."""
+"""The harness's requests are answered with the right tokens, windows, stops and characters."""
 
 import codecs
 import functools
 import math
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer
-from moddepth_jax.hparams import from_config
 from moddepth_jax.inference.generate import generate
 from moddepth_jax.inference.scoring import score
-from moddepth_jax.model.transformer import Transformer
+from tests.inference.conftest import CONTEXT
 
-CONTEXT = 16
 SEPARATOR = 256
-# As in scoring_test.py, so that both need one compilation.
-ROUTED = {'model.routing.router': 'learned', 'model.routing.capacity': 0.25}
-MODA = {'model.depth.stream': 'moda', 'model.tie_embeddings': True, 'model.vocab_size': 300}
 
 pytestmark = pytest.mark.usefixtures('compiled_in_haste')
 
 
 @pytest.fixture(scope='module')
-def model(tiny_config):
+def model(small_model):
     """(variables, hparams) of a Mixture-of-Depths model with depth attention."""
-    hparams = from_config(tiny_config(**{'data.sequence_length': CONTEXT, **ROUTED, **MODA}))
-    tokens_BT = jnp.zeros((1, CONTEXT), jnp.int32)
-    variables = jax.jit(Transformer(hparams).init)(jax.random.key(1), tokens_BT)
-    grown = jax.tree.map(lambda leaf: leaf * 8 if leaf.ndim > 1 else leaf, variables['params'])
-    return {**variables, 'params': grown}, hparams
+    return small_model('both')
 
 
 @pytest.fixture(scope='module')
@@ -59,7 +48,7 @@ def tokens(text, begin=(SEPARATOR,)):
 
 
 def test_a_context_follows_the_separator(model, make_lm):
-    """Spaces at its end go to the continuation; none at all is the separator alone.
+    """Spaces at its end go to the continuation; an empty one is only the separator.
 
     A separator that is spelt in the text is text.
     """
@@ -131,7 +120,7 @@ def written(make_lm, monkeypatch, script, *contexts, **settings):
 
 
 def test_a_text_ends_before_its_first_stop(make_lm, monkeypatch):
-    """Of several; the batch goes on until each of its texts has stopped, and no further."""
+    """Of several; the batch runs until each of its texts has stopped, and no further."""
     script = Script('an END, and more', 'two\nlines', 'x')
     found = written(
         make_lm, monkeypatch, script, 'a', 'b', 'c', until=['END', '\n'], max_gen_toks=12
@@ -140,7 +129,7 @@ def test_a_text_ends_before_its_first_stop(make_lm, monkeypatch):
     assert script.steps == len('an END')
 
 
-def test_a_character_is_whole_or_not_there(make_lm, monkeypatch):
+def test_a_character_is_complete_or_left_out(make_lm, monkeypatch):
     """Cut off in the middle of a character, a text ends before it; a stop may be one."""
     assert written(make_lm, monkeypatch, Script('né' * 5), 'a', max_gen_toks=5) == ['nén']
     found = written(make_lm, monkeypatch, Script('vu été'), 'a', until='é', max_gen_toks=9)

@@ -1,71 +1,25 @@
 """Scores are the sums that the model itself gives, whatever else is in a batch."""
 
-import functools
-
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from moddepth_jax.hparams import from_config
 from moddepth_jax.inference import scoring
 from moddepth_jax.inference.scoring import score
-from moddepth_jax.model.transformer import Transformer, causal_routing
-
-CONTEXT = 16
-LONGER = {'data.sequence_length': 40}  # three lengths of rows
-ROUTED = {'model.routing.router': 'learned', 'model.routing.capacity': 0.25}
-MODA = {'model.depth.stream': 'moda', 'model.tie_embeddings': True, 'model.vocab_size': 300}
-MODELS = {
-    'dense': {},
-    'both': {**ROUTED, **MODA},
-    'longer dense': LONGER,
-    'longer mod': {**ROUTED, **LONGER},
-    'longer moda': {**MODA, **LONGER},
-}
+from tests.inference.conftest import CONTEXT
 
 pytestmark = pytest.mark.usefixtures('compiled_in_haste')
+SCORED = ('dense', 'both', 'longer dense', 'longer mod', 'longer moda')
 
 
 @pytest.fixture(scope='module')
-def model(tiny_config):
-    """(variables, hparams) by name; so large that logits differ and some tokens enter."""
-
-    @functools.cache
-    def make(name):
-        hparams = from_config(tiny_config(**{'data.sequence_length': CONTEXT, **MODELS[name]}))
-        tokens_BT = jnp.zeros((1, CONTEXT), jnp.int32)
-        variables = jax.jit(Transformer(hparams).init)(jax.random.key(1), tokens_BT)
-        grown = jax.tree.map(lambda leaf: leaf * 8 if leaf.ndim > 1 else leaf, variables['params'])
-        return {**variables, 'params': grown}, hparams
-
-    return make
-
-
-@pytest.fixture(scope='module')
-def applied(model):
-    """The Transformer's logits and records, compiled, by name of the model."""
-    return functools.cache(
-        lambda name: jax.jit(
-            lambda variables, tokens_BT: Transformer(model(name)[1]).apply(
-                variables, tokens_BT, None, causal_routing(model(name)[1])
-            )
-        )
-    )
-
-
-@pytest.fixture(scope='module')
-def by_hand(model, applied):
+def by_hand(small_model, log_p_of):
     """Log-likelihood and greediness of one request, from the logits of its own padded row."""
 
     def one(name, context, continuation):
-        length = model(name)[1].data.sequence_length
+        length = small_model(name)[1].data.sequence_length
         tokens = np.array([*context, *continuation], np.int32)[-length - 1 :]
-        row_BT = np.pad(tokens[None, :-1], ((0, 0), (0, length - len(tokens) + 1)))
-        end = len(tokens) - 1
-        logits_BTV, _ = applied(name)(model(name)[0], row_BT)
-        logits_TV = np.asarray(logits_BTV, np.float64)[0, end - len(continuation) : end]
-        log_p_TV = logits_TV - np.logaddexp.reduce(logits_TV, axis=-1, keepdims=True)
+        log_p_TV = log_p_of(name, tokens[:-1])[-len(continuation) :]
         total = log_p_TV[np.arange(len(continuation)), np.array(continuation)].sum()
         return total, bool((log_p_TV.argmax(-1) == continuation).all())
 
@@ -88,33 +42,33 @@ def questions(context):
 @pytest.mark.parametrize(
     'name',
     [name if name in ('dense', 'both') else pytest.param(name, marks=pytest.mark.slow)
-     for name in MODELS],
+     for name in SCORED],
 )  # fmt: skip
-def test_scores_are_those_by_hand(model, by_hand, name):
-    """Each equals the sum over the logits of its own tokens alone, whatever the batch size."""
-    context = model(name)[1].data.sequence_length
+def test_scores_are_those_by_hand(small_model, by_hand, name):
+    """Each equals the sum over the logits of its own row, whatever the batch size."""
+    context = small_model(name)[1].data.sequence_length
     requests = questions(context)
     want = [by_hand(name, *request) for request in requests]
-    for batch_size in (3,) if name == 'dense' else (1, 3, 8):
-        found = score(*model(name), requests, batch_size=batch_size)
+    sizes = {'dense': (3,), 'both': (1, 3)}.get(name, (1, 3, 8))
+    for batch_size in sizes:
+        found = score(*small_model(name), requests, batch_size=batch_size)
         for got, (log_likelihood, greedy) in zip(found, want, strict=True):
             assert got.log_likelihood == pytest.approx(log_likelihood, abs=1e-5, rel=1e-5)
             assert got.greedy == greedy
         assert [one.cut for one in found] == [0] * 10 + [60 + 3 - context - 1, 0]
 
 
-def test_routed_rows_have_tokens_that_pass_by(model, applied):
-    """In the routed model of these tests the rule lets some tokens in and others not."""
+def test_the_routed_model_routes_some_tokens(forward):
+    """In the model of these tests the rule selects some tokens and not others."""
     draw = np.random.default_rng(0)
-    rows = [applied('both')(model('both')[0], draw.integers(0, 256, (1, CONTEXT)))]
-    rows += [applied('both')(model('both')[0], draw.integers(0, 256, (1, CONTEXT)))]
-    entered = [records.routing.selected_BT.mean() for _, records in rows]
-    assert 0.05 < np.mean(entered) < 0.95
+    rows = [forward('both', draw.integers(0, 256, (1, CONTEXT))) for _ in range(2)]
+    selected = [records.routing.selected_BT.mean() for _, records in rows]
+    assert 0.05 < np.mean(selected) < 0.95
 
 
-def test_the_likeliest_tokens_are_greedy(model):
+def test_the_likeliest_tokens_are_greedy(small_model):
     """A continuation of likeliest tokens is greedy; with another token in its midst it is not."""
-    variables, hparams = model('dense')
+    variables, hparams = small_model('dense')
     row = [256, *range(9)]
     for _ in range(3):
         options = [(row, [token]) for token in range(257)]
@@ -128,9 +82,9 @@ def test_the_likeliest_tokens_are_greedy(model):
     assert [one.greedy for one in score(variables, hparams, asked, batch_size=3)] == [True, False]
 
 
-def test_what_begins_another_row_is_read_from_it(model, monkeypatch):
+def test_what_begins_another_row_is_read_from_it(small_model, monkeypatch):
     """Four options of one token, and a shorter text, cost one row; a fifth option another."""
-    variables, hparams = model('dense')
+    variables, hparams = small_model('dense')
     rows, real = [], scoring._score_batch
 
     def counted(variables, tokens_BT, segment_ids_BT, *rest, **how):
@@ -158,9 +112,9 @@ def test_rows_have_few_lengths(tiny_config):
     assert lengths == {8: [8], 16: [16], 100: [16, 32, 64, 100], 128: [16, 32, 64, 128]}
 
 
-def test_nothing_asked_is_nothing_answered(model):
+def test_nothing_asked_is_nothing_answered(small_model):
     """No request, no batch."""
-    assert score(*model('dense'), []) == []
+    assert score(*small_model('dense'), []) == []
 
 
 @pytest.mark.parametrize(
@@ -175,9 +129,9 @@ def test_nothing_asked_is_nothing_answered(model):
         ([([1], [2])], {'routing': 'aux_loss'}, ['aux_loss', 'predictor']),
     ],
 )
-def test_bad_requests_are_one_line(model, requests, how, words):
+def test_bad_requests_are_one_line(small_model, requests, how, words):
     """Refused before anything runs, with the request's number and what would be right."""
     with pytest.raises(ValueError) as caught:
-        score(*model('both'), requests, **how)
+        score(*small_model('both'), requests, **how)
     assert '\n' not in str(caught.value)
     assert all(word in str(caught.value) for word in words), caught.value

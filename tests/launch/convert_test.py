@@ -117,8 +117,8 @@ def test_training_starts_from_it(folder, imported):
     tokenizer = tokenizer_of(hparams.data, folder / 'W')
     dataset = make_dataset(hparams.data, hparams.seed, tokenizer=tokenizer)
     with Checkpoints(folder / 'W' / 'checkpoints', keep=1) as checkpoints:
-        given = (hparams, resolve_steps(hparams), dataset, make_mesh('data=1'), checkpoints)
-        state, metadata, news = restore_or_init(*given)
+        num_steps, mesh = resolve_steps(hparams), make_mesh('data=1')
+        state, metadata, news = restore_or_init(hparams, num_steps, dataset, mesh, checkpoints)
     assert state_sha256(state) == state_sha256(imported.state)
     assert metadata['seconds'] == 0 and news[0] == 'resuming after step 0'
     assert not [line for line in news if 'python' in line or 'jax' in line]

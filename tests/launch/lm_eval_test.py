@@ -45,9 +45,10 @@ def test_finished_tasks_are_kept(lm_eval, tmp_path):
     lines = done.stdout.splitlines()
     first, second = (line for line in lines if 'acc' in line)
     value, stderr = (report['results']['toy_choice'][f'acc{part},none'] for part in ('', '_stderr'))
-    cells = [cell.strip() for cell in first.strip('│').split('│')]
-    assert cells == ['toy_choice', '0', '3', 'acc', f'{value:.4f}', f'{stderr:.4f}']
-    assert second.split('│')[4].strip() == 'acc_norm'
+    cells = [cell.strip() for cell in first.strip('|').split('|')]
+    assert cells[0] == 'toy_choice' and cells[3:5] == ['0', 'acc']
+    assert cells[6:] == [f'{value:.4f}', '±', f'{stderr:.4f}']
+    assert second.split('|')[5].strip() == 'acc_norm'
     assert lines[0].endswith('run, step 4 of 4') and 'a trial, not a result' in lines[-1]
 
 

@@ -32,7 +32,7 @@ def _run(*args, **how):
     return subprocess.run(_command(*args), cwd=ROOT, capture_output=True, text=True, **how)
 
 
-def _told(stderr):
+def _messages(stderr):
     """Its lines, without those of progress, which come where the machine is slow."""
     return [line for line in stderr.splitlines() if not line.endswith(' left')]
 
@@ -100,10 +100,10 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def whole(folder, tmp_path_factory):
-    """(output, what was printed) of a start that nobody disturbed."""
+    """(output, what was printed) of an undisturbed start."""
     output = tmp_path_factory.mktemp('prepare') / 'whole'
     done = _run(folder, output, '--processes=1')
-    assert done.returncode == 0 and not _told(done.stderr), done.stderr
+    assert done.returncode == 0 and not _messages(done.stderr), done.stderr
     return output, done.stdout
 
 
@@ -114,7 +114,7 @@ def _same(output, whole):
     assert not (output / 'parts').exists()
 
 
-def test_summary_tells_what_there_is_and_how_to_train_on_it(whole, tmp_path):
+def test_the_summary_says_what_there_is_and_how_to_train_on_it(whole, tmp_path):
     """Documents, tokens, what was left out; the command that it prints is one."""
     output, printed = whole
     store = open_store(output)
@@ -136,17 +136,17 @@ def test_summary_tells_what_there_is_and_how_to_train_on_it(whole, tmp_path):
 
 
 def test_killed_and_started_again_it_ends_with_the_same_bytes(folder, whole, tmp_path):
-    """SIGKILL of a worker is told in one line; that of the first process ends the others, too.
+    """SIGKILL of a worker is reported in one line; that of the first process ends the others, too.
 
-    What they had written stays, and the same command goes on.
+    What they had written is kept, and the same command continues.
     """
     with _started(folder, tmp_path / 'out', '--processes=2') as process:
         os.kill(_workers(process)[1], signal.SIGKILL)
         error = process.communicate(timeout=WAIT)[1]
     assert process.returncode == 2
-    (line,) = _told(error)
+    (line,) = _messages(error)
     assert line.startswith('error: a process of the preparation was killed by signal 9')
-    assert 'the same command goes on' in line
+    assert 'the same command continues' in line
     before = _parts(tmp_path / 'out')
     with _started(folder, tmp_path / 'out', '--processes=2', parts=before + 5) as process:
         children = _children(process)
@@ -157,14 +157,14 @@ def test_killed_and_started_again_it_ends_with_the_same_bytes(folder, whole, tmp
     assert before + 5 <= _parts(tmp_path / 'out') < 400
     done = _run(folder, tmp_path / 'out', '--processes=2')
     assert done.returncode == 0, done.stderr
-    (line,) = _told(done.stderr)
+    (line,) = _messages(done.stderr)
     assert re.fullmatch(r'tokens: [\d.]+[kM]B of 1\.\d+MB were done before', line)
     _same(tmp_path / 'out', whole)
 
 
 @pytest.fixture
 def heard():
-    """SIGINT is heard by what is started, also where these tests run in a shell's background."""
+    """Started processes receive SIGINT, also if these tests run in a shell's background."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -178,24 +178,24 @@ def test_ctrl_c_ends_all_processes_in_one_line(folder, tmp_path, heard):
         output, error = process.communicate(timeout=WAIT)
         seconds = time.monotonic() - start
         _until(lambda: not any(map(_is_running, children)))
-    assert process.returncode == 130 and output == '' and _told(error) == ['interrupted']
+    assert process.returncode == 130 and output == '' and _messages(error) == ['interrupted']
     assert seconds < 10  # alone a tenth of one
 
 
 def test_two_at_once_are_refused(folder, tmp_path):
-    """The second start on a directory is told who holds it; the first goes on."""
+    """The second start on a directory names the process that holds it; the first continues."""
     with _started(folder, tmp_path / 'out', '--processes=1') as process:
         process.send_signal(signal.SIGSTOP)
         second = _run(folder, tmp_path / 'out')
         assert second.returncode == 2 and second.stderr.count('\n') == 1
         assert f'in use by process {process.pid} on ' in second.stderr
         process.send_signal(signal.SIGCONT)
-        assert not _told(process.communicate(timeout=WAIT)[1]) and process.returncode == 0
+        assert not _messages(process.communicate(timeout=WAIT)[1]) and process.returncode == 0
 
 
 @pytest.mark.slow
-def test_full_disk_is_told_and_parts_are_kept(folder, whole, tmp_path):
-    """A limit on the size of files stands for the disk; without it the same command goes on."""
+def test_a_full_disk_is_reported_and_parts_are_kept(folder, whole, tmp_path):
+    """A limit on the size of files stands for the disk; without it the same command continues."""
     limit = 500_000
 
     def lower():

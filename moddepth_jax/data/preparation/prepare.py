@@ -29,7 +29,7 @@ from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _MIN_TASKS = 64  # of a text that is not small
 _MIN_TASK_BYTES = 1 << 18
-_KEPT = 'finished parts are kept: the same command goes on'
+_KEPT = 'finished parts are kept: the same command continues'
 
 
 def prepare(options: Options, phase) -> Store:

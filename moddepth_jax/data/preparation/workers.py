@@ -111,7 +111,7 @@ def _lost(process):
     code = process.exitcode
     how = f'was killed by signal {-code}' if code is not None and code < 0 else f'exited ({code})'
     reason = ', perhaps for lack of memory' if code == -signal.SIGKILL else ''
-    remedy = 'the same command goes on where it was, in less memory with --processes=1'
+    remedy = 'the same command continues, in less memory with --processes=1'
     return f'a process of the preparation {how}{reason}; {remedy}'
 
 

@@ -42,7 +42,10 @@ class Tokenizer(typing.Protocol):
         """`encode` of each of `texts`."""
 
     def decode(self, ids) -> bytes:
-        """The bytes of `ids`, integers of any shape read in order; special ids are skipped."""
+        """The bytes of `ids`, integers of any shape read in order; special ids are skipped.
+
+        Raises ValueError for an id outside [0, vocab_size), as `pieces` does.
+        """
 
     def pieces(self, ids) -> list[bytes]:
         """The bytes of each of `ids`, b'' for special ones; joined they are `decode`."""
@@ -51,7 +54,7 @@ class Tokenizer(typing.Protocol):
         """Writes what `make_tokenizer(directory)` needs to make this tokenizer again."""
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """One id per byte, 0 to 255, and the separator 256."""
 
     name = 'bytes'
@@ -66,29 +69,20 @@ class ByteTokenizer:
         self.token_bytes_V[self.separator] = 0
         self.token_bytes_V.flags.writeable = False
 
-    def encode(self, data: bytes) -> np.ndarray:
-        """uint16 [N] ids of the N bytes of `data`, without a separator."""
+    def encode(self, data):
         return np.frombuffer(data, np.uint8).astype(np.uint16)
 
-    def encode_batch(self, texts: list[bytes]) -> list[np.ndarray]:
-        """`encode` of each of `texts`."""
+    def encode_batch(self, texts):
         return [self.encode(text) for text in texts]
 
-    def decode(self, ids) -> bytes:
-        """The bytes of `ids` (integers of any shape, read in order); separators are skipped.
-
-        Raises:
-          ValueError: an id outside [0, 257).
-        """
+    def decode(self, ids):
         ids = check_ids(ids, self.vocab_size)
         return ids[ids != self.separator].astype(np.uint8).tobytes()
 
-    def pieces(self, ids) -> list[bytes]:
-        """The byte of each of `ids`, b'' for a separator; raises ValueError as `decode` does."""
+    def pieces(self, ids):
         return [self.decode([token]) for token in check_ids(ids, self.vocab_size)]
 
-    def save(self, directory: str | os.PathLike) -> None:
-        """Writes the metadata; bytes have no other file."""
+    def save(self, directory):
         write_metadata(directory, 'bytes', self)
 
 

@@ -1,4 +1,4 @@
-"""A preparation gives the tokens of the raw files, goes on where it was, and refuses bad text."""
+"""A preparation gives the tokens of the raw files, resumes, and refuses bad text."""
 
 import contextlib
 import dataclasses
@@ -207,10 +207,10 @@ def test_a_single_document_gives_its_tail(tmp_path):
                 stream = token_stream(getattr(raw, part), tokenizer)
                 assert np.array_equal(store.tokens(part), stream)
         cuts[name] = len(raw.train[0])
-    assert cuts['bytes'] == cuts['bpe:260'] + 1  # the case that tells the two apart
+    assert cuts['bytes'] == cuts['bpe:260'] + 1  # the case in which the two differ
 
 
-def test_a_trained_tokenizer_sees_what_is_trained_on_alone(folder, tmp_path):
+def test_a_tokenizer_is_trained_on_documents_to_train_on(folder, tmp_path):
     """The ids are those of train_bpe on the documents of that side, and lie in the store."""
     store = _prepare(folder, tmp_path / 'out', tokenizer='bpe:265')
     raw = _raw(folder)
@@ -221,7 +221,7 @@ def test_a_trained_tokenizer_sees_what_is_trained_on_alone(folder, tmp_path):
 
 
 def _plant(folder, kind):
-    """A good file of 20 rows and, behind it, one with something bad; returns its path."""
+    """A good file of 20 rows and, after it, one with something bad; returns its path."""
     folder.mkdir()
     texts = [f'text {i}' for i in range(20)]
     (folder / 'a.jsonl').write_bytes(_jsonl(texts))
@@ -270,12 +270,12 @@ BAD = {
 
 @pytest.mark.parametrize('kind', BAD)
 def test_bad_text_is_named_and_skipped_if_wanted(tmp_path, kind):
-    """File, row and remedy; then the same command with skip_bad goes on and counts it."""
+    """File, row and remedy; then the same command with skip_bad continues and counts it."""
     path = _plant(tmp_path / 'in', kind)
     message = _error(tmp_path / 'in', tmp_path / 'out', part_bytes=200)
     assert message.startswith(str(path)) and all(part in message for part in BAD[kind])
     assert message.endswith(
-        'or --skip_bad leaves it out; finished parts are kept: the same command goes on'
+        'or --skip_bad leaves it out; finished parts are kept: the same command continues'
     )
     store = _prepare(tmp_path / 'in', tmp_path / 'out', part_bytes=200, skip_bad=True)
     assert store.train['documents'] + store.held_out['documents'] >= 20
@@ -291,7 +291,7 @@ def _spoil(part):
 
 
 def test_what_is_finished_is_not_done_again(tmp_path):
-    """A part that was changed behind our back appears in the result; a short one is done again."""
+    """A part that was tampered with appears in the result; a truncated one is done again."""
     _plant(tmp_path / 'in', 'field')
     _error(tmp_path / 'in', tmp_path / 'out', part_bytes=30)
     parts = sorted((tmp_path / 'out/parts').glob('*.part'), key=lambda part: part.stat().st_mtime)
@@ -306,10 +306,10 @@ def test_what_is_finished_is_not_done_again(tmp_path):
     assert len(texts) == len(whole) and sum(text not in whole for text in texts) == 1
 
 
-def test_parts_behind_a_damaged_one_are_done_again(tmp_path):
+def test_parts_after_a_damaged_one_are_done_again(tmp_path):
     """A file in many parts of which the third is lost: no row is twice in the result, or missing.
 
-    Those behind it are removed first: what takes their places may end at other rows.
+    Those after it are removed first: the parts that replace them may end at other rows.
     """
     (tmp_path / 'in').mkdir()
     texts = [f'text {i} ' * 5 for i in range(60)]
@@ -327,8 +327,8 @@ def test_parts_behind_a_damaged_one_are_done_again(tmp_path):
     assert sorted(found) == sorted(text.encode() for text in texts)
 
 
-def test_a_file_of_which_nothing_is_done_may_be_mended(tmp_path):
-    """Files before it stay done."""
+def test_a_file_without_finished_parts_may_be_corrected(tmp_path):
+    """Files before it are not done again."""
     path = _plant(tmp_path / 'in', 'latin txt')
     (tmp_path / 'in/c.txt').write_text('one more')
     _error(tmp_path / 'in', tmp_path / 'out', part_bytes=4)
@@ -352,7 +352,7 @@ def test_another_preparation_is_refused(folder, store, tmp_path):
 
 
 class _Backwards(_InProcess):
-    """Does the last job first, as other processes may be ahead."""
+    """Does the last job first, as other processes may be faster."""
 
     def run(self, function, jobs, advance):
         for number, job in reversed(list(enumerate(jobs))):
@@ -372,18 +372,18 @@ def _four_files(folder, bad_line=6, bad_file=2):
     return bad
 
 
-def _mend(path, lines, text):
+def _correct(path, lines, text):
     at = lines.index(b'{"body": "x"}\n')
     path.write_bytes(b''.join([*lines[:at], *_jsonl([text]).splitlines(True), *lines[at + 1 :]]))
 
 
 @pytest.mark.parametrize('order', [_InProcess, _Backwards])
 @pytest.mark.parametrize('length', [1, 40, 41])
-def test_a_mended_file_is_made_anew_and_no_other(tmp_path, monkeypatch, order, length):
-    """The command that told of its bad row goes on, with what was done of files before and behind.
+def test_only_a_corrected_file_is_done_again(tmp_path, monkeypatch, order, length):
+    """The command that reported its bad row continues, and keeps the parts of all other files.
 
-    Wherever the bounds of the parts are after it: what lies in one part with it is all that may be
-    done twice. The result is that of a fresh start.
+    Wherever the bounds of the parts are after it: only rows in the same part may be done twice. The
+    result is that of a fresh start.
     """
     # A span of 210 bytes is longer than they are on average, so that parts hold two, of two files.
     monkeypatch.setattr(prepare_module, 'Workers', order)
@@ -396,10 +396,12 @@ def test_a_mended_file_is_made_anew_and_no_other(tmp_path, monkeypatch, order, l
     monkeypatch.setattr(PartWriter, 'add', note)
     path, lines = _four_files(tmp_path / 'in')
     message = _error(tmp_path / 'in', tmp_path / 'out', part_bytes=210)
-    assert 'f2.jsonl, line 7: no field' in message and message.endswith('the same command goes on')
+    assert 'f2.jsonl, line 7: no field' in message and message.endswith(
+        'the same command continues'
+    )
     done = [name for name in begun if not name.startswith('f2')]
     assert len(done) >= 55
-    _mend(path, lines, 'mended ' * length)
+    _correct(path, lines, 'corrected ' * length)
     begun.clear()
     store = _prepare(tmp_path / 'in', tmp_path / 'out', part_bytes=210)
     assert len([name for name in begun if name.startswith('f2')]) == 60
@@ -408,11 +410,11 @@ def test_a_mended_file_is_made_anew_and_no_other(tmp_path, monkeypatch, order, l
     assert store.fingerprint == fresh.fingerprint and _content(store) == _content(fresh)
 
 
-def test_files_may_come_and_go_until_a_tokenizer_is_trained(tmp_path):
+def test_files_may_change_until_a_tokenizer_is_trained(tmp_path):
     """One more and one less: the result is that of a fresh start."""
     path, lines = _four_files(tmp_path / 'in')
     _error(tmp_path / 'in', tmp_path / 'out', part_bytes=200)
-    _mend(path, lines, 'mended')
+    _correct(path, lines, 'corrected')
     (tmp_path / 'in/f0.jsonl').unlink()
     (tmp_path / 'in/f10.jsonl').write_bytes(_jsonl(f'more {i}' for i in range(9)))
     store = _prepare(tmp_path / 'in', tmp_path / 'out', part_bytes=200)
@@ -420,28 +422,28 @@ def test_files_may_come_and_go_until_a_tokenizer_is_trained(tmp_path):
     assert store.fingerprint == fresh.fingerprint and store.train['documents'] > 100
 
 
-def test_a_tokenizer_is_trained_on_the_mended_text(tmp_path, monkeypatch):
-    """Its sample is that of a fresh start, though the text is longer and cut elsewhere by now."""
+def test_a_tokenizer_is_trained_on_the_corrected_text(tmp_path, monkeypatch):
+    """Its sample is that of a fresh start, though the text is longer and split elsewhere now."""
     monkeypatch.setattr(prepare_module, '_MIN_TASK_BYTES', 100)
     knobs = dict(tokenizer='bpe:300', bpe_bytes=3000, part_bytes=10**6)
     path, lines = _four_files(tmp_path / 'in', bad_line=0)
     message = _error(tmp_path / 'in', tmp_path / 'out', **knobs)
-    assert message.endswith('the same command goes on')
-    _mend(path, lines, 'mended by much more text ' * 900)
+    assert message.endswith('the same command continues')
+    _correct(path, lines, 'corrected by much more text ' * 900)
     store = _prepare(tmp_path / 'in', tmp_path / 'out', **knobs)
     fresh = _prepare(tmp_path / 'in', tmp_path / 'fresh', **knobs)
     assert store.tokenizer == fresh.tokenizer and store.fingerprint == fresh.fingerprint
 
 
-def test_text_that_a_tokenizer_was_trained_on_stays_as_it_is(tmp_path):
-    """A row behind its sample is bad: it may be left out, and mended in a new start only."""
+def test_text_that_a_tokenizer_was_trained_on_must_not_change(tmp_path):
+    """A row after its sample is bad: it may be skipped, and corrected only in a new start."""
     knobs = dict(tokenizer='bpe:260', bpe_bytes=1000, part_bytes=10**6)
     path, lines = _four_files(tmp_path / 'in', bad_line=59)
     out = tmp_path / 'out'
     message = _error(tmp_path / 'in', out, **knobs)
     right = f'start again (rm -r {out}): bpe:260 was trained on the text as it is'
     assert message.endswith(f'--skip_bad leaves it out; to correct it, {right}')
-    _mend(path, lines, 'mended')
+    _correct(path, lines, 'corrected')
     message = _error(tmp_path / 'in', out, **knobs)
     assert f'f2.jsonl is not what it was when bpe:260 was trained; to start again: rm -r {out}' in (
         message
@@ -454,7 +456,7 @@ def test_text_that_a_tokenizer_was_trained_on_stays_as_it_is(tmp_path):
 def test_a_file_that_is_written_to_while_it_is_read_is_read_again(tmp_path):
     """Also where it has its old content at the next start."""
     path, lines = _four_files(tmp_path / 'in', bad_file=1)
-    _mend(path, lines, 'mended')
+    _correct(path, lines, 'corrected')
     path = tmp_path / 'in/f2.jsonl'
     content = path.read_bytes()
 
@@ -466,7 +468,7 @@ def test_a_file_that_is_written_to_while_it_is_read_is_read_again(tmp_path):
         if what == 'tokens':
             path.write_bytes(content)
 
-    with pytest.raises(ValueError, match='f2.jsonl was written to while it was read; .* goes on'):
+    with pytest.raises(ValueError, match='f2.jsonl was written to while it was read; .* continues'):
         prepare(_options(tmp_path / 'in', tmp_path / 'out', part_bytes=200), phase)
     assert any((tmp_path / 'out/parts').glob('*.part'))
     store = _prepare(tmp_path / 'in', tmp_path / 'out', part_bytes=200)
@@ -475,7 +477,7 @@ def test_a_file_that_is_written_to_while_it_is_read_is_read_again(tmp_path):
 
 
 def _killing(call, after):
-    """`call`, which ends it all when it is called after so many times."""
+    """`call`, which raises KeyboardInterrupt after that many calls."""
     calls = itertools.count()
 
     def kill(*args, **kwargs):
@@ -536,8 +538,8 @@ def test_a_changed_input_of_a_finished_text_is_noticed(tmp_path, monkeypatch):
     assert 'a.jsonl is not what it was when this text' in _error(tmp_path / 'in', out)
 
 
-def test_where_nothing_is_finished_other_arguments_may_follow(tmp_path):
-    """A typo in the first command is not kept: the right one is the one that counts."""
+def test_arguments_may_change_before_anything_is_finished(tmp_path):
+    """A typo in the first command is not kept."""
     _plant(tmp_path / 'in', 'no fault')
     message = _error(tmp_path / 'in', tmp_path / 'out', text_field='body')
     assert "a.jsonl, line 1: no field 'body'" in message
@@ -561,7 +563,7 @@ def test_a_directory_of_something_else_is_refused(folder, tmp_path):
     assert not (tmp_path / 'out').exists()
 
 
-def test_text_of_nothing_is_refused(tmp_path):
+def test_empty_text_is_refused(tmp_path):
     """No byte in any document, and a single byte."""
     (tmp_path / 'in').mkdir()
     (tmp_path / 'in/a.txt').write_text('')

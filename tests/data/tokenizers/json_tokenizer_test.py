@@ -18,7 +18,7 @@ def content(**changes):
 
 
 def of(folder, file, **about):
-    """The tokenizer of `file`, JSON or its text; `about` is written beside it as the config."""
+    """The tokenizer of `file`, JSON or its text; `about` is written next to it as the config."""
     folder.mkdir(exist_ok=True)
     text = file if isinstance(file, str) else json.dumps(file)
     (folder / 'tokenizer.json').write_text(text)
@@ -31,7 +31,7 @@ def of(folder, file, **about):
 def test_ids_and_text_are_the_librarys_own(tmp_path, kind):
     """Of each hard text: its ids without template, truncation and dropout, and what they decode to.
 
-    Where special tokens are spelled the library is told to take them as text, too.
+    The library is set to take spelled special tokens as text, too.
     """
     file = json.dumps(content()) if kind == 'bpe' else tokenizer_files.llama_file()
     tokenizer, library = of(tmp_path, file), tokenizers.Tokenizer.from_str(file)
@@ -44,15 +44,6 @@ def test_ids_and_text_are_the_librarys_own(tmp_path, kind):
         ids = tokenizer.encode(text).tolist()
         assert ids == library.encode(text.decode(), add_special_tokens=False).ids
         assert tokenizer.decode(ids).decode() == library.decode(ids)
-
-
-def test_a_spelled_special_token_is_text():
-    """'<|endoftext|>' in a document is thirteen bytes of it and no end of it."""
-    tokenizer = tokenizer_files.byte_level()
-    text = b'a<|endoftext|>b'
-    ids = tokenizer.encode(text)
-    assert tokenizer.decode(ids) == text and tokenizer.separator not in ids
-    assert tokenizer.token_bytes_V[ids].sum() == len(text)
 
 
 def test_added_text_counts_its_bytes(tmp_path):
@@ -71,7 +62,7 @@ def test_added_text_counts_its_bytes(tmp_path):
 
 
 def test_the_256_characters_are_those_of_the_library():
-    """Each byte has a character of its own, and the library knows it as such."""
+    """Each byte has its own character, the same as in the library."""
     table = byte_characters()
     assert sorted(table.values()) == list(range(256))
     assert set(table) == set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
@@ -102,7 +93,7 @@ def test_other_kinds_count_what_they_add_behind_a_token(tmp_path):
 
 
 def test_a_tokenizer_that_cannot_tell_its_separator_is_refused(tmp_path):
-    """One of whole words takes '<s>' in a text for the token: such text would end a document."""
+    """A tokenizer of words takes '<s>' in a text for the token: such text would end a document."""
     file = content(
         model={'type': 'WordLevel', 'unk_token': 'a', 'vocab': {'<|endoftext|>': 0, 'a': 1}},
         pre_tokenizer={'type': 'WhitespaceSplit'},
@@ -135,7 +126,7 @@ def test_what_is_no_tokenizer_is_refused(tmp_path, file, words):
     assert message.startswith(f'{tmp_path}/tokenizer.json: {words}') and '\n' not in message
 
 
-def test_the_library_stays_with_one_thread(monkeypatch):
+def test_the_library_uses_one_thread(monkeypatch):
     """Unless the user wants more; else processes that are forked later would print warnings."""
     monkeypatch.delenv('TOKENIZERS_PARALLELISM', raising=False)
     make_tokenizer_again()

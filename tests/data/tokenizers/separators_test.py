@@ -1,4 +1,4 @@
-"""Which token starts a document: what the user says, the config beside the file, the file."""
+"""The user, the config next to the file, or the file decide which token starts a document."""
 
 import json
 

@@ -47,7 +47,7 @@ def test_every_text_comes_back_byte_for_byte(made, kind):
 
 @pytest.mark.parametrize('kind', KINDS)
 def test_documents_are_read_one_after_another(made, kind):
-    """Separators are skipped, and what each document had before its text goes with them."""
+    """Separators are skipped, with the space that was put before each document."""
     tokenizer = made[kind]
     texts = tokenizer_files.hard_texts(2, 9)
     stream = [i for text in texts for i in (tokenizer.separator, *tokenizer.encode(text))]
@@ -67,7 +67,7 @@ def test_a_growing_row_only_adds_bytes(made, kind):
 
 @pytest.mark.parametrize('kind', KINDS)
 def test_a_saved_tokenizer_is_the_same(made, kind, tmp_path):
-    """All that the protocol names, from the folder alone; saved again it is bit-equal."""
+    """All attributes of the protocol are restored from the folder; saved again it is bit-equal."""
     tokenizer = made[kind]
     tokenizer.save(tmp_path / 'one' / 'deep')
     again = make_tokenizer(tmp_path / 'one' / 'deep')
@@ -179,7 +179,7 @@ def data(tiny_config):
     return make
 
 
-def test_a_run_goes_before_the_config(made, data, tmp_path):
+def test_the_tokenizer_of_a_run_precedes_that_of_the_config(made, data, tmp_path):
     """What a run keeps is its tokenizer, wherever the file it came from is; else the file is."""
     made['bpe'].save(tmp_path / 'run' / 'tokenizer')
     made['llama'].save(tmp_path / 'file')
@@ -195,7 +195,7 @@ def test_a_run_goes_before_the_config(made, data, tmp_path):
 
 
 def test_prepared_text_brings_its_tokenizer(made, data, tmp_path):
-    """`prepared` is what lies beside the tokens; a source without any is refused by name."""
+    """`prepared` is the one next to the tokens; a source without any is refused by name."""
     made['bpe'].save(tmp_path / 'text' / 'tokenizer')
     made['bytes'].save(tmp_path / 'as bytes' / 'tokenizer')
     assert tokenizer_of(data('prepared', tmp_path / 'text')).sha256 == made['bpe'].sha256

@@ -1,0 +1,71 @@
+"""Small models whose scores differ from token to token, and their logits row by row."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moddepth_jax.hparams import from_config
+from moddepth_jax.model.transformer import Transformer, causal_routing
+
+CONTEXT = 16
+_LONGER = {'data.sequence_length': 40}  # three lengths of rows
+_ROUTED = {'model.routing.router': 'learned', 'model.routing.capacity': 0.25}
+_MODA = {'model.depth.stream': 'moda', 'model.tie_embeddings': True, 'model.vocab_size': 300}
+MODELS = {
+    'both': _ROUTED | _MODA,
+    'dense': {},
+    'mod': _ROUTED,
+    'moda': _MODA,
+    'longer dense': _LONGER,
+    'longer mod': _ROUTED | _LONGER,
+    'longer moda': _MODA | _LONGER,
+}
+
+
+@pytest.fixture(scope='session')
+def small_model(tiny_config):
+    """(variables, hparams) by name; so large that logits differ and some tokens are routed."""
+
+    @functools.cache
+    def make(name):
+        hparams = from_config(tiny_config(**{'data.sequence_length': CONTEXT, **MODELS[name]}))
+        tokens_BT = jnp.zeros((1, CONTEXT), jnp.int32)
+        variables = jax.jit(Transformer(hparams).init)(jax.random.key(1), tokens_BT)
+        grown = jax.tree.map(lambda leaf: leaf * 8 if leaf.ndim > 1 else leaf, variables['params'])
+        return {**variables, 'params': grown}, hparams
+
+    return make
+
+
+@pytest.fixture(scope='session')
+def forward(small_model):
+    """(logits, records) of a row of tokens, by the name of the model and its causal rule."""
+
+    @functools.cache
+    def compiled(name):
+        _, hparams = small_model(name)
+        routing = causal_routing(hparams)
+        return jax.jit(
+            lambda variables, tokens_BT: Transformer(hparams).apply(
+                variables, tokens_BT, None, routing
+            )
+        )
+
+    return lambda name, tokens_BT: compiled(name)(small_model(name)[0], tokens_BT)
+
+
+@pytest.fixture(scope='session')
+def log_p_of(small_model, forward):
+    """float64 log p [T, V] of the tokens after each of `ids` in a padded row of its own."""
+
+    def log_p(name, ids):
+        length = small_model(name)[1].data.sequence_length
+        row_BT = np.zeros((1, length), np.int32)
+        row_BT[0, : len(ids)] = ids
+        logits_TV = np.asarray(forward(name, row_BT)[0][0, : len(ids)], np.float64)
+        return logits_TV - np.logaddexp.reduce(logits_TV, axis=-1, keepdims=True)
+
+    return log_p
