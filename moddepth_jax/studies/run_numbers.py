@@ -92,8 +92,8 @@ NUMBERS = {
     'entropy correlation': Number(
         lambda run: run['measured']['entropy']['correlation'], '+.3f', 'correlation {}'
     ),
-    'numbers': Number(_over_whitespace('number'), '+.1%', 'numbers less blanks {}'),
-    'keywords': Number(_over_whitespace('keyword'), '+.1%', 'keywords less blanks {}'),
+    'numbers': Number(_over_whitespace('number'), '+.1%', 'numbers less whitespace {}'),
+    'keywords': Number(_over_whitespace('keyword'), '+.1%', 'keywords less whitespace {}'),
     'first token': Number(_first_token, '+.1%', 'first less others {}'),
     'score correlation': Number(_of_layers('score_correlation'), '+.3f', 'correlation {}'),
     'linear probe': Number(_of_layers('probe_r2'), '+.3f'),

@@ -1,0 +1,163 @@
+"""launch.isoflop: the configs of a study's runs, what it refuses, and a study that is killed."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import time
+
+import jax
+import pytest
+
+from launch.study_config import StudyConfig
+from moddepth_jax.hparams import from_config
+from moddepth_jax.training.run_dir import WorkdirLock
+from moddepth_jax.training.summary import num_parameters
+from moddepth_jax.training.train_step import init_state
+
+ROOT = pathlib.Path(__file__).parents[2]
+FLAGS = [
+    '--budgets=1e9,2e9',
+    '--sizes=2x64',
+    '--variants=dense,mod',
+    '--config.data.source=synthetic',
+    '--config.data.sequence_length=32',
+    '--config.data.batch_size=4',
+    '--config.evaluation.final_batches=2',
+    '--config.report.sample_tokens=8',
+]
+
+
+def isoflop(*arguments, **environment):
+    command = [sys.executable, '-m', 'launch.isoflop', '--config=configs/study.py', *arguments]
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(
+    'arguments, message',
+    [
+        (['--sizes=2x64', '--budgets=1e3'], 'dense at size 2x64: flop_budget=1000: pays for no'),
+        (['--sizes=2x64', '--budgets=1e9', '--steps=5'], '(training FLOPs) or --steps'),
+        (['--sizes=2x64', '--budgets=few'], '--budgets=few: must be numbers'),
+        (['--sizes=2x64', '--budgets=1e9', '--shard=2/2'], '--shard=2/2'),
+    ],
+)
+def test_bad_flags_are_refused_in_one_line(tmp_path, arguments, message):
+    process = isoflop(f'--workdir={tmp_path}/new', *arguments)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert message in errors and errors.count('\n') == 1
+    assert not (tmp_path / 'new').exists()
+
+
+@pytest.mark.parametrize(
+    'spec, kind, overrides, size, message',
+    [
+        ('configs/study.py', 'flops', {}, '4x65', "size='4x65'"),
+        ('configs/study.py', 'steps', {}, '4x64', 'takes size=LxD and steps='),
+        ('configs/tiny.py', 'flops', {}, '4x64', 'takes size=LxD and budget='),
+        ('configs/study.py', 'flops', {'seed': 3}, '4x64', '--config.seed=3: a study sets it'),
+        ('configs/study.py', 'flops', {'model.num_layers': 3}, '4x64', 'use --sizes'),
+        ('configs/study.py', 'flops', {'model.routing.capacity': 0.5}, '4x64', 'use --variants'),
+    ],
+)
+def test_configs_that_no_study_can_use_are_refused_in_one_line(
+    spec, kind, overrides, size, message
+):
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        StudyConfig(spec, overrides, kind).shallower(size)
+    assert '\n' not in str(error.value)
+
+
+def flags_of(target):
+    """The flags of launch.isoflop in a target of the Makefile."""
+    command = ['make', '-n', target, 'VENV_PYTHON=python3']
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    recipe = shown.replace('\\\n', ' ').split('-m launch.isoflop', 1)[1].split('\n')[0]
+    return dict(flag.removeprefix('--').split('=', 1) for flag in recipe.split())
+
+
+@pytest.mark.parametrize(
+    'target', ['study', 'study-long', 'study-moda', 'study-experts', 'study-gpu', 'study-moda-gpu']
+)
+def test_every_target_trains_different_models(target):
+    """Each variant can be built, and no two of one study are the same model."""
+    given = flags_of(target)
+    kind = 'flops' if 'budgets' in given else 'steps'
+    overrides = {
+        name.removeprefix('config.'): value
+        for name, value in given.items()
+        if name.startswith('config.') and not value.isdecimal()
+    }
+    budget = float(given['budgets' if kind == 'flops' else 'steps'].split(',')[0])
+    size = given['sizes'].split(',')[0]
+    config = StudyConfig(given['config'], overrides, kind)
+    models = {
+        variant: from_config(config.config(variant, size, budget)).model
+        for variant in given['variants'].split(',')
+        if variant != 'shallow'  # dense, of another size
+    }
+    assert len(set(models.values())) == len(models)
+    assert int(config.shallower(size).split('x')[0]) < int(size.split('x')[0])
+
+
+def test_the_shallower_model_costs_nearest_to_mod():
+    config = StudyConfig('configs/study.py', {}, 'flops')
+    assert config.shallower('8x64') == '5x64' and config.shallower('4x64') == '2x64'
+
+
+def test_the_wider_model_has_as_many_parameters_as_moda():
+    config = StudyConfig('configs/moda.py', {}, 'steps')
+    hparams = [from_config(config.config(name, '8x64', 9)) for name in ('wider', 'moda', 'dense')]
+    wider, moda, dense = (
+        num_parameters(jax.eval_shape(lambda h=h: init_state(h, 1)).params) for h in hparams
+    )
+    assert abs(wider - moda) < 0.002 * moda and dense < 0.95 * moda
+
+
+def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path):
+    process = isoflop(*FLAGS, f'--workdir={tmp_path}/new', '--dry_run')
+    shown, errors = process.communicate(timeout=120)
+    assert process.returncode == 0 and not errors
+    assert 'budget    1e+09 flops: up to 2 runs' in shown and 'time      about' in shown
+    assert not (tmp_path / 'new').exists()
+
+
+def wait_until_unlocked(run):
+    while True:
+        try:
+            return WorkdirLock(run).close()
+        except ValueError:
+            time.sleep(0.2)
+
+
+@pytest.mark.slow
+def test_a_killed_study_resumes_and_ends_with_the_same_bytes(tmp_path):
+    """Really trained, by two processes, which stop after the one that started them is killed."""
+    flags = [*FLAGS, '--processes=2']
+    uninterrupted = isoflop(*flags, f'--workdir={tmp_path}/uninterrupted', NPROC='1')
+    shown, errors = uninterrupted.communicate(timeout=600)
+    assert uninterrupted.returncode == 0, shown + errors
+    killed = isoflop(*flags, f'--workdir={tmp_path}/killed', NPROC='1')
+    while not list((tmp_path / 'killed').glob('runs/*/summary.json')):
+        time.sleep(0.05)
+    killed.kill()
+    killed.communicate()
+    assert not (tmp_path / 'killed' / 'study.json').exists()
+    time.sleep(3)  # its children notice
+    for run in (tmp_path / 'killed' / 'runs').iterdir():
+        wait_until_unlocked(run)
+    again = isoflop(*flags, f'--workdir={tmp_path}/killed', NPROC='1')
+    shown, errors = again.communicate(timeout=600)
+    assert again.returncode == 0, shown + errors
+    for name in ('study.json', 'study.html', 'loss_by_parameters.svg'):
+        content = [(tmp_path / place / name).read_bytes() for place in ('killed', 'uninterrupted')]
+        assert content[0] == content[1], name
