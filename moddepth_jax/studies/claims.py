@@ -5,7 +5,6 @@ The claims are the data of claims.toml. Each row names its judge and the judge's
 
 import dataclasses
 import itertools
-import json
 import pathlib
 import tomllib
 
@@ -16,7 +15,7 @@ import rich.text
 from moddepth_jax.studies import judges
 from moddepth_jax.studies.judges import FAILS, HOLDS, NOTHING, UNDECIDED, Evidence, Outcome
 from moddepth_jax.studies.run_numbers import numbers_within
-from moddepth_jax.studies.store import MEASURES_FILE, STUDY_FILE
+from moddepth_jax.studies.store import MEASURES_FILE, STUDY_FILE, read_json
 
 BEGIN = '<!-- claims: written by python -m launch.claims -->'
 END = '<!-- end of claims -->'
@@ -127,21 +126,13 @@ def read_evidence(directory, counted: dict[str, dict]) -> Evidence:
         for file in sorted(directory.glob('*/' * level + STUDY_FILE)):
             place = file.parent.relative_to(directory).as_posix()
             name = place if level else directory.resolve().name
-            studies[name] = _read(file, _STUDY_FIELDS)
+            studies[name] = read_json(file, f'{file}: missing')
+            _check(file, studies[name], _STUDY_FIELDS)
             for number, row in enumerate(studies[name]['runs']):
                 _check(file, row, _RUN_FIELDS, f'runs[{number}] ')
             if (file.parent / MEASURES_FILE).exists():
-                measures[name] = _read(file.parent / MEASURES_FILE)
+                measures[name] = read_json(file.parent / MEASURES_FILE, f'{file}: missing')
     return Evidence(studies, measures, counted)
-
-
-def _read(file, names=''):
-    try:
-        content = json.loads(file.read_text(encoding='utf-8'))
-    except (ValueError, OSError) as error:
-        raise ValueError(f'{file}: unreadable; must be JSON ({error})') from None
-    _check(file, content, names)
-    return content
 
 
 def _check(file, content, names, place=''):

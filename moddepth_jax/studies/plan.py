@@ -19,10 +19,12 @@ class Variant(NamedTuple):
     Attributes:
       label: its name in figures and tables.
       changes: knobs by dotted name, as differences from the study's config.
+      look: colour of COLOURS in plot_style.py and marker of Matplotlib; '': some that are free.
     """
 
     label: str
     changes: dict[str, object]
+    look: str = ''
 
 
 _PLAIN = {
@@ -46,35 +48,37 @@ def _moda(slots):
 _EXPERTS = {'model.experts.choice': 'token'}
 _AVERAGE = {'model.depth.stream': 'average', 'model.layer_loop': 'unrolled'}
 _STREAMS = {
-    'dense': Variant('dense', _PLAIN),
-    'wider': Variant('dense, as many parameters', _PLAIN),
-    'moda_attention': Variant('MoDA, attention slots', _PLAIN | _moda('attention')),
-    'moda': Variant('MoDA, attention and mlp slots', _PLAIN | _moda('attention+ffn')),
+    'dense': Variant('dense', _PLAIN, 'black o'),
+    'wider': Variant('dense, as many parameters', _PLAIN, 'grey s'),
+    'moda_attention': Variant('MoDA, attention slots', _PLAIN | _moda('attention'), 'sky >'),
+    'moda': Variant('MoDA, attention and mlp slots', _PLAIN | _moda('attention+ffn'), 'blue D'),
     'average': Variant('learned average of the layers', _PLAIN | _AVERAGE),
-    'mod_moda': Variant('MoD and MoDA', _mod() | _moda('attention+ffn')),
+    'mod_moda': Variant('MoD and MoDA', _mod() | _moda('attention+ffn'), 'green h'),
 }
 _POST = {'model.norm_placement': 'post'}
 VARIANTS = {
     'dense': _STREAMS['dense'],
-    'shallow': Variant("dense, shallower: MoD's FLOPs per forward", _PLAIN),
-    'mod': Variant('MoD 12.5%, every other block', _mod()),
-    'mod_0.25': Variant('MoD 25%, every other block', _mod(capacity=0.25)),
-    'mod_0.5': Variant('MoD 50%, every other block', _mod(capacity=0.5)),
-    'every_0.125': Variant('MoD 12.5%, every block', _mod(layers='every:1')),
-    'every_0.5': Variant('MoD 50%, every block', _mod(layers='every:1', capacity=0.5)),
-    'random': Variant('random 12.5%, every other block', _mod('random')),
-    'random_every_0.5': Variant('random 50%, every block', _mod('random', 'every:1', 0.5)),
-    'position': Variant('by position 12.5%, every other block', _mod('position')),
-    'norm': Variant('by norm 12.5%, every other block', _mod('norm', causal_rule='threshold')),
-    'aux_loss': Variant('MoD 12.5%, causal by aux. loss', _mod(causal_rule='aux_loss')),
-    'moe': Variant('experts', _PLAIN | _EXPERTS),
-    'moe_capacity_0.5': Variant('experts, half the expert capacity', _PLAIN | _EXPERTS),
-    'integrated': Variant('MoDE integrated, half no-ops', _PLAIN | _EXPERTS),
-    'staged': Variant('MoDE staged, 12.5%, every other block', _mod() | _EXPERTS),
+    'shallow': Variant("dense, shallower: MoD's FLOPs per forward", _PLAIN, 'grey s'),
+    'mod': Variant('MoD 12.5%, every other block', _mod(), 'blue D'),
+    'mod_0.25': Variant('MoD 25%, every other block', _mod(capacity=0.25), 'sky ^'),
+    'mod_0.5': Variant('MoD 50%, every other block', _mod(capacity=0.5), 'sky v'),
+    'every_0.125': Variant('MoD 12.5%, every block', _mod(layers='every:1'), 'green ^'),
+    'every_0.5': Variant('MoD 50%, every block', _mod(layers='every:1', capacity=0.5), 'green v'),
+    'random': Variant('random 12.5%, every other block', _mod('random'), 'red X'),
+    'random_every_0.5': Variant('random 50%, every block', _mod('random', 'every:1', 0.5), 'red v'),
+    'position': Variant('by position 12.5%, every other block', _mod('position'), 'orange P'),
+    'norm': Variant(
+        'by norm 12.5%, every other block', _mod('norm', causal_rule='threshold'), 'rose p'
+    ),
+    'aux_loss': Variant('MoD 12.5%, causal by aux. loss', _mod(causal_rule='aux_loss'), 'rose <'),
+    'moe': Variant('experts', _PLAIN | _EXPERTS, 'orange ^'),
+    'moe_capacity_0.5': Variant('experts, half the expert capacity', _PLAIN | _EXPERTS, 'green v'),
+    'integrated': Variant('MoDE integrated, half no-ops', _PLAIN | _EXPERTS, 'rose p'),
+    'staged': Variant('MoDE staged, 12.5%, every other block', _mod() | _EXPERTS, 'blue D'),
     **_STREAMS,
     **{
-        f'{name}_post': Variant(f'{label}, post-norm', changes | _POST)
-        for name, (label, changes) in _STREAMS.items()
+        f'{name}_post': Variant(f'{label}, post-norm', changes | _POST, look)
+        for name, (label, changes, look) in _STREAMS.items()
     },
 }
 

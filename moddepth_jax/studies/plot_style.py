@@ -6,33 +6,21 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+from moddepth_jax.studies.plan import VARIANTS
+
 INK, PAPER, GRID = '#1d1f21', '#ffffff', '#d8dadc'
-_GREY, _BLUE, _SKY, _GREEN = '#8a8d90', '#0072b2', '#4aa3dd', '#009e73'
-_ORANGE, _RED, _ROSE = '#e69f00', '#d55e00', '#c7679c'
-# Colours that colour-blind readers can tell apart (Okabe and Ito), and a marker for each variant.
-_STYLES = {
-    'dense': (INK, 'o'),
-    'shallow': (_GREY, 's'),
-    'mod': (_BLUE, 'D'),
-    'mod_0.25': (_SKY, '^'),
-    'mod_0.5': (_SKY, 'v'),
-    'every_0.125': (_GREEN, '^'),
-    'every_0.5': (_GREEN, 'v'),
-    'random': (_RED, 'X'),
-    'random_every_0.5': (_RED, 'v'),
-    'position': (_ORANGE, 'P'),
-    'norm': (_ROSE, 'p'),
-    'aux_loss': (_ROSE, '<'),
-    'wider': (_GREY, 's'),
-    'moda_attention': (_SKY, '>'),
-    'moda': (_BLUE, 'D'),
-    'mod_moda': (_GREEN, 'h'),
-    'moe': (_ORANGE, '^'),
-    'moe_capacity_0.5': (_GREEN, 'v'),
-    'integrated': (_ROSE, 'p'),
-    'staged': (_BLUE, 'D'),
+# Colour-blind readers can tell these apart (Okabe and Ito); variants also differ in their marker.
+COLOURS = {
+    'black': INK,
+    'grey': '#8a8d90',
+    'blue': '#0072b2',
+    'sky': '#4aa3dd',
+    'green': '#009e73',
+    'orange': '#e69f00',
+    'red': '#d55e00',
+    'rose': '#c7679c',
 }
-_SPARE = [((_GREEN, _RED, _ROSE, _ORANGE)[i % 4], 'd>8<'[(i + i // 4) % 4]) for i in range(16)]
+_FREE = [f'{"green red rose orange".split()[i % 4]} {"d>8<"[(i + i // 4) % 4]}' for i in range(16)]
 SETTINGS = {
     'svg.hashsalt': 'study',
     'svg.fonttype': 'path',
@@ -92,9 +80,12 @@ def sentence(text: str) -> Figure:
 def style(study: dict, variant: str) -> dict:
     """Keywords of a line with markers; NAME_post looks like NAME with a hollow marker."""
     base = variant.removesuffix('_post')
-    others = [name for name in study['variants'] if name.removesuffix('_post') not in _STYLES]
-    bases = list(dict.fromkeys(name.removesuffix('_post') for name in others))
-    colour, marker = _SPARE[bases.index(base) % len(_SPARE)] if base in bases else _STYLES[base]
+    names = dict.fromkeys(name.removesuffix('_post') for name in study['variants'])
+    looks = {name: VARIANTS[name].look for name in names if name in VARIANTS}
+    free = [name for name in names if not looks.get(name)]
+    looks |= {name: _FREE[index % len(_FREE)] for index, name in enumerate(free)}
+    colour, marker = looks[base].split()
+    colour = COLOURS[colour]
     face = colour if variant == base else PAPER
     return {'color': colour, 'marker': marker, 'markerfacecolor': face, 'markersize': 6.5}
 

@@ -209,7 +209,10 @@ def collect(directory, plan: Plan, description: dict, hparams_of) -> dict:
         'budgets': list(study.budgets),
         'sizes': list(study.sizes),
         'seeds': list(study.seeds),
-        'variants': {name: VARIANTS[name]._asdict() for name in study.variants},
+        'variants': {
+            name: {'label': VARIANTS[name].label, 'changes': VARIANTS[name].changes}
+            for name in study.variants
+        },
         'learning_rates': {str(k): v for k, v in (plan.learning_rates(losses) or {}).items()},
         'tuning': [
             {'width': width(run.size), 'learning_rate': run.learning_rate}

@@ -47,7 +47,10 @@ def made_up(
         'budgets': list(budgets),
         'sizes': list(sizes),
         'seeds': list(seeds),
-        'variants': {name: VARIANTS[name]._asdict() for name in variants},
+        'variants': {
+            name: {'label': VARIANTS[name].label, 'changes': VARIANTS[name].changes}
+            for name in variants
+        },
         'learning_rates': {'64': 0.003, '128': 0.003},
         'tuning': [
             {'width': width, 'learning_rate': rate, 'loss': 1.6 + abs(rate - 0.003) * 9}
