@@ -146,6 +146,8 @@ def test_the_largest_budget_with_enough_seeds_decides():
     many = a_study({'mod': 2.1, 'dense': 2.0}, spread=(-0.01, 0.0, 0.01, 0.0, 0.01))
     for order in ((small, many), (many, small)):
         assert judged('mod_beats_dense', *order)['verdict'] == FAILS
+    larger = a_study({'mod': 1.9, 'dense': 2.0}, budget=2e13, steps=1200)
+    assert judged('mod_beats_dense', many, larger)['verdict'] == HOLDS
 
 
 def test_each_model_is_compared_at_its_own_best_size():
@@ -212,7 +214,7 @@ CASES = [
     ('steps_faster', {'dense 2x64': 2.0, 'mod': 1.9}, {}, UNDECIDED, 'needs cheaper MoD sizes'),
     ('forward_cheaper', NEXT | {'mod': 1.999, 'mod 2x64': 2.1}, {}, HOLDS, '40% fewer FLOPs'),
     ('causal_loss_by_flops', NEXT | {'mod': 1.9, 'mod 8x64': 1.0}, {}, HOLDS, '0.60: 0.950 '),
-    ('causal_loss_by_flops', NEXT | {'mod': 2.1, 'mod 8x64': 1.0}, {}, FAILS, '0.60: 1.050 '),
+    ('causal_loss_by_flops', NEXT | {'mod': 2.1, 'mod 2x64': 1.0}, {}, FAILS, '0.60: 1.050 '),
     ('causal_loss_by_flops', NEXT | {'mod': 2.002}, {}, UNDECIDED, '0.60: 1.001 '),
     ('causal_loss_by_flops', {'dense': 2.0, 'mod 8x64': 1.0}, {}, UNDECIDED, 'not measured'),
     ('best_capacity_and_pattern', WORSE, {}, HOLDS, 'each whole interval'),

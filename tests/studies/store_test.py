@@ -71,12 +71,8 @@ def test_study_json_does_not_depend_on_the_order_of_the_runs(tmp_path, hparams_o
     assert json.dumps(contents[0]) == json.dumps(contents[1])
     assert contents[0]['complete'] and not contents[0]['missing']
     rows = contents[0]['runs']
-    assert [(row['budget'], row['variant'], row['size'], row['seed']) for row in rows[:4]] == [
-        (1e9, 'dense', '2x64', 0),
-        (1e9, 'dense', '4x64', 0),
-        (1e9, 'mod', '2x64', 0),
-        (1e9, 'mod', '4x64', 0),
-    ]
+    places = [(row['budget'], row['variant'], row['size'], row['seed']) for row in rows]
+    assert places == sorted(places) and len(places) == 12
     assert [row['at_best_size'] for row in rows[:4]] == [False, True, False, True]
     assert rows[0]['curve'] == [[1, 4.0], [2, 3.0], [3, 2.0], [4, 1.0]]
 
