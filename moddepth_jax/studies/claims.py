@@ -15,6 +15,7 @@ import rich.text
 from moddepth_jax.studies import judges
 from moddepth_jax.studies.judges import FAILS, HOLDS, NOTHING, UNDECIDED, Evidence, Outcome
 from moddepth_jax.studies.run_numbers import numbers_within
+from moddepth_jax.studies.statistics import NotMeasured
 from moddepth_jax.studies.store import MEASURES_FILE, STUDY_FILE, read_json
 
 BEGIN = '<!-- claims: written by python -m launch.claims -->'
@@ -78,10 +79,13 @@ class Claim:
 
     def row(self, evidence: Evidence) -> dict[str, str]:
         """The row of claims.json: the fields up to `rule`, then those of `Outcome`."""
-        outcome = JUDGES[self.judge](evidence, **self.args) if self.judge else None
-        if outcome is None:
-            why = 'not measured' if self.judge else 'out of reach of a study'
-            reason = f'{why}; needs {self.needs}' if self.needs else why
+        try:
+            if not self.judge:
+                raise NotMeasured
+            outcome = JUDGES[self.judge](evidence, **self.args)
+        except NotMeasured:
+            reason = 'not measured' if self.judge else 'out of reach of a study'
+            reason += f'; needs {self.needs}' if self.needs else ''
             outcome = Outcome(NOTHING, NOTHING, UNDECIDED, reason, NOTHING)
         names = ('id', 'topic', 'claim', 'source', 'paper', 'rule')
         return {name: getattr(self, name) for name in names} | outcome._asdict()

@@ -1,7 +1,7 @@
 """The judges of claims: each takes the evidence and the arguments of a row of claims.toml.
 
-A judge returns an `Outcome`, or None if no study has the runs that it compares. Judges decide by
-95% intervals: a claim holds if the whole interval lies on its side of a bound, does not hold if the
+A judge raises NotMeasured if no study has the runs that it compares. Judges decide by 95%
+intervals: a claim holds if the whole interval lies on its side of a bound, does not hold if the
 whole interval lies on the other side, and is undecided otherwise.
 """
 
@@ -16,6 +16,7 @@ from moddepth_jax.studies.statistics import (
     MIN_STEPS,
     Group,
     Interval,
+    NotMeasured,
     Place,
     choose,
     interval,
@@ -108,7 +109,7 @@ def lower_loss(
     at: str = 'one size',
     kinds=('flops',),
     least_budget: float = 0.0,
-) -> Outcome | None:
+) -> Outcome:
     """The variant `first` has a lower loss than `second` at an equal budget.
 
     Args:
@@ -127,21 +128,18 @@ def lower_loss(
         names = (first, second)
         return [place.best_dense() if name == BEST_DENSE else place.best(name) for name in names]
 
-    found = choose(evidence.studies, pick, kinds)
-    return _compare(found[0], *found[1]) if found else None
+    place, (first_group, second_group) = choose(evidence.studies, pick, kinds)
+    return _compare(place, first_group, second_group)
 
 
-def lowest_loss(evidence: Evidence, first: str, others: list[str]) -> Outcome | None:
+def lowest_loss(evidence: Evidence, first: str, others: list[str]) -> Outcome:
     """The variant `first` has a lower loss than each of the others, all at one size."""
 
     def pick(place):
         there = [name for name in others if place.shared(first, name)]
         return place.shared(first, *there) if there else []
 
-    found = choose(evidence.studies, pick)
-    if not found:
-        return None
-    place, (best, *rest) = found
+    place, (best, *rest) = choose(evidence.studies, pick)
     outcomes = {group.variant: _compare(place, best, group) for group in rest}
     better = [name for name, outcome in outcomes.items() if outcome.verdict == FAILS]
     close = [name for name, outcome in outcomes.items() if outcome.verdict == UNDECIDED]
@@ -159,17 +157,14 @@ def lowest_loss(evidence: Evidence, first: str, others: list[str]) -> Outcome | 
     return Outcome(ours, _losses([best, *rest]), verdict, reason, place.setting([best, *rest]))
 
 
-def falling_loss(evidence: Evidence, variants: list[str]) -> Outcome | None:
+def falling_loss(evidence: Evidence, variants: list[str]) -> Outcome:
     """The loss falls from the first of some capacities that was run to the last, at one size."""
 
     def pick(place):
         there = [name for name in variants if place.shared(variants[-1], name)]
         return place.shared(variants[-1], *there)[1:] if len(there) > 1 else []
 
-    found = choose(evidence.studies, pick)
-    if not found:
-        return None
-    place, groups = found
+    place, groups = choose(evidence.studies, pick)
     steps = [_difference(low, high) for high, low in zip(groups, groups[1:], strict=False)]
     total = _difference(groups[-1], groups[0])
     verdict, reason = verdict_within([total], high=0)
@@ -191,7 +186,7 @@ def _cost(group, dense):
 
 
 def _cheaper_sizes(evidence, least, most):
-    """(place, best dense group, MoD groups that cost between two shares of it), or None."""
+    """(place, best dense group, MoD groups that cost between two shares of it)."""
 
     def pick(place):
         dense = place.best_dense()
@@ -199,11 +194,11 @@ def _cheaper_sizes(evidence, least, most):
         sound = [group for group in groups if not group.problem]
         return [dense, *(sound or groups)] if groups else []
 
-    found = choose(evidence.studies, pick)
-    return (found[0], found[1][0], found[1][1:]) if found else None
+    place, (dense, *sizes) = choose(evidence.studies, pick)
+    return place, dense, sizes
 
 
-def equal_loss(evidence: Evidence, margin: float, paper: float, unit: str) -> Outcome | None:
+def equal_loss(evidence: Evidence, margin: float, paper: float, unit: str) -> Outcome:
     """A cheaper MoD size is as good as the best dense model: the cheapest such size is shown.
 
     Args:
@@ -212,10 +207,7 @@ def equal_loss(evidence: Evidence, margin: float, paper: float, unit: str) -> Ou
       paper: FLOPs of the dense step over those of the MoD step, in the paper.
       unit: of our number, 'faster' or 'fewer FLOPs'.
     """
-    found = _cheaper_sizes(evidence, 0.0, 1.0)
-    if not found:
-        return None
-    place, dense, sizes = found
+    place, dense, sizes = _cheaper_sizes(evidence, 0.0, 1.0)
     losses = {group.size: _relative(group, dense) for group in sizes}
     not_worse = [group for group in sizes if losses[group.size].mean <= 0]
     equal = [group for group in not_worse if losses[group.size].high < margin]
@@ -235,12 +227,9 @@ def equal_loss(evidence: Evidence, margin: float, paper: float, unit: str) -> Ou
     return outcome_of(place, [dense, *sizes], ours, verdict, reason)
 
 
-def lower_loss_at_cost(evidence: Evidence, least: float, most: float) -> Outcome | None:
+def lower_loss_at_cost(evidence: Evidence, least: float, most: float) -> Outcome:
     """A MoD size that costs between two shares of the best dense model has a lower loss."""
-    found = _cheaper_sizes(evidence, least, most)
-    if not found:
-        return None
-    place, dense, sizes = found
+    place, dense, sizes = _cheaper_sizes(evidence, least, most)
     sizes.sort(key=lambda group: _cost(group, dense))
     losses = [_relative(group, dense) for group in sizes]
     verdict, reason = UNDECIDED, 'the intervals contain 0'
@@ -257,7 +246,7 @@ def lower_loss_at_cost(evidence: Evidence, least: float, most: float) -> Outcome
     return outcome_of(place, groups, ours, verdict, reason, spread)
 
 
-def depth_not_width(evidence: Evidence, near: float) -> Outcome | None:
+def depth_not_width(evidence: Evidence, near: float) -> Outcome:
     """At the optima of each seed MoD has more parameters than dense and the same FLOPs.
 
     Args:
@@ -269,10 +258,7 @@ def depth_not_width(evidence: Evidence, near: float) -> Outcome | None:
         sizes = [place.groups('mod'), place.groups('dense')]
         return sizes[0] + sizes[1] if all(len(groups) > 2 for groups in sizes) else []
 
-    found = choose(evidence.studies, pick)
-    if not found:
-        return None
-    place, groups = found
+    place, groups = choose(evidence.studies, pick)
     seeds = sorted({row['seed'] for group in groups for row in group.rows})
     by_seed = {seed: _ratios(groups, seed) for seed in seeds}
     by_seed = {seed: ratios for seed, ratios in by_seed.items() if ratios}
@@ -319,9 +305,7 @@ def _judge_ratios(ratios, near):
     return UNDECIDED, 'an interval over the seeds contains its bound'
 
 
-def perplexity(
-    evidence: Evidence, first: str, second: str, margin: float, saved: float
-) -> Outcome | None:
+def perplexity(evidence: Evidence, first: str, second: str, margin: float, saved: float) -> Outcome:
     """The variant `first` saves FLOPs within a margin of the perplexity of `second`.
 
     The claim is of perplexity per token, ours is per byte and differs by less: it cannot hold.
@@ -332,10 +316,7 @@ def perplexity(
       margin: of perplexity.
       saved: least share of the FLOPs of a forward pass.
     """
-    found = choose(evidence.studies, lambda place: place.shared(first, second))
-    if not found:
-        return None
-    place, groups = found
+    place, groups = choose(evidence.studies, lambda place: place.shared(first, second))
     worse = interval([[2**bits for bits in group.values()] for group in groups], (1.0, -1.0))
     share = 1 - _cost(*groups)
     verdict, reason = verdict_within([worse], high=margin)
@@ -347,12 +328,9 @@ def perplexity(
     return outcome_of(place, groups, ours, verdict, reason)
 
 
-def larger_gain(evidence: Evidence, first: list[str], second: list[str], kinds) -> Outcome | None:
+def larger_gain(evidence: Evidence, first: list[str], second: list[str], kinds) -> Outcome:
     """The difference of a pair of variants lies below that of another pair, all at one size."""
-    found = choose(evidence.studies, lambda place: place.shared(*first, *second), kinds)
-    if not found:
-        return None
-    place, groups = found
+    place, groups = choose(evidence.studies, lambda place: place.shared(*first, *second), kinds)
     difference = interval([group.values() for group in groups], (1.0, -1.0, -1.0, 1.0))
     post, pre = _difference(*groups[:2]), _difference(*groups[2:])
     ours = f'post {post.mean:+.3f}, pre {pre.mean:+.3f} bits a byte: {difference:+.3f}'
@@ -361,7 +339,7 @@ def larger_gain(evidence: Evidence, first: list[str], second: list[str], kinds) 
 
 def counted_cost(
     evidence: Evidence, shape: str, paper: float, margin: float, published: bool = True
-) -> Outcome | None:
+) -> Outcome:
     """MoDA costs the FLOPs that the paper says, as counted from shapes; needs no run.
 
     Args:
@@ -372,7 +350,7 @@ def counted_cost(
       published: whether the paper gives that shape.
     """
     if shape not in evidence.counted:
-        return None
+        raise NotMeasured
     counted = evidence.counted[shape]
     halved, full = (counted['moda'][way] / counted['dense'][way] - 1 for way in ('halved', 'full'))
     verdict, reason = HOLDS, f'within one percentage point of {paper:.1%}'

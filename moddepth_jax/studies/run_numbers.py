@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from moddepth_jax.studies.judges import UNDECIDED, Evidence, Outcome, outcome_of, verdict_within
-from moddepth_jax.studies.statistics import choose, interval
+from moddepth_jax.studies.statistics import NotMeasured, choose, interval
 
 
 class Number(NamedTuple):
@@ -111,7 +111,7 @@ def numbers_within(
     high: float = math.inf,
     also=(),
     kinds=('flops',),
-) -> Outcome | None:
+) -> Outcome:
     """Each of some numbers, of a variant or of one less another, lies between two bounds.
 
     Args:
@@ -129,13 +129,10 @@ def numbers_within(
             groups = [_measured(evidence, place, group) for group in groups]
         return groups
 
-    found = choose(evidence.studies, pick, kinds)
-    if not found:
-        return None
-    place, groups = found
+    place, groups = choose(evidence.studies, pick, kinds)
     samples = {name: [_values(evidence, place, g, name) for g in groups] for name in numbers}
     if not all(values for each in samples.values() for values in each):
-        return None
+        raise NotMeasured
     weights = (1.0, -1.0)[: len(groups)]
     intervals = {name: interval(values, weights) for name, values in samples.items()}
     percent = NUMBERS[numbers[0]].form.endswith('%')

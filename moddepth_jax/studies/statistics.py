@@ -18,6 +18,10 @@ INVALID_GAP = 0.05  # nats between causal and top-C routing, see docs/mixture_of
 _CONFIDENCE = 0.95
 
 
+class NotMeasured(Exception):
+    """No study has the runs that a claim compares."""
+
+
 class Interval(NamedTuple):
     """A mean and its 95% interval, which is infinite if the spread is unknown."""
 
@@ -201,8 +205,8 @@ def _places(studies, kinds):
     return [place for _, place in sorted(found, key=lambda entry: -entry[0])]
 
 
-def choose(studies: dict[str, dict], pick, kinds=('flops',)) -> tuple[Place, list[Group]] | None:
-    """The place where a claim is judged and the groups compared there; None if nothing was run.
+def choose(studies: dict[str, dict], pick, kinds=('flops',)) -> tuple[Place, list[Group]]:
+    """The place where a claim is judged, and the groups compared there.
 
     This is the largest place whose groups have no problem; of places equal to within 5% of their
     FLOPs, the one with the most seeds. If all have problems it is the largest.
@@ -211,6 +215,9 @@ def choose(studies: dict[str, dict], pick, kinds=('flops',)) -> tuple[Place, lis
       studies: content of study.json, by name of the study.
       pick: called with a Place, returns the groups to compare: [] or a None if one is missing.
       kinds: of studies.
+
+    Raises:
+      NotMeasured: no place has the groups.
     """
 
     def rank(found):
@@ -221,4 +228,6 @@ def choose(studies: dict[str, dict], pick, kinds=('flops',)) -> tuple[Place, lis
 
     found = [(place, pick(place)) for place in _places(studies, kinds)]
     found = [(place, groups) for place, groups in found if groups and None not in groups]
-    return min(found, key=rank, default=None)
+    if not found:
+        raise NotMeasured
+    return min(found, key=rank)
