@@ -151,7 +151,7 @@ def _check(file, content, names, place=''):
 def counts(rows: list[dict]) -> str:
     """How many claims hold, do not hold, and cannot be decided."""
     hold, fail, rest = ([row['verdict'] for row in rows].count(v) for v in _COLOURS)
-    return f'{hold} hold, {fail} do not, {rest} cannot be told here'
+    return f'{hold} hold, {fail} do not, {rest} are undecided here'
 
 
 def _table_row(cells):

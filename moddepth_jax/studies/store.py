@@ -193,8 +193,8 @@ def collect(directory, plan: Plan, description: dict, hparams_of) -> dict:
     Raises:
       ValueError: a run is not the one that is planned.
     """
-    runs, losses, left, complete = progress(directory, plan)
-    missing = {run.name for run in left}
+    runs, losses, to_train, complete = progress(directory, plan)
+    missing = {run.name for run in to_train}
     diverged = {name for name, loss in losses.items() if loss == DIVERGED}
     rows, summaries = [], []
     for run in runs[len(plan.tuning()) :]:
