@@ -1,12 +1,12 @@
-"""Fills the table of claims from the studies on disk: verdicts by rule, none by hand.
+"""Fills the table of claims from the studies on disk: every verdict follows from a stated rule.
 
 python -m launch.claims --workdir=runs/study
 python -m launch.claims --workdir=results --page=docs/claims.md
 
---workdir is a directory of launch.isoflop, or one that holds several, at most two levels down. What
-launch.isoflop and the measures beside it wrote there is read, nothing is trained. claims.json and
-claims.md go to --out; --page names a file of your own with both markers (see docs/claims.md), the
-text between which becomes the table.
+--workdir is a directory of launch.isoflop, or one that holds several, at most two levels down. It
+reads study.json and measures.json there and trains nothing. claims.json and claims.md go to --out;
+--page names a file of your own with both markers (see docs/claims.md), between which the table is
+replaced.
 """
 
 import json
@@ -25,22 +25,45 @@ PAGE = flags.DEFINE_string(
 )
 
 
+def counted_flops() -> dict[str, dict]:
+    """FLOPs of one row's forward pass for the shapes of the MoDA paper, for `judges.Evidence`.
+
+    By shape: `length` of the row and, for the `dense` model and for `moda` with mlp slots, FLOPs
+    `halved`, where causal attention counts the visible pairs only, and `full`, where it counts all.
+    """
+    from configs import moda_1b5, moda_48l, moda_700m
+    from moddepth_jax.hparams import from_config
+    from moddepth_jax.model.flops import forward_breakdown
+
+    shapes = {'moda_700m': moda_700m, 'moda_48l': moda_48l, 'moda_1b5': moda_1b5}
+    counted = {}
+    for name, module in shapes.items():
+        length = from_config(module.get_config()).data.sequence_length
+        counted[name] = {'length': length}
+        for model, arguments in (('dense', ['slots=none']), ('moda', [])):
+            hparams = from_config(module.get_config(*arguments))
+            parts = forward_breakdown(hparams, 1, length)
+            total = sum(parts.values())
+            counted[name][model] = {'halved': total, 'full': total + parts['attention']}
+    return counted
+
+
 def main(_):
     import rich.console
+    import rich.text
 
-    from launch.claims_shapes import counted
-    from moddepth_jax.studies import claims_page, verdicts
+    from moddepth_jax.studies import claims
     from moddepth_jax.training.run_dir import write_atomically
 
-    evidence = verdicts.read_evidence(WORKDIR.value, counted())
+    evidence = claims.read_evidence(WORKDIR.value, counted_flops())
     if not evidence.studies:
-        found = f'no {verdicts.STUDY_FILE} in it, nor {verdicts.DEPTH} levels down'
+        found = f'no {claims.STUDY_FILE} in it, nor {claims.DEPTH} levels down'
         raise ValueError(f'--workdir={WORKDIR.value}: {found}; python -m launch.isoflop makes one')
-    rows = verdicts.fill(evidence)
-    table = claims_page.markdown(rows, evidence)
+    rows = claims.fill(evidence)
+    table = claims.markdown(rows, evidence)
     page = pathlib.Path(PAGE.value) if PAGE.value else None
     try:  # before anything is written
-        text = claims_page.replaced(page.read_text(encoding='utf-8'), table) if page else ''
+        text = claims.replaced(page.read_text(encoding='utf-8'), table) if page else ''
     except ValueError as error:
         raise ValueError(f'--page={page}: {error}') from None
     out = pathlib.Path(OUT.value or WORKDIR.value)
@@ -50,10 +73,10 @@ def main(_):
     if page:
         write_atomically(page, text)
     console = rich.console.Console(highlight=False)
-    for block in claims_page.console_tables(rows):
+    for block in claims.console_tables(rows):
         console.print(block)
-    told = f'Of {len(rows)} claims: {claims_page.counts(rows)}. Rules and spreads: {out}/claims.md'
-    console.print(rich.text.Text(told), soft_wrap=True)
+    summary = f'Of {len(rows)} claims: {claims.counts(rows)}. Rules and spreads: {out}/claims.md'
+    console.print(rich.text.Text(summary), soft_wrap=True)
 
 
 if __name__ == '__main__':

@@ -1,4 +1,4 @@
-"""Trains dense and routed models at equal FLOPs, draws what came of it, goes on where it stopped.
+"""Trains dense and routed models at equal FLOPs and draws the results; resumes where it stopped.
 
 python -m launch.isoflop --config=configs/study.py --budgets=6e11,2e12 --sizes=4x64,8x64,4x128
 python -m launch.isoflop --config=configs/study.py --budgets=2e12 --sizes=4x64 --variants=dense,mod
@@ -9,7 +9,7 @@ The learning rate is tuned first, with the dense model at the smallest budget, f
 dense, shallow and mod train at every size of every budget, the other variants at the best size of
 mod, and at the largest budget all of them with every seed. A finished run is never repeated.
 --processes=2 trains two at a time on this machine; --shard=0/4, 1/4, .. share the runs among hosts
-that see one --workdir; the first of them leaves study.json, figures and study.html there.
+that see one --workdir; the first of them writes study.json, figures and study.html there.
 """
 
 import pathlib
@@ -21,7 +21,7 @@ from launch import cli
 CONFIG = cli.define_config()
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the study. Default: runs/NAME.')
 BUDGETS = flags.DEFINE_list('budgets', [], 'Training FLOPs of a run, such as 6e11,2e12.')
-STEPS = flags.DEFINE_list('steps', [], 'In place of --budgets: steps of a run, such as 600.')
+STEPS = flags.DEFINE_list('steps', [], 'Instead of --budgets: steps of a run, such as 600.')
 SIZES = flags.DEFINE_list('sizes', None, 'LAYERSxWIDTH, such as 4x64,8x64.', required=True)
 VARIANTS = flags.DEFINE_list(
     'variants',
@@ -46,18 +46,22 @@ def _numbers(flag, convert):
         raise ValueError(f'--{flag.name}={",".join(flag.value)}: must be {kind}') from None
 
 
-def _study(own_rate):
+def _study():
     from moddepth_jax.studies.plan import Study
 
     if bool(BUDGETS.value) == bool(STEPS.value):
-        raise ValueError('--budgets: give these (training FLOPs) or --steps, one of both')
-    kind = 'flops' if BUDGETS.value else 'steps'
-    budgets = _numbers(BUDGETS, float) or _numbers(STEPS, int)
-    rates = _numbers(LEARNING_RATES, float) or (own_rate,)
-    names = {'kind': kind, 'budgets': budgets, 'learning_rates': rates}
-    names |= {'sizes': tuple(SIZES.value), 'variants': tuple(VARIANTS.value)}
+        raise ValueError('--budgets: give either these (training FLOPs) or --steps')
+    own_rate = CONFIG.value.optimizer.learning_rate
+    values = {
+        'kind': 'flops' if BUDGETS.value else 'steps',
+        'budgets': _numbers(BUDGETS, float) or _numbers(STEPS, int),
+        'sizes': tuple(SIZES.value),
+        'variants': tuple(VARIANTS.value),
+        'seeds': _numbers(SEEDS, int),
+        'learning_rates': _numbers(LEARNING_RATES, float) or (own_rate,),
+    }
     try:
-        return Study(**names, seeds=_numbers(SEEDS, int))
+        return Study(**values)
     except ValueError as error:
         raise ValueError(f'--{error}') from None
 
@@ -73,30 +77,21 @@ def main(_):
     from launch.study_config import StudyConfig
     from moddepth_jax.studies import runner
     from moddepth_jax.studies.plan import Plan
-    from moddepth_jax.studies.store import open_study
 
-    flag = flags.FLAGS['config']
-    study = _study(CONFIG.value.optimizer.learning_rate)
-    shard, overrides = _shard(), flag.override_values
+    flag, study, shard = flags.FLAGS['config'], _study(), _shard()
     runner.share_threads(PROCESSES.value)
-    study_config = StudyConfig(flag.config_filename, overrides, study.kind)
-    plan = Plan(study, study_config.shallower)
+    config = StudyConfig(flag.config_filename, flag.override_values, study.kind)
     workdir = pathlib.Path(WORKDIR.value or pathlib.Path('runs') / cli.config_name())
-    told = {'kind': study.kind, 'config': flag.config_filename, 'overrides': overrides}
-    runs = runner.StudyRuns(workdir, plan, study_config.hparams, told)
-    runs.check()
-    if DRY_RUN.value:
-        runs.announce(PROCESSES.value)
-        return 0
-    names = ('budgets', 'sizes', 'variants', 'seeds', 'learning_rates')
-    open_study(workdir, told | {name: getattr(study, name) for name in names})
-    if DRAW_ONLY.value:
-        return runs.finish()
-    if runner.is_child():
-        return runs.train(shard)
-    runs.announce(PROCESSES.value)
-    status = runs.spawn(shard, PROCESSES.value) if PROCESSES.value > 1 else runs.train(shard)
-    return status or (runs.finish() if shard[0] == 0 else 0)
+    description = {
+        'kind': study.kind,
+        'config': flag.config_filename,
+        'overrides': flag.override_values,
+    }
+    plan = Plan(study, config.shallower)
+    study_runner = runner.StudyRunner(
+        workdir, plan, config.hparams, description, cli.enable_compilation_cache
+    )
+    return study_runner.run(shard, PROCESSES.value, DRY_RUN.value, DRAW_ONLY.value)
 
 
 if __name__ == '__main__':

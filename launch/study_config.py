@@ -22,7 +22,7 @@ SET_BY_STUDY = {  # knobs that a study sets, and the flag that they follow from
     'model.depth.stream': '--variants',
     'model.depth.slots': '--variants',
 }
-_ANY_BUDGET = {'flops': 1e30, 'steps': 1}  # of which the FLOPs of one step do not depend
+_ANY_BUDGET = {'flops': 1e30, 'steps': 1}  # the FLOPs of one step do not depend on it
 
 
 class StudyConfig:
@@ -48,7 +48,7 @@ class StudyConfig:
                 raise ValueError(f'--config.{name}={overrides[name]}: a study sets it; use {flag}')
 
     def hparams(self, run: Planned) -> Hparams:
-        """Those of a planned run. Raises ValueError where its size or knobs do not fit."""
+        """Those of a planned run. Raises ValueError if its size or knobs do not fit."""
         config = self.config(run.variant, run.trained, run.budget)
         config.seed = run.seed
         config.optimizer.learning_rate = run.learning_rate
@@ -63,47 +63,29 @@ class StudyConfig:
         except flags.Error as error:
             right = f'a study needs a config that takes size=LxD and {self._argument}='
             raise ValueError(f'{error}; {right}') from None
-        changes, experts = VARIANTS[variant].changes, config.model.experts
-        if experts.choice == 'none' != changes['model.experts.choice']:
+        changes = VARIANTS[variant].changes
+        if config.model.experts.choice == 'none' != changes['model.experts.choice']:
             moe.apply_experts(config)
         config.update_from_flattened_dict(self._overrides)
         if changes.get('model.norm_placement') == config.model.norm_placement:
             right = 'the others are post-norm as well; add --config.model.norm_placement=pre'
             raise ValueError(f'--variants={variant}: {right}')
         config.update_from_flattened_dict(changes)
-        self._derive(config, variant, size, budget)
-        return config
 
-    def _derive(self, config, variant, size, budget):
-        """What a variant changes by numbers that follow from the model's shape."""
-        name, experts = variant.removesuffix('_post'), config.model.experts
+        # Knobs that follow from the shape of the model.
+        experts, name = config.model.experts, variant.removesuffix('_post')
         if name == 'moe_capacity_0.5':
             share = experts.top_k * config.data.sequence_length / experts.num_routed
             experts.row_capacity = max(1, int(0.5 * share))
-        if name == 'integrated':
+        elif name == 'integrated':
             mode_integrated.apply_noop(config)
-        if name == 'wider':
-            target = variant.replace('wider', 'moda')
-            config.model.d_ff = self._matching_d_ff(config, self.config(target, size, budget))
-
-    @staticmethod
-    def _matching_d_ff(config, other):
-        """The width of the mlp at which a dense model has about as many parameters as `other`."""
-        import jax
-
-        from moddepth_jax.training.summary import num_parameters
-        from moddepth_jax.training.train_step import init_state
-
-        def count(config):
-            hparams = from_config(config)
-            return num_parameters(jax.eval_shape(lambda: init_state(hparams, 1)).params)
-
-        layers, model = config.model.num_layers, config.model
-        lack = count(other) - count(config)
-        return model.d_ff + round(lack / (3 * layers * model.d_model))
+        elif name == 'wider':
+            moda = self.config(variant.replace('wider', 'moda'), size, budget)
+            config.model.d_ff = _matching_d_ff(config, moda)
+        return config
 
     def shallower(self, size: str) -> str:
-        """The dense size of the same width whose forward pass costs most nearly what MoD's does."""
+        """The dense size of the same width whose forward pass costs nearest to that of MoD."""
         if size not in self._shallower:
             flops = self._flops('mod', size)
             layers, _, width = size.partition('x')
@@ -116,3 +98,19 @@ class StudyConfig:
         from moddepth_jax.model.flops import train_step_flops
 
         return train_step_flops(from_config(self.config(variant, size, self._any_budget)))
+
+
+def _matching_d_ff(config, other):
+    """The width of the mlp at which a dense model has about as many parameters as `other`."""
+    import jax
+
+    from moddepth_jax.training.summary import num_parameters
+    from moddepth_jax.training.train_step import init_state
+
+    def count(config):
+        hparams = from_config(config)
+        return num_parameters(jax.eval_shape(lambda: init_state(hparams, 1)).params)
+
+    model = config.model
+    missing = count(other) - count(config)
+    return model.d_ff + round(missing / (3 * model.num_layers * model.d_model))

@@ -16,10 +16,10 @@
 # Is a model better, or did it only get more compute? An isoFLOP study answers that: it fixes a
 # budget of training FLOPs, trains several sizes of each model until exactly that much is spent, and
 # compares the best sizes. A larger model takes fewer steps. This notebook shows what a forward pass
-# of a Mixture-of-Depths model costs beside a dense one, and reads a study's figures with you.
+# of a Mixture-of-Depths model costs compared with a dense one, and how to read a study's figures.
 #
 # It trains nothing and takes some seconds. It opens the first study in `results/cpu/`, or one of
-# yours. Where there is none, it makes up a study from a formula, to have something to draw; it says
+# yours. If there is none, it makes up a study from a formula, to have something to draw; it says
 # so, and such numbers mean nothing.
 
 # %%
@@ -36,8 +36,7 @@ import configs
 from configs import study as study_config
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model.flops import forward_breakdown, forward_flops, train_step_flops
-from moddepth_jax.studies import fit as isoflop_fit
-from moddepth_jax.studies import plots
+from moddepth_jax.studies import fit, plots
 from moddepth_jax.studies.plan import VARIANTS, Plan, Study
 from moddepth_jax.studies.store import read_study
 
@@ -47,7 +46,7 @@ WORKDIR = os.environ.get('NOTEBOOK_WORKDIR')  # or the directory of a study of y
 # %% [markdown]
 # ## What a forward pass costs
 #
-# A multiply-add counts as 2. A routed block costs what it costs for the tokens that enter it; its
+# A multiply-add counts as 2. A routed block costs FLOPs for the selected tokens only; its
 # router and predictor read all of them. So a Mixture-of-Depths model is cheaper than the dense
 # model of the same size, and a dense model of as many FLOPs is shallower.
 
@@ -86,8 +85,8 @@ assert forward_flops(models['mod'], 1, length) < forward_flops(models['dense'], 
 # ## A study
 #
 # `python -m launch.isoflop` trains one and writes `study.json`; `make study` is the laptop's. The
-# formula that stands in for training where there is none has the form of scaling laws: a floor, a
-# term that falls with the FLOPs a token gets, and one that falls with the tokens. In it routing
+# formula that replaces training if there is no study has the form of scaling laws: a floor, a
+# term that falls with the FLOPs per token, and one that falls with the tokens. In it routing
 # neither helps nor harms: all models lie on one curve over FLOPs.
 
 # %%
@@ -141,10 +140,10 @@ if study['kind'] == 'flops':
 #
 # One panel for each budget. Left of the valley a model is too small for what it may spend, right of
 # it it is so large that it gets too few steps. The parabola through the runs of a model gives its
-# optimum, a star; a ring says that the best run lies at the edge, and that the optimum was not
-# enclosed. Compare stars of one panel, nothing else: they cost the same to train. Models that ran
-# at one size alone stand in the strip beside. Small dots are seeds: a difference that is smaller
-# than their spread is none.
+# optimum, a star; a ring means that the best run lies at the edge, so that the optimum was not
+# enclosed. Compare only stars of one panel: they cost the same to train. Models that ran at one
+# size only stand in the strip at the right. Small dots are seeds: a difference smaller than their
+# spread means nothing.
 
 # %%
 plots.draw(study, folder)
@@ -154,9 +153,10 @@ display(Image(folder / 'loss_by_parameters.png'))
 print(f'{"budget":>8}  {"model":<42} {"optimum":>10} {"nats":>7}')
 for budget in study['budgets']:
     for name, details in study['variants'].items():
-        best = isoflop_fit.optimum(isoflop_fit.select(study, name, budget))
-        fit = isoflop_fit.fit(isoflop_fit.select(study, name, budget))
-        note = '  fewer than three sizes' if fit is None else '  not enclosed' * (not fit.inside)
+        rows = fit.select(study, name, budget)
+        best, parabola = fit.optimum(rows), fit.fit(rows)
+        note = '  fewer than three sizes' if parabola is None else ''
+        note = note or '  not enclosed' * (not parabola.inside)
         if best is not None:
             label = details['label'][:42]
             print(f'{budget:8.1e}  {label:<42} {best.parameters:10,.0f} {best.loss:7.4f}{note}')
@@ -166,14 +166,14 @@ for budget in study['budgets']:
 #
 # The same runs, by what they cost to *use*. The cross at 1, 1 is the best dense model. Below the
 # line: better than it after equal training. Left of it: cheaper at every token from then on. What
-# Raposo et al. claim is the lower left corner. The shallower dense model tells whether it is
-# routing that brings one there, or just fewer layers.
+# Raposo et al. claim is the lower left corner. The shallower dense model shows whether routing
+# leads there, or just fewer layers.
 
 # %%
 display(Image(folder / 'loss_by_flops.png'))
 
 # %% [markdown]
-# ## Loss along the way
+# ## Loss during training
 #
 # Left, training loss by step; right, its difference to the dense model after the same FLOPs.
 # Bands are the range of the seeds.
@@ -185,7 +185,7 @@ display(Image(folder / 'loss_by_steps.png'))
 # ## Seeds
 #
 # Every model at its best size, best on top. Where bands overlap, another seed could change the
-# order. `docs/claims.md` puts a confidence interval on each difference, and a verdict.
+# order. `docs/claims.md` has a confidence interval and a verdict for each difference.
 
 # %%
 display(Image(folder / 'seeds.png'))

@@ -1,37 +1,54 @@
-"""One claim of a paper, or of ours: what it says, where it stands, and how it is judged."""
+"""The table of claims: what papers say, our number with its spread, and a verdict by rule.
+
+The claims are the data of claims.toml. Each row names its judge and the judge's arguments.
+"""
 
 import dataclasses
-from collections.abc import Callable
-from typing import NamedTuple
+import itertools
+import pathlib
+import tomllib
 
-from moddepth_jax.studies.statistics import Group, Interval, Place, choose, interval
+import rich.box
+import rich.table
+import rich.text
 
-HOLDS, FAILS, UNTOLD = 'holds', 'does not hold', 'cannot tell here'
-NOTHING = '-'  # where a row has no number, spread or setting
+from moddepth_jax.studies import judges
+from moddepth_jax.studies.judges import FAILS, HOLDS, NOTHING, UNDECIDED, Evidence, Outcome
+from moddepth_jax.studies.run_numbers import numbers_within
+from moddepth_jax.studies.statistics import NotMeasured
+from moddepth_jax.studies.store import MEASURES_FILE, STUDY_FILE, read_json
 
-
-class Evidence(NamedTuple):
-    """What claims are judged by.
-
-    Attributes:
-      studies: dict of study.json, by the study's name.
-      measures: dict of measures.json, by the name of the study beside which it lies.
-      counted: FLOPs of models by shape and part; see `launch.claims_shapes`.
-    """
-
-    studies: dict[str, dict]
-    measures: dict[str, dict]
-    counted: dict[str, dict]
-
-
-class Outcome(NamedTuple):
-    """What came of a claim: our number, its spread, the verdict, why, and where it was measured."""
-
-    ours: str
-    spread: str
-    verdict: str
-    reason: str
-    setting: str
+BEGIN = '<!-- claims: written by python -m launch.claims -->'
+END = '<!-- end of claims -->'
+DEPTH = 2  # directories between the one that is given and a study
+JUDGES = {
+    judge.__name__: judge
+    for judge in (
+        judges.lower_loss,
+        judges.lowest_loss,
+        judges.falling_loss,
+        judges.equal_loss,
+        judges.lower_loss_at_cost,
+        judges.depth_not_width,
+        judges.perplexity,
+        judges.larger_gain,
+        judges.counted_cost,
+        numbers_within,
+    )
+}
+_FILE = pathlib.Path(__file__).parent / 'claims.toml'
+_COLOURS = {HOLDS: 'green', FAILS: 'red', UNDECIDED: 'yellow'}
+_SOURCES = (
+    'MoD is [Raposo et al. 2024](https://arxiv.org/abs/2404.02258), MoDA is '
+    '[Zhu et al. 2026](https://arxiv.org/abs/2603.15619).'
+)
+_STUDY_FIELDS = (  # that the judges read
+    'kind config budgets variants batch_tokens sequence_length corpus versions diverged runs'
+)
+_RUN_FIELDS = (
+    'run variant size budget seed steps total_flops flops_per_step flops_per_forward parameters '
+    'epochs loss bits_per_byte routing_gap routing'
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +62,9 @@ class Claim:
       source: paper, section or figure.
       paper: its number.
       rule: in words, when it holds and when not.
-      judge: Evidence -> Outcome; None where nothing here can tell.
-      needs: what would settle it where nothing was measured, with the command.
+      needs: what would settle it if nothing was measured, with the command.
+      judge: name in JUDGES; '' if no study can settle it.
+      args: of the judge, by name.
     """
 
     id: str
@@ -55,75 +73,171 @@ class Claim:
     source: str
     paper: str
     rule: str
-    judge: Callable[[Evidence], Outcome | None] | None = None
     needs: str = ''
+    judge: str = ''
+    args: dict = dataclasses.field(default_factory=dict)
 
     def row(self, evidence: Evidence) -> dict[str, str]:
-        """The row as claims.json has it."""
-        outcome = self.judge(evidence) if self.judge else None
-        if outcome is None:
-            why = 'not measured' if self.judge else 'out of reach of a study'
-            reason = f'{why}; needs {self.needs}' if self.needs else why
-            outcome = Outcome(NOTHING, NOTHING, UNTOLD, reason, NOTHING)
-        told = {name: getattr(self, name) for name in ('id', 'topic', 'claim', 'source', 'paper')}
-        return {**told, 'rule': self.rule, **outcome._asdict()}
+        """The row of claims.json: the fields up to `rule`, then those of `Outcome`."""
+        try:
+            if not self.judge:
+                raise NotMeasured
+            outcome = JUDGES[self.judge](evidence, **self.args)
+        except NotMeasured:
+            reason = 'not measured' if self.judge else 'out of reach of a study'
+            reason += f'; needs {self.needs}' if self.needs else ''
+            outcome = Outcome(NOTHING, NOTHING, UNDECIDED, reason, NOTHING)
+        names = ('id', 'topic', 'claim', 'source', 'paper', 'rule')
+        return {name: getattr(self, name) for name in names} | outcome._asdict()
 
 
-def verdict_below(found: Interval, bar: float = 0.0, form: str = '.3g') -> tuple[str, str]:
-    """(verdict, reason) of the claim that a number lies below a bar."""
-    if found.high < bar:
-        return HOLDS, f'the whole interval lies below {bar:{form}}'
-    if found.low > bar:
-        return FAILS, f'the whole interval lies above {bar:{form}}'
-    return UNTOLD, f'the interval contains {bar:{form}}'
+def _read_claims():
+    content = tomllib.loads(_FILE.read_text(encoding='utf-8'))
+    for topic in content['topic']:
+        for row in topic['claim']:
+            texts = {
+                name: row[name].format_map(content['phrases'])
+                for name in ('rule', 'needs')
+                if name in row
+            }
+            yield Claim(topic=topic['name'], **row | texts)
 
 
-def problem_of(groups: list[Group]) -> str:
-    """The first reason why no verdict may rest on these groups, or ''."""
-    return next((group.problem for group in groups if group.problem), '')
+CLAIMS = tuple(_read_claims())
 
 
-def told_groups(groups: list[Group]) -> str:
-    """The losses of each, seed by seed."""
-    return '; '.join(group.told() for group in groups)
+def fill(evidence: Evidence) -> list[dict[str, str]]:
+    """The row of each claim, all text."""
+    return [claim.row(evidence) for claim in CLAIMS]
 
 
-def difference_outcome(place: Place, groups: list[Group], told: str = '') -> Outcome:
-    """The verdict of the claim that the first of two groups has the lower loss, in bits a byte.
-
-    Args:
-      place: where they were trained.
-      groups: two of them.
-      told: text that ends `ours`.
-    """
-    first, second = groups
-    difference = interval([first.values(), second.values()], (1.0, -1.0))
-    share = difference.times(1 / second.mean())
-    verdict, reason = verdict_below(difference)
-    if problem_of(groups):
-        verdict, reason = UNTOLD, problem_of(groups)
-    names = f'{first.variant} {first.mean():.3f}, {second.variant} {second.mean():.3f} bits a byte'
-    spread = f'{told_groups(groups)}; difference {difference.told("+.3f")}'
-    ours = f'{names}: {share.told("+.1%")}{told}'
-    return Outcome(ours, spread, verdict, reason, place.told(groups))
-
-
-def lower_loss(first: str, second: str, kinds=('flops',), shared: bool = True):
-    """A judge: the variant `first` has a lower loss than `second` at an equal budget.
+def read_evidence(directory, counted: dict[str, dict]) -> Evidence:
+    """The studies in a directory and what was measured on their runs.
 
     Args:
-      first, second: names of variants.
-      kinds: of studies.
-      shared: compare them at one size; else each at its own best.
+      directory: of a study, or one that holds studies at most DEPTH levels below. A study is called
+        by its path from there.
+      counted: FLOPs of shapes, see `Evidence`.
+
+    Raises:
+      ValueError: no such directory, or a file in it that is not what its name says.
     """
+    directory = pathlib.Path(directory)
+    if not directory.is_dir():
+        raise ValueError(f'--workdir={directory}: no such directory')
+    studies, measures = {}, {}
+    for level in range(DEPTH + 1):
+        for file in sorted(directory.glob('*/' * level + STUDY_FILE)):
+            place = file.parent.relative_to(directory).as_posix()
+            name = place if level else directory.resolve().name
+            studies[name] = read_json(file, f'{file}: missing')
+            _check(file, studies[name], _STUDY_FIELDS)
+            for number, row in enumerate(studies[name]['runs']):
+                _check(file, row, _RUN_FIELDS, f'runs[{number}] ')
+            if (file.parent / MEASURES_FILE).exists():
+                measures[name] = read_json(file.parent / MEASURES_FILE, f'{file}: missing')
+    return Evidence(studies, measures, counted)
 
-    def pick(place):
-        if shared:
-            return place.shared(first, second)
-        return [place.best(first), place.best(second)]
 
-    def judge(evidence):
-        found = choose(evidence.studies, pick, kinds)
-        return difference_outcome(*found) if found else None
+def _check(file, content, names, place=''):
+    right = 'must be what launch.isoflop writes'
+    if not isinstance(content, dict):
+        raise ValueError(f'{file}: {place}{type(content).__name__}; {right}')
+    missing = [name for name in names.split() if name not in content]
+    if missing:
+        raise ValueError(f'{file}: {place}holds no {missing[0]!r}; {right}')
 
-    return judge
+
+def counts(rows: list[dict]) -> str:
+    """How many claims hold, do not hold, and cannot be decided."""
+    hold, fail, rest = ([row['verdict'] for row in rows].count(v) for v in _COLOURS)
+    return f'{hold} hold, {fail} do not, {rest} are undecided here'
+
+
+def _table_row(cells):
+    cells = [cell.replace('|', '\\|') for cell in cells]
+    return f'| {" | ".join(cells)} |'
+
+
+def _table(heads, rows):
+    return [_table_row(heads), '|' + '---|' * len(heads), *map(_table_row, rows)]
+
+
+def markdown(rows: list[dict], evidence: Evidence) -> str:
+    """The text between BEGIN and END: the table by topic, details of each claim, the studies.
+
+    Args:
+      rows: of `fill`.
+      evidence: from which they were filled.
+    """
+    lines = [f'Of {len(rows)} claims: {counts(rows)}.', '', _SOURCES, '']
+    for topic, group in itertools.groupby(rows, key=lambda row: row['topic']):
+        cells = [
+            (f'[{row["claim"]}](#{row["id"]})', row['paper'], row['ours'], f'**{row["verdict"]}**')
+            for row in group
+        ]
+        heads = ('claim', "the paper's number", 'ours', 'verdict')
+        lines += [f'## {topic}', '', *_table(heads, cells), '']
+    lines += ['## How each was judged', '']
+    for row in rows:
+        title = f'**{row["claim"]}** ({row["source"]}): {row["verdict"]}'
+        lines += [f'<a id="{row["id"]}"></a>{title}', '']
+        details = [name for name in ('setting', 'spread', 'rule', 'reason') if row[name] != NOTHING]
+        lines += [f'- {name}: {_with_code(row[name])}' for name in details]
+        lines.append('')
+    return '\n'.join([*lines, '## Studies', '', *_studies(evidence)])
+
+
+def _with_code(text):
+    """The text, with the command at its end set as code."""
+    before, command, after = text.partition('python -m ')
+    return f'{before}`{command}{after}`' if command else text
+
+
+def _studies(evidence):
+    if not evidence.studies:
+        return ['No study was found: every claim that needs runs says so.']
+    rows, labels = [], {}
+    for name, study in sorted(evidence.studies.items()):
+        runs = len({row['run'] for row in study['runs']})
+        rows.append([f'`{name}`', f'`{study["config"]}`', study['corpus'], str(runs)])
+        rows[-1].append(str(len(study.get('missing', []))))
+        rows[-1] += [study['versions'].get(key, '') for key in ('python', 'jax', 'device')]
+        labels |= {name: variant['label'] for name, variant in study['variants'].items()}
+    heads = ('study', 'config', 'corpus', 'runs', 'missing', 'Python', 'JAX', 'device')
+    names = '; '.join(f'`{name}` {label}' for name, label in labels.items())
+    return [*_table(heads, rows), '', f'Names of variants: {names}.']
+
+
+def replaced(page: str, table: str) -> str:
+    """The page with another table between its markers.
+
+    Raises:
+      ValueError: the page does not hold BEGIN and then END, once each.
+    """
+    if page.count(BEGIN) != 1 or page.count(END) != 1 or page.index(BEGIN) > page.index(END):
+        raise ValueError(f'page without its markers: must hold {BEGIN} and then {END}, once each')
+    head, tail = page.split(BEGIN)[0], page.split(END)[1]
+    return f'{head}{BEGIN}\n\n{table}\n\n{END}{tail}'
+
+
+def console_tables(rows: list[dict]):
+    """A rich table for each topic: claim, the paper's number and ours, verdict and its reason."""
+    for topic, group in itertools.groupby(rows, key=lambda row: row['topic']):
+        table = rich.table.Table(
+            title=topic,
+            title_justify='left',
+            box=rich.box.SIMPLE_HEAD,
+            expand=True,
+            show_lines=True,
+        )
+        for name, ratio in (('claim', 4), ('paper', 3), ('ours', 4), ('verdict and reason', 4)):
+            table.add_column(name, ratio=ratio, overflow='fold')
+        for row in group:
+            verdict = rich.text.Text(row['verdict'], style=_COLOURS[row['verdict']])
+            # Texts, since a str would have its [brackets] read as markup.
+            cells = [rich.text.Text(row[name]) for name in ('claim', 'paper', 'ours')]
+            # A command is long, and claims.md has it.
+            reason = row['reason'].split(': python -m ')[0]
+            table.add_row(*cells, verdict.append(f': {reason}', style='default'))
+        yield table

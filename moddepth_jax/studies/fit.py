@@ -1,6 +1,6 @@
 """Which size is best at a budget: a parabola of the loss in the logarithm of the parameters.
 
-A row is a run of study.json. Rows without a finite loss (a run that diverged) count nowhere here.
+A row is a run of study.json. Rows without a finite loss (a run that diverged) are left out.
 """
 
 import math
@@ -10,14 +10,14 @@ import numpy as np
 
 
 class Size(NamedTuple):
-    """All runs of one variant at one budget and one size; they differ in their seeds.
+    """All runs of one variant at one budget and one size, which differ in their seeds.
 
     Attributes:
       size: layers x width, as '6x64'.
       parameters: their number.
-      flops_per_forward: FLOPs counted for the forward pass of one step.
-      losses: nats a token of each run, held out, by the causal rule; seeds ascending.
-      loss: the mean of these.
+      flops_per_forward: counted FLOPs of the forward pass of one step.
+      losses: held-out nats a token of each run, by the causal rule; seeds ascending.
+      loss: their mean.
     """
 
     size: str
@@ -31,9 +31,9 @@ class Fit(NamedTuple):
     """loss = a + b ln(parameters) + c ln(parameters)^2, in nats a token (Raposo et al., figure 3).
 
     Attributes:
-      a, b, c: see above.
-      optimum_parameters: of the vertex, or, where `inside` is False, of the best size that was run.
-      optimum_loss: there, nats a token.
+      a, b, c: coefficients.
+      optimum_parameters: of the vertex, or, if `inside` is False, of the best size that was run.
+      optimum_loss: nats a token at that optimum.
       inside: whether the parabola opens upwards and its vertex lies within the sizes that were run.
     """
 
@@ -46,7 +46,7 @@ class Fit(NamedTuple):
 
 
 class Optimum(NamedTuple):
-    """The best that a variant does at a budget: see `optimum`.
+    """The best of a variant at a budget; see `optimum`.
 
     Attributes:
       parameters: may lie between the sizes that were run.
@@ -66,23 +66,23 @@ def select(study: dict, variant: str, budget: float) -> list[dict]:
 
 
 def found(study: dict, budget: float) -> list[tuple[str, list[dict]]]:
-    """(variant, its rows) of each variant that `select` finds something of."""
+    """(variant, its rows) of each variant that has rows with a finite loss."""
     rows = ((name, select(study, name, budget)) for name in study['variants'])
     return [(name, mine) for name, mine in rows if mine]
 
 
 def budgets(study: dict) -> list[float]:
-    """Those of which `found` finds something."""
+    """The budgets at which some run has a finite loss."""
     return [budget for budget in study['budgets'] if found(study, budget)]
 
 
 def reference(study: dict) -> str:
-    """The variant that all others are compared with: dense, or the first."""
+    """The variant with which all others are compared: dense, or else the first."""
     return 'dense' if 'dense' in study['variants'] else list(study['variants'])[0]
 
 
 def bits_per_nat(study: dict) -> float:
-    """bits/byte of a loss of one nat a token, the same for all runs: they read the same text."""
+    """bits/byte of a loss of one nat a token: the same for all runs, since they read one text."""
     pairs = [(row['bits_per_byte'], row['loss']) for row in study['runs']]
     pairs = [pair for pair in pairs if None not in pair and all(map(math.isfinite, pair))]
     if not pairs:
@@ -111,7 +111,7 @@ def sizes(rows: list[dict]) -> list[Size]:
 def best(rows: list[dict]) -> Size:
     """Of the sizes with the most seeds, the one of the lowest mean loss.
 
-    A size that was run once may look best by luck: seeds are added where a first run was best.
+    A size with a single run may look best by luck: more seeds run only where a first run was best.
 
     Raises:
       ValueError: no rows.
@@ -122,7 +122,7 @@ def best(rows: list[dict]) -> Size:
 
 
 def fit(rows: list[dict]) -> Fit | None:
-    """Least squares through the mean over the seeds of each size; None below three sizes.
+    """Least squares through the mean over the seeds of each size; None for fewer than three sizes.
 
     Args:
       rows: of one variant at one budget, all with a finite loss.
@@ -131,13 +131,12 @@ def fit(rows: list[dict]) -> Fit | None:
     if len({size.parameters for size in found}) < 3:
         return None
     logs = np.log([size.parameters for size in found])
-    middle = float(np.mean(logs))
-    # Around their middle the logarithms are no longer nearly proportional to their squares.
-    c, slope, height = map(float, np.polyfit(logs - middle, [size.loss for size in found], 2))
-    b, a = slope - 2 * c * middle, height - slope * middle + c * middle**2
-    vertex = middle - slope / (2 * c) if c > 0 else math.inf
+    # `fit` maps the logarithms to -1 .. 1, since they are nearly proportional to their squares.
+    parabola = np.polynomial.Polynomial.fit(logs, [size.loss for size in found], 2)
+    a, b, c = map(float, parabola.convert().coef)
+    vertex = -b / (2 * c) if c > 0 else math.inf
     if logs[0] <= vertex <= logs[-1]:
-        return Fit(a, b, c, math.exp(vertex), height - slope**2 / (4 * c), True)
+        return Fit(a, b, c, math.exp(vertex), float(parabola(vertex)), True)
     lowest = best(rows)
     return Fit(a, b, c, lowest.parameters, lowest.loss, False)
 
@@ -154,7 +153,7 @@ def fits(study: dict) -> list[dict]:
 
 
 def optimum(rows: list[dict]) -> Optimum | None:
-    """The vertex of the parabola where it lies inside, else the best size; None without rows.
+    """The vertex of the parabola if it lies inside, else the best size; None without rows.
 
     FLOPs between two sizes are interpolated, their logarithm in that of the parameters.
     """

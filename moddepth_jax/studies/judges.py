@@ -1,267 +1,287 @@
-"""Judges of claims on MoD that are more than one difference: equal loss, best of all, optima."""
+"""The judges of claims: each takes the evidence and the arguments of a row of claims.toml.
+
+A judge raises NotMeasured if no study has the runs that it compares. Judges decide by 95%
+intervals: a claim holds if the whole interval lies on its side of a bound, does not hold if the
+whole interval lies on the other side, and is undecided otherwise.
+"""
 
 import math
+from typing import NamedTuple
+
+import numpy as np
 
 from moddepth_jax.studies import fit
-from moddepth_jax.studies.claims import (
-    FAILS,
-    HOLDS,
-    NOTHING,
-    UNTOLD,
-    Outcome,
-    difference_outcome,
-    problem_of,
-    told_groups,
+from moddepth_jax.studies.statistics import (
+    MIN_SEEDS,
+    MIN_STEPS,
+    Group,
+    Interval,
+    NotMeasured,
+    Place,
+    choose,
+    interval,
 )
-from moddepth_jax.studies.statistics import MIN_SEEDS, MIN_STEPS, choose, interval
 
-MARGIN = 0.01  # of the loss: what an interval may reach of a worse model that counts as equal
-NEAR = 0.25  # of FLOPs per forward: how far apart still counts as the same
-SHARES = (0.5, 0.85)  # of the dense optimum's FLOPs per forward
-BEST_CAPACITY = 0.125
+HOLDS, FAILS, UNDECIDED = 'holds', 'does not hold', 'cannot tell here'
+NOTHING = '-'  # where a row has no number, spread or setting
+BEST_DENSE = 'best dense'  # stands for a variant: the best of `dense` and `shallow`
 
 
-def against_best_dense(variant, dense_first=False, least_budget=0.0):
-    """A judge: a variant has a lower loss than the best dense model, each at its own best size.
+class Evidence(NamedTuple):
+    """What claims are judged by.
+
+    Attributes:
+      studies: content of study.json, by name of the study.
+      measures: content of measures.json, by name of the study in whose directory it lies.
+      counted: FLOPs of models by shape and part; see `launch.claims`.
+    """
+
+    studies: dict[str, dict]
+    measures: dict[str, dict]
+    counted: dict[str, dict]
+
+
+class Outcome(NamedTuple):
+    """The result for a claim: our number, its spread, the verdict, why, and where it was run."""
+
+    ours: str
+    spread: str
+    verdict: str
+    reason: str
+    setting: str
+
+
+def outcome_of(place: Place, groups: list[Group], ours, verdict, reason, spread='') -> Outcome:
+    """An outcome that is undecided if one of the groups has a problem."""
+    problem = next((group.problem for group in groups if group.problem), '')
+    if problem:
+        verdict, reason = UNDECIDED, problem
+    return Outcome(ours, spread or _losses(groups), verdict, reason, place.setting(groups))
+
+
+def _losses(groups):
+    return '; '.join(map(str, groups))
+
+
+def verdict_within(
+    intervals: list[Interval], low: float = -math.inf, high: float = math.inf, percent=False
+) -> tuple[str, str]:
+    """(verdict, reason) of the claim that all the intervals lie between two bounds."""
+    ends = [f'{100 * end:g}%' if percent and end else f'{end:g}' for end in (low, high)]
+    if math.isinf(low):
+        inside, outside, bound = f'below {ends[1]}', f'above {ends[1]}', ends[1]
+    elif math.isinf(high):
+        inside, outside, bound = f'above {ends[0]}', f'below {ends[0]}', ends[0]
+    else:
+        span = ' to '.join(ends)
+        inside, outside, bound = f'within {span}', f'outside {span}', f'an end of {span}'
+    one = len(intervals) == 1
+    if all(found.within(low, high) for found in intervals):
+        return HOLDS, f'{"the" if one else "each"} whole interval lies {inside}'
+    if any(found.outside(low, high) for found in intervals):
+        return FAILS, f'{"the" if one else "a"} whole interval lies {outside}'
+    return UNDECIDED, f'{"the" if one else "an"} interval contains {bound}'
+
+
+def _difference(first: Group, second: Group) -> Interval:
+    """Bits per byte of the first less those of the second."""
+    return interval([first.values(), second.values()], (1.0, -1.0))
+
+
+def _relative(first: Group, second: Group) -> Interval:
+    """The same as a share of the second."""
+    return _difference(first, second).scaled(1 / second.mean())
+
+
+def _compare(place, first, second):
+    """The outcome of the claim that the first of two groups has the lower loss."""
+    difference = _difference(first, second)
+    losses = ', '.join(f'{group.variant} {group.mean():.3f}' for group in (first, second))
+    ours = f'{losses} bits a byte: {_relative(first, second):+.1%}'
+    spread = f'{_losses([first, second])}; difference {difference:+.3f}'
+    return outcome_of(place, [first, second], ours, *verdict_within([difference], high=0), spread)
+
+
+def lower_loss(
+    evidence: Evidence,
+    first: str,
+    second: str,
+    at: str = 'one size',
+    kinds=('flops',),
+    least_budget: float = 0.0,
+) -> Outcome:
+    """The variant `first` has a lower loss than `second` at an equal budget.
 
     Args:
-      variant: its name.
-      dense_first: the claim is the other way round.
+      evidence: the studies.
+      first, second: variants; one may be BEST_DENSE with at='best sizes'.
+      at: 'one size' for both, or 'best sizes', each at its own.
+      kinds: of studies.
       least_budget: smaller ones do not count.
     """
 
     def pick(place):
-        groups = [place.best(variant), place.best_dense()]
-        return (groups[::-1] if dense_first else groups) if place.budget >= least_budget else []
+        if place.budget < least_budget:
+            return []
+        if at == 'one size':
+            return place.shared(first, second)
+        names = (first, second)
+        return [place.best_dense() if name == BEST_DENSE else place.best(name) for name in names]
 
-    def judge(evidence):
-        found = choose(evidence.studies, pick)
-        return difference_outcome(*found) if found else None
-
-    return judge
-
-
-def _dense_and_sizes(evidence, wanted):
-    """(place, the best dense group, MoD groups) where a verdict is likeliest, or None.
-
-    Args:
-      evidence: with the studies.
-      wanted: called with the dense and a MoD group, whether the second is of interest.
-    """
-
-    def usable(place):
-        dense = place.best_dense()
-        groups = [group for group in place.groups('mod') if dense and wanted(dense, group)]
-        good = [group for group in groups if not group.problem]
-        return [dense, *(good or groups)] if groups else []
-
-    found = choose(evidence.studies, usable)
-    return (found[0], found[1][0], found[1][1:]) if found else None
+    place, (first_group, second_group) = choose(evidence.studies, pick, kinds)
+    return _compare(place, first_group, second_group)
 
 
-def _share(group, dense):
-    """Interval of (loss - loss of dense) / loss of dense."""
-    difference = interval([group.values(), dense.values()], (1.0, -1.0))
-    return difference.times(1 / dense.mean())
-
-
-def equal_loss(tell, paper):
-    """A judge of what a MoD step costs at the loss of the best dense model.
-
-    Args:
-      tell: FLOPs of a dense step over those of a MoD step -> the text of our number.
-      paper: that ratio in the paper.
-    """
-
-    def speed(dense, group):
-        return dense.mean('flops_per_step') / group.mean('flops_per_step')
-
-    def judge(evidence):
-        found = _dense_and_sizes(evidence, lambda dense, group: speed(dense, group) > 1)
-        if not found:
-            return None
-        place, dense, sizes = found
-        shares = {group.size: _share(group, dense) for group in sizes}
-        no_higher = [group for group in sizes if shares[group.size].mean <= 0]
-        equal = [group for group in no_higher if shares[group.size].high < MARGIN]
-        best = max(equal or no_higher or sizes, key=lambda group: (speed(dense, group), group.size))
-        problem = problem_of([dense, *sizes])
-        if problem:
-            verdict, reason = UNTOLD, problem
-        elif equal:
-            verdict, reason = HOLDS, f'the interval excludes a loss that is {MARGIN:.0%} higher'
-            if speed(dense, best) < paper:
-                reason += "; the paper's number is not reached"
-        elif all(share.low > 0 for share in shares.values()):
-            verdict, reason = FAILS, 'every cheaper MoD size is worse, its whole interval above 0'
-        else:
-            verdict, reason = (
-                UNTOLD,
-                'no cheaper MoD size is shown to be equal, nor all to be worse',
-            )
-        loss = shares[best.size].told('+.1%')
-        ours = (
-            f'{tell(speed(dense, best))}, MoD {best.size} against dense {dense.size}, loss {loss}'
-        )
-        groups = [dense, *sizes]
-        return Outcome(ours, told_groups(groups), verdict, reason, place.told(groups))
-
-    return judge
-
-
-def causal_loss_by_flops(evidence):
-    """A judge: by its causal rule, MoD is below the best dense loss at SHARES of its FLOPs."""
-
-    def ratio(dense, group):
-        return group.mean('flops_per_forward') / dense.mean('flops_per_forward')
-
-    def wanted(dense, group):
-        return SHARES[0] <= ratio(dense, group) <= SHARES[1]
-
-    found = _dense_and_sizes(evidence, wanted)
-    if not found:
-        return None
-    place, dense, sizes = found
-    sizes.sort(key=lambda group: ratio(dense, group))
-    shares = [_share(group, dense) for group in sizes]
-    verdict, reason = UNTOLD, 'the intervals contain 0'
-    if problem_of([dense, *sizes]):
-        reason = problem_of([dense, *sizes])
-    elif any(share.high < 0 for share in shares):
-        verdict, reason = HOLDS, 'the whole interval of a MoD size lies below 0'
-    elif all(share.low > 0 for share in shares):
-        verdict, reason = FAILS, 'each whole interval lies above 0'
-    pairs = zip(sizes, shares, strict=True)
-    ours = '; '.join(f'{ratio(dense, group):.2f}: {1 + share.mean:.3f}' for group, share in pairs)
-    spread = '; '.join(share.told('+.1%') for share in shares)
-    groups = [dense, *sizes]
-    told = f'{told_groups(groups)}; differences {spread}'
-    return Outcome(ours, told, verdict, reason, place.told(groups))
-
-
-def best_of(first: str, *others: str):
-    """A judge: the variant `first` has a lower loss than each of the others, all at one size."""
+def lowest_loss(evidence: Evidence, first: str, others: list[str]) -> Outcome:
+    """The variant `first` has a lower loss than each of the others, all at one size."""
 
     def pick(place):
         there = [name for name in others if place.shared(first, name)]
         return place.shared(first, *there) if there else []
 
-    def judge(evidence):
-        found = choose(evidence.studies, pick)
-        if not found:
-            return None
-        place, (best, *rest) = found
-        pairs = {group.variant: difference_outcome(place, [best, group]) for group in rest}
-        of = {
-            verdict: [name for name, outcome in pairs.items() if outcome.verdict == verdict]
-            for verdict in (HOLDS, FAILS, UNTOLD)
-        }
-        lacking = [name for name in others if name not in pairs]
-        verdict, reason = HOLDS, 'each whole interval lies below 0'
-        if of[FAILS]:
-            verdict, reason = FAILS, f'{", ".join(of[FAILS])} better, the whole interval above 0'
-        elif of[UNTOLD]:
-            name = of[UNTOLD][0]
-            verdict, reason = UNTOLD, f'against {name}: {pairs[name].reason}'
-        elif lacking:
-            verdict, reason = UNTOLD, f'not run: {", ".join(lacking)}'
-        losses = [f'{name} {out.ours.split(": ")[1]}' for name, out in pairs.items()]
-        ours = f'{first} {best.mean():.3f} bits a byte; against {", ".join(losses)}'
-        groups = [best, *rest]
-        return Outcome(ours, told_groups(groups), verdict, reason, place.told(groups))
-
-    return judge
+    place, (best, *rest) = choose(evidence.studies, pick)
+    outcomes = {group.variant: _compare(place, best, group) for group in rest}
+    better = [name for name, outcome in outcomes.items() if outcome.verdict == FAILS]
+    close = [name for name, outcome in outcomes.items() if outcome.verdict == UNDECIDED]
+    missing = [name for name in others if name not in outcomes]
+    verdict, reason = HOLDS, 'each whole interval lies below 0'
+    if better:
+        verdict, reason = FAILS, f'{", ".join(better)} better, the whole interval above 0'
+    elif close:
+        verdict, reason = UNDECIDED, f'against {close[0]}: {outcomes[close[0]].reason}'
+    elif missing:
+        verdict, reason = UNDECIDED, f'not run: {", ".join(missing)}'
+    against = ', '.join(f'{group.variant} {_relative(best, group):+.1%}' for group in rest)
+    ours = f'{first} {best.mean():.3f} bits a byte; against {against}'
+    # A problem of a group is already the reason of its comparison, and does not hide a better one.
+    return Outcome(ours, _losses([best, *rest]), verdict, reason, place.setting([best, *rest]))
 
 
-def _capacity(name):
-    """Of the variants mod and mod_SHARE; None of others."""
-    share = name.removeprefix('mod_')
-    if name == 'mod':
-        return BEST_CAPACITY
-    return float(share) if share.replace('.', '', 1).isdecimal() else None
-
-
-def _by_capacity(place):
-    """Groups with every other block routed, all of one size, from most tokens to fewest."""
-    names = [name for name in place.study['variants'] if _capacity(name) is not None]
-    there = [name for name in names if place.shared('mod', name)]
-    groups = place.shared('mod', *there)[1:] if 'mod' in there else []
-    return sorted(groups, key=lambda group: -_capacity(group.variant))
-
-
-def down_to_best_capacity(evidence):
-    """A judge: the loss falls from the largest capacity that was run to 12.5%, worse at no step."""
+def falling_loss(evidence: Evidence, variants: list[str]) -> Outcome:
+    """The loss falls from the first of some capacities that was run to the last, at one size."""
 
     def pick(place):
-        groups = [g for g in _by_capacity(place) if _capacity(g.variant) >= BEST_CAPACITY]
-        return groups if len(groups) > 1 else []
+        there = [name for name in variants if place.shared(variants[-1], name)]
+        return place.shared(variants[-1], *there)[1:] if len(there) > 1 else []
 
-    found = choose(evidence.studies, pick)
-    if not found:
-        return None
-    place, groups = found
-    total = difference_outcome(place, [groups[-1], groups[0]])
-    steps = [
-        difference_outcome(place, pair[::-1]) for pair in zip(groups, groups[1:], strict=False)
-    ]
-    verdict, reason = total.verdict, total.reason
-    if problem_of(groups):
-        verdict, reason = UNTOLD, problem_of(groups)
-    elif FAILS in [step.verdict for step in steps]:
+    place, groups = choose(evidence.studies, pick)
+    steps = [_difference(low, high) for high, low in zip(groups, groups[1:], strict=False)]
+    total = _difference(groups[-1], groups[0])
+    verdict, reason = verdict_within([total], high=0)
+    if any(step.low > 0 for step in steps):
         verdict, reason = FAILS, 'a step to fewer tokens is worse, its whole interval above 0'
-    losses = ', '.join(f'{_capacity(g.variant):.1%} {g.mean():.3f}' for g in groups)
-    share = total.ours.split(': ')[1]
-    ours = f'{losses} bits a byte; from first to last {share}'
-    return Outcome(ours, told_groups(groups), verdict, reason, place.told(groups))
+    changes = {name: variant['changes'] for name, variant in place.study['variants'].items()}
+    losses = ', '.join(
+        f'{changes[group.variant]["model.routing.capacity"]:.1%} {group.mean():.3f}'
+        for group in groups
+    )
+    share = _relative(groups[-1], groups[0])
+    ours = f'{losses} bits a byte; from first to last {share:+.1%}'
+    return outcome_of(place, groups, ours, verdict, reason)
 
 
-def below_best_capacity(evidence):
-    """A judge: 12.5% has a lower loss than the smallest capacity that was run below it."""
+def _cost(group, dense):
+    """FLOPs of a forward pass, and so of a step, over those of the dense model."""
+    return group.mean('flops_per_forward') / dense.mean('flops_per_forward')
+
+
+def _cheaper_sizes(evidence, least, most):
+    """(place, best dense group, MoD groups that cost between two shares of it)."""
 
     def pick(place):
-        groups = _by_capacity(place)
-        if not groups or _capacity(groups[-1].variant) >= BEST_CAPACITY:
-            return []
-        return [next(group for group in groups if group.variant == 'mod'), groups[-1]]
+        dense = place.best_dense()
+        groups = [g for g in place.groups('mod') if dense and least <= _cost(g, dense) < most]
+        sound = [group for group in groups if not group.problem]
+        return [dense, *(sound or groups)] if groups else []
 
-    found = choose(evidence.studies, pick)
-    return difference_outcome(*found) if found else None
+    place, (dense, *sizes) = choose(evidence.studies, pick)
+    return place, dense, sizes
 
 
-def depth_not_width(evidence):
-    """A judge of parameters and FLOPs per forward at the optima of MoD and dense, seed by seed."""
+def equal_loss(evidence: Evidence, margin: float, paper: float, unit: str) -> Outcome:
+    """A cheaper MoD size is as good as the best dense model: the cheapest such size is shown.
+
+    Args:
+      evidence: the studies.
+      margin: the interval of an equal size excludes a loss that is higher by this share.
+      paper: FLOPs of the dense step over those of the MoD step, in the paper.
+      unit: of our number, 'faster' or 'fewer FLOPs'.
+    """
+    place, dense, sizes = _cheaper_sizes(evidence, 0.0, 1.0)
+    losses = {group.size: _relative(group, dense) for group in sizes}
+    not_worse = [group for group in sizes if losses[group.size].mean <= 0]
+    equal = [group for group in not_worse if losses[group.size].high < margin]
+    best = min(equal or not_worse or sizes, key=lambda group: (_cost(group, dense), group.size))
+    speed = 1 / _cost(best, dense)
+    if equal:
+        verdict, reason = HOLDS, f'the interval excludes a loss that is {margin:.0%} higher'
+        reason += "; the paper's number is not reached" if speed < paper else ''
+    elif all(loss.low > 0 for loss in losses.values()):
+        verdict, reason = FAILS, 'every cheaper MoD size is worse, its whole interval above 0'
+    else:
+        verdict = UNDECIDED
+        reason = 'no cheaper MoD size is shown to be equal, nor all to be worse'
+    saved = {'faster': speed - 1, 'fewer FLOPs': 1 - 1 / speed}[unit]
+    sizes_compared = f'MoD {best.size} against dense {dense.size}'
+    ours = f'{saved:.0%} {unit}, {sizes_compared}, loss {losses[best.size]:+.1%}'
+    return outcome_of(place, [dense, *sizes], ours, verdict, reason)
+
+
+def lower_loss_at_cost(evidence: Evidence, least: float, most: float) -> Outcome:
+    """A MoD size that costs between two shares of the best dense model has a lower loss."""
+    place, dense, sizes = _cheaper_sizes(evidence, least, most)
+    sizes.sort(key=lambda group: _cost(group, dense))
+    losses = [_relative(group, dense) for group in sizes]
+    verdict, reason = UNDECIDED, 'the intervals contain 0'
+    if any(loss.high < 0 for loss in losses):
+        verdict, reason = HOLDS, 'the whole interval of a MoD size lies below 0'
+    elif all(loss.low > 0 for loss in losses):
+        verdict, reason = FAILS, 'each whole interval lies above 0'
+    ours = '; '.join(
+        f'{_cost(group, dense):.2f}: {1 + loss.mean:.3f}'
+        for group, loss in zip(sizes, losses, strict=True)
+    )
+    groups = [dense, *sizes]
+    spread = f'{_losses(groups)}; differences {"; ".join(f"{loss:+.1%}" for loss in losses)}'
+    return outcome_of(place, groups, ours, verdict, reason, spread)
+
+
+def depth_not_width(evidence: Evidence, near: float) -> Outcome:
+    """At the optima of each seed MoD has more parameters than dense and the same FLOPs.
+
+    Args:
+      evidence: the studies.
+      near: how far FLOPs per forward pass may be apart and still count as the same.
+    """
 
     def pick(place):
         sizes = [place.groups('mod'), place.groups('dense')]
         return sizes[0] + sizes[1] if all(len(groups) > 2 for groups in sizes) else []
 
-    found = choose(evidence.studies, pick)
-    if not found:
-        return None
-    place, groups = found
+    place, groups = choose(evidence.studies, pick)
     seeds = sorted({row['seed'] for group in groups for row in group.rows})
     by_seed = {seed: _ratios(groups, seed) for seed in seeds}
     by_seed = {seed: ratios for seed, ratios in by_seed.items() if ratios}
-    over_means, reason = _ratios(groups), ''
+    over_means = _ratios(groups)
     ours = 'an optimum does not lie inside the sizes that were run'
     if over_means:
         ours = '{:.2f} x the parameters, {:.2f} x the FLOPs per forward'.format(*over_means)
     spread = '; '.join('seed {}: {:.2f} x, {:.2f} x'.format(s, *r) for s, r in by_seed.items())
     steps = min(row['steps'] for group in groups for row in group.rows)
-    verdict = UNTOLD
+    verdict = UNDECIDED
     if len(by_seed) < MIN_SEEDS:
         reason = f'{len(by_seed)} seeds have both optima inside, {MIN_SEEDS} are needed'
     elif steps < MIN_STEPS:
         reason = f'the shortest run has {steps} steps, {MIN_STEPS} are needed'
     else:
-        verdict, reason = _judge_ratios(list(by_seed.values()))
-    return Outcome(ours, spread or NOTHING, verdict, reason, place.told(groups))
+        verdict, reason = _judge_ratios(list(by_seed.values()), near)
+    return Outcome(ours, spread or NOTHING, verdict, reason, place.setting(groups))
 
 
 def _ratios(groups, seed=None):
-    """Parameters and FLOPs per forward at MoD's optimum over dense's; None if one is not inside.
+    """Parameters and FLOPs at MoD's optimum over dense's; None if one does not lie inside.
 
-    By the runs of one seed, or of all.
+    From the runs of one seed, or of all.
     """
     optima = []
     for variant in ('mod', 'dense'):
@@ -275,12 +295,69 @@ def _ratios(groups, seed=None):
     return mod.parameters / dense.parameters, mod.flops_per_forward / dense.flops_per_forward
 
 
-def _judge_ratios(ratios):
-    logs = [[math.log(ratio) for ratio in pair] for pair in ratios]
-    parameters, flops = (interval([values]) for values in zip(*logs, strict=True))
-    bars = (math.log(1 - NEAR), math.log(1 + NEAR))
-    if parameters.high < 0 or flops.outside(*bars):
+def _judge_ratios(ratios, near):
+    parameters, flops = (interval([logs]) for logs in np.log(ratios).T)
+    bounds = (math.log(1 - near), math.log(1 + near))
+    if parameters.high < 0 or flops.outside(*bounds):
         return FAILS, 'fewer parameters, or other FLOPs per forward, by a whole interval'
-    if parameters.low > 0 and flops.within(*bars):
+    if parameters.low > 0 and flops.within(*bounds):
         return HOLDS, 'more parameters and the same FLOPs per forward, by whole intervals'
-    return UNTOLD, 'an interval over the seeds contains its bar'
+    return UNDECIDED, 'an interval over the seeds contains its bound'
+
+
+def perplexity(evidence: Evidence, first: str, second: str, margin: float, saved: float) -> Outcome:
+    """The variant `first` saves FLOPs within a margin of the perplexity of `second`.
+
+    The claim is of perplexity per token, ours is per byte and differs by less: it cannot hold.
+
+    Args:
+      evidence: the studies.
+      first, second: variants at one size.
+      margin: of perplexity.
+      saved: least share of the FLOPs of a forward pass.
+    """
+    place, groups = choose(evidence.studies, lambda place: place.shared(first, second))
+    worse = interval([[2**bits for bits in group.values()] for group in groups], (1.0, -1.0))
+    share = 1 - _cost(*groups)
+    verdict, reason = verdict_within([worse], high=margin)
+    if verdict == HOLDS:
+        verdict, reason = UNDECIDED, 'the claim is of perplexity per token, which differs by more'
+    if share < saved:
+        verdict, reason = FAILS, f'saves less than {saved:.0%}'
+    ours = f'saves {share:.0%}, perplexity per byte {worse:+.3f}'
+    return outcome_of(place, groups, ours, verdict, reason)
+
+
+def larger_gain(evidence: Evidence, first: list[str], second: list[str], kinds) -> Outcome:
+    """The difference of a pair of variants lies below that of another pair, all at one size."""
+    place, groups = choose(evidence.studies, lambda place: place.shared(*first, *second), kinds)
+    difference = interval([group.values() for group in groups], (1.0, -1.0, -1.0, 1.0))
+    post, pre = _difference(*groups[:2]), _difference(*groups[2:])
+    ours = f'post {post.mean:+.3f}, pre {pre.mean:+.3f} bits a byte: {difference:+.3f}'
+    return outcome_of(place, groups, ours, *verdict_within([difference], high=0))
+
+
+def counted_cost(
+    evidence: Evidence, shape: str, paper: float, margin: float, published: bool = True
+) -> Outcome:
+    """MoDA costs the FLOPs that the paper says, as counted from shapes; needs no run.
+
+    Args:
+      evidence: with `counted`.
+      shape: name in `counted`.
+      paper: its cost, over dense.
+      margin: what still counts as the paper's cost.
+      published: whether the paper gives that shape.
+    """
+    if shape not in evidence.counted:
+        raise NotMeasured
+    counted = evidence.counted[shape]
+    halved, full = (counted['moda'][way] / counted['dense'][way] - 1 for way in ('halved', 'full'))
+    verdict, reason = HOLDS, f'within one percentage point of {paper:.1%}'
+    if abs(halved - paper) > margin:
+        verdict, reason = FAILS, f'more than one percentage point from {paper:.1%}'
+    if not published:
+        verdict, reason = UNDECIDED, 'the paper does not give this shape; ours is a guess'
+    ours = f'+{halved:.1%} (attention not halved for causality: +{full:.1%})'
+    setting = f'configs/{shape}.py, rows of {counted["length"]} tokens, counted, no run'
+    return Outcome(ours, 'none: a count', verdict, reason, setting)

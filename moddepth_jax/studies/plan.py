@@ -1,4 +1,4 @@
-"""What an isoFLOP study trains: its variants by name, and the runs that follow from what is known.
+"""What an isoFLOP study trains: its variants by name, and the runs that follow from the losses.
 
 For each budget of training FLOPs and each model size the steps follow from the FLOPs of one step
 (Raposo et al. 2024, section 4.1). The learning rate is tuned once, with the dense model at the
@@ -10,19 +10,21 @@ import math
 from typing import NamedTuple
 
 SIZED = ('dense', 'shallow', 'mod')  # variants that run at every size; others at MoD's best
-DIVERGED = math.inf  # the loss of a run that ended in steps which were not finite
+DIVERGED = math.inf  # the loss of a run that diverged
 
 
 class Variant(NamedTuple):
     """A model of a study.
 
     Attributes:
-      label: what figures and tables call it.
-      changes: knobs by dotted name, as differences to the study's config.
+      label: its name in figures and tables.
+      changes: knobs by dotted name, as differences from the study's config.
+      look: colour of COLOURS in plot_style.py and marker of Matplotlib; '': some that are free.
     """
 
     label: str
     changes: dict[str, object]
+    look: str = ''
 
 
 _PLAIN = {
@@ -46,51 +48,53 @@ def _moda(slots):
 _EXPERTS = {'model.experts.choice': 'token'}
 _AVERAGE = {'model.depth.stream': 'average', 'model.layer_loop': 'unrolled'}
 _STREAMS = {
-    'dense': Variant('dense', _PLAIN),
-    'wider': Variant('dense, as many parameters', _PLAIN),
-    'moda_attention': Variant('MoDA, attention slots', _PLAIN | _moda('attention')),
-    'moda': Variant('MoDA, attention and mlp slots', _PLAIN | _moda('attention+ffn')),
+    'dense': Variant('dense', _PLAIN, 'black o'),
+    'wider': Variant('dense, as many parameters', _PLAIN, 'grey s'),
+    'moda_attention': Variant('MoDA, attention slots', _PLAIN | _moda('attention'), 'sky >'),
+    'moda': Variant('MoDA, attention and mlp slots', _PLAIN | _moda('attention+ffn'), 'blue D'),
     'average': Variant('learned average of the layers', _PLAIN | _AVERAGE),
-    'mod_moda': Variant('MoD and MoDA', _mod() | _moda('attention+ffn')),
+    'mod_moda': Variant('MoD and MoDA', _mod() | _moda('attention+ffn'), 'green h'),
 }
 _POST = {'model.norm_placement': 'post'}
 VARIANTS = {
     'dense': _STREAMS['dense'],
-    'shallow': Variant("dense, shallower: MoD's FLOPs per forward", _PLAIN),
-    'mod': Variant('MoD 12.5%, every other block', _mod()),
-    'mod_0.25': Variant('MoD 25%, every other block', _mod(capacity=0.25)),
-    'mod_0.5': Variant('MoD 50%, every other block', _mod(capacity=0.5)),
-    'every_0.125': Variant('MoD 12.5%, every block', _mod(layers='every:1')),
-    'every_0.5': Variant('MoD 50%, every block', _mod(layers='every:1', capacity=0.5)),
-    'random': Variant('random 12.5%, every other block', _mod('random')),
-    'random_every_0.5': Variant('random 50%, every block', _mod('random', 'every:1', 0.5)),
-    'position': Variant('by position 12.5%, every other block', _mod('position')),
-    'norm': Variant('by norm 12.5%, every other block', _mod('norm', causal_rule='threshold')),
-    'aux_loss': Variant('MoD 12.5%, causal by aux. loss', _mod(causal_rule='aux_loss')),
-    'moe': Variant('experts', _PLAIN | _EXPERTS),
-    'moe_capacity_0.5': Variant('experts, half the expert capacity', _PLAIN | _EXPERTS),
-    'integrated': Variant('MoDE integrated, half no-ops', _PLAIN | _EXPERTS),
-    'staged': Variant('MoDE staged, 12.5%, every other block', _mod() | _EXPERTS),
+    'shallow': Variant("dense, shallower: MoD's FLOPs per forward", _PLAIN, 'grey s'),
+    'mod': Variant('MoD 12.5%, every other block', _mod(), 'blue D'),
+    'mod_0.25': Variant('MoD 25%, every other block', _mod(capacity=0.25), 'sky ^'),
+    'mod_0.5': Variant('MoD 50%, every other block', _mod(capacity=0.5), 'sky v'),
+    'every_0.125': Variant('MoD 12.5%, every block', _mod(layers='every:1'), 'green ^'),
+    'every_0.5': Variant('MoD 50%, every block', _mod(layers='every:1', capacity=0.5), 'green v'),
+    'random': Variant('random 12.5%, every other block', _mod('random'), 'red X'),
+    'random_every_0.5': Variant('random 50%, every block', _mod('random', 'every:1', 0.5), 'red v'),
+    'position': Variant('by position 12.5%, every other block', _mod('position'), 'orange P'),
+    'norm': Variant(
+        'by norm 12.5%, every other block', _mod('norm', causal_rule='threshold'), 'rose p'
+    ),
+    'aux_loss': Variant('MoD 12.5%, causal by aux. loss', _mod(causal_rule='aux_loss'), 'rose <'),
+    'moe': Variant('experts', _PLAIN | _EXPERTS, 'orange ^'),
+    'moe_capacity_0.5': Variant('experts, half the expert capacity', _PLAIN | _EXPERTS, 'green v'),
+    'integrated': Variant('MoDE integrated, half no-ops', _PLAIN | _EXPERTS, 'rose p'),
+    'staged': Variant('MoDE staged, 12.5%, every other block', _mod() | _EXPERTS, 'blue D'),
     **_STREAMS,
     **{
-        f'{name}_post': Variant(f'{label}, post-norm', changes | _POST)
-        for name, (label, changes) in _STREAMS.items()
+        f'{name}_post': Variant(f'{label}, post-norm', changes | _POST, look)
+        for name, (label, changes, look) in _STREAMS.items()
     },
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """What is to be compared; see `launch.isoflop` for its flags.
+    """What is compared; see `launch.isoflop` for its flags.
 
     Attributes:
       kind: flops or steps, the unit of the budgets.
       budgets: ascending.
       sizes: LxD, see configs/sizes.py.
       variants: names in VARIANTS.
-      seeds: of which the first is used where one has to do.
-      learning_rates: tried at the smallest budget with `dense`, or else the first variant; one
-        alone is just used.
+      seeds: the first is used where there is one run only.
+      learning_rates: tried at the smallest budget with `dense`, or else the first variant; a single
+        one is used without tuning.
     """
 
     kind: str
@@ -106,7 +110,8 @@ class Study:
         for name in ('budgets', 'sizes', 'variants', 'seeds', 'learning_rates'):
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):
-                raise ValueError(f'{name}={",".join(map(str, values))!r}: must be one or more')
+                given = ','.join(map(str, values))
+                raise ValueError(f'{name}={given!r}: must be one or more, all different')
         for name in ('budgets', 'learning_rates'):
             if not all(0 < value < math.inf for value in getattr(self, name)):
                 raise ValueError(f'{name}={getattr(self, name)}: must be numbers above 0')
@@ -114,12 +119,12 @@ class Study:
         if unknown:
             raise ValueError(f'variants={unknown[0]!r}: must be of {", ".join(VARIANTS)}')
         if 'shallow' in self.variants and 'mod' not in self.variants:
-            raise ValueError('variants: shallow is as deep as mod costs; name mod too')
+            raise ValueError('variants: the depth of shallow follows from the cost of mod; add mod')
         object.__setattr__(self, 'budgets', tuple(sorted(self.budgets)))
 
     @property
     def anchor(self) -> str:
-        """The variant at whose best size those run that do not run at every size."""
+        """The variant at whose best size the variants that are not `sized` run."""
         return next(name for name in ('mod', *self.sized) if name in self.variants)
 
     @property
@@ -133,7 +138,7 @@ class Planned(NamedTuple):
 
     Attributes:
       variant: its name.
-      size: of the model that the row belongs to; that of `shallow` is MoD's.
+      size: of the model that the row belongs to; for `shallow`, the size of MoD.
       trained: size of the model that is trained.
       budget: in the study's unit.
       learning_rate: its peak.
@@ -151,7 +156,7 @@ class Planned(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of its directory. A shallower dense model is a dense model, trained once for both."""
+        """The name of its directory. A shallower model that is also a dense size trains once."""
         model = 'dense' if self.variant == 'shallow' else self.variant
         budget = f'{self.budget:g}'.replace('+', '')
         return f'{model}-{self.trained}-{budget}-lr{self.learning_rate:g}-seed{self.seed}'
@@ -163,7 +168,7 @@ def width(size: str) -> int:
 
 
 class Plan:
-    """The runs of a study, as far as the losses that are known decide them.
+    """The runs of a study, as far as the known losses decide them.
 
     Args:
       study: what is compared.
@@ -177,6 +182,8 @@ class Plan:
     def tuning(self) -> list[Planned]:
         """The dense model at the smallest budget: each rate, at the first size of each width."""
         study, first = self.study, {}
+        if len(study.learning_rates) == 1:
+            return []
         for size in study.sizes:
             first.setdefault(width(size), size)
         variant = 'dense' if 'dense' in study.variants else study.variants[0]
@@ -184,23 +191,21 @@ class Plan:
             self._run(variant, size, study.budgets[0], rate, study.seeds[0])
             for size in first.values()
             for rate in study.learning_rates
-            if len(study.learning_rates) > 1
         ]
 
     def learning_rates(self, losses: dict[str, float]) -> dict[int, float] | None:
-        """The rate of the lowest loss for each width; None while one is missing."""
+        """The rate of the lowest loss for each width; None while a loss is missing."""
         rates = {width(size): self.study.learning_rates[0] for size in self.study.sizes}
-        best = {}
-        for run in self.tuning():
-            if run.name not in losses:
-                return None
-            mark = (losses[run.name], run.learning_rate)
-            if mark < best.get(width(run.size), (math.inf, math.inf)):
-                best[width(run.size)] = mark
-        return rates | {wide: rate for wide, (_, rate) in best.items()}
+        tuning = self.tuning()
+        if any(run.name not in losses for run in tuning):
+            return None
+        # The best comes last and stays; of equal losses it is the smallest rate.
+        for run in sorted(tuning, key=lambda run: (-losses[run.name], -run.learning_rate)):
+            rates[width(run.size)] = run.learning_rate
+        return rates
 
     def runs(self, losses: dict[str, float]) -> tuple[list[Planned], bool]:
-        """The runs that `losses` (by name of finished ones) decide, and whether that is all.
+        """The runs that `losses` (by name of finished runs) decide, and whether these are all.
 
         First the learning rates, then each size, then, at the best size of each budget, the other
         variants, and at the largest budget the other seeds, of every size too.
@@ -236,8 +241,8 @@ class Plan:
         chosen = {(run.variant, run.name): run for run in (*sized, *rest)}
         return self.tuning() + list(chosen.values()), True
 
-    def size_of_whole(self) -> dict[float, int]:
-        """How many different runs the whole study has at most, by budget."""
+    def max_runs(self) -> dict[float, int]:
+        """How many different runs the study has at most, by budget."""
         study = self.study
         extra = len(study.variants) - len(study.sized)
         counts = {budget: len(study.sized) * len(study.sizes) + extra for budget in study.budgets}
@@ -247,7 +252,7 @@ class Plan:
         return counts
 
     def examples(self) -> list[Planned]:
-        """A run of each variant, size and budget, whether it is to be trained or not."""
+        """A run of each variant, size and budget, whether or not it will be trained."""
         study = self.study
         return [
             self._run(variant, size, budget, study.learning_rates[0], study.seeds[0])
@@ -262,5 +267,5 @@ class Plan:
 
 
 def nearest_depth(flops_by_depth: dict[int, float], flops: float) -> int:
-    """The depth whose FLOPs are nearest, the lesser one of two as near."""
+    """The depth whose FLOPs are nearest; the smaller one of two that are equally near."""
     return min(flops_by_depth, key=lambda depth: (abs(flops_by_depth[depth] - flops), depth))

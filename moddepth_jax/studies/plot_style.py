@@ -1,44 +1,26 @@
-"""What the figures of a study have in common: colours and markers by variant, points, legends."""
-
-import math
+"""What the figures of a study have in common: colours and markers by variant, axes, legends."""
 
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-from matplotlib.transforms import ScaledTranslation
 
-INK, PAPER, GRID = '#1d1f21', '#ffffff', '#d8dadc'  # a page replaces them by its own
-_GREY, _BLUE, _SKY, _GREEN = '#8a8d90', '#0072b2', '#4aa3dd', '#009e73'
-_ORANGE, _RED, _ROSE = '#e69f00', '#d55e00', '#c7679c'
-# Colours that colour-blind readers tell apart (Okabe and Ito), and a marker each besides.
-_STYLES = {
-    'dense': (INK, 'o'),
-    'shallow': (_GREY, 's'),
-    'mod': (_BLUE, 'D'),
-    'mod_0.25': (_SKY, '^'),
-    'mod_0.5': (_SKY, 'v'),
-    'every_0.125': (_GREEN, '^'),
-    'every_0.5': (_GREEN, 'v'),
-    'random': (_RED, 'X'),
-    'random_every_0.5': (_RED, 'v'),
-    'position': (_ORANGE, 'P'),
-    'norm': (_ROSE, 'p'),
-    'aux_loss': (_ROSE, '<'),
-    'wider': (_GREY, 's'),
-    'moda_attention': (_SKY, '>'),
-    'moda': (_BLUE, 'D'),
-    'mod_moda': (_GREEN, 'h'),
-    'moe': (_ORANGE, '^'),
-    'moe_capacity_0.5': (_GREEN, 'v'),
-    'integrated': (_ROSE, 'p'),
-    'staged': (_BLUE, 'D'),
+from moddepth_jax.studies.plan import VARIANTS
+
+INK, PAPER, GRID = '#1d1f21', '#ffffff', '#d8dadc'
+# Colour-blind readers can tell these apart (Okabe and Ito); variants also differ in their marker.
+COLOURS = {
+    'black': INK,
+    'grey': '#8a8d90',
+    'blue': '#0072b2',
+    'sky': '#4aa3dd',
+    'green': '#009e73',
+    'orange': '#e69f00',
+    'red': '#d55e00',
+    'rose': '#c7679c',
 }
-_SPARE = [((_GREEN, _RED, _ROSE, _ORANGE)[i % 4], 'd>8<'[(i + i // 4) % 4]) for i in range(16)]
-_BESIDE = 8.5  # points between marks that would cover each other
-_SIDES = (0, 1, -1, 2, -2, 3, -3)  # places aside, in the order in which they are tried
-_NEAR = 0.03  # of an axis: marks nearer than that would
+_FREE = [f'{"green red rose orange".split()[i % 4]} {"d>8<"[(i + i // 4) % 4]}' for i in range(16)]
 SETTINGS = {
     'svg.hashsalt': 'study',
     'svg.fonttype': 'path',
@@ -96,24 +78,27 @@ def sentence(text: str) -> Figure:
 
 
 def style(study: dict, variant: str) -> dict:
-    """Keywords of a line with markers; those of NAME_post are hollow, else as those of NAME."""
+    """Keywords of a line with markers; NAME_post looks like NAME with a hollow marker."""
     base = variant.removesuffix('_post')
-    others = [name for name in study['variants'] if name.removesuffix('_post') not in _STYLES]
-    bases = list(dict.fromkeys(name.removesuffix('_post') for name in others))
-    colour, marker = _SPARE[bases.index(base) % len(_SPARE)] if base in bases else _STYLES[base]
+    names = dict.fromkeys(name.removesuffix('_post') for name in study['variants'])
+    looks = {name: VARIANTS[name].look for name in names if name in VARIANTS}
+    free = [name for name in names if not looks.get(name)]
+    looks |= {name: _FREE[index % len(_FREE)] for index, name in enumerate(free)}
+    colour, marker = looks[base].split()
+    colour = COLOURS[colour]
     face = colour if variant == base else PAPER
     return {'color': colour, 'marker': marker, 'markerfacecolor': face, 'markersize': 6.5}
 
 
 def legend(figure: Figure, study: dict, variants, more=(), **line):
-    """Below the panels, for which the figure grows; variants in the order of the study.
+    """Adds a legend below the panels and makes the figure taller for it.
 
     Args:
       figure: to which it is added.
-      study: with the labels.
+      study: with the labels, and the order of the variants.
       variants: names of those that are drawn.
       more: pairs of a handle and its label, after the variants.
-      line: keywords of the variants' handles beside their style.
+      line: keywords of the variants' handles, in addition to their style.
     """
     line = {'linewidth': 0} | line
     pairs = [
@@ -122,8 +107,8 @@ def legend(figure: Figure, study: dict, variants, more=(), **line):
         if name in variants
     ]
     handles, labels = zip(*pairs, *more, strict=True)
-    room = figure.get_figwidth() * 13  # characters beside each other
-    columns = int(room // (max(map(len, labels)) + 6))
+    characters = figure.get_figwidth() * 13  # that fit in a line
+    columns = int(characters // (max(map(len, labels)) + 6))
     columns = max(1, min(columns, 4, len(labels)))
     place = {'loc': 'outside lower center', 'ncols': columns}
     figure.set_figheight(figure.get_figheight() + 0.185 * -(-len(labels) // columns))
@@ -131,7 +116,7 @@ def legend(figure: Figure, study: dict, variants, more=(), **line):
 
 
 def log_axis(axes, values, text):
-    """A logarithmic x axis around the values, with plain numbers that `text` writes."""
+    """A logarithmic x axis around the values, with plain numbers formatted by `text`."""
     spread = max(values) / min(values)
     room = max(spread**0.15, 1.2)
     axes.set_xscale('log')
@@ -142,68 +127,23 @@ def log_axis(axes, values, text):
     axes.xaxis.set_minor_formatter(NullFormatter())
 
 
-def limit(axes, low: float, high: float):
+def set_y_limits(axes, low: float, high: float):
     """The y axis from a little below `low` to a little above `high`."""
     room = max(0.06 * (high - low), 1e-3 * abs(high), 1e-9)
     axes.set_ylim(low - room, high + room)
 
 
-def points(axes, study: dict, marks, span, kept=()):
-    """Sizes as a mean, a dot for each seed and their range; x is logarithmic, its limits set.
-
-    Args:
-      axes: to draw into.
-      study: with the variants.
-      marks: (variant, x, values of the seeds); who would cover an earlier one steps aside.
-      span: lowest and highest value that the y axis is to show.
-      kept: variants that stay in their place, for a line runs through it.
-    """
-    limit(axes, *span)
-    ends = [math.log(x) for x in axes.get_xlim()]
-    height = max(span[1] - span[0], 1e-9)
-    taken = []
-    for variant, x, values in sorted(marks, key=lambda mark: mark[0] not in kept):
-        place = (math.log(x) - ends[0]) / (ends[1] - ends[0])
-        reach = [(value - span[0]) / height for value in (min(values), max(values))]
-        middle = [(np.mean(values) - span[0]) / height] * 2
-        sides = _SIDES[:1] if variant in kept else _SIDES
-        free = [
-            side
-            for extent in (reach, middle)
-            for side in sides
-            if _is_free(place + side * _NEAR, extent, taken)
-        ]
-        side = free[0] if free else 0
-        taken.append((place + side * _NEAR, reach))
-        point(axes, x, values, style(study, variant), side * _BESIDE)
-
-
-def _is_free(place, reach, taken):
-    """Whether a column is 0.9 marks away from all others, or above or below them."""
-    return all(
-        abs(place - x) > 0.9 * _NEAR or reach[0] > high + _NEAR or reach[1] < low - _NEAR
-        for x, (low, high) in taken
-    )
-
-
-def point(axes, x: float, values, keywords: dict, beside: float = 0.0):
-    """The mean of the seeds' values, and where there are several, each and their range.
+def draw_point(axes, x: float, values, keywords: dict):
+    """The mean over the seeds; if there are several, also each seed and their range.
 
     Args:
       axes: to draw into.
       x: where.
       values: of the seeds.
       keywords: of `style`.
-      beside: how far right of x, in points.
     """
-    shift = ScaledTranslation(beside / 72, 0, axes.figure.dpi_scale_trans)
-    move = {'transform': axes.transData + shift}
-    if beside:  # a line to where it belongs
-        line = {'arrowstyle': '-', 'linewidth': 0.7, 'color': keywords['color'], 'alpha': 0.6}
-        given = {'xytext': (beside, 0), 'textcoords': 'offset points', 'arrowprops': line}
-        axes.annotate('', (x, np.mean(values)), **given)
     if len(values) > 1:
         faint = {'color': keywords['color'], 'alpha': 0.6}
-        axes.plot([x, x], [min(values), max(values)], linewidth=1.2, **faint, **move)
-        axes.plot([x] * len(values), values, '.', markersize=3.5, **faint, **move)
-    axes.plot([x], [np.mean(values)], linewidth=0, zorder=3, **keywords, **move)
+        axes.plot([x, x], [min(values), max(values)], linewidth=1.2, **faint)
+        axes.plot([x] * len(values), values, '.', markersize=3.5, **faint)
+    axes.plot([x], [np.mean(values)], linewidth=0, zorder=3, **keywords)

@@ -1,21 +1,25 @@
-"""The figures of a study, from study.json alone: PNG for a README, SVG for its page.
+"""The figures of a study, drawn from study.json alone: each as PNG and as SVG.
 
-Every figure shows the shallower dense control where the study has it, and every seed that was run.
+Every figure shows the shallower dense control if the study has it, and every seed that was run.
 """
 
 import pathlib
 
 import matplotlib
 import numpy as np
+from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter
 
 from moddepth_jax.studies import fit, plot_style
-from moddepth_jax.studies.curves import loss_by_steps
-from moddepth_jax.studies.fit import sizes
-from moddepth_jax.studies.plot_style import INK, PAPER
+from moddepth_jax.studies.plot_style import INK, PAPER, budget_name, style
 
-_ABOVE = 0.7  # of the sizes' range: what lies further above them would squeeze them
 NOTHING = 'No run of this study has finished yet: there is nothing to draw.'
+_ROOM_ABOVE = 0.7  # of the range of the sizes: losses further above would squeeze these
+_CURVES = ('dense', 'shallow', 'mod', 'random')  # of training, in a study at equal FLOPs
+_MAX_CURVES = 6  # of other studies
+_SMOOTH = 5  # points of a curve that are averaged; fewer at its ends
+_EARLY = 0.2  # of a run: what lies only there is cut off
 
 
 def draw(study: dict, directory):
@@ -31,162 +35,192 @@ def draw(study: dict, directory):
         for name, make in FIGURES.items():
             figure = make(study) if fit.budgets(study) else plot_style.sentence(NOTHING)
             figure.savefig(directory / f'{name}.png', metadata={'Software': None})
-            figure.set_layout_engine('none')  # everything has its place, and finding it is slow
+            figure.set_layout_engine('none')  # the layout is done, and doing it again is slow
             figure.savefig(directory / f'{name}.svg', metadata=nothing)
 
 
-def _panels(study, height, most=3, strip=0.0, **options):
-    """A figure with a panel for each budget that has runs, `most` beside each other.
+def _panels(study, budgets, height, columns=3, strip=0.0):
+    """A figure with a panel for each budget, at most `columns` in a row.
+
+    Args:
+      study: of which.
+      budgets: that have runs.
+      height: of a panel, in inches.
+      columns: at most.
+      strip: width of the axes at the right of each panel, over that of the panel; 0 for none.
 
     Returns:
-      The figure; lists of a panel's axes and its budget; the second axes are a strip at the right,
-      of that width over the panel's, None if 0.
+      The figure; for each budget its axes and those of the strip, or None.
     """
-    budgets = fit.budgets(study)
-    columns = min(len(budgets), most)
+    columns = min(len(budgets), columns)
     rows = -(-len(budgets) // columns)
     figure = plot_style.new_figure((7.2, 9.2, 9.8)[columns - 1], height * rows)
     ratios = [1, strip] * columns if strip else [1] * columns
-    grid = figure.subplots(rows, len(ratios), squeeze=False, width_ratios=ratios, **options)
+    grid = figure.subplots(rows, len(ratios), squeeze=False, width_ratios=ratios)
     grid = grid.reshape(rows * columns, -1)
     for axes in grid[len(budgets) :].ravel():
         axes.set_visible(False)
-    for (axes, *_), budget in zip(grid, budgets, strict=False):
+    panels = {}
+    for (axes, *strips), budget in zip(grid, budgets, strict=False):
         steps = [row['steps'] for row in study['runs'] if row['budget'] == budget]
-        title = plot_style.budget_name(study, budget)
+        title = budget_name(study, budget)
         if study['kind'] == 'flops':
-            steps = dict.fromkeys(f'{number:,}' for number in (min(steps), max(steps)))
-            title += f'\nruns of {" to ".join(steps)} steps'
+            span = dict.fromkeys(f'{number:,}' for number in (min(steps), max(steps)))
+            title += f'\nruns of {" to ".join(span)} steps'
         axes.set_title(title, loc='left')
-    panels = [
-        (axes[0], axes[1] if strip else None, b) for axes, b in zip(grid, budgets, strict=False)
-    ]
+        panels[budget] = axes, strips[0] if strips else None
     return figure, panels
 
 
-def _name_axes(panels, x, y, most=3):
+def _name_axes(panels, x, y, columns=3):
     """The lowest panels of each column name x, those of the first column y."""
-    columns = min(len(panels), most)
-    for index, (axes, *_) in enumerate(panels):
+    columns = min(len(panels), columns)
+    for index, (axes, _) in enumerate(panels.values()):
         if index + columns >= len(panels):
             axes.set_xlabel(x)
         if index % columns == 0:
             axes.set_ylabel(y)
 
 
+def _ran_at_several_sizes(rows):
+    return len({row['size'] for row in rows}) > 1
+
+
 def _by_parameters(study):
     """Raposo et al., figure 3, left: the loss of every size, a parabola for each variant.
 
-    Variants that ran at one size stand in a strip beside, where no two cover each other.
+    Variants that ran at one size only stand in a strip at the right, in a column each.
     """
-    found = {b: [(n, r, sizes(r)) for n, r in fit.found(study, b)] for b in fit.budgets(study)}
-    every = [name for at in found.values() for name, rows, _ in at if _lined(rows)]
-    lined = set(every) or set(study['variants'])
-    others = len({name for at in found.values() for name, *_ in at} - lined)
-    figure, panels = _panels(study, 3.3, strip=min(max(0.07 * others, 0.25), 0.5) * (others > 0))
-    bits, marked = fit.bits_per_nat(study), set()
-    for axes, strip, budget in panels:
-        given = [at for at in found[budget] if at[0] in lined]
-        parameters = [size.parameters for *_, found_sizes in given for size in found_sizes]
+    budgets = fit.budgets(study)
+    found = {budget: dict(fit.found(study, budget)) for budget in budgets}
+    shown = {name for by_name in found.values() for name in by_name}
+    lined = {
+        name
+        for by_name in found.values()
+        for name, rows in by_name.items()
+        if _ran_at_several_sizes(rows)
+    } or set(study['variants'])
+    others = len(shown - lined)
+    strip = min(max(0.07 * others, 0.25), 0.5) if others else 0.0
+    figure, panels = _panels(study, budgets, 3.3, strip=strip)
+    bits, inside = fit.bits_per_nat(study), set()
+    for budget, (axes, strip_axes) in panels.items():
+        in_panel = {name: rows for name, rows in found[budget].items() if name in lined}
+        sizes = [(name, size) for name, rows in in_panel.items() for size in fit.sizes(rows)]
+        parameters = [size.parameters for _, size in sizes]
         plot_style.log_axis(axes, parameters, plot_style.short_number)
-        for name, rows, _ in given:
-            marked |= _parabola(axes, rows, bits, plot_style.style(study, name))
-        marks = [(n, s.parameters, np.multiply(s.losses, bits)) for n, _, z in given for s in z]
-        values = np.concatenate([losses for *_, losses in marks])
-        beside = [(name, fit.best(rows)) for name, rows, _ in found[budget]]
-        beside = [(name, size) for name, size in beside if name not in lined]
-        more = [loss * bits for _, size in beside for loss in size.losses]
-        top = max(values) + _ABOVE * np.ptp(values)
-        span = min([*values, *more]), max([*values, *(loss for loss in more if loss < top)])
-        plot_style.points(axes, study, marks, span, every)
-        if strip:
-            _strip(strip, axes, study, beside, bits)
+        for name, rows in in_panel.items():
+            inside |= _draw_parabola(axes, rows, bits, style(study, name))
+        in_strip = {
+            name: fit.best(rows) for name, rows in found[budget].items() if name not in lined
+        }
+        values = [loss * bits for _, size in sizes for loss in size.losses]
+        top = max(values) + _ROOM_ABOVE * np.ptp(values)
+        more = [loss * bits for size in in_strip.values() for loss in size.losses]
+        low = min([*values, *more])
+        plot_style.set_y_limits(axes, low, max([*values, *(loss for loss in more if loss < top)]))
+        for name, size in sizes:
+            losses = np.multiply(size.losses, bits)
+            plot_style.draw_point(axes, size.parameters, losses, style(study, name))
+        if strip_axes:
+            _draw_strip(strip_axes, axes, study, in_strip, bits)
     _name_axes(panels, 'parameters', 'held-out loss, causal (bits/byte)')
-    kinds = {True: ('*', 'optimum of the parabola'), False: ('o', 'at an edge: no optimum')}
     hollow = {'color': INK, 'markerfacecolor': 'none', 'markersize': 11, 'linewidth': 0}
     more = [
         (Line2D([], [], marker=marker, **hollow), label)
-        for inside, (marker, label) in kinds.items()
-        if inside in marked
+        for is_inside, marker, label in (
+            (True, '*', 'optimum of the parabola'),
+            (False, 'o', 'at an edge: no optimum'),
+        )
+        if is_inside in inside
     ]
-    shown = {name for at in found.values() for name, *_ in at}
     plot_style.legend(figure, study, shown, more)
     return figure
 
 
-def _strip(strip, axes, study, beside, bits):
-    """(variant, its best size) in columns, on the y axis of `axes`; what lies above is written."""
+def _draw_strip(strip, axes, study, best_sizes, bits):
+    """The best size of each variant in a column, on the y axis of `axes`."""
     strip.set_yticks(axes.get_yticks())
     strip.set_ylim(axes.get_ylim())
     strip.tick_params(left=False, labelleft=False)
     strip.grid(visible=False, axis='x')
     strip.spines['left'].set_visible(False)
     strip.set_xticks([])
-    strip.set_xlim(-0.8, max(len(beside), 1) - 0.2)
-    for place, (name, size) in enumerate(beside):
-        losses, style = np.multiply(size.losses, bits), plot_style.style(study, name)
+    strip.set_xlim(-0.8, max(len(best_sizes), 1) - 0.2)
+    for column, (name, size) in enumerate(best_sizes.items()):
+        losses = np.multiply(size.losses, bits)
         if losses.mean() < strip.get_ylim()[1]:
-            plot_style.point(strip, place, losses, style)
+            plot_style.draw_point(strip, column, losses, style(study, name))
         else:
-            _above(strip, place, losses.mean(), style)
-    found = ', '.join(dict.fromkeys(size.size for _, size in beside))
-    strip.set_xlabel(f'others\n{found}', fontsize=8)
+            _draw_above(strip, column, losses.mean(), style(study, name))
+    sizes = ', '.join(dict.fromkeys(size.size for size in best_sizes.values()))
+    strip.set_xlabel(f'others\n{sizes}', fontsize=8)
 
 
-def _above(axes, x, value, style):
-    """A mark at the upper edge, and below it the value that lies beyond."""
+def _draw_above(axes, x, value, keywords):
+    """A mark at the upper edge, with the value, which lies above the panel."""
     edge = axes.get_xaxis_transform()
-    axes.plot([x], [0.97], transform=edge, linewidth=0, **style)
+    axes.plot([x], [0.97], transform=edge, linewidth=0, **keywords)
     text = {'rotation': 90, 'ha': 'center', 'va': 'top', 'fontsize': 7, 'transform': edge}
     axes.text(x, 0.93, f'{value:.3f} →', **text)
 
 
-def _parabola(axes, rows, bits, style):
-    """Draws it and marks its optimum; {inside}, or nothing without a parabola, as a set."""
-    parabola, at = fit.fit(rows), sizes(rows)
-    line = {'color': style['color'], 'linewidth': 1.2, 'alpha': 0.8}
+def _draw_parabola(axes, rows, bits, keywords):
+    """Draws a variant's parabola and marks its optimum.
+
+    Returns:
+      {whether the optimum lies inside the sizes}; empty without a parabola.
+    """
+    parabola, sizes = fit.fit(rows), fit.sizes(rows)
+    line = {'color': keywords['color'], 'linewidth': 1.2, 'alpha': 0.8}
     if parabola is None:
-        losses = [size.loss * bits for size in at]
-        axes.plot([size.parameters for size in at], losses, linestyle=':', **line)
+        losses = [size.loss * bits for size in sizes]
+        axes.plot([size.parameters for size in sizes], losses, linestyle=':', **line)
         return set()
-    x = np.geomspace(at[0].parameters, at[-1].parameters, 100)
+    x = np.geomspace(sizes[0].parameters, sizes[-1].parameters, 100)
     y = parabola.a + parabola.b * np.log(x) + parabola.c * np.log(x) ** 2
     axes.plot(x, y * bits, **line)
     # A ring lies around the marker of its size, a star upon the curve.
     kind = {'marker': '*', 'zorder': 3.5} if parabola.inside else {'marker': 'o', 'zorder': 2.5}
     place = [parabola.optimum_parameters], [parabola.optimum_loss * bits]
-    axes.plot(*place, **kind, color=style['color'], markerfacecolor=PAPER, markersize=12)
+    axes.plot(*place, **kind, color=keywords['color'], markerfacecolor=PAPER, markersize=12)
     return {parabola.inside}
 
 
 def _by_flops(study):
     """Raposo et al., figure 4: loss against FLOPs per forward, both over the optimal dense's."""
-    budgets = [b for b in fit.budgets(study) if fit.select(study, fit.reference(study), b)]
-    label = study['variants'][fit.reference(study)]['label']
+    reference = fit.reference(study)
+    label = study['variants'][reference]['label']
+    budgets = [b for b in fit.budgets(study) if fit.select(study, reference, b)]
     if not budgets:
-        return plot_style.sentence(f'No run of "{label}" has finished: nothing to compare with.')
-    figure, panels = _panels(study | {'budgets': budgets}, 3.3)
-    marks = {budget: _relative(study, budget) for budget in budgets}
-    sized = [name for budget in budgets for name, rows in fit.found(study, budget) if _lined(rows)]
-    shown = {name for at in marks.values() for name, *_ in at}
-    for axes, _, budget in panels:
-        here = marks[budget]
-        main = [v for name, _, losses in here for v in losses if name in sized or not sized]
+        text = f'No run of "{label}" has finished: nothing to compare with.'
+        return plot_style.sentence(text)
+    figure, panels = _panels(study, budgets, 3.3)
+    shown = {name for budget in budgets for name, _ in fit.found(study, budget)}
+    lined = [
+        name
+        for budget in budgets
+        for name, rows in fit.found(study, budget)
+        if _ran_at_several_sizes(rows)
+    ]
+    for budget, (axes, _) in panels.items():
+        marks = _relative(study, reference, budget)
+        main = [v for name, _, losses in marks for v in losses if name in lined or not lined]
         top = max(main) + 0.1 * np.ptp(main)
-        values = [value for *_, losses in here for value in losses if np.mean(losses) <= top]
-        plot_style.log_axis(axes, [x for _, x, _ in marks[budget]], '{:g}'.format)
+        plot_style.log_axis(axes, [x for _, x, _ in marks], '{:g}'.format)
         for draw_line in (axes.axhline, axes.axvline):
             draw_line(1, color=INK, linewidth=0.9, linestyle='--', alpha=0.8)
-        for name in sized:
-            mine = [(x, np.mean(losses)) for other, x, losses in marks[budget] if other == name]
-            colour = plot_style.style(study, name)['color']
-            axes.plot(*np.reshape(mine, (-1, 2)).T, linewidth=1, color=colour, alpha=0.6)
-        inside = [mark for mark in here if np.mean(mark[2]) <= top]
-        # All in their place: beside it a mark could stand on the other side of the line at 1.
-        plot_style.points(axes, study, inside, (min(values), max(values)), shown)
-        for name, x, losses in here:
-            if np.mean(losses) > top:
-                _above(axes, x, np.mean(losses), plot_style.style(study, name))
+        for name in lined:
+            points = [(x, np.mean(losses)) for other, x, losses in marks if other == name]
+            colour = style(study, name)['color']
+            axes.plot(*np.reshape(points, (-1, 2)).T, linewidth=1, color=colour, alpha=0.6)
+        values = [v for *_, losses in marks for v in losses if np.mean(losses) <= top]
+        plot_style.set_y_limits(axes, min(values), max(values))
+        for name, x, losses in marks:
+            if np.mean(losses) <= top:
+                plot_style.draw_point(axes, x, losses, style(study, name))
+            else:
+                _draw_above(axes, x, np.mean(losses), style(study, name))
     best = 'its best size' if study['kind'] == 'steps' else 'its isoFLOP optimum'
     _name_axes(panels, 'FLOPs of a forward pass, relative', 'held-out loss, causal, relative')
     line = Line2D([], [], color=INK, linewidth=0.9, linestyle='--')
@@ -194,68 +228,138 @@ def _by_flops(study):
     return figure
 
 
-def _lined(rows):
-    return len({row['size'] for row in rows}) > 1
-
-
-def _relative(study, budget):
+def _relative(study, reference, budget):
     """(variant, FLOPs per forward, losses) of each size, over those of the reference's optimum."""
-    base = fit.optimum(fit.select(study, fit.reference(study), budget))
+    base = fit.optimum(fit.select(study, reference, budget))
     return [
         (name, size.flops_per_forward / base.flops_per_forward, np.divide(size.losses, base.loss))
         for name, rows in fit.found(study, budget)
-        for size in sizes(rows)
+        for size in fit.sizes(rows)
     ]
+
+
+def _by_steps(study) -> Figure:
+    """Training loss at the largest budget, each variant at its best size.
+
+    Left against steps; right its difference from the reference after equal FLOPs, or equal steps.
+    """
+    budget = fit.budgets(study)[-1]
+    found = dict(fit.found(study, budget))
+    names = [name for name in _CURVES if name in found]
+    if study['kind'] == 'steps' or len(names) < 2:
+        names = list(found)[:_MAX_CURVES]
+    curves = {name: _curve(found[name], study['kind']) for name in names}
+    curves = {name: curve for name, curve in curves.items() if curve is not None}
+    if not curves:
+        return plot_style.sentence('No run of the largest budget has a training curve.')
+    base = fit.reference(study)
+    base = base if base in curves else next(iter(curves))
+    _, base_spent, base_losses_SP = curves[base]
+    figure = plot_style.new_figure(9.2, 3.6)
+    left, right = figure.subplots(1, 2)
+    highs, late = [], []
+    for name, (steps, spent, losses_SP) in curves.items():
+        highs.append(np.interp(_EARLY * steps[-1], steps, losses_SP.max(0)))
+        _draw_band(left, steps, losses_SP, style(study, name))
+        difference_SP = losses_SP - np.interp(spent, base_spent, base_losses_SP.mean(0))
+        _draw_band(right, spent, difference_SP, style(study, name))
+        late.append(difference_SP[:, spent > _EARLY * spent[-1]])
+    low = min(losses_SP.min() for *_, losses_SP in curves.values())
+    plot_style.set_y_limits(left, low, max(highs))
+    plot_style.set_y_limits(right, min(map(np.min, late)), max(map(np.max, late)))
+    unit = 'steps' if study['kind'] == 'steps' else 'FLOPs'
+    texts = {'steps': '{:,.0f}'.format, 'FLOPs': plot_style.scientific}
+    for axes, text in ((left, texts['steps']), (right, texts[unit])):
+        axes.set_xlim(left=0)
+        axes.locator_params(axis='x', nbins=5)
+        write = FuncFormatter(lambda value, _, text=text: text(value) if value else '0')
+        axes.xaxis.set_major_formatter(write)
+    left.set_xlabel('steps')
+    right.set_xlabel('steps' if unit == 'steps' else 'training FLOPs')
+    left.set_ylabel('training loss (nats a token)')
+    label = study['variants'][base]['label']
+    right.set_ylabel(f'training loss minus that of "{label}" (nats)')
+    left.set_title(f'{budget_name(study, budget)}, each at its best size', loc='left')
+    right.set_title(f'the difference after the same {unit}', loc='left')
+    plot_style.legend(figure, study, curves, linewidth=1.5)
+    return figure
+
+
+def _curve(rows, kind):
+    """Steps [P], what is spent by then [P], losses [S, P] of the S seeds at the best size.
+
+    None if no run has a curve. Steps are spent in a study of equal steps, else FLOPs.
+    """
+    size = fit.best(rows).size
+    rows = [row for row in rows if row['size'] == size]
+    known = [[point for point in row['curve'] if point[1] is not None] for row in rows]
+    arrays = [np.array(points, float) for points in known if points]
+    if not arrays:
+        return None
+    steps = arrays[0][:, 0]
+    losses_SP = np.stack([np.interp(steps, *points.T) for points in arrays])
+    reach = _SMOOTH // 2
+    windows = [slice(max(0, i - reach), i + reach + 1) for i in range(len(steps))]
+    losses_SP = np.stack([losses_SP[:, window].mean(1) for window in windows], axis=1)
+    return steps, steps if kind == 'steps' else steps * rows[0]['flops_per_step'], losses_SP
+
+
+def _draw_band(axes, x, values_SP, keywords):
+    """The mean over the seeds, and their range as a band."""
+    mean_P, hollow = values_SP.mean(0), keywords['markerfacecolor'] != keywords['color']
+    axes.plot(x, mean_P, '--' if hollow else '-', color=keywords['color'], linewidth=1.5)
+    band = {'color': keywords['color'], 'alpha': 0.14, 'linewidth': 0}
+    axes.fill_between(x, values_SP.min(0), values_SP.max(0), **band)
+    axes.plot(x[-1:], mean_P[-1:], **keywords)
 
 
 def _seeds(study):
     """Every seed of every variant at its best size, sorted by the mean, best on top."""
-    most = max(len(fit.found(study, budget)) for budget in fit.budgets(study))
-    figure, panels = _panels(study, 1.1 + 0.24 * most, most=1)
-    bits, base = fit.bits_per_nat(study), fit.reference(study)
-    for axes, _, budget in panels:
-        found = {name: fit.best(rows) for name, rows in fit.found(study, budget)}
-        order = sorted(found, key=lambda name: -found[name].loss)
-        for place, name in enumerate(order):
-            _row(axes, place, np.multiply(found[name].losses, bits), study, name)
+    budgets, base = fit.budgets(study), fit.reference(study)
+    most = max(len(fit.found(study, budget)) for budget in budgets)
+    figure, panels = _panels(study, budgets, 1.1 + 0.24 * most, columns=1)
+    bits, labels = fit.bits_per_nat(study), study['variants']
+    for budget, (axes, _) in panels.items():
+        best = [(name, fit.best(rows)) for name, rows in fit.found(study, budget)]
+        best.sort(key=lambda entry: -entry[1].loss)
+        for row, (name, size) in enumerate(best):
+            colour = style(study, name)['color']
+            _draw_seeds(axes, row, np.multiply(size.losses, bits), colour)
         rows = fit.select(study, base, budget)
         if rows:
             optimum = fit.optimum(rows).loss * bits
             axes.axvline(optimum, color=INK, linewidth=0.9, linestyle='--', zorder=1)
-        names = [f'{study["variants"][name]["label"]} · {found[name].size}' for name in order]
-        axes.set_yticks(range(len(order)), names, fontsize=8)
-        axes.set_ylim(-0.6, len(order) - 0.4)
+        names = [f'{labels[name]["label"]} · {size.size}' for name, size in best]
+        axes.set_yticks(range(len(best)), names, fontsize=8)
+        axes.set_ylim(-0.6, len(best) - 0.4)
         axes.locator_params(axis='x', nbins=5)
         axes.tick_params(axis='y', length=0)
         axes.grid(visible=False, axis='y')
-    _name_axes(panels, 'held-out loss, causal (bits/byte)', '', most=1)
+    _name_axes(panels, 'held-out loss, causal (bits/byte)', '', columns=1)
     hollow = {'color': INK, 'linewidth': 0}
-    more = [
-        (Line2D([], [], marker='.', **hollow), 'a seed'),
-        (Line2D([], [], marker='|', markersize=12, markeredgewidth=2, **hollow), 'mean'),
-        (Line2D([], [], color=INK, linewidth=7, alpha=0.25), 'range of the seeds'),
-        (
-            Line2D([], [], color=INK, linewidth=0.9, linestyle='--'),
-            f'"{study["variants"][base]["label"]}", best or optimum',
+    handles = {
+        'a seed': Line2D([], [], marker='.', **hollow),
+        'mean': Line2D([], [], marker='|', markersize=12, markeredgewidth=2, **hollow),
+        'range of the seeds': Line2D([], [], color=INK, linewidth=7, alpha=0.25),
+        f'"{labels[base]["label"]}", best or optimum': Line2D(
+            [], [], color=INK, linewidth=0.9, linestyle='--'
         ),
-    ]
-    handles, labels = zip(*more, strict=True)
-    figure.legend(handles, labels, loc='outside lower center', ncols=4)
+    }
+    figure.legend(handles.values(), handles.keys(), loc='outside lower center', ncols=4)
     return figure
 
 
-def _row(axes, place, losses, study, name):
-    colour = plot_style.style(study, name)['color']
+def _draw_seeds(axes, row, losses, colour):
     band = {'color': colour, 'alpha': 0.25, 'linewidth': 7, 'solid_capstyle': 'butt'}
-    axes.plot([losses.min(), losses.max()], [place] * 2, **band)
+    axes.plot([losses.min(), losses.max()], [row] * 2, **band)
     if len(losses) > 1:
-        axes.plot([losses.mean()], [place], '|', color=colour, markersize=12, markeredgewidth=2)
-    axes.plot(losses, [place] * len(losses), '.', color=colour, markersize=7)
+        axes.plot([losses.mean()], [row], '|', color=colour, markersize=12, markeredgewidth=2)
+    axes.plot(losses, [row] * len(losses), '.', color=colour, markersize=7)
 
 
 FIGURES = {
     'loss_by_parameters': _by_parameters,
     'loss_by_flops': _by_flops,
-    'loss_by_steps': loss_by_steps,
+    'loss_by_steps': _by_steps,
     'seeds': _seeds,
 }

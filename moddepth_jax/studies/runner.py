@@ -1,4 +1,4 @@
-"""The runs of a study: trained one after another, by several processes, on several hosts; drawn."""
+"""Trains the runs of a study: one after another, by several processes, on several hosts."""
 
 import contextlib
 import json
@@ -12,111 +12,148 @@ import time
 
 import jax
 
-from launch.cli import enable_compilation_cache, progress_bar
-from moddepth_jax.studies import fit, page, plots, store
-from moddepth_jax.studies.study_measures import measured_runs, write_measures
-from moddepth_jax.studies.study_time import rates
+from moddepth_jax.data.pipeline import make_dataset
+from moddepth_jax.hparams import Hparams
+from moddepth_jax.model.flops import train_step_flops
+from moddepth_jax.studies import page, plots, store
+from moddepth_jax.studies.plan import Plan
 from moddepth_jax.training.loop import train
+from moddepth_jax.training.mesh import make_mesh, shard_batch
 from moddepth_jax.training.plan import resolve_steps, run_flops
 from moddepth_jax.training.progress import format_seconds
 from moddepth_jax.training.run_dir import write_atomically
+from moddepth_jax.training.train_step import init_state, train_step
 from moddepth_jax.training.trainer import DivergedError
 
 LOGS = 'logs'  # in a study's directory: what each run printed
-_PARENT = 'MODDEPTH_STUDY_PARENT'  # process that started this one
+_PARENT = 'MODDEPTH_STUDY_PARENT'  # the process that started this one
 _POLL_SECONDS = 2.0
+_COMPILED = 3  # programs that a run compiles, each about as costly as a train step
+_TIMED_STEPS, _TIMED_SECONDS = 5, 5.0  # for the estimate; whichever ends first
 
 
-def is_child() -> bool:
-    """Whether this process was started by `StudyRuns.spawn`."""
-    return _PARENT in os.environ
-
-
-class StudyRuns:
+class StudyRunner:
     """Trains what is missing of a study and draws it.
 
     Args:
       workdir: of the study.
       plan: of it.
       hparams_of: Planned -> Hparams.
-      told: for study.json: kind, config, overrides.
+      description: fields of plan.json and study.json: kind, config, overrides.
+      before_run: called with the Hparams of each run before it trains.
     """
 
-    def __init__(self, workdir: pathlib.Path, plan, hparams_of, told: dict):
-        self._workdir, self._plan, self._told = workdir, plan, told
-        self._hparams_of = hparams_of
+    def __init__(
+        self, workdir, plan: Plan, hparams_of, description: dict, before_run=lambda hparams: None
+    ):
+        self._workdir, self._plan = pathlib.Path(workdir), plan
+        self._hparams_of, self._description = hparams_of, description
+        self._before_run = before_run
+
+    def run(
+        self, shard: tuple[int, int], processes: int, dry_run: bool = False, draw_only: bool = False
+    ) -> int:
+        """Carries out the study, or this shard of it; returns an exit status.
+
+        Args:
+          shard: (index, count): which share of the runs to train.
+          processes: how many runs at a time.
+          dry_run: only print the plan.
+          draw_only: train nothing, draw what is finished.
+        """
+        self.check()
+        if dry_run:
+            self.announce(processes)
+            return 0
+        names = ('budgets', 'sizes', 'variants', 'seeds', 'learning_rates')
+        values = {name: getattr(self._plan.study, name) for name in names}
+        store.open_study(self._workdir, self._description | values)
+        if draw_only:
+            self.finish()
+            return 0
+        if _PARENT in os.environ:
+            return self.train(shard)
+        self.announce(processes)
+        status = self.spawn(shard, processes) if processes > 1 else self.train(shard)
+        if not status and shard[0] == 0:
+            self.finish()
+        return status
 
     def check(self):
-        """Raises ValueError, one line, before anything is written, for a run that cannot be."""
+        """Raises ValueError, one line, before anything is written, for an impossible run."""
         for run in self._plan.examples():
             hparams = self._hparams_of(run)
             try:
                 resolve_steps(hparams)
             except ValueError as error:
                 raise ValueError(f'{run.variant} at size {run.trained}: {error}') from None
-        for run in store.known_plan(self._workdir, self._plan)[0]:
+        for run in self._progress().runs:
             if store.final_loss(self._workdir, run.name) is not None:
                 store.check_run(self._workdir, run, self._hparams_of(run))
 
     def announce(self, processes: int):
         """Prints what is planned, what it costs and about how long it takes."""
-        plan, counts = self._plan.study, self._plan.size_of_whole()
-        runs, left, whole = store.known_plan(self._workdir, self._plan)
-        done = len({run.name for run in runs}) - len(left)
-        print(f'study     {self._told["config"]}: {", ".join(plan.variants)}')
+        plan, counts = self._plan.study, self._plan.max_runs()
+        progress, count = self._progress(), sum(counts.values())
+        done = len(progress.losses)
+        print(f'study     {self._description["config"]}: {", ".join(plan.variants)}')
         print(f'sizes     {", ".join(plan.sizes)}; seeds {", ".join(map(str, plan.seeds))}')
         flops = 0.0
-        for budget, count in counts.items():
+        for budget, number in counts.items():
             example = self._hparams_of(next(r for r in self._plan.examples() if r.budget == budget))
             each = run_flops(example, resolve_steps(example))
-            flops += count * each
-            print(f'budget    {budget:g} {plan.kind}: up to {count} runs of {each:.3g} FLOPs')
-        count = self._count()
+            flops += number * each
+            print(f'budget    {budget:g} {plan.kind}: up to {number} runs of {each:.3g} FLOPs')
         print(f'in all    up to {count} runs, {flops:.3g} FLOPs; {done} runs are finished')
-        if left or not whole:
-            rate, besides = rates(example)
-            seconds = (flops / rate + count * besides) * (1 - done / count) / processes
+        if progress.missing or not progress.complete:
+            rate, overhead = throughput(example)
+            seconds = (flops / rate + count * overhead) * (1 - done / count) / processes
             print(
                 f'time      about {format_seconds(seconds)}, {processes} at a time: '
-                f'{rate / 1e9:.3g} GFLOP/s, {besides:.0f} s a run besides',
+                f'{rate / 1e9:.3g} GFLOP/s and {overhead:.0f} s more for each run',
                 flush=True,
             )
 
-    def _count(self):
-        return sum(self._plan.size_of_whole().values())
+    def _progress(self):
+        return store.progress(self._workdir, self._plan)
 
     def train(self, shard: tuple[int, int]) -> int:
-        """Trains this shard's share of what is missing, waiting for others'; an exit status.
+        """Trains this shard's share of the missing runs and waits for the other shards.
 
         Args:
           shard: (index, count).
+
+        Returns:
+          An exit status.
         """
-        if is_child():
+        if _PARENT in os.environ:
             threading.Thread(target=_end_with_parent, daemon=True).start()
-        told = None
+        index, count = shard
+        announced = None
         while True:
-            runs, left, whole = store.known_plan(self._workdir, self._plan)
-            names = list(dict.fromkeys(run.name for run in runs))
-            mine = [run for run in left if names.index(run.name) % shard[1] == shard[0]]
+            progress = self._progress()
+            names = list(dict.fromkeys(run.name for run in progress.runs))
+            mine = [run for run in progress.missing if names.index(run.name) % count == index]
             if mine:
                 status = self._train_one(mine[0])
                 if status:
                     return status
-            elif not left:
+            elif not progress.missing:
                 return 0
             else:
-                if told != len(names):
-                    others = f'{len(left)} runs of other shards, such as {left[0].name}'
+                if announced != len(names):
+                    example = progress.missing[0].name
+                    others = f'{len(progress.missing)} runs of other shards, such as {example}'
                     print(f'waiting for {others}', flush=True)
-                told = len(names)
+                announced = len(names)
                 time.sleep(_POLL_SECONDS)
 
     def _train_one(self, run):
-        hparams, begin = self._hparams_of(run), time.monotonic()
+        hparams, start = self._hparams_of(run), time.monotonic()
         directory = store.run_directory(self._workdir, run.name)
         logs = self._workdir / LOGS
         logs.mkdir(exist_ok=True)
-        enable_compilation_cache(hparams)
+        self._before_run(hparams)
         with open(logs / f'{run.name}.txt', 'a', encoding='utf-8') as log:
             with contextlib.redirect_stdout(log):
                 try:
@@ -130,24 +167,26 @@ class StudyRuns:
                         return 128 + signal.Signals[result.signal]
                     outcome = f'{result.summary["eval"]["bits_per_byte"]:.4f} bits/byte'
         jax.clear_caches()
-        runs, left, _ = store.known_plan(self._workdir, self._plan)
-        done, count = len({run.name for run in runs}) - len(left), self._count()
-        took = format_seconds(time.monotonic() - begin)
-        print(f'{done:4d}/{count}  {run.name:42} {outcome:18} {took}', flush=True)
+        done, count = len(self._progress().losses), sum(self._plan.max_runs().values())
+        seconds = format_seconds(time.monotonic() - start)
+        print(f'{done:4d}/{count}  {run.name:42} {outcome:18} {seconds}', flush=True)
         return 0
 
     def spawn(self, shard: tuple[int, int], processes: int) -> int:
-        """`train` by so many processes of this same command; the first exit status that is not 0.
+        """`train` in several processes of this same command.
 
-        They end with this process, and a signal to it reaches them.
+        They end with this process, and a signal to it is passed on to them.
+
+        Returns:
+          The first exit status that is not 0, or 0.
         """
         environment = os.environ | {_PARENT: str(os.getpid())}
         children = []
         for child in range(processes):
-            own = [f'--shard={"/".join(map(str, part_of_shard(shard, child, processes)))}']
-            own += ['--processes=1']
-            command = [sys.executable, '-m', 'launch.isoflop', *sys.argv[1:], *own]
-            # A group of their own: Ctrl-C comes to them once, through this process.
+            part = '/'.join(map(str, part_of_shard(shard, child, processes)))
+            command = [sys.executable, '-m', 'launch.isoflop', *sys.argv[1:]]
+            command += [f'--shard={part}', '--processes=1']
+            # In their own process groups, so that Ctrl-C reaches them once, through this process.
             children.append(subprocess.Popen(command, env=environment, process_group=0))
         handlers = {
             number: signal.signal(number, lambda number, _: _signal_all(children, number))
@@ -158,7 +197,8 @@ class StudyRuns:
                 failed = [child for child in children if child.poll()]
                 if failed:
                     _signal_all(children, signal.SIGTERM)
-                    [child.wait() for child in children]
+                    for child in children:
+                        child.wait()
                     return _status(failed[0])
                 time.sleep(0.2)
             return next((_status(child) for child in children if child.returncode), 0)
@@ -166,24 +206,46 @@ class StudyRuns:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 
-    def finish(self) -> int:
+    def finish(self):
         """Writes study.json, measures.json, the figures and the page from the finished runs."""
-        content = store.collect(self._workdir, self._plan, self._told, self._hparams_of)
-        content['fits'] = fit.fits(content)
-        text = json.dumps(content, indent=1, allow_nan=False) + '\n'
+        study = store.collect(self._workdir, self._plan, self._description, self._hparams_of)
+        text = json.dumps(study, indent=1, allow_nan=False) + '\n'
         write_atomically(self._workdir / store.STUDY_FILE, text)
-        with progress_bar('measuring', len(measured_runs(content))) as advance:
-            write_measures(self._workdir, content, advance)
-        plots.draw(content, self._workdir)
-        page.write_page(content, self._workdir)
+        store.write_measures(self._workdir, study)
+        plots.draw(study, self._workdir)
+        page.write_page(study, self._workdir)
         print(f'look      {self._workdir / "study.html"}')
-        return 0
+
+
+def throughput(hparams: Hparams) -> tuple[float, float]:
+    """Counted training FLOPs per second, and the seconds that a run takes besides training.
+
+    Args:
+      hparams: of a run like those that will be trained.
+    """
+    mesh = make_mesh('')
+    with jax.set_mesh(mesh):
+        batch = shard_batch(mesh, make_dataset(hparams.data, hparams.seed).train_batch(0))
+        state = jax.jit(lambda: init_state(hparams, _TIMED_STEPS))()
+        start = time.perf_counter()
+        step_fn = jax.jit(train_step, donate_argnums=0).lower(state, batch).compile()
+        compiling = time.perf_counter() - start
+
+        seconds = []
+        while len(seconds) < _TIMED_STEPS and sum(seconds) < _TIMED_SECONDS:
+            start = time.perf_counter()
+            state, _ = jax.block_until_ready(step_fn(state, batch))
+            seconds.append(time.perf_counter() - start)
+    rate = train_step_flops(hparams) / min(seconds)
+    # A held-out batch passes forward twice, by the causal rule and by top-C: two thirds of a step.
+    evaluating = 2 / 3 * train_step_flops(hparams) * hparams.evaluation.final_batches
+    return rate, _COMPILED * compiling + evaluating / rate
 
 
 def part_of_shard(shard: tuple[int, int], child: int, processes: int) -> tuple[int, int]:
-    """The part of a shard (index, count) that one of its processes trains, as a shard of its own.
+    """The part of a shard (index, count) that one of its processes trains, as a shard itself.
 
-    Every run is of exactly one process, however many the hosts of the other shards have.
+    Every run belongs to exactly one process, however many processes the other hosts start.
     """
     index, count = shard
     return index + count * child, count * processes
@@ -200,16 +262,16 @@ def _signal_all(children, number):
 
 
 def _end_with_parent():
-    """Stops this process, after its step, once the one that started it is gone."""
+    """Stops this process, after its step, once the process that started it is gone."""
     while os.getppid() == int(os.environ[_PARENT]):
         time.sleep(_POLL_SECONDS)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def share_threads(processes: int):
-    """Gives each of so many processes its part of the CPU threads, unless NPROC is set.
+    """Gives each of so many processes its share of the CPU threads, unless NPROC is set.
 
-    To be called before JAX's first device is asked for.
+    Must be called before JAX initializes its devices.
     """
     threads = max(1, len(os.sched_getaffinity(0)) // processes)
     os.environ.setdefault('NPROC', str(threads))

@@ -1,18 +1,28 @@
-"""A study as its directory holds it: finished runs, and the dict that all pictures come from."""
+"""A study as its directory holds it: its plan, its finished runs, study.json and measures.json."""
 
 import dataclasses
 import json
 import pathlib
+import sys
+from typing import NamedTuple
 
+import jax
 import numpy as np
+import rich.console
+import rich.progress
 
+from moddepth_jax.analysis.block_stats import block_stats
+from moddepth_jax.data.pipeline import make_dataset
 from moddepth_jax.hparams import Hparams
-from moddepth_jax.studies.plan import DIVERGED, VARIANTS, Plan, Planned
+from moddepth_jax.studies import fit
+from moddepth_jax.studies.plan import DIVERGED, VARIANTS, Plan, Planned, width
 from moddepth_jax.training.metrics import read_metrics
 from moddepth_jax.training.run_dir import check_config, temporary_files, write_atomically
+from moddepth_jax.training.saved_run import load_run
 from moddepth_jax.training.summary import SUMMARY_FILE, replace_nonfinite
 
 STUDY_FILE = 'study.json'
+MEASURES_FILE = 'measures.json'
 PLAN_FILE = 'plan.json'
 RUNS = 'runs'
 DIVERGED_FILE = 'diverged.json'  # in a run's directory: why it has no summary
@@ -29,18 +39,20 @@ MAY_DIFFER = (  # between a finished run and the plan: no result depends on them
     'evaluation.every',
     'evaluation.num_batches',
 )
+MEASURED = ('dense', 'mod', 'random', 'moda', 'mod_moda', 'dense_post', 'moda_post')  # variants
+_MEASURED_BATCHES = 32  # held-out ones
 
 
 def open_study(directory, plan: dict):
     """Makes `directory` that of the study `plan`, or checks that it already is.
 
     Args:
-      directory: made if it is not there.
+      directory: created if it does not exist.
       plan: JSON values; those named in MAY_GROW may hold more than at an earlier start.
 
     Raises:
-      ValueError: one line, nothing written, where the directory holds something else or a study
-        whose plan differs.
+      ValueError: one line, nothing written: the directory holds something else, or a study whose
+        plan differs.
     """
     directory = pathlib.Path(directory)
     file = directory / PLAN_FILE
@@ -67,33 +79,41 @@ def open_study(directory, plan: dict):
 
 def _check_plan(directory, stored, plan):
     for name in stored | plan:
-        was, now = stored.get(name), plan.get(name)
-        grown = name in MAY_GROW and set(was or ()) <= set(now or ())
-        if name == 'seeds':  # the first chooses sizes and learning rates
-            grown = grown and was[:1] == now[:1]
-        if was != now and not grown:
+        old, new = stored.get(name), plan.get(name)
+        grown = name in MAY_GROW and set(old or ()) <= set(new or ())
+        if name == 'seeds':  # the first seed chooses sizes and learning rates
+            grown = grown and old[:1] == new[:1]
+        if old != new and not grown:
             more = ' (it may only gain some)' if name in MAY_GROW else ''
-            found = f'{name} is {was!r} in its {PLAN_FILE} and {now!r} in this study{more}'
+            found = f'{name} is {old!r} in its {PLAN_FILE} and {new!r} in this study{more}'
             raise ValueError(f'--workdir={directory}: {found}; use another --workdir')
 
 
 def read_plan(directory) -> dict:
-    """The plan of a study. Raises ValueError, one line, where there is none that can be read."""
-    return _read_json(pathlib.Path(directory) / PLAN_FILE, f'--workdir={directory}: holds no study')
+    """The plan of a study. Raises ValueError, one line, if there is none that can be read."""
+    return read_json(pathlib.Path(directory) / PLAN_FILE, f'--workdir={directory}: holds no study')
 
 
 def read_study(directory) -> dict:
-    """The content of study.json. Raises ValueError, one line, where there is none to be read."""
-    return _read_json(
-        pathlib.Path(directory) / STUDY_FILE, f'--workdir={directory}: no {STUDY_FILE} in it'
-    )
+    """The content of study.json. Raises ValueError, one line, if there is none to be read."""
+    missing = f'--workdir={directory}: no {STUDY_FILE} in it'
+    return read_json(pathlib.Path(directory) / STUDY_FILE, missing)
 
 
-def _read_json(file, otherwise):
+def read_json(file, missing: str) -> dict:
+    """The JSON object in a file of a study.
+
+    Args:
+      file: its path.
+      missing: what to say if the file does not exist.
+
+    Raises:
+      ValueError: one line.
+    """
     try:
         content = json.loads(file.read_text(encoding='utf-8'))
     except (FileNotFoundError, NotADirectoryError):
-        raise ValueError(f'{otherwise}; python -m launch.isoflop makes one') from None
+        raise ValueError(f'{missing}; python -m launch.isoflop makes one') from None
     except (OSError, ValueError) as error:
         raise ValueError(f'{file}: unreadable; must be JSON ({error})') from None
     if not isinstance(content, dict):
@@ -106,123 +126,131 @@ def run_directory(directory, name: str) -> pathlib.Path:
     return pathlib.Path(directory) / RUNS / name
 
 
+def _read_summary(directory, name):
+    run = run_directory(directory, name)
+    return read_json(run / SUMMARY_FILE, f'{run}: no summary')
+
+
 def final_loss(directory, name: str) -> float | None:
-    """Nats a held-out token of a finished run, DIVERGED of one that failed, None of any other."""
+    """Nats a held-out token of a finished run, DIVERGED if it diverged, None if not finished."""
     run = run_directory(directory, name)
     if (run / DIVERGED_FILE).exists():
         return DIVERGED
     if not (run / SUMMARY_FILE).exists():
         return None
-    loss = _read_json(run / SUMMARY_FILE, f'{run}: no summary')['eval']['loss']
+    loss = _read_summary(directory, name)['eval']['loss']
     return DIVERGED if loss is None else loss
 
 
-def known_losses(directory, runs: list[Planned]) -> dict[str, float]:
-    """`final_loss` of the runs that have one, by name."""
-    losses = {run.name: final_loss(directory, run.name) for run in runs}
-    return {name: loss for name, loss in losses.items() if loss is not None}
+class Progress(NamedTuple):
+    """How far a study is.
+
+    Attributes:
+      runs: all that the losses of the finished runs decide.
+      losses: of the finished ones, by name.
+      missing: those of `runs` left to train, each once.
+      complete: whether the losses decide all runs of the study.
+    """
+
+    runs: list[Planned]
+    losses: dict[str, float]
+    missing: list[Planned]
+    complete: bool
 
 
-def known_plan(directory, plan: Plan) -> tuple[list[Planned], list[Planned], bool]:
-    """All runs that the finished ones decide, those of them left to train, and if that is all."""
-    losses, runs, whole = {}, [], False
+def progress(directory, plan: Plan) -> Progress:
+    """How far a study is, read from its directory."""
+    losses, runs, complete = {}, [], False
     while True:
-        more = known_losses(directory, runs)
-        if runs and len(more) == len(losses):
-            return runs, _unique(run for run in runs if run.name not in losses), whole
-        losses = more
-        runs, whole = plan.runs(losses)
-
-
-def _unique(runs):
-    return list({run.name: run for run in runs}.values())
+        known = {run.name: final_loss(directory, run.name) for run in runs}
+        known = {name: loss for name, loss in known.items() if loss is not None}
+        if runs and len(known) == len(losses):
+            missing = {run.name: run for run in runs if run.name not in losses}
+            return Progress(runs, losses, list(missing.values()), complete)
+        losses = known
+        runs, complete = plan.runs(losses)
 
 
 def check_run(directory, run: Planned, hparams: Hparams):
-    """Raises ValueError, one line, where a finished run is not the one that is planned."""
+    """Raises ValueError, one line, if a finished run is not the one that is planned."""
     check_config(run_directory(directory, run.name), dataclasses.asdict(hparams), MAY_DIFFER)
 
 
-def collect(directory, plan: Plan, told: dict, hparams_of) -> dict:
+def collect(directory, plan: Plan, description: dict, hparams_of) -> dict:
     """Reads the finished runs of a study.
 
-    Nothing in it depends on when, where or in how many starts they were trained.
+    Nothing in the result depends on when, where or in how many starts they were trained.
 
     Args:
       directory: of the study.
       plan: of it.
-      told: what else is to be in it: kind, config, overrides.
+      description: more fields of study.json: kind, config, overrides.
       hparams_of: Planned -> Hparams.
 
     Returns:
-      The content of study.json but for `fits`: see docs/isoflop.md.
+      The content of study.json: see docs/isoflop.md.
 
     Raises:
       ValueError: a run is not the one that is planned.
     """
-    runs, left, whole = known_plan(directory, plan)
-    missing = {run.name for run in left}
-    losses = known_losses(directory, runs)
+    runs, losses, to_train, complete = progress(directory, plan)
+    missing = {run.name for run in to_train}
     diverged = {name for name, loss in losses.items() if loss == DIVERGED}
-    order = list(VARIANTS)
-    rows = [
-        _row(directory, run, hparams_of(run))
-        for run in runs[len(plan.tuning()) :]
-        if run.name not in missing | diverged
-    ]
-    rows.sort(key=lambda row: (row['budget'], order.index(row['variant']), *_place(row)))
-    study = plan.study
-    summaries = [row.pop('summary') for row in rows]
-    return replace_nonfinite(
-        told
-        | {
-            'budgets': list(study.budgets),
-            'sizes': list(study.sizes),
-            'seeds': list(study.seeds),
-            'variants': {name: VARIANTS[name]._asdict() for name in study.variants},
-            'learning_rates': {str(k): v for k, v in (plan.learning_rates(losses) or {}).items()},
-            'tuning': [
-                {'width': int(run.size.partition('x')[2]), 'learning_rate': run.learning_rate}
-                | {'loss': losses.get(run.name), 'run': run.name}
-                for run in plan.tuning()
-            ],
-            **_common(hparams_of, runs, summaries),
-            'whole': whole and not missing,
-            'missing': sorted(missing),
-            'diverged': sorted(diverged),
-            'runs': rows,
-        }
-    )
-
-
-def _place(row):
-    return row['layers'] * row['width'] ** 2, row['size'], row['seed']
-
-
-def _common(hparams_of, runs, summaries):
-    data = hparams_of(runs[0]).data
-    names = sorted({name for summary in summaries for name in summary['versions']})
-    versions = {
-        name: ', '.join(sorted({str(summary['versions'].get(name)) for summary in summaries}))
-        for name in names
-    }
-    return {
+    rows, summaries = [], []
+    for run in runs[len(plan.tuning()) :]:
+        if run.name not in missing | diverged:
+            check_run(directory, run, hparams_of(run))
+            summaries.append(_read_summary(directory, run.name))
+            curve = training_curve(read_metrics(run_directory(directory, run.name)))
+            rows.append(_row(run, hparams_of(run).model, summaries[-1], curve))
+    rows.sort(key=_order)
+    study, data = plan.study, hparams_of(runs[0]).data
+    content = description | {
+        'budgets': list(study.budgets),
+        'sizes': list(study.sizes),
+        'seeds': list(study.seeds),
+        'variants': {
+            name: {'label': VARIANTS[name].label, 'changes': VARIANTS[name].changes}
+            for name in study.variants
+        },
+        'learning_rates': {str(k): v for k, v in (plan.learning_rates(losses) or {}).items()},
+        'tuning': [
+            {'width': width(run.size), 'learning_rate': run.learning_rate}
+            | {'loss': losses.get(run.name), 'run': run.name}
+            for run in plan.tuning()
+        ],
         'batch_tokens': data.batch_size * data.sequence_length,
         'sequence_length': data.sequence_length,
         'corpus': data.source,
-        'corpus_sha256': ', '.join(sorted({summary['corpus_sha256'] for summary in summaries})),
-        'versions': versions,
+        'corpus_sha256': _joined(summary['corpus_sha256'] for summary in summaries),
+        'versions': {
+            name: _joined(str(summary['versions'].get(name)) for summary in summaries)
+            for name in sorted({name for summary in summaries for name in summary['versions']})
+        },
+        'complete': complete and not missing,
+        'missing': sorted(missing),
+        'diverged': sorted(diverged),
+        'runs': rows,
     }
+    content = replace_nonfinite(content)
+    return content | {'fits': fit.fits(content)}
 
 
-def _row(directory, run, hparams):
-    check_run(directory, run, hparams)
-    place = run_directory(directory, run.name)
-    summary = _read_json(place / SUMMARY_FILE, f'{place}: no summary')
-    evaluation, model = summary['eval'], hparams.model
+def _joined(texts):
+    return ', '.join(sorted(set(texts)))
+
+
+def _order(row):
+    parameters = row['layers'] * row['width'] ** 2
+    variant = list(VARIANTS).index(row['variant'])
+    return row['budget'], variant, parameters, row['size'], row['seed']
+
+
+def _row(run, model, summary, curve):
+    """A row of `runs` in study.json, from the summary of a run and its curve."""
     row = {'run': run.name, 'variant': run.variant, 'size': run.trained}
     if run.trained != run.size:
-        row['beside'] = run.size
+        row['size_of_mod'] = run.size
     row |= {'layers': model.num_layers, 'width': model.d_model}
     for name in ('budget', 'seed', 'learning_rate', 'at_best_size'):
         row[name] = getattr(run, name)
@@ -231,20 +259,18 @@ def _row(directory, run, hparams):
     row['steps'], row['skipped_steps'] = summary['final_step'], summary['skipped_steps']
     row['flops_per_forward'] = summary['flops_per_step'] / 3
     for name in ('loss', 'loss_top_c', 'routing_gap', 'bits_per_byte'):
-        row[name] = evaluation.get(name)
+        row[name] = summary['eval'].get(name)
     row['rule'] = model.routing.causal_rule if model.routed_layers else None
-    row |= {'routing': summary['routing'], 'experts': summary['experts']}
-    row['curve'] = curve(read_metrics(place))
-    row['state_sha256'] = summary['state_sha256']
-    return row | {'summary': summary}
+    row |= {'routing': summary['routing'], 'experts': summary['experts'], 'curve': curve}
+    return row | {'state_sha256': summary['state_sha256']}
 
 
-def curve(rows: list[dict], points: int = CURVE_POINTS) -> list[list[float]]:
+def training_curve(rows: list[dict], points: int = CURVE_POINTS) -> list[list[float]]:
     """[step, training loss in nats] at `points` places or fewer.
 
     Args:
-      rows: of `read_metrics`; rows without a loss are passed over.
-      points: each the mean over the rows since the one before.
+      rows: of `read_metrics`; rows without a loss are skipped.
+      points: each is the mean over the rows since the one before.
     """
     known = [(row['step'], row['loss']) for row in rows if row.get('loss') is not None]
     parts = np.array_split(np.arange(len(known)), min(points, len(known)) or 1)
@@ -253,3 +279,39 @@ def curve(rows: list[dict], points: int = CURVE_POINTS) -> list[list[float]]:
         for part in parts
         if len(part)
     ]
+
+
+def measured_runs(study: dict) -> list[str]:
+    """Names of the runs to measure: all seeds at a variant's best size of the largest budget.
+
+    Args:
+      study: content of study.json.
+    """
+    rows = [row for row in study['runs'] if row['at_best_size'] and row['variant'] in MEASURED]
+    largest = max((row['budget'] for row in rows), default=None)
+    return list(dict.fromkeys(row['run'] for row in rows if row['budget'] == largest))
+
+
+def write_measures(directory, study: dict):
+    """Writes measures.json, {name of a run: its measures}; what it already holds is kept.
+
+    Args:
+      directory: of the study.
+      study: content of study.json.
+    """
+    file = pathlib.Path(directory) / MEASURES_FILE
+    kept = json.loads(file.read_text(encoding='utf-8')) if file.exists() else {}
+    measures, console = {}, rich.console.Console(file=sys.stderr)
+    hidden = {'console': console, 'transient': True, 'disable': not console.is_terminal}
+    for name in rich.progress.track(measured_runs(study), 'measuring', **hidden):
+        measures[name] = kept.get(name) or _measure(run_directory(directory, name))
+    write_atomically(file, json.dumps(measures, indent=1, allow_nan=False) + '\n')
+
+
+def _measure(directory):
+    run = load_run(directory)
+    hparams = run.hparams_of_stage
+    dataset = make_dataset(hparams.data, hparams.seed)
+    stats = block_stats(run.state.variables, hparams, dataset, _MEASURED_BATCHES)
+    jax.clear_caches()
+    return stats

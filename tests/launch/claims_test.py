@@ -9,8 +9,9 @@ import sys
 
 import pytest
 
-from launch.claims_shapes import counted
-from moddepth_jax.studies import claims_page, verdicts
+from launch.claims import counted_flops
+from moddepth_jax.studies import claims
+from tests.studies.made_up_study import made_up
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGE = ROOT / 'docs' / 'claims.md'
@@ -23,86 +24,67 @@ def run(*arguments):
 
 
 @pytest.fixture
-def study(tmp_path):
-    """A directory that holds one study of one unfinished variant."""
-    row = {'run': 'mod-4x64', 'variant': 'mod', 'size': '4x64', 'budget': 1e12, 'seed': 0}
-    row |= {'parameters': 1000, 'steps': 100, 'flops_per_step': 1e10, 'flops_per_forward': 3e9}
-    row |= {'total_flops': 1e12, 'epochs': 0.1, 'loss': 1.6, 'bits_per_byte': 2.3}
-    row |= {'routing': {}, 'routing_gap': None}
-    row |= {'loss_top_c': 1.6, 'routing_gap': 0.0}
-    layer = {'selected_fraction': 0.1, 'precision': 0.9, 'recall': 0.8}
-    row['routing'] = {'layer_01': layer}
-    changes = {'model.routing.capacity': 0.125}
-    content = {
-        'kind': 'flops',
-        'config': 'configs/study.py',
-        'budgets': [1e12],
-        'variants': {'mod': {'label': 'MoD [12.5%]', 'changes': changes}},
-        'batch_tokens': 1024,
-        'diverged': [],
-        'versions': {},
-        'sequence_length': 128,
-        'corpus': 'stdlib',
-        'runs': [row],
-    }
+def results(tmp_path):
+    """A directory that holds one study of one variant with one seed."""
+    study = made_up(variants=('mod',), seeds=(0,))
+    study['variants']['mod']['label'] = 'MoD [12.5%]'
     (tmp_path / 'cpu' / 'study').mkdir(parents=True)
-    (tmp_path / 'cpu' / 'study' / 'study.json').write_text(json.dumps(content))
+    (tmp_path / 'cpu' / 'study' / 'study.json').write_text(json.dumps(study))
     return tmp_path
 
 
-def test_writes_the_table_and_fills_the_page(study):
+def _outside(page):
+    text = page.read_text()
+    return text.split(claims.BEGIN)[0], text.split(claims.END)[1]
+
+
+def test_writes_the_table_and_fills_the_page(results):
     """Both files in --out, one row a claim; the page outside its markers stays."""
-    page = study / 'page.md'
+    page = results / 'page.md'
     shutil.copy(PAGE, page)
-    done = run(f'--workdir={study}', f'--out={study / "new"}', f'--page={page}')
+    done = run(f'--workdir={results}', f'--out={results / "new"}', f'--page={page}')
     assert done.returncode == 0 and not done.stderr, done.stderr
-    rows = json.loads((study / 'new' / 'claims.json').read_text())
-    names = 'id claim source paper setting ours spread verdict rule reason'
-    assert all(set(names.split()) <= set(row) and all(row.values()) for row in rows)
-    assert len(rows) == len(verdicts.CLAIMS)
-    told = next(row for row in rows if row['id'] == 'causal_routing_costs')
-    assert told['reason'] == 'mod 4x64 has 1 seed, 3 are needed'
-    table = (study / 'new' / 'claims.md').read_text()
+    rows = json.loads((results / 'new' / 'claims.json').read_text())
+    names = 'id topic claim source paper rule ours spread verdict reason setting'.split()
+    assert all(list(row) == names and all(row.values()) for row in rows)
+    assert len(rows) == len(claims.CLAIMS)
+    row = next(row for row in rows if row['id'] == 'causal_routing_costs')
+    assert row['reason'].endswith('has 1 seed, 3 are needed')
+    table = (results / 'new' / 'claims.md').read_text()
     assert 'cpu/study' in table and table.split('\n\n', 1)[1].strip() in page.read_text()
-    outside = [_outside(file.read_text()) for file in (PAGE, page)]
-    assert outside[0] == outside[1]
+    assert _outside(PAGE) == _outside(page)
     assert f'Of {len(rows)} claims: ' in done.stdout
-    assert 'cannot tell here: mod 4x64 has 1 seed, 3 are needed' in done.stdout
+    assert f'cannot tell here: {row["reason"]}' in done.stdout
 
 
-def _outside(text):
-    return text.split(claims_page.BEGIN)[0], text.split(claims_page.END)[1]
-
-
-def test_refuses_a_directory_without_studies_and_a_page_without_markers(study):
+def test_refuses_a_directory_without_studies_and_a_page_without_markers(results):
     """One line, exit status 2, nothing written."""
-    (study / 'page.md').write_text('# mine\n')
-    (study / 'empty').mkdir()
-    cases = {
-        (f'--workdir={study / "empty"}',): 'no study.json in it, nor 2 levels down',
+    (results / 'page.md').write_text('# mine\n')
+    (results / 'empty').mkdir()
+    for arguments, message in (
+        ([f'--workdir={results / "empty"}'], 'no study.json in it, nor 2 levels down'),
         (
-            f'--workdir={study}',
-            f'--page={study / "page.md"}',
-        ): 'page without its markers: must hold <!-- claims:',
-    }
-    for arguments, message in cases.items():
+            [f'--workdir={results}', f'--page={results / "page.md"}'],
+            'page without its markers: must hold <!-- claims:',
+        ),
+    ):
         done = run(*arguments)
         assert done.returncode == 2 and message in done.stderr, done.stderr
         assert done.stderr.count('\n') == 1
-    assert not list(study.rglob('claims.*')) and (study / 'page.md').read_text() == '# mine\n'
+    assert not list(results.rglob('claims.*')) and (results / 'page.md').read_text() == '# mine\n'
 
 
 def test_docs_hold_the_table_of_the_committed_results():
     """After a change of results or rules: python -m launch.claims --workdir=results --page=..."""
-    evidence = verdicts.read_evidence(ROOT / 'results', counted())
+    evidence = claims.read_evidence(ROOT / 'results', counted_flops())
     assert len(evidence.studies) == len(list((ROOT / 'results').rglob('study.json')))
-    table = claims_page.markdown(verdicts.fill(evidence), evidence)
-    assert claims_page.replaced(PAGE.read_text(), table) == PAGE.read_text()
+    table = claims.markdown(claims.fill(evidence), evidence)
+    assert claims.replaced(PAGE.read_text(), table) == PAGE.read_text()
 
 
 def test_counted_costs_are_those_of_the_papers_shapes():
     """700M: 0.301 TFLOPs a row for projections, 0.021 for two slots a layer; the masked half."""
-    shape = counted()['moda_700m']
+    shape = counted_flops()['moda_700m']
     for way in ('halved', 'full'):
         assert shape['moda'][way] - shape['dense'][way] == pytest.approx(0.3218e12, rel=0.001)
     attention = 4 * 36 * shape['length'] ** 2 / 2 * 1024

@@ -1,37 +1,22 @@
-"""The command and its runs; training itself is replaced but where a test says so."""
+"""launch.isoflop: the configs of a study's runs, what it refuses, and a study that is killed."""
 
-import contextlib
-import dataclasses
-import json
 import os
 import pathlib
 import re
-import signal
 import subprocess
 import sys
 import time
-import types
 
 import jax
 import pytest
 
 from launch.study_config import StudyConfig
 from moddepth_jax.hparams import from_config
-from moddepth_jax.model.flops import train_step_flops
-from moddepth_jax.studies import runner
-from moddepth_jax.studies import store as study_lib
-from moddepth_jax.studies.plan import Plan, Study
-from moddepth_jax.training.plan import resolve_steps, run_flops
-from moddepth_jax.training.run_dir import WorkdirLock, open_workdir
+from moddepth_jax.training.run_dir import WorkdirLock
 from moddepth_jax.training.summary import num_parameters
 from moddepth_jax.training.train_step import init_state
-from moddepth_jax.training.trainer import DivergedError
 
 ROOT = pathlib.Path(__file__).parents[2]
-STUDY = Study(
-    'flops', (1e11, 2e11), ('2x64', '4x64'), ('dense', 'mod', 'random'), (0, 1), (0.002, 0.004)
-)
-OVERRIDES = {'data.source': 'synthetic'}
 FLAGS = [
     '--budgets=1e9,2e9',
     '--sizes=2x64',
@@ -56,144 +41,25 @@ def isoflop(*arguments, **environment):
     )
 
 
-@pytest.fixture
-def runs(tmp_path):
-    config = StudyConfig('configs/study.py', OVERRIDES, STUDY.kind)
-    plan = Plan(STUDY, config.shallower)
-    told = {'kind': STUDY.kind, 'config': 'configs/study.py', 'overrides': OVERRIDES}
-    study_lib.open_study(tmp_path, told)
-    return runner.StudyRuns(tmp_path, plan, config.hparams, told)
-
-
-@pytest.fixture
-def trained(monkeypatch):
-    """Replaces training by the writing of what a run leaves; names of the runs, as they end."""
-    names = []
-
-    def train(hparams, directory):
-        names.append(directory.name)
-        open_workdir(directory, dataclasses.asdict(hparams))
-        if hparams.optimizer.learning_rate == 0.004:
-            raise DivergedError('no finite step')
-        steps = resolve_steps(hparams)
-        summary = dict.fromkeys(('parameters', 'active_parameters', 'epochs', 'skipped_steps'), 0)
-        summary |= {'eval': {'loss': 1.0 + len(names) / 100, 'bits_per_byte': 1.5}}
-        summary['parameters'] = 1000 * hparams.model.num_layers
-        summary |= {'flops_per_step': train_step_flops(hparams), 'final_step': steps}
-        summary |= {'total_flops': run_flops(hparams, steps), 'routing': {}, 'experts': {}}
-        summary |= {'versions': {}, 'corpus_sha256': '', 'state_sha256': directory.name}
-        (directory / 'summary.json').write_text(json.dumps(summary))
-        (directory / 'metrics.jsonl').write_text('{"step": 1, "loss": 2.0}\n')
-        print('what a run prints')
-        return types.SimpleNamespace(signal=None, summary=summary)
-
-    monkeypatch.setattr(runner, 'train', train)
-    monkeypatch.setattr(runner, 'write_measures', lambda *_: None)  # of no checkpoint
-    return names
-
-
-def rows_of(directory):
-    return study_lib.read_study(directory)['runs']
-
-
-def test_every_run_is_trained_once_and_drawn(runs, trained, tmp_path, capsys):
-    assert runs.train((0, 1)) == 0
-    assert len(set(trained)) == len(trained)
-    again = list(trained)
-    assert runs.train((0, 1)) == 0 and trained == again
-    assert runs.finish() == 0
-    content = study_lib.read_study(tmp_path)
-    assert content['whole'] and content['learning_rates'] == {'64': 0.002}
-    assert all((tmp_path / name).exists() for name in ('study.html', 'loss_by_parameters.png'))
-    shown = capsys.readouterr().out
-    assert 'diverged' in shown and 'what a run prints' not in shown
-    assert (tmp_path / 'logs' / f'{trained[0]}.txt').read_text() == 'what a run prints\n'
-
-
-def test_runs_spend_their_budget(runs, trained, tmp_path):
-    runs.train((0, 1))
-    runs.finish()
-    for row in rows_of(tmp_path):
-        assert 0.99 < row['total_flops'] / row['budget'] <= 1, row['run']
-
-
-def test_shards_share_the_runs_and_wait_for_each_other(runs, trained, monkeypatch):
-    """The first shard alone comes to a stop; the second does its share whenever the first waits."""
-    shares, mine = {0: [], 1: []}, runs._train_one
-
-    def of_shard(shard):
-        def train_one(run):
-            shares[shard].append(run.name)
-            return mine(run)
-
-        return train_one
-
-    def other(_):
-        monkeypatch.setattr(runs, '_train_one', of_shard(1))
-        monkeypatch.setattr(runner.time, 'sleep', lambda _: (_ for _ in ()).throw(EOFError))
-        with contextlib.suppress(EOFError):  # it waits as well, or all are finished
-            runs.train((1, 2))
-        monkeypatch.setattr(runner.time, 'sleep', other)
-        monkeypatch.setattr(runs, '_train_one', of_shard(0))
-
-    monkeypatch.setattr(runner.time, 'sleep', other)
-    monkeypatch.setattr(runs, '_train_one', of_shard(0))
-    assert runs.train((0, 2)) == 0
-    assert not set(shares[0]) & set(shares[1])
-    assert len(shares[0]) + len(shares[1]) == len(trained)
-    assert abs(len(shares[0]) - len(shares[1])) <= 2
-
-
-def test_every_run_is_of_one_process_whatever_the_hosts_start():
-    hosts = {0: 1, 1: 3, 2: 2}  # shard: processes
-    for number in range(60):
-        takers = [
-            (shard, child)
-            for shard, processes in hosts.items()
-            for child in range(processes)
-            for index, count in [runner.part_of_shard((shard, 3), child, processes)]
-            if number % count == index
-        ]
-        assert len(takers) == 1 and takers[0][0] == number % 3
-
-
-def test_a_finished_run_of_other_knobs_stops_the_study_before_it_trains(runs, trained, tmp_path):
-    runs.train((0, 1))
-    runs.check()
-    config = tmp_path / 'runs' / trained[0] / 'config.json'
-    config.write_text(config.read_text().replace('"weight_decay": 0.1', '"weight_decay": 0.2'))
-    with pytest.raises(ValueError, match='optimizer.weight_decay is 0.2'):
-        runs.check()
-
-
-def test_a_signal_ends_the_study_with_its_status(runs, trained, monkeypatch):
-    stopped = types.SimpleNamespace(signal='SIGTERM', summary=None)
-    monkeypatch.setattr(runner, 'train', lambda *_: stopped)
-    assert runs.train((0, 1)) == 128 + signal.SIGTERM
-
-
 @pytest.mark.parametrize(
-    'arguments, words',
+    'arguments, message',
     [
         (['--sizes=2x64', '--budgets=1e3'], 'dense at size 2x64: flop_budget=1000: pays for no'),
-        (
-            ['--sizes=2x64', '--budgets=1e9', '--steps=5'],
-            '(training FLOPs) or --steps, one of both',
-        ),
+        (['--sizes=2x64', '--budgets=1e9', '--steps=5'], '(training FLOPs) or --steps'),
         (['--sizes=2x64', '--budgets=few'], '--budgets=few: must be numbers'),
         (['--sizes=2x64', '--budgets=1e9', '--shard=2/2'], '--shard=2/2'),
     ],
 )
-def test_bad_input_is_told_in_one_line(tmp_path, arguments, words):
+def test_bad_flags_are_refused_in_one_line(tmp_path, arguments, message):
     process = isoflop(f'--workdir={tmp_path}/new', *arguments)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 2
-    assert words in errors and errors.count('\n') == 1
+    assert message in errors and errors.count('\n') == 1
     assert not (tmp_path / 'new').exists()
 
 
 @pytest.mark.parametrize(
-    'spec, kind, overrides, size, words',
+    'spec, kind, overrides, size, message',
     [
         ('configs/study.py', 'flops', {}, '4x65', "size='4x65'"),
         ('configs/study.py', 'steps', {}, '4x64', 'takes size=LxD and steps='),
@@ -203,8 +69,10 @@ def test_bad_input_is_told_in_one_line(tmp_path, arguments, words):
         ('configs/study.py', 'flops', {'model.routing.capacity': 0.5}, '4x64', 'use --variants'),
     ],
 )
-def test_a_config_that_makes_no_study_is_told_in_one_line(spec, kind, overrides, size, words):
-    with pytest.raises(ValueError, match=re.escape(words)) as error:
+def test_configs_that_no_study_can_use_are_refused_in_one_line(
+    spec, kind, overrides, size, message
+):
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
         StudyConfig(spec, overrides, kind).shallower(size)
     assert '\n' not in str(error.value)
 
@@ -241,7 +109,7 @@ def test_every_target_trains_different_models(target):
     assert int(config.shallower(size).split('x')[0]) < int(size.split('x')[0])
 
 
-def test_the_shallower_model_costs_most_nearly_what_mod_does():
+def test_the_shallower_model_costs_nearest_to_mod():
     config = StudyConfig('configs/study.py', {}, 'flops')
     assert config.shallower('8x64') == '5x64' and config.shallower('4x64') == '2x64'
 
@@ -255,7 +123,7 @@ def test_the_wider_model_has_as_many_parameters_as_moda():
     assert abs(wider - moda) < 0.002 * moda and dense < 0.95 * moda
 
 
-def test_the_plan_comes_first(tmp_path):
+def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path):
     process = isoflop(*FLAGS, f'--workdir={tmp_path}/new', '--dry_run')
     shown, errors = process.communicate(timeout=120)
     assert process.returncode == 0 and not errors
@@ -263,7 +131,7 @@ def test_the_plan_comes_first(tmp_path):
     assert not (tmp_path / 'new').exists()
 
 
-def wait_until_free(run):
+def wait_until_unlocked(run):
     while True:
         try:
             return WorkdirLock(run).close()
@@ -272,12 +140,12 @@ def wait_until_free(run):
 
 
 @pytest.mark.slow
-def test_a_study_that_is_killed_and_started_again_ends_with_the_same_bytes(tmp_path):
-    """Really trained, by two processes, of which nothing goes on after the first is killed."""
+def test_a_killed_study_resumes_and_ends_with_the_same_bytes(tmp_path):
+    """Really trained, by two processes, which stop after the one that started them is killed."""
     flags = [*FLAGS, '--processes=2']
-    whole = isoflop(*flags, f'--workdir={tmp_path}/whole', NPROC='1')
-    shown, errors = whole.communicate(timeout=600)
-    assert whole.returncode == 0, shown + errors
+    uninterrupted = isoflop(*flags, f'--workdir={tmp_path}/uninterrupted', NPROC='1')
+    shown, errors = uninterrupted.communicate(timeout=600)
+    assert uninterrupted.returncode == 0, shown + errors
     killed = isoflop(*flags, f'--workdir={tmp_path}/killed', NPROC='1')
     while not list((tmp_path / 'killed').glob('runs/*/summary.json')):
         time.sleep(0.05)
@@ -286,10 +154,10 @@ def test_a_study_that_is_killed_and_started_again_ends_with_the_same_bytes(tmp_p
     assert not (tmp_path / 'killed' / 'study.json').exists()
     time.sleep(3)  # its children notice
     for run in (tmp_path / 'killed' / 'runs').iterdir():
-        wait_until_free(run)
+        wait_until_unlocked(run)
     again = isoflop(*flags, f'--workdir={tmp_path}/killed', NPROC='1')
     shown, errors = again.communicate(timeout=600)
     assert again.returncode == 0, shown + errors
-    files = ('study.json', 'study.html', 'loss_by_parameters.svg')
-    for name in files:
-        assert (tmp_path / 'killed' / name).read_bytes() == (tmp_path / 'whole' / name).read_bytes()
+    for name in ('study.json', 'study.html', 'loss_by_parameters.svg'):
+        content = [(tmp_path / place / name).read_bytes() for place in ('killed', 'uninterrupted')]
+        assert content[0] == content[1], name

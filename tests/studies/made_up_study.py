@@ -1,4 +1,4 @@
-"""study.json as it could be, without training: losses on parabolas, seeds around them."""
+"""A made-up study.json, without training: losses on parabolas, and seeds around them."""
 
 import math
 import random
@@ -10,10 +10,10 @@ LAPTOP = (
     *('random', 'random_every_0.5', 'position', 'norm', 'aux_loss'),
 )
 SIZED = ('dense', 'shallow', 'mod')
-# Of a forward pass over that of dense, and of the loss over its.
+# FLOPs of a forward pass, and the loss, over those of dense.
 _COSTS = {'mod': 0.6, 'mod_0.25': 0.67, 'mod_0.5': 0.77, 'every_0.125': 0.21, 'every_0.5': 0.55}
+_COSTS |= {'random_every_0.5': 0.55, 'moda': 1.04, 'moda_attention': 1.03, 'wider': 1.04}
 _SCALES = {'mod': 0.994, 'random': 1.03, 'every_0.125': 1.06, 'position': 1.012, 'shallow': 1.001}
-_CHANGES = {'random_every_0.5': 0.55, 'moda': 1.04, 'moda_attention': 1.03, 'wider': 1.04}
 
 
 def made_up(
@@ -24,7 +24,7 @@ def made_up(
     seeds=(0, 1, 2),
     optimum=170_000,
 ):
-    """The content of study.json of a study with these; seeds at the largest budget alone.
+    """The content of study.json; there are several seeds at the largest budget only.
 
     Args:
       kind, budgets, sizes, variants, seeds: of the study.
@@ -38,8 +38,8 @@ def made_up(
             for size in sizes if variant in SIZED else [anchor]:
                 last = size == anchor and budget == budgets[-1]
                 for seed in seeds if last else seeds[:1]:
-                    given = (kind, variant, size, budget, seed, vertex, place)
-                    rows.append(_row(*given) | {'at_best_size': size == anchor})
+                    row = _row(kind, variant, size, budget, seed, vertex, 1.62 - 0.09 * place)
+                    rows.append(row | {'at_best_size': size == anchor})
     return {
         'kind': kind,
         'config': 'configs/study.py',
@@ -47,7 +47,10 @@ def made_up(
         'budgets': list(budgets),
         'sizes': list(sizes),
         'seeds': list(seeds),
-        'variants': {name: VARIANTS[name]._asdict() for name in variants},
+        'variants': {
+            name: {'label': VARIANTS[name].label, 'changes': VARIANTS[name].changes}
+            for name in variants
+        },
         'learning_rates': {'64': 0.003, '128': 0.003},
         'tuning': [
             {'width': width, 'learning_rate': rate, 'loss': 1.6 + abs(rate - 0.003) * 9}
@@ -60,7 +63,7 @@ def made_up(
         'corpus': 'stdlib',
         'corpus_sha256': '0f' * 32,
         'versions': {'jax': '0.10.2', 'python': '3.11.9'},
-        'whole': True,
+        'complete': True,
         'missing': [],
         'diverged': [],
         'runs': rows,
@@ -73,27 +76,27 @@ def _parameters(size):
     return 12 * layers * width**2 + 256 * width
 
 
-def _row(kind, variant, size, budget, seed, vertex, place):
+def _row(kind, variant, size, budget, seed, vertex, lowest):
     layers, width = map(int, size.split('x'))
-    base, beside = variant.removesuffix('_post'), {}
+    base, more = variant.removesuffix('_post'), {}
     if variant == 'shallow':
-        beside, layers = {'beside': size}, max(1, round(layers * 0.6))
+        more, layers = {'size_of_mod': size}, max(1, round(layers * 0.6))
     size = f'{layers}x{width}'
-    parameters = _parameters(size) + 40 * layers * (base != 'dense') * (base != 'shallow')
+    parameters = _parameters(size) + 40 * layers * (base not in ('dense', 'shallow'))
     routed = base not in ('dense', 'shallow', 'wider', 'moda', 'moda_attention')
-    cost = _COSTS.get(base, 0.6 if routed else 1) * _CHANGES.get(base, 1)
+    cost = _COSTS.get(base, 0.6 if routed else 1)
     flops_per_step = 6 * parameters * 1024 * cost
     steps = int(budget) if kind == 'steps' else int(budget // flops_per_step)
     noise = random.Random(f'{variant} {size} {budget} {seed}').gauss(0, 0.004)
-    bent = 0.03 * math.log(parameters * cost / vertex) ** 2
-    loss = (1.62 - 0.09 * place + bent) * _SCALES.get(base, 1.003) + noise
+    above = 0.03 * math.log(parameters * cost / vertex) ** 2
+    loss = (lowest + above) * _SCALES.get(base, 1.003) + noise
     marks = [max(1, steps * (i + 1) // 40) for i in range(40)]
     routing = {'selected_fraction': 0.12, 'precision': 0.93, 'recall': 0.8}
     return {
         'run': f'{variant}-{size}-{budget:g}-lr0.003-seed{seed}',
         'variant': variant,
         'size': size,
-        **beside,
+        **more,
         'layers': layers,
         'width': width,
         'budget': budget,

@@ -1,3 +1,5 @@
+"""Which runs a study has, and when their losses decide the next ones."""
+
 import dataclasses
 
 import pytest
@@ -22,11 +24,11 @@ def plan_of(**changes):
 
 
 def all_runs(plan, loss):
-    """Every run of the plan where `loss(run)` is what each one ends at."""
+    """Every run of the plan if `loss(run)` is the loss of each."""
     losses = {}
     for _ in range(4):
-        runs, whole = plan.runs(losses)
-        if whole and all(run.name in losses for run in runs):
+        runs, complete = plan.runs(losses)
+        if complete and all(run.name in losses for run in runs):
             return runs
         losses |= {run.name: loss(run) for run in runs}
     raise AssertionError('a plan of more than three rounds')
@@ -39,8 +41,8 @@ def loss_of(run):
 
 
 def test_rates_are_tuned_with_the_dense_model_at_the_smallest_budget_once_a_width():
-    runs, whole = plan_of().runs({})
-    assert not whole
+    runs, complete = plan_of().runs({})
+    assert not complete
     assert {(run.variant, run.size, run.budget, run.learning_rate, run.seed) for run in runs} == {
         ('dense', size, 1e9, rate, 5) for size in ('2x64', '2x128') for rate in (0.002, 0.004)
     }
@@ -48,7 +50,7 @@ def test_rates_are_tuned_with_the_dense_model_at_the_smallest_budget_once_a_widt
     assert rates == {64: 0.004, 128: 0.002}
 
 
-def test_one_rate_is_not_tuned():
+def test_a_single_rate_is_not_tuned():
     plan = plan_of(learning_rates=(0.01,))
     assert plan.tuning() == []
     assert {run.learning_rate for run in all_runs(plan, lambda run: 1.0)} == {0.01}
@@ -60,7 +62,7 @@ def test_a_rate_that_diverges_is_not_chosen():
     assert plan.learning_rates(losses) == {64: 0.002, 128: 0.002}
 
 
-def test_a_study_trains_every_size_of_three_variants_and_the_others_at_the_best():
+def test_three_variants_run_at_every_size_and_the_others_at_the_best():
     runs = all_runs(plan_of(), loss_of)[len(plan_of().tuning()) :]
     for variant in ('dense', 'shallow', 'mod'):
         for budget in (1e9, 4e9):
@@ -71,7 +73,7 @@ def test_a_study_trains_every_size_of_three_variants_and_the_others_at_the_best(
     assert all(run.at_best_size for run in others)
 
 
-def test_seeds_are_repeated_at_the_largest_budget_alone():
+def test_seeds_are_repeated_at_the_largest_budget_only():
     runs = all_runs(plan_of(), loss_of)[len(plan_of().tuning()) :]
     for variant in STUDY.variants:
         sizes = STUDY.sizes if variant in ('dense', 'shallow', 'mod') else ('4x64',)
@@ -83,15 +85,15 @@ def test_seeds_are_repeated_at_the_largest_budget_alone():
     assert best == {'4x64'}
 
 
-def test_the_plan_is_announced_with_as_many_runs_as_it_has_at_most():
+def test_max_runs_bounds_the_number_of_different_runs():
     plan = plan_of()
     for loss in (loss_of, lambda run: 1 + len(run.name) / 100, lambda run: hash(run.trained) % 7):
         names = {run.name for run in all_runs(plan, loss)}
-        assert len(names) <= sum(plan.size_of_whole().values())
+        assert len(names) <= sum(plan.max_runs().values())
     # A shallower dense model that is one of the dense sizes is trained once for both.
     alone = plan_of(variants=('dense', 'mod', 'random'))
     names = {run.name for run in all_runs(alone, loss_of)}
-    assert len(names) == sum(alone.size_of_whole().values())
+    assert len(names) == sum(alone.max_runs().values())
 
 
 def test_a_shallower_model_that_is_a_dense_size_is_trained_once():
@@ -100,7 +102,7 @@ def test_a_shallower_model_that_is_a_dense_size_is_trained_once():
     assert runs['shallow', '2x64'].name == runs['dense', '2x64'].name
 
 
-def test_names_tell_runs_apart():
+def test_different_runs_have_different_names():
     runs = all_runs(plan_of(), loss_of)
     trained = {
         ('dense' if run.variant == 'shallow' else run.variant, *run[2:6]): run.name for run in runs
@@ -116,17 +118,17 @@ def test_names_tell_runs_apart():
         ({'budgets': (-1.0,)}, 'above 0'),
         ({'learning_rates': (float('nan'),)}, 'above 0'),
         ({'variants': ('mood',)}, 'mood'),
-        ({'variants': ('dense', 'shallow')}, 'name mod too'),
+        ({'variants': ('dense', 'shallow')}, 'add mod'),
         ({'kind': 'tokens'}, 'flops or steps'),
     ],
 )
-def test_what_makes_no_study_is_refused_in_one_line(changes, words):
+def test_impossible_studies_are_refused_in_one_line(changes, words):
     with pytest.raises(ValueError, match=words) as error:
         dataclasses.replace(STUDY, **changes)
     assert '\n' not in str(error.value)
 
 
-def test_every_variant_is_a_config():
+def test_every_variant_is_a_valid_config():
     for name, variant in VARIANTS.items():
         config = base.get_config()
         config.training.num_steps = 1
@@ -147,10 +149,10 @@ def test_every_variant_is_a_config():
         ('aux_loss', 'mod', 'learned'),
     ],
 )
-def test_a_control_differs_from_what_it_controls_by_who_chooses(control, routed, router):
+def test_a_control_differs_only_in_how_tokens_are_chosen(control, routed, router):
     changes = [VARIANTS[name].changes for name in (control, routed)]
-    by_whom = {f'model.routing.{knob}' for knob in ('router', 'gate', 'causal_rule')}
-    first, second = ({k: v for k, v in each.items() if k not in by_whom} for each in changes)
+    of_choice = {f'model.routing.{knob}' for knob in ('router', 'gate', 'causal_rule')}
+    first, second = ({k: v for k, v in each.items() if k not in of_choice} for each in changes)
     assert first == second and first['model.routing.capacity'] in (0.125, 0.5)
     assert changes[0]['model.routing.router'] == router
 

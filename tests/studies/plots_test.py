@@ -1,4 +1,4 @@
-"""Figures show every variant, seed and budget of a study, alike each time, and never fail."""
+"""Figures show every variant, seed and budget of a study, are reproducible, and never fail."""
 
 import matplotlib
 import matplotlib.image
@@ -6,18 +6,16 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_rgba
 
-from moddepth_jax.studies import fit as isoflop_fit
-from moddepth_jax.studies import plot_style
+from moddepth_jax.studies import fit, plot_style
 from moddepth_jax.studies.plots import FIGURES, NOTHING, draw
 from tests.studies.made_up_study import LAPTOP, SIZED, made_up
 
 MODA = tuple(f'{name}{norm}' for norm in ('', '_post') for name in ('dense', 'wider', 'moda'))
-FEW = (*SIZED, 'random')
 
 
 @pytest.fixture(autouse=True)
 def settings():
-    """Those that `draw` works under."""
+    """Those that `draw` sets."""
     with matplotlib.rc_context(plot_style.SETTINGS):
         yield
 
@@ -31,7 +29,7 @@ def _colours(axes):
 
 
 def test_equal_studies_give_equal_bytes(tmp_path):
-    """PNG and SVG hold no date, no random name and nothing of the process."""
+    """PNG and SVG hold no date and no random name."""
     small = {'budgets': (6e11,), 'variants': ('dense', 'mod', 'random'), 'seeds': (0, 1)}
     for place in ('a', 'b'):
         (tmp_path / place).mkdir()
@@ -46,8 +44,8 @@ def test_equal_studies_give_equal_bytes(tmp_path):
 
 @pytest.mark.parametrize('name', FIGURES)
 def test_the_shallower_dense_control_is_in_every_figure(name):
-    """Its colour is drawn, and its label is beside or below the panels."""
-    study = made_up(variants=FEW)
+    """Its colour is drawn, and its label is in a legend or on an axis."""
+    study = made_up(variants=(*SIZED, 'random'))
     figure = FIGURES[name](study)
     colour = to_rgba(plot_style.style(study, 'shallow')['color'])[:3]
     assert any(colour in _colours(axes) for axes in figure.axes)
@@ -56,76 +54,75 @@ def test_the_shallower_dense_control_is_in_every_figure(name):
 
 
 def test_variants_look_different():
-    """No two variants share colour, marker and filling; of a pair, post-norm is hollow."""
+    """No two variants share colour, marker and filling; post-norm is hollow."""
     for names in (LAPTOP, MODA):
-        study = made_up(variants=names, sizes=('4x64',), budgets=(6e11,), seeds=(0,))
-        styles = [plot_style.style(study, name) for name in names]
+        styles = [plot_style.style({'variants': names}, name) for name in names]
         looks = {(s['color'], s['marker'], s['markerfacecolor']) for s in styles}
         assert len(looks) == len(names)
-    spare = {'variants': dict.fromkeys(('dense', 'idea', 'idea_post', 'other'))}
-    looks = [plot_style.style(spare, name) for name in spare['variants']]
+    unknown = {'variants': dict.fromkeys(('dense', 'idea', 'idea_post', 'other'))}
+    looks = [plot_style.style(unknown, name) for name in unknown['variants']]
     assert looks[1]['color'] == looks[2]['color'] != looks[3]['color']
     assert looks[2]['markerfacecolor'] == plot_style.PAPER != looks[1]['markerfacecolor']
 
 
-def test_parabola_panels_mark_the_optimum():
+def test_panels_mark_the_optima_of_the_parabolas():
     """A star at the vertex, at its loss in bits/byte; a ring where the best size is at an edge."""
     study = made_up(variants=SIZED, seeds=(0,))
     axes = FIGURES['loss_by_parameters'](study).axes
     for panel, budget in zip(axes, study['budgets'], strict=True):
-        for fit in [fit for fit in isoflop_fit.fits(study) if fit['budget'] == budget]:
-            colour = plot_style.style(study, fit['variant'])['color']
-            mark = '*' if fit['inside'] else 'o'
+        for parabola in [each for each in fit.fits(study) if each['budget'] == budget]:
+            colour = plot_style.style(study, parabola['variant'])['color']
+            mark = '*' if parabola['inside'] else 'o'
             found = [
                 line.get_xydata()[0]
                 for line in panel.lines
                 if (line.get_marker(), line.get_color()) == (mark, colour)
                 and line.get_markersize() == 12
             ]
-            wanted = fit['optimum_parameters'], fit['optimum_loss'] / np.log(2)
-            np.testing.assert_allclose(found, [wanted], rtol=1e-6)
-    assert {fit['inside'] for fit in isoflop_fit.fits(study)} == {True, False}
+            expected = parabola['optimum_parameters'], parabola['optimum_loss'] / np.log(2)
+            np.testing.assert_allclose(found, [expected], rtol=1e-6)
+    assert {each['inside'] for each in fit.fits(study)} == {True, False}
 
 
 def test_every_seed_is_a_point():
     """At the largest budget three points a variant, sorted by their mean from the top down."""
-    study = made_up(variants=FEW)
+    study = made_up(variants=(*SIZED, 'random'))
     panel = FIGURES['seeds'](study).axes[-1]
-    points = {}
-    for line in panel.lines:
-        if line.get_marker() == '.':
-            points[line.get_ydata()[0]] = np.array(line.get_xdata())
-    best = [isoflop_fit.best(rows) for _, rows in isoflop_fit.found(study, study['budgets'][-1])]
+    points = {
+        line.get_ydata()[0]: np.array(line.get_xdata())
+        for line in panel.lines
+        if line.get_marker() == '.'
+    }
+    best = [fit.best(rows) for _, rows in fit.found(study, study['budgets'][-1])]
     best.sort(key=lambda size: -size.loss)
-    assert [len(points[place]) for place in sorted(points)] == [len(s.losses) for s in best]
     assert max(len(values) for values in points.values()) == 3
-    for place, size in enumerate(best):
-        np.testing.assert_allclose(points[place], np.divide(size.losses, np.log(2)))
-    means = [points[place].mean() for place in sorted(points)]
-    assert means == sorted(means, reverse=True)
+    for row, size in enumerate(best):
+        np.testing.assert_allclose(points[row], np.divide(size.losses, np.log(2)))
 
 
-def test_normalised_losses_are_over_the_optimal_dense_model():
-    """The best dense size at an edge is at (1, 1); FLOPs of MoD are those over its."""
+def test_losses_are_relative_to_the_optimal_dense_model():
+    """The best dense size at an edge is at (1, 1); FLOPs of MoD are divided by its FLOPs."""
     study = made_up(budgets=(6e11,), variants=('dense', 'mod'), seeds=(0,))
     figure = FIGURES['loss_by_flops'](study)
-    dense, mod = (isoflop_fit.select(study, name, 6e11) for name in ('dense', 'mod'))
-    assert not isoflop_fit.fit(dense).inside
-    base, best = isoflop_fit.best(dense), isoflop_fit.sizes(mod)[0]
-    wanted = best.flops_per_forward / base.flops_per_forward, best.loss / base.loss
+    dense, mod = (fit.select(study, name, 6e11) for name in ('dense', 'mod'))
+    assert not fit.fit(dense).inside
+    base, first = fit.best(dense), fit.sizes(mod)[0]
+    expected = first.flops_per_forward / base.flops_per_forward, first.loss / base.loss
     marks = [line.get_xydata()[0] for line in figure.axes[0].lines if line.get_marker() in 'oD']
     assert any(np.allclose(mark, (1, 1)) for mark in marks)
-    assert any(np.allclose(mark, wanted) for mark in marks)
+    assert any(np.allclose(mark, expected) for mark in marks)
 
 
-def test_curves_at_equal_tokens_are_compared_after_equal_steps():
-    """The reference is zero; another is its difference, at its own steps or FLOPs."""
-    for kind, budget, unit in (('steps', 600, 'steps'), ('flops', 6e11, 'training FLOPs')):
-        study = made_up(kind=kind, budgets=(budget,), sizes=('4x64',), variants=('dense', 'mod'))
-        right = FIGURES['loss_by_steps'](study).axes[1]
-        assert right.get_xlabel() == unit
-        curves = [line.get_ydata() for line in right.lines if line.get_marker() == 'None']
-        assert np.abs(curves[0]).max() < 1e-12 < np.abs(curves[1]).max()
+@pytest.mark.parametrize(
+    'kind, budget, unit', [('steps', 600, 'steps'), ('flops', 6e11, 'training FLOPs')]
+)
+def test_training_curves_are_compared_after_equal_steps_or_flops(kind, budget, unit):
+    """The curve of the reference is zero, the other is its difference."""
+    study = made_up(kind=kind, budgets=(budget,), sizes=('4x64',), variants=('dense', 'mod'))
+    right = FIGURES['loss_by_steps'](study).axes[1]
+    assert right.get_xlabel() == unit
+    curves = [line.get_ydata() for line in right.lines if line.get_marker() == 'None']
+    assert np.abs(curves[0]).max() < 1e-12 < np.abs(curves[1]).max()
 
 
 @pytest.mark.parametrize(
@@ -138,10 +135,10 @@ def test_curves_at_equal_tokens_are_compared_after_equal_steps():
         | {'runs': made_up(variants=('dense', 'mod'))['runs'][4:5]},
         made_up(budgets=(1e12, 2e12, 4e12, 8e12), sizes=('4x64',), variants=('dense', 'norm')),
     ],
-    ids=['equal tokens', 'one run', 'no dense', 'mod alone', 'four budgets'],
+    ids=['equal tokens', 'one run', 'no dense', 'mod only', 'four budgets'],
 )
 def test_small_and_unfinished_studies_are_drawn(study):
-    """Whatever there is gets its panels, without a warning; every label of it is there."""
+    """Without a warning, with a panel for each budget."""
     for name, make in FIGURES.items():
         figure = make(study)
         figure.canvas.draw()
@@ -149,8 +146,7 @@ def test_small_and_unfinished_studies_are_drawn(study):
         assert len({axes.get_title(loc='left') for axes in figure.axes} - {''}) <= 4
 
 
-def test_nothing_finished_is_a_sentence(tmp_path):
-    """Also where the only run has no finite loss."""
+def test_a_study_without_a_finite_loss_is_drawn_as_a_sentence(tmp_path):
     study = made_up(budgets=(6e11,), sizes=('4x64',), variants=('dense',), seeds=(0,))
     study['runs'][0]['loss'] = None
     draw(study, tmp_path)
@@ -159,8 +155,8 @@ def test_nothing_finished_is_a_sentence(tmp_path):
     assert heights == {(180, 960, 4)}
 
 
-def test_labels_are_no_formulas():
-    """Dollars in a label are characters: a broken formula would be an error when it is drawn."""
+def test_dollars_in_labels_are_not_formulas():
+    """A broken formula would be an error when it is drawn."""
     study = made_up(budgets=(6e11,), sizes=('4x64',), variants=('dense', 'mod'), seeds=(0,))
     study['variants']['mod']['label'] = label = r'$\nonsense{$ & <b>'
     figure = FIGURES['loss_by_flops'](study)
@@ -169,10 +165,9 @@ def test_labels_are_no_formulas():
 
 
 def test_numbers_are_written_short():
-    """Budgets as people write powers of ten, parameters with a letter."""
+    """Budgets as powers of ten, parameters with a letter."""
     flops = {6e11: '6·10¹¹', 1e15: '10¹⁵', 2.5e-3: '2.5·10⁻³', 9.996e11: '9.996·10¹¹'}
     for value, text in flops.items():
-        assert plot_style.scientific(value) == text
         assert plot_style.budget_name({'kind': 'flops'}, value) == f'{text} FLOPs'
     assert plot_style.budget_name({'kind': 'steps'}, 4000.0) == '4,000 steps'
     short = {250_000: '250k', 1.25e6: '1.25M', 3e9: '3B', 12: '12'}

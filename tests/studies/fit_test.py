@@ -1,0 +1,97 @@
+"""Optima are those of the parabola if it has a minimum among the sizes that were run."""
+
+import math
+
+import pytest
+
+from moddepth_jax.studies import fit
+from tests.studies.made_up_study import made_up
+
+A, B, C = 9.0, -1.1, 0.045  # vertex at exp(1.1 / 0.09) = 202,805 parameters
+
+
+def _row(parameters, seed=0, loss=None, size=None):
+    log = math.log(parameters)
+    loss = A + B * log + C * log**2 if loss is None else loss
+    row = {'size': size or f'{parameters}x1', 'parameters': parameters, 'seed': seed, 'loss': loss}
+    return row | {'flops_per_forward': 2.0 * parameters}
+
+
+def test_fit_recovers_a_known_parabola():
+    found = fit.fit([_row(n) for n in (90_000, 150_000, 300_000, 500_000)])
+    assert found[:3] == pytest.approx((A, B, C), rel=1e-6)
+    assert found.inside
+    assert found.optimum_parameters == pytest.approx(math.exp(-B / (2 * C)), rel=1e-6)
+    assert found.optimum_loss == pytest.approx(A - B**2 / (4 * C), rel=1e-9)
+
+
+def test_fit_goes_through_the_means_of_the_seeds():
+    """Two seeds as far above the parabola as below it change nothing; a single one above does."""
+    sizes = (90_000, 200_000, 500_000)
+    rows = [_row(n) for n in sizes]
+    around = [_row(90_000, seed, rows[0]['loss'] + off) for seed, off in enumerate((0.1, -0.1))]
+    same = fit.fit(around + rows[1:])
+    assert same.c == pytest.approx(C, rel=1e-6)
+    assert fit.fit(around[:1] + rows[1:]).c > 1.1 * C
+    assert fit.fit(rows[1:] + around[::-1]) == same
+
+
+@pytest.mark.parametrize('sizes', [(300_000, 400_000, 900_000), (20_000, 50_000, 100_000)])
+def test_vertex_outside_the_sizes_is_no_optimum(sizes):
+    """The best size is returned instead, and `inside` is False."""
+    found = fit.fit([_row(n) for n in sizes])
+    nearest = min(sizes, key=lambda n: abs(math.log(n / 202_805)))
+    assert not found.inside
+    assert (found.optimum_parameters, found.optimum_loss) == (nearest, _row(nearest)['loss'])
+
+
+def test_parabola_that_opens_downwards_has_no_optimum():
+    """Its vertex is the worst place, even if it lies among the sizes."""
+    rows = [_row(n, loss=loss) for n, loss in ((1000, 1.5), (2000, 1.6), (4000, 1.4))]
+    found = fit.fit(rows)
+    assert found.c < 0 and not found.inside
+    assert found.optimum_parameters == 4000
+
+
+def test_parabola_needs_three_numbers_of_parameters():
+    two = [_row(1000), _row(2000)]
+    assert fit.fit(two) is None
+    assert fit.fit([*two, _row(2000, size='other')]) is None
+    assert fit.fit([]) is None and fit.optimum([]) is None
+
+
+def test_best_size_is_among_those_with_all_seeds():
+    """A single lucky run of another size is not better than the mean of three."""
+    lucky = _row(1000, loss=1.40)
+    rows = [_row(2000, seed, 1.5 + seed / 100) for seed in range(3)]
+    assert fit.best([lucky, *rows]).size == '2000x1'
+    assert fit.best([lucky, *rows[:1]]).size == '1000x1'
+    assert fit.best(rows).losses == (1.5, 1.51, 1.52)
+    with pytest.raises(ValueError, match='rows'):
+        fit.best([])
+
+
+def test_flops_of_an_optimum_between_sizes_are_interpolated():
+    """FLOPs that are proportional to the parameters stay so at the vertex."""
+    found = fit.optimum([_row(n) for n in (90_000, 150_000, 500_000)])
+    assert found.flops_per_forward == pytest.approx(2 * found.parameters, rel=1e-9)
+    edge = fit.optimum([_row(n) for n in (300_000, 400_000, 900_000)])
+    assert (edge.parameters, edge.flops_per_forward) == (300_000, 600_000)
+
+
+def test_fits_of_a_study_name_variant_and_budget():
+    """The variants of three sizes at each budget, in the order of the study, as plain values."""
+    study = made_up()
+    found = fit.fits(study)
+    names = [(each['budget'], each['variant']) for each in found]
+    assert names == [(b, name) for b in study['budgets'] for name in ('dense', 'shallow', 'mod')]
+    assert all(type(value) in (float, int, bool, str) for each in found for value in each.values())
+
+
+@pytest.mark.parametrize('loss', [None, math.nan, math.inf])
+def test_runs_without_a_finite_loss_are_left_out(loss):
+    study = made_up(budgets=(6e11,), variants=('dense',), seeds=(0,))
+    study['runs'][0]['loss'] = loss
+    assert len(fit.sizes(fit.select(study, 'dense', 6e11))) == 2
+    assert fit.fits(study) == []
+    assert 1 < fit.bits_per_nat(study) < 2

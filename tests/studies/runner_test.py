@@ -1,0 +1,135 @@
+"""Which runs a study trains, in which process, and what it writes; training itself is replaced."""
+
+import contextlib
+import dataclasses
+import json
+import signal
+import types
+
+import pytest
+
+from launch.study_config import StudyConfig
+from moddepth_jax.model.flops import train_step_flops
+from moddepth_jax.studies import runner, store
+from moddepth_jax.studies.plan import Plan, Study
+from moddepth_jax.training.plan import resolve_steps, run_flops
+from moddepth_jax.training.run_dir import open_workdir
+from moddepth_jax.training.trainer import DivergedError
+
+STUDY = Study(
+    'flops', (1e11, 2e11), ('2x64', '4x64'), ('dense', 'mod', 'random'), (0, 1), (0.002, 0.004)
+)
+DESCRIPTION = {
+    'kind': 'flops',
+    'config': 'configs/study.py',
+    'overrides': {'data.source': 'synthetic'},
+}
+
+
+@pytest.fixture
+def study(tmp_path):
+    config = StudyConfig('configs/study.py', DESCRIPTION['overrides'], STUDY.kind)
+    store.open_study(tmp_path, DESCRIPTION)
+    plan = Plan(STUDY, config.shallower)
+    return runner.StudyRunner(tmp_path, plan, config.hparams, DESCRIPTION)
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """Replaces training by writing the files of a run; the names of the runs, as they end."""
+    names = []
+
+    def train(hparams, directory):
+        names.append(directory.name)
+        open_workdir(directory, dataclasses.asdict(hparams))
+        if hparams.optimizer.learning_rate == 0.004:
+            raise DivergedError('no finite step')
+        steps = resolve_steps(hparams)
+        summary = dict.fromkeys(('active_parameters', 'epochs', 'skipped_steps'), 0)
+        summary |= {'eval': {'loss': 1.0 + len(names) / 100, 'bits_per_byte': 1.5}}
+        summary['parameters'] = 1000 * hparams.model.num_layers
+        summary |= {'flops_per_step': train_step_flops(hparams), 'final_step': steps}
+        summary |= {'total_flops': run_flops(hparams, steps), 'routing': {}, 'experts': {}}
+        summary |= {'versions': {}, 'corpus_sha256': '', 'state_sha256': directory.name}
+        (directory / 'summary.json').write_text(json.dumps(summary))
+        (directory / 'metrics.jsonl').write_text('{"step": 1, "loss": 2.0}\n')
+        print('what a run prints')
+        return types.SimpleNamespace(signal=None, summary=summary)
+
+    monkeypatch.setattr(runner, 'train', train)
+    monkeypatch.setattr(store, 'write_measures', lambda *_: None)  # there are no checkpoints
+    return names
+
+
+def test_every_run_is_trained_once_for_its_budget_and_drawn(study, trained, tmp_path, capsys):
+    assert study.train((0, 1)) == 0
+    assert len(set(trained)) == len(trained)
+    again = list(trained)
+    assert study.train((0, 1)) == 0 and trained == again
+    study.finish()
+    content = store.read_study(tmp_path)
+    assert content['complete'] and content['learning_rates'] == {'64': 0.002}
+    for row in content['runs']:
+        assert 0.99 < row['total_flops'] / row['budget'] <= 1, row['run']
+    assert all((tmp_path / name).exists() for name in ('study.html', 'loss_by_parameters.png'))
+    shown = capsys.readouterr().out
+    assert 'diverged' in shown and 'what a run prints' not in shown
+    assert (tmp_path / 'logs' / f'{trained[0]}.txt').read_text() == 'what a run prints\n'
+
+
+def test_shards_share_the_runs_and_wait_for_each_other(study, trained, monkeypatch):
+    """The first shard runs to the end; the second trains its share whenever the first waits."""
+    shares, train_one = {0: [], 1: []}, study._train_one
+
+    def train_in(shard):
+        def train(run):
+            shares[shard].append(run.name)
+            return train_one(run)
+
+        monkeypatch.setattr(study, '_train_one', train)
+
+    def stop(_):
+        raise EOFError
+
+    def second_shard(_):
+        train_in(1)
+        monkeypatch.setattr(runner.time, 'sleep', stop)
+        with contextlib.suppress(EOFError):  # it waits as well, or all are finished
+            study.train((1, 2))
+        monkeypatch.setattr(runner.time, 'sleep', second_shard)
+        train_in(0)
+
+    monkeypatch.setattr(runner.time, 'sleep', second_shard)
+    train_in(0)
+    assert study.train((0, 2)) == 0
+    assert not set(shares[0]) & set(shares[1])
+    assert len(shares[0]) + len(shares[1]) == len(trained)
+    assert abs(len(shares[0]) - len(shares[1])) <= 2
+
+
+def test_each_run_belongs_to_one_process_whatever_the_hosts_start():
+    processes_of = {0: 1, 1: 3, 2: 2}
+    for number in range(60):
+        owners = [
+            (shard, child)
+            for shard, processes in processes_of.items()
+            for child in range(processes)
+            for index, count in [runner.part_of_shard((shard, 3), child, processes)]
+            if number % count == index
+        ]
+        assert len(owners) == 1 and owners[0][0] == number % 3
+
+
+def test_a_finished_run_with_other_knobs_stops_the_study_before_it_trains(study, trained, tmp_path):
+    study.train((0, 1))
+    study.check()
+    config = tmp_path / 'runs' / trained[0] / 'config.json'
+    config.write_text(config.read_text().replace('"weight_decay": 0.1', '"weight_decay": 0.2'))
+    with pytest.raises(ValueError, match='optimizer.weight_decay is 0.2'):
+        study.check()
+
+
+def test_a_signal_ends_the_study_with_its_status(study, trained, monkeypatch):
+    stopped = types.SimpleNamespace(signal='SIGTERM', summary=None)
+    monkeypatch.setattr(runner, 'train', lambda *_: stopped)
+    assert study.train((0, 1)) == 128 + signal.SIGTERM

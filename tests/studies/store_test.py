@@ -1,0 +1,163 @@
+"""The directory of a study: what belongs to it, how far it is, what study.json holds."""
+
+import dataclasses
+import json
+
+import pytest
+
+from moddepth_jax.hparams import from_config
+from moddepth_jax.studies import store
+from moddepth_jax.studies.plan import Plan, Study
+from moddepth_jax.training.run_dir import open_workdir
+from tests.studies.made_up_study import made_up
+
+PLAN = Plan(
+    Study('flops', (1e9, 2e9), ('2x64', '4x64'), ('dense', 'mod'), (0, 1), (0.003,)),
+    lambda size: size,
+)
+DESCRIPTION = {'kind': 'flops', 'config': 'configs/study.py', 'overrides': {}}
+
+
+@pytest.fixture
+def hparams_of(tiny_config):
+    def build(run):
+        config = tiny_config(**{'seed': run.seed})
+        config.optimizer.learning_rate = run.learning_rate
+        config.model.num_layers = int(run.trained.split('x')[0])
+        config.model.routing.router = 'learned' if run.variant == 'mod' else 'none'
+        return from_config(config)
+
+    return build
+
+
+def finish(directory, run, hparams, loss):
+    """Writes a finished run as `train` does, as far as a study reads it."""
+    place = store.run_directory(directory, run.name)
+    open_workdir(place, dataclasses.asdict(hparams))
+    numbers = ('parameters', 'active_parameters', 'total_flops', 'epochs', 'skipped_steps')
+    summary = dict.fromkeys(numbers, 7) | {'flops_per_step': 6.0, 'final_step': 4}
+    summary |= {'eval': {'loss': loss, 'bits_per_byte': loss / 0.7}, 'routing': {}, 'experts': {}}
+    summary |= {'versions': {'jax': '1'}, 'corpus_sha256': 'c', 'state_sha256': run.name}
+    summary['seconds'] = id(run)  # different each time, as a clock
+    (place / 'summary.json').write_text(json.dumps(summary))
+    rows = [{'step': step, 'loss': 5.0 - step} for step in range(1, 5)]
+    rows.insert(2, {'step': 2, 'eval/loss': 1.0})
+    (place / 'metrics.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in rows))
+
+
+def finish_all(directory, hparams_of, order=1):
+    while missing := store.progress(directory, PLAN).missing:
+        for run in missing[::order]:
+            finish(directory, run, hparams_of(run), 1.0 + 0.1 * (run.size == '2x64'))
+
+
+def test_finished_runs_decide_the_next_ones(tmp_path, hparams_of):
+    start = store.progress(tmp_path, PLAN)
+    assert len(start.runs) == len(start.missing) == 8 and not start.complete
+    finish(tmp_path, start.missing[0], hparams_of(start.missing[0]), 1.0)
+    assert store.progress(tmp_path, PLAN).missing == start.missing[1:]
+    finish_all(tmp_path, hparams_of)
+    end = store.progress(tmp_path, PLAN)
+    assert end.complete and not end.missing
+    repeated = {(run.size, run.budget) for run in end.runs if run.seed == 1}
+    assert repeated == {('2x64', 2e9), ('4x64', 2e9)}
+
+
+def test_study_json_does_not_depend_on_the_order_of_the_runs(tmp_path, hparams_of):
+    contents = []
+    for name, order in (('forwards', 1), ('backwards', -1)):
+        finish_all(tmp_path / name, hparams_of, order)
+        contents.append(store.collect(tmp_path / name, PLAN, DESCRIPTION, hparams_of))
+    assert json.dumps(contents[0]) == json.dumps(contents[1])
+    assert contents[0]['complete'] and not contents[0]['missing']
+    rows = contents[0]['runs']
+    places = [(row['budget'], row['variant'], row['size'], row['seed']) for row in rows]
+    assert places == sorted(places) and len(places) == 12
+    assert [row['at_best_size'] for row in rows[:4]] == [False, True, False, True]
+    assert rows[0]['curve'] == [[1, 4.0], [2, 3.0], [3, 2.0], [4, 1.0]]
+
+
+def test_an_unfinished_study_lists_what_is_missing(tmp_path, hparams_of):
+    left = store.progress(tmp_path, PLAN).missing
+    finish(tmp_path, left[0], hparams_of(left[0]), 1.0)
+    content = store.collect(tmp_path, PLAN, DESCRIPTION, hparams_of)
+    assert [row['run'] for row in content['runs']] == [left[0].name]
+    assert content['missing'] == sorted(run.name for run in left[1:]) and not content['complete']
+
+
+def test_a_run_that_diverged_has_no_row_and_is_not_trained_again(tmp_path, hparams_of):
+    left = store.progress(tmp_path, PLAN).missing
+    place = store.run_directory(tmp_path, left[0].name)
+    place.mkdir(parents=True)
+    (place / store.DIVERGED_FILE).write_text('{}')
+    finish_all(tmp_path, hparams_of)
+    content = store.collect(tmp_path, PLAN, DESCRIPTION, hparams_of)
+    assert left[0].name not in {row['run'] for row in content['runs']} | set(content['missing'])
+    assert content['diverged'] == [left[0].name]
+
+
+def test_a_finished_run_with_other_knobs_is_refused(tmp_path, hparams_of):
+    left = store.progress(tmp_path, PLAN).missing
+    hparams = hparams_of(left[0])
+    other = dataclasses.replace(
+        hparams, optimizer=dataclasses.replace(hparams.optimizer, weight_decay=0.5)
+    )
+    finish(tmp_path, left[0], other, 1.0)
+    with pytest.raises(ValueError, match='optimizer.weight_decay is 0.5 in its config.json'):
+        store.check_run(tmp_path, left[0], hparams)
+    with pytest.raises(ValueError, match='optimizer.weight_decay'):
+        store.collect(tmp_path, PLAN, DESCRIPTION, hparams_of)
+    report = dataclasses.replace(hparams.report, sample_tokens=3)
+    finish(tmp_path, left[1], dataclasses.replace(hparams_of(left[1]), report=report), 1.0)
+    store.check_run(tmp_path, left[1], hparams_of(left[1]))
+
+
+def test_a_directory_belongs_to_one_study_which_may_grow(tmp_path):
+    plan = DESCRIPTION | {'budgets': [1e9], 'seeds': [0], 'sizes': ['2x64'], 'variants': ['dense']}
+    store.open_study(tmp_path / 'new', plan)
+    plan |= {'seeds': [0, 1]}
+    store.open_study(tmp_path / 'new', plan)
+    assert store.read_plan(tmp_path / 'new')['seeds'] == [0, 1]
+    changes = {'seeds': [1]}, {'seeds': [1, 0]}, {'sizes': ['2x64', '4x64']}, {'config': 'other.py'}
+    for change in changes:
+        with pytest.raises(ValueError, match='use another --workdir') as error:
+            store.open_study(tmp_path / 'new', plan | change)
+        assert next(iter(change)) in str(error.value)
+    assert store.read_plan(tmp_path / 'new')['seeds'] == [0, 1]
+
+
+def test_a_directory_of_something_else_is_refused(tmp_path):
+    (tmp_path / 'config.json').write_text('{}')
+    with pytest.raises(ValueError, match="holds 'config.json' but no plan.json"):
+        store.open_study(tmp_path, DESCRIPTION)
+    with pytest.raises(ValueError, match='is a file'):
+        store.open_study(tmp_path / 'config.json', DESCRIPTION)
+    assert [path.name for path in tmp_path.iterdir()] == ['config.json']
+    with pytest.raises(ValueError, match='no study.json in it'):
+        store.read_study(tmp_path)
+
+
+def test_each_point_of_a_curve_is_the_mean_since_the_one_before():
+    rows = [{'step': step, 'loss': float(step)} for step in range(1, 101)]
+    assert store.training_curve(rows, points=4) == [[25, 13.0], [50, 38.0], [75, 63.0], [100, 88.0]]
+    assert store.training_curve([{'step': 3, 'eval/loss': 1.0}]) == []
+
+
+def test_all_seeds_at_the_best_size_of_the_largest_budget_are_measured_once(tmp_path, monkeypatch):
+    """Of the variants that claims need."""
+    study = made_up()
+    expected = {
+        row['run']
+        for row in study['runs']
+        if row['variant'] in ('dense', 'mod', 'random')
+        and row['budget'] == max(study['budgets'])
+        and row['at_best_size']
+    }
+    names = store.measured_runs(study)
+    assert set(names) == expected and len(names) == len(expected) >= 6
+    measured = []
+    monkeypatch.setattr(store, '_measure', lambda run: measured.append(run.name) or {'a': 1})
+    for _ in range(2):
+        store.write_measures(tmp_path, study)
+    assert measured == names
+    assert json.loads((tmp_path / 'measures.json').read_text()) == dict.fromkeys(names, {'a': 1})
