@@ -221,7 +221,7 @@ def _environment(index, count, devices, port):
         'JAX_COORDINATOR_BIND_ADDRESS': f'127.0.0.1:{port}',
         'JAX_NUM_PROCESSES': str(count),
         'JAX_PROCESS_ID': str(index),
-        cli.TOLD_BY_FIRST: '1' if index else '',
+        cli.REPORTED_BY_LEADER: '1' if index else '',
     }
     if devices:
         fake = f'--xla_force_host_platform_device_count={devices}'
