@@ -27,7 +27,7 @@ def roc_area(scores, positives) -> float:
     Raises:
       ValueError: another shape, or one of the two classes is empty.
     """
-    scores, positives = np.asarray(scores), np.asarray(positives, bool)
+    scores, positives = np.asarray(scores, float), np.asarray(positives, bool)
     if scores.shape != positives.shape:
         raise ValueError(f'positives of shape {positives.shape}: must be {scores.shape}, as scores')
     above, below = scores[positives], scores[~positives]

@@ -114,8 +114,8 @@ def test_room_for_more_slots_has_no_mass(tiny_config, monkeypatch):
     check_uniform(variables, hparams, 'dense', np.broadcast_to(SEGMENTS_BT > 0, (3, 2, T)))
 
 
-@pytest.mark.parametrize('skipped', ['projected', 'masked'])
-def test_only_tokens_that_entered_count(tiny_config, skipped):
+@pytest.mark.parametrize('skipped', ['projected', pytest.param('masked', marks=pytest.mark.slow)])
+def test_only_selected_tokens_count(tiny_config, skipped):
     """In a routed layer, queries, keys and first tokens are those of the selected tokens."""
     changes = {'model.routing.overflow': 'grow', 'model.depth.skipped_slots': skipped}
     variables, hparams = make_model(tiny_config, **ROUTED, **changes)
