@@ -67,7 +67,7 @@ def define_config(default: str | None = None) -> flags.FlagHolder:
     with _errors_in_one_line():  # config_flags reads a --flagfile here
         holder = config_flags.DEFINE_config_file('config', help_string=help_string)
     FLAGS['config'].parser = config_file.Parser()
-    FLAGS['config'].default_file = default
+    FLAGS['config'].left_out = default
     flags.mark_flag_as_required('config')
     flags.DEFINE_boolean('print_config', False, 'Print the resolved config as JSON and exit.')
     return holder
@@ -159,7 +159,7 @@ def _with_config(argv):
 
     A default of the flag itself would be loaded before the overrides are known.
     """
-    default = FLAGS['config'].default_file if 'config' in FLAGS else None
+    default = FLAGS['config'].left_out if 'config' in FLAGS else None
     given = FLAGS.read_flags_from_files(argv[1:], force_gnu=False)
     if default is None or any(re.match('--?config(=|$)', argument) for argument in given):
         return argv

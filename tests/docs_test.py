@@ -1,6 +1,7 @@
 """Documentation that is true: every command parses and runs, every link leads somewhere."""
 
 import ast
+import dataclasses
 import json
 import math
 import os
@@ -13,8 +14,12 @@ import sys
 import pytest
 import yaml
 
+from configs import tiny
+from moddepth_jax.hparams import from_config
+from moddepth_jax.training import run_dir
 from tests import documented
 from tests.documented import PAGES, ROOT, SCRIPTS
+from tests.forked_commands import run_commands
 
 TEXTS = {source: documented.read(source) for source in (*PAGES, *SCRIPTS)}
 COMMANDS = [
@@ -34,26 +39,23 @@ NOT_HERE = {
 }
 
 
-def _parsed(lists):
-    """What is wrong with each list of words [NAME, ARGUMENT, ...], by one process."""
-    done = subprocess.run(
-        [sys.executable, '-W', 'ignore', ROOT / 'tests/parse_commands.py'],
-        input=json.dumps(lists),
-        capture_output=True,
-        text=True,
-        env=os.environ | {'PYTHONPATH': str(ROOT)},
-        cwd=_parsed.folder,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+def _parsed(lists, folder):
+    """What is wrong with each list of words [NAME, ARGUMENT, ...], or ''."""
+    named = {word.removeprefix('--config=') for words in lists for word in words}
+    config = dataclasses.asdict(from_config(tiny.get_config()))
+    for name in named:
+        if name.endswith('/config.json'):
+            run_dir.open_workdir((folder / name).parent, config)
+    preload = ['launch.cli', 'launch.config_file']
+    found = run_commands(lists, folder, preload, parse_only=True)
+    return [done.status and (done.stderr or f'status {done.status}') for done in found]
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    """Commands are given where the files of the pages lie, and no repository."""
+@pytest.fixture
+def folder(tmp_path):
+    """Where commands run: it holds the files that the pages show, and no repository."""
     for source in PAGES:
         _write(tmp_path, documented.files(TEXTS[source]))
-    monkeypatch.setattr(_parsed, 'folder', tmp_path, raising=False)
     return tmp_path
 
 
@@ -85,10 +87,10 @@ def test_every_command_is_of_a_known_kind():
     assert len(COMMANDS) > 120 and {c.source for c in COMMANDS} > {'README.md', 'docs/start.md'}
 
 
-def test_commands_parse():
+def test_commands_parse(folder):
     """Every flag, config, argument of a config and knob exists, and takes the value shown."""
     ours = [(c, words) for c in COMMANDS if c.launched for words in _parts(c) if '...' not in words]
-    faults = _parsed([words for _, words in ours])
+    faults = _parsed([words for _, words in ours], folder)
     wrong = {f'{c.source}: {c.text}': fault for (c, _), fault in zip(ours, faults, strict=True)}
     assert not {command: fault for command, fault in wrong.items() if fault}
 
@@ -109,13 +111,12 @@ PLANTED = (
 )
 
 
-def test_wrong_commands_are_found():
-    """The check of the test above sees each kind of mistake."""
+def test_wrong_commands_are_found(folder):
+    """The check of the test above finds each kind of mistake."""
     lists = [_parts(documented.Command('planted', text)) for text, _ in PLANTED]
-    faults = iter(_parsed([words for parts in lists for words in parts]))
-    said = [' '.join(next(faults) for _ in parts) for parts in lists]
-    expected = zip(PLANTED, said, strict=True)
-    assert not [(text, found) for (text, fault), found in expected if fault not in found]
+    faults = iter(_parsed([words for parts in lists for words in parts], folder))
+    for (text, fault), parts in zip(PLANTED, lists, strict=True):
+        assert fault in ' '.join(next(faults) or '' for _ in parts), text
 
 
 def test_make_targets_exist():
@@ -160,9 +161,7 @@ def test_links_lead_somewhere():
 
 def test_every_command_and_page_is_documented():
     """Each launch/*.py that is a command stands on some page, and each page in the index."""
-    programs = {
-        pathlib.Path(source).stem for source in SCRIPTS if 'command.run(' in _source(source)
-    }
+    programs = {pathlib.Path(source).stem for source in SCRIPTS if 'cli.run(' in _source(source)}
     shown = {c.launched for c in COMMANDS if c.source in PAGES}
     assert 'train' in programs and not programs - shown
     index = {target.partition('#')[0] for target in documented.links(TEXTS['docs/README.md'])}
