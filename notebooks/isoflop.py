@@ -16,7 +16,7 @@
 # Is a model better, or did it only get more compute? An isoFLOP study answers that: it fixes a
 # budget of training FLOPs, trains several sizes of each model until exactly that much is spent, and
 # compares the best sizes. A larger model takes fewer steps. This notebook shows what a forward pass
-# of a Mixture-of-Depths model costs beside a dense one, and reads a study's figures with you.
+# of a Mixture-of-Depths model costs compared with a dense one, and explains a study's figures.
 #
 # It trains nothing and takes some seconds. It opens the first study in `results/cpu/`, or one of
 # yours. Where there is none, it makes up a study from a formula, to have something to draw; it says
@@ -59,7 +59,7 @@ for name in ('dense', 'mod', 'mod_0.5', 'every_0.125'):
     models[name] = from_config(config)
 length = models['dense'].data.sequence_length
 costs = {name: forward_breakdown(hparams, 1, length) for name, hparams in models.items()}
-whole = sum(costs['dense'].values())
+total = sum(costs['dense'].values())
 groups = {
     'blocks': ('projections', 'attention', 'mlp'),
     'router and predictor': ('router', 'predictor'),
@@ -69,7 +69,7 @@ figure, axes = plt.subplots(figsize=(8, 2.4), layout='constrained')
 begin = np.zeros(len(costs))
 labels = [VARIANTS[name].label for name in costs]
 for (group, parts), colour in zip(groups.items(), ('#0072b2', '#d55e00', '#8a8d90'), strict=True):
-    share = np.array([sum(cost[part] for part in parts) / whole for cost in costs.values()])
+    share = np.array([sum(cost[part] for part in parts) / total for cost in costs.values()])
     axes.barh(labels, share, left=begin, color=colour, label=group)
     begin += share
 axes.bar_label(axes.containers[-1], [f'{value:.0%}' for value in begin], padding=3)
@@ -129,7 +129,7 @@ if min(steps) < 500:
 # %% [markdown]
 # ## Every run has spent its budget
 #
-# Steps are whole, so a run falls short by less than one step.
+# Runs take whole steps, so a run falls short by less than one step.
 
 # %%
 if study['kind'] == 'flops':
@@ -143,7 +143,7 @@ if study['kind'] == 'flops':
 # it it is so large that it gets too few steps. The parabola through the runs of a model gives its
 # optimum, a star; a ring says that the best run lies at the edge, and that the optimum was not
 # enclosed. Compare stars of one panel, nothing else: they cost the same to train. Models that ran
-# at one size alone stand in the strip beside. Small dots are seeds: a difference that is smaller
+# only at one size are in the strip on the right. Small dots are seeds: a difference that is smaller
 # than their spread is none.
 
 # %%

@@ -77,7 +77,6 @@ SLOW_CASES = {
         'test_a_row_decodes_alone_as_among_others[threshold]',
         'test_prompt_and_steps_equal_the_full_forward[position]',
     ],
-    'tests/notebooks_test.py': ['test_runs[depth_attention]'],
     'tests/training/evaluate_test.py': [
         'test_losses_of_a_mixture_are_apart_and_weighted_by_its_shares',
     ],

@@ -8,15 +8,12 @@ import json
 import random
 import shutil
 
-import jax
-
 from configs import tiny
 from moddepth_jax.data.tokenizers.bpe_training import train_bpe
 from moddepth_jax.hparams import from_config
-from moddepth_jax.training.checkpoint import Checkpoints
 from moddepth_jax.training.run_dir import open_workdir
-from moddepth_jax.training.train_step import init_state
 from tests.forked_commands import ROOT
+from tests.saved_run import save_run
 
 BASE = '--config=configs/base.py'
 TINY = '--config=configs/tiny.py'
@@ -287,15 +284,11 @@ def _make_runs(folder, tiny_config):
         'data.source': str(folder / 'text' / '?.txt'),
         'data.held_out_fraction': 0.3,
     }
-    hparams = from_config(tiny_config(**changes))
-    open_workdir(folder / 'run', dataclasses.asdict(hparams))
-    state = jax.jit(lambda: init_state(hparams, 4))()
-    with Checkpoints(folder / 'run' / 'checkpoints', keep=1) as checkpoints:
-        checkpoints.save(4, state, {'num_steps': 4, 'fingerprint': {}})
+    save_run(folder / 'run', from_config(tiny_config(**changes)))
 
 
 def _make_hugging_face(folder, texts):
-    """`hf`: a checkpoint; `small`: of too small a vocabulary; `vocab`: of another tokenizer form."""
+    """`hf`: a checkpoint; `small`: too small a vocabulary; `vocab`: another form of tokenizer."""
     shutil.copytree(ROOT / 'tests/conversion/golden/olmo2', folder / 'hf')
     train_bpe(iter(texts), 262).save(folder / 'tokenizer')
     shutil.copy(folder / 'tokenizer' / 'tokenizer.json', folder / 'hf')

@@ -1,32 +1,19 @@
 """launch.inspect writes a page, its numbers and its pictures."""
 
-import dataclasses
-import functools
 import json
 import os
 import pathlib
 import subprocess
 import sys
 
-import jax
 import pytest
 
 from moddepth_jax.hparams import from_config
-from moddepth_jax.training.checkpoint import Checkpoints
-from moddepth_jax.training.run_dir import open_workdir
-from moddepth_jax.training.train_step import init_state
+from tests.saved_run import save_run
 
 ROOT = pathlib.Path(__file__).parents[2]
 HOSTILE = b'def f(x):\n  """</script>\xff"""\n'  # one window of 32 tokens
 FILES = ['depth_mass.json', 'depth_mass.png', 'routing.html', 'routing.json', 'routing.png']
-
-
-def save_run(path, hparams):
-    """A run of 4 steps with the state that training begins with."""
-    state = jax.jit(functools.partial(init_state, hparams, 4))()
-    open_workdir(path, dataclasses.asdict(hparams))
-    with Checkpoints(path / 'checkpoints', keep=1) as checkpoints:
-        checkpoints.save(4, state, {'num_steps': 4, 'fingerprint': {}})
 
 
 @pytest.fixture(scope='module')
