@@ -109,6 +109,7 @@ print(
 seen = inspect_tokens(variables, hparams, tokens_N, dataset.tokenizer, rule)
 scores_RN, gates_RN = seen.routing.scores_BT, seen.routing.gates_BT
 top_RN, selected_RN = seen.routing.top_c_BT, seen.routing.selected_BT
+dropped_RN = seen.routing.dropped_BT
 row, file = len(tokens_BT) // 2, folder / 'map.png'
 end = slice((row + 1) * length - min(length, 96), (row + 1) * length)  # with context behind it
 grid_LN = routing_grid(top_RN, selected_RN, hparams)

@@ -5,13 +5,6 @@ cases are quick, or say the same of another router, dtype or size.
 """
 
 SLOW_CASES = {
-    'tests/configs_test.py': [
-        'test_an_experiment_is_lowered_for_its_own_shapes[dense_700m]',
-        'test_an_experiment_is_lowered_for_its_own_shapes[depth_average]',
-        'test_an_experiment_is_lowered_for_its_own_shapes[mod_isoflop_paper]',
-        'test_an_experiment_is_lowered_for_its_own_shapes[moda_48l]',
-        'test_an_experiment_is_lowered_for_its_own_shapes[moda_700m]',
-    ],
     'tests/inference/generate_test.py': [
         'test_greedy_texts_are_the_argmax_of_full_forwards[threshold-knobs2]',
         'test_routing_makes_a_difference',
