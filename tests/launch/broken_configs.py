@@ -214,7 +214,7 @@ def _out_of_range(rng, knobs, bad_values):
 
 
 def _misspelt_knob(rng, knobs, _):
-    name = rng.choice(list(knobs))
+    name = rng.choice([name for name in knobs if len(name.split('.')[-1]) > 2])  # not b1, b2
     group, _, knob = name.rpartition('.')
     wrong = typo(rng, knob, [other.split('.')[-1] for other in knobs])
     full = f'{group}.{wrong}'.removeprefix('.')
