@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
+from moddepth_jax.analysis import block_stats as module
 from moddepth_jax.analysis.block_stats import (
     MEASURES,
     QUANTILES,
@@ -175,6 +176,21 @@ def test_counts_of_a_hand_made_selection():
     }
     found = MEASURES['first_token'](observed)
     assert found == {'tokens': 2, 'entered': 0.5, 'others_entered': 0.25}
+
+
+def test_a_new_measure_is_one_function(monkeypatch):
+    """It is registered under its name, and None for a dense model if it is for routed ones."""
+    monkeypatch.setattr(module, 'MEASURES', dict(MEASURES))
+
+    @module.measure(routed_only=True)
+    def largest_entropy(observed):
+        return float(observed.tokens.entropy_N.max())
+
+    observed = _observed(np.ones((2, 3), bool), entropy_N=np.arange(3.0))
+    assert list(module.MEASURES) == [*MEASURES, 'largest_entropy']
+    assert module.MEASURES['largest_entropy'](observed) == 2
+    observed.hparams.model.routed_layers = ()
+    assert largest_entropy(observed) is None
 
 
 def test_spread_is_mean_and_quantiles():
