@@ -261,7 +261,7 @@ def _next_steps(run):
 
 
 def _other_config(model):
-    """A config without one mechanism of the model; for a plain model, one with a mechanism."""
+    """A config that lacks one mechanism of the model; of a plain model one that has another."""
     if model.depth.stream == 'moda':
         return 'moda.py' if model.routed_layers or model.expert_layers else 'moda.py:slots=none'
     if not model.expert_layers:
