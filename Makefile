@@ -1,14 +1,14 @@
-# Every target works on a fresh machine: it makes .venv first, once for each change of the pins.
-# Remove .venv to change its Python: make test PYTHON=python3.13.
+# Every target works on a fresh machine: it first creates .venv, again after each change of the pins.
+# To change its Python, remove .venv: make test PYTHON=python3.13.
 PYTHON ?= python3
-WORKERS ?= 2# processes that share the tests; 0: pytest itself
+WORKERS ?= 2# processes that run the tests; 0: in pytest itself
 
 VENV_PYTHON := .venv/bin/python
 GPU_FLAGS ?=# of launch.gpu, such as --deadline=540
 PIP_INSTALL := $(VENV_PYTHON) -m pip install -q --disable-pip-version-check -c constraints.txt
 PINS := setup.py constraints.txt
 
-# The second environment: JAX 0.11.2 on the first Python from 3.12 on that runs, of PATH or of pyenv.
+# The second environment: JAX 0.11.2 on the first working Python 3.12 or later, from PATH or pyenv.
 PYENV_ROOT ?= $(HOME)/.pyenv
 NEXT_PYTHONS := python3.12 python3.13 $(wildcard $(foreach minor,12 13,$(PYENV_ROOT)/versions/3.$(minor).*/bin/python))
 NEXT_PYTHON ?= $(firstword $(foreach python,$(NEXT_PYTHONS),$(shell $(python) -c 'import sys; \
@@ -31,24 +31,24 @@ test: .venv/installed-test
 test-next: .venv-next/installed
 	JAX_PLATFORMS=cpu $(NEXT) -m pytest -n $(WORKERS) -m "not slow and not faults" $(NEXT_TESTS)
 
-# Succeeds where test-next can run.
+# Succeeds if test-next can run.
 has-next:
 	@test -n "$(NEXT_PYTHON)" || { echo 'make test-next needs Python 3.12 or 3.13, and found neither on PATH nor in $(PYENV_ROOT)'; exit 1; }
 
 test-all: .venv/installed-test
 	$(VENV_PYTHON) -m pytest -n $(WORKERS) -m ""
 
-# Runs that are killed, stopped, damaged and starved of disk, and go on: a quarter of an hour.
+# Runs that are killed, stopped, damaged and out of disk space, and continue: a quarter of an hour.
 faults: .venv/installed-test
 	$(VENV_PYTHON) -m pytest -n $(WORKERS) tests/faults -m "faults or not faults"
 
-# Compiles the steps of docs/scale.md for up to 256 devices again, and prints the page's table.
+# Compiles the steps of docs/scale.md again, for up to 256 devices, and prints the page's table.
 dry-runs: .venv/installed
 	$(VENV_PYTHON) -m launch.dry_run again results/cpu/dry_run/*.json
 	$(VENV_PYTHON) -m launch.dry_run table results/cpu/dry_run/*.json
 
-# Studies: at equal FLOPs or steps, resumable; see docs/isoflop.md. On two cores the first takes
-# up to an hour, study-long and study-moda about half of that.
+# Studies at equal FLOPs or steps, resumable; see docs/isoflop.md. On two cores the first takes up to
+# an hour, study-long and study-moda about half of that.
 ISOFLOP = $(VENV_PYTHON) -m launch.isoflop
 SEEDS ?= 0,1,2
 PROCESSES ?= 2# runs at a time
@@ -79,7 +79,7 @@ study-experts: .venv/installed
 	    --budgets=6.4e12 --sizes=4x128 --seeds=$(SEEDS) \
 	    --variants=dense,moe,moe_capacity_0.5,integrated,staged --config.data.batch_size=8
 
-# On one GPU, in as many short allotments as it takes: stop it (Ctrl-C, SIGTERM), run it again.
+# On one GPU, in any number of short allotments: stop it (Ctrl-C, SIGTERM) and run it again.
 ifeq ($(VENV_PYTHON),.venv/bin/python)
 study-gpu study-moda-gpu: .venv/installed-gpu
 endif
@@ -94,18 +94,18 @@ study-moda-gpu:
 	    --config.model.norm_placement=pre \
 	    --config.data.source=python_environment --config.evaluation.every=0
 
-# On a machine with a GPU. Its own Python, with JAX for CUDA: make gpu VENV_PYTHON=python3.
+# On a machine with a GPU. With its own Python that has JAX for CUDA: make gpu VENV_PYTHON=python3.
 ifeq ($(VENV_PYTHON),.venv/bin/python)
 gpu: .venv/installed-gpu
 endif
 gpu:
 	$(VENV_PYTHON) -m launch.gpu $(GPU_FLAGS)
 
-# A visit to a GPU machine without a network, rehearsed on a CPU: ten minutes on two cores.
+# Rehearses on a CPU a visit to a GPU machine without a network: ten minutes on two cores.
 gpu-rehearsal: .venv-next/installed
 	JAX_PLATFORMS=cpu $(NEXT) -m tests.gpu_rehearsal --folder=build/gpu-rehearsal
 
-# The pages of docs/notebooks, from the run of `make train` and two others, trained here.
+# The pages of docs/notebooks, from the run of `make train` and two others that are trained here.
 RENDERED := build/notebooks
 PALETTE := import sys; from PIL import Image; \
     [Image.open(p).convert("RGB").quantize(128, dither=0).save(p, optimize=True) for p in sys.argv[1:]]
@@ -131,35 +131,35 @@ runs/moda/summary.json: | .venv/installed
 runs/moda_dense/summary.json: | .venv/installed
 	$(VENV_PYTHON) -m launch.train --config=configs/moda.py:slots=none --workdir=$(@D)
 
-# A stamp is touched after its install only, so that one which failed is tried again.
+# A stamp is touched only after its installation, so that a failed one is tried again.
 .venv/installed: $(PINS)
-	@echo 'Installing JAX, Flax and what else setup.py names into .venv: a minute or two.'
+	@echo 'Installing JAX, Flax and the other packages of setup.py into .venv: a minute or two.'
 	@$(PYTHON) -m venv .venv
 	@$(PIP_INSTALL) -e .
 	@touch $@
 
 .venv/installed-test: $(PINS)
-	@echo 'Installing JAX, Flax, pytest and what else setup.py names into .venv: a minute or two.'
+	@echo 'Installing JAX, Flax, pytest and the other packages of setup.py into .venv: a minute or two.'
 	@$(PYTHON) -m venv .venv
 	@$(PIP_INSTALL) -e '.[test]'
 	@touch .venv/installed $@
 
 .venv-next/installed: $(PINS) constraints-next.txt
 	@$(MAKE) -s has-next
-	@echo 'Installing JAX 0.11.2 and what compiles for a GPU into .venv-next: some minutes.'
+	@echo 'Installing JAX 0.11.2 and the compilers for GPUs into .venv-next: some minutes.'
 	@$(NEXT_PYTHON) -m venv .venv-next
 	@{ grep -v '^jax' constraints.txt; cat constraints-next.txt; } > .venv-next/constraints.txt
 	@$(NEXT) -m pip install -q --disable-pip-version-check -c .venv-next/constraints.txt -e '.[test,compile]'
 	@touch $@
 
 .venv/installed-notebooks: $(PINS)
-	@echo 'Installing JAX, Flax, Jupyter and what else setup.py names into .venv: some minutes.'
+	@echo 'Installing JAX, Flax, Jupyter and the other packages of setup.py into .venv: some minutes.'
 	@$(PYTHON) -m venv .venv
 	@$(PIP_INSTALL) -e '.[notebooks]'
 	@touch .venv/installed $@
 
 .venv/installed-gpu: $(PINS)
-	@echo 'Installing JAX for CUDA, Flax, pytest and what else setup.py names into .venv: some minutes.'
+	@echo 'Installing JAX for CUDA, Flax, pytest and the other packages of setup.py into .venv: some minutes.'
 	@$(PYTHON) -m venv .venv
 	@$(PIP_INSTALL) -e '.[test,gpu]'
 	@touch .venv/installed .venv/installed-test $@

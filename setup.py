@@ -70,6 +70,7 @@ setuptools.setup(
         'pyarrow>=20,<27',
         'scipy>=1.14,<2',
         'tokenizers>=0.22,<0.24',
+        'pygments>=2.17,<3',
         'safetensors>=0.6,<0.9',
         'zstandard>=0.23,<0.26',
     ],

@@ -40,24 +40,24 @@ def get_config() -> ConfigDict:
     depth.attention_slot_projection = False  # moda: a matrix of its own for the attention slot
     depth.slot_keys = 'auto'  # moda: auto (rotated) | rotated | unrotated (the authors' code)
     depth.skipped_slots = 'auto'  # moda with routed blocks: auto (projected) | projected | masked
-    depth.slot_window = 0  # moda, attention: only the newest so many slots are seen; 0: all
+    depth.slot_window = 0  # moda, attention: number of newest slots that are visible; 0: all
     depth.gradient_dtype = 'float32'  # float32 (or wider) | model: sums of slots' gradients
 
     experts = model.experts = ConfigDict()
     experts.choice = 'none'  # none (the mlp is one SwiGLU) | token | expert: who chooses whom
     experts.layers = 'every:1'  # layers whose mlp is experts, as routing.layers; others have d_ff
-    experts.num_routed = 8  # E, experts of which a token passes some
-    experts.num_shared = 1  # experts that every token passes: one SwiGLU, so many times d_ff wide
-    experts.num_noop = 0  # token: experts that do nothing and cost nothing (integrated MoDE)
-    experts.top_k = 2  # k, experts that a token passes; expert: on average
+    experts.num_routed = 8  # E, experts of which each token uses some
+    experts.num_shared = 1  # experts that every token uses: one SwiGLU, so many times d_ff wide
+    experts.num_noop = 0  # token: no-op experts, which cost nothing (integrated MoDE)
+    experts.top_k = 2  # k, routed experts of a token; expert: on average
     experts.d_ff = 128  # F_e, width of one expert
     experts.scores = 'softmax'  # softmax (weights as scored) | sigmoid (renormalised over k)
     experts.route_scale = 1.0  # factor on what the routed experts add
-    experts.row_capacity = 0  # token: most tokens of a row an expert takes, first come; 0: no limit
-    experts.balance_weight = 0.001  # token: of the loss that evens the experts' loads
+    experts.row_capacity = 0  # token: most tokens of a row for an expert, first come; 0: no limit
+    experts.balance_weight = 0.001  # token: of the loss that balances the experts' loads
     experts.z_loss = 0.0  # of the mean squared log-partition of the experts' scores
-    experts.threshold_decay = 0.99  # expert: a step, of the average of the lowest score taken
-    experts.product = 'auto'  # auto | blocked | batched | ragged_dot: rows times their matrices
+    experts.threshold_decay = 0.99  # expert: per step, of the average of the lowest selected score
+    experts.product = 'auto'  # auto | blocked | batched | ragged_dot: tokens times their matrices
 
     routing = model.routing = ConfigDict()
     # none (dense model) | learned | norm | random | position | straight_through
@@ -72,13 +72,13 @@ def get_config() -> ConfigDict:
     routing.initial_gate = 1.0  # mean raw gate of selected tokens at step 0 (less above C/T 0.7)
     routing.causal_rule = 'auto'  # auto | predictor | aux_loss | threshold | dense: at evaluation
     routing.predictor_width = 32  # hidden units of the predictor, at most 64; 0: linear
-    routing.predictor_loss_weight = 1.0  # of its cross-entropy; reaches nothing else
-    routing.aux_loss_weight = 0.01  # of the router's, under aux_loss; reaches the trunk
-    routing.threshold_decay = 0.99  # a step, of the moving average of the C-th largest score
-    routing.train_rule = 'top_c'  # top_c | threshold: who enters in training, after the warm-up
-    routing.threshold_warmup = 0.2  # share of the steps by top_c before train_rule threshold
-    routing.cache_capacity = 1.5  # most tokens of a row that a causal rule lets in, over C
-    routing.overflow = 'skip'  # beyond them: skip (it passes by) | grow (no limit; caches double)
+    routing.predictor_loss_weight = 1.0  # of its cross-entropy, which trains nothing else
+    routing.aux_loss_weight = 0.01  # of the router's loss under aux_loss; trains the trunk too
+    routing.threshold_decay = 0.99  # per step, of the moving average of the C-th largest score
+    routing.train_rule = 'top_c'  # top_c | threshold: selects tokens in training, after the warm-up
+    routing.threshold_warmup = 0.2  # share of the steps with top_c before train_rule threshold
+    routing.cache_capacity = 1.5  # most tokens of a row that a causal rule selects, over C
+    routing.overflow = 'skip'  # tokens beyond: skip (they are dropped) | grow (caches double)
 
     data = config.data = ConfigDict()
     # stdlib | python_environment | synthetic | recall | a glob of text files, as launch.prepare
@@ -90,7 +90,7 @@ def get_config() -> ConfigDict:
     data.sequence_length = 256  # T, tokens a row
     data.batch_size = 16  # B, rows a step over all devices
     data.held_out_fraction = 0.05  # of the documents, chosen by the hash of their path
-    data.log_windows = False  # numbers of the windows of each step, to windows-PROCESS.jsonl
+    data.log_windows = False  # write the windows of each step to windows-PROCESS.jsonl
 
     optimizer = config.optimizer = ConfigDict()
     optimizer.learning_rate = 3e-3  # peak, reached after the warm-up
@@ -111,7 +111,7 @@ def get_config() -> ConfigDict:
     training.checkpoint_every = 200  # steps between checkpoints; the last step is always saved
     training.keep_checkpoints = 2  # newest ones kept
     training.max_nan_steps = 5  # non-finite steps in a row that end the run; each is skipped
-    training.max_unsharded = 0.1  # share of parameters that fsdp and tensor may leave whole
+    training.max_unsharded = 0.1  # share of parameters that fsdp and tensor may leave unsharded
     training.loss_chunk = 0  # most tokens of a device with logits at once; 0: what fits 256 MiB
     training.compilation_cache = True  # keep compiled programs under the user's cache directory
 
@@ -121,7 +121,7 @@ def get_config() -> ConfigDict:
     evaluation.final_batches = 64  # held-out batches of the last one, or all if fewer
 
     report = config.report = ConfigDict()
-    report.prompt = 'def '  # start of the text that a finished run writes
+    report.prompt = 'def '  # start of the text that a finished run generates
     report.sample_tokens = 200  # length of that text; prompt and sample fit the sequence length
     report.temperature = 0.8  # of its sampling; 0: the most likely token
     report.top_p = 1.0  # probability kept by its nucleus; 1: every token may come

@@ -1,10 +1,10 @@
-"""A checkpoint of Hugging Face that is trained on; all but its sizes is as chosen here.
+"""Training continues from a Hugging Face checkpoint; all but its sizes is set here.
 
 python -m launch.convert --from_hf=FOLDER --workdir=runs/imported --config=configs/imported.py
 python -m launch.train --config=runs/imported/config.json --workdir=runs/imported
 
-launch.convert takes the knobs of the model that FOLDER/config.json decides, and writes all of them
-to the run's own config.json. Those of data, optimizer and training are set when it is imported:
+launch.convert takes the knobs that FOLDER/config.json determines, and writes all knobs to the run's
+own config.json. Those of data, optimizer and training are set at the import:
 --config.data.source=DIR (of launch.prepare) --config.training.num_steps=N.
 """
 
@@ -14,7 +14,7 @@ from configs import base
 
 
 def get_config() -> ConfigDict:
-    """base, with a gentle optimizer and a schedule for weights that are trained already."""
+    """base, with a gentle optimizer and a schedule for weights that are already trained."""
     config = base.get_config()
     config.data.sequence_length = 512
     config.data.batch_size = 8

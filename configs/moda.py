@@ -1,4 +1,4 @@
-"""Mixture-of-Depths Attention on a laptop: heads also see what earlier layers knew of their token.
+"""Mixture-of-Depths Attention on a laptop: heads also see slots that earlier layers wrote.
 
 python -m launch.train --config=configs/moda.py
 python -m launch.train --config=configs/moda.py:slots=none --workdir=runs/dense

@@ -5,7 +5,7 @@ python -m launch.train --config=configs/moda_24l.py:slots=attention
 python -m launch.train --config=configs/moda_24l.py:slots=none,steps=500
 
 71.35M parameters with the vocabulary of the paper, and 2.28M for the slots of the mlps. The paper
-trains on FineWeb-Edu; here the text is bytes until a tokenizer of that size is given. Not trained.
+trains on FineWeb-Edu; here the text is bytes unless you give a tokenizer of that size. Not trained.
 """
 
 from configs import base, sizes
@@ -14,7 +14,7 @@ from configs import base, sizes
 def get_config(arguments: str = ''):
     """Arguments: size=LAYERSxWIDTH, a multiple of 192 wide; steps of training; slots.
 
-    Slots are attention+ffn, attention, block, or none: the dense model.
+    Slots are attention+ffn, attention, block, or none (the dense model).
     """
     values = sizes.parse(arguments, size='24x384', steps='2000', slots='attention+ffn')
     config = base.get_config()

@@ -1,11 +1,11 @@
-"""Mixture-of-Depths-and-Experts, integrated: half of the experts to choose from do nothing.
+"""Mixture-of-Depths-and-Experts, integrated: half of the experts are no-op experts.
 
 python -m launch.train --config=configs/mode_integrated.py
 python -m launch.train --config=configs/mode_integrated.py:size=6x128,budget=3e13
 
-The experts of configs/moe.py, and beside them as many that add nothing and cost nothing. The
-balance loss drives these to half of the choices, at which the FLOPs are counted; attention and the
-shared expert take every token.
+The experts of configs/moe.py, and as many no-op experts, which add nothing and cost nothing. The
+balance loss drives the no-op experts to half of the choices, and FLOPs are counted at that share;
+attention and the shared expert process every token.
 
 At 6.4e12 FLOPs and 8 rows a step (--config.data.batch_size=8), bits a byte held out, seeds 0 to 2:
 2.167, 2.093, 2.163; with balance=0.01 2.164, 2.120, 2.150 (the dense model 2.266, 2.229, 2.270). A
@@ -24,5 +24,5 @@ def get_config(arguments: str = ''):
 
 
 def apply_noop(config):
-    """As many experts that do nothing as there are others in `config.model`."""
+    """Adds as many no-op experts to `config.model` as it has routed ones."""
     config.model.experts.num_noop = config.model.experts.num_routed

@@ -1,10 +1,10 @@
-"""Mixture-of-Depths-and-Experts, staged: a token enters a block first, then chooses its experts.
+"""Mixture-of-Depths-and-Experts, staged: tokens are routed to a block, then to its experts.
 
 python -m launch.train --config=configs/mode_staged.py
 python -m launch.train --config=configs/mode_staged.py:size=6x128,budget=3e13
 
-The experts of configs/moe.py in every layer; every other block is routed besides, an eighth of the
-tokens enter it, and a token that does not skips attention and experts alike.
+The experts of configs/moe.py in every layer. In addition every other block is routed: an eighth of
+the tokens enter it, and the others skip both attention and experts.
 
 At 6.4e12 FLOPs and 8 rows a step (--config.data.batch_size=8), bits a byte held out, seeds 0 to 2:
 2.150, 2.080, 2.133 by the causal rule (the dense model 2.266, 2.229, 2.270). A run takes about

@@ -1,16 +1,16 @@
-"""A mixture of experts at a FLOP budget: each token passes two of eight experts, and a shared one.
+"""A mixture of experts at a FLOP budget: each token uses two of eight experts and a shared one.
 
 python -m launch.train --config=configs/moe.py
 python -m launch.train --config=configs/moe.py:size=6x128,budget=3e13,balance=0.01
 python -m launch.train --config=configs/moe.py:capacity=0.5
 python -m launch.train --config=configs/moe.py:choice=expert
 
-What a token passes is together as wide as the mlp of the dense model of that size, so that both
-cost about the same (configs/dense_isoflop.py). The second has another weight of the balance loss (0
-takes it away). In the third an expert takes of each row of 256 tokens half of an equal share of its
-choices, first come, and leaves out the others: the lowered expert capacity that integrated MoDE
-(configs/mode_integrated.py) is to be compared with. In the last the experts choose their tokens,
-and evaluation goes by a threshold for each expert.
+The experts of a token are together as wide as the mlp of the dense model of that size, so that both
+cost about the same (configs/dense_isoflop.py). The second command has another weight of the balance
+loss (0 disables it). In the third, an expert computes at most half of an equal share of the choices
+of a row of 256 tokens, first come first served, and drops the others: the lowered expert capacity
+that integrated MoDE (configs/mode_integrated.py) should be compared with. In the last, experts
+choose their tokens, and evaluation uses a threshold for each expert.
 
 At 6.4e12 FLOPs and 8 rows a step (--config.data.batch_size=8), bits a byte held out, seeds 0 to 2:
 2.266, 2.178, 2.214; with capacity=0.5 2.171, 2.128, 2.209; with choice=expert 2.225, 2.167, 2.237
@@ -21,9 +21,10 @@ from configs import dense_isoflop, sizes
 
 
 def apply_experts(config):
-    """Experts in every layer of `config.model`: eight, of which a token passes two, and one shared.
+    """Sets eight experts in every layer of `config.model`, two for each token, and a shared one.
 
-    These three are together as wide as the mlp is without experts, rounded down to what 3 divides.
+    The three of a token are together as wide as the mlp without experts, rounded down to a multiple
+    of 3.
     """
     experts = config.model.experts
     experts.choice = 'token'
@@ -34,8 +35,8 @@ def apply_experts(config):
 def get_config(arguments: str = ''):
     """Arguments: size=LAYERSxWIDTH, budget=training FLOPs, balance, capacity, choice.
 
-    balance is the weight of that loss; capacity that of an expert over an equal share of the
-    choices, in (0, 1] (1: no limit); choice is token or expert.
+    balance is the weight of the balance loss; capacity is that of an expert relative to an equal
+    share of the choices, in (0, 1] (1: no limit); choice is token or expert.
     """
     values = sizes.parse(
         arguments, size='4x128', budget='1.6e13', balance='0.001', capacity='1', choice='token'

@@ -1,8 +1,8 @@
-"""Does the router find the tokens that need its block? Recall from far among trivial continuation.
+"""Does the router find the tokens that need its block? Long-range recall in trivial text.
 
 python -m launch.train --config=configs/recall.py
 
-The 600 steps take 100 to 170 seconds beside other work on two CPU cores. The ROC area of the
+The 600 steps take 100 to 170 seconds on two CPU cores shared with other work. The ROC area of the
 router's scores for the positions that need far context (analysis/router_roc.py, 16 held-out
 batches) is 0.989, 0.957 and 0.983 for seeds 0 to 2, from 0.61, 0.29 and 0.47 before training; under
 top-C routing 100%, 100% and 97% of the answers are right, and the loss is 0.444, 0.442 and 0.448

@@ -6,8 +6,7 @@ def apply_size(config, size: str):
 
     Heads are 64 wide (32 below D = 128) and the SwiGLU is 8/3 D, rounded up to a multiple of 64, so
     that a block holds about 12 D^2 parameters. Matrices start at D^-1/2 and embeddings at 1: at
-    these widths that learns much faster than 0.02 for both. Raises ValueError for a size that it
-    cannot read.
+    these widths that learns much faster than 0.02 for both. Raises ValueError for a bad size.
     """
     layers, _, width = size.partition('x')
     right = 'must be LAYERSxWIDTH with a width that is a multiple of 64, such as 6x128'
@@ -38,7 +37,7 @@ def parse(arguments: str, **defaults):
 
 
 def budget_flops(text: str) -> float:
-    """A FLOP budget such as 2e13 as a number. Raises ValueError where it is not a positive one."""
+    """A FLOP budget such as 2e13 as a float. Raises ValueError unless it is positive and finite."""
     try:
         flops = float(text)
     except ValueError:
@@ -49,14 +48,14 @@ def budget_flops(text: str) -> float:
 
 
 def count(text: str, name: str) -> int:
-    """A number such as 24 of the argument `name`. Raises ValueError where it is none above 0."""
+    """The argument `name`, such as 24, as an int. Raises ValueError unless it is above 0."""
     if not text.isdecimal() or not int(text):
         raise ValueError(f'{name}={text!r}: must be a whole number above 0')
     return int(text)
 
 
 def apply_slots(config, slots: str):
-    """MoDA with these slots, or `none` of them: the dense model."""
+    """Sets MoDA with these slots; `none`: the dense model."""
     if slots != 'none':
         config.model.depth.stream = 'moda'
         config.model.depth.slots = slots
@@ -76,7 +75,7 @@ def apply_large_run(config):
     """The training recipe of the MoDA paper's 700M and 1.5B models, in bfloat16.
 
     Section 4 of the paper gives 400B tokens, 1,024 rows of 4,096 tokens a step, a peak of 3e-4
-    after 2,000 steps and a cosine to 3e-5; for the rest it names OLMo2's recipe: z-loss 1e-5, no
+    after 2,000 steps and a cosine to 3e-5, and otherwise refers to OLMo2's recipe: z-loss 1e-5, no
     weight decay on embeddings, second moments of decay 0.95. A step runs in 32 parts: 4 rows at a
     time on each of 8 devices.
     """

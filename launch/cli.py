@@ -1,4 +1,4 @@
-"""The run that a command works on, what it compiled, and how far the command is with it."""
+"""What every command shares: flags, --config, one-line errors, exit status, --help, saved runs."""
 
 import contextlib
 import dataclasses
@@ -16,64 +16,6 @@ from absl import app, flags, logging
 
 from moddepth_jax import hparams
 
-
-def load_saved_run(workdir: str, mesh_of=None):
-    """The SavedRun of `workdir`; what there is to note about it goes to stderr, by process 0.
-
-    Args:
-      workdir: of the run.
-      mesh_of: from its hyper-parameters to the mesh for its state; None: it goes to one device.
-
-    Raises:
-      ValueError: as `load_run` says, or of `mesh_of`.
-    """
-    from moddepth_jax.training import multihost
-    from moddepth_jax.training.progress import printable
-    from moddepth_jax.training.saved_run import load_run, read_hparams
-
-    mesh = None
-    if mesh_of is not None:
-        mesh = multihost.run_on_all(lambda: mesh_of(read_hparams(workdir)[0]))
-    run = load_run(workdir, mesh)
-    if multihost.is_leader():
-        for note in run.notes:
-            print(printable(note), file=sys.stderr)
-    enable_compilation_cache(run.hparams)
-    return run
-
-
-def enable_compilation_cache(hparams):
-    """Has compiled programs kept under the user's cache directory, if the run wants that."""
-    import jax
-
-    from moddepth_jax.data.directory import cache_directory
-
-    cache = cache_directory()
-    if hparams.training.compilation_cache and cache is not None:
-        jax.config.update('jax_compilation_cache_dir', str(cache / 'xla'))
-
-
-@contextlib.contextmanager
-def progress_bar(what: str, total: int):
-    """A bar on stderr of process 0, if that is a terminal; yields a function that moves it on."""
-    import rich.console
-    import rich.progress
-
-    from moddepth_jax.training import multihost
-
-    console = rich.console.Console(stderr=True)
-    columns = (
-        rich.progress.TextColumn('{task.description}', markup=False),
-        rich.progress.BarColumn(),
-        rich.progress.MofNCompleteColumn(),
-        rich.progress.TimeRemainingColumn(),
-    )
-    hidden = not (console.is_terminal and multihost.is_leader())
-    shown = {'console': console, 'transient': True, 'disable': hidden}
-    with rich.progress.Progress(*columns, **shown) as progress:
-        yield functools.partial(progress.advance, progress.add_task(what, total=total))
-
-
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()  # flags defined below belong to the command that asks for them
 
@@ -82,8 +24,8 @@ _CONFIG_HELP = (
     'returns the knobs. Or WORKDIR/config.json, those of a run. --config.model.num_layers=12 sets '
     'one of them.'
 )
-_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE, errno.EROFS)
-# Set by launch.local, whose first process tells what is wrong with the flags of all.
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE, errno.EROFS)
+# Set by launch.local for all processes but the first, which reports bad flags for all of them.
 REPORTED_BY_LEADER = 'MODDEPTH_REPORTED_BY_LEADER'
 _HELP = ('-h', '-?', '-help', '--help', '--helpshort', '--helpfull')
 
@@ -91,18 +33,17 @@ _HELP = ('-h', '-?', '-help', '--help', '--helpshort', '--helpfull')
 def run(main, positional: str = ''):
     """Parses the flags, calls `main(argv)` and exits the process.
 
-    Exit status: 0 where main returned None (an int that it returns is the status); 2 after a bad
-    flag or config, a ValueError, or a file that could not be used, told in one line on stderr;
-    130 after Ctrl-C, told in one line; 1 with its traceback for any other exception; 75 where
-    another process of the same run was lost. Where main joined other processes, they end together,
-    and an error that several of them meet is told by one.
+    Exit status: 0 if main returned None (if it returns an int, that is the status); 2 with one line
+    on stderr after a bad flag or config, a ValueError, or a file that could not be used; 130 with
+    one line after Ctrl-C; 1 with a traceback for any other exception; 75 if another process of the
+    same run was lost. Processes of one run end together, and one of them reports an error that
+    several raise.
 
     Args:
       main: called with the program's name and the positional arguments.
-      positional: what --help says of the positional arguments; empty: there are none, and one
-        given is an error.
+      positional: the text of --help on positional arguments; empty: the command takes none.
     """
-    flags.DEFINE_boolean('traceback', False, 'Show where in the code an error arose, too.')
+    flags.DEFINE_boolean('traceback', False, 'Also show where in the code an error arose.')
     FLAGS.set_gnu_getopt(True)
     parse = functools.partial(_parse, positional=positional)
     app.run(functools.partial(_call, main), flags_parser=parse)
@@ -111,20 +52,20 @@ def run(main, positional: str = ''):
 def define_config(default: str | None = None) -> flags.FlagHolder:
     """Defines --config and --print_config; the holder's `.value` is a locked ConfigDict.
 
-    A knob is overridden by --config.model.num_layers=3. What follows a colon in
-    --config=FILE.py:TEXT is passed to the file's get_config.
+    --config.model.num_layers=3 overrides a knob. The text after a colon in --config=FILE.py:TEXT is
+    passed to the file's get_config.
 
     Args:
-      default: the --config of a command line that has none; None: it must have one.
+      default: the --config of a command line without one; None: --config is required.
     """
-    # Here, and not above: launch.gpu goes on where ml_collections is missing.
+    # Imported here because launch.gpu also works without ml_collections.
     from ml_collections import config_flags
 
     from launch import config_file
 
-    described = _CONFIG_HELP + (f' Default: {default}.' if default else '')
+    help_string = _CONFIG_HELP + (f' Default: {default}.' if default else '')
     with _errors_in_one_line():  # config_flags reads a --flagfile here
-        holder = config_flags.DEFINE_config_file('config', help_string=described)
+        holder = config_flags.DEFINE_config_file('config', help_string=help_string)
     FLAGS['config'].parser = config_file.Parser()
     FLAGS['config'].left_out = default
     flags.mark_flag_as_required('config')
@@ -141,9 +82,9 @@ def config_name() -> str:
 
 
 def prepare_backend():
-    """Sets what JAX reads when its first device is asked for. `run` calls it before main.
+    """Sets the environment that JAX reads when it looks for devices. `run` calls it before main.
 
-    Fake CPU devices want two threads each, or XLA's CPU runtime can block until it aborts: NPROC
+    Fake CPU devices need two threads each, or XLA's CPU runtime can block until it aborts: NPROC
     becomes twice their number unless it is set. Logs below WARNING, and those of Orbax and Grain
     below ERROR, are dropped unless --verbosity is given.
     """
@@ -159,40 +100,40 @@ def prepare_backend():
 
 def _call(main, argv):
     try:
-        with _errors_in_one_line(), _as_one_of_several():
+        with _errors_in_one_line(), _ending_together():
             if 'print_config' in FLAGS and FLAGS.print_config:
                 return _print_config()
             return main(argv)
     except Exception as error:
-        if _joined() is None:
+        if _multihost() is None:
             raise
         traceback.print_exc()
-        _leave(1, error)
+        _exit(1, error)
 
 
-def _joined():
-    """The module `processes`, where main has joined other processes by it; else None."""
-    processes = sys.modules.get('moddepth_jax.training.multihost')
-    return processes if processes is not None and processes.is_initialized() else None
+def _multihost():
+    """The module training.multihost if main has initialized several processes by it, else None."""
+    module = sys.modules.get('moddepth_jax.training.multihost')
+    return module if module is not None and module.is_initialized() else None
 
 
 @contextlib.contextmanager
-def _as_one_of_several():
-    """Waits for the other processes at the end of main; ends at once where one of them is lost."""
+def _ending_together():
+    """Waits for the other processes at the end of main; exits at once if one of them is lost."""
     try:
         yield
-        if processes := _joined():
-            processes.barrier('end of main')
+        if multihost := _multihost():
+            multihost.barrier('end of main')
     except Exception as error:
-        if processes := _joined():
-            processes.exit_if_process_lost(error)
+        if multihost := _multihost():
+            multihost.exit_if_process_lost(error)
         raise
 
 
-def _leave(status, error):
-    """Ends the process after `error`, which has been told."""
-    if processes := _joined():
-        processes.exit_process(status, error)
+def _exit(status, error):
+    """Ends the process after `error` was reported."""
+    if multihost := _multihost():
+        multihost.exit_process(status, error)
     sys.exit(status)
 
 
@@ -214,9 +155,9 @@ def _parse(argv, positional):
 
 
 def _with_config(argv):
-    """The command line with the --config that it leaves out; also in sys.argv, read for its knobs.
+    """The command line with the default --config added if it has none, also in sys.argv.
 
-    A flag's own default would be loaded, and its knobs set, before the others are known.
+    A default of the flag itself would be loaded before the overrides are known.
     """
     default = FLAGS['config'].left_out if 'config' in FLAGS else None
     given = FLAGS.read_flags_from_files(argv[1:], force_gnu=False)
@@ -232,10 +173,10 @@ def _errors_in_one_line(quiet=False):
         yield
     except KeyboardInterrupt as error:
         print('interrupted', file=sys.stderr)
-        _leave(130, error)
-    except BrokenPipeError as error:  # the reader of our output has gone, as in `... | head`
+        _exit(130, error)
+    except BrokenPipeError as error:  # nobody reads our output any more, as in `... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
-        _leave(141, error)
+        _exit(141, error)
     except (ValueError, OSError, flags.Error) as error:
         line = _one_line(error)
         if not line:
@@ -244,25 +185,25 @@ def _errors_in_one_line(quiet=False):
             traceback.print_exc()
         if not (quiet or getattr(error, 'reported_elsewhere', False)):
             print('error:', ' '.join(line.split()), file=sys.stderr)
-        _leave(2, error)
+        _exit(2, error)
     except MemoryError as error:
         print('error: out of memory; lower data.batch_size', file=sys.stderr)
-        _leave(2, error)
-    except RuntimeError as error:  # what JAX raises when the device refuses memory
+        _exit(2, error)
+    except RuntimeError as error:  # JAX raises this when the device is out of memory
         if 'RESOURCE_EXHAUSTED' not in str(error):
             raise
         remedy = 'lower data.batch_size, raise training.accumulate_steps, or set model.remat=block'
         print(f'error: out of device memory; {remedy}', file=sys.stderr)
-        _leave(2, error)
+        _exit(2, error)
 
 
 def _one_line(error):
-    """What the user did wrong, or '' where the error is not theirs."""
+    """The line on what the user did wrong, or '' if the error is not the user's."""
     if isinstance(error, OSError):
         if error.filename is not None:
             return f'{error.filename}: {error.strerror or error}'
-        theirs = isinstance(error, (FileNotFoundError, PermissionError))
-        return str(error) if theirs or error.errno in _OF_THE_DISK else ''
+        users = isinstance(error, (FileNotFoundError, PermissionError))
+        return str(error) if users or error.errno in _DISK_ERRORS else ''
     if isinstance(error, flags.UnrecognizedFlagError):
         from launch import config_file
 
@@ -327,3 +268,63 @@ def _help_text(positional):
         indents = {'initial_indent': ' ' * 6, 'subsequent_indent': ' ' * 6}
         lines += [name, textwrap.fill(body, 88, **indents)]
     return '\n'.join(lines)
+
+
+def load_saved_run(workdir: str, mesh_of=None):
+    """Loads the run in `workdir`; process 0 prints the notes about it to stderr.
+
+    Args:
+      workdir: of the run.
+      mesh_of: function from its hyper-parameters to the mesh for its state; None: one device.
+
+    Returns:
+      A SavedRun.
+
+    Raises:
+      ValueError: as `load_run` says, or of `mesh_of`.
+    """
+    from moddepth_jax.training import multihost
+    from moddepth_jax.training.progress import printable
+    from moddepth_jax.training.saved_run import load_run, read_hparams
+
+    mesh = None
+    if mesh_of is not None:
+        mesh = multihost.run_on_all(lambda: mesh_of(read_hparams(workdir)[0]))
+    run = load_run(workdir, mesh)
+    if multihost.is_leader():
+        for note in run.notes:
+            print(printable(note), file=sys.stderr)
+    enable_compilation_cache(run.hparams)
+    return run
+
+
+def enable_compilation_cache(hparams):
+    """Keeps compiled programs under the user's cache directory if training.compilation_cache."""
+    import jax
+
+    from moddepth_jax.data.directory import cache_directory
+
+    cache = cache_directory()
+    if hparams.training.compilation_cache and cache is not None:
+        jax.config.update('jax_compilation_cache_dir', str(cache / 'xla'))
+
+
+@contextlib.contextmanager
+def progress_bar(what: str, total: int):
+    """A bar on stderr of process 0, if that is a terminal; yields a function that advances it."""
+    import rich.console
+    import rich.progress
+
+    from moddepth_jax.training import multihost
+
+    console = rich.console.Console(stderr=True)
+    columns = (
+        rich.progress.TextColumn('{task.description}', markup=False),
+        rich.progress.BarColumn(),
+        rich.progress.MofNCompleteColumn(),
+        rich.progress.TimeRemainingColumn(),
+    )
+    hidden = not (console.is_terminal and multihost.is_leader())
+    progress = rich.progress.Progress(*columns, console=console, transient=True, disable=hidden)
+    with progress:
+        yield functools.partial(progress.advance, progress.add_task(what, total=total))

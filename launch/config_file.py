@@ -1,4 +1,4 @@
-"""The file behind --config: its loading, and the check of the knobs set on the command line."""
+"""Loads the file of --config, and checks the knobs set on the command line."""
 
 import difflib
 import importlib.util
@@ -22,20 +22,18 @@ FLAGS = flags.FLAGS
 class Parser(flags.ArgumentParser):
     """Turns FILE.py[:TEXT] or WORKDIR/config.json into a locked ConfigDict.
 
-    What is wrong with it is a flags.Error of one line.
-
-    config_flags itself postpones some of these errors, wraps a traceback into others, and looks
-    for the meant knob in one group only.
+    Errors are flags.Errors of one line. config_flags itself postpones some of them, wraps a
+    traceback into others, and looks for a similar knob in one group only.
     """
 
     def parse(self, path):
-        """The config of the text behind --config=."""
+        """Returns the config of --config=`path`."""
         if FLAGS['config'].present:
             raise flags.Error(f'--config={path}: given twice; a run has one config')
         config = load(path)
         config.lock()
-        for name, given in overrides():
-            _check_override(config, name, given)
+        for name, argument in overrides():
+            _check_override(config, name, argument)
         return config
 
 
@@ -49,10 +47,10 @@ def knob_names(config: ConfigDict, prefix: str = 'config.') -> list[str]:
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """Which of the `known` dotted names was meant, as the end of an error message.
+    """The `known` dotted name that is most like `name`, as the end of an error message.
 
-    It is the one whose last part is alike, of the group that is the most alike. Where none is,
-    the names of the deepest group that exists are listed.
+    Its last part is similar, and of several such names its group is the most similar. If none is
+    similar, the names of the deepest existing group are listed.
     """
     last = {other: other.split('.')[-1] for other in known}
     tails = difflib.get_close_matches(name.split('.')[-1], last.values(), n=1)
@@ -60,62 +58,77 @@ def nearest(name: str, known: list[str]) -> str:
         near = [other for other in known if last[other] == tails[0]]
         best = max(near, key=lambda other: difflib.SequenceMatcher(None, name, other).ratio())
         return f'did you mean --{best}?'
-    group, beside = name, {}
-    while group and not beside:
+    group, members = name, {}
+    while group and not members:
         group = group.rpartition('.')[0]
         prefix = group + '.' if group else ''
         inside = [other.removeprefix(prefix) for other in known if other.startswith(prefix)]
-        beside = dict.fromkeys(other.split('.')[0] for other in inside)
-    return f'{group} has {", ".join(beside)}' if group else f'there are --{", --".join(beside)}'
+        members = dict.fromkeys(other.split('.')[0] for other in inside)
+    return f'{group} has {", ".join(members)}' if group else f'there are --{", --".join(members)}'
 
 
 def load(spec: str) -> ConfigDict:
-    """The config of FILE.py[:TEXT] or WORKDIR/config.json, unlocked.
+    """Loads the config of FILE.py[:TEXT] or WORKDIR/config.json, unlocked.
 
-    A configs/NAME.py that is not below the current directory is taken from where this is installed.
+    A configs/NAME.py that is not below the current directory is read from the installed package.
 
     Raises:
-      flags.Error: one line, where there is no config.
+      flags.Error: one line, if there is no config.
     """
     if spec.endswith('.json'):
         return _load_stored(pathlib.Path(spec))
     path, *texts = spec.split(':', 1)
-    given = f'--config={spec}'
     installed = pathlib.Path(base.__file__).parents[1] / path
     if pathlib.PurePath(path).parts[:1] == ('configs',) and not os.path.isfile(path):
         path = os.fspath(installed) if installed.is_file() else path
     if not os.path.isfile(path) or not path.endswith('.py'):
-        right = 'no such Python file, and no config.json of a run'
-        raise flags.Error(f'{given}: {right}{_file_beside(path)}')
+        wrong = 'no such Python file, and no config.json of a run'
+        raise flags.Error(f'--config={spec}: {wrong}{_similar_file(path)}')
     module_spec = importlib.util.spec_from_file_location('config_file_of_this_run', path)
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_spec.name] = module
     try:
         module_spec.loader.exec_module(module)
-        if not callable(getattr(module, 'get_config', None)):
-            raise flags.Error(f'{given}: defines no get_config(), which must return a ConfigDict')
-        _check_text(module.get_config, given, texts)
-        config = module.get_config(*texts)
-        if isinstance(config, ConfigDict):
-            knob_names(config)  # reads every value: a placeholder that is required has none
-    except flags.Error:
-        raise
-    except SyntaxError as error:
-        raise flags.Error(f'{given}: line {error.lineno}: {error.msg}') from error
-    except ValueError as error:
-        raise flags.Error(f'{given}: {error}') from error
-    except (AttributeError, KeyError, TypeError) as error:
-        # ConfigDict raises these for a mistyped or ill-typed knob, so they are the config's.
-        raise flags.Error(f'{given}: {_place(error, path)}{_explain(error)}') from error
-    except Exception as error:
-        if isinstance(error, OSError) and error.filename is not None:
+        config = _call_get_config(module, texts)
+    except OSError as error:
+        if error.filename is not None:
             raise
-        what = f'{type(error).__name__}: {error}'
-        raise flags.Error(f'{given}: {_place(error, path)}{what}') from error
+        raise flags.Error(f'--config={spec}: {_describe(error, path)}') from error
+    except Exception as error:
+        raise flags.Error(f'--config={spec}: {_describe(error, path)}') from error
     if not isinstance(config, ConfigDict):
         got = type(config).__name__
-        raise flags.Error(f'{given}: get_config() returned {got}, it must return a ConfigDict')
+        raise flags.Error(
+            f'--config={spec}: get_config() returned {got}, it must return a ConfigDict'
+        )
     return config
+
+
+def _call_get_config(module, texts):
+    get_config = getattr(module, 'get_config', None)
+    if not callable(get_config):
+        raise flags.Error('defines no get_config(), which must return a ConfigDict')
+    try:
+        inspect.signature(get_config).bind(*texts)
+    except TypeError:
+        right = 'takes no text after the colon' if texts else 'needs a text, as in FILE.py:TEXT'
+        raise flags.Error(f'its get_config {right}') from None
+    config = get_config(*texts)
+    if isinstance(config, ConfigDict):
+        knob_names(config)  # reads every value, since a required placeholder raises only then
+    return config
+
+
+def _describe(error, path):
+    """An error that the config file at `path` raised, as the user's mistake."""
+    if isinstance(error, SyntaxError):
+        return f'line {error.lineno}: {error.msg}'
+    if isinstance(error, (flags.Error, ValueError)):
+        return str(error)
+    if isinstance(error, (AttributeError, KeyError, TypeError)):
+        # ConfigDict raises these for a mistyped or ill-typed knob.
+        return f'{_place(error, path)}{_explain(error)}'
+    return f'{_place(error, path)}{type(error).__name__}: {error}'
 
 
 def _load_stored(path):
@@ -138,9 +151,9 @@ def _with_tuples(value):
 
 
 def unresolved(config: ConfigDict) -> ConfigDict:
-    """The config with the default again of knobs such as `auto` that give the same run.
+    """The config with knobs back at their default, such as `auto`, if that gives the same run.
 
-    A run stores what `auto` stood for: with another router or stream it stands for something else.
+    A run stores what `auto` resolved to; with another router or stream it resolves differently.
     """
     defaults = {
         'model.routing': ('gate', 'causal_rule'),
@@ -148,7 +161,7 @@ def unresolved(config: ConfigDict) -> ConfigDict:
     }
     try:
         hparams = from_config(config)
-    except ValueError:  # main tells it, once the knobs of the command line are in
+    except ValueError:  # main reports it, after the knobs of the command line are applied
         return config
     for group, knobs in defaults.items():
         for knob in knobs:
@@ -160,7 +173,7 @@ def unresolved(config: ConfigDict) -> ConfigDict:
     return config
 
 
-def _file_beside(path):
+def _similar_file(path):
     folder = os.path.dirname(path)
     files = os.listdir(folder or '.') if os.path.isdir(folder or '.') else []
     near = difflib.get_close_matches(os.path.basename(path), files, n=1)
@@ -176,7 +189,7 @@ def _place(error, path):
 
 
 def _explain(error):
-    """What ConfigDict says of a bad assignment, in the words of our own checks."""
+    """The message of ConfigDict on a bad assignment, phrased as our own checks are."""
     kinds = "<class '(?:.*[.])?(.+)'>"
     typed = re.match(
         f"Could not override field '(.+)' [(]reference[)][.] (.*) is of original type {kinds} and "
@@ -190,16 +203,8 @@ def _explain(error):
     return f'{missed[2]}: no such knob; did you mean {missed[1]}?' if missed else str(error)
 
 
-def _check_text(get_config, given, texts):
-    try:
-        inspect.signature(get_config).bind(*texts)
-    except TypeError:
-        right = 'takes no text after the colon' if texts else 'needs a text, as in FILE.py:TEXT'
-        raise flags.Error(f'{given}: its get_config {right}') from None
-
-
 def overrides():
-    """(dotted name, what was typed) of each knob set on the command line."""
+    """Yields (dotted name, argument as typed) of each knob set on the command line."""
     argv = FLAGS.read_flags_from_files(sys.argv[1:], force_gnu=False)
     file_seen = False
     for argument, following in zip(argv, [*argv[1:], '-'], strict=True):
@@ -213,14 +218,14 @@ def overrides():
         yield match[1], argument + value
 
 
-def _check_override(config, name, given):
+def _check_override(config, name, argument):
     knobs = knob_names(config)
     if name in knobs:
         return
     inside = [knob for knob in knobs if knob.startswith(name + '.')]
     if inside:
-        raise flags.Error(f'{given}: a group of knobs; set one of them, such as --{inside[0]}')
+        raise flags.Error(f'{argument}: a group of knobs; set one of them, such as --{inside[0]}')
     group, _, knob = name.rpartition('.')
     if group == 'config.model.experts' and knob in ExpertsHparams.NOT_BUILT:
-        raise flags.Error(f'{given}: {ExpertsHparams.NOT_BUILT[knob]}')
-    raise flags.Error(f'{given}: no such knob; {nearest(name, knobs)}')
+        raise flags.Error(f'{argument}: {ExpertsHparams.NOT_BUILT[knob]}')
+    raise flags.Error(f'{argument}: no such knob; {nearest(name, knobs)}')

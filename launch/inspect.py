@@ -7,6 +7,7 @@ git show | python -m launch.inspect --workdir=runs/mod_isoflop --text=- --out=in
 Open inspection/routing.html in a browser; it needs no network.
 """
 
+import json
 import os
 import pathlib
 import re
@@ -24,8 +25,8 @@ OUT = flags.DEFINE_string(
 ROUTING = flags.DEFINE_string(
     'routing',
     None,
-    'Who enters the routed blocks: top_c (looks at the future), aux_loss, predictor, threshold or '
-    'dense. Default: the causal rule that the run was trained for.',
+    'What selects the tokens of routed blocks: top_c (looks at the future), aux_loss, predictor, '
+    'threshold or dense. Default: the causal rule that the run was trained for.',
 )
 LANGUAGE = flags.DEFINE_enum(
     'language',
@@ -38,8 +39,21 @@ MAX_TOKENS = flags.DEFINE_integer(
     'max_tokens', 5000, 'Tokens to show; the rest of a longer text is left out.', lower_bound=1
 )
 FILES = ('routing.html', 'routing.json', 'routing.png', 'depth_mass.png', 'depth_mass.json')
-MOST_ACROSS = 128  # tokens in a strip of the picture
-MOST_DRAWN = 1024  # tokens in the picture
+STRIP = 128  # tokens across the picture
+MAX_DRAWN = 1024  # tokens in the picture
+
+
+def main(_):
+    text, name = _read_text()
+    if not text:
+        raise ValueError(f'--text={TEXT.value}: is empty; must hold one character at least')
+    out = _checked_out()
+    run = cli.load_saved_run(WORKDIR.value)
+    # Measured first: an error leaves the files of an earlier inspection as they are.
+    data, inspection, mass = _measure(run, text, name, out)
+    _draw(out, inspection, run.hparams_of_stage, data['about'], mass)
+    _write(out, data)
+    _describe(out, data)
 
 
 def _read_text():
@@ -78,8 +92,45 @@ def _checked_out():
     return out
 
 
-def _depth_mass(run, hparams, tokens_N, routing):
-    """Of the whole windows of the text; of one that is shorter than that, of itself."""
+def _measure(run, text, name, out):
+    """The content of routing.json, the Inspection, and the DepthMass of a model with slots."""
+    from moddepth_jax.analysis.inspection import inspect_tokens
+    from moddepth_jax.analysis.routing_page import page_data
+    from moddepth_jax.analysis.token_classes import guess_language, token_classes
+    from moddepth_jax.data.pipeline import token_stream
+    from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
+    from moddepth_jax.model.transformer import causal_routing, check_routing
+
+    hparams, variables = run.hparams_of_stage, run.state.variables
+    routing = ROUTING.value or causal_routing(hparams)
+    check_routing(hparams, routing)
+    tokenizer = tokenizer_of(hparams.data, WORKDIR.value)
+    stream_N = token_stream([text], tokenizer, [f'--text={_printable(name)}'])
+    out.mkdir(parents=True, exist_ok=True)
+    tokens_N = stream_N[: MAX_TOKENS.value]
+    language = guess_language(text) if LANGUAGE.value == 'auto' else LANGUAGE.value
+    windows = -(-len(tokens_N) // hparams.data.sequence_length)
+    with cli.progress_bar('inspecting', windows) as advance:
+        inspection = inspect_tokens(variables, hparams, tokens_N, tokenizer, routing, advance)
+    mass, measured = None, 0
+    if hparams.model.depth.slots_per_layer:
+        mass, measured = _depth_mass(variables, hparams, tokens_N, routing)
+    names = {
+        'run': _printable(pathlib.Path(WORKDIR.value).resolve().name),
+        'step': run.step,
+        'num_steps': run.num_steps,
+        'text': _printable(name),
+        'language': language,
+        'cut': len(stream_N) - len(tokens_N),
+        'depth_tokens': measured,
+    }
+    classes_N = token_classes(inspection.pieces, language)
+    data = page_data(inspection, hparams, classes_N, routing, names, mass)
+    return data, inspection, mass
+
+
+def _depth_mass(variables, hparams, tokens_N, routing):
+    """The DepthMass of the complete windows, or of a shorter text, and how many tokens it read."""
     import numpy as np
 
     from moddepth_jax.analysis.depth_mass import depth_mass
@@ -89,37 +140,32 @@ def _depth_mass(run, hparams, tokens_N, routing):
     rows = max(1, min(len(tokens_N), DEPTH_TOKENS) // length)
     tokens_BT = tokens_N[: rows * length].reshape(rows, length).astype(np.int32)
     batch = {'tokens_BT': tokens_BT, 'segment_ids_BT': np.ones_like(tokens_BT)}
-    return depth_mass(run.state.variables, hparams, batch, routing), tokens_BT.size
+    return depth_mass(variables, hparams, batch, routing), tokens_BT.size
 
 
 def _draw(out, inspection, hparams, about, mass):
-    """The pictures of what the model has; of what it lacks, those of an earlier inspection go."""
-    from moddepth_jax.analysis.depth_mass import plot_depth_mass
-    from moddepth_jax.analysis.routing_maps import plot_routing, routing_grid
-    from moddepth_jax.model.routing import RoutingRecord
+    """Draws the pictures of what the model has; removes those of an earlier inspection it lacks."""
+    from moddepth_jax.analysis import heatmaps
 
     if not hparams.model.routed_layers:
         (out / 'routing.png').unlink(missing_ok=True)
     else:
-        names = [field.replace('_BT', '_RN') for field in RoutingRecord._fields]
-        record = RoutingRecord(*[getattr(inspection, name)[:, None] for name in names])
-        grid_LT = routing_grid(record, hparams, row=0)[:, :MOST_DRAWN]
-        drawn = grid_LT.shape[1]
-        what = 'tokens' if drawn == len(inspection.pieces) else f'the first {drawn:,} tokens'
+        record = inspection.routing
+        grid_LT = heatmaps.routing_grid(record.top_c_BT, record.selected_BT, hparams)
+        grid_LT, pieces = grid_LT[:, :MAX_DRAWN], inspection.pieces[:MAX_DRAWN]
+        all_drawn = len(pieces) == len(inspection.pieces)
+        what = 'tokens' if all_drawn else f'the first {len(pieces):,} tokens'
         title = f'{about["run"]}: routing of {about["text"]} by {about["routing"]}'
-        given = (inspection.pieces[:drawn], title, out / 'routing.png', what, MOST_ACROSS)
-        plot_routing(grid_LT, *given)
+        heatmaps.plot_routing(grid_LT, pieces, title, out / 'routing.png', what, STRIP)
     if mass is None:
         (out / 'depth_mass.png').unlink(missing_ok=True)
         (out / 'depth_mass.json').unlink(missing_ok=True)
     else:
         title = f'{about["run"]}: attention on the slots of earlier layers, {about["text"]}'
-        plot_depth_mass(mass, title, out / 'depth_mass.png')
+        heatmaps.plot_depth_mass(mass, title, out / 'depth_mass.png')
 
 
 def _write(out, data):
-    import json
-
     from moddepth_jax.analysis.routing_page import render
     from moddepth_jax.training.run_dir import write_atomically
 
@@ -132,70 +178,22 @@ def _write(out, data):
         write_atomically(out / 'depth_mass.json', text)
 
 
-def _describe(out, data, routed):
+def _describe(out, data):
     totals, about = data['totals'], data['about']
     windows = f'{about["windows"]} window{"s" if about["windows"] > 1 else ""}'
     parts = [f'{totals["tokens"]:,} tokens of {about["text"]} in {windows}']
-    parts.append(f'loss {totals["loss"]:.4f} nats a token' if totals['loss'] is not None else '')
-    if routed:
+    if totals['loss'] is not None:
+        parts.append(f'loss {totals["loss"]:.4f} nats a token')
+    if about['routed']:
         looks = ', which looks at the future' if about['looks_ahead'] else ''
         parts.append(f'by {about["routing"]}{looks}')
         parts.append(f'{totals["enter_none"]:.1%} enter no routed block')
     else:
         parts.append('no block of this model is routed, so there is no routing.png')
-    print(', '.join(filter(None, parts)))
+    print(', '.join(parts))
     for file in FILES:
         if (out / file).exists():
             print(f'  {_printable(out / file)}')
-
-
-def main(_):
-    text, name = _read_text()
-    if not text:
-        raise ValueError(f'--text={TEXT.value}: is empty; must hold one character at least')
-    out = _checked_out()
-    _inspect(cli.load_saved_run(WORKDIR.value), text, name, out)
-
-
-def _inspect(run, text, name, out):
-    """Measures, then writes: what fails leaves the files of an earlier inspection as they are."""
-    from moddepth_jax.analysis.inspection import inspect_tokens
-    from moddepth_jax.analysis.routing_page import page_data
-    from moddepth_jax.analysis.token_classes import guess_language, token_classes
-    from moddepth_jax.data.pipeline import token_stream
-    from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
-    from moddepth_jax.model.transformer import causal_routing, check_routing
-
-    hparams = run.hparams_of_stage
-    routing = ROUTING.value or causal_routing(hparams)
-    check_routing(hparams, routing)
-    tokenizer = tokenizer_of(hparams.data, WORKDIR.value)
-    stream_N = token_stream([text], tokenizer, [f'--text={_printable(name)}'])
-    out.mkdir(parents=True, exist_ok=True)
-    tokens_N = stream_N[: MAX_TOKENS.value]
-    language = guess_language(text) if LANGUAGE.value == 'auto' else LANGUAGE.value
-    with cli.progress_bar(
-        'inspecting', -(-len(tokens_N) // hparams.data.sequence_length)
-    ) as advance:
-        given = (run.state.variables, hparams, tokens_N, tokenizer, routing)
-        inspection = inspect_tokens(*given, on_window=advance)
-    mass, measured = None, 0
-    if hparams.model.depth.slots_per_layer:
-        mass, measured = _depth_mass(run, hparams, tokens_N, routing)
-    names = {
-        'run': _printable(pathlib.Path(WORKDIR.value).resolve().name),
-        'step': run.step,
-        'num_steps': run.num_steps,
-        'text': _printable(name),
-        'language': language,
-        'cut': len(stream_N) - len(tokens_N),
-        'depth_tokens': measured,
-    }
-    classes_N = token_classes(inspection.pieces, language)
-    data = page_data(inspection, hparams, classes_N, routing, names, mass)
-    _draw(out, inspection, hparams, data['about'], mass)
-    _write(out, data)
-    _describe(out, data, hparams.model.routed_layers)
 
 
 if __name__ == '__main__':

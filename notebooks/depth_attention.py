@@ -17,11 +17,11 @@
 # value. The heads of later layers see the slots of *their own token* in the same softmax as the
 # sequence. This notebook shows how the slots are laid out, how much attention goes to them in each
 # layer, how much to the first token (the sink, where heads put attention that they have no use
-# for), what one token looks at, and how the model learns beside a plain one.
+# for), what one token looks at, and how the model learns compared with a plain one.
 #
 # Without runs of your own it trains two very small models, with slots and without: a minute and a
-# half on two CPU cores for the whole notebook. They have hardly begun to learn: take their pictures
-# as an example of how to look, not as a result.
+# half on two CPU cores for the whole notebook. They have hardly begun to learn: their pictures
+# show how to look, and are no result.
 
 # %%
 import os
@@ -36,8 +36,8 @@ from IPython.display import Image, display
 from IPython.utils.capture import capture_output
 
 from configs import moda
-from moddepth_jax.analysis.attention_row import attention_row
-from moddepth_jax.analysis.depth_mass import depth_mass, plot_depth_mass
+from moddepth_jax.analysis.depth_mass import attention_row, depth_mass
+from moddepth_jax.analysis.heatmaps import plot_depth_mass
 from moddepth_jax.data.pipeline import make_dataset
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model.flops import depth_readers, forward_breakdown
@@ -91,7 +91,7 @@ print(
 # its attention, which are there anyway, and `f`, a key and value projected from the output of its
 # mlp. A layer sees the slots of all layers before it, so layer l sees 2 l of them. They live in one
 # buffer `[L, B, T, K, H]`: slot, row, token, key/value head, width of a head. The last layer writes
-# none, for nobody would read it.
+# none, since no layer would read it.
 
 # %%
 mass = depth_mass(variables, hparams, batch, causal_routing(hparams))
@@ -109,9 +109,9 @@ print(f'they cost {slots / sum(parts.values()):.1%} of the FLOPs of a forward pa
 # ## How much attention goes to them
 #
 # Left: each row is a layer that reads, each column a slot; the colour is the share of the softmax,
-# a mean over heads and tokens. Right: their sum, beside the share on the first token of the text.
+# a mean over heads and tokens. Right: their sum, and the share on the first token of the text.
 # If attention were even over what a token sees, slots would get very little: there are few of them
-# beside the tokens of the sequence.
+# compared with the tokens of the sequence.
 
 # %%
 plot_depth_mass(mass, 'attention on the slots of earlier layers', folder / 'mass.png')
@@ -133,8 +133,8 @@ for layer, (_, visible, _) in zip(
 # same scale, cut at the weight that 98% of the entries stay below.
 
 # %%
-whole_B = (batch['segment_ids_BT'][:, :64] == 1).all(axis=1)  # one document, no padding
-tokens_T = batch['tokens_BT'][whole_B][0, :64]
+single_B = (batch['segment_ids_BT'][:, :64] == 1).all(axis=1)  # one document, no padding
+tokens_T = batch['tokens_BT'][single_B][0, :64]
 layer = max(set(range(model.num_layers)) - set(model.routed_layers))
 place = len(tokens_T) - 1
 row = attention_row(variables, hparams, tokens_T, layer, place)
@@ -163,7 +163,7 @@ for head, (sequence_T, slots_L) in enumerate(zip(*row, strict=True)):
     print(f'head {head}: {sequence_T.sum():.1%} on the sequence, {slots_L.sum():.1%} on slots')
 
 # %% [markdown]
-# ## Beside the dense model
+# ## Compared with the dense model
 #
 # Left: the training loss after equal steps on equal batches, each point the mean of the logged
 # steps since the one before. Right: MoDA's minus the dense model's, below 0 where MoDA is better.
@@ -211,8 +211,8 @@ for name, end in ends.items():
 # %%
 if BESIDE:
     plain = load_run(BESIDE)
-    given = (plain.state.variables, plain.hparams_of_stage, batch)
-    without = depth_mass(*given, causal_routing(plain.hparams_of_stage))
+    rule = causal_routing(plain.hparams_of_stage)
+    without = depth_mass(plain.state.variables, plain.hparams_of_stage, batch, rule)
     print('layer     ' + ' '.join(f'{layer:>6}' for layer in mass.layers))
     for name, found in (('dense', without), ('MoDA', mass)):
         print(f'{name:<9} ' + ' '.join(f'{share:>6.1%}' for share in found.first_token_L))

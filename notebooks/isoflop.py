@@ -58,7 +58,7 @@ for name in ('dense', 'mod', 'mod_0.5', 'every_0.125'):
     models[name] = from_config(config)
 length = models['dense'].data.sequence_length
 costs = {name: forward_breakdown(hparams, 1, length) for name, hparams in models.items()}
-whole = sum(costs['dense'].values())
+total = sum(costs['dense'].values())
 groups = {
     'blocks': ('projections', 'attention', 'mlp'),
     'router and predictor': ('router', 'predictor'),
@@ -68,7 +68,7 @@ figure, axes = plt.subplots(figsize=(8, 2.4), layout='constrained')
 begin = np.zeros(len(costs))
 labels = [VARIANTS[name].label for name in costs]
 for (group, parts), colour in zip(groups.items(), ('#0072b2', '#d55e00', '#8a8d90'), strict=True):
-    share = np.array([sum(cost[part] for part in parts) / whole for cost in costs.values()])
+    share = np.array([sum(cost[part] for part in parts) / total for cost in costs.values()])
     axes.barh(labels, share, left=begin, color=colour, label=group)
     begin += share
 axes.bar_label(axes.containers[-1], [f'{value:.0%}' for value in begin], padding=3)
@@ -128,7 +128,7 @@ if min(steps) < 500:
 # %% [markdown]
 # ## Every run has spent its budget
 #
-# Steps are whole, so a run falls short by less than one step.
+# Runs take whole steps, so a run falls short by less than one step.
 
 # %%
 if study['kind'] == 'flops':

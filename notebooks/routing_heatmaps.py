@@ -14,14 +14,14 @@
 # # Which tokens enter which block
 #
 # A Mixture-of-Depths model has routed blocks: a router gives every token a score, and only an
-# eighth of the tokens enter the block. The others pass it by unchanged. This notebook shows which
-# tokens these are: as a heatmap, by score and gate, by kind of text, and by how sure the model is
-# of its next token. It also shows how well a causal rule finds them, and what another rule and
-# another capacity would do.
+# eighth of the tokens enter the block. The others skip it. This notebook shows which tokens enter:
+# as a heatmap, by score and gate, by kind of text, and by how sure the model is of its next token.
+# It also shows how well a causal rule finds them, and what another rule and another capacity would
+# do.
 #
 # Without a run of your own it trains a very small model: half a minute on two CPU cores, a minute
-# for the whole notebook. Such a model has hardly begun to learn: take its pictures as an example
-# of how to look, not as a result.
+# for the whole notebook. Such a model has hardly begun to learn: its pictures show how to look, and
+# are no result.
 
 # %%
 import dataclasses
@@ -37,24 +37,25 @@ from IPython.display import Image, display
 from IPython.utils.capture import capture_output
 
 from configs import mod_isoflop
-from moddepth_jax.analysis.inspection import inspect_tokens, rank_correlation, totals
-from moddepth_jax.analysis.routing_maps import plot_routing, routing_grid, routing_record
+from moddepth_jax.analysis.block_stats import rank_correlation
+from moddepth_jax.analysis.heatmaps import plot_routing, routing_grid, routing_record
+from moddepth_jax.analysis.inspection import inspect_tokens, totals
 from moddepth_jax.analysis.token_classes import guess_language, token_classes
 from moddepth_jax.data.pipeline import make_dataset, token_stream
 from moddepth_jax.hparams import from_config
-from moddepth_jax.model.routing import RoutingRecord
 from moddepth_jax.model.transformer import causal_routing
 from moddepth_jax.training.loop import train
 from moddepth_jax.training.saved_run import load_run
 
 WORKDIR = os.environ.get('NOTEBOOK_WORKDIR')  # or the directory of a run of yours, as a string
-STEPS = int(os.environ.get('NOTEBOOK_STEPS', 300))  # of the small run that is trained without one
+STEPS = int(os.environ.get('NOTEBOOK_STEPS', 300))  # of the small run that is trained otherwise
+TOKENS = int(os.environ.get('NOTEBOOK_TOKENS', 8192))  # of the text that is read
 
 # %% [markdown]
 # ## A run
 #
-# The small run reads sixty modules of Python's own standard library, byte by byte. `config` is the
-# same as for `python -m launch.train --config=configs/mod_isoflop.py`, with fewer and shorter rows.
+# The small run reads sixty modules of Python's standard library, byte by byte. `config` is that of
+# `python -m launch.train --config=configs/mod_isoflop.py`, with fewer and shorter rows.
 # Change a knob here, such as `config.model.routing.capacity`, and run the notebook again.
 
 # %%
@@ -84,7 +85,7 @@ length = hparams.data.sequence_length
 documents = dataset.corpus.held_out
 long = (document for document in documents if len(document) >= 4096)
 document = next(long, None) or max(documents, key=len)
-tokens_N = token_stream([document], dataset.tokenizer)[:8192].astype(np.int32)
+tokens_N = token_stream([document], dataset.tokenizer)[:TOKENS].astype(np.int32)
 tokens_N = tokens_N[: len(tokens_N) // length * length]
 tokens_BT = tokens_N.reshape(-1, length)
 batch = {'tokens_BT': tokens_BT, 'segment_ids_BT': np.ones_like(tokens_BT)}
@@ -92,25 +93,26 @@ print(
     f'{pathlib.Path(WORKDIR).name}: {hparams.model.num_layers} layers of width '
     f'{hparams.model.d_model}, after {run.step} of {run.num_steps} steps; blocks {routed} are '
     f'routed\n{hparams.model.routing.num_selected(length)} of {length} tokens of a row enter in '
-    f'training; here the causal rule "{rule}" decides, on {len(tokens_N):,} tokens '
-    'of a document that was held out'
+    f'training; here the causal rule "{rule}" decides, on {len(tokens_N):,} tokens of a held-out '
+    'document'
 )
 
 # %% [markdown]
 # ## The heatmap
 #
 # Each column is a token, each row a layer. In training the tokens with the highest scores of the
-# whole row enter (top C). That looks at tokens which are not there yet when text is generated, so
-# from then on a causal rule decides, for each token alone. Dark: the rule lets the token in.
-# Orange: it does not, though the token is among the top C. A good rule leaves little orange.
+# row enter (top C). That looks at later tokens, which do not exist yet when text is generated, so
+# afterwards a causal rule decides, for each token alone. Dark: the rule selects the token. Orange:
+# it does not, though the token is among the top C. A good rule leaves little orange.
 
 # %%
 seen = inspect_tokens(variables, hparams, tokens_N, dataset.tokenizer, rule)
-fields = [name.replace('_BT', '_RN') for name in RoutingRecord._fields]
-record = RoutingRecord(*[getattr(seen, name)[:, None] for name in fields])
+scores_RN, gates_RN = seen.routing.scores_BT, seen.routing.gates_BT
+top_RN, selected_RN = seen.routing.top_c_BT, seen.routing.selected_BT
+dropped_RN = seen.routing.dropped_BT
 row, file = len(tokens_BT) // 2, folder / 'map.png'
 end = slice((row + 1) * length - min(length, 96), (row + 1) * length)  # with context behind it
-grid_LN = routing_grid(record, hparams, row=0)
+grid_LN = routing_grid(top_RN, selected_RN, hparams)
 plot_routing(grid_LN[:, end], seen.pieces[end], f'routing by {rule}', file)
 display(Image(file))
 
@@ -127,10 +129,10 @@ figure, panels = plt.subplots(
 )
 for i, layer in enumerate(routed):
     above, below = panels[:, i]
-    bins = np.histogram_bin_edges(seen.scores_RN[i], 50)
-    above.hist(seen.scores_RN[i], bins, color='#c9ced6', label='all tokens')
-    above.hist(seen.scores_RN[i, seen.top_c_RN[i]], bins, color='#1f5f8b', label='top C')
-    below.hist(seen.gates_RN[i, seen.entered_RN[i]], 30, color='#1f5f8b')
+    bins = np.histogram_bin_edges(scores_RN[i], 50)
+    above.hist(scores_RN[i], bins, color='#c9ced6', label='all tokens')
+    above.hist(scores_RN[i, top_RN[i]], bins, color='#1f5f8b', label='top C')
+    below.hist(gates_RN[i, selected_RN[i]], 30, color='#1f5f8b')
     above.set(title=f'layer {layer}', xlabel='score of the router', yscale='log')
     below.set_xlabel('gate of tokens that entered')
 for axes in panels[:, 0]:
@@ -142,18 +144,18 @@ plt.show()
 # ## How well the rule finds the top C
 #
 # Precision: of the tokens that entered, the share in the top C. Recall: of the top C, the share
-# that entered. By chance both would be near the share that enters. `refused`: let in by the rule,
+# that entered. By chance both would be near the share that enters. `dropped`: selected by the rule,
 # but with no room left (`model.routing.cache_capacity`).
 
 # %%
-print(f'{"layer":>5} {"entered":>9} {"precision":>10} {"recall":>8} {"refused":>9}')
-for layer, entered_N, top_N, refused_N in zip(
-    routed, seen.entered_RN, seen.top_c_RN, seen.refused_RN, strict=True
+print(f'{"layer":>5} {"entered":>9} {"precision":>10} {"recall":>8} {"dropped":>9}')
+for layer, entered_N, top_N, dropped_N in zip(
+    routed, selected_RN, top_RN, seen.routing.dropped_BT, strict=True
 ):
     both = np.sum(entered_N & top_N)
     print(
         f'{layer:>5} {entered_N.mean():>9.1%} {both / max(entered_N.sum(), 1):>10.1%} '
-        f'{both / max(top_N.sum(), 1):>8.1%} {refused_N.mean():>9.2%}'
+        f'{both / max(top_N.sum(), 1):>8.1%} {dropped_N.mean():>9.2%}'
     )
 
 # %% [markdown]
@@ -173,7 +175,7 @@ figure, panels = plt.subplots(
 )
 for i, (axes, layer) in enumerate(zip(panels[0], routed, strict=True)):
     axes.barh(names, [100 * row['entered'][i] for row in classes], color='#1f5f8b')
-    axes.axvline(100 * seen.entered_RN[i].mean(), color='#d55e00', linewidth=1)
+    axes.axvline(100 * selected_RN[i].mean(), color='#d55e00', linewidth=1)
     axes.set(title=f'layer {layer}', xlabel='% of the tokens that enter')
 panels[0][0].set_ylabel(f'kind of token ({language})')
 panels[0][0].invert_yaxis()
@@ -188,7 +190,7 @@ plt.show()
 # token entered: half of the tokens lie in a box, the line is their median.
 
 # %%
-times_N = seen.entered_RN.sum(axis=0)
+times_N = selected_RN.sum(axis=0)
 counts = [count for count in range(len(routed) + 1) if (times_N == count).any()]
 figure, axes = plt.subplots(figsize=(5, 3), layout='constrained')
 axes.boxplot([seen.entropy_N[times_N == count] for count in counts], showfliers=False, widths=0.5)
@@ -205,25 +207,25 @@ print(
 # %% [markdown]
 # ## Another rule
 #
-# `threshold` lets a token in where its score is above a moving average of the C-th largest score,
-# kept during training: it learns nothing and needs nothing beside the scores. On the same rows:
+# `threshold` selects a token if its score is above a moving average of the C-th largest score, kept
+# during training: it has no parameters and needs only the scores. On the same rows:
 
 # %%
 other = routing_record(variables, hparams, batch, 'threshold')
 other_top_RN, other_RN = (
     side.reshape(len(routed), -1) for side in (other.top_c_BT, other.selected_BT)
 )
-for name, entered_RN, top_RN in (
-    (rule, seen.entered_RN, seen.top_c_RN),
+for name, entered_RN, best_RN in (
+    (rule, selected_RN, top_RN),
     ('threshold', other_RN, other_top_RN),
 ):
-    for layer, entered_N, top_N in zip(routed, entered_RN, top_RN, strict=True):
+    for layer, entered_N, top_N in zip(routed, entered_RN, best_RN, strict=True):
         both, per_row_B = np.sum(entered_N & top_N), entered_N.reshape(-1, length).sum(axis=1)
         print(
             f'{name:>9}, layer {layer}: precision {both / max(entered_N.sum(), 1):.1%}, recall '
             f'{both / top_N.sum():.1%}, {per_row_B.min()} to {per_row_B.max()} tokens of a row'
         )
-print(f'the two agree on {np.mean(seen.entered_RN == other_RN):.1%} of all decisions')
+print(f'the two agree on {np.mean(selected_RN == other_RN):.1%} of all decisions')
 
 # %% [markdown]
 # ## One knob changed
@@ -237,7 +239,7 @@ routing = dataclasses.replace(hparams.model.routing, capacity=capacity)
 wider = dataclasses.replace(hparams, model=dataclasses.replace(hparams.model, routing=routing))
 more = routing_record(variables, wider, batch, 'top_c')
 title = f'top C at capacity {capacity:g} instead of {hparams.model.routing.capacity:g}'
-grid_LT = routing_grid(more, wider, row)
+grid_LT = routing_grid(more.top_c_BT[:, row], more.selected_BT[:, row], wider)
 plot_routing(grid_LT[:, -min(length, 96) :], seen.pieces[end], title, file)
 display(Image(file))
 shutil.rmtree(folder)

@@ -1,6 +1,7 @@
-"""Documentation that is true: every command parses and runs, every link leads somewhere."""
+"""The documentation is true: every command parses and runs, every link has a target."""
 
 import ast
+import dataclasses
 import json
 import math
 import os
@@ -13,17 +14,21 @@ import sys
 import pytest
 import yaml
 
+from configs import tiny
+from moddepth_jax.hparams import from_config
+from moddepth_jax.training import run_dir
 from tests import documented
 from tests.documented import PAGES, ROOT, SCRIPTS
+from tests.forked_commands import run_commands
 
 TEXTS = {source: documented.read(source) for source in (*PAGES, *SCRIPTS)}
 COMMANDS = [
     command for source, text in TEXTS.items() for command in documented.commands(source, text)
 ]
-# First words of commands that no test carries out, and why.
+# First words of commands that no test runs, and why.
 NOT_HERE = {
-    'pip': 'installs packages, which the tests got by the same setup.py; see wheel_test.py',
-    'make': 'makes an environment of its own; its targets are looked up, their commands are tested',
+    'pip': 'installs packages, which the tests have from the same setup.py; see wheel_test.py',
+    'make': 'creates an environment; its targets are looked up, their commands are tested',
     'jupyter': 'opens a browser',
     'jupytext': 'notebooks_test.py executes the notebooks',
     'tensorboard': 'a server of another project',
@@ -34,26 +39,23 @@ NOT_HERE = {
 }
 
 
-def _parsed(lists):
-    """What is wrong with each list of words [NAME, ARGUMENT, ...], by one process."""
-    done = subprocess.run(
-        [sys.executable, '-W', 'ignore', ROOT / 'tests/parse_commands.py'],
-        input=json.dumps(lists),
-        capture_output=True,
-        text=True,
-        env=os.environ | {'PYTHONPATH': str(ROOT)},
-        cwd=_parsed.folder,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+def _parsed(lists, folder):
+    """What is wrong with each list of words [NAME, ARGUMENT, ...], or ''."""
+    named = {word.removeprefix('--config=') for words in lists for word in words}
+    config = dataclasses.asdict(from_config(tiny.get_config()))
+    for name in named:
+        if name.endswith('/config.json'):
+            run_dir.open_workdir((folder / name).parent, config)
+    preload = ['launch.cli', 'launch.config_file']
+    found = run_commands(lists, folder, preload, parse_only=True)
+    return [done.status and (done.stderr or f'status {done.status}') for done in found]
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    """Commands are given where the files of the pages lie, and no repository."""
+@pytest.fixture
+def folder(tmp_path):
+    """Where commands run: it holds the files that the pages show, and no repository."""
     for source in PAGES:
         _write(tmp_path, documented.files(TEXTS[source]))
-    monkeypatch.setattr(_parsed, 'folder', tmp_path, raising=False)
     return tmp_path
 
 
@@ -65,7 +67,7 @@ def _write(folder, contents):
 
 
 def _parts(command):
-    """The lists of words that a command of ours is made of: launch.local carries another one."""
+    """The lists of words of a command of ours: launch.local contains another command."""
     words = [command.launched, *command.words[3:]]
     if words[0] != 'local' or '--' not in words:
         return [words]
@@ -77,7 +79,7 @@ def _parts(command):
 
 
 def test_every_command_is_of_a_known_kind():
-    """It is ours, or of a table that says why it is not carried out."""
+    """It is ours, or NOT_HERE says why it is not run."""
     known = {'python', 'python3', *NOT_HERE}
     strange = [c for c in COMMANDS if c.words[0] not in known]
     strange += [c for c in COMMANDS if c.words[0].startswith('python') and not c.launched]
@@ -85,10 +87,10 @@ def test_every_command_is_of_a_known_kind():
     assert len(COMMANDS) > 120 and {c.source for c in COMMANDS} > {'README.md', 'docs/start.md'}
 
 
-def test_commands_parse():
+def test_commands_parse(folder):
     """Every flag, config, argument of a config and knob exists, and takes the value shown."""
     ours = [(c, words) for c in COMMANDS if c.launched for words in _parts(c) if '...' not in words]
-    faults = _parsed([words for _, words in ours])
+    faults = _parsed([words for _, words in ours], folder)
     wrong = {f'{c.source}: {c.text}': fault for (c, _), fault in zip(ours, faults, strict=True)}
     assert not {command: fault for command, fault in wrong.items() if fault}
 
@@ -109,13 +111,12 @@ PLANTED = (
 )
 
 
-def test_wrong_commands_are_found():
-    """The check of the test above sees each kind of mistake."""
+def test_wrong_commands_are_found(folder):
+    """The check of the test above finds each kind of mistake."""
     lists = [_parts(documented.Command('planted', text)) for text, _ in PLANTED]
-    faults = iter(_parsed([words for parts in lists for words in parts]))
-    said = [' '.join(next(faults) for _ in parts) for parts in lists]
-    expected = zip(PLANTED, said, strict=True)
-    assert not [(text, found) for (text, fault), found in expected if fault not in found]
+    faults = iter(_parsed([words for parts in lists for words in parts], folder))
+    for (text, fault), parts in zip(PLANTED, lists, strict=True):
+        assert fault in ' '.join(next(faults) or '' for _ in parts), text
 
 
 def test_make_targets_exist():
@@ -131,7 +132,7 @@ def _make(line):
 
 
 def test_python_and_yaml_blocks_are_valid():
-    """Blocks of Python compile (an entry of a table as an expression), blocks of YAML load."""
+    """Blocks of Python compile (a table entry as an expression), blocks of YAML load."""
     found = [block for source in PAGES for block in documented.blocks(TEXTS[source])]
     python = [content for language, content in found if language == 'python']
     assert len(python) >= 6
@@ -144,8 +145,8 @@ def test_python_and_yaml_blocks_are_valid():
         assert language in ('', 'python', 'yaml', 'json'), content
 
 
-def test_links_lead_somewhere():
-    """Files exist, and headings where a link names one."""
+def test_links_have_targets():
+    """The file exists, and the heading if the link names one."""
     broken = []
     for source in PAGES:
         for target in documented.links(TEXTS[source]):
@@ -159,10 +160,8 @@ def test_links_lead_somewhere():
 
 
 def test_every_command_and_page_is_documented():
-    """Each launch/*.py that is a command stands on some page, and each page in the index."""
-    programs = {
-        pathlib.Path(source).stem for source in SCRIPTS if 'command.run(' in _source(source)
-    }
+    """Each command of launch/ is on some page, and each page is in the index."""
+    programs = {pathlib.Path(source).stem for source in SCRIPTS if 'cli.run(' in _source(source)}
     shown = {c.launched for c in COMMANDS if c.source in PAGES}
     assert 'train' in programs and not programs - shown
     index = {target.partition('#')[0] for target in documented.links(TEXTS['docs/README.md'])}
@@ -187,7 +186,7 @@ def test_citation_is_complete():
     assert numbers == ['2404.02258', '2603.15619']
 
 
-# Appended to a command when it is carried out, the later of two equal flags wins; and why.
+# Appended to a command when it is run; of two equal flags the later one wins.
 TRAINED = (
     '--config.flop_budget=0 --config.training.num_steps=4 --config.training.log_every=1 '
     '--config.data.sequence_length=64 --config.data.batch_size=8 --config.report.sample_tokens=4 '
@@ -226,18 +225,18 @@ RULES = (
     ('launch.dry_run table', '', 'reads what is committed'),
     ('launch.wheels --dry_run', '', 'prints a list'),
     ('launch.isoflop --config=configs/study.py --budgets=6e11', '--dry_run', 'plans only'),
-    ('launch.isoflop', '--dry_run', 'plans only; tests/launch/isoflop_test.py carries out'),
+    ('launch.isoflop', '--dry_run', 'plans only; tests/launch/isoflop_test.py runs it'),
     *((f'launch.bench {name}', flags, 'toy shapes') for name, flags in BENCHES.items()),
 )
-# Commands of ours that are parsed and not carried out; and why.
+# Commands of ours that are parsed and not run, and why.
 PARSED_ONLY = (
-    ('SmolLM2', 'its checkpoint is downloaded; docs/convert.md takes in a small one'),
-    ('OLMo-2', 'its checkpoint is downloaded; docs/convert.md takes in a small one'),
-    ('runs/smol', 'its checkpoint is downloaded; docs/convert.md takes in a small one'),
+    ('SmolLM2', 'its checkpoint is downloaded; docs/convert.md imports a small one'),
+    ('OLMo-2', 'its checkpoint is downloaded; docs/convert.md imports a small one'),
+    ('runs/smol', 'its checkpoint is downloaded; docs/convert.md imports a small one'),
     ('FOLDER', 'stands for a folder of the reader; docs/convert.md has one'),
     ('llama/tokenizer.json', 'a file of the reader; tests/data has all kinds'),
     ('web/*.jsonl.zst', 'files of the reader; tests/data has all kinds'),
-    ('launch.gpu', 'needs a GPU; tests/launch/gpu_test.py carries out --toy'),
+    ('launch.gpu', 'needs a GPU; tests/launch/gpu_test.py runs --toy'),
     ('launch.wheels --out', 'downloads wheels; tests/gpu_rehearsal.py does so'),
     ('--tasks=moda', 'downloads its tasks'),
     ('--tasks=arc_easy', 'downloads its tasks'),
@@ -246,8 +245,8 @@ PARSED_ONLY = (
     ('my_tasks', 'a folder of the reader; docs/evaluation.md has one'),
     ('...', 'stands for flags of the reader'),
     ('/shared/', 'needs several hosts; tests/launch/isoflop_test.py shares runs'),
-    ('moda_700m.py --mesh=data=8', 'needs GPUs for weeks; tests/configs_test.py lowers its step'),
-    ('moda_1b5.py --mesh=data=8', 'needs GPUs for weeks; tests/configs_test.py lowers its step'),
+    ('moda_700m.py --mesh=data=8', 'needs GPUs for weeks; tests/configs_test.py traces its step'),
+    ('moda_1b5.py --mesh=data=8', 'needs GPUs for weeks; tests/configs_test.py traces its step'),
     ('mod_isoflop_paper.py --budgets=', 'needs a pod: even its plan times a step of 24x1536'),
     ('launch.train --mesh=data=8,fsdp=32', 'ten minutes; docs/scale.md has what it prints'),
 )
@@ -265,7 +264,7 @@ def _rule(command):
 
 
 def test_every_command_has_a_rule():
-    """A command of ours is carried out by a rule, or stands in the table of what is not."""
+    """A rule runs each command of ours, or PARSED_ONLY says why it is not run."""
     ours = [command for command in COMMANDS if command.launched]
     rules = [_rule(command) for command in ours]
     assert sum(rule is not None for rule in rules) > 0.75 * len(rules)
@@ -275,7 +274,7 @@ def test_every_command_has_a_rule():
         _rule(documented.Command('planted', 'python -m launch.novelty'))
 
 
-# What a reader is taken to have: texts, and studies where the commands look for them.
+# Files that a reader is assumed to have.
 READERS = {
     **{f'notes/{name}.txt': f'The {name} note. ' * 200 for name in ('first', 'second', 'third')},
     **{f'code/{name}.txt': f'def {name}(x):\n    return x\n' * 200 for name in 'abcdef'},
@@ -290,7 +289,7 @@ READERS = {
 
 
 class Reader:
-    """Carries out the commands of a page, one after the other, where the reader's things lie."""
+    """Runs the commands of a page, one after the other, in a folder with a reader's files."""
 
     def __init__(self, folder, cache):
         self.folder, self.cache = folder, cache
@@ -315,12 +314,12 @@ class Reader:
         }
 
     def do(self, command):
-        """What is wrong with what the command did, or ''."""
+        """Runs the command; returns what was wrong, or ''."""
         self._train(command)
         return self._run(f'{command.text} {_rule(command)[0]}')
 
     def _train(self, command):
-        """Makes runs/NAME, of configs/NAME.py, where a command reads it and none has made it."""
+        """Trains runs/NAME by configs/NAME.py if the command reads it and none has made it."""
         named = re.search(r'--(?:from_)?workdir=(runs/(\w+))', command.text)
         makes = command.launched in ('train', 'isoflop') or '--from_hf' in command.text
         if not named or makes or (self.folder / named[1]).exists():
@@ -351,7 +350,7 @@ class Reader:
         return f'{text}: {said[:3]}' if said else ''
 
 
-CARRIED_OUT = [source for source in TEXTS if not source.startswith('configs/')]
+RUN_SOURCES = [source for source in TEXTS if not source.startswith('configs/')]
 
 
 @pytest.fixture(scope='module')
@@ -361,12 +360,12 @@ def cache(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('source', CARRIED_OUT)
+@pytest.mark.parametrize('source', RUN_SOURCES)
 def test_commands_do_their_work(source, folder, cache):
     """Each ends with exit status 0 and without a warning, in the order of its page.
 
-    Docstrings of configs are left to parsing: configs_test.py lowers the step of every config. What
-    a page shows is not done again for another that shows the same.
+    Commands of config docstrings are only parsed: configs_test.py traces the step of every config.
+    A command that a page shows is not run again for a docstring.
     """
     shown = {c.text for c in COMMANDS if c.source in PAGES}
     reader = Reader(folder, cache)
@@ -389,7 +388,7 @@ def test_commands_do_their_work(source, folder, cache):
 
 
 def _blocks_to_run(source):
-    """Blocks of Python of a page that are programs: no files, no entries of a table."""
+    """The blocks of Python of a page that are programs, and not files or entries of a table."""
     found = documented.blocks(TEXTS[source]) if source in PAGES else []
     return [
         content

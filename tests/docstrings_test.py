@@ -1,7 +1,6 @@
-"""Docstrings tell the truth about names: what ruff does not look at, or cannot read.
+"""Docstrings name the arguments and fields that exist, which ruff does not check.
 
-Of every module, also: public functions and methods have one. A method that is described where a
-class above it or a library defines it needs none.
+Public functions and methods have a docstring, unless a base class or a library describes them.
 """
 
 import ast
@@ -12,8 +11,8 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGES = ('configs', 'kernels_pallas', 'launch', 'moddepth_jax')
-# Described elsewhere: by Flax or absl, by the docstring of the class or the module.
-TOLD_ELSEWHERE = ('setup', 'main', 'get_config')
+# Described by Flax or absl, or by the docstring of the class or the module.
+DESCRIBED_ELSEWHERE = ('setup', 'main', 'get_config')
 _FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -44,7 +43,7 @@ def arguments(function) -> list[str]:
 
 
 def fields(node) -> set[str]:
-    """Names of a class: its fields, methods, and what its methods set on self."""
+    """Names of a class: its fields, its methods, and what its methods set on self."""
     found = set()
     for inner in ast.walk(node):
         if isinstance(inner, ast.AnnAssign | ast.Assign):
@@ -57,7 +56,7 @@ def fields(node) -> set[str]:
 
 
 def faults(tree) -> list[str]:
-    """What is wrong with the docstrings of a module, in lines."""
+    """The faults of the docstrings of a module, one line each."""
     classes = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
     found = []
     for node in ast.walk(tree):
@@ -69,11 +68,11 @@ def faults(tree) -> list[str]:
         if isinstance(node, _FUNCTIONS):
             found += _missing(node, '')
         elif isinstance(node, ast.ClassDef) and not node.name.startswith('_'):
-            told = [
+            inherited = [
                 n.name for base in _above(node, classes) for n in base.body if hasattr(n, 'name')
             ]
             for method in node.body:
-                if isinstance(method, _FUNCTIONS) and method.name not in told:
+                if isinstance(method, _FUNCTIONS) and method.name not in inherited:
                     found += _missing(method, f'{node.name}.')
     return found
 
@@ -99,21 +98,21 @@ def _of_names(node, names, function):
     strange = [name for name in names if name not in own]
     found = [f'{node.name}: Args: {name}: no such argument' for name in strange]
     docstring = ast.get_docstring(node) or ''
-    if not names or docstring.startswith('As '):  # another one's arguments, and what is added
+    if not names or docstring.startswith('As '):  # describes only what it adds to another
         return found
-    left_out = [name for name in own if not re.search(rf'\b{name}\b', docstring)]
-    return found + [f'{node.name}: Args: lacks {name}' for name in left_out]
+    lacking = [name for name in own if not re.search(rf'\b{name}\b', docstring)]
+    return found + [f'{node.name}: Args: lacks {name}' for name in lacking]
 
 
 def _missing(function, prefix):
     name = function.name
-    if name.startswith('_') or name in TOLD_ELSEWHERE or ast.get_docstring(function):
+    if name.startswith('_') or name in DESCRIBED_ELSEWHERE or ast.get_docstring(function):
         return []
     return [f'{prefix}{name}: has no docstring']
 
 
 def test_docstrings_of_the_tree():
-    """Each name in a section is an argument or a field, and none is left out of its `Args:`."""
+    """Each name in a section is an argument or a field, and `Args:` lacks none."""
     found = []
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob('*.py')):
@@ -140,7 +139,7 @@ def test_docstrings_of_the_tree():
     ],
 )
 def test_planted_faults_are_found(source, fault):
-    """Each kind of fault is seen."""
+    """Each kind of fault is found."""
     assert any(fault in found for found in faults(ast.parse(source)))
 
 
@@ -154,6 +153,6 @@ def test_planted_faults_are_found(source, fault):
         'class B(A):\n    """B."""\n    def g(self):\n        pass',
     ],
 )
-def test_true_docstrings_are_taken(source):
-    """Arguments in one line, what is added to another function, what a base describes."""
+def test_correct_docstrings_have_no_fault(source):
+    """Arguments in one line, additions to another function, methods that a base describes."""
     assert not faults(ast.parse(source))

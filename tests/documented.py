@@ -1,4 +1,4 @@
-"""What the documentation shows: commands, files and links of pages and of docstrings."""
+"""The commands, files and links that pages and docstrings show."""
 
 import ast
 import pathlib
@@ -21,13 +21,13 @@ SCRIPTS = tuple(
     for folder in ('configs', 'launch')
     for path in sorted((ROOT / folder).glob('*.py'))
 )
-# What a line of a block begins with, if it is a command and no output, equation or JSON.
+# First words of commands; other lines of a block are output, equations or JSON.
 PROGRAMS = (
     *('cp', 'docker', 'git', 'jupyter', 'jupytext', 'kubectl', 'make', 'mkdir', 'pip', 'python'),
     *('python3', 'sbatch', 'srun', 'tensorboard', 'wandb', 'xprof', 'zcat'),
 )
 _FENCE = re.compile(r'^( *)```(\w*)\n(.*?)^\1```$', re.MULTILINE | re.DOTALL)
-# Inside of sentences a command without an argument is only mentioned.
+# Within a sentence, a command without an argument is only mentioned.
 _INLINE = re.compile(r'`((?:python3? -m launch\.\w+|make|pip|wandb|jupytext)\s[^`]*)`')
 _LINK = re.compile(r'\[[^\]]*\]\(([^)\s]+)\)')
 
@@ -45,7 +45,7 @@ class Command(NamedTuple):
 
     @property
     def words(self) -> list[str]:
-        """The words of the part of a pipe that is ours, without variables that are set before."""
+        """The words of the last command of a pipe, without variables that are set before it."""
         words = shlex.split(self.text)
         while '|' in words:
             words = words[words.index('|') + 1 :]
@@ -75,7 +75,7 @@ def blocks(text: str) -> list[tuple[str, str]]:
 def files(text: str) -> dict[str, str]:
     """Content by path of the blocks of a page whose first line is `# PATH`.
 
-    Of JSON lines, which know no comment, that line is left out.
+    JSON lines have no comments, so that line is not part of the content.
     """
     found = {}
     for _, content in blocks(text):
@@ -87,7 +87,7 @@ def files(text: str) -> dict[str, str]:
 
 
 def commands(source: str, text: str) -> list[Command]:
-    """Commands of a page or docstring, in order: of blocks, then those inside of sentences."""
+    """Commands of a page or docstring, in order: those of blocks, then those in sentences."""
     if source.endswith('.py'):
         shown, sentences = [text], ''
     else:
@@ -105,13 +105,13 @@ def commands(source: str, text: str) -> list[Command]:
 
 
 def links(text: str) -> list[str]:
-    """Targets of the links and pictures of a page, but for those of other hosts."""
+    """Targets of the links and pictures of a page, without those on other hosts."""
     targets = _LINK.findall(_FENCE.sub('', text))
     return [target for target in targets if not target.startswith(('http:', 'https:'))]
 
 
 def anchors(text: str) -> set[str]:
-    """What may follow `#` in a link to the page: its headings as GitHub names them, and its ids."""
+    """The anchors of a page: its headings as GitHub names them, and its ids."""
     found = set(re.findall(r'<a id="([^"]+)">', text))
     for heading in re.findall(r'^#+ (.+)$', _FENCE.sub('', text), re.MULTILINE):
         plain = re.sub(r'\[([^\]]*)\]\([^)]*\)', r'\1', heading).lower()

@@ -1,4 +1,4 @@
-"""Every notebook runs from its first cell to its last, silently, and only imports and plots."""
+"""Every notebook runs from its first cell to its last without warnings, and defines nothing."""
 
 import ast
 import json
@@ -9,11 +9,15 @@ import sys
 import matplotlib
 import pytest
 
+from moddepth_jax.hparams import from_config
+from tests.saved_run import save_run
+
 ROOT = pathlib.Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / 'notebooks').glob('*.py'))
 SETTINGS = {
     'JAX_DISABLE_MOST_OPTIMIZATIONS': '1',  # programs that run a few times
-    'NOTEBOOK_STEPS': '10',
+    'NOTEBOOK_STEPS': '4',
+    'NOTEBOOK_TOKENS': '1024',
     'PYTHONPATH': str(ROOT),
     'MPLCONFIGDIR': matplotlib.get_cachedir(),  # fonts are listed there already
 }
@@ -21,7 +25,7 @@ SETTINGS = {
 
 @pytest.fixture
 def execute(tmp_path, monkeypatch):
-    """Runs a notebook in a kernel of this Python, all of whose own files lie in `tmp_path`."""
+    """Runs a notebook in a kernel of this Python that keeps its own files in `tmp_path`."""
     for folder in ('CONFIG', 'DATA', 'RUNTIME'):
         monkeypatch.setenv(f'JUPYTER_{folder}_DIR', str(tmp_path / folder.lower()))
     monkeypatch.setenv('JUPYTER_PLATFORM_DIRS', '1')
@@ -29,10 +33,12 @@ def execute(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     import nbclient
 
-    def run(notebook):
+    def run(notebook, workdir=None):
         environment = os.environ | SETTINGS | dict.fromkeys(('TMPDIR', 'HOME'), str(tmp_path))
         environment |= dict.fromkeys(('IPYTHONDIR', 'XDG_CACHE_HOME'), str(tmp_path / 'cache'))
-        # With it a kernel would leave out of its cells what libraries write to stderr themselves.
+        if workdir:
+            environment['NOTEBOOK_WORKDIR'] = str(workdir)
+        # With it a kernel hides from its cells what libraries themselves write to stderr.
         environment.pop('PYTEST_CURRENT_TEST', None)
         where = {'metadata': {'path': str(tmp_path)}}
         client = nbclient.NotebookClient(
@@ -52,7 +58,7 @@ def read(source):
 
 
 def complaints(notebook):
-    """What cells wrote to stderr, each beside the first line of its cell."""
+    """What cells wrote to stderr, each after the first line of its cell."""
     return [
         f'{cell.source.partition(chr(10))[0]}: {output.text}'
         for cell in notebook.cells
@@ -62,21 +68,41 @@ def complaints(notebook):
 
 
 def definitions(source):
-    """Functions and classes of a notebook: what would belong into a module."""
+    """Functions and classes of a notebook, which belong into a module."""
     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda
     return [ast.unparse(node) for node in ast.walk(ast.parse(source)) if isinstance(node, kinds)]
 
 
-@pytest.mark.parametrize('path', NOTEBOOKS, ids=lambda path: path.stem)
-def test_runs(path, execute, tmp_path):
-    """No cell raises or writes to stderr, pictures come out, and no file is left behind."""
-    notebook = execute(read(path.read_text()))
+def check_runs(notebook, tmp_path):
     assert not complaints(notebook)
     outputs = [output for cell in notebook.cells for output in cell.get('outputs', ())]
     assert sum('image/png' in output.get('data', {}) for output in outputs) >= 3
-    ours = {'config', 'data', 'runtime', 'cache'}
+    ours = {'config', 'data', 'runtime', 'cache', 'run'}
     assert {file.name for file in tmp_path.iterdir() if not file.name.startswith('.')} <= ours
-    assert str(tmp_path) not in json.dumps([output.get('text') for output in outputs])
+    return json.dumps([output.get('text') for output in outputs])
+
+
+@pytest.mark.parametrize(
+    'path',
+    [
+        pytest.param(path, marks=[pytest.mark.slow] if path.stem != 'isoflop' else [])
+        for path in NOTEBOOKS
+    ],
+    ids=lambda path: path.stem,
+)
+def test_runs(path, execute, tmp_path):
+    """No cell raises or writes to stderr, pictures are drawn, and no file remains."""
+    texts = check_runs(execute(read(path.read_text())), tmp_path)
+    assert str(tmp_path) not in texts
+
+
+def test_shows_a_run_of_ones_own(execute, tmp_path, tiny_config):
+    """The heatmaps of the run that NOTEBOOK_WORKDIR names, instead of one that it trains."""
+    changes = {'model.routing.router': 'learned', 'model.routing.capacity': 0.25}
+    save_run(tmp_path / 'run', from_config(tiny_config(**changes)))
+    path = ROOT / 'notebooks' / 'routing_heatmaps.py'
+    texts = check_runs(execute(read(path.read_text()), tmp_path / 'run'), tmp_path)
+    assert 'run: 2 layers of width 32, after 4 of 4 steps' in texts
 
 
 def test_failures_are_seen(execute):
@@ -92,7 +118,7 @@ def test_failures_are_seen(execute):
 
 
 def test_only_import_and_plot():
-    """The three notebooks define nothing, hold no outputs, and first say how long they take."""
+    """The three notebooks define nothing, hold no outputs, and begin with how long they take."""
     names = {path.stem for path in NOTEBOOKS}
     assert names == {'routing_heatmaps', 'depth_attention', 'isoflop'}
     for path in NOTEBOOKS:

@@ -1,4 +1,4 @@
-"""The distributions hold all of the four packages and nothing else, and work where they lie."""
+"""The distributions contain the four packages and nothing else, and work after installation."""
 
 import email
 import json
@@ -22,7 +22,7 @@ INFO = 'moddepth_jax-0.1.0.dist-info/'
 
 
 def _run(command, **options):
-    """What the command said; it must succeed."""
+    """Runs a command, which must succeed."""
     done = subprocess.run(command, capture_output=True, text=True, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
@@ -32,7 +32,7 @@ def _run(command, **options):
 def sources():
     """Relative paths of the packages' files that git tracks or would."""
     if not (ROOT / '.git').exists():
-        pytest.skip('which files belong to the packages is told by git: needs a clone, not a copy')
+        pytest.skip('git knows which files belong to the packages: needs a clone, not a copy')
     listed = _run(
         ['git', 'ls-files', '-z', '--cached', '--others', '--exclude-standard', '--', *PACKAGES],
         cwd=ROOT,
@@ -42,7 +42,7 @@ def sources():
 
 @pytest.fixture(scope='module')
 def built(sources, tmp_path_factory):
-    """(sdist, wheel, what was said) of `python -m build` in a copy of the tree, without network."""
+    """(sdist, wheel, output) of `python -m build` in a copy of the tree, without network."""
     folder = tmp_path_factory.mktemp('build')
     for name in (*sources, *BESIDE):
         (folder / 'tree' / name).parent.mkdir(parents=True, exist_ok=True)
@@ -58,8 +58,8 @@ def built(sources, tmp_path_factory):
     return sdist, wheel, done.stdout + done.stderr
 
 
-def test_wheel_holds_the_packages(built, sources):
-    """Every file of the packages, with its bytes; else only what describes the distribution."""
+def test_wheel_contains_the_packages(built, sources):
+    """Every file of the packages, with its bytes, and otherwise only metadata."""
     _, wheel, _ = built
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if not name.startswith(INFO)}
@@ -68,8 +68,8 @@ def test_wheel_holds_the_packages(built, sources):
     assert {'launch/slurm.sh', 'launch/jobset.yaml'} < names
 
 
-def test_sdist_holds_the_packages_and_their_pages(built, sources):
-    """A wheel can be built of it, and a reader finds licence, citation and history; no tests."""
+def test_sdist_contains_the_packages_and_their_pages(built, sources):
+    """A wheel can be built from it; it has licence, citation and history, and no tests."""
     sdist, _, said = built
     with tarfile.open(sdist) as archive:
         names = {m.name.partition('/')[2] for m in archive.getmembers() if m.isfile()}
@@ -79,7 +79,7 @@ def test_sdist_holds_the_packages_and_their_pages(built, sources):
 
 
 def test_metadata(built):
-    """What an index would show: the licence, the README, the Pythons, the extras, the papers."""
+    """The licence, the README, the Python versions, the extras and the papers."""
     _, wheel, _ = built
     with zipfile.ZipFile(wheel) as archive:
         text = archive.read(INFO + 'METADATA').decode()
@@ -99,7 +99,7 @@ def test_metadata(built):
 
 @pytest.fixture
 def installed(built, tmp_path):
-    """run(*arguments): a module's result by this Python, in a folder where only the wheel is."""
+    """run(*arguments) runs this Python in a folder where only the wheel is installed."""
     where = tmp_path / 'site'
     pip = [sys.executable, '-m', 'pip', '--disable-pip-version-check', 'install', '-q']
     _run([*pip, '--no-deps', '--no-index', '--target', where, built[1]])
@@ -112,7 +112,7 @@ def installed(built, tmp_path):
 
 
 def test_installed_commands_start(installed):
-    """--help and a config by its short path work where no repository is, from the wheel's files."""
+    """Without a repository, --help works, and so does the short path of a config."""
     assert str(ROOT) not in installed('-c', 'import launch; print(launch.__file__)').stdout
     assert '--workdir' in installed('-m', 'launch.train', '--help').stdout
     printed = installed(
@@ -123,7 +123,7 @@ def test_installed_commands_start(installed):
 
 @pytest.mark.slow
 def test_installed_package_trains(installed, tmp_path):
-    """A config of the installed package trains, and leaves its run where the command was given."""
+    """A config of the installed package trains, and its run is in the current directory."""
     few = ['--config.training.num_steps=4', '--config.evaluation.final_batches=1']
     done = installed('-m', 'launch.train', '--config=configs/tiny.py', *few)
     assert not done.stderr

@@ -1,69 +1,119 @@
 """What a trained model's blocks do to which tokens, on held-out text under its causal rule.
 
-`measure` gives one dict of JSON values for one model; launch.isoflop writes measures.json, a dict
-of them by name of the run. Quantities that a model does not have are None. In it:
-
-routing         the causal rule that decided who enters (dense for a model without routed blocks)
-tokens          real held-out tokens that were read
-layers          of each block, the first one first:
-    layer             its number, from 0
-    routed            whether a router decides who enters
-    tokens            how many of the tokens it processed
-    delta_over_input  |block(x) - x| / |x| over these tokens, without the gate: {'mean', 'quantiles'
-                      {'0.05', '0.25', '0.5', '0.75', '0.95'}}
-    added_over_input  the same of what the stream really gains: times the gate
-    score_correlation Spearman's, of delta_over_input with the router's score, over these tokens
-    probe_r2          R^2 of a ridge probe that recovers the block's delta (without the gate) from
-                      the final stream before its norm, of these tokens; fitted on the first, third,
-                      .. batch and scored on the others. Low: the signal is diluted
-    probe_tokens      [fitted on, scored on]; far more than the model's width, or R^2 is too low
-blocks_entered  of a routed model, over tokens:
-    every, none       share that entered every routed block, and none
-    every_by_chance, none_by_chance   what they would be if the blocks chose independently: products
-                      of the blocks' shares
-entropy         of the next-token distributions, in nats:
-    mean              over all tokens
-    by_blocks         of a routed model: [{'blocks', 'tokens', 'mean'}], by the number of routed
-                      blocks that the token entered
-    correlation       of a routed model: Spearman's, of the entropy with that number
-classes         of a routed model, over its blocks, by class of token (analysis/token_classes.py):
-                {class: {'tokens', 'entered' (share), 'by_layer' [share in each routed block]}}
-language        python or prose, by which the classes were told
-first_token     of a routed model: {'tokens', 'entered', 'others_entered'}: shares of the first
-                tokens of rows, and of all others, that entered, over its blocks
-depth_mass      as analysis/depth_mass.py: {'layers', 'depth', 'first_token', 'slots', 'by_slot'}:
-                names of the layers that read; the share of their attention on slots and on the
-                first token (the sink); names of the slots, and the share on each, by layer. Means
-                over batches. None in `dense` and `average`
+`block_stats` returns one dict of JSON values for one model; launch.isoflop writes measures.json, a
+dict of them by name of the run. Beside `routing` (the causal rule that selected tokens; `dense`
+without routed blocks) and `tokens` (real held-out tokens read) it has one entry for each of
+MEASURES, whose docstrings say what it holds.
 """
 
+import dataclasses
+import functools
 import operator
+from typing import NamedTuple
 
 import jax
 import numpy as np
+import scipy.stats
 
-from moddepth_jax.analysis.depth_mass import depth_mass
-from moddepth_jax.analysis.held_out_classes import held_out_classes, language_of
-from moddepth_jax.analysis.layer_deltas import entropies, layer_deltas
-from moddepth_jax.analysis.signal_dilution import moments, probe_r2
-from moddepth_jax.analysis.token_classes import CLASSES
-from moddepth_jax.analysis.wasted_compute import delta_ratios, rank_correlation, spread
+from moddepth_jax.analysis import depth_mass as depth_mass_lib
+from moddepth_jax.analysis import token_classes
+from moddepth_jax.analysis.layer_walk import entropies, layer_deltas, relative_change
+from moddepth_jax.analysis.signal_dilution import Moments, moments, probe_r2
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.model.transformer import causal_routing
 
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+MEASURES = {}  # name: function of Observations that returns a JSON value
+
+
+class TokenArrays(NamedTuple):
+    """Arrays of N real tokens, of L blocks of which R are routed.
+
+    Attributes:
+      change_LN: |delta| / |input| of the block, without the gate.
+      gates_LN: the factor on the delta.
+      selected_LN: bool, tokens that the block processed.
+      scores_RN: the routers' scores.
+      entropy_N: of the next-token distribution, in nats.
+      first_N: bool, the first tokens of rows.
+    """
+
+    change_LN: np.ndarray
+    gates_LN: np.ndarray
+    selected_LN: np.ndarray
+    scores_RN: np.ndarray
+    entropy_N: np.ndarray
+    first_N: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Observations:
+    """What the measures read: a model, held-out batches, and what the model did with them.
+
+    Attributes:
+      variables, hparams: of the Transformer.
+      dataset: that the batches are of.
+      batches: the held-out batches, `tokens_BT` and `segment_ids_BT` among their arrays.
+      routing: the causal rule.
+      tokens: arrays of all real tokens of the batches.
+      fitted_L, scored_L: Moments of the final stream and each block's delta, over the tokens that
+        the block processed, of the first, third, .. batch and of the others.
+    """
+
+    variables: dict
+    hparams: Hparams
+    dataset: object
+    batches: list[dict]
+    routing: str
+    tokens: TokenArrays
+    fitted_L: list[Moments]
+    scored_L: list[Moments]
+
+    @property
+    def selected_RN(self) -> np.ndarray:
+        """bool [R, N]: tokens that each routed block processed."""
+        return self.tokens.selected_LN[list(self.hparams.model.routed_layers)]
+
+
+def measure(routed_only: bool = False):
+    """Decorator: adds a function of Observations to MEASURES, under its own name.
+
+    Args:
+      routed_only: the measure is None for a model without routed blocks.
+    """
+
+    def add(function):
+        @functools.wraps(function)
+        def checked(observed):
+            if routed_only and not observed.hparams.model.routed_layers:
+                return None
+            return function(observed)
+
+        MEASURES[function.__name__] = checked
+        return checked
+
+    return add
+
 
 def block_stats(variables, hparams: Hparams, dataset, num_batches: int) -> dict:
-    """The measures of one model (see the module) on the first held-out batches.
+    """All MEASURES of one model on the first held-out batches.
 
     Args:
       variables: of the Transformer.
       hparams: of the same.
       dataset: of `make_dataset` or `make_held_out`.
-      num_batches: 2 or more; fewer are read where there are fewer.
+      num_batches: 2 or more; fewer are read if there are fewer.
 
     Raises:
       ValueError: less than two batches to read; logits that are not finite.
     """
+    observed = observe(variables, hparams, dataset, num_batches)
+    result = {'routing': observed.routing, 'tokens': observed.tokens.entropy_N.size}
+    return result | {name: function(observed) for name, function in MEASURES.items()}
+
+
+def observe(variables, hparams: Hparams, dataset, num_batches: int) -> Observations:
+    """Runs the model on the batches; arguments and errors are those of `block_stats`."""
     num_read = min(num_batches, dataset.num_held_out_batches)
     if num_read < 2:
         raise ValueError(
@@ -72,150 +122,205 @@ def block_stats(variables, hparams: Hparams, dataset, num_batches: int) -> dict:
         )
     routing = causal_routing(hparams)
     batches = [dataset.held_out_batch(index) for index in range(num_read)]
-    tokens, halves = [], [None, None]
+    parts, halves = [], ([], [])
     for index, batch in enumerate(batches):
-        seen, sums = _one_batch(variables, hparams, batch, routing)
-        tokens.append(seen)
-        before = halves[index % 2]
-        halves[index % 2] = sums if before is None else list(map(operator.add, before, sums))
-    seen = {name: np.concatenate([part[name] for part in tokens], axis=-1) for name in tokens[0]}
-    result = {
-        'routing': routing,
-        'tokens': seen['entropy_N'].size,
-        'layers': _layers(hparams, seen, halves),
-        'blocks_entered': None,
-        'entropy': {'mean': float(np.mean(seen['entropy_N'], dtype=np.float64))},
-        'classes': None,
-        'language': None,
-        'first_token': None,
-        'depth_mass': _depth_mass(variables, hparams, batches, routing),
-    }
-    routed = list(hparams.model.routed_layers)
-    entered_RN = seen['entered_LN'][routed]
-    by_blocks, correlation = (None, None) if not routed else _by_blocks(entered_RN, seen)
-    result['entropy'] |= {'by_blocks': by_blocks, 'correlation': correlation}
-    if routed:
-        result['language'], class_N = _classes(batches, dataset)
-        result['blocks_entered'] = _blocks_entered(entered_RN)
-        result['classes'] = _by_class(entered_RN, class_N)
-        result['first_token'] = _first_token(entered_RN, seen['first_N'])
-    return result
+        arrays, moments_L = _observe_batch(variables, hparams, batch, routing)
+        parts.append(arrays)
+        half = halves[index % 2]
+        half[:] = list(map(operator.add, half, moments_L)) if half else moments_L
+    tokens = TokenArrays(*[np.concatenate(side, axis=-1) for side in zip(*parts, strict=True)])
+    return Observations(variables, hparams, dataset, batches, routing, tokens, *halves)
 
 
-def _one_batch(variables, hparams, batch, routing):
-    """Arrays over the batch's N real tokens, and of each layer the probe's Moments."""
+def _observe_batch(variables, hparams, batch, routing):
+    """TokenArrays of the batch, and the Moments of each block."""
     tokens_BT, segment_ids_BT = batch['tokens_BT'], batch['segment_ids_BT']
-    found = layer_deltas(variables, hparams, tokens_BT, segment_ids_BT, routing)
-    layers = zip(found.deltas_LBTD, found.selected_LBT, strict=True)
-    sums = [moments(found.final_BTD, deltas, entered) for deltas, entered in layers]
+    deltas = layer_deltas(variables, hparams, tokens_BT, segment_ids_BT, routing)
+    moments_L = [
+        moments(deltas.final_BTD, deltas_BTD, selected_BT)
+        for deltas_BTD, selected_BT in zip(deltas.deltas_LBTD, deltas.selected_LBT, strict=True)
+    ]
     scores_RBT = np.zeros((0, *tokens_BT.shape))
     if hparams.model.routed_layers:
-        scores_RBT = found.records.routing.scores_BT
-    seen = {
-        'ratio_LN': delta_ratios(found.inputs_LBTD, found.deltas_LBTD),
-        'gate_LN': found.gates_LBT,
-        'entered_LN': found.selected_LBT,
-        'entropy_N': entropies(found.logits_BTV),
-        'first_N': np.broadcast_to(np.arange(tokens_BT.shape[1]) == 0, tokens_BT.shape),
-        'score_RN': scores_RBT,
-    }
+        scores_RBT = deltas.records.routing.scores_BT
+    arrays = TokenArrays(
+        change_LN=relative_change(deltas.inputs_LBTD, deltas.deltas_LBTD),
+        gates_LN=deltas.gates_LBT,
+        selected_LN=deltas.selected_LBT,
+        scores_RN=scores_RBT,
+        entropy_N=entropies(deltas.logits_BTV),
+        first_N=np.broadcast_to(np.arange(tokens_BT.shape[1]) == 0, tokens_BT.shape),
+    )
     real_BT = segment_ids_BT > 0
-    seen = {name: array[..., real_BT] for name, array in jax.device_get(seen).items()}
-    if not np.isfinite(seen['entropy_N']).all():
-        raise ValueError(
-            'logits: not finite on held-out text; must be those of a run that did not end so'
-        )
-    return seen, sums
+    arrays = TokenArrays(*[array[..., real_BT] for array in jax.device_get(arrays)])
+    if not np.isfinite(arrays.entropy_N).all():
+        raise ValueError('logits: not finite on held-out text; the run must not have diverged')
+    return arrays, moments_L
 
 
-def _layers(hparams, seen, halves):
-    fitted, scored = halves
-    routed, layers = list(hparams.model.routed_layers), []
-    for layer, entered_N in enumerate(seen['entered_LN']):
-        ratio_N = seen['ratio_LN'][layer, entered_N]
+@measure()
+def layers(observed: Observations) -> list[dict]:
+    """For each block, the first one first.
+
+    `layer`: its number, from 0; `routed`: whether a router selects its tokens; `tokens`: how many
+    of them it processed; over these tokens `delta_over_input`: |block(x) - x| / |x| without the
+    gate ({'mean', 'quantiles': {'0.05', '0.25', '0.5', '0.75', '0.95'}}), `added_over_input`: the
+    same with the gate, what the stream really gains, and `score_correlation`: Spearman's, of
+    delta_over_input with the router's score; `probe_r2`: see `probe_r2`, fitted on the first,
+    third, .. batch and scored on the others (low: the signal is diluted); `probe_tokens`: [fitted
+    on, scored on], which must far exceed the model's width.
+    """
+    tokens, routed = observed.tokens, list(observed.hparams.model.routed_layers)
+    halves = zip(observed.fitted_L, observed.scored_L, strict=True)
+    rows = []
+    for layer, (fitted, scored) in enumerate(halves):
+        selected_N = tokens.selected_LN[layer]
+        change_N = tokens.change_LN[layer, selected_N]
         correlation = None
         if layer in routed:
-            score_N = seen['score_RN'][routed.index(layer), entered_N]
-            correlation = rank_correlation(ratio_N, score_N)
-        gate_N = np.abs(seen['gate_LN'][layer, entered_N])
-        layers.append(
-            {
-                'layer': layer,
-                'routed': layer in routed,
-                'tokens': int(entered_N.sum()),
-                'delta_over_input': spread(ratio_N),
-                'added_over_input': spread(gate_N * ratio_N),
-                'score_correlation': correlation,
-                'probe_r2': probe_r2(fitted[layer], scored[layer]),
-                'probe_tokens': [int(half[layer].count) for half in halves],
-            }
-        )
-    return layers
+            score_N = tokens.scores_RN[routed.index(layer), selected_N]
+            correlation = rank_correlation(change_N, score_N)
+        row = {
+            'layer': layer,
+            'routed': layer in routed,
+            'tokens': int(selected_N.sum()),
+            'delta_over_input': spread(change_N),
+            'added_over_input': spread(np.abs(tokens.gates_LN[layer, selected_N]) * change_N),
+            'score_correlation': correlation,
+            'probe_r2': probe_r2(fitted, scored),
+            'probe_tokens': [int(fitted.count), int(scored.count)],
+        }
+        rows.append(row)
+    return rows
 
 
-def _by_blocks(entered_RN, seen):
-    blocks_N, entropy_N = entered_RN.sum(axis=0), seen['entropy_N']
-    rows = []
-    for blocks in range(len(entered_RN) + 1):
-        mine_N = entropy_N[blocks_N == blocks]
-        mean = float(np.mean(mine_N, dtype=np.float64)) if len(mine_N) else None
-        rows.append({'blocks': blocks, 'tokens': len(mine_N), 'mean': mean})
-    return rows, rank_correlation(entropy_N, blocks_N)
+@measure(routed_only=True)
+def blocks_entered(observed: Observations) -> dict:
+    """Shares of tokens.
 
-
-def _blocks_entered(entered_RN):
-    share_R = entered_RN.mean(axis=1)
+    `every`, `none`: that entered every routed block, and none; `every_by_chance`, `none_by_chance`:
+    what these would be if the blocks chose independently, products of the blocks' shares.
+    """
+    selected_RN = observed.selected_RN
+    share_R = selected_RN.mean(axis=1)
     return {
-        'every': float(entered_RN.all(axis=0).mean()),
-        'none': float((~entered_RN).all(axis=0).mean()),
+        'every': float(selected_RN.all(axis=0).mean()),
+        'none': float((~selected_RN).all(axis=0).mean()),
         'every_by_chance': float(np.prod(share_R)),
         'none_by_chance': float(np.prod(1 - share_R)),
     }
 
 
-def _by_class(entered_RN, class_N):
-    classes = {}
-    for number, name in enumerate(CLASSES):
-        mine_RN = entered_RN[:, class_N == number]
-        if mine_RN.size:
-            share_R = mine_RN.mean(axis=1).tolist()
-            entered = float(mine_RN.mean())
-            classes[name] = {'tokens': mine_RN.shape[1], 'entered': entered, 'by_layer': share_R}
-    return classes
+@measure()
+def entropy(observed: Observations) -> dict:
+    """Entropy of the next-token distributions, in nats.
+
+    `mean`: over all tokens; of a routed model `by_blocks`: [{'blocks', 'tokens', 'mean'}], by the
+    number of routed blocks that the token entered, and `correlation`: Spearman's, of the entropy
+    with that number.
+    """
+    entropy_N, selected_RN = observed.tokens.entropy_N, observed.selected_RN
+    mean = float(np.mean(entropy_N, dtype=np.float64))
+    if not len(selected_RN):
+        return {'mean': mean, 'by_blocks': None, 'correlation': None}
+    blocks_N, by_blocks = selected_RN.sum(axis=0), []
+    for blocks in range(len(selected_RN) + 1):
+        part_N = entropy_N[blocks_N == blocks]
+        part_mean = float(np.mean(part_N, dtype=np.float64)) if len(part_N) else None
+        by_blocks.append({'blocks': blocks, 'tokens': len(part_N), 'mean': part_mean})
+    correlation = rank_correlation(entropy_N, blocks_N)
+    return {'mean': mean, 'by_blocks': by_blocks, 'correlation': correlation}
 
 
-def _classes(batches, dataset):
-    """The language of the text, and the class of each real token of all batches, in order."""
-    language = language_of(dataset.corpus)
+@measure(routed_only=True)
+def classes(observed: Observations) -> dict:
+    """By class of token {'tokens', 'entered': share over blocks, 'by_layer': of each routed block}.
+
+    Classes are those of analysis/token_classes.py; one that does not occur has no entry.
+    """
     tokens_XT, segments_XT = (
-        np.concatenate([batch[name] for batch in batches])
+        np.concatenate([batch[name] for batch in observed.batches])
         for name in ('tokens_BT', 'segment_ids_BT')
     )
-    # Rows that fill a batch up are no windows of the text.
-    real_X = segments_XT[:, 0] > 0
-    class_XT = held_out_classes(dataset, tokens_XT[real_X], language)
-    return language, class_XT.reshape(-1)
+    real_X = segments_XT[:, 0] > 0  # rows that fill a batch up are no windows of the text
+    class_N = token_classes.held_out_classes(
+        observed.dataset, tokens_XT[real_X], language(observed)
+    ).reshape(-1)
+    found = {}
+    for number, name in enumerate(token_classes.CLASSES):
+        mine_RN = observed.selected_RN[:, class_N == number]
+        if mine_RN.size:
+            found[name] = {
+                'tokens': mine_RN.shape[1],
+                'entered': float(mine_RN.mean()),
+                'by_layer': mine_RN.mean(axis=1).tolist(),
+            }
+    return found
 
 
-def _first_token(entered_RN, first_N):
+@measure(routed_only=True)
+def language(observed: Observations) -> str:
+    """`python` or `prose`, the language that `classes` took the text for."""
+    return token_classes.language_of(observed.dataset.corpus)
+
+
+@measure(routed_only=True)
+def first_token(observed: Observations) -> dict:
+    """First tokens of rows: how many `tokens`, and the shares `entered` and `others_entered`.
+
+    The shares are those of the first tokens, and of all others, that entered, over routed blocks.
+    """
+    selected_RN, first_N = observed.selected_RN, observed.tokens.first_N
     return {
         'tokens': int(first_N.sum()),
-        'entered': float(entered_RN[:, first_N].mean()),
-        'others_entered': float(entered_RN[:, ~first_N].mean()),
+        'entered': float(selected_RN[:, first_N].mean()),
+        'others_entered': float(selected_RN[:, ~first_N].mean()),
     }
 
 
-def _depth_mass(variables, hparams, batches, routing):
-    if hparams.model.depth.reads_outputs:
+@measure()
+def depth_mass(observed: Observations) -> dict | None:
+    """Means over batches of analysis/depth_mass.py; None in `dense` and `average`.
+
+    `layers`: names of the layers that read; `depth`, `first_token`: by layer, the share of its
+    attention on slots and on the first token (the sink); `slots`: names of the slots; `by_slot`:
+    by layer, the share on each.
+    """
+    if observed.hparams.model.depth.reads_outputs:
         return None
-    masses = [depth_mass(variables, hparams, batch, routing) for batch in batches]
-    first = masses[0]
-    means = [np.mean(arrays, axis=0).tolist() for arrays in list(zip(*masses, strict=True))[2:]]
-    by_slot, depth, first_token = means
+    masses = [
+        depth_mass_lib.depth_mass(observed.variables, observed.hparams, batch, observed.routing)
+        for batch in observed.batches
+    ]
+
+    def mean(name):
+        return np.mean([getattr(mass, name) for mass in masses], axis=0).tolist()
+
     return {
-        'layers': list(first.layers),
-        'depth': depth,
-        'first_token': first_token,
-        'slots': list(first.slots),
-        'by_slot': by_slot,
+        'layers': list(masses[0].layers),
+        'depth': mean('depth_L'),
+        'first_token': mean('first_token_L'),
+        'slots': list(masses[0].slots),
+        'by_slot': mean('slots_LS'),
     }
+
+
+def spread(values_N) -> dict | None:
+    """{'mean', 'quantiles': {'0.05': ..}} of some numbers, at QUANTILES; None of none."""
+    if not len(values_N):
+        return None
+    quantiles = np.quantile(values_N, QUANTILES)
+    by_name = {str(q): float(value) for q, value in zip(QUANTILES, quantiles, strict=True)}
+    return {'mean': float(np.mean(values_N, dtype=np.float64)), 'quantiles': by_name}
+
+
+def rank_correlation(a_N, b_N) -> float | None:
+    """Spearman's rank correlation over the places where both are finite, ties at their mean rank.
+
+    Returns None for fewer than three pairs, or if one side does not vary.
+    """
+    both_N = np.isfinite(a_N) & np.isfinite(b_N)
+    a_N, b_N = (np.asarray(side, float)[both_N] for side in (a_N, b_N))
+    if len(a_N) < 3 or np.ptp(a_N) == 0 or np.ptp(b_N) == 0:
+        return None
+    return float(scipy.stats.spearmanr(a_N, b_N).statistic)

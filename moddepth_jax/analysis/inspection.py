@@ -1,4 +1,4 @@
-"""One text through one model, token by token: who enters which block, what it adds, how sure."""
+"""One text through one model, token by token: which block processes it, the change, the entropy."""
 
 from typing import NamedTuple
 
@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moddepth_jax.analysis.layer_deltas import entropies, layer_deltas
+from moddepth_jax.analysis.block_stats import rank_correlation
+from moddepth_jax.analysis.layer_walk import entropies, layer_deltas, relative_change
 from moddepth_jax.analysis.token_classes import CLASSES
-from moddepth_jax.analysis.wasted_compute import rank_correlation
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.model.cross_entropy import token_losses
+from moddepth_jax.model.routing import RoutingRecord
 from moddepth_jax.model.transformer import check_routing
 from moddepth_jax.training.losses import IGNORED
 
@@ -18,7 +19,7 @@ from moddepth_jax.training.losses import IGNORED
 class Inspection(NamedTuple):
     """What a model does with each token of a text: NumPy arrays of N tokens.
 
-    The text is cut into windows of data.sequence_length, as evaluation does; the last one may be
+    The text is cut into windows of data.sequence_length, as in evaluation; the last one may be
     shorter. Of L blocks R are routed.
 
     Attributes:
@@ -26,11 +27,10 @@ class Inspection(NamedTuple):
       tokens_N: int32 ids.
       pieces: the bytes of each token; b'' for the separator.
       windows_N: int32, the number of the token's window.
-      positions_N: int32, its place in the window.
-      scores_RN, rule_logits_RN, gates_RN: float32, as in RoutingRecord.
-      top_c_RN, entered_RN, refused_RN: bool, likewise; the top C are those of the window.
-      relative_LN: float32, |delta| / |input| of the block, L2 norms, without the gate; NaN where
-        the token did not enter.
+      positions_N: int32, its position in the window.
+      routing: RoutingRecord of arrays [R, N]; the top C are those of the window.
+      change_LN: float32, |delta| / |input| of the block, L2 norms, without the gate; NaN if the
+        block skipped the token.
       entropy_N: float32, of the distribution of the next token, in nats.
       loss_N: float32, nats of the next token, which may be the first of the next window; NaN at
         the end of the text.
@@ -41,13 +41,8 @@ class Inspection(NamedTuple):
     pieces: tuple[bytes, ...]
     windows_N: np.ndarray
     positions_N: np.ndarray
-    scores_RN: np.ndarray
-    rule_logits_RN: np.ndarray
-    gates_RN: np.ndarray
-    top_c_RN: np.ndarray
-    entered_RN: np.ndarray
-    refused_RN: np.ndarray
-    relative_LN: np.ndarray
+    routing: RoutingRecord
+    change_LN: np.ndarray
     entropy_N: np.ndarray
     loss_N: np.ndarray
 
@@ -55,13 +50,13 @@ class Inspection(NamedTuple):
 def inspect_tokens(
     variables, hparams: Hparams, tokens_N, tokenizer, routing: str, on_window=lambda: None
 ) -> Inspection:
-    """The model on one text, a window at a time: memory does not grow with the text.
+    """Runs the model on one text, a window at a time, so that memory does not grow with the text.
 
     Args:
       variables: of the Transformer.
       hparams: of the same.
       tokens_N: int [N], ids of the text, its separator first; one or more.
-      tokenizer: which they are of.
+      tokenizer: that made the ids.
       routing: as `Transformer` takes it.
       on_window: called after each window.
 
@@ -73,50 +68,53 @@ def inspect_tokens(
     if not tokens_N.size:
         raise ValueError('tokens_N=[]: must hold one token at least')
     labels_N = np.append(tokens_N[1:], IGNORED).astype(np.int32)
-    length, found = hparams.data.sequence_length, []
+    length, windows = hparams.data.sequence_length, []
     for start in range(0, len(tokens_N), length):
-        tokens_1T, labels_1T = (
-            tokens_N[None, start:][:, :length],
-            labels_N[None, start:][:, :length],
+        part = slice(start, start + length)
+        windows.append(
+            _window(variables, tokens_N[None, part], labels_N[None, part], hparams, routing)
         )
-        found.append(_window(variables, tokens_1T, labels_1T, hparams, routing))
         on_window()
-    arrays = {name: np.concatenate([one[name] for one in found], axis=-1) for name in found[0]}
+    record, *arrays = jax.tree.map(lambda *sides: np.concatenate(sides, axis=-1), *windows)
     index_N = np.arange(len(tokens_N), dtype=np.int32)
-    pieces = tuple(tokenizer.pieces(tokens_N))
-    places = (index_N // length, index_N % length)
-    return Inspection(hparams.model.routed_layers, tokens_N, pieces, *places, **arrays)
+    return Inspection(
+        hparams.model.routed_layers,
+        tokens_N,
+        tuple(tokenizer.pieces(tokens_N)),
+        index_N // length,
+        index_N % length,
+        record,
+        *arrays,
+    )
 
 
 def _window(variables, tokens_1T, labels_1T, hparams, routing):
-    """The arrays of one window by their names in Inspection."""
-    ones_1T = np.ones_like(tokens_1T)
-    deltas = layer_deltas(variables, hparams, tokens_1T, ones_1T, routing)
+    """The RoutingRecord, changes, entropies and losses of one window, without its batch axis."""
+    deltas = layer_deltas(variables, hparams, tokens_1T, np.ones_like(tokens_1T), routing)
     measured = _measure(
         deltas.inputs_LBTD, deltas.deltas_LBTD, deltas.selected_LBT, deltas.logits_BTV, labels_1T
     )
     record = deltas.records and deltas.records.routing
-    names = ('scores', 'rule_logits', 'gates', 'top_c', 'entered', 'refused')
-    empty = [np.zeros((0, 1, tokens_1T.shape[1]), bool if i > 2 else np.float32) for i in range(6)]
-    sides = empty if record is None else [getattr(record, f'{name}_BT') for name in names]
-    measured |= {f'{name}_RN': side for name, side in zip(names, sides, strict=True)}
-    return {name: np.asarray(side).squeeze(-2) for name, side in measured.items()}
+    if record is None:
+        shape = (0, *tokens_1T.shape)
+        floats, bools = np.zeros(shape, np.float32), np.zeros(shape, bool)
+        record = RoutingRecord(floats, floats, bools, bools, bools, floats)
+    return jax.tree.map(lambda side: np.asarray(side).squeeze(-2), (record, *measured))
 
 
 @jax.jit
 def _measure(inputs_LBTD, deltas_LBTD, selected_LBT, logits_BTV, labels_BT):
-    norm_LBT = jnp.linalg.norm(inputs_LBTD.astype(deltas_LBTD.dtype), axis=-1)
-    relative_LBT = jnp.linalg.norm(deltas_LBTD, axis=-1) / norm_LBT
+    change_LBT = relative_change(inputs_LBTD, deltas_LBTD)
     nll_BT, _, counted_BT = token_losses(logits_BTV, labels_BT)
-    return {
-        'relative_LN': jnp.where(selected_LBT, relative_LBT, jnp.nan).astype(jnp.float32),
-        'entropy_N': entropies(logits_BTV).astype(jnp.float32),
-        'loss_N': jnp.where(counted_BT > 0, nll_BT, jnp.nan).astype(jnp.float32),
-    }
+    return (
+        jnp.where(selected_LBT, change_LBT, jnp.nan).astype(jnp.float32),
+        entropies(logits_BTV).astype(jnp.float32),
+        jnp.where(counted_BT > 0, nll_BT, jnp.nan).astype(jnp.float32),
+    )
 
 
 def totals(inspection: Inspection, classes_N) -> dict:
-    """Sums over the text, as JSON scalars and lists; NaN where there is nothing to divide by.
+    """Summarizes the text, as JSON scalars and lists; NaN if there is nothing to divide by.
 
     Args:
       inspection: of N tokens.
@@ -127,29 +125,29 @@ def totals(inspection: Inspection, classes_N) -> dict:
       tokens that enter every routed block and none; `blocks_entered`, for each number of routed
       blocks from 0 to R the `tokens` that enter so many and their mean `entropy`;
       `entropy_correlation`, the rank correlation of that number with the entropy; `layers`, for
-      each block `entered` (share), `relative` (its mean, 10th, 50th and 90th percentile over tokens
-      that entered), and of a routed block `top_c`, `both` (entered and of the top C) and `refused`
-      (shares), `score_correlation` (rank correlation of the score with `relative` over tokens that
-      entered); `classes`, for each that occurs `tokens`, `entered` (a share for each routed block),
-      `entropy` and `loss`.
+      each block `entered` (share), `relative` (the mean, 10th, 50th and 90th percentile of the
+      change over tokens that entered), and of a routed block `top_c`, `both` (entered and in the
+      top C) and `refused` (shares), `score_correlation` (rank correlation of the score with the
+      change over tokens that entered); `classes`, for each that occurs `tokens`, `entered` (a share
+      for each routed block), `entropy` and `loss`.
     """
-    entered_RN, num_tokens = inspection.entered_RN, len(inspection.tokens_N)
-    times_N, num_routed = entered_RN.sum(axis=0), len(inspection.routed_layers)
+    selected_RN, num_routed = inspection.routing.selected_BT, len(inspection.routed_layers)
+    blocks_N = selected_RN.sum(axis=0)
     counts = [
-        {'tokens': int(mine.sum()), 'entropy': _mean(inspection.entropy_N[mine])}
-        for mine in (times_N == count for count in range(num_routed + 1))
+        {'tokens': int(mine_N.sum()), 'entropy': _mean(inspection.entropy_N[mine_N])}
+        for mine_N in (blocks_N == count for count in range(num_routed + 1))
     ]
     return {
-        'tokens': num_tokens,
+        'tokens': len(inspection.tokens_N),
         'entropy': _mean(inspection.entropy_N),
         'loss': _mean(inspection.loss_N),
-        'enter_all': _mean(times_N == num_routed) if num_routed else float('nan'),
-        'enter_none': _mean(times_N == 0) if num_routed else float('nan'),
+        'enter_all': _mean(blocks_N == num_routed) if num_routed else float('nan'),
+        'enter_none': _mean(blocks_N == 0) if num_routed else float('nan'),
         'blocks_entered': counts,
-        'entropy_correlation': rank_correlation(times_N, inspection.entropy_N),
-        'layers': [_layer(inspection, layer) for layer in range(len(inspection.relative_LN))],
+        'entropy_correlation': rank_correlation(blocks_N, inspection.entropy_N),
+        'layers': [_layer_totals(inspection, layer) for layer in range(len(inspection.change_LN))],
         'classes': [
-            {'class': CLASSES[number], **_class(inspection, classes_N == number)}
+            {'class': CLASSES[number], **_class_totals(inspection, classes_N == number)}
             for number in np.unique(classes_N)
         ],
     }
@@ -161,9 +159,9 @@ def _mean(values):
     return float(values.mean()) if values.size else float('nan')
 
 
-def _layer(inspection, layer):
-    relative_N = inspection.relative_LN[layer]
-    some = relative_N[np.isfinite(relative_N)]
+def _layer_totals(inspection, layer):
+    change_N = inspection.change_LN[layer]
+    some = change_N[np.isfinite(change_N)]
     low, middle, high = np.percentile(some, (10, 50, 90)) if some.size else [float('nan')] * 3
     result = {
         'layer': layer,
@@ -174,20 +172,20 @@ def _layer(inspection, layer):
     if not result['routed']:
         return result
     i = inspection.routed_layers.index(layer)
-    entered_N, top_c_N = inspection.entered_RN[i], inspection.top_c_RN[i]
+    record = jax.tree.map(lambda side_RN: side_RN[i], inspection.routing)
     return result | {
-        'entered': _mean(entered_N),
-        'top_c': _mean(top_c_N),
-        'both': _mean(entered_N & top_c_N),
-        'refused': _mean(inspection.refused_RN[i]),
-        'score_correlation': rank_correlation(inspection.scores_RN[i], relative_N),
+        'entered': _mean(record.selected_BT),
+        'top_c': _mean(record.top_c_BT),
+        'both': _mean(record.selected_BT & record.top_c_BT),
+        'refused': _mean(record.dropped_BT),
+        'score_correlation': rank_correlation(record.scores_BT, change_N),
     }
 
 
-def _class(inspection, mine_N):
+def _class_totals(inspection, mine_N):
     return {
         'tokens': int(mine_N.sum()),
-        'entered': [_mean(entered_N[mine_N]) for entered_N in inspection.entered_RN],
+        'entered': [_mean(selected_N[mine_N]) for selected_N in inspection.routing.selected_BT],
         'entropy': _mean(inspection.entropy_N[mine_N]),
         'loss': _mean(inspection.loss_N[mine_N]),
     }

@@ -1,46 +1,53 @@
-"""The layers of a model one by one, outside its scan, so that each can be looked into."""
+"""A forward pass layer by layer, outside the scan: what each layer reads, computes and adds."""
 
 import functools
+from typing import NamedTuple
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.model.attention import DepthSlots, TokenInfo, model_segment_ids
+from moddepth_jax.model.block import Block
 from moddepth_jax.model.decoding import unroll
+from moddepth_jax.model.layer import Records
+from moddepth_jax.model.layers import lm_head, rms_norm
+from moddepth_jax.model.mod.mixture_of_depths import MixtureOfDepths
 from moddepth_jax.model.mod.routers import token_seeds
-from moddepth_jax.model.stack import Stack
+from moddepth_jax.model.routing import scatter_tokens
+from moddepth_jax.model.stack import Stack, merge_records
 from moddepth_jax.model.stack_scan import empty_slots, put_slots
 from moddepth_jax.model.streams import layer_kinds
 from moddepth_jax.model.transformer import causal_sizes, check_routing
 
 
 def walk(variables, hparams: Hparams, tokens_BT, segment_ids_BT, routing: str, visit):
-    """What `visit` sees of each layer, and the stream after the last.
+    """Runs the layers one by one; returns what `visit` observed in each and the final stream.
 
     Args:
       variables: of the Transformer.
       hparams: of the same.
       tokens_BT, segment_ids_BT, routing: as `Transformer` takes them; all tokens of whole rows.
-      visit: called as visit(params, carry, count, tokens, told, stack=, kind=), of which the last
-        two are static; returns the next carry, as `after` makes it, and what it saw. Jitted, it is
-        compiled once for all layers of a kind.
+      visit: called as visit(params, carry, count, tokens, layer_args, stack=, kind=), of which the
+        last two are static; returns the next carry, as `next_carry` makes it, and what it observed.
+        If it is jitted, it is compiled once for all layers of a kind.
 
     Returns:
-      A list of (LayerKind, what was seen), and x_BTD as the final norm reads it.
+      A list of (LayerKind, what was observed), and x_BTD as the final norm reads it.
 
     Raises:
-      ValueError: a routing that the model cannot run.
+      ValueError: the model cannot run this routing.
     """
     check_routing(hparams, routing)
-    given = (variables, tokens_BT, segment_ids_BT)
-    layers, told, tokens, carry = _begin(*given, hparams=hparams, routing=routing)
-    # The largest size alone: of branches of several sizes nothing could be seen.
+    layers, layer_args, tokens, carry = _begin(
+        variables, tokens_BT, segment_ids_BT, hparams=hparams, routing=routing
+    )
+    # Only the largest size: with several, the layer would be a switch, which hides intermediates.
     sizes = causal_sizes(hparams, tokens_BT.shape[1], routing)[-1:]
     stack, found, count = Stack(hparams.model, routing, sizes), [], 0
-    for kind, params, mine in zip(layer_kinds(hparams.model), layers, told, strict=True):
-        given = (params, carry, jnp.int32(count), tokens, mine)
-        carry, seen = visit(*given, stack=stack, kind=kind)
+    for kind, params, args in zip(layer_kinds(hparams.model), layers, layer_args, strict=True):
+        carry, seen = visit(params, carry, jnp.int32(count), tokens, args, stack=stack, kind=kind)
         count += kind.slots
         found.append((kind, seen))
     return found, carry[0]
@@ -48,7 +55,7 @@ def walk(variables, hparams: Hparams, tokens_BT, segment_ids_BT, routing: str, v
 
 @functools.partial(jax.jit, static_argnames=('hparams', 'routing'))
 def _begin(variables, tokens_BT, segment_ids_BT, *, hparams, routing):
-    """Parameters of each layer, what it is told, Tokens, and the first layer's carry."""
+    """Parameters and LayerArgs of each layer, TokenInfo, and the first layer's carry."""
     unrolled = unroll(variables, hparams, routing)
     positions_BT, seeds_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape), None
     if hparams.model.routing.router_class.draws:
@@ -60,13 +67,129 @@ def _begin(variables, tokens_BT, segment_ids_BT, *, hparams, routing):
     return unrolled['layers'], unrolled['layer_args'], tokens, carry
 
 
-def depth_of(carry, count) -> DepthSlots | None:
-    """What the layers before wrote, of a carry and the number of its slots that are written."""
+def depth_slots(carry, count) -> DepthSlots | None:
+    """The slots that earlier layers wrote, given the carry and how many slots are written."""
     _, slots, valid_LBT = carry
     return None if slots is None else DepthSlots(slots, valid_LBT, count)
 
 
-def after(carry, output, count):
-    """The carry after a layer, of its Output and the number of slots written before it."""
+def next_carry(carry, output, count):
+    """The carry after a layer, given its output and the number of slots written before it."""
     _, slots, valid_LBT = carry
     return (output.x_BTD, *put_slots(slots, valid_LBT, output.written, count))
+
+
+class LayerDeltas(NamedTuple):
+    """Every block's input and delta on a batch; L blocks, the first one first.
+
+    In the streams residual and moda the stream after block l is input + gate * delta, the input of
+    block l + 1. Arrays are float32 (or wider) except for the inputs and the final stream, which
+    have the model's dtype.
+
+    Attributes:
+      inputs_LBTD: the stream as the block, or its router, reads it.
+      deltas_LBTD: block(input) - input, without the gate; 0 if the block skipped the token.
+      gates_LBT: the factor on the delta: 1 in a dense block, 0 if the block skipped the token.
+      selected_LBT: bool, tokens that the block processed; never padding, though a dense block
+        computes it.
+      final_BTD: the stream that the final norm reads.
+      logits_BTV: those of the Transformer.
+      records: as the Transformer returns them.
+    """
+
+    inputs_LBTD: jax.Array
+    deltas_LBTD: jax.Array
+    gates_LBT: jax.Array
+    selected_LBT: jax.Array
+    final_BTD: jax.Array
+    logits_BTV: jax.Array
+    records: Records | None
+
+
+def layer_deltas(
+    variables, hparams: Hparams, tokens_BT, segment_ids_BT, routing: str
+) -> LayerDeltas:
+    """Runs a batch and keeps what the blocks read and add: 2 L B T D numbers.
+
+    Args:
+      variables: of the Transformer.
+      hparams: of the same.
+      tokens_BT, segment_ids_BT: int [B, T], as `Transformer` takes them.
+      routing: likewise.
+
+    Raises:
+      ValueError: the model cannot run this routing.
+    """
+    found, final_BTD = walk(variables, hparams, tokens_BT, segment_ids_BT, routing, _visit)
+    seen = [(arrays, record) for kind, (arrays, record) in found if kind.part == 'block']
+    arrays = [jnp.stack(leaves) for leaves in zip(*[arrays for arrays, _ in seen], strict=True)]
+    records = merge_records([record for _, record in seen], lambda *leaves: jnp.stack(leaves))
+    logits_BTV = _logits(variables['params'], final_BTD, hparams=hparams)
+    return LayerDeltas(*arrays, final_BTD, logits_BTV, records)
+
+
+@functools.partial(jax.jit, static_argnames=('stack', 'kind'))
+def _visit(params, carry, count, tokens, layer_args, *, stack, kind):
+    """One layer: the next carry, and (input, delta, gates, selected) with the layer's Records."""
+    caught = {}
+
+    def catch(call, args, kwargs, context):
+        result = call(*args, **kwargs)
+        module, method = context.module, context.method_name
+        if isinstance(module, MixtureOfDepths) and method == 'gathered':
+            caught['inputs_BTD'], caught['indices_BC'] = args[0], args[3]
+        elif isinstance(module, Block) and module.gathered and method == 'delta':
+            caught['delta_BCD'] = result[0]
+        elif isinstance(module, Block) and not module.gathered and method == '__call__':
+            caught['inputs_BTD'], caught['outputs_BTD'] = args[0], result[0]
+        return result
+
+    with nn.intercept_methods(catch):
+        output = stack.layer(kind).apply(
+            {'params': params}, carry[0], depth_slots(carry, count), tokens, layer_args
+        )
+    seen = _block_arrays(caught, tokens, output.records.routing) if kind.part == 'block' else None
+    return next_carry(carry, output, count), (seen, output.records)
+
+
+def _block_arrays(caught, tokens, record):
+    inputs_BTD = caught['inputs_BTD']
+    wide = jnp.promote_types(inputs_BTD.dtype, jnp.float32)
+    if record is None:
+        deltas_BTD = caught['outputs_BTD'].astype(wide) - inputs_BTD.astype(wide)
+        real_BT = tokens.segment_ids_BT > 0
+        return inputs_BTD, deltas_BTD, jnp.ones(real_BT.shape, wide), real_BT
+    zeros_BTD = jnp.zeros(inputs_BTD.shape, wide)
+    deltas_BTD = scatter_tokens(zeros_BTD, caught['indices_BC'], caught['delta_BCD'].astype(wide))
+    selected_BT = record.selected_BT
+    deltas_BTD = jnp.where(selected_BT[..., None], deltas_BTD, 0.0)
+    gates_BT = jnp.where(selected_BT, record.gates_BT, 0.0).astype(wide)
+    return inputs_BTD, deltas_BTD, gates_BT, selected_BT
+
+
+@functools.partial(jax.jit, static_argnames='hparams')
+def _logits(params, x_BTD, *, hparams):
+    scale_D, epsilon = params['final_norm']['scale'], hparams.model.norm_eps
+    return lm_head(rms_norm(x_BTD, scale_D, epsilon), params)
+
+
+@jax.jit
+def entropies(logits_BTV):
+    """float32 [B, T]: the entropy of each next-token distribution, in nats."""
+    log_p_BTV = jax.nn.log_softmax(logits_BTV)
+    return -jnp.sum(jnp.exp(log_p_BTV) * log_p_BTV, axis=-1)
+
+
+@jax.jit
+def relative_change(inputs_LBTD, deltas_LBTD):
+    """float32 (or wider) [L, B, T]: |delta| / |input| of each token in each block, L2 norms.
+
+    Args:
+      inputs_LBTD, deltas_LBTD: as in LayerDeltas.
+    """
+
+    def norm(x_LBTD):
+        wide = jnp.promote_types(x_LBTD.dtype, jnp.float32)
+        return jnp.sqrt(jnp.sum(x_LBTD.astype(wide) ** 2, axis=-1))
+
+    return norm(deltas_LBTD) / norm(inputs_LBTD)

@@ -2,16 +2,17 @@
 
 import json
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import rich.console
 import rich.table
 import rich.text
 
-from moddepth_jax.analysis.depth_mass import depth_mass, plot_depth_mass
-from moddepth_jax.analysis.expert_load import expert_load, mean_ratio, plot_expert_load
+from moddepth_jax.analysis import heatmaps
+from moddepth_jax.analysis.depth_mass import depth_mass
 from moddepth_jax.analysis.router_roc import router_roc
-from moddepth_jax.analysis.routing_maps import plot_routing, routing_grid, routing_record
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.inference.generate import check_prompt, generate
 from moddepth_jax.model.transformer import causal_routing
@@ -21,18 +22,13 @@ from moddepth_jax.training.progress import format_count, format_seconds, printab
 from moddepth_jax.training.run_dir import write_atomically
 from moddepth_jax.training.summary import replace_nonfinite
 
-HEATMAP_FILE = 'routing.png'
 SAMPLE_FILE = 'sample.txt'
 ROC_FILE = 'router_roc.json'
-LOAD_FILE = 'expert_load.png'
-LOAD_NUMBERS_FILE = 'expert_load.json'
-DEPTH_FILE = 'depth_mass.png'
-DEPTH_NUMBERS_FILE = 'depth_mass.json'
 DEPTH_TOKENS = 4096  # held-out tokens whose attention is measured, in whole rows
 
 
 def prompt_tokens(hparams: Hparams, tokenizer) -> list[int]:
-    """The separator and `report.prompt`. Raises ValueError where the sample would not fit."""
+    """The separator and `report.prompt`. Raises ValueError if the sample would not fit."""
     encoded = tokenizer.encode(hparams.report.prompt.encode())
     prompt = [tokenizer.separator, *map(int, encoded)]
     check_prompt(hparams, prompt, hparams.report.sample_tokens)
@@ -49,14 +45,10 @@ def write_report(run: Run, console: rich.console.Console | None = None):
         title = 'held-out text by domain (above: means of these, weighted by share)'
         console.print(domain_table(run.summary['domains'], title))
     _print(console, *_lines(run))
-    if model.routed_layers:
-        _draw_heatmap(run)
-        if run.hparams.data.source == 'recall':
-            _print(console, *_roc_lines(run))
-    if model.expert_layers:
-        _draw_expert_load(run)
-    if model.depth.slots_per_layer:
-        _draw_depth_mass(run)
+    if model.routed_layers and run.hparams.data.source == 'recall':
+        _print(console, *_roc_lines(run))
+    for picture in _pictures(model):
+        picture.draw(run, run.workdir / picture.file)
     sample, notes = _sample(run)
     (run.workdir / SAMPLE_FILE).write_text(sample, encoding='utf-8')
     temperature = f'temperature {run.hparams.report.temperature:g}'
@@ -76,7 +68,7 @@ def loss_table(evaluation: dict, rule: str | None, title: str | None = None) -> 
 
     Args:
       evaluation: of `evaluate` or `evaluate_honestly`.
-      rule: the routing of its `loss`; None for a model that never looks ahead.
+      rule: the routing of its `loss`; None if the model never looks ahead.
       title: above the table.
     """
     top_c = 'top-C (sees the future)'
@@ -138,12 +130,12 @@ def expert_line(layers, hparams):
     parts = [f'experts: largest load {loads[fullest]:.2f} of their mean ({where})']
     if hparams.num_noop:
         counted = hparams.num_noop / hparams.num_choices
-        noop = mean_ratio(layers, 'noop_fraction')
+        noop = heatmaps.mean_ratio(layers, 'noop_fraction')
         parts.append(f'no-op {noop:.2f} (FLOPs are counted at {counted:.2f})')
     if hparams.row_capacity:
-        parts.append(f'dropped {mean_ratio(layers, "dropped_fraction"):.2f}')
+        parts.append(f'dropped {heatmaps.mean_ratio(layers, "dropped_fraction"):.2f}')
     if hparams.choice == 'expert':
-        passed = mean_ratio(layers, 'computed_fraction') * hparams.top_k
+        passed = heatmaps.mean_ratio(layers, 'computed_fraction') * hparams.top_k
         parts.append(f'a token passes {passed:.2f} of them, in training {hparams.top_k}')
     if unused := sum(values['unused'] for values in layers.values()):
         parts.append(f'{unused:.0f} without a token')
@@ -152,61 +144,80 @@ def expert_line(layers, hparams):
 
 def _roc_lines(run):
     """On the corpus whose hard positions are known: whether the routers found them."""
-    given = (run.state.variables, run.hparams, run.dataset, run.hparams.evaluation.final_batches)
+    num_batches = run.hparams.evaluation.final_batches
     found = {
-        routing: router_roc(*given, routing) for routing in ('top_c', causal_routing(run.hparams))
+        routing: router_roc(run.state.variables, run.hparams, run.dataset, num_batches, routing)
+        for routing in ('top_c', causal_routing(run.hparams))
     }
     (run.workdir / ROC_FILE).write_text(json.dumps(found, indent=2) + '\n', encoding='utf-8')
     for layer, values in found['top_c']['layers'].items():
         yield (
             f'layer {layer:02d}: ROC area {values["area"]:.3f} of its scores for the positions '
-            f'that need far context (0.5: none the wiser)'
+            'that need far context (0.5: no information)'
         )
     for routing, values in found.items():
         yield f'answers recalled under {routing}: {values["recall_accuracy"]:.1%}'
 
 
-def _draw_heatmap(run):
+def _draw_routing(run, path):
     hparams = run.hparams
     batch = run.dataset.held_out_batch(0)
     rule = causal_routing(hparams)
-    record = routing_record(run.state.variables, hparams, batch, rule)
-    width = min(hparams.report.heatmap_tokens, hparams.data.sequence_length)
-    # The end of a row shows routing with context behind it.
-    grid_LT = routing_grid(record, hparams, row=0)[:, -width:]
-    tokens = run.dataset.tokenizer.pieces(batch['tokens_BT'][0, -width:])
+    record = heatmaps.routing_record(run.state.variables, hparams, batch, rule)
     length = hparams.data.sequence_length
-    places = f'{hparams.model.routing.num_selected(length)} of {length} tokens a row'
-    title = f'{run.workdir.name}: routing by {rule}, trained at {places}'
-    plot_routing(grid_LT, tokens, title, run.workdir / HEATMAP_FILE)
+    width = min(hparams.report.heatmap_tokens, length)
+    # The end of a row shows routing with context behind it.
+    grid_LT = heatmaps.routing_grid(record.top_c_BT[:, 0], record.selected_BT[:, 0], hparams)
+    tokens = run.dataset.tokenizer.pieces(batch['tokens_BT'][0, -width:])
+    capacity = f'{hparams.model.routing.num_selected(length)} of {length} tokens a row'
+    title = f'{run.workdir.name}: routing by {rule}, trained at {capacity}'
+    heatmaps.plot_routing(grid_LT[:, -width:], tokens, title, path)
 
 
-def _draw_expert_load(run):
-    load = expert_load(run.summary['experts'], run.hparams.model.experts.num_routed)
+def _draw_expert_load(run, path):
+    load = heatmaps.expert_load(run.summary['experts'], run.hparams.model.experts.num_routed)
     title = f'{run.workdir.name}: tokens on each expert, held-out text'
-    plot_expert_load(load, title, run.workdir / LOAD_FILE)
-    _write_numbers(run, LOAD_NUMBERS_FILE, load)
+    heatmaps.plot_expert_load(load, title, path)
+    _write_numbers(run, load, path)
 
 
-def _draw_depth_mass(run):
-    rule = causal_routing(run.hparams)
+def _draw_depth_mass(run, path):
     rows = max(1, DEPTH_TOKENS // run.hparams.data.sequence_length)
     batch = {name: side[:rows] for name, side in run.dataset.held_out_batch(0).items()}
-    mass = depth_mass(run.state.variables, run.hparams, batch, rule)
+    mass = depth_mass(run.state.variables, run.hparams, batch, causal_routing(run.hparams))
     title = f'{run.workdir.name}: attention on the slots of earlier layers, held-out text'
-    plot_depth_mass(mass, title, run.workdir / DEPTH_FILE)
-    _write_numbers(run, DEPTH_NUMBERS_FILE, mass)
+    heatmaps.plot_depth_mass(mass, title, path)
+    _write_numbers(run, mass, path)
 
 
-def _write_numbers(run, file, measured):
-    """The fields of a NamedTuple beside the routing under which they were measured."""
+def _write_numbers(run, measured, path):
+    """Writes the fields of a NamedTuple, and the routing that they were measured under."""
     numbers = {name: np.asarray(value).tolist() for name, value in measured._asdict().items()}
-    rule = causal_routing(run.hparams)
-    text = (
-        json.dumps(replace_nonfinite({'routing': rule, **numbers}), indent=2, allow_nan=False)
-        + '\n'
-    )
-    write_atomically(run.workdir / file, text)
+    content = replace_nonfinite({'routing': causal_routing(run.hparams), **numbers})
+    text = json.dumps(content, indent=2, allow_nan=False) + '\n'
+    write_atomically(path.with_suffix('.json'), text)
+
+
+class _Picture(NamedTuple):
+    """A picture of a run: its file, what it shows, and draw(run, path)."""
+
+    file: str
+    shows: str
+    draw: Callable
+
+
+def _pictures(model) -> list[_Picture]:
+    """The pictures of what the model has."""
+    pictures = []
+    if model.routed_layers:
+        pictures.append(_Picture('routing.png', 'which tokens enter which block', _draw_routing))
+    if model.expert_layers:
+        shows = 'how evenly the tokens fall on the experts'
+        pictures.append(_Picture('expert_load.png', shows, _draw_expert_load))
+    if model.depth.slots_per_layer:
+        shows = 'how much attention goes to earlier layers'
+        pictures.append(_Picture('depth_mass.png', shows, _draw_depth_mass))
+    return pictures
 
 
 def _sample(run):
@@ -229,29 +240,22 @@ def _sample(run):
 
 def _next_steps(run):
     workdir, model = run.workdir, run.hparams.model
-    pictures = []
-    if model.routed_layers:
-        pictures.append(f'{workdir / HEATMAP_FILE}: which tokens enter which block')
-    if model.expert_layers:
-        pictures.append(f'{workdir / LOAD_FILE}: how evenly the tokens fall on the experts')
-    if model.depth.slots_per_layer:
-        pictures.append(f'{workdir / DEPTH_FILE}: how much attention goes to earlier layers')
     yield 'Next:'
-    for i, picture in enumerate(pictures):
-        yield f'  {"" if i else "look":9}{picture}'
-    if not pictures:
+    for i, picture in enumerate(_pictures(model)):
+        yield f'  {"" if i else "look":9}{workdir / picture.file}: {picture.shows}'
+    if not _pictures(model):
         yield f'  read     {workdir / SAMPLE_FILE}'
     other = _other_config(model)
-    command, given, note = f'python -m launch.train --config=configs/{other}', [], ''
-    # What the config can be given.
+    command, arguments, note = f'python -m launch.train --config=configs/{other}', [], ''
+    # The configs that take a size and a budget.
     sized = ('dense_isoflop.py', 'mod_isoflop.py', 'moe.py')
     if run.hparams.flop_budget and model.d_model % 64 == 0 and other in sized:
         size = f'{model.num_layers}x{model.d_model}'
         budget = f'{run.hparams.flop_budget:g}'.replace('e+', 'e')
-        given, note = [f'size={size}', f'budget={budget}'], '   (the same FLOPs)'
+        arguments, note = [f'size={size}', f'budget={budget}'], '   (the same FLOPs)'
     if other == 'moe.py' and model.experts.choice == 'expert':
-        given.append('choice=expert')
-    yield f'  compare  {":".join(filter(None, (command, ",".join(given))))}{note}'
+        arguments.append('choice=expert')
+    yield f'  compare  {":".join(filter(None, (command, ",".join(arguments))))}{note}'
     yield f'  curves   {workdir / METRICS_FILE}, or pip install tensorboard and'
     yield f'           tensorboard --logdir {workdir.parent}'
 
@@ -265,7 +269,7 @@ def _other_config(model):
     return 'moe.py' if model.routed_layers or model.experts.num_noop else 'dense_isoflop.py'
 
 
-# key: (heading, format of a number). A key that no text has is no column.
+# key: (heading, format of a number). A key that no text has gets no column.
 _COLUMNS = {
     'text': ('text', None),
     'share': ('share', '.1%'),
@@ -279,7 +283,7 @@ _COLUMNS = {
 
 
 def domain_table(domains: dict[str, dict], title: str | None = None) -> rich.table.Table:
-    """One row for each text; perplexity is a token's.
+    """The losses of several texts, one a row; perplexity is per token.
 
     Args:
       domains: numbers by name of the text: some of `loss` (nats a token), `perplexity`,

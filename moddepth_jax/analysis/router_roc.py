@@ -1,10 +1,11 @@
-"""Does a router rank the tokens first that need its block? Its ROC area over known positions."""
+"""Does a router rank highest the tokens that need its block? ROC area over known positions."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import scipy.stats
 
 from moddepth_jax.data.recall import needs_far_context
 from moddepth_jax.hparams import Hparams
@@ -14,10 +15,10 @@ from moddepth_jax.training.losses import masked_labels
 
 
 def roc_area(scores, positives) -> float:
-    """Chance that a positive scores above a negative, both drawn at random; a tie counts half.
+    """The probability that a positive scores above a negative, a tie counted half.
 
-    It is the rank statistic of Mann and Whitney over n (n - 1) / 2 and, equally, the area under the
-    ROC curve: 0.5 for scores that know nothing.
+    This is the statistic of Mann and Whitney over the number of pairs, which is the area under the
+    ROC curve: 0.5 for scores without information.
 
     Args:
       scores: float, any shape.
@@ -26,19 +27,15 @@ def roc_area(scores, positives) -> float:
     Raises:
       ValueError: another shape, or one of the two classes is empty.
     """
-    scores, positives = np.asarray(scores), np.asarray(positives, bool)
+    scores, positives = np.asarray(scores, float), np.asarray(positives, bool)
     if scores.shape != positives.shape:
         raise ValueError(f'positives of shape {positives.shape}: must be {scores.shape}, as scores')
-    num_positive = int(positives.sum())
-    num_negative = positives.size - num_positive
-    if not num_positive or not num_negative:
-        found = f'{num_positive} positives, {num_negative} negatives'
+    above, below = scores[positives], scores[~positives]
+    if not above.size or not below.size:
+        found = f'{above.size} positives, {below.size} negatives'
         raise ValueError(f'{found}: must be one of each at least')
-    _, place, count = np.unique(scores.ravel(), return_inverse=True, return_counts=True)
-    middle_rank = np.cumsum(count) - (count - 1) / 2
-    rank_sum = middle_rank[place.ravel()][positives.ravel()].sum()
-    above = rank_sum - num_positive * (num_positive + 1) / 2
-    return float(above / (num_positive * num_negative))
+    pairs = above.size * below.size
+    return float(scipy.stats.mannwhitneyu(above, below, method='asymptotic').statistic / pairs)
 
 
 @functools.partial(jax.jit, static_argnames=('hparams', 'routing'))
@@ -60,18 +57,18 @@ def router_roc(
     Args:
       variables: of the Transformer.
       hparams: of the same; at least one block is routed.
-      dataset: whose first `num_batches` held-out batches, or all if fewer, are read.
+      dataset: its first `num_batches` held-out batches are read, or all if there are fewer.
       num_batches: see above.
       routing: as `Transformer` takes it.
 
     Returns:
       dict: `layers`, by index of each routed layer a dict of `area`, the ROC area of its scores for
       `needs_far_context` against all other real tokens, and `entered`, the share of these positions
-      that entered; `recall_accuracy`, the share of them whose answer is the likeliest token;
+      that were selected; `recall_accuracy`, the share of them whose answer is the likeliest token;
       `recall_nats` per answer; `loss`, nats per target.
 
     Raises:
-      ValueError: those batches hold no needed position.
+      ValueError: the batches hold no needed position.
     """
     parts = []
     for index in range(min(num_batches, dataset.num_held_out_batches)):
@@ -80,13 +77,13 @@ def router_roc(
         real_BT = batch['segment_ids_BT'] > 0
         needed_BT = needs_far_context(batch['tokens_BT'])
         parts.append([output[..., real_BT] for output in (needed_BT, *outputs)])
-    needed_N, scores_LN, entered_LN, nll_N, right_N = (
+    needed_N, scores_RN, selected_RN, nll_N, right_N = (
         np.concatenate(arrays, axis=-1) for arrays in zip(*parts, strict=True)
     )
     layers = {
         layer: {
-            'area': roc_area(scores_LN[i], needed_N),
-            'entered': float(entered_LN[i, needed_N].mean()),
+            'area': roc_area(scores_RN[i], needed_N),
+            'entered': float(selected_RN[i, needed_N].mean()),
         }
         for i, layer in enumerate(hparams.model.routed_layers)
     }

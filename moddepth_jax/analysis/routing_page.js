@@ -1,5 +1,5 @@
 'use strict';
-// Text of the data reaches the page as textContent alone: nothing of it can become markup.
+// The data is only ever assigned to textContent, so that no text can become markup.
 const data = JSON.parse(document.getElementById('data').textContent);
 const { about, tokens, layers, totals } = data;
 const size = tokens.shown.length;
@@ -7,8 +7,8 @@ const routed = layers.filter((layer) => layer.routed);
 const RAMP = [[243, 241, 236], [143, 179, 201], [31, 95, 139], [12, 43, 66]];
 const FATES = [
   ['skips', '#f3f1ec'],
-  ['skips, but top-C of the window would take it', '#f2b28a'],
-  ['let in by the rule, but no room', '#b88fc0'],
+  ['skips, but is in the top C of the window', '#f2b28a'],
+  ['selected by the rule, but no room', '#b88fc0'],
   ['enters', '#1f5f8b'],
 ];
 const CLASS_COLOURS = {
@@ -61,7 +61,7 @@ function scale(values) {
   return [low, high > low ? high : low + 1];
 }
 
-// Each way to colour: its name, the layers it can be asked of, and (layer) -> paint and legend.
+// A way to colour: its name, the layers to choose from, and (layer) -> paint function and legend.
 function ramp(values, [low, high], digits, none) {
   const paint = (i) => (values[i] === null ? ['#fff', '#9a9488'] : blend((values[i] - low) / (high - low)));
   return { paint, ramp: [number(low, digits), number(high, digits)], none };
@@ -212,6 +212,19 @@ function listen() {
   });
 }
 
+// data-if="name" keeps an element if about[name] is set, data-if="name=value" if it has that value;
+// data-show="name" shows about[name].
+function fillIn() {
+  for (const part of document.querySelectorAll('[data-if]')) {
+    const [name, value] = part.dataset.if.split('=');
+    if (value === undefined ? !about[name] : about[name] !== value) part.remove();
+  }
+  for (const part of document.querySelectorAll('[data-show]')) {
+    const value = about[part.dataset.show];
+    part.textContent = typeof value === 'number' ? value.toLocaleString('en') : value;
+  }
+}
+
 function tile(value, text) {
   const made = element('div', null, element('b', value), element('span', text));
   made.className = 'tile';
@@ -220,12 +233,6 @@ function tile(value, text) {
 
 function drawTop() {
   document.title = `Routing of ${about.text} by ${about.run}`;
-  for (const part of ['heading', 'lead', 'facts']) get(part).textContent = about[part];
-  for (const text of about.notes) {
-    const note = element('p', text);
-    note.className = 'note';
-    get('notes').append(note);
-  }
   const tiles = [
     tile(size.toLocaleString('en'), `tokens, cut into ${about.windows} ${about.windows > 1 ? 'windows' : 'window'} of at most ${about.sequence_length}`),
     tile(`${number(totals.loss)} nats`, 'mean loss on the next token'),
@@ -242,9 +249,6 @@ function drawTop() {
 }
 
 function drawTables() {
-  for (const part of ['layers_text', 'classes_text', 'counts_text', 'depth_text']) {
-    get(part).textContent = about[part];
-  }
   const spread = ([mean, low, middle, high]) => [mean, low, middle, high].map((x) => number(x));
   const head = ['layer', 'tokens that enter', ...(routed.length ? ['top-C takes', 'both', 'no room', 'score and change, rank correlation'] : []),
     'change, mean', '10%', 'median', '90%'];
@@ -259,18 +263,17 @@ function drawTables() {
     totals.classes.map((row) => [row.class, row.tokens, percent(row.tokens / size),
       ...row.entered.map((x) => percent(x)), number(row.entropy), number(row.loss)]),
   ));
-  get('counts_part').hidden = !routed.length;
-  get('counts').append(table(
-    ['routed blocks entered', 'tokens', 'share', 'mean entropy, nats'],
-    totals.blocks_entered.map((row, n) => [n, row.tokens, percent(row.tokens / size), number(row.entropy)]),
-  ));
-  get('words').append(...about.words.flatMap(([word, text]) => [element('dt', word), element('dd', text)]));
+  if (routed.length) {
+    get('counts').append(table(
+      ['routed blocks entered', 'tokens', 'share', 'mean entropy, nats'],
+      totals.blocks_entered.map((row, n) => [n, row.tokens, percent(row.tokens / size), number(row.entropy)]),
+    ));
+  }
 }
 
 function drawDepth() {
   if (!data.depth) return;
   const { layers: readers, slots, slots_LS, depth_L, first_token_L } = data.depth;
-  get('depth_part').hidden = false;
   const most = Math.max(...slots_LS.flat(), 1e-9);
   const made = table(['layer', ...slots, 'all slots', 'first token'], readers.map((reader, i) => [
     reader, ...slots.map(() => ''), percent(depth_L[i]), percent(first_token_L[i]),
@@ -287,6 +290,7 @@ function drawDepth() {
   get('depth').append(made);
 }
 
+fillIn();
 drawTop();
 drawText();
 listen();

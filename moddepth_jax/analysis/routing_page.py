@@ -1,26 +1,29 @@
-"""An Inspection as JSON, and as one page that a browser opens without a network."""
+"""An Inspection as JSON, and as one web page that needs no network."""
 
 import importlib.resources
 import json
+import math
 import unicodedata
 
+import jax
 import numpy as np
 
 from moddepth_jax.analysis.depth_mass import DepthMass
 from moddepth_jax.analysis.inspection import Inspection, totals
-from moddepth_jax.analysis.page_words import RULE_COLUMNS, sentences
 from moddepth_jax.analysis.token_classes import CLASSES
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.training.summary import replace_nonfinite
 
-_DIGITS = 4  # that count, of every number in the JSON
+# What a causal rule compares with a token, as a heading of the page.
+RULE_COLUMNS = {'predictor': 'predictor', 'aux_loss': 'sigmoid', 'threshold': 'threshold'}
+_DIGITS = 4  # significant digits of the numbers of tokens
 _MARKS = {'\n': '↵\n', '\t': '→\t', '\x7f': '␡'}
-_PART = '▫'  # a token in which no character begins
-_UNSHOWN = '□'  # a byte that is not UTF-8, or a character that would act on the page or be unseen
+_REST = '▫'  # a token in which no character begins
+_UNSHOWN = '□'  # a byte that is not UTF-8, or a character that is invisible or acts on the page
 
 
 def shown_tokens(pieces) -> list[str]:
-    """What stands on the page for each token: the characters that begin in it.
+    """The text that the page shows for each token: the characters that begin in it.
 
     A line end is ↵ and the line end, a tab → and the tab, a separator §, other control characters
     are their pictures; □ stands for what cannot be shown and ▫ for a token that is the rest of a
@@ -37,7 +40,7 @@ def shown_tokens(pieces) -> list[str]:
     for piece, end in zip(pieces, ends, strict=True):
         last = int(np.searchsorted(begins[:-1], end))
         mine = ''.join(map(_visible, text[first:last]))
-        shown.append((mine or _PART) if piece else '§')
+        shown.append((mine or _REST) if piece else '§')
         first = last
     return shown
 
@@ -61,35 +64,25 @@ def page_data(
     names: dict,
     depth: DepthMass | None = None,
 ) -> dict:
-    """What routing.json holds: JSON scalars, lists and dicts; None for what is no number.
+    """The content of routing.json: JSON scalars, lists and dicts; None for what is not finite.
 
     Args:
       inspection: of `inspect_tokens`.
       hparams: of the model.
       classes_N: of `token_classes`.
       routing: that of the inspection.
-      names: `run`, `step`, `num_steps`, `text` (what it is called), `language`, `cut`, the tokens
-        at the end of the text that were left out, and `depth_tokens`, those of `depth`.
-      depth: of `depth_mass` on the same text, where the model has slots.
+      names: `run`, `step`, `num_steps`, `text` (what it is called), `language`, `cut`, the number
+        of tokens at the end of the text that were left out, and `depth_tokens`, those of `depth`.
+      depth: of `depth_mass` on the same text, if the model has slots.
 
     Returns:
-      `about`: the names and settings, and the page's sentences; `classes`; `tokens`: lists over
-      tokens; `layers`: a dict of lists over tokens for each block, with `score`, `gate`, `entered`,
+      `about`: the names and settings that the page shows; `classes`; `tokens`: lists over tokens;
+      `layers`: a dict of lists over tokens for each block, with `score`, `gate`, `entered`,
       `top_c`, `refused`, `rule_logit` for routed ones; `totals`, as `totals` says; `depth`.
     """
     logits_of = hparams.model.routing.causal_rule if routing == 'top_c' else routing
-    length = hparams.data.sequence_length
-    about = {
-        **names,
-        'routing': routing,
-        'logits_of': logits_of,
-        'rule_column': RULE_COLUMNS.get(logits_of) if inspection.routed_layers else None,
-        'sequence_length': length,
-        'windows': -(-len(inspection.tokens_N) // length),
-        'looks_ahead': routing == 'top_c' and hparams.model.looks_ahead,
-    }
     data = {
-        'about': about | sentences(about, hparams),
+        'about': _about(inspection, hparams, routing, logits_of) | names,
         'classes': list(CLASSES),
         'tokens': {
             'shown': shown_tokens(inspection.pieces),
@@ -110,6 +103,29 @@ def page_data(
     return replace_nonfinite(data)
 
 
+def _about(inspection, hparams, routing, logits_of):
+    model, length = hparams.model, hparams.data.sequence_length
+    routed, windows = bool(model.routed_layers), -(-len(inspection.tokens_N) // length)
+    return {
+        'routing': routing,
+        'logits_of': logits_of if routed else None,
+        'rule_column': RULE_COLUMNS.get(logits_of) if routed else None,
+        'sequence_length': length,
+        'windows': windows,
+        'several_windows': windows > 1,
+        'looks_ahead': routing == 'top_c' and model.looks_ahead,
+        'routed': routed,
+        'dense': not routed,
+        'num_layers': model.num_layers,
+        'routed_layers': ', '.join(map(str, model.routed_layers)),
+        'router': model.routing.router,
+        'gate': model.routing.gate,
+        'capacity': f'{100 * model.routing.capacity:g}%',
+        'vocab_size': model.vocab_size,
+        'max_entropy': round(math.log(model.vocab_size), 2),
+    }
+
+
 def _rounded(values_N):
     return [float(f'{value:.{_DIGITS}g}') for value in values_N.tolist()]
 
@@ -119,21 +135,22 @@ def _layer(inspection, layer, logits_of):
     result = {
         'layer': layer,
         'routed': routed,
-        'relative': _rounded(inspection.relative_LN[layer]),
+        'relative': _rounded(inspection.change_LN[layer]),
     }
     if not routed:
         return result
     i = inspection.routed_layers.index(layer)
+    record = jax.tree.map(lambda side_RN: side_RN[i], inspection.routing)
     if logits_of == 'threshold':
-        apart_N = inspection.scores_RN[i] - inspection.rule_logits_RN[i]
-        result['threshold'] = float(f'{np.median(apart_N):.{_DIGITS}g}')
+        thresholds_N = record.scores_BT - record.rule_logits_BT
+        result['threshold'] = float(f'{np.median(thresholds_N):.{_DIGITS}g}')
     return result | {
-        'score': _rounded(inspection.scores_RN[i]),
-        'gate': _rounded(inspection.gates_RN[i]),
-        'rule_logit': _rounded(inspection.rule_logits_RN[i]),
-        'entered': inspection.entered_RN[i].astype(int).tolist(),
-        'top_c': inspection.top_c_RN[i].astype(int).tolist(),
-        'refused': inspection.refused_RN[i].astype(int).tolist(),
+        'score': _rounded(record.scores_BT),
+        'gate': _rounded(record.gates_BT),
+        'rule_logit': _rounded(record.rule_logits_BT),
+        'entered': record.selected_BT.astype(int).tolist(),
+        'top_c': record.top_c_BT.astype(int).tolist(),
+        'refused': record.dropped_BT.astype(int).tolist(),
     }
 
 

@@ -1,8 +1,8 @@
-"""Signal dilution: how much of a block's output a linear probe still finds in the final stream.
+"""Signal dilution: how well a linear probe recovers a block's output from the final stream.
 
 The probe is a ridge regression in closed form, from the final stream (before its norm) to a block's
-delta, fitted on some tokens and scored on others. What it needs of the tokens are their moments, so
-batches of any number can be added up. No paper has this measure; it is this project's own.
+delta, fitted on some tokens and scored on others. It needs only their moments, which can be summed
+over any number of batches. No paper has this measure; it is this project's own.
 """
 
 from typing import NamedTuple
@@ -11,17 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-RIDGE = 1e-5  # of each input's own variance: scales do not matter, equal inputs do no harm
+RIDGE = 1e-5  # relative to each input's variance, so that scales do not matter
 
 
 class Moments(NamedTuple):
-    """Sums over N tokens of x_ND and y_NE, float64; about their means but for these.
+    """Central moments of N tokens of x_ND and y_NE, float64.
 
     Attributes:
       count: N.
       x_D, y_E: means.
-      xx_DD, xy_DE: sums of products.
-      yy: sum of squares of y, over its E numbers too.
+      xx_DD, xy_DE: sums of products of the deviations from the means.
+      yy: sum of squared deviations of y, over its E components too.
     """
 
     count: float
@@ -32,7 +32,7 @@ class Moments(NamedTuple):
     yy: float
 
     def __add__(self, other: 'Moments') -> 'Moments':
-        """Those of both groups of tokens (Chan, Golub and LeVeque 1983)."""
+        """The moments of both groups of tokens together (Chan, Golub and LeVeque 1983)."""
         count = self.count + other.count
         if not other.count or not self.count:
             return self if self.count else other
@@ -61,11 +61,11 @@ def _moments(x_BTD, y_BTE, counted_BT):
 
 
 def moments(x_BTD, y_BTE, counted_BT) -> Moments:
-    """The Moments of the tokens that count.
+    """The Moments of the counted tokens.
 
     Args:
       x_BTD: what a probe reads, of any floating dtype.
-      y_BTE: what it is to recover.
+      y_BTE: what it should recover.
       counted_BT: bool.
     """
     found = jax.device_get(_moments(x_BTD, y_BTE, counted_BT))
@@ -74,14 +74,14 @@ def moments(x_BTD, y_BTE, counted_BT) -> Moments:
 
 
 def probe_r2(fitted: Moments, scored: Moments) -> float | None:
-    """R^2 of the ridge regression of y on x, fitted on some tokens, on others.
+    """R^2 of the ridge regression of y on x that is fitted on some tokens and scored on others.
 
-    1 minus the squared error over the squared distance of y from its mean over the scored tokens:
-    1 for a perfect probe, 0 for one that knows no more than that mean, below 0 for a worse one. The
-    weights are those of the fitted tokens, with a penalty of RIDGE times each input's variance; the
-    intercept is free. Fitted on few tokens for each number of x it comes out too low.
+    1 minus the squared error over the squared deviation of y from its mean over the scored tokens:
+    1 for a perfect probe, 0 for one that predicts that mean, negative for a worse one. The penalty
+    is RIDGE times each input's variance; the intercept is free. R^2 is too low if the fitted tokens
+    are not many more than the components of x.
 
-    Returns None where there is nothing to explain: no variance of y, or of x.
+    Returns None if y or x has no variance.
     """
     variance_D = np.diag(fitted.xx_DD)
     if not variance_D.any() or not scored.yy:

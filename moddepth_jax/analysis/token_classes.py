@@ -1,11 +1,13 @@
-"""What kind of text a token is part of: in Python code by its lexer, in prose by its letters."""
+"""What kind of text a token is part of: in Python code by Pygments, in prose by its letters."""
 
-import io
-import keyword
+import functools
 import re
-import tokenize
 
 import numpy as np
+from pygments.lexers.python import PythonLexer
+from pygments.token import Token
+
+from moddepth_jax.data.compression_baselines import MAX_BYTES, first_bytes
 
 CLASSES = (
     'start of text',
@@ -23,18 +25,18 @@ CLASSES = (
 )
 LANGUAGES = ('python', 'prose')
 _NUMBER = {name: i for i, name in enumerate(CLASSES)}
-
-# A string's prefix is not asked whether it is a lawful one: text that does not parse ends here.
-_QUOTED = (
-    r"""[rRbBuUfFtT]{0,2}(?:"(?:\\.|[^"\\\n])*(?:"|$|(?=\n))|'(?:\\.|[^'\\\n])*(?:'|$|(?=\n)))"""
-)
-_TRIPLE = r"""[rRbBuUfFtT]{0,2}(?:\"{3}[\s\S]*?(?:\"{3}|\Z)|'{3}[\s\S]*?(?:'{3}|\Z))"""
-_DIGITS = r'(?:0[xXoObB][\w]+|(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)(?:[eE][+-]?\d+)?[jJ]?)'
-_PYTHON = re.compile(
-    rf'(?P<comment>\#[^\n]*)|(?P<docstring>(?:(?<=\n)|\A)[ \t]*{_TRIPLE})'
-    rf'|(?P<string>{_TRIPLE}|{_QUOTED})|(?P<number>{_DIGITS})|(?P<identifier>[^\W\d]\w*)'
-    r'|(?P<whitespace>\n|[^\S\n]+)|(?P<operator>[!%&()*+,\-./:;<=>@\[\]^{|}~]|\\(?=\r?\n))|(?P<other>.)',
-    re.DOTALL,
+# The first that a token of Pygments is a kind of decides.
+_PYTHON_CLASSES = (
+    (Token.Keyword, 'keyword'),
+    (Token.Operator.Word, 'keyword'),
+    (Token.Name, 'identifier'),
+    (Token.Number, 'number'),
+    (Token.String.Doc, 'docstring'),
+    (Token.String, 'string'),
+    (Token.Comment, 'comment'),
+    (Token.Operator, 'operator'),
+    (Token.Punctuation, 'operator'),
+    (Token.Text, 'whitespace'),
 )
 _PROSE = re.compile(
     r"(?P<word>[^\W\d_]+(?:['’][^\W\d_]+)*)|(?P<number>\d+(?:[.,]\d+)*)|(?P<whitespace>\s+)"
@@ -46,28 +48,36 @@ _CODE_LINE = re.compile(
     r'|(?:return|else|try|finally|raise|yield|pass|self|print)\b[\s:.(]|[#@]\s*\w|[\w.\[\]]+\s*[-+]?=)'
     r'|.*[({\[:]\s*$|\s*[)\]}]'
 )
+_PYTHON_SOURCES = ('stdlib', 'python_environment')  # values of data.source that hold Python
+_BLOCK = 4096  # tokens searched at a time
 
 
 def guess_language(text: bytes) -> str:
-    """python where more than a third of the lines that are not blank look like code, else prose."""
+    """`python` if more than a third of the non-blank lines look like code, else `prose`."""
     lines = [line for line in text.decode('utf-8', 'replace').split('\n') if line.strip()]
     looks = sum(bool(_CODE_LINE.match(line)) for line in lines)
     return 'python' if looks > len(lines) / 3 else 'prose'
 
 
+def language_of(corpus) -> str:
+    """The language of the held-out text of a Corpus, judged by its first bytes."""
+    if corpus.name in _PYTHON_SOURCES:
+        return 'python'
+    return guess_language(first_bytes(corpus.held_out, MAX_BYTES, b'\n'))
+
+
 def byte_classes(text: bytes, language: str) -> np.ndarray:
     """The class of each byte of a text.
 
-    `python`: whitespace, keyword, identifier, number, string, docstring (a string that is a
-    statement), comment, operator and other, as Python's `tokenize` cuts the text, or, where that
-    refuses it, by patterns which a broken or truncated text cannot stop. What is inside a string
-    or a comment is all of its class, spaces too, and so is what stands between the braces of an
-    f-string. `prose`: word, number, whitespace, punctuation and other (control characters, bytes
-    that are not UTF-8).
+    `python`: whitespace, keyword, identifier, number, string, docstring, comment, operator and
+    other, as the lexer of Pygments reads the text, which may be broken or truncated. Spaces inside
+    a string or a comment have its class, and so has what stands between the braces of an f-string.
+    `prose`: word, number, whitespace, punctuation and other (control characters, bytes that are
+    not UTF-8).
 
     Args:
       text: any bytes.
-      language: of LANGUAGES.
+      language: one of LANGUAGES.
 
     Returns:
       uint8 [len(text)], indices into CLASSES.
@@ -78,16 +88,24 @@ def byte_classes(text: bytes, language: str) -> np.ndarray:
     if language not in LANGUAGES:
         raise ValueError(f'language={language!r}: must be one of {", ".join(LANGUAGES)}')
     characters = text.decode('utf-8', 'surrogateescape')
-    spans = None
     if language == 'python':
-        spans = _lexed(characters)
-    if spans is None:
-        spans = _matched(_PYTHON if language == 'python' else _PROSE, characters)
-    classes = np.full(len(characters), _NUMBER['whitespace'], np.uint8)
-    for start, end, name in spans:
-        classes[start:end] = _NUMBER[name]
-    sizes = [len(character.encode('utf-8', 'surrogateescape')) for character in characters]
-    return np.repeat(classes, sizes)
+        parts = list(_python_parts(characters))
+    else:
+        parts = [(match.lastgroup, match[0]) for match in _PROSE.finditer(characters)]
+    sizes = [len(part.encode('utf-8', 'surrogateescape')) for _, part in parts]
+    return np.repeat(np.array([_NUMBER[name] for name, _ in parts], np.uint8), sizes)
+
+
+def _python_parts(text):
+    """(class, text) of each token of Pygments."""
+    inside_braces = False  # of an f-string
+    for _, kind, part in PythonLexer().get_tokens_unprocessed(text):
+        name = next((name for parent, name in _PYTHON_CLASSES if kind in parent), 'other')
+        if kind in Token.String.Interpol:
+            inside_braces = part.startswith('{') and not part.endswith('}')
+        elif inside_braces:
+            name = 'string'
+        yield name, part
 
 
 def token_classes(pieces: list[bytes], language: str) -> np.ndarray:
@@ -95,7 +113,7 @@ def token_classes(pieces: list[bytes], language: str) -> np.ndarray:
 
     Args:
       pieces: the bytes of each token, b'' for the separator, which is the start of a text.
-      language: of LANGUAGES.
+      language: one of LANGUAGES.
 
     Returns:
       uint8 [N], indices into CLASSES.
@@ -111,68 +129,60 @@ def token_classes(pieces: list[bytes], language: str) -> np.ndarray:
     return classes
 
 
-def _matched(pattern, text):
-    """(start, end, class) of everything in the text; a pattern that matches any character."""
-    for match in pattern.finditer(text):
-        name = match.lastgroup
-        if name == 'identifier' and keyword.iskeyword(match[0]):
-            name = 'keyword'
-        start = match.start() + (len(match[0]) - len(match[0].lstrip(' \t')))
-        yield start if name == 'docstring' else match.start(), match.end(), name
+def held_out_classes(dataset, tokens_XT, language: str) -> np.ndarray:
+    """uint8 [X, T]: the class of each token of held-out windows, indices into CLASSES.
+
+    A window may begin inside a string, which nothing in it shows, so each window is looked up in
+    the documents that it was cut from. Of equal windows one is taken.
+
+    Args:
+      dataset: of `make_dataset` or `make_held_out`.
+      tokens_XT: int, complete windows of its held-out batches.
+      language: one of LANGUAGES.
+    """
+    streams, length = dataset.held_out_streams, tokens_XT.shape[1]
+    tokens_XT = tokens_XT.astype(streams[0].dtype)
+    wanted = {tokens_T.tobytes() for tokens_T in tokens_XT}
+    places = {}  # of wanted windows only: more text may be held out than fits into memory
+    for number, stream in enumerate(streams):
+        for start in range(0, len(stream), length):
+            window = stream[start : start + length].tobytes()
+            if window in wanted:
+                places[window] = (number, start)
+    separator = dataset.tokenizer.separator
+
+    @functools.cache
+    def classes_of_document(number, start):
+        tokens = streams[number][start : _next_separator(streams[number], start + 1, separator)]
+        return token_classes(dataset.tokenizer.pieces(tokens), language)
+
+    classes = []
+    for tokens_T in tokens_XT:
+        number, start = places[tokens_T.tobytes()]
+        position = first = _last_separator(streams[number], start, separator)
+        documents = []
+        while position < start + length:
+            documents.append(classes_of_document(number, position))
+            position += len(documents[-1])
+        classes.append(np.concatenate(documents)[start - first :][:length])
+    return np.stack(classes)
 
 
-def _lexed(text):
-    """(start, end, class) of the tokens that Python's lexer finds; None where it refuses."""
-    if '\0' in text:  # on which some lexers stumble without a word
-        return None
-    starts = [0]
-    for line in text.split('\n'):
-        starts.append(starts[-1] + len(line) + 1)
-    try:
-        tokens = list(tokenize.generate_tokens(io.StringIO(text, newline='\n').readline))
-    except (SyntaxError, tokenize.TokenError, ValueError):  # ValueError: of surrogates
-        return None
-    spans, begins_statement, nested = [], True, []
-    for i, token in enumerate(tokens):
-        start, end = (starts[row - 1] + column for row, column in (token.start, token.end))
-        if token.type in _OPENS:
-            nested.append(start)
-        elif token.type in _CLOSES:
-            spans.append((nested.pop(), end, 'string'))
-        elif not nested and (name := _class_of(token)) is not None:
-            if text[start:end] != token.string:  # line ends of other systems may shift places
-                return None
-            if name == 'string' and begins_statement and _ends_statement(tokens, i):
-                name = 'docstring'
-            spans.append((start, end, name))
-        if token.type not in (tokenize.COMMENT, tokenize.NL):
-            begins_statement = token.type in _BEFORE_STATEMENT
-    return spans
+def _last_separator(stream, position, separator):
+    """The last position up to `position` with a separator; a stream begins with one."""
+    while stream[position] != separator:
+        block = stream[max(0, position - _BLOCK) : position]
+        found = np.flatnonzero(block == separator)
+        position -= len(block) - int(found[-1]) if len(found) else len(block)
+    return position
 
 
-_BEFORE_STATEMENT = (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING)
-# Of f-strings and t-strings, which newer Pythons cut into pieces.
-_OPENS, _CLOSES = (
-    tuple(n for n, name in tokenize.tok_name.items() if re.fullmatch(f'[FT]STRING_{part}', name))
-    for part in ('START', 'END')
-)
-
-
-def _ends_statement(tokens, i):
-    after = next((t for t in tokens[i + 1 :] if t.type != tokenize.COMMENT), None)
-    return after is None or after.type in (tokenize.NEWLINE, tokenize.ENDMARKER)
-
-
-def _class_of(token):
-    """None for what covers no text of its own, or whitespace."""
-    if token.type == tokenize.NAME:
-        return 'keyword' if keyword.iskeyword(token.string) else 'identifier'
-    if token.type == tokenize.ERRORTOKEN:
-        return 'other' if token.string.strip() else None
-    names = {
-        tokenize.NUMBER: 'number',
-        tokenize.STRING: 'string',
-        tokenize.COMMENT: 'comment',
-        tokenize.OP: 'operator',
-    }
-    return names.get(token.type)
+def _next_separator(stream, position, separator):
+    """The first position from `position` on with a separator, or the end."""
+    while position < len(stream):
+        block = stream[position : position + _BLOCK]
+        found = np.flatnonzero(block == separator)
+        if len(found):
+            return position + int(found[0])
+        position += len(block)
+    return position

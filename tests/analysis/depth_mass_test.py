@@ -1,4 +1,4 @@
-"""Attention's mass on depth slots and first tokens: what softmax says of queries and keys."""
+"""Attention on depth slots and first tokens is the softmax of queries and keys."""
 
 import functools
 import re
@@ -6,20 +6,18 @@ import re
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import matplotlib.colors
-import matplotlib.image
 import numpy as np
 import pytest
 
 from kernels_pallas import depth_attention
 from moddepth_jax.analysis import depth_mass as module
-from moddepth_jax.analysis.depth_mass import DepthMass, depth_mass, plot_depth_mass
-from moddepth_jax.analysis.routing_maps import routing_record
+from moddepth_jax.analysis.depth_mass import attention_row, depth_mass
+from moddepth_jax.analysis.heatmaps import routing_record
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model import attention, stack_scan
 from moddepth_jax.model.transformer import Transformer
+from tests.model.cases import FAST
 
-FAST = {'xla_backend_optimization_level': 0}
 T = 16
 SEGMENTS_BT = np.array([[1] * 6 + [2] * 10, [1] * 11 + [0] * 5], np.int32)
 TOKENS_BT = np.random.default_rng(0).integers(0, 257, (2, T)).astype(np.int32)
@@ -32,18 +30,8 @@ ROUTED = MODA | {
 }
 
 
-@pytest.fixture(scope='module', autouse=True)
-def fast():
-    """Programs that run once are compiled the quick way."""
-    slow = module._layer.__wrapped__
-    quick = jax.jit(slow, static_argnames=('stack', 'kind'), compiler_options=FAST)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, '_layer', quick)
-        yield
-
-
 def make_model(tiny_config, **changes):
-    """(variables, hparams), any weights: queries are large enough that no softmax is flat."""
+    """(variables, hparams) with weights so large that no softmax is flat."""
     hparams = from_config(tiny_config(**changes))
     shapes = jax.eval_shape(Transformer(hparams).init, jax.random.key(0), TOKENS_BT)
     rng = np.random.default_rng(2)
@@ -59,7 +47,7 @@ def _scaled_queries(variables, factor):
 
 
 def uniform_masses(hparams, selected_LBT, masked=False):
-    """(depth_LS, first_L) of queries that are 0, so that a softmax is 1 over what it sees.
+    """(depth_LS, first_L) if all queries are 0, so that a softmax is uniform over what is visible.
 
     A loop over layers, rows and tokens; selected_LBT: the tokens that each layer processes. All
     layers but the last write `per_layer` slots.
@@ -88,7 +76,7 @@ def uniform_masses(hparams, selected_LBT, masked=False):
 
 
 def check_uniform(variables, hparams, routing, selected_LBT, masked=False):
-    """The mass of queries that are 0 is that of the loop, and on slots and sequence it is 1."""
+    """With queries of 0 the masses are those of the loop."""
     variables = _scaled_queries(variables, 0.0)
     mass = depth_mass(variables, hparams, BATCH, routing)
     slots_LS, first_L = uniform_masses(hparams, selected_LBT, masked)
@@ -102,13 +90,16 @@ def check_uniform(variables, hparams, routing, selected_LBT, masked=False):
     ('changes', 'last_slot'),
     [
         (MODA, '1f'),
-        (MODA | {'model.depth.slots': 'block', 'model.windows': (0, 4)}, '1b'),
-        (MODA | {'model.depth.slots': 'attention', 'model.depth.slot_window': 1}, '1a'),
+        (
+            MODA
+            | {'model.depth.slots': 'block', 'model.windows': (0, 4), 'model.depth.slot_window': 1},
+            '1b',
+        ),
         ({'model.num_layers': 3}, None),
     ],
 )
-def test_masses_of_flat_softmaxes(tiny_config, changes, last_slot):
-    """Queries of 0 share their mass equally among keys and slots that they see; no padding does."""
+def test_uniform_attention_is_shared_by_visible_keys_and_slots(tiny_config, changes, last_slot):
+    """Queries of 0 put equal mass on the keys and slots that they see; padding does not count."""
     variables, hparams = make_model(tiny_config, **changes)
     selected_LBT = np.broadcast_to(SEGMENTS_BT > 0, (3, 2, T))
     check_uniform(variables, hparams, 'dense', selected_LBT)
@@ -117,24 +108,24 @@ def test_masses_of_flat_softmaxes(tiny_config, changes, last_slot):
 
 
 def test_room_for_more_slots_has_no_mass(tiny_config, monkeypatch):
-    """On a GPU a buffer may hold more slots than are written."""
+    """On a GPU a buffer may have more room than the written slots take."""
     monkeypatch.setattr(stack_scan, 'slot_buffer_size', lambda slots: slots + 3)
     variables, hparams = make_model(tiny_config, **MODA, **{'model.depth.slot_window': 3})
     check_uniform(variables, hparams, 'dense', np.broadcast_to(SEGMENTS_BT > 0, (3, 2, T)))
 
 
-@pytest.mark.parametrize('skipped', ['projected', 'masked'])
-def test_only_tokens_that_entered_count(tiny_config, skipped):
-    """Of a routed layer neither queries nor keys nor first tokens are those of tokens that skip."""
+@pytest.mark.parametrize('skipped', ['projected', pytest.param('masked', marks=pytest.mark.slow)])
+def test_only_selected_tokens_count(tiny_config, skipped):
+    """In a routed layer, queries, keys and first tokens are those of the selected tokens."""
     changes = {'model.routing.overflow': 'grow', 'model.depth.skipped_slots': skipped}
     variables, hparams = make_model(tiny_config, **ROUTED, **changes)
     selected_LBT = np.array(np.broadcast_to(SEGMENTS_BT > 0, (3, 2, T)))
-    selected_LBT[1:, :, ::2] = False  # of a capacity of a half the pattern takes the odd positions
+    selected_LBT[1:, :, ::2] = False  # at capacity 0.5 the pattern selects odd positions
     check_uniform(variables, hparams, 'threshold', selected_LBT, skipped == 'masked')
 
 
-def test_learned_selection_counts(tiny_config):
-    """Under top-C of learned scores the tokens that count are those that the record names."""
+def test_tokens_selected_by_a_learned_router_count(tiny_config):
+    """Under top-C of learned scores the counted tokens are those of the RoutingRecord."""
     changes = {'model.routing.router': 'learned', 'model.routing.layers': '1'}
     changes |= {'model.num_layers': 2}
     variables, hparams = make_model(tiny_config, **ROUTED | changes)
@@ -151,9 +142,10 @@ def _softmax_row(scores):
 
 
 @pytest.mark.parametrize(('window', 'slot_window', 'own_query'), [(0, 0, False), (3, 1, True)])
-def test_masses_of_hand_made_queries_and_keys(window, slot_window, own_query):
-    """Slots and first token have the weights of one NumPy softmax per query, and with the other
-    keys they make 1; two query heads read one key head, a mask and rows tell the slots.
+def test_masses_equal_a_softmax_in_numpy(window, slot_window, own_query):
+    """Slots and first token have the weights of a NumPy softmax per query over slots and keys.
+
+    Two query heads read one key head; the visible slots follow from a mask and from row numbers.
     """
     rng = np.random.default_rng(1)
     q, q_depth = rng.normal(size=(2, 1, 6, 4, 8)).astype(np.float32)
@@ -161,7 +153,7 @@ def test_masses_of_hand_made_queries_and_keys(window, slot_window, own_query):
     slots = rng.normal(size=(3, 1, 9, 2, 8)).astype(np.float32)
     slots[2] = np.nan  # not written: two slots are
     mask = rng.random((3, 1, 9)) < 0.7
-    rows, segments = [0, 2, 3, 5, 7, 9], [1, 1, 1, 2, 2, 0]  # the last is of no token
+    rows, segments = [0, 2, 3, 5, 7, 9], [1, 1, 1, 2, 2, 0]  # the last is padding
     given = {
         'positions_BT': np.array([rows], np.int32),
         'segment_ids_BT': np.array([segments], np.int32),
@@ -175,7 +167,7 @@ def test_masses_of_hand_made_queries_and_keys(window, slot_window, own_query):
         'q_depth_BTNH': q_depth if own_query else None,
     }
     sums = jax.jit(
-        lambda q, k: module._layer_sums(
+        lambda q, k: module._masses(
             {'block': {'sequence': ((q, k, given, given['segment_ids_BT']),)}}, None
         ),
         compiler_options=FAST,
@@ -202,8 +194,8 @@ def test_masses_of_hand_made_queries_and_keys(window, slot_window, own_query):
     assert (queries, followers) == (5, 3) and expected_first > 0
 
 
-def test_no_layer_reads_what_is_not_written(tiny_config):
-    """A layer has mass on the slots of all earlier layers and on no other; one on its own key."""
+def test_a_layer_reads_the_slots_of_all_earlier_layers(tiny_config):
+    """It has mass on their slots and on no others; some is left for the sequence."""
     variables, hparams = make_model(tiny_config, **MODA)
     mass = depth_mass(variables, hparams, BATCH, 'dense')
     assert mass.slots == ('0a', '0f', '1a', '1f')
@@ -213,8 +205,8 @@ def test_no_layer_reads_what_is_not_written(tiny_config):
     assert all(type(array) is np.ndarray for array in mass[2:])
 
 
-def test_attention_stream_reads_slots_alone(tiny_config):
-    """Each of its reads, the last one for the final norm too, puts 1 on the slots before it."""
+def test_the_attention_stream_puts_all_mass_on_slots(tiny_config):
+    """Each of its reads, that for the final norm too, puts 1 on the slots written before it."""
     changes = {'model.depth.stream': 'attention', 'model.num_layers': 2}
     variables, hparams = make_model(tiny_config, **changes)
     mass = depth_mass(variables, hparams, BATCH, 'dense')
@@ -226,7 +218,7 @@ def test_attention_stream_reads_slots_alone(tiny_config):
 
 @pytest.mark.parametrize('stream', ['dense', 'average'])
 def test_streams_without_attention_over_depth_are_refused(stream, tiny_config):
-    """They have no softmax over depth; the one line says which streams have."""
+    """They have no softmax over depth; the error names the streams that have one."""
     changes = {'model.depth.stream': stream, 'model.layer_loop': 'unrolled'}
     hparams = from_config(tiny_config(**changes))
     with pytest.raises(ValueError, match=f"'{stream}'.*moda, attention or residual") as caught:
@@ -235,9 +227,10 @@ def test_streams_without_attention_over_depth_are_refused(stream, tiny_config):
 
 
 @pytest.mark.parametrize('stream', ['moda', 'attention'])
-def test_training_does_not_pay_for_the_hook(tiny_config, monkeypatch, stream):
-    """Traced with gradients, the model's program is the same as if it sowed nothing, and what it
-    would sow are arrays that the kernel is called with: none is computed for it.
+def test_sowing_costs_nothing_in_training(tiny_config, monkeypatch, stream):
+    """The traced gradient is the same program as without sowing.
+
+    What is sown are arrays that the kernel is called with: none is computed for the purpose.
     """
     hparams = from_config(tiny_config(**{'model.depth.stream': stream}))
     model, sown, used = Transformer(hparams), [], []
@@ -262,26 +255,51 @@ def test_training_does_not_pay_for_the_hook(tiny_config, monkeypatch, stream):
     assert arrays and {id(array) for array in arrays} <= {id(array) for array in used}
 
 
-def _near(picture, colour):
-    return np.abs(picture[..., :3] - matplotlib.colors.to_rgb(colour)).max(-1) < 0.02
+TEXT_T = TOKENS_BT[0, :6]
 
 
-@pytest.mark.parametrize('num_slots', [0, 4])
-def test_picture_shows_layers_from_the_bottom_up(tmp_path, num_slots):
-    """The first layer's bar is at the bottom, the last layer's above; any title can be drawn."""
-    slots_LS = np.zeros((3, num_slots))
-    slots_LS[2] = 0.2
-    mass = DepthMass(
-        ('0', '1', '2'), ('0a', '0f', '1a', '1f')[:num_slots], slots_LS, slots_LS.sum(1),
-        np.array([0.6, 0, 0]),
-    )  # fmt: skip
-    path = tmp_path / 'depth_mass.png'
-    plot_depth_mass(mass, 'p$_$q', path)
-    assert path.read_bytes().startswith(b'\x89PNG')
-    picture = matplotlib.image.imread(path)
-    first_token, depth = (
-        np.flatnonzero(_near(picture, colour).mean(1) > 0.15)
-        for colour in (module._FIRST, module._DEPTH)
-    )
-    assert len(first_token) > 10 and bool(len(depth)) == bool(num_slots)
-    assert not num_slots or depth.max() < first_token.min()
+def test_rows_of_attention_average_to_the_depth_mass(tiny_config):
+    """Rows sum to 1, are causal, and their mean over heads and tokens is the depth mass."""
+    variables, hparams = make_model(tiny_config, **MODA)
+    rows = [attention_row(variables, hparams, TEXT_T, 2, place) for place in range(6)]
+    for place, row in enumerate(rows):
+        total_N = row.sequence_NT.sum(axis=1) + row.slots_NL.sum(axis=1)
+        np.testing.assert_allclose(total_N, 1, rtol=1e-5)
+        assert not row.sequence_NT[:, place + 1 :].any()
+        assert row.sequence_NT[:, : place + 1].all() and row.slots_NL.shape[1] == 4
+    batch = {'tokens_BT': TEXT_T[None], 'segment_ids_BT': np.ones((1, 6), np.int32)}
+    mass = depth_mass(variables, hparams, batch, 'dense')
+    mine_L = np.mean([row.slots_NL.mean(axis=0) for row in rows], axis=0)
+    np.testing.assert_allclose(mine_L, mass.slots_LS[2], rtol=1e-4)
+    assert mass.depth_L[2] > 0.05
+    first = np.mean([row.sequence_NT[:, 0].mean() for row in rows[1:]])
+    np.testing.assert_allclose(first, mass.first_token_L[2], rtol=1e-4)
+
+
+def test_windows_bound_a_row_of_attention(tiny_config):
+    """A window of tokens and one of slots keep the newest; without slots there are none."""
+    windows = {'model.windows': (2,), 'model.depth.slot_window': 1}
+    variables, hparams = make_model(tiny_config, **MODA, **windows)
+    row = attention_row(variables, hparams, TEXT_T, 1, 4)
+    assert (row.sequence_NT > 0).any(axis=0).nonzero()[0].tolist() == [3, 4]
+    assert (row.slots_NL > 0).any(axis=0).tolist() == [False, True]
+    variables, hparams = make_model(tiny_config, **{'model.num_layers': 3})
+    row = attention_row(variables, hparams, TEXT_T, 1, 4)
+    assert row.slots_NL.shape[1] == 0
+    np.testing.assert_allclose(row.sequence_NT.sum(axis=1), 1, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ('changes', 'layer', 'position', 'message'),
+    [
+        ({'model.depth.stream': 'attention'}, 0, 0, "stream='attention'.*residual or moda"),
+        ({'model.routing.router': 'position'}, 1, 0, r'layer=1.*\[0, 2\]'),
+        ({}, 3, 0, r'layer=3.*\[0, 1, 2\]'),
+        ({}, 0, 6, r'position=6.*\[0, 6\)'),
+    ],
+)
+def test_a_row_of_attention_that_does_not_exist(tiny_config, changes, layer, position, message):
+    """The error names the argument, before anything is computed."""
+    hparams = from_config(tiny_config(**{'model.num_layers': 3, **changes}))
+    with pytest.raises(ValueError, match=message):
+        attention_row(None, hparams, TEXT_T, layer, position)

@@ -1,4 +1,4 @@
-"""An inspection says of each token what the model's own forward pass says."""
+"""An inspection reports for each token what the model's own forward pass computes."""
 
 import functools
 
@@ -42,8 +42,9 @@ def inspected(routed):
     """TEXT through it by its predictor, and the stream of tokens."""
     tokens_N = token_stream([TEXT], ByteTokenizer())
     windows = []
-    given = (*routed, tokens_N, ByteTokenizer(), 'predictor')
-    inspection = inspect_tokens(*given, on_window=lambda: windows.append(1))
+    inspection = inspect_tokens(
+        *routed, tokens_N, ByteTokenizer(), 'predictor', on_window=lambda: windows.append(1)
+    )
     assert len(windows) == 2
     return inspection, tokens_N
 
@@ -66,7 +67,7 @@ def test_each_window_is_the_models_own_pass(routed, inspected):
         ones_BT = np.ones_like(tokens_BT)
         logits_BTV, records = forward(tokens_BT, ones_BT)
         for name in RoutingRecord._fields:
-            mine_RN = getattr(inspection, name.replace('_BT', '_RN'))[:, part]
+            mine_RN = getattr(inspection.routing, name)[:, part]
             np.testing.assert_allclose(mine_RN, getattr(records.routing, name)[:, 0], atol=1e-5)
         log_p_TV = np.asarray(jax.nn.log_softmax(logits_BTV[0].astype(float)))
         entropy_T = -(np.exp(log_p_TV) * log_p_TV).sum(-1)
@@ -75,24 +76,24 @@ def test_each_window_is_the_models_own_pass(routed, inspected):
         loss_N = -log_p_TV[np.arange(len(following_N)), following_N]
         np.testing.assert_allclose(inspection.loss_N[part][: len(loss_N)], loss_N, atol=1e-4)
     assert np.isnan(inspection.loss_N).tolist() == [False] * len(TEXT) + [True]
-    assert inspection.top_c_RN.sum(axis=1).tolist() == [T // 4 + 1]
+    assert inspection.routing.top_c_BT.sum(axis=1).tolist() == [T // 4 + 1]
 
 
 def test_only_tokens_that_entered_have_a_change(inspected):
-    """The dense block changes every token, the routed one those that entered; none by nothing."""
+    """The dense block changes every token, the routed one the selected tokens; no change is 0."""
     inspection, _ = inspected
-    changed_LN = np.isfinite(inspection.relative_LN)
-    assert inspection.routed_layers == (1,) and 0 < inspection.entered_RN.sum() < 20
-    assert changed_LN[0].all() and np.array_equal(changed_LN[1], inspection.entered_RN[0])
-    assert (inspection.relative_LN[changed_LN] > 0).all()
+    changed_LN = np.isfinite(inspection.change_LN)
+    assert inspection.routed_layers == (1,) and 0 < inspection.routing.selected_BT.sum() < 20
+    assert changed_LN[0].all() and np.array_equal(changed_LN[1], inspection.routing.selected_BT[0])
+    assert (inspection.change_LN[changed_LN] > 0).all()
 
 
 def test_dense_model_without_routing(tiny_config):
-    """There is no routed block to tell of; entropies and changes are there all the same."""
+    """Entropies and changes are there; what concerns routed blocks is empty."""
     variables, hparams = make_model(tiny_config, **{'model.num_layers': 1})
     inspection = inspect_tokens(variables, hparams, [256, 97, 98], ByteTokenizer(), 'dense')
-    assert inspection.scores_RN.shape == inspection.entered_RN.shape == (0, 3)
-    assert np.isfinite(inspection.relative_LN).all() and np.isfinite(inspection.entropy_N).all()
+    assert inspection.routing.scores_BT.shape == inspection.routing.selected_BT.shape == (0, 3)
+    assert np.isfinite(inspection.change_LN).all() and np.isfinite(inspection.entropy_N).all()
     summed = totals(inspection, token_classes(inspection.pieces, 'python'))
     assert summed['blocks_entered'][0]['tokens'] == 3 and np.isnan(summed['enter_all'])
     assert summed['entropy_correlation'] is None
@@ -103,24 +104,34 @@ def test_dense_model_without_routing(tiny_config):
     [([], 'predictor', 'one token'), ([256], 'aux_loss', "routing='aux_loss'")],
 )
 def test_bad_input(routed, tokens, routing, words):
-    """No token, and a rule that the model does not have, are refused before anything runs."""
+    """No token, and a rule that the model does not have, are errors before anything runs."""
     with pytest.raises(ValueError, match=words):
         inspect_tokens(*routed, tokens, ByteTokenizer(), routing)
 
 
 def hand_made():
     """Four tokens, three layers, of which 0 and 2 are routed."""
-    entered_RN = np.array([[1, 1, 0, 0], [0, 1, 0, 1]]) > 0
+    selected_RN = np.array([[1, 1, 0, 0], [0, 1, 0, 1]]) > 0
     top_c_RN = np.array([[1, 0, 1, 0], [0, 1, 0, 1]]) > 0
-    relative_LN = np.array([[0.5, 0.1, 0, 0], [1, 2, 3, 4], [0, 0.2, 0, 0.4]], np.float32)
-    relative_LN[[0, 2]] = np.where(entered_RN, relative_LN[[0, 2]], np.nan)
+    change_LN = np.array([[0.5, 0.1, 0, 0], [1, 2, 3, 4], [0, 0.2, 0, 0.4]], np.float32)
+    change_LN[[0, 2]] = np.where(selected_RN, change_LN[[0, 2]], np.nan)
     scores_RN = np.array([[1, 2, 3, 4], [4, 3, 2, 1]], np.float32)
-    refused_RN = np.array([[0, 0, 0, 1], [0, 0, 0, 0]]) > 0
+    dropped_RN = np.array([[0, 0, 0, 1], [0, 0, 0, 0]]) > 0
     entropy_N = np.array([2, 4, 1, 3], np.float32)
     loss_N = np.array([1, 2, 3, np.nan], np.float32)
-    routing = (scores_RN, scores_RN, scores_RN, top_c_RN, entered_RN, refused_RN)
-    places = (np.arange(4), (b'', b'i', b'f', b' '), np.zeros(4), np.arange(4))
-    return Inspection((0, 2), *places, *routing, relative_LN, entropy_N, loss_N)
+    routing = RoutingRecord(scores_RN, scores_RN, top_c_RN, selected_RN, dropped_RN, scores_RN)
+    pieces = (b'', b'i', b'f', b' ')
+    return Inspection(
+        routed_layers=(0, 2),
+        tokens_N=np.arange(4),
+        pieces=pieces,
+        windows_N=np.zeros(4),
+        positions_N=np.arange(4),
+        routing=routing,
+        change_LN=change_LN,
+        entropy_N=entropy_N,
+        loss_N=loss_N,
+    )
 
 
 def test_totals_of_a_hand_made_inspection():

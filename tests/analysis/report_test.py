@@ -1,4 +1,4 @@
-"""The end of a run is told truly: numbers, picture, sample, and three things to do next."""
+"""The end of a run: true numbers, pictures, a sample, and three things to do next."""
 
 import functools
 import io
@@ -18,8 +18,8 @@ from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model.transformer import Transformer
 from moddepth_jax.training.loop import Run
+from tests.model.cases import FAST
 
-FAST = {'xla_backend_optimization_level': 0}
 ROOT = pathlib.Path(__file__).parents[2]
 ROUTING = {'selected_fraction': 0.121, 'precision': 0.912, 'recall': float('nan')}
 
@@ -155,9 +155,9 @@ def test_three_next_steps_that_exist(tiny_config, tmp_path, sampled, router):
     assert (run.workdir / 'routing.png').exists() == (router == 'learned')
 
 
-@pytest.mark.parametrize('router', ['learned', 'none'])
-def test_run_with_depth_slots_shows_who_reads_them(tiny_config, tmp_path, sampled, router):
-    """A MoDA run leaves the masses on its slots as a picture, named to look at, and as numbers."""
+@pytest.mark.parametrize('router', ['learned', pytest.param('none', marks=pytest.mark.slow)])
+def test_run_with_depth_slots_shows_the_attention_on_them(tiny_config, tmp_path, sampled, router):
+    """A MoDA run has a picture of the masses on its slots, named to look at, and the numbers."""
     sampled('x')
     moda = {'model.num_layers': 2, 'model.depth.stream': 'moda'}
     run = make_run(tiny_config, tmp_path / 'run', router, **moda)
@@ -186,9 +186,9 @@ def expert_line(tiny_config, layers, **changes):
 
 
 def test_run_with_experts_shows_their_loads(tiny_config, tmp_path, sampled):
-    """A line has the largest load and the shares; the picture is named, its numbers beside it.
+    """A line has the largest load and the shares; there is a picture, and its numbers.
 
-    Tokens that choose look at nothing later: there is one loss, and no gap.
+    Token choice looks at nothing later: there is one loss, and no gap.
     """
     sampled('x')
     run = make_run(tiny_config, tmp_path / 'run', 'none', **expert_knobs(row_capacity=9))
@@ -210,7 +210,7 @@ def test_run_with_experts_shows_their_loads(tiny_config, tmp_path, sampled):
 
 
 def test_run_of_experts_that_choose_has_a_gap(tiny_config, tmp_path, sampled):
-    """They look ahead in training: both losses are told, and how many a token passes causally."""
+    """They look ahead in training: both losses are printed, and the experts a token passes."""
     sampled('x')
     knobs = expert_knobs(choice='expert', num_routed=4, num_noop=0)
     out = printed(make_run(tiny_config, tmp_path / 'run', 'none', **knobs))
@@ -220,8 +220,8 @@ def test_run_of_experts_that_choose_has_a_gap(tiny_config, tmp_path, sampled):
     assert json.loads((tmp_path / 'run' / 'expert_load.json').read_text())['routing'] == 'threshold'
 
 
-def test_line_of_the_experts_says_what_can_differ(tiny_config):
-    """No share of what there is none of; a layer that no token reached spoils none."""
+def test_line_of_the_experts(tiny_config):
+    """It has only shares that the model has; a layer without tokens does not make them NaN."""
     start = 'experts: largest load 1.50 of their mean (layer 01)'
     even = {'layer_01': EXPERTS['layer_01']}
     assert expert_line(tiny_config, even) == start + ', no-op 0.60 (FLOPs are counted at 0.25)'
@@ -247,14 +247,14 @@ def test_line_of_the_experts_says_what_can_differ(tiny_config):
     ],
 )
 def test_the_run_to_compare_with_lacks_one_mechanism(tiny_config, changes, config):
-    """Routing, no-op experts, experts or depth slots are taken away; a plain model gets routing."""
+    """Without routing, no-op experts, experts or depth slots; a plain model is given routing."""
     model = from_config(tiny_config(**changes)).model
     assert report._other_config(model) == config
     assert (ROOT / 'configs' / config.split(':')[0]).exists()
 
 
 @pytest.mark.parametrize(
-    ('gap', 'verdict'),
+    ('gap', 'words'),
     [
         (0.0099, 'negligible'),
         (-0.0099, 'negligible'),
@@ -262,7 +262,7 @@ def test_the_run_to_compare_with_lacks_one_mechanism(tiny_config, changes, confi
         (0.05, 'invalidates'),
     ],
 )
-def test_verdict_on_the_routing_gap(tiny_config, tmp_path, gap, verdict):
+def test_description_of_the_routing_gap(tiny_config, tmp_path, gap, words):
     """0.01 nats or less is negligible, 0.05 or more invalidates a run."""
     hparams = from_config(tiny_config(**{'model.routing.router': 'learned'}))
     summary = {
@@ -271,7 +271,7 @@ def test_verdict_on_the_routing_gap(tiny_config, tmp_path, gap, verdict):
     }  # fmt: skip
     run = Run(hparams, tmp_path, None, None, summary)
     (line,) = (line for line in report._lines(run) if 'routing gap' in line)
-    assert verdict in line and f'{gap:+.4f}' in line
+    assert words in line and f'{gap:+.4f}' in line
 
 
 @pytest.mark.parametrize(
@@ -283,7 +283,7 @@ def test_verdict_on_the_routing_gap(tiny_config, tmp_path, gap, verdict):
     ],
 )
 def test_a_sample_is_printed_as_text(tiny_config, tmp_path, sampled, text, pieces):
-    """Brackets are no markup; control characters, which could steer a terminal, are left out."""
+    """Brackets are not markup; control characters, which could steer a terminal, are dropped."""
     sampled(text)
     out = printed(make_run(tiny_config, tmp_path / 'run', 'none'))
     assert all(piece in out for piece in pieces)
@@ -300,8 +300,8 @@ def test_prompt_begins_with_the_separator(tiny_config):
 
 
 @pytest.mark.parametrize(('prompt', 'fits'), [('x' * 23, True), ('x' * 24, False)])
-def test_a_prompt_longer_than_the_context_is_refused(tiny_config, prompt, fits):
-    """With the separator and the sample it must fit data.sequence_length, which the line names."""
+def test_a_prompt_longer_than_the_context_is_an_error(tiny_config, prompt, fits):
+    """With the separator and the sample it must fit data.sequence_length, which the error names."""
     hparams = from_config(tiny_config(**{'report.prompt': prompt}))
     if fits:
         assert len(report.prompt_tokens(hparams, make_tokenizer('bytes'))) == 24

@@ -2,15 +2,20 @@
 
 import html.parser
 import json
+import pathlib
 import re
+import shutil
+import subprocess
 
 import numpy as np
 import pytest
 
+from moddepth_jax.analysis import routing_page
 from moddepth_jax.analysis.depth_mass import DepthMass
 from moddepth_jax.analysis.inspection import Inspection
 from moddepth_jax.analysis.routing_page import page_data, render, shown_tokens
 from moddepth_jax.hparams import from_config
+from moddepth_jax.model.routing import RoutingRecord
 
 HOSTILE = b'</script><script>alert(1)</script><!--"\'&amp;__DATA__'
 HOSTILE += b'\x00\x1b[31m\xff\xed\xa0\x80\xe2\x80\xae'
@@ -31,12 +36,15 @@ class Page(html.parser.HTMLParser):
     def __init__(self, text):
         super().__init__()
         self.tags, self.ids, self.scripts, self.links = [], set(), [], []
+        self.names = set()  # of `about`, that the page shows or depends on
         self.feed(text)
 
     def handle_starttag(self, tag, attributes):
         self.tags.append(tag)
         attributes = dict(attributes)
         self.ids.add(attributes.get('id'))
+        names = (attributes.get('data-show'), attributes.get('data-if'))
+        self.names |= {name.partition('=')[0] for name in names if name}
         self.links += [attributes[name] for name in ('src', 'href') if name in attributes]
         if tag == 'script':
             self.scripts.append('')
@@ -58,26 +66,29 @@ def make_data(tiny_config, content=HOSTILE, routing='predictor', depth=None, cha
     size, rng = len(content) + 1, np.random.default_rng(0)
     num_routed = len(hparams.model.routed_layers)
     scores_RN = rng.normal(size=(num_routed, size)).astype(np.float32)
-    marks = [scores_RN > 0] * 2 + [scores_RN > 9]
     inspection = Inspection(
-        hparams.model.routed_layers,
-        np.arange(size),
-        (b'', *[content[i : i + 1] for i in range(len(content))]),
-        np.arange(size) // 8,
-        np.arange(size) % 8,
-        scores_RN,
-        scores_RN - np.float32(0.5),
-        scores_RN,
-        *marks,
-        rng.random((hparams.model.num_layers, size)).astype(np.float32),
-        rng.random(size).astype(np.float32),
-        np.append(rng.random(size - 1), np.nan).astype(np.float32),
+        routed_layers=hparams.model.routed_layers,
+        tokens_N=np.arange(size),
+        pieces=(b'', *[content[i : i + 1] for i in range(len(content))]),
+        windows_N=np.arange(size) // 8,
+        positions_N=np.arange(size) % 8,
+        routing=RoutingRecord(
+            scores_BT=scores_RN,
+            rule_logits_BT=scores_RN - np.float32(0.5),
+            top_c_BT=scores_RN > 0,
+            selected_BT=scores_RN > 0,
+            dropped_BT=scores_RN > 9,
+            gates_BT=scores_RN,
+        ),
+        change_LN=rng.random((hparams.model.num_layers, size)).astype(np.float32),
+        entropy_N=rng.random(size).astype(np.float32),
+        loss_N=np.append(rng.random(size - 1), np.nan).astype(np.float32),
     )
     return page_data(inspection, hparams, np.zeros(size, int), routing, NAMES | names, depth)
 
 
-def test_hostile_text_is_data_alone(tiny_config):
-    """Two scripts whatever the text and the names say; the first is the data, to the last digit."""
+def test_hostile_text_stays_data(tiny_config):
+    """There are two scripts whatever the text and names are; the first is exactly the data."""
     data = make_data(tiny_config)
     text = render(data)
     page, plain = Page(text), Page(render(make_data(tiny_config, b'x', text='x', run='x')))
@@ -89,7 +100,7 @@ def test_hostile_text_is_data_alone(tiny_config):
 
 
 def test_no_network_and_no_markup_of_data(tiny_config):
-    """The page names no address, forbids itself to ask for any, and writes text as text."""
+    """The page names no address, forbids itself to load any, and assigns text as text."""
     text = render(make_data(tiny_config, b'x'))
     assert Page(text).links == ['data:,']
     assert not re.search(r'https?://|@import|url\(', text)
@@ -98,11 +109,13 @@ def test_no_network_and_no_markup_of_data(tiny_config):
         assert dangerous not in text
 
 
-def test_script_finds_what_it_looks_for(tiny_config):
-    """Each element that the script asks for by its id is on the page."""
+def test_page_and_script_fit_together(tiny_config):
+    """The page has each element that the script looks up, and `about` each name that it shows."""
     page = Page(render(make_data(tiny_config, b'x')))
     asked = set(re.findall(r"(?:get|getElementById)\('(\w+)'\)", page.scripts[1]))
-    assert len(asked) > 10 and asked <= page.ids
+    assert len(asked) > 7 and asked <= page.ids
+    about = make_data(tiny_config, b'x')['about']
+    assert len(page.names) > 15 and page.names <= set(about)
 
 
 @pytest.mark.parametrize(
@@ -137,31 +150,40 @@ def test_numbers_of_the_json(tiny_config):
     json.dumps(data, allow_nan=False)
 
 
-def test_page_tells_what_it_shows(tiny_config):
-    """Windows, cuts, a rule that sees the future and a dense model are told of where they are."""
+def test_about_says_which_notes_the_page_shows(tiny_config):
+    """Windows, a cut text, a rule that looks ahead and a dense model each have their note."""
+    notes = ('several_windows', 'cut', 'looks_ahead', 'dense')
 
-    def notes(**given):
-        about = make_data(tiny_config, **given)['about']
-        return ' '.join(about['notes']), about
+    def shown(**options):
+        about = make_data(tiny_config, **options)['about']
+        assert about['routed'] != about['dense']
+        return [name for name in notes if about[name]], about
 
-    text, about = notes(content=b'abc')
-    assert (text, about['windows'], about['rule_column']) == ('', 1, 'predictor')
-    text, about = notes(content=b'a' * 20, cut=70)
-    assert 'context of 8 tokens' in text and 'last 70 tokens' in text and about['windows'] == 3
-    text, about = notes(content=b'abc', routing='top_c')
-    assert 'looks at the future' in text and about['looks_ahead']
-    dense = {'model.routing.router': 'none'}
-    text, about = notes(content=b'abc', routing='dense', changes=dense)
-    assert 'No block of this model is routed' in text and about['rule_column'] is None
-    assert 'score' not in dict(about['words'])
+    names, about = shown(content=b'abc')
+    assert (names, about['windows'], about['rule_column']) == ([], 1, 'predictor')
+    names, about = shown(content=b'a' * 20, cut=70)
+    assert (names, about['windows'], about['cut']) == (['several_windows', 'cut'], 3, 70)
+    assert shown(content=b'abc', routing='top_c')[0] == ['looks_ahead']
+    changes = {'model.routing.router': 'none'}
+    names, about = shown(content=b'abc', routing='dense', changes=changes)
+    assert (names, about['rule_column'], about['logits_of']) == (['dense'], None, None)
+
+
+@pytest.mark.skipif(
+    shutil.which('node') is None, reason='node, which parses the script, is missing'
+)
+def test_script_is_valid(tmp_path):
+    """node accepts it."""
+    script = pathlib.Path(routing_page.__file__).with_suffix('.js')
+    subprocess.run(['node', '--check', script], check=True)
 
 
 def test_depth_mass_is_in_the_data(tiny_config):
-    """As lists, beside the number of tokens on which it was measured."""
+    """As lists; `about` has the number of tokens that it was measured on."""
     mass = DepthMass(('0', '1'), ('0a',), np.array([[0], [0.5]]), np.array([0, 0.5]), np.ones(2))
     data = make_data(tiny_config, b'x', depth=mass, depth_tokens=2048)
     assert data['depth']['slots_LS'] == [[0], [0.5]] and data['depth']['layers'] == ['0', '1']
-    assert '2,048 tokens' in data['about']['depth_text']
+    assert data['about']['depth_tokens'] == 2048
 
 
 def test_page_of_two_thousand_tokens_is_small(tiny_config):

@@ -1,13 +1,22 @@
-"""Classes of tokens: Python's lexer on code, patterns on what it refuses, letters on prose."""
-
-import pathlib
+"""Classes of tokens: of Python code, also broken code, of prose, and of held-out windows."""
 
 import numpy as np
 import pytest
 
 from moddepth_jax.analysis import token_classes as module
-from moddepth_jax.analysis.token_classes import CLASSES, byte_classes, guess_language, token_classes
-from moddepth_jax.data import pipeline
+from moddepth_jax.analysis.token_classes import (
+    CLASSES,
+    byte_classes,
+    guess_language,
+    held_out_classes,
+    language_of,
+    token_classes,
+)
+from moddepth_jax.data.corpus import Corpus
+from moddepth_jax.data.pipeline import HeldOut, make_held_out
+from moddepth_jax.data.tokenizers.tokenizer import ByteTokenizer
+from moddepth_jax.hparams import DataHparams
+from tests.data.prepared_text import prepare
 
 CODE = b'''"""Says what it is."""
 import os  # of the system
@@ -43,7 +52,7 @@ def named(text, language='python'):
 
 
 def test_code_is_cut_as_python_cuts_it():
-    """Each piece has its class; what is not listed of the code is space or an operator."""
+    """Each piece has its class; the rest of the code is whitespace or an operator."""
     found = named(CODE)
     for piece in PIECES:
         assert piece in found
@@ -53,24 +62,11 @@ def test_code_is_cut_as_python_cuts_it():
 @pytest.mark.parametrize(
     'broken', [b'def (:\n' + CODE, CODE + b'x = (', CODE + b'\xff', CODE + b'\0']
 )
-def test_broken_code_keeps_its_classes(broken, monkeypatch):
-    """What a lexer refuses is classed the same, but for what is broken."""
+def test_broken_code_keeps_its_classes(broken):
+    """The parts that are not broken have the same classes."""
     expected = named(CODE)
     found = named(broken)
     assert [piece for piece in expected if piece not in found] == []
-
-
-def test_patterns_agree_with_the_lexer():
-    """On the source of another module both give all but a few bytes the same class."""
-    text = pathlib.Path(pipeline.__file__).read_text(encoding='utf-8')
-    sides = []
-    for spans in (module._lexed(text), module._matched(module._PYTHON, text)):
-        classes = np.zeros(len(text), int)
-        for start, end, name in spans:
-            classes[start:end] = CLASSES.index(name)
-        classes[[character.isspace() for character in text]] = 0
-        sides.append(classes)
-    assert np.mean(sides[0] == sides[1]) > 0.99
 
 
 @pytest.mark.parametrize(
@@ -78,14 +74,13 @@ def test_patterns_agree_with_the_lexer():
     [
         (b'x = """never closed\n y = 1', ('string', b'"""never closed\n y = 1')),
         (b"a b\nx = 'never closed\ny", ('identifier', b'y')),
-        (b'a b\n"""never closed', ('docstring', b'"""never closed')),
         (b'def f(: # said \xff', ('comment', b'# said \xff')),
         (b'(\n0x1F', ('number', b'0x1F')),
         (b'(\n?', ('other', b'?')),
     ],
 )
 def test_text_that_ends_anywhere(text, last):
-    """A string that nobody closes runs to the end of its line, a triple one to that of the text."""
+    """An unclosed string ends with its line, a triple-quoted one with the text."""
     assert named(text)[-1] == last
 
 
@@ -129,7 +124,7 @@ def test_tokens_take_the_class_of_their_first_solid_byte():
     assert classes == ['start of text', 'keyword', 'identifier', 'whitespace', 'comment']
 
 
-def test_languages_are_told_apart():
+def test_languages_are_distinguished():
     """Code by its lines, even cut out of its middle; a licence is prose."""
     assert guess_language(CODE) == 'python'
     assert guess_language(b'  return x\n\n  def f(a,\n        b):\n    """A phrase\n') == 'python'
@@ -138,6 +133,65 @@ def test_languages_are_told_apart():
 
 
 def test_unknown_language():
-    """The error names the language and what there is."""
+    """The error names the language and the known ones."""
     with pytest.raises(ValueError, match="language='c': must be one of python, prose"):
         byte_classes(b'x', 'c')
+
+
+TEXTS = [b'x = "def if 12"\n', b'# 3\n', b"'''for\nwhile x in y:\n'''\nreturn 45\n"]
+
+
+def _held_out(texts, length, source='python_environment'):
+    knobs = dict(
+        mixture='', text_field='text', tokenizer='bytes', held_out_fraction=0.5, batch_size=2
+    )
+    data = DataHparams(source=source, sequence_length=length, log_windows=False, **knobs)
+    return HeldOut(data, Corpus(source, [], texts, '', ''))
+
+
+def _check(dataset, length, num_rows):
+    """What is inside a string or a docstring has that class; separators are starts of text."""
+    batches = [dataset.held_out_batch(i) for i in range(dataset.num_held_out_batches)]
+    rows = np.concatenate([batch['tokens_BT'] for batch in batches])
+    rows = rows[np.concatenate([batch['segment_ids_BT'] for batch in batches])[:, 0] > 0]
+    found = held_out_classes(dataset, rows, 'python')
+    assert found.shape == rows.shape and len(rows) == num_rows
+    classes = [CLASSES[number] for number in found.flat]
+    pairs = {(chr(token), name) for token, name in zip(rows.flat, classes, strict=True)}
+    names = {name for _, name in pairs}
+    assert 'identifier' in names and {n for c, n in pairs if c == chr(256)} == {'start of text'}
+    assert {n for c, n in pairs if c == 'f'} <= {'string', 'docstring'}
+    assert {n for c, n in pairs if c in '12'} <= {'string'}
+    assert {n for c, n in pairs if c == '3'} <= {'comment'}
+    assert {n for c, n in pairs if c in '45'} <= {'number'}
+
+
+@pytest.mark.parametrize('block', [1, 3, 4096])
+def test_classes_are_those_of_the_documents(monkeypatch, block):
+    """Whatever the windows' length, and however much is searched at a time."""
+    monkeypatch.setattr(module, '_BLOCK', block)
+    for length in (3, 7, 20):
+        _check(_held_out(TEXTS, length), length, 57 // length)
+
+
+def test_classes_are_found_in_prepared_text(tmp_path):
+    """In each of the streams that its windows are cut from."""
+    names = [(f'{i}.py', text) for i, text in enumerate(TEXTS)]
+    prepare(tmp_path / 'text', names, ByteTokenizer(), 0.5)
+    knobs = dict(mixture='', text_field='text', tokenizer='prepared', held_out_fraction=0.5)
+    for length in (3, 7):
+        knobs |= dict(batch_size=2, log_windows=False, sequence_length=length)
+        dataset = make_held_out(DataHparams(source=str(tmp_path / 'text'), **knobs))
+        sizes = [(len(stream) - 1) // length for stream in dataset.held_out_streams]
+        assert len(sizes) == 2 and min(sizes) > 0
+        _check(dataset, length, sum(sizes))
+        assert language_of(dataset.corpus) == 'python'
+
+
+def test_the_languages_of_sources():
+    """The sources of Python code are Python whatever they look like; other text is judged."""
+    prose = [b'One day the rain came.\nIt did not stop.\n']
+    sources = {'stdlib': 'python', 'python_environment': 'python', 'a.txt': 'prose'}
+    for source, language in sources.items():
+        assert language_of(Corpus(source, [], prose, '', '')) == language
+    assert language_of(Corpus('a.txt', [], TEXTS, '', '')) == 'python'

@@ -1,4 +1,4 @@
-"""A config that is broken anywhere ends in one line that names where, before anything compiles."""
+"""A broken config ends with one line that names the knob, before anything is compiled."""
 
 import collections
 import json
@@ -13,11 +13,11 @@ from tests.hparams_test import BAD_VALUES
 from tests.launch.broken_configs import KINDS, file_text, make_cases, make_folder
 
 ROOT = pathlib.Path(__file__).parents[2]
-COUNT, SEED = 300, 8
+COUNT, SEED = 260, 8
 NAMES = sorted(
     path.stem for path in (ROOT / 'configs').glob('*.py') if 'def get_config' in path.read_text()
 )
-# Broken in some configs only: they have cases of their own.
+# Wrong in some configs only.
 DEPENDS = {
     'model.depth.slot_window': [1],
     'model.depth.attention_slot_projection': [True],
@@ -27,19 +27,19 @@ DEPENDS = {
 
 
 def bad_values():
-    """Values that are wrong whatever the other knobs are."""
+    """Values that are wrong with any values of the other knobs."""
     values = {
         name: [value for value in values if value not in DEPENDS.get(name, [])]
         for name, values in BAD_VALUES.items()
     }
-    return {name: left for name, left in values.items() if left}
+    return {name: wrong for name, wrong in values.items() if wrong}
 
 
 def command_line(folder, number, name, case):
-    """Writes the config file; the arguments, with a workdir that is not there."""
+    """Writes the config file; returns the arguments, with a workdir that does not exist."""
     path = folder / f'config_{number}.py'
     path.write_text(file_text(name, str(folder), case.lines if case else ''))
-    # On several devices a run that passes is shaped besides, which takes its time.
+    # On several devices a run that passes the checks is also shaped, which takes time.
     arguments = case.arguments if case else ('{config}', '--mesh=data=1')
     given = [argument.replace('{config}', f'--config={path}') for argument in arguments]
     return [f'--workdir={folder}/run_{number}', *given]
@@ -72,13 +72,13 @@ def checked(tmp_path_factory):
 
 
 def test_every_config_is_fine_before_it_is_broken(checked):
-    """Unchanged, each small config passes every check, so what is told of a case is its own."""
+    """Unchanged, each small config passes every check, so the error of a case is its own."""
     for name, run in zip(NAMES, checked[2], strict=True):
         assert run['status'] == 77, (name, run)
 
 
 def test_broken_configs_are_one_line_before_anything_compiles(checked):
-    """300 of them: status 2, one line with the field and the value, nothing written or compiled."""
+    """Status 2, one line with the knob and the value, nothing written or compiled."""
     cases, runs, _, folder, meter = checked
     assert len(cases) == COUNT and meter > 0
     kinds = collections.Counter(case.kind for _, case in cases)
@@ -93,17 +93,3 @@ def test_broken_configs_are_one_line_before_anything_compiles(checked):
         if not ok or (folder / f'run_{i}').exists():
             wrong.append(f'{i} {name} {case} {run}')
     assert not wrong, f'{len(wrong)} of {COUNT}:\n' + '\n'.join(wrong)
-
-
-def test_some_of_them_by_the_command_itself(checked):
-    """As `python -m launch.train`: the same status and the same line, and no workdir."""
-    cases, runs, _, folder, _ = checked
-    chosen = [i for i, (_, case) in enumerate(cases) if case.kind in ('mesh', 'budget')][:1]
-    for i in chosen:
-        arguments = command_line(folder, i, *cases[i])
-        command = [sys.executable, '-m', 'launch.train', *arguments]
-        given = {'cwd': folder, 'env': environment(folder), 'capture_output': True, 'text': True}
-        done = subprocess.run(command, **given)
-        assert (done.returncode, done.stdout) == (2, '')
-        assert done.stderr == runs[i]['stderr']
-        assert not (folder / f'run_{i}').exists()

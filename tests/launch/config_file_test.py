@@ -1,4 +1,4 @@
-"""A stored config.json is read as a config, and configs of an installed copy are found."""
+"""A stored config.json is read as a config, and configs of the installed package are found."""
 
 import dataclasses
 import json
@@ -36,8 +36,8 @@ def with_knobs(config, **knobs):
     ],
     ids=str,
 )
-def test_a_stored_config_is_that_of_its_run(changes, tiny_config, tmp_path):
-    """Every knob as it was, with the types of base, so that flags can change each of them."""
+def test_a_stored_config_has_the_knobs_of_its_run(changes, tiny_config, tmp_path):
+    """Every knob has its value, with the type of base, so that flags can change it."""
     path, hparams = stored(tmp_path, tiny_config(**changes))
     config = config_file.load(path)
     assert from_config(config) == hparams
@@ -45,8 +45,8 @@ def test_a_stored_config_is_that_of_its_run(changes, tiny_config, tmp_path):
     assert type(config.model.windows) is tuple
 
 
-def test_what_auto_stood_for_can_stand_for_something_else(tiny_config, tmp_path):
-    """A dense run's config takes any router and stream without a word about their other knobs."""
+def test_auto_is_resolved_again_after_changes(tiny_config, tmp_path):
+    """A dense run's config takes any router and stream, without changes of their other knobs."""
     config = config_file.load(stored(tmp_path, tiny_config())[0])
     for router, gate in (('learned', 'raw'), ('norm', 'none'), ('random', 'none')):
         assert with_knobs(config, **{'routing.router': router}).routing.gate == gate
@@ -58,15 +58,15 @@ def test_what_auto_stood_for_can_stand_for_something_else(tiny_config, tmp_path)
     )
 
 
-def test_a_choice_that_was_made_is_kept(tiny_config, tmp_path):
-    """What is not what auto stands for stays, and so does what an older run had."""
+def test_an_explicit_choice_is_kept(tiny_config, tmp_path):
+    """A value that `auto` would not have resolved to stays."""
     changes = {'model.routing.router': 'learned', 'model.routing.gate': 'tanh'}
     config = config_file.load(stored(tmp_path, tiny_config(**changes))[0])
     assert (config.model.routing.gate, config.model.routing.causal_rule) == ('tanh', 'auto')
 
 
-def test_a_config_json_of_no_use_is_refused(tiny_config, tmp_path):
-    """One line: another name, no such file, another schema, a knob that is not known."""
+def test_a_bad_config_json_is_one_line(tiny_config, tmp_path):
+    """Another name, no such file, another schema, an unknown knob."""
     path, _ = stored(tmp_path, tiny_config())
     content = json.loads(pathlib.Path(path).read_text())
     for name, text, words in (
@@ -84,7 +84,7 @@ def test_a_config_json_of_no_use_is_refused(tiny_config, tmp_path):
 
 
 def test_configs_of_the_package_are_found_from_anywhere(tmp_path, monkeypatch):
-    """configs/NAME.py where the current directory has none; its own file goes first."""
+    """configs/NAME.py if the current directory has none; its own file is preferred."""
     monkeypatch.chdir(tmp_path)
     assert config_file.load('configs/tiny.py').model.num_layers > 0
     with pytest.raises(flags.Error, match='configs/tyni.py: no such Python file'):

@@ -44,7 +44,7 @@ def main(cases, results):
         try:
             with contextlib.redirect_stdout(printed[0]), contextlib.redirect_stderr(printed[1]):
                 try:
-                    train.command.run(train.main)
+                    train.cli.run(train.main)
                 except SystemExit as end:
                     status = end.code
                 except Exception:

@@ -1,19 +1,27 @@
-"""The measures of small models, whose routers choose as is known."""
+"""The measures of small models whose selected tokens are known."""
 
 import json
+import types
 
 import jax
 import numpy as np
 import pytest
+import scipy.stats
 
 from moddepth_jax.analysis import block_stats as module
-from moddepth_jax.analysis import depth_mass, layer_deltas, layer_walk
-from moddepth_jax.analysis.block_stats import block_stats
+from moddepth_jax.analysis.block_stats import (
+    MEASURES,
+    QUANTILES,
+    TokenArrays,
+    block_stats,
+    rank_correlation,
+    spread,
+)
 from moddepth_jax.data.corpus import Corpus
 from moddepth_jax.data.pipeline import HeldOut
 from moddepth_jax.hparams import DataHparams
 from moddepth_jax.model.transformer import Transformer
-from tests.model.cases import FAST, MODA, random_variables, small_hparams
+from tests.model.cases import MODA, random_variables, small_hparams
 
 T = 16
 TEXT = b'import math\nx = 777\nfor word in "ab cd":  # a\n    print(word, 12345)\n\n'
@@ -28,21 +36,6 @@ def _held_out(num_rows):
     return HeldOut(data, Corpus('stdlib', [], [text], '', ''))
 
 
-@pytest.fixture(scope='module', autouse=True)
-def fast():
-    """Programs that run once are compiled the quick way."""
-    layer, whole = ('stack', 'kind'), ('hparams', 'routing')
-    with pytest.MonkeyPatch.context() as patch:
-        for place, name, static in (
-            (layer_deltas, '_visit', layer),
-            (depth_mass, '_layer', layer),
-            (layer_walk, '_begin', whole),
-        ):
-            slow = getattr(place, name).__wrapped__
-            patch.setattr(place, name, jax.jit(slow, static_argnames=static, compiler_options=FAST))
-        yield
-
-
 def _measured(make_config, *knobs, num_batches=4):
     hparams = small_hparams(make_config, {'model.vocab_size': 257, 'model.num_layers': 3}, *knobs)
     variables = random_variables(hparams, np.zeros((1, T), np.int32))
@@ -50,8 +43,9 @@ def _measured(make_config, *knobs, num_batches=4):
 
 
 def test_measures_of_a_router_that_takes_odd_positions(tiny_config):
-    """Counts by layer, number of blocks, class and place are those made by hand of the text; the
-    result is the same each time and survives JSON.
+    """Counts by layer, number of blocks, class and position are those counted by hand.
+
+    The result is the same each time and survives JSON.
     """
     knobs = {'model.routing.router': 'position', 'model.routing.capacity': 0.5}
     knobs |= {'model.routing.layers': '0,1', 'model.routing.overflow': 'grow'}
@@ -87,7 +81,7 @@ def test_measures_of_a_router_that_takes_odd_positions(tiny_config):
 
 
 def test_entropy_is_that_of_the_token_after_the_one_that_entered(tiny_config):
-    """By the Transformer's own logits at the same place: odd positions enter, even ones do not."""
+    """As the Transformer's own logits say: odd positions are selected, even ones skip."""
     knobs = {'model.routing.router': 'position', 'model.routing.capacity': 0.5}
     knobs |= {'model.routing.layers': '0,1', 'model.routing.overflow': 'grow'}
     found = _measured(tiny_config, knobs)['entropy']['by_blocks']
@@ -107,9 +101,7 @@ def test_entropy_is_that_of_the_token_after_the_one_that_entered(tiny_config):
 
 
 def test_measures_of_a_dense_model(tiny_config):
-    """What routers do is None; ratios, probes, entropy, slots and the sink are there; two batches
-    do.
-    """
+    """Measures of routers are None; the others are there, from two batches."""
     result = _measured(tiny_config, MODA, num_batches=2)
     assert (result['routing'], result['tokens']) == ('dense', 64)
     absent = ('blocks_entered', 'classes', 'language', 'first_token')
@@ -126,8 +118,8 @@ def test_measures_of_a_dense_model(tiny_config):
     assert min(mass['first_token']) > 0
 
 
-def test_scores_are_told_from_gates(tiny_config):
-    """The gate is in what is added and not in the delta; a dense block has neither."""
+def test_the_gate_is_in_what_is_added_and_not_in_the_delta(tiny_config):
+    """A dense block has neither gate nor score."""
     knobs = {'model.routing.router': 'learned', 'model.routing.capacity': 0.5}
     knobs |= {'model.num_layers': 2}
     result = _measured(tiny_config, knobs)
@@ -139,14 +131,14 @@ def test_scores_are_told_from_gates(tiny_config):
 
 @pytest.mark.parametrize('num_batches', [0, 1])
 def test_one_batch_is_not_enough(tiny_config, num_batches):
-    """Probes are scored on text that they were not fitted on; the one line says so."""
+    """Probes are scored on text that they were not fitted on."""
     with pytest.raises(ValueError, match=f'num_batches={num_batches}: .* must be 2') as caught:
         _measured(tiny_config, num_batches=num_batches)
     assert '\n' not in str(caught.value)
 
 
 def test_a_diverged_model_is_refused(tiny_config):
-    """Its logits say nothing; the error is one line."""
+    """Its logits mean nothing."""
     hparams = small_hparams(tiny_config, {'model.vocab_size': 257, 'model.num_layers': 1})
     variables = random_variables(hparams, np.zeros((1, T), np.int32))
     variables = jax.tree.map(lambda leaf: leaf * np.nan, variables)
@@ -154,22 +146,74 @@ def test_a_diverged_model_is_refused(tiny_config):
         block_stats(variables, hparams, _held_out(7), 2)
 
 
-def test_counts_by_hand():
-    """Two blocks and four tokens, each of which is seen to be right."""
-    entered_RN = np.array([[1, 1, 0, 0], [1, 0, 0, 0]], bool)
-    entropy_N = np.array([3.0, 2.0, 1.0, 1.0])
-    rows, correlation = module._by_blocks(entered_RN, {'entropy_N': entropy_N})
-    assert rows == [
+def _observed(selected_RN, **arrays):
+    """Observations of a model whose blocks are all routed."""
+    empty = np.zeros(selected_RN.shape[1])
+    tokens = TokenArrays(None, None, selected_RN, None, empty, empty > 0)._replace(**arrays)
+    hparams = types.SimpleNamespace(model=types.SimpleNamespace(routed_layers=(0, 1)))
+    return types.SimpleNamespace(hparams=hparams, tokens=tokens, selected_RN=selected_RN)
+
+
+def test_counts_of_a_hand_made_selection():
+    """Two blocks and four tokens, counted by hand."""
+    observed = _observed(
+        np.array([[1, 1, 0, 0], [1, 0, 0, 0]], bool),
+        entropy_N=np.array([3.0, 2.0, 1.0, 1.0]),
+        first_N=np.array([1, 0, 0, 1], bool),
+    )
+    entropy = MEASURES['entropy'](observed)
+    assert entropy['by_blocks'] == [
         {'blocks': 0, 'tokens': 2, 'mean': 1.0},
         {'blocks': 1, 'tokens': 1, 'mean': 2.0},
         {'blocks': 2, 'tokens': 1, 'mean': 3.0},
     ]
-    assert correlation == pytest.approx(1)
-    assert module._blocks_entered(entered_RN) == {
+    assert entropy['correlation'] == pytest.approx(1)
+    assert MEASURES['blocks_entered'](observed) == {
         'every': 0.25,
         'none': 0.5,
         'every_by_chance': 0.125,
         'none_by_chance': 0.375,
     }
-    found = module._first_token(entered_RN, np.array([1, 0, 0, 1], bool))
+    found = MEASURES['first_token'](observed)
     assert found == {'tokens': 2, 'entered': 0.5, 'others_entered': 0.25}
+
+
+def test_a_new_measure_is_one_function(monkeypatch):
+    """It is registered under its name, and None for a dense model if it is for routed ones."""
+    monkeypatch.setattr(module, 'MEASURES', dict(MEASURES))
+
+    @module.measure(routed_only=True)
+    def largest_entropy(observed):
+        return float(observed.tokens.entropy_N.max())
+
+    observed = _observed(np.ones((2, 3), bool), entropy_N=np.arange(3.0))
+    assert list(module.MEASURES) == [*MEASURES, 'largest_entropy']
+    assert module.MEASURES['largest_entropy'](observed) == 2
+    observed.hparams.model.routed_layers = ()
+    assert largest_entropy(observed) is None
+
+
+def test_spread_is_mean_and_quantiles():
+    """Of 0 to 100 each quantile is its own percentage; of nothing there is none."""
+    found = spread(np.arange(101.0))
+    assert found['mean'] == 50
+    for quantile in QUANTILES:
+        assert found['quantiles'][str(quantile)] == pytest.approx(100 * quantile)
+    assert spread(np.array([])) is None
+
+
+def test_rank_correlation_averages_the_ranks_of_ties():
+    """It depends on ranks only: a monotone curve has 1, its mirror -1; NaNs are left out."""
+    a_N, b_N = np.random.default_rng(0).integers(0, 4, (2, 50))
+    expected = np.corrcoef(scipy.stats.rankdata(a_N), scipy.stats.rankdata(b_N))[0, 1]
+    assert rank_correlation(a_N, b_N) == pytest.approx(expected)
+    gaps_N = np.array([1.0, 2.0, 30.0, np.nan, 4.0])
+    assert rank_correlation(gaps_N, gaps_N**3) == pytest.approx(1)
+    curve_N = np.exp(np.arange(9.0))
+    assert rank_correlation(np.arange(9), -curve_N) == pytest.approx(-1)
+
+
+def test_what_does_not_vary_has_no_rank_correlation():
+    """A constant side, or no token at all, is None, not NaN: JSON has no NaN."""
+    for sides in (([1, 1, 1], [1, 2, 3]), ([1, 2, 3], [1, 1, 1]), ([], []), ([1, 2], [1, 2])):
+        assert rank_correlation(*map(np.array, sides)) is None

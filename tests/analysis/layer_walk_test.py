@@ -1,18 +1,16 @@
 """What blocks read and add is what makes the model's stream and its logits."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moddepth_jax.analysis import layer_deltas as module
-from moddepth_jax.analysis import layer_walk
-from moddepth_jax.analysis.layer_deltas import entropies, layer_deltas
+from moddepth_jax.analysis.layer_walk import entropies, layer_deltas, relative_change
 from moddepth_jax.model.transformer import Transformer
 from tests.model.cases import (
     ATTENTION,
     AVERAGE,
     DENSE,
-    FAST,
     MODA,
     ROUTED,
     compiled,
@@ -39,23 +37,11 @@ RARE = ('moda_random', 'dense', 'average', 'attention')
 SLOW = pytest.mark.slow
 
 
-@pytest.fixture(scope='module', autouse=True)
-def fast():
-    """Programs that run once are compiled the quick way."""
-    with pytest.MonkeyPatch.context() as patch:
-        for place, name, static in (
-            (module, '_visit', ('stack', 'kind')),
-            (layer_walk, '_begin', ('hparams', 'routing')),
-        ):
-            slow = getattr(place, name).__wrapped__
-            patch.setattr(place, name, jax.jit(slow, static_argnames=static, compiler_options=FAST))
-        yield
-
-
 @pytest.mark.parametrize('name', [pytest.param(n, marks=SLOW if n in RARE else ()) for n in CASES])
 def test_deltas_make_the_stream_and_the_logits(tiny_config, name):
-    """Each block's input and gated delta sum up to the next one's input, the last to the final
-    stream; logits and records are the model's; who did not enter has no delta.
+    """Each block's input plus gated delta is the next input, and after the last the final stream.
+
+    Logits and records are the model's; skipping tokens have no delta.
     """
     *knobs, routing = CASES[name]
     hparams = small_hparams(tiny_config, THREE, *knobs)
@@ -77,9 +63,9 @@ def test_deltas_make_the_stream_and_the_logits(tiny_config, name):
     if routed:
         assert (selected_LBT[routed] == records.routing.selected_BT).all()
         assert 0 < selected_LBT[routed].sum() < (SEGMENTS_BT > 0).sum() * len(routed)
-        left_out = ~selected_LBT[routed]
-        assert not found.deltas_LBTD[routed][left_out].any()
-        assert not found.gates_LBT[routed][left_out].any()
+        skipped = ~selected_LBT[routed]
+        assert not found.deltas_LBTD[routed][skipped].any()
+        assert not found.gates_LBT[routed][skipped].any()
     assert np.abs(found.deltas_LBTD).max(axis=-1)[selected_LBT].min() > 1e-3
     if hparams.model.depth.stream in ('residual', 'moda'):
         sums_LBTD = found.inputs_LBTD + found.gates_LBT[..., None] * found.deltas_LBTD
@@ -90,7 +76,17 @@ def test_deltas_make_the_stream_and_the_logits(tiny_config, name):
 
 
 def test_entropies_of_known_distributions():
-    """Equal logits have ln V nats whatever their height, a certain one 0, two of four ln 2."""
+    """Equal logits have ln V nats, a certain one 0, two of four ln 2."""
     logits_BTV = np.array([[[7.0] * 4, [99, 0, 0, 0], [50, 50, 0, 0]]], np.float32)
     expected = [[np.log(4), 0, np.log(2)]]
     np.testing.assert_allclose(entropies(logits_BTV), expected, atol=1e-6)
+
+
+def test_relative_change_is_a_ratio_of_norms():
+    """A delta of 3, 4 on an input of 0, 10 is a half of it, in bfloat16 too; no delta is 0."""
+    inputs_LBTD = np.array([[[[0, 10], [0, -10]]]], np.float32)
+    deltas_LBTD = np.array([[[[3, 4], [0, 0]]]], np.float32)
+    for dtype in (jnp.float32, jnp.bfloat16):
+        change_LBT = relative_change(jnp.asarray(inputs_LBTD, dtype), deltas_LBTD)
+        assert change_LBT.dtype == jnp.float32
+        np.testing.assert_allclose(change_LBT, [[[0.5, 0]]], rtol=1e-6)

@@ -1,0 +1,307 @@
+"""Pictures of a model: which tokens enter which block, loads of experts, attention over depth."""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from matplotlib import font_manager
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import LinearSegmentedColormap, ListedColormap, LogNorm
+from matplotlib.figure import Figure
+
+from moddepth_jax.analysis.depth_mass import DepthMass
+from moddepth_jax.hparams import Hparams
+from moddepth_jax.model.routing import RoutingRecord
+from moddepth_jax.model.transformer import Transformer
+
+ENTERED, LOOKAHEAD, SKIPPED, DENSE = 3, 2, 1, 0
+MAX_LETTERS = 12  # of a token, below its column
+_VISIBLE = {'\n': '↵', ' ': '·', '\t': '→', '\ufffd': '□'}
+_ROUTING_COLOURS = ('#c9ced6', '#f3f1ec', '#f2b28a', '#1f5f8b')
+_ROUTING_LABELS = (
+    'dense block: every token',
+    'skips',
+    'skips, but is in the top C of the whole row',
+    'enters',
+)
+
+_LOAD_MAP = LinearSegmentedColormap.from_list(
+    'load', ('#b0531f', '#f2b28a', '#f3f1ec', '#6fa0bd', '#0c2b42')
+)
+_FURTHEST = 4  # the colours of loads are those of 1/4 to 4 times an even load
+_LOAD_TICKS = {1 / 4: '1/4 or less', 1 / 2: '1/2', 1: '1', 2: '2', 4: '4 or more'}
+_MAX_LABELS = 40
+_MAX_NUMBERS = 24  # choices; with more of them the cells are too narrow for numbers
+
+_DEPTH, _FIRST = '#1f5f8b', '#f2b28a'
+_MASS_MAP = LinearSegmentedColormap.from_list('mass', ('#f3f1ec', '#8fb3c9', _DEPTH, '#0c2b42'))
+_SLOT_KINDS = ('a attention', 'f mlp', 'b block', 'e embedding')
+
+
+def _figure(width, height, **options):
+    figure = Figure(figsize=(width, height), dpi=150, **options)
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _bare(axes):
+    """Takes away ticks and frame; the cells of a heatmap need neither."""
+    axes.tick_params(length=0)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+
+
+def _colour_bar(figure, mesh, axes, label):
+    bar = figure.colorbar(mesh, ax=axes, pad=0.02, aspect=30)
+    bar.ax.tick_params(length=0, labelsize=8)
+    bar.outline.set_visible(False)
+    bar.set_label(label, fontsize=8)
+    return bar
+
+
+def _rows(axes, names):
+    """Names the rows of a heatmap, the first at the bottom; returns where their middles are."""
+    middles = np.arange(len(names)) + 0.5
+    axes.set_yticks(middles, names)
+    axes.set_ylim(0, len(names))
+    return middles
+
+
+@functools.partial(jax.jit, static_argnames=('hparams', 'routing'))
+def _records(variables, tokens_BT, segment_ids_BT, *, hparams, routing):
+    _, records = Transformer(hparams).apply(variables, tokens_BT, segment_ids_BT, routing)
+    return records.routing
+
+
+def routing_record(variables, hparams: Hparams, batch, routing: str) -> RoutingRecord:
+    """The decisions on a batch, as NumPy arrays [routed layers, B, T].
+
+    Args:
+      variables: of the Transformer.
+      hparams: of the same; at least one block is routed.
+      batch: `tokens_BT` and `segment_ids_BT`.
+      routing: as `Transformer` takes it.
+    """
+    tokens_BT, segment_ids_BT = batch['tokens_BT'], batch['segment_ids_BT']
+    records = _records(variables, tokens_BT, segment_ids_BT, hparams=hparams, routing=routing)
+    return jax.tree.map(np.asarray, jax.device_get(records))
+
+
+def routing_grid(top_c_RT, selected_RT, hparams: Hparams) -> np.ndarray:
+    """int [num_layers, T]: ENTERED, LOOKAHEAD (in the top C only), SKIPPED, or DENSE.
+
+    Args:
+      top_c_RT, selected_RT: bool [routed layers, T], as in RoutingRecord, of one row.
+      hparams: of the model.
+    """
+    grid_LT = np.full((hparams.model.num_layers, np.shape(top_c_RT)[1]), DENSE)
+    skipped_RT = np.where(top_c_RT, LOOKAHEAD, SKIPPED)
+    grid_LT[list(hparams.model.routed_layers)] = np.where(selected_RT, ENTERED, skipped_RT)
+    return grid_LT
+
+
+@functools.cache
+def _font():
+    return font_manager.get_font(font_manager.findfont('monospace'))
+
+
+def _letter(character: str) -> str:
+    shown = _VISIBLE.get(character, character)
+    return shown if shown.isprintable() and _font().get_char_index(ord(shown)) else '□'
+
+
+def _label(token: bytes) -> str:
+    """The label of a token: spaces and line ends are made visible, a long one is cut."""
+    text = ''.join(map(_letter, token.decode('utf-8', 'replace'))) or '§'
+    return text if len(text) <= MAX_LETTERS else f'{text[: MAX_LETTERS - 1]}…'
+
+
+def plot_routing(
+    grid_LT, tokens, title: str, path, what: str = 'held-out tokens', width: int | None = None
+):
+    """Writes the heatmap of a routing: tokens across, the first layer at the bottom.
+
+    Args:
+      grid_LT: from `routing_grid`.
+      tokens: the text of each token as bytes, b'' for the separator.
+      title: above the picture.
+      path: of the PNG.
+      what: what the tokens are, for the axis.
+      width: tokens across; more are folded into strips, one below the other. None: one strip.
+    """
+    num_layers, length = grid_LT.shape
+    width = min(width or length, length)
+    strips = -(-length // width)
+    labels = [_label(token) for token in tokens]
+    longest = max(map(len, labels), default=1)
+    strip_height = 0.09 * (longest - 1) + 0.3 * num_layers  # upright labels take height
+    height = 1.9 + strip_height + (strips - 1) * (0.5 + strip_height)
+    figure = _figure(max(8, 0.16 * width), height)
+    axes = figure.subplots(strips, 1, squeeze=False)[:, 0]
+    font = {'fontfamily': 'monospace', 'fontsize': 8, 'parse_math': False}
+    font['rotation'] = 90 if longest > 1 else 0  # horizontal ones would overlap
+    colours = ListedColormap(_ROUTING_COLOURS)
+    for i, strip in enumerate(axes):
+        part = slice(i * width, (i + 1) * width)
+        cells = {'cmap': colours, 'vmin': -0.5, 'vmax': 3.5}
+        strip.pcolormesh(grid_LT[:, part], **cells, edgecolors='white', linewidth=0.5)
+        strip.set_xlim(0, width)
+        strip.set_xticks(np.arange(len(labels[part])) + 0.5, labels[part], **font)
+        _rows(strip, [str(layer) for layer in range(num_layers)])
+        strip.set_ylabel('layer')
+        _bare(strip)
+    axes[-1].set_xlabel(
+        f'{what} (· space, ↵ line end, § document start, □ not whole, or not in this font)'
+    )
+    axes[0].set_title(title, loc='left', fontsize=10, parse_math=False)
+    used = [value for value in (ENTERED, LOOKAHEAD, SKIPPED, DENSE) if (grid_LT == value).any()]
+    handles = [
+        axes[0].scatter([], [], marker='s', s=60, color=_ROUTING_COLOURS[value]) for value in used
+    ]
+    names = [_ROUTING_LABELS[value] for value in used]
+    figure.legend(handles, names, loc='lower left', ncols=len(used), frameon=False, fontsize=8)
+    figure.tight_layout(rect=(0, 0.3 / figure.get_figheight(), 1, 1))
+    figure.savefig(path)
+
+
+class ExpertLoad(NamedTuple):
+    """Loads over the mean of all choices: 1 everywhere if tokens are spread evenly.
+
+    Attributes:
+      layers: numbers of the X layers that have experts, ascending.
+      num_routed: E; choices from there on are no-op experts.
+      load_XZ: float [X, Z], pairs of token and choice over their mean; NaN if the layer processed
+        no token.
+      largest_load_X: float [X], the fullest routed expert over the mean of the routed ones.
+    """
+
+    layers: tuple[int, ...]
+    num_routed: int
+    load_XZ: np.ndarray
+    largest_load_X: np.ndarray
+
+
+def expert_load(experts: dict, num_routed: int) -> ExpertLoad:
+    """The loads that an evaluation found.
+
+    Args:
+      experts: what summary.json has under that name, one entry a layer.
+      num_routed: E.
+    """
+    load_XZ = np.array([values['load'] for values in experts.values()], float)
+    largest_load_X = np.array([values['largest_load'] for values in experts.values()], float)
+    layers = tuple(int(layer.removeprefix('layer_')) for layer in experts)
+    return ExpertLoad(layers, num_routed, load_XZ * load_XZ.shape[1], largest_load_X)
+
+
+def mean_ratio(experts: dict, name: str) -> float:
+    """The mean of a ratio over the layers where it is finite; NaN if it is finite in none."""
+    found = [values[name] for values in experts.values() if math.isfinite(values[name])]
+    return sum(found) / len(found) if found else math.nan
+
+
+def plot_expert_load(load: ExpertLoad, title: str, path):
+    """Writes the heatmap of loads: experts across, no-op experts apart, first layer at the bottom.
+
+    A cross marks an expert that no token chose; a layer that processed no token stays white.
+
+    Args:
+      load: from `expert_load`.
+      title: above the picture.
+      path: of the PNG.
+    """
+    num_layers, num_choices = load.load_XZ.shape
+    size = (min(max(6, 2.4 + 0.34 * num_choices), 16), max(2.4, 1.4 + 0.3 * num_layers))
+    figure = _figure(*size, layout='constrained')
+    parts = {'routed expert': range(load.num_routed)}
+    if num_choices > load.num_routed:
+        parts['no-op expert'] = range(load.num_routed, num_choices)
+    # A part of one column still has room for its name.
+    widths = [max(len(columns), 0.14 * num_choices) for columns in parts.values()]
+    axes = figure.subplots(1, len(parts), width_ratios=widths, squeeze=False)[0]
+    for part, (name, columns) in zip(axes, parts.items(), strict=True):
+        mesh = _draw_loads(part, load.load_XZ, columns)
+        part.set_xlabel(name)
+        part.set_yticks([])
+    _rows(axes[0], load.layers)
+    axes[0].set_ylabel('layer')
+    bar = _colour_bar(figure, mesh, axes, 'load, over the mean of all choices (×: none)')
+    bar.set_ticks(list(_LOAD_TICKS), labels=list(_LOAD_TICKS.values()), fontsize=8)
+    bar.minorticks_off()
+    figure.suptitle(title, x=0.01, ha='left', fontsize=10, parse_math=False)
+    figure.savefig(path)
+
+
+def _draw_loads(axes, load_XZ, columns):
+    num_choices = load_XZ.shape[1]
+    load_XZ = load_XZ[:, columns.start : columns.stop]
+    shown_XZ = np.clip(load_XZ, 1 / _FURTHEST, _FURTHEST)
+    norm = LogNorm(1 / _FURTHEST, _FURTHEST)
+    mesh = axes.pcolormesh(shown_XZ, cmap=_LOAD_MAP, norm=norm, edgecolors='white', linewidth=0.5)
+    every = -(-num_choices // _MAX_LABELS)
+    places = np.arange(0, len(columns), every)
+    axes.set_xticks(places + 0.5, columns[::every], fontsize=8)
+    _bare(axes)
+    for (row, column), value in np.ndenumerate(load_XZ):
+        if np.isnan(value) or (value and num_choices > _MAX_NUMBERS):
+            continue
+        text = f'{value:.2f}' if value else '×'
+        colour = '#333333' if 1 / 2.5 < value < 2.5 else 'white'
+        style = {'ha': 'center', 'va': 'center', 'fontsize': 7, 'color': colour}
+        axes.text(column + 0.5, row + 0.5, text, **style)
+    return mesh
+
+
+def plot_depth_mass(mass: DepthMass, title: str, path):
+    """Writes the heatmap of depth mass: slots across, the first layer at the bottom, and its sums.
+
+    A model without slots has only the bars of first tokens.
+
+    Args:
+      mass: from `depth_mass`.
+      title: above the picture.
+      path: of the PNG.
+    """
+    num_layers, num_slots = mass.slots_LS.shape
+    width = min(max(0.32 * num_slots, 3), 16)
+    figure = _figure(width + 6.5 if num_slots else 6, max(2.8, 1.6 + 0.34 * num_layers))
+    if num_slots:
+        first, bars = figure.subplots(1, 2, width_ratios=(width + 1, 4))
+        _draw_slots(first, mass)
+    else:
+        first = bars = figure.subplots()
+    _draw_bars(bars, mass)
+    first.set_ylabel('layer that reads')
+    first.set_title(title, loc='left', fontsize=10, pad=12, parse_math=False)
+    handles, labels = bars.get_legend_handles_labels()
+    figure.legend(handles, labels, loc='lower right', ncols=2, frameon=False, fontsize=8)
+    figure.tight_layout(rect=(0, 0.3 / figure.get_figheight(), 1, 1))
+    figure.savefig(path)
+
+
+def _draw_slots(axes, mass):
+    percent_LS = np.ma.masked_equal(100 * mass.slots_LS, 0.0)
+    mesh = axes.pcolormesh(percent_LS, cmap=_MASS_MAP, vmin=0, edgecolors='white', linewidth=0.5)
+    _rows(axes, mass.layers)
+    _bare(axes)
+    every = -(-len(mass.slots) // _MAX_LABELS)
+    places = np.arange(0, len(mass.slots), every) + 0.5
+    axes.set_xticks(places, mass.slots[::every], fontsize=8)
+    kinds = [kind for kind in _SLOT_KINDS if any(kind[0] in name for name in mass.slots)]
+    axes.set_xlabel(f'slot: layer that wrote it ({", ".join(kinds)})')
+    _colour_bar(axes.figure, mesh, axes, '% of the attention')
+
+
+def _draw_bars(axes, mass):
+    middle_L = _rows(axes, mass.layers)
+    _bare(axes)
+    sides = [(mass.first_token_L, -0.18, _FIRST, "on the document's first token")]
+    if mass.slots:
+        sides.insert(0, (mass.depth_L, 0.18, _DEPTH, 'on depth slots'))
+    for mass_L, shift, colour, label in sides:
+        bars = axes.barh(middle_L + shift, 100 * mass_L, 0.34, color=colour, label=label)
+        axes.bar_label(bars, fmt='%.1f', padding=2, fontsize=7)
+    axes.margins(x=0.12)
+    axes.set_xlabel('% of the attention')

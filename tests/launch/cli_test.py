@@ -1,0 +1,127 @@
+"""What all commands share: flags reach main, exit statuses, --help, --print_config, logs."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.forked_commands import ROOT, run_commands
+from tests.launch.toy_command import make_toy
+
+BASE = '--config=configs/base.py'
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('commands')
+    make_toy(folder)
+    return folder
+
+
+@pytest.fixture(scope='module')
+def toy(folder):
+    """toy(*lines, **environment) runs the toy command; {} in an argument is its folder."""
+
+    def run(*lines, **environment):
+        toy = str(folder / 'toy.py')
+        lines = [[toy, *(argument.format(folder) for argument in line)] for line in lines]
+        preload = ['launch.cli', 'launch.config_file']
+        return run_commands(lines, ROOT, preload, **environment)
+
+    return run
+
+
+RUNS = [
+    ([BASE], 'base 6 (0,) False'),
+    (['--config', 'configs/base.py', '--config.model.num_layers', '3'], 'base 3 (0,) False'),
+    ([BASE, '--config.model.num_layers=3', '--config.model.use_bias'], 'base 3 (0,) True'),
+    ([BASE, '--config.model.windows=(8, 0)', '--noconfig.model.use_bias'], 'base 6 (8, 0) F'),
+    ([BASE, '--config.model.windows=8', '--config.model.windows=0'], 'base 6 (8, 0) False'),
+    (['--config={}/text.py:5', '--workdir', 'somewhere'], 'text 5 (0,) False'),
+    (['--config={}/text.py:5', '--config.model.num_layers=7'], 'text 7 (0,) False'),
+]
+
+
+def test_flags_and_overrides_reach_main(toy):
+    """In both forms; status 0, nothing on stderr, and JAX is not imported."""
+    for (line, printed), done in zip(RUNS, toy(*(line for line, _ in RUNS)), strict=True):
+        assert (done.status, done.stderr) == (0, ''), line
+        assert done.stdout.startswith(printed) and done.stdout.endswith('False\n'), line
+
+
+def test_a_bug_has_its_traceback(toy):
+    """An exception that is no user's mistake has it, as any has with --traceback."""
+    bug, config, value = toy(
+        [BASE, '--act=bug'],
+        ['--config={}/buggy.py', '--traceback'],
+        [BASE, '--act=bad value', '--traceback'],
+    )
+    assert bug.status == 1 and config.status == value.status == 2
+    for done, last in (
+        (bug, 'RuntimeError: a bug'),
+        (config, 'error: --config='),
+        (value, 'error: model.num_layers=0: must be 1 or more'),
+    ):
+        assert 'Traceback' in done.stderr and done.stderr.splitlines()[-1].startswith(last)
+
+
+def test_an_int_from_main_is_the_exit_status(toy):
+    (done,) = toy([BASE, '--act=status'])
+    assert done.status == 3
+
+
+def test_interrupt_is_one_line(folder):
+    """Ctrl-C ends a command with status 130 and one line."""
+    line = [sys.executable, folder / 'toy.py', BASE, '--act=wait']
+    env = {**os.environ, 'PYTHONPATH': str(ROOT)}
+    pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, 'text': True}
+    # If the tests themselves ignore SIGINT, as background jobs of a shell do, a child would too.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    with subprocess.Popen(line, cwd=ROOT, env=env, **pipes) as process:
+        signal.signal(signal.SIGINT, before)
+        assert process.stdout.readline() == 'waiting\n'
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=30)[1] == 'interrupted\n'
+    assert process.returncode == 130
+
+
+def test_help_shows_the_docstring_and_own_flags(toy):
+    """With status 0, and without the flags of libraries."""
+    for done in toy(['--help'], ['--act=bug', '-h'], ['--zzz', '--help']):
+        assert (done.status, done.stderr) == (0, '')
+        assert done.stdout.startswith('A toy command.\n')
+        assert 'python -m launch.toy --config=configs/base.py' in done.stdout
+        named = [line.split()[0] for line in done.stdout.splitlines() if line.startswith('  --')]
+        assert {'--config', '--[no]print_config', '--workdir', '--routing'} <= set(named)
+        assert len(named) == 7
+
+
+def test_print_config_is_the_resolved_config(toy):
+    """As JSON, with the overrides; main does not run."""
+    (done,) = toy([BASE, '--print_config', '--config.flop_budget=1e12', '--act=bug'])
+    assert (done.status, done.stderr) == (0, '')
+    printed = json.loads(done.stdout)
+    assert printed['flop_budget'] == 1e12
+    assert printed['model']['num_layers'] == 6
+
+
+@pytest.mark.parametrize(
+    ('devices', 'nproc', 'expected'), [(1, '', 'None'), (4, '', '8'), (4, '3', '3')]
+)
+def test_fake_devices_get_two_threads_each(toy, devices, nproc, expected, monkeypatch):
+    """NPROC is twice the number of fake devices before main, unless it was set."""
+    monkeypatch.delenv('NPROC', raising=False)
+    environment = {'NPROC': nproc} if nproc else {}
+    flags = f'--xla_force_host_platform_device_count={devices}'
+    (done,) = toy([BASE], XLA_FLAGS=flags, **environment)
+    assert done.stdout.split()[-2] == expected
+
+
+def test_logs_of_libraries_are_quiet(toy):
+    """Their notes and warnings are dropped; ours are not, and with --verbosity=0 none is."""
+    quiet, verbose = toy([BASE, '--act=noise'], [BASE, '--act=noise', '--verbosity=0'])
+    assert 'quiet' not in quiet.stderr and quiet.stderr.count('to be seen') == 1
+    assert verbose.stderr.count('quiet') == 3

@@ -1,0 +1,90 @@
+"""A command without JAX that does what --act says, and config files that are broken in one way."""
+
+import pathlib
+
+TOY = '''"""A toy command.
+
+Example:
+  python -m launch.toy --config=configs/base.py --workdir=runs/base
+"""
+import logging, os, sys, time
+from absl import flags
+from absl import logging as absl_logging
+from launch import cli
+
+CONFIG = cli.define_config()
+flags.DEFINE_string('workdir', None, 'Directory of the run.')
+flags.DEFINE_integer('max_tokens', 8, 'Tokens to write.')
+flags.DEFINE_enum('routing', 'top_c', ['top_c', 'dense'], 'Who enters.')
+flags.DEFINE_string('act', '', 'What to do.')
+
+
+def main(argv):
+    act = flags.FLAGS.act
+    if act == 'bad value':
+        raise ValueError('model.num_layers=0:\\n  must be 1 or more')
+    if act == 'no file':
+        open('/no/such/file')
+    if act == 'forbidden':
+        raise PermissionError(13, 'Permission denied', '/locked/file')
+    if act == 'bug':
+        raise RuntimeError('a bug')
+    if act == 'status':
+        return 3
+    if act == 'wait':
+        print('waiting', flush=True)
+        time.sleep(60)
+    if act == 'noise':
+        absl_logging.info('quiet')
+        absl_logging.warning('quiet')
+        logging.getLogger('grain').info('quiet')
+        logging.getLogger('moddepth_jax').warning('to be seen')
+    model = CONFIG.value.model
+    print(cli.config_name(), model.num_layers, model.windows, model.use_bias,
+          os.environ.get('NPROC'), 'jax' in sys.modules)
+
+
+if __name__ == '__main__':
+    cli.run(main)
+'''
+
+CONFIGS = {
+    'text.py': 'from configs import base\n'
+    'def get_config(text):\n'
+    '    config = base.get_config()\n'
+    '    config.model.num_layers = int(text)\n'
+    '    return config\n',
+    'refuses.py': 'def get_config():\n'
+    '    raise ValueError("flop_budget=-1:\\n must be 0 or more")\n',
+    'lacks.py': 'def config():\n    return {}\n',
+    'returns.py': 'def get_config():\n    return {"seed": 0}\n',
+    'syntax.py': 'def get_config()\n    return 1\n',
+    'unreadable.py': 'def get_config():\n    open("/no/such/words")\n',
+    'mistyped.py': 'from configs import base\n'
+    'def get_config():\n'
+    '    config = base.get_config()\n'
+    '    config.modle.num_layers = 3\n'
+    '    return config\n',
+    'buggy.py': 'def get_config():\n    return 1 / 0\n',
+    'imports.py': 'import no_such_module\n',
+    'ill_typed.py': 'from configs import base\n'
+    'def get_config():\n'
+    '    config = base.get_config()\n'
+    '    config.model.num_layers = "three"\n'
+    '    return config\n',
+    'unset.py': 'from configs import base\n'
+    'from ml_collections import config_dict\n'
+    'def get_config():\n'
+    '    config = base.get_config()\n'
+    '    with config.ignore_type():\n'
+    '        config.seed = config_dict.required_placeholder(int)\n'
+    '    return config\n',
+}
+
+
+def make_toy(folder: pathlib.Path) -> str:
+    """Writes the command and the config files; returns the path of the command."""
+    (folder / 'toy.py').write_text(TOY)
+    for name, text in CONFIGS.items():
+        (folder / name).write_text(text)
+    return str(folder / 'toy.py')

@@ -1,0 +1,18 @@
+"""A run as training leaves it, without training."""
+
+import dataclasses
+import functools
+
+import jax
+
+from moddepth_jax.training.checkpoint import Checkpoints
+from moddepth_jax.training.run_dir import open_workdir
+from moddepth_jax.training.train_step import init_state
+
+
+def save_run(path, hparams):
+    """Writes the run of 4 steps whose state is the one that training begins with."""
+    state = jax.jit(functools.partial(init_state, hparams, 4))()
+    open_workdir(path, dataclasses.asdict(hparams))
+    with Checkpoints(path / 'checkpoints', keep=1) as checkpoints:
+        checkpoints.save(4, state, {'num_steps': 4, 'fingerprint': {}})
