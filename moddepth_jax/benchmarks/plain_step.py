@@ -133,7 +133,7 @@ def plain_step(carry, batch, *, hparams: Hparams, num_steps: int):
     return (*(tree.unflatten(part) for part in zip(*new, strict=True)), count), loss
 
 
-def plain_carry(params):
+def init_plain_state(params):
     """What `plain_step` starts from; the params are copied, for it donates them."""
     zeros = jax.tree.map(jnp.zeros_like, params)
     return (
