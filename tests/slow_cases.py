@@ -43,7 +43,6 @@ SLOW_CASES = {
         'test_tiles_of_tokens_change_nothing[False]',
         'test_sums_take_the_gradients_in_their_own_dtype[pallas]',
     ],
-    'tests/launch/bench_test.py': ['test_attention_writes_json_and_a_picture'],
     'tests/model/causal_layers_test.py': [
         'test_only_the_named_layers_obey_the_rule[scan-grow]',
     ],

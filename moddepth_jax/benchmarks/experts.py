@@ -159,7 +159,7 @@ def experts_tables(result: dict) -> list:
     }
     return [
         pivot(
-            f'experts, forward and backward, {result["dtype"]}, {device}: {title}',
+            f'{title} of experts, forward and backward, {result["dtype"]}, {device}',
             result['rows'],
             line=lambda row: row['form'],
             column=lambda row: (
