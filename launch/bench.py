@@ -61,7 +61,7 @@ def _numbers(flag, texts):
 
 def _parse(flag, text, annotation):
     """The value of a flag, of the type that the benchmark declares for it."""
-    if isinstance(annotation, types.UnionType):  # with None, the default
+    if typing.get_origin(annotation) in (types.UnionType, typing.Union):  # with None, the default
         (annotation,) = (kind for kind in typing.get_args(annotation) if kind is not type(None))
     if choices := typing.get_args(annotation) if annotation not in (list[int], list[str]) else ():
         if text not in choices:

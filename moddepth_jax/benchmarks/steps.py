@@ -8,7 +8,7 @@ import numpy as np
 
 from kernels_pallas.backends import log_lines
 from moddepth_jax.benchmarks.models import TITLES
-from moddepth_jax.benchmarks.plain_step import init_plain_state, plain_step
+from moddepth_jax.benchmarks.plain_step import plain_step
 from moddepth_jax.benchmarks.tables import column_per_row, fixed, pivot
 from moddepth_jax.benchmarks.timing import time_interleaved, try_run
 from moddepth_jax.data.pipeline import make_dataset
@@ -60,8 +60,9 @@ class PlainStep:
     """The train step written out by hand, of the models that plain_step.py covers."""
 
     def __init__(self, hparams: Hparams, batch):
-        params = jax.jit(lambda: init_state(hparams, NUM_STEPS))().params
-        self.hparams, self.batch, self.state = hparams, batch, init_plain_state(params)
+        state = jax.jit(lambda: init_state(hparams, NUM_STEPS))()
+        self.hparams, self.batch = hparams, batch
+        self.state = state.params, state.optimizer_state
 
     def __call__(self):
         self.state, loss = plain_step(

@@ -37,7 +37,8 @@ def test_every_argument_has_a_text(name):
 def test_experts_by_shape(tmp_path):
     """One result for all shapes, printed as tables and written as JSON."""
     file = tmp_path / 'experts.json'
-    done = bench('experts', '--shapes=16x32x16x4x2', '--repeats=1', '--dtype=bfloat16', f'--json={file}')
+    flags = ['--shapes=16x32x16x4x2', '--repeats=1', '--dtype=bfloat16']
+    done = bench('experts', *flags, f'--json={file}')
     assert done.returncode == 0 and not done.stderr, done.stderr
     (result,) = json.loads(file.read_text())
     assert result['dtype'] == 'bfloat16' and result['expands'] is True
