@@ -32,7 +32,7 @@ ZERO_ALLOWED = ('slots', 'unrolled_up_to', 'seconds')
 
 
 def _define_flags():
-    """A flag for each argument of the benchmarks; returns the benchmarks that have it, by flag."""
+    """Defines a flag for each argument of the benchmarks; returns the benchmarks of each flag."""
     owners, texts = {}, {}
     for name, benchmark in BENCHMARKS.items():
         described = flag_texts(benchmark)

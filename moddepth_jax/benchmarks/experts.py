@@ -83,9 +83,10 @@ def _forms(shape):
 
 
 def _executed_flops(name, form, compiled, expert_Nk, operands):
-    """Of both passes. A traced ragged_dot does not show what becomes of it, so XLA counts it.
+    """FLOPs of both passes; None if XLA does not count any.
 
-    The others are counted in the trace: XLA counts the body of a loop once. None: XLA does not say.
+    XLA counts a ragged_dot, since its trace does not show whether it is expanded. The others are
+    counted in the trace, since XLA counts the body of a loop only once.
     """
     if name == 'ragged_dot':
         return (compiled.cost_analysis() or {}).get('flops')

@@ -1,4 +1,4 @@
-"""What machine this is: its device, its versions, and in one line why JAX sees no GPU on it."""
+"""Facts about this machine: its device, its versions, and why JAX sees no GPU."""
 
 import glob
 import importlib.metadata
@@ -40,7 +40,7 @@ def missing_packages() -> list[str]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python, and of those packages that are there and may change a result."""
+    """Versions of Python and of the installed packages that may change a result."""
     found = {package: installed_version(package) for package in PACKAGES}
     known = {package: version for package, version in found.items() if version}
     return {'python': sys.version.split()[0], **known}

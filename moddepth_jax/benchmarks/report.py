@@ -27,7 +27,7 @@ def peak_flops(device: str) -> float | None:
 
 
 def starting(rows: dict[str, dict], start: str) -> dict[str, dict]:
-    """Rows that are ok of the cases whose names begin so, by the rest of the name."""
+    """The ok rows of cases whose names begin with `start`, by the rest of the name."""
     return {
         name.removeprefix(start): row
         for name, row in rows.items()
@@ -201,7 +201,7 @@ def _claim(claim_id, claim, paper, rule, ours, holds, reason):
 
 
 def _fresh_seconds(row, implementation, over):
-    """Of both passes; None: not timed."""
+    """Seconds of both passes; None if they were not timed."""
     for found in (row or {}).get('rows', ()):
         fields = (found['implementation'], found['over'], found['direction'])
         if fields == (implementation, over, 'fresh') and 'seconds' in found:

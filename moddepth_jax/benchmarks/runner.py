@@ -182,7 +182,7 @@ class Run:
         return later
 
     def _blocked(self, case):
-        """Why a case is skipped; None: it is not."""
+        """Why a case is skipped; None if it runs."""
         if self.hung.get(case.group, 0) >= MOST_HUNG:
             return f'{MOST_HUNG} cases of {case.group} hung before it'
         for name, row in self.results.latest.items() if not self.time_all else ():

@@ -1,4 +1,4 @@
-"""Timing functions in turn, and going on where one of them cannot run."""
+"""Timing functions in turn, and handling those that cannot run."""
 
 import time
 

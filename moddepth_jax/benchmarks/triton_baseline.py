@@ -109,7 +109,7 @@ def _dkv_kernel(q, k, v, do, lse, delta, T, scale, dk, dv, N: tl.constexpr, H: t
 
 
 def _call(kernel, arrays, out, block, **sizes):
-    """Inputs, T and the scale of base-2 scores come first in a kernel's arguments, then outputs."""
+    """Runs a kernel; its arguments are the inputs, T, the scale of base-2 scores, and the outputs."""
     batch, length, heads, width = arrays[0].shape
     warps = 4 if width <= 64 else 8
     return jax_triton.triton_call(

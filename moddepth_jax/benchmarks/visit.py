@@ -77,7 +77,7 @@ def list_cases(chosen: list[runner.Case]) -> str:
 
 
 def _set_environment(toy):
-    """For the children, which inherit it. Compiled programs are kept for the next visit."""
+    """Sets what the children inherit; compiled programs are kept for the next visit."""
     # The checkout comes first also where another copy is installed.
     paths = [str(ROOT), os.environ.get('PYTHONPATH')]
     os.environ['PYTHONPATH'] = os.pathsep.join(filter(None, paths))

@@ -43,7 +43,7 @@ def serve(connection, log, cases: dict, on_gpu: bool, injected: dict[str, str]):
 
 
 def redirect_output(log):
-    """Starts a process group, so that it can be killed as a whole, whose output goes to a file."""
+    """Starts a process group, which can be killed as a whole, and sends its output to a file."""
     os.setsid()
     with open(log, 'ab') as file:
         os.dup2(file.fileno(), 1)

@@ -1,4 +1,4 @@
-"""The attention benchmark checks before it times, goes on where something fails, and reports it."""
+"""The attention benchmark checks before it times, and reports what fails while it continues."""
 
 import json
 

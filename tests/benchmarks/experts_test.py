@@ -1,4 +1,4 @@
-"""The benchmark of grouped products: equal results, FLOPs as counted, numbers for every form."""
+"""The benchmark of grouped matmuls: equal results, counted FLOPs, numbers for every form."""
 
 import json
 

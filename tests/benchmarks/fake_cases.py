@@ -1,4 +1,4 @@
-"""Cases that end in every way a case can end, for the tests of the runner."""
+"""Cases with every possible outcome, for the tests of the runner."""
 
 import os
 import sys
