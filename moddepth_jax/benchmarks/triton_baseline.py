@@ -109,7 +109,7 @@ def _dkv_kernel(q, k, v, do, lse, delta, T, scale, dk, dv, N: tl.constexpr, H: t
 
 
 def _call(kernel, arrays, out, block, **sizes):
-    """Runs a kernel; its arguments are the inputs, T, the scale of base-2 scores, and the outputs."""
+    """Runs a kernel on the inputs, T and the scale of base-2 scores; outputs come last."""
     batch, length, heads, width = arrays[0].shape
     warps = 4 if width <= 64 else 8
     return jax_triton.triton_call(
