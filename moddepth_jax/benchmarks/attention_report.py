@@ -118,11 +118,12 @@ def targets_table(results: list[dict], copy_bytes_per_second: float) -> Table:
 
 
 def _shape(results):
-    """That of the targets if there is a result of it, else the first one."""
+    """The shape of the targets if there is a result of it, else the first one with slots."""
     for result in results:
         if all(result[name] == value for name, value in TARGET_SHAPE.items()):
             return TARGET_SHAPE
-    return {name: results[0][name] for name in TARGET_SHAPE}
+    first = next((result for result in results if result['slots']), results[0])
+    return {name: first[name] for name in TARGET_SHAPE}
 
 
 def _draw_by_length(axes, results, over, direction, key, scale, style='-', suffix=''):
@@ -138,7 +139,10 @@ def _draw_by_length(axes, results, over, direction, key, scale, style='-', suffi
         lengths, values = zip(*sorted(points.items()), strict=True)
         color = _COLORS.get(name, 'black')
         axes.plot(lengths, values, style, marker='o', color=color, label=name + suffix)
-    axes.set_xscale('log', base=2)
+    lengths = sorted({length for points in curves.values() for length in points})
+    if lengths:
+        axes.set_xscale('log', base=2)
+        axes.set_xticks(lengths, [f'{T // 1024}k' if T % 1024 == 0 else str(T) for T in lengths])
     axes.set_xlabel('T')
     return bool(curves)
 

@@ -140,9 +140,3 @@ def test_an_unfinished_run_has_a_page(tmp_path):
     assert '- **hung** machine/ceilings: no answer' in page and '## Attention' not in page
     with pytest.raises(ValueError, match='holds no results.jsonl'):
         report.write(tmp_path)
-
-
-def test_peaks_are_those_of_the_device():
-    """Unknown devices have none."""
-    assert report.peak_flops('NVIDIA H200') == 989e12
-    assert report.peak_flops('cpu') is None

@@ -233,12 +233,6 @@ def test_why_there_is_no_gpu(env, plugins, driver, words, monkeypatch):
     assert words in said and '\n' not in said
 
 
-def test_missing_packages_are_named(monkeypatch):
-    """By their names for pip."""
-    monkeypatch.setattr(machine, 'REQUIRED', (*machine.REQUIRED, 'no-such-package'))
-    assert machine.missing_packages() == ['no-such-package']
-
-
 def gpu(*arguments, **env):
     command = [sys.executable, '-m', 'launch.gpu', *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=os.environ | env)
