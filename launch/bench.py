@@ -11,90 +11,112 @@
   python -m launch.bench attention --lengths=4096 --slots=0,64 --implementations=cudnn,pallas
   python -m launch.bench scoring --size=6x128 --repeats=11
 
-step: one training step of the dense and the Mixture-of-Depths model at the same shape and batch
-tokens, in turn, each beside the same mathematics written out by hand; with --variants, of those
-models, each beside the dense one (mode: both forms of MoDE; where there are experts, the table says
-which grouped product they run and what it multiplies).
-decode: one decoding step of both at a nearly full context, in turn, and the time to the first
-token; an eighth of the tokens enters every other block, by random routing.
-depth: one training step of the dense and the MoDA model (slots attention+ffn): first time beside
-counted FLOPs, then memory, compile time and step time by depth, scanned and unrolled, with
-recomputation (model.remat block) and without; with --router, both models routed.
-experts: the routed experts of one layer, forward and backward, by each grouped product and as a
-loop of all experts over all tokens: time, memory and what is executed over active FLOPs.
-attention: every implementation of attention over sequence and depth slots, compared with the
-equation and then timed beside plain attention; on a GPU at the shapes of a large model, on a CPU at
-toy shapes, where kernels are interpreted.
-scoring: log-likelihoods of the options of multiple-choice questions, of the dense and the
-Mixture-of-Depths model: batches, which share rows, beside one request at a time.
+What is compared is timed in turn. The benchmarks are functions of moddepth_jax.benchmarks.registry.
 """
 
 import contextlib
-import itertools
+import inspect
 import json
+import sys
+import types
+import typing
 
 from absl import flags
 
-from launch import bench_runs, bench_scoring, cli
+from launch import cli
+from moddepth_jax.benchmarks.registry import BENCHMARKS, flag_texts
+from moddepth_jax.benchmarks.tables import print_table
 
 JSON = flags.DEFINE_string('json', None, 'File for the result, as it grows; - for stdout.')
-flags.adopt_module_key_flags(bench_runs)
-
-BENCHMARKS = {
-    'step': bench_runs.step,
-    'decode': bench_runs.decode,
-    'depth': bench_runs.depth,
-    'experts': bench_runs.experts,
-    'attention': bench_runs.attention,
-    'scoring': bench_scoring.scoring,
-}
-_MODELS = ('size', 'dtype', 'attention', 'repeats')
-OWN_FLAGS = {
-    'step': (*_MODELS, 'lengths', 'tokens', 'variants', 'kv_heads'),
-    'decode': ('size', 'repeats', 'batches', 'kv_heads', 'context', 'prompt'),
-    'depth': (
-        *(*_MODELS, 'lengths', 'kv_heads', 'depths'),
-        *('unrolled_up_to', 'ratio_length', 'rows', 'router'),
-    ),
-    'experts': ('shapes', 'dtype', 'repeats'),
-    'attention': (
-        *('lengths', 'kv_heads', 'heads', 'widths', 'slots', 'dtype'),
-        *('implementations', 'seconds', 'plot'),
-    ),
-    'scoring': ('size', 'repeats'),
-}
+ZERO_ALLOWED = ('slots', 'unrolled_up_to', 'seconds')
 
 
-def _refuse_flags_of_others(benchmark):
-    for flag in dict.fromkeys(itertools.chain(*OWN_FLAGS.values())):
-        owners = [name for name, own in OWN_FLAGS.items() if flag in own]
-        if flags.FLAGS[flag].present and benchmark not in owners:
-            raise ValueError(
-                f'--{flag}: is of {" and ".join(owners)}, {benchmark} has no use for it'
-            )
+def _define_flags():
+    """Defines a flag for each argument of the benchmarks; returns the benchmarks of each flag."""
+    owners, texts = {}, {}
+    for name, benchmark in BENCHMARKS.items():
+        described = flag_texts(benchmark)
+        for flag, argument in inspect.signature(benchmark).parameters.items():
+            default = argument.default
+            default = ','.join(map(str, default)) if isinstance(default, tuple) else default
+            text = described[flag] + (f' Default: {default}.' if default is not None else '')
+            texts.setdefault(flag, {}).setdefault(text, []).append(name)
+            owners.setdefault(flag, []).append(name)
+    for flag, by_text in texts.items():
+        parts = [f'{", ".join(names)}: {text}' for text, names in by_text.items()]
+        flags.DEFINE_string(flag, None, ' '.join(parts))
+    return owners
+
+
+OWNERS = _define_flags()
+
+
+def _numbers(flag, texts):
+    least = 0 if flag in ZERO_ALLOWED else 1
+    if not all(text.isdecimal() and int(text) >= least for text in texts):
+        given = ','.join(texts)
+        raise ValueError(f'--{flag}={given}: must be numbers of {least} or more, such as 8,2')
+    return [int(text) for text in texts]
+
+
+def _parse(flag, text, annotation):
+    """The value of a flag, of the type that the benchmark declares for it."""
+    if typing.get_origin(annotation) in (types.UnionType, typing.Union):  # with None, the default
+        (annotation,) = (kind for kind in typing.get_args(annotation) if kind is not type(None))
+    if choices := typing.get_args(annotation) if annotation not in (list[int], list[str]) else ():
+        if text not in choices:
+            raise ValueError(f'--{flag}={text}: must be one of {", ".join(choices)}')
+        return text
+    if annotation is int:
+        return _numbers(flag, [text])[0]
+    if annotation is str:
+        return text
+    return _numbers(flag, text.split(',')) if annotation == list[int] else text.split(',')
+
+
+def _arguments(name):
+    """The arguments of a benchmark that were given as flags."""
+    for flag, owners in OWNERS.items():
+        if flags.FLAGS[flag].present and name not in owners:
+            raise ValueError(f'--{flag}: is of {" and ".join(owners)}, {name} has no use for it')
+    parameters = inspect.signature(BENCHMARKS[name]).parameters
+    given = {flag: flags.FLAGS[flag].value for flag in parameters}
+    return {
+        flag: _parse(flag, text, parameters[flag].annotation)
+        for flag, text in given.items()
+        if text is not None
+    }
 
 
 def main(argv):
     if len(argv) != 2 or argv[1] not in BENCHMARKS:
         given = ' '.join(argv[1:]) or 'no benchmark'
         raise ValueError(f'{given}: must be one of {", ".join(BENCHMARKS)}')
-    _refuse_flags_of_others(argv[1])
+    arguments = _arguments(argv[1])
+    from moddepth_jax.benchmarks.timing import DeviceLostError
+
+    results, width = [], None if sys.stdout.isatty() else 160
     with contextlib.ExitStack() as stack:
         file = None
         if JSON.value not in (None, '-'):  # opened first: a bad path shows before the timing
             file = stack.enter_context(open(JSON.value, 'w', encoding='utf-8'))
-        results = []
-        for result, *tables in BENCHMARKS[argv[1]]():
-            results.append(result)
-            if file:  # whole after each result: what ends the process leaves those before it
-                file.seek(0)
-                file.truncate()
-                print(json.dumps(results, indent=2), file=file, flush=True)
-            for table in tables if JSON.value != '-' else ():
-                bench_runs.print_table(*table)
-        if JSON.value == '-':
-            print(json.dumps(results, indent=2))
+        try:
+            for result, tables in BENCHMARKS[argv[1]](**arguments):
+                results.append(result)
+                if file:  # complete after each result: what ends the process keeps those before it
+                    file.seek(0)
+                    file.truncate()
+                    print(json.dumps(results, indent=2), file=file, flush=True)
+                for table in tables if JSON.value != '-' else ():
+                    print_table(table, width)
+        except DeviceLostError as error:
+            print(f'error: {error}; nothing more can run in this process', file=sys.stderr)
+            return 1
+    if JSON.value == '-':
+        print(json.dumps(results, indent=2))
+    return 0
 
 
 if __name__ == '__main__':
-    cli.run(main, 'NAME of the benchmark: step, decode, depth, experts, attention or scoring')
+    summaries = [f'{name}: {inspect.getdoc(f).splitlines()[0]}' for name, f in BENCHMARKS.items()]
+    cli.run(main, f'NAME of the benchmark. {" ".join(summaries)}')

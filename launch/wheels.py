@@ -4,8 +4,8 @@ python -m launch.wheels --installed=docs/gpu_machine.txt --out=wheels
 python -m launch.wheels --installed=docs/gpu_machine.txt --dry_run
 
 --installed is what `pip list` or `pip freeze` prints on that machine, or names alone, a line each.
-What the project and its packages need is read from the metadata of what is installed here, whose
-versions are taken. JAX, its CUDA plugin and Triton are never carried.
+Requirements and versions are those of what is installed here. JAX, its CUDA plugin and Triton are
+never carried.
 """
 
 import contextlib
@@ -36,13 +36,13 @@ PLATFORMS += ('manylinux2014_x86_64', 'manylinux1_x86_64')
 OF_THE_MACHINE = ('jax', 'jaxlib', 'triton')
 
 
-def normal(name: str) -> str:
+def canonical_name(name: str) -> str:
     """A package's name as pip compares it."""
     return re.sub(r'[-_.]+', '-', name).lower()
 
 
 def read_installed(text: str) -> dict[str, str | None]:
-    """Versions by name, None where a line has none, of a pip list, a pip freeze or a list of names.
+    """Versions by name, None if a line has none, of a pip list, a pip freeze or a list of names.
 
     Raises:
       ValueError: a line that is none of these.
@@ -56,7 +56,7 @@ def read_installed(text: str) -> dict[str, str | None]:
         if not match:
             right = 'must be NAME, NAME==VERSION or NAME VERSION'
             raise ValueError(f'line {number} of the installed packages, {line!r}: {right}')
-        found[normal(match[1])] = match[2]
+        found[canonical_name(match[1])] = match[2]
     return found
 
 
@@ -74,52 +74,47 @@ def required() -> list[str]:
     return [line for line in lines if 'extra ==' not in line] + extra
 
 
-def needed(requirements: list[str], python: str, installed: dict[str, str | None], known=()):
-    """All that is needed on Linux, x86-64, directly or by something that is missing there.
+def find_needed(requirements: list[str], python: str, installed: dict, known=()) -> dict[str, bool]:
+    """Whether each needed package is missing on Linux, x86-64, by name.
 
     Args:
       requirements: lines such as numpy>=2.
       python: version, such as 3.12.
-      installed: of `read_installed`. What is there in a version that will do has its own needs.
-      known: names whose needs are known to be there.
+      installed: as `read_installed` returns; what is there in a suitable version has what it needs.
+      known: names whose requirements are known to be there.
 
     Returns:
-      Whether it is missing, by name. What is not installed here stands there, but not its needs.
+      The required packages and those that a missing one requires, as far as it is installed here.
     """
-    from packaging.markers import default_environment
     from packaging.requirements import Requirement
 
-    target = default_environment() | {
-        'python_version': python,
-        'python_full_version': f'{python}.3',
-    }
-    target |= {'sys_platform': 'linux', 'platform_system': 'Linux', 'platform_machine': 'x86_64'}
-    target |= {'os_name': 'posix', 'platform_python_implementation': 'CPython'}
-    found, waiting = {}, [(Requirement(line), frozenset({''})) for line in requirements]
-    seen = set()
+    machine = {'sys_platform': 'linux', 'platform_system': 'Linux', 'platform_machine': 'x86_64'}
+    machine |= {'python_version': python, 'python_full_version': f'{python}.3'}
+    machine |= {'os_name': 'posix', 'platform_python_implementation': 'CPython'}
+    found, waiting, seen = {}, [(line, ('',)) for line in requirements], set()
     while waiting:
-        wanted, extras = waiting.pop()
-        asked = (not wanted.marker) or any(
-            wanted.marker.evaluate(target | {'extra': extra}) for extra in extras
-        )
-        name, own = normal(wanted.name), frozenset({'', *wanted.extras})
-        if not asked or (name, own, str(wanted.specifier)) in seen:
+        line, extras = waiting.pop()
+        wanted = Requirement(line)
+        marker, name = wanted.marker, canonical_name(wanted.name)
+        if marker and not any(marker.evaluate(machine | {'extra': extra}) for extra in extras):
             continue
-        seen.add((name, own, str(wanted.specifier)))
-        version = installed.get(name, 'none')
-        lacks = version == 'none' or not (
-            version is None or wanted.specifier.contains(version, prereleases=True)
+        if (line, extras) in seen:
+            continue
+        seen.add((line, extras))
+        version = installed.get(name)
+        missing = name not in installed or bool(
+            version and not wanted.specifier.contains(version, prereleases=True)
         )
-        found[name] = found.get(name, False) or lacks
-        if lacks and name not in (*OF_THE_MACHINE, *known):
+        found[name] = found.get(name, False) or missing
+        if missing and name not in (*OF_THE_MACHINE, *known):
             with contextlib.suppress(importlib.metadata.PackageNotFoundError):
                 lines = importlib.metadata.requires(name) or ()
-                waiting += [(Requirement(line), own) for line in lines]
+                waiting += [(other, ('', *wanted.extras)) for other in lines]
     return found
 
 
 def pinned(name: str) -> str:
-    """NAME==VERSION of the version installed here; NAME where there is none."""
+    """NAME==VERSION of the version installed here; NAME if there is none."""
     try:
         return f'{name}=={importlib.metadata.version(name)}'
     except importlib.metadata.PackageNotFoundError:
@@ -127,22 +122,21 @@ def pinned(name: str) -> str:
 
 
 def download(names: list[str], out: pathlib.Path, python: str):
-    """Fetches a wheel of each for that machine, and of nothing else.
+    """Downloads a wheel of each package for that machine.
 
     Args:
-      names: as pip takes them, such as grain==0.2.18.
+      names: as for pip, such as grain==0.2.18.
       out: directory.
       python: version of that machine's Python.
 
     Raises:
-      ValueError: pip could not; its last line.
+      ValueError: pip failed; its last line.
     """
-    command_line = [sys.executable, '-m', 'pip', 'download', '-q', '--disable-pip-version-check']
-    command_line += ['--no-deps', '--only-binary=:all:', '--implementation', 'cp']
-    command_line += ['--python-version', python, '-d', str(out)]
-    for platform in PLATFORMS:
-        command_line += ['--platform', platform]
-    done = subprocess.run([*command_line, *names], stderr=subprocess.PIPE, text=True)
+    words = [sys.executable, '-m', 'pip', 'download', '-q', '--disable-pip-version-check']
+    words += ['--no-deps', '--only-binary=:all:', '--implementation', 'cp']
+    words += ['--python-version', python, '-d', str(out)]
+    words += [word for platform in PLATFORMS for word in ('--platform', platform)]
+    done = subprocess.run([*words, *names], stderr=subprocess.PIPE, text=True)
     if done.returncode:
         raise ValueError(f'pip download: {(done.stderr.strip().splitlines() or ["failed"])[-1]}')
 
@@ -151,14 +145,13 @@ def main(_):
     installed = read_installed(pathlib.Path(INSTALLED.value).read_text(encoding='utf-8'))
     if not re.fullmatch(r'3\.\d+', PYTHON.value):
         raise ValueError(f'--python={PYTHON.value}: must be a version such as 3.12')
-    pins = {normal(name): version for name, _, version in (p.partition('==') for p in PINS.value)}
-    wanted = needed(required(), PYTHON.value, installed, pins)
-    absent = [name for name, lacks in wanted.items() if lacks]
-    if kept := [name for name in absent if name in OF_THE_MACHINE]:
+    pins = {canonical_name(pin.partition('==')[0]): pin for pin in PINS.value}
+    needed = find_needed(required(), PYTHON.value, installed, pins)
+    missing = sorted(name for name, lacks in needed.items() if lacks)
+    if kept := [name for name in missing if name in OF_THE_MACHINE]:
         what = 'missing there or too old, and not carried: install it there'
         print(f'{", ".join(kept)}: {what}', file=sys.stderr)
-    chosen = sorted(name for name in absent if name not in OF_THE_MACHINE)
-    names = [f'{name}=={pins[name]}' if name in pins else pinned(name) for name in chosen]
+    names = [pins.get(name) or pinned(name) for name in missing if name not in OF_THE_MACHINE]
     print('\n'.join(names) or 'nothing is missing there')
     if DRY_RUN.value or not names:
         return

@@ -236,7 +236,7 @@ PARSED_ONLY = (
     ('FOLDER', 'stands for a folder of the reader; docs/convert.md has one'),
     ('llama/tokenizer.json', 'a file of the reader; tests/data has all kinds'),
     ('web/*.jsonl.zst', 'files of the reader; tests/data has all kinds'),
-    ('launch.gpu', 'needs a GPU; tests/launch/gpu_test.py runs --toy'),
+    ('launch.gpu', 'needs a GPU; tests/benchmarks/runner_test.py carries out --toy'),
     ('launch.wheels --out', 'downloads wheels; tests/gpu_rehearsal.py does so'),
     ('--tasks=moda', 'downloads its tasks'),
     ('--tasks=arc_easy', 'downloads its tasks'),

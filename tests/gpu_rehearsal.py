@@ -2,9 +2,9 @@
 
 python -m tests.gpu_rehearsal --folder=build/gpu-rehearsal
 
-Makes an environment of what that machine holds (docs/gpu_machine.txt), in this Python's versions,
-carries the missing wheels to it as docs/gpu.md says, and runs launch.gpu --toy there, without a
-network where this machine can take it away. A crash, a hang and a wrong kernel are injected; the
+Makes an environment with the packages of that machine (docs/gpu_machine.txt), in this Python's
+versions, carries the missing wheels to it as docs/gpu.md says, and runs launch.gpu --toy there,
+without a network if this machine allows that. A crash, a hang and a wrong kernel are injected; the
 run is stopped by its deadline and started again until it is finished.
 """
 
@@ -41,20 +41,20 @@ def python_of(folder):
 
 
 def run(words):
-    """Runs a command that must succeed; what it prints is shown where it does not."""
+    """Runs a command that must succeed; its output is shown if it does not."""
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def install(folder):
-    """Makes the environment and the folder of carried wheels; returns (held, carried)."""
+    """Makes the environment and the folder of carried wheels; returns (packages, wheels)."""
     installed = wheels.read_installed(MACHINE.read_text())
     of_jax = [line for name in ('jax', 'jaxlib') for line in importlib.metadata.requires(name)]
-    everything = wheels.needed([*wheels.required(), *of_jax], PYTHON, {}, PIN)
+    everything = wheels.find_needed([*wheels.required(), *of_jax], PYTHON, {}, PIN)
     held = [name for name in everything if name in installed and name != 'triton']
     absent = [
         name
-        for name, lacks in wheels.needed(wheels.required(), PYTHON, installed, PIN).items()
+        for name, lacks in wheels.find_needed(wheels.required(), PYTHON, installed, PIN).items()
         if lacks
     ]
     run([sys.executable, '-m', 'venv', folder / 'venv'])
@@ -72,7 +72,7 @@ def install(folder):
 
 
 def without_network():
-    """The beginning of a command that has no network; [] where that is not allowed here."""
+    """The first words of a command that runs without a network; [] if that is not allowed here."""
     words = ['unshare', '--map-root-user', '--net']
     allowed = shutil.which('unshare') and not subprocess.run([*words, 'true']).returncode
     return words if allowed else []
@@ -94,7 +94,7 @@ def rows_of(out):
 
 
 def rehearse_without_wheels(folder):
-    """Kernels are tested, what needs a missing package says so, and runs once it is there."""
+    """Kernels are tested; what needs a missing package says so, and runs once it is there."""
     out = folder / 'without_wheels'
     status, said, _ = gpu(folder, f'--out={out}', f'--cases={MISSING_CASES}', carried=False)
     found = {row['case']: row for row in rows_of(out)}

@@ -1,4 +1,4 @@
-"""The shapes at which attention is timed, and what each of them must compute and move."""
+"""The shapes at which attention is timed, and what they must compute and move."""
 
 import itertools
 from typing import NamedTuple
@@ -18,9 +18,8 @@ class Case(NamedTuple):
       slots: L.
       batch: B.
       dtype: of all arrays.
-      written: slots that queries see, known only when the program runs, as in a scanned stack;
-        None: all of them.
-      documents: that a row is packed from, of random lengths; 0: it is one text.
+      written: visible slots, known only when the program runs, as in a scanned stack; None: all.
+      documents: number of packed documents in a row, of random lengths; 0: the row is one text.
     """
 
     length: int
@@ -34,8 +33,8 @@ class Case(NamedTuple):
     documents: int = 0
 
     @property
-    def seen(self) -> int:
-        """Slots that a query sees."""
+    def visible(self) -> int:
+        """Slots that a query attends to."""
         return self.slots if self.written is None else self.written
 
     def __str__(self):
@@ -48,7 +47,10 @@ class Case(NamedTuple):
 class Inputs(NamedTuple):
     """What is attended to, and the cotangent of the output.
 
-    `written` is None where all slots are, `segment_ids_BT` where a row is one text.
+    Attributes:
+      q_BTNH, k_BTKH, v_BTKH, k_depth_LBTKH, v_depth_LBTKH, do_BTNH: arrays.
+      q_depth_BTNH: queries of the slots; None: q_BTNH.
+      options: further arrays by their name in depth_attention.
     """
 
     q_BTNH: jax.Array
@@ -57,25 +59,13 @@ class Inputs(NamedTuple):
     k_depth_LBTKH: jax.Array
     v_depth_LBTKH: jax.Array
     do_BTNH: jax.Array
-    written: jax.Array | None = None
-    segment_ids_BT: jax.Array | None = None
-
-    def options(self, with_slots: bool) -> dict:
-        """Further arguments of depth_attention."""
-        found = {}
-        if self.segment_ids_BT is not None:
-            found['segment_ids_BT'] = self.segment_ids_BT
-        if with_slots and self.written is not None:
-            found['num_slots'] = self.written
-        return found
+    q_depth_BTNH: jax.Array | None = None
+    options: dict = {}
 
 
-# N=64, K=8, L=64, H=64 over T first, for these are the shapes that the targets speak of; then one
-# thing at a time.
-STANDARD = tuple(Case(length) for length in (4096, 16384, 65536))
+# The shapes of the targets first, N=64, K=8, L=64, H=64 over T; then one size at a time changes.
 GPU_CASES = (
-    *STANDARD,
-    *(Case(length) for length in (2048, 8192, 32768)),
+    *(Case(length) for length in (4096, 16384, 65536, 2048, 8192, 32768)),
     *(Case(4096, kv_heads=kv_heads) for kv_heads in (64, 32, 4)),
     *(Case(16384, slots=slots) for slots in (0, 16, 128)),
     *(Case(length, width=128) for length in (4096, 16384)),
@@ -97,7 +87,7 @@ def product(lengths, heads, kv_heads, widths, slots, dtype: str) -> list[Case]:
 
 
 def document_lengths(case: Case) -> np.ndarray:
-    """int64 [documents], random and 1 or more, T together; [T] where a row is one text."""
+    """int64 [documents], random, 1 or more, with sum T; [T] if the row is one text."""
     if not case.documents:
         return np.array([case.length])
     rng = np.random.default_rng(case.length + case.documents)
@@ -107,51 +97,52 @@ def document_lengths(case: Case) -> np.ndarray:
 
 def make_inputs(case: Case) -> Inputs:
     """Random normal arrays; the slots' keys are larger, so that they get much of the softmax."""
-    batch, length, slots = case.batch, case.length, case.slots
-    whole, shared = (batch, length, case.heads), (batch, length, case.kv_heads)
-    shapes = (whole, shared, shared, (slots, *shared), (slots, *shared), whole)
+    q_shape = (case.batch, case.length, case.heads, case.width)
+    k_shape = (case.batch, case.length, case.kv_heads, case.width)
+    slots_shape = (case.slots, *k_shape)
+    shapes = (q_shape, k_shape, k_shape, slots_shape, slots_shape, q_shape)
 
     @jax.jit
     def draw(key):
         arrays = [
-            jax.random.normal(jax.random.fold_in(key, i), (*shape, case.width), case.dtype)
+            jax.random.normal(jax.random.fold_in(key, i), shape, case.dtype)
             for i, shape in enumerate(shapes)
         ]
         arrays[3] *= jnp.asarray(2.5, case.dtype)
         return Inputs(*arrays)
 
-    inputs = draw(jax.random.key(length + slots))
+    options = {}
     if case.written is not None:
-        inputs = inputs._replace(written=jnp.asarray(case.written, jnp.int32))
+        options['num_slots'] = jnp.asarray(case.written, jnp.int32)
     if case.documents:
         ids_T = np.repeat(np.arange(case.documents), document_lengths(case)).astype(np.int32)
-        inputs = inputs._replace(segment_ids_BT=jnp.tile(ids_T, (batch, 1)))
-    return inputs
+        options['segment_ids_BT'] = jnp.tile(ids_T, (case.batch, 1))
+    return draw(jax.random.key(case.length + case.slots))._replace(options=options)
 
 
 def flops(case: Case, slots: int, backward: bool) -> float:
-    """FLOPs of the forward pass, or of both: five products where the forward pass has two.
+    """FLOPs of the forward pass, or of both passes: seven products instead of two.
 
-    The causal half of the query-key pairs counts, inside of documents where a row has several, and
-    `slots` of the query's own token.
+    Counts the visible query-key pairs, which are the causal half inside each document, and `slots`
+    of the query's own token.
     """
-    shown = float(np.sum(document_lengths(case).astype(float) ** 2)) / 2
-    pairs = case.batch * case.heads * (shown + case.length * slots)
+    visible = float(np.sum(document_lengths(case).astype(float) ** 2)) / 2
+    pairs = case.batch * case.heads * (visible + case.length * slots)
     return 4 * pairs * case.width * (3.5 if backward else 1)
 
 
 def depth_bytes(case: Case, direction: str, sum_bytes: int = 0) -> float:
-    """The least that the depth phase moves through memory: slots once, queries and outputs.
+    """The least number of bytes that the depth part must move: slots once, queries and outputs.
 
     Args:
-      case: of the shapes.
-      direction: `forward`, or the backward pass alone as `fresh` (slots read, gradients written)
-        or `accumulate` (slots and sums read, sums written).
-      sum_bytes: of a number of the sums.
+      case: the shapes.
+      direction: `forward`, or the backward pass alone: `fresh` (reads the slots, writes their
+        gradients) or `accumulate` (reads the slots and the sums, writes the sums).
+      sum_bytes: bytes of one number of the sums.
     """
     item = jnp.dtype(case.dtype).itemsize
     per_side = case.batch * case.length * case.width
-    slots, queries = 2 * case.seen * per_side * case.kv_heads, per_side * case.heads
+    slots, queries = 2 * case.visible * per_side * case.kv_heads, per_side * case.heads
     if direction == 'forward':
         return item * (slots + 3 * queries)
     written = item if direction == 'fresh' else 2 * sum_bytes
@@ -159,6 +150,6 @@ def depth_bytes(case: Case, direction: str, sum_bytes: int = 0) -> float:
 
 
 def score_bytes(case: Case, implementation: str) -> float:
-    """Of the float32 scores that an implementation holds at once; 0 for those that use tiles."""
-    # Of the reference all of them, and its gradient keeps several such arrays.
+    """Bytes of the float32 scores that an implementation holds at once; 0 if it works in tiles."""
+    # The reference holds all of them, and its gradient keeps several such arrays.
     return 16 * case.batch * case.heads * case.length**2 if implementation == 'reference' else 0

@@ -1,10 +1,11 @@
-"""How far an attention is from the equation, at its own size: a wrong one is not timed.
+"""How far an attention is from the equation at the size at which it is timed.
 
-At T = 65536 nobody can hold T x T scores. So the output's cotangent is zero but for some queries:
-of these alone the equation is computed, in float32, and the gradients of all keys, of their slots
-and of no others follow from them. What is checked is the very program that is timed.
+T x T scores do not fit at T = 65536. So the cotangent of the output is zero but for some queries:
+the equation is computed for these alone, in float32, and the gradients of all keys, of the slots of
+these queries and of no others follow from it. What is checked is the very program that is timed.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -12,20 +13,37 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels_pallas import depth_attention
+from kernels_pallas.reference import allowed_error
 from moddepth_jax.benchmarks.attention_cases import Case, Inputs
-from moddepth_jax.benchmarks.attention_forms import ALONE, PLAIN, Form, make_sums
+from moddepth_jax.benchmarks.attention_forms import Form, make_program, make_sums
 
 CHECKED = 48  # queries
-# Of the error of plain attention in the same dtype, and the least, relative to the largest value.
-FACTORS = {'forward': (2, 2e-6), 'backward': (3, 1e-5)}
-NAMES = ('o', 'dq', 'dk', 'dv', 'dk_depth', 'dv_depth')
+NAMES = ('o', 'dq', 'dk', 'dv', 'dk_depth', 'dv_depth', 'dq_depth')
 
 
-class Right(NamedTuple):
-    """By name: what is right, float32, and the largest error that passes."""
+class Expected(NamedTuple):
+    """Values of the equation in float32, and the largest error of each that passes, by name."""
 
     values: dict[str, jax.Array]
     allowed: dict[str, float]
+
+
+def largest(array) -> float:
+    """The largest absolute value, 0 of an empty array."""
+    return float(abs(array).max(initial=0))
+
+
+def allowed_errors(exact: dict, plain: dict, dtype: str) -> dict[str, float]:
+    """The largest error that each result may have, by the error of XLA's form in the same dtype.
+
+    Args:
+      exact, plain: results by name, of NAMES.
+      dtype: of the inputs.
+    """
+    return {
+        name: allowed_error(dtype, name != 'o', largest(plain[name] - value), largest(value))
+        for name, value in exact.items()
+    }
 
 
 def checked_queries(length: int) -> np.ndarray:
@@ -36,93 +54,81 @@ def checked_queries(length: int) -> np.ndarray:
     return np.unique([*spread, 1]).astype(np.int32)
 
 
-def only_checked(inputs: Inputs, chosen_C: np.ndarray) -> Inputs:
-    """The inputs with the output's cotangent zero for every other query."""
+def mask_cotangent(inputs: Inputs, chosen_C) -> Inputs:
+    """The inputs with the output's cotangent zero for all other queries."""
     kept_T = jnp.zeros(inputs.q_BTNH.shape[1], bool).at[chosen_C].set(True)
     return inputs._replace(do_BTNH=jnp.where(kept_T[:, None, None], inputs.do_BTNH, 0))
 
 
-def _gradients(inputs: Inputs, chosen_C, over: str, implementation: str, dtype):
-    """Output and gradients of the chosen queries alone, in that dtype."""
-    q, k, v, k_depth, v_depth, do = (x.astype(dtype) for x in _of_queries(inputs, chosen_C, over))
-    options = inputs.options(over != PLAIN)
+def _select_queries(inputs, chosen_C, dtype):
+    """Inputs of the chosen queries alone, in a dtype."""
+    q, k, v, k_depth, v_depth, do = (x.astype(dtype) for x in inputs[:6])
+    batch, length = k.shape[:2]
+    options = dict(inputs.options)
+    options['positions_BT'] = jnp.broadcast_to(chosen_C, (batch, len(chosen_C)))
+    options['key_positions_BS'] = jnp.broadcast_to(jnp.arange(length), (batch, length))
     if 'segment_ids_BT' in options:
-        ids_BS = options['segment_ids_BT'][:, : k.shape[1]]
+        options['key_segment_ids_BS'] = options['segment_ids_BT']
         options['segment_ids_BT'] = options['segment_ids_BT'][:, chosen_C]
-        options['key_segment_ids_BS'] = ids_BS
-    positions_BC = jnp.broadcast_to(chosen_C, (q.shape[0], len(chosen_C)))
-    positions_BS = jnp.broadcast_to(jnp.arange(k.shape[1]), k.shape[:2])
-
-    def attend(q, k, v, *slots):
-        return depth_attention(
-            q,
-            k,
-            v,
-            *slots,
-            positions_BT=positions_BC,
-            key_positions_BS=positions_BS,
-            implementation=implementation,
-            **options,
-        )
-
-    o, pull = jax.vjp(attend, q, k, v, *(() if over == PLAIN else (k_depth, v_depth)))
-    return dict(zip(NAMES, (o, *pull(do)), strict=False))
+    k_depth, v_depth = k_depth[:, :, chosen_C], v_depth[:, :, chosen_C]
+    return Inputs(q[:, chosen_C], k, v, k_depth, v_depth, do[:, chosen_C], options=options)
 
 
-def _of_queries(inputs, chosen_C, over):
-    q, k, v, k_depth, v_depth, do = inputs[:6]
-    slots = k_depth[:, :, chosen_C], v_depth[:, :, chosen_C]
-    if over == ALONE:
-        k, v = k[:, :0], v[:, :0]
-    return q[:, chosen_C], k, v, *slots, do[:, chosen_C]
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+def _compute(inputs, chosen_C, over, implementation, dtype):
+    function = functools.partial(depth_attention, implementation=implementation)
+    chosen = _select_queries(inputs, chosen_C, dtype)
+    results, _ = make_program(function, over, 'fresh')(chosen, None)
+    return dict(zip(NAMES, (x.astype('float32') for x in results), strict=False))
 
 
-def make_right(inputs: Inputs, chosen_C, over: str) -> Right:
-    """The equation in float32, and what plain attention in the inputs' dtype allows others."""
-    run = jax.jit(_gradients, static_argnums=(2, 3, 4))
-    values = run(inputs, chosen_C, over, 'reference', jnp.float32)
-    plain = run(inputs, chosen_C, over, 'xla', inputs.q_BTNH.dtype)
-    allowed = {}
-    for name, value in values.items():
-        factor, floor = FACTORS['forward' if name == 'o' else 'backward']
-        error = float(jnp.max(jnp.abs(plain[name].astype(jnp.float32) - value), initial=0))
-        allowed[name] = factor * error + floor * float(jnp.max(jnp.abs(value), initial=1))
-    return Right(values, allowed)
+def compute_expected(inputs: Inputs, chosen_C, over: str) -> Expected:
+    """The equation in float32, and the errors that XLA's form in the inputs' dtype allows others.
+
+    Args:
+      inputs: of the program that is checked.
+      chosen_C: queries, int32.
+      over: as in attention_forms.Form.
+    """
+    dtype = inputs.q_BTNH.dtype.name
+    values = _compute(inputs, chosen_C, over, 'reference', 'float32')
+    plain = _compute(inputs, chosen_C, over, 'xla', dtype)
+    return Expected(values, allowed_errors(values, plain, dtype))
 
 
-def _pick(name: str, array, chosen_C):
+def _select(name: str, array, chosen_C):
     """The part of a result that the equation was computed for."""
     if name in ('dk', 'dv'):
         return array
     return array[:, :, chosen_C] if name.endswith('_depth') else array[:, chosen_C]
 
 
-def find_wrong(results: dict, right: Right, chosen_C) -> str | None:
-    """What of a program's results is wrong, in one line; None: nothing.
+def find_wrong(results: dict, expected: Expected, chosen_C) -> str | None:
+    """What is wrong with a program's results, in one line; None: nothing.
 
     Args:
-      results: of `results_of`.
-      right: of the same inputs.
+      results: as `run_checked` returns.
+      expected: for the same inputs.
       chosen_C: the queries with a cotangent; gradients of other queries and slots must be zero.
     """
     for name, (array, runs) in results.items():
-        mine = _pick(name, array, chosen_C) / runs
-        error = float(jnp.max(jnp.abs(mine.astype(jnp.float32) - right.values[name]), initial=0))
-        if not error <= right.allowed[name]:
-            return f'wrong: {name} is off by {error:.3g}, allowed {right.allowed[name]:.3g}'
-        if name != 'o' and int(jnp.count_nonzero(mine)) != int(jnp.count_nonzero(array)):
+        found = _select(name, array, chosen_C) / runs
+        error, allowed = largest(found - expected.values[name]), expected.allowed[name]
+        if not error <= allowed:  # NaN is wrong too
+            return f'wrong: {name} is off by {error:.3g}, allowed {allowed:.3g}'
+        if name != 'o' and int(jnp.count_nonzero(found)) != int(jnp.count_nonzero(array)):
             return f'wrong: {name} is not zero where nothing depends on it'
     return None
 
 
-def results_of(form: Form, case: Case, run, inputs: Inputs) -> dict:
-    """(array, runs that it is the sum of), by name, of a compiled form.
+def run_checked(form: Form, case: Case, run, inputs: Inputs) -> dict:
+    """(array, number of runs that it is the sum of), by name, of a compiled form.
 
-    A form that accumulates runs twice: what it adds to is not zero then.
+    A form that accumulates runs twice, so that it adds to sums which are not zero.
 
     Args:
       form, case: of the program.
-      run: the program, see attention_forms.program.
+      run: the program, see attention_forms.make_program.
       inputs: what it attends to.
     """
     sums = make_sums(form, case)
@@ -131,5 +137,5 @@ def results_of(form: Form, case: Case, run, inputs: Inputs) -> dict:
     if sums is not None:
         del arrays
         _, sums = run(inputs, sums)
-        named |= dict(zip(NAMES[-2:], ((array, 2) for array in sums), strict=True))
+        named |= dict(zip(NAMES[4:6], ((array, 2) for array in sums), strict=True))
     return {name: (array, runs) for name, (array, runs) in named.items() if array.size}

@@ -1,4 +1,4 @@
-"""What is timed of an attention: plain rivals and our implementations, as programs of arrays."""
+"""The forms of attention that are checked and timed, ours and rival ones, as programs of arrays."""
 
 import functools
 import importlib
@@ -13,8 +13,10 @@ from kernels_pallas.depth_attention import IMPLEMENTATIONS
 from moddepth_jax.benchmarks.attention_cases import Case, Inputs
 
 RIVALS = ('cudnn', 'pallas_triton', 'flash_attention_2')
-# What is attended to: the sequence, both, or the slots (a sequence of no keys).
+# What is attended to: the sequence, both, or the slots (a sequence without keys).
 PLAIN, BOTH, ALONE = 'no slots', 'slots', 'slots alone'
+# Dtype of the sums of the slots' gradients, None: that of the slots.
+SUMS = {'accumulate': None, 'accumulate float32': 'float32'}
 
 
 class Form(NamedTuple):
@@ -23,9 +25,8 @@ class Form(NamedTuple):
     Attributes:
       implementation: one of RIVALS or IMPLEMENTATIONS.
       over: PLAIN, BOTH or ALONE.
-      direction: `forward`; `fresh`, both passes with gradients of their own; `accumulate` and
-        `accumulate float32`, both with the slots' gradients added in place to sums of the slots'
-        dtype or in float32.
+      direction: `forward`; `fresh`, both passes with new gradients; or one of SUMS, both passes
+        with the slots' gradients added in place to sums.
     """
 
     implementation: str
@@ -33,33 +34,25 @@ class Form(NamedTuple):
     direction: str
 
 
-SUMS = {'accumulate': None, 'accumulate float32': 'float32'}
-
-
 def forms(names, case: Case, brief: bool = False) -> list[Form]:
-    """All programs of these implementations, rivals without slots only.
+    """All programs of some implementations; rivals have them without slots only.
 
     Args:
       names: of RIVALS and IMPLEMENTATIONS.
       case: the shape.
-      brief: of ours with slots only both parts together, gradients of their own.
+      brief: of ours with slots only sequence and slots together, without sums.
     """
     found = []
     for name in names:
         with_slots = name not in RIVALS and case.slots
-        if not (brief and with_slots):
-            found += [Form(name, PLAIN, direction) for direction in ('forward', 'fresh')]
-        if not with_slots:
-            continue
-        if brief:
-            found += [Form(name, BOTH, direction) for direction in ('forward', 'fresh')]
-            continue
-        ways = ('forward', 'fresh', *SUMS)
-        # In float32 both ways of accumulation are one.
-        ways = ways[: 3 if case.dtype == 'float32' else None]
-        # The equation is a ruler: it has nothing of its own to add in place.
-        ways = ways[:2] if name == 'reference' else ways
-        found += [Form(name, over, way) for over in (BOTH, ALONE) for way in ways]
+        over = [BOTH] if brief and with_slots else [PLAIN] + [BOTH, ALONE] * bool(with_slots)
+        for what in over:
+            directions = ['forward', 'fresh']
+            # The reference defines what is right, and has no sums of its own.
+            if what != PLAIN and not brief and name != 'reference':
+                # In float32 both ways to accumulate are one.
+                directions += list(SUMS)[: 1 if case.dtype == 'float32' else None]
+            found += [Form(name, what, direction) for direction in directions]
     return found
 
 
@@ -68,93 +61,101 @@ def _cudnn(q_BTNH, k_BTKH, v_BTKH):
     return attend(q_BTNH, k_BTKH, v_BTKH, is_causal=True)
 
 
-def _repeated(q_BTNH, *shared):
-    """Keys and values once for each query head, for kernels that know of no groups."""
-    return [jnp.repeat(x, q_BTNH.shape[2] // x.shape[2], axis=2) for x in shared]
+def _repeat_heads(q_BTNH, *arrays_BTKH):
+    """Keys and values once for each query head, for kernels without grouped heads."""
+    return [jnp.repeat(x, q_BTNH.shape[2] // x.shape[2], axis=2) for x in arrays_BTKH]
 
 
 def _pallas_triton(q_BTNH, k_BTKH, v_BTKH):
     module = importlib.import_module('jax.experimental.pallas.ops.gpu.attention')
-    sides, scale = _repeated(q_BTNH, k_BTKH, v_BTKH), q_BTNH.shape[-1] ** -0.5
-    return module.mha(q_BTNH, *sides, segment_ids=None, sm_scale=scale, causal=True)
+    k_BTNH, v_BTNH = _repeat_heads(q_BTNH, k_BTKH, v_BTKH)
+    scale = q_BTNH.shape[-1] ** -0.5
+    return module.mha(q_BTNH, k_BTNH, v_BTNH, segment_ids=None, sm_scale=scale, causal=True)
 
 
 def _flash_attention_2(q_BTNH, k_BTKH, v_BTKH):
     module = importlib.import_module('moddepth_jax.benchmarks.triton_baseline')
-    return module.flash_attention(q_BTNH, *_repeated(q_BTNH, k_BTKH, v_BTKH))
+    return module.flash_attention(q_BTNH, *_repeat_heads(q_BTNH, k_BTKH, v_BTKH))
 
 
 _RIVALS = dict(zip(RIVALS, (_cudnn, _pallas_triton, _flash_attention_2), strict=True))
 
 
-def attend(form: Form):
-    """f(q, k, v) or f(q, k, v, k_depth, v_depth, **options) -> o, or (o, ...) as depth_attention.
+def attention_function(implementation: str):
+    """f(q, k, v) or f(q, k, v, k_depth, v_depth, **options), which returns as depth_attention.
 
     Raises:
-      ValueError: an implementation that nobody knows.
+      ValueError: an unknown implementation.
     """
-    if form.implementation in _RIVALS:
-        return _RIVALS[form.implementation]
-    if form.implementation not in IMPLEMENTATIONS:
+    if implementation in _RIVALS:
+        # Rivals know no documents: to them a row is one text.
+        return lambda *arrays, **options: _RIVALS[implementation](*arrays)
+    if implementation not in IMPLEMENTATIONS:
         known = ', '.join((*RIVALS, *IMPLEMENTATIONS))
-        raise ValueError(f'implementation={form.implementation!r}: must be one of {known}')
-    return functools.partial(depth_attention, implementation=form.implementation)
+        raise ValueError(f'implementation={implementation!r}: must be one of {known}')
+    return functools.partial(depth_attention, implementation=implementation)
 
 
-def _read(form: Form, inputs: Inputs):
-    """The arrays that a form attends to; a sequence without keys for the slots alone."""
-    q_BTNH, k_BTKH, v_BTKH, *slots = inputs[:5]
-    if form.over == ALONE:
-        return q_BTNH, k_BTKH[:, :0], v_BTKH[:, :0], *slots
-    return (q_BTNH, k_BTKH, v_BTKH, *(slots if form.over == BOTH else ()))
+def _arguments(over, inputs):
+    """(arrays that are differentiated, options) of what a form attends to."""
+    arrays, slots = inputs[:3], inputs[3:5]
+    of_slots = {name: x for name, x in inputs.options.items() if 'slot' in name}
+    if over == PLAIN:
+        return arrays, {n: x for n, x in inputs.options.items() if n not in of_slots}
+    slots += () if inputs.q_depth_BTNH is None else (inputs.q_depth_BTNH,)
+    if over == ALONE:
+        q_BTNH, k_BTKH, v_BTKH = arrays
+        return (q_BTNH, k_BTKH[:, :0], v_BTKH[:, :0], *slots), of_slots
+    return arrays + slots, inputs.options
 
 
-def _options(form: Form, inputs: Inputs) -> dict:
-    """Further arguments; rivals know neither slots nor documents."""
-    if form.implementation in _RIVALS:
-        return {}
-    options = inputs.options(form.over != PLAIN)
-    if form.over == ALONE:
-        options.pop('segment_ids_BT', None)
-    return options
+def make_program(function, over: str, direction: str):
+    """One form of an attention as a function of arrays.
 
+    Args:
+      function: as `attention_function` returns.
+      over: PLAIN, BOTH or ALONE.
+      direction: as in Form.
 
-def program(form: Form):
-    """f(inputs, sums) -> (o and gradients of what is attended to, sums).
-
-    `sums` is None but for forms that accumulate: there it takes the place of the slots' gradients.
+    Returns:
+      f(inputs, sums) -> ((o, *gradients of what is attended to), sums). In forms that accumulate,
+      `sums` replaces the slots' gradients; else it is None.
     """
-    function = attend(form)
 
-    def forward(inputs, sums):
-        return (function(*_read(form, inputs), **_options(form, inputs)),), sums
+    def program(inputs, sums):
+        arrays, options = _arguments(over, inputs)
 
-    def fresh(inputs, sums):
-        call = functools.partial(function, **_options(form, inputs))
-        o_BTNH, pull = jax.vjp(call, *_read(form, inputs))
-        return (o_BTNH, *pull(inputs.do_BTNH)), sums
+        def attend(q, k, v, *slots, **more):
+            if len(slots) == 3:
+                more['q_depth_BTNH'] = slots[2]
+            return function(q, k, v, *slots[:2], **more, **options)
 
-    def accumulate(inputs, sums):
-        q, k, v, k_depth, v_depth = _read(form, inputs)
-        options = _options(form, inputs)
-        apart = SUMS[form.direction] is not None
-        # Only the cotangents of the sums matter, not what they hold.
-        threads = jax.tree.map(jnp.zeros_like, sums) if apart else (k_depth, v_depth)
+        if direction == 'forward':
+            return (attend(*arrays),), sums
+        if direction == 'fresh':
+            o_BTNH, pull = jax.vjp(attend, *arrays)
+            return (o_BTNH, *pull(inputs.do_BTNH)), sums
+        return _accumulate(attend, arrays, inputs.do_BTNH, sums, apart=SUMS[direction] is not None)
 
-        def threaded(q, k, v, threads):
-            if apart:
-                o_BTNH, *threads = function(q, k, v, k_depth, v_depth, slot_sums=threads, **options)
-            else:
-                k_slots, v_slots = threads
-                o_BTNH, *threads = function(q, k, v, k_slots, v_slots, thread_slots=True, **options)
-            return o_BTNH, tuple(threads)
+    return program
 
-        (o_BTNH, _), pull = jax.vjp(threaded, q, k, v, threads)
-        *gradients, sums = pull((inputs.do_BTNH, sums))
-        return (o_BTNH, *gradients), sums
 
-    ways = {'forward': forward, 'fresh': fresh}
-    return ways.get(form.direction, accumulate)
+def _accumulate(attend, arrays, do_BTNH, sums, apart):
+    """Both passes, with the slots' gradients added to `sums`; `apart`: of another dtype."""
+    q, k, v, k_depth, v_depth = arrays
+    # Only the cotangents of the sums matter, not what they hold.
+    threads = jax.tree.map(jnp.zeros_like, sums) if apart else (k_depth, v_depth)
+
+    def threaded(q, k, v, threads):
+        if apart:
+            o_BTNH, *threads = attend(q, k, v, k_depth, v_depth, slot_sums=threads)
+        else:
+            o_BTNH, *threads = attend(q, k, v, *threads, thread_slots=True)
+        return o_BTNH, tuple(threads)
+
+    (o_BTNH, _), pull = jax.vjp(threaded, q, k, v, threads)
+    *gradients, sums = pull((do_BTNH, sums))
+    return (o_BTNH, *gradients), sums
 
 
 def make_sums(form: Form, case: Case):
@@ -167,14 +168,15 @@ def make_sums(form: Form, case: Case):
 
 
 def lower(form: Form, inputs: Inputs, case: Case):
-    """The program of a form for such inputs, lowered; sums are donated.
+    """The program of a form for such inputs, lowered; its sums are donated.
 
     Raises:
       Exception: of any kind, where this JAX or this device cannot do it.
     """
     sums = jax.eval_shape(lambda: make_sums(form, case))
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
+    program = make_program(attention_function(form.implementation), form.over, form.direction)
     with warnings.catch_warnings():
-        # JAX 0.11 and newer deprecate its own flash attention, and the compiler under it.
+        # JAX 0.11 and newer deprecate their own flash attention, and the compiler under it.
         warnings.simplefilter('ignore', DeprecationWarning)
-        return jax.jit(program(form), donate_argnums=1).lower(shapes, sums)
+        return jax.jit(program, donate_argnums=1).lower(shapes, sums)

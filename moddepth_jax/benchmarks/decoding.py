@@ -1,4 +1,4 @@
-"""How long a token takes: decoding by the dense and by the Mixture-of-Depths model, in turn."""
+"""How long a decoded token takes: a dense model and another one, in turn."""
 
 import functools
 
@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moddepth_jax.benchmarks.tables import column_per_row, fixed
 from moddepth_jax.benchmarks.timing import time_interleaved
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.model.decoding import decode_step, prefill, unroll
@@ -13,7 +14,7 @@ from moddepth_jax.model.kv_cache import Cache, cache_bytes, update_cache
 from moddepth_jax.model.transformer import Transformer, causal_routing
 from moddepth_jax.training.summary import versions
 
-SETTLE = 4  # steps before the timed ones
+WARMUP = 4  # steps before the timed ones
 
 
 def _prefill(hparams, unrolled, tokens_BT):
@@ -30,13 +31,13 @@ def _prefill(hparams, unrolled, tokens_BT):
 
 
 def filled_cache(hparams: Hparams, unrolled, batch: int, length: int) -> Cache:
-    """A cache as after `length` tokens in each row, the rule's share of them in routed blocks.
+    """A cache as after `length` tokens in each row; routed blocks hold the share they select.
 
-    What keys and values are does not change how long reading them takes: all are 0.1.
+    All keys and values are 0.1: what they are does not change how long reading them takes.
     """
     tokens_BT = jax.ShapeDtypeStruct((batch, length), 'int32')
     _, shapes = jax.eval_shape(functools.partial(_prefill, hparams), unrolled, tokens_BT)
-    entered = hparams.model.routing.num_selected(length)
+    selected = hparams.model.routing.num_selected(length)
 
     def fill(shape):
         value = 0.1 if jnp.issubdtype(shape.dtype, jnp.floating) else 0
@@ -45,37 +46,46 @@ def filled_cache(hparams: Hparams, unrolled, batch: int, length: int) -> Cache:
     layers = []
     for layer in jax.tree.map(fill, shapes.layers):
         if layer.lengths_B is not None:
-            spread_S = jnp.linspace(0, length - 1, layer.capacity).astype(jnp.int32)
+            positions_S = jnp.linspace(0, length - 1, layer.positions_BS.shape[1])
             layer = layer._replace(
-                positions_BS=jnp.tile(spread_S[None], (batch, 1)),
-                lengths_B=layer.lengths_B + entered,
+                positions_BS=jnp.tile(positions_S.astype(jnp.int32), (batch, 1)),
+                lengths_B=layer.lengths_B + selected,
             )
         layers.append(layer)
     rest = jax.tree.map(fill, shapes._replace(layers=()))
     return rest._replace(layers=tuple(layers), lengths_B=rest.lengths_B + length)
 
 
-class _Decoding:
-    """One model that decodes random tokens, one a call; all rows stay at work."""
+def random_weights(hparams: Hparams) -> dict:
+    """The unrolled variables of a newly initialised model."""
 
-    def __init__(self, hparams, unrolled, batch, length, seed=0):
+    def make():
+        tokens_BT = jnp.zeros((1, 16), jnp.int32)
+        variables = Transformer(hparams).init(jax.random.key(hparams.seed), tokens_BT)
+        return unroll(variables, hparams, causal_routing(hparams))
+
+    return jax.jit(make)()
+
+
+class _Decoder:
+    """One model that decodes a random token for every row at each call."""
+
+    def __init__(self, hparams, unrolled, batch, length):
         self.unrolled, self.cache = unrolled, filled_cache(hparams, unrolled, batch, length)
-        self.bytes = cache_bytes(self.cache)
-        self.tokens = np.random.default_rng(seed)
-        self.flags = (np.zeros(batch, bool), np.ones(batch, bool))
-        how = {'hparams': hparams, 'routing': causal_routing(hparams)}
-        self.read = jax.jit(functools.partial(_next_token, **how))
+        self.cache_bytes, self.selected = cache_bytes(self.cache), []
+        self.random, self.vocab_size = np.random.default_rng(0), hparams.model.vocab_size
+        self.begins_B, self.active_B = np.zeros(batch, bool), np.ones(batch, bool)
+        routing = causal_routing(hparams)
+        self.read = jax.jit(functools.partial(_next_token, hparams=hparams, routing=routing))
         self.write = jax.jit(update_cache, donate_argnums=0)
-        self.vocabulary, self.entered = hparams.model.vocab_size, []
 
     def __call__(self):
-        begins_B, active_B = self.flags
-        token_B = self.tokens.integers(0, self.vocabulary, len(begins_B)).astype(np.int32)
+        token_B = self.random.integers(0, self.vocab_size, len(self.begins_B)).astype(np.int32)
         next_B, entries, dropped_B = self.read(
-            self.unrolled, self.cache, token_B, begins_B, active_B
+            self.unrolled, self.cache, token_B, self.begins_B, self.active_B
         )
-        self.cache = self.write(self.cache, entries, begins_B, dropped_B, active_B)
-        self.entered += [e.selected_B for e in entries if e.selected_B is not None]
+        self.cache = self.write(self.cache, entries, self.begins_B, dropped_B, self.active_B)
+        self.selected += [e.selected_B for e in entries if e.selected_B is not None]
         return next_B, self.cache
 
 
@@ -86,78 +96,77 @@ def _next_token(unrolled, cache, token_B, begins_B, active_B, *, hparams, routin
     return jnp.argmax(logits_BV, axis=-1), entries, dropped_B
 
 
-def bench_decode(dense: Hparams, routed: Hparams, batches, prompt: int, repeats: int) -> dict:
+def bench_decoding(dense: Hparams, other: Hparams, batches, prompt: int, repeats: int) -> dict:
     """Times a decoding step of both models at nearly full caches, and a prompt's first token.
 
     Args:
-      dense, routed: two models of the same shape, whose context is `data.sequence_length`. The
-        router of `routed`, if it has one, need not be trained where its rule has a known rate:
+      dense, other: two models of the same shape, whose context is `data.sequence_length`. The
+        router of `other`, if it has one, needs no training if its rule has a known rate, as
         `random` has.
       batches: rows that decode together.
       prompt: tokens of the prompt whose first token is timed, at batch 1.
-      repeats: rounds that are timed.
+      repeats: timed rounds.
 
     Returns:
-      dict with `versions`, `time_to_first_token` (seconds of each model, and `speedup`) and `rows`:
-      one for each batch with median seconds a step of each model, `tokens_per_second`, `speedup`
-      (the median over rounds of dense / routed time), `cache_bytes`, and `entered_fraction`.
+      dict with `versions`, `context`, `repeats`, `prompt`, `first_token_seconds` of both models and
+      `rows`: one for each batch with its `batch`, the median `dense_seconds` and `other_seconds` of
+      a step, `dense_tokens_per_second`, `other_tokens_per_second`, `speedup` (the median over
+      rounds of dense / other time), `dense_cache_bytes`, `other_cache_bytes`, `cache_ratio` and
+      `selected_fraction`, of the tokens in routed blocks.
     """
-    models = {'dense': dense, 'routed': routed}
-    unrolled = {name: _random_weights(hparams) for name, hparams in models.items()}
-    rows = []
+    models, rows = {'dense': dense, 'other': other}, []
+    unrolled = {name: random_weights(hparams) for name, hparams in models.items()}
     for batch in batches:
         # Both start so far from the end of the context that no round reaches it.
-        length = dense.data.sequence_length - repeats - SETTLE
-        calls = {
-            name: _Decoding(hparams, unrolled[name], batch, length)
+        length = dense.data.sequence_length - repeats - WARMUP
+        decoders = {
+            name: _Decoder(hparams, unrolled[name], batch, length)
             for name, hparams in models.items()
         }
-        seconds = time_interleaved(calls, repeats, settle=SETTLE)
-        median = {name: float(np.median(values)) for name, values in seconds.items()}
-        rows.append(
-            {
-                'batch': batch,
-                'seconds': median,
-                'tokens_per_second': {name: batch / s for name, s in median.items()},
-                'speedup': float(np.median(seconds['dense'] / seconds['routed'])),
-                'cache_bytes': {name: call.bytes for name, call in calls.items()},
-                'entered_fraction': _mean(jax.device_get(calls['routed'].entered)),
-            }
-        )
-        del calls
+        seconds, row = time_interleaved(decoders, repeats, warmup=WARMUP), {'batch': batch}
+        for name, decoder in decoders.items():
+            median = float(np.median(seconds[name]))
+            row |= {f'{name}_seconds': median, f'{name}_tokens_per_second': batch / median}
+            row[f'{name}_cache_bytes'] = decoder.cache_bytes
+        row['speedup'] = float(np.median(seconds['dense'] / seconds['other']))
+        row['cache_ratio'] = row['other_cache_bytes'] / row['dense_cache_bytes']
+        selected = jax.device_get(decoders['other'].selected)
+        row['selected_fraction'] = float(np.mean(selected)) if selected else 1.0
+        rows.append(row)
+        del decoders
     return {
         'versions': versions(),
         'context': dense.data.sequence_length,
         'repeats': repeats,
-        'time_to_first_token': _first_token(models, unrolled, prompt, max(3, repeats // 4)),
+        'prompt': prompt,
+        'first_token_seconds': _first_token(models, unrolled, prompt, max(3, repeats // 4)),
         'rows': rows,
     }
 
 
-def _mean(entered):
-    """Mean over steps, layers and rows; 1.0 of a model without routed layers."""
-    return float(np.mean(entered)) if entered else 1.0
-
-
-def _random_weights(hparams):
-    def make():
-        tokens_BT = jnp.zeros((1, 16), jnp.int32)
-        variables = Transformer(hparams).init(jax.random.key(hparams.seed), tokens_BT)
-        return unroll(variables, hparams, causal_routing(hparams))
-
-    return jax.jit(make)()
-
-
 def _first_token(models, unrolled, prompt, repeats):
-    tokens = np.random.default_rng(0).integers(0, 256, (1, prompt)).astype(np.int32)
+    tokens_BT = np.random.default_rng(0).integers(0, 256, (1, prompt)).astype(np.int32)
 
     def first(name, hparams):
         run = jax.jit(functools.partial(_prefill, hparams))
-        return lambda: run(unrolled[name], tokens)
+        return lambda: run(unrolled[name], tokens_BT)
 
     seconds = time_interleaved({name: first(name, h) for name, h in models.items()}, repeats)
-    return {
-        'prompt': prompt,
-        'seconds': {name: float(np.median(values)) for name, values in seconds.items()},
-        'speedup': float(np.median(seconds['dense'] / seconds['routed'])),
+    return {name: float(np.median(values)) for name, values in seconds.items()}
+
+
+def decoding_table(title: str, result: dict, other: str):
+    """A column for each batch of `bench_decoding`; `other` is what its other model is called."""
+    first = ', '.join(f'{1e3 * seconds:.1f}' for seconds in result['first_token_seconds'].values())
+    lines = {
+        'dense, ms a step': ('dense_seconds', fixed(2, 1e3)),
+        f'{other}, ms a step': ('other_seconds', fixed(2, 1e3)),
+        'dense, tokens/s': ('dense_tokens_per_second', fixed(0)),
+        f'{other}, tokens/s': ('other_tokens_per_second', fixed(0)),
+        f'{other} / dense, tokens/s': ('speedup', fixed(2)),
+        f'{other} / dense, cache bytes': ('cache_ratio', fixed(3)),
+        'fraction of tokens selected': ('selected_fraction', fixed(3)),
     }
+    heads = ['batch', *(str(row['batch']) for row in result['rows'])]
+    title += f', context {result["context"]}; first token after {result["prompt"]}'
+    return column_per_row(f'{title}: dense, {other}: {first} ms', heads, lines, result['rows'])

@@ -1,4 +1,4 @@
-"""What the routed experts of one layer take by each grouped product, beside all experts on all."""
+"""How long the routed experts of one layer take by each grouped matmul, and as a dense loop."""
 
 import functools
 from typing import NamedTuple
@@ -7,20 +7,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moddepth_jax.benchmarks.steps import EXPANDED
+from moddepth_jax.benchmarks.tables import pivot
 from moddepth_jax.benchmarks.timing import time_interleaved
 from moddepth_jax.model.flops import dot_general_flops
 from moddepth_jax.model.layers import swiglu
 from moddepth_jax.model.moe.experts import routed_mlp
-from moddepth_jax.model.moe.grouped_matmul import IMPLEMENTATIONS, block_rows
+from moddepth_jax.model.moe.grouped_matmul import IMPLEMENTATIONS
 from moddepth_jax.training.summary import versions
 
 DENSE = 'dense loop'
 MOST_DENSE_FLOPS = 2e11  # of both passes, above which the dense loop is left out
-EXPANDED = 1.5  # executed over active FLOPs, above which a ragged_dot was expanded
 
 
 class Shape(NamedTuple):
-    """Tokens, and the experts that each of them goes through."""
+    """Sizes of a layer of experts; each token passes top_k of them."""
 
     tokens: int
     d_model: int
@@ -81,30 +82,35 @@ def _forms(shape):
     return forms
 
 
-def _row(shape, repeats, dtype):
+def _executed_flops(name, form, compiled, expert_Nk, operands):
+    """FLOPs of both passes; None if XLA does not count any.
+
+    XLA counts a ragged_dot, since its trace does not show whether it is expanded. The others are
+    counted in the trace, since XLA counts the body of a loop only once.
+    """
+    if name == 'ragged_dot':
+        return (compiled.cost_analysis() or {}).get('flops')
+    return 3 * dot_general_flops(jax.make_jaxpr(functools.partial(form, expert_Nk))(*operands))
+
+
+def _rows(shape, repeats, dtype):
+    """A row for each form."""
     expert_Nk, operands = _operands(shape, dtype)
-    arguments, calls, rows = (expert_Nk, operands[0], *operands), {}, {}
+    dy_ND, calls, rows = operands[0], {}, {}
     for name, form in _forms(shape).items():
-        compiled = _both_passes(form).lower(*arguments).compile()
-        # A traced ragged_dot does not say what becomes of it; a compiled loop counts its body once.
-        if name == 'ragged_dot':
-            executed = (compiled.cost_analysis() or {}).get('flops')
-        else:
-            forward = jax.make_jaxpr(functools.partial(form, expert_Nk))(*operands)
-            executed = 3 * dot_general_flops(forward)
-        over = executed / active_flops(shape) if executed else None
-        by = (
-            'compiled program'
-            if name == 'ragged_dot'
-            else 'three times the traced forward products'
-        )
-        rows[name] = {'executed_over_active': over, 'executed_by': by}
-        rows[name]['temp_bytes'] = compiled.memory_analysis().temp_size_in_bytes
-        calls[name] = functools.partial(compiled, *arguments)
-    for name, seconds in time_interleaved(calls, repeats, settle=1).items():
+        compiled = _both_passes(form).lower(expert_Nk, dy_ND, *operands).compile()
+        executed = _executed_flops(name, form, compiled, expert_Nk, operands)
+        rows[name] = {
+            **shape._asdict(),
+            'form': name,
+            'flops': active_flops(shape),
+            'executed_over_active': executed / active_flops(shape) if executed else None,
+            'temp_bytes': compiled.memory_analysis().temp_size_in_bytes,
+        }
+        calls[name] = functools.partial(compiled, expert_Nk, dy_ND, *operands)
+    for name, seconds in time_interleaved(calls, repeats, warmup=1).items():
         rows[name]['seconds'] = float(np.median(seconds))
-    block = block_rows(shape.tokens * shape.top_k, shape.num_experts, 'blocked')
-    return {**shape._asdict(), 'block': block, 'flops': active_flops(shape), 'forms': rows}
+    return list(rows.values())
 
 
 def bench_experts(shapes, repeats: int, dtype: str = 'float32') -> dict:
@@ -114,21 +120,20 @@ def bench_experts(shapes, repeats: int, dtype: str = 'float32') -> dict:
 
     Args:
       shapes: Shapes.
-      repeats: rounds that are timed.
+      repeats: timed rounds.
       dtype: of tokens and results.
 
     Returns:
-      dict with `versions`, `device`, `dtype`, `repeats`; `expands`: whether XLA makes products of
-      all rows with all experts' matrices of a ragged_dot here, None where it tells no FLOPs; and
-      `rows`: one for each shape with its sizes, `block` (rows of a block of `blocked`), counted
-      active `flops` of both passes, and `forms`, by implementation and 'dense loop' (left out above
-      2e11 FLOPs): median `seconds`, `executed_over_active` FLOPs (None: unknown), `executed_by`:
-      'three times the traced forward products', padding included, or 'compiled program' (XLA's,
-      with what is elementwise), and `temp_bytes`.
+      dict with `versions`, `device`, `dtype`, `repeats`; `expands`: whether XLA turns a ragged_dot
+      into products of all rows with all matrices here, None if it counts no FLOPs; and `rows`: one
+      for each shape and `form`, an implementation or 'dense loop' (omitted above 2e11 FLOPs), with
+      the sizes, counted active `flops` of both passes, median `seconds`, `temp_bytes` and
+      `executed_over_active` FLOPs: three times the traced forward products, padding included; of
+      ragged_dot what XLA counts, elementwise operations included, or None.
     """
-    rows = [_row(shape, repeats, dtype) for shape in shapes]
-    overs = [row['forms']['ragged_dot']['executed_over_active'] for row in rows]
-    known = [over for over in overs if over is not None]
+    rows = [row for shape in shapes for row in _rows(shape, repeats, dtype)]
+    known = [row['executed_over_active'] for row in rows if row['form'] == 'ragged_dot']
+    known = [factor for factor in known if factor is not None]
     return {
         'versions': versions(),
         'device': jax.devices()[0].device_kind,
@@ -139,33 +144,31 @@ def bench_experts(shapes, repeats: int, dtype: str = 'float32') -> dict:
     }
 
 
-def products_table(result):
-    """Of bench_experts: title, heads and lines of cells, a column for each shape."""
-    names, lines = (*IMPLEMENTATIONS, DENSE), {}
+def experts_tables(result: dict) -> list:
+    """Time, executed FLOPs and memory of each form, in a column for each shape."""
+    expands = {True: 'expands ragged_dot', False: 'groups ragged_dot', None: 'counts no FLOPs'}
+    device = f'{result["device"]}, which {expands[result["expands"]]}'
 
-    def line(title, name, cell):
-        forms = [(row, row['forms'].get(name)) for row in result['rows']]
-        lines[title] = [cell(row, form) if form else '-' for row, form in forms]
+    def executed(row):
+        factor = row['executed_over_active']
+        return 'unknown' if factor is None else f'{factor:.2f}'
 
-    def executed(_, form):
-        over = form['executed_over_active']
-        return 'not told' if over is None else f'{over:.2f}'
-
-    for name in names:
-        line(f'{name}, ms', name, lambda _, form: f'{1e3 * form["seconds"]:.1f}')
-    for name in names:
-        line(f'{name}, executed / active FLOPs', name, executed)
-    line(
-        'ragged_dot / blocked, time',
-        'ragged_dot',
-        lambda row, form: f'{form["seconds"] / row["forms"]["blocked"]["seconds"]:.2f}',
-    )
-    for name in names:
-        line(f'{name}, MiB', name, lambda _, form: f'{form["temp_bytes"] / 2**20:.1f}')
-    heads = ['tokens, width, expert width, top k of experts']
-    for row in result['rows']:
-        sizes = f'{row["tokens"]}, {row["d_model"]}, {row["d_ff"]}'
-        heads.append(f'{sizes}, {row["top_k"]} of {row["num_experts"]}')
-    said = {True: 'expands ragged_dot', False: 'groups ragged_dot', None: 'tells no FLOPs'}
-    device = f'{result["device"]}, which {said[result["expands"]]}'
-    return f'experts, forward and backward, {result["dtype"]}, {device}', heads, lines
+    cells = {
+        'ms': lambda row: f'{1e3 * row["seconds"]:.1f}',
+        'executed / active FLOPs': executed,
+        'MiB': lambda row: f'{row["temp_bytes"] / 2**20:.1f}',
+    }
+    return [
+        pivot(
+            f'{title} of experts, forward and backward, {result["dtype"]}, {device}',
+            result['rows'],
+            line=lambda row: row['form'],
+            column=lambda row: (
+                f'{row["tokens"]}, {row["d_model"]}, {row["d_ff"]}, '
+                f'{row["top_k"]} of {row["num_experts"]}'
+            ),
+            text=cell,
+            corner='tokens, width, expert width, top k of experts',
+        )
+        for title, cell in cells.items()
+    ]

@@ -1,4 +1,4 @@
-"""Random cases of depth attention, their exact values in float64, and those that a GPU is given."""
+"""Random cases of depth attention, their exact values in float64, and the cases of launch.gpu."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ KINDS = {'num': None, 'slot_window': 0, 'mask': False, 'own_query': False}
 SEQUENCE = {'window': 0, 'segments': False, 'scale': None}
 DEFAULTS = {'B': 2, 'S': None, 'R': None, 'K': 2, 'H': 64, 'L': 9, **KINDS, **SEQUENCE}
 MASKED = {'T': 200, 'N': 8, 'K': 1, 'L': 64, 'num': 63, 'mask': True, 'traced': True}
-# What each implementation is given on a GPU, compiled; bfloat16 where no dtype is named.
+# Cases of the compiled kernels on a GPU; bfloat16 if no dtype is named.
 CASES = {
     'group_of_8': {'T': 1025, 'N': 8, 'K': 1, 'H': 128, 'L': 64, 'num': 40, 'traced': True},
     'group_of_2': {'T': 200, 'N': 8, 'K': 4, 'H': 128, 'L': 70, 'num': 33, 'traced': True},
@@ -30,7 +30,7 @@ CASES = {
     'fused_octets_of_7': {'T': 97, 'N': 16, 'L': 70, 'num': 66, 'mask': True, 'R': 99},
     'width_256': {'T': 97, 'N': 8, 'H': 256, 'L': 9},
 }
-# Packed documents. Of the third, boundaries lie at the edge of a block and next to it.
+# Packed documents. In `edges`, boundaries are at the edge of a block and next to it.
 PACKED_CASES = {
     'three': {'T': 200, 'N': 8, 'segments': True, 'mask': True},
     'no_slots': {'T': 200, 'N': 8, 'L': 0, 'num': 0, 'segments': True},

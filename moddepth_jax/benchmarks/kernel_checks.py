@@ -1,7 +1,7 @@
 """Whether a kernel is right on this device: values, gradients, and equal bits in a second run.
 
-The ruler is the softmax in float64 (kernel_cases.exact); what error is allowed follows from plain
-attention by XLA in the same dtype.
+The reference is the softmax in float64 (kernel_cases.exact); the allowed error follows from that of
+plain attention by XLA in the same dtype.
 """
 
 import functools
@@ -12,7 +12,9 @@ import numpy as np
 
 from kernels_pallas import decode_attention, depth_attention
 from kernels_pallas.joint_softmax import Parts
-from kernels_pallas.reference import allowed_error
+from moddepth_jax.benchmarks.attention_cases import Inputs
+from moddepth_jax.benchmarks.attention_check import NAMES, allowed_errors, largest
+from moddepth_jax.benchmarks.attention_forms import BOTH, make_program
 from moddepth_jax.benchmarks.kernel_cases import (
     CASES,
     DEFAULTS,
@@ -25,8 +27,6 @@ from moddepth_jax.benchmarks.kernel_cases import (
 from moddepth_jax.benchmarks.worker import WrongError
 
 CUDNN = 'cudnn'  # cuDNN's sequence part with the depth part by XLA: no kernel of ours
-NAMES = ('o', 'dq', 'dk', 'dv', 'dk_depth', 'dv_depth', 'dq_depth')
-_ARRAYS = ('_BT', '_LBR')  # ends of the names of arguments that are arrays
 
 
 def _jit(function, toy):
@@ -35,11 +35,11 @@ def _jit(function, toy):
     return jax.jit(function, compiler_options=options)
 
 
-def prepared(case: dict, toy: bool):
-    """Inputs of a case, cotangent, arguments of the attention, and the exact o and gradients.
+def prepare(case: dict, toy: bool) -> tuple[Inputs, dict, dict]:
+    """Inputs of a case, static options of the attention, and exact o and gradients by name.
 
     Args:
-      case: of kernel_cases, its defaults left out.
+      case: of kernel_cases, without its defaults.
       toy: sizes are cut down.
     """
     case = DEFAULTS | {'dtype': 'bfloat16', 'traced': False} | case
@@ -48,112 +48,106 @@ def prepared(case: dict, toy: bool):
         case |= {name: min(case[name], most) for name, most in cut.items()}
         case['segments'] = bool(case['segments'])
     dtype, traced, num = case.pop('dtype'), case.pop('traced'), case['num']
-    inputs, (do, _), arguments, *seen = make_case(**case)
-    inputs = [jnp.asarray(x, dtype) for x in (*inputs[:5], inputs[5 if case['own_query'] else 0])]
-    do = jnp.asarray(do, dtype)
-    scale = case['scale'] or case['H'] ** -0.5
-    nothing = np.zeros(do.shape[:1] + (do.shape[2], do.shape[1]), np.float32)
-    o, _, gradients = exact(inputs, (do, nothing), *seen, scale)
+    (*arrays, q_depth), (do, _), arguments, *visible = make_case(**case)
+    *arrays, q_depth, do = (jnp.asarray(x, dtype) for x in (*arrays, q_depth, do))
     if not case['own_query']:
+        q_depth = None
+    no_dlse = np.zeros((do.shape[0], do.shape[2], do.shape[1]), np.float32)
+    q_of_slots = arrays[0] if q_depth is None else q_depth
+    scale = case['scale'] or case['H'] ** -0.5
+    o, _, gradients = exact([*arrays, q_of_slots], (do, no_dlse), *visible, scale)
+    if q_depth is None:
         gradients[0] += gradients.pop()
-        inputs = inputs[:5]
-    return inputs, do, arguments | {'traced': traced, 'num': num}, [o, *gradients]
-
-
-def arrays_of(arguments: dict) -> dict:
-    """The masks, rows and segment ids among the arguments of `prepared`."""
-    return {name: jnp.asarray(x) for name, x in arguments.items() if name.endswith(_ARRAYS)}
+    options = {n: jnp.asarray(x) for n, x in arguments.items() if isinstance(x, np.ndarray)}
+    static = {name: x for name, x in arguments.items() if name not in options}
+    if traced:
+        options['num_slots'] = jnp.asarray(num, jnp.int32)
+    else:
+        static['num_slots'] = num
+    inputs = Inputs(*arrays, do, q_depth, options)
+    return inputs, static, dict(zip(NAMES, [o, *gradients], strict=False))
 
 
 def _attention(implementation):
-    """depth_attention by an implementation; of CUDNN with the depth part by XLA."""
+    """depth_attention by an implementation, or by cuDNN with the depth part by XLA."""
     chosen = Parts('cudnn', 'xla') if implementation == CUDNN else implementation
     return functools.partial(depth_attention, implementation=chosen)
 
 
-def program(implementation: str, arguments: dict, toy: bool):
-    """f(inputs, do, num, masks) -> o and the gradients of the inputs, compiled at its first call.
+def program(implementation: str, static: dict, toy: bool, direction: str = 'fresh'):
+    """f(inputs, sums) -> (o, *gradients), compiled at its first call.
 
     Args:
       implementation: of kernels_pallas, or CUDNN.
-      arguments: of `prepared`; `masks` are the arrays among them.
+      static: options of `prepare`.
       toy: as there.
+      direction: as in attention_forms.Form; of forms that accumulate, the sums come last.
     """
-    options = {name: value for name, value in arguments.items() if not name.endswith(_ARRAYS)}
-    traced, num = options.pop('traced'), options.pop('num')
-    attention = _attention(implementation)
+    function = functools.partial(_attention(implementation), **static)
+    run = make_program(function, BOTH, direction)
 
-    def run(inputs, do, traced_num, masks):
-        def attend(*inputs):
-            own = {'q_depth_BTNH': inputs[5]} if len(inputs) == 6 else {}
-            written = traced_num if traced else num
-            return attention(*inputs[:5], num_slots=written, **own, **masks, **options)
+    def results(inputs, sums=None):
+        arrays, sums = run(inputs, sums)
+        return (*arrays, *(sums or ()))
 
-        o, pull = jax.vjp(attend, *inputs)
-        return o, *pull(do)
-
-    return _jit(run, toy)
+    return _jit(results, toy)
 
 
-def _float64(arrays):
-    return [np.asarray(x, np.float64) for x in arrays]
-
-
-def _largest(array):
-    return float(np.max(np.abs(array), initial=0))
+def _run(run, *args):
+    """Results of a program in float64, by name."""
+    return dict(zip(NAMES, (np.asarray(x, np.float64) for x in run(*args)), strict=False))
 
 
 def check(implementation: str, case: str, toy: bool = False, bent: bool = False) -> dict:
     """Compares an implementation with the exact softmax, in values and in all gradients.
 
-    At most twice the error of XLA in the same dtype, gradients three times; equal bits in a rerun,
-    but for the sequence's gradients, which may be cuDNN's; NaN in hidden slots changes nothing.
+    The error is at most twice that of XLA in the same dtype, of gradients three times; a rerun has
+    equal bits, but for the sequence's gradients, which may be cuDNN's; NaN in hidden slots changes
+    nothing.
 
     Args:
       implementation: of kernels_pallas, or CUDNN.
-      case: name in kernel_cases; those of packed documents as packed/NAME.
+      case: name in kernel_cases; packed/NAME for packed documents.
       toy: sizes are cut down, for CPUs.
       bent: the results are made wrong, to test what follows.
 
     Returns:
-      `errors` and `allowed`: the largest absolute error of each result, and its bound; and
+      `errors` and `allowed`: the largest absolute error of each result and its bound; and
       `sequence_gradients_rerun_equal`.
 
     Raises:
-      WrongError: names the first result that is wrong.
+      WrongError: names the results that are wrong.
       ValueError: this device cannot do it.
     """
     packed = case.startswith('packed/')
     chosen = PACKED_CASES[case.removeprefix('packed/')] if packed else CASES[case]
-    inputs, do, arguments, right = prepared(chosen, toy)
-    run, masks = program(implementation, arguments, toy), arrays_of(arguments)
-    run_xla, num = program('xla', arguments, toy), arguments['num']
-    mine, again = (_float64(run(inputs, do, num, masks)) for _ in range(2))
-    plain = _float64(run_xla(inputs, do, num, masks))
+    inputs, static, right = prepare(chosen, toy)
+    run = program(implementation, static, toy)
+    first, second = _run(run, inputs), _run(run, inputs)
+    plain = _run(program('xla', static, toy), inputs)
     if bent:
-        mine = [1.5 * array for array in mine]
-    dtype = inputs[0].dtype.name
-    found, allowed, wrong, equal = {}, {}, [], True
-    for name, got, same, value, xla in zip(NAMES, mine, again, right, plain, strict=False):
-        found[name] = _largest(got - value)
-        gradient = name != 'o'
-        allowed[name] = allowed_error(dtype, gradient, _largest(xla - value), _largest(value))
-        if not found[name] <= allowed[name]:
-            wrong.append(f'{name} is off by {found[name]:.3g}, allowed {allowed[name]:.3g}')
+        first = {name: 1.5 * array for name, array in first.items()}
+    allowed = allowed_errors(right, plain, inputs.q_BTNH.dtype.name)
+    errors = {name: largest(first[name] - value) for name, value in right.items()}
+    wrong, equal = [], True
+    for name, error in errors.items():
+        if not error <= allowed[name]:  # NaN is wrong too
+            wrong.append(f'{name} is off by {error:.3g}, allowed {allowed[name]:.3g}')
+        same = bool((first[name] == second[name]).all())
         if name in ('dq', 'dk', 'dv') and case != 'depth_alone':
-            equal &= bool((got == same).all())
-        elif not bent and not (got == same).all():
+            equal &= same
+        elif not bent and not same:
             wrong.append(f'{name} differs in a rerun')
-    hidden = np.isnan(np.asarray(inputs[3], np.float32))
-    if mine[4][hidden].any() or mine[5][hidden].any():
+    hidden = np.isnan(np.asarray(inputs.k_depth_LBTKH, np.float32))
+    if first['dk_depth'][hidden].any() or first['dv_depth'][hidden].any():
         wrong.append('hidden slots have gradients')
     if wrong:
         raise WrongError('; '.join(wrong))
-    return {'errors': found, 'allowed': allowed, 'sequence_gradients_rerun_equal': equal}
+    return {'errors': errors, 'allowed': allowed, 'sequence_gradients_rerun_equal': equal}
 
 
 def check_sums(implementation: str, dtype: str, toy: bool = False, bent: bool = False) -> dict:
-    """Slots' gradients are added in place to what the sums held before.
+    """Checks that the slots' gradients are added in place to what the sums held before.
 
     Args:
       implementation: of kernels_pallas.
@@ -161,51 +155,32 @@ def check_sums(implementation: str, dtype: str, toy: bool = False, bent: bool = 
       toy, bent: as in check.
 
     Raises:
-      WrongError: the sums are not what they held and the gradients together.
+      WrongError: the sums are not what they held plus the gradients.
     """
-    inputs, do, arguments, _ = prepared(MASKED, toy)
-    arguments = {k: v for k, v in arguments.items() if k not in ('traced', 'num')}
-    masks = arrays_of(arguments)
-    options = {name: value for name, value in arguments.items() if name not in masks}
-    options |= {'implementation': implementation, 'num_slots': 3}
-    start = jax.tree.map(lambda x: jnp.full(x.shape, 0.5, dtype), inputs[3:5])
-    apart = dtype == 'float32'
-
-    def add(inputs, do, sums, masks):
-        call = functools.partial(depth_attention, **options, **masks)
-
-        def attend(*slots):
-            if apart:
-                return call(*inputs, slot_sums=slots)
-            return call(*inputs[:3], *slots, thread_slots=True)
-
-        return jax.vjp(attend, *(sums if apart else inputs[3:5]))[1]((do, *sums))
-
-    def alone(inputs, do, masks):
-        def attend(*slots):
-            return depth_attention(*inputs[:3], *slots, **options, **masks)
-
-        return jax.vjp(attend, *inputs[3:5])[1](do)
-
-    sums = _float64(_jit(add, toy)(inputs, do, start, masks))
-    parts, largest = _float64(_jit(alone, toy)(inputs, do, masks)), 0.0
-    for total, part in zip(sums, parts, strict=True):
-        error = np.abs(total * (1.5 if bent else 1) - 0.5 - part)
+    inputs, static, _ = prepare(MASKED, toy)
+    del inputs.options['num_slots']
+    static, start = static | {'num_slots': 3}, 0.5
+    sums = tuple(jnp.full(x.shape, start, dtype) for x in inputs[3:5])
+    way = 'accumulate float32' if dtype == 'float32' else 'accumulate'
+    found = _run(program(implementation, static, toy, way), inputs, sums)
+    right, worst = _run(program(implementation, static, toy), inputs), 0.0
+    for name in ('dk_depth', 'dv_depth'):
+        error = np.abs(found[name] * (1.5 if bent else 1) - start - right[name])
         error[3:] *= 1e3  # where nothing is added nothing may change
-        largest = max(largest, float(np.max(error - 0.02 * np.abs(0.5 + part))))
-        if not np.abs(part[:3]).max() > 0.1:
+        worst = max(worst, float(np.max(error - 0.02 * np.abs(start + right[name]))))
+        if not np.abs(right[name][:3]).max() > 0.1:
             raise WrongError('the gradients of the slots are too small to be compared')
-    if not largest <= 0.01:
-        raise WrongError(f'sums of the gradients in {dtype} are off by {largest:.3g}')
-    return {'error_beyond_rounding': largest}
+    if not worst <= 0.01:
+        raise WrongError(f'sums of the gradients in {dtype} are off by {worst:.3g}')
+    return {'error_beyond_rounding': worst}
 
 
 def check_decode(batch: int, length: int, slots: int, toy: bool = False, bent: bool = False):
     """decode_attention in bfloat16 against the exact softmax: at most twice float32's error.
 
     Args:
-      batch: rows, each at its own place in the cache.
-      length: places of the cache.
+      batch: rows, each at its own position.
+      length: capacity of the cache.
       slots: depth slots of the new token.
       toy, bent: as in check.
 
@@ -230,8 +205,8 @@ def check_decode(batch: int, length: int, slots: int, toy: bool = False, bent: b
     run, arrays = _jit(decode, toy), (q, k, v, k_depth, v_depth)
     mine, again = (np.asarray(run(*arrays, visible_BS), np.float64) for _ in range(2))
     wide = run(*(x.astype(jnp.float32) for x in arrays), visible_BS).astype(jnp.bfloat16)
-    errors = [_largest(x * (1.5 if bent else 1) - value) for x in (mine, np.float64(wide))]
-    allowed = 2 * _largest(np.float64(wide) - value) + 2e-6
+    errors = [largest(x * (1.5 if bent else 1) - value) for x in (mine, np.float64(wide))]
+    allowed = 2 * largest(np.float64(wide) - value) + 2e-6
     if not errors[0] <= allowed:
         raise WrongError(f'o is off by {errors[0]:.3g}, allowed {allowed:.3g}')
     if (mine != again).any():

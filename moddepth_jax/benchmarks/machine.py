@@ -1,8 +1,7 @@
-"""What machine this is: its device, its versions, and in one line why JAX sees no GPU on it."""
+"""Facts about this machine: its device, its versions, and why JAX sees no GPU."""
 
 import glob
 import importlib.metadata
-import importlib.util
 import json
 import os
 import pathlib
@@ -10,24 +9,10 @@ import re
 import subprocess
 import sys
 
-# Of setup.py, by the names under which they are imported.
-MODULES = {
-    'absl': 'absl-py',
-    'flax': 'flax',
-    'grain': 'grain',
-    'ml_collections': 'ml_collections',
-    'numpy': 'numpy',
-    'optax': 'optax',
-    'orbax.checkpoint': 'orbax-checkpoint',
-    'rich': 'rich',
-    'tensorboardX': 'tensorboardX',
-    'matplotlib': 'matplotlib',
-    'pyarrow': 'pyarrow',
-    'scipy': 'scipy',
-    'tokenizers': 'tokenizers',
-    'safetensors': 'safetensors',
-    'zstandard': 'zstandard',
-}
+# Of setup.py; JAX itself is looked at by `probe`.
+REQUIRED = ('absl-py', 'flax', 'grain', 'ml_collections', 'numpy', 'optax', 'orbax-checkpoint')
+REQUIRED += ('rich', 'tensorboardX', 'matplotlib', 'pyarrow', 'scipy', 'tokenizers', 'safetensors')
+REQUIRED += ('zstandard',)
 PACKAGES = ('jax', 'jaxlib', 'jax-cuda13-plugin', 'jax-triton', 'triton', 'flax', 'numpy')
 # The oldest driver that runs programs of a CUDA of this major version, on Linux.
 OLDEST_DRIVERS = {'12': 525, '13': 580}
@@ -41,47 +26,41 @@ print(json.dumps({
 """
 
 
-def missing_modules() -> list[str]:
-    """Packages of setup.py that cannot be imported here."""
+def installed_version(package: str) -> str | None:
+    """The version of a package as pip calls it; None if it is not there."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
-    def found(name):
-        try:
-            return importlib.util.find_spec(name) is not None
-        except ModuleNotFoundError:  # of the package that it is in
-            return False
 
-    return [package for name, package in MODULES.items() if not found(name)]
+def missing_packages() -> list[str]:
+    """Packages of setup.py that are not installed here."""
+    return [package for package in REQUIRED if installed_version(package) is None]
 
 
 def versions() -> dict[str, str]:
-    """Of Python, and of those packages that are there and may change a result."""
-    known = {'python': sys.version.split()[0]}
-    for package in PACKAGES:
-        try:
-            known[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            pass
-    return known
+    """Versions of Python and of the installed packages that may change a result."""
+    found = {package: installed_version(package) for package in PACKAGES}
+    known = {package: version for package, version in found.items() if version}
+    return {'python': sys.version.split()[0], **known}
 
 
-def probe(env: dict) -> tuple[dict, str]:
+def probe() -> tuple[dict, str]:
     """Asks another process for JAX's first device, because this one must not hold its memory.
 
-    Args:
-      env: environment of that process.
-
     Returns:
-      dict with `platform`, `device`, `capability` and `platform_version`, empty where JAX could not
+      dict with `platform`, `device`, `capability` and `platform_version`, empty if JAX did not
       start; and the last line of its errors.
     """
-    asked = [sys.executable, '-c', _PROBE]
+    command = [sys.executable, '-c', _PROBE]
     try:
-        done = subprocess.run(asked, env=env, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     except subprocess.TimeoutExpired:
         return {}, 'JAX does not start in 120 s'
-    said, errors = done.stdout.strip().splitlines(), done.stderr.strip().splitlines()
-    machine = json.loads(said[-1]) if done.returncode == 0 and said else {}
-    return machine, errors[-1] if errors else ''
+    output, errors = done.stdout.strip().splitlines(), done.stderr.strip().splitlines()
+    found = json.loads(output[-1]) if done.returncode == 0 and output else {}
+    return found, errors[-1] if errors else ''
 
 
 def why_no_gpu(env: dict, error: str = '') -> str:
@@ -115,25 +94,20 @@ def why_no_gpu(env: dict, error: str = '') -> str:
 
 def _plugins():
     """(name, version) of the CUDA plugins of JAX."""
-    found = []
-    for cuda in OLDEST_DRIVERS:
-        name = f'jax-cuda{cuda}-plugin'
-        try:
-            found.append((name, importlib.metadata.version(name)))
-        except importlib.metadata.PackageNotFoundError:
-            pass
-    return found
+    names = [f'jax-cuda{cuda}-plugin' for cuda in OLDEST_DRIVERS]
+    found = [(name, installed_version(name)) for name in names]
+    return [(name, version) for name, version in found if version]
 
 
 def driver_version() -> str | None:
-    """Version of the NVIDIA driver, such as 580.65.06; None: there is none."""
+    """Version of the NVIDIA driver, such as 580.65.06; None if there is none."""
     file = pathlib.Path('/proc/driver/nvidia/version')
     text = file.read_text() if file.exists() else ''
     if found := re.search(r'Kernel Module\D*(\d+(?:\.\d+)+)', text):
         return found[1]
-    asked = ['nvidia-smi', '--query-gpu=driver_version', '--format=csv,noheader']
+    command = ['nvidia-smi', '--query-gpu=driver_version', '--format=csv,noheader']
     try:
-        done = subprocess.run(asked, capture_output=True, text=True, timeout=30)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return None
     found = re.search(r'^\d+(\.\d+)+$', done.stdout, re.MULTILINE)

@@ -1,4 +1,7 @@
-"""Results of cases as one JSON line each, in a file that survives whatever ends the program."""
+"""Results of cases as one JSON line each, in a file that survives whatever ends the program.
+
+They also carry what `model.attention=auto` measured on one machine to the next.
+"""
 
 import hashlib
 import json
@@ -20,7 +23,7 @@ class Results:
     Attributes:
       path: of the file; it need not exist.
       latest: the newest row of each case, by name.
-      damaged: lines that are no JSON object with a case: a write that was cut short.
+      damaged: number of lines that are no JSON object with a case: a write was cut short.
     """
 
     def __init__(self, path):
@@ -36,10 +39,9 @@ class Results:
         self._separator = '\n' if text and not text.endswith('\n') else ''
 
     def add(self, row: dict):
-        """Appends a row and waits until the disk has it.
+        """Appends a row, with at least `case` and `status`, and waits until the disk has it.
 
-        Args:
-          row: at least `case` and `status`; numbers that are not finite become strings.
+        Numbers that are not finite become strings.
         """
         self.latest[row['case']] = row
         with open(self.path, 'a', encoding='utf-8') as file:
@@ -49,12 +51,12 @@ class Results:
         self._separator = ''
 
     def status(self, case: str) -> str | None:
-        """Status of a case; None: it never ran."""
+        """Status of a case; None if it never ran."""
         return self.latest.get(case, {}).get('status')
 
 
 def _finite(value):
-    """JSON knows neither NaN nor infinity."""
+    """A value without NaN and infinity, which JSON does not have."""
     if isinstance(value, dict):
         return {name: _finite(inner) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -65,7 +67,7 @@ def _finite(value):
 
 
 def code_version() -> dict[str, str]:
-    """What the results are of: `commit` ('unknown' without git) and `code`, a hash of all sources.
+    """`commit` ('unknown' without git) and `code`, a hash of all sources.
 
     A copy of the sources without git has the same `code` as the commit that it was made from.
     """
@@ -80,3 +82,33 @@ def code_version() -> dict[str, str]:
     except (OSError, subprocess.TimeoutExpired):
         commit = ''
     return {'commit': commit or 'unknown', 'code': digest.hexdigest()[:12]}
+
+
+def collect_measurements() -> dict[str, str]:
+    """Texts of the files that the choice of attention backends has written, by name."""
+    from kernels_pallas.autotune import cache_folder
+
+    files = (cache_folder() / 'attention').glob('*.json')
+    return {path.name: path.read_text(encoding='utf-8') for path in sorted(files)}
+
+
+def restore_measurements(rows) -> int:
+    """Writes the files of `collect_measurements` that this machine lacks; returns how many.
+
+    What was measured on another kind of GPU or with other kernels has another name or key, and is
+    not read.
+
+    Args:
+      rows: of results; some have `measurements`.
+    """
+    from kernels_pallas.autotune import cache_folder
+
+    folder, written = cache_folder() / 'attention', 0
+    for row in rows:
+        for name, text in row.get('measurements', {}).items():
+            path = folder / name
+            if not path.exists() and path.parent == folder and path.suffix == '.json':
+                folder.mkdir(parents=True, exist_ok=True)
+                path.write_text(text, encoding='utf-8')
+                written += 1
+    return written

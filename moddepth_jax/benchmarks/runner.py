@@ -1,16 +1,14 @@
-"""Runs cases in child processes, in order, each to its end or its limit; nothing ends the others.
+"""Runs cases in child processes, in order, each to its end or its limit.
 
-A child takes the names of cases on its standard input and answers each with a line of JSON
-(benchmarks/worker.py). Cases of one group share a child as long as it lives: starting one takes
-many seconds. A child that crashes or hangs costs the case it was at.
+A child is sent the names of cases and answers each with a row (worker.py). Cases of one group share
+a child as long as it lives: starting one takes many seconds. A child that crashes or hangs costs
+only the case that it was running.
 """
 
 import datetime
-import json
+import multiprocessing
 import os
-import selectors
 import signal
-import subprocess
 import time
 from typing import NamedTuple
 
@@ -31,8 +29,8 @@ class Case(NamedTuple):
       limit: seconds after which it counts as hung.
       run: MODULE:FUNCTION; the function returns a dict of JSON values.
       arguments: of the function.
-      needs: beginnings of names; where such a case went wrong, this one is skipped.
-      in_process: the child itself uses the device; False where it starts a command that does.
+      needs: beginnings of names; if such a case was not right, this one is skipped.
+      in_process: the child itself uses the device; False: it starts a command that does.
     """
 
     name: str
@@ -46,17 +44,14 @@ class Case(NamedTuple):
 
 
 def pending(cases, results: Results, code: dict, again: bool, chosen: bool):
-    """What is still to be run, and lines about what is in the file.
+    """The Cases that are still to be run, and lines about what the file holds.
 
     Args:
       cases: Cases.
-      results: what there is.
-      code: of results.code_version.
+      results: so far.
+      code: as results.code_version returns.
       again: repeat cases whose result is of other code; if `chosen`, all.
       chosen: the cases were named by the user.
-
-    Returns:
-      (Cases, lines).
     """
     rows = {case.name: results.latest.get(case.name, {}) for case in cases}
     done = {name for name, row in rows.items() if row.get('status') in FINAL}
@@ -88,59 +83,46 @@ class Child:
     """One process that answers for the cases of a group.
 
     Args:
-      command: list of words.
-      env: its environment.
-      log: path of the file that its output is appended to.
+      target: what it runs: a function of a connection, the log and `args`.
+      args: further arguments of target.
+      log: path of the file that gets its output.
     """
 
-    def __init__(self, command, env, log):
-        self.log = log
-        with open(log, 'ab') as file:
-            self.begin = file.tell()
-            self.process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=file,
-                env=env,
-                start_new_session=True,
-            )
-        self.waiting = b''
-        self.selector = selectors.DefaultSelector()
-        self.selector.register(self.process.stdout, selectors.EVENT_READ)
+    def __init__(self, target, args, log):
+        context = multiprocessing.get_context('spawn')
+        self.connection, theirs = context.Pipe()
+        self.log, self.begin = log, log.stat().st_size if log.exists() else 0
+        self.process = context.Process(target=target, args=(theirs, log, *args))
+        self.process.start()
+        theirs.close()
 
     def ask(self, name: str):
         """Sends the name of a case."""
         try:
-            self.process.stdin.write(name.encode() + b'\n')
-            self.process.stdin.flush()
+            self.connection.send(name)
         except BrokenPipeError as error:
             raise EndedError(self.last_words()) from error
 
     def answer(self, seconds: float) -> dict:
-        """The next line.
+        """The next row.
 
         Raises:
           TimeoutError: none in so many seconds.
-          EndedError: the process ended; how, and the last line of its output.
+          EndedError: the process ended; says how, and the last line of its output.
         """
-        end = time.monotonic() + seconds
-        while b'\n' not in self.waiting:
-            if not self.selector.select(max(0.0, end - time.monotonic())):
-                raise TimeoutError
-            part = os.read(self.process.stdout.fileno(), 1 << 16)
-            if not part:
-                raise EndedError(self.last_words())
-            self.waiting += part
-        line, _, self.waiting = self.waiting.partition(b'\n')
-        return json.loads(line)
+        if not self.connection.poll(max(0.0, seconds)):
+            raise TimeoutError
+        try:
+            return self.connection.recv()
+        except (EOFError, ConnectionResetError) as error:
+            raise EndedError(self.last_words()) from error
 
     def last_words(self) -> str:
         """Exit status or signal, and the last line of the output."""
-        try:
-            status = self.process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            return 'closed its output'
+        self.process.join(10)
+        status = self.process.exitcode
+        if status is None:
+            return 'closed its connection'
         with open(self.log, 'rb') as file:
             file.seek(self.begin)
             lines = [line for line in file.read().decode(errors='replace').splitlines() if line]
@@ -151,24 +133,22 @@ class Child:
         """Kills the process and whatever it started."""
         try:
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        self.process.wait()
-        self.selector.close()
-        self.process.stdin.close()
-        self.process.stdout.close()
+        except ProcessLookupError:  # it has no group of its own yet, or any more
+            self.process.kill()
+        self.process.join()
+        self.connection.close()
 
 
 class Run:
     """One pass over a list of cases.
 
     Args:
-      results: Results; each case adds one row.
-      start: makes a Child, given a group.
-      stamp: added to every row: device, versions, commit.
-      seconds_left: of the deadline; a function without arguments.
-      say: is given one line for each case.
-      time_all: cases are not skipped for what they need.
+      results: gets one row for each case.
+      start: makes a Child.
+      stamp: is added to every row: device, versions, commit.
+      seconds_left: until the deadline; a function without arguments.
+      say: is called with one line for each case.
+      time_all: cases run whatever became of those that they need.
     """
 
     def __init__(self, results: Results, start, stamp, seconds_left, say=print, time_all=False):
@@ -178,10 +158,7 @@ class Run:
         self.hung = {}  # cases of each group
 
     def run(self, cases) -> list[str]:
-        """Runs the cases in their order.
-
-        Returns:
-          Names of those that the deadline did not allow.
+        """Runs the cases in their order and returns the names of those that are not done.
 
         Raises:
           LostError: a child cannot start or has no device; the rest was not run.
@@ -205,7 +182,7 @@ class Run:
         return later
 
     def _blocked(self, case):
-        """Why a case is skipped; None: it is not."""
+        """Why a case is skipped; None if it runs."""
         if self.hung.get(case.group, 0) >= MOST_HUNG:
             return f'{MOST_HUNG} cases of {case.group} hung before it'
         for name, row in self.results.latest.items() if not self.time_all else ():
@@ -214,7 +191,7 @@ class Run:
         return None
 
     def _one(self, case):
-        """What became of a case, without what every row has, and its seconds."""
+        """The row of a case, without what every row has, and its seconds."""
         self._start_child(case.group)
         begin, left = time.monotonic(), self.seconds_left()
         try:
@@ -240,12 +217,12 @@ class Run:
             return
         self._end_child()
         for attempt in range(2):
-            self.child, self.group = self.start(group), group
+            self.child, self.group = self.start(), group
             try:
                 self.child.answer(min(START_LIMIT, max(1.0, self.seconds_left())))
                 return
             except (TimeoutError, EndedError) as error:
-                why = str(error) or 'no sign of life'
+                why = str(error) or 'no answer'
                 self._end_child()
                 if attempt:
                     raise LostError(f'a process of {group} does not start: {why}') from error

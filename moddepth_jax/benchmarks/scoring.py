@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moddepth_jax.benchmarks.tables import column_per_row, fixed
 from moddepth_jax.benchmarks.timing import time_interleaved
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.inference.scoring import row_lengths, score
@@ -37,17 +38,17 @@ def _log_p(variables, tokens_BT, segment_ids_BT, hparams):
 
 
 def _one_by_one(variables, hparams, requests):
-    """Log-likelihoods, each from a row of its own, padded as in batches."""
+    """Log-likelihoods, each computed in a row of its own that is padded as in batches."""
     totals = []
     for context, labels in requests:
         tokens = [*context, *labels[:-1]]
         length = next(length for length in row_lengths(hparams) if length >= len(tokens))
         row_BT = np.zeros((1, length), np.int32)
         row_BT[0, : len(tokens)] = tokens
-        real_BT = (np.arange(length) < len(tokens))[None].astype(np.int32)
-        log_p_TV = np.asarray(_log_p(variables, row_BT, real_BT, hparams))[0]
-        places = len(context) - 1 + np.arange(len(labels))
-        totals.append(float(log_p_TV[places, labels].sum()))
+        segment_ids_BT = (np.arange(length) < len(tokens))[None].astype(np.int32)
+        log_p_TV = np.asarray(_log_p(variables, row_BT, segment_ids_BT, hparams))[0]
+        positions = len(context) - 1 + np.arange(len(labels))
+        totals.append(float(log_p_TV[positions, labels].sum()))
     return totals
 
 
@@ -61,61 +62,46 @@ def bench_scoring(models: dict[str, Hparams], repeats: int) -> dict:
 
     Args:
       models: by name; their weights are random.
-      repeats: rounds that are timed.
+      repeats: timed rounds.
 
     Returns:
-      dict with `versions`, `batch_size` and `rows`: one for each model and length of options, with
-      `requests`, median milliseconds a request `one_by_one` and `in_batches`, `ratio` (the median
-      over rounds, and `ratio_range` the least and the greatest) and `difference`, the greatest of
-      a log-likelihood between both, in nats.
-
-    Raises:
-      ValueError: no round.
+      dict with `versions`, `batch_size`, `repeats` and `rows`: one for each `model` and length of
+      `options`, with the number of `requests`, the median milliseconds a request
+      `one_by_one_milliseconds` and `in_batches_milliseconds`, their `ratio` (the median over
+      rounds, and `ratio_range`) and `difference`, the greatest of a log-likelihood, in nats.
     """
-    if repeats < 1:
-        raise ValueError(f'repeats={repeats}: must be 1 or more')
     rows = []
     for name, hparams in models.items():
         tokens_BT = jnp.zeros((1, 16), jnp.int32)
         variables = jax.jit(Transformer(hparams).init)(jax.random.key(hparams.seed), tokens_BT)
         for option, option_tokens in OPTION_TOKENS.items():
-            given = (variables, hparams, _requests(option_tokens))
+            requests = _requests(option_tokens)
             calls = {
-                'one_by_one': functools.partial(_one_by_one, *given),
-                'in_batches': functools.partial(_in_batches, *given),
+                'one_by_one': functools.partial(_one_by_one, variables, hparams, requests),
+                'in_batches': functools.partial(_in_batches, variables, hparams, requests),
             }
-            apart = np.subtract(*(call() for call in calls.values()))
-            seconds = time_interleaved(calls, repeats, settle=1)
+            difference = np.subtract(*(call() for call in calls.values()))
+            seconds = time_interleaved(calls, repeats, warmup=1)
+            row = {'model': name, 'options': option, 'requests': len(requests)}
+            for way, values in seconds.items():
+                row[f'{way}_milliseconds'] = 1e3 * float(np.median(values)) / len(requests)
             ratios = seconds['one_by_one'] / seconds['in_batches']
-            rows.append(
-                {
-                    'model': name,
-                    'options': option,
-                    'requests': len(given[2]),
-                    'milliseconds': {
-                        way: 1e3 * float(np.median(values)) / len(given[2])
-                        for way, values in seconds.items()
-                    },
-                    'ratio': float(np.median(ratios)),
-                    'ratio_range': [float(ratios.min()), float(ratios.max())],
-                    'difference': float(np.abs(apart).max()),
-                }
-            )
+            row['ratio'] = float(np.median(ratios))
+            row['ratio_range'] = [float(ratios.min()), float(ratios.max())]
+            rows.append(row | {'difference': float(np.abs(difference).max())})
     return {'versions': versions(), 'batch_size': BATCH_SIZE, 'repeats': repeats, 'rows': rows}
 
 
-def scoring_table(result: dict, size: str) -> tuple:
-    """Title, heads and lines of the result of `bench_scoring`."""
+def scoring_table(result: dict, size: str):
+    """A column for each model and length of options of `bench_scoring`."""
+    lines = {
+        'one by one, ms a request': ('one_by_one_milliseconds', fixed(2)),
+        'in batches, ms a request': ('in_batches_milliseconds', fixed(2)),
+        'one by one / in batches': ('ratio', fixed(1)),
+        'range of the ratio': ('ratio_range', lambda ends: '{:.1f} to {:.1f}'.format(*ends)),
+        'greatest difference, nats': ('difference', '{:.1e}'.format),
+    }
     rows = result['rows']
     heads = ['options of', *(f'{row["model"]}, {row["options"]}' for row in rows)]
-    lines = {
-        f'{way.replace("_", " ")}, ms a request': [
-            f'{row["milliseconds"][way]:.2f}' for row in rows
-        ]
-        for way in ('one_by_one', 'in_batches')
-    }
-    lines['one by one / in batches'] = [f'{row["ratio"]:.1f}' for row in rows]
-    lines['least and greatest'] = ['{:.1f} to {:.1f}'.format(*row['ratio_range']) for row in rows]
-    lines['greatest difference, nats'] = [f'{row["difference"]:.1e}' for row in rows]
     title = f'log-likelihoods, {size}, {result["batch_size"]} rows a batch'
-    return title, heads, lines
+    return column_per_row(title, heads, lines, rows)

@@ -1,13 +1,17 @@
-"""How long a training step of several models takes, each beside the dense one, in turn."""
+"""How long training steps take: each model in turn with the first one, or written out by hand."""
 
 import dataclasses
+import time
 
 import jax
 import numpy as np
 
 from kernels_pallas.backends import log_lines
-from moddepth_jax.benchmarks.depth import CompiledStep, with_model
+from moddepth_jax.benchmarks.models import TITLES
+from moddepth_jax.benchmarks.plain_step import plain_step
+from moddepth_jax.benchmarks.tables import column_per_row, fixed, pivot
 from moddepth_jax.benchmarks.timing import time_interleaved, try_run
+from moddepth_jax.data.pipeline import make_dataset
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.model.flops import (
     dot_general_flops,
@@ -17,11 +21,165 @@ from moddepth_jax.model.flops import (
 )
 from moddepth_jax.model.moe.grouped_matmul import resolve
 from moddepth_jax.model.transformer import Transformer
+from moddepth_jax.training.mesh import make_mesh, shard_batch
 from moddepth_jax.training.summary import num_parameters, versions
+from moddepth_jax.training.train_step import init_state, train_step
+
+NUM_STEPS = 1000  # of the schedule that the timed steps belong to
+EXPANDED = 1.5  # executed over active FLOPs, above which XLA expanded a ragged_dot
+DATA_BATCHES = 20  # that are fetched to time them
 
 
-def _traced(hparams, product):
-    """FLOPs of the products in a forward pass whose experts run this one."""
+class CompiledStep:
+    """A train step on one batch, compiled apart from running it.
+
+    Attributes:
+      temp_bytes: peak of what a step allocates besides its arguments and results.
+      trace_seconds: tracing and lowering.
+      compile_seconds: of XLA; nothing is compiled if JAX's persistent cache holds the program.
+    """
+
+    def __init__(self, hparams: Hparams):
+        data = make_dataset(hparams.data, hparams.seed)
+        self.batch = shard_batch(make_mesh(), data.train_batch(0))
+        self.state = jax.jit(lambda: init_state(hparams, NUM_STEPS))()
+        begin = time.perf_counter()
+        lowered = jax.jit(train_step, donate_argnums=0).lower(self.state, self.batch)
+        lowered_at = time.perf_counter()
+        self.step = lowered.compile()
+        self.compile_seconds = time.perf_counter() - lowered_at
+        self.trace_seconds = lowered_at - begin
+        self.temp_bytes = self.step.memory_analysis().temp_size_in_bytes
+
+    def __call__(self):
+        self.state, metrics = self.step(self.state, self.batch)
+        return metrics['loss']
+
+
+class PlainStep:
+    """The train step written out by hand, of the models that plain_step.py covers."""
+
+    def __init__(self, hparams: Hparams, batch):
+        state = jax.jit(lambda: init_state(hparams, NUM_STEPS))()
+        self.hparams, self.batch = hparams, batch
+        self.state = state.params, state.optimizer_state
+
+    def __call__(self):
+        self.state, loss = plain_step(
+            self.state, self.batch, hparams=self.hparams, num_steps=NUM_STEPS
+        )
+        return loss
+
+
+def with_model(hparams: Hparams, **knobs) -> Hparams:
+    """`hparams` with some knobs of its model changed."""
+    return dataclasses.replace(hparams, model=dataclasses.replace(hparams.model, **knobs))
+
+
+def compare_steps(models: dict[str, Hparams], repeats: int, by_hand: bool = False) -> dict:
+    """Times one training step of each model in turn with the first, two in memory at a time.
+
+    Args:
+      models: by name; the first one is the baseline.
+      repeats: timed rounds.
+      by_hand: each model is also timed in turn with the same step written out by hand.
+
+    Returns:
+      dict with `versions`, `length`, `batch`, `dtype`, `attention`, `repeats`,
+      `attention_backends` (a line for each choice so far) and `rows`: for each model its name and
+      either `failed`, one line, or what `step_row` returns.
+
+    Raises:
+      ValueError: the baseline itself cannot run.
+    """
+    first, baseline, rows = next(iter(models)), None, []
+    for name, hparams in models.items():
+        step = None  # the previous one makes room
+        step, failed = try_run(CompiledStep, hparams)
+        failed = failed or try_run(step)[1]
+        if failed and baseline is None:
+            raise ValueError(f'the {first} model cannot run: {failed}')
+        if failed:
+            rows.append({'model': name, 'failed': failed})
+            continue
+        baseline = baseline or step
+        calls = {first: baseline, name: step}
+        if by_hand:
+            calls['by hand'] = PlainStep(hparams, step.batch)
+        seconds = time_interleaved(calls, repeats)
+        row = {'model': name} | step_row(hparams, step, seconds[name])
+        dense_flops = train_step_flops(models[first])
+        row |= compare(seconds[name], row['flops'], seconds[first], dense_flops)
+        if by_hand:
+            row['over_by_hand'] = float(np.median(seconds[name] / seconds['by hand']))
+            row['data_wait_fraction'] = _batch_seconds(hparams) / row['step_seconds']
+        rows.append(row)
+    hparams = models[first]
+    return {
+        'versions': versions(),
+        'length': hparams.data.sequence_length,
+        'batch': hparams.data.batch_size,
+        'dtype': hparams.model.dtype,
+        'attention': hparams.model.attention,
+        'attention_backends': log_lines(),
+        'repeats': repeats,
+        'rows': rows,
+    }
+
+
+def step_row(hparams: Hparams, step: CompiledStep, seconds) -> dict:
+    """What the times of one model's step say.
+
+    Args:
+      hparams: of the model.
+      step: its compiled step.
+      seconds: of each round.
+
+    Returns:
+      dict with the median `step_seconds`, `tokens_per_second`, counted `flops` and
+      `flops_per_second`, `parameters`, `temp_bytes`, `trace_seconds`, `compile_seconds`, and, with
+      routed experts, what `grouped_matmul_facts` returns.
+    """
+    flops, median = train_step_flops(hparams), float(np.median(seconds))
+    return {
+        'step_seconds': median,
+        'tokens_per_second': hparams.data.batch_size * hparams.data.sequence_length / median,
+        'flops': flops,
+        'flops_per_second': flops / median,
+        'parameters': num_parameters(step.state.params),
+        'temp_bytes': step.temp_bytes,
+        'trace_seconds': step.trace_seconds,
+        'compile_seconds': step.compile_seconds,
+        **grouped_matmul_facts(hparams),
+    }
+
+
+def compare(seconds, flops, dense_seconds, dense_flops) -> dict:
+    """`time_ratio` and `flops_ratio` to the baseline, and `realised_saving`: FLOP over time ratio.
+
+    Args:
+      seconds, flops: of a step; seconds may be an array of the same rounds as dense_seconds.
+      dense_seconds, dense_flops: of the baseline.
+    """
+    time_ratio, flops_ratio = np.median(seconds / dense_seconds), flops / dense_flops
+    return {
+        'time_ratio': float(time_ratio),
+        'flops_ratio': flops_ratio,
+        'realised_saving': float(flops_ratio / time_ratio),
+    }
+
+
+def _batch_seconds(hparams):
+    """Seconds to fetch a batch and put it on the device."""
+    mesh, data = make_mesh(), make_dataset(hparams.data, hparams.seed)
+    begin = time.perf_counter()
+    for index in range(DATA_BATCHES):
+        jax.block_until_ready(shard_batch(mesh, data.train_batch(index)))
+    return (time.perf_counter() - begin) / DATA_BATCHES
+
+
+def _traced_flops(hparams, product):
+    """FLOPs of the products in a forward pass whose experts use this implementation."""
     experts = dataclasses.replace(hparams.model.experts, product=product)
     model = Transformer(with_model(hparams, experts=experts))
     shape = (hparams.data.batch_size, hparams.data.sequence_length)
@@ -31,7 +189,7 @@ def _traced(hparams, product):
 
 
 def ragged_dot_expansion(num_experts: int) -> float | None:
-    """FLOPs of a compiled ragged_dot over those of its rows on this device; None if it tells none.
+    """FLOPs of a compiled ragged_dot over those of its rows; None if XLA does not say.
 
     About num_experts where XLA expands it into the product of all rows with all matrices.
     """
@@ -44,23 +202,23 @@ def ragged_dot_expansion(num_experts: int) -> float | None:
     return flops and flops / (2 * rows * width**2)
 
 
-def grouped_products(hparams: Hparams) -> dict | None:
-    """What the routed experts of a model run in a training step; None for a model without.
+def grouped_matmul_facts(hparams: Hparams) -> dict:
+    """What the routed experts of a model run in a training step; empty for a model without.
 
     Returns:
       dict with `product`, the implementation; `executed_over_active`, three times the FLOPs of its
-      products in the traced forward pass, places that may stay empty among them, over the counted
-      ones of `experts` (recomputation in neither); and `ragged_dot_expansion`.
+      products in the traced forward pass, with places that may stay empty, over the counted ones of
+      the experts (recomputation is in neither); and `ragged_dot_expansion`.
     """
     if not hparams.model.expert_layers:
-        return None
+        return {}
     experts = hparams.model.experts
     shape = (hparams.data.batch_size, hparams.data.sequence_length)
     product = resolve(experts.product)
     active = 3 * forward_breakdown(hparams, *shape)['experts']
     executed = active + 3 * empty_place_flops(hparams, *shape)
-    if product != 'ragged_dot':  # beyond its places: those that fill up blocks
-        executed += 3 * (_traced(hparams, product) - _traced(hparams, 'ragged_dot'))
+    if product != 'ragged_dot':  # which pads nothing; the others fill up blocks
+        executed += 3 * (_traced_flops(hparams, product) - _traced_flops(hparams, 'ragged_dot'))
     return {
         'product': product,
         'executed_over_active': executed / active,
@@ -68,79 +226,91 @@ def grouped_products(hparams: Hparams) -> dict | None:
     }
 
 
-def _row(name, hparams, step, seconds, dense):
-    """What a model's own times say, and what they say beside the dense model's of the same rounds.
+def describe_expansion(factor: float) -> str:
+    """What XLA makes of a ragged_dot, from its FLOPs over those of its rows."""
+    return f'expanded, {factor:.1f} x' if factor > EXPANDED else 'grouped'
+
+
+LINES = {
+    'ms': ('step_seconds', fixed(1, 1e3)),
+    'tokens/s': ('tokens_per_second', fixed(0)),
+    'TFLOP/s, counted': ('flops_per_second', lambda rate: f'{rate / 1e12:.3g}'),
+    'MFU': ('mfu', '{:.1%}'.format),
+    'time / {first}': ('time_ratio', fixed(3)),
+    'FLOPs / {first}': ('flops_ratio', fixed(3)),
+    'realised saving (time ratio / FLOP ratio)': ('realised_saving', fixed(3)),
+    'time / written by hand': ('over_by_hand', fixed(3)),
+    'data wait, share of a step': ('data_wait_fraction', '{:.2%}'.format),
+    'parameters, million': ('parameters', fixed(1, 1e-6)),
+    'peak memory, GiB': ('peak_bytes', fixed(2, 2**-30)),
+    'temporary memory, GiB': ('temp_bytes', fixed(3, 2**-30)),
+    'tracing and lowering, s': ('trace_seconds', fixed(1)),
+    'compilation, s': ('compile_seconds', fixed(1)),
+    'grouped matmul of the experts': ('product', str),
+    'its FLOPs, executed at most / active': ('executed_over_active', fixed(3)),
+    'ragged_dot on this device, compiled FLOPs': ('ragged_dot_expansion', describe_expansion),
+}
+
+
+def steps_table(title: str, rows: list[dict]):
+    """A column for each model of `compare_steps`, or of launch.gpu."""
+    names = [TITLES.get(row['model'], row['model']) for row in rows]
+    lines = {name.format(first=names[0]): line for name, line in LINES.items()}
+    return column_per_row(title, ['', *names], lines, rows)
+
+
+def compare_depths(models: dict[str, Hparams], depths, unrolled_up_to: int, repeats: int) -> dict:
+    """Memory, compile time and step time of two models by depth, scanned and unrolled.
 
     Args:
-      name: of the model.
-      hparams: its own.
-      step: its compiled step.
-      seconds: of each round.
-      dense: (hparams, seconds).
-    """
-    flops, dense_flops = train_step_flops(hparams), train_step_flops(dense[0])
-    ratio = seconds / dense[1]
-    tokens = hparams.data.batch_size * hparams.data.sequence_length
-    median = float(np.median(seconds))
-    return {
-        'model': name,
-        'seconds': median,
-        'tokens_per_second': tokens / median,
-        'flops': flops,
-        'flops_per_second': flops / median,
-        'over_dense': float(np.median(ratio)),
-        'flops_over_dense': flops / dense_flops,
-        'realised_saving': float(np.median(flops / dense_flops / ratio)),
-        'parameters': num_parameters(step.state.params),
-        'temp_bytes': step.temp_bytes,
-        'compile_seconds': step.trace_seconds + step.compile_seconds,
-        'experts': grouped_products(hparams),
-    }
-
-
-def bench_models(models: dict[str, Hparams], repeats: int) -> dict:
-    """Times one training step of each model in turn with the dense one, two in memory at a time.
-
-    Args:
-      models: by name; the first is the dense one, that the others are compared with.
-      repeats: rounds that are timed.
+      models: by name, the baseline first; their own numbers of layers do not matter.
+      depths: numbers of layers.
+      unrolled_up_to: deeper models are only scanned: unrolled programs grow with depth.
+      repeats: timed rounds.
 
     Returns:
-      dict with `versions`, `length`, `batch`, `dtype`, `repeats`, `chosen` (a line for each choice
-      of attention backends so far), and `rows`: one for each model
-      with its name and either `failed`, one line, or the median `seconds`, `tokens_per_second`,
-      counted `flops` and `flops_per_second`, `over_dense` (the median over rounds of its time over
-      the dense model's), `flops_over_dense`, `realised_saving` ((dense / its time) over
-      (dense / its FLOPs)), `parameters`, `temp_bytes`, `compile_seconds`, `experts` (see
-      `grouped_products`).
-
-    Raises:
-      ValueError: the dense model itself cannot be run.
+      dict as of `compare_steps`, whose rows have `depth`, `layer_loop` and `remat` too; ratios are
+      to the first model, scanned with recomputation (`block`), of the same depth.
     """
-    first, *others = models
-    dense, rows = models[first], []
-    baseline = CompiledStep(dense)
-    if why := try_run(baseline)[1]:
-        raise ValueError(f'the {first} model cannot run: {why}')
-    seconds = time_interleaved({first: baseline}, repeats, settle=1)[first]
-    rows.append(_row(first, dense, baseline, seconds, (dense, seconds)))
-    for name in others:
-        step = None  # the one before makes room
-        step, why = try_run(CompiledStep, models[name])
-        why = why or try_run(step)[1]
-        if why:
-            rows.append({'model': name, 'failed': why})
-            continue
-        measured = time_interleaved({first: baseline, name: step}, repeats, settle=1)
-        compared = (dense, measured[first])
-        rows.append(_row(name, models[name], step, measured[name], compared))
-    return {
-        'versions': versions(),
-        'length': dense.data.sequence_length,
-        'batch': dense.data.batch_size,
-        'dtype': dense.model.dtype,
-        'attention': dense.model.attention,
-        'chosen': log_lines(),
-        'repeats': repeats,
-        'rows': rows,
+    first, second = models
+    forms = [(first, loop, 'block') for loop in ('scan', 'unrolled')]
+    forms += [(second, loop, remat) for loop in ('scan', 'unrolled') for remat in ('block', 'none')]
+    rows = []
+    for depth in depths:
+        chosen = [form for form in forms if form[1] == 'scan' or depth <= unrolled_up_to]
+        compiled = {
+            ', '.join((name, loop, remat)): with_model(
+                models[name], num_layers=depth, layer_loop=loop, remat=remat
+            )
+            for name, loop, remat in chosen
+        }
+        result = compare_steps(compiled, repeats)
+        for (name, loop, remat), row in zip(chosen, result['rows'], strict=True):
+            form = {'depth': depth, 'model': name, 'layer_loop': loop, 'remat': remat}
+            rows.append(row | form)
+    return result | {'rows': rows}
+
+
+def depth_tables(result: dict, shape: str) -> list:
+    """Tables of memory, compilation and time by depth; `shape` ends their titles."""
+    first = result['rows'][0]['model']
+    cells = {
+        'temporary memory, MiB': lambda row: f'{row["temp_bytes"] / 2**20:.1f}',
+        'compilation (tracing and lowering before it), s': lambda row: (
+            f'{row["compile_seconds"]:.1f} ({row["trace_seconds"]:.1f})'
+        ),
+        f'train step, ms (over {first}, scan, block)': lambda row: (
+            f'{1e3 * row["step_seconds"]:.0f} ({row["time_ratio"]:.2f})'
+        ),
     }
+    return [
+        pivot(
+            f'{title}; {shape}',
+            result['rows'],
+            line=lambda row: f'{row["model"]}, {row["layer_loop"]}, {row["remat"]}',
+            column=lambda row: str(row['depth']),
+            text=lambda row, cell=cell: row['failed'][:20] if 'failed' in row else cell(row),
+            corner='layers',
+        )
+        for title, cell in cells.items()
+    ]

@@ -1,4 +1,4 @@
-"""Benchmarks go on where one of the things they measure cannot run."""
+"""Timing functions in turn, and handling those that cannot run."""
 
 import time
 
@@ -8,10 +8,10 @@ import numpy as np
 
 
 class DeviceLostError(RuntimeError):
-    """After an error the device computes nothing more: only a new process can go on."""
+    """The device computes nothing any more after an error; only a new process can go on."""
 
 
-def reason(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """One line that says why something did not run."""
     text = str(error)
     if 'RESOURCE_EXHAUSTED' in text or 'OUT_OF_MEMORY' in text:
@@ -20,36 +20,49 @@ def reason(error: Exception) -> str:
     return ': '.join([type(error).__name__, *lines[:1]])[:240]
 
 
-def try_run(function, *arguments):
-    """(result, None), or (None, why not). The result is waited for.
-
-    Raises:
-      DeviceLostError: nothing else runs after it either.
-    """
-    try:
-        return jax.block_until_ready(function(*arguments)), None
-    except Exception as error:  # a compiler may raise anything, and the others are to be measured
-        why = reason(error)
+def device_responds() -> bool:
+    """Whether the device still computes something."""
     try:
         jax.block_until_ready(jnp.zeros(8) + 1)
-    except Exception as error:
-        raise DeviceLostError(why) from error
-    return None, why
+    except Exception:
+        return False
+    return True
 
 
-def time_interleaved(calls: dict, repeats: int, settle: int = 2) -> dict[str, np.ndarray]:
-    """Seconds of each call, by name, [repeats].
+def try_run(function, *args):
+    """Calls a function and waits for its result.
+
+    Returns:
+      (result, None), or (None, the reason in one line) if the call failed.
+
+    Raises:
+      DeviceLostError: the call failed, and the device does not respond any more.
+    """
+    try:
+        return jax.block_until_ready(function(*args)), None
+    except Exception as error:  # a compiler may raise anything, and the other forms are still timed
+        reason = describe_error(error)
+    if not device_responds():
+        raise DeviceLostError(reason)
+    return None, reason
+
+
+def time_interleaved(calls: dict, repeats: int, warmup: int = 2) -> dict:
+    """Seconds of each call, timed in turn so that drift of the machine affects all of them alike.
 
     Args:
-      calls: functions without arguments, whose result is waited for.
-      repeats: rounds that are timed.
-      settle: rounds before them: the first compiles.
+      calls: functions without arguments, by name; their results are waited for.
+      repeats: timed rounds.
+      warmup: rounds before them; the first one compiles.
+
+    Returns:
+      float arrays [repeats] by name.
     """
     seconds = {name: [] for name in calls}
-    for turn in range(settle + repeats):
+    for turn in range(warmup + repeats):
         for name, call in calls.items():
             begin = time.perf_counter()
             jax.block_until_ready(call())
-            if turn >= settle:
+            if turn >= warmup:
                 seconds[name].append(time.perf_counter() - begin)
     return {name: np.array(values) for name, values in seconds.items()}

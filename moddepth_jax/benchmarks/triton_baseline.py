@@ -1,6 +1,6 @@
-"""FlashAttention-2 in Triton, called through jax-triton: the baseline of papers, no slots.
+"""FlashAttention-2 in Triton, called through jax-triton: the usual baseline, without slots.
 
-Imported only where it is timed: jax-triton (extra `gpu`) raises on import where JAX has no GPU. One
+Imported only where it is timed: jax-triton (extra `gpu`) raises on import if JAX has no GPU. One
 program takes a block of queries of one head (forward, dQ) or a block of keys (dK, dV); scores are
 kept in base 2, as the hardware's exponential is. Source: Dao 2023, arXiv 2307.08691.
 """
@@ -109,7 +109,7 @@ def _dkv_kernel(q, k, v, do, lse, delta, T, scale, dk, dv, N: tl.constexpr, H: t
 
 
 def _call(kernel, arrays, out, block, **sizes):
-    """Inputs, T and the scale of base-2 scores come first in a kernel's arguments, then outputs."""
+    """Runs a kernel on the inputs, T and the scale of base-2 scores; outputs come last."""
     batch, length, heads, width = arrays[0].shape
     warps = 4 if width <= 64 else 8
     return jax_triton.triton_call(
@@ -145,18 +145,18 @@ def _forward(q_BTNH, k_BTNH, v_BTNH):
     queries, keys = FORWARD_BLOCKS
     lse = jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
     out = (jax.ShapeDtypeStruct(q_BTNH.shape, q_BTNH.dtype), lse)
-    given = (q_BTNH, k_BTNH, v_BTNH)
-    o_BTNH, lse_BNT = _call(_forward_kernel, given, out, queries, S=keys)
-    return o_BTNH, (*given, o_BTNH, lse_BNT)
+    inputs = (q_BTNH, k_BTNH, v_BTNH)
+    o_BTNH, lse_BNT = _call(_forward_kernel, inputs, out, queries, S=keys)
+    return o_BTNH, (*inputs, o_BTNH, lse_BNT)
 
 
 def _backward(residuals, do_BTNH):
     q_BTNH, k_BTNH, v_BTNH, o_BTNH, lse_BNT = residuals
     product_BTN = jnp.sum(do_BTNH.astype(jnp.float32) * o_BTNH.astype(jnp.float32), axis=-1)
-    given = (q_BTNH, k_BTNH, v_BTNH, do_BTNH, lse_BNT, jnp.swapaxes(product_BTN, 1, 2))
+    inputs = (q_BTNH, k_BTNH, v_BTNH, do_BTNH, lse_BNT, jnp.swapaxes(product_BTN, 1, 2))
     like = functools.partial(jax.ShapeDtypeStruct, q_BTNH.shape, q_BTNH.dtype)
-    dq_BTNH = _call(_dq_kernel, given, like(), BLOCK)
-    return dq_BTNH, *_call(_dkv_kernel, given, (like(), like()), BLOCK)
+    dq_BTNH = _call(_dq_kernel, inputs, like(), BLOCK)
+    return dq_BTNH, *_call(_dkv_kernel, inputs, (like(), like()), BLOCK)
 
 
 flash_attention.defvjp(_forward, _backward)

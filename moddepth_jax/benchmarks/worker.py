@@ -1,4 +1,4 @@
-"""The other side of benchmarks/runner.py: runs the cases that it is sent, and answers each."""
+"""The child process of runner.py: runs the cases that it is sent, and answers each with a row."""
 
 import gc
 import importlib
@@ -21,31 +21,43 @@ INJECTIONS = ('crash', 'hang', 'wrong')
 _OURS = ('configs', 'kernels_pallas', 'launch', 'moddepth_jax')
 
 
-def serve(cases: dict, on_gpu: bool, injected: dict[str, str]):
-    """Answers for each line of standard input, a name, with a line of JSON on standard output.
-
-    Whatever else is printed goes to standard error.
+def serve(connection, log, cases: dict, on_gpu: bool, injected: dict[str, str]):
+    """Answers each name of a case that the connection sends with a row, until it is closed.
 
     Args:
+      connection: of multiprocessing.
+      log: path of the file that gets whatever is printed.
       cases: runner.Case by name.
-      on_gpu: nothing runs where JAX has no GPU.
+      on_gpu: nothing runs if JAX has no GPU.
       injected: of INJECTIONS, by name of a case: what is done to it, to test the runner.
     """
-    answers = os.fdopen(os.dup(1), 'w', encoding='utf-8')
-    os.dup2(2, 1)
-    sys.stdout = sys.stderr
-
-    def send(row):
-        print(json.dumps(row), file=answers, flush=True)
-
-    send({'status': 'ready'})
-    for line in sys.stdin:
-        print(f'--- {line.strip()}', file=sys.stderr, flush=True)
-        send(_run(cases[line.strip()], on_gpu, injected.get(line.strip())))
+    redirect_output(log)
+    connection.send({'status': 'ready'})
+    while True:
+        try:
+            name = connection.recv()
+        except EOFError:
+            return
+        print(f'--- {name}', flush=True)
+        connection.send(run_case(cases[name], on_gpu, injected.get(name)))
 
 
-def _run(case, on_gpu, injected):
-    """What became of a case."""
+def redirect_output(log):
+    """Starts a process group, which can be killed as a whole, and sends its output to a file."""
+    os.setsid()
+    with open(log, 'ab') as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.stdout = sys.stderr  # which a crash does not lose
+
+
+def run_case(case, on_gpu: bool, injected: str | None = None) -> dict:
+    """Runs a case and returns its row: at least `status`, and `reason` if that is not ok.
+
+    Args:
+      case: runner.Case.
+      on_gpu, injected: as in serve.
+    """
     if injected == 'crash':
         os.abort()
     if injected == 'hang':
@@ -59,7 +71,9 @@ def _run(case, on_gpu, injected):
     try:
         function = getattr(importlib.import_module(module), name)
         bent = {'bent': True} if injected == 'wrong' else {}
-        return {'status': 'ok', **function(**case.arguments, **bent)}
+        row = {'status': 'ok', **function(**case.arguments, **bent)}
+        json.dumps(row)  # a row that no file can hold is this case's error
+        return row
     except WrongError as error:
         return {'status': 'wrong', 'reason': str(error)}
     except SkippedError as error:
@@ -76,19 +90,12 @@ def _run(case, on_gpu, injected):
 
 
 def _failed(error, case):
-    """A row for an error, `ends` where the device answers no more."""
+    """The row of an error; `ends`: the device does not respond any more."""
     traceback.print_exception(error)
     if not case.in_process:
         return {'status': 'failed', 'reason': f'{type(error).__name__}: {error}'[:240]}
-    import jax.numpy as jnp
-
-    from moddepth_jax.benchmarks.timing import reason
+    from moddepth_jax.benchmarks.timing import describe_error, device_responds
 
     if isinstance(error, ValueError) and 'cannot:' in str(error):
         return {'status': 'skipped', 'reason': ' '.join(str(error).split())[:240]}
-    row = {'status': 'failed', 'reason': reason(error)}
-    try:
-        (jnp.zeros(8) + 1).block_until_ready()
-    except Exception:
-        row['ends'] = True
-    return row
+    return {'status': 'failed', 'reason': describe_error(error), 'ends': not device_responds()}

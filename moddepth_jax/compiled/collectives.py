@@ -1,16 +1,16 @@
 """What a compiled program communicates: kind, bytes, mesh axes, how often.
 
-Bytes are those that one device sends (it receives as many) where n devices form a ring and R is the
-result of one of them:
+Bytes are those that one device sends (it receives as many) in a ring of n devices; R is the result
+of one of them:
 
   all-gather            R (n - 1) / n       R is the gathered array
-  reduce-scatter        R (n - 1)           R is the part that stays
+  reduce-scatter        R (n - 1)           R is the part that the device keeps
   all-reduce            2 R (n - 1) / n     a reduce-scatter and an all-gather
   all-to-all            R (n - 1) / n
-  collective-permute    R                   of a device that sends to another one
+  collective-permute    R                   if the device sends to another one
 
-XLA for CPUs widens 16-bit numbers to float32 before it communicates them; a GPU does not. Where
-the program shows that this was done, bytes are those of the 16-bit numbers.
+XLA for CPUs widens 16-bit numbers to float32 before it communicates them; a GPU does not. If the
+program shows such a conversion, bytes are those of the 16-bit numbers.
 """
 
 import dataclasses
@@ -42,14 +42,14 @@ class Collective:
     Attributes:
       kind: such as all-reduce; the two halves of an asynchronous one are one.
       axes: of the mesh, along which the devices of a group differ, in the mesh's order.
-      group: of the devices that communicate with each other, as places in the mesh; the first one.
+      group: the first group of devices that communicate, as indices into the mesh.
       result: the arrays that it returns, such as f32[8,16].
       result_bytes: of one device.
-      sent_bytes: of one device each time, as this module says.
-      sliced_bytes: of sent_bytes, those of all-reduced arrays of which every device uses a slice
-        of its own only.
-      source: what it was in Python, as XLA remembers it.
-      times, times_known, one_branch: as of program.Run.
+      sent_bytes: of one device each time, by the table above.
+      sliced_bytes: the part of sent_bytes that belongs to all-reduced arrays of which every device
+        uses only its own slice.
+      source: the operation in Python, by XLA's metadata.
+      times, times_known, one_branch: as in program.Run.
     """
 
     kind: str
@@ -66,20 +66,20 @@ class Collective:
 
     @property
     def total_bytes(self) -> float:
-        """Bytes that one device sends, all times together."""
+        """Bytes that one device sends in all runs."""
         return self.times * self.sent_bytes
 
 
 def collectives(program: Program, mesh_shape: Mapping[str, int]) -> list[Collective]:
-    """The collectives of a compiled program, each of its places once, in order.
+    """The collectives in the text of a compiled program, in order.
 
     Args:
-      program: of `compiled.as_text()`.
+      program: made of `compiled.as_text()`.
       mesh_shape: size of each axis, outermost first, as `mesh.shape` of the mesh that the program
         was compiled for.
 
     Raises:
-      ValueError: a kind of communication, or a form of its groups, that is not known here.
+      ValueError: an unknown kind of communication, or an unknown form of its groups.
     """
 
     def search(instruction, computation):
@@ -94,7 +94,7 @@ def collectives(program: Program, mesh_shape: Mapping[str, int]) -> list[Collect
 
 
 def _collective(instruction, computation, program, mesh_shape):
-    """The Collective that an instruction is; None where it is none, or joins no two devices."""
+    """The Collective of an instruction; None if it is none or if its groups have one device."""
     kind = instruction.op.removesuffix('-start')
     if kind in _NOT_COUNTED:
         known = ', '.join(_SENT)
@@ -130,9 +130,9 @@ def _collective(instruction, computation, program, mesh_shape):
 
 
 def _result(kind, instruction):
-    """The type of the result: an asynchronous start returns operands, results and more.
+    """The type of the result; an asynchronous start returns operands, results and more.
 
-    That of an all-reduce does so in later versions of XLA, which put its operands in a tuple.
+    An all-reduce-start does so only in later versions of XLA, which put its operands in a tuple.
     """
     if not instruction.op.endswith('-start'):
         return instruction.type
@@ -149,7 +149,7 @@ def _result(kind, instruction):
 
 
 def _groups(kind, instruction, mesh_shape):
-    """Devices that communicate with each other, as lists of their places in the mesh."""
+    """Devices that communicate with each other, as lists of indices into the mesh."""
     if kind == 'collective-permute':
         pairs = instruction.attribute(r'source_target_pairs=\{(.*?)\}\}')
         pairs = [(int(a), int(b)) for a, b in re.findall(r'(\d+),(\d+)', pairs)]
@@ -173,7 +173,7 @@ def _numbers(text):
 
 
 def _counted(text: str) -> np.ndarray:
-    """`[4,2]T(1,0)`: the numbers from 0, in this shape, with its axes in this order."""
+    """`[4,2]T(1,0)`: 0, 1, 2, ... in this shape, with its axes transposed to this order."""
     shape, order = re.fullmatch(r'\[([\d,]+)\](?:T\(([\d,]+)\))?', text).groups()
     places = np.arange(math.prod(_numbers(shape))).reshape(_numbers(shape))
     return places.transpose(_numbers(order)) if order else places
@@ -199,26 +199,26 @@ def _along_axes(mesh, device_ids, axes):
 
 
 def _is_widened(operand, computation, program):
-    """Whether it was 16 bits wide in the program as written, and made wider to be communicated."""
-    beside = program.computations[computation]
-    seen = beside[operand]
+    """Whether a 16-bit array was converted to a wider type just to be communicated."""
+    others = program.computations[computation]
+    seen = others[operand]
     while True:
         if seen.op == 'fusion':
-            beside = program.computations[seen.called()[0]]
-            seen = next(inner for inner in beside.values() if inner.is_root)
+            others = program.computations[seen.called()[0]]
+            seen = next(inner for inner in others.values() if inner.is_root)
         elif seen.op == 'convert':
-            return beside[seen.operands()[0]].type.startswith(('bf16[', 'f16['))
+            return others[seen.operands()[0]].type.startswith(('bf16[', 'f16['))
         elif seen.op in _MOVES:
-            seen = beside[seen.operands()[0]]
+            seen = others[seen.operands()[0]]
         else:
             return False
 
 
 def _sliced(instruction, computation, program):
-    """Of each array of the result, whether all that reads it takes slices that a device chooses."""
+    """For each array of the result, whether it is only read by slices that depend on the device."""
 
     def only_sliced(name, computation, fusion=None):
-        """`fusion`: (name, computation) of what runs `computation`, if that is its inside."""
+        """`fusion`: (name, computation) of the fusion whose body `computation` is, if it is one."""
         uses = program.users(computation).get(name, ())
         uses = [slices(name, use, computation, fusion) for use in uses]
         if fusion and program.computations[computation][name].is_root:
@@ -254,9 +254,9 @@ def by_axes(found: list[Collective]) -> list[dict]:
 
     Returns:
       dicts with `axes` (such as data or data+fsdp), `kind`, `places` in the program, `count` of
-      runs, `bytes` that a device sends in all of them, `sliced_bytes`: of these, what all-reduces
-      send that a GPU may do as reduce-scatters, with half of it, `unknown_loops`: of the places,
-      those in a loop with unknown trips, and `branches`: those in a conditional.
+      runs, `bytes` that a device sends in all of them, `sliced_bytes` (those of all-reduces that a
+      GPU may do as reduce-scatters, with half of the bytes), and how many of the places are in
+      loops of unknown length (`unknown_loops`) and in conditionals (`branches`).
     """
     rows = {}
     names = ('places', 'count', 'bytes', 'sliced_bytes', 'unknown_loops', 'branches')

@@ -1,4 +1,4 @@
-"""What a train step needs on a mesh, from compiling it for devices that need not exist.
+"""What a train step takes on a mesh, by compiling it for devices that need not exist.
 
 Nothing is computed and no parameter is made: shapes are traced, lowered and compiled for CPUs.
 """
@@ -29,8 +29,8 @@ from moddepth_jax.training.plan import resolve_steps
 from moddepth_jax.training.summary import active_parameters, num_parameters
 from moddepth_jax.training.train_step import init_state, train_step
 
-# Nobody runs this program: its machine code need not be fast. What it allocates and communicates
-# is settled before.
+# The program never runs, so its machine code need not be fast. What it allocates and communicates
+# is decided before machine code is made.
 _OPTIONS = {
     'xla_backend_optimization_level': 0,
     'xla_llvm_disable_expensive_passes': True,
@@ -39,12 +39,12 @@ _OPTIONS = {
 
 
 class Hardware(NamedTuple):
-    """What a vendor promises of one device.
+    """What a vendor states for one device.
 
     Attributes:
       flops: of dense bfloat16 products, a second.
-      node: devices that the fast links join.
-      within: bytes a second that a device sends over them.
+      node: number of devices that are joined by the fast links.
+      within: bytes a second that a device sends over these links.
       across: bytes a second that a device sends to another node.
       source: of these numbers.
     """
@@ -71,7 +71,7 @@ def abstract_state(hparams: Hparams, mesh):
 
 
 def dry_run(hparams: Hparams, mesh) -> dict:
-    """Compiles the train step of the last stage for a mesh, and says what it takes.
+    """Compiles the train step of the last stage for a mesh, and measures the program.
 
     Args:
       hparams: of the run; `data.batch_size` is that of all devices.
@@ -79,43 +79,31 @@ def dry_run(hparams: Hparams, mesh) -> dict:
 
     Returns:
       `jax`: its version; `mesh`: size by axis; `devices`; `rows`, `length`, `parts`: micro-batches
-      of a step; `parameters`, `active_parameters`; `bytes` a device: of parameters, optimizer
-      state, and of the step's arguments, outputs, temporaries, aliases (outputs in the place of
-      arguments) and peak, their sum without aliases;
-      `flops`: `counted` of the step, `executed` of it (with what is recomputed), `products` of one
-      device in the compiled program, those of them `in_branches` (the dearest of a conditional),
-      and `xla`, its own estimate for a device, which takes each loop once; `split`: the traced
-      products over devices over those of the program, 1 where no device repeats another's work,
-      None with branches. Products of loops of unknown length, over the keys of a row above 2048,
-      count once in both, and in full in `executed`;
-      `collectives`, as `by_axes` says; `places`: the dearest of them one by one; `sent_bytes` of a
-      device; `flops_per_byte`: executed a device over those; `estimates`, as `estimate` says;
+      of a step; `parameters`, `active_parameters`; `bytes`, see `_bytes`; `flops`: `counted` of the
+      step, `executed` of it (with recomputation), `products` of one device in the compiled program,
+      those of them `in_branches` (the most expensive of a conditional), and `xla`, its own estimate
+      for a device, which counts each loop once; `split`: the traced products over devices over
+      those of the program, 1 if no device repeats another's work, None with branches. Products of
+      loops of unknown length, over the keys of a row above 2048, count once in both, and in full in
+      `executed`;
+      `collectives`, see `by_axes`; `places`: the most expensive of them one by one; `sent_bytes` of
+      a device; `flops_per_byte`: executed a device over those; `estimates`, see `estimate`;
       `sharding`: lines of a table; `warnings` of the compiler; `trace_seconds`, `compile_seconds`.
     """
     state = abstract_state(hparams, mesh)
     shape = (hparams.data.batch_size, hparams.data.sequence_length)
     row = jax.ShapeDtypeStruct(shape, 'int32', sharding=batch_sharding(mesh, shape[0]))
     batch = dict.fromkeys(('tokens_BT', 'labels_BT', 'segment_ids_BT'), row)
-    # Without the mesh: within shard_map a product has the shapes of one device.
+    # Traced without the mesh: within shard_map a product has the shapes of one device.
     traced = float(dot_general_flops(jax.jit(train_step).trace(state, batch).jaxpr))
     with sequence.static_blocks():
         executed = jax.jit(functools.partial(train_step)).trace(state, batch).jaxpr
         executed = float(dot_general_flops(executed))
-    begin = time.perf_counter()
-    with jax.set_mesh(mesh), _stderr() as said:
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, state), replicated(mesh)
-        jitted = jax.jit(train_step, donate_argnums=0, out_shardings=shardings)
-        lowered = jitted.lower(state, batch)
-        between = time.perf_counter()
-        compiled = lowered.compile(compiler_options=_OPTIONS)
-        seconds = time.perf_counter() - between
-        said.seek(0)
-        warnings = warnings_of(said.read())
+    compiled, warnings, trace_seconds, compile_seconds = _compile(mesh, state, batch)
     program = Program(compiled.as_text())
     found = collectives(program, mesh.shape)
     products, in_branches = product_flops(program)
-    sent = sum(one.total_bytes for one in found)
-    share = executed / mesh.size
+    sent, executed_each = sum(one.total_bytes for one in found), executed / mesh.size
     return {
         'jax': jax.__version__,
         'mesh': dict(mesh.shape),
@@ -135,18 +123,37 @@ def dry_run(hparams: Hparams, mesh) -> dict:
         },
         'split': traced / mesh.size / products if products and not in_branches else None,
         'collectives': by_axes(found),
-        'places': [_place(one) for one in sorted(found, key=_cost)[:12]],
+        'places': [_place(one) for one in sorted(found, key=lambda one: -one.total_bytes)[:12]],
         'sent_bytes': sent,
-        'flops_per_byte': share / sent if sent else None,
-        'estimates': {name: estimate(share, found, of) for name, of in HARDWARE.items()},
+        'flops_per_byte': executed_each / sent if sent else None,
+        'estimates': {name: estimate(executed_each, found, of) for name, of in HARDWARE.items()},
         'sharding': sharding_lines(mesh, state.params),
         'warnings': warnings,
-        'trace_seconds': between - begin,
-        'compile_seconds': seconds,
+        'trace_seconds': trace_seconds,
+        'compile_seconds': compile_seconds,
     }
 
 
+def _compile(mesh, state, batch):
+    """(the compiled train step, warnings of the compiler, seconds to trace, to compile)."""
+    begin = time.perf_counter()
+    with jax.set_mesh(mesh), _captured_stderr() as log:
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, state), replicated(mesh)
+        jitted = jax.jit(train_step, donate_argnums=0, out_shardings=shardings)
+        lowered = jitted.lower(state, batch)
+        traced_at = time.perf_counter()
+        compiled = lowered.compile(compiler_options=_OPTIONS)
+        compile_seconds = time.perf_counter() - traced_at
+        log.seek(0)
+        return compiled, warnings_of(log.read()), traced_at - begin, compile_seconds
+
+
 def _bytes(mesh, state, compiled):
+    """Of a device: parameters, optimizer state, and what the step takes.
+
+    These are arguments, outputs, temporaries, aliases (outputs in the place of arguments) and the
+    peak, their sum without aliases.
+    """
     memory = compiled.memory_analysis()
     parts = {
         'argument': memory.argument_size_in_bytes,
@@ -160,10 +167,6 @@ def _bytes(mesh, state, compiled):
         **parts,
         'peak': parts['argument'] + parts['output'] + parts['temp'] - parts['alias'],
     }
-
-
-def _cost(one: Collective):
-    return -one.total_bytes
 
 
 def _place(one):
@@ -180,11 +183,11 @@ def _place(one):
 def bandwidth(group: tuple[int, ...], hardware: Hardware) -> float:
     """Bytes a second that a device of a group sends, in a ring that enters each node once.
 
-    Neighbours of the mesh share nodes. Where g devices of the group are in a node, g links to the
+    Neighbours in the mesh share nodes. If g devices of the group are in a node, g links to the
     network carry what the ring sends out of it.
 
     Args:
-      group: places in the mesh of the devices that communicate.
+      group: indices into the mesh of the devices that communicate.
       hardware: of these devices.
     """
     nodes = {place // hardware.node for place in group}
@@ -202,8 +205,8 @@ def estimate(flops: float, found: list[Collective], hardware: Hardware) -> dict:
       hardware: see HARDWARE.
 
     Returns:
-      `compute`; `collectives`, by axes; `sliced`: of these in all, what reduce-scatters would save
-      where an all-reduce is sliced afterwards; `source` of the vendor's numbers.
+      `compute`; `collectives`, by axes; `sliced`: of all these, what reduce-scatters would save if
+      an all-reduce is sliced afterwards; `source` of the vendor's numbers.
     """
     by_axis, sliced = {}, 0.0
     for one in found:
@@ -219,8 +222,8 @@ def estimate(flops: float, found: list[Collective], hardware: Hardware) -> dict:
 
 
 @contextlib.contextmanager
-def _stderr():
-    """Keeps from the terminal what XLA writes to stderr; yields a file with it."""
+def _captured_stderr():
+    """Yields a file that gets what XLA writes to stderr, instead of the terminal."""
     with tempfile.TemporaryFile('w+') as file:
         kept = os.dup(2)
         os.dup2(file.fileno(), 2)
@@ -234,7 +237,7 @@ def _stderr():
 def warnings_of(log: str) -> list[str]:
     """The lines of a log of XLA that are warnings or worse, each once, without time and place.
 
-    That a compilation is slow is no warning here: it depends on what else the machine does.
+    Alarms about slow compilation are left out: they depend on what else the machine does.
     """
     found = re.findall(r'^[WEF]\d{4} (?!.*slow_operation_alarm).*?\] (.*)$', log, re.MULTILINE)
     return sorted(set(found))

@@ -1,8 +1,16 @@
-"""What a dry run found as lines and tables for the user; several of them as one table."""
+"""The results of dry runs as lines and tables."""
 
 from moddepth_jax.training.progress import format_count
 
 GIB = 2**30
+NOTES = (
+    'Compiled for CPUs, nothing was run. Where the sum of an all-reduce is sliced afterwards, a '
+    'GPU may scatter it instead, with half of the bytes. Programs for CPUs hold many products of '
+    'bfloat16 in float32 and their own form of attention and of the experts: temporaries and peak '
+    'are upper bounds. Of a conditional the most expensive branch counts.',
+    'The estimates divide by numbers of data sheets, which no real step reaches, and add up '
+    'collectives as if none ran during computation or another one. They are not measurements.',
+)
 
 
 def _sizes(mesh):
@@ -87,6 +95,36 @@ def _estimate(result, estimate):
 
 def _ms(seconds):
     return f'{1e3 * seconds:.3g}' if seconds < 0.9995 else f'{1e3 * seconds:.0f}'
+
+
+def print_result(result: dict):
+    """Prints everything that `dry_run` returns, and what to keep in mind about it."""
+    import rich.console
+    import rich.table
+    import rich.text
+
+    console = rich.console.Console(highlight=False)
+
+    def say(text, **options):
+        # A Text, since the [brackets] of a str are read as markup.
+        console.print(rich.text.Text(text), **options)
+
+    for text in headlines(result):
+        say(text)
+    for title, heads, rows in tables(result):
+        table = rich.table.Table(title=title, title_justify='left')
+        for number, head in enumerate(heads):
+            table.add_column(head, justify='right' if number else 'left')
+        for row in rows:
+            table.add_row(*row)
+        say('')
+        console.print(table)
+    say('')
+    for text in result['sharding']:
+        say(text, soft_wrap=True)
+    for text in (*result['warnings'], *NOTES):
+        say('')
+        say(text)
 
 
 def markdown(results: list[dict]) -> str:

@@ -1,4 +1,4 @@
-"""A compiled program as text: its instructions, how often each runs, and the products in it."""
+"""The text of a compiled program: its instructions, how often each runs, and its products."""
 
 import functools
 import math
@@ -33,7 +33,7 @@ class Instruction(NamedTuple):
     is_root: bool
 
     def attribute(self, pattern: str) -> str:
-        """The group of `pattern` in operands and attributes; '' where the pattern is not there."""
+        """The group of `pattern` in operands and attributes; '' if there is no match."""
         match = re.search(pattern, self.rest)
         return match[1] if match else ''
 
@@ -42,7 +42,7 @@ class Instruction(NamedTuple):
         return re.findall(r'%([\w.\-]+)', self.rest.split('), ')[0])
 
     def called(self) -> list[str]:
-        """Names of the computations that it runs as such, not of the functions that it folds by."""
+        """Names of the computations that it runs; not those of the functions of a reduction."""
         if self.op == 'conditional':
             found = ', '.join(self.attribute(pattern) for pattern in _BRANCHES)
         elif self.op in ('fusion', 'call', 'async-start'):
@@ -56,10 +56,10 @@ class Run(NamedTuple):
     """Something found in a program, and how often it runs.
 
     Attributes:
-      found: what the search of `runs` returned.
-      times: that it runs; a loop whose trips are unknown counts once.
-      times_known: whether every loop around it tells its trips.
-      one_branch: whether it stands in a conditional, whose dearest branch is taken.
+      found: what the search of `Program.runs` returned.
+      times: how often it runs; a loop of unknown length counts once.
+      times_known: whether the length of every loop around it is known.
+      one_branch: whether it is in a conditional, of which the most expensive branch counts.
     """
 
     found: Any
@@ -91,7 +91,7 @@ class Program:
             raise ValueError('the text is no compiled program: it has no ENTRY computation')
 
     def _users(self, computation):
-        """Instructions of a computation by the name of what they read; `users` remembers them."""
+        """Instructions of a computation by the names of their operands; cached as `users`."""
         found = {}
         for instruction in self.computations[computation].values():
             for operand in dict.fromkeys(instruction.operands()):
@@ -99,13 +99,15 @@ class Program:
         return found
 
     def runs(self, search, cost) -> list[Run]:
-        """What `search` finds in all that is run.
+        """What a search finds in everything that runs.
 
         Args:
-          search: called with an Instruction and the name of its computation; what it finds, or
-            None.
-          cost: of something found, once: says which branch of a conditional is the dearest.
+          search: f(Instruction, name of its computation) -> what it finds, or None.
+          cost: f(found) -> its cost when it runs once, which decides between branches.
         """
+
+        def total_cost(runs):
+            return sum(run.times * cost(run.found) for run in runs)
 
         @functools.cache
         def inside(name):
@@ -117,18 +119,18 @@ class Program:
                 elif instruction.op == 'while':
                     found += loop(instruction)
                 elif called := [inside(name) for name in instruction.called()]:
-                    dearest = max(called, key=lambda runs: sum(r.times * cost(r[0]) for r in runs))
+                    costliest = max(called, key=total_cost)
                     branch = instruction.op == 'conditional'
-                    found += [run._replace(one_branch=run.one_branch or branch) for run in dearest]
+                    found += [r._replace(one_branch=r.one_branch or branch) for r in costliest]
             return found
 
         def loop(instruction):
-            told = instruction.attribute(r'"known_trip_count":\{"n":"(\d+)"')
-            trips, found = int(told or 1), []
+            count = instruction.attribute(r'"known_trip_count":\{"n":"(\d+)"')
+            trips, found = int(count or 1), []
             # The condition runs once more, to end the loop.
-            for part, times in (('body', trips), ('condition', trips + bool(told))):
+            for part, times in (('body', trips), ('condition', trips + bool(count))):
                 for run in inside(instruction.attribute(rf'{part}=%?([\w.\-]+)')):
-                    known = run.times_known and bool(told)
+                    known = run.times_known and bool(count)
                     found.append(run._replace(times=run.times * times, times_known=known))
             return found
 
@@ -146,16 +148,16 @@ def arrays(text: str) -> list[Array]:
 def product_flops(program: Program) -> tuple[float, float]:
     """FLOPs of all matrix products of a program on one device, and of those in conditionals.
 
-    Loops are multiplied by their trips. Some products with a vector become sums in a compiled
-    program and are not among them; of a conditional the dearest branch counts.
+    Loops are multiplied by their length; of a conditional the most expensive branch counts. Some
+    products with a vector become sums in a compiled program and are not counted.
     """
 
     def flops(instruction, computation):
         if instruction.op != 'dot':
             return None
-        beside = program.computations[computation]
+        others = program.computations[computation]
         contracted = instruction.attribute(r'lhs_contracting_dims=\{([\d,]*)\}')
-        left = arrays(beside[instruction.operands()[0]].type)[0]
+        left = arrays(others[instruction.operands()[0]].type)[0]
         summed = math.prod(left.shape[int(axis)] for axis in contracted.split(',') if axis)
         return 2 * math.prod(arrays(instruction.type)[0].shape) * summed
 

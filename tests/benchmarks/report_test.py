@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from moddepth_jax.benchmarks import claims, model_tables, report
+from moddepth_jax.benchmarks import report
 from moddepth_jax.benchmarks.attention_cases import Case
 from moddepth_jax.benchmarks.results import FILE, Results
 
@@ -43,8 +43,9 @@ def timed(name, length, factor, **sizes):
 def step(model, seconds, flops):
     values = {'step_seconds': seconds, 'flops': flops, 'flops_per_second': flops / seconds}
     values |= {'tokens_per_second': 16384 / seconds, 'peak_bytes': 2e10, 'temp_bytes': 1e10}
-    values |= {'compile_seconds': 30.0, 'parameters': 7e8, 'rows': 4, 'length': 4096}
-    return row(model=model, chosen=[f'depth_attention on gpu: {model}'], **values)
+    values |= {'trace_seconds': 5.0, 'compile_seconds': 30.0, 'parameters': 7e8}
+    values |= {'rows': 4, 'length': 4096}
+    return row(model=model, attention_backends=[f'depth_attention on gpu: {model}'], **values)
 
 
 @pytest.fixture(scope='module')
@@ -78,8 +79,8 @@ def rows():
     return found
 
 
-def test_the_page_has_every_number(rows):
-    """Tables of what was measured, a line for what was not, versions and commits."""
+def test_page_has_every_number(rows):
+    """Tables of what was measured, a line for everything else, versions and commits."""
     page = report.page(rows, 'h200')
     for words in (
         'NVIDIA H200; jax 0.11.2; cuda 13000; commits aaaaaaaaaaaa (2026-11-22 to 2026-11-22)',
@@ -126,11 +127,11 @@ def test_claims_have_verdicts_on_both_sides(rows):
     slow = {name: dict(row) for name, row in rows.items()}
     slow['step/700m/mod'] = step('mod', 0.3, 4e13)
     slow['time/flash_attention_2/64k'] = timed('flash_attention_2', 65536, 0.9, slots=0)
-    verdicts = {row['id']: (row['ours'], row['verdict']) for row in claims.judged(slow)}
+    verdicts = {row['id']: (row['ours'], row['verdict']) for row in report.judge_claims(slow)}
     assert verdicts['kernel_efficiency'] == ('88.2%', 'does not hold')
     assert verdicts['equal_time_700m'] == ('0.762', 'does not hold')
-    assert not claims.judged({name: row | {'toy': True} for name, row in rows.items()})
-    assert not claims.judged({})
+    assert not report.judge_claims({name: row | {'toy': True} for name, row in rows.items()})
+    assert not report.judge_claims({})
 
 
 def test_an_unfinished_run_has_a_page(tmp_path):
@@ -139,9 +140,3 @@ def test_an_unfinished_run_has_a_page(tmp_path):
     assert '- **hung** machine/ceilings: no answer' in page and '## Attention' not in page
     with pytest.raises(ValueError, match='holds no results.jsonl'):
         report.write(tmp_path)
-
-
-def test_peaks_are_those_of_the_device():
-    """Unknown devices have none."""
-    assert model_tables.peak_flops('NVIDIA H200') == 989e12
-    assert model_tables.peak_flops('cpu') is None

@@ -1,4 +1,4 @@
-"""launch.train --dry_run compiles for devices that are not there; the page tells its numbers."""
+"""launch.train --dry_run compiles for devices that do not exist; docs/scale.md has its numbers."""
 
 import json
 import os
@@ -51,7 +51,7 @@ def dry_run(folder, mesh, **environment):
     return done, json.loads(file.read_text()) if file.exists() else None
 
 
-def test_a_mesh_of_devices_that_are_not_there(tmp_path):
+def test_state_and_work_are_split_over_fake_devices(tmp_path):
     """State split over 8, work split over 8, gathered and summed over the axes that say so.
 
     The tables fit 88 columns when piped, and nothing but the file is written. Another number of
@@ -68,8 +68,8 @@ def test_a_mesh_of_devices_that_are_not_there(tmp_path):
         'expert': 1,
     }
     assert '--dry_run' in found['command'] and '--json=found.json' not in found['command']
-    whole = 4 * found['parameters']
-    assert whole / 4 <= found['bytes']['parameters'] < 1.1 * whole / 4
+    replicated = 4 * found['parameters']
+    assert replicated / 4 <= found['bytes']['parameters'] < 1.1 * replicated / 4
     assert 2 * found['bytes']['parameters'] <= found['bytes']['optimizer']
     assert found['split'] == pytest.approx(1, abs=0.1) and not found['warnings']
     kinds = {}
@@ -98,8 +98,8 @@ def test_a_mesh_that_does_not_fit_is_refused(tmp_path, mesh, words):
     assert line.startswith('error: ') and words in line
 
 
-def test_the_page_tells_what_the_files_hold(tmp_path):
-    """docs/scale.md holds the table of the kept files, as the command prints it."""
+def test_page_has_the_table_of_the_kept_files(tmp_path):
+    """docs/scale.md contains the table that the command prints."""
     found = [json.loads(path.read_text()) for path in KEPT]
     assert {one['devices'] for one in found} == {8, 64, 256}
     done = launch(['launch.dry_run', 'table', *map(str, KEPT)], tmp_path)
@@ -112,7 +112,7 @@ def test_the_page_tells_what_the_files_hold(tmp_path):
 @pytest.mark.parametrize(
     'path', [path for path in KEPT if json.loads(path.read_text())['devices'] == 8], ids=str
 )
-def test_kept_numbers_of_eight_devices_come_out_again(tmp_path, path):
+def test_kept_numbers_of_eight_devices_are_reproduced(tmp_path, path):
     """FLOPs, bytes of the state, and every collective's count and bytes; on the same JAX."""
     kept = json.loads(path.read_text())
     if kept['jax'] != jax.__version__:

@@ -42,7 +42,7 @@ def shelf(monkeypatch):
     [
         (['a'], {}, 'a b e'),
         (['a[fast]'], {}, 'a b c e'),
-        (['a'], {'a': None}, ''),  # what is there has what it needs
+        (['a'], {'a': None}, ''),  # an installed package has what it needs
         (['a'], {'b': '1.9'}, 'a b e'),  # too old
         (['a'], {'b': '2.1'}, 'a'),
         (['a'], {'b': '2.1rc1', 'e': None}, 'a'),
@@ -51,14 +51,16 @@ def shelf(monkeypatch):
     ],
 )
 def test_missing_packages_and_what_they_need(asked, installed, lacking, shelf):
-    """Extras, markers of the other machine, versions that do not do."""
-    found = wheels.needed(asked, '3.12', installed)
+    """By extras, markers of the other machine, and versions that do not fit."""
+    found = wheels.find_needed(asked, '3.12', installed)
     assert sorted(name for name, lacks in found.items() if lacks) == lacking.split()
 
 
 def test_needs_of_an_older_python(shelf):
     """Markers are evaluated for that machine, not for this one."""
-    assert 'f' in wheels.needed(['a'], '3.11', {}) and 'f' not in wheels.needed(['a'], '3.13', {})
+    assert 'f' in wheels.find_needed(['a'], '3.11', {}) and 'f' not in wheels.find_needed(
+        ['a'], '3.13', {}
+    )
 
 
 def test_the_list_of_the_h200_machine():

@@ -1,11 +1,11 @@
-"""Cases that end in every way a case can end, for the tests of the runner."""
+"""Cases with every possible outcome, for the tests of the runner."""
 
 import os
 import sys
 import time
 
 from moddepth_jax.benchmarks.runner import Case
-from moddepth_jax.benchmarks.worker import SkippedError, WrongError, serve
+from moddepth_jax.benchmarks.worker import SkippedError, WrongError, redirect_output, run_case
 
 
 def fine(number=0):
@@ -45,13 +45,22 @@ def slow():
 
 def case(name, run, group='g', expected=0.1, limit=30.0, **rest):
     """A case of one of these functions."""
-    run = f'tests.launch.fake_gpu_cases:{run}'
+    run = f'tests.benchmarks.fake_cases:{run}'
     return Case(name, group, expected, limit, run, in_process=False, **rest)
 
 
 NAMES = ('fine', 'wrong', 'unable', 'failing', 'missing', 'crash', 'hang', 'slow')
+CASES = {f'{name}{n}': case(f'{name}{n}', name) for name in NAMES for n in range(4)}
 
-if __name__ == '__main__':
-    if 'broken' in sys.argv:
-        sys.exit('no such device')
-    serve({f'{name}{n}': case(f'{name}{n}', name) for name in NAMES for n in range(4)}, False, {})
+
+def serve_broken(connection, log):
+    """A process that ends before it answers."""
+    redirect_output(log)
+    sys.exit('no such device')
+
+
+def serve_lost(connection, log):
+    """A process whose GPU is gone at the first case."""
+    connection.send({'status': 'ready'})
+    name = connection.recv()
+    connection.send(run_case(CASES[name]._replace(in_process=True), on_gpu=True))

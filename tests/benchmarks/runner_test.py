@@ -1,4 +1,4 @@
-"""launch.gpu: a case that ends badly costs itself, and a run that is cut continues."""
+"""launch.gpu: a case that ends badly costs only itself, and a run that is cut continues."""
 
 import json
 import os
@@ -9,9 +9,17 @@ import time
 
 import pytest
 
-from moddepth_jax.benchmarks import gpu_cases, machine, runner
-from moddepth_jax.benchmarks.results import BAD, FINAL, Results, code_version
-from tests.launch.fake_gpu_cases import case
+from moddepth_jax.benchmarks import gpu_cases, machine, runner, worker
+from moddepth_jax.benchmarks.results import (
+    BAD,
+    FINAL,
+    Results,
+    code_version,
+    collect_measurements,
+    restore_measurements,
+)
+from tests.benchmarks import fake_cases
+from tests.benchmarks.fake_cases import case
 
 ROOT = pathlib.Path(__file__).parents[2]
 STAMP = {'device': 'H200', 'commit': 'abc', 'code': 'c1'}
@@ -20,24 +28,22 @@ STAMP = {'device': 'H200', 'commit': 'abc', 'code': 'c1'}
 class Bench:
     """Runs fake cases in real child processes, and counts these."""
 
-    def __init__(self, folder):
-        self.folder, self.starts, self.said = folder, 0, []
+    def __init__(self, folder, target=worker.serve, args=(fake_cases.CASES, False, {})):
+        self.folder, self.target, self.args = folder, target, args
+        self.starts, self.lines = 0, []
         self.results = Results(folder / 'results.jsonl')
 
-    def start(self, group, *arguments):
+    def start(self):
         self.starts += 1
-        command = [sys.executable, '-m', 'tests.launch.fake_gpu_cases', *arguments]
-        env = os.environ | {'PYTHONPATH': str(ROOT)}
-        return runner.Child(command, env, self.folder / 'log.txt')
+        return runner.Child(self.target, self.args, self.folder / 'log.txt')
 
-    def run(self, cases, seconds=1e9, time_all=False, start=None):
+    def run(self, cases, seconds=1e9, time_all=False):
         begin = time.monotonic()
-        start = start or self.start
 
         def left():
             return seconds - (time.monotonic() - begin)
 
-        run = runner.Run(self.results, start, STAMP, left, self.said.append, time_all)
+        run = runner.Run(self.results, self.start, STAMP, left, self.lines.append, time_all)
         return run.run(cases)
 
     def rows(self):
@@ -51,7 +57,7 @@ def bench(tmp_path):
 
 
 def test_a_bad_case_costs_itself(bench):
-    """A crash, a hang, a wrong result, an error and what a device cannot do: one line each."""
+    """A crash, a hang, a wrong result, an error and an unsupported case: one line each."""
     names = ('fine0', 'crash0', 'fine1', 'hang0', 'wrong0', 'failing0', 'unable0', 'fine2')
     cases = [case(name, name[:-1], limit=1.0 if name == 'hang0' else 30.0) for name in names]
     later = bench.run(cases)
@@ -69,11 +75,11 @@ def test_a_bad_case_costs_itself(bench):
     assert bench.starts == 3  # one more after the crash, one more after the hang
     log = (bench.folder / 'log.txt').read_text()
     assert 'fine 0' in log and 'about to crash' in log
-    assert len(bench.said) == len(names)
+    assert len(bench.lines) == len(names)
 
 
 def test_a_wrong_kernel_is_not_timed(bench):
-    """Its times are skipped by name, those of others are not; time_all times it anyway."""
+    """The times of that kernel are skipped by name, those of others are not; time_all runs them."""
     cases = [case('wrong0', 'wrong'), case('fine0', 'fine', needs=('wrong',))]
     cases += [case('fine1', 'fine', needs=('other/',))]
     bench.run(cases)
@@ -84,21 +90,18 @@ def test_a_wrong_kernel_is_not_timed(bench):
     assert bench.results.status('fine0') == 'ok'
 
 
-def test_a_group_that_hangs_twice_is_given_up(bench):
-    """Two limits are lost, not one for each of its cases."""
+def test_a_group_that_hangs_twice_is_skipped(bench):
+    """Only two limits are spent, not one for each of its cases."""
     bench.run([case(f'hang{n}', 'hang', limit=0.5) for n in range(4)])
     assert [row['status'] for row in bench.rows()] == ['hung', 'hung', 'skipped', 'skipped']
 
 
-def test_a_deadline_cuts_and_the_next_run_continues(bench):
-    """Cases that need longer do not start; the one at work is cut; none has two results."""
+def test_a_deadline_cuts_and_the_next_run_continues(bench, monkeypatch):
+    """Cases that need longer do not start; the running one is cut; none has two results."""
     cases = [case('fine0', 'fine'), case('slow0', 'slow'), case('fine1', 'fine', expected=900)]
     cases += [case('fine2', 'fine')]
-    start_seconds, runner.START_SECONDS = runner.START_SECONDS, 0.0
-    try:
-        later = bench.run(cases, seconds=1.2)
-    finally:
-        runner.START_SECONDS = start_seconds
+    monkeypatch.setattr(runner, 'START_SECONDS', 0.0)
+    later = bench.run(cases, seconds=1.2)
     assert later == ['slow0', 'fine1', 'fine2']
     assert bench.results.status('slow0') == 'cut' and bench.results.status('fine1') is None
     again = Bench(bench.folder)
@@ -118,7 +121,7 @@ def test_missing_modules_are_not_a_result(bench):
 
 
 def test_a_damaged_last_line_is_ignored(tmp_path):
-    """What a killed machine wrote in part; the next line does not continue it."""
+    """A write was cut short; the next line does not continue it."""
     path = tmp_path / 'results.jsonl'
     path.write_text('{"case": "a", "status": "ok", "code": "c1"}\n{"case": "b", "sta')
     results = Results(path)
@@ -143,29 +146,35 @@ def test_results_of_another_commit_are_kept(tmp_path):
     assert names(False, False) == 'c' and names(True, False) == 'ac' and names(True, True) == 'abc'
 
 
-def test_a_machine_without_its_device_ends_the_run(bench):
-    """No case is blamed: a child that does not start is started once more, then all ends."""
-    with pytest.raises(runner.LostError, match='does not start: exit status 1: no such device'):
-        bench.run([case('fine0', 'fine')], start=lambda group: bench.start(group, 'broken'))
-    assert bench.starts == 2 and not bench.results.path.exists()
+@pytest.mark.parametrize(
+    ('target', 'words', 'starts'),
+    [
+        (fake_cases.serve_broken, 'does not start: exit status 1: no such device', 2),
+        (fake_cases.serve_lost, 'no GPU any more', 1),
+    ],
+)
+def test_a_lost_device_ends_the_run(target, words, starts, tmp_path):
+    """No case gets a row: one more start is tried, and a CPU must not stand in for the GPU."""
+    bench = Bench(tmp_path, target, ())
+    with pytest.raises(runner.LostError, match=words):
+        bench.run([case('fine0', 'fine')])
+    assert bench.starts == starts and not bench.results.path.exists()
 
 
-def test_a_device_that_is_lost_ends_the_run(bench):
-    """A child that finds no GPU any more blames no case: a CPU must not stand in for it."""
-    from moddepth_jax.benchmarks import worker
-
-    given = case('fine0', 'fine')._replace(in_process=True)
-    lost = worker._run(given, True, None)
-    assert 'no GPU any more' in lost['lost']
-    code = f'print({json.dumps(json.dumps({"status": "ready"}))}, flush=True); input(); '
-    code += f'print({json.dumps(json.dumps(lost))}, flush=True)'
-
-    def start(group):
-        return runner.Child([sys.executable, '-c', code], dict(os.environ), bench.folder / 'log')
-
-    with pytest.raises(runner.LostError, match='no GPU any more'):
-        bench.run([given], start=start)
-    assert not bench.results.path.exists()
+def test_measurements_travel_in_the_results(tmp_path, monkeypatch):
+    """What `attention=auto` measured; present files stay, and a path elsewhere is ignored."""
+    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'one'))
+    folder = tmp_path / 'one/moddepth_jax/attention'
+    folder.mkdir(parents=True)
+    (folder / 'H200-a.json').write_text('{"a": 1}')
+    (folder / 'H200-a.lock').write_text('')
+    rows = [{'measurements': collect_measurements()}, {}]
+    assert rows[0] == {'measurements': {'H200-a.json': '{"a": 1}'}}
+    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'two'))
+    rows.append({'measurements': {'../../x.json': '{}', 'H200-a.json': '{"b": 2}'}})
+    assert restore_measurements(rows) == 1 and restore_measurements(rows) == 0
+    assert collect_measurements() == rows[0]['measurements']
+    assert not (tmp_path / 'two/x.json').exists()
 
 
 def test_code_version_is_that_of_the_sources():
@@ -224,34 +233,16 @@ def test_why_there_is_no_gpu(env, plugins, driver, words, monkeypatch):
     assert words in said and '\n' not in said
 
 
-def test_missing_packages_are_named(monkeypatch):
-    """By the names that pip knows; what is there is not."""
-    monkeypatch.setitem(machine.MODULES, 'no_such_module', 'no-such-package')
-    monkeypatch.setitem(machine.MODULES, 'no_such.module', 'neither')
-    assert machine.missing_modules() == ['no-such-package', 'neither']
-
-
 def gpu(*arguments, **env):
     command = [sys.executable, '-m', 'launch.gpu', *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=os.environ | env)
 
 
-@pytest.mark.parametrize(
-    ('arguments', 'status', 'words'),
-    [
-        (['--cases=right/mosaic_gup'], 2, ['--cases=right/mosaic_gup', '--list']),
-        (['--inject=crush:x'], 2, ['--inject=crush:x', 'crash:CASE']),
-        (['--inject=wrong:machine/ceilings'], 2, ['machine/ceilings', 'can be wrong']),
-        (['--cases=machine'], 1, ['no GPU: JAX_PLATFORMS=cpu is set']),
-        (['--report'], 2, ['--out=DIR']),
-    ],
-)
-def test_bad_input_is_one_line(arguments, status, words, tmp_path):
-    """And nothing is made."""
-    out = [] if '--report' in arguments else [f'--out={tmp_path / "out"}']
-    done = gpu(*out, *arguments, JAX_PLATFORMS='cpu')
-    assert done.returncode == status and len(done.stderr.splitlines()) == 1, done.stderr
-    assert all(word in done.stderr for word in words), done.stderr
+def test_without_a_gpu_there_is_one_line(tmp_path):
+    """Exit status 1, and nothing is made."""
+    done = gpu(f'--out={tmp_path / "out"}', '--cases=machine', JAX_PLATFORMS='cpu')
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert 'no GPU: JAX_PLATFORMS=cpu is set' in done.stderr
     assert not (tmp_path / 'out').exists()
 
 

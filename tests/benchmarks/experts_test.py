@@ -1,4 +1,4 @@
-"""The benchmark of grouped products: equal results, FLOPs as counted, numbers for every form."""
+"""The benchmark of grouped matmuls: equal results, counted FLOPs, numbers for every form."""
 
 import json
 
@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from moddepth_jax.benchmarks import experts
-from moddepth_jax.benchmarks.experts import DENSE, Shape, products_table
-from moddepth_jax.model.moe.grouped_matmul import IMPLEMENTATIONS, num_blocks
+from moddepth_jax.benchmarks.experts import DENSE, Shape, experts_tables
+from moddepth_jax.model.moe.grouped_matmul import IMPLEMENTATIONS, block_rows, num_blocks
 
 TOY = Shape(tokens=16, d_model=8, d_ff=12, num_experts=8, top_k=2)
 FORMS = [*IMPLEMENTATIONS, DENSE]
@@ -40,30 +40,29 @@ def result():
 def test_flops_are_those_of_the_forms(result):
     """Three products a pair, twice as many backward; blocks and the dense loop as they are."""
     json.dumps(result)
-    row = result['rows'][0]
-    assert row['flops'] == 3 * 3 * 2 * (16 * 2) * 8 * 12
-    over = {name: form['executed_over_active'] for name, form in row['forms'].items()}
-    places = num_blocks(32, 8, row['block']) * row['block']
-    assert over['blocked'] == pytest.approx(places / 32)
+    rows = {row['form']: row for row in result['rows']}
+    assert list(rows) == FORMS
+    assert all(row['flops'] == 3 * 3 * 2 * (16 * 2) * 8 * 12 for row in rows.values())
+    over = {name: row['executed_over_active'] for name, row in rows.items()}
+    block = block_rows(32, 8, 'blocked')
+    assert over['blocked'] == pytest.approx(num_blocks(32, 8, block) * block / 32)
     assert over[DENSE] == pytest.approx(8 / 2)
     # XLA on CPUs: each of the 32 rows times all 8 matrices, and what is elementwise.
     assert 8 <= over['ragged_dot'] < 12 and result['expands'] is True
-    assert all(form['seconds'] > 0 and form['temp_bytes'] > 0 for form in row['forms'].values())
+    assert all(row['seconds'] > 0 and row['temp_bytes'] > 0 for row in rows.values())
 
 
-def test_table(result):
-    """It says in its title what the backend does, and has a dash where a form was left out."""
-    title, heads, lines = products_table(result)
-    assert 'which expands ragged_dot' in title and heads[1:] == ['16, 8, 12, 2 of 8']
-    assert lines[f'{DENSE}, executed / active FLOPs'] == ['4.00']
-    row = result['rows'][0]
-    forms = {name: row['forms'][name] for name in IMPLEMENTATIONS}
-    forms['ragged_dot'] = forms['ragged_dot'] | {'executed_over_active': None}
-    other = result | {'expands': None, 'rows': [row | {'forms': forms}]}
-    title, _, lines = products_table(other)
-    assert 'which tells no FLOPs' in title
-    assert lines[f'{DENSE}, ms'] == ['-']
-    assert lines['ragged_dot, executed / active FLOPs'] == ['not told']
+def test_tables(result):
+    """Their titles say what the backend does; a form that was left out has a dash."""
+    time, executed, memory = experts_tables(result)
+    assert 'which expands ragged_dot' in time.title and time.heads[1:] == ['16, 8, 12, 2 of 8']
+    assert executed.lines[DENSE] == ['4.00'] and list(memory.lines) == FORMS
+    larger = [row | {'tokens': 32} for row in result['rows'] if row['form'] != DENSE]
+    larger[-1] |= {'executed_over_active': None}
+    rows = [*result['rows'], *larger]
+    time, executed, _ = experts_tables(result | {'expands': None, 'rows': rows})
+    assert 'which counts no FLOPs' in time.title and time.lines[DENSE][1] == '-'
+    assert executed.lines[larger[-1]['form']][1] == 'unknown'
 
 
 def test_a_large_dense_loop_is_left_out():

@@ -56,7 +56,7 @@ def only(*lines, extra='', mesh=MESH):
     ],
 )
 def test_groups_are_read_in_every_form(groups, axes, size):
-    """Listed, counted with and without a transposition, and by axes and parts of axes of a mesh."""
+    """Lists, iota with and without a transposition, and axes and parts of axes of a mesh."""
     found = only(
         f'ROOT %r = f32[4,8]{{1,0}} all-reduce(%p), channel_id=1, replica_groups={groups}, '
         'use_global_device_ids=true, to_apply=%add, metadata={op_name="jit(f)/psum" id=1}'
@@ -95,7 +95,7 @@ BY_FOUR = 'channel_id=1, replica_groups=[2,4]<=[8]'
     ],
 )
 def test_bytes_are_those_of_a_ring(line, result_bytes, sent_bytes):
-    """Each kind by its formula, in a group of 4; a start is counted, and its other half is not."""
+    """Each kind by its formula, in a group of 4; of an asynchronous one the start is counted."""
     kind = line.split('(%')[0].split()[-1].removesuffix('-start')
     lines = [f'%c = {line}']
     if '-start' in line:
@@ -105,8 +105,8 @@ def test_bytes_are_those_of_a_ring(line, result_bytes, sent_bytes):
     assert found.axes == (('data',) if kind == 'collective-permute' else ('fsdp', 'tensor'))
 
 
-def test_a_device_alone_communicates_nothing():
-    """Groups of one, and permutations that leave everything in its place, are left out."""
+def test_groups_of_one_device_are_no_collectives():
+    """Nor are permutations that send nothing to another device."""
     found = program(
         '%a = f32[4,8] all-reduce(%p), replica_groups=[8,1]<=[8], to_apply=%add',
         '%b = f32[4,8] collective-permute(%p), source_target_pairs={{0,0},{1,1}}',
@@ -121,8 +121,8 @@ def test_a_device_alone_communicates_nothing():
         ('%c = f32[4,8] all-reduce(%p), replica_groups=some_new_form', 'some_new_form'),
     ],
 )
-def test_what_is_not_known_is_refused(line, words):
-    """A kind or a form of groups that would be miscounted is an error which names it."""
+def test_unknown_communication_is_an_error(line, words):
+    """It names the kind, or the form of the groups, that would be miscounted."""
     with pytest.raises(ValueError, match=words):
         collectives(program(line), MESH)
 
@@ -152,8 +152,8 @@ WIDENING = """
         ('f32[4,8] negate(%p)', 4),
     ],
 )
-def test_widened_numbers_count_as_they_were(operand, width):
-    """What was bfloat16 just before a float32 collective counts as such, array by array."""
+def test_widened_numbers_count_as_16_bits(operand, width):
+    """An array that was bfloat16 just before a float32 collective counts as such."""
     found = only(
         f'%x = {operand}',
         f'%c = (f32[4,8], f32[4,8]) all-reduce(%x, %p), {BY_FOUR}, to_apply=%add',
@@ -195,8 +195,8 @@ SLICING = """
         ([], False),
     ],
 )
-def test_a_sum_that_is_only_sliced_is_told_apart(lines, sliced):
-    """Also through a fusion, and of one array of several; not where something else reads it."""
+def test_sums_that_are_only_sliced_are_found(lines, sliced):
+    """Also through a fusion, and for one array of several; not if something else reads it."""
     plain = only(f'%a = f32[4,8] all-reduce(%p), {BY_FOUR}, to_apply=%add', *lines, extra=SLICING)
     assert plain.sliced_bytes == (192 if sliced else 0)
     both = only(
@@ -252,7 +252,7 @@ print(json.dumps(found))
 
 
 def test_programs_whose_collectives_are_known():
-    """shard_map says what is communicated: in nested scans, loops without known ends, branches.
+    """shard_map determines what is communicated: in nested scans, unknown loops, and branches.
 
     The arrays have 8 rows of 8 on a device, 256 bytes.
     """

@@ -21,7 +21,7 @@ def alone(tiny_config, compiled_in_haste):
     return hparams, dry_run(hparams, make_mesh('data=1'))
 
 
-def test_one_device_holds_all_and_sends_nothing(alone):
+def test_one_device_holds_everything_and_sends_nothing(alone):
     """Its bytes are those of the arrays, which the step returns in their own place."""
     hparams, found = alone
     state = jax.eval_shape(lambda: init_state(hparams, 4))
@@ -49,7 +49,7 @@ def test_products_of_the_program_are_those_of_the_trace(alone):
 
 
 def test_lines_and_tables_hold_the_numbers(alone):
-    """Every cell is text, every row as long as its heads; one device has no collectives to tell."""
+    """Every cell is text, every row as long as its heads; one device has no collectives."""
     _, found = alone
     shown = list(dry_run_tables.tables(found))
     assert [len(rows) for _, _, rows in shown] == [1, 6, 0, 1]
@@ -90,7 +90,7 @@ def test_an_estimate_is_a_division():
 
 
 def test_warnings_of_the_compiler_are_kept():
-    """Once each, without when and where; not what is no warning, nor that it was slow."""
+    """Each once, without time and place; alarms about slow compilation are left out."""
     line = 'W1122 04:15:00.123456   77 spmd_partitioner.cc:652] [spmd] Involuntary full remat [1]'
     slow = 'E1122 04:15:00.1 7 slow_operation_alarm.cc:73] The operation took 3m'
     log = f'I1122 04:15:00.1 7 a.cc:1] starts\n{line}\n{slow}\n{line}\n  more of it\n'

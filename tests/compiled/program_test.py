@@ -69,10 +69,10 @@ IF = (
 @pytest.mark.parametrize(
     ('trips', 'times'), [(', backend_config={"known_trip_count":{"n":"5"}}', 5), ('', None)]
 )
-def test_loops_multiply_and_the_dearest_branch_counts(conditional, trips, times):
-    """A loop in a loop runs their product, its condition once more; unknown trips count once.
+def test_loops_multiply_and_the_most_expensive_branch_counts(conditional, trips, times):
+    """Nested loops multiply, a condition runs once more; a loop of unknown length counts once.
 
-    A function that a reduction folds by is no computation that runs.
+    The function of a reduction is no computation that runs.
     """
     program = Program(NESTED.replace(' OUTER', trips).replace('CONDITIONAL', conditional))
 
@@ -101,8 +101,8 @@ def test_types_are_read_without_their_layouts():
     ]
 
 
-def test_another_text_is_refused():
-    """What `as_text` of a lowered program returns is not what a compiler made of it."""
+def test_other_texts_are_an_error():
+    """Such as the text of a lowered program that is not compiled."""
     with pytest.raises(ValueError, match='no compiled program'):
         Program(jax.jit(lambda x: x + 1).lower(1.0).as_text())
 

@@ -1,4 +1,4 @@
-"""The attention benchmark checks before it times, goes on where something fails, and reports it."""
+"""The attention benchmark checks before it times, and reports what fails while it continues."""
 
 import json
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moddepth_jax.benchmarks import attention_forms, attention_report, bench_attention
+from moddepth_jax.benchmarks import attention, attention_forms, attention_report
 from moddepth_jax.benchmarks.attention_cases import (
     Case,
     depth_bytes,
@@ -15,12 +15,11 @@ from moddepth_jax.benchmarks.attention_cases import (
     flops,
     make_inputs,
 )
-from moddepth_jax.benchmarks.attention_check import checked_queries, find_wrong, make_right
+from moddepth_jax.benchmarks.attention_check import checked_queries, compute_expected, find_wrong
 from moddepth_jax.benchmarks.attention_forms import ALONE, BOTH, PLAIN, Form, forms
-from moddepth_jax.benchmarks.timing import reason, try_run
+from moddepth_jax.benchmarks.timing import describe_error, try_run
 
 CASE = Case(24, heads=4, kv_heads=2, width=8, slots=3)
-CEILINGS = {'copy_bytes_per_second': 4e12, 'matmul_flops_per_second': 8e14}
 
 
 pytestmark = pytest.mark.usefixtures('compiled_in_haste')
@@ -32,8 +31,8 @@ def inputs():
 
 
 @pytest.fixture
-def honest():
-    """Plain attention by hand, to be bent by a test."""
+def plain_attention():
+    """Plain attention by hand, which a test may distort."""
 
     def attend(q, k, v):
         k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
@@ -45,18 +44,18 @@ def honest():
     return attend
 
 
-def test_a_wrong_kernel_is_not_timed(honest, monkeypatch):
+def test_a_wrong_kernel_is_not_timed(plain_attention, monkeypatch):
     """One rival is right and timed; one forgets the scale of a single head, one cannot run."""
 
     def wrong(q, k, v):
-        return honest(q.at[:, :, 3].multiply(1.5), k, v)
+        return plain_attention(q.at[:, :, 3].multiply(1.5), k, v)
 
     def absent(q, k, v):
         raise ModuleNotFoundError("No module named 'jax_triton'")
 
-    rivals = dict(zip(attention_forms.RIVALS, (honest, wrong, absent), strict=True))
+    rivals = dict(zip(attention_forms.RIVALS, (plain_attention, wrong, absent), strict=True))
     monkeypatch.setattr(attention_forms, '_RIVALS', rivals)
-    result = bench_attention.bench_case(CASE, attention_forms.RIVALS, 0.0)
+    result = attention.bench_case(CASE, attention_forms.RIVALS, 0.0)
     json.dumps(result)
     assert result['baseline'] == 'cudnn'
     by_name = {}
@@ -71,8 +70,8 @@ def test_a_wrong_kernel_is_not_timed(honest, monkeypatch):
 
 
 def test_every_form_of_ours_is_right_and_timed():
-    """xla: with and without slots, alone, in both passes, added in place in both dtypes."""
-    result = bench_attention.bench_case(CASE, ['xla'], 0.0)
+    """xla: with and without slots, slots alone, both passes, sums in both dtypes."""
+    result = attention.bench_case(CASE, ['xla'], 0.0)
     assert not [row for row in result['rows'] if 'failed' in row]
     assert len(result['rows']) == len(forms(['xla'], CASE)) == 10
     for row in result['rows']:
@@ -80,11 +79,11 @@ def test_every_form_of_ours_is_right_and_timed():
         assert row['seconds'] > 0 and (row['over'] == ALONE or row[number] > 0)
 
 
-def test_documents_and_slots_that_are_not_written(honest, monkeypatch):
-    """A rival is checked as if a row were one text; ours sees documents and the first slots."""
-    monkeypatch.setitem(attention_forms._RIVALS, 'cudnn', honest)
+def test_documents_and_slots_that_are_not_written(plain_attention, monkeypatch):
+    """A rival is checked as if a row were one text; ours is given documents and the first slots."""
+    monkeypatch.setitem(attention_forms._RIVALS, 'cudnn', plain_attention)
     case = CASE._replace(documents=3, written=2)
-    result = bench_attention.bench_case(case, ['cudnn', 'xla'], 0.0, brief=True)
+    result = attention.bench_case(case, ['cudnn', 'xla'], 0.0, brief=True)
     assert not [row for row in result['rows'] if 'failed' in row]
     assert [(row['implementation'], row['over']) for row in result['rows']] == [
         *[('cudnn', PLAIN)] * 2,
@@ -93,9 +92,10 @@ def test_documents_and_slots_that_are_not_written(honest, monkeypatch):
     lengths = document_lengths(case)
     assert lengths.sum() == 24 and (lengths > 0).all() and len(lengths) == 3
     pairs = (lengths**2).sum() / 2 + 24 * 2
-    assert flops(case, case.seen, False) == 4 * 4 * 8 * pairs
-    wrong = make_inputs(case)._replace(segment_ids_BT=None)
-    right = make_right(make_inputs(case), np.arange(24), BOTH)
+    assert flops(case, case.visible, False) == 4 * 4 * 8 * pairs
+    wrong = make_inputs(case)
+    del wrong.options['segment_ids_BT']
+    right = compute_expected(make_inputs(case), np.arange(24), BOTH)
     run = attention_forms.lower(Form('xla', BOTH, 'forward'), wrong, case).compile()
     o = run(wrong, None)[0][0]
     assert 'o is off' in find_wrong({'o': (o, 1)}, right, np.arange(24))
@@ -104,7 +104,7 @@ def test_documents_and_slots_that_are_not_written(honest, monkeypatch):
 def test_gradients_of_hidden_tokens_are_wrong(inputs):
     """A gradient where there must be none is found, though every checked number is right."""
     chosen = np.array([0, 5, 23], np.int32)
-    right = make_right(inputs, chosen, PLAIN)
+    right = compute_expected(inputs, chosen, PLAIN)
     exact = {name: value for name, value in right.values.items() if name in ('o', 'dq')}
     full = {name: jnp.zeros(inputs.q_BTNH.shape).at[:, chosen].set(x) for name, x in exact.items()}
     assert find_wrong({name: (x, 1) for name, x in full.items()}, right, chosen) is None
@@ -136,8 +136,8 @@ def test_checked_queries_span_the_sequence(length):
     assert (np.diff(chosen) > 0).all() and len(chosen) <= 96
 
 
-def test_targets_stand_beside_what_was_reached(tmp_path):
-    """The best of ours counts; the picture is drawn from the same rows."""
+def test_targets_and_what_was_reached(tmp_path):
+    """The best of ours counts; the plots are drawn from the same rows."""
     rows = [
         {'implementation': name, 'over': over, 'direction': 'fresh', 'seconds': s, 'over_plain': s}
         for name, over, s in (
@@ -150,28 +150,28 @@ def test_targets_stand_beside_what_was_reached(tmp_path):
     depth = {'implementation': 'pallas', 'over': ALONE, 'direction': 'forward', 'seconds': 1.0}
     rows += [depth | {'bytes_per_second': 3e12}]
     case = {**Case(4096)._asdict(), 'baseline': 'cudnn', 'rows': rows}
-    results = [{'ceilings': CEILINGS}, case, Case(16384)._asdict() | {'skipped': 'no time'}]
-    _, _, lines = attention_report.targets(results)
-    assert list(lines.values()) == [
+    results = [case, Case(16384)._asdict() | {'skipped': 'no time'}]
+    table = attention_report.targets_table(results[:1], 4e12)
+    assert list(table.lines.values()) == [
         ['1.37', '1.200', 'mosaic_gpu'],
         ['0.90', '0.750', 'pallas'],
         ['1.00', '0.750', 'mosaic_gpu'],
     ]
-    attention_report.plot(results, tmp_path / 'plot.png')
+    assert attention_report.draw(results, 4e12, tmp_path / 'plot.png', ['times', 'depth'])
     assert (tmp_path / 'plot.png').stat().st_size > 10000
 
 
 def test_reasons_are_one_line():
-    """Out of memory is said plainly; an error without words keeps its name."""
+    """Out of memory has plain words; an error without a message keeps its name."""
     error = RuntimeError('RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8 bytes.')
-    assert reason(error) == 'out of device memory'
-    assert reason(AssertionError()) == 'AssertionError'
+    assert describe_error(error) == 'out of device memory'
+    assert describe_error(AssertionError()) == 'AssertionError'
     result, why = try_run(lambda: jnp.zeros(2) @ jnp.zeros(3))
     assert result is None and why.startswith('TypeError: ') and '\n' not in why
 
 
 def test_flash_attention_2_says_why_it_is_absent(inputs):
-    """Without jax-triton, or without a GPU, which it asks for on import: one line."""
+    """One line without jax-triton, and without a GPU, which jax-triton needs when imported."""
     _, why = try_run(
         attention_forms.lower, Form('flash_attention_2', PLAIN, 'forward'), inputs, CASE
     )

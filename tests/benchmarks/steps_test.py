@@ -1,0 +1,171 @@
+"""Models are compared with the first one of the same rounds; one that fails stops no other."""
+
+import json
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moddepth_jax.benchmarks import steps
+from moddepth_jax.benchmarks.steps import CompiledStep, compare_depths, compare_steps, with_model
+from moddepth_jax.hparams import from_config
+from moddepth_jax.model.flops import train_step_flops
+from moddepth_jax.model.moe.grouped_matmul import block_rows, num_blocks
+
+pytestmark = pytest.mark.usefixtures('compiled_in_haste')
+
+VARIANTS = {
+    'dense': {},
+    'moda': {'model.depth.stream': 'moda'},
+    'mod': {'model.routing.router': 'learned'},
+}
+
+
+@pytest.fixture
+def models(tiny_config):
+    return {name: from_config(tiny_config(**knobs)) for name, knobs in VARIANTS.items()}
+
+
+@pytest.fixture
+def fake_steps(monkeypatch):
+    """Steps that are not compiled: (hparams of those made, seconds by a function of hparams)."""
+    made, seconds = [], {}
+
+    class Step:
+        trace_seconds, compile_seconds, temp_bytes = 1.0, 2.0, 3
+        state = type('State', (), {'params': {'kernel': np.zeros((3, 4))}})
+
+        def __init__(self, hparams):
+            self.hparams = hparams
+            if seconds['of'](hparams) is None:
+                raise RuntimeError('RESOURCE_EXHAUSTED: out of memory')
+            made.append(hparams)
+
+        def __call__(self):
+            return jnp.zeros(1)
+
+    def time_interleaved(calls, repeats):
+        return {name: np.full(repeats, seconds['of'](step.hparams)) for name, step in calls.items()}
+
+    monkeypatch.setattr(steps, 'CompiledStep', Step)
+    monkeypatch.setattr(steps, 'time_interleaved', time_interleaved)
+    return made, seconds
+
+
+def test_saving_is_time_ratio_over_flop_ratio(models, fake_steps):
+    """MoD at half of the dense time; a model that runs out of memory has one line."""
+    fake_steps[1]['of'] = lambda hparams: (
+        None
+        if hparams.model.depth.stream == 'moda'
+        else 1.0
+        if hparams.model.routed_layers
+        else 2.0
+    )
+    result = compare_steps(models, repeats=3)
+    json.dumps(result)
+    dense, moda, mod = result['rows']
+    assert moda == {'model': 'moda', 'failed': 'out of device memory'}
+    assert dense['time_ratio'] == dense['realised_saving'] == 1
+    assert mod['time_ratio'] == 0.5 and mod['parameters'] == 12
+    flops = train_step_flops(models['dense']) / train_step_flops(models['mod'])
+    assert mod['realised_saving'] == pytest.approx(2 / flops)
+    assert mod['tokens_per_second'] == 4 * 32
+    table = steps.steps_table('a title', result['rows'])
+    assert table.heads == ['', 'dense', 'MoDA', 'MoD']
+    assert table.lines['time / dense'] == ['1.000', 'out of device memory', '0.500']
+    with pytest.raises(ValueError, match='the moda model cannot run: out of device memory'):
+        compare_steps({'moda': models['moda']}, repeats=1)
+
+
+def test_unrolled_forms_end_at_their_depth(models, fake_steps):
+    """Every form at a depth that allows it, the scanned ones beyond; each is its own model."""
+    made, seconds = fake_steps
+    seconds['of'] = lambda hparams: float(hparams.model.num_layers)
+    pair = {'dense': models['dense'], 'MoDA': models['moda']}
+    result = compare_depths(pair, depths=[2, 4], unrolled_up_to=2, repeats=3)
+    rows = result['rows']
+    assert [row['depth'] for row in rows] == [2] * 6 + [4] * 3
+    assert {row['layer_loop'] for row in rows[6:]} == {'scan'}
+    assert [row['model'] for row in rows[:2]] == ['dense'] * 2
+    for row, hparams in zip(rows, made, strict=True):
+        model = hparams.model
+        assert model.depth.stream == {'dense': 'residual', 'MoDA': 'moda'}[row['model']]
+        knobs = (row['layer_loop'], row['remat'], row['depth'])
+        assert (model.layer_loop, model.remat, model.num_layers) == knobs
+    tables = steps.depth_tables(result, 'width 32')
+    assert len(tables) == 3 and all(table.heads == ['layers', '2', '4'] for table in tables)
+    assert tables[2].lines['MoDA, unrolled, none'] == ['2000 (1.00)', '-']
+
+
+@pytest.mark.slow
+def test_memory_of_the_scanned_form_is_linear_in_depth(models):
+    """Each slot is stored once: equal differences of depth add equal numbers of bytes."""
+    bytes_of = {
+        depth: CompiledStep(with_model(models['moda'], num_layers=depth)).temp_bytes
+        for depth in (4, 8, 16)
+    }
+    assert 0 < bytes_of[4] < bytes_of[8]
+    growth = (bytes_of[16] - bytes_of[8]) / (bytes_of[8] - bytes_of[4])
+    assert growth == pytest.approx(2, rel=0.1), bytes_of
+
+
+@pytest.mark.slow
+def test_real_steps_are_measured(models):
+    """Numbers are positive; slots, and with remat=none what the blocks computed, take memory."""
+    pair = {'dense': models['dense'], 'MoDA': models['moda']}
+    result = compare_depths(pair, depths=[3], unrolled_up_to=2, repeats=2)
+    numbers = ('temp_bytes', 'trace_seconds', 'compile_seconds', 'step_seconds', 'time_ratio')
+    for row in result['rows']:
+        assert all(math.isfinite(row[name]) and row[name] > 0 for name in numbers)
+    dense, moda_block, moda_none = result['rows']
+    assert dense['time_ratio'] == 1
+    assert dense['temp_bytes'] < moda_block['temp_bytes'] < moda_none['temp_bytes']
+
+
+@pytest.mark.slow
+def test_the_step_written_by_hand_has_the_same_loss(tiny_config):
+    """Both start from the same parameters and see the same batches."""
+    knobs = {'model.routing.router': 'learned', 'model.routing.predictor_width': 8}
+    hparams = from_config(tiny_config(**knobs))
+    step = CompiledStep(hparams)
+    plain = steps.PlainStep(hparams, step.batch)
+    for _ in range(3):
+        assert float(plain()) == pytest.approx(float(step()), rel=1e-4)
+
+
+@pytest.mark.parametrize('product', ['blocked', 'batched', 'ragged_dot'])
+def test_executed_over_active_is_places_over_pairs(product, tiny_config):
+    """In blocks: what fills up the last one of each expert; with no-op experts, their places."""
+    knobs = {'model.experts.choice': 'token', 'model.experts.num_routed': 4}
+    knobs |= {'model.experts.d_ff': 16, 'model.experts.product': product}
+    pairs, places = 4 * 32 * 2, 4 * 32 * 2
+    if product != 'ragged_dot':
+        rows = block_rows(pairs, 4, product)
+        places = num_blocks(pairs, 4, rows) * rows
+        assert places > pairs
+    for noop, share in ((0, 1.0), (4, 0.5)) if product == 'ragged_dot' else ((0, 1.0),):
+        hparams = from_config(tiny_config(**knobs, **{'model.experts.num_noop': noop}))
+        found = steps.grouped_matmul_facts(hparams)
+        assert found['product'] == product
+        assert found['executed_over_active'] == pytest.approx(places / (share * pairs))
+        assert found['ragged_dot_expansion'] > 4  # this CPU multiplies each row by each matrix
+    assert steps.grouped_matmul_facts(from_config(tiny_config())) == {}
+
+
+def test_table_of_models_with_experts():
+    """Only with experts it says which grouped matmul ran and what becomes of a ragged_dot."""
+    row = dict.fromkeys(('step_seconds', 'tokens_per_second', 'flops_per_second'), 1.0)
+    row |= dict.fromkeys(('time_ratio', 'flops_ratio', 'realised_saving', 'parameters'), 1.0)
+    experts = {'product': 'blocked', 'executed_over_active': 1.25, 'ragged_dot_expansion': 8.5}
+    grouped = experts | {'product': 'ragged_dot', 'ragged_dot_expansion': 1.0}
+    rows = [row | {'model': 'dense'}, row | experts | {'model': 'moe'}]
+    rows += [row | grouped | {'model': 'staged'}, row | experts | {'model': 'integrated'}]
+    rows[3] |= {'failed': 'out of device memory'}
+    table = steps.steps_table('train step', rows)
+    assert table.heads == ['', 'dense', 'experts', 'MoDE staged', 'MoDE integrated']
+    cells = [line[:3] for line in list(table.lines.values())[-3:]]
+    assert cells[0] == ['-', 'blocked', 'ragged_dot'] and cells[1] == ['-', '1.250', '1.250']
+    assert cells[2] == ['-', 'expanded, 8.5 x', 'grouped']
+    assert all(line[3] == 'out of device memory' for line in table.lines.values())
+    assert list(steps.steps_table('', rows[:1]).lines) == list(table.lines)[:-3]
