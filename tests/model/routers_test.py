@@ -102,7 +102,7 @@ def test_straight_through_scores_start_normal(spread, tiny_config):
 
 
 def test_equal_scores_of_a_linear_router_are_bit_equal():
-    """Tokens with equal vectors tie exactly, wherever they stand, so the earlier one is selected."""
+    """Tokens with equal vectors tie exactly wherever they stand: the earlier one is selected."""
     x_BTD = np.tile(stream(1, 1, 96), (3, 130, 1))
     r_BT = np.asarray(jax.jit(linear_scores)(x_BTD, stream(1, 1, 96, seed=1)[0, 0]))
     assert len(np.unique(r_BT)) == 1
