@@ -1,0 +1,32 @@
+"""Mixture-of-Depths and Mixture-of-Depths Attention in JAX and Flax.
+
+The names below are what other code may want. Each is imported at its first use, so that
+`import moddepth_jax` takes no time.
+
+  route(block_fn, x_BTD, scores_BT, capacity)   any block on the top C tokens of each row
+  select_top_c(scores_BT, num_selected)         their indices
+  depth_attention(q_BTNH, k_BSKH, v_BSKH, ...)  attention over a sequence and depth slots
+  from_config(config)                           checked hyper-parameters of a config
+  Transformer(hparams)                          the language model, a Flax module
+"""
+
+import importlib
+
+_MODULES = {
+    'Transformer': 'moddepth_jax.model.transformer',
+    'depth_attention': 'kernels_pallas',
+    'from_config': 'moddepth_jax.hparams',
+    'route': 'moddepth_jax.model.routing',
+    'select_top_c': 'moddepth_jax.model.routing',
+}
+__all__ = list(_MODULES)
+
+
+def __getattr__(name):
+    if name not in _MODULES:
+        raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+    return getattr(importlib.import_module(_MODULES[name]), name)
+
+
+def __dir__():
+    return sorted({*globals(), *__all__})

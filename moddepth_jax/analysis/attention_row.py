@@ -41,7 +41,7 @@ def attention_row(variables, hparams: Hparams, tokens_T, layer: int, position: i
       ValueError: another stream; a layer or position that is not there; a routed layer.
     """
     model, length = hparams.model, len(tokens_T)
-    if not (model.depth.is_residual or model.depth.joins_attention):
+    if model.depth.stream not in ('residual', 'moda'):
         right = 'must be residual or moda, whose blocks attend to both in one softmax'
         raise ValueError(f'model.depth.stream={model.depth.stream!r}: {right}')
     dense = [i for i in range(model.num_layers) if i not in model.routed_layers]

@@ -178,7 +178,7 @@ def _sharded(x_BTD, matrix, labels_BT, z_loss, axes, chunk, slopes):
 
 
 def _log_partition(logits_KV, labels_K, split):
-    """log_z_K; the label's logit and bool [K, V], where it stands: 0 and nowhere if negative.
+    """log_z_K, the label's logit, and its position as bool [K, V]; 0 and False if negative.
 
     split: the mesh axis over which V is split; None: it is not.
     """

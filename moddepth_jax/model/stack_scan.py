@@ -106,7 +106,7 @@ def empty_sums(hparams: ModelHparams, slots: KeysValues | None) -> KeysValues | 
 
     Their values are never read, so they are never stored.
     """
-    if slots is None or hparams.depth.gradient_dtype == 'model':
+    if slots is None or hparams.depth.gradient_dtype in ('model', 'none'):
         return None
     dtype = jnp.promote_types(slots.k_BTKH.dtype, jnp.float32)
     if dtype == slots.k_BTKH.dtype:
@@ -131,8 +131,8 @@ def _differentiable(tree):
     """The tree with its floating leaves, the others None; and the reverse."""
     floating = jax.tree.map(lambda leaf: jnp.issubdtype(leaf.dtype, jnp.floating), tree)
     return (
-        jax.tree.map(lambda leaf, mine: leaf if mine else None, tree, floating),
-        jax.tree.map(lambda leaf, mine: None if mine else leaf, tree, floating),
+        jax.tree.map(lambda leaf, is_floating: leaf if is_floating else None, tree, floating),
+        jax.tree.map(lambda leaf, is_floating: None if is_floating else leaf, tree, floating),
     )
 
 

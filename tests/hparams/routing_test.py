@@ -1,4 +1,4 @@
-"""The routing knobs: how many tokens enter, which rule goes with which router, and the stages."""
+"""The routing knobs: how many tokens are selected, the rules of each router, and the stages."""
 
 import math
 
@@ -11,7 +11,7 @@ DEFAULTS = base.get_config().model.routing.to_dict()
 ROUTERS = ('learned', 'norm', 'random', 'position', 'straight_through')
 RULES = ('predictor', 'aux_loss', 'threshold', 'dense')
 GATES = ('raw', 'sigmoid', 'tanh', 'none', 'straight_through')
-# method.md, section 2: which router has which gate and rule; the first is the one `auto` means.
+# docs/mixture_of_depths.md, section 4; the first is the one `auto` means.
 ALLOWED = {
     'learned': (('raw', 'sigmoid', 'tanh', 'none'), RULES),
     'norm': (('none',), ('dense', 'threshold', 'predictor')),
@@ -77,7 +77,7 @@ def test_every_nth_of_a_fraction_is_whole():
     [(1, 1), (2, 1), (64, 33), (256, 93), (1024, 209), (2048, 256), (4096, 512), (8192, 1024)],
 )
 def test_log_length_falls_from_one_to_the_capacity(length, selected):
-    """The table of method.md, where one in circulation has 210; past T_max the share stays."""
+    """209 of 1024 (a public implementation has 210); past T_max the share stays."""
     knobs = {'capacity_form': 'log_length', 'capacity': 0.125, 'log_length_max': 2048}
     assert routing(**knobs).num_selected(length) == selected
 
@@ -103,7 +103,7 @@ def test_routed_layers(layers, tiny_config):
 
 
 @pytest.mark.parametrize('router', ROUTERS)
-def test_auto_is_the_routers_own(router):
+def test_auto_is_the_first_choice_of_the_router(router):
     """`auto` becomes the first gate and rule of the router, as if they had been written."""
     gates, rules = ALLOWED[router]
     chosen = routing(router=router)
@@ -112,7 +112,7 @@ def test_auto_is_the_routers_own(router):
 
 
 @pytest.mark.parametrize('router', ROUTERS)
-def test_each_pair_is_taken_or_refused_by_name(router):
+def test_each_pair_is_accepted_or_refused_by_name(router):
     """A gate or rule that the router does not have is refused with both names and the right ones.
 
     Such are aux_loss for norm, raw for norm, predictor for random, dense for straight_through.
@@ -176,14 +176,14 @@ def test_a_rule_that_is_trained_has_a_loss_that_counts(rule):
 
 
 @pytest.mark.parametrize('router', ROUTERS)
-def test_who_keeps_a_moving_average(router):
-    """All routers but the controls, whose threshold is known beforehand."""
+def test_routers_that_keep_a_moving_average(router):
+    """All but the controls, whose threshold is known beforehand."""
     assert routing(router=router).tracks_threshold == (router not in ('random', 'position'))
     assert not routing(router='none').tracks_threshold
 
 
-def test_cache_slots():
-    """1.5 times C in whole slots, C at least and the context at most; dense keeps all."""
+def test_cache_size():
+    """floor(1.5 C), at least C and at most the context; dense keeps all."""
     assert routing().cache_size(256, 'predictor') == 48
     assert routing().cache_size(256, 'dense') == 256
     assert routing(cache_capacity=1.29, capacity=0.5).cache_size(200, 'threshold') == 129
@@ -194,7 +194,7 @@ def test_cache_slots():
 
 
 def test_a_shorter_row_never_selects_more_than_the_cache_of_a_longer_holds():
-    """C grows with the length in both forms, so that top-C of any prompt fits the slots."""
+    """C grows with the length in both forms, so that top-C of any prompt fits the cache."""
     for knobs in ({}, {'capacity_form': 'log_length'}, {'capacity': 1.0}):
         chosen = [routing(**knobs).num_selected(length) for length in range(1, 2500)]
         assert chosen == sorted(chosen)
@@ -224,8 +224,8 @@ def test_documents_that_do_not_compete_have_no_threshold():
 
 
 @pytest.mark.parametrize('rule', RULES)
-def test_most_that_enter_are_the_slots_or_all(rule):
-    """Under `skip` a token that finds no slot is turned away, under `grow` none is."""
+def test_most_selected_tokens_are_the_cache_or_all(rule):
+    """Under `skip` tokens beyond the cache are dropped, under `grow` none is."""
     skips, grows = routing(capacity=0.25), routing(capacity=0.25, overflow='grow')
     assert grows.max_selected(64, rule) == 64
     assert skips.max_selected(64, rule) == (64 if rule == 'dense' else 24)

@@ -1,0 +1,112 @@
+"""The examples of docs/extend.md and docs/library.md run, and do what the pages say."""
+
+import importlib.util
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moddepth_jax.hparams import from_config
+from moddepth_jax.model.decoding import decode_step, prefill, unroll
+from moddepth_jax.model.flops import forward_breakdown
+from moddepth_jax.model.transformer import Transformer, causal_routing
+from tests import documented
+
+ROOT = pathlib.Path(__file__).parents[1]
+EXTEND, LIBRARY = (
+    documented.files((ROOT / f'docs/{name}.md').read_text()) for name in ('extend', 'library')
+)
+SMALL = {
+    'model.num_layers': 3,
+    'model.d_model': 16,
+    'model.head_dim': 4,
+    'model.d_ff': 24,
+    'data.sequence_length': 16,
+}
+TOKENS = np.random.default_rng(0).integers(0, 257, (2, 16))
+
+
+@pytest.fixture
+def load(tmp_path):
+    """load(text): a module of that text."""
+
+    def run(text):
+        path = tmp_path / 'example.py'
+        path.write_text(text)
+        spec = importlib.util.spec_from_file_location('example', path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return run
+
+
+def hparams_of(module, **changes):
+    config = module.get_config()
+    config.update_from_flattened_dict(SMALL | changes)
+    return from_config(config)
+
+
+def test_examples_are_one_short_file_each():
+    """At most 40 lines, without those that are blank."""
+    for name, text in EXTEND.items():
+        assert len([line for line in text.splitlines() if line.strip()]) <= 40, name
+
+
+def test_router_of_the_page_routes(load):
+    """Its C highest scores are selected, its threshold is tracked, and it adds no parameter."""
+    module = load(EXTEND['peak.py'])
+    hparams = hparams_of(module, **{'model.routing.capacity': 0.25})
+    assert hparams.model.tracks_threshold and causal_routing(hparams) == 'threshold'
+    model = Transformer(hparams)
+    variables = jax.jit(model.init)(jax.random.key(0), TOKENS)
+    assert 'router' not in str(jax.tree.map(jnp.shape, variables['params']))
+    _, records = jax.jit(model.apply)(variables, TOKENS)
+    assert (records.routing.selected_BT.sum(-1) == 4).all()
+    assert (records.routing.scores_BT >= 1).all()
+    assert forward_breakdown(hparams, 1, 16)['router'] == 0
+
+
+def test_stream_of_the_page_scans_unrolls_and_decodes(load):
+    """Logits and gradients of scanned and unrolled layers, and those of decoding, are equal."""
+    module, results = load(EXTEND['first.py']), []
+    for layer_loop in ('scan', 'unrolled'):
+        knobs = {'model.layer_loop': layer_loop, 'model.routing.router': 'none'}
+        hparams = hparams_of(module, **knobs)
+        model = Transformer(hparams)
+        params = jax.jit(model.init)(jax.random.key(0), TOKENS)['params']
+        assert sum('weight' in str(path) for path, _ in jax.tree.leaves_with_path(params)) == 1
+        params = jax.tree.map(lambda leaf: leaf + 0.1, params)
+
+        def loss(params, model=model):
+            logits_BTV, _ = model.apply({'params': params}, TOKENS)
+            return jnp.mean(jax.nn.logsumexp(logits_BTV**2, axis=-1)), logits_BTV
+
+        gradients, logits_BTV = jax.jit(jax.grad(loss, has_aux=True))(params)
+        results.append((logits_BTV, gradients))
+    for scanned, unrolled in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(scanned, unrolled, rtol=1e-4, atol=1e-5)
+    weight = results[0][1]['stack']['run_1']['layer_0']['stream']['weight']
+    assert weight.shape == (3,) and (weight != 0).all()
+    parts = unroll({'params': params}, hparams, 'dense')
+    options = {'hparams': hparams, 'routing': 'dense'}
+    _, cache = prefill(
+        parts, TOKENS[:, :15], np.ones((2, 15), int), capacity=16, routed_capacity=None, **options
+    )
+    begins_B, active_B = jnp.zeros(2, bool), jnp.ones(2, bool)
+    last_BV, _, _ = decode_step(
+        parts, cache, jnp.array(TOKENS[:, 15]), begins_B, active_B, **options
+    )
+    np.testing.assert_allclose(last_BV, logits_BTV[:, 15], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize('name', LIBRARY)
+def test_examples_of_the_library_run(load, name, capsys):
+    """They print what their comments say."""
+    load(LIBRARY[name])
+    printed = capsys.readouterr().out
+    assert printed
+    if name == 'routed_mlp.py':
+        assert printed.split() == ['[4', '4]']

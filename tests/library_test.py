@@ -1,0 +1,112 @@
+"""`moddepth_jax` as a library: its names, and `route` with a block that is not ours."""
+
+import subprocess
+import sys
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import moddepth_jax
+
+B, T, D, C = 3, 12, 8, 4
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(B, T, D)).astype(np.float32)
+SCORES = RNG.normal(size=(B, T)).astype(np.float32)
+SEGMENTS = np.array([[1] * 12, [1] * 5 + [2] * 7, [1] * 3 + [0] * 9])
+
+
+def test_every_name_is_importable_and_none_at_once():
+    """`import moddepth_jax` shows the names and imports no JAX; an unknown name is an error."""
+    code = 'import moddepth_jax, sys; print(moddepth_jax.__all__, "jax" in sys.modules)'
+    out = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True)
+    assert out.stdout.endswith('False\n')
+    for name in moddepth_jax.__all__:
+        assert callable(getattr(moddepth_jax, name)) and name in dir(moddepth_jax)
+        assert getattr(moddepth_jax, name).__doc__
+    with pytest.raises(AttributeError, match='no attribute'):
+        _ = moddepth_jax.nothing
+
+
+def attend(x_BCD, tokens):
+    """Causal attention within documents, with positions in its keys: a block that is not ours."""
+    positions_BC, ids_BC = tokens.positions_BT, tokens.segment_ids_BT
+    keys_BCD = x_BCD * (1 + jnp.sin(positions_BC))[..., None]
+    seen_BCC = positions_BC[:, :, None] >= positions_BC[:, None]
+    seen_BCC &= (ids_BC[:, :, None] == ids_BC[:, None]) & (ids_BC > 0)[:, None]
+    logits_BCC = jnp.where(seen_BCC, x_BCD @ jnp.swapaxes(keys_BCD, 1, 2), -1e30)
+    return nn.softmax(logits_BCC) @ x_BCD
+
+
+def masked_form(chosen_BT, gates_BT):
+    """The same over all tokens, by a loop over rows and a mask of the chosen."""
+    y_BTD = X.copy()
+    for b in range(B):
+        at = np.flatnonzero(chosen_BT[b])
+        if at.size:
+            tokens = moddepth_jax.model.routing.TokenInfo(at[None], SEGMENTS[b, at][None])
+            y_BTD[b, at] += gates_BT[b, at, None] * np.asarray(attend(X[b, at][None], tokens))[0]
+    return y_BTD
+
+
+def top_c(scores_BT, real_BT):
+    chosen_BT = np.zeros((B, T), bool)
+    for b in range(B):
+        best = sorted(np.flatnonzero(real_BT[b]), key=lambda t: (-scores_BT[b, t], t))[:C]
+        chosen_BT[b, best] = True
+    return chosen_BT
+
+
+@pytest.mark.parametrize('causal', [False, True])
+def test_route_is_the_masked_form(causal):
+    """Selected tokens get the gated output of a block that sees them alone; others keep bits."""
+    wanted_BT = SCORES > 0.1 if causal else None
+    run = jax.jit(
+        lambda x, r: moddepth_jax.route(
+            attend, x, r, C, gate=jnp.tanh, wanted_BT=wanted_BT, segment_ids_BT=SEGMENTS
+        )
+    )
+    y_BTD, selection = run(X, SCORES)
+    real_BT = SEGMENTS > 0
+    chosen_BT = top_c(SCORES, real_BT)
+    if causal:
+        wanted_BT = wanted_BT & real_BT
+        chosen_BT = wanted_BT & (wanted_BT.cumsum(1) <= C)
+        np.testing.assert_array_equal(selection.dropped_BT, wanted_BT & ~chosen_BT)
+        assert selection.dropped_BT.any()
+    np.testing.assert_array_equal(selection.selected_BT, chosen_BT)
+    assert selection.indices_BC.shape == (B, C)
+    expected_BTD = masked_form(chosen_BT, np.tanh(SCORES))
+    np.testing.assert_allclose(y_BTD, expected_BTD, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(np.asarray(y_BTD)[~chosen_BT], X[~chosen_BT])
+
+
+def test_a_causal_rule_sees_no_later_token():
+    """Under `wanted_BT` a change of the last token moves no earlier one; under top-C it may."""
+
+    def run(scores_BT, causal):
+        wanted_BT = scores_BT > 0 if causal else None
+        return moddepth_jax.route(attend, X, scores_BT, C, wanted_BT=wanted_BT).x_BTD
+
+    later_BT = SCORES.copy()
+    later_BT[:, -1] = 9
+    same = [np.array_equal(*(run(r, c)[:, :-1] for r in (SCORES, later_BT))) for c in (True, False)]
+    assert same == [True, False]
+
+
+def test_scores_learn_through_the_gate_alone():
+    """The gradient of a score is that of its gate, and 0 for tokens that are not selected."""
+    loss = lambda r: jnp.sum(moddepth_jax.route(lambda x, tokens: x**2, X, r, C).x_BTD)  # noqa: E731
+    slope_BT = jax.grad(loss)(SCORES)
+    chosen_BT = top_c(SCORES, np.ones((B, T), bool))
+    np.testing.assert_allclose(slope_BT, np.where(chosen_BT, (X**2).sum(-1), 0), rtol=1e-5)
+
+
+@pytest.mark.parametrize('capacity', [0, T + 1])
+def test_capacity_must_lie_in_the_row(capacity):
+    """One line with the value and the bounds."""
+    for wanted_BT in (None, SCORES > 0):
+        with pytest.raises(ValueError, match=rf'{capacity} must lie in \[1, {T}\]'):
+            moddepth_jax.route(attend, X, SCORES, capacity, wanted_BT=wanted_BT)
