@@ -1,4 +1,4 @@
-"""Experts: who chooses whom, and that they are a loop over all of them, in float64."""
+"""Experts: the choice of tokens and experts, and a loop over all of them in float64."""
 
 import functools
 

@@ -83,7 +83,7 @@ def layer_params(config, arrays, layer):
 
 
 def converted(config, arrays):
-    """The whole state dict as parameters of a dense Transformer, layers stacked."""
+    """The state dict as parameters of a dense Transformer, layers stacked."""
     layers = [layer_params(config, arrays, i) for i in range(config['num_hidden_layers'])]
     params = {
         'embedding': arrays['model.embed_tokens.weight'],

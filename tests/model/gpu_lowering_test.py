@@ -1,4 +1,4 @@
-"""A training step of the whole model becomes a program for a Hopper GPU, by the kernels meant."""
+"""A training step of a model lowers for a Hopper GPU, with the intended kernels."""
 
 import json
 import math

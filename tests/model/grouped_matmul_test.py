@@ -276,7 +276,7 @@ def test_block_rows():
 
 
 def test_platform_and_bad_input(monkeypatch):
-    """auto is the platform's; other names, and sizes below 1, are refused."""
+    """`auto` depends on the platform; unknown names, and sizes below 1, are refused."""
     assert resolve('auto') == 'blocked' and resolve('ragged_dot') == 'ragged_dot'
     monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
     assert resolve('auto') == 'batched'

@@ -54,7 +54,7 @@ class Row:
 def forward(params, tokens_BT, segment_ids_BT, model, thresholds=None):
     """Returns logits_BTV and {layer: Seen} of the layers with experts, counted from 0.
 
-    A token sees none but those of its own segment id; the logits of padding mean nothing.
+    A token sees those of its own segment id alone; the logits of padding mean nothing.
 
     Args:
       params: `embedding`, `final_norm`, `head` unless tied, and `layers`: a list of each layer's

@@ -265,7 +265,7 @@ FAST += ('position_threshold', 'straight_through_aux_loss')
 
 
 @pytest.mark.parametrize('name', parameters(FAST, CAUSAL))
-def test_rule_and_cap_name_the_tokens_of_the_equation(name, tiny_config):
+def test_selected_tokens_are_those_of_the_rule_and_the_capacity(name, tiny_config):
     """Every rule of every router: which tokens are selected and dropped, and the block's output.
 
     The block runs in the least static size that holds every row; the oracle has no sizes.
@@ -337,7 +337,7 @@ def test_the_block_runs_in_the_least_size_that_holds_every_row(tiny_config, monk
     ),
 )
 def test_gradients_pass_through_the_sizes(name, tiny_config):
-    """Gradients of parameters and stream are the equation's, where the last token enters too."""
+    """Gradients of parameters and stream are the equation's; the last token is selected too."""
     model, params, apply, _, window = build(tiny_config, name)
     threshold = np.float32(0.1)
     x_BTD, weights_BTD = stream(seed=4), stream(seed=2)

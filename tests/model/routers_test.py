@@ -102,7 +102,7 @@ def test_straight_through_scores_start_normal(spread, tiny_config):
 
 
 def test_equal_scores_of_a_linear_router_are_bit_equal():
-    """Tokens with equal vectors tie exactly, wherever they stand, so the earlier one goes in."""
+    """Tokens with equal vectors tie exactly wherever they stand: the earlier one is selected."""
     x_BTD = np.tile(stream(1, 1, 96), (3, 130, 1))
     r_BT = np.asarray(jax.jit(linear_scores)(x_BTD, stream(1, 1, 96, seed=1)[0, 0]))
     assert len(np.unique(r_BT)) == 1
@@ -173,7 +173,7 @@ def test_random_scores_differ_by_layer_key_and_content(tiny_config):
     [(0.125, (1, 8)), (0.1, (1, 10)), (1 / 3, (1, 3)), (0.7, (7, 10)), (1.0, (1, 1))],
 )
 def test_position_router_is_its_pattern(capacity, share, tiny_config):
-    """t enters when floor((t+1) c) > floor(t c) in exact fractions, at each place to 3000.
+    """t is selected when floor((t+1) c) > floor(t c) in exact fractions, at each place to 3000.
 
     The rule and top-C over a row of any length choose the same tokens.
     """
@@ -191,7 +191,7 @@ def test_position_router_is_its_pattern(capacity, share, tiny_config):
             np.testing.assert_array_equal(chosen_BT[0], pattern_T[:length])
 
 
-def test_a_capacity_of_one_lets_every_token_of_a_control_in(tiny_config):
+def test_a_capacity_of_one_selects_every_token(tiny_config):
     """The quantile of a random router is then below every score."""
     _, routing = make_router(tiny_config, 'random', 1.0)
     assert fixed_threshold(routing) == -math.inf

@@ -1,4 +1,4 @@
-"""Who is selected: exactly C, the best, the earlier of equals, in time order; and where."""
+"""Selection: exactly C, the best, the earlier of equals, in time order; and where."""
 
 import jax
 import jax.numpy as jnp
@@ -139,15 +139,15 @@ def test_first_entering_names_the_first_and_then_nothing():
     for size in (1, 5, 11, 12):
         indices_BC = np.asarray(mask_to_indices(jnp.asarray(selected_BT), size))
         assert indices_BC.dtype == np.int32 and indices_BC.shape == (50, size)
-        for entered_T, indices_C in zip(selected_BT, indices_BC, strict=True):
-            wanted = [t for t in range(12) if entered_T[t]][:size]
+        for selected_T, indices_C in zip(selected_BT, indices_BC, strict=True):
+            wanted = [t for t in range(12) if selected_T[t]][:size]
             assert indices_C[: len(wanted)].tolist() == wanted
             assert (indices_C[len(wanted) :] >= 12).all() and (np.diff(indices_C) > 0).all()
 
 
 @pytest.mark.parametrize('most', [1, 4, 11, 12, 99])
 def test_admission_counts_along_the_row(most):
-    """The first `most` that want to enter do, and nobody's entry depends on who comes later."""
+    """The first `most` wanted tokens are selected; none depends on later ones."""
     wanted_BT = np.random.default_rng(most).random((40, 12)) < 0.6
     admitted_BT = np.asarray(apply_capacity(jnp.asarray(wanted_BT), most))
     for wanted_T, admitted_T in zip(wanted_BT, admitted_BT, strict=True):
@@ -177,7 +177,7 @@ def test_static_sizes(length, most, sizes):
 
 
 def test_indices_of_t_and_more_name_no_token():
-    """They gather zeros, mark nothing and add nothing; token T - 1 is nobody's stand-in.
+    """They gather zeros, mark nothing and add nothing; token T - 1 does not take their place.
 
     Its value and its gradient are its own: a clamped index would read it, or lose its cotangent.
     """

@@ -91,7 +91,7 @@ def _equations(jaxpr, name):
             yield from _equations(inner, name)
 
 
-def test_parameters_work_whole_along_embed():
+def test_parameters_are_gathered_along_embed():
     """In the dtype of the products; their gradients are split as they are stored, and float32.
 
     Without a mesh and inside a shard_map everything is left alone.
@@ -100,9 +100,9 @@ def test_parameters_work_whole_along_embed():
               'mlp_norm': {'scale': jax.ShapeDtypeStruct((32,), 'float32')}}  # fmt: skip
 
     def loss(params):
-        whole = unshard_params(params, 'bfloat16')
-        assert whole['mlp_norm']['scale'] is params['mlp_norm']['scale']
-        return sum(leaf.sum().astype('float32') for leaf in jax.tree.leaves(whole))
+        full = unshard_params(params, 'bfloat16')
+        assert full['mlp_norm']['scale'] is params['mlp_norm']['scale']
+        return sum(leaf.sum().astype('float32') for leaf in jax.tree.leaves(full))
 
     plain = str(jax.make_jaxpr(jax.grad(loss))(params))
     assert 'sharding_constraint' not in plain and 'bf16' not in plain
@@ -115,13 +115,13 @@ def test_parameters_work_whole_along_embed():
         apart = str(jax.make_jaxpr(apart)(jax.ShapeDtypeStruct((8,), 'float32')))
     assert 'bf16[32,64]' in str(program)
     specs = [str(at.params['sharding'].spec) for at in _equations(program.jaxpr, 'constraint')]
-    stored, whole = (str(PartitionSpec(side, 'tensor')) for side in ('fsdp', None))
-    assert specs == [stored, whole, stored, stored]
+    stored, full = (str(PartitionSpec(side, 'tensor')) for side in ('fsdp', None))
+    assert specs == [stored, full, stored, stored]
     assert 'shard_map' in apart and 'sharding_constraint' not in apart
 
 
 def test_heads_are_apart_only_with_their_keys():
-    """Where either does not divide over `tensor`, both are whole."""
+    """Where either does not divide over `tensor`, neither is split."""
     names = {'q': ('batch', 'heads'), 'k': ('batch', 'kv_heads')}
     seen = []
 

@@ -70,7 +70,7 @@ def test_expanded_runs_are_the_pattern(kinds):
     ],
 )
 def test_model_is_few_runs(routed, windows, num_runs, with_slots, tiny_config):
-    """A model's runs give back, layer by layer, who is routed and which window it has.
+    """A model's runs give back, layer by layer, whether it is routed and its window.
 
     MoDA's last layer writes no slot: it ends the run that it would have been in, which undoes a
     group that is there only twice.

@@ -160,8 +160,8 @@ def test_what_is_hidden_may_be_nan(name, tiny_config):
     assert np.all(finite)
 
 
-# In the whole model each token sees itself alone, and one layer at a time is not mute: what moves
-# the logits beside its own weights can only have come through slots.
+# In these models each token sees itself alone, and one layer at a time is not mute: what moves
+# the logits apart from its own weights can only have come through slots.
 ALONE = {'model.windows': (1,), 'model.num_layers': 4}
 TOKENS_BT = np.random.default_rng(0).permutation(32)[:16].reshape(2, 8)
 # Of a slot: what projects its values, and how many of the layers have that.
@@ -235,16 +235,16 @@ def test_layers_see_those_below(name, tiny_config):
     used = jax.jit(used)
     for loud, token in np.ndindex(4, 8):
         embeddings, found, selected_RT = used(loud, token)
-        entered_L = np.ones(4, bool)
+        selected_L = np.ones(4, bool)
         if selected_RT is not None:
-            entered_L[[1, 3]] = selected_RT[:, token]
+            selected_L[[1, 3]] = selected_RT[:, token]
             assert 0 < np.mean(selected_RT) < 1
-        there_L = entered_L if name == 'masked' else np.ones(4, bool)
+        there_L = selected_L if name == 'masked' else np.ones(4, bool)
         first = max(0, loud - newest) if newest else 0
-        seen_L = there_L & entered_L[loud] & (first <= np.arange(4)) & (np.arange(4) < loud)
+        seen_L = there_L & selected_L[loud] & (first <= np.arange(4)) & (np.arange(4) < loud)
         np.testing.assert_array_equal(np.flatnonzero(embeddings), [TOKENS_BT[0, token]])
         for (source, writers), found_L in zip(sources, found, strict=True):
-            own_L = (np.arange(4) == loud) & entered_L & (source == 'attention')
+            own_L = (np.arange(4) == loud) & selected_L & (source == 'attention')
             np.testing.assert_array_equal(found_L, (seen_L | own_L)[:writers])
 
 
