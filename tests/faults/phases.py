@@ -99,7 +99,7 @@ class Moment:
             text = out.read_text()
             if 'plan ' not in text:
                 continue
-            if first is None:  # rows after the checkpoint that it goes on from have been dropped
+            if first is None:  # rows after the checkpoint from which it resumes have been dropped
                 first = last_row(workdir).get('step', 0)
             last = last_row(workdir)
             step, target = last.get('step', 0), first + self._share * (runs.num_steps - first)

@@ -36,7 +36,7 @@ STEPS = {
 @pytest.mark.slow
 @pytest.mark.parametrize('name', STEPS)
 def test_micro_batches_do_not_change_the_step(name, tiny_config):
-    """Two of unequal numbers of tokens give losses, gradients and loads of the whole batch."""
+    """Two with unequal numbers of tokens give losses, gradients and loads of the whole batch."""
     rng = np.random.default_rng(0)
     tokens_BT = rng.integers(0, VOCABULARY, (4, LENGTH))
     segments_BT = np.ones_like(tokens_BT)

@@ -1,4 +1,4 @@
-"""A manifest vouches for its directory: whole, or refused with the reason."""
+"""A directory with a manifest is intact, or refused with the reason."""
 
 import itertools
 import json
@@ -21,7 +21,7 @@ def make_directory(path):
 
 
 def test_content_comes_back_from_an_untouched_directory(tmp_path):
-    """What was given returns, and the file lists each file by sum and size."""
+    """The content is returned, and the manifest lists each file by sum and size."""
     directory = make_directory(tmp_path / 'a')
     assert manifest.read_manifest(directory) == CONTENT
     files = json.loads((directory / 'manifest.json').read_text())['files']
@@ -61,7 +61,7 @@ def test_every_bit_of_data_and_manifest_counts(tmp_path):
     ],
 )
 def test_the_reason_is_given(tmp_path, damage, found):
-    """A file that is missing or of another size, and a manifest that is none, are told apart."""
+    """A missing file, one of another size, and an invalid manifest have different reasons."""
     directory = make_directory(tmp_path / 'a')
     damage(directory)
     with pytest.raises(ValueError, match=found):
