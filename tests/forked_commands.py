@@ -20,7 +20,7 @@ LIBRARY = (
     'launch.config_file',
     'moddepth_jax.analysis.report',
     'moddepth_jax.conversion.hugging_face',
-    'moddepth_jax.data.preparation.run',
+    'moddepth_jax.data.preparation.prepare',
     'moddepth_jax.studies.runner',
     'moddepth_jax.training.saved_run',
 )
