@@ -272,7 +272,7 @@ def check_routing(hparams: Hparams, routing: str):
         if routing not in ('top_c', rule):
             why = 'no block of this model is routed; its only causal rule is dense'
             if rule == 'threshold':
-                why = 'the experts choose tokens of whole rows; only threshold is causal'
+                why = 'its experts choose tokens of whole rows; only threshold is causal'
             raise ValueError(f'routing={routing!r}: {why}')
     elif routing not in ('top_c', *rules):
         raise ValueError(

@@ -124,7 +124,7 @@ def test_prompt_and_steps_equal_the_full_forward(name, tiny_config):
 @pytest.fixture
 def filled(monkeypatch):
     """A list to which every run of experts appends the blocks of its layout that hold some."""
-    seen, whole = [], experts_module.lay_out
+    seen, whole = [], experts_module.make_layout
 
     def watched(expert_Nk, num_experts, *rest):
         layout = whole(expert_Nk, num_experts, *rest)

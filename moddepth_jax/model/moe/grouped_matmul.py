@@ -47,11 +47,11 @@ def resolve(product: str) -> str:
 
 
 def block_rows(num_pairs: int, num_experts: int, implementation: str) -> int:
-    """Rows of a block of `lay_out`, a power of two; 1 for `ragged_dot`, which needs no padding.
+    """Rows of a block of `make_layout`, a power of two; 1 for `ragged_dot`, which needs no padding.
 
-    At most half of the pairs that an expert has on average, nor over 32 but where that is an eighth
-    of them: a higher block wastes more in padding than it gains (measured on CPUs). `batched` has
-    a copy of a matrix for each block, and so blocks of up to 128.
+    At most half of the mean number of pairs of an expert, and at most an eighth of it above 32:
+    larger blocks waste more in padding than they gain (measured on CPUs). `batched` copies a matrix
+    for each block, and so has blocks of up to 128.
     """
     if resolve(implementation) == 'ragged_dot':
         return 1
