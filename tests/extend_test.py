@@ -1,19 +1,28 @@
 """The examples of docs/extend.md and docs/library.md run, and do what the pages say."""
 
+import functools
+import gzip
 import importlib.util
 import pathlib
+import sys
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import kernels_pallas
+from kernels_pallas import backends, depth_attention
+from moddepth_jax.analysis import block_stats
+from moddepth_jax.data import readers
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model.decoding import decode_step, prefill, unroll
 from moddepth_jax.model.flops import forward_breakdown
 from moddepth_jax.model.transformer import Transformer, causal_routing
 from tests import documented
 
+depth_attention_module = sys.modules['kernels_pallas.depth_attention']
 ROOT = pathlib.Path(__file__).parents[1]
 EXTEND, LIBRARY = (
     documented.files((ROOT / f'docs/{name}.md').read_text()) for name in ('extend', 'library')
@@ -100,6 +109,58 @@ def test_stream_of_the_page_scans_unrolls_and_decodes(load):
         parts, cache, jnp.array(TOKENS[:, 15]), begins_B, active_B, **options
     )
     np.testing.assert_allclose(last_BV, logits_BTV[:, 15], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize('traced', [False, True])
+def test_backend_of_the_page_is_the_equation(tmp_path, monkeypatch, traced):
+    """Outputs and gradients equal those of XLA, with slots that are hidden or not yet written."""
+    (tmp_path / 'plain.py').write_text(EXTEND['kernels_pallas/plain.py'])
+    monkeypatch.setattr(kernels_pallas, '__path__', [*kernels_pallas.__path__, str(tmp_path)])
+    row = backends.Backend('depth', 'plain', 'plain', 'plain', 'gpu')
+    monkeypatch.setitem(backends.DEPTH, 'plain', row)
+    monkeypatch.setattr(depth_attention_module, 'IMPLEMENTATIONS', ('plain', 'xla'))
+    keys = jax.random.split(jax.random.key(0), 5)
+    shapes = [(2, 6, 4, 8), *[(2, 6, 2, 8)] * 2, *[(3, 2, 6, 2, 8)] * 2]
+    arrays = [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+    hidden_LBR = np.ones((3, 2, 6), bool)
+    hidden_LBR[1, :, 2:4] = False
+
+    def run(name, *arrays):
+        q, k, v, k_depth, v_depth = arrays
+        slots = {'k_depth_LBRKH': k_depth, 'v_depth_LBRKH': v_depth, 'slot_mask_LBR': hidden_LBR}
+        slots |= {'num_slots': jnp.int32(2) if traced else 2, 'slot_window': 2}
+        return jnp.sum(jnp.sin(depth_attention(q, k, v, **slots, implementation=name)))
+
+    found, right = (
+        jax.jit(jax.value_and_grad(functools.partial(run, name), argnums=(0, 1, 2, 3, 4)))(*arrays)
+        for name in ('plain', 'xla')
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, right)
+
+
+def test_measure_of_the_page_is_registered(load, monkeypatch):
+    """Under its name; None for a model without routed blocks."""
+    monkeypatch.setattr(block_stats, 'MEASURES', {})
+    load(EXTEND['overlap.py'])
+    (measure,) = block_stats.MEASURES.values()
+    selected_RN = np.array([[True, True, False, False], [True, False, True, False]])
+    for layers, value in (((1, 3), 0.25), ((), None)):
+        model = types.SimpleNamespace(routed_layers=layers)
+        hparams = types.SimpleNamespace(model=model)
+        assert measure(types.SimpleNamespace(hparams=hparams, selected_RN=selected_RN)) == value
+
+
+def test_reader_of_the_page_reads_every_row(load, monkeypatch, tmp_path):
+    """Quoted line ends are in the text of their row, from a plain file or a compressed one."""
+    monkeypatch.setattr(readers, 'FORMATS', dict(readers.FORMATS))
+    load(EXTEND['csv_reader.py'])
+    text = 'id,text\r\n1,"two\nlines"\r\n2,one\r\n'
+    (tmp_path / 'a.csv').write_text(text, newline='')
+    with gzip.open(tmp_path / 'b.csv.gz', 'wt', newline='') as file:
+        file.write(text)
+    for name in ('a.csv', 'b.csv.gz'):
+        rows = list(readers.read_rows(tmp_path / name, name, 'text'))
+        assert [row.text for row in rows] == [b'two\nlines', b'one']
 
 
 @pytest.mark.parametrize('name', LIBRARY)
