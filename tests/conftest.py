@@ -24,7 +24,6 @@ os.environ['JAX_NUMPY_RANK_PROMOTION'] = 'raise'
 import pytest
 
 from configs import base
-from tests.slow_cases import SLOW_CASES
 
 _TOY_SIZES = {
     'model.num_layers': 2,
@@ -62,22 +61,6 @@ def _tiny_config(**overrides):
     return config
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest looks at markers
-def pytest_collection_modifyitems(config, items):
-    """Marks SLOW_CASES; where a whole file of theirs was collected, each has to be in it."""
-    found = {}
-    for item in items:
-        file, _, name = item.nodeid.partition('::')
-        found.setdefault(file, set()).add(name)
-        if file in SLOW_CASES and name in SLOW_CASES[file]:
-            item.add_marker(pytest.mark.slow)
-    whole = {arg for arg in config.args if '::' not in arg}
-    for file in found.keys() & SLOW_CASES.keys() if len(whole) == len(config.args) else ():
-        missing = set(SLOW_CASES[file]) - found[file]
-        if missing:
-            raise pytest.UsageError(f'tests/slow_cases.py: {file} has no {min(missing)}')
-
-
 @pytest.fixture(scope='session')
 def tiny_config():
     """tiny_config(**{'model.num_layers': 3}): configs.base at toy size, changed in dotted knobs.
@@ -85,14 +68,3 @@ def tiny_config():
     Each call returns a new, unlocked ConfigDict of a run of 4 steps of 4 rows of 32 tokens.
     """
     return _tiny_config
-
-
-@pytest.fixture(scope='module')
-def compiled_in_haste():
-    """Nobody waits for the optimiser of machine code; what is allocated is planned before it."""
-    import jax
-
-    before = jax.config.values['jax_disable_most_optimizations']
-    jax.config.update('jax_disable_most_optimizations', True)
-    yield
-    jax.config.update('jax_disable_most_optimizations', before)

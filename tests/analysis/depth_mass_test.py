@@ -16,7 +16,6 @@ from moddepth_jax.analysis.heatmaps import routing_record
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model import attention, stack_scan
 from moddepth_jax.model.transformer import Transformer
-from tests.model.cases import FAST
 
 T = 16
 SEGMENTS_BT = np.array([[1] * 6 + [2] * 10, [1] * 11 + [0] * 5], np.int32)
@@ -169,8 +168,7 @@ def test_masses_equal_a_softmax_in_numpy(window, slot_window, own_query):
     sums = jax.jit(
         lambda q, k: module._masses(
             {'block': {'sequence': ((q, k, given, given['segment_ids_BT']),)}}, None
-        ),
-        compiler_options=FAST,
+        )
     )
     slots_S, queries, first, followers = sums(q, k)
 

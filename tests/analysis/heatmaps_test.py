@@ -14,7 +14,6 @@ from moddepth_jax.analysis.depth_mass import DepthMass
 from moddepth_jax.analysis.heatmaps import DENSE, ENTERED, LOOKAHEAD, SKIPPED
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model.transformer import Transformer
-from tests.model.cases import FAST
 
 LIGHT, FULL, EMPTY = (heatmaps._LOAD_MAP(place)[:3] for place in (0.5, 1.0, 0.0))
 
@@ -65,7 +64,7 @@ def test_record_is_that_of_the_forward_pass(tiny_config):
     hparams = routed(tiny_config, 1, '0')
     init = functools.partial(Transformer(hparams).init, jax.random.key(0))
     tokens_BT = np.random.default_rng(0).integers(0, 257, (2, 32)).astype(np.int32)
-    variables = jax.jit(lambda: init(tokens_BT), compiler_options=FAST)()
+    variables = jax.jit(lambda: init(tokens_BT))()
     segment_ids_BT = np.ones((2, 32), np.int32)
     segment_ids_BT[1, 20:] = 0
     batch = {'tokens_BT': tokens_BT, 'segment_ids_BT': segment_ids_BT}

@@ -14,7 +14,6 @@ from moddepth_jax.hparams import from_config
 from moddepth_jax.model.routing import RoutingRecord
 from moddepth_jax.model.transformer import Transformer
 
-pytestmark = pytest.mark.usefixtures('compiled_in_haste')
 T = 16
 TEXT = b'def f(x): return x\n'  # with its separator a window of 16 tokens and one of 4
 

@@ -18,7 +18,6 @@ from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model.transformer import Transformer
 from moddepth_jax.training.loop import Run
-from tests.model.cases import FAST
 
 ROOT = pathlib.Path(__file__).parents[2]
 ROUTING = {'selected_fraction': 0.121, 'precision': 0.912, 'recall': float('nan')}
@@ -73,7 +72,7 @@ def make_run(tiny_config, workdir, router='learned', gap=0.004, **more):
     if hparams.model.routed_layers or hparams.model.depth.slots_per_layer:  # the pictures need it
         init = functools.partial(Transformer(hparams).init, jax.random.key(0))
         tokens_BT = np.zeros((1, 32), np.int32)
-        variables = jax.jit(lambda: init(tokens_BT), compiler_options=FAST)()
+        variables = jax.jit(lambda: init(tokens_BT))()
     evaluation = {'loss': 1.4, 'bits_per_byte': 2.1}
     routed, ahead = router != 'none', hparams.model.looks_ahead
     summary = {

@@ -10,7 +10,6 @@ from moddepth_jax.data import recall
 from moddepth_jax.data.pipeline import make_dataset
 from moddepth_jax.hparams import from_config
 from moddepth_jax.training.train_step import init_state, train_step
-from tests.model.cases import FAST
 
 
 @pytest.mark.parametrize(
@@ -54,7 +53,7 @@ def test_shapes_must_agree():
 def _toy(tiny_config, **overrides):
     knobs = {'data.source': 'recall', 'data.sequence_length': 128, 'data.batch_size': 32}
     hparams = from_config(tiny_config(**(knobs | overrides)))
-    init = jax.jit(lambda: init_state(hparams, 1), compiler_options=FAST)
+    init = jax.jit(lambda: init_state(hparams, 1))
     return hparams, make_dataset(hparams.data, 0), init()
 
 

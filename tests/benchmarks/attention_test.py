@@ -22,9 +22,6 @@ from moddepth_jax.benchmarks.timing import describe_error, try_run
 CASE = Case(24, heads=4, kv_heads=2, width=8, slots=3)
 
 
-pytestmark = pytest.mark.usefixtures('compiled_in_haste')
-
-
 @pytest.fixture(scope='module')
 def inputs():
     return make_inputs(CASE)

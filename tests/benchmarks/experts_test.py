@@ -14,9 +14,6 @@ TOY = Shape(tokens=16, d_model=8, d_ff=12, num_experts=8, top_k=2)
 FORMS = [*IMPLEMENTATIONS, DENSE]
 
 
-pytestmark = pytest.mark.usefixtures('compiled_in_haste')
-
-
 def test_what_is_timed_computes_the_same():
     """Value and every gradient of each form agree, so that their times can be compared."""
     expert_Nk, operands = experts._operands(TOY, 'float32')

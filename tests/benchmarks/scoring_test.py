@@ -7,7 +7,7 @@ from moddepth_jax.hparams import from_config
 
 
 @pytest.mark.slow
-def test_both_ways_agree(tiny_config, monkeypatch, compiled_in_haste):
+def test_both_ways_agree(tiny_config, monkeypatch):
     """Up to rounding; the table has a column for each model and length of options."""
     monkeypatch.setattr(scoring, 'QUESTIONS', 3)
     dense = {'data.sequence_length': 128}

@@ -13,8 +13,6 @@ from moddepth_jax.hparams import from_config
 from moddepth_jax.model.flops import train_step_flops
 from moddepth_jax.model.moe.grouped_matmul import block_rows, num_blocks
 
-pytestmark = pytest.mark.usefixtures('compiled_in_haste')
-
 VARIANTS = {
     'dense': {},
     'moda': {'model.depth.stream': 'moda'},

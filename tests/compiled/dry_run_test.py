@@ -15,7 +15,7 @@ MADE_UP = Hardware(flops=1e6, node=4, within=1000.0, across=100.0, source='nowhe
 
 
 @pytest.fixture(scope='module')
-def alone(tiny_config, compiled_in_haste):
+def alone(tiny_config):
     """The hyper-parameters of a small dense model, and its dry run on one device."""
     hparams = from_config(tiny_config(**{'model.qk_norm': 'head'}))
     return hparams, dry_run(hparams, make_mesh('data=1'))

@@ -19,8 +19,6 @@ GOLDEN = pathlib.Path(__file__).parent / 'golden'
 NAMES = {'llama': 'float32', 'llama_tied': 'bfloat16', 'olmo2': 'float32'}
 FILE = 'model.safetensors'
 
-pytestmark = pytest.mark.usefixtures('compiled_in_haste')
-
 
 @pytest.fixture(scope='module')
 def imported(tiny_config):

@@ -17,7 +17,6 @@ from moddepth_jax.hparams import from_config
 from moddepth_jax.model.transformer import Transformer
 from tests.conversion.transfer_params_test import random_params
 
-pytestmark = pytest.mark.usefixtures('compiled_in_haste')
 DENSE = {'model.num_layers': 3, 'model.norm_placement': 'pre'}
 ROUTED = {
     'model.routing.router': 'learned',

@@ -9,7 +9,6 @@ from moddepth_jax.hparams import from_config
 from moddepth_jax.model.stack import Stack, unstack_layers
 from moddepth_jax.model.transformer import Transformer
 
-pytestmark = pytest.mark.usefixtures('compiled_in_haste')
 MOD = {
     'model.routing.router': 'learned',
     'model.routing.layers': '1,2',

@@ -17,8 +17,6 @@ from moddepth_jax.training.mesh import make_mesh
 from moddepth_jax.training.saved_run import load_run
 from moddepth_jax.training.train_step import model_variables
 
-pytestmark = pytest.mark.usefixtures('compiled_in_haste')
-
 
 def measure_loss(params, averages, hparams, dataset):
     """As launch.convert measures it."""

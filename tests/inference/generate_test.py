@@ -12,7 +12,6 @@ from moddepth_jax.inference import generate as generate_module
 from moddepth_jax.inference.generate import check_prompt, generate
 from moddepth_jax.model.transformer import Transformer
 
-FAST = {'xla_backend_optimization_level': 0}  # these tests compile longer than they compute
 LENGTH = 24
 PROMPT = [256, 100, 101, 102]
 TOKENIZER = make_tokenizer('bytes')
@@ -38,7 +37,7 @@ def make_hparams(tiny_config, **knobs):
 def make_variables(hparams):
     """Random, and so large that each token affects the next ones and routing is mixed."""
     init = functools.partial(Transformer(hparams).init, jax.random.key(3))
-    variables = jax.jit(lambda: init(np.zeros((1, LENGTH), np.int32)), compiler_options=FAST)()
+    variables = jax.jit(lambda: init(np.zeros((1, LENGTH), np.int32)))()
     large = jax.tree.map(lambda leaf: leaf * 12 if leaf.ndim > 1 else leaf, variables['params'])
     return variables | {'params': large}
 
@@ -56,7 +55,7 @@ def variables(hparams):
 @functools.cache
 def _forward(hparams, routing):
     apply = functools.partial(Transformer(hparams).apply, routing=routing)
-    return jax.jit(apply, compiler_options=FAST)
+    return jax.jit(apply)
 
 
 def forward(variables, hparams, tokens, routing, tokenizer=None):
@@ -296,7 +295,7 @@ def test_neither_gaps_nor_special_ids_are_drawn_and_every_stop_ends_a_text(tiny_
     changes = {'model.num_layers': 1, 'model.vocab_size': 256, 'model.routing.router': 'none'}
     hparams = make_hparams(tiny_config, **changes)
     init = functools.partial(Transformer(hparams).init, jax.random.key(0))
-    variables = jax.jit(lambda: init(np.zeros((1, LENGTH), np.int32)), compiler_options=FAST)()
+    variables = jax.jit(lambda: init(np.zeros((1, LENGTH), np.int32)))()
     arguments = {'temperature': 1e4, 'num_samples': 60, 'tokenizer': Gapped()}
     texts = generate(variables, hparams, [[3, 10]], 10, **arguments, stop=False).tokens
     drawn = {int(token) for text in texts for token in text[2:]}

@@ -17,8 +17,6 @@ OWN_TASKS = ROOT / 'launch/lm_eval_tasks'
 SEPARATOR = 256
 MODELS = ('both', 'dense', 'mod', 'moda')
 
-pytestmark = pytest.mark.usefixtures('compiled_in_haste')
-
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch, tmp_path):

@@ -14,8 +14,6 @@ from tests.inference.conftest import CONTEXT
 
 SEPARATOR = 256
 
-pytestmark = pytest.mark.usefixtures('compiled_in_haste')
-
 
 @pytest.fixture(scope='module')
 def model(small_model):

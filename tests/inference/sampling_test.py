@@ -9,7 +9,6 @@ import pytest
 
 from moddepth_jax.inference.sampling import check_sampling, nucleus, sample
 
-pytestmark = pytest.mark.usefixtures('compiled_in_haste')
 LOGITS_V = np.array([2.0, -1.0, 0.5, 1.5, -30.0], np.float32)
 NUM_DRAWS = 20000  # one shape in all tests: a compilation takes longer than the draws
 

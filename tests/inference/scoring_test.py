@@ -8,7 +8,6 @@ from moddepth_jax.inference import scoring
 from moddepth_jax.inference.scoring import score
 from tests.inference.conftest import CONTEXT
 
-pytestmark = pytest.mark.usefixtures('compiled_in_haste')
 SCORED = ('dense', 'both', 'longer dense', 'longer mod', 'longer moda')
 
 

@@ -99,7 +99,6 @@ def test_documents_and_masks_of_a_case():
     assert not seen_LBR[:, :, 1::2].any() and 0.7 < seen_LBR[3:7, :, ::2].mean() < 0.9
 
 
-@pytest.mark.usefixtures('compiled_in_haste')
 def test_a_broken_kernel_is_found(monkeypatch):
     """By the one result that is wrong; o, dq, dk, dv and the other slots' gradients are right."""
     depth_backward = triton.depth_backward

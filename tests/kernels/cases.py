@@ -11,7 +11,7 @@ from kernels_pallas.backends import Shapes
 from moddepth_jax.benchmarks.kernel_cases import KINDS, SEQUENCE, exact, make_case
 
 # Unoptimized programs, of the same operations, compile in less than half the time.
-jit = functools.partial(jax.jit, compiler_options={'xla_backend_optimization_level': 0})
+jit = jax.jit
 # Supported by every backend.
 USUAL = Shapes(
     q=(2, 1024, 16, 64),

@@ -8,8 +8,6 @@ from tests.forked_commands import ROOT, run_commands
 from tests.launch.bad_inputs import COMMANDS, SLOW, TOY, make_folder
 from tests.launch.toy_command import make_toy
 
-pytestmark = pytest.mark.usefixtures('compiled_in_haste')
-
 
 def snapshot(folder):
     """Every path below, with its bytes and the time of its last change."""

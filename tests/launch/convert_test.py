@@ -38,8 +38,6 @@ KNOBS = [
 ]
 COPIED = ('tokenizer.json', 'tokenizer_config.json', 'generation_config.json')
 
-pytestmark = pytest.mark.usefixtures('compiled_in_haste')
-
 
 def run(command, folder, *arguments):
     environment = {

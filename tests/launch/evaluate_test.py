@@ -17,7 +17,6 @@ from moddepth_jax.training.saved_run import load_run
 from tests.data.prepared_text import prepare
 from tests.forked_commands import run_commands
 
-pytestmark = pytest.mark.usefixtures('compiled_in_haste')
 LENGTH = 32
 LINES = {
     'repeated': ['--workdir={run}', '--json=-'],

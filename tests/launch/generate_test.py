@@ -18,7 +18,6 @@ from moddepth_jax.training.saved_run import load_run
 from tests.forked_commands import ROOT, run_commands
 
 # As the commands are compiled, so that both draw from the same bits.
-pytestmark = pytest.mark.usefixtures('compiled_in_haste')
 
 
 @pytest.fixture(scope='module')

@@ -25,7 +25,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope='module')
-def trained(folder, tiny_config, compiled_in_haste):
+def trained(folder, tiny_config):
     """Name of a routed run with depth slots."""
     changes = {'model.depth.stream': 'moda', 'model.routing.router': 'learned'}
     save_run(folder / 'trained', from_config(tiny_config(**changes)))

@@ -91,7 +91,6 @@ class SpreadRuns(Runs):
         assert broken['eval']['loss'] == pytest.approx(unbroken['eval']['loss'], rel=1e-5)
 
 
-@pytest.mark.usefixtures('compiled_in_haste')
 def test_a_run_resumes_with_other_numbers_of_processes(tmp_path):
     """Two processes, one, two: every sample once, and the losses of an unbroken run.
 

@@ -39,7 +39,7 @@ BAD = {
 
 
 @pytest.fixture(scope='module')
-def folder(tiny_config, compiled_in_haste, tmp_path_factory):
+def folder(tiny_config, tmp_path_factory):
     """Where `run` is a run of 4 steps with a routed block and experts."""
     folder = tmp_path_factory.mktemp('spread')
     for i in range(6):

@@ -114,7 +114,6 @@ EXPERTS = [name for name, (knobs, _) in CASES.items() if 'model.experts.choice' 
 OPTIMIZED = {'xla_backend_optimization_level': 3}
 if jax.__version_info__ < (0, 11):  # later versions have no such option
     OPTIMIZED['xla_cpu_use_fusion_emitters'] = True
-FAST = {}  # tests/conftest.py compiles every program so
 
 
 def compiled(function, *arguments):

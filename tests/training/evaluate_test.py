@@ -14,7 +14,6 @@ from moddepth_jax.model.transformer import Transformer
 from moddepth_jax.training.evaluate import evaluate, evaluate_causal, perplexity
 from moddepth_jax.training.mesh import make_mesh
 
-FAST = {'xla_backend_optimization_level': 0}
 SEPARATOR = 256
 
 
@@ -82,15 +81,13 @@ def variables(hparams):
     """Random, and so large that routing matters and the predictor selects part of the tokens."""
     tokens_BT = np.zeros((1, 16), np.int32)
     init = functools.partial(Transformer(hparams).init, jax.random.key(0), tokens_BT)
-    variables = jax.jit(init, compiler_options=FAST)()
+    variables = jax.jit(init)()
     return jax.tree.map(lambda leaf: leaf * 12 if leaf.ndim > 1 else leaf, variables)
 
 
 @functools.cache
 def compiled_apply(hparams, routing):
-    return jax.jit(
-        functools.partial(Transformer(hparams).apply, routing=routing), compiler_options=FAST
-    )
+    return jax.jit(functools.partial(Transformer(hparams).apply, routing=routing))
 
 
 def by_hand(variables, hparams, batches, routing, **layers):
@@ -229,7 +226,7 @@ def two_layers(tiny_config):
     }
     hparams = from_config(tiny_config(**changes))
     init = functools.partial(Transformer(hparams).init, jax.random.key(0))
-    variables = jax.jit(init, compiler_options=FAST)(np.zeros((1, 16), np.int32))
+    variables = jax.jit(init)(np.zeros((1, 16), np.int32))
     return hparams, jax.tree.map(lambda leaf: leaf * 12 if leaf.ndim > 1 else leaf, variables)
 
 

@@ -10,7 +10,7 @@ import pytest
 from moddepth_jax.hparams import from_config
 from moddepth_jax.training.optimizer import learning_rate_schedule, make_optimizer
 from moddepth_jax.training.train_step import init_state
-from tests.training.toy_steps import FAST, ROUTED, initial, make_batch, step
+from tests.training.toy_steps import ROUTED, initial, make_batch, step
 
 
 def hparams_of(tiny_config, **changes):
@@ -76,7 +76,7 @@ def test_weight_decay_is_for_matrices_only(tiny_config, decay_embeddings):
     shapes = jax.eval_shape(lambda: init_state(hparams, 10)).params
     optimizer = make_optimizer(hparams, 10)
 
-    @functools.partial(jax.jit, compiler_options=FAST)
+    @functools.partial(jax.jit)
     def decay(params):
         zeros = jax.tree.map(jnp.zeros_like, params)
         return optimizer.update(zeros, optimizer.init(params), params)[0]

@@ -18,7 +18,6 @@ from moddepth_jax.training.run_dir import OLDER_RUNS, WorkdirLock, open_workdir
 from moddepth_jax.training.saved_run import load_run
 from moddepth_jax.training.train_step import init_state
 
-FAST = {'xla_backend_optimization_level': 0}
 NUM_STEPS = 4
 FINGERPRINT = {'corpus_sha256': 'f00d', 'seed': 0}
 
@@ -32,7 +31,7 @@ def hparams(tiny_config):
 @pytest.fixture(scope='module')
 def state(hparams):
     """After no step, its thresholds such as training would leave."""
-    state = jax.jit(lambda: init_state(hparams, NUM_STEPS), compiler_options=FAST)()
+    state = jax.jit(lambda: init_state(hparams, NUM_STEPS))()
     return state.replace(averages=jax.tree.map(lambda leaf: leaf + 0.5, state.averages))
 
 

@@ -8,7 +8,6 @@ import numpy as np
 from moddepth_jax.model.transformer import Transformer
 from moddepth_jax.training.train_step import init_state, train_step
 
-FAST = {'xla_backend_optimization_level': 0}  # these tests compile longer than they compute
 NUM_STEPS = 40
 RARE = 256  # a token that no batch holds unless a test puts it there
 DECAY = 0.7
@@ -26,13 +25,13 @@ ROUTED = {
     'optimizer.z_loss': 0.02,  # large enough to be seen in a gradient
 }
 
-step = jax.jit(train_step, static_argnums=2, compiler_options=FAST)
+step = jax.jit(train_step, static_argnums=2)
 
 
 @functools.cache
 def initial(hparams):
     """The state before step 0."""
-    return jax.jit(lambda: init_state(hparams, NUM_STEPS), compiler_options=FAST)()
+    return jax.jit(lambda: init_state(hparams, NUM_STEPS))()
 
 
 def make_batch(seed, rows=4, length=32, padded=False):
@@ -52,7 +51,7 @@ def make_batch(seed, rows=4, length=32, padded=False):
 @functools.cache
 def _forward(hparams, routing):
     apply = functools.partial(Transformer(hparams).apply, routing=routing)
-    return jax.jit(apply, compiler_options=FAST)
+    return jax.jit(apply)
 
 
 def forward(hparams, variables, batch, routing='top_c'):
