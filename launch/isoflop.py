@@ -50,7 +50,7 @@ def _study():
     from moddepth_jax.studies.plan import Study
 
     if bool(BUDGETS.value) == bool(STEPS.value):
-        raise ValueError('--budgets: give either these (training FLOPs) or --steps')
+        raise ValueError('--budgets: give either these (training FLOPs) or --steps, not both')
     own_rate = CONFIG.value.optimizer.learning_rate
     values = {
         'kind': 'flops' if BUDGETS.value else 'steps',

@@ -1,4 +1,4 @@
-"""The examples of docs/extend.md and docs/library.md run, and do what the pages say."""
+"""The examples of docs/extend.md, docs/library.md and README.md run, and do what the pages say."""
 
 import functools
 import gzip
@@ -24,8 +24,9 @@ from tests import documented
 
 depth_attention_module = sys.modules['kernels_pallas.depth_attention']
 ROOT = pathlib.Path(__file__).parents[1]
-EXTEND, LIBRARY = (
-    documented.files((ROOT / f'docs/{name}.md').read_text()) for name in ('extend', 'library')
+EXTEND, LIBRARY, README = (
+    documented.files((ROOT / name).read_text())
+    for name in ('docs/extend.md', 'docs/library.md', 'README.md')
 )
 SMALL = {
     'model.num_layers': 3,
@@ -163,11 +164,11 @@ def test_reader_of_the_page_reads_every_row(load, monkeypatch, tmp_path):
         assert [row.text for row in rows] == [b'two\nlines', b'one']
 
 
-@pytest.mark.parametrize('name', LIBRARY)
+@pytest.mark.parametrize('name', LIBRARY | README)
 def test_examples_of_the_library_run(load, name, capsys):
     """They print what their comments say."""
-    load(LIBRARY[name])
+    load((LIBRARY | README)[name])
     printed = capsys.readouterr().out
     assert printed
-    if name == 'routed_mlp.py':
+    if name.startswith('routed'):
         assert printed.split() == ['[4', '4]']

@@ -188,7 +188,7 @@ COMMANDS = {
     ],
     'isoflop': [
         ([*STUDY, '--budgets=1e3'], ['dense at size 2x64: flop_budget=1000: pays for no']),
-        ([*STUDY, '--budgets=1e9', '--steps=5'], ['(training FLOPs) or --steps, one of both']),
+        ([*STUDY, '--budgets=1e9', '--steps=5'], ['(training FLOPs) or --steps, not both']),
         ([*STUDY, '--budgets=few'], ['--budgets=few: must be numbers']),
         ([*STUDY, '--budgets=1e9', '--shard=2/2'], ['--shard=2/2']),
     ],

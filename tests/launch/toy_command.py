@@ -1,4 +1,4 @@
-"""A command without JAX that does what --act says, and config files that are broken in one way."""
+"""A command without a model that does what --act says, and config files that are broken in one way."""
 
 import pathlib
 
@@ -10,6 +10,7 @@ Example:
 import logging, os, sys, time
 from absl import flags
 from absl import logging as absl_logging
+from jax._src import xla_bridge
 from launch import cli
 
 CONFIG = cli.define_config()
@@ -41,7 +42,7 @@ def main(argv):
         logging.getLogger('moddepth_jax').warning('to be seen')
     model = CONFIG.value.model
     print(cli.config_name(), model.num_layers, model.windows, model.use_bias,
-          os.environ.get('NPROC'), 'jax' in sys.modules)
+          os.environ.get('NPROC'), xla_bridge.backends_are_initialized())
 
 
 if __name__ == '__main__':

@@ -116,11 +116,6 @@ if jax.__version_info__ < (0, 11):  # later versions have no such option
     OPTIMIZED['xla_cpu_use_fusion_emitters'] = True
 
 
-def compiled(function, *arguments):
-    """`function`, compiled for such arguments."""
-    return jax.jit(function).lower(*arguments).compile()
-
-
 def parameters(fast, names=CASES):
     """Names as pytest parameters; those that are not in `fast` are marked slow."""
     slow = pytest.mark.slow
