@@ -114,3 +114,26 @@ def _matching_d_ff(config, other):
     model = config.model
     missing = count(other) - count(config)
     return model.d_ff + round(missing / (3 * model.num_layers * model.d_model))
+
+
+def counted_flops() -> dict[str, dict]:
+    """FLOPs of one row's forward pass for the shapes of the MoDA paper, for `judges.Evidence`.
+
+    By shape: `length` of the row and, for the `dense` model and for `moda` with mlp slots, FLOPs
+    `halved`, where causal attention counts the visible pairs only, and `full`, where it counts all.
+    """
+    from configs import moda_1b5, moda_48l, moda_700m
+    from moddepth_jax.hparams import from_config
+    from moddepth_jax.model.flops import forward_breakdown
+
+    shapes = {'moda_700m': moda_700m, 'moda_48l': moda_48l, 'moda_1b5': moda_1b5}
+    counted = {}
+    for name, module in shapes.items():
+        length = from_config(module.get_config()).data.sequence_length
+        counted[name] = {'length': length}
+        for model, arguments in (('dense', ['slots=none']), ('moda', [])):
+            hparams = from_config(module.get_config(*arguments))
+            parts = forward_breakdown(hparams, 1, length)
+            total = sum(parts.values())
+            counted[name][model] = {'halved': total, 'full': total + parts['attention']}
+    return counted

@@ -8,16 +8,14 @@ Requirements and versions are those of what is installed here. JAX, its CUDA plu
 never carried.
 """
 
-import contextlib
-import importlib.metadata
 import pathlib
 import re
-import subprocess
 import sys
 
 from absl import flags
 
 from launch import cli
+from moddepth_jax.benchmarks import wheels
 
 INSTALLED = flags.DEFINE_string(
     'installed', None, 'File with the packages of that machine, a line each.', required=True
@@ -27,140 +25,31 @@ PYTHON = flags.DEFINE_string('python', '3.12', 'Version of Python on that machin
 PINS = flags.DEFINE_list(
     'pins', [], 'NAME==VERSION in place of the version that is installed here.'
 )
-DRY_RUN = flags.DEFINE_boolean('dry_run', False, 'Print the list and download nothing.')
-
-# pip takes each tag literally.
-PLATFORMS = tuple(f'manylinux_2_{minor}_x86_64' for minor in (39, 35, 34, 31, 28, 27, 24, 17))
-PLATFORMS += ('manylinux2014_x86_64', 'manylinux1_x86_64')
-# Never carried: hundreds of megabytes, in versions that fit the machine's driver and PyTorch.
-OF_THE_MACHINE = ('jax', 'jaxlib', 'triton')
-
-
-def canonical_name(name: str) -> str:
-    """A package's name as pip compares it."""
-    return re.sub(r'[-_.]+', '-', name).lower()
-
-
-def read_installed(text: str) -> dict[str, str | None]:
-    """Versions by name, None if a line has none, of a pip list, a pip freeze or a list of names.
-
-    Raises:
-      ValueError: a line that is none of these.
-    """
-    found = {}
-    for number, line in enumerate(text.splitlines(), 1):
-        line = line.split('#')[0].strip()
-        if not line or set(line) <= {'-', ' '} or line.split()[:2] == ['Package', 'Version']:
-            continue
-        match = re.match(r'^([A-Za-z0-9][\w.-]*?)(?:(?:==|\s+)(\d[\w.+!-]*)(?:\s.*)?)?$', line)
-        if not match:
-            right = 'must be NAME, NAME==VERSION or NAME VERSION'
-            raise ValueError(f'line {number} of the installed packages, {line!r}: {right}')
-        found[canonical_name(match[1])] = match[2]
-    return found
-
-
-def required() -> list[str]:
-    """What setup.py asks for, and jax-triton of its extra `gpu`, as installed here.
-
-    Raises:
-      ValueError: the project is not installed here.
-    """
-    try:
-        lines = importlib.metadata.requires('moddepth-jax')
-    except importlib.metadata.PackageNotFoundError:
-        raise ValueError('moddepth-jax is not installed here: pip install -e .') from None
-    extra = [line.split(';')[0] for line in lines if line.startswith('jax-triton')]
-    return [line for line in lines if 'extra ==' not in line] + extra
-
-
-def find_needed(requirements: list[str], python: str, installed: dict, known=()) -> dict[str, bool]:
-    """Whether each needed package is missing on Linux, x86-64, by name.
-
-    Args:
-      requirements: lines such as numpy>=2.
-      python: version, such as 3.12.
-      installed: as `read_installed` returns; what is there in a suitable version has what it needs.
-      known: names whose requirements are known to be there.
-
-    Returns:
-      The required packages and those that a missing one requires, as far as it is installed here.
-    """
-    from packaging.requirements import Requirement
-
-    machine = {'sys_platform': 'linux', 'platform_system': 'Linux', 'platform_machine': 'x86_64'}
-    machine |= {'python_version': python, 'python_full_version': f'{python}.3'}
-    machine |= {'os_name': 'posix', 'platform_python_implementation': 'CPython'}
-    found, waiting, seen = {}, [(line, ('',)) for line in requirements], set()
-    while waiting:
-        line, extras = waiting.pop()
-        wanted = Requirement(line)
-        marker, name = wanted.marker, canonical_name(wanted.name)
-        if marker and not any(marker.evaluate(machine | {'extra': extra}) for extra in extras):
-            continue
-        if (line, extras) in seen:
-            continue
-        seen.add((line, extras))
-        version = installed.get(name)
-        missing = name not in installed or bool(
-            version and not wanted.specifier.contains(version, prereleases=True)
-        )
-        found[name] = found.get(name, False) or missing
-        if missing and name not in (*OF_THE_MACHINE, *known):
-            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-                lines = importlib.metadata.requires(name) or ()
-                waiting += [(other, ('', *wanted.extras)) for other in lines]
-    return found
-
-
-def pinned(name: str) -> str:
-    """NAME==VERSION of the version installed here; NAME if there is none."""
-    try:
-        return f'{name}=={importlib.metadata.version(name)}'
-    except importlib.metadata.PackageNotFoundError:
-        return name
-
-
-def download(names: list[str], out: pathlib.Path, python: str):
-    """Downloads a wheel of each package for that machine.
-
-    Args:
-      names: as for pip, such as grain==0.2.18.
-      out: directory.
-      python: version of that machine's Python.
-
-    Raises:
-      ValueError: pip failed; its last line.
-    """
-    words = [sys.executable, '-m', 'pip', 'download', '-q', '--disable-pip-version-check']
-    words += ['--no-deps', '--only-binary=:all:', '--implementation', 'cp']
-    words += ['--python-version', python, '-d', str(out)]
-    words += [word for platform in PLATFORMS for word in ('--platform', platform)]
-    done = subprocess.run([*words, *names], stderr=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise ValueError(f'pip download: {(done.stderr.strip().splitlines() or ["failed"])[-1]}')
+DRY_RUN = flags.DEFINE_boolean('dry_run', False, 'Print the list and wheels.download nothing.')
 
 
 def main(_):
-    installed = read_installed(pathlib.Path(INSTALLED.value).read_text(encoding='utf-8'))
+    installed = wheels.read_installed(pathlib.Path(INSTALLED.value).read_text(encoding='utf-8'))
     if not re.fullmatch(r'3\.\d+', PYTHON.value):
         raise ValueError(f'--python={PYTHON.value}: must be a version such as 3.12')
-    pins = {canonical_name(pin.partition('==')[0]): pin for pin in PINS.value}
-    needed = find_needed(required(), PYTHON.value, installed, pins)
+    pins = {wheels.canonical_name(pin.partition('==')[0]): pin for pin in PINS.value}
+    needed = wheels.find_needed(wheels.required(), PYTHON.value, installed, pins)
     missing = sorted(name for name, lacks in needed.items() if lacks)
-    if kept := [name for name in missing if name in OF_THE_MACHINE]:
+    kept = [name for name in missing if name in wheels.OF_THE_MACHINE]
+    if kept:
         what = 'missing there or too old, and not carried: install it there'
         print(f'{", ".join(kept)}: {what}', file=sys.stderr)
-    names = [pins.get(name) or pinned(name) for name in missing if name not in OF_THE_MACHINE]
+    carried = [name for name in missing if name not in kept]
+    names = [pins.get(name) or wheels.pinned(name) for name in carried]
     print('\n'.join(names) or 'nothing is missing there')
     if DRY_RUN.value or not names:
         return
     out = pathlib.Path(OUT.value)
     out.mkdir(parents=True, exist_ok=True)
-    download(names, out, PYTHON.value)
-    wheels = sorted(out.glob('*.whl'))
-    size = sum(wheel.stat().st_size for wheel in wheels) / 2**20
-    print(f'{len(wheels)} wheels, {size:.1f} MiB, in {out}')
+    wheels.download(names, out, PYTHON.value)
+    files = sorted(out.glob('*.whl'))
+    size = sum(wheel.stat().st_size for wheel in files) / 2**20
+    print(f'{len(files)} wheels, {size:.1f} MiB, in {out}')
 
 
 if __name__ == '__main__':

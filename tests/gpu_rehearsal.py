@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 
-from launch import wheels
+from moddepth_jax.benchmarks import wheels
 from moddepth_jax.benchmarks.results import BAD, FILE, FINAL
 
 ROOT = pathlib.Path(__file__).parents[1]

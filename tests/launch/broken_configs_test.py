@@ -8,8 +8,8 @@ import subprocess
 import sys
 
 import pytest
-from tests.hparams_test import BAD_VALUES
 
+from tests.hparams.from_config_test import BAD_VALUES
 from tests.launch.broken_configs import KINDS, file_text, make_cases, make_folder
 
 ROOT = pathlib.Path(__file__).parents[2]

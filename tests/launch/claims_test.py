@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from launch.claims import counted_flops
+from launch.study_config import counted_flops
 from moddepth_jax.studies import claims
 from tests.studies.made_up_study import made_up
 

@@ -46,7 +46,7 @@ RUNS = [
 
 
 def test_flags_and_overrides_reach_main(toy):
-    """In both forms; status 0, nothing on stderr, and no JAX device is set up yet: main may choose them."""
+    """In both forms; status 0, nothing on stderr, and JAX has not looked for devices yet."""
     for (line, printed), done in zip(RUNS, toy(*(line for line, _ in RUNS)), strict=True):
         assert (done.status, done.stderr) == (0, ''), line
         assert done.stdout.startswith(printed) and done.stdout.endswith('False\n'), line

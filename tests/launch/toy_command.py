@@ -1,4 +1,4 @@
-"""A command without a model that does what --act says, and config files that are broken in one way."""
+"""A command that does what --act says, and config files that are broken in one way."""
 
 import pathlib
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from launch import wheels
+from moddepth_jax.benchmarks import wheels
 
 
 def test_reads_what_pip_prints():
