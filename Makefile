@@ -15,7 +15,7 @@ NEXT_PYTHON ?= $(firstword $(foreach python,$(NEXT_PYTHONS),$(shell $(python) -c
     sys.version_info >= (3, 12) and print("$(python)")' 2>/dev/null)))
 NEXT := .venv-next/bin/python
 NEXT_TESTS := tests/kernels tests/model tests/inference tests/launch/backends_test.py \
-    $(addprefix tests/training/,losses_test.py train_step_test.py sharding_test.py gpu_collectives_test.py)
+    $(addprefix tests/training/,losses_test.py train_step_test.py mesh_test.py gpu_collectives_test.py)
 
 .PHONY: train test test-next has-next test-all faults dry-runs gpu gpu-rehearsal study study-long study-moda study-experts study-gpu study-moda-gpu docs-notebooks
 .DELETE_ON_ERROR:

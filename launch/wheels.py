@@ -25,7 +25,7 @@ PYTHON = flags.DEFINE_string('python', '3.12', 'Version of Python on that machin
 PINS = flags.DEFINE_list(
     'pins', [], 'NAME==VERSION in place of the version that is installed here.'
 )
-DRY_RUN = flags.DEFINE_boolean('dry_run', False, 'Print the list and wheels.download nothing.')
+DRY_RUN = flags.DEFINE_boolean('dry_run', False, 'Print the list and download nothing.')
 
 
 def main(_):
