@@ -43,7 +43,7 @@ class Fastest(NamedTuple):
       parts: the fastest `backends.Parts` that are right; empty if `not_measured`.
       times: of every candidate that is right, in words.
       failed: `candidate: reason` of the others.
-      new: measured now, not read from a file; or nothing was right.
+      new: whether to warn of failures: measured now, not read from a file; or none was right.
       not_measured: why nothing could be measured; '': it was.
     """
 
@@ -82,7 +82,7 @@ def fastest(plan, shapes, device) -> Fastest:
 
 
 def _judge(results, new, plan, shapes):
-    """The fastest of results by label; if none is right, what was not shown to be broken."""
+    """The fastest right candidate, or the first of `plan.proven` not known to be wrong."""
     if 'not_measured' in results:
         return Fastest(not_measured=results['not_measured'])
     by_label = {parts.label(shapes): parts for parts in plan.candidates + plan.otherwise}
@@ -99,7 +99,7 @@ def _judge(results, new, plan, shapes):
 
 
 def key_of(shapes, device) -> dict:
-    """Returns what a measurement holds for; sizes as powers of two, so that few are needed."""
+    """The key of a stored measurement. Sizes are rounded to powers of two: fewer are measured."""
 
     def power(size):
         return 1 << (size - 1).bit_length() if size else 0

@@ -55,7 +55,7 @@ SEQUENCE, DEPTH = (
 )
 IMPLEMENTATIONS = ('reference', *DEPTH)
 DECODING = 'xla'  # decode.py, on every platform
-# A training step has more. Initialization, with at most 2048, and short prompts have fewer, and
+# Below this many queries nothing is measured: initialization, with at most 2048, and short prompts
 # would not regain the seconds that a measurement takes.
 MIN_QUERIES = 4096
 
@@ -138,10 +138,10 @@ class Plan(NamedTuple):
     """What `implementation=None` can run on a GPU.
 
     Attributes:
-      proven: backends that others have run on such a device, in the order of preference where
-        nothing can be measured; the last is XLA's.
+      proven: used, in this order, if nothing can be measured: cuDNN if it supports the shapes,
+        then XLA.
       candidates: what a measurement compares.
-      otherwise: candidates if every one by the first sequence backend fails.
+      otherwise: what is measured next if every candidate with the first sequence backend fails.
       refused: (name, reason) of the backends that do not support these shapes on this device.
     """
 

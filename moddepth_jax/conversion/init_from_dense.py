@@ -17,8 +17,8 @@ from moddepth_jax.model.stack import Stack, unstack_layers
 # The score at which a gate is 1, or close to it with some gradient: sigmoid(5) = 0.993,
 # tanh(3) = 0.995.
 SCORES = {'raw': 1.0, 'sigmoid': 5.0, 'tanh': 3.0}
-# Of a slot's key against the mean query: the higher, the less weight on average, and the more for
-# the few queries of the opposite direction. Which is best is measured.
+# How strongly a slot's key points away from the mean query: a higher value gives the slot less
+# weight on average, but more for the few queries that point the other way. The best is measured.
 STRENGTHS = (0.0, 2.0, 4.0, 8.0)
 SLOTS = {'attention_slot': 'attention', 'ffn_slot': 'mlp', 'block_slot': 'block'}
 RIDGE = 1e-3  # relative to the mean square of the inputs of a fit

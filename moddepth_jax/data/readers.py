@@ -26,7 +26,7 @@ class BadText(ValueError):
     """Text that cannot be used; its message is one line: file and row, problem; remedy.
 
     Attributes:
-      reason: the class of the problem, the same words for each of its kind: 'not JSON'.
+      reason: a fixed phrase for each kind of problem, such as 'not JSON'.
     """
 
     def __init__(self, where: object, reason: str, problem: str, remedy: str):

@@ -117,7 +117,7 @@ def _kinds_and_tokens(hparams, length, routing):
 def depth_readers(hparams: Hparams, length: int, routing: str) -> list[tuple[int, int, int]]:
     """(queries of a row, slots that each sees, slots written before) of each layer that reads them.
 
-    Under `masked` a slot counts for the tokens that have none too.
+    Under `masked` a slot is counted for every token, also for those that have no slot there.
     """
     depth, readers, written = hparams.model.depth, [], 0
     if not depth.stream_class.attends:

@@ -159,7 +159,7 @@ class Checkpoints:
             raise leaves_lib.StateMismatchError(found['differs'])
         if step is None:
             return None
-        # Not by the checkpointer, whose processes would wait for one that could not read.
+        # Without Orbax's checkpointer: if one process failed to read, the others would wait for it.
         state = multihost.run_on_all(lambda: self._read(step, abstract_state))
         return state, step, found['metadata']
 

@@ -186,7 +186,7 @@ def _make_trainer(
 
 
 def restore_or_init(hparams: Hparams, num_steps: int, dataset, mesh, checkpoints) -> tuple:
-    """The newest good state, or that before step 0, placed by `state_shardings`.
+    """The state of the newest good checkpoint, or a fresh one, placed by `state_shardings`.
 
     Every process of a run calls this.
 

@@ -53,11 +53,18 @@ def routing_counts(records, segment_ids_BT):
       segment_ids_BT: int [B, T], 0 for padding.
 
     Returns:
-      dict of float32 [routed layers], numbers of tokens: `real`; `selected`; in the `top_c`; which
-      the causal `rule` selects; `both` of these; `dropped` for lack of capacity; with sigmoid(r)
-      `above_half`. Over the top C the sum of the `gate`; the number of `rows` with a real token,
-      and over these the sum of the lowest score of the top C (`lowest`); and the `histogram` of
-      sigmoid(r) over real tokens, [routed layers, HISTOGRAM_BINS].
+      dict of float32 [routed layers]:
+        real: real tokens.
+        selected: tokens that the block processed.
+        top_c: tokens of the top C.
+        rule: tokens that the causal rule wants.
+        both: tokens of the top C that the causal rule wants.
+        dropped: tokens that the rule wants and the capacity does not hold.
+        above_half: real tokens with sigmoid(r) > 0.5.
+        gate: sum of the gates over the top C.
+        rows: rows with a real token.
+        lowest: sum over these rows of the lowest score of the top C.
+        histogram: real tokens by sigmoid(r), [routed layers, HISTOGRAM_BINS].
     """
     real_LBT = jnp.broadcast_to(segment_ids_BT > 0, records.selected_BT.shape)
     rule_LBT = (records.rule_logits_BT > 0) & real_LBT
@@ -85,12 +92,14 @@ def routing_ratios(counts):
     """`routing_counts` as ratios per routed layer, NaN if the denominator is 0.
 
     Returns:
-      dict: shares of the real tokens: `selected_fraction`; `rule_fraction`, which the causal rule
-      selects; `refused_fraction`, dropped for lack of capacity; `sigmoid_above_half`, with
-      sigmoid(r) > 0.5; `sigmoid_histogram` [routed layers, HISTOGRAM_BINS], by equal bins of
-      sigmoid(r). Besides, `precision` and `recall` of the causal rule against top-C membership;
-      `selected_gate`, the mean gate of the top C; and `lowest_selected_score`, the C-th largest
-      score, mean over rows.
+      dict of:
+        selected_fraction, rule_fraction, refused_fraction: shares of the real tokens that the block
+          processed, that the causal rule wants, and that the rule wants and the capacity drops.
+        sigmoid_above_half: share of the real tokens with sigmoid(r) > 0.5.
+        sigmoid_histogram: shares by equal bins of sigmoid(r), [routed layers, HISTOGRAM_BINS].
+        precision, recall: of the causal rule against membership in the top C.
+        selected_gate: mean gate of the top C.
+        lowest_selected_score: the C-th largest score, mean over rows.
     """
     return {
         'selected_fraction': counts['selected'] / counts['real'],

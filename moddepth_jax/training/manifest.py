@@ -44,7 +44,7 @@ def read_manifest(directory: pathlib.Path) -> dict:
     text = path.read_bytes()
     try:
         manifest = json.loads(text)
-        # The sum over the values does not see white space and other spellings of a value.
+        # The digest covers parsed values, so the text is compared too: spaces, or 1.0 for 1.
         canonical = text == _text(manifest).encode()
         intact = canonical and manifest.pop('sha256') == _own_sha256(manifest)
     except (ValueError, KeyError, TypeError, AttributeError):

@@ -207,7 +207,7 @@ def traced_step_flops(hparams):
     return flops.dot_general_flops(jax.make_jaxpr(train_step)(state, batch))
 
 
-# Nothing is recomputed, and every pair of tokens and of slots is.
+# No rematerialization; every pair of a query and a key or slot is computed.
 LITERAL = {'model.remat': 'none', 'model.attention': 'reference'}
 SHAPE = LITERAL | {
     'model.num_layers': 3,
@@ -235,7 +235,7 @@ TRACED = (
     | {name: knobs | SHAPE for name, (knobs, *_) in KINDS.items()}
     | {name: SHAPE | WIDE | {'data.batch_size': 2} | knobs for name, knobs in LONG.items()}
 )
-NO_DEPTH = ('residual', 'average')  # or next to nothing
+NO_DEPTH = ('residual', 'average')  # streams whose FLOPs are zero or negligible
 FAST = ('predictor', 'attention stream', 'dense stream', 'mod and moda', 'moda attention slots')
 FAST += ('token', 'integrated', 'expert choice', 'masked', *LONG)
 

@@ -160,8 +160,8 @@ def test_what_is_hidden_may_be_nan(name, tiny_config):
     assert np.all(finite)
 
 
-# In these models each token sees itself alone, and one layer at a time is not mute: what moves
-# the logits apart from its own weights can only have come through slots.
+# In these models each token attends to itself alone, and the outputs of all layers but one are
+# turned off: any other influence on the logits came through slots.
 ALONE = {'model.windows': (1,), 'model.num_layers': 4}
 TOKENS_BT = np.random.default_rng(0).permutation(32)[:16].reshape(2, 8)
 # Of a slot: what projects its values, and how many of the layers have that.

@@ -54,8 +54,9 @@ class MixtureOfDepths(nn.Module):
     Attributes:
       hparams: of the model.
       window: of the block's attention.
-      routing: `top_c` selects the C highest scores of each row, which looks at later tokens; else
-        the name of a causal rule, of whose choice the first sizes[-1] tokens are selected.
+      routing: `top_c` selects the C highest scores of each row, which looks at later tokens;
+        otherwise the name of a causal rule: of the tokens that it wants, the first sizes[-1] of
+        each row are selected.
       sizes: ascending static sizes under a causal rule. The block runs at the least of them that
         holds every row.
       writes_slots: whether depth slots are made from the block.
@@ -92,7 +93,7 @@ class MixtureOfDepths(nn.Module):
 
         Returns:
           x'_BTD; the BlockAux; the indices [B, C] of the tokens that its slot inputs belong to, or
-          None for all tokens; and the RoutingRecord. The keys of the BlockAux are meaningless.
+          None for all tokens; and the RoutingRecord. For a cache of the keys call `prefill`.
         """
         scores_BT, rule_logits_BT, gates_BT = self.decide(x_BTD, tokens, args)
         routing = self.hparams.routing
@@ -191,11 +192,14 @@ class MixtureOfDepths(nn.Module):
         which = jnp.sum(largest > jnp.array(self.sizes[:-1], largest.dtype))
         branches = [run_at(size) for size in self.sizes]
         y_BTD, aux = nn.switch(which, branches, self, x_BTD)
-        # The slots bypass the branches, which would copy them.
+        # The depth slots are not returned through the branches: `switch` would copy them.
         return y_BTD, aux._replace(depth=depth)
 
     def _for_slots(self, x_BTD, tokens, aux, indices_BC):
-        """The BlockAux with slot inputs of all tokens (None), or of the indices if masked."""
+        """The BlockAux, and the indices of the tokens that its slot inputs belong to.
+
+        None stands for all tokens; under `masked` they belong to the selected ones.
+        """
         if not self.writes_slots:
             return aux, None
         if self.hparams.depth.skipped_slots == 'masked':
@@ -213,8 +217,8 @@ class MixtureOfDepths(nn.Module):
     ):
         """One new token of each row.
 
-        The selected rows are gathered into the least static bucket that holds them, so that a step
-        costs what it selects; at batch 1 that is a conditional.
+        The selected rows are gathered into the least static bucket that holds them, so that the
+        cost of a step follows their number; at batch 1 the block either runs or does not.
 
         Args:
           x_B1D, tokens: of the new tokens.
@@ -273,7 +277,7 @@ class MixtureOfDepths(nn.Module):
     ):
         """The block on `rows_C` of the batch (B and above: none); the others are unchanged.
 
-        Returns x', KeysValues and SlotInputs of all rows, those of other rows being `skipped`.
+        Returns x', KeysValues and SlotInputs of all rows; other rows get the SlotInputs `skipped`.
         """
         batch, size = x_B1D.shape[0], rows_C.shape[0]
         kv_heads, width = cache.k_BKHS.shape[1:3]

@@ -44,8 +44,8 @@ class Stream(nn.Module):
     Attributes:
       hparams: of the model.
       kind: of the layer.
-      choices: values of its knobs of `model.depth` that have an `auto`, by knob; the first is what
-        `auto` stands for.
+      choices: for each knob of `model.depth` that accepts `auto` and applies to this stream: its
+        values, the first being what `auto` stands for.
       scans: whether layers of equal kind have equal shapes, so that they can share a scan.
       has_ends: whether the embedding writes a slot and the final norm reads once more.
       reads_outputs: whether slots are block outputs [B, T, D] rather than keys and values.
@@ -66,7 +66,10 @@ class Stream(nn.Module):
     parameter_axes = ()
 
     def read(self, x_BTD, depth: DepthSlots | None):
-        """The layer's input, the slots that its heads see, and `depth` with threaded cotangents."""
+        """The layer's input, the slots that its heads see, and `depth`.
+
+        The gradients of the slots flow through the returned `depth`; see SelfAttention.
+        """
         return x_BTD, None, depth
 
     def write(self, y_BTD, slot_inputs: SlotInputs, tokens: TokenInfo, slot_key):
