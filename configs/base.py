@@ -63,7 +63,7 @@ def get_config() -> ConfigDict:
     # none (dense model) | learned | norm | random | position | straight_through
     routing.router = 'none'  # what scores the tokens of the routed blocks
     routing.layers = 'every:2'  # every:N, from layer N-1 on | middle:FIRST:LAST | 1,3,5
-    routing.capacity = 0.125  # fraction of a sequence's tokens that enter a routed block, in (0, 1]
+    routing.capacity = 0.125  # share of a sequence's tokens that a routed block selects, (0, 1]
     routing.capacity_form = 'fraction'  # fraction | log_length: falls with ln T, from 1 to capacity
     routing.log_length_max = 2048  # length at which log_length comes down to capacity
     routing.capacity_stages = ''  # 1:0.2,0.5:0.3: capacity 1 for a fifth of the steps, then 0.5, ..

@@ -1,4 +1,4 @@
-"""Mixture-of-Depths at a FLOP budget: every other block routed, an eighth of the tokens enter.
+"""Mixture-of-Depths at a FLOP budget: every other block routed, an eighth of the tokens selected.
 
 python -m launch.train --config=configs/mod_isoflop.py
 python -m launch.train --config=configs/mod_isoflop.py:size=8x192,budget=1e14

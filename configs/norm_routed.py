@@ -1,4 +1,4 @@
-"""Routing by the norm of the residual stream: no router to train, every token enters at inference.
+"""Routing by the norm of the residual stream: no router to train, no token skips at inference.
 
 python -m launch.train --config=configs/norm_routed.py
 python -m launch.train --config=configs/norm_routed.py:size=24x128,budget=6e13
@@ -8,7 +8,7 @@ held out with every token in every block, which is how it should be used; with t
 training, which looks ahead, at 2.119: a gap of 0.022 nats (one seed). The threshold rule on the
 same weights (launch.evaluate --routing=threshold) gives 2.124 and selects 23% of the tokens.
 
-All but the first five and the last block are routed; the share of tokens that enter falls with the
+All but the first five and the last block are routed; the share of selected tokens falls with the
 logarithm of the sequence length (93 of 256, 256 of 2048).
 """
 

@@ -187,7 +187,7 @@ def _describe(out, data):
     if about['routed']:
         looks = ', which looks at the future' if about['looks_ahead'] else ''
         parts.append(f'by {about["routing"]}{looks}')
-        parts.append(f'{totals["enter_none"]:.1%} enter no routed block')
+        parts.append(f'{totals["enter_none"]:.1%} skip every routed block')
     else:
         parts.append('no block of this model is routed, so there is no routing.png')
     print(', '.join(parts))

@@ -11,11 +11,11 @@
 # ---
 
 # %% [markdown]
-# # Which tokens enter which block
+# # Which tokens each block selects
 #
 # A Mixture-of-Depths model has routed blocks: a router gives every token a score, and only an
-# eighth of the tokens enter the block. The others skip it. This notebook shows which tokens enter:
-# as a heatmap, by score and gate, by kind of text, and by how sure the model is of its next token.
+# eighth of the tokens are selected. The others skip the block. This notebook shows the selected ones
+# in a heatmap, by score and gate, by kind of text, and by how sure the model is of its next token.
 # It also shows how well a causal rule finds them, and what another rule and another capacity would
 # do.
 #
@@ -92,7 +92,7 @@ batch = {'tokens_BT': tokens_BT, 'segment_ids_BT': np.ones_like(tokens_BT)}
 print(
     f'{pathlib.Path(WORKDIR).name}: {hparams.model.num_layers} layers of width '
     f'{hparams.model.d_model}, after {run.step} of {run.num_steps} steps; blocks {routed} are '
-    f'routed\n{hparams.model.routing.num_selected(length)} of {length} tokens of a row enter in '
+    f'routed\n{hparams.model.routing.num_selected(length)} of {length} tokens of a row selected in '
     f'training; here the causal rule "{rule}" decides, on {len(tokens_N):,} tokens of a held-out '
     'document'
 )
@@ -101,7 +101,7 @@ print(
 # ## The heatmap
 #
 # Each column is a token, each row a layer. In training the tokens with the highest scores of the
-# row enter (top C). That looks at later tokens, which do not exist yet when text is generated, so
+# row are selected (top C). That looks at later tokens, which do not exist yet in generation, so
 # afterwards a causal rule decides, for each token alone. Dark: the rule selects the token. Orange:
 # it does not, though the token is among the top C. A good rule leaves little orange.
 
@@ -134,7 +134,7 @@ for i, layer in enumerate(routed):
     above.hist(scores_RN[i, top_RN[i]], bins, color='#1f5f8b', label='top C')
     below.hist(gates_RN[i, selected_RN[i]], 30, color='#1f5f8b')
     above.set(title=f'layer {layer}', xlabel='score of the router', yscale='log')
-    below.set_xlabel('gate of tokens that entered')
+    below.set_xlabel('gate of selected tokens')
 for axes in panels[:, 0]:
     axes.set_ylabel('tokens')
 figure.legend(*panels[0, 0].get_legend_handles_labels(), loc='outside upper right', ncols=2)
@@ -176,7 +176,7 @@ figure, panels = plt.subplots(
 for i, (axes, layer) in enumerate(zip(panels[0], routed, strict=True)):
     axes.barh(names, [100 * row['entered'][i] for row in classes], color='#1f5f8b')
     axes.axvline(100 * selected_RN[i].mean(), color='#d55e00', linewidth=1)
-    axes.set(title=f'layer {layer}', xlabel='% of the tokens that enter')
+    axes.set(title=f'layer {layer}', xlabel='% of the tokens selected')
 panels[0][0].set_ylabel(f'kind of token ({language})')
 panels[0][0].invert_yaxis()
 figure.tight_layout()
@@ -185,7 +185,7 @@ plt.show()
 # %% [markdown]
 # ## How sure the model is
 #
-# If blocks went to the tokens that need them, those that enter more blocks should be the harder
+# If blocks went to the tokens that need them, those selected by more blocks should be the harder
 # ones. Here is the entropy of the next-token distribution by the number of routed blocks that the
 # token entered: half of the tokens lie in a box, the line is their median.
 
@@ -200,8 +200,8 @@ axes.set(xlabel='routed blocks entered', ylabel='entropy of the next token (nats
 plt.show()
 print(
     f'rank correlation {rank_correlation(times_N, seen.entropy_N):+.2f}; '
-    f'{sums["enter_all"]:.1%} of the tokens enter every routed block, '
-    f'{sums["enter_none"]:.1%} enter none'
+    f'{sums["enter_all"]:.1%} of the tokens are selected by every routed block, '
+    f'{sums["enter_none"]:.1%} skip all of them'
 )
 
 # %% [markdown]

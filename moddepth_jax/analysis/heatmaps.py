@@ -1,4 +1,4 @@
-"""Pictures of a model: which tokens enter which block, loads of experts, attention over depth."""
+"""Pictures of a model: selected tokens, loads of experts, attention over depth."""
 
 import functools
 import math

@@ -210,7 +210,9 @@ def _pictures(model) -> list[_Picture]:
     """The pictures of what the model has."""
     pictures = []
     if model.routed_layers:
-        pictures.append(_Picture('routing.png', 'which tokens enter which block', _draw_routing))
+        pictures.append(
+            _Picture('routing.png', 'tokens selected by each routed block', _draw_routing)
+        )
     if model.expert_layers:
         shows = 'how evenly the tokens fall on the experts'
         pictures.append(_Picture('expert_load.png', shows, _draw_expert_load))
