@@ -72,7 +72,6 @@ setuptools.setup(
         'tokenizers>=0.22,<0.24',
         'pygments>=2.17,<3',
         'safetensors>=0.6,<0.9',
-        'zstandard>=0.23,<0.26',
     ],
     extras_require={
         'test': [

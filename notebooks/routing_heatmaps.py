@@ -14,7 +14,7 @@
 # # Which tokens each block selects
 #
 # A Mixture-of-Depths model has routed blocks: a router gives every token a score, and only an
-# eighth of the tokens are selected. The others skip the block. This notebook shows the selected ones
+# eighth of the tokens are selected. The others skip the block. The notebook shows the selected ones
 # in a heatmap, by score and gate, by kind of text, and by how sure the model is of its next token.
 # It also shows how well a causal rule finds them, and what another rule and another capacity would
 # do.
