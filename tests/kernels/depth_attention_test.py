@@ -69,7 +69,10 @@ def narrow_errors(implementation):
         (o, _), pull = jax.vjp(functools.partial(depth_attention, **options), *inputs)
         return o, *pull((do, dlse))
 
-    pairs = list(zip(jit(results)(*inputs), (o, *gradients[:5]), strict=True))
+    # Interpreted kernels run in host callbacks, which can deadlock with the other operations of one
+    # program on a machine with two cores: they run by themselves.
+    run = results if implementation in HOPPER else jit(results)
+    pairs = list(zip(run(*inputs), (o, *gradients[:5]), strict=True))
     assert all(x.dtype == jnp.bfloat16 for x, _ in pairs)
     errors = [np.abs(np.nan_to_num(np.asarray(x, float)) - y).max() for x, y in pairs]
     return errors, [np.abs(y).max() for _, y in pairs]
