@@ -68,8 +68,7 @@ def get_config() -> ConfigDict:
     routing.log_length_max = 2048  # length at which log_length comes down to capacity
     routing.capacity_stages = ''  # 1:0.2,0.5:0.3: capacity 1 for a fifth of the steps, then 0.5, ..
     routing.select_per = 'row'  # row: packed documents compete for the C places | segment
-    # auto (learned: raw) | raw | sigmoid | tanh | none | straight_through: factor on the delta
-    routing.gate = 'auto'
+    routing.gate = 'auto'  # auto (learned: raw) | raw | sigmoid | tanh | none | straight_through
     routing.initial_gate = 1.0  # mean raw gate of selected tokens at step 0 (less above C/T 0.7)
     routing.causal_rule = 'auto'  # auto | predictor | aux_loss | threshold | dense: at evaluation
     routing.predictor_width = 32  # hidden units of the predictor, at most 64; 0: linear

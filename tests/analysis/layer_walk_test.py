@@ -13,7 +13,6 @@ from tests.model.cases import (
     DENSE,
     MODA,
     ROUTED,
-    compiled,
     random_variables,
     small_hparams,
 )
@@ -51,7 +50,7 @@ def test_deltas_make_the_stream_and_the_logits(tiny_config, name):
     def model(variables):
         return Transformer(hparams).apply(variables, TOKENS_BT, SEGMENTS_BT, routing)
 
-    logits_BTV, records = compiled(model, variables)(variables)
+    logits_BTV, records = jax.jit(model)(variables)
     np.testing.assert_allclose(found.logits_BTV, logits_BTV, atol=1e-5, rtol=1e-5)
     assert jax.tree.structure(found.records) == jax.tree.structure(records)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found.records, records)
