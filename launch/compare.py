@@ -1,0 +1,47 @@
+"""Compares finished runs: losses with the spread of their seeds, FLOPs, speed, config, curves.
+
+python -m launch.compare runs/mod_isoflop runs/dense_isoflop
+python -m launch.compare runs/mod-seed* runs/dense-seed* --out=runs/mod-against-dense
+
+Runs that differ in their seed alone form one row. Differences are to the first row, with a 95%
+interval where there are two seeds or more: over pairs if the seeds are the same. --out gets
+compare.json and the curves, compare.png.
+"""
+
+import json
+import pathlib
+
+from absl import flags
+
+from launch import cli
+
+OUT = flags.DEFINE_string('out', 'runs/comparison', 'Directory for compare.json and compare.png.')
+
+
+def main(argv):
+    import rich.console
+    import rich.text
+
+    from moddepth_jax.studies import compare
+    from moddepth_jax.training.run_dir import write_atomically
+    from moddepth_jax.training.summary import replace_nonfinite
+
+    if len(argv) < 2:
+        raise ValueError('RUN: missing; give the directories of one run or more')
+    variants = compare.group_by_config([compare.read_run(path) for path in argv[1:]])
+    rows, warnings = compare.describe(variants), compare.warnings(variants)
+    out = pathlib.Path(OUT.value)
+    out.mkdir(parents=True, exist_ok=True)
+    content = {'runs': rows, 'warnings': warnings, 'knobs': compare.differing_knobs(variants)}
+    text = json.dumps(replace_nonfinite(content), indent=1, allow_nan=False)
+    write_atomically(out / 'compare.json', text + '\n')
+    compare.draw_curves(variants, out / 'compare.png')
+    console = rich.console.Console(highlight=False)
+    for table in compare.tables(variants, rows):
+        console.print(table)
+    for line in (*(f'note: {warning}' for warning in warnings), f'curves: {out}/compare.png'):
+        console.print(rich.text.Text(line), soft_wrap=True)
+
+
+if __name__ == '__main__':
+    cli.run(main, positional='RUN ...   directories of finished runs')

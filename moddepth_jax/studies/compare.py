@@ -1,0 +1,320 @@
+"""Finished runs next to each other: losses with the spread of their seeds, costs, differences."""
+
+import dataclasses
+import itertools
+import json
+import math
+import pathlib
+import statistics
+
+import numpy as np
+import rich.table
+import rich.text
+from flax import traverse_util
+from matplotlib import rc_context
+
+from moddepth_jax.studies.plot_style import COLOURS, SETTINGS, new_figure, scientific
+from moddepth_jax.studies.statistics import INVALID_GAP, Interval, interval
+from moddepth_jax.training.metrics import read_metrics
+from moddepth_jax.training.progress import format_count
+from moddepth_jax.training.run_dir import CONFIG_FILE, read_config
+from moddepth_jax.training.summary import SUMMARY_FILE
+
+SAME_FLOPS = 0.01  # budgets that differ by less are called equal
+# Knobs that change what a run shows or how fast it is, and not what it learns.
+SILENT = ('report', 'logging', 'training.compilation_cache', 'seed')
+SMOOTHED = 30  # points of a training curve, each the mean of the rows before it
+LINES = ('-', '--', ':', '-.')
+DRAWN = ('blue', 'orange', 'green', 'red', 'rose', 'sky', 'black', 'grey')
+COLUMNS = 4  # variants side by side in a terminal
+
+
+@dataclasses.dataclass(frozen=True)
+class FinishedRun:
+    """A run with its summary.
+
+    Attributes:
+      path: its directory, as given.
+      knobs: its config, by dotted name.
+      summary: content of summary.json.
+      rows: of metrics.jsonl.
+    """
+
+    path: str
+    knobs: dict
+    summary: dict
+    rows: list[dict]
+
+    def value(self, name: str) -> float:
+        """A number of the evaluation; NaN if it has none, as that of a diverged run."""
+        value = self.summary['eval'].get(name)
+        return math.nan if value is None else value
+
+    def flops_at(self, steps) -> np.ndarray:
+        """Training FLOPs after `steps` steps, an array; stages have different costs."""
+        stages = self.summary['stages']
+        ends = [stage['first_step'] for stage in stages[1:]] + [math.inf]
+        total = np.zeros(len(steps))
+        for stage, end in zip(stages, ends, strict=True):
+            total += stage['flops_per_step'] * np.clip(steps, stage['first_step'], end)
+            total -= stage['flops_per_step'] * stage['first_step']
+        return total
+
+    def curve(self, name: str) -> np.ndarray:
+        """[2, points]: steps, and the values of the rows of metrics.jsonl that have `name`."""
+        points = [(row['step'], row[name]) for row in self.rows if row.get(name) is not None]
+        return np.array(points, float).reshape(-1, 2).T
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """Runs that differ in nothing but their seed.
+
+    Attributes:
+      name: the directory of the first.
+      runs: by seed, ascending.
+    """
+
+    name: str
+    runs: tuple[FinishedRun, ...]
+
+    @property
+    def seeds(self) -> list[int]:
+        """Those of the runs."""
+        return [run.knobs['seed'] for run in self.runs]
+
+    def values(self, name: str = 'bits_per_byte') -> list[float]:
+        """A number of the evaluation of each run."""
+        return [run.value(name) for run in self.runs]
+
+    def minus(self, other: 'Variant') -> tuple[Interval, str]:
+        """The difference of the mean losses in bits a byte, and how its interval was found.
+
+        Runs of equal seeds read the same data in the same order, so they are compared in pairs.
+        """
+        mine, others = self.values(), other.values()
+        if self.seeds == other.seeds:
+            return interval([np.subtract(mine, others)]), 'paired'
+        return interval([mine, others], (1, -1)), 'unpaired'
+
+
+def read_run(path: str) -> FinishedRun:
+    """Read a finished run.
+
+    Raises:
+      ValueError: one line, if there is no run, or one that has not finished.
+    """
+    try:
+        config, _ = read_config(path)
+    except ValueError as error:
+        raise ValueError(str(error).removeprefix('--workdir=')) from None
+    knobs = traverse_util.flatten_dict(config, sep='.')
+    file = pathlib.Path(path) / SUMMARY_FILE
+    if not file.exists():
+        command = f'python -m launch.train --config={path}/{CONFIG_FILE} --workdir={path}'
+        raise ValueError(f'{path}: has not finished (no {SUMMARY_FILE}); finish it: {command}')
+    try:
+        summary = json.loads(file.read_text(encoding='utf-8'))
+    except ValueError as error:
+        right = 'remove it and start the run again, which writes it from the last checkpoint'
+        raise ValueError(f'{file}: unreadable ({error}); {right}') from None
+    return FinishedRun(path, knobs, summary, read_metrics(path))
+
+
+def _is_silent(name):
+    return any(name == silent or name.startswith(f'{silent}.') for silent in SILENT)
+
+
+def group_by_config(runs: list[FinishedRun]) -> list[Variant]:
+    """The runs grouped by what they learn: their config without the seed, in the order given.
+
+    Raises:
+      ValueError: one line, if two runs of a group have the same seed.
+    """
+    groups = {}
+    for run in runs:
+        key = tuple(sorted((k, repr(v)) for k, v in run.knobs.items() if not _is_silent(k)))
+        groups.setdefault(key, []).append(run)
+    variants = []
+    for group in groups.values():
+        group.sort(key=lambda run: run.knobs['seed'])
+        for one, other in itertools.pairwise(group):
+            if one.knobs['seed'] == other.knobs['seed']:
+                raise ValueError(
+                    f'{one.path} and {other.path}: are the same run, seed included; give one of '
+                    'them, or train another with --config.seed'
+                )
+        variants.append(Variant(group[0].path, tuple(group)))
+    return variants
+
+
+def differing_knobs(variants: list[Variant]) -> dict[str, list]:
+    """The knobs in which the variants differ, with their values; '-' where a config has none."""
+    configs = [variant.runs[0].knobs for variant in variants]
+    names = sorted(name for name in set().union(*configs) if not _is_silent(name))
+    values = {name: [config.get(name, '-') for config in configs] for name in names}
+    return {name: row for name, row in values.items() if len(set(map(repr, row))) > 1}
+
+
+def warnings(variants: list[Variant]) -> list[str]:
+    """Why the losses or times of the variants cannot be compared, one line each."""
+    runs = [run for variant in variants for run in variant.runs]
+    found = []
+
+    def differ(what, values, consequence):
+        if len(set(values)) > 1:
+            listed = ', '.join(
+                f'{run.path} {value}' for run, value in zip(runs, values, strict=True)
+            )
+            found.append(f'{what} differ: {consequence} ({listed})')
+
+    def knobs(name):
+        return [str(run.knobs.get(name)) for run in runs]
+
+    texts = [run.summary['corpus_sha256'][:8] for run in runs]
+    differ('texts', texts, 'their losses say nothing about the models')
+    differ('rows', knobs('data.sequence_length'), 'a longer row gives more context to a token')
+    differ('batches', knobs('evaluation.final_batches'), 'the held-out text is not the same')
+    flops = [run.summary['total_flops'] for run in runs]
+    if max(flops) > (1 + SAME_FLOPS) * min(flops):
+        ratio = max(flops) / min(flops)
+        found.append(f'training FLOPs differ by a factor of {ratio:.3g}: more training, less loss')
+    devices = [run.summary['versions']['device'] for run in runs]
+    differ('devices', devices, 'tokens a second do not compare the models')
+    for run in runs:
+        if run.value('routing_gap') >= INVALID_GAP:
+            gap = run.value('routing_gap')
+            found.append(f'{run.path}: a routing gap of {gap:.3f} nats makes the run invalid')
+    if any(len(variant.runs) < 2 for variant in variants):
+        found.append('one seed shows no spread: train more of them with --config.seed')
+    return found
+
+
+def _median_rate(run):
+    rates = run.curve('tokens_per_second')[1]
+    return float(np.median(rates)) if len(rates) else math.nan
+
+
+def describe(variants: list[Variant]) -> list[dict]:
+    """A row of numbers for each variant; the first is the base of `difference`."""
+    rows = []
+    for variant in variants:
+        losses, summary = variant.values(), variant.runs[0].summary
+        row = {
+            'name': variant.name,
+            'runs': [run.path for run in variant.runs],
+            'seeds': variant.seeds,
+            'bits_per_byte': losses,
+            'mean_bits_per_byte': statistics.fmean(losses),
+            'std_bits_per_byte': statistics.stdev(losses) if len(losses) > 1 else None,
+            'loss': statistics.fmean(variant.values('loss')),
+            'routing_gap': statistics.fmean(variant.values('routing_gap')),
+            'parameters': summary['parameters'],
+            'active_parameters': summary['active_parameters'],
+            'steps': summary['final_step'],
+            'total_flops': summary['total_flops'],
+            'flops_per_forward': summary['flops_per_step'] / 3,
+            'tokens_per_second': statistics.fmean(map(_median_rate, variant.runs)),
+            'seconds': statistics.fmean(run.summary['seconds'] for run in variant.runs),
+        }
+        if variant is not variants[0]:
+            difference, how = variant.minus(variants[0])
+            row['difference'] = {**difference._asdict(), 'how': how}
+        rows.append(row)
+    return rows
+
+
+def _number(value, digits, missing=''):
+    return missing if value is None or math.isnan(value) else format(value, digits)
+
+
+def _difference(row):
+    if 'difference' not in row:
+        return 'base'
+    found = Interval(*(row['difference'][name] for name in Interval._fields))
+    return format(found, '+.4f').replace(' (no interval)', '').replace(' (', '\n(')
+
+
+def _cells(row):
+    """What the table shows of a variant, by heading."""
+    spread = '' if len(row['seeds']) < 2 else f' ± {row["std_bits_per_byte"]:.4f}'
+    return {
+        'seeds': ', '.join(map(str, row['seeds'])),
+        'bits a byte, held out': _number(row['mean_bits_per_byte'], '.4f', 'n/a') + spread,
+        'difference (95%)': _difference(row),
+        'nats a token': _number(row['loss'], '.4f', 'n/a'),
+        'routing gap (nats)': _number(row['routing_gap'], '+.4f'),
+        'parameters': format_count(row['parameters']),
+        'training FLOPs': f'{row["total_flops"]:.4g}'.replace('e+', 'e'),
+        'forward FLOPs a batch': format_count(row['flops_per_forward']),
+        'steps': f'{row["steps"]:,}',
+        'tokens a second': _number(row['tokens_per_second'], ',.0f'),
+    }
+
+
+def tables(variants: list[Variant], rows: list[dict]) -> list[rich.table.Table]:
+    """Tables for the console, COLUMNS variants in each: the numbers, then the knobs that differ.
+
+    Args:
+      variants: of `group_by_config`.
+      rows: of `describe`.
+    """
+    found, knobs = [], differing_knobs(variants)
+    for first in range(0, len(variants), COLUMNS):
+        table = rich.table.Table()
+        table.add_column('')
+        for variant in variants[first : first + COLUMNS]:
+            table.add_column(rich.text.Text(variant.name), justify='right', overflow='fold')
+        cells = [_cells(row) for row in rows[first : first + COLUMNS]]
+        for name in cells[0]:
+            if any(cell[name] for cell in cells):
+                table.add_row(name, *(cell[name] for cell in cells))
+        table.add_section()
+        for name, values in knobs.items():
+            shown = values[first : first + COLUMNS]
+            table.add_row(name, *(rich.text.Text(str(value)) for value in shown))
+        found.append(table)
+    return found
+
+
+def draw_curves(variants: list[Variant], path: pathlib.Path):
+    """Training and held-out losses over training FLOPs; one colour a variant, one line a seed."""
+    with rc_context(SETTINGS):
+        figure = new_figure(8.6, 3.6)
+        panels = figure.subplots(1, 2)
+        looks = itertools.product(LINES, (COLOURS[name] for name in DRAWN))
+        for variant, (line, colour) in zip(variants, looks, strict=False):
+            for number, run in enumerate(variant.runs):
+                look = {'color': colour, 'linestyle': line, 'linewidth': 1.2, 'alpha': 0.85}
+                label = None if number else _label(variant)
+                steps, losses = run.curve('loss')
+                parts = np.array_split(np.arange(len(steps)), min(SMOOTHED, len(steps)) or 1)
+                ends = [part[-1] for part in parts if len(part)]
+                means = [losses[part].mean() for part in parts if len(part)]
+                panels[0].plot(run.flops_at(steps[ends]), means, label=label, **look)
+                steps, bits = run.curve('eval/bits_per_byte')
+                panels[1].plot(run.flops_at(steps), bits, marker='o', markersize=2.5, **look)
+        for axes, what in zip(
+            panels, ('training loss (nats a token)', 'held-out (bits a byte)'), strict=True
+        ):
+            axes.set_xlabel('training FLOPs')
+            axes.set_ylabel(what)
+            axes.xaxis.set_major_formatter(lambda value, _: scientific(value) if value else '0')
+            _zoom(axes)
+        figure.legend(loc='outside lower center', ncols=min(3, len(variants)))
+        figure.savefig(path)
+
+
+def _label(variant):
+    seeds = len(variant.runs)
+    return variant.name + (f' ({seeds} seeds)' if seeds > 1 else '')
+
+
+def _zoom(axes):
+    """Limit the y axis to the last nine tenths of every curve: the first losses are far above."""
+    late = [line.get_ydata()[len(line.get_ydata()) // 10 :] for line in axes.lines]
+    values = np.concatenate([np.asarray(part, float) for part in late]) if late else np.zeros(0)
+    values = values[np.isfinite(values)]
+    if len(values):
+        room = 0.05 * (values.max() - values.min()) or 0.1
+        axes.set_ylim(values.min() - room, values.max() + room)

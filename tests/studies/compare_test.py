@@ -1,0 +1,141 @@
+"""Runs made by hand: how they are grouped, compared, and warned about."""
+
+import json
+
+import numpy as np
+import pytest
+import scipy.stats
+
+from configs import base
+from moddepth_jax.studies import compare
+from moddepth_jax.training.run_dir import CONFIG_FILE, open_workdir
+
+LOSSES = {'mod': [2.0, 2.2, 2.1], 'dense': [2.1, 2.32, 2.19]}
+
+
+@pytest.fixture
+def make_run(tmp_path):
+    """Writes a finished run of three evaluations; returns its directory."""
+
+    def write(name, bits, knobs=(), **changes):
+        config = base.get_config()
+        for knob, value in dict(knobs).items():
+            config.update_from_flattened_dict({knob: value})
+        path = tmp_path / name
+        open_workdir(path, json.loads(config.to_json()))
+        stages = [
+            {'first_step': 0, 'flops_per_step': 8.0},
+            {'first_step': 6, 'flops_per_step': 2.0},
+        ]
+        summary = {
+            'eval': {'loss': bits * np.log(2), 'bits_per_byte': bits, 'routing_gap': 0.001},
+            'parameters': 1000,
+            'active_parameters': 1000,
+            'final_step': 10,
+            'total_flops': 56.0,
+            'flops_per_step': 2.0,
+            'seconds': 5.0,
+            'stages': stages,
+            'corpus_sha256': 'aa',
+            'versions': {'device': 'cpu'},
+        }
+        (path / 'summary.json').write_text(json.dumps(summary | changes))
+        rows = [{'step': s, 'loss': 3 - s / 9, 'tokens_per_second': 10.0 * s} for s in (2, 6, 10)]
+        rows += [{'step': 10, 'eval/bits_per_byte': bits}]
+        (path / 'metrics.jsonl').write_text(''.join(f'{json.dumps(row)}\n' for row in rows))
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def paths(make_run):
+    """Three seeds of two models."""
+    router = {'mod': 'learned', 'dense': 'none'}
+    return [
+        make_run(f'{name}{seed}', bits, {'seed': seed, 'model.routing.router': router[name]})
+        for name, losses in LOSSES.items()
+        for seed, bits in enumerate(losses)
+    ]
+
+
+def read(paths):
+    return compare.group_by_config([compare.read_run(path) for path in paths])
+
+
+def test_runs_that_differ_in_their_seed_are_one_variant(paths):
+    """In any order, and whatever the prompt of their samples was."""
+    variants = read(paths[::-1])
+    assert [variant.seeds for variant in variants] == [[0, 1, 2]] * 2
+    assert compare.differing_knobs(variants) == {'model.routing.router': ['none', 'learned']}
+
+
+def test_equal_seeds_are_compared_in_pairs(paths):
+    """By the t interval of scipy; other seeds are compared by Welch's."""
+    mod, dense = read(paths)
+    found, how = dense.minus(mod)
+    pairs = scipy.stats.ttest_rel(LOSSES['dense'], LOSSES['mod']).confidence_interval()
+    np.testing.assert_allclose(found, [0.31 / 3, pairs.low, pairs.high])
+    assert how == 'paired'
+    found, how = dense.minus(read(paths[:2])[0])
+    welch = scipy.stats.ttest_ind(LOSSES['dense'], LOSSES['mod'][:2], equal_var=False)
+    np.testing.assert_allclose(found[1:], welch.confidence_interval())
+    assert how == 'unpaired'
+
+
+def test_rows_hold_the_spread_and_the_costs(paths):
+    mod, dense = compare.describe(read(paths))
+    assert mod['std_bits_per_byte'] == pytest.approx(0.1)
+    assert mod['tokens_per_second'] == 60 and 'difference' not in mod
+    assert dense['difference']['mean'] == pytest.approx(0.31 / 3)
+
+
+def test_flops_follow_the_stages(paths):
+    run = compare.read_run(paths[0])
+    np.testing.assert_allclose(run.flops_at(np.array([0, 3, 6, 10])), [0, 24, 48, 56])
+
+
+@pytest.mark.parametrize(
+    ('change', 'knobs', 'part'),
+    [
+        ({'corpus_sha256': 'bb'}, {}, 'texts differ'),
+        ({'total_flops': 60.0}, {}, 'factor of 1.07'),
+        ({'versions': {'device': 'gpu'}}, {}, 'devices differ'),
+        ({'eval': {'loss': 1, 'bits_per_byte': 1, 'routing_gap': 0.06}}, {}, '0.060 nats'),
+        ({}, {'data.sequence_length': 64}, 'rows differ'),
+        ({}, {'model.num_layers': 3}, 'one seed'),
+    ],
+)
+def test_what_cannot_be_compared_is_said(make_run, change, knobs, part):
+    runs = make_run('one', 2.0), make_run('two', 2.1, knobs | {'seed': 1}, **change)
+    assert any(part in line for line in compare.warnings(read(runs)))
+
+
+def test_comparable_runs_have_no_warning(paths):
+    assert not compare.warnings(read(paths))
+
+
+def test_a_diverged_run_is_shown(make_run):
+    """Its loss is null in summary.json."""
+    lost = make_run('lost', 2.0, eval={'loss': None, 'bits_per_byte': None})
+    (variant,) = read([lost])
+    (table,) = compare.tables([variant], compare.describe([variant]))
+    assert 'n/a' in [cell for column in table.columns for cell in column.cells]
+
+
+def test_refusals_are_one_line(make_run, paths, tmp_path):
+    with pytest.raises(ValueError, match='same run, seed included'):
+        read([paths[0], paths[0]])
+    with pytest.raises(ValueError, match=f'nothing: holds no {CONFIG_FILE}'):
+        compare.read_run(str(tmp_path / 'nothing'))
+    (tmp_path / 'mod0' / 'summary.json').unlink()
+    with pytest.raises(ValueError, match='finish it: python -m launch.train'):
+        compare.read_run(paths[0])
+    (tmp_path / 'mod1' / 'summary.json').write_text('{')
+    with pytest.raises(ValueError, match='summary.json: unreadable'):
+        compare.read_run(paths[1])
+
+
+def test_curves_show_every_run(paths, tmp_path):
+    compare.draw_curves(read(paths), tmp_path / 'compare.png')
+    assert (tmp_path / 'compare.png').read_bytes().startswith(b'\x89PNG')
