@@ -9,7 +9,7 @@ const FATES = [
   ['skips', '#f3f1ec'],
   ['skips, but is in the top C of the window', '#f2b28a'],
   ['selected by the rule, but no room', '#b88fc0'],
-  ['enters', '#1f5f8b'],
+  ['processed', '#1f5f8b'],
 ];
 const CLASS_COLOURS = {
   'start of text': '#d9d6ce', whitespace: '#f3f1ec', keyword: '#8fb9e3', identifier: '#fff3c4',
@@ -49,7 +49,7 @@ function fate(layer, i) {
   return layer.top_c[i] ? 1 : 0;
 }
 
-function timesEntered(i) {
+function timesProcessed(i) {
   return routed.reduce((sum, layer) => sum + layer.entered[i], 0);
 }
 
@@ -69,14 +69,14 @@ function ramp(values, [low, high], digits, none) {
 
 const WAYS = [
   {
-    name: 'how many routed blocks the token enters', of: [], needs: routed.length,
+    name: 'how many routed blocks process the token', of: [], needs: routed.length,
     make: () => ({
-      paint: (i) => blend(timesEntered(i) / routed.length),
+      paint: (i) => blend(timesProcessed(i) / routed.length),
       keys: totals.blocks_entered.map((_, n) => [`${n} of ${routed.length}`, blend(n / routed.length)[0]]),
     }),
   },
   {
-    name: 'whether it enters', of: routed,
+    name: 'whether the layer processes it', of: routed,
     make: (layer) => ({
       paint: (i) => [FATES[fate(layer, i)][1], fate(layer, i) === 3 ? '#fff' : '#1d2733'],
       keys: FATES.filter((_, kind) => tokens.shown.some((_, i) => fate(layer, i) === kind)),
@@ -106,6 +106,7 @@ const WAYS = [
 
 const spans = [];
 let current = -1;
+let pinned = false; // the box keeps its token
 
 function drawText() {
   const inside = document.createDocumentFragment();
@@ -173,7 +174,7 @@ function select(i) {
       ? `loss on “${tokens.shown[i + 1].replace(/\n/g, '')}”, which follows: ${number(tokens.loss[i])} nats`
       : 'nothing follows here, so there is no loss'),
   ];
-  const shows = ['layer', 'enters'];
+  const shows = ['layer', 'processed'];
   if (routed.length) shows.push('top-C', 'score', 'gate');
   if (about.rule_column) shows.push(about.rule_column);
   shows.push('change');
@@ -182,7 +183,7 @@ function select(i) {
     const change = number(layer.relative[i]);
     if (!layer.routed) {
       const blank = routed.length ? ['', '', '', ...(about.rule_column ? [''] : [])] : [];
-      return [layer.layer, 'all do', ...blank, change, ...(routed.length ? [change] : [])];
+      return [layer.layer, 'all', ...blank, change, ...(routed.length ? [change] : [])];
     }
     const moved = layer.relative[i] === null ? null : Math.abs(layer.gate[i]) * layer.relative[i];
     return [
@@ -192,6 +193,11 @@ function select(i) {
       layer.entered[i] ? change : '–', layer.entered[i] ? number(moved) : '–',
     ];
   });
+  if (pinned) {
+    const note = element('div', 'kept here until a second click or Escape');
+    note.className = 'pinned';
+    side.push(note);
+  }
   get('side').replaceChildren(...side, table(shows, rows));
 }
 
@@ -200,13 +206,22 @@ function listen() {
   get('colour').addEventListener('change', offerLayers);
   get('layer').addEventListener('change', paint);
   const pointed = (event) => select(Number(event.target.dataset.i ?? NaN));
-  get('text').addEventListener('mouseover', pointed);
-  get('text').addEventListener('click', pointed);
+  get('text').addEventListener('mouseover', (event) => { if (!pinned) pointed(event); });
+  get('text').addEventListener('click', (event) => {
+    const i = Number(event.target.dataset.i ?? NaN);
+    pinned = i >= 0 && !(pinned && i === current);
+    select(i >= 0 ? i : current);
+  });
   get('text').addEventListener('focus', () => select(Math.max(current, 0)));
   get('text').addEventListener('keydown', (event) => {
+    if (event.key === 'Escape') {
+      pinned = false;
+      select(current);
+    }
     const by = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10 }[event.key];
     if (!by) return;
     event.preventDefault();
+    pinned = true;
     select(Math.min(Math.max(current + by, 0), size - 1));
     spans[current].scrollIntoView({ block: 'nearest' });
   });
@@ -240,9 +255,9 @@ function drawTop() {
   ];
   if (routed.length) {
     tiles.push(
-      tile(percent(totals.enter_none), 'of the tokens enter no routed block'),
-      tile(percent(totals.enter_all), `of the tokens enter every routed block (${routed.length})`),
-      tile(signed(totals.entropy_correlation), 'rank correlation of the number of routed blocks that a token enters with the entropy there'),
+      tile(percent(totals.enter_none), 'of the tokens skip every routed block'),
+      tile(percent(totals.enter_all), `of the tokens pass every routed block (${routed.length})`),
+      tile(signed(totals.entropy_correlation), 'rank correlation of the number of routed blocks that process a token with its entropy'),
     );
   }
   get('tiles').append(...tiles);
@@ -250,7 +265,7 @@ function drawTop() {
 
 function drawTables() {
   const spread = ([mean, low, middle, high]) => [mean, low, middle, high].map((x) => number(x));
-  const head = ['layer', 'tokens that enter', ...(routed.length ? ['top-C takes', 'both', 'no room', 'score and change, rank correlation'] : []),
+  const head = ['layer', 'tokens processed', ...(routed.length ? ['in the top C', 'both', 'no room', 'score and change, rank correlation'] : []),
     'change, mean', '10%', 'median', '90%'];
   get('layers').append(table(head, totals.layers.map((layer) => [
     layer.layer, layer.routed ? percent(layer.entered) : 'all',
@@ -259,13 +274,13 @@ function drawTables() {
     ...spread(layer.relative),
   ])));
   get('classes').append(table(
-    ['kind', 'tokens', 'share', ...routed.map((layer) => `enter layer ${layer.layer}`), 'mean entropy', 'mean loss'],
+    ['kind', 'tokens', 'share', ...routed.map((layer) => `processed by layer ${layer.layer}`), 'mean entropy', 'mean loss'],
     totals.classes.map((row) => [row.class, row.tokens, percent(row.tokens / size),
       ...row.entered.map((x) => percent(x)), number(row.entropy), number(row.loss)]),
   ));
   if (routed.length) {
     get('counts').append(table(
-      ['routed blocks entered', 'tokens', 'share', 'mean entropy, nats'],
+      ['routed blocks passed', 'tokens', 'share', 'mean entropy, nats'],
       totals.blocks_entered.map((row, n) => [n, row.tokens, percent(row.tokens / size), number(row.entropy)]),
     ));
   }
