@@ -93,14 +93,17 @@ def get_config() -> ConfigDict:
     data.log_windows = False  # write the windows of each step to windows-PROCESS.jsonl
 
     optimizer = config.optimizer = ConfigDict()
+    optimizer.name = 'adamw'  # adamw | lion | muon (matrices of the blocks; Adam for the rest)
     optimizer.learning_rate = 3e-3  # peak, reached after the warm-up
-    optimizer.final_fraction = 0.1  # of the peak, at the last step of the cosine
+    optimizer.schedule = 'cosine'  # after the warm-up: cosine | wsd (flat, then linear) | constant
+    optimizer.decay_fraction = 0.2  # of the steps after the warm-up, in which wsd decays
+    optimizer.final_fraction = 0.1  # of the peak, at the last step of cosine and wsd
     optimizer.warmup_fraction = 0.03  # of the steps, linear from 0
-    optimizer.b1 = 0.9  # AdamW: decay of the gradient's mean
-    optimizer.b2 = 0.98  # AdamW: decay of the gradient's square
-    optimizer.eps = 1e-8  # AdamW: added to the root
-    optimizer.weight_decay = 0.1  # AdamW, on matrices only
-    optimizer.decay_embeddings = True  # AdamW: the embedding table, tied or not, decays too
+    optimizer.b1 = 0.9  # decay of the gradient's mean
+    optimizer.b2 = 0.98  # decay of the gradient's square (lion: of its mean)
+    optimizer.eps = 1e-8  # added to the root
+    optimizer.weight_decay = 0.1  # on matrices only
+    optimizer.decay_embeddings = True  # so does the embedding, tied or not; never under muon
     optimizer.clip_norm = 1.0  # of the gradient's norm, the predictor's apart; 0: no clipping
     optimizer.z_loss = 1e-4  # weight of the mean squared log-partition of the logits
 

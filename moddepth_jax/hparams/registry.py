@@ -1,7 +1,10 @@
 """The tables of what a knob can name: classes or functions that register themselves."""
 
 import collections.abc
-import importlib
+import functools
+import importlib.util
+import pathlib
+import re
 
 
 class Registry(collections.abc.Mapping):
@@ -13,15 +16,17 @@ class Registry(collections.abc.Mapping):
         class NormRouter(Router):
             ...
 
+    Names are looked up in the source of `module`, so that a config with a wrong one is refused
+    before JAX and Flax are imported; a choice itself imports the module.
+
     Args:
+      name: of the table in the code, as above.
       knob: dotted name of the knob, for error messages.
-      module: the module in which this package's own choices register themselves. The first look-up
-        imports it: so a config can be checked against all choices, while `hparams` itself needs
-        neither JAX nor Flax.
+      module: the module or package in which this package's own choices register themselves.
     """
 
-    def __init__(self, knob: str, module: str):
-        self._knob, self._module, self._choices = knob, module, {}
+    def __init__(self, name: str, knob: str, module: str):
+        self._name, self._knob, self._module, self._choices = name, knob, module, {}
 
     def register(self, name: str):
         """Return a decorator that adds a class or function under `name`.
@@ -42,20 +47,37 @@ class Registry(collections.abc.Mapping):
 
         return add
 
+    @functools.cached_property
+    def _own_names(self):
+        spec = importlib.util.find_spec(self._module)
+        folders = spec.submodule_search_locations or ()
+        files = [file for folder in folders for file in sorted(pathlib.Path(folder).glob('*.py'))]
+        pattern = rf"^@{self._name}\.register\('(\w+)'\)"
+        texts = [file.read_text(encoding='utf-8') for file in files or [pathlib.Path(spec.origin)]]
+        return [name for text in texts for name in re.findall(pattern, text, re.MULTILINE)]
+
     def __getitem__(self, name):
-        importlib.import_module(self._module)
+        if name not in self._choices:
+            importlib.import_module(self._module)
         return self._choices[name]
 
+    def __contains__(self, name):
+        return name in self._choices or name in self._own_names
+
     def __iter__(self):
-        importlib.import_module(self._module)
-        return iter(self._choices)
+        return iter(dict.fromkeys([*self._own_names, *self._choices]))
 
     def __len__(self):
-        importlib.import_module(self._module)
-        return len(self._choices)
+        return len(list(iter(self)))
 
 
-ROUTERS = Registry('model.routing.router', 'moddepth_jax.model.mod.routers')
-CAUSAL_RULES = Registry('model.routing.causal_rule', 'moddepth_jax.model.mod.causal_rules')
-EXPERT_PRODUCTS = Registry('model.experts.product', 'moddepth_jax.model.moe.grouped_matmul')
-STREAMS = Registry('model.depth.stream', 'moddepth_jax.model.streams')
+ROUTERS = Registry('ROUTERS', 'model.routing.router', 'moddepth_jax.model.mod.routers')
+CAUSAL_RULES = Registry(
+    'CAUSAL_RULES', 'model.routing.causal_rule', 'moddepth_jax.model.mod.causal_rules'
+)
+EXPERT_PRODUCTS = Registry(
+    'EXPERT_PRODUCTS', 'model.experts.product', 'moddepth_jax.model.moe.grouped_matmul'
+)
+STREAMS = Registry('STREAMS', 'model.depth.stream', 'moddepth_jax.model.streams')
+OPTIMIZERS = Registry('OPTIMIZERS', 'optimizer.name', 'moddepth_jax.training.optimizer')
+SCHEDULES = Registry('SCHEDULES', 'optimizer.schedule', 'moddepth_jax.training.optimizer')

@@ -6,8 +6,9 @@ import fractions
 import math
 import os
 
-from moddepth_jax.hparams.checks import MAX_INT, above_zero, fraction, positive, refuse
+from moddepth_jax.hparams.checks import MAX_INT, above_zero, fraction, one_of, positive, refuse
 from moddepth_jax.hparams.model import ModelHparams
+from moddepth_jax.hparams.registry import OPTIMIZERS, SCHEDULES
 from moddepth_jax.hparams.routing import Stage
 
 
@@ -98,9 +99,12 @@ def _members(mixture):
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerHparams:
-    """AdamW, its schedule and clipping; knobs as in configs/base.py."""
+    """The optimizer, its schedule and clipping; knobs as in configs/base.py."""
 
+    name: str
     learning_rate: float
+    schedule: str
+    decay_fraction: float
     final_fraction: float
     warmup_fraction: float
     b1: float
@@ -112,6 +116,9 @@ class OptimizerHparams:
     z_loss: float
 
     def __post_init__(self):
+        one_of('optimizer.name', self.name, OPTIMIZERS)
+        one_of('optimizer.schedule', self.schedule, SCHEDULES)
+        fraction('optimizer.decay_fraction', self.decay_fraction, zero=False)
         above_zero('optimizer.learning_rate', self.learning_rate)
         above_zero('optimizer.eps', self.eps)  # if all gradients are 0, it alone divides
         fraction('optimizer.final_fraction', self.final_fraction)

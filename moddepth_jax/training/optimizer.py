@@ -1,25 +1,51 @@
-"""AdamW with warm-up and cosine; gradients of the predictor are clipped separately."""
+"""Optimizers and learning-rate schedules, by name; the predictor's gradients are clipped apart."""
 
 import functools
 
 import jax
 import optax
+from optax import contrib
 
 from moddepth_jax.hparams import Hparams
+from moddepth_jax.hparams.registry import OPTIMIZERS, SCHEDULES
+from moddepth_jax.model.sharding import axis_names
+
+# A schedule is called with the peak, the final rate, the steps after the warm-up, and the share of
+# these in which it may decay; an optimizer with its schedule and the OptimizerHparams.
+
+
+@SCHEDULES.register('cosine')
+def _cosine(peak, end, steps, decay_fraction):
+    del decay_fraction
+    return optax.cosine_decay_schedule(peak, steps, end / peak)
+
+
+@SCHEDULES.register('constant')
+def _constant(peak, end, steps, decay_fraction):
+    del end, steps, decay_fraction
+    return optax.constant_schedule(peak)
+
+
+@SCHEDULES.register('wsd')
+def _wsd(peak, end, steps, decay_fraction):
+    """Warm-up, stable, decay (Hu et al. 2024, arXiv 2404.06395, section 4)."""
+    decay = min(steps, max(1, round(decay_fraction * steps)))
+    return optax.linear_schedule(peak, end, decay, transition_begin=steps - decay)
 
 
 def learning_rate_schedule(hparams: Hparams, num_steps: int):
-    """The schedule from step to learning rate: linear warm-up from 0, then a cosine to the end."""
+    """The schedule from step to learning rate: linear warm-up from 0, then `optimizer.schedule`.
+
+    The last of `num_steps` steps has the final rate.
+    """
     optimizer = hparams.optimizer
-    last = max(1, num_steps - 1)
+    last, peak = max(1, num_steps - 1), optimizer.learning_rate
     warmup = min(last - 1, round(optimizer.warmup_fraction * num_steps))
-    return optax.warmup_cosine_decay_schedule(
-        init_value=0.0 if warmup else optimizer.learning_rate,
-        peak_value=optimizer.learning_rate,
-        warmup_steps=warmup,
-        decay_steps=last,
-        end_value=optimizer.final_fraction * optimizer.learning_rate,
-    )
+    end = optimizer.final_fraction * peak
+    after = SCHEDULES[optimizer.schedule](peak, end, last - warmup, optimizer.decay_fraction)
+    if not warmup:
+        return after
+    return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), after], [warmup])
 
 
 def _in_predictor(params):
@@ -50,6 +76,60 @@ def _decayed(params, decay_embeddings: bool):
     return jax.tree_util.tree_map_with_path(decayed, params)
 
 
+def _muon_axes(params):
+    """For each matrix of a block the axes that it sums over and those of its result; else None.
+
+    Leaves are stacked over layers, and over experts: these axes are a batch of matrices.
+    """
+
+    def axes(path, leaf):
+        names = axis_names(jax.tree_util.keystr(path, simple=True, separator='/'), leaf.ndim)
+        if path[0].key != 'stack' or 'embed' not in names:
+            return None
+        matrix = [i for i in range(1, leaf.ndim) if names[i] != 'experts']
+        embed = names.index('embed')
+        others = [i for i in matrix if i != embed]
+        sides = (others, [embed]) if embed == matrix[-1] else ([embed], others)
+        return contrib.MuonDimensionNumbers(*map(tuple, sides))
+
+    return jax.tree_util.tree_map_with_path(axes, params)
+
+
+@OPTIMIZERS.register('adamw')
+def _adamw(rate, optimizer):
+    mask = functools.partial(_decayed, decay_embeddings=optimizer.decay_embeddings)
+    decay = optimizer.weight_decay
+    return optax.adamw(
+        rate, optimizer.b1, optimizer.b2, optimizer.eps, weight_decay=decay, mask=mask
+    )
+
+
+@OPTIMIZERS.register('lion')
+def _lion(rate, optimizer):
+    """Chen et al. 2023, arXiv 2302.06675; a good rate is a tenth to a third of AdamW's."""
+    mask = functools.partial(_decayed, decay_embeddings=optimizer.decay_embeddings)
+    decay = optimizer.weight_decay
+    return optax.lion(rate, optimizer.b1, optimizer.b2, weight_decay=decay, mask=mask)
+
+
+@OPTIMIZERS.register('muon')
+def _muon(rate, optimizer):
+    """Matrices of the blocks by Muon, all others by Adam, with Nesterov momentum and no decay.
+
+    Updates have the size of AdamW's, so that its learning rates serve (arXiv 2502.16982, eq. 4).
+    """
+    return contrib.muon(
+        rate,
+        beta=optimizer.b1,
+        eps=optimizer.eps,
+        weight_decay=optimizer.weight_decay,
+        adam_b1=optimizer.b1,
+        adam_b2=optimizer.b2,
+        muon_weight_dimension_numbers=_muon_axes,
+        consistent_rms=0.2,
+    )
+
+
 def make_optimizer(hparams: Hparams, num_steps: int) -> optax.GradientTransformation:
     """The transformation that `train_step` applies.
 
@@ -61,14 +141,5 @@ def make_optimizer(hparams: Hparams, num_steps: int) -> optax.GradientTransforma
     if optimizer.clip_norm:
         clip = optax.clip_by_global_norm(optimizer.clip_norm)
         clips = [optax.masked(clip, mask) for mask in (_outside_predictor, _in_predictor)]
-    return optax.chain(
-        *clips,
-        optax.adamw(
-            learning_rate_schedule(hparams, num_steps),
-            b1=optimizer.b1,
-            b2=optimizer.b2,
-            eps=optimizer.eps,
-            weight_decay=optimizer.weight_decay,
-            mask=functools.partial(_decayed, decay_embeddings=optimizer.decay_embeddings),
-        ),
-    )
+    rate = learning_rate_schedule(hparams, num_steps)
+    return optax.chain(*clips, OPTIMIZERS[optimizer.name](rate, optimizer))

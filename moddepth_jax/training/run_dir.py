@@ -52,6 +52,9 @@ OLDER_RUNS = {
     'model.experts.product': 'auto',
     'training.max_unsharded': 1.0,
     'optimizer.decay_embeddings': True,
+    'optimizer.name': 'adamw',
+    'optimizer.schedule': 'cosine',
+    'optimizer.decay_fraction': 0.2,
     'training.loss_chunk': 0,
 }
 

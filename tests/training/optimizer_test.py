@@ -153,3 +153,69 @@ def test_the_aux_loss_changes_the_trunk(tiny_config, without_rule):
     changed = {path for path in expected if np.any(trunk[path] != expected[path])}
     assert any("'embedding'" in path for path in changed)
     assert any("'router'" in path for path in changed)
+
+
+def test_wsd_is_flat_and_then_linear(tiny_config):
+    """After the warm-up: the peak for 79 of 99 steps, then linear to the final rate."""
+    changes = {
+        'optimizer.schedule': 'wsd',
+        'optimizer.learning_rate': 0.02,
+        'optimizer.warmup_fraction': 0.1,
+        'optimizer.decay_fraction': 0.2,
+        'optimizer.final_fraction': 0.5,
+    }
+    rate = schedule(tiny_config, 111, **changes)
+    np.testing.assert_allclose(rate[:12], 0.02 * np.minimum(np.arange(12) / 11, 1), atol=1e-8)
+    np.testing.assert_allclose(rate[11:91], 0.02, rtol=1e-6)
+    np.testing.assert_allclose(rate[90:], np.linspace(0.02, 0.01, 21), rtol=1e-5)
+
+
+def test_constant_stays_at_the_peak(tiny_config):
+    rate = schedule(tiny_config, 50, **{'optimizer.schedule': 'constant'})
+    assert rate[0] == 0 and (rate[2:] == rate.max()).all()
+
+
+def test_muon_orthogonalizes_each_matrix_of_a_block(tiny_config):
+    """Of every layer and expert apart; an update has the root mean square of AdamW's, about 0.2."""
+    changes = ROUTED | {
+        'optimizer.name': 'muon',
+        'optimizer.weight_decay': 0.0,
+        'optimizer.clip_norm': 0.0,
+        'optimizer.warmup_fraction': 0.0,
+        'optimizer.learning_rate': 1.0,
+        'model.experts.choice': 'token',
+    }
+    hparams = hparams_of(tiny_config, **changes)
+    params = init_state(hparams, 10).params
+    optimizer = make_optimizer(hparams, 10)
+    keys = iter(jax.random.split(jax.random.key(0), 999))
+    gradients = jax.tree.map(lambda leaf: jax.random.normal(next(keys), leaf.shape), params)
+    update, _ = jax.jit(optimizer.update)(gradients, optimizer.init(params), params)
+    found = jax.tree_util.tree_leaves_with_path(update)
+    sizes = {jax.tree_util.keystr(path, simple=True, separator='/'): leaf for path, leaf in found}
+    matrices = {
+        'attention/query/kernel': lambda leaf: leaf.reshape(*leaf.shape[:2], -1),
+        'attention/out/kernel': lambda leaf: leaf.reshape(leaf.shape[0], -1, leaf.shape[-1]),
+        'mlp/w1/kernel': lambda leaf: leaf.reshape(-1, *leaf.shape[-2:]),
+        'mlp/w2/kernel': lambda leaf: leaf.reshape(-1, *leaf.shape[-2:]),
+    }
+    for end, as_matrices in matrices.items():
+        leaf = next(leaf for path, leaf in sizes.items() if path.endswith(end))
+        for matrix in as_matrices(np.asarray(leaf)):
+            values = np.linalg.svd(matrix, compute_uv=False)
+            expected = 0.2 * max(matrix.shape) ** 0.5
+            # Five iterations leave the very smallest value of a square matrix small.
+            assert 0.6 * expected < values[-2] and values[0] < 1.3 * expected, end
+    assert np.ptp(abs(sizes['embedding'])) < 1e-3  # as Adam's first step
+
+
+@pytest.mark.parametrize('name', ['lion', 'muon'])
+def test_optimizers_learn(tiny_config, name):
+    """The loss on one batch falls."""
+    changes = {'optimizer.name': name, 'optimizer.learning_rate': 4e-3}
+    hparams = hparams_of(tiny_config, **(ROUTED | changes))
+    state, batch, losses = initial(hparams), make_batch(0), []
+    for _ in range(10):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics['loss']))
+    assert losses[-1] < 0.9 * losses[0]
