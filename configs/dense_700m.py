@@ -5,10 +5,9 @@ python -m launch.train --config=configs/dense_700m.py --mesh=data=8
 Not trained.
 """
 
-from configs import moda_700m, sizes
+from configs import moda_700m
 
 
 def get_config(arguments: str = ''):
     """Arguments: layers."""
-    values = sizes.parse(arguments, layers='38')
-    return moda_700m.get_config('slots=none,layers={layers}'.format(**values))
+    return moda_700m.get_config(f'layers=38,slots=none,{arguments}')

@@ -5,13 +5,12 @@ python -m launch.train --config=configs/depth_dense.py
 It starts as the residual model; its cost and parameters grow with the square of the depth.
 """
 
-from configs import moda, sizes
+from configs import moda
 
 
 def get_config(arguments: str = ''):
     """Arguments: size=LAYERSxWIDTH, steps of training."""
-    values = sizes.parse(arguments, size='8x64', steps='600')
-    config = moda.get_config('slots=none,size={size},steps={steps}'.format(**values))
+    config = moda.get_config(f'slots=none,{arguments}')
     config.model.depth.stream = 'dense'
     config.model.layer_loop = 'unrolled'  # its layers differ
     return config

@@ -16,15 +16,12 @@ are small, 32 rows of 1024 bytes, so that a dense 8x256 gets 592 steps at 1e15, 
 and 16x768 4,036 at 1e17. Not run yet.
 """
 
-from configs import base, sizes
+from configs import sizes
 
 
 def get_config(arguments: str = ''):
     """Arguments: size=LAYERSxWIDTH, budget=training FLOPs; the steps follow from both."""
-    values = sizes.parse(arguments, size='8x384', budget='1e16')
-    config = base.get_config()
-    sizes.apply_size(config, values['size'])
-    config.flop_budget = sizes.budget_flops(values['budget'])
+    config = sizes.at_budget(arguments, size='8x384', budget='1e16')
     config.model.dtype = 'bfloat16'
     config.model.remat = 'none'  # activations of these models fit
     config.model.routing.router = 'learned'

@@ -18,15 +18,12 @@ vocabulary is unused. Rows are split over all devices, parameters are not: 3.0B 
 with AdamW's averages and gradients take 48 GB of each device.
 """
 
-from configs import base, sizes
+from configs import sizes
 
 
 def get_config(arguments: str = ''):
     """Arguments: size=LAYERSxWIDTH, budget=training FLOPs; the steps follow from both."""
-    values = sizes.parse(arguments, size='12x1024', budget='6e18')
-    config = base.get_config()
-    sizes.apply_size(config, values['size'])
-    config.flop_budget = sizes.budget_flops(values['budget'])
+    config = sizes.at_budget(arguments, size='12x1024', budget='6e18')
     config.model.vocab_size = 32000
     config.model.dtype = 'bfloat16'
     config.model.routing.router = 'learned'

@@ -17,8 +17,8 @@ from configs import moe, sizes
 
 def get_config(arguments: str = ''):
     """Arguments: size, budget, balance, as in moe."""
-    values = sizes.parse(arguments, size='4x128', budget='1.6e13', balance='0.001')
-    config = moe.get_config(','.join(f'{name}={value}' for name, value in values.items()))
+    sizes.parse(arguments, size='', budget='', balance='')  # no other arguments
+    config = moe.get_config(arguments)
     apply_noop(config)
     return config
 

@@ -16,9 +16,7 @@ from configs import moe, sizes
 
 def get_config(arguments: str = ''):
     """Arguments: size, budget, balance, choice, as in moe."""
-    values = sizes.parse(arguments, size='4x128', budget='1.6e13', balance='0.001', choice='token')
-    config = moe.get_config(','.join(f'{name}={value}' for name, value in values.items()))
-    config.model.routing.router = 'learned'
-    config.model.routing.layers = 'every:2'
-    config.model.routing.capacity = 0.125
+    sizes.parse(arguments, size='', budget='', balance='', choice='')  # no other arguments
+    config = moe.get_config(arguments)
+    config.model.routing.router = 'learned'  # every:2, capacity 0.125
     return config

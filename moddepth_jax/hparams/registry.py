@@ -42,17 +42,18 @@ class Registry(collections.abc.Mapping):
 
         return add
 
-    def __getitem__(self, name):
+    def _all(self):
         importlib.import_module(self._module)
-        return self._choices[name]
+        return self._choices
+
+    def __getitem__(self, name):
+        return self._all()[name]
 
     def __iter__(self):
-        importlib.import_module(self._module)
-        return iter(self._choices)
+        return iter(self._all())
 
     def __len__(self):
-        importlib.import_module(self._module)
-        return len(self._choices)
+        return len(self._all())
 
 
 ROUTERS = Registry('model.routing.router', 'moddepth_jax.model.mod.routers')
