@@ -3,8 +3,6 @@
 python -m launch.isoflop --config=configs/study.py --workdir=runs/study --processes=2 \
     --budgets=6e11,2e12 --sizes=4x64,8x64,4x128
 python -m launch.train --config=configs/study.py:size=8x64,budget=2e12
-
-`make study` is the first with more variants and seeds.
 """
 
 from configs import sizes

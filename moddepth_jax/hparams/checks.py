@@ -49,11 +49,7 @@ def above_zero(field, value):
 
 
 def fraction(field, value, zero=True, one=True):
-    """Refuse a number outside [0, 1].
-
-    `zero` and `one` say whether the ends are allowed. An end that is not allowed is also refused
-    if float32 rounds the number to it.
-    """
+    """Refuse a number outside [0, 1], or that float32 rounds to an end that is not allowed."""
     low, high = value >= 0 if zero else value > 0, value <= 1 if one else value < 1
     right = f'must lie in {"[" if zero else "("}0, 1{"]" if one else ")"}'
     if not (low and high):
@@ -79,8 +75,8 @@ def choice(*choices):
     return Annotated[str, functools.partial(one_of, choices=choices)]
 
 
-def check_fields(hparams, group: str):
-    """Check each field of a dataclass, whose knobs are in `group`, by its type."""
+def check_fields(hparams, prefix: str):
+    """Check each field of a dataclass by its type; `prefix`: of the names of its knobs."""
     for name, hint in typing.get_type_hints(type(hparams), include_extras=True).items():
         for check in getattr(hint, '__metadata__', ()):
-            check(f'{group}.{name}', getattr(hparams, name))
+            check(prefix + name, getattr(hparams, name))

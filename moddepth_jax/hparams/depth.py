@@ -26,7 +26,7 @@ class DepthHparams:
 
     def __post_init__(self):
         checks.one_of('model.depth.stream', self.stream, tuple(STREAMS))
-        checks.check_fields(self, 'model.depth')
+        checks.check_fields(self, 'model.depth.')
         if not self.stream_class.attends:
             object.__setattr__(self, 'gradient_dtype', 'none')
         elif self.gradient_dtype == 'none':  # a run from before this knob

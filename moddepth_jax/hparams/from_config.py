@@ -53,9 +53,7 @@ def _build(cls, values, prefix=''):
 def from_config(config) -> Hparams:
     """The checked, frozen form of a config (a ConfigDict or a nested dict of the same shape).
 
-    Raises:
-      ValueError: one line that names the field, its value and what would be right, for an unknown
-        or missing knob, a wrong type, a value out of range, or sizes that do not divide.
+    Raises ValueError with one line that names the field, its value and what would be right.
     """
     return _build(Hparams, config)
 

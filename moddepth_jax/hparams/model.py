@@ -46,7 +46,7 @@ class ModelHparams:
     routing: RoutingHparams
 
     def __post_init__(self):
-        checks.check_fields(self, 'model')
+        checks.check_fields(self, 'model.')
         if self.num_heads % self.num_kv_heads:
             right = f'must divide model.num_heads={self.num_heads}'
             refuse('model.num_kv_heads', self.num_kv_heads, right)
@@ -92,10 +92,7 @@ class ModelHparams:
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether training uses later tokens, so that evaluation needs a causal rule.
-
-        The top C of a routed block do, and so do experts that choose their tokens.
-        """
+        """Whether training uses later tokens, so that evaluation needs a causal rule."""
         return bool(self.routed_layers) or self.experts.choice == 'expert'
 
     @property

@@ -5,32 +5,19 @@ import importlib
 
 
 class Registry(collections.abc.Mapping):
-    """The choices of one knob, by name.
+    """The choices of one knob, by name: classes or functions that register themselves.
 
-    A class (or function) registers itself, and states everything that others need to know of it:
-
-        @ROUTERS.register('norm')
-        class NormRouter(Router):
-            ...
-
-    Args:
-      knob: dotted name of the knob, for error messages.
-      module: the module in which this package's own choices register themselves. The first look-up
-        imports it: so a config can be checked against all choices, while `hparams` itself needs
-        neither JAX nor Flax.
+    A look-up imports the module in which this package's own choices do so. So a config can be
+    checked against all choices, while `hparams` itself needs neither JAX nor Flax.
     """
 
     def __init__(self, knob: str, module: str):
         self._knob, self._module, self._choices = knob, module, {}
 
     def register(self, name: str):
-        """Return a decorator that adds a class or function under `name`.
+        """Return a decorator that adds a choice; ValueError if this package has one of that name.
 
-        A config file is executed each time it is loaded, so a class from outside this package may
-        be registered again.
-
-        Raises:
-          ValueError: this package has a choice of that name.
+        A config file is executed each time it is loaded, so others may be registered again.
         """
 
         def add(choice):

@@ -46,7 +46,7 @@ class RoutingHparams:
 
     def __post_init__(self):
         checks.one_of('model.routing.router', self.router, ('none', *ROUTERS))
-        checks.check_fields(self, 'model.routing')
+        checks.check_fields(self, 'model.routing.')
         self._resolve('gate', self.router_class.gates)
         rules = self._possible_rules()
         by_threshold = self.train_rule == 'threshold' and 'threshold' in rules
@@ -102,12 +102,10 @@ class RoutingHparams:
             refuse('model.routing.threshold_warmup', self.threshold_warmup, right)
 
     def _check_log_length(self):
-        capacities = {'capacity': [self.capacity]}
-        parsed = _parse_stages(self.capacity_stages)
-        capacities['capacity_stages'] = [capacity for capacity, _ in parsed]
+        stages = [capacity for capacity, _ in _parse_stages(self.capacity_stages)]
         # Below it, C would shrink while the length grows.
         least = 1 / (1 + math.log(self.log_length_max))
-        for field, values in capacities.items():
+        for field, values in (('capacity', [self.capacity]), ('capacity_stages', stages)):
             if self.capacity_form == 'log_length' and min(values, default=1) < least:
                 right = f'must be {least:.3f} or more under log_length to {self.log_length_max}'
                 refuse(f'model.routing.{field}', getattr(self, field), right)
@@ -139,8 +137,7 @@ class RoutingHparams:
     def num_selected(self, length: int) -> int:
         """C, the number of tokens that are selected of a row of `length`, at least 1.
 
-        `fraction`: floor(capacity length). `log_length`: the share falls from 1 at one token to
-        `capacity` at log_length_max: 1 - ln T / ln T_max (1 - capacity), T clamped to T_max.
+        Under `log_length` the share falls from 1 at one token to `capacity` at log_length_max.
         """
         share = self.capacity
         if self.capacity_form == 'log_length':
@@ -186,28 +183,27 @@ class RoutingHparams:
 
 
 def parse_layers(field: str, text: str, num_layers: int) -> tuple[int, ...]:
-    """Indices of the layers that the knob `field` names, ascending.
+    """Indices of the layers that the knob `field` names, ascending; ValueError if there are none.
 
     every:N is each N-th layer from N-1 on; middle:FIRST:LAST leaves out that many layers at both
-    ends; 1,3,5 is a list. Raises ValueError if `text` names none.
+    ends; 1,3,5 is a list.
     """
     kind, *numbers = text.split(':')
-    right = f'must be every:N, middle:FIRST:LAST or a list of layers below {num_layers}'
     try:
         if kind == 'every':
             (n,) = map(int, numbers)
-            chosen = tuple(range(n - 1, num_layers, n)) if n >= 1 else ()
+            chosen = range(n - 1, num_layers, n)
         elif kind == 'middle':
             first, last = map(int, numbers)
-            ok = first >= 0 and last >= 0
-            chosen = tuple(range(first, num_layers - last)) if ok else ()
+            chosen = range(first, num_layers - last)
         else:
-            chosen = tuple(sorted({int(layer) for layer in text.split(',')}))
+            chosen = sorted({int(layer) for layer in text.split(',')})
     except ValueError:
-        refuse(field, text, right)
+        chosen = ()
     if not chosen or not 0 <= chosen[0] <= chosen[-1] < num_layers:
+        right = f'must be every:N, middle:FIRST:LAST or a list of layers below {num_layers}'
         refuse(field, text, right + ', and name at least one')
-    return chosen
+    return tuple(chosen)
 
 
 def _parse_stages(text):
@@ -217,9 +213,7 @@ def _parse_stages(text):
         'steps above 0 that leave some for the end'
     )
     try:
-        stages = [
-            tuple(map(float, stage.split(':'))) for stage in (text.split(',') if text else ())
-        ]
+        stages = [tuple(map(float, stage.split(':'))) for stage in text.split(',') if text]
         ok = all(0 < capacity <= 1 and share > 0 for capacity, share in stages)
     except ValueError:
         ok = False

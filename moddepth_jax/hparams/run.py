@@ -1,7 +1,6 @@
 """Hyper-parameters of a run: data, optimizer, training, evaluation, report; and all of it."""
 
 import dataclasses
-import difflib
 import fractions
 import functools
 import math
@@ -28,14 +27,17 @@ class DataHparams:
     log_windows: bool
 
     def __post_init__(self):
-        checks.check_fields(self, 'data')
+        checks.check_fields(self, 'data.')
         if not self.source.strip():
             right = (
                 'must be stdlib, python_environment, synthetic, recall, a glob of text files, a '
                 'folder that launch.prepare wrote, or mixture'
             )
             refuse('data.source', self.source, right)
-        _check_tokenizer(self.tokenizer)
+        # The reader checks whether a file exists.
+        if os.sep not in self.tokenizer and not self.tokenizer.endswith(('.json', '.model')):
+            paths = 'a tokenizer.json', 'a SentencePiece .model', 'the path of a folder with one'
+            checks.one_of('data.tokenizer', self.tokenizer, ('bytes', 'prepared', *paths))
         if self.mixture and self.source != 'mixture':
             right = f"must be empty where data.source={self.source!r}; or set that to 'mixture'"
             refuse('data.mixture', self.mixture, right)
@@ -54,20 +56,6 @@ class DataHparams:
     def folders(self) -> tuple[str, ...]:
         """Folders of prepared text: the members of the mixture, or the source."""
         return tuple(self.members) or (self.source,)
-
-
-def _check_tokenizer(name):
-    """Refuse what cannot be a tokenizer. The reader checks whether a file exists."""
-    if os.sep in name or name.endswith(('.json', '.model')):
-        return
-    right = 'a tokenizer.json, a SentencePiece .model or the path of a folder with one'
-    if name.startswith('bpe:'):
-        refuse('data.tokenizer', name, f'launch.prepare trains it; then set prepared, or {right}')
-    names = ('bytes', 'prepared')
-    near = difflib.get_close_matches(name, names, n=1)
-    hint = f'; did you mean {near[0]!r}?' if near else ''
-    if name not in names:
-        refuse('data.tokenizer', name, f'must be bytes, prepared, {right}{hint}')
 
 
 def _members(mixture):
@@ -107,7 +95,7 @@ class OptimizerHparams:
     z_loss: checks.Weight
 
     def __post_init__(self):
-        checks.check_fields(self, 'optimizer')
+        checks.check_fields(self, 'optimizer.')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +113,7 @@ class TrainingHparams:
     compilation_cache: bool
 
     def __post_init__(self):
-        checks.check_fields(self, 'training')
+        checks.check_fields(self, 'training.')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +125,7 @@ class EvaluationHparams:
     final_batches: checks.Count
 
     def __post_init__(self):
-        checks.check_fields(self, 'evaluation')
+        checks.check_fields(self, 'evaluation.')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +139,7 @@ class ReportHparams:
     heatmap_tokens: checks.Count
 
     def __post_init__(self):
-        checks.check_fields(self, 'report')
+        checks.check_fields(self, 'report.')
         try:
             self.prompt.encode()
         except UnicodeEncodeError:  # half a surrogate pair, or what a terminal sent in Latin-1
@@ -163,7 +151,7 @@ class Hparams:
     """All knobs of a run. Hashable, so that it can be a static argument of a jitted function."""
 
     seed: int
-    flop_budget: float
+    flop_budget: checks.Weight
     model: ModelHparams
     data: DataHparams
     optimizer: OptimizerHparams
@@ -172,9 +160,9 @@ class Hparams:
     report: ReportHparams
 
     def __post_init__(self):
+        checks.check_fields(self, '')
         if not 0 <= self.seed < 2**32:
             refuse('seed', self.seed, 'must lie in [0, 2**32)')
-        checks.positive('flop_budget', self.flop_budget, 0)
         if not (self.flop_budget or self.training.num_steps):
             refuse('flop_budget', self.flop_budget, 'set it, or training.num_steps, above 0')
         if self.flop_budget and self.training.num_steps:

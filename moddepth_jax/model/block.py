@@ -6,7 +6,7 @@ import flax.linen as nn
 import jax
 
 from moddepth_jax.hparams import ModelHparams
-from moddepth_jax.model.attention import DepthSlots, KeysValues, KVView, SelfAttention
+from moddepth_jax.model.attention import DepthSlots, KeysValues, SelfAttention
 from moddepth_jax.model.layers import RMSNorm, SwiGLU
 from moddepth_jax.model.moe.experts import NO_EXPERT_STATE, Experts, ExpertsRecord, ExpertState
 from moddepth_jax.model.routing import TokenInfo
@@ -52,12 +52,7 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(hparams.norm_eps)
 
     def __call__(
-        self,
-        x_BTD,
-        tokens: TokenInfo,
-        view: KVView | None = None,
-        depth: DepthSlots | None = None,
-        expert_state: ExpertState = NO_EXPERT_STATE,
+        self, x_BTD, tokens: TokenInfo, view=None, depth=None, expert_state=NO_EXPERT_STATE
     ) -> tuple[jax.Array, BlockAux]:
         """The block's output [B, T, D] and its BlockAux; arguments as of SelfAttention, Experts."""
         _, middle_BTD, transformed_BTD, aux = self._run(x_BTD, tokens, view, depth, expert_state)

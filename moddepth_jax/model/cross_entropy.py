@@ -1,8 +1,7 @@
 """Next-token cross-entropy with z-loss that never holds the logits of all tokens.
 
-They can be the largest array of a step: 1.6 GB for 4096 tokens and 100k ids, and as much again for
-their gradient. Each device goes through its tokens in chunks, and computes for each the logits, the
-losses and the gradients. So the backward pass computes no product twice.
+They can be the largest array of a step. Each device goes through its tokens in chunks, and computes
+for each the logits, the losses and the gradients, so that no product is computed twice.
 """
 
 import functools
@@ -14,9 +13,8 @@ from moddepth_jax.model.layers import head_matrix, logits, wide_einsum
 from moddepth_jax.model.sharding import constrain, map_shards, part_shape
 
 # Bytes of a device's float32 logits, unless loss_chunk is set. Up to the first number there is one
-# chunk; above it, chunks of at most half of the logits and at most the second number. Chunks of any
-# size take 0.55 of the time for 4096 tokens and 8192 ids (2**27) on two CPU cores. On a GPU large
-# ones are better: each reads and writes the gradient of the matrix.
+# chunk; above it, chunks of at most half of the logits and at most the second number: each reads
+# and writes the gradient of the matrix.
 LOGITS_BYTES = 2**26, 2**28
 
 
@@ -36,11 +34,8 @@ def cross_entropy(x_BTD, params, labels_BT, z_loss: float, loss_chunk: int):
     """Losses of the next tokens, from the last hidden states and the parameters of the Transformer.
 
     Labels are negative for targets that do not count. At most `loss_chunk` tokens of a device have
-    logits at once; 0: by LOGITS_BYTES. If all fit, the logits are those of `lm_head`.
-
-    Returns:
-      The scalar to differentiate, the sum over targets of nll + z_loss log_z^2; and nll_BT and
-      log_z_BT, as `token_losses` returns them, which carry no gradient.
+    logits at once; 0: by LOGITS_BYTES. If all fit, the logits are those of `lm_head`. Returns the
+    sum over targets of nll + z_loss log_z^2; and, without gradients, nll_BT and log_z_BT.
     """
     matrix, axes = head_matrix(params, x_BTD.dtype)
     names = _names(axes)
@@ -108,10 +103,9 @@ _in_chunks.defvjp(_in_chunks_forward, _in_chunks_backward)
 
 
 def _sharded(x_BTD, matrix, labels_BT, z_loss, axes, chunk, slopes):
-    """The losses nll_BT and log_z_BT; each device computes those of its own rows.
+    """nll_BT and log_z_BT; with `slopes` also the gradients dx_BTD and d_matrix of the total.
 
-    With `slopes` also the gradients of the total: dx_BTD and, in the dtype of the matrix, its
-    gradient as [X, ...]: X parts, from devices with different rows.
+    Each device computes its own rows, so that d_matrix is [X, ...]: X parts of a sum.
     """
     names = _names(axes)
     names_out = (names['labels_BT'],) * 2
@@ -163,10 +157,7 @@ def _sharded(x_BTD, matrix, labels_BT, z_loss, axes, chunk, slopes):
 
 
 def _log_partition(logits_KV, labels_K, split):
-    """log_z_K, the label's logit, and its position as bool [K, V]; 0 and False if negative.
-
-    split: the mesh axis over which V is split; None: it is not.
-    """
+    """log_z_K, the label's logit (0 if negative), and its position [K, V]; V may be `split`."""
     high_K = jnp.max(logits_KV, axis=-1)
     first = 0
     if split:

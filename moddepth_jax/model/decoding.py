@@ -44,16 +44,7 @@ def _layers(unrolled, hparams, routing, sizes=()):
         yield stack.layer(kind, parent=None), {'params': params}, args
 
 
-def prefill(
-    unrolled,
-    tokens_BT,
-    segment_ids_BT,
-    *,
-    hparams: Hparams,
-    routing: str,
-    capacity: int,
-    routed_capacity: int | None,
-):
+def prefill(unrolled, tokens_BT, segment_ids_BT, *, hparams, routing, capacity, routed_capacity):
     """float32 logits_BV after the last token of each prompt, and the Cache, by a causal rule.
 
     Prompts stand on the left, followed by padding, of segment id 0. `capacity` is that of a dense
@@ -89,14 +80,10 @@ def prefill(
 
 
 def decode_step(unrolled, cache: Cache, token_B, begins_B, active_B, *, hparams, routing: str):
-    """One token of each row, at position `cache.lengths_B`; reads the cache and writes nothing.
+    """float32 logits_BV after one more token of each row; CacheUpdates of the blocks, dropped_B.
 
-    `begins_B` says which tokens begin a document. Rows that are not active are computed in dense
-    blocks and never selected in routed ones.
-
-    Returns:
-      logits_BV in float32 after the token; a list of the CacheUpdate of each block and dropped_B,
-      both for `update_cache`.
+    The last two are for `update_cache`: this reads the cache and writes nothing. `begins_B` says
+    which tokens begin a document. Rows that are not active are never selected in routed blocks.
     """
     check_causal(hparams, routing)
     documents_B = jnp.where(begins_B, cache.lengths_B, cache.documents_B)

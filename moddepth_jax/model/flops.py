@@ -1,10 +1,6 @@
 """FLOPs of a model, counted by formula; and the FLOPs of a traced program, to check the formula.
 
-A multiply-add is 2. Attention counts the half of the query-key pairs that causality leaves, and the
-head counts; embedding look-ups, elementwise work and recomputation do not. A routed block counts
-its C selected tokens, and its router and causal rule on all T. Depth slots count if a query may see
-them, their projections on the tokens that have them. Experts count the pairs of a token and its
-experts, not the padding of a sorted layout.
+What counts is in docs/flops.md: a multiply-add is 2, attention has half of all query-key pairs.
 """
 
 import math
@@ -38,8 +34,7 @@ def _layers(hparams: Hparams, length: int, routing: str):
 def expert_pairs(experts: ExpertsHparams, tokens: int) -> float:
     """Pairs of a token and a routed expert in one layer, for a row with `tokens` processed tokens.
 
-    If tokens choose, these are their k choices at balanced loads, without the share of no-op
-    experts and at most what a row_capacity allows; a step may compute more or less.
+    If tokens choose, at balanced loads: without the share of no-op experts, within row_capacity.
     """
     if experts.choice == 'expert':
         return experts.num_routed * experts.num_taken(tokens)
@@ -53,15 +48,11 @@ def _pair_flops(model: ModelHparams) -> int:
     return 2 * 3 * model.d_model * model.experts.d_ff
 
 
-def forward_breakdown(
-    hparams: Hparams, batch: int, length: int, routing: str = 'top_c'
-) -> dict[str, float]:
+def forward_breakdown(hparams: Hparams, batch: int, length: int, routing='top_c') -> dict:
     """FLOPs of one forward pass over [batch, length] tokens, by part.
 
-    Parts: projections (of attention), attention (scores and weighted values), mlp (with shared
-    experts), expert_router (scores of experts), experts (routed ones; see expert_pairs), router,
-    predictor (the causal rule), head; and of the depth stream `depth_projections` (its parameters)
-    and `depth_attention` (scores and weighted values of slots). Routed blocks count C tokens under
+    `mlp` has the shared experts, `experts` the routed ones, `predictor` is the causal rule, and the
+    depth stream has `depth_projections` and `depth_attention`. Routed blocks count C tokens under
     top_c, and under a causal rule the most that may be selected.
     """
     model, experts, stream = hparams.model, hparams.model.experts, hparams.model.depth.stream_class
@@ -121,13 +112,10 @@ def train_step_flops(hparams: Hparams, stage: Stage | None = None) -> float:
     return 3 * forward_flops(hparams.at(stage), *shape, stage.routing)
 
 
-def masked_attention_flops(
-    hparams: Hparams, batch: int, length: int, routing: str = 'top_c'
-) -> float:
-    """FLOPs of a forward pass on query-key pairs that are computed and then hidden by the mask.
+def masked_attention_flops(hparams: Hparams, batch: int, length: int, routing='top_c') -> float:
+    """FLOPs of a forward pass on query-key pairs that the mask hides, and that are not counted.
 
-    The `reference` attention computes every pair, and every slot of the buffer. These FLOPs are the
-    difference between the counted FLOPs and the products in its traced program.
+    The `reference` attention computes every pair, and every slot of the buffer.
     """
     model, hidden = hparams.model, 0.0
     for kind, tokens, window in _layers(hparams, length, routing):
@@ -140,11 +128,9 @@ def masked_attention_flops(
 
 
 def empty_place_flops(hparams: Hparams, batch: int, length: int, routing: str = 'top_c') -> float:
-    """FLOPs of a training step's forward pass on unused places of pairs of token and expert.
+    """FLOPs of a forward pass on unused places of pairs of token and expert, not counted either.
 
-    If tokens choose, a row has a place for each of their k choices (at most those that row_capacity
-    allows), those of no-op experts too. `ragged_dot` multiplies them all: like hidden query-key
-    pairs, the unused ones are in the traced program and not in the counted FLOPs.
+    A row has a place for each choice of its tokens, also of a no-op expert, within row_capacity.
     """
     experts, empty = hparams.model.experts, 0.0
     for kind, tokens, _ in _layers(hparams, length, routing):
@@ -159,8 +145,7 @@ def empty_place_flops(hparams: Hparams, batch: int, length: int, routing: str = 
 def dot_general_flops(jaxpr) -> int:
     """FLOPs of every dot_general and ragged_dot in a jaxpr, scan bodies times their length.
 
-    The most expensive branch of a `cond` counts. The body of a `while` counts once, as the number
-    of trips is unknown. Each row of a ragged_dot is multiplied by one group's matrix.
+    The most expensive branch of a `cond` counts, and the body of a `while` once.
     """
     jaxpr = getattr(jaxpr, 'jaxpr', jaxpr)
     total = 0

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from moddepth_jax.hparams import ModelHparams
 from moddepth_jax.model.attention import DepthSlots, KeysValues, KVView
 from moddepth_jax.model.block import Block, BlockAux, SlotInputs
-from moddepth_jax.model.kv_cache import CacheUpdate, LayerCache, visible_mask
+from moddepth_jax.model.kv_cache import CacheUpdate, visible_mask
 from moddepth_jax.model.mod.mixture_of_depths import MixtureOfDepths, RoutingArgs
 from moddepth_jax.model.moe.experts import ExpertsRecord, ExpertState
 from moddepth_jax.model.routing import (
@@ -99,14 +99,7 @@ class Layer(nn.Module):
         return LayerOutput(x_BTD, written, depth, Records(record, aux.experts), aux)
 
     def decode(
-        self,
-        x_B1D,
-        depth: DepthSlots | None,
-        tokens: TokenInfo,
-        args: LayerArgs,
-        cache: LayerCache,
-        documents_B,
-        active_B,
+        self, x_B1D, depth, tokens: TokenInfo, args: LayerArgs, cache, documents_B, active_B
     ):
         """One new token of each row; `documents_B` and `active_B` are as in `decode_step`.
 

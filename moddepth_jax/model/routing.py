@@ -1,8 +1,6 @@
 """Which tokens a routed block processes, and `route`, which routes any function of tokens.
 
-Functions of arrays: top-C selection, causal capacity, and gather and scatter of tokens by distinct,
-ascending indices [B, C], of which those of T or more name no token. The routed block of the model
-(`mod.mixture_of_depths`) and `route` share all of them.
+Indices of tokens [B, C] are distinct and ascending; those of T or more name no token.
 """
 
 from collections.abc import Callable
@@ -41,16 +39,12 @@ class RoutingRecord(NamedTuple):
 class Selection(NamedTuple):
     """The tokens that a block processes.
 
-    Attributes:
-      indices_BC: int32, ascending; by top-C they may name padding, under a causal rule they may be
-        T or more. Neither changes a token.
-      selected_BT: bool, the real tokens among them.
-      dropped_BT: bool, tokens that were wanted and found no place.
+    By top-C indices may name padding, under a causal rule none; neither changes a token.
     """
 
-    indices_BC: jax.Array
-    selected_BT: jax.Array
-    dropped_BT: jax.Array
+    indices_BC: jax.Array  # int32, ascending
+    selected_BT: jax.Array  # bool, the real tokens among them
+    dropped_BT: jax.Array  # bool, tokens that were wanted and found no place
 
 
 class Routed(NamedTuple):
@@ -77,22 +71,16 @@ def route(
     Raposo et al. 2024, equation 1). All shapes are static. The scores learn through the gate alone.
 
     Args:
-      block_fn: called as block_fn(x_BCD, tokens) with the selected tokens in time order. It returns
-        what it adds to them [B, C, D], that is block(x) - x if the block adds its own residual.
-        `tokens` is a TokenInfo: rotary embeddings and masks must use its `positions_BT` and
-        `segment_ids_BT`, both [B, C]; a segment id of 0 marks padding and unused places.
-      x_BTD: the residual stream.
-      scores_BT: float32 router scores.
-      capacity: C, from 1 to T.
+      block_fn: called as block_fn(x_BCD, tokens) with the selected tokens in time order; returns
+        what it adds to them, that is block(x) - x if the block adds its own residual. It must use
+        the positions and segment ids of the TokenInfo `tokens`, of which 0 marks unused places.
+      x_BTD, scores_BT: the residual stream, and float32 router scores.
+      capacity: C; ValueError outside [1, T].
       gate: maps scores to the factors on the block's output.
-      wanted_BT: None: the C highest scores of each row, which look at later tokens (training).
-        bool: a causal rule's choice, such as scores_BT > threshold; the first C of each row are
-        processed, the rest are dropped (evaluation and generation).
-      positions_BT: int32 [B, T]; None: 0 to T - 1.
-      segment_ids_BT: int32 [B, T], 0 for padding, which is never selected; None: no padding.
-
-    Raises:
-      ValueError: a capacity outside [1, T].
+      wanted_BT: bool, a causal rule's choice, such as scores_BT > threshold, of which the first C
+        of each row are processed; None: the C highest scores, which look at later tokens.
+      positions_BT: int32; None: 0 to T - 1.
+      segment_ids_BT: int32, 0 for padding, which is never selected; None: no padding.
     """
     if positions_BT is None:
         positions_BT = jnp.broadcast_to(jnp.arange(x_BTD.shape[1]), x_BTD.shape[:2])
@@ -115,10 +103,7 @@ def route(
 
 
 def update_tokens(block_fn, x_BTD, tokens: TokenInfo, gates_BT, indices_BC):
-    """x with gate * delta added to the tokens of the indices, and what else the block returns.
-
-    `block_fn(x_BCD, tokens)` returns (delta_BCD, anything).
-    """
+    """x with gate * delta added to the tokens of the indices, and what else the block returns."""
     picked = jax.tree.map(lambda side_BT: gather_tokens(side_BT, indices_BC), tokens)
     delta_BCD, aux = block_fn(gather_tokens(x_BTD, indices_BC), picked)
     update_BCD = gather_tokens(gates_BT, indices_BC)[..., None] * delta_BCD
@@ -156,8 +141,7 @@ def check_capacity(capacity: int, length: int):
 def select_top_c(scores_BT, num_selected: int):
     """Indices int32 [B, C] of the C highest scores of each row, in time order.
 
-    Of ties the lower index wins; a NaN counts as the highest score. Raises ValueError if C is
-    outside [1, T].
+    Of ties the lower index wins; NaN is the highest. Raises ValueError if C is outside [1, T].
     """
     check_capacity(num_selected, scores_BT.shape[1])
     # top_k ranks by bits: -0.0 below 0.0, and a NaN of negative sign below all.
@@ -168,11 +152,9 @@ def select_top_c(scores_BT, num_selected: int):
 
 
 def segment_top_c(scores_BT, segment_ids_BT, num_selected: int):
-    """Mask bool [B, T] of the highest scores of each contiguous segment; padding never.
+    """Mask bool [B, T] of the highest scores (NaN first) of each contiguous segment; no padding.
 
-    Packed documents do not compete: the C places are shared out along the row, whatever the scores.
-    A segment of tokens [s, e) has floor(C e / T) - floor(C s / T) of them. A NaN counts as the
-    highest score.
+    Whatever the scores, tokens [s, e) of a segment have floor(C e / T) - floor(C s / T) places.
     """
     length = scores_BT.shape[1]
     index_T = jnp.arange(length)

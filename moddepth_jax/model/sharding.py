@@ -116,8 +116,7 @@ _unshard.defvjp(
 def unshard_params(params, dtype):
     """Parameters of one layer as they are used: in `dtype`, and replicated along `embed`.
 
-    They are rounded before they are communicated. Those that are not split along `embed` stay as
-    they are. Called where a layer is used, so that only one is unsharded at a time.
+    Those that are split along `embed` are rounded before they are communicated.
     """
     mesh = _mesh()
     if mesh is None:
@@ -197,10 +196,7 @@ def _axes(mesh, name, size):
 
 
 def map_batch_shards(function, array_BX) -> jax.Array:
-    """Apply `function`, from any number of rows to as many, over the mesh of the context.
-
-    Without it, XLA gathers all rows on every device for a top_k.
-    """
+    """Apply `function`, from rows to as many: XLA would gather all on every device for a top_k."""
     names = ('batch',) + (None,) * (array_BX.ndim - 1)
     return map_shards(lambda rows: function(rows), {'rows': array_BX}, {'rows': names}, names)
 
@@ -212,8 +208,7 @@ def sharded_routed_mlp(
 
     Experts are split along `expert`, their inner width along `tensor`. The devices along `expert`,
     which elsewhere have different rows, here all take the rows of the group and keep the pairs of
-    their own experts; each gets the sum of its own rows. Weights are communicated along `fsdp`
-    only. Rows that do not divide are computed by all devices.
+    their own experts; each gets the sum of its own rows.
     """
     mesh = _mesh()
     # Their gradients are split likewise: a device gets those of its own rows.

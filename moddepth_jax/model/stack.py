@@ -24,8 +24,7 @@ class Run(NamedTuple):
 def find_runs(kinds) -> tuple[Run, ...]:
     """Run-length encoding of a layer pattern, by groups: d r d r d -> (d r) x 2, (d) x 1.
 
-    At each layer it takes the group that covers most layers with at least two repeats, the shortest
-    of equals; if there is none, one layer.
+    At each layer it takes the repeated group that covers most layers, the shortest of equals.
     """
     runs, start = [], 0
     while start < len(kinds):

@@ -1,9 +1,9 @@
 """A stack of layers as scans over runs: one buffer of depth slots, one reverse scan.
 
 Layer l sees only slots that earlier layers wrote. So the buffer after the last layer serves the
-backward pass of every layer: earlier versions of it are never needed, and each slot is stored once.
-The backward pass is one scan from the last layer to the first, which carries the cotangent of the
-buffer. Each layer adds its part in place, and reads there the cotangents of the slots it wrote.
+backward pass of every layer, and each slot is stored once. The backward pass is one scan from the
+last layer to the first, which carries the cotangent of the buffer. Each layer adds its part in
+place, and reads there the cotangents of the slots it wrote.
 """
 
 import functools
@@ -17,21 +17,12 @@ from moddepth_jax.hparams import ModelHparams
 from moddepth_jax.model.attention import SLOTS, DepthSlots, KeysValues, TokenInfo
 from moddepth_jax.model.layer import LayerArgs, NewSlots
 from moddepth_jax.model.sharding import constrain
-from moddepth_jax.model.stack import (
-    Stack,
-    merge_records,
-    pick_args,
-    run_unrolled,
-    with_remat,
-)
+from moddepth_jax.model.stack import Stack, merge_records, pick_args, run_unrolled, with_remat
 from moddepth_jax.model.streams import layer_kinds
 
 
 def run_stack(stack: Stack, params, tokens: TokenInfo, args: LayerArgs, x_BTD):
-    """The embedded tokens through all layers, and Records with an axis of layers.
-
-    These are None if no layer decides anything. `args` have an axis of the layers they are for.
-    """
+    """The embedded tokens through all layers, and Records with an axis of layers, or None."""
     if stack.hparams.layer_loop == 'unrolled':
         return run_unrolled(stack, params, tokens, args, x_BTD)
     kinds, by_run, first = layer_kinds(stack.hparams), [], 0
@@ -79,10 +70,7 @@ def _split_slots(buffer):
 
 
 def empty_sums(hparams: ModelHparams, slots: KeysValues | None) -> KeysValues | None:
-    """Stand-ins for the sums of the slots' gradients, never read and so never stored.
-
-    None: the sums have the slots' dtype.
-    """
+    """Stand-ins for sums of the slots' gradients, never read; None if these have their dtype."""
     if slots is None or hparams.depth.gradient_dtype in ('model', 'none'):
         return None
     dtype = jnp.promote_types(slots.k_BTKH.dtype, jnp.float32)
@@ -104,20 +92,18 @@ def put_slots(slots, valid_LBT, written: NewSlots, first):
     return slots, valid_LBT
 
 
-def _differentiable(tree):
-    """The tree with its floating leaves, the others None; and the reverse."""
-    floating = jax.tree.map(lambda leaf: jnp.issubdtype(leaf.dtype, jnp.floating), tree)
-    return (
-        jax.tree.map(lambda leaf, is_floating: leaf if is_floating else None, tree, floating),
-        jax.tree.map(lambda leaf, is_floating: None if is_floating else leaf, tree, floating),
-    )
+def _only(tree, floating: bool):
+    """The tree with its floating leaves, or with its other leaves, and None for the rest."""
+
+    def keep(leaf):
+        return leaf if jnp.issubdtype(leaf.dtype, jnp.floating) == floating else None
+
+    return jax.tree.map(keep, tree)
 
 
-def _joined(floating, others):
-    def choose(one, other):
-        return other if one is None else one
-
-    return jax.tree.map(choose, floating, others, is_leaf=lambda leaf: leaf is None)
+def _joined(one, other):
+    pick = functools.partial(jax.tree.map, is_leaf=lambda leaf: leaf is None)
+    return pick(lambda a, b: b if a is None else a, one, other)
 
 
 def _function(stack, kind, repeats):
@@ -129,11 +115,9 @@ def _function(stack, kind, repeats):
         depth = None if slots is None else DepthSlots(slots, valid_LBT, count, sums=sums)
         output = stack.apply(kind, params, x_BTD, depth, tokens, args)
         slots, sums = (None, None) if slots is None else (output.depth.slots, output.depth.sums)
-        record, choices = _differentiable(output.records)
-        written = output.written
-        threaded = slots if sums is None else sums
-        others = (written.valid_BT, choices, None if sums is None else slots)
-        return (output.x_BTD, written.slots, threaded, record), others
+        written, threaded = output.written, slots if sums is None else sums
+        others = (written.valid_BT, _only(output.records, False), None if sums is None else slots)
+        return (output.x_BTD, written.slots, threaded, _only(output.records, True)), others
 
     # Inside a loop of several trips, XLA cannot merge the recomputation with the forward pass.
     return with_remat(call, stack.hparams, prevent_cse=repeats == 1)
@@ -142,9 +126,8 @@ def _function(stack, kind, repeats):
 def _run_layers(stack, params, args, tokens, x_BTD, call):
     """All layers, in scans over the repeats of each run.
 
-    `call(function, x, rest)` returns the two results of a layer's function and what to save for the
-    backward pass. Returns the last carry and, by run and place in its group, with a leading axis of
-    repeats, the records and what was saved.
+    `call(function, x, rest)` returns the two results of a layer's function and what to save.
+    Returns the last carry, and the records and what was saved by run and place in its group.
     """
     carry = (x_BTD, *empty_slots(stack.hparams, x_BTD))
     records, saved = [], []
@@ -236,7 +219,7 @@ def _backward(stack, residuals, cotangents):
                 dslots = dslots if dsums is None else dsums
             return (dx_BTD, dslots), dparams
 
-        drecords_of_run = [_differentiable(record)[0] for record in drecords[i]]
+        drecords_of_run = [_only(record, True) for record in drecords[i]]
         counts = stack.counts(i)
         inputs = (params.get(f'run_{i}', {}), args[i], counts, vjps[i], drecords_of_run)
         carry, dparams[f'run_{i}'] = jax.lax.scan(body, carry, inputs, reverse=True)

@@ -43,31 +43,24 @@ class Transformer(nn.Module):
 
     hparams: Hparams
 
-    def __call__(
-        self, tokens_BT, segment_ids_BT=None, routing: str = 'top_c', causal_layers_R=None
-    ):
+    def __call__(self, tokens_BT, segment_ids_BT=None, routing='top_c', causal_layers_R=None):
         """logits_BTV in float32, and Records; arguments as of `hidden_states`."""
         x_BTD, records = self.hidden_states(tokens_BT, segment_ids_BT, routing, causal_layers_R)
         return lm_head(x_BTD, self.variables['params']), records
 
     @nn.compact
-    def hidden_states(
-        self, tokens_BT, segment_ids_BT=None, routing: str = 'top_c', causal_layers_R=None
-    ):
+    def hidden_states(self, tokens_BT, segment_ids_BT=None, routing='top_c', causal_layers_R=None):
         """x_BTD after the final norm, and the Records of all layers or None if there are none.
 
         The `random` router draws from the PRNG stream `routing`, or else from the knob `seed`.
 
         Args:
-          tokens_BT: int [B, T], ids below model.vocab_size.
-          segment_ids_BT: int [B, T], documents packed in a row, 0 for padding; None: one document.
-          routing: top_c (training; it looks at later tokens) or a causal rule of `routing.rules`.
-            Without routed blocks: threshold if experts choose their tokens, else dense.
-          causal_layers_R: bool [routed layers], those that obey a causal `routing`; the others use
-            top-C. None: all of them.
-
-        Raises:
-          ValueError: an unknown routing, or a causal rule that the model was not built with.
+          tokens_BT: int, ids below model.vocab_size.
+          segment_ids_BT: int, documents packed in a row, 0 for padding; None: one document.
+          routing: top_c (training; it looks at later tokens) or a causal rule of the model; see
+            `check_routing`, which raises a ValueError for others.
+          causal_layers_R: bool, routed layers that obey a causal rule; the others use top-C.
+            None: all of them.
         """
         model = self.hparams.model
         check_routing(self.hparams, routing)
@@ -103,9 +96,7 @@ class Transformer(nn.Module):
         return self.param('stack', init_stack, self.hparams.model, length)
 
 
-def token_info(
-    hparams: Hparams, tokens_BT, segment_ids_BT=None, positions_BT=None, key=None
-) -> TokenInfo:
+def token_info(hparams: Hparams, tokens_BT, segment_ids_BT=None, positions_BT=None, key=None):
     """TokenInfo of a batch; by default rows are one document, and random draws use the `seed`."""
     if segment_ids_BT is None:
         segment_ids_BT = jnp.ones_like(tokens_BT)
@@ -204,10 +195,9 @@ class LayerGroup(nn.Module):
 
 
 def causal_sizes(hparams: Hparams, length: int, routing: str) -> tuple[int, ...]:
-    """Static sizes of a routed block for rows of `length` under a causal rule.
+    """Static sizes of a routed block under a causal rule; several if its cache grows.
 
-    Only one if the cache has a fixed capacity, so that a row's bits depend on its past alone;
-    several if it grows.
+    With a fixed capacity there is one, so that a row's bits depend on its past alone.
     """
     if routing == 'top_c' or not hparams.model.routed_layers:
         return ()

@@ -4,6 +4,8 @@ import pytest
 
 from moddepth_jax.hparams import from_config
 
+MODA = {'stream': 'moda'}
+
 
 def depth(make_config, changes, **model):
     knobs = {f'model.depth.{name}': value for name, value in changes.items()}
@@ -15,18 +17,14 @@ def depth(make_config, changes, **model):
     [
         ({}, ('none', 'none', 'none'), 0),
         ({'stream': 'attention', 'slot_window': 3}, ('none', 'none', 'none'), 1),
-        ({'stream': 'moda'}, ('attention+ffn', 'rotated', 'projected'), 2),
-        ({'stream': 'moda', 'slots': 'attention'}, ('attention', 'rotated', 'projected'), 1),
+        (MODA, ('attention+ffn', 'rotated', 'projected'), 2),
+        (MODA | {'slots': 'attention'}, ('attention', 'rotated', 'projected'), 1),
         (
-            {'stream': 'moda', 'slots': 'block', 'slot_keys': 'unrotated', 'slot_window': 1},
+            MODA | {'slots': 'block', 'slot_keys': 'unrotated'},
             ('block', 'unrotated', 'projected'),
             1,
         ),
-        (
-            {'stream': 'moda', 'attention_slot_projection': True, 'skipped_slots': 'masked'},
-            ('attention+ffn', 'rotated', 'masked'),
-            2,
-        ),
+        (MODA | {'skipped_slots': 'masked'}, ('attention+ffn', 'rotated', 'masked'), 2),
     ],
 )
 def test_auto_is_the_choice_of_the_stream(changes, resolved, per_layer, tiny_config):
@@ -44,9 +42,6 @@ def test_dense_and_narrow_models_that_fit(tiny_config):
     narrow = depth(tiny_config, {'stream': 'attention'}, num_heads=2, head_dim=16)
     assert narrow.depth.stream == 'attention' and not narrow.depth.reads_outputs
     assert depth(tiny_config, {'stream': 'moda'}, num_heads=2).depth.slots == 'attention+ffn'
-
-
-MODA = {'stream': 'moda'}
 
 
 @pytest.mark.parametrize(

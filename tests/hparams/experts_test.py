@@ -31,14 +31,10 @@ def test_models_that_use_later_tokens(model):
     assert all(model(changes, **more).looks_ahead == ahead for changes, more, ahead in cases)
 
 
-@pytest.mark.parametrize(
-    ('num_routed', 'top_k', 'length', 'taken'),
-    [(8, 2, 255, 63), (64, 6, 2048, 192), (8, 2, 3, 1), (4, 4, 17, 17)],
-)
-def test_num_taken_is_an_equal_share(model, num_routed, top_k, length, taken):
+def test_num_taken_is_an_equal_share(model):
     """floor(k T / E) tokens of a row for each expert, 1 at least."""
-    experts = model(EXPERT | {'num_routed': num_routed, 'top_k': top_k}).experts
-    assert experts.num_taken(length) == taken
+    experts = model(EXPERT | {'num_routed': 8, 'top_k': 2}).experts
+    assert [experts.num_taken(length) for length in (256, 255, 3)] == [64, 63, 1]
 
 
 def test_which_experts_have_an_auxiliary_loss(model):

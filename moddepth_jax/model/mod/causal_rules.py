@@ -13,8 +13,7 @@ from moddepth_jax.model.mod.routers import widen
 class CausalRule(nn.Module):
     """Maps (x_BTD, scores_BT, threshold) to float32 logits [B, T]; above 0 selects the token.
 
-    The arguments are the residual stream at the block, the router's scores and the block's
-    threshold. A rule is one subclass, registered in CAUSAL_RULES.
+    A rule is one subclass, registered in CAUSAL_RULES.
     """
 
     hparams: ModelHparams

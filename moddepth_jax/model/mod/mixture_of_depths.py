@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from moddepth_jax.hparams import ModelHparams
 from moddepth_jax.hparams.registry import CAUSAL_RULES, ROUTERS
 from moddepth_jax.model.attention import DepthSlots, KeysValues, KVView
-from moddepth_jax.model.block import Block, BlockAux, SlotInputs
-from moddepth_jax.model.kv_cache import CacheUpdate, LayerCache, visible_mask
+from moddepth_jax.model.block import Block, SlotInputs
+from moddepth_jax.model.kv_cache import CacheUpdate, visible_mask
 from moddepth_jax.model.mod.routers import GATES
 from moddepth_jax.model.moe.experts import ExpertState
 from moddepth_jax.model.routing import (
@@ -54,22 +54,16 @@ class MixtureOfDepths(nn.Module):
     def setup(self):
         routing = self.hparams.routing
         self.router = ROUTERS[routing.router](routing)
-        own = routing.causal_rule
-        self.own_rule = CAUSAL_RULES[own](self.hparams, name=own)
-        if self.routing not in ('top_c', own):
-            self.rule = CAUSAL_RULES[self.routing](self.hparams, name=self.routing)
-        self.block = Block(
-            self.hparams,
-            self.window,
-            self.writes_slots,
-            gathered=True,
-            experts=self.experts,
-            ahead=self.routing == 'top_c',
-        )
+        # The model's own rule comes first, even if another is asked for: it creates parameters.
+        names = dict.fromkeys((routing.causal_rule, self.routing))
+        names.pop('top_c', None)
+        self.rules = [CAUSAL_RULES[name](self.hparams, name=name) for name in names]
+        options = {'experts': self.experts, 'ahead': self.routing == 'top_c', 'gathered': True}
+        self.block = Block(self.hparams, self.window, self.writes_slots, **options)
 
     def __call__(
         self, x_BTD, tokens: TokenInfo, args: RoutingArgs, depth: DepthSlots | None = None
-    ) -> tuple[jax.Array, BlockAux, jax.Array | None, RoutingRecord]:
+    ):
         """x'_BTD of whole rows, the BlockAux, indices [B, C], and the RoutingRecord.
 
         The indices are those of the tokens that the slot inputs belong to; None: all tokens.
@@ -91,13 +85,9 @@ class MixtureOfDepths(nn.Module):
             selection = select_first(wanted_BT, self.sizes[-1])
             y_BTD, aux = self._causal(x_BTD, tokens, gates_BT, selection, depth, args.expert_state)
         aux, indices_BC = self._for_slots(x_BTD, tokens, aux, selection.indices_BC)
+        _, selected_BT, dropped_BT = selection
         record = RoutingRecord(
-            scores_BT,
-            rule_logits_BT,
-            top_c.selected_BT,
-            selection.selected_BT,
-            selection.dropped_BT,
-            gates_BT,
+            scores_BT, rule_logits_BT, top_c.selected_BT, selected_BT, dropped_BT, gates_BT
         )
         return y_BTD, aux, indices_BC, record
 
@@ -106,10 +96,7 @@ class MixtureOfDepths(nn.Module):
         scores_BT = self.router(x_BTD, tokens, args.number)
         gates_BT = GATES[self.hparams.routing.gate](scores_BT)
         gates_BT = jnp.where(tokens.segment_ids_BT > 0, gates_BT, 0.0)
-        # Called even if another rule is asked for: its parameters must be created.
-        logits_BT = self.own_rule(x_BTD, scores_BT, args.threshold)
-        if self.routing not in ('top_c', self.hparams.routing.causal_rule):
-            logits_BT = self.rule(x_BTD, scores_BT, args.threshold)
+        logits_BT = [rule(x_BTD, scores_BT, args.threshold) for rule in self.rules][-1]
         return scores_BT, logits_BT, gates_BT
 
     def gathered(self, x_BTD, tokens, gates_BT, indices_BC, depth, expert_state):
@@ -167,14 +154,7 @@ class MixtureOfDepths(nn.Module):
         return aux._replace(slot_inputs=slot_inputs), None
 
     def decode(
-        self,
-        x_B1D,
-        tokens: TokenInfo,
-        args: RoutingArgs,
-        cache: LayerCache,
-        documents_B,
-        active_B,
-        depth: DepthSlots | None,
+        self, x_B1D, tokens: TokenInfo, args: RoutingArgs, cache, documents_B, active_B, depth
     ):
         """One new token of each row: x'_B1D, SlotInputs of all rows, CacheUpdate and dropped_B.
 

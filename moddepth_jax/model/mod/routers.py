@@ -33,9 +33,8 @@ GATES = {
 class Router(nn.Module):
     """Maps (x_BTD, tokens, number) to float32 scores [B, T].
 
-    The arguments are the residual stream at the block, the TokenInfo, and the block's number among
-    the routed ones (traced). A score depends on its own token alone. A router is one subclass,
-    registered in ROUTERS; its class attributes state what goes with it.
+    `number` is that of the block among the routed ones, traced. A score depends on its own token
+    alone. A router is one subclass, registered in ROUTERS.
     """
 
     routing: RoutingHparams

@@ -68,9 +68,8 @@ def normalize_weights(score_BTk):
 def tokens_choose(hparams: ExpertsHparams, scores_BTZ, real_BT, taken_BE) -> ExpertChoice:
     """Each token chooses its k experts of highest score (Dai et al. 2024, section 2.2).
 
-    The lower number wins ties; padding chooses nothing. Under `row_capacity` an expert takes the
-    first tokens of a row that chose it, a causal count that continues from `taken_BE`; the other
-    pairs are dropped.
+    The lower number wins ties. Under `row_capacity` an expert takes the first tokens of a row that
+    chose it, a causal count that continues from `taken_BE`, and drops the others.
     """
     num_routed, length = hparams.num_routed, scores_BTZ.shape[1]
     expert_BTk = map_batch_shards(lambda rows: jax.lax.top_k(rows, hparams.top_k)[1], scores_BTZ)
@@ -97,10 +96,9 @@ def tokens_choose(hparams: ExpertsHparams, scores_BTZ, real_BT, taken_BE) -> Exp
 
 
 def experts_choose(hparams: ExpertsHparams, scores_BTE, real_BT, thresholds_E) -> ExpertChoice:
-    """Each expert takes tokens of each row (Zhou et al. 2022, section 3.2).
+    """Each expert takes the k T / num_routed tokens of highest score (Zhou et al. 2022, sec. 3.2).
 
-    Without thresholds those are its C = k T / num_routed of highest score, which depends on the
-    whole row; with them, causally, all whose score is above its own. Padding is never taken.
+    That depends on the whole row; with thresholds, causally, it takes all with a higher score.
     """
     batch, length, num_routed = scores_BTE.shape
     if thresholds_E is None:

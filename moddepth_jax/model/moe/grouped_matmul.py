@@ -1,8 +1,7 @@
 """Grouped matmul: tokens sorted by expert, multiplied by its matrix, and put back in order.
 
 Letters: N tokens, k experts of a token, E experts, R places of the sorted layout, M blocks of
-C = R / M places, each of one expert, X and Y the sides of a matrix. The implementations of the
-product register themselves in EXPERT_PRODUCTS.
+C = R / M places, each of one expert, X and Y the sides of a matrix.
 """
 
 from typing import NamedTuple
@@ -37,9 +36,8 @@ def resolve(product: str) -> str:
 def block_rows(num_pairs: int, num_experts: int, implementation: str) -> int:
     """Rows of a block of `make_layout`, a power of two; 1 for `ragged_dot`, which needs no padding.
 
-    At most half of the mean number of pairs of an expert, and at most an eighth of it above 32:
-    larger blocks waste more in padding than they gain (measured on CPUs). `batched` copies a matrix
-    for each block, and so has blocks of up to 128.
+    At most half of the mean number of pairs of an expert, and at most an eighth of it above 32 (128
+    for `batched`, which copies a matrix for each): larger blocks waste more in padding (on CPUs).
     """
     if resolve(implementation) == 'ragged_dot':
         return 1
@@ -178,8 +176,7 @@ def sum_dtype(dtype):
 def factor_dtype(dtype):
     """The dtype in which factors of `dtype` are multiplied: on CPUs float32 at least.
 
-    XLA on CPU cannot run some bfloat16 products with a float32 result. If a loop reads or writes
-    parts of a bfloat16 array, XLA converts all of it, there and back, at every step.
+    XLA on CPU cannot run some bfloat16 products, and in loops converts whole arrays at every step.
     """
     return sum_dtype(dtype) if jax.default_backend() == 'cpu' else dtype
 
@@ -298,10 +295,7 @@ def _batched_products(x_RX, w_EXY, expert_M, axis):
 
 
 def _batched_sums(x_RX, dy_RY, expert_M, num_experts):
-    """Add up the first block of every expert, then the second, ...
-
-    A scatter-add would not be bit-equal between runs on GPUs, and needs all M products at once.
-    """
+    """Add up the first block of every expert, then the second: bit-equal between runs on GPUs."""
     x_MCX, dy_MCY = (_filled_blocks(side, expert_M, num_experts) for side in (x_RX, dy_RY))
     first_E = first_places(expert_M, num_experts)
     count_E = jnp.diff(first_E)

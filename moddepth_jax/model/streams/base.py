@@ -30,10 +30,9 @@ class LayerKind(NamedTuple):
 class Stream(nn.Module):
     """What a layer reads from earlier layers and writes for later ones; by default, nothing.
 
-    A stream is one subclass in its own file, registered in STREAMS. From layer to layer it
-    carries one array [B, T, D]; all later layers see the slots that a layer writes. Between `read`
-    and `write` the layer runs its block. The class attributes and class methods state what the rest
-    of the code needs to know of a stream.
+    A stream is one subclass in its own file, registered in STREAMS. From layer to layer it carries
+    one array [B, T, D]; all later layers see the slots that a layer writes. Between `read` and
+    `write` the layer runs its block.
     """
 
     hparams: ModelHparams
