@@ -18,7 +18,9 @@ every weight is the bare score.
 """
 
 import dataclasses
+import itertools
 
+import jax
 import numpy as np
 
 
@@ -32,27 +34,39 @@ class Seen:
 
 
 @dataclasses.dataclass
-class Row:
-    """One row of tokens, or the selected ones of it, and what is recorded of its layers.
+class Pass:
+    """How tokens are chosen in one pass over a batch, and what its layers record.
 
-    thresholds: {layer: threshold_Z}; an expert that chooses takes every token with a score above
-        its own. Empty: the largest scores of the row instead.
+    routing: top_c, or the causal rule that selects tokens.
+    thresholds: {layer: threshold} of the rule of that name.
+    expert_thresholds: {layer: threshold_Z}; an expert that chooses takes every token with a score
+        above its own. Empty: the largest scores of the row instead.
+    seen: {layer: Seen} of experts.
+    choices: {layer: a dict for each row} of routed blocks, by the names of RoutingRecord.
     """
+
+    routing: str = 'top_c'
+    thresholds: dict = dataclasses.field(default_factory=dict)
+    expert_thresholds: dict = dataclasses.field(default_factory=dict)
+    seen: dict = dataclasses.field(default_factory=dict)
+    choices: dict = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class Row:
+    """One row of tokens, or the selected ones of it."""
 
     segments_T: np.ndarray
     positions_T: np.ndarray
-    thresholds: dict
-    seen: dict
+    run: Pass
 
     def take(self, tokens):
         """The same of some tokens alone."""
-        return dataclasses.replace(
-            self, segments_T=self.segments_T[tokens], positions_T=self.positions_T[tokens]
-        )
+        return Row(self.segments_T[tokens], self.positions_T[tokens], self.run)
 
 
-def forward(params, tokens_BT, segment_ids_BT, model, thresholds=None):
-    """Returns logits_BTV and {layer: Seen} of the layers with experts, counted from 0.
+def forward(params, tokens_BT, segment_ids_BT, model, run):
+    """Returns logits_BTV.
 
     A token sees those of its own segment id alone; the logits of padding mean nothing.
 
@@ -62,16 +76,16 @@ def forward(params, tokens_BT, segment_ids_BT, model, thresholds=None):
       tokens_BT: int [B, T].
       segment_ids_BT: int [B, T], 0 for padding.
       model: ModelHparams.
-      thresholds: as Row has them.
+      run: a Pass, to which what the layers decide is added.
     """
-    rows, seen = [], {}
+    rows = []
     for tokens_T, segments_T in zip(tokens_BT, segment_ids_BT, strict=True):
-        row = Row(segments_T, np.arange(len(tokens_T)), thresholds or {}, seen)
+        row = Row(segments_T, np.arange(len(tokens_T)), run)
         x_TD = stream(params['layers'], params['embedding'][tokens_T], row, model)
         x_TD = rms_norm(x_TD, params['final_norm'], model)
         tied = model.tie_embeddings
         rows.append(x_TD @ (params['embedding'].T if tied else params['head']['kernel']))
-    return np.stack(rows), seen
+    return np.stack(rows)
 
 
 def stream(layers, x_TD, row, model):
@@ -181,20 +195,74 @@ def block(layer, x_TD, visible, row, number, model):
     return y_TD, written
 
 
+def slope_of_sigmoid(r):
+    return np.exp(-r.real) / (1 + np.exp(-r.real)) ** 2
+
+
+GATES = {
+    'raw': lambda r: r,
+    'sigmoid': lambda r: 1 / (1 + np.exp(-r)),
+    'tanh': np.tanh,
+    'none': np.ones_like,
+    'straight_through': lambda r: 1 + slope_of_sigmoid(r) * (r - r.real),
+}
+
+
 def routed_block(layer, x_TD, visible, row, number, model):
-    """Returns x + r (block(x) - x) of the C selected tokens, x of the others."""
+    """Returns x + gate(r) (block(x) - x) of the selected tokens, x of the others."""
     if model.depth.stream != 'residual' or visible:
         raise ValueError(f'stream={model.depth.stream!r}: routed blocks are of residual alone')
-    scores_T = x_TD @ layer['router']['w']
-    size = max(1, int(np.floor(model.routing.capacity * len(x_TD) + 1e-6)))
-    order = [(row.segments_T[t] == 0, -scores_T[t].real, t) for t in range(len(x_TD))]
-    selected = sorted(t for _, _, t in sorted(order)[:size])
-    y_CD, _ = block(layer['block'], x_TD[selected], [], row.take(selected), number, model)
-    x_TD = np.array(x_TD)
-    for t, y_D in zip(selected, y_CD, strict=True):
-        if row.segments_T[t] != 0:
-            x_TD[t] = x_TD[t] + scores_T[t] * (y_D - x_TD[t])
-    return x_TD
+    routing, run = model.routing, row.run
+    real_T, num_tokens = row.segments_T != 0, len(x_TD)
+    scores_T = x_TD @ layer['router']['w'] + layer['router'].get('b', 0)
+    size = max(1, int(routing.capacity * num_tokens + 1e-6))
+    if routing.select_per == 'segment':
+        top_c_T = best_of_segments(scores_T.real, row.segments_T, size)
+    else:
+        best = largest(scores_T.real, np.flatnonzero(real_T), size)
+        top_c_T = np.isin(np.arange(num_tokens), best)
+    rule = routing.causal_rule if run.routing == 'top_c' else run.routing
+    logits_T = rule_logits(rule, layer, x_TD, scores_T, run.thresholds.get(number, 0))
+    wanted_T = selected_T = top_c_T
+    padding = np.flatnonzero(~real_T)[: size - top_c_T.sum()]  # takes what places are left
+    if run.routing != 'top_c':
+        wanted_T, padding = real_T & (logits_T.real > 0), []
+        endless = rule == 'dense' or routing.overflow == 'grow'
+        most = num_tokens if endless else int(routing.cache_capacity * size + 1e-6)
+        selected_T = wanted_T & (np.cumsum(wanted_T) <= most)
+    gates_T = np.where(real_T, GATES[routing.gate](scores_T), 0)
+    choice = {'scores_BT': scores_T, 'rule_logits_BT': logits_T, 'top_c_BT': top_c_T}
+    choice |= {'selected_BT': selected_T, 'dropped_BT': wanted_T & ~selected_T, 'gates_BT': gates_T}
+    run.choices.setdefault(number, []).append(choice)
+    taken = sorted([*np.flatnonzero(selected_T), *padding])
+    y_CD, _ = block(layer['block'], x_TD[taken], [], row.take(taken), number, model)
+    block_TD = np.array(x_TD)
+    block_TD[taken] = y_CD
+    return np.where(selected_T[:, None], x_TD + gates_T[:, None] * (block_TD - x_TD), x_TD)
+
+
+def rule_logits(rule, layer, x_TD, scores_T, threshold):
+    """Returns what a causal rule compares with 0."""
+    if rule == 'predictor':
+        weights, hidden_TX = layer['predictor'], x_TD.real  # its loss changes nothing else
+        if 'hidden' in weights:
+            gate_TX = hidden_TX @ weights['hidden']['kernel'] + weights['hidden']['bias']
+            hidden_TX = gate_TX / (1 + np.exp(-gate_TX))
+        return (hidden_TX @ weights['out']['kernel'] + weights['out']['bias'])[:, 0]
+    if rule == 'dense':
+        return np.ones(len(x_TD))
+    return scores_T - (threshold if rule == 'threshold' else 0)
+
+
+def best_of_segments(scores_T, segments_T, num_selected):
+    """Returns bool [T]: the best of each document; the places fall evenly along the row."""
+    length, chosen_T = len(scores_T), np.zeros(len(scores_T), bool)
+    bounds = [0, *np.flatnonzero(np.diff(segments_T)) + 1, length]
+    for start, end in itertools.pairwise(bounds):
+        if segments_T[start] > 0:
+            places = num_selected * end // length - num_selected * start // length
+            chosen_T[largest(scores_T, range(start, end), places)] = True
+    return chosen_T
 
 
 def attention(weights, x_TD, visible, row, window, model):
@@ -290,7 +358,7 @@ def mixture(weights, x_TD, row, number, experts):
     else:
         scores_TZ = np.exp(logits_TZ - logits_TZ.real.max(axis=-1, keepdims=True))
         scores_TZ = scores_TZ / scores_TZ.sum(axis=-1, keepdims=True)
-    chosen_TZ = choose(scores_TZ.real, real_T, experts, row.thresholds.get(number))
+    chosen_TZ = choose(scores_TZ.real, real_T, experts, row.run.expert_thresholds.get(number))
     weights_TZ = np.where(chosen_TZ, scores_TZ, 0)
     if experts.choice == 'token' and experts.scores == 'sigmoid':
         weights_TZ[real_T] = weights_TZ[real_T] / weights_TZ[real_T].sum(axis=-1, keepdims=True)
@@ -304,7 +372,7 @@ def mixture(weights, x_TD, row, number, experts):
     if 'shared' in weights:
         matrices = [weights['shared'][name]['kernel'] for name in ('w1', 'w3', 'w2')]
         y_TD = y_TD + swiglu(x_TD, *matrices)
-    seen = row.seen.setdefault(number, Seen())
+    seen = row.run.seen.setdefault(number, Seen())
     seen.logits.extend(logits_TZ[real_T])
     seen.scores.extend(scores_TZ[real_T])
     seen.chosen.extend(chosen_TZ[real_T])
@@ -363,6 +431,36 @@ def z_loss(seen):
     """Returns the mean over layers of the mean over tokens of logsumexp(router logits)^2."""
     layers = [[log_sum_exp(logits_Z) ** 2 for logits_Z in layer.logits] for layer in seen.values()]
     return sum(sum(tokens) / len(tokens) for tokens in layers) / len(layers)
+
+
+def rule_loss(choices, real_BT):
+    """Returns the mean over layers and real tokens of the rule's cross-entropy against top-C."""
+    layers = []
+    for rows in choices.values():
+        logits_BT, top_c_BT = (stack(rows, name) for name in ('rule_logits_BT', 'top_c_BT'))
+        losses_BT = np.log(1 + np.exp(-logits_BT)) + np.where(top_c_BT, 0, logits_BT)
+        layers.append(losses_BT[real_BT].mean())
+    return sum(layers) / len(layers)
+
+
+def stack(rows, name):
+    """Returns one entry of the rows of a layer, [B, T]."""
+    return np.stack([row[name] for row in rows])
+
+
+def assert_gradients(gradients, loss, params, tolerance, rng):
+    """Along a random direction of every leaf the slope of `loss`, by a complex step, is that."""
+    for path, found in jax.tree_util.tree_leaves_with_path(gradients):
+        along = rng.normal(size=found.shape)
+
+        def step(at, leaf, path=path, along=along):
+            return leaf + 1e-100j * along if at == path else leaf + 0j
+
+        slope = loss(jax.tree_util.tree_map_with_path(step, params)).imag / 1e-100
+        # Where the gradient is zero but for rounding, its size is that of any other.
+        most = max(np.linalg.norm(found), 1e-2) * np.linalg.norm(along) / along.size**0.5
+        error = np.abs(np.sum(found * along) - slope)
+        assert error <= tolerance * most, (jax.tree_util.keystr(path), error / most)
 
 
 def log_sum_exp(x):

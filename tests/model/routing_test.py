@@ -15,7 +15,7 @@ from moddepth_jax.model.routing import (
     select_top_c,
     static_sizes,
 )
-from tests.model.masked_block import best_of_segments
+from tests.model.oracle import best_of_segments
 
 NAN = float('nan')
 
