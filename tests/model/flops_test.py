@@ -54,9 +54,8 @@ def test_blocks_alone_and_equal_cost_in_depth(tiny_config):
         return sum(parts.values()) - parts['head']
 
     dense = paper_model(tiny_config, 12, 768, False)
-    assert blocks(paper_model(tiny_config, 12, 768, True)) / blocks(dense) == pytest.approx(
-        0.553, abs=1e-3
-    )
+    ratio = blocks(paper_model(tiny_config, 12, 768, True)) / blocks(dense)
+    assert ratio == pytest.approx(0.553, abs=1e-3)
     costs = {
         depth: flops.forward_flops(paper_model(tiny_config, depth, 768, True), 1, 2048)
         for depth in (20, 22, 24)
@@ -91,7 +90,7 @@ def test_breakdown_is_the_sum_by_hand(rule, tiny_config):
 
 
 def test_breakdown_of_slots_is_the_sum_by_hand(tiny_config):
-    """Four layers, the second and the fourth routed: term by term, projected and masked."""
+    """Four layers, the second and the fourth routed, projected and masked."""
     T, C, D, N, K, H = 32, 8, 32, 4, 2, 8
     slot = 2 * 2 * D * K * H
     for knobs, projections in ((MODA, 4 * T), (MODA | MASKED, 2 * T + C)):
@@ -218,15 +217,8 @@ SHAPE = LITERAL | {
 }
 LONG = {
     'windows, T = 200': {'model.windows': (0, 50), 'data.sequence_length': 200},
-    'windows, T = 512': {'model.windows': (200, 0), 'data.sequence_length': 512},
-    'routed, T = 200': QUARTER | {'data.sequence_length': 200},
     'routed, windows, T = 512': ROUTED | {'model.windows': (0, 100), 'data.sequence_length': 512},
-    'every block, T = 512': ROUTED
-    | {
-        'model.routing.capacity': 0.5,
-        'model.routing.layers': 'every:1',
-        'data.sequence_length': 512,
-    },
+    'every block': ROUTED | {'model.routing.capacity': 0.5, 'model.routing.layers': 'every:1'},
     'hidden layer of the predictor': ROUTED | {'model.routing.predictor_width': 8},
 }
 WIDE = {'model.num_layers': 4, 'model.d_model': 96, 'model.d_ff': 256, 'model.head_dim': 24}
@@ -255,7 +247,7 @@ def test_counted_flops_are_those_of_the_traced_step(name, tiny_config):
     if hparams.model.experts.choice != 'none':
         assert parts['experts'] > 0.01 * counted / 3
         assert (empty > 0.02 * counted) == (name == 'integrated')
-    if name in LONG:
+    if 'windows' in name:
         assert hidden > 0.02 * counted
 
 
@@ -284,26 +276,6 @@ def test_counted_flops_alone_where_attention_is_small(knobs, tiny_config):
     assert counted == pytest.approx(traced_step_flops(hparams), rel=0.01)
 
 
-def test_scanned_and_unrolled_layers_count_alike(tiny_config):
-    """The same model, scanned or unrolled, has exactly the same products."""
-    one, other = (
-        wide_hparams(tiny_config, 64, ROUTED, {'model.layer_loop': loop})
-        for loop in ('scan', 'unrolled')
-    )
-    assert traced_step_flops(one) == traced_step_flops(other) > 0
-
-
-def test_recomputation_shows_in_the_trace_only(tiny_config):
-    """Rematerialized blocks have a fourth forward pass in the trace; the count leaves it out."""
-    plain = wide_hparams(tiny_config, 64, ROUTED)
-    again = wide_hparams(tiny_config, 64, ROUTED, {'model.remat': 'block'})
-    assert flops.train_step_flops(plain) == flops.train_step_flops(again)
-    parts = flops.forward_breakdown(plain, 2, 64)
-    blocks = sum(parts.values()) - parts['head']
-    difference = traced_step_flops(again) - traced_step_flops(plain)
-    assert 0.6 * blocks < difference < 1.1 * blocks + flops.masked_attention_flops(plain, 2, 64)
-
-
 def test_reads_of_an_average_are_counted_to_the_product(tiny_config):
     """2 T D for each array that a layer reads, 1 to L + 1 of them, and nothing else is added."""
     shape = {'model.num_layers': 3, 'model.remat': 'none', 'model.layer_loop': 'unrolled'}
@@ -317,46 +289,25 @@ def test_reads_of_an_average_are_counted_to_the_product(tiny_config):
     assert traced_step_flops(average) - traced_step_flops(plain) == 3 * by_hand
 
 
-def breakdown(config, length):
-    return flops.forward_breakdown(from_config(config), 1, length)
-
-
-def test_pairs_of_the_claims(tiny_config):
-    """At 32 layers and T = 4096 slots add 31 / 4097 to the query-key pairs, twice with mlps."""
-    for slots, ratio in (('attention', 1.0076), ('attention+ffn', 1.0151)):
-        knobs = {'model.num_layers': 32, 'model.depth.slots': slots}
-        hparams = from_config(tiny_config(**MODA | knobs))
-        parts = flops.forward_breakdown(hparams, 1, 4096)
-        # (T + 1) / T: the count of causal pairs here leaves the diagonal's half out.
-        pairs = parts['attention'] * 4097 / 4096
-        assert (pairs + parts['depth_attention']) / pairs == pytest.approx(ratio, abs=1e-4)
-
-
 def test_700m_shape_of_the_claims():
     """Slots add 0.011 TFLOPs a sequence and the mlps' projections 0.301."""
-    both = breakdown(moda_700m.get_config(), 4096)
-    alone = breakdown(moda_700m.get_config('slots=attention'), 4096)
+    both, alone = (
+        flops.forward_breakdown(from_config(moda_700m.get_config(slots)), 1, 4096)
+        for slots in ('', 'slots=attention')
+    )
     assert alone['depth_attention'] == pytest.approx(0.0106e12, abs=1e9)
     assert alone['depth_projections'] == 0
     assert both['depth_projections'] == pytest.approx(0.301e12, abs=1e9)
-
-
-def millions(config):
-    hparams = from_config(config)
-    return num_parameters(jax.eval_shape(lambda: init_state(hparams, 1)).params) / 1e6
 
 
 @pytest.mark.parametrize(
     ('module', 'arguments', 'wanted'),
     [
         (moda_24l, 'slots=none', 71.35),
-        (
-            moda_24l,
-            '',
-            73.62,
-        ),  # 73.72 with a projection in the last layer, which nothing would read
+        # With a projection in the last layer, which nothing would read: 73.72, and 128.12.
+        (moda_24l, '', 73.62),
         (moda_48l, 'slots=none', 123.38),
-        (moda_48l, '', 128.02),  # 128.12 with it
+        (moda_48l, '', 128.02),
         (moda_700m, 'slots=none', 669.05),
         (moda_700m, 'layers=38,slots=none', 700.51),
         (moda_700m, '', 705.75),
@@ -366,11 +317,6 @@ def millions(config):
 )
 def test_parameters_of_the_papers_shapes(module, arguments, wanted):
     """Counts as published (tables 2 and 3), in millions; and as configs say of our own 1.5B."""
-    assert millions(module.get_config(arguments)) == pytest.approx(wanted, abs=0.005)
-
-
-def test_parameters_with_a_projection_of_attention_slots():
-    """742.4M at 700M."""
-    config = moda_700m.get_config()
-    config.model.depth.attention_slot_projection = True
-    assert millions(config) == pytest.approx(742.45, abs=0.005)
+    hparams = from_config(module.get_config(arguments))
+    count = num_parameters(jax.eval_shape(lambda: init_state(hparams, 1)).params)
+    assert count / 1e6 == pytest.approx(wanted, abs=0.005)

@@ -99,12 +99,12 @@ def stream(layers, x_TD, row, model):
         return x_TD
     entry, *layers, last = layers
     if kind == 'attention':
-        query_TNH, *slot = stream_write(entry['stream'], x_TD, model)
+        query_TNH, *slot = stream_write(entry['stream'], x_TD)
         slots = [slot]
         for number, layer in enumerate(layers):
             read_TD = read_depth(query_TNH, newest(slots, model))
             y_TD, _ = block(layer, read_TD, [], row, number, model)
-            query_TNH, *slot = stream_write(layer['stream'], y_TD, model)
+            query_TNH, *slot = stream_write(layer['stream'], y_TD)
             slots.append(slot)
         return read_depth(query_TNH, newest(slots, model))
     outputs = [x_TD]  # X_0 is the embedding, X_l what block l returns
@@ -124,10 +124,10 @@ def newest(slots, model):
     return slots[-model.depth.slot_window :] if model.depth.slot_window else slots
 
 
-def stream_write(weights, x_TD, model):
+def stream_write(weights, x_TD):
     """Returns query, key and value of the attention stream."""
     weights = {'query': weights['query'], **weights['slot']}
-    return [linear(x_TD, weights[name], model) for name in ('query', 'key', 'value')]
+    return [linear(x_TD, weights[name]) for name in ('query', 'key', 'value')]
 
 
 def read_depth(query_TNH, slots):
@@ -152,7 +152,7 @@ def block(layer, x_TD, visible, row, number, model):
     def fed_forward(x_TD):
         if 'router' in layer['mlp']:
             return mixture(layer['mlp'], x_TD, row, number, model.experts)
-        return mlp(layer['mlp'], x_TD, model)
+        return mlp(layer['mlp'], x_TD)
 
     attended_TD = rms_norm(x_TD, layer['attention_norm'], model) if place == 'pre' else x_TD
     window = model.windows[number % len(model.windows)]
@@ -182,7 +182,7 @@ def block(layer, x_TD, visible, row, number, model):
         weights = layer.get('stream', {}).get(name)
         if weights is None:
             return []
-        key_TKH, value_TKH = (linear(source_TD, weights[side], model) for side in ('key', 'value'))
+        key_TKH, value_TKH = (linear(source_TD, weights[side]) for side in ('key', 'value'))
         return [(stored(key_TKH), value_TKH)]
 
     if model.depth.slots == 'block':
@@ -268,7 +268,7 @@ def best_of_segments(scores_T, segments_T, num_selected):
 def attention(weights, x_TD, visible, row, window, model):
     """Returns y_TD, and key_TKH and value_TKH as projected, before any norm or rotation."""
     names = ('query', 'key', 'value')
-    query_TNH, key_TKH, value_TKH = (linear(x_TD, weights[name], model) for name in names)
+    query_TNH, key_TKH, value_TKH = (linear(x_TD, weights[name]) for name in names)
 
     def turned(x_TNH, norm):
         return rope(qk_norm(x_TNH, weights, norm, model), row.positions_T, model.rope_theta)
@@ -332,17 +332,15 @@ def rope(x_TNH, positions_T, theta):
     return turned
 
 
-def mlp(weights, x_TD, model):
+def mlp(weights, x_TD):
     """Returns w2(silu(w1 x) * w3 x), of x_TD."""
-    gate_TF = linear(x_TD, weights['w1'], model)
-    up_TF = linear(x_TD, weights['w3'], model)
-    return linear(gate_TF / (1 + np.exp(-gate_TF)) * up_TF, weights['w2'], model)
+    gate_TF, up_TF = linear(x_TD, weights['w1']), linear(x_TD, weights['w3'])
+    return linear(gate_TF / (1 + np.exp(-gate_TF)) * up_TF, weights['w2'])
 
 
-def linear(x_TD, weights, model):
-    """Returns x_TD on the first axis of a kernel of any rank, plus a bias."""
-    y = np.tensordot(x_TD, weights['kernel'], axes=1)
-    return y + weights['bias'] if model.use_bias else y
+def linear(x_TD, weights):
+    """Returns x_TD on the first axis of a kernel of any rank, plus a bias if there is one."""
+    return np.tensordot(x_TD, weights['kernel'], axes=1) + weights.get('bias', 0)
 
 
 def rms_norm(x, weights, model):
@@ -365,24 +363,18 @@ def mixture(weights, x_TD, row, number, experts):
     computed_TZ = chosen_TZ
     if experts.row_capacity:  # an expert computes the first tokens of a row that chose it
         computed_TZ = chosen_TZ & (np.cumsum(chosen_TZ, axis=0) <= experts.row_capacity)
-    y_TD = np.zeros_like(x_TD @ weights['w1']['kernel'][0] @ weights['w2']['kernel'][0])
+    every = [
+        {name: {'kernel': weights[name]['kernel'][e]} for name in ('w1', 'w3', 'w2')}
+        for e in range(experts.num_routed)
+    ]
+    y_TD = mlp(weights['shared'], x_TD) if 'shared' in weights else 0 * mlp(every[0], x_TD)
     for t, e in np.argwhere(computed_TZ[:, : experts.num_routed]):
-        matrices = [weights[name]['kernel'][e] for name in ('w1', 'w3', 'w2')]
-        y_TD[t] = y_TD[t] + experts.route_scale * weights_TZ[t, e] * swiglu(x_TD[t], *matrices)
-    if 'shared' in weights:
-        matrices = [weights['shared'][name]['kernel'] for name in ('w1', 'w3', 'w2')]
-        y_TD = y_TD + swiglu(x_TD, *matrices)
+        y_TD[t] = y_TD[t] + experts.route_scale * weights_TZ[t, e] * mlp(every[e], x_TD[t])
     seen = row.run.seen.setdefault(number, Seen())
     seen.logits.extend(logits_TZ[real_T])
     seen.scores.extend(scores_TZ[real_T])
     seen.chosen.extend(chosen_TZ[real_T])
     return y_TD
-
-
-def swiglu(x, w1, w3, w2):
-    """Returns w2(silu(w1 x) * w3 x) of x, [.., D]."""
-    gate = x @ w1
-    return (gate / (1 + np.exp(-gate)) * (x @ w3)) @ w2
 
 
 def choose(scores_TZ, real_T, experts, thresholds_Z):
