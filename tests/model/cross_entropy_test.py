@@ -1,16 +1,18 @@
 """Cross-entropy equals its definition, and in chunks of tokens what it is of all at once."""
 
 import functools
-import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model import cross_entropy as module
 from moddepth_jax.model.cross_entropy import chunk_size, cross_entropy, token_losses
+from moddepth_jax.model.sharding import axis_names, spec
+from moddepth_jax.training.mesh import make_mesh
 from moddepth_jax.training.train_step import init_state, train_step
 from tests.devices import collectives, on_devices
 from tests.model.cases import equations
@@ -36,11 +38,11 @@ def test_losses_are_those_of_float64():
         assert got.dtype == jnp.float32
         np.testing.assert_allclose(got, np.where(counted, exact, 0), rtol=1e-6, atol=1e-6)
     for slopes in ((1, 0, 0), (0, 1, 0)):
-        (slope_BTV,) = pull([jnp.full((3, 7), slope, jnp.float32) for slope in slopes])
+        (slope_BTV,) = pull(tuple(jnp.full((3, 7), slope, jnp.float32) for slope in slopes))
         np.testing.assert_array_equal(np.abs(slope_BTV).max(-1) > 0, counted)
 
 
-def drawn(tied, dtype='float32'):
+def drawn(tied, dtype='float32', B=B, V=V):
     """x_BTD, the parameters of the head or of a tied table, and labels, some of them ignored."""
     random = np.random.default_rng(1)
     x_BTD = jnp.asarray(random.normal(size=(B, T, D)), dtype)
@@ -129,13 +131,6 @@ def test_chunks_are_as_large_as_allowed_or_divide():
     assert chunk_size(4096, 668) == 512 and chunk_size(97, 50) == 49 and chunk_size(64, 100) == 64
 
 
-def test_default_chunks_hold_few_logits():
-    """Few logits come all at once, more in halves, many in chunks of at most 256 MiB."""
-    assert module._default_chunk(4096, 257) == 4096 == module._default_chunk(4096, 4096)
-    assert module._default_chunk(4096, 8192) == 2048
-    assert module._default_chunk(4096, 100278) == 2**28 // (4 * 100278)
-
-
 @pytest.mark.parametrize('tied', [False, True], ids=['head', 'tied'])
 def test_no_step_holds_the_logits_of_all_tokens(tied, tiny_config, monkeypatch):
     """A step over many ids computes no array of B x T x V, by the knob and by its default."""
@@ -157,53 +152,35 @@ def test_no_step_holds_the_logits_of_all_tokens(tied, tiny_config, monkeypatch):
     assert largest_of_step() < everything / 4
 
 
-ON_DEVICES = """
-import json, sys
-import jax, numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
-from moddepth_jax.model.cross_entropy import cross_entropy
-from moddepth_jax.model.sharding import axis_names, spec
-from moddepth_jax.training.mesh import make_mesh
-
-found = []
-for layout, tied, rows, V, dtype in json.loads(sys.argv[1]):
-    draw = np.random.default_rng(0)
-    x = draw.normal(size=(rows, 12, 16)).astype(dtype)
-    path = 'embedding' if tied else 'head/kernel'
-    matrix = draw.normal(size=(V, 16) if tied else (16, V)).astype('float32')
-    params = {'embedding': matrix} if tied else {'head': {'kernel': matrix}}
-    labels = draw.integers(0, V, (rows, 12)).astype('int32')
-    labels[0, 3:6] = -100
-
-    def losses(x, params, labels, chunk):
-        def total(x, params):
-            total, *parts = cross_entropy(x, params, labels, 0.1, chunk)
-            return total / 7, (total, *parts)
-        return jax.value_and_grad(total, (0, 1), has_aux=True)(x, params)
-
-    alone = jax.jit(losses, static_argnums=3)(x, params, labels, x.size)
-    mesh = make_mesh(layout)
-    put = lambda leaf, *names: jax.device_put(
-        leaf, NamedSharding(mesh, spec(mesh, names, leaf.shape)))
-    given = (put(x, 'batch', None, None), jax.tree.map(
-        lambda leaf: put(leaf, *axis_names(path, 2)), params), put(labels, 'batch', None))
-    with jax.set_mesh(mesh):
-        compiled = jax.jit(losses, static_argnums=3).lower(*given, 5).compile()
-    several = compiled(*given)
-    pairs = zip(jax.tree.leaves(alone), jax.tree.leaves(several), strict=True)
-    worst = max(float(np.abs(np.float64(a) - np.float64(b)).max() / np.abs(np.float64(a)).max())
-                for a, b in pairs)
-    stored = jax.tree.leaves(given[1])[0].sharding
-    as_stored = jax.tree.leaves(several[1][1])[0].sharding.is_equivalent_to(stored, 2)
-    found.append({'worst': worst, 'as_stored': as_stored, 'text': compiled.as_text()})
-print(json.dumps(found))
-"""
 LAYOUTS = [
-    ('tensor=4', False, 4, 52, 'float32'),  # the ids split over all devices
-    ('data=2,tensor=2', True, 4, 52, 'float32'),
-    ('fsdp=2,tensor=2', True, 4, 53, 'float32'),  # ids that do not divide
-    ('data=2,fsdp=2', True, 3, 52, 'float32'),  # rows that do not divide
+    ('tensor=4', False, 4, 52),  # the ids split over all devices
+    ('data=2,tensor=2', True, 4, 52),
+    ('fsdp=2,tensor=2', True, 4, 53),  # ids that do not divide
+    ('data=2,fsdp=2', True, 3, 52),  # rows that do not divide
 ]
+
+
+def on_four_devices():
+    for layout, tied, rows, num_ids in LAYOUTS:
+        x_BTD, params, labels_BT = drawn(tied, B=rows, V=num_ids)
+        alone = losses(x_BTD, params, labels_BT, 0.1, ALL_AT_ONCE)
+        mesh, names = make_mesh(layout), axis_names('embedding' if tied else 'head/kernel', 2)
+
+        def put(leaf, *names, mesh=mesh):
+            return jax.device_put(leaf, NamedSharding(mesh, spec(mesh, names, leaf.shape)))
+
+        stored = jax.tree.map(lambda leaf, names=names: put(leaf, *names), params)
+        inputs = put(x_BTD, 'batch', None, None), stored, put(labels_BT, 'batch', None)
+        with jax.set_mesh(mesh):
+            compiled = losses.lower(*inputs, 0.1, 5).compile()
+        several = compiled(*inputs)
+        assert_close(several, alone, 1e-6)
+        pairs = zip(*map(jax.tree.leaves, (several[1][1], stored)), strict=True)
+        assert all(one.sharding.is_equivalent_to(other.sharding, 2) for one, other in pairs)
+        moved = collectives(compiled.as_text())
+        assert not moved.keys() & {'all-to-all', 'collective-permute'}, layout
+        assert not any(f',{T},' in shape for shape in moved.get('all-gather', ())), layout
+    print('null')
 
 
 @pytest.mark.slow
@@ -212,11 +189,4 @@ def test_devices_sum_up_their_own_tokens():
 
     Gradients lie as the parameters are stored, and no row is gathered.
     """
-    found = on_devices(4, ON_DEVICES, json.dumps(LAYOUTS))
-    for case, result in zip(LAYOUTS, found, strict=True):
-        assert result['worst'] < 1e-6, case
-        assert result['as_stored'], case
-        moved = collectives(result['text'])
-        assert not moved.keys() & {'all-to-all', 'collective-permute'}, case
-        gathered = moved.get('all-gather', set())
-        assert not [shape for shape in gathered if ',12,' in shape], case
+    on_devices(4, 'from tests.model import cross_entropy_test as test; test.on_four_devices()')

@@ -222,10 +222,8 @@ def test_executed_products(pairs):
 
 def test_block_rows():
     """A power of two: 1 where an expert has few pairs, bounded where it has many."""
-    assert [block_rows(pairs, 64, 'blocked') for pairs in (1, 48, 384, 6144)] == [1, 1, 2, 32]
-    assert block_rows(10**7, 4, 'blocked') == 128
-    assert [block_rows(pairs, 64, 'batched') for pairs in (1, 6144)] == [1, 32]
-    assert block_rows(10**5, 64, 'batched') == 128
+    for product, rows in (('blocked', [1, 2, 32, 128]), ('batched', [1, 2, 32, 128])):
+        assert [block_rows(pairs, 64, product) for pairs in (48, 384, 6144, 10**5)] == rows
     assert block_rows(10**7, 4, 'ragged_dot') == 1
 
 

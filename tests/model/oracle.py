@@ -92,7 +92,7 @@ def stream(layers, x_TD, row, model):
     """Returns x_TD after all layers."""
     kind = model.depth.stream
     if kind in ('residual', 'moda'):
-        slots = []  # of (key_TKH, value_TKH), oldest first; the embedding writes none
+        slots = []  # of (key_TKH, value_TKH, valid_T), oldest first; the embedding writes none
         for number, layer in enumerate(layers):
             x_TD, written = block(layer, x_TD, newest(slots, model), row, number, model)
             slots = slots + written
@@ -125,13 +125,14 @@ def newest(slots, model):
 
 
 def stream_write(weights, x_TD):
-    """Returns query, key and value of the attention stream."""
+    """Returns the query and the slot of the attention stream."""
     weights = {'query': weights['query'], **weights['slot']}
-    return [linear(x_TD, weights[name]) for name in ('query', 'key', 'value')]
+    written = [linear(x_TD, weights[name]) for name in ('query', 'key', 'value')]
+    return *written, np.ones(len(x_TD), bool)
 
 
 def read_depth(query_TNH, slots):
-    """Returns x_TD, D = N H: each token's query over the slots (key_TKH, value_TKH) of its own."""
+    """Returns x_TD, D = N H: each token's query over the slots of its own."""
     num_tokens, num_heads, _ = query_TNH.shape
     x_TNH = np.zeros_like(query_TNH)
     for t, n in np.ndindex(num_tokens, num_heads):
@@ -142,11 +143,10 @@ def read_depth(query_TNH, slots):
 def block(layer, x_TD, visible, row, number, model):
     """Returns the block's y_TD with its residuals, and the slots it writes, attention's first.
 
-    visible: slots (key_TKH, value_TKH) of earlier layers that its attention heads see. The last
-    layer has no slot projections: nothing reads its slots.
+    visible: slots of earlier layers that its attention heads see.
     """
     if 'router' in layer:
-        return routed_block(layer, x_TD, visible, row, number, model), []
+        return routed_block(layer, x_TD, visible, row, number, model)
     place = model.norm_placement
 
     def fed_forward(x_TD):
@@ -156,9 +156,7 @@ def block(layer, x_TD, visible, row, number, model):
 
     attended_TD = rms_norm(x_TD, layer['attention_norm'], model) if place == 'pre' else x_TD
     window = model.windows[number % len(model.windows)]
-    f_TD, key_TKH, value_TKH = attention(
-        layer['attention'], attended_TD, visible, row, window, model
-    )
+    f_TD = attention(layer['attention'], attended_TD, visible, row, window, model)
     if place == 'pre':
         x_TD = x_TD + f_TD
         read_TD = rms_norm(x_TD, layer['mlp_norm'], model)
@@ -171,28 +169,29 @@ def block(layer, x_TD, visible, row, number, model):
         y_TD = read_TD + rms_norm(fed_forward(read_TD), layer['mlp_norm'], model)
     if model.depth.stream != 'moda':
         return y_TD, []
+    return y_TD, written_slots(layer, attended_TD, read_TD, y_TD, row, model)
 
-    def stored(key_TKH):
-        if model.depth.slot_keys == 'unrotated':
-            return key_TKH
-        key_TKH = qk_norm(key_TKH, layer['attention'], 'key_norm', model)
-        return rope(key_TKH, row.positions_T, model.rope_theta)
 
-    def projected(name, source_TD):
-        weights = layer.get('stream', {}).get(name)
-        if weights is None:
-            return []
-        key_TKH, value_TKH = (linear(source_TD, weights[side]) for side in ('key', 'value'))
-        return [(stored(key_TKH), value_TKH)]
-
-    if model.depth.slots == 'block':
-        return y_TD, projected('block_slot', y_TD)
-    written = [(stored(key_TKH), value_TKH)]
-    if model.depth.attention_slot_projection:
-        written = projected('attention_slot', attended_TD)
-    if model.depth.slots == 'attention+ffn':
-        written = written + projected('ffn_slot', read_TD)
-    return y_TD, written
+def written_slots(layer, attended_TD, read_TD, y_TD, row, model):
+    """Returns the slots of a layer, from what its two parts read and its output."""
+    depth, projections = model.depth, layer.get('stream', {})
+    if depth.slots == 'block':
+        sources = [(projections.get('block_slot'), y_TD)]
+    else:
+        projected = depth.attention_slot_projection
+        own = projections.get('attention_slot') if projected else layer['attention']
+        sources = [(own, attended_TD)]
+    if depth.slots == 'attention+ffn':
+        sources.append((projections.get('ffn_slot'), read_TD))
+    slots = []
+    for weights, x_TD in sources:
+        if weights:  # the last layer has no projections: nothing reads its slots
+            key_TKH, value_TKH = linear(x_TD, weights['key']), linear(x_TD, weights['value'])
+            if depth.slot_keys == 'rotated':
+                key_TKH = qk_norm(key_TKH, layer['attention'], 'key_norm', model)
+                key_TKH = rope(key_TKH, row.positions_T, model.rope_theta)
+            slots.append((key_TKH, value_TKH, np.ones(len(x_TD), bool)))
+    return slots
 
 
 def slope_of_sigmoid(r):
@@ -209,9 +208,10 @@ GATES = {
 
 
 def routed_block(layer, x_TD, visible, row, number, model):
-    """Returns x + gate(r) (block(x) - x) of the selected tokens, x of the others."""
-    if model.depth.stream != 'residual' or visible:
-        raise ValueError(f'stream={model.depth.stream!r}: routed blocks are of residual alone')
+    """Returns x + gate(r) (block(x) - x) of the selected tokens, x of the others; and the slots.
+
+    Tokens that skip the block write slots as if it added nothing, or none.
+    """
     routing, run = model.routing, row.run
     real_T, num_tokens = row.segments_T != 0, len(x_TD)
     scores_T = x_TD @ layer['router']['w'] + layer['router'].get('b', 0)
@@ -235,10 +235,27 @@ def routed_block(layer, x_TD, visible, row, number, model):
     choice |= {'selected_BT': selected_T, 'dropped_BT': wanted_T & ~selected_T, 'gates_BT': gates_T}
     run.choices.setdefault(number, []).append(choice)
     taken = sorted([*np.flatnonzero(selected_T), *padding])
-    y_CD, _ = block(layer['block'], x_TD[taken], [], row.take(taken), number, model)
+    inner = layer['block'] | {'stream': layer.get('stream', {})}
+    visible = [[side[taken] for side in slot] for slot in visible]
+    y_CD, written = block(inner, x_TD[taken], visible, row.take(taken), number, model)
     block_TD = np.array(x_TD)
     block_TD[taken] = y_CD
-    return np.where(selected_T[:, None], x_TD + gates_T[:, None] * (block_TD - x_TD), x_TD)
+    y_TD = np.where(selected_T[:, None], x_TD + gates_T[:, None] * (block_TD - x_TD), x_TD)
+    if model.depth.stream != 'moda':
+        return y_TD, []
+    attended_TD = x_TD
+    if model.norm_placement != 'reordered':
+        attended_TD = rms_norm(x_TD, inner['attention_norm'], model)
+    read_TD = attended_TD
+    if model.norm_placement == 'pre':
+        read_TD = rms_norm(x_TD, inner['mlp_norm'], model)
+    slots = written_slots(inner, attended_TD, read_TD, y_TD, row, model)
+    for (key_TKH, value_TKH, valid_T), (key_CKH, value_CKH, _) in zip(slots, written, strict=True):
+        if model.depth.slots != 'block':
+            key_TKH[taken], value_TKH[taken] = key_CKH, value_CKH
+        if model.depth.skipped_slots == 'masked':
+            valid_T[:] = selected_T
+    return y_TD, slots
 
 
 def rule_logits(rule, layer, x_TD, scores_T, threshold):
@@ -266,7 +283,7 @@ def best_of_segments(scores_T, segments_T, num_selected):
 
 
 def attention(weights, x_TD, visible, row, window, model):
-    """Returns y_TD, and key_TKH and value_TKH as projected, before any norm or rotation."""
+    """Returns y_TD, attention over the row and the visible slots in one softmax."""
     names = ('query', 'key', 'value')
     query_TNH, key_TKH, value_TKH = (linear(x_TD, weights[name]) for name in names)
 
@@ -275,7 +292,7 @@ def attention(weights, x_TD, visible, row, window, model):
 
     q_TNH, k_TKH = turned(query_TNH, 'query_norm'), turned(key_TKH, 'key_norm')
     if model.depth.slot_keys == 'unrotated':
-        visible = [(qk_norm(key, weights, 'key_norm', model), value) for key, value in visible]
+        visible = [(qk_norm(key, weights, 'key_norm', model), *rest) for key, *rest in visible]
     num_tokens, num_heads, _ = q_TNH.shape
     mixed_TNH = np.zeros_like(q_TNH)
     for t in range(num_tokens):
@@ -287,7 +304,7 @@ def attention(weights, x_TD, visible, row, window, model):
             values = [value_TKH[s, group] for s in seen] + depth_values
             mixed_TNH[t, n] = one_query(q_TNH[t, n], keys, values)
     y_TD = np.einsum('tnh,nhd->td', mixed_TNH, weights['out']['kernel'])
-    return y_TD + weights['out'].get('bias', 0), key_TKH, value_TKH
+    return y_TD + weights['out'].get('bias', 0)
 
 
 def sees(t, s, row, window):
@@ -298,8 +315,9 @@ def sees(t, s, row, window):
 
 def slots_of(slots, t, n, num_heads):
     """Returns the lists of keys and of values that head n of token t finds in the slots."""
-    pairs = [(key[t], value[t], n // (num_heads // key.shape[1])) for key, value in slots]
-    return [key[group] for key, _, group in pairs], [value[group] for _, value, group in pairs]
+    own = [(key[t], value[t]) for key, value, valid_T in slots if valid_T[t]]
+    keys = [key_KH[n * len(key_KH) // num_heads] for key_KH, _ in own]
+    return keys, [value_KH[n * len(value_KH) // num_heads] for _, value_KH in own]
 
 
 def one_query(query_H, keys, values):

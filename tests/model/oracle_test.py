@@ -77,6 +77,8 @@ CASES = {
     'staged, post': TOKEN | ROUTED | POST | {'experts.num_noop': 2},
     'staged, expert choice': EXPERT | ROUTED | REORDERED,
 }
+SLOTS = routed(rule='threshold', layers='1') | {'num_layers': 3}
+MASKED = {'depth.skipped_slots': 'masked'}
 # name: (knobs, the routing of the pass); each is also differentiated.
 ROUTED_CASES = {
     'more places than tokens': (routed(capacity=0.875) | PRE, 'top_c'),
@@ -103,6 +105,14 @@ ROUTED_CASES = {
         routed('straight_through', rule='threshold', overflow='grow') | PRE | {'num_layers': 1},
         'threshold',
     ),
+    'moda': (SLOTS | BOTH | POST | {'routing.gate': 'sigmoid'}, 'top_c'),
+    'moda, pre': (SLOTS | BOTH | PRE | PROJECTED | WINDOWS, 'threshold'),
+    'moda, reordered': (SLOTS | OWN | REORDERED | HEAD, 'top_c'),
+    'moda, block slots': (SLOTS | BLOCK | PRE | UNROTATED | HEAD, 'top_c'),
+    'masked': (SLOTS | MASKED | BOTH | UNROTATED | REORDERED | FULL | BIAS, 'threshold'),
+    'masked, block slots': (SLOTS | MASKED | BLOCK | POST | NEWEST, 'top_c'),
+    'dense stream': (SLOTS | DENSE | PRE, 'top_c'),
+    'attention stream': (SLOTS | ATTENTION | POST, 'threshold'),
     'straight through, aux_loss': (
         routed('straight_through', rule='aux_loss') | POST | BIAS,
         'aux_loss',
@@ -208,12 +218,12 @@ def test_model_equals_the_oracle(tiny_config, case):
         assert share_Z.max() < 1 and np.mean(share_Z > 0) > 0.7, share_Z
 
 
-FAST = ('sigmoid', 'windows', 'segments', 'threshold', 'predictor', 'straight through')
+FAST = ('sigmoid', 'windows', 'segments', 'threshold', 'predictor', 'straight through', 'moda')
 
 
 # JAX warns of int32 and int64 indices in float64, which no model is trained in.
 @pytest.mark.filterwarnings('ignore:scatter inputs have incompatible types')
-@pytest.mark.parametrize('case', parameters((*FAST, 'aux_loss'), ROUTED_CASES))
+@pytest.mark.parametrize('case', parameters((*FAST, 'aux_loss', 'masked'), ROUTED_CASES))
 def test_routed_blocks_equal_the_oracle(case, tiny_config):
     """Which tokens every rule selects and drops, and the block's output and gradients.
 

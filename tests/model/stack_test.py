@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from moddepth_jax.hparams import from_config
-from moddepth_jax.model.stack import Run, Stack, find_runs, unstack_layers
+from moddepth_jax.model.stack import Run, find_runs
 from moddepth_jax.model.streams import layer_kinds
 
 
@@ -72,24 +72,3 @@ def test_model_is_few_runs(routed, windows, num_runs, with_slots, tiny_config):
         for layer, kind in enumerate(expand(runs)):
             assert kind.routed == (layer in model.routed_layers)
             assert kind.window == windows[layer % len(windows)]
-
-
-@pytest.mark.parametrize('stream', ['residual', 'attention', 'moda'])
-def test_counts_and_parameters_follow_the_layers(stream, tiny_config):
-    """Layer by layer: its own parameters, and as many slots before it as earlier ones write."""
-    knobs = {'model.num_layers': 7, 'model.depth.stream': stream, 'model.routing.router': 'learned'}
-    stack = Stack(from_config(tiny_config(**knobs)).model, 'top_c')
-    kinds, layers = layer_kinds(stack.hparams), iter(range(99))
-    before, params = [], {}
-    for i, run in enumerate(stack.runs):
-        order = np.array([[next(layers) for _ in run.group] for _ in range(run.repeats)])
-        params[f'run_{i}'] = {f'layer_{j}': {'w': order[:, j]} for j in range(len(run.group))}
-        for count in np.asarray(stack.counts(i)):
-            for kind in run.group:
-                before.append(count)
-                count += kind.slots
-    assert any(run.repeats > 1 for run in stack.runs) and len(kinds) >= 7
-    np.testing.assert_array_equal(before, np.cumsum([0] + [kind.slots for kind in kinds])[:-1])
-    found = list(unstack_layers(stack, params))
-    assert [kind for kind, _ in found] == kinds
-    assert [int(mine['w']) for _, mine in found] == list(range(len(kinds)))
