@@ -231,27 +231,12 @@ def test_counted_flops_are_those_of_the_traced_step(name, tiny_config):
         assert hidden > 0.02 * counted
 
 
-def wide_hparams(make_config, length, *knobs):
-    merged = LITERAL | WIDE | {'data.sequence_length': length, 'data.batch_size': 2}
-    for some in knobs:
-        merged |= some
-    return from_config(make_config(**merged))
-
-
-def test_blocked_attention_computes_few_hidden_pairs(tiny_config):
-    """In blocks of 128 queries 10/16 of the pairs are computed, in 2 products and in 5 backward."""
-    reference = wide_hparams(tiny_config, 512)
-    blocked = wide_hparams(tiny_config, 512, {'model.attention': 'xla'})
-    product = 2 * 2 * 512**2 * 4 * 4 * 24  # 2 a multiply-add; B, T S, layers, N, H
-    outside = traced_step_flops(reference) - 6 * product
-    assert traced_step_flops(blocked) == outside + 7 * product * 10 / 16
-
-
 @pytest.mark.parametrize('knobs', [{}, QUARTER], ids=['dense', 'routed'])
 def test_counted_flops_alone_where_attention_is_small(knobs, tiny_config):
     """With a row that is short against the width, counted FLOPs alone are the step's within 1%."""
     wide = {'model.d_model': 384, 'model.d_ff': 1024, 'model.head_dim': 64}
-    hparams = wide_hparams(tiny_config, 16, knobs, wide)
+    row = {'data.sequence_length': 16, 'data.batch_size': 2}
+    hparams = from_config(tiny_config(**LITERAL | WIDE | wide | row | knobs))
     counted = flops.train_step_flops(hparams)
     assert counted == pytest.approx(traced_step_flops(hparams), rel=0.01)
 

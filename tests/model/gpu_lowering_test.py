@@ -91,7 +91,7 @@ def on_eight_devices(config):
             state_shardings(mesh, params),
         )
         text = jax.jit(gradient).trace(split).lower(lowering_platforms=('cuda',)).as_text()
-    calls = re.findall(r'custom_call @(\w+)(.*)', text)
+    calls = re.findall(r'custom_call @([\w$]+)(.*)', text)
     ours = ' '.join(rest for name, rest in calls if name.startswith('mosaic_gpu'))
     slots = re.findall('tensor<8x([0-9]+x[0-9]+)xbf16>', ours)
     names = sorted({name for name, _ in calls})
