@@ -112,12 +112,7 @@ KINDS = {
     'second layer only': (four_experts(layers='1'), 32, 32 * 4, 64),
     'integrated': (four_experts(num_noop=4), 64, 2 * 32 * 8, 2 * 32),
     'row capacity': (four_experts(row_capacity=3), 64, 2 * 32 * 4, 2 * 12),
-    'row capacity and no-ops': (
-        four_experts(row_capacity=7, num_noop=4),
-        64,
-        2 * 32 * 8,
-        2 * 28,
-    ),
+    'row capacity, no-ops': (four_experts(row_capacity=7, num_noop=4), 64, 512, 2 * 28),
     'expert choice': (four_experts(choice='expert'), 64, 2 * 32 * 4, 2 * 4 * 16),
     'staged': (four_experts() | QUARTER, 40, 40 * 4, 64 + 16),
     'staged, experts choose': (four_experts(choice='expert') | QUARTER, 40, 40 * 4, 64 + 16),
