@@ -84,10 +84,7 @@ ROUTED_CASES = {
     'segments': (routed(select_per='segment', capacity=0.4) | PRE, 'top_c'),
     'dense': (routed(gate='none', rule='dense') | PRE | WINDOWS, 'dense'),
     'threshold': (routed(rule='threshold', capacity=0.25) | PRE | HEAD | BIAS, 'threshold'),
-    'predictor': (
-        routed(gate='sigmoid', rule='predictor') | POST | WINDOWS,
-        'predictor',
-    ),
+    'predictor': (routed(gate='sigmoid', rule='predictor') | POST | WINDOWS, 'predictor'),
     'linear predictor': (
         routed('straight_through', rule='predictor', predictor_width=0) | REORDERED,
         'predictor',

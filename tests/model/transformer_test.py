@@ -234,7 +234,8 @@ def test_a_rule_without_its_averages_or_experts_is_refused(name, routing, messag
 
     Top-C of experts looks at whole rows and generates nothing.
     """
-    hparams, variables, _, _ = build(tiny_config, name)
+    hparams, variables, own, _ = build(tiny_config, name)
+    assert causal_routing(hparams) == own
     without = {'params': variables['params']}
     if name.startswith('staged'):
         without['averages'] = {'thresholds_R': variables['averages']['thresholds_R']}
