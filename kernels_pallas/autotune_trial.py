@@ -1,7 +1,7 @@
 """Checks and times one candidate for an attention, in the child process that autotune.py starts.
 
-stdin: one line of JSON, and then nothing until the parent ends. stdout: lines of JSON, {"ready": 1}
-once the device is found, then {"milliseconds": ...} or {"failed": ...}.
+stdin: one line of JSON. stdout: lines of JSON, {"ready": 1} once the device is found, then
+{"milliseconds": ...} or {"failed": ...}.
 
 The candidate is checked on few queries, against the equation in float32, and then timed at full
 size. It is called as it was where it was asked for: the same window, slots, masks and dtypes.
@@ -10,11 +10,9 @@ size. It is called as it was where it was asked for: the same window, slots, mas
 import functools
 import json
 import math
-import os
 import signal
 import statistics
 import sys
-import threading
 import time
 
 import jax
@@ -56,13 +54,11 @@ def timed_shapes(shapes: Shapes) -> Shapes:
 
     All candidates are timed with the same number: the times are only compared with each other.
     """
-    needed = 0
-    for name, shape in array_shapes(shapes).items():
-        width = jnp.dtype(shapes.dtypes[0]).itemsize
-        if name.endswith('_depth') and shapes.sums:
-            width += jnp.dtype(shapes.sums).itemsize
-        # As an input, a gradient, and, of the queries, an output and its cotangent.
-        needed += math.prod(shape) * width * (4 if name == 'q' else 2)
+    sizes = {name: math.prod(shape) for name, shape in array_shapes(shapes).items()}
+    # As an input, a gradient, and, of the queries, an output and its cotangent.
+    needed = (sum(sizes.values()) + sizes['q']) * 2 * jnp.dtype(shapes.dtypes[0]).itemsize
+    if shapes.sums:
+        needed += 4 * sizes.get('k_depth', 0) * jnp.dtype(shapes.sums).itemsize
     rows = shapes.q[0]
     while rows > 1 and needed * rows > TIMED_BYTES * shapes.q[0]:
         rows = -(-rows // 2)
@@ -70,14 +66,14 @@ def timed_shapes(shapes: Shapes) -> Shapes:
 
 
 def array_shapes(shapes: Shapes) -> dict:
-    """Shapes of the arrays that are differentiated, by name; those of the slots come last."""
-    batch, length = shapes.q[:2]
+    """Shapes of the arrays that are differentiated, by name."""
     found = {'q': shapes.q, 'k': shapes.k, 'v': shapes.k}
     if shapes.num_slots:
         if shapes.slot_queries:
             found['q_depth'] = shapes.q
-        slot = (shapes.num_slots, batch, shapes.slot_rows or length, *shapes.k[2:])
-        found |= {'k_depth': slot, 'v_depth': slot}
+        tokens = shapes.slot_rows or shapes.q[1]
+        found['k_depth'] = shapes.num_slots, shapes.q[0], tokens, *shapes.k[2:]
+        found['v_depth'] = found['k_depth']
     return found
 
 
@@ -90,46 +86,27 @@ def sums_of(shapes: Shapes):
     return ('k_depth', 'v_depth'), shapes.dtypes[0]
 
 
-def visible_slots(shapes: Shapes, num_slots: int, mask_LBR, rows_BT) -> np.ndarray:
-    """bool [L, B, R]: the slots that are visible to some query."""
-    places = shapes.num_slots, shapes.q[0], shapes.slot_rows or shapes.q[1]
-    seen_BTL = slot_visibility(places, num_slots, shapes.slot_window, mask_LBR, rows_BT)
-    if rows_BT is None:
-        return np.moveaxis(np.asarray(seen_BTL), 2, 0)
-    found_LBR = np.zeros(places, bool)
-    for b, rows_T in enumerate(rows_BT):
-        found_LBR[:, b, rows_T] = np.asarray(seen_BTL[b]).T
-    return found_LBR
-
-
-def documents(shapes: Shapes, count: int) -> np.ndarray:
-    """int32 [B, T]: ids of `count` documents in a row; of several the second has one token."""
-    batch, length = shapes.q[:2]
-    ends = np.linspace(0, length, count + 1)[1:-1].astype(int)
-    ids_T = 1 + np.searchsorted(np.unique([*ends, *(ends[:1] + 1)]), np.arange(length), 'right')
-    return np.tile(ids_T, (batch, 1)).astype(np.int32)
-
-
 def make_masks(shapes: Shapes, count: int) -> dict:
     """The arguments that are not differentiated, as arrays by name; `count` documents in a row."""
     (batch, length), tokens = shapes.q[:2], shapes.slot_rows
-    random, masks = np.random.default_rng(0), {}
-    step = 1 if shapes.consecutive else 2  # with gaps, as in a routed block
+    index, step = np.arange(length), 1 if shapes.consecutive else 2  # gaps, as in a routed block
+    keys, by_token = np.arange(shapes.k[1]) * length // max(1, shapes.k[1]), {}
     if shapes.segments:
-        masks['segment_ids_BT'] = documents(shapes, count)
+        starts = np.linspace(0, length, count + 1)[1:-1].astype(int)
+        starts = np.unique([*starts, *(starts[:1] + 1)])  # the second document has one token
+        by_token['segment_ids_BT'] = 1 + np.searchsorted(starts, index, 'right')
     if not shapes.consecutive or not shapes.ordered:
-        masks['positions_BT'] = np.tile(step * np.arange(length), (batch, 1)).astype(np.int32)
+        by_token['positions_BT'] = step * index
     if not shapes.ordered:
-        keys = np.arange(shapes.k[1]) * length // max(1, shapes.k[1])
-        masks['key_positions_BS'] = np.tile(step * keys, (batch, 1)).astype(np.int32)
+        by_token['key_positions_BS'] = step * keys
         if shapes.segments:
-            masks['key_segment_ids_BS'] = masks['segment_ids_BT'][:, keys]
+            by_token['key_segment_ids_BS'] = by_token['segment_ids_BT'][keys]
     if tokens:
-        rows = np.arange(length) * tokens // length
-        masks['slot_rows_BT'] = np.tile(rows, (batch, 1)).astype(np.int32)
+        by_token['slot_rows_BT'] = index * tokens // length
+    masks = {name: np.tile(x, (batch, 1)).astype(np.int32) for name, x in by_token.items()}
     if shapes.slot_mask:
-        size = (shapes.num_slots, batch, tokens or length)
-        masks['slot_mask_LBR'] = random.random(size) < 0.8
+        size = shapes.num_slots, batch, tokens or length
+        masks['slot_mask_LBR'] = np.random.default_rng(0).random(size) < 0.8
     return masks
 
 
@@ -181,44 +158,34 @@ def check(parts: Parts, shapes: Shapes) -> str | None:
     shapes = check_shapes(shapes)
     random, masks = np.random.default_rng(1), make_masks(shapes, 4)
     num_slots = min(shapes.num_slots, shapes.num_slots // 2 + 1)
-    arrays = {name: random.normal(size=size) for name, size in array_shapes(shapes).items()}
-    cotangents = {'o': random.normal(size=shapes.q)}
-    if shapes.lse:
-        cotangents['lse'] = random.normal(size=(shapes.q[0], shapes.q[2], shapes.q[1]))
-    hidden, (names, sums_dtype) = None, sums_of(shapes)
+    sizes, dtype, (names, sums_dtype) = array_shapes(shapes), shapes.dtypes[0], sums_of(shapes)
+    arrays = {name: random.normal(size=size) for name, size in (sizes | {'do': shapes.q}).items()}
+    dlse, hidden = random.normal(size=(shapes.q[0], shapes.q[2], shapes.q[1])), None
     if shapes.num_slots:
-        mask_LBR, rows_BT = masks.get('slot_mask_LBR'), masks.get('slot_rows_BT')
-        hidden = ~visible_slots(shapes, num_slots, mask_LBR, rows_BT)
+        # Of slots that are visible to no query because nothing looks them up, it knows nothing.
+        seen = num_slots, shapes.slot_window, masks.get('slot_mask_LBR'), None
+        hidden = ~np.moveaxis(slot_visibility(sizes['k_depth'][:3], *seen), 2, 0)
         for name in ('k_depth', 'v_depth'):
             arrays[name][hidden] = np.nan
 
-    def caller(implementation, dtype, sums_dtype):
-        """A function that returns outputs and gradients, by name."""
+    def results(implementation, dtype, sums_dtype, times=1):
+        """Outputs and gradients by name, of each run."""
         # Rounded to the candidate's dtype first: the equation has the same inputs.
-        rounded = {
-            name: jnp.asarray(x, shapes.dtypes[0]).astype(dtype)
-            for name, x in (arrays | {'do': cotangents['o']}).items()
-        }
-        given_do = cotangents | {'o': rounded.pop('do')}
+        given = {n: jnp.asarray(x, shapes.dtypes[0]).astype(dtype) for n, x in arrays.items()}
+        cotangents = {'o': given.pop('do')}
         if shapes.lse:
-            given_do['lse'] = jnp.asarray(cotangents['lse'], 'float32')
+            cotangents['lse'] = jnp.asarray(dlse, 'float32')
         run = jax.jit(program(implementation, shapes))
-
-        def call():
-            sums = {n: jnp.full(array_shapes(shapes)['k_depth'], START, sums_dtype) for n in names}
-            outputs, gradients, sums = run(rounded, given_do, sums, masks, num_slots)
+        for _ in range(times):
+            sums = {name: jnp.full(sizes['k_depth'], START, sums_dtype) for name in names}
+            outputs, gradients, sums = run(given, cotangents, sums, masks, num_slots)
             outputs |= {f'd{name}': x for name, x in (gradients | sums).items()}
-            return {name: np.asarray(x) for name, x in outputs.items()}
+            yield {name: np.asarray(x) for name, x in outputs.items()}
 
-        return call
-
-    dtype = shapes.dtypes[0]
-    candidate = caller(parts, dtype, sums_dtype)
     return find_wrong(
-        right=caller('reference', 'float32', 'float32')(),
-        plain=caller('xla', dtype, sums_dtype)(),
-        first=candidate(),
-        second=candidate(),
+        *results('reference', 'float32', 'float32'),
+        *results('xla', dtype, sums_dtype),
+        *results(parts, dtype, sums_dtype, times=2),
         hidden={f'd{name}': hidden for name in names},
         dtype=dtype,
         # cuDNN sums dq in any order.
@@ -257,21 +224,18 @@ def milliseconds(parts: Parts, shapes: Shapes) -> float:
     """Median time of forward and backward; with segments the mean of one and several documents."""
     shapes = timed_shapes(shapes)
 
-    def filled(shape, dtype):
+    def filled(shape, dtype=shapes.dtypes[0]):
         # The same random numbers for all rows and slots: to draw more takes memory.
         one = jax.random.normal(jax.random.key(0), shape[-3:] if len(shape) > 3 else shape[-2:])
         return jnp.broadcast_to(one.astype(dtype), shape)
 
-    dtype = shapes.dtypes[0]
-    arrays = {name: filled(shape, dtype) for name, shape in array_shapes(shapes).items()}
-    cotangents = {'o': filled(shapes.q, dtype)}
+    sizes, (names, sums_dtype), medians = array_shapes(shapes), sums_of(shapes), []
+    arrays, cotangents = {name: filled(x) for name, x in sizes.items()}, {'o': filled(shapes.q)}
     if shapes.lse:
         cotangents['lse'] = filled((shapes.q[0], shapes.q[2], shapes.q[1]), 'float32')
-    names, wide = sums_of(shapes)
-    sums = {name: jnp.zeros(array_shapes(shapes)['k_depth'], wide) for name in names}
+    sums = {name: jnp.zeros(sizes['k_depth'], sums_dtype) for name in names}
     # In a model the sums are added to in place.
     run = jax.jit(program(parts, shapes), donate_argnums=2)
-    medians = []
     for count in (1, DOCUMENTS) if shapes.segments else (1,):
         masks = jax.device_put(make_masks(shapes, count))
 
@@ -290,15 +254,6 @@ def milliseconds(parts: Parts, shapes: Shapes) -> float:
     return statistics.mean(medians)
 
 
-def _end_with_parent():
-    sys.stdin.read()
-    os._exit(1)
-
-
-def _say(**what):
-    print(json.dumps(what), flush=True)
-
-
 def _tuples(value):
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
@@ -310,28 +265,32 @@ def _reason(error):
     return ': '.join([type(error).__name__, *text.strip().splitlines()[:1]])[:240].rstrip('.')
 
 
-def main():
-    """Answers the one request of stdin."""
-    request = json.loads(sys.stdin.readline())
-    # The default action ends the process even inside a call that never returns.
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(int(request['limit']) + 1)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+def _answers(request):
+    """What to say, each a dict."""
     parts = Parts(**request['parts'])
     shapes = Shapes(**{name: _tuples(value) for name, value in request['shapes'].items()})
     try:
         found = jax.devices()[0].device_kind
     except RuntimeError as error:  # what JAX raises if a platform cannot be used
-        return _say(unavailable=_reason(error))
+        found = _reason(error)
     if found != request['kind']:
-        return _say(unavailable=f'a child process runs on {found}, not on {request["kind"]}')
-    _say(ready=1)
+        yield {'unavailable': f'a child process finds {found}, not {request["kind"]}'}
+        return
+    yield {'ready': 1}
     try:
-        if wrong := check(parts, shapes):
-            return _say(failed=wrong)
-        return _say(milliseconds=milliseconds(parts, shapes))
+        wrong = check(parts, shapes)
+        yield {'failed': wrong} if wrong else {'milliseconds': milliseconds(parts, shapes)}
     except Exception as error:  # a compiler may raise anything, and another candidate is tried
-        return _say(failed=_reason(error))
+        yield {'failed': _reason(error)}
+
+
+def main():
+    request = json.loads(sys.stdin.readline())
+    # The default action ends the process, without its parent too, and in a call that never returns.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(int(request['limit']) + 1)
+    for answer in _answers(request):
+        print(json.dumps(answer), flush=True)
 
 
 if __name__ == '__main__':

@@ -1,17 +1,13 @@
 """The sequence part of the softmax by cuDNN's fused attention, through a private module of JAX.
 
-The public `jax.nn.dot_product_attention` does not suffice: it rounds the logsumexp to the queries'
-dtype and drops its cotangent, and its backward pass takes no joint output and logsumexp. The
-private module has all that; what is used of it is checked before each use.
-
-Reruns need not give equal bits: cuDNN's backward pass sums dq in any order, unless XLA asks for its
-deterministic form, as it does under XLA_FLAGS=--xla_gpu_exclude_nondeterministic_ops=true.
+The public `jax.nn.dot_product_attention` rounds the logsumexp, drops its cotangent, and has no
+backward pass for a joint output and logsumexp: docs/depth_attention.md, sections 4 and 5. What is
+used of the private module is checked before each use.
 
 Packed documents use cuDNN's ragged layout, each document an attention by itself. JAX takes the
 length and the first token of every document, [B, M], and gives the logsumexp by document and place
-in it, [B * M, N, T]. Here segment ids become the one, and the other is mapped to tokens and back. A
-row with fewer documents than M has empty ones at its end, so that document j of row b is always the
-(b M + j)-th, however the batch is divided over devices. M is static: `packed_sizes`. A batch is
+in it, [B * M, N, T]. A row with fewer than M documents has empty ones at its end, so that document
+j of row b is always the (b M + j)-th, however the batch is divided over devices. A batch is
 computed in groups of rows. A group with more than M documents in a row, or with ids that recur
 after others, takes XLA's form by `lax.cond`, which is exact for any ids.
 """
@@ -35,15 +31,15 @@ UNUSED = 1e30
 _OPERANDS = 'query key value bias q_seqlen kv_seqlen q_offsets kv_offsets page_table_k page_table_v'
 _OPTIONS = 'scale seed dropout_rate variadic_args mask_type layout sliding_window_length'
 _PARAMETERS = {
-    'fwd': f'{_OPERANDS} {_OPTIONS} is_training'.split(),
-    'bwd': f'{_OPERANDS} activation fwd_output grad_output {_OPTIONS}'.split(),
+    'fwd': {*f'{_OPERANDS} {_OPTIONS} is_training'.split()},
+    'bwd': {*f'{_OPERANDS} activation fwd_output grad_output {_OPTIONS}'.split()},
 }
-_SCORE_MOD = ['score_mod_args', 'score_mod']
+_SCORE_MOD = {'score_mod_args', 'score_mod'}
 
 
 def _parameters(way):
     function = getattr(fused, f'_dot_product_attention_{way}_impl', None)
-    return list(inspect.signature(function).parameters) if callable(function) else []
+    return {*inspect.signature(function).parameters} if callable(function) else set()
 
 
 def changed() -> str | None:
@@ -51,8 +47,8 @@ def changed() -> str | None:
     advice = f'in jax {jax.__version__}; kernels_pallas/cudnn.py knows those of 0.10.2 to 0.12.0'
     for way, known in _PARAMETERS.items():
         found = _parameters(way)
-        if sorted(found) not in (sorted(known), sorted(known + _SCORE_MOD)):
-            name, found = f'_dot_product_attention_{way}_impl', ' '.join(found) or 'nothing'
+        if found not in (known, known | _SCORE_MOD):
+            name, found = f'_dot_product_attention_{way}_impl', ' '.join(sorted(found)) or 'nothing'
             return f'{name} of {fused.__name__} takes {found} {advice}'
     wrappers = [f'_dot_product_attention_{way}_p_wrapper' for way in _PARAMETERS]
     for name in (*wrappers, 'AttentionLayout', 'MaskType'):
@@ -131,12 +127,10 @@ def _packed_unsupported(shapes, capability):
 
 def sequence_forward(q_BTNH, k_BSKH, v_BSKH, mask, static):
     """As `xla.sequence.sequence_forward`, of what is not `unsupported`."""
-    if mask.segment_ids_BT is None:
-        return forward(q_BTNH, k_BSKH, v_BSKH, static.window, static.scale)
 
-    def by_cudnn(operands, index_BT, starts):
-        o, stats = forward(*operands, 0, static.scale, _layout(starts))
-        return o, _lse_of_tokens(stats, index_BT, starts)
+    def by_cudnn(operands, index_BT=None, starts=None):
+        o, stats = _call('fwd', operands, static, starts, is_training=True)
+        return o, stats if starts is None else _lse_of_tokens(stats, index_BT, starts)
 
     def by_xla(operands, mask):
         return xla.sequence_forward(*operands, mask, static)
@@ -147,16 +141,16 @@ def sequence_forward(q_BTNH, k_BSKH, v_BSKH, mask, static):
 def sequence_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, o_BTNH, do_BTNH, lse_BNT, delta_BNT):
     """As `xla.sequence.sequence_backward` without dlse; gradients in the dtypes of q, k, v.
 
-    cuDNN computes delta itself, so there is no place for a cotangent of lse.
+    cuDNN computes P = exp(q k^T scale - lse), delta = rowsum(do o), dS = P (do V^T - delta): with
+    the joint output and logsumexp these are the gradients of the sequence's part. It computes delta
+    itself, so there is no place for a cotangent of lse.
     """
-    if mask.segment_ids_BT is None:
-        operands = q_BTNH, k_BSKH, v_BSKH, o_BTNH, lse_BNT, do_BTNH
-        return backward(*operands, static.window, static.scale)
 
-    def by_cudnn(operands, index_BT, starts):
-        q, k, v, o, do, lse, _ = operands
-        stats = _lse_of_documents(lse, starts)
-        return backward(q, k, v, o, stats, do, 0, static.scale, _layout(starts))
+    def by_cudnn(operands, index_BT=None, starts=None):
+        q, k, v, o, do, stats, _ = operands
+        stats = stats if starts is None else _lse_of_documents(stats, starts)
+        joint = stats.astype(jnp.float32), o.astype(q.dtype), do.astype(q.dtype)
+        return _call('bwd', (q, k, v, *joint), static, starts)
 
     def by_xla(operands, mask):
         q, k, v, *joint = operands
@@ -167,62 +161,21 @@ def sequence_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, o_BTNH, do_BTNH, lse
     return _dispatch(operands, mask, by_cudnn, by_xla)
 
 
-def forward(q_BTNH, k_BSKH, v_BSKH, window: int, scale: float, packed=None):
-    """cuDNN's forward pass of causal attention over the sequence.
-
-    Args:
-      q_BTNH, k_BSKH, v_BSKH: bfloat16 or float16, S = T.
-      window: number of visible keys by index; 0: no limit; static.
-      scale: factor on the scores; static.
-      packed: (lengths_BM, offsets [B, M + 1]), int32, of the documents of each row; None: one.
-
-    Returns:
-      o_BTNH in q's dtype, and the natural-log logsumexp in float32: lse_BNT, or, packed, by
-      document and place in it, [B * M, N, T], which is undefined beyond the end of a document.
-
-    Raises:
-      ValueError: JAX's private module is not as expected; names its version.
-    """
-    operands = q_BTNH, k_BSKH, v_BSKH
-    return tuple(_call('fwd', operands, packed, window, scale, is_training=True))
-
-
-def backward(q_BTNH, k_BSKH, v_BSKH, o_BTNH, lse, do_BTNH, window: int, scale: float, packed=None):
-    """cuDNN's backward pass, for the sequence's part of a joint softmax.
-
-    cuDNN computes P = exp(q k^T scale - lse), delta = rowsum(do o), dS = P (do V^T - delta): with
-    the output and logsumexp of all that the softmax covers, in the sequence or not, these are the
-    gradients of the sequence's part.
-
-    Args:
-      q_BTNH, k_BSKH, v_BSKH, window, scale, packed: as in forward.
-      o_BTNH, lse: joint, in q's dtype and float32, finite; lse in the layout of forward.
-      do_BTNH: cotangent of o, in q's dtype.
-
-    Returns:
-      (dq_BTNH, dk_BSKH, dv_BSKH), in the dtypes of q, k, v.
-
-    Raises:
-      ValueError: JAX's private module is not as expected; names its version.
-    """
-    dtype = q_BTNH.dtype
-    joint = lse.astype(jnp.float32), o_BTNH.astype(dtype), do_BTNH.astype(dtype)
-    return tuple(_call('bwd', (q_BTNH, k_BSKH, v_BSKH, *joint), packed, window, scale))
-
-
-def _call(way, operands, packed, window, scale, **options):
-    """Binds one pass of JAX's primitive."""
+def _call(way, operands, static, starts, **options):
+    """Binds one pass of JAX's primitive; `starts` [B, M + 1]: first tokens of packed documents."""
     if reason := changed():
         raise ValueError(reason)
     query, key, value, *others = operands
-    nothing = jnp.zeros(0, query.dtype)
-    lengths, offsets = packed or (nothing, nothing)
+    lengths = offsets = nothing = jnp.zeros(0, query.dtype)
+    mask_type = fused.MaskType.CAUSAL
+    if starts is not None:
+        lengths, offsets = jnp.diff(starts, axis=1), starts.at[:, -1].set(-1)
+        mask_type = fused.MaskType.PADDING_CAUSAL
     if 'score_mod' in _parameters(way):
         options['score_mod'] = None
-    mask = fused.MaskType.PADDING_CAUSAL if packed else fused.MaskType.CAUSAL
     bias, pages = nothing, (nothing, nothing)
     primitive = getattr(fused, f'_dot_product_attention_{way}_p_wrapper')
-    return primitive.bind(
+    results = primitive.bind(
         query,
         key,
         value,
@@ -233,15 +186,16 @@ def _call(way, operands, packed, window, scale, **options):
         offsets,
         *pages,
         *others,
-        scale=float(scale),
+        scale=float(static.scale),
         seed=42,  # of dropout, which is off; JAX's own default
         dropout_rate=0.0,
         variadic_args=(False, False),  # neither a bias nor its gradient
-        mask_type=mask,
+        mask_type=mask_type,
         layout=fused.AttentionLayout.BTNH.value,
-        sliding_window_length=window or None,
+        sliding_window_length=static.window or None,
         **options,
     )
+    return tuple(results)
 
 
 def _documents(segment_ids_BT, most):
@@ -259,11 +213,6 @@ def _documents(segment_ids_BT, most):
     again = (of_BM[:, :, None] == of_BM[:, None]) & jnp.tri(most, k=-1, dtype=bool)[None]
     again &= (starts[:, :most] < length)[:, :, None]
     return index_BT, starts, jnp.all(index_BT < most) & ~jnp.any(again)
-
-
-def _layout(starts):
-    """(lengths_BM, offsets [B, M + 1]) as JAX takes them, from the first tokens."""
-    return jnp.diff(starts, axis=1), starts.at[:, -1].set(-1)
 
 
 def _lse_of_tokens(stats, index_BT, starts):
@@ -295,7 +244,9 @@ def _lse_of_documents(lse_BNT, starts):
 
 
 def _dispatch(operands, mask, by_cudnn, by_xla):
-    """Groups of rows by by_cudnn(operands, index_BT, starts), or, if they do not fit, by by_xla."""
+    """by_cudnn(operands), or groups of rows of documents, or, if they do not fit, by by_xla."""
+    if mask.segment_ids_BT is None:
+        return by_cudnn(operands)
     batch = operands[0].shape[0]
     documents, rows = packed_sizes(*operands[0].shape)
 

@@ -13,18 +13,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from kernels_pallas.mosaic import fused_ring as ring
 from kernels_pallas.mosaic.common import LAYOUT, LOG2E, by_column, by_row, full_slice, load
-from kernels_pallas.mosaic.fused_ring import (
-    CHUNK,
-    HEADS,
-    KEYS,
-    ROWS,
-    STAGES_PER_CHUNK,
-    TILES,
-    TOKENS,
-    TOKENS_PER_STAGE,
-    stage_of,
-)
+from kernels_pallas.mosaic.fused_ring import CHUNK, HEADS, KEYS, ROWS, TOKENS
 
 LOWEST = float(jnp.finfo(jnp.float32).min)
 
@@ -110,7 +101,7 @@ def _attend_keys(refs, shared, tile, token, warpgroup, sizes, carry):
     def one(block, carry, masked):
         acc, highest, total = carry
         step = 2 * (block - tile.begin)
-        k_stage, v_stage = stage_of(step, sizes), stage_of(step + 1, sizes)
+        k_stage, v_stage = ring.stage_of(step, sizes), ring.stage_of(step + 1, sizes)
         plgpu.barrier_wait(shared.full.at[k_stage])
 
         def products(add):
@@ -141,7 +132,7 @@ def _attend_keys(refs, shared, tile, token, warpgroup, sizes, carry):
         causal = lax.div(tile.token + 1, KEYS)  # blocks before see no future
         inside = tile.begin
         if sizes.window:
-            first = jnp.maximum(tile.token + TILES * TOKENS - sizes.window, 0)
+            first = jnp.maximum(tile.token + ring.TILES * TOKENS - sizes.window, 0)
             inside = jnp.clip(lax.div(first + KEYS - 1, KEYS), tile.begin, causal)
             carry = lax.fori_loop(tile.begin, inside, masked, carry)
         carry = lax.fori_loop(inside, causal, plain, carry)
@@ -152,14 +143,14 @@ def _attend_keys(refs, shared, tile, token, warpgroup, sizes, carry):
 
 def _attend_slots(refs, shared, tile, token, warpgroup, sizes, carry):
     """The slots of the tile's tokens, chunk by chunk."""
-    dtype, half = shared.ring.dtype, KEYS // TILES
+    dtype, half = shared.ring.dtype, KEYS // ring.TILES
     queries = (shared.q_depth if sizes.own_query else shared.q).at[warpgroup]
     base = 2 * (tile.end - tile.begin)
     group = lax.div(token, TOKENS) if sizes.by_token else 0
     batch = tile.batch if sizes.by_token else 0
 
     def of_part(part, x):
-        here = lax.div(_iota(x.shape, 0), TOKENS_PER_STAGE * HEADS) == part
+        here = lax.div(_iota(x.shape, 0), ring.TOKENS_PER_STAGE * HEADS) == part
         return jnp.where(here, x, jnp.zeros_like(x))
 
     def own_slots(stage):
@@ -168,8 +159,8 @@ def _attend_slots(refs, shared, tile, token, warpgroup, sizes, carry):
     def clear_hidden(stage, chunk, part):
         """Zeroes the hidden slots of a stage: they may hold NaN, and 0 times NaN is NaN."""
         words = [
-            refs.words[batch, group, chunk, (part * TOKENS_PER_STAGE + i) * HEADS]
-            for i in range(TOKENS_PER_STAGE)
+            refs.words[batch, group, chunk, (part * ring.TOKENS_PER_STAGE + i) * HEADS]
+            for i in range(ring.TOKENS_PER_STAGE)
         ]
 
         @pl.when(functools.reduce(jnp.bitwise_and, words) != -1)
@@ -183,8 +174,8 @@ def _attend_slots(refs, shared, tile, token, warpgroup, sizes, carry):
             plgpu.commit_smem()
 
     def add_parts(add, left, step, chunk, clear, transpose):
-        for part in range(STAGES_PER_CHUNK):
-            stage = stage_of(step + part, sizes)
+        for part in range(ring.STAGES_PER_CHUNK):
+            stage = ring.stage_of(step + part, sizes)
             plgpu.barrier_wait(shared.full.at[stage])
             if clear:
                 clear_hidden(stage, chunk, part)
@@ -197,7 +188,7 @@ def _attend_slots(refs, shared, tile, token, warpgroup, sizes, carry):
 
     def one(chunk, carry):
         acc, highest, total = carry
-        step = base + (chunk - tile.first_chunk) * (2 * STAGES_PER_CHUNK)
+        step = base + (chunk - tile.first_chunk) * (2 * ring.STAGES_PER_CHUNK)
         word = load(refs.words.at[batch, group, chunk], LAYOUT.reduce(1), optimized=False)
         # If all tokens have the same visible slots, hidden ones fall into columns that are dropped.
         scores = _accumulate(
@@ -208,11 +199,11 @@ def _attend_slots(refs, shared, tile, token, warpgroup, sizes, carry):
         )
         row, column = (_iota(scores.shape, axis) for axis in (0, 1))
         bits = lax.shift_right_logical(by_row(word, scores.shape), lax.rem(column, CHUNK))
-        own = lax.rem(lax.div(row, HEADS), TOKENS_PER_STAGE) == lax.div(column, CHUNK)
+        own = lax.rem(lax.div(row, HEADS), ring.TOKENS_PER_STAGE) == lax.div(column, CHUNK)
         scores = jnp.where(((bits & 1) != 0) & own, scores, -jnp.inf)
         weights, acc, highest, total = _soften(scores, acc, highest, total, sizes.factor)
         total += weights.sum(axis=1)
-        narrow, step = weights.astype(dtype), step + STAGES_PER_CHUNK
+        narrow, step = weights.astype(dtype), step + ring.STAGES_PER_CHUNK
         acc = _accumulate(
             acc,
             acc.shape,

@@ -24,97 +24,43 @@ STAGES_PER_CHUNK = TOKENS // TOKENS_PER_STAGE
 
 
 class Sizes(NamedTuple):
-    """The parameters for which a kernel is compiled.
-
-    Attributes:
-      length, group, width: T, query heads of a key/value head, H as shared memory holds it.
-      stages: of the ring.
-      window: number of visible keys, the query's own among them; 0: no limit.
-      segments, own_query, by_token: there are segment ids; queries for the slots; slots that are
-        visible to some tokens only.
-      factor: on the scores, including log2(e).
-      interpret: products with a left side in registers are computed outside the tensor core.
-    """
+    """The parameters for which a kernel is compiled."""
 
     length: int
-    group: int
-    width: int
-    stages: int
-    window: int
+    group: int  # query heads of a key/value head
+    width: int  # H as shared memory holds it
+    stages: int  # of the ring
+    window: int  # number of visible keys, the query's own among them; 0: no limit
     segments: bool
-    own_query: bool
-    by_token: bool
-    factor: float
-    interpret: bool
-
-
-class Refs(NamedTuple):
-    """The kernel's operands and results in global memory; None what the call does not have.
-
-    Attributes:
-      q, k, v, k_depth, v_depth, q_depth, o: as in fused_forward.
-      bounds: (first chunk, end) of the visible slots.
-      words: bits of visible slots, [B, groups of 8 tokens, chunks, ROWS], with 1 for each of the
-        first two where the same slots are visible to all tokens.
-      places: rows_BT.
-      first_key: [B, tiles], of the oldest segment of each tile.
-      ids, row_ids: segment ids of keys, and [B, groups, ROWS] of queries.
-      lse: [B, N / 8, groups, ROWS].
-    """
-
-    q: object
-    k: object
-    v: object
-    k_depth: object
-    v_depth: object
-    bounds: object
-    words: object
-    q_depth: object
-    places: object
-    first_key: object
-    ids: object
-    row_ids: object
-    o: object
-    lse: object
+    own_query: bool  # there are queries for the slots
+    by_token: bool  # some slots are visible to some tokens only
+    factor: float  # on the scores, including log2(e)
+    interpret: bool  # products with a left side in registers are computed off the tensor core
 
 
 class Shared(NamedTuple):
-    """Buffers in shared memory, and their barriers.
+    """Buffers in shared memory, and their barriers."""
 
-    Attributes:
-      q, q_depth, lse: of each tile; the results are written to q.
-      ring: [stages, KEYS, H].
-      q_full: queries of a tile have arrived.
-      full, used: a stage has been filled, or used by both tiles.
-      turn: passes the tensor core from one warpgroup to the other.
-    """
-
-    q: object
+    q: object  # of each tile, as are q_depth and lse; the results are written to q
     q_depth: object
     lse: object
-    ring: object
-    q_full: object
-    full: object
-    used: object
-    turn: object
+    ring: object  # [stages, KEYS, H]
+    q_full: object  # queries of a tile have arrived
+    full: object  # a stage has been filled
+    used: object  # a stage has been used by both tiles
+    turn: object  # passes the tensor core from one warpgroup to the other
 
 
 class Tile(NamedTuple):
-    """The position of a block of the grid, and the steps that it takes.
+    """The position of a block of the grid, and the steps that it takes."""
 
-    Attributes:
-      batch, head, kv_head, token: of its first query.
-      begin, end: blocks of KEYS keys.
-      first_chunk, end_chunk: chunks of CHUNK slots.
-    """
-
-    batch: object
+    batch: object  # this and the next three: of its first query
     head: object
     kv_head: object
     token: object
-    begin: object
+    begin: object  # blocks of KEYS keys
     end: object
-    first_chunk: object
+    first_chunk: object  # chunks of CHUNK slots
     end_chunk: object
 
 

@@ -4,10 +4,9 @@ Only the visible slots are read, in a loop with as many rounds as they need thou
 traced, and their gradients are added in place into the arrays given for them.
 
 The forms are the cheapest in CPU time of those tried for XLA on CPUs (JAX 0.10.2, float32, one run
-of single operations at B, T, N, K, H = 4, 1024, 6, 2, 64 and 16, 256, 4, 2, 32). A product of the
-queries with one slot's keys took 0.4 to 1 times as long per slot as one with several slots' keys,
-and a fifth to a third of a multiply and sum over one slot. Sums over slots or over the queries of a
-head are written out term by term: with two slots or more, einsum took 1.3 to 5 times as long.
+of single operations at B, T, N, K, H = 4, 1024, 6, 2, 64 and 16, 256, 4, 2, 32): one slot's keys at
+a time, and sums over slots or over the queries of a head written out term by term, where einsum
+took 1.3 to 5 times as long.
 """
 
 import functools
@@ -18,8 +17,7 @@ from jax import lax
 
 # Longer rows are computed by tiles of tokens, with this many numbers in q: 32 MiB in float32.
 TILE_NUMBERS = 2**23
-# Forward only: 15 to 30% less CPU time per slot than one at a time; the backward pass gained
-# under a tenth from 4 at the first of those shapes and is kept simple.
+# Forward only: 15 to 30% less CPU time per slot than one at a time; backward gained under a tenth.
 SLOTS_PER_ROUND = 4
 
 
@@ -27,14 +25,8 @@ def order_before_writes(arrays, step):
     """Returns the arrays, none of which is available before all of them are.
 
     In a loop that adds to a large array in place, pass a part that is read first through here
-    together with the array: otherwise XLA on CPUs may order the read last and copy the array.
-
-    Args:
-      arrays: a pytree.
-      step: a traced integer, whose value does not matter.
-
-    Returns:
-      arrays. Not differentiable in reverse mode.
+    together with the array: otherwise XLA on CPUs may order the read last and copy the array. The
+    value of `step`, a traced integer, does not matter. Not differentiable in reverse mode.
     """
     # XLA on CPUs drops a bare barrier before it decides on copies; it cannot see that this loop
     # runs no iteration.
@@ -51,9 +43,7 @@ def depth_forward(q_BTNH, o_BTNH, lse_BNT, slots, window, scale, interpret=False
     Args:
       q_BTNH: queries for the slots.
       o_BTNH, lse_BNT: of the sequence alone, lse float32 or wider.
-      slots: `joint_softmax.Slots`.
-      window: number of visible slots, the newest; 0: all.
-      scale: factor on the scores.
+      slots, window, scale: `joint_softmax.Slots`, slot_window and scale of `Static`.
       interpret: run a kernel in its interpreter; here there is none.
 
     Returns:
@@ -65,15 +55,8 @@ def depth_forward(q_BTNH, o_BTNH, lse_BNT, slots, window, scale, interpret=False
     def step(tile, carry):
         whole_o, whole_lse, sides = carry
         read = slots._replace(k_LBRKH=sides[0], v_LBRKH=sides[1], rows_BT=_cut(slots.rows_BT, tile))
-        o, lse, sides = _forward_tile(
-            _cut(q_BTNH, tile),
-            _cut(whole_o, tile),
-            _cut(whole_lse, tile, axis=2),
-            read,
-            tile,
-            window,
-            scale,
-        )
+        arrays = _cut(q_BTNH, tile), _cut(whole_o, tile), _cut(whole_lse, tile, axis=2)
+        o, lse, sides = _forward_tile(*arrays, read, tile, window, scale)
         return _put(whole_o, tile, o), _put(whole_lse, tile, lse, axis=2), sides
 
     return _by_tiles(q_BTNH.shape, step, (o_BTNH, lse_BNT, (slots.k_LBRKH, slots.v_LBRKH)))
@@ -97,17 +80,10 @@ def depth_backward(
 
     def step(tile, carry):
         whole_dq, *sums = carry
-        dq, *sums = _backward_tile(
-            _cut(q_BTNH, tile),
-            _cut(do_BTNH, tile),
-            _cut(lse_BNT, tile, axis=2),
-            _cut(delta_BNT, tile, axis=2),
-            slots._replace(rows_BT=_cut(slots.rows_BT, tile)),
-            sums,
-            tile,
-            window,
-            scale,
-        )
+        read = slots._replace(rows_BT=_cut(slots.rows_BT, tile))
+        queries = _cut(q_BTNH, tile), _cut(do_BTNH, tile)
+        scalars = _cut(lse_BNT, tile, axis=2), _cut(delta_BNT, tile, axis=2)
+        dq, *sums = _backward_tile(*queries, *scalars, read, sums, tile, window, scale)
         return _put(whole_dq, tile, dq), *sums
 
     return _by_tiles(q_BTNH.shape, step, (jnp.zeros_like(q_BTNH), *sums))
@@ -174,8 +150,7 @@ def _first(num_slots, window):
     return jnp.maximum(num_slots - window, 0) if window else 0
 
 
-def _sum(terms):
-    return functools.reduce(operator.add, terms)
+_sum = functools.partial(functools.reduce, operator.add)
 
 
 def _dots(x_BTKGH, y_BTKH):

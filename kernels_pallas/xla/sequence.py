@@ -1,10 +1,8 @@
 """Attention over the sequence by XLA, in blocks, so that memory grows with T and not with T x S.
 
 Up to 2048 tokens the blocks are static, each some queries with all keys that they may see. Longer
-sequences run loops over tiles of queries by keys, with an online softmax: the scores of one tile
-are the largest temporary, whatever T and S. A tile of queries visits the tiles of keys from the
-first to the last with a visible key. The two bounds are computed from the mask, so that earlier
-documents, and what a window hides, cost nothing.
+sequences run loops over tiles of queries by keys, with an online softmax. A tile of queries visits
+the tiles of keys from the first to the last with a visible key.
 """
 
 import contextlib
@@ -18,13 +16,10 @@ from jax import lax
 # than 256 and up to 1.8 times as fast.
 QUERY_BLOCK = 128
 MAX_BLOCKS = 16
-# Scores of a static block: 256 MiB in float32.
-MAX_SCORES = 2**26
-# Tiles are square, a power of two from 128 to 512, and have at most this many scores: 128 MiB in
-# float32; on CPUs 2 MiB, for their caches.
-TILE_SIZES = (128, 512)
-TILE_SCORES = 2**25
-CPU_TILE_SCORES = 2**19
+MAX_SCORES = 2**26  # of a static block: 256 MiB in float32
+TILE_SIZES = (128, 512)  # least and most; tiles are square, a power of two
+TILE_SCORES = 2**25  # at most: 128 MiB in float32
+CPU_TILE_SCORES = 2**19  # for the caches of CPUs
 _static = contextvars.ContextVar('static', default=False)
 
 
@@ -43,13 +38,11 @@ def static_blocks():
 
 
 def blocks(num_queries: int, num_keys: int, ordered: bool, window: int):
-    """(first query, end, first key, end) of each block; `ordered`: key i belongs to query i."""
+    """(queries, keys) of each block, as slices; `ordered`: key i belongs to query i."""
     for start in range(0, num_queries, QUERY_BLOCK):
         stop = min(start + QUERY_BLOCK, num_queries)
-        if ordered:
-            yield start, stop, max(0, start - window + 1) if window else 0, stop
-        else:
-            yield start, stop, 0, num_keys
+        first = max(0, start - window + 1) if ordered and window else 0
+        yield slice(start, stop), slice(first, stop if ordered else num_keys)
 
 
 def is_long(q_shape, num_keys: int) -> bool:
@@ -61,10 +54,7 @@ def is_long(q_shape, num_keys: int) -> bool:
 
 
 def sequence_forward(q_BTNH, k_BSKH, v_BSKH, mask, static):
-    """Attention over the sequence alone.
-
-    Args:
-      q_BTNH, k_BSKH, v_BSKH, mask, static: as in `joint_softmax.joint_attention`.
+    """Attention over the sequence alone; the arguments are those of `joint_attention`.
 
     Returns:
       o_BTNH in q's dtype, and the natural-log logsumexp lse_BNT in float32 or wider. A query with
@@ -78,17 +68,16 @@ def sequence_forward(q_BTNH, k_BSKH, v_BSKH, mask, static):
     if is_long(q_BTNH.shape, k_BSKH.shape[1]):
         return _tiled_forward(q_BTNH, k_BSKH, v_BSKH, mask, static)
     q_BTKGH = q_BTNH.reshape(batch, length, kv_heads, heads // kv_heads, width)
-    outputs, lses = [], []
-    for block in blocks(length, k_BSKH.shape[1], static.ordered, static.window):
-        start, stop, first, end = block
-        visible = _block_visible(mask, static, *block)
-        scores = _scores(q_BTKGH[:, start:stop], k_BSKH[:, first:end], visible, static.scale)
+    outputs, lses, sides = [], [], _sides(mask, static)
+    for queries, keys in blocks(length, k_BSKH.shape[1], static.ordered, static.window):
+        visible = _visible(sides, static.window, queries, keys)
+        scores = _scores(q_BTKGH[:, queries], k_BSKH[:, keys], visible, static.scale)
         highest = jnp.max(scores, axis=-1, keepdims=True)
         highest = jnp.where(highest == -jnp.inf, 0.0, highest)
         weights = jnp.exp(scores - highest)
         total = jnp.sum(weights, axis=-1, keepdims=True)
         weights = weights.astype(v_BSKH.dtype)
-        output = dot('bkgts,bskh->bkgth', weights, v_BSKH[:, first:end])
+        output = dot('bkgts,bskh->bkgth', weights, v_BSKH[:, keys])
         output = output / jnp.where(total > 0, total, 1.0)
         outputs.append(jnp.moveaxis(output, 3, 1).astype(q_BTNH.dtype))
         lses.append((highest + jnp.log(total))[..., 0])
@@ -108,8 +97,7 @@ def sequence_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, o_BTNH, do_BTNH, lse
       dq_BTNH in q's dtype; dk_BSKH and dv_BSKH as wide as lse_BNT.
     """
     del o_BTNH
-    batch, length, heads, width = q_BTNH.shape
-    kv_heads = k_BSKH.shape[2]
+    (batch, length, heads, width), kv_heads = q_BTNH.shape, k_BSKH.shape[2]
     if is_long(q_BTNH.shape, k_BSKH.shape[1]):
         return _tiled_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, do_BTNH, lse_BNT, delta_BNT)
     dk_BSKH = jnp.zeros(k_BSKH.shape, lse_BNT.dtype)
@@ -120,10 +108,8 @@ def sequence_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, o_BTNH, do_BTNH, lse
     q_BTKGH, do_BTKGH = q_BTNH.reshape(grouped), do_BTNH.reshape(grouped)
     by_head = (batch, kv_heads, heads // kv_heads, length)
     lse_BKGT, delta_BKGT = lse_BNT.reshape(by_head), delta_BNT.reshape(by_head)
-    dqs = []
-    for block in blocks(length, k_BSKH.shape[1], static.ordered, static.window):
-        start, stop, first, end = block
-        queries, keys = slice(start, stop), slice(first, end)
+    dqs, sides = [], _sides(mask, static)
+    for queries, keys in blocks(length, k_BSKH.shape[1], static.ordered, static.window):
         dq, dk, dv = _gradients(
             q_BTKGH[:, queries],
             k_BSKH[:, keys],
@@ -131,10 +117,10 @@ def sequence_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, o_BTNH, do_BTNH, lse
             do_BTKGH[:, queries],
             lse_BKGT[..., queries],
             delta_BKGT[..., queries],
-            _block_visible(mask, static, *block),
+            _visible(sides, static.window, queries, keys),
             static.scale,
         )
-        dk_BSKH, dv_BSKH = _add(dk_BSKH, first, dk), _add(dv_BSKH, first, dv)
+        dk_BSKH, dv_BSKH = _add(dk_BSKH, keys.start, dk), _add(dv_BSKH, keys.start, dv)
         dqs.append(dq.astype(q_BTNH.dtype))
     return jnp.concatenate(dqs, axis=1).reshape(q_BTNH.shape), dk_BSKH, dv_BSKH
 
@@ -148,33 +134,34 @@ def dot(equation, x, y):
     return jnp.einsum(equation, x, y, preferred_element_type=wide)
 
 
-def _visible(order, places, ids, window):
-    """Visibility of queries and keys, [B or 1, queries, keys]; see reference.visibility.
+def _sides(mask, static):
+    """(order, places, segment ids or None), each of queries and of keys, int [B or 1, n].
 
-    Args:
-      order: (of queries, of keys), int [B or 1, n]; a key later than the query is hidden.
-      places: the same for the window, or None without one.
-      ids: segment ids, or None.
-      window: number of visible keys, the query's own among them; 0: no limit.
+    A key that is later in the order is hidden; places are those of the window.
     """
-    result = order[0][:, :, None] >= order[1][:, None, :]
-    if window:
-        result = result & (places[0][:, :, None] - places[1][:, None, :] < window)
-    if ids is not None:
-        result = result & (ids[0][:, :, None] == ids[1][:, None, :])
-    return result
-
-
-def _block_visible(mask, static, start, stop, first, end):
-    """Visibility of one static block, [B or 1, queries, keys]."""
-    ids = None
-    if mask.segment_ids_BT is not None:
-        ids = mask.segment_ids_BT[:, start:stop], mask.key_segment_ids_BS[:, first:end]
-    places = mask.positions_BT[:, start:stop], mask.key_positions_BS[:, first:end]
-    order = places
+    places = order = mask.positions_BT, mask.key_positions_BS
     if static.ordered:
-        order = jnp.arange(start, stop)[None], jnp.arange(first, end)[None]
-    return _visible(order, places, ids, static.window)
+        order = tuple(jnp.arange(side.shape[1])[None] for side in places)
+    ids = mask.segment_ids_BT, mask.key_segment_ids_BS
+    return order, places, None if ids[0] is None else ids
+
+
+def _visible(sides, window, queries, keys):
+    """Visibility [B or 1, queries, keys] of slices or of (start, size), as reference.visibility."""
+
+    def cut(x, part):
+        return x[:, part] if isinstance(part, slice) else _cut(x, *part)
+
+    order, places, ids = (
+        None if side is None else (cut(side[0], queries)[:, :, None], cut(side[1], keys)[:, None])
+        for side in sides
+    )
+    result = order[0] >= order[1]
+    if window:
+        result = result & (places[0] - places[1] < window)
+    if ids is not None:
+        result = result & (ids[0] == ids[1])
+    return result
 
 
 def _scores(q_BTKGH, k_BSKH, visible, scale):
@@ -262,20 +249,14 @@ class _Tiles:
     """
 
     def __init__(self, q_BTNH, k_BSKH, mask, static):
-        batch, length, heads, width = q_BTNH.shape
-        self.num_keys, self.kv_heads = k_BSKH.shape[1:3]
-        self.length, self.window = length, static.window
-        self.grouped = (batch, length, self.kv_heads, heads // self.kv_heads, width)
-        self.by_head = (batch, self.kv_heads, heads // self.kv_heads, length)
-        self.queries, self.keys = tile_sizes(batch, heads, length, self.num_keys)
-        self.places = self.order = mask.positions_BT, mask.key_positions_BS
-        if static.ordered:
-            self.order = jnp.arange(length)[None], jnp.arange(self.num_keys)[None]
-        self.ids = None
-        if mask.segment_ids_BT is not None:
-            self.ids = mask.segment_ids_BT, mask.key_segment_ids_BS
+        batch, self.length, heads, width = q_BTNH.shape
+        self.num_keys, kv_heads = k_BSKH.shape[1:3]
+        self.grouped = (batch, self.length, kv_heads, heads // kv_heads, width)
+        self.by_head = (batch, kv_heads, heads // kv_heads, self.length)
+        self.queries, self.keys = tile_sizes(batch, heads, self.length, self.num_keys)
+        self.sides, self.window = _sides(mask, static), static.window
         sizes = self.queries, self.keys
-        self.first_I, self.end_I = _bounds(self.order, self.places, self.ids, self.window, sizes)
+        self.first_I, self.end_I = _bounds(*self.sides, self.window, sizes)
 
     def cut_queries(self, x_BTX, row):
         """A tile [B, queries, K, G, H] of an array of queries."""
@@ -297,15 +278,10 @@ class _Tiles:
 
         def body(key_index, carry):
             column = jnp.minimum(key_index * self.keys, self.num_keys - self.keys)
-
-            def cut(sides):
-                if sides is None:
-                    return None
-                return _cut(sides[0], row, self.queries), _cut(sides[1], column, self.keys)
-
-            visible = _visible(cut(self.order), cut(self.places), cut(self.ids), self.window)
+            at = (row, self.queries), (column, self.keys)
             rows = row + jnp.arange(self.queries) >= index * self.queries
             columns = column + jnp.arange(self.keys) >= key_index * self.keys
+            visible = _visible(self.sides, self.window, *at)
             return step(column, visible & (rows[:, None] & columns[None])[None], carry)
 
         return lax.fori_loop(self.first_I[index], self.end_I[index], body, carry)

@@ -10,8 +10,6 @@ from kernels_pallas import depth_attention
 from kernels_pallas.backends import Shapes
 from moddepth_jax.benchmarks.kernel_cases import KINDS, SEQUENCE, exact, make_case
 
-# Unoptimized programs, of the same operations, compile in less than half the time.
-jit = jax.jit
 # Supported by every backend.
 USUAL = Shapes(
     q=(2, 1024, 16, 64),
@@ -83,7 +81,7 @@ def program(cotangents, num=None, own_query=False, **arguments):
         dot = jnp.vdot(o, cotangents[0]).astype(lse.dtype) + jnp.vdot(finite, cotangents[1])
         return dot, (o, lse)
 
-    step = jit(jax.value_and_grad(loss, argnums=range(6), has_aux=True))
+    step = jax.jit(jax.value_and_grad(loss, argnums=range(6), has_aux=True))
 
     def run(*inputs):
         (_, (o, lse)), gradients = step(*inputs)
