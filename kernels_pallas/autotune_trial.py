@@ -77,13 +77,12 @@ def array_shapes(shapes: Shapes) -> dict:
     return found
 
 
-def sums_of(shapes: Shapes):
-    """Names of the arrays whose gradients are those of the slots, and their dtype."""
+def make_sums(shapes: Shapes, value: float, dtype: str = ''):
+    """Two arrays to which the gradients of the slots are added; dtype '': that of the call."""
     if not shapes.num_slots:
-        return (), ''
-    if shapes.sums:
-        return ('k_sums', 'v_sums'), shapes.sums
-    return ('k_depth', 'v_depth'), shapes.dtypes[0]
+        return None, None
+    dtype = dtype or shapes.sums or shapes.dtypes[0]
+    return tuple(jnp.full(array_shapes(shapes)['k_depth'], value, dtype) for _ in range(2))
 
 
 def make_masks(shapes: Shapes, count: int) -> dict:
@@ -111,44 +110,40 @@ def make_masks(shapes: Shapes, count: int) -> dict:
 
 
 def program(implementation: str | Parts, shapes: Shapes):
-    """f(arrays, cotangents, sums, masks, num_slots) -> (outputs, gradients, sums), each by name.
+    """f(arrays, cotangents of o and lse, sums, masks, num_slots) -> (results by name, new sums)."""
 
-    `sums` are the arrays to which the gradients of the slots are added.
-    """
-    sum_names, _ = sums_of(shapes)
-
-    def attend(masks, num_slots, arrays):
+    def attend(masks, num_slots, arrays, slot_sums):
         slots = {}
         if shapes.num_slots:
             slots = {'num_slots': num_slots, 'slot_window': shapes.slot_window}
-        if shapes.sums:
-            slots['slot_sums'] = arrays['k_sums'], arrays['v_sums']
-        found = depth_attention(
+        o, *rest = depth_attention(
             *(arrays.get(name) for name in ('q', 'k', 'v', 'k_depth', 'v_depth')),
             q_depth_BTNH=arrays.get('q_depth'),
             window=shapes.window,
             scale=shapes.scale,
             implementation=implementation,
             return_lse=shapes.lse,
-            thread_slots=shapes.num_slots > 0,
+            thread_slots=True,
+            slot_sums=slot_sums,
             **slots,
             **masks,
         )
-        found = found if isinstance(found, tuple) else (found,)
-        names = ['o'] + ['lse'] * shapes.lse + ['k_depth', 'v_depth'] * (shapes.num_slots > 0)
-        outputs = dict(zip(names + ['k_sums', 'v_sums'] * bool(shapes.sums), found, strict=True))
+        lse = rest.pop(0) if shapes.lse else None
         if shapes.lse:
-            outputs['lse'] = jnp.where(jnp.isfinite(outputs['lse']), outputs['lse'], 0)
-        return outputs
+            lse = jnp.where(jnp.isfinite(lse), lse, 0)
+        # Without sums of their own the slots' cotangents are the sums.
+        return o, lse, rest[:-2], rest[-2:]
 
     def run(arrays, cotangents, sums, masks, num_slots):
-        # The values of `slot_sums` do not matter.
-        wide = {name: array for name, array in sums.items() if name not in arrays}
-        outputs, pull = jax.vjp(functools.partial(attend, masks, num_slots), arrays | wide)
-        zeros = {name: jnp.zeros_like(x) for name, x in outputs.items()}
-        (gradients,) = pull({name: (zeros | sums | cotangents)[name] for name in outputs})
-        kept = {name: outputs[name] for name in outputs.keys() & {'o', 'lse'}}
-        return kept, gradients, {name: gradients.pop(name) for name in sum_names}
+        own = sums if shapes.sums and shapes.num_slots else None
+        attention = functools.partial(attend, masks, num_slots)
+        (o, lse, passed, _), pull = jax.vjp(attention, arrays, own)
+        nothing = jax.tree.map(jnp.zeros_like, passed)
+        gradients, of_sums = pull((*cotangents, nothing, list(sums)))
+        of_slots = gradients.pop('k_depth', None), gradients.pop('v_depth', None)
+        sums = of_slots if own is None else of_sums
+        results = {'o': o, 'lse': lse, **{f'd{name}': x for name, x in gradients.items()}}
+        return {name: x for name, x in results.items() if x is not None}, sums
 
     return run
 
@@ -158,35 +153,33 @@ def check(parts: Parts, shapes: Shapes) -> str | None:
     shapes = check_shapes(shapes)
     random, masks = np.random.default_rng(1), make_masks(shapes, 4)
     num_slots = min(shapes.num_slots, shapes.num_slots // 2 + 1)
-    sizes, dtype, (names, sums_dtype) = array_shapes(shapes), shapes.dtypes[0], sums_of(shapes)
+    sizes, dtype, slots = array_shapes(shapes), shapes.dtypes[0], ()
     arrays = {name: random.normal(size=size) for name, size in (sizes | {'do': shapes.q}).items()}
     dlse, hidden = random.normal(size=(shapes.q[0], shapes.q[2], shapes.q[1])), None
     if shapes.num_slots:
-        # Of slots that are visible to no query because nothing looks them up, it knows nothing.
+        slots = 'k_depth', 'v_depth'
         seen = num_slots, shapes.slot_window, masks.get('slot_mask_LBR'), None
         hidden = ~np.moveaxis(slot_visibility(sizes['k_depth'][:3], *seen), 2, 0)
-        for name in ('k_depth', 'v_depth'):
+        for name in slots:
             arrays[name][hidden] = np.nan
 
-    def results(implementation, dtype, sums_dtype, times=1):
-        """Outputs and gradients by name, of each run."""
+    def results(implementation, dtype, sums_dtype='', times=1):
+        """Outputs, gradients and sums by name, of each run."""
         # Rounded to the candidate's dtype first: the equation has the same inputs.
         given = {n: jnp.asarray(x, shapes.dtypes[0]).astype(dtype) for n, x in arrays.items()}
-        cotangents = {'o': given.pop('do')}
-        if shapes.lse:
-            cotangents['lse'] = jnp.asarray(dlse, 'float32')
+        cotangents = given.pop('do'), jnp.asarray(dlse, 'float32') if shapes.lse else None
         run = jax.jit(program(implementation, shapes))
         for _ in range(times):
-            sums = {name: jnp.full(sizes['k_depth'], START, sums_dtype) for name in names}
-            outputs, gradients, sums = run(given, cotangents, sums, masks, num_slots)
-            outputs |= {f'd{name}': x for name, x in (gradients | sums).items()}
-            yield {name: np.asarray(x) for name, x in outputs.items()}
+            sums = make_sums(shapes, START, sums_dtype)
+            found, sums = run(given, cotangents, sums, masks, num_slots)
+            found |= {f'd{name}': x for name, x in zip(slots, sums, strict=False)}
+            yield {name: np.asarray(x) for name, x in found.items()}
 
     return find_wrong(
         *results('reference', 'float32', 'float32'),
-        *results('xla', dtype, sums_dtype),
-        *results(parts, dtype, sums_dtype, times=2),
-        hidden={f'd{name}': hidden for name in names},
+        *results('xla', dtype),
+        *results(parts, dtype, times=2),
+        hidden={f'd{name}': hidden for name in slots},
         dtype=dtype,
         # cuDNN sums dq in any order.
         unordered=('dq', 'dk', 'dv') if parts.sequence == 'cudnn' else (),
@@ -229,11 +222,9 @@ def milliseconds(parts: Parts, shapes: Shapes) -> float:
         one = jax.random.normal(jax.random.key(0), shape[-3:] if len(shape) > 3 else shape[-2:])
         return jnp.broadcast_to(one.astype(dtype), shape)
 
-    sizes, (names, sums_dtype), medians = array_shapes(shapes), sums_of(shapes), []
-    arrays, cotangents = {name: filled(x) for name, x in sizes.items()}, {'o': filled(shapes.q)}
-    if shapes.lse:
-        cotangents['lse'] = filled((shapes.q[0], shapes.q[2], shapes.q[1]), 'float32')
-    sums = {name: jnp.zeros(sizes['k_depth'], sums_dtype) for name in names}
+    arrays = {name: filled(shape) for name, shape in array_shapes(shapes).items()}
+    dlse = filled((shapes.q[0], shapes.q[2], shapes.q[1]), 'float32') if shapes.lse else None
+    do, sums, medians = filled(shapes.q), make_sums(shapes, 0.0), []
     # In a model the sums are added to in place.
     run = jax.jit(program(parts, shapes), donate_argnums=2)
     for count in (1, DOCUMENTS) if shapes.segments else (1,):
@@ -243,9 +234,9 @@ def milliseconds(parts: Parts, shapes: Shapes) -> float:
             nonlocal sums
             begin = time.perf_counter()
             for _ in range(calls):
-                result = run(arrays, cotangents, sums, masks, -(-shapes.num_slots // 2))
-                sums = result[2]
-            jax.block_until_ready(result)
+                half = -(-shapes.num_slots // 2)
+                result, sums = run(arrays, (do, dlse), sums, masks, half)
+            jax.block_until_ready((result, sums))
             return (time.perf_counter() - begin) / calls
 
         seconds_of(1)  # compiles

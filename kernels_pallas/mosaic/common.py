@@ -1,7 +1,4 @@
-"""What the Hopper kernels share: tiles of shared memory, products, and the versions of JAX.
-
-They run on JAX 0.10.2 to 0.12.
-"""
+"""What the Hopper kernels share: tiles of shared memory, products, and JAX 0.10.2 to 0.12."""
 
 import inspect
 import math

@@ -40,16 +40,13 @@ def unsupported(shapes, device=None) -> str | None:
 
 
 def _words(slots, slot_window, groups):
-    """Bits of visible slots, int32 [B, groups of 8 tokens, chunks, ROWS], or [1, 1, chunks, ROWS].
-
-    The latter where the same slots are visible to all tokens.
-    """
+    """Bits of visible slots, int32 [B, groups of 8 tokens or 1, chunks, ROWS]."""
     held, batch, places = slots.k_LBRKH.shape[:3]
+    masks = slots.mask_LBR, slots.rows_BT
     if slots.mask_LBR is None and slots.rows_BT is None:
-        visible_BGTL = slot_visibility((held, 1, 1), slots.num, slot_window, None, None)[:, None]
+        visible_BGTL = slot_visibility((held, 1, 1), slots.num, slot_window, *masks)[:, None]
     else:
-        shape = held, batch, places
-        visible_BTL = slot_visibility(shape, slots.num, slot_window, slots.mask_LBR, slots.rows_BT)
+        visible_BTL = slot_visibility((held, batch, places), slots.num, slot_window, *masks)
         visible_BTL = pad(visible_BTL, 1, groups * TOKENS)
         visible_BGTL = visible_BTL.reshape(batch, groups, TOKENS, held)
     bits = pad(visible_BGTL, 3, round_up(held, ring.CHUNK))
@@ -99,9 +96,7 @@ def _operands(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, q_depth_BTNH, slots, slot_
         'bounds': jnp.stack([first // ring.CHUNK, -(-end // ring.CHUNK)]).astype(jnp.int32),
         'words': _words(slots, slot_window, groups),
         'places': slots.rows_BT,
-        'first_key': None,
-        'ids': None,
-        'row_ids': None,
+        **dict.fromkeys(('first_key', 'ids', 'row_ids')),
     }
     if segment_ids_BT is not None:
         ids_BT = segment_ids_BT.astype(jnp.int32)

@@ -5,6 +5,7 @@ use; or each tile has half of them, 32 slots of each of 2 of its 8 tokens. One w
 stages in the order of their use.
 """
 
+import types
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -51,26 +52,13 @@ class Shared(NamedTuple):
     turn: object  # passes the tensor core from one warpgroup to the other
 
 
-class Tile(NamedTuple):
-    """The position of a block of the grid, and the steps that it takes."""
-
-    batch: object  # this and the next three: of its first query
-    head: object
-    kv_head: object
-    token: object
-    begin: object  # blocks of KEYS keys
-    end: object
-    first_chunk: object  # chunks of CHUNK slots
-    end_chunk: object
-
-
 def num_tiles(length):
     """Blocks of the grid along the tokens."""
     return -(-length // (TILES * TOKENS))
 
 
 def tile_of(refs, sizes):
-    """The Tile of a block of the grid."""
+    """The place of a block's first query, and its blocks of keys and chunks of slots."""
     # Along one axis, since the others of a grid end at 65535.
     item, (batches, _, heads, _) = lax.axis_index('item'), refs.q.shape
     octet, rest = lax.rem(item, heads // HEADS), lax.div(item, heads // HEADS)
@@ -82,15 +70,15 @@ def tile_of(refs, sizes):
     first = jnp.int32(0) if refs.first_key is None else refs.first_key[batch, tile]
     if sizes.window:
         first = jnp.maximum(first, token - sizes.window + 1)
-    return Tile(
-        batch,
-        head,
-        lax.div(head, sizes.group),
-        token,
-        lax.div(first, KEYS),
-        lax.div(last + KEYS - 1, KEYS),
-        refs.bounds[0],
-        refs.bounds[1],
+    return types.SimpleNamespace(
+        batch=batch,
+        head=head,
+        kv_head=lax.div(head, sizes.group),
+        token=token,
+        begin=lax.div(first, KEYS),
+        end=lax.div(last + KEYS - 1, KEYS),
+        first_chunk=refs.bounds[0],
+        end_chunk=refs.bounds[1],
     )
 
 

@@ -41,19 +41,9 @@ class Sizes:
         """The sizes of arguments of depth_forward."""
         batch, length, heads, width = q_BTNH.shape
         held, _, tokens, kv_heads, _ = slots.k_LBRKH.shape
-        return cls(
-            batch,
-            length,
-            kv_heads,
-            heads // kv_heads,
-            width,
-            round_up(held, OCTET),
-            tokens,
-            jnp.dtype(slots.k_LBRKH.dtype),
-            slots.mask_LBR is not None,
-            slots.rows_BT is not None,
-            window,
-        )
+        sizes = batch, length, kv_heads, heads // kv_heads, width, round_up(held, OCTET), tokens
+        kinds = slots.mask_LBR is not None, slots.rows_BT is not None
+        return cls(*sizes, jnp.dtype(slots.k_LBRKH.dtype), *kinds, window)
 
     @property
     def items(self):
@@ -108,16 +98,12 @@ class Sizes:
         return pad(x_LBRKH, 0, self.slots).reshape(self.slots, -1, self.width)
 
     def slot_operands(self, slots):
-        """num_slots, rows, mask, k and v as the kernels take them.
-
-        rows is int32 [B T], and mask float32 [B R, slots], 1 where visible; either may be a dummy.
-        """
+        """num_slots, rows int32 [B T], mask float32 [B R, slots], k and v; dummies for None."""
         rows, mask = jnp.zeros(1, jnp.int32), jnp.zeros((1, 4), jnp.float32)
         if self.mapped:
             rows = slots.rows_BT.astype(jnp.int32).reshape(-1)
         if self.masked:
-            mask_LX = pad(slots.mask_LBR, 0, self.slots).reshape(self.slots, -1)
-            mask = mask_LX.T.astype(jnp.float32)
+            mask = pad(slots.mask_LBR, 0, self.slots).reshape(self.slots, -1).T.astype(jnp.float32)
         num_slots = jnp.asarray(slots.num, jnp.int32).reshape(1)
         return num_slots, rows, mask, self.by_place(slots.k_LBRKH), self.by_place(slots.v_LBRKH)
 
@@ -189,10 +175,7 @@ class SlotLoader:
         self.for_rows(chunk, move)
 
     def load_slots(self, step, k, v, mask, s):
-        """Starts the copies of step item * chunks + chunk to its stage, if that step exists.
-
-        k, v and mask are those of `Sizes.slot_operands`, and s is `Sizes.slots_memory`.
-        """
+        """Starts the copies of step item * chunks + chunk to its stage of s, if it exists."""
 
         def start():
             item = lax.div(step, self.chunks)

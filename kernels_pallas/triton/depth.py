@@ -3,10 +3,9 @@
 One program takes a block of tokens of one row and one key/value head, and loads each visible slot
 once for all query heads that share it, without tensor cores.
 
-Every access is masked and names one element by its place along each axis of the whole array. Sides
-of a tile can therefore be padded to the powers of two that Triton needs, tokens can be looked up,
-and Pallas computes the offset itself: in 64 bits as soon as the array has more than 2^32 bytes. No
-kernel takes an array of one byte an element, which would pass 2^31 elements before that.
+Every access is masked and names one element by its place along each axis of the whole array: sides
+of a tile are padded to the powers of two that Triton needs, tokens can be looked up, and Pallas
+computes the offset, in 64 bits as soon as the array has more than 2^32 bytes.
 """
 
 import functools

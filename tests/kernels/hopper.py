@@ -8,6 +8,7 @@ must be installed. Needs a process of its own: Mosaic prints what is read here t
 
 import contextlib
 import functools
+import math
 import os
 import re
 import shutil
@@ -53,7 +54,7 @@ dnn_version_info { major: 9 minor: 10 }
 device_description_str: "NVIDIA H200"
 """
 _PTXAS = re.compile(
-    r'Function properties for (\S+)\n\s+(\d+) bytes stack frame, (\d+) bytes spill stores, '
+    r'Function properties for (\S+)\n\s+\d+ bytes stack frame, (\d+) bytes spill stores, '
     r'(\d+) bytes spill loads\nptxas info    : Used (\d+) registers'
 )
 # Grid, cluster and block along x, y, z, then bytes of shared memory. Newer JAX has the second name.
@@ -70,25 +71,13 @@ _XLA_LAUNCH = re.compile(
 
 
 class Resources(NamedTuple):
-    """What one kernel takes.
+    """What one kernel takes."""
 
-    Attributes:
-      name: of its entry point.
-      registers: of a thread, before any of its warps change their share.
-      spilled: bytes that a thread stores to and loads from local memory as it lacks registers.
-      stack: bytes of a thread's local memory, spills included.
-      shared: bytes of shared memory of a block.
-      threads: of a block.
-      grid: blocks along x, y, z.
-    """
-
-    name: str
-    registers: int
-    spilled: int
-    stack: int
-    shared: int
-    threads: int
-    grid: tuple[int, ...]
+    registers: int  # of a thread, before any of its warps change their share
+    spilled: int  # bytes that a thread stores to and loads from local memory: it lacks registers
+    shared: int  # bytes of shared memory of a block
+    threads: int  # of a block
+    grid: tuple[int, ...]  # blocks along x, y, z
 
 
 def _cuda_program(name):
@@ -156,14 +145,17 @@ def _numbers(text):
     return tuple(int(number) for number in re.findall(r'\d+', text))
 
 
+def _by_ptxas(report):
+    """(name, registers, spilled bytes) of each kernel."""
+    for name, stores, loads, registers in _PTXAS.findall(report):
+        yield name, int(registers), int(stores) + int(loads)
+
+
 def _of_mosaic(output):
     """Resources of the kernels of Mosaic, which prints them in the order of their compilation."""
     launches = [_numbers(found.replace('i32', '')) for found in _MOSAIC_LAUNCH.findall(output)]
-    for entry, launch in zip(_PTXAS.findall(output), launches, strict=True):
-        name, stack, stores, loads, registers = entry[0], *map(int, entry[1:])
-        threads = launch[6] * launch[7] * launch[8]
-        spilled = stores + loads
-        yield Resources(name, registers, spilled, stack, launch[9], threads, launch[:3])
+    for (_, registers, spilled), launch in zip(_by_ptxas(output), launches, strict=True):
+        yield Resources(registers, spilled, launch[9], math.prod(launch[6:9]), launch[:3])
 
 
 def _of_triton(dump, names):
@@ -171,31 +163,22 @@ def _of_triton(dump, names):
     launches = {}
     for path in dump.glob('*.thunk_sequence.txt'):
         for name, grid, threads, shared in _XLA_LAUNCH.findall(path.read_text()):
-            launches[name] = _numbers(grid), _numbers(threads)[0], int(shared)
+            launches[name] = int(shared), _numbers(threads)[0], _numbers(grid)
     for path in dump.glob('*.ptx'):
         if '.entry' not in path.read_text():
             continue
         command = [_cuda_program('ptxas'), '-v', '-arch=sm_90a', str(path), '-o', os.devnull]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-        for entry in _PTXAS.findall(report):
-            name, stack, stores, loads, registers = entry[0], *map(int, entry[1:])
-            if re.sub(r'_\d+$', '', name) not in names:
-                continue
-            grid, threads, shared = launches[name]
-            spilled = stores + loads
-            yield Resources(name, registers, spilled, stack, shared, threads, grid)
+        for name, registers, spilled in _by_ptxas(report):
+            if re.sub(r'_\d+$', '', name) in names:
+                yield Resources(registers, spilled, *launches[name])
 
 
 def resources(function, *arrays) -> list[Resources]:
-    """What the Pallas kernels of a function take on Hopper.
+    """What the Pallas kernels of a function of shapes take on Hopper.
 
-    Args:
-      function: to be jitted; must not have been compiled in this process before.
-      arrays: jax.ShapeDtypeStructs of its arguments.
-
-    Raises:
-      jax.errors.JaxRuntimeError: it does not compile, for instance with too little shared memory.
-      ValueError: nothing was compiled.
+    It must not have been compiled in this process before. A JaxRuntimeError if it does not compile,
+    for instance with too little shared memory.
     """
     os.environ.update(MOSAIC_GPU_DUMP_PTXAS='1', MOSAIC_GPU_DUMP_HOST_LLVM='1')
     # Without a GPU each compilation symbolizes a stack trace: four fifths of the time.
@@ -219,16 +202,10 @@ def shape(*sides, dtype=jnp.bfloat16):
 
 
 def depth_call(backend, way, B, T, K, G, H, L, R=None, mask=False, dtype=jnp.bfloat16, **options):
-    """A depth part's function, and the shapes of its arguments; num_slots is traced.
+    """A depth part's function `way`, and the shapes of its arguments; num_slots is traced.
 
-    Args:
-      backend: name in `backends.DEPTH`.
-      way: forward | backward.
-      B, T, K, G, H, L, R: sizes; R None: no look-up of tokens.
-      mask: there is a mask of slots.
-      dtype: of queries and slots.
-      **options: `wide`, the dtype of the sums of gradients and of the sequence's output, by default
-        that of the slots; and parameters of the function.
+    R None: no look-up of tokens. Options are parameters of the function, and `wide`, the dtype of
+    the sums of gradients and of the sequence's output, by default that of the slots.
     """
     wide = options.pop('wide', dtype)
     function = getattr(load_module(getattr(DEPTH[backend], way)), f'depth_{way}')

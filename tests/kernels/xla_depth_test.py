@@ -10,7 +10,6 @@ from jax import lax
 
 from kernels_pallas import depth_attention, order_before_writes
 from kernels_pallas.xla import depth as xla
-from tests.kernels.cases import jit
 
 LAYERS, SHAPE, KV_HEADS = 5, (2, 16, 4, 8), 2
 
@@ -74,14 +73,14 @@ def test_one_reverse_scan_gives_the_gradient_of_the_stack():
     """Threaded cotangents add up every reader's part, exactly as ordinary differentiation does."""
     x, dy = normal(0), normal(1)
 
-    @jit
+    @jax.jit
     def right(x):
         y, pull = jax.vjp(by_hand, x)
         return y, pull(dy)[0]
 
     y, dx = right(x)
-    np.testing.assert_allclose(jit(forward)(x)[0], y, rtol=0, atol=2e-6)
-    np.testing.assert_allclose(jit(backward)(x, dy), dx, rtol=0, atol=2e-5)
+    np.testing.assert_allclose(jax.jit(forward)(x)[0], y, rtol=0, atol=2e-6)
+    np.testing.assert_allclose(jax.jit(backward)(x, dy), dx, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -125,9 +124,9 @@ def test_tiles_of_tokens_change_nothing(rows, monkeypatch):
         result, pull = jax.vjp(attention, x, *slots)
         return *result, *pull((normal(5), normal(6, (2, 4, 16))))
 
-    one_tile = jit(lambda: results())()
+    one_tile = jax.jit(lambda: results())()
     monkeypatch.setattr(xla, 'TILE_NUMBERS', 6 * 2 * 4 * 8)
-    for tiled, right in zip(jit(results)(), one_tile, strict=True):
+    for tiled, right in zip(jax.jit(results)(), one_tile, strict=True):
         np.testing.assert_allclose(tiled, right, rtol=0, atol=1e-6)
 
 

@@ -16,29 +16,39 @@ from moddepth_jax.benchmarks.kernel_cases import exact as slot_exact
 from tests.kernels import hopper
 
 SIZES = {'B': 2, 'T': 97, 'S': None, 'N': 2, 'K': 2, 'H': 8}
-KINDS = {'window': 0, 'gaps': False, 'segments': False, 'scale': None, 'block': None}
-# `block`: queries of a static block. Loops run in tiles of 16 by 16.
+KINDS = {'window': 0, 'gaps': False, 'segments': False, 'scale': None}
+# By the queries of a static block; those of `tiles` run in loops over tiles of 16 by 16.
 CASES = {
-    'one_token': {'T': 1},
-    'window_in_a_block': {'N': 6, 'window': 20, 'scale': 0.5},
-    'segments_over_blocks': {'T': 200, 'N': 5, 'K': 1, 'segments': True},
-    'window_over_gaps': {'T': 300, 'window': 150, 'gaps': True},
-    'other_keys': {'S': 141, 'N': 6, 'window': 90, 'gaps': True, 'segments': True},
-    'many_blocks': {'T': 103, 'N': 6, 'window': 50, 'block': 32},
-    'blocks_of_other_keys': {'T': 60, 'S': 75, 'window': 9, 'gaps': True, 'block': 16},
-}
-LOOPS = {
-    'one_tile': {'T': 1},
-    'odd_tiles': {'T': 97, 'N': 6},
-    'segments_over_tiles': {'T': 60, 'N': 5, 'K': 1, 'segments': True},
-    'window_over_gaps': {'T': 60, 'window': 40, 'gaps': True},
-    'other_keys': {'T': 45, 'S': 83, 'N': 6, 'window': 90, 'gaps': True, 'segments': True},
+    128: {
+        'one_token': {'T': 1},
+        'window_in_a_block': {'N': 6, 'window': 20, 'scale': 0.5},
+        'segments_over_blocks': {'T': 200, 'N': 5, 'K': 1, 'segments': True},
+        'window_over_gaps': {'T': 300, 'window': 150, 'gaps': True},
+        'other_keys': {'S': 141, 'N': 6, 'window': 90, 'gaps': True, 'segments': True},
+    },
+    16: {
+        'many_blocks': {'T': 103, 'N': 6, 'window': 50},
+        'blocks_of_other_keys': {'T': 60, 'S': 75, 'window': 9, 'gaps': True},
+    },
+    'tiles': {
+        'one_tile': {'T': 1},
+        'odd_tiles': {'T': 97, 'N': 6},
+        'segments_over_tiles': {'T': 60, 'N': 5, 'K': 1, 'segments': True},
+        'window_over_gaps': {'T': 60, 'window': 40, 'gaps': True},
+        'other_keys': {'T': 45, 'S': 83, 'N': 6, 'window': 90, 'gaps': True, 'segments': True},
+    },
 }
 
 
-def make_case(B, T, S, N, K, H, window, gaps, segments, scale, block):
+def in_blocks(monkeypatch, block):
+    monkeypatch.setattr(sequence, 'QUERY_BLOCK', 128 if block == 'tiles' else block)
+    if block == 'tiles':
+        monkeypatch.setattr(sequence, 'is_long', lambda *shape: True)
+        monkeypatch.setattr(sequence, 'TILE_SIZES', (16, 16))
+
+
+def make_case(B, T, S, N, K, H, window, gaps, segments, scale):
     """Random q, k, v and cotangents of o and lse, the keyword arguments, and the drawn grid."""
-    del block
     rng, others, S = np.random.default_rng(T + N + window), S is not None, S or T
 
     def normal(*shape):
@@ -122,36 +132,22 @@ def test_visibility_is_the_drawn_grid():
 
 
 @pytest.mark.parametrize(
-    ('implementation', 'name'),
-    [('xla', name) for name in CASES]
-    + [('reference', name) for name in ('window_over_gaps', 'other_keys')],
+    ('implementation', 'block', 'name'),
+    [('xla', block, name) for block, cases in CASES.items() for name in cases]
+    + [('reference', 128, name) for name in ('window_over_gaps', 'other_keys')],
 )
-def test_equals_float64_softmax(implementation, name, monkeypatch):
-    """In static blocks; and by the equation, which has none."""
-    case = SIZES | KINDS | CASES[name]
+def test_equals_float64_softmax(implementation, block, name, monkeypatch):
+    """In static blocks, in loops over tiles, and by the equation."""
+    case = SIZES | KINDS | CASES[block][name]
     inputs, cotangents, arguments, grid = make_case(**case)
-    if case['block']:
-        monkeypatch.setattr(sequence, 'QUERY_BLOCK', case['block'])
-        assert len(list(sequence.blocks(case['T'], 1, True, 0))) >= 4
+    in_blocks(monkeypatch, block)
     assert (~grid.any(2)).any() == (case['S'] is not None)
     check(implementation, inputs, cotangents, arguments, grid)
 
 
-@pytest.fixture
-def loops(monkeypatch):
-    """Long sequences' form at any length, in tiles of 16 by 16."""
-    monkeypatch.setattr(sequence, 'is_long', lambda *shape: True)
-    monkeypatch.setattr(sequence, 'TILE_SIZES', (16, 16))
-
-
-@pytest.mark.parametrize('name', LOOPS)
-def test_loops_equal_float64_softmax(name, loops):
-    """So does the form for long sequences, at lengths that are no multiple of its tiles."""
-    check('xla', *make_case(**SIZES | KINDS | LOOPS[name]))
-
-
-def test_loops_take_any_segment_ids(loops):
+def test_loops_take_any_segment_ids(monkeypatch):
     """Ids that descend, recur, or are of one token: no tile with a visible pair is skipped."""
+    in_blocks(monkeypatch, 'tiles')
     inputs, cotangents, arguments, _ = make_case(**SIZES | KINDS | {'T': 70})
     ids = np.stack([np.arange(70)[::-1] // 20, np.arange(70) * 7 % 5])
     grid = np.tril(np.ones((70, 70), bool)) & (ids[:, :, None] == ids[:, None])
@@ -175,15 +171,13 @@ def test_loops_visit_only_tiles_with_visible_keys():
     assert bounds(ids) == ([0, 0, 1, 3], [1, 2, 3, 4])
 
 
-@pytest.mark.parametrize('implementation', ['reference', 'xla'])
-def test_hidden_pairs_have_exactly_zero_gradient(implementation, monkeypatch):
+@pytest.mark.parametrize('block', [16, 'tiles'])
+def test_hidden_pairs_have_exactly_zero_gradient(block, monkeypatch):
     """The outputs of queries before 20 have no derivative, to the bit, by any token from 20 on."""
-    monkeypatch.setattr(sequence, 'QUERY_BLOCK', 16)
+    in_blocks(monkeypatch, block)
     inputs, (do, dlse), arguments, _ = make_case(**SIZES | KINDS | {'T': 41, 'N': 6, 'gaps': True})
     do[:, 20:], dlse[:, :, 20:] = 0, 0
-    function = attention(implementation, arguments)
-    _, _, gradients = values_and_gradients(function, inputs, (do, dlse))
-    for gradient in gradients:
+    for gradient in values_and_gradients(attention('xla', arguments), inputs, (do, dlse))[2]:
         assert not gradient[:, 20:].any()
         assert gradient[:, :20].any(axis=(2, 3)).all()
 
@@ -210,19 +204,12 @@ def test_bfloat16_error_is_near_the_plain_one():
         assert (errors(attention(implementation, arguments)) <= allowed).all()
 
 
-MEMORY = {'N': 8, 'K': 2, 'H': 32, 'L': 3}
 MASKS = {
     'documents and slots': {'slots': True},
     'documents': {},
     'window': {'window': 1000},
     'keys of other tokens': {'others': True},
 }
-
-
-every_mask = pytest.mark.parametrize(
-    'kind',
-    [*list(MASKS)[:1], *(pytest.param(kind, marks=pytest.mark.slow) for kind in list(MASKS)[1:])],
-)
 
 
 def step(T, N, K, H, L, slots=False, window=0, others=False, implementation='xla'):
@@ -252,44 +239,40 @@ def largest_array(text):
     return max(math.prod(map(int, shape.split(','))) for shape in shapes)
 
 
-def check_growth(place, **kind):
-    """From 4096 tokens to 8192 temporaries grow by 2.2 at most; nothing is as large as T x S."""
-    small, large = (compiled(run, place(x)) for run, x in (step(t, **kind) for t in (4096, 8192)))
-    sizes = [x.memory_analysis().temp_size_in_bytes for x in (small, large)]
-    assert 0 < sizes[1] <= 2.2 * sizes[0]
-    assert largest_array(large.as_text()) < 8192**2
-
-
-@every_mask
-def test_memory_grows_with_the_tokens(kind):
-    """On a CPU."""
-    check_growth(lambda arrays: arrays, **MEMORY | MASKS[kind])
-
-
-def test_no_array_of_static_blocks_holds_all_scores():
-    """At T = 2048 no array has a sixth of the T^2 scores of a head; the equation's is found."""
-    sizes = {'T': 2048, 'N': 1, 'K': 1, 'H': 8, 'L': 0}
-    blocks, equation = (
-        jax.jit(run).lower(*arrays).compile().as_text()
-        for run, arrays in (step(**sizes, implementation=name) for name in ('xla', 'reference'))
-    )
-    assert largest_array(blocks) < 2048**2 / 6 and largest_array(equation) >= 2048**2
-
-
 @pytest.fixture
 def described(monkeypatch):
     """As on a machine with an H200, for which there is a compiler."""
-    reason = hopper.missing()
-    if reason:
+    if reason := hopper.missing():
         pytest.skip(reason)
     monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
     with hopper.an_h200():
         yield hopper.on_hopper
 
 
-@every_mask
-def test_memory_grows_with_the_tokens_on_an_h200(described, kind):
-    check_growth(described, **MEMORY | MASKS[kind])
+@pytest.mark.parametrize('device', ['cpu', 'h200'])
+@pytest.mark.parametrize(
+    'kind',
+    [
+        kind if i == 0 else pytest.param(kind, marks=pytest.mark.slow)
+        for i, kind in enumerate(MASKS)
+    ],
+)
+def test_memory_grows_with_the_tokens(kind, device, request):
+    """From 4096 tokens to 8192 temporaries grow by 2.2 at most; nothing is as large as T x S."""
+    place = (lambda x: x) if device == 'cpu' else request.getfixturevalue('described')
+    programs = (step(T, 8, 2, 32, 3, **MASKS[kind]) for T in (4096, 8192))
+    small, large = (compiled(run, place(arrays)) for run, arrays in programs)
+    sizes = [x.memory_analysis().temp_size_in_bytes for x in (small, large)]
+    assert 0 < sizes[1] <= 2.2 * sizes[0]
+    assert largest_array(large.as_text()) < 8192**2
+
+
+def test_no_array_of_static_blocks_holds_all_scores():
+    """At T = 2048 no array has a sixth of the T^2 scores of a head; the equation's is found."""
+    sizes = {'T': 2048, 'N': 1, 'K': 1, 'H': 8, 'L': 0}
+    programs = (step(**sizes, implementation=name) for name in ('xla', 'reference'))
+    blocks, equation = (largest_array(compiled(*program).as_text()) for program in programs)
+    assert blocks < 2048**2 / 6 and equation >= 2048**2
 
 
 @pytest.mark.parametrize('slots', [pytest.param(False, marks=pytest.mark.slow), True])
