@@ -18,7 +18,6 @@ import signal
 import subprocess
 import sys
 import time
-from typing import NamedTuple
 
 from absl import logging
 
@@ -34,26 +33,16 @@ class UnavailableError(RuntimeError):
     """No child process can use the device, which is no candidate's fault."""
 
 
-class Fastest(NamedTuple):
-    """The outcome of a measurement."""
-
-    parts: tuple  # `backends.Parts`
-    how: str  # why these, in words
-    failed: tuple[tuple[str, str], ...] = ()  # (name, reason) of the candidates that are not right
-    warn: bool = True  # it was measured now, not read from a file; or nothing was right
-
-
 _known = {}  # (results or the reason why there are none, whether they are new), by file name
 _spent = 0.0  # seconds
 
 
-def fastest(plan, shapes, device) -> Fastest:
-    """Returns the fastest candidate that is right: as remembered, else measured now.
+def fastest(plan, shapes, device) -> tuple:
+    """Finds the fastest candidate of a `backends.Plan`: as remembered, else measured now.
 
-    Args:
-      plan: `backends.Plan` of the shapes on the device.
-      shapes: `backends.Shapes`; candidates are timed at this size.
-      device: `backends.Device`, this process's.
+    Returns:
+      Its `backends.Parts`, why these, in words, (name, reason) of the candidates that are not
+      right, and whether to warn: measured now, not read from a file; or nothing was right.
     """
     key = key_of(shapes, device)
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
@@ -66,13 +55,8 @@ def fastest(plan, shapes, device) -> Fastest:
             _known[name] = str(error), True
     results, new = _known[name]
     if isinstance(results, str):
-        return Fastest(plan.proven[0], f'not measured: {results}')
+        return plan.proven[0], f'not measured: {results}', (), True
     _known[name] = results, False
-    return _judge(results, new, plan, shapes)
-
-
-def _judge(results, new, plan, shapes):
-    """The fastest right candidate, or the first of `plan.proven` not known to be wrong."""
     by_label = {parts.label(shapes): parts for parts in plan.candidates + plan.otherwise}
     results = {name: result for name, result in results.items() if name in by_label}
     failed = {name: r['failed'] for name, r in results.items() if 'failed' in r}
@@ -81,9 +65,10 @@ def _judge(results, new, plan, shapes):
     if right:
         ranked = sorted(right, key=right.get)
         times = ', '.join(f'{name} {right[name]:.3g} ms' for name in ranked)
-        return Fastest(by_label[ranked[0]], f'the fastest of {times}', reasons, new)
+        return by_label[ranked[0]], f'the fastest of {times}', reasons, new
+    # The first that is not known to be wrong.
     unbroken = [p for p in plan.proven if failed.get(p.label(shapes)) in (None, OUT_OF_MEMORY)]
-    return Fastest((*unbroken, plan.proven[-1])[0], 'as no candidate was right', reasons)
+    return (*unbroken, plan.proven[-1])[0], 'as no candidate was right', reasons, True
 
 
 def key_of(shapes, device) -> dict:
@@ -193,19 +178,13 @@ def _measure(plan, shapes, device):
 
 
 def run_trial(parts, shapes, device, limit: float) -> dict:
-    """Has a child process check and time one candidate.
-
-    Args:
-      parts: `backends.Parts`, the candidate.
-      shapes: `backends.Shapes` of the call.
-      device: `backends.Device`, this process's, which the child must find too.
-      limit: seconds after which the child and the processes that it started are killed.
+    """Has a child process check and time one candidate; killed after `limit` seconds.
 
     Returns:
       {'milliseconds': forward and backward}, or {'failed': reason in one line}.
 
     Raises:
-      UnavailableError: the child did not get as far as the candidate.
+      UnavailableError: the child did not find the device, or did not get that far.
     """
     request = {'parts': parts._asdict(), 'shapes': shapes._asdict()}
     request |= {'kind': device.kind, 'limit': limit}

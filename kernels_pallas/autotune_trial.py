@@ -1,10 +1,8 @@
 """Checks and times one candidate for an attention, in the child process that autotune.py starts.
 
 stdin: one line of JSON. stdout: lines of JSON, {"ready": 1} once the device is found, then
-{"milliseconds": ...} or {"failed": ...}.
-
-The candidate is checked on few queries, against the equation in float32, and then timed at full
-size. It is called as it was where it was asked for: the same window, slots, masks and dtypes.
+{"milliseconds": ...} or {"failed": ...}. The check is on few queries, against the equation in
+float32, with the same window, slots, masks and dtypes; times are of the full size.
 """
 
 import functools
@@ -50,18 +48,13 @@ def check_shapes(shapes: Shapes) -> Shapes:
 
 
 def timed_shapes(shapes: Shapes) -> Shapes:
-    """The shapes that are timed: with as many of the rows as fit into TIMED_BYTES, or one.
-
-    All candidates are timed with the same number: the times are only compared with each other.
-    """
+    """The shapes that are timed: with as many of the rows as fit into TIMED_BYTES, or one."""
     sizes = {name: math.prod(shape) for name, shape in array_shapes(shapes).items()}
     # As an input, a gradient, and, of the queries, an output and its cotangent.
     needed = (sum(sizes.values()) + sizes['q']) * 2 * jnp.dtype(shapes.dtypes[0]).itemsize
     if shapes.sums:
         needed += 4 * sizes.get('k_depth', 0) * jnp.dtype(shapes.sums).itemsize
-    rows = shapes.q[0]
-    while rows > 1 and needed * rows > TIMED_BYTES * shapes.q[0]:
-        rows = -(-rows // 2)
+    rows = min(shapes.q[0], max(1, TIMED_BYTES * shapes.q[0] // needed))
     return shapes._replace(q=(rows, *shapes.q[1:]), k=(rows, *shapes.k[1:]))
 
 
@@ -190,8 +183,7 @@ def find_wrong(right, plain, first, second, hidden, dtype, unordered) -> str | N
     """Returns what is wrong with results, in one line; None: nothing.
 
     Args:
-      right: arrays by name, exact; names of gradients begin with d.
-      plain: the same by XLA in the candidate's dtype; its error is the measure.
+      right, plain: arrays by name, d... for gradients: exact, and by XLA in the dtype.
       first, second: of two runs of the candidate.
       hidden: by name, where nothing may be added to START.
       dtype: of the candidate's inputs.
@@ -245,10 +237,6 @@ def milliseconds(parts: Parts, shapes: Shapes) -> float:
     return statistics.mean(medians)
 
 
-def _tuples(value):
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
-
-
 def _reason(error):
     text = str(error)
     if 'RESOURCE_EXHAUSTED' in text or 'OUT_OF_MEMORY' in text:
@@ -256,23 +244,20 @@ def _reason(error):
     return ': '.join([type(error).__name__, *text.strip().splitlines()[:1]])[:240].rstrip('.')
 
 
-def _answers(request):
-    """What to say, each a dict."""
-    parts = Parts(**request['parts'])
-    shapes = Shapes(**{name: _tuples(value) for name, value in request['shapes'].items()})
+def _answer(request):
     try:
         found = jax.devices()[0].device_kind
     except RuntimeError as error:  # what JAX raises if a platform cannot be used
         found = _reason(error)
     if found != request['kind']:
-        yield {'unavailable': f'a child process finds {found}, not {request["kind"]}'}
-        return
-    yield {'ready': 1}
+        return {'unavailable': f'a child process finds {found}, not {request["kind"]}'}
+    print('{"ready": 1}', flush=True)
+    parts, shapes = Parts(**request['parts']), Shapes(**request['shapes'])
     try:
         wrong = check(parts, shapes)
-        yield {'failed': wrong} if wrong else {'milliseconds': milliseconds(parts, shapes)}
+        return {'failed': wrong} if wrong else {'milliseconds': milliseconds(parts, shapes)}
     except Exception as error:  # a compiler may raise anything, and another candidate is tried
-        yield {'failed': _reason(error)}
+        return {'failed': _reason(error)}
 
 
 def main():
@@ -280,8 +265,7 @@ def main():
     # The default action ends the process, without its parent too, and in a call that never returns.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(int(request['limit']) + 1)
-    for answer in _answers(request):
-        print(json.dumps(answer), flush=True)
+    print(json.dumps(_answer(request)), flush=True)
 
 
 if __name__ == '__main__':

@@ -158,22 +158,6 @@ def not_measured(shapes: Shapes, device: Device) -> str:
     return f'dtypes {", ".join(shapes.dtypes)} are mixed' if len(shapes.dtypes) > 1 else ''
 
 
-def _named(implementation, shapes, device):
-    """(the Parts of an implementation, reasons against sequence backends that come before)."""
-    if reason := unsupported(DEPTH[implementation], shapes, device):
-        others, _ = _supported(DEPTH, shapes, device)
-        raise ValueError(
-            f'implementation={implementation!r} cannot: {reason}; '
-            f'these can: {", ".join(["reference", *others])}'
-        )
-    sequence, refused = 'xla', {}
-    if implementation != 'xla' and device.platform == 'gpu':
-        (sequence, *_), refused = _supported(SEQUENCE, shapes, device)
-    depth = implementation if shapes.num_slots else 'xla'
-    interpret = device.platform == 'cpu' and depth != 'xla'
-    return Parts(sequence, depth, interpret), refused.items()
-
-
 def choose(implementation: str | Parts | None, shapes: Shapes, device: Device | None = None):
     """Returns the Parts that compute an attention.
 
@@ -198,8 +182,18 @@ def choose(implementation: str | Parts | None, shapes: Shapes, device: Device | 
             raise ValueError(f'implementation={implementation} cannot: {backend.name}: {reason}')
         return implementation
     if implementation is not None:
-        parts, refused = _named(implementation, shapes, device)
-        _log_once(device, parts, shapes, '', refused, warn=bool(refused))
+        depths, reasons = _supported(DEPTH, shapes, device)
+        if reason := reasons.get(implementation):
+            raise ValueError(
+                f'implementation={implementation!r} cannot: {reason}; '
+                f'these can: {", ".join(["reference", *depths])}'
+            )
+        sequence, refused = 'xla', {}
+        if implementation != 'xla' and device.platform == 'gpu':
+            (sequence, *_), refused = _supported(SEQUENCE, shapes, device)
+        depth = implementation if shapes.num_slots else 'xla'
+        parts = Parts(sequence, depth, device.platform == 'cpu' and depth != 'xla')
+        _log_once(device, parts, shapes, '', refused.items(), warn=bool(refused))
         return parts
     if device.platform != 'gpu':
         return Parts()
@@ -212,8 +206,8 @@ def choose(implementation: str | Parts | None, shapes: Shapes, device: Device | 
     if why:
         how = f'not measured: {why}'
     else:
-        found = autotune.fastest(options, shapes, device)
-        parts, how, refused, warn = found.parts, found.how, refused + found.failed, found.warn
+        parts, how, failed, warn = autotune.fastest(options, shapes, device)
+        refused += failed
     _log_once(device, parts, shapes, f', {how}', refused, warn)
     return parts
 

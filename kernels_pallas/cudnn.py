@@ -6,12 +6,11 @@ used of the private module is checked before each use.
 
 Packed documents use cuDNN's ragged layout, each document an attention by itself. JAX takes the
 length and the first token of every document, [B, M], and gives the logsumexp by document and place
-in it, [B * M, N, T]. A row with fewer than M documents has empty ones at its end, so that document
-j of row b is always the (b M + j)-th, however the batch is divided over devices. A batch is
-computed in groups of rows. A group with more than M documents in a row, or with ids that recur
-after others, takes XLA's form by `lax.cond`, which is exact for any ids.
+in it, [B * M, N, T]. Document j of row b is always the (b M + j)-th, however the batch is divided
+over devices; absent ones are empty.
 """
 
+import functools
 import inspect
 
 import jax
@@ -50,25 +49,21 @@ def changed() -> str | None:
         if found not in (known, known | _SCORE_MOD):
             name, found = f'_dot_product_attention_{way}_impl', ' '.join(sorted(found)) or 'nothing'
             return f'{name} of {fused.__name__} takes {found} {advice}'
-    wrappers = [f'_dot_product_attention_{way}_p_wrapper' for way in _PARAMETERS]
-    for name in (*wrappers, 'AttentionLayout', 'MaskType'):
-        if not hasattr(fused, name):
-            return f'{fused.__name__} has no {name} {advice}'
     return None
 
 
 def unsupported(shapes, device) -> str | None:
     """Returns in one line why cuDNN does not support `backends.Shapes` on a device, or None.
 
-    Odd lengths and any number of query heads to a key/value head are supported. Of a local device
-    the installed version of cuDNN is checked too.
+    Of a local device the installed version of cuDNN is checked too.
     """
     length, num_keys, width = shapes.q[1], shapes.k[1], shapes.q[3]
     capability = device.capability
+    number = f'{capability[0]}.{capability[1]}'
     if len(shapes.dtypes) > 1 or shapes.dtypes[0] not in DTYPES:
         return f'dtypes {", ".join(shapes.dtypes)} must all be {" or all ".join(DTYPES)}'
     if capability < (8, 0):
-        return f'compute capability {capability[0]}.{capability[1]} must be 8.0 or above'
+        return f'compute capability {number} must be 8.0 or above'
     most = 256 if capability >= (9, 0) else 128
     if width % 8 or width > most:
         return f'head width {width} must be divisible by 8 and at most {most}'
@@ -78,12 +73,11 @@ def unsupported(shapes, device) -> str | None:
         return 'given positions must ascend, key i with query i'
     if shapes.window and not shapes.consecutive:
         return f'window={shapes.window} counts indices: positions must be None'
-    reason = changed() or (_packed_unsupported(shapes, capability) if shapes.segments else None)
-    return reason or (_missing(shapes, capability) if device.local else None)
-
-
-def _missing(shapes, capability):
-    """Why this machine's version of cuDNN is not enough; None: it is."""
+    if shapes.segments and capability < (9, 0):
+        return f'compute capability {number} must be 9.0 or above for segment ids'
+    reason = changed() or (_packed_unsupported(shapes) if shapes.segments else None)
+    if reason or not device.local:
+        return reason
     try:
         version = fused.check_cudnn_version()
     except RuntimeError as error:
@@ -108,13 +102,10 @@ def packed_sizes(batch: int, length: int, heads: int, width: int) -> tuple[int, 
     return documents, max(rows for rows in range(1, min(batch, most) + 1) if batch % rows == 0)
 
 
-def _packed_unsupported(shapes, capability):
+def _packed_unsupported(shapes):
     """Why packed documents cannot be computed; None: they can."""
     if shapes.window:
         return f'window={shapes.window} with segment ids must be 0'
-    if capability < (9, 0):
-        number = f'{capability[0]}.{capability[1]}'
-        return f'compute capability {number} must be 9.0 or above for segment ids'
     _, length, heads, width = shapes.q
     if heads != shapes.k[2] and jax.__version_info__ < (0, 11, 2):
         wrong = f'jax {jax.__version__} misplaces {shapes.k[2]} key heads of {heads} query heads'
@@ -165,27 +156,17 @@ def _call(way, operands, static, starts, **options):
     """Binds one pass of JAX's primitive; `starts` [B, M + 1]: first tokens of packed documents."""
     if reason := changed():
         raise ValueError(reason)
-    query, key, value, *others = operands
-    lengths = offsets = nothing = jnp.zeros(0, query.dtype)
+    lengths = offsets = nothing = jnp.zeros(0, operands[0].dtype)
     mask_type = fused.MaskType.CAUSAL
     if starts is not None:
         lengths, offsets = jnp.diff(starts, axis=1), starts.at[:, -1].set(-1)
         mask_type = fused.MaskType.PADDING_CAUSAL
     if 'score_mod' in _parameters(way):
         options['score_mod'] = None
-    bias, pages = nothing, (nothing, nothing)
-    primitive = getattr(fused, f'_dot_product_attention_{way}_p_wrapper')
-    results = primitive.bind(
-        query,
-        key,
-        value,
-        bias,
-        lengths,
-        lengths,
-        offsets,
-        offsets,
-        *pages,
-        *others,
+    bias = page_table = nothing
+    documents = lengths, lengths, offsets, offsets, page_table, page_table
+    results = getattr(fused, f'_dot_product_attention_{way}_p_wrapper').bind(
+        *(*operands[:3], bias, *documents, *operands[3:]),
         scale=float(static.scale),
         seed=42,  # of dropout, which is off; JAX's own default
         dropout_rate=0.0,
@@ -199,10 +180,7 @@ def _call(way, operands, static, starts, **options):
 
 
 def _documents(segment_ids_BT, most):
-    """(document of each token [B, T], first tokens [B, M + 1], whether they fit the layout).
-
-    The first token of an absent document is T.
-    """
+    """(document of each token [B, T], first tokens [B, M + 1], T if absent; whether they fit)."""
     ids, length = segment_ids_BT, segment_ids_BT.shape[1]
     begins_BT = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)))
     index_BT = jnp.cumsum(begins_BT, axis=1, dtype=jnp.int32)
@@ -218,9 +196,8 @@ def _documents(segment_ids_BT, most):
 def _lse_of_tokens(stats, index_BT, starts):
     """lse_BNT from [B * M, N, T]."""
     batch, most = starts.shape[0], starts.shape[1] - 1
-    places_BT = jnp.arange(index_BT.shape[1])[None] - jnp.take_along_axis(
-        starts, jnp.minimum(index_BT, most), axis=1
-    )
+    start_BT = jnp.take_along_axis(starts, jnp.minimum(index_BT, most), axis=1)
+    places_BT = jnp.arange(index_BT.shape[1])[None] - start_BT
 
     def row(stats_MNT, index_T, places_T):
         return stats_MNT.at[index_T, :, places_T].get(mode='clip')
@@ -232,14 +209,10 @@ def _lse_of_tokens(stats, index_BT, starts):
 def _lse_of_documents(lse_BNT, starts):
     """[B * M, N, T] from lse_BNT, UNUSED beyond the end of each document."""
     batch, heads, length = lse_BNT.shape
-    lengths_BM = jnp.diff(starts, axis=1)
-
-    def document(lse_NT, start):
-        return lax.dynamic_slice_in_dim(lse_NT, start, length, axis=1)
-
+    document = functools.partial(lax.dynamic_slice_in_dim, slice_size=length, axis=1)
     padded = jnp.pad(lse_BNT, ((0, 0), (0, 0), (0, length)))
     moved_BMNT = jax.vmap(jax.vmap(document, (None, 0)))(padded, starts[:, :-1])
-    inside = jnp.arange(length)[None, None, None] < lengths_BM[:, :, None, None]
+    inside = jnp.arange(length)[None, None, None] < jnp.diff(starts, axis=1)[:, :, None, None]
     return jnp.where(inside, moved_BMNT, UNUSED).reshape(-1, heads, length)
 
 
@@ -254,11 +227,8 @@ def _dispatch(operands, mask, by_cudnn, by_xla):
         operands, mask = given
         index_BT, starts, fit = _documents(mask.segment_ids_BT, documents)
         fit &= jnp.all(mask.segment_ids_BT == mask.key_segment_ids_BS)
-        return lax.cond(
-            fit,
-            lambda: by_cudnn(operands, index_BT, starts),
-            lambda: by_xla(operands, mask),
-        )
+        forms = lambda: by_cudnn(operands, index_BT, starts), lambda: by_xla(operands, mask)
+        return lax.cond(fit, *forms)
 
     if rows == batch:
         return group((operands, mask))

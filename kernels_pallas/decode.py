@@ -1,7 +1,4 @@
-"""Attention of one new token over a cache, itself and its depth slots: one softmax.
-
-No array joins the cached keys with the others.
-"""
+"""Attention of one new token over a cache, itself and its depth slots: one softmax."""
 
 import functools
 
@@ -25,17 +22,15 @@ def decode_attention(
 ):
     """softmax over [q . k_cached, q . k_own, q_depth . k_depth] H^-1/2, applied to all values.
 
-    The own key is not written into the cache before it is read: XLA would copy the cache.
+    No array joins the cached keys with the others: XLA would copy the cache.
 
     Args:
-      q_C1NH: queries [C, 1, N, H].
-      k_C1KH, v_C1KH: the new token's key and value [C, 1, K, H]; always visible.
-      k_BKHS, v_BKHS: the cache [B, K, H, S], read only.
-      visible_CS: bool [C, S], the places of the cache that are visible to a token.
-      rows_C: int32 [C], the row of the cache that a token reads, B and above for none: these come
+      q_C1NH, k_C1KH, v_C1KH: of the new tokens, to which their own key is always visible.
+      k_BKHS, v_BKHS: the cache, read only.
+      visible_CS: bool, the places of the cache that are visible to a token.
+      rows_C: int32, the row of the cache that a token reads, B and above for none: these come
         last, and their results have no meaning. None: C = B, each its own row.
-      k_depth_LC1KH, v_depth_LC1KH: the slots [L, C, 1, K, H] that earlier layers wrote at the new
-        token; None: none.
+      k_depth_LC1KH, v_depth_LC1KH: the slots that earlier layers wrote at the new token, or None.
       slot_mask_LC1, slot_window, q_depth_C1NH: as in depth_attention.
 
     Returns:
@@ -78,11 +73,8 @@ def _attend(k_BKHS, v_BKHS, q_B1NH, k_B1KH, v_B1KH, visible_BS, q_depth_B1NH=Non
     """One softmax over a row's cache, its new token and that token's slots.
 
     Places are the innermost axis of the cache, the cache is the left operand of the second product,
-    and its result is transposed last: XLA on CPUs is several times slower otherwise.
-
-    Args:
-      k_BKHS, v_BKHS, q_B1NH, k_B1KH, v_B1KH, visible_BS, q_depth_B1NH: as in decode_attention.
-      *slots: none; or keys and values [B, L, K, H], and perhaps a mask [B, L].
+    and its result is transposed last: XLA on CPUs is several times slower otherwise. The slots are
+    none; or keys and values [B, L, K, H], and perhaps a mask [B, L].
     """
     batch, _, heads, width = q_B1NH.shape
     kv_heads = k_B1KH.shape[2]

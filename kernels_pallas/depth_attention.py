@@ -42,14 +42,10 @@ def _check_sequence(q_BTNH, k_BSKH, v_BSKH, mask, window, implementation):
         _check_shape(name, array, (batch, num_keys if name.endswith('BS') else length))
 
 
-def _check_sums(sums, k_depth_LBRKH):
+def _check_sums(sums, shape, own):
     found = [(getattr(side, 'shape', None), str(getattr(side, 'dtype', None))) for side in sums]
-    right = [
-        [(k_depth_LBRKH.shape, dtype)] * 2
-        for dtype in ('float32', 'float64', k_depth_LBRKH.dtype.name)
-    ]
-    if found not in right:
-        wanted = f'{k_depth_LBRKH.shape}, both float32 or both {k_depth_LBRKH.dtype.name}'
+    if found not in [[(shape, dtype)] * 2 for dtype in ('float32', 'float64', own)]:
+        wanted = f'{shape}, both float32 or both {own}'
         raise ValueError(f'slot_sums {found} must be two arrays {wanted}')
 
 
@@ -80,11 +76,9 @@ def _check_slots(q_BTNH, k_BSKH, slots, q_depth_BTNH, slot_window, slot_sums):
                 raise ValueError(f'{name} needs k_depth_LBRKH and v_depth_LBRKH, which are None')
         return
     (batch, length, _, width), kv_heads = q_BTNH.shape, k_BSKH.shape[2]
-    shape, tokens = slots.k_LBRKH.shape, length
-    if slots.rows_BT is not None and len(shape) == 5:
-        tokens = shape[2]  # any number of them
-    if len(shape) != 5 or shape[1:] != (batch, tokens, kv_heads, width):
-        tokens = length if slots.rows_BT is None else 'R'
+    shape, tokens = slots.k_LBRKH.shape, length if slots.rows_BT is None else 'R'
+    known = shape[1:2] + shape[2:3] * (tokens != 'R') + shape[3:]
+    if known != (batch, *[length] * (tokens != 'R'), kv_heads, width):
         right = f'[L, {batch}, {tokens}, {kv_heads}, {width}]'
         raise ValueError(f'k_depth_LBRKH of shape {shape} must be {right}')
     _check_shape('v_depth_LBRKH', slots.v_LBRKH, shape)
@@ -92,29 +86,9 @@ def _check_slots(q_BTNH, k_BSKH, slots, q_depth_BTNH, slot_window, slot_sums):
     _check_shape('slot_rows_BT', slots.rows_BT, (batch, length))
     _check_shape('q_depth_BTNH', q_depth_BTNH, q_BTNH.shape)
     if slot_sums is not None:
-        _check_sums(slot_sums, slots.k_LBRKH)
+        _check_sums(slot_sums, shape, slots.k_LBRKH.dtype.name)
     if slots.num is not None:
         _check_num_slots(slots.num, shape[0])
-
-
-def _shapes_of(q_BTNH, k_BSKH, v_BSKH, q_depth_BTNH, slots, sums, **options):
-    """The Shapes of a call, of which the options are fields."""
-    arrays = [q_BTNH, k_BSKH, v_BSKH] + ([] if q_depth_BTNH is None else [q_depth_BTNH])
-    if slots is not None:
-        arrays += slots[:2]
-        options |= {
-            'slot_rows': 0 if slots.rows_BT is None else slots.k_LBRKH.shape[2],
-            'slot_mask': slots.mask_LBR is not None,
-            'slot_queries': q_depth_BTNH is not None,
-            'sums': '' if sums is None else sums[0].dtype.name,
-        }
-    return Shapes(
-        q=q_BTNH.shape,
-        k=k_BSKH.shape,
-        num_slots=0 if slots is None else slots.k_LBRKH.shape[0],
-        dtypes=tuple(sorted({array.dtype.name for array in arrays})),
-        **options,
-    )
 
 
 def depth_attention(
@@ -211,14 +185,22 @@ def depth_attention(
             q_BTNH, k_BSKH, v_BSKH, mask, q_depth_BTNH, read, window, slot_window, scale
         )
     else:
-        shapes = _shapes_of(
-            *(q_BTNH, k_BSKH, v_BSKH, q_depth_BTNH, slots, sums),
+        arrays = q_BTNH, k_BSKH, v_BSKH, q_depth_BTNH, *(sides if held else ())
+        shapes = Shapes(
+            q=q_BTNH.shape,
+            k=k_BSKH.shape,
+            num_slots=held,
+            dtypes=tuple(sorted({x.dtype.name for x in arrays if x is not None})),
             ordered=ordered,
             consecutive=consecutive,
             segments=segment_ids_BT is not None,
             window=window,
             scale=scale,
             slot_window=slot_window,
+            slot_rows=k_depth_LBRKH.shape[2] if held and slot_rows_BT is not None else 0,
+            slot_mask=bool(held) and slot_mask_LBR is not None,
+            slot_queries=bool(held) and q_depth_BTNH is not None,
+            sums=sums[0].dtype.name if held and sums else '',
             lse=return_lse,
         )
         parts = choose(implementation, shapes)
@@ -237,13 +219,11 @@ def _through(slot, total):
     return slot.astype(jnp.promote_types(slot.dtype, total.dtype))
 
 
-def _through_forward(slot, total):
-    return _through(slot, total), (slot[:0], total[:0])
-
-
 def _through_backward(residuals, cotangent):
     slot, total = (jnp.zeros(cotangent.shape, side.dtype) for side in residuals)
     return slot, cotangent.astype(total.dtype)
 
 
-_through.defvjp(_through_forward, _through_backward)
+_through.defvjp(
+    lambda slot, total: (_through(slot, total), (slot[:0], total[:0])), _through_backward
+)

@@ -1,9 +1,7 @@
 """Sequence and depth slots in one softmax, each part by a backend of `backends.BACKENDS`.
 
-The depth part continues the softmax that the sequence part began. With the joint output and
-logsumexp, and delta = rowsum(do o) - dlse, the backward pass of either part is that of plain
-attention, and no gradient passes through a merge of the two:
-  P = exp(q k^T scale - lse),  dV = P^T do,  dS = P (do V^T - delta),  dQ = dS K scale.
+The depth part continues the softmax that the sequence part began, and given the joint output and
+logsumexp the backward pass of either is that of plain attention (docs/depth_attention.md, 5).
 """
 
 import functools
@@ -63,12 +61,9 @@ def joint_attention(static, q_BTNH, k_BSKH, v_BSKH, mask, q_depth_BTNH, slots, s
 def _depth(static, way):
     """The backend's depth_forward or depth_backward."""
     module = load_module(getattr(DEPTH[static.parts.depth], way))
-    return functools.partial(
-        getattr(module, f'depth_{way}'),
-        window=static.slot_window,
-        scale=static.scale,
-        interpret=static.parts.interpret,
-    )
+    options = {'window': static.slot_window, 'scale': static.scale}
+    options['interpret'] = static.parts.interpret
+    return functools.partial(getattr(module, f'depth_{way}'), **options)
 
 
 def _forward(static, q_BTNH, k_BSKH, v_BSKH, mask, q_depth_BTNH, slots, slot_sums):

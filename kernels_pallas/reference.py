@@ -1,7 +1,4 @@
-"""Attention as its equation: every score at once, in float32, slow and plain; and allowed errors.
-
-The tests compare every backend with it.
-"""
+"""Attention as its equation, with which every backend is compared, and allowed errors."""
 
 import jax.numpy as jnp
 
@@ -40,9 +37,7 @@ def visibility(positions_BT, key_positions_BS, segment_ids_BT, key_segment_ids_B
 def slot_visibility(shape_LBR, num_slots, slot_window, slot_mask_LBR, slot_rows_BT):
     """Returns bool [B, T, L], True where a slot of its own token is visible to a query.
 
-    Args:
-      shape_LBR: (L, B, R).
-      num_slots, slot_window, slot_mask_LBR, slot_rows_BT: as in `depth_attention`.
+    `shape_LBR` is (L, B, R); the others are as in `depth_attention`.
     """
     slots, batch, tokens = shape_LBR
     index_L = jnp.arange(slots)
@@ -75,14 +70,9 @@ def reference_attention(
       p, p_depth = split(softmax(s * scale), [S])
       o = einsum('btns,bsnh->btnh', p, v) + einsum('btnl,lbtnh->btnh', p_depth, v_depth)
 
-    Args:
-      q_BTNH, k_BSKH, v_BSKH, q_depth_BTNH, window, slot_window, scale: as in `depth_attention`.
-      mask: `joint_softmax.SequenceMask`.
-      slots: `joint_softmax.Slots`, or None.
-
-    Returns:
-      o_BTNH in the dtype of q, and the natural-log logsumexp lse_BNT in float32 or wider. For a
-      query to which nothing is visible they are 0 and -inf.
+    `mask` is a `joint_softmax.SequenceMask`, `slots` are Slots or None, the rest is as in
+    `depth_attention`. Returns o_BTNH in the dtype of q, and the natural-log logsumexp lse_BNT in
+    float32 or wider: 0 and -inf for a query to which nothing is visible.
     """
     (batch, length, heads, _), kv_heads = q_BTNH.shape, k_BSKH.shape[2]
     dtype = jnp.promote_types(q_BTNH.dtype, jnp.float32)

@@ -166,8 +166,7 @@ class Buffers(NamedTuple):
 
 def _parts(loader):
     """64 columns each of the width, by number; the last may reach past the end."""
-    # A constant start would be limited to the array's end.
-    zero = loader.start * 0
+    zero = loader.start * 0  # a constant start would be limited to the array's end
     return [(i, pl.ds(zero + i * CHUNK, CHUNK)) for i in range(loader.sizes.padded_width // CHUNK)]
 
 
@@ -315,9 +314,8 @@ def depth_backward(
 ):
     """As `xla.depth.depth_backward`, of bfloat16 or float16 slots, with dq in their dtype.
 
-    A slot's gradient sums over the heads of its own item alone, so that one block reads each sum,
-    adds to it and writes it back: nothing is atomic, reruns are equal bit for bit, and a hidden
-    slot's sum is written back as it was.
+    One block has all heads of a slot: it reads each sum, adds to it and writes it back. Nothing is
+    atomic, reruns are equal bit for bit, and a hidden slot's sum is written back as it was.
     """
     sizes = Sizes.of(q_BTNH, slots, window)
     buffers = Buffers.of(sizes, sums[0].dtype)

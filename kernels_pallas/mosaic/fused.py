@@ -1,8 +1,8 @@
 """Sequence and depth slots of one tile of queries in a single Hopper kernel: one softmax, no merge.
 
 A tile of a warpgroup has 64 rows: 8 tokens times 8 query heads of one key/value head, row 8 t + g.
-Two such tiles share a ring of stages that a third warpgroup fills (fused_ring). The online softmax
-of the keys goes on over the slots, in the same accumulators (fused_compute).
+Two such tiles share a ring of stages that a third warpgroup fills (fused_body). The online softmax
+of the keys goes on over the slots, in the same accumulators.
 """
 
 import types
@@ -14,10 +14,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.mosaic import common, depth
-from kernels_pallas.mosaic import fused_ring as ring
+from kernels_pallas.mosaic import fused_body as body
 from kernels_pallas.mosaic.common import OCTET, pad, round_up, swizzle_of, tiled
-from kernels_pallas.mosaic.fused_compute import compute
-from kernels_pallas.mosaic.fused_ring import HEADS, KEYS, ROWS, TILES, TOKENS
+from kernels_pallas.mosaic.fused_body import CHUNK, HEADS, KEYS, ROWS, TILES, TOKENS
 from kernels_pallas.reference import slot_visibility
 
 MAX_STAGES = 8
@@ -49,8 +48,8 @@ def _words(slots, slot_window, groups):
         visible_BTL = slot_visibility((held, batch, places), slots.num, slot_window, *masks)
         visible_BTL = pad(visible_BTL, 1, groups * TOKENS)
         visible_BGTL = visible_BTL.reshape(batch, groups, TOKENS, held)
-    bits = pad(visible_BGTL, 3, round_up(held, ring.CHUNK))
-    bits = bits.reshape(*bits.shape[:3], -1, ring.CHUNK).astype(jnp.uint32)
+    bits = pad(visible_BGTL, 3, round_up(held, CHUNK))
+    bits = bits.reshape(*bits.shape[:3], -1, CHUNK).astype(jnp.uint32)
     bits <<= lax.broadcasted_iota(jnp.uint32, bits.shape, 4)
     words = jnp.sum(bits, axis=-1, dtype=jnp.uint32)
     words_BGCT = jnp.moveaxis(lax.bitcast_convert_type(words, jnp.int32), 2, 3)
@@ -78,7 +77,7 @@ def _first_keys(ids_BT, tiles):
 def _operands(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, q_depth_BTNH, slots, slot_window):
     """The kernel's operands by name; None what the call does not have."""
     batch, length = q_BTNH.shape[:2]
-    tiles = ring.num_tiles(length)
+    tiles = body.num_tiles(length)
     groups = tiles * TILES
     end = jnp.asarray(slots.num, jnp.int32)
     first = jnp.maximum(end - slot_window, 0) if slot_window else 0
@@ -93,7 +92,7 @@ def _operands(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, q_depth_BTNH, slots, slot_
         'k_depth': k_depth,
         'v_depth': v_depth,
         # First chunk and end of the visible slots.
-        'bounds': jnp.stack([first // ring.CHUNK, -(-end // ring.CHUNK)]).astype(jnp.int32),
+        'bounds': jnp.stack([first // CHUNK, -(-end // CHUNK)]).astype(jnp.int32),
         'words': _words(slots, slot_window, groups),
         'places': slots.rows_BT,
         **dict.fromkeys(('first_key', 'ids', 'row_ids')),
@@ -110,18 +109,11 @@ def _operands(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, q_depth_BTNH, slots, slot_
 def fused_forward(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, q_depth_BTNH, slots, static):
     """Causal attention over the sequence and the slots of each query's own token, in one kernel.
 
-    Key i belongs to query i, and index order is time order.
-
-    Args:
-      q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, q_depth_BTNH: as in `depth_attention`, S = T.
-      slots: `joint_softmax.Slots`.
-      static: `joint_softmax.Static`, with a scale above 0.
-
-    Returns:
-      o_BTNH in q's dtype, and the natural-log logsumexp lse_BNT in float32.
+    As in `joint_attention`, of what is not `unsupported`. Returns o_BTNH in q's dtype, and the
+    natural-log logsumexp lse_BNT in float32.
     """
     (batch, length, heads, width), dtype = q_BTNH.shape, q_BTNH.dtype
-    tiles, octets = ring.num_tiles(length), heads // HEADS
+    tiles, octets = body.num_tiles(length), heads // HEADS
     groups = tiles * TILES
     operands = _operands(
         q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, q_depth_BTNH, slots, static.slot_window
@@ -131,24 +123,24 @@ def fused_forward(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, q_depth_BTNH, slots, s
     width = round_up(width, swizzle // dtype.itemsize)
     row_bytes = width * dtype.itemsize
     stages = (SHARED_BYTES - (1 + own_query) * TILES * ROWS * row_bytes) // (KEYS * row_bytes)
-    sizes = ring.Sizes(
-        length,
-        heads // k_BSKH.shape[2],
-        width,
-        min(stages, MAX_STAGES),
-        static.window,
-        segment_ids_BT is not None,
-        own_query,
-        slots.mask_LBR is not None or slots.rows_BT is not None,
-        static.scale * common.LOG2E,
-        static.parts.interpret,
+    sizes = types.SimpleNamespace(
+        length=length,
+        group=heads // k_BSKH.shape[2],  # query heads of a key/value head
+        width=width,  # as shared memory holds it
+        stages=min(stages, MAX_STAGES),
+        window=static.window,
+        segments=segment_ids_BT is not None,
+        own_query=own_query,
+        # Some slots are visible to some tokens only.
+        by_token=slots.mask_LBR is not None or slots.rows_BT is not None,
+        factor=static.scale * common.LOG2E,  # on the scores
+        interpret=static.parts.interpret,
     )
     # Of 504 for two and one: what spilled least, of the few splits that were compiled.
     registers = (224, 56) if width <= 64 else (232, 40)
-
     given = {name: x for name, x in operands.items() if x is not None}
 
-    def body(shared, refs):
+    def run(shared, refs):
         named = dict(zip((*given, 'o', 'lse'), refs, strict=True))
         refs = types.SimpleNamespace(**dict.fromkeys(operands) | named)
         warpgroup = lax.axis_index('warpgroup')
@@ -156,26 +148,26 @@ def fused_forward(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, q_depth_BTNH, slots, s
         @pl.when(warpgroup < TILES)
         def _():
             plgpu.set_max_registers(registers[0], action='increase')
-            compute(refs, shared, ring.tile_of(refs, sizes), warpgroup, sizes)
+            body.compute(refs, shared, body.tile_of(refs, sizes), warpgroup, sizes)
 
         @pl.when(warpgroup == TILES)
         def _():
             plgpu.set_max_registers(registers[1], action='decrease')
-            ring.fill(refs, shared, ring.tile_of(refs, sizes), sizes)
+            body.fill(refs, shared, body.tile_of(refs, sizes), sizes)
 
     def fused_depth_attention(*refs):
         tile_rows = tiled((TILES, ROWS, width), dtype, swizzle)
-        scratch = ring.Shared(
+        scratch = body.Shared(
             q=tile_rows,
             q_depth=tile_rows if own_query else None,
             lse=plgpu.SMEM((TILES, ROWS), jnp.float32),
             ring=tiled((sizes.stages, KEYS, width), dtype, swizzle),
             q_full=plgpu.Barrier(num_arrivals=(1 + own_query) * TOKENS, num_barriers=TILES),
-            full=plgpu.Barrier(num_arrivals=KEYS // ring.CHUNK, num_barriers=sizes.stages),
+            full=plgpu.Barrier(num_arrivals=KEYS // CHUNK, num_barriers=sizes.stages),
             used=plgpu.Barrier(num_arrivals=TILES, num_barriers=sizes.stages),
             turn=plgpu.Barrier(num_arrivals=TILES),
         )
-        pl.run_scoped(lambda shared: body(shared, refs), scratch, collective_axes='warpgroup')
+        pl.run_scoped(lambda shared: run(shared, refs), scratch, collective_axes='warpgroup')
 
     o_BTNH, lse = plgpu.kernel(
         fused_depth_attention,

@@ -112,7 +112,7 @@ def one_warpgroup_kernel(body, name, sizes, out_type, scratch_types, interpret: 
     """A Hopper kernel with a block of one warpgroup for each run of items, by the axis 'run'.
 
     `body` takes references to operands and results, and by name those to shared memory. Operands
-    may be mutable references (jax.new_ref), written in place: what plgpu.kernel takes from 0.11 on.
+    may be mutable references (jax.new_ref), written in place.
     """
 
     def scoped(*refs):

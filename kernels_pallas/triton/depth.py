@@ -16,6 +16,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from kernels_pallas.xla.depth import first_slot
+
 DTYPES = ('float32', 'bfloat16', 'float16')
 MAX_WIDTH = 256
 # Most elements of tiles [tokens, query heads, width] and [tokens, width]: 32 and 8 a thread.
@@ -110,16 +112,12 @@ def _store(place, mask, value):
     plgpu.store(place, value.astype(place.dtype), mask=mask)
 
 
-def _first(num_slots, window):
-    return jnp.maximum(num_slots - window, 0) if window else 0
-
-
 def _forward(q, o, lse, k_depth, v_depth, num, mask, rows, o_out, lse_out, *, window, scale):
     program = _Program(q, k_depth, rows)
     q_tgh = _load(*program.query(q)) * scale
     o_tgh, highest_tg = _load(*program.query(o)), _load(*program.by_head(lse))
     num_slots = num[0]
-    first = _first(num_slots, window)
+    first = first_slot(num_slots, window)
 
     def join(i, carry):
         o_tgh, highest_tg, total_tg = carry
@@ -175,7 +173,7 @@ def _backward(*refs, window, scale):
         return dq_tgh + dscores_tg[:, :, None] * k_th[:, None, :]
 
     dq_tgh = jnp.zeros(program.tile, jnp.float32)
-    dq_tgh = lax.fori_loop(_first(num_slots, window), num_slots, one, dq_tgh)
+    dq_tgh = lax.fori_loop(first_slot(num_slots, window), num_slots, one, dq_tgh)
     _store(*program.query(dq), dq_tgh * scale)
 
 

@@ -3,10 +3,9 @@
 Only the visible slots are read, in a loop with as many rounds as they need though their number is
 traced, and their gradients are added in place into the arrays given for them.
 
-The forms are the cheapest in CPU time of those tried for XLA on CPUs (JAX 0.10.2, float32, one run
-of single operations at B, T, N, K, H = 4, 1024, 6, 2, 64 and 16, 256, 4, 2, 32): one slot's keys at
-a time, and sums over slots or over the queries of a head written out term by term, where einsum
-took 1.3 to 5 times as long.
+The forms are the cheapest in CPU time of those tried (JAX 0.10.2, float32): one slot's keys at a
+time, and sums over slots or over the queries of a head written out term by term, where einsum took
+1.3 to 5 times as long.
 """
 
 import functools
@@ -43,7 +42,7 @@ def depth_forward(q_BTNH, o_BTNH, lse_BNT, slots, window, scale, interpret=False
     Args:
       q_BTNH: queries for the slots.
       o_BTNH, lse_BNT: of the sequence alone, lse float32 or wider.
-      slots, window, scale: `joint_softmax.Slots`, slot_window and scale of `Static`.
+      slots, window, scale: `joint_softmax.Slots`; slot_window and scale of `Static`.
       interpret: run a kernel in its interpreter; here there is none.
 
     Returns:
@@ -65,16 +64,10 @@ def depth_forward(q_BTNH, o_BTNH, lse_BNT, slots, window, scale, interpret=False
 def depth_backward(
     q_BTNH, do_BTNH, lse_BNT, delta_BNT, slots, sums, window, scale, interpret=False
 ):
-    """Gradients through the slots' part of the softmax.
+    """Gradients through the slots' part of the softmax, with arguments as in depth_forward.
 
-    Args:
-      q_BTNH, slots, window, scale, interpret: as in depth_forward.
-      do_BTNH: the output's cotangent.
-      lse_BNT, delta_BNT: the joint logsumexp, finite, and rowsum(do o) - dlse.
-      sums: (dk_depth_LBRKH, dv_depth_LBRKH) to add to.
-
-    Returns:
-      dq_BTNH in q's dtype, and the two sums.
+    lse_BNT is joint and finite, delta_BNT rowsum(do o) - dlse, and `sums` are (dk_depth_LBRKH,
+    dv_depth_LBRKH) to add to. Returns dq_BTNH in q's dtype, and the two sums.
     """
     del interpret
 
@@ -109,7 +102,7 @@ def _forward_tile(q_BTNH, o_BTNH, lse_BNT, slots, tile, window, scale):
         # Without the barrier XLA would see that the loop returns the slots unread.
         return o, new, total, lax.optimization_barrier(sides)
 
-    size, first = min(SLOTS_PER_ROUND, slots.k_LBRKH.shape[0]), _first(slots.num, window)
+    size, first = min(SLOTS_PER_ROUND, slots.k_LBRKH.shape[0]), first_slot(slots.num, window)
     rounds = (slots.num - first) // size
     rest = first + rounds * size
     total_BTKG = (lse_BTKG > -jnp.inf).astype(wide)
@@ -142,11 +135,12 @@ def _backward_tile(q_BTNH, do_BTNH, lse_BNT, delta_BNT, slots, sums, tile, windo
         return dq, add(dk_sum, slot, dscores, q_BTKGH), add(dv_sum, slot, weights, do_BTKGH)
 
     carry = jnp.zeros_like(q_BTKGH), *sums
-    dq_BTKGH, *sums = lax.fori_loop(_first(slots.num, window), slots.num, one, carry)
+    dq_BTKGH, *sums = lax.fori_loop(first_slot(slots.num, window), slots.num, one, carry)
     return (dq_BTKGH * scale).reshape(q_BTNH.shape), *sums
 
 
-def _first(num_slots, window):
+def first_slot(num_slots, window):
+    """The first visible slot."""
     return jnp.maximum(num_slots - window, 0) if window else 0
 
 
@@ -173,16 +167,13 @@ def _by_token(x_BNT, kv_heads):
 
 def _slot(slots, slot, tile, wide):
     """(visible [B, T, 1, 1] or None for all, key [B, T, K, H], value) of one slot."""
-    visible_BT = None
-    if slots.rows_BT is not None:
-        visible_BT = slots.rows_BT < slots.k_LBRKH.shape[2]
+    seen = [] if slots.rows_BT is None else [slots.rows_BT < slots.k_LBRKH.shape[2]]
     if slots.mask_LBR is not None:
-        mask_BT = _read(slots.mask_LBR, slot, slots.rows_BT, tile)
-        visible_BT = mask_BT if visible_BT is None else visible_BT & mask_BT
+        seen.append(_read(slots.mask_LBR, slot, slots.rows_BT, tile))
     sides = [_read(side, slot, slots.rows_BT, tile).astype(wide) for side in slots[:2]]
-    if visible_BT is None:
+    if not seen:
         return None, *sides
-    visible_BT11 = visible_BT[:, :, None, None]
+    visible_BT11 = functools.reduce(operator.and_, seen)[:, :, None, None]
     # A hidden slot may hold NaN, and 0 times NaN is NaN.
     return visible_BT11, *(jnp.where(visible_BT11, side, 0) for side in sides)
 
@@ -203,13 +194,8 @@ def _read(side_LBR, slot, rows_BT, tile):
     """One slot [B, T, ...] of the queries' tokens; a token out of range reads that of the last."""
     if rows_BT is None:
         return lax.squeeze(lax.dynamic_slice(side_LBR, *_box(side_LBR, slot, tile)), [0])
-    numbers = lax.GatherDimensionNumbers(
-        offset_dims=tuple(range(2, side_LBR.ndim - 1)),
-        collapsed_slice_dims=(0, 2),
-        start_index_map=(0, 2),
-        operand_batching_dims=(1,),
-        start_indices_batching_dims=(0,),
-    )
+    rest = tuple(range(2, side_LBR.ndim - 1))
+    numbers = lax.GatherDimensionNumbers(rest, (0, 2), (0, 2), (1,), (0,))
     sizes = (1, 1, 1, *side_LBR.shape[3:])
     place = _place(slot, rows_BT)
     return lax.gather(side_LBR, place, numbers, sizes, indices_are_sorted=True, mode='clip')
@@ -222,13 +208,7 @@ def _add(total_LBRKH, slot, rows_BT, tile, update_BTKH):
         update_BTKH += _read(total_LBRKH, slot, None, tile)
         start, _ = _box(total_LBRKH, slot, tile)
         return lax.dynamic_update_slice(total_LBRKH, update_BTKH[None], start)
-    numbers = lax.ScatterDimensionNumbers(
-        update_window_dims=(2, 3),
-        inserted_window_dims=(0, 2),
-        scatter_dims_to_operand_dims=(0, 2),
-        operand_batching_dims=(1,),
-        scatter_indices_batching_dims=(0,),
-    )
+    numbers = lax.ScatterDimensionNumbers((2, 3), (0, 2), (0, 2), (1,), (0,))
     # Tokens are distinct, as depth_attention asks: reruns on a GPU then give equal bits.
     order = {'indices_are_sorted': True, 'unique_indices': True, 'mode': 'drop'}
     return lax.scatter_add(total_LBRKH, _place(slot, rows_BT), update_BTKH, numbers, **order)

@@ -56,9 +56,8 @@ def is_long(q_shape, num_keys: int) -> bool:
 def sequence_forward(q_BTNH, k_BSKH, v_BSKH, mask, static):
     """Attention over the sequence alone; the arguments are those of `joint_attention`.
 
-    Returns:
-      o_BTNH in q's dtype, and the natural-log logsumexp lse_BNT in float32 or wider. A query with
-      no visible key returns 0 and -inf.
+    Returns o_BTNH in q's dtype, and the natural-log logsumexp lse_BNT in float32 or wider: 0 and
+    -inf for a query with no visible key.
     """
     batch, length, heads, width = q_BTNH.shape
     kv_heads = k_BSKH.shape[2]
@@ -88,13 +87,8 @@ def sequence_forward(q_BTNH, k_BSKH, v_BSKH, mask, static):
 def sequence_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, o_BTNH, do_BTNH, lse_BNT, delta_BNT):
     """Gradients through the sequence's part of the softmax.
 
-    Args:
-      q_BTNH, k_BSKH, v_BSKH, mask, static: as in sequence_forward.
-      o_BTNH, do_BTNH: the joint output, which is not used here, and its cotangent.
-      lse_BNT, delta_BNT: the joint logsumexp, finite, and rowsum(do o) - dlse.
-
-    Returns:
-      dq_BTNH in q's dtype; dk_BSKH and dv_BSKH as wide as lse_BNT.
+    o_BTNH (not used here) and lse_BNT, finite, are joint; delta_BNT is rowsum(do o) - dlse. Returns
+    dq_BTNH in q's dtype; dk_BSKH and dv_BSKH as wide as lse_BNT.
     """
     del o_BTNH
     (batch, length, heads, width), kv_heads = q_BTNH.shape, k_BSKH.shape[2]
@@ -110,16 +104,11 @@ def sequence_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, o_BTNH, do_BTNH, lse
     lse_BKGT, delta_BKGT = lse_BNT.reshape(by_head), delta_BNT.reshape(by_head)
     dqs, sides = [], _sides(mask, static)
     for queries, keys in blocks(length, k_BSKH.shape[1], static.ordered, static.window):
-        dq, dk, dv = _gradients(
-            q_BTKGH[:, queries],
-            k_BSKH[:, keys],
-            v_BSKH[:, keys],
-            do_BTKGH[:, queries],
-            lse_BKGT[..., queries],
-            delta_BKGT[..., queries],
-            _visible(sides, static.window, queries, keys),
-            static.scale,
-        )
+        q, do = q_BTKGH[:, queries], do_BTKGH[:, queries]
+        k, v = k_BSKH[:, keys], v_BSKH[:, keys]
+        visible = _visible(sides, static.window, queries, keys)
+        lse, delta = lse_BKGT[..., queries], delta_BKGT[..., queries]
+        dq, dk, dv = _gradients(q, k, v, do, lse, delta, visible, static.scale)
         dk_BSKH, dv_BSKH = _add(dk_BSKH, keys.start, dk), _add(dv_BSKH, keys.start, dv)
         dqs.append(dq.astype(q_BTNH.dtype))
     return jnp.concatenate(dqs, axis=1).reshape(q_BTNH.shape), dk_BSKH, dv_BSKH
@@ -181,22 +170,10 @@ def _gradients(q_BTKGH, k_BSKH, v_BSKH, do_BTKGH, lse_BKGT, delta_BKGT, visible,
 
 
 def _add(total_BSKH, first, part_BSKH):
-    """The total with a part added from key `first` on.
-
-    Not `total.at[...].add`: its indices are empty for the whole array, and JAX 0.11.2 cannot
-    compile an empty operand of a shard_map.
-    """
+    """The total with a part added from key `first` on."""
+    # Not `total.at[...].add`: JAX 0.11.2 cannot compile its empty indices in a shard_map.
     old_BSKH = lax.slice_in_dim(total_BSKH, first, first + part_BSKH.shape[1], axis=1)
     return lax.dynamic_update_slice_in_dim(total_BSKH, old_BSKH + part_BSKH, first, axis=1)
-
-
-def tile_sizes(batch: int, heads: int, length: int, num_keys: int) -> tuple[int, int]:
-    """Queries and keys of a tile."""
-    scores = CPU_TILE_SCORES if jax.default_backend() == 'cpu' else TILE_SCORES
-    size, largest = TILE_SIZES
-    while size < largest and batch * heads * (2 * size) ** 2 <= scores:
-        size *= 2
-    return min(size, length), min(size, num_keys)
 
 
 def _limits(ids_BT, size):
@@ -211,7 +188,6 @@ def _bounds(order, places, ids, window, sizes):
     """First and end tile of keys for each tile of queries, int32 [tiles of queries].
 
     A tile is skipped if its ranges of order, place and segment id do not meet those of the queries.
-    Ranges that meet are visited, whatever the ids: the mask decides.
     """
     (_, latest), (earliest, _) = (_limits(x, size) for x, size in zip(order, sizes, strict=True))
     meet = latest[:, :, None] >= earliest[:, None]
@@ -253,7 +229,11 @@ class _Tiles:
         self.num_keys, kv_heads = k_BSKH.shape[1:3]
         self.grouped = (batch, self.length, kv_heads, heads // kv_heads, width)
         self.by_head = (batch, kv_heads, heads // kv_heads, self.length)
-        self.queries, self.keys = tile_sizes(batch, heads, self.length, self.num_keys)
+        scores = CPU_TILE_SCORES if jax.default_backend() == 'cpu' else TILE_SCORES
+        size, largest = TILE_SIZES
+        while size < largest and batch * heads * (2 * size) ** 2 <= scores:
+            size *= 2
+        self.queries, self.keys = min(size, self.length), min(size, self.num_keys)
         self.sides, self.window = _sides(mask, static), static.window
         sizes = self.queries, self.keys
         self.first_I, self.end_I = _bounds(*self.sides, self.window, sizes)
@@ -299,7 +279,7 @@ def _tiled_forward(q_BTNH, k_BSKH, v_BSKH, mask, static):
 
         def columns(column, visible, carry):
             o, highest, total = carry
-            k, v = _cut(k_BSKH, column, tiles.keys), _cut(v_BSKH, column, tiles.keys)
+            k, v = (_cut(side, column, tiles.keys) for side in (k_BSKH, v_BSKH))
             scores = _scores(q, k, visible, static.scale)
             new = jnp.maximum(highest, jnp.max(scores, axis=-1))
             finite = jnp.where(new == -jnp.inf, 0.0, new)

@@ -11,10 +11,7 @@ and nvidia-cuda-crt are enough. Neither driver nor GPU is needed; the other test
 import subprocess
 import sys
 
-import jax
 import pytest
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
 from tests.kernels import hopper
 
@@ -40,19 +37,3 @@ def test_compiles_without_spills(table, name):
     for registers, spilled, shared, *_ in table[name]:
         assert int(registers) <= 255 and int(shared) <= 227 * 1024
         assert int(spilled) == 0
-
-
-@pytest.mark.filterwarnings('ignore:The Pallas Triton backend is deprecated:DeprecationWarning')
-def test_too_much_shared_memory_is_caught():
-    """Triton's shared memory is known, and too much of it refused, when the kernel is compiled."""
-    if reason := hopper.missing():
-        pytest.skip(reason)
-
-    def product(x, y, z):
-        z[...] = triton.dot(x[...], y[...]).astype(z.dtype)
-
-    call = pl.pallas_call(
-        product, hopper.shape(128, 128), compiler_params=triton.CompilerParams(num_warps=4)
-    )
-    with pytest.raises(jax.errors.JaxRuntimeError, match='Shared memory size limit exceeded'):
-        hopper.resources(call, hopper.shape(128, 512), hopper.shape(512, 128))

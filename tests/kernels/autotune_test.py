@@ -153,23 +153,22 @@ def test_an_interrupted_measurement_leaves_no_process(machine, error):
     assert not list(machine.cache.rglob('*.json'))
 
 
-def test_without_cudnn_the_kernels_are_tried_with_xla(machine):
-    """A cuDNN that does not work does not cost the depth part its kernels."""
-    broken = dict.fromkeys(NAMES[:4], CRASH)
-    parts, _, started = machine(broken | {'xla+mosaic_gpu': 2})
-    assert parts == Parts('xla', 'mosaic_gpu')
-    assert started == [*NAMES, 'xla+mosaic_gpu', 'xla+mosaic_gpu_fused', 'xla+pallas']
-    assert machine()[::2] == (parts, [])
-
-
-def test_where_all_fail(machine):
-    """XLA runs; but what merely found too little memory is not held to be broken."""
-    alone = LARGE._replace(num_slots=0)
-    acts = {'cudnn+xla': CRASH, 'xla+xla': CRASH}
-    parts, lines, _ = machine(acts, alone)
-    assert parts == Parts() and 'as no candidate was right' in lines[-1]
-    parts, *_ = machine(acts | {'cudnn+xla': NO_MEMORY}, alone._replace(window=8))
-    assert parts == Parts('cudnn')
+@pytest.mark.parametrize(
+    ('acts', 'num_slots', 'parts', 'tried'),
+    [
+        # A cuDNN that does not work does not cost the depth part its kernels.
+        ({'xla+mosaic_gpu': 2, **dict.fromkeys(NAMES[:4], CRASH)}, 12, 'xla+mosaic_gpu', 8),
+        ({'cudnn+xla': CRASH, 'xla+xla': CRASH}, 0, 'xla', 2),
+        # What merely found too little memory is not held to be broken.
+        ({'cudnn+xla': NO_MEMORY, 'xla+xla': CRASH}, 0, 'cudnn', 2),
+    ],
+)
+def test_where_many_fail(machine, acts, num_slots, parts, tried):
+    shapes = LARGE._replace(num_slots=num_slots)
+    found, lines, started = machine(acts, shapes)
+    assert found.label(shapes) == parts and len(started) == tried
+    assert num_slots or 'as no candidate was right' in lines[-1]
+    assert machine(acts, shapes)[::2] == (found, [])
 
 
 def test_another_machine_or_shape_is_measured_again(machine, monkeypatch):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kernels_pallas import decode_attention as decode_eagerly
+from tests.kernels.cases import exact
 
 BATCH, PLACES, HEADS, WIDTH = 5, 11, 6, 4
 
@@ -35,29 +36,20 @@ def draw_slots(kv_heads, num_slots=6):
 
 
 def joined(q, k, v, k_cache, v_cache, visible, slots=None, q_depth=None):
-    """One softmax, row by row and head by head, over visible places, the own key and the slots.
+    """One softmax over visible places, the own key and the slots, in float64.
 
     `slots`: (k, v, bool mask) of those that draw_slots gives; q_depth None: q.
     """
-    sides = [np.asarray(side, np.float64) for side in (q, k, v, k_cache, v_cache)]
-    q, k, v, k_cache, v_cache = sides
-    out, group = np.zeros(q.shape), q.shape[2] // k.shape[2]
-    for row, head in np.ndindex(q.shape[0], q.shape[2]):
-        kv = head // group
-        seen = visible[row]
-        keys = np.concatenate([k_cache[row, kv][:, seen].T, k[row, :, kv]])
-        values = np.concatenate([v_cache[row, kv][:, seen].T, v[row, :, kv]])
-        scores = keys @ q[row, 0, head]
-        if slots is not None:
-            shown = slots[2][:, row, 0]
-            own_keys, own_values = (np.asarray(x[shown, row, 0, kv], np.float64) for x in slots[:2])
-            reader = q if q_depth is None else np.asarray(q_depth, np.float64)
-            scores = np.concatenate([scores, own_keys @ reader[row, 0, head]])
-            values = np.concatenate([values, own_values])
-        scores /= np.sqrt(q.shape[-1])
-        weights = np.exp(scores - scores.max())
-        out[row, 0, head] = weights @ values / weights.sum()
-    return out
+    tokens, _, heads, width = q.shape
+    keys, values = (
+        np.concatenate([np.moveaxis(cache, 3, 1), own], axis=1)
+        for cache, own in ((k_cache, k), (v_cache, v))
+    )
+    grid = np.concatenate([visible, np.ones((tokens, 1), bool)], axis=1)[:, None]
+    *sides, mask = slots or [np.zeros((0, *k.shape))] * 2 + [np.zeros((0, tokens, 1), bool)]
+    inputs = q, keys, values, *sides, q if q_depth is None else q_depth
+    cotangents, rows = (np.zeros(q.shape), np.zeros((tokens, heads, 1))), np.zeros((tokens, 1), int)
+    return exact(inputs, cotangents, rows, grid, np.moveaxis(mask, 0, 2), width**-0.5)[0]
 
 
 @pytest.fixture(params=['cpu', 'gpu'])
@@ -103,20 +95,16 @@ def test_gpu_scores_are_float32(magnitude, monkeypatch):
 
     Bug: scores and scaled queries were rounded to bfloat16 before the softmax, off the CPU.
     """
-    rng = np.random.default_rng(magnitude)
     batch, heads, kv_heads, width, places = 3, 8, 2, 128, 700  # 128**-0.5 is no power of two
-
-    def draw_half(*shape, scale=1.0):
-        return jnp.asarray(scale * rng.normal(size=shape), jnp.bfloat16)
-
-    q = draw_half(batch, 1, heads, width, scale=magnitude)
-    new = [draw_half(batch, 1, kv_heads, width) for _ in range(2)]
-    cache = [draw_half(batch, kv_heads, width, places) for _ in range(2)]
-    visible = rng.random((batch, places)) < 0.9
-    expected = joined(q, *new, *cache, visible)
-    float32 = np.asarray(decode_attention(q, *new, *cache, visible), np.float64) - expected
+    rng, new = np.random.default_rng(magnitude), (batch, 1, kv_heads, width)
+    cached = batch, kv_heads, width, places
+    q, *sides = (rng.normal(size=x) for x in ((batch, 1, heads, width), new, new, cached, cached))
+    given = [jnp.asarray(x, jnp.bfloat16) for x in (magnitude * q, *sides)]
+    given.append(rng.random((batch, places)) < 0.9)
+    expected = joined(*given)
+    float32 = np.asarray(decode_attention(*given), np.float64) - expected
     monkeypatch.setattr('jax.default_backend', lambda: 'gpu')
-    gpu = np.asarray(decode_attention(q, *new, *cache, visible), np.float64) - expected
+    gpu = np.asarray(decode_attention(*given), np.float64) - expected
     assert (gpu != float32).any()  # another form indeed
     assert np.linalg.norm(gpu) <= 2 * np.linalg.norm(float32)
     assert np.abs(gpu).max() <= 2 * np.abs(float32).max()

@@ -9,20 +9,27 @@ import pytest
 
 from kernels_pallas import backends, depth_attention
 from kernels_pallas.mosaic.common import CAN_INTERPRET
-from tests.kernels.cases import CASES, draw, drawn, exact, program
+from tests.kernels.cases import CASES, LONG, draw, drawn, exact, in_blocks, program
 
 HOPPER = ('mosaic_gpu', 'mosaic_gpu_fused')
-# Its kernels are tested in depth_backends_test.py; here with arguments that reach them otherwise.
-PALLAS_CASES = ('group_of_5', 'newest', 'rows')
+# The kernels are tested in depth_backends_test.py; here with arguments that reach them otherwise.
+MORE = ('group_of_5', 'newest', 'rows')
 
 
 @pytest.mark.parametrize(
-    ('implementation', 'name'),
-    [(implementation, name) for name in CASES for implementation in ('reference', 'xla')]
-    + [('pallas', name) for name in PALLAS_CASES],
+    ('implementation', 'block', 'name'),
+    [(implementation, 128, name) for name in CASES for implementation in ('reference', 'xla')]
+    + [('xla', block, name) for name in LONG for block in (16, 'tiles')]
+    + [
+        (name, block, case) for case in MORE for name, block in (('pallas', 128), ('xla', 'tokens'))
+    ],
 )
-def test_equals_float64_softmax_over_the_concatenation(implementation, name):
-    """Output, logsumexp and all gradients; NaN in slots that are hidden changes nothing."""
+def test_equals_float64_softmax_over_the_concatenation(implementation, block, name, monkeypatch):
+    """Output, logsumexp and all gradients; NaN in slots that are hidden changes nothing.
+
+    By XLA in static blocks, in the loops over tiles of long sequences, and in tiles of tokens.
+    """
+    in_blocks(monkeypatch, block)
     run = None
     for num, inputs, cotangents, arguments, (o, lse, gradients) in drawn(name):
         if run is None:
@@ -167,22 +174,16 @@ def test_cotangents_of_the_returned_slots_are_added_to(implementation, own):
 def test_the_shapes_of_a_call_are_recorded():
     """All that a kernel is built for: slots, their rows, mask, queries and sums, and the lse."""
     q, k = np.zeros((2, 8, 4, 8), np.float32), np.zeros((2, 8, 2, 8), np.float32)
-    slots, mask = np.zeros((5, 2, 11, 2, 8), np.float32), np.ones((5, 2, 11), bool)
-    options = {'slot_window': 3, 'return_lse': True, 'slot_rows_BT': np.tile(np.arange(8), (2, 1))}
-
-    def call(q, k, slots):
-        options.update(slot_mask_LBR=mask, q_depth_BTNH=q, slot_sums=(slots, slots))
-        return depth_attention(q, k, k, slots, slots, **options)
-
+    slots, rows = np.zeros((5, 2, 11, 2, 8), np.float32), np.tile(np.arange(8), (2, 1))
+    options = {'slot_window': 3, 'slot_rows_BT': rows, 'slot_sums': (slots, slots)}
+    options |= {'q_depth_BTNH': q, 'slot_mask_LBR': np.ones((5, 2, 11), bool), 'return_lse': True}
     with backends.recorded() as found:
-        jax.eval_shape(call, q, k, slots)
-        jax.eval_shape(depth_attention, q, k, k)
+        depth_attention(q, k, k, slots, slots, **options)
+        depth_attention(q, k, k)
     full, plain = found
     assert full[:3] == (q.shape, k.shape, 5)
     assert full[8:] == (8**-0.5, 3, 11, True, True, 'float32', True)
     assert plain[2] == 0 and plain[9:] == (0, 0, False, False, '', False)
-    jax.eval_shape(depth_attention, q, k, k)
-    assert len(found) == 2
 
 
 def zeros(*shape):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kernels_pallas.joint_softmax import Slots
-from kernels_pallas.mosaic import common
+from kernels_pallas.mosaic import common, fused
 from kernels_pallas.mosaic import depth as mosaic
 from kernels_pallas.triton import depth as triton
 from kernels_pallas.xla import depth as xla
@@ -244,36 +244,41 @@ def shapes_of(q, kv_heads, *dtypes):
     return USUAL._replace(q=q, k=(*q[:2], kv_heads, q[3]), dtypes=dtypes)
 
 
-@pytest.mark.parametrize(
-    ('backend', 'q', 'kv_heads', 'dtypes', 'value'),
-    [
-        ('triton', (1, 8, 8, 64), 1, ['float64'], 'float64'),
-        ('triton', (1, 8, 8, 64), 1, ['bfloat16', 'int8'], 'int8'),
-        ('triton', (1, 8, 8, 257), 1, ['bfloat16'], '257'),
-        ('triton', (1, 8, 130, 200), 2, ['bfloat16'], '65'),
-        ('mosaic', (1, 8, 8, 64), 1, ['float32'], 'float32'),
-        ('mosaic', (1, 8, 8, 64), 1, ['bfloat16', 'float16'], 'bfloat16, float16 must be one'),
-        ('mosaic', (1, 8, 8, 264), 1, ['bfloat16'], '264'),
-        ('mosaic', (1, 8, 8, 72), 1, ['bfloat16'], '72'),
-        ('mosaic', (1, 8, 8, 60), 1, ['bfloat16'], '60'),
-        ('mosaic', (1, 8, 12, 64), 1, ['bfloat16'], '12'),
-        ('mosaic', (1, 8, 40, 64), 1, ['bfloat16'], '40'),
-        ('mosaic', (1, 8, 8, 256), 1, ['bfloat16'], '256'),
-        ('mosaic', (2, 2**28, 8, 64), 4, ['bfloat16'], str(2**31)),
-    ],
-)
-def test_unsupported_shapes_are_named(backend, q, kv_heads, dtypes, value):
+HALF, WIDE = 'bfloat16', (1, 8, 8, 64)
+UNSUPPORTED = [
+    (triton, shapes_of(WIDE, 1, 'float64'), 'float64'),
+    (triton, shapes_of(WIDE, 1, HALF, 'int8'), 'int8'),
+    (triton, shapes_of((1, 8, 8, 257), 1, HALF), '257'),
+    (triton, shapes_of((1, 8, 130, 200), 2, HALF), '65'),
+    (mosaic, shapes_of(WIDE, 1, 'float32'), 'float32'),
+    (mosaic, shapes_of(WIDE, 1, HALF, 'float16'), 'bfloat16, float16 must be one'),
+    *((mosaic, shapes_of((1, 8, 8, H), 1, HALF), str(H)) for H in (60, 72, 256, 264)),
+    *((mosaic, shapes_of((1, 8, N, 64), 1, HALF), str(N)) for N in (12, 40)),
+    (mosaic, shapes_of((2, 2**28, 8, 64), 4, HALF), str(2**31)),
+    (mosaic, shapes_of((2, 8, 8, 64), 4, HALF)._replace(slot_rows=2**28), str(2**31)),
+    (fused, USUAL._replace(q=(2, 1024, 14, 64)), '7 query heads'),
+    (fused, USUAL._replace(dtypes=('float32',)), 'float32'),
+    (fused, USUAL._replace(k=(2, 65, 2, 64)), '65 keys'),
+    (fused, USUAL._replace(ordered=False), 'positions'),
+    (fused, USUAL._replace(window=3, consecutive=False), 'positions'),
+    (fused, USUAL._replace(scale=-1.0), 'scale -1.0'),
+]
+
+
+@pytest.mark.parametrize(('module', 'shapes', 'value'), UNSUPPORTED)
+def test_unsupported_shapes_are_named(module, shapes, value):
     """One line that names the value."""
-    reason = BACKENDS[backend].unsupported(shapes_of(q, kv_heads, *dtypes), None)
+    reason = module.unsupported(shapes, None)
     assert value in reason and '\n' not in reason
 
 
 def test_supported_shapes():
     """Triton's limits themselves; on Hopper each width and group."""
+    assert fused.unsupported(USUAL) is None
     for heads, width in ((128, 200), (8, 256)):
-        assert triton.unsupported(shapes_of((1, 8, heads, width), 2, 'bfloat16'), None) is None
+        assert triton.unsupported(shapes_of((1, 8, heads, width), 2, HALF), None) is None
     for group, width in itertools.product((1, 3, 5, 8, 16), (8, 56, 64, 80, 96, 112, 128)):
-        assert mosaic.unsupported(shapes_of((2, 97, 2 * group, width), 2, 'bfloat16')) is None
+        assert mosaic.unsupported(shapes_of((2, 97, 2 * group, width), 2, HALF)) is None
 
 
 def test_any_number_of_programs_is_on_one_axis():

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from kernels_pallas import depth_attention
-from kernels_pallas.mosaic import fused, fused_ring
-from tests.kernels.cases import KINDS, SEQUENCE, USUAL, draw, exact
+from kernels_pallas.mosaic import fused, fused_body
+from tests.kernels.cases import KINDS, SEQUENCE, draw, exact
 from tests.kernels.depth_backends_test import interpreted, racing  # noqa: F401
 
 SMALL = KINDS | SEQUENCE | {'B': 1, 'T': 5, 'N': 8, 'K': 1, 'H': 64, 'L': 8, 'num': 8}
@@ -63,7 +63,7 @@ def test_no_race(racing, monkeypatch):  # noqa: F811
 def test_a_race_is_seen(racing, monkeypatch):  # noqa: F811
     """The test above can fail: a ring that never waits for its stages to be used."""
     monkeypatch.setattr(fused, 'MAX_STAGES', 2)
-    monkeypatch.setattr(fused_ring.plgpu, 'barrier_wait', lambda barrier: None)
+    monkeypatch.setattr(fused_body.plgpu, 'barrier_wait', lambda barrier: None)
     with pytest.raises(Exception, match='(?i)race'):
         check()
 
@@ -73,20 +73,3 @@ def test_first_keys_are_those_of_the_oldest_segment():
     ids = np.array([[0] * 10 + [3] * 20 + [5] * 10, [7] * 5 + [2] * 30 + [7] * 5])
     got = fused._first_keys(jnp.asarray(ids), 3)
     np.testing.assert_array_equal(got, [[0, 10, 30], [0, 5, 0]])
-
-
-@pytest.mark.parametrize(
-    ('changes', 'value'),
-    [
-        ({'q': (2, 1024, 14, 64)}, '7 query heads'),
-        ({'q': (2, 1024, 16, 256)}, '256'),
-        ({'dtypes': ('float32',)}, 'float32'),
-        ({'k': (2, 65, 2, 64)}, '65 keys'),
-        ({'ordered': False}, 'positions'),
-        ({'window': 3, 'consecutive': False}, 'positions'),
-        ({'scale': -1.0}, 'scale -1.0'),
-    ],
-)
-def test_unsupported_calls_are_named(changes, value):
-    assert fused.unsupported(USUAL) is None
-    assert value in fused.unsupported(USUAL._replace(**changes))
