@@ -37,38 +37,43 @@ _known = {}  # (results or the reason why there are none, whether they are new),
 _spent = 0.0  # seconds
 
 
-def fastest(plan, shapes, device) -> tuple:
-    """Finds the fastest candidate of a `backends.Plan`: as remembered, else measured now.
+def fastest(candidates, shapes, device) -> tuple:
+    """Finds the fastest of the candidates, `backends.Parts`: as remembered, else measured now.
 
     Returns:
-      Its `backends.Parts`, why these, in words, (name, reason) of the candidates that are not
-      right, and whether to warn: measured now, not read from a file; or nothing was right.
+      Its Parts, why these, in words, {name: reason} of the candidates that are not right, and
+      whether to warn: measured now, not read from a file; or nothing was right.
     """
     key = key_of(shapes, device)
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     name = f'{re.sub(r"[^0-9A-Za-z_]+", "_", device.kind)}-{digest}.json'
     if name not in _known:
         try:
-            _known[name] = _read_or_measure(name, key, plan, shapes, device)
+            _known[name] = _read_or_measure(name, key, candidates, shapes, device)
         except UnavailableError as error:
             logging.warning('depth_attention: nothing can be measured: %s', error)
             _known[name] = str(error), True
     results, new = _known[name]
     if isinstance(results, str):
-        return plan.proven[0], f'not measured: {results}', (), True
+        return candidates[0], f'not measured: {results}', {}, True
     _known[name] = results, False
-    by_label = {parts.label(shapes): parts for parts in plan.candidates + plan.otherwise}
+    by_label = {p.label(shapes): p for p in candidates + _without_first(candidates)}
     results = {name: result for name, result in results.items() if name in by_label}
     failed = {name: r['failed'] for name, r in results.items() if 'failed' in r}
     right = {name: r['milliseconds'] for name, r in results.items() if name not in failed}
-    reasons = tuple(failed.items())
     if right:
         ranked = sorted(right, key=right.get)
         times = ', '.join(f'{name} {right[name]:.3g} ms' for name in ranked)
-        return by_label[ranked[0]], f'the fastest of {times}', reasons, new
-    # The first that is not known to be wrong.
-    unbroken = [p for p in plan.proven if failed.get(p.label(shapes)) in (None, OUT_OF_MEMORY)]
-    return (*unbroken, plan.proven[-1])[0], 'as no candidate was right', reasons, True
+        return by_label[ranked[0]], f'the fastest of {times}', failed, new
+    # XLA, unless the first is not known to be wrong.
+    broken = failed.get(candidates[0].label(shapes)) not in (None, OUT_OF_MEMORY)
+    parts = candidates[0]._replace(sequence='xla') if broken else candidates[0]
+    return parts, 'as no candidate was right', failed, True
+
+
+def _without_first(candidates):
+    """Kernels with XLA's sequence, tried if no candidate with the first sequence is right."""
+    return [p._replace(sequence='xla') for p in candidates if 'xla' not in (p.sequence, p.depth)]
 
 
 def key_of(shapes, device) -> dict:
@@ -107,13 +112,13 @@ def cache_folder() -> pathlib.Path:
     return pathlib.Path(cache, 'moddepth_jax')
 
 
-def _read_or_measure(name, key, plan, shapes, device):
+def _read_or_measure(name, key, candidates, shapes, device):
     """(results by label, whether they are new)."""
     path = cache_folder() / 'attention' / name
     with _exclusive(path):
         if (results := _read(path, key)) is not None:
             return results, False
-        results, complete = _measure(plan, shapes, device)
+        results, complete = _measure(candidates, shapes, device)
         if complete:
             _write(path, {'key': key, 'results': results})
     return results, True
@@ -151,16 +156,16 @@ def _exclusive(path):
         yield
 
 
-def _measure(plan, shapes, device):
+def _measure(candidates, shapes, device):
     """(results by label, whether every candidate was tried)."""
     global _spent
     logging.warning(
         'depth_attention on %s: measuring %d candidates for %d x %d queries, once: at most %g s '
         'each; MODDEPTH_MEASURE=0 skips this',
-        *(device.kind, len(plan.candidates), *shapes.q[:2], LIMIT_SECONDS),
+        *(device.kind, len(candidates), *shapes.q[:2], LIMIT_SECONDS),
     )
-    results, waiting = {}, list(plan.candidates)
-    first = [p.label(shapes) for p in plan.candidates if p.sequence == plan.candidates[0].sequence]
+    results, waiting = {}, list(candidates)
+    first = [p.label(shapes) for p in candidates if p.sequence == candidates[0].sequence]
     while waiting and (limit := min(LIMIT_SECONDS, TOTAL_SECONDS - _spent)) >= MIN_SECONDS:
         parts, begin = waiting.pop(0), time.monotonic()
         name = parts.label(shapes)
@@ -170,8 +175,8 @@ def _measure(plan, shapes, device):
             _spent += time.monotonic() - begin
         if reason := results[name].get('failed'):
             logging.warning('depth_attention: %s is not used: %s', name, reason)
-        if parts == plan.candidates[-1] and all('failed' in results[name] for name in first):
-            waiting += plan.otherwise
+        if parts == candidates[-1] and all('failed' in results[name] for name in first):
+            waiting += _without_first(candidates)
     if not results:
         raise UnavailableError(f'the {TOTAL_SECONDS:g} s of this process are spent')
     return results, not waiting

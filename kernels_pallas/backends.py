@@ -92,16 +92,6 @@ class Device(NamedTuple):
     local: bool = False  # it is a device of this process, so that its libraries can be inspected
 
 
-class Plan(NamedTuple):
-    """What `implementation=None` can run on a GPU."""
-
-    # Used, in this order, if nothing can be measured: cuDNN if it supports the shapes, then XLA.
-    proven: tuple[Parts, ...]
-    candidates: tuple[Parts, ...]  # what a measurement compares
-    otherwise: tuple[Parts, ...]  # measured too if no candidate with the first sequence is right
-    refused: tuple[tuple[str, str], ...]  # (name, reason) of the backends that do not support it
-
-
 def load_module(path: str):
     """A backend's module. Imported when it is needed: Pallas takes a second to import."""
     return importlib.import_module(f'kernels_pallas.{path}')
@@ -134,19 +124,17 @@ def _supported(rows, shapes, device):
     return supported, {name: reason for name, reason in reasons.items() if reason}
 
 
-def plan(shapes: Shapes, device: Device) -> Plan:
-    """Returns the candidates for shapes on a GPU, and the reasons against the other backends."""
-    (first, *others), refused = _supported(SEQUENCE, shapes, device)
+def plan(shapes: Shapes, device: Device) -> tuple[list[Parts], dict[str, str]]:
+    """Returns the candidates for shapes on a GPU, and {name: reason} against the other backends.
+
+    The first is used if nothing can be measured: cuDNN if it supports the shapes, else XLA.
+    """
+    (first, *_), refused = _supported(SEQUENCE, shapes, device)
     depths = ['xla']
     if shapes.num_slots:
         depths, reasons = _supported(DEPTH, shapes, device)
         refused |= reasons
-    return Plan(
-        proven=tuple(dict.fromkeys((Parts(first), Parts()))),
-        candidates=tuple(dict.fromkeys((*(Parts(first, depth) for depth in depths), Parts()))),
-        otherwise=tuple(Parts(name, depth) for name in others for depth in depths[1:]),
-        refused=tuple(refused.items()),
-    )
+    return list(dict.fromkeys((*(Parts(first, depth) for depth in depths), Parts()))), refused
 
 
 def not_measured(shapes: Shapes, device: Device) -> str:
@@ -193,21 +181,20 @@ def choose(implementation: str | Parts | None, shapes: Shapes, device: Device | 
             (sequence, *_), refused = _supported(SEQUENCE, shapes, device)
         depth = implementation if shapes.num_slots else 'xla'
         parts = Parts(sequence, depth, device.platform == 'cpu' and depth != 'xla')
-        _log_once(device, parts, shapes, '', refused.items(), warn=bool(refused))
+        _log_once(device, parts, shapes, '', refused, warn=bool(refused))
         return parts
     if device.platform != 'gpu':
         return Parts()
-    options = plan(shapes, device)
-    parts, refused, warn = options.proven[0], options.refused, bool(device.not_measured)
-    why = not_measured(shapes, device)
-    if len(options.candidates) == 1:
+    candidates, refused = plan(shapes, device)
+    parts, why, warn = candidates[0], not_measured(shapes, device), bool(device.not_measured)
+    if len(candidates) == 1:
         warn |= bool(refused) and not why
         why = 'nothing else can compute it'
     if why:
         how = f'not measured: {why}'
     else:
-        parts, how, failed, warn = autotune.fastest(options, shapes, device)
-        refused += failed
+        parts, how, failed, warn = autotune.fastest(candidates, shapes, device)
+        refused |= failed
     _log_once(device, parts, shapes, f', {how}', refused, warn)
     return parts
 
@@ -238,10 +225,10 @@ _recorders = []
 
 
 def _log_once(device, parts, shapes, how, refused, warn):
-    """Logs a choice, once in a process, with the (name, reason) of what is refused."""
+    """Logs a choice, once in a process, with the {name: reason} of what is refused."""
     depth = f', depth by {parts.depth}' if shapes.num_slots else ''
     chosen = f'sequence by {parts.sequence}{depth}' + ', interpreted' * parts.interpret
-    reasons = ''.join(f'; not {name}: {reason}' for name, reason in refused)
+    reasons = ''.join(f'; not {name}: {reason}' for name, reason in refused.items())
     line = f'depth_attention on {device.kind or device.platform}: {chosen}{how}{reasons}'
     if line not in _log_lines:
         _log_lines.append(line)

@@ -77,12 +77,12 @@ def cell(shapes, platform, capability, note) -> str:
         return name(backends.Parts())
     kind = {9: 'a Hopper GPU', 8: 'an older GPU'}[capability[0]]
     device = backends.Device(platform, kind, capability, not_measured='')
-    plan = backends.plan(shapes, device)
-    reasons = [f'{backend}: {why}' for backend, why in plan.refused]
-    names, why = [name(parts) for parts in plan.candidates], backends.not_measured(shapes, device)
+    candidates, refused = backends.plan(shapes, device)
+    reasons = [f'{backend}: {why}' for backend, why in refused.items()]
+    names, why = [name(parts) for parts in candidates], backends.not_measured(shapes, device)
     text = names[0] if len(names) == 1 else 'the fastest of ' + ', '.join(names)
     if len(names) > 1 and why:
-        text = name(plan.proven[0])
+        text = names[0]
         reasons.append(f'not measured: {why}')
     numbers = ', '.join(str(note(reason)) for reason in reasons)
     return f'{text} ({numbers})' if numbers else text

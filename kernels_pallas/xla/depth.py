@@ -50,15 +50,43 @@ def depth_forward(q_BTNH, o_BTNH, lse_BNT, slots, window, scale, interpret=False
       only after they have been read: what is then written into them is written in place.
     """
     del interpret
+    kv_heads, wide = slots.k_LBRKH.shape[3], lse_BNT.dtype
+    size, first = min(SLOTS_PER_ROUND, slots.k_LBRKH.shape[0]), first_slot(slots.num, window)
+    rounds = (slots.num - first) // size
+    rest = first + rounds * size
 
-    def step(tile, carry):
+    def one_tile(tile, carry):
         whole_o, whole_lse, sides = carry
-        read = slots._replace(k_LBRKH=sides[0], v_LBRKH=sides[1], rows_BT=_cut(slots.rows_BT, tile))
-        arrays = _cut(q_BTNH, tile), _cut(whole_o, tile), _cut(whole_lse, tile, axis=2)
-        o, lse, sides = _forward_tile(*arrays, read, tile, window, scale)
-        return _put(whole_o, tile, o), _put(whole_lse, tile, lse, axis=2), sides
+        q_BTKGH = _group(_cut(q_BTNH, tile), kv_heads, wide) * scale
+        lse_BTKG = _by_token(_cut(whole_lse, tile, axis=2), kv_heads)
+        rows_BT = _cut(slots.rows_BT, tile)
 
-    return _by_tiles(q_BTNH.shape, step, (o_BTNH, lse_BNT, (slots.k_LBRKH, slots.v_LBRKH)))
+        def join(start, size, carry):
+            o, highest, total, sides = carry
+            visible = slots._replace(k_LBRKH=sides[0], v_LBRKH=sides[1], rows_BT=rows_BT)
+            read = [_slot(visible, start + i, tile, wide) for i in range(size)]
+            scores = [_hide(_dots(q_BTKGH, key), seen) for seen, key, _ in read]
+            new = functools.reduce(jnp.maximum, scores, highest)
+            finite = jnp.where(new == -jnp.inf, 0.0, new)
+            weights, keep = [jnp.exp(score - finite) for score in scores], jnp.exp(highest - finite)
+            values = [value[:, :, :, None] for _, _, value in read]
+            terms = [w[..., None] * value for w, value in zip(weights, values, strict=True)]
+            o, total = o * keep[..., None] + _sum(terms), total * keep + _sum(weights)
+            # Without the barrier XLA would see that the loop returns the slots unread.
+            return o, new, total, lax.optimization_barrier(sides)
+
+        total_BTKG = (lse_BTKG > -jnp.inf).astype(wide)
+        carry = _group(_cut(whole_o, tile), kv_heads, wide), lse_BTKG, total_BTKG, sides
+        carry = lax.fori_loop(
+            0, rounds, lambda i, carry: join(first + i * size, size, carry), carry
+        )
+        carry = lax.fori_loop(rest, slots.num, lambda slot, carry: join(slot, 1, carry), carry)
+        o_BTKGH, highest_BTKG, total_BTKG, sides = carry
+        o_BTKGH /= jnp.where(total_BTKG > 0, total_BTKG, 1.0)[..., None]
+        lse_BNT = jnp.moveaxis(_joined(highest_BTKG + jnp.log(total_BTKG)), 2, 1)
+        return _put(whole_o, tile, _joined(o_BTKGH)), _put(whole_lse, tile, lse_BNT, axis=2), sides
+
+    return _by_tiles(q_BTNH.shape, one_tile, (o_BTNH, lse_BNT, slots[:2]))
 
 
 def depth_backward(
@@ -70,73 +98,35 @@ def depth_backward(
     dv_depth_LBRKH) to add to. Returns dq_BTNH in q's dtype, and the two sums.
     """
     del interpret
+    kv_heads, wide = slots.k_LBRKH.shape[3], lse_BNT.dtype
 
-    def step(tile, carry):
+    def one_tile(tile, carry):
         whole_dq, *sums = carry
         read = slots._replace(rows_BT=_cut(slots.rows_BT, tile))
-        queries = _cut(q_BTNH, tile), _cut(do_BTNH, tile)
-        scalars = _cut(lse_BNT, tile, axis=2), _cut(delta_BNT, tile, axis=2)
-        dq, *sums = _backward_tile(*queries, *scalars, read, sums, tile, window, scale)
-        return _put(whole_dq, tile, dq), *sums
+        q_BTKGH, do_BTKGH = (_group(_cut(x, tile), kv_heads, wide) for x in (q_BTNH, do_BTNH))
+        q_BTKGH *= scale
+        lse_BTKG, delta_BTKG = (
+            _by_token(_cut(x, tile, axis=2), kv_heads) for x in (lse_BNT, delta_BNT)
+        )
 
-    return _by_tiles(q_BTNH.shape, step, (jnp.zeros_like(q_BTNH), *sums))
+        def add(total, slot, weights_BTKG, x_BTKGH):
+            heads = range(x_BTKGH.shape[3])
+            terms = [weights_BTKG[..., g, None] * x_BTKGH[..., g, :] for g in heads]
+            return _add(total, slot, read.rows_BT, tile, _sum(terms))
 
+        def one(slot, carry):
+            dq, dk_sum, dv_sum = carry
+            visible, key, value = _slot(read, slot, tile, wide)
+            weights = jnp.exp(_hide(_dots(q_BTKGH, key) - lse_BTKG, visible))
+            dscores = weights * (_dots(do_BTKGH, value) - delta_BTKG)
+            dq = dq + dscores[..., None] * key[:, :, :, None]
+            return dq, add(dk_sum, slot, dscores, q_BTKGH), add(dv_sum, slot, weights, do_BTKGH)
 
-def _forward_tile(q_BTNH, o_BTNH, lse_BNT, slots, tile, window, scale):
-    """As depth_forward, of a tile of tokens of the slots; o as wide as lse."""
-    kv_heads, wide = slots.k_LBRKH.shape[3], lse_BNT.dtype
-    q_BTKGH = _group(q_BTNH, kv_heads, wide) * scale
-    lse_BTKG = _by_token(lse_BNT, kv_heads)
+        carry = jnp.zeros_like(q_BTKGH), *sums
+        dq_BTKGH, *sums = lax.fori_loop(first_slot(slots.num, window), slots.num, one, carry)
+        return _put(whole_dq, tile, _joined(dq_BTKGH * scale)), *sums
 
-    def join(start, size, carry):
-        o, highest, total, sides = carry
-        visible = slots._replace(k_LBRKH=sides[0], v_LBRKH=sides[1])
-        read = [_slot(visible, start + i, tile, wide) for i in range(size)]
-        scores = [_hide(_dots(q_BTKGH, key), seen) for seen, key, _ in read]
-        new = functools.reduce(jnp.maximum, scores, highest)
-        finite = jnp.where(new == -jnp.inf, 0.0, new)
-        weights, keep = [jnp.exp(score - finite) for score in scores], jnp.exp(highest - finite)
-        values = [value[:, :, :, None] for _, _, value in read]
-        terms = [w[..., None] * value for w, value in zip(weights, values, strict=True)]
-        o, total = o * keep[..., None] + _sum(terms), total * keep + _sum(weights)
-        # Without the barrier XLA would see that the loop returns the slots unread.
-        return o, new, total, lax.optimization_barrier(sides)
-
-    size, first = min(SLOTS_PER_ROUND, slots.k_LBRKH.shape[0]), first_slot(slots.num, window)
-    rounds = (slots.num - first) // size
-    rest = first + rounds * size
-    total_BTKG = (lse_BTKG > -jnp.inf).astype(wide)
-    carry = _group(o_BTNH, kv_heads, wide), lse_BTKG, total_BTKG, slots[:2]
-    carry = lax.fori_loop(0, rounds, lambda i, carry: join(first + i * size, size, carry), carry)
-    carry = lax.fori_loop(rest, slots.num, lambda slot, carry: join(slot, 1, carry), carry)
-    o_BTKGH, highest_BTKG, total_BTKG, sides = carry
-    o_BTKGH /= jnp.where(total_BTKG > 0, total_BTKG, 1.0)[..., None]
-    lse_BTN = (highest_BTKG + jnp.log(total_BTKG)).reshape(q_BTNH.shape[:3])
-    return o_BTKGH.reshape(q_BTNH.shape), jnp.moveaxis(lse_BTN, 2, 1), sides
-
-
-def _backward_tile(q_BTNH, do_BTNH, lse_BNT, delta_BNT, slots, sums, tile, window, scale):
-    """As depth_backward, of a tile of tokens of the slots and sums; dq as wide as lse."""
-    kv_heads, wide = slots.k_LBRKH.shape[3], lse_BNT.dtype
-    q_BTKGH, do_BTKGH = _group(q_BTNH, kv_heads, wide) * scale, _group(do_BTNH, kv_heads, wide)
-    lse_BTKG, delta_BTKG = _by_token(lse_BNT, kv_heads), _by_token(delta_BNT, kv_heads)
-    heads = range(q_BTKGH.shape[3])
-
-    def add(total, slot, weights_BTKG, x_BTKGH):
-        terms = [weights_BTKG[..., g, None] * x_BTKGH[..., g, :] for g in heads]
-        return _add(total, slot, slots.rows_BT, tile, _sum(terms))
-
-    def one(slot, carry):
-        dq, dk_sum, dv_sum = carry
-        visible, key, value = _slot(slots, slot, tile, wide)
-        weights = jnp.exp(_hide(_dots(q_BTKGH, key) - lse_BTKG, visible))
-        dscores = weights * (_dots(do_BTKGH, value) - delta_BTKG)
-        dq = dq + dscores[..., None] * key[:, :, :, None]
-        return dq, add(dk_sum, slot, dscores, q_BTKGH), add(dv_sum, slot, weights, do_BTKGH)
-
-    carry = jnp.zeros_like(q_BTKGH), *sums
-    dq_BTKGH, *sums = lax.fori_loop(first_slot(slots.num, window), slots.num, one, carry)
-    return (dq_BTKGH * scale).reshape(q_BTNH.shape), *sums
+    return _by_tiles(q_BTNH.shape, one_tile, (jnp.zeros_like(q_BTNH), *sums))
 
 
 def first_slot(num_slots, window):
@@ -158,6 +148,10 @@ def _hide(scores_BTKG, visible_BT11):
 def _group(x_BTNH, kv_heads, wide):
     batch, length, heads, width = x_BTNH.shape
     return x_BTNH.reshape(batch, length, kv_heads, heads // kv_heads, width).astype(wide)
+
+
+def _joined(x_BTKG):
+    return x_BTKG.reshape(*x_BTKG.shape[:2], -1, *x_BTKG.shape[4:])
 
 
 def _by_token(x_BNT, kv_heads):

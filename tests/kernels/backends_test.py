@@ -13,6 +13,7 @@ HOPPER = Device('gpu', 'NVIDIA H200', (9, 0))
 OLDER = Device('gpu', 'NVIDIA A100', (8, 0))
 BLACKWELL = Device('gpu', 'NVIDIA B200', (10, 0))
 AMD, TPU = Device('gpu', 'gfx942'), Device('tpu', 'TPU v5')
+KERNELS = ('mosaic_gpu', 'mosaic_gpu_fused', 'pallas')
 XLA, CUDNN = Parts(), Parts('cudnn')
 LARGE = USUAL._replace(q=(8, 1024, 16, 64), k=(8, 1024, 2, 64))
 FLOAT32 = {'dtypes': ('float32',)}
@@ -63,20 +64,18 @@ def test_candidates_of_a_measurement():
     """Each depth part with cuDNN where it fits, and XLA's own form; the proven one comes first."""
     with pytest.raises(AssertionError, match='measured'):
         choose(None, LARGE, HOPPER._replace(not_measured=''))
-    depths = [Parts('cudnn', name) for name in ('mosaic_gpu', 'mosaic_gpu_fused', 'pallas')]
-    hopper = backends.plan(USUAL, HOPPER)
-    assert hopper.proven == (CUDNN, XLA)
-    assert hopper.candidates == (CUDNN, *depths, XLA)
-    assert hopper.otherwise == tuple(p._replace(sequence='xla') for p in depths)
-    for device in (OLDER, BLACKWELL):
-        assert backends.plan(USUAL, device).candidates == (CUDNN, depths[2], XLA)
-    windowed = backends.plan(USUAL._replace(**NOT_CUDNN), HOPPER)
-    assert windowed.proven == (XLA,) and not windowed.otherwise
-    assert [p.sequence for p in windowed.candidates] == ['xla'] * 4
+    hopper = [CUDNN, *(Parts('cudnn', name) for name in KERNELS), XLA]
     packed = USUAL._replace(k=USUAL.q, num_slots=0, segments=True)
-    assert backends.plan(packed, HOPPER).candidates == (CUDNN, XLA)
-    assert backends.plan(packed, OLDER).candidates == (XLA,)
-    refused = dict(backends.plan(USUAL._replace(**FLOAT32), HOPPER).refused)
+    windowed = [XLA, *(Parts('xla', name) for name in KERNELS)]
+    for device, shapes, candidates in (
+        (HOPPER, USUAL, hopper),
+        *((device, USUAL, [CUDNN, hopper[3], XLA]) for device in (OLDER, BLACKWELL)),
+        (HOPPER, USUAL._replace(**NOT_CUDNN), windowed),
+        (HOPPER, packed, [CUDNN, XLA]),
+        (OLDER, packed, [XLA]),
+    ):
+        assert backends.plan(shapes, device)[0] == candidates
+    refused = backends.plan(USUAL._replace(**FLOAT32), HOPPER)[1]
     assert set(refused) == {'cudnn', 'mosaic_gpu', 'mosaic_gpu_fused'}
 
 

@@ -103,13 +103,11 @@ def test_bfloat16_error_is_near_that_of_xla(implementation):
 def test_visibility_is_the_drawn_grid(implementation):
     """T = 5, L = 4, layer l sees the l slots before it: columns are keys 0 to 4, slots 0 to 3."""
     layers = {0: '0000', 2: '1100', 4: '1111'}
-    rng = np.random.default_rng(0)
-    arrays = [
-        rng.normal(size=s).astype(np.float32) for s in [(1, 5, 1, 4)] * 3 + [(4, 1, 5, 1, 4)] * 2
-    ]
+    arrays = [normal(seed, (1, 5, 1, 4)) for seed in range(3)]
+    arrays += [normal(seed, (4, 1, 5, 1, 4)) for seed in (3, 4)]
 
     def values(keys_moved, slots_moved, num_slots):
-        q, k, v, kd, vd = (jnp.asarray(x) for x in arrays)
+        q, k, v, kd, vd = arrays
         v, vd = v + keys_moved[None, :, None, None], vd + slots_moved[:, None, :, None, None]
         options = {'num_slots': num_slots, 'implementation': implementation}
         return depth_attention(q, k, v, kd, vd, **options)[0, :, 0, 0]

@@ -11,6 +11,7 @@ import pytest
 from kernels_pallas.joint_softmax import Slots
 from kernels_pallas.mosaic import common, fused
 from kernels_pallas.mosaic import depth as mosaic
+from kernels_pallas.reference import slot_visibility
 from kernels_pallas.triton import depth as triton
 from kernels_pallas.xla import depth as xla
 from tests.kernels.cases import USUAL
@@ -81,11 +82,9 @@ class Case:
             taken = np.stack([np.sort(rng.choice(T + R, T, replace=False)) for _ in range(B)])
             self.rows = taken.astype(np.int32)
         self.mask = rng.random(places[:3]) < 0.6 if mask else None
-        shown = np.ones(places[:3], bool) if self.mask is None else self.mask.copy()
-        shown[self.num :] = False
-        shown[: max(self.num - window, 0) if window else 0] = False
-        self.taken, has_row = np.minimum(taken, (R or T) - 1), taken < (R or T)
-        self.seen = np.stack([shown[:, b, self.taken[b]].T for b in range(B)]) & has_row[..., None]
+        self.taken = np.minimum(taken, (R or T) - 1)
+        seen = slot_visibility(places[:3], self.num, window, self.mask, self.rows)
+        self.seen = np.broadcast_to(seen, (B, T, L))
         self.by_a_query = np.zeros(places[:3], bool)
         for b, t, slot in np.argwhere(self.seen):
             self.by_a_query[slot, b, self.taken[b, t]] = True

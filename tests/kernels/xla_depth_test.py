@@ -53,34 +53,8 @@ def backward(x, dy):
     return dx
 
 
-def by_hand(x):
-    """The same layers, unrolled, each reading the stack of what the earlier ones wrote."""
-    written = []
-    for _ in range(LAYERS):
-        own = x[:, :, :KV_HEADS], x[:, :, -KV_HEADS:]
-        slots = [jnp.stack(side) for side in zip(*written, strict=True)]
-        o = depth_attention(x, *own, *slots, implementation='reference')
-        x = 0.5 * x + 0.5 * o
-        written.append(own)
-    return x
-
-
 def normal(seed, shape=SHAPE):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
-
-
-def test_one_reverse_scan_gives_the_gradient_of_the_stack():
-    """Threaded cotangents add up every reader's part, exactly as ordinary differentiation does."""
-    x, dy = normal(0), normal(1)
-
-    @jax.jit
-    def right(x):
-        y, pull = jax.vjp(by_hand, x)
-        return y, pull(dy)[0]
-
-    y, dx = right(x)
-    np.testing.assert_allclose(jax.jit(forward)(x)[0], y, rtol=0, atol=2e-6)
-    np.testing.assert_allclose(jax.jit(backward)(x, dy), dx, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize(
