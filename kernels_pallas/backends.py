@@ -1,7 +1,6 @@
 """What computes an attention: one table of backends, and the choice among them.
 
-All but `this_device` depends on a described device and on shapes alone, so it can be asked about a
-machine that is not at hand.
+All but `this_device` depends on shapes and on a device that is described, and may not be at hand.
 """
 
 import contextlib
@@ -149,14 +148,9 @@ def not_measured(shapes: Shapes, device: Device) -> str:
 def choose(implementation: str | Parts | None, shapes: Shapes, device: Device | None = None):
     """Returns the Parts that compute an attention.
 
-    `None` is XLA on a CPU, and on a GPU the fastest backends that are right. What is right and what
-    is fast is measured once (autotune.py) and read from a file afterwards; where it cannot be
-    measured, cuDNN and XLA are used. The choice is logged once, with the reasons against the rest.
-
-    Args:
-      implementation: one of IMPLEMENTATIONS but `reference`; or Parts; neither ever falls back.
-      shapes: of the call.
-      device: where it runs; None: this process's.
+    `None` is XLA on a CPU, and on a GPU the fastest backends that are right (autotune.py), or,
+    where nothing can be measured, cuDNN and XLA. The choice is logged once, with the reasons
+    against the rest. A name of IMPLEMENTATIONS, or Parts, never falls back. `device` None: this process's.
 
     Raises:
       ValueError: a backend asked for by name does not support it; names the value, and what does.

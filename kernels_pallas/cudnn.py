@@ -92,9 +92,8 @@ def unsupported(shapes, device) -> str | None:
 def packed_sizes(batch: int, length: int, heads: int, width: int) -> tuple[int, int]:
     """Returns (most documents of a row, rows of a call) of packed documents.
 
-    The backward pass sums dq in float32. As XLA does not pass on the total number of tokens
-    (`set_max_total_seq_len_q`), its workspace has T rows for each document: 4 B M N T H bytes for B
-    rows of M documents. M is what WORKSPACE allows for one row, at most MAX_DOCUMENTS.
+    The backward pass sums dq in a float32 workspace of T rows for each document, as XLA does not
+    pass on the total number of tokens: 4 B M N T H bytes for B rows of M documents.
     """
     one = 4 * heads * length * width
     documents = min(MAX_DOCUMENTS, WORKSPACE // one)

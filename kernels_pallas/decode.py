@@ -22,7 +22,8 @@ def decode_attention(
 ):
     """softmax over [q . k_cached, q . k_own, q_depth . k_depth] H^-1/2, applied to all values.
 
-    No array joins the cached keys with the others: XLA would copy the cache.
+    The result has q's dtype, the softmax is in float32. No array joins the cached keys with the
+    others: XLA would copy the cache.
 
     Args:
       q_C1NH, k_C1KH, v_C1KH: of the new tokens, to which their own key is always visible.
@@ -32,9 +33,6 @@ def decode_attention(
         last, and their results have no meaning. None: C = B, each its own row.
       k_depth_LC1KH, v_depth_LC1KH: the slots that earlier layers wrote at the new token, or None.
       slot_mask_LC1, slot_window, q_depth_C1NH: as in depth_attention.
-
-    Returns:
-      o_C1NH in q's dtype; softmax in float32.
 
     Raises:
       ValueError: slot keys without values or the reverse, a negative slot_window.

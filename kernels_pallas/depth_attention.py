@@ -139,8 +139,8 @@ def depth_attention(
       scale: factor on the scores; None: H^-1/2.
       implementation: reference | xla | pallas | mosaic_gpu | mosaic_gpu_fused, or Parts; None: on a
         GPU the fastest there (backends.py), as the log says once, else xla.
-      return_lse: also return the natural-log logsumexp [B, N, T] in float32; differentiable. It
-        costs: cuDNN's backward pass takes no cotangent of it, so XLA's runs instead.
+      return_lse: also return the natural-log logsumexp [B, N, T] in float32; differentiable, by
+        XLA's backward pass in place of cuDNN's.
       thread_slots: also return the slots as given. If the next layer takes these, their cotangents
         are the sums to which each layer's backward pass adds in place.
       slot_sums: two arrays of the slots' shape, of float32 or wider or of the slots' dtype, whose
@@ -153,8 +153,7 @@ def depth_attention(
       k_depth_LBRKH and v_depth_LBRKH if thread_slots, the two slot_sums if given).
 
     Raises:
-      ValueError: shapes that do not fit, a negative window, num_slots beyond L, an implementation
-        that is unknown or does not support this.
+      ValueError: shapes or numbers that do not fit, or that the implementation does not support.
 
     Source: Zhu et al. 2026, Mixture-of-Depths Attention, arXiv 2603.15619.
     """

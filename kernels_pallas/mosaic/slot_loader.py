@@ -111,8 +111,7 @@ class Sizes:
 def one_warpgroup_kernel(body, name, sizes, out_type, scratch_types, interpret: bool):
     """A Hopper kernel with a block of one warpgroup for each run of items, by the axis 'run'.
 
-    `body` takes references to operands and results, and by name those to shared memory. Operands
-    may be mutable references (jax.new_ref), written in place.
+    `body` takes references to operands and results, and by name those to shared memory.
     """
 
     def scoped(*refs):

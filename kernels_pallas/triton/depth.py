@@ -205,10 +205,7 @@ def depth_forward(q_BTNH, o_BTNH, lse_BNT, slots, window, scale, interpret=False
 def depth_backward(
     q_BTNH, do_BTNH, lse_BNT, delta_BNT, slots, sums, window, scale, interpret=False
 ):
-    """As `xla.depth.depth_backward`, with the dtypes of depth_forward; sums in one of DTYPES.
-
-    What is visible to no query keeps its bits in the sums, which are added to in place.
-    """
+    """As `xla.depth.depth_backward`, with the dtypes of depth_forward; sums in one of DTYPES."""
     arrays = q_BTNH, do_BTNH, lse_BNT, delta_BNT, *sums
     kernel = functools.partial(_backward, window=window, scale=scale)
     options = {'name': 'depth_backward', 'input_output_aliases': {4: 1, 5: 2}}

@@ -12,9 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# With gradients, T from 256 to 2048 on two CPU cores: at most a fifth slower than 64, never slower
-# than 256 and up to 1.8 times as fast.
-QUERY_BLOCK = 128
+QUERY_BLOCK = 128  # on two CPU cores never slower than 256, up to 1.8 times as fast
 MAX_BLOCKS = 16
 MAX_SCORES = 2**26  # of a static block: 256 MiB in float32
 TILE_SIZES = (128, 512)  # least and most; tiles are square, a power of two
@@ -25,11 +23,7 @@ _static = contextvars.ContextVar('static', default=False)
 
 @contextlib.contextmanager
 def static_blocks():
-    """Within this context, traces use static blocks at any length, so that FLOPs can be counted.
-
-    The products of a loop whose length depends on the documents cannot be counted. Trace functions
-    that were not traced before: what is cached does not change.
-    """
+    """Within this context, new traces use static blocks at any length: FLOPs can be counted."""
     token = _static.set(True)
     try:
         yield
@@ -85,10 +79,9 @@ def sequence_forward(q_BTNH, k_BSKH, v_BSKH, mask, static):
 
 
 def sequence_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, o_BTNH, do_BTNH, lse_BNT, delta_BNT):
-    """Gradients through the sequence's part of the softmax.
+    """Gradients through the sequence's part: dq_BTNH in q's dtype, and wide dk_BSKH and dv_BSKH.
 
-    o_BTNH (not used here) and lse_BNT, finite, are joint; delta_BNT is rowsum(do o) - dlse. Returns
-    dq_BTNH in q's dtype; dk_BSKH and dv_BSKH as wide as lse_BNT.
+    o_BTNH (not used here) and lse_BNT, finite, are joint; delta_BNT is rowsum(do o) - dlse.
     """
     del o_BTNH
     (batch, length, heads, width), kv_heads = q_BTNH.shape, k_BSKH.shape[2]
