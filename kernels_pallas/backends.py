@@ -150,7 +150,8 @@ def choose(implementation: str | Parts | None, shapes: Shapes, device: Device | 
 
     `None` is XLA on a CPU, and on a GPU the fastest backends that are right (autotune.py), or,
     where nothing can be measured, cuDNN and XLA. The choice is logged once, with the reasons
-    against the rest. A name of IMPLEMENTATIONS, or Parts, never falls back. `device` None: this process's.
+    against the rest. A name of IMPLEMENTATIONS, or Parts, never falls back. `device` None: that of
+    this process.
 
     Raises:
       ValueError: a backend asked for by name does not support it; names the value, and what does.
