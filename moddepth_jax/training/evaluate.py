@@ -83,40 +83,26 @@ def evaluate(
         raise ValueError(f'num_batches={num_batches}: {right}')
     if causal_layers_R is None:
         causal_layers_R = np.ones(len(hparams.model.routed_layers), bool)
+    step = functools.partial(eval_step, hparams=hparams, routing=routing, mesh=mesh)
     totals = {}  # by member of a mixture; one entry, None, without a mixture
     for index in range(min(num_batches, dataset.num_held_out_batches)):
         batch = dataset.held_out_batch(index)
         labels_BT = masked_labels(batch)
-        targets = labels_BT[labels_BT != IGNORED]
-        num_bytes = dataset.tokenizer.token_bytes_V[targets].sum()
-        sums = eval_step(
-            variables,
-            shard_batch(mesh, batch),
-            causal_layers_R,
-            hparams=hparams,
-            routing=routing,
-            mesh=mesh,
-        )
-        sums = jax.tree.map(np.float64, jax.device_get(sums) | {'bytes': num_bytes})
+        num_bytes = dataset.tokenizer.token_bytes_V[labels_BT[labels_BT != IGNORED]].sum()
+        sums = jax.device_get(step(variables, shard_batch(mesh, batch), causal_layers_R))
+        sums = jax.tree.map(np.float64, sums | {'bytes': num_bytes})
         domain = dataset.domain(index)
         if domain in totals:
             sums = jax.tree.map(np.add, totals[domain], sums)
         totals[domain] = sums
-    overall = _weight_domains(totals, dataset.domains)
-    result = _losses(overall) | {'targets': int(sum(sums['targets'] for sums in totals.values()))}
-    with np.errstate(invalid='ignore', divide='ignore'):
-        if 'routing' in overall:
-            result['routing'] = _to_lists(routing_ratios(overall['routing']))
-        if 'experts' in overall:
-            experts = hparams.model.experts
-            ratios = expert_ratios(overall['experts'], experts.top_k, experts.num_routed)
-            result['experts'] = _to_lists(ratios)
+    result = _ratios(_weight_domains(totals, dataset.domains), hparams)
+    result['targets'] = int(sum(sums['targets'] for sums in totals.values()))
     if dataset.domains:
-        result['domains'] = {}
-        for name in dataset.domains:
-            losses = _losses(totals[name])
-            more = {'perplexity': perplexity(losses['loss'])}
-            result['domains'][name] = losses | more | {'targets': int(totals[name]['targets'])}
+        domains = {name: _losses(totals[name]) for name in dataset.domains}
+        for name, losses in domains.items():
+            losses['perplexity'] = perplexity(losses['loss'])
+            losses['targets'] = int(totals[name]['targets'])
+        result['domains'] = domains
     return result
 
 
@@ -127,33 +113,34 @@ def _losses(sums):
     }
 
 
+def _ratios(sums, hparams):
+    result = _losses(sums)
+    with np.errstate(invalid='ignore', divide='ignore'):
+        if 'routing' in sums:
+            result['routing'] = routing_ratios(sums['routing'])
+        if 'experts' in sums:
+            experts = hparams.model.experts
+            ratios = expert_ratios(sums['experts'], experts.top_k, experts.num_routed)
+            result['experts'] = ratios
+    return jax.tree.map(lambda x: x.tolist() if isinstance(x, np.ndarray) else x, result)
+
+
 def _weight_domains(totals, shares):
     """The sums over all domains, weighted so that their shares of the targets are `shares`.
 
-    So it does not matter how many batches of each domain were read, and the loss is that of the
-    text on which the run is trained.
+    So it does not matter how many batches of each domain were read.
     """
     if not shares:
-        (sums,) = totals.values()
-        return sums
-    shares = {name: shares[name] / sums['targets'] for name, sums in totals.items()}
-    weighted = [
-        jax.tree.map(lambda leaf, share=shares[name]: leaf * share, sums)
-        for name, sums in totals.items()
-    ]
+        return totals[None]
+    weights = {name: share / totals[name]['targets'] for name, share in shares.items()}
+    weighted = [jax.tree.map(lambda x, w=weights[name]: x * w, totals[name]) for name in totals]
     return functools.reduce(functools.partial(jax.tree.map, np.add), weighted)
 
 
 def perplexity(loss: float) -> float:
     """exp of a loss in nats a token; infinity if that overflows."""
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf
-
-
-def _to_lists(ratios):
-    return {name: values.tolist() for name, values in ratios.items()}
+    with np.errstate(over='ignore'):
+        return float(np.exp(loss))
 
 
 def evaluate_causal(
@@ -170,8 +157,7 @@ def evaluate_causal(
       The dict of `evaluate`. For a model that looks ahead in training also `loss_top_c` and
       `routing_gap` = loss - loss_top_c (0.01 nats or less is negligible, 0.05 invalidates a run),
       also for each member of a mixture in `domains`. With `batches_per_layer`, `routing` of a
-      routed model has a list `routing_gap`: the gap on those batches if only that layer uses the
-      rule.
+      routed model has a list `routing_gap`: the gap if only that layer uses the rule.
     """
     rule = causal_routing(hparams)
     run = functools.partial(evaluate, variables, hparams, dataset, mesh)
