@@ -87,11 +87,7 @@ class Checkpoints:
 
     Several processes share the directory and make the same calls in the same order (except
     `steps`). Each writes and reads its own parts of the arrays; process 0 alone decides what is
-    good, removes checkpoints, and writes manifests.
-
-    Args:
-      directory: of all checkpoints.
-      keep: how many good checkpoints stay, 1 or more.
+    good, removes checkpoints (all but the newest `keep` good ones), and writes manifests.
 
     Attributes:
       skipped: a line for each checkpoint that the last `restore` skipped, newest first.
@@ -148,12 +144,9 @@ class Checkpoints:
     def restore(self, *abstract_states) -> tuple | None:
         """Returns the newest good checkpoint as (state, step, metadata), or None if there is none.
 
-        Unfinished and damaged checkpoints are skipped; see `skipped`.
-
-        Args:
-          *abstract_states: pytrees of jax.ShapeDtypeStruct or arrays; the first one that has the
-            leaves of the checkpoint is restored. Each leaf is placed by its `sharding`, or on the
-            first device if that is None.
+        Of the abstract states, pytrees of jax.ShapeDtypeStruct or arrays, the first one that has
+        the leaves of the checkpoint is restored. Each leaf is placed by its `sharding`, or on the
+        first device if that is None.
 
         Raises:
           ValueError: the newest good checkpoint has another leaf, shape or dtype; one line that
@@ -363,8 +356,7 @@ class _SaveVote:
     def report_part(self, error: str = '') -> str:
         """Reports how this process's part ended: '' or one line; only the first report counts.
 
-        Returns:
-          The first error of any process, or '', once all have reported and none writes any more.
+        Returns the first error of any process, or '', once all have reported.
         """
         if not self._several:
             return error

@@ -23,10 +23,7 @@ from moddepth_jax.training.mesh import replicated, shard_batch
 
 @functools.partial(jax.jit, static_argnames=('hparams', 'routing', 'mesh'))
 def eval_step(variables, batch, causal_layers_R, *, hparams: Hparams, routing: str, mesh):
-    """Sums over one batch: nats, counted targets, routing and expert counts per layer.
-
-    They are replicated over the mesh, so that every process can read them.
-    """
+    """Sums over one batch: nats, targets, routing and expert counts; replicated over the mesh."""
     x_BTD, records = Transformer(hparams).apply(
         variables,
         batch['tokens_BT'],
@@ -57,15 +54,9 @@ def evaluate(
 ) -> dict:
     """Loss over the first `num_batches` held-out batches, or all of them if there are fewer.
 
-    Every process of a run calls this and gets the same numbers.
-
-    Args:
-      variables: of the Transformer; TrainState.variables. On the devices of the mesh.
-      hparams: of the same.
-      dataset: of `make_dataset`.
-      mesh: of `make_mesh`, and that of the context (`jax.set_mesh`) for it to split the work.
-      num_batches: 1 or more.
-      routing, causal_layers_R: as the Transformer takes them.
+    Every process of a run calls this and gets the same numbers. The mesh is also that of the
+    context (`jax.set_mesh`), for it to split the work; `variables` are those of a TrainState, and
+    `routing` and `causal_layers_R` are as the Transformer takes them.
 
     Returns:
       dict: `loss` in nats a target, `bits_per_byte`, `targets`; for a routed model `routing`: lists
@@ -148,16 +139,12 @@ def evaluate_causal(
 ) -> dict:
     """`evaluate` under the causal rule, together with the top-C loss of the same weights.
 
-    Args:
-      variables, hparams, dataset, mesh, num_batches: as `evaluate` takes them.
-      batches_per_layer: first batches on which to measure also the cost of the rule in each routed
-        block alone; 0: not at all.
-
     Returns:
       The dict of `evaluate`. For a model that looks ahead in training also `loss_top_c` and
       `routing_gap` = loss - loss_top_c (0.01 nats or less is negligible, 0.05 invalidates a run),
       also for each member of a mixture in `domains`. With `batches_per_layer`, `routing` of a
-      routed model has a list `routing_gap`: the gap if only that layer uses the rule.
+      routed model has a list `routing_gap`, measured on so many batches: the gap if only that layer
+      uses the rule.
     """
     rule = causal_routing(hparams)
     run = functools.partial(evaluate, variables, hparams, dataset, mesh)

@@ -82,12 +82,8 @@ def train(
     however often they were killed in between. Every process of a run calls this; process 0 alone
     prints and writes, except for the parts of checkpoints.
 
-    Args:
-      hparams: of the run.
-      workdir: its directory; made if it does not exist.
-      mesh_spec: see `make_mesh`.
-      profiled: steps to trace, see `Profile`; None: none.
-      wandb: project of W&B that gets the metrics too; empty: none.
+    `mesh_spec` is as `make_mesh` takes it, `profiled` the steps that `Profile` traces, `wandb` the
+    project of W&B that gets the metrics too.
 
     Raises:
       ValueError: one line, before anything is compiled or written, for a budget, corpus, mesh or

@@ -108,10 +108,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def state_shardings(mesh: Mesh, state):
     """A NamedSharding for each leaf, by the rules of model.sharding; moments as their parameters.
 
-    Args:
-      mesh: of `make_mesh`.
-      state: a TrainState, or any pytree whose paths end like a Transformer's parameters, of arrays
-        or jax.ShapeDtypeStruct.
+    `state` is any pytree of arrays or jax.ShapeDtypeStruct whose paths end like parameters.
     """
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: NamedSharding(
@@ -150,11 +147,7 @@ def local_rows(mesh: Mesh, batch_size: int) -> slice:
 def shard_rows(mesh: Mesh, batch, rows: slice, batch_size: int):
     """Global arrays of a batch, split by rows over the mesh, from this process's host arrays.
 
-    Args:
-      mesh: of `make_mesh`.
-      batch: pytree of NumPy arrays [len(rows), ...].
-      rows: of `local_rows`.
-      batch_size: of the whole batch.
+    `batch` is a pytree of NumPy arrays of the rows `rows`, of `local_rows`, out of `batch_size`.
     """
     sharding = batch_sharding(mesh, batch_size)
 
@@ -205,10 +198,9 @@ def _split(sharding, ndim):
 
 
 def sharding_lines(mesh: Mesh, params) -> list[str]:
-    """A table of parameters by name, summed over layers; unsharded ones are one line.
+    """A table of parameters by name, summed over layers, and how they are split.
 
-    Shows how they are split, their number, the bytes of them that one device holds, and the
-    unsharded share.
+    It has their number and the bytes of them that one device holds; unsharded ones are one line.
     """
     sizes, bytes_held = collections.Counter(), collections.Counter()
     for name, leaf, sharding, held in _placed(mesh, params):

@@ -43,10 +43,10 @@ class MetricsWriter:
 
     Args:
       workdir: directory of the run.
-      first_step: the step the run starts after, 0 for a new one. Later rows, which a run that was
-        killed after its last checkpoint left, are dropped, and so is a truncated last line.
+      first_step: steps done before this start. Later rows, which a run that was killed after its
+        last checkpoint left, are dropped, and so is a truncated last line.
       sinks: other writers of rows, with a `name`, `add(step, values)` and `close()`. A sink that
-        raises is dropped with one line on stderr: metrics.jsonl has the same numbers.
+        raises is dropped with one line on stderr.
 
     Raises:
       ValueError: one line, if an earlier line of the file is not a row.
@@ -148,12 +148,8 @@ class TensorBoardWriter:
     """A sink that appends scalars and histograms to a new event file in `tensorboard/` of a run.
 
     It writes in the caller's thread. The SummaryWriter of tensorboardX passes events to another
-    thread, and blocks forever once a full disk has ended it.
-
-    Args:
-      workdir: directory of the run.
-      first_step: steps done before this start. TensorBoard hides events of later steps that an
-        earlier start left.
+    thread, and blocks forever once a full disk has ended it. TensorBoard hides events of steps
+    after `first_step` that an earlier start left.
     """
 
     name = 'TensorBoard'
@@ -221,12 +217,7 @@ class WandbWriter:
     """A sink that sends rows to one run of Weights & Biases; a resumed run continues the same one.
 
     Curves are drawn over `step`, which is sent with each row, so that W&B accepts rows that a
-    killed run writes again.
-
-    Args:
-      workdir: directory of the run, which names the run; holds its id and W&B's own files.
-      project: of W&B.
-      config: nested dict of the run's knobs.
+    killed run writes again. `workdir` names the run, and holds its id and W&B's own files.
 
     Raises:
       ValueError: one line, if W&B cannot begin: nobody is logged in, or there is no network.
@@ -275,11 +266,6 @@ class WindowLog:
 
     Every process of a run makes one. Process 0 first drops from all files, also those of processes
     that no longer exist, the rows of steps after `first_step` and truncated ones.
-
-    Args:
-      workdir: directory of the run.
-      first_step: steps done before this start.
-      process: index of this process.
     """
 
     def __init__(self, workdir: str | os.PathLike, first_step: int, process: int):

@@ -239,14 +239,7 @@ def broadcast_from_leader(function: Callable[[], Any]) -> Any:
 
 
 def check_equal_on_all(values: dict) -> None:
-    """Raises if the processes of a run were started with different values.
-
-    Args:
-      values: of this process, JSON values by name, in nested dicts.
-
-    Raises:
-      ValueError: one line that names the first value that differs from process 0.
-    """
+    """Raises ValueError if processes have different JSON values, naming the first difference."""
     mine = traverse_util.flatten_dict(json.loads(json.dumps(values)), sep='.')
     leaders = broadcast_from_leader(lambda: mine)
 
@@ -261,13 +254,9 @@ def check_equal_on_all(values: dict) -> None:
 
 
 def check_shared_directory(path: pathlib.Path) -> None:
-    """Raises if the processes do not share one directory, which would tear checkpoints apart.
+    """Raises ValueError if a process does not find this file, which process 0 has written.
 
-    Args:
-      path: a file that process 0 has written and no longer changes.
-
-    Raises:
-      ValueError: one line, if another process finds no such file, or another content.
+    Without one shared directory, checkpoints would be torn apart.
     """
     text = broadcast_from_leader(path.read_text)
 

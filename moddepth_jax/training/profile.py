@@ -25,16 +25,8 @@ class Profile:
     """Traces the steps after `first` and up to `last` into `profile/` of a run.
 
     A run that stops or fails between them keeps what was traced until then. Each process traces
-    itself, by jax.profiler: for XProf, TensorBoard and Perfetto.
-
-    Args:
-      workdir: directory of the run.
-      steps: of `parse_steps`; None: no trace.
-      num_steps: of the run.
-      first_step: steps done before this start.
-
-    Raises:
-      ValueError: one line, if no step of this start is among them.
+    itself, by jax.profiler: for XProf, TensorBoard and Perfetto. Raises ValueError, one line, if
+    none of `steps` is left after `first_step`.
     """
 
     def __init__(self, workdir, steps: tuple[int, int] | None, num_steps: int, first_step: int):

@@ -53,14 +53,7 @@ class Progress:
 
     On a terminal one line is redrawn: bar, step, loss, bits per byte, tokens and FLOPs a second,
     time left. Elsewhere a table gets a row for each of the first few updates, then one every 5% of
-    the steps or every minute.
-
-    Args:
-      total_steps: of the whole run.
-      first_step: steps done before this start.
-      tokens_per_step: over all devices.
-      console: where to print; stdout if None.
-      silent: prints nothing, as on processes other than the leader.
+    the steps or every minute. `silent` prints nothing, as on processes other than the leader.
     """
 
     def __init__(

@@ -78,14 +78,8 @@ def open_workdir(
 
     A new or empty directory gets `config.json`. An existing one is compared as `read_config`
     returns it, and not changed. A run takes a `WorkdirLock` next, then calls `update_config`.
-
-    Args:
-      path: the directory; parents are made.
-      config: nested dict of JSON values; tuples are stored as lists.
-      volatile: dotted names of fields or groups that may differ from the stored config.
-
-    Returns:
-      Lines for the user, of `read_config`.
+    Fields or groups of the dotted names `volatile` may differ from the stored config. Returns lines
+    for the user, as `read_config`.
 
     Raises:
       ValueError: one line, nothing written, if `path` is a file, holds something else, belongs

@@ -21,14 +21,10 @@ MAX_READS = 10  # if a running run removes, each time, the checkpoint that is be
 
 @dataclasses.dataclass(frozen=True)
 class SavedRun:
-    """A run at its newest good checkpoint; what `load_run` returns.
+    """A run at its newest good checkpoint, after `step` of `num_steps`; `load_run` returns it.
 
-    Attributes:
-      step: steps done at that checkpoint.
-      num_steps: steps of the whole run.
-      fingerprint: of the data it is trained on, see `check_fingerprint`.
-      notes: lines for the user: what an older run lacked, which checkpoints were skipped, and how
-        many steps remain.
+    `fingerprint` is that of its data. `notes` are lines for the user: what an older run lacked,
+    which checkpoints were skipped, and how many steps remain.
     """
 
     hparams: Hparams
@@ -61,11 +57,7 @@ def read_hparams(workdir: str | os.PathLike) -> tuple[Hparams, list[str]]:
 def load_run(workdir: str | os.PathLike, mesh: Mesh | None = None) -> SavedRun:
     """Reads a run, finished, stopped or running; takes no lock and writes nothing.
 
-    Every process of a run calls it.
-
-    Args:
-      workdir: of the run.
-      mesh: on which to place the state, by `state_shardings`; None: on the first device.
+    Every process of a run calls it. The state is placed on the mesh, or on the first device.
 
     Raises:
       ValueError: one line, if there is no run, a config that this version cannot read, no good

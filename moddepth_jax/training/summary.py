@@ -226,13 +226,8 @@ def summarize(
 ) -> dict:
     """The content of summary.json.
 
-    Args:
-      hparams: of the run.
-      state: after the last step.
-      evaluation: of `evaluate_causal`.
-      dataset: for the corpus, its fingerprint and epochs.
-      metadata: of the last checkpoint: `train_loss` in nats a target, `seconds` of stepping over
-        all starts, `versions`.
+    `evaluation` is of `evaluate_causal`, `metadata` that of the last checkpoint: `train_loss` in
+    nats a target, `seconds` of stepping over all starts, `versions`.
     """
     layers = {'routing': hparams.model.routed_layers, 'experts': hparams.model.expert_layers}
     step, grouped = int(state.step), {*layers, 'domains'}

@@ -92,18 +92,10 @@ class StepCounts(NamedTuple):
 
 
 def loss_and_metrics(params, state, hparams: Hparams, routing: str, batch, counts: StepCounts):
-    """Loss of one (micro-)batch, normalised by the whole batch.
+    """Loss of one (micro-)batch, normalized by the `counts` of the whole batch.
 
-    Args:
-      params: of the Transformer; what is differentiated.
-      state: the TrainState, for its averages and step.
-      hparams: static; those of the stage.
-      routing: the rule that selects tokens, as the Transformer takes it.
-      batch: `tokens_BT`, `labels_BT`, `segment_ids_BT`, int32 [B, T].
-      counts: of the whole step's batch.
-
-    Returns:
-      The scalar to differentiate, and the metrics that sum over micro-batches.
+    The TrainState gives the averages and the step, `hparams` are those of the stage. Returns the
+    scalar to differentiate by `params`, and the metrics that sum over micro-batches.
     """
     z_weight = hparams.optimizer.z_loss
     x_BTD, records = _forward(params, state, hparams, routing, batch)
