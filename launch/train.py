@@ -77,7 +77,8 @@ def _train(hparams, workdir, profiled):
     import jax
 
     from moddepth_jax.analysis.report import write_report
-    from moddepth_jax.training import leaves, multihost
+    from moddepth_jax.training import multihost
+    from moddepth_jax.training.checkpoint import to_host
     from moddepth_jax.training.loop import train
 
     run = train(hparams, workdir, MESH.value, profiled, WANDB.value)
@@ -89,7 +90,7 @@ def _train(hparams, workdir, profiled):
         return 0
     # Process 0 alone writes the report, on one device, which has to hold the model.
     model = {'params': run.state.params, 'averages': run.state.averages}
-    state = run.state.replace(**jax.tree.map(leaves.to_host, model))
+    state = run.state.replace(**jax.tree.map(to_host, model))
     multihost.run_on_leader(lambda: write_report(dataclasses.replace(run, state=state)))
     return 0
 

@@ -1,7 +1,5 @@
 """AdamW with warm-up and cosine; gradients of the predictor are clipped separately."""
 
-import functools
-
 import jax
 import optax
 
@@ -22,45 +20,41 @@ def learning_rate_schedule(hparams: Hparams, num_steps: int):
     )
 
 
-def _in_predictor(params):
-    def inside(path, _):
-        return any(getattr(key, 'key', None) == 'predictor' for key in path)
+def _mask(params, select):
+    """A pytree of `select(keys of the path)` for each leaf."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: select([getattr(key, 'key', None) for key in path]), params
+    )
 
-    return jax.tree_util.tree_map_with_path(inside, params)
+
+def _in_predictor(params):
+    return _mask(params, lambda keys: 'predictor' in keys)
 
 
 def _outside_predictor(params):
-    return jax.tree.map(lambda inside: not inside, _in_predictor(params))
+    return _mask(params, lambda keys: 'predictor' not in keys)
 
 
 def trunk_norm(gradients):
     """Global norm of all gradients except the predictor's, by which the trunk is clipped."""
-    outside = _outside_predictor(gradients)
-    leaves = zip(jax.tree.leaves(outside), jax.tree.leaves(gradients), strict=True)
+    outside = jax.tree.leaves(_outside_predictor(gradients))
+    leaves = zip(outside, jax.tree.leaves(gradients), strict=True)
     return optax.tree.norm([leaf for is_outside, leaf in leaves if is_outside])
-
-
-def _decayed(params, decay_embeddings: bool):
-    """Mask of weight decay: matrices, but not norms, biases or the router's vector."""
-    matrices = {'kernel', 'embedding'} if decay_embeddings else {'kernel'}
-
-    def decayed(path, _):
-        return not matrices.isdisjoint(getattr(key, 'key', None) for key in path)
-
-    return jax.tree_util.tree_map_with_path(decayed, params)
 
 
 def make_optimizer(hparams: Hparams, num_steps: int) -> optax.GradientTransformation:
     """The transformation that `train_step` applies.
 
     The gradients of the trunk and of the predictor are clipped by separate global norms: with one
-    norm for both, the predictor's loss would scale the trunk's step.
+    norm for both, the predictor's loss would scale the trunk's step. Weight decay is for matrices,
+    not for norms, biases or the router's vector.
     """
     optimizer = hparams.optimizer
     clips = []
     if optimizer.clip_norm:
         clip = optax.clip_by_global_norm(optimizer.clip_norm)
         clips = [optax.masked(clip, mask) for mask in (_outside_predictor, _in_predictor)]
+    decayed = {'kernel', 'embedding'} if optimizer.decay_embeddings else {'kernel'}
     return optax.chain(
         *clips,
         optax.adamw(
@@ -69,6 +63,6 @@ def make_optimizer(hparams: Hparams, num_steps: int) -> optax.GradientTransforma
             b2=optimizer.b2,
             eps=optimizer.eps,
             weight_decay=optimizer.weight_decay,
-            mask=functools.partial(_decayed, decay_embeddings=optimizer.decay_embeddings),
+            mask=lambda params: _mask(params, lambda keys: not decayed.isdisjoint(keys)),
         ),
     )

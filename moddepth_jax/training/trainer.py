@@ -31,20 +31,18 @@ class Trainer:
 
     Args:
       state, metadata: of `restore_or_init`; both advance, and are what checkpoints hold.
-      hparams, num_steps, dataset, mesh: of the run.
-      writer: MetricsWriter; None on a process that writes none.
-      progress: Progress.
-      log: WindowLog or None.
+      dataset, mesh: of the run.
       profile: Profile.
+      progress: Progress.
+      writer: MetricsWriter; None on a process that writes none.
+      log: WindowLog or None.
     """
 
-    def __init__(
-        self, state, metadata, hparams, num_steps, dataset, mesh, writer, progress, log, profile
-    ):
+    def __init__(self, state, metadata, dataset, mesh, profile, progress, writer, log):
         self.state, self.metadata = state, metadata
-        self.hparams, self.num_steps = hparams, num_steps
+        self.hparams, self.num_steps = state.hparams, state.num_steps
         self.dataset, self.mesh = dataset, mesh
-        self.writer, self.log, self.progress, self.profile = writer, log, progress, profile
+        self.profile, self.progress, self.writer, self.log = profile, progress, writer, log
         self.in_flight = collections.deque()
         self.stopwatch = Stopwatch()
 

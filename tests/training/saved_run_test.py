@@ -183,13 +183,6 @@ def test_no_run_and_no_checkpoint_are_one_line(tmp_path, workdir):
     assert 'python -m launch.train' in message and f'--workdir={workdir}' in message
 
 
-def test_a_config_of_another_version_is_refused_by_knob(workdir):
-    """A knob that this version does not know is named, and so is the file."""
-    change_config(workdir, lambda config: config['model'].update(hyper_depth=3))
-    message = error_of(workdir)
-    assert 'config.json: model.hyper_depth=3: no such knob' in message
-
-
 def test_a_config_of_another_model_is_refused_by_leaf(workdir):
     """The first leaf of another shape is named with both, whether or not there are averages."""
     change_config(workdir, lambda config: config['model'].update(d_model=64))
