@@ -1,11 +1,11 @@
-"""Files that may be compressed: plain bytes out of .gz, .zst and anything else."""
+"""Opens files of text, plain or compressed: every byte of the user's files is read through here."""
 
 import contextlib
 import io
 import pathlib
 import shutil
 import tempfile
-import typing
+from collections.abc import Iterator
 
 _CODECS = {'.gz': 'gzip', '.zst': 'zstd'}
 SUFFIXES = tuple(_CODECS)
@@ -28,13 +28,13 @@ def plain_name(path: pathlib.Path) -> str:
 
 
 class _Decompressed(io.RawIOBase):
-    """The plain bytes of an open file; raises DamagedError."""
+    """The plain bytes of an open file; `tell` is the position in that file."""
 
     def __init__(self, file, codec):
         import pyarrow  # Slow to import, and most runs read no compressed file.
 
         self._stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(file, 'r'), codec)
-        self._codec = codec
+        self._codec, self.tell = codec, file.tell
 
     def readable(self):
         return True
@@ -48,31 +48,36 @@ class _Decompressed(io.RawIOBase):
             raise DamagedError(f'its {self._codec} data are damaged: {error}') from None
 
 
+def open_file(path: pathlib.Path) -> io.BufferedReader:
+    """The bytes of the file as they are; raises OSError."""
+    return open(path, 'rb', _BUFFER)
+
+
 @contextlib.contextmanager
-def open_plain(path: pathlib.Path) -> typing.Iterator[tuple[typing.BinaryIO, typing.Callable]]:
-    """(stream, tell): the plain bytes of `path`, and how many bytes of the file have been read.
+def open_plain(path: pathlib.Path) -> Iterator[io.BufferedReader]:
+    """A stream of the plain bytes of `path`; `stream.raw.tell()` is how far the file has been read.
 
     Reading raises DamagedError for truncated or damaged compressed data, OSError otherwise.
     """
-    with open(path, 'rb', _BUFFER) as file:
-        stream = file
+    with open_file(path) as file:
         if is_compressed(path):
             raw = _Decompressed(file, _CODECS[path.suffix.lower()])
-            stream = io.BufferedReader(raw, _PLAIN_BUFFER)
-        yield stream, file.tell
+            yield io.BufferedReader(raw, _PLAIN_BUFFER)
+        else:
+            yield file
 
 
 @contextlib.contextmanager
-def plain_file(path: pathlib.Path) -> typing.Iterator[pathlib.Path]:
-    """A path to the plain bytes of `path`: itself, or a temporary file.
+def plain_file(path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A path to the plain bytes of `path`, for formats that need to seek.
 
-    For formats that are not read from beginning to end.
+    It is `path` or a temporary file. Raises as `open_plain` does.
     """
-    if not is_compressed(path):
-        yield path
-        return
-    with tempfile.NamedTemporaryFile(suffix=pathlib.Path(plain_name(path)).suffix) as file:
-        with open_plain(path) as (stream, _):
+    with open_plain(path) as stream:
+        if not is_compressed(path):
+            yield path
+            return
+        with tempfile.NamedTemporaryFile(suffix=pathlib.Path(plain_name(path)).suffix) as file:
             shutil.copyfileobj(stream, file, _BUFFER)
-        file.flush()
-        yield pathlib.Path(file.name)
+            file.flush()
+            yield pathlib.Path(file.name)

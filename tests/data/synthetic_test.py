@@ -162,9 +162,3 @@ def test_corpus_is_that_of_the_default_language():
     corpus = load_corpus(DATA)
     assert sorted(corpus.train + corpus.held_out) == sorted(synthetic.make_synthetic())
     assert 0 < len(corpus.held_out) < len(corpus.train)
-
-
-def test_document_length_must_hold_the_full_stop():
-    """A mean length that no document can have is refused with its value."""
-    with pytest.raises(ValueError, match='document_bytes=1: must be above 1'):
-        synthetic.make_language(0, 1)

@@ -495,7 +495,11 @@ def test_killed_anywhere_it_ends_with_the_same_bytes(
     """While files are surveyed, the tokenizer is saved, parts are written and the store is."""
     knobs = dict(tokenizer=tokenizer, part_bytes=300)
     whole = store if tokenizer == 'bytes' else _prepare(folder, tmp_path / 'whole', **knobs)
-    places = [(prepare_module, 'survey', 5), (encode_module, '_save', 0), (PartWriter, 'save', 0)]
+    places = [
+        (prepare_module, 'survey', 5),
+        (encode_module, 'save_tokenizer', 0),
+        (PartWriter, 'save', 0),
+    ]
     places += [(PartWriter, 'save', 7), (PartWriter, 'save', 9), (StoreWriter, 'add', 3)]
     places += [(StoreWriter, 'finish', 0)]
     for where, name, after in places:

@@ -36,9 +36,9 @@ def test_every_text_comes_back_byte_for_byte(made, kind):
     tokenizer = made[kind]
     more = int(kind in ('llama', 'sentence piece'))
     texts = tokenizer_files.hard_texts(1, 120)
-    for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
+    for text in texts:
+        ids = tokenizer.encode(text)
         assert ids.dtype == tokenizer.dtype == np.uint16
-        assert ids.tolist() == tokenizer.encode(text).tolist()
         assert tokenizer.decode(ids) == text
         assert b''.join(tokenizer.pieces(ids)) == text and len(tokenizer.pieces(ids)) == len(ids)
         assert not set(ids.tolist()) & {tokenizer.separator, *tokenizer.stops}
