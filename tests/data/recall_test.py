@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from moddepth_jax.data import recall
-from moddepth_jax.data.corpus import load_corpus
 from moddepth_jax.data.pipeline import make_dataset
 from moddepth_jax.hparams import DataHparams
 
@@ -41,15 +40,6 @@ def test_documents_are_lines_as_described():
         asked = [i for i, line in enumerate(lines) if line[1:2] == b'(']
         assert all(i >= recall.FIRST_QUESTION and i % 2 == 0 for i in asked)
         assert {lines[i][3] for i in asked} <= {recall.NAMES[dialect]}
-
-
-def test_seed_decides_the_text():
-    """Equal seeds give equal texts, another seed others, and dialects are equally frequent."""
-    assert recall.make_recall(5, 20) == recall.make_recall(5, 20)
-    assert recall.make_recall(5, 20) != recall.make_recall(6, 20)
-    initial = [text[1] for text in recall.make_recall(0, 2000)]
-    shares = [np.mean([c in dialect for c in initial]) for dialect in recall.DIALECTS]
-    assert shares == pytest.approx([0.5] * 2, abs=0.05)
 
 
 def test_a_row_is_one_document(batch):
@@ -124,10 +114,3 @@ def test_floor_of_a_few_targets_by_hand():
     assert recall.entropy_floor(tokens_BT, labels_BT) == pytest.approx(nats / 6)
     with pytest.raises(ValueError, match=r'\(1, 2\): must hold a target'):
         recall.entropy_floor(np.zeros((1, 2), int), np.full((1, 2), -100))
-
-
-def test_corpus_is_that_of_the_default_arguments():
-    """data.source = recall holds these documents, some of them held out."""
-    corpus = load_corpus(DATA)
-    assert sorted(corpus.train + corpus.held_out) == sorted(recall.make_recall())
-    assert 0 < len(corpus.held_out) < len(corpus.train)

@@ -41,10 +41,7 @@ def test_the_side_of_a_document_depends_on_its_name_alone():
 
 @pytest.mark.parametrize('n', [2, 3, 9])
 def test_no_side_is_empty(n):
-    """If the hash takes all or none, the document next in the order of hashes crosses.
-
-    So what is held out only grows with the fraction, from one document to all but one.
-    """
+    """What is held out only grows with the fraction, from one document to all but one."""
     documents = _documents(n)
     sides = [_texts(documents, f) for f in (1e-9, 0.3, 0.5, 0.8, 1 - 1e-9)]
     assert all(len(train) + len(held_out) == n for train, held_out in sides)
@@ -83,9 +80,3 @@ def test_what_cannot_be_split_is_refused(text, whole, words):
     """One document of one byte, or of one character: nothing could be held out."""
     with pytest.raises(ValueError, match=f'^a.txt: {words}; needs 2 or more'):
         split_documents([('a.txt', text)], 0.5, whole_characters=whole)
-
-
-def test_text_that_is_not_utf8_may_be_cut_anywhere():
-    """The tokenizer refuses it."""
-    damaged = b'\x80' * 9
-    assert b''.join(sum(_texts([('a.txt', damaged)], 0.5, whole_characters=True), [])) == damaged

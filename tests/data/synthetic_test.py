@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from moddepth_jax.data import synthetic
-from moddepth_jax.data.corpus import load_corpus
 from moddepth_jax.data.pipeline import make_dataset
 from moddepth_jax.hparams import DataHparams
 
@@ -92,20 +91,6 @@ def test_words_occur_as_often_as_stated():
     assert abs(mean - 100) < 5 * 100 / np.sqrt(len(documents))
 
 
-def test_seed_decides_language_and_text():
-    """Equal seeds give equal text, another seed another language and another text."""
-    assert synthetic.make_synthetic(5, 20, 50) == synthetic.make_synthetic(5, 20, 50)
-    assert synthetic.make_synthetic(5, 20, 50) != synthetic.make_synthetic(6, 20, 50)
-    assert synthetic.make_language(5).words != synthetic.make_language(6).words
-    assert synthetic.make_synthetic(5, 20, 50) == synthetic.make_synthetic(5, 40, 50)[:20]
-
-
-def test_hard_mask_marks_word_starts_only():
-    """Word starts and the full stop are hard; continuations, separator and -100 are not."""
-    tokens = np.array([[SEPARATOR, ord('A'), ord('a')], [ord('.'), SEPARATOR, -100]])
-    assert synthetic.hard_mask(tokens).tolist() == [[False, True, False], [True, False, False]]
-
-
 def test_floor_of_a_window_by_hand():
     """The floor of a short window is the sum written out; -100 does not count."""
     language = synthetic.make_language(2, 30)
@@ -144,21 +129,3 @@ def test_floor_is_a_tight_lower_bound_on_all_windows(batches):
     loss = _ideal_nll(language, batches['tokens_BT'], labels_BT).mean()
     floor = synthetic.entropy_floor(language, labels_BT)
     assert 0 < loss / floor - 1 < 0.03
-
-
-def test_the_floor_agrees_with_the_entropy_rate(batches):
-    """Over many windows it is within 2% of the entropy of a word over its mean length."""
-    language = synthetic.make_language()
-    nats = -sum(p * math.log(p) for p in language.probabilities)
-    lengths = [len(word) + (word == synthetic.END) for word in language.words]  # with separators
-    rate = nats / np.dot(language.probabilities, lengths)
-    assert 2 < nats < math.log(17)
-    floor = synthetic.entropy_floor(language, batches['labels_BT'])
-    assert floor == pytest.approx(rate, rel=0.02)
-
-
-def test_corpus_is_that_of_the_default_language():
-    """data.source = synthetic holds the documents that the default arguments describe."""
-    corpus = load_corpus(DATA)
-    assert sorted(corpus.train + corpus.held_out) == sorted(synthetic.make_synthetic())
-    assert 0 < len(corpus.held_out) < len(corpus.train)
