@@ -5,16 +5,12 @@ import io
 import pathlib
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 _CODECS = {'.gz': 'gzip', '.zst': 'zstd'}
 SUFFIXES = tuple(_CODECS)
 _BUFFER = 1 << 20
 _PLAIN_BUFFER = 1 << 16  # plain bytes that are lost in front of a damaged place
-
-
-class DamagedError(Exception):
-    """A compressed file that is truncated or damaged; the message says which."""
 
 
 def is_compressed(path: pathlib.Path) -> bool:
@@ -27,44 +23,26 @@ def plain_name(path: pathlib.Path) -> str:
     return path.stem if is_compressed(path) else path.name
 
 
-class _Decompressed(io.RawIOBase):
-    """The plain bytes of an open file; `tell` is the position in that file."""
-
-    def __init__(self, file, codec):
-        import pyarrow  # Slow to import, and most runs read no compressed file.
-
-        self._stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(file, 'r'), codec)
-        self._codec, self.tell = codec, file.tell
-
-    def readable(self):
-        return True
-
-    def readinto(self, buffer):
-        try:
-            return self._stream.readinto(buffer)
-        except OSError as error:
-            if 'Truncated' in str(error):
-                raise DamagedError(f'it is cut off within its {self._codec} data') from None
-            raise DamagedError(f'its {self._codec} data are damaged: {error}') from None
-
-
 def open_file(path: pathlib.Path) -> io.BufferedReader:
     """The bytes of the file as they are; raises OSError."""
     return open(path, 'rb', _BUFFER)
 
 
 @contextlib.contextmanager
-def open_plain(path: pathlib.Path) -> Iterator[io.BufferedReader]:
-    """A stream of the plain bytes of `path`; `stream.raw.tell()` is how far the file has been read.
+def open_plain(path: pathlib.Path) -> Iterator[tuple[io.BufferedReader, Callable[[], int]]]:
+    """(stream, tell): the plain bytes of `path`, and how many bytes of the file have been read.
 
-    Reading raises DamagedError for truncated or damaged compressed data, OSError otherwise.
+    Reading raises OSError, without an errno if compressed data are truncated or damaged.
     """
     with open_file(path) as file:
+        stream = file
         if is_compressed(path):
-            raw = _Decompressed(file, _CODECS[path.suffix.lower()])
-            yield io.BufferedReader(raw, _PLAIN_BUFFER)
-        else:
-            yield file
+            import pyarrow  # Slow to import, and most runs read no compressed file.
+
+            raw = pyarrow.PythonFile(file, 'r')
+            raw = pyarrow.CompressedInputStream(raw, _CODECS[path.suffix.lower()])
+            stream = io.BufferedReader(raw, _PLAIN_BUFFER)
+        yield stream, file.tell
 
 
 @contextlib.contextmanager
@@ -73,7 +51,7 @@ def plain_file(path: pathlib.Path) -> Iterator[pathlib.Path]:
 
     It is `path` or a temporary file. Raises as `open_plain` does.
     """
-    with open_plain(path) as stream:
+    with open_plain(path) as (stream, _):
         if not is_compressed(path):
             yield path
             return

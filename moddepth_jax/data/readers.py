@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator
 
 from moddepth_jax.data.compression import (
     SUFFIXES,
-    DamagedError,
     is_compressed,
     open_plain,
     plain_file,
@@ -38,13 +37,10 @@ class BadText(ValueError):
 
 
 class Row(typing.NamedTuple):
-    """One row of a file.
+    """One row of a file: a document's bytes, or the BadText that says why there are none.
 
-    Attributes:
-      name: of the document: the file's name, with '#' and the row's number if a file has many.
-      text: its bytes, or the BadText that says why there are none.
-      end: bytes of the file, compressed or not, from the start of the span to the end of the row;
-        approximate.
+    `name` is the file's, with '#' and the row's number if a file has many; `end` is about how many
+    bytes of the file, compressed or not, lie between the start of the span and the end of the row.
     """
 
     name: str
@@ -53,12 +49,10 @@ class Row(typing.NamedTuple):
 
 
 class Span(typing.NamedTuple):
-    """A part of a file that can be read alone.
+    """A part of a file that can be read alone; its first row has the number `first_row`, from 1.
 
-    Attributes:
-      start: byte of a .jsonl, row group of a .parquet, record of an .arrayrecord.
-      stop: the first one after it; None is the end of the file.
-      first_row: number of its first row, from 1.
+    From `start` to before `stop`, which are bytes of a .jsonl, row groups of a .parquet and records
+    of an .arrayrecord; None is the end of the file.
     """
 
     start: int
@@ -70,37 +64,28 @@ WHOLE_FILE = Span(0, None, 1)
 
 
 class Format(typing.NamedTuple):
-    """How files of one suffix are read; a row of FORMATS.
+    """How files of one suffix are read: a row of FORMATS.
 
-    Attributes:
-      rows: (path, name, text_field, span) -> its Rows, as `read_rows` returns them. Raises BadText,
-        DamagedError or OSError if the rest of the file cannot be read.
-      spans: (path, text_field, size, chunks) -> the Spans of an uncompressed file, as `find_spans`
-        returns them.
+    `rows` is as `read_rows`, and raises BadText or OSError if the rest of the file cannot be read.
+    `spans` is as `find_spans`, of a file that is not compressed.
     """
 
     rows: Callable[[pathlib.Path, str, str, Span], Iterator[Row]]
     spans: Callable[[pathlib.Path, str, int, Iterable[bytes]], list[Span]]
 
 
-# Text.
-
-
 def _text_rows(path, name, text_field, span):
-    with open_plain(path) as stream:
-        # In any encoding: the tokenizer reads bytes.
-        yield Row(name, stream.read(), stream.raw.tell())
+    with open_plain(path) as (stream, tell):
+        text = stream.read()  # in any encoding: the tokenizer reads bytes
+        yield Row(name, text, tell())
 
 
 def _one_span(path, text_field, size, chunks):
     return [WHOLE_FILE]
 
 
-# JSON lines.
-
-
 def _line_rows(path, name, text_field, span):
-    with open_plain(path) as stream:
+    with open_plain(path) as (stream, tell):
         position = span.start
         if position:
             stream.seek(position)
@@ -110,7 +95,7 @@ def _line_rows(path, name, text_field, span):
                 line = line.removeprefix(_BYTE_ORDER_MARK)
             if line.strip():
                 text = _object_text(f'{path}, line {number}', line, text_field, 'line')
-                end = stream.raw.tell() if is_compressed(path) else position - span.start
+                end = tell() if is_compressed(path) else position - span.start
                 yield Row(f'{name}#{number}', text, end)
             if span.stop is not None and position >= span.stop:
                 return
@@ -175,9 +160,6 @@ def _unreadable(path, kind, error):
     return BadText(path, 'unreadable file', problem, _WRITE_AGAIN)
 
 
-# Parquet.
-
-
 @contextlib.contextmanager
 def _open_parquet(path, text_field):
     """The ParquetFile, whose column `text_field` holds text."""
@@ -240,9 +222,6 @@ def _parquet_spans(path, text_field, size, chunks):
             found.append(Span(start, i, first_row))
             start, first_row, filled = i, next_row, 0
     return found or [WHOLE_FILE]
-
-
-# ArrayRecord.
 
 
 def _record_rows(path, name, text_field, span):
@@ -314,8 +293,7 @@ def read_rows(
     UTF-8, holds one document per line (blank lines are skipped), a .parquet one per row, in the
     field or column `text_field`, an .arrayrecord one per record: the field of a JSON object or, if
     the first record is none, the record itself. `name` is that of the file in the names of its
-    documents, `span` one of `find_spans`. The last row has a BadText if the rest of the file cannot
-    be read.
+    documents. The last row has a BadText if the rest of the file cannot be read.
     """
     size, last = 0, None
     try:
@@ -323,19 +301,20 @@ def read_rows(
         for row in FORMATS[_suffix(path)].rows(path, name, text_field, span):
             last = row
             yield row
-    except DamagedError as error:
-        where = f'{path}, after row {last.name.rpartition("#")[2]}' if last else path
-        yield Row(name, BadText(where, 'unreadable file', str(error), _WRITE_AGAIN), size)
     except (BadText, OSError) as error:
-        yield Row(name, as_bad_text(path, error), size)
+        where = f'{path}, after row {last.name.rpartition("#")[2]}' if last else path
+        yield Row(name, as_bad_text(where, error), size)
 
 
-def as_bad_text(path: pathlib.Path, error: BadText | OSError) -> BadText:
-    """`error` if it is a BadText, otherwise a BadText that says that `path` cannot be read."""
+def as_bad_text(where: object, error: BadText | OSError) -> BadText:
+    """`error` if it is a BadText, otherwise a BadText that says that the file cannot be read."""
     if isinstance(error, BadText):
         return error
-    problem = f'cannot be read ({error.strerror or error})'
-    return BadText(path, 'unreadable file', problem, 'check the file and its permissions')
+    if error.errno is None:  # of a library
+        problem = f'its data are damaged or cut off ({_one_line(error)})'
+        return BadText(where, 'unreadable file', problem, _WRITE_AGAIN)
+    problem, remedy = f'cannot be read ({error.strerror})', 'check the file and its permissions'
+    return BadText(where, 'unreadable file', problem, remedy)
 
 
 def find_spans(
@@ -363,14 +342,8 @@ def find_files(source: str, option: str, right: str) -> tuple[pathlib.Path, list
     """(root, files): the folder before the first wildcard, and the files that match, sorted.
 
     The name of a file is its path relative to the root, so that moving the folder changes nothing.
-
-    Args:
-      source: the glob; an existing path is taken literally, even with brackets in it.
-      option: the option that holds `source`, for messages: 'data.source'.
-      right: what would be right, for messages.
-
-    Raises:
-      ValueError: one line, for a glob without a match and for a file of an unknown format.
+    An existing path is taken literally, even with brackets in it. Raises ValueError, one line with
+    the `option` and what would be `right`, without a match and for a file of an unknown format.
     """
     pattern = os.path.expanduser(source)
     root, files = _match(pattern)

@@ -1,6 +1,7 @@
 """Prepared text: tokens in flat files that are mapped into memory, and what describes them."""
 
 import bisect
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -40,7 +41,7 @@ class Store:
 
     Attributes:
       directory: where it is.
-      fingerprint: sha256 over the tokens of both splits, the tokenizer and the split, hexadecimal.
+      fingerprint: sha256 over the tokens of both splits and the tokenizer, hexadecimal.
       tokenizer: {name, sha256, vocab_size, separator}.
       dtype: 'uint16' or 'uint32'.
       held_out_fraction: of the documents, by the hash of their names.
@@ -121,9 +122,8 @@ def _map(path, dtype):
 def open_store(directory: str | os.PathLike) -> Store:
     """The prepared text in `directory`; reads prepared.json only.
 
-    Raises:
-      ValueError: one line, if prepared.json is missing (it is written last, so the text is
-        incomplete), unreadable or of another version, or if a file has another size than it says.
+    Raises ValueError, one line, if that is missing (it is written last, so the text is incomplete),
+    unreadable or of another version, or if a file has another size than it says.
     """
     directory = pathlib.Path(directory).expanduser()
     file = directory / PREPARED_FILE
@@ -163,27 +163,23 @@ def open_store(directory: str | os.PathLike) -> Store:
     return store
 
 
-class StoreWriter:
+class StoreWriter(contextlib.ExitStack):
     """Writes prepared text into a directory; a context manager.
 
     Until `finish` has returned there is no prepared.json, and `open_store` refuses the directory.
-    All methods raise OSError if the directory cannot be written or the disk is full.
-
-    Args:
-      directory: exists; what an earlier writer left in it is replaced.
-      tokenizer: of all tokens, saved to the directory's tokenizer/ by `finish`.
-      held_out_fraction: in (0, 1), the share of documents in the split 'held_out'.
+    `directory` exists; what an earlier writer left in it is replaced.
     """
 
     def __init__(
         self, directory: str | os.PathLike, tokenizer: Tokenizer, held_out_fraction: float
     ):
+        super().__init__()
         self._directory = pathlib.Path(directory)
         self._tokenizer, self._fraction = tokenizer, held_out_fraction
         self._dtype = _little_endian(tokenizer.dtype)
         (self._directory / PREPARED_FILE).unlink(missing_ok=True)
         self._files = {
-            (split, kind): open(self._directory / f'{split}.{kind}', 'wb')
+            (split, kind): self.enter_context(open(self._directory / f'{split}.{kind}', 'wb'))
             for split in SPLITS
             for kind in ('bin', 'index')
         }
@@ -240,13 +236,6 @@ class StoreWriter:
         }
         write_atomically(self._directory / PREPARED_FILE, json.dumps(content, indent=2) + '\n')
         return open_store(self._directory)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        for file in self._files.values():
-            file.close()
 
 
 def _versions():

@@ -51,13 +51,9 @@ def pad_rows(batch: dict, batch_size: int) -> dict:
 class Windows:
     """Windows of some streams, numbered consecutively; none of them spans two streams.
 
-    Window i of a stream is its tokens [iT, iT + T]. Grain moves window numbers and the batch is cut
+    Window i of a stream is its tokens [iT, iT + T], where T is `length`; the rest at the end of
+    each stream, an array [N] of tokens, is in none. Grain moves window numbers and the batch is cut
     out at once: half the time of moving and stacking rows. And a process can cut its own rows only.
-
-    Args:
-      streams: arrays [N] of tokens; the rest at the end of each, shorter than a window, is in none.
-      length: T, tokens of a row.
-      separator: the tokenizer's.
 
     Attributes:
       begins: int [streams + 1], number of the first window of each stream, and of all windows.
@@ -110,14 +106,12 @@ def make_windows(
         return windows
     tokens = max(map(len, streams))
     fits = f'set it to {tokens - 1} or less'
-    if part == 'given':
-        right = 'give more text'
-    elif part == 'held-out' and member is not None:
-        right = f'{fits} or prepare the text again with a larger --held_out_fraction'
-    elif part == 'held-out':
-        right = f'{fits} or raise data.held_out_fraction'
-    else:
-        right = fits if member is None else f'{fits} or give it more text'
+    flag = 'data.held_out_fraction' if member is None else '--held_out_fraction of launch.prepare'
+    right = {
+        'training': f'{fits} or give more text',
+        'held-out': f'{fits} or raise {flag}',
+        'given': 'give more text',
+    }[part]
     of_member = '' if member is None else f' of {member.store.directory}'
     raise TooShort(
         f'data.sequence_length={data.sequence_length}: the {part} text{of_member} has {tokens} '

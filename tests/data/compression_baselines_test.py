@@ -22,7 +22,6 @@ def cache(tmp_path, monkeypatch):
 
 
 def test_values_are_bits_per_byte_of_the_training_text():
-    """The unigram entropy of four equal bytes is 2 bits; the others are compressed sizes."""
     texts = [b'abcd' * 500, b'dcba' * 500]
     whole = b''.join(texts)
     assert measure_baselines(_corpus(*texts)) == {
@@ -35,7 +34,6 @@ def test_values_are_bits_per_byte_of_the_training_text():
 
 
 def test_only_the_first_bytes_are_measured(monkeypatch):
-    """Text beyond the limit changes nothing, text before it does, inside a document or not."""
     monkeypatch.setattr(module, 'MAX_BYTES', 100)
     expected = measure_baselines(_corpus(b'ab' * 50))
     assert measure_baselines(_corpus(b'ab' * 30, b'ab' * 40 + b'xyz', b'more')) == expected
@@ -43,14 +41,12 @@ def test_only_the_first_bytes_are_measured(monkeypatch):
 
 
 def test_the_measured_text_is_described(monkeypatch):
-    """All of the text, or the first bytes of it."""
     monkeypatch.setattr(module, 'MAX_BYTES', 2**20)
     assert describe_measured_text(_corpus(b'a' * 2**19, b'b' * 2**19)) == 'training text'
     assert describe_measured_text(_corpus(b'a' * 2**20, b'b')) == 'first 1 MiB of training text'
 
 
 def test_the_cache_is_used_and_keyed_by_the_text(cache, monkeypatch):
-    """A second call measures nothing; another text, though of the same corpus sha256, does."""
     texts = _corpus(b'abcd' * 500), _corpus(b'ab' * 500)
     first, other = map(measure_baselines, texts)
     assert other != first and len(list(cache.iterdir())) == 2

@@ -19,7 +19,6 @@ def _data(source, held_out_fraction=0.25):
 
 
 def test_stdlib_is_the_text_of_the_library_and_nothing_else():
-    """Library modules are in, byte for byte; tests, idlelib, packages and machine files are not."""
     stdlib = load_corpus(_data('stdlib', 0.05))
     names = [name for name, _ in stdlib_documents()]
     assert {'json/decoder.py', 'os.py', 'asyncio/tasks.py'} < set(names)
@@ -46,7 +45,6 @@ def test_stdlib_is_the_text_of_the_library_and_nothing_else():
     ],
 )
 def test_python_without_text_is_refused(tmp_path, read, right):
-    """A folder with tests, compiled files and machine files only is an error that names it."""
     for name in ('test/a.py', 'tests/b.py', 'os.pyc', '_sysconfigdata_x.py'):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text('pass')
@@ -146,7 +144,6 @@ def test_sha256_changes_with_every_change(tmp_path):
 
 
 def test_the_names_of_the_documents_are_kept(tmp_path):
-    """On the side on which their texts are, so that messages can name them."""
     for i in range(9):
         (tmp_path / f'{i}.txt').write_text(f'text {i}')
     corpus = load_corpus(_data(tmp_path / '*.txt'))
@@ -158,7 +155,6 @@ def test_the_names_of_the_documents_are_kept(tmp_path):
 
 
 def test_empty_documents_are_left_out(tmp_path):
-    """A file without a byte is no document; of a single document the tail is held out."""
     for name in ('a', 'b', 'c'):
         (tmp_path / f'{name}.txt').write_bytes(b'')
     data = _data(tmp_path / '*.txt', 0.2)

@@ -37,7 +37,6 @@ def _error(folder, **changes):
 
 
 def test_every_file_and_folder_is_a_domain(folder):
-    """In the order of their names, hidden ones left out; names with wildcards are names."""
     (folder / 'web').rename(folder / 'web [1] *')
     found, skipped = _load(folder)
     assert list(found) == ['code', 'notes.jsonl', 'web [1] *'] and not skipped
@@ -48,7 +47,6 @@ def test_every_file_and_folder_is_a_domain(folder):
 
 
 def test_text_that_a_run_saw_is_left_out(folder):
-    """Of a prepared folder with a fingerprint of the run's, only the held-out part counts."""
     own = make_dataset(dataclasses.replace(DATA, source=f'{folder}/code'), 0)
     found, _ = _load(folder, trained_on={own.corpus.sha256})
     assert {name: dataset.held_back for name, dataset in found.items()} == {
@@ -61,7 +59,6 @@ def test_text_that_a_run_saw_is_left_out(folder):
 
 
 def test_domains_without_a_window_are_skipped_by_name(folder):
-    """Unless there is no other."""
     (folder / 'short.txt').write_text('abc')
     found, skipped = _load(folder)
     assert list(found) == ['code', 'notes.jsonl', 'web']
@@ -91,7 +88,6 @@ def test_what_is_no_text_is_refused(folder, tmp_path):
 
 
 def test_a_prepared_folder_of_another_tokenizer_is_refused(folder):
-    """By both tokenizers' names."""
 
     class Other(ByteTokenizer):
         name, sha256 = 'mine.json', 'c0ffee' * 8
@@ -102,7 +98,6 @@ def test_a_prepared_folder_of_another_tokenizer_is_refused(folder):
 
 
 def test_a_folder_that_has_no_domains_is_refused(tmp_path, folder):
-    """One that is not there, a file, an empty one and one that is a prepared text itself."""
     (tmp_path / 'nothing').mkdir()
     assert 'no such folder' in _error(tmp_path / 'nowhere')
     assert 'no such folder' in _error(folder / 'notes.jsonl')

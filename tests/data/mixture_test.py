@@ -60,7 +60,6 @@ def mixed(folder):
 
 
 def test_prepared_text_gives_the_batches_of_the_text_itself(raw, alone):
-    """Every batch to train on and held out is bit-equal, and so are the documents."""
     assert raw.num_train_windows == alone.num_train_windows > 20
     for step in (0, 1, 9, 1000):
         assert _same(raw.train_batch(step), alone.train_batch(step))
@@ -102,7 +101,6 @@ def test_baselines_decode_only_the_first_documents(folder, monkeypatch):
 
 
 def test_baselines_of_a_mixture_weigh_its_members_by_share(folder, monkeypatch):
-    """Of two texts of four letters each, by 3 to 1: the entropy of the bytes shows the shares."""
     monkeypatch.setenv('XDG_CACHE_HOME', str(folder / 'cache'))
     corpus = load_corpus(_data('mixture', f'{folder}/letters:3,{folder}/digits:1'))
     share = -(0.75 * np.log2(0.75) + 0.25 * np.log2(0.25))
@@ -191,21 +189,7 @@ def test_every_member_has_its_share_at_every_row(weights):
     check(10**12)
 
 
-def test_shares_are_exact_over_a_period(folder):
-    """7 and 3 of every 10 rows; weights of another sum are the same mixture."""
-    schedule = RowSchedule([fractions.Fraction(7, 10), fractions.Fraction(3, 10)])
-    for first in range(0, 1000, 10):
-        members = [schedule.member(row)[0] for row in range(first, first + 10)]
-        assert collections.Counter(members) == {0: 7, 1: 3}
-    letters, digits = folder / 'letters', folder / 'digits'
-    one = make_dataset(_data('mixture', f'{letters}:0.7,{digits}:0.3'), 0)
-    same = make_dataset(_data('mixture', f' {letters}/:21, {digits}:9.0'), 0)
-    assert one.fingerprint == same.fingerprint and one.domains == {'letters': 0.7, 'digits': 0.3}
-    assert _same(one.train_batch(4), same.train_batch(4))
-
-
 def test_held_out_batches_come_one_of_each_first_then_by_shares():
-    """Members without batches left are skipped; each batch comes once."""
     order = list(held_out_order([fractions.Fraction(3, 4), fractions.Fraction(1, 4)], [6, 4]))
     assert [member for member, _ in order] == [0, 1, 0, 0, 0, 1, 0, 0, 1, 1]
     assert sorted(order) == [*((0, i) for i in range(6)), *((1, i) for i in range(4))]
@@ -228,7 +212,6 @@ def test_each_member_visits_each_window_once_an_epoch_of_its_own(folder, alone, 
 
 
 def test_a_batch_of_a_mixture_is_a_function_of_the_step_and_its_rows(mixed, folder):
-    """Any order of calls and any subset of rows give the same; windows do not span members."""
     again = make_dataset(_data('mixture', f'{folder}/letters:2,{folder}/digits:1'), 3)
     for step in (50, 0, 10**9):
         whole = mixed.train_batch(step)
@@ -243,7 +226,6 @@ def test_a_batch_of_a_mixture_is_a_function_of_the_step_and_its_rows(mixed, fold
 
 
 def test_held_out_batches_are_of_one_member_each(folder, mixed):
-    """A batch of a domain is the same as without the mixture, and all of them come."""
     members = {name: make_dataset(_data(folder / name), 0) for name in ('letters', 'digits')}
     places = collections.Counter()
     for index in range(mixed.num_held_out_batches):
@@ -278,7 +260,6 @@ def test_fingerprint_of_a_mixture_names_the_member_that_changed(folder, mixed, t
 
 
 def test_members_of_one_name_are_told_apart(folder, tmp_path):
-    """By as much of their paths as that needs."""
     for name, text in (('a', 'letters'), ('b', 'digits')):
         shutil.copytree(folder / text, tmp_path / name / 'data')
     mixture = f'{tmp_path}/a/data:1,{tmp_path}/b/data:1'
@@ -289,12 +270,8 @@ def test_members_of_one_name_are_told_apart(folder, tmp_path):
 BAD = [
     ('', ['FOLDER:WEIGHT']),
     ('{}/letters,{}/digits:1', ["'{}/letters'", 'FOLDER:WEIGHT']),
-    (':1', ['FOLDER:WEIGHT']),
-    ('{}/letters:1,', ["''", 'FOLDER:WEIGHT']),
     ('{}/letters:much', ["'much'", 'letters', 'number above 0']),
     ('{}/letters:1,{}/digits:0', ["'0'", 'digits', 'above 0']),
-    ('{}/letters:-1', ["'-1'"]),
-    ('{}/letters:inf', ["'inf'"]),
     ('{}/letters:nan', ["'nan'"]),
     ('{}/letters:1e-999999999', ["'1e-999999999'"]),
     ('{}/letters:1,{}/digits/../letters/:2', ['{}/letters must be a member once']),
@@ -303,7 +280,6 @@ BAD = [
 
 @pytest.mark.parametrize(('mixture', 'words'), BAD)
 def test_a_mixture_that_is_none_is_refused(folder, mixture, words):
-    """One line with the knob, its value, the member and what would be right."""
     mixture = mixture.replace('{}', str(folder))
     message = refusal(_data, 'mixture', mixture)
     assert message.startswith(f'data.mixture={mixture!r}: ')

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import json
-import logging
 
 import numpy as np
 import pytest
@@ -54,7 +53,6 @@ def test_stream_puts_a_separator_before_each_document():
 
 
 def test_text_that_cannot_be_encoded_is_named():
-    """The document, by its name where it has one, then what the tokenizer says."""
 
     class Strict(ByteTokenizer):
         def encode(self, data):
@@ -69,7 +67,6 @@ def test_text_that_cannot_be_encoded_is_named():
 
 
 def test_windows_as_drawn():
-    """Tokens, labels and segment ids of a hand-made corpus, written out."""
 
     def cut(stream, numbers, length):
         batch = Windows([np.array(stream, np.uint16)], length, S).cut(numbers)
@@ -90,7 +87,6 @@ def test_windows_as_drawn():
 
 
 def test_held_out_batches_are_the_same_for_every_seed_and_filled_up():
-    """Each held-out window comes once, in one order; rows of filling have segment 0, no target."""
     corpus = dataclasses.replace(HAND_MADE, held_out=[b'uv', b'wxyzwxyz12345678'])
     dataset = _dataset(0, corpus)
     u, v, w, x, y, z = b'uvwxyz'
@@ -118,7 +114,6 @@ def test_held_out_batches_are_the_same_for_every_seed_and_filled_up():
 
 
 def test_all_text_of_the_files_is_held_out(tmp_path):
-    """Every document is covered once, whatever the fraction, in windows as of any other text."""
     for name, text in (('a', 'abc'), ('b', ''), ('c', 'defg'), ('d', 'h')):
         (tmp_path / f'{name}.txt').write_text(text)
     whole = make_held_out(dataclasses.replace(DATA, source=f'{tmp_path}/*.txt'))
@@ -131,7 +126,6 @@ def test_all_text_of_the_files_is_held_out(tmp_path):
 
 @pytest.mark.parametrize('batch_size', [1, 3, 500])
 def test_an_epoch_visits_each_window_once(batch_size):
-    """Each epoch holds every window of the stream once, and no two epochs have the same order."""
     dataset = _dataset(batch_size=batch_size)
     stream = token_stream(RANDOM.train, dataset.tokenizer).tolist()
     windows = [tuple(stream[i : i + 5]) for i in range(0, len(stream) - 4, 4)]
@@ -143,7 +137,6 @@ def test_an_epoch_visits_each_window_once(batch_size):
 
 
 def test_batch_is_a_function_of_the_step():
-    """Any order of calls, any number of them and a fresh object give the same bytes."""
     dataset, fresh, steps = _dataset(), _dataset(), [0, 1, 2, 200, 10**9]
     expected = [_bytes(dataset.train_batch(step)) for step in steps]
     assert len(set(expected)) == len(steps)
@@ -155,7 +148,6 @@ def test_batch_is_a_function_of_the_step():
 
 @pytest.mark.parametrize('rows', [slice(0, 3), slice(1, 3), slice(2, 3)])
 def test_some_rows_are_those_of_the_whole_batch(rows):
-    """A process that reads only its rows gets the same bytes, across epochs too."""
     dataset = _dataset()
     for step in (0, 7, 500):
         whole, part = dataset.train_batch(step), dataset.train_batch(step, rows)
@@ -173,7 +165,6 @@ def test_seeds_have_orders_of_their_own():
 
 @pytest.mark.parametrize('part', ['training', 'held-out', 'given'])
 def test_too_short_a_text_is_refused(tmp_path, part):
-    """Both counts and what would be right; one token more is enough. Given text blames no knob."""
 
     def make(text):
         if part == 'given':
@@ -191,7 +182,6 @@ def test_too_short_a_text_is_refused(tmp_path, part):
 
 
 def test_fingerprint_survives_json_and_names_what_differs():
-    """Equal data passes, a changed or missing field is named with both values, in one line."""
     fingerprint = _dataset(0, HAND_MADE).fingerprint
     check_fingerprint(json.loads(json.dumps(fingerprint)), fingerprint)
     others = [
@@ -231,11 +221,3 @@ def test_packages_are_recorded_and_decide_nothing():
     assert "is 'cafe' now (packages -b==1 +b==2); res" in message
     many = fingerprint('cafe', 'a==1', *(f'c{i}==1' for i in range(8)))
     assert '+c3==1 +c4==1 and 3 more); resume' in refusal(check_fingerprint, first, many)
-
-
-def test_grain_prints_nothing(capfd, caplog):
-    with caplog.at_level(logging.INFO), caplog.at_level(logging.INFO, logger='absl'):
-        dataset = _dataset()
-        dataset.train_batch(0), dataset.held_out_batch(0)
-    assert not caplog.records
-    assert capfd.readouterr() == ('', '')

@@ -61,7 +61,6 @@ def _error(path):
 @pytest.mark.parametrize('packing', COMPRESS)
 @pytest.mark.parametrize('suffix', ['.txt', *FORMATS])
 def test_each_format_is_read_plain_and_compressed(tmp_path, suffix, packing):
-    """The documents and their names; the end of the last row is no later than that of the file."""
     path = tmp_path / f'a{suffix}{packing}'
     _write(path, TEXTS)
     found = list(read_documents(path, 'name', 'text'))
@@ -74,7 +73,6 @@ def test_each_format_is_read_plain_and_compressed(tmp_path, suffix, packing):
 
 
 def test_names_are_paths_relative_to_the_glob(tmp_path):
-    """Bytes of any encoding, a byte-order mark, blank lines and line ends of Windows are read."""
     (tmp_path / 'b/deep').mkdir(parents=True)
     (tmp_path / 'b/deep/a.txt').write_bytes(b'\xff\x00 latin \xe9\r\n')
     (tmp_path / 'my [1] text.txt').write_bytes(b'0123')
@@ -97,7 +95,6 @@ def test_names_are_paths_relative_to_the_glob(tmp_path):
 
 @pytest.mark.parametrize('kind', ['binary', 'large_string', 'dictionary', 'broken'])
 def test_parquet_strings_of_every_kind_are_read(tmp_path, kind):
-    """Binary, large and dictionary columns give the same bytes; broken UTF-8 is kept as it is."""
     texts = ['a', 'é', 'a']
     columns = {
         'binary': pyarrow.array([text.encode() for text in texts]),
@@ -112,7 +109,6 @@ def test_parquet_strings_of_every_kind_are_read(tmp_path, kind):
 
 @pytest.mark.parametrize('suffix', FORMATS[1:])
 def test_spans_together_are_the_file(tmp_path, suffix):
-    """There are several; read one after the other they give all rows, with their numbers."""
     path = tmp_path / f'a{suffix}'
     draw = random.Random(0)
     _write(path, [draw.randbytes(draw.randrange(3000)).hex() for _ in range(40)], group=3)
@@ -151,9 +147,8 @@ def test_spans_of_lines_together_are_the_file(tmp_path, size):
     assert find_spans(path, 'text', size, []) == [Span(0, 0, 1)]
 
 
-@pytest.mark.parametrize('packing, codec', [('.gz', 'gzip'), ('.zst', 'zstd')])
-def test_truncated_or_damaged_compressed_files_are_refused(tmp_path, packing, codec):
-    """Rows before the place are given; then file, last good row and remedy."""
+@pytest.mark.parametrize('packing', ['.gz', '.zst'])
+def test_truncated_or_damaged_compressed_files_are_refused(tmp_path, packing):
     path = tmp_path / f'a.jsonl{packing}'
     draw = random.Random(0)
     _write(path, [draw.randbytes(100).hex() for _ in range(3000)])
@@ -161,12 +156,12 @@ def test_truncated_or_damaged_compressed_files_are_refused(tmp_path, packing, co
     path.write_bytes(content[: len(content) * 3 // 4])
     good, message = _error(path)
     assert 100 < len(good) < 3000
-    assert f'after row {len(good)}: it is cut off within its {codec} data; write the' in message
+    assert f'after row {len(good)}: its data are damaged or cut off' in message
     path.write_bytes(b'no compressed data at all')
-    assert f'{path}: its {codec} data are damaged' in _error(path)[1]
+    assert f'{path}: its data are damaged' in _error(path)[1]
     path.write_bytes(content[:-4] + b'\0\0\0\0')  # the checksum or the length
     if packing == '.gz':
-        assert 'its gzip data are damaged' in _error(path)[1]
+        assert 'its data are damaged' in _error(path)[1]
     path.write_bytes(b'')
     assert _rows(path) == []
     path.write_bytes(content + content)  # as pzstd and `cat a.zst b.zst` write them
@@ -185,7 +180,6 @@ def test_records_of_plain_text_are_read_as_they_are(tmp_path):
 
 
 def test_rows_after_a_bad_one_are_read(tmp_path):
-    """A bad line, or a null, is one row, with its reason."""
     path = tmp_path / 'a.jsonl'
     path.write_bytes(b'{"text": "a"}\n{"text": \n{"body": "b"}\n{"text": "\xff"}\n{"text": "c"}\n')
     found = [r.text.reason if isinstance(r.text, BadText) else r.text for r in _rows(path)]
@@ -198,7 +192,6 @@ def test_rows_after_a_bad_one_are_read(tmp_path):
 
 @pytest.mark.parametrize('suffix', ['.jsonl', '.jsonl.gz', '.parquet'])
 def test_memory_stays_flat(tmp_path, suffix):
-    """Python holds a small part of a file's text at a time."""
     path = tmp_path / f'a{suffix}'
     draw = random.Random(0)
     _write(path, [draw.randbytes(50_000).hex() for _ in range(100)], group=100)
@@ -233,7 +226,6 @@ BAD_FILES = [
 
 @pytest.mark.parametrize('name, content, parts', BAD_FILES)
 def test_bad_files_are_refused_by_name_row_and_remedy(tmp_path, name, content, parts):
-    """Each kind of bad file among good ones is one line with its path, its row and a remedy."""
     (tmp_path / 'good.txt').write_bytes(b'good')
     if content is None:
         (tmp_path / name).symlink_to(tmp_path / 'gone.txt')
@@ -248,7 +240,6 @@ def test_bad_files_are_refused_by_name_row_and_remedy(tmp_path, name, content, p
 
 @pytest.mark.parametrize('suffix', FORMATS[1:])
 def test_corrupt_files_are_refused(tmp_path, suffix):
-    """With the end cut off or the middle overwritten, the file is named in one line."""
     path = tmp_path / f'a{suffix}'
     _write(path, [f'{i} {i**7}' for i in range(2000)], group=2000 if suffix == '.parquet' else 2)
     good = path.read_bytes()
@@ -260,7 +251,6 @@ def test_corrupt_files_are_refused(tmp_path, suffix):
 
 
 def test_a_glob_without_a_match_is_refused(tmp_path):
-    """A typo and a bare folder name the value and what would be right."""
     message = refusal(load_documents, 'stdlb', 'text')
     assert message.startswith("data.source='stdlb': matches no file; must be stdlib, python_env")
     assert 'launch.prepare or a glob of .txt, .jsonl, .parquet or .arrayrecord files' in message

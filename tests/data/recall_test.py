@@ -29,7 +29,6 @@ def drawn(tokens_BT, labels_BT):
 
 
 def test_documents_are_lines_as_described():
-    """21 lines of 6 bytes and a full stop; the dialect first, then questions it answers."""
     for text in recall.make_recall(3, 200):
         assert len(text) == 127 and text[-1:] == b'.'
         lines = [text[i : i + 6] for i in range(0, 126, 6)]
@@ -43,7 +42,6 @@ def test_documents_are_lines_as_described():
 
 
 def test_a_row_is_one_document(batch):
-    """Rows of 128 tokens begin with a separator, hold no other and end before the next."""
     assert np.all(batch['tokens_BT'][:, 0] == SEPARATOR)
     assert np.sum(batch['tokens_BT'] == SEPARATOR) == len(batch['tokens_BT'])
     assert np.all(batch['labels_BT'][:, -1] == SEPARATOR)
@@ -107,7 +105,6 @@ def test_floor_is_the_entropy_of_the_draws(batch):
 
 
 def test_floor_of_a_few_targets_by_hand():
-    """A first word, a question and a label of -100; without any target there is no floor."""
     tokens_BT = np.array([[*b'AaI(hY)']])
     labels_BT = np.array([[*b'a', -100, *b'(hY) ']])
     nats = math.log(24) - math.log(recall.QUESTION_PROBABILITY) + math.log(24)

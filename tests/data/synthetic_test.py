@@ -53,7 +53,6 @@ def batches():
 
 
 def test_construction_is_as_described():
-    """Starts are distinct and disjoint from continuations, lengths are 1 to 6, p is no uniform."""
     language = synthetic.make_language()
     *words, end = language.words
     assert [word[:1] for word in words] == [b'%c' % c for c in synthetic.STARTS]
@@ -66,7 +65,6 @@ def test_construction_is_as_described():
 
 
 def test_documents_are_words_of_the_language_and_end_once():
-    """Every document consists of complete words, with the full stop last and nowhere else."""
     language = synthetic.make_language(3, 40)
     documents = synthetic.make_synthetic(3, 200, 40)
     assert len(documents) == 200
@@ -77,7 +75,6 @@ def test_documents_are_words_of_the_language_and_end_once():
 
 
 def test_words_occur_as_often_as_stated():
-    """Frequencies lie within 5 standard errors of p, and neighbors are independent."""
     language = synthetic.make_language(1, 100)
     documents = synthetic.make_synthetic(1, 3000, 100)
     drawn = np.array([language.words.index(word) for text in documents for word in _words(text)])
@@ -92,7 +89,6 @@ def test_words_occur_as_often_as_stated():
 
 
 def test_floor_of_a_window_by_hand():
-    """The floor of a short window is the sum written out; -100 does not count."""
     language = synthetic.make_language(2, 30)
     *_, end = language.probabilities
     first = language.probabilities[0]

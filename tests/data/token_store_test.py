@@ -29,7 +29,6 @@ def _write(folder, tokenizer=None, finish=True, at_once=3):
 
 
 def test_what_is_written_is_read(tmp_path):
-    """Tokens as token_stream lays them out, offsets, documents by index and slice, counts."""
     store = _write(tmp_path)
     assert open_store(tmp_path) == store and is_store(tmp_path)
     for part, texts in DOCUMENTS.items():
@@ -50,7 +49,6 @@ def test_what_is_written_is_read(tmp_path):
 
 
 def test_files_are_flat_little_endian(tmp_path):
-    """Any other program can read them; how they were cut when they were written does not show."""
     store = _write(tmp_path / 'a')
     other = _write(tmp_path / 'b', at_once=1)
     assert store.fingerprint == other.fingerprint
@@ -63,7 +61,6 @@ def test_files_are_flat_little_endian(tmp_path):
 
 
 def test_larger_ids_take_four_bytes(tmp_path):
-    """And are part of the fingerprint, as the tokenizer's content is."""
 
     class Wide(ByteTokenizer):
         dtype = np.uint32
@@ -80,7 +77,6 @@ def test_larger_ids_take_four_bytes(tmp_path):
 
 
 def test_what_is_not_whole_is_refused(tmp_path):
-    """No prepared.json, one that is no JSON, of another version, or of files of another length."""
     assert not is_store(tmp_path / 'no')
     assert 'must be a directory of launch.prepare' in refusal(open_store, tmp_path / 'no')
     _write(tmp_path, finish=False)
@@ -114,7 +110,6 @@ def test_what_is_not_whole_is_refused(tmp_path):
 
 
 def test_lengths_that_do_not_fit_are_refused(tmp_path):
-    """A writer that would lose count says so."""
     with StoreWriter(tmp_path, ByteTokenizer(), 0.5) as writer:
         with pytest.raises(ValueError, match='lengths of 3 tokens; must sum to the 4 tokens'):
             writer.add('train', np.zeros(4), np.array([1, 2]), 3)

@@ -62,10 +62,7 @@ class PartWriter:
     def save(self, path: pathlib.Path, rows: int, last: bool) -> None:
         """Writes the part; a kill at any time leaves all of it or nothing.
 
-        Args:
-          path: of the file.
-          rows: of its task that this part and those before it hold or skipped.
-          last: whether the task ends with it.
+        `rows` of its task are in this part and those before it, or skipped; `last`: it has no more.
         """
         header = {'rows': rows, 'last': last, 'skipped': self._skipped, 'dtype': self._dtype.str}
         text = json.dumps(header | self._counts).encode()

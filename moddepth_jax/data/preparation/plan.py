@@ -63,13 +63,9 @@ class Options:
 
 
 class FileInfo(typing.NamedTuple):
-    """A file as it was when it was surveyed.
+    """A file as it was when it was surveyed: its size, its content's sha256, what it is split into.
 
-    Attributes:
-      bytes: its size.
-      modified: time of the last write in nanoseconds; 0 for a file that does not exist.
-      sha256: of its content, hexadecimal.
-      spans: what it is split into.
+    `modified` is the time of the last write in nanoseconds, 0 for a file that does not exist.
     """
 
     bytes: int
@@ -179,11 +175,8 @@ def make_tasks(
 ) -> list[Task]:
     """The work, in the order of the result: spans of large files, and small files together.
 
-    Args:
-      paths: (name, path) of the files, in order.
-      inputs: the FileInfo of each name.
-      task_bytes: bytes, about, of one task.
-      starts: (name, start) of spans that begin a task, however small the one before is.
+    `paths` are (name, path) of the files, in order; `starts` are (name, start) of spans that begin
+    a task, however small the one before is.
     """
     groups, filled = [], math.inf
     for name, path in paths:
@@ -208,14 +201,13 @@ def make_tasks(
 
 @dataclasses.dataclass
 class Plan:
-    """What parts/plan.json holds: arguments and files of a preparation that was started.
+    """What parts/plan.json holds, the same without fields if nothing was started.
 
     Attributes:
-      arguments: those that decide the result, JSON values by name; empty if nothing was started.
+      arguments: those that decide the result, JSON values by name.
       inputs: FileInfo by name, in order.
-      span_bytes: of one span or task, about; 0 if nothing was started.
-      starts: of its tasks, as `make_tasks` takes them, so that files which change do not move the
-        bounds of other tasks.
+      span_bytes: of one span or task, about.
+      starts: as `make_tasks` takes them, so that files which change do not move other tasks.
     """
 
     arguments: dict = dataclasses.field(default_factory=dict)

@@ -41,15 +41,10 @@ def prepare(options: Options, phase) -> Store:
     same bytes and the same fingerprint, with any number of processes and after any kills. Files
     that change between two starts are read again, unless a tokenizer was trained on them.
 
-    Args:
-      options: what to prepare and how.
-      phase: phase(name, total, done=0) is a context manager of a function that takes the bytes done
-        since its last call.
-
-    Raises:
-      ValueError: one line with what to do, for sources as in `readers.find_files`, a bad row
-        (finished work is kept), a directory of something else, of another preparation or in use, a
-        full disk, a process that was lost.
+    `phase(name, total, done=0)` is a context manager of a function that takes the bytes done since
+    its last call. Raises ValueError, one line with what to do, for sources as in
+    `readers.find_files`, a bad row (finished work is kept), a directory of something else, of
+    another preparation or in use, a full disk, a process that was lost.
     """
     directory = options.directory
     paths = _find_files(options.sources)
@@ -121,7 +116,9 @@ class _Preparation:
         self._save_tokenizer()
         with Workers(options.processes) as workers:
             before, plan.inputs = plan.inputs, self._survey(plan, workers)
-            self._check_trained_text(before, plan.inputs)
+            was, now = ({(n, i.sha256) for n, i in d.items()} for d in (before, plan.inputs))
+            if was and was != now and self.is_trained():
+                raise self._changed_since_training(min(was ^ now)[0])
             tasks = make_tasks(self._paths, plan.inputs, plan.span_bytes, plan.starts)
             plan.arguments = self._plan_arguments
             plan.starts = [(task.spans[0].name, task.spans[0].span.start) for task in tasks]
@@ -176,6 +173,10 @@ class _Preparation:
         right = f'to start again: rm -r {self._directory}'
         return ValueError(f'--output={self._directory}: {problem}; {right}')
 
+    def _changed_since_training(self, name):
+        problem = f'{name} is not what it was when {self._options.tokenizer} was trained'
+        return self._start_again(problem)
+
     def _read_plan(self):
         """The Plan; empty if nothing has been done that this start can use."""
         try:
@@ -218,18 +219,6 @@ class _Preparation:
                 found[new[i][0]] = info
         return {name: found[name] for name, _ in self._paths}
 
-    def _check_trained_text(self, before, inputs):
-        """Raises ValueError if a tokenizer was trained on a file that has changed.
-
-        Other work on that file has keys of its old content, and is done again.
-        """
-        was, now = ({name: i.sha256 for name, i in some.items()} for some in (before, inputs))
-        if was and was != now and self.is_trained():
-            raise self._start_again(self._changed(min(was.items() ^ now.items())[0]))
-
-    def _changed(self, name):
-        return f'{name} is not what it was when {self._options.tokenizer} was trained'
-
     def _check_unmodified(self, inputs, tasks):
         """Raises ValueError for files that were written to since their survey."""
         modified = {name for name, path in self._paths if not inputs[name].is_current(path)}
@@ -239,7 +228,7 @@ class _Preparation:
             if modified & {span.name for span in task.spans}:
                 task.remove_parts(self._parts, 0)
         if self.is_trained():
-            raise self._start_again(self._changed(min(modified)))
+            raise self._changed_since_training(min(modified))
         problem = f'{min(modified)} was written to while it was read'
         raise ValueError(f'--output={self._directory}: {problem}; {_KEPT}')
 
@@ -247,8 +236,8 @@ class _Preparation:
         """Raises ValueError if an earlier start skipped bad rows, which this one must not."""
         for task in tasks if not self._options.skip_bad else ():
             for part in task.parts(self._parts):
-                for reason in part.header['skipped'].keys() - {'empty'}:
-                    row = part.header['skipped'][reason]['first'][0]
+                if bad := part.header['skipped'].keys() - {'empty'}:
+                    row = part.header['skipped'][min(bad)]['first'][0]
                     was = f'was started with --skip_bad, which left out {row!r}'
                     raise self._start_again(f'{was}; add --skip_bad')
 

@@ -134,7 +134,6 @@ def store(folder, tmp_path_factory):
 
 
 def test_prepared_text_is_that_of_the_raw_files(folder, store):
-    """The same documents, on the same sides, in the same order, as the same stream of tokens."""
     raw, tokenizer = _raw(folder), make_tokenizer('bytes')
     for part in SPLITS:
         documents = getattr(raw, part)
@@ -157,23 +156,11 @@ def test_prepared_text_is_that_of_the_raw_files(folder, store):
 def test_neither_processes_nor_parts_nor_place_change_the_result(
     folder, store, tmp_path, monkeypatch
 ):
-    """Two processes, parts of another size, and the same files in another folder."""
     monkeypatch.setattr(prepare_module, 'Workers', workers.Workers)
     (tmp_path / 'moved').symlink_to(folder)
     other = _prepare(tmp_path / 'moved', tmp_path / 'out', processes=2, part_bytes=10**6)
     assert other.fingerprint == store.fingerprint
     assert _content(other) == _content(store)
-
-
-def test_fingerprint_changes_with_the_split_and_the_text(tmp_path):
-    """Another fraction, another byte, another order of the same documents."""
-    (tmp_path / 'in').mkdir()
-    found, texts = set(), [f'text {i}' for i in range(20)]
-    for i, changed in enumerate((texts, texts[::-1], [*texts[1:], 'text x'])):
-        (tmp_path / 'in/a.jsonl').write_bytes(_jsonl(changed))
-        found.add(_prepare(tmp_path / 'in', tmp_path / f'{i}').fingerprint)
-    other = _prepare(tmp_path / 'in', tmp_path / 'other', held_out_fraction=0.6)
-    assert len(found | {other.fingerprint}) == 4
 
 
 @pytest.mark.parametrize('fraction', [1e-6, 1 - 1e-6])
@@ -208,7 +195,6 @@ def test_a_single_document_gives_its_tail(tmp_path):
 
 
 def test_a_tokenizer_is_trained_on_documents_to_train_on(folder, tmp_path):
-    """The ids are those of train_bpe on the documents of that side, and lie in the store."""
     store = _prepare(folder, tmp_path / 'out', tokenizer='bpe:265')
     raw = _raw(folder)
     alone = train_bpe(iter(raw.train), 265)
@@ -248,7 +234,7 @@ BAD = {
         ['row 7: byte 3 of the text is not UTF-8'],
     ),
     'parquet': ('b.parquet', _parquet(TEXTS * 200)[:-500], [': not a readable parquet file']),
-    'gz': ('b.jsonl.gz', gzip.compress(LONG)[:100_000], ['after row ', 'its gzip data; write']),
+    'gz': ('b.jsonl.gz', gzip.compress(LONG)[:100_000], ['after row ', 'cut off (Truncated']),
 }
 
 
@@ -311,7 +297,6 @@ def test_parts_after_a_damaged_one_are_done_again(tmp_path):
 
 
 def test_another_preparation_is_refused(folder, store, tmp_path):
-    """Unfinished or finished: other arguments, other files; the same one is opened."""
     _plant(tmp_path / 'in', 'field')
     _error(tmp_path / 'in', tmp_path / 'out', part_bytes=100)
     message = _error(tmp_path / 'in', tmp_path / 'out', part_bytes=100, text_field='body')
@@ -378,7 +363,6 @@ def test_only_a_corrected_file_is_done_again(tmp_path, monkeypatch, order, lengt
 
 
 def test_files_may_change_until_a_tokenizer_is_trained(tmp_path):
-    """One more and one less: the result is that of a fresh start."""
     path, lines = _four_files(tmp_path / 'in')
     _error(tmp_path / 'in', tmp_path / 'out', part_bytes=200)
     _correct(path, lines, 'corrected')
@@ -421,7 +405,6 @@ def test_text_that_a_tokenizer_was_trained_on_must_not_change(tmp_path):
 
 
 def test_a_file_that_is_written_to_while_it_is_read_is_read_again(tmp_path):
-    """Also where it has its old content at the next start."""
     path, lines = _four_files(tmp_path / 'in', bad_file=1)
     _correct(path, lines, 'corrected')
     path = tmp_path / 'in/f2.jsonl'
@@ -447,7 +430,6 @@ def test_a_file_that_is_written_to_while_it_is_read_is_read_again(tmp_path):
 def test_killed_anywhere_it_ends_with_the_same_bytes(
     folder, store, tmp_path, tokenizer, monkeypatch
 ):
-    """While files are surveyed, the tokenizer is saved, parts are written and the store is."""
     knobs = dict(tokenizer=tokenizer, part_bytes=300)
     whole = store if tokenizer == 'bytes' else _prepare(folder, tmp_path / 'whole', **knobs)
     places = [
@@ -499,7 +481,6 @@ def test_a_changed_input_of_a_finished_text_is_noticed(tmp_path, monkeypatch):
 
 
 def test_arguments_may_change_before_anything_is_finished(tmp_path):
-    """A typo in the first command is not kept."""
     _plant(tmp_path / 'in')
     message = _error(tmp_path / 'in', tmp_path / 'out', text_field='body')
     assert "a.jsonl, line 1: no field 'body'" in message
@@ -510,7 +491,6 @@ def test_arguments_may_change_before_anything_is_finished(tmp_path):
 
 
 def test_a_directory_of_something_else_is_refused(folder, tmp_path):
-    """A folder that holds another file, a file, a source without a match."""
     (tmp_path / 'other').mkdir()
     (tmp_path / 'other/thesis.tex').write_text('x')
     message = _error(folder, tmp_path / 'other')
@@ -524,7 +504,6 @@ def test_a_directory_of_something_else_is_refused(folder, tmp_path):
 
 
 def test_empty_text_is_refused(tmp_path):
-    """No byte in any document, and a single byte."""
     (tmp_path / 'in').mkdir()
     (tmp_path / 'in/a.txt').write_text('')
     assert 'no document with text, 1 rows left out' in _error(tmp_path / 'in', tmp_path / 'a')

@@ -3,11 +3,10 @@
 import json
 import os
 
-import numpy as np
 import pytest
 import tokenizers
 
-from moddepth_jax.data.tokenizers.json_tokenizer import byte_characters, train_bpe
+from moddepth_jax.data.tokenizers.json_tokenizer import train_bpe
 from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer
 from tests.data import tokenizer_files
 from tests.data.prepared_text import refusal
@@ -62,17 +61,6 @@ def test_added_text_counts_its_bytes(tmp_path):
     assert tokenizer.token_bytes_V[[320, 321]].tolist() == [4, 4]
 
 
-def test_the_256_characters_are_those_of_the_library():
-    """Each byte has its own character, the same as in the library."""
-    table = byte_characters()
-    assert sorted(table.values()) == list(range(256))
-    assert set(table) == set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    split = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    for character in ('\n', ' ', 'a', '\x7f', '\xad', 'é', '😀'):
-        ((written, _),) = split.pre_tokenize_str(character)
-        assert bytes(table[c] for c in written) == character.encode()
-
-
 def test_other_kinds_count_what_they_add_behind_a_token(tmp_path):
     """WordPiece: a word is a space and itself, a part of one only itself."""
     file = content(
@@ -118,7 +106,6 @@ EMPTY = {'type': 'BPE', 'vocab': {}, 'merges': []}
     ],
 )
 def test_what_is_no_tokenizer_is_refused(tmp_path, file, words):
-    """Cut short, of another kind, empty, without a separator: the file, in one line."""
     assert refusal(of, tmp_path, file).startswith(f'{tmp_path}/tokenizer.json: {words}')
 
 
@@ -132,16 +119,6 @@ def test_the_library_uses_one_thread(monkeypatch):
         assert os.environ['TOKENIZERS_PARALLELISM'] == used
 
 
-def test_the_separator_is_part_of_what_decides_ids(tmp_path):
-    """The same file under another separator has another sha256, and another stream."""
-    one = of(tmp_path / 'one', tokenizer_files.llama_file())
-    two = of(tmp_path / 'two', tokenizer_files.llama_file(), bos_token=None, eos_token='</s>')
-    assert (one.separator, one.stops) == (1, (1, 2))
-    assert (two.separator, two.stops) == (2, (2,))
-    assert one.sha256 != two.sha256
-    assert np.array_equal(one.encode(b'def'), two.encode(b'def'))
-
-
 # Training.
 
 
@@ -151,7 +128,6 @@ def bpe_documents(number=4):
 
 @pytest.mark.parametrize('vocab_size', [257, 300, 320])
 def test_the_size_counts_bytes_merges_and_the_separator(vocab_size):
-    """All 256 bytes have ids of their own, also those that no document holds."""
     tokenizer = train_bpe(iter(bpe_documents()), vocab_size)
     assert (tokenizer.vocab_size, tokenizer.name) == (vocab_size, f'bpe:{vocab_size}')
     assert tokenizer.stops == (tokenizer.separator,)
@@ -162,7 +138,6 @@ def test_the_size_counts_bytes_merges_and_the_separator(vocab_size):
 
 
 def test_neither_threads_nor_the_order_of_documents_matter(monkeypatch):
-    """Bit for bit; other text gives another tokenizer."""
     one = train_bpe(iter(bpe_documents()), 310).sha256
     monkeypatch.setenv('TOKENIZERS_PARALLELISM', 'true')
     assert train_bpe(iter(bpe_documents()), 310).sha256 == one
@@ -181,5 +156,4 @@ def test_neither_threads_nor_the_order_of_documents_matter(monkeypatch):
     ],
 )
 def test_what_cannot_be_trained_is_refused(texts, vocab_size, words):
-    """One line with what would do."""
     assert refusal(train_bpe, iter(texts), vocab_size).startswith(words)

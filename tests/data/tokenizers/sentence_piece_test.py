@@ -17,7 +17,6 @@ def of(folder, rule='identity', separator=None):
 
 @pytest.mark.parametrize('rule', ['identity', 'nmt_nfkc'])
 def test_ids_and_text_are_the_librarys_own(tmp_path, rule):
-    """Also where the normalizer changes the text: what comes back is then the changed one."""
     tokenizer = of(tmp_path, rule)
     content = tokenizer_files.sentence_piece_file(rule)
     library = sentencepiece.SentencePieceProcessor(model_proto=content)
@@ -32,7 +31,6 @@ def test_ids_and_text_are_the_librarys_own(tmp_path, rule):
 
 
 def test_separator_and_stops_are_its_control_symbols(tmp_path):
-    """Begin of sequence, or another one on demand; the end of one stops as well."""
     assert (of(tmp_path).separator, of(tmp_path).stops) == (1, (1, 2))
     chosen = of(tmp_path, separator='</s>')
     assert (chosen.separator, chosen.stops) == (2, (2,))
@@ -42,7 +40,6 @@ def test_separator_and_stops_are_its_control_symbols(tmp_path):
 
 @pytest.mark.parametrize('content', [b'', b'garbage' * 9, tokenizer_files.llama_file().encode()])
 def test_what_is_no_model_is_refused_by_name(tmp_path, content):
-    """Empty, damaged, of another kind: one line."""
     (tmp_path / 'x.model').write_bytes(content)
     message = refusal(make_tokenizer, tmp_path / 'x.model')
     assert message.startswith(f'{tmp_path}/x.model: ')
@@ -50,7 +47,6 @@ def test_what_is_no_model_is_refused_by_name(tmp_path, content):
 
 
 def test_without_its_library_it_says_what_to_install(tmp_path, monkeypatch):
-    """sentencepiece comes with an extra."""
     monkeypatch.setitem(sys.modules, 'sentencepiece', None)
     (tmp_path / 'x.model').write_bytes(b'x')
     assert "'moddepth-jax[sentencepiece]'" in refusal(make_tokenizer, tmp_path / 'x.model')

@@ -40,7 +40,6 @@ def found(folder, config=None, special=SPECIAL, first=None, given=None):
     ],
 )
 def test_the_first_that_says_it_decides(tmp_path, config, how, separator, stops):
-    """And an end-of-text token that is another one ends a document as well."""
     assert found(tmp_path, config, **how) == (separator, stops)
 
 
@@ -62,5 +61,4 @@ def test_the_first_that_says_it_decides(tmp_path, config, how, separator, stops)
     ],
 )
 def test_none_or_a_wrong_one_is_refused_by_name(tmp_path, config, how, words):
-    """One line with the file, the token, and what there is."""
     assert words in refusal(found, tmp_path, config, **how)

@@ -68,7 +68,6 @@ def test_a_growing_row_only_adds_bytes(made, kind):
 
 @pytest.mark.parametrize('kind', KINDS)
 def test_a_saved_tokenizer_is_the_same(made, kind, tmp_path):
-    """All attributes of the protocol are restored from the folder; saved again it is bit-equal."""
     tokenizer = made[kind]
     tokenizer.save(tmp_path / 'one' / 'deep')
     again = make_tokenizer(tmp_path / 'one' / 'deep')
@@ -93,7 +92,6 @@ def test_the_table_covers_the_ids_and_is_not_for_writing(made, kind):
 
 
 def test_bytes_are_their_own_ids():
-    """All 256 values, whatever the integer type they come back in; the separator is id 256."""
     tokenizer = make_tokenizer('bytes')
     every = bytes(range(256))
     assert tokenizer.encode(every).tolist() == list(every)
@@ -107,14 +105,12 @@ def test_bytes_are_their_own_ids():
 @pytest.mark.parametrize('ids', [[320], [97, -1], [-100]])
 @pytest.mark.parametrize('method', ['decode', 'pieces'])
 def test_what_is_no_id_is_refused(made, ids, method):
-    """An id outside the vocabulary, an ignored label among them, is an error and no character."""
     with pytest.raises(ValueError, match=rf'token id {ids[-1]}: must lie in \[0, 320\)'):
         getattr(made['bpe'], method)(ids)
 
 
 @pytest.mark.parametrize('kind', KINDS[1:])
 def test_text_that_is_not_utf8_is_refused_with_its_place(made, kind):
-    """The first byte that is wrong, counted from 0, and what to do; bytes take it as it is."""
     for text, place in ((b'\xff', 0), ('é'.encode() + b'a\xe9b', 3), (b'ab\xed\xa0\x80', 2)):
         with pytest.raises(ValueError, match=rf'^byte {place} of the text .*UTF-8.*=bytes$'):
             made[kind].encode(text)
@@ -122,7 +118,6 @@ def test_text_that_is_not_utf8_is_refused_with_its_place(made, kind):
 
 
 def test_large_vocabularies_take_wider_ids(tmp_path):
-    """uint16 holds the ids of 65,536 tokens and no more; a gap counts."""
     content = json.loads(tokenizer_files.llama_file())
     for highest, dtype in ((65535, np.uint16), (65536, np.uint32)):
         content['model']['vocab']['zz'] = highest
@@ -146,7 +141,6 @@ def test_large_vocabularies_take_wider_ids(tmp_path):
     ],
 )
 def test_what_is_no_tokenizer_is_refused_by_name(tmp_path, monkeypatch, name, words):
-    """One line with the file and what would be right."""
     monkeypatch.chdir(tmp_path)
     for folder in ('empty', 'torn', 'bare'):
         (tmp_path / folder).mkdir()
@@ -167,7 +161,6 @@ def data(tokenizer, source='synthetic'):
 
 
 def test_the_tokenizer_of_a_run_precedes_that_of_the_config(made, tmp_path):
-    """What a run keeps is its tokenizer, wherever the file it came from is; else the file is."""
     made['bpe'].save(tmp_path / 'run' / 'tokenizer')
     made['llama'].save(tmp_path / 'file')
     (tmp_path / 'new').mkdir()
@@ -182,7 +175,6 @@ def test_the_tokenizer_of_a_run_precedes_that_of_the_config(made, tmp_path):
 
 
 def test_prepared_text_brings_its_tokenizer(made, tmp_path):
-    """`prepared` is the one next to the tokens; a source without any is refused by name."""
     made['bpe'].save(tmp_path / 'text' / 'tokenizer')
     made['bytes'].save(tmp_path / 'as bytes' / 'tokenizer')
     assert tokenizer_of(data('prepared', tmp_path / 'text')).sha256 == made['bpe'].sha256
