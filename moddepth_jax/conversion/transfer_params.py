@@ -29,12 +29,12 @@ _NEW = ('router', 'predictor', 'stream')  # what routing and depth streams add t
 
 def check_convertible(source: ModelHparams, target: ModelHparams):
     """Raises ValueError, one line, if the source is not dense or other knobs differ."""
+    converted = 'in the run that is converted: must be'
     if source.routed_layers:
         found = f'model.routing.router={source.routing.router!r}'
-        raise ValueError(f'{found} in the run that is converted: must be dense, without a router')
+        raise ValueError(f'{found} {converted} dense, without a router')
     if source.depth.stream != 'residual':
-        found = f'model.depth.stream={source.depth.stream!r}'
-        raise ValueError(f'{found} in the run that is converted: must be residual')
+        raise ValueError(f'model.depth.stream={source.depth.stream!r} {converted} residual')
     _refuse_difference('model', source, target)
 
 
@@ -77,16 +77,10 @@ def _in_layer(keys):
 
 
 def transfer_params(source: ModelHparams, params: dict, target: Hparams) -> tuple[dict, list[str]]:
-    """Parameters of the target: leaves of the source bit for bit, new ones initialized.
+    """Parameters of the target: leaves of the dense source bit for bit, new ones initialized.
 
-    Args:
-      source: of the dense model.
-      params: of the same.
-      target: as `check_convertible` accepts it.
-
-    Returns:
-      The parameters, and the names of the leaves that are new, such as
-      stack.run_1.layer_0.router.w.
+    `check_convertible` accepts both. Also returns the names of the leaves that are new, such as
+    stack.run_1.layer_0.router.w.
     """
     numbers, found = layer_numbers(source), {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -122,10 +116,7 @@ def transfer_params(source: ModelHparams, params: dict, target: Hparams) -> tupl
 
 @functools.partial(jax.jit, static_argnames=('model', 'kind'))
 def _new_leaves(key, *, model, kind):
-    """Initial leaves of router, predictor and stream of one layer, by their path in it.
-
-    Initializing a whole model would compute a stream for its routers, which is not needed here.
-    """
+    """Initial leaves of router, predictor and stream of one layer, by their path in it."""
     x_BTD = jax.random.normal(key, (1, 8, model.d_model), model.dtype)
     ones_BT = jnp.ones(x_BTD.shape[:2], jnp.int32)
     tokens = TokenInfo(jnp.cumsum(ones_BT, axis=1) - 1, ones_BT, ones_BT.astype(jnp.uint32))
