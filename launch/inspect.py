@@ -16,6 +16,7 @@ import sys
 from absl import flags
 
 from launch import cli
+from moddepth_jax.training.progress import printable
 
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.', required=True)
 TEXT = flags.DEFINE_string('text', None, 'A file, - for stdin, or the text itself.', required=True)
@@ -32,8 +33,7 @@ LANGUAGE = flags.DEFINE_enum(
     'language',
     'auto',
     ['auto', 'python', 'prose'],
-    'What the text is, for the kinds of tokens. Default: python where a third of its lines look '
-    'like code.',
+    'For the kinds of tokens. Default: python where a third of the lines look like code.',
 )
 MAX_TOKENS = flags.DEFINE_integer(
     'max_tokens', 5000, 'Tokens to show; the rest of a longer text is left out.', lower_bound=1
@@ -41,19 +41,6 @@ MAX_TOKENS = flags.DEFINE_integer(
 FILES = ('routing.html', 'routing.json', 'routing.png', 'depth_mass.png', 'depth_mass.json')
 STRIP = 128  # tokens across the picture
 MAX_DRAWN = 1024  # tokens in the picture
-
-
-def main(_):
-    text, name = _read_text()
-    if not text:
-        raise ValueError(f'--text={TEXT.value}: is empty; must hold one character at least')
-    out = _checked_out()
-    run = cli.load_saved_run(WORKDIR.value)
-    # Measured first: an error leaves the files of an earlier inspection as they are.
-    data, inspection, mass = _measure(run, text, name, out)
-    _draw(out, inspection, run.hparams_of_stage, data['about'], mass)
-    _write(out, data)
-    _describe(out, data)
 
 
 def _read_text():
@@ -75,8 +62,6 @@ def _read_text():
 
 def _printable(name):
     """A file's name, which may be of any bytes."""
-    from moddepth_jax.training.progress import printable
-
     return printable(os.fsencode(name).decode('utf-8', 'replace'))
 
 
@@ -112,9 +97,7 @@ def _measure(run, text, name, out):
     windows = -(-len(tokens_N) // hparams.data.sequence_length)
     with cli.progress_bar('inspecting', windows) as advance:
         inspection = inspect_tokens(variables, hparams, tokens_N, tokenizer, routing, advance)
-    mass, measured = None, 0
-    if hparams.model.depth.slots_per_layer:
-        mass, measured = _depth_mass(variables, hparams, tokens_N, routing)
+    mass, measured = _depth_mass(variables, hparams, tokens_N, routing)
     names = {
         'run': _printable(pathlib.Path(WORKDIR.value).resolve().name),
         'step': run.step,
@@ -130,7 +113,12 @@ def _measure(run, text, name, out):
 
 
 def _depth_mass(variables, hparams, tokens_N, routing):
-    """The DepthMass of the complete windows, or of a shorter text, and how many tokens it read."""
+    """The DepthMass of the complete windows, or of a shorter text, and how many tokens it read.
+
+    Of a model without slots None and 0.
+    """
+    if not hparams.model.depth.slots_per_layer:
+        return None, 0
     import numpy as np
 
     from moddepth_jax.analysis.depth_mass import depth_mass
@@ -194,6 +182,19 @@ def _describe(out, data):
     for file in FILES:
         if (out / file).exists():
             print(f'  {_printable(out / file)}')
+
+
+def main(_):
+    text, name = _read_text()
+    if not text:
+        raise ValueError(f'--text={TEXT.value}: is empty; must hold one character at least')
+    out = _checked_out()
+    run = cli.load_saved_run(WORKDIR.value)
+    # Measured first: an error leaves the files of an earlier inspection as they are.
+    data, inspection, mass = _measure(run, text, name, out)
+    _draw(out, inspection, run.hparams_of_stage, data['about'], mass)
+    _write(out, data)
+    _describe(out, data)
 
 
 if __name__ == '__main__':

@@ -26,7 +26,7 @@ MESH = flags.DEFINE_string(
     '',
     'Devices by axis, such as data=4 or data=2,fsdp=4. data splits the rows of a batch; fsdp the '
     'rows too, and parameters; tensor heads, d_ff and vocabulary; expert rows and experts. '
-    'An axis that is not named has size 1. Default: all devices, as data.',
+    'Default: all devices, as data.',
 )
 DRY_RUN = flags.DEFINE_boolean(
     'dry_run',
@@ -46,7 +46,11 @@ flags.adopt_module_key_flags(dry_run)
 
 
 def main(_):
-    from moddepth_jax.training import multihost
+    import jax
+
+    from moddepth_jax.analysis.report import write_report
+    from moddepth_jax.training import leaves, multihost
+    from moddepth_jax.training.loop import train
     from moddepth_jax.training.profile import parse_steps
 
     if DRY_RUN.value:
@@ -56,7 +60,18 @@ def main(_):
     workdir = WORKDIR.value or pathlib.Path('runs') / cli.config_name()
     hparams = multihost.run_on_all(lambda: _hparams(workdir))
     cli.enable_compilation_cache(hparams)
-    return _train(hparams, workdir, profiled)
+    run = train(hparams, workdir, MESH.value, profiled, WANDB.value)
+    if run.signal is not None:
+        return 128 + signal.Signals[run.signal]
+    if not multihost.is_initialized():
+        with jax.set_mesh(run.state.step.sharding.mesh):
+            write_report(run)
+        return 0
+    # Process 0 alone writes the report, on one device, which has to hold the model.
+    model = {'params': run.state.params, 'averages': run.state.averages}
+    state = run.state.replace(**jax.tree.map(leaves.to_host, model))
+    multihost.run_on_leader(lambda: write_report(dataclasses.replace(run, state=state)))
+    return 0
 
 
 def _hparams(workdir):
@@ -71,27 +86,6 @@ def _hparams(workdir):
     check_vocabulary(hparams, tokenizer)
     prompt_tokens(hparams, tokenizer)
     return hparams
-
-
-def _train(hparams, workdir, profiled):
-    import jax
-
-    from moddepth_jax.analysis.report import write_report
-    from moddepth_jax.training import leaves, multihost
-    from moddepth_jax.training.loop import train
-
-    run = train(hparams, workdir, MESH.value, profiled, WANDB.value)
-    if run.signal is not None:
-        return 128 + signal.Signals[run.signal]
-    if not multihost.is_initialized():
-        with jax.set_mesh(run.state.step.sharding.mesh):
-            write_report(run)
-        return 0
-    # Process 0 alone writes the report, on one device, which has to hold the model.
-    model = {'params': run.state.params, 'averages': run.state.averages}
-    state = run.state.replace(**jax.tree.map(leaves.to_host, model))
-    multihost.run_on_leader(lambda: write_report(dataclasses.replace(run, state=state)))
-    return 0
 
 
 if __name__ == '__main__':
