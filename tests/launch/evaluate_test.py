@@ -16,6 +16,7 @@ from moddepth_jax.training.mesh import make_mesh
 from moddepth_jax.training.saved_run import load_run
 from tests.data.prepared_text import prepare
 from tests.forked_commands import run_commands
+from tests.launch.bad_inputs import snapshot
 
 LENGTH = 32
 LINES = {
@@ -26,13 +27,6 @@ LINES = {
     'changed': ['--workdir={out}/run'],
     'domains': ['--workdir={run}', '--domains={out}/domains', '--json={out}/domains.json'],
 }  # fmt: skip
-
-
-def snapshot(folder):
-    return {
-        path: (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else None)
-        for path in [folder, *folder.rglob('*')]
-    }
 
 
 @pytest.fixture(scope='module')

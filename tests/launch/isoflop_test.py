@@ -42,23 +42,6 @@ def isoflop(*arguments, **environment):
 
 
 @pytest.mark.parametrize(
-    'arguments, message',
-    [
-        (['--sizes=2x64', '--budgets=1e3'], 'dense at size 2x64: flop_budget=1000: pays for no'),
-        (['--sizes=2x64', '--budgets=1e9', '--steps=5'], '(training FLOPs) or --steps'),
-        (['--sizes=2x64', '--budgets=few'], '--budgets=few: must be numbers'),
-        (['--sizes=2x64', '--budgets=1e9', '--shard=2/2'], '--shard=2/2'),
-    ],
-)
-def test_bad_flags_are_refused_in_one_line(tmp_path, arguments, message):
-    process = isoflop(f'--workdir={tmp_path}/new', *arguments)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 2
-    assert message in errors and errors.count('\n') == 1
-    assert not (tmp_path / 'new').exists()
-
-
-@pytest.mark.parametrize(
     'spec, kind, overrides, size, message',
     [
         ('configs/study.py', 'flops', {}, '4x65', "size='4x65'"),

@@ -1,16 +1,13 @@
 """A run with a tokenizer from a file does not need the file once it has begun."""
 
 import json
-import os
-import pathlib
-import subprocess
-import sys
 
 import pytest
 
 from tests.data import tokenizer_files
+from tests.forked_commands import ROOT
+from tests.launch.commands import call
 
-ROOT = pathlib.Path(__file__).parents[2]
 SMALL = {
     'model.vocab_size': 384,
     'model.num_layers': 2,
@@ -22,13 +19,6 @@ SMALL = {
     'report.sample_tokens': 8,
     'report.heatmap_tokens': 16,
 }
-
-
-def command(cwd, name, *arguments):
-    environment = {**os.environ, 'PYTHONPATH': str(ROOT), 'JAX_DISABLE_MOST_OPTIMIZATIONS': 'true'}
-    given = [sys.executable, '-m', f'launch.{name}', *map(str, arguments)]
-    done = subprocess.run(given, cwd=cwd, env=environment, capture_output=True, timeout=300)
-    return done.returncode, done.stdout.decode(), done.stderr.decode()
 
 
 @pytest.mark.slow
@@ -51,35 +41,26 @@ def test_custom_text_and_tokenizer_from_training_to_inspection(tmp_path):
     how = [f'--config.{name}={value}' for name, value in knobs.items()]
     train = ('train', f'--config={ROOT}/configs/tiny.py', f'--workdir={run}', *how)
 
-    status, _, err = command(tmp_path, *train, '--config.model.vocab_size=319')
-    assert status == 2 and 'model.vocab_size=319: must be at least 320' in err
+    done = call(*train, '--config.model.vocab_size=319', cwd=tmp_path)
+    assert done.status == 2 and 'model.vocab_size=319: must be at least 320' in done.stderr
     assert not run.exists()
-    status, out, err = command(tmp_path, *train)
-    assert status == 0, err
+    done = call(*train, cwd=tmp_path)
+    assert done.status == 0, done.stderr
     (tmp_path / 'tokenizer' / 'tokenizer.json').unlink()
     about = json.loads((run / 'tokenizer' / 'tokenizer_about.json').read_text())
     assert about['sha256'] == tokenizer.sha256
 
-    elsewhere = tmp_path / 'elsewhere'
-    longer = [*train, '--config.report.sample_tokens=9']
-    status, _, err = command(elsewhere, *longer)
-    assert status == 0, err
-    arguments = (f'--workdir={run}', '--prompt=def é😀', '--max_tokens=9', '--seed=1')
-    status, out, err = command(elsewhere, 'generate', *arguments)
-    assert status == 0 and out.startswith('def é😀'), err
-    status, _, err = command(
-        elsewhere,
-        'generate',
-        f'--workdir={run}',
-        b'--prompt=a\xff'.decode(errors='surrogateescape'),
-    )
-    assert status == 2 and 'byte 1 of the text is 0xff' in err
-    status, out, err = command(elsewhere, 'evaluate', f'--workdir={run}')
-    assert status == 0 and 'bits a byte' in out, err
-    file = tmp_path / 'text' / '0.txt'
-    status, _, err = command(elsewhere, 'inspect', f'--workdir={run}', f'--text={file}', '--out=i')
-    assert status == 0, err
+    elsewhere, file = tmp_path / 'elsewhere', tmp_path / 'text' / '0.txt'
+    bad_prompt = b'--prompt=a\xff'.decode(errors='surrogateescape')
+    for words, status, shown in (
+        ((*train, '--config.report.sample_tokens=9'), 0, ''),
+        (('generate', f'--workdir={run}', '--prompt=def é😀', '--max_tokens=9'), 0, 'def é😀'),
+        (('generate', f'--workdir={run}', bad_prompt), 2, 'byte 1 of the text is 0xff'),
+        (('evaluate', f'--workdir={run}'), 0, 'bits a byte'),
+        (('inspect', f'--workdir={run}', f'--text={file}', '--out=i'), 0, ''),
+    ):
+        done = call(*words, cwd=elsewhere)
+        assert done.status == status and shown in done.stdout + done.stderr, done
     shown = json.loads((elsewhere / 'i' / 'routing.json').read_text())['tokens']
-    text = file.read_bytes()
     begin = bytes.fromhex(''.join(shown['bytes']))
-    assert text.startswith(begin) and len(begin) > 1.5 * len(shown['bytes'])
+    assert file.read_bytes().startswith(begin) and len(begin) > 1.5 * len(shown['bytes'])
