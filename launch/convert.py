@@ -30,15 +30,10 @@ FROM_WORKDIR = flags.DEFINE_string(
     'from_workdir', None, 'Dense run that --workdir starts from; --config says what it adds.'
 )
 DTYPE = flags.DEFINE_enum(
-    'dtype',
-    None,
-    ['float32', 'bfloat16', 'float16'],
-    'Of the tensors of --to_hf. Default: as they were imported, otherwise float32.',
+    'dtype', None, ['float32', 'bfloat16', 'float16'], 'Of --to_hf. Default: as imported.'
 )
 SEPARATOR = flags.DEFINE_string(
-    'separator',
-    None,
-    'Special token of the tokenizer of --from_hf that starts a document. Default: see its files.',
+    'separator', None, 'Special token that starts a document. Default: as the files of --from_hf.'
 )
 TOKENIZERS = ('tokenizer.json', 'tokenizer.model')
 TOKENIZER_FILES = (*TOKENIZERS, 'tokenizer_config.json', 'special_tokens_map.json')

@@ -11,6 +11,7 @@ that are started with the same command are one, see launch.train.
 """
 
 import contextlib
+import copy
 import dataclasses
 import json
 import math
@@ -24,31 +25,23 @@ WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.', required
 ROUTING = flags.DEFINE_string(
     'routing',
     None,
-    'How tokens are routed: top_c, aux_loss, predictor, threshold or dense. Default: the causal '
-    'rule that the run was trained for, compared with top_c.',
+    'top_c, aux_loss, predictor, threshold or dense. Default: the causal rule that the run was '
+    'trained for, compared with top_c.',
 )
 DATA = flags.DEFINE_string(
     'data',
     None,
-    'Glob of text files as launch.prepare reads them, or a folder that it wrote, or stdlib, '
-    'python_environment, synthetic, recall: evaluates on all of its text, cut into windows as long '
-    "as the run's; of a prepared folder that the run was trained on, on what was held out. "
-    'Default: the text that the run held out.',
+    'Other text: a glob, as launch.prepare reads it, a folder that it wrote (what was held out, if '
+    'the run was trained on it), or stdlib, python_environment, synthetic, recall.',
 )
 DOMAINS = flags.DEFINE_string(
-    'domains',
-    None,
-    'Folder: evaluates on each file and folder in it separately, as --data would, and prints a '
-    'table. A folder is all text files below it, or one that launch.prepare wrote.',
+    'domains', None, 'Folder: evaluates on each file and folder in it separately, as --data would.'
 )
 TEXT_FIELD = flags.DEFINE_string(
     'text_field', None, "Field or column of the text in --data or --domains. Default: the run's."
 )
 NUM_BATCHES = flags.DEFINE_integer(
-    'num_batches',
-    None,
-    'Batches, of --domains for each; 0 for all. Default: evaluation.final_batches of the run.',
-    lower_bound=0,
+    'num_batches', None, '0: all. Default: evaluation.final_batches of the run.', lower_bound=0
 )
 PER_LAYER = flags.DEFINE_boolean(
     'per_layer', False, 'Also measure the routing gap of each routed block separately.'
@@ -57,20 +50,6 @@ MESH = flags.DEFINE_string(
     'mesh', '', 'Devices by axis, as of launch.train. Default: as many, as data, as divide a batch.'
 )
 JSON = flags.DEFINE_string('json', None, 'File for the result; - for stdout, and nothing else.')
-
-
-class _CountedBatches:
-    """A dataset that calls `advance` for each batch that is read."""
-
-    def __init__(self, dataset, advance):
-        self._dataset, self._advance = dataset, advance
-
-    def __getattr__(self, name):
-        return getattr(self._dataset, name)
-
-    def held_out_batch(self, index):
-        self._advance()
-        return self._dataset.held_out_batch(index)
 
 
 def _check_flags(run):
@@ -163,7 +142,14 @@ def _measure(run, dataset, most):
     if ROUTING.value is None and hparams.model.looks_ahead:
         passes = 2 + (1 + len(layers['routing']) if PER_LAYER.value else 0)
     with jax.set_mesh(mesh), cli.progress_bar('evaluating', passes * num_batches) as advance:
-        given = (run.state.variables, hparams, _CountedBatches(dataset, advance), mesh, num_batches)
+
+        def held_out_batch(index):
+            advance()
+            return dataset.held_out_batch(index)
+
+        batches = copy.copy(dataset)
+        batches.held_out_batch = held_out_batch
+        given = (run.state.variables, hparams, batches, mesh, num_batches)
         if ROUTING.value is None:
             per_layer = num_batches if PER_LAYER.value else 0
             result = evaluate_causal(*given, batches_per_layer=per_layer)
@@ -181,7 +167,7 @@ def _measure(run, dataset, most):
 
 
 def _measure_domains(run, datasets, skipped, most):
-    """What --json has of all domains."""
+    """What --json has of all domains, and of their targets together."""
     from moddepth_jax.training.evaluate import perplexity
 
     found = {}
@@ -190,26 +176,17 @@ def _measure_domains(run, datasets, skipped, most):
         source, held_out = result.pop('data'), result.pop('held_out')
         found[name] = {'source': source, 'text': 'held out' if held_out else 'all'} | result
         found[name]['perplexity'] = perplexity(result['loss'])
-    together = _combine(list(found.values()))
+    parts = [(domain['targets'], domain) for domain in found.values()]
+    targets = sum(size for size, _ in parts)
+    together = {'targets': targets}
+    for name in ('loss', 'routing_gap'):
+        if all(name in domain for _, domain in parts):
+            together[name] = sum(domain[name] * size for size, domain in parts) / targets
+    num_bits = sum(domain['loss'] * size / domain['bits_per_byte'] for size, domain in parts)
+    together['bits_per_byte'] = together['loss'] * targets / num_bits
+    together['perplexity'] = perplexity(together['loss'])
     texts = {'data': DOMAINS.value, 'together': together, 'domains': found, 'skipped': skipped}
     return {'num_batches': most, **texts}
-
-
-def _combine(domains):
-    """The losses over the targets of all domains."""
-    from moddepth_jax.training.evaluate import perplexity
-
-    targets = sum(values['targets'] for values in domains)
-    combined = {'targets': targets}
-    for name in ('loss', 'routing_gap'):
-        if all(name in values for values in domains):
-            combined[name] = sum(values[name] * values['targets'] for values in domains) / targets
-    parts = ((values['loss'] * values['targets'], values['bits_per_byte']) for values in domains)
-    combined['bits_per_byte'] = (
-        combined['loss'] * targets / sum(nats / bits for nats, bits in parts)
-    )
-    combined['perplexity'] = perplexity(combined['loss'])
-    return combined
 
 
 def _print_report(report, experts):
@@ -218,23 +195,24 @@ def _print_report(report, experts):
 
     text = f'the held-out text of {report["data"]}' if report['held_out'] else report['data']
     step = f'step {report["step"]} of {report["num_steps"]}'
-    cli.show(f'{report["workdir"]}, {step}, on {text}', loss_table(report, report['rule']))
+    blocks = [f'{report["workdir"]}, {step}, on {text}', loss_table(report, report['rule'])]
     if 'domains' in report:
         title = 'by domain (above: means of these, weighted by share)'
-        cli.show(domain_table(report['domains'], title))
+        blocks.append(domain_table(report['domains'], title))
     if 'routing_gap' in report:
         gap = report['routing_gap']
-        cli.show(f'routing gap {gap:+.4f} nats: {describe_gap(gap)}')
+        blocks.append(f'routing gap {gap:+.4f} nats: {describe_gap(gap)}')
     if report['routing']:
         against = f'of {report["compared"]} against the top C of each row'
-        cli.show(_layer_table(report['routing']), f'precision and recall: {against}')
+        blocks += [_layer_table(report['routing']), f'precision and recall: {against}']
         if any(layer['refused_fraction'] > 0 for layer in report['routing'].values()):
-            cli.show('refused: selected by the rule, but beyond model.routing.cache_capacity')
+            blocks.append('refused: selected by the rule, but beyond model.routing.cache_capacity')
     if 'experts' in report:
-        cli.show(expert_line(report['experts'], experts))
+        blocks.append(expert_line(report['experts'], experts))
     batches, all_batches = report['batches'], report['all_batches']
     more = '; --num_batches=0 takes all of them' if batches < all_batches else ''
-    cli.show(f'{report["targets"]:,} targets in {batches} of {all_batches} batches{more}')
+    line = f'{report["targets"]:,} targets in {batches} of {all_batches} batches{more}'
+    cli.show(*blocks, line)
 
 
 def _layer_table(layers):
@@ -263,11 +241,10 @@ def _print_domains(report):
 
     rule = report['rule'] or 'no routing (causal as it is)'
     step = f'step {report["step"]} of {report["num_steps"]}'
-    table = domain_table(report['domains'] | {'together': report['together']})
+    domains = report['domains']
+    table = domain_table(domains | {'together': report['together']})
     cli.show(f'{report["workdir"]}, {step}, by {rule}', table)
-    found = report['domains'].items()
-    cut = [name for name, values in found if values['batches'] < values['all_batches']]
-    if cut:
+    if cut := [name for name in domains if domains[name]['batches'] < domains[name]['all_batches']]:
         first = f'the first {report["num_batches"]} batches of {", ".join(cut)}'
         cli.show(f'{first}; --num_batches=0 takes all of them')
     for name, reason in report['skipped'].items():

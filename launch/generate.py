@@ -25,17 +25,10 @@ PROMPT = flags.DEFINE_multi_string(
     'prompt', [''], 'Start of the text; several run together. Default: none, a new document begins.'
 )
 MAX_TOKENS = flags.DEFINE_integer(
-    'max_tokens',
-    None,
-    'Tokens to add, unless the document ends before. Default: 200, or as many as fit the context.',
-    lower_bound=1,
+    'max_tokens', None, 'To add. Default: 200, or as many as fit the context.', lower_bound=1
 )
-TEMPERATURE = flags.DEFINE_float(
-    'temperature', 1.0, 'Of the draws: lower is safer, 0 takes the most likely token.'
-)
-TOP_P = flags.DEFINE_float(
-    'top_p', 1.0, 'Draw from the most likely tokens that make up this probability.'
-)
+TEMPERATURE = flags.DEFINE_float('temperature', 1.0, 'Lower is safer, 0 takes the likeliest token.')
+TOP_P = flags.DEFINE_float('top_p', 1.0, 'Draw from the likeliest tokens of this probability.')
 SEED = flags.DEFINE_integer('seed', 0, 'Of the draws.', lower_bound=0, upper_bound=2**32 - 1)
 NUM_SAMPLES = flags.DEFINE_integer('num_samples', 1, 'Texts for each prompt.', lower_bound=1)
 ROUTING = flags.DEFINE_string(
@@ -44,28 +37,20 @@ ROUTING = flags.DEFINE_string(
     'aux_loss, predictor, threshold or dense. Default: the rule that the run was trained for.',
 )
 MESH = flags.DEFINE_string(
-    'mesh',
-    None,
-    'Devices by axis, as launch.train takes them. Default: the first device, since a single row '
-    'gains nothing from more along data; for several processes all devices, as data.',
+    'mesh', None, 'As of launch.train. Default: one device; for several processes all, as data.'
 )
 DEFAULT_TOKENS = 200
 
 
 class _Progress:
-    """Called by `generate` after each step: prints a single text while it grows; measures time.
-
-    Attributes:
-      ends: when each step ended, in seconds.
-      num_tokens: of all rows, new in each step.
-    """
+    """Called by `generate` after each step: prints a single text while it grows; measures time."""
 
     def __init__(self, tokenizer, prompt, single, advance):
         self._tokenizer, self._row = tokenizer, list(prompt)
         self._single, self._advance = single, advance
         self._decoder = codecs.getincrementaldecoder('utf-8')('replace')
         self._num_bytes, self._last = 0, ''
-        self.ends, self.num_tokens = [], []
+        self.ends, self.num_tokens = [], []  # of each step: seconds, and new tokens of all rows
 
     def __call__(self, tokens_B, active_B):
         self.ends.append(time.monotonic())
@@ -153,8 +138,9 @@ def _write(run):
 
     tokenizer, request = multihost.run_on_all(lambda: _request(run))
     first, single = multihost.is_leader(), len(PROMPT.value) * NUM_SAMPLES.value == 1
-    bar = contextlib.nullcontext(lambda: None)
-    if not single:
+    if single:
+        bar = contextlib.nullcontext(lambda: None)
+    else:
         bar = cli.progress_bar('writing', request['num_tokens'])
     begin = time.monotonic()
     with bar as advance:

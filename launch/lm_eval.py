@@ -26,26 +26,15 @@ from launch import cli
 
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.', required=True)
 TASKS = flags.DEFINE_list(
-    'tasks',
-    None,
-    'Tasks, groups or tags of the harness or of --include_path, or yaml files; moda: the ten tasks '
-    'of the MoDA paper.',
-    required=True,
+    'tasks', None, 'Tasks, groups, tags or yaml files; moda: ten of the MoDA paper.', required=True
 )
 INCLUDE_PATH = flags.DEFINE_list(
     'include_path', [], "Folders of task yaml files, which have precedence over the harness's own."
 )
 NUM_FEWSHOT = flags.DEFINE_integer(
-    'num_fewshot',
-    None,
-    'Examples before each question, of tasks that do not forbid them. Default: as the task says.',
-    lower_bound=0,
+    'num_fewshot', None, 'Examples before a question. Default: as the task says.', lower_bound=0
 )
-LIMIT = flags.DEFINE_float(
-    'limit',
-    None,
-    'First documents of each task, below 1 a share of them: a trial, not a result. Default: all.',
-)
+LIMIT = flags.DEFINE_float('limit', None, 'First documents of each task; below 1 a share of them.')
 BATCH_SIZE = flags.DEFINE_integer(
     'batch_size', 32, 'Rows that run together; changes speed and memory only.', lower_bound=1
 )
@@ -55,7 +44,7 @@ ROUTING = flags.DEFINE_string(
     'aux_loss, predictor, threshold or dense. Default: the rule that the run was trained for.',
 )
 SEED = flags.DEFINE_integer(
-    'seed', 1234, 'Of few-shot examples and of draws.', lower_bound=0, upper_bound=2**31
+    'seed', 1234, 'Of examples and draws.', lower_bound=0, upper_bound=2**31
 )
 JSON = flags.DEFINE_string('json', None, 'File for the results; - for stdout, and nothing else.')
 

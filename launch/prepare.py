@@ -35,40 +35,24 @@ OUTPUT = flags.DEFINE_string(
     'output', None, 'Directory for the prepared text, new or unfinished.', required=True
 )
 TOKENIZER = flags.DEFINE_string(
-    'tokenizer',
-    'bytes',
-    'bytes; bpe:N, trained here, with N ids; a tokenizer.json; a SentencePiece .model.',
+    'tokenizer', 'bytes', 'bytes; bpe:N, trained here; a tokenizer.json; a SentencePiece .model.'
 )
 SEPARATOR = flags.DEFINE_string(
-    'separator',
-    None,
-    "Token that starts each document, such as '<s>'. Default: as the tokenizer's files say.",
+    'separator', None, "Token that starts a document, as '<s>'. Default: as the tokenizer says."
 )
 TEXT_FIELD = flags.DEFINE_string(
     'text_field', 'text', 'Field or column of the text in .jsonl, .parquet and .arrayrecord.'
 )
 HELD_OUT_FRACTION = flags.DEFINE_float(
-    'held_out_fraction',
-    0.05,
-    "Of the documents, kept for evaluation; chosen by the hash of a document's name.",
+    'held_out_fraction', 0.05, 'Of the documents, for evaluation; chosen by the hash of the name.'
 )
-PROCESSES = flags.DEFINE_integer(
-    'processes', None, 'Processes that share the work. Default: one per core.', lower_bound=1
-)
+PROCESSES = flags.DEFINE_integer('processes', None, 'Default: one per core.', lower_bound=1)
 BPE_BYTES = flags.DEFINE_integer(
-    'bpe_bytes',
-    50_000_000,
-    'Of text, about, that bpe:N is trained on: documents to train on, from all over the input.',
-    lower_bound=1,
+    'bpe_bytes', 50_000_000, 'Of text, about, from all over it, for bpe:N.', lower_bound=1
 )
-SKIP_BAD = flags.DEFINE_boolean(
-    'skip_bad', False, 'Leave out and count what cannot be read, instead of ending there.'
-)
+SKIP_BAD = flags.DEFINE_boolean('skip_bad', False, 'Leave out and count what cannot be read.')
 PART_BYTES = flags.DEFINE_integer(
-    'part_bytes',
-    16 << 20,
-    'Of text in one part, about: what a kill may lose in each process.',
-    lower_bound=1,
+    'part_bytes', 16 << 20, 'Of text, about, that a kill may lose in each process.', lower_bound=1
 )
 
 _PLAIN_SECONDS = 10.0  # between lines of progress where there is no terminal

@@ -29,15 +29,10 @@ MESH = flags.DEFINE_string(
     'Default: all devices, as data.',
 )
 DRY_RUN = flags.DEFINE_boolean(
-    'dry_run',
-    False,
-    'Compile the train step for --mesh of fake devices, print memory, FLOPs and collectives, exit.',
+    'dry_run', False, 'Compile for --mesh of fake devices, print memory, FLOPs, collectives, exit.'
 )
 PROFILE = flags.DEFINE_string(
-    'profile',
-    None,
-    'START:STOP, such as 20:25: trace the steps after START up to STOP into WORKDIR/profile, for '
-    'XProf or Perfetto.',
+    'profile', None, 'START:STOP, as 20:25: trace steps for XProf or Perfetto to WORKDIR/profile.'
 )
 WANDB = flags.DEFINE_string(
     'wandb', '', 'Project of Weights & Biases that gets the metrics too; needs the extra [wandb].'

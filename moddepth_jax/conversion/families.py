@@ -11,13 +11,9 @@ MAX_POSITIONS = 'max_position_embeddings'
 
 
 class Family(NamedTuple):
-    """What a model_type stands for.
+    """What a model_type stands for: the class in transformers, and our knobs for the same model.
 
-    Attributes:
-      architecture: the class whose weights these are.
-      norm_placement, qk_norm: our knobs that make the same model.
-      norm_eps: epsilon of a config that does not say.
-      mlp_bias: whether its mlp may have biases.
+    `norm_eps` is that of a config that does not say; `mlp_bias`: whether its mlp may have biases.
     """
 
     architecture: str
@@ -164,14 +160,10 @@ def family_of(model: ModelHparams) -> str:
 def config_of(
     model: ModelHparams, dtype: str, positions: int, ids: dict, original: dict | None = None
 ) -> dict:
-    """The config.json of a model, for transformers 4 and 5.
+    """The config.json of a dense model, for transformers 4 and 5; ValueError as `family_of`.
 
-    Args:
-      model: dense; see `family_of`, which raises ValueError.
-      dtype: of the tensors.
-      positions: tokens a row.
-      ids: bos_token_id, eos_token_id.
-      original: that of the imported model, which is kept if it describes the same model.
+    `positions` are tokens a row, `ids` bos_token_id and eos_token_id. `original` is that of the
+    imported model, which is kept if it describes the same model.
     """
     kind = family_of(model)
     if original is not None:

@@ -86,11 +86,8 @@ def _layer_tensors(model):
 def import_params(folder: str | os.PathLike, hparams: Hparams) -> tuple[dict, str]:
     """Parameters of the Transformer from the *.safetensors of a folder.
 
-    Tensors are read one after another, so that memory holds the parameters and one tensor.
-
-    Args:
-      folder: of the checkpoint.
-      hparams: with the knobs of `families.knobs_of`; dense.
+    One tensor is read after another, so that memory holds only one of them. `hparams`
+    have the knobs of `families.knobs_of`.
 
     Returns:
       The parameters in float32, and the dtype that holds all tensors exactly: their own if it is
@@ -146,17 +143,9 @@ def _check(folder, tensors, files):
 def export_params(
     folder: str | os.PathLike, hparams: Hparams, params: dict, dtype: str, **shards
 ) -> None:
-    """Writes the parameters as the *.safetensors of a folder.
+    """Writes the parameters of a dense model of a family as the *.safetensors of a folder.
 
-    Args:
-      folder: where to.
-      hparams: of the model, dense and of a family.
-      params: of the Transformer.
-      dtype: float32, bfloat16 or float16.
-      **shards: as `write_tensors` takes them.
-
-    Raises:
-      ValueError: as `families.family_of` and `write_tensors`.
+    `dtype` is float32, bfloat16 or float16. Raises ValueError as `family_of` and `write_tensors`.
     """
     family_of(hparams.model)
     tensors = {tensor.name: tensor for tensor in tensors_of(hparams.model)}

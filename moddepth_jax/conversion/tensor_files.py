@@ -97,15 +97,8 @@ def write_tensors(
 ) -> None:
     """Writes tensors to one file, or to several of at most `max_bytes` (a tensor at least) each.
 
-    Args:
-      folder: where to.
-      shapes: of each tensor, in order.
-      read: returns a tensor by its name.
-      dtype: of the files, one of the values of `DTYPES`.
-      max_bytes: of a file.
-
-    Raises:
-      ValueError: one line, for a value that is not finite in that dtype.
+    `shapes` has each tensor in order, and `read` returns it by its name; `dtype` is one of the
+    values of `DTYPES`. Raises ValueError for a value that is not finite in it.
     """
     from safetensors.numpy import save_file
 

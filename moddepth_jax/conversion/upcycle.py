@@ -1,6 +1,7 @@
 """Starts a MoD or MoDA run from a dense one: its parameters, and the loss of its first step."""
 
 import functools
+import types
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -19,30 +20,14 @@ from moddepth_jax.model.transformer import average_shapes
 _SAME = 1e-3  # nats: a first loss this close to the dense one counts as the same
 
 
-class _TrainBatches:
-    """The first training batches, as evaluation takes held-out ones."""
-
-    domains = {}
-
-    def __init__(self, dataset, num_batches):
-        self.num_held_out_batches, self.tokenizer = num_batches, dataset.tokenizer
-        self.held_out_batch = dataset.train_batch
-
-    def domain(self, index):
-        return None
-
-
 def upcycle(run, hparams: Hparams, dataset, measure_loss: Callable) -> tuple[dict, dict, dict]:
     """Parameters and averages of a new run before its first step, and what convert.json says.
 
     Args:
-      run: the SavedRun of a dense model.
+      run: the SavedRun of a dense model, else a ValueError.
       hparams, dataset: of the new run.
       measure_loss: (params, averages, hparams, dataset) -> nats per target, as training counts
         them, of the first evaluation.num_batches held-out batches of `dataset`.
-
-    Raises:
-      ValueError: as `check_convertible`.
     """
     check_convertible(run.hparams.model, hparams.model)
     params, new = transfer_params(run.hparams.model, run.state.params, hparams)
@@ -56,7 +41,13 @@ def upcycle(run, hparams: Hparams, dataset, measure_loss: Callable) -> tuple[dic
         moments = layer_moments(run.hparams.model, run.state.params, hparams.model, batches)
         params, errors = fit_routers(params, hparams.model, moments)
     if has_slots:
-        train = _TrainBatches(dataset, hparams.evaluation.num_batches)
+        train = types.SimpleNamespace(  # the first training batches, as evaluation takes them
+            domains={},
+            domain=lambda index: None,
+            tokenizer=dataset.tokenizer,
+            held_out_batch=dataset.train_batch,
+            num_held_out_batches=hparams.evaluation.num_batches,
+        )
         wanted, differences = dense_loss(train), {}
         fit = functools.partial(fit_slots, params, hparams.model, moments)
         for strength in STRENGTHS:

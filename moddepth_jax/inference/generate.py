@@ -27,8 +27,8 @@ class Generation:
     Attributes:
       tokens: int32 arrays, the prompt and what follows it, without the id that ended it.
       stopped: whether a row ended with its document and not with num_tokens.
-      dropped: tokens that a routed block selected without room in its cache, over rows and blocks;
-        under `overflow` skip they skip the block. Those of a prompt count once for all samples.
+      dropped: tokens, over rows and blocks, that a block selected without room in its cache; those
+        of a prompt count once for all samples.
       grown_to: capacity of the routed blocks' caches if they had to grow, otherwise 0.
     """
 
@@ -190,12 +190,12 @@ def generate(
     of its sample and its positions: other rows of the batch change nothing but rounding.
 
     The devices of the mesh of the context (`jax.set_mesh`) share the work; each of several
-    processes calls this and gets every text. Rows that do not divide are computed by all.
+    processes calls this and gets every text.
 
     Args:
       variables: of the Transformer; TrainState.variables.
       hparams: of the same; the context is `data.sequence_length`.
-      prompts: a list of token id sequences, each of one token at least, of any lengths.
+      prompts: sequences of token ids, each of one at least, of any lengths.
       num_tokens: to add; the longest prompt and they fit the context.
       temperature, top_p: of `sample`.
       seed: of the draws, an integer, or one for each prompt.
@@ -207,8 +207,7 @@ def generate(
       on_tokens: called with (token_B, active_B), NumPy arrays over rows, as tokens are drawn.
 
     Raises:
-      ValueError: a prompt, temperature or top_p that does not fit, or a routing that looks ahead or
-        that the model cannot run.
+      ValueError: an argument that does not fit the model, or a routing that looks ahead.
     """
     routing = check_request(
         hparams, prompts, num_tokens, temperature, top_p, seed, num_samples, routing

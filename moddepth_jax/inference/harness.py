@@ -34,20 +34,16 @@ class HarnessLM(TemplateLM):
     from the separator on, in windows that overlap by one token.
 
     Args:
-      variables: of the Transformer; TrainState.variables.
-      hparams, tokenizer: of the same run; the context is max_length, `data.sequence_length`.
+      variables, hparams: of the Transformer; TrainState.variables.
+      tokenizer: of the run.
       batch_size: rows that run together.
-      routing: a causal rule; None for the one the model was trained for.
+      routing: a causal rule; None for the one the model was trained for. ValueError for another.
       seed: of draws, for tasks that sample.
-      bar: called with a text and a number of requests; a context manager of a function that takes
-        the number of requests that are done.
+      bar: as `cli.progress_bar`, a context manager.
 
     Attributes:
       num_cut: requests so far whose context was too long.
       title: of the progress bar of the next requests.
-
-    Raises:
-      ValueError: a routing that looks ahead or that the model cannot run.
     """
 
     def __init__(

@@ -76,19 +76,17 @@ class HarnessTasks:
         return [piece for member in members for piece in self._pieces(member)]
 
     def run(self, name: str, lm, *, num_fewshot=None, limit=None, seed: int = 0) -> dict:
-        """The harness's results for one name: a dict for each of PARTS, by task.
+        """The harness's results for one of `names`: a dict for each of PARTS, by task.
 
         Args:
-          name: of `names`.
-          lm: a HarnessLM.
+          name, lm: of `names`, and a HarnessLM.
           num_fewshot: examples before each question, unless the task forbids them; None: as the
             task says.
           limit: documents of each task; below 1 a share of them; None: all.
           seed: of the examples and other draws of a task.
 
         Raises:
-          ValueError: one line that names the task, if it has no data, its yaml is wrong, or the
-            model cannot answer it.
+          ValueError: one line on a task without data, a wrong yaml, or what the model cannot do.
         """
         random.seed(seed)
         np.random.seed(seed)

@@ -153,21 +153,19 @@ def score(
 
     Rows are sorted by length and padded to one of `row_lengths`, `batch_size` at a time: a program
     is compiled for each length that occurs. A row is one document, whatever its tokens are. The
-    size and the other rows of a batch change nothing but rounding. Requests share a row if the
-    tokens of one are a prefix of the other's.
+    size and the other rows of a batch change nothing but rounding.
 
     Args:
-      variables: of the Transformer; TrainState.variables.
-      hparams: of the same; the context is `data.sequence_length` tokens, the last label apart.
+      variables, hparams: of the Transformer; TrainState.variables.
       requests: pairs of token id sequences, context and continuation, of one token at least. The
-        left of a context that is too long is removed.
+        left of a context that does not fit `data.sequence_length` is removed.
       batch_size: rows that run together.
       routing: a causal rule; None for the one the model was trained for.
       on_scored: called with the number of requests that were scored, as it happens.
 
     Raises:
-      ValueError: an empty context or continuation, a continuation longer than the model's context,
-        an unknown id, a batch size below 1, a routing that looks ahead or that the model lacks.
+      ValueError: a request that is empty, of an unknown id, or with a continuation longer than the
+        context; a batch size below 1; a routing that looks ahead or that the model lacks.
     """
     routing = causal_routing(hparams) if routing is None else routing
     check_causal(hparams, routing)

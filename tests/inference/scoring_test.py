@@ -48,6 +48,7 @@ def test_scores_are_those_by_hand(small_model, by_hand, name):
     context = small_model(name)[1].data.sequence_length
     requests = questions(context)
     want = [by_hand(name, *request) for request in requests]
+    assert score(*small_model(name), []) == []
     sizes = {'dense': (3,), 'both': (1, 3)}.get(name, (1, 3, 8))
     for batch_size in sizes:
         found = score(*small_model(name), requests, batch_size=batch_size)
@@ -57,28 +58,19 @@ def test_scores_are_those_by_hand(small_model, by_hand, name):
         assert [one.cut for one in found] == [0] * 10 + [60 + 3 - context - 1, 0]
 
 
-def test_the_routed_model_routes_some_tokens(forward):
-    """In the model of these tests the rule selects some tokens and not others."""
-    draw = np.random.default_rng(0)
-    rows = [forward('both', draw.integers(0, 256, (1, CONTEXT))) for _ in range(2)]
-    selected = [records.routing.selected_BT.mean() for _, records in rows]
-    assert 0.05 < np.mean(selected) < 0.95
-
-
 def test_the_likeliest_tokens_are_greedy(small_model):
     """A continuation of likeliest tokens is greedy; with another token in its midst it is not."""
-    variables, hparams = small_model('dense')
     row = [256, *range(9)]
     for _ in range(3):
         options = [(row, [token]) for token in range(257)]
-        likely = score(variables, hparams, options, batch_size=3)
+        likely = score(*small_model('dense'), options, batch_size=3)
         assert [one.greedy for one in likely].count(True) == 1
         best = max(range(257), key=lambda token: likely[token].log_likelihood)
         assert likely[best].greedy
         row.append(best)
     other = [*row[:11], (row[11] + 1) % 256, row[12]]
     asked = [(tokens[:10], tokens[10:]) for tokens in (row, other)]
-    assert [one.greedy for one in score(variables, hparams, asked, batch_size=3)] == [True, False]
+    assert [one.greedy for one in score(*small_model('dense'), asked)] == [True, False]
 
 
 def test_what_begins_another_row_is_read_from_it(small_model, monkeypatch):
@@ -102,18 +94,11 @@ def test_what_begins_another_row_is_read_from_it(small_model, monkeypatch):
     assert shared[3] == score(variables, hparams, [(context[:3], [3])], batch_size=3)[0]
 
 
-def test_rows_have_few_lengths(tiny_config):
+@pytest.mark.parametrize(('context', 'lengths'), [(8, [8]), (16, [16]), (100, [16, 32, 64, 100])])
+def test_rows_have_few_lengths(context, lengths, tiny_config):
     """Powers of two up to the context, which need not be one."""
-    lengths = {
-        context: scoring.row_lengths(from_config(tiny_config(**{'data.sequence_length': context})))
-        for context in (8, 16, 100, 128)
-    }
-    assert lengths == {8: [8], 16: [16], 100: [16, 32, 64, 100], 128: [16, 32, 64, 128]}
-
-
-def test_nothing_asked_is_nothing_answered(small_model):
-    """No request, no batch."""
-    assert score(*small_model('dense'), []) == []
+    hparams = from_config(tiny_config(**{'data.sequence_length': context}))
+    assert scoring.row_lengths(hparams) == lengths
 
 
 @pytest.mark.parametrize(

@@ -1,28 +1,40 @@
 """Runs one command as its users do, in a process of its own; tests.forked_commands runs many."""
 
 import os
+import pathlib
 import subprocess
 import sys
+import time
 
 from tests.forked_commands import ROOT, Finished
 
 
 def call(name, *arguments, cwd=ROOT, **variables) -> Finished:
-    """Runs `python -m launch.NAME ARGUMENTS`, compiled as fast as can be.
+    """Runs `python -m launch.NAME ARGUMENTS` in `cwd` with environment variables.
 
-    Args:
-      name: of the command.
-      *arguments: strings or paths.
-      cwd: the current directory, also of its cache.
-      **variables: of its environment.
+    It compiles as fast as can be; its caches lie next to a folder that is not ROOT.
     """
-    environment = os.environ | {
-        'PYTHONPATH': str(ROOT),
-        'XLA_FLAGS': '',
-        'XDG_CACHE_HOME': f'{cwd}/cache',
-        'JAX_DISABLE_MOST_OPTIMIZATIONS': 'true',
-    }
+    environment = {'PYTHONPATH': str(ROOT), 'XLA_FLAGS': '', 'JAX_DISABLE_MOST_OPTIMIZATIONS': '1'}
+    if cwd != ROOT:
+        environment['XDG_CACHE_HOME'] = f'{cwd}.cache'
     line = [sys.executable, '-m', f'launch.{name}', *map(str, arguments)]
-    pipes = {'capture_output': True, 'text': True, 'timeout': 900, 'cwd': cwd}
-    done = subprocess.run(line, env=environment | variables, **pipes)
+    environment = {**os.environ, **environment, **variables}
+    done = subprocess.run(line, cwd=cwd, env=environment, capture_output=True, text=True)
     return Finished(done.returncode, done.stdout, done.stderr)
+
+
+def wait_for(condition, seconds=60):
+    """Returns once `condition()` holds; fails if it takes longer."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, 'it never happened'
+        time.sleep(0.01)
+
+
+def is_running(pid) -> bool:
+    """Whether a process is there and no zombie."""
+    try:
+        state = pathlib.Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0]
+    except OSError:
+        return False
+    return state != 'Z'

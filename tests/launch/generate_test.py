@@ -17,8 +17,6 @@ from moddepth_jax.training.progress import printable
 from moddepth_jax.training.saved_run import load_run
 from tests.forked_commands import ROOT, run_commands
 
-# As the commands are compiled, so that both draw from the same bits.
-
 
 @pytest.fixture(scope='module')
 def run(trained):
