@@ -7,6 +7,7 @@ import functools
 import inspect
 import json
 import os
+import pathlib
 import re
 import sys
 import textwrap
@@ -20,9 +21,8 @@ FLAGS = flags.FLAGS
 flags.disclaim_key_flags()  # flags defined below belong to the command that asks for them
 
 _CONFIG_HELP = (
-    'FILE.py or FILE.py:TEXT, such as configs/base.py: its get_config(), or get_config(TEXT), '
-    'returns the knobs. Or WORKDIR/config.json, those of a run. --config.model.num_layers=12 sets '
-    'one of them.'
+    'FILE.py or FILE.py:TEXT, such as configs/base.py: its get_config(), or get_config(TEXT). Or '
+    'WORKDIR/config.json, that of a run. --config.model.num_layers=12 sets a knob.'
 )
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE, errno.EROFS)
 # Set by launch.local for all processes but the first, which reports bad flags for all of them.
@@ -60,9 +60,9 @@ def define_config(default: str | None = None) -> flags.FlagHolder:
 
     from launch import config_file
 
-    help_string = _CONFIG_HELP + (f' Default: {default}.' if default else '')
+    text = _CONFIG_HELP + (f' Default: {default}.' if default else '')
     with _errors_in_one_line():  # config_flags reads a --flagfile here
-        holder = config_flags.DEFINE_config_file('config', help_string=help_string)
+        holder = config_flags.DEFINE_config_file('config', help_string=text)
     FLAGS['config'].parser = config_file.Parser()
     FLAGS['config'].left_out = default
     flags.mark_flag_as_required('config')
@@ -72,10 +72,8 @@ def define_config(default: str | None = None) -> flags.FlagHolder:
 
 def config_name() -> str:
     """NAME of --config=configs/NAME.py[:TEXT] or NAME/config.json, after the flags are parsed."""
-    path = FLAGS['config'].config_filename
-    if path.endswith('.json'):
-        return os.path.basename(os.path.dirname(os.path.abspath(path)))
-    return os.path.splitext(os.path.basename(path.split(':', 1)[0]))[0]
+    path = pathlib.Path(FLAGS['config'].config_filename.split(':', 1)[0])
+    return path.resolve().parent.name if path.suffix == '.json' else path.stem
 
 
 def _prepare_backend():
@@ -168,25 +166,23 @@ def _errors_in_one_line(quiet=False):
 
 def _one_line(error):
     """The line on what the user did wrong, or '' if the error is not the user's."""
-    match error:
-        case MemoryError():
-            return 'out of memory; lower data.batch_size'
-        case RuntimeError():  # JAX raises this when the device is out of memory
-            return _OUT_OF_MEMORY if 'RESOURCE_EXHAUSTED' in str(error) else ''
-        case OSError() if error.filename is not None:
+    if isinstance(error, MemoryError):
+        return 'out of memory; lower data.batch_size'
+    if isinstance(error, RuntimeError):  # JAX raises this when the device is out of memory
+        return _OUT_OF_MEMORY if 'RESOURCE_EXHAUSTED' in str(error) else ''
+    if isinstance(error, OSError):
+        if error.filename is not None:
             return f'{error.filename}: {error.strerror or error}'
-        case OSError():
-            users = isinstance(error, (FileNotFoundError, PermissionError))
-            return str(error) if users or error.errno in _DISK_ERRORS else ''
-        case flags.UnrecognizedFlagError():
-            return _unknown_flag(error)
-        case flags.IllegalFlagValueError():
-            return _illegal_value(error)
-        case ValueError() | flags.Error():
-            if missing := re.match('Missing value for flag (.*)', str(error)):
-                return f'{missing[1]}: missing value; write {missing[1]}=VALUE'
-            return str(error) or type(error).__name__
-    return ''
+        users = isinstance(error, (FileNotFoundError, PermissionError))
+        return str(error) if users or error.errno in _DISK_ERRORS else ''
+    if isinstance(error, flags.UnrecognizedFlagError):
+        return _unknown_flag(error)
+    if isinstance(error, flags.IllegalFlagValueError):
+        return _illegal_value(error)
+    if missing := re.match('Missing value for flag (.*)', str(error)):
+        return f'{missing[1]}: missing value; write {missing[1]}=VALUE'
+    users = isinstance(error, (ValueError, flags.Error))
+    return str(error) or type(error).__name__ if users else ''
 
 
 def _unknown_flag(error):
@@ -250,8 +246,7 @@ def _help_text(positional):
 def load_saved_run(workdir: str, mesh_of=None):
     """Loads the SavedRun in `workdir`; process 0 prints the notes about it to stderr.
 
-    `mesh_of` returns the mesh for its state from its hyper-parameters; None: one device. Raises
-    ValueError as `load_run` and `mesh_of` do.
+    `mesh_of` returns the mesh for its state from its hyper-parameters; None: one device.
     """
     from moddepth_jax.training import multihost
     from moddepth_jax.training.progress import printable
@@ -304,6 +299,18 @@ def show(*blocks):
     for block in blocks:
         is_line = isinstance(block, str)
         console.print(rich.text.Text(block) if is_line else block, soft_wrap=is_line)
+
+
+def table(rows: dict, first: str, *columns: str):
+    """A rich.table.Table of lists of cells by the name of their row, which is column `first`."""
+    import rich.table
+
+    made = rich.table.Table(first)
+    for name in columns:
+        made.add_column(name, justify='right')
+    for name, cells in rows.items():
+        made.add_row(name, *cells)
+    return made
 
 
 def open_json(path: str | None, mode: str = 'w'):

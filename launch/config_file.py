@@ -17,6 +17,11 @@ from moddepth_jax.hparams import ExpertsHparams, from_config
 from moddepth_jax.training.run_dir import CONFIG_FILE, read_config
 
 FLAGS = flags.FLAGS
+_AUTO = (  # knobs whose default is resolved by the others
+    'model.routing.gate',
+    'model.routing.causal_rule',
+    *(f'model.depth.{knob}' for knob in ('slots', 'slot_keys', 'skipped_slots', 'gradient_dtype')),
+)
 
 
 class Parser(flags.ArgumentParser):
@@ -155,21 +160,15 @@ def unresolved(config: ConfigDict) -> ConfigDict:
 
     A run stores what `auto` resolved to; with another router or stream it resolves differently.
     """
-    defaults = {
-        'model.routing': ('gate', 'causal_rule'),
-        'model.depth': ('slots', 'slot_keys', 'skipped_slots', 'gradient_dtype'),
-    }
     try:
         hparams = from_config(config)
     except ValueError:  # main reports it, after the knobs of the command line are applied
         return config
-    for group, knobs in defaults.items():
-        for knob in knobs:
-            name = f'{group}.{knob}'
-            changed = config.copy_and_resolve_references()
-            changed.update_from_flattened_dict({name: base.get_config()[group][knob]})
-            if from_config(changed) == hparams:
-                config = changed
+    for name in _AUTO:
+        changed = config.copy_and_resolve_references()
+        changed.update_from_flattened_dict({name: base.get_config()[name]})
+        if from_config(changed) == hparams:
+            config = changed
     return config
 
 

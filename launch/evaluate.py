@@ -216,23 +216,20 @@ def _print_report(report, experts):
 
 
 def _layer_table(layers):
-    import rich.table
-
     digits = {'selected_fraction': 3, 'precision': 3, 'recall': 3}
     if any(values['refused_fraction'] > 0 for values in layers.values()):
         digits['refused_fraction'] = 3
     if any('routing_gap' in values for values in layers.values()):
         digits['routing_gap'] = 4
-    table = rich.table.Table('layer')
-    for name in digits:
-        table.add_column(name.replace('_', ' '), justify='right')
-    for layer, values in layers.items():
-        cells = (
-            f'{values[name]:.{places}f}' if math.isfinite(values[name]) else 'n/a'
-            for name, places in digits.items()
-        )
-        table.add_row(layer.removeprefix('layer_'), *cells)
-    return table
+
+    def cell(value, places):
+        return f'{value:.{places}f}' if math.isfinite(value) else 'n/a'
+
+    rows = {
+        name.removeprefix('layer_'): [cell(values[what], digits[what]) for what in digits]
+        for name, values in layers.items()
+    }
+    return cli.table(rows, 'layer', *(what.replace('_', ' ') for what in digits))
 
 
 def _print_domains(report):

@@ -137,25 +137,18 @@ def _options():
     )
 
 
-def _table(store):
-    import rich.table
-
-    table = rich.table.Table('')
-    for name in ('documents', 'tokens', 'bytes', 'bytes a token'):
-        table.add_column(name, justify='right')
-    for name, counts in {'train': store.train, 'held out': store.held_out}.items():
-        cells = [f'{counts[key]:,}' for key in ('documents', 'tokens', 'bytes')]
-        ratio = counts['bytes'] / max(1, counts['tokens'] - counts['documents'])
-        table.add_row(name, *cells, f'{ratio:.2f}')
-    return table
-
-
 def _print_summary(store, seconds, tokenized):
     from configs import base
 
     tokenizer = store.tokenizer
     _show(f'{store.directory}: {tokenizer["vocab_size"]:,} ids of {tokenizer["name"]}')
-    cli.show(_table(store))
+    sides = {'train': store.train, 'held out': store.held_out}
+    rows = {
+        side: [f'{counts[key]:,}' for key in ('documents', 'tokens', 'bytes')]
+        + [f'{counts["bytes"] / max(1, counts["tokens"] - counts["documents"]):.2f}']
+        for side, counts in sides.items()
+    }
+    cli.show(cli.table(rows, '', 'documents', 'tokens', 'bytes', 'bytes a token'))
     for reason, entry in store.skipped.items():
         _show(f'left out, {reason}: {entry["count"]:,}, such as {entry["first"][0]}')
     if tokenized:

@@ -6,6 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import traverse_util
 
 from moddepth_jax.hparams import Hparams, ModelHparams
 from moddepth_jax.model.attention import TokenInfo
@@ -35,20 +36,15 @@ def check_convertible(source: ModelHparams, target: ModelHparams):
         raise ValueError(f'{found} {converted} dense, without a router')
     if source.depth.stream != 'residual':
         raise ValueError(f'model.depth.stream={source.depth.stream!r} {converted} residual')
-    _refuse_difference('model', source, target)
-
-
-def _refuse_difference(group, source, target):
-    for field in dataclasses.fields(source):
-        name, was, now = field.name, getattr(source, field.name), getattr(target, field.name)
-        if was == now or name in _MAY_DIFFER:
-            continue
-        if dataclasses.is_dataclass(was):
-            _refuse_difference(f'{group}.{name}', was, now)
-        right = 'a conversion only adds routing and a depth stream'
-        raise ValueError(
-            f'{group}.{name}={now!r}: is {was!r} in the run that is converted; {right}'
-        )
+    before, after = (
+        traverse_util.flatten_dict(dataclasses.asdict(model), sep='.') for model in (source, target)
+    )
+    for name, was in before.items():
+        if after[name] != was and name.split('.')[0] not in _MAY_DIFFER:
+            right = (
+                'in the run that is converted; a conversion only adds routing and a depth stream'
+            )
+            raise ValueError(f'model.{name}={after[name]!r}: is {was!r} {right}')
 
 
 def layer_numbers(model: ModelHparams) -> dict[tuple[int, int, int], int | str]:

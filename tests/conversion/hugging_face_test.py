@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from moddepth_jax.conversion import tensor_files
 from moddepth_jax.conversion.families import knobs_of, read_config
-from moddepth_jax.conversion.hugging_face import export_params, import_params, tensors_of
+from moddepth_jax.conversion.hugging_face import export_params, import_params
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model.transformer import Transformer
 from moddepth_jax.training.checkpoint import state_sha256
@@ -59,17 +58,6 @@ def test_in_out_in_again_is_bit_equal(name, max_bytes, imported, tmp_path):
     assert (state_sha256(again), dtype_again) == (state_sha256(params), dtype)
 
 
-def test_each_tensor_is_read_once(imported, monkeypatch):
-    """One after another, layer by layer: nothing is held but the parameters and one tensor."""
-    reads, read = [], tensor_files.TensorFiles.read
-    monkeypatch.setattr(
-        tensor_files.TensorFiles, 'read', lambda self, name: reads.append(name) or read(self, name)
-    )
-    hparams, _, _ = imported['llama_tied']
-    import_params(GOLDEN / 'llama_tied', hparams)
-    assert sorted(reads) == sorted(tensor.name for tensor in tensors_of(hparams.model))
-
-
 @pytest.mark.parametrize(
     ('shapes', 'words'),
     [
@@ -91,7 +79,6 @@ def test_each_tensor_is_read_once(imported, monkeypatch):
     ids=['missing', 'several missing', 'extra', 'misshapen', 'transposed'],
 )
 def test_tensors_of_another_model_are_refused(shapes, words, imported, tmp_path):
-    """Named, in one line, before any is read."""
     tensors = load_file(GOLDEN / 'llama' / FILE)
     for name, shape in shapes.items():
         tensors.pop(name, None)

@@ -43,7 +43,6 @@ def dense(tiny_config):
 
 
 def converted(dense, target):
-    """Parameters of `transfer_params`, and the moments of the dense model."""
     source, given, batch, _ = dense
     params, _ = transfer_params(source.model, given, target)
     return params, layer_moments(source.model, given, target.model, [batch])
@@ -105,7 +104,6 @@ def test_slots_start_empty_and_nearly_unseen(slots, dense, tiny_config):
 
 
 def test_moments_give_the_ridge_solution():
-    """w and its error are those of the regression written out over tokens."""
     x_ND = np.random.default_rng(3).normal(1, 0.5, (50, 4))
     moments = Moments(x_ND.T @ x_ND, x_ND.sum(0), 50.0)
     w_D, ridge = moments.fit(2.0), RIDGE * np.mean(x_ND**2) * 50

@@ -33,7 +33,6 @@ def refusal(folder):
 @pytest.mark.parametrize('max_bytes', [10**9, 60, 1])
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16', 'float16'])
 def test_what_is_written_is_read(tmp_path, dtype, max_bytes):
-    """In one file or many: the same names, shapes and values, rounded once to the dtype."""
     write(tmp_path, dtype, max_bytes=max_bytes)
     with TensorFiles(tmp_path) as files:
         assert files.shapes == SHAPES and set(files.dtypes.values()) == {dtype}
@@ -53,7 +52,6 @@ def test_what_is_written_is_read(tmp_path, dtype, max_bytes):
 
 
 def test_a_value_beyond_the_dtype_is_refused(tmp_path):
-    """float16 ends at 65504: what would become infinity is named."""
     with pytest.raises(ValueError, match='big: holds what float16 has no number for'):
         write_tensors(tmp_path, {'big': (1,)}, lambda _: np.full(1, 1e6, np.float32), 'float16')
 

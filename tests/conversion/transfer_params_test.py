@@ -9,11 +9,8 @@ from moddepth_jax.hparams import from_config
 from moddepth_jax.model.stack import Stack, unstack_layers
 from moddepth_jax.model.transformer import Transformer
 
-MOD = {
-    'model.routing.router': 'learned',
-    'model.routing.layers': '1,2',
-    'model.routing.gate': 'none',
-}
+ROUTED = {'model.routing.router': 'learned'}
+MOD = ROUTED | {'model.routing.layers': '1,2', 'model.routing.gate': 'none'}
 MODA = {'model.depth.stream': 'moda'}
 UNROLLED = {'model.depth.stream': 'average', 'model.layer_loop': 'unrolled'}
 DENSE = {
@@ -101,7 +98,7 @@ def test_capacity_one_without_a_gate_is_the_dense_model(tiny_config):
 @pytest.mark.parametrize(
     ('before', 'after', 'words'),
     [
-        (MOD, {}, "routing.router='learned' in the run that is converted: must be dense"),
+        (ROUTED, {}, "routing.router='learned' in the run that is converted: must be dense"),
         (MODA, {}, "depth.stream='moda' in the run that is converted: must be residual"),
         ({}, {'model.d_ff': 96}, 'model.d_ff=96: is 64 in the run that is converted'),
         ({}, {'model.norm_placement': 'post'}, "model.norm_placement='post': is 'pre'"),
@@ -112,7 +109,6 @@ def test_capacity_one_without_a_gate_is_the_dense_model(tiny_config):
     ids=str,
 )
 def test_what_cannot_be_converted_is_refused_by_name(before, after, words, tiny_config):
-    """One line, with both values."""
     source, target = (from_config(tiny_config(**changes)).model for changes in (before, after))
     with pytest.raises(ValueError) as caught:
         check_convertible(source, target)

@@ -21,7 +21,6 @@ STAGES = {'model.routing.capacity_stages': '1:0.2'}
 
 
 def measure_loss(params, averages, hparams, dataset):
-    """As launch.convert measures it."""
     mesh, num_batches = make_mesh('data=1'), hparams.evaluation.num_batches
     with jax.set_mesh(mesh):
         variables = model_variables(params, averages)

@@ -125,7 +125,6 @@ def test_the_seed_decides_and_samples_differ(variables, hparams):
 
 
 def test_other_rows_of_a_batch_do_not_change_a_draw(variables, hparams):
-    """A prompt's samples are the same among any others, at any place in the batch."""
     expected = generate(variables, hparams, [PROMPT, [256, 9, 8, 7], [256]], 12, seed=5, **DRAWN)
     among = generate(variables, hparams, PROMPTS[::-1], 12, seed=5, **DRAWN)
     for text, same in zip(expected.tokens[:2], among.tokens[4:], strict=True):
@@ -133,7 +132,6 @@ def test_other_rows_of_a_batch_do_not_change_a_draw(variables, hparams):
 
 
 def test_each_program_is_traced_once_a_shape(variables, hparams):
-    """Other prompts and seeds of a shape already seen compile nothing."""
 
     def sizes():
         return [f._cache_size() for f in (generate_module._start, generate_module._step)]
@@ -223,7 +221,6 @@ def test_tokens_without_room_in_a_cache_are_counted(tiny_config):
     ids=str,
 )
 def test_a_call_that_makes_no_sense_is_refused(hparams, changes, words):
-    """One line with the value, before anything runs."""
     with pytest.raises(ValueError) as caught:
         generate(None, hparams, **{'prompts': [PROMPT], 'num_tokens': 4} | changes)
     message = str(caught.value)

@@ -23,14 +23,12 @@ def model(small_model):
 
 @pytest.fixture(scope='module')
 def make_lm(model):
-    """A HarnessLM of the model; keywords of its own."""
     from moddepth_jax.inference.harness import HarnessLM
 
     return functools.partial(HarnessLM, *model, make_tokenizer('bytes'), batch_size=3)
 
 
 def asked(kind, *arguments):
-    """The harness's requests with these arguments."""
     from lm_eval.api.instance import Instance
 
     return [Instance(kind, {}, given, i, ('task', i, 1)) for i, given in enumerate(arguments)]
@@ -156,7 +154,6 @@ def test_what_generation_is_asked_for(make_lm, monkeypatch):
 
 @pytest.mark.slow
 def test_greedy_texts_are_those_of_generate(model, make_lm):
-    """Alone or in a batch with shorter ones."""
     tokenizer = make_tokenizer('bytes')
     contexts = ['def ', 'a', 'class']
     requests = asked('generate_until', *((text, {'max_gen_toks': 6}) for text in contexts))
@@ -180,7 +177,6 @@ def test_greedy_texts_are_those_of_generate(model, make_lm):
     ],
 )
 def test_what_cannot_be_answered_is_refused(make_lm, kind, request_, words):
-    """In one line; routing that looks ahead at once."""
     with pytest.raises(ValueError, match=words) as caught:
         getattr(make_lm(), kind)(asked(kind, request_))
     assert '\n' not in str(caught.value)

@@ -96,7 +96,6 @@ def test_what_begins_another_row_is_read_from_it(small_model, monkeypatch):
 
 @pytest.mark.parametrize(('context', 'lengths'), [(8, [8]), (16, [16]), (100, [16, 32, 64, 100])])
 def test_rows_have_few_lengths(context, lengths, tiny_config):
-    """Powers of two up to the context, which need not be one."""
     hparams = from_config(tiny_config(**{'data.sequence_length': context}))
     assert scoring.row_lengths(hparams) == lengths
 
@@ -114,7 +113,6 @@ def test_rows_have_few_lengths(context, lengths, tiny_config):
     ],
 )
 def test_bad_requests_are_one_line(small_model, requests, how, words):
-    """Refused before anything runs, with the request's number and what would be right."""
     with pytest.raises(ValueError) as caught:
         score(*small_model('both'), requests, **how)
     assert '\n' not in str(caught.value)

@@ -20,7 +20,6 @@ PAGE = pathlib.Path(__file__).parents[2] / 'docs' / 'backends.md'
 
 
 def rows(table):
-    """The rows of a table, the numbers of notes replaced by their reasons."""
     notes = dict(re.findall(r'^(\d+)\. (.*)$', table, re.MULTILINE))
 
     def spelled(match):
@@ -32,7 +31,6 @@ def rows(table):
 
 
 def written():
-    """The table of the page."""
     return PAGE.read_text().split(backends.BEGIN)[1].split(backends.END)[0].strip()
 
 

@@ -6,7 +6,6 @@
 import dataclasses
 import json
 import pathlib
-import random
 import shutil
 
 from configs import tiny
@@ -14,6 +13,7 @@ from moddepth_jax.data.tokenizers.json_tokenizer import train_bpe
 from moddepth_jax.hparams import from_config
 from moddepth_jax.training.run_dir import open_workdir
 from tests.forked_commands import ROOT
+from tests.launch.commands import write_words
 from tests.saved_run import save_run
 
 # In the folder that `make_folder` fills.
@@ -251,12 +251,9 @@ def snapshot(folder: pathlib.Path) -> dict:
 
 def make_folder(folder, tiny_config):
     """Texts, runs and checkpoints that the command lines name; most are bad in one way."""
-    for name in ('nothing', 'text', 'other', 'study'):
+    for name in ('nothing', 'other', 'study'):
         (folder / name).mkdir()
-    words, draw = ['to ', 'be, ', 'or ', 'not\n'], random.Random(0)
-    texts = [''.join(draw.choice(words) for _ in range(400)) for _ in range(6)]
-    for i, text in enumerate(texts):
-        (folder / 'text' / f'{i}.txt').write_text(text)
+    texts = write_words(folder / 'text')
     (folder / 'text' / 'empty1.txt').touch()
     (folder / 'text' / 'short.txt').write_text('too short')
     (folder / 'text' / 'bad.parquet').write_bytes(b'PAR1 and then nothing of the kind')
@@ -267,7 +264,7 @@ def make_folder(folder, tiny_config):
     (folder / 'page.md').write_text('# mine\n')
     shutil.copy(ROOT / 'results/cpu/study/study.json', folder / 'study')
     _make_runs(folder, tiny_config)
-    _make_hugging_face(folder, [text.encode() for text in texts])
+    _make_hugging_face(folder, texts)
 
 
 def _make_runs(folder, tiny_config):

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import random
 import subprocess
 import sys
 import time
@@ -38,3 +39,13 @@ def is_running(pid) -> bool:
     except OSError:
         return False
     return state != 'Z'
+
+
+def write_words(folder, count=6) -> list[bytes]:
+    """Writes 0.txt, 1.txt, ... of random words; returns the texts."""
+    words, draw = ['to ', 'be, ', 'or ', 'not\n'], random.Random(0)
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = [''.join(draw.choice(words) for _ in range(400)).encode() for _ in range(count)]
+    for i, text in enumerate(texts):
+        (folder / f'{i}.txt').write_bytes(text)
+    return texts

@@ -1,10 +1,8 @@
 """launch.convert: a Hugging Face checkpoint becomes a run, which is exported as it came."""
 
 import json
-import random
 import shutil
 
-import jax
 import pytest
 
 from launch import first_checkpoint
@@ -18,7 +16,7 @@ from moddepth_jax.training.mesh import make_mesh
 from moddepth_jax.training.plan import resolve_steps
 from moddepth_jax.training.saved_run import load_run, read_hparams
 from tests.forked_commands import ROOT
-from tests.launch.commands import call
+from tests.launch.commands import call, write_words
 
 GOLDEN = ROOT / 'tests' / 'conversion' / 'golden'
 KNOBS = [
@@ -38,11 +36,7 @@ COPIED = ('tokenizer.json', 'tokenizer_config.json', 'generation_config.json')
 def folder(tmp_path_factory):
     """hf: a model with a tokenizer of its own; text; W: the run that it became, hf being gone."""
     folder = tmp_path_factory.mktemp('convert')
-    words, draw = ['to ', 'be, ', 'or ', 'not\n'], random.Random(0)
-    texts = [''.join(draw.choice(words) for _ in range(400)).encode() for _ in range(6)]
-    (folder / 'text').mkdir()
-    for i, text in enumerate(texts):
-        (folder / 'text' / f'{i}.txt').write_bytes(text)
+    texts = write_words(folder / 'text')
     shutil.copytree(GOLDEN / 'olmo2', folder / 'hf')
     train_bpe(iter(texts), 262).save(folder / 'trained')
     shutil.copy(folder / 'trained' / 'tokenizer.json', folder / 'hf')
@@ -98,7 +92,6 @@ def test_training_starts_from_it(folder, imported):
 
 
 def test_the_export_is_what_was_imported(folder):
-    """Tensors, config and tokenizer files, byte for byte."""
     done = call('convert', '--workdir=W', '--to_hf=out', cwd=folder)
     assert done.status == 0, done.stderr
     for name in ('model.safetensors', *COPIED):
@@ -119,22 +112,3 @@ def test_a_folder_is_complete_or_not_there(fails, tmp_path):
         pass
     assert [path.name for path in tmp_path.iterdir()] == ['new']
     assert (tmp_path / 'new' / 'file').exists() != fails
-
-
-@pytest.mark.slow
-def test_the_commands_work_on_it(folder):
-    """launch.generate, launch.evaluate, and launch.train to the end; then out again, changed."""
-    shutil.copytree(folder / 'W', folder / 'trained_on')
-    for command, *arguments in (
-        ['generate', '--prompt=to be', '--max_tokens=4'],
-        ['train', '--config=trained_on/config.json'],
-        ['evaluate', '--num_batches=1'],
-        ['convert', '--to_hf=after', '--dtype=bfloat16'],
-    ):
-        done = call(command, '--workdir=trained_on', *arguments, cwd=folder)
-        assert done.status == 0, done.stderr
-    hparams, state = load_run(folder / 'trained_on').hparams, load_run(folder / 'trained_on').state
-    params, dtype = import_params(folder / 'after', hparams)
-    assert dtype == 'bfloat16' and int(state.step) == 2
-    rounded = jax.tree.map(lambda x: x.astype('bfloat16').astype('float32'), state.params)
-    assert state_sha256(params) == state_sha256(rounded)

@@ -60,7 +60,6 @@ def test_state_and_work_are_split_over_fake_devices(tmp_path):
 
 
 def test_page_has_the_table_of_the_kept_files(tmp_path):
-    """docs/scale.md contains the table that the command prints."""
     found = [json.loads(path.read_text()) for path in KEPT]
     assert {one['devices'] for one in found} == {8, 64, 256}
     done = call('dry_run', 'table', *KEPT, cwd=tmp_path)

@@ -14,7 +14,6 @@ TASKS = '--include_path=tests/launch/lm_eval_tasks'  # whose data are named from
 
 @pytest.fixture
 def lm_eval(trained, hasty, tmp_path):
-    """Runs the command on the trained run, without a network."""
     variables = hasty | {'HF_HOME': str(tmp_path / 'hf'), 'HF_HUB_OFFLINE': '1', 'COLUMNS': '100'}
     return lambda *words: call('lm_eval', f'--workdir={trained}/run', TASKS, *words, **variables)
 
@@ -44,7 +43,6 @@ def test_finished_tasks_are_kept(lm_eval, tmp_path):
 
 
 def test_without_the_library_it_says_how_to_get_it():
-    """One line with the command that installs it, before anything is loaded."""
     hide = "import runpy, sys; sys.modules['lm_eval'] = None; "
     run = "runpy.run_module('launch.lm_eval', run_name='__main__', alter_sys=True)"
     line = [sys.executable, '-c', hide + run, '--workdir=none', '--tasks=arc_easy']

@@ -67,7 +67,6 @@ def local(tmp_path):
 
 
 def starts(folder):
-    """What each start of CHILD noted, oldest first."""
     try:
         lines = (folder / 'starts.jsonl').read_text().splitlines()
     except FileNotFoundError:
@@ -76,7 +75,6 @@ def starts(folder):
 
 
 def finish(process):
-    """(status, lines on stdout, lines on stderr), once it has ended."""
     out, err = process.communicate(timeout=60)
     return process.returncode, out.splitlines(), err.splitlines()
 
@@ -130,7 +128,6 @@ def test_all_are_restarted_as_often_as_given(local, tmp_path):
 
 
 def test_bad_input_is_not_retried(local, tmp_path):
-    """It would fail again: one start, whatever --restarts is."""
     status, _, err = finish(local('2,2', '--restarts=5'))
     assert status == 2 and len(starts(tmp_path)) == 2
     assert any('would fail again' in line for line in err)
@@ -160,7 +157,6 @@ def test_ctrl_c_stops_all_and_a_second_one_ends_them_at_once(local, tmp_path):
 
 @pytest.mark.skipif(not sys.platform.startswith('linux'), reason='only Linux kills orphans')
 def test_no_process_outlives_a_killed_supervisor(local, tmp_path):
-    """kill -9 of launch.local ends what it started, even if that ignores SIGTERM."""
     process = local('stubborn,sleep')
     wait_for(lambda: len(starts(tmp_path)) == 2)
     process.kill()

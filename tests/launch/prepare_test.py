@@ -41,7 +41,6 @@ def _parts(output):
 
 
 def _children(process):
-    """Process ids of its children."""
     children = pathlib.Path(f'/proc/{process.pid}/task/{process.pid}/children')
     return [int(word) for word in children.read_text().split()]
 
