@@ -263,6 +263,23 @@ def load_saved_run(workdir: str, mesh_of=None):
     return run
 
 
+def define_routing(rules: str, more: str = '') -> flags.FlagHolder:
+    """Defines --routing, one of `rules`; the default is None, the rule of the run."""
+    default = f'Default: the rule that the run was trained for{more}.'
+    return flags.DEFINE_string('routing', None, f'How tokens are routed: {rules}. {default}')
+
+
+def checked_mesh(hparams, text: str, batch_size: int | None = None):
+    """The mesh of --mesh, over which `batch_size` rows divide; None: as many as it has devices."""
+    from moddepth_jax.training.mesh import check_mesh, make_mesh
+
+    mesh = make_mesh(text)
+    data = dataclasses.replace(hparams.data, batch_size=batch_size or mesh.size)
+    training = dataclasses.replace(hparams.training, accumulate_steps=1)
+    check_mesh(dataclasses.replace(hparams, data=data, training=training), mesh)
+    return mesh
+
+
 def enable_compilation_cache(hparams):
     """Keeps compiled programs under the user's cache directory if training.compilation_cache."""
     import jax

@@ -22,11 +22,8 @@ from absl import flags
 from launch import cli
 
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.', required=True)
-ROUTING = flags.DEFINE_string(
-    'routing',
-    None,
-    'top_c, aux_loss, predictor, threshold or dense. Default: the causal rule that the run was '
-    'trained for, compared with top_c.',
+ROUTING = cli.define_routing(
+    'top_c, aux_loss, predictor, threshold or dense', ', compared with top_c'
 )
 DATA = flags.DEFINE_string(
     'data',
@@ -116,14 +113,9 @@ def _mesh(hparams):
     """The mesh of --mesh; batches are as large as in training, without micro-batches."""
     import jax
 
-    from moddepth_jax.training.mesh import check_mesh, make_mesh
-
-    most = math.gcd(hparams.data.batch_size, jax.device_count())
-    alone = jax.process_count() == 1
-    mesh = make_mesh(MESH.value or (f'data={most}' if alone else ''))
-    training = dataclasses.replace(hparams.training, accumulate_steps=1)
-    check_mesh(dataclasses.replace(hparams, training=training), mesh)
-    return mesh
+    size = hparams.data.batch_size
+    default = f'data={math.gcd(size, jax.device_count())}' if jax.process_count() == 1 else ''
+    return cli.checked_mesh(hparams, MESH.value or default, size)
 
 
 def _measure(run, dataset, most):

@@ -11,7 +11,6 @@ same command, see launch.train; the devices that it was trained on do not matter
 
 import codecs
 import contextlib
-import dataclasses
 import os
 import sys
 import time
@@ -31,11 +30,7 @@ TEMPERATURE = flags.DEFINE_float('temperature', 1.0, 'Lower is safer, 0 takes th
 TOP_P = flags.DEFINE_float('top_p', 1.0, 'Draw from the likeliest tokens of this probability.')
 SEED = flags.DEFINE_integer('seed', 0, 'Of the draws.', lower_bound=0, upper_bound=2**32 - 1)
 NUM_SAMPLES = flags.DEFINE_integer('num_samples', 1, 'Texts for each prompt.', lower_bound=1)
-ROUTING = flags.DEFINE_string(
-    'routing',
-    None,
-    'aux_loss, predictor, threshold or dense. Default: the rule that the run was trained for.',
-)
+ROUTING = cli.define_routing('aux_loss, predictor, threshold or dense')
 MESH = flags.DEFINE_string(
     'mesh', None, 'As of launch.train. Default: one device; for several processes all, as data.'
 )
@@ -92,17 +87,6 @@ def _describe(result, progress, seconds):
         which = 'the document' if rows == 1 else f'{sum(result.stopped)} of {rows}'
         parts.append(f'{which} ended by itself')
     return ', '.join(parts + result.notes)
-
-
-def _mesh(hparams):
-    """The mesh of --mesh, or of all devices. Rows need not divide over it."""
-    from moddepth_jax.training.mesh import check_mesh, make_mesh
-
-    mesh = make_mesh(MESH.value or '')
-    data = dataclasses.replace(hparams.data, batch_size=mesh.size)
-    training = dataclasses.replace(hparams.training, accumulate_steps=1)
-    check_mesh(dataclasses.replace(hparams, data=data, training=training), mesh)
-    return mesh
 
 
 def _request(run):
@@ -167,7 +151,10 @@ def main(_):
     if MESH.value is None and not multihost.is_initialized():
         _write(cli.load_saved_run(WORKDIR.value))
         return
-    run = cli.load_saved_run(WORKDIR.value, _mesh)
+    # Rows need not divide over it.
+    run = cli.load_saved_run(
+        WORKDIR.value, lambda hparams: cli.checked_mesh(hparams, MESH.value or '')
+    )
     with jax.set_mesh(run.state.step.sharding.mesh):
         _write(run)
 

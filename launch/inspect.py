@@ -21,12 +21,7 @@ from moddepth_jax.training.progress import printable
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.', required=True)
 TEXT = flags.DEFINE_string('text', None, 'A file, - for stdin, or the text itself.', required=True)
 OUT = flags.DEFINE_string('out', None, 'Directory for page, numbers and pictures.', required=True)
-ROUTING = flags.DEFINE_string(
-    'routing',
-    None,
-    'top_c (looks at the future), aux_loss, predictor, threshold or dense. Default: the rule that '
-    'the run was trained for.',
-)
+ROUTING = cli.define_routing('top_c (looks at the future), aux_loss, predictor, threshold or dense')
 LANGUAGE = flags.DEFINE_enum(
     'language', 'auto', ['auto', 'python', 'prose'], 'Of the text, for the kinds of tokens.'
 )

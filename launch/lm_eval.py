@@ -38,11 +38,7 @@ LIMIT = flags.DEFINE_float('limit', None, 'First documents of each task; below 1
 BATCH_SIZE = flags.DEFINE_integer(
     'batch_size', 32, 'Rows that run together; changes speed and memory only.', lower_bound=1
 )
-ROUTING = flags.DEFINE_string(
-    'routing',
-    None,
-    'aux_loss, predictor, threshold or dense. Default: the rule that the run was trained for.',
-)
+ROUTING = cli.define_routing('aux_loss, predictor, threshold or dense')
 SEED = flags.DEFINE_integer(
     'seed', 1234, 'Of examples and draws.', lower_bound=0, upper_bound=2**31
 )

@@ -10,7 +10,6 @@ elsewhere they would run to their end. The exit status is that of process 0, or 
 died.
 """
 
-import collections
 import ctypes
 import math
 import os
@@ -44,7 +43,6 @@ CONSEQUENCES = (75, -signal.SIGABRT)
 SETTLE_SECONDS = 2.0  # in which the process that died first may still show up
 STOP_SECONDS = 5.0  # from SIGTERM to SIGKILL, once a process has died
 POLL_SECONDS = 0.05
-HOLD_SECONDS = 0.5  # that stderr is held back, to know first whether another process died
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
@@ -73,7 +71,7 @@ class _Processes:
     """One start of all processes."""
 
     def __init__(self, arguments):
-        self._readers, self._lines, self._first_death = [], collections.deque(), math.inf
+        self._readers, self._first_death = [], math.inf
         with socket.socket() as listener:
             listener.bind(('127.0.0.1', 0))
             port = listener.getsockname()[1]
@@ -89,15 +87,10 @@ class _Processes:
             **pipes,
         )
         if index:
-            reader = threading.Thread(target=self._read, args=(process.stderr, index), daemon=True)
-            reader.start()
-            self._readers.append(reader)
+            args = (process.stderr, index)
+            self._readers.append(threading.Thread(target=_print_lines, args=args, daemon=True))
+            self._readers[-1].start()
         return process
-
-    def _read(self, stream, index):
-        for line in stream:
-            text = line.decode(errors='replace').rstrip()
-            self._lines.append((time.monotonic(), index, text))
 
     def ended(self) -> list[_Death]:
         """The processes that have ended, in order; the first of the list may be process 0."""
@@ -124,20 +117,9 @@ class _Processes:
         for process in self._all:
             process.send_signal(number)  # does nothing to a process that has ended
 
-    def print_stderr(self, seconds, only):
-        """Prints lines of stderr that are `seconds` old; of process `only`, if that is given.
-
-        A process that loses another one ends with pages from JAX's runtime.
-        """
-        while self._lines and self._lines[0][0] <= time.monotonic() - seconds:
-            _, index, text = self._lines.popleft()
-            if only is None or index == only:
-                print(f'process {index}: {text}', file=sys.stderr, flush=True)
-
     def wait(self, stop, restarts) -> int:
         """Waits for all processes, and stops them if one dies or we are asked to; their status."""
-        forwarded, dead, kill_at, only = False, None, math.inf, None
-        running = True
+        forwarded, dead, kill_at, running = False, None, math.inf, True
         while running:
             ended = self.ended()
             running = len(ended) < len(self._all)
@@ -149,16 +131,13 @@ class _Processes:
                 if dead is not None:
                     kill_at = time.monotonic() + STOP_SECONDS
                     if not forwarded:
-                        only = dead.index
                         _print_death(dead, restarts)
                         self.send(signal.SIGTERM)
             if stop.at_once or time.monotonic() > kill_at:
                 self.send(signal.SIGKILL)
-            self.print_stderr(HOLD_SECONDS, only)
             time.sleep(POLL_SECONDS * running)
         for reader in self._readers:
             reader.join(timeout=STOP_SECONDS)
-        self.print_stderr(0, only)
         if stop.at_once:
             return 130
         status = self._all[0].returncode if dead is None else dead.status
@@ -174,6 +153,12 @@ def main(argv):
         if status in (0, BAD_INPUT) or stop.received:
             break
     return status
+
+
+def _print_lines(stream, index):
+    for line in stream:
+        text = line.decode(errors='replace').rstrip()
+        print(f'process {index}: {text}', file=sys.stderr, flush=True)
 
 
 def _print_death(dead, restarts):

@@ -7,7 +7,6 @@ from typing import NamedTuple
 from moddepth_jax.hparams import ModelHparams
 
 CONFIG_FILE = 'config.json'
-MAX_POSITIONS = 'max_position_embeddings'
 
 
 class Family(NamedTuple):
@@ -180,7 +179,7 @@ def config_of(
         **ids,
         'hidden_act': 'silu',
         'initializer_range': model.init_std,
-        MAX_POSITIONS: positions,
+        'max_position_embeddings': positions,
         'rms_norm_eps': model.norm_eps,
         'rope_theta': model.rope_theta,
         'rope_parameters': {'rope_type': 'default', 'rope_theta': model.rope_theta},

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moddepth_jax.conversion.transfer_params import layer_numbers
-from moddepth_jax.hparams import Hparams, ModelHparams
+from moddepth_jax.hparams import ModelHparams
 from moddepth_jax.model.attention import TokenInfo, model_segment_ids
 from moddepth_jax.model.block import Block
 from moddepth_jax.model.layers import apply_rope, embed
@@ -22,7 +22,7 @@ SCORES = {'raw': 1.0, 'sigmoid': 5.0, 'tanh': 3.0}
 STRENGTHS = (0.0, 2.0, 4.0, 8.0)
 SLOTS = {'attention_slot': 'attention', 'ffn_slot': 'mlp', 'block_slot': 'block'}
 RIDGE = 1e-3  # relative to the mean square of the inputs of a fit
-_TOKENS_PER_WIDTH = 64  # tokens of a fit for each dimension of the stream
+TOKENS_PER_WIDTH = 64  # tokens of a fit for each dimension of the stream
 _PRECISE = {'precision': 'highest'}
 
 
@@ -60,12 +60,6 @@ class LayerMoments(NamedTuple):
     mlp: Moments | None
     block: Moments | None
     queries: Moments
-
-
-def num_fit_batches(hparams: Hparams) -> int:
-    """Number of batches with enough tokens for the moments of a model."""
-    tokens = hparams.data.batch_size * hparams.data.sequence_length
-    return -(-_TOKENS_PER_WIDTH * hparams.model.d_model // tokens)
 
 
 def layer_moments(source: ModelHparams, params, target: ModelHparams, batches) -> list:

@@ -12,7 +12,6 @@ import numpy as np
 ONE_FILE = 'model.safetensors'
 INDEX_FILE = 'model.safetensors.index.json'
 DTYPES = {'F32': 'float32', 'BF16': 'bfloat16', 'F16': 'float16'}
-MAX_SHARD_BYTES = 5 * 10**9  # of one file, which is in memory while it is written
 _AGAIN = 'download it again'
 
 
@@ -93,7 +92,7 @@ def write_tensors(
     shapes: dict[str, tuple[int, ...]],
     read: Callable[[str], np.ndarray],
     dtype: str,
-    max_bytes: int = MAX_SHARD_BYTES,
+    max_bytes: int = 5 * 10**9,  # of one file, which is in memory while it is written
 ) -> None:
     """Writes tensors to one file, or to several of at most `max_bytes` (a tensor at least) each.
 

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 
 from moddepth_jax.conversion.init_from_dense import (
     STRENGTHS,
+    TOKENS_PER_WIDTH,
     fit_routers,
     fit_slots,
     layer_moments,
-    num_fit_batches,
 )
 from moddepth_jax.conversion.transfer_params import check_convertible, transfer_params
 from moddepth_jax.hparams import Hparams
@@ -37,7 +37,9 @@ def upcycle(run, hparams: Hparams, dataset, measure_loss: Callable) -> tuple[dic
     first_hparams, errors, note = hparams.at(hparams.stages[0]), {}, {}
     has_slots = any('_slot.' in name for name in new)
     if has_slots or any(name.endswith('.router.w') for name in new):
-        batches = (dataset.train_batch(i) for i in range(num_fit_batches(hparams)))
+        tokens = hparams.data.batch_size * hparams.data.sequence_length
+        num_batches = -(-TOKENS_PER_WIDTH * hparams.model.d_model // tokens)
+        batches = map(dataset.train_batch, range(num_batches))
         moments = layer_moments(run.hparams.model, run.state.params, hparams.model, batches)
         params, errors = fit_routers(params, hparams.model, moments)
     if has_slots:
