@@ -45,10 +45,7 @@ def test_logits_are_those_of_transformers(name, imported):
 @pytest.mark.parametrize('name', NAMES)
 @pytest.mark.parametrize('max_bytes', [10**9, 15_000])
 def test_in_out_in_again_is_bit_equal(name, max_bytes, imported, tmp_path):
-    """Parameters and dtype come back bit for bit, from one file or several.
-
-    One file is that of transformers, byte for byte.
-    """
+    """Parameters and dtype come back bit for bit, from one file or several."""
     hparams, params, dtype = imported[name]
     export_params(tmp_path, hparams, params, dtype, max_bytes=max_bytes)
     assert (tmp_path / FILE).exists() == (max_bytes == 10**9)

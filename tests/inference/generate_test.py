@@ -83,10 +83,7 @@ def forward(variables, hparams, tokens, routing, tokenizer=None):
     ],
 )
 def test_greedy_texts_are_the_argmax_of_full_forwards(tiny_config, routing, knobs):
-    """At temperature 0 a token is the argmax of one pass over the tokens before it and no more.
-
-    Prompts of three lengths side by side, one of them of two documents.
-    """
+    """At temperature 0 a token is the argmax of one pass over the tokens before it and no more."""
     hparams = make_hparams(tiny_config, **knobs)
     variables = make_variables(hparams)
     prompts = [PROMPT, [256], [256, 7, 8, 256, 9, 10]]
@@ -228,10 +225,7 @@ class Gapped:
 
 
 def test_neither_gaps_nor_special_ids_are_drawn_and_every_stop_ends_a_text(tiny_config):
-    """Of equal logits: ids with text are drawn, and the two ids that end it, which are left out.
-
-    The model has more ids than the tokenizer.
-    """
+    """Of equal logits: ids with text are drawn, and the two ids that end it, which are left out."""
     changes = {'model.num_layers': 1, 'model.vocab_size': 256, 'model.routing.router': 'none'}
     hparams = make_hparams(tiny_config, **changes)
     init = functools.partial(Transformer(hparams).init, jax.random.key(0))
@@ -258,9 +252,3 @@ def test_a_document_does_not_see_the_one_before_it(variables, hparams):
         texts = generate(variables, hparams, prompts, 1, **how).tokens
         last[tokenizer] = [text[-1] for text in texts]
     assert len(set(last[TOKENIZER])) == 1 < len(set(last[None]))
-
-
-def test_a_dense_model_has_no_causal_rule(tiny_config):
-    hparams = make_hparams(tiny_config, **{'model.routing.router': 'none'})
-    with pytest.raises(ValueError, match="routing='predictor': no block of this model is routed"):
-        generate(None, hparams, [PROMPT], 4, routing='predictor')

@@ -60,10 +60,7 @@ def rolling_by_hand(log_p):
 
 
 def test_numbers_are_those_by_hand(small_model, log_p_of):
-    """Of multiple choice and of perplexity in windows.
-
-    A group is run task by task, and has the mean of the metrics that it names.
-    """
+    """Of multiple choice and of perplexity in windows."""
     from moddepth_jax.inference.harness import HarnessLM
     from moddepth_jax.inference.harness_tasks import HarnessTasks
 

@@ -44,10 +44,7 @@ def tokens(text, begin=(SEPARATOR,)):
 
 
 def test_a_context_follows_the_separator(model, make_lm):
-    """Spaces at its end go to the continuation; an empty one is only the separator.
-
-    A separator that is spelt in the text is text.
-    """
+    """Spaces at its end go to the continuation; an empty one is only the separator."""
     pairs = {
         ('2+2=', '4'): ('2+2=', '4'),
         ('a ', 'é'): ('a', ' é'),

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from moddepth_jax.hparams import from_config
 from moddepth_jax.inference import scoring
 from moddepth_jax.inference.scoring import score
 from tests.inference.conftest import CONTEXT
@@ -85,12 +84,6 @@ def test_what_begins_another_row_is_read_from_it(small_model, monkeypatch):
     score(variables, hparams, [*options, (context[:3], [3]), (context, [7])], batch_size=3)
     assert rows == [1, 2]
     assert shared[3] == score(variables, hparams, [(context[:3], [3])], batch_size=3)[0]
-
-
-@pytest.mark.parametrize(('context', 'lengths'), [(8, [8]), (16, [16]), (100, [16, 32, 64, 100])])
-def test_rows_have_few_lengths(context, lengths, tiny_config):
-    hparams = from_config(tiny_config(**{'data.sequence_length': context}))
-    assert scoring.row_lengths(hparams) == lengths
 
 
 @pytest.mark.parametrize(

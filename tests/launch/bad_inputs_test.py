@@ -12,12 +12,7 @@ from tests.launch.toy_command import make_toy
 
 
 def check(table, run):
-    """Each case ends with status 2, no output, and one line with its words.
-
-    Args:
-      table: such as COMMANDS.
-      run: returns what became of command lines.
-    """
+    """Each case ends with status 2, no output, and one line with its words."""
     lines = {f'{first} {more}': words for first in table for more, words in table[first]}
     found = run([shlex.split(line) for line in lines])
     for done in found:  # JAX_LOG_COMPILES shows abstract traces, too

@@ -53,10 +53,7 @@ def test_flags_and_overrides_reach_main(toy):
 
 
 def test_a_bug_has_its_traceback(toy):
-    """An exception that is no user's mistake has it, as any has with --traceback.
-
-    An int that main returns is the exit status.
-    """
+    """An exception that is no user's mistake has it, as any has with --traceback."""
     cases = [
         ([BASE, '--act=bug'], 1, 'RuntimeError: a bug'),
         (['--config={}/buggy.py', '--traceback'], 2, 'error: --config='),
@@ -71,11 +68,10 @@ def test_a_bug_has_its_traceback(toy):
 
 def test_interrupt_is_one_line(folder):
     line = [sys.executable, folder / 'toy.py', BASE, '--act=wait']
-    env = {**os.environ, 'PYTHONPATH': str(ROOT)}
-    pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, 'text': True}
+    pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, 'text': True, 'cwd': ROOT}
     # If the tests themselves ignore SIGINT, as background jobs of a shell do, a child would too.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    with subprocess.Popen(line, cwd=ROOT, env=env, **pipes) as process:
+    with subprocess.Popen(line, env=os.environ | {'PYTHONPATH': str(ROOT)}, **pipes) as process:
         signal.signal(signal.SIGINT, before)
         assert process.stdout.readline() == 'waiting\n'
         process.send_signal(signal.SIGINT)

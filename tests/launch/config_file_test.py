@@ -59,12 +59,6 @@ def test_auto_is_resolved_again_after_changes(tiny_config, tmp_path):
     )
 
 
-def test_an_explicit_choice_is_kept(tiny_config, tmp_path):
-    changes = {'model.routing.router': 'learned', 'model.routing.gate': 'tanh'}
-    routing = config_file.load(stored(tmp_path, tiny_config(**changes))[0]).model.routing
-    assert (routing.gate, routing.causal_rule) == ('tanh', 'auto')
-
-
 def test_a_bad_config_json_is_one_line(tiny_config, tmp_path):
     path, _ = stored(tmp_path, tiny_config())
     content = json.loads(pathlib.Path(path).read_text())

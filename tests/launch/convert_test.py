@@ -19,16 +19,13 @@ from tests.forked_commands import ROOT
 from tests.launch.commands import call, write_words
 
 GOLDEN = ROOT / 'tests' / 'conversion' / 'golden'
-KNOBS = [
-    '--config.data.sequence_length=32',
-    '--config.data.batch_size=4',
-    '--config.data.held_out_fraction=0.3',
-    '--config.training.num_steps=2',
-    '--config.training.compilation_cache=False',
-    '--config.evaluation.final_batches=1',
-    '--config.report.sample_tokens=4',
-    '--config.report.heatmap_tokens=8',
-]
+KNOBS = {
+    'data.sequence_length': 32,
+    'data.batch_size': 4,
+    'data.held_out_fraction': 0.3,
+    'training.num_steps': 2,
+    'training.compilation_cache': False,
+}
 COPIED = ('tokenizer.json', 'tokenizer_config.json', 'generation_config.json')
 
 
@@ -42,8 +39,9 @@ def folder(tmp_path_factory):
     shutil.copy(folder / 'trained' / 'tokenizer.json', folder / 'hf')
     named = {'eos_token': '<|endoftext|>', 'model_max_length': 64}
     (folder / 'hf' / 'tokenizer_config.json').write_text(json.dumps(named))
-    source = f'--config.data.source={folder}/text/*.txt'
-    done = call('convert', '--from_hf=hf', '--workdir=W', source, *KNOBS, cwd=folder)
+    knobs = KNOBS | {'data.source': f'{folder}/text/*.txt', 'report.sample_tokens': 4}
+    knobs = [f'--config.{name}={value}' for name, value in knobs.items()]
+    done = call('convert', '--from_hf=hf', '--workdir=W', *knobs, cwd=folder)
     assert done.status == 0, done.stderr
     assert 'olmo2' in done.stdout and 'launch.train --config=W/config.json' in done.stdout
     (folder / 'hf').rename(folder / 'gone')

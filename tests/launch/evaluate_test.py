@@ -62,10 +62,7 @@ def done(trained, out, hasty):
 
 
 def test_it_repeats_the_last_evaluation_of_the_run(trained, done):
-    """The loss, top-C for comparison and each layer's routing are those of summary.json.
-
-    With --json=- stdout is the JSON and nothing else.
-    """
+    """The loss, top-C for comparison and each layer's routing are those of summary.json."""
     assert done['repeated'].stderr == ''
     report = json.loads(done['repeated'].stdout)
     summary = json.loads((trained / 'run' / 'summary.json').read_text())
@@ -104,10 +101,7 @@ def test_other_text_is_measured_completely(done):
 
 
 def test_text_that_has_changed_is_reported(done):
-    """Held-out text of other files than the run's is measured, with a line that says so.
-
-    In the table, the loss under the causal rule is above that under top-C.
-    """
+    """Held-out text of other files than the run's is measured, with a line that says so."""
     stdout, stderr = done['changed'].stdout, done['changed'].stderr
     assert stderr.startswith('data fingerprint: corpus_sha256 was ')
     assert 'may have been trained on' in stderr and stderr.count('\n') == 1

@@ -30,11 +30,7 @@ def written(run, prompts, num_tokens, **how):
 
 
 def test_one_text_is_printed_while_it_grows(trained, hasty, run):
-    """Prompt and text appear before the end, in whole characters, and are those of the library.
-
-    Bytes that are no character show as one; control characters are left out; the last line ends.
-    The line on stderr says how much was written and how fast.
-    """
+    """Prompt and text appear before the end, in whole characters, and are those of the library."""
     line = [sys.executable, '-m', 'launch.generate', f'--workdir={trained}/run', '--prompt=né ']
     line += ['--max_tokens=25', '--seed=7', '--temperature=300']
     pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, 'bufsize': 0}

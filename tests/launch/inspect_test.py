@@ -56,10 +56,7 @@ def test_everything_about_a_text(folder):
 
 @pytest.mark.slow
 def test_top_c_and_a_dense_run(folder):
-    """--routing and --max_tokens are obeyed; pictures of an earlier inspection are removed.
-
-    A dense run has a page, and no routing.png.
-    """
+    """--routing and --max_tokens are obeyed; pictures of an earlier inspection are removed."""
     given = ('--text=hello, world', '--out=out')
     more = ('--routing=top_c', '--max_tokens=9', '--language=prose')
     done = call('inspect', '--workdir=trained', *given, *more, cwd=folder)
