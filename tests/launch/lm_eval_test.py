@@ -19,7 +19,7 @@ def lm_eval(trained, hasty, tmp_path):
 
 
 def test_finished_tasks_are_kept(lm_eval, tmp_path):
-    """The second of two tasks has no data: status 2 and one line; the first is printed and saved."""
+    """The second of two tasks has no data: status 2, one line; the first is printed and saved."""
     json_file = f'--json={tmp_path}/out.json'
     done = lm_eval('--tasks=toy_choice,toy_missing', json_file, '--batch_size=3', '--limit=3')
     assert done.status == 2

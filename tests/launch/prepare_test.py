@@ -120,7 +120,7 @@ def test_the_summary_says_what_there_is_and_how_to_train_on_it(whole, tmp_path):
 
 
 def test_killed_and_started_again_it_ends_with_the_same_bytes(folder, whole, tmp_path):
-    """SIGKILL of a worker is reported in one line; that of the first process ends the others, too."""
+    """SIGKILL of a worker is reported in one line; that of the first process ends the others."""
     with _started(folder, tmp_path / 'out', '--processes=2') as process:
         os.kill(_workers(process)[1], signal.SIGKILL)
         error = process.communicate(timeout=60)[1]
