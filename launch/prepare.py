@@ -11,8 +11,8 @@ large the input is; a document has to fit in it. While it runs, the output takes
 space of its tokens.
 
 After a kill or an interruption the same command continues. A row that cannot be read ends it with
-file, row and what to do; finished work is kept. Correct the file and run the same command: only
-that file is done again. A new start is needed only if bpe:N was already trained.
+file, row and what to do; correct the file and run the same command: only that file is done again.
+A new start is needed only if bpe:N was already trained.
 The result does not depend on --processes.
 """
 

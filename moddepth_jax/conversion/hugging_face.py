@@ -11,9 +11,8 @@ import numpy as np
 
 from moddepth_jax.conversion.families import family_of
 from moddepth_jax.conversion.tensor_files import TensorFiles, write_tensors
+from moddepth_jax.conversion.transfer_params import abstract_params, layer_numbers
 from moddepth_jax.hparams import Hparams, ModelHparams
-from moddepth_jax.model.stack import Stack
-from moddepth_jax.model.transformer import Transformer
 
 HEAD, TABLE = 'lm_head.weight', 'model.embed_tokens.weight'
 _BUFFER = '.rotary_emb.inv_freq'  # of old checkpoints: computed, not learned
@@ -41,15 +40,11 @@ def tensors_of(model: ModelHparams) -> list[Tensor]:
     """All tensors of a dense model of one of the families, in the order of its layers."""
     table = (model.vocab_size, model.d_model)
     tensors = [Tensor(TABLE, table, ('embedding',))]
-    layer = 0
-    for i, run in enumerate(Stack(model, 'top_c').runs):
-        for repeat in range(run.repeats):
-            for j in range(len(run.group)):
-                place = ('stack', f'run_{i}', f'layer_{j}')
-                for suffix, shape, path in _layer_tensors(model):
-                    name = f'model.layers.{layer}.{suffix}'
-                    tensors.append(Tensor(name, shape, (*place, *path), repeat, len(shape) == 2))
-                layer += 1
+    for (i, repeat, j), layer in layer_numbers(model).items():
+        place = ('stack', f'run_{i}', f'layer_{j}')
+        for suffix, shape, path in _layer_tensors(model):
+            name, transposed = f'model.layers.{layer}.{suffix}', len(shape) == 2
+            tensors.append(Tensor(name, shape, (*place, *path), repeat, transposed))
     tensors.append(Tensor('model.norm.weight', (model.d_model,), ('final_norm', 'scale')))
     if not model.tie_embeddings:
         tensors.append(Tensor(HEAD, table, ('head', 'kernel'), transposed=True))
@@ -116,10 +111,7 @@ def import_params(folder: str | os.PathLike, hparams: Hparams) -> tuple[dict, st
                 ours[tensor.repeat] = theirs.reshape(ours[tensor.repeat].shape)
             return jnp.asarray(ours)
 
-        tokens_BT = jax.ShapeDtypeStruct((1, hparams.data.sequence_length), 'int32')
-        init = Transformer(hparams).init
-        abstract = jax.eval_shape(init, jax.random.key(0), tokens_BT)['params']
-        params = jax.tree_util.tree_map_with_path(leaf, abstract)
+        params = jax.tree_util.tree_map_with_path(leaf, abstract_params(hparams))
         dtypes = set(files.dtypes.values())
     return params, dtypes.pop() if len(dtypes) == 1 else 'float32'
 

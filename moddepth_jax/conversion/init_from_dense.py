@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moddepth_jax.conversion.transfer_params import layer_numbers
+from moddepth_jax.conversion.transfer_params import in_layer, layer_numbers
 from moddepth_jax.hparams import ModelHparams
 from moddepth_jax.model.attention import TokenInfo, model_segment_ids
 from moddepth_jax.model.block import Block
@@ -168,10 +168,11 @@ def _replace(params, target, changes):
 
     def replace(path, leaf):
         keys = tuple(key.key for key in path)
-        change = changes.get(keys[3:]) if keys[0] == 'stack' else None
-        if change is None:
+        if keys[0] != 'stack':
             return leaf
-        i, j = int(keys[1].removeprefix('run_')), int(keys[2].removeprefix('layer_'))
+        i, j, name = in_layer(keys)
+        if (change := changes.get(name)) is None:
+            return leaf
         new = [change(leaf[repeat], numbers[i, repeat, j]) for repeat in range(len(leaf))]
         return jnp.asarray(np.stack(new), leaf.dtype)
 

@@ -47,6 +47,12 @@ def check_convertible(source: ModelHparams, target: ModelHparams):
             raise ValueError(f'model.{name}={after[name]!r}: is {was!r} {right}')
 
 
+def abstract_params(hparams: Hparams):
+    """Shapes and dtypes of the parameters of a model."""
+    tokens_BT = jax.ShapeDtypeStruct((1, hparams.data.sequence_length), 'int32')
+    return jax.eval_shape(Transformer(hparams).init, jax.random.key(0), tokens_BT)['params']
+
+
 def layer_numbers(model: ModelHparams) -> dict[tuple[int, int, int], int | str]:
     """The layer at (run, repeat, index in the group); entry and exit have their part's name."""
     numbers, layer = {}, 0
@@ -62,7 +68,7 @@ def _keys(path):
     return tuple(key.key for key in path)
 
 
-def _in_layer(keys):
+def in_layer(keys: tuple) -> tuple[int, int, tuple]:
     """(run, index in the group, name in the layer) of a leaf of the stack.
 
     The parameters of a routed block are one level deeper than those of a dense one.
@@ -84,11 +90,9 @@ def transfer_params(source: ModelHparams, params: dict, target: Hparams) -> tupl
         if keys[0] != 'stack':
             found[keys] = leaf
             continue
-        i, j, name = _in_layer(keys)
+        i, j, name = in_layer(keys)
         for repeat in range(len(leaf)):
             found[numbers[i, repeat, j], name] = leaf[repeat]
-    tokens_BT = jax.ShapeDtypeStruct((1, target.data.sequence_length), 'int32')
-    abstract = jax.eval_shape(Transformer(target).init, jax.random.key(0), tokens_BT)['params']
     numbers, runs = layer_numbers(target.model), Stack(target.model, 'top_c').runs
     new, fresh = [], {}
 
@@ -96,7 +100,7 @@ def transfer_params(source: ModelHparams, params: dict, target: Hparams) -> tupl
         keys = _keys(path)
         if keys[0] != 'stack':
             return jnp.asarray(found[keys])
-        i, j, name = _in_layer(keys)
+        i, j, name = in_layer(keys)
         places = [(i, repeat, j) for repeat in range(wanted.shape[0])]
         if (numbers[places[0]], name) in found:
             return jnp.asarray(np.stack([found[numbers[place], name] for place in places]))
@@ -107,7 +111,7 @@ def transfer_params(source: ModelHparams, params: dict, target: Hparams) -> tupl
             fresh[place] = jax.tree.map(np.asarray, made)
         return jnp.asarray(np.stack([fresh[place][keys[3:]] for place in places]))
 
-    return jax.tree_util.tree_map_with_path(leaf, abstract), new
+    return jax.tree_util.tree_map_with_path(leaf, abstract_params(target)), new
 
 
 @functools.partial(jax.jit, static_argnames=('model', 'kind'))
