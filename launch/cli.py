@@ -72,8 +72,8 @@ def define_config(default: str | None = None) -> flags.FlagHolder:
 
 def config_name() -> str:
     """NAME of --config=configs/NAME.py[:TEXT] or NAME/config.json, after the flags are parsed."""
-    path = pathlib.Path(FLAGS['config'].config_filename.split(':', 1)[0])
-    return path.resolve().parent.name if path.suffix == '.json' else path.stem
+    path = pathlib.Path(os.path.abspath(FLAGS['config'].config_filename.split(':', 1)[0]))
+    return path.parent.name if path.suffix == '.json' else path.stem
 
 
 def _prepare_backend():

@@ -100,17 +100,16 @@ class HarnessLM(TemplateLM):
 
     def loglikelihood_rolling(self, requests, disable_tqdm=True) -> list[float]:
         """Log-likelihood in nats of each complete text, every token predicted once."""
-        windows = [self._windows(request.args[0]) for request in requests]
+        windows = []
+        for request in requests:
+            ids = self.tok_encode(request.args[0], add_special_tokens=False)
+            rolling = utils.get_rolling_token_windows(ids, self.eot_token_id, self.max_length, 1)
+            windows.append(list(map(utils.make_disjoint_window, rolling)))
         scores = iter(self._scores([window for of_text in windows for window in of_text]))
         return [
             sum((one.log_likelihood for one in itertools.islice(scores, len(of_text))), 0.0)
             for of_text in windows
         ]
-
-    def _windows(self, text):
-        tokens = self.tok_encode(text, add_special_tokens=False)
-        rolling = utils.get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, 1)
-        return list(map(utils.make_disjoint_window, rolling))
 
     def generate_until(self, requests, disable_tqdm=True) -> list[str]:
         """What follows each context, up to its first stop, which is removed, or `max_gen_toks`.
