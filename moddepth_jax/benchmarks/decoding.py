@@ -71,38 +71,39 @@ class _Decoder:
     """One model that decodes a random token for every row at each call."""
 
     def __init__(self, hparams, unrolled, batch, length):
-        self.unrolled, self.cache = unrolled, filled_cache(hparams, unrolled, batch, length)
+        self.cache = filled_cache(hparams, unrolled, batch, length)
         self.cache_bytes, self.selected = cache_bytes(self.cache), []
         self.random, self.vocab_size = np.random.default_rng(0), hparams.model.vocab_size
         self.begins_B, self.active_B = np.zeros(batch, bool), np.ones(batch, bool)
         routing = causal_routing(hparams)
-        self.read = jax.jit(functools.partial(_next_token, hparams=hparams, routing=routing))
+
+        @jax.jit
+        def read(unrolled, cache, token_B):
+            logits_BV, entries, dropped_B = decode_step(
+                *(unrolled, cache, token_B, self.begins_B, self.active_B),
+                hparams=hparams,
+                routing=routing,
+            )
+            return jnp.argmax(logits_BV, axis=-1), entries, dropped_B
+
+        self.read = functools.partial(read, unrolled)
         self.write = jax.jit(update_cache, donate_argnums=0)
 
     def __call__(self):
         token_B = self.random.integers(0, self.vocab_size, len(self.begins_B)).astype(np.int32)
-        next_B, entries, dropped_B = self.read(
-            self.unrolled, self.cache, token_B, self.begins_B, self.active_B
-        )
+        next_B, entries, dropped_B = self.read(self.cache, token_B)
         self.cache = self.write(self.cache, entries, self.begins_B, dropped_B, self.active_B)
         self.selected += [e.selected_B for e in entries if e.selected_B is not None]
         return next_B, self.cache
 
 
-def _next_token(unrolled, cache, token_B, begins_B, active_B, *, hparams, routing):
-    logits_BV, entries, dropped_B = decode_step(
-        unrolled, cache, token_B, begins_B, active_B, hparams=hparams, routing=routing
-    )
-    return jnp.argmax(logits_BV, axis=-1), entries, dropped_B
-
-
 def bench_decoding(dense: Hparams, other: Hparams, batches, prompt: int, repeats: int) -> dict:
-    """Times a decoding step of both models at nearly full caches, and a prompt's first token.
+    """Times a decoding step of two models of one shape at nearly full caches.
+
+    A router of `other` needs no training if its rule has a known rate, as `random` has.
 
     Args:
-      dense, other: two models of the same shape, whose context is `data.sequence_length`. The
-        router of `other`, if it has one, needs no training if its rule has a known rate, as
-        `random` has.
+      dense, other: the models, whose context is `data.sequence_length`.
       batches: rows that decode together.
       prompt: tokens of the prompt whose first token is timed, at batch 1.
       repeats: timed rounds.

@@ -43,7 +43,6 @@ PACKED_CASES = {
     'fused_rows': {'T': 97, 'R': 150, 'N': 8, 'K': 1, 'num': 6, 'segments': True},
     'fused_window': {'T': 300, 'N': 16, 'window': 50, 'L': 7, 'segments': True},
 }
-TOY_CASES = ('group_of_3', 'rows', 'depth_alone', 'three', 'no_slots')
 LARGEST_TOYS = {'B': 1, 'T': 7, 'R': 9, 'N': 8, 'H': 16, 'L': 5, 'num': 3}
 LARGEST_TOYS |= {'window': 4, 'slot_window': 2}
 
@@ -51,17 +50,11 @@ LARGEST_TOYS |= {'window': 4, 'slot_window': 2}
 def make_case(B, T, S, R, N, K, H, L, num, slot_window, mask, own_query, window, segments, scale):
     """(q, k, v, k_depth, v_depth, q_depth), cotangents, arguments, key grid, slot grid.
 
-    Slots that no query may see hold NaN.
-
-    Args:
-      B, T, N, K, H, L: sizes; K divides N.
-      S: keys, 0 for the slots alone; None: T.
-      R: tokens that have slots, of which the queries take some; None: T.
-      num: slots written; None: L.
-      slot_window, window, scale: as in depth_attention.
-      mask: some slots are hidden by a mask.
-      own_query: the slots have queries of their own; drawn in any case.
-      segments: True: three documents of random lengths; a tuple: their lengths, T together.
+    There are S keys (None: T; 0: the slots alone), R tokens that have slots, of which the queries
+    take some (None: T), and `num` slots written (None: L). Slots that no query may see hold NaN:
+    those behind `num`, `slot_window` or, with `mask`, a random mask. `segments` is True, three
+    documents of random lengths, or a tuple of their lengths. `own_query` changes nothing here: q_depth
+    is always drawn.
     """
     rng = np.random.default_rng(T + N + L + window)
 

@@ -33,16 +33,11 @@ def _dense_config(size: str):
 def make_model(
     variant: str, size: str, length: int, batch: int, router: str | None = None, **knobs
 ) -> Hparams:
-    """Hparams of a variant; mod, both and staged route an eighth through every other block.
+    """Hparams of a variant (of TITLES), of size LAYERSxWIDTH or one of NAMED_SIZES.
 
-    Those with experts (moe, staged, integrated) have those of configs/moe.py in place of the mlp.
-
-    Args:
-      variant: one of TITLES.
-      size: LAYERSxWIDTH or one of NAMED_SIZES.
-      length, batch: of a batch.
-      router: of the routed blocks; None: the learned one.
-      knobs: of `config.model`, such as num_kv_heads; None keeps the value of the size.
+    mod, both and staged route an eighth through every other block, by the learned router if
+    `router` is None. moe, staged and integrated have the experts of configs/moe.py in place of the
+    mlp. `knobs` are of `config.model`; None keeps the value of the size.
     """
     config = _dense_config(size)
     if variant in ('moda', 'both'):

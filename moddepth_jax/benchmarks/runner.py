@@ -43,36 +43,31 @@ class Case(NamedTuple):
     in_process: bool = True
 
 
-def pending(cases, results: Results, code: dict, again: bool, chosen: bool):
+def pending(cases, results: Results, code: str, again: bool, chosen: bool):
     """The Cases that are still to be run, and lines about what the file holds.
 
     Args:
       cases: Cases.
       results: so far.
-      code: as results.code_version returns.
+      code: of results.code_version.
       again: repeat cases whose result is of other code; if `chosen`, all.
       chosen: the cases were named by the user.
     """
     rows = {case.name: results.latest.get(case.name, {}) for case in cases}
     done = {name for name, row in rows.items() if row.get('status') in FINAL}
-    other = {name for name in done if rows[name].get('code') != code['code']}
-    lines = []
+    other, lines = {name for name in done if rows[name].get('code') != code}, []
     if results.damaged:
         lines.append(f'{results.path}: {results.damaged} damaged line(s) ignored')
     if other:
-        commits = sorted({str(rows[name].get('commit'))[:12] for name in other})
+        commits = ', '.join(sorted({str(rows[name].get('commit'))[:12] for name in other}))
         what = 'they run again' if again else '--again repeats them'
-        of = f'commit {", ".join(commits)}'
-        lines.append(f'{results.path}: {len(other)} results of other code ({of}) are kept; {what}')
+        kept = f'{len(other)} results of other code (commit {commits}) are kept'
+        lines.append(f'{results.path}: {kept}; {what}')
     if again:
         done = set() if chosen else done - other
     if done:
         lines.append(f'{len(done)} of {len(cases)} cases are done')
     return [case for case in cases if case.name not in done], lines
-
-
-class EndedError(RuntimeError):
-    """The child ended without an answer."""
 
 
 class LostError(RuntimeError):
@@ -96,29 +91,20 @@ class Child:
         self.process.start()
         theirs.close()
 
-    def ask(self, name: str):
-        """Sends the name of a case."""
-        try:
-            self.connection.send(name)
-        except BrokenPipeError as error:
-            raise EndedError(self.last_words()) from error
+    def answer(self, seconds: float, name: str | None = None) -> dict | None:
+        """The next row, of the case `name` if there is one; None: none in so many seconds.
 
-    def answer(self, seconds: float) -> dict:
-        """The next row.
-
-        Raises:
-          TimeoutError: none in so many seconds.
-          EndedError: the process ended; says how, and the last line of its output.
+        A process that ended has failed, by its exit status and the last line of its output.
         """
-        if not self.connection.poll(max(0.0, seconds)):
-            raise TimeoutError
         try:
-            return self.connection.recv()
-        except (EOFError, ConnectionResetError) as error:
-            raise EndedError(self.last_words()) from error
+            if name is not None:
+                self.connection.send(name)
+            return self.connection.recv() if self.connection.poll(max(0.0, seconds)) else None
+        except (BrokenPipeError, EOFError, ConnectionResetError):
+            reason = f'the process ended: {self._last_words()}'
+            return {'status': 'failed', 'reason': reason, 'ends': True}
 
-    def last_words(self) -> str:
-        """Exit status or signal, and the last line of the output."""
+    def _last_words(self):
         self.process.join(10)
         status = self.process.exitcode
         if status is None:
@@ -169,8 +155,8 @@ class Run:
                 if why := self._blocked(case):
                     self._add(case, {'status': 'skipped', 'reason': why}, 0.0)
                     continue
-                new = self.child is None or self.group != case.group
-                if self.seconds_left() < case.expected + (START_SECONDS if new else 0.0):
+                starts = self.child is None or self.group != case.group
+                if self.seconds_left() < case.expected + START_SECONDS * starts:
                     later.append(case.name)
                     continue
                 row, seconds = self._one(case)
@@ -186,7 +172,7 @@ class Run:
         if self.hung.get(case.group, 0) >= MOST_HUNG:
             return f'{MOST_HUNG} cases of {case.group} hung before it'
         for name, row in self.results.latest.items() if not self.time_all else ():
-            if row.get('status') in BAD and any(name.startswith(start) for start in case.needs):
+            if row.get('status') in BAD and name.startswith(case.needs):
                 return f'a wrong kernel is not timed: {name} {row["status"]}'
         return None
 
@@ -194,19 +180,14 @@ class Run:
         """The row of a case, without what every row has, and its seconds."""
         self._start_child(case.group)
         begin, left = time.monotonic(), self.seconds_left()
-        try:
-            self.child.ask(case.name)
-            row = self.child.answer(min(case.limit, left))
-            ends = row.pop('ends', False)
-        except TimeoutError:
-            row, ends = {'status': 'cut', 'reason': 'the deadline came first'}, True
-            if left >= case.limit:
-                row = {'status': 'hung', 'reason': f'no answer in {case.limit:g} s'}
-                self.hung[case.group] = self.hung.get(case.group, 0) + 1
-        except EndedError as error:
-            row, ends = {'status': 'failed', 'reason': f'the process ended: {error}'}, True
+        row = self.child.answer(min(case.limit, left), case.name)
+        if row is None and left < case.limit:
+            row = {'status': 'cut', 'reason': 'the deadline came first', 'ends': True}
+        elif row is None:
+            row = {'status': 'hung', 'reason': f'no answer in {case.limit:g} s', 'ends': True}
+            self.hung[case.group] = self.hung.get(case.group, 0) + 1
         seconds = time.monotonic() - begin
-        if ends:
+        if row.pop('ends', False):
             self._end_child()
         if lost := row.get('lost'):
             raise LostError(lost)
@@ -215,17 +196,14 @@ class Run:
     def _start_child(self, group):
         if self.child is not None and self.group == group:
             return
-        self._end_child()
-        for attempt in range(2):
+        for _ in range(2):  # the memory of a killed process may not be free yet
+            self._end_child()
             self.child, self.group = self.start(), group
-            try:
-                self.child.answer(min(START_LIMIT, max(1.0, self.seconds_left())))
+            row = self.child.answer(min(START_LIMIT, max(1.0, self.seconds_left())))
+            row = row or {'status': 'hung', 'reason': 'no answer'}
+            if row['status'] == 'ready':
                 return
-            except (TimeoutError, EndedError) as error:
-                why = str(error) or 'no answer'
-                self._end_child()
-                if attempt:
-                    raise LostError(f'a process of {group} does not start: {why}') from error
+        raise LostError(f'a process of {group} does not start: {row["reason"]}')
 
     def _end_child(self):
         if self.child is not None:

@@ -58,11 +58,7 @@ def _in_batches(variables, hparams, requests):
 
 
 def bench_scoring(models: dict[str, Hparams], repeats: int) -> dict:
-    """Times both ways in turn, on the options of multiple-choice questions.
-
-    Args:
-      models: by name; their weights are random.
-      repeats: timed rounds.
+    """Times both ways in turn, on the options of multiple-choice questions and random weights.
 
     Returns:
       dict with `versions`, `batch_size`, `repeats` and `rows`: one for each `model` and length of

@@ -1,6 +1,7 @@
 """How long training steps take: each model in turn with the first one, or written out by hand."""
 
 import dataclasses
+import functools
 import time
 
 import jax
@@ -61,13 +62,11 @@ class PlainStep:
 
     def __init__(self, hparams: Hparams, batch):
         state = jax.jit(lambda: init_state(hparams, NUM_STEPS))()
-        self.hparams, self.batch = hparams, batch
-        self.state = state.params, state.optimizer_state
+        self.state, self.batch = (state.params, state.optimizer_state), batch
+        self.step = functools.partial(plain_step, hparams=hparams, num_steps=NUM_STEPS)
 
     def __call__(self):
-        self.state, loss = plain_step(
-            self.state, self.batch, hparams=self.hparams, num_steps=NUM_STEPS
-        )
+        self.state, loss = self.step(self.state, self.batch)
         return loss
 
 
@@ -77,12 +76,10 @@ def with_model(hparams: Hparams, **knobs) -> Hparams:
 
 
 def compare_steps(models: dict[str, Hparams], repeats: int, by_hand: bool = False) -> dict:
-    """Times one training step of each model in turn with the first, two in memory at a time.
+    """Times one training step of each model in turn with the first, the baseline.
 
-    Args:
-      models: by name; the first one is the baseline.
-      repeats: timed rounds.
-      by_hand: each model is also timed in turn with the same step written out by hand.
+    Two are in memory at a time. With `by_hand` each is also timed in turn with the same step
+    written out by hand.
 
     Returns:
       dict with `versions`, `length`, `batch`, `dtype`, `attention`, `repeats`,
@@ -128,17 +125,9 @@ def compare_steps(models: dict[str, Hparams], repeats: int, by_hand: bool = Fals
 
 
 def step_row(hparams: Hparams, step: CompiledStep, seconds) -> dict:
-    """What the times of one model's step say.
+    """What the times of one model's step say; the median of `step_seconds`, and counted FLOPs.
 
-    Args:
-      hparams: of the model.
-      step: its compiled step.
-      seconds: of each round.
-
-    Returns:
-      dict with the median `step_seconds`, `tokens_per_second`, counted `flops` and
-      `flops_per_second`, `parameters`, `temp_bytes`, `trace_seconds`, `compile_seconds`, and, with
-      routed experts, what `grouped_matmul_facts` returns.
+    With routed experts it has what `grouped_matmul_facts` returns, too.
     """
     flops, median = train_step_flops(hparams), float(np.median(seconds))
     return {
@@ -157,16 +146,10 @@ def step_row(hparams: Hparams, step: CompiledStep, seconds) -> dict:
 def compare(seconds, flops, dense_seconds, dense_flops) -> dict:
     """`time_ratio` and `flops_ratio` to the baseline, and `realised_saving`: FLOP over time ratio.
 
-    Args:
-      seconds, flops: of a step; seconds may be an array of the same rounds as dense_seconds.
-      dense_seconds, dense_flops: of the baseline.
+    The seconds may be arrays of the same rounds.
     """
-    time_ratio, flops_ratio = np.median(seconds / dense_seconds), flops / dense_flops
-    return {
-        'time_ratio': float(time_ratio),
-        'flops_ratio': flops_ratio,
-        'realised_saving': float(flops_ratio / time_ratio),
-    }
+    time, flops = float(np.median(seconds / dense_seconds)), flops / dense_flops
+    return {'time_ratio': time, 'flops_ratio': flops, 'realised_saving': flops / time}
 
 
 def _batch_seconds(hparams):
@@ -205,10 +188,9 @@ def ragged_dot_expansion(num_experts: int) -> float | None:
 def grouped_matmul_facts(hparams: Hparams) -> dict:
     """What the routed experts of a model run in a training step; empty for a model without.
 
-    Returns:
-      dict with `product`, the implementation; `executed_over_active`, three times the FLOPs of its
-      products in the traced forward pass, with places that may stay empty, over the counted ones of
-      the experts (recomputation is in neither); and `ragged_dot_expansion`.
+    `product` is the implementation; `executed_over_active` three times the FLOPs of its products in
+    the traced forward pass, with places that may stay empty, over the counted ones of the experts
+    (recomputation is in neither).
     """
     if not hparams.model.expert_layers:
         return {}
@@ -224,11 +206,6 @@ def grouped_matmul_facts(hparams: Hparams) -> dict:
         'executed_over_active': executed / active,
         'ragged_dot_expansion': ragged_dot_expansion(experts.num_routed),
     }
-
-
-def describe_expansion(factor: float) -> str:
-    """What XLA makes of a ragged_dot, from its FLOPs over those of its rows."""
-    return f'expanded, {factor:.1f} x' if factor > EXPANDED else 'grouped'
 
 
 LINES = {
@@ -248,7 +225,10 @@ LINES = {
     'compilation, s': ('compile_seconds', fixed(1)),
     'grouped matmul of the experts': ('product', str),
     'its FLOPs, executed at most / active': ('executed_over_active', fixed(3)),
-    'ragged_dot on this device, compiled FLOPs': ('ragged_dot_expansion', describe_expansion),
+    'ragged_dot on this device, compiled FLOPs': (
+        'ragged_dot_expansion',
+        lambda factor: f'expanded, {factor:.1f} x' if factor > EXPANDED else 'grouped',
+    ),
 }
 
 
@@ -262,30 +242,23 @@ def steps_table(title: str, rows: list[dict]):
 def compare_depths(models: dict[str, Hparams], depths, unrolled_up_to: int, repeats: int) -> dict:
     """Memory, compile time and step time of two models by depth, scanned and unrolled.
 
-    Args:
-      models: by name, the baseline first; their own numbers of layers do not matter.
-      depths: numbers of layers.
-      unrolled_up_to: deeper models are only scanned: unrolled programs grow with depth.
-      repeats: timed rounds.
-
-    Returns:
-      dict as of `compare_steps`, whose rows have `depth`, `layer_loop` and `remat` too; ratios are
-      to the first model, scanned with recomputation (`block`), of the same depth.
+    Returns a dict as `compare_steps` does, whose rows have `depth`, `layer_loop` and `remat` too;
+    ratios are to the first model, scanned with recomputation (`block`), of the same depth. Models
+    deeper than `unrolled_up_to` are only scanned: unrolled programs grow with depth.
     """
     first, second = models
     forms = [(first, loop, 'block') for loop in ('scan', 'unrolled')]
     forms += [(second, loop, remat) for loop in ('scan', 'unrolled') for remat in ('block', 'none')]
     rows = []
     for depth in depths:
-        chosen = [form for form in forms if form[1] == 'scan' or depth <= unrolled_up_to]
-        compiled = {
-            ', '.join((name, loop, remat)): with_model(
-                models[name], num_layers=depth, layer_loop=loop, remat=remat
-            )
-            for name, loop, remat in chosen
-        }
-        result = compare_steps(compiled, repeats)
-        for (name, loop, remat), row in zip(chosen, result['rows'], strict=True):
+        compared = {}
+        for name, loop, remat in forms:
+            if loop == 'scan' or depth <= unrolled_up_to:
+                knobs = {'num_layers': depth, 'layer_loop': loop, 'remat': remat}
+                compared[name, loop, remat] = with_model(models[name], **knobs)
+        result = compare_steps(compared, repeats)
+        for row in result['rows']:
+            name, loop, remat = row['model']
             form = {'depth': depth, 'model': name, 'layer_loop': loop, 'remat': remat}
             rows.append(row | form)
     return result | {'rows': rows}

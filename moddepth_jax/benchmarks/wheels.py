@@ -55,14 +55,9 @@ def required() -> list[str]:
 def find_needed(requirements: list[str], python: str, installed: dict, known=()) -> dict[str, bool]:
     """Whether each needed package is missing on Linux, x86-64, by name.
 
-    Args:
-      requirements: lines such as numpy>=2.
-      python: version, such as 3.12.
-      installed: as `read_installed` returns; what is there in a suitable version has what it needs.
-      known: names whose requirements are known to be there.
-
-    Returns:
-      The required packages and those that a missing one requires, as far as it is installed here.
+    Needed is what is required, by lines such as numpy>=2, and what a missing package requires, as
+    far as it is installed here. A package that is there in a suitable version has what it needs, and
+    so have those of `known` names. `installed` is as `read_installed` returns, `python` a version.
     """
     from packaging.requirements import Requirement
 
@@ -100,12 +95,7 @@ def pinned(name: str) -> str:
 
 
 def download(names: list[str], out: pathlib.Path, python: str):
-    """Downloads a wheel of each package for that machine.
-
-    Args:
-      names: as for pip, such as grain==0.2.18.
-      out: directory.
-      python: version of that machine's Python.
+    """Downloads a wheel of each package, such as grain==0.2.18, for that version of Python.
 
     Raises:
       ValueError: pip failed; its last line.

@@ -52,12 +52,7 @@ def redirect_output(log):
 
 
 def run_case(case, on_gpu: bool, injected: str | None = None) -> dict:
-    """Runs a case and returns its row: at least `status`, and `reason` if that is not ok.
-
-    Args:
-      case: runner.Case.
-      on_gpu, injected: as in serve.
-    """
+    """Runs a case and returns its row: at least `status`, and `reason` if that is not ok."""
     if injected == 'crash':
         os.abort()
     if injected == 'hang':
@@ -78,11 +73,6 @@ def run_case(case, on_gpu: bool, injected: str | None = None) -> dict:
         return {'status': 'wrong', 'reason': str(error)}
     except SkippedError as error:
         return {'status': 'skipped', 'reason': str(error)}
-    except ModuleNotFoundError as error:
-        if (error.name or '').split('.')[0] in _OURS:
-            return _failed(error, case)
-        why = f'no Python module {error.name}; docs/gpu.md says how to carry it'
-        return {'status': 'missing', 'reason': why}
     except Exception as error:
         return _failed(error, case)
     finally:
@@ -91,11 +81,15 @@ def run_case(case, on_gpu: bool, injected: str | None = None) -> dict:
 
 def _failed(error, case):
     """The row of an error; `ends`: the device does not respond any more."""
+    if isinstance(error, ModuleNotFoundError) and str(error.name).split('.')[0] not in _OURS:
+        why = f'no Python module {error.name}; docs/gpu.md says how to carry it'
+        return {'status': 'missing', 'reason': why}
     traceback.print_exception(error)
+    reason = f'{type(error).__name__}: {error}'[:240]
     if not case.in_process:
-        return {'status': 'failed', 'reason': f'{type(error).__name__}: {error}'[:240]}
+        return {'status': 'failed', 'reason': reason}
+    if isinstance(error, ValueError) and 'cannot:' in reason:
+        return {'status': 'skipped', 'reason': ' '.join(str(error).split())[:240]}
     from moddepth_jax.benchmarks.timing import describe_error, device_responds
 
-    if isinstance(error, ValueError) and 'cannot:' in str(error):
-        return {'status': 'skipped', 'reason': ' '.join(str(error).split())[:240]}
     return {'status': 'failed', 'reason': describe_error(error), 'ends': not device_responds()}
