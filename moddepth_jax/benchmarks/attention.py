@@ -3,9 +3,7 @@
 Each implementation is compared with the equation first, and timed if it is right.
 """
 
-import concurrent.futures
 import functools
-import os
 import time
 
 import jax
@@ -25,7 +23,7 @@ from moddepth_jax.benchmarks.attention_forms import (
     lower,
     make_sums,
 )
-from moddepth_jax.benchmarks.timing import describe_error, time_interleaved, try_run
+from moddepth_jax.benchmarks.timing import time_interleaved, try_run
 from moddepth_jax.benchmarks.worker import SkippedError, WrongError
 
 BASELINES = ('cudnn', 'pallas_triton', 'xla')  # without slots: what the others are divided by
@@ -36,16 +34,10 @@ REPEATS = (3, 25)  # least and most rounds
 
 
 def device_ceilings(with_cudnn: bool = True, toy: bool = False) -> dict:
-    """What the device can do at most, measured.
+    """What the device can do at most, measured: bytes read and written, bf16 FLOPs.
 
-    Args:
-      with_cudnn: on a GPU, also run cuDNN's backward pass several times.
-      toy: with small arrays, for CPUs.
-
-    Returns:
-      `ceilings`: `copy_bytes_per_second` (read and written) and `matmul_flops_per_second` (bf16);
-      `platform_version`; `hopper`; `cudnn_backward_by_deterministic_flag`, whether reruns of
-      cuDNN's backward pass have equal bits, by XLA's deterministic flag.
+    `with_cudnn`: on a GPU, also whether reruns of cuDNN's backward pass have equal bits, by XLA's
+    deterministic flag. `toy`: with small arrays.
     """
     on_gpu, device = jax.default_backend() == 'gpu', jax.devices()[0]
     size, side = (2**22, 256) if toy else (2**30, 8192)
@@ -81,45 +73,27 @@ def _cudnn_reruns(flag):
     return sum(any((a != b).any() for a, b in zip(first, o, strict=True)) for o in others)
 
 
-def _compile(wanted, inputs, case):
-    """Compiled forms, and why others failed. Lowered in turn, compiled at the same time."""
-    programs, failed = {}, {}
-    score_bytes = 16 * case.batch * case.heads * case.length**2  # with several arrays for gradients
-    with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        for form in wanted:
-            try:
-                if form.implementation == 'reference' and score_bytes > SCORE_BYTES:
-                    raise ValueError(f'its scores take {score_bytes / 1e9:.0f} GB')
-                programs[form] = pool.submit(lower(form, inputs, case).compile)
-            except Exception as error:  # as in `try_run`
-                failed[form] = describe_error(error)
-    for form, future in list(programs.items()):
-        if error := future.exception():
-            failed[form] = describe_error(error)
-    return {form: run.result() for form, run in programs.items() if form not in failed}, failed
-
-
-def _check(programs, inputs, case):
-    """(forms that are right, why others are not)."""
+def _compile_and_check(form, case, inputs, expected):
+    """(the compiled form, None), or (None, why it is not timed); `expected` is filled."""
+    # The reference holds all scores, and its gradient keeps several such arrays.
+    score_bytes = 16 * case.batch * case.heads * case.length**2
+    if form.implementation == 'reference' and score_bytes > SCORE_BYTES:
+        return None, f'its scores take {score_bytes / 1e9:.0f} GB'
+    run, why = try_run(lambda: lower(form, inputs, case).compile())
+    if why:
+        return None, why
     chosen_C = attention_check.checked_queries(case.length)
+    key = form.over, form.implementation in RIVALS  # which know no documents
+    if key not in expected:
+        seen = inputs._replace(options={}) if key[1] else inputs
+        expected[key] = try_run(attention_check.compute_expected, seen, chosen_C, form.over)
+    values, why = expected[key]
+    if why:
+        return None, f'not checked, so not timed: the equation is {why}'
     masked = attention_check.mask_cotangent(inputs, chosen_C)
-    expected, right, failed = {}, {}, {}
-    for form, run in programs.items():
-        key = form.over, form.implementation in RIVALS  # which know no documents
-        if key not in expected:
-            seen = inputs._replace(options={}) if key[1] else inputs
-            expected[key] = try_run(attention_check.compute_expected, seen, chosen_C, form.over)
-        values, why = expected[key]
-        if values is None:
-            failed[form] = f'not checked, so not timed: the equation is {why}'
-            continue
-        results, why = try_run(attention_check.run_checked, form, case, run, masked)
-        if why := why or attention_check.find_wrong(results, values, chosen_C):
-            failed[form] = why
-        else:
-            right[form] = run
-        results = None
-    return right, failed
+    results, why = try_run(attention_check.run_checked, form, case, run, masked)
+    why = why or attention_check.find_wrong(results, values, chosen_C)
+    return (None, why) if why else (run, None)
 
 
 def _repeated(form, case, run, inputs, sums):
@@ -190,13 +164,10 @@ def _depth_bandwidth(form, seconds, case):
 
 
 def bench_case(case: Case, names, seconds: float, brief: bool = False) -> dict:
-    """Checks and times every form of some implementations at one shape.
+    """Checks and times every form of some implementations at one shape, for about `seconds`.
 
-    Args:
-      case: the shape.
-      names: of attention_forms.RIVALS and of kernels_pallas's implementations.
-      seconds: of timing, about.
-      brief: as in attention_forms.forms.
+    `names` are of attention_forms.RIVALS and of kernels_pallas's implementations, `brief` is as in
+    attention_forms.forms.
 
     Returns:
       dict with the shape, `baseline` (the first of BASELINES that is right), `repeats`,
@@ -212,11 +183,14 @@ def bench_case(case: Case, names, seconds: float, brief: bool = False) -> dict:
     inputs, why = try_run(attention_cases.make_inputs, case)
     if why:
         return {**case._asdict(), 'skipped': why}
-    begin, right, failed = time.perf_counter(), {}, {}
-    for name in names:
-        programs, not_compiled = _compile(forms(name, case, brief), inputs, case)
-        checked, wrong = _check(programs, inputs, case)
-        right, failed = right | checked, failed | not_compiled | wrong
+    begin, right, failed, expected = time.perf_counter(), {}, {}, {}
+    for form in (form for name in names for form in forms(name, case, brief)):
+        run, why = _compile_and_check(form, case, inputs, expected)
+        if why:
+            failed[form] = why
+        else:
+            right[form] = run
+    del expected
     compiled = time.perf_counter() - begin
     measured, not_run, repeats = _time(right, inputs, case, seconds)
     failed |= not_run
@@ -232,34 +206,10 @@ def bench_case(case: Case, names, seconds: float, brief: bool = False) -> dict:
     }
 
 
-def bench_attention(cases, names, budget: float):
-    """Yields what the device can do, then the result of `bench_case` for each case.
-
-    Args:
-      cases: in order of importance.
-      names: implementations, rivals among them.
-      budget: seconds after which no further case is begun.
-    """
-    # Not above: launch.gpu times kernels where packages of the training loop are missing.
-    from moddepth_jax.training.summary import versions
-
-    begin, share = time.perf_counter(), 0.3 * budget / max(1, len(cases))
-    facts = device_ceilings('cudnn' in names, toy=jax.default_backend() != 'gpu')
-    yield {'versions': versions(), **facts, 'budget_seconds': budget}
-    for case in cases:
-        if time.perf_counter() - begin > budget:
-            yield {**case._asdict(), 'skipped': f'the budget of {budget:g} s is spent'}
-        else:
-            yield bench_case(case, names, share)
-
-
 def time_one(implementation: str, sizes: dict, brief: bool, toy: bool = False) -> dict:
-    """Checks and times one implementation at one shape, in turn with plain cuDNN.
+    """`bench_case` of one implementation, in turn with plain cuDNN; of a toy with XLA.
 
-    Args:
-      implementation, brief: as in `bench_case`, whose result this returns.
-      sizes: fields of attention_cases.Case.
-      toy: at toy size; the baseline is XLA.
+    `sizes` are fields of attention_cases.Case.
 
     Raises:
       WrongError: some result is wrong.

@@ -1,11 +1,19 @@
-"""Times of attention as tables, next to their targets, and as plots."""
+"""The benchmark of attention: times as tables, next to their targets, and as plots."""
 
+import sys
+import time
+
+import jax
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from moddepth_jax.benchmarks.attention_cases import Case
-from moddepth_jax.benchmarks.attention_forms import ALONE, BOTH, PLAIN
+from kernels_pallas.depth_attention import IMPLEMENTATIONS
+from moddepth_jax.benchmarks.attention import bench_case, device_ceilings
+from moddepth_jax.benchmarks.attention_cases import GPU_CASES, TOY_CASES, Case, product
+from moddepth_jax.benchmarks.attention_forms import ALONE, BOTH, PLAIN, RIVALS
+from moddepth_jax.benchmarks.models import Dtype
 from moddepth_jax.benchmarks.tables import Table, pivot
+from moddepth_jax.training.summary import versions
 
 # Times of both passes over plain cuDNN's, at TARGET_SHAPE on an H200, by T.
 TARGETS = {
@@ -141,44 +149,6 @@ def _draw_by_length(axes, results, over, direction, key, scale, style='-', suffi
     axes.set_xlabel('T')
 
 
-def _draw_by_slots(axes, results):
-    """The time over the plain baseline by number of slots, a curve for each T."""
-    shape, points = _shape(results), {}
-    for result in results:
-        if result['slots'] and all(result[n] == shape[n] for n in shape if n != 'slots'):
-            values = _find(result, 'over_plain', BOTH, 'fresh')
-            if 'mosaic_gpu' in values:
-                by_slots = points.setdefault(result['length'], {})
-                by_slots[result['slots']] = values['mosaic_gpu']
-    for length, values in sorted(points.items()):
-        axes.plot(*zip(*sorted(values.items()), strict=True), marker='o', label=f'T={length}')
-    axes.set_xlabel('L')
-
-
-def _draw_times(panels, results):
-    left, middle, right = panels
-    slots, rate = _shape(results)['slots'], 'flops_per_second'
-    _draw_by_length(left, results, PLAIN, 'fresh', rate, 1e-12, '--', ', no slots')
-    _draw_by_length(left, results, BOTH, 'fresh', rate, 1e-12, '-', f', {slots} slots')
-    _finish(left, 'forward + backward', 'TFLOP/s, counted')
-    _draw_by_length(middle, results, BOTH, 'fresh', 'over_plain', 1)
-    if _shape(results) == TARGET_SHAPE:
-        middle.plot(*zip(*TARGETS['fresh'].items(), strict=True), 'k:', marker='x', label='target')
-    title = f'forward + backward with {slots} slots'
-    _finish(middle, title, 'time over the plain baseline')
-    _draw_by_slots(right, results)
-    _finish(right, 'mosaic_gpu by number of slots', 'time over the plain baseline')
-
-
-def _draw_depth(panels, results, copy_bytes_per_second):
-    titles = ('forward', 'backward', 'backward, adding in place')
-    for axes, direction, title in zip(panels, ('forward', *TARGETS), titles, strict=True):
-        _draw_by_length(axes, results, ALONE, direction, 'bytes_per_second', 1e-9)
-        if copy_bytes_per_second:
-            axes.axhline(copy_bytes_per_second / 1e9, linestyle='--', color='grey', label='copy')
-        _finish(axes, f'{_shape(results)["slots"]} slots alone, {title}', 'GB/s of ideal bytes')
-
-
 def _finish(axes, title, label):
     axes.set_title(title, fontsize=10)
     axes.set_ylabel(label)
@@ -191,20 +161,90 @@ def _finish(axes, title, label):
 def draw(results: list[dict], copy_bytes_per_second: float | None, path) -> bool:
     """Draws times and bandwidths by sequence length, of the shape of the targets if it was timed.
 
-    Args:
-      results: of bench_case; those without timed rows are left out.
-      copy_bytes_per_second: as measured; None: unknown.
-      path: of the PNG; none is written if there is nothing to draw, and False is returned.
+    `results` are of bench_case; if none was timed, no PNG is written, and False is returned.
     """
     results = [r for r in results if any('seconds' in row for row in r.get('rows', ()))]
     if not results:
         return False
-    figure = Figure(figsize=(15.6, 8.8), dpi=120)
+    shape = _shape(results)
+    figure = Figure(figsize=(15.6, 4.4), dpi=120)
     FigureCanvasAgg(figure)
-    above, below = figure.subplots(2, 3)
-    _draw_times(above, results)
-    _draw_depth(below, results, copy_bytes_per_second)
-    figure.suptitle(str(Case(0, **_shape(results))).removeprefix('T=0 '), fontsize=9)
+    left, middle, right = figure.subplots(1, 3)
+    for over, style, slots in ((PLAIN, '--', 'no'), (BOTH, '-', shape['slots'])):
+        label = f', {slots} slots'
+        _draw_by_length(left, results, over, 'fresh', 'flops_per_second', 1e-12, style, label)
+    _finish(left, 'forward + backward', 'TFLOP/s, counted')
+    _draw_by_length(middle, results, BOTH, 'fresh', 'over_plain', 1)
+    if shape == TARGET_SHAPE:
+        middle.plot(*zip(*TARGETS['fresh'].items(), strict=True), 'k:', marker='x', label='target')
+    title = f'forward + backward with {shape["slots"]} slots'
+    _finish(middle, title, 'time over the plain baseline')
+    for direction, style in (('forward', '--'), ('fresh', '-')):
+        label = ', forward' if direction == 'forward' else ', backward'
+        key = 'bytes_per_second'
+        _draw_by_length(right, results, ALONE, direction, key, 1e-9, style, label)
+    if copy_bytes_per_second:
+        right.axhline(copy_bytes_per_second / 1e9, linestyle=':', color='grey', label='copy')
+    _finish(right, f'{shape["slots"]} slots alone', 'GB/s of ideal bytes')
+    figure.suptitle(str(Case(0, **shape)).removeprefix('T=0 '), fontsize=9)
     figure.tight_layout()
     figure.savefig(path)
     return True
+
+
+def attention(
+    *,
+    implementations: list[str] | None = None,
+    lengths: list[int] | None = None,
+    heads: list[int] | None = None,
+    kv_heads: list[int] | None = None,
+    widths: list[int] | None = None,
+    slots: list[int] | None = None,
+    dtype: Dtype | None = None,
+    seconds: int = 300,
+    plot: str | None = None,
+):
+    """Every implementation of attention over sequence and depth slots, and plain attention.
+
+    Each is compared with the equation before it is timed; on a GPU at the shapes of a large model,
+    on a CPU at toy shapes, where kernels are interpreted.
+
+    Args:
+      implementations: what is timed. Default: ours, cudnn, pallas_triton, flash_attention_2.
+      lengths: sequence lengths.
+      heads: query heads.
+      kv_heads: key/value heads.
+      widths: of a head.
+      slots: depth slots of a token.
+      dtype: of all arrays. Default: bfloat16.
+      seconds: after which no further shape is begun.
+      plot: PNG for a picture of the results.
+    """
+    known = (*RIVALS, *IMPLEMENTATIONS)
+    for name in implementations or ():
+        if name not in known:
+            raise ValueError(f'--implementations={name}: must be one of {", ".join(known)}')
+    on_gpu = jax.default_backend() == 'gpu'
+    cases = [c._replace(dtype=dtype or c.dtype) for c in (GPU_CASES if on_gpu else TOY_CASES)]
+    sizes = (lengths, heads, kv_heads, widths, slots)
+    if any(size is not None for size in sizes):
+        sizes = [[c] if size is None else size for size, c in zip(sizes, cases[0], strict=False)]
+        cases = product(*sizes, cases[0].dtype)
+    names, begin, results = implementations or known, time.perf_counter(), []
+    facts = device_ceilings('cudnn' in names, toy=not on_gpu)
+    yield {'versions': versions(), **facts, 'budget_seconds': seconds}, []
+    for case in cases:
+        if time.perf_counter() - begin > seconds:
+            result = {**case._asdict(), 'skipped': f'the budget of {seconds:g} s is spent'}
+        else:
+            result = bench_case(case, names, 0.3 * seconds / len(cases))
+        results.append(result)
+        yield result, [case_table(result)] if 'rows' in result else []
+        for line in failures(result):
+            print(line, file=sys.stderr)
+    copy = facts['ceilings']['copy_bytes_per_second']
+    if plot:
+        draw(results, copy, plot)
+    if facts['hopper']:
+        table = targets_table([r for r in results if 'rows' in r], copy)
+        yield {'targets': table.lines}, [table]

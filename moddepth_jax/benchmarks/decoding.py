@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moddepth_jax.benchmarks.models import make_model
 from moddepth_jax.benchmarks.tables import column_per_row, fixed
 from moddepth_jax.benchmarks.timing import time_interleaved
 from moddepth_jax.hparams import Hparams
@@ -171,3 +172,42 @@ def decoding_table(title: str, result: dict, other: str):
     heads = ['batch', *(str(row['batch']) for row in result['rows'])]
     title += f', context {result["context"]}; first token after {result["prompt"]}'
     return column_per_row(f'{title}: dense, {other}: {first} ms', heads, lines, result['rows'])
+
+
+def decode(
+    *,
+    size: str = '12x512',
+    batches: list[int] = (1, 8, 16, 64),
+    kv_heads: list[int] = (8, 2),
+    context: int = 2048,
+    prompt: int = 1024,
+    repeats: int = 31,
+):
+    """One decoding step of the dense and the Mixture-of-Depths model, and the first token.
+
+    Caches are nearly full; an eighth of the tokens passes every other block, by random routing.
+
+    Args:
+      size: LAYERSxWIDTH.
+      batches: rows that decode together.
+      kv_heads: key/value heads, each in a table.
+      context: capacity of the caches, in tokens.
+      prompt: tokens before the first token.
+      repeats: timed rounds.
+    """
+    if prompt > context:
+        raise ValueError(f'--prompt={prompt}: must be --context={context} or less')
+    if repeats + WARMUP > context // 2:
+        right = f'must be at most {context // 2 - WARMUP} at --context={context}'
+        raise ValueError(f'--repeats={repeats}: {right}, or caches would be far from full')
+    pairs = [
+        [
+            make_model(name, size, context, 1, 'random', num_kv_heads=heads)
+            for name in ('dense', 'mod')
+        ]
+        for heads in kv_heads
+    ]
+    for heads, (dense, mod) in zip(kv_heads, pairs, strict=True):
+        result = bench_decoding(dense, mod, batches, prompt, repeats)
+        title = f'decoding, {size}, {heads} key/value heads'
+        yield {'kv_heads': heads} | result, [decoding_table(title, result, 'MoD')]

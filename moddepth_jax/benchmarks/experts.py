@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moddepth_jax.benchmarks.models import Dtype
 from moddepth_jax.benchmarks.steps import EXPANDED
 from moddepth_jax.benchmarks.tables import pivot
 from moddepth_jax.benchmarks.timing import time_interleaved
@@ -156,3 +157,25 @@ def experts_tables(result: dict) -> list:
         )
         for title, cell in cells.items()
     ]
+
+
+def experts(*, shapes: list[str] | None = None, dtype: Dtype = 'float32', repeats: int = 5):
+    """The routed experts of one layer by each grouped matmul, and all experts over all tokens.
+
+    Forward and backward: time, memory, and what is executed over active FLOPs.
+
+    Args:
+      shapes: TOKENSxWIDTHxEXPERT_WIDTHxEXPERTSxTOP_K, such as 1024x256x704x64x6.
+      dtype: of activations.
+      repeats: timed rounds.
+    """
+    chosen = [] if shapes is not None else SHAPES
+    for text in shapes or ():
+        sizes = text.split('x')
+        numbers = all(size.isdecimal() and int(size) for size in sizes)
+        if len(sizes) != 5 or not numbers or int(sizes[4]) > int(sizes[3]):
+            right = 'five numbers such as 1024x256x704x64x6, the last at most the one before'
+            raise ValueError(f'--shapes={text}: must be {right}')
+        chosen.append(Shape(*map(int, sizes)))
+    result = bench_experts(chosen, repeats, dtype)
+    yield result, experts_tables(result)

@@ -53,8 +53,7 @@ def make_case(B, T, S, R, N, K, H, L, num, slot_window, mask, own_query, window,
     There are S keys (None: T; 0: the slots alone), R tokens that have slots, of which the queries
     take some (None: T), and `num` slots written (None: L). Slots that no query may see hold NaN:
     those behind `num`, `slot_window` or, with `mask`, a random mask. `segments` is True, three
-    documents of random lengths, or a tuple of their lengths. `own_query` changes nothing here: q_depth
-    is always drawn.
+    documents of random lengths, or a tuple of their lengths. q_depth is drawn in any case.
     """
     rng = np.random.default_rng(T + N + L + window)
 

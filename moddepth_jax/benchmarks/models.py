@@ -1,8 +1,11 @@
 """The models that benchmarks compare, by size and by what sets them apart."""
 
-from configs import base, dense_isoflop, mod_isoflop, moda_700m, mode_integrated, moe, sizes
+from typing import Literal
+
+from configs import dense_isoflop, mod_isoflop, moda_700m, mode_integrated, moe
 from moddepth_jax.hparams import Hparams, from_config
 
+Dtype = Literal['float32', 'bfloat16']
 # How each variant is called in tables.
 TITLES = {
     'dense': 'dense',
@@ -55,13 +58,3 @@ def make_model(
     config.data.sequence_length, config.data.batch_size = length, batch
     config.training.accumulate_steps = 1
     return from_config(config)
-
-
-def grouped_heads(size: str) -> int:
-    """Half of the query heads of a size, 1 if their number is odd; a named size keeps its own."""
-    if size in NAMED_SIZES:
-        return _dense_config(size).model.num_kv_heads
-    config = base.get_config()
-    sizes.apply_size(config, size)
-    heads = config.model.num_heads
-    return heads // 2 if heads % 2 == 0 else 1

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moddepth_jax.benchmarks.models import make_model
 from moddepth_jax.benchmarks.tables import column_per_row, fixed
 from moddepth_jax.benchmarks.timing import time_interleaved
 from moddepth_jax.hparams import Hparams
@@ -101,3 +102,17 @@ def scoring_table(result: dict, size: str):
     heads = ['options of', *(f'{row["model"]}, {row["options"]}' for row in rows)]
     title = f'log-likelihoods, {size}, {result["batch_size"]} rows a batch'
     return column_per_row(title, heads, lines, rows)
+
+
+def scoring(*, size: str = '6x256', repeats: int = 5):
+    """Log-likelihoods of the options of multiple-choice questions: batches, or one by one.
+
+    Of the dense and the Mixture-of-Depths model; batches share rows.
+
+    Args:
+      size: LAYERSxWIDTH.
+      repeats: timed rounds.
+    """
+    compared = {name: make_model(name, size, 256, 1) for name in ('dense', 'mod')}
+    result = bench_scoring(compared, repeats)
+    yield {'size': size} | result, [scoring_table(result, size)]

@@ -2,15 +2,16 @@
 
 import dataclasses
 import functools
+import itertools
 import time
 
 import jax
 import numpy as np
 
 from kernels_pallas.backends import log_lines
-from moddepth_jax.benchmarks.models import TITLES
+from moddepth_jax.benchmarks.models import GROUPS, NAMED_SIZES, TITLES, Dtype, make_model
 from moddepth_jax.benchmarks.plain_step import plain_step
-from moddepth_jax.benchmarks.tables import column_per_row, fixed, pivot
+from moddepth_jax.benchmarks.tables import column_per_row, fixed
 from moddepth_jax.benchmarks.timing import time_interleaved, try_run
 from moddepth_jax.data.pipeline import make_dataset
 from moddepth_jax.hparams import Hparams
@@ -148,8 +149,8 @@ def compare(seconds, flops, dense_seconds, dense_flops) -> dict:
 
     The seconds may be arrays of the same rounds.
     """
-    time, flops = float(np.median(seconds / dense_seconds)), flops / dense_flops
-    return {'time_ratio': time, 'flops_ratio': flops, 'realised_saving': flops / time}
+    times, flops = float(np.median(seconds / dense_seconds)), flops / dense_flops
+    return {'time_ratio': times, 'flops_ratio': flops, 'realised_saving': flops / times}
 
 
 def _batch_seconds(hparams):
@@ -239,51 +240,59 @@ def steps_table(title: str, rows: list[dict]):
     return column_per_row(title, ['', *names], lines, rows)
 
 
-def compare_depths(models: dict[str, Hparams], depths, unrolled_up_to: int, repeats: int) -> dict:
-    """Memory, compile time and step time of two models by depth, scanned and unrolled.
+def step(
+    *,
+    size: str = '6x256',
+    variants: list[str] | None = None,
+    lengths: list[int] | None = None,
+    tokens: int | None = None,
+    kv_heads: list[int] | None = None,
+    dtype: Dtype | None = None,
+    attention: str | None = None,
+    repeats: int = 11,
+):
+    """One training step of the dense and the Mixture-of-Depths model at the same batch tokens.
 
-    Returns a dict as `compare_steps` does, whose rows have `depth`, `layer_loop` and `remat` too;
-    ratios are to the first model, scanned with recomputation (`block`), of the same depth. Models
-    deeper than `unrolled_up_to` are only scanned: unrolled programs grow with depth.
+    Each is timed in turn with the same mathematics written out by hand; with `variants`, those are
+    timed in turn with the dense model.
+
+    Args:
+      size: LAYERSxWIDTH, 124m or 700m.
+      variants: models, dense first: dense, mod, moda, both, moe, mode (staged and integrated),
+        staged, integrated. Default: dense,mod.
+      lengths: sequence lengths. Default: 512,2048, or what fits the size.
+      tokens: of a batch. Default: 4096, or what fits the size.
+      kv_heads: key/value heads, each in a table. Default: those of the size.
+      dtype: of activations. Default: float32.
+      attention: model.attention of the models. Default: auto.
+      repeats: timed rounds.
     """
-    first, second = models
-    forms = [(first, loop, 'block') for loop in ('scan', 'unrolled')]
-    forms += [(second, loop, remat) for loop in ('scan', 'unrolled') for remat in ('block', 'none')]
-    rows = []
-    for depth in depths:
-        compared = {}
-        for name, loop, remat in forms:
-            if loop == 'scan' or depth <= unrolled_up_to:
-                knobs = {'num_layers': depth, 'layer_loop': loop, 'remat': remat}
-                compared[name, loop, remat] = with_model(models[name], **knobs)
-        result = compare_steps(compared, repeats)
-        for row in result['rows']:
-            name, loop, remat = row['model']
-            form = {'depth': depth, 'model': name, 'layer_loop': loop, 'remat': remat}
-            rows.append(row | form)
-    return result | {'rows': rows}
-
-
-def depth_tables(result: dict, shape: str) -> list:
-    """Tables of memory, compilation and time by depth; `shape` ends their titles."""
-    first = result['rows'][0]['model']
-    cells = {
-        'temporary memory, MiB': lambda row: f'{row["temp_bytes"] / 2**20:.1f}',
-        'compilation (tracing and lowering before it), s': lambda row: (
-            f'{row["compile_seconds"]:.1f} ({row["trace_seconds"]:.1f})'
-        ),
-        f'train step, ms (over {first}, scan, block)': lambda row: (
-            f'{1e3 * row["step_seconds"]:.0f} ({row["time_ratio"]:.2f})'
-        ),
-    }
-    return [
-        pivot(
-            f'{title}; {shape}',
-            result['rows'],
-            line=lambda row: f'{row["model"]}, {row["layer_loop"]}, {row["remat"]}',
-            column=lambda row: str(row['depth']),
-            text=lambda row, cell=cell: row['failed'][:20] if 'failed' in row else cell(row),
-            corner='layers',
-        )
-        for title, cell in cells.items()
-    ]
+    if variants is None:
+        for flag, value in {'dtype': dtype, 'attention': attention, 'kv_heads': kv_heads}.items():
+            if value is not None:
+                raise ValueError(f'--{flag}: needs --variants; by hand there is only one form')
+        if size in NAMED_SIZES:
+            raise ValueError(f'--size={size}: needs --variants, such as --variants=dense,mod')
+    fitting = NAMED_SIZES.get(size, ([512, 2048], 4096))
+    lengths, tokens = lengths or fitting[0], tokens or fitting[1]
+    names = [name for one in variants or ['dense', 'mod'] for name in GROUPS.get(one, [one])]
+    for name in names:
+        if name not in TITLES:
+            known = ', '.join((*TITLES, *GROUPS))
+            raise ValueError(f'--variants={name}: must be one of {known}')
+    if names[0] != 'dense':
+        right = 'must begin with dense, as in dense,mod'
+        raise ValueError(f'--variants={",".join(variants)}: {right}')
+    for length in lengths:
+        if tokens % length:
+            raise ValueError(f'--tokens={tokens}: must be a multiple of the length {length}')
+    compared = []
+    for heads, length in itertools.product(kv_heads or [None], lengths):
+        knobs = {'num_kv_heads': heads, 'dtype': dtype, 'attention': attention}
+        rows = tokens // length
+        compared.append({name: make_model(name, size, length, rows, **knobs) for name in names})
+    for models in compared:
+        result = compare_steps(models, repeats, by_hand=variants is None)
+        shape = f'{size}, {result["batch"]} rows of {result["length"]}, {result["dtype"]}'
+        title = f'train step, {shape}, attention {result["attention"]}'
+        yield {'size': size} | result, [steps_table(title, result['rows'])]

@@ -56,8 +56,8 @@ def find_needed(requirements: list[str], python: str, installed: dict, known=())
     """Whether each needed package is missing on Linux, x86-64, by name.
 
     Needed is what is required, by lines such as numpy>=2, and what a missing package requires, as
-    far as it is installed here. A package that is there in a suitable version has what it needs, and
-    so have those of `known` names. `installed` is as `read_installed` returns, `python` a version.
+    far as it is installed here. What is `installed` (by `read_installed`) in a suitable version has
+    what it needs, and so have those of `known` names.
     """
     from packaging.requirements import Requirement
 
