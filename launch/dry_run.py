@@ -27,11 +27,8 @@ MOST_DEVICES = 1024
 def run(hparams, mesh_spec: str):
     """Prints what the train step takes on a mesh of fake devices, and writes it with --json.
 
-    Nothing else is written, no parameter is made, and only the CPU is used.
-
-    Args:
-      hparams: of the run.
-      mesh_spec: of --mesh; the product of its sizes is the number of devices.
+    Nothing else is written, no parameter is made, and only the CPU is used. `mesh_spec` is that of
+    --mesh; the product of its sizes is the number of devices.
 
     Raises:
       ValueError: a bad mesh, or one that does not fit the model or its batch.

@@ -69,12 +69,7 @@ class Run(NamedTuple):
 
 
 class Program:
-    """The computations of a compiled program.
-
-    Attributes:
-      computations: by name, dicts of Instructions by name, in order.
-      entry: the name of the one that is run.
-    """
+    """The `computations` of a compiled program: by name, dicts of Instructions by name, in order."""
 
     def __init__(self, text: str):
         """Reads `compiled.as_text()`. Raises ValueError for another text."""
@@ -99,11 +94,9 @@ class Program:
         return found
 
     def runs(self, search, cost) -> list[Run]:
-        """What a search finds in everything that runs.
+        """What `search`(Instruction, name of its computation) finds, if not None, in what runs.
 
-        Args:
-          search: f(Instruction, name of its computation) -> what it finds, or None.
-          cost: f(found) -> its cost when it runs once, which decides between branches.
+        `cost`(found), of one run, decides between branches.
         """
 
         def total_cost(runs):
