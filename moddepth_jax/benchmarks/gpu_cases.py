@@ -26,7 +26,7 @@ _BATCHES = {'124m': (2048, 16), '700m': (4096, 4)}
 # Expected seconds of a training step's case: compilation, and what `auto` measures before it.
 _STEPS = {'dense': 60.0, 'moda': 85.0, 'mod': 60.0, 'both': 110.0}
 # The cases of a rehearsal on a CPU, where a kernel is interpreted: some of each kind.
-_TOYS = ('machine/*', 'right/mosaic_gpu/depth_alone', 'right/decode/*', 'right/pallas/sums_*')
+_TOYS = ('machine/*', 'right/mosaic_gpu/depth_alone', 'right/decode/*')
 _TOYS += tuple(f'right/pallas/{name}' for name in ('group_of_3', 'rows', 'depth_alone'))
 _TOYS += ('right/cudnn/rows', 'right/xla/rows', 'packed/[pxc]*/three', 'packed/[pxc]*/no_slots')
 _TOYS += ('time/xla/packed_no_slots_4k', 'time/pallas/slots_24_4k', 'time/flash_attention_2/4k')
@@ -59,32 +59,28 @@ def _case(name, group, expected, limit, function, needs=(), in_process=True, **a
     return Case(name, group, expected, limit, run, arguments, needs, in_process)
 
 
-def _checks(implementation, names, expected, packed=(), sums=False):
-    """Correctness of an implementation: its own cases, packed ones, sums of gradients."""
+def _checks(implementation, names, expected, packed=()):
+    """Correctness of an implementation: its own cases and packed ones."""
     call = {'implementation': implementation}
     checked = {f'right/{implementation}/{name}': name for name in names}
     checked |= {f'packed/{implementation}/{name}': f'packed/{name}' for name in packed}
-    found = [
+    return [
         _case(name, implementation, expected, 75.0, 'kernel_checks:check', **call, case=case)
         for name, case in checked.items()
     ]
-    for dtype in ('bfloat16', 'float32') if sums else ():
-        name, run = f'right/{implementation}/sums_{dtype}', 'kernel_checks:check_sums'
-        found.append(_case(name, implementation, 5.0, 75.0, run, **call, dtype=dtype))
-    return found
 
 
 def _correctness():
-    found = _checks('mosaic_gpu', _PLAIN, 5.0, _PACKED, sums=True)
+    found = _checks('mosaic_gpu', _PLAIN, 5.0, _PACKED)
     for name in ('pallas', 'xla'):
         found += _checks(name, (), 4.0, _PACKED)
     found += _checks(CUDNN, _CHECKED[CUDNN], 4.0, [name for name in _PACKED if name != 'window'])
-    found += _checks(FUSED, _CHECKED[FUSED], 5.0, _FUSED_PACKED, sums=True)
+    found += _checks(FUSED, _CHECKED[FUSED], 5.0, _FUSED_PACKED)
     for batch, length, slots in ((8, 4096, 72), (64, 2048, 0), (1, 16384, 24)):
         name = f'right/decode/{batch}_rows_of_{length}_slots_{slots}'
         sizes = {'batch': batch, 'length': length, 'slots': slots}
         found.append(_case(name, 'decode', 5.0, 75.0, 'kernel_checks:check_decode', **sizes))
-    found += _checks('pallas', _CHECKED['pallas'], 4.0, sums=True)
+    found += _checks('pallas', _CHECKED['pallas'], 4.0)
     return found + _checks('xla', _CHECKED['xla'], 3.0)
 
 

@@ -5,12 +5,11 @@ import numpy as np
 KINDS = {'num': None, 'slot_window': 0, 'mask': False, 'own_query': False}
 SEQUENCE = {'window': 0, 'segments': False, 'scale': None}
 DEFAULTS = {'B': 2, 'S': None, 'R': None, 'K': 2, 'H': 64, 'L': 9, **KINDS, **SEQUENCE}
-MASKED = {'T': 200, 'N': 8, 'K': 1, 'L': 64, 'num': 63, 'mask': True, 'traced': True}
 # Cases of the compiled kernels on a GPU; bfloat16 if no dtype is named.
 CASES = {
     'group_of_8': {'T': 1025, 'N': 8, 'K': 1, 'H': 128, 'L': 64, 'num': 40, 'traced': True},
     'group_of_2': {'T': 200, 'N': 8, 'K': 4, 'H': 128, 'L': 70, 'num': 33, 'traced': True},
-    'masked': MASKED,
+    'masked': {'T': 200, 'N': 8, 'K': 1, 'L': 64, 'num': 63, 'mask': True, 'traced': True},
     'depth_alone': {'T': 200, 'S': 0, 'N': 8, 'L': 64, 'num': 33, 'traced': True},
     'rows': {'T': 97, 'R': 150, 'N': 8, 'num': 6, 'traced': True, 'mask': True},
     'window': {'T': 200, 'N': 8, 'window': 50, 'L': 64},

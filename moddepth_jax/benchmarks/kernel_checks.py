@@ -20,7 +20,6 @@ from moddepth_jax.benchmarks.kernel_cases import (
     CASES,
     DEFAULTS,
     LARGEST_TOYS,
-    MASKED,
     PACKED_CASES,
     exact,
     make_case,
@@ -67,24 +66,16 @@ def _attention(implementation):
     return functools.partial(depth_attention, implementation=chosen)
 
 
-def program(implementation: str, static: dict, toy: bool, direction: str = 'fresh'):
-    """f(inputs, sums) -> (o, *gradients), compiled at its first call.
-
-    Of a `direction` (as in attention_forms.Form) that accumulates, the sums come last.
-    """
+def program(implementation: str, static: dict, toy: bool):
+    """f(inputs) -> (o, *gradients), compiled at its first call; `static` is of `prepare`."""
     function = functools.partial(_attention(implementation), **static)
-    run = make_program(function, BOTH, direction)
-
-    def results(inputs, sums=None):
-        arrays, sums = run(inputs, sums)
-        return (*arrays, *(sums or ()))
-
-    return _jit(results, toy)
+    run = make_program(function, BOTH, 'fresh')
+    return _jit(lambda inputs: run(inputs, None)[0], toy)
 
 
-def _run(run, *args):
+def _run(run, inputs):
     """Results of a program in float64, by name."""
-    return dict(zip(NAMES, (np.asarray(x, np.float64) for x in run(*args)), strict=False))
+    return dict(zip(NAMES, (np.asarray(x, np.float64) for x in run(inputs)), strict=False))
 
 
 def check(implementation: str, case: str, toy: bool = False, bent: bool = False) -> dict:
@@ -126,29 +117,6 @@ def check(implementation: str, case: str, toy: bool = False, bent: bool = False)
         raise WrongError('; '.join(wrong))
     equal = not differing & cudnns
     return {'errors': errors, 'allowed': allowed, 'sequence_gradients_rerun_equal': equal}
-
-
-def check_sums(implementation: str, dtype: str, toy: bool = False, bent: bool = False) -> dict:
-    """Checks that the slots' gradients are added in place to what the sums held before.
-
-    `dtype` is that of the sums: bfloat16, as the slots have, or float32.
-    """
-    inputs, static, _ = prepare(MASKED, toy)
-    del inputs.options['num_slots']
-    static, start = static | {'num_slots': 3}, 0.5
-    sums = tuple(jnp.full(x.shape, start, dtype) for x in inputs[3:5])
-    way = 'accumulate float32' if dtype == 'float32' else 'accumulate'
-    found = _run(program(implementation, static, toy, way), inputs, sums)
-    right, worst = _run(program(implementation, static, toy), inputs), 0.0
-    for name in ('dk_depth', 'dv_depth'):
-        error = np.abs(found[name] * (1.5 if bent else 1) - start - right[name])
-        error[3:] *= 1e3  # where nothing is added nothing may change
-        worst = max(worst, float(np.max(error - 0.02 * np.abs(start + right[name]))))
-        if not np.abs(right[name][:3]).max() > 0.1:
-            raise WrongError('the gradients of the slots are too small to be compared')
-    if not worst <= 0.01:
-        raise WrongError(f'sums of the gradients in {dtype} are off by {worst:.3g}')
-    return {'error_beyond_rounding': worst}
 
 
 def check_decode(batch: int, length: int, slots: int, toy: bool = False, bent: bool = False):

@@ -5,11 +5,14 @@ a child as long as it lives: starting one takes many seconds. A child that crash
 only the case that it was running.
 """
 
+import collections
+import dataclasses
 import datetime
 import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 from moddepth_jax.benchmarks.results import BAD, FINAL, Results
@@ -46,12 +49,7 @@ class Case(NamedTuple):
 def pending(cases, results: Results, code: str, again: bool, chosen: bool):
     """The Cases that are still to be run, and lines about what the file holds.
 
-    Args:
-      cases: Cases.
-      results: so far.
-      code: of results.code_version.
-      again: repeat cases whose result is of other code; if `chosen`, all.
-      chosen: the cases were named by the user.
+    `again` repeats those whose result is of other `code`, and if the user has `chosen` them, all.
     """
     rows = {case.name: results.latest.get(case.name, {}) for case in cases}
     done = {name for name, row in rows.items() if row.get('status') in FINAL}
@@ -75,12 +73,9 @@ class LostError(RuntimeError):
 
 
 class Child:
-    """One process that answers for the cases of a group.
+    """One process, of `target`(connection, log, *args), that answers for the cases of a group.
 
-    Args:
-      target: what it runs: a function of a connection, the log and `args`.
-      args: further arguments of target.
-      log: path of the file that gets its output.
+    The file `log` gets its output.
     """
 
     def __init__(self, target, args, log):
@@ -125,23 +120,24 @@ class Child:
         self.connection.close()
 
 
+@dataclasses.dataclass
 class Run:
     """One pass over a list of cases.
 
-    Args:
-      results: gets one row for each case.
+    Attributes:
+      results: gets one row for each case, with `stamp` (device, versions, commit) in it.
       start: makes a Child.
-      stamp: is added to every row: device, versions, commit.
       seconds_left: until the deadline; a function without arguments.
       say: is called with one line for each case.
       time_all: cases run whatever became of those that they need.
     """
 
-    def __init__(self, results: Results, start, stamp, seconds_left, say=print, time_all=False):
-        self.results, self.start, self.stamp = results, start, stamp
-        self.seconds_left, self.say, self.time_all = seconds_left, say, time_all
-        self.child, self.group = None, None
-        self.hung = {}  # cases of each group
+    results: Results
+    start: Callable[[], Child]
+    stamp: dict
+    seconds_left: Callable[[], float]
+    say: Callable[[str], None]
+    time_all: bool = False
 
     def run(self, cases) -> list[str]:
         """Runs the cases in their order and returns the names of those that are not done.
@@ -149,61 +145,62 @@ class Run:
         Raises:
           LostError: a child cannot start or has no device; the rest was not run.
         """
-        later = []
+        self.child, self.group, self.hung, later = None, None, collections.Counter(), []
         try:
             for case in cases:
-                if why := self._blocked(case):
-                    self._add(case, {'status': 'skipped', 'reason': why}, 0.0)
-                    continue
-                starts = self.child is None or self.group != case.group
-                if self.seconds_left() < case.expected + START_SECONDS * starts:
-                    later.append(case.name)
-                    continue
-                row, seconds = self._one(case)
-                self._add(case, row, seconds)
+                begin, row = time.monotonic(), self._skip(case)
+                if row is None:
+                    if self.child is None or self.group != case.group:
+                        self._end_child()
+                    starting = START_SECONDS * (self.child is None)
+                    if self.seconds_left() < case.expected + starting:
+                        later.append(case.name)
+                        continue
+                    self._start_child(case.group)
+                    begin, row = time.monotonic(), self._one(case)
+                self._add(case, row, time.monotonic() - begin)
                 if row['status'] not in FINAL:
                     later.append(case.name)
         finally:
             self._end_child()
         return later
 
-    def _blocked(self, case):
-        """Why a case is skipped; None if it runs."""
-        if self.hung.get(case.group, 0) >= MOST_HUNG:
-            return f'{MOST_HUNG} cases of {case.group} hung before it'
+    def _skip(self, case):
+        """The row of a case that does not run; None if it does."""
+        if self.hung[case.group] >= MOST_HUNG:
+            return {'status': 'skipped', 'reason': f'{MOST_HUNG} of {case.group} hung before it'}
         for name, row in self.results.latest.items() if not self.time_all else ():
             if row.get('status') in BAD and name.startswith(case.needs):
-                return f'a wrong kernel is not timed: {name} {row["status"]}'
+                reason = f'a wrong kernel is not timed: {name} {row["status"]}'
+                return {'status': 'skipped', 'reason': reason}
         return None
 
     def _one(self, case):
-        """The row of a case, without what every row has, and its seconds."""
-        self._start_child(case.group)
-        begin, left = time.monotonic(), self.seconds_left()
+        """The row of a case, without what every row has."""
+        left = self.seconds_left()
         row = self.child.answer(min(case.limit, left), case.name)
         if row is None and left < case.limit:
             row = {'status': 'cut', 'reason': 'the deadline came first', 'ends': True}
         elif row is None:
             row = {'status': 'hung', 'reason': f'no answer in {case.limit:g} s', 'ends': True}
-            self.hung[case.group] = self.hung.get(case.group, 0) + 1
-        seconds = time.monotonic() - begin
+            self.hung[case.group] += 1
         if row.pop('ends', False):
             self._end_child()
         if lost := row.get('lost'):
             raise LostError(lost)
-        return row, seconds
+        return row
 
     def _start_child(self, group):
-        if self.child is not None and self.group == group:
-            return
         for _ in range(2):  # the memory of a killed process may not be free yet
-            self._end_child()
+            if self.child is not None:
+                return
             self.child, self.group = self.start(), group
             row = self.child.answer(min(START_LIMIT, max(1.0, self.seconds_left())))
             row = row or {'status': 'hung', 'reason': 'no answer'}
-            if row['status'] == 'ready':
-                return
-        raise LostError(f'a process of {group} does not start: {row["reason"]}')
+            if row['status'] != 'ready':
+                self._end_child()
+        if self.child is None:
+            raise LostError(f'a process of {group} does not start: {row["reason"]}')
 
     def _end_child(self):
         if self.child is not None:

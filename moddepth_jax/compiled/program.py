@@ -69,7 +69,7 @@ class Run(NamedTuple):
 
 
 class Program:
-    """The `computations` of a compiled program: by name, dicts of Instructions by name, in order."""
+    """The `computations` of a compiled program, each a dict of Instructions by name, in order."""
 
     def __init__(self, text: str):
         """Reads `compiled.as_text()`. Raises ValueError for another text."""

@@ -9,13 +9,11 @@ import pytest
 from moddepth_jax.benchmarks import decoding
 from moddepth_jax.hparams import from_config
 
-CONTEXT = 64
-
 
 @pytest.fixture(scope='module')
 def models(tiny_config):
     """The dense model and the randomly routed one of one shape."""
-    shape = {'data.sequence_length': CONTEXT, 'model.vocab_size': 260}
+    shape = {'data.sequence_length': 64, 'model.vocab_size': 260}
     random = {'model.routing.router': 'random', 'model.routing.capacity': 0.25}
     return from_config(tiny_config(**shape)), from_config(tiny_config(**shape, **random))
 
@@ -44,8 +42,7 @@ def test_result_says_what_was_timed(models):
     json.dumps(result)
     assert [row['batch'] for row in result['rows']] == [1, 8] and result['prompt'] == 16
     for row in result['rows']:
-        assert row['dense_seconds'] > 0 and row['other_seconds'] > 0
-        assert row['dense_tokens_per_second'] == row['batch'] / row['dense_seconds']
+        assert row['dense_tokens_per_second'] == row['batch'] / row['dense_seconds'] > 0
         # One of two blocks keeps 24 of 64 tokens; positions and lengths add a little.
         assert (1 + 24 / 64) / 2 < row['cache_ratio'] < (1 + 24 / 64) / 2 + 0.02
     assert 0.05 < result['rows'][1]['selected_fraction'] < 0.5

@@ -9,7 +9,7 @@ import pytest
 from kernels_pallas import depth_attention
 from moddepth_jax.benchmarks import kernel_checks
 from moddepth_jax.benchmarks.kernel_cases import CASES, PACKED_CASES, make_case
-from moddepth_jax.benchmarks.kernel_checks import check, check_decode, check_sums
+from moddepth_jax.benchmarks.kernel_checks import check, check_decode
 from moddepth_jax.benchmarks.worker import WrongError
 
 
@@ -79,15 +79,12 @@ def test_an_injected_fault_is_found():
     """`bent` is what launch.gpu --inject=wrong:CASE sets."""
     with pytest.raises(WrongError, match='o is off'):
         check('xla', 'depth_alone', toy=True, bent=True)
-    with pytest.raises(WrongError, match='sums of the gradients in float32'):
-        check_sums('xla', 'float32', toy=True, bent=True)
     with pytest.raises(WrongError, match='o is off'):
         check_decode(3, 9, 4, toy=True, bent=True)
 
 
-def test_sums_and_decoding_pass():
+def test_decoding_passes():
     """In bfloat16, as on a GPU."""
-    assert check_sums('xla', 'bfloat16', toy=True)['error_beyond_rounding'] <= 0.01
     found = check_decode(3, 9, 4, toy=True)
     assert 0 < found['errors']['o'] <= found['allowed']['o']
 
