@@ -35,11 +35,6 @@ DEADLINE, LIMIT, MOST_ROUNDS = 150, 130, 20
 MISSING_CASES = 'right/xla,step/124m/dense'
 
 
-def python_of(folder):
-    """The interpreter of the environment."""
-    return folder / 'venv/bin/python'
-
-
 def run(words):
     """Runs a command that must succeed; its output is shown if it does not."""
     done = subprocess.run(words, capture_output=True, text=True)
@@ -58,7 +53,7 @@ def install(folder):
         if lacks
     ]
     run([sys.executable, '-m', 'venv', folder / 'venv'])
-    pip = [python_of(folder), '-m', 'pip', '-q', '--disable-pip-version-check', 'install']
+    pip = [folder / 'venv/bin/python', '-m', 'pip', '-q', '--disable-pip-version-check', 'install']
     versions = [
         f'{name}=={installed[name] or importlib.metadata.version(name)}' for name in sorted(held)
     ]
@@ -82,9 +77,9 @@ def gpu(folder, *arguments, carried=True):
     """Runs launch.gpu --toy in the environment; returns (status, output, seconds)."""
     env = {name: value for name, value in os.environ.items() if name != 'PYTHONPATH'}
     env |= {'PYTHONPATH': str(folder / 'site')} if carried else {}
-    words = [*without_network(), python_of(folder), '-m', 'launch.gpu', '--toy', *arguments]
+    words = [*without_network(), folder / 'venv/bin/python', '-m', 'launch.gpu', '--toy']
     begin = time.monotonic()
-    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True)
+    done = subprocess.run([*words, *arguments], cwd=ROOT, env=env, capture_output=True, text=True)
     return done.returncode, done.stdout + done.stderr, time.monotonic() - begin
 
 

@@ -93,7 +93,7 @@ def test_metadata(built):
     classified = [line for line in metadata.get_all('Classifier') if ':: 3.' in line]
     assert [line.rsplit(' ', 1)[1] for line in classified] == ['3.11', '3.12', '3.13']
     assert sum('arxiv.org' in line for line in metadata.get_all('Project-URL')) == 2
-    bounds = [line for line in metadata.get_all('Requires-Dist')]
+    bounds = metadata.get_all('Requires-Dist')
     assert len(bounds) > 15 and all('<' in line and '>' in line for line in bounds)
 
 
