@@ -81,12 +81,10 @@ def test_unrolled_forms_end_at_their_depth(models, fake_steps):
     rows = result['rows']
     assert [row['depth'] for row in rows] == [2] * 6 + [4] * 3
     assert {row['layer_loop'] for row in rows[6:]} == {'scan'}
-    assert [row['model'] for row in rows[:2]] == ['dense'] * 2
-    for row, hparams in zip(rows, made, strict=True):
-        model = hparams.model
-        assert model.depth.stream == {'dense': 'residual', 'MoDA': 'moda'}[row['model']]
+    for row, hparams in zip(rows, (hparams.model for hparams in made), strict=True):
+        assert hparams.depth.stream == {'dense': 'residual', 'MoDA': 'moda'}[row['model']]
         knobs = (row['layer_loop'], row['remat'], row['depth'])
-        assert (model.layer_loop, model.remat, model.num_layers) == knobs
+        assert (hparams.layer_loop, hparams.remat, hparams.num_layers) == knobs
     tables = depth_tables(result, 'width 32')
     assert len(tables) == 3 and all(table.heads == ['layers', '2', '4'] for table in tables)
     assert tables[2].lines['MoDA, unrolled, none'] == ['2000 (1.00)', '-']
