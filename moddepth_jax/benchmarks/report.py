@@ -12,7 +12,7 @@ from moddepth_jax.benchmarks.experts import experts_tables
 from moddepth_jax.benchmarks.models import TITLES
 from moddepth_jax.benchmarks.results import BAD, FILE, Results
 from moddepth_jax.benchmarks.steps import compare, steps_table
-from moddepth_jax.benchmarks.tables import Table, to_markdown
+from moddepth_jax.benchmarks.tables import Table, column_per_row, fixed, to_markdown
 from moddepth_jax.studies.claims import FAILS, HOLDS
 
 CLAIM_COLUMNS = ('claim', 'paper', 'ours', 'verdict', 'reason')
@@ -44,19 +44,15 @@ def timed(rows: dict[str, dict]) -> list[dict]:
 
 
 def _machines(rows):
-    """A line for each device with its versions and commits."""
-    found = collections.defaultdict(lambda: collections.defaultdict(list))
+    """A line for each device with its versions and commit, and their dates."""
+    found = collections.defaultdict(list)
     for row in rows.values():
         versions = ', '.join(f'{name} {version}' for name, version in row['versions'].items())
         toy = ', toy sizes' if row.get('toy') else ''
         driver = row.get('driver', '').replace('\n', ' ')
-        line = f'- {row["device"]}{toy}; {versions}; {driver}; commits '
-        found[line][row['commit'][:12]].append(row['date'][:10])
-    return [
-        line
-        + ', '.join(f'{commit} ({min(dates)} to {max(dates)})' for commit, dates in commits.items())
-        for line, commits in found.items()
-    ]
+        line = f'{row["device"]}{toy}; {versions}; {driver}; commit {row["commit"][:12]}'
+        found[line].append(row['date'][:10])
+    return [f'- {line} ({min(dates)} to {max(dates)})' for line, dates in found.items()]
 
 
 def _outcomes(rows):
@@ -167,11 +163,10 @@ def _model_tables(rows):
         lines |= {f'eval {name}': [str(value)] for name, value in row['eval'].items()}
         yield Table('training run, MoD with MoDA, bfloat16', ['', ''], lines)
     if row := starting(rows, 'run/').get('study'):
-        lines = {}
-        for run in row['rows']:
-            values = (str(run['steps']), f'{run["total_flops"]:.3g}', f'{run["bits_per_byte"]:.3f}')
-            lines[f'{run["variant"]} {run["size"]}, seed {run["seed"]}'] = list(values)
-        yield Table('first runs of the study', ['', 'steps', 'FLOPs', 'bits a byte'], lines)
+        heads = ['', *(f'{run["variant"]} {run["size"]}' for run in row['rows'])]
+        lines = {'steps': ('steps', str), 'FLOPs': ('total_flops', '{:.3g}'.format)}
+        lines['bits a byte'] = ('bits_per_byte', fixed(3))
+        yield column_per_row('first runs of the study', heads, lines, row['rows'])
     for row in starting(rows, 'experts/').values():
         yield from experts_tables(row)
 

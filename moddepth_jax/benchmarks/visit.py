@@ -78,8 +78,7 @@ def _set_environment(toy):
 
 def _find_device(toy):
     """What `machine.probe` finds; None, after a line on stderr, if the device is not there."""
-    # Asked before the defaults are set: why_no_gpu names what the user has set.
-    given = dict(os.environ)
+    given = dict(os.environ)  # why_no_gpu names what the user has set
     _set_environment(toy)
     found, error = machine.probe()
     wanted = 'cpu' if toy else 'gpu'
@@ -103,20 +102,10 @@ def visit(
     toy: bool = False,
     injected: dict[str, str] | None = None,
 ) -> int:
-    """Runs cases and prints a line for each.
+    """Runs cases, prints a line for each, and returns the exit status.
 
-    Args:
-      chosen: as `choose_cases` returns.
-      seconds_left: until the deadline; a function without arguments.
-      out: directory of the results; None: results/gpu/GPU.
-      by_name: the user named the cases.
-      again: repeat cases whose result is of other code; with `by_name` all.
-      time_all: time kernels of which a case was wrong, too.
-      toy: cases of a rehearsal, on the CPU.
-      injected: worker.INJECTIONS by name of a case.
-
-    Returns:
-      The exit status: 1 if there is no device or if some case is not right.
+    It is 1 if there is no device or if some case is not right. Options are flags of launch.gpu:
+    `by_name` says that --cases named the cases, `seconds_left`() is the time to the deadline.
     """
     found = _find_device(toy)
     if found is None:

@@ -22,14 +22,10 @@ _OURS = ('configs', 'kernels_pallas', 'launch', 'moddepth_jax')
 
 
 def serve(connection, log, cases: dict, on_gpu: bool, injected: dict[str, str]):
-    """Answers each name of a case that the connection sends with a row, until it is closed.
+    """Answers each name of `cases` that the connection sends with a row, until it is closed.
 
-    Args:
-      connection: of multiprocessing.
-      log: path of the file that gets whatever is printed.
-      cases: runner.Case by name.
-      on_gpu: nothing runs if JAX has no GPU.
-      injected: of INJECTIONS, by name of a case: what is done to it, to test the runner.
+    The file `log` gets whatever is printed. With `on_gpu` nothing runs if JAX has no GPU.
+    `injected`, of INJECTIONS by name of a case, is done to it, to test the runner.
     """
     redirect_output(log)
     connection.send({'status': 'ready'})

@@ -85,6 +85,17 @@ def test_step(variants, names, tmp_path):
 
 
 @pytest.mark.slow
+def test_both_ways_of_scoring_agree(tmp_path):
+    """Up to rounding, with a column for each model and length of options."""
+    (result,), out, _ = bench(tmp_path, 'scoring', '--size=2x64', '--repeats=1')
+    assert [row['model'] for row in result['rows']] == ['dense', 'dense', 'mod', 'mod']
+    for row in result['rows']:
+        assert row['difference'] < 1e-4 and row['ratio'] == pytest.approx(row['ratio_range'][0])
+        assert row['one_by_one_milliseconds'] > 0 and row['requests'] == 128
+        assert f'{row["model"]}, {row["options"]}' in out
+
+
+@pytest.mark.slow
 def test_attention_writes_json_and_a_picture(tmp_path):
     """Sizes by flags; what cannot run here has a line on stderr, and the exit status is 0."""
     sizes = ['--lengths=16', '--heads=2', '--kv_heads=1', '--widths=8', '--slots=0']

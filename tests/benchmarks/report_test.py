@@ -68,7 +68,7 @@ def test_page_has_every_number(rows):
     """Tables of what was measured, a line for everything else, versions and commits."""
     page = report.page(rows, 'h200')
     for words in (
-        'NVIDIA H200; jax 0.11.2; cuda 13000; commits aaaaaaaaaaaa (2026-11-22 to 2026-11-22)',
+        'NVIDIA H200; jax 0.11.2; cuda 13000; commit aaaaaaaaaaaa (2026-11-22 to 2026-11-22)',
         'Copy 4300 GB/s, bf16 product 790 TFLOP/s.',
         '- **wrong** right/pallas/rows: o is off by 3, allowed 0.004',
         '- **skipped** time/pallas/4k: a wrong kernel is not timed',
