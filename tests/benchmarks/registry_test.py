@@ -46,6 +46,10 @@ def test_decode_by_heads(tmp_path):
     results, *_ = bench(tmp_path, 'decode', *small, '--kv_heads=2,1')
     assert [result['kv_heads'] for result in results] == [2, 1]
     assert [row['batch'] for row in results[0]['rows']] == [1, 2]
+    for row in results[0]['rows']:
+        assert row['dense_tokens_per_second'] == row['batch'] / row['dense_seconds'] > 0
+        # One of two blocks keeps an eighth of the tokens and some more.
+        assert 0.5 < row['cache_ratio'] < 0.8 and 0 <= row['selected_fraction'] < 0.5
 
 
 @pytest.mark.slow
@@ -59,6 +63,8 @@ def test_depth_compares_flops_first(tmp_path):
         *(64, 1),
     )
     assert [row['depth'] for row in depth['rows']] == [2, 2, 2, 3, 3, 3] and not errors
+    dense, scanned, kept = (row['temp_bytes'] for row in depth['rows'][:3])
+    assert 0 < dense < scanned < kept  # slots, and with remat=none what the blocks computed
     titles = ['realised saving', 'temporary memory', 'compilation', 'train step, ms']
     assert all(title in out for title in titles), out
 
