@@ -9,14 +9,7 @@ import numpy as np
 
 
 class Case(NamedTuple):
-    """One shape: q [B, T, N, H], keys and values [B, T, K, H], slots [L, B, T, K, H].
-
-    Attributes:
-      length, heads, kv_heads, width, slots, batch: T, N, K, H, L, B.
-      dtype: of all arrays.
-      written: visible slots, known only when the program runs, as in a scanned stack; None: all.
-      documents: number of packed documents in a row, of random lengths; 0: the row is one text.
-    """
+    """One shape: q [B, T, N, H], keys and values [B, T, K, H], slots [L, B, T, K, H]."""
 
     length: int
     heads: int = 64
@@ -25,8 +18,8 @@ class Case(NamedTuple):
     slots: int = 64
     batch: int = 1
     dtype: str = 'bfloat16'
-    written: int | None = None
-    documents: int = 0
+    written: int | None = None  # visible slots, known only when the program runs; None: all
+    documents: int = 0  # packed in a row, of random lengths; 0: the row is one text
 
     @property
     def visible(self) -> int:
@@ -41,13 +34,7 @@ class Case(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What is attended to, and the cotangent of the output.
-
-    Attributes:
-      q_BTNH, k_BTKH, v_BTKH, k_depth_LBTKH, v_depth_LBTKH, do_BTNH: arrays.
-      q_depth_BTNH: queries of the slots; None: q_BTNH.
-      options: further arrays by their name in depth_attention.
-    """
+    """What is attended to, and the cotangent of the output."""
 
     q_BTNH: jax.Array
     k_BTKH: jax.Array
@@ -55,8 +42,8 @@ class Inputs(NamedTuple):
     k_depth_LBTKH: jax.Array
     v_depth_LBTKH: jax.Array
     do_BTNH: jax.Array
-    q_depth_BTNH: jax.Array | None = None
-    options: dict = {}
+    q_depth_BTNH: jax.Array | None = None  # queries of the slots; None: q_BTNH
+    options: dict = {}  # further arrays by their name in depth_attention
 
 
 # Lengths and shapes of docs/gpu.md: N=64, K=8, H=64, L=64 where nothing else is said.
@@ -145,11 +132,8 @@ def flops(case: Case, slots: int, backward: bool) -> float:
 def depth_bytes(case: Case, direction: str, sum_bytes: int = 0) -> float:
     """The least number of bytes that the depth part must move: slots once, queries and outputs.
 
-    Args:
-      case: the shapes.
-      direction: `forward`, or the backward pass alone: `fresh` (reads the slots, writes their
-        gradients) or `accumulate` (reads the slots and the sums, writes the sums).
-      sum_bytes: bytes of one number of the sums.
+    `direction` is forward, or the backward pass alone: fresh (reads the slots, writes their
+    gradients) or accumulate (reads slots and sums, writes the sums, of `sum_bytes` a number).
     """
     item = jnp.dtype(case.dtype).itemsize
     per_side = case.batch * case.length * case.width

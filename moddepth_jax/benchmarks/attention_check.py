@@ -87,12 +87,9 @@ def compute_expected(inputs: Inputs, chosen_C, over: str) -> tuple[dict, dict[st
 
 
 def find_wrong(results: dict, expected, chosen_C) -> str | None:
-    """What is wrong with a program's results, in one line; None: nothing.
+    """What is wrong with the results of `run_checked`, in one line; None: nothing.
 
-    Args:
-      results: (array, number of runs that it is the sum of) by name, as `run_checked` returns.
-      expected: as `compute_expected` returns, for the same inputs.
-      chosen_C: the queries with a cotangent; gradients of other queries and slots must be zero.
+    `expected` is of `compute_expected`. Gradients of other queries and slots must be zero.
     """
     for name, (array, runs) in results.items():
         index = (slice(None),) * (2 if name.endswith('_depth') else 1)

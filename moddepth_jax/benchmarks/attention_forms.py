@@ -20,15 +20,12 @@ SUMS = {'accumulate': None, 'accumulate float32': 'float32'}
 class Form(NamedTuple):
     """One program.
 
-    Attributes:
-      implementation: one of RIVALS or of kernels_pallas.
-      over: PLAIN, BOTH or ALONE.
-      direction: `forward`; `fresh`, both passes with new gradients; or one of SUMS, both passes
-        with the slots' gradients added in place to sums.
+    Its direction is `forward`; `fresh`, both passes with new gradients; or one of SUMS, both passes
+    with the slots' gradients added in place to sums.
     """
 
-    implementation: str
-    over: str
+    implementation: str  # one of RIVALS or of kernels_pallas
+    over: str  # PLAIN, BOTH or ALONE
     direction: str
 
 
@@ -94,15 +91,10 @@ def _arguments(over, inputs):
 
 
 def make_program(function, over: str, direction: str):
-    """One form of an attention as a function of arrays.
+    """A Form of `function`, which is as depth_attention, as a function of arrays.
 
-    Args:
-      function: as depth_attention.
-      over, direction: as in Form.
-
-    Returns:
-      f(inputs, sums) -> ((o, *gradients of what is attended to), sums). In forms that accumulate,
-      `sums` replaces the slots' gradients; else it is None.
+    Returns f(inputs, sums) -> ((o, *gradients of what is attended to), sums). In forms that
+    accumulate, `sums` replaces the slots' gradients; else it is None.
     """
 
     def program(inputs, sums):
@@ -151,11 +143,7 @@ def make_sums(form: Form, case: Case):
 
 
 def lower(form: Form, inputs: Inputs, case: Case):
-    """The program of a form for such inputs, lowered; its sums are donated.
-
-    Raises:
-      Exception: of any kind, where this JAX or this device cannot do it.
-    """
+    """The program of a form, lowered; its sums are donated. Raises anything if it cannot be."""
     ours = functools.partial(depth_attention, implementation=form.implementation)
     function = RIVALS.get(form.implementation, ours)
     sums = jax.eval_shape(lambda: make_sums(form, case))

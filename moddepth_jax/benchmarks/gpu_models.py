@@ -19,15 +19,8 @@ _TOY_KNOBS |= {'evaluation.final_batches': 1, 'training.log_every': 1}
 def train_step(model: str, size: str, length: int, rows: int, toy: bool = False) -> dict:
     """Times the training step of one model in bfloat16, with the settings of its config.
 
-    Args:
-      model, size: variant and size, as in models.make_model.
-      length, rows: of a batch.
-      toy: at toy size.
-
-    Returns:
-      What steps.step_row returns; `step_range`, `loss`, `peak_bytes` of the process, the settings
-      that decide what runs, `attention_backends` (a line for each choice) and the `measurements`
-      behind them.
+    Besides what steps.step_row returns: the settings that decide what runs, `peak_bytes` of the
+    process, `attention_backends` (a line for each choice) and the `measurements` behind them.
     """
     import jax
 

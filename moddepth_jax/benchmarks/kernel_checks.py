@@ -85,18 +85,9 @@ def check(implementation: str, case: str, toy: bool = False, bent: bool = False)
     equal bits, but for the sequence's gradients, which may be cuDNN's; NaN in hidden slots changes
     nothing.
 
-    Args:
-      implementation: of kernels_pallas, or CUDNN.
-      case: name in kernel_cases; packed/NAME for packed documents.
-      toy, bent: see above.
-
-    Returns:
-      `errors` and `allowed`: the largest absolute error of each result and its bound; and
-      `sequence_gradients_rerun_equal`.
-
-    Raises:
-      WrongError: names the results that are wrong.
-      ValueError: this device cannot do it.
+    `implementation` is of kernels_pallas, or CUDNN; `case` a name in kernel_cases, or packed/NAME.
+    Returns `errors` and `allowed`, the largest absolute error of each result and its bound. Raises
+    ValueError if this device cannot do it.
     """
     packed = case.startswith('packed/')
     chosen = PACKED_CASES[case.removeprefix('packed/')] if packed else CASES[case]

@@ -49,9 +49,7 @@ def versions() -> dict[str, str]:
 def probe() -> tuple[dict, str]:
     """Asks another process for JAX's first device, because this one must not hold its memory.
 
-    Returns:
-      dict with `platform`, `device`, `capability` and `platform_version`, empty if JAX did not
-      start; and the last line of its errors.
+    Returns its facts, as in _PROBE, empty if JAX did not start; and the last line of its errors.
     """
     command = [sys.executable, '-c', _PROBE]
     try:

@@ -18,12 +18,9 @@ _PACKAGES = ('configs', 'kernels_pallas', 'launch', 'moddepth_jax')
 
 
 class Results:
-    """The lines of a file, and the newest line of each case.
+    """The lines of a file, which need not exist, and the newest row of each case, `latest`.
 
-    Attributes:
-      path: of the file; it need not exist.
-      latest: the newest row of each case, by name.
-      damaged: number of lines that are no JSON object with a case: a write was cut short.
+    `damaged` is the number of lines that are no JSON object with a case: a write was cut short.
     """
 
     def __init__(self, path):

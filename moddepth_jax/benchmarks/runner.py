@@ -23,27 +23,16 @@ MOST_HUNG = 2  # cases of a group, after which the rest of it is skipped
 
 
 class Case(NamedTuple):
-    """One thing that is checked or measured.
+    """One thing that is checked or measured."""
 
-    Attributes:
-      name: unique, parts separated by slashes.
-      group: cases of one group share a process.
-      expected: seconds on one large GPU, compilation included; a guess until it was measured.
-      limit: seconds after which it counts as hung.
-      run: MODULE:FUNCTION; the function returns a dict of JSON values.
-      arguments: of the function.
-      needs: beginnings of names; if such a case was not right, this one is skipped.
-      in_process: the child itself uses the device; False: it starts a command that does.
-    """
-
-    name: str
-    group: str
-    expected: float
-    limit: float
-    run: str
+    name: str  # unique, parts separated by slashes
+    group: str  # cases of one group share a process
+    expected: float  # seconds on one large GPU, compilation included: a guess
+    limit: float  # seconds after which it counts as hung
+    run: str  # MODULE:FUNCTION; the function returns a dict of JSON values
     arguments: dict = {}
-    needs: tuple[str, ...] = ()
-    in_process: bool = True
+    needs: tuple[str, ...] = ()  # beginnings of names; skipped if such a case was not right
+    in_process: bool = True  # False: it starts a command that uses the device
 
 
 def pending(cases, results: Results, code: str, again: bool, chosen: bool):
@@ -122,22 +111,14 @@ class Child:
 
 @dataclasses.dataclass
 class Run:
-    """One pass over a list of cases.
+    """One pass over a list of cases."""
 
-    Attributes:
-      results: gets one row for each case, with `stamp` (device, versions, commit) in it.
-      start: makes a Child.
-      seconds_left: until the deadline; a function without arguments.
-      say: is called with one line for each case.
-      time_all: cases run whatever became of those that they need.
-    """
-
-    results: Results
+    results: Results  # gets one row for each case
     start: Callable[[], Child]
-    stamp: dict
-    seconds_left: Callable[[], float]
-    say: Callable[[str], None]
-    time_all: bool = False
+    stamp: dict  # is added to every row: device, versions, commit
+    seconds_left: Callable[[], float]  # until the deadline
+    say: Callable[[str], None]  # is called with one line for each case
+    time_all: bool = False  # cases run whatever became of those that they need
 
     def run(self, cases) -> list[str]:
         """Runs the cases in their order and returns the names of those that are not done.

@@ -35,10 +35,7 @@ DATA_BATCHES = 20  # that are fetched to time them
 class CompiledStep:
     """A train step on one batch, compiled apart from running it.
 
-    Attributes:
-      temp_bytes: peak of what a step allocates besides its arguments and results.
-      trace_seconds: tracing and lowering.
-      compile_seconds: of XLA; nothing is compiled if JAX's persistent cache holds the program.
+    `temp_bytes` is the peak of what it allocates besides arguments and results.
     """
 
     def __init__(self, hparams: Hparams):

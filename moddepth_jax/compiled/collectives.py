@@ -37,29 +37,16 @@ _MESH_AXIS = re.compile(r"'(\w+)'(?:=|:\((\d+)\))?(\d+)?")
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective operation of a program.
+    """One collective operation of a program; the last three fields are as in program.Run."""
 
-    Attributes:
-      kind: such as all-reduce; the two halves of an asynchronous one are one.
-      axes: of the mesh, along which the devices of a group differ, in the mesh's order.
-      group: the first group of devices that communicate, as indices into the mesh.
-      result: the arrays that it returns, such as f32[8,16].
-      result_bytes: of one device.
-      sent_bytes: of one device each time, by the table above.
-      sliced_bytes: the part of sent_bytes that belongs to all-reduced arrays of which every device
-        uses only its own slice.
-      source: the operation in Python, by XLA's metadata.
-      times, times_known, one_branch: as in program.Run.
-    """
-
-    kind: str
-    axes: tuple[str, ...]
-    group: tuple[int, ...]
-    result: str
-    result_bytes: int
-    sent_bytes: float
-    sliced_bytes: float = 0.0
-    source: str = ''
+    kind: str  # such as all-reduce; the two halves of an asynchronous one are one
+    axes: tuple[str, ...]  # of the mesh, along which the devices of a group differ
+    group: tuple[int, ...]  # the first one that communicates, as indices into the mesh
+    result: str  # the arrays that it returns, such as f32[8,16]
+    result_bytes: int  # of one device
+    sent_bytes: float  # of one device each time, by the table above
+    sliced_bytes: float = 0.0  # of sent_bytes: sums of which a device uses only its own slice
+    source: str = ''  # the operation in Python, by XLA's metadata
     times: int = 1
     times_known: bool = True
     one_branch: bool = False

@@ -38,21 +38,13 @@ _OPTIONS = {
 
 
 class Hardware(NamedTuple):
-    """What a vendor states for one device.
+    """What a vendor states for one device."""
 
-    Attributes:
-      flops: of dense bfloat16 products, a second.
-      node: number of devices that are joined by the fast links.
-      within: bytes a second that a device sends over these links.
-      across: bytes a second that a device sends to another node.
-      source: of these numbers.
-    """
-
-    flops: float
-    node: int
-    within: float
-    across: float
-    source: str
+    flops: float  # of dense bfloat16 products, a second
+    node: int  # number of devices that are joined by the fast links
+    within: float  # bytes a second that a device sends over these links
+    across: float  # bytes a second that a device sends to another node
+    source: str  # of these numbers
 
 
 HARDWARE = {

@@ -53,19 +53,12 @@ class Instruction(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Something found in a program, and how often it runs.
+    """Something found in a program, and how often it runs."""
 
-    Attributes:
-      found: what the search of `Program.runs` returned.
-      times: how often it runs; a loop of unknown length counts once.
-      times_known: whether the length of every loop around it is known.
-      one_branch: whether it is in a conditional, of which the most expensive branch counts.
-    """
-
-    found: Any
-    times: int = 1
-    times_known: bool = True
-    one_branch: bool = False
+    found: Any  # what the search of `Program.runs` returned
+    times: int = 1  # a loop of unknown length counts once
+    times_known: bool = True  # the length of every loop around it is known
+    one_branch: bool = False  # in a conditional, of which the most expensive branch counts
 
 
 class Program:
