@@ -90,7 +90,8 @@ def _compile_and_check(form, case, inputs, expected):
     values, why = expected[key]
     if why:
         return None, f'not checked, so not timed: the equation is {why}'
-    masked = attention_check.mask_cotangent(inputs, chosen_C)
+    kept_T = jnp.zeros(case.length, bool).at[chosen_C].set(True)
+    masked = inputs._replace(do_BTNH=jnp.where(kept_T[:, None, None], inputs.do_BTNH, 0))
     results, why = try_run(attention_check.run_checked, form, case, run, masked)
     why = why or attention_check.find_wrong(results, values, chosen_C)
     return (None, why) if why else (run, None)
@@ -170,12 +171,11 @@ def bench_case(case: Case, names, seconds: float, brief: bool = False) -> dict:
     attention_forms.forms.
 
     Returns:
-      dict with the shape, `baseline` (the first of BASELINES that is right), `repeats`,
-      `compile_and_check_seconds` and `rows`: of each Form its fields and either `failed`, one line,
-      or the median `seconds` of a call; `temp_bytes`; `flops_per_second`, of the visible pairs;
-      `over_plain`, the median over rounds of its time over the baseline's without slots and
-      documents. Of the slots alone `bytes_per_second` instead: of the forward pass, or of the
-      backward pass if the form has one (both passes minus the forward pass). Or `skipped`, a line.
+      The shape, `baseline` (the first of BASELINES that is right) and `rows`: of each Form its
+      fields and either `failed`, one line, or the median `seconds` of a call; `flops_per_second`,
+      of the visible pairs; `over_plain`, the median over rounds of its time over the baseline's
+      without slots and documents. Of the slots alone `bytes_per_second` instead: of the forward
+      pass, or of the backward pass alone if the form has one. Or `skipped`, a line.
 
     Raises:
       DeviceLostError: nothing more can run in this process.

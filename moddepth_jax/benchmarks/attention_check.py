@@ -51,12 +51,6 @@ def checked_queries(length: int) -> np.ndarray:
     return np.unique([*spread, 1]).astype(np.int32)
 
 
-def mask_cotangent(inputs: Inputs, chosen_C) -> Inputs:
-    """The inputs with the output's cotangent zero for all other queries."""
-    kept_T = jnp.zeros(inputs.q_BTNH.shape[1], bool).at[chosen_C].set(True)
-    return inputs._replace(do_BTNH=jnp.where(kept_T[:, None, None], inputs.do_BTNH, 0))
-
-
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
 def _compute(inputs, chosen_C, over, implementation, dtype):
     """Both passes of the chosen queries alone, in a dtype."""

@@ -99,22 +99,13 @@ class _Decoder:
 
 
 def bench_decoding(dense: Hparams, other: Hparams, batches, prompt: int, repeats: int) -> dict:
-    """Times a decoding step of two models of one shape at nearly full caches.
+    """Times a decoding step of two models at nearly full caches, and the first token of a prompt.
 
-    A router of `other` needs no training if its rule has a known rate, as `random` has.
-
-    Args:
-      dense, other: the models, whose context is `data.sequence_length`.
-      batches: rows that decode together.
-      prompt: tokens of the prompt whose first token is timed, at batch 1.
-      repeats: timed rounds.
-
-    Returns:
-      dict with `versions`, `context`, `repeats`, `prompt`, `first_token_seconds` of both models and
-      `rows`: one for each batch with its `batch`, the median `dense_seconds` and `other_seconds` of
-      a step, `dense_tokens_per_second`, `other_tokens_per_second`, `speedup` (the median over
-      rounds of dense / other time), `dense_cache_bytes`, `other_cache_bytes`, `cache_ratio` and
-      `selected_fraction`, of the tokens in routed blocks.
+    Both have one shape, and a context of `data.sequence_length`. A router of `other` needs no
+    training if its rule has a known rate, as `random` has. `batches` are rows that decode together;
+    the prompt has a batch of its own. Of each batch `rows` has median seconds of a step, tokens a
+    second, `speedup` (the median over rounds of dense / other time), bytes of the caches, and the
+    `selected_fraction` of the tokens in routed blocks.
     """
     models, rows = {'dense': dense, 'other': other}, []
     unrolled = {name: random_weights(hparams) for name, hparams in models.items()}

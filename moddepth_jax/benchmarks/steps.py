@@ -77,15 +77,8 @@ def compare_steps(models: dict[str, Hparams], repeats: int, by_hand: bool = Fals
     """Times one training step of each model in turn with the first, the baseline.
 
     Two are in memory at a time. With `by_hand` each is also timed in turn with the same step
-    written out by hand.
-
-    Returns:
-      dict with `versions`, `length`, `batch`, `dtype`, `attention`, `repeats`,
-      `attention_backends` (a line for each choice so far) and `rows`: for each model its name and
-      either `failed`, one line, or what `step_row` returns.
-
-    Raises:
-      ValueError: the baseline itself cannot run.
+    written out by hand. `rows` are, for each model, its name and either `failed`, one line, or what
+    `step_row` returns. Raises ValueError if the baseline itself cannot run.
     """
     first, baseline, rows = next(iter(models)), None, []
     for name, hparams in models.items():

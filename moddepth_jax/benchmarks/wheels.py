@@ -7,16 +7,14 @@ import re
 import subprocess
 import sys
 
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
 # pip takes each tag literally.
 PLATFORMS = tuple(f'manylinux_2_{minor}_x86_64' for minor in (39, 35, 34, 31, 28, 27, 24, 17))
 PLATFORMS += ('manylinux2014_x86_64', 'manylinux1_x86_64')
 # Never carried: hundreds of megabytes, in versions that fit the machine's driver and PyTorch.
 OF_THE_MACHINE = ('jax', 'jaxlib', 'triton')
-
-
-def canonical_name(name: str) -> str:
-    """A package's name as pip compares it."""
-    return re.sub(r'[-_.]+', '-', name).lower()
 
 
 def read_installed(text: str) -> dict[str, str | None]:
@@ -34,7 +32,7 @@ def read_installed(text: str) -> dict[str, str | None]:
         if not match:
             right = 'must be NAME, NAME==VERSION or NAME VERSION'
             raise ValueError(f'line {number} of the installed packages, {line!r}: {right}')
-        found[canonical_name(match[1])] = match[2]
+        found[canonicalize_name(match[1])] = match[2]
     return found
 
 
@@ -59,8 +57,6 @@ def find_needed(requirements: list[str], python: str, installed: dict, known=())
     far as it is installed here. What is `installed` (by `read_installed`) in a suitable version has
     what it needs, and so have those of `known` names.
     """
-    from packaging.requirements import Requirement
-
     machine = {'sys_platform': 'linux', 'platform_system': 'Linux', 'platform_machine': 'x86_64'}
     machine |= {'python_version': python, 'python_full_version': f'{python}.3'}
     machine |= {'os_name': 'posix', 'platform_python_implementation': 'CPython'}
@@ -68,7 +64,7 @@ def find_needed(requirements: list[str], python: str, installed: dict, known=())
     while waiting:
         line, extras = waiting.pop()
         wanted = Requirement(line)
-        marker, name = wanted.marker, canonical_name(wanted.name)
+        marker, name = wanted.marker, canonicalize_name(wanted.name)
         if marker and not any(marker.evaluate(machine | {'extra': extra}) for extra in extras):
             continue
         if (line, extras) in seen:

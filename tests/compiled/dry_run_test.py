@@ -3,7 +3,6 @@
 import jax
 import pytest
 
-from moddepth_jax.compiled import dry_run_tables
 from moddepth_jax.compiled.collectives import Collective
 from moddepth_jax.compiled.dry_run import Hardware, bandwidth, dry_run, estimate, warnings_of
 from moddepth_jax.hparams import from_config
@@ -46,18 +45,6 @@ def test_products_of_the_program_are_those_of_the_trace(alone):
     assert found['flops']['counted'] == train_step_flops(hparams) < found['flops']['executed']
     assert found['split'] == pytest.approx(1, abs=0.05)
     assert found['flops']['in_branches'] == 0
-
-
-def test_lines_and_tables_hold_the_numbers(alone):
-    """Every cell is text, every row as long as its heads; one device has no collectives."""
-    _, found = alone
-    shown = list(dry_run_tables.tables(found))
-    assert [len(rows) for _, _, rows in shown] == [1, 6, 0, 1]
-    for _, heads, rows in shown:
-        for row in rows:
-            assert len(row) == len(heads) and all(isinstance(cell, str) for cell in row)
-    lines = dry_run_tables.headlines(found)
-    assert lines[0].endswith('data=1: 1 device') and '4 rows of 32' in lines[2]
 
 
 @pytest.mark.parametrize(
