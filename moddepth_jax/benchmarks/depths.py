@@ -26,10 +26,10 @@ def compare_depths(models: dict[str, Hparams], depths, unrolled_up_to: int, repe
         for name, loop, remat in forms:
             if loop == 'scan' or depth <= unrolled_up_to:
                 knobs = {'num_layers': depth, 'layer_loop': loop, 'remat': remat}
-                compared[name, loop, remat] = with_model(models[name], **knobs)
+                compared[f'{name}, {loop}, {remat}'] = with_model(models[name], **knobs)
         result = compare_steps(compared, repeats)
         for row in result['rows']:
-            name, loop, remat = row['model']
+            name, loop, remat = row['model'].split(', ')
             form = {'depth': depth, 'model': name, 'layer_loop': loop, 'remat': remat}
             rows.append(row | form)
     return result | {'rows': rows}
