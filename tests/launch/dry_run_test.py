@@ -11,20 +11,11 @@ from tests.forked_commands import ROOT
 from tests.launch.commands import call
 
 KEPT = sorted((ROOT / 'results' / 'cpu' / 'dry_run').glob('*.json'))
-SMALL = {
-    'model.num_layers': 3,
-    'model.d_model': 64,
-    'model.d_ff': 96,
-    'model.num_heads': 4,
-    'model.num_kv_heads': 2,
-    'model.head_dim': 16,
-    'model.dtype': 'bfloat16',
-    'data.sequence_length': 64,
-    'data.batch_size': 8,
-    'flop_budget': 0.0,
-    'report.sample_tokens': 8,
-    'training.num_steps': 10,
-}
+MODEL = {'num_layers': 3, 'd_model': 64, 'd_ff': 96, 'num_heads': 4, 'num_kv_heads': 2}
+MODEL |= {'head_dim': 16, 'dtype': 'bfloat16'}
+SMALL = {f'model.{name}': value for name, value in MODEL.items()}
+SMALL |= {'data.sequence_length': 64, 'data.batch_size': 8, 'flop_budget': 0.0}
+SMALL |= {'report.sample_tokens': 8, 'training.num_steps': 10}
 
 
 def test_state_and_work_are_split_over_fake_devices(tmp_path):
