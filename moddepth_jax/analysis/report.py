@@ -2,8 +2,6 @@
 
 import json
 import math
-from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 import rich.console
@@ -47,8 +45,8 @@ def write_report(run: Run, console: rich.console.Console | None = None):
     _print(console, *_lines(run))
     if model.routed_layers and run.hparams.data.source == 'recall':
         _print(console, *_roc_lines(run))
-    for picture in _pictures(model):
-        picture.draw(run, run.workdir / picture.file)
+    for file, _, draw in _pictures(model):
+        draw(run, run.workdir / file)
     sample, notes = _sample(run)
     (run.workdir / SAMPLE_FILE).write_text(sample, encoding='utf-8')
     temperature = f'temperature {run.hparams.report.temperature:g}'
@@ -66,10 +64,7 @@ def _print(console, *lines):
 def loss_table(evaluation: dict, rule: str | None, title: str | None = None) -> rich.table.Table:
     """The losses of an evaluation, in nats a token and bits a byte.
 
-    Args:
-      evaluation: of `evaluate` or `evaluate_honestly`.
-      rule: the routing of its `loss`; None if the model never looks ahead.
-      title: above the table.
+    `rule` is the routing of its `loss`; None if the model never looks ahead.
     """
     top_c = 'top-C (sees the future)'
     rows = {top_c if rule == 'top_c' else rule or 'none (causal as it is)': 'loss'}
@@ -118,12 +113,7 @@ def _lines(run):
 
 
 def expert_line(layers, hparams):
-    """The loads of the experts: of all layers the most uneven one, and means over layers.
-
-    Args:
-      layers: `experts` of a summary.
-      hparams: of the experts.
-    """
+    """The loads of the experts in a summary: of all layers the most uneven one, and means."""
     loads = {layer: values['largest_load'] for layer, values in layers.items()}
     fullest = max(loads, key=lambda layer: np.nan_to_num(loads[layer]))
     where = fullest.replace('_', ' ')
@@ -198,28 +188,23 @@ def _write_numbers(run, measured, path):
     write_atomically(path.with_suffix('.json'), text)
 
 
-class _Picture(NamedTuple):
-    """A picture of a run: its file, what it shows, and draw(run, path)."""
-
-    file: str
-    shows: str
-    draw: Callable
-
-
-def _pictures(model) -> list[_Picture]:
-    """The pictures of what the model has."""
-    pictures = []
-    if model.routed_layers:
-        pictures.append(
-            _Picture('routing.png', 'tokens selected by each routed block', _draw_routing)
-        )
-    if model.expert_layers:
-        shows = 'how evenly the tokens fall on the experts'
-        pictures.append(_Picture('expert_load.png', shows, _draw_expert_load))
-    if model.depth.slots_per_layer:
-        shows = 'how much attention goes to earlier layers'
-        pictures.append(_Picture('depth_mass.png', shows, _draw_depth_mass))
-    return pictures
+def _pictures(model):
+    """(file, what it shows, function that draws it) of the pictures of what the model has."""
+    pictures = (
+        (
+            model.routed_layers,
+            ('routing.png', 'tokens selected by each routed block', _draw_routing),
+        ),
+        (
+            model.expert_layers,
+            ('expert_load.png', 'how evenly the tokens fall on the experts', _draw_expert_load),
+        ),
+        (
+            model.depth.slots_per_layer,
+            ('depth_mass.png', 'how much attention goes to earlier layers', _draw_depth_mass),
+        ),
+    )
+    return [picture for is_there, picture in pictures if is_there]
 
 
 def _sample(run):
@@ -243,8 +228,8 @@ def _sample(run):
 def _next_steps(run):
     workdir, model = run.workdir, run.hparams.model
     yield 'Next:'
-    for i, picture in enumerate(_pictures(model)):
-        yield f'  {"" if i else "look":9}{workdir / picture.file}: {picture.shows}'
+    for i, (file, shows, _) in enumerate(_pictures(model)):
+        yield f'  {"" if i else "look":9}{workdir / file}: {shows}'
     if not _pictures(model):
         yield f'  read     {workdir / SAMPLE_FILE}'
     other = _other_config(model)
@@ -273,7 +258,7 @@ def _other_config(model):
 
 # key: (heading, format of a number). A key that no text has gets no column.
 _COLUMNS = {
-    'text': ('text', None),
+    'text': ('text', ''),
     'share': ('share', '.1%'),
     'epochs': ('epochs', '.2f'),
     'targets': ('targets', ',d'),
@@ -287,18 +272,15 @@ _COLUMNS = {
 def domain_table(domains: dict[str, dict], title: str | None = None) -> rich.table.Table:
     """The losses of several texts, one a row; perplexity is per token.
 
-    Args:
-      domains: numbers by name of the text: some of `loss` (nats a token), `perplexity`,
-        `bits_per_byte`, `targets`, `routing_gap` (nats), and `share`, `epochs` of a mixture; `text`
-        is a word.
-      title: above the table.
+    `domains` has by name of the text some of the keys of _COLUMNS: losses in nats a token, `share`
+    and `epochs` of a mixture, a word `text`.
     """
     keys = [key for key in _COLUMNS if any(key in values for values in domains.values())]
     table = rich.table.Table(title=title, title_justify='left')
     table.add_column('domain', overflow='fold')
     for key in keys:
-        heading, digits = _COLUMNS[key]
-        table.add_column(heading, justify='left' if digits is None else 'right', no_wrap=True)
+        heading, form = _COLUMNS[key]
+        table.add_column(heading, justify='right' if form else 'left', no_wrap=True)
     for name, values in domains.items():
         # Texts, since a str would have its [brackets] read as markup.
         cells = (rich.text.Text(_cell(values, key)) for key in keys)
@@ -307,7 +289,7 @@ def domain_table(domains: dict[str, dict], title: str | None = None) -> rich.tab
 
 
 def _cell(values, key):
-    digits = _COLUMNS[key][1]
-    if digits is None or key not in values:
-        return values[key] if key in values else ''
-    return format(values[key], digits) if math.isfinite(values[key]) else 'n/a'
+    value, form = values.get(key, ''), _COLUMNS[key][1]
+    if isinstance(value, str):
+        return value
+    return format(value, form) if math.isfinite(value) else 'n/a'
