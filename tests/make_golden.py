@@ -42,19 +42,12 @@ SIZES = {
 }
 LLAMA = SIZES | {'family': 'llama', 'rope_theta': 1e4, 'rms_norm_eps': 1e-3}
 # name of the file: (seed, what defines the model)
+UNTIED = {'tie_word_embeddings': False}
+OLMO = SIZES | {'family': 'olmo2', 'rope_theta': 5e5, 'rms_norm_eps': 3e-3}
 MODELS = {
-    'llama': (1, LLAMA | {'tie_word_embeddings': False}),
+    'llama': (1, LLAMA | UNTIED),
     'llama_tied': (2, LLAMA | {'tie_word_embeddings': True}),
-    'olmo2': (
-        3,
-        SIZES
-        | {
-            'family': 'olmo2',
-            'rope_theta': 5e5,
-            'rms_norm_eps': 3e-3,
-            'tie_word_embeddings': False,
-        },
-    ),
+    'olmo2': (3, OLMO | UNTIED),
 }
 CLASSES = {
     'llama': (transformers.LlamaConfig, transformers.LlamaForCausalLM),
@@ -67,15 +60,9 @@ def build(fields):
     config_class, model_class = CLASSES[fields['family']]
     fields = {name: value for name, value in fields.items() if name != 'family'}
     rope = {'rope_type': 'default', 'rope_theta': fields.pop('rope_theta')}
-    config = config_class(
-        **fields,
-        rope_parameters=rope,
-        attn_implementation='eager',
-        pad_token_id=None,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    return model_class(config).to(torch.float32).eval()
+    tokens = dict.fromkeys(('pad_token_id', 'bos_token_id', 'eos_token_id'))
+    options = {'rope_parameters': rope, 'attn_implementation': 'eager', **tokens}
+    return model_class(config_class(**fields, **options)).to(torch.float32).eval()
 
 
 def draw_weights(model, rng):
@@ -105,24 +92,13 @@ def make(name):
     arrays = {key: value.numpy() for key, value in model.state_dict().items()}
     assert all(array.dtype == np.float32 for array in [logits_BTV, *arrays.values()])
     path = GOLDEN / f'{name}.npz'
-    np.savez_compressed(
-        path,
-        **arrays,
-        tokens_BT=tokens_BT,
-        logits_BTV=logits_BTV,
-        config=np.array(json.dumps(fields, sort_keys=True)),
-    )
+    arrays |= {'tokens_BT': tokens_BT, 'logits_BTV': logits_BTV}
+    np.savez_compressed(path, **arrays, config=np.array(json.dumps(fields, sort_keys=True)))
     print(f'{path.name}: {path.stat().st_size} bytes, std of the logits {logits_BTV.std():.3f}')
 
 
-def main():
-    """Write all files of MODELS."""
+if __name__ == '__main__':
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(1)
-    GOLDEN.mkdir(exist_ok=True)
     for name in MODELS:
         make(name)
-
-
-if __name__ == '__main__':
-    main()
