@@ -113,12 +113,9 @@ def test_differences_are_judged_by_their_interval(difference, verdict):
 )
 def test_few_seeds_or_steps_give_no_verdict(changes, reason):
     """The number is shown, and what is missing."""
-    cases = ('learned_beats_random', 'mod random', 'flops'), ('moda_pre', 'moda dense', 'steps')
-    for name, variants, kind in cases:
-        losses = dict(zip(variants.split(), (1.0, 2.0), strict=True))
-        row = judged(name, a_study(losses, kind, **changes))
-        assert row['verdict'] == UNDECIDED and row['reason'].endswith(reason), row
-        assert '-50.0%' in row['ours']
+    row = judged('learned_beats_random', a_study({'mod': 1.0, 'random': 2.0}, **changes))
+    assert row['verdict'] == UNDECIDED and row['reason'].endswith(reason), row
+    assert '-50.0%' in row['ours']
 
 
 def test_interval_is_that_of_scipy():
