@@ -69,6 +69,12 @@ def _rows(axes, names):
     return middles
 
 
+def _columns(axes, names, total):
+    """Names columns of a heatmap, not all of them if it has many in total."""
+    every = -(-total // _MAX_LABELS)
+    axes.set_xticks(np.arange(0, len(names), every) + 0.5, names[::every], fontsize=8)
+
+
 @functools.partial(jax.jit, static_argnames=('hparams', 'routing'))
 def _records(variables, tokens_BT, segment_ids_BT, *, hparams, routing):
     _, records = Transformer(hparams).apply(variables, tokens_BT, segment_ids_BT, routing)
@@ -166,10 +172,12 @@ class ExpertLoad(NamedTuple):
 
 def expert_load(experts: dict, num_routed: int) -> ExpertLoad:
     """The loads of `experts` in summary.json, one entry a layer, `num_routed` of them routed."""
-    load_XZ = np.array([values['load'] for values in experts.values()], float)
-    largest_load_X = np.array([values['largest_load'] for values in experts.values()], float)
+    shares, largest = (
+        np.array([values[name] for values in experts.values()], float)
+        for name in ('load', 'largest_load')
+    )
     layers = tuple(int(layer.removeprefix('layer_')) for layer in experts)
-    return ExpertLoad(layers, num_routed, load_XZ * load_XZ.shape[1], largest_load_X)
+    return ExpertLoad(layers, num_routed, shares * shares.shape[1], largest)
 
 
 def mean_ratio(experts: dict, name: str) -> float:
@@ -211,9 +219,7 @@ def _draw_loads(axes, load_XZ, columns):
     shown_XZ = np.clip(load_XZ, 1 / _FURTHEST, _FURTHEST)
     norm = LogNorm(1 / _FURTHEST, _FURTHEST)
     mesh = axes.pcolormesh(shown_XZ, cmap=_LOAD_MAP, norm=norm, edgecolors='white', linewidth=0.5)
-    every = -(-num_choices // _MAX_LABELS)
-    places = np.arange(0, len(columns), every)
-    axes.set_xticks(places + 0.5, columns[::every], fontsize=8)
+    _columns(axes, columns, num_choices)
     _bare(axes)
     for (row, column), value in np.ndenumerate(load_XZ):
         if np.isnan(value) or (value and num_choices > _MAX_NUMBERS):
@@ -252,9 +258,7 @@ def _draw_slots(axes, mass):
     mesh = axes.pcolormesh(percent_LS, cmap=_MASS_MAP, vmin=0, edgecolors='white', linewidth=0.5)
     _rows(axes, mass.layers)
     _bare(axes)
-    every = -(-len(mass.slots) // _MAX_LABELS)
-    places = np.arange(0, len(mass.slots), every) + 0.5
-    axes.set_xticks(places, mass.slots[::every], fontsize=8)
+    _columns(axes, mass.slots, len(mass.slots))
     kinds = [kind for kind in _SLOT_KINDS if any(kind[0] in name for name in mass.slots)]
     axes.set_xlabel(f'slot: layer that wrote it ({", ".join(kinds)})')
     _colour_bar(axes.figure, mesh, axes, '% of the attention')

@@ -95,18 +95,12 @@ def _measure(inputs_LBTD, deltas_LBTD, selected_LBT, logits_BTV, labels_BT):
 def totals(inspection: Inspection, classes_N) -> dict:
     """Summarizes the text, as JSON scalars and lists; NaN if there is nothing to divide by.
 
-    `classes_N` are those of `token_classes`.
-
-    Returns:
-      `entropy` and `loss` in nats, means over tokens; `enter_all` and `enter_none`, the shares of
-      tokens that enter every routed block and none; `blocks_entered`, for each number of routed
-      blocks from 0 to R the `tokens` that enter so many and their mean `entropy`;
-      `entropy_correlation`, the rank correlation of that number with the entropy; `layers`, for
-      each block `entered` (share), `relative` (the mean, 10th, 50th and 90th percentile of the
-      change over tokens that entered), and of a routed block `top_c`, `both` (entered and in the
-      top C) and `refused` (shares), `score_correlation` (rank correlation of the score with the
-      change over tokens that entered); `classes`, for each that occurs `tokens`, `entered` (a share
-      for each routed block), `entropy` and `loss`.
+    `entropy` and `loss` are means in nats; `enter_all` and `enter_none` the shares of tokens that
+    enter every routed block and none; `blocks_entered` has an entry for each number of blocks from
+    0 on. In `layers` are the shares `entered`, `top_c`, `both` (entered and in the top C) and
+    `refused`, and `relative`: mean, 10th, 50th and 90th percentile of the change over tokens that
+    entered. Correlations are those of ranks: of the entropy with the number of blocks entered, and
+    of the score with the change.
     """
     selected_RN, num_routed = inspection.routing.selected_BT, len(inspection.routed_layers)
     blocks_N = selected_RN.sum(axis=0)
@@ -140,13 +134,10 @@ def _layer_totals(inspection, layer):
     change_N = inspection.change_LN[layer]
     some = change_N[np.isfinite(change_N)]
     low, middle, high = np.percentile(some, (10, 50, 90)) if some.size else [float('nan')] * 3
-    result = {
-        'layer': layer,
-        'routed': layer in inspection.routed_layers,
-        'entered': 1.0,
-        'relative': [_mean(some), float(low), float(middle), float(high)],
-    }
-    if not result['routed']:
+    routed = layer in inspection.routed_layers
+    relative = [_mean(some), float(low), float(middle), float(high)]
+    result = {'layer': layer, 'routed': routed, 'entered': 1.0, 'relative': relative}
+    if not routed:
         return result
     i = inspection.routed_layers.index(layer)
     record = jax.tree.map(lambda side_RN: side_RN[i], inspection.routing)

@@ -105,9 +105,10 @@ def layer_deltas(
       ValueError: the model cannot run this routing.
     """
     found, final_BTD = walk(variables, hparams, tokens_BT, segment_ids_BT, routing, _visit)
-    seen = [(arrays, record) for kind, (arrays, record) in found if kind.part == 'block']
-    arrays = [jnp.stack(leaves) for leaves in zip(*[arrays for arrays, _ in seen], strict=True)]
-    records = merge_records([record for _, record in seen], lambda *leaves: jnp.stack(leaves))
+    blocks = [seen for kind, seen in found if kind.part == 'block']
+    arrays, records = zip(*blocks, strict=True)
+    arrays = jax.tree.map(lambda *leaves: jnp.stack(leaves), *arrays)
+    records = merge_records(list(records), lambda *leaves: jnp.stack(leaves))
     logits_BTV = _logits(variables['params'], final_BTD, hparams=hparams)
     return LayerDeltas(*arrays, final_BTD, logits_BTV, records)
 

@@ -1,5 +1,6 @@
 """What a user sees when a run ends: numbers, a heatmap, a sample, and what to do next."""
 
+import itertools
 import json
 import math
 
@@ -166,8 +167,9 @@ def _draw_routing(run, path):
 
 def _draw_expert_load(run, path):
     load = heatmaps.expert_load(run.summary['experts'], run.hparams.model.experts.num_routed)
-    title = f'{run.workdir.name}: tokens on each expert, held-out text'
-    heatmaps.plot_expert_load(load, title, path)
+    heatmaps.plot_expert_load(
+        load, f'{run.workdir.name}: tokens on each expert, held-out text', path
+    )
     _write_numbers(run, load, path)
 
 
@@ -190,33 +192,23 @@ def _write_numbers(run, measured, path):
 
 def _pictures(model):
     """(file, what it shows, function that draws it) of the pictures of what the model has."""
-    pictures = (
-        (
-            model.routed_layers,
-            ('routing.png', 'tokens selected by each routed block', _draw_routing),
-        ),
-        (
-            model.expert_layers,
-            ('expert_load.png', 'how evenly the tokens fall on the experts', _draw_expert_load),
-        ),
-        (
-            model.depth.slots_per_layer,
-            ('depth_mass.png', 'how much attention goes to earlier layers', _draw_depth_mass),
-        ),
-    )
-    return [picture for is_there, picture in pictures if is_there]
+    routing = 'routing.png', 'tokens selected by each routed block', _draw_routing
+    load = 'expert_load.png', 'how evenly the tokens fall on the experts', _draw_expert_load
+    mass = 'depth_mass.png', 'how much attention goes to earlier layers', _draw_depth_mass
+    has = (model.routed_layers, model.expert_layers, model.depth.slots_per_layer)
+    return list(itertools.compress((routing, load, mass), has))
 
 
 def _sample(run):
     hparams, tokenizer = run.hparams, run.dataset.tokenizer
-    prompt = prompt_tokens(hparams, tokenizer)
+    knobs = hparams.report
     result = generate(
         run.state.variables,
         hparams,
-        [prompt],
-        hparams.report.sample_tokens,
-        temperature=hparams.report.temperature,
-        top_p=hparams.report.top_p,
+        [prompt_tokens(hparams, tokenizer)],
+        knobs.sample_tokens,
+        temperature=knobs.temperature,
+        top_p=knobs.top_p,
         seed=hparams.seed,
         tokenizer=tokenizer,
         stop=False,
@@ -226,23 +218,23 @@ def _sample(run):
 
 
 def _next_steps(run):
-    workdir, model = run.workdir, run.hparams.model
+    workdir, model, pictures = run.workdir, run.hparams.model, _pictures(run.hparams.model)
     yield 'Next:'
-    for i, (file, shows, _) in enumerate(_pictures(model)):
+    for i, (file, shows, _) in enumerate(pictures):
         yield f'  {"" if i else "look":9}{workdir / file}: {shows}'
-    if not _pictures(model):
+    if not pictures:
         yield f'  read     {workdir / SAMPLE_FILE}'
-    other = _other_config(model)
-    command, arguments, note = f'python -m launch.train --config=configs/{other}', [], ''
+    other, arguments, note = _other_config(model), [], ''
     # The configs that take a size and a budget.
     sized = ('dense_isoflop.py', 'mod_isoflop.py', 'moe.py')
     if run.hparams.flop_budget and model.d_model % 64 == 0 and other in sized:
-        size = f'{model.num_layers}x{model.d_model}'
         budget = f'{run.hparams.flop_budget:g}'.replace('e+', 'e')
-        arguments, note = [f'size={size}', f'budget={budget}'], '   (the same FLOPs)'
+        arguments = [f'size={model.num_layers}x{model.d_model}', f'budget={budget}']
+        note = '   (the same FLOPs)'
     if other == 'moe.py' and model.experts.choice == 'expert':
         arguments.append('choice=expert')
-    yield f'  compare  {":".join(filter(None, (command, ",".join(arguments))))}{note}'
+    config = ':'.join(filter(None, (other, ','.join(arguments))))
+    yield f'  compare  python -m launch.train --config=configs/{config}{note}'
     yield f'  curves   {workdir / METRICS_FILE}, or pip install tensorboard and'
     yield f'           tensorboard --logdir {workdir.parent}'
 

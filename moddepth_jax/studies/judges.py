@@ -280,7 +280,7 @@ def _ratios(groups, seeds):
 
 
 def perplexity(evidence: Evidence, first: str, second: str, margin: float, saved: float) -> Outcome:
-    """The variant `first` saves FLOPs within a margin of the perplexity of `second`.
+    """The variant `first` saves a share of FLOPs within a margin of the perplexity of `second`.
 
     The claim is of perplexity per token, ours is per byte and differs by less: it cannot hold.
     """

@@ -178,15 +178,11 @@ class Place(NamedTuple):
 
 
 def choose(studies: dict[str, dict], pick, kinds=('flops',)) -> tuple[Place, list[Group]]:
-    """The place where a claim is judged, and the groups compared there.
+    """The place where a claim is judged, of studies by name, and the groups compared there.
 
-    This is the largest place whose groups have no problem; of places equal to within 5% of their
-    FLOPs, the one with the most seeds. If all have problems it is the largest.
-
-    Args:
-      studies: content of study.json, by name of the study.
-      pick: called with a Place, returns the groups to compare: [] or a None if one is missing.
-      kinds: of studies.
+    `pick(place)` returns the groups to compare: [] or a None if one is missing. The place is the
+    largest whose groups have no problem; of places equal to within 5% of their FLOPs, the one with
+    the most seeds. If all have problems it is the largest.
 
     Raises:
       NotMeasured: no place has the groups.
