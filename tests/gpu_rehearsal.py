@@ -36,7 +36,6 @@ MISSING_CASES = 'right/xla,step/124m/dense'
 
 
 def python_of(folder):
-    """The interpreter of the environment."""
     return folder / 'venv/bin/python'
 
 
@@ -52,11 +51,8 @@ def install(folder):
     of_jax = [line for name in ('jax', 'jaxlib') for line in importlib.metadata.requires(name)]
     everything = wheels.find_needed([*wheels.required(), *of_jax], PYTHON, {}, PIN)
     held = [name for name in everything if name in installed and name != 'triton']
-    absent = [
-        name
-        for name, lacks in wheels.find_needed(wheels.required(), PYTHON, installed, PIN).items()
-        if lacks
-    ]
+    needed = wheels.find_needed(wheels.required(), PYTHON, installed, PIN)
+    absent = [name for name, lacks in needed.items() if lacks]
     run([sys.executable, '-m', 'venv', folder / 'venv'])
     pip = [python_of(folder), '-m', 'pip', '-q', '--disable-pip-version-check', 'install']
     versions = [
@@ -89,7 +85,6 @@ def gpu(folder, *arguments, carried=True):
 
 
 def rows_of(out):
-    """Lines of the results."""
     return [json.loads(line) for line in (out / FILE).read_text().splitlines()]
 
 

@@ -18,7 +18,6 @@ from moddepth_jax.analysis.block_stats import (
 from moddepth_jax.data.corpus import Corpus
 from moddepth_jax.data.pipeline import HeldOut
 from moddepth_jax.hparams import DataHparams
-from moddepth_jax.model.transformer import Transformer
 from tests.model.cases import MODA, random_variables, small_hparams
 
 T = 16
@@ -76,26 +75,6 @@ def test_measures_of_a_router_that_takes_odd_positions(tiny_config):
     mass = result['depth_mass']
     assert (mass['layers'], mass['slots']) == (['0', '1', '2'], [])
     assert min(mass['first_token']) > 0 == max(mass['depth'])
-
-
-def test_entropy_is_that_of_the_token_after_the_one_that_entered(tiny_config):
-    """As the Transformer's own logits say: odd positions are selected, even ones skip."""
-    knobs = {'model.routing.router': 'position', 'model.routing.capacity': 0.5}
-    knobs |= {'model.routing.layers': '0,1', 'model.routing.overflow': 'grow'}
-    found = _measured(tiny_config, knobs)['entropy']['by_blocks']
-    hparams = small_hparams(tiny_config, {'model.vocab_size': 257, 'model.num_layers': 3}, knobs)
-    variables, data = random_variables(hparams, np.zeros((1, T), np.int32)), _held_out(7)
-    entropies, apply = [], jax.jit(Transformer(hparams).apply, static_argnums=3)
-    for index in range(4):
-        batch = data.held_out_batch(index)
-        real_B = batch['segment_ids_BT'][:, 0] > 0
-        given = batch['tokens_BT'], batch['segment_ids_BT'], 'threshold'
-        logits_BTV, _ = apply(variables, *given)
-        log_p_BTV = jax.nn.log_softmax(logits_BTV)
-        entropies.append(-np.sum(np.exp(log_p_BTV) * log_p_BTV, axis=-1)[real_B])
-    entropy_BT = np.concatenate(entropies)
-    assert found[0]['mean'] == pytest.approx(entropy_BT[:, ::2].mean(), rel=1e-5)
-    assert found[2]['mean'] == pytest.approx(entropy_BT[:, 1::2].mean(), rel=1e-5)
 
 
 def test_measures_of_a_dense_model(tiny_config):

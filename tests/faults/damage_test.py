@@ -43,9 +43,8 @@ class Saved:
 
     def check_skipped(self, *words):
         """It is skipped in one line with `words`; the older state is the same each time."""
-        state, step, skipped = self.restore()
+        state, step, (line,) = self.restore()
         assert step == OLDER, words
-        (line,) = skipped
         assert line.startswith(f'checkpoint {NEWEST} skipped: ') and '\n' not in line
         assert all(word in line for word in words), (line, words)
         self._older = self._older or state_sha256(state)
