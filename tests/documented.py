@@ -33,15 +33,10 @@ _LINK = re.compile(r'\[[^\]]*\]\(([^)\s]+)\)')
 
 
 class Command(NamedTuple):
-    """One documented command.
+    """One documented command."""
 
-    Attributes:
-      source: path of the page or script that shows it, from the root.
-      text: as a shell would take it, its lines joined and its comment dropped.
-    """
-
-    source: str
-    text: str
+    source: str  # path of the page or script that shows it, from the root
+    text: str  # as a shell would take it, its lines joined and its comment dropped
 
     @property
     def words(self) -> list[str]:

@@ -43,9 +43,7 @@ SETTINGS = {
 
 def budget_name(study: dict, budget: float) -> str:
     """Such as '6·10¹¹ FLOPs' or '4,000 steps'."""
-    if study['kind'] == 'steps':
-        return f'{budget:,.0f} steps'
-    return f'{scientific(budget)} FLOPs'
+    return f'{budget:,.0f} steps' if study['kind'] == 'steps' else f'{scientific(budget)} FLOPs'
 
 
 def scientific(value: float) -> str:
@@ -85,20 +83,16 @@ def style(study: dict, variant: str) -> dict:
     free = [name for name in names if not looks.get(name)]
     looks |= {name: _FREE[index % len(_FREE)] for index, name in enumerate(free)}
     colour, marker = looks[base].split()
-    colour = COLOURS[colour]
-    face = colour if variant == base else PAPER
-    return {'color': colour, 'marker': marker, 'markerfacecolor': face, 'markersize': 6.5}
+    face = COLOURS[colour] if variant == base else PAPER
+    look = {'color': COLOURS[colour], 'marker': marker}
+    return look | {'markerfacecolor': face, 'markersize': 6.5}
 
 
 def legend(figure: Figure, study: dict, variants, more=(), **line):
     """Adds a legend below the panels and makes the figure taller for it.
 
-    Args:
-      figure: to which it is added.
-      study: with the labels, and the order of the variants.
-      variants: names of those that are drawn.
-      more: pairs of a handle and its label, after the variants.
-      line: keywords of the variants' handles, in addition to their style.
+    It has `variants` in the order of the study, drawn with keywords `line` besides their style,
+    and then the pairs (handle, label) of `more`.
     """
     line = {'linewidth': 0} | line
     pairs = [
@@ -127,21 +121,15 @@ def log_axis(axes, values, text):
     axes.xaxis.set_minor_formatter(NullFormatter())
 
 
-def set_y_limits(axes, low: float, high: float):
-    """The y axis from a little below `low` to a little above `high`."""
+def set_y_limits(axes, values, most=np.inf):
+    """The y axis around the values, with a little room; those above `most` do not count."""
+    low, high = min(values), max(value for value in values if value <= most)
     room = max(0.06 * (high - low), 1e-3 * abs(high), 1e-9)
     axes.set_ylim(low - room, high + room)
 
 
 def draw_point(axes, x: float, values, keywords: dict):
-    """The mean over the seeds; if there are several, also each seed and their range.
-
-    Args:
-      axes: to draw into.
-      x: where.
-      values: of the seeds.
-      keywords: of `style`.
-    """
+    """The mean over the seeds at `x`; if there are several, also each seed and their range."""
     if len(values) > 1:
         faint = {'color': keywords['color'], 'alpha': 0.6}
         axes.plot([x, x], [min(values), max(values)], linewidth=1.2, **faint)

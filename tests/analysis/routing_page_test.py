@@ -70,8 +70,6 @@ def make_data(tiny_config, content=HOSTILE, routing='predictor', depth=None, cha
         routed_layers=hparams.model.routed_layers,
         tokens_N=np.arange(size),
         pieces=(b'', *[content[i : i + 1] for i in range(len(content))]),
-        windows_N=np.arange(size) // 8,
-        positions_N=np.arange(size) % 8,
         routing=RoutingRecord(
             scores_BT=scores_RN,
             rule_logits_BT=scores_RN - np.float32(0.5),
@@ -150,23 +148,23 @@ def test_numbers_of_the_json(tiny_config):
     json.dumps(data, allow_nan=False)
 
 
-def test_about_says_which_notes_the_page_shows(tiny_config):
-    """Windows, a cut text, a rule that looks ahead and a dense model each have their note."""
-    notes = ('several_windows', 'cut', 'looks_ahead', 'dense')
-
-    def shown(**options):
-        about = make_data(tiny_config, **options)['about']
-        assert about['routed'] != about['dense']
-        return [name for name in notes if about[name]], about
-
-    names, about = shown(content=b'abc')
-    assert (names, about['windows'], about['rule_column']) == ([], 1, 'predictor')
-    names, about = shown(content=b'a' * 20, cut=70)
-    assert (names, about['windows'], about['cut']) == (['several_windows', 'cut'], 3, 70)
-    assert shown(content=b'abc', routing='top_c')[0] == ['looks_ahead']
-    changes = {'model.routing.router': 'none'}
-    names, about = shown(content=b'abc', routing='dense', changes=changes)
-    assert (names, about['rule_column'], about['logits_of']) == (['dense'], None, None)
+@pytest.mark.parametrize(
+    ('options', 'notes'),
+    [
+        ({'content': b'abc'}, []),
+        ({'content': b'a' * 20, 'cut': 70}, ['several_windows', 'cut']),
+        ({'content': b'abc', 'routing': 'top_c'}, ['looks_ahead']),
+        (
+            {'content': b'abc', 'routing': 'dense', 'changes': {'model.routing.router': 'none'}},
+            ['dense'],
+        ),
+    ],
+)
+def test_about_says_which_notes_the_page_shows(tiny_config, options, notes):
+    about = make_data(tiny_config, **options)['about']
+    names = ('several_windows', 'cut', 'looks_ahead', 'dense')
+    assert [name for name in names if about[name]] == notes
+    assert (about['rule_column'] is None) == about['dense'] != about['routed']
 
 
 @pytest.mark.skipif(
@@ -184,10 +182,3 @@ def test_depth_mass_is_in_the_data(tiny_config):
     data = make_data(tiny_config, b'x', depth=mass, depth_tokens=2048)
     assert data['depth']['slots_LS'] == [[0], [0.5]] and data['depth']['layers'] == ['0', '1']
     assert data['about']['depth_tokens'] == 2048
-
-
-def test_page_of_two_thousand_tokens_is_small(tiny_config):
-    """Under 3 MB with 24 layers."""
-    changes = {'model.num_layers': 24, 'model.routing.layers': 'every:2'}
-    text = render(make_data(tiny_config, b'word ' * 400, changes=changes))
-    assert len(text.encode()) < 3e6

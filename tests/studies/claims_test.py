@@ -53,19 +53,11 @@ def a_study(losses, kind='flops', budget=1e13, steps=600, spread=SPREAD, **of_ro
         row['variant']: {'model.routing.capacity': CAPACITIES.get(row['variant'], 0.125)}
         for row in rows
     }
-    return {
-        'kind': kind,
-        'config': 'configs/study.py',
-        'budgets': [budget],
-        'variants': {name: {'label': name, 'changes': each} for name, each in changes.items()},
-        'batch_tokens': 1024,
-        'sequence_length': 128,
-        'corpus': 'stdlib',
-        'versions': {'python': '3.11', 'jax': '0.10.2', 'device': 'cpu'},
-        'missing': [],
-        'diverged': [],
-        'runs': rows,
-    }
+    variants = {name: {'label': name, 'changes': each} for name, each in changes.items()}
+    study = {'kind': kind, 'config': 'configs/study.py', 'budgets': [budget], 'runs': rows}
+    study |= {'variants': variants, 'corpus': 'stdlib', 'missing': [], 'diverged': []}
+    study['versions'] = {'python': '3.11', 'jax': '0.10.2', 'device': 'cpu'}
+    return study | {'batch_tokens': 1024, 'sequence_length': 128}
 
 
 def routing(selected, precision, recall):
@@ -113,12 +105,9 @@ def test_differences_are_judged_by_their_interval(difference, verdict):
 )
 def test_few_seeds_or_steps_give_no_verdict(changes, reason):
     """The number is shown, and what is missing."""
-    cases = ('learned_beats_random', 'mod random', 'flops'), ('moda_pre', 'moda dense', 'steps')
-    for name, variants, kind in cases:
-        losses = dict(zip(variants.split(), (1.0, 2.0), strict=True))
-        row = judged(name, a_study(losses, kind, **changes))
-        assert row['verdict'] == UNDECIDED and row['reason'].endswith(reason), row
-        assert '-50.0%' in row['ours']
+    row = judged('learned_beats_random', a_study({'mod': 1.0, 'random': 2.0}, **changes))
+    assert row['verdict'] == UNDECIDED and row['reason'].endswith(reason), row
+    assert '-50.0%' in row['ours']
 
 
 def test_interval_is_that_of_scipy():
@@ -151,7 +140,6 @@ def test_the_largest_budget_with_enough_seeds_decides():
 
 
 def test_each_model_is_compared_at_its_own_best_size():
-    """The best of the dense sizes with the most seeds is the baseline."""
     losses = {'mod': 2.0, 'mod 6x64': 2.2, 'dense': 2.1, 'dense 3x64': 1.9}
     study = a_study(losses)
     assert judged('mod_beats_dense', study)['verdict'] == FAILS
@@ -382,12 +370,6 @@ def test_every_claim_has_a_judge_with_its_arguments_or_a_command():
     for claim in of_judge('lower_loss'):
         if 'at' not in claim.args:
             assert claim.rule.startswith('{first} against {second} at'.format(**claim.args))
-
-
-def test_every_claim_with_a_judge_is_judged_above():
-    tested = {case[0] for case in CASES} | {claim.id for claim in MEASURED} | {'depth_not_width'}
-    tested |= {claim.id for judge in ('lower_loss', 'counted_cost') for claim in of_judge(judge)}
-    assert tested == {claim.id for claim in CLAIMS if claim.judge}
 
 
 def test_variants_and_configs_of_claims_exist():
