@@ -21,7 +21,6 @@ def test_what_is_right_passes():
     found = check('xla', CASE, toy=True)
     assert list(found['errors']) == ['o', 'dq', 'dk', 'dv', 'dk_depth', 'dv_depth']
     assert all(0 < found['errors'][name] <= found['allowed'][name] for name in ('o', 'dq', 'dv'))
-    assert check_sums('xla', 'bfloat16', toy=True)['error_beyond_rounding'] <= 0.01
     found = check_decode(3, 9, 4, toy=True)
     assert 0 < found['errors']['o'] <= found['allowed']['o']
 
