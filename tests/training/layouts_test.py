@@ -134,10 +134,7 @@ def test_every_mesh_trains_as_one_device(name, tiny_config):
     ids=['micro-batches', 'of experts', 'random', 'depth attention', 'chunks', 'tied chunks'],
 )
 def test_other_models_train_as_on_one_device(changes, tiny_config):
-    """Micro-batches, a router that draws, another depth stream, chunks of the loss, on two meshes.
-
-    Micro-batches of experts use the loads of the whole step, over all devices.
-    """
+    """Micro-batches, a router that draws, another depth stream, chunks of the loss."""
     layouts = ['data=2,fsdp=2,tensor=2', 'data=4,fsdp=2']
     if 'model.experts.choice' in changes:
         layouts = ['fsdp=2,tensor=2,expert=2', 'data=2,expert=4']
@@ -179,10 +176,7 @@ print(json.dumps(found))
 
 @pytest.mark.slow
 def test_learned_choices_differ_on_near_ties_only(tiny_config):
-    """On equal parameters every mesh gives a token the same score to 1e-5.
-
-    A token that is selected on one mesh only has a score within 1e-5 of the C-th.
-    """
+    """On equal parameters every mesh gives a token the same score to 1e-5."""
     changes = {'model.routing.router': 'learned', 'model.routing.layers': '0,2'}
     config = tiny_config(**SIZES | changes)
     found = on_devices(8, LEARNED, json.dumps([config.to_dict(), LAYOUTS]))
@@ -258,11 +252,7 @@ print(json.dumps(found))
 
 @pytest.mark.slow
 def test_experts_train_on_two_by_two_devices_as_on_one(tiny_config):
-    """One step with experts and rows split has the loss and gradients of one device to 1e-5.
-
-    Each device holds half of the experts, and the program moves none of their weights. A checkpoint
-    from there is restored bit for bit onto meshes of other shapes.
-    """
+    """One step with experts and rows split has the loss and gradients of one device to 1e-5."""
     changes = {
         'model.num_layers': 1,
         **EXPERTS,

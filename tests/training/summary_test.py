@@ -24,11 +24,7 @@ from moddepth_jax.training.train_step import init_state
     ],
 )
 def test_counted_flops_are_those_of_the_trace(tiny_config, router, length):
-    """Counted FLOPs of a step are within 1% of the products in its trace without recomputation.
-
-    The executed step costs more, since blocks are recomputed and attention is cut into blocks;
-    XLA's estimate, with elementwise work, is similar.
-    """
+    """Counted FLOPs of a step are within 1% of the products in its trace without recomputation."""
     config = tiny_config(**{'model.routing.router': router, 'data.sequence_length': length})
     flops = summary.step_flops_report(from_config(config), 4)
     counted = flops['flops_per_step']
@@ -39,10 +35,7 @@ def test_counted_flops_are_those_of_the_trace(tiny_config, router, length):
 
 @pytest.mark.slow
 def test_unused_places_of_experts_are_not_counted(tiny_config):
-    """Half of the choices fall on experts that do nothing; their traced products do not count.
-
-    Nor does the forward pass that counts the loads of a step of micro-batches; but it is executed.
-    """
+    """Half of the choices fall on experts that do nothing; their traced products do not count."""
     changes = {'model.experts.choice': 'token', 'model.experts.num_noop': 8}
     found = [
         summary.step_flops_report(from_config(tiny_config(**changes, **more)), 4)
@@ -106,10 +99,7 @@ def test_versions_name_what_may_change_the_bits(monkeypatch):
 
 
 def test_the_table_of_parameters_counts_each_once(tiny_config):
-    """Six layers of several runs, three of them routed; the last one writes no slots.
-
-    Lines fall by size and end with the sum.
-    """
+    """Six layers of several runs, three of them routed; the last one writes no slots."""
     changes = {'num_layers': 6, 'routing.router': 'learned', 'depth.stream': 'moda'}
     hparams = from_config(tiny_config(**{f'model.{name}': v for name, v in changes.items()}))
     params = jax.eval_shape(lambda: init_state(hparams, 1)).params

@@ -188,10 +188,7 @@ def test_chunks_of_the_loss_do_not_change_the_step(hparams, state):
 
 
 def test_a_step_that_is_not_finite_changes_only_counters(state):
-    """Parameters and optimizer keep every bit, skips are counted, and training continues.
-
-    The good step after two bad ones equals the one that would have followed without them.
-    """
+    """Parameters and optimizer keep every bit, skips are counted, and training continues."""
     fragile = with_rare_nan(state)
     first, _ = step(fragile, make_batch(0))
     assert (first.skipped, first.skipped_in_a_row) == (0, 0)
