@@ -6,7 +6,6 @@ import os
 import types
 
 import jax
-import numpy as np
 import pytest
 
 from moddepth_jax.hparams import from_config
@@ -45,16 +44,6 @@ def test_unused_places_of_experts_are_not_counted(tiny_config):
         counted = flops['flops_per_step']
         assert flops['flops_per_step_dot_general'] == pytest.approx(counted, rel=0.01)
     assert found[1]['flops_per_step_executed'] > 1.2 * found[0]['flops_per_step_executed']
-
-
-def test_ratios_are_grouped_by_layer():
-    """Lists and arrays over layers become numbers and lists of each layer, by its index."""
-    ratios = {'recall': [0.5, 0.25], 'load': np.float32([[0.5, 0.5], [1, 0]])}
-    assert summary.by_layer((1, 11), ratios) == {
-        'layer_01': {'recall': 0.5, 'load': [0.5, 0.5]},
-        'layer_11': {'recall': 0.25, 'load': [1.0, 0.0]},
-    }
-    assert summary.by_layer((), {}) == {}
 
 
 def test_routed_layers_and_layers_with_experts_have_separate_groups(tiny_config, monkeypatch):

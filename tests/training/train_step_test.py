@@ -75,10 +75,7 @@ def test_loss_falls_on_a_repeated_batch_in_one_trace(state):
 
 
 def losses_by_hand(hparams, params, batch):
-    """(loss, z_loss, rule_loss), and each rule logit's slope in the last, in float64.
-
-    The first two are means over targets whose label is not -100, the third over real tokens.
-    """
+    """(loss, z_loss, rule_loss), and each rule logit's slope in the last, in float64."""
     logits_BTV, records = forward(hparams, {'params': params}, batch)
     logits_BTV = np.asarray(logits_BTV, np.float64)
     counted_BT = batch['labels_BT'] != -100
