@@ -78,7 +78,7 @@ class SaveError(ValueError):
         self.reported_elsewhere = not multihost.is_leader()
 
 
-class Checkpoints:
+class Checkpoints(contextlib.AbstractContextManager):
     """The checkpoints of one run, in `directory`/STEP/. A context manager whose exit waits.
 
     A checkpoint counts once it has its `manifest.json`, written last: the size and sha256 of each
@@ -169,9 +169,6 @@ class Checkpoints:
         finally:
             self._thread.shutdown()
             self._orbax.close()
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, kind, error, trace):
         try:

@@ -20,14 +20,10 @@ def masked_labels(batch):
 def causal_rule_loss(hparams: Hparams, record, segment_ids_BT, num_real):
     """Weighted binary cross-entropy of the causal rule against membership in the top C.
 
-    The mean over routed layers and real tokens; the targets of a row are the choices made in that
-    same row, and carry no gradient. 0 if the model's rule has no loss.
+    The mean over routed layers and `num_real` tokens; the targets of a row are the choices made in
+    that same row, and carry no gradient. 0 if the model's rule has no loss.
 
-    Args:
-      hparams: of the model.
-      record: RoutingRecord with leaves [routed layers, B, T], or None.
-      segment_ids_BT: int [B, T], 0 for padding.
-      num_real: real tokens to divide by.
+    `record` is a RoutingRecord with leaves [routed layers, B, T], or None.
     """
     weight = hparams.model.routing.rule_loss_weight
     if record is None or not weight:
@@ -41,17 +37,10 @@ def causal_rule_loss(hparams: Hparams, record, segment_ids_BT, num_real):
 def routing_counts(record, segment_ids_BT):
     """Counts from which `routing_ratios` makes ratios; counts of several batches may be added.
 
-    Args:
-      record: RoutingRecord with leaves [routed layers, B, T].
-      segment_ids_BT: int [B, T], 0 for padding.
-
-    Returns:
-      dict of float32 [routed layers], numbers of real tokens: `real`, all; `selected`, processed by
-      the block; `top_c`; `rule`, those that the causal rule wants; `both` of these; `dropped`, that
-      the rule wants and the capacity does not hold; `above_half`, with sigmoid(r) > 0.5; and by
-      equal bins of sigmoid(r) `histogram` [routed layers, HISTOGRAM_BINS]. `gate` is the sum of the
-      gates over the top C, `rows` the rows with a real token, `lowest` the sum over these of the
-      lowest score of the top C.
+    Of a RoutingRecord with leaves [routed layers, B, T]. Returns float32 [routed layers]: numbers
+    of real tokens by what was decided, and `histogram` [routed layers, HISTOGRAM_BINS], of
+    sigmoid(r); sums over the top C, `gate`; and over `rows` with a real token, `lowest`, of the
+    lowest score of the top C.
     """
     real_LBT = jnp.broadcast_to(segment_ids_BT > 0, record.selected_BT.shape)
     rule_LBT = (record.rule_logits_BT > 0) & real_LBT
@@ -77,12 +66,9 @@ def routing_counts(record, segment_ids_BT):
 def routing_ratios(counts):
     """`routing_counts` as ratios per routed layer, NaN if the denominator is 0.
 
-    Returns:
-      dict of `selected_fraction`, `rule_fraction`, `refused_fraction`, `sigmoid_above_half`: shares
-      of the real tokens that the block processed, that the causal rule wants, that it wants and the
-      capacity drops, with sigmoid(r) > 0.5; `precision`, `recall` of the causal rule against the
-      top C; `selected_gate`, the mean gate of the top C; `lowest_selected_score`, the C-th largest
-      score, mean over rows; `sigmoid_histogram`, shares by bins, [routed layers, HISTOGRAM_BINS].
+    Fractions, `sigmoid_above_half` and `sigmoid_histogram` [routed layers, HISTOGRAM_BINS] are
+    shares of the real tokens, precision and recall those of the causal rule against the top C.
+    `selected_gate` is the mean over the top C, `lowest_selected_score` that over rows.
     """
     return {
         'selected_fraction': counts['selected'] / counts['real'],
@@ -100,12 +86,8 @@ def routing_ratios(counts):
 def expert_counts(record):
     """Counts from which `expert_ratios` makes ratios; counts of several batches may be added.
 
-    Args:
-      record: ExpertsRecord with leaves [X, ...], X expert layers of Z = E + num_noop choices each.
-
-    Returns:
-      Its fields as float32 without gradients: `tokens_X`, `pairs_XZ`, `dropped_X`, `scores_XZ`,
-      `log_z_X`, and if experts choose by top-C `rows_X` and `lowest_XE`.
+    They are the fields of an ExpertsRecord with leaves [X, ...], as float32 without gradients, X
+    expert layers of Z = E + num_noop choices each. Only experts that choose have the last two.
     """
     counts = {
         'tokens_X': record.tokens,
@@ -122,10 +104,8 @@ def expert_counts(record):
 def expert_ratios(counts, top_k: int, num_routed: int):
     """`expert_counts` as ratios per expert layer, NaN if the denominator is 0.
 
-    Args:
-      counts: NumPy or JAX arrays; the sum of any number of `expert_counts`.
-      top_k: experts of a token, on average if experts choose.
-      num_routed: E; later choices do nothing.
+    `top_k` is the experts of a token, on average if experts choose; choices after the first
+    `num_routed` do nothing.
 
     Returns:
       dict of `load` [X, Z], the share of all pairs that falls on each choice; [X] each,
@@ -158,11 +138,8 @@ def expert_loss(hparams: Hparams, record, counts=None):
     the z-loss: ST-MoE, Zoph et al. 2022, arXiv 2202.08906). Experts that do nothing count among the
     Z. Pairs pass no gradient. If experts choose, loads are even and the balance loss is 0.
 
-    Args:
-      hparams: of the model.
-      record: ExpertsRecord with leaves [X, ...].
-      counts: the sum of `expert_counts` over the step if the record is of a micro-batch, so that
-        the losses of the micro-batches sum to that of the step. None: those of the record.
+    If the ExpertsRecord is of a micro-batch, `counts` is the sum of `expert_counts` over the step,
+    so that the losses of the micro-batches sum to that of the step. None: those of the record.
     """
     experts = hparams.model.experts
     counts = expert_counts(record) if counts is None else counts

@@ -35,7 +35,7 @@ def replace_nonfinite(value):
     return value
 
 
-class MetricsWriter:
+class MetricsWriter(contextlib.AbstractContextManager):
     """Appends rows to `metrics.jsonl` and passes each to TensorBoardWriter, WandbWriter, ...
 
     A row is {'step': step, name: value, ...}. Names are nested by '/'; an evaluation is a separate
@@ -104,9 +104,6 @@ class MetricsWriter:
         _write_rows(self._path, rows)
         self._kept = {_key(row) for row in rows}
         self._file = open(self._path, 'a', encoding='utf-8')
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *_):
         self.close()
@@ -257,7 +254,7 @@ class WandbWriter:
         self._run.finish()
 
 
-class WindowLog:
+class WindowLog(contextlib.AbstractContextManager):
     """Appends {"step": S, "windows": [numbers]} to windows-PROCESS.jsonl in the workdir.
 
     S is 1 for the first step. Each process logs the windows that it reads; if processes share batch
@@ -277,9 +274,6 @@ class WindowLog:
         """Logs the windows of the step that ends as number `step`."""
         self._file.write(json.dumps({'step': step, 'windows': windows}) + '\n')
         self._file.flush()
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *_):
         self._file.close()

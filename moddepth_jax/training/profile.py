@@ -21,7 +21,7 @@ def parse_steps(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-class Profile:
+class Profile(contextlib.AbstractContextManager):
     """Traces the steps after `first` and up to `last` into `profile/` of a run.
 
     A run that stops or fails between them keeps what was traced until then. Each process traces
@@ -68,9 +68,6 @@ class Profile:
         if self._tracing:
             return jax.profiler.StepTraceAnnotation('train', step_num=number)
         return contextlib.nullcontext()
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *_):
         self.stop()

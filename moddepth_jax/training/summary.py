@@ -184,14 +184,12 @@ def step_flops_report(hparams: Hparams, num_steps: int) -> dict[str, float | Non
       dict:
         flops_per_step: counted by formula: what budgets are made of.
         flops_per_step_dot_general: matrix products of the step traced without recomputation, minus
-          the query-key pairs that plain attention computes and masks and the places of experts that
-          no token takes; equal to the count within 1%.
+          masked query-key pairs and empty places of experts; equal to the count within 1%.
         flops_per_step_executed: matrix products of the step as it runs: blocks recomputed,
           attention and experts in blocks, loads counted before micro-batches. Under `batched` too
           low: the loop that sums the gradients of the experts' matrices counts once.
         flops_per_step_xla: XLA's estimate for the unrolled step before optimization, with
-          elementwise work and masked pairs, and one block of each product of experts; None on a
-          device that gives none.
+          elementwise work and masked pairs; None on a device that gives none.
     """
     shape = (hparams.data.batch_size, hparams.data.sequence_length)
     experts = dataclasses.replace(hparams.model.experts, product='ragged_dot')

@@ -79,11 +79,8 @@ def init_state(hparams: Hparams, num_steps: int) -> TrainState:
 class StepCounts(NamedTuple):
     """What the losses of micro-batches are divided by, so that they sum to the step's loss.
 
-    Attributes:
-      targets: float32, targets that count in the step's batch.
-      real: float32, its tokens that are not padding.
-      experts: of `expert_counts`, over all its micro-batches; None for one micro-batch, or without
-        losses of experts.
+    The targets that count in the step's batch, its tokens that are not padding, and if it has
+    several micro-batches and losses of experts the sum of `expert_counts` over them.
     """
 
     targets: jax.Array

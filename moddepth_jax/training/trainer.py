@@ -29,13 +29,8 @@ class DivergedError(ValueError):
 class Trainer:
     """Runs the steps of one start of a run, at most STEPS_IN_FLIGHT of them dispatched at a time.
 
-    Args:
-      state, metadata: of `restore_or_init`; both advance, and are what checkpoints hold.
-      dataset, mesh: of the run.
-      profile: Profile.
-      progress: Progress.
-      writer: MetricsWriter; None on a process that writes none.
-      log: WindowLog or None.
+    `state` and `metadata`, of `restore_or_init`, advance, and are what checkpoints hold. The writer
+    is a MetricsWriter, or None on a process that writes none; `log` is a WindowLog or None.
     """
 
     def __init__(self, state, metadata, dataset, mesh, profile, progress, writer, log):
@@ -73,7 +68,10 @@ class Trainer:
             done = step + 1
             stops = done == self.num_steps or preemption.should_stop(done)
             if self.profile.ends(done) or stops:
-                self._end_profile()
+                self._collect(in_flight=0)
+                with self.stopwatch.pause():
+                    if line := self.profile.stop():
+                        self.progress.note(line)
             saves = stops or done % self.hparams.training.checkpoint_every == 0
             self._collect(in_flight=0 if saves else STEPS_IN_FLIGHT - 1)
             if saves:
@@ -154,12 +152,6 @@ class Trainer:
             batch = self._put(batch)
         self.state, metrics = step_fn(self.state, batch)
         self.in_flight.append((step + 1, metrics, targets_per_byte))
-
-    def _end_profile(self):
-        self._collect(in_flight=0)
-        with self.stopwatch.pause():
-            if line := self.profile.stop():
-                self.progress.note(line)
 
     def _collect(self, in_flight):
         """Waits for steps until only `in_flight` are running, and reports them."""

@@ -112,10 +112,7 @@ def by_hand(variables, hparams, batches, routing, **layers):
 def test_losses_of_a_mixture_are_separate_and_weighted_by_its_shares(
     variables, hparams, held_out, mesh
 ):
-    """Each domain's numbers are those of its batches; the overall ones are weighted by the shares.
-
-    However many targets each domain has; routing is weighted in the same way.
-    """
+    """Numbers of a domain are those of its batches; the overall ones are weighted by shares."""
     result = evaluate_causal(variables, hparams, Mixture(), mesh, 3)
     rules = {'loss': 'predictor', 'loss_top_c': 'top_c'}
     batches = {'web': held_out.batches[::2], 'code': held_out.batches[1:2]}
@@ -150,11 +147,7 @@ def test_fewer_batches_than_domains_are_refused(variables, hparams, mesh):
 
 @pytest.mark.parametrize(('num_batches', 'used', 'chunk'), [(1, 1, 0), (99, 3, 10)])
 def test_loss_is_the_sum_by_hand(variables, hparams, held_out, mesh, num_batches, used, chunk):
-    """Nats a target, bits a byte and selected fraction over the first batches, or all there are.
-
-    Padded rows and ignored labels count nowhere; a separator costs nats and brings no byte. The
-    loss in chunks of ten tokens is the same.
-    """
+    """Nats a target, bits a byte and selected fraction over the first batches, or all there are."""
     training = dataclasses.replace(hparams.training, loss_chunk=chunk)
     hparams = dataclasses.replace(hparams, training=training)
     batches = held_out.batches[:used]
@@ -180,20 +173,6 @@ def test_routing_gap_is_causal_minus_top_c(variables, hparams, held_out, mesh):
     assert result['loss'] == pytest.approx(losses['predictor'], rel=1e-5)
     assert result['loss_top_c'] == pytest.approx(losses['top_c'], rel=1e-5)
     assert result['routing_gap'] == pytest.approx(gap, abs=1e-4)
-
-
-def test_routing_chooses_the_rule(variables, hparams, held_out, mesh):
-    """`dense` selects every real token, `top_c` C of each row with as many real tokens."""
-    dense = evaluate(variables, hparams, held_out, mesh, 3, 'dense')
-    top_c = evaluate(variables, hparams, held_out, mesh, 3, 'top_c')
-    assert dense['routing']['selected_fraction'] == [1.0]
-    assert dense['routing']['refused_fraction'] == [0.0]
-    assert top_c['routing']['selected_fraction'] == [0.25]
-    assert dense['routing']['recall'] == [1.0]
-    # In a model of one block the routing does not change the input of the rule.
-    by_rule = evaluate(variables, hparams, held_out, mesh, 3, 'predictor')
-    assert top_c['routing']['recall'] == pytest.approx(by_rule['routing']['recall'])
-    assert 0.1 < top_c['routing']['recall'][0] < 0.9
 
 
 @pytest.fixture(scope='module')

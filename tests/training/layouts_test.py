@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pytest
 
 from tests.devices import collectives, on_devices
@@ -134,10 +133,7 @@ def test_every_mesh_trains_as_one_device(name, tiny_config):
     ids=['micro-batches', 'of experts', 'random', 'depth attention', 'chunks', 'tied chunks'],
 )
 def test_other_models_train_as_on_one_device(changes, tiny_config):
-    """Micro-batches, a router that draws, another depth stream, chunks of the loss, on two meshes.
-
-    Micro-batches of experts use the loads of the whole step, over all devices.
-    """
+    """Micro-batches, a router that draws, another depth stream, chunks of the loss."""
     layouts = ['data=2,fsdp=2,tensor=2', 'data=4,fsdp=2']
     if 'model.experts.choice' in changes:
         layouts = ['fsdp=2,tensor=2,expert=2', 'data=2,expert=4']
@@ -179,107 +175,10 @@ print(json.dumps(found))
 
 @pytest.mark.slow
 def test_learned_choices_differ_on_near_ties_only(tiny_config):
-    """On equal parameters every mesh gives a token the same score to 1e-5.
-
-    A token that is selected on one mesh only has a score within 1e-5 of the C-th.
-    """
+    """On equal parameters every mesh gives a token the same score to 1e-5."""
     changes = {'model.routing.router': 'learned', 'model.routing.layers': '0,2'}
     config = tiny_config(**SIZES | changes)
     found = on_devices(8, LEARNED, json.dumps([config.to_dict(), LAYOUTS]))
     assert set(found) == {'data=1', *LAYOUTS} and found['data=1'] == [0.0, 0, 0.0]
     for layout, (scores, _, margin) in found.items():
         assert scores < 1e-5 and margin < 1e-5, layout
-
-
-EXPERTS = {'model.experts.choice': 'token', 'model.experts.num_routed': 4}
-
-ON_FOUR_DEVICES = """
-import json, sys, tempfile
-import jax, numpy as np
-from ml_collections import ConfigDict
-from moddepth_jax.hparams import from_config
-from moddepth_jax.training.checkpoint import Checkpoints, state_sha256
-from moddepth_jax.training.mesh import (
-    abstract_on_mesh, make_mesh, shard_batch, replicated, state_shardings)
-from moddepth_jax.training.train_step import init_state, train_step
-
-config, specs, num_steps = json.loads(sys.argv[1])
-hparams = from_config(ConfigDict(config))
-batches = []
-for seed in range(num_steps):
-    tokens_BT = np.random.default_rng(seed).integers(0, 257, (8, 33)).astype(np.int32)
-    tokens_BT[:, 9] = 256
-    segments_BT = np.cumsum(tokens_BT[:, :-1] == 256, axis=1, dtype=np.int32) + 1
-    batches.append({'tokens_BT': tokens_BT[:, :-1], 'labels_BT': tokens_BT[:, 1:],
-                    'segment_ids_BT': segments_BT})
-
-def shards(array):
-    return sorted({str(shard.data.shape) for shard in array.addressable_shards})
-
-def w1(state):
-    return shards(state.params['stack']['run_0']['layer_0']['mlp']['w1']['kernel'])
-
-state = jax.jit(lambda: init_state(hparams, 4))()
-first = jax.device_get(state)
-found = {'devices': jax.device_count(), 'losses': []}
-optimizer_states = []
-for spec in specs:
-    mesh = make_mesh(spec)
-    shardings = state_shardings(mesh, first)
-    state = jax.device_put(first, shardings)
-    step = jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, replicated(mesh)))
-    losses = []
-    with jax.set_mesh(mesh):
-        compiled = step.lower(state, shard_batch(mesh, batches[0])).compile()
-        for batch in batches:
-            batch = shard_batch(mesh, batch)
-            state, metrics = compiled(state, batch)
-            jax.block_until_ready(state)
-            losses.append(float(metrics['loss']))
-    found['losses'].append(losses)
-    optimizer_states.append(jax.device_get(jax.tree.leaves(state.optimizer_state)))
-# After a step the first moments are the clipped gradients times 1 - b1.
-found['moments'] = max(
-    float(np.max(np.abs(a - b)) / (np.max(np.abs(a)) or 1.0))
-    for a, b in zip(*optimizer_states, strict=True))
-found['text'] = compiled.as_text()
-found['state_devices'] = sorted({len(x.sharding.device_set) for x in jax.tree.leaves(state)})
-found['batch_shards'] = shards(batch['tokens_BT'])
-found['w1_shards'] = w1(state)
-with tempfile.TemporaryDirectory() as folder, Checkpoints(folder, 1) as checkpoints:
-    checkpoints.save(1, state, {})
-    for spec in ('data=4', 'expert=4'):
-        placed = abstract_on_mesh(make_mesh(spec), jax.eval_shape(lambda: state))
-        restored, _, _ = checkpoints.restore(placed)
-        found[spec] = [w1(restored), state_sha256(restored) == state_sha256(state)]
-print(json.dumps(found))
-"""
-
-
-@pytest.mark.slow
-def test_experts_train_on_two_by_two_devices_as_on_one(tiny_config):
-    """One step with experts and rows split has the loss and gradients of one device to 1e-5.
-
-    Each device holds half of the experts, and the program moves none of their weights. A checkpoint
-    from there is restored bit for bit onto meshes of other shapes.
-    """
-    changes = {
-        'model.num_layers': 1,
-        **EXPERTS,
-        'model.experts.d_ff': 24,
-        'data.batch_size': 8,
-        'optimizer.warmup_fraction': 0.0,
-    }
-    arguments = [tiny_config(**changes).to_dict(), ('data=1', 'data=2,expert=2'), 1]
-    found = on_devices(4, ON_FOUR_DEVICES, json.dumps(arguments))
-    np.testing.assert_allclose(*found['losses'], atol=1e-5, rtol=0)
-    assert found['moments'] < 1e-5
-    assert found['devices'] == 4 and found['state_devices'] == [4]
-    assert found['batch_shards'] == ['(2, 32)'] and found['w1_shards'] == ['(1, 2, 32, 24)']
-    assert found['data=4'] == [['(1, 4, 32, 24)'], True]
-    assert found['expert=4'] == [['(1, 1, 32, 24)'], True]
-    gathered = collectives(found['text']).pop('all-gather', set())
-    # Tokens, weights and experts of the pairs, and their masks: of the rows of two devices.
-    assert {'f32[4,32,32]', 'f32[4,32,2]'} <= gathered
-    assert all(shape.split('[')[1].startswith('4,32,') for shape in gathered)
-    assert not collectives(found['text']).keys() & {'all-to-all', 'collective-permute'}

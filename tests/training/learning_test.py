@@ -50,10 +50,7 @@ def labels(run):
 
 
 def test_held_out_loss_comes_to_the_entropy(run, labels):
-    """Under causal routing it lies within 3% of the floor of the very windows it is measured on.
-
-    It is not below it, which would mean that the model sees what it predicts.
-    """
+    """Under causal routing it lies within 3% of the floor of the very windows it is measured on."""
     floor = synthetic.entropy_floor(synthetic.make_language(), labels)
     loss = run.summary['eval']['loss']
     assert run.summary['eval']['targets'] == labels.size

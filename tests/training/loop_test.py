@@ -75,10 +75,7 @@ def test_summary_has_every_promised_field(finished, run_hparams):
 
 
 def test_metrics_have_a_row_for_each_logged_step_and_evaluation(finished):
-    """Rows fall on every log_every-th step and the last, evaluations on theirs and at the end.
-
-    Layers are named by their index in the model: the second is routed.
-    """
+    """Rows fall on every log_every-th step and the last, evaluations on theirs and at the end."""
     rows = read_metrics(finished.workdir)
     trained = [row for row in rows if 'loss' in row]
     evaluated = [row for row in rows if 'eval/loss' in row]
@@ -98,10 +95,7 @@ def test_metrics_have_a_row_for_each_logged_step_and_evaluation(finished):
 
 
 def test_a_finished_run_does_not_train_again(finished, copied, run_hparams, monkeypatch):
-    """Started again it takes no step, keeps its rows, and writes the same summary.
-
-    Another logging interval is accepted; another learning rate is another run, by name.
-    """
+    """Started again it takes no step, keeps its rows, and writes the same summary."""
 
     def refuse(*_):
         pytest.fail('a step of a finished run')
@@ -121,10 +115,7 @@ def test_a_finished_run_does_not_train_again(finished, copied, run_hparams, monk
 def test_a_run_stopped_by_signals_ends_as_if_it_had_not_been(
     finished, run_hparams, tmp_path, signals
 ):
-    """It stops after the step, saved, and the same call resumes it: equal state, equal rows.
-
-    Step 4 has an evaluation, 2 a row and 5 neither: none is lost, none is doubled.
-    """
+    """It stops after the step, saved, and the same call resumes it: equal state, equal rows."""
     for stop, name in ((2, 'SIGUSR1'), (4, 'SIGTERM'), (5, 'SIGTERM')):
         signals[stop - 1] = name
         stopped = loop.train(run_hparams, tmp_path / 'broken')
@@ -156,10 +147,7 @@ def skipping(bad_steps):
 def test_many_steps_in_a_row_that_are_not_finite_end_the_run(
     run_hparams, tmp_path, monkeypatch, capsys
 ):
-    """After max_nan_steps of them, in one line; the checkpoint before them is kept.
-
-    Fewer in a row do not end it, and the summary counts them.
-    """
+    """After max_nan_steps of them, in one line; the checkpoint before them is kept."""
     hparams = changed(run_hparams, 'training', max_nan_steps=2)
     monkeypatch.setattr(trainer, 'train_step', skipping([1, 3, 4, 5]))
     with pytest.raises(trainer.DivergedError) as caught:
@@ -212,10 +200,7 @@ def mixture_run(mixture_hparams, tmp_path_factory, compiled_once):
 def test_each_domain_of_a_mixture_is_reported_and_weighted_by_its_share(
     mixture_run, mixture_hparams, texts
 ):
-    """summary.json and the last row hold the loss of each, equal to that of its folder alone.
-
-    The overall loss is their mean by shares. The start prints a line for each.
-    """
+    """summary.json and the last row hold the loss of each, equal to that of its folder alone."""
     found = json.loads((mixture_run.workdir / 'summary.json').read_text())
     domains = found['domains']
     assert {name: domains[name]['share'] for name in domains} == {'web': 0.75, 'code': 0.25}
@@ -246,10 +231,7 @@ def test_each_domain_of_a_mixture_is_reported_and_weighted_by_its_share(
 def test_a_mixture_resumes_from_moved_folders(
     mixture_run, mixture_hparams, texts, tmp_path, signals
 ):
-    """With moved folders and shares in another form it ends in the same bits.
-
-    Other members and shares are refused by name, and nothing is written.
-    """
+    """With moved folders and shares in another form it ends in the same bits."""
     signals[3] = 'SIGTERM'
     workdir = tmp_path / 'run'
     assert loop.train(mixture_hparams, workdir).signal == 'SIGTERM'
@@ -281,11 +263,7 @@ STAGED = {
 
 @pytest.mark.slow
 def test_each_step_trains_by_its_stage_also_after_a_signal(tiny_config, corpus, tmp_path, signals):
-    """Two steps at capacity 1 by top-C, three at 1/4 by the threshold; stopped in between.
-
-    The resumed run ends in the same state, since averages are saved. Rows have a histogram a block;
-    the summary has the stages and what they cost.
-    """
+    """Two steps at capacity 1 by top-C, three at 1/4 by the threshold; stopped in between."""
     changes = {f'model.routing.{name}': value for name, value in STAGED.items()} | {
         'data.source': corpus,
         'data.held_out_fraction': 0.3,

@@ -131,11 +131,7 @@ def random_record(rng, shape):
 
 
 def test_histogram_and_lowest_scores_are_those_of_loops():
-    """Shares of sigmoid(r) by 20 bins, those above a half, and the mean lowest score of top-C.
-
-    A score of exactly 0 lies in the upper half of the bins, and not above a half. A row of padding
-    has no lowest score.
-    """
+    """Shares of sigmoid(r) by 20 bins, those above a half, and the mean lowest score of top-C."""
     rng = np.random.default_rng(0)
     records = random_record(rng, (2, 5, 30))
     segment_ids_BT = np.ones((5, 30), np.int32)
@@ -242,10 +238,7 @@ def test_gradient_reaches_scores_and_log_partitions_alone(hparams):
 
 
 def test_losses_of_micro_batches_sum_to_those_of_the_step(hparams):
-    """So do their gradients, where each is given the pairs and tokens of the whole step.
-
-    Divided by their own tokens, unequal ones, they would not.
-    """
+    """So do their gradients, where each is given the pairs and tokens of the whole step."""
     random = np.random.default_rng(0)
     tokens = [(3, 7), (5, 1), (4, 4)]
     pairs = [random.integers(0, 9, (2, 4)) for _ in tokens]

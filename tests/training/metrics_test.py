@@ -110,10 +110,7 @@ def test_events_mirror_the_numbers_and_purge_on_resume(tmp_path):
 
 
 def test_a_list_named_histogram_is_one_for_tensorboard(tmp_path):
-    """Shares of equal bins of [0, 1] become buckets of that range; other lists are not sent.
-
-    One with a NaN, of a block without tokens, is a row with null and no event.
-    """
+    """Shares of equal bins of [0, 1] become buckets of that range; other lists are not sent."""
     shares, limits = [0.25, 0.0, 0.5, 0.25], [0.25, 0.5, 0.75, 1.0]
     with with_tensorboard(tmp_path) as writer:
         writer.write(1, {'routing/sigmoid_histogram': shares, 'other': shares})

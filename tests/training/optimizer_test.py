@@ -56,11 +56,7 @@ def test_schedule_of_short_runs_is_sound(tiny_config, num_steps, warmup):
 
 @pytest.mark.parametrize('decay_embeddings', [True, False])
 def test_weight_decay_is_for_matrices_only(tiny_config, decay_embeddings):
-    """Without a gradient a step shrinks kernels by its rate times the decay, the embedding by knob.
-
-    Norm scales, biases, the router's vector and an average's weights, matrices only through their
-    stacking over layers, stay bit for bit.
-    """
+    """Without a gradient a step shrinks kernels by rate times decay, the embedding by knob."""
     changes = {
         'model.routing.router': 'learned',
         'model.use_bias': True,
@@ -117,11 +113,7 @@ def split(params):
 
 
 def test_the_predictor_changes_nothing_else(tiny_config):
-    """Trunk and router are bit-identical, step by step, to those of a run without the predictor.
-
-    Its loss weighs so much that it would dominate a shared clipping norm, and the clip is so low
-    that it acts on every step; it does train.
-    """
+    """Trunk and router are bit-identical, step by step, to those of a run without the predictor."""
     _, without, rows = run_steps(tiny_config, 'dense')
     assert min(row['grad_norm'] for row in rows) > 2 * 0.05
     changes = {'model.routing.predictor_loss_weight': 100.0}

@@ -157,10 +157,7 @@ def test_every_later_knob_has_a_value_for_older_runs(tiny_config):
 
 @pytest.mark.parametrize('lacking', [run_dir.OLDER_RUNS, ['report.top_p']], ids=len)
 def test_an_older_run_resumes_with_the_values_of_its_time(tmp_path, tiny_config, lacking):
-    """Each knob it lacks, with whole groups, has its old behavior; one line names these only.
-
-    Another value of such a knob is refused. Once the run resumes, its config is complete.
-    """
+    """Each knob it lacks, with whole groups, has its old behavior; one line names these only."""
     hparams = from_config(tiny_config(**OLD))
     config = dataclasses.asdict(hparams)
     write_config(tmp_path, without(config, lacking))

@@ -109,10 +109,7 @@ def test_a_running_run_is_read_at_its_newest_finished_checkpoint(workdir):
 
 
 def test_the_capacity_is_that_of_the_stage(workdir, state):
-    """Half a run of two stages is evaluated as it was trained, a finished one as configured.
-
-    The hyper-parameters of the run stay those of its config.
-    """
+    """Half a run of two stages is evaluated as it was trained, a finished one as configured."""
     assert load_run(workdir).hparams_of_stage.model.routing.capacity == 0.125
     shutil.rmtree(workdir / 'checkpoints')
     save(workdir, state, [1])

@@ -6,7 +6,6 @@ import os
 import types
 
 import jax
-import numpy as np
 import pytest
 
 from moddepth_jax.hparams import from_config
@@ -24,11 +23,7 @@ from moddepth_jax.training.train_step import init_state
     ],
 )
 def test_counted_flops_are_those_of_the_trace(tiny_config, router, length):
-    """Counted FLOPs of a step are within 1% of the products in its trace without recomputation.
-
-    The executed step costs more, since blocks are recomputed and attention is cut into blocks;
-    XLA's estimate, with elementwise work, is similar.
-    """
+    """Counted FLOPs of a step are within 1% of the products in its trace without recomputation."""
     config = tiny_config(**{'model.routing.router': router, 'data.sequence_length': length})
     flops = summary.step_flops_report(from_config(config), 4)
     counted = flops['flops_per_step']
@@ -39,10 +34,7 @@ def test_counted_flops_are_those_of_the_trace(tiny_config, router, length):
 
 @pytest.mark.slow
 def test_unused_places_of_experts_are_not_counted(tiny_config):
-    """Half of the choices fall on experts that do nothing; their traced products do not count.
-
-    Nor does the forward pass that counts the loads of a step of micro-batches; but it is executed.
-    """
+    """Half of the choices fall on experts that do nothing; their traced products do not count."""
     changes = {'model.experts.choice': 'token', 'model.experts.num_noop': 8}
     found = [
         summary.step_flops_report(from_config(tiny_config(**changes, **more)), 4)
@@ -52,16 +44,6 @@ def test_unused_places_of_experts_are_not_counted(tiny_config):
         counted = flops['flops_per_step']
         assert flops['flops_per_step_dot_general'] == pytest.approx(counted, rel=0.01)
     assert found[1]['flops_per_step_executed'] > 1.2 * found[0]['flops_per_step_executed']
-
-
-def test_ratios_are_grouped_by_layer():
-    """Lists and arrays over layers become numbers and lists of each layer, by its index."""
-    ratios = {'recall': [0.5, 0.25], 'load': np.float32([[0.5, 0.5], [1, 0]])}
-    assert summary.by_layer((1, 11), ratios) == {
-        'layer_01': {'recall': 0.5, 'load': [0.5, 0.5]},
-        'layer_11': {'recall': 0.25, 'load': [1.0, 0.0]},
-    }
-    assert summary.by_layer((), {}) == {}
 
 
 def test_routed_layers_and_layers_with_experts_have_separate_groups(tiny_config, monkeypatch):
@@ -106,10 +88,7 @@ def test_versions_name_what_may_change_the_bits(monkeypatch):
 
 
 def test_the_table_of_parameters_counts_each_once(tiny_config):
-    """Six layers of several runs, three of them routed; the last one writes no slots.
-
-    Lines fall by size and end with the sum.
-    """
+    """Six layers of several runs, three of them routed; the last one writes no slots."""
     changes = {'num_layers': 6, 'routing.router': 'learned', 'depth.stream': 'moda'}
     hparams = from_config(tiny_config(**{f'model.{name}': v for name, v in changes.items()}))
     params = jax.eval_shape(lambda: init_state(hparams, 1)).params

@@ -119,11 +119,7 @@ def by_threshold(tiny_config):
 
 
 def test_training_by_threshold_selects_the_first_tokens_above_it(by_threshold):
-    """At most 1.25 C tokens of a row, the first ones above the average from before the step.
-
-    The last stage trains so, and is the default of a step. The average moves all the same, by the
-    C-th score of top-C; the loss is that of this routing.
-    """
+    """At most 1.25 C tokens of a row, the first ones above the average from before the step."""
     batch = make_batch(0, padded=True)
     after, metrics = step(by_threshold, batch)
     records = records_of(by_threshold, batch, 'threshold')

@@ -75,10 +75,7 @@ def test_loss_falls_on_a_repeated_batch_in_one_trace(state):
 
 
 def losses_by_hand(hparams, params, batch):
-    """(loss, z_loss, rule_loss), and each rule logit's slope in the last, in float64.
-
-    The first two are means over targets whose label is not -100, the third over real tokens.
-    """
+    """(loss, z_loss, rule_loss), and each rule logit's slope in the last, in float64."""
     logits_BTV, records = forward(hparams, {'params': params}, batch)
     logits_BTV = np.asarray(logits_BTV, np.float64)
     counted_BT = batch['labels_BT'] != -100
@@ -188,10 +185,7 @@ def test_chunks_of_the_loss_do_not_change_the_step(hparams, state):
 
 
 def test_a_step_that_is_not_finite_changes_only_counters(state):
-    """Parameters and optimizer keep every bit, skips are counted, and training continues.
-
-    The good step after two bad ones equals the one that would have followed without them.
-    """
+    """Parameters and optimizer keep every bit, skips are counted, and training continues."""
     fragile = with_rare_nan(state)
     first, _ = step(fragile, make_batch(0))
     assert (first.skipped, first.skipped_in_a_row) == (0, 0)
