@@ -39,8 +39,7 @@ class _InProcess:
         pass
 
     def run(self, function, jobs, advance):
-        for number, job in enumerate(jobs):
-            yield number, function(*job, advance)
+        return [function(*job, advance) for job in jobs]
 
     def __enter__(self):
         return self
@@ -312,8 +311,7 @@ class _Backwards(_InProcess):
     """Does the last job first, as other processes may be faster."""
 
     def run(self, function, jobs, advance):
-        for number, job in reversed(list(enumerate(jobs))):
-            yield number, function(*job, advance)
+        return [function(*job, advance) for job in reversed(list(jobs))][::-1]
 
 
 def _four_files(folder, bad_line=6, bad_file=2):
