@@ -19,14 +19,13 @@ class Corpus:
 
     Attributes:
       name: `data.source`.
-      train: documents to train on, in the order of their names; none for `load_held_out`. Those of
-        prepared text are decoded on access.
-      held_out: documents kept for evaluation, likewise.
+      train, held_out: in the order of the documents' names; those of prepared text are decoded on
+        access. With `load_held_out` there are none to train on.
       sha256: over names and contents of all documents in order, hexadecimal; of a prepared folder
         its fingerprint; of a mixture over fingerprints and shares of its members.
       description: one line to print, with documents and bytes.
-      packages: of `python_environment`, name==version of what is installed; otherwise empty.
-      members: the prepared folders; empty for text that was not prepared.
+      packages: of `python_environment`, name==version of what is installed.
+      members: the prepared folders.
       names: of the documents by 'train' and 'held_out', for messages; empty for prepared text.
     """
 
@@ -49,12 +48,9 @@ class Corpus:
 def load_corpus(data: DataHparams) -> Corpus:
     """The corpus that `data.source` names, the same for every seed of the run.
 
-    Empty documents are left out. Of prepared text only its description is read.
-
-    Raises:
-      ValueError: one line, as `readers.load_documents`, `stdlib_documents`,
-        `environment_documents`, `load_members` and `split_documents`; if all documents are empty;
-        if prepared text was split by another fraction.
+    Empty documents are left out. Of prepared text only its description is read. Raises ValueError,
+    one line, as the readers of each source, `load_members` and `split_documents`; if all documents
+    are empty; if prepared text was split by another fraction.
     """
     if is_prepared(data.source):
         members = load_members(data)

@@ -45,12 +45,11 @@ def load_members(data: DataHparams) -> tuple[Member, ...]:
     for first, second in itertools.combinations(shares, 2):
         one, other = stores[first].tokenizer, stores[second].tokenizer
         if any(one[field] != other[field] for field in ('sha256', 'separator', 'vocab_size')):
-            found = (
-                f'{first} was prepared with {describe_tokenizer(one)} and {second} with '
-                f'{describe_tokenizer(other)}'
-            )
             right = f'prepare both with one, as --tokenizer={pathlib.Path(first, "tokenizer")}'
-            raise ValueError(f'{knob}: {found}; {right}')
+            raise ValueError(
+                f'{knob}: {first} was prepared with {describe_tokenizer(one)} and {second} with '
+                f'{describe_tokenizer(other)}; {right}'
+            )
         if stores[first].fingerprint == stores[second].fingerprint:
             right = 'leave one out and add up their weights'
             raise ValueError(f'{knob}: {first} and {second} are one text; {right}')

@@ -82,8 +82,8 @@ class Dataset(HeldOut):
     """Batches of a corpus as pure functions of the step; what `make_dataset` returns.
 
     Attributes:
-      fingerprint: what decides every batch: a dict of JSON scalars, see `check_fingerprint`; for
-        the record also the packages of `python_environment` and the names of a mixture.
+      fingerprint: what decides every batch, and for the record packages and names of members: a
+        dict of JSON scalars, see `check_fingerprint`.
       may_change: knobs that only say where text and tokenizer are: the fingerprint decides.
       num_train_windows: windows of one epoch.
     """
@@ -149,10 +149,8 @@ def make_dataset(
 ) -> Dataset:
     """The dataset of `data`, shuffled by `seed`; corpus and tokenizer by default those it names.
 
-    Raises:
-      ValueError: one line, as `load_corpus` and `tokenizer_of`, for a corpus or a member of a
-        mixture that is shorter than one window, for text that the tokenizer cannot encode, and for
-        prepared text of another tokenizer.
+    Raises ValueError, one line, as `load_corpus` and `tokenizer_of`, for text or a member that is
+    shorter than one window, that the tokenizer cannot encode, or that another tokenizer prepared.
     """
     corpus = load_corpus(data) if corpus is None else corpus
     return Dataset(data, seed, corpus, tokenizer)

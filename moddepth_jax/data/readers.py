@@ -1,5 +1,6 @@
 """Files of text: a reader for each format, and the table that finds it by the file's suffix."""
 
+import codecs
 import contextlib
 import glob
 import json
@@ -17,7 +18,6 @@ from moddepth_jax.data.compression import (
 )
 
 _BATCH = 16  # rows or records in memory at a time
-_BYTE_ORDER_MARK = b'\xef\xbb\xbf'
 _WRITE_AGAIN = 'write the file again or leave it out'
 
 
@@ -92,7 +92,7 @@ def _line_rows(path, name, text_field, span):
         for number, line in enumerate(stream, span.first_row):
             position += len(line)
             if number == 1:
-                line = line.removeprefix(_BYTE_ORDER_MARK)
+                line = line.removeprefix(codecs.BOM_UTF8)
             if line.strip():
                 text = _object_text(f'{path}, line {number}', line, text_field, 'line')
                 end = tell() if is_compressed(path) else position - span.start

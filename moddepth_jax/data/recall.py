@@ -22,10 +22,9 @@ scores
 
     floor = 1/n sum_i -log p(y_i)      in nats per target, p = 1 where nothing is drawn.
 
-The dialect shows in many positions, each as good as any other, because a routed block's gate is
-trained only by what a position does for its own output: no gradient of that block shows the router
-a single position whose keys and values others need. x is any of 24 letters, so that an untrained
-router selects some: a token that is never selected has no gradient either.
+The dialect shows in many positions, because a routed block's gate is trained only by what a
+position does for its own output, not by what its keys and values do for others. x is any of 24
+letters, so that an untrained router selects some: a token that is never selected has no gradient.
 """
 
 import math

@@ -40,18 +40,15 @@ class Store:
     """Prepared text; what `open_store` returns.
 
     Attributes:
-      directory: where it is.
       fingerprint: sha256 over the tokens of both splits and the tokenizer, hexadecimal.
       tokenizer: {name, sha256, vocab_size, separator}.
       dtype: 'uint16' or 'uint32'.
-      held_out_fraction: of the documents, by the hash of their names.
       train, held_out: {documents, tokens, bytes, sha256} of a split; tokens include one separator
         per document, bytes are those of the text, sha256 is that of its file of tokens.
-      skipped: what was left out: {reason: {'count': n, 'first': ['file, line 7: ...', ...]}}.
+      skipped: {reason: {'count': n, 'first': ['file, line 7: ...', ...]}} of what was left out.
       inputs: [{name, bytes, sha256, modified}] of the files, in order; modified: time of the last
         write in nanoseconds, which older stores lack.
       arguments: those of the command that decide the result.
-      versions: of the packages that wrote it.
     """
 
     directory: pathlib.Path
@@ -192,11 +189,8 @@ class StoreWriter(contextlib.ExitStack):
         """Appends documents of `num_bytes` of text to 'train' or 'held_out'.
 
         `tokens_N` holds each document's tokens after one separator, `lengths_D` the number of each,
-        with its separator. Raises ValueError if these do not sum to N.
+        with its separator.
         """
-        if np.sum(lengths_D, dtype=np.uint64) != len(tokens_N):
-            right = f'must sum to the {len(tokens_N)} tokens'
-            raise ValueError(f'lengths of {np.sum(lengths_D)} tokens; {right}')
         tokens_N = np.ascontiguousarray(tokens_N, self._dtype)
         counts = self._counts[split]
         self._files[split, 'bin'].write(tokens_N)

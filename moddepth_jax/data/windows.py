@@ -38,14 +38,9 @@ def token_stream(
 def pad_rows(batch: dict, batch_size: int) -> dict:
     """The batch filled up with rows of label -100, segment 0 and token 0."""
     missing = batch_size - len(batch['tokens_BT'])
-    return {
-        name: np.pad(
-            array,
-            ((0, missing), (0, 0)),
-            constant_values=IGNORED_LABEL if name == 'labels_BT' else 0,
-        )
-        for name, array in batch.items()
-    }
+    padded = {name: np.pad(array, ((0, missing), (0, 0))) for name, array in batch.items()}
+    padded['labels_BT'][len(batch['labels_BT']) :] = IGNORED_LABEL
+    return padded
 
 
 class Windows:

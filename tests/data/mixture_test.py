@@ -13,7 +13,7 @@ from moddepth_jax.data.compression_baselines import describe_measured_text, meas
 from moddepth_jax.data.corpus import load_corpus
 from moddepth_jax.data.mixture import RowSchedule, held_out_order
 from moddepth_jax.data.pipeline import check_fingerprint, make_dataset, make_held_out
-from moddepth_jax.data.tokenizers.tokenizer import ByteTokenizer, make_tokenizer
+from moddepth_jax.data.tokenizers.tokenizer import ByteTokenizer
 from moddepth_jax.hparams import DataHparams
 from tests.data.prepared_text import begin, prepare, refusal, write_texts
 
@@ -85,21 +85,6 @@ def test_nothing_of_prepared_text_is_read_but_what_is_asked_for(folder, monkeypa
     assert len(dataset.corpus.train) > 10 and describe_measured_text(dataset.corpus)
 
 
-def test_baselines_decode_only_the_first_documents(folder, monkeypatch):
-    corpus, decoded = load_corpus(_data(folder / 'letters')), []
-    decode = ByteTokenizer.decode
-
-    def note(tokenizer, ids):
-        decoded.append(len(ids))
-        return decode(tokenizer, ids)
-
-    monkeypatch.setattr(ByteTokenizer, 'decode', note)
-    monkeypatch.setenv('XDG_CACHE_HOME', str(folder / 'cache'))
-    monkeypatch.setattr('moddepth_jax.data.compression_baselines.MAX_BYTES', 150)
-    measure_baselines(corpus)
-    assert sum(decoded[:-1]) < 150 <= sum(decoded) and len(corpus.train) > len(decoded)
-
-
 def test_baselines_of_a_mixture_weigh_its_members_by_share(folder, monkeypatch):
     monkeypatch.setenv('XDG_CACHE_HOME', str(folder / 'cache'))
     corpus = load_corpus(_data('mixture', f'{folder}/letters:3,{folder}/digits:1'))
@@ -140,30 +125,6 @@ def test_all_of_a_folder_is_evaluated_unless_it_was_trained_on(folder, alone):
     assert sorted(rows) == sorted(windows)
     for index in range(alone.num_held_out_batches):
         assert _same(kept.held_out_batch(index), alone.held_out_batch(index))
-
-
-def test_ids_beyond_16_bits_are_kept(tmp_path):
-    """Of a vocabulary of 70,000: the stream is 32 bits wide, batches hold the ids as they are."""
-    import tokenizers
-
-    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: i for i, token in enumerate([*letters, *map(str, range(1000, 70743))])}
-    library = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
-    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.decoder = tokenizers.decoders.ByteLevel()
-    library.add_special_tokens(['<|endoftext|>'])
-    file = tmp_path / 'tokenizer.json'
-    library.save(str(file))
-    tokenizer = make_tokenizer(file)
-    store = prepare(tmp_path / 'wide', write_texts(tmp_path / 'text', b'abcd', 0), tokenizer, 0.25)
-    prepared = make_dataset(_data(tmp_path / 'wide'), 0)
-    raw = make_dataset(_data(f'{tmp_path}/text/*.txt', tokenizer=str(file)), 0)
-    assert store.dtype == 'uint32' and store.tokens('train').itemsize == 4
-    assert _same(raw.train_batch(3), prepared.train_batch(3))
-    assert prepared.train_batch(0)['tokens_BT'].max() == tokenizer.separator == 69999
-    assert list(prepared.corpus.train) == raw.corpus.train
-    # Its name does not count, its content does.
-    assert raw.fingerprint['tokenizer'] == prepared.fingerprint['tokenizer'] == tokenizer.sha256
 
 
 # Mixtures.

@@ -146,15 +146,6 @@ def test_batch_is_a_function_of_the_step():
     assert refusal(dataset.train_batch, -1) == 'step=-1: must be 0 or more'
 
 
-@pytest.mark.parametrize('rows', [slice(0, 3), slice(1, 3), slice(2, 3)])
-def test_some_rows_are_those_of_the_whole_batch(rows):
-    dataset = _dataset()
-    for step in (0, 7, 500):
-        whole, part = dataset.train_batch(step), dataset.train_batch(step, rows)
-        assert all(np.array_equal(part[name], whole[name][rows]) for name in whole)
-        assert dataset.train_windows(step, rows) == dataset.train_windows(step)[rows]
-
-
 def test_seeds_have_orders_of_their_own():
     """No epoch of one seed repeats an epoch of its neighbour, and large seeds are seeds too."""
     orders = {

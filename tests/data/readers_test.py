@@ -184,10 +184,6 @@ def test_rows_after_a_bad_one_are_read(tmp_path):
     path.write_bytes(b'{"text": "a"}\n{"text": \n{"body": "b"}\n{"text": "\xff"}\n{"text": "c"}\n')
     found = [r.text.reason if isinstance(r.text, BadText) else r.text for r in _rows(path)]
     assert found == [b'a', 'not JSON', 'no field', 'not UTF-8', b'c']
-    path = tmp_path / 'a.parquet'
-    parquet.write_table(pyarrow.table({'text': ['a', None, 'c']}), path)
-    rows = _rows(path)
-    assert (rows[0].text, rows[1].text.reason, rows[2].text) == (b'a', 'null', b'c')
 
 
 @pytest.mark.parametrize('suffix', ['.jsonl', '.jsonl.gz', '.parquet'])

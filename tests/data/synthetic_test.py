@@ -88,18 +88,6 @@ def test_words_occur_as_often_as_stated():
     assert abs(mean - 100) < 5 * 100 / np.sqrt(len(documents))
 
 
-def test_floor_of_a_window_by_hand():
-    language = synthetic.make_language(2, 30)
-    *_, end = language.probabilities
-    first = language.probabilities[0]
-    labels_BT = np.array([[*language.words[0], ord('.'), SEPARATOR, -100, -100]])
-    counted = len(language.words[0]) + 2
-    floor = -(math.log(first) + math.log(end)) / counted
-    assert math.isclose(synthetic.entropy_floor(language, labels_BT), floor)
-    with pytest.raises(ValueError, match=r'\(2, 3\): must hold a target'):
-        synthetic.entropy_floor(language, np.full((2, 3), -100))
-
-
 def test_ideal_predictor_reaches_the_floor(batches):
     """From a row's first word start or separator on, the Bayes filter's loss is the floor, exactly.
 

@@ -107,9 +107,3 @@ def test_what_is_not_whole_is_refused(tmp_path):
         assert f'{name}: No such file or directory; remove' in refusal(open_store, tmp_path)
         (tmp_path / name).write_bytes(content)
     assert open_store(tmp_path)
-
-
-def test_lengths_that_do_not_fit_are_refused(tmp_path):
-    with StoreWriter(tmp_path, ByteTokenizer(), 0.5) as writer:
-        with pytest.raises(ValueError, match='lengths of 3 tokens; must sum to the 4 tokens'):
-            writer.add('train', np.zeros(4), np.array([1, 2]), 3)

@@ -130,8 +130,7 @@ class _Preparation:
             jobs = ((task, self._parts, self._tokenizer_directory, options) for task in unfinished)
             total, missing = (sum(task.bytes for task in some) for some in (tasks, unfinished))
             with self._phase('tokens', total, total - missing) as advance:
-                for _ in workers.run(encode.encode, jobs, advance):
-                    pass
+                workers.run(encode.encode, jobs, advance)
         self._check_unmodified(plan.inputs, tasks)
         found = [part for task in tasks for part in task.parts(self._parts)]
         with self._phase('joining', sum(part.num_token_bytes for part in found)) as advance:
@@ -215,8 +214,8 @@ class _Preparation:
         jobs = ((path, options.text_field, plan.span_bytes, options.skip_bad) for _, path in new)
         total = sum(path.stat().st_size for _, path in new if path.exists())
         with self._phase('survey', total) as advance:
-            for i, info in workers.run(survey, jobs, advance):
-                found[new[i][0]] = info
+            infos = workers.run(survey, jobs, advance)
+        found |= {name: info for (name, _), info in zip(new, infos, strict=True)}
         return {name: found[name] for name, _ in self._paths}
 
     def _check_unmodified(self, inputs, tasks):
@@ -266,9 +265,7 @@ class _Preparation:
         with Workers(1, threads=options.processes) as worker:
             total = min(options.bpe_bytes, sum(task.bytes for task in tasks))
             with self._phase('tokenizer', total) as advance:
-                job = (tasks, options, directory)
-                for _ in worker.run(encode.train_tokenizer, [job], advance):
-                    pass
+                worker.run(encode.train_tokenizer, [(tasks, options, directory)], advance)
 
 
 def _is_stored_file(path, entry):

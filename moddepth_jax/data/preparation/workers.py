@@ -7,8 +7,7 @@ import os
 import signal
 import threading
 import traceback
-import typing
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from multiprocessing import resource_tracker
 
 
@@ -41,14 +40,13 @@ class Workers:
 
     def run(
         self, function: Callable, jobs: Iterable[tuple], advance: Callable[[int], None]
-    ) -> Iterator[tuple[int, typing.Any]]:
-        """Calls `function(*job, advance)` in the processes, in the order of `jobs`.
+    ) -> list:
+        """Returns `function(*job, advance)` of each job; the processes start them in order.
 
-        Yields (number of the job, result), as they finish. `advance` is called here with what the
-        processes call theirs with. Raises what `function` raises, and ValueError if a process is
-        lost.
+        `advance` is called here with what the processes call theirs with. Raises what `function`
+        raises, and ValueError if a process is lost.
         """
-        waiting, busy = iter(enumerate(jobs)), {}
+        waiting, busy, results = iter(enumerate(jobs)), {}, {}
 
         def start(process, connection):
             for number, job in itertools.islice(waiting, 1):
@@ -73,8 +71,9 @@ class Workers:
                 if kind == 'raised':
                     raise value
                 del busy[connection]
+                results[number] = value
                 start(process, connection)
-                yield number, value
+        return [results[number] for number in sorted(results)]
 
     def close(self) -> None:
         """Kills the processes."""

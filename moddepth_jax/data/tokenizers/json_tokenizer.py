@@ -19,10 +19,8 @@ class JsonTokenizer(PieceTokenizer):
 
     Text that spells a special token is encoded as plain text, and what the file's template puts
     around a text is left out. Byte-level BPE without a normalizer restores every UTF-8 text byte
-    for byte, and `token_bytes_V` of its ids sums to the bytes of the text. Others may lose what
-    their own rules drop: a normalizer changes the text; a space is put before each document that
-    does not begin with one; characters without a token are lost if there is no byte fallback.
-    Raises ValueError, one line, for a file that is no tokenizer, or without a separator.
+    for byte; others may lose what their own rules drop, such as characters without a token. Raises
+    ValueError, one line, for a file that is no tokenizer, or without a separator.
     """
 
     def __init__(

@@ -77,12 +77,9 @@ class PieceTokenizer(abc.ABC):
 
     Args:
       kind: name of the file that `save` writes.
-      content: the bytes of that file.
-      file: where it was read, for messages and for the tokenizer_config.json next to it.
+      content: the bytes of that file, which was read from `file`.
       pieces: the bytes of each id within a text, b'' for special ids and gaps.
-      special: ids of the special tokens by their text.
-      first: the special token that the file puts before a text, or None.
-      separator: text of a special token, or None: that of the metadata or of the file.
+      special, first, separator: as `find_separator` takes them; by default that of the metadata.
       metadata: what `read_metadata` found next to the file, or None.
       name: by default that of the metadata or of the file.
     """
