@@ -170,13 +170,18 @@ def _measure_domains(run, datasets, skipped, most):
         found[name]['perplexity'] = perplexity(result['loss'])
     parts = [(domain['targets'], domain) for domain in found.values()]
     targets = sum(size for size, _ in parts)
-    together = {'targets': targets}
-    for name in ('loss', 'routing_gap'):
-        if all(name in domain for _, domain in parts):
-            together[name] = sum(domain[name] * size for size, domain in parts) / targets
-    num_bits = sum(domain['loss'] * size / domain['bits_per_byte'] for size, domain in parts)
-    together['bits_per_byte'] = together['loss'] * targets / num_bits
-    together['perplexity'] = perplexity(together['loss'])
+    nats = sum(domain['loss'] * size for size, domain in parts)
+    together = {
+        'targets': targets,
+        'loss': nats / targets,
+        'perplexity': perplexity(nats / targets),
+    }
+    bits = ((domain['loss'] * size / math.log(2), domain) for size, domain in parts)
+    num_bytes = sum(of_domain / domain['bits_per_byte'] for of_domain, domain in bits)
+    together['bits_per_byte'] = nats / math.log(2) / num_bytes
+    if all('routing_gap' in domain for _, domain in parts):
+        gaps = sum(domain['routing_gap'] * size for size, domain in parts)
+        together['routing_gap'] = gaps / targets
     texts = {'data': DOMAINS.value, 'together': together, 'domains': found, 'skipped': skipped}
     return {'num_batches': most, **texts}
 
