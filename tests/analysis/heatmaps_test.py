@@ -11,7 +11,6 @@ from moddepth_jax.analysis import heatmaps
 from moddepth_jax.analysis.depth_mass import DepthMass
 from moddepth_jax.analysis.heatmaps import DENSE, ENTERED, LOOKAHEAD, SKIPPED
 from moddepth_jax.hparams import from_config
-from tests.model.cases import random_variables
 
 LIGHT, FULL, EMPTY = (heatmaps._LOAD_MAP(place)[:3] for place in (0.5, 1.0, 0.0))
 
@@ -46,23 +45,6 @@ def test_grid_of_decisions(tiny_config):
         dense,
         [SKIPPED, LOOKAHEAD, LOOKAHEAD, SKIPPED],
     ]
-
-
-def test_record_is_that_of_the_forward_pass(tiny_config):
-    """Decisions are NumPy arrays of every routed layer, under the given routing."""
-    routing = {'router': 'learned', 'layers': '0', 'capacity': 0.25}
-    changes = {f'model.routing.{name}': value for name, value in routing.items()}
-    hparams = from_config(tiny_config(**{'model.num_layers': 1} | changes))
-    tokens_BT = np.random.default_rng(0).integers(0, 257, (2, 32)).astype(np.int32)
-    variables = random_variables(hparams, tokens_BT)
-    segment_ids_BT = np.ones((2, 32), np.int32)
-    segment_ids_BT[1, 20:] = 0
-    batch = {'tokens_BT': tokens_BT, 'segment_ids_BT': segment_ids_BT}
-    for routing, selected in (('top_c', [8, 8]), ('dense', [32, 20])):
-        record = heatmaps.routing_record(variables, hparams, batch, routing)
-        assert all(type(leaf) is np.ndarray and leaf.shape == (1, 2, 32) for leaf in record)
-        assert record.top_c_BT.sum(-1).tolist() == [[8, 8]]
-        assert record.selected_BT.sum(-1).tolist() == [selected]
 
 
 def test_first_layer_is_at_the_bottom_and_first_token_on_the_left(tmp_path):

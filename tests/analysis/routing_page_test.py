@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from moddepth_jax.analysis import routing_page
-from moddepth_jax.analysis.depth_mass import DepthMass
 from moddepth_jax.analysis.inspection import Inspection
 from moddepth_jax.analysis.routing_page import page_data, render, shown_tokens
 from moddepth_jax.hparams import from_config
@@ -174,11 +173,3 @@ def test_script_is_valid(tmp_path):
     """node accepts it."""
     script = pathlib.Path(routing_page.__file__).with_suffix('.js')
     subprocess.run(['node', '--check', script], check=True)
-
-
-def test_depth_mass_is_in_the_data(tiny_config):
-    """As lists; `about` has the number of tokens that it was measured on."""
-    mass = DepthMass(('0', '1'), ('0a',), np.array([[0], [0.5]]), np.array([0, 0.5]), np.ones(2))
-    data = make_data(tiny_config, b'x', depth=mass, depth_tokens=2048)
-    assert data['depth']['slots_LS'] == [[0], [0.5]] and data['depth']['layers'] == ['0', '1']
-    assert data['about']['depth_tokens'] == 2048

@@ -47,7 +47,7 @@ def test_the_shallower_dense_control_is_in_every_figure(name):
     """Its colour is drawn, and its label is in a legend or on an axis."""
     study = made_up(variants=(*SIZED, 'random'))
     figure = FIGURES[name](study)
-    colour = to_rgba(plot_style.style(study, 'shallow')['color'])[:3]
+    colour = to_rgba(plot_style.style('shallow')['color'])[:3]
     assert any(colour in _colours(axes) for axes in figure.axes)
     ticks = [text.get_text() for axes in figure.axes for text in axes.get_yticklabels()]
     assert any('shallower' in text for text in (*_legend(figure), *ticks))
@@ -55,8 +55,8 @@ def test_the_shallower_dense_control_is_in_every_figure(name):
 
 def test_variants_look_different():
     """No two variants share colour, marker and filling; post-norm is hollow."""
-    for names in (LAPTOP, MODA, ('dense', 'idea', 'idea_post', 'other')):
-        styles = [plot_style.style({'variants': names}, name) for name in names]
+    for names in (LAPTOP, MODA, ('average', 'average_post')):
+        styles = [plot_style.style(name) for name in names]
         looks = {(s['color'], s['marker'], s['markerfacecolor']) for s in styles}
         assert len(looks) == len(names)
         for name, each in zip(names, styles, strict=True):
@@ -69,7 +69,7 @@ def test_panels_mark_the_optima_of_the_parabolas():
     axes = FIGURES['loss_by_parameters'](study).axes
     for panel, budget in zip(axes, study['budgets'], strict=True):
         for parabola in [each for each in fit.fits(study) if each['budget'] == budget]:
-            colour = plot_style.style(study, parabola['variant'])['color']
+            colour = plot_style.style(parabola['variant'])['color']
             mark = '*' if parabola['inside'] else 'o'
             found = [
                 line.get_xydata()[0]
@@ -162,10 +162,7 @@ def test_dollars_in_labels_are_not_formulas():
 
 
 def test_numbers_are_written_short():
-    """Budgets as powers of ten, parameters with a letter."""
     flops = {6e11: '6·10¹¹', 1e15: '10¹⁵', 2.5e-3: '2.5·10⁻³', 9.996e11: '9.996·10¹¹'}
     for value, text in flops.items():
         assert plot_style.budget_name({'kind': 'flops'}, value) == f'{text} FLOPs'
     assert plot_style.budget_name({'kind': 'steps'}, 4000.0) == '4,000 steps'
-    short = {250_000: '250k', 1.25e6: '1.25M', 3e9: '3B', 12: '12'}
-    assert {value: plot_style.short_number(value) for value in short} == short
