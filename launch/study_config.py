@@ -26,15 +26,10 @@ _ANY_BUDGET = {'flops': 1e30, 'steps': 1}  # the FLOPs of one step do not depend
 
 
 class StudyConfig:
-    """Builds the config of a run.
+    """Builds the config of a run from `spec`, FILE.py or FILE.py:TEXT.
 
-    Args:
-      spec: FILE.py or FILE.py:TEXT, a config that takes size= and, by `kind`, budget= or steps=.
-      overrides: knobs of the command line, by dotted name.
-      kind: flops or steps.
-
-    Raises:
-      ValueError: an override of what the study sets.
+    The config takes size= and, by `kind` (flops or steps), budget= or steps=. `overrides` are knobs
+    of the command line, by dotted name. Raises ValueError for one that the study sets.
     """
 
     def __init__(self, spec: str, overrides: dict, kind: str):

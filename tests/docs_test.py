@@ -77,7 +77,6 @@ def _parts(command):
 
 
 def test_every_command_is_of_a_known_kind():
-    """It is ours, or NOT_HERE says why it is not run."""
     known = {'python', 'python3', *NOT_HERE}
     strange = [c for c in COMMANDS if c.words[0] not in known]
     strange += [c for c in COMMANDS if c.words[0].startswith('python') and not c.launched]
@@ -86,7 +85,6 @@ def test_every_command_is_of_a_known_kind():
 
 
 def test_commands_parse(folder):
-    """Every flag, config, argument of a config and knob exists, and takes the value shown."""
     ours = [(c, words) for c in COMMANDS if c.launched for words in _parts(c) if '...' not in words]
     faults = _parsed([words for _, words in ours], folder)
     wrong = {f'{c.source}: {c.text}': fault for (c, _), fault in zip(ours, faults, strict=True)}
@@ -105,7 +103,6 @@ PLANTED = (
 
 
 def test_wrong_commands_are_found(folder):
-    """The check of the test above finds each kind of mistake."""
     lists = [_parts(documented.Command('planted', text)) for text, _ in PLANTED]
     faults = iter(_parsed([words for parts in lists for words in parts], folder))
     for (text, fault), parts in zip(PLANTED, lists, strict=True):
@@ -134,7 +131,6 @@ def test_python_and_yaml_blocks_are_valid():
 
 
 def test_links_have_targets():
-    """The file exists, and the heading if the link names one."""
     broken = []
     for source in PAGES:
         for target in documented.links(TEXTS[source]):
@@ -283,7 +279,6 @@ class Reader:
         }
 
     def do(self, command):
-        """Runs the command; returns what was wrong, or ''."""
         self._train(command)
         return self._shell(f'{command.text} {_rule(command)[0]}')
 
@@ -324,7 +319,6 @@ RUN_SOURCES = [source for source in TEXTS if not source.startswith('configs/')]
 
 @pytest.fixture(scope='module')
 def cache(tmp_path_factory):
-    """Compiled programs, shared by the commands."""
     return tmp_path_factory.mktemp('cache')
 
 

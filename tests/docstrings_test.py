@@ -69,7 +69,6 @@ def _of_arguments(node, function):
 
 
 def test_docstrings_of_the_tree():
-    """Each name in a section is an argument or a field, and `Args:` lacks none."""
     paths = sorted(path for package in PACKAGES for path in (ROOT / package).rglob('*.py'))
     found = [f'{path}: {fault}' for path in paths for fault in faults(ast.parse(path.read_text()))]
     assert not found, '\n'.join(found)

@@ -27,13 +27,11 @@ FLOORS = {
 
 
 def part_of(module):
-    """The package, as in FLOORS, of a dotted module name of ours."""
     names = module.split('.')
     return '.'.join(names[:2]) if names[0] == 'moddepth_jax' else names[0]
 
 
 def may_import(source, target):
-    """Whether a module of the package `source` may import one of the package `target`."""
     if source == target:
         return True
     if source in FLOORS and target in FLOORS:
@@ -66,7 +64,6 @@ def violations(source, module, is_package=False):
 
 
 def test_imports_point_downwards():
-    """No module of ours imports from its own floor or a higher one."""
     parts, wrong = set(), []
     for path in (path for top in OURS for path in sorted((ROOT / top).rglob('*.py'))):
         names = path.relative_to(ROOT).with_suffix('').parts
@@ -104,7 +101,6 @@ def test_planted_violations_are_found(module, source, number):
 
 
 def test_files_stay_short():
-    """No source file outside tests has more than MAX_LINES lines."""
     tops = [*OURS, 'notebooks']
     paths = [*ROOT.glob('*.py'), *(p for top in tops for p in (ROOT / top).rglob('*.py'))]
     lengths = {path: len(path.read_text().splitlines()) for path in paths}

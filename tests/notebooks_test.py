@@ -48,7 +48,6 @@ def execute(tmp_path, monkeypatch):
 
 
 def read(source):
-    """The notebook of a py:percent text."""
     import jupytext
 
     return jupytext.reads(source, fmt='py:percent')
@@ -77,7 +76,6 @@ def check_runs(notebook, tmp_path):
     ids=lambda path: path.stem,
 )
 def test_runs(path, execute, tmp_path):
-    """No cell raises or writes to stderr, pictures are drawn, and no file remains."""
     texts = check_runs(execute(read(path.read_text())), tmp_path)
     assert str(tmp_path) not in texts
 
@@ -103,7 +101,6 @@ def test_a_warning_and_an_exception_are_seen(execute):
 
 @pytest.mark.parametrize('path', NOTEBOOKS, ids=lambda path: path.stem)
 def test_only_import_and_plot(path):
-    """A notebook defines nothing, and begins with how long it takes."""
     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda
     assert not [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds)]
     first = read(path.read_text()).cells[0]

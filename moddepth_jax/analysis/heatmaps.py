@@ -118,15 +118,10 @@ def _label(token: bytes) -> str:
 def plot_routing(
     grid_LT, tokens, title: str, path, what: str = 'held-out tokens', width: int | None = None
 ):
-    """Writes the heatmap of a routing: tokens across, the first layer at the bottom.
+    """Writes the heatmap of a `routing_grid`: tokens across, the first layer at the bottom.
 
-    Args:
-      grid_LT: from `routing_grid`.
-      tokens: the text of each token as bytes, b'' for the separator.
-      title: above the picture.
-      path: of the PNG.
-      what: what the tokens are, for the axis.
-      width: tokens across; more are folded into strips. None: one strip.
+    `tokens` are the bytes of each, b'' for the separator, and `what` they are is written below.
+    More than `width` tokens are folded into strips.
     """
     num_layers, length = grid_LT.shape
     width = min(width or length, length)

@@ -39,13 +39,7 @@ def inspect_tokens(
 ) -> Inspection:
     """Runs the model on one text, a window at a time, so that memory does not grow with the text.
 
-    Args:
-      variables: of the Transformer.
-      hparams: of the same.
-      tokens_N: int, ids of the text, its separator first; one or more.
-      tokenizer: that made the ids.
-      routing: as `Transformer` takes it.
-      on_window: called after each window.
+    `tokens_N` are ids of the text, its separator first; `on_window` is called after each window.
 
     Raises:
       ValueError: no token; a routing that the model cannot run.

@@ -23,15 +23,11 @@ from moddepth_jax.model.transformer import causal_sizes, check_routing
 
 
 def walk(variables, hparams: Hparams, tokens_BT, segment_ids_BT, routing: str, visit):
-    """Runs the layers one by one.
+    """Runs the layers one by one, for all tokens of complete rows.
 
-    Args:
-      variables: of the Transformer.
-      hparams: of the same.
-      tokens_BT, segment_ids_BT, routing: as `Transformer` takes them; all tokens of whole rows.
-      visit: called as visit(params, carry, count, tokens, layer_args, stack=, kind=), of which the
-        last two are static; returns the next carry, as `next_carry` makes it, and what it observed.
-        If it is jitted, it is compiled once for all layers of a kind.
+    `visit(params, carry, count, tokens, layer_args, stack=, kind=)`, of which the last two are
+    static, returns the next carry, as `next_carry` makes it, and what it observed. If it is jitted,
+    it is compiled once for all layers of a kind.
 
     Returns:
       A list of (LayerKind, what was observed), and x_BTD as the final norm reads it.

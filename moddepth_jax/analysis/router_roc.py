@@ -48,12 +48,7 @@ def router_roc(
 ) -> dict:
     """How the routers of a model trained on data.source='recall' rank the needed positions.
 
-    Args:
-      variables: of the Transformer.
-      hparams: of the same; at least one block is routed.
-      dataset: its first `num_batches` held-out batches are read, or all if there are fewer.
-      num_batches: see above.
-      routing: as `Transformer` takes it.
+    The first `num_batches` held-out batches are read, or all if there are fewer.
 
     Returns:
       `layers`, by index of each routed layer `area`, the ROC area of its scores for

@@ -63,14 +63,9 @@ def page_data(
 ) -> dict:
     """The content of routing.json: JSON scalars, lists and dicts; None for what is not finite.
 
-    Args:
-      inspection: of `inspect_tokens`.
-      hparams: of the model.
-      classes_N: of `token_classes`.
-      routing: that of the inspection.
-      names: `run`, `step`, `num_steps`, `text` (what it is called), `language`, `cut`, the number
-        of tokens at the end of the text that were left out, and `depth_tokens`, those of `depth`.
-      depth: of `depth_mass` on the same text, if the model has slots.
+    `names` has `run`, `step`, `num_steps`, `text` (what it is called), `language`, `cut`, the
+    number of tokens at the end of the text that were left out, and `depth_tokens`, those that
+    `depth` was measured on.
     """
     logits_of = hparams.model.routing.causal_rule if routing == 'top_c' else routing
     data = {

@@ -94,10 +94,8 @@ def fill(evidence: Evidence) -> list[dict[str, str]]:
 def read_evidence(directory, counted: dict[str, dict]) -> Evidence:
     """The studies in a directory and what was measured on their runs.
 
-    Args:
-      directory: of a study, or one that holds studies at most DEPTH levels below. A study is called
-        by its path from there.
-      counted: as in Evidence.
+    It is that of a study, or holds some, at most DEPTH levels below; they are called by their path
+    from there.
 
     Raises:
       ValueError: no such directory, or a file in it that is not what its name says.

@@ -181,11 +181,8 @@ def _cheaper_sizes(evidence, least, most):
 def equal_loss(evidence: Evidence, margin: float, paper: float, unit: str) -> Outcome:
     """A cheaper MoD size is as good as the best dense model: the cheapest such size is shown.
 
-    Args:
-      evidence: the studies.
-      margin: the interval of an equal size excludes a loss that is higher by this share.
-      paper: FLOPs of the dense step over those of the MoD step, in the paper.
-      unit: 'faster' or 'fewer FLOPs'.
+    The interval of an equal size excludes a loss that is higher by the share `margin`. `paper` are
+    FLOPs of the dense step over those of the MoD step, `unit` is 'faster' or 'fewer FLOPs'.
     """
     place, dense, sizes = _cheaper_sizes(evidence, 0.0, 1.0)
     losses = {group.size: _relative(group, dense) for group in sizes}

@@ -18,7 +18,7 @@ class Variant(NamedTuple):
 
     label: str  # its name in figures and tables
     changes: dict[str, object]  # knobs that differ from the study's config, by dotted name
-    look: str = ''  # colour of COLOURS in plot_style.py and marker of Matplotlib; '': any
+    look: str  # colour of COLOURS in plot_style.py and marker of Matplotlib
 
 
 _PLAIN = {
@@ -46,7 +46,7 @@ _STREAMS = {
     'wider': Variant('dense, as many parameters', _PLAIN, 'grey s'),
     'moda_attention': Variant('MoDA, attention slots', _PLAIN | _moda('attention'), 'sky >'),
     'moda': Variant('MoDA, attention and mlp slots', _PLAIN | _moda('attention+ffn'), 'blue D'),
-    'average': Variant('learned average of the layers', _PLAIN | _AVERAGE),
+    'average': Variant('learned average of the layers', _PLAIN | _AVERAGE, 'green d'),
     'mod_moda': Variant('MoD and MoDA', _mod() | _moda('attention+ffn'), 'green h'),
 }
 _POST = {'model.norm_placement': 'post'}
@@ -136,9 +136,7 @@ def width(size: str) -> int:
 class Plan:
     """The runs of a study, as far as the known losses (by name of a finished run) decide them.
 
-    Args:
-      study: what is compared.
-      shallower: size -> size, for `shallow`; see `nearest_depth`.
+    `shallower` maps a size to that of `shallow`; see `nearest_depth`.
     """
 
     def __init__(self, study: Study, shallower):

@@ -9,7 +9,7 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import EngFormatter, FuncFormatter, StrMethodFormatter
 
 from moddepth_jax.studies import fit, plot_style
 from moddepth_jax.studies.plot_style import INK, PAPER, budget_name, style
@@ -94,18 +94,18 @@ def _by_parameters(study):
         in_strip = {name: fit.best(rows) for name, rows in found if name not in lined}
         sizes = [(name, size) for name, rows in in_panel for size in fit.sizes(rows)]
         parameters = [size.parameters for _, size in sizes]
-        plot_style.log_axis(axes, parameters, plot_style.short_number)
+        plot_style.log_axis(axes, parameters, EngFormatter(sep=''))
         for name, rows in in_panel:
-            inside |= _draw_parabola(axes, rows, bits, style(study, name))
+            inside |= _draw_parabola(axes, rows, bits, style(name))
         values = [loss * bits for _, size in sizes for loss in size.losses]
         top = max(values) + _ROOM_ABOVE * np.ptp(values)
         more = [loss * bits for size in in_strip.values() for loss in size.losses]
         plot_style.set_y_limits(axes, [*values, *more], top)
         for name, size in sizes:
             losses = np.multiply(size.losses, bits)
-            plot_style.draw_point(axes, size.parameters, losses, style(study, name))
+            plot_style.draw_point(axes, size.parameters, losses, style(name))
         if strip_axes:
-            _draw_strip(strip_axes, axes, study, in_strip, bits)
+            _draw_strip(strip_axes, axes, in_strip, bits)
     _name_axes(panels, 'parameters', 'held-out loss, causal (bits/byte)')
     hollow = {'color': INK, 'markerfacecolor': 'none', 'markersize': 11, 'linewidth': 0}
     marks = {True: ('*', 'optimum of the parabola'), False: ('o', 'at an edge: no optimum')}
@@ -118,7 +118,7 @@ def _by_parameters(study):
     return figure
 
 
-def _draw_strip(strip, axes, study, best_sizes, bits):
+def _draw_strip(strip, axes, best_sizes, bits):
     """The best size of each variant in a column, on the y axis of `axes`."""
     strip.set_yticks(axes.get_yticks())
     strip.set_ylim(axes.get_ylim())
@@ -128,7 +128,7 @@ def _draw_strip(strip, axes, study, best_sizes, bits):
     strip.set_xticks([])
     strip.set_xlim(-0.8, max(len(best_sizes), 1) - 0.2)
     for column, (name, size) in enumerate(best_sizes.items()):
-        _draw_or_name(strip, column, np.multiply(size.losses, bits), style(study, name))
+        _draw_or_name(strip, column, np.multiply(size.losses, bits), style(name))
     sizes = ', '.join(dict.fromkeys(size.size for size in best_sizes.values()))
     strip.set_xlabel(f'others\n{sizes}', fontsize=8)
 
@@ -183,16 +183,16 @@ def _by_flops(study):
         ]
         main = [v for name, _, losses in marks for v in losses if name in lined or not lined]
         top = max(main) + 0.1 * np.ptp(main)
-        plot_style.log_axis(axes, [x for _, x, _ in marks], '{:g}'.format)
+        plot_style.log_axis(axes, [x for _, x, _ in marks], StrMethodFormatter('{x:g}'))
         for draw_line in (axes.axhline, axes.axvline):
             draw_line(1, color=INK, linewidth=0.9, linestyle='--', alpha=0.8)
         for name in lined:
             points = [(x, np.mean(losses)) for other, x, losses in marks if other == name]
-            colour = style(study, name)['color']
+            colour = style(name)['color']
             axes.plot(*np.reshape(points, (-1, 2)).T, linewidth=1, color=colour, alpha=0.6)
         plot_style.set_y_limits(axes, [v for *_, ls in marks for v in ls if np.mean(ls) <= top])
         for name, x, losses in marks:
-            _draw_or_name(axes, x, losses, style(study, name))
+            _draw_or_name(axes, x, losses, style(name))
     best = 'its best size' if study['kind'] == 'steps' else 'its isoFLOP optimum'
     _name_axes(panels, 'FLOPs of a forward pass, relative', 'held-out loss, causal, relative')
     line = Line2D([], [], color=INK, linewidth=0.9, linestyle='--')
@@ -223,9 +223,9 @@ def _by_steps(study) -> Figure:
     highs, late = [], []
     for name, (steps, spent, losses_SP) in curves.items():
         highs.append(np.interp(_EARLY * steps[-1], steps, losses_SP.max(0)))
-        _draw_band(left, steps, losses_SP, style(study, name))
+        _draw_band(left, steps, losses_SP, style(name))
         difference_SP = losses_SP - np.interp(spent, base_spent, base_losses_SP.mean(0))
-        _draw_band(right, spent, difference_SP, style(study, name))
+        _draw_band(right, spent, difference_SP, style(name))
         late.append(difference_SP[:, spent > _EARLY * spent[-1]])
     lows = [losses_SP.min() for *_, losses_SP in curves.values()]
     plot_style.set_y_limits(left, [*lows, max(highs)])
@@ -286,7 +286,7 @@ def _seeds(study):
         best = [(name, fit.best(rows)) for name, rows in fit.found(study, budget)]
         best.sort(key=lambda entry: -entry[1].loss)
         for row, (name, size) in enumerate(best):
-            losses, colour = np.multiply(size.losses, bits), style(study, name)['color']
+            losses, colour = np.multiply(size.losses, bits), style(name)['color']
             band = {'color': colour, 'alpha': 0.25, 'linewidth': 7, 'solid_capstyle': 'butt'}
             axes.plot([losses.min(), losses.max()], [row] * 2, **band)
             if len(losses) > 1:

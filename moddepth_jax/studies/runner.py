@@ -34,12 +34,8 @@ _TIMED_STEPS, _TIMED_SECONDS = 5, 5.0  # for the estimate; whichever ends first
 class StudyRunner:
     """Trains what is missing of a study and draws it.
 
-    Args:
-      workdir: of the study.
-      plan: of it.
-      hparams_of: Planned -> Hparams.
-      description: fields of plan.json and study.json: kind, config, overrides.
-      before_run: called with the Hparams of each run before it trains.
+    `hparams_of(Planned)` are the Hparams of a run, with which `before_run` is called before it
+    trains. `description` are the first fields of plan.json and study.json.
     """
 
     def __init__(

@@ -3,13 +3,10 @@
 import dataclasses
 import json
 import pathlib
-import sys
 from typing import NamedTuple
 
 import jax
 import numpy as np
-import rich.console
-import rich.progress
 
 from moddepth_jax.analysis.block_stats import block_stats
 from moddepth_jax.data.pipeline import make_dataset
@@ -146,13 +143,8 @@ def check_run(directory, run: Planned, hparams: Hparams):
 def collect(directory, plan: Plan, description: dict, hparams_of) -> dict:
     """The content of study.json, from the finished runs: see docs/isoflop.md.
 
-    Nothing in it depends on when, where or in how many starts they were trained.
-
-    Args:
-      directory: of the study.
-      plan: of it.
-      description: more fields of study.json: kind, config, overrides.
-      hparams_of: Planned -> Hparams.
+    It begins with the `description`. Nothing in it depends on when, where or in how many starts the
+    runs were trained.
 
     Raises:
       ValueError: a run is not the one that is planned.
@@ -255,9 +247,9 @@ def write_measures(directory, study: dict):
     """Writes measures.json, {name of a run: its measures}; what it already holds is kept."""
     file = pathlib.Path(directory) / MEASURES_FILE
     kept = json.loads(file.read_text(encoding='utf-8')) if file.exists() else {}
-    measures, console = {}, rich.console.Console(file=sys.stderr)
-    hidden = {'console': console, 'transient': True, 'disable': not console.is_terminal}
-    for name in rich.progress.track(measured_runs(study), 'measuring', **hidden):
+    measures = {}
+    for name in measured_runs(study):
+        print(f'measuring {name}', flush=True)
         measures[name] = kept.get(name) or _measure(run_directory(directory, name))
     write_atomically(file, json.dumps(measures, indent=1, allow_nan=False) + '\n')
 

@@ -25,7 +25,6 @@ TEXT = b'import math\nx = 777\nfor word in "ab cd":  # a\n    print(word, 12345)
 
 
 def _held_out(num_rows):
-    """Batches of two rows, of a Python text."""
     text = (TEXT * num_rows)[: num_rows * T]
     knobs = dict(text_field='text', tokenizer='bytes', held_out_fraction=0.5, batch_size=2)
     knobs |= dict(mixture='', sequence_length=T, log_windows=False)
@@ -78,7 +77,6 @@ def test_measures_of_a_router_that_takes_odd_positions(tiny_config):
 
 
 def test_measures_of_a_dense_model(tiny_config):
-    """Measures of routers are None; the others are there, from two batches."""
     result = _measured(tiny_config, MODA, num_batches=2)
     assert (result['routing'], result['tokens']) == ('dense', 64)
     absent = ('blocks_entered', 'classes', 'language', 'first_token')
@@ -107,7 +105,6 @@ def test_the_gate_is_in_what_is_added_and_not_in_the_delta(tiny_config):
 
 
 def test_one_batch_is_not_enough(tiny_config):
-    """Probes are scored on text that they were not fitted on."""
     with pytest.raises(ValueError, match='num_batches=1: .* must be 2'):
         _measured(tiny_config, num_batches=1)
 
@@ -121,7 +118,6 @@ def test_a_diverged_model_is_refused(tiny_config):
 
 
 def _observed(selected_RN, **arrays):
-    """Observations of a model whose blocks are all routed."""
     empty = np.zeros(selected_RN.shape[1])
     tokens = TokenArrays(None, None, selected_RN, None, empty, empty > 0)._replace(**arrays)
     hparams = types.SimpleNamespace(model=types.SimpleNamespace(routed_layers=(0, 1)))
@@ -129,7 +125,6 @@ def _observed(selected_RN, **arrays):
 
 
 def test_counts_of_a_hand_made_selection():
-    """Two blocks and four tokens, counted by hand."""
     observed = _observed(
         np.array([[1, 1, 0, 0], [1, 0, 0, 0]], bool),
         entropy_N=np.array([3.0, 2.0, 1.0, 1.0]),
@@ -153,7 +148,6 @@ def test_counts_of_a_hand_made_selection():
 
 
 def test_spread_is_mean_and_quantiles():
-    """Of 0 to 100 each quantile is its own percentage; of nothing there is none."""
     found = spread(np.arange(101.0))
     assert found['mean'] == 50
     for quantile in QUANTILES:

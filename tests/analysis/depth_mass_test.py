@@ -89,7 +89,6 @@ WINDOWS = {'model.depth.slots': 'block', 'model.windows': (0, 4), 'model.depth.s
     [(MODA, '1f'), (MODA | WINDOWS, '1b'), ({'model.num_layers': 3}, None)],
 )
 def test_uniform_attention_is_shared_by_visible_keys_and_slots(tiny_config, changes, last_slot):
-    """Queries of 0 put equal mass on the keys and slots that they see; padding does not count."""
     variables, hparams = make_model(tiny_config, **changes)
     selected_LBT = np.broadcast_to(SEGMENTS_BT > 0, (3, 2, T))
     check_uniform(variables, hparams, 'dense', selected_LBT)
@@ -106,7 +105,6 @@ def test_room_for_more_slots_has_no_mass(tiny_config, monkeypatch):
 
 @pytest.mark.parametrize('skipped', ['projected', pytest.param('masked', marks=pytest.mark.slow)])
 def test_only_selected_tokens_count(tiny_config, skipped):
-    """In a routed layer, queries, keys and first tokens are those of the selected tokens."""
     changes = {'model.routing.overflow': 'grow', 'model.depth.skipped_slots': skipped}
     variables, hparams = make_model(tiny_config, **ROUTED, **changes)
     selected_LBT = np.array(np.broadcast_to(SEGMENTS_BT > 0, (3, 2, T)))
@@ -218,7 +216,6 @@ TEXT_T = TOKENS_BT[0, :6]
 
 
 def test_rows_of_attention_average_to_the_depth_mass(tiny_config):
-    """Rows sum to 1, are causal, and their mean over heads and tokens is the depth mass."""
     variables, hparams = make_model(tiny_config, **MODA)
     rows = [attention_row(variables, hparams, TEXT_T, 2, place) for place in range(6)]
     for place, row in enumerate(rows):
@@ -236,7 +233,6 @@ def test_rows_of_attention_average_to_the_depth_mass(tiny_config):
 
 
 def test_windows_bound_a_row_of_attention(tiny_config):
-    """A window of tokens and one of slots keep the newest; without slots there are none."""
     windows = {'model.windows': (2,), 'model.depth.slot_window': 1}
     variables, hparams = make_model(tiny_config, **MODA, **windows)
     row = attention_row(variables, hparams, TEXT_T, 1, 4)

@@ -11,7 +11,6 @@ from moddepth_jax.analysis import heatmaps
 from moddepth_jax.analysis.depth_mass import DepthMass
 from moddepth_jax.analysis.heatmaps import DENSE, ENTERED, LOOKAHEAD, SKIPPED
 from moddepth_jax.hparams import from_config
-from tests.model.cases import random_variables
 
 LIGHT, FULL, EMPTY = (heatmaps._LOAD_MAP(place)[:3] for place in (0.5, 1.0, 0.0))
 
@@ -26,14 +25,12 @@ def colour_of(value):
 
 
 def plot_routing(path, grid_LT, tokens=None, title='a title', **options):
-    """The pixels of a heatmap of a routing."""
     tokens = [b'x'] * np.shape(grid_LT)[1] if tokens is None else tokens
     heatmaps.plot_routing(np.asarray(grid_LT), tokens, title, path / 'routing.png', **options)
     return matplotlib.image.imread(path / 'routing.png')
 
 
 def test_grid_of_decisions(tiny_config):
-    """Each token of each layer is what the record says."""
     routing = {'model.routing.router': 'learned', 'model.routing.layers': '1,4'}
     hparams = from_config(tiny_config(**{'model.num_layers': 5} | routing))
     top_c_RT = np.array([[1, 0, 1, 0], [0, 1, 1, 0]]) > 0
@@ -46,23 +43,6 @@ def test_grid_of_decisions(tiny_config):
         dense,
         [SKIPPED, LOOKAHEAD, LOOKAHEAD, SKIPPED],
     ]
-
-
-def test_record_is_that_of_the_forward_pass(tiny_config):
-    """Decisions are NumPy arrays of every routed layer, under the given routing."""
-    routing = {'router': 'learned', 'layers': '0', 'capacity': 0.25}
-    changes = {f'model.routing.{name}': value for name, value in routing.items()}
-    hparams = from_config(tiny_config(**{'model.num_layers': 1} | changes))
-    tokens_BT = np.random.default_rng(0).integers(0, 257, (2, 32)).astype(np.int32)
-    variables = random_variables(hparams, tokens_BT)
-    segment_ids_BT = np.ones((2, 32), np.int32)
-    segment_ids_BT[1, 20:] = 0
-    batch = {'tokens_BT': tokens_BT, 'segment_ids_BT': segment_ids_BT}
-    for routing, selected in (('top_c', [8, 8]), ('dense', [32, 20])):
-        record = heatmaps.routing_record(variables, hparams, batch, routing)
-        assert all(type(leaf) is np.ndarray and leaf.shape == (1, 2, 32) for leaf in record)
-        assert record.top_c_BT.sum(-1).tolist() == [[8, 8]]
-        assert record.selected_BT.sum(-1).tolist() == [selected]
 
 
 def test_first_layer_is_at_the_bottom_and_first_token_on_the_left(tmp_path):
@@ -81,7 +61,6 @@ def test_first_layer_is_at_the_bottom_and_first_token_on_the_left(tmp_path):
 
 
 def test_any_bytes_and_any_title_can_be_drawn(tmp_path):
-    """Control, high and markup characters of text and directory names are drawn, not parsed."""
     tokens = [b'', b'\n', b' ', b'\t', b'\x00', b'\x1b', b'\xff', b'$', b'\\', b'_', b'^', b'{']
     grid_LT = np.tile([SKIPPED, ENTERED], (2, 6))
     assert plot_routing(tmp_path, grid_LT, tokens, 'p$_$q').std() > 0.05
@@ -112,7 +91,6 @@ def test_long_texts_are_folded(tmp_path):
 
 
 def expert_layers(load_XZ, num_routed):
-    """What summary.json has under `experts` for layers 1, 3, ..."""
     experts = {}
     for i, load_Z in enumerate(load_XZ):
         routed_E = np.array(load_Z[:num_routed])
@@ -145,7 +123,6 @@ def test_loads_are_relative_to_the_mean_of_all_choices():
 
 
 def test_mean_ratio_skips_layers_without_tokens():
-    """A layer that processed no token has NaN; if all have, the mean is NaN."""
     layers = {name: {'a': a} for name, a in zip('xyz', (0.25, math.nan, 0.75), strict=True)}
     assert heatmaps.mean_ratio(layers, 'a') == 0.5
     assert math.isnan(heatmaps.mean_ratio({'y': layers['y']}, 'a'))
@@ -174,7 +151,6 @@ def test_noop_experts_stand_apart(tmp_path):
 
 @pytest.mark.parametrize(('num_routed', 'num_noop'), [(1, 0), (2, 1), (64, 64)])
 def test_any_number_of_experts_can_be_drawn(tmp_path, num_routed, num_noop):
-    """Of a bounded width; also layers without tokens, and odd titles."""
     num_choices = num_routed + num_noop
     load_XZ = [[1 / num_choices] * num_choices, [math.nan] * num_choices]
     shown = plot_loads(load_XZ, num_routed, tmp_path, 'p$_$q')
@@ -183,7 +159,6 @@ def test_any_number_of_experts_can_be_drawn(tmp_path, num_routed, num_noop):
 
 @pytest.mark.parametrize('num_slots', [0, 4])
 def test_depth_mass_has_layers_from_the_bottom_up(tmp_path, num_slots):
-    """The first layer's bar is at the bottom, the last layer's above; any title can be drawn."""
     slots_LS = np.zeros((3, num_slots))
     slots_LS[2] = 0.2
     mass = DepthMass(

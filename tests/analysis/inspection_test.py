@@ -25,7 +25,6 @@ def make_model(tiny_config, **changes):
 
 @pytest.fixture(scope='module')
 def routed(tiny_config):
-    """A model of one dense and one routed block."""
     return make_model(
         tiny_config, **{'model.routing.router': 'learned', 'model.routing.capacity': 0.25}
     )
@@ -33,7 +32,6 @@ def routed(tiny_config):
 
 @pytest.fixture(scope='module')
 def inspected(routed):
-    """TEXT through it by its predictor, and the stream of tokens."""
     tokens_N = token_stream([TEXT], ByteTokenizer())
     windows = []
     inspection = inspect_tokens(
@@ -72,7 +70,6 @@ def test_each_window_is_the_models_own_pass(routed, inspected):
 
 
 def test_only_tokens_that_entered_have_a_change(inspected):
-    """The dense block changes every token, the routed one the selected tokens; no change is 0."""
     inspection, _ = inspected
     changed_LN = np.isfinite(inspection.change_LN)
     assert inspection.routed_layers == (1,) and 0 < inspection.routing.selected_BT.sum() < 20
@@ -81,7 +78,6 @@ def test_only_tokens_that_entered_have_a_change(inspected):
 
 
 def test_dense_model_without_routing(tiny_config):
-    """Entropies and changes are there; what concerns routed blocks is empty."""
     variables, hparams = make_model(tiny_config, **{'model.num_layers': 1})
     inspection = inspect_tokens(variables, hparams, [256, 97, 98], ByteTokenizer(), 'dense')
     assert inspection.routing.scores_BT.shape == inspection.routing.selected_BT.shape == (0, 3)

@@ -111,7 +111,6 @@ def test_report_of_a_routed_run(printed):
 
 @pytest.mark.parametrize('router', ['learned', 'none'])
 def test_three_next_steps_that_exist(printed, router):
-    """Files and configs that they name are there."""
     out, workdir = printed(router)
     items = ' '.join(next_steps(out))
     configs = re.findall(r'--config=(\S+?\.py)', items)
@@ -198,7 +197,6 @@ def test_line_of_the_experts(tiny_config, experts, knobs, more):
     ],
 )
 def test_the_run_to_compare_with_lacks_one_mechanism(tiny_config, changes, config):
-    """Without routing, no-op experts, experts or depth slots; a plain model is given routing."""
     assert report._other_config(from_config(tiny_config(**changes)).model) == config
     assert (ROOT / 'configs' / config.split(':')[0]).exists()
 

@@ -35,7 +35,6 @@ def test_a_class_without_members_is_an_error(positives):
 
 @pytest.fixture(scope='module')
 def toy(tiny_config):
-    """hparams, dataset and untrained state of two learned routers."""
     knobs = {'data.source': 'recall', 'data.sequence_length': 128, 'data.batch_size': 32}
     knobs |= {'model.routing.router': 'learned', 'model.routing.layers': '0,1'}
     hparams = from_config(tiny_config(**knobs))
@@ -44,7 +43,6 @@ def toy(tiny_config):
 
 
 def test_every_routed_layer_is_reported(toy):
-    """Each has an area and a share that entered; answers cost an untrained model ln V nats."""
     hparams, dataset, state = toy
     result = router_roc(state.variables, hparams, dataset, 2)
     assert list(result['layers']) == [0, 1]
@@ -62,7 +60,6 @@ class _OneBatch:
 
 
 def test_padding_does_not_count(toy):
-    """The rows that fill up the last held-out batch do not change the result."""
     hparams, dataset, state = toy
     batch = dataset.held_out_batch(dataset.num_held_out_batches - 1)
     padding_B = batch['segment_ids_BT'][:, 0] == 0
@@ -74,7 +71,6 @@ def test_padding_does_not_count(toy):
 
 
 def test_dense_blocks_of_the_experiment_do_not_reach_an_answer():
-    """configs/recall.py: through all its dense blocks no token sees MIN_DISTANCE back."""
     model = from_config(recall_config.get_config()).model
     dense = set(range(model.num_layers)) - set(model.routed_layers)
     assert 0 not in [model.window(layer) for layer in dense]
@@ -84,7 +80,6 @@ def test_dense_blocks_of_the_experiment_do_not_reach_an_answer():
 
 @pytest.mark.slow
 def test_the_learned_router_finds_the_needed_positions():
-    """configs/recall.py, trained: area over 0.9 in the best layer, answers known, loss at floor."""
     hparams = from_config(recall_config.get_config())
     dataset = make_dataset(hparams.data, hparams.seed)
     num_steps = hparams.training.num_steps

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from moddepth_jax.analysis import routing_page
-from moddepth_jax.analysis.depth_mass import DepthMass
 from moddepth_jax.analysis.inspection import Inspection
 from moddepth_jax.analysis.routing_page import page_data, render, shown_tokens
 from moddepth_jax.hparams import from_config
@@ -108,7 +107,6 @@ def test_no_network_and_no_markup_of_data(tiny_config):
 
 
 def test_page_and_script_fit_together(tiny_config):
-    """The page has each element that the script looks up, and `about` each name that it shows."""
     page = Page(render(make_data(tiny_config, b'x')))
     asked = set(re.findall(r"(?:get|getElementById)\('(\w+)'\)", page.scripts[1]))
     assert len(asked) > 7 and asked <= page.ids
@@ -129,12 +127,10 @@ def test_page_and_script_fit_together(tiny_config):
     ],
 )
 def test_shown_tokens(pieces, shown):
-    """Every token shows something, each character once, and nothing that acts on the page."""
     assert shown_tokens(pieces) == shown
 
 
 def test_numbers_of_the_json(tiny_config):
-    """Lists have one value a token, four digits each; None is what has no number."""
     data = make_data(tiny_config, b'abc', routing='threshold')
     tokens, layers = data['tokens'], data['layers']
     assert {len(side) for side in tokens.values()} == {4} and tokens['loss'][-1] is None
@@ -171,14 +167,5 @@ def test_about_says_which_notes_the_page_shows(tiny_config, options, notes):
     shutil.which('node') is None, reason='node, which parses the script, is missing'
 )
 def test_script_is_valid(tmp_path):
-    """node accepts it."""
     script = pathlib.Path(routing_page.__file__).with_suffix('.js')
     subprocess.run(['node', '--check', script], check=True)
-
-
-def test_depth_mass_is_in_the_data(tiny_config):
-    """As lists; `about` has the number of tokens that it was measured on."""
-    mass = DepthMass(('0', '1'), ('0a',), np.array([[0], [0.5]]), np.array([0, 0.5]), np.ones(2))
-    data = make_data(tiny_config, b'x', depth=mass, depth_tokens=2048)
-    assert data['depth']['slots_LS'] == [[0], [0.5]] and data['depth']['layers'] == ['0', '1']
-    assert data['about']['depth_tokens'] == 2048

@@ -52,7 +52,6 @@ def named(text, language='python'):
 
 
 def test_code_is_cut_as_python_cuts_it():
-    """Each piece has its class; the rest of the code is whitespace or an operator."""
     found = named(CODE)
     assert set(PIECES) <= set(found)
     assert {name for name, _ in found} == {name for name, _ in PIECES} | {'whitespace'}
@@ -79,7 +78,6 @@ def test_text_that_ends_anywhere(text, last):
 
 
 def test_prose():
-    """Words may hold an apostrophe and letters of several bytes; numbers a comma."""
     text = "Don't: 3,50 for café…\x1b".encode()
     assert named(text, 'prose') == [
         ('word', b"Don't"),
@@ -97,13 +95,11 @@ def test_prose():
 
 @pytest.mark.parametrize('language', module.LANGUAGES)
 def test_any_bytes_have_classes(language):
-    """All 256 bytes, surrogates and nothing at all."""
     for text in (bytes(range(256)) * 3, b'\xed\xa0\x80', b''):
         named(text, language)
 
 
 def test_tokens_take_the_class_of_their_first_solid_byte():
-    """So a word with its leading space is a word; the separator starts a text."""
     pieces = [b'', b'if', b' ab', b'  \n', b' # c']
     classes = [CLASSES[number] for number in token_classes(pieces, 'python')]
     assert classes == ['start of text', 'keyword', 'identifier', 'whitespace', 'comment']
@@ -119,7 +115,6 @@ def test_tokens_take_the_class_of_their_first_solid_byte():
     ],
 )
 def test_languages_are_distinguished(text, language):
-    """Code by its lines, even cut out of its middle; a licence is prose."""
     assert guess_language(text) == language
 
 
@@ -160,7 +155,6 @@ def test_classes_are_those_of_the_documents(monkeypatch, block):
 
 
 def test_classes_are_found_in_prepared_text(tmp_path):
-    """In each of the streams that its windows are cut from."""
     names = [(f'{i}.py', text) for i, text in enumerate(TEXTS)]
     prepare(tmp_path / 'text', names, ByteTokenizer(), 0.5)
     knobs = dict(mixture='', text_field='text', tokenizer='prepared', held_out_fraction=0.5)

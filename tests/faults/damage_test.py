@@ -71,7 +71,6 @@ class Saved:
 
 
 def kind_of(name):
-    """The kind of a checkpoint's file, for the summary."""
     if name == MANIFEST:
         return 'manifest'
     return 'arrays' if '/d/' in name or name.startswith('d/') else 'metadata'
@@ -84,7 +83,6 @@ def saved(small_run, compiled_once, tmp_path_factory):
 
 @pytest.mark.parametrize('number', [5, pytest.param(50, marks=pytest.mark.faults)])
 def test_a_flipped_bit_is_found_and_named(saved, draw, tally, number):
-    """A bit anywhere in any file: the file is named, and the previous checkpoint is restored."""
     for _ in range(number):
         name = saved.draw_file(draw)
         content = bytearray((saved.newest / name).read_bytes())
@@ -114,7 +112,6 @@ def replacements(saved, name, draw):
 
 @pytest.mark.parametrize('restores', [False, pytest.param(True, marks=pytest.mark.faults)])
 def test_each_file_that_is_missing_or_has_other_bytes_is_named(saved, draw, tally, restores):
-    """Each file missing, empty, truncated, longer, all zeros, or that of the older checkpoint."""
     assert len(saved.files) > 10 and MANIFEST in saved.files
     for name in saved.files:
         for kind, content in replacements(saved, name, draw).items():
@@ -177,7 +174,6 @@ def test_the_run_resumes_from_the_previous_checkpoint(saved, tmp_path, damage, c
 
 @pytest.mark.faults
 def test_without_a_good_checkpoint_the_run_starts_anew(saved, tmp_path, capsys):
-    """Each bad one is named, and the end is the same."""
     workdir = shutil.copytree(saved.workdir, tmp_path / 'run')
     for step in (OLDER, NEWEST):
         os.truncate(workdir / 'checkpoints' / str(step) / '_METADATA', 7)

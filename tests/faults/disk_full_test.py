@@ -56,7 +56,6 @@ def disk(tmp_path):
 
 @pytest.fixture(scope='module')
 def unbroken(tmp_path_factory):
-    """Runs, with an unbroken one."""
     runs = Runs(tmp_path_factory.mktemp('full'), 1, hasty=True, **CHANGES)
     runs.finish('unbroken')
     return runs
@@ -127,7 +126,6 @@ def finished(small_run, compiled_once, tmp_path_factory):
 
 
 def assert_resumes(workdir, finished):
-    """The same call ends as the unbroken run."""
     again = loop.train(finished.hparams, workdir)
     assert again.summary['state_sha256'] == finished.summary['state_sha256']
     assert rows_of(workdir) == rows_of(finished.workdir)

@@ -35,12 +35,10 @@ def tree(folder):
 
 
 def trained(state):
-    """Digest of what an optimizer step changes."""
     return state_sha256({'params': state.params, 'optimizer_state': state.optimizer_state})
 
 
 def saved_states(hparams, workdir):
-    """{step: state} of its checkpoints."""
     abstract = jax.eval_shape(lambda: init_state(hparams, NUM_STEPS))
     states = {}
     for path in workdir.glob('checkpoints/*'):
@@ -137,7 +135,6 @@ FINGERPRINT = {
     [pytest.param(f, marks=[pytest.mark.faults] * (f != 'tokenizer')) for f in FINGERPRINT],
 )
 def test_a_checkpoint_of_other_data_is_refused(stopped, tmp_path, field, tally):
-    """With another field of the fingerprint: named, and nothing is written."""
     hparams, stopped_workdir = stopped
     workdir = shutil.copytree(stopped_workdir, tmp_path / 'run')
     newest = max(workdir.glob('checkpoints/*'), key=lambda path: int(path.name))
@@ -152,7 +149,6 @@ def test_a_checkpoint_of_other_data_is_refused(stopped, tmp_path, field, tally):
 
 @pytest.mark.parametrize('changed', [{}, {'training.log_every': 2, 'evaluation.every': 3}])
 def test_a_changed_corpus_is_refused(small_run, stopped, changed, tally):
-    """By its digest, also together with knobs that may change; nothing is written."""
     hparams, workdir = stopped
     path = pathlib.Path(hparams.data.source).parent / '3.txt'
     whole = path.read_text()
@@ -166,7 +162,6 @@ def test_a_changed_corpus_is_refused(small_run, stopped, changed, tally):
 
 
 def test_a_second_run_in_a_workdir_is_refused(stopped):
-    """While another one holds it: one line that names the holder; nothing is written."""
     hparams, workdir = stopped
     with WorkdirLock(workdir):
         refused(hparams, workdir, f'--workdir={workdir}: in use by process ')

@@ -58,7 +58,6 @@ cli.run(train.main)
 
 
 def rows_of(workdir):
-    """The rows of metrics without times."""
     return [{k: v for k, v in row.items() if k not in TIMES} for row in read_metrics(workdir)]
 
 
@@ -119,7 +118,6 @@ class Runs:
         return process.returncode, out.read_text(), err.read_text()
 
     def finish(self, name, **how):
-        """Runs it to its end; returns its stdout."""
         status, out, err = self.start(name, **how)
         assert status == 0, out + err
         assert 'Next:' in out
@@ -167,8 +165,6 @@ def last_step(workdir):
 
 
 def sigkill_soon(draw):
-    """Kills a process after a wait of up to 30 ms."""
-
     def send(process):
         time.sleep(draw.uniform(0, 0.03))
         process.kill()

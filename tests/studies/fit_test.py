@@ -61,7 +61,6 @@ def test_parabola_needs_three_numbers_of_parameters():
 
 
 def test_best_size_is_among_those_with_all_seeds():
-    """A single lucky run of another size is not better than the mean of three."""
     lucky = _row(1000, loss=1.40)
     rows = [_row(2000, seed, 1.5 + seed / 100) for seed in range(3)]
     assert fit.best([lucky, *rows]).size == '2000x1'
@@ -78,7 +77,6 @@ def test_flops_of_an_optimum_between_sizes_are_interpolated():
 
 
 def test_fits_of_a_study_name_variant_and_budget():
-    """The variants of three sizes at each budget, in the order of the study."""
     study = made_up()
     names = [(each['budget'], each['variant']) for each in fit.fits(study)]
     assert names == [(b, name) for b in study['budgets'] for name in ('dense', 'shallow', 'mod')]

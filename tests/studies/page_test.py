@@ -74,7 +74,6 @@ def test_page_holds_every_run_and_figure_and_loads_nothing(tmp_path):
 
 
 def test_texts_of_a_study_are_escaped(page_of):
-    """Labels, versions, corpora, runs and knobs are text, wherever they stand."""
     study = made_up(variants=SIZED)
     study['variants']['mod'] = {'label': HOSTILE, 'changes': {HOSTILE: HOSTILE}}
     study['variants']['dense'] = {'label': HOSTILE, 'changes': {}}
@@ -121,7 +120,6 @@ def test_each_flaw_of_a_study_is_a_warning_at_the_top_of_the_page(warning, spoil
 
 
 def test_means_stand_with_their_spread(page_of):
-    """Mean, standard deviation and number of seeds; relative to the optimal dense model."""
     study = made_up(budgets=(6e11,), sizes=('4x64',), variants=('dense', 'mod'))
     for row in study['runs']:
         row['loss'] = {'dense': 1.6, 'mod': 1.5}[row['variant']] + 0.01 * (row['seed'] - 1)

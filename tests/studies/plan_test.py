@@ -24,7 +24,6 @@ def plan_of(**changes):
 
 
 def all_runs(plan, loss):
-    """Every run of the plan if `loss(run)` is the loss of each."""
     losses = {}
     for _ in range(4):
         runs, complete = plan.runs(losses)

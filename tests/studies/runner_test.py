@@ -36,7 +36,6 @@ def study(tmp_path):
 
 @pytest.fixture
 def trained(monkeypatch):
-    """Replaces training by writing the files of a run; the names of the runs, as they end."""
     names = []
 
     def train(hparams, directory):

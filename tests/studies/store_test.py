@@ -31,7 +31,6 @@ def hparams_of(tiny_config):
 
 
 def finish(directory, run, hparams, loss):
-    """Writes a finished run as `train` does, as far as a study reads it."""
     place = store.run_directory(directory, run.name)
     open_workdir(place, dataclasses.asdict(hparams))
     numbers = ('parameters', 'active_parameters', 'total_flops', 'epochs', 'skipped_steps')
