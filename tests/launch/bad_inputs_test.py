@@ -14,9 +14,11 @@ from tests.launch.toy_command import make_toy
 def check(table, run):
     """Each case ends with status 2, no output, and one line with its words."""
     lines = {f'{first} {more}': words for first in table for more, words in table[first]}
-    found = run([shlex.split(line) for line in lines])
-    for done in found:  # JAX_LOG_COMPILES shows abstract traces, too
-        done.stderr = re.sub('(?m)^.* Finished tracing .*\n', '', done.stderr)
+    # JAX_LOG_COMPILES shows abstract traces, too.
+    found = [
+        done._replace(stderr=re.sub('(?m)^.* Finished tracing .*\n', '', done.stderr))
+        for done in run([shlex.split(line) for line in lines])
+    ]
     wrong = [
         f'{line}: {str(done)[:500]}'
         for (line, words), done in zip(lines.items(), found, strict=True)
