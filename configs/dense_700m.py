@@ -10,5 +10,5 @@ from configs import moda_700m, sizes
 
 def get_config(arguments: str = ''):
     """Arguments: layers."""
-    values = sizes.parse(arguments, layers='38')
-    return moda_700m.get_config('slots=none,layers={layers}'.format(**values))
+    sizes.parse(arguments, layers='')  # no other arguments
+    return moda_700m.get_config(f'layers=38,slots=none,{arguments}')

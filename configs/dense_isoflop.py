@@ -7,13 +7,9 @@ The first takes four minutes on two CPU cores and ends at 2.040 bits a byte held
 Python 3.11's standard library). A shallower dense model may do better at these FLOPs.
 """
 
-from configs import base, sizes
+from configs import sizes
 
 
 def get_config(arguments: str = ''):
     """Arguments: size=LAYERSxWIDTH, budget=training FLOPs; the steps follow from both."""
-    values = sizes.parse(arguments, size='6x128', budget='1.6e13')
-    config = base.get_config()
-    sizes.apply_size(config, values['size'])
-    config.flop_budget = sizes.budget_flops(values['budget'])
-    return config
+    return sizes.at_budget(arguments, size='6x128', budget='1.6e13')

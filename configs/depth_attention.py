@@ -8,7 +8,7 @@ from configs import moda, sizes
 
 def get_config(arguments: str = ''):
     """Arguments: size=LAYERSxWIDTH, steps of training."""
-    values = sizes.parse(arguments, size='8x64', steps='600')
-    config = moda.get_config('slots=none,size={size},steps={steps}'.format(**values))
+    sizes.parse(arguments, size='', steps='')  # no other arguments
+    config = moda.get_config(f'slots=none,{arguments}')
     config.model.depth.stream = 'attention'
     return config

@@ -10,8 +10,8 @@ from configs import moda, sizes
 
 def get_config(arguments: str = ''):
     """Arguments: size=LAYERSxWIDTH, steps of training."""
-    values = sizes.parse(arguments, size='8x64', steps='600')
-    config = moda.get_config('slots=none,size={size},steps={steps}'.format(**values))
+    sizes.parse(arguments, size='', steps='')  # no other arguments
+    config = moda.get_config(f'slots=none,{arguments}')
     config.model.depth.stream = 'dense'
     config.model.layer_loop = 'unrolled'  # its layers differ
     return config

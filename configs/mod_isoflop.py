@@ -8,16 +8,11 @@ routing, Python 3.11's standard library); seeds 1 and 2 at 1.974 and 1.956, rand
 1.971 and 1.965.
 """
 
-from configs import base, sizes
+from configs import sizes
 
 
 def get_config(arguments: str = ''):
     """Arguments: size=LAYERSxWIDTH, budget=training FLOPs; the steps follow from both."""
-    values = sizes.parse(arguments, size='6x128', budget='1.6e13')
-    config = base.get_config()
-    sizes.apply_size(config, values['size'])
-    config.flop_budget = sizes.budget_flops(values['budget'])
-    config.model.routing.router = 'learned'
-    config.model.routing.layers = 'every:2'
-    config.model.routing.capacity = 0.125
+    config = sizes.at_budget(arguments, size='6x128', budget='1.6e13')
+    config.model.routing.router = 'learned'  # every:2, capacity 0.125
     return config

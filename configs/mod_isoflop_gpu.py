@@ -9,22 +9,17 @@ python -m launch.isoflop --config=configs/mod_isoflop_gpu.py --workdir=runs/stud
     --variants=dense,shallow,mod,random --seeds=0,1,2
 python -m launch.train --config=configs/mod_isoflop_gpu.py:size=8x384,budget=1e16
 
-Each command continues where it stopped, so it can be spread over several short allotments. The text
-is the standard library and all installed packages: 80 MB with a scientific stack. At 1e17 a 12x512
-model reads it four to five times and smaller models more often; every run prints how often. Batches
-are small, 32 rows of 1024 bytes, so that a dense 8x256 gets 592 steps at 1e15, 8x384 2,923 at 1e16
-and 16x768 4,036 at 1e17. Not run yet.
+Each command continues where it stopped. The text is the standard library and all installed
+packages: 80 MB with a scientific stack, which a 12x512 model reads four to five times at 1e17.
+Batches are small, 32 rows of 1024 bytes, so that a dense 8x256 gets 592 steps at 1e15. Not run yet.
 """
 
-from configs import base, sizes
+from configs import sizes
 
 
 def get_config(arguments: str = ''):
     """Arguments: size=LAYERSxWIDTH, budget=training FLOPs; the steps follow from both."""
-    values = sizes.parse(arguments, size='8x384', budget='1e16')
-    config = base.get_config()
-    sizes.apply_size(config, values['size'])
-    config.flop_budget = sizes.budget_flops(values['budget'])
+    config = sizes.at_budget(arguments, size='8x384', budget='1e16')
     config.model.dtype = 'bfloat16'
     config.model.remat = 'none'  # activations of these models fit
     config.model.routing.router = 'learned'

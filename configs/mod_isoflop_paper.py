@@ -9,24 +9,19 @@ python -m launch.train --config=configs/mod_isoflop_paper.py:size=24x1024,budget
 
 Never run. The setting is that of Raposo et al. 2024 (arXiv 2404.02258, section 4.1) as far as the
 paper gives it: 128 rows of 2048 tokens, vocabulary of 32,000, a cosine to the end of each run, one
-learning rate for each width (try several with --learning_rates). The sizes above are 58M, 106M,
-218M, 268M, 370M, 779M, 1.3B and 3.0B parameters with both embeddings. At 6e18 they get 75,594
-(8x512) to 1,227 (36x2560) dense steps, at 1e20 about 17 times as many.
+learning rate for each width (try several with --learning_rates). The sizes are 58M to 3.0B
+parameters with both embeddings; at 6e18 they get 75,594 to 1,227 dense steps.
 
-You provide the text. Without a tokenizer of that size it is read as bytes, and most of the
-vocabulary is unused. Rows are split over all devices, parameters are not: 3.0B of them
+Without a tokenizer of that size your text is read as bytes. Parameters are not split: 3.0B of them
 with AdamW's averages and gradients take 48 GB of each device.
 """
 
-from configs import base, sizes
+from configs import sizes
 
 
 def get_config(arguments: str = ''):
     """Arguments: size=LAYERSxWIDTH, budget=training FLOPs; the steps follow from both."""
-    values = sizes.parse(arguments, size='12x1024', budget='6e18')
-    config = base.get_config()
-    sizes.apply_size(config, values['size'])
-    config.flop_budget = sizes.budget_flops(values['budget'])
+    config = sizes.at_budget(arguments, size='12x1024', budget='6e18')
     config.model.vocab_size = 32000
     config.model.dtype = 'bfloat16'
     config.model.routing.router = 'learned'

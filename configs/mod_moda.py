@@ -14,7 +14,5 @@ from configs import moda
 def get_config(arguments: str = ''):
     """Arguments: those of moda."""
     config = moda.get_config(arguments)
-    config.model.routing.router = 'learned'
-    config.model.routing.layers = 'every:2'
-    config.model.routing.capacity = 0.125
+    config.model.routing.router = 'learned'  # every:2, capacity 0.125
     return config

@@ -3,14 +3,10 @@
 python -m launch.train --config=configs/moda_1b5.py --mesh=data=8
 python -m launch.train --config=configs/moda_1b5.py:slots=none
 
-The mlp is 6144 wide, heads 128: 1.511B parameters, 1.428B without the slots of the mlps. 95,367
-steps of 4.2M tokens, 400B in all, by the paper's recipe (configs/sizes.py, `apply_large_run`). Not
-trained.
-
-Uncertain: the paper gives neither the layers and widths of its 1.5B model (this shape is ours, and
-costs more over the dense model than the paper's: docs/claims.md), nor the vocabulary, nor whether
-the table is tied. Its corpus is a subset of OLMo2's; the default one here, bytes of Python's
-library, only stands in for yours (--config.data.source).
+1.511B parameters, 1.428B without the slots of the mlps. 95,367 steps of 4.2M tokens by the paper's
+recipe (`sizes.apply_large_run`). Not trained. Uncertain: the paper gives neither the shape of its
+1.5B model (this one is ours, and costs more over the dense model than the paper's: docs/claims.md),
+nor its vocabulary. The default corpus only stands in for yours (--config.data.source).
 """
 
 from configs import base, sizes

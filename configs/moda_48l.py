@@ -11,4 +11,4 @@ from configs import moda_24l
 
 def get_config(arguments: str = ''):
     """Arguments: those of moda_24l."""
-    return moda_24l.get_config(','.join(filter(None, ('size=48x384', arguments))))
+    return moda_24l.get_config(f'size=48x384,{arguments}')

@@ -5,14 +5,12 @@ python -m launch.train --config=configs/moda_700m.py:layers=36,slots=none
 python -m launch.train --config=configs/moda_700m.py:layers=38,slots=none
 
 705.7M parameters; 669.0M without the slots of the mlps, 742.4M with a projection of the attention
-slots too (--config.model.depth.attention_slot_projection). The last is the dense model of about the
-same size, configs/dense_700m.py. 95,367 steps of 4.2M tokens, 400B in all, by the paper's recipe
-(configs/sizes.py, `apply_large_run`). Not trained.
+slots too (--config.model.depth.attention_slot_projection). The last is configs/dense_700m.py.
+95,367 steps of 4.2M tokens by the paper's recipe (`sizes.apply_large_run`). Not trained.
 
-Uncertain: the paper gives width, group size and parameters, not the width of the mlp and the heads
-nor the vocabulary and whether its table is tied; these are the values that give its parameter
-counts. Its corpus is a subset of OLMo2's; the default one here, bytes of Python's library, only
-stands in for yours (--config.data.source).
+Uncertain: the paper gives width, group size and parameters; the width of the mlp and the heads, the
+vocabulary and its tied table are the values that give these counts. Its corpus is a subset of
+OLMo2's; the default here only stands in for yours (--config.data.source).
 """
 
 from configs import base, sizes

@@ -6,11 +6,10 @@ python -m launch.train --config=configs/moe.py:capacity=0.5
 python -m launch.train --config=configs/moe.py:choice=expert
 
 The experts of a token are together as wide as the mlp of the dense model of that size, so that both
-cost about the same (configs/dense_isoflop.py). The second command has another weight of the balance
-loss (0 disables it). In the third, an expert computes at most half of an equal share of the choices
-of a row of 256 tokens, first come first served, and drops the others: the lowered expert capacity
-that integrated MoDE (configs/mode_integrated.py) should be compared with. In the last, experts
-choose their tokens, and evaluation uses a threshold for each expert.
+cost about the same (configs/dense_isoflop.py). In the third command, an expert computes at most
+half of an equal share of the choices of a row, first come first served, and drops the others: what
+integrated MoDE (configs/mode_integrated.py) should be compared with. In the last, experts choose
+their tokens, and evaluation uses a threshold for each expert.
 
 At 6.4e12 FLOPs and 8 rows a step (--config.data.batch_size=8), bits a byte held out, seeds 0 to 2:
 2.266, 2.178, 2.214; with capacity=0.5 2.171, 2.128, 2.209; with choice=expert 2.225, 2.167, 2.237
@@ -21,10 +20,9 @@ from configs import dense_isoflop, sizes
 
 
 def apply_experts(config):
-    """Sets eight experts in every layer of `config.model`, two for each token, and a shared one.
+    """Sets eight experts in every layer, two for each token, and a shared one.
 
-    The three of a token are together as wide as the mlp without experts, rounded down to a multiple
-    of 3.
+    The three of a token are together as wide as the mlp without experts, rounded down.
     """
     experts = config.model.experts
     experts.choice = 'token'
@@ -35,8 +33,7 @@ def apply_experts(config):
 def get_config(arguments: str = ''):
     """Arguments: size=LAYERSxWIDTH, budget=training FLOPs, balance, capacity, choice.
 
-    balance is the weight of the balance loss; capacity is that of an expert relative to an equal
-    share of the choices, in (0, 1] (1: no limit); choice is token or expert.
+    balance is the weight of its loss, capacity that of an expert relative to an equal share.
     """
     values = sizes.parse(
         arguments, size='4x128', budget='1.6e13', balance='0.001', capacity='1', choice='token'
@@ -47,24 +44,15 @@ def get_config(arguments: str = ''):
     if values['choice'] not in ('token', 'expert'):
         raise ValueError(f'choice={values["choice"]!r}: must be token or expert')
     experts.choice = values['choice']
-    experts.balance_weight = _number('balance', values['balance'])
-    capacity = _number('capacity', values['capacity'])
+    experts.balance_weight = sizes.number(values['balance'])
+    if not 0 <= experts.balance_weight < float('inf'):
+        raise ValueError(f'balance={values["balance"]!r}: must be a number of 0 or more')
+    capacity = sizes.number(values['capacity'])
     if not 0 < capacity <= 1:
-        right = 'must lie in (0, 1]; 1 is no limit'
-        raise ValueError(f'capacity={values["capacity"]!r}: {right}')
+        raise ValueError(f'capacity={values["capacity"]!r}: must lie in (0, 1]; 1 is no limit')
     if capacity < 1 and experts.choice == 'expert':
         raise ValueError(f'capacity={values["capacity"]!r}: must be 1 with choice=expert')
     if capacity < 1:
         share = experts.top_k * config.data.sequence_length / experts.num_routed
         experts.row_capacity = max(1, int(capacity * share))
     return config
-
-
-def _number(name, text):
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number < float('inf'):
-        raise ValueError(f'{name}={text!r}: must be a number of 0 or more, such as 0.5')
-    return number

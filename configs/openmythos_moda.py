@@ -3,16 +3,13 @@
 python -m launch.train --config=configs/openmythos_moda.py --mesh=data=8,expert=8
 python -m launch.train --config=configs/openmythos_moda.py:size=tiny
 
-16 query and 8 key/value heads of 128, vocabulary of 32000, post-norm, one slot a layer that is
-projected from the block's output, experts 704 wide with softmax scores. 7.319B parameters with
-tied embeddings, 1.298B of them active: those that one token passes, all but 58 of the 64 experts of
-each layer. Length, batch, optimizer and 400B tokens are those of the MoDA paper (configs/sizes.py,
-`apply_large_run`). Not trained; the default corpus, bytes of Python's library, only stands in for
-yours (--config.data.source).
+Post-norm, one slot a layer that is projected from the block's output. 7.319B parameters with tied
+embeddings, 1.298B of them active: those that one token passes. Length, batch, optimizer and 400B
+tokens are those of the MoDA paper (`sizes.apply_large_run`). Not trained; the default corpus only
+stands in for yours (--config.data.source).
 
-The second is a laptop-sized sister with the same parts, 4 layers of width 64 with 2 shared and 3 of
-8 experts: 326k parameters. Its 300 steps take half a minute on two CPU cores and end at 2.694 bits
-a byte held out (seed 0).
+The second is a laptop-sized sister with the same parts: 326k parameters. Its 300 steps take half a
+minute on two CPU cores and end at 2.694 bits a byte held out (seed 0).
 """
 
 from configs import base, sizes

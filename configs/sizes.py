@@ -1,4 +1,15 @@
-"""Model sizes by name, `LxD`: L layers of width D; the rest of the shape follows from D."""
+"""Arguments of configs, and model sizes by name, `LxD`: L layers of width D."""
+
+from configs import base
+
+
+def at_budget(arguments: str, size: str, budget: str):
+    """base for an experiment that takes size=LAYERSxWIDTH and budget=training FLOPs."""
+    values = parse(arguments, size=size, budget=budget)
+    config = base.get_config()
+    apply_size(config, values['size'])
+    config.flop_budget = budget_flops(values['budget'])
+    return config
 
 
 def apply_size(config, size: str):
@@ -9,9 +20,9 @@ def apply_size(config, size: str):
     these widths that learns much faster than 0.02 for both. Raises ValueError for a bad size.
     """
     layers, _, width = size.partition('x')
-    right = 'must be LAYERSxWIDTH with a width that is a multiple of 64, such as 6x128'
     numbers = layers.isdecimal() and width.isdecimal()
     if not numbers or int(width) % 64 or not int(layers) * int(width):
+        right = 'must be LAYERSxWIDTH with a width that is a multiple of 64, such as 6x128'
         raise ValueError(f'size={size!r}: {right}')
     model = config.model
     model.num_layers, model.d_model = int(layers), int(width)
@@ -38,13 +49,18 @@ def parse(arguments: str, **defaults):
 
 def budget_flops(text: str) -> float:
     """A FLOP budget such as 2e13 as a float. Raises ValueError unless it is positive and finite."""
-    try:
-        flops = float(text)
-    except ValueError:
-        flops = 0.0
+    flops = number(text)
     if not 0 < flops < float('inf'):
         raise ValueError(f'budget={text!r}: must be a number of FLOPs above 0, such as 2e13')
     return flops
+
+
+def number(text: str) -> float:
+    """The number of a text, NaN if it is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return float('nan')
 
 
 def count(text: str, name: str) -> int:
@@ -72,12 +88,11 @@ def apply_olmo2(config):
 
 
 def apply_large_run(config):
-    """The training recipe of the MoDA paper's 700M and 1.5B models, in bfloat16.
+    """The training recipe of the MoDA paper's 700M and 1.5B models (section 4), in bfloat16.
 
-    Section 4 of the paper gives 400B tokens, 1,024 rows of 4,096 tokens a step, a peak of 3e-4
-    after 2,000 steps and a cosine to 3e-5, and otherwise refers to OLMo2's recipe: z-loss 1e-5, no
-    weight decay on embeddings, second moments of decay 0.95. A step runs in 32 parts: 4 rows at a
-    time on each of 8 devices.
+    400B tokens, 1,024 rows of 4,096 a step, a peak of 3e-4 after 2,000 steps and a cosine to 3e-5;
+    z-loss, decay and second moments of OLMo2's recipe, to which the paper refers. A step runs in 32
+    parts: 4 rows at a time on each of 8 devices.
     """
     config.model.dtype = 'bfloat16'
     config.data.sequence_length = 4096

@@ -3,19 +3,14 @@
 python -m launch.isoflop --config=configs/study.py --workdir=runs/study --processes=2 \
     --budgets=6e11,2e12 --sizes=4x64,8x64,4x128
 python -m launch.train --config=configs/study.py:size=8x64,budget=2e12
-
-`make study` is the first with more variants and seeds.
 """
 
-from configs import base, sizes
+from configs import sizes
 
 
 def get_config(arguments: str = ''):
     """Arguments: size=LAYERSxWIDTH, budget=training FLOPs; the steps follow from both."""
-    values = sizes.parse(arguments, size='8x64', budget='2e12')
-    config = base.get_config()
-    sizes.apply_size(config, values['size'])
-    config.flop_budget = sizes.budget_flops(values['budget'])
+    config = sizes.at_budget(arguments, size='8x64', budget='2e12')
     config.data.sequence_length = 128
     config.data.batch_size = 8
     config.report.sample_tokens = 100

@@ -17,10 +17,7 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
-import threading
 import time
-from typing import NamedTuple
 
 from absl import logging
 
@@ -36,66 +33,47 @@ class UnavailableError(RuntimeError):
     """No child process can use the device, which is no candidate's fault."""
 
 
-class Fastest(NamedTuple):
-    """The outcome of a measurement.
-
-    Attributes:
-      parts: the fastest `backends.Parts` that are right; empty if `not_measured`.
-      times: of every candidate that is right, in words.
-      failed: `candidate: reason` of the others.
-      new: whether to warn of failures: measured now, not read from a file; or none was right.
-      not_measured: why nothing could be measured; '': it was.
-    """
-
-    parts: tuple = ()
-    times: str = ''
-    failed: tuple[str, ...] = ()
-    new: bool = False
-    not_measured: str = ''
-
-
-_lock = threading.Lock()
-_known = {}  # what this process has measured or read, by digest of the key
+_known = {}  # (results or the reason why there are none, whether they are new), by file name
 _spent = 0.0  # seconds
 
 
-def fastest(plan, shapes, device) -> Fastest:
-    """Returns the fastest candidate that is right: as remembered, else measured now.
+def fastest(candidates, shapes, device) -> tuple:
+    """Finds the fastest of the candidates, `backends.Parts`: as remembered, else measured now.
 
-    Args:
-      plan: `backends.Plan` of the shapes on the device.
-      shapes: `backends.Shapes`; candidates are timed at this size.
-      device: `backends.Device`, this process's.
+    Returns:
+      Its Parts, why these, in words, {name: reason} of the candidates that are not right, and
+      whether to warn: measured now, not read from a file; or nothing was right.
     """
     key = key_of(shapes, device)
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-    with _lock:
-        if digest not in _known:
-            try:
-                _known[digest] = _read_or_measure(digest, key, plan, shapes, device)
-            except UnavailableError as error:
-                _warn(f'depth_attention: nothing can be measured: {error}')
-                _known[digest] = ({'not_measured': str(error)}, False)
-        results, new = _known[digest]
-        _known[digest] = results, False
-    return _judge(results, new, plan, shapes)
-
-
-def _judge(results, new, plan, shapes):
-    """The fastest right candidate, or the first of `plan.proven` not known to be wrong."""
-    if 'not_measured' in results:
-        return Fastest(not_measured=results['not_measured'])
-    by_label = {parts.label(shapes): parts for parts in plan.candidates + plan.otherwise}
+    name = f'{re.sub(r"[^0-9A-Za-z_]+", "_", device.kind)}-{digest}.json'
+    if name not in _known:
+        try:
+            _known[name] = _read_or_measure(name, key, candidates, shapes, device)
+        except UnavailableError as error:
+            logging.warning('depth_attention: nothing can be measured: %s', error)
+            _known[name] = str(error), True
+    results, new = _known[name]
+    if isinstance(results, str):
+        return candidates[0], f'not measured: {results}', {}, True
+    _known[name] = results, False
+    by_label = {p.label(shapes): p for p in candidates + _without_first(candidates)}
     results = {name: result for name, result in results.items() if name in by_label}
-    right = {n: r['milliseconds'] for n, r in results.items() if 'milliseconds' in r}
     failed = {name: r['failed'] for name, r in results.items() if 'failed' in r}
-    reasons = tuple(f'{name}: {reason}' for name, reason in failed.items())
-    ranked = sorted(right, key=right.get)
-    if ranked:
+    right = {name: r['milliseconds'] for name, r in results.items() if name not in failed}
+    if right:
+        ranked = sorted(right, key=right.get)
         times = ', '.join(f'{name} {right[name]:.3g} ms' for name in ranked)
-        return Fastest(by_label[ranked[0]], f'the fastest of {times}', reasons, new)
-    unbroken = [p for p in plan.proven if failed.get(p.label(shapes)) in (None, OUT_OF_MEMORY)]
-    return Fastest((*unbroken, plan.proven[-1])[0], 'as no candidate was right', reasons, True)
+        return by_label[ranked[0]], f'the fastest of {times}', failed, new
+    # XLA, unless the first is not known to be wrong.
+    broken = failed.get(candidates[0].label(shapes)) not in (None, OUT_OF_MEMORY)
+    parts = candidates[0]._replace(sequence='xla') if broken else candidates[0]
+    return parts, 'as no candidate was right', failed, True
+
+
+def _without_first(candidates):
+    """Kernels with XLA's sequence, tried if no candidate with the first sequence is right."""
+    return [p._replace(sequence='xla') for p in candidates if 'xla' not in (p.sequence, p.depth)]
 
 
 def key_of(shapes, device) -> dict:
@@ -106,14 +84,15 @@ def key_of(shapes, device) -> dict:
 
     q, k = ((power(x[0]), power(x[1]), *x[2:]) for x in (shapes.q, shapes.k))
     rounded = shapes._replace(q=q, k=k, slot_rows=power(shapes.slot_rows))
-    return {
+    key = {
         'device': device.kind,
-        'capability': list(device.capability or ()),
+        'capability': device.capability,
         'software': device.software,
         'xla_flags': os.environ.get('XLA_FLAGS', ''),
         'versions': _versions(),
-        'shapes': json.loads(json.dumps(rounded._asdict())),
+        'shapes': rounded._asdict(),
     }
+    return json.loads(json.dumps(key))  # as it is read from a file: lists, no tuples
 
 
 @functools.cache
@@ -133,17 +112,13 @@ def cache_folder() -> pathlib.Path:
     return pathlib.Path(cache, 'moddepth_jax')
 
 
-def _read_or_measure(digest, key, plan, shapes, device):
+def _read_or_measure(name, key, candidates, shapes, device):
     """(results by label, whether they are new)."""
-    name = re.sub(r'\W+', '_', device.kind)
-    path = cache_folder() / 'attention' / f'{name}-{digest}.json'
-    if (results := _read(path, key)) is not None:
-        return results, False
+    path = cache_folder() / 'attention' / name
     with _exclusive(path):
-        # Another process may have measured while this one waited.
         if (results := _read(path, key)) is not None:
             return results, False
-        results, complete = _measure(plan, shapes, device)
+        results, complete = _measure(candidates, shapes, device)
         if complete:
             _write(path, {'key': key, 'results': results})
     return results, True
@@ -153,9 +128,7 @@ def _read(path, key):
     """The results in a file; None if it is missing, damaged, or of another key."""
     try:
         kept = json.loads(path.read_text(encoding='utf-8'))
-        if kept['key'] != key:
-            return None
-        results = kept['results']
+        results = kept['results'] if kept['key'] == key else {}
         right = all(float(r['milliseconds']) > 0 for r in results.values() if 'failed' not in r)
         return results if results and right else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -164,13 +137,13 @@ def _read(path, key):
 
 def _write(path, contents):
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         # Written under a name of this process: a reader finds the old file or the new one.
         new = path.with_suffix(f'.{os.getpid()}')
         new.write_text(json.dumps(contents, indent=1), encoding='utf-8')
         os.replace(new, path)
     except OSError as error:
-        _warn(f'depth_attention: {path}: {error.strerror}: each start will measure again')
+        why = f'{path}: {error.strerror}: each start will measure again'
+        logging.warning('depth_attention: %s', why)
 
 
 @contextlib.contextmanager
@@ -179,92 +152,65 @@ def _exclusive(path):
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context(open(path.with_suffix('.lock'), 'w'))
-            fcntl.flock(file, fcntl.LOCK_EX)
+            fcntl.flock(stack.enter_context(open(path.with_suffix('.lock'), 'w')), fcntl.LOCK_EX)
         yield
 
 
-def _measure(plan, shapes, device):
+def _measure(candidates, shapes, device):
     """(results by label, whether every candidate was tried)."""
     global _spent
-    _warn(
-        f'depth_attention on {device.kind}: measuring {len(plan.candidates)} candidates for '
-        f'{shapes.q[0]} x {shapes.q[1]} queries, once: at most {LIMIT_SECONDS:g} s each; '
-        'MODDEPTH_MEASURE=0 skips this'
+    logging.warning(
+        'depth_attention on %s: measuring %d candidates for %d x %d queries, once: at most %g s '
+        'each; MODDEPTH_MEASURE=0 skips this',
+        *(device.kind, len(candidates), *shapes.q[:2], LIMIT_SECONDS),
     )
-    results, waiting, complete = {}, list(plan.candidates), True
-    first = [p.label(shapes) for p in plan.candidates if p.sequence == plan.candidates[0].sequence]
-    while waiting:
-        parts = waiting.pop(0)
-        limit = min(LIMIT_SECONDS, TOTAL_SECONDS - _spent)
-        if limit < MIN_SECONDS:
-            complete = False
-            break
-        begin = time.monotonic()
+    results, waiting = {}, list(candidates)
+    first = [p.label(shapes) for p in candidates if p.sequence == candidates[0].sequence]
+    while waiting and (limit := min(LIMIT_SECONDS, TOTAL_SECONDS - _spent)) >= MIN_SECONDS:
+        parts, begin = waiting.pop(0), time.monotonic()
+        name = parts.label(shapes)
         try:
-            result = run_trial(parts, shapes, device, limit)
+            results[name] = run_trial(parts, shapes, device, limit)
         finally:
             _spent += time.monotonic() - begin
-        name = parts.label(shapes)
-        results[name] = result
-        if 'failed' in result:
-            _warn(f'depth_attention: {name} is not used: {result["failed"]}')
-        if parts == plan.candidates[-1] and all('failed' in results[name] for name in first):
-            waiting += plan.otherwise
+        if reason := results[name].get('failed'):
+            logging.warning('depth_attention: %s is not used: %s', name, reason)
+        if parts == candidates[-1] and all('failed' in results[name] for name in first):
+            waiting += _without_first(candidates)
     if not results:
         raise UnavailableError(f'the {TOTAL_SECONDS:g} s of this process are spent')
-    return results, complete
+    return results, not waiting
 
 
 def run_trial(parts, shapes, device, limit: float) -> dict:
-    """Has a child process check and time one candidate.
-
-    Args:
-      parts: `backends.Parts`, the candidate.
-      shapes: `backends.Shapes` of the call.
-      device: `backends.Device`, this process's, which the child must find too.
-      limit: seconds after which the child and the processes that it started are killed.
+    """Has a child process check and time one candidate; killed after `limit` seconds.
 
     Returns:
       {'milliseconds': forward and backward}, or {'failed': reason in one line}.
 
     Raises:
-      UnavailableError: the child did not get as far as the candidate.
+      UnavailableError: the child did not find the device, or did not get that far.
     """
-    request = {
-        'parts': parts._asdict(),
-        'shapes': shapes._asdict(),
-        'kind': device.kind,
-        'limit': limit,
-    }
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        child = subprocess.Popen(
-            COMMAND,
-            stdin=subprocess.PIPE,
-            stdout=out,
-            stderr=err,
-            env=_environment(device),
-            start_new_session=True,
-        )
-        status = None
-        try:
-            with contextlib.suppress(OSError):  # it has ended already; its output says why
-                # Open until the child ends: the end of its input means that this process is gone.
-                child.stdin.write(json.dumps(request).encode() + b'\n')
-                child.stdin.flush()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                status = child.wait(timeout=limit)
-        finally:
-            if child.poll() is None:
-                os.killpg(child.pid, signal.SIGKILL)
-                child.wait()
-            with contextlib.suppress(OSError):
-                child.stdin.close()
-        texts = []
-        for file in (out, err):
-            file.seek(0)
-            texts.append(file.read().decode(errors='replace'))
-        return _result(*texts, status, limit)
+    request = {'parts': parts._asdict(), 'shapes': shapes._asdict()}
+    request |= {'kind': device.kind, 'limit': limit}
+    child = subprocess.Popen(
+        COMMAND,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=_environment(device),
+        start_new_session=True,
+    )
+    try:
+        out, err = child.communicate(json.dumps(request).encode(), timeout=limit)
+        status = child.returncode
+    except subprocess.TimeoutExpired as late:
+        out, err, status = late.stdout or b'', late.stderr or b'', None
+    finally:
+        if child.returncode is None:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.communicate()
+    return _result(out.decode(errors='replace'), err.decode(errors='replace'), status, limit)
 
 
 def _environment(device):
@@ -300,7 +246,3 @@ def _result(out, err, status, limit):
     if 'ready' not in said:
         raise UnavailableError(said.get('unavailable') or f'{" ".join(COMMAND[1:])}: {why}'[:240])
     return {'failed': why[:240]}
-
-
-def _warn(line):
-    logging.warning('%s', line)

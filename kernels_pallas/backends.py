@@ -1,7 +1,6 @@
 """What computes an attention: one table of backends, and the choice among them.
 
-All but `this_device` depends on a described device and on shapes alone, so it can be asked about a
-machine that is not at hand.
+All but `this_device` depends on shapes and on a device that is described, and may not be at hand.
 """
 
 import contextlib
@@ -17,26 +16,17 @@ from kernels_pallas import autotune
 
 
 class Backend(NamedTuple):
-    """One way to compute a part of the softmax: a row of BACKENDS.
+    """One way to compute a part of the softmax: a row of BACKENDS."""
 
-    Attributes:
-      part: sequence | depth.
-      name: as in `Parts`; for a depth part also the value of `implementation`.
-      forward: module under kernels_pallas with `sequence_forward` or `depth_forward`, or with
-        `fused_forward`, and, unless `needs` is empty, `unsupported(shapes, device)`.
-      backward: module with `sequence_backward` or `depth_backward`.
-      needs: '' | gpu | hopper; kernels of the depth part also run interpreted on a CPU.
-      fused: the forward pass computes both parts in one kernel.
-      takes_dlse: the backward pass of a sequence part takes a cotangent of the logsumexp.
-    """
-
-    part: str
-    name: str
+    part: str  # sequence | depth
+    name: str  # as in Parts; for a depth part also the value of `implementation`
+    # Modules under kernels_pallas with {part}_forward, or fused_forward, and with {part}_backward.
+    # Unless `needs` is empty the first also has `unsupported(shapes, device)`.
     forward: str
     backward: str
-    needs: str = ''
-    fused: bool = False
-    takes_dlse: bool = True
+    needs: str = ''  # '' | gpu | hopper; kernels of the depth part also run interpreted on a CPU
+    fused: bool = False  # the forward pass computes both parts in one kernel
+    takes_dlse: bool = True  # a sequence part's backward pass takes a cotangent of the logsumexp
 
 
 # A part's backends in the order in which they are tried and measured. XLA's compute everything.
@@ -44,10 +34,8 @@ BACKENDS = (
     Backend('sequence', 'cudnn', 'cudnn', 'cudnn', 'gpu', takes_dlse=False),
     Backend('sequence', 'xla', 'xla.sequence', 'xla.sequence'),
     Backend('depth', 'xla', 'xla.depth', 'xla.depth'),
-    Backend('depth', 'mosaic_gpu', 'mosaic.depth', 'mosaic.depth_backward', 'hopper'),
-    Backend(
-        'depth', 'mosaic_gpu_fused', 'mosaic.fused', 'mosaic.depth_backward', 'hopper', fused=True
-    ),
+    Backend('depth', 'mosaic_gpu', 'mosaic.depth', 'mosaic.depth', 'hopper'),
+    Backend('depth', 'mosaic_gpu_fused', 'mosaic.fused', 'mosaic.depth', 'hopper', fused=True),
     Backend('depth', 'pallas', 'triton.depth', 'triton.depth', 'gpu'),
 )
 SEQUENCE, DEPTH = (
@@ -61,16 +49,11 @@ MIN_QUERIES = 4096
 
 
 class Parts(NamedTuple):
-    """The backends that compute an attention.
-
-    Attributes:
-      sequence, depth: names in BACKENDS.
-      interpret: kernels run in their interpreter, for machines that cannot run them.
-    """
+    """The backends that compute an attention, by their names in BACKENDS."""
 
     sequence: str = 'xla'
     depth: str = 'xla'
-    interpret: bool = False
+    interpret: bool = False  # kernels run in their interpreter, for machines that cannot run them
 
     def label(self, shapes) -> str:
         """Name such as cudnn+mosaic_gpu; without slots that of the sequence's backend alone."""
@@ -78,77 +61,34 @@ class Parts(NamedTuple):
 
 
 class Shapes(NamedTuple):
-    """The call of an attention, as far as a choice depends on it.
+    """The call of an attention, as far as a choice depends on it."""
 
-    Attributes:
-      q, k: shapes [B, T, N, H] and [B, S, K, H].
-      num_slots: L, 0 without slots.
-      dtypes: names of the dtypes of q, k, v, the slots and their queries, each once.
-      ordered: key i belongs to query i and positions ascend.
-      consecutive: positions are those of the index, so that a window is one of indices.
-      segments: there are segment ids.
-      window: number of visible keys; 0: no limit.
-      scale: factor on the scores.
-      slot_window: number of visible slots, the newest; 0: all.
-      slot_rows: R, tokens that have slots, where `slot_rows_BT` is given; 0: R = T.
-      slot_mask: there is a mask of the slots.
-      slot_queries: the slots have queries of their own.
-      sums: dtype of the arrays to which the slots' gradients are added; '': that of the slots.
-      lse: the logsumexp is returned too.
-    """
-
-    q: tuple[int, ...]
-    k: tuple[int, ...]
-    num_slots: int
-    dtypes: tuple[str, ...]
-    ordered: bool
-    consecutive: bool
-    segments: bool
-    window: int
-    scale: float = 1.0
-    slot_window: int = 0
-    slot_rows: int = 0
-    slot_mask: bool = False
-    slot_queries: bool = False
-    sums: str = ''
-    lse: bool = False
+    q: tuple[int, ...]  # [B, T, N, H]
+    k: tuple[int, ...]  # [B, S, K, H]
+    num_slots: int  # L, 0 without slots
+    dtypes: tuple[str, ...]  # names of those of q, k, v, the slots and their queries, each once
+    ordered: bool  # key i belongs to query i and positions ascend
+    consecutive: bool  # positions are those of the index, so that a window is one of indices
+    segments: bool  # there are segment ids
+    window: int  # number of visible keys; 0: no limit
+    scale: float = 1.0  # factor on the scores
+    slot_window: int = 0  # number of visible slots, the newest; 0: all
+    slot_rows: int = 0  # R, tokens that have slots, where slot_rows_BT is given; 0: R = T
+    slot_mask: bool = False  # there is a mask of the slots
+    slot_queries: bool = False  # the slots have queries of their own
+    sums: str = ''  # dtype of the arrays that the slots' gradients are added to; '': the slots'
+    lse: bool = False  # the logsumexp is returned too
 
 
 class Device(NamedTuple):
-    """A device on which an attention runs.
+    """A device on which an attention runs."""
 
-    Attributes:
-      platform: cpu | gpu | tpu, as JAX calls it.
-      kind: its name, such as NVIDIA H200.
-      capability: CUDA compute capability (major, minor); None if it is not an NVIDIA GPU.
-      software: versions of the driver's side, as text; a measurement holds for these.
-      not_measured: why nothing can be measured on it, in one line; '': it can.
-      local: it is a device of this process, so that its libraries can be inspected.
-    """
-
-    platform: str
-    kind: str = ''
-    capability: tuple[int, int] | None = None
-    software: str = ''
-    not_measured: str = 'the device is only described'
-    local: bool = False
-
-
-class Plan(NamedTuple):
-    """What `implementation=None` can run on a GPU.
-
-    Attributes:
-      proven: used, in this order, if nothing can be measured: cuDNN if it supports the shapes,
-        then XLA.
-      candidates: what a measurement compares.
-      otherwise: what is measured next if every candidate with the first sequence backend fails.
-      refused: (name, reason) of the backends that do not support these shapes on this device.
-    """
-
-    proven: tuple[Parts, ...]
-    candidates: tuple[Parts, ...]
-    otherwise: tuple[Parts, ...]
-    refused: tuple[tuple[str, str], ...]
+    platform: str  # cpu | gpu | tpu, as JAX calls it
+    kind: str = ''  # its name, such as NVIDIA H200
+    capability: tuple[int, int] | None = None  # CUDA's (major, minor); None: not an NVIDIA GPU
+    software: str = ''  # versions of the driver's side; a measurement holds for these
+    not_measured: str = 'the device is only described'  # why nothing can be measured; '': it can
+    local: bool = False  # it is a device of this process, so that its libraries can be inspected
 
 
 def load_module(path: str):
@@ -169,34 +109,31 @@ def unsupported(backend: Backend, shapes: Shapes, device: Device) -> str | None:
             if device.platform == 'gpu' and (device.capability or (0,))[0] != 9:
                 found = '.'.join(map(str, device.capability or ('unknown',)))
                 return f'compute capability {found} must be 9.x (Hopper)'
-        if not shapes.num_slots and not backend.fused:
+        if not shapes.num_slots:
             return None
     elif device.capability is None:
         return f'{device.kind or device.platform} must be an NVIDIA GPU'
     return load_module(backend.forward).unsupported(shapes, device)
 
 
-def _sequences(shapes, device):
-    """Names of the sequence backends that support shapes, and {name: reason} of the others."""
-    reasons = {name: unsupported(row, shapes, device) for name, row in SEQUENCE.items()}
+def _supported(rows, shapes, device):
+    """Names of the backends that support shapes, and {name: reason} of the others."""
+    reasons = {name: unsupported(row, shapes, device) for name, row in rows.items()}
     supported = [name for name, reason in reasons.items() if reason is None]
     return supported, {name: reason for name, reason in reasons.items() if reason}
 
 
-def plan(shapes: Shapes, device: Device) -> Plan:
-    """Returns the candidates for shapes on a GPU, and the reasons against the other backends."""
-    (first, *others), refused = _sequences(shapes, device)
+def plan(shapes: Shapes, device: Device) -> tuple[list[Parts], dict[str, str]]:
+    """Returns the candidates for shapes on a GPU, and {name: reason} against the other backends.
+
+    The first is used if nothing can be measured: cuDNN if it supports the shapes, else XLA.
+    """
+    (first, *_), refused = _supported(SEQUENCE, shapes, device)
     depths = ['xla']
     if shapes.num_slots:
-        reasons = {name: unsupported(DEPTH[name], shapes, device) for name in DEPTH}
-        depths = [name for name, reason in reasons.items() if reason is None]
-        refused |= {name: reason for name, reason in reasons.items() if reason}
-    return Plan(
-        proven=tuple(dict.fromkeys((Parts(first), Parts()))),
-        candidates=tuple(dict.fromkeys((*(Parts(first, depth) for depth in depths), Parts()))),
-        otherwise=tuple(Parts(name, depth) for name in others for depth in depths[1:]),
-        refused=tuple(refused.items()),
-    )
+        depths, reasons = _supported(DEPTH, shapes, device)
+        refused |= reasons
+    return list(dict.fromkeys((*(Parts(first, depth) for depth in depths), Parts()))), refused
 
 
 def not_measured(shapes: Shapes, device: Device) -> str:
@@ -208,34 +145,13 @@ def not_measured(shapes: Shapes, device: Device) -> str:
     return f'dtypes {", ".join(shapes.dtypes)} are mixed' if len(shapes.dtypes) > 1 else ''
 
 
-def _named(implementation, shapes, device):
-    """(the Parts of an implementation, reasons against sequence backends that come before)."""
-    if reason := unsupported(DEPTH[implementation], shapes, device):
-        others = [name for name in DEPTH if unsupported(DEPTH[name], shapes, device) is None]
-        raise ValueError(
-            f'implementation={implementation!r} cannot: {reason}; '
-            f'these can: {", ".join(["reference", *others])}'
-        )
-    sequence, refused = 'xla', {}
-    if implementation != 'xla' and device.platform == 'gpu':
-        (sequence, *_), refused = _sequences(shapes, device)
-    depth = implementation if shapes.num_slots else 'xla'
-    interpret = device.platform == 'cpu' and depth != 'xla'
-    against = tuple(f'{name}: {reason}' for name, reason in refused.items())
-    return Parts(sequence, depth, interpret), against
-
-
 def choose(implementation: str | Parts | None, shapes: Shapes, device: Device | None = None):
     """Returns the Parts that compute an attention.
 
-    `None` is XLA on a CPU, and on a GPU the fastest backends that are right. What is right and what
-    is fast is measured once (autotune.py) and read from a file afterwards; where it cannot be
-    measured, cuDNN and XLA are used. The choice is logged once, with the reasons against the rest.
-
-    Args:
-      implementation: one of IMPLEMENTATIONS but `reference`; or Parts; neither ever falls back.
-      shapes: of the call.
-      device: where it runs; None: this process's.
+    `None` is XLA on a CPU, and on a GPU the fastest backends that are right (autotune.py), or,
+    where nothing can be measured, cuDNN and XLA. The choice is logged once, with the reasons
+    against the rest. A name of IMPLEMENTATIONS, or Parts, never falls back. `device` None: that of
+    this process.
 
     Raises:
       ValueError: a backend asked for by name does not support it; names the value, and what does.
@@ -249,26 +165,33 @@ def choose(implementation: str | Parts | None, shapes: Shapes, device: Device | 
             raise ValueError(f'implementation={implementation} cannot: {backend.name}: {reason}')
         return implementation
     if implementation is not None:
-        parts, against = _named(implementation, shapes, device)
-        _log_once(_line(device, parts, shapes, '', against), important=bool(against))
+        depths, reasons = _supported(DEPTH, shapes, device)
+        if reason := reasons.get(implementation):
+            raise ValueError(
+                f'implementation={implementation!r} cannot: {reason}; '
+                f'these can: {", ".join(["reference", *depths])}'
+            )
+        sequence, refused = 'xla', {}
+        if implementation != 'xla' and device.platform == 'gpu':
+            (sequence, *_), refused = _supported(SEQUENCE, shapes, device)
+        depth = implementation if shapes.num_slots else 'xla'
+        parts = Parts(sequence, depth, device.platform == 'cpu' and depth != 'xla')
+        _log_once(device, parts, shapes, '', refused, warn=bool(refused))
         return parts
     if device.platform != 'gpu':
         return Parts()
-    options = plan(shapes, device)
-    against = tuple(f'{name}: {reason}' for name, reason in options.refused)
-    why, important = not_measured(shapes, device), bool(device.not_measured)
-    if len(options.candidates) == 1:
-        important |= bool(against) and not why
+    candidates, refused = plan(shapes, device)
+    parts, why, warn = candidates[0], not_measured(shapes, device), bool(device.not_measured)
+    if len(candidates) == 1:
+        warn |= bool(refused) and not why
         why = 'nothing else can compute it'
-    if not why:
-        found = autotune.fastest(options, shapes, device)
-        why, against, important = found.not_measured, against + found.failed, True
     if why:
-        parts = options.proven[0]
-        _log_once(_line(device, parts, shapes, f', not measured: {why}', against), important)
-        return parts
-    _log_once(_line(device, found.parts, shapes, f', {found.times}', against), found.new)
-    return found.parts
+        how = f'not measured: {why}'
+    else:
+        parts, how, failed, warn = autotune.fastest(candidates, shapes, device)
+        refused |= failed
+    _log_once(device, parts, shapes, f', {how}', refused, warn)
+    return parts
 
 
 def this_device() -> Device:
@@ -296,20 +219,15 @@ _log_lines = []
 _recorders = []
 
 
-def _line(device, parts, shapes, how, against):
-    chosen = f'sequence by {parts.sequence}'
-    if shapes.num_slots:
-        chosen += f', depth by {parts.depth}'
-    chosen += ', interpreted' * parts.interpret
-    reasons = ''.join(f'; not {reason}' for reason in against)
-    return f'depth_attention on {device.kind or device.platform}: {chosen}{how}{reasons}'
-
-
-def _log_once(line, important):
-    """Logs a line once in a process: as a warning if it is important."""
+def _log_once(device, parts, shapes, how, refused, warn):
+    """Logs a choice, once in a process, with the {name: reason} of what is refused."""
+    depth = f', depth by {parts.depth}' if shapes.num_slots else ''
+    chosen = f'sequence by {parts.sequence}{depth}' + ', interpreted' * parts.interpret
+    reasons = ''.join(f'; not {name}: {reason}' for name, reason in refused.items())
+    line = f'depth_attention on {device.kind or device.platform}: {chosen}{how}{reasons}'
     if line not in _log_lines:
         _log_lines.append(line)
-        (logging.warning if important else logging.info)(line)
+        (logging.warning if warn else logging.info)(line)
 
 
 def log_lines() -> list[str]:

@@ -1,21 +1,16 @@
 """The sequence part of the softmax by cuDNN's fused attention, through a private module of JAX.
 
-The public `jax.nn.dot_product_attention` does not suffice: it rounds the logsumexp to the queries'
-dtype and drops its cotangent, and its backward pass takes no joint output and logsumexp. The
-private module has all that; what is used of it is checked before each use.
-
-Reruns need not give equal bits: cuDNN's backward pass sums dq in any order, unless XLA asks for its
-deterministic form, as it does under XLA_FLAGS=--xla_gpu_exclude_nondeterministic_ops=true.
+The public `jax.nn.dot_product_attention` rounds the logsumexp, drops its cotangent, and has no
+backward pass for a joint output and logsumexp: docs/depth_attention.md, sections 4 and 5. What is
+used of the private module is checked before each use.
 
 Packed documents use cuDNN's ragged layout, each document an attention by itself. JAX takes the
 length and the first token of every document, [B, M], and gives the logsumexp by document and place
-in it, [B * M, N, T]. Here segment ids become the one, and the other is mapped to tokens and back. A
-row with fewer documents than M has empty ones at its end, so that document j of row b is always the
-(b M + j)-th, however the batch is divided over devices. M is static: `packed_sizes`. A batch is
-computed in groups of rows. A group with more than M documents in a row, or with ids that recur
-after others, takes XLA's form by `lax.cond`, which is exact for any ids.
+in it, [B * M, N, T]. Document j of row b is always the (b M + j)-th, however the batch is divided
+over devices; absent ones are empty.
 """
 
+import functools
 import inspect
 
 import jax
@@ -35,15 +30,15 @@ UNUSED = 1e30
 _OPERANDS = 'query key value bias q_seqlen kv_seqlen q_offsets kv_offsets page_table_k page_table_v'
 _OPTIONS = 'scale seed dropout_rate variadic_args mask_type layout sliding_window_length'
 _PARAMETERS = {
-    'fwd': f'{_OPERANDS} {_OPTIONS} is_training'.split(),
-    'bwd': f'{_OPERANDS} activation fwd_output grad_output {_OPTIONS}'.split(),
+    'fwd': {*f'{_OPERANDS} {_OPTIONS} is_training'.split()},
+    'bwd': {*f'{_OPERANDS} activation fwd_output grad_output {_OPTIONS}'.split()},
 }
-_SCORE_MOD = ['score_mod_args', 'score_mod']
+_SCORE_MOD = {'score_mod_args', 'score_mod'}
 
 
 def _parameters(way):
     function = getattr(fused, f'_dot_product_attention_{way}_impl', None)
-    return list(inspect.signature(function).parameters) if callable(function) else []
+    return {*inspect.signature(function).parameters} if callable(function) else set()
 
 
 def changed() -> str | None:
@@ -51,28 +46,24 @@ def changed() -> str | None:
     advice = f'in jax {jax.__version__}; kernels_pallas/cudnn.py knows those of 0.10.2 to 0.12.0'
     for way, known in _PARAMETERS.items():
         found = _parameters(way)
-        if sorted(found) not in (sorted(known), sorted(known + _SCORE_MOD)):
-            name, found = f'_dot_product_attention_{way}_impl', ' '.join(found) or 'nothing'
+        if found not in (known, known | _SCORE_MOD):
+            name, found = f'_dot_product_attention_{way}_impl', ' '.join(sorted(found)) or 'nothing'
             return f'{name} of {fused.__name__} takes {found} {advice}'
-    wrappers = [f'_dot_product_attention_{way}_p_wrapper' for way in _PARAMETERS]
-    for name in (*wrappers, 'AttentionLayout', 'MaskType'):
-        if not hasattr(fused, name):
-            return f'{fused.__name__} has no {name} {advice}'
     return None
 
 
 def unsupported(shapes, device) -> str | None:
     """Returns in one line why cuDNN does not support `backends.Shapes` on a device, or None.
 
-    Odd lengths and any number of query heads to a key/value head are supported. Of a local device
-    the installed version of cuDNN is checked too.
+    Of a local device the installed version of cuDNN is checked too.
     """
     length, num_keys, width = shapes.q[1], shapes.k[1], shapes.q[3]
     capability = device.capability
+    number = f'{capability[0]}.{capability[1]}'
     if len(shapes.dtypes) > 1 or shapes.dtypes[0] not in DTYPES:
         return f'dtypes {", ".join(shapes.dtypes)} must all be {" or all ".join(DTYPES)}'
     if capability < (8, 0):
-        return f'compute capability {capability[0]}.{capability[1]} must be 8.0 or above'
+        return f'compute capability {number} must be 8.0 or above'
     most = 256 if capability >= (9, 0) else 128
     if width % 8 or width > most:
         return f'head width {width} must be divisible by 8 and at most {most}'
@@ -82,12 +73,11 @@ def unsupported(shapes, device) -> str | None:
         return 'given positions must ascend, key i with query i'
     if shapes.window and not shapes.consecutive:
         return f'window={shapes.window} counts indices: positions must be None'
-    reason = changed() or (_packed_unsupported(shapes, capability) if shapes.segments else None)
-    return reason or (_missing(shapes, capability) if device.local else None)
-
-
-def _missing(shapes, capability):
-    """Why this machine's version of cuDNN is not enough; None: it is."""
+    if shapes.segments and capability < (9, 0):
+        return f'compute capability {number} must be 9.0 or above for segment ids'
+    reason = changed() or (_packed_unsupported(shapes) if shapes.segments else None)
+    if reason or not device.local:
+        return reason
     try:
         version = fused.check_cudnn_version()
     except RuntimeError as error:
@@ -102,9 +92,8 @@ def _missing(shapes, capability):
 def packed_sizes(batch: int, length: int, heads: int, width: int) -> tuple[int, int]:
     """Returns (most documents of a row, rows of a call) of packed documents.
 
-    The backward pass sums dq in float32. As XLA does not pass on the total number of tokens
-    (`set_max_total_seq_len_q`), its workspace has T rows for each document: 4 B M N T H bytes for B
-    rows of M documents. M is what WORKSPACE allows for one row, at most MAX_DOCUMENTS.
+    The backward pass sums dq in a float32 workspace of T rows for each document, as XLA does not
+    pass on the total number of tokens: 4 B M N T H bytes for B rows of M documents.
     """
     one = 4 * heads * length * width
     documents = min(MAX_DOCUMENTS, WORKSPACE // one)
@@ -112,13 +101,10 @@ def packed_sizes(batch: int, length: int, heads: int, width: int) -> tuple[int, 
     return documents, max(rows for rows in range(1, min(batch, most) + 1) if batch % rows == 0)
 
 
-def _packed_unsupported(shapes, capability):
+def _packed_unsupported(shapes):
     """Why packed documents cannot be computed; None: they can."""
     if shapes.window:
         return f'window={shapes.window} with segment ids must be 0'
-    if capability < (9, 0):
-        number = f'{capability[0]}.{capability[1]}'
-        return f'compute capability {number} must be 9.0 or above for segment ids'
     _, length, heads, width = shapes.q
     if heads != shapes.k[2] and jax.__version_info__ < (0, 11, 2):
         wrong = f'jax {jax.__version__} misplaces {shapes.k[2]} key heads of {heads} query heads'
@@ -131,12 +117,10 @@ def _packed_unsupported(shapes, capability):
 
 def sequence_forward(q_BTNH, k_BSKH, v_BSKH, mask, static):
     """As `xla.sequence.sequence_forward`, of what is not `unsupported`."""
-    if mask.segment_ids_BT is None:
-        return forward(q_BTNH, k_BSKH, v_BSKH, static.window, static.scale)
 
-    def by_cudnn(operands, index_BT, starts):
-        o, stats = forward(*operands, 0, static.scale, _layout(starts))
-        return o, _lse_of_tokens(stats, index_BT, starts)
+    def by_cudnn(operands, index_BT=None, starts=None):
+        o, stats = _call('fwd', operands, static, starts, is_training=True)
+        return o, stats if starts is None else _lse_of_tokens(stats, index_BT, starts)
 
     def by_xla(operands, mask):
         return xla.sequence_forward(*operands, mask, static)
@@ -147,16 +131,16 @@ def sequence_forward(q_BTNH, k_BSKH, v_BSKH, mask, static):
 def sequence_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, o_BTNH, do_BTNH, lse_BNT, delta_BNT):
     """As `xla.sequence.sequence_backward` without dlse; gradients in the dtypes of q, k, v.
 
-    cuDNN computes delta itself, so there is no place for a cotangent of lse.
+    cuDNN computes P = exp(q k^T scale - lse), delta = rowsum(do o), dS = P (do V^T - delta): with
+    the joint output and logsumexp these are the gradients of the sequence's part. It computes delta
+    itself, so there is no place for a cotangent of lse.
     """
-    if mask.segment_ids_BT is None:
-        operands = q_BTNH, k_BSKH, v_BSKH, o_BTNH, lse_BNT, do_BTNH
-        return backward(*operands, static.window, static.scale)
 
-    def by_cudnn(operands, index_BT, starts):
-        q, k, v, o, do, lse, _ = operands
-        stats = _lse_of_documents(lse, starts)
-        return backward(q, k, v, o, stats, do, 0, static.scale, _layout(starts))
+    def by_cudnn(operands, index_BT=None, starts=None):
+        q, k, v, o, do, stats, _ = operands
+        stats = stats if starts is None else _lse_of_documents(stats, starts)
+        joint = stats.astype(jnp.float32), o.astype(q.dtype), do.astype(q.dtype)
+        return _call('bwd', (q, k, v, *joint), static, starts)
 
     def by_xla(operands, mask):
         q, k, v, *joint = operands
@@ -167,88 +151,35 @@ def sequence_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, o_BTNH, do_BTNH, lse
     return _dispatch(operands, mask, by_cudnn, by_xla)
 
 
-def forward(q_BTNH, k_BSKH, v_BSKH, window: int, scale: float, packed=None):
-    """cuDNN's forward pass of causal attention over the sequence.
-
-    Args:
-      q_BTNH, k_BSKH, v_BSKH: bfloat16 or float16, S = T.
-      window: number of visible keys by index; 0: no limit; static.
-      scale: factor on the scores; static.
-      packed: (lengths_BM, offsets [B, M + 1]), int32, of the documents of each row; None: one.
-
-    Returns:
-      o_BTNH in q's dtype, and the natural-log logsumexp in float32: lse_BNT, or, packed, by
-      document and place in it, [B * M, N, T], which is undefined beyond the end of a document.
-
-    Raises:
-      ValueError: JAX's private module is not as expected; names its version.
-    """
-    operands = q_BTNH, k_BSKH, v_BSKH
-    return tuple(_call('fwd', operands, packed, window, scale, is_training=True))
-
-
-def backward(q_BTNH, k_BSKH, v_BSKH, o_BTNH, lse, do_BTNH, window: int, scale: float, packed=None):
-    """cuDNN's backward pass, for the sequence's part of a joint softmax.
-
-    cuDNN computes P = exp(q k^T scale - lse), delta = rowsum(do o), dS = P (do V^T - delta): with
-    the output and logsumexp of all that the softmax covers, in the sequence or not, these are the
-    gradients of the sequence's part.
-
-    Args:
-      q_BTNH, k_BSKH, v_BSKH, window, scale, packed: as in forward.
-      o_BTNH, lse: joint, in q's dtype and float32, finite; lse in the layout of forward.
-      do_BTNH: cotangent of o, in q's dtype.
-
-    Returns:
-      (dq_BTNH, dk_BSKH, dv_BSKH), in the dtypes of q, k, v.
-
-    Raises:
-      ValueError: JAX's private module is not as expected; names its version.
-    """
-    dtype = q_BTNH.dtype
-    joint = lse.astype(jnp.float32), o_BTNH.astype(dtype), do_BTNH.astype(dtype)
-    return tuple(_call('bwd', (q_BTNH, k_BSKH, v_BSKH, *joint), packed, window, scale))
-
-
-def _call(way, operands, packed, window, scale, **options):
-    """Binds one pass of JAX's primitive."""
+def _call(way, operands, static, starts, **options):
+    """Binds one pass of JAX's primitive; `starts` [B, M + 1]: first tokens of packed documents."""
     if reason := changed():
         raise ValueError(reason)
-    query, key, value, *others = operands
-    nothing = jnp.zeros(0, query.dtype)
-    lengths, offsets = packed or (nothing, nothing)
+    lengths = offsets = nothing = jnp.zeros(0, operands[0].dtype)
+    mask_type = fused.MaskType.CAUSAL
+    if starts is not None:
+        lengths, offsets = jnp.diff(starts, axis=1), starts.at[:, -1].set(-1)
+        mask_type = fused.MaskType.PADDING_CAUSAL
     if 'score_mod' in _parameters(way):
         options['score_mod'] = None
-    mask = fused.MaskType.PADDING_CAUSAL if packed else fused.MaskType.CAUSAL
-    bias, pages = nothing, (nothing, nothing)
-    primitive = getattr(fused, f'_dot_product_attention_{way}_p_wrapper')
-    return primitive.bind(
-        query,
-        key,
-        value,
-        bias,
-        lengths,
-        lengths,
-        offsets,
-        offsets,
-        *pages,
-        *others,
-        scale=float(scale),
+    bias = page_table = nothing
+    documents = lengths, lengths, offsets, offsets, page_table, page_table
+    results = getattr(fused, f'_dot_product_attention_{way}_p_wrapper').bind(
+        *(*operands[:3], bias, *documents, *operands[3:]),
+        scale=float(static.scale),
         seed=42,  # of dropout, which is off; JAX's own default
         dropout_rate=0.0,
         variadic_args=(False, False),  # neither a bias nor its gradient
-        mask_type=mask,
+        mask_type=mask_type,
         layout=fused.AttentionLayout.BTNH.value,
-        sliding_window_length=window or None,
+        sliding_window_length=static.window or None,
         **options,
     )
+    return tuple(results)
 
 
 def _documents(segment_ids_BT, most):
-    """(document of each token [B, T], first tokens [B, M + 1], whether they fit the layout).
-
-    The first token of an absent document is T.
-    """
+    """(document of each token [B, T], first tokens [B, M + 1], T if absent; whether they fit)."""
     ids, length = segment_ids_BT, segment_ids_BT.shape[1]
     begins_BT = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)))
     index_BT = jnp.cumsum(begins_BT, axis=1, dtype=jnp.int32)
@@ -261,17 +192,11 @@ def _documents(segment_ids_BT, most):
     return index_BT, starts, jnp.all(index_BT < most) & ~jnp.any(again)
 
 
-def _layout(starts):
-    """(lengths_BM, offsets [B, M + 1]) as JAX takes them, from the first tokens."""
-    return jnp.diff(starts, axis=1), starts.at[:, -1].set(-1)
-
-
 def _lse_of_tokens(stats, index_BT, starts):
     """lse_BNT from [B * M, N, T]."""
     batch, most = starts.shape[0], starts.shape[1] - 1
-    places_BT = jnp.arange(index_BT.shape[1])[None] - jnp.take_along_axis(
-        starts, jnp.minimum(index_BT, most), axis=1
-    )
+    start_BT = jnp.take_along_axis(starts, jnp.minimum(index_BT, most), axis=1)
+    places_BT = jnp.arange(index_BT.shape[1])[None] - start_BT
 
     def row(stats_MNT, index_T, places_T):
         return stats_MNT.at[index_T, :, places_T].get(mode='clip')
@@ -283,19 +208,17 @@ def _lse_of_tokens(stats, index_BT, starts):
 def _lse_of_documents(lse_BNT, starts):
     """[B * M, N, T] from lse_BNT, UNUSED beyond the end of each document."""
     batch, heads, length = lse_BNT.shape
-    lengths_BM = jnp.diff(starts, axis=1)
-
-    def document(lse_NT, start):
-        return lax.dynamic_slice_in_dim(lse_NT, start, length, axis=1)
-
+    document = functools.partial(lax.dynamic_slice_in_dim, slice_size=length, axis=1)
     padded = jnp.pad(lse_BNT, ((0, 0), (0, 0), (0, length)))
     moved_BMNT = jax.vmap(jax.vmap(document, (None, 0)))(padded, starts[:, :-1])
-    inside = jnp.arange(length)[None, None, None] < lengths_BM[:, :, None, None]
+    inside = jnp.arange(length)[None, None, None] < jnp.diff(starts, axis=1)[:, :, None, None]
     return jnp.where(inside, moved_BMNT, UNUSED).reshape(-1, heads, length)
 
 
 def _dispatch(operands, mask, by_cudnn, by_xla):
-    """Groups of rows by by_cudnn(operands, index_BT, starts), or, if they do not fit, by by_xla."""
+    """by_cudnn(operands), or groups of rows of documents, or, if they do not fit, by by_xla."""
+    if mask.segment_ids_BT is None:
+        return by_cudnn(operands)
     batch = operands[0].shape[0]
     documents, rows = packed_sizes(*operands[0].shape)
 
@@ -303,11 +226,8 @@ def _dispatch(operands, mask, by_cudnn, by_xla):
         operands, mask = given
         index_BT, starts, fit = _documents(mask.segment_ids_BT, documents)
         fit &= jnp.all(mask.segment_ids_BT == mask.key_segment_ids_BS)
-        return lax.cond(
-            fit,
-            lambda: by_cudnn(operands, index_BT, starts),
-            lambda: by_xla(operands, mask),
-        )
+        forms = lambda: by_cudnn(operands, index_BT, starts), lambda: by_xla(operands, mask)
+        return lax.cond(fit, *forms)
 
     if rows == batch:
         return group((operands, mask))

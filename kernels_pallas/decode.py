@@ -1,7 +1,4 @@
-"""Attention of one new token over a cache, itself and its depth slots: one softmax.
-
-No array joins the cached keys with the others.
-"""
+"""Attention of one new token over a cache, itself and its depth slots: one softmax."""
 
 import functools
 
@@ -25,23 +22,17 @@ def decode_attention(
 ):
     """softmax over [q . k_cached, q . k_own, q_depth . k_depth] H^-1/2, applied to all values.
 
-    The own key is not written into the cache before it is read: XLA would copy the cache.
+    The result has q's dtype, the softmax is in float32. No array joins the cached keys with the
+    others: XLA would copy the cache.
 
     Args:
-      q_C1NH: queries [C, 1, N, H].
-      k_C1KH, v_C1KH: the new token's key and value [C, 1, K, H]; always visible.
-      k_BKHS, v_BKHS: the cache [B, K, H, S], read only.
-      visible_CS: bool [C, S], the places of the cache that are visible to a token.
-      rows_C: int32 [C], the row of the cache that a token reads, B and above for none: these come
+      q_C1NH, k_C1KH, v_C1KH: of the new tokens, to which their own key is always visible.
+      k_BKHS, v_BKHS: the cache, read only.
+      visible_CS: bool, the places of the cache that are visible to a token.
+      rows_C: int32, the row of the cache that a token reads, B and above for none: these come
         last, and their results have no meaning. None: C = B, each its own row.
-      k_depth_LC1KH, v_depth_LC1KH: the slots [L, C, 1, K, H] that earlier layers wrote at the new
-        token; None: none.
-      slot_mask_LC1: bool [L, C, 1], False hides a slot; None hides none.
-      slot_window: number of visible slots, the newest; 0: all.
-      q_depth_C1NH: queries [C, 1, N, H] for the slots; None: q_C1NH.
-
-    Returns:
-      o_C1NH in q's dtype; softmax in float32.
+      k_depth_LC1KH, v_depth_LC1KH: the slots that earlier layers wrote at the new token, or None.
+      slot_mask_LC1, slot_window, q_depth_C1NH: as in depth_attention.
 
     Raises:
       ValueError: slot keys without values or the reverse, a negative slot_window.
@@ -53,15 +44,6 @@ def decode_attention(
         raise ValueError(f'slot_window={slot_window} must be 0 (no limit) or more')
     by_token = [q_C1NH, k_C1KH, v_C1KH, visible_CS]
     if k_depth_LC1KH is not None:
-        shape = (len(k_depth_LC1KH), *k_C1KH.shape)
-        for name, side, wanted in (
-            ('k_depth_LC1KH', k_depth_LC1KH, shape),
-            ('v_depth_LC1KH', v_depth_LC1KH, shape),
-            ('slot_mask_LC1', slot_mask_LC1, shape[:3]),
-            ('q_depth_C1NH', q_depth_C1NH, q_C1NH.shape),
-        ):
-            if side is not None and side.shape != wanted:
-                raise ValueError(f'{name} of shape {side.shape} must be {wanted}')
         slots = [k_depth_LC1KH, v_depth_LC1KH]
         slots += [] if slot_mask_LC1 is None else [slot_mask_LC1]
         by_token.append(q_C1NH if q_depth_C1NH is None else q_depth_C1NH)
@@ -85,22 +67,12 @@ def decode_attention(
     return jax.lax.fori_loop(0, num_rows, one, jnp.zeros_like(q_C1NH))
 
 
-def _attend(
-    k_BKHS,
-    v_BKHS,
-    q_B1NH,
-    k_B1KH,
-    v_B1KH,
-    visible_BS,
-    q_depth_B1NH=None,
-    k_depth_BLKH=None,
-    v_depth_BLKH=None,
-    slot_mask_BL=None,
-):
+def _attend(k_BKHS, v_BKHS, q_B1NH, k_B1KH, v_B1KH, visible_BS, q_depth_B1NH=None, *slots):
     """One softmax over a row's cache, its new token and that token's slots.
 
     Places are the innermost axis of the cache, the cache is the left operand of the second product,
-    and its result is transposed last: XLA on CPUs is several times slower otherwise.
+    and its result is transposed last: XLA on CPUs is several times slower otherwise. The slots are
+    none; or keys and values [B, L, K, H], and perhaps a mask [B, L].
     """
     batch, _, heads, width = q_B1NH.shape
     kv_heads = k_B1KH.shape[2]
@@ -115,13 +87,13 @@ def _attend(
     q_BKGH = grouped(q_B1NH)
     own_BKGX = jnp.einsum('bkgh,bxkh->bkgx', q_BKGH, k_B1KH.astype(wide))
     own_v_BXKH = v_B1KH.astype(wide)
-    if k_depth_BLKH is not None:
-        k_depth_BLKH, v_depth_BLKH = k_depth_BLKH.astype(wide), v_depth_BLKH.astype(wide)
+    if slots:
+        k_depth_BLKH, v_depth_BLKH = (side.astype(wide) for side in slots[:2])
         slots_BKGL = jnp.einsum('bkgh,blkh->bkgl', grouped(q_depth_B1NH), k_depth_BLKH)
-        if slot_mask_BL is not None:
-            slots_BKGL = jnp.where(slot_mask_BL[:, None, None], slots_BKGL, -jnp.inf)
+        for mask_BL in slots[2:]:
+            slots_BKGL = jnp.where(mask_BL[:, None, None], slots_BKGL, -jnp.inf)
             # A hidden slot may hold NaN, and 0 times NaN is NaN.
-            v_depth_BLKH = jnp.where(slot_mask_BL[:, :, None, None], v_depth_BLKH, 0)
+            v_depth_BLKH = jnp.where(mask_BL[:, :, None, None], v_depth_BLKH, 0)
         own_BKGX = jnp.concatenate([own_BKGX, slots_BKGL], axis=-1)
         own_v_BXKH = jnp.concatenate([own_v_BXKH, v_depth_BLKH], axis=1)
     # The queries are scaled after the product: half-precision ones would be rounded by it.

@@ -10,18 +10,16 @@ from kernels_pallas.joint_softmax import SequenceMask, Slots, Static, joint_atte
 from kernels_pallas.reference import reference_attention
 
 
-def _check_shapes(arrays, wanted):
-    """Raises a ValueError for the first array, by name, that is not None and not as wanted."""
-    for name, array in arrays.items():
-        if array is not None and array.shape != wanted[name]:
-            raise ValueError(f'{name} of shape {array.shape} must be {wanted[name]}')
+def _check_shape(name, array, wanted):
+    if array is not None and array.shape != wanted:
+        raise ValueError(f'{name} of shape {array.shape} must be {wanted}')
 
 
 def _check_sequence(q_BTNH, k_BSKH, v_BSKH, mask, window, implementation):
     if q_BTNH.ndim != 4 or k_BSKH.ndim != 4 or not k_BSKH.shape[2]:
         right = 'must be [B, T, N, H] and [B, S, K, H] with K of 1 or more'
         raise ValueError(f'queries {q_BTNH.shape} and keys {k_BSKH.shape} {right}')
-    batch, length, heads, width = q_BTNH.shape
+    (batch, length, heads, width), num_keys = q_BTNH.shape, k_BSKH.shape[1]
     if k_BSKH.shape != v_BSKH.shape or (k_BSKH.shape[0], k_BSKH.shape[3]) != (batch, width):
         raise ValueError(
             f'keys {k_BSKH.shape} and values {v_BSKH.shape} must both be [{batch}, S, K, {width}]'
@@ -33,24 +31,21 @@ def _check_sequence(q_BTNH, k_BSKH, v_BSKH, mask, window, implementation):
     if not isinstance(implementation, Parts | None) and implementation not in IMPLEMENTATIONS:
         known = ', '.join(IMPLEMENTATIONS)
         raise ValueError(f'implementation={implementation!r} must be None or one of {known}')
-    num_keys = k_BSKH.shape[1]
     if mask.key_positions_BS is None and num_keys not in (0, length):
         raise ValueError(f'{num_keys} keys for {length} queries need key_positions_BS')
     if mask.segment_ids_BT is None and mask.key_segment_ids_BS is not None:
         raise ValueError('key_segment_ids_BS need segment_ids_BT too')
-    if mask.key_segment_ids_BS is None and mask.segment_ids_BT is not None:
-        if mask.key_positions_BS is not None:
-            raise ValueError('segment_ids_BT with key_positions_BS need key_segment_ids_BS too')
-    sizes = {'BT': (batch, length), 'BS': (batch, num_keys)}
-    _check_shapes(mask._asdict(), {name: sizes[name[-2:]] for name in mask._fields})
+    alone = mask.segment_ids_BT is not None and mask.key_segment_ids_BS is None
+    if alone and mask.key_positions_BS is not None:
+        raise ValueError('segment_ids_BT with key_positions_BS need key_segment_ids_BS too')
+    for name, array in mask._asdict().items():
+        _check_shape(name, array, (batch, num_keys if name.endswith('BS') else length))
 
 
-def _check_sums(sums, k_depth_LBRKH):
-    dtypes = {'float32', 'float64', k_depth_LBRKH.dtype.name}
+def _check_sums(sums, shape, own):
     found = [(getattr(side, 'shape', None), str(getattr(side, 'dtype', None))) for side in sums]
-    right = [(k_depth_LBRKH.shape, found[0][1] if found else None)] * 2
-    if found != right or found[0][1] not in dtypes:
-        wanted = f'{k_depth_LBRKH.shape}, both float32 or both {k_depth_LBRKH.dtype.name}'
+    if found not in [[(shape, dtype)] * 2 for dtype in ('float32', 'float64', own)]:
+        wanted = f'{shape}, both float32 or both {own}'
         raise ValueError(f'slot_sums {found} must be two arrays {wanted}')
 
 
@@ -68,55 +63,32 @@ def _check_num_slots(num_slots, most):
 
 def _check_slots(q_BTNH, k_BSKH, slots, q_depth_BTNH, slot_window, slot_sums):
     sides = {'k_depth_LBRKH': slots.k_LBRKH, 'v_depth_LBRKH': slots.v_LBRKH}
-    arrays = {
-        'slot_mask_LBR': slots.mask_LBR,
-        'slot_rows_BT': slots.rows_BT,
-        'q_depth_BTNH': q_depth_BTNH,
-    }
+    others = {'slot_mask_LBR': slots.mask_LBR, 'slot_rows_BT': slots.rows_BT}
+    others |= {'q_depth_BTNH': q_depth_BTNH, 'num_slots': slots.num, 'slot_sums': slot_sums}
     absent = [name for name, side in sides.items() if side is None]
     if len(absent) == 1:
         raise ValueError(f'depth slots need keys and values, and {absent[0]} is None')
     if slot_window < 0:
         raise ValueError(f'slot_window={slot_window} must be 0 (no limit) or more')
     if absent:
-        for name, value in (arrays | {'num_slots': slots.num, 'slot_sums': slot_sums}).items():
+        for name, value in others.items():
             if value is not None:
                 raise ValueError(f'{name} needs k_depth_LBRKH and v_depth_LBRKH, which are None')
         return
     (batch, length, _, width), kv_heads = q_BTNH.shape, k_BSKH.shape[2]
-    k_shape = slots.k_LBRKH.shape
-    # Any L is right, and with rows any R.
-    places = *k_shape[:1], batch, length if slots.rows_BT is None else (*k_shape, 0, 0, 0)[2]
-    if k_shape != (*places, kv_heads, width):
-        tokens = length if slots.rows_BT is None else 'R'
+    shape, tokens = slots.k_LBRKH.shape, length if slots.rows_BT is None else 'R'
+    known = shape[1:2] + shape[2:3] * (tokens != 'R') + shape[3:]
+    if known != (batch, *[length] * (tokens != 'R'), kv_heads, width):
         right = f'[L, {batch}, {tokens}, {kv_heads}, {width}]'
-        raise ValueError(f'k_depth_LBRKH of shape {k_shape} must be {right}')
-    wanted = {
-        'slot_mask_LBR': places,
-        'slot_rows_BT': (batch, length),
-        'q_depth_BTNH': q_BTNH.shape,
-    }
-    wanted['v_depth_LBRKH'] = k_shape
-    _check_shapes({'v_depth_LBRKH': slots.v_LBRKH, **arrays}, wanted)
+        raise ValueError(f'k_depth_LBRKH of shape {shape} must be {right}')
+    _check_shape('v_depth_LBRKH', slots.v_LBRKH, shape)
+    _check_shape('slot_mask_LBR', slots.mask_LBR, shape[:3])
+    _check_shape('slot_rows_BT', slots.rows_BT, (batch, length))
+    _check_shape('q_depth_BTNH', q_depth_BTNH, q_BTNH.shape)
     if slot_sums is not None:
-        _check_sums(slot_sums, slots.k_LBRKH)
+        _check_sums(slot_sums, shape, slots.k_LBRKH.dtype.name)
     if slots.num is not None:
-        _check_num_slots(slots.num, k_shape[0])
-
-
-def _shapes_of(q_BTNH, k_BSKH, v_BSKH, q_depth_BTNH, slots, **options):
-    """The Shapes of a call, of which the options are fields."""
-    arrays = [q_BTNH, k_BSKH, v_BSKH] + ([] if q_depth_BTNH is None else [q_depth_BTNH])
-    if slots is not None:
-        arrays += slots[:2]
-        options |= {
-            'num_slots': slots.k_LBRKH.shape[0],
-            'slot_rows': 0 if slots.rows_BT is None else slots.k_LBRKH.shape[2],
-            'slot_mask': slots.mask_LBR is not None,
-            'slot_queries': q_depth_BTNH is not None,
-        }
-    dtypes = tuple(sorted({array.dtype.name for array in arrays}))
-    return Shapes(q=q_BTNH.shape, k=k_BSKH.shape, dtypes=dtypes, **{'num_slots': 0, **options})
+        _check_num_slots(slots.num, shape[0])
 
 
 def depth_attention(
@@ -167,13 +139,13 @@ def depth_attention(
       scale: factor on the scores; None: H^-1/2.
       implementation: reference | xla | pallas | mosaic_gpu | mosaic_gpu_fused, or Parts; None: on a
         GPU the fastest there (backends.py), as the log says once, else xla.
-      return_lse: also return the natural-log logsumexp [B, N, T] in float32; differentiable. It
-        costs: cuDNN's backward pass takes no cotangent of it, so XLA's runs instead.
+      return_lse: also return the natural-log logsumexp [B, N, T] in float32; differentiable, by
+        XLA's backward pass in place of cuDNN's.
       thread_slots: also return the slots as given. If the next layer takes these, their cotangents
         are the sums to which each layer's backward pass adds in place.
-      slot_sums: two arrays of the slots' shape, of any floating dtype, whose values do not matter.
-        They are returned as given, and the slots' gradients are added to their cotangents, in their
-        dtype; the slots themselves then have none. None: see thread_slots.
+      slot_sums: two arrays of the slots' shape, of float32 or wider or of the slots' dtype, whose
+        values do not matter. They are returned as given, and the slots' gradients are added to
+        their cotangents; the slots themselves then have none. None: see thread_slots.
 
     Returns:
       o_BTNH in q's dtype (softmax in float32, or wider with q); zeros, with a logsumexp of -inf,
@@ -181,8 +153,7 @@ def depth_attention(
       k_depth_LBRKH and v_depth_LBRKH if thread_slots, the two slot_sums if given).
 
     Raises:
-      ValueError: shapes that do not fit, a negative window, num_slots beyond L, an implementation
-        that is unknown or does not support this.
+      ValueError: shapes or numbers that do not fit, or that the implementation does not support.
 
     Source: Zhu et al. 2026, Mixture-of-Depths Attention, arXiv 2603.15619.
     """
@@ -213,19 +184,22 @@ def depth_attention(
             q_BTNH, k_BSKH, v_BSKH, mask, q_depth_BTNH, read, window, slot_window, scale
         )
     else:
-        shapes = _shapes_of(
-            q_BTNH,
-            k_BSKH,
-            v_BSKH,
-            q_depth_BTNH,
-            slots,
+        arrays = q_BTNH, k_BSKH, v_BSKH, q_depth_BTNH, *(sides if held else ())
+        shapes = Shapes(
+            q=q_BTNH.shape,
+            k=k_BSKH.shape,
+            num_slots=held,
+            dtypes=tuple(sorted({x.dtype.name for x in arrays if x is not None})),
             ordered=ordered,
             consecutive=consecutive,
             segments=segment_ids_BT is not None,
             window=window,
             scale=scale,
             slot_window=slot_window,
-            sums='' if sums is None or slots is None else sums[0].dtype.name,
+            slot_rows=k_depth_LBRKH.shape[2] if held and slot_rows_BT is not None else 0,
+            slot_mask=bool(held) and slot_mask_LBR is not None,
+            slot_queries=bool(held) and q_depth_BTNH is not None,
+            sums=sums[0].dtype.name if held and sums else '',
             lse=return_lse,
         )
         parts = choose(implementation, shapes)
@@ -244,13 +218,11 @@ def _through(slot, total):
     return slot.astype(jnp.promote_types(slot.dtype, total.dtype))
 
 
-def _through_forward(slot, total):
-    return _through(slot, total), (slot[:0], total[:0])
-
-
 def _through_backward(residuals, cotangent):
     slot, total = (jnp.zeros(cotangent.shape, side.dtype) for side in residuals)
     return slot, cotangent.astype(total.dtype)
 
 
-_through.defvjp(_through_forward, _through_backward)
+_through.defvjp(
+    lambda slot, total: (_through(slot, total), (slot[:0], total[:0])), _through_backward
+)

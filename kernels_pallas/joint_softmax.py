@@ -1,9 +1,7 @@
 """Sequence and depth slots in one softmax, each part by a backend of `backends.BACKENDS`.
 
-The depth part continues the softmax that the sequence part began. With the joint output and
-logsumexp, and delta = rowsum(do o) - dlse, the backward pass of either part is that of plain
-attention, and no gradient passes through a merge of the two:
-  P = exp(q k^T scale - lse),  dV = P^T do,  dS = P (do V^T - delta),  dQ = dS K scale.
+The depth part continues the softmax that the sequence part began, and given the joint output and
+logsumexp the backward pass of either is that of plain attention (docs/depth_attention.md, 5).
 """
 
 import functools
@@ -16,53 +14,33 @@ from kernels_pallas.backends import DEPTH, SEQUENCE, Parts, load_module
 
 
 class SequenceMask(NamedTuple):
-    """What hides a key from a query; see `reference.visibility`.
+    """What hides a key from a query; see `reference.visibility`."""
 
-    Attributes:
-      positions_BT, key_positions_BS: int, places in the original sequence.
-      segment_ids_BT, key_segment_ids_BS: int, or None for one segment.
-    """
-
-    positions_BT: jax.Array
+    positions_BT: jax.Array  # int, places in the original sequence
     key_positions_BS: jax.Array
-    segment_ids_BT: jax.Array | None = None
+    segment_ids_BT: jax.Array | None = None  # None: one segment
     key_segment_ids_BS: jax.Array | None = None
 
 
 class Slots(NamedTuple):
-    """Depth slots, and what hides them from a query; see `reference.slot_visibility`.
-
-    Attributes:
-      k_LBRKH, v_LBRKH: keys and values of R tokens.
-      num: int or traced, 0 to L: slots from this one on are not read.
-      mask_LBR: bool, or None.
-      rows_BT: int, the place along R of each query's token, R and above for none; None: R = T.
-    """
+    """Depth slots, and what hides them from a query; see `reference.slot_visibility`."""
 
     k_LBRKH: jax.Array
     v_LBRKH: jax.Array
-    num: jax.Array | int
+    num: jax.Array | int  # 0 to L: slots from this one on are not read
     mask_LBR: jax.Array | None = None
+    # The place along R of each query's token, R and above for none; None: R = T.
     rows_BT: jax.Array | None = None
 
 
 class Static(NamedTuple):
-    """The parameters for which a program is compiled.
+    """The parameters for which a program is compiled."""
 
-    Attributes:
-      window: number of visible keys, the query's own among them; 0: no limit.
-      ordered: key i belongs to query i and positions ascend, so that index order is time order.
-      slot_window: number of visible slots, the newest; 0: all.
-      scale: factor on the scores.
-      returns_lse: the logsumexp is a result too, and has a cotangent.
-      parts: the backends.
-    """
-
-    window: int
-    ordered: bool
-    slot_window: int
-    scale: float
-    returns_lse: bool
+    window: int  # number of visible keys, the query's own among them; 0: no limit
+    ordered: bool  # key i belongs to query i and positions ascend: index order is time order
+    slot_window: int  # number of visible slots, the newest; 0: all
+    scale: float  # factor on the scores
+    returns_lse: bool  # the logsumexp is a result too, and has a cotangent
     parts: Parts = Parts()
 
 
@@ -72,14 +50,6 @@ def joint_attention(static, q_BTNH, k_BSKH, v_BSKH, mask, q_depth_BTNH, slots, s
 
     The cotangent of the returned sums, or of the returned slots where there are no sums, is what
     the slots' gradients are added to, in place. With sums, that of the slots is passed on.
-
-    Args:
-      static: Static.
-      q_BTNH, k_BSKH, v_BSKH: as in `reference_attention`.
-      mask: SequenceMask.
-      q_depth_BTNH: queries for the slots; None: q_BTNH.
-      slots: Slots, or None.
-      slot_sums: two arrays of the slots' shape whose values do not matter, or None.
 
     Returns:
       o_BTNH, lse_BNT, the slots' keys and values or None, and slot_sums.
@@ -91,12 +61,9 @@ def joint_attention(static, q_BTNH, k_BSKH, v_BSKH, mask, q_depth_BTNH, slots, s
 def _depth(static, way):
     """The backend's depth_forward or depth_backward."""
     module = load_module(getattr(DEPTH[static.parts.depth], way))
-    return functools.partial(
-        getattr(module, f'depth_{way}'),
-        window=static.slot_window,
-        scale=static.scale,
-        interpret=static.parts.interpret,
-    )
+    options = {'window': static.slot_window, 'scale': static.scale}
+    options['interpret'] = static.parts.interpret
+    return functools.partial(getattr(module, f'depth_{way}'), **options)
 
 
 def _forward(static, q_BTNH, k_BSKH, v_BSKH, mask, q_depth_BTNH, slots, slot_sums):
@@ -132,14 +99,11 @@ def _backward(static, residuals, cotangents):
     dslots, dq_depth_BTNH = None, None
     if slots is not None:
         q = q_BTNH if q_depth_BTNH is None else q_depth_BTNH
-        sums = dsides if dsums is None else dsums
-        dq_depth_BTNH, *sums = _depth(static, 'backward')(
-            q, do_BTNH, lse_BNT, delta_BNT, slots, sums
-        )
+        sums, backward = dsides if dsums is None else dsums, _depth(static, 'backward')
+        dq_depth_BTNH, *sums = backward(q, do_BTNH, lse_BNT, delta_BNT, slots, sums)
         if q_depth_BTNH is None:
             wide = lse_BNT.dtype
-            dq_BTNH = dq_BTNH.astype(wide) + dq_depth_BTNH.astype(wide)
-            dq_depth_BTNH = None
+            dq_BTNH, dq_depth_BTNH = dq_BTNH.astype(wide) + dq_depth_BTNH.astype(wide), None
         else:
             dq_depth_BTNH = dq_depth_BTNH.astype(q_depth_BTNH.dtype)
         dsides, dsums = (sums, None) if dsums is None else (dsides, tuple(sums))

@@ -1,7 +1,4 @@
-"""Attention as its equation: every score at once, in float32, slow and plain; and allowed errors.
-
-The tests compare every backend with it.
-"""
+"""Attention as its equation, with which every backend is compared, and allowed errors."""
 
 import jax.numpy as jnp
 
@@ -14,13 +11,8 @@ _MOST = {'bfloat16': 0.02, 'float16': 0.02, 'float32': 4e-3}
 def allowed_error(dtype: str, gradient: bool, plain_error: float, largest: float) -> float:
     """Returns the largest absolute error that a kernel's result may have.
 
-    It follows from the error of XLA's form in the same dtype on the same inputs.
-
-    Args:
-      dtype: of the inputs, such as bfloat16.
-      gradient: the result is a gradient, not an output.
-      plain_error: largest absolute error of XLA's form in that dtype; NaN sets no bound.
-      largest: largest absolute value of the exact result; below 1 it counts as 1.
+    It follows from `plain_error`, that of XLA's form in the same dtype on the same inputs (NaN sets
+    no bound), and from the largest absolute value of the exact result; below 1 it counts as 1.
     """
     factor, least = _GRADIENTS if gradient else _OUTPUTS
     largest = max(1.0, largest)
@@ -30,13 +22,8 @@ def allowed_error(dtype: str, gradient: bool, plain_error: float, largest: float
 def visibility(positions_BT, key_positions_BS, segment_ids_BT, key_segment_ids_BS, window):
     """Returns bool [B, T, S], True where a key is visible to a query.
 
-    A key is hidden if it is later, in another segment, or `window` or more positions before.
-
-    Args:
-      positions_BT: int [B, T], the queries' places in the original sequence.
-      key_positions_BS: int [B, S], the keys' places.
-      segment_ids_BT, key_segment_ids_BS: int [B, T] and [B, S], or None for one segment.
-      window: number of visible keys, the query's own among them; 0: no limit.
+    A key is hidden if it is later, in another segment (None: there is one), or `window` or more
+    positions before (0: no limit).
     """
     distance_BTS = positions_BT[:, :, None] - key_positions_BS[:, None, :]
     visible_BTS = distance_BTS >= 0
@@ -50,12 +37,7 @@ def visibility(positions_BT, key_positions_BS, segment_ids_BT, key_segment_ids_B
 def slot_visibility(shape_LBR, num_slots, slot_window, slot_mask_LBR, slot_rows_BT):
     """Returns bool [B, T, L], True where a slot of its own token is visible to a query.
 
-    Args:
-      shape_LBR: (L, B, R).
-      num_slots: int, slots written; the others are hidden.
-      slot_window: number of visible slots, the newest; 0: all.
-      slot_mask_LBR: bool [L, B, R], False hides a slot of a token; or None.
-      slot_rows_BT: int [B, T], the queries' tokens, R and above for none; None: T = R.
+    `shape_LBR` is (L, B, R); the others are as in `depth_attention`.
     """
     slots, batch, tokens = shape_LBR
     index_L = jnp.arange(slots)
@@ -88,18 +70,9 @@ def reference_attention(
       p, p_depth = split(softmax(s * scale), [S])
       o = einsum('btns,bsnh->btnh', p, v) + einsum('btnl,lbtnh->btnh', p_depth, v_depth)
 
-    Args:
-      q_BTNH: queries [B, T, N, H].
-      k_BSKH, v_BSKH: keys and values [B, S, K, H], K dividing N.
-      mask: `joint_softmax.SequenceMask`.
-      q_depth_BTNH: queries for the slots; None: q_BTNH.
-      slots: `joint_softmax.Slots`, or None.
-      window, slot_window: numbers of visible keys and slots; 0: no limit.
-      scale: factor on the scores.
-
-    Returns:
-      o_BTNH in the dtype of q, and the natural-log logsumexp lse_BNT in float32 or wider. For a
-      query to which nothing is visible they are 0 and -inf.
+    `mask` is a `joint_softmax.SequenceMask`, `slots` are Slots or None, the rest is as in
+    `depth_attention`. Returns o_BTNH in the dtype of q, and the natural-log logsumexp lse_BNT in
+    float32 or wider: 0 and -inf for a query to which nothing is visible.
     """
     (batch, length, heads, _), kv_heads = q_BTNH.shape, k_BSKH.shape[2]
     dtype = jnp.promote_types(q_BTNH.dtype, jnp.float32)

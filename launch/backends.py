@@ -21,7 +21,12 @@ PAGE = flags.DEFINE_string(
 )
 BEGIN = '<!-- backends: written by python -m launch.backends -->'
 END = '<!-- end of backends -->'
-HEADS = ('config', 'attention', 'CPU', 'Hopper (9.0)', 'older GPU (8.0)')
+# Columns of devices, on which measuring is assumed to be possible: platform and compute capability.
+DEVICES = {
+    'CPU': ('cpu', None),
+    'Hopper (9.0)': ('gpu', (9, 0)),
+    'older GPU (8.0)': ('gpu', (8, 0)),
+}
 CONFIGS = pathlib.Path(__file__).parents[1] / 'configs'
 
 
@@ -32,11 +37,7 @@ def config_names() -> list[str]:
 
 
 def attentions(name: str) -> list:
-    """The Shapes of the attentions in a training step of a config on one device, each once.
-
-    Args:
-      name: of a file of configs/, without .py.
-    """
+    """The Shapes of the attentions in a training step of a config on one device, each once."""
     import jax
 
     from kernels_pallas.backends import recorded
@@ -61,24 +62,10 @@ def attentions(name: str) -> list:
     return list(dict.fromkeys(seen))
 
 
-def devices() -> tuple:
-    """The described devices of HEADS, on which measuring is assumed to be possible."""
-    from kernels_pallas.backends import Device
-
-    return (
-        Device('cpu', 'a CPU'),
-        Device('gpu', 'a Hopper GPU', (9, 0), not_measured=''),
-        Device('gpu', 'an older GPU', (8, 0), not_measured=''),
-    )
-
-
-def cell(shapes, device, note) -> str:
+def cell(shapes, platform, capability, note) -> str:
     """The backends of sequence, depth slots and decoding on a device, and the numbers of notes.
 
-    Args:
-      shapes: of the attention.
-      device: described.
-      note: a function from a reason to the number of its note.
+    `note` is a function from a reason to the number of its note.
     """
     from kernels_pallas import backends
 
@@ -86,19 +73,17 @@ def cell(shapes, device, note) -> str:
         depth = parts.depth if shapes.num_slots else '-'
         return f'`{parts.sequence} / {depth} / {backends.DECODING}`'
 
-    if device.platform != 'gpu':
+    if platform == 'cpu':
         return name(backends.Parts())
-    plan = backends.plan(shapes, device)
-    reasons = [f'{backend}: {why}' for backend, why in plan.refused]
-    names = [name(parts) for parts in plan.candidates]
-    why = backends.not_measured(shapes, device)
-    if len(names) == 1:
+    kind = {9: 'a Hopper GPU', 8: 'an older GPU'}[capability[0]]
+    device = backends.Device(platform, kind, capability, not_measured='')
+    candidates, refused = backends.plan(shapes, device)
+    reasons = [f'{backend}: {why}' for backend, why in refused.items()]
+    names, why = [name(parts) for parts in candidates], backends.not_measured(shapes, device)
+    text = names[0] if len(names) == 1 else 'the fastest of ' + ', '.join(names)
+    if len(names) > 1 and why:
         text = names[0]
-    elif why:
-        text = name(plan.proven[0])
         reasons.append(f'not measured: {why}')
-    else:
-        text = 'the fastest of ' + ', '.join(names)
     numbers = ', '.join(str(note(reason)) for reason in reasons)
     return f'{text} ({numbers})' if numbers else text
 
@@ -118,31 +103,24 @@ def describe(shapes) -> str:
 
 
 def table(names: list[str]) -> str:
-    """The table of configs in Markdown, and its notes.
-
-    Args:
-      names: of the configs.
-    """
+    """The table of the configs of these names in Markdown, and its notes."""
     notes = {}
 
     def note(reason):
         return notes.setdefault(reason, len(notes) + 1)
 
-    lines = [f'| {" | ".join(HEADS)} |', '|---' * len(HEADS) + '|']
+    heads = ('config', 'attention', *DEVICES)
+    lines = [f'| {" | ".join(heads)} |', '|---' * len(heads) + '|']
     for name in names:
         for shapes in attentions(name):
-            cells = [cell(shapes, device, note) for device in devices()]
+            cells = [cell(shapes, *device, note) for device in DEVICES.values()]
             lines.append(f'| {" | ".join([name, describe(shapes), *cells])} |')
     lines += ['', *(f'{number}. {reason}' for reason, number in notes.items())]
     return '\n'.join(lines)
 
 
 def replaced(page: str, text: str) -> str:
-    """The page with another text between its markers.
-
-    Raises:
-      ValueError: a page without both markers, in this order, once.
-    """
+    """The page with another text between its markers; a ValueError without both, in order, once."""
     if page.count(BEGIN) != 1 or page.count(END) != 1 or page.index(BEGIN) > page.index(END):
         raise ValueError(f'page without its markers: must hold {BEGIN} and then {END}, once each')
     return f'{page.split(BEGIN)[0]}{BEGIN}\n\n{text}\n\n{END}{page.split(END)[1]}'
@@ -153,13 +131,14 @@ def main(argv):
     for name in argv[1:]:
         if name not in known:
             raise ValueError(f'{name}: must be one of {", ".join(known)}')
+    names = argv[1:] or known
     if PAGE.value is None:
-        print(table(argv[1:] or known))
+        print(table(names))
         return
     page = pathlib.Path(PAGE.value)
-    replaced(page.read_text(encoding='utf-8'), '')  # before the work
-    text = table(argv[1:] or known)
-    page.write_text(replaced(page.read_text(encoding='utf-8'), text), encoding='utf-8')
+    text = page.read_text(encoding='utf-8')
+    replaced(text, '')  # before the work
+    page.write_text(replaced(text, table(names)), encoding='utf-8')
 
 
 if __name__ == '__main__':

@@ -11,14 +11,13 @@
   python -m launch.bench attention --lengths=4096 --slots=0,64 --implementations=cudnn,pallas
   python -m launch.bench scoring --size=6x128 --repeats=11
 
-What is compared is timed in turn. The benchmarks are functions of moddepth_jax.benchmarks.registry.
+What is compared is timed in turn. moddepth_jax.benchmarks.registry lists the benchmarks.
 """
 
 import contextlib
 import inspect
 import json
 import sys
-import types
 import typing
 
 from absl import flags
@@ -26,6 +25,7 @@ from absl import flags
 from launch import cli
 from moddepth_jax.benchmarks.registry import BENCHMARKS, flag_texts
 from moddepth_jax.benchmarks.tables import print_table
+from moddepth_jax.benchmarks.timing import DeviceLostError
 
 JSON = flags.DEFINE_string('json', None, 'File for the result, as it grows; - for stdout.')
 ZERO_ALLOWED = ('slots', 'unrolled_up_to', 'seconds')
@@ -40,10 +40,9 @@ def _define_flags():
             default = argument.default
             default = ','.join(map(str, default)) if isinstance(default, tuple) else default
             text = described[flag] + (f' Default: {default}.' if default is not None else '')
-            texts.setdefault(flag, {}).setdefault(text, []).append(name)
+            texts.setdefault(flag, []).append(f'{name}: {text}')
             owners.setdefault(flag, []).append(name)
-    for flag, by_text in texts.items():
-        parts = [f'{", ".join(names)}: {text}' for text, names in by_text.items()]
+    for flag, parts in texts.items():
         flags.DEFINE_string(flag, None, ' '.join(parts))
     return owners
 
@@ -51,57 +50,43 @@ def _define_flags():
 OWNERS = _define_flags()
 
 
-def _numbers(flag, texts):
-    least = 0 if flag in ZERO_ALLOWED else 1
-    if not all(text.isdecimal() and int(text) >= least for text in texts):
-        given = ','.join(texts)
-        raise ValueError(f'--{flag}={given}: must be numbers of {least} or more, such as 8,2')
-    return [int(text) for text in texts]
-
-
 def _parse(flag, text, annotation):
     """The value of a flag, of the type that the benchmark declares for it."""
-    if typing.get_origin(annotation) in (types.UnionType, typing.Union):  # with None, the default
-        (annotation,) = (kind for kind in typing.get_args(annotation) if kind is not type(None))
-    if choices := typing.get_args(annotation) if annotation not in (list[int], list[str]) else ():
-        if text not in choices:
-            raise ValueError(f'--{flag}={text}: must be one of {", ".join(choices)}')
+    kinds = [kind for kind in typing.get_args(annotation) if kind is not type(None)]
+    kind = kinds[0] if type(None) in typing.get_args(annotation) else annotation  # None: default
+    if typing.get_origin(kind) is typing.Literal:
+        if text not in typing.get_args(kind):
+            right = ', '.join(typing.get_args(kind))
+            raise ValueError(f'--{flag}={text}: must be one of {right}')
         return text
-    if annotation is int:
-        return _numbers(flag, [text])[0]
-    if annotation is str:
-        return text
-    return _numbers(flag, text.split(',')) if annotation == list[int] else text.split(',')
-
-
-def _arguments(name):
-    """The arguments of a benchmark that were given as flags."""
-    for flag, owners in OWNERS.items():
-        if flags.FLAGS[flag].present and name not in owners:
-            raise ValueError(f'--{flag}: is of {" and ".join(owners)}, {name} has no use for it')
-    parameters = inspect.signature(BENCHMARKS[name]).parameters
-    given = {flag: flags.FLAGS[flag].value for flag in parameters}
-    return {
-        flag: _parse(flag, text, parameters[flag].annotation)
-        for flag, text in given.items()
-        if text is not None
-    }
+    words, least = text.split(','), 0 if flag in ZERO_ALLOWED else 1
+    if kind in (int, list[int]):
+        if not all(word.isdecimal() and int(word) >= least for word in words):
+            right = 'one number' if kind is int else f'numbers of {least} or more, such as 8,2'
+            raise ValueError(f'--{flag}={text}: must be {right}')
+        words = [int(word) for word in words]
+    return words if typing.get_origin(kind) is list else text if kind is str else words[0]
 
 
 def main(argv):
     if len(argv) != 2 or argv[1] not in BENCHMARKS:
         given = ' '.join(argv[1:]) or 'no benchmark'
         raise ValueError(f'{given}: must be one of {", ".join(BENCHMARKS)}')
-    arguments = _arguments(argv[1])
-    from moddepth_jax.benchmarks.timing import DeviceLostError
-
+    name, arguments = argv[1], {}
+    parameters = inspect.signature(BENCHMARKS[name]).parameters
+    for flag, owners in OWNERS.items():
+        if flags.FLAGS[flag].value is None:
+            continue
+        if name not in owners:
+            raise ValueError(f'--{flag}: is of {" and ".join(owners)}, {name} has no use for it')
+        arguments[flag] = _parse(flag, flags.FLAGS[flag].value, parameters[flag].annotation)
     results, width = [], None if sys.stdout.isatty() else 160
     with contextlib.ExitStack() as stack:
         file = None
         if JSON.value not in (None, '-'):  # opened first: a bad path shows before the timing
             file = stack.enter_context(open(JSON.value, 'w', encoding='utf-8'))
         try:
-            for result, tables in BENCHMARKS[argv[1]](**arguments):
+            for result, tables in BENCHMARKS[name](**arguments):
                 results.append(result)
                 if file:  # complete after each result: what ends the process keeps those before it
                     file.seek(0)

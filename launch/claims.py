@@ -26,9 +26,6 @@ PAGE = flags.DEFINE_string(
 
 
 def main(_):
-    import rich.console
-    import rich.text
-
     from launch.study_config import counted_flops
     from moddepth_jax.studies import claims
     from moddepth_jax.training.run_dir import write_atomically
@@ -50,11 +47,10 @@ def main(_):
     write_atomically(out / 'claims.md', f'# Claims\n\n{table}\n')
     if page:
         write_atomically(page, text)
-    console = rich.console.Console(highlight=False)
-    for block in claims.console_tables(rows):
-        console.print(block)
-    summary = f'Of {len(rows)} claims: {claims.counts(rows)}. Rules and spreads: {out}/claims.md'
-    console.print(rich.text.Text(summary), soft_wrap=True)
+    for row in rows:
+        print(f'{row["claim"]}\n  paper: {row["paper"]}\n  ours:  {row["ours"]}')
+        print(f'  {row["verdict"]}: {row["reason"]}')
+    print(f'Of {len(rows)} claims: {claims.counts(rows)}. Rules and spreads: {out}/claims.md')
 
 
 if __name__ == '__main__':

@@ -7,6 +7,7 @@ import functools
 import inspect
 import json
 import os
+import pathlib
 import re
 import sys
 import textwrap
@@ -20,14 +21,17 @@ FLAGS = flags.FLAGS
 flags.disclaim_key_flags()  # flags defined below belong to the command that asks for them
 
 _CONFIG_HELP = (
-    'FILE.py or FILE.py:TEXT, such as configs/base.py: its get_config(), or get_config(TEXT), '
-    'returns the knobs. Or WORKDIR/config.json, those of a run. --config.model.num_layers=12 sets '
-    'one of them.'
+    'FILE.py or FILE.py:TEXT, such as configs/base.py: its get_config(), or get_config(TEXT). Or '
+    'WORKDIR/config.json, that of a run. --config.model.num_layers=12 sets a knob.'
 )
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE, errno.EROFS)
 # Set by launch.local for all processes but the first, which reports bad flags for all of them.
 REPORTED_BY_LEADER = 'MODDEPTH_REPORTED_BY_LEADER'
-_HELP = ('-h', '-?', '-help', '--help', '--helpshort', '--helpfull')
+_HELP = {'-h', '-?', '-help', '--help', '--helpshort', '--helpfull'}
+_OUT_OF_MEMORY = (
+    'out of device memory; lower data.batch_size, raise training.accumulate_steps, or set '
+    'model.remat=block'
+)
 
 
 def run(main, positional: str = ''):
@@ -37,11 +41,7 @@ def run(main, positional: str = ''):
     on stderr after a bad flag or config, a ValueError, or a file that could not be used; 130 with
     one line after Ctrl-C; 1 with a traceback for any other exception; 75 if another process of the
     same run was lost. Processes of one run end together, and one of them reports an error that
-    several raise.
-
-    Args:
-      main: called with the program's name and the positional arguments.
-      positional: the text of --help on positional arguments; empty: the command takes none.
+    several raise. `positional` is what --help says about positional arguments, if there are any.
     """
     flags.DEFINE_boolean('traceback', False, 'Also show where in the code an error arose.')
     FLAGS.set_gnu_getopt(True)
@@ -50,22 +50,19 @@ def run(main, positional: str = ''):
 
 
 def define_config(default: str | None = None) -> flags.FlagHolder:
-    """Defines --config and --print_config; the holder's `.value` is a locked ConfigDict.
+    """Defines --config, which is required without a `default`, and --print_config.
 
-    --config.model.num_layers=3 overrides a knob. The text after a colon in --config=FILE.py:TEXT is
-    passed to the file's get_config.
-
-    Args:
-      default: the --config of a command line without one; None: --config is required.
+    The holder's `.value` is a locked ConfigDict. --config.model.num_layers=3 overrides a knob. The
+    text after a colon in --config=FILE.py:TEXT is passed to the file's get_config.
     """
     # Imported here because launch.gpu also works without ml_collections.
     from ml_collections import config_flags
 
     from launch import config_file
 
-    help_string = _CONFIG_HELP + (f' Default: {default}.' if default else '')
+    text = _CONFIG_HELP + (f' Default: {default}.' if default else '')
     with _errors_in_one_line():  # config_flags reads a --flagfile here
-        holder = config_flags.DEFINE_config_file('config', help_string=help_string)
+        holder = config_flags.DEFINE_config_file('config', help_string=text)
     FLAGS['config'].parser = config_file.Parser()
     FLAGS['config'].left_out = default
     flags.mark_flag_as_required('config')
@@ -75,40 +72,21 @@ def define_config(default: str | None = None) -> flags.FlagHolder:
 
 def config_name() -> str:
     """NAME of --config=configs/NAME.py[:TEXT] or NAME/config.json, after the flags are parsed."""
-    path = FLAGS['config'].config_filename
-    if path.endswith('.json'):
-        return os.path.basename(os.path.dirname(os.path.abspath(path)))
-    return os.path.splitext(os.path.basename(path.split(':', 1)[0]))[0]
+    path = pathlib.Path(os.path.abspath(FLAGS['config'].config_filename.split(':', 1)[0]))
+    return path.parent.name if path.suffix == '.json' else path.stem
 
 
-def prepare_backend():
-    """Sets the environment that JAX reads when it looks for devices. `run` calls it before main.
+def _prepare_backend():
+    """Sets the environment that JAX reads when it looks for devices, and silences libraries.
 
-    Fake CPU devices need two threads each, or XLA's CPU runtime can block until it aborts: NPROC
-    becomes twice their number unless it is set. Logs below WARNING, and those of Orbax and Grain
-    below ERROR, are dropped unless --verbosity is given.
+    Fake CPU devices need two threads each, or XLA's CPU runtime can block until it aborts.
     """
-    counts = re.findall(
-        r'--xla_force_host_platform_device_count=(\d+)', os.environ.get('XLA_FLAGS', '')
-    )
+    counts = re.findall(r'_host_platform_device_count=(\d+)', os.environ.get('XLA_FLAGS', ''))
     if counts and int(counts[-1]) >= 2:
         os.environ.setdefault('NPROC', str(2 * int(counts[-1])))
     if FLAGS['verbosity'].using_default_value:
         logging.set_verbosity(logging.WARNING)
         logging.get_absl_logger().setLevel('ERROR')
-
-
-def _call(main, argv):
-    try:
-        with _errors_in_one_line(), _ending_together():
-            if 'print_config' in FLAGS and FLAGS.print_config:
-                return _print_config()
-            return main(argv)
-    except Exception as error:
-        if _multihost() is None:
-            raise
-        traceback.print_exc()
-        _exit(1, error)
 
 
 def _multihost():
@@ -117,17 +95,27 @@ def _multihost():
     return module if module is not None and module.is_initialized() else None
 
 
-@contextlib.contextmanager
-def _ending_together():
-    """Waits for the other processes at the end of main; exits at once if one of them is lost."""
+def _call(main, argv):
+    """Calls main; processes of one run end together, at once if one of them is lost."""
     try:
-        yield
-        if multihost := _multihost():
-            multihost.barrier('end of main')
+        with _errors_in_one_line():
+            try:
+                if 'print_config' in FLAGS and FLAGS.print_config:
+                    resolved = hparams.from_config(FLAGS.config)
+                    return print(json.dumps(dataclasses.asdict(resolved), indent=2))
+                status = main(argv)
+                if multihost := _multihost():
+                    multihost.barrier('end of main')
+                return status
+            except Exception as error:
+                if multihost := _multihost():
+                    multihost.exit_if_process_lost(error)
+                raise
     except Exception as error:
-        if multihost := _multihost():
-            multihost.exit_if_process_lost(error)
-        raise
+        if _multihost() is None:
+            raise
+        traceback.print_exc()
+        _exit(1, error)
 
 
 def _exit(status, error):
@@ -137,34 +125,22 @@ def _exit(status, error):
     sys.exit(status)
 
 
-def _print_config():
-    print(json.dumps(dataclasses.asdict(hparams.from_config(FLAGS.config)), indent=2))
-
-
 def _parse(argv, positional):
     with _errors_in_one_line(quiet=bool(os.environ.get(REPORTED_BY_LEADER))):
-        if set(_HELP) & set(argv[1 : argv.index('--') if '--' in argv else None]):
+        if _HELP & set(argv[1 : argv.index('--') if '--' in argv else None]):
             print(_help_text(positional))
             sys.exit(0)
-        argv = _with_config(argv)
+        default = FLAGS['config'].left_out if 'config' in FLAGS else None
+        given = FLAGS.read_flags_from_files(argv[1:], force_gnu=False)
+        if default and not any(re.match('--?config(=|$)', argument) for argument in given):
+            # A default of the flag itself would be loaded before the overrides are known.
+            sys.argv[1:] = [f'--config={default}', *argv[1:]]
+            argv = list(sys.argv)
         rest = FLAGS(argv)
         if rest[1:] and not positional:
             raise ValueError(_unexpected(rest[1], argv))
-        prepare_backend()
+        _prepare_backend()
         return rest
-
-
-def _with_config(argv):
-    """The command line with the default --config added if it has none, also in sys.argv.
-
-    A default of the flag itself would be loaded before the overrides are known.
-    """
-    default = FLAGS['config'].left_out if 'config' in FLAGS else None
-    given = FLAGS.read_flags_from_files(argv[1:], force_gnu=False)
-    if default is None or any(re.match('--?config(=|$)', argument) for argument in given):
-        return argv
-    sys.argv[1:] = [f'--config={default}', *argv[1:]]
-    return list(sys.argv)
 
 
 @contextlib.contextmanager
@@ -177,7 +153,7 @@ def _errors_in_one_line(quiet=False):
     except BrokenPipeError as error:  # nobody reads our output any more, as in `... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
         _exit(141, error)
-    except (ValueError, OSError, flags.Error) as error:
+    except Exception as error:
         line = _one_line(error)
         if not line:
             raise
@@ -186,62 +162,60 @@ def _errors_in_one_line(quiet=False):
         if not (quiet or getattr(error, 'reported_elsewhere', False)):
             print('error:', ' '.join(line.split()), file=sys.stderr)
         _exit(2, error)
-    except MemoryError as error:
-        print('error: out of memory; lower data.batch_size', file=sys.stderr)
-        _exit(2, error)
-    except RuntimeError as error:  # JAX raises this when the device is out of memory
-        if 'RESOURCE_EXHAUSTED' not in str(error):
-            raise
-        remedy = 'lower data.batch_size, raise training.accumulate_steps, or set model.remat=block'
-        print(f'error: out of device memory; {remedy}', file=sys.stderr)
-        _exit(2, error)
 
 
 def _one_line(error):
     """The line on what the user did wrong, or '' if the error is not the user's."""
+    if isinstance(error, MemoryError):
+        return 'out of memory; lower data.batch_size'
+    if isinstance(error, RuntimeError):  # JAX raises this when the device is out of memory
+        return _OUT_OF_MEMORY if 'RESOURCE_EXHAUSTED' in str(error) else ''
     if isinstance(error, OSError):
         if error.filename is not None:
             return f'{error.filename}: {error.strerror or error}'
         users = isinstance(error, (FileNotFoundError, PermissionError))
         return str(error) if users or error.errno in _DISK_ERRORS else ''
     if isinstance(error, flags.UnrecognizedFlagError):
-        from launch import config_file
-
-        if error.flagname.startswith('config.') and 'config' in FLAGS and not FLAGS['config'].value:
-            return f'{error.flagvalue}: needs --config=FILE.py before it'
-        known = [flag.name for flag in _own_flags()]
-        if 'config' in FLAGS and FLAGS['config'].value:
-            known += config_file.knob_names(FLAGS['config'].value)
-        return f'{error.flagvalue}: no such flag; {config_file.nearest(error.flagname, known)}'
+        return _unknown_flag(error)
     if isinstance(error, flags.IllegalFlagValueError):
         return _illegal_value(error)
-    missing = re.match('Missing value for flag (.*)', str(error))
-    if missing:
+    if missing := re.match('Missing value for flag (.*)', str(error)):
         return f'{missing[1]}: missing value; write {missing[1]}=VALUE'
-    return str(error) or type(error).__name__
+    users = isinstance(error, (ValueError, flags.Error))
+    return str(error) or type(error).__name__ if users else ''
+
+
+def _unknown_flag(error):
+    from launch import config_file
+
+    config = FLAGS['config'].value if 'config' in FLAGS else None
+    if 'config' in FLAGS and not config and error.flagname.startswith('config.'):
+        return f'{error.flagvalue}: needs --config=FILE.py before it'
+    known = [flag.name for flag in _own_flags()]
+    known += config_file.knob_names(config) if config else []
+    return f'{error.flagvalue}: no such flag; {config_file.nearest(error.flagname, known)}'
 
 
 def _illegal_value(error):
-    text = str(error)
-    name = re.match(r'flag --([^=]+)=', text)
+    text = str(error).removeprefix('flag ')
+    name = re.match(r'--([^=]+)=', text)
     if not name or name[1] not in FLAGS:
-        return text
+        return str(error)
     flag = FLAGS[name[1]]
     if 'must have a value other than None' in text:
         return f'--{flag.name}: missing; {flag.help.split(". ")[0]}'
     parser = flag.parser
     if isinstance(parser, flags.BooleanParser):
-        right = 'must be true or false'
+        right = 'true or false'
     elif isinstance(parser, flags.EnumParser):
-        right = f'must be one of {", ".join(parser.enum_values)}'
+        right = f'one of {", ".join(parser.enum_values)}'
     elif parser.flag_type() == 'tuple':
-        right = "must be a tuple, such as '(256, 0)'"
+        right = "a tuple, such as '(256, 0)'"
     elif parser.syntactic_help:
-        right = f'must be {parser.syntactic_help}'
+        right = parser.syntactic_help
     else:
-        return text.removeprefix('flag ')
-    reason = f': {error.__context__}'
-    return f'{text.removesuffix(reason).removeprefix("flag ")}: {right}'
+        return text
+    return f'{text.removesuffix(f": {error.__context__}")}: must be {right}'
 
 
 def _unexpected(argument, argv):
@@ -262,26 +236,17 @@ def _help_text(positional):
         lines += ['arguments:', textwrap.indent(positional, '  '), '']
     lines.append('flags:')
     for flag in _own_flags():
-        name = f'  --[no]{flag.name}' if flag.boolean else f'  --{flag.name}'
         default = '' if flag.default in (None, False, '') else f' Default: {flag.default}.'
-        body = ' '.join((flag.help + default).split())
-        indents = {'initial_indent': ' ' * 6, 'subsequent_indent': ' ' * 6}
-        lines += [name, textwrap.fill(body, 88, **indents)]
+        body = textwrap.fill(' '.join((flag.help + default).split()), 82)
+        lines.append(f'  --[no]{flag.name}' if flag.boolean else f'  --{flag.name}')
+        lines.append(textwrap.indent(body, ' ' * 6))
     return '\n'.join(lines)
 
 
 def load_saved_run(workdir: str, mesh_of=None):
-    """Loads the run in `workdir`; process 0 prints the notes about it to stderr.
+    """Loads the SavedRun in `workdir`; process 0 prints the notes about it to stderr.
 
-    Args:
-      workdir: of the run.
-      mesh_of: function from its hyper-parameters to the mesh for its state; None: one device.
-
-    Returns:
-      A SavedRun.
-
-    Raises:
-      ValueError: as `load_run` says, or of `mesh_of`.
+    `mesh_of` returns the mesh for its state from its hyper-parameters; None: one device.
     """
     from moddepth_jax.training import multihost
     from moddepth_jax.training.progress import printable
@@ -296,6 +261,23 @@ def load_saved_run(workdir: str, mesh_of=None):
             print(printable(note), file=sys.stderr)
     enable_compilation_cache(run.hparams)
     return run
+
+
+def define_routing(rules: str, more: str = '') -> flags.FlagHolder:
+    """Defines --routing, one of `rules`; the default is None, the rule of the run."""
+    default = f'Default: the rule that the run was trained for{more}.'
+    return flags.DEFINE_string('routing', None, f'How tokens are routed: {rules}. {default}')
+
+
+def checked_mesh(hparams, text: str, batch_size: int | None = None):
+    """The mesh of --mesh, over which `batch_size` rows divide; None: as many as it has devices."""
+    from moddepth_jax.training.mesh import check_mesh, make_mesh
+
+    mesh = make_mesh(text)
+    data = dataclasses.replace(hparams.data, batch_size=batch_size or mesh.size)
+    training = dataclasses.replace(hparams.training, accumulate_steps=1)
+    check_mesh(dataclasses.replace(hparams, data=data, training=training), mesh)
+    return mesh
 
 
 def enable_compilation_cache(hparams):
@@ -313,18 +295,46 @@ def enable_compilation_cache(hparams):
 def progress_bar(what: str, total: int):
     """A bar on stderr of process 0, if that is a terminal; yields a function that advances it."""
     import rich.console
-    import rich.progress
+    import rich.progress as bars
 
     from moddepth_jax.training import multihost
 
     console = rich.console.Console(stderr=True)
-    columns = (
-        rich.progress.TextColumn('{task.description}', markup=False),
-        rich.progress.BarColumn(),
-        rich.progress.MofNCompleteColumn(),
-        rich.progress.TimeRemainingColumn(),
-    )
     hidden = not (console.is_terminal and multihost.is_leader())
-    progress = rich.progress.Progress(*columns, console=console, transient=True, disable=hidden)
-    with progress:
+    title = bars.TextColumn('{task.description}', markup=False)
+    columns = (title, bars.BarColumn(), bars.MofNCompleteColumn(), bars.TimeRemainingColumn())
+    with bars.Progress(*columns, console=console, transient=True, disable=hidden) as progress:
         yield functools.partial(progress.advance, progress.add_task(what, total=total))
+
+
+def show(*blocks):
+    """Prints tables, and lines of text without wrapping them; [brackets] in these are no markup."""
+    import rich.console
+    import rich.text
+
+    console = rich.console.Console(highlight=False)
+    for block in blocks:
+        is_line = isinstance(block, str)
+        console.print(rich.text.Text(block) if is_line else block, soft_wrap=is_line)
+
+
+def table(rows: dict, first: str, *columns: str):
+    """A rich.table.Table of lists of cells by the name of their row, which is column `first`."""
+    import rich.table
+
+    made = rich.table.Table(first)
+    for name in columns:
+        made.add_column(name, justify='right')
+    for name, cells in rows.items():
+        made.add_row(name, *cells)
+    return made
+
+
+def open_json(path: str | None, mode: str = 'w'):
+    """A context manager of the file of --json, or of None without one or if it is stdout.
+
+    Opened before the work, so that a bad path shows at once.
+    """
+    if path in (None, '-'):
+        return contextlib.nullcontext()
+    return open(path, mode, encoding='utf-8')

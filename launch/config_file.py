@@ -17,6 +17,11 @@ from moddepth_jax.hparams import ExpertsHparams, from_config
 from moddepth_jax.training.run_dir import CONFIG_FILE, read_config
 
 FLAGS = flags.FLAGS
+_AUTO = (  # knobs whose default is resolved by the others
+    'model.routing.gate',
+    'model.routing.causal_rule',
+    *(f'model.depth.{knob}' for knob in ('slots', 'slot_keys', 'skipped_slots', 'gradient_dtype')),
+)
 
 
 class Parser(flags.ArgumentParser):
@@ -32,8 +37,10 @@ class Parser(flags.ArgumentParser):
             raise flags.Error(f'--config={path}: given twice; a run has one config')
         config = load(path)
         config.lock()
+        knobs = knob_names(config)
         for name, argument in overrides():
-            _check_override(config, name, argument)
+            if name not in knobs:
+                raise flags.Error(f'{argument}: {_why_no_knob(name, knobs)}')
         return config
 
 
@@ -49,8 +56,7 @@ def knob_names(config: ConfigDict, prefix: str = 'config.') -> list[str]:
 def nearest(name: str, known: list[str]) -> str:
     """The `known` dotted name that is most like `name`, as the end of an error message.
 
-    Its last part is similar, and of several such names its group is the most similar. If none is
-    similar, the names of the deepest existing group are listed.
+    If none has a similar last part, the names of the deepest existing group are listed.
     """
     last = {other: other.split('.')[-1] for other in known}
     tails = difflib.get_close_matches(name.split('.')[-1], last.values(), n=1)
@@ -68,12 +74,9 @@ def nearest(name: str, known: list[str]) -> str:
 
 
 def load(spec: str) -> ConfigDict:
-    """Loads the config of FILE.py[:TEXT] or WORKDIR/config.json, unlocked.
+    """Loads the config of FILE.py[:TEXT] or WORKDIR/config.json, unlocked; raises flags.Error.
 
     A configs/NAME.py that is not below the current directory is read from the installed package.
-
-    Raises:
-      flags.Error: one line, if there is no config.
     """
     if spec.endswith('.json'):
         return _load_stored(pathlib.Path(spec))
@@ -82,26 +85,22 @@ def load(spec: str) -> ConfigDict:
     if pathlib.PurePath(path).parts[:1] == ('configs',) and not os.path.isfile(path):
         path = os.fspath(installed) if installed.is_file() else path
     if not os.path.isfile(path) or not path.endswith('.py'):
+        folder = os.path.dirname(path)
+        files = os.listdir(folder or '.') if os.path.isdir(folder or '.') else []
+        near = difflib.get_close_matches(os.path.basename(path), files, n=1)
+        meant = f'; did you mean {os.path.join(folder, near[0])}?' if near else ''
         wrong = 'no such Python file, and no config.json of a run'
-        raise flags.Error(f'--config={spec}: {wrong}{_similar_file(path)}')
+        raise flags.Error(f'--config={spec}: {wrong}{meant}')
     module_spec = importlib.util.spec_from_file_location('config_file_of_this_run', path)
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_spec.name] = module
     try:
         module_spec.loader.exec_module(module)
-        config = _call_get_config(module, texts)
-    except OSError as error:
-        if error.filename is not None:
+        return _call_get_config(module, texts)
+    except Exception as error:
+        if isinstance(error, OSError) and error.filename is not None:
             raise
         raise flags.Error(f'--config={spec}: {_describe(error, path)}') from error
-    except Exception as error:
-        raise flags.Error(f'--config={spec}: {_describe(error, path)}') from error
-    if not isinstance(config, ConfigDict):
-        got = type(config).__name__
-        raise flags.Error(
-            f'--config={spec}: get_config() returned {got}, it must return a ConfigDict'
-        )
-    return config
 
 
 def _call_get_config(module, texts):
@@ -114,8 +113,10 @@ def _call_get_config(module, texts):
         right = 'takes no text after the colon' if texts else 'needs a text, as in FILE.py:TEXT'
         raise flags.Error(f'its get_config {right}') from None
     config = get_config(*texts)
-    if isinstance(config, ConfigDict):
-        knob_names(config)  # reads every value, since a required placeholder raises only then
+    if not isinstance(config, ConfigDict):
+        got = type(config).__name__
+        raise flags.Error(f'get_config() returned {got}, it must return a ConfigDict')
+    knob_names(config)  # reads every value, since a required placeholder raises only then
     return config
 
 
@@ -125,10 +126,14 @@ def _describe(error, path):
         return f'line {error.lineno}: {error.msg}'
     if isinstance(error, (flags.Error, ValueError)):
         return str(error)
-    if isinstance(error, (AttributeError, KeyError, TypeError)):
-        # ConfigDict raises these for a mistyped or ill-typed knob.
-        return f'{_place(error, path)}{_explain(error)}'
-    return f'{_place(error, path)}{type(error).__name__}: {error}'
+    # ConfigDict raises these for a mistyped or ill-typed knob.
+    ours = isinstance(error, (AttributeError, KeyError, TypeError))
+    text = _explain(error) if ours else f'{type(error).__name__}: {error}'
+    # FILE:LINE of the deepest call in the folder of the config.
+    folder = os.path.dirname(os.path.abspath(path))
+    calls = traceback.extract_tb(error.__traceback__)
+    calls = [call for call in calls if os.path.dirname(call.filename) == folder]
+    return f'{os.path.relpath(calls[-1].filename)}:{calls[-1].lineno}: {text}' if calls else text
 
 
 def _load_stored(path):
@@ -155,37 +160,16 @@ def unresolved(config: ConfigDict) -> ConfigDict:
 
     A run stores what `auto` resolved to; with another router or stream it resolves differently.
     """
-    defaults = {
-        'model.routing': ('gate', 'causal_rule'),
-        'model.depth': ('slots', 'slot_keys', 'skipped_slots', 'gradient_dtype'),
-    }
     try:
         hparams = from_config(config)
     except ValueError:  # main reports it, after the knobs of the command line are applied
         return config
-    for group, knobs in defaults.items():
-        for knob in knobs:
-            name = f'{group}.{knob}'
-            changed = config.copy_and_resolve_references()
-            changed.update_from_flattened_dict({name: base.get_config()[group][knob]})
-            if from_config(changed) == hparams:
-                config = changed
+    for name in _AUTO:
+        changed = config.copy_and_resolve_references()
+        changed.update_from_flattened_dict({name: base.get_config()[name]})
+        if from_config(changed) == hparams:
+            config = changed
     return config
-
-
-def _similar_file(path):
-    folder = os.path.dirname(path)
-    files = os.listdir(folder or '.') if os.path.isdir(folder or '.') else []
-    near = difflib.get_close_matches(os.path.basename(path), files, n=1)
-    return f'; did you mean {os.path.join(folder, near[0])}?' if near else ''
-
-
-def _place(error, path):
-    """FILE:LINE of the deepest call in the folder of the config at `path`."""
-    folder = os.path.dirname(os.path.abspath(path))
-    calls = traceback.extract_tb(error.__traceback__)
-    calls = [call for call in calls if os.path.dirname(call.filename) == folder]
-    return f'{os.path.relpath(calls[-1].filename)}:{calls[-1].lineno}: ' if calls else ''
 
 
 def _explain(error):
@@ -218,14 +202,10 @@ def overrides():
         yield match[1], argument + value
 
 
-def _check_override(config, name, argument):
-    knobs = knob_names(config)
-    if name in knobs:
-        return
-    inside = [knob for knob in knobs if knob.startswith(name + '.')]
-    if inside:
-        raise flags.Error(f'{argument}: a group of knobs; set one of them, such as --{inside[0]}')
+def _why_no_knob(name, knobs):
+    if inside := [knob for knob in knobs if knob.startswith(name + '.')]:
+        return f'a group of knobs; set one of them, such as --{inside[0]}'
     group, _, knob = name.rpartition('.')
     if group == 'config.model.experts' and knob in ExpertsHparams.NOT_BUILT:
-        raise flags.Error(f'{argument}: {ExpertsHparams.NOT_BUILT[knob]}')
-    raise flags.Error(f'{argument}: no such knob; {nearest(name, knobs)}')
+        return ExpertsHparams.NOT_BUILT[knob]
+    return f'no such knob; {nearest(name, knobs)}'

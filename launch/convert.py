@@ -30,22 +30,13 @@ FROM_WORKDIR = flags.DEFINE_string(
     'from_workdir', None, 'Dense run that --workdir starts from; --config says what it adds.'
 )
 DTYPE = flags.DEFINE_enum(
-    'dtype',
-    None,
-    ['float32', 'bfloat16', 'float16'],
-    'Of the tensors of --to_hf. Default: as they were imported, otherwise float32.',
+    'dtype', None, ['float32', 'bfloat16', 'float16'], 'Of --to_hf. Default: as imported.'
 )
 SEPARATOR = flags.DEFINE_string(
-    'separator',
-    None,
-    'Special token of the tokenizer of --from_hf that starts a document. Default: see its files.',
+    'separator', None, 'Special token that starts a document. Default: as the files of --from_hf.'
 )
-TOKENIZER_FILES = (
-    'tokenizer.json',
-    'tokenizer.model',
-    'tokenizer_config.json',
-    'special_tokens_map.json',
-)
+TOKENIZERS = ('tokenizer.json', 'tokenizer.model')
+TOKENIZER_FILES = (*TOKENIZERS, 'tokenizer_config.json', 'special_tokens_map.json')
 OTHER_FORMS = ('vocab.json', 'vocab.txt', 'merges.txt', 'tokenizer_config.json')
 COPIED_FILES = (*TOKENIZER_FILES, 'generation_config.json')
 
@@ -67,16 +58,13 @@ def _import():
     dataset = make_dataset(hparams.data, hparams.seed, tokenizer=tokenizer)
     params, dtype = import_params(folder, hparams)
     files = [folder / name for name in (CONFIG_FILE, *COPIED_FILES) if (folder / name).exists()]
-    name = folder.resolve().name
-    note = {'from': 'hugging face', 'name': name, 'model_type': given['model_type']}
-    note['dtype'] = dtype
+    name, kind = folder.resolve().name, given['model_type']
+    note = {'from': 'hugging face', 'name': name, 'model_type': kind, 'dtype': dtype}
     first_checkpoint.write_new_run(WORKDIR.value, hparams, params, {}, dataset, note, files)
-    count = num_parameters(params)
-    print(f'{name}: {given["model_type"]}, {count:,} parameters, {dtype}, now float32')
+    print(f'{name}: {kind}, {num_parameters(params):,} parameters, {dtype}, now float32')
     if tokenizer.name == 'bytes':
         print(f'{name} has no tokenizer: its ids are used as bytes')
     print(f'tokenizer {tokenizer.name}, {tokenizer.vocab_size:,} ids; data {dataset.corpus.name}')
-    _print_next()
 
 
 def _hparams_and_tokenizer(folder, knobs):
@@ -90,18 +78,20 @@ def _hparams_and_tokenizer(folder, knobs):
             right = f'is {knobs[knob]!r} in {folder}/config.json; leave it out'
             raise ValueError(f'{given}: {right}')
     config = CONFIG.value.copy_and_resolve_references()
-    found = [name for name in TOKENIZER_FILES[:2] if (folder / name).exists()]
-    with config.unlocked():
-        config.model.update(knobs)
-        others = [name for name in OTHER_FORMS if (folder / name).exists()]
-        if not found and others and config.data.tokenizer == 'bytes':
-            right = 'save it as tokenizer.json, or name one: --config.data.tokenizer=FILE'
-            raise ValueError(f'{folder / others[0]}: this form of tokenizer is not read; {right}')
-        if found and config.data.tokenizer not in ('bytes', 'prepared', found[0]):
+    config.unlock()
+    config.model.update(knobs)
+    found = next((folder / name for name in TOKENIZERS if (folder / name).exists()), None)
+    if found:
+        if config.data.tokenizer not in ('bytes', 'prepared', found.name):
             right = f'the tokenizer is that of {folder}; leave it out, or use prepared'
             raise ValueError(f'data.tokenizer={config.data.tokenizer!r}: {right}')
-        if found and config.data.tokenizer == 'bytes':
-            config.data.tokenizer = found[0]
+        if config.data.tokenizer == 'bytes':
+            config.data.tokenizer = found.name
+    elif config.data.tokenizer == 'bytes':
+        for name in OTHER_FORMS:
+            if (folder / name).exists():
+                right = 'save it as tokenizer.json, or name one: --config.data.tokenizer=FILE'
+                raise ValueError(f'{folder / name}: this form of tokenizer is not read; {right}')
     hparams = from_config(config)
     model = hparams.model
     if model.routed_layers or model.depth.stream != 'residual' or model.expert_layers:
@@ -109,12 +99,9 @@ def _hparams_and_tokenizer(folder, knobs):
         raise ValueError(f'--from_hf={folder}: {right}')
     if SEPARATOR.value is not None and not found:
         raise ValueError(f'--separator={SEPARATOR.value}: {folder} has no tokenizer')
-    if found:
-        tokenizer = make_tokenizer(folder / found[0], SEPARATOR.value)
-    else:
-        tokenizer = tokenizer_of(hparams.data)
+    tokenizer = make_tokenizer(found, SEPARATOR.value) if found else tokenizer_of(hparams.data)
     if tokenizer.vocab_size > model.vocab_size:
-        file = folder / found[0] if found else f'data.tokenizer={hparams.data.tokenizer!r}'
+        file = found or f'data.tokenizer={hparams.data.tokenizer!r}'
         has = f'has ids up to {tokenizer.vocab_size - 1}, and the model has {model.vocab_size}'
         raise ValueError(f'{file}: {has}; it must be the tokenizer of this model')
     return hparams, tokenizer
@@ -133,8 +120,9 @@ def _export():
     run = cli.load_saved_run(WORKDIR.value)
     model, data = run.hparams.model, run.hparams.data
     dtype = DTYPE.value or first_checkpoint.read_note(workdir).get('dtype', 'float32')
-    source_files, original = workdir / first_checkpoint.SOURCE_FILES, None
-    if (source_files / CONFIG_FILE).exists():
+    source_files, original = workdir / 'tokenizer', None
+    if (workdir / first_checkpoint.SOURCE_FILES / CONFIG_FILE).exists():
+        source_files = workdir / first_checkpoint.SOURCE_FILES
         original = read_config(source_files)
     tokenizer = tokenizer_of(data, workdir)
     ids = {'bos_token_id': tokenizer.separator, 'eos_token_id': list(tokenizer.stops)}
@@ -142,9 +130,8 @@ def _export():
         config = config_of(model, dtype, data.sequence_length, ids, original)
         export_params(folder, run.hparams, run.state.params, dtype)
         for name in COPIED_FILES:
-            source = (source_files if original is not None else workdir / 'tokenizer') / name
-            if source.exists():
-                shutil.copyfile(source, folder / name)
+            if (source_files / name).exists():
+                shutil.copyfile(source_files / name, folder / name)
         _name_separator(folder, tokenizer)
         (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + '\n', encoding='utf-8')
         has_tokenizer = any((folder / name).exists() for name in TOKENIZER_FILES)
@@ -161,8 +148,8 @@ def _name_separator(folder, tokenizer):
         return
     added = json.loads(file.read_text(encoding='utf-8')).get('added_tokens') or []
     texts = {token['id']: token['content'] for token in added}
-    named = {'tokenizer_class': 'PreTrainedTokenizerFast'}
-    named |= {key: texts.get(tokenizer.separator) for key in ('bos_token', 'eos_token')}
+    named = dict.fromkeys(('bos_token', 'eos_token'), texts.get(tokenizer.separator))
+    named = {'tokenizer_class': 'PreTrainedTokenizerFast', **named}
     config.write_text(json.dumps(named, indent=2) + '\n', encoding='utf-8')
 
 
@@ -196,9 +183,7 @@ def _from_dense():
     print(f'  dense       {note["dense_loss"]:.4f}')
     print(f'  first step  {note["first_loss"]:.4f}  {note["difference"]:+.4f}: {note["why"]}')
     if 'loss_at_last_capacity' in note:
-        last = f'{note["loss_at_last_capacity"]:.4f}'
-        print(f'  untrained at the last capacity  {last}')
-    _print_next()
+        print(f'  untrained at the last capacity  {note["loss_at_last_capacity"]:.4f}')
 
 
 def measure_loss(params, averages, hparams, dataset):
@@ -215,16 +200,11 @@ def measure_loss(params, averages, hparams, dataset):
         return evaluate(variables, hparams, dataset, mesh, num_batches, 'top_c')['loss']
 
 
-def _print_next():
-    workdir = WORKDIR.value
-    print(f'train on it: python -m launch.train --config={workdir}/config.json --workdir={workdir}')
-
-
-def _check_flags():
-    """The action that the flags ask for; raises ValueError if they are ambiguous."""
+def main(_):
     actions = {'from_hf': _import, 'to_hf': _export, 'from_workdir': _from_dense}
     given = [name for name in actions if flags.FLAGS[name].value is not None]
-    if len(given) != 1 or WORKDIR.value is None:
+    workdir = WORKDIR.value
+    if len(given) != 1 or workdir is None:
         found = ', '.join(f'--{name}' for name in given) or 'nothing'
         right = 'needs --workdir and one of --from_hf, --to_hf, --from_workdir'
         raise ValueError(f'{right}; {found} was given')
@@ -233,16 +213,15 @@ def _check_flags():
         wanted = f'--config={FROM_WORKDIR.value}/config.json and the knobs that change'
         raise ValueError(f'--from_workdir={FROM_WORKDIR.value}: needs {wanted}')
     if given != ['to_hf']:
-        first_checkpoint.check_new_folder('workdir', WORKDIR.value)
+        first_checkpoint.check_new_folder('workdir', workdir)
         if DTYPE.value is not None:
             raise ValueError(f'--dtype={DTYPE.value}: belongs to --to_hf; parameters are float32')
     elif list(config_file.overrides()) or not defaulted:
         raise ValueError('--config: does not belong to --to_hf, which changes no knob')
-    return actions[given[0]]
-
-
-def main(_):
-    _check_flags()()
+    actions[given[0]]()
+    if given != ['to_hf']:
+        print(f'train on it: python -m launch.train --config={workdir}/config.json', end=' ')
+        print(f'--workdir={workdir}')
 
 
 if __name__ == '__main__':

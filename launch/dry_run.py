@@ -6,7 +6,6 @@ python -m launch.dry_run again results/cpu/dry_run/*.json
 again: runs the command of each file with this code and version of JAX, and replaces the file.
 """
 
-import contextlib
 import json
 import math
 import os
@@ -25,16 +24,10 @@ MOST_DEVICES = 1024
 
 
 def run(hparams, mesh_spec: str):
-    """Prints what the train step takes on a mesh of fake devices, and writes it with --json.
+    """Prints what the train step takes on the fake devices of --mesh, and writes it with --json.
 
-    Nothing else is written, no parameter is made, and only the CPU is used.
-
-    Args:
-      hparams: of the run.
-      mesh_spec: of --mesh; the product of its sizes is the number of devices.
-
-    Raises:
-      ValueError: a bad mesh, or one that does not fit the model or its batch.
+    Nothing else is written, no parameter is made, and only the CPU is used. Raises ValueError for a
+    bad mesh, or one that does not fit the model or its batch.
     """
     _fake_devices(mesh_spec)
     from moddepth_jax.compiled.dry_run import dry_run
@@ -45,27 +38,16 @@ def run(hparams, mesh_spec: str):
     check_dtype(hparams.model)
     mesh = make_mesh(mesh_spec)
     check_mesh(hparams, mesh)
-    with contextlib.ExitStack() as stack:
-        file = None
-        if JSON.value is not None:  # opened first: a bad path shows before the compilation
-            file = stack.enter_context(open(JSON.value, 'a', encoding='utf-8'))
-        print(
-            f'compiling the train step for {mesh.size} fake devices; a minute for large models',
-            file=sys.stderr,
-            flush=True,
-        )
-        result = {'command': _without_json(sys.argv[1:]), **dry_run(hparams, mesh)}
+    with cli.open_json(JSON.value, 'a') as file:
+        what = f'compiling the train step for {mesh.size} fake devices; a minute for large models'
+        print(what, file=sys.stderr, flush=True)
+        # The command without --json=FILE or --json FILE.
+        command = re.sub('(?m)^--?json(=|\n).*\n', '', '\n'.join([*sys.argv[1:], ''])).splitlines()
+        result = {'command': command, **dry_run(hparams, mesh)}
         if file:
             file.truncate(0)
             print(json.dumps(result, indent=1), file=file)
     print_result(result)
-
-
-def _without_json(arguments):
-    """The arguments without --json=FILE or --json FILE."""
-    after = [False, *(argument in ('--json', '-json') for argument in arguments)]
-    pairs = zip(arguments, after, strict=False)
-    return [one for one, of_json in pairs if not of_json and not re.match('--?json(=|$)', one)]
 
 
 def _fake_devices(mesh_spec):
@@ -95,8 +77,7 @@ def main(argv):
     for path, result in results.items():
         command_line = [sys.executable, '-m', 'launch.train', *result['command'], f'--json={path}']
         print('python -m', *command_line[2:], flush=True)
-        status = subprocess.run(command_line, stdout=subprocess.DEVNULL).returncode
-        if status:
+        if status := subprocess.run(command_line, stdout=subprocess.DEVNULL).returncode:
             return status
     return 0
 

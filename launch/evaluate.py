@@ -11,8 +11,8 @@ that are started with the same command are one, see launch.train.
 """
 
 import contextlib
+import copy
 import dataclasses
-import functools
 import json
 import math
 import sys
@@ -22,63 +22,31 @@ from absl import flags
 from launch import cli
 
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.', required=True)
-ROUTING = flags.DEFINE_string(
-    'routing',
-    None,
-    'How tokens are routed: top_c, aux_loss, predictor, threshold or dense. Default: the causal '
-    'rule that the run was trained for, compared with top_c.',
+ROUTING = cli.define_routing(
+    'top_c, aux_loss, predictor, threshold or dense', ', compared with top_c'
 )
 DATA = flags.DEFINE_string(
     'data',
     None,
-    'Glob of text files as launch.prepare reads them, or a folder that it wrote, or stdlib, '
-    'python_environment, synthetic, recall: evaluates on all of its text, cut into windows as long '
-    "as the run's; of a prepared folder that the run was trained on, on what was held out. "
-    'Default: the text that the run held out.',
+    'Other text: a glob, as launch.prepare reads it, a folder that it wrote (what was held out, if '
+    'the run was trained on it), or stdlib, python_environment, synthetic, recall.',
 )
 DOMAINS = flags.DEFINE_string(
-    'domains',
-    None,
-    'Folder: evaluates on each file and folder in it separately, as --data would, and prints a '
-    'table. A folder is all text files below it, or one that launch.prepare wrote.',
+    'domains', None, 'Folder: evaluates on each file and folder in it separately, as --data would.'
 )
 TEXT_FIELD = flags.DEFINE_string(
-    'text_field',
-    None,
-    "Field or column of rows of --data or --domains that holds the text. Default: the run's.",
+    'text_field', None, "Field or column of the text in --data or --domains. Default: the run's."
 )
 NUM_BATCHES = flags.DEFINE_integer(
-    'num_batches',
-    None,
-    'Batches to evaluate on, of --domains for each; 0 for all. Default: '
-    'evaluation.final_batches of the run.',
-    lower_bound=0,
+    'num_batches', None, '0: all. Default: evaluation.final_batches of the run.', lower_bound=0
 )
 PER_LAYER = flags.DEFINE_boolean(
     'per_layer', False, 'Also measure the routing gap of each routed block separately.'
 )
 MESH = flags.DEFINE_string(
-    'mesh',
-    '',
-    'Devices by axis, as launch.train takes them. Default: as many, as data, as divide the rows of '
-    'a batch.',
+    'mesh', '', 'Devices by axis, as of launch.train. Default: as many, as data, as divide a batch.'
 )
-JSON = flags.DEFINE_string(
-    'json', None, 'File for the result; - for stdout, and then nothing else is printed there.'
-)
-
-
-class _CountedBatches:
-    """A dataset that calls `advance` for each batch that is read."""
-
-    def __init__(self, dataset, advance):
-        self._dataset, self._advance = dataset, advance
-        self.tokenizer, self.domains = dataset.tokenizer, dataset.domains
-        self.num_held_out_batches, self.domain = dataset.num_held_out_batches, dataset.domain
-
-    def held_out_batch(self, index):
-        self._advance()
-        return self._dataset.held_out_batch(index)
+JSON = flags.DEFINE_string('json', None, 'File for the result; - for stdout, and nothing else.')
 
 
 def _check_flags(run):
@@ -97,7 +65,7 @@ def _check_flags(run):
 
 
 def _load_data(run):
-    """The dataset of --data or of the run; for --domains (datasets, skipped) by name."""
+    """(datasets by name, reasons of the skipped ones); without --domains the name is None."""
     from moddepth_jax.data.domains import load_domains
     from moddepth_jax.data.pipeline import make_held_out
     from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
@@ -108,17 +76,15 @@ def _load_data(run):
     if TEXT_FIELD.value is not None:
         data = dataclasses.replace(data, text_field=TEXT_FIELD.value)
     trained_on = {
-        value
-        for name, value in run.fingerprint.items()
-        if name == 'corpus_sha256' or name.startswith('member_')
+        value for name, value in run.fingerprint.items() if name.startswith(('corpus_s', 'member_'))
     }
     if DOMAINS.value is not None:
         return load_domains(DOMAINS.value, data, tokenizer, trained_on)
     if DATA.value is None:
-        return _load_own_data(run, data, tokenizer)
+        return {None: _load_own_data(run, data, tokenizer)}, {}
     try:
         data = dataclasses.replace(data, source=DATA.value, mixture='')
-        return make_held_out(data, tokenizer, trained_on)
+        return {None: make_held_out(data, tokenizer, trained_on)}, {}
     except ValueError as error:  # it names knobs, which are flags here
         line = str(error).replace('data.source', '--data')
         raise ValueError(line.replace('data.text_field', '--text_field')) from None
@@ -132,10 +98,8 @@ def _load_own_data(run, data, tokenizer):
     try:
         dataset = make_dataset(data, run.hparams.seed, tokenizer=tokenizer)
     except ValueError as error:
-        if data.tokenizer != 'prepared':
-            raise
-        right = 'if the prepared text was moved, name its folder: --data=FOLDER'
-        raise ValueError(f'{error}; {right}') from None
+        moved = '; if the prepared text was moved, name its folder: --data=FOLDER'
+        raise ValueError(f'{error}{moved * (data.tokenizer == "prepared")}') from None
     try:
         check_fingerprint(run.fingerprint, dataset.fingerprint)
     except ValueError as error:
@@ -149,24 +113,20 @@ def _mesh(hparams):
     """The mesh of --mesh; batches are as large as in training, without micro-batches."""
     import jax
 
-    from moddepth_jax.training.mesh import check_mesh, make_mesh
-
-    most = math.gcd(hparams.data.batch_size, jax.device_count())
-    alone = jax.process_count() == 1
-    mesh = make_mesh(MESH.value or (f'data={most}' if alone else ''))
-    training = dataclasses.replace(hparams.training, accumulate_steps=1)
-    check_mesh(dataclasses.replace(hparams, training=training), mesh)
-    return mesh
+    size = hparams.data.batch_size
+    default = f'data={math.gcd(size, jax.device_count())}' if jax.process_count() == 1 else ''
+    return cli.checked_mesh(hparams, MESH.value or default, size)
 
 
-def _evaluate(run, dataset, num_batches):
-    """The result of `evaluate_causal`, or of `evaluate` under --routing, with dicts by layer."""
+def _measure(run, dataset, most):
+    """What --json has of one text, of `most` batches or all."""
     import jax
 
     from moddepth_jax.training.evaluate import evaluate, evaluate_causal
     from moddepth_jax.training.summary import by_layer
 
     hparams, mesh = run.hparams_of_stage, run.state.step.sharding.mesh
+    num_batches = min(most or math.inf, dataset.num_held_out_batches)
     layers = {'routing': hparams.model.routed_layers}
     if hparams.model.expert_layers:
         layers['experts'] = hparams.model.expert_layers
@@ -174,37 +134,32 @@ def _evaluate(run, dataset, num_batches):
     if ROUTING.value is None and hparams.model.looks_ahead:
         passes = 2 + (1 + len(layers['routing']) if PER_LAYER.value else 0)
     with jax.set_mesh(mesh), cli.progress_bar('evaluating', passes * num_batches) as advance:
-        batches = _CountedBatches(dataset, advance)
+
+        def held_out_batch(index):
+            advance()
+            return dataset.held_out_batch(index)
+
+        batches = copy.copy(dataset)
+        batches.held_out_batch = held_out_batch
+        given = (run.state.variables, hparams, batches, mesh, num_batches)
         if ROUTING.value is None:
-            result = evaluate_causal(
-                run.state.variables,
-                hparams,
-                batches,
-                mesh,
-                num_batches,
-                batches_per_layer=num_batches if PER_LAYER.value else 0,
-            )
+            per_layer = num_batches if PER_LAYER.value else 0
+            result = evaluate_causal(*given, batches_per_layer=per_layer)
         else:
-            variables = run.state.variables
-            result = evaluate(variables, hparams, batches, mesh, num_batches, ROUTING.value)
-    return result | {part: by_layer(of, result.get(part, {})) for part, of in layers.items()}
-
-
-def _measure(run, dataset, most):
-    """What --json has of one text, of `most` batches or all."""
-    num_batches = min(most or math.inf, dataset.num_held_out_batches)
-    about = {
+            result = evaluate(*given, ROUTING.value)
+    return {
         'data': dataset.corpus.name,
         'held_out': dataset.held_back,
         'corpus_sha256': dataset.corpus.sha256,
         'batches': num_batches,
         'all_batches': dataset.num_held_out_batches,
+        **result,
+        **{part: by_layer(of, result.get(part, {})) for part, of in layers.items()},
     }
-    return about | _evaluate(run, dataset, num_batches)
 
 
 def _measure_domains(run, datasets, skipped, most):
-    """What --json has of all domains."""
+    """What --json has of all domains, and of their targets together."""
     from moddepth_jax.training.evaluate import perplexity
 
     found = {}
@@ -213,124 +168,85 @@ def _measure_domains(run, datasets, skipped, most):
         source, held_out = result.pop('data'), result.pop('held_out')
         found[name] = {'source': source, 'text': 'held out' if held_out else 'all'} | result
         found[name]['perplexity'] = perplexity(result['loss'])
-    together = _combine(found.values())
+    parts = [(domain['targets'], domain) for domain in found.values()]
+    targets = sum(size for size, _ in parts)
+    nats = sum(domain['loss'] * size for size, domain in parts)
+    together = {
+        'targets': targets,
+        'loss': nats / targets,
+        'perplexity': perplexity(nats / targets),
+    }
+    bits = ((domain['loss'] * size / math.log(2), domain) for size, domain in parts)
+    num_bytes = sum(of_domain / domain['bits_per_byte'] for of_domain, domain in bits)
+    together['bits_per_byte'] = nats / math.log(2) / num_bytes
+    if all('routing_gap' in domain for _, domain in parts):
+        gaps = sum(domain['routing_gap'] * size for size, domain in parts)
+        together['routing_gap'] = gaps / targets
     texts = {'data': DOMAINS.value, 'together': together, 'domains': found, 'skipped': skipped}
     return {'num_batches': most, **texts}
 
 
-def _combine(domains):
-    """The losses over the targets of all domains."""
-    from moddepth_jax.training.evaluate import perplexity
-
-    targets = sum(values['targets'] for values in domains)
-    nats = sum(values['loss'] * values['targets'] for values in domains)
-    num_bytes = sum(
-        values['loss'] * values['targets'] / math.log(2) / values['bits_per_byte']
-        for values in domains
-    )
-    loss = nats / targets
-    combined = {'targets': targets, 'loss': loss, 'perplexity': perplexity(loss)}
-    combined['bits_per_byte'] = nats / math.log(2) / num_bytes
-    if all('routing_gap' in values for values in domains):
-        gap = sum(values['routing_gap'] * values['targets'] for values in domains)
-        combined['routing_gap'] = gap / targets
-    return combined
-
-
-def _report(run, result):
-    """The result and how it was measured, as --json has it."""
-    from moddepth_jax.model.transformer import causal_routing
-
-    model, own = run.hparams.model, causal_routing(run.hparams)
-    rule = ROUTING.value or own
-    return {
-        'workdir': WORKDIR.value,
-        'step': run.step,
-        'num_steps': run.num_steps,
-        'rule': rule if model.looks_ahead else None,
-        'compared': (own if rule == 'top_c' else rule) if model.routed_layers else None,
-        **result,
-    }
-
-
-def _print_line(console, text):
-    import rich.text
-
-    # A Text, since a str would have its [brackets] read as markup.
-    console.print(rich.text.Text(text), soft_wrap=True)
-
-
 def _print_report(report, experts):
     """Prints the losses of one text, and what the routers and experts did."""
-    import rich.console
-
     from moddepth_jax.analysis.report import describe_gap, domain_table, expert_line, loss_table
 
-    console = rich.console.Console(highlight=False)
-    line = functools.partial(_print_line, console)
     text = f'the held-out text of {report["data"]}' if report['held_out'] else report['data']
-    line(f'{report["workdir"]}, step {report["step"]} of {report["num_steps"]}, on {text}')
-    console.print(loss_table(report, report['rule']))
+    step = f'step {report["step"]} of {report["num_steps"]}'
+    blocks = [f'{report["workdir"]}, {step}, on {text}', loss_table(report, report['rule'])]
     if 'domains' in report:
         title = 'by domain (above: means of these, weighted by share)'
-        console.print(domain_table(report['domains'], title))
+        blocks.append(domain_table(report['domains'], title))
     if 'routing_gap' in report:
         gap = report['routing_gap']
-        line(f'routing gap {gap:+.4f} nats: {describe_gap(gap)}')
+        blocks.append(f'routing gap {gap:+.4f} nats: {describe_gap(gap)}')
     if report['routing']:
-        console.print(_layer_table(report['routing']))
-        line(f'precision and recall: of {report["compared"]} against the top C of each row')
+        against = f'of {report["compared"]} against the top C of each row'
+        blocks += [_layer_table(report['routing']), f'precision and recall: {against}']
         if any(layer['refused_fraction'] > 0 for layer in report['routing'].values()):
-            line('refused: selected by the rule, but beyond model.routing.cache_capacity')
+            blocks.append('refused: selected by the rule, but beyond model.routing.cache_capacity')
     if 'experts' in report:
-        line(expert_line(report['experts'], experts))
+        blocks.append(expert_line(report['experts'], experts))
     batches, all_batches = report['batches'], report['all_batches']
     more = '; --num_batches=0 takes all of them' if batches < all_batches else ''
-    line(f'{report["targets"]:,} targets in {batches} of {all_batches} batches{more}')
+    line = f'{report["targets"]:,} targets in {batches} of {all_batches} batches{more}'
+    cli.show(*blocks, line)
 
 
 def _layer_table(layers):
-    import rich.table
-
-    ratios = ['selected_fraction', 'precision', 'recall']
+    digits = {'selected_fraction': 3, 'precision': 3, 'recall': 3}
     if any(values['refused_fraction'] > 0 for values in layers.values()):
-        ratios.append('refused_fraction')
+        digits['refused_fraction'] = 3
     if any('routing_gap' in values for values in layers.values()):
-        ratios.append('routing_gap')
-    table = rich.table.Table()
-    table.add_column('layer')
-    for name in ratios:
-        table.add_column(name.replace('_', ' '), justify='right')
-    for layer, values in layers.items():
-        cells = []
-        for name in ratios:
-            digits = 4 if name == 'routing_gap' else 3
-            cells.append(f'{values[name]:.{digits}f}' if math.isfinite(values[name]) else 'n/a')
-        table.add_row(layer.removeprefix('layer_'), *cells)
-    return table
+        digits['routing_gap'] = 4
+
+    def cell(value, places):
+        return f'{value:.{places}f}' if math.isfinite(value) else 'n/a'
+
+    rows = {
+        name.removeprefix('layer_'): [cell(values[what], digits[what]) for what in digits]
+        for name, values in layers.items()
+    }
+    return cli.table(rows, 'layer', *(what.replace('_', ' ') for what in digits))
 
 
 def _print_domains(report):
     """Prints the table of the domains, and on stderr those that were skipped."""
-    import rich.console
-
     from moddepth_jax.analysis.report import domain_table
 
-    console = rich.console.Console(highlight=False)
-    line = functools.partial(_print_line, console)
     rule = report['rule'] or 'no routing (causal as it is)'
-    line(f'{report["workdir"]}, step {report["step"]} of {report["num_steps"]}, by {rule}')
-    console.print(domain_table(report['domains'] | {'together': report['together']}))
-    found = report['domains'].items()
-    cut = [name for name, values in found if values['batches'] < values['all_batches']]
-    if cut:
+    step = f'step {report["step"]} of {report["num_steps"]}'
+    domains = report['domains']
+    table = domain_table(domains | {'together': report['together']})
+    cli.show(f'{report["workdir"]}, {step}, by {rule}', table)
+    if cut := [name for name in domains if domains[name]['batches'] < domains[name]['all_batches']]:
         first = f'the first {report["num_batches"]} batches of {", ".join(cut)}'
-        line(f'{first}; --num_batches=0 takes all of them')
+        cli.show(f'{first}; --num_batches=0 takes all of them')
     for name, reason in report['skipped'].items():
         print(f'skipped {name}: {reason}', file=sys.stderr)
 
 
 def main(_):
+    from moddepth_jax.model.transformer import causal_routing
     from moddepth_jax.training import multihost
     from moddepth_jax.training.summary import replace_nonfinite
 
@@ -338,28 +254,33 @@ def main(_):
         raise ValueError(f'--domains={DOMAINS.value}: not together with --data; leave one out')
     multihost.initialize()
     run = cli.load_saved_run(WORKDIR.value, _mesh)
-    loaded = multihost.run_on_all(lambda: _load_data(run))
+    datasets, skipped = multihost.run_on_all(lambda: _load_data(run))
+    model, own = run.hparams.model, causal_routing(run.hparams)
     most = NUM_BATCHES.value
-    if most is None:
-        most = run.hparams.evaluation.final_batches
-    with contextlib.ExitStack() as stack:
-        file = sys.stdout
-        if JSON.value not in (None, '-'):  # opened first: a bad path shows before the evaluation
-            opened = functools.partial(open, JSON.value, 'w', encoding='utf-8')
-            file = multihost.run_on_leader(lambda: stack.enter_context(opened()))
+    most = run.hparams.evaluation.final_batches if most is None else most
+    opened = multihost.run_on_leader(lambda: cli.open_json(JSON.value))
+    with opened or contextlib.nullcontext() as file:
         if DOMAINS.value is None:
-            result = _measure(run, loaded, most)
+            result = _measure(run, datasets[None], most)
         else:
-            result = _measure_domains(run, *loaded, most)
+            result = _measure_domains(run, datasets, skipped, most)
         if not multihost.is_leader():
             return
-        report = _report(run, result)
+        rule = ROUTING.value or own
+        report = {
+            'workdir': WORKDIR.value,
+            'step': run.step,
+            'num_steps': run.num_steps,
+            'rule': rule if model.looks_ahead else None,
+            'compared': (own if rule == 'top_c' else rule) if model.routed_layers else None,
+            **result,
+        }
         if JSON.value:
             print(json.dumps(replace_nonfinite(report), indent=2, allow_nan=False), file=file)
     if JSON.value == '-':
         return
     if DOMAINS.value is None:
-        _print_report(report, run.hparams.model.experts)
+        _print_report(report, model.experts)
     else:
         _print_domains(report)
 

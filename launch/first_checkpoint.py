@@ -23,11 +23,7 @@ def check_new_folder(flag: str, folder: str):
 
 @contextlib.contextmanager
 def atomic_folder(flag: str, folder: str):
-    """Yields a temporary folder that is renamed to `folder` at the end, or removed on an error.
-
-    Raises:
-      ValueError: as `check_new_folder`.
-    """
+    """Yields a temporary folder that is renamed to the new `folder`, or removed on an error."""
     check_new_folder(flag, folder)
     path = pathlib.Path(os.path.abspath(folder))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -36,32 +32,25 @@ def atomic_folder(flag: str, folder: str):
     try:
         yield part
         os.rename(part, path)
-    except BaseException:
+    finally:
         shutil.rmtree(part, ignore_errors=True)
-        raise
 
 
 def read_note(workdir: str) -> dict:
     """The content of a run's convert.json; empty for a run that was not converted."""
-    try:
-        return json.loads((pathlib.Path(workdir) / NOTE_FILE).read_text(encoding='utf-8'))
-    except FileNotFoundError:
-        return {}
+    file = pathlib.Path(workdir) / NOTE_FILE
+    return json.loads(file.read_text(encoding='utf-8')) if file.exists() else {}
 
 
 def write_new_run(workdir: str, hparams, params, averages, dataset, note: dict, source_files=()):
     """Makes `workdir` the directory of a run before its first step, for launch.train to start from.
 
     Args:
-      workdir: new or empty.
-      hparams: of the run.
-      params, averages: of its TrainState.
+      workdir: new or empty, or a ValueError.
+      hparams, params, averages: of its TrainState.
       dataset: of `make_dataset`, whose tokenizer the run keeps.
       note: content of convert.json.
       source_files: files to copy to its folder `hugging_face`.
-
-    Raises:
-      ValueError: one line, for a workdir that is not new, or that cannot be written.
     """
     import jax
 

@@ -11,7 +11,6 @@ same command, see launch.train; the devices that it was trained on do not matter
 
 import codecs
 import contextlib
-import dataclasses
 import os
 import sys
 import time
@@ -22,139 +21,90 @@ from launch import cli
 
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.', required=True)
 PROMPT = flags.DEFINE_multi_string(
-    'prompt',
-    [''],
-    'Start of the text; several are continued together. Default: none, the text begins with a new '
-    'document.',
+    'prompt', [''], 'Start of the text; several run together. Default: none, a new document begins.'
 )
 MAX_TOKENS = flags.DEFINE_integer(
-    'max_tokens',
-    None,
-    'Tokens to add, unless the document ends before. Default: 200, or as many as fit the context.',
-    lower_bound=1,
+    'max_tokens', None, 'To add. Default: 200, or as many as fit the context.', lower_bound=1
 )
-TEMPERATURE = flags.DEFINE_float(
-    'temperature', 1.0, 'Of the draws: lower is safer, 0 takes the most likely token.'
-)
-TOP_P = flags.DEFINE_float(
-    'top_p', 1.0, 'Draw from the most likely tokens that make up this probability.'
-)
+TEMPERATURE = flags.DEFINE_float('temperature', 1.0, 'Lower is safer, 0 takes the likeliest token.')
+TOP_P = flags.DEFINE_float('top_p', 1.0, 'Draw from the likeliest tokens of this probability.')
 SEED = flags.DEFINE_integer('seed', 0, 'Of the draws.', lower_bound=0, upper_bound=2**32 - 1)
 NUM_SAMPLES = flags.DEFINE_integer('num_samples', 1, 'Texts for each prompt.', lower_bound=1)
-ROUTING = flags.DEFINE_string(
-    'routing',
-    None,
-    'How tokens are routed: aux_loss, predictor, threshold or dense. Default: the rule that the '
-    'run was trained for.',
-)
+ROUTING = cli.define_routing('aux_loss, predictor, threshold or dense')
 MESH = flags.DEFINE_string(
-    'mesh',
-    None,
-    'Devices by axis, as launch.train takes them. Default: the first device, since a single row '
-    'gains nothing from more along data; for several processes all devices, as data.',
+    'mesh', None, 'As of launch.train. Default: one device; for several processes all, as data.'
 )
 DEFAULT_TOKENS = 200
 
 
-class _Stream:
-    """Prints a text while it grows, each character once it is complete."""
+class _Progress:
+    """Called by `generate` after each step: prints a single text while it grows; measures time."""
 
-    def __init__(self):
+    def __init__(self, tokenizer, prompt, single, advance):
+        self._tokenizer, self._row = tokenizer, list(prompt)
+        self._single, self._advance = single, advance
         self._decoder = codecs.getincrementaldecoder('utf-8')('replace')
         self._num_bytes, self._last = 0, ''
-
-    def show(self, text: bytes, final: bool = False):
-        """Prints what `text` has beyond what was printed; `final` also ends the line."""
-        from moddepth_jax.training.progress import printable
-
-        new = printable(self._decoder.decode(text[self._num_bytes :], final))
-        self._num_bytes, self._last = len(text), new[-1:] or self._last
-        if final and self._last != '\n':
-            new += '\n'
-        print(new, end='', flush=True)
-
-
-class _Steps:
-    """Called by `generate` after each step: shows the text of a single row, and measures time.
-
-    Attributes:
-      ends: when each step ended, in seconds.
-      num_tokens: of all rows, new in each step.
-    """
-
-    def __init__(self, tokenizer, prompt, stream, advance):
-        self._tokenizer, self._row = tokenizer, list(prompt)
-        self._stream, self._advance = stream, advance
-        self.ends, self.num_tokens = [], []
+        self.ends, self.num_tokens = [], []  # of each step: seconds, and new tokens of all rows
 
     def __call__(self, tokens_B, active_B):
         self.ends.append(time.monotonic())
         self.num_tokens.append(int(active_B.sum()))
         self._advance()
-        if self._stream is not None and active_B[0]:
+        if self._single and active_B[0]:
             self._row.append(tokens_B[0])
-            self._stream.show(self._tokenizer.decode(self._row))
+            self.show(self._tokenizer.decode(self._row))
+
+    def show(self, text: bytes, final: bool = False):
+        """Prints characters of `text` as they are complete; `final` also ends the line."""
+        from moddepth_jax.training.progress import printable
+
+        new = printable(self._decoder.decode(text[self._num_bytes :], final))
+        self._num_bytes, self._last = len(text), new[-1:] or self._last
+        print(new, end='\n' if final and self._last != '\n' else '', flush=True)
 
 
 def _print_rows(texts):
     from moddepth_jax.training.progress import printable
 
-    num_prompts = len(PROMPT.value)
+    counts = {'prompt': len(PROMPT.value), 'sample': NUM_SAMPLES.value}
     for i, text in enumerate(texts):
-        prompt, sample = divmod(i, NUM_SAMPLES.value)
-        places = []
-        if num_prompts > 1:
-            places.append(f'prompt {prompt + 1} of {num_prompts}')
-        if NUM_SAMPLES.value > 1:
-            places.append(f'sample {sample + 1} of {NUM_SAMPLES.value}')
+        numbers = zip(counts.items(), divmod(i, NUM_SAMPLES.value), strict=True)
+        places = [f'{what} {n + 1} of {total}' for (what, total), n in numbers if total > 1]
         print(f'--- {", ".join(places)} ---')
         print(printable(text.decode('utf-8', 'replace')))
 
 
-def _describe(result, steps, seconds):
+def _describe(result, progress, seconds):
     """One line: tokens, speed, and notes on the caches."""
-    parts = [f'{sum(steps.num_tokens)} tokens in {seconds:.1f} s']
-    later = sum(steps.num_tokens[2:])
+    parts = [f'{sum(progress.num_tokens)} tokens in {seconds:.1f} s']
+    later = sum(progress.num_tokens[2:])
     if later:  # the first two steps, of the prompt and of one token, wait for compilation
-        parts.append(f'{later / (steps.ends[-1] - steps.ends[1]):.0f} tokens/s once compiled')
+        rate = later / (progress.ends[-1] - progress.ends[1])
+        parts.append(f'{rate:.0f} tokens/s once compiled')
     if any(result.stopped):
         rows = len(result.stopped)
         which = 'the document' if rows == 1 else f'{sum(result.stopped)} of {rows}'
         parts.append(f'{which} ended by itself')
-    parts += result.notes
-    return ', '.join(parts)
+    return ', '.join(parts + result.notes)
 
 
-def _mesh(hparams):
-    """The mesh of --mesh, or of all devices. Rows need not divide over it."""
-    from moddepth_jax.training.mesh import check_mesh, make_mesh
-
-    mesh = make_mesh(MESH.value or '')
-    data = dataclasses.replace(hparams.data, batch_size=mesh.size)
-    training = dataclasses.replace(hparams.training, accumulate_steps=1)
-    check_mesh(dataclasses.replace(hparams, data=data, training=training), mesh)
-    return mesh
-
-
-def _encoded(text, tokenizer):
-    try:
-        return tokenizer.encode(os.fsencode(text)).tolist()
-    except ValueError as error:
-        raise ValueError(f'--prompt={text!r}: {error}') from None
-
-
-def _request(run, tokenizer):
-    """The arguments of `generate` except the model; raises ValueError as it does."""
+def _request(run):
+    """The tokenizer, and the arguments of `generate` except the model; raises as it does."""
+    from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
     from moddepth_jax.inference.generate import check_request
 
-    prompts = [[tokenizer.separator, *_encoded(text, tokenizer)] for text in PROMPT.value]
-    num_tokens = MAX_TOKENS.value
-    if num_tokens is None:
-        left = run.hparams.data.sequence_length - max(map(len, prompts))
-        num_tokens = max(1, min(DEFAULT_TOKENS, left))
+    tokenizer, prompts = tokenizer_of(run.hparams.data, WORKDIR.value), []
+    for text in PROMPT.value:
+        try:
+            encoded = tokenizer.encode(os.fsencode(text)).tolist()
+        except ValueError as error:
+            raise ValueError(f'--prompt={text!r}: {error}') from None
+        prompts.append([tokenizer.separator, *encoded])
+    room = run.hparams.data.sequence_length - max(map(len, prompts))
     request = {
         'prompts': prompts,
-        'num_tokens': num_tokens,
+        'num_tokens': MAX_TOKENS.value or max(1, min(DEFAULT_TOKENS, room)),
         'temperature': TEMPERATURE.value,
         'top_p': TOP_P.value,
         'seed': SEED.value,
@@ -162,39 +112,34 @@ def _request(run, tokenizer):
         'routing': ROUTING.value,
     }
     check_request(run.hparams, **request)
-    return request
+    return tokenizer, request
 
 
 def _write(run):
     """Generates; process 0 prints, a single text while it grows."""
-    from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
     from moddepth_jax.inference.generate import generate
     from moddepth_jax.training import multihost
 
-    hparams = run.hparams_of_stage
-    tokenizer = multihost.run_on_all(lambda: tokenizer_of(hparams.data, WORKDIR.value))
-    request = multihost.run_on_all(lambda: _request(run, tokenizer))
-    single = len(PROMPT.value) * NUM_SAMPLES.value == 1
-    first, num_tokens = multihost.is_leader(), request['num_tokens']
-    stream = _Stream() if single and first else None
-    bar = (
-        contextlib.nullcontext(lambda: None) if single else cli.progress_bar('writing', num_tokens)
-    )
+    tokenizer, request = multihost.run_on_all(lambda: _request(run))
+    first, single = multihost.is_leader(), len(PROMPT.value) * NUM_SAMPLES.value == 1
+    if single:
+        bar = contextlib.nullcontext(lambda: None)
+    else:
+        bar = cli.progress_bar('writing', request['num_tokens'])
     begin = time.monotonic()
     with bar as advance:
-        steps = _Steps(tokenizer, request['prompts'][0], stream, advance)
-        result = generate(
-            run.state.variables, hparams, **request, tokenizer=tokenizer, on_tokens=steps
-        )
+        progress = _Progress(tokenizer, request['prompts'][0], single and first, advance)
+        model = run.state.variables, run.hparams_of_stage
+        result = generate(*model, **request, tokenizer=tokenizer, on_tokens=progress)
     if not first:
         return
     seconds = time.monotonic() - begin
     texts = [tokenizer.decode(row) for row in result.tokens]
     if single:
-        stream.show(texts[0], final=True)
+        progress.show(texts[0], final=True)
     else:
         _print_rows(texts)
-    print(_describe(result, steps, seconds), file=sys.stderr)
+    print(_describe(result, progress, seconds), file=sys.stderr)
 
 
 def main(_):
@@ -206,7 +151,10 @@ def main(_):
     if MESH.value is None and not multihost.is_initialized():
         _write(cli.load_saved_run(WORKDIR.value))
         return
-    run = cli.load_saved_run(WORKDIR.value, _mesh)
+    # Rows need not divide over it.
+    run = cli.load_saved_run(
+        WORKDIR.value, lambda hparams: cli.checked_mesh(hparams, MESH.value or '')
+    )
     with jax.set_mesh(run.state.step.sharding.mesh):
         _write(run)
 

@@ -46,35 +46,30 @@ def _seconds_left():
     return (DEADLINE.value or 1e9) - (time.monotonic() - BEGIN)
 
 
-def _report():
-    if OUT.value is None:
-        raise ValueError('--report: needs --out=DIR, the directory of results.jsonl')
-    from moddepth_jax.benchmarks import report
-
-    for path in report.write(pathlib.Path(OUT.value)):
-        print(path)
-
-
 def main(_):
     if REPORT.value:
-        return _report()
+        if OUT.value is None:
+            raise ValueError('--report: needs --out=DIR, the directory of results.jsonl')
+        from moddepth_jax.benchmarks import report
+
+        return print(*report.write(pathlib.Path(OUT.value)), sep='\n')
     # Missing packages must not keep kernels from being tested: their cases need JAX alone.
     from moddepth_jax.benchmarks import visit
 
-    options = visit.Options(
-        out=OUT.value,
-        chosen=tuple(CASES.value),
-        again=AGAIN.value,
-        time_all=TIME_ALL.value,
-        toy=TOY.value,
-        injected=visit.parse_injected(INJECT.value),
-        limit=LIMIT.value,
-    )
-    chosen = visit.choose_cases(options)
+    chosen = visit.choose_cases(CASES.value, TOY.value, LIMIT.value)
     if LIST.value:
         return print(visit.list_cases(chosen))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # children end with this process
-    return visit.visit(chosen, options, _seconds_left)
+    return visit.visit(
+        chosen,
+        _seconds_left,
+        out=OUT.value,
+        by_name=bool(CASES.value),
+        again=AGAIN.value,
+        time_all=TIME_ALL.value,
+        toy=TOY.value,
+        injected=visit.parse_injected(INJECT.value, TOY.value),
+    )
 
 
 if __name__ == '__main__':

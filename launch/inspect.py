@@ -16,44 +16,19 @@ import sys
 from absl import flags
 
 from launch import cli
+from moddepth_jax.training.progress import printable
 
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.', required=True)
 TEXT = flags.DEFINE_string('text', None, 'A file, - for stdin, or the text itself.', required=True)
-OUT = flags.DEFINE_string(
-    'out', None, 'Directory for routing.html, routing.json and the pictures.', required=True
-)
-ROUTING = flags.DEFINE_string(
-    'routing',
-    None,
-    'What selects the tokens of routed blocks: top_c (looks at the future), aux_loss, predictor, '
-    'threshold or dense. Default: the causal rule that the run was trained for.',
-)
+OUT = flags.DEFINE_string('out', None, 'Directory for page, numbers and pictures.', required=True)
+ROUTING = cli.define_routing('top_c (looks at the future), aux_loss, predictor, threshold or dense')
 LANGUAGE = flags.DEFINE_enum(
-    'language',
-    'auto',
-    ['auto', 'python', 'prose'],
-    'What the text is, for the kinds of tokens. Default: python where a third of its lines look '
-    'like code.',
+    'language', 'auto', ['auto', 'python', 'prose'], 'Of the text, for the kinds of tokens.'
 )
-MAX_TOKENS = flags.DEFINE_integer(
-    'max_tokens', 5000, 'Tokens to show; the rest of a longer text is left out.', lower_bound=1
-)
+MAX_TOKENS = flags.DEFINE_integer('max_tokens', 5000, 'Of the text, to show.', lower_bound=1)
 FILES = ('routing.html', 'routing.json', 'routing.png', 'depth_mass.png', 'depth_mass.json')
 STRIP = 128  # tokens across the picture
 MAX_DRAWN = 1024  # tokens in the picture
-
-
-def main(_):
-    text, name = _read_text()
-    if not text:
-        raise ValueError(f'--text={TEXT.value}: is empty; must hold one character at least')
-    out = _checked_out()
-    run = cli.load_saved_run(WORKDIR.value)
-    # Measured first: an error leaves the files of an earlier inspection as they are.
-    data, inspection, mass = _measure(run, text, name, out)
-    _draw(out, inspection, run.hparams_of_stage, data['about'], mass)
-    _write(out, data)
-    _describe(out, data)
 
 
 def _read_text():
@@ -75,8 +50,6 @@ def _read_text():
 
 def _printable(name):
     """A file's name, which may be of any bytes."""
-    from moddepth_jax.training.progress import printable
-
     return printable(os.fsencode(name).decode('utf-8', 'replace'))
 
 
@@ -112,9 +85,7 @@ def _measure(run, text, name, out):
     windows = -(-len(tokens_N) // hparams.data.sequence_length)
     with cli.progress_bar('inspecting', windows) as advance:
         inspection = inspect_tokens(variables, hparams, tokens_N, tokenizer, routing, advance)
-    mass, measured = None, 0
-    if hparams.model.depth.slots_per_layer:
-        mass, measured = _depth_mass(variables, hparams, tokens_N, routing)
+    mass, measured = _depth_mass(variables, hparams, tokens_N, routing)
     names = {
         'run': _printable(pathlib.Path(WORKDIR.value).resolve().name),
         'step': run.step,
@@ -130,7 +101,12 @@ def _measure(run, text, name, out):
 
 
 def _depth_mass(variables, hparams, tokens_N, routing):
-    """The DepthMass of the complete windows, or of a shorter text, and how many tokens it read."""
+    """The DepthMass of the complete windows, or of a shorter text, and how many tokens it read.
+
+    Of a model without slots None and 0.
+    """
+    if not hparams.model.depth.slots_per_layer:
+        return None, 0
     import numpy as np
 
     from moddepth_jax.analysis.depth_mass import depth_mass
@@ -143,39 +119,30 @@ def _depth_mass(variables, hparams, tokens_N, routing):
     return depth_mass(variables, hparams, batch, routing), tokens_BT.size
 
 
-def _draw(out, inspection, hparams, about, mass):
-    """Draws the pictures of what the model has; removes those of an earlier inspection it lacks."""
+def _write(out, inspection, hparams, data, mass):
+    """Writes all files; removes pictures of an earlier inspection that this model lacks."""
     from moddepth_jax.analysis import heatmaps
+    from moddepth_jax.analysis.routing_page import render
+    from moddepth_jax.training.run_dir import write_atomically
 
-    if not hparams.model.routed_layers:
-        (out / 'routing.png').unlink(missing_ok=True)
-    else:
-        record = inspection.routing
+    about, record = data['about'], inspection.routing
+    for name in FILES[2:]:
+        (out / name).unlink(missing_ok=True)
+    if hparams.model.routed_layers:
         grid_LT = heatmaps.routing_grid(record.top_c_BT, record.selected_BT, hparams)
         grid_LT, pieces = grid_LT[:, :MAX_DRAWN], inspection.pieces[:MAX_DRAWN]
         all_drawn = len(pieces) == len(inspection.pieces)
         what = 'tokens' if all_drawn else f'the first {len(pieces):,} tokens'
         title = f'{about["run"]}: routing of {about["text"]} by {about["routing"]}'
         heatmaps.plot_routing(grid_LT, pieces, title, out / 'routing.png', what, STRIP)
-    if mass is None:
-        (out / 'depth_mass.png').unlink(missing_ok=True)
-        (out / 'depth_mass.json').unlink(missing_ok=True)
-    else:
+    if mass is not None:
         title = f'{about["run"]}: attention on the slots of earlier layers, {about["text"]}'
         heatmaps.plot_depth_mass(mass, title, out / 'depth_mass.png')
-
-
-def _write(out, data):
-    from moddepth_jax.analysis.routing_page import render
-    from moddepth_jax.training.run_dir import write_atomically
-
-    write_atomically(out / 'routing.json', json.dumps(data, allow_nan=False) + '\n')
-    write_atomically(out / 'routing.html', render(data))
-    if data['depth'] is not None:
-        about = data['about']
         numbers = {'routing': about['routing'], 'tokens': about['depth_tokens'], **data['depth']}
         text = json.dumps(numbers, indent=2, allow_nan=False) + '\n'
         write_atomically(out / 'depth_mass.json', text)
+    write_atomically(out / 'routing.json', json.dumps(data, allow_nan=False) + '\n')
+    write_atomically(out / 'routing.html', render(data))
 
 
 def _describe(out, data):
@@ -191,9 +158,20 @@ def _describe(out, data):
     else:
         parts.append('no block of this model is routed, so there is no routing.png')
     print(', '.join(parts))
-    for file in FILES:
-        if (out / file).exists():
-            print(f'  {_printable(out / file)}')
+    for file in filter(pathlib.Path.exists, (out / name for name in FILES)):
+        print(f'  {_printable(file)}')
+
+
+def main(_):
+    text, name = _read_text()
+    if not text:
+        raise ValueError(f'--text={TEXT.value}: is empty; must hold one character at least')
+    out = _checked_out()
+    run = cli.load_saved_run(WORKDIR.value)
+    # Measured first: an error leaves the files of an earlier inspection as they are.
+    data, inspection, mass = _measure(run, text, name, out)
+    _write(out, inspection, run.hparams_of_stage, data, mass)
+    _describe(out, data)
 
 
 if __name__ == '__main__':

@@ -26,45 +26,23 @@ from launch import cli
 
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.', required=True)
 TASKS = flags.DEFINE_list(
-    'tasks',
-    None,
-    'Tasks, groups or tags of the harness or of --include_path, or yaml files; moda: the ten tasks '
-    'of the MoDA paper.',
-    required=True,
+    'tasks', None, 'Tasks, groups, tags or yaml files; moda: ten of the MoDA paper.', required=True
 )
 INCLUDE_PATH = flags.DEFINE_list(
-    'include_path',
-    None,
-    "Folders of task yaml files, which have precedence over the harness's own.",
+    'include_path', [], "Folders of task yaml files, which have precedence over the harness's own."
 )
 NUM_FEWSHOT = flags.DEFINE_integer(
-    'num_fewshot',
-    None,
-    'Examples before each question, of tasks that do not forbid them. Default: as the task says.',
-    lower_bound=0,
+    'num_fewshot', None, 'Examples before a question. Default: as the task says.', lower_bound=0
 )
-LIMIT = flags.DEFINE_float(
-    'limit',
-    None,
-    'First documents of each task, below 1 a share of them: a trial, not a result. Default: all.',
-)
+LIMIT = flags.DEFINE_float('limit', None, 'First documents of each task; below 1 a share of them.')
 BATCH_SIZE = flags.DEFINE_integer(
     'batch_size', 32, 'Rows that run together; changes speed and memory only.', lower_bound=1
 )
-ROUTING = flags.DEFINE_string(
-    'routing',
-    None,
-    'How tokens are routed: aux_loss, predictor, threshold or dense. Default: the rule that the '
-    'run was trained for.',
-)
+ROUTING = cli.define_routing('aux_loss, predictor, threshold or dense')
 SEED = flags.DEFINE_integer(
-    'seed', 1234, 'Of few-shot examples and of draws.', lower_bound=0, upper_bound=2**31
+    'seed', 1234, 'Of examples and draws.', lower_bound=0, upper_bound=2**31
 )
-JSON = flags.DEFINE_string(
-    'json',
-    None,
-    'File for the results, as they come; - for stdout, and then nothing else is printed there.',
-)
+JSON = flags.DEFINE_string('json', None, 'File for the results; - for stdout, and nothing else.')
 
 OWN_TASKS = pathlib.Path(__file__).parent / 'lm_eval_tasks'
 _NOISY = ('lm_eval', 'datasets', 'huggingface_hub', 'evaluate', 'fsspec', 'httpx', 'urllib3')
@@ -85,29 +63,6 @@ def _import():
     for name in _NOISY:  # after the import, at which some of them set a level of their own
         logging.getLogger(name).setLevel(logging.CRITICAL)
     return harness, harness_tasks
-
-
-def _report(run, lm):
-    """What --json has in addition to the results."""
-    import lm_eval
-
-    return {
-        'workdir': WORKDIR.value,
-        'step': run.step,
-        'num_steps': run.num_steps,
-        'routing': lm.routing,
-        'tokenizer': lm.tokenizer_name,
-        'context': lm.max_length,
-        'tasks': TASKS.value,
-        'num_fewshot': NUM_FEWSHOT.value,
-        'limit': LIMIT.value,
-        'batch_size': lm.batch_size,
-        'seed': SEED.value,
-        'lm_eval_version': lm_eval.__version__,
-        'cut': 0,
-        'results': {},
-        'groups': {},
-    }
 
 
 def _run(tasks, lm, report, file):
@@ -133,21 +88,16 @@ def _as_json(report):
     return json.dumps(replace_nonfinite(report), indent=2, default=str, allow_nan=False)
 
 
-def _table(report, hidden):
-    """The harness's own table of tasks and groups, except those in `hidden`."""
+def _print(report, tasks):
+    """Prints the harness's own table; tasks of a group with numbers are in --json only."""
     from lm_eval.utils import make_table
 
-    shown = report['results'] | report['groups']
-    shown = {name: values for name, values in shown.items() if name not in hidden}
-    return make_table({**report, 'results': shown})
-
-
-def _print(report, tasks):
-    """Prints the table; tasks of a group that has its own numbers are in --json only."""
     groups = [name for name, values in report['groups'].items() if 'sample_len' in values]
     hidden = set().union(*map(tasks.members, groups))
+    shown = report['results'] | report['groups']
+    shown = {name: values for name, values in shown.items() if name not in hidden}
     print(f'{report["workdir"]}, step {report["step"]} of {report["num_steps"]}')
-    print(_table(report, hidden))
+    print(make_table({**report, 'results': shown}))
     print(f'routing {report["routing"]}, context of {report["context"]} tokens')
     if hidden:
         print(f'{len(hidden)} tasks of {", ".join(groups)} are in --json, one by one')
@@ -165,27 +115,33 @@ def main(_):
     if LIMIT.value is not None and not LIMIT.value > 0:
         raise ValueError(f'--limit={LIMIT.value:g}: must be above 0')
     harness, harness_tasks = _import()
+    import lm_eval
+
     run = cli.load_saved_run(WORKDIR.value)
     hparams = run.hparams_of_stage
-    check_causal(hparams, ROUTING.value or causal_routing(hparams))
+    routing = ROUTING.value or causal_routing(hparams)
+    check_causal(hparams, routing)
     with cli.progress_bar('reading the list of tasks', 1):
-        tasks = harness_tasks.HarnessTasks(
-            TASKS.value, [str(OWN_TASKS), *(INCLUDE_PATH.value or [])]
-        )
-    lm = harness.HarnessLM(
-        run.state.variables,
-        hparams,
-        tokenizer_of(hparams.data, WORKDIR.value),
-        batch_size=BATCH_SIZE.value,
-        routing=ROUTING.value,
-        seed=SEED.value,
-        bar=cli.progress_bar,
-    )
-    report = _report(run, lm)
-    with contextlib.ExitStack() as stack:
-        file = None
-        if JSON.value not in (None, '-'):  # opened first: a bad path shows before the evaluation
-            file = stack.enter_context(open(JSON.value, 'w', encoding='utf-8'))
+        tasks = harness_tasks.HarnessTasks(TASKS.value, [str(OWN_TASKS), *INCLUDE_PATH.value])
+    tokenizer = tokenizer_of(hparams.data, WORKDIR.value)
+    how = {'batch_size': BATCH_SIZE.value, 'routing': routing, 'seed': SEED.value}
+    lm = harness.HarnessLM(run.state.variables, hparams, tokenizer, bar=cli.progress_bar, **how)
+    report = {
+        'workdir': WORKDIR.value,
+        'step': run.step,
+        'num_steps': run.num_steps,
+        'tokenizer': tokenizer.name,
+        'context': lm.max_length,
+        'tasks': TASKS.value,
+        'num_fewshot': NUM_FEWSHOT.value,
+        'limit': LIMIT.value,
+        **how,
+        'lm_eval_version': lm_eval.__version__,
+        'cut': 0,
+        'results': {},
+        'groups': {},
+    }
+    with cli.open_json(JSON.value) as file:
         try:
             _run(tasks, lm, report, file)
         finally:

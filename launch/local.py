@@ -10,7 +10,6 @@ elsewhere they would run to their end. The exit status is that of process 0, or 
 died.
 """
 
-import collections
 import ctypes
 import math
 import os
@@ -38,201 +37,158 @@ POSITIONAL = (
     'After --: the flags of launch.train. If the first of them is not a flag but a module, such as '
     'launch.evaluate, that module runs.'
 )
-DEFAULT_MODULE = 'launch.train'
 BAD_INPUT = 2  # the status of a command that would fail again
 # Of a process that lost another one: see training.multihost, and the abort of JAX's own runtime.
 CONSEQUENCES = (75, -signal.SIGABRT)
 SETTLE_SECONDS = 2.0  # in which the process that died first may still show up
 STOP_SECONDS = 5.0  # from SIGTERM to SIGKILL, once a process has died
 POLL_SECONDS = 0.05
-HOLD_SECONDS = 0.5  # that stderr is held back, to know first whether another process died
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
 class _StopSignals:
-    """Handles SIGTERM and Ctrl-C: `received` is the first one's name, `at_once` a second Ctrl-C."""
+    """Handles SIGTERM and Ctrl-C: `received` any of them, `at_once` a second Ctrl-C."""
 
     def __init__(self):
-        self.received, self.at_once = None, False
-        self._interrupts = 0
-
-    def __enter__(self):
+        self.received = self.at_once = self._interrupted = False
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
-        return self
-
-    def __exit__(self, *_):
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_DFL)
 
     def _on_signal(self, number, frame):
-        del frame
-        self._interrupts += number == signal.SIGINT
-        self.received = self.received or signal.Signals(number).name
-        self.at_once = self._interrupts > 1
+        self.received = True
+        if number == signal.SIGINT:
+            self.at_once, self._interrupted = self._interrupted, True
 
 
 class _Death(NamedTuple):
-    """A process that ended in failure; a negative status is that of a signal."""
+    """A process that has ended; a negative status is that of a signal."""
 
     index: int
     status: int
-
-    def exit_status(self):
-        return self.status if self.status >= 0 else 128 - self.status
-
-    def cause(self):
-        return f'status {self.status}' if self.status > 0 else signal.Signals(-self.status).name
 
 
 class _Processes:
     """One start of all processes."""
 
-    def __init__(self, arguments, count, devices):
-        self._readers, self._lines, self._first_death = [], collections.deque(), math.inf
+    def __init__(self, arguments):
+        self._readers, self._first_death = [], math.inf
         with socket.socket() as listener:
             listener.bind(('127.0.0.1', 0))
             port = listener.getsockname()[1]
-        self._all = [self._start(arguments, i, count, devices, port) for i in range(count)]
+        self._all = [self._start(arguments, i, port) for i in range(PROCESSES.value)]
 
-    def _start(self, arguments, index, count, devices, port):
+    def _start(self, arguments, index, port):
         pipes = {'stdout': subprocess.DEVNULL, 'stderr': subprocess.PIPE} if index else {}
         process = subprocess.Popen(
             [sys.executable, '-m', *arguments],
-            env=os.environ | _environment(index, count, devices, port),
+            env=os.environ | _environment(index, port),
             start_new_session=True,  # so that we alone forward a Ctrl-C
             preexec_fn=_dies_with_parent(),
             **pipes,
         )
-        if process.stderr is not None:
-            reader = threading.Thread(target=self._read, args=(process.stderr, index), daemon=True)
-            reader.start()
-            self._readers.append(reader)
+        if index:
+            args = (process.stderr, index)
+            self._readers.append(threading.Thread(target=_print_lines, args=args, daemon=True))
+            self._readers[-1].start()
         return process
 
-    def _read(self, stream, index):
-        for line in stream:
-            text = line.decode(errors='replace').rstrip()
-            self._lines.append((time.monotonic(), index, text))
+    def ended(self) -> list[_Death]:
+        """The processes that have ended, in order; the first of the list may be process 0."""
+        ended = (_Death(i, process.poll()) for i, process in enumerate(self._all))
+        return [death for death in ended if death.status is not None]
 
-    def any_running(self) -> bool:
-        """Whether at least one process runs."""
-        return any(process.poll() is None for process in self._all)
-
-    def first_status(self) -> int:
-        """The status of process 0, once it has ended."""
-        return self._all[0].returncode
-
-    def death(self, settled: bool) -> _Death | None:
+    def death(self, ended) -> _Death | None:
         """The process that died first, as far as that is known: not one that died because of it.
 
-        Unless `settled`, None for a while in which the first one may still show up.
+        While another one runs, None for a while in which the first one may still show up.
         """
-        bad = [_Death(i, process.poll()) for i, process in enumerate(self._all) if process.poll()]
+        bad = [death for death in ended if death.status]
         if not bad:
             return None
         self._first_death = min(self._first_death, time.monotonic())
         causes = [death for death in bad if death.status not in CONSEQUENCES]
-        if causes:
-            return causes[0]
-        settled = settled or time.monotonic() > self._first_death + SETTLE_SECONDS
-        return bad[0] if settled else None
-
-    def first_ended(self) -> _Death | None:
-        """The first process that has ended, after all were asked to stop."""
-        ended = [_Death(i, process.returncode) for i, process in enumerate(self._all)]
-        return next((death for death in ended if death.status is not None), None)
+        waited = time.monotonic() > self._first_death + SETTLE_SECONDS
+        if causes or waited or len(ended) == len(self._all):
+            return (causes or bad)[0]
+        return None
 
     def send(self, number):
         """Sends a signal to the running processes."""
         for process in self._all:
             process.send_signal(number)  # does nothing to a process that has ended
 
-    def print_stderr(self, seconds=HOLD_SECONDS, only=None):
-        """Prints lines of stderr that are `seconds` old; of process `only`, if that is given.
-
-        A process that loses another one ends with pages from JAX's runtime.
-        """
-        while self._lines and self._lines[0][0] <= time.monotonic() - seconds:
-            _, index, text = self._lines.popleft()
-            if only is None or index == only:
-                print(f'process {index}: {text}', file=sys.stderr, flush=True)
-
-    def join_readers(self):
-        """Waits until all stderr is read, after all processes have ended."""
+    def wait(self, stop, restarts) -> int:
+        """Waits for all processes, and stops them if one dies or we are asked to; their status."""
+        forwarded, dead, kill_at, running = False, None, math.inf, True
+        while running:
+            ended = self.ended()
+            running = len(ended) < len(self._all)
+            if stop.received and not forwarded:
+                forwarded = True
+                self.send(signal.SIGTERM)
+            if dead is None:
+                dead = next(iter(ended), None) if forwarded else self.death(ended)
+                if dead is not None:
+                    kill_at = time.monotonic() + STOP_SECONDS
+                    if not forwarded:
+                        _print_death(dead, restarts)
+                        self.send(signal.SIGTERM)
+            if stop.at_once or time.monotonic() > kill_at:
+                self.send(signal.SIGKILL)
+            time.sleep(POLL_SECONDS * running)
         for reader in self._readers:
             reader.join(timeout=STOP_SECONDS)
+        if stop.at_once:
+            return 130
+        status = self._all[0].returncode if dead is None else dead.status
+        return status if status >= 0 else 128 - status
 
 
 def main(argv):
-    arguments = argv[1:]
+    arguments, stop = argv[1:], _StopSignals()
     if not arguments or arguments[0].startswith('-'):
-        arguments = [DEFAULT_MODULE, *arguments]
-    with _StopSignals() as stop:
-        for restarts in range(RESTARTS.value, -1, -1):
-            status = _run(arguments, stop, restarts)
-            if status in (0, BAD_INPUT) or stop.received:
-                break
+        arguments = ['launch.train', *arguments]
+    for restarts in range(RESTARTS.value, -1, -1):
+        status = _Processes(arguments).wait(stop, restarts)
+        if status in (0, BAD_INPUT) or stop.received:
+            break
     return status
 
 
-def _run(arguments, stop, restarts):
-    """Starts all processes and waits for them; returns the exit status."""
-    processes = _Processes(arguments, PROCESSES.value, DEVICES.value)
-    forwarded, dead, kill_at, only = False, None, math.inf, None
-    while True:
-        running = processes.any_running()
-        if stop.received and not forwarded:
-            forwarded = True
-            processes.send(signal.SIGTERM)
-        if dead is None:
-            dead = processes.first_ended() if forwarded else processes.death(settled=not running)
-            if dead is not None:
-                kill_at = time.monotonic() + STOP_SECONDS
-                if not forwarded:
-                    only = dead.index
-                    _print_death(dead, restarts)
-                    processes.send(signal.SIGTERM)
-        if stop.at_once or time.monotonic() > kill_at:
-            processes.send(signal.SIGKILL)
-        if not running:
-            break
-        processes.print_stderr(only=only)
-        time.sleep(POLL_SECONDS)
-    processes.join_readers()
-    processes.print_stderr(0, only)
-    if stop.at_once:
-        return 130
-    return processes.first_status() if dead is None else dead.exit_status()
+def _print_lines(stream, index):
+    for line in stream:
+        text = line.decode(errors='replace').rstrip()
+        print(f'process {index}: {text}', file=sys.stderr, flush=True)
 
 
 def _print_death(dead, restarts):
+    cause = f'status {dead.status}' if dead.status > 0 else signal.Signals(-dead.status).name
     then = 'stopping the others'
     if dead.status == BAD_INPUT:
         then += '; not restarting, since it would fail again'
     elif restarts:
         then += f', then restarting all; restarts left: {restarts - 1}'
-    line = f'launch.local: process {dead.index} ended by {dead.cause()}; {then}'
+    line = f'launch.local: process {dead.index} ended by {cause}; {then}'
     print(line, file=sys.stderr, flush=True)
 
 
-def _environment(index, count, devices, port):
+def _environment(index, port):
     """Variables that make a process one of several; see training.multihost.initialize."""
-    changes = {
-        'JAX_COORDINATOR_ADDRESS': f'127.0.0.1:{port}',
-        'JAX_COORDINATOR_BIND_ADDRESS': f'127.0.0.1:{port}',
-        'JAX_NUM_PROCESSES': str(count),
-        'JAX_PROCESS_ID': str(index),
-        cli.REPORTED_BY_LEADER: '1' if index else '',
-    }
+    devices, changes = DEVICES.value, {}
     if devices:
         fake = f'--xla_force_host_platform_device_count={devices}'
-        changes |= {
+        changes = {
             'XLA_FLAGS': f'{os.environ.get("XLA_FLAGS", "")} {fake}'.strip(),
             'NPROC': os.environ.get('NPROC', str(2 * devices)),
             'JAX_PLATFORMS': 'cpu',
         }
-    return changes
+    return changes | {
+        'JAX_COORDINATOR_ADDRESS': f'127.0.0.1:{port}',
+        'JAX_COORDINATOR_BIND_ADDRESS': f'127.0.0.1:{port}',
+        'JAX_NUM_PROCESSES': str(PROCESSES.value),
+        'JAX_PROCESS_ID': str(index),
+        cli.REPORTED_BY_LEADER: '1' if index else '',
+    }
 
 
 def _dies_with_parent():

@@ -11,8 +11,8 @@ large the input is; a document has to fit in it. While it runs, the output takes
 space of its tokens.
 
 After a kill or an interruption the same command continues. A row that cannot be read ends it with
-file, row and what to do; finished work is kept. Correct the file and run the same command: only
-that file is done again. A new start is needed only if bpe:N was already trained.
+file, row and what to do; correct the file and run the same command: only that file is done again.
+A new start is needed only if bpe:N was already trained.
 The result does not depend on --processes.
 """
 
@@ -26,6 +26,7 @@ import time
 from absl import flags
 
 from launch import cli
+from moddepth_jax.training.progress import format_count, format_seconds, printable
 
 INPUT = flags.DEFINE_list(
     'input', None, 'Globs of files, comma-separated; ** stands for folders.', required=True
@@ -34,49 +35,27 @@ OUTPUT = flags.DEFINE_string(
     'output', None, 'Directory for the prepared text, new or unfinished.', required=True
 )
 TOKENIZER = flags.DEFINE_string(
-    'tokenizer',
-    'bytes',
-    'bytes; bpe:N, trained here, with N ids; a tokenizer.json; a SentencePiece .model.',
+    'tokenizer', 'bytes', 'bytes; bpe:N, trained here; a tokenizer.json; a SentencePiece .model.'
 )
 SEPARATOR = flags.DEFINE_string(
-    'separator',
-    None,
-    "Token that starts each document, such as '<s>'. Default: as the tokenizer's files say.",
+    'separator', None, "Token that starts a document, as '<s>'. Default: as the tokenizer says."
 )
 TEXT_FIELD = flags.DEFINE_string(
     'text_field', 'text', 'Field or column of the text in .jsonl, .parquet and .arrayrecord.'
 )
 HELD_OUT_FRACTION = flags.DEFINE_float(
-    'held_out_fraction',
-    0.05,
-    "Of the documents, kept for evaluation; chosen by the hash of a document's name.",
+    'held_out_fraction', 0.05, 'Of the documents, for evaluation; chosen by the hash of the name.'
 )
-PROCESSES = flags.DEFINE_integer(
-    'processes', None, 'Processes that share the work. Default: one per core.', lower_bound=1
-)
+PROCESSES = flags.DEFINE_integer('processes', None, 'Default: one per core.', lower_bound=1)
 BPE_BYTES = flags.DEFINE_integer(
-    'bpe_bytes',
-    50_000_000,
-    'Of text, about, that bpe:N is trained on: documents to train on, from all over the input.',
-    lower_bound=1,
+    'bpe_bytes', 50_000_000, 'Of text, about, from all over it, for bpe:N.', lower_bound=1
 )
-SKIP_BAD = flags.DEFINE_boolean(
-    'skip_bad', False, 'Leave out and count what cannot be read, instead of ending there.'
-)
+SKIP_BAD = flags.DEFINE_boolean('skip_bad', False, 'Leave out and count what cannot be read.')
 PART_BYTES = flags.DEFINE_integer(
-    'part_bytes',
-    16 << 20,
-    'Of text in one part, about: what a kill may lose in each process.',
-    lower_bound=1,
+    'part_bytes', 16 << 20, 'Of text, about, that a kill may lose in each process.', lower_bound=1
 )
 
 _PLAIN_SECONDS = 10.0  # between lines of progress where there is no terminal
-
-
-def _size(num_bytes):
-    from moddepth_jax.training.progress import format_count
-
-    return f'{format_count(num_bytes)}B' if num_bytes >= 1000 else f'{num_bytes} bytes'
 
 
 class _Progress:
@@ -87,56 +66,55 @@ class _Progress:
     """
 
     def __init__(self):
-        import rich.console
-
-        self._console = rich.console.Console(stderr=True, highlight=False)
         self.tokenized = 0
 
     @contextlib.contextmanager
     def phase(self, what, total, done=0):
         """As `prepare` takes it; an earlier start did `done` bytes of the total."""
-        shown = self._bar if self._console.is_terminal else self._lines
-        with shown(what, total, done) as advance:
-            yield advance
+        import rich.console
+        import rich.progress as bars
+
+        console = rich.console.Console(stderr=True, highlight=False)
+        columns = (
+            bars.TextColumn(f'{what:9}', markup=False),
+            bars.BarColumn(),
+            bars.DownloadColumn(),
+            bars.TransferSpeedColumn(),
+            bars.TimeRemainingColumn(),
+        )
+        if console.is_terminal:
+            with bars.Progress(*columns, console=console, transient=True) as progress:
+                task = progress.add_task(what, total=total or None, completed=done)
+                yield lambda num_bytes: progress.advance(task, num_bytes)
+        else:
+            yield _line_printer(what, total, done)
         if what == 'tokens':
             self.tokenized = total - done
 
-    @contextlib.contextmanager
-    def _bar(self, what, total, done):
-        import rich.progress
 
-        columns = (
-            rich.progress.TextColumn(f'{what:9}', markup=False),
-            rich.progress.BarColumn(),
-            rich.progress.DownloadColumn(),
-            rich.progress.TransferSpeedColumn(),
-            rich.progress.TimeRemainingColumn(),
-        )
-        with rich.progress.Progress(*columns, console=self._console, transient=True) as progress:
-            task = progress.add_task(what, total=total or None, completed=done)
-            yield lambda num_bytes: progress.advance(task, num_bytes)
+def _line_printer(what, total, done):
+    """A function of the bytes that are new, which sometimes prints a line on stderr."""
+    start = shown = time.monotonic()
+    before = done
+    if done:
+        print(f'{what}: {_size(done)} of {_size(total)} were done before', file=sys.stderr)
 
-    @contextlib.contextmanager
-    def _lines(self, what, total, done):
-        from moddepth_jax.training.progress import format_seconds
+    def advance(num_bytes):
+        nonlocal done, shown
+        done += num_bytes
+        now = time.monotonic()
+        if now - shown < _PLAIN_SECONDS or done <= before:
+            return
+        shown, rate = now, (done - before) / (now - start)
+        left = format_seconds((total - done) / rate)
+        line = f'{what}: {_size(done)} of {_size(total)}, {_size(rate)}/s, {left} left'
+        print(line, file=sys.stderr, flush=True)
 
-        start = shown = time.monotonic()
-        before = done
-        if done:
-            print(f'{what}: {_size(done)} of {_size(total)} were done before', file=sys.stderr)
+    return advance
 
-        def advance(num_bytes):
-            nonlocal done, shown
-            done += num_bytes
-            now = time.monotonic()
-            if now - shown < _PLAIN_SECONDS or done <= before:
-                return
-            shown, rate = now, (done - before) / (now - start)
-            left = format_seconds((total - done) / rate)
-            line = f'{what}: {_size(done)} of {_size(total)}, {_size(rate)}/s, {left} left'
-            print(line, file=sys.stderr, flush=True)
 
-        yield advance
+def _size(num_bytes):
+    return f'{format_count(num_bytes)}B' if num_bytes >= 1000 else f'{num_bytes} bytes'
 
 
 def _options():
@@ -159,46 +137,23 @@ def _options():
     )
 
 
-def _table(store):
-    import rich.table
-
-    table = rich.table.Table()
-    table.add_column('')
-    for name in ('documents', 'tokens', 'bytes', 'bytes a token'):
-        table.add_column(name, justify='right')
-    sides = {'train': store.train, 'held out': store.held_out}
-    for name, counts in sides.items():
-        cells = [f'{counts[key]:,}' for key in ('documents', 'tokens', 'bytes')]
-        ratio = counts['bytes'] / max(1, counts['tokens'] - counts['documents'])
-        table.add_row(name, *cells, f'{ratio:.2f}')
-    return table
-
-
 def _print_summary(store, seconds, tokenized):
-    import rich.console
-    import rich.text
-
     from configs import base
-    from moddepth_jax.training.progress import format_seconds, printable
-
-    console = rich.console.Console(highlight=False)
-
-    def line(text=''):
-        # A Text, since a str would have its [brackets] read as markup. Names of files may hold
-        # bytes that are no text.
-        text = printable(text).encode(errors='backslashreplace').decode()
-        console.print(rich.text.Text(text), soft_wrap=True)
 
     tokenizer = store.tokenizer
-    line(f'{store.directory}: {tokenizer["vocab_size"]:,} ids of {tokenizer["name"]}')
-    console.print(_table(store))
+    _show(f'{store.directory}: {tokenizer["vocab_size"]:,} ids of {tokenizer["name"]}')
+    sides = {'train': store.train, 'held out': store.held_out}
+    rows = {
+        side: [f'{counts[key]:,}' for key in ('documents', 'tokens', 'bytes')]
+        + [f'{counts["bytes"] / max(1, counts["tokens"] - counts["documents"]):.2f}']
+        for side, counts in sides.items()
+    }
+    cli.show(cli.table(rows, '', 'documents', 'tokens', 'bytes', 'bytes a token'))
     for reason, entry in store.skipped.items():
-        line(f'left out, {reason}: {entry["count"]:,}, such as {entry["first"][0]}')
+        _show(f'left out, {reason}: {entry["count"]:,}, such as {entry["first"][0]}')
     if tokenized:
         took = format_seconds(seconds) if seconds >= 10 else f'{seconds:.1f}s'
-        line(f'{_size(tokenized)} in {took}: {tokenized / seconds / 1e6:.2f} MB/s')
-    line(f'fingerprint {store.fingerprint}')
-    line('train on it:')
+        _show(f'{_size(tokenized)} in {took}: {tokenized / seconds / 1e6:.2f} MB/s')
     knobs = {
         'data.source': shlex.quote(str(store.directory)),
         'data.tokenizer': 'prepared',
@@ -207,7 +162,14 @@ def _print_summary(store, seconds, tokenized):
     if store.held_out_fraction != base.get_config().data.held_out_fraction:
         knobs['data.held_out_fraction'] = store.held_out_fraction
     words = ' '.join(f'--config.{name}={value}' for name, value in knobs.items())
-    line(f'  python -m launch.train --config=configs/mod_isoflop.py --workdir=runs/mine {words}')
+    _show(f'fingerprint {store.fingerprint}')
+    _show('train on it:')
+    _show(f'  python -m launch.train --config=configs/mod_isoflop.py --workdir=runs/mine {words}')
+
+
+def _show(text):
+    # Names of files may hold bytes that are no text.
+    cli.show(printable(text).encode(errors='backslashreplace').decode())
 
 
 def main(_):

@@ -26,16 +26,10 @@ _ANY_BUDGET = {'flops': 1e30, 'steps': 1}  # the FLOPs of one step do not depend
 
 
 class StudyConfig:
-    """Builds the config of a run.
+    """Builds the config of a run from `spec`, FILE.py or FILE.py:TEXT.
 
-    Args:
-      spec: FILE.py or FILE.py:TEXT, a config that takes size= and, by `kind`, budget= or steps=.
-      overrides: knobs of the command line, by dotted name.
-      kind: flops or steps.
-
-    Raises:
-      ValueError: an override of what the study sets.
-      flags.Error: as --config does.
+    The config takes size= and, by `kind` (flops or steps), budget= or steps=. `overrides` are knobs
+    of the command line, by dotted name. Raises ValueError for one that the study sets.
     """
 
     def __init__(self, spec: str, overrides: dict, kind: str):
@@ -86,18 +80,18 @@ class StudyConfig:
 
     def shallower(self, size: str) -> str:
         """The dense size of the same width whose forward pass costs nearest to that of MoD."""
-        if size not in self._shallower:
-            flops = self._flops('mod', size)
-            layers, _, width = size.partition('x')
-            depths = range(1, int(layers) + 1)
-            by_depth = {depth: self._flops('dense', f'{depth}x{width}') for depth in depths}
-            self._shallower[size] = f'{nearest_depth(by_depth, flops)}x{width}'
-        return self._shallower[size]
-
-    def _flops(self, variant, size):
         from moddepth_jax.model.flops import train_step_flops
 
-        return train_step_flops(from_config(self.config(variant, size, self._any_budget)))
+        def flops(variant, size):
+            return train_step_flops(from_config(self.config(variant, size, self._any_budget)))
+
+        if size not in self._shallower:
+            flops_of_mod = flops('mod', size)
+            layers, _, width = size.partition('x')
+            depths = range(1, int(layers) + 1)
+            by_depth = {depth: flops('dense', f'{depth}x{width}') for depth in depths}
+            self._shallower[size] = f'{nearest_depth(by_depth, flops_of_mod)}x{width}'
+        return self._shallower[size]
 
 
 def _matching_d_ff(config, other):
@@ -111,9 +105,8 @@ def _matching_d_ff(config, other):
         hparams = from_config(config)
         return num_parameters(jax.eval_shape(lambda: init_state(hparams, 1)).params)
 
-    model = config.model
-    missing = count(other) - count(config)
-    return model.d_ff + round(missing / (3 * model.num_layers * model.d_model))
+    missing = (count(other) - count(config)) / (3 * config.model.num_layers * config.model.d_model)
+    return config.model.d_ff + round(missing)
 
 
 def counted_flops() -> dict[str, dict]:
@@ -123,17 +116,15 @@ def counted_flops() -> dict[str, dict]:
     `halved`, where causal attention counts the visible pairs only, and `full`, where it counts all.
     """
     from configs import moda_1b5, moda_48l, moda_700m
-    from moddepth_jax.hparams import from_config
     from moddepth_jax.model.flops import forward_breakdown
 
-    shapes = {'moda_700m': moda_700m, 'moda_48l': moda_48l, 'moda_1b5': moda_1b5}
     counted = {}
-    for name, module in shapes.items():
-        length = from_config(module.get_config()).data.sequence_length
-        counted[name] = {'length': length}
+    for module in (moda_700m, moda_48l, moda_1b5):
+        counted[module.__name__.removeprefix('configs.')] = found = {}
         for model, arguments in (('dense', ['slots=none']), ('moda', [])):
             hparams = from_config(module.get_config(*arguments))
-            parts = forward_breakdown(hparams, 1, length)
+            found['length'] = hparams.data.sequence_length
+            parts = forward_breakdown(hparams, 1, found['length'])
             total = sum(parts.values())
-            counted[name][model] = {'halved': total, 'full': total + parts['attention']}
+            found[model] = {'halved': total, 'full': total + parts['attention']}
     return counted

@@ -26,18 +26,13 @@ MESH = flags.DEFINE_string(
     '',
     'Devices by axis, such as data=4 or data=2,fsdp=4. data splits the rows of a batch; fsdp the '
     'rows too, and parameters; tensor heads, d_ff and vocabulary; expert rows and experts. '
-    'An axis that is not named has size 1. Default: all devices, as data.',
+    'Default: all devices, as data.',
 )
 DRY_RUN = flags.DEFINE_boolean(
-    'dry_run',
-    False,
-    'Compile the train step for --mesh of fake devices, print memory, FLOPs and collectives, exit.',
+    'dry_run', False, 'Compile for --mesh of fake devices, print memory, FLOPs, collectives, exit.'
 )
 PROFILE = flags.DEFINE_string(
-    'profile',
-    None,
-    'START:STOP, such as 20:25: trace the steps after START up to STOP into WORKDIR/profile, for '
-    'XProf or Perfetto.',
+    'profile', None, 'START:STOP, as 20:25: trace steps for XProf or Perfetto to WORKDIR/profile.'
 )
 WANDB = flags.DEFINE_string(
     'wandb', '', 'Project of Weights & Biases that gets the metrics too; needs the extra [wandb].'
@@ -46,7 +41,12 @@ flags.adopt_module_key_flags(dry_run)
 
 
 def main(_):
+    import jax
+
+    from moddepth_jax.analysis.report import write_report
     from moddepth_jax.training import multihost
+    from moddepth_jax.training.checkpoint import to_host
+    from moddepth_jax.training.loop import train
     from moddepth_jax.training.profile import parse_steps
 
     if DRY_RUN.value:
@@ -56,7 +56,18 @@ def main(_):
     workdir = WORKDIR.value or pathlib.Path('runs') / cli.config_name()
     hparams = multihost.run_on_all(lambda: _hparams(workdir))
     cli.enable_compilation_cache(hparams)
-    return _train(hparams, workdir, profiled)
+    run = train(hparams, workdir, MESH.value, profiled, WANDB.value)
+    if run.signal is not None:
+        return 128 + signal.Signals[run.signal]
+    if not multihost.is_initialized():
+        with jax.set_mesh(run.state.step.sharding.mesh):
+            write_report(run)
+        return 0
+    # Process 0 alone writes the report, on one device, which has to hold the model.
+    model = {'params': run.state.params, 'averages': run.state.averages}
+    state = run.state.replace(**jax.tree.map(to_host, model))
+    multihost.run_on_leader(lambda: write_report(dataclasses.replace(run, state=state)))
+    return 0
 
 
 def _hparams(workdir):
@@ -71,27 +82,6 @@ def _hparams(workdir):
     check_vocabulary(hparams, tokenizer)
     prompt_tokens(hparams, tokenizer)
     return hparams
-
-
-def _train(hparams, workdir, profiled):
-    import jax
-
-    from moddepth_jax.analysis.report import write_report
-    from moddepth_jax.training import leaves, multihost
-    from moddepth_jax.training.loop import train
-
-    run = train(hparams, workdir, MESH.value, profiled, WANDB.value)
-    if run.signal is not None:
-        return 128 + signal.Signals[run.signal]
-    if not multihost.is_initialized():
-        with jax.set_mesh(run.state.step.sharding.mesh):
-            write_report(run)
-        return 0
-    # Process 0 alone writes the report, on one device, which has to hold the model.
-    model = {'params': run.state.params, 'averages': run.state.averages}
-    state = run.state.replace(**jax.tree.map(leaves.to_host, model))
-    multihost.run_on_leader(lambda: write_report(dataclasses.replace(run, state=state)))
-    return 0
 
 
 if __name__ == '__main__':

@@ -13,6 +13,7 @@ import re
 import sys
 
 from absl import flags
+from packaging.utils import canonicalize_name
 
 from launch import cli
 from moddepth_jax.benchmarks import wheels
@@ -32,7 +33,7 @@ def main(_):
     installed = wheels.read_installed(pathlib.Path(INSTALLED.value).read_text(encoding='utf-8'))
     if not re.fullmatch(r'3\.\d+', PYTHON.value):
         raise ValueError(f'--python={PYTHON.value}: must be a version such as 3.12')
-    pins = {wheels.canonical_name(pin.partition('==')[0]): pin for pin in PINS.value}
+    pins = {canonicalize_name(pin.partition('==')[0]): pin for pin in PINS.value}
     needed = wheels.find_needed(wheels.required(), PYTHON.value, installed, pins)
     missing = sorted(name for name, lacks in needed.items() if lacks)
     kept = [name for name in missing if name in wheels.OF_THE_MACHINE]

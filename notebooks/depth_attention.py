@@ -1,9 +1,5 @@
 # ---
 # jupyter:
-#   jupytext:
-#     text_representation:
-#       extension: .py
-#       format_name: percent
 #   kernelspec:
 #     display_name: Python 3
 #     language: python
@@ -95,12 +91,11 @@ print(
 
 # %%
 mass = depth_mass(variables, hparams, batch, causal_routing(hparams))
-for layer, (_, visible, written) in zip(
-    mass.layers, depth_readers(hparams, hparams.data.sequence_length, 'top_c'), strict=True
-):
+length = hparams.data.sequence_length
+readers = list(depth_readers(hparams, length, 'top_c'))
+for layer, (_, visible, written) in zip(mass.layers, readers, strict=True):
     shown = ' '.join(mass.slots[written - visible : written])
     print(f'layer {layer} sees {visible:2d} slots  {shown}')
-length = hparams.data.sequence_length
 parts = forward_breakdown(hparams, 1, length)
 slots = parts['depth_projections'] + parts['depth_attention']
 print(f'they cost {slots / sum(parts.values()):.1%} of the FLOPs of a forward pass')
@@ -118,11 +113,8 @@ plot_depth_mass(mass, 'attention on the slots of earlier layers', folder / 'mass
 display(Image(folder / 'mass.png'))
 
 # %%
-for layer, (_, visible, _) in zip(
-    mass.layers, depth_readers(hparams, length, 'top_c'), strict=True
-):
+for layer, found, (_, visible, _) in zip(mass.layers, mass.depth_L, readers, strict=True):
     even = np.mean([visible / (visible + place + 1) for place in range(length)])
-    found = mass.depth_L[mass.layers.index(layer)]
     print(f'layer {layer}: {found:6.1%} on slots; {even:6.1%} if attention were even')
 
 # %% [markdown]
@@ -185,6 +177,8 @@ for workdir, name, colour in ((BESIDE, 'dense', '#1d1f21'), (WORKDIR, 'MoDA', '#
     flops = sum(forward_breakdown(other, 1, length).values())
     label = f'{name}: {flops / length / 1e3:,.0f} kFLOPs a token, forward'
     left.plot(*curves[name], '.-', color=colour, label=label)
+    end = [row for row in metrics if 'eval/loss' in row][-1]
+    print(f'{name}: {end["eval/bits_per_byte"]:.3f} bits a byte held out at step {end["step"]}')
 if len(curves) == 2 and curves['MoDA'][0] == curves['dense'][0]:
     right.plot(steps, curves['MoDA'][1] - curves['dense'][1], '.-', color='#0072b2')
 right.axhline(0, color='#1d1f21', linewidth=1)
@@ -193,13 +187,6 @@ right.set(xlabel='steps', ylabel='difference (nats a token)')
 left.legend(frameon=False)
 plt.show()
 
-# %%
-ends = {}
-for workdir, name in ((BESIDE, 'dense'), (WORKDIR, 'MoDA')):
-    rows = [row for row in read_metrics(workdir) if 'eval/loss' in row] if workdir else []
-    ends |= {name: rows[-1]} if rows else {}
-for name, end in ends.items():
-    print(f'{name}: {end["eval/bits_per_byte"]:.3f} bits a byte held out at step {end["step"]}')
 
 # %% [markdown]
 # ## The sink

@@ -1,9 +1,5 @@
 # ---
 # jupyter:
-#   jupytext:
-#     text_representation:
-#       extension: .py
-#       format_name: percent
 #   kernelspec:
 #     display_name: Python 3
 #     language: python
@@ -18,9 +14,7 @@
 # compares the best sizes. A larger model takes fewer steps. This notebook shows what a forward pass
 # of a Mixture-of-Depths model costs compared with a dense one, and how to read a study's figures.
 #
-# It trains nothing and takes some seconds. It opens the first study in `results/cpu/`, or one of
-# yours. If there is none, it makes up a study from a formula, to have something to draw; it says
-# so, and such numbers mean nothing.
+# It trains nothing and takes some seconds. It opens the study in `results/cpu/`, or one of yours.
 
 # %%
 import os
@@ -35,9 +29,9 @@ from IPython.display import Image, display
 import configs
 from configs import study as study_config
 from moddepth_jax.hparams import from_config
-from moddepth_jax.model.flops import forward_breakdown, forward_flops, train_step_flops
+from moddepth_jax.model.flops import forward_breakdown, forward_flops
 from moddepth_jax.studies import fit, plots
-from moddepth_jax.studies.plan import VARIANTS, Plan, Study
+from moddepth_jax.studies.plan import VARIANTS
 from moddepth_jax.studies.store import read_study
 
 ROOT = pathlib.Path(configs.__file__).parents[1]
@@ -91,36 +85,10 @@ assert forward_flops(models['mod'], 1, length) < forward_flops(models['dense'], 
 
 # %%
 folder = pathlib.Path(tempfile.mkdtemp())
-found = sorted(ROOT.glob('results/cpu/**/study.json'))
-if WORKDIR or found:
-    place = pathlib.Path(WORKDIR) if WORKDIR else found[0].parent  # study before study-long
-    study, origin = read_study(place), f'trained: {place.name}'
-else:
-    budgets, sizes, names = (
-        (1e12, 4e12),
-        ('2x64', '4x64', '6x64', '10x64'),
-        ('dense', 'mod', 'random'),
-    )
-    plan = Plan(Study('flops', budgets, sizes, names, seeds=(0,), learning_rates=(0.003,)), None)
-    rows = []
-    for planned in plan.examples():
-        config = study_config.get_config(f'size={planned.trained}')
-        config.update_from_flattened_dict(VARIANTS[planned.variant].changes)
-        hparams = from_config(config)
-        flops, model = train_step_flops(hparams), hparams.model
-        steps = int(planned.budget / flops)
-        tokens = steps * hparams.data.batch_size * hparams.data.sequence_length
-        parameters = 12 * model.num_layers * model.d_model**2 + 2 * model.vocab_size * model.d_model
-        loss = 0.9 + 25 * (planned.budget / tokens / 6) ** -0.32 + 90 * tokens**-0.34
-        row = planned._asdict() | {'layers': model.num_layers, 'width': model.d_model, 'curve': []}
-        row |= {'parameters': parameters, 'steps': steps, 'total_flops': steps * flops}
-        row |= {'flops_per_step': flops, 'flops_per_forward': flops / 3}
-        rows.append(row | {'loss': loss, 'bits_per_byte': loss / np.log(2)})
-    study = {'kind': 'flops', 'budgets': list(budgets), 'runs': rows}
-    study['variants'] = {name: VARIANTS[name]._asdict() for name in names}
-    origin = 'MADE UP from a formula: nothing was trained'
+place = pathlib.Path(WORKDIR or ROOT / 'results/cpu/study')
+study = read_study(place)
 steps = [row['steps'] for row in study['runs']]
-print(origin)
+print(place.name)
 print(f'{len(study["runs"])} runs of {min(steps):,} to {max(steps):,} steps')
 if min(steps) < 500:
     print('runs of fewer than 500 steps decide nothing')

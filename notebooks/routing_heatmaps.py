@@ -1,9 +1,5 @@
 # ---
 # jupyter:
-#   jupytext:
-#     text_representation:
-#       extension: .py
-#       format_name: percent
 #   kernelspec:
 #     display_name: Python 3
 #     language: python
@@ -148,14 +144,13 @@ plt.show()
 # but with no room left (`model.routing.cache_capacity`).
 
 # %%
-print(f'{"layer":>5} {"entered":>9} {"precision":>10} {"recall":>8} {"dropped":>9}')
-for layer, entered_N, top_N, dropped_N in zip(
-    routed, selected_RN, top_RN, seen.routing.dropped_BT, strict=True
-):
+for layer, *arrays in zip(routed, selected_RN, top_RN, dropped_RN, strict=True):
+    entered_N, top_N, dropped_N = arrays
     both = np.sum(entered_N & top_N)
     print(
-        f'{layer:>5} {entered_N.mean():>9.1%} {both / max(entered_N.sum(), 1):>10.1%} '
-        f'{both / max(top_N.sum(), 1):>8.1%} {dropped_N.mean():>9.2%}'
+        f'layer {layer}: entered {entered_N.mean():.1%}, precision '
+        f'{both / max(entered_N.sum(), 1):.1%}, recall {both / max(top_N.sum(), 1):.1%}, '
+        f'dropped {dropped_N.mean():.2%}'
     )
 
 # %% [markdown]
@@ -212,19 +207,13 @@ print(
 
 # %%
 other = routing_record(variables, hparams, batch, 'threshold')
-other_top_RN, other_RN = (
-    side.reshape(len(routed), -1) for side in (other.top_c_BT, other.selected_BT)
-)
-for name, entered_RN, best_RN in (
-    (rule, selected_RN, top_RN),
-    ('threshold', other_RN, other_top_RN),
-):
-    for layer, entered_N, top_N in zip(routed, entered_RN, best_RN, strict=True):
-        both, per_row_B = np.sum(entered_N & top_N), entered_N.reshape(-1, length).sum(axis=1)
-        print(
-            f'{name:>9}, layer {layer}: precision {both / max(entered_N.sum(), 1):.1%}, recall '
-            f'{both / top_N.sum():.1%}, {per_row_B.min()} to {per_row_B.max()} tokens of a row'
-        )
+other_top_RN, other_RN = (a.reshape(len(routed), -1) for a in (other.top_c_BT, other.selected_BT))
+for layer, entered_N, top_N in zip(routed, other_RN, other_top_RN, strict=True):
+    both, per_row_B = np.sum(entered_N & top_N), entered_N.reshape(-1, length).sum(axis=1)
+    print(
+        f'threshold, layer {layer}: precision {both / max(entered_N.sum(), 1):.1%}, recall '
+        f'{both / top_N.sum():.1%}, {per_row_B.min()} to {per_row_B.max()} tokens of a row'
+    )
 print(f'the two agree on {np.mean(selected_RN == other_RN):.1%} of all decisions')
 
 # %% [markdown]

@@ -33,15 +33,10 @@ _LINK = re.compile(r'\[[^\]]*\]\(([^)\s]+)\)')
 
 
 class Command(NamedTuple):
-    """One documented command.
+    """One documented command."""
 
-    Attributes:
-      source: path of the page or script that shows it, from the root.
-      text: as a shell would take it, its lines joined and its comment dropped.
-    """
-
-    source: str
-    text: str
+    source: str  # path of the page or script that shows it, from the root
+    text: str  # as a shell would take it, its lines joined and its comment dropped
 
     @property
     def words(self) -> list[str]:
@@ -62,13 +57,11 @@ class Command(NamedTuple):
 
 
 def read(source: str) -> str:
-    """The text of a page, or the docstring of a script."""
     text = (ROOT / source).read_text(encoding='utf-8')
     return ast.get_docstring(ast.parse(text)) or '' if source.endswith('.py') else text
 
 
 def blocks(text: str) -> list[tuple[str, str]]:
-    """(language, content) of each fenced block of a page."""
     return [(language, content) for _, language, content in _FENCE.findall(text)]
 
 
@@ -105,7 +98,6 @@ def commands(source: str, text: str) -> list[Command]:
 
 
 def links(text: str) -> list[str]:
-    """Targets of the links and pictures of a page, without those on other hosts."""
     targets = _LINK.findall(_FENCE.sub('', text))
     return [target for target in targets if not target.startswith(('http:', 'https:'))]
 

@@ -60,7 +60,6 @@ def hparams_of(module, **changes):
 
 
 def test_examples_are_one_short_file_each():
-    """At most 40 lines, without those that are blank."""
     for name, text in EXTEND.items():
         assert len([line for line in text.splitlines() if line.strip()]) <= 40, name
 
@@ -140,7 +139,6 @@ def test_backend_of_the_page_is_the_equation(tmp_path, monkeypatch, traced):
 
 
 def test_measure_of_the_page_is_registered(load, monkeypatch):
-    """Under its name; None for a model without routed blocks."""
     monkeypatch.setattr(block_stats, 'MEASURES', {})
     load(EXTEND['overlap.py'])
     (measure,) = block_stats.MEASURES.values()
@@ -152,7 +150,6 @@ def test_measure_of_the_page_is_registered(load, monkeypatch):
 
 
 def test_reader_of_the_page_reads_every_row(load, monkeypatch, tmp_path):
-    """Quoted line ends are in the text of their row, from a plain file or a compressed one."""
     monkeypatch.setattr(readers, 'FORMATS', dict(readers.FORMATS))
     load(EXTEND['csv_reader.py'])
     text = 'id,text\r\n1,"two\nlines"\r\n2,one\r\n'
@@ -166,7 +163,6 @@ def test_reader_of_the_page_reads_every_row(load, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize('name', LIBRARY | README)
 def test_examples_of_the_library_run(load, name, capsys):
-    """They print what their comments say."""
     load((LIBRARY | README)[name])
     printed = capsys.readouterr().out
     assert printed

@@ -3,7 +3,6 @@
 A command that starts alone takes seconds to import JAX; a fork takes a tenth of a second.
 """
 
-import dataclasses
 import importlib
 import json
 import os
@@ -12,6 +11,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
+from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).parents[1]
 # What commands import, and no JAX backend: a process that has started one cannot be forked.
@@ -27,8 +27,7 @@ LIBRARY = (
 AT_A_TIME = 2
 
 
-@dataclasses.dataclass
-class Finished:
+class Finished(NamedTuple):
     """Exit status and output of a command line."""
 
     status: int
@@ -37,25 +36,17 @@ class Finished:
 
 
 def run_commands(lines, folder, preload=LIBRARY, parse_only=False, **environment):
-    """Runs command lines, some at a time; returns a Finished for each.
+    """Runs command lines in `folder`, some at a time; returns a Finished for each.
 
-    Args:
-      lines: lists [NAME, ARGUMENT, ...] of `python -m launch.NAME`; or of a script, NAME.py.
-      folder: the current directory of the commands.
-      preload: modules that are imported once, before the forks.
-      parse_only: main is not called; flags are parsed, and a config is resolved and checked.
-      **environment: variables beside those of this process.
+    `lines` are lists [NAME, ARGUMENT, ...] of `python -m launch.NAME`; or of a script, NAME.py.
+    Modules of `preload` are imported once, before the forks. If `parse_only`, main is not called;
+    flags are parsed, and a config is resolved and checked.
     """
     environment = {**os.environ, 'PYTHONPATH': str(ROOT), **environment}
-    asked = {'lines': lines, 'preload': list(preload), 'parse_only': parse_only}
-    done = subprocess.run(
-        [sys.executable, '-W', 'ignore', '-m', 'tests.forked_commands'],
-        input=json.dumps(asked),
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=folder,
-    )
+    asked = json.dumps({'lines': lines, 'preload': list(preload), 'parse_only': parse_only})
+    command = [sys.executable, '-W', 'ignore', '-m', 'tests.forked_commands']
+    pipes = {'input': asked, 'capture_output': True, 'text': True}
+    done = subprocess.run(command, env=environment, cwd=folder, **pipes)
     assert done.returncode == 0, done.stderr
     return [Finished(*found) for found in json.loads(done.stdout)]
 

@@ -32,12 +32,6 @@ INJECTED = {
 }
 NOT_TIMED = ['time/pallas/slots_24_4k']  # needs right/pallas/
 DEADLINE, LIMIT, MOST_ROUNDS = 150, 130, 20
-MISSING_CASES = 'right/xla,step/124m/dense'
-
-
-def python_of(folder):
-    """The interpreter of the environment."""
-    return folder / 'venv/bin/python'
 
 
 def run(words):
@@ -51,19 +45,14 @@ def install(folder):
     installed = wheels.read_installed(MACHINE.read_text())
     of_jax = [line for name in ('jax', 'jaxlib') for line in importlib.metadata.requires(name)]
     everything = wheels.find_needed([*wheels.required(), *of_jax], PYTHON, {}, PIN)
-    held = [name for name in everything if name in installed and name != 'triton']
-    absent = [
-        name
-        for name, lacks in wheels.find_needed(wheels.required(), PYTHON, installed, PIN).items()
-        if lacks
-    ]
+    held = sorted(name for name in everything if name in installed and name != 'triton')
+    needed = wheels.find_needed(wheels.required(), PYTHON, installed, PIN)
+    absent = sorted(name for name, lacks in needed.items() if lacks)
     run([sys.executable, '-m', 'venv', folder / 'venv'])
-    pip = [python_of(folder), '-m', 'pip', '-q', '--disable-pip-version-check', 'install']
-    versions = [
-        f'{name}=={installed[name] or importlib.metadata.version(name)}' for name in sorted(held)
-    ]
+    pip = [folder / 'venv/bin/python', '-m', 'pip', '-q', '--disable-pip-version-check', 'install']
+    versions = [f'{name}=={installed[name] or importlib.metadata.version(name)}' for name in held]
     run([*pip, '--no-deps', *versions])
-    carried = [f'{n}=={PIN[n]}' if n in PIN else wheels.pinned(n) for n in sorted(absent)]
+    carried = [f'{n}=={PIN[n]}' if n in PIN else wheels.pinned(n) for n in absent]
     wheels.download(carried, folder / 'wheels', PYTHON)
     found = sorted((folder / 'wheels').glob('*.whl'))
     target = ['--no-index', '--no-deps', '--no-compile', '--target', folder / 'site']
@@ -82,9 +71,9 @@ def gpu(folder, *arguments, carried=True):
     """Runs launch.gpu --toy in the environment; returns (status, output, seconds)."""
     env = {name: value for name, value in os.environ.items() if name != 'PYTHONPATH'}
     env |= {'PYTHONPATH': str(folder / 'site')} if carried else {}
-    words = [*without_network(), python_of(folder), '-m', 'launch.gpu', '--toy', *arguments]
+    words = [*without_network(), folder / 'venv/bin/python', '-m', 'launch.gpu', '--toy']
     begin = time.monotonic()
-    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True)
+    done = subprocess.run([*words, *arguments], cwd=ROOT, env=env, capture_output=True, text=True)
     return done.returncode, done.stdout + done.stderr, time.monotonic() - begin
 
 
@@ -96,15 +85,14 @@ def rows_of(out):
 def rehearse_without_wheels(folder):
     """Kernels are tested; what needs a missing package says so, and runs once it is there."""
     out = folder / 'without_wheels'
-    status, said, _ = gpu(folder, f'--out={out}', f'--cases={MISSING_CASES}', carried=False)
-    found = {row['case']: row for row in rows_of(out)}
-    assert (out / FILE).exists(), said
+    arguments = [f'--out={out}', '--cases=right/xla,step/124m/dense']
+    status, said, _ = gpu(folder, *arguments, carried=False)
+    found = {row['case']: row['status'] for row in rows_of(out)}
     assert status == 0 and 'missing: ' in said and 'docs/gpu.md' in said, said
-    assert found['right/xla/rows']['status'] == 'ok', found
-    assert found['step/124m/dense']['status'] == 'missing', found
+    assert found == {'right/xla/rows': 'ok', 'step/124m/dense': 'missing'}, found
     print(said.splitlines()[0])
-    gpu(folder, f'--out={out}', f'--cases={MISSING_CASES}')
-    assert {row['case']: row for row in rows_of(out)}['step/124m/dense']['status'] == 'ok'
+    gpu(folder, *arguments)
+    assert {row['case']: row['status'] for row in rows_of(out)}['step/124m/dense'] == 'ok'
 
 
 def rehearse(folder):
@@ -112,14 +100,12 @@ def rehearse(folder):
     out = folder / 'out'
     inject = ','.join(f'{kind}:{name}' for name, (kind, _) in INJECTED.items())
     arguments = [f'--out={out}', f'--deadline={DEADLINE}', f'--limit={LIMIT}', f'--inject={inject}']
-    total = 0.0
-    for number in range(1, MOST_ROUNDS + 1):
+    total, said, number = 0.0, 'not done', 0
+    while 'not done' in said and number < MOST_ROUNDS:
         status, said, seconds = gpu(folder, *arguments)
-        total += seconds
+        total, number = total + seconds, number + 1
         print(f'round {number}: {seconds:.0f} s, {said.strip().splitlines()[-2:]}', flush=True)
         assert seconds < DEADLINE + 20, seconds
-        if 'not done' not in said:
-            break
     rows = rows_of(out)
     final = [row['case'] for row in rows if row['status'] in FINAL]
     assert len(final) == len(set(final)), 'a case has two results'
@@ -127,9 +113,9 @@ def rehearse(folder):
     lost = {name: row['status'] for name, row in latest.items() if row['status'] in BAD}
     assert status == 1 and number > 1, (status, number)
     assert lost == {name: status for name, (_, status) in INJECTED.items()}, lost
-    skipped = [name for name, row in latest.items() if row['status'] == 'skipped']
-    unable = [name for name in skipped if 'GPU' in latest[name]['reason'] or 'flash' in name]
-    assert sorted(skipped) == sorted([*unable, *NOT_TIMED]), skipped
+    skipped = {name: row['reason'] for name, row in latest.items() if row['status'] == 'skipped'}
+    able = [name for name, why in skipped.items() if 'GPU' not in why and 'flash' not in name]
+    assert able == NOT_TIMED, skipped
     report, said, _ = gpu(folder, '--report', f'--out={out}')
     files = sorted(path.name for path in out.iterdir())
     assert report == 0 and len(files) <= 8, (said, files)

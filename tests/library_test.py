@@ -106,7 +106,6 @@ def test_scores_learn_through_the_gate_alone():
 
 @pytest.mark.parametrize('capacity', [0, T + 1])
 def test_capacity_must_lie_in_the_row(capacity):
-    """One line with the value and the bounds."""
     for wanted_BT in (None, SCORES > 0):
         with pytest.raises(ValueError, match=rf'{capacity} must lie in \[1, {T}\]'):
             moddepth_jax.route(attend, X, SCORES, capacity, wanted_BT=wanted_BT)

@@ -93,7 +93,7 @@ def test_metadata(built):
     classified = [line for line in metadata.get_all('Classifier') if ':: 3.' in line]
     assert [line.rsplit(' ', 1)[1] for line in classified] == ['3.11', '3.12', '3.13']
     assert sum('arxiv.org' in line for line in metadata.get_all('Project-URL')) == 2
-    bounds = [line for line in metadata.get_all('Requires-Dist')]
+    bounds = metadata.get_all('Requires-Dist')
     assert len(bounds) > 15 and all('<' in line and '>' in line for line in bounds)
 
 
@@ -111,20 +111,16 @@ def installed(built, tmp_path):
     return run
 
 
-def test_installed_commands_start(installed):
-    """Without a repository, --help works, and so does the short path of a config."""
-    assert str(ROOT) not in installed('-c', 'import launch; print(launch.__file__)').stdout
-    assert '--workdir' in installed('-m', 'launch.train', '--help').stdout
-    printed = installed(
-        '-m', 'launch.train', '--config=configs/moda.py:steps=7', '--print_config'
-    ).stdout
-    assert json.loads(printed)['training']['num_steps'] == 7
-
-
 @pytest.mark.slow
 def test_installed_package_trains(installed, tmp_path):
-    """A config of the installed package trains, and its run is in the current directory."""
+    """Without a repository a config by its short path trains into the current directory."""
     few = ['--config.training.num_steps=4', '--config.evaluation.final_batches=1']
     done = installed('-m', 'launch.train', '--config=configs/tiny.py', *few)
     assert not done.stderr
     assert json.loads((tmp_path / 'runs/tiny/summary.json').read_text())['final_step'] == 4
+
+
+def test_installed_commands_start(installed):
+    assert str(ROOT) not in installed('-c', 'import launch; print(launch.__file__)').stdout
+    text = installed('-m', 'launch.train', '--config=configs/moda.py:steps=7', '--print_config')
+    assert json.loads(text.stdout)['training']['num_steps'] == 7

@@ -1,9 +1,5 @@
-"""What the Hopper kernels share: tiles of shared memory, products, and the versions of JAX.
+"""What the Hopper kernels share: tiles of shared memory, products, and JAX 0.10.2 to 0.12."""
 
-They run on JAX 0.10.2 to 0.12.
-"""
-
-import functools
 import inspect
 import math
 
@@ -40,45 +36,12 @@ def compiler_params(**options):
 
 
 def interpret_params(interpret: bool, detect_races: bool = False):
-    """What plgpu.kernel takes as `interpret`: memory that was never written reads as NaN.
-
-    Raises:
-      ValueError: this JAX has no interpreter that can run the kernels.
-    """
+    """What plgpu.kernel takes as `interpret`: memory that was never written reads as NaN."""
     if not interpret:
         return None
     if not CAN_INTERPRET:
         raise ValueError('interpret=True needs the Mosaic GPU interpreter of JAX 0.11.2 or newer')
     return _INTERPRETER(detect_races=detect_races)
-
-
-def one_warpgroup_kernel(body, name, runs, out_type, scratch_types, interpret: bool):
-    """A Hopper kernel of `runs` blocks of one warpgroup, numbered by the axis 'run'.
-
-    Args:
-      body: takes references to operands and results, and by name those to shared memory.
-      name: of the kernel, in profiles.
-      runs: number of blocks.
-      out_type: shapes and dtypes of the results.
-      scratch_types: shared memory by name.
-      interpret: run by the interpreter, on any machine.
-
-    Returns:
-      A function of the operands, some of which may be mutable references (jax.new_ref), written in
-      place: what plgpu.kernel takes from 0.11 on.
-    """
-
-    def scoped(*refs):
-        pl.run_scoped(functools.partial(body, *refs), **scratch_types)
-
-    return pl.kernel(
-        scoped,
-        out_type=out_type,
-        mesh=plgpu.Mesh(grid=(runs,), grid_names=('run',)),
-        compiler_params=compiler_params(approx_math=True),
-        interpret=interpret_params(interpret),
-        name=name,
-    )
 
 
 def round_up(number, multiple):

@@ -1,13 +1,13 @@
-"""The depth slots of each query's own token on Hopper: the softmax continued over them.
+"""The depth slots of each query's own token on Hopper, forward and backward.
 
-Scores of an item (see slot_loader) are computed transposed, slots by heads: the slots fill the 64
-rows that a Hopper matrix product always has, and the heads its columns, of which it takes as few as
-8. So no product is spent on another token's slots, and a hidden slot, which may hold NaN, is hidden
-from this item only.
+Scores of an item (see slot_loader) are computed transposed, slots by heads; sections 6 and 7 of
+docs/depth_attention.md.
 """
 
 import functools
+import itertools
 import types
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,23 +16,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.mosaic import common
-from kernels_pallas.mosaic.common import (
-    CHUNK,
-    LAYOUT,
-    LOG2E,
-    OCTET,
-    TRANSPOSED,
-    by_column,
-    by_row,
-    full_slice,
-    product,
-    swizzle_of,
-    tiled,
-)
-from kernels_pallas.mosaic.slot_loader import Sizes, SlotLoader
+from kernels_pallas.mosaic.common import CHUNK, LAYOUT, TRANSPOSED, product, tiled
+from kernels_pallas.mosaic.slot_loader import Sizes, SlotLoader, one_warpgroup_kernel
 
 MAX_WIDTH = 128  # above it the backward pass would spill registers
-STAGES = 2  # one chunk ahead; four blocks of H = 64 then share a processor
+STAGES = 2  # of the forward pass: one chunk ahead; four blocks of H = 64 then share a processor
+SHARED_BYTES = 227 * 1024  # of a processor; a block that uses more than half runs alone
 
 
 def unsupported(shapes, device=None) -> str | None:
@@ -45,12 +34,12 @@ def unsupported(shapes, device=None) -> str | None:
         return f'dtypes {", ".join(shapes.dtypes)} must be one'
     if (dtype := shapes.dtypes[0]) not in ('bfloat16', 'float16'):
         return f'dtype {dtype} must be bfloat16 or float16'
-    if width > MAX_WIDTH or width % 8 or not swizzle_of(width, dtype):
+    if width > MAX_WIDTH or width % 8 or not common.swizzle_of(width, dtype):
         right = f'must be at most 64 and divisible by 8, or at most {MAX_WIDTH} and by 16'
         return f'head width {width} {right}'
-    if group > OCTET and (group % OCTET or group > 32):
+    if group > common.OCTET and (group % common.OCTET or group > 32):
         return f'{group} query heads per key/value head must be at most 8, or 16, 24 or 32'
-    if (items := batch * length * kv_heads) >= 2**31:
+    if (items := batch * max(length, shapes.slot_rows) * kv_heads) >= 2**31:
         return f'{items} pairs of a token and a key/value head must be fewer than 2^31'
     return None
 
@@ -59,7 +48,7 @@ def _forward(q, o, lse, num_slots, rows, mask, k, v, o_out, lse_out, /, *, sizes
     s = types.SimpleNamespace(**shared)
     loader = SlotLoader(sizes, num_slots[0], rows)
     scores_shape, sums_shape = (CHUNK, sizes.columns), (sizes.padded_width, sizes.columns)
-    heads = full_slice(sizes.columns), full_slice(sizes.padded_width)
+    heads = common.full_slice(sizes.columns), common.full_slice(sizes.padded_width)
 
     def load_item(item):
         buffer, at = lax.rem(item, 2), loader.start + item
@@ -70,44 +59,45 @@ def _forward(q, o, lse, num_slots, rows, mask, k, v, o_out, lse_out, /, *, sizes
         highest, total, sums = carry
         step = item * loader.chunks + chunk
         stage = lax.rem(step, STAGES)
-        # Into the stage that the last step read: a copy to shared memory waits for all four warps,
-        # as long as the compiler is not told to leave such barriers out.
+        # Into the stage that the last step read: a copy to shared memory waits for all four warps.
         loader.load_slots(step + (STAGES - 1), k, v, mask, s)
         plgpu.barrier_wait(s.k_ready.at[stage])
-        scores = product(scores_shape, s.k.at[stage], s.q.at[lax.rem(item, 2)].T) * (scale * LOG2E)
+        scores = product(scores_shape, s.k.at[stage], s.q.at[lax.rem(item, 2)].T) * (
+            scale * common.LOG2E
+        )
         shown = loader.shown(chunk, inside, s, stage)
-        scores = jnp.where(by_row(shown, scores_shape) > 0, scores, -jnp.inf)
+        scores = jnp.where(common.by_row(shown, scores_shape) > 0, scores, -jnp.inf)
         new = jnp.maximum(highest, scores.max(axis=0))
         finite = jnp.where(new == -jnp.inf, 0.0, new)
-        weights = jnp.exp2(scores - by_column(finite, scores_shape))
+        weights = jnp.exp2(scores - common.by_column(finite, scores_shape))
         keep = jnp.exp2(highest - finite)
         s.weights.T[...] = plgpu.layout_cast(weights.astype(sizes.dtype), TRANSPOSED)
         plgpu.barrier_wait(s.v_ready.at[stage])
         loader.hide_rows(chunk, inside, s.v.at[stage], shown)
         plgpu.commit_smem()
         values = product(sums_shape, s.v.at[stage].T, s.weights.T)
-        sums = sums * by_column(keep, sums_shape) + values
+        sums = sums * common.by_column(keep, sums_shape) + values
         # Totals stay spread over the rows until the end: a sum over rows crosses warps.
-        return new, total * by_column(keep, scores_shape) + weights, sums
+        return new, total * common.by_column(keep, scores_shape) + weights, sums
 
     def one(item, _):
         buffer = lax.rem(item, 2)
         pl.when(item + 1 < loader.items)(lambda: load_item(item + 1))
         plgpu.barrier_wait(s.item_ready.at[buffer])
         inside = loader.token(item)[2]
-        highest = common.load(s.lse.at[item], LAYOUT.reduce(0), optimized=False) * LOG2E
+        highest = common.load(s.lse.at[item], LAYOUT.reduce(0), optimized=False) * common.LOG2E
         sums = common.load(s.o.at[buffer].T, TRANSPOSED)
         sums = plgpu.layout_cast(sums.astype(jnp.float32), LAYOUT)
         row = plgpu.broadcasted_iota(jnp.int32, scores_shape, 0, layout=LAYOUT)
-        before = by_column(jnp.where(highest == -jnp.inf, 0.0, 1.0), scores_shape)
+        before = common.by_column(jnp.where(highest == -jnp.inf, 0.0, 1.0), scores_shape)
         carry = highest, jnp.where(row == 0, before, 0.0), sums
         chunks = functools.partial(join, item, inside)
         highest, total, sums = lax.fori_loop(0, loader.chunks, chunks, carry)
         total = total.sum(axis=0)
-        sums /= by_column(jnp.where(total > 0, total, 1.0), sums_shape)
+        sums /= common.by_column(jnp.where(total > 0, total, 1.0), sums_shape)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         s.out.T[...] = plgpu.layout_cast(sums, TRANSPOSED).astype(o_out.dtype)
-        s.lse.at[item][...] = highest * (1 / LOG2E) + jnp.log(total)
+        s.lse.at[item][...] = highest * (1 / common.LOG2E) + jnp.log(total)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(s.out, o_out.at[loader.start + item, *heads])
 
@@ -123,13 +113,9 @@ def _forward(q, o, lse, num_slots, rows, mask, k, v, o_out, lse_out, /, *, sizes
 
 
 def depth_forward(q_BTNH, o_BTNH, lse_BNT, slots, window, scale, interpret=False):
-    """As `xla.depth.depth_forward`, of bfloat16 or float16 slots.
-
-    Raises:
-      ValueError: interpret, on a JAX whose interpreter cannot run the kernel.
-    """
+    """As `xla.depth.depth_forward`, of bfloat16 or float16 slots."""
     sizes = Sizes.of(q_BTNH, slots, window)
-    swizzle = swizzle_of(sizes.width, sizes.dtype)
+    swizzle = common.swizzle_of(sizes.width, sizes.dtype)
     shared = {
         'q': sizes.heads_tile(sizes.dtype, 2),
         'o': sizes.heads_tile(o_BTNH.dtype, 2),
@@ -140,17 +126,12 @@ def depth_forward(q_BTNH, o_BTNH, lse_BNT, slots, window, scale, interpret=False
         'lse_ready': plgpu.Barrier(),
         **sizes.slots_memory(STAGES),
     }
-    run = common.one_warpgroup_kernel(
-        functools.partial(_forward, sizes=sizes, scale=scale),
-        'depth_forward',
-        runs=-(-sizes.items // sizes.run),
-        out_type=[
-            jax.ShapeDtypeStruct((sizes.items, sizes.group, sizes.width), o_BTNH.dtype),
-            jax.ShapeDtypeStruct((sizes.items, sizes.columns), jnp.float32),
-        ],
-        scratch_types=shared,
-        interpret=interpret,
-    )
+    body = functools.partial(_forward, sizes=sizes, scale=scale)
+    out_type = [
+        jax.ShapeDtypeStruct((sizes.items, sizes.group, sizes.width), o_BTNH.dtype),
+        jax.ShapeDtypeStruct((sizes.items, sizes.columns), jnp.float32),
+    ]
+    run = one_warpgroup_kernel(body, 'depth_forward', sizes, out_type, shared, interpret)
     o, lse = run(
         sizes.by_item(q_BTNH.astype(sizes.dtype)),
         sizes.by_item(o_BTNH),
@@ -159,3 +140,198 @@ def depth_forward(q_BTNH, o_BTNH, lse_BNT, slots, window, scale, interpret=False
     )
     lse = lse[:, : sizes.group].reshape(sizes.batch, sizes.length, -1)
     return o.reshape(q_BTNH.shape), jnp.moveaxis(lse, 1, 2), slots[:2]
+
+
+class Buffers(NamedTuple):
+    """The numbers of chunks, items' heads and sums that are in shared memory at once."""
+
+    chunks: int
+    heads: int
+    sums: int
+
+    @classmethod
+    def of(cls, sizes, sum_dtype):
+        """As many as let two blocks share a processor, or, if none do, one."""
+        chunk, head = CHUNK * sizes.padded_width, sizes.columns * sizes.padded_width
+        size, wide = sizes.dtype.itemsize, jnp.dtype(sum_dtype).itemsize
+        fixed = head * (2 * size + 4) + 3 * CHUNK * sizes.columns * size
+        fixed += 2 * sizes.run * sizes.columns * 4 + 8 * 1024  # small arrays, and JAX's own
+        kinds = [cls(2, 2, 2), cls(2, 1, 2), cls(1, 1, 2), cls(1, 1, 1)]
+        for blocks, kind in itertools.product((2, 1), kinds):
+            moving = 2 * size * (kind.chunks * chunk + kind.heads * head)
+            if blocks * (fixed + moving + kind.sums * chunk * wide) <= SHARED_BYTES:
+                return kind
+        return kinds[-1]
+
+
+def _parts(loader):
+    """64 columns each of the width, by number; the last may reach past the end."""
+    zero = loader.start * 0  # a constant start would be limited to the array's end
+    return [(i, pl.ds(zero + i * CHUNK, CHUNK)) for i in range(loader.sizes.padded_width // CHUNK)]
+
+
+def _add(s, loader, chunk, place, inside, side, total, weights, heads, factor, shown):
+    """Adds weights @ heads to a chunk's rows of one side's sums, whose copy has been started."""
+    buffer, parts = side % s.sums.shape[0], _parts(loader)
+    plgpu.barrier_wait(s.sums_ready.at[side])
+
+    def one(i, _):
+        sums = s.sums.at[buffer, i]
+        more = product((CHUNK, CHUNK), weights, heads.at[i])
+        old = common.load(sums, LAYOUT)
+        new = (old.astype(jnp.float32) + more * factor).astype(old.dtype)
+        sums[...] = jnp.where(common.by_row(shown, old.shape) > 0, new, old)
+
+    # A loop on the device: unrolled, the parts of a wide head spill registers.
+    lax.fori_loop(0, len(parts), one, None)
+    plgpu.commit_smem()
+
+    def write():
+        for i, part in parts:
+
+            def move(slot, size, i=i, part=part):
+                target = total.at[pl.ds(slot, size), place, part]
+                plgpu.copy_smem_to_gmem(s.sums.at[buffer, i, pl.ds(0, size)], target)
+
+            loader.for_rows(chunk, move)
+
+    # The place of a token without slots belongs to another token.
+    pl.when(inside)(write) if loader.sizes.mapped else write()
+
+
+def _backward(*refs, sizes, buffers, scale, **shared):
+    q, do, lse, delta, num_slots, rows, mask, k, v, dk, dv, dq_out = refs
+    s = types.SimpleNamespace(**shared)
+    loader = SlotLoader(sizes, num_slots[0], rows)
+    scores_shape, dq_shape = (CHUNK, sizes.columns), (sizes.padded_width, sizes.columns)
+    heads = common.full_slice(sizes.columns), common.full_slice(sizes.padded_width)
+
+    def load_item(item):
+        buffer, at = lax.rem(item, buffers.heads), loader.start + item
+
+        def start():
+            plgpu.copy_gmem_to_smem(q.at[at, *heads], s.q.at[buffer], s.item_ready.at[buffer])
+            plgpu.copy_gmem_to_smem(do.at[at, *heads], s.do.at[buffer], s.item_ready.at[buffer])
+
+        pl.when(item < loader.items)(start)
+
+    def one_chunk(item, inside, lse_row, delta_row, chunk, dq):
+        step, place = item * loader.chunks + chunk, loader.token(item)[0]
+        stage, buffer = lax.rem(step, buffers.chunks), lax.rem(item, buffers.heads)
+
+        def load_sums(side):
+            total, ready = (dk, dv)[side], s.sums_ready.at[side]
+            for i, part in _parts(loader):
+                target = s.sums.at[side % buffers.sums, i]
+                loader.load_chunk(chunk, place, part, total, target, ready)
+
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        loader.load_slots(step + (buffers.chunks - 1), k, v, mask, s)
+        for side in range(buffers.sums):
+            load_sums(side)
+        plgpu.barrier_wait(s.k_ready.at[stage])
+        scores = product(scores_shape, s.k.at[stage], s.q.at[buffer].T) * (scale * common.LOG2E)
+        shown = loader.shown(chunk, inside, s, stage)
+        keep = common.by_row(shown, scores_shape) > 0
+        weights = jnp.where(keep, jnp.exp2(scores - common.by_column(lse_row, scores_shape)), 0.0)
+        plgpu.barrier_wait(s.v_ready.at[stage])
+        dweights = product(scores_shape, s.v.at[stage], s.do.at[buffer].T)
+        dscores = weights * (dweights - common.by_column(delta_row, scores_shape))
+        dscores = jnp.where(keep, dscores, 0.0).astype(sizes.dtype)
+        s.weights[...] = weights.astype(sizes.dtype)
+        s.dscores[...] = dscores
+        s.dscores_by_head.T[...] = plgpu.layout_cast(dscores, TRANSPOSED)
+        loader.hide_rows(chunk, inside, s.k.at[stage], shown)
+        plgpu.commit_smem()
+        dq += product(dq_shape, s.k.at[stage].T, s.dscores_by_head.T)
+        add = functools.partial(_add, s, loader, chunk, place, inside, shown=shown)
+        add(0, dk, s.dscores, s.flat_q, scale)
+        if buffers.sums == 1:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            load_sums(1)
+        add(1, dv, s.weights, s.flat_do, 1.0)
+        return dq
+
+    def one(item, _):
+        buffer = lax.rem(item, buffers.heads)
+        load_item(item + (buffers.heads - 1))
+        plgpu.barrier_wait(s.item_ready.at[buffer])
+        for given, flat in ((s.q, s.flat_q), (s.do, s.flat_do)):
+            for i in range(sizes.padded_width // CHUNK):
+                part = given.at[buffer, :, pl.ds(i * CHUNK, CHUNK)]
+                flat.at[i].T[...] = common.load(part.T, TRANSPOSED)
+        inside = loader.token(item)[2]
+        lse_row = common.load(s.lse.at[item], LAYOUT.reduce(0), optimized=False) * common.LOG2E
+        delta_row = common.load(s.delta.at[item], LAYOUT.reduce(0), optimized=False)
+        dq = plgpu.layout_cast(jnp.zeros(dq_shape, jnp.float32), LAYOUT)
+        chunks = functools.partial(one_chunk, item, inside, lse_row, delta_row)
+        dq = lax.fori_loop(0, loader.chunks, chunks, dq)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        s.dq.T[...] = plgpu.layout_cast(dq * scale, TRANSPOSED).astype(dq_out.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(s.dq, dq_out.at[loader.start + item, *heads])
+
+    run = pl.ds(loader.start, sizes.run)
+    plgpu.copy_gmem_to_smem(lse.at[run], s.lse, s.scalars_ready)
+    plgpu.copy_gmem_to_smem(delta.at[run], s.delta, s.scalars_ready)
+    for item in range(buffers.heads - 1):
+        load_item(jnp.int32(item))
+    for step in range(buffers.chunks - 1):
+        loader.load_slots(jnp.int32(step), k, v, mask, s)
+    plgpu.barrier_wait(s.scalars_ready)
+    lax.fori_loop(0, loader.items, one, None)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _shared(sizes, buffers, sum_dtype):
+    """Shared memory of the backward kernel."""
+    dtype, parts = sizes.dtype, sizes.padded_width // CHUNK
+    # The narrowest tiles: a product whose depth is that of the heads, 16 at least, takes no wider.
+    flat = tiled((parts, sizes.columns, CHUNK), dtype, 32)
+    scores, scalars = (CHUNK, sizes.columns), plgpu.SMEM((sizes.run, sizes.columns), jnp.float32)
+    sums = (buffers.sums, parts, CHUNK, CHUNK)
+    return {
+        'q': sizes.heads_tile(dtype, buffers.heads),
+        'do': sizes.heads_tile(dtype, buffers.heads),
+        'flat_q': flat,
+        'flat_do': flat,
+        'dq': sizes.heads_tile(dtype),
+        'lse': scalars,
+        'delta': scalars,
+        'sums': tiled(sums, sum_dtype, common.swizzle_of(sizes.width, sum_dtype)),
+        'weights': tiled(scores, dtype, 32),
+        'dscores': tiled(scores, dtype, 32),
+        'dscores_by_head': tiled(scores[::-1], dtype, common.swizzle_of(sizes.width, dtype)),
+        'item_ready': plgpu.Barrier(num_barriers=buffers.heads, num_arrivals=2),
+        'scalars_ready': plgpu.Barrier(num_arrivals=2),
+        'sums_ready': plgpu.Barrier(num_barriers=2, num_arrivals=parts),
+        **sizes.slots_memory(buffers.chunks),
+    }
+
+
+def depth_backward(
+    q_BTNH, do_BTNH, lse_BNT, delta_BNT, slots, sums, window, scale, interpret=False
+):
+    """As `xla.depth.depth_backward`, of bfloat16 or float16 slots, with dq in their dtype.
+
+    One block has all heads of a slot: it reads each sum, adds to it and writes it back. Nothing is
+    atomic, reruns are equal bit for bit, and a hidden slot's sum is written back as it was.
+    """
+    sizes = Sizes.of(q_BTNH, slots, window)
+    buffers = Buffers.of(sizes, sums[0].dtype)
+    body = functools.partial(_backward, sizes=sizes, buffers=buffers, scale=scale)
+    out_type = jax.ShapeDtypeStruct((sizes.items, sizes.group, sizes.width), sizes.dtype)
+    shared = _shared(sizes, buffers, sums[0].dtype)
+    run = one_warpgroup_kernel(body, 'depth_backward', sizes, out_type, shared, interpret)
+    totals = [jax.new_ref(sizes.by_place(total)) for total in sums]
+    dq = run(
+        sizes.by_item(q_BTNH.astype(sizes.dtype)),
+        sizes.by_item(do_BTNH.astype(sizes.dtype)),
+        sizes.scalars_by_item(lse_BNT, 0.0),
+        sizes.scalars_by_item(delta_BNT, 0.0),
+        *sizes.slot_operands(slots),
+        *totals,
+    )
+    shape = slots.k_LBRKH.shape
+    sums = (jax.freeze(total)[: shape[0]].reshape(shape) for total in totals)
+    return dq.reshape(q_BTNH.shape), *sums

@@ -1,11 +1,11 @@
 """Sequence and depth slots of one tile of queries in a single Hopper kernel: one softmax, no merge.
 
 A tile of a warpgroup has 64 rows: 8 tokens times 8 query heads of one key/value head, row 8 t + g.
-So a group of 8 heads reads its keys once, and the slots of its tokens once. Two such tiles share a
-ring of stages in shared memory that a third warpgroup fills: first the sequence's keys and values,
-in blocks of 128, then the slots of the tiles' own tokens (fused_ring). The online softmax of the
-keys goes on over the slots, in the same accumulators (fused_compute).
+Two such tiles share a ring of stages that a third warpgroup fills (fused_body). The online softmax
+of the keys goes on over the slots, in the same accumulators.
 """
+
+import types
 
 import jax
 import jax.numpy as jnp
@@ -14,65 +14,39 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.mosaic import common, depth
-from kernels_pallas.mosaic.common import LOG2E, OCTET, pad, round_up, swizzle_of, tiled
-from kernels_pallas.mosaic.fused_compute import compute
-from kernels_pallas.mosaic.fused_ring import (
-    CHUNK,
-    HEADS,
-    KEYS,
-    ROWS,
-    TILES,
-    TOKENS,
-    Refs,
-    Shared,
-    Sizes,
-    fill,
-    num_tiles,
-    tile_of,
-)
+from kernels_pallas.mosaic import fused_body as body
+from kernels_pallas.mosaic.common import OCTET, pad, round_up, swizzle_of, tiled
+from kernels_pallas.mosaic.fused_body import CHUNK, HEADS, KEYS, ROWS, TILES, TOKENS
+from kernels_pallas.reference import slot_visibility
 
-MAX_WIDTH = 128  # above it the accumulator and a block's scores do not fit the registers
 MAX_STAGES = 8
 SHARED_BYTES = 220 * 1024  # of 227 KiB: the rest is for barriers, logsumexps and alignment
 
 
 def unsupported(shapes, device=None) -> str | None:
     """Returns in one line why the kernel does not support `backends.Shapes`; None: it does."""
-    if shapes.num_slots and (reason := depth.unsupported(shapes, device)):
+    if reason := depth.unsupported(shapes, device):
         return reason
-    heads, width = shapes.q[2:]
-    group = heads // shapes.k[2]
     if not shapes.ordered or (shapes.window and not shapes.consecutive):
         return 'given positions must be those of the index'
     if shapes.scale <= 0:
         return f'scale {shapes.scale} must be positive'
     if shapes.k[1] != shapes.q[1]:
         return f'{shapes.k[1]} keys must be as many as the {shapes.q[1]} queries'
-    if len(shapes.dtypes) > 1 or shapes.dtypes[0] not in ('bfloat16', 'float16'):
-        return f'dtypes {", ".join(shapes.dtypes)} must all be bfloat16 or all float16'
-    if group % HEADS:
+    if (group := shapes.q[2] // shapes.k[2]) % HEADS:
         return f'{group} query heads per key/value head must be a multiple of {HEADS}'
-    if width > MAX_WIDTH or not swizzle_of(width, shapes.dtypes[0]):
-        return f'head width {width} must be at most 64, or at most {MAX_WIDTH} and divisible by 16'
     return None
 
 
-def _words(slots, first, groups):
-    """Visibility of slots as bits: int32 [B, groups, chunks, ROWS], or [1, 1, chunks, ROWS]."""
+def _words(slots, slot_window, groups):
+    """Bits of visible slots, int32 [B, groups of 8 tokens or 1, chunks, ROWS]."""
     held, batch, places = slots.k_LBRKH.shape[:3]
-    slot_L = jnp.arange(held)
-    visible_L = (slot_L >= first) & (slot_L < slots.num)
+    masks = slots.mask_LBR, slots.rows_BT
     if slots.mask_LBR is None and slots.rows_BT is None:
-        visible_BGTL = visible_L[None, None, None]
+        visible_BGTL = slot_visibility((held, 1, 1), slots.num, slot_window, *masks)[:, None]
     else:
-        visible_BRL = jnp.broadcast_to(visible_L, (batch, places, held))
-        if slots.mask_LBR is not None:
-            visible_BRL &= jnp.moveaxis(slots.mask_LBR, 0, 2)
-        if slots.rows_BT is not None:
-            own_BT1 = jnp.minimum(slots.rows_BT, places - 1)[..., None]
-            visible_BRL = jnp.take_along_axis(visible_BRL, own_BT1, axis=1)
-            visible_BRL &= (slots.rows_BT < places)[..., None]
-        visible_BTL = pad(visible_BRL, 1, groups * TOKENS)
+        visible_BTL = slot_visibility((held, batch, places), slots.num, slot_window, *masks)
+        visible_BTL = pad(visible_BTL, 1, groups * TOKENS)
         visible_BGTL = visible_BTL.reshape(batch, groups, TOKENS, held)
     bits = pad(visible_BGTL, 3, round_up(held, CHUNK))
     bits = bits.reshape(*bits.shape[:3], -1, CHUNK).astype(jnp.uint32)
@@ -101,9 +75,9 @@ def _first_keys(ids_BT, tiles):
 
 
 def _operands(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, q_depth_BTNH, slots, slot_window):
-    """The operands that are not None, by their names in Refs."""
+    """The kernel's operands by name; None what the call does not have."""
     batch, length = q_BTNH.shape[:2]
-    tiles = num_tiles(length)
+    tiles = body.num_tiles(length)
     groups = tiles * TILES
     end = jnp.asarray(slots.num, jnp.int32)
     first = jnp.maximum(end - slot_window, 0) if slot_window else 0
@@ -117,9 +91,11 @@ def _operands(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, q_depth_BTNH, slots, slot_
         'v': v,
         'k_depth': k_depth,
         'v_depth': v_depth,
+        # First chunk and end of the visible slots.
         'bounds': jnp.stack([first // CHUNK, -(-end // CHUNK)]).astype(jnp.int32),
-        'words': _words(slots, first, groups),
+        'words': _words(slots, slot_window, groups),
         'places': slots.rows_BT,
+        **dict.fromkeys(('first_key', 'ids', 'row_ids')),
     }
     if segment_ids_BT is not None:
         ids_BT = segment_ids_BT.astype(jnp.int32)
@@ -127,29 +103,17 @@ def _operands(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, q_depth_BTNH, slots, slot_
         operands['first_key'] = _first_keys(ids_BT, tiles)
         operands['ids'] = pad(ids_BT, 1, round_up(length, KEYS))
         operands['row_ids'] = jnp.repeat(row_ids, HEADS, axis=2)
-    return {name: x for name, x in operands.items() if x is not None}
+    return operands
 
 
 def fused_forward(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, q_depth_BTNH, slots, static):
     """Causal attention over the sequence and the slots of each query's own token, in one kernel.
 
-    Key i belongs to query i, and index order is time order.
-
-    Args:
-      q_BTNH, k_BSKH, v_BSKH: bfloat16 or float16, S = T.
-      segment_ids_BT: tokens of different ids are hidden from each other; None: one segment.
-      q_depth_BTNH: queries for the slots; None: q_BTNH.
-      slots: `joint_softmax.Slots`.
-      static: `joint_softmax.Static`, with a scale above 0.
-
-    Returns:
-      o_BTNH in q's dtype, and the natural-log logsumexp lse_BNT in float32.
-
-    Raises:
-      ValueError: interpret, on a JAX whose interpreter cannot run the kernel.
+    As in `joint_attention`, of what is not `unsupported`. Returns o_BTNH in q's dtype, and the
+    natural-log logsumexp lse_BNT in float32.
     """
     (batch, length, heads, width), dtype = q_BTNH.shape, q_BTNH.dtype
-    tiles, octets = num_tiles(length), heads // HEADS
+    tiles, octets = body.num_tiles(length), heads // HEADS
     groups = tiles * TILES
     operands = _operands(
         q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, q_depth_BTNH, slots, static.slot_window
@@ -159,39 +123,41 @@ def fused_forward(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, q_depth_BTNH, slots, s
     width = round_up(width, swizzle // dtype.itemsize)
     row_bytes = width * dtype.itemsize
     stages = (SHARED_BYTES - (1 + own_query) * TILES * ROWS * row_bytes) // (KEYS * row_bytes)
-    sizes = Sizes(
-        length,
-        heads // k_BSKH.shape[2],
-        width,
-        min(stages, MAX_STAGES),
-        static.window,
-        segment_ids_BT is not None,
-        own_query,
-        slots.mask_LBR is not None or slots.rows_BT is not None,
-        static.scale * LOG2E,
-        static.parts.interpret,
+    sizes = types.SimpleNamespace(
+        length=length,
+        group=heads // k_BSKH.shape[2],  # query heads of a key/value head
+        width=width,  # as shared memory holds it
+        stages=min(stages, MAX_STAGES),
+        window=static.window,
+        segments=segment_ids_BT is not None,
+        own_query=own_query,
+        # Some slots are visible to some tokens only.
+        by_token=slots.mask_LBR is not None or slots.rows_BT is not None,
+        factor=static.scale * common.LOG2E,  # on the scores
+        interpret=static.parts.interpret,
     )
     # Of 504 for two and one: what spilled least, of the few splits that were compiled.
     registers = (224, 56) if width <= 64 else (232, 40)
+    given = {name: x for name, x in operands.items() if x is not None}
 
-    def body(shared, refs):
-        named = dict(zip((*operands, 'o', 'lse'), refs, strict=True))
-        refs = Refs(**{name: named.get(name) for name in Refs._fields})
+    def run(shared, refs):
+        named = dict(zip((*given, 'o', 'lse'), refs, strict=True))
+        refs = types.SimpleNamespace(**dict.fromkeys(operands) | named)
         warpgroup = lax.axis_index('warpgroup')
 
         @pl.when(warpgroup < TILES)
         def _():
             plgpu.set_max_registers(registers[0], action='increase')
-            compute(refs, shared, tile_of(refs, sizes), warpgroup, sizes)
+            body.compute(refs, shared, body.tile_of(refs, sizes), warpgroup, sizes)
 
         @pl.when(warpgroup == TILES)
         def _():
             plgpu.set_max_registers(registers[1], action='decrease')
-            fill(refs, shared, tile_of(refs, sizes), sizes)
+            body.fill(refs, shared, body.tile_of(refs, sizes), sizes)
 
     def fused_depth_attention(*refs):
         tile_rows = tiled((TILES, ROWS, width), dtype, swizzle)
-        scratch = Shared(
+        scratch = body.Shared(
             q=tile_rows,
             q_depth=tile_rows if own_query else None,
             lse=plgpu.SMEM((TILES, ROWS), jnp.float32),
@@ -201,7 +167,7 @@ def fused_forward(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, q_depth_BTNH, slots, s
             used=plgpu.Barrier(num_arrivals=TILES, num_barriers=sizes.stages),
             turn=plgpu.Barrier(num_arrivals=TILES),
         )
-        pl.run_scoped(lambda shared: body(shared, refs), scratch, collective_axes='warpgroup')
+        pl.run_scoped(lambda shared: run(shared, refs), scratch, collective_axes='warpgroup')
 
     o_BTNH, lse = plgpu.kernel(
         fused_depth_attention,
@@ -215,7 +181,7 @@ def fused_forward(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, q_depth_BTNH, slots, s
         thread_name='warpgroup',
         compiler_params=common.compiler_params(approx_math=True),
         interpret=common.interpret_params(sizes.interpret),
-    )(*operands.values())
+    )(*given.values())
     lse = lse.reshape(batch, octets, groups * TOKENS, HEADS)
     lse_BNT = jnp.moveaxis(lse, 3, 2).reshape(batch, heads, groups * TOKENS)
     return o_BTNH, lse_BNT[:, :, :length]

@@ -1,12 +1,8 @@
 """Depth slots on Hopper: which of them a block of a kernel works on, and how they are loaded.
 
 An item is one token and one key/value head, with its G query heads; one block, of one warpgroup,
-works on a run of consecutive items. TMA copies their slots from global memory in chunks of 64 rows.
-The chunks are counted on the device from num_slots, so slots past the last visible one are never
-loaded, except a few that complete a block of rows, and are hidden.
-
-Slots lie in octets, eight rows of shared memory, as swizzled tiles need. Where 8 does not divide
-the number of slots held, they are padded, which copies them: hold a multiple of 8.
+works on a run of consecutive items. TMA copies their slots from global memory in chunks of 64 rows:
+docs/depth_attention.md, section 6.
 """
 
 import dataclasses
@@ -17,18 +13,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels_pallas.mosaic.common import (
-    CHUNK,
-    LAYOUT,
-    OCTET,
-    by_row,
-    full_slice,
-    load,
-    pad,
-    round_up,
-    swizzle_of,
-    tiled,
-)
+from kernels_pallas.mosaic import common
+from kernels_pallas.mosaic.common import CHUNK, LAYOUT, OCTET, pad, round_up
 
 # A run of that many blocks for each of an H200's 132 processors.
 BLOCKS = 132 * 16
@@ -36,50 +22,28 @@ BLOCKS = 132 * 16
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Static sizes, and the layout of arrays in global and in shared memory.
-
-    Attributes:
-      batch, length, kv_heads, group, width, tokens: B, T, K, G, H, R.
-      slots: L, rounded up to a multiple of 8.
-      dtype: of the slots.
-      masked: a mask hides some slots of some tokens.
-      mapped: `rows_BT` says where a query's token is.
-      window: number of visible slots, the newest; 0: all.
-    """
+    """Static sizes, and the layout of arrays in global and in shared memory."""
 
     batch: int
     length: int
     kv_heads: int
-    group: int
+    group: int  # G, query heads of a key/value head
     width: int
-    slots: int
-    tokens: int
-    dtype: jnp.dtype
-    masked: bool
-    mapped: bool
-    window: int
+    slots: int  # L, rounded up to a multiple of 8
+    tokens: int  # R
+    dtype: jnp.dtype  # of the slots
+    masked: bool  # a mask hides some slots of some tokens
+    mapped: bool  # `rows_BT` says where a query's token is
+    window: int  # number of visible slots, the newest; 0: all
 
     @classmethod
     def of(cls, q_BTNH, slots, window):
-        """The sizes of arguments of depth_forward; a ValueError if there are too many items."""
+        """The sizes of arguments of depth_forward."""
         batch, length, heads, width = q_BTNH.shape
         held, _, tokens, kv_heads, _ = slots.k_LBRKH.shape
-        if (places := batch * tokens * kv_heads) >= 2**31:
-            right = 'must be fewer than 2^31'
-            raise ValueError(f'{places} pairs of a token and a key/value head {right}')
-        return cls(
-            batch,
-            length,
-            kv_heads,
-            heads // kv_heads,
-            width,
-            round_up(held, OCTET),
-            tokens,
-            jnp.dtype(slots.k_LBRKH.dtype),
-            slots.mask_LBR is not None,
-            slots.rows_BT is not None,
-            window,
-        )
+        sizes = batch, length, kv_heads, heads // kv_heads, width, round_up(held, OCTET), tokens
+        kinds = slots.mask_LBR is not None, slots.rows_BT is not None
+        return cls(*sizes, jnp.dtype(slots.k_LBRKH.dtype), *kinds, window)
 
     @property
     def items(self):
@@ -104,17 +68,15 @@ class Sizes:
     def heads_tile(self, dtype, *leading):
         """Shared memory of an item's heads [columns, padded width]."""
         shape = (*leading, self.columns, self.padded_width)
-        return tiled(shape, dtype, swizzle_of(self.width, dtype))
-
-    def slots_tile(self, dtype, *leading):
-        """Shared memory of a chunk's slots [64, padded width]."""
-        return tiled((*leading, CHUNK, self.padded_width), dtype, swizzle_of(self.width, dtype))
+        return common.tiled(shape, dtype, common.swizzle_of(self.width, dtype))
 
     def slots_memory(self, stages):
         """Shared memory that `SlotLoader.load_slots` fills."""
+        shape = stages, CHUNK, self.padded_width
+        slots = common.tiled(shape, self.dtype, common.swizzle_of(self.width, self.dtype))
         return {
-            'k': self.slots_tile(self.dtype, stages),
-            'v': self.slots_tile(self.dtype, stages),
+            'k': slots,
+            'v': slots,
             'shown': plgpu.SMEM((stages, CHUNK), jnp.float32),
             'k_ready': plgpu.Barrier(num_barriers=stages, num_arrivals=1 + self.masked),
             'v_ready': plgpu.Barrier(num_barriers=stages),
@@ -136,34 +98,42 @@ class Sizes:
         return pad(x_LBRKH, 0, self.slots).reshape(self.slots, -1, self.width)
 
     def slot_operands(self, slots):
-        """num_slots, rows, mask, k and v as the kernels take them.
-
-        rows is int32 [B T], and mask float32 [B R, slots], 1 where visible; either may be a dummy.
-        """
+        """num_slots, rows int32 [B T], mask float32 [B R, slots], k and v; dummies for None."""
         rows, mask = jnp.zeros(1, jnp.int32), jnp.zeros((1, 4), jnp.float32)
         if self.mapped:
             rows = slots.rows_BT.astype(jnp.int32).reshape(-1)
         if self.masked:
-            mask_LX = pad(slots.mask_LBR, 0, self.slots).reshape(self.slots, -1)
-            mask = mask_LX.T.astype(jnp.float32)
+            mask = pad(slots.mask_LBR, 0, self.slots).reshape(self.slots, -1).T.astype(jnp.float32)
         num_slots = jnp.asarray(slots.num, jnp.int32).reshape(1)
         return num_slots, rows, mask, self.by_place(slots.k_LBRKH), self.by_place(slots.v_LBRKH)
 
 
-class SlotLoader:
-    """Loads the slots of a block's items: the same number of chunks each, one chunk a step.
+def one_warpgroup_kernel(body, name, sizes, out_type, scratch_types, interpret: bool):
+    """A Hopper kernel with a block of one warpgroup for each run of items, by the axis 'run'.
 
-    Attributes:
-      sizes: Sizes.
-      start: first item.
-      items, chunks, steps: their numbers.
-      first, end: the visible slots.
-      base: slot of the first chunk's first row.
+    `body` takes references to operands and results, and by name those to shared memory.
     """
+
+    def scoped(*refs):
+        pl.run_scoped(functools.partial(body, *refs), **scratch_types)
+
+    return pl.kernel(
+        scoped,
+        out_type=out_type,
+        mesh=plgpu.Mesh(grid=(-(-sizes.items // sizes.run),), grid_names=('run',)),
+        compiler_params=common.compiler_params(approx_math=True),
+        interpret=common.interpret_params(interpret),
+        name=name,
+    )
+
+
+class SlotLoader:
+    """Loads the slots of a block's items: the same number of chunks each, one chunk a step."""
 
     def __init__(self, sizes, num_slots, rows):
         self.sizes, self.rows = sizes, rows
         self.start = lax.axis_index('run') * sizes.run
+        # The visible slots, and the first chunk's first row.
         self.end = num_slots
         self.first = jnp.maximum(num_slots - sizes.window, 0) if sizes.window else jnp.int32(0)
         self.base = lax.div(self.first, jnp.int32(OCTET)) * OCTET
@@ -183,11 +153,6 @@ class SlotLoader:
         token += jnp.minimum(row, sizes.tokens - 1)
         head = lax.rem(self.start + item, jnp.int32(sizes.kv_heads))
         return token * sizes.kv_heads + head, token, row < sizes.tokens
-
-    def split(self, step):
-        """(item, chunk)."""
-        item = lax.div(step, self.chunks)
-        return item, step - item * self.chunks
 
     def for_rows(self, chunk, move):
         """Calls move(first slot, rows) once, for as many rows of a chunk as exist, in sixteens."""
@@ -209,18 +174,13 @@ class SlotLoader:
         self.for_rows(chunk, move)
 
     def load_slots(self, step, k, v, mask, s):
-        """Starts the copies of a step's keys and values to the stage of that step, if it exists.
-
-        Args:
-          step: item * chunks + chunk.
-          k, v, mask: of `Sizes.slot_operands`.
-          s: shared memory: `Sizes.slots_memory`.
-        """
+        """Starts the copies of step item * chunks + chunk to its stage of s, if it exists."""
 
         def start():
-            item, chunk = self.split(step)
+            item = lax.div(step, self.chunks)
+            chunk = step - item * self.chunks
             place, token, _ = self.token(item)
-            stage, part = lax.rem(step, s.k.shape[0]), full_slice(self.sizes.padded_width)
+            stage, part = lax.rem(step, s.k.shape[0]), common.full_slice(self.sizes.padded_width)
             self.load_chunk(chunk, place, part, k, s.k.at[stage], s.k_ready.at[stage])
             self.load_chunk(chunk, place, part, v, s.v.at[stage], s.v_ready.at[stage])
             if self.sizes.masked:
@@ -236,7 +196,7 @@ class SlotLoader:
         slot += self.base + chunk * CHUNK
         end = jnp.where(inside, self.end, 0) if self.sizes.mapped else self.end
         ones = jnp.where((slot >= self.first) & (slot < end), 1.0, 0.0)
-        return ones * load(s.shown.at[stage], layout) if self.sizes.masked else ones
+        return ones * common.load(s.shown.at[stage], layout) if self.sizes.masked else ones
 
     def hide_rows(self, chunk, inside, stage, shown):
         """Zeroes the hidden rows of a chunk: 0 times what they hold may be NaN."""
@@ -244,8 +204,8 @@ class SlotLoader:
         def hide():
             for i in range(0, stage.shape[1], CHUNK):
                 part = stage.at[:, pl.ds(i, CHUNK)]
-                x = load(part, LAYOUT)
-                part[...] = jnp.where(by_row(shown, x.shape) > 0, x, jnp.zeros_like(x))
+                x = common.load(part, LAYOUT)
+                part[...] = jnp.where(common.by_row(shown, x.shape) > 0, x, jnp.zeros_like(x))
 
         if self.sizes.masked:
             hide()

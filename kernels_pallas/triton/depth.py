@@ -1,14 +1,11 @@
 """The depth slots of each query's own token by generic Pallas: any GPU that Triton compiles for.
 
-One program takes a block of tokens of one row and one key/value head, and goes through the visible
-slots once: each slot's key and value are loaded once for all query heads that share them. At
-8 FLOP a byte this is bound by memory, so products are multiplied and summed without tensor cores,
-and any number of query heads per key/value head is supported.
+One program takes a block of tokens of one row and one key/value head, and loads each visible slot
+once for all query heads that share it, without tensor cores.
 
-Every access is masked and names one element by its place along each axis of the whole array. Sides
-of a tile can therefore be padded to the powers of two that Triton needs, tokens can be looked up,
-and Pallas computes the offset itself: in 64 bits as soon as the array has more than 2^32 bytes. No
-kernel takes an array of one byte an element, which would pass 2^31 elements before that.
+Every access is masked and names one element by its place along each axis of the whole array: sides
+of a tile are padded to the powers of two that Triton needs, tokens can be looked up, and Pallas
+computes the offset, in 64 bits as soon as the array has more than 2^32 bytes.
 """
 
 import functools
@@ -19,15 +16,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from kernels_pallas.xla.depth import first_slot
+
 DTYPES = ('float32', 'bfloat16', 'float16')
 MAX_WIDTH = 256
-# Most elements of tiles [tokens, query heads, width] and [tokens, width]: 32 and 8 a thread. For an
-# H200, bfloat16, G = 8 and H = 64 the compiler then takes 133 registers forward and 214 backward,
-# and spills none.
+# Most elements of tiles [tokens, query heads, width] and [tokens, width]: 32 and 8 a thread.
 QUERY_TILE, SLOT_TILE, NUM_WARPS = 4096, 1024, 4
 MAX_QUERY_TILE = 4 * QUERY_TILE
-# So many slots are loaded at once, and share one maximum.
-SLOTS_PER_ROUND = 4
+SLOTS_PER_ROUND = 4  # loaded at once; they share one maximum
 
 
 def unsupported(shapes, device) -> str | None:
@@ -116,16 +112,12 @@ def _store(place, mask, value):
     plgpu.store(place, value.astype(place.dtype), mask=mask)
 
 
-def _first(num_slots, window):
-    return jnp.maximum(num_slots - window, 0) if window else 0
-
-
 def _forward(q, o, lse, k_depth, v_depth, num, mask, rows, o_out, lse_out, *, window, scale):
     program = _Program(q, k_depth, rows)
     q_tgh = _load(*program.query(q)) * scale
     o_tgh, highest_tg = _load(*program.query(o)), _load(*program.by_head(lse))
     num_slots = num[0]
-    first = _first(num_slots, window)
+    first = first_slot(num_slots, window)
 
     def join(i, carry):
         o_tgh, highest_tg, total_tg = carry
@@ -181,18 +173,18 @@ def _backward(*refs, window, scale):
         return dq_tgh + dscores_tg[:, :, None] * k_th[:, None, :]
 
     dq_tgh = jnp.zeros(program.tile, jnp.float32)
-    dq_tgh = lax.fori_loop(_first(num_slots, window), num_slots, one, dq_tgh)
+    dq_tgh = lax.fori_loop(first_slot(num_slots, window), num_slots, one, dq_tgh)
     _store(*program.query(dq), dq_tgh * scale)
 
 
-def _call(kernel, arrays, slots, outputs, window, scale, interpret, **options):
+def _call(kernel, arrays, slots, outputs, interpret, **options):
     """One pallas_call on whole arrays, of which every program takes its own part."""
     num_slots = jnp.asarray(slots.num, jnp.int32).reshape(1)
     # One byte an element would be indexed in 32 bits beyond 2^31 elements.
     mask_LBR = None if slots.mask_LBR is None else slots.mask_LBR.astype(jnp.int16)
     rows_BT = None if slots.rows_BT is None else slots.rows_BT.astype(jnp.int32)
     return pl.pallas_call(
-        functools.partial(kernel, window=window, scale=scale),
+        kernel,
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs],
         grid=_grid(arrays[0].shape, slots.k_LBRKH.shape[3]),
         # These also choose Triton where another backend is the default.
@@ -203,41 +195,18 @@ def _call(kernel, arrays, slots, outputs, window, scale, interpret, **options):
 
 
 def depth_forward(q_BTNH, o_BTNH, lse_BNT, slots, window, scale, interpret=False):
-    """As `xla.depth.depth_forward`, with queries, o and slots in one of DTYPES and lse in float32.
-
-    Returns:
-      The joint o_BTNH and lse_BNT, 0 and -inf where nothing is visible, and the slots as given.
-    """
-    o_BTNH, lse_BNT = _call(
-        _forward,
-        (q_BTNH, o_BTNH, lse_BNT),
-        slots,
-        (o_BTNH, lse_BNT),
-        window,
-        scale,
-        interpret,
-        name='depth_forward',
-    )
+    """As `xla.depth.depth_forward`, with queries, o and slots in DTYPES and lse in float32."""
+    arrays = q_BTNH, o_BTNH, lse_BNT
+    kernel = functools.partial(_forward, window=window, scale=scale)
+    o_BTNH, lse_BNT = _call(kernel, arrays, slots, arrays[1:], interpret, name='depth_forward')
     return o_BTNH, lse_BNT, slots[:2]
 
 
 def depth_backward(
     q_BTNH, do_BTNH, lse_BNT, delta_BNT, slots, sums, window, scale, interpret=False
 ):
-    """As `xla.depth.depth_backward`, with the dtypes of depth_forward; sums in one of DTYPES.
-
-    The tokens of `slots.rows_BT` are distinct in a row. What is visible to no query keeps its bits
-    in the sums, which are added to in place.
-    """
+    """As `xla.depth.depth_backward`, with the dtypes of depth_forward; sums in one of DTYPES."""
     arrays = q_BTNH, do_BTNH, lse_BNT, delta_BNT, *sums
-    return _call(
-        _backward,
-        arrays,
-        slots,
-        (q_BTNH, *sums),
-        window,
-        scale,
-        interpret,
-        name='depth_backward',
-        input_output_aliases={4: 1, 5: 2},
-    )
+    kernel = functools.partial(_backward, window=window, scale=scale)
+    options = {'name': 'depth_backward', 'input_output_aliases': {4: 1, 5: 2}}
+    return _call(kernel, arrays, slots, (q_BTNH, *sums), interpret, **options)

@@ -3,11 +3,9 @@
 Only the visible slots are read, in a loop with as many rounds as they need though their number is
 traced, and their gradients are added in place into the arrays given for them.
 
-The forms are the cheapest in CPU time of those tried for XLA on CPUs (JAX 0.10.2, float32, one run
-of single operations at B, T, N, K, H = 4, 1024, 6, 2, 64 and 16, 256, 4, 2, 32). A product of the
-queries with one slot's keys took 0.4 to 1 times as long per slot as one with several slots' keys,
-and a fifth to a third of a multiply and sum over one slot. Sums over slots or over the queries of a
-head are written out term by term: with two slots or more, einsum took 1.3 to 5 times as long.
+The forms are the cheapest in CPU time of those tried (JAX 0.10.2, float32): one slot's keys at a
+time, and sums over slots or over the queries of a head written out term by term, where einsum took
+1.3 to 5 times as long.
 """
 
 import functools
@@ -18,8 +16,7 @@ from jax import lax
 
 # Longer rows are computed by tiles of tokens, with this many numbers in q: 32 MiB in float32.
 TILE_NUMBERS = 2**23
-# Forward only: 15 to 30% less CPU time per slot than one at a time; the backward pass gained
-# under a tenth from 4 at the first of those shapes and is kept simple.
+# Forward only: 15 to 30% less CPU time per slot than one at a time; backward gained under a tenth.
 SLOTS_PER_ROUND = 4
 
 
@@ -27,14 +24,8 @@ def order_before_writes(arrays, step):
     """Returns the arrays, none of which is available before all of them are.
 
     In a loop that adds to a large array in place, pass a part that is read first through here
-    together with the array: otherwise XLA on CPUs may order the read last and copy the array.
-
-    Args:
-      arrays: a pytree.
-      step: a traced integer, whose value does not matter.
-
-    Returns:
-      arrays. Not differentiable in reverse mode.
+    together with the array: otherwise XLA on CPUs may order the read last and copy the array. The
+    value of `step`, a traced integer, does not matter. Not differentiable in reverse mode.
     """
     # XLA on CPUs drops a bare barrier before it decides on copies; it cannot see that this loop
     # runs no iteration.
@@ -51,9 +42,7 @@ def depth_forward(q_BTNH, o_BTNH, lse_BNT, slots, window, scale, interpret=False
     Args:
       q_BTNH: queries for the slots.
       o_BTNH, lse_BNT: of the sequence alone, lse float32 or wider.
-      slots: `joint_softmax.Slots`.
-      window: number of visible slots, the newest; 0: all.
-      scale: factor on the scores.
+      slots, window, scale: `joint_softmax.Slots`; slot_window and scale of `Static`.
       interpret: run a kernel in its interpreter; here there is none.
 
     Returns:
@@ -61,121 +50,91 @@ def depth_forward(q_BTNH, o_BTNH, lse_BNT, slots, window, scale, interpret=False
       only after they have been read: what is then written into them is written in place.
     """
     del interpret
+    kv_heads, wide = slots.k_LBRKH.shape[3], lse_BNT.dtype
+    size, first = min(SLOTS_PER_ROUND, slots.k_LBRKH.shape[0]), first_slot(slots.num, window)
+    rounds = (slots.num - first) // size
+    rest = first + rounds * size
 
-    def step(tile, carry):
+    def one_tile(tile, carry):
         whole_o, whole_lse, sides = carry
-        read = slots._replace(k_LBRKH=sides[0], v_LBRKH=sides[1], rows_BT=_cut(slots.rows_BT, tile))
-        o, lse, sides = _forward_tile(
-            _cut(q_BTNH, tile),
-            _cut(whole_o, tile),
-            _cut(whole_lse, tile, axis=2),
-            read,
-            tile,
-            window,
-            scale,
-        )
-        return _put(whole_o, tile, o), _put(whole_lse, tile, lse, axis=2), sides
+        q_BTKGH = _group(_cut(q_BTNH, tile), kv_heads, wide) * scale
+        lse_BTKG = _by_token(_cut(whole_lse, tile, axis=2), kv_heads)
+        rows_BT = _cut(slots.rows_BT, tile)
 
-    return _by_tiles(q_BTNH.shape, step, (o_BTNH, lse_BNT, (slots.k_LBRKH, slots.v_LBRKH)))
+        def join(start, size, carry):
+            o, highest, total, sides = carry
+            visible = slots._replace(k_LBRKH=sides[0], v_LBRKH=sides[1], rows_BT=rows_BT)
+            read = [_slot(visible, start + i, tile, wide) for i in range(size)]
+            scores = [_hide(_dots(q_BTKGH, key), seen) for seen, key, _ in read]
+            new = functools.reduce(jnp.maximum, scores, highest)
+            finite = jnp.where(new == -jnp.inf, 0.0, new)
+            weights, keep = [jnp.exp(score - finite) for score in scores], jnp.exp(highest - finite)
+            values = [value[:, :, :, None] for _, _, value in read]
+            terms = [w[..., None] * value for w, value in zip(weights, values, strict=True)]
+            o, total = o * keep[..., None] + _sum(terms), total * keep + _sum(weights)
+            # Without the barrier XLA would see that the loop returns the slots unread.
+            return o, new, total, lax.optimization_barrier(sides)
+
+        total_BTKG = (lse_BTKG > -jnp.inf).astype(wide)
+        carry = _group(_cut(whole_o, tile), kv_heads, wide), lse_BTKG, total_BTKG, sides
+        carry = lax.fori_loop(
+            0, rounds, lambda i, carry: join(first + i * size, size, carry), carry
+        )
+        carry = lax.fori_loop(rest, slots.num, lambda slot, carry: join(slot, 1, carry), carry)
+        o_BTKGH, highest_BTKG, total_BTKG, sides = carry
+        o_BTKGH /= jnp.where(total_BTKG > 0, total_BTKG, 1.0)[..., None]
+        lse_BNT = jnp.moveaxis(_joined(highest_BTKG + jnp.log(total_BTKG)), 2, 1)
+        return _put(whole_o, tile, _joined(o_BTKGH)), _put(whole_lse, tile, lse_BNT, axis=2), sides
+
+    return _by_tiles(q_BTNH.shape, one_tile, (o_BTNH, lse_BNT, slots[:2]))
 
 
 def depth_backward(
     q_BTNH, do_BTNH, lse_BNT, delta_BNT, slots, sums, window, scale, interpret=False
 ):
-    """Gradients through the slots' part of the softmax.
+    """Gradients through the slots' part of the softmax, with arguments as in depth_forward.
 
-    Args:
-      q_BTNH, slots, window, scale, interpret: as in depth_forward.
-      do_BTNH: the output's cotangent.
-      lse_BNT, delta_BNT: the joint logsumexp, finite, and rowsum(do o) - dlse.
-      sums: (dk_depth_LBRKH, dv_depth_LBRKH) to add to.
-
-    Returns:
-      dq_BTNH in q's dtype, and the two sums.
+    lse_BNT is joint and finite, delta_BNT rowsum(do o) - dlse, and `sums` are (dk_depth_LBRKH,
+    dv_depth_LBRKH) to add to. Returns dq_BTNH in q's dtype, and the two sums.
     """
     del interpret
+    kv_heads, wide = slots.k_LBRKH.shape[3], lse_BNT.dtype
 
-    def step(tile, carry):
+    def one_tile(tile, carry):
         whole_dq, *sums = carry
-        dq, *sums = _backward_tile(
-            _cut(q_BTNH, tile),
-            _cut(do_BTNH, tile),
-            _cut(lse_BNT, tile, axis=2),
-            _cut(delta_BNT, tile, axis=2),
-            slots._replace(rows_BT=_cut(slots.rows_BT, tile)),
-            sums,
-            tile,
-            window,
-            scale,
+        read = slots._replace(rows_BT=_cut(slots.rows_BT, tile))
+        q_BTKGH, do_BTKGH = (_group(_cut(x, tile), kv_heads, wide) for x in (q_BTNH, do_BTNH))
+        q_BTKGH *= scale
+        lse_BTKG, delta_BTKG = (
+            _by_token(_cut(x, tile, axis=2), kv_heads) for x in (lse_BNT, delta_BNT)
         )
-        return _put(whole_dq, tile, dq), *sums
 
-    return _by_tiles(q_BTNH.shape, step, (jnp.zeros_like(q_BTNH), *sums))
+        def add(total, slot, weights_BTKG, x_BTKGH):
+            heads = range(x_BTKGH.shape[3])
+            terms = [weights_BTKG[..., g, None] * x_BTKGH[..., g, :] for g in heads]
+            return _add(total, slot, read.rows_BT, tile, _sum(terms))
 
+        def one(slot, carry):
+            dq, dk_sum, dv_sum = carry
+            visible, key, value = _slot(read, slot, tile, wide)
+            weights = jnp.exp(_hide(_dots(q_BTKGH, key) - lse_BTKG, visible))
+            dscores = weights * (_dots(do_BTKGH, value) - delta_BTKG)
+            dq = dq + dscores[..., None] * key[:, :, :, None]
+            return dq, add(dk_sum, slot, dscores, q_BTKGH), add(dv_sum, slot, weights, do_BTKGH)
 
-def _forward_tile(q_BTNH, o_BTNH, lse_BNT, slots, tile, window, scale):
-    """As depth_forward, of a tile of tokens of the slots; o as wide as lse."""
-    kv_heads, wide = slots.k_LBRKH.shape[3], lse_BNT.dtype
-    q_BTKGH = _group(q_BTNH, kv_heads, wide) * scale
-    lse_BTKG = _by_token(lse_BNT, kv_heads)
+        carry = jnp.zeros_like(q_BTKGH), *sums
+        dq_BTKGH, *sums = lax.fori_loop(first_slot(slots.num, window), slots.num, one, carry)
+        return _put(whole_dq, tile, _joined(dq_BTKGH * scale)), *sums
 
-    def join(start, size, carry):
-        o, highest, total, sides = carry
-        visible = slots._replace(k_LBRKH=sides[0], v_LBRKH=sides[1])
-        read = [_slot(visible, start + i, tile, wide) for i in range(size)]
-        scores = [_hide(_dots(q_BTKGH, key), seen) for seen, key, _ in read]
-        new = functools.reduce(jnp.maximum, scores, highest)
-        finite = jnp.where(new == -jnp.inf, 0.0, new)
-        weights, keep = [jnp.exp(score - finite) for score in scores], jnp.exp(highest - finite)
-        values = [value[:, :, :, None] for _, _, value in read]
-        terms = [w[..., None] * value for w, value in zip(weights, values, strict=True)]
-        o, total = o * keep[..., None] + _sum(terms), total * keep + _sum(weights)
-        # Without the barrier XLA would see that the loop returns the slots unread.
-        return o, new, total, lax.optimization_barrier(sides)
-
-    size, first = min(SLOTS_PER_ROUND, slots.k_LBRKH.shape[0]), _first(slots.num, window)
-    rounds = (slots.num - first) // size
-    rest = first + rounds * size
-    total_BTKG = (lse_BTKG > -jnp.inf).astype(wide)
-    carry = _group(o_BTNH, kv_heads, wide), lse_BTKG, total_BTKG, slots[:2]
-    carry = lax.fori_loop(0, rounds, lambda i, carry: join(first + i * size, size, carry), carry)
-    carry = lax.fori_loop(rest, slots.num, lambda slot, carry: join(slot, 1, carry), carry)
-    o_BTKGH, highest_BTKG, total_BTKG, sides = carry
-    o_BTKGH /= jnp.where(total_BTKG > 0, total_BTKG, 1.0)[..., None]
-    lse_BTN = (highest_BTKG + jnp.log(total_BTKG)).reshape(q_BTNH.shape[:3])
-    return o_BTKGH.reshape(q_BTNH.shape), jnp.moveaxis(lse_BTN, 2, 1), sides
+    return _by_tiles(q_BTNH.shape, one_tile, (jnp.zeros_like(q_BTNH), *sums))
 
 
-def _backward_tile(q_BTNH, do_BTNH, lse_BNT, delta_BNT, slots, sums, tile, window, scale):
-    """As depth_backward, of a tile of tokens of the slots and sums; dq as wide as lse."""
-    kv_heads, wide = slots.k_LBRKH.shape[3], lse_BNT.dtype
-    q_BTKGH, do_BTKGH = _group(q_BTNH, kv_heads, wide) * scale, _group(do_BTNH, kv_heads, wide)
-    lse_BTKG, delta_BTKG = _by_token(lse_BNT, kv_heads), _by_token(delta_BNT, kv_heads)
-    heads = range(q_BTKGH.shape[3])
-
-    def add(total, slot, weights_BTKG, x_BTKGH):
-        terms = [weights_BTKG[..., g, None] * x_BTKGH[..., g, :] for g in heads]
-        return _add(total, slot, slots.rows_BT, tile, _sum(terms))
-
-    def one(slot, carry):
-        dq, dk_sum, dv_sum = carry
-        visible, key, value = _slot(slots, slot, tile, wide)
-        weights = jnp.exp(_hide(_dots(q_BTKGH, key) - lse_BTKG, visible))
-        dscores = weights * (_dots(do_BTKGH, value) - delta_BTKG)
-        dq = dq + dscores[..., None] * key[:, :, :, None]
-        return dq, add(dk_sum, slot, dscores, q_BTKGH), add(dv_sum, slot, weights, do_BTKGH)
-
-    carry = jnp.zeros_like(q_BTKGH), *sums
-    dq_BTKGH, *sums = lax.fori_loop(_first(slots.num, window), slots.num, one, carry)
-    return (dq_BTKGH * scale).reshape(q_BTNH.shape), *sums
-
-
-def _first(num_slots, window):
+def first_slot(num_slots, window):
+    """The first visible slot."""
     return jnp.maximum(num_slots - window, 0) if window else 0
 
 
-def _sum(terms):
-    return functools.reduce(operator.add, terms)
+_sum = functools.partial(functools.reduce, operator.add)
 
 
 def _dots(x_BTKGH, y_BTKH):
@@ -191,6 +150,10 @@ def _group(x_BTNH, kv_heads, wide):
     return x_BTNH.reshape(batch, length, kv_heads, heads // kv_heads, width).astype(wide)
 
 
+def _joined(x_BTKG):
+    return x_BTKG.reshape(*x_BTKG.shape[:2], -1, *x_BTKG.shape[4:])
+
+
 def _by_token(x_BNT, kv_heads):
     batch, heads, length = x_BNT.shape
     return jnp.moveaxis(x_BNT, 1, 2).reshape(batch, length, kv_heads, heads // kv_heads)
@@ -198,16 +161,13 @@ def _by_token(x_BNT, kv_heads):
 
 def _slot(slots, slot, tile, wide):
     """(visible [B, T, 1, 1] or None for all, key [B, T, K, H], value) of one slot."""
-    visible_BT = None
-    if slots.rows_BT is not None:
-        visible_BT = slots.rows_BT < slots.k_LBRKH.shape[2]
+    seen = [] if slots.rows_BT is None else [slots.rows_BT < slots.k_LBRKH.shape[2]]
     if slots.mask_LBR is not None:
-        mask_BT = _read(slots.mask_LBR, slot, slots.rows_BT, tile)
-        visible_BT = mask_BT if visible_BT is None else visible_BT & mask_BT
+        seen.append(_read(slots.mask_LBR, slot, slots.rows_BT, tile))
     sides = [_read(side, slot, slots.rows_BT, tile).astype(wide) for side in slots[:2]]
-    if visible_BT is None:
+    if not seen:
         return None, *sides
-    visible_BT11 = visible_BT[:, :, None, None]
+    visible_BT11 = functools.reduce(operator.and_, seen)[:, :, None, None]
     # A hidden slot may hold NaN, and 0 times NaN is NaN.
     return visible_BT11, *(jnp.where(visible_BT11, side, 0) for side in sides)
 
@@ -228,13 +188,8 @@ def _read(side_LBR, slot, rows_BT, tile):
     """One slot [B, T, ...] of the queries' tokens; a token out of range reads that of the last."""
     if rows_BT is None:
         return lax.squeeze(lax.dynamic_slice(side_LBR, *_box(side_LBR, slot, tile)), [0])
-    numbers = lax.GatherDimensionNumbers(
-        offset_dims=tuple(range(2, side_LBR.ndim - 1)),
-        collapsed_slice_dims=(0, 2),
-        start_index_map=(0, 2),
-        operand_batching_dims=(1,),
-        start_indices_batching_dims=(0,),
-    )
+    rest = tuple(range(2, side_LBR.ndim - 1))
+    numbers = lax.GatherDimensionNumbers(rest, (0, 2), (0, 2), (1,), (0,))
     sizes = (1, 1, 1, *side_LBR.shape[3:])
     place = _place(slot, rows_BT)
     return lax.gather(side_LBR, place, numbers, sizes, indices_are_sorted=True, mode='clip')
@@ -247,13 +202,7 @@ def _add(total_LBRKH, slot, rows_BT, tile, update_BTKH):
         update_BTKH += _read(total_LBRKH, slot, None, tile)
         start, _ = _box(total_LBRKH, slot, tile)
         return lax.dynamic_update_slice(total_LBRKH, update_BTKH[None], start)
-    numbers = lax.ScatterDimensionNumbers(
-        update_window_dims=(2, 3),
-        inserted_window_dims=(0, 2),
-        scatter_dims_to_operand_dims=(0, 2),
-        operand_batching_dims=(1,),
-        scatter_indices_batching_dims=(0,),
-    )
+    numbers = lax.ScatterDimensionNumbers((2, 3), (0, 2), (0, 2), (1,), (0,))
     # Tokens are distinct, as depth_attention asks: reruns on a GPU then give equal bits.
     order = {'indices_are_sorted': True, 'unique_indices': True, 'mode': 'drop'}
     return lax.scatter_add(total_LBRKH, _place(slot, rows_BT), update_BTKH, numbers, **order)

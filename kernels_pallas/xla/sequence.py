@@ -1,10 +1,8 @@
 """Attention over the sequence by XLA, in blocks, so that memory grows with T and not with T x S.
 
 Up to 2048 tokens the blocks are static, each some queries with all keys that they may see. Longer
-sequences run loops over tiles of queries by keys, with an online softmax: the scores of one tile
-are the largest temporary, whatever T and S. A tile of queries visits the tiles of keys from the
-first to the last with a visible key. The two bounds are computed from the mask, so that earlier
-documents, and what a window hides, cost nothing.
+sequences run loops over tiles of queries by keys, with an online softmax. A tile of queries visits
+the tiles of keys from the first to the last with a visible key.
 """
 
 import contextlib
@@ -14,27 +12,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# With gradients, T from 256 to 2048 on two CPU cores: at most a fifth slower than 64, never slower
-# than 256 and up to 1.8 times as fast.
-QUERY_BLOCK = 128
+QUERY_BLOCK = 128  # on two CPU cores never slower than 256, up to 1.8 times as fast
 MAX_BLOCKS = 16
-# Scores of a static block: 256 MiB in float32.
-MAX_SCORES = 2**26
-# Tiles are square, a power of two from 128 to 512, and have at most this many scores: 128 MiB in
-# float32; on CPUs 2 MiB, for their caches.
-TILE_SIZES = (128, 512)
-TILE_SCORES = 2**25
-CPU_TILE_SCORES = 2**19
+MAX_SCORES = 2**26  # of a static block: 256 MiB in float32
+TILE_SIZES = (128, 512)  # least and most; tiles are square, a power of two
+TILE_SCORES = 2**25  # at most: 128 MiB in float32
+CPU_TILE_SCORES = 2**19  # for the caches of CPUs
 _static = contextvars.ContextVar('static', default=False)
 
 
 @contextlib.contextmanager
 def static_blocks():
-    """Within this context, traces use static blocks at any length, so that FLOPs can be counted.
-
-    The products of a loop whose length depends on the documents cannot be counted. Trace functions
-    that were not traced before: what is cached does not change.
-    """
+    """Within this context, new traces use static blocks at any length: FLOPs can be counted."""
     token = _static.set(True)
     try:
         yield
@@ -43,13 +32,11 @@ def static_blocks():
 
 
 def blocks(num_queries: int, num_keys: int, ordered: bool, window: int):
-    """(first query, end, first key, end) of each block; `ordered`: key i belongs to query i."""
+    """(queries, keys) of each block, as slices; `ordered`: key i belongs to query i."""
     for start in range(0, num_queries, QUERY_BLOCK):
         stop = min(start + QUERY_BLOCK, num_queries)
-        if ordered:
-            yield start, stop, max(0, start - window + 1) if window else 0, stop
-        else:
-            yield start, stop, 0, num_keys
+        first = max(0, start - window + 1) if ordered and window else 0
+        yield slice(start, stop), slice(first, stop if ordered else num_keys)
 
 
 def is_long(q_shape, num_keys: int) -> bool:
@@ -61,14 +48,10 @@ def is_long(q_shape, num_keys: int) -> bool:
 
 
 def sequence_forward(q_BTNH, k_BSKH, v_BSKH, mask, static):
-    """Attention over the sequence alone.
+    """Attention over the sequence alone; the arguments are those of `joint_attention`.
 
-    Args:
-      q_BTNH, k_BSKH, v_BSKH, mask, static: as in `joint_softmax.joint_attention`.
-
-    Returns:
-      o_BTNH in q's dtype, and the natural-log logsumexp lse_BNT in float32 or wider. A query with
-      no visible key returns 0 and -inf.
+    Returns o_BTNH in q's dtype, and the natural-log logsumexp lse_BNT in float32 or wider: 0 and
+    -inf for a query with no visible key.
     """
     batch, length, heads, width = q_BTNH.shape
     kv_heads = k_BSKH.shape[2]
@@ -78,17 +61,16 @@ def sequence_forward(q_BTNH, k_BSKH, v_BSKH, mask, static):
     if is_long(q_BTNH.shape, k_BSKH.shape[1]):
         return _tiled_forward(q_BTNH, k_BSKH, v_BSKH, mask, static)
     q_BTKGH = q_BTNH.reshape(batch, length, kv_heads, heads // kv_heads, width)
-    outputs, lses = [], []
-    for block in blocks(length, k_BSKH.shape[1], static.ordered, static.window):
-        start, stop, first, end = block
-        visible = _block_visible(mask, static, *block)
-        scores = _scores(q_BTKGH[:, start:stop], k_BSKH[:, first:end], visible, static.scale)
+    outputs, lses, sides = [], [], _sides(mask, static)
+    for queries, keys in blocks(length, k_BSKH.shape[1], static.ordered, static.window):
+        visible = _visible(sides, static.window, queries, keys)
+        scores = _scores(q_BTKGH[:, queries], k_BSKH[:, keys], visible, static.scale)
         highest = jnp.max(scores, axis=-1, keepdims=True)
         highest = jnp.where(highest == -jnp.inf, 0.0, highest)
         weights = jnp.exp(scores - highest)
         total = jnp.sum(weights, axis=-1, keepdims=True)
         weights = weights.astype(v_BSKH.dtype)
-        output = dot('bkgts,bskh->bkgth', weights, v_BSKH[:, first:end])
+        output = dot('bkgts,bskh->bkgth', weights, v_BSKH[:, keys])
         output = output / jnp.where(total > 0, total, 1.0)
         outputs.append(jnp.moveaxis(output, 3, 1).astype(q_BTNH.dtype))
         lses.append((highest + jnp.log(total))[..., 0])
@@ -97,19 +79,12 @@ def sequence_forward(q_BTNH, k_BSKH, v_BSKH, mask, static):
 
 
 def sequence_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, o_BTNH, do_BTNH, lse_BNT, delta_BNT):
-    """Gradients through the sequence's part of the softmax.
+    """Gradients through the sequence's part: dq_BTNH in q's dtype, and wide dk_BSKH and dv_BSKH.
 
-    Args:
-      q_BTNH, k_BSKH, v_BSKH, mask, static: as in sequence_forward.
-      o_BTNH, do_BTNH: the joint output, which is not used here, and its cotangent.
-      lse_BNT, delta_BNT: the joint logsumexp, finite, and rowsum(do o) - dlse.
-
-    Returns:
-      dq_BTNH in q's dtype; dk_BSKH and dv_BSKH as wide as lse_BNT.
+    o_BTNH (not used here) and lse_BNT, finite, are joint; delta_BNT is rowsum(do o) - dlse.
     """
     del o_BTNH
-    batch, length, heads, width = q_BTNH.shape
-    kv_heads = k_BSKH.shape[2]
+    (batch, length, heads, width), kv_heads = q_BTNH.shape, k_BSKH.shape[2]
     if is_long(q_BTNH.shape, k_BSKH.shape[1]):
         return _tiled_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, do_BTNH, lse_BNT, delta_BNT)
     dk_BSKH = jnp.zeros(k_BSKH.shape, lse_BNT.dtype)
@@ -120,21 +95,14 @@ def sequence_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, o_BTNH, do_BTNH, lse
     q_BTKGH, do_BTKGH = q_BTNH.reshape(grouped), do_BTNH.reshape(grouped)
     by_head = (batch, kv_heads, heads // kv_heads, length)
     lse_BKGT, delta_BKGT = lse_BNT.reshape(by_head), delta_BNT.reshape(by_head)
-    dqs = []
-    for block in blocks(length, k_BSKH.shape[1], static.ordered, static.window):
-        start, stop, first, end = block
-        queries, keys = slice(start, stop), slice(first, end)
-        dq, dk, dv = _gradients(
-            q_BTKGH[:, queries],
-            k_BSKH[:, keys],
-            v_BSKH[:, keys],
-            do_BTKGH[:, queries],
-            lse_BKGT[..., queries],
-            delta_BKGT[..., queries],
-            _block_visible(mask, static, *block),
-            static.scale,
-        )
-        dk_BSKH, dv_BSKH = _add(dk_BSKH, first, dk), _add(dv_BSKH, first, dv)
+    dqs, sides = [], _sides(mask, static)
+    for queries, keys in blocks(length, k_BSKH.shape[1], static.ordered, static.window):
+        q, do = q_BTKGH[:, queries], do_BTKGH[:, queries]
+        k, v = k_BSKH[:, keys], v_BSKH[:, keys]
+        visible = _visible(sides, static.window, queries, keys)
+        lse, delta = lse_BKGT[..., queries], delta_BKGT[..., queries]
+        dq, dk, dv = _gradients(q, k, v, do, lse, delta, visible, static.scale)
+        dk_BSKH, dv_BSKH = _add(dk_BSKH, keys.start, dk), _add(dv_BSKH, keys.start, dv)
         dqs.append(dq.astype(q_BTNH.dtype))
     return jnp.concatenate(dqs, axis=1).reshape(q_BTNH.shape), dk_BSKH, dv_BSKH
 
@@ -148,33 +116,34 @@ def dot(equation, x, y):
     return jnp.einsum(equation, x, y, preferred_element_type=wide)
 
 
-def _visible(order, places, ids, window):
-    """Visibility of queries and keys, [B or 1, queries, keys]; see reference.visibility.
+def _sides(mask, static):
+    """(order, places, segment ids or None), each of queries and of keys, int [B or 1, n].
 
-    Args:
-      order: (of queries, of keys), int [B or 1, n]; a key later than the query is hidden.
-      places: the same for the window, or None without one.
-      ids: segment ids, or None.
-      window: number of visible keys, the query's own among them; 0: no limit.
+    A key that is later in the order is hidden; places are those of the window.
     """
-    result = order[0][:, :, None] >= order[1][:, None, :]
-    if window:
-        result = result & (places[0][:, :, None] - places[1][:, None, :] < window)
-    if ids is not None:
-        result = result & (ids[0][:, :, None] == ids[1][:, None, :])
-    return result
-
-
-def _block_visible(mask, static, start, stop, first, end):
-    """Visibility of one static block, [B or 1, queries, keys]."""
-    ids = None
-    if mask.segment_ids_BT is not None:
-        ids = mask.segment_ids_BT[:, start:stop], mask.key_segment_ids_BS[:, first:end]
-    places = mask.positions_BT[:, start:stop], mask.key_positions_BS[:, first:end]
-    order = places
+    places = order = mask.positions_BT, mask.key_positions_BS
     if static.ordered:
-        order = jnp.arange(start, stop)[None], jnp.arange(first, end)[None]
-    return _visible(order, places, ids, static.window)
+        order = tuple(jnp.arange(side.shape[1])[None] for side in places)
+    ids = mask.segment_ids_BT, mask.key_segment_ids_BS
+    return order, places, None if ids[0] is None else ids
+
+
+def _visible(sides, window, queries, keys):
+    """Visibility [B or 1, queries, keys] of slices or of (start, size), as reference.visibility."""
+
+    def cut(x, part):
+        return x[:, part] if isinstance(part, slice) else _cut(x, *part)
+
+    order, places, ids = (
+        None if side is None else (cut(side[0], queries)[:, :, None], cut(side[1], keys)[:, None])
+        for side in sides
+    )
+    result = order[0] >= order[1]
+    if window:
+        result = result & (places[0] - places[1] < window)
+    if ids is not None:
+        result = result & (ids[0] == ids[1])
+    return result
 
 
 def _scores(q_BTKGH, k_BSKH, visible, scale):
@@ -194,22 +163,10 @@ def _gradients(q_BTKGH, k_BSKH, v_BSKH, do_BTKGH, lse_BKGT, delta_BKGT, visible,
 
 
 def _add(total_BSKH, first, part_BSKH):
-    """The total with a part added from key `first` on.
-
-    Not `total.at[...].add`: its indices are empty for the whole array, and JAX 0.11.2 cannot
-    compile an empty operand of a shard_map.
-    """
+    """The total with a part added from key `first` on."""
+    # Not `total.at[...].add`: JAX 0.11.2 cannot compile its empty indices in a shard_map.
     old_BSKH = lax.slice_in_dim(total_BSKH, first, first + part_BSKH.shape[1], axis=1)
     return lax.dynamic_update_slice_in_dim(total_BSKH, old_BSKH + part_BSKH, first, axis=1)
-
-
-def tile_sizes(batch: int, heads: int, length: int, num_keys: int) -> tuple[int, int]:
-    """Queries and keys of a tile."""
-    scores = CPU_TILE_SCORES if jax.default_backend() == 'cpu' else TILE_SCORES
-    size, largest = TILE_SIZES
-    while size < largest and batch * heads * (2 * size) ** 2 <= scores:
-        size *= 2
-    return min(size, length), min(size, num_keys)
 
 
 def _limits(ids_BT, size):
@@ -224,7 +181,6 @@ def _bounds(order, places, ids, window, sizes):
     """First and end tile of keys for each tile of queries, int32 [tiles of queries].
 
     A tile is skipped if its ranges of order, place and segment id do not meet those of the queries.
-    Ranges that meet are visited, whatever the ids: the mask decides.
     """
     (_, latest), (earliest, _) = (_limits(x, size) for x, size in zip(order, sizes, strict=True))
     meet = latest[:, :, None] >= earliest[:, None]
@@ -262,20 +218,18 @@ class _Tiles:
     """
 
     def __init__(self, q_BTNH, k_BSKH, mask, static):
-        batch, length, heads, width = q_BTNH.shape
-        self.num_keys, self.kv_heads = k_BSKH.shape[1:3]
-        self.length, self.window = length, static.window
-        self.grouped = (batch, length, self.kv_heads, heads // self.kv_heads, width)
-        self.by_head = (batch, self.kv_heads, heads // self.kv_heads, length)
-        self.queries, self.keys = tile_sizes(batch, heads, length, self.num_keys)
-        self.places = self.order = mask.positions_BT, mask.key_positions_BS
-        if static.ordered:
-            self.order = jnp.arange(length)[None], jnp.arange(self.num_keys)[None]
-        self.ids = None
-        if mask.segment_ids_BT is not None:
-            self.ids = mask.segment_ids_BT, mask.key_segment_ids_BS
+        batch, self.length, heads, width = q_BTNH.shape
+        self.num_keys, kv_heads = k_BSKH.shape[1:3]
+        self.grouped = (batch, self.length, kv_heads, heads // kv_heads, width)
+        self.by_head = (batch, kv_heads, heads // kv_heads, self.length)
+        scores = CPU_TILE_SCORES if jax.default_backend() == 'cpu' else TILE_SCORES
+        size, largest = TILE_SIZES
+        while size < largest and batch * heads * (2 * size) ** 2 <= scores:
+            size *= 2
+        self.queries, self.keys = min(size, self.length), min(size, self.num_keys)
+        self.sides, self.window = _sides(mask, static), static.window
         sizes = self.queries, self.keys
-        self.first_I, self.end_I = _bounds(self.order, self.places, self.ids, self.window, sizes)
+        self.first_I, self.end_I = _bounds(*self.sides, self.window, sizes)
 
     def cut_queries(self, x_BTX, row):
         """A tile [B, queries, K, G, H] of an array of queries."""
@@ -297,15 +251,10 @@ class _Tiles:
 
         def body(key_index, carry):
             column = jnp.minimum(key_index * self.keys, self.num_keys - self.keys)
-
-            def cut(sides):
-                if sides is None:
-                    return None
-                return _cut(sides[0], row, self.queries), _cut(sides[1], column, self.keys)
-
-            visible = _visible(cut(self.order), cut(self.places), cut(self.ids), self.window)
+            at = (row, self.queries), (column, self.keys)
             rows = row + jnp.arange(self.queries) >= index * self.queries
             columns = column + jnp.arange(self.keys) >= key_index * self.keys
+            visible = _visible(self.sides, self.window, *at)
             return step(column, visible & (rows[:, None] & columns[None])[None], carry)
 
         return lax.fori_loop(self.first_I[index], self.end_I[index], body, carry)
@@ -323,7 +272,7 @@ def _tiled_forward(q_BTNH, k_BSKH, v_BSKH, mask, static):
 
         def columns(column, visible, carry):
             o, highest, total = carry
-            k, v = _cut(k_BSKH, column, tiles.keys), _cut(v_BSKH, column, tiles.keys)
+            k, v = (_cut(side, column, tiles.keys) for side in (k_BSKH, v_BSKH))
             scores = _scores(q, k, visible, static.scale)
             new = jnp.maximum(highest, jnp.max(scores, axis=-1))
             finite = jnp.where(new == -jnp.inf, 0.0, new)

@@ -1,9 +1,8 @@
 """What a trained model's blocks do to which tokens, on held-out text under its causal rule.
 
-`block_stats` returns one dict of JSON values for one model; launch.isoflop writes measures.json, a
-dict of them by name of the run. Beside `routing` (the causal rule that selected tokens; `dense`
-without routed blocks) and `tokens` (real held-out tokens read) it has one entry for each of
-MEASURES, whose docstrings say what it holds.
+launch.isoflop writes `block_stats` of each measured run into measures.json. Its entries are
+`routing` (the causal rule that selected tokens; `dense` without routed blocks), `tokens` (real
+held-out tokens read), and one for each of MEASURES, whose docstrings say what it holds.
 """
 
 import dataclasses
@@ -27,45 +26,28 @@ MEASURES = {}  # name: function of Observations that returns a JSON value
 
 
 class TokenArrays(NamedTuple):
-    """Arrays of N real tokens, of L blocks of which R are routed.
+    """Arrays of N real tokens, of L blocks of which R are routed."""
 
-    Attributes:
-      change_LN: |delta| / |input| of the block, without the gate.
-      gates_LN: the factor on the delta.
-      selected_LN: bool, tokens that the block processed.
-      scores_RN: the routers' scores.
-      entropy_N: of the next-token distribution, in nats.
-      first_N: bool, the first tokens of rows.
-    """
-
-    change_LN: np.ndarray
-    gates_LN: np.ndarray
-    selected_LN: np.ndarray
-    scores_RN: np.ndarray
-    entropy_N: np.ndarray
-    first_N: np.ndarray
+    change_LN: np.ndarray  # |delta| / |input| of the block, without the gate
+    gates_LN: np.ndarray  # the factor on the delta
+    selected_LN: np.ndarray  # bool, tokens that the block processed
+    scores_RN: np.ndarray  # the routers'
+    entropy_N: np.ndarray  # of the next-token distribution, in nats
+    first_N: np.ndarray  # bool, the first tokens of rows
 
 
 @dataclasses.dataclass(frozen=True)
 class Observations:
-    """What the measures read: a model, held-out batches, and what the model did with them.
+    """What the measures read: a model, held-out batches, and what the model did with them."""
 
-    Attributes:
-      variables, hparams: of the Transformer.
-      dataset: that the batches are of.
-      batches: the held-out batches, `tokens_BT` and `segment_ids_BT` among their arrays.
-      routing: the causal rule.
-      tokens: arrays of all real tokens of the batches.
-      fitted_L, scored_L: Moments of the final stream and each block's delta, over the tokens that
-        the block processed, of the first, third, .. batch and of the others.
-    """
-
-    variables: dict
+    variables: dict  # of the Transformer
     hparams: Hparams
-    dataset: object
-    batches: list[dict]
-    routing: str
-    tokens: TokenArrays
+    dataset: object  # that the batches are of
+    batches: list[dict]  # with `tokens_BT` and `segment_ids_BT`
+    routing: str  # the causal rule
+    tokens: TokenArrays  # of all real tokens of the batches
+    # Of the final stream and each block's delta, over the tokens that the block processed, of the
+    # first, third, .. batch and of the others.
     fitted_L: list[Moments]
     scored_L: list[Moments]
 
@@ -78,8 +60,7 @@ class Observations:
 def measure(routed_only: bool = False):
     """Decorator: adds a function of Observations to MEASURES, under its own name.
 
-    Args:
-      routed_only: the measure is None for a model without routed blocks.
+    If `routed_only`, the measure is None for a model without routed blocks.
     """
 
     def add(function):
@@ -96,13 +77,7 @@ def measure(routed_only: bool = False):
 
 
 def block_stats(variables, hparams: Hparams, dataset, num_batches: int) -> dict:
-    """All MEASURES of one model on the first held-out batches.
-
-    Args:
-      variables: of the Transformer.
-      hparams: of the same.
-      dataset: of `make_dataset` or `make_held_out`.
-      num_batches: 2 or more; fewer are read if there are fewer.
+    """All MEASURES of one model on the first `num_batches` held-out batches, JSON values.
 
     Raises:
       ValueError: less than two batches to read; logits that are not finite.
@@ -113,7 +88,7 @@ def block_stats(variables, hparams: Hparams, dataset, num_batches: int) -> dict:
 
 
 def observe(variables, hparams: Hparams, dataset, num_batches: int) -> Observations:
-    """Runs the model on the batches; arguments and errors are those of `block_stats`."""
+    """Runs the model on the batches; errors are those of `block_stats`."""
     num_read = min(num_batches, dataset.num_held_out_batches)
     if num_read < 2:
         raise ValueError(
@@ -170,7 +145,7 @@ def layers(observed: Observations) -> list[dict]:
     third, .. batch and scored on the others (low: the signal is diluted); `probe_tokens`: [fitted
     on, scored on], which must far exceed the model's width.
     """
-    tokens, routed = observed.tokens, list(observed.hparams.model.routed_layers)
+    tokens, routed = observed.tokens, observed.hparams.model.routed_layers
     halves = zip(observed.fitted_L, observed.scored_L, strict=True)
     rows = []
     for layer, (fitted, scored) in enumerate(halves):
@@ -238,14 +213,10 @@ def classes(observed: Observations) -> dict:
 
     Classes are those of analysis/token_classes.py; one that does not occur has no entry.
     """
-    tokens_XT, segments_XT = (
-        np.concatenate([batch[name] for batch in observed.batches])
-        for name in ('tokens_BT', 'segment_ids_BT')
-    )
-    real_X = segments_XT[:, 0] > 0  # rows that fill a batch up are no windows of the text
-    class_N = token_classes.held_out_classes(
-        observed.dataset, tokens_XT[real_X], language(observed)
-    ).reshape(-1)
+    # Rows that fill a batch up are no windows of the text.
+    rows = [batch['tokens_BT'][batch['segment_ids_BT'][:, 0] > 0] for batch in observed.batches]
+    tokens_XT, kind = np.concatenate(rows), language(observed)
+    class_N = token_classes.held_out_classes(observed.dataset, tokens_XT, kind).reshape(-1)
     found = {}
     for number, name in enumerate(token_classes.CLASSES):
         mine_RN = observed.selected_RN[:, class_N == number]

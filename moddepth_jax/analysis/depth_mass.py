@@ -18,23 +18,17 @@ from moddepth_jax.model.transformer import causal_routing
 
 
 class DepthMass(NamedTuple):
-    """Shares of the softmax: means over the heads and the real tokens that a layer processes.
+    """Shares of the softmax: means over the heads and the real tokens that a layer processes."""
 
-    Attributes:
-      layers: names of the L readers: the number of each block; `end`, the read for the final norm.
-      slots: names of the S slots in the order written: the writer's number and a (attention), f
-        (ffn) or b (block); `e`, the embedding's.
-      slots_LS: float [L, S], the mass that a layer puts on a slot; 0 if the slot is not visible.
-      depth_L: float [L], their sum; the rest is on the sequence.
-      first_token_L: float [L], the mass on the first token of the query's own document, in a routed
-        layer on the first selected one; a mean over all queries but those of that token. 0 without
-        a sequence.
-    """
-
+    # The L readers: the number of each block; `end`, the read for the final norm.
     layers: tuple[str, ...]
+    # The S slots in the order written: the writer's number and a (attention), f (ffn) or b (block);
+    # `e`, the embedding's.
     slots: tuple[str, ...]
-    slots_LS: np.ndarray
-    depth_L: np.ndarray
+    slots_LS: np.ndarray  # the mass that a layer puts on a slot; 0 if the slot is not visible
+    depth_L: np.ndarray  # their sum; the rest is on the sequence
+    # On the first token of the query's own document, in a routed layer on the first selected one; a
+    # mean over all queries but those of that token. 0 without a sequence.
     first_token_L: np.ndarray
 
 
@@ -44,12 +38,6 @@ def depth_mass(variables, hparams: Hparams, batch, routing: str) -> DepthMass:
     A residual model has no slots and a depth mass of 0. In `moda` slots and sequence share one
     softmax. In `attention` a layer's read is a softmax of its own, over the slots alone, and the
     first token's mass is that of its block.
-
-    Args:
-      variables: of the Transformer.
-      hparams: of the same.
-      batch: `tokens_BT` and `segment_ids_BT`, int [B, T].
-      routing: as `Transformer` takes it.
 
     Raises:
       ValueError: a stream that reads earlier layers without attention; a routing that the model
@@ -79,27 +67,24 @@ def depth_mass(variables, hparams: Hparams, batch, routing: str) -> DepthMass:
 def _names(model: ModelHparams):
     """Names of the layers that read, and of the slots."""
     letters = {'attention': 'a', 'attention+ffn': 'af'}.get(model.depth.slots, 'b')
-    layers, slots, number = [], [], 0
+    layers, slots = [], []
     for kind in layer_kinds(model):
         if kind.part == 'entry':
             slots.append('e')
             continue
+        number = len(layers)
         layers.append('end' if kind.part == 'exit' else str(number))
         slots += [f'{number}{letter}' for letter in letters[: kind.slots]]
-        number += 1
     return tuple(layers), tuple(slots)
 
 
 @functools.partial(jax.jit, static_argnames=('stack', 'kind', 'summarize'))
 def _visit(params, carry, count, tokens, layer_args, *, stack, kind, summarize):
     """One layer: the next carry, and `summarize` of its calls of attention."""
-    output, sown = stack.layer(kind).apply(
-        {'params': params},
-        carry[0],
-        depth_slots(carry, count),
-        tokens,
-        layer_args,
-        mutable=['intermediates'],
+    layer = stack.layer(kind)
+    slots, params = depth_slots(carry, count), {'params': params}
+    output, sown = layer.apply(
+        params, carry[0], slots, tokens, layer_args, mutable=['intermediates']
     )
     carry = next_carry(carry, output, count)
     if kind.part == 'entry':
@@ -108,16 +93,16 @@ def _visit(params, carry, count, tokens, layer_args, *, stack, kind, summarize):
 
 
 class _Call(NamedTuple):
-    """One call of attention: queries, keys, logsumexp, which queries are real, other arguments."""
+    """One call of attention."""
 
     q_BTNH: jax.Array
     k_BSKH: jax.Array
     lse_BTN: jax.Array
-    real_BT: jax.Array
-    options: dict
+    real_BT: jax.Array  # which queries are real
+    options: dict  # other arguments
 
 
-def _calls(sown, segment_ids_BT) -> dict[str, _Call]:
+def _calls(sown, segment_ids_BT):
     """The calls of a layer: `sequence`, and `depth` if slots have a softmax of their own."""
     calls = {}
     for path, (arguments,) in traverse_util.flatten_dict(sown).items():
@@ -190,27 +175,16 @@ def _first_token_sums(call: _Call):
 
 
 class AttentionRow(NamedTuple):
-    """One row of the softmax of each head; sequence and slots sum to 1.
+    """One row of the softmax of each head; sequence and slots sum to 1."""
 
-    Attributes:
-      sequence_NT: float [N, T], the weight on each token of the text; 0 if it is not visible.
-      slots_NL: float [N, L], on each of the L slots that earlier layers have written, the oldest
-        first; 0 if it is not visible.
-    """
-
-    sequence_NT: np.ndarray
-    slots_NL: np.ndarray
+    sequence_NT: np.ndarray  # weight on each token of the text; 0 if it is not visible
+    slots_NL: np.ndarray  # on each of the L slots written before, the oldest first; likewise
 
 
 def attention_row(variables, hparams: Hparams, tokens_T, layer: int, position: int) -> AttentionRow:
-    """The attention of the token at `position` in the block `layer`, in one softmax (method.md, 4).
+    """The attention of the token at `position` of a document in a block, in one softmax.
 
-    Args:
-      variables: of the Transformer.
-      hparams: of the same, whose stream is residual or moda.
-      tokens_T: int [T], one document.
-      layer: number of a block that is not routed.
-      position: from 0 to T - 1.
+    The stream is residual or moda (method.md, 4), and the block is not routed.
 
     Raises:
       ValueError: another stream; a layer or position out of range; a routed layer.

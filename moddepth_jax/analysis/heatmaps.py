@@ -16,7 +16,7 @@ from moddepth_jax.hparams import Hparams
 from moddepth_jax.model.routing import RoutingRecord
 from moddepth_jax.model.transformer import Transformer
 
-ENTERED, LOOKAHEAD, SKIPPED, DENSE = 3, 2, 1, 0
+DENSE, SKIPPED, LOOKAHEAD, ENTERED = range(4)
 MAX_LETTERS = 12  # of a token, below its column
 _VISIBLE = {'\n': '↵', ' ': '·', '\t': '→', '\ufffd': '□'}
 _ROUTING_COLOURS = ('#c9ced6', '#f3f1ec', '#f2b28a', '#1f5f8b')
@@ -47,7 +47,7 @@ def _figure(width, height, **options):
 
 
 def _bare(axes):
-    """Takes away ticks and frame; the cells of a heatmap need neither."""
+    """Takes away ticks and frame: the cells of a heatmap need neither."""
     axes.tick_params(length=0)
     for spine in axes.spines.values():
         spine.set_visible(False)
@@ -69,6 +69,12 @@ def _rows(axes, names):
     return middles
 
 
+def _columns(axes, names, total):
+    """Names columns of a heatmap, not all of them if it has many in total."""
+    every = -(-total // _MAX_LABELS)
+    axes.set_xticks(np.arange(0, len(names), every) + 0.5, names[::every], fontsize=8)
+
+
 @functools.partial(jax.jit, static_argnames=('hparams', 'routing'))
 def _records(variables, tokens_BT, segment_ids_BT, *, hparams, routing):
     _, records = Transformer(hparams).apply(variables, tokens_BT, segment_ids_BT, routing)
@@ -76,14 +82,7 @@ def _records(variables, tokens_BT, segment_ids_BT, *, hparams, routing):
 
 
 def routing_record(variables, hparams: Hparams, batch, routing: str) -> RoutingRecord:
-    """The decisions on a batch, as NumPy arrays [routed layers, B, T].
-
-    Args:
-      variables: of the Transformer.
-      hparams: of the same; at least one block is routed.
-      batch: `tokens_BT` and `segment_ids_BT`.
-      routing: as `Transformer` takes it.
-    """
+    """The decisions on a batch (of `tokens_BT`, `segment_ids_BT`): NumPy [routed layers, B, T]."""
     tokens_BT, segment_ids_BT = batch['tokens_BT'], batch['segment_ids_BT']
     records = _records(variables, tokens_BT, segment_ids_BT, hparams=hparams, routing=routing)
     return jax.tree.map(np.asarray, jax.device_get(records))
@@ -92,9 +91,7 @@ def routing_record(variables, hparams: Hparams, batch, routing: str) -> RoutingR
 def routing_grid(top_c_RT, selected_RT, hparams: Hparams) -> np.ndarray:
     """int [num_layers, T]: ENTERED, LOOKAHEAD (in the top C only), SKIPPED, or DENSE.
 
-    Args:
-      top_c_RT, selected_RT: bool [routed layers, T], as in RoutingRecord, of one row.
-      hparams: of the model.
+    `top_c_RT` and `selected_RT`: bool [routed layers, T], as in RoutingRecord, of one row.
     """
     grid_LT = np.full((hparams.model.num_layers, np.shape(top_c_RT)[1]), DENSE)
     skipped_RT = np.where(top_c_RT, LOOKAHEAD, SKIPPED)
@@ -107,7 +104,7 @@ def _font():
     return font_manager.get_font(font_manager.findfont('monospace'))
 
 
-def _letter(character: str) -> str:
+def _letter(character):
     shown = _VISIBLE.get(character, character)
     return shown if shown.isprintable() and _font().get_char_index(ord(shown)) else '□'
 
@@ -121,15 +118,10 @@ def _label(token: bytes) -> str:
 def plot_routing(
     grid_LT, tokens, title: str, path, what: str = 'held-out tokens', width: int | None = None
 ):
-    """Writes the heatmap of a routing: tokens across, the first layer at the bottom.
+    """Writes the heatmap of a `routing_grid`: tokens across, the first layer at the bottom.
 
-    Args:
-      grid_LT: from `routing_grid`.
-      tokens: the text of each token as bytes, b'' for the separator.
-      title: above the picture.
-      path: of the PNG.
-      what: what the tokens are, for the axis.
-      width: tokens across; more are folded into strips, one below the other. None: one strip.
+    `tokens` are the bytes of each, b'' for the separator, and `what` they are is written below.
+    More than `width` tokens are folded into strips.
     """
     num_layers, length = grid_LT.shape
     width = min(width or length, length)
@@ -142,10 +134,9 @@ def plot_routing(
     axes = figure.subplots(strips, 1, squeeze=False)[:, 0]
     font = {'fontfamily': 'monospace', 'fontsize': 8, 'parse_math': False}
     font['rotation'] = 90 if longest > 1 else 0  # horizontal ones would overlap
-    colours = ListedColormap(_ROUTING_COLOURS)
+    cells = {'cmap': ListedColormap(_ROUTING_COLOURS), 'vmin': -0.5, 'vmax': 3.5}
     for i, strip in enumerate(axes):
         part = slice(i * width, (i + 1) * width)
-        cells = {'cmap': colours, 'vmin': -0.5, 'vmax': 3.5}
         strip.pcolormesh(grid_LT[:, part], **cells, edgecolors='white', linewidth=0.5)
         strip.set_xlim(0, width)
         strip.set_xticks(np.arange(len(labels[part])) + 0.5, labels[part], **font)
@@ -157,9 +148,8 @@ def plot_routing(
     )
     axes[0].set_title(title, loc='left', fontsize=10, parse_math=False)
     used = [value for value in (ENTERED, LOOKAHEAD, SKIPPED, DENSE) if (grid_LT == value).any()]
-    handles = [
-        axes[0].scatter([], [], marker='s', s=60, color=_ROUTING_COLOURS[value]) for value in used
-    ]
+    square = functools.partial(axes[0].scatter, [], [], marker='s', s=60)
+    handles = [square(color=_ROUTING_COLOURS[value]) for value in used]
     names = [_ROUTING_LABELS[value] for value in used]
     figure.legend(handles, names, loc='lower left', ncols=len(used), frameon=False, fontsize=8)
     figure.tight_layout(rect=(0, 0.3 / figure.get_figheight(), 1, 1))
@@ -167,33 +157,22 @@ def plot_routing(
 
 
 class ExpertLoad(NamedTuple):
-    """Loads over the mean of all choices: 1 everywhere if tokens are spread evenly.
+    """Loads over the mean of all choices: 1 everywhere if tokens are spread evenly."""
 
-    Attributes:
-      layers: numbers of the X layers that have experts, ascending.
-      num_routed: E; choices from there on are no-op experts.
-      load_XZ: float [X, Z], pairs of token and choice over their mean; NaN if the layer processed
-        no token.
-      largest_load_X: float [X], the fullest routed expert over the mean of the routed ones.
-    """
-
-    layers: tuple[int, ...]
-    num_routed: int
-    load_XZ: np.ndarray
-    largest_load_X: np.ndarray
+    layers: tuple[int, ...]  # numbers of the X layers that have experts, ascending
+    num_routed: int  # E; choices from there on are no-op experts
+    load_XZ: np.ndarray  # float, of each choice; NaN if the layer processed no token
+    largest_load_X: np.ndarray  # float, the fullest routed expert over the mean of the routed ones
 
 
 def expert_load(experts: dict, num_routed: int) -> ExpertLoad:
-    """The loads that an evaluation found.
-
-    Args:
-      experts: what summary.json has under that name, one entry a layer.
-      num_routed: E.
-    """
-    load_XZ = np.array([values['load'] for values in experts.values()], float)
-    largest_load_X = np.array([values['largest_load'] for values in experts.values()], float)
+    """The loads of `experts` in summary.json, one entry a layer, `num_routed` of them routed."""
+    shares, largest = (
+        np.array([values[name] for values in experts.values()], float)
+        for name in ('load', 'largest_load')
+    )
     layers = tuple(int(layer.removeprefix('layer_')) for layer in experts)
-    return ExpertLoad(layers, num_routed, load_XZ * load_XZ.shape[1], largest_load_X)
+    return ExpertLoad(layers, num_routed, shares * shares.shape[1], largest)
 
 
 def mean_ratio(experts: dict, name: str) -> float:
@@ -206,11 +185,6 @@ def plot_expert_load(load: ExpertLoad, title: str, path):
     """Writes the heatmap of loads: experts across, no-op experts apart, first layer at the bottom.
 
     A cross marks an expert that no token chose; a layer that processed no token stays white.
-
-    Args:
-      load: from `expert_load`.
-      title: above the picture.
-      path: of the PNG.
     """
     num_layers, num_choices = load.load_XZ.shape
     size = (min(max(6, 2.4 + 0.34 * num_choices), 16), max(2.4, 1.4 + 0.3 * num_layers))
@@ -240,9 +214,7 @@ def _draw_loads(axes, load_XZ, columns):
     shown_XZ = np.clip(load_XZ, 1 / _FURTHEST, _FURTHEST)
     norm = LogNorm(1 / _FURTHEST, _FURTHEST)
     mesh = axes.pcolormesh(shown_XZ, cmap=_LOAD_MAP, norm=norm, edgecolors='white', linewidth=0.5)
-    every = -(-num_choices // _MAX_LABELS)
-    places = np.arange(0, len(columns), every)
-    axes.set_xticks(places + 0.5, columns[::every], fontsize=8)
+    _columns(axes, columns, num_choices)
     _bare(axes)
     for (row, column), value in np.ndenumerate(load_XZ):
         if np.isnan(value) or (value and num_choices > _MAX_NUMBERS):
@@ -258,11 +230,6 @@ def plot_depth_mass(mass: DepthMass, title: str, path):
     """Writes the heatmap of depth mass: slots across, the first layer at the bottom, and its sums.
 
     A model without slots has only the bars of first tokens.
-
-    Args:
-      mass: from `depth_mass`.
-      title: above the picture.
-      path: of the PNG.
     """
     num_layers, num_slots = mass.slots_LS.shape
     width = min(max(0.32 * num_slots, 3), 16)
@@ -286,9 +253,7 @@ def _draw_slots(axes, mass):
     mesh = axes.pcolormesh(percent_LS, cmap=_MASS_MAP, vmin=0, edgecolors='white', linewidth=0.5)
     _rows(axes, mass.layers)
     _bare(axes)
-    every = -(-len(mass.slots) // _MAX_LABELS)
-    places = np.arange(0, len(mass.slots), every) + 0.5
-    axes.set_xticks(places, mass.slots[::every], fontsize=8)
+    _columns(axes, mass.slots, len(mass.slots))
     kinds = [kind for kind in _SLOT_KINDS if any(kind[0] in name for name in mass.slots)]
     axes.set_xlabel(f'slot: layer that wrote it ({", ".join(kinds)})')
     _colour_bar(axes.figure, mesh, axes, '% of the attention')

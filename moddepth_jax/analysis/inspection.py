@@ -21,29 +21,16 @@ class Inspection(NamedTuple):
 
     The text is cut into windows of data.sequence_length, as in evaluation; the last one may be
     shorter. Of L blocks R are routed.
-
-    Attributes:
-      routed_layers: numbers of the R routed blocks, ascending.
-      tokens_N: int32 ids.
-      pieces: the bytes of each token; b'' for the separator.
-      windows_N: int32, the number of the token's window.
-      positions_N: int32, its position in the window.
-      routing: RoutingRecord of arrays [R, N]; the top C are those of the window.
-      change_LN: float32, |delta| / |input| of the block, L2 norms, without the gate; NaN if the
-        block skipped the token.
-      entropy_N: float32, of the distribution of the next token, in nats.
-      loss_N: float32, nats of the next token, which may be the first of the next window; NaN at
-        the end of the text.
     """
 
-    routed_layers: tuple[int, ...]
-    tokens_N: np.ndarray
-    pieces: tuple[bytes, ...]
-    windows_N: np.ndarray
-    positions_N: np.ndarray
-    routing: RoutingRecord
+    routed_layers: tuple[int, ...]  # numbers of the R routed blocks, ascending
+    tokens_N: np.ndarray  # int32 ids
+    pieces: tuple[bytes, ...]  # the bytes of each token; b'' for the separator
+    routing: RoutingRecord  # of arrays [R, N]; the top C are those of the window
+    # |delta| / |input| of the block, without the gate; NaN if the block skipped the token.
     change_LN: np.ndarray
-    entropy_N: np.ndarray
+    entropy_N: np.ndarray  # of the distribution of the next token, in nats
+    # Nats of the next token, which may be the first of the next window; NaN at the end of the text.
     loss_N: np.ndarray
 
 
@@ -52,13 +39,7 @@ def inspect_tokens(
 ) -> Inspection:
     """Runs the model on one text, a window at a time, so that memory does not grow with the text.
 
-    Args:
-      variables: of the Transformer.
-      hparams: of the same.
-      tokens_N: int [N], ids of the text, its separator first; one or more.
-      tokenizer: that made the ids.
-      routing: as `Transformer` takes it.
-      on_window: called after each window.
+    `tokens_N` are ids of the text, its separator first; `on_window` is called after each window.
 
     Raises:
       ValueError: no token; a routing that the model cannot run.
@@ -76,16 +57,8 @@ def inspect_tokens(
         )
         on_window()
     record, *arrays = jax.tree.map(lambda *sides: np.concatenate(sides, axis=-1), *windows)
-    index_N = np.arange(len(tokens_N), dtype=np.int32)
-    return Inspection(
-        hparams.model.routed_layers,
-        tokens_N,
-        tuple(tokenizer.pieces(tokens_N)),
-        index_N // length,
-        index_N % length,
-        record,
-        *arrays,
-    )
+    pieces = tuple(tokenizer.pieces(tokens_N))
+    return Inspection(hparams.model.routed_layers, tokens_N, pieces, record, *arrays)
 
 
 def _window(variables, tokens_1T, labels_1T, hparams, routing):
@@ -116,20 +89,12 @@ def _measure(inputs_LBTD, deltas_LBTD, selected_LBT, logits_BTV, labels_BT):
 def totals(inspection: Inspection, classes_N) -> dict:
     """Summarizes the text, as JSON scalars and lists; NaN if there is nothing to divide by.
 
-    Args:
-      inspection: of N tokens.
-      classes_N: of `token_classes`.
-
-    Returns:
-      `entropy` and `loss` in nats, means over tokens; `enter_all` and `enter_none`, the shares of
-      tokens that enter every routed block and none; `blocks_entered`, for each number of routed
-      blocks from 0 to R the `tokens` that enter so many and their mean `entropy`;
-      `entropy_correlation`, the rank correlation of that number with the entropy; `layers`, for
-      each block `entered` (share), `relative` (the mean, 10th, 50th and 90th percentile of the
-      change over tokens that entered), and of a routed block `top_c`, `both` (entered and in the
-      top C) and `refused` (shares), `score_correlation` (rank correlation of the score with the
-      change over tokens that entered); `classes`, for each that occurs `tokens`, `entered` (a share
-      for each routed block), `entropy` and `loss`.
+    `entropy` and `loss` are means in nats; `enter_all` and `enter_none` the shares of tokens that
+    enter every routed block and none; `blocks_entered` has an entry for each number of blocks from
+    0 on. In `layers` are the shares `entered`, `top_c`, `both` (entered and in the top C) and
+    `refused`, and `relative`: mean, 10th, 50th and 90th percentile of the change over tokens that
+    entered. Correlations are those of ranks: of the entropy with the number of blocks entered, and
+    of the score with the change.
     """
     selected_RN, num_routed = inspection.routing.selected_BT, len(inspection.routed_layers)
     blocks_N = selected_RN.sum(axis=0)
@@ -163,13 +128,10 @@ def _layer_totals(inspection, layer):
     change_N = inspection.change_LN[layer]
     some = change_N[np.isfinite(change_N)]
     low, middle, high = np.percentile(some, (10, 50, 90)) if some.size else [float('nan')] * 3
-    result = {
-        'layer': layer,
-        'routed': layer in inspection.routed_layers,
-        'entered': 1.0,
-        'relative': [_mean(some), float(low), float(middle), float(high)],
-    }
-    if not result['routed']:
+    routed = layer in inspection.routed_layers
+    relative = [_mean(some), float(low), float(middle), float(high)]
+    result = {'layer': layer, 'routed': routed, 'entered': 1.0, 'relative': relative}
+    if not routed:
         return result
     i = inspection.routed_layers.index(layer)
     record = jax.tree.map(lambda side_RN: side_RN[i], inspection.routing)

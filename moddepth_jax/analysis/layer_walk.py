@@ -23,15 +23,11 @@ from moddepth_jax.model.transformer import causal_sizes, check_routing
 
 
 def walk(variables, hparams: Hparams, tokens_BT, segment_ids_BT, routing: str, visit):
-    """Runs the layers one by one; returns what `visit` observed in each and the final stream.
+    """Runs the layers one by one, for all tokens of complete rows.
 
-    Args:
-      variables: of the Transformer.
-      hparams: of the same.
-      tokens_BT, segment_ids_BT, routing: as `Transformer` takes them; all tokens of whole rows.
-      visit: called as visit(params, carry, count, tokens, layer_args, stack=, kind=), of which the
-        last two are static; returns the next carry, as `next_carry` makes it, and what it observed.
-        If it is jitted, it is compiled once for all layers of a kind.
+    `visit(params, carry, count, tokens, layer_args, stack=, kind=)`, of which the last two are
+    static, returns the next carry, as `next_carry` makes it, and what it observed. If it is jitted,
+    it is compiled once for all layers of a kind.
 
     Returns:
       A list of (LayerKind, what was observed), and x_BTD as the final norm reads it.
@@ -85,25 +81,15 @@ class LayerDeltas(NamedTuple):
     In the streams residual and moda the stream after block l is input + gate * delta, the input of
     block l + 1. Arrays are float32 (or wider) except for the inputs and the final stream, which
     have the model's dtype.
-
-    Attributes:
-      inputs_LBTD: the stream as the block, or its router, reads it.
-      deltas_LBTD: block(input) - input, without the gate; 0 if the block skipped the token.
-      gates_LBT: the factor on the delta: 1 in a dense block, 0 if the block skipped the token.
-      selected_LBT: bool, tokens that the block processed; never padding, though a dense block
-        computes it.
-      final_BTD: the stream that the final norm reads.
-      logits_BTV: those of the Transformer.
-      records: as the Transformer returns them.
     """
 
-    inputs_LBTD: jax.Array
-    deltas_LBTD: jax.Array
-    gates_LBT: jax.Array
-    selected_LBT: jax.Array
-    final_BTD: jax.Array
-    logits_BTV: jax.Array
-    records: Records | None
+    inputs_LBTD: jax.Array  # the stream as the block, or its router, reads it
+    deltas_LBTD: jax.Array  # block(input) - input, without the gate; 0 if the token was skipped
+    gates_LBT: jax.Array  # the factor on the delta: 1 in a dense block, 0 if it was skipped
+    selected_LBT: jax.Array  # bool, tokens that the block processed; never padding
+    final_BTD: jax.Array  # the stream that the final norm reads
+    logits_BTV: jax.Array  # those of the Transformer
+    records: Records | None  # as the Transformer returns them
 
 
 def layer_deltas(
@@ -111,19 +97,14 @@ def layer_deltas(
 ) -> LayerDeltas:
     """Runs a batch and keeps what the blocks read and add: 2 L B T D numbers.
 
-    Args:
-      variables: of the Transformer.
-      hparams: of the same.
-      tokens_BT, segment_ids_BT: int [B, T], as `Transformer` takes them.
-      routing: likewise.
-
     Raises:
       ValueError: the model cannot run this routing.
     """
     found, final_BTD = walk(variables, hparams, tokens_BT, segment_ids_BT, routing, _visit)
-    seen = [(arrays, record) for kind, (arrays, record) in found if kind.part == 'block']
-    arrays = [jnp.stack(leaves) for leaves in zip(*[arrays for arrays, _ in seen], strict=True)]
-    records = merge_records([record for _, record in seen], lambda *leaves: jnp.stack(leaves))
+    blocks = [seen for kind, seen in found if kind.part == 'block']
+    arrays, records = zip(*blocks, strict=True)
+    arrays = jax.tree.map(lambda *leaves: jnp.stack(leaves), *arrays)
+    records = merge_records(list(records), lambda *leaves: jnp.stack(leaves))
     logits_BTV = _logits(variables['params'], final_BTD, hparams=hparams)
     return LayerDeltas(*arrays, final_BTD, logits_BTV, records)
 
@@ -182,11 +163,7 @@ def entropies(logits_BTV):
 
 @jax.jit
 def relative_change(inputs_LBTD, deltas_LBTD):
-    """float32 (or wider) [L, B, T]: |delta| / |input| of each token in each block, L2 norms.
-
-    Args:
-      inputs_LBTD, deltas_LBTD: as in LayerDeltas.
-    """
+    """float32 (or wider) [L, B, T]: |delta| / |input| of each token in each block, L2 norms."""
 
     def norm(x_LBTD):
         wide = jnp.promote_types(x_LBTD.dtype, jnp.float32)

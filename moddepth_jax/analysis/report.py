@@ -1,9 +1,8 @@
 """What a user sees when a run ends: numbers, a heatmap, a sample, and what to do next."""
 
+import itertools
 import json
 import math
-from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 import rich.console
@@ -47,8 +46,8 @@ def write_report(run: Run, console: rich.console.Console | None = None):
     _print(console, *_lines(run))
     if model.routed_layers and run.hparams.data.source == 'recall':
         _print(console, *_roc_lines(run))
-    for picture in _pictures(model):
-        picture.draw(run, run.workdir / picture.file)
+    for file, _, draw in _pictures(model):
+        draw(run, run.workdir / file)
     sample, notes = _sample(run)
     (run.workdir / SAMPLE_FILE).write_text(sample, encoding='utf-8')
     temperature = f'temperature {run.hparams.report.temperature:g}'
@@ -66,10 +65,7 @@ def _print(console, *lines):
 def loss_table(evaluation: dict, rule: str | None, title: str | None = None) -> rich.table.Table:
     """The losses of an evaluation, in nats a token and bits a byte.
 
-    Args:
-      evaluation: of `evaluate` or `evaluate_honestly`.
-      rule: the routing of its `loss`; None if the model never looks ahead.
-      title: above the table.
+    `rule` is the routing of its `loss`; None if the model never looks ahead.
     """
     top_c = 'top-C (sees the future)'
     rows = {top_c if rule == 'top_c' else rule or 'none (causal as it is)': 'loss'}
@@ -118,12 +114,7 @@ def _lines(run):
 
 
 def expert_line(layers, hparams):
-    """The loads of the experts: of all layers the most uneven one, and means over layers.
-
-    Args:
-      layers: `experts` of a summary.
-      hparams: of the experts.
-    """
+    """The loads of the experts in a summary: of all layers the most uneven one, and means."""
     loads = {layer: values['largest_load'] for layer, values in layers.items()}
     fullest = max(loads, key=lambda layer: np.nan_to_num(loads[layer]))
     where = fullest.replace('_', ' ')
@@ -176,8 +167,9 @@ def _draw_routing(run, path):
 
 def _draw_expert_load(run, path):
     load = heatmaps.expert_load(run.summary['experts'], run.hparams.model.experts.num_routed)
-    title = f'{run.workdir.name}: tokens on each expert, held-out text'
-    heatmaps.plot_expert_load(load, title, path)
+    heatmaps.plot_expert_load(
+        load, f'{run.workdir.name}: tokens on each expert, held-out text', path
+    )
     _write_numbers(run, load, path)
 
 
@@ -198,40 +190,25 @@ def _write_numbers(run, measured, path):
     write_atomically(path.with_suffix('.json'), text)
 
 
-class _Picture(NamedTuple):
-    """A picture of a run: its file, what it shows, and draw(run, path)."""
-
-    file: str
-    shows: str
-    draw: Callable
-
-
-def _pictures(model) -> list[_Picture]:
-    """The pictures of what the model has."""
-    pictures = []
-    if model.routed_layers:
-        pictures.append(
-            _Picture('routing.png', 'tokens selected by each routed block', _draw_routing)
-        )
-    if model.expert_layers:
-        shows = 'how evenly the tokens fall on the experts'
-        pictures.append(_Picture('expert_load.png', shows, _draw_expert_load))
-    if model.depth.slots_per_layer:
-        shows = 'how much attention goes to earlier layers'
-        pictures.append(_Picture('depth_mass.png', shows, _draw_depth_mass))
-    return pictures
+def _pictures(model):
+    """(file, what it shows, function that draws it) of the pictures of what the model has."""
+    routing = 'routing.png', 'tokens selected by each routed block', _draw_routing
+    load = 'expert_load.png', 'how evenly the tokens fall on the experts', _draw_expert_load
+    mass = 'depth_mass.png', 'how much attention goes to earlier layers', _draw_depth_mass
+    has = (model.routed_layers, model.expert_layers, model.depth.slots_per_layer)
+    return list(itertools.compress((routing, load, mass), has))
 
 
 def _sample(run):
     hparams, tokenizer = run.hparams, run.dataset.tokenizer
-    prompt = prompt_tokens(hparams, tokenizer)
+    knobs = hparams.report
     result = generate(
         run.state.variables,
         hparams,
-        [prompt],
-        hparams.report.sample_tokens,
-        temperature=hparams.report.temperature,
-        top_p=hparams.report.top_p,
+        [prompt_tokens(hparams, tokenizer)],
+        knobs.sample_tokens,
+        temperature=knobs.temperature,
+        top_p=knobs.top_p,
         seed=hparams.seed,
         tokenizer=tokenizer,
         stop=False,
@@ -241,23 +218,23 @@ def _sample(run):
 
 
 def _next_steps(run):
-    workdir, model = run.workdir, run.hparams.model
+    workdir, model, pictures = run.workdir, run.hparams.model, _pictures(run.hparams.model)
     yield 'Next:'
-    for i, picture in enumerate(_pictures(model)):
-        yield f'  {"" if i else "look":9}{workdir / picture.file}: {picture.shows}'
-    if not _pictures(model):
+    for i, (file, shows, _) in enumerate(pictures):
+        yield f'  {"" if i else "look":9}{workdir / file}: {shows}'
+    if not pictures:
         yield f'  read     {workdir / SAMPLE_FILE}'
-    other = _other_config(model)
-    command, arguments, note = f'python -m launch.train --config=configs/{other}', [], ''
+    other, arguments, note = _other_config(model), [], ''
     # The configs that take a size and a budget.
     sized = ('dense_isoflop.py', 'mod_isoflop.py', 'moe.py')
     if run.hparams.flop_budget and model.d_model % 64 == 0 and other in sized:
-        size = f'{model.num_layers}x{model.d_model}'
         budget = f'{run.hparams.flop_budget:g}'.replace('e+', 'e')
-        arguments, note = [f'size={size}', f'budget={budget}'], '   (the same FLOPs)'
+        arguments = [f'size={model.num_layers}x{model.d_model}', f'budget={budget}']
+        note = '   (the same FLOPs)'
     if other == 'moe.py' and model.experts.choice == 'expert':
         arguments.append('choice=expert')
-    yield f'  compare  {":".join(filter(None, (command, ",".join(arguments))))}{note}'
+    config = ':'.join(filter(None, (other, ','.join(arguments))))
+    yield f'  compare  python -m launch.train --config=configs/{config}{note}'
     yield f'  curves   {workdir / METRICS_FILE}, or pip install tensorboard and'
     yield f'           tensorboard --logdir {workdir.parent}'
 
@@ -273,7 +250,7 @@ def _other_config(model):
 
 # key: (heading, format of a number). A key that no text has gets no column.
 _COLUMNS = {
-    'text': ('text', None),
+    'text': ('text', ''),
     'share': ('share', '.1%'),
     'epochs': ('epochs', '.2f'),
     'targets': ('targets', ',d'),
@@ -287,18 +264,15 @@ _COLUMNS = {
 def domain_table(domains: dict[str, dict], title: str | None = None) -> rich.table.Table:
     """The losses of several texts, one a row; perplexity is per token.
 
-    Args:
-      domains: numbers by name of the text: some of `loss` (nats a token), `perplexity`,
-        `bits_per_byte`, `targets`, `routing_gap` (nats), and `share`, `epochs` of a mixture; `text`
-        is a word.
-      title: above the table.
+    `domains` has by name of the text some of the keys of _COLUMNS: losses in nats a token, `share`
+    and `epochs` of a mixture, a word `text`.
     """
     keys = [key for key in _COLUMNS if any(key in values for values in domains.values())]
     table = rich.table.Table(title=title, title_justify='left')
     table.add_column('domain', overflow='fold')
     for key in keys:
-        heading, digits = _COLUMNS[key]
-        table.add_column(heading, justify='left' if digits is None else 'right', no_wrap=True)
+        heading, form = _COLUMNS[key]
+        table.add_column(heading, justify='right' if form else 'left', no_wrap=True)
     for name, values in domains.items():
         # Texts, since a str would have its [brackets] read as markup.
         cells = (rich.text.Text(_cell(values, key)) for key in keys)
@@ -307,7 +281,7 @@ def domain_table(domains: dict[str, dict], title: str | None = None) -> rich.tab
 
 
 def _cell(values, key):
-    digits = _COLUMNS[key][1]
-    if digits is None or key not in values:
-        return values[key] if key in values else ''
-    return format(values[key], digits) if math.isfinite(values[key]) else 'n/a'
+    value, form = values.get(key, ''), _COLUMNS[key][1]
+    if isinstance(value, str):
+        return value
+    return format(value, form) if math.isfinite(value) else 'n/a'

@@ -17,19 +17,13 @@ from moddepth_jax.training.losses import masked_labels
 def roc_area(scores, positives) -> float:
     """The probability that a positive scores above a negative, a tie counted half.
 
-    This is the statistic of Mann and Whitney over the number of pairs, which is the area under the
-    ROC curve: 0.5 for scores without information.
-
-    Args:
-      scores: float, any shape.
-      positives: bool, the same shape.
+    This is Mann and Whitney's statistic over the number of pairs, the area under the ROC curve: 0.5
+    for scores without information. `scores` and `positives` (bool) have one shape.
 
     Raises:
-      ValueError: another shape, or one of the two classes is empty.
+      ValueError: one of the two classes is empty.
     """
     scores, positives = np.asarray(scores, float), np.asarray(positives, bool)
-    if scores.shape != positives.shape:
-        raise ValueError(f'positives of shape {positives.shape}: must be {scores.shape}, as scores')
     above, below = scores[positives], scores[~positives]
     if not above.size or not below.size:
         found = f'{above.size} positives, {below.size} negatives'
@@ -54,15 +48,10 @@ def router_roc(
 ) -> dict:
     """How the routers of a model trained on data.source='recall' rank the needed positions.
 
-    Args:
-      variables: of the Transformer.
-      hparams: of the same; at least one block is routed.
-      dataset: its first `num_batches` held-out batches are read, or all if there are fewer.
-      num_batches: see above.
-      routing: as `Transformer` takes it.
+    The first `num_batches` held-out batches are read, or all if there are fewer.
 
     Returns:
-      dict: `layers`, by index of each routed layer a dict of `area`, the ROC area of its scores for
+      `layers`, by index of each routed layer `area`, the ROC area of its scores for
       `needs_far_context` against all other real tokens, and `entered`, the share of these positions
       that were selected; `recall_accuracy`, the share of them whose answer is the likeliest token;
       `recall_nats` per answer; `loss`, nats per target.

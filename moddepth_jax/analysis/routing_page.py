@@ -23,22 +23,19 @@ _UNSHOWN = '□'  # a byte that is not UTF-8, or a character that is invisible o
 
 
 def shown_tokens(pieces) -> list[str]:
-    """The text that the page shows for each token: the characters that begin in it.
+    """The text that the page shows for each token (bytes): the characters that begin in it.
 
     A line end is ↵ and the line end, a tab → and the tab, a separator §, other control characters
     are their pictures; □ stands for what cannot be shown and ▫ for a token that is the rest of a
     character.
-
-    Args:
-      pieces: the bytes of each token, b'' for a separator.
     """
     text = b''.join(pieces).decode('utf-8', 'surrogateescape')
-    sizes = [len(character.encode('utf-8', 'surrogateescape')) for character in text]
-    begins = np.concatenate([[0], np.cumsum(sizes)]).astype(int)
-    ends = np.cumsum([len(piece) for piece in pieces])
-    shown, first = [], 0
-    for piece, end in zip(pieces, ends, strict=True):
-        last = int(np.searchsorted(begins[:-1], end))
+    sizes = np.array([len(c.encode('utf-8', 'surrogateescape')) for c in text], int)
+    ends_of_characters = np.cumsum(sizes)
+    shown, first, end = [], 0, 0
+    for piece in pieces:
+        end += len(piece)
+        last = int(np.searchsorted(ends_of_characters - sizes, end))
         mine = ''.join(map(_visible, text[first:last]))
         shown.append((mine or _REST) if piece else '§')
         first = last
@@ -66,19 +63,9 @@ def page_data(
 ) -> dict:
     """The content of routing.json: JSON scalars, lists and dicts; None for what is not finite.
 
-    Args:
-      inspection: of `inspect_tokens`.
-      hparams: of the model.
-      classes_N: of `token_classes`.
-      routing: that of the inspection.
-      names: `run`, `step`, `num_steps`, `text` (what it is called), `language`, `cut`, the number
-        of tokens at the end of the text that were left out, and `depth_tokens`, those of `depth`.
-      depth: of `depth_mass` on the same text, if the model has slots.
-
-    Returns:
-      `about`: the names and settings that the page shows; `classes`; `tokens`: lists over tokens;
-      `layers`: a dict of lists over tokens for each block, with `score`, `gate`, `entered`,
-      `top_c`, `refused`, `rule_logit` for routed ones; `totals`, as `totals` says; `depth`.
+    `names` has `run`, `step`, `num_steps`, `text` (what it is called), `language`, `cut`, the
+    number of tokens at the end of the text that were left out, and `depth_tokens`, those that
+    `depth` was measured on.
     """
     logits_of = hparams.model.routing.causal_rule if routing == 'top_c' else routing
     data = {
@@ -96,10 +83,8 @@ def page_data(
             _layer(inspection, layer, logits_of) for layer in range(hparams.model.num_layers)
         ],
         'totals': totals(inspection, classes_N),
-        'depth': None,
+        'depth': depth and {k: np.asarray(side).tolist() for k, side in depth._asdict().items()},
     }
-    if depth is not None:
-        data['depth'] = {name: np.asarray(side).tolist() for name, side in depth._asdict().items()}
     return replace_nonfinite(data)
 
 
@@ -132,11 +117,8 @@ def _rounded(values_N):
 
 def _layer(inspection, layer, logits_of):
     routed = layer in inspection.routed_layers
-    result = {
-        'layer': layer,
-        'routed': routed,
-        'relative': _rounded(inspection.change_LN[layer]),
-    }
+    relative = _rounded(inspection.change_LN[layer])
+    result = {'layer': layer, 'routed': routed, 'relative': relative}
     if not routed:
         return result
     i = inspection.routed_layers.index(layer)

@@ -1,8 +1,7 @@
 """Signal dilution: how well a linear probe recovers a block's output from the final stream.
 
-The probe is a ridge regression in closed form, from the final stream (before its norm) to a block's
-delta, fitted on some tokens and scored on others. It needs only their moments, which can be summed
-over any number of batches. No paper has this measure; it is this project's own.
+The probe is a ridge regression from the final stream (before its norm) to a block's delta, fitted
+on some tokens and scored on others, of which it needs only the moments. This measure is our own.
 """
 
 from typing import NamedTuple
@@ -15,21 +14,14 @@ RIDGE = 1e-5  # relative to each input's variance, so that scales do not matter
 
 
 class Moments(NamedTuple):
-    """Central moments of N tokens of x_ND and y_NE, float64.
+    """Central moments of N tokens of x_ND and y_NE, float64."""
 
-    Attributes:
-      count: N.
-      x_D, y_E: means.
-      xx_DD, xy_DE: sums of products of the deviations from the means.
-      yy: sum of squared deviations of y, over its E components too.
-    """
-
-    count: float
-    x_D: np.ndarray
+    count: float  # N
+    x_D: np.ndarray  # means
     y_E: np.ndarray
-    xx_DD: np.ndarray
+    xx_DD: np.ndarray  # sums of products of the deviations from the means
     xy_DE: np.ndarray
-    yy: float
+    yy: float  # sum of squared deviations of y, over its E components too
 
     def __add__(self, other: 'Moments') -> 'Moments':
         """The moments of both groups of tokens together (Chan, Golub and LeVeque 1983)."""
@@ -61,13 +53,7 @@ def _moments(x_BTD, y_BTE, counted_BT):
 
 
 def moments(x_BTD, y_BTE, counted_BT) -> Moments:
-    """The Moments of the counted tokens.
-
-    Args:
-      x_BTD: what a probe reads, of any floating dtype.
-      y_BTE: what it should recover.
-      counted_BT: bool.
-    """
+    """The Moments of the tokens of `counted_BT` (bool), from arrays of any floating dtype."""
     found = jax.device_get(_moments(x_BTD, y_BTE, counted_BT))
     count, *arrays, yy = (np.asarray(part, np.float64) for part in found)
     return Moments(float(count), *arrays, float(yy))
@@ -77,9 +63,8 @@ def probe_r2(fitted: Moments, scored: Moments) -> float | None:
     """R^2 of the ridge regression of y on x that is fitted on some tokens and scored on others.
 
     1 minus the squared error over the squared deviation of y from its mean over the scored tokens:
-    1 for a perfect probe, 0 for one that predicts that mean, negative for a worse one. The penalty
-    is RIDGE times each input's variance; the intercept is free. R^2 is too low if the fitted tokens
-    are not many more than the components of x.
+    1 for a perfect probe, 0 for one that predicts that mean, negative for a worse one. It is too
+    low if the fitted tokens are not many more than the components of x.
 
     Returns None if y or x has no variance.
     """

@@ -10,18 +10,8 @@ from pygments.token import Token
 from moddepth_jax.data.compression_baselines import MAX_BYTES, first_bytes
 
 CLASSES = (
-    'start of text',
-    'whitespace',
-    'keyword',
-    'identifier',
-    'number',
-    'string',
-    'docstring',
-    'comment',
-    'operator',
-    'word',
-    'punctuation',
-    'other',
+    *('start of text', 'whitespace', 'keyword', 'identifier', 'number', 'string', 'docstring'),
+    *('comment', 'operator', 'word', 'punctuation', 'other'),
 )
 LANGUAGES = ('python', 'prose')
 _NUMBER = {name: i for i, name in enumerate(CLASSES)}
@@ -49,7 +39,7 @@ _CODE_LINE = re.compile(
     r'|.*[({\[:]\s*$|\s*[)\]}]'
 )
 _PYTHON_SOURCES = ('stdlib', 'python_environment')  # values of data.source that hold Python
-_BLOCK = 4096  # tokens searched at a time
+_BLOCK = 1 << 20  # tokens searched at a time
 
 
 def guess_language(text: bytes) -> str:
@@ -67,20 +57,12 @@ def language_of(corpus) -> str:
 
 
 def byte_classes(text: bytes, language: str) -> np.ndarray:
-    """The class of each byte of a text.
+    """The class of each byte of a text: uint8 [len(text)], indices into CLASSES.
 
-    `python`: whitespace, keyword, identifier, number, string, docstring, comment, operator and
-    other, as the lexer of Pygments reads the text, which may be broken or truncated. Spaces inside
-    a string or a comment have its class, and so has what stands between the braces of an f-string.
-    `prose`: word, number, whitespace, punctuation and other (control characters, bytes that are
-    not UTF-8).
-
-    Args:
-      text: any bytes.
-      language: one of LANGUAGES.
-
-    Returns:
-      uint8 [len(text)], indices into CLASSES.
+    `python`: as the lexer of Pygments reads the text, which may be broken or truncated. Spaces
+    inside a string or a comment have its class, and so has what stands between the braces of an
+    f-string. `prose`: word, number, whitespace, punctuation and other (control characters, bytes
+    that are not UTF-8).
 
     Raises:
       ValueError: an unknown language.
@@ -109,14 +91,9 @@ def _python_parts(text):
 
 
 def token_classes(pieces: list[bytes], language: str) -> np.ndarray:
-    """The class of each token: that of its first byte which is not whitespace, else whitespace.
+    """uint8 [N]: the class of each token: of its first byte that is not whitespace.
 
-    Args:
-      pieces: the bytes of each token, b'' for the separator, which is the start of a text.
-      language: one of LANGUAGES.
-
-    Returns:
-      uint8 [N], indices into CLASSES.
+    b'' is the separator, which is the start of a text.
     """
     of_bytes = byte_classes(b''.join(pieces), language)
     ends = np.cumsum([len(piece) for piece in pieces])
@@ -130,15 +107,10 @@ def token_classes(pieces: list[bytes], language: str) -> np.ndarray:
 
 
 def held_out_classes(dataset, tokens_XT, language: str) -> np.ndarray:
-    """uint8 [X, T]: the class of each token of held-out windows, indices into CLASSES.
+    """uint8 [X, T]: the class of each token of complete held-out windows, indices into CLASSES.
 
     A window may begin inside a string, which nothing in it shows, so each window is looked up in
     the documents that it was cut from. Of equal windows one is taken.
-
-    Args:
-      dataset: of `make_dataset` or `make_held_out`.
-      tokens_XT: int, complete windows of its held-out batches.
-      language: one of LANGUAGES.
     """
     streams, length = dataset.held_out_streams, tokens_XT.shape[1]
     tokens_XT = tokens_XT.astype(streams[0].dtype)
@@ -149,40 +121,28 @@ def held_out_classes(dataset, tokens_XT, language: str) -> np.ndarray:
             window = stream[start : start + length].tobytes()
             if window in wanted:
                 places[window] = (number, start)
-    separator = dataset.tokenizer.separator
+    bounds = [_document_bounds(stream, dataset.tokenizer.separator) for stream in streams]
 
     @functools.cache
-    def classes_of_document(number, start):
-        tokens = streams[number][start : _next_separator(streams[number], start + 1, separator)]
-        return token_classes(dataset.tokenizer.pieces(tokens), language)
+    def classes_of_document(number, document):
+        begin, end = bounds[number][document : document + 2]
+        return token_classes(dataset.tokenizer.pieces(streams[number][begin:end]), language)
 
     classes = []
     for tokens_T in tokens_XT:
         number, start = places[tokens_T.tobytes()]
-        position = first = _last_separator(streams[number], start, separator)
-        documents = []
-        while position < start + length:
-            documents.append(classes_of_document(number, position))
-            position += len(documents[-1])
-        classes.append(np.concatenate(documents)[start - first :][:length])
+        ends = (start, start + length - 1)
+        first, last = np.searchsorted(bounds[number], ends, side='right') - 1
+        documents = [classes_of_document(number, place) for place in range(first, last + 1)]
+        begin = start - bounds[number][first]
+        classes.append(np.concatenate(documents)[begin : begin + length])
     return np.stack(classes)
 
 
-def _last_separator(stream, position, separator):
-    """The last position up to `position` with a separator; a stream begins with one."""
-    while stream[position] != separator:
-        block = stream[max(0, position - _BLOCK) : position]
-        found = np.flatnonzero(block == separator)
-        position -= len(block) - int(found[-1]) if len(found) else len(block)
-    return position
-
-
-def _next_separator(stream, position, separator):
-    """The first position from `position` on with a separator, or the end."""
-    while position < len(stream):
-        block = stream[position : position + _BLOCK]
-        found = np.flatnonzero(block == separator)
-        if len(found):
-            return position + int(found[0])
-        position += len(block)
-    return position
+def _document_bounds(stream, separator):
+    """Where documents begin, each with its separator, and the end of the stream."""
+    blocks = [
+        begin + np.flatnonzero(stream[begin : begin + _BLOCK] == separator)
+        for begin in range(0, len(stream), _BLOCK)
+    ]
+    return np.concatenate([*blocks, [len(stream)]])

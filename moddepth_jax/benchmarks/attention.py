@@ -3,8 +3,7 @@
 Each implementation is compared with the equation first, and timed if it is right.
 """
 
-import concurrent.futures
-import os
+import functools
 import time
 
 import jax
@@ -15,6 +14,7 @@ from moddepth_jax.benchmarks import attention_cases, attention_check
 from moddepth_jax.benchmarks.attention_cases import Case
 from moddepth_jax.benchmarks.attention_forms import (
     ALONE,
+    BOTH,
     PLAIN,
     RIVALS,
     SUMS,
@@ -23,46 +23,24 @@ from moddepth_jax.benchmarks.attention_forms import (
     lower,
     make_sums,
 )
-from moddepth_jax.benchmarks.timing import describe_error, time_interleaved, try_run
+from moddepth_jax.benchmarks.timing import time_interleaved, try_run
+from moddepth_jax.benchmarks.worker import SkippedError, WrongError
 
 BASELINES = ('cudnn', 'pallas_triton', 'xla')  # without slots: what the others are divided by
-SCORE_BYTES = 5e9  # forms that hold more scores than this are omitted
+SCORE_BYTES = 5e9  # the reference is omitted where its scores take more
 SAMPLE_SECONDS = 5e-3  # shorter calls are repeated
 MOST_CALLS = 20
 REPEATS = (3, 25)  # least and most rounds
 
 
-class _Timed:
-    """Repeated calls of one compiled form; `sums` are shared by the forms of one direction."""
+def device_ceilings(with_cudnn: bool = True, toy: bool = False) -> dict:
+    """What the device can do at most, measured: bytes read and written, bf16 FLOPs.
 
-    def __init__(self, form: Form, case: Case, run, inputs, sums: dict):
-        self.form, self.case, self.run, self.inputs, self.sums = form, case, run, inputs, sums
-        self.calls = 1
-
-    def __call__(self):
-        results = []
-        for _ in range(self.calls):
-            # Donated: a call that failed has destroyed its sums.
-            sums = self.sums.pop(self.form.direction, None)
-            sums = make_sums(self.form, self.case) if sums is None else sums
-            arrays, self.sums[self.form.direction] = self.run(self.inputs, sums)
-            results.append(arrays)
-        return results
-
-
-def device_ceilings(with_cudnn: bool) -> dict:
-    """What the device can do at most, measured.
-
-    Args:
-      with_cudnn: on a GPU, also run cuDNN's backward pass several times.
-
-    Returns:
-      `ceilings`: `copy_bytes_per_second` (read and written) and `matmul_flops_per_second` (bf16);
-      `platform_version`; `hopper`; `cudnn_backward_by_deterministic_flag`, whether reruns of
-      cuDNN's backward pass have equal bits, by XLA's deterministic flag.
+    `with_cudnn`: on a GPU, also whether reruns of cuDNN's backward pass have equal bits, by XLA's
+    deterministic flag. `toy`: with small arrays.
     """
     on_gpu, device = jax.default_backend() == 'gpu', jax.devices()[0]
-    size, side = (2**30, 8192) if on_gpu else (2**22, 256)
+    size, side = (2**22, 256) if toy else (2**30, 8192)
     x = jax.random.normal(jax.random.key(0), (size,), jnp.bfloat16)
     y = jax.random.normal(jax.random.key(1), (side, side), jnp.bfloat16)
     negative, product = jax.jit(jnp.negative), jax.jit(jnp.dot)
@@ -77,88 +55,80 @@ def device_ceilings(with_cudnn: bool) -> dict:
         'hopper': on_gpu and str(device.compute_capability).startswith('9.'),
     }
     if on_gpu and with_cudnn:
-        facts['cudnn_backward_by_deterministic_flag'] = _cudnn_reruns(Case(2048))
+        flags = {str(flag): try_run(_cudnn_reruns, flag) for flag in (False, True)}
+        facts['cudnn_backward_by_deterministic_flag'] = {
+            flag: why or f'{differing} of 4 reruns differ'
+            for flag, (differing, why) in flags.items()
+        }
     return facts
 
 
-def _cudnn_reruns(case):
-    form, inputs, found = Form('cudnn', PLAIN, 'fresh'), attention_cases.make_inputs(case), {}
-    for flag in (False, True):
-        try:
-            options = {'xla_gpu_deterministic_ops': flag}
-            run = lower(form, inputs, case).compile(compiler_options=options)
-        except Exception as error:  # as in `try_run`
-            found[str(flag)] = describe_error(error)
-            continue
-        runs = [jax.device_get(run(inputs, None)[0]) for _ in range(5)]
-        differing = sum(
-            any((a != b).any() for a, b in zip(runs[0], other, strict=True)) for other in runs[1:]
-        )
-        found[str(flag)] = f'{differing} of 4 reruns differ'
-    return found
+def _cudnn_reruns(flag):
+    """How many of four reruns of cuDNN's backward pass differ, by XLA's deterministic flag."""
+    case, form = Case(2048), Form('cudnn', PLAIN, 'fresh')
+    inputs = attention_cases.make_inputs(case)
+    options = {'xla_gpu_deterministic_ops': flag}
+    run = lower(form, inputs, case).compile(compiler_options=options)
+    first, *others = [jax.device_get(run(inputs, None)[0]) for _ in range(5)]
+    return sum(any((a != b).any() for a, b in zip(first, o, strict=True)) for o in others)
 
 
-def _compile(wanted, inputs, case):
-    """Compiled forms, and why others failed. Lowered in turn, compiled at the same time."""
-    programs, failed, lowered = {}, {}, {}
-    for form in wanted:
-        score_bytes = attention_cases.score_bytes(case, form.implementation)
-        try:
-            if score_bytes > SCORE_BYTES:
-                raise ValueError(f'its scores take {score_bytes / 1e9:.0f} GB')
-            lowered[form] = lower(form, inputs, case)
-        except Exception as error:  # as in `try_run`
-            failed[form] = describe_error(error)
-    with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        futures = {form: pool.submit(program.compile) for form, program in lowered.items()}
-        for form, future in futures.items():
-            if error := future.exception():
-                failed[form] = describe_error(error)
-            else:
-                programs[form] = future.result()
-    return programs, failed
-
-
-def _check(programs, inputs, case):
-    """(forms that are right, why others are not)."""
+def _compile_and_check(form, case, inputs, expected):
+    """(the compiled form, None), or (None, why it is not timed); `expected` is filled."""
+    # The reference holds all scores, and its gradient keeps several such arrays.
+    score_bytes = 16 * case.batch * case.heads * case.length**2
+    if form.implementation == 'reference' and score_bytes > SCORE_BYTES:
+        return None, f'its scores take {score_bytes / 1e9:.0f} GB'
+    run, why = try_run(lambda: lower(form, inputs, case).compile())
+    if why:
+        return None, why
     chosen_C = attention_check.checked_queries(case.length)
-    masked = attention_check.mask_cotangent(inputs, chosen_C)
-    expected, right, failed = {}, {}, {}
-    for form, run in programs.items():
-        one_text = form.implementation in RIVALS  # which know no documents
-        key = form.over, one_text and case.documents > 0
-        if key not in expected:
-            seen = inputs._replace(options={}) if one_text else inputs
-            expected[key] = try_run(attention_check.compute_expected, seen, chosen_C, form.over)
-        values, why = expected[key]
-        if values is None:
-            failed[form] = f'not checked, so not timed: the equation is {why}'
-            continue
-        results, why = try_run(attention_check.run_checked, form, case, run, masked)
-        why = why or attention_check.find_wrong(results, values, chosen_C)
-        if why:
-            failed[form] = why
-        else:
-            right[form] = run
-        results = None
-    return right, failed
+    key = form.over, form.implementation in RIVALS  # which know no documents
+    if key not in expected:
+        seen = inputs._replace(options={}) if key[1] else inputs
+        expected[key] = try_run(attention_check.compute_expected, seen, chosen_C, form.over)
+    values, why = expected[key]
+    if why:
+        return None, f'not checked, so not timed: the equation is {why}'
+    kept_T = jnp.zeros(case.length, bool).at[chosen_C].set(True)
+    masked = inputs._replace(do_BTNH=jnp.where(kept_T[:, None, None], inputs.do_BTNH, 0))
+    results, why = try_run(attention_check.run_checked, form, case, run, masked)
+    why = why or attention_check.find_wrong(results, values, chosen_C)
+    return (None, why) if why else (run, None)
+
+
+def _repeated(form, case, run, inputs, sums):
+    """f(count) that runs a form so often; `sums` are shared by the forms of one direction."""
+
+    def call(count):
+        results = []
+        for _ in range(count):
+            # Donated: a call that failed has destroyed its sums.
+            held = sums.pop(form.direction, None)
+            held = make_sums(form, case) if held is None else held
+            arrays, sums[form.direction] = run(inputs, held)
+            results.append(arrays)
+        return results
+
+    return call
 
 
 def _time(programs, inputs, case, seconds):
     """(seconds of each form by round, why others failed, rounds that take `seconds` together)."""
-    calls, sums, failed = {}, {}, {}
+    runs, sums, failed = {}, {}, {}
     for form, run in programs.items():
-        timed = _Timed(form, case, run, inputs, sums)
-        if why := try_run(timed)[1]:
+        runs[form] = _repeated(form, case, run, inputs, sums)
+        if why := try_run(runs[form], 1)[1]:
             failed[form] = why
-        else:
-            calls[form] = timed
-    for form, values in time_interleaved(calls, 1, warmup=1).items():
-        calls[form].calls = int(np.clip(np.ceil(SAMPLE_SECONDS / values[0]), 1, MOST_CALLS))
-    round_seconds = sum(float(v[0]) for v in time_interleaved(calls, 1, warmup=0).values())
+            del runs[form]
+    once = {form: functools.partial(run, 1) for form, run in runs.items()}
+    once = {form: float(values[0]) for form, values in time_interleaved(once, 1, 1).items()}
+    counts = {f: int(np.clip(np.ceil(SAMPLE_SECONDS / s), 1, MOST_CALLS)) for f, s in once.items()}
+    round_seconds = sum(counts[form] * once[form] for form in runs)
     repeats = int(np.clip(seconds / max(round_seconds, 1e-9), *REPEATS))
+    calls = {form: functools.partial(run, counts[form]) for form, run in runs.items()}
     measured = time_interleaved(calls, repeats, warmup=0)
-    return {form: values / calls[form].calls for form, values in measured.items()}, failed, repeats
+    return {form: values / counts[form] for form, values in measured.items()}, failed, repeats
 
 
 def _row(form, seconds, run, case, baseline):
@@ -183,7 +153,7 @@ def _depth_bandwidth(form, seconds, case):
     """Bytes a second of the slots alone, in the forward pass or in the backward pass without it."""
     values, amount = seconds[form], attention_cases.depth_bytes(case, 'forward')
     if form.direction != 'forward':
-        forward = Form(form.implementation, ALONE, 'forward')
+        forward = form._replace(direction='forward')
         if forward not in seconds:
             return {}
         values = values - seconds[forward]
@@ -195,21 +165,17 @@ def _depth_bandwidth(form, seconds, case):
 
 
 def bench_case(case: Case, names, seconds: float, brief: bool = False) -> dict:
-    """Checks and times every form of some implementations at one shape.
+    """Checks and times every form of some implementations at one shape, for about `seconds`.
 
-    Args:
-      case: the shape.
-      names: of attention_forms.RIVALS and of kernels_pallas's implementations.
-      seconds: of timing, about.
-      brief: as in attention_forms.forms.
+    `names` are of attention_forms.RIVALS and of kernels_pallas's implementations, `brief` is as in
+    attention_forms.forms.
 
     Returns:
-      dict with the shape, `baseline` (the first of BASELINES that is right), `repeats`,
-      `compile_and_check_seconds` and `rows`: of each Form its fields and either `failed`, one line,
-      or the median `seconds` of a call; `temp_bytes`; `flops_per_second`, of the visible pairs;
-      `over_plain`, the median over rounds of its time over the baseline's without slots and
-      documents. Of the slots alone `bytes_per_second` instead: of the forward pass, or of the
-      backward pass if the form has one (both passes minus the forward pass). Or `skipped`, a line.
+      The shape, `baseline` (the first of BASELINES that is right) and `rows`: of each Form its
+      fields and either `failed`, one line, or the median `seconds` of a call; `flops_per_second`,
+      of the visible pairs; `over_plain`, the median over rounds of its time over the baseline's
+      without slots and documents. Of the slots alone `bytes_per_second` instead: of the forward
+      pass, or of the backward pass alone if the form has one. Or `skipped`, a line.
 
     Raises:
       DeviceLostError: nothing more can run in this process.
@@ -217,16 +183,17 @@ def bench_case(case: Case, names, seconds: float, brief: bool = False) -> dict:
     inputs, why = try_run(attention_cases.make_inputs, case)
     if why:
         return {**case._asdict(), 'skipped': why}
-    begin, right, failed = time.perf_counter(), {}, {}
-    for name in names:
-        programs, not_compiled = _compile(forms([name], case, brief), inputs, case)
-        checked, wrong = _check(programs, inputs, case)
-        right, failed = right | checked, failed | not_compiled | wrong
+    begin, right, failed, expected = time.perf_counter(), {}, {}, {}
+    for form in (form for name in names for form in forms(name, case, brief)):
+        run, why = _compile_and_check(form, case, inputs, expected)
+        if why:
+            failed[form] = why
+        else:
+            right[form] = run
+    del expected
     compiled = time.perf_counter() - begin
-    measured, repeats = {}, 0
-    if right:
-        measured, not_run, repeats = _time(right, inputs, case, seconds)
-        failed |= not_run
+    measured, not_run, repeats = _time(right, inputs, case, seconds)
+    failed |= not_run
     plain = [name for name in BASELINES if Form(name, PLAIN, 'fresh') in measured]
     baseline = plain[0] if plain else None
     rows = [_row(form, measured, right[form], case, baseline) for form in measured]
@@ -239,22 +206,43 @@ def bench_case(case: Case, names, seconds: float, brief: bool = False) -> dict:
     }
 
 
-def bench_attention(cases, names, budget: float):
-    """Yields what the device can do, then the result of `bench_case` for each case.
+def time_one(implementation: str, sizes: dict, brief: bool, toy: bool = False) -> dict:
+    """`bench_case` of one implementation, in turn with plain cuDNN; of a toy with XLA.
 
-    Args:
-      cases: in order of importance.
-      names: implementations, rivals among them.
-      budget: seconds after which no further case is begun.
+    `sizes` are fields of attention_cases.Case.
+
+    Raises:
+      WrongError: some result is wrong.
+      SkippedError: the device cannot do it.
+      ValueError: nothing could be timed.
     """
-    # Not above: launch.gpu times kernels where packages of the training loop are missing.
-    from moddepth_jax.training.summary import versions
+    case, baseline = Case(**sizes), 'cudnn'
+    if toy:
+        case, baseline = attention_cases.toy(case), 'xla'
+    result = bench_case(case, list(dict.fromkeys([baseline, implementation])), 1.5, brief)
+    if 'skipped' in result:
+        raise ValueError(result['skipped'])
+    rows = [row for row in result['rows'] if row['implementation'] == implementation]
+    failed = [row['failed'] for row in rows if 'failed' in row]
+    if wrong := [why for why in failed if why.startswith('wrong')]:
+        raise WrongError(wrong[0])
+    if len(failed) == len(rows):
+        unable = toy and implementation in RIVALS or 'cannot:' in failed[0]
+        raise (SkippedError if unable else ValueError)(failed[0])
+    return result
 
-    begin, share = time.perf_counter(), 0.3 * budget / max(1, len(cases))
-    facts = device_ceilings(with_cudnn='cudnn' in names)
-    yield {'versions': versions(), **facts, 'budget_seconds': budget}
-    for case in cases:
-        if time.perf_counter() - begin > budget:
-            yield {**case._asdict(), 'skipped': f'the budget of {budget:g} s is spent'}
-        else:
-            yield bench_case(case, names, share)
+
+def memory_by_length(implementation: str, lengths: list[int], slots: int, toy: bool = False):
+    """`temp_bytes` by length of one attention over packed documents, both passes.
+
+    It is compiled and not run: B=1, N=64, K=8, H=64; `slots` is L, 0: the sequence alone.
+    """
+    found = {}
+    for length in lengths:
+        case = Case(length, slots=slots, documents=16)
+        case = attention_cases.toy(case)._replace(length=length // 256) if toy else case
+        inputs = jax.eval_shape(functools.partial(attention_cases.make_inputs, case))
+        form = Form(implementation, BOTH if slots else PLAIN, 'fresh')
+        compiled = lower(form, inputs, case).compile()
+        found[str(case.length)] = compiled.memory_analysis().temp_size_in_bytes
+    return {'temp_bytes': found, 'slots': slots}

@@ -9,18 +9,7 @@ import numpy as np
 
 
 class Case(NamedTuple):
-    """One shape: q [B, T, N, H], keys and values [B, T, K, H], slots [L, B, T, K, H].
-
-    Attributes:
-      length: T.
-      heads, kv_heads: N and K.
-      width: H.
-      slots: L.
-      batch: B.
-      dtype: of all arrays.
-      written: visible slots, known only when the program runs, as in a scanned stack; None: all.
-      documents: number of packed documents in a row, of random lengths; 0: the row is one text.
-    """
+    """One shape: q [B, T, N, H], keys and values [B, T, K, H], slots [L, B, T, K, H]."""
 
     length: int
     heads: int = 64
@@ -29,8 +18,8 @@ class Case(NamedTuple):
     slots: int = 64
     batch: int = 1
     dtype: str = 'bfloat16'
-    written: int | None = None
-    documents: int = 0
+    written: int | None = None  # visible slots, known only when the program runs; None: all
+    documents: int = 0  # packed in a row, of random lengths; 0: the row is one text
 
     @property
     def visible(self) -> int:
@@ -45,13 +34,7 @@ class Case(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What is attended to, and the cotangent of the output.
-
-    Attributes:
-      q_BTNH, k_BTKH, v_BTKH, k_depth_LBTKH, v_depth_LBTKH, do_BTNH: arrays.
-      q_depth_BTNH: queries of the slots; None: q_BTNH.
-      options: further arrays by their name in depth_attention.
-    """
+    """What is attended to, and the cotangent of the output."""
 
     q_BTNH: jax.Array
     k_BTKH: jax.Array
@@ -59,17 +42,22 @@ class Inputs(NamedTuple):
     k_depth_LBTKH: jax.Array
     v_depth_LBTKH: jax.Array
     do_BTNH: jax.Array
-    q_depth_BTNH: jax.Array | None = None
-    options: dict = {}
+    q_depth_BTNH: jax.Array | None = None  # queries of the slots; None: q_BTNH
+    options: dict = {}  # further arrays by their name in depth_attention
 
 
-# The shapes of the targets first, N=64, K=8, L=64, H=64 over T; then one size at a time changes.
-GPU_CASES = (
-    *(Case(length) for length in (4096, 16384, 65536, 2048, 8192, 32768)),
-    *(Case(4096, kv_heads=kv_heads) for kv_heads in (64, 32, 4)),
-    *(Case(16384, slots=slots) for slots in (0, 16, 128)),
-    *(Case(length, width=128) for length in (4096, 16384)),
-)
+# Lengths and shapes of docs/gpu.md: N=64, K=8, H=64, L=64 where nothing else is said.
+LENGTHS = {'4k': 4096, '16k': 16384, '64k': 65536}
+SHAPES = {
+    **{f'slots_{slots}_': {'slots': slots} for slots in (16, 24, 48)},
+    'written_33_of_64_': {'written': 33},
+    'group_of_2_': {'kv_heads': 32},
+    'width_128_': {'width': 128},
+    'group_of_2_width_128_': {'heads': 8, 'kv_heads': 4, 'width': 128, 'slots': 72, 'batch': 4},
+}
+NO_SLOTS, PACKED = {'slots': 0}, {'documents': 16}
+GPU_CASES = tuple(Case(length) for length in LENGTHS.values())
+GPU_CASES += tuple(Case(4096, **sizes) for sizes in (*SHAPES.values(), NO_SLOTS, PACKED))
 TOY_CASES = (Case(48, heads=4, kv_heads=2, width=16, slots=5),)
 
 
@@ -78,12 +66,22 @@ def product(lengths, heads, kv_heads, widths, slots, dtype: str) -> list[Case]:
     for many, few in itertools.product(heads, kv_heads):
         if many % few:
             raise ValueError(f'--kv_heads={few}: must divide --heads={many}')
-    return [
-        Case(length, many, few, width, held, dtype=dtype)
-        for length, many, few, width, held in itertools.product(
-            lengths, heads, kv_heads, widths, slots
-        )
-    ]
+    sizes = itertools.product(lengths, heads, kv_heads, widths, slots)
+    return [Case(*one, dtype=dtype) for one in sizes]
+
+
+def toy(case: Case) -> Case:
+    """The case at a size for CPUs."""
+    return case._replace(
+        length=24,
+        heads=4,
+        kv_heads=2,
+        width=8,
+        batch=1,
+        slots=min(case.slots, 3),
+        written=None if case.written is None else 2,
+        documents=min(case.documents, 3),
+    )
 
 
 def document_lengths(case: Case) -> np.ndarray:
@@ -134,11 +132,8 @@ def flops(case: Case, slots: int, backward: bool) -> float:
 def depth_bytes(case: Case, direction: str, sum_bytes: int = 0) -> float:
     """The least number of bytes that the depth part must move: slots once, queries and outputs.
 
-    Args:
-      case: the shapes.
-      direction: `forward`, or the backward pass alone: `fresh` (reads the slots, writes their
-        gradients) or `accumulate` (reads the slots and the sums, writes the sums).
-      sum_bytes: bytes of one number of the sums.
+    `direction` is forward, or the backward pass alone: fresh (reads the slots, writes their
+    gradients) or accumulate (reads slots and sums, writes the sums, of `sum_bytes` a number).
     """
     item = jnp.dtype(case.dtype).itemsize
     per_side = case.batch * case.length * case.width
@@ -147,9 +142,3 @@ def depth_bytes(case: Case, direction: str, sum_bytes: int = 0) -> float:
         return item * (slots + 3 * queries)
     written = item if direction == 'fresh' else 2 * sum_bytes
     return slots * (item + written) + 4 * item * queries
-
-
-def score_bytes(case: Case, implementation: str) -> float:
-    """Bytes of the float32 scores that an implementation holds at once; 0 if it works in tiles."""
-    # The reference holds all of them, and its gradient keeps several such arrays.
-    return 16 * case.batch * case.heads * case.length**2 if implementation == 'reference' else 0

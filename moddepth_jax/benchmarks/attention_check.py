@@ -6,7 +6,6 @@ these queries and of no others follow from it. What is checked is the very progr
 """
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,29 +20,27 @@ CHECKED = 48  # queries
 NAMES = ('o', 'dq', 'dk', 'dv', 'dk_depth', 'dv_depth', 'dq_depth')
 
 
-class Expected(NamedTuple):
-    """Values of the equation in float32, and the largest error of each that passes, by name."""
-
-    values: dict[str, jax.Array]
-    allowed: dict[str, float]
-
-
 def largest(array) -> float:
     """The largest absolute value, 0 of an empty array."""
     return float(abs(array).max(initial=0))
 
 
 def allowed_errors(exact: dict, plain: dict, dtype: str) -> dict[str, float]:
-    """The largest error that each result may have, by the error of XLA's form in the same dtype.
-
-    Args:
-      exact, plain: results by name, of NAMES.
-      dtype: of the inputs.
-    """
+    """The largest error that each result may have, by the error of XLA's form in the same dtype."""
     return {
         name: allowed_error(dtype, name != 'o', largest(plain[name] - value), largest(value))
         for name, value in exact.items()
     }
+
+
+def errors_of(found: dict, exact: dict, allowed: dict) -> tuple[dict[str, float], list[str]]:
+    """The largest error of each result, and a line for each that is beyond what is allowed."""
+    errors = {name: largest(value - exact[name]) for name, value in found.items()}
+    return errors, [
+        f'{name} is off by {error:.3g}, allowed {allowed[name]:.3g}'
+        for name, error in errors.items()
+        if not error <= allowed[name]  # NaN is wrong too
+    ]
 
 
 def checked_queries(length: int) -> np.ndarray:
@@ -54,14 +51,9 @@ def checked_queries(length: int) -> np.ndarray:
     return np.unique([*spread, 1]).astype(np.int32)
 
 
-def mask_cotangent(inputs: Inputs, chosen_C) -> Inputs:
-    """The inputs with the output's cotangent zero for all other queries."""
-    kept_T = jnp.zeros(inputs.q_BTNH.shape[1], bool).at[chosen_C].set(True)
-    return inputs._replace(do_BTNH=jnp.where(kept_T[:, None, None], inputs.do_BTNH, 0))
-
-
-def _select_queries(inputs, chosen_C, dtype):
-    """Inputs of the chosen queries alone, in a dtype."""
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+def _compute(inputs, chosen_C, over, implementation, dtype):
+    """Both passes of the chosen queries alone, in a dtype."""
     q, k, v, k_depth, v_depth, do = (x.astype(dtype) for x in inputs[:6])
     batch, length = k.shape[:2]
     options = dict(inputs.options)
@@ -70,52 +62,34 @@ def _select_queries(inputs, chosen_C, dtype):
     if 'segment_ids_BT' in options:
         options['key_segment_ids_BS'] = options['segment_ids_BT']
         options['segment_ids_BT'] = options['segment_ids_BT'][:, chosen_C]
-    k_depth, v_depth = k_depth[:, :, chosen_C], v_depth[:, :, chosen_C]
-    return Inputs(q[:, chosen_C], k, v, k_depth, v_depth, do[:, chosen_C], options=options)
-
-
-@functools.partial(jax.jit, static_argnums=(2, 3, 4))
-def _compute(inputs, chosen_C, over, implementation, dtype):
+    slots = k_depth[:, :, chosen_C], v_depth[:, :, chosen_C]
+    chosen = Inputs(q[:, chosen_C], k, v, *slots, do[:, chosen_C], options=options)
     function = functools.partial(depth_attention, implementation=implementation)
-    chosen = _select_queries(inputs, chosen_C, dtype)
     results, _ = make_program(function, over, 'fresh')(chosen, None)
     return dict(zip(NAMES, (x.astype('float32') for x in results), strict=False))
 
 
-def compute_expected(inputs: Inputs, chosen_C, over: str) -> Expected:
-    """The equation in float32, and the errors that XLA's form in the inputs' dtype allows others.
+def compute_expected(inputs: Inputs, chosen_C, over: str) -> tuple[dict, dict[str, float]]:
+    """The equation in float32 for some queries, and the largest error of each result that passes.
 
-    Args:
-      inputs: of the program that is checked.
-      chosen_C: queries, int32.
-      over: as in attention_forms.Form.
+    What passes follows from XLA's form in the inputs' dtype. `over` is that of a Form.
     """
     dtype = inputs.q_BTNH.dtype.name
     values = _compute(inputs, chosen_C, over, 'reference', 'float32')
     plain = _compute(inputs, chosen_C, over, 'xla', dtype)
-    return Expected(values, allowed_errors(values, plain, dtype))
+    return values, allowed_errors(values, plain, dtype)
 
 
-def _select(name: str, array, chosen_C):
-    """The part of a result that the equation was computed for."""
-    if name in ('dk', 'dv'):
-        return array
-    return array[:, :, chosen_C] if name.endswith('_depth') else array[:, chosen_C]
+def find_wrong(results: dict, expected, chosen_C) -> str | None:
+    """What is wrong with the results of `run_checked`, in one line; None: nothing.
 
-
-def find_wrong(results: dict, expected: Expected, chosen_C) -> str | None:
-    """What is wrong with a program's results, in one line; None: nothing.
-
-    Args:
-      results: as `run_checked` returns.
-      expected: for the same inputs.
-      chosen_C: the queries with a cotangent; gradients of other queries and slots must be zero.
+    `expected` is of `compute_expected`. Gradients of other queries and slots must be zero.
     """
     for name, (array, runs) in results.items():
-        found = _select(name, array, chosen_C) / runs
-        error, allowed = largest(found - expected.values[name]), expected.allowed[name]
-        if not error <= allowed:  # NaN is wrong too
-            return f'wrong: {name} is off by {error:.3g}, allowed {allowed:.3g}'
+        index = (slice(None),) * (2 if name.endswith('_depth') else 1)
+        found = (array if name in ('dk', 'dv') else array[*index, chosen_C]) / runs
+        if wrong := errors_of({name: found}, *expected)[1]:
+            return f'wrong: {wrong[0]}'
         if name != 'o' and int(jnp.count_nonzero(found)) != int(jnp.count_nonzero(array)):
             return f'wrong: {name} is not zero where nothing depends on it'
     return None
@@ -125,14 +99,8 @@ def run_checked(form: Form, case: Case, run, inputs: Inputs) -> dict:
     """(array, number of runs that it is the sum of), by name, of a compiled form.
 
     A form that accumulates runs twice, so that it adds to sums which are not zero.
-
-    Args:
-      form, case: of the program.
-      run: the program, see attention_forms.make_program.
-      inputs: what it attends to.
     """
-    sums = make_sums(form, case)
-    arrays, sums = run(inputs, sums)
+    arrays, sums = run(inputs, make_sums(form, case))
     named = dict(zip(NAMES, ((array, 1) for array in arrays), strict=False))
     if sums is not None:
         del arrays

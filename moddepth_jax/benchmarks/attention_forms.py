@@ -9,10 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas import depth_attention
-from kernels_pallas.depth_attention import IMPLEMENTATIONS
 from moddepth_jax.benchmarks.attention_cases import Case, Inputs
 
-RIVALS = ('cudnn', 'pallas_triton', 'flash_attention_2')
 # What is attended to: the sequence, both, or the slots (a sequence without keys).
 PLAIN, BOTH, ALONE = 'no slots', 'slots', 'slots alone'
 # Dtype of the sums of the slots' gradients, None: that of the slots.
@@ -22,41 +20,34 @@ SUMS = {'accumulate': None, 'accumulate float32': 'float32'}
 class Form(NamedTuple):
     """One program.
 
-    Attributes:
-      implementation: one of RIVALS or IMPLEMENTATIONS.
-      over: PLAIN, BOTH or ALONE.
-      direction: `forward`; `fresh`, both passes with new gradients; or one of SUMS, both passes
-        with the slots' gradients added in place to sums.
+    Its direction is `forward`; `fresh`, both passes with new gradients; or one of SUMS, both passes
+    with the slots' gradients added in place to sums.
     """
 
-    implementation: str
-    over: str
+    implementation: str  # one of RIVALS or of kernels_pallas
+    over: str  # PLAIN, BOTH or ALONE
     direction: str
 
 
-def forms(names, case: Case, brief: bool = False) -> list[Form]:
-    """All programs of some implementations; rivals have them without slots only.
+def forms(name: str, case: Case, brief: bool = False) -> list[Form]:
+    """All programs of an implementation; rivals have them without slots only.
 
-    Args:
-      names: of RIVALS and IMPLEMENTATIONS.
-      case: the shape.
-      brief: of ours with slots only sequence and slots together, without sums.
+    `brief`: of ours with slots only sequence and slots together, without sums.
     """
+    with_slots = name not in RIVALS and case.slots
+    over = [BOTH] if brief and with_slots else [PLAIN] + [BOTH, ALONE] * bool(with_slots)
     found = []
-    for name in names:
-        with_slots = name not in RIVALS and case.slots
-        over = [BOTH] if brief and with_slots else [PLAIN] + [BOTH, ALONE] * bool(with_slots)
-        for what in over:
-            directions = ['forward', 'fresh']
-            # The reference defines what is right, and has no sums of its own.
-            if what != PLAIN and not brief and name != 'reference':
-                # In float32 both ways to accumulate are one.
-                directions += list(SUMS)[: 1 if case.dtype == 'float32' else None]
-            found += [Form(name, what, direction) for direction in directions]
+    for what in over:
+        directions = ['forward', 'fresh']
+        # The reference defines what is right, and has no sums of its own.
+        if what != PLAIN and not brief and name != 'reference':
+            # In float32 both ways to accumulate are one.
+            directions += list(SUMS)[: 1 if case.dtype == 'float32' else None]
+        found += [Form(name, what, direction) for direction in directions]
     return found
 
 
-def _cudnn(q_BTNH, k_BTKH, v_BTKH):
+def _cudnn(q_BTNH, k_BTKH, v_BTKH, **_):
     attend = functools.partial(jax.nn.dot_product_attention, implementation='cudnn')
     return attend(q_BTNH, k_BTKH, v_BTKH, is_causal=True)
 
@@ -66,34 +57,24 @@ def _repeat_heads(q_BTNH, *arrays_BTKH):
     return [jnp.repeat(x, q_BTNH.shape[2] // x.shape[2], axis=2) for x in arrays_BTKH]
 
 
-def _pallas_triton(q_BTNH, k_BTKH, v_BTKH):
+def _pallas_triton(q_BTNH, k_BTKH, v_BTKH, **_):
     module = importlib.import_module('jax.experimental.pallas.ops.gpu.attention')
     k_BTNH, v_BTNH = _repeat_heads(q_BTNH, k_BTKH, v_BTKH)
     scale = q_BTNH.shape[-1] ** -0.5
     return module.mha(q_BTNH, k_BTNH, v_BTNH, segment_ids=None, sm_scale=scale, causal=True)
 
 
-def _flash_attention_2(q_BTNH, k_BTKH, v_BTKH):
+def _flash_attention_2(q_BTNH, k_BTKH, v_BTKH, **_):
     module = importlib.import_module('moddepth_jax.benchmarks.triton_baseline')
     return module.flash_attention(q_BTNH, *_repeat_heads(q_BTNH, k_BTKH, v_BTKH))
 
 
-_RIVALS = dict(zip(RIVALS, (_cudnn, _pallas_triton, _flash_attention_2), strict=True))
-
-
-def attention_function(implementation: str):
-    """f(q, k, v) or f(q, k, v, k_depth, v_depth, **options), which returns as depth_attention.
-
-    Raises:
-      ValueError: an unknown implementation.
-    """
-    if implementation in _RIVALS:
-        # Rivals know no documents: to them a row is one text.
-        return lambda *arrays, **options: _RIVALS[implementation](*arrays)
-    if implementation not in IMPLEMENTATIONS:
-        known = ', '.join((*RIVALS, *IMPLEMENTATIONS))
-        raise ValueError(f'implementation={implementation!r}: must be one of {known}')
-    return functools.partial(depth_attention, implementation=implementation)
+# They know no documents: to them a row is one text.
+RIVALS = {
+    'cudnn': _cudnn,
+    'pallas_triton': _pallas_triton,
+    'flash_attention_2': _flash_attention_2,
+}
 
 
 def _arguments(over, inputs):
@@ -110,16 +91,10 @@ def _arguments(over, inputs):
 
 
 def make_program(function, over: str, direction: str):
-    """One form of an attention as a function of arrays.
+    """A Form of `function`, which is as depth_attention, as a function of arrays.
 
-    Args:
-      function: as `attention_function` returns.
-      over: PLAIN, BOTH or ALONE.
-      direction: as in Form.
-
-    Returns:
-      f(inputs, sums) -> ((o, *gradients of what is attended to), sums). In forms that accumulate,
-      `sums` replaces the slots' gradients; else it is None.
+    Returns f(inputs, sums) -> ((o, *gradients of what is attended to), sums). In forms that
+    accumulate, `sums` replaces the slots' gradients; else it is None.
     """
 
     def program(inputs, sums):
@@ -168,14 +143,12 @@ def make_sums(form: Form, case: Case):
 
 
 def lower(form: Form, inputs: Inputs, case: Case):
-    """The program of a form for such inputs, lowered; its sums are donated.
-
-    Raises:
-      Exception: of any kind, where this JAX or this device cannot do it.
-    """
+    """The program of a form, lowered; its sums are donated. Raises anything if it cannot be."""
+    ours = functools.partial(depth_attention, implementation=form.implementation)
+    function = RIVALS.get(form.implementation, ours)
     sums = jax.eval_shape(lambda: make_sums(form, case))
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
-    program = make_program(attention_function(form.implementation), form.over, form.direction)
+    program = make_program(function, form.over, form.direction)
     with warnings.catch_warnings():
         # JAX 0.11 and newer deprecate their own flash attention, and the compiler under it.
         warnings.simplefilter('ignore', DeprecationWarning)

@@ -1,19 +1,27 @@
-"""Times of attention as tables, next to their targets, and as plots."""
+"""The benchmark of attention: times as tables, next to their targets, and as plots."""
 
+import sys
+import time
+
+import jax
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from moddepth_jax.benchmarks.attention_cases import Case
-from moddepth_jax.benchmarks.attention_forms import ALONE, BOTH, PLAIN
+from kernels_pallas.depth_attention import IMPLEMENTATIONS
+from moddepth_jax.benchmarks.attention import bench_case, device_ceilings
+from moddepth_jax.benchmarks.attention_cases import GPU_CASES, TOY_CASES, Case, product
+from moddepth_jax.benchmarks.attention_forms import ALONE, BOTH, PLAIN, RIVALS
+from moddepth_jax.benchmarks.models import Dtype
 from moddepth_jax.benchmarks.tables import Table, pivot
+from moddepth_jax.training.summary import versions
 
 # Times of both passes over plain cuDNN's, at TARGET_SHAPE on an H200, by T.
 TARGETS = {
     'fresh': {4096: 1.37, 16384: 1.11, 65536: 1.03},
     'accumulate': {4096: 1.48, 16384: 1.14, 65536: 1.04},
 }
-TARGET_SHAPE = {'heads': 64, 'kv_heads': 8, 'width': 64, 'slots': 64, 'dtype': 'bfloat16'}
-TARGET_SHAPE |= {'batch': 1, 'written': None, 'documents': 0}
+TARGET_SHAPE = Case(0)._asdict()
+del TARGET_SHAPE['length']
 COPY_TARGET = 0.9  # of the measured copy bandwidth, by the depth kernels
 DIRECTIONS = {
     'forward': 'forward',
@@ -75,26 +83,23 @@ def failures(result: dict) -> list[str]:
     return [f'{name} ({"; ".join(what)}): {why}' for (name, why), what in reasons.items()]
 
 
-def _find(result, key, **fields):
-    """(value of `key`, implementation) of the rows that have it and these fields."""
-    for row in result['rows']:
-        if key in row and all(row[name] == value for name, value in fields.items()):
-            yield row[key], row['implementation']
+def _find(result, key, over, direction):
+    """`key` by implementation, of the rows that have it."""
+    return {
+        row['implementation']: row[key]
+        for row in result['rows']
+        if key in row and (row['over'], row['direction']) == (over, direction)
+    }
 
 
 def targets_table(results: list[dict], copy_bytes_per_second: float) -> Table:
-    """The targets, and what the best of our implementations reached.
-
-    Args:
-      results: of bench_case.
-      copy_bytes_per_second: as measured.
-    """
+    """The targets, and what the best of our implementations reached, of results of bench_case."""
     lines = {}
 
-    def add(name, target, reached, pick):
-        if reached := list(reached):
-            value, implementation = pick(reached)
-            lines[name] = [f'{target:.2f}', f'{value:.3f}', implementation]
+    def add(name, target, by_implementation, best):
+        if by_implementation:
+            reached = best(by_implementation, key=by_implementation.get)
+            lines[name] = [f'{target:.2f}', f'{by_implementation[reached]:.3f}', reached]
 
     for result in results:
         if any(result[name] != value for name, value in TARGET_SHAPE.items()):
@@ -102,38 +107,36 @@ def targets_table(results: list[dict], copy_bytes_per_second: float) -> Table:
         start = f'T={result["length"]}'
         for direction, by_length in TARGETS.items():
             if result['baseline'] == 'cudnn' and result['length'] in by_length:
-                reached = _find(result, 'over_plain', over=BOTH, direction=direction)
                 name = f'{start}, {DIRECTIONS[direction]} ({direction}), over cuDNN'
+                reached = _find(result, 'over_plain', BOTH, direction)
                 add(name, by_length[result['length']], reached, min)
         for direction in ('forward', *TARGETS):
-            reached = _find(result, 'bytes_per_second', over=ALONE, direction=direction)
-            shares = [(rate / copy_bytes_per_second, name) for rate, name in reached]
+            rates = _find(result, 'bytes_per_second', ALONE, direction)
+            shares = {name: rate / copy_bytes_per_second for name, rate in rates.items()}
             add(f'{start}, depth {direction}, of copy bandwidth', COPY_TARGET, shares, max)
-        fresh = {'key': 'seconds', 'direction': 'fresh'}
-        for plain, _ in _find(result, **fresh, over=PLAIN, implementation='pallas_triton'):
-            reached = [(ours / plain, name) for ours, name in _find(result, **fresh, over=BOTH)]
+        if plain := _find(result, 'seconds', PLAIN, 'fresh').get('pallas_triton'):
+            ours = _find(result, 'seconds', BOTH, 'fresh')
             name = f'{start}, both passes with slots, over plain Pallas-Triton without'
-            add(name, 1, reached, min)
+            add(name, 1, {name: seconds / plain for name, seconds in ours.items()}, min)
     return Table('targets (on an H200)', ['', 'target', 'reached', 'by'], lines)
 
 
 def _shape(results):
     """The shape of the targets if there is a result of it, else the first one with slots."""
-    for result in results:
-        if all(result[name] == value for name, value in TARGET_SHAPE.items()):
-            return TARGET_SHAPE
-    first = next((result for result in results if result['slots']), results[0])
-    return {name: first[name] for name in TARGET_SHAPE}
+    shapes = [{name: result[name] for name in TARGET_SHAPE} for result in results]
+    if TARGET_SHAPE in shapes:
+        return TARGET_SHAPE
+    return next((shape for shape in shapes if shape['slots']), shapes[0])
 
 
 def _draw_by_length(axes, results, over, direction, key, scale, style='-', suffix=''):
-    """A curve over T for each implementation at one shape; returns whether there is any."""
+    """Draws a curve over T for each implementation at one shape."""
     shape, curves = _shape(results), {}
     for result in results:
         # Rivals are timed without slots.
         slots = {0, shape['slots']} if over == PLAIN else {shape['slots']}
         if all(result[n] == shape[n] for n in shape if n != 'slots') and result['slots'] in slots:
-            for value, name in _find(result, key, over=over, direction=direction):
+            for name, value in _find(result, key, over, direction).items():
                 curves.setdefault(name, {}).setdefault(result['length'], scale * value)
     for name, points in curves.items():
         lengths, values = zip(*sorted(points.items()), strict=True)
@@ -144,46 +147,6 @@ def _draw_by_length(axes, results, over, direction, key, scale, style='-', suffi
         axes.set_xscale('log', base=2)
         axes.set_xticks(lengths, [f'{T // 1024}k' if T % 1024 == 0 else str(T) for T in lengths])
     axes.set_xlabel('T')
-    return bool(curves)
-
-
-def _draw_by_slots(axes, results):
-    """The time over the plain baseline by number of slots, a curve for each T."""
-    shape, points = _shape(results), {}
-    for result in results:
-        if result['slots'] and all(result[n] == shape[n] for n in shape if n != 'slots'):
-            fields = {'implementation': 'mosaic_gpu', 'over': BOTH, 'direction': 'fresh'}
-            for value, _ in _find(result, 'over_plain', **fields):
-                points.setdefault(result['length'], {})[result['slots']] = value
-    for length, values in sorted(points.items()):
-        axes.plot(*zip(*sorted(values.items()), strict=True), marker='o', label=f'T={length}')
-    axes.set_xlabel('L')
-
-
-def _draw_times(panels, results):
-    left, middle, right = panels
-    slots, rate = _shape(results)['slots'], 'flops_per_second'
-    drawn = _draw_by_length(left, results, PLAIN, 'fresh', rate, 1e-12, '--', ', no slots')
-    drawn |= _draw_by_length(left, results, BOTH, 'fresh', rate, 1e-12, '-', f', {slots} slots')
-    _finish(left, 'forward + backward', 'TFLOP/s, counted')
-    _draw_by_length(middle, results, BOTH, 'fresh', 'over_plain', 1)
-    if _shape(results) == TARGET_SHAPE:
-        middle.plot(*zip(*TARGETS['fresh'].items(), strict=True), 'k:', marker='x', label='target')
-    title = f'forward + backward with {slots} slots'
-    _finish(middle, title, 'time over the plain baseline')
-    _draw_by_slots(right, results)
-    _finish(right, 'mosaic_gpu by number of slots', 'time over the plain baseline')
-    return drawn
-
-
-def _draw_depth(panels, results, copy_bytes_per_second):
-    titles, drawn = ('forward', 'backward', 'backward, adding in place'), False
-    for axes, direction, title in zip(panels, ('forward', *TARGETS), titles, strict=True):
-        drawn |= _draw_by_length(axes, results, ALONE, direction, 'bytes_per_second', 1e-9)
-        if copy_bytes_per_second:
-            axes.axhline(copy_bytes_per_second / 1e9, linestyle='--', color='grey', label='copy')
-        _finish(axes, f'{_shape(results)["slots"]} slots alone, {title}', 'GB/s of ideal bytes')
-    return drawn
 
 
 def _finish(axes, title, label):
@@ -195,33 +158,93 @@ def _finish(axes, title, label):
         axes.legend(fontsize=7)
 
 
-def draw(results: list[dict], copy_bytes_per_second: float | None, path, rows) -> bool:
-    """Draws plots by sequence length, of the shape of the targets if there is any of it.
+def draw(results: list[dict], copy_bytes_per_second: float | None, path) -> bool:
+    """Draws times and bandwidths by sequence length, of the shape of the targets if it was timed.
 
-    Args:
-      results: of bench_case; those without `rows` are left out.
-      copy_bytes_per_second: as measured; None: unknown.
-      path: of the PNG.
-      rows: of the figure: `times` (rates, and times over the baseline), `depth` (bandwidth of the
-        slots alone), or both.
-
-    Returns:
-      Whether there was something to draw; else no file is written.
+    `results` are of bench_case; if none was timed, no PNG is written, and False is returned.
     """
-    results = [result for result in results if result.get('rows')]
+    results = [r for r in results if any('seconds' in row for row in r.get('rows', ()))]
     if not results:
         return False
-    figure = Figure(figsize=(15.6, 4.4 * len(rows)), dpi=120)
+    shape = _shape(results)
+    figure = Figure(figsize=(15.6, 4.4), dpi=120)
     FigureCanvasAgg(figure)
-    axes, drawn = figure.subplots(len(rows), 3, squeeze=False), False
-    panels = dict(zip(rows, axes, strict=True))
-    if 'times' in panels:
-        drawn |= _draw_times(panels['times'], results)
-    if 'depth' in panels:
-        drawn |= _draw_depth(panels['depth'], results, copy_bytes_per_second)
-    if not drawn:
-        return False
-    figure.suptitle(str(Case(0, **_shape(results))).removeprefix('T=0 '), fontsize=9)
+    left, middle, right = figure.subplots(1, 3)
+    for over, style, slots in ((PLAIN, '--', 'no'), (BOTH, '-', shape['slots'])):
+        label = f', {slots} slots'
+        _draw_by_length(left, results, over, 'fresh', 'flops_per_second', 1e-12, style, label)
+    _finish(left, 'forward + backward', 'TFLOP/s, counted')
+    _draw_by_length(middle, results, BOTH, 'fresh', 'over_plain', 1)
+    if shape == TARGET_SHAPE:
+        middle.plot(*zip(*TARGETS['fresh'].items(), strict=True), 'k:', marker='x', label='target')
+    title = f'forward + backward with {shape["slots"]} slots'
+    _finish(middle, title, 'time over the plain baseline')
+    for direction, style in (('forward', '--'), ('fresh', '-')):
+        label = ', forward' if direction == 'forward' else ', backward'
+        key = 'bytes_per_second'
+        _draw_by_length(right, results, ALONE, direction, key, 1e-9, style, label)
+    if copy_bytes_per_second:
+        right.axhline(copy_bytes_per_second / 1e9, linestyle=':', color='grey', label='copy')
+    _finish(right, f'{shape["slots"]} slots alone', 'GB/s of ideal bytes')
+    figure.suptitle(str(Case(0, **shape)).removeprefix('T=0 '), fontsize=9)
     figure.tight_layout()
     figure.savefig(path)
     return True
+
+
+def attention(
+    *,
+    implementations: list[str] | None = None,
+    lengths: list[int] | None = None,
+    heads: list[int] | None = None,
+    kv_heads: list[int] | None = None,
+    widths: list[int] | None = None,
+    slots: list[int] | None = None,
+    dtype: Dtype | None = None,
+    seconds: int = 300,
+    plot: str | None = None,
+):
+    """Every implementation of attention over sequence and depth slots, and plain attention.
+
+    Each is compared with the equation before it is timed; on a GPU at the shapes of a large model,
+    on a CPU at toy shapes, where kernels are interpreted.
+
+    Args:
+      implementations: what is timed. Default: ours, cudnn, pallas_triton, flash_attention_2.
+      lengths: sequence lengths.
+      heads: query heads.
+      kv_heads: key/value heads.
+      widths: of a head.
+      slots: depth slots of a token.
+      dtype: of all arrays. Default: bfloat16.
+      seconds: after which no further shape is begun.
+      plot: PNG for a picture of the results.
+    """
+    known = (*RIVALS, *IMPLEMENTATIONS)
+    for name in implementations or ():
+        if name not in known:
+            raise ValueError(f'--implementations={name}: must be one of {", ".join(known)}')
+    on_gpu = jax.default_backend() == 'gpu'
+    cases = [c._replace(dtype=dtype or c.dtype) for c in (GPU_CASES if on_gpu else TOY_CASES)]
+    sizes = (lengths, heads, kv_heads, widths, slots)
+    if any(size is not None for size in sizes):
+        sizes = [[c] if size is None else size for size, c in zip(sizes, cases[0], strict=False)]
+        cases = product(*sizes, cases[0].dtype)
+    names, begin, results = implementations or known, time.perf_counter(), []
+    facts = device_ceilings('cudnn' in names, toy=not on_gpu)
+    yield {'versions': versions(), **facts, 'budget_seconds': seconds}, []
+    for case in cases:
+        if time.perf_counter() - begin > seconds:
+            result = {**case._asdict(), 'skipped': f'the budget of {seconds:g} s is spent'}
+        else:
+            result = bench_case(case, names, 0.3 * seconds / len(cases))
+        results.append(result)
+        yield result, [case_table(result)] if 'rows' in result else []
+        for line in failures(result):
+            print(line, file=sys.stderr)
+    copy = facts['ceilings']['copy_bytes_per_second']
+    if plot:
+        draw(results, copy, plot)
+    if facts['hopper']:
+        table = targets_table([r for r in results if 'rows' in r], copy)
+        yield {'targets': table.lines}, [table]

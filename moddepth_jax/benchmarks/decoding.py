@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moddepth_jax.benchmarks.models import make_model
 from moddepth_jax.benchmarks.tables import column_per_row, fixed
 from moddepth_jax.benchmarks.timing import time_interleaved
 from moddepth_jax.hparams import Hparams
@@ -71,48 +72,40 @@ class _Decoder:
     """One model that decodes a random token for every row at each call."""
 
     def __init__(self, hparams, unrolled, batch, length):
-        self.unrolled, self.cache = unrolled, filled_cache(hparams, unrolled, batch, length)
+        self.cache = filled_cache(hparams, unrolled, batch, length)
         self.cache_bytes, self.selected = cache_bytes(self.cache), []
         self.random, self.vocab_size = np.random.default_rng(0), hparams.model.vocab_size
         self.begins_B, self.active_B = np.zeros(batch, bool), np.ones(batch, bool)
         routing = causal_routing(hparams)
-        self.read = jax.jit(functools.partial(_next_token, hparams=hparams, routing=routing))
+
+        @jax.jit
+        def read(unrolled, cache, token_B):
+            logits_BV, entries, dropped_B = decode_step(
+                *(unrolled, cache, token_B, self.begins_B, self.active_B),
+                hparams=hparams,
+                routing=routing,
+            )
+            return jnp.argmax(logits_BV, axis=-1), entries, dropped_B
+
+        self.read = functools.partial(read, unrolled)
         self.write = jax.jit(update_cache, donate_argnums=0)
 
     def __call__(self):
         token_B = self.random.integers(0, self.vocab_size, len(self.begins_B)).astype(np.int32)
-        next_B, entries, dropped_B = self.read(
-            self.unrolled, self.cache, token_B, self.begins_B, self.active_B
-        )
+        next_B, entries, dropped_B = self.read(self.cache, token_B)
         self.cache = self.write(self.cache, entries, self.begins_B, dropped_B, self.active_B)
         self.selected += [e.selected_B for e in entries if e.selected_B is not None]
         return next_B, self.cache
 
 
-def _next_token(unrolled, cache, token_B, begins_B, active_B, *, hparams, routing):
-    logits_BV, entries, dropped_B = decode_step(
-        unrolled, cache, token_B, begins_B, active_B, hparams=hparams, routing=routing
-    )
-    return jnp.argmax(logits_BV, axis=-1), entries, dropped_B
-
-
 def bench_decoding(dense: Hparams, other: Hparams, batches, prompt: int, repeats: int) -> dict:
-    """Times a decoding step of both models at nearly full caches, and a prompt's first token.
+    """Times a decoding step of two models at nearly full caches, and the first token of a prompt.
 
-    Args:
-      dense, other: two models of the same shape, whose context is `data.sequence_length`. The
-        router of `other`, if it has one, needs no training if its rule has a known rate, as
-        `random` has.
-      batches: rows that decode together.
-      prompt: tokens of the prompt whose first token is timed, at batch 1.
-      repeats: timed rounds.
-
-    Returns:
-      dict with `versions`, `context`, `repeats`, `prompt`, `first_token_seconds` of both models and
-      `rows`: one for each batch with its `batch`, the median `dense_seconds` and `other_seconds` of
-      a step, `dense_tokens_per_second`, `other_tokens_per_second`, `speedup` (the median over
-      rounds of dense / other time), `dense_cache_bytes`, `other_cache_bytes`, `cache_ratio` and
-      `selected_fraction`, of the tokens in routed blocks.
+    Both have one shape, and a context of `data.sequence_length`. A router of `other` needs no
+    training if its rule has a known rate, as `random` has. `batches` are rows that decode together;
+    the prompt has a batch of its own. Of each batch `rows` has median seconds of a step, tokens a
+    second, `speedup` (the median over rounds of dense / other time), bytes of the caches, and the
+    `selected_fraction` of the tokens in routed blocks.
     """
     models, rows = {'dense': dense, 'other': other}, []
     unrolled = {name: random_weights(hparams) for name, hparams in models.items()}
@@ -170,3 +163,42 @@ def decoding_table(title: str, result: dict, other: str):
     heads = ['batch', *(str(row['batch']) for row in result['rows'])]
     title += f', context {result["context"]}; first token after {result["prompt"]}'
     return column_per_row(f'{title}: dense, {other}: {first} ms', heads, lines, result['rows'])
+
+
+def decode(
+    *,
+    size: str = '12x512',
+    batches: list[int] = (1, 8, 16, 64),
+    kv_heads: list[int] = (8, 2),
+    context: int = 2048,
+    prompt: int = 1024,
+    repeats: int = 31,
+):
+    """One decoding step of the dense and the Mixture-of-Depths model, and the first token.
+
+    Caches are nearly full; an eighth of the tokens passes every other block, by random routing.
+
+    Args:
+      size: LAYERSxWIDTH.
+      batches: rows that decode together.
+      kv_heads: key/value heads, each in a table.
+      context: capacity of the caches, in tokens.
+      prompt: tokens before the first token.
+      repeats: timed rounds.
+    """
+    if prompt > context:
+        raise ValueError(f'--prompt={prompt}: must be --context={context} or less')
+    if repeats + WARMUP > context // 2:
+        right = f'must be at most {context // 2 - WARMUP} at --context={context}'
+        raise ValueError(f'--repeats={repeats}: {right}, or caches would be far from full')
+    pairs = [
+        [
+            make_model(name, size, context, 1, 'random', num_kv_heads=heads)
+            for name in ('dense', 'mod')
+        ]
+        for heads in kv_heads
+    ]
+    for heads, (dense, mod) in zip(kv_heads, pairs, strict=True):
+        result = bench_decoding(dense, mod, batches, prompt, repeats)
+        title = f'decoding, {size}, {heads} key/value heads'
+        yield {'kv_heads': heads} | result, [decoding_table(title, result, 'MoD')]

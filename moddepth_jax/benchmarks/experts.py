@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moddepth_jax.benchmarks.models import Dtype
 from moddepth_jax.benchmarks.steps import EXPANDED
 from moddepth_jax.benchmarks.tables import pivot
 from moddepth_jax.benchmarks.timing import time_interleaved
@@ -82,24 +83,17 @@ def _forms(shape):
     return forms
 
 
-def _executed_flops(name, form, compiled, expert_Nk, operands):
-    """FLOPs of both passes; None if XLA does not count any.
-
-    XLA counts a ragged_dot, since its trace does not show whether it is expanded. The others are
-    counted in the trace, since XLA counts the body of a loop only once.
-    """
-    if name == 'ragged_dot':
-        return (compiled.cost_analysis() or {}).get('flops')
-    return 3 * dot_general_flops(jax.make_jaxpr(functools.partial(form, expert_Nk))(*operands))
-
-
 def _rows(shape, repeats, dtype):
     """A row for each form."""
     expert_Nk, operands = _operands(shape, dtype)
     dy_ND, calls, rows = operands[0], {}, {}
     for name, form in _forms(shape).items():
         compiled = _both_passes(form).lower(expert_Nk, dy_ND, *operands).compile()
-        executed = _executed_flops(name, form, compiled, expert_Nk, operands)
+        if name == 'ragged_dot':  # its trace does not show whether XLA expands it
+            executed = (compiled.cost_analysis() or {}).get('flops')
+        else:  # counted in the trace, since XLA counts the body of a loop only once
+            forward = jax.make_jaxpr(functools.partial(form, expert_Nk))(*operands)
+            executed = 3 * dot_general_flops(forward)
         rows[name] = {
             **shape._asdict(),
             'form': name,
@@ -116,20 +110,12 @@ def _rows(shape, repeats, dtype):
 def bench_experts(shapes, repeats: int, dtype: str = 'float32') -> dict:
     """Times forward and backward of routed SwiGLU experts by each implementation, in turn.
 
-    Every token has top_k distinct experts, drawn evenly; parameters are float32.
-
-    Args:
-      shapes: Shapes.
-      repeats: timed rounds.
-      dtype: of tokens and results.
-
-    Returns:
-      dict with `versions`, `device`, `dtype`, `repeats`; `expands`: whether XLA turns a ragged_dot
-      into products of all rows with all matrices here, None if it counts no FLOPs; and `rows`: one
-      for each shape and `form`, an implementation or 'dense loop' (omitted above 2e11 FLOPs), with
-      the sizes, counted active `flops` of both passes, median `seconds`, `temp_bytes` and
-      `executed_over_active` FLOPs: three times the traced forward products, padding included; of
-      ragged_dot what XLA counts, elementwise operations included, or None.
+    Every token has top_k distinct experts, drawn evenly; parameters are float32, `dtype` is that of
+    tokens and results. `expands`: here XLA makes of a ragged_dot the products of all rows with all
+    matrices; None if it counts no FLOPs. `rows` are one for each shape and form, an implementation
+    or the dense loop (omitted above 2e11 FLOPs), with active `flops` of both passes and
+    `executed_over_active`: three times the traced forward products, padding included; of ragged_dot
+    what XLA counts, elementwise operations included, or None.
     """
     rows = [row for shape in shapes for row in _rows(shape, repeats, dtype)]
     known = [row['executed_over_active'] for row in rows if row['form'] == 'ragged_dot']
@@ -148,27 +134,44 @@ def experts_tables(result: dict) -> list:
     """Time, executed FLOPs and memory of each form, in a column for each shape."""
     expands = {True: 'expands ragged_dot', False: 'groups ragged_dot', None: 'counts no FLOPs'}
     device = f'{result["device"]}, which {expands[result["expands"]]}'
-
-    def executed(row):
-        factor = row['executed_over_active']
-        return 'unknown' if factor is None else f'{factor:.2f}'
-
     cells = {
         'ms': lambda row: f'{1e3 * row["seconds"]:.1f}',
-        'executed / active FLOPs': executed,
+        'executed / active FLOPs': lambda row: (
+            f'{row["executed_over_active"]:.2f}' if row['executed_over_active'] else 'unknown'
+        ),
         'MiB': lambda row: f'{row["temp_bytes"] / 2**20:.1f}',
     }
+    shape = '{tokens}, {d_model}, {d_ff}, {top_k} of {num_experts}'
     return [
         pivot(
             f'{title} of experts, forward and backward, {result["dtype"]}, {device}',
             result['rows'],
             line=lambda row: row['form'],
-            column=lambda row: (
-                f'{row["tokens"]}, {row["d_model"]}, {row["d_ff"]}, '
-                f'{row["top_k"]} of {row["num_experts"]}'
-            ),
+            column=lambda row: shape.format(**row),
             text=cell,
             corner='tokens, width, expert width, top k of experts',
         )
         for title, cell in cells.items()
     ]
+
+
+def experts(*, shapes: list[str] | None = None, dtype: Dtype = 'float32', repeats: int = 5):
+    """The routed experts of one layer by each grouped matmul, and all experts over all tokens.
+
+    Forward and backward: time, memory, and what is executed over active FLOPs.
+
+    Args:
+      shapes: TOKENSxWIDTHxEXPERT_WIDTHxEXPERTSxTOP_K, such as 1024x256x704x64x6.
+      dtype: of activations.
+      repeats: timed rounds.
+    """
+    chosen = [] if shapes is not None else SHAPES
+    for text in shapes or ():
+        sizes = text.split('x')
+        numbers = all(size.isdecimal() and int(size) for size in sizes)
+        if len(sizes) != 5 or not numbers or int(sizes[4]) > int(sizes[3]):
+            right = 'five numbers such as 1024x256x704x64x6, the last at most the one before'
+            raise ValueError(f'--shapes={text}: must be {right}')
+        chosen.append(Shape(*map(int, sizes)))
+    result = bench_experts(chosen, repeats, dtype)
+    yield result, experts_tables(result)

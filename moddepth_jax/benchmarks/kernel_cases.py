@@ -5,12 +5,11 @@ import numpy as np
 KINDS = {'num': None, 'slot_window': 0, 'mask': False, 'own_query': False}
 SEQUENCE = {'window': 0, 'segments': False, 'scale': None}
 DEFAULTS = {'B': 2, 'S': None, 'R': None, 'K': 2, 'H': 64, 'L': 9, **KINDS, **SEQUENCE}
-MASKED = {'T': 200, 'N': 8, 'K': 1, 'L': 64, 'num': 63, 'mask': True, 'traced': True}
 # Cases of the compiled kernels on a GPU; bfloat16 if no dtype is named.
 CASES = {
     'group_of_8': {'T': 1025, 'N': 8, 'K': 1, 'H': 128, 'L': 64, 'num': 40, 'traced': True},
     'group_of_2': {'T': 200, 'N': 8, 'K': 4, 'H': 128, 'L': 70, 'num': 33, 'traced': True},
-    'masked': MASKED,
+    'masked': {'T': 200, 'N': 8, 'K': 1, 'L': 64, 'num': 63, 'mask': True, 'traced': True},
     'depth_alone': {'T': 200, 'S': 0, 'N': 8, 'L': 64, 'num': 33, 'traced': True},
     'rows': {'T': 97, 'R': 150, 'N': 8, 'num': 6, 'traced': True, 'mask': True},
     'window': {'T': 200, 'N': 8, 'window': 50, 'L': 64},
@@ -43,7 +42,6 @@ PACKED_CASES = {
     'fused_rows': {'T': 97, 'R': 150, 'N': 8, 'K': 1, 'num': 6, 'segments': True},
     'fused_window': {'T': 300, 'N': 16, 'window': 50, 'L': 7, 'segments': True},
 }
-TOY_CASES = ('group_of_3', 'rows', 'depth_alone', 'three', 'no_slots')
 LARGEST_TOYS = {'B': 1, 'T': 7, 'R': 9, 'N': 8, 'H': 16, 'L': 5, 'num': 3}
 LARGEST_TOYS |= {'window': 4, 'slot_window': 2}
 
@@ -51,17 +49,10 @@ LARGEST_TOYS |= {'window': 4, 'slot_window': 2}
 def make_case(B, T, S, R, N, K, H, L, num, slot_window, mask, own_query, window, segments, scale):
     """(q, k, v, k_depth, v_depth, q_depth), cotangents, arguments, key grid, slot grid.
 
-    Slots that no query may see hold NaN.
-
-    Args:
-      B, T, N, K, H, L: sizes; K divides N.
-      S: keys, 0 for the slots alone; None: T.
-      R: tokens that have slots, of which the queries take some; None: T.
-      num: slots written; None: L.
-      slot_window, window, scale: as in depth_attention.
-      mask: some slots are hidden by a mask.
-      own_query: the slots have queries of their own; drawn in any case.
-      segments: True: three documents of random lengths; a tuple: their lengths, T together.
+    There are S keys (None: T; 0: the slots alone), R tokens that have slots, of which the queries
+    take some (None: T), and `num` slots written (None: L). Slots that no query may see hold NaN:
+    those behind `num`, `slot_window` or, with `mask`, a random mask. `segments` is True, three
+    documents of random lengths, or a tuple of their lengths. q_depth is drawn in any case.
     """
     rng = np.random.default_rng(T + N + L + window)
 

@@ -1,7 +1,8 @@
 """Whether a kernel is right on this device: values, gradients, and equal bits in a second run.
 
 The reference is the softmax in float64 (kernel_cases.exact); the allowed error follows from that of
-plain attention by XLA in the same dtype.
+plain attention by XLA in the same dtype. Of each check `toy` cuts the sizes down, for CPUs, and
+`bent` makes the results wrong, to test what follows. All raise WrongError.
 """
 
 import functools
@@ -13,13 +14,12 @@ import numpy as np
 from kernels_pallas import decode_attention, depth_attention
 from kernels_pallas.joint_softmax import Parts
 from moddepth_jax.benchmarks.attention_cases import Inputs
-from moddepth_jax.benchmarks.attention_check import NAMES, allowed_errors, largest
+from moddepth_jax.benchmarks.attention_check import NAMES, allowed_errors, errors_of, largest
 from moddepth_jax.benchmarks.attention_forms import BOTH, make_program
 from moddepth_jax.benchmarks.kernel_cases import (
     CASES,
     DEFAULTS,
     LARGEST_TOYS,
-    MASKED,
     PACKED_CASES,
     exact,
     make_case,
@@ -36,27 +36,19 @@ def _jit(function, toy):
 
 
 def prepare(case: dict, toy: bool) -> tuple[Inputs, dict, dict]:
-    """Inputs of a case, static options of the attention, and exact o and gradients by name.
-
-    Args:
-      case: of kernel_cases, without its defaults.
-      toy: sizes are cut down.
-    """
+    """Inputs of a case, static options of the attention, and exact o and gradients by name."""
     case = DEFAULTS | {'dtype': 'bfloat16', 'traced': False} | case
     if toy:
         cut = {name: most for name, most in LARGEST_TOYS.items() if case[name]}
         case |= {name: min(case[name], most) for name, most in cut.items()}
         case['segments'] = bool(case['segments'])
     dtype, traced, num = case.pop('dtype'), case.pop('traced'), case['num']
-    (*arrays, q_depth), (do, _), arguments, *visible = make_case(**case)
+    (*arrays, q_depth), (do, dlse), arguments, *visible = make_case(**case)
     *arrays, q_depth, do = (jnp.asarray(x, dtype) for x in (*arrays, q_depth, do))
-    if not case['own_query']:
-        q_depth = None
-    no_dlse = np.zeros((do.shape[0], do.shape[2], do.shape[1]), np.float32)
-    q_of_slots = arrays[0] if q_depth is None else q_depth
-    scale = case['scale'] or case['H'] ** -0.5
-    o, _, gradients = exact([*arrays, q_of_slots], (do, no_dlse), *visible, scale)
-    if q_depth is None:
+    scale, own = case['scale'] or case['H'] ** -0.5, case['own_query']
+    q_of_slots = q_depth if own else arrays[0]
+    o, _, gradients = exact([*arrays, q_of_slots], (do, 0 * dlse), *visible, scale)
+    if not own:
         gradients[0] += gradients.pop()
     options = {n: jnp.asarray(x) for n, x in arguments.items() if isinstance(x, np.ndarray)}
     static = {name: x for name, x in arguments.items() if name not in options}
@@ -64,7 +56,7 @@ def prepare(case: dict, toy: bool) -> tuple[Inputs, dict, dict]:
         options['num_slots'] = jnp.asarray(num, jnp.int32)
     else:
         static['num_slots'] = num
-    inputs = Inputs(*arrays, do, q_depth, options)
+    inputs = Inputs(*arrays, do, q_depth if own else None, options)
     return inputs, static, dict(zip(NAMES, [o, *gradients], strict=False))
 
 
@@ -74,28 +66,16 @@ def _attention(implementation):
     return functools.partial(depth_attention, implementation=chosen)
 
 
-def program(implementation: str, static: dict, toy: bool, direction: str = 'fresh'):
-    """f(inputs, sums) -> (o, *gradients), compiled at its first call.
-
-    Args:
-      implementation: of kernels_pallas, or CUDNN.
-      static: options of `prepare`.
-      toy: as there.
-      direction: as in attention_forms.Form; of forms that accumulate, the sums come last.
-    """
+def program(implementation: str, static: dict, toy: bool):
+    """f(inputs) -> (o, *gradients), compiled at its first call; `static` is of `prepare`."""
     function = functools.partial(_attention(implementation), **static)
-    run = make_program(function, BOTH, direction)
-
-    def results(inputs, sums=None):
-        arrays, sums = run(inputs, sums)
-        return (*arrays, *(sums or ()))
-
-    return _jit(results, toy)
+    run = make_program(function, BOTH, 'fresh')
+    return _jit(lambda inputs: run(inputs, None)[0], toy)
 
 
-def _run(run, *args):
+def _run(run, inputs):
     """Results of a program in float64, by name."""
-    return dict(zip(NAMES, (np.asarray(x, np.float64) for x in run(*args)), strict=False))
+    return dict(zip(NAMES, (np.asarray(x, np.float64) for x in run(inputs)), strict=False))
 
 
 def check(implementation: str, case: str, toy: bool = False, bent: bool = False) -> dict:
@@ -105,19 +85,9 @@ def check(implementation: str, case: str, toy: bool = False, bent: bool = False)
     equal bits, but for the sequence's gradients, which may be cuDNN's; NaN in hidden slots changes
     nothing.
 
-    Args:
-      implementation: of kernels_pallas, or CUDNN.
-      case: name in kernel_cases; packed/NAME for packed documents.
-      toy: sizes are cut down, for CPUs.
-      bent: the results are made wrong, to test what follows.
-
-    Returns:
-      `errors` and `allowed`: the largest absolute error of each result and its bound; and
-      `sequence_gradients_rerun_equal`.
-
-    Raises:
-      WrongError: names the results that are wrong.
-      ValueError: this device cannot do it.
+    `implementation` is of kernels_pallas, or CUDNN; `case` a name in kernel_cases, or packed/NAME.
+    Returns `errors` and `allowed`, the largest absolute error of each result and its bound. Raises
+    ValueError if this device cannot do it.
     """
     packed = case.startswith('packed/')
     chosen = PACKED_CASES[case.removeprefix('packed/')] if packed else CASES[case]
@@ -125,77 +95,35 @@ def check(implementation: str, case: str, toy: bool = False, bent: bool = False)
     run = program(implementation, static, toy)
     first, second = _run(run, inputs), _run(run, inputs)
     plain = _run(program('xla', static, toy), inputs)
-    if bent:
-        first = {name: 1.5 * array for name, array in first.items()}
     allowed = allowed_errors(right, plain, inputs.q_BTNH.dtype.name)
-    errors = {name: largest(first[name] - value) for name, value in right.items()}
-    wrong, equal = [], True
-    for name, error in errors.items():
-        if not error <= allowed[name]:  # NaN is wrong too
-            wrong.append(f'{name} is off by {error:.3g}, allowed {allowed[name]:.3g}')
-        same = bool((first[name] == second[name]).all())
-        if name in ('dq', 'dk', 'dv') and case != 'depth_alone':
-            equal &= same
-        elif not bent and not same:
-            wrong.append(f'{name} differs in a rerun')
+    found = {name: (1.5 if bent else 1) * first[name] for name in right}
+    errors, wrong = errors_of(found, right, allowed)
+    differing = {name for name in right if (first[name] != second[name]).any()}
+    cudnns = set() if case == 'depth_alone' else {'dq', 'dk', 'dv'}
+    wrong += [f'{name} differs in a rerun' for name in sorted(differing - cudnns)]
     hidden = np.isnan(np.asarray(inputs.k_depth_LBTKH, np.float32))
     if first['dk_depth'][hidden].any() or first['dv_depth'][hidden].any():
         wrong.append('hidden slots have gradients')
     if wrong:
         raise WrongError('; '.join(wrong))
+    equal = not differing & cudnns
     return {'errors': errors, 'allowed': allowed, 'sequence_gradients_rerun_equal': equal}
-
-
-def check_sums(implementation: str, dtype: str, toy: bool = False, bent: bool = False) -> dict:
-    """Checks that the slots' gradients are added in place to what the sums held before.
-
-    Args:
-      implementation: of kernels_pallas.
-      dtype: of the sums: bfloat16, that of the slots, or float32.
-      toy, bent: as in check.
-
-    Raises:
-      WrongError: the sums are not what they held plus the gradients.
-    """
-    inputs, static, _ = prepare(MASKED, toy)
-    del inputs.options['num_slots']
-    static, start = static | {'num_slots': 3}, 0.5
-    sums = tuple(jnp.full(x.shape, start, dtype) for x in inputs[3:5])
-    way = 'accumulate float32' if dtype == 'float32' else 'accumulate'
-    found = _run(program(implementation, static, toy, way), inputs, sums)
-    right, worst = _run(program(implementation, static, toy), inputs), 0.0
-    for name in ('dk_depth', 'dv_depth'):
-        error = np.abs(found[name] * (1.5 if bent else 1) - start - right[name])
-        error[3:] *= 1e3  # where nothing is added nothing may change
-        worst = max(worst, float(np.max(error - 0.02 * np.abs(start + right[name]))))
-        if not np.abs(right[name][:3]).max() > 0.1:
-            raise WrongError('the gradients of the slots are too small to be compared')
-    if not worst <= 0.01:
-        raise WrongError(f'sums of the gradients in {dtype} are off by {worst:.3g}')
-    return {'error_beyond_rounding': worst}
 
 
 def check_decode(batch: int, length: int, slots: int, toy: bool = False, bent: bool = False):
     """decode_attention in bfloat16 against the exact softmax: at most twice float32's error.
 
-    Args:
-      batch: rows, each at its own position.
-      length: capacity of the cache.
-      slots: depth slots of the new token.
-      toy, bent: as in check.
-
-    Raises:
-      WrongError: the error is larger, or a rerun differs.
+    Each row of the batch is at its own position in a cache of capacity `length`.
     """
     batch, length = (3, 13) if toy else (batch, length)
     sizes = {'B': batch, 'T': 1, 'S': length + 1, 'N': 8, 'K': 4, 'H': 128, 'L': slots}
-    inputs, (do, dlse), _, taken, _, seen = make_case(**DEFAULTS | sizes)
+    inputs, cotangents, _, taken, _, seen = make_case(**DEFAULTS | sizes)
     q, k, v, k_depth, v_depth, _ = inputs = [jnp.asarray(x, jnp.bfloat16) for x in inputs]
     inputs[5] = q
     filled_B = np.linspace(0, length, batch).astype(int)
     visible_BS = np.arange(length) < filled_B[:, None]
     keys = np.concatenate([visible_BS, np.ones((batch, 1), bool)], axis=1)[:, None]
-    value, *_ = exact(inputs, (do, dlse), taken, keys, seen, 128**-0.5)
+    value, *_ = exact(inputs, cotangents, taken, keys, seen, 128**-0.5)
 
     def decode(q, k, v, k_depth, v_depth, visible_BS):
         cached = (jnp.transpose(side[:, :length], (0, 2, 3, 1)) for side in (k, v))
@@ -205,10 +133,10 @@ def check_decode(batch: int, length: int, slots: int, toy: bool = False, bent: b
     run, arrays = _jit(decode, toy), (q, k, v, k_depth, v_depth)
     mine, again = (np.asarray(run(*arrays, visible_BS), np.float64) for _ in range(2))
     wide = run(*(x.astype(jnp.float32) for x in arrays), visible_BS).astype(jnp.bfloat16)
-    errors = [largest(x * (1.5 if bent else 1) - value) for x in (mine, np.float64(wide))]
-    allowed = 2 * largest(np.float64(wide) - value) + 2e-6
-    if not errors[0] <= allowed:
-        raise WrongError(f'o is off by {errors[0]:.3g}, allowed {allowed:.3g}')
+    allowed = {'o': 2 * largest(np.float64(wide) - value) + 2e-6}
+    errors, wrong = errors_of({'o': mine * (1.5 if bent else 1)}, {'o': value}, allowed)
     if (mine != again).any():
-        raise WrongError('o differs in a rerun')
-    return {'errors': {'o': errors[0]}, 'allowed': {'o': allowed}}
+        wrong.append('o differs in a rerun')
+    if wrong:
+        raise WrongError('; '.join(wrong))
+    return {'errors': errors, 'allowed': allowed}

@@ -25,32 +25,31 @@ print(json.dumps({
 """
 
 
-def installed_version(package: str) -> str | None:
-    """The version of a package as pip calls it; None if it is not there."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def _installed(packages):
+    """Versions of those packages that are there, by the names that pip has for them."""
+    found = {}
+    for package in packages:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
 
 
 def missing_packages() -> list[str]:
     """Packages of setup.py that are not installed here."""
-    return [package for package in REQUIRED if installed_version(package) is None]
+    return [package for package in REQUIRED if package not in _installed(REQUIRED)]
 
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the installed packages that may change a result."""
-    found = {package: installed_version(package) for package in PACKAGES}
-    known = {package: version for package, version in found.items() if version}
-    return {'python': sys.version.split()[0], **known}
+    return {'python': sys.version.split()[0], **_installed(PACKAGES)}
 
 
 def probe() -> tuple[dict, str]:
     """Asks another process for JAX's first device, because this one must not hold its memory.
 
-    Returns:
-      dict with `platform`, `device`, `capability` and `platform_version`, empty if JAX did not
-      start; and the last line of its errors.
+    Returns its facts, as in _PROBE, empty if JAX did not start; and the last line of its errors.
     """
     command = [sys.executable, '-c', _PROBE]
     try:
@@ -63,39 +62,26 @@ def probe() -> tuple[dict, str]:
 
 
 def why_no_gpu(env: dict, error: str = '') -> str:
-    """Why JAX sees no GPU, in one line.
-
-    Args:
-      env: of the process that looked for one.
-      error: the last line of its errors.
-    """
+    """Why JAX sees no GPU, in one line, by the environment and the last error of a `probe`."""
     wanted = env.get('JAX_PLATFORMS', '')
     if wanted and not {'cuda', 'gpu'} & set(wanted.split(',')):
         return f'JAX_PLATFORMS={wanted} is set; unset it, or set it to cuda,cpu'
-    known, plugins = versions(), _plugins()
+    known, plugins = versions(), _installed(f'jax-cuda{cuda}-plugin' for cuda in OLDEST_DRIVERS)
     if not plugins:
         return f"JAX has no CUDA plugin; pip install 'jax[cuda13]=={known.get('jax', 'VERSION')}'"
-    name, version = plugins[0]
+    name, version = next(iter(plugins.items()))
     if version.split('.')[:2] != known.get('jaxlib', '').split('.')[:2]:
         return f'{name} {version} does not fit jaxlib {known.get("jaxlib")}; they must be equal'
     driver = driver_version()
     if driver is None or not (glob.glob('/dev/nvidia[0-9]*') or os.path.exists('/dev/dxg')):
         return f'JAX has {name} {version}, but this machine shows no NVIDIA driver'
     cuda = re.search(r'cuda(\d+)', name)[1]
-    oldest = OLDEST_DRIVERS.get(cuda, 0)
-    if int(driver.split('.')[0]) < oldest:
-        right = f'CUDA {cuda} needs {oldest} or newer'
+    if int(driver.split('.')[0]) < OLDEST_DRIVERS[cuda]:
+        right = f'CUDA {cuda} needs {OLDEST_DRIVERS[cuda]} or newer'
         return f'the NVIDIA driver {driver} is too old for {name}: {right}'
     hidden = env.get('CUDA_VISIBLE_DEVICES')
     seen = f'; CUDA_VISIBLE_DEVICES={hidden}' if hidden is not None else ''
     return f'driver {driver} and {name} {version} are there{seen}; JAX says: {error or "nothing"}'
-
-
-def _plugins():
-    """(name, version) of the CUDA plugins of JAX."""
-    names = [f'jax-cuda{cuda}-plugin' for cuda in OLDEST_DRIVERS]
-    found = [(name, installed_version(name)) for name in names]
-    return [(name, version) for name, version in found if version]
 
 
 def driver_version() -> str | None:

@@ -1,8 +1,11 @@
 """The models that benchmarks compare, by size and by what sets them apart."""
 
-from configs import base, dense_isoflop, mod_isoflop, moda_700m, mode_integrated, moe, sizes
+from typing import Literal
+
+from configs import dense_isoflop, mod_isoflop, moda_700m, mode_integrated, moe
 from moddepth_jax.hparams import Hparams, from_config
 
+Dtype = Literal['float32', 'bfloat16']
 # How each variant is called in tables.
 TITLES = {
     'dense': 'dense',
@@ -33,16 +36,11 @@ def _dense_config(size: str):
 def make_model(
     variant: str, size: str, length: int, batch: int, router: str | None = None, **knobs
 ) -> Hparams:
-    """Hparams of a variant; mod, both and staged route an eighth through every other block.
+    """Hparams of a variant (of TITLES), of size LAYERSxWIDTH or one of NAMED_SIZES.
 
-    Those with experts (moe, staged, integrated) have those of configs/moe.py in place of the mlp.
-
-    Args:
-      variant: one of TITLES.
-      size: LAYERSxWIDTH or one of NAMED_SIZES.
-      length, batch: of a batch.
-      router: of the routed blocks; None: the learned one.
-      knobs: of `config.model`, such as num_kv_heads; None keeps the value of the size.
+    mod, both and staged route an eighth through every other block, by the learned router if
+    `router` is None. moe, staged and integrated have the experts of configs/moe.py in place of the
+    mlp. `knobs` are of `config.model`; None keeps the value of the size.
     """
     config = _dense_config(size)
     if variant in ('moda', 'both'):
@@ -60,13 +58,3 @@ def make_model(
     config.data.sequence_length, config.data.batch_size = length, batch
     config.training.accumulate_steps = 1
     return from_config(config)
-
-
-def grouped_heads(size: str) -> int:
-    """Half of the query heads of a size, 1 if their number is odd; a named size keeps its own."""
-    if size in NAMED_SIZES:
-        return _dense_config(size).model.num_kv_heads
-    config = base.get_config()
-    sizes.apply_size(config, size)
-    heads = config.model.num_heads
-    return heads // 2 if heads % 2 == 0 else 1

@@ -99,16 +99,9 @@ def _loss(params, batch, hparams: Hparams):
 
 @functools.partial(jax.jit, static_argnames=('hparams', 'num_steps'), donate_argnums=0)
 def plain_step(state, batch, *, hparams: Hparams, num_steps: int):
-    """One training step.
+    """One training step: the next state, (params, state of the optimizer), and the loss.
 
-    Args:
-      state: (params, state of the optimizer).
-      batch: as of the library's train step.
-      hparams: of the model.
-      num_steps: of the learning rate's schedule.
-
-    Returns:
-      The next state, and the loss.
+    `batch` is as of the library's train step; `num_steps` is of the learning rate's schedule.
     """
     params, optimizer_state = state
     with jax.numpy_rank_promotion('allow'):

@@ -18,12 +18,9 @@ _PACKAGES = ('configs', 'kernels_pallas', 'launch', 'moddepth_jax')
 
 
 class Results:
-    """The lines of a file, and the newest line of each case.
+    """The lines of a file, which need not exist, and the newest row of each case, `latest`.
 
-    Attributes:
-      path: of the file; it need not exist.
-      latest: the newest row of each case, by name.
-      damaged: number of lines that are no JSON object with a case: a write was cut short.
+    `damaged` is the number of lines that are no JSON object with a case: a write was cut short.
     """
 
     def __init__(self, path):
@@ -39,13 +36,11 @@ class Results:
         self._separator = '\n' if text and not text.endswith('\n') else ''
 
     def add(self, row: dict):
-        """Appends a row, with at least `case` and `status`, and waits until the disk has it.
-
-        Numbers that are not finite become strings.
-        """
-        self.latest[row['case']] = row
+        """Appends a row, with at least `case` and `status`, and waits until the disk has it."""
+        # JSON has no NaN and no infinity: they become strings.
+        row = self.latest[row['case']] = json.loads(json.dumps(row), parse_constant=str)
         with open(self.path, 'a', encoding='utf-8') as file:
-            file.write(self._separator + json.dumps(_finite(row)) + '\n')
+            file.write(self._separator + json.dumps(row) + '\n')
             file.flush()
             os.fsync(file.fileno())
         self._separator = ''
@@ -53,17 +48,6 @@ class Results:
     def status(self, case: str) -> str | None:
         """Status of a case; None if it never ran."""
         return self.latest.get(case, {}).get('status')
-
-
-def _finite(value):
-    """A value without NaN and infinity, which JSON does not have."""
-    if isinstance(value, dict):
-        return {name: _finite(inner) for name, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(inner) for inner in value]
-    if isinstance(value, float) and (value != value or abs(value) == float('inf')):
-        return str(value)
-    return value
 
 
 def code_version() -> dict[str, str]:
@@ -93,13 +77,10 @@ def collect_measurements() -> dict[str, str]:
 
 
 def restore_measurements(rows) -> int:
-    """Writes the files of `collect_measurements` that this machine lacks; returns how many.
+    """Writes the `measurements` in rows of results that this machine lacks; returns how many.
 
     What was measured on another kind of GPU or with other kernels has another name or key, and is
     not read.
-
-    Args:
-      rows: of results; some have `measurements`.
     """
     from kernels_pallas.autotune import cache_folder
 

@@ -5,11 +5,14 @@ a child as long as it lives: starting one takes many seconds. A child that crash
 only the case that it was running.
 """
 
+import collections
+import dataclasses
 import datetime
 import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 from moddepth_jax.benchmarks.results import BAD, FINAL, Results
@@ -20,50 +23,33 @@ MOST_HUNG = 2  # cases of a group, after which the rest of it is skipped
 
 
 class Case(NamedTuple):
-    """One thing that is checked or measured.
+    """One thing that is checked or measured."""
 
-    Attributes:
-      name: unique, parts separated by slashes.
-      group: cases of one group share a process.
-      expected: seconds on one large GPU, compilation included; a guess until it was measured.
-      limit: seconds after which it counts as hung.
-      run: MODULE:FUNCTION; the function returns a dict of JSON values.
-      arguments: of the function.
-      needs: beginnings of names; if such a case was not right, this one is skipped.
-      in_process: the child itself uses the device; False: it starts a command that does.
-    """
-
-    name: str
-    group: str
-    expected: float
-    limit: float
-    run: str
+    name: str  # unique, parts separated by slashes
+    group: str  # cases of one group share a process
+    expected: float  # seconds on one large GPU, compilation included: a guess
+    limit: float  # seconds after which it counts as hung
+    run: str  # MODULE:FUNCTION; the function returns a dict of JSON values
     arguments: dict = {}
-    needs: tuple[str, ...] = ()
-    in_process: bool = True
+    needs: tuple[str, ...] = ()  # beginnings of names; skipped if such a case was not right
+    in_process: bool = True  # False: it starts a command that uses the device
 
 
-def pending(cases, results: Results, code: dict, again: bool, chosen: bool):
+def pending(cases, results: Results, code: str, again: bool, chosen: bool):
     """The Cases that are still to be run, and lines about what the file holds.
 
-    Args:
-      cases: Cases.
-      results: so far.
-      code: as results.code_version returns.
-      again: repeat cases whose result is of other code; if `chosen`, all.
-      chosen: the cases were named by the user.
+    `again` repeats those whose result is of other `code`, and if the user has `chosen` them, all.
     """
     rows = {case.name: results.latest.get(case.name, {}) for case in cases}
     done = {name for name, row in rows.items() if row.get('status') in FINAL}
-    other = {name for name in done if rows[name].get('code') != code['code']}
-    lines = []
+    other, lines = {name for name in done if rows[name].get('code') != code}, []
     if results.damaged:
         lines.append(f'{results.path}: {results.damaged} damaged line(s) ignored')
     if other:
-        commits = sorted({str(rows[name].get('commit'))[:12] for name in other})
+        commits = ', '.join(sorted({str(rows[name].get('commit'))[:12] for name in other}))
         what = 'they run again' if again else '--again repeats them'
-        of = f'commit {", ".join(commits)}'
-        lines.append(f'{results.path}: {len(other)} results of other code ({of}) are kept; {what}')
+        kept = f'{len(other)} results of other code (commit {commits}) are kept'
+        lines.append(f'{results.path}: {kept}; {what}')
     if again:
         done = set() if chosen else done - other
     if done:
@@ -71,21 +57,14 @@ def pending(cases, results: Results, code: dict, again: bool, chosen: bool):
     return [case for case in cases if case.name not in done], lines
 
 
-class EndedError(RuntimeError):
-    """The child ended without an answer."""
-
-
 class LostError(RuntimeError):
     """No child can use the device any more."""
 
 
 class Child:
-    """One process that answers for the cases of a group.
+    """One process, of `target`(connection, log, *args), that answers for the cases of a group.
 
-    Args:
-      target: what it runs: a function of a connection, the log and `args`.
-      args: further arguments of target.
-      log: path of the file that gets its output.
+    The file `log` gets its output.
     """
 
     def __init__(self, target, args, log):
@@ -96,29 +75,20 @@ class Child:
         self.process.start()
         theirs.close()
 
-    def ask(self, name: str):
-        """Sends the name of a case."""
-        try:
-            self.connection.send(name)
-        except BrokenPipeError as error:
-            raise EndedError(self.last_words()) from error
+    def answer(self, seconds: float, name: str | None = None) -> dict | None:
+        """The next row, of the case `name` if there is one; None: none in so many seconds.
 
-    def answer(self, seconds: float) -> dict:
-        """The next row.
-
-        Raises:
-          TimeoutError: none in so many seconds.
-          EndedError: the process ended; says how, and the last line of its output.
+        A process that ended has failed, by its exit status and the last line of its output.
         """
-        if not self.connection.poll(max(0.0, seconds)):
-            raise TimeoutError
         try:
-            return self.connection.recv()
-        except (EOFError, ConnectionResetError) as error:
-            raise EndedError(self.last_words()) from error
+            if name is not None:
+                self.connection.send(name)
+            return self.connection.recv() if self.connection.poll(max(0.0, seconds)) else None
+        except (BrokenPipeError, EOFError, ConnectionResetError):
+            reason = f'the process ended: {self._last_words()}'
+            return {'status': 'failed', 'reason': reason, 'ends': True}
 
-    def last_words(self) -> str:
-        """Exit status or signal, and the last line of the output."""
+    def _last_words(self):
         self.process.join(10)
         status = self.process.exitcode
         if status is None:
@@ -139,23 +109,16 @@ class Child:
         self.connection.close()
 
 
+@dataclasses.dataclass
 class Run:
-    """One pass over a list of cases.
+    """One pass over a list of cases."""
 
-    Args:
-      results: gets one row for each case.
-      start: makes a Child.
-      stamp: is added to every row: device, versions, commit.
-      seconds_left: until the deadline; a function without arguments.
-      say: is called with one line for each case.
-      time_all: cases run whatever became of those that they need.
-    """
-
-    def __init__(self, results: Results, start, stamp, seconds_left, say=print, time_all=False):
-        self.results, self.start, self.stamp = results, start, stamp
-        self.seconds_left, self.say, self.time_all = seconds_left, say, time_all
-        self.child, self.group = None, None
-        self.hung = {}  # cases of each group
+    results: Results  # gets one row for each case
+    start: Callable[[], Child]
+    stamp: dict  # is added to every row: device, versions, commit
+    seconds_left: Callable[[], float]  # until the deadline
+    say: Callable[[str], None]  # is called with one line for each case
+    time_all: bool = False  # cases run whatever became of those that they need
 
     def run(self, cases) -> list[str]:
         """Runs the cases in their order and returns the names of those that are not done.
@@ -163,69 +126,62 @@ class Run:
         Raises:
           LostError: a child cannot start or has no device; the rest was not run.
         """
-        later = []
+        self.child, self.group, self.hung, later = None, None, collections.Counter(), []
         try:
             for case in cases:
-                if why := self._blocked(case):
-                    self._add(case, {'status': 'skipped', 'reason': why}, 0.0)
-                    continue
-                new = self.child is None or self.group != case.group
-                if self.seconds_left() < case.expected + (START_SECONDS if new else 0.0):
-                    later.append(case.name)
-                    continue
-                row, seconds = self._one(case)
-                self._add(case, row, seconds)
+                begin, row = time.monotonic(), self._skip(case)
+                if row is None:
+                    if self.child is None or self.group != case.group:
+                        self._end_child()
+                    starting = START_SECONDS * (self.child is None)
+                    if self.seconds_left() < case.expected + starting:
+                        later.append(case.name)
+                        continue
+                    self._start_child(case.group)
+                    begin, row = time.monotonic(), self._one(case)
+                self._add(case, row, time.monotonic() - begin)
                 if row['status'] not in FINAL:
                     later.append(case.name)
         finally:
             self._end_child()
         return later
 
-    def _blocked(self, case):
-        """Why a case is skipped; None if it runs."""
-        if self.hung.get(case.group, 0) >= MOST_HUNG:
-            return f'{MOST_HUNG} cases of {case.group} hung before it'
+    def _skip(self, case):
+        """The row of a case that does not run; None if it does."""
+        if self.hung[case.group] >= MOST_HUNG:
+            return {'status': 'skipped', 'reason': f'{MOST_HUNG} of {case.group} hung before it'}
         for name, row in self.results.latest.items() if not self.time_all else ():
-            if row.get('status') in BAD and any(name.startswith(start) for start in case.needs):
-                return f'a wrong kernel is not timed: {name} {row["status"]}'
+            if row.get('status') in BAD and name.startswith(case.needs):
+                reason = f'a wrong kernel is not timed: {name} {row["status"]}'
+                return {'status': 'skipped', 'reason': reason}
         return None
 
     def _one(self, case):
-        """The row of a case, without what every row has, and its seconds."""
-        self._start_child(case.group)
-        begin, left = time.monotonic(), self.seconds_left()
-        try:
-            self.child.ask(case.name)
-            row = self.child.answer(min(case.limit, left))
-            ends = row.pop('ends', False)
-        except TimeoutError:
-            row, ends = {'status': 'cut', 'reason': 'the deadline came first'}, True
-            if left >= case.limit:
-                row = {'status': 'hung', 'reason': f'no answer in {case.limit:g} s'}
-                self.hung[case.group] = self.hung.get(case.group, 0) + 1
-        except EndedError as error:
-            row, ends = {'status': 'failed', 'reason': f'the process ended: {error}'}, True
-        seconds = time.monotonic() - begin
-        if ends:
+        """The row of a case, without what every row has."""
+        left = self.seconds_left()
+        row = self.child.answer(min(case.limit, left), case.name)
+        if row is None and left < case.limit:
+            row = {'status': 'cut', 'reason': 'the deadline came first', 'ends': True}
+        elif row is None:
+            row = {'status': 'hung', 'reason': f'no answer in {case.limit:g} s', 'ends': True}
+            self.hung[case.group] += 1
+        if row.pop('ends', False):
             self._end_child()
         if lost := row.get('lost'):
             raise LostError(lost)
-        return row, seconds
+        return row
 
     def _start_child(self, group):
-        if self.child is not None and self.group == group:
-            return
-        self._end_child()
-        for attempt in range(2):
-            self.child, self.group = self.start(), group
-            try:
-                self.child.answer(min(START_LIMIT, max(1.0, self.seconds_left())))
+        for _ in range(2):  # the memory of a killed process may not be free yet
+            if self.child is not None:
                 return
-            except (TimeoutError, EndedError) as error:
-                why = str(error) or 'no answer'
+            self.child, self.group = self.start(), group
+            row = self.child.answer(min(START_LIMIT, max(1.0, self.seconds_left())))
+            row = row or {'status': 'hung', 'reason': 'no answer'}
+            if row['status'] != 'ready':
                 self._end_child()
-                if attempt:
-                    raise LostError(f'a process of {group} does not start: {why}') from error
+        if self.child is None:
+            raise LostError(f'a process of {group} does not start: {row["reason"]}')
 
     def _end_child(self):
         if self.child is not None:

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moddepth_jax.benchmarks.models import make_model
 from moddepth_jax.benchmarks.tables import column_per_row, fixed
 from moddepth_jax.benchmarks.timing import time_interleaved
-from moddepth_jax.hparams import Hparams
 from moddepth_jax.inference.scoring import row_lengths, score
 from moddepth_jax.model.transformer import Transformer, causal_routing
 from moddepth_jax.training.summary import versions
@@ -57,51 +57,48 @@ def _in_batches(variables, hparams, requests):
     return [one.log_likelihood for one in scores]
 
 
-def bench_scoring(models: dict[str, Hparams], repeats: int) -> dict:
-    """Times both ways in turn, on the options of multiple-choice questions.
+def _compare(name, hparams, repeats):
+    """A row for each length of options: both ways timed in turn, and how far they differ."""
+    tokens_BT = jnp.zeros((1, 16), jnp.int32)
+    variables = jax.jit(Transformer(hparams).init)(jax.random.key(hparams.seed), tokens_BT)
+    for option, option_tokens in OPTION_TOKENS.items():
+        requests = _requests(option_tokens)
+        calls = {
+            'one_by_one': functools.partial(_one_by_one, variables, hparams, requests),
+            'in_batches': functools.partial(_in_batches, variables, hparams, requests),
+        }
+        difference = np.subtract(*(call() for call in calls.values()))
+        seconds = time_interleaved(calls, repeats, warmup=1)
+        row = {'model': name, 'options': option, 'requests': len(requests)}
+        for way, values in seconds.items():
+            row[f'{way}_milliseconds'] = 1e3 * float(np.median(values)) / len(requests)
+        ratios = seconds['one_by_one'] / seconds['in_batches']
+        row['ratio'] = float(np.median(ratios))
+        row['ratio_range'] = [float(ratios.min()), float(ratios.max())]
+        yield row | {'difference': float(np.abs(difference).max())}
+
+
+LINES = {
+    'one by one, ms a request': ('one_by_one_milliseconds', fixed(2)),
+    'in batches, ms a request': ('in_batches_milliseconds', fixed(2)),
+    'one by one / in batches': ('ratio', fixed(1)),
+    'range of the ratio': ('ratio_range', lambda ends: '{:.1f} to {:.1f}'.format(*ends)),
+    'greatest difference, nats': ('difference', '{:.1e}'.format),
+}
+
+
+def scoring(*, size: str = '6x256', repeats: int = 5):
+    """Log-likelihoods of the options of multiple-choice questions: batches, or one by one.
+
+    Of the dense and the Mixture-of-Depths model, with random weights; batches share rows.
 
     Args:
-      models: by name; their weights are random.
+      size: LAYERSxWIDTH.
       repeats: timed rounds.
-
-    Returns:
-      dict with `versions`, `batch_size`, `repeats` and `rows`: one for each `model` and length of
-      `options`, with the number of `requests`, the median milliseconds a request
-      `one_by_one_milliseconds` and `in_batches_milliseconds`, their `ratio` (the median over
-      rounds, and `ratio_range`) and `difference`, the greatest of a log-likelihood, in nats.
     """
-    rows = []
-    for name, hparams in models.items():
-        tokens_BT = jnp.zeros((1, 16), jnp.int32)
-        variables = jax.jit(Transformer(hparams).init)(jax.random.key(hparams.seed), tokens_BT)
-        for option, option_tokens in OPTION_TOKENS.items():
-            requests = _requests(option_tokens)
-            calls = {
-                'one_by_one': functools.partial(_one_by_one, variables, hparams, requests),
-                'in_batches': functools.partial(_in_batches, variables, hparams, requests),
-            }
-            difference = np.subtract(*(call() for call in calls.values()))
-            seconds = time_interleaved(calls, repeats, warmup=1)
-            row = {'model': name, 'options': option, 'requests': len(requests)}
-            for way, values in seconds.items():
-                row[f'{way}_milliseconds'] = 1e3 * float(np.median(values)) / len(requests)
-            ratios = seconds['one_by_one'] / seconds['in_batches']
-            row['ratio'] = float(np.median(ratios))
-            row['ratio_range'] = [float(ratios.min()), float(ratios.max())]
-            rows.append(row | {'difference': float(np.abs(difference).max())})
-    return {'versions': versions(), 'batch_size': BATCH_SIZE, 'repeats': repeats, 'rows': rows}
-
-
-def scoring_table(result: dict, size: str):
-    """A column for each model and length of options of `bench_scoring`."""
-    lines = {
-        'one by one, ms a request': ('one_by_one_milliseconds', fixed(2)),
-        'in batches, ms a request': ('in_batches_milliseconds', fixed(2)),
-        'one by one / in batches': ('ratio', fixed(1)),
-        'range of the ratio': ('ratio_range', lambda ends: '{:.1f} to {:.1f}'.format(*ends)),
-        'greatest difference, nats': ('difference', '{:.1e}'.format),
-    }
-    rows = result['rows']
+    compared = {name: make_model(name, size, 256, 1) for name in ('dense', 'mod')}
+    rows = [row for name, h in compared.items() for row in _compare(name, h, repeats)]
     heads = ['options of', *(f'{row["model"]}, {row["options"]}' for row in rows)]
-    title = f'log-likelihoods, {size}, {result["batch_size"]} rows a batch'
-    return column_per_row(title, heads, lines, rows)
+    title = f'log-likelihoods, {size}, {BATCH_SIZE} rows a batch'
+    facts = {'versions': versions(), 'batch_size': BATCH_SIZE, 'repeats': repeats}
+    yield {'size': size, **facts, 'rows': rows}, [column_per_row(title, heads, LINES, rows)]

@@ -1,15 +1,17 @@
 """How long training steps take: each model in turn with the first one, or written out by hand."""
 
 import dataclasses
+import functools
+import itertools
 import time
 
 import jax
 import numpy as np
 
 from kernels_pallas.backends import log_lines
-from moddepth_jax.benchmarks.models import TITLES
+from moddepth_jax.benchmarks.models import GROUPS, NAMED_SIZES, TITLES, Dtype, make_model
 from moddepth_jax.benchmarks.plain_step import plain_step
-from moddepth_jax.benchmarks.tables import column_per_row, fixed, pivot
+from moddepth_jax.benchmarks.tables import column_per_row, fixed
 from moddepth_jax.benchmarks.timing import time_interleaved, try_run
 from moddepth_jax.data.pipeline import make_dataset
 from moddepth_jax.hparams import Hparams
@@ -33,10 +35,7 @@ DATA_BATCHES = 20  # that are fetched to time them
 class CompiledStep:
     """A train step on one batch, compiled apart from running it.
 
-    Attributes:
-      temp_bytes: peak of what a step allocates besides its arguments and results.
-      trace_seconds: tracing and lowering.
-      compile_seconds: of XLA; nothing is compiled if JAX's persistent cache holds the program.
+    `temp_bytes` is the peak of what it allocates besides arguments and results.
     """
 
     def __init__(self, hparams: Hparams):
@@ -61,13 +60,11 @@ class PlainStep:
 
     def __init__(self, hparams: Hparams, batch):
         state = jax.jit(lambda: init_state(hparams, NUM_STEPS))()
-        self.hparams, self.batch = hparams, batch
-        self.state = state.params, state.optimizer_state
+        self.state, self.batch = (state.params, state.optimizer_state), batch
+        self.step = functools.partial(plain_step, hparams=hparams, num_steps=NUM_STEPS)
 
     def __call__(self):
-        self.state, loss = plain_step(
-            self.state, self.batch, hparams=self.hparams, num_steps=NUM_STEPS
-        )
+        self.state, loss = self.step(self.state, self.batch)
         return loss
 
 
@@ -77,20 +74,11 @@ def with_model(hparams: Hparams, **knobs) -> Hparams:
 
 
 def compare_steps(models: dict[str, Hparams], repeats: int, by_hand: bool = False) -> dict:
-    """Times one training step of each model in turn with the first, two in memory at a time.
+    """Times one training step of each model in turn with the first, the baseline.
 
-    Args:
-      models: by name; the first one is the baseline.
-      repeats: timed rounds.
-      by_hand: each model is also timed in turn with the same step written out by hand.
-
-    Returns:
-      dict with `versions`, `length`, `batch`, `dtype`, `attention`, `repeats`,
-      `attention_backends` (a line for each choice so far) and `rows`: for each model its name and
-      either `failed`, one line, or what `step_row` returns.
-
-    Raises:
-      ValueError: the baseline itself cannot run.
+    Two are in memory at a time. With `by_hand` each is also timed in turn with the same step
+    written out by hand. `rows` are, for each model, its name and either `failed`, one line, or what
+    `step_row` returns. Raises ValueError if the baseline itself cannot run.
     """
     first, baseline, rows = next(iter(models)), None, []
     for name, hparams in models.items():
@@ -128,17 +116,9 @@ def compare_steps(models: dict[str, Hparams], repeats: int, by_hand: bool = Fals
 
 
 def step_row(hparams: Hparams, step: CompiledStep, seconds) -> dict:
-    """What the times of one model's step say.
+    """What the times of one model's step say; the median of `step_seconds`, and counted FLOPs.
 
-    Args:
-      hparams: of the model.
-      step: its compiled step.
-      seconds: of each round.
-
-    Returns:
-      dict with the median `step_seconds`, `tokens_per_second`, counted `flops` and
-      `flops_per_second`, `parameters`, `temp_bytes`, `trace_seconds`, `compile_seconds`, and, with
-      routed experts, what `grouped_matmul_facts` returns.
+    With routed experts it has what `grouped_matmul_facts` returns, too.
     """
     flops, median = train_step_flops(hparams), float(np.median(seconds))
     return {
@@ -157,16 +137,10 @@ def step_row(hparams: Hparams, step: CompiledStep, seconds) -> dict:
 def compare(seconds, flops, dense_seconds, dense_flops) -> dict:
     """`time_ratio` and `flops_ratio` to the baseline, and `realised_saving`: FLOP over time ratio.
 
-    Args:
-      seconds, flops: of a step; seconds may be an array of the same rounds as dense_seconds.
-      dense_seconds, dense_flops: of the baseline.
+    The seconds may be arrays of the same rounds.
     """
-    time_ratio, flops_ratio = np.median(seconds / dense_seconds), flops / dense_flops
-    return {
-        'time_ratio': float(time_ratio),
-        'flops_ratio': flops_ratio,
-        'realised_saving': float(flops_ratio / time_ratio),
-    }
+    times, flops = float(np.median(seconds / dense_seconds)), flops / dense_flops
+    return {'time_ratio': times, 'flops_ratio': flops, 'realised_saving': flops / times}
 
 
 def _batch_seconds(hparams):
@@ -205,10 +179,9 @@ def ragged_dot_expansion(num_experts: int) -> float | None:
 def grouped_matmul_facts(hparams: Hparams) -> dict:
     """What the routed experts of a model run in a training step; empty for a model without.
 
-    Returns:
-      dict with `product`, the implementation; `executed_over_active`, three times the FLOPs of its
-      products in the traced forward pass, with places that may stay empty, over the counted ones of
-      the experts (recomputation is in neither); and `ragged_dot_expansion`.
+    `product` is the implementation; `executed_over_active` three times the FLOPs of its products in
+    the traced forward pass, with places that may stay empty, over the counted ones of the experts
+    (recomputation is in neither).
     """
     if not hparams.model.expert_layers:
         return {}
@@ -224,11 +197,6 @@ def grouped_matmul_facts(hparams: Hparams) -> dict:
         'executed_over_active': executed / active,
         'ragged_dot_expansion': ragged_dot_expansion(experts.num_routed),
     }
-
-
-def describe_expansion(factor: float) -> str:
-    """What XLA makes of a ragged_dot, from its FLOPs over those of its rows."""
-    return f'expanded, {factor:.1f} x' if factor > EXPANDED else 'grouped'
 
 
 LINES = {
@@ -248,7 +216,10 @@ LINES = {
     'compilation, s': ('compile_seconds', fixed(1)),
     'grouped matmul of the experts': ('product', str),
     'its FLOPs, executed at most / active': ('executed_over_active', fixed(3)),
-    'ragged_dot on this device, compiled FLOPs': ('ragged_dot_expansion', describe_expansion),
+    'ragged_dot on this device, compiled FLOPs': (
+        'ragged_dot_expansion',
+        lambda factor: f'expanded, {factor:.1f} x' if factor > EXPANDED else 'grouped',
+    ),
 }
 
 
@@ -259,58 +230,59 @@ def steps_table(title: str, rows: list[dict]):
     return column_per_row(title, ['', *names], lines, rows)
 
 
-def compare_depths(models: dict[str, Hparams], depths, unrolled_up_to: int, repeats: int) -> dict:
-    """Memory, compile time and step time of two models by depth, scanned and unrolled.
+def step(
+    *,
+    size: str = '6x256',
+    variants: list[str] | None = None,
+    lengths: list[int] | None = None,
+    tokens: int | None = None,
+    kv_heads: list[int] | None = None,
+    dtype: Dtype | None = None,
+    attention: str | None = None,
+    repeats: int = 11,
+):
+    """One training step of the dense and the Mixture-of-Depths model at the same batch tokens.
+
+    Each is timed in turn with the same mathematics written out by hand; with `variants`, those are
+    timed in turn with the dense model.
 
     Args:
-      models: by name, the baseline first; their own numbers of layers do not matter.
-      depths: numbers of layers.
-      unrolled_up_to: deeper models are only scanned: unrolled programs grow with depth.
+      size: LAYERSxWIDTH, 124m or 700m.
+      variants: models, dense first: dense, mod, moda, both, moe, mode (staged and integrated),
+        staged, integrated. Default: dense,mod.
+      lengths: sequence lengths. Default: 512,2048, or what fits the size.
+      tokens: of a batch. Default: 4096, or what fits the size.
+      kv_heads: key/value heads, each in a table. Default: those of the size.
+      dtype: of activations. Default: float32.
+      attention: model.attention of the models. Default: auto.
       repeats: timed rounds.
-
-    Returns:
-      dict as of `compare_steps`, whose rows have `depth`, `layer_loop` and `remat` too; ratios are
-      to the first model, scanned with recomputation (`block`), of the same depth.
     """
-    first, second = models
-    forms = [(first, loop, 'block') for loop in ('scan', 'unrolled')]
-    forms += [(second, loop, remat) for loop in ('scan', 'unrolled') for remat in ('block', 'none')]
-    rows = []
-    for depth in depths:
-        chosen = [form for form in forms if form[1] == 'scan' or depth <= unrolled_up_to]
-        compiled = {
-            ', '.join((name, loop, remat)): with_model(
-                models[name], num_layers=depth, layer_loop=loop, remat=remat
-            )
-            for name, loop, remat in chosen
-        }
-        result = compare_steps(compiled, repeats)
-        for (name, loop, remat), row in zip(chosen, result['rows'], strict=True):
-            form = {'depth': depth, 'model': name, 'layer_loop': loop, 'remat': remat}
-            rows.append(row | form)
-    return result | {'rows': rows}
-
-
-def depth_tables(result: dict, shape: str) -> list:
-    """Tables of memory, compilation and time by depth; `shape` ends their titles."""
-    first = result['rows'][0]['model']
-    cells = {
-        'temporary memory, MiB': lambda row: f'{row["temp_bytes"] / 2**20:.1f}',
-        'compilation (tracing and lowering before it), s': lambda row: (
-            f'{row["compile_seconds"]:.1f} ({row["trace_seconds"]:.1f})'
-        ),
-        f'train step, ms (over {first}, scan, block)': lambda row: (
-            f'{1e3 * row["step_seconds"]:.0f} ({row["time_ratio"]:.2f})'
-        ),
-    }
-    return [
-        pivot(
-            f'{title}; {shape}',
-            result['rows'],
-            line=lambda row: f'{row["model"]}, {row["layer_loop"]}, {row["remat"]}',
-            column=lambda row: str(row['depth']),
-            text=lambda row, cell=cell: row['failed'][:20] if 'failed' in row else cell(row),
-            corner='layers',
-        )
-        for title, cell in cells.items()
-    ]
+    if variants is None:
+        for flag, value in {'dtype': dtype, 'attention': attention, 'kv_heads': kv_heads}.items():
+            if value is not None:
+                raise ValueError(f'--{flag}: needs --variants; by hand there is only one form')
+        if size in NAMED_SIZES:
+            raise ValueError(f'--size={size}: needs --variants, such as --variants=dense,mod')
+    fitting = NAMED_SIZES.get(size, ([512, 2048], 4096))
+    lengths, tokens = lengths or fitting[0], tokens or fitting[1]
+    names = [name for one in variants or ['dense', 'mod'] for name in GROUPS.get(one, [one])]
+    for name in names:
+        if name not in TITLES:
+            known = ', '.join((*TITLES, *GROUPS))
+            raise ValueError(f'--variants={name}: must be one of {known}')
+    if names[0] != 'dense':
+        right = 'must begin with dense, as in dense,mod'
+        raise ValueError(f'--variants={",".join(variants)}: {right}')
+    for length in lengths:
+        if tokens % length:
+            raise ValueError(f'--tokens={tokens}: must be a multiple of the length {length}')
+    compared = []
+    for heads, length in itertools.product(kv_heads or [None], lengths):
+        knobs = {'num_kv_heads': heads, 'dtype': dtype, 'attention': attention}
+        rows = tokens // length
+        compared.append({name: make_model(name, size, length, rows, **knobs) for name in names})
+    for models in compared:
+        result = compare_steps(models, repeats, by_hand=variants is None)
+        shape = f'{size}, {result["batch"]} rows of {result["length"]}, {result["dtype"]}'
+        title = f'train step, {shape}, attention {result["attention"]}'
+        yield {'size': size} | result, [steps_table(title, result['rows'])]

@@ -4,13 +4,7 @@ from typing import NamedTuple
 
 
 class Table(NamedTuple):
-    """A table of text.
-
-    Attributes:
-      title: in one line.
-      heads: of the columns; the first is the head of the line names.
-      lines: cells by the name of the line.
-    """
+    """A table of text: heads of the columns, and cells by the name of the line, its first cell."""
 
     title: str
     heads: list[str]
@@ -25,12 +19,8 @@ def fixed(digits: int, scale: float = 1, suffix: str = ''):
 def column_per_row(title: str, heads, lines: dict, rows: list[dict]) -> Table:
     """A table with one column for each row of results.
 
-    Args:
-      title: of the table.
-      heads: of the columns.
-      lines: (key of the rows, function from its value to text) by the name of the line. A line that
-        no row has a value for is left out.
-      rows: results; one that has `failed`, a reason, shows its beginning in every cell.
+    `lines` are (key of the rows, function from its value to text) by the name of the line; one that
+    no row has a value for is left out. A row that has `failed`, a reason, shows its beginning.
     """
 
     def cell(row, key, text):
@@ -49,12 +39,8 @@ def column_per_row(title: str, heads, lines: dict, rows: list[dict]) -> Table:
 def pivot(title: str, rows: list[dict], line, column, text, corner: str = '') -> Table:
     """A table with one cell for each row of results, '-' where there is none.
 
-    Args:
-      title: of the table.
-      rows: results.
-      line, column: functions from a row to the name of its line and of its column.
-      text: function from a row to its cell.
-      corner: head of the line names.
+    `line`, `column` and `text` are functions from a row to the name of its line, of its column, and
+    to its cell; `corner` is the head of the line names.
     """
     columns = list(dict.fromkeys(column(row) for row in rows))
     lines = {}

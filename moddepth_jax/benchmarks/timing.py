@@ -30,10 +30,7 @@ def device_responds() -> bool:
 
 
 def try_run(function, *args):
-    """Calls a function and waits for its result.
-
-    Returns:
-      (result, None), or (None, the reason in one line) if the call failed.
+    """(result, None) of a call, or (None, the reason in one line) if it failed.
 
     Raises:
       DeviceLostError: the call failed, and the device does not respond any more.
@@ -48,15 +45,9 @@ def try_run(function, *args):
 
 
 def time_interleaved(calls: dict, repeats: int, warmup: int = 2) -> dict:
-    """Seconds of each call, timed in turn so that drift of the machine affects all of them alike.
+    """Seconds [repeats] of each call, in turn, so that drift of the machine affects all alike.
 
-    Args:
-      calls: functions without arguments, by name; their results are waited for.
-      repeats: timed rounds.
-      warmup: rounds before them; the first one compiles.
-
-    Returns:
-      float arrays [repeats] by name.
+    `calls` are functions without arguments, by name; `warmup` rounds before them compile.
     """
     seconds = {name: [] for name in calls}
     for turn in range(warmup + repeats):

@@ -1,10 +1,11 @@
 """A visit to a GPU: runs the cases of gpu_cases.py that have no result yet, until a deadline."""
 
+import collections
+import functools
 import os
 import pathlib
 import sys
 import tempfile
-from typing import NamedTuple
 
 from moddepth_jax.benchmarks import machine, results, runner, worker
 from moddepth_jax.benchmarks.gpu_cases import cases
@@ -12,60 +13,37 @@ from moddepth_jax.benchmarks.gpu_cases import cases
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-class Options(NamedTuple):
-    """How the cases are run.
+def choose_cases(texts, toy: bool, limit: float | None = None) -> list[runner.Case]:
+    """The cases of a visit in their order: those with one of `texts` in their names, or all.
 
-    Attributes:
-      out: directory of the results; None: results/gpu/GPU.
-      chosen: only cases whose names contain one of these; empty: all.
-      again: repeat cases whose result is of other code; with `chosen` all of these.
-      time_all: time kernels of which a case was wrong, too.
-      toy: cases of a rehearsal, on the CPU.
-      injected: worker.INJECTIONS by name of a case.
-      limit: seconds of each case in place of its own limit.
+    Raises:
+      ValueError: a text that no name has.
     """
-
-    out: str | None = None
-    chosen: tuple[str, ...] = ()
-    again: bool = False
-    time_all: bool = False
-    toy: bool = False
-    injected: dict[str, str] = {}
-    limit: float | None = None
+    found = cases(toy)
+    for text in texts:
+        if not any(text in case.name for case in found):
+            raise ValueError(f'--cases={text}: no case has it in its name; --list prints them')
+    found = [case for case in found if any(text in case.name for text in texts or ('',))]
+    return [case._replace(limit=limit or case.limit) for case in found]
 
 
-def parse_injected(texts: list[str]) -> dict[str, str]:
+def parse_injected(texts: list[str], toy: bool) -> dict[str, str]:
     """Kind of injection by name of the case, of texts such as crash:CASE.
 
     Raises:
-      ValueError: another text, or a wrong result of a case that is no check.
+      ValueError: another text, no such case, or a wrong result of a case that is no check.
     """
-    found = {}
+    found, names = {}, {case.name for case in cases(toy)}
     for text in texts:
         kind, _, name = text.partition(':')
         if kind not in worker.INJECTIONS or not name:
             raise ValueError(f'--inject={text}: must be crash:CASE, hang:CASE or wrong:CASE')
         if kind == 'wrong' and not name.startswith(('right/', 'packed/')):
             raise ValueError(f'--inject={text}: only cases right/... and packed/... can be wrong')
+        if name not in names:
+            raise ValueError(f'--inject={text}: no case {name}; --list prints them')
         found[name] = kind
     return found
-
-
-def choose_cases(options: Options) -> list[runner.Case]:
-    """The cases of a visit in their order.
-
-    Raises:
-      ValueError: a name that no case has.
-    """
-    found = cases(options.toy)
-    names = [case.name for case in found]
-    for text in options.chosen:
-        if not any(text in name for name in names):
-            raise ValueError(f'--cases={text}: no case has it in its name; --list prints them')
-    for name in options.injected:
-        if name not in names:
-            raise ValueError(f'--inject: no case {name}; --list prints them')
-    return [case for case in found if any(text in case.name for text in options.chosen or ('',))]
 
 
 def list_cases(chosen: list[runner.Case]) -> str:
@@ -81,9 +59,8 @@ def _set_environment(toy):
     # The checkout comes first also where another copy is installed.
     paths = [str(ROOT), os.environ.get('PYTHONPATH')]
     os.environ['PYTHONPATH'] = os.pathsep.join(filter(None, paths))
-    cache = pathlib.Path(tempfile.gettempdir()) / 'moddepth-gpu-cache'
     defaults = {
-        'JAX_COMPILATION_CACHE_DIR': str(cache),
+        'JAX_COMPILATION_CACHE_DIR': os.path.join(tempfile.gettempdir(), 'moddepth-gpu-cache'),
         'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0.3',
     }
     if toy:
@@ -100,9 +77,8 @@ def _set_environment(toy):
 
 
 def _find_device(toy):
-    """The machine, with its versions; None, after a line on stderr, if it lacks the device."""
-    # Asked before the defaults are set: why_no_gpu names what the user has set.
-    given = dict(os.environ)
+    """What `machine.probe` finds; None, after a line on stderr, if the device is not there."""
+    given = dict(os.environ)  # why_no_gpu names what the user has set
     _set_environment(toy)
     found, error = machine.probe()
     wanted = 'cpu' if toy else 'gpu'
@@ -113,65 +89,49 @@ def _find_device(toy):
     if missing := machine.missing_packages():
         what = 'cases that need them are skipped; docs/gpu.md says how to carry wheels'
         print(f'missing: {", ".join(missing)}: {what}', flush=True)
-    return found | {'versions': machine.versions()}
+    return found
 
 
-def _directory(options, device):
-    name = 'toy' if options.toy else device.replace('NVIDIA', '').strip().replace(' ', '_')
-    out = pathlib.Path(options.out or pathlib.Path('results/gpu') / name.lower())
-    out.mkdir(parents=True, exist_ok=True)
-    return out.absolute()
+def visit(
+    chosen: list[runner.Case],
+    seconds_left,
+    out: str | None = None,
+    by_name: bool = False,
+    again: bool = False,
+    time_all: bool = False,
+    toy: bool = False,
+    injected: dict[str, str] | None = None,
+) -> int:
+    """Runs cases, prints a line for each, and returns the exit status.
 
-
-def visit(chosen: list[runner.Case], options: Options, seconds_left) -> int:
-    """Runs cases and prints a line for each.
-
-    Args:
-      chosen: as `choose_cases` returns.
-      options: of the visit.
-      seconds_left: until the deadline; a function without arguments.
-
-    Returns:
-      The exit status: 1 if there is no device or if some case is not right.
+    It is 1 if there is no device or if some case is not right. Options are flags of launch.gpu:
+    `by_name` says that --cases named the cases, `seconds_left`() is the time to the deadline.
     """
-    device = _find_device(options.toy)
-    if device is None:
+    found = _find_device(toy)
+    if found is None:
         return 1
-    out, code = _directory(options, device['device']), results.code_version()
-    store = results.Results(out / results.FILE)
-    stamp = {key: device[key] for key in ('device', 'capability', 'versions')}
-    stamp |= {'driver': device['platform_version'], 'toy': options.toy, **code}
-    todo, lines = runner.pending(chosen, store, code, options.again, bool(options.chosen))
+    device = 'toy' if toy else found['device'].replace('NVIDIA', '').strip().replace(' ', '_')
+    out = pathlib.Path(out or f'results/gpu/{device.lower()}').absolute()
+    out.mkdir(parents=True, exist_ok=True)
+    code, store = results.code_version(), results.Results(out / results.FILE)
+    stamp = {'device': found['device'], 'capability': found['capability']}
+    stamp |= {'versions': machine.versions(), 'driver': found['platform_version'], 'toy': toy}
+    todo, lines = runner.pending(chosen, store, code['code'], again, by_name)
     for line in lines:
         print(line, flush=True)
-    if not options.toy:
+    if not toy:
         results.restore_measurements(store.latest.values())
-    if options.limit:
-        todo = [case._replace(limit=options.limit) for case in todo]
-    served = {case.name: case for case in todo}
-
-    def start():
-        args = (served, not options.toy, options.injected)
-        return runner.Child(worker.serve, args, out / 'log.txt')
-
-    def say(line):
-        print(line, flush=True)
-
-    run = runner.Run(store, start, stamp, seconds_left, say, options.time_all)
+    args = ({case.name: case for case in todo}, not toy, injected or {})
+    start = functools.partial(runner.Child, worker.serve, args, out / 'log.txt')
+    say = functools.partial(print, flush=True)
+    run = runner.Run(store, start, stamp | code, seconds_left, say, time_all)
     try:
         later = run.run(todo)
     except runner.LostError as error:
         print(f'error: {error}; the same command continues', file=sys.stderr)
         return 1
-    return _summary(chosen, store, later)
-
-
-def _summary(chosen, store, later):
-    """Prints what became of the cases; returns the exit status."""
     statuses = {case.name: store.status(case.name) or 'not done' for case in chosen}
-    counts = {}
-    for status in statuses.values():
-        counts[status] = counts.get(status, 0) + 1
+    counts = collections.Counter(statuses.values())
     print(', '.join(f'{number} {status}' for status, number in counts.items()))
     if later:
         print(f'{len(later)} cases are not done; the same command continues')

@@ -7,16 +7,14 @@ import re
 import subprocess
 import sys
 
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
 # pip takes each tag literally.
 PLATFORMS = tuple(f'manylinux_2_{minor}_x86_64' for minor in (39, 35, 34, 31, 28, 27, 24, 17))
 PLATFORMS += ('manylinux2014_x86_64', 'manylinux1_x86_64')
 # Never carried: hundreds of megabytes, in versions that fit the machine's driver and PyTorch.
 OF_THE_MACHINE = ('jax', 'jaxlib', 'triton')
-
-
-def canonical_name(name: str) -> str:
-    """A package's name as pip compares it."""
-    return re.sub(r'[-_.]+', '-', name).lower()
 
 
 def read_installed(text: str) -> dict[str, str | None]:
@@ -34,7 +32,7 @@ def read_installed(text: str) -> dict[str, str | None]:
         if not match:
             right = 'must be NAME, NAME==VERSION or NAME VERSION'
             raise ValueError(f'line {number} of the installed packages, {line!r}: {right}')
-        found[canonical_name(match[1])] = match[2]
+        found[canonicalize_name(match[1])] = match[2]
     return found
 
 
@@ -55,17 +53,10 @@ def required() -> list[str]:
 def find_needed(requirements: list[str], python: str, installed: dict, known=()) -> dict[str, bool]:
     """Whether each needed package is missing on Linux, x86-64, by name.
 
-    Args:
-      requirements: lines such as numpy>=2.
-      python: version, such as 3.12.
-      installed: as `read_installed` returns; what is there in a suitable version has what it needs.
-      known: names whose requirements are known to be there.
-
-    Returns:
-      The required packages and those that a missing one requires, as far as it is installed here.
+    Needed is what is required, by lines such as numpy>=2, and what a missing package requires, as
+    far as it is installed here. What is `installed` (by `read_installed`) in a suitable version has
+    what it needs, and so have those of `known` names.
     """
-    from packaging.requirements import Requirement
-
     machine = {'sys_platform': 'linux', 'platform_system': 'Linux', 'platform_machine': 'x86_64'}
     machine |= {'python_version': python, 'python_full_version': f'{python}.3'}
     machine |= {'os_name': 'posix', 'platform_python_implementation': 'CPython'}
@@ -73,7 +64,7 @@ def find_needed(requirements: list[str], python: str, installed: dict, known=())
     while waiting:
         line, extras = waiting.pop()
         wanted = Requirement(line)
-        marker, name = wanted.marker, canonical_name(wanted.name)
+        marker, name = wanted.marker, canonicalize_name(wanted.name)
         if marker and not any(marker.evaluate(machine | {'extra': extra}) for extra in extras):
             continue
         if (line, extras) in seen:
@@ -100,12 +91,7 @@ def pinned(name: str) -> str:
 
 
 def download(names: list[str], out: pathlib.Path, python: str):
-    """Downloads a wheel of each package for that machine.
-
-    Args:
-      names: as for pip, such as grain==0.2.18.
-      out: directory.
-      python: version of that machine's Python.
+    """Downloads a wheel of each package, such as grain==0.2.18, for that version of Python.
 
     Raises:
       ValueError: pip failed; its last line.

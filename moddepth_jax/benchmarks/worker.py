@@ -22,14 +22,10 @@ _OURS = ('configs', 'kernels_pallas', 'launch', 'moddepth_jax')
 
 
 def serve(connection, log, cases: dict, on_gpu: bool, injected: dict[str, str]):
-    """Answers each name of a case that the connection sends with a row, until it is closed.
+    """Answers each name of `cases` that the connection sends with a row, until it is closed.
 
-    Args:
-      connection: of multiprocessing.
-      log: path of the file that gets whatever is printed.
-      cases: runner.Case by name.
-      on_gpu: nothing runs if JAX has no GPU.
-      injected: of INJECTIONS, by name of a case: what is done to it, to test the runner.
+    The file `log` gets whatever is printed. With `on_gpu` nothing runs if JAX has no GPU.
+    `injected`, of INJECTIONS by name of a case, is done to it, to test the runner.
     """
     redirect_output(log)
     connection.send({'status': 'ready'})
@@ -52,12 +48,7 @@ def redirect_output(log):
 
 
 def run_case(case, on_gpu: bool, injected: str | None = None) -> dict:
-    """Runs a case and returns its row: at least `status`, and `reason` if that is not ok.
-
-    Args:
-      case: runner.Case.
-      on_gpu, injected: as in serve.
-    """
+    """Runs a case and returns its row: at least `status`, and `reason` if that is not ok."""
     if injected == 'crash':
         os.abort()
     if injected == 'hang':
@@ -78,11 +69,6 @@ def run_case(case, on_gpu: bool, injected: str | None = None) -> dict:
         return {'status': 'wrong', 'reason': str(error)}
     except SkippedError as error:
         return {'status': 'skipped', 'reason': str(error)}
-    except ModuleNotFoundError as error:
-        if (error.name or '').split('.')[0] in _OURS:
-            return _failed(error, case)
-        why = f'no Python module {error.name}; docs/gpu.md says how to carry it'
-        return {'status': 'missing', 'reason': why}
     except Exception as error:
         return _failed(error, case)
     finally:
@@ -91,11 +77,15 @@ def run_case(case, on_gpu: bool, injected: str | None = None) -> dict:
 
 def _failed(error, case):
     """The row of an error; `ends`: the device does not respond any more."""
+    if isinstance(error, ModuleNotFoundError) and str(error.name).split('.')[0] not in _OURS:
+        why = f'no Python module {error.name}; docs/gpu.md says how to carry it'
+        return {'status': 'missing', 'reason': why}
     traceback.print_exception(error)
+    reason = f'{type(error).__name__}: {error}'[:240]
     if not case.in_process:
-        return {'status': 'failed', 'reason': f'{type(error).__name__}: {error}'[:240]}
+        return {'status': 'failed', 'reason': reason}
+    if isinstance(error, ValueError) and 'cannot:' in reason:
+        return {'status': 'skipped', 'reason': ' '.join(str(error).split())[:240]}
     from moddepth_jax.benchmarks.timing import describe_error, device_responds
 
-    if isinstance(error, ValueError) and 'cannot:' in str(error):
-        return {'status': 'skipped', 'reason': ' '.join(str(error).split())[:240]}
     return {'status': 'failed', 'reason': describe_error(error), 'ends': not device_responds()}

@@ -37,29 +37,16 @@ _MESH_AXIS = re.compile(r"'(\w+)'(?:=|:\((\d+)\))?(\d+)?")
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective operation of a program.
+    """One collective operation of a program; the last three fields are as in program.Run."""
 
-    Attributes:
-      kind: such as all-reduce; the two halves of an asynchronous one are one.
-      axes: of the mesh, along which the devices of a group differ, in the mesh's order.
-      group: the first group of devices that communicate, as indices into the mesh.
-      result: the arrays that it returns, such as f32[8,16].
-      result_bytes: of one device.
-      sent_bytes: of one device each time, by the table above.
-      sliced_bytes: the part of sent_bytes that belongs to all-reduced arrays of which every device
-        uses only its own slice.
-      source: the operation in Python, by XLA's metadata.
-      times, times_known, one_branch: as in program.Run.
-    """
-
-    kind: str
-    axes: tuple[str, ...]
-    group: tuple[int, ...]
-    result: str
-    result_bytes: int
-    sent_bytes: float
-    sliced_bytes: float = 0.0
-    source: str = ''
+    kind: str  # such as all-reduce; the two halves of an asynchronous one are one
+    axes: tuple[str, ...]  # of the mesh, along which the devices of a group differ
+    group: tuple[int, ...]  # the first one that communicates, as indices into the mesh
+    result: str  # the arrays that it returns, such as f32[8,16]
+    result_bytes: int  # of one device
+    sent_bytes: float  # of one device each time, by the table above
+    sliced_bytes: float = 0.0  # of sent_bytes: sums of which a device uses only its own slice
+    source: str = ''  # the operation in Python, by XLA's metadata
     times: int = 1
     times_known: bool = True
     one_branch: bool = False
@@ -71,12 +58,7 @@ class Collective:
 
 
 def collectives(program: Program, mesh_shape: Mapping[str, int]) -> list[Collective]:
-    """The collectives in the text of a compiled program, in order.
-
-    Args:
-      program: made of `compiled.as_text()`.
-      mesh_shape: size of each axis, outermost first, as `mesh.shape` of the mesh that the program
-        was compiled for.
+    """The collectives of a program, in order, by the `mesh.shape` that it was compiled for.
 
     Raises:
       ValueError: an unknown kind of communication, or an unknown form of its groups.
@@ -85,11 +67,11 @@ def collectives(program: Program, mesh_shape: Mapping[str, int]) -> list[Collect
     def search(instruction, computation):
         return _collective(instruction, computation, program, dict(mesh_shape))
 
+    runs = program.runs(search, cost=lambda found: found.sent_bytes)
+    facts = ('times', 'times_known', 'one_branch')
     return [
-        dataclasses.replace(
-            run.found, times=run.times, times_known=run.times_known, one_branch=run.one_branch
-        )
-        for run in program.runs(search, cost=lambda found: found.sent_bytes)
+        dataclasses.replace(run.found, **{name: getattr(run, name) for name in facts})
+        for run in runs
     ]
 
 
@@ -109,22 +91,18 @@ def _collective(instruction, computation, program, mesh_shape):
         for operand, array in zip(instruction.operands(), result, strict=True)
     ]
     sliced = _sliced(instruction, computation, program) if kind == 'all-reduce' else []
-    sliced_bits = sum(itertools.compress(bits, sliced))
     result_bytes = math.ceil(sum(bits) / 8)
-    places = [np.unravel_index(group, tuple(mesh_shape.values())) for group in groups]
-    axes = [
-        axis
-        for number, axis in enumerate(mesh_shape)
-        if any(len(set(place[number])) > 1 for place in places)
-    ]
+    # Of each axis, the coordinates of the devices of each group.
+    places = zip(*(np.unravel_index(g, tuple(mesh_shape.values())) for g in groups), strict=True)
+    differ = [any(np.ptp(place) for place in of_axis) for of_axis in places]
     return Collective(
         kind=kind,
-        axes=tuple(axes),
+        axes=tuple(itertools.compress(mesh_shape, differ)),
         group=tuple(groups[0]),
         result=', '.join(f'{one.number}[{",".join(map(str, one.shape))}]' for one in result),
         result_bytes=result_bytes,
         sent_bytes=result_bytes * _SENT[kind](size),
-        sliced_bytes=sliced_bits / 8 * _SENT[kind](size),
+        sliced_bytes=sum(itertools.compress(bits, sliced)) / 8 * _SENT[kind](size),
         source=instruction.attribute(r'metadata=\{op_name="([^"]*)"'),
     )
 
@@ -172,11 +150,11 @@ def _numbers(text):
     return [int(number) for number in text.split(',')]
 
 
-def _counted(text: str) -> np.ndarray:
+def _counted(text):
     """`[4,2]T(1,0)`: 0, 1, 2, ... in this shape, with its axes transposed to this order."""
     shape, order = re.fullmatch(r'\[([\d,]+)\](?:T\(([\d,]+)\))?', text).groups()
     places = np.arange(math.prod(_numbers(shape))).reshape(_numbers(shape))
-    return places.transpose(_numbers(order)) if order else places
+    return places.transpose(_numbers(order) if order else None)
 
 
 def _along_axes(mesh, device_ids, axes):
@@ -250,13 +228,11 @@ def _sliced(instruction, computation, program):
 
 
 def by_axes(found: list[Collective]) -> list[dict]:
-    """Sums over the collectives of equal axes and kind, most bytes first.
+    """Sums over the collectives of equal axes (such as data+fsdp) and kind, most bytes first.
 
-    Returns:
-      dicts with `axes` (such as data or data+fsdp), `kind`, `places` in the program, `count` of
-      runs, `bytes` that a device sends in all of them, `sliced_bytes` (those of all-reduces that a
-      GPU may do as reduce-scatters, with half of the bytes), and how many of the places are in
-      loops of unknown length (`unknown_loops`) and in conditionals (`branches`).
+    `places` are in the program, `count` are runs, `bytes` and `sliced_bytes` (of all-reduces that a
+    GPU may do as reduce-scatters, with half of the bytes) what a device sends in all of them;
+    `unknown_loops` and `branches` are places in loops of unknown length and in conditionals.
     """
     rows = {}
     names = ('places', 'count', 'bytes', 'sliced_bytes', 'unknown_loops', 'branches')

@@ -4,7 +4,6 @@ Nothing is computed and no parameter is made: shapes are traced, lowered and com
 """
 
 import contextlib
-import functools
 import os
 import re
 import tempfile
@@ -39,21 +38,13 @@ _OPTIONS = {
 
 
 class Hardware(NamedTuple):
-    """What a vendor states for one device.
+    """What a vendor states for one device."""
 
-    Attributes:
-      flops: of dense bfloat16 products, a second.
-      node: number of devices that are joined by the fast links.
-      within: bytes a second that a device sends over these links.
-      across: bytes a second that a device sends to another node.
-      source: of these numbers.
-    """
-
-    flops: float
-    node: int
-    within: float
-    across: float
-    source: str
+    flops: float  # of dense bfloat16 products, a second
+    node: int  # number of devices that are joined by the fast links
+    within: float  # bytes a second that a device sends over these links
+    across: float  # bytes a second that a device sends to another node
+    source: str  # of these numbers
 
 
 HARDWARE = {
@@ -63,47 +54,41 @@ HARDWARE = {
 }
 
 
-def abstract_state(hparams: Hparams, mesh):
-    """The state before step 0 as shapes with their shardings: no array is made."""
-    state = jax.eval_shape(lambda: init_state(hparams, resolve_steps(hparams)))
-    shardings = state_shardings(mesh, state)
-    return jax.tree.map(lambda leaf, to: leaf.update(sharding=to), state, shardings)
-
-
 def dry_run(hparams: Hparams, mesh) -> dict:
-    """Compiles the train step of the last stage for a mesh, and measures the program.
-
-    Args:
-      hparams: of the run; `data.batch_size` is that of all devices.
-      mesh: of `make_mesh`, of CPU devices, real or fake.
+    """Compiles the train step of the last stage for a mesh of CPU devices, real or fake.
 
     Returns:
       `jax`: its version; `mesh`: size by axis; `devices`; `rows`, `length`, `parts`: micro-batches
-      of a step; `parameters`, `active_parameters`; `bytes`, see `_bytes`; `flops`: `counted` of the
-      step, `executed` of it (with recomputation), `products` of one device in the compiled program,
-      those of them `in_branches` (the most expensive of a conditional), and `xla`, its own estimate
-      for a device, which counts each loop once; `split`: the traced products over devices over
-      those of the program, 1 if no device repeats another's work, None with branches. Products of
-      loops of unknown length, over the keys of a row above 2048, count once in both, and in full in
-      `executed`;
+      of a step; `parameters`, `active_parameters`; `bytes` of a device: `parameters`, `optimizer`,
+      `argument`, `output`, `temp`, `alias` (outputs in the place of arguments) and their `peak`;
+      `flops`: `counted` of the step, `executed` of it (with recomputation), `products` of one
+      device in the compiled program, those of them `in_branches` (the most expensive of a
+      conditional), and `xla`, its own estimate for a device, which counts each loop once; `split`:
+      the traced products over devices over those of the program, 1 if no device repeats another's
+      work, None with branches. Products of loops of unknown length, over the keys of a row above
+      2048, count once in both, and in full in `executed`;
       `collectives`, see `by_axes`; `places`: the most expensive of them one by one; `sent_bytes` of
       a device; `flops_per_byte`: executed a device over those; `estimates`, see `estimate`;
       `sharding`: lines of a table; `warnings` of the compiler; `trace_seconds`, `compile_seconds`.
     """
-    state = abstract_state(hparams, mesh)
+    state = jax.eval_shape(lambda: init_state(hparams, resolve_steps(hparams)))
+    shardings = state_shardings(mesh, state)
+    state = jax.tree.map(lambda leaf, to: leaf.update(sharding=to), state, shardings)
     shape = (hparams.data.batch_size, hparams.data.sequence_length)
     row = jax.ShapeDtypeStruct(shape, 'int32', sharding=batch_sharding(mesh, shape[0]))
     batch = dict.fromkeys(('tokens_BT', 'labels_BT', 'segment_ids_BT'), row)
     # Traced without the mesh: within shard_map a product has the shapes of one device.
     traced = float(dot_general_flops(jax.jit(train_step).trace(state, batch).jaxpr))
     with sequence.static_blocks():
-        executed = jax.jit(functools.partial(train_step)).trace(state, batch).jaxpr
-        executed = float(dot_general_flops(executed))
+        # Another function, so that the trace above is not reused.
+        step = jax.jit(lambda *args: train_step(*args))
+        executed = float(dot_general_flops(step.trace(state, batch).jaxpr))
     compiled, warnings, trace_seconds, compile_seconds = _compile(mesh, state, batch)
     program = Program(compiled.as_text())
     found = collectives(program, mesh.shape)
     products, in_branches = product_flops(program)
     sent, executed_each = sum(one.total_bytes for one in found), executed / mesh.size
+    places = sorted(found, key=lambda one: -one.total_bytes)[:12]
     return {
         'jax': jax.__version__,
         'mesh': dict(mesh.shape),
@@ -113,7 +98,11 @@ def dry_run(hparams: Hparams, mesh) -> dict:
         'parts': hparams.training.accumulate_steps,
         'parameters': num_parameters(state.params),
         'active_parameters': active_parameters(hparams, state.params),
-        'bytes': _bytes(mesh, state, compiled),
+        'bytes': {
+            'parameters': device_bytes(mesh, state.params),
+            'optimizer': device_bytes(mesh, state.optimizer_state),
+            **_memory(compiled),
+        },
         'flops': {
             'counted': train_step_flops(hparams),
             'executed': executed,
@@ -123,7 +112,17 @@ def dry_run(hparams: Hparams, mesh) -> dict:
         },
         'split': traced / mesh.size / products if products and not in_branches else None,
         'collectives': by_axes(found),
-        'places': [_place(one) for one in sorted(found, key=lambda one: -one.total_bytes)[:12]],
+        'places': [
+            {
+                'axes': '+'.join(one.axes),
+                'kind': one.kind,
+                'result': one.result if len(one.result) < 200 else f'{one.result[:200]}..',
+                'times': one.times,
+                'bytes': one.total_bytes,
+                'source': one.source if len(one.source) < 300 else f'{one.source[:300]}..',
+            }
+            for one in places
+        ],
         'sent_bytes': sent,
         'flops_per_byte': executed_each / sent if sent else None,
         'estimates': {name: estimate(executed_each, found, of) for name, of in HARDWARE.items()},
@@ -148,47 +147,18 @@ def _compile(mesh, state, batch):
         return compiled, warnings_of(log.read()), traced_at - begin, compile_seconds
 
 
-def _bytes(mesh, state, compiled):
-    """Of a device: parameters, optimizer state, and what the step takes.
-
-    These are arguments, outputs, temporaries, aliases (outputs in the place of arguments) and the
-    peak, their sum without aliases.
-    """
+def _memory(compiled):
     memory = compiled.memory_analysis()
-    parts = {
-        'argument': memory.argument_size_in_bytes,
-        'output': memory.output_size_in_bytes,
-        'temp': memory.temp_size_in_bytes,
-        'alias': memory.alias_size_in_bytes,
-    }
-    return {
-        'parameters': device_bytes(mesh, state.params),
-        'optimizer': device_bytes(mesh, state.optimizer_state),
-        **parts,
-        'peak': parts['argument'] + parts['output'] + parts['temp'] - parts['alias'],
-    }
-
-
-def _place(one):
-    return {
-        'axes': '+'.join(one.axes),
-        'kind': one.kind,
-        'result': one.result if len(one.result) < 200 else f'{one.result[:200]}..',
-        'times': one.times,
-        'bytes': one.total_bytes,
-        'source': one.source if len(one.source) < 300 else f'{one.source[:300]}..',
-    }
+    names = ('argument', 'output', 'temp', 'alias')
+    parts = {name: getattr(memory, f'{name}_size_in_bytes') for name in names}
+    return parts | {'peak': sum(parts.values()) - 2 * parts['alias']}
 
 
 def bandwidth(group: tuple[int, ...], hardware: Hardware) -> float:
     """Bytes a second that a device of a group sends, in a ring that enters each node once.
 
-    Neighbours in the mesh share nodes. If g devices of the group are in a node, g links to the
-    network carry what the ring sends out of it.
-
-    Args:
-      group: indices into the mesh of the devices that communicate.
-      hardware: of these devices.
+    Neighbours in the mesh, of which `group` has the indices, share nodes. If g devices of the group
+    are in a node, g links to the network carry what the ring sends out of it.
     """
     nodes = {place // hardware.node for place in group}
     if len(nodes) == 1:
@@ -199,14 +169,9 @@ def bandwidth(group: tuple[int, ...], hardware: Hardware) -> float:
 def estimate(flops: float, found: list[Collective], hardware: Hardware) -> dict:
     """Seconds of a step at the vendor's numbers, which no real step reaches.
 
-    Args:
-      flops: of one device.
-      found: the collectives.
-      hardware: see HARDWARE.
-
     Returns:
-      `compute`; `collectives`, by axes; `sliced`: of all these, what reduce-scatters would save if
-      an all-reduce is sliced afterwards; `source` of the vendor's numbers.
+      `compute`, of the `flops` of one device; `collectives`, by axes; `sliced`: of all these, what
+      reduce-scatters would save if an all-reduce is sliced afterwards; `source` of the numbers.
     """
     by_axis, sliced = {}, 0.0
     for one in found:

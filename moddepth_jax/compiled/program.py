@@ -53,28 +53,16 @@ class Instruction(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Something found in a program, and how often it runs.
+    """Something found in a program, and how often it runs."""
 
-    Attributes:
-      found: what the search of `Program.runs` returned.
-      times: how often it runs; a loop of unknown length counts once.
-      times_known: whether the length of every loop around it is known.
-      one_branch: whether it is in a conditional, of which the most expensive branch counts.
-    """
-
-    found: Any
-    times: int = 1
-    times_known: bool = True
-    one_branch: bool = False
+    found: Any  # what the search of `Program.runs` returned
+    times: int = 1  # a loop of unknown length counts once
+    times_known: bool = True  # the length of every loop around it is known
+    one_branch: bool = False  # in a conditional, of which the most expensive branch counts
 
 
 class Program:
-    """The computations of a compiled program.
-
-    Attributes:
-      computations: by name, dicts of Instructions by name, in order.
-      entry: the name of the one that is run.
-    """
+    """The `computations` of a compiled program, each a dict of Instructions by name, in order."""
 
     def __init__(self, text: str):
         """Reads `compiled.as_text()`. Raises ValueError for another text."""
@@ -99,11 +87,9 @@ class Program:
         return found
 
     def runs(self, search, cost) -> list[Run]:
-        """What a search finds in everything that runs.
+        """What `search`(Instruction, name of its computation) finds, if not None, in what runs.
 
-        Args:
-          search: f(Instruction, name of its computation) -> what it finds, or None.
-          cost: f(found) -> its cost when it runs once, which decides between branches.
+        `cost`(found), of one run, decides between branches.
         """
 
         def total_cost(runs):

@@ -1,6 +1,5 @@
 """The families of Hugging Face models that are converted: their config.json and our knobs."""
 
-import dataclasses
 import json
 import pathlib
 from typing import NamedTuple
@@ -8,17 +7,12 @@ from typing import NamedTuple
 from moddepth_jax.hparams import ModelHparams
 
 CONFIG_FILE = 'config.json'
-MAX_POSITIONS = 'max_position_embeddings'
 
 
 class Family(NamedTuple):
-    """What a model_type stands for.
+    """What a model_type stands for: the class in transformers, and our knobs for the same model.
 
-    Attributes:
-      architecture: the class whose weights these are.
-      norm_placement, qk_norm: our knobs that make the same model.
-      norm_eps: epsilon of a config that does not say.
-      mlp_bias: whether its mlp may have biases.
+    `norm_eps` is that of a config that does not say; `mlp_bias`: whether its mlp may have biases.
     """
 
     architecture: str
@@ -66,15 +60,10 @@ def read_config(folder: pathlib.Path) -> dict:
 
 
 def knobs_of(config: dict, file: str) -> dict:
-    """The knobs that a Hugging Face config decides, by their names in ModelHparams.
+    """The knobs that a config.json of transformers 4 or 5 decides, by their names in ModelHparams.
 
-    Args:
-      config: content of a config.json, as transformers 4 or 5 writes it.
-      file: its name, for errors.
-
-    Raises:
-      ValueError: one line that names the field, for another architecture or a field without a knob
-        here.
+    Raises ValueError, one line that begins with `file`, for another architecture or a field without
+    a knob here.
     """
 
     def refuse(key, right):
@@ -96,8 +85,19 @@ def knobs_of(config: dict, file: str) -> dict:
         other = f'mlp_bias={biases[1]}' if family.mlp_bias else f'an mlp of {kind}, without biases'
         right = f'differs from {other}; all projections have biases here, or none'
         raise ValueError(f'{file}: attention_bias={biases[0]}: {right}')
-    knobs = {ours: _size(config, theirs, refuse) for ours, theirs in _SIZES.items()}
-    return knobs | {
+    given = dict(config)
+    if given.get('num_key_value_heads') is None:
+        given['num_key_value_heads'] = given.get('num_attention_heads')
+    if given.get('head_dim') is None:
+        width, heads = given.get('hidden_size'), given.get('num_attention_heads')
+        if type(width) is type(heads) is int and (heads < 1 or width % heads):
+            refuse('num_attention_heads', f'must divide hidden_size={width}; or give head_dim')
+        given['head_dim'] = width // heads if type(width) is type(heads) is int else None
+    for key in _SIZES.values():
+        if type(given.get(key)) is not int:
+            refuse(key, 'must be an integer' if key in config else 'missing; it must be an integer')
+    return {
+        **{ours: given[theirs] for ours, theirs in _SIZES.items()},
         'norm_placement': family.norm_placement,
         'qk_norm': family.qk_norm,
         'norm_eps': _number(config, 'rms_norm_eps', family.norm_eps, refuse),
@@ -106,20 +106,6 @@ def knobs_of(config: dict, file: str) -> dict:
         'tie_embeddings': bool(config.get('tie_word_embeddings', False)),
         'windows': (0,),
     }
-
-
-def _size(config, key, refuse):
-    value = config.get(key)
-    if value is None and key == 'num_key_value_heads':
-        return _size(config, 'num_attention_heads', refuse)
-    if value is None and key == 'head_dim':
-        width, heads = (_size(config, k, refuse) for k in ('hidden_size', 'num_attention_heads'))
-        if heads < 1 or width % heads:
-            refuse('num_attention_heads', f'must divide hidden_size={width}; or give head_dim')
-        return width // heads
-    if type(value) is not int:
-        refuse(key, 'must be an integer' if key in config else 'missing; it must be an integer')
-    return value
 
 
 def _number(config, key, default, refuse):
@@ -136,32 +122,28 @@ def _theta(config, refuse):
         given = config.get(key)
         if given is None:
             continue
-        plain = isinstance(given, dict) and given.get('partial_rotary_factor', 1.0) == 1.0
-        known = {'rope_type', 'type', 'rope_theta', 'partial_rotary_factor'}
-        plain = plain and given.keys() <= known
-        if not plain or {given.get(k, 'default') for k in ('rope_type', 'type')} != {'default'}:
+        plain = {'rope_type': 'default', 'type': 'default', 'partial_rotary_factor': 1.0}
+        if (
+            not isinstance(given, dict)
+            or any(plain.get(name, value) != value for name, value in given.items())
+            or given.keys() - {*plain, 'rope_theta'}
+        ):
             refuse(key, "must have rope_type 'default'; scaled frequencies are not converted")
         theta = _number(given, 'rope_theta', theta, lambda k, r, key=key: refuse(key, f'{k} {r}'))
     return theta
 
 
 def family_of(model: ModelHparams) -> str:
-    """The model_type that a model is exported as.
-
-    Raises:
-      ValueError: one line with the reason, for a model of none of the families.
-    """
-    what = ''
-    if model.routed_layers:
-        what = f'model.routing.router={model.routing.router!r}: the format has no routed blocks'
-    elif model.depth.stream != 'residual':
-        what = f'model.depth.stream={model.depth.stream!r}: the format has no depth stream'
-    elif model.expert_layers:
-        what = f'model.experts.choice={model.experts.choice!r}: the format has no such experts'
-    elif any(model.windows):
-        what = f'model.windows={model.windows}: the format has no windows'
-    if what:
-        raise ValueError(f'{what}; only dense models can be exported')
+    """The model_type that a model is exported as. Raises ValueError for a model of no family."""
+    for wrong, what, name in (
+        (model.routed_layers, f'routing.router={model.routing.router!r}', 'routed blocks'),
+        (model.depth.stream != 'residual', f'depth.stream={model.depth.stream!r}', 'depth stream'),
+        (model.expert_layers, f'experts.choice={model.experts.choice!r}', 'such experts'),
+        (any(model.windows), f'windows={model.windows}', 'windows'),
+    ):
+        if wrong:
+            right = 'only dense models can be exported'
+            raise ValueError(f'model.{what}: the format has no {name}; {right}')
     for kind, family in FAMILIES.items():
         if (model.norm_placement, model.qk_norm) == (family.norm_placement, family.qk_norm):
             if model.use_bias and not family.mlp_bias:
@@ -177,43 +159,30 @@ def family_of(model: ModelHparams) -> str:
 def config_of(
     model: ModelHparams, dtype: str, positions: int, ids: dict, original: dict | None = None
 ) -> dict:
-    """The config.json of a model, for transformers 4 and 5.
+    """The config.json of a dense model, for transformers 4 and 5; ValueError as `family_of`.
 
-    Args:
-      model: dense; see `family_of`.
-      dtype: of the tensors.
-      positions: tokens a row.
-      ids: bos_token_id, eos_token_id.
-      original: that of the imported model, which is kept if it describes the same model.
-
-    Raises:
-      ValueError: as `family_of`.
+    `positions` are tokens a row, `ids` bos_token_id and eos_token_id. `original` is that of the
+    imported model, which is kept if it describes the same model.
     """
     kind = family_of(model)
-    if original is not None and _same(model, knobs_of(original, CONFIG_FILE)):
-        named = [key for key in ('dtype', 'torch_dtype') if key in original] or ['torch_dtype']
-        return original | dict.fromkeys(named, dtype)
-    sizes = {theirs: getattr(model, ours) for ours, theirs in _SIZES.items()}
-    biases = {'attention_bias': model.use_bias, 'mlp_bias': model.use_bias}
-    if not FAMILIES[kind].mlp_bias:
-        del biases['mlp_bias']
+    if original is not None:
+        knobs = knobs_of(original, CONFIG_FILE)
+        if knobs == {name: getattr(model, name) for name in knobs}:
+            named = [key for key in ('dtype', 'torch_dtype') if key in original] or ['torch_dtype']
+            return original | dict.fromkeys(named, dtype)
     return {
         'architectures': [FAMILIES[kind].architecture],
         'model_type': kind,
-        **sizes,
-        **biases,
+        **{theirs: getattr(model, ours) for ours, theirs in _SIZES.items()},
+        'attention_bias': model.use_bias,
+        **({'mlp_bias': model.use_bias} if FAMILIES[kind].mlp_bias else {}),
         **ids,
         'hidden_act': 'silu',
         'initializer_range': model.init_std,
-        MAX_POSITIONS: positions,
+        'max_position_embeddings': positions,
         'rms_norm_eps': model.norm_eps,
         'rope_theta': model.rope_theta,
         'rope_parameters': {'rope_type': 'default', 'rope_theta': model.rope_theta},
         'tie_word_embeddings': model.tie_embeddings,
         'torch_dtype': dtype,
     }
-
-
-def _same(model, knobs):
-    fields = dataclasses.asdict(model)
-    return all(fields[name] == value for name, value in knobs.items())

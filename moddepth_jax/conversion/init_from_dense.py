@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moddepth_jax.conversion.transfer_params import layer_numbers
-from moddepth_jax.hparams import Hparams, ModelHparams
+from moddepth_jax.conversion.transfer_params import in_layer, layer_numbers
+from moddepth_jax.hparams import ModelHparams
 from moddepth_jax.model.attention import TokenInfo, model_segment_ids
 from moddepth_jax.model.block import Block
 from moddepth_jax.model.layers import apply_rope, embed
@@ -22,24 +22,16 @@ SCORES = {'raw': 1.0, 'sigmoid': 5.0, 'tanh': 3.0}
 STRENGTHS = (0.0, 2.0, 4.0, 8.0)
 SLOTS = {'attention_slot': 'attention', 'ffn_slot': 'mlp', 'block_slot': 'block'}
 RIDGE = 1e-3  # relative to the mean square of the inputs of a fit
-_TOKENS_PER_WIDTH = 64  # tokens of a fit for each dimension of the stream
+TOKENS_PER_WIDTH = 64  # tokens of a fit for each dimension of the stream
+_PRECISE = {'precision': 'highest'}
 
 
 class Moments(NamedTuple):
-    """Sums over tokens of a vector x of width D, in float64.
-
-    Attributes:
-      outer: of x x^T, [..., D, D].
-      first: of x, [..., D].
-      count: tokens.
-    """
+    """Sums over `count` tokens of a vector x: `outer` of x x^T, [..., D, D], `first` of x."""
 
     outer: np.ndarray
     first: np.ndarray
     count: float
-
-    def __add__(self, other):
-        return Moments(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
     def fit(self, value: float) -> np.ndarray:
         """w [..., D], such that w . x is near `value` for every x: ridge regression, no bias."""
@@ -55,12 +47,11 @@ class Moments(NamedTuple):
 
 
 class LayerMoments(NamedTuple):
-    """Moments of a layer of the dense model.
+    """float64 Moments of a layer of the dense model; None for what the target makes no slot of.
 
     Attributes:
       stream: of the layer's input, which a router reads.
-      attention, mlp, block: of the inputs of attention and mlp and of the layer's output; None if
-        the target makes no slot of it.
+      attention, mlp, block: of the inputs of attention and mlp and of the layer's output.
       queries: of each key/value head's queries, as a slot's key meets them, [K, H, H] and [K, H].
     """
 
@@ -71,28 +62,14 @@ class LayerMoments(NamedTuple):
     queries: Moments
 
 
-def num_fit_batches(hparams: Hparams) -> int:
-    """Number of batches with enough tokens for the moments of a model."""
-    tokens = hparams.data.batch_size * hparams.data.sequence_length
-    return -(-_TOKENS_PER_WIDTH * hparams.model.d_model // tokens)
-
-
 def layer_moments(source: ModelHparams, params, target: ModelHparams, batches) -> list:
-    """LayerMoments of each layer of a dense model.
-
-    Args:
-      source: of the dense model.
-      params: of the same.
-      target: what it becomes.
-      batches: iterable of `tokens_BT`, `segment_ids_BT`.
-    """
+    """LayerMoments of each layer of the dense model `source` over batches of `make_dataset`."""
     # On the host: no program per shape.
     stacked = jax.tree.map(np.asarray, params['stack'])
     layers, totals = list(unstack_layers(Stack(source, 'top_c'), stacked)), None
     for batch in batches:
-        tokens_BT, segment_ids_BT = (
-            jnp.asarray(batch[f'{n}_BT']) for n in ('tokens', 'segment_ids')
-        )
+        tokens_BT = jnp.asarray(batch['tokens_BT'])
+        segment_ids_BT = jnp.asarray(batch['segment_ids_BT'])
         positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
         tokens = TokenInfo(positions_BT, model_segment_ids(source, segment_ids_BT))
         x_BTD = embed(params['embedding'], tokens_BT, source.dtype)
@@ -115,50 +92,39 @@ def _layer(params, x_BTD, tokens, *, model, kind):
     if model.depth.slot_keys != 'unrotated':  # as they meet a key of their own position
         q_BTNH = apply_rope(q_BTNH, -tokens.positions_BT, model.rope_theta)
     real_BT = (tokens.segment_ids_BT > 0).astype(jnp.float32)
-    sources = aux.slot_inputs
-    sums = LayerMoments(
-        stream=_sums(x_BTD, real_BT),
-        attention=_sums(sources.attention_input_BTD, real_BT),
-        mlp=_sums(sources.mlp_input_BTD, real_BT),
-        block=_sums(y_BTD if model.depth.slots == 'block' else None, real_BT),
-        queries=_query_sums(model, q_BTNH, real_BT),
+    read = (
+        x_BTD,
+        aux.slot_inputs.attention_input_BTD,
+        aux.slot_inputs.mlp_input_BTD,
+        y_BTD if model.depth.slots == 'block' else None,
     )
-    return y_BTD, sums
+    sums = (None if of_BTD is None else _sums(of_BTD, real_BT) for of_BTD in read)
+    return y_BTD, LayerMoments(*sums, _query_sums(model, q_BTNH, real_BT))
 
 
 def _sums(x_BTD, real_BT):
-    if x_BTD is None:
-        return None
-    x_BTD, precise = x_BTD.astype(jnp.float32), {'precision': 'highest'}
-    outer_DE = jnp.einsum('btd,bte,bt->de', x_BTD, x_BTD, real_BT, **precise)
-    first_D = jnp.einsum('btd,bt->d', x_BTD, real_BT, **precise)
+    x_BTD = x_BTD.astype(jnp.float32)
+    outer_DE = jnp.einsum('btd,bte,bt->de', x_BTD, x_BTD, real_BT, **_PRECISE)
+    first_D = jnp.einsum('btd,bt->d', x_BTD, real_BT, **_PRECISE)
     return Moments(outer_DE, first_D, jnp.sum(real_BT))
 
 
 def _query_sums(model, q_BTNH, real_BT):
     """Moments of q H^-1/2, of all queries of a key/value head."""
-    kv_heads, width = model.num_kv_heads, model.head_dim
-    q_BTKGH = q_BTNH.astype(jnp.float32).reshape(*q_BTNH.shape[:2], kv_heads, -1, width)
-    q_BTKGH, precise = q_BTKGH * width**-0.5, {'precision': 'highest'}
-    outer = jnp.einsum('btkgh,btkgi,bt->khi', q_BTKGH, q_BTKGH, real_BT, **precise)
-    first = jnp.einsum('btkgh,bt->kh', q_BTKGH, real_BT, **precise)
+    shape = (*q_BTNH.shape[:2], model.num_kv_heads, -1, model.head_dim)
+    q_BTKGH = q_BTNH.astype(jnp.float32).reshape(shape) * model.head_dim**-0.5
+    outer = jnp.einsum('btkgh,btkgi,bt->khi', q_BTKGH, q_BTKGH, real_BT, **_PRECISE)
+    first = jnp.einsum('btkgh,bt->kh', q_BTKGH, real_BT, **_PRECISE)
     return Moments(outer, first, jnp.sum(real_BT) * q_BTKGH.shape[3])
 
 
 def fit_routers(params: dict, target: ModelHparams, moments: list[LayerMoments]):
-    """Parameters with routers whose gates are near 1, and the error of each layer.
+    """Parameters of `transfer_params` with gates near 1, and the error of each fitted layer.
 
     A score is w . x without a bias: w is fitted, by ridge regression on the stream of the dense
     model, to give every token the score of a gate of 1. If scores have no gate, or with the router
-    `straight_through`, w keeps its direction, and scores get a root mean square of 1.
-
-    Args:
-      params: of `transfer_params`.
-      target: of the same.
-      moments: of `layer_moments`.
-
-    Returns:
-      The parameters, and the root mean square of score / wanted score - 1 of each fitted layer.
+    `straight_through`, w keeps its direction, and scores get a root mean square of 1. The error is
+    the root mean square of score / wanted score - 1.
     """
     value, errors = SCORES.get(target.routing.gate), {}
 
@@ -180,26 +146,18 @@ def fit_slots(params: dict, target: ModelHparams, moments: list[LayerMoments], s
     A key is (a . x) k, with a . x near 1 for the inputs of the slot and k such that the queries of
     all later layers give it logits near -strength, both by ridge regression. With strength 0, keys
     and logits are 0.
-
-    Args:
-      params, target, moments: as `fit_routers` takes them.
-      strength: 0 or more.
     """
 
-    def key_of(part):
-        def key(leaf, layer):
-            read = getattr(moments[layer], part)
-            later = [other.queries for other in moments[layer + 1 :]]
-            if not (strength and later):
-                return np.zeros(leaf.shape)
-            k_KH = sum(later[1:], later[0]).fit(-strength)
-            return read.fit(1.0)[:, None, None] * k_KH[None]
-
-        return key
+    def key(leaf, layer, part):
+        later = [other.queries for other in moments[layer + 1 :]]
+        if not (strength and later):
+            return np.zeros(leaf.shape)
+        k_KH = jax.tree.map(lambda *sums: sum(sums), *later).fit(-strength)
+        return getattr(moments[layer], part).fit(1.0)[:, None, None] * k_KH[None]
 
     changes = {}
     for slot, part in SLOTS.items():
-        changes['stream', slot, 'key', 'kernel'] = key_of(part)
+        changes['stream', slot, 'key', 'kernel'] = functools.partial(key, part=part)
         changes['stream', slot, 'value', 'kernel'] = lambda leaf, layer: np.zeros(leaf.shape)
     return _replace(params, target, changes)
 
@@ -210,10 +168,11 @@ def _replace(params, target, changes):
 
     def replace(path, leaf):
         keys = tuple(key.key for key in path)
-        change = changes.get(keys[3:]) if keys[0] == 'stack' else None
-        if change is None:
+        if keys[0] != 'stack':
             return leaf
-        i, j = int(keys[1].removeprefix('run_')), int(keys[2].removeprefix('layer_'))
+        i, j, name = in_layer(keys)
+        if (change := changes.get(name)) is None:
+            return leaf
         new = [change(leaf[repeat], numbers[i, repeat, j]) for repeat in range(len(leaf))]
         return jnp.asarray(np.stack(new), leaf.dtype)
 

@@ -12,11 +12,10 @@ import numpy as np
 ONE_FILE = 'model.safetensors'
 INDEX_FILE = 'model.safetensors.index.json'
 DTYPES = {'F32': 'float32', 'BF16': 'bfloat16', 'F16': 'float16'}
-MAX_SHARD_BYTES = 5 * 10**9  # of one file, which is in memory while it is written
 _AGAIN = 'download it again'
 
 
-class TensorFiles:
+class TensorFiles(contextlib.ExitStack):
     """The tensors of a folder by name, read on demand. A context manager.
 
     Attributes:
@@ -29,14 +28,13 @@ class TensorFiles:
     """
 
     def __init__(self, folder: pathlib.Path):
+        super().__init__()
         self.shapes, self.dtypes, self._files = {}, {}, {}
-        with contextlib.ExitStack() as opened:
-            for file, names in _files(folder).items():
-                self._add(opened, folder / file, names)
-            self._opened = opened.pop_all()
+        for file, names in _files(folder).items():
+            self._add(folder / file, names)
 
-    def _add(self, opened, path, names):
-        file = opened.enter_context(_open(path))
+    def _add(self, path, names):
+        file = self.enter_context(_open(path))
         there = set(file.keys())
         for name in sorted(there if names is None else names):
             if name not in there:
@@ -58,23 +56,15 @@ class TensorFiles:
             raise ValueError(f'{path}: {name} holds infinities or NaNs; {_AGAIN}')
         return array
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        self._opened.close()
-
 
 def _files(folder):
     """The files of a folder, each with the tensors that the index assigns to it; None: all."""
     if (folder / ONE_FILE).exists():
         return {ONE_FILE: None}
-    index = folder / INDEX_FILE
+    index, files = folder / INDEX_FILE, {}
     try:
-        places = json.loads(index.read_text(encoding='utf-8'))['weight_map']
-        files = {file: [] for file in sorted(set(places.values()))}
-        for name, file in places.items():
-            files[file].append(name)
+        for name, file in json.loads(index.read_text(encoding='utf-8'))['weight_map'].items():
+            files.setdefault(file, []).append(name)
     except FileNotFoundError:
         right = 'other formats are not read; save_pretrained of transformers writes this one'
         raise ValueError(f'{folder}: holds neither {ONE_FILE} nor {INDEX_FILE}; {right}') from None
@@ -93,10 +83,8 @@ def _open(path):
     try:
         return safetensors.safe_open(path, 'np')
     except safetensors.SafetensorError as error:
-        size = path.stat().st_size
-        raise ValueError(f'{path}: cut short at {size} bytes or damaged ({error}); {_AGAIN}') from (
-            None
-        )
+        found = f'cut short at {path.stat().st_size} bytes or damaged ({error})'
+        raise ValueError(f'{path}: {found}; {_AGAIN}') from None
 
 
 def write_tensors(
@@ -104,33 +92,28 @@ def write_tensors(
     shapes: dict[str, tuple[int, ...]],
     read: Callable[[str], np.ndarray],
     dtype: str,
-    max_bytes: int = MAX_SHARD_BYTES,
+    max_bytes: int = 5 * 10**9,  # of one file, which is in memory while it is written
 ) -> None:
     """Writes tensors to one file, or to several of at most `max_bytes` (a tensor at least) each.
 
-    Args:
-      folder: where to.
-      shapes: of each tensor, in order.
-      read: returns a tensor by its name.
-      dtype: of the files, one of `DTYPES`.
-
-    Raises:
-      ValueError: one line, for a value that is not finite in that dtype.
+    `shapes` has each tensor in order, and `read` returns it by its name; `dtype` is one of the
+    values of `DTYPES`. Raises ValueError for a value that is not finite in it.
     """
     from safetensors.numpy import save_file
 
     wanted = jnp.dtype(dtype)
     sizes = {name: int(np.prod(shape)) * wanted.itemsize for name, shape in shapes.items()}
-    shards = [[]]
+    shards, filled = [[]], 0
     for name, size in sizes.items():
-        if shards[-1] and sum(sizes[other] for other in shards[-1]) + size > max_bytes:
+        if shards[-1] and filled + size > max_bytes:
             shards.append([])
+            filled = 0
         shards[-1].append(name)
+        filled += size
     places = {}
     for i, names in enumerate(shards):
-        file = ONE_FILE
-        if len(shards) > 1:
-            file = f'model-{i + 1:05d}-of-{len(shards):05d}.safetensors'
+        numbered = f'model-{i + 1:05d}-of-{len(shards):05d}.safetensors'
+        file = numbered if len(shards) > 1 else ONE_FILE
         places |= dict.fromkeys(names, file)
         arrays = {name: _rounded(name, read(name), wanted) for name in names}
         save_file(arrays, folder / file, metadata={'format': 'pt'})

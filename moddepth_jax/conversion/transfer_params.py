@@ -6,6 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import traverse_util
 
 from moddepth_jax.hparams import Hparams, ModelHparams
 from moddepth_jax.model.attention import TokenInfo
@@ -29,26 +30,27 @@ _NEW = ('router', 'predictor', 'stream')  # what routing and depth streams add t
 
 def check_convertible(source: ModelHparams, target: ModelHparams):
     """Raises ValueError, one line, if the source is not dense or other knobs differ."""
+    converted = 'in the run that is converted: must be'
     if source.routed_layers:
         found = f'model.routing.router={source.routing.router!r}'
-        raise ValueError(f'{found} in the run that is converted: must be dense, without a router')
+        raise ValueError(f'{found} {converted} dense, without a router')
     if source.depth.stream != 'residual':
-        found = f'model.depth.stream={source.depth.stream!r}'
-        raise ValueError(f'{found} in the run that is converted: must be residual')
-    _refuse_difference('model', source, target)
+        raise ValueError(f'model.depth.stream={source.depth.stream!r} {converted} residual')
+    before, after = (
+        traverse_util.flatten_dict(dataclasses.asdict(model), sep='.') for model in (source, target)
+    )
+    for name, was in before.items():
+        if after[name] != was and name.split('.')[0] not in _MAY_DIFFER:
+            right = (
+                'in the run that is converted; a conversion only adds routing and a depth stream'
+            )
+            raise ValueError(f'model.{name}={after[name]!r}: is {was!r} {right}')
 
 
-def _refuse_difference(group, source, target):
-    for field in dataclasses.fields(source):
-        name, was, now = field.name, getattr(source, field.name), getattr(target, field.name)
-        if was == now or name in _MAY_DIFFER:
-            continue
-        if dataclasses.is_dataclass(was):
-            _refuse_difference(f'{group}.{name}', was, now)
-        right = 'a conversion only adds routing and a depth stream'
-        raise ValueError(
-            f'{group}.{name}={now!r}: is {was!r} in the run that is converted; {right}'
-        )
+def abstract_params(hparams: Hparams):
+    """Shapes and dtypes of the parameters of a model."""
+    tokens_BT = jax.ShapeDtypeStruct((1, hparams.data.sequence_length), 'int32')
+    return jax.eval_shape(Transformer(hparams).init, jax.random.key(0), tokens_BT)['params']
 
 
 def layer_numbers(model: ModelHparams) -> dict[tuple[int, int, int], int | str]:
@@ -66,7 +68,7 @@ def _keys(path):
     return tuple(key.key for key in path)
 
 
-def _in_layer(keys):
+def in_layer(keys: tuple) -> tuple[int, int, tuple]:
     """(run, index in the group, name in the layer) of a leaf of the stack.
 
     The parameters of a routed block are one level deeper than those of a dense one.
@@ -77,16 +79,10 @@ def _in_layer(keys):
 
 
 def transfer_params(source: ModelHparams, params: dict, target: Hparams) -> tuple[dict, list[str]]:
-    """Parameters of the target: leaves of the source bit for bit, new ones initialized.
+    """Parameters of the target: leaves of the dense source bit for bit, new ones initialized.
 
-    Args:
-      source: of the dense model.
-      params: of the same.
-      target: as `check_convertible` accepts it.
-
-    Returns:
-      The parameters, and the names of the leaves that are new, such as
-      stack.run_1.layer_0.router.w.
+    `check_convertible` accepts both. Also returns the names of the leaves that are new, such as
+    stack.run_1.layer_0.router.w.
     """
     numbers, found = layer_numbers(source), {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -94,11 +90,9 @@ def transfer_params(source: ModelHparams, params: dict, target: Hparams) -> tupl
         if keys[0] != 'stack':
             found[keys] = leaf
             continue
-        i, j, name = _in_layer(keys)
+        i, j, name = in_layer(keys)
         for repeat in range(len(leaf)):
             found[numbers[i, repeat, j], name] = leaf[repeat]
-    tokens_BT = jax.ShapeDtypeStruct((1, target.data.sequence_length), 'int32')
-    abstract = jax.eval_shape(Transformer(target).init, jax.random.key(0), tokens_BT)['params']
     numbers, runs = layer_numbers(target.model), Stack(target.model, 'top_c').runs
     new, fresh = [], {}
 
@@ -106,7 +100,7 @@ def transfer_params(source: ModelHparams, params: dict, target: Hparams) -> tupl
         keys = _keys(path)
         if keys[0] != 'stack':
             return jnp.asarray(found[keys])
-        i, j, name = _in_layer(keys)
+        i, j, name = in_layer(keys)
         places = [(i, repeat, j) for repeat in range(wanted.shape[0])]
         if (numbers[places[0]], name) in found:
             return jnp.asarray(np.stack([found[numbers[place], name] for place in places]))
@@ -117,15 +111,12 @@ def transfer_params(source: ModelHparams, params: dict, target: Hparams) -> tupl
             fresh[place] = jax.tree.map(np.asarray, made)
         return jnp.asarray(np.stack([fresh[place][keys[3:]] for place in places]))
 
-    return jax.tree_util.tree_map_with_path(leaf, abstract), new
+    return jax.tree_util.tree_map_with_path(leaf, abstract_params(target)), new
 
 
 @functools.partial(jax.jit, static_argnames=('model', 'kind'))
 def _new_leaves(key, *, model, kind):
-    """Initial leaves of router, predictor and stream of one layer, by their path in it.
-
-    Initializing a whole model would compute a stream for its routers, which is not needed here.
-    """
+    """Initial leaves of router, predictor and stream of one layer, by their path in it."""
     x_BTD = jax.random.normal(key, (1, 8, model.d_model), model.dtype)
     ones_BT = jnp.ones(x_BTD.shape[:2], jnp.int32)
     tokens = TokenInfo(jnp.cumsum(ones_BT, axis=1) - 1, ones_BT, ones_BT.astype(jnp.uint32))

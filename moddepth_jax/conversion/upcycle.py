@@ -1,16 +1,17 @@
 """Starts a MoD or MoDA run from a dense one: its parameters, and the loss of its first step."""
 
 import functools
+import types
 from collections.abc import Callable
 
 import jax.numpy as jnp
 
 from moddepth_jax.conversion.init_from_dense import (
     STRENGTHS,
+    TOKENS_PER_WIDTH,
     fit_routers,
     fit_slots,
     layer_moments,
-    num_fit_batches,
 )
 from moddepth_jax.conversion.transfer_params import check_convertible, transfer_params
 from moddepth_jax.hparams import Hparams
@@ -19,54 +20,46 @@ from moddepth_jax.model.transformer import average_shapes
 _SAME = 1e-3  # nats: a first loss this close to the dense one counts as the same
 
 
-class _TrainBatches:
-    """The first training batches, as evaluation takes held-out ones."""
-
-    domains = {}
-
-    def __init__(self, dataset, num_batches):
-        self.num_held_out_batches, self.tokenizer = num_batches, dataset.tokenizer
-        self.held_out_batch = dataset.train_batch
-
-    def domain(self, index):
-        return None
-
-
-def upcycle(
-    run, hparams: Hparams, dataset, measure_loss: Callable
-) -> tuple[dict, dict[str, jnp.ndarray], dict]:
+def upcycle(run, hparams: Hparams, dataset, measure_loss: Callable) -> tuple[dict, dict, dict]:
     """Parameters and averages of a new run before its first step, and what convert.json says.
 
     Args:
-      run: the SavedRun of a dense model.
-      hparams: of the new run.
-      dataset: of the new run.
+      run: the SavedRun of a dense model, else a ValueError.
+      hparams, dataset: of the new run.
       measure_loss: (params, averages, hparams, dataset) -> nats per target, as training counts
         them, of the first evaluation.num_batches held-out batches of `dataset`.
-
-    Raises:
-      ValueError: as `check_convertible`.
     """
     check_convertible(run.hparams.model, hparams.model)
     params, new = transfer_params(run.hparams.model, run.state.params, hparams)
     averages = {name: jnp.zeros(shape) for name, shape in average_shapes(hparams.model).items()}
     averages |= {name: leaf for name, leaf in run.state.averages.items() if name in averages}
     dense_loss = functools.partial(measure_loss, run.state.params, run.state.averages, run.hparams)
-    first_hparams = hparams.at(hparams.stages[0])
-
-    params, errors, candidates = _fit(run, hparams, dataset, params, new)
-    if candidates:
-        train = _TrainBatches(dataset, hparams.evaluation.num_batches)
-        wanted = dense_loss(train)
-        differences = {
-            strength: abs(measure_loss(candidate, averages, first_hparams, train) - wanted)
-            for strength, candidate in candidates.items()
-        }
-        best = min(differences, key=differences.get)
-        params = candidates[best]
+    first_hparams, errors, note = hparams.at(hparams.stages[0]), {}, {}
+    has_slots = any('_slot.' in name for name in new)
+    if has_slots or any(name.endswith('.router.w') for name in new):
+        tokens = hparams.data.batch_size * hparams.data.sequence_length
+        num_batches = -(-TOKENS_PER_WIDTH * hparams.model.d_model // tokens)
+        batches = map(dataset.train_batch, range(num_batches))
+        moments = layer_moments(run.hparams.model, run.state.params, hparams.model, batches)
+        params, errors = fit_routers(params, hparams.model, moments)
+    if has_slots:
+        train = types.SimpleNamespace(  # the first training batches, as evaluation takes them
+            domains={},
+            domain=lambda index: None,
+            tokenizer=dataset.tokenizer,
+            held_out_batch=dataset.train_batch,
+            num_held_out_batches=hparams.evaluation.num_batches,
+        )
+        wanted, differences = dense_loss(train), {}
+        fit = functools.partial(fit_slots, params, hparams.model, moments)
+        for strength in STRENGTHS:
+            loss = measure_loss(fit(strength), averages, first_hparams, train)
+            differences[strength] = abs(loss - wanted)
+        note['slot_key_strength'] = min(differences, key=differences.get)
+        params = fit(note['slot_key_strength'])
 
     dense, first = dense_loss(dataset), measure_loss(params, averages, first_hparams, dataset)
-    note = {
+    note |= {
         'from': 'a dense run',
         'source_step': run.step,
         'held_out_batches': min(hparams.evaluation.num_batches, dataset.num_held_out_batches),
@@ -79,36 +72,15 @@ def upcycle(
     if len(hparams.stages) > 1:
         last = hparams.at(hparams.stages[-1])
         note['loss_at_last_capacity'] = measure_loss(params, averages, last, dataset)
-    if candidates:
-        note['slot_key_strength'] = best
     return params, averages, note
 
 
-def _fit(run, hparams, dataset, params, new):
-    """Parameters with fitted routers, their errors, and parameters by strength of slot keys."""
-    has_slots = any('_slot.' in name for name in new)
-    if not (has_slots or any(name.endswith('.router.w') for name in new)):
-        return params, {}, {}
-    batches = (dataset.train_batch(i) for i in range(num_fit_batches(hparams)))
-    moments = layer_moments(run.hparams.model, run.state.params, hparams.model, batches)
-    params, errors = fit_routers(params, hparams.model, moments)
-    candidates = {
-        strength: fit_slots(params, hparams.model, moments, strength)
-        for strength in (STRENGTHS if has_slots else ())
-    }
-    return params, errors, candidates
-
-
 def explain_difference(hparams: Hparams, errors: dict[int, float], is_small: bool) -> str:
-    """Why the first loss is not that of the dense model, in plain words.
+    """Why the first loss of a new run is not that of the dense model, in plain words.
 
-    Args:
-      hparams: of the new run.
-      errors: of `fit_routers`.
-      is_small: whether the losses are the same after all.
+    `errors` are those of `fit_routers`; `is_small` says that the losses are the same after all.
     """
-    model, reasons = hparams.model, []
-    stage = hparams.stages[0]
+    model, stage, reasons = hparams.model, hparams.stages[0], []
     if model.routed_layers and stage.capacity < 1:
         reasons.append(
             f'{1 - stage.capacity:.0%} of the tokens skip each routed block from the first step; '

@@ -1,20 +1,16 @@
-"""Files that may be compressed: plain bytes out of .gz, .zst and anything else."""
+"""Opens files of text, plain or compressed: every byte of the user's files is read through here."""
 
 import contextlib
 import io
 import pathlib
 import shutil
 import tempfile
-import typing
+from collections.abc import Callable, Iterator
 
 _CODECS = {'.gz': 'gzip', '.zst': 'zstd'}
 SUFFIXES = tuple(_CODECS)
 _BUFFER = 1 << 20
 _PLAIN_BUFFER = 1 << 16  # plain bytes that are lost in front of a damaged place
-
-
-class DamagedError(Exception):
-    """A compressed file that is truncated or damaged; the message says which."""
 
 
 def is_compressed(path: pathlib.Path) -> bool:
@@ -27,52 +23,39 @@ def plain_name(path: pathlib.Path) -> str:
     return path.stem if is_compressed(path) else path.name
 
 
-class _Decompressed(io.RawIOBase):
-    """The plain bytes of an open file; raises DamagedError."""
-
-    def __init__(self, file, codec):
-        import pyarrow  # Slow to import, and most runs read no compressed file.
-
-        self._stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(file, 'r'), codec)
-        self._codec = codec
-
-    def readable(self):
-        return True
-
-    def readinto(self, buffer):
-        try:
-            return self._stream.readinto(buffer)
-        except OSError as error:
-            if 'Truncated' in str(error):
-                raise DamagedError(f'it is cut off within its {self._codec} data') from None
-            raise DamagedError(f'its {self._codec} data are damaged: {error}') from None
+def open_file(path: pathlib.Path) -> io.BufferedReader:
+    """The bytes of the file as they are; raises OSError."""
+    return open(path, 'rb', _BUFFER)
 
 
 @contextlib.contextmanager
-def open_plain(path: pathlib.Path) -> typing.Iterator[tuple[typing.BinaryIO, typing.Callable]]:
+def open_plain(path: pathlib.Path) -> Iterator[tuple[io.BufferedReader, Callable[[], int]]]:
     """(stream, tell): the plain bytes of `path`, and how many bytes of the file have been read.
 
-    Reading raises DamagedError for truncated or damaged compressed data, OSError otherwise.
+    Reading raises OSError, without an errno if compressed data are truncated or damaged.
     """
-    with open(path, 'rb', _BUFFER) as file:
+    with open_file(path) as file:
         stream = file
         if is_compressed(path):
-            raw = _Decompressed(file, _CODECS[path.suffix.lower()])
+            import pyarrow  # Slow to import, and most runs read no compressed file.
+
+            raw = pyarrow.PythonFile(file, 'r')
+            raw = pyarrow.CompressedInputStream(raw, _CODECS[path.suffix.lower()])
             stream = io.BufferedReader(raw, _PLAIN_BUFFER)
         yield stream, file.tell
 
 
 @contextlib.contextmanager
-def plain_file(path: pathlib.Path) -> typing.Iterator[pathlib.Path]:
-    """A path to the plain bytes of `path`: itself, or a temporary file.
+def plain_file(path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A path to the plain bytes of `path`, for formats that need to seek.
 
-    For formats that are not read from beginning to end.
+    It is `path` or a temporary file. Raises as `open_plain` does.
     """
-    if not is_compressed(path):
-        yield path
-        return
-    with tempfile.NamedTemporaryFile(suffix=pathlib.Path(plain_name(path)).suffix) as file:
-        with open_plain(path) as (stream, _):
+    with open_plain(path) as (stream, _):
+        if not is_compressed(path):
+            yield path
+            return
+        with tempfile.NamedTemporaryFile(suffix=pathlib.Path(plain_name(path)).suffix) as file:
             shutil.copyfileobj(stream, file, _BUFFER)
-        file.flush()
-        yield pathlib.Path(file.name)
+            file.flush()
+            yield pathlib.Path(file.name)

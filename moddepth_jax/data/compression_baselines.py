@@ -1,18 +1,16 @@
 """Baselines to read a loss against: how well plain compressors do on the training text."""
 
+import contextlib
 import hashlib
 import json
 import lzma
-import os
-import pathlib
-import tempfile
 import zlib
 from collections.abc import Iterable
 
 import numpy as np
 
 from moddepth_jax.data.corpus import Corpus
-from moddepth_jax.data.directory import cache_directory
+from moddepth_jax.data.directory import cache_directory, write_atomically
 
 MAX_BYTES = 16 * 2**20
 _NAMES = ('unigram', 'zlib', 'xz')
@@ -24,17 +22,21 @@ def measure_baselines(corpus: Corpus) -> dict[str, float]:
     `unigram` is the entropy of the byte frequencies, `zlib` (level 9) and `xz` (preset 6) the
     compressed size, all over the first 16 MiB of the concatenated training documents; of a mixture
     over the first bytes of each member, by their shares. Takes seconds the first time; later calls
-    read the user's cache (XDG_CACHE_HOME or ~/.cache), by the sha256 of the bytes measured: another
-    held-out fraction is another text.
+    read the user's cache (XDG_CACHE_HOME or ~/.cache), by the sha256 of the bytes measured.
     """
     text = _sample(corpus)
     folder = cache_directory()
-    path = folder and folder / f'baselines-{hashlib.sha256(text).hexdigest()}.json'
-    values = path and _read(path)
-    if values is None:
+    if folder is None:
+        return _measure(text)
+    path = folder / f'baselines-{hashlib.sha256(text).hexdigest()}.json'
+    try:
+        values = json.loads(path.read_bytes())
+        return {name: float(values[name]) for name in _NAMES}
+    except (OSError, ValueError, TypeError, KeyError):
         values = _measure(text)
-        if path is not None:
-            _write(path, values)
+    with contextlib.suppress(OSError):  # in a folder that cannot be written, measure again
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(values))
     return values
 
 
@@ -80,23 +82,3 @@ def _measure(text):
     sizes = len(zlib.compress(text, 9)), len(lzma.compress(text, preset=6))
     bits = (-float(shares @ np.log2(shares)), *(8 * size / len(text) for size in sizes))
     return dict(zip(_NAMES, bits, strict=True))
-
-
-def _read(path: pathlib.Path):
-    """The cached values, or None if there are none that can be used."""
-    try:
-        values = json.loads(path.read_bytes())
-        return {name: float(values[name]) for name in _NAMES}
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
-
-
-def _write(path, values):
-    """Saves the values if the folder can be written; otherwise they are measured again."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile('w', dir=path.parent, delete=False) as file:
-            json.dump(values, file)
-        os.replace(file.name, path)
-    except OSError:
-        pass

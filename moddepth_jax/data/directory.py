@@ -1,7 +1,8 @@
-"""Directories that one process at a time writes to, atomic writes, and the user's cache folder."""
+"""Directories that one process at a time writes to, JSON in files, and the user's cache folder."""
 
 import contextlib
 import fcntl
+import json
 import os
 import pathlib
 import socket
@@ -31,17 +32,24 @@ def write_atomically(path: str | os.PathLike, text: str) -> None:
         raise
 
 
+def read_json(file: pathlib.Path, remedy: str) -> dict | None:
+    """The JSON object in `file`, None if there is no such file; raises ValueError, one line."""
+    try:
+        content = json.loads(file.read_text(encoding='utf-8'))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ValueError(f'{file}: cannot be read ({error}); {remedy}') from None
+    if not isinstance(content, dict):
+        raise ValueError(f'{file}: holds no JSON object; {remedy}')
+    return content
+
+
 class DirectoryLock:
     """Locks a directory until `close`, the end of the `with`, or the death of the process.
 
-    The kernel drops the lock with the process, so that a kill leaves no stale lock.
-
-    Args:
-      path: the directory.
-      flag: the option that names it, for messages: '--workdir'.
-
-    Raises:
-      ValueError: another process holds the directory, or the lock file cannot be written; one line.
+    `flag` is the option that names it, for messages. Raises ValueError, one line, if another
+    process holds the directory or the lock file cannot be written.
     """
 
     def __init__(self, path: str | os.PathLike, flag: str):

@@ -18,9 +18,7 @@ def find_domains(folder: str) -> dict[str, str]:
     """`data.source` of each domain by its name, sorted: every file and every folder in `folder`.
 
     A folder is one that launch.prepare wrote, or all files below it. Hidden ones are left out.
-
-    Raises:
-      ValueError: one line, if `folder` is no folder, is itself prepared, or is empty.
+    Raises ValueError, one line, if `folder` is no folder, is itself prepared, or is empty.
     """
     path = pathlib.Path(os.path.expanduser(folder))
     right = 'must be a folder with one file or folder of text for each domain'
@@ -45,15 +43,8 @@ def load_domains(
 ) -> tuple[dict[str, HeldOut], dict[str, str]]:
     """(datasets, skipped) by name of the domain; the latter are too short, and say why.
 
-    Args:
-      folder: as `find_domains` takes it.
-      data: of the run; `source` and `mixture` do not matter.
-      tokenizer: of the run.
-      trained_on: as `make_held_out` takes it.
-
-    Raises:
-      ValueError: one line with the domain's name, for text that cannot be read, and if all domains
-        are too short.
+    `source` and `mixture` of `data` do not matter; `trained_on` is as in `make_held_out`. Raises
+    ValueError, one line with the domain's name, for text that cannot be read, and if all are short.
     """
     datasets, skipped = {}, {}
     for name, source in find_domains(folder).items():

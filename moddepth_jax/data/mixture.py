@@ -12,13 +12,9 @@ from moddepth_jax.hparams import DataHparams
 
 @dataclasses.dataclass(frozen=True)
 class Member:
-    """A prepared folder and its share.
+    """A prepared folder, its share of the training rows, and the splits to evaluate on.
 
-    Attributes:
-      name: the last part of its path, or as many as tell it from the other members.
-      share: of the rows of training, exactly; 1 for a single folder.
-      store: what the folder holds.
-      held_out: splits of the store to evaluate on.
+    `name` is the last part of the folder's path, or as many as tell it from the other members.
     """
 
     name: str
@@ -35,9 +31,8 @@ def is_prepared(source: str) -> bool:
 def load_members(data: DataHparams) -> tuple[Member, ...]:
     """The members of `data.mixture`, or the single folder `data.source`; no text is read.
 
-    Raises:
-      ValueError: one line, as `open_store`, for members with different tokenizers, and for two
-        members with the same text.
+    Raises ValueError, one line, as `open_store`, for members with different tokenizers, and for two
+    members with the same text.
     """
     shares = data.members or {data.source: fractions.Fraction(1)}
     knob = f'data.mixture={data.mixture!r}' if data.members else f'data.source={data.source!r}'
@@ -50,20 +45,16 @@ def load_members(data: DataHparams) -> tuple[Member, ...]:
     for first, second in itertools.combinations(shares, 2):
         one, other = stores[first].tokenizer, stores[second].tokenizer
         if any(one[field] != other[field] for field in ('sha256', 'separator', 'vocab_size')):
-            found = (
-                f'{first} was prepared with {describe_tokenizer(one)} and {second} with '
-                f'{describe_tokenizer(other)}'
-            )
             right = f'prepare both with one, as --tokenizer={pathlib.Path(first, "tokenizer")}'
-            raise ValueError(f'{knob}: {found}; {right}')
+            raise ValueError(
+                f'{knob}: {first} was prepared with {describe_tokenizer(one)} and {second} with '
+                f'{describe_tokenizer(other)}; {right}'
+            )
         if stores[first].fingerprint == stores[second].fingerprint:
             right = 'leave one out and add up their weights'
             raise ValueError(f'{knob}: {first} and {second} are one text; {right}')
     names = _names(list(shares))
-    return tuple(
-        Member(name, share, stores[folder])
-        for name, (folder, share) in zip(names, shares.items(), strict=True)
-    )
+    return tuple(map(Member, names, shares.values(), stores.values()))
 
 
 def describe_tokenizer(tokenizer: dict) -> str:
@@ -86,10 +77,7 @@ class RowSchedule:
     """Which member each row of training is of: a pure function of its number, with exact shares.
 
     The first member, with share s, gets floor(n s) of the first n rows, and the others share the
-    rest in the same way. So each of them always has its share of rows to within their number.
-
-    Args:
-      shares: Fractions above 0 that sum to 1.
+    rest in the same way. `shares` are Fractions above 0 that sum to 1.
     """
 
     def __init__(self, shares):
@@ -117,9 +105,7 @@ class RowSchedule:
 def held_out_order(shares, sizes):
     """Yields (member, its batch) for each held-out batch: one of each member first, then by shares.
 
-    Args:
-      shares: Fractions above 0.
-      sizes: batches of each member.
+    `sizes` are the batches of each member.
     """
     counts = [0] * len(sizes)
     for _ in range(sum(sizes)):

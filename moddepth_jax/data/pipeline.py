@@ -23,8 +23,6 @@ class HeldOut:
     """Batches that cover the held-out text of a corpus once; what `make_held_out` returns.
 
     Attributes:
-      corpus: the Corpus.
-      tokenizer: the Tokenizer.
       held_back: whether all of it was held out from a training on the rest of the same text.
       num_held_out_batches: batches that cover the held-out windows once.
       held_out_streams: arrays of tokens from which the windows are cut, each from its first token
@@ -36,18 +34,15 @@ class HeldOut:
         self.corpus = corpus
         self.tokenizer = tokenizer_of(data) if tokenizer is None else tokenizer
         self._batch_size = data.batch_size
-        part = 'held-out' if corpus.train else 'given'
         members, shares = corpus.members, [member.share for member in corpus.members] or [1]
         self.held_back = bool(corpus.train)
         if members:
             self.held_back = all(member.held_out == ('held_out',) for member in members)
-            _check_tokenizer(data, members, self.tokenizer, part)
-            texts = [[m.store.tokens(split) for split in m.held_out] for m in members]
-        else:
-            texts = [[_document_stream(corpus, 'held_out', self.tokenizer)]]
-        self.held_out_streams = [stream for streams in texts for stream in streams]
+        part = 'held-out' if corpus.train else 'given'
+        texts = _load_streams(data, corpus, self.tokenizer, part)
+        self.held_out_streams = [stream for _, streams in texts for stream in streams]
         self._held_out = []
-        for streams, member in zip(texts, members or [None], strict=True):
+        for member, streams in texts:
             windows = make_windows(streams, data, self.tokenizer, part, member)
             # Shuffled once and for all, so that the first few batches are a fair sample.
             shuffled = grain.MapDataset.range(len(windows)).shuffle(seed=HELD_OUT_SEED)
@@ -62,24 +57,19 @@ class HeldOut:
         """Batch `index` of the held-out windows; arrays as in `Dataset.train_batch`.
 
         The order is shuffled but always the same, so that the first batches are a fair sample. A
-        batch holds windows of one member of a mixture, see `domain`. The last batch of each text is
-        filled up with rows of label -100, segment 0 and token 0. Raises ValueError for an index
-        outside [0, num_held_out_batches).
+        batch is of one member of a mixture; the last one of each text is filled up with rows of
+        label -100, segment 0 and token 0. Raises ValueError for an index that does not exist.
         """
         member, batch = self._find_batch(index)
         return pad_rows(self._held_out[member][batch], self._batch_size)
 
     def domain(self, index: int) -> str | None:
-        """The member of the mixture whose text held-out batch `index` holds; None without one.
-
-        The first batches are one of each member, later ones follow the shares. Raises ValueError as
-        `held_out_batch` does.
-        """
+        """The name of the member of the mixture that held-out batch `index` is of, or None."""
         member, _ = self._find_batch(index)
         return list(self.domains)[member] if self.domains else None
 
     def _find_batch(self, index):
-        """(member, its batch)."""
+        """(member, its batch): one of each member first, then by their shares."""
         index = operator.index(index)
         if not 0 <= index < self.num_held_out_batches:
             raise ValueError(f'index={index}: must lie in [0, {self.num_held_out_batches})')
@@ -91,9 +81,9 @@ class HeldOut:
 class Dataset(HeldOut):
     """Batches of a corpus as pure functions of the step; what `make_dataset` returns.
 
-    Attributes, in addition to those of HeldOut:
-      fingerprint: what decides every batch: a dict of JSON scalars, see `check_fingerprint`; for
-        the record also the packages of `python_environment` and the names of a mixture.
+    Attributes:
+      fingerprint: what decides every batch, and for the record packages and names of members: a
+        dict of JSON scalars, see `check_fingerprint`.
       may_change: knobs that only say where text and tokenizer are: the fingerprint decides.
       num_train_windows: windows of one epoch.
     """
@@ -102,14 +92,10 @@ class Dataset(HeldOut):
         self, data: DataHparams, seed: int, corpus: Corpus, tokenizer: Tokenizer | None = None
     ):
         tokenizer = tokenizer_of(data) if tokenizer is None else tokenizer
-        members = corpus.members
-        if members:
-            _check_tokenizer(data, members, tokenizer, 'training')
-            streams = [member.store.tokens('train') for member in members]
-        else:
-            streams = [_document_stream(corpus, 'train', tokenizer)]
-        for stream, member in zip(streams, members or [None], strict=True):
-            make_windows([stream], data, tokenizer, 'training', member)
+        members, streams = corpus.members, []
+        for member, own in _load_streams(data, corpus, tokenizer, 'training'):
+            make_windows(own, data, tokenizer, 'training', member)
+            streams += own
         super().__init__(data, corpus, tokenizer)
         self._windows = Windows(streams, data.sequence_length, tokenizer.separator)
         self.num_train_windows = len(self._windows)
@@ -129,9 +115,8 @@ class Dataset(HeldOut):
     def train_windows(self, step: int, rows: slice = ALL_ROWS) -> list[int]:
         """Numbers of the windows that are rows `rows` of the batch of `step` (from 0).
 
-        A pure function of the step: each epoch visits every window once, in its own order, and
-        batches continue across epochs. Each member of a mixture has its own epochs; its windows
-        have their own numbers. Raises ValueError for a negative step.
+        Each epoch visits every window once, in its own order, and batches continue across epochs.
+        Each member of a mixture has its own epochs. Raises ValueError for a negative step.
         """
         step = operator.index(step)
         if step < 0:
@@ -142,11 +127,7 @@ class Dataset(HeldOut):
         return [int(begins[member] + self._train[member][nth]) for member, nth in places]
 
     def train_batch(self, step: int, rows: slice = ALL_ROWS) -> dict[str, np.ndarray]:
-        """Rows `rows` of the batch of `step`: `tokens_BT`, `labels_BT`, `segment_ids_BT`, int32.
-
-        A pure function of the step, as `train_windows`; no other rows are read. Raises ValueError
-        for a negative step.
-        """
+        """Rows `rows` of the batch of `step`, and no others; arrays as in `Windows.cut`."""
         return self._windows.cut(self.train_windows(step, rows))
 
     def epochs(self, step: int) -> float:
@@ -164,23 +145,12 @@ class Dataset(HeldOut):
 
 
 def make_dataset(
-    data: DataHparams,
-    seed: int,
-    corpus: Corpus | None = None,
-    tokenizer: Tokenizer | None = None,
+    data: DataHparams, seed: int, corpus: Corpus | None = None, tokenizer: Tokenizer | None = None
 ) -> Dataset:
-    """The dataset of `data`, shuffled by `seed`.
+    """The dataset of `data`, shuffled by `seed`; corpus and tokenizer by default those it names.
 
-    Args:
-      data: of the run.
-      seed: of the order of the training windows.
-      corpus: by default that of `load_corpus`.
-      tokenizer: by default that of `tokenizer_of`.
-
-    Raises:
-      ValueError: one line, as `load_corpus` and `tokenizer_of`, for a corpus or a member of a
-        mixture that is shorter than one window, for text that the tokenizer cannot encode, and for
-        prepared text of another tokenizer.
+    Raises ValueError, one line, as `load_corpus` and `tokenizer_of`, for text or a member that is
+    shorter than one window, that the tokenizer cannot encode, or that another tokenizer prepared.
     """
     corpus = load_corpus(data) if corpus is None else corpus
     return Dataset(data, seed, corpus, tokenizer)
@@ -191,26 +161,27 @@ def make_held_out(
 ) -> HeldOut:
     """All text of `data.source` as held-out batches, whatever `data.held_out_fraction` is.
 
-    The rest at the end of the text, shorter than a window, is in no batch.
-
-    Args:
-      data: of the text.
-      tokenizer: by default that of `tokenizer_of`.
-      trained_on: as `load_held_out` takes it.
-
-    Raises:
-      ValueError: one line, as `load_held_out` and `make_dataset`.
+    The rest at its end, shorter than a window, is in no batch. `trained_on` is as in
+    `load_held_out`. Raises ValueError as that and `make_dataset` do.
     """
     return HeldOut(data, load_held_out(data, trained_on), tokenizer)
 
 
-def _document_stream(corpus, split, tokenizer):
-    """The stream of a corpus that was not prepared."""
-    return token_stream(getattr(corpus, split), tokenizer, corpus.names.get(split))
+def _load_streams(data, corpus, tokenizer, part):
+    """[(member, its streams)] of the training, held-out or given text; without members of None."""
+    if corpus.members:
+        _check_tokenizer(data, corpus.members, tokenizer, part)
+        splits = [('train',) if part == 'training' else m.held_out for m in corpus.members]
+        return [
+            (member, [member.store.tokens(split) for split in own])
+            for member, own in zip(corpus.members, splits, strict=True)
+        ]
+    split = 'train' if part == 'training' else 'held_out'
+    return [(None, [token_stream(getattr(corpus, split), tokenizer, corpus.names.get(split))])]
 
 
 def _check_tokenizer(data, members, tokenizer, part):
-    """Raises ValueError for prepared text whose ids mean something else to `tokenizer`."""
+    """Refuses prepared text whose ids mean something else to `tokenizer`."""
     for member, folder in zip(members, data.folders, strict=True):
         theirs = member.store.tokenizer
         ours = {name: getattr(tokenizer, name) for name in theirs}
@@ -249,16 +220,13 @@ def _fingerprint(data, seed, corpus, tokenizer):
 def check_fingerprint(stored: dict, current: dict) -> None:
     """Refuses to continue with other data: compares two `Dataset.fingerprint`s.
 
-    Other packages with the same text are the same data, as are members with another name.
-
-    Raises:
-      ValueError: one line that names the first field that differs and both values, and for
-        `python_environment` some packages that differ.
+    Other packages with the same text are the same data, as are members with another name. Raises
+    ValueError, one line, with the first field that differs and both values.
     """
-    for field in dict.fromkeys((*current, *stored)):
+    for field in (*current, *stored):
         if field == 'packages' or field.startswith('name_'):
             continue
-        if stored.get(field) == current.get(field) and (field in stored) == (field in current):
+        if field in stored and field in current and stored[field] == current[field]:
             continue
         was, now = (_show_value(fingerprint, field) for fingerprint in (stored, current))
         changed = _changed_packages(stored, current) if field == 'corpus_sha256' else ''

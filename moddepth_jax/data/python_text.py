@@ -1,6 +1,6 @@
 """The text of the running Python: its standard library, and the installed packages."""
 
-import hashlib
+import contextlib
 import importlib.metadata
 import os
 import pathlib
@@ -29,13 +29,8 @@ def stdlib_documents(root: str | None = None) -> list[tuple[str, bytes]]:
     """(name, bytes) of Python's own standard library: every .py file below `root`, by path.
 
     Excluded: tests, idlelib, lib2to3, installed packages, and the files in which a build describes
-    its own machine, so that one Python version means one text.
-
-    Args:
-      root: a folder; by default the one that sysconfig calls stdlib.
-
-    Raises:
-      ValueError: no .py file is there, as in Pythons that ship compiled or zipped.
+    its own machine, so that one Python version means one text. Raises ValueError if no .py file is
+    there, as in Pythons that ship compiled or zipped.
     """
     root = root or sysconfig.get_paths()['stdlib']
     documents = _documents_below(root, _EXCLUDED)
@@ -52,20 +47,19 @@ def environment_documents(
 
     Documents are (name, bytes), sorted, the name a path relative to its root. Excluded: what
     `stdlib_documents` excludes, tests of packages, this project itself, files that are empty or not
-    UTF-8, and all but the first of equal files. Packages are name==version, sorted, of everything
-    installed except this project. The text is for use on this machine: packages have their own
-    licenses.
-
-    Args:
-      stdlib: a folder; by default the one that sysconfig calls stdlib.
-      roots: folders of packages; by default those that sysconfig calls purelib and platlib.
-
-    Raises:
-      ValueError: no package's .py file is there.
+    UTF-8, and all but the first of equal files. Packages are name==version, sorted, without this
+    project. Packages have their own licenses: the text is for use on this machine. Raises
+    ValueError if no package's .py file is below `roots`.
     """
     paths = sysconfig.get_paths()
     roots = tuple(dict.fromkeys(roots or (paths['purelib'], paths['platlib'])))
-    packages, ours = _installed(roots)
+    packages, ours = set(), set()
+    for distribution in importlib.metadata.distributions(path=list(map(str, roots))):
+        name = distribution.metadata['Name'] or 'unnamed'
+        if re.sub('[-_.]+', '-', name).lower() == _THIS_PROJECT:
+            ours |= {file.as_posix() for file in distribution.files or ()}
+        else:
+            packages.add(f'{name}=={distribution.version}')
     found = [
         (name, text)
         for root in roots
@@ -77,34 +71,14 @@ def environment_documents(
         where = ' or '.join(map(str, roots))
         raise ValueError(f"data.source='python_environment': no .py file below {where}; {right}")
     found = _documents_below(stdlib or paths['stdlib'], _EXCLUDED) + found
-    return sorted(_distinct(found)), packages
-
-
-def _installed(roots):
-    """name==version of all distributions except ours, sorted, and the files of ours."""
-    packages, ours = set(), set()
-    for distribution in importlib.metadata.distributions(path=list(map(str, roots))):
-        name = distribution.metadata['Name'] or 'unnamed'
-        if re.sub('[-_.]+', '-', name).lower() == _THIS_PROJECT:
-            ours |= {file.as_posix() for file in distribution.files or ()}
-        else:
-            packages.add(f'{name}=={distribution.version}')
-    return tuple(sorted(packages, key=str.lower)), ours
+    return sorted(_distinct(found)), tuple(sorted(packages, key=str.lower))
 
 
 def _distinct(documents):
     """Those that are UTF-8 and not empty, the first of equal ones."""
-    seen = set()
+    seen = {b''}
     for name, text in documents:
-        digest = hashlib.sha256(text).digest()
-        if text and digest not in seen and _is_utf8(text):
-            seen.add(digest)
-            yield name, text
-
-
-def _is_utf8(text):
-    try:
-        text.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
+        with contextlib.suppress(UnicodeDecodeError):
+            if text not in seen and text.decode():
+                seen.add(text)
+                yield name, text

@@ -1,5 +1,6 @@
 """Files of text: a reader for each format, and the table that finds it by the file's suffix."""
 
+import codecs
 import contextlib
 import glob
 import json
@@ -10,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator
 
 from moddepth_jax.data.compression import (
     SUFFIXES,
-    DamagedError,
     is_compressed,
     open_plain,
     plain_file,
@@ -18,19 +18,17 @@ from moddepth_jax.data.compression import (
 )
 
 _BATCH = 16  # rows or records in memory at a time
-_BYTE_ORDER_MARK = b'\xef\xbb\xbf'
 _WRITE_AGAIN = 'write the file again or leave it out'
 
 
 class BadText(ValueError):
     """Text that cannot be used; its message is one line: file and row, problem; remedy.
 
-    Attributes:
-      reason: a fixed phrase for each kind of problem, such as 'not JSON'.
+    `reason` is a fixed phrase for each kind of problem, such as 'not JSON'.
     """
 
     def __init__(self, where: object, reason: str, problem: str, remedy: str):
-        super().__init__(str(where), reason, problem, remedy)
+        super().__init__(str(where), reason, problem, remedy)  # all of it can be pickled
         self.reason = reason
 
     def __str__(self):
@@ -39,13 +37,10 @@ class BadText(ValueError):
 
 
 class Row(typing.NamedTuple):
-    """One row of a file.
+    """One row of a file: a document's bytes, or the BadText that says why there are none.
 
-    Attributes:
-      name: of the document: the file's name, with '#' and the row's number if a file has many.
-      text: its bytes, or the BadText that says why there are none.
-      end: bytes of the file, compressed or not, from the start of the span to the end of the row;
-        approximate.
+    `name` is the file's, with '#' and the row's number if a file has many; `end` is about how many
+    bytes of the file, compressed or not, lie between the start of the span and the end of the row.
     """
 
     name: str
@@ -54,12 +49,10 @@ class Row(typing.NamedTuple):
 
 
 class Span(typing.NamedTuple):
-    """A part of a file that can be read alone.
+    """A part of a file that can be read alone; its first row has the number `first_row`, from 1.
 
-    Attributes:
-      start: byte of a .jsonl, row group of a .parquet, record of an .arrayrecord.
-      stop: the first one after it; None is the end of the file.
-      first_row: number of its first row, from 1.
+    From `start` to before `stop`, which are bytes of a .jsonl, row groups of a .parquet and records
+    of an .arrayrecord; None is the end of the file.
     """
 
     start: int
@@ -71,20 +64,14 @@ WHOLE_FILE = Span(0, None, 1)
 
 
 class Format(typing.NamedTuple):
-    """How files of one suffix are read; a row of FORMATS.
+    """How files of one suffix are read: a row of FORMATS.
 
-    Attributes:
-      rows: (path, name, text_field, span) -> its Rows, as `read_rows` returns them. Raises BadText,
-        DamagedError or OSError if the rest of the file cannot be read.
-      spans: (path, text_field, size, chunks) -> the Spans of an uncompressed file, as `find_spans`
-        returns them. `chunks` iterates over the bytes of the file; it may be left unread.
+    `rows` is as `read_rows`, and raises BadText or OSError if the rest of the file cannot be read.
+    `spans` is as `find_spans`, of a file that is not compressed.
     """
 
     rows: Callable[[pathlib.Path, str, str, Span], Iterator[Row]]
     spans: Callable[[pathlib.Path, str, int, Iterable[bytes]], list[Span]]
-
-
-# Text.
 
 
 def _text_rows(path, name, text_field, span):
@@ -97,9 +84,6 @@ def _one_span(path, text_field, size, chunks):
     return [WHOLE_FILE]
 
 
-# JSON lines.
-
-
 def _line_rows(path, name, text_field, span):
     with open_plain(path) as (stream, tell):
         position = span.start
@@ -108,7 +92,7 @@ def _line_rows(path, name, text_field, span):
         for number, line in enumerate(stream, span.first_row):
             position += len(line)
             if number == 1:
-                line = line.removeprefix(_BYTE_ORDER_MARK)
+                line = line.removeprefix(codecs.BOM_UTF8)
             if line.strip():
                 text = _object_text(f'{path}, line {number}', line, text_field, 'line')
                 end = tell() if is_compressed(path) else position - span.start
@@ -150,7 +134,7 @@ def _object_text(where, line, text_field, unit):
         problem = f'a JSON {type(record).__name__}, not an object'
         return BadText(where, 'not JSON', problem, remedy)
     if text_field not in record:
-        return BadText(where, 'no field', f'no field {text_field!r}', _field_names(record))
+        return _no_field(where, f'no field {text_field!r}', record)
     value, remedy = record[text_field], 'correct the row or leave it out'
     if not isinstance(value, str):
         problem = f'{text_field!r} is {type(value).__name__}, not text'
@@ -166,17 +150,14 @@ def _one_line(error):
     return ' '.join(str(error).split())
 
 
-def _field_names(names):
-    """The remedy for a missing field: the fields there are."""
-    return f'set data.text_field to one of its own: {", ".join(map(repr, names)) or "no field"}'
+def _no_field(where, problem, names):
+    remedy = f'set data.text_field to one of its own: {", ".join(map(repr, names)) or "no field"}'
+    return BadText(where, 'no field', problem, remedy)
 
 
 def _unreadable(path, kind, error):
     problem = f'not a readable {kind} file ({_one_line(error)})'
     return BadText(path, 'unreadable file', problem, _WRITE_AGAIN)
-
-
-# Parquet.
 
 
 @contextlib.contextmanager
@@ -196,42 +177,37 @@ def _open_parquet(path, text_field):
 
 
 def _check_column(path, schema, text_field):
-    import pyarrow
+    from pyarrow import types
 
     if text_field not in schema.names:
-        problem = f'no column {text_field!r} (row 1 on)'
-        raise BadText(path, 'no field', problem, _field_names(schema.names))
+        raise _no_field(path, f'no column {text_field!r} (row 1 on)', schema.names)
     kind = schema.field(text_field).type
-    if pyarrow.types.is_dictionary(kind):
+    if types.is_dictionary(kind):
         kind = kind.value_type
-    text = (pyarrow.string(), pyarrow.large_string(), pyarrow.binary(), pyarrow.large_binary())
-    if kind not in text:
+    tests = types.is_string, types.is_large_string, types.is_binary, types.is_large_binary
+    if not any(test(kind) for test in tests):
         problem = f'column {text_field!r} holds {kind} from row 1 on, not text'
         raise BadText(path, 'not text', problem, 'set data.text_field to a column of strings')
 
 
 def _parquet_rows(path, name, text_field, span):
-    size = path.stat().st_size
+    import pyarrow
+
+    size, number = path.stat().st_size, span.first_row
     with _open_parquet(path, text_field) as file:
         groups = list(range(file.metadata.num_row_groups)[span.start : span.stop])
-        num_rows, number = file.metadata.num_rows, span.first_row
         how = {'row_groups': groups, 'columns': [text_field], 'use_threads': False}
         for batch in file.iter_batches(_BATCH, **how) if groups else ():
-            for text in _column_bytes(batch.column(0)):
+            column = batch.column(0)
+            if pyarrow.types.is_dictionary(column.type):
+                column = column.dictionary_decode()
+            for text in column.cast(pyarrow.large_binary()).to_pylist():
                 if text is None:
                     problem, remedy = f'{text_field!r} is null', 'fill the row or leave it out'
                     text = BadText(f'{path}, row {number}', 'null', problem, remedy)
-                end = size * (number - span.first_row + 1) // num_rows
+                end = size * (number - span.first_row + 1) // file.metadata.num_rows
                 yield Row(f'{name}#{number}', text, end)
                 number += 1
-
-
-def _column_bytes(column):
-    import pyarrow
-
-    if pyarrow.types.is_dictionary(column.type):
-        column = column.dictionary_decode()
-    return column.cast(pyarrow.large_binary()).to_pylist()
 
 
 def _parquet_spans(path, text_field, size, chunks):
@@ -248,50 +224,46 @@ def _parquet_spans(path, text_field, size, chunks):
     return found or [WHOLE_FILE]
 
 
-# ArrayRecord.
-
-
 def _record_rows(path, name, text_field, span):
     """If the first record of the file is a JSON object, all are; otherwise each is the text."""
     size = path.stat().st_size
-    with plain_file(path) as plain:
-        reader, count = _open_records(path, plain)
-        of_objects = count > 0 and _read_records(path, reader, 0, 1)[0].lstrip().startswith(b'{')
+    with _open_records(path) as (read, count):
+        of_objects = count > 0 and read(0, 1)[0].lstrip().startswith(b'{')
         stop = count if span.stop is None else span.stop
         for start in range(span.start, stop, _BATCH):
-            records = _read_records(path, reader, start, min(start + _BATCH, stop))
-            for number, text in enumerate(records, start + 1):
+            for number, text in enumerate(read(start, min(start + _BATCH, stop)), start + 1):
                 if of_objects:
                     text = _object_text(f'{path}, record {number}', text, text_field, 'record')
                 yield Row(f'{name}#{number}', text, size * (number - span.start) // count)
 
 
 def _record_spans(path, text_field, size, chunks):
-    _, count = _open_records(path, path)
-    step = max(size * count // max(path.stat().st_size, 1), 1)
+    with _open_records(path) as (_, count):
+        step = max(size * count // max(path.stat().st_size, 1), 1)
     starts = range(0, count, step)
     return [Span(start, min(start + step, count), start + 1) for start in starts] or [WHOLE_FILE]
 
 
-def _open_records(path, plain):
-    """The reader of `plain`, and how many records it has; `path` is its name for messages."""
+@contextlib.contextmanager
+def _open_records(path):
+    """(read, count): read(start, stop) returns these of the `count` records."""
     from array_record.python import array_record_module  # Few runs read records.
 
-    plain.open('rb').close()  # The reader takes a file that cannot be opened for an empty one.
+    def read(start, stop):
+        try:
+            return reader.read(start, stop)
+        except (RuntimeError, IndexError, ValueError) as error:
+            problem = f'records {start + 1} to {stop}: {error}'
+            raise _unreadable(path, 'arrayrecord', problem) from None
+
     # Neither threads nor read-ahead: several processes read.
     options = 'readahead_buffer_size:0,max_parallelism:0'
-    reader = array_record_module.ArrayRecordReader(str(plain), options)
-    count = reader.num_records()
-    if not reader.ok():
-        raise _unreadable(path, 'arrayrecord', 'its end is missing')
-    return reader, count
-
-
-def _read_records(path, reader, start, stop):
-    try:
-        return reader.read(start, stop)
-    except (RuntimeError, IndexError, ValueError) as error:
-        raise _unreadable(path, 'arrayrecord', f'records {start + 1} to {stop}: {error}') from None
+    with plain_file(path) as plain:
+        reader = array_record_module.ArrayRecordReader(str(plain), options)
+        count = reader.num_records()
+        if not reader.ok():
+            raise _unreadable(path, 'arrayrecord', 'its end is missing')
+        yield read, count
 
 
 FORMATS = {
@@ -315,21 +287,13 @@ def _suffix(path):
 def read_rows(
     path: pathlib.Path, name: str, text_field: str, span: Span = WHOLE_FILE
 ) -> Iterator[Row]:
-    """The rows of one file, in order, with a BadText in place of each text that cannot be used.
+    """The Rows of a file, in order, with a BadText in place of each text that cannot be used.
 
     A few rows are in memory at a time. A .txt is one document, its bytes as they are. A .jsonl, in
     UTF-8, holds one document per line (blank lines are skipped), a .parquet one per row, in the
     field or column `text_field`, an .arrayrecord one per record: the field of a JSON object or, if
-    the first record is none, the record itself.
-
-    Args:
-      path: of the file.
-      name: of the file, for the names of its documents.
-      text_field: the field or column.
-      span: one of `find_spans`.
-
-    Yields:
-      Row; the last one has a BadText if the rest of the file cannot be read.
+    the first record is none, the record itself. `name` is that of the file in the names of its
+    documents. The last row has a BadText if the rest of the file cannot be read.
     """
     size, last = 0, None
     try:
@@ -337,21 +301,20 @@ def read_rows(
         for row in FORMATS[_suffix(path)].rows(path, name, text_field, span):
             last = row
             yield row
-        return
-    except DamagedError as error:
-        where = f'{path}, after row {last.name.rpartition("#")[2]}' if last else path
-        problem = BadText(where, 'unreadable file', str(error), _WRITE_AGAIN)
     except (BadText, OSError) as error:
-        problem = as_bad_text(path, error)
-    yield Row(name, problem, size)
+        where = f'{path}, after row {last.name.rpartition("#")[2]}' if last else path
+        yield Row(name, as_bad_text(where, error), size)
 
 
-def as_bad_text(path: pathlib.Path, error: BadText | OSError) -> BadText:
-    """`error` if it is a BadText, otherwise a BadText that says that `path` cannot be read."""
+def as_bad_text(where: object, error: BadText | OSError) -> BadText:
+    """`error` if it is a BadText, otherwise a BadText that says that the file cannot be read."""
     if isinstance(error, BadText):
         return error
-    problem = f'cannot be read ({error.strerror or error})'
-    return BadText(path, 'unreadable file', problem, 'check the file and its permissions')
+    if error.errno is None:  # of a library
+        problem = f'its data are damaged or cut off ({_one_line(error)})'
+        return BadText(where, 'unreadable file', problem, _WRITE_AGAIN)
+    problem, remedy = f'cannot be read ({error.strerror})', 'check the file and its permissions'
+    return BadText(where, 'unreadable file', problem, remedy)
 
 
 def find_spans(
@@ -359,15 +322,8 @@ def find_spans(
 ) -> list[Span]:
     """Spans of about `size` bytes that together are the file; one if it cannot be split.
 
-    Args:
-      path: of the file.
-      text_field: the field or column of the text.
-      size: bytes of the file.
-      chunks: the bytes of the file; may be left unread.
-
-    Raises:
-      BadText: the file cannot be read, or has no such column.
-      OSError: the file cannot be read.
+    `chunks` are the bytes of the file; they may be left unread. Raises BadText or OSError if the
+    file cannot be read, and BadText if it has no such column.
     """
     if is_compressed(path):
         return [WHOLE_FILE]
@@ -375,11 +331,7 @@ def find_spans(
 
 
 def read_documents(path: pathlib.Path, name: str, text_field: str) -> Iterator[tuple[str, bytes]]:
-    """(name, bytes) of each document of one file, as `read_rows`.
-
-    Raises:
-      BadText: a ValueError of one line that names file, row and remedy, at the first bad row.
-    """
+    """(name, bytes) of each document of one file, as `read_rows`; raises its first BadText."""
     for row in read_rows(path, name, text_field):
         if isinstance(row.text, BadText):
             raise row.text
@@ -390,14 +342,8 @@ def find_files(source: str, option: str, right: str) -> tuple[pathlib.Path, list
     """(root, files): the folder before the first wildcard, and the files that match, sorted.
 
     The name of a file is its path relative to the root, so that moving the folder changes nothing.
-
-    Args:
-      source: the glob; an existing path is taken literally, even with brackets in it.
-      option: the option that holds `source`, for messages: 'data.source'.
-      right: what would be right, for messages.
-
-    Raises:
-      ValueError: one line, for a glob without a match and for a file of an unknown format.
+    An existing path is taken literally, even with brackets in it. Raises ValueError, one line with
+    the `option` and what would be `right`, without a match and for a file of an unknown format.
     """
     pattern = os.path.expanduser(source)
     root, files = _match(pattern)
@@ -430,18 +376,15 @@ def _match(pattern):
 def load_documents(source: str, text_field: str) -> list[tuple[str, bytes]]:
     """(name, bytes) of every document in the files that match the glob `source`, in memory.
 
-    Raises:
-      ValueError: one line that names the file, the row and a remedy; as `find_files` and
-        `read_documents`.
+    Raises ValueError as `find_files` and `read_documents`.
     """
     right = (
         'must be stdlib, python_environment, synthetic, recall, mixture, a folder of '
         f'launch.prepare or a glob of {describe_formats()}'
     )
     root, files = find_files(source, 'data.source', right)
-    names = [path.relative_to(root).as_posix() for path in files]
     return [
         document
-        for path, name in zip(files, names, strict=True)
-        for document in read_documents(path, name, text_field)
+        for path in files
+        for document in read_documents(path, path.relative_to(root).as_posix(), text_field)
     ]

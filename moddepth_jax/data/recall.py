@@ -22,10 +22,9 @@ scores
 
     floor = 1/n sum_i -log p(y_i)      in nats per target, p = 1 where nothing is drawn.
 
-The dialect shows in many positions, each as good as any other, because a routed block's gate is
-trained only by what a position does for its own output: no gradient of that block shows the router
-a single position whose keys and values others need. x is any of 24 letters, so that an untrained
-router selects some: a token that is never selected has no gradient either.
+The dialect shows in many positions, because a routed block's gate is trained only by what a
+position does for its own output, not by what its keys and values do for others. x is any of 24
+letters, so that an untrained router selects some: a token that is never selected has no gradient.
 """
 
 import math
@@ -83,10 +82,7 @@ def make_recall(seed: int = SEED, num_documents: int = NUM_DOCUMENTS) -> list[by
 def needs_far_context(tokens_BT: np.ndarray) -> np.ndarray:
     """bool [B, T]: True at the x of each question, a small letter after an opening bracket.
 
-    False at a row's first token.
-
-    Args:
-      tokens_BT: int, token ids of the bytes tokenizer.
+    False at a row's first token. `tokens_BT` are ids of the bytes tokenizer.
     """
     tokens_BT = np.asarray(tokens_BT)
     opened_BT = np.zeros(tokens_BT.shape, bool)
@@ -113,14 +109,8 @@ def _surprisals():
 def entropy_floor(tokens_BT: np.ndarray, labels_BT: np.ndarray) -> float:
     """Mean nats per target that the ideal predictor scores on exactly these rows.
 
-    The module's equation over labels that are not -100. For rows that cut documents it is a lower
-    bound: they may lack what determines an answer.
-
-    Args:
-      tokens_BT, labels_BT: int, of a batch.
-
-    Raises:
-      ValueError: all labels are -100.
+    The module's equation over labels that are not -100; raises ValueError if there are none. For
+    rows that cut documents it is a lower bound: they may lack what determines an answer.
     """
     tokens_BT, labels_BT = np.asarray(tokens_BT), np.asarray(labels_BT)
     counted_BT = labels_BT >= 0

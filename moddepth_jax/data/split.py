@@ -19,12 +19,9 @@ def split_documents(
 ) -> tuple[list[Document], list[Document]]:
     """(train, held_out) of (name, bytes) documents, each in the given order and never empty.
 
-    A document is held out if the hash of its name is below the fraction, so adding documents moves
-    no other. If that leaves one side without a document, the one nearest to the bound crosses it. A
-    single document is cut by `tail_start`.
-
-    Raises:
-      ValueError: a single document of a single byte, or of a single character.
+    A document is held out if the hash of its name is below the fraction. If that leaves one side
+    without a document, the one nearest to the bound crosses it. A single document is cut by
+    `tail_start`, and raises ValueError as that does.
     """
     if len(documents) == 1:
         ((name, text),) = documents
@@ -34,28 +31,23 @@ def split_documents(
             raise ValueError(f'{name}: {error}') from None
         return [(name, text[:cut])], [(name, text[cut:])]
     hashes = [name_hash(name) for name, _ in documents]
-    if min(hashes) >= held_out_fraction:
-        held_out = {hashes.index(min(hashes))}
-    elif max(hashes) < held_out_fraction:
-        held_out = set(range(len(hashes))) - {hashes.index(max(hashes))}
-    else:
-        held_out = {i for i, number in enumerate(hashes) if number < held_out_fraction}
-    train = [document for i, document in enumerate(documents) if i not in held_out]
-    return train, [documents[i] for i in sorted(held_out)]
+    is_held_out = [number < held_out_fraction for number in hashes]
+    if not any(is_held_out):
+        is_held_out[hashes.index(min(hashes))] = True
+    elif all(is_held_out):
+        is_held_out[hashes.index(max(hashes))] = False
+    sides = [], []
+    for document, side in zip(documents, is_held_out, strict=True):
+        sides[side].append(document)
+    return sides
 
 
 def tail_start(text: bytes, held_out_fraction: float, whole_characters: bool) -> int:
     """Where the held-out tail of a single document begins; both sides have a byte at least.
 
-    Args:
-      text: of the document.
-      held_out_fraction: in (0, 1), of its bytes.
-      whole_characters: whether to cut between characters, as tokenizers other than bytes need it:
-        before the one at the fraction, or after it if it is the first one. Text that is not UTF-8
-        may be cut anywhere.
-
-    Raises:
-      ValueError: one line, to be put behind what names the document, if it is too short.
+    With `whole_characters`, as tokenizers other than bytes need it, the cut is before the character
+    at the fraction, or after it if it is the first one; text that is not UTF-8 may be cut anywhere.
+    Raises ValueError if the text is too short, without its name.
     """
     right = 'needs 2 or more, to train on and to hold out'
     if len(text) < 2:

@@ -11,8 +11,7 @@ determined by its word (easy: surprisal 0), and over any targets y_1..y_n
     floor = 1/n sum_i [y_i is a word start] (-log p(word of y_i))     in nats per target.
 
 A predictor that knows the words and p scores exactly this from the first word start or separator
-on. In a window that begins inside a word, the remaining bytes of that word may be uncertain; there
-the floor is a lower bound, too low by a fraction of a word per window.
+on. In a window that begins inside a word the floor is a lower bound.
 """
 
 import dataclasses
@@ -42,16 +41,8 @@ class Language:
 def make_language(seed: int = SEED, document_bytes: float = DOCUMENT_BYTES) -> Language:
     """The language of `seed`: which word has which continuation and which share of a Zipf law.
 
-    Args:
-      seed: any integer from 0 on.
-      document_bytes: mean bytes of a document, its full stop included; sets the probability of
-        the full stop.
-
-    Raises:
-      ValueError: `document_bytes` of 1 or less.
+    `document_bytes`, above 1, are the mean bytes of a document, its full stop included.
     """
-    if not 1 < document_bytes < math.inf:
-        raise ValueError(f'document_bytes={document_bytes}: must be above 1, the full stop')
     # Only uniform draws: NumPy keeps those across versions, unlike its other distributions.
     random = np.random.Generator(np.random.PCG64([seed, 0])).random
     lengths = 1 + np.argsort(random(NUM_WORDS)) % MAX_CONTINUATION
@@ -91,17 +82,14 @@ def make_synthetic(
 
 
 def hard_mask(tokens: np.ndarray) -> np.ndarray:
-    """bool, of the shape of `tokens` (byte ids): True at word starts, which cannot be predicted.
-
-    In labels it marks the hard targets; labels of -100 are not.
-    """
+    """bool, of the shape of `tokens` (byte ids): True at word starts, which cannot be predicted."""
     return np.isin(tokens, np.frombuffer(STARTS + END, np.uint8))
 
 
 def entropy_floor(language: Language, labels_BT: np.ndarray) -> float:
     """Mean nats per target that the ideal predictor scores on exactly these labels.
 
-    The module's equation, over labels that are not -100. Raises ValueError if there are none.
+    The module's equation, over labels that are not -100; raises ValueError if there are none.
     """
     surprisal_V = np.zeros(257)
     for word, p in zip(language.words, language.probabilities, strict=True):

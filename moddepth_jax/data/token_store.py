@@ -1,6 +1,7 @@
 """Prepared text: tokens in flat files that are mapped into memory, and what describes them."""
 
 import bisect
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -14,11 +15,11 @@ from importlib import metadata
 import numpy as np
 
 from moddepth_jax.data.directory import write_atomically
+from moddepth_jax.data.tokenizers.tokenizer import DIRECTORY as TOKENIZER_DIRECTORY
 from moddepth_jax.data.tokenizers.tokenizer import Tokenizer, make_tokenizer
 
 PREPARED_FILE = 'prepared.json'
 PLAN_FILE = 'parts/plan.json'  # of a preparation that is not finished
-TOKENIZER_DIRECTORY = 'tokenizer'
 SCHEMA_VERSION = 1
 SPLITS = ('train', 'held_out')
 _PACKAGES = ('moddepth-jax', 'numpy', 'tokenizers', 'sentencepiece', 'pyarrow')
@@ -39,19 +40,15 @@ class Store:
     """Prepared text; what `open_store` returns.
 
     Attributes:
-      directory: where it is.
-      fingerprint: sha256 over the tokens of both splits, the tokenizer and the split, hexadecimal.
+      fingerprint: sha256 over the tokens of both splits and the tokenizer, hexadecimal.
       tokenizer: {name, sha256, vocab_size, separator}.
       dtype: 'uint16' or 'uint32'.
-      held_out_fraction: of the documents, by the hash of their names.
-      train: {documents, tokens, bytes, sha256}; tokens include one separator per document, bytes
-        are those of the text, sha256 is that of its file of tokens.
-      held_out: likewise.
-      skipped: what was left out: {reason: {'count': n, 'first': ['file, line 7: ...', ...]}}.
+      train, held_out: {documents, tokens, bytes, sha256} of a split; tokens include one separator
+        per document, bytes are those of the text, sha256 is that of its file of tokens.
+      skipped: {reason: {'count': n, 'first': ['file, line 7: ...', ...]}} of what was left out.
       inputs: [{name, bytes, sha256, modified}] of the files, in order; modified: time of the last
         write in nanoseconds, which older stores lack.
       arguments: those of the command that decide the result.
-      versions: of the packages that wrote it.
     """
 
     directory: pathlib.Path
@@ -80,12 +77,9 @@ class Store:
 
 
 class StoredDocuments(Sequence):
-    """The documents of splits of stores, one after another; each is decoded on access.
+    """The documents of `splits`, (Store, 'train' or 'held_out') each, decoded on access.
 
     They equal the text that was prepared, unless its tokenizer normalizes text.
-
-    Args:
-      splits: (Store, 'train' or 'held_out').
     """
 
     def __init__(self, splits: Iterable[tuple[Store, str]]):
@@ -125,9 +119,8 @@ def _map(path, dtype):
 def open_store(directory: str | os.PathLike) -> Store:
     """The prepared text in `directory`; reads prepared.json only.
 
-    Raises:
-      ValueError: one line, if prepared.json is missing (it is written last, so the text is
-        incomplete), unreadable or of another version, or if a file has another size than it says.
+    Raises ValueError, one line, if that is missing (it is written last, so the text is incomplete),
+    unreadable or of another version, or if a file has another size than it says.
     """
     directory = pathlib.Path(directory).expanduser()
     file = directory / PREPARED_FILE
@@ -151,11 +144,12 @@ def open_store(directory: str | os.PathLike) -> Store:
     store = Store(directory, **{name: content[name] for name in fields})
     for split in SPLITS:
         counts = getattr(store, split)
-        tokens = counts['tokens'] * np.dtype(store.dtype).itemsize
-        for path, expected in (
-            (directory / f'{split}.bin', tokens),
-            (directory / f'{split}.index', (counts['documents'] + 1) * 8),
-        ):
+        sizes = {
+            'bin': counts['tokens'] * np.dtype(store.dtype).itemsize,
+            'index': (counts['documents'] + 1) * 8,
+        }
+        for kind, expected in sizes.items():
+            path = directory / f'{split}.{kind}'
             try:
                 size = path.stat().st_size
             except OSError as error:
@@ -166,89 +160,61 @@ def open_store(directory: str | os.PathLike) -> Store:
     return store
 
 
-class _SplitWriter:
-    """The two files of one split, and the counts and the hash of what was written to them."""
-
-    def __init__(self, directory, split):
-        self._files = [open(directory / f'{split}.{kind}', 'wb') for kind in ('bin', 'index')]
-        self._files[1].write(np.zeros(1, '<u8'))
-        self._digest = hashlib.sha256()
-        self._documents = self._tokens = self._bytes = 0
-
-    def add(self, tokens_N, lengths_D, num_bytes):
-        tokens, index = self._files
-        tokens.write(tokens_N)
-        self._digest.update(tokens_N)
-        index.write((self._tokens + np.cumsum(lengths_D, dtype=np.uint64)).astype('<u8'))
-        self._documents += len(lengths_D)
-        self._tokens += len(tokens_N)
-        self._bytes += num_bytes
-
-    def finish(self):
-        """Flushes to the disk and closes; returns the counts."""
-        for file in self._files:
-            file.flush()
-            os.fsync(file.fileno())
-        self.close()
-        counts = {'documents': self._documents, 'tokens': self._tokens, 'bytes': self._bytes}
-        return counts | {'sha256': self._digest.hexdigest()}
-
-    def close(self):
-        for file in self._files:
-            file.close()
-
-
-class StoreWriter:
+class StoreWriter(contextlib.ExitStack):
     """Writes prepared text into a directory; a context manager.
 
     Until `finish` has returned there is no prepared.json, and `open_store` refuses the directory.
-
-    Args:
-      directory: exists; what an earlier writer left in it is replaced.
-      tokenizer: the Tokenizer of all tokens, saved to the directory's tokenizer/ by `finish`.
-      held_out_fraction: in (0, 1), the share of documents in the split 'held_out'.
-
-    Raises:
-      OSError: the directory cannot be written, or the disk is full.
+    `directory` exists; what an earlier writer left in it is replaced.
     """
 
     def __init__(
         self, directory: str | os.PathLike, tokenizer: Tokenizer, held_out_fraction: float
     ):
+        super().__init__()
         self._directory = pathlib.Path(directory)
         self._tokenizer, self._fraction = tokenizer, held_out_fraction
+        self._dtype = _little_endian(tokenizer.dtype)
         (self._directory / PREPARED_FILE).unlink(missing_ok=True)
-        self._splits = {split: _SplitWriter(self._directory, split) for split in SPLITS}
+        self._files = {
+            (split, kind): self.enter_context(open(self._directory / f'{split}.{kind}', 'wb'))
+            for split in SPLITS
+            for kind in ('bin', 'index')
+        }
+        self._digests = {split: hashlib.sha256() for split in SPLITS}
+        self._counts = {split: {'documents': 0, 'tokens': 0, 'bytes': 0} for split in SPLITS}
+        for split in SPLITS:
+            self._files[split, 'index'].write(np.zeros(1, '<u8'))
 
     def add(self, split: str, tokens_N: np.ndarray, lengths_D: np.ndarray, num_bytes: int) -> None:
-        """Appends documents.
+        """Appends documents of `num_bytes` of text to 'train' or 'held_out'.
 
-        Args:
-          split: 'train' or 'held_out'.
-          tokens_N: of any integer dtype; each document's tokens after one separator.
-          lengths_D: tokens of each document, with its separator; they sum to N.
-          num_bytes: of the text.
-
-        Raises:
-          ValueError: lengths that do not sum to N.
-          OSError: the disk is full.
+        `tokens_N` holds each document's tokens after one separator, `lengths_D` the number of each,
+        with its separator.
         """
-        if np.sum(lengths_D, dtype=np.uint64) != len(tokens_N):
-            right = f'must sum to the {len(tokens_N)} tokens'
-            raise ValueError(f'lengths of {np.sum(lengths_D)} tokens; {right}')
-        tokens_N = np.ascontiguousarray(tokens_N, _little_endian(self._tokenizer.dtype))
-        self._splits[split].add(tokens_N, lengths_D, num_bytes)
+        tokens_N = np.ascontiguousarray(tokens_N, self._dtype)
+        counts = self._counts[split]
+        self._files[split, 'bin'].write(tokens_N)
+        self._digests[split].update(tokens_N)
+        offsets = counts['tokens'] + np.cumsum(lengths_D, dtype=np.uint64)
+        self._files[split, 'index'].write(offsets.astype('<u8'))
+        counts['documents'] += len(lengths_D)
+        counts['tokens'] += len(tokens_N)
+        counts['bytes'] += num_bytes
 
     def finish(
         self, skipped: dict | None = None, inputs: Sequence = (), arguments: dict | None = None
     ) -> Store:
         """Completes the text and opens it; the arguments are as in Store."""
-        counts = {split: writer.finish() for split, writer in self._splits.items()}
+        for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
         if not (self._directory / TOKENIZER_DIRECTORY).exists():
             self._tokenizer.save(self._directory / TOKENIZER_DIRECTORY)
         names = ('sha256', 'vocab_size', 'separator')
         tokenizer = {name: getattr(self._tokenizer, name) for name in names}
-        text = {'dtype': np.dtype(self._tokenizer.dtype).name, **counts}
+        text = {'dtype': np.dtype(self._tokenizer.dtype).name}
+        for split, counts in self._counts.items():
+            text[split] = counts | {'sha256': self._digests[split].hexdigest()}
         # Without the tokenizer's name: another name for the same tokenizer is the same text.
         decisive = json.dumps({'tokenizer': tokenizer, **text}, sort_keys=True)
         content = {
@@ -264,13 +230,6 @@ class StoreWriter:
         }
         write_atomically(self._directory / PREPARED_FILE, json.dumps(content, indent=2) + '\n')
         return open_store(self._directory)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        for writer in self._splits.values():
-            writer.close()
 
 
 def _versions():

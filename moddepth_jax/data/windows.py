@@ -20,12 +20,9 @@ def token_stream(
 ) -> np.ndarray:
     """[N] of the tokenizer's dtype: each document's tokens after one separator, in order.
 
-    A document's first byte is thus predicted from the separator, and predicting a separator means
-    that the document ends.
-
-    Raises:
-      ValueError: one line, for a document that the tokenizer cannot encode, with its name if
-        `names` are given.
+    So a document's first byte is predicted from the separator, and predicting a separator means
+    that the document ends. Raises ValueError, one line, for a document that the tokenizer cannot
+    encode, with its name if `names` are given.
     """
     separator = np.array([tokenizer.separator], tokenizer.dtype)
     pieces = []
@@ -41,23 +38,17 @@ def token_stream(
 def pad_rows(batch: dict, batch_size: int) -> dict:
     """The batch filled up with rows of label -100, segment 0 and token 0."""
     missing = batch_size - len(batch['tokens_BT'])
-    fill = {'tokens_BT': 0, 'labels_BT': IGNORED_LABEL, 'segment_ids_BT': 0}
-    return {
-        name: np.pad(array, ((0, missing), (0, 0)), constant_values=fill[name])
-        for name, array in batch.items()
-    }
+    padded = {name: np.pad(array, ((0, missing), (0, 0))) for name, array in batch.items()}
+    padded['labels_BT'][len(batch['labels_BT']) :] = IGNORED_LABEL
+    return padded
 
 
 class Windows:
     """Windows of some streams, numbered consecutively; none of them spans two streams.
 
-    Window i of a stream is its tokens [iT, iT + T]. Grain moves window numbers and the batch is cut
+    Window i of a stream is its tokens [iT, iT + T], where T is `length`; the rest at the end of
+    each stream, an array [N] of tokens, is in none. Grain moves window numbers and the batch is cut
     out at once: half the time of moving and stacking rows. And a process can cut its own rows only.
-
-    Args:
-      streams: arrays [N] of tokens; the rest at the end of each, shorter than a window, is in none.
-      length: T, tokens of a row.
-      separator: the tokenizer's.
 
     Attributes:
       begins: int [streams + 1], number of the first window of each stream, and of all windows.
@@ -72,12 +63,10 @@ class Windows:
         return int(self.begins[-1])
 
     def cut(self, numbers) -> dict[str, np.ndarray]:
-        """The batch of the windows `numbers`, B of them.
+        """The batch of the windows `numbers`, int32 [B, T] each.
 
-        Returns:
-          `tokens_BT`, the first T tokens of each window; `labels_BT`, the last T; `segment_ids_BT`,
-          which document of its row a token belongs to: 1 at the row's start, one more at each
-          separator after it. All int32.
+        `tokens_BT` are the first T tokens of each window, `labels_BT` the last T, `segment_ids_BT`
+        which document of its row a token is in: 1 at the row's start, one more at each separator.
         """
         numbers_B = np.asarray(numbers)
         stream_B = np.searchsorted(self.begins, numbers_B, side='right') - 1
@@ -103,28 +92,21 @@ def make_windows(
     part: str,
     member: Member | None = None,
 ) -> Windows:
-    """The Windows of the streams of one text.
+    """The Windows of the streams of one text, 'training', 'held-out' or 'given', of `member`.
 
-    Args:
-      streams: as Windows takes them.
-      data, tokenizer: of the run.
-      part: for messages: training, held-out, or given, for which no knob is to blame.
-      member: whose streams they are, if the text was prepared.
-
-    Raises:
-      TooShort: a ValueError of one line, if they do not hold a single window.
+    Raises TooShort, one line, if they do not hold a single window; of given text no knob is blamed.
     """
     windows = Windows(streams, data.sequence_length, tokenizer.separator)
     if len(windows):
         return windows
     tokens = max(map(len, streams))
     fits = f'set it to {tokens - 1} or less'
-    raised = 'raise data.held_out_fraction'
-    if member is not None:
-        raised = 'prepare the text again with a larger --held_out_fraction'
-    right = {'training': fits, 'held-out': f'{fits} or {raised}', 'given': 'give more text'}[part]
-    if part == 'training' and member is not None:
-        right = f'{fits} or give it more text'
+    flag = 'data.held_out_fraction' if member is None else '--held_out_fraction of launch.prepare'
+    right = {
+        'training': f'{fits} or give more text',
+        'held-out': f'{fits} or raise {flag}',
+        'given': 'give more text',
+    }[part]
     of_member = '' if member is None else f' of {member.store.directory}'
     raise TooShort(
         f'data.sequence_length={data.sequence_length}: the {part} text{of_member} has {tokens} '

@@ -1,6 +1,12 @@
-"""Checks of single knobs; each raises a ValueError of one line."""
+"""Checks of single knobs, and the types of knobs that name them.
+
+A check is called with a knob's dotted name and value, and raises a ValueError of one line.
+"""
 
 import difflib
+import functools
+import typing
+from typing import Annotated
 
 MAX_INT = 2**31 - 1
 MAX_FLOAT = 3e38  # float32, as the two below
@@ -35,31 +41,47 @@ def positive(field, value, minimum=1, maximum=None):
         refuse(field, value, f'must be at most {maximum}')
 
 
-def size(field, value):
-    """Refuse an axis of an array that is empty, or so long that a product of axes overflows."""
-    positive(field, value, maximum=MAX_SIZE)
-
-
 def above_zero(field, value):
     """Refuse a float that is not above 0 (in float32 too) or that is too large."""
     if not value >= MIN_FLOAT:
-        refuse(field, value, f'must be above 0{_rounded(value > 0)}')
+        refuse(field, value, 'must be above 0' + ', in float32 too' * (value > 0))
     positive(field, value, 0)
 
 
 def fraction(field, value, zero=True, one=True):
-    """Refuse a number outside [0, 1].
-
-    `zero` and `one` say whether the ends are allowed. An end that is not allowed is also refused
-    if float32 rounds the number to it.
-    """
+    """Refuse a number outside [0, 1], or that float32 rounds to an end that is not allowed."""
     low, high = value >= 0 if zero else value > 0, value <= 1 if one else value < 1
     right = f'must lie in {"[" if zero else "("}0, 1{"]" if one else ")"}'
     if not (low and high):
         refuse(field, value, right)
     if not ((zero or value >= MIN_FLOAT) and (one or value <= BELOW_ONE)):
-        refuse(field, value, right + _rounded(True))
+        refuse(field, value, right + ', in float32 too')
 
 
-def _rounded(close):
-    return ', in float32 too' if close else ''
+Count = Annotated[int, positive]
+CountOrZero = Annotated[int, functools.partial(positive, minimum=0)]
+# An axis of an array: not so long that a product of axes overflows.
+Size = Annotated[int, functools.partial(positive, maximum=MAX_SIZE)]
+SizeOrZero = Annotated[int, functools.partial(positive, minimum=0, maximum=MAX_SIZE)]
+AboveZero = Annotated[float, above_zero]
+Weight = Annotated[float, functools.partial(positive, minimum=0)]
+Fraction = Annotated[float, fraction]
+FractionAboveZero = Annotated[float, functools.partial(fraction, zero=False)]
+FractionBelowOne = Annotated[float, functools.partial(fraction, one=False)]
+
+
+def choice(*choices):
+    """The type of a string that is one of these."""
+    return choice_of(choices)
+
+
+def choice_of(table):
+    """The type of a string that is in a table, such as a registry."""
+    return Annotated[str, functools.partial(one_of, choices=table)]
+
+
+def check_fields(hparams, prefix: str):
+    """Check each field of a dataclass by its type; `prefix`: of the names of its knobs."""
+    for name, hint in typing.get_type_hints(type(hparams), include_extras=True).items():
+        for check in getattr(hint, '__metadata__', ()):
+            check(prefix + name, getattr(hparams, name))

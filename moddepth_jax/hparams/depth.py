@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from moddepth_jax.hparams.checks import one_of, positive, refuse
+from moddepth_jax.hparams import checks
+from moddepth_jax.hparams.checks import refuse
 from moddepth_jax.hparams.registry import STREAMS
 
 AUTO_KNOBS = ('slots', 'slot_keys', 'skipped_slots')  # resolved by the stream's `choices`
@@ -20,13 +21,16 @@ class DepthHparams:
     attention_slot_projection: bool
     slot_keys: str
     skipped_slots: str
-    slot_window: int
-    gradient_dtype: str
+    slot_window: checks.CountOrZero
+    gradient_dtype: checks.choice('float32', 'model', 'none')
 
     def __post_init__(self):
-        one_of('model.depth.stream', self.stream, tuple(STREAMS))
-        positive('model.depth.slot_window', self.slot_window, 0)
-        self._resolve_gradient_dtype()
+        checks.one_of('model.depth.stream', self.stream, tuple(STREAMS))
+        checks.check_fields(self, 'model.depth.')
+        if not self.stream_class.attends:
+            object.__setattr__(self, 'gradient_dtype', 'none')
+        elif self.gradient_dtype == 'none':  # a run from before this knob
+            object.__setattr__(self, 'gradient_dtype', 'model')
         for field in AUTO_KNOBS:
             self._resolve(field)
         if self.attention_slot_projection and self.slots not in ('attention', 'attention+ffn'):
@@ -40,22 +44,15 @@ class DepthHparams:
         name, value = f'model.depth.{field}', getattr(self, field)
         choices = self.stream_class.choices.get(field)
         if choices is not None:
-            one_of(name, value, ('auto', *choices))
+            checks.one_of(name, value, ('auto', *choices))
             object.__setattr__(self, field, choices[0] if value == 'auto' else value)
         elif value in ('auto', 'none'):
             object.__setattr__(self, field, 'none')
         else:
             owners = {name: s.choices[field] for name, s in STREAMS.items() if field in s.choices}
-            one_of(name, value, ('auto', *dict.fromkeys(sum(owners.values(), ()))))
+            checks.one_of(name, value, ('auto', *dict.fromkeys(sum(owners.values(), ()))))
             right = f'must be auto: the {self.stream} stream has no such slots; use stream '
             refuse(name, value, right + ' or '.join(owners))
-
-    def _resolve_gradient_dtype(self):
-        one_of('model.depth.gradient_dtype', self.gradient_dtype, ('float32', 'model', 'none'))
-        if not self.stream_class.attends:
-            object.__setattr__(self, 'gradient_dtype', 'none')
-        elif self.gradient_dtype == 'none':  # a run from before this knob
-            object.__setattr__(self, 'gradient_dtype', 'model')
 
     @property
     def stream_class(self):

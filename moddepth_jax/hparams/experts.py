@@ -2,17 +2,12 @@
 
 import dataclasses
 
-from moddepth_jax.hparams.checks import (
-    MAX_SIZE,
-    above_zero,
-    fraction,
-    one_of,
-    positive,
-    refuse,
-    size,
-)
+from moddepth_jax.hparams import checks
+from moddepth_jax.hparams.checks import refuse
 from moddepth_jax.hparams.registry import EXPERT_PRODUCTS
 from moddepth_jax.hparams.routing import parse_layers
+
+_USE = 'is not built; the balance loss (balance_weight) evens the loads'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,43 +18,32 @@ class ExpertsHparams:
     2202.09368.
     """
 
-    choice: str
+    choice: checks.choice('none', 'token', 'expert')
     layers: str
-    num_routed: int
-    num_shared: int
-    num_noop: int
-    top_k: int
-    d_ff: int
-    scores: str
-    route_scale: float
-    row_capacity: int
-    balance_weight: float
-    z_loss: float
-    threshold_decay: float
+    num_routed: checks.Size
+    num_shared: checks.SizeOrZero
+    num_noop: checks.SizeOrZero
+    top_k: checks.Size
+    d_ff: checks.Size
+    scores: checks.choice('softmax', 'sigmoid')
+    route_scale: checks.AboveZero
+    row_capacity: checks.CountOrZero
+    balance_weight: checks.Weight
+    z_loss: checks.Weight
+    threshold_decay: checks.FractionBelowOne
     product: str
 
-    NOT_BUILT = {
-        name: f'{what} is not built; the balance loss (balance_weight) evens the loads'
-        for what, names in {
-            'group-limited routing': ('num_groups', 'n_group', 'top_k_groups', 'topk_group'),
-            'a selection bias': ('selection_bias', 'e_score_correction_bias', 'bias_update_rate'),
-        }.items()
-        for name in names
-    }
+    NOT_BUILT = dict.fromkeys(
+        ('num_groups', 'n_group', 'top_k_groups', 'topk_group'), f'group-limited routing {_USE}'
+    ) | dict.fromkeys(
+        ('selection_bias', 'e_score_correction_bias', 'bias_update_rate'),
+        f'a selection bias {_USE}',
+    )
 
     def __post_init__(self):
         name = 'model.experts.'
-        one_of(name + 'choice', self.choice, ('none', 'token', 'expert'))
-        one_of(name + 'scores', self.scores, ('softmax', 'sigmoid'))
-        one_of(name + 'product', self.product, ('auto', *EXPERT_PRODUCTS))
-        for field in ('num_routed', 'top_k', 'd_ff'):
-            size(name + field, getattr(self, field))
-        for field in ('num_shared', 'num_noop'):
-            positive(name + field, getattr(self, field), 0, MAX_SIZE)
-        for field in ('row_capacity', 'balance_weight', 'z_loss'):
-            positive(name + field, getattr(self, field), 0)
-        fraction(name + 'threshold_decay', self.threshold_decay, one=False)
-        above_zero(name + 'route_scale', self.route_scale)
+        checks.check_fields(self, 'model.experts.')
+        checks.one_of(name + 'product', self.product, ('auto', *EXPERT_PRODUCTS))
         if self.choice == 'none':
             return
         if self.top_k > self.num_choices:
@@ -87,11 +71,7 @@ class ExpertsHparams:
         return max(1, self.top_k * length // self.num_routed)
 
     def expert_layers(self, num_layers: int) -> tuple[int, ...]:
-        """Indices of the layers whose mlp is experts, ascending.
-
-        Raises:
-          ValueError: `layers` names none.
-        """
+        """Indices of the layers whose mlp is experts; ValueError if `layers` names none."""
         if self.choice == 'none':
             return ()
         return parse_layers('model.experts.layers', self.layers, num_layers)

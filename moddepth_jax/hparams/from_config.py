@@ -5,7 +5,8 @@ import difflib
 import math
 import typing
 
-from moddepth_jax.hparams.checks import MAX_FLOAT, refuse
+from moddepth_jax.hparams import checks
+from moddepth_jax.hparams.checks import refuse
 from moddepth_jax.hparams.run import Hparams
 
 
@@ -25,7 +26,7 @@ def _convert(field, value, wanted):
         try:
             value = float(value)
         except OverflowError:
-            refuse(field, value, f'must be at most {MAX_FLOAT}')
+            refuse(field, value, f'must be at most {checks.MAX_FLOAT}')
     if type(value) is not wanted:
         refuse(field, value, f'must be {wanted.__name__}, not {type(value).__name__}')
     if wanted is float and math.isnan(value):
@@ -52,9 +53,7 @@ def _build(cls, values, prefix=''):
 def from_config(config) -> Hparams:
     """The checked, frozen form of a config (a ConfigDict or a nested dict of the same shape).
 
-    Raises:
-      ValueError: one line that names the field, its value and what would be right, for an unknown
-        or missing knob, a wrong type, a value out of range, or sizes that do not divide.
+    Raises ValueError with one line that names the field, its value and what would be right.
     """
     return _build(Hparams, config)
 

@@ -1,8 +1,11 @@
 """Hyper-parameters of the transformer."""
 
 import dataclasses
+import functools
+from typing import Annotated
 
-from moddepth_jax.hparams.checks import MAX_INT, above_zero, one_of, positive, refuse, size
+from moddepth_jax.hparams import checks
+from moddepth_jax.hparams.checks import refuse
 from moddepth_jax.hparams.depth import DepthHparams
 from moddepth_jax.hparams.experts import ExpertsHparams
 from moddepth_jax.hparams.routing import RoutingHparams
@@ -16,52 +19,41 @@ MAX_LAYERS = 10_000  # each is visited by Python before anything is compiled
 class ModelHparams:
     """The transformer; knobs as in configs/base.py."""
 
-    vocab_size: int
-    num_layers: int
-    d_model: int
-    d_ff: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    norm_placement: str
-    norm_eps: float
-    qk_norm: str
-    rope_theta: float
+    vocab_size: checks.Size
+    num_layers: Annotated[int, functools.partial(checks.positive, maximum=MAX_LAYERS)]
+    d_model: checks.Size
+    d_ff: checks.Size
+    num_heads: checks.Size
+    num_kv_heads: checks.Size
+    head_dim: checks.Size
+    norm_placement: checks.choice('pre', 'post', 'reordered')
+    norm_eps: checks.AboveZero
+    qk_norm: checks.choice('none', 'head', 'full')
+    rope_theta: Annotated[float, checks.positive]  # below 1, its frequencies would rise
     use_bias: bool
     tie_embeddings: bool
     across_documents: bool
     windows: tuple[int, ...]
-    init_std: float
-    embedding_init_std: float
+    init_std: checks.AboveZero
+    embedding_init_std: checks.AboveZero
     scale_residual_init: bool
-    dtype: str
-    attention: str
-    layer_loop: str
-    remat: str
+    dtype: checks.choice('float32', 'bfloat16', 'float64')
+    attention: checks.choice(*ATTENTION)
+    layer_loop: checks.choice('scan', 'unrolled')
+    remat: checks.choice('block', 'none')
     depth: DepthHparams
     experts: ExpertsHparams
     routing: RoutingHparams
 
     def __post_init__(self):
-        positive('model.num_layers', self.num_layers, maximum=MAX_LAYERS)
-        for field in ('vocab_size', 'd_model', 'd_ff', 'num_heads', 'num_kv_heads', 'head_dim'):
-            size(f'model.{field}', getattr(self, field))
+        checks.check_fields(self, 'model.')
         if self.num_heads % self.num_kv_heads:
             right = f'must divide model.num_heads={self.num_heads}'
             refuse('model.num_kv_heads', self.num_kv_heads, right)
         if self.head_dim % 2:
             refuse('model.head_dim', self.head_dim, 'must be even: RoPE rotates halves')
-        one_of('model.norm_placement', self.norm_placement, ('pre', 'post', 'reordered'))
-        one_of('model.qk_norm', self.qk_norm, ('none', 'head', 'full'))
-        one_of('model.dtype', self.dtype, ('float32', 'bfloat16', 'float64'))
-        one_of('model.attention', self.attention, ATTENTION)
-        one_of('model.layer_loop', self.layer_loop, ('scan', 'unrolled'))
-        one_of('model.remat', self.remat, ('block', 'none'))
-        if not self.windows or not all(0 <= window <= MAX_INT for window in self.windows):
+        if not self.windows or not all(0 <= window <= checks.MAX_INT for window in self.windows):
             refuse('model.windows', self.windows, 'must hold sizes from 0 (no window) to 2**31 - 1')
-        positive('model.rope_theta', self.rope_theta)  # below 1, its frequencies would rise
-        for field in ('norm_eps', 'init_std', 'embedding_init_std'):
-            above_zero(f'model.{field}', getattr(self, field))
         self.routing.routed_layers(self.num_layers)
         self._check_depth()
         if self.experts.choice != 'none':
@@ -100,10 +92,7 @@ class ModelHparams:
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether training uses later tokens, so that evaluation needs a causal rule.
-
-        The top C of a routed block do, and so do experts that choose their tokens.
-        """
+        """Whether training uses later tokens, so that evaluation needs a causal rule."""
         return bool(self.routed_layers) or self.experts.choice == 'expert'
 
     @property

@@ -8,19 +8,13 @@ import re
 
 
 class Registry(collections.abc.Mapping):
-    """The choices of one knob, by name.
-
-    A class (or function) registers itself, and states everything that others need to know of it:
-
-        @ROUTERS.register('norm')
-        class NormRouter(Router):
-            ...
+    """The choices of one knob, by name: classes or functions that register themselves.
 
     Names are looked up in the source of `module`, so that a config with a wrong one is refused
     before JAX and Flax are imported; a choice itself imports the module.
 
     Args:
-      name: of the table in the code, as above.
+      name: of the table in the code.
       knob: dotted name of the knob, for error messages.
       module: the module or package in which this package's own choices register themselves.
     """
@@ -29,13 +23,9 @@ class Registry(collections.abc.Mapping):
         self._name, self._knob, self._module, self._choices = name, knob, module, {}
 
     def register(self, name: str):
-        """Return a decorator that adds a class or function under `name`.
+        """Return a decorator that adds a choice; ValueError if this package has one of that name.
 
-        A config file is executed each time it is loaded, so a class from outside this package may
-        be registered again.
-
-        Raises:
-          ValueError: this package has a choice of that name.
+        A config file is executed each time it is loaded, so others may be registered again.
         """
 
         def add(choice):

@@ -1,25 +1,21 @@
 """Hyper-parameters of Mixture-of-Depths routing."""
 
 import dataclasses
+import functools
 import math
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
-from moddepth_jax.hparams.checks import fraction, one_of, positive, refuse
+from moddepth_jax.hparams import checks
+from moddepth_jax.hparams.checks import refuse
 from moddepth_jax.hparams.registry import CAUSAL_RULES, ROUTERS
 
 
 class Stage(NamedTuple):
-    """A part of training with one set of static shapes.
+    """A part of training with one set of static shapes."""
 
-    Attributes:
-      begins: share of the steps before it.
-      capacity: fraction of the tokens that a routed block processes.
-      routing: top_c, or threshold if that rule selects the tokens.
-    """
-
-    begins: float
-    capacity: float
-    routing: str
+    begins: float  # share of the steps before it
+    capacity: float  # fraction of the tokens that a routed block processes
+    routing: str  # top_c, or threshold if that rule selects the tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,39 +27,26 @@ class RoutingHparams:
 
     router: str
     layers: str
-    capacity: float
-    capacity_form: str
-    log_length_max: int
+    capacity: checks.FractionAboveZero
+    capacity_form: checks.choice('fraction', 'log_length')
+    log_length_max: Annotated[int, functools.partial(checks.positive, minimum=2)]
     capacity_stages: str
-    select_per: str
+    select_per: checks.choice('row', 'segment')
     gate: str
-    initial_gate: float
+    initial_gate: checks.Weight
     causal_rule: str
-    predictor_width: int
-    predictor_loss_weight: float
-    aux_loss_weight: float
-    threshold_decay: float
-    train_rule: str
-    threshold_warmup: float
-    cache_capacity: float
-    overflow: str
+    predictor_width: Annotated[int, functools.partial(checks.positive, minimum=0, maximum=64)]
+    predictor_loss_weight: checks.Weight
+    aux_loss_weight: checks.Weight
+    threshold_decay: checks.FractionBelowOne
+    train_rule: checks.choice('top_c', 'threshold')
+    threshold_warmup: checks.FractionBelowOne
+    cache_capacity: Annotated[float, checks.positive]
+    overflow: checks.choice('skip', 'grow')
 
     def __post_init__(self):
-        name = 'model.routing.'
-        one_of(name + 'router', self.router, ('none', *ROUTERS))
-        one_of(name + 'capacity_form', self.capacity_form, ('fraction', 'log_length'))
-        one_of(name + 'select_per', self.select_per, ('row', 'segment'))
-        one_of(name + 'train_rule', self.train_rule, ('top_c', 'threshold'))
-        one_of(name + 'overflow', self.overflow, ('skip', 'grow'))
-        fraction(name + 'capacity', self.capacity, zero=False)
-        fraction(name + 'threshold_decay', self.threshold_decay, one=False)
-        fraction(name + 'threshold_warmup', self.threshold_warmup, one=False)
-        positive(name + 'log_length_max', self.log_length_max, 2)
-        for field in ('initial_gate', 'predictor_loss_weight', 'aux_loss_weight'):
-            positive(name + field, getattr(self, field), 0)
-        if not 0 <= self.predictor_width <= 64:
-            refuse(name + 'predictor_width', self.predictor_width, 'must lie in [0, 64]')
-        positive(name + 'cache_capacity', self.cache_capacity)
+        checks.one_of('model.routing.router', self.router, ('none', *ROUTERS))
+        checks.check_fields(self, 'model.routing.')
         self._resolve('gate', self.router_class.gates)
         rules = self._possible_rules()
         by_threshold = self.train_rule == 'threshold' and 'threshold' in rules
@@ -92,7 +75,9 @@ class RoutingHparams:
             object.__setattr__(self, field, choices[0])
         elif value not in choices:
             of_all = (r.gates if field == 'gate' else r.rules for r in ROUTERS.values())
-            one_of(f'model.routing.{field}', value, ('auto', *dict.fromkeys(sum(of_all, ()))))
+            checks.one_of(
+                f'model.routing.{field}', value, ('auto', *dict.fromkeys(sum(of_all, ())))
+            )
             how = f', trained by {self.train_rule} per {self.select_per},'
             right = f'the {self.router} router{how} takes auto, {", ".join(choices)}'
             refuse(f'model.routing.{field}', value, right)
@@ -117,12 +102,10 @@ class RoutingHparams:
             refuse('model.routing.threshold_warmup', self.threshold_warmup, right)
 
     def _check_log_length(self):
-        capacities = {'capacity': [self.capacity]}
-        parsed = _parse_stages(self.capacity_stages)
-        capacities['capacity_stages'] = [capacity for capacity, _ in parsed]
+        stages = [capacity for capacity, _ in _parse_stages(self.capacity_stages)]
         # Below it, C would shrink while the length grows.
         least = 1 / (1 + math.log(self.log_length_max))
-        for field, values in capacities.items():
+        for field, values in (('capacity', [self.capacity]), ('capacity_stages', stages)):
             if self.capacity_form == 'log_length' and min(values, default=1) < least:
                 right = f'must be {least:.3f} or more under log_length to {self.log_length_max}'
                 refuse(f'model.routing.{field}', getattr(self, field), right)
@@ -154,8 +137,7 @@ class RoutingHparams:
     def num_selected(self, length: int) -> int:
         """C, the number of tokens that are selected of a row of `length`, at least 1.
 
-        `fraction`: floor(capacity length). `log_length`: the share falls from 1 at one token to
-        `capacity` at log_length_max: 1 - ln T / ln T_max (1 - capacity), T clamped to T_max.
+        Under `log_length` the share falls from 1 at one token to `capacity` at log_length_max.
         """
         share = self.capacity
         if self.capacity_form == 'log_length':
@@ -201,28 +183,27 @@ class RoutingHparams:
 
 
 def parse_layers(field: str, text: str, num_layers: int) -> tuple[int, ...]:
-    """Indices of the layers that the knob `field` names, ascending.
+    """Indices of the layers that the knob `field` names, ascending; ValueError if there are none.
 
     every:N is each N-th layer from N-1 on; middle:FIRST:LAST leaves out that many layers at both
-    ends; 1,3,5 is a list. Raises ValueError if `text` names none.
+    ends; 1,3,5 is a list.
     """
     kind, *numbers = text.split(':')
-    right = f'must be every:N, middle:FIRST:LAST or a list of layers below {num_layers}'
     try:
         if kind == 'every':
             (n,) = map(int, numbers)
-            chosen = tuple(range(n - 1, num_layers, n)) if n >= 1 else ()
+            chosen = range(n - 1, num_layers, n)
         elif kind == 'middle':
             first, last = map(int, numbers)
-            ok = first >= 0 and last >= 0
-            chosen = tuple(range(first, num_layers - last)) if ok else ()
+            chosen = range(first, num_layers - last)
         else:
-            chosen = tuple(sorted({int(layer) for layer in text.split(',')}))
+            chosen = sorted({int(layer) for layer in text.split(',')})
     except ValueError:
-        refuse(field, text, right)
+        chosen = ()
     if not chosen or not 0 <= chosen[0] <= chosen[-1] < num_layers:
+        right = f'must be every:N, middle:FIRST:LAST or a list of layers below {num_layers}'
         refuse(field, text, right + ', and name at least one')
-    return chosen
+    return tuple(chosen)
 
 
 def _parse_stages(text):
@@ -232,9 +213,7 @@ def _parse_stages(text):
         'steps above 0 that leave some for the end'
     )
     try:
-        stages = [
-            tuple(map(float, stage.split(':'))) for stage in (text.split(',') if text else ())
-        ]
+        stages = [tuple(map(float, stage.split(':'))) for stage in text.split(',') if text]
         ok = all(0 < capacity <= 1 and share > 0 for capacity, share in stages)
     except ValueError:
         ok = False

@@ -17,6 +17,7 @@ from moddepth_jax.model.transformer import causal_routing, check_causal
 
 _MIN_LENGTH = 16  # prompts are padded to powers of two: few shapes, few compilations
 _CAPACITY_STEP = 128  # the capacity of dense caches is a multiple of this
+_STATIC = ('hparams', 'routing', 'temperature', 'top_p', 'tokenizer')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,8 +27,8 @@ class Generation:
     Attributes:
       tokens: int32 arrays, the prompt and what follows it, without the id that ended it.
       stopped: whether a row ended with its document and not with num_tokens.
-      dropped: tokens that a routed block selected without room in its cache, over rows and blocks;
-        under `overflow` skip they skip the block. Those of a prompt count once for all samples.
+      dropped: tokens, over rows and blocks, that a block selected without room in its cache; those
+        of a prompt count once for all samples.
       grown_to: capacity of the routed blocks' caches if they had to grow, otherwise 0.
     """
 
@@ -39,47 +40,59 @@ class Generation:
     @property
     def notes(self) -> list[str]:
         """What a user should know about the caches of routed blocks."""
-        notes = []
-        if self.dropped:
-            notes.append(
-                f'{self.dropped} times a routed block had no room in its cache for a token'
-            )
-        if self.grown_to:
-            notes.append(f'caches of the routed blocks grew to {self.grown_to} tokens')
-        return notes
+        full = f'{self.dropped} times a routed block had no room in its cache for a token'
+        grown = f'caches of the routed blocks grew to {self.grown_to} tokens'
+        return [full] * bool(self.dropped) + [grown] * bool(self.grown_to)
 
 
 def check_prompt(hparams: Hparams, prompt, num_tokens: int):
-    """Raises ValueError if a prompt and the tokens to add do not fit the context.
-
-    Args:
-      hparams: of the model; the context is `data.sequence_length`.
-      prompt: token ids, any sequence.
-      num_tokens: tokens to add.
-    """
-    context = hparams.data.sequence_length
-    _integers('prompt', prompt)
-    _integers('num_tokens', [num_tokens])
+    """Raises ValueError if a prompt (token ids) and `num_tokens` more do not fit the context."""
+    context, size = hparams.data.sequence_length, hparams.model.vocab_size
+    _check_integers('prompt', prompt)
+    _check_integers('num_tokens', [num_tokens])
     if len(prompt) == 0:
         raise ValueError('the prompt has no token: start it with the separator at least')
-    outside = [token for token in prompt if not 0 <= token < hparams.model.vocab_size]
-    if outside:
-        size = hparams.model.vocab_size
-        raise ValueError(f'token id {outside[0]} of the prompt: must lie in [0, {size})')
+    for token in prompt:
+        if not 0 <= token < size:
+            raise ValueError(f'token id {token} of the prompt: must lie in [0, {size})')
     if num_tokens < 1:
         raise ValueError(f'num_tokens={num_tokens}: must be 1 or more')
-    if len(prompt) + num_tokens > context:
+    excess = len(prompt) + num_tokens - context
+    if excess > 0:
         raise ValueError(
             f'a prompt of {len(prompt)} tokens and {num_tokens} to generate do not fit the context '
-            f'data.sequence_length={context}: shorten either by '
-            f'{len(prompt) + num_tokens - context}'
+            f'data.sequence_length={context}: shorten either by {excess}'
         )
 
 
-def _integers(name, values):
+def check_request(
+    hparams: Hparams, prompts, num_tokens: int, temperature, top_p, seed, num_samples, routing
+) -> str:
+    """Raises ValueError as `generate` does, which takes the same; returns the routing."""
+    routing = causal_routing(hparams) if routing is None else routing
+    check_causal(hparams, routing)
+    if not len(prompts):
+        raise ValueError('prompts=[]: must hold one at least')
+    for prompt in prompts:
+        check_prompt(hparams, prompt, num_tokens)
+    _check_integers('num_samples', [num_samples])
+    if num_samples < 1:
+        raise ValueError(f'num_samples={num_samples}: must be 1 or more')
+    seeds = [seed] if np.ndim(seed) == 0 else list(seed)
+    _check_integers('seed', seeds)
+    for one in seeds:
+        if not 0 <= one < 2**32:
+            raise ValueError(f'seed={one}: must lie in [0, 2**32)')
+    if len(seeds) not in (1, len(prompts)):
+        right = f'must be one, or one for each of the {len(prompts)} prompts'
+        raise ValueError(f'seed={str(seed)[:60]}: holds {len(seeds)}; {right}')
+    check_sampling(temperature, top_p)
+    return routing
+
+
+def _check_integers(name, values):
     try:
-        for value in values:
-            operator.index(value)
+        list(map(operator.index, values))
     except TypeError:
         raise ValueError(f'{name}={str(values)[:60]}: must hold integers only') from None
 
@@ -92,7 +105,7 @@ def _replicate(tree):
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _keys(seed_P, num_samples):
+def _row_keys(seed_P, num_samples):
     """A PRNG key for each row, from its prompt's seed and the number of its sample."""
     sample_B = jnp.tile(jnp.arange(num_samples), len(seed_P))
     keys_B = jax.vmap(jax.random.key)(jnp.repeat(seed_P, num_samples))
@@ -110,33 +123,25 @@ def _draw(logits_BV, keys_B, lengths_B, temperature, top_p, tokenizer):
 
 
 _unrolled = jax.jit(unroll, static_argnums=(1, 2))
-_DRAW = ('temperature', 'top_p', 'tokenizer')
+_write = jax.jit(update_cache, donate_argnums=0)
 
 
 @functools.partial(
-    jax.jit,
-    static_argnames=('hparams', 'routing', 'capacity', 'routed_capacity', 'num_samples', *_DRAW),
+    jax.jit, static_argnames=('num_samples', 'capacity', 'routed_capacity', *_STATIC)
 )
-def _start(unrolled, tokens_BT, segment_ids_BT, keys_B, *, num_samples, hparams, routing,
-           capacity, routed_capacity, **draw):  # fmt: skip
+def _start(unrolled, batch, keys_B, *, num_samples, capacity, routed_capacity, hparams, routing,
+           **draw):  # fmt: skip
     """The first new token of each row, and the cache of its prompt."""
-    logits_BV, cache = prefill(
-        unrolled,
-        tokens_BT,
-        segment_ids_BT,
-        hparams=hparams,
-        routing=routing,
-        capacity=capacity,
-        routed_capacity=routed_capacity,
-    )
+    sizes = {'capacity': capacity, 'routed_capacity': routed_capacity}
+    prompts = prefill(unrolled, *batch, hparams=hparams, routing=routing, **sizes)
     repeat = functools.partial(jnp.repeat, repeats=num_samples, axis=0)
-    logits_BV, cache = jax.tree.map(repeat, (logits_BV, cache))
+    logits_BV, cache = jax.tree.map(repeat, prompts)
     first_B = jnp.arange(len(keys_B)) % num_samples == 0
     cache = cache._replace(dropped_B=jnp.where(first_B, cache.dropped_B, 0))
     return _draw(logits_BV, keys_B, cache.lengths_B, **draw), cache
 
 
-@functools.partial(jax.jit, static_argnames=('hparams', 'routing', *_DRAW))
+@functools.partial(jax.jit, static_argnames=_STATIC)
 def _step(unrolled, cache, token_B, active_B, keys_B, *, hparams, routing, tokenizer, **draw):
     """The token after `token_B` of each row, and what `_write` needs."""
     separate = tokenizer is not None and not hparams.model.across_documents
@@ -148,10 +153,7 @@ def _step(unrolled, cache, token_B, active_B, keys_B, *, hparams, routing, token
     return next_B, (entries, begins_B, dropped_B, active_B)
 
 
-_write = jax.jit(update_cache, donate_argnums=0)
-
-
-def _padded(prompts, tokenizer, most):
+def _pad(prompts, tokenizer, most):
     """tokens_BT and segment_ids_BT of prompts, padded to a power of two, at most `most`."""
     longest = max(map(len, prompts))
     length = min(most, max(_MIN_LENGTH, 1 << (longest - 1).bit_length()))
@@ -188,12 +190,12 @@ def generate(
     of its sample and its positions: other rows of the batch change nothing but rounding.
 
     The devices of the mesh of the context (`jax.set_mesh`) share the work; each of several
-    processes calls this and gets every text. Rows that do not divide are computed by all.
+    processes calls this and gets every text.
 
     Args:
       variables: of the Transformer; TrainState.variables.
       hparams: of the same; the context is `data.sequence_length`.
-      prompts: a list of token id sequences, each of one token at least, of any lengths.
+      prompts: sequences of token ids, each of one at least, of any lengths.
       num_tokens: to add; the longest prompt and they fit the context.
       temperature, top_p: of `sample`.
       seed: of the draws, an integer, or one for each prompt.
@@ -205,18 +207,10 @@ def generate(
       on_tokens: called with (token_B, active_B), NumPy arrays over rows, as tokens are drawn.
 
     Raises:
-      ValueError: no prompt, an empty one, one that does not fit, an unknown id, a temperature or
-        top_p out of range, a routing that looks ahead or that the model cannot run.
+      ValueError: an argument that does not fit the model, or a routing that looks ahead.
     """
     routing = check_request(
-        hparams,
-        prompts,
-        num_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        seed=seed,
-        num_samples=num_samples,
-        routing=routing,
+        hparams, prompts, num_tokens, temperature, top_p, seed, num_samples, routing
     )
     context, model = hparams.data.sequence_length, hparams.model
     length = max(map(len, prompts)) + num_tokens
@@ -226,13 +220,11 @@ def generate(
     unrolled = _unrolled(variables, hparams, routing)
     static = {'hparams': hparams, 'routing': routing, 'tokenizer': tokenizer}
     static |= {'temperature': temperature, 'top_p': top_p}
-    tokens_BT, segment_ids_BT = _padded(prompts, tokenizer, capacity)
     seed_P = np.broadcast_to(np.asarray(seed, np.uint32), len(prompts))
-    keys_B = _keys(seed_P, num_samples)
+    keys_B = _row_keys(seed_P, num_samples)
     token_B, cache = _start(
         unrolled,
-        tokens_BT,
-        segment_ids_BT,
+        _pad(prompts, tokenizer, capacity),
         keys_B,
         num_samples=num_samples,
         capacity=capacity,
@@ -265,36 +257,3 @@ def generate(
         int(jnp.sum(cache.dropped_B)),
         routed_capacity if routed_capacity > first_capacity else 0,
     )
-
-
-def check_request(
-    hparams: Hparams,
-    prompts,
-    num_tokens: int,
-    *,
-    temperature: float,
-    top_p: float,
-    seed,
-    num_samples: int,
-    routing: str | None,
-) -> str:
-    """Raises ValueError as `generate` does, which takes the same; returns the routing."""
-    routing = causal_routing(hparams) if routing is None else routing
-    check_causal(hparams, routing)
-    if not len(prompts):
-        raise ValueError('prompts=[]: must hold one at least')
-    for prompt in prompts:
-        check_prompt(hparams, prompt, num_tokens)
-    _integers('num_samples', [num_samples])
-    if num_samples < 1:
-        raise ValueError(f'num_samples={num_samples}: must be 1 or more')
-    seeds = [seed] if np.ndim(seed) == 0 else list(seed)
-    _integers('seed', seeds)
-    for one in seeds:
-        if not 0 <= one < 2**32:
-            raise ValueError(f'seed={one}: must lie in [0, 2**32)')
-    if len(seeds) not in (1, len(prompts)):
-        right = f'must be one, or one for each of the {len(prompts)} prompts'
-        raise ValueError(f'seed={str(seed)[:60]}: holds {len(seeds)}; {right}')
-    check_sampling(temperature, top_p)
-    return routing

@@ -21,13 +21,8 @@ _DECODING_CONTEXT = 8  # tokens before a text that it is decoded with
 _GENERATION = {'until', 'max_gen_toks', 'do_sample', 'temperature', 'top_p'}
 
 
-@contextlib.contextmanager
-def _no_bar(what, total):
-    yield lambda count=1: None
-
-
 class _AllStopped(Exception):
-    """Every text of a batch has reached one of its stops: no further step is needed."""
+    """Every text of a batch has reached one of its stops."""
 
 
 class HarnessLM(TemplateLM):
@@ -38,9 +33,15 @@ class HarnessLM(TemplateLM):
     and is then the middle of a document, as windows of training are. A rolling text is predicted
     from the separator on, in windows that overlap by one token.
 
+    Args:
+      variables, hparams: of the Transformer; TrainState.variables.
+      tokenizer: of the run.
+      batch_size: rows that run together.
+      routing: a causal rule; None for the one the model was trained for. ValueError for another.
+      seed: of draws, for tasks that sample.
+      bar: as `cli.progress_bar`, a context manager.
+
     Attributes:
-      max_length: tokens of the model's context.
-      routing: the causal rule.
       num_cut: requests so far whose context was too long.
       title: of the progress bar of the next requests.
     """
@@ -54,23 +55,8 @@ class HarnessLM(TemplateLM):
         batch_size: int = 32,
         routing: str | None = None,
         seed: int = 0,
-        bar=_no_bar,
+        bar=lambda title, total: contextlib.nullcontext(lambda count: None),
     ):
-        """Stores what requests need.
-
-        Args:
-          variables: of the Transformer; TrainState.variables.
-          hparams: of the same.
-          tokenizer: of the run.
-          batch_size: rows that run together.
-          routing: a causal rule; None for the one the model was trained for.
-          seed: of draws, for tasks that sample.
-          bar: called with a text and a number of requests; a context manager of a function that
-            takes the number of requests that are done.
-
-        Raises:
-          ValueError: a routing that looks ahead or that the model cannot run.
-        """
         super().__init__()
         self.routing = causal_routing(hparams) if routing is None else routing
         check_causal(hparams, self.routing)
@@ -83,33 +69,21 @@ class HarnessLM(TemplateLM):
         """The separator, which the harness also uses as the prefix of an empty context."""
         return self._tokens.separator
 
-    @property
-    def tokenizer_name(self) -> str:
-        """The name of the tokenizer."""
-        return self._tokens.name
-
     def tok_encode(self, string, add_special_tokens=None, **kwargs) -> list[int]:
         """Ids of a text, after the separator unless `add_special_tokens` is False."""
         begin = [] if add_special_tokens is False else [self.eot_token_id]
         return begin + self._tokens.encode(string.encode()).tolist()
 
     def loglikelihood(self, requests, disable_tqdm=True) -> list[tuple[float, bool]]:
-        """(log-likelihood in nats, whether greedy) of each request's continuation.
-
-        Raises:
-          ValueError: a continuation that is empty, or longer than the model's context.
-        """
-        empty = [i for i, request in enumerate(requests) if not request.args[1]]
-        if empty:
-            raise ValueError(f'request {empty[0]} has an empty continuation')
+        """(log-likelihood in nats, whether greedy) of each request's continuation."""
+        for i, request in enumerate(requests):
+            if not request.args[1]:
+                raise ValueError(f'request {i} has an empty continuation')
         return super().loglikelihood(requests, disable_tqdm=True)
 
     def _loglikelihood_tokens(self, requests, **kwargs):
         scores = self._scores([(context, labels) for _, context, labels in requests])
-        answers = [(one.log_likelihood, one.greedy) for one in scores]
-        for (texts, _, _), answer in zip(requests, answers, strict=True):
-            self.cache_hook.add_partial('loglikelihood', texts, answer)
-        return answers
+        return [(one.log_likelihood, one.greedy) for one in scores]
 
     def _scores(self, requests):
         with self._bar(self.title, len(requests)) as advance:
@@ -126,28 +100,22 @@ class HarnessLM(TemplateLM):
 
     def loglikelihood_rolling(self, requests, disable_tqdm=True) -> list[float]:
         """Log-likelihood in nats of each complete text, every token predicted once."""
-        windows = [list(self._windows(request.args[0])) for request in requests]
+        windows = []
+        for request in requests:
+            ids = self.tok_encode(request.args[0], add_special_tokens=False)
+            rolling = utils.get_rolling_token_windows(ids, self.eot_token_id, self.max_length, 1)
+            windows.append(list(map(utils.make_disjoint_window, rolling)))
         scores = iter(self._scores([window for of_text in windows for window in of_text]))
-        totals = []
-        for request, of_text in zip(requests, windows, strict=True):
-            answers = itertools.islice(scores, len(of_text))
-            totals.append(sum((one.log_likelihood for one in answers), 0.0))
-            self.cache_hook.add_partial('loglikelihood_rolling', request.args, totals[-1])
-        return totals
-
-    def _windows(self, text):
-        tokens = self.tok_encode(text, add_special_tokens=False)
-        rolling = utils.get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, 1)
-        return map(utils.make_disjoint_window, rolling)
+        return [
+            sum((one.log_likelihood for one in itertools.islice(scores, len(of_text))), 0.0)
+            for of_text in windows
+        ]
 
     def generate_until(self, requests, disable_tqdm=True) -> list[str]:
         """What follows each context, up to its first stop, which is removed, or `max_gen_toks`.
 
-        Contexts with equal settings run together. Several samples of one context have different
-        seeds.
-
-        Raises:
-          ValueError: an unknown setting, or more tokens than the context holds.
+        Contexts with equal settings run together; samples of one context differ in their seeds.
+        Raises ValueError for an unknown setting, or more tokens than the context holds.
         """
         batches, seen = {}, {}
         for i, request in enumerate(requests):
@@ -167,7 +135,6 @@ class HarnessLM(TemplateLM):
                     written = self._write(contexts, sample, **settings)
                     for i, text in zip(batch, written, strict=True):
                         texts[i] = text
-                        self.cache_hook.add_partial('generate_until', requests[i].args, text)
                     advance(len(batch))
         return texts
 
@@ -202,11 +169,9 @@ class HarnessLM(TemplateLM):
         self.num_cut += sum(len(prompt) > most for prompt in prompts)
         prompts = [prompt[-most:] for prompt in prompts]
         # One batch size: the last batch is filled up, and its additional rows are ignored.
-        missing = self.batch_size - len(prompts)
-        filled = prompts + prompts[:1] * missing
+        missing, running = self.batch_size - len(prompts), set(range(len(prompts)))
         seeds = [self._seed_of(context, sample) for context in contexts]
-        rows = [[] for _ in filled]
-        running = set(range(len(prompts)))
+        rows = [[] for _ in prompts]
 
         def on_tokens(token_B, active_B):
             for b in sorted(running):
@@ -221,7 +186,7 @@ class HarnessLM(TemplateLM):
             generate(
                 self._variables,
                 self._hparams,
-                filled,
+                prompts + prompts[:1] * missing,
                 num_tokens,
                 seed=seeds + seeds[:1] * missing,
                 routing=self.routing,
@@ -229,8 +194,9 @@ class HarnessLM(TemplateLM):
                 on_tokens=on_tokens,
                 **how,
             )
-        pairs = zip(prompts, rows, strict=False)
-        return [_text(self._stop(prompt, row, stops)[0]) for prompt, row in pairs]
+        texts = (self._stop(*pair, stops)[0] for pair in zip(prompts, rows, strict=True))
+        # Without an incomplete last character.
+        return [codecs.getincrementaldecoder('utf-8')('replace').decode(text) for text in texts]
 
     def _seed_of(self, context, sample):
         """A seed for each document and sample; otherwise all would share their draws."""
@@ -244,8 +210,3 @@ class HarnessLM(TemplateLM):
         written = self._tokens.decode([*before, *row])[len(self._tokens.decode(before)) :]
         ends = [at for at in map(written.find, stops) if at >= 0]
         return written[: min(ends)] if ends else written, bool(ends)
-
-
-def _text(written: bytes) -> str:
-    """The text, without an incomplete last character."""
-    return codecs.getincrementaldecoder('utf-8')('replace').decode(written)

@@ -22,10 +22,6 @@ _NO_DATA = (
 )
 
 
-class _UnknownName(Exception):
-    pass
-
-
 class HarnessTasks:
     """Tasks by their names; groups and tags are expanded, so that each task runs alone.
 
@@ -33,36 +29,25 @@ class HarnessTasks:
     are those of the harness; if its metadata has `mean_of`, a metric for each of its members, it
     also has their unweighted mean.
 
+    Args:
+      names: of tasks, groups and tags of the harness and of `include_paths`, or yaml files.
+      include_paths: folders of yaml files, which have precedence over the harness's own.
+
     Attributes:
       names: of what is run, in order.
+
+    Raises:
+      ValueError: one line, for an unknown name or a missing folder.
     """
 
     def __init__(self, names: list[str], include_paths: list[str]):
-        """Finds the tasks, without their data.
-
-        Args:
-          names: of tasks, groups and tags of the harness and of `include_paths`, or yaml files.
-          include_paths: folders of yaml files, which have precedence over the harness's own.
-
-        Raises:
-          ValueError: one line, for an unknown name or a missing folder.
-        """
         for path in include_paths:
             if not pathlib.Path(path).is_dir():
                 raise ValueError(f'{path}: no such folder of task yaml files')
         try:  # the harness's own are thousands of files: seconds
             self._open(names, include_paths, False)
-        except _UnknownName:
-            try:
-                self._open(names, include_paths, True)
-            except _UnknownName as error:
-                raise ValueError(self._unknown(str(error))) from None
-
-    def _unknown(self, name):
-        right = 'must be a task, group or tag of lm-evaluation-harness or of --include_path'
-        near = difflib.get_close_matches(name, self._manager.all_tasks, n=1)
-        meant = f'; did you mean {near[0]}?' if near else ''
-        return f'task {name!r}: {right}, or a yaml file{meant}'
+        except ValueError:
+            self._open(names, include_paths, True)
 
     def _open(self, names, include_paths, with_defaults):
         self._manager = TaskManager(include_path=include_paths, include_defaults=with_defaults)
@@ -72,34 +57,36 @@ class HarnessTasks:
     def _pieces(self, name):
         entry = self._manager.task_index.get(name)
         if entry is None:
-            if not pathlib.Path(name).is_file():
-                raise _UnknownName(name)
-            return [name]
+            if pathlib.Path(name).is_file():
+                return [name]
+            right = 'must be a task, group or tag of lm-evaluation-harness or of --include_path'
+            near = difflib.get_close_matches(name, self._manager.all_tasks, n=1)
+            meant = f'; did you mean {near[0]}?' if near else ''
+            raise ValueError(f'task {name!r}: {right}, or a yaml file{meant}')
         if entry.kind.name == 'TAG':
-            return [piece for member in sorted(entry.tags) for piece in self._pieces(member)]
-        if entry.kind.name != 'GROUP':
+            members = sorted(entry.tags)
+        elif entry.kind.name == 'GROUP':
+            members = entry.cfg.get('task') or []
+            plain = isinstance(members, list) and all(isinstance(one, str) for one in members)
+            if not plain or entry.cfg.keys() - _GROUP_KEYS:
+                return [name]
+            self._groups[name] = entry.cfg
+        else:
             return [name]
-        members = entry.cfg.get('task') or []
-        plain = isinstance(members, list) and all(isinstance(one, str) for one in members)
-        if not plain or entry.cfg.keys() - _GROUP_KEYS:
-            return [name]
-        self._groups[name] = entry.cfg
         return [piece for member in members for piece in self._pieces(member)]
 
     def run(self, name: str, lm, *, num_fewshot=None, limit=None, seed: int = 0) -> dict:
-        """The harness's results for one name: a dict for each of PARTS, by task.
+        """The harness's results for one of `names`: a dict for each of PARTS, by task.
 
         Args:
-          name: of `names`.
-          lm: a HarnessLM.
+          name, lm: of `names`, and a HarnessLM.
           num_fewshot: examples before each question, unless the task forbids them; None: as the
             task says.
           limit: documents of each task; below 1 a share of them; None: all.
           seed: of the examples and other draws of a task.
 
         Raises:
-          ValueError: one line that names the task, if it has no data, its yaml is wrong, or the
-            model cannot answer it.
+          ValueError: one line on a task without data, a wrong yaml, or what the model cannot do.
         """
         random.seed(seed)
         np.random.seed(seed)
@@ -133,13 +120,12 @@ class HarnessTasks:
     def group_results(self, results: dict) -> dict:
         """Results of the groups whose tasks have all run, by name, as the harness has them."""
         groups = {name: self._group(name) for name in self._groups} | self._built
-        found = {}
+        groups = {name: group for name, group in groups.items() if group is not None}
+        found = {
+            n: group.aggregate(results) for n, group in groups.items() if group.has_aggregation
+        }
         for name, group in groups.items():
-            if group is not None and group.has_aggregation:
-                found[name] = group.aggregate(results)
-        for name, group in groups.items():
-            metrics = ((group and group.metadata) or {}).get('mean_of')
-            if metrics:
+            if metrics := (group.metadata or {}).get('mean_of'):
                 every = results | found
                 values = [every[one][f'{metric},none'] for one, metric in metrics.items()]
                 found.setdefault(name, {'name': name, 'alias': group.alias or name})
@@ -148,24 +134,21 @@ class HarnessTasks:
 
     def members(self, name: str) -> set[str]:
         """The tasks of a group in `group_results`."""
-        group = self._built.get(name) or self._group(name)
-        return {task.task_name for task in group.get_all_tasks()}
+        return {task.task_name for task in self._part(name).get_all_tasks()}
 
     def _group(self, name):
         """The harness's Group; None if one of its tasks has not run."""
-        config = self._groups[name]
-        group = Group.from_config(GroupConfig(**config))
-        for member in self._members(config['task']):
-            part = self._group(member) if member in self._groups else self._part(member)
-            if part is None:
-                return None
-            group.add(part)
+        group = Group.from_config(GroupConfig(**self._groups[name]))
+        for member in self._groups[name]['task']:
+            entry = self._manager.task_index[member]
+            for one in sorted(entry.tags) if entry.kind.name == 'TAG' else [member]:
+                if (part := self._part(one)) is None:
+                    return None
+                group.add(part)
         return group
 
-    def _members(self, names):
-        for name in names:
-            entry = self._manager.task_index[name]
-            yield from sorted(entry.tags) if entry.kind.name == 'TAG' else [name]
-
     def _part(self, name):
+        """The task or group of this name; None if it has not run."""
+        if name in self._groups:
+            return self._group(name)
         return self._built.get(name) or self._tasks.get(name)

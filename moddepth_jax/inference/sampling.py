@@ -16,17 +16,10 @@ def check_sampling(temperature: float, top_p: float):
 
 
 def nucleus(logits_V, top_p: float):
-    """The logits of the smallest set of most likely tokens whose probability reaches `top_p`.
+    """float32 [V] logits, -inf outside the smallest set of likely tokens that reaches `top_p`.
 
     Holtzman et al. 2020, arXiv 1904.09751, section 3.1. The most likely token is always kept; among
     equals the lower index comes first.
-
-    Args:
-      logits_V: float32 [V].
-      top_p: in (0, 1].
-
-    Returns:
-      float32 [V], -inf outside the set.
     """
     order_V = jnp.argsort(-logits_V, stable=True)
     chance_V = jax.nn.softmax(logits_V[order_V])
@@ -38,13 +31,8 @@ def nucleus(logits_V, top_p: float):
 def sample(keys_B, logits_BV, temperature: float, top_p: float = 1.0):
     """Token ids int32 [B] drawn from softmax(logits / temperature); the argmax at temperature 0.
 
-    A row's draw depends only on its own key and logits.
-
-    Args:
-      keys_B: typed PRNG keys [B].
-      logits_BV: float32 [B, V]; -inf is never drawn.
-      temperature: 0 or more, a Python number.
-      top_p: in (0, 1], a Python number; below 1 the draw is from the `nucleus` after temperature.
+    A row's draw depends only on its own key and logits; a logit of -inf is never drawn. If top_p,
+    like temperature a Python number, is below 1, the draw is from the `nucleus` after temperature.
     """
     if temperature < np.finfo(np.float32).tiny:  # float32 cannot divide by less
         return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)

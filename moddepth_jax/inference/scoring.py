@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import itertools
 from typing import NamedTuple
 
 import jax
@@ -24,8 +25,7 @@ class Score(NamedTuple):
 
     Attributes:
       log_likelihood: of its tokens given the context, in nats, 0 or less.
-      greedy: whether each of its tokens is the most likely one at its position (among equals the
-        lowest id).
+      greedy: whether each of its tokens is the likeliest there (among equals the lowest id).
       cut: tokens removed from the left of its context to fit the model's.
     """
 
@@ -34,25 +34,16 @@ class Score(NamedTuple):
     cut: int
 
 
-class _Part(NamedTuple):
-    """The tokens of a row, from `start` on, that are labels of request `index`."""
+class _Request(NamedTuple):
+    """The tokens that the model reads; the labels of the last of them; tokens cut at the left."""
 
-    index: int
-    start: int
-    labels: tuple[int, ...]
-
-
-class _Row(NamedTuple):
     tokens: tuple[int, ...]
-    parts: list[_Part]
+    labels: tuple[int, ...]
+    cut: int
 
     @property
-    def first(self):
-        return min(part.start for part in self.parts)
-
-    @property
-    def end(self):
-        return max(part.start + len(part.labels) for part in self.parts)
+    def start(self):
+        return len(self.tokens) - len(self.labels)
 
 
 @functools.partial(jax.jit, static_argnames=('hparams', 'routing'))
@@ -84,19 +75,16 @@ def _score_batch(
 
 def row_lengths(hparams: Hparams) -> list[int]:
     """Ascending lengths that rows are padded to: powers of two, and the model's context."""
-    context, length = hparams.data.sequence_length, _MIN_LENGTH
-    lengths = []
-    while length < context:
-        lengths.append(length)
-        length *= 2
-    return [*lengths, context]
+    context = hparams.data.sequence_length
+    powers = (_MIN_LENGTH << i for i in itertools.count())
+    return [*itertools.takewhile(lambda length: length < context, powers), context]
 
 
 def _checked(hparams, requests):
-    """(inputs, labels, tokens cut at the left) of each request."""
+    """Yields a _Request for each pair of context and continuation; raises ValueError."""
     context, size = hparams.data.sequence_length, hparams.model.vocab_size
     for i, (before, labels) in enumerate(requests):
-        before, labels = [*map(int, before)], tuple(map(int, labels))
+        before, labels = tuple(map(int, before)), tuple(map(int, labels))
         if not before or not labels:
             part = 'context: begin it with the separator' if labels else 'continuation'
             raise ValueError(f'request {i} has no token in its {part}')
@@ -105,57 +93,51 @@ def _checked(hparams, requests):
                 f'request {i}: a continuation of {len(labels)} tokens is longer than the context '
                 f'data.sequence_length={context}; cut it, or score it in windows'
             )
-        outside = [token for token in (*before, *labels) if not 0 <= token < size]
-        if outside:
-            raise ValueError(f'token id {outside[0]} of request {i}: must lie in [0, {size})')
+        for token in before + labels:
+            if not 0 <= token < size:
+                raise ValueError(f'token id {token} of request {i}: must lie in [0, {size})')
         cut = max(0, len(before) + len(labels) - context - 1)
-        yield (*before[cut:], *labels[:-1]), labels, cut
+        yield _Request(before[cut:] + labels[:-1], labels, cut)
 
 
-def _shared_rows(inputs, labels):
-    """Rows for all requests, longest first; a request that is a prefix of another shares its row.
+def _shared_rows(requests):
+    """Lists of requests by number, longest rows first; the first request of a row is all of it.
 
-    A prediction depends only on the tokens up to it, so options of one token, or a text and its own
-    beginning, are scored by one row.
+    A request that is a prefix of another shares its row: a prediction depends only on the tokens up
+    to it, so options of one token, or a text and its own beginning, are scored by one row.
     """
     rows = []
     # In this order a row is followed by its prefixes.
-    for i in sorted(range(len(inputs)), key=inputs.__getitem__, reverse=True):
-        part = _Part(i, len(inputs[i]) - len(labels[i]), labels[i])
-        fits = rows and len(rows[-1].parts) < _MAX_PARTS
-        if fits and rows[-1].tokens[: len(inputs[i])] == inputs[i]:
-            rows[-1].parts.append(part)
+    for i in sorted(range(len(requests)), key=lambda i: requests[i].tokens, reverse=True):
+        tokens = requests[i].tokens
+        fits = rows and len(rows[-1]) < _MAX_PARTS
+        if fits and requests[rows[-1][0]].tokens[: len(tokens)] == tokens:
+            rows[-1].append(i)
         else:
-            rows.append(_Row(inputs[i], [part]))
-    return sorted(rows, key=lambda row: len(row.tokens), reverse=True)
+            rows.append([i])
+    return sorted(rows, key=lambda row: len(requests[row[0]].tokens), reverse=True)
 
 
-def _batch(rows, batch_size, length):
-    """The arrays of `_score_batch`; missing rows are padding."""
+def _arrays(rows, batch_size, length):
+    """The arrays of `_score_batch` for lists of requests; missing rows are padding."""
     tokens_BT = np.zeros((batch_size, length), np.int32)
     segment_ids_BT, first_B = np.zeros_like(tokens_BT), np.zeros(batch_size, np.int32)
     padded = -(-length // _BLOCK) * _BLOCK
-    labels_BTM = np.zeros((batch_size, padded, _MAX_PARTS), np.int32)
+    labels_BTM, longest = np.zeros((batch_size, padded, _MAX_PARTS), np.int32), 0
     for b, row in enumerate(rows):
-        tokens_BT[b, : len(row.tokens)] = row.tokens
-        segment_ids_BT[b, : len(row.tokens)] = 1
-        first_B[b] = row.first
-        for m, part in enumerate(row.parts):
-            start = part.start - row.first
-            labels_BTM[b, start : start + len(part.labels), m] = part.labels
-    longest = max(row.end - row.first for row in rows)
+        tokens = row[0].tokens
+        tokens_BT[b, : len(tokens)] = tokens
+        segment_ids_BT[b, : len(tokens)] = 1
+        first_B[b] = min(request.start for request in row)
+        longest = max(longest, len(tokens) - first_B[b])
+        for m, request in enumerate(row):
+            labels_BTM[b, _places(request, first_B[b]), m] = request.labels
     return tokens_BT, segment_ids_BT, first_B, labels_BTM, np.int32(-(-longest // _BLOCK))
 
 
-def _read(rows, results):
-    """(index, log-likelihood, greedy) of each request of the rows."""
-    log_p_BTM, best_BTM = map(np.asarray, results)
-    for b, row in enumerate(rows):
-        for m, part in enumerate(row.parts):
-            start = part.start - row.first
-            places = b, slice(start, start + len(part.labels)), m
-            log_likelihood = log_p_BTM[places].sum(dtype=np.float64)
-            yield part.index, float(log_likelihood), bool(best_BTM[places].all())
+def _places(request, first):
+    """Where the labels of a request stand in a row whose labels begin at `first`."""
+    return slice(request.start - first, len(request.tokens) - first)
 
 
 def score(
@@ -171,46 +153,46 @@ def score(
 
     Rows are sorted by length and padded to one of `row_lengths`, `batch_size` at a time: a program
     is compiled for each length that occurs. A row is one document, whatever its tokens are. The
-    size and the other rows of a batch change nothing but rounding. Requests share a row if the
-    tokens of one are a prefix of the other's.
+    size and the other rows of a batch change nothing but rounding.
 
     Args:
-      variables: of the Transformer; TrainState.variables.
-      hparams: of the same; the context is `data.sequence_length` tokens, the last label apart.
+      variables, hparams: of the Transformer; TrainState.variables.
       requests: pairs of token id sequences, context and continuation, of one token at least. The
-        left of a context that is too long is removed.
+        left of a context that does not fit `data.sequence_length` is removed.
       batch_size: rows that run together.
       routing: a causal rule; None for the one the model was trained for.
       on_scored: called with the number of requests that were scored, as it happens.
 
     Raises:
-      ValueError: an empty context or continuation, a continuation longer than the model's context,
-        an unknown id, a batch size below 1, a routing that looks ahead or that the model lacks.
+      ValueError: a request that is empty, of an unknown id, or with a continuation longer than the
+        context; a batch size below 1; a routing that looks ahead or that the model lacks.
     """
     routing = causal_routing(hparams) if routing is None else routing
     check_causal(hparams, routing)
     if batch_size < 1:
         raise ValueError(f'batch_size={batch_size}: must be 1 or more')
-    checked = list(_checked(hparams, requests))
-    if not checked:
-        return []
-    inputs, labels, cuts = zip(*checked, strict=True)
-    rows, scores = _shared_rows(inputs, labels), [None] * len(inputs)
+    requests = list(_checked(hparams, requests))
+    rows, scores = _shared_rows(requests), [None] * len(requests)
     lengths, running = row_lengths(hparams), collections.deque()
 
     def finish():
-        batch, results = running.popleft()
-        for i, log_likelihood, greedy in _read(batch, results):
-            scores[i] = Score(log_likelihood, greedy, cuts[i])
+        batch, first_B, results = running.popleft()
+        log_p_BTM, best_BTM = map(np.asarray, results)
+        for b, row in enumerate(batch):
+            for m, i in enumerate(row):
+                at = b, _places(requests[i], first_B[b]), m
+                total = float(log_p_BTM[at].sum(dtype=np.float64))
+                scores[i] = Score(total, bool(best_BTM[at].all()), requests[i].cut)
         if on_scored is not None:
-            on_scored(sum(len(row.parts) for row in batch))
+            on_scored(sum(map(len, batch)))
 
     for begin in range(0, len(rows), batch_size):
         batch = rows[begin : begin + batch_size]
-        length = next(length for length in lengths if length >= len(batch[0].tokens))
-        arrays = _batch(batch, batch_size, length)
+        of_rows = [[requests[i] for i in row] for row in batch]
+        length = next(length for length in lengths if length >= len(of_rows[0][0].tokens))
+        arrays = _arrays(of_rows, batch_size, length)
         results = _score_batch(variables, *arrays, hparams=hparams, routing=routing)
-        running.append((batch, results))
+        running.append((batch, arrays[2], results))
         if len(running) == _IN_FLIGHT:
             finish()
     while running:

@@ -21,19 +21,12 @@ def model_segment_ids(hparams: ModelHparams, segment_ids_BT):
 
 
 class KVView(NamedTuple):
-    """The cached keys and values that one new token of each row, or of some rows, sees.
-
-    Attributes:
-      k_BKHS, v_BKHS: a cache of keys and values [B, K, H, S].
-      visible_CS: bool [C, S], the cache entries that each token sees.
-      rows_C: int32 [C], the row of the cache that each token belongs to, B and above (last) for
-        none; None: C = B, row by row.
-    """
+    """The cached keys and values that one new token of each row, or of some rows, sees."""
 
     k_BKHS: jax.Array
     v_BKHS: jax.Array
-    visible_CS: jax.Array
-    rows_C: jax.Array | None = None
+    visible_CS: jax.Array  # bool, the cache entries that each token sees
+    rows_C: jax.Array | None = None  # row of each token, B and above (last) for none; None: C = B
 
 
 class KeysValues(NamedTuple):
@@ -44,87 +37,56 @@ class KeysValues(NamedTuple):
 
 
 class DepthSlots(NamedTuple):
-    """What earlier layers wrote for the same tokens.
+    """What earlier layers wrote for the same tokens."""
 
-    Attributes:
-      slots: KeysValues with leaves [L, B, T, K, H]; or x_LBTD in a stream that reads outputs.
-      valid_LBT: bool, which tokens have a slot; None: all.
-      count: int, traced or not: the number of slots that are written. None: L.
-      indices_BC: int32 [B, C], the tokens that the layer runs on, if not on all T; T and above for
-        none.
-      sums: KeysValues of the slots' shapes whose values are never read: their cotangents are the
-        gradients of the slots, in their dtype. None: the slots' own cotangents are.
-    """
-
-    slots: KeysValues
-    valid_LBT: jax.Array | None = None
-    count: jax.Array | int | None = None
+    slots: KeysValues  # leaves [L, B, T, K, H]; or x_LBTD in a stream that reads outputs
+    valid_LBT: jax.Array | None = None  # bool, which tokens have a slot; None: all
+    count: jax.Array | int | None = None  # number of slots that are written; None: L
+    # int32, the tokens that the layer runs on, if not on all T; T and above for none.
     indices_BC: jax.Array | None = None
+    # Like the slots, but never read: their cotangents are the gradients of the slots, in their
+    # dtype. None: the slots' own cotangents are.
     sums: KeysValues | None = None
 
 
-QUERIES = ('batch', None, 'heads', None)
-KEYS = ('batch', None, 'kv_heads', None)
-SLOTS = (None, *KEYS)
-# How the arrays of depth_attention are split over a mesh; its other arguments are static.
-SPLIT = {
-    'q_BTNH': QUERIES,
-    'k_BSKH': KEYS,
-    'v_BSKH': KEYS,
-    'k_depth_LBRKH': SLOTS,
-    'v_depth_LBRKH': SLOTS,
-    'num_slots': (),
-    'k_sums': SLOTS,
-    'v_sums': SLOTS,
-    'slot_mask_LBR': (None, 'batch', None),
-    'slot_rows_BT': ('batch', None),
-    'q_depth_BTNH': QUERIES,
-    'positions_BT': ('batch', None),
-    'segment_ids_BT': ('batch', None),
-}
+SLOTS = (None, 'batch', None, 'kv_heads', None)
+
+
+def _axis_names(name: str) -> tuple:
+    """How an argument of depth_attention is split over a mesh, by the letters of its name."""
+    letters = name.rpartition('_')[2]
+    names = {'B': 'batch', 'N': 'heads', 'K': 'kv_heads'}
+    return tuple(names.get(letter) for letter in letters) if letters.isupper() else ()
 
 
 def attend(hparams: ModelHparams, q_BTNH, k_BSKH, v_BSKH, depth: DepthSlots | None, options: dict):
-    """depth_attention by the backend that `model.attention` names, over a mesh.
+    """o_BTNH, and `depth` with threaded cotangents; over a mesh, by rows and heads.
 
-    Each device computes its own batch rows and heads, which see no others.
-
-    Args:
-      hparams: of the model.
-      q_BTNH, k_BSKH, v_BSKH: as of depth_attention.
-      depth: the DepthSlots; None: there are none.
-      options: the other arguments by name, those of `slot_arguments` included.
-
-    Returns:
-      o_BTNH, and `depth` with threaded cotangents.
+    `options` are the other arguments of depth_attention, those of `slot_arguments` included.
     """
-    implementation = None if hparams.attention == 'auto' else hparams.attention
-    arguments = {'q_BTNH': q_BTNH, 'k_BSKH': k_BSKH, 'v_BSKH': v_BSKH, **options}
-    arrays = {name: value for name, value in arguments.items() if name in SPLIT}
-    static = {name: value for name, value in arguments.items() if name not in SPLIT}
-    outputs = QUERIES
-    if depth is not None:
-        outputs = (QUERIES, SLOTS, SLOTS)
+    arrays = {'q_BTNH': q_BTNH, 'k_BSKH': k_BSKH, 'v_BSKH': v_BSKH, **options}
+    static = {name: arrays.pop(name) for name in ('window', 'slot_window') if name in arrays}
+    queries = _axis_names('q_BTNH')
+    outputs = queries if depth is None else (queries, SLOTS, SLOTS)
     if depth is not None and depth.sums is not None:
         outputs += (SLOTS, SLOTS)
-        arrays |= {'k_sums': depth.sums.k_BTKH, 'v_sums': depth.sums.v_BTKH}
+        arrays |= {'k_LBRKH': depth.sums.k_BTKH, 'v_LBRKH': depth.sums.v_BTKH}
 
-    def call(k_sums=None, v_sums=None, **arrays):
-        sums = None if k_sums is None else (k_sums, v_sums)
+    def call(k_LBRKH=None, v_LBRKH=None, **arrays):
         return depth_attention(
-            implementation=implementation,
+            implementation=None if hparams.attention == 'auto' else hparams.attention,
             thread_slots=depth is not None,
-            slot_sums=sums,
+            slot_sums=None if k_LBRKH is None else (k_LBRKH, v_LBRKH),
             **arrays,
             **static,
         )
 
-    result = map_shards(call, arrays, SPLIT, outputs)
+    result = map_shards(call, arrays, {name: _axis_names(name) for name in arrays}, outputs)
     if depth is None:
         return result, None
-    o_BTNH, *sides = result
-    sums = None if depth.sums is None else KeysValues(*sides[2:])
-    return o_BTNH, depth._replace(slots=KeysValues(*sides[:2]), sums=sums)
+    o_BTNH, k_LBTKH, v_LBTKH, *sums = result
+    sums = KeysValues(*sums) if sums else None
+    return o_BTNH, depth._replace(slots=KeysValues(k_LBTKH, v_LBTKH), sums=sums)
 
 
 def slot_arguments(hparams: ModelHparams, depth: DepthSlots) -> dict:
@@ -144,16 +106,11 @@ class SelfAttention(nn.Module):
 
     Each head attends in one softmax to earlier tokens and to the depth slots of its own token
     (MoDA, Zhu et al. 2026, section 2.2).
-
-    Attributes:
-      hparams: of the model.
-      window: tokens that a query sees, itself included; 0: all earlier ones.
-      gathered: whether the tokens are a selection rather than whole rows.
     """
 
     hparams: ModelHparams
-    window: int
-    gathered: bool = False
+    window: int  # tokens that a query sees, itself included; 0: all earlier ones
+    gathered: bool = False  # whether the tokens are a selection rather than whole rows
 
     def setup(self):
         hparams = self.hparams
@@ -169,19 +126,10 @@ class SelfAttention(nn.Module):
     def __call__(
         self, x_BTD, tokens: TokenInfo, view: KVView | None = None, depth: DepthSlots | None = None
     ):
-        """Attend.
+        """Attend to the cached tokens of `view` if T = 1, without it to each other; and to `depth`.
 
-        Args:
-          x_BTD: the layer's input.
-          tokens: of the same.
-          view: the cached keys and values of earlier tokens, if T = 1; None: the tokens attend to
-            each other.
-          depth: what earlier layers wrote.
-
-        Returns:
-          The layer's output, the KeysValues of its tokens, the KeysValues of their depth slots, and
-          `depth` with the cotangents of its slots threaded through, so that a scan over layers
-          accumulates them in place.
+        Returns the layer's output, the KeysValues of its tokens and of their depth slots, and
+        `depth` with threaded cotangents, so that a scan over layers accumulates them in place.
         """
         q_BTNH, k_BTKH, v_BTKH = self.query(x_BTD), self.key(x_BTD), self.value(x_BTD)
         if self.hparams.qk_norm != 'none':
@@ -252,13 +200,7 @@ class SelfAttention(nn.Module):
     def _over_cache(self, q_B1NH, keys, view, depth):
         if depth is None:
             return decode_attention(q_B1NH, *keys, *view)
+        slot_window, q_depth_B1NH = self.hparams.depth.slot_window, self._slot_query(q_B1NH)
         return decode_attention(
-            q_B1NH,
-            *keys,
-            *view,
-            k_depth_LC1KH=depth.slots.k_BTKH,
-            v_depth_LC1KH=depth.slots.v_BTKH,
-            slot_mask_LC1=depth.valid_LBT,
-            slot_window=self.hparams.depth.slot_window,
-            q_depth_C1NH=self._slot_query(q_B1NH),
+            q_B1NH, *keys, *view, *depth.slots, depth.valid_LBT, slot_window, q_depth_B1NH
         )

@@ -6,41 +6,28 @@ import flax.linen as nn
 import jax
 
 from moddepth_jax.hparams import ModelHparams
-from moddepth_jax.model.attention import DepthSlots, KeysValues, KVView, SelfAttention
+from moddepth_jax.model.attention import DepthSlots, KeysValues, SelfAttention
 from moddepth_jax.model.layers import RMSNorm, SwiGLU
 from moddepth_jax.model.moe.experts import NO_EXPERT_STATE, Experts, ExpertsRecord, ExpertState
 from moddepth_jax.model.routing import TokenInfo
 
 
 class SlotInputs(NamedTuple):
-    """What the depth slots of a layer are made from; None for what its stream does not need.
+    """What the depth slots of a layer are made from; None for what its stream does not need."""
 
-    Attributes:
-      attention_slot: the KeysValues of attention, as a slot stores them.
-      attention_input_BTD, mlp_input_BTD: what the two sub-layers read.
-    """
-
-    attention_slot: KeysValues | None = None
+    attention_slot: KeysValues | None = None  # of attention, as a slot stores them
     attention_input_BTD: jax.Array | None = None
     mlp_input_BTD: jax.Array | None = None
 
 
 class BlockAux(NamedTuple):
-    """What a block returns in addition to its output.
-
-    Attributes:
-      keys: KeysValues of its tokens, for a cache.
-      slot_inputs: SlotInputs of its tokens.
-      depth: the DepthSlots of its input with threaded cotangents; see SelfAttention.
-      experts: the ExpertsRecord; None for a block without experts.
-      expert_state: the ExpertState for later tokens; as given for a block without experts.
-    """
+    """What a block returns in addition to its output, of its tokens."""
 
     keys: KeysValues
     slot_inputs: SlotInputs
-    depth: DepthSlots | None
-    experts: ExpertsRecord | None
-    expert_state: ExpertState
+    depth: DepthSlots | None  # of its input with threaded cotangents; see SelfAttention
+    experts: ExpertsRecord | None  # None for a block without experts
+    expert_state: ExpertState  # for later tokens; as given for a block without experts
 
 
 class Block(nn.Module):
@@ -48,37 +35,24 @@ class Block(nn.Module):
 
     `pre` (Llama): x + f(norm(x)); `post` (post-LN): norm(x + f(x)); `reordered` (OLMo2):
     x + norm(f(x)); each for f = attention, then f = the mlp or the experts.
-
-    Attributes:
-      hparams: of the model.
-      window: of attention; 0: no limit.
-      writes_slots: whether to return the SlotInputs that the stream needs.
-      gathered: whether its tokens are a selection rather than whole rows.
-      experts: whether experts are its mlp.
-      ahead: whether experts that choose tokens look at whole rows; otherwise they use thresholds.
     """
 
     hparams: ModelHparams
-    window: int
-    writes_slots: bool = False
-    gathered: bool = False
-    experts: bool = False
-    ahead: bool = True
+    window: int  # of attention; 0: no limit
+    writes_slots: bool = False  # whether to return the SlotInputs that the stream needs
+    gathered: bool = False  # whether its tokens are a selection rather than whole rows
+    experts: bool = False  # whether experts are its mlp
+    ahead: bool = True  # experts that choose tokens look at whole rows; if not, use thresholds
 
     def setup(self):
         hparams = self.hparams
         self.attention = SelfAttention(hparams, self.window, self.gathered)
         self.mlp = Experts(hparams, self.ahead) if self.experts else SwiGLU(hparams, hparams.d_ff)
-        self.attention_norm = RMSNorm(self.hparams.norm_eps)
-        self.mlp_norm = RMSNorm(self.hparams.norm_eps)
+        self.attention_norm = RMSNorm(hparams.norm_eps)
+        self.mlp_norm = RMSNorm(hparams.norm_eps)
 
     def __call__(
-        self,
-        x_BTD,
-        tokens: TokenInfo,
-        view: KVView | None = None,
-        depth: DepthSlots | None = None,
-        expert_state: ExpertState = NO_EXPERT_STATE,
+        self, x_BTD, tokens: TokenInfo, view=None, depth=None, expert_state=NO_EXPERT_STATE
     ) -> tuple[jax.Array, BlockAux]:
         """The block's output [B, T, D] and its BlockAux; arguments as of SelfAttention, Experts."""
         _, middle_BTD, transformed_BTD, aux = self._run(x_BTD, tokens, view, depth, expert_state)
@@ -86,10 +60,7 @@ class Block(nn.Module):
         return self.mlp_norm(y_BTD) if self.hparams.norm_placement == 'post' else y_BTD, aux
 
     def delta(self, x_BTD, tokens: TokenInfo, view, depth, expert_state):
-        """block(x) - x and the BlockAux, without cancellation where the norm placement allows it.
-
-        Arguments as of `__call__`.
-        """
+        """block(x) - x, without cancellation where the norm placement allows it, and BlockAux."""
         if self.hparams.norm_placement == 'post':
             y_BTD, aux = self(x_BTD, tokens, view, depth, expert_state)
             return y_BTD - x_BTD, aux
@@ -97,11 +68,7 @@ class Block(nn.Module):
         return attended_BTD + transformed_BTD, aux
 
     def skipped_slot_inputs(self, x_BTD, tokens: TokenInfo) -> SlotInputs:
-        """SlotInputs of tokens that skip the block, as if attention and mlp added nothing.
-
-        Under `post` both sub-layers are taken to read the stream after the first norm, under
-        `reordered` the stream as it is.
-        """
+        """SlotInputs of tokens that skip the block, as if attention and mlp added nothing."""
         placement, needed = self.hparams.norm_placement, self._needed_slot_inputs
         if not needed:
             return SlotInputs()
@@ -132,10 +99,9 @@ class Block(nn.Module):
         aux = BlockAux(keys, slot_inputs, depth, record, expert_state)
         return attended_BTD, middle_BTD, transformed_BTD, aux
 
-    def _slot_inputs(self, slot, attention_input_BTD, mlp_input_BTD):
-        all_inputs = SlotInputs(slot, attention_input_BTD, mlp_input_BTD)
-        needed = self._needed_slot_inputs
-        return SlotInputs(**{name: getattr(all_inputs, name) for name in needed})
+    def _slot_inputs(self, *inputs):
+        given = dict(zip(SlotInputs._fields, inputs, strict=True))
+        return SlotInputs(**{name: given[name] for name in self._needed_slot_inputs})
 
     @property
     def _needed_slot_inputs(self):

@@ -1,9 +1,7 @@
 """Next-token cross-entropy with z-loss that never holds the logits of all tokens.
 
-They can be the largest array of a step: 1.6 GB for 4096 tokens and 100k ids, and as much again for
-their gradient. Each device goes through its tokens in chunks, and computes for each chunk the
-logits, the losses and the gradients. So the backward pass finds the gradients ready, and no product
-is computed twice.
+They can be the largest array of a step. Each device goes through its tokens in chunks, and computes
+for each the logits, the losses and the gradients, so that no product is computed twice.
 """
 
 import functools
@@ -15,21 +13,15 @@ from moddepth_jax.model.layers import head_matrix, logits, wide_einsum
 from moddepth_jax.model.sharding import constrain, map_shards, part_shape
 
 # Bytes of a device's float32 logits, unless loss_chunk is set. Up to the first number there is one
-# chunk; above it, chunks of at most half of the logits and at most the second number. Chunks of any
-# size take 0.55 of the time for 4096 tokens and 8192 ids (2**27) on two CPU cores. On a GPU large
-# ones are better: each reads and writes the gradient of the matrix.
+# chunk; above it, chunks of at most half of the logits and at most the second number: each reads
+# and writes the gradient of the matrix.
 LOGITS_BYTES = 2**26, 2**28
 
 
 def token_losses(logits_BTV, labels_BT):
-    """Negative log-likelihood and log-partition of every target, 0 where the label is negative.
+    """Negative log-likelihood [B, T] in nats, log-partition, and whether a target counts (0 or 1).
 
-    Args:
-      logits_BTV: float32 [B, T, V].
-      labels_BT: int [B, T], negative for a target that does not count.
-
-    Returns:
-      nll_BT in nats, log_z_BT, counted_BT (float32 0 or 1).
+    All are float32, and 0 where the label is negative.
     """
     counted_BT = (labels_BT >= 0).astype(jnp.float32)
     log_z_BT = jax.nn.logsumexp(logits_BTV, axis=-1)
@@ -39,19 +31,11 @@ def token_losses(logits_BTV, labels_BT):
 
 
 def cross_entropy(x_BTD, params, labels_BT, z_loss: float, loss_chunk: int):
-    """Losses of the next tokens, from the last hidden states.
+    """Losses of the next tokens, from the last hidden states and the parameters of the Transformer.
 
-    Args:
-      x_BTD: of `Transformer.hidden_states`.
-      params: of the Transformer; `head` is used, or `embedding` where it is tied.
-      labels_BT: int [B, T], negative for a target that does not count.
-      z_loss: weight of the squared log-partition.
-      loss_chunk: most tokens of a device whose logits exist at once; 0: by LOGITS_BYTES. If all
-        tokens of the device fit, the logits are those of `read_out`.
-
-    Returns:
-      The scalar to differentiate, the sum over targets of nll + z_loss log_z^2; and nll_BT and
-      log_z_BT, as `token_losses` returns them, which carry no gradient.
+    Labels are negative for targets that do not count. At most `loss_chunk` tokens of a device have
+    logits at once; 0: by LOGITS_BYTES. If all fit, the logits are those of `lm_head`. Returns the
+    sum over targets of nll + z_loss log_z^2; and, without gradients, nll_BT and log_z_BT.
     """
     matrix, axes = head_matrix(params, x_BTD.dtype)
     names = _names(axes)
@@ -80,7 +64,7 @@ def chunk_size(tokens: int, most: int) -> int:
 
 
 def _names(axes):
-    """Names of the axes of each array, as `by_shards` takes them."""
+    """Names of the axes of each array; `axes` of the matrix are dv or vd."""
     of_matrix = tuple('vocab' if axis == 'v' else None for axis in axes)
     return {'x_BTD': ('batch', None, None), 'matrix': of_matrix, 'labels_BT': ('batch', None)}
 
@@ -91,10 +75,7 @@ def _total(nll_BT, log_z_BT, z_loss):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def _in_chunks(x_BTD, matrix, labels_BT, z_loss, axes, chunk):
-    """`cross_entropy` in chunks of `chunk` tokens of a device.
-
-    matrix: [D, V] or [V, D]; axes: dv or vd.
-    """
+    """`cross_entropy` in chunks of `chunk` tokens of a device."""
     nll_BT, log_z_BT = _sharded(x_BTD, matrix, labels_BT, z_loss, axes, chunk, slopes=False)
     return _total(nll_BT, log_z_BT, z_loss), nll_BT, log_z_BT
 
@@ -122,11 +103,9 @@ _in_chunks.defvjp(_in_chunks_forward, _in_chunks_backward)
 
 
 def _sharded(x_BTD, matrix, labels_BT, z_loss, axes, chunk, slopes):
-    """The losses of each token; each device computes those of its own rows.
+    """nll_BT and log_z_BT; with `slopes` also the gradients dx_BTD and d_matrix of the total.
 
-    Returns:
-      nll_BT, log_z_BT; with `slopes` also the gradients of the total: dx_BTD and, in the dtype of
-      the matrix, its gradient as [X, ...]: X parts, from devices with different rows.
+    Each device computes its own rows, so that d_matrix is [X, ...]: X parts of a sum.
     """
     names = _names(axes)
     names_out = (names['labels_BT'],) * 2
@@ -178,10 +157,7 @@ def _sharded(x_BTD, matrix, labels_BT, z_loss, axes, chunk, slopes):
 
 
 def _log_partition(logits_KV, labels_K, split):
-    """log_z_K, the label's logit, and its position as bool [K, V]; 0 and False if negative.
-
-    split: the mesh axis over which V is split; None: it is not.
-    """
+    """log_z_K, the label's logit (0 if negative), and its position [K, V]; V may be `split`."""
     high_K = jnp.max(logits_KV, axis=-1)
     first = 0
     if split:

@@ -7,9 +7,9 @@ copies every cache at every token.
 import jax.numpy as jnp
 
 from moddepth_jax.hparams import Hparams
-from moddepth_jax.model.kv_cache import Cache
+from moddepth_jax.model.kv_cache import Cache, cache_from_prefill
 from moddepth_jax.model.layers import embed, lm_head, rms_norm
-from moddepth_jax.model.routing import static_sizes
+from moddepth_jax.model.routing import gather_tokens, mask_to_indices, static_sizes
 from moddepth_jax.model.sharding import unshard_params
 from moddepth_jax.model.stack import Stack, per_layer_args, stack_slots, unstack_layers
 from moddepth_jax.model.streams import layer_kinds
@@ -17,19 +17,10 @@ from moddepth_jax.model.transformer import check_causal, check_dtype, layer_args
 
 
 def unroll(variables, hparams: Hparams, routing: str) -> dict:
-    """The variables of a Transformer with the parameters of each layer apart.
+    """The variables of a Transformer for decoding by a causal rule.
 
-    Args:
-      variables: of the Transformer.
-      hparams: of the same.
-      routing: the causal rule that they are for.
-
-    Returns:
-      `embedding`, `layers` (a list of each layer's parameters), `final_norm`, `head` (absent if the
-      embedding is tied), and `layer_args`: the LayerArgs of each layer.
-
-    Raises:
-      ValueError: as `layer_args` says.
+    These are its parameters, but a list `layers` in place of `stack`, and `layer_args`: the
+    LayerArgs of each layer. Raises ValueError as `layer_args` says.
     """
     check_dtype(hparams.model)
     params = variables['params']
@@ -47,37 +38,18 @@ def _logits(unrolled, hparams, x_B1D):
 
 def _layers(unrolled, hparams, routing, sizes=()):
     """(Layer, its variables, LayerArgs) of each layer."""
-    stack = Stack(hparams.model, routing, sizes)
-    kinds = layer_kinds(hparams.model)
+    stack, kinds = Stack(hparams.model, routing, sizes), layer_kinds(hparams.model)
     for kind, params, args in zip(kinds, unrolled['layers'], unrolled['layer_args'], strict=True):
         params = unshard_params(params, hparams.model.dtype)
         yield stack.layer(kind, parent=None), {'params': params}, args
 
 
-def prefill(
-    unrolled,
-    tokens_BT,
-    segment_ids_BT,
-    *,
-    hparams: Hparams,
-    routing: str,
-    capacity: int,
-    routed_capacity: int | None,
-):
-    """One causal-routed pass over prompts, which fills a cache.
+def prefill(unrolled, tokens_BT, segment_ids_BT, *, hparams, routing, capacity, routed_capacity):
+    """float32 logits_BV after the last token of each prompt, and the Cache, by a causal rule.
 
-    Args:
-      unrolled: of `unroll`.
-      tokens_BT: int32 [B, T], prompts from the left, followed by padding.
-      segment_ids_BT: int32 [B, T], 0 for padding; documents count from 1.
-      hparams: of the model.
-      routing: one of its causal rules.
-      capacity: of a dense block's cache, at least T.
-      routed_capacity: of a routed block's cache, which is also the most tokens that the rule may
-        select; None: T, and every token that the rule selects is processed.
-
-    Returns:
-      logits_BV after the last token of each prompt, float32, and the Cache.
+    Prompts stand on the left, followed by padding, of segment id 0. `capacity` is that of a dense
+    block's cache, at least T; `routed_capacity` that of a routed block's, and the most tokens that
+    the rule may select; None: T.
     """
     check_causal(hparams, routing)
     batch, length = tokens_BT.shape
@@ -86,16 +58,18 @@ def prefill(
     sizes = static_sizes(length, length if routed_capacity is None else routed_capacity)
     written, caches, dropped_B = [], [], jnp.zeros(batch, jnp.int32)
     for layer, params, args in _layers(unrolled, hparams, routing, sizes):
-        slots = stack_slots(written)
-        if layer.kind.part == 'block':
-            x_BTD, new, cache, dropped = layer.apply(
-                params, x_BTD, slots, tokens, args, capacity, routed_capacity, method='prefill'
-            )
-            caches.append(cache)
-            dropped_B += dropped
-        else:
-            x_BTD, new, _, _ = layer.apply(params, x_BTD, slots, tokens, args)
-        written.append(new)
+        output = layer.apply(params, x_BTD, stack_slots(written), tokens, args)
+        x_BTD, written = output.x_BTD, [*written, output.written]
+        if layer.kind.routed:
+            record, size = output.records.routing, routed_capacity or sizes[-1]
+            indices_BC = mask_to_indices(record.selected_BT, sizes[-1])
+            positions_BC = gather_tokens(tokens.positions_BT, indices_BC)
+            lengths_B = jnp.sum(record.selected_BT, axis=1)
+            caches.append(cache_from_prefill(output.aux.keys, size, positions_BC, lengths_B))
+            dropped_B += jnp.sum(record.dropped_BT, axis=1)
+        elif layer.kind.part == 'block':
+            cache = cache_from_prefill(output.aux.keys, capacity)
+            caches.append(cache._replace(taken_BE=output.aux.expert_state.taken_BE))
     lengths_B = jnp.sum(tokens.segment_ids_BT > 0, axis=1)
     last_B = jnp.maximum(lengths_B - 1, 0)
     x_B1D = jnp.take_along_axis(x_BTD, last_B[:, None, None], axis=1)
@@ -106,20 +80,10 @@ def prefill(
 
 
 def decode_step(unrolled, cache: Cache, token_B, begins_B, active_B, *, hparams, routing: str):
-    """One token of each row; reads the cache and writes nothing.
+    """float32 logits_BV after one more token of each row; CacheUpdates of the blocks, dropped_B.
 
-    Args:
-      unrolled: of `unroll`.
-      cache: of `prefill` or `update_cache`.
-      token_B: int32 [B], the next token of each row, at position `cache.lengths_B`.
-      begins_B: bool [B], the token begins a document.
-      active_B: bool [B]; other rows are computed in dense blocks and never selected in routed ones.
-      hparams: of the model.
-      routing: as in `prefill`.
-
-    Returns:
-      logits_BV in float32 after the token; a list of the CacheUpdate of each block and dropped_B,
-      both for `update_cache`.
+    The last two are for `update_cache`: this reads the cache and writes nothing. `begins_B` says
+    which tokens begin a document. Rows that are not active are never selected in routed blocks.
     """
     check_causal(hparams, routing)
     documents_B = jnp.where(begins_B, cache.lengths_B, cache.documents_B)
@@ -131,21 +95,13 @@ def decode_step(unrolled, cache: Cache, token_B, begins_B, active_B, *, hparams,
     for layer, params, args in _layers(unrolled, hparams, routing):
         slots = stack_slots(written)
         if layer.kind.part == 'block':
+            past = cache.layers[len(updates)]
             x_B1D, new, update, dropped = layer.apply(
-                params,
-                x_B1D,
-                slots,
-                tokens,
-                args,
-                cache.layers[len(updates)],
-                cache.lengths_B,
-                documents_B,
-                active_B,
-                method='decode',
+                params, x_B1D, slots, tokens, args, past, documents_B, active_B, method='decode'
             )
             updates.append(update)
             dropped_B += dropped
         else:
-            x_B1D, new, _, _ = layer.apply(params, x_B1D, slots, tokens, args)
+            x_B1D, new, *_ = layer.apply(params, x_B1D, slots, tokens, args)
         written.append(new)
     return _logits(unrolled, hparams, x_B1D), updates, dropped_B

@@ -1,10 +1,6 @@
 """FLOPs of a model, counted by formula; and the FLOPs of a traced program, to check the formula.
 
-A multiply-add is 2. Attention counts the half of the query-key pairs that causality leaves, and the
-head counts; embedding look-ups, elementwise work and recomputation do not. A routed block counts
-its C selected tokens, and its router and causal rule on all T. Depth slots count if a query may see
-them, their projections on the tokens that have them. Experts count the pairs of a token and its
-experts, not the padding of a sorted layout.
+What counts is in docs/flops.md: a multiply-add is 2, attention has half of all query-key pairs.
 """
 
 import math
@@ -23,25 +19,22 @@ def _pairs(length: int, window: int) -> float:
     return window * length - window**2 / 2
 
 
-def _selected(hparams: Hparams, layer: int, length: int, routing: str) -> tuple[int, int]:
-    """Tokens of a row that the block of `layer` processes, and its window among them."""
-    model = hparams.model
-    if layer not in model.routed_layers:
-        return length, model.window(layer)
-    if routing == 'top_c':
-        selected = model.routing.num_selected(length)
-    else:
-        context = max(length, hparams.data.sequence_length)
-        selected = min(length, model.routing.max_selected(context, routing))
-    return selected, math.ceil(model.window(layer) * selected / length)
+def _layers(hparams: Hparams, length: int, routing: str):
+    """(LayerKind, tokens of a row that it processes, its window among them) of each layer."""
+    for kind in layer_kinds(hparams.model):
+        tokens = length
+        if kind.routed and routing == 'top_c':
+            tokens = hparams.model.routing.num_selected(length)
+        elif kind.routed:
+            context = max(length, hparams.data.sequence_length)
+            tokens = min(length, hparams.model.routing.max_selected(context, routing))
+        yield kind, tokens, math.ceil(kind.window * tokens / length)
 
 
 def expert_pairs(experts: ExpertsHparams, tokens: int) -> float:
     """Pairs of a token and a routed expert in one layer, for a row with `tokens` processed tokens.
 
-    If tokens choose, these are their k choices without the share of no-op experts, at balanced
-    loads (num_noop / num_choices); a step may compute more or less. A row_capacity bounds them by
-    what all experts take of a row. If experts choose, the number is exact.
+    If tokens choose, at balanced loads: without the share of no-op experts, within row_capacity.
     """
     if experts.choice == 'expert':
         return experts.num_routed * experts.num_taken(tokens)
@@ -55,63 +48,39 @@ def _pair_flops(model: ModelHparams) -> int:
     return 2 * 3 * model.d_model * model.experts.d_ff
 
 
-def _mlp_parts(model: ModelHparams, layer: int, tokens: int) -> dict[str, float]:
-    """FLOPs of one row in the mlp of `layer`, or in its experts, by part."""
-    if layer not in model.expert_layers:
-        return {'mlp': 2 * tokens * 3 * model.d_model * model.d_ff}
-    experts = model.experts
-    return {
-        'mlp': tokens * experts.num_shared * _pair_flops(model),
-        'expert_router': 2 * tokens * model.d_model * experts.num_choices,
-        'experts': expert_pairs(experts, tokens) * _pair_flops(model),
-    }
-
-
-def forward_breakdown(
-    hparams: Hparams, batch: int, length: int, routing: str = 'top_c'
-) -> dict[str, float]:
+def forward_breakdown(hparams: Hparams, batch: int, length: int, routing='top_c') -> dict:
     """FLOPs of one forward pass over [batch, length] tokens, by part.
 
-    Parts: projections (of attention), attention (scores and weighted values), mlp (with shared
-    experts), expert_router (scores of experts), experts (routed ones; see expert_pairs), router,
-    predictor (the causal rule), head; and of the depth stream `depth_projections` (its parameters)
-    and `depth_attention` (scores and weighted values of slots). Routed blocks count C tokens under
+    `mlp` has the shared experts, `experts` the routed ones, `predictor` is the causal rule, and the
+    depth stream has `depth_projections` and `depth_attention`. Routed blocks count C tokens under
     top_c, and under a causal rule the most that may be selected.
     """
-    model = hparams.model
-    heads, kv_heads = model.num_heads, model.num_kv_heads
+    model, experts, stream = hparams.model, hparams.model.experts, hparams.model.depth.stream_class
+    width, heads, kv_heads = model.d_model, model.num_heads, model.num_kv_heads
     names = ('projections', 'attention', 'mlp', 'expert_router', 'experts', 'router', 'predictor')
-    parts = dict.fromkeys(names, 0.0)
-    for layer in range(model.num_layers):
-        tokens, window = _selected(hparams, layer, length, routing)
-        matrices = model.d_model * model.head_dim * (2 * heads + 2 * kv_heads)
-        parts['projections'] += 2 * tokens * matrices
+    parts = dict.fromkeys((*names, 'depth_projections'), 0.0)
+    for kind, tokens, window in _layers(hparams, length, routing):
+        parts['depth_projections'] += stream.projection_flops(model, kind, length, tokens)
+        if kind.part != 'block':
+            continue
+        parts['projections'] += 2 * tokens * width * model.head_dim * (2 * heads + 2 * kv_heads)
         parts['attention'] += 4 * _pairs(tokens, window) * heads * model.head_dim
-        for part, cost in _mlp_parts(model, layer, tokens).items():
-            parts[part] += cost
-        if layer in model.routed_layers:
-            parts['router'] += 2 * length * model.d_model * model.routing.router_class.products
+        if kind.experts:
+            parts['mlp'] += tokens * experts.num_shared * _pair_flops(model)
+            parts['expert_router'] += 2 * tokens * width * experts.num_choices
+            parts['experts'] += expert_pairs(experts, tokens) * _pair_flops(model)
+        else:
+            parts['mlp'] += 2 * tokens * 3 * width * model.d_ff
+        if kind.routed:
+            parts['router'] += 2 * length * width * model.routing.router_class.products
             rule = CAUSAL_RULES[model.routing.causal_rule]
             parts['predictor'] += length * rule.flops_per_token(model)
-    readers = depth_readers(hparams, length, routing)
-    parts['depth_projections'] = sum(
-        model.depth.stream_class.projection_flops(model, kind, length, tokens)
-        for kind, tokens in _kinds_and_tokens(hparams, length, routing)
-    )
     parts['depth_attention'] = sum(
-        4 * tokens * seen * heads * model.head_dim for tokens, seen, _ in readers
+        4 * tokens * seen * heads * model.head_dim
+        for tokens, seen, _ in depth_readers(hparams, length, routing)
     )
-    parts['head'] = 2 * length * model.d_model * model.vocab_size
+    parts['head'] = 2 * length * width * model.vocab_size
     return {part: batch * flops for part, flops in parts.items()}
-
-
-def _kinds_and_tokens(hparams, length, routing):
-    """(LayerKind, tokens of a row that its block processes) of each layer."""
-    layer = 0
-    for kind in layer_kinds(hparams.model):
-        is_block = kind.part == 'block'
-        yield kind, _selected(hparams, layer, length, routing)[0] if is_block else length
-        layer += is_block
 
 
 def depth_readers(hparams: Hparams, length: int, routing: str) -> list[tuple[int, int, int]]:
@@ -122,7 +91,7 @@ def depth_readers(hparams: Hparams, length: int, routing: str) -> list[tuple[int
     depth, readers, written = hparams.model.depth, [], 0
     if not depth.stream_class.attends:
         return readers
-    for kind, tokens in _kinds_and_tokens(hparams, length, routing):
+    for kind, tokens, _ in _layers(hparams, length, routing):
         queries = tokens if depth.joins_attention else length
         seen = min(written, depth.slot_window or written)
         if kind.part != 'entry':
@@ -137,65 +106,46 @@ def forward_flops(hparams: Hparams, batch: int, length: int, routing: str = 'top
 
 
 def train_step_flops(hparams: Hparams, stage: Stage | None = None) -> float:
-    """Counted FLOPs of one training step: three forward passes of the configured batch.
-
-    Args:
-      hparams: of the run.
-      stage: of `hparams.stages`; None: the last.
-    """
+    """Counted FLOPs of a step in `stage` (None: the last): three forward passes of its batch."""
     stage = hparams.stages[-1] if stage is None else stage
     shape = (hparams.data.batch_size, hparams.data.sequence_length)
     return 3 * forward_flops(hparams.at(stage), *shape, stage.routing)
 
 
-def masked_attention_flops(
-    hparams: Hparams, batch: int, length: int, routing: str = 'top_c'
-) -> float:
-    """FLOPs of a forward pass on query-key pairs that are computed and then hidden by the mask.
+def masked_attention_flops(hparams: Hparams, batch: int, length: int, routing='top_c') -> float:
+    """FLOPs of a forward pass on query-key pairs that the mask hides, and that are not counted.
 
-    The `reference` attention computes every pair, and every slot of the buffer. These FLOPs are the
-    difference between the counted FLOPs and the products in its traced program.
+    The `reference` attention computes every pair, and every slot of the buffer.
     """
-    model, extra = hparams.model, 0.0
-    per_pair = 4 * model.num_heads * model.head_dim
-    for layer in range(model.num_layers):
-        tokens, window = _selected(hparams, layer, length, routing)
-        extra += per_pair * (tokens**2 - _pairs(tokens, window))
-    readers = depth_readers(hparams, length, routing)
+    model, hidden = hparams.model, 0.0
+    for kind, tokens, window in _layers(hparams, length, routing):
+        if kind.part == 'block':
+            hidden += tokens**2 - _pairs(tokens, window)
     in_buffer = sum(kind.slots for kind in layer_kinds(model))
-    for tokens, seen, written in readers:
-        read = in_buffer if model.layer_loop == 'scan' else written
-        extra += per_pair * tokens * (read - seen)
-    return batch * extra
+    for tokens, seen, written in depth_readers(hparams, length, routing):
+        hidden += tokens * ((in_buffer if model.layer_loop == 'scan' else written) - seen)
+    return batch * 4 * model.num_heads * model.head_dim * hidden
 
 
 def empty_place_flops(hparams: Hparams, batch: int, length: int, routing: str = 'top_c') -> float:
-    """FLOPs of a training step's forward pass on unused places of pairs of token and expert.
+    """FLOPs of a forward pass on unused places of pairs of token and expert, not counted either.
 
-    If tokens choose, a row has a place for each of their k choices (at most those that row_capacity
-    allows), those of no-op experts too. `ragged_dot` multiplies them all: like hidden query-key
-    pairs, the unused ones are in the traced program and not in the counted FLOPs.
+    A row has a place for each choice of its tokens, also of a no-op expert, within row_capacity.
     """
-    model, empty = hparams.model, 0.0
-    experts = model.experts
-    if experts.choice != 'token':
-        return empty
-    for layer in model.expert_layers:
-        tokens, _ = _selected(hparams, layer, length, routing)
-        places = tokens * experts.top_k
-        if experts.row_capacity:
-            places = min(places, experts.num_routed * experts.row_capacity)
-        empty += places - expert_pairs(experts, tokens)
-    return batch * empty * _pair_flops(model)
+    experts, empty = hparams.model.experts, 0.0
+    for kind, tokens, _ in _layers(hparams, length, routing):
+        if kind.experts and experts.choice == 'token':
+            places = tokens * experts.top_k
+            if experts.row_capacity:
+                places = min(places, experts.num_routed * experts.row_capacity)
+            empty += places - expert_pairs(experts, tokens)
+    return batch * empty * _pair_flops(hparams.model)
 
 
 def dot_general_flops(jaxpr) -> int:
     """FLOPs of every dot_general and ragged_dot in a jaxpr, scan bodies times their length.
 
-    Args:
-      jaxpr: a Jaxpr or ClosedJaxpr, as from `jax.make_jaxpr(f)(...)`. The most expensive branch of
-        a `cond` counts. The body of a `while` counts once, as the number of trips is unknown. Each
-        row of a ragged_dot is multiplied by one group's matrix.
+    The most expensive branch of a `cond` counts, and the body of a `while` once.
     """
     jaxpr = getattr(jaxpr, 'jaxpr', jaxpr)
     total = 0

@@ -14,22 +14,13 @@ from moddepth_jax.model.sharding import constrain
 
 
 class LayerCache(NamedTuple):
-    """Keys and values of one block. Tokens are the last axis: attention reads them fastest so.
-
-    Attributes:
-      k_BKHS, v_BKHS: [B, K, H, capacity].
-      positions_BS: int32 [B, capacity], original positions of a routed block's tokens; None in a
-        dense block, where the index is the position.
-      lengths_B: int32 [B], tokens in the cache; None in a dense block, which has the whole row.
-      taken_BE: int32 [B, E], tokens that each expert of a dense block took, if there is a
-        `row_capacity`; else None.
-    """
+    """Keys and values of one block. Tokens are the last axis: attention reads them fastest so."""
 
     k_BKHS: jax.Array
     v_BKHS: jax.Array
-    positions_BS: jax.Array | None
-    lengths_B: jax.Array | None
-    taken_BE: jax.Array | None = None
+    positions_BS: jax.Array | None  # int32, original positions; None in a dense block: the index
+    lengths_B: jax.Array | None  # int32, tokens in the cache; None in a dense block: all of the row
+    taken_BE: jax.Array | None = None  # int32, of each expert of a dense block, by `row_capacity`
 
     @property
     def capacity(self) -> int:
@@ -38,33 +29,20 @@ class LayerCache(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """The caches of all blocks, and what they share.
-
-    Attributes:
-      layers: a LayerCache for each block, in order of depth.
-      lengths_B: int32 [B], tokens of each row so far: the position of its next one.
-      documents_B: int32 [B], where each row's current document begins; earlier tokens are hidden.
-      dropped_B: int32 [B], times that a selected token found a routed block's cache full.
-    """
+    """The caches of all blocks, in order of depth, and what they share."""
 
     layers: tuple[LayerCache, ...]
-    lengths_B: jax.Array
-    documents_B: jax.Array
-    dropped_B: jax.Array
+    lengths_B: jax.Array  # int32, tokens of each row so far: the position of its next one
+    documents_B: jax.Array  # int32, where the current document begins; earlier tokens are hidden
+    dropped_B: jax.Array  # int32, times that a selected token found a routed block's cache full
 
 
 class CacheUpdate(NamedTuple):
-    """What one new token of each row adds to a block's cache.
+    """What one new token of each row adds to a block's cache."""
 
-    Attributes:
-      keys: KeysValues [B, 1, K, H].
-      selected_B: bool, the rows that a routed block selected; None in a dense block.
-      taken_BE: as LayerCache.
-    """
-
-    keys: KeysValues
-    selected_B: jax.Array | None
-    taken_BE: jax.Array | None = None
+    keys: KeysValues  # [B, 1, K, H]
+    selected_B: jax.Array | None  # bool, rows that a routed block selected; None in a dense block
+    taken_BE: jax.Array | None = None  # as LayerCache
 
 
 def visible_mask(layer: LayerCache, lengths_B, documents_B, window: int, capacity: int):
@@ -86,34 +64,25 @@ def _shard(side):
     return constrain(side, 'batch', 'kv_heads', None, None)
 
 
-def cache_from_prefill(
-    keys: KeysValues, capacity: int | None, positions_BS=None, lengths_B=None
-) -> LayerCache:
-    """A block's cache of `capacity` tokens (None: as many as there are) from keys [B, C, K, H]."""
+def _fit(side_BXS, capacity):
+    """Cut or pad the last axis to `capacity`."""
+    side_BXS = side_BXS[..., :capacity]
+    widths = [(0, 0)] * (side_BXS.ndim - 1) + [(0, capacity - side_BXS.shape[-1])]
+    return jnp.pad(side_BXS, widths)
 
-    def fit(side, axis):
-        if capacity is None:
-            return side
-        widths = [(0, 0)] * side.ndim
-        widths[axis] = (0, capacity - side.shape[axis])
-        return jnp.pad(side, widths)
 
-    k_BKHS, v_BKHS = (_shard(fit(jnp.moveaxis(side_BCKH, 1, 3), 3)) for side_BCKH in keys)
-    positions_BS = None if positions_BS is None else fit(positions_BS, 1)
+def cache_from_prefill(keys, capacity: int, positions_BS=None, lengths_B=None) -> LayerCache:
+    """A block's cache of `capacity` tokens from KeysValues [B, C, K, H]."""
+    k_BKHS, v_BKHS = (_shard(_fit(jnp.moveaxis(side_BCKH, 1, 3), capacity)) for side_BCKH in keys)
+    positions_BS = None if positions_BS is None else _fit(positions_BS, capacity)
     return LayerCache(k_BKHS, v_BKHS, positions_BS, lengths_B)
 
 
 def update_cache(cache: Cache, updates, new_documents_B, dropped_B, active_B) -> Cache:
-    """The cache after one token of each active row. Its caller jits it and donates `cache`.
+    """The cache after one token of each active row, by what `decoding.decode_step` returns.
 
-    It is a separate program: in one program with the reads, XLA copies every cache.
-
-    Args:
-      cache: before the token.
-      updates: a CacheUpdate for each block.
-      new_documents_B: bool [B], the token begins a document.
-      dropped_B: int32 [B], blocks whose cache was full for the token.
-      active_B: bool [B], rows that took a token; the others stay as they are.
+    Its caller jits it and donates `cache`. It is a separate program: in one with the reads, XLA
+    copies every cache. `new_documents_B` says which tokens begin a document.
     """
     layers = []
     for layer, update in zip(cache.layers, updates, strict=True):
@@ -131,14 +100,14 @@ def update_cache(cache: Cache, updates, new_documents_B, dropped_B, active_B) ->
 
         k_BKHS = put(layer.k_BKHS, update.keys.k_BTKH[:, 0])
         v_BKHS = put(layer.v_BKHS, update.keys.v_BTKH[:, 0])
-        if layer.lengths_B is None:
-            taken_BE = layer.taken_BE
-            if taken_BE is not None:
-                taken_BE = jnp.where(active_B[:, None], update.taken_BE, taken_BE)
-            layers.append(LayerCache(k_BKHS, v_BKHS, None, None, taken_BE))
-        else:
+        layer = layer._replace(k_BKHS=k_BKHS, v_BKHS=v_BKHS)
+        if layer.lengths_B is not None:
             positions_BS = put(layer.positions_BS, cache.lengths_B)
-            layers.append(LayerCache(k_BKHS, v_BKHS, positions_BS, layer.lengths_B + writes_B))
+            layer = layer._replace(positions_BS=positions_BS, lengths_B=layer.lengths_B + writes_B)
+        elif layer.taken_BE is not None:
+            taken_BE = jnp.where(active_B[:, None], update.taken_BE, layer.taken_BE)
+            layer = layer._replace(taken_BE=taken_BE)
+        layers.append(layer)
     begins_B = new_documents_B & active_B
     return Cache(
         tuple(layers),
@@ -157,17 +126,12 @@ def longest_routed_row(cache: Cache) -> int:
 def resize_cache(cache: Cache, capacity: int) -> Cache:
     """The cache with another capacity of each routed block, at least `longest_routed_row`."""
 
-    def fit(layer):
+    def resize(layer):
         if layer.lengths_B is None:
             return layer
+        return LayerCache(*(_fit(side, capacity) for side in layer[:3]), layer.lengths_B)
 
-        def cut_or_pad(side):
-            side = side[..., :capacity]
-            return jnp.pad(side, [(0, 0)] * (side.ndim - 1) + [(0, capacity - side.shape[-1])])
-
-        return LayerCache(*map(cut_or_pad, layer[:3]), layer.lengths_B)
-
-    return cache._replace(layers=tuple(map(fit, cache.layers)))
+    return cache._replace(layers=tuple(map(resize, cache.layers)))
 
 
 def cache_bytes(cache: Cache) -> int:

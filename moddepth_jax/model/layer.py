@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 from moddepth_jax.hparams import ModelHparams
 from moddepth_jax.model.attention import DepthSlots, KeysValues, KVView
-from moddepth_jax.model.block import Block, SlotInputs
-from moddepth_jax.model.kv_cache import CacheUpdate, LayerCache, cache_from_prefill, visible_mask
+from moddepth_jax.model.block import Block, BlockAux, SlotInputs
+from moddepth_jax.model.kv_cache import CacheUpdate, visible_mask
 from moddepth_jax.model.mod.mixture_of_depths import MixtureOfDepths, RoutingArgs
 from moddepth_jax.model.moe.experts import ExpertsRecord, ExpertState
 from moddepth_jax.model.routing import (
@@ -23,68 +23,43 @@ from moddepth_jax.model.streams import LayerKind
 
 
 class NewSlots(NamedTuple):
-    """The depth slots that a layer writes for later layers.
+    """The depth slots that a layer writes for later layers."""
 
-    Attributes:
-      slots: a tuple, oldest first, of KeysValues [B, T, K, H], or of block outputs [B, T, D] in a
-        stream that reads those.
-      valid_BT: bool, the tokens that have them; None: all.
-    """
-
+    # Oldest first, [B, T, K, H]; or block outputs [B, T, D] in a stream that reads those.
     slots: tuple[KeysValues, ...] = ()
-    valid_BT: jax.Array | None = None
+    valid_BT: jax.Array | None = None  # bool, the tokens that have them; None: all
 
 
 class LayerArgs(NamedTuple):
-    """Arguments of a layer apart from its parameters; traced, so that layers share a scan.
+    """Arguments of a layer apart from its parameters; traced, so that layers share a scan."""
 
-    Attributes:
-      routing: the RoutingArgs of a routed block; None for other layers.
-      expert_state: the ExpertState of its experts.
-    """
-
-    routing: RoutingArgs | None = None
+    routing: RoutingArgs | None = None  # of a routed block
     expert_state: ExpertState = ExpertState()
 
 
 class Records(NamedTuple):
-    """What a layer decided; or what all layers did, with a leading axis of those that have it.
-
-    Attributes:
-      routing: the RoutingRecord of routed blocks; None for other layers.
-      experts: the ExpertsRecord of layers with experts; None for other layers.
-    """
+    """What a layer decided; or what all layers did, with a leading axis of those that have it."""
 
     routing: RoutingRecord | None = None
     experts: ExpertsRecord | None = None
 
 
 class LayerOutput(NamedTuple):
-    """What a layer returns.
+    """What a layer returns."""
 
-    Attributes:
-      x_BTD: what the stream carries to the next layer.
-      written: the NewSlots for all later layers.
-      depth: the DepthSlots of its input, with threaded cotangents.
-      records: what it decided.
-    """
-
-    x_BTD: jax.Array
+    x_BTD: jax.Array  # what the stream carries to the next layer
     written: NewSlots
-    depth: DepthSlots | None
+    depth: DepthSlots | None  # of its input, with threaded cotangents
     records: Records
+    aux: BlockAux | None = None  # of its block, for a cache
 
 
 class Layer(nn.Module):
-    """read, run the block, write.
-
-    The block's parameters are those of the layer itself, the stream's are in `stream`. `routing`
-    and `sizes` are those of MixtureOfDepths.
-    """
+    """read, run the block, write. The block's parameters are those of the layer itself."""
 
     hparams: ModelHparams
     kind: LayerKind
-    routing: str
+    routing: str  # as is `sizes`, of MixtureOfDepths
     sizes: tuple[int, ...] = ()
 
     def setup(self):
@@ -97,31 +72,23 @@ class Layer(nn.Module):
                 self.hparams, kind.window, self.routing, self.sizes, writes_slots, kind.experts
             )
         else:
-            ahead = self.routing == 'top_c'
-            self.operation = Block(
-                self.hparams, kind.window, writes_slots, experts=kind.experts, ahead=ahead
-            )
+            options = {'experts': kind.experts, 'ahead': self.routing == 'top_c'}
+            self.operation = Block(self.hparams, kind.window, writes_slots, **options)
         nn.share_scope(self, self.operation)
 
     def __call__(
         self, x_BTD, depth: DepthSlots | None, tokens: TokenInfo, args: LayerArgs
     ) -> LayerOutput:
-        """Process all tokens of whole rows.
-
-        Args:
-          x_BTD: what the stream carries.
-          depth: what earlier layers wrote; None if they wrote nothing.
-          tokens: of the rows.
-          args: of this layer.
-        """
+        """Process all tokens of whole rows; `depth` is None if earlier layers wrote nothing."""
         input_BTD, visible, depth = self._read(x_BTD, depth)
         if self.kind.part != 'block':
             x_BTD, written = self._write(input_BTD, SlotInputs(), tokens, None)
             return LayerOutput(x_BTD, written, depth, Records())
         record, indices_BC = None, None
         if self.kind.routed:
+            routing_args = args.routing._replace(expert_state=args.expert_state)
             y_BTD, aux, indices_BC, record = self.operation(
-                input_BTD, tokens, self._routing_args(args), visible
+                input_BTD, tokens, routing_args, visible
             )
         else:
             y_BTD, aux = self.operation(
@@ -129,70 +96,32 @@ class Layer(nn.Module):
             )
         depth = depth if visible is None else aux.depth
         x_BTD, written = self._write(y_BTD, aux.slot_inputs, tokens, indices_BC)
-        return LayerOutput(x_BTD, written, depth, Records(record, aux.experts))
-
-    def prefill(
-        self,
-        x_BTD,
-        depth: DepthSlots | None,
-        tokens: TokenInfo,
-        args: LayerArgs,
-        capacity: int,
-        routed_capacity: int | None,
-    ):
-        """`__call__` over prompts, which also returns a cache.
-
-        Returns:
-          What the stream carries, NewSlots, the LayerCache, and dropped_B (0 in a dense block).
-        """
-        input_BTD, visible, _ = self._read(x_BTD, depth)
-        if self.kind.routed:
-            y_BTD, aux, indices_BC, cache, dropped_B = self.operation.prefill(
-                input_BTD, tokens, self._routing_args(args), routed_capacity, visible
-            )
-        else:
-            y_BTD, aux = self.operation(
-                input_BTD, tokens, depth=visible, expert_state=args.expert_state
-            )
-            indices_BC, dropped_B = None, 0
-            cache = cache_from_prefill(aux.keys, capacity)
-            cache = cache._replace(taken_BE=aux.expert_state.taken_BE)
-        return *self._write(y_BTD, aux.slot_inputs, tokens, indices_BC), cache, dropped_B
+        return LayerOutput(x_BTD, written, depth, Records(record, aux.experts), aux)
 
     def decode(
-        self,
-        x_B1D,
-        depth: DepthSlots | None,
-        tokens: TokenInfo,
-        args: LayerArgs,
-        cache: LayerCache,
-        lengths_B,
-        documents_B,
-        active_B,
+        self, x_B1D, depth, tokens: TokenInfo, args: LayerArgs, cache, documents_B, active_B
     ):
-        """One new token of each row; the last three arguments are as in `decoding.decode_step`.
+        """One new token of each row; `documents_B` and `active_B` are as in `decode_step`.
 
-        Returns:
-          What the stream carries, NewSlots, the CacheUpdate, and dropped_B (0 in a dense block).
+        Returns what the stream carries, NewSlots, the CacheUpdate, and dropped_B (0 if dense).
         """
         input_B1D, visible, _ = self._read(x_B1D, depth)
         if self.kind.routed:
+            routing_args = args.routing._replace(expert_state=args.expert_state)
             y_B1D, slot_inputs, update, dropped_B = self.operation.decode(
-                input_B1D, tokens, self._routing_args(args), cache, documents_B, active_B, visible
+                input_B1D, tokens, routing_args, cache, documents_B, active_B, visible
             )
             x_B1D, written = self._write(y_B1D, slot_inputs, tokens, None)
             if self.hparams.masks_slots and written.slots:
                 written = written._replace(valid_BT=update.selected_B[:, None])
             return x_B1D, written, update, dropped_B
+        lengths_B = tokens.positions_BT[:, 0]
         visible_BS = visible_mask(cache, lengths_B, documents_B, self.kind.window, cache.capacity)
         view = KVView(cache.k_BKHS, cache.v_BKHS, visible_BS)
         expert_state = args.expert_state._replace(taken_BE=cache.taken_BE)
         y_B1D, aux = self.operation(input_B1D, tokens, view, visible, expert_state)
         x_B1D, written = self._write(y_B1D, aux.slot_inputs, tokens, None)
         return x_B1D, written, CacheUpdate(aux.keys, None, aux.expert_state.taken_BE), 0
-
-    def _routing_args(self, args):
-        return args.routing._replace(expert_state=args.expert_state)
 
     def _read(self, x_BTD, depth):
         if self.kind.part == 'entry':

@@ -39,10 +39,7 @@ def wide_einsum(equation: str, x, y):
 
 
 def logits(x_BTD, matrix, axes: str = 'dv'):
-    """x W in float32, from inputs rounded to x's dtype, so that the logits are not rounded.
-
-    matrix: [D, V] or [V, D], as `axes` says: dv or vd.
-    """
+    """x W in float32, from inputs rounded to x's dtype; `axes` of the matrix are dv or vd."""
     logits_BTV = wide_einsum(f'btd,{axes}->btv', x_BTD, matrix.astype(x_BTD.dtype))
     return constrain(logits_BTV, 'batch', None, 'vocab')
 

@@ -1,8 +1,6 @@
 """Which tokens a routed block processes, and `route`, which routes any function of tokens.
 
-Functions of arrays: top-C selection, causal capacity, and gather and scatter of tokens by indices
-[B, C]. An index of T or more names no token. The routed block of the model
-(`mod.mixture_of_depths`) and `route` share all of them.
+Indices of tokens [B, C] are distinct and ascending; those of T or more name no token.
 """
 
 from collections.abc import Callable
@@ -20,52 +18,33 @@ PARTS = (8, 4, 2, 1)  # static sizes of a routed block: an eighth, a quarter, a 
 
 
 class TokenInfo(NamedTuple):
-    """What a block needs to know about its tokens; gathered with them when they are routed.
+    """What a block needs to know about its tokens; gathered with them when they are routed."""
 
-    Attributes:
-      positions_BT: int32 [B, T], positions in the original row, ascending.
-      segment_ids_BT: int32 [B, T]; tokens of different ids do not see each other, 0 is padding.
-      seeds_BT: uint32 [B, T], from which the `random` router draws; None for other routers.
-    """
-
-    positions_BT: jax.Array
-    segment_ids_BT: jax.Array
-    seeds_BT: jax.Array | None = None
+    positions_BT: jax.Array  # int32, in the original row, ascending
+    segment_ids_BT: jax.Array  # int32; tokens of one id see each other, 0 is padding
+    seeds_BT: jax.Array | None = None  # uint32, from which the `random` router draws
 
 
 class RoutingRecord(NamedTuple):
-    """What a routed block decided for each token.
+    """What a routed block decided for each token."""
 
-    Attributes:
-      scores_BT: float32, the router's r.
-      rule_logits_BT: float32, above 0 where the causal rule selects the token.
-      top_c_BT: bool, whether the score is among the C highest of the row.
-      selected_BT: bool, the tokens that the block processed in this forward pass.
-      dropped_BT: bool, tokens that the causal rule selected beyond the capacity.
-      gates_BT: float32, the factor on a token's delta if it is selected; 0 for padding.
-    """
-
-    scores_BT: jax.Array
-    rule_logits_BT: jax.Array
-    top_c_BT: jax.Array
-    selected_BT: jax.Array
-    dropped_BT: jax.Array
-    gates_BT: jax.Array
+    scores_BT: jax.Array  # float32, the router's r
+    rule_logits_BT: jax.Array  # float32, above 0 where the causal rule selects the token
+    top_c_BT: jax.Array  # bool, whether the score is among the C highest of the row
+    selected_BT: jax.Array  # bool, the tokens that the block processed in this forward pass
+    dropped_BT: jax.Array  # bool, tokens that the causal rule selected beyond the capacity
+    gates_BT: jax.Array  # float32, factor on the delta of a selected token; 0 for padding
 
 
 class Selection(NamedTuple):
     """The tokens that a block processes.
 
-    Attributes:
-      indices_BC: int32, ascending; by top-C they may name padding, under a causal rule they may be
-        T or more. Neither changes a token.
-      selected_BT: bool, the real tokens among them.
-      dropped_BT: bool, tokens that were wanted and found no place.
+    By top-C indices may name padding, under a causal rule none; neither changes a token.
     """
 
-    indices_BC: jax.Array
-    selected_BT: jax.Array
-    dropped_BT: jax.Array
+    indices_BC: jax.Array  # int32, ascending
+    selected_BT: jax.Array  # bool, the real tokens among them
+    dropped_BT: jax.Array  # bool, tokens that were wanted and found no place
 
 
 class Routed(NamedTuple):
@@ -89,26 +68,19 @@ def route(
     """Apply any block to at most `capacity` tokens of each row; the others keep their bits.
 
     x'_t = x_t + gate(score_t) block_fn(x_selected)_t for the selected tokens (Mixture-of-Depths,
-    Raposo et al. 2024, equation 1). All shapes are static: the block computes `capacity` tokens a
-    row. The scores learn through the gate alone; the choice has no gradient.
+    Raposo et al. 2024, equation 1). All shapes are static. The scores learn through the gate alone.
 
     Args:
-      block_fn: called as block_fn(x_BCD, tokens) with the selected tokens in time order. It returns
-        what it adds to them [B, C, D], that is block(x) - x if the block adds its own residual.
-        `tokens` is a TokenInfo: rotary embeddings and masks must use its `positions_BT` and
-        `segment_ids_BT`, both [B, C]; a segment id of 0 marks padding and unused places.
-      x_BTD: the residual stream.
-      scores_BT: float32 router scores.
-      capacity: C, from 1 to T.
-      gate: maps scores to the factors on the block's output; by default the scores themselves.
-      wanted_BT: None: the C highest scores of each row, which look at later tokens (training).
-        bool: a causal rule's choice, such as scores_BT > threshold; the first C of each row are
-        processed, the rest are dropped (evaluation and generation).
-      positions_BT: int32 [B, T]; None: 0 to T - 1.
-      segment_ids_BT: int32 [B, T], 0 for padding, which is never selected; None: no padding.
-
-    Raises:
-      ValueError: a capacity outside [1, T].
+      block_fn: called as block_fn(x_BCD, tokens) with the selected tokens in time order; returns
+        what it adds to them, that is block(x) - x if the block adds its own residual. It must use
+        the positions and segment ids of the TokenInfo `tokens`, of which 0 marks unused places.
+      x_BTD, scores_BT: the residual stream, and float32 router scores.
+      capacity: C; ValueError outside [1, T].
+      gate: maps scores to the factors on the block's output.
+      wanted_BT: bool, a causal rule's choice, such as scores_BT > threshold, of which the first C
+        of each row are processed; None: the C highest scores, which look at later tokens.
+      positions_BT: int32; None: 0 to T - 1.
+      segment_ids_BT: int32, 0 for padding, which is never selected; None: no padding.
     """
     if positions_BT is None:
         positions_BT = jnp.broadcast_to(jnp.arange(x_BTD.shape[1]), x_BTD.shape[:2])
@@ -131,15 +103,7 @@ def route(
 
 
 def update_tokens(block_fn, x_BTD, tokens: TokenInfo, gates_BT, indices_BC):
-    """x with gate * delta added to the tokens of the indices, and what else the block returns.
-
-    Args:
-      block_fn: called as block_fn(x_BCD, tokens); returns (delta_BCD, anything).
-      x_BTD: the residual stream.
-      tokens: of the same.
-      gates_BT: factors on the deltas.
-      indices_BC: distinct and ascending.
-    """
+    """x with gate * delta added to the tokens of the indices, and what else the block returns."""
     picked = jax.tree.map(lambda side_BT: gather_tokens(side_BT, indices_BC), tokens)
     delta_BCD, aux = block_fn(gather_tokens(x_BTD, indices_BC), picked)
     update_BCD = gather_tokens(gates_BT, indices_BC)[..., None] * delta_BCD
@@ -175,17 +139,9 @@ def check_capacity(capacity: int, length: int):
 
 
 def select_top_c(scores_BT, num_selected: int):
-    """Indices of the C highest scores of each row, in time order; of ties the lower index wins.
+    """Indices int32 [B, C] of the C highest scores of each row, in time order.
 
-    Args:
-      scores_BT: float [B, T]. A NaN counts as the highest score.
-      num_selected: C, from 1 to T.
-
-    Returns:
-      indices_BC: int32 [B, C], ascending, exactly C of them.
-
-    Raises:
-      ValueError: C outside [1, T].
+    Of ties the lower index wins; NaN is the highest. Raises ValueError if C is outside [1, T].
     """
     check_capacity(num_selected, scores_BT.shape[1])
     # top_k ranks by bits: -0.0 below 0.0, and a NaN of negative sign below all.
@@ -196,18 +152,9 @@ def select_top_c(scores_BT, num_selected: int):
 
 
 def segment_top_c(scores_BT, segment_ids_BT, num_selected: int):
-    """Mask of the highest scores of each segment, so that packed documents do not compete.
+    """Mask bool [B, T] of the highest scores (NaN first) of each contiguous segment; no padding.
 
-    The C places are shared out along the row, whatever the scores: a segment of tokens [s, e) has
-    floor(C e / T) - floor(C s / T) of them.
-
-    Args:
-      scores_BT: float [B, T]. A NaN counts as the highest score.
-      segment_ids_BT: int [B, T], equal within a segment, segments contiguous; 0 is padding.
-      num_selected: C.
-
-    Returns:
-      bool [B, T], at most C in a row; padding never.
+    Whatever the scores, tokens [s, e) of a segment have floor(C e / T) - floor(C s / T) places.
     """
     length = scores_BT.shape[1]
     index_T = jnp.arange(length)
@@ -228,15 +175,7 @@ def segment_top_c(scores_BT, segment_ids_BT, num_selected: int):
 
 
 def mask_to_indices(mask_BT, size: int):
-    """Indices of the first `size` True entries of each row; T and above for none.
-
-    Args:
-      mask_BT: bool [B, T].
-      size: static number of indices.
-
-    Returns:
-      indices_BC: int32 [B, size], ascending and distinct.
-    """
+    """Indices int32 [B, size] of the first True entries of each row; T and above for none."""
     length = mask_BT.shape[1]
     index_T = jnp.arange(length)
 
@@ -272,34 +211,22 @@ def batch_buckets(batch: int) -> tuple[int, ...]:
     return tuple(sorted({0, *(-(-batch // part) for part in PARTS)}))
 
 
+_SORTED = {'indices_are_sorted': True, 'unique_indices': True}
+
+
 def gather_tokens(x_BTX, indices_BC):
-    """[B, C, ...]: the tokens of the indices, 0 for an index of T or more.
-
-    Indices are distinct and ascending.
-    """
-
-    def gather(x_TX, index_C):
-        at = x_TX.at[index_C]
-        return at.get(indices_are_sorted=True, unique_indices=True, mode='fill', fill_value=0)
-
-    return jax.vmap(gather)(x_BTX, indices_BC)
+    """[B, C, ...]: the tokens of the indices, 0 for an index of T or more."""
+    gather = jax.vmap(lambda x, index: x.at[index].get(**_SORTED, mode='fill', fill_value=0))
+    return gather(x_BTX, indices_BC)
 
 
 def scatter_tokens(x_BTX, indices_BC, update_BCX):
-    """x with the tokens of the indices replaced. Indices are distinct and ascending."""
-
-    def scatter(x_TX, index_C, update_CX):
-        at = x_TX.at[index_C]
-        return at.set(update_CX, indices_are_sorted=True, unique_indices=True, mode='drop')
-
-    return jax.vmap(scatter)(x_BTX, indices_BC, update_BCX)
+    """x with the tokens of the indices replaced."""
+    scatter = jax.vmap(lambda x, index, new: x.at[index].set(new, **_SORTED, mode='drop'))
+    return scatter(x_BTX, indices_BC, update_BCX)
 
 
 def scatter_add_tokens(x_BTD, indices_BC, update_BCD):
     """x with `update` added to the tokens. Indices are distinct, so reruns are bit-equal."""
-
-    def scatter(x_TD, index_C, update_CD):
-        at = x_TD.at[index_C]
-        return at.add(update_CD, indices_are_sorted=True, unique_indices=True, mode='drop')
-
-    return jax.vmap(scatter)(x_BTD, indices_BC, update_BCD)
+    scatter = jax.vmap(lambda x, index, new: x.at[index].add(new, **_SORTED, mode='drop'))
+    return scatter(x_BTD, indices_BC, update_BCD)

@@ -52,12 +52,7 @@ LEAVES = (
 
 
 def axis_names(path: str, ndim: int) -> tuple:
-    """The names of the axes of a parameter, None for one without.
-
-    Args:
-      path: of the leaf, such as params/stack/run_0/layer_0/attention/query/kernel.
-      ndim: of the leaf.
-    """
+    """Names or None for each axis of the parameter with a path such as params/head/kernel."""
     layers = ('stack' in path.split('/')) * (None,)
     streams = (leaf for stream in STREAMS.values() for leaf in stream.parameter_axes)
     for pattern, names in (*LEAVES, *((f'stream/{end}', names) for end, names in streams)):
@@ -68,16 +63,9 @@ def axis_names(path: str, ndim: int) -> tuple:
 
 
 def spec(mesh, names, shape, without: str | None = None) -> PartitionSpec:
-    """The PartitionSpec of an array by RULES.
+    """The PartitionSpec by RULES of an array with these axes; empty if nothing is split.
 
-    Args:
-      mesh: Mesh or AbstractMesh.
-      names: of its axes, None for one that is replicated.
-      shape: of the same.
-      without: a name whose axes are replicated here.
-
-    Returns:
-      An entry for each axis; empty if nothing is split. Mesh axes of size 1 are omitted.
+    Axes of the name `without` are replicated. Mesh axes of size 1 are omitted.
     """
     used, entries = set(), [None] * len(shape)
     for name, axes in RULES:
@@ -118,28 +106,17 @@ def _unshard(array, names):
     return jax.lax.with_sharding_constraint(array, spec(_mesh(), names, array.shape, STORED))
 
 
-def _unshard_forward(array, names):
-    return _unshard(array, names), None
-
-
-def _unshard_backward(names, residuals, cotangent):
-    # Split as it is stored: a reduce-scatter over devices, not an all-reduce.
-    del residuals
-    return (constrain(cotangent, *names),)
-
-
-_unshard.defvjp(_unshard_forward, _unshard_backward)
+# The gradient is split as it is stored: a reduce-scatter over devices, not an all-reduce.
+_unshard.defvjp(
+    lambda array, names: (_unshard(array, names), None),
+    lambda names, _, cotangent: (constrain(cotangent, *names),),
+)
 
 
 def unshard_params(params, dtype):
-    """Parameters as they are used: in `dtype`, and replicated along `embed`.
+    """Parameters of one layer as they are used: in `dtype`, and replicated along `embed`.
 
-    Parameters that are not split along `embed` stay as they are. Called for each layer where it is
-    used, so that only one layer is unsharded at a time. The gradients are split as the parameters.
-
-    Args:
-      params: of one layer, or a dict of others; paths end as in LEAVES, without an axis of layers.
-      dtype: of the matrices in use; they are rounded before they are communicated.
+    Those that are split along `embed` are rounded before they are communicated.
     """
     mesh = _mesh()
     if mesh is None:
@@ -161,17 +138,11 @@ def _unshard_wide(array, names, dtype):
     return _unshard(rounded, names).astype(array.dtype)
 
 
-def _wide_forward(array, names, dtype):
-    return _unshard_wide(array, names, dtype), None
-
-
-def _wide_backward(names, dtype, residuals, cotangent):
-    # Summed by the devices that hold the batch; with one constraint, XLA moves all rows instead.
-    del dtype, residuals
-    return (constrain(_unshard(cotangent, names), *names),)
-
-
-_unshard_wide.defvjp(_wide_forward, _wide_backward)
+# The gradient is summed by the devices that hold the batch; by one constraint XLA moves all rows.
+_unshard_wide.defvjp(
+    lambda array, names, dtype: (_unshard_wide(array, names, dtype), None),
+    lambda names, dtype, _, cotangent: (constrain(_unshard(cotangent, names), *names),),
+)
 
 
 def unshard_embedding(embedding_VD, dtype):
@@ -185,16 +156,11 @@ def unshard_embedding(embedding_VD, dtype):
 
 
 def map_shards(function, arrays: dict, names: dict, names_out):
-    """Apply `function` on each device to its own parts, which are independent of the others.
+    """Call `function` with `arrays` by name on each device's own parts, which are independent.
 
-    XLA cannot look into a kernel, and would otherwise run it on all parts on every device.
-
-    Args:
-      function: called with `arrays` by name; works on parts of any size.
-      arrays: by name; None for an absent one.
-      names: the names of the axes of each array, as `axis_names` returns them. An axis that its
-        mesh axes do not divide is replicated in all arrays.
-      names_out: the names of the output's axes, or a tuple of those of several outputs.
+    XLA cannot look into a kernel, and would otherwise run it on all parts on every device. An axis
+    that its mesh axes do not divide is replicated in all arrays. `names` has the names of each
+    array's axes, as `axis_names` returns them; `names_out` those of the output, or of several.
     """
     mesh = _mesh()
     if mesh is None:
@@ -230,14 +196,7 @@ def _axes(mesh, name, size):
 
 
 def map_batch_shards(function, array_BX) -> jax.Array:
-    """Apply `function` to independent rows, over the mesh of the context.
-
-    Without it, XLA gathers all rows on every device for a top_k.
-
-    Args:
-      function: of an array of any number of rows; returns one with as many.
-      array_BX: with a leading axis of rows, split where they divide.
-    """
+    """Apply `function`, from rows to as many: XLA would gather all on every device for a top_k."""
     names = ('batch',) + (None,) * (array_BX.ndim - 1)
     return map_shards(lambda rows: function(rows), {'rows': array_BX}, {'rows': names}, names)
 
@@ -245,25 +204,11 @@ def map_batch_shards(function, array_BX) -> jax.Array:
 def sharded_routed_mlp(
     routed_mlp, x_BTD, expert_BTk, weight_BTk, w1_EDF, w3_EDF, w2_EFD, *static
 ) -> jax.Array:
-    """`routed_mlp` over the mesh of the context; a plain call if there is none.
+    """`experts.routed_mlp` over the mesh of the context; a plain call if there is none.
 
     Experts are split along `expert`, their inner width along `tensor`. The devices along `expert`,
-    which elsewhere have different rows, here all take the rows of the group, sort the pairs and
-    keep those of their own experts. Their outputs are summed, and each gets the sum of its own
-    rows. Weights are communicated along `fsdp` only. Rows that do not divide, such as the one row
-    of an initialization or a generated text, are computed by all devices.
-
-    Args:
-      routed_mlp: called with the other arguments, for any number of rows and experts. Pairs with an
-        expert outside [0, E) must add nothing.
-      x_BTD: tokens.
-      expert_BTk: int32, experts of each token.
-      weight_BTk: factors on their outputs.
-      w1_EDF, w3_EDF, w2_EFD: of the experts; the mesh divides E, see `check_mesh`.
-      *static: passed on.
-
-    Returns:
-      The weighted sum of the experts' outputs, as x_BTD.
+    which elsewhere have different rows, here all take the rows of the group and keep the pairs of
+    their own experts; each gets the sum of its own rows.
     """
     mesh = _mesh()
     # Their gradients are split likewise: a device gets those of its own rows.
@@ -280,11 +225,8 @@ def sharded_routed_mlp(
     rows = _axes(mesh, 'batch', x_BTD.shape[0]) or ()
     rows = tuple(axis for axis in rows if axis != 'expert')
     inner = 'tensor' if _axes(mesh, 'ffn', w1_EDF.shape[2]) else None
-    in_specs = (PartitionSpec(rows or None),) * 3 + (
-        PartitionSpec('expert', None, inner),
-        PartitionSpec('expert', None, inner),
-        PartitionSpec('expert', inner),
-    )
+    tokens, inwards = PartitionSpec(rows or None), PartitionSpec('expert', None, inner)
+    in_specs = (tokens, tokens, tokens, inwards, inwards, PartitionSpec('expert', inner))
     parts = ('expert', inner) if inner else ('expert',)
     # The sum is outside: without check_vma, the transpose of a psum is a psum.
     part_XBTD = jax.shard_map(

@@ -4,11 +4,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from moddepth_jax.hparams import ModelHparams
 from moddepth_jax.model.attention import DepthSlots, TokenInfo
 from moddepth_jax.model.layer import Layer, LayerArgs, LayerOutput, Records
-from moddepth_jax.model.moe.experts import NO_EXPERT_STATE
 from moddepth_jax.model.routing import CHOICE
 from moddepth_jax.model.sharding import constrain, unshard_params
 from moddepth_jax.model.streams import LayerKind, layer_kinds
@@ -24,8 +24,7 @@ class Run(NamedTuple):
 def find_runs(kinds) -> tuple[Run, ...]:
     """Run-length encoding of a layer pattern, by groups: d r d r d -> (d r) x 2, (d) x 1.
 
-    At each layer it takes the group that covers most layers with at least two repeats, the shortest
-    of equals; if there is none, one layer.
+    At each layer it takes the repeated group that covers most layers, the shortest of equals.
     """
     runs, start = [], 0
     while start < len(kinds):
@@ -43,11 +42,7 @@ def find_runs(kinds) -> tuple[Run, ...]:
 
 
 class Stack(NamedTuple):
-    """The static part of a stack: the attributes of its Layers.
-
-    Its parameters are a dict run_i / layer_j of pytrees with a leading axis of repeats, the same
-    whether the stack is scanned or unrolled.
-    """
+    """The static part of a stack: the attributes of its Layers."""
 
     hparams: ModelHparams
     routing: str
@@ -60,10 +55,9 @@ class Stack(NamedTuple):
 
     def counts(self, i: int):
         """int32 [repeats], the number of slots written before each repeat of run i."""
-        per_repeat = [sum(kind.slots for kind in run.group) for run in self.runs]
-        earlier = zip(per_repeat[:i], self.runs[:i], strict=True)
-        first = sum(slots * run.repeats for slots, run in earlier)
-        return first + per_repeat[i] * jnp.arange(self.runs[i].repeats)
+        *earlier, run = self.runs[: i + 1]
+        first = sum(kind.slots * run.repeats for run in earlier for kind in run.group)
+        return first + sum(kind.slots for kind in run.group) * jnp.arange(run.repeats)
 
     def layer(self, kind: LayerKind, **options) -> Layer:
         """The module of a layer of that kind; `options` are those of a Linen module."""
@@ -87,7 +81,7 @@ def unstack_layers(stack: Stack, params):
 
 
 def stack_slots(written) -> DepthSlots | None:
-    """Depth of a list of Written, None where they hold no slot."""
+    """The DepthSlots of a list of NewSlots; None if they hold no slot."""
     slots = [slot for one in written for slot in one.slots]
     if not slots:
         return None
@@ -107,15 +101,23 @@ def with_remat(function, hparams, prevent_cse):
     return jax.checkpoint(function, policy=policy, prevent_cse=prevent_cse)
 
 
+def pick_args(kinds, args: LayerArgs, layers) -> LayerArgs:
+    """Of LayerArgs of all layers, those of one index, or of an array of indices of equal kinds."""
+
+    def pick(side, has_it):
+        number = np.cumsum(has_it) - 1  # leaves have no entries for other layers
+        return jax.tree.map(lambda leaf: leaf[number[layers]], side)
+
+    kind = kinds[np.ravel(layers)[0]]
+    routing = pick(args.routing, [kind.routed for kind in kinds]) if kind.routed else None
+    if not kind.experts:
+        return LayerArgs(routing)
+    return LayerArgs(routing, pick(args.expert_state, [kind.experts for kind in kinds]))
+
+
 def per_layer_args(kinds, args: LayerArgs) -> list[LayerArgs]:
     """Split LayerArgs with an axis of layers into those of each layer."""
-
-    def pick(side, indices):
-        return {j: jax.tree.map(lambda leaf, i=i: leaf[i], side) for i, j in enumerate(indices)}
-
-    routing = pick(args.routing, [j for j, kind in enumerate(kinds) if kind.routed])
-    experts = pick(args.expert_state, [j for j, kind in enumerate(kinds) if kind.experts])
-    return [LayerArgs(routing.get(j), experts.get(j, NO_EXPERT_STATE)) for j, _ in enumerate(kinds)]
+    return [pick_args(kinds, args, layer) for layer in range(len(kinds))]
 
 
 def run_unrolled(stack: Stack, params, tokens: TokenInfo, args: LayerArgs, x_BTD):
@@ -126,7 +128,8 @@ def run_unrolled(stack: Stack, params, tokens: TokenInfo, args: LayerArgs, x_BTD
     for (kind, layer_params), layer_args in zip(layers, args_of_layers, strict=True):
 
         def call(params, x_BTD, written, args, kind=kind):
-            return stack.apply(kind, params, x_BTD, stack_slots(written), tokens, args)
+            output = stack.apply(kind, params, x_BTD, stack_slots(written), tokens, args)
+            return output._replace(aux=None)
 
         call = with_remat(call, stack.hparams, prevent_cse=True)
         output = call(layer_params, x_BTD, written, layer_args)
@@ -136,10 +139,7 @@ def run_unrolled(stack: Stack, params, tokens: TokenInfo, args: LayerArgs, x_BTD
 
 
 def merge_records(records: list[Records], join) -> Records | None:
-    """Records of several layers, or of several runs, as one, their leaves merged by `join`.
-
-    None if no layer decides anything.
-    """
+    """Records of several layers or runs as one, leaves merged by `join`; None if all are empty."""
     parts = []
     for part in zip(*records, strict=True):
         found = [record for record in part if record is not None]

@@ -1,43 +1,36 @@
 """A stack of layers as scans over runs: one buffer of depth slots, one reverse scan.
 
 Layer l sees only slots that earlier layers wrote. So the buffer after the last layer serves the
-backward pass of every layer: earlier versions of it are never needed, and each slot is stored once.
-The backward pass is one scan from the last layer to the first, which carries the cotangent of the
-buffer. Each layer adds its part in place, and reads there the cotangents of the slots it wrote.
+backward pass of every layer, and each slot is stored once. The backward pass is one scan from the
+last layer to the first, which carries the cotangent of the buffer. Each layer adds its part in
+place, and reads there the cotangents of the slots it wrote.
 """
 
 import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kernels_pallas import order_before_writes
 from moddepth_jax.hparams import ModelHparams
 from moddepth_jax.model.attention import SLOTS, DepthSlots, KeysValues, TokenInfo
 from moddepth_jax.model.layer import LayerArgs, NewSlots
-from moddepth_jax.model.moe.experts import NO_EXPERT_STATE
 from moddepth_jax.model.sharding import constrain
-from moddepth_jax.model.stack import Stack, merge_records, run_unrolled, with_remat
+from moddepth_jax.model.stack import Stack, merge_records, pick_args, run_unrolled, with_remat
 from moddepth_jax.model.streams import layer_kinds
 
 
 def run_stack(stack: Stack, params, tokens: TokenInfo, args: LayerArgs, x_BTD):
-    """x_BTD through all layers.
-
-    Args:
-      stack: its static part.
-      params: of the stack.
-      tokens: of the rows.
-      args: of all layers, with an axis of those that they are for.
-      x_BTD: the embedded tokens.
-
-    Returns:
-      What the stream carries after the last layer, and Records with an axis of layers; None if no
-      layer decides anything.
-    """
+    """The embedded tokens through all layers, and Records with an axis of layers, or None."""
     if stack.hparams.layer_loop == 'unrolled':
         return run_unrolled(stack, params, tokens, args, x_BTD)
-    x_BTD, records = _scanned(stack, params, _by_run(stack, args), tokens, x_BTD)
+    kinds, by_run, first = layer_kinds(stack.hparams), [], 0
+    for run in stack.runs:  # LayerArgs of each place in its group, with an axis of repeats
+        layers = first + np.arange(run.repeats * len(run.group)).reshape(run.repeats, -1)
+        by_run.append([pick_args(kinds, args, of_place) for of_place in layers.T])
+        first += layers.size
+    x_BTD, records = _scanned(stack, params, by_run, tokens, x_BTD)
 
     def in_order(*leaves):
         together = jnp.stack(leaves, axis=1)
@@ -46,31 +39,6 @@ def run_stack(stack: Stack, params, tokens: TokenInfo, args: LayerArgs, x_BTD):
     runs = [merge_records(run, in_order) for run in records]
     runs = [run for run in runs if run is not None]
     return x_BTD, merge_records(runs, lambda *leaves: jnp.concatenate(leaves)) if runs else None
-
-
-def _by_run(stack, args):
-    """For each run a list over the layers of its group: LayerArgs with an axis of repeats."""
-    runs, next_index = [], {'routed': 0, 'experts': 0}
-
-    def split(side, having, run):
-        """The leaves of the layers of one run, by place in its group."""
-        places = [j for j, kind in enumerate(run.group) if getattr(kind, having)]
-        first = next_index[having]
-        next_index[having] = last = first + run.repeats * len(places)
-
-        def pick(leaf, i):
-            return leaf[first:last].reshape(run.repeats, len(places), *leaf.shape[1:])[:, i]
-
-        return {
-            j: jax.tree.map(lambda leaf, i=i: pick(leaf, i), side) for i, j in enumerate(places)
-        }
-
-    for run in stack.runs:
-        routing = split(args.routing, 'routed', run)
-        experts = split(args.expert_state, 'experts', run)
-        places = range(len(run.group))
-        runs.append([LayerArgs(routing.get(j), experts.get(j, NO_EXPERT_STATE)) for j in places])
-    return runs
 
 
 def slot_buffer_size(slots: int) -> int:
@@ -102,10 +70,7 @@ def _split_slots(buffer):
 
 
 def empty_sums(hparams: ModelHparams, slots: KeysValues | None) -> KeysValues | None:
-    """Stand-ins for the sums of the slots' gradients; None: these have the slots' dtype.
-
-    Their values are never read, so they are never stored.
-    """
+    """Stand-ins for sums of the slots' gradients, never read; None if these have their dtype."""
     if slots is None or hparams.depth.gradient_dtype in ('model', 'none'):
         return None
     dtype = jnp.promote_types(slots.k_BTKH.dtype, jnp.float32)
@@ -127,20 +92,18 @@ def put_slots(slots, valid_LBT, written: NewSlots, first):
     return slots, valid_LBT
 
 
-def _differentiable(tree):
-    """The tree with its floating leaves, the others None; and the reverse."""
-    floating = jax.tree.map(lambda leaf: jnp.issubdtype(leaf.dtype, jnp.floating), tree)
-    return (
-        jax.tree.map(lambda leaf, is_floating: leaf if is_floating else None, tree, floating),
-        jax.tree.map(lambda leaf, is_floating: None if is_floating else leaf, tree, floating),
-    )
+def _only(tree, floating: bool):
+    """The tree with its floating leaves, or with its other leaves, and None for the rest."""
+
+    def keep(leaf):
+        return leaf if jnp.issubdtype(leaf.dtype, jnp.floating) == floating else None
+
+    return jax.tree.map(keep, tree)
 
 
-def _joined(floating, others):
-    def choose(one, other):
-        return other if one is None else one
-
-    return jax.tree.map(choose, floating, others, is_leaf=lambda leaf: leaf is None)
+def _joined(one, other):
+    pick = functools.partial(jax.tree.map, is_leaf=lambda leaf: leaf is None)
+    return pick(lambda a, b: b if a is None else a, one, other)
 
 
 def _function(stack, kind, repeats):
@@ -152,11 +115,9 @@ def _function(stack, kind, repeats):
         depth = None if slots is None else DepthSlots(slots, valid_LBT, count, sums=sums)
         output = stack.apply(kind, params, x_BTD, depth, tokens, args)
         slots, sums = (None, None) if slots is None else (output.depth.slots, output.depth.sums)
-        record, choices = _differentiable(output.records)
-        written = output.written
-        threaded = slots if sums is None else sums
-        others = (written.valid_BT, choices, None if sums is None else slots)
-        return (output.x_BTD, written.slots, threaded, record), others
+        written, threaded = output.written, slots if sums is None else sums
+        others = (written.valid_BT, _only(output.records, False), None if sums is None else slots)
+        return (output.x_BTD, written.slots, threaded, _only(output.records, True)), others
 
     # Inside a loop of several trips, XLA cannot merge the recomputation with the forward pass.
     return with_remat(call, stack.hparams, prevent_cse=repeats == 1)
@@ -165,14 +126,8 @@ def _function(stack, kind, repeats):
 def _run_layers(stack, params, args, tokens, x_BTD, call):
     """All layers, in scans over the repeats of each run.
 
-    Args:
-      stack, params, args, tokens, x_BTD: as of `_scanned`.
-      call: called as call(function, x, rest) for each layer; returns the function's two results and
-        what to save for the backward pass.
-
-    Returns:
-      What the stream carries after the last layer, and the buffers; and for each run a list over
-      the layers of its group, with a leading axis of repeats: their records, and what was saved.
+    `call(function, x, rest)` returns the two results of a layer's function and what to save.
+    Returns the last carry, and the records and what was saved by run and place in its group.
     """
     carry = (x_BTD, *empty_slots(stack.hparams, x_BTD))
     records, saved = [], []
@@ -238,6 +193,7 @@ def _backward(stack, residuals, cotangents):
     dslots = jax.tree.map(jnp.zeros_like, slots if sums is None else sums)
     dslots = jax.tree.map(_split_slots, dslots)
     carry, dparams = (dx_BTD, dslots), {}
+    take = functools.partial(jax.lax.dynamic_index_in_dim, axis=0, keepdims=False)
     for i, run in reversed(list(enumerate(stack.runs))):
 
         def body(carry, inputs, run=run):
@@ -245,7 +201,6 @@ def _backward(stack, residuals, cotangents):
             params, args, count, vjps, drecords = inputs
             dparams = {}
             for j, kind in reversed(list(enumerate(run.group))):
-                dwritten = ()
                 before = count + sum(kind.slots for kind in run.group[:j])
                 layer_params = params.get(f'layer_{j}', {})
                 rest = (layer_params, (slots, sums), valid_LBT, before, args[j], tokens)
@@ -253,32 +208,24 @@ def _backward(stack, residuals, cotangents):
                 vjp, (x_res, dropped) = vjps[j], vjps[j].args_res
                 found = zip(dropped, leaves, strict=True)
                 vjp.args_res = [x_res, [leaf if res is None else res for res, leaf in found]]
-                if kind.slots:
-                    dwritten = tuple(_slot(dslots, before + k) for k in range(kind.slots))
+                at = [before + k for k in range(kind.slots)]
+                dwritten = tuple(jax.tree.map(lambda d, i=i: take(d, i), dslots) for i in at)
+                if dwritten:
                     dwritten, dslots = order_before_writes((dwritten, dslots), before)
-                    dwritten = _as_slots(dwritten, slots)
+                    like = (slots,) * kind.slots
+                    dwritten = jax.tree.map(lambda d, s: d.astype(s.dtype), dwritten, like)
                 dx_BTD, dleaves = vjp((dx_BTD, dwritten, dslots, drecords[j]))
                 dparams[f'layer_{j}'], (dslots, dsums), *_ = structure.unflatten(dleaves)
                 dslots = dslots if dsums is None else dsums
             return (dx_BTD, dslots), dparams
 
-        drecords_of_run = [_differentiable(record)[0] for record in drecords[i]]
+        drecords_of_run = [_only(record, True) for record in drecords[i]]
         counts = stack.counts(i)
         inputs = (params.get(f'run_{i}', {}), args[i], counts, vjps[i], drecords_of_run)
         carry, dparams[f'run_{i}'] = jax.lax.scan(body, carry, inputs, reverse=True)
     # A layer without parameters has no entry in `params`, and so none here.
     dparams = {run: {n: dparams[run][n] for n in layers} for run, layers in params.items()}
     return dparams, None, None, carry[0]
-
-
-def _as_slots(dwritten, slots):
-    """The cotangents of written slots in the slots' dtypes."""
-    return tuple(jax.tree.map(lambda d, side: d.astype(side.dtype), one, slots) for one in dwritten)
-
-
-def _slot(buffers, at):
-    take = functools.partial(jax.lax.dynamic_index_in_dim, axis=0, keepdims=False)
-    return jax.tree.map(lambda buffer: take(buffer, at), buffers)
 
 
 _scanned.defvjp(_forward, _backward)

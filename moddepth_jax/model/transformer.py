@@ -21,14 +21,14 @@ MAX_INIT_LENGTH = 2048  # tokens of the random stream on which routers are initi
 
 
 class Head(nn.Module):
-    """The matrix from the hidden states to the logits."""
+    """The matrix from the hidden states to the logits, declared for `lm_head`."""
 
     hparams: ModelHparams
 
     @nn.compact
     def __call__(self):
         shape = (self.hparams.d_model, self.hparams.vocab_size)
-        return self.param('kernel', initializer(self.hparams.init_std), shape)
+        self.param('kernel', initializer(self.hparams.init_std), shape)
 
 
 class Transformer(nn.Module):
@@ -43,38 +43,24 @@ class Transformer(nn.Module):
 
     hparams: Hparams
 
-    def __call__(
-        self, tokens_BT, segment_ids_BT=None, routing: str = 'top_c', causal_layers_R=None
-    ):
-        """logits_BTV in float32, and Records; arguments as of `hidden_states`.
-
-        A loss does not need the logits of all tokens at once: see `cross_entropy`.
-        """
+    def __call__(self, tokens_BT, segment_ids_BT=None, routing='top_c', causal_layers_R=None):
+        """logits_BTV in float32, and Records; arguments as of `hidden_states`."""
         x_BTD, records = self.hidden_states(tokens_BT, segment_ids_BT, routing, causal_layers_R)
         return lm_head(x_BTD, self.variables['params']), records
 
     @nn.compact
-    def hidden_states(
-        self, tokens_BT, segment_ids_BT=None, routing: str = 'top_c', causal_layers_R=None
-    ):
-        """The last hidden states, and what routed blocks and experts decided.
-
-        Args:
-          tokens_BT: int [B, T], ids below model.vocab_size.
-          segment_ids_BT: int [B, T], documents packed in a row, 0 for padding; None: one document.
-          routing: top_c (training; it looks at later tokens) or a causal rule of `routing.rules`.
-            Without routed blocks: threshold if experts choose their tokens, else dense.
-          causal_layers_R: bool [routed layers], those that obey a causal `routing`; the others use
-            top-C. None: all of them.
+    def hidden_states(self, tokens_BT, segment_ids_BT=None, routing='top_c', causal_layers_R=None):
+        """x_BTD after the final norm, and the Records of all layers or None if there are none.
 
         The `random` router draws from the PRNG stream `routing`, or else from the knob `seed`.
 
-        Returns:
-          x_BTD after the final norm, and Records: of routing with leaves [routed layers, B, T], of
-          experts [layers with experts, ...]; None for a model that has neither.
-
-        Raises:
-          ValueError: an unknown routing, or a causal rule that the model was not built with.
+        Args:
+          tokens_BT: int, ids below model.vocab_size.
+          segment_ids_BT: int, documents packed in a row, 0 for padding; None: one document.
+          routing: top_c (training; it looks at later tokens) or a causal rule of the model; see
+            `check_routing`, which raises a ValueError for others.
+          causal_layers_R: bool, routed layers that obey a causal rule; the others use top-C.
+            None: all of them.
         """
         model = self.hparams.model
         check_routing(self.hparams, routing)
@@ -90,7 +76,7 @@ class Transformer(nn.Module):
         x_BTD, records = run_stack(Stack(model, routing, sizes), params, tokens, args, x_BTD)
         x_BTD = RMSNorm(model.norm_eps, name='final_norm')(x_BTD)
         if not model.tie_embeddings:
-            Head(model, name='head')()  # declared here; `read_out` multiplies by it
+            Head(model, name='head')()
         return x_BTD, records
 
     def _layer_args(self, routing, causal_layers_R):
@@ -110,18 +96,8 @@ class Transformer(nn.Module):
         return self.param('stack', init_stack, self.hparams.model, length)
 
 
-def token_info(
-    hparams: Hparams, tokens_BT, segment_ids_BT=None, positions_BT=None, key=None
-) -> TokenInfo:
-    """TokenInfo of a batch.
-
-    Args:
-      hparams: of the run.
-      tokens_BT: int [B, T].
-      segment_ids_BT: int [B, T], 0 for padding; None: one document a row.
-      positions_BT: int32 [B, T]; None: 0 to T - 1.
-      key: what the `random` router draws from; None: the knob `seed`.
-    """
+def token_info(hparams: Hparams, tokens_BT, segment_ids_BT=None, positions_BT=None, key=None):
+    """TokenInfo of a batch; by default rows are one document, and random draws use the `seed`."""
     if segment_ids_BT is None:
         segment_ids_BT = jnp.ones_like(tokens_BT)
     segment_ids_BT = model_segment_ids(hparams.model, segment_ids_BT)
@@ -148,14 +124,7 @@ def average_shapes(hparams: ModelHparams) -> dict[str, tuple[int, ...]]:
 def layer_args(hparams: ModelHparams, averages, routing: str, causal_layers_R=None) -> LayerArgs:
     """The arguments of all layers: leaves have an axis of routed layers, or of those with experts.
 
-    Args:
-      hparams: of the model.
-      averages: the collection of that name; empty or None if there are none.
-      routing: top_c or a causal rule.
-      causal_layers_R: as of `Transformer.hidden_states`.
-
-    Raises:
-      ValueError: averages that the routing needs are missing.
+    Raises ValueError if averages (the collection of that name) that the routing needs are missing.
     """
     averages, num_routed = averages or {}, len(hparams.routed_layers)
     missing = average_shapes(hparams).keys() - averages.keys()
@@ -172,8 +141,6 @@ def layer_args(hparams: ModelHparams, averages, routing: str, causal_layers_R=No
         thresholds_R = jnp.full(num_routed, fixed_threshold(hparams.routing))
     else:
         thresholds_R = averages.get('thresholds_R', jnp.zeros(num_routed))
-    if causal_layers_R is None:
-        causal_layers_R = jnp.ones(num_routed, bool)
     expert_state = ExpertState()
     if hparams.experts.choice == 'expert' and routing != 'top_c':
         expert_state = ExpertState(averages['expert_thresholds_XE'])
@@ -182,16 +149,14 @@ def layer_args(hparams: ModelHparams, averages, routing: str, causal_layers_R=No
 
 
 def init_stack(key, hparams: ModelHparams, length: int):
-    """Parameters of the stack.
+    """Parameters of the stack, initialized layer by layer on a random row of `length` tokens.
 
-    Layers are initialized in order on a random row of `length` tokens as large as embeddings, so
-    that each router sees its input at the scale of step 0.
+    It is as large as embeddings, so that each router sees its input at the scale of step 0.
     """
     stream_key, key = jax.random.split(key)
     shape = (1, length, hparams.d_model)
-    x_BTD = (hparams.embedding_init_std * jax.random.normal(stream_key, shape)).astype(
-        hparams.dtype
-    )
+    x_BTD = hparams.embedding_init_std * jax.random.normal(stream_key, shape)
+    x_BTD = x_BTD.astype(hparams.dtype)
     ones_BT = jnp.ones(shape[:2], jnp.int32)
     tokens = TokenInfo(jnp.arange(length)[None], ones_BT, ones_BT.astype(jnp.uint32))
     stack, params = Stack(hparams, 'top_c'), {}
@@ -230,18 +195,15 @@ class LayerGroup(nn.Module):
 
 
 def causal_sizes(hparams: Hparams, length: int, routing: str) -> tuple[int, ...]:
-    """Static sizes of a routed block for rows of `length` under a causal rule.
+    """Static sizes of a routed block under a causal rule; several if its cache grows.
 
-    Only one if the cache has a fixed capacity, so that a row's bits depend on its past alone;
-    several if it grows.
+    With a fixed capacity there is one, so that a row's bits depend on its past alone.
     """
     if routing == 'top_c' or not hparams.model.routed_layers:
         return ()
-    routing_hparams = hparams.model.routing
-    most = routing_hparams.max_selected(max(hparams.data.sequence_length, length), routing)
-    if routing_hparams.overflow == 'skip':
-        return (min(most, length),)
-    return static_sizes(length, most)
+    knobs = hparams.model.routing
+    most = knobs.max_selected(max(hparams.data.sequence_length, length), routing)
+    return (min(most, length),) if knobs.overflow == 'skip' else static_sizes(length, most)
 
 
 def check_dtype(hparams: ModelHparams):
@@ -266,19 +228,16 @@ def check_routing(hparams: Hparams, routing: str):
     """Raise ValueError for a routing that the model cannot run."""
     if routing not in ('top_c', *CAUSAL_RULES):
         raise ValueError(f'routing={routing!r}: must be one of top_c, {", ".join(CAUSAL_RULES)}')
-    rules = hparams.model.routing.rules
+    knobs, rules = hparams.model.routing, hparams.model.routing.rules
+    why = f'this model ({knobs.router} router, trained for {rules[0]}) has no such rule; '
+    why += f'it can run top_c, {", ".join(rules)}'
     if not hparams.model.routed_layers:
-        rule = causal_routing(hparams)
-        if routing not in ('top_c', rule):
-            why = 'no block of this model is routed; its only causal rule is dense'
-            if rule == 'threshold':
-                why = 'its experts choose tokens of whole rows; only threshold is causal'
-            raise ValueError(f'routing={routing!r}: {why}')
-    elif routing not in ('top_c', *rules):
-        raise ValueError(
-            f'routing={routing!r}: this model ({hparams.model.routing.router} router, trained for '
-            f'{rules[0]}) has no such rule; it can run top_c, {", ".join(rules)}'
-        )
+        rules = (causal_routing(hparams),)
+        why = 'no block of this model is routed; its only causal rule is dense'
+        if rules == ('threshold',):
+            why = 'its experts choose tokens of whole rows; only threshold is causal'
+    if routing not in ('top_c', *rules):
+        raise ValueError(f'routing={routing!r}: {why}')
 
 
 def check_causal(hparams: Hparams, routing: str):

@@ -8,10 +8,6 @@ import itertools
 import pathlib
 import tomllib
 
-import rich.box
-import rich.table
-import rich.text
-
 from moddepth_jax.studies import judges
 from moddepth_jax.studies.judges import FAILS, HOLDS, NOTHING, UNDECIDED, Evidence, Outcome
 from moddepth_jax.studies.run_numbers import numbers_within
@@ -36,8 +32,6 @@ JUDGES = {
         numbers_within,
     )
 }
-_FILE = pathlib.Path(__file__).parent / 'claims.toml'
-_COLOURS = {HOLDS: 'green', FAILS: 'red', UNDECIDED: 'yellow'}
 _SOURCES = (
     'MoD is [Raposo et al. 2024](https://arxiv.org/abs/2404.02258), MoDA is '
     '[Zhu et al. 2026](https://arxiv.org/abs/2603.15619).'
@@ -53,28 +47,16 @@ _RUN_FIELDS = (
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """A row of the table.
-
-    Attributes:
-      id: a short name.
-      topic: the part of the table that it stands in.
-      claim: a sentence that can be right or wrong.
-      source: paper, section or figure.
-      paper: its number.
-      rule: in words, when it holds and when not.
-      needs: what would settle it if nothing was measured, with the command.
-      judge: name in JUDGES; '' if no study can settle it.
-      args: of the judge, by name.
-    """
+    """A row of claims.toml, which describes the fields."""
 
     id: str
-    topic: str
+    topic: str  # the part of the table that it stands in
     claim: str
     source: str
     paper: str
     rule: str
     needs: str = ''
-    judge: str = ''
+    judge: str = ''  # name in JUDGES; '' if no study can settle it
     args: dict = dataclasses.field(default_factory=dict)
 
     def row(self, evidence: Evidence) -> dict[str, str]:
@@ -92,15 +74,13 @@ class Claim:
 
 
 def _read_claims():
-    content = tomllib.loads(_FILE.read_text(encoding='utf-8'))
+    file = pathlib.Path(__file__).parent / 'claims.toml'
+    content = tomllib.loads(file.read_text(encoding='utf-8'))
     for topic in content['topic']:
         for row in topic['claim']:
-            texts = {
-                name: row[name].format_map(content['phrases'])
-                for name in ('rule', 'needs')
-                if name in row
-            }
-            yield Claim(topic=topic['name'], **row | texts)
+            for name in {'rule', 'needs'} & set(row):
+                row[name] = row[name].format_map(content['phrases'])
+            yield Claim(topic=topic['name'], **row)
 
 
 CLAIMS = tuple(_read_claims())
@@ -114,10 +94,8 @@ def fill(evidence: Evidence) -> list[dict[str, str]]:
 def read_evidence(directory, counted: dict[str, dict]) -> Evidence:
     """The studies in a directory and what was measured on their runs.
 
-    Args:
-      directory: of a study, or one that holds studies at most DEPTH levels below. A study is called
-        by its path from there.
-      counted: FLOPs of shapes, see `Evidence`.
+    It is that of a study, or holds some, at most DEPTH levels below; they are called by their path
+    from there.
 
     Raises:
       ValueError: no such directory, or a file in it that is not what its name says.
@@ -140,36 +118,28 @@ def read_evidence(directory, counted: dict[str, dict]) -> Evidence:
 
 
 def _check(file, content, names, place=''):
-    right = 'must be what launch.isoflop writes'
-    if not isinstance(content, dict):
-        raise ValueError(f'{file}: {place}{type(content).__name__}; {right}')
     missing = [name for name in names.split() if name not in content]
     if missing:
+        right = 'must be what launch.isoflop writes'
         raise ValueError(f'{file}: {place}holds no {missing[0]!r}; {right}')
 
 
 def counts(rows: list[dict]) -> str:
     """How many claims hold, do not hold, and cannot be decided."""
-    hold, fail, rest = ([row['verdict'] for row in rows].count(v) for v in _COLOURS)
+    verdicts = [row['verdict'] for row in rows]
+    hold, fail, rest = map(verdicts.count, (HOLDS, FAILS, UNDECIDED))
     return f'{hold} hold, {fail} do not, {rest} are undecided here'
 
 
-def _table_row(cells):
-    cells = [cell.replace('|', '\\|') for cell in cells]
-    return f'| {" | ".join(cells)} |'
-
-
-def _table(heads, rows):
-    return [_table_row(heads), '|' + '---|' * len(heads), *map(_table_row, rows)]
+def _table(*rows):
+    """Lines of a table of texts, the first row its head."""
+    escaped = [[cell.replace('|', '\\|') for cell in row] for row in rows]
+    lines = [f'| {" | ".join(row)} |' for row in escaped]
+    return [lines[0], '|' + '---|' * len(rows[0]), *lines[1:]]
 
 
 def markdown(rows: list[dict], evidence: Evidence) -> str:
-    """The text between BEGIN and END: the table by topic, details of each claim, the studies.
-
-    Args:
-      rows: of `fill`.
-      evidence: from which they were filled.
-    """
+    """The text between BEGIN and END: the rows by topic, details of each claim, the studies."""
     lines = [f'Of {len(rows)} claims: {counts(rows)}.', '', _SOURCES, '']
     for topic, group in itertools.groupby(rows, key=lambda row: row['topic']):
         cells = [
@@ -177,7 +147,7 @@ def markdown(rows: list[dict], evidence: Evidence) -> str:
             for row in group
         ]
         heads = ('claim', "the paper's number", 'ours', 'verdict')
-        lines += [f'## {topic}', '', *_table(heads, cells), '']
+        lines += [f'## {topic}', '', *_table(heads, *cells), '']
     lines += ['## How each was judged', '']
     for row in rows:
         title = f'**{row["claim"]}** ({row["source"]}): {row["verdict"]}'
@@ -199,14 +169,14 @@ def _studies(evidence):
         return ['No study was found: every claim that needs runs says so.']
     rows, labels = [], {}
     for name, study in sorted(evidence.studies.items()):
-        runs = len({row['run'] for row in study['runs']})
-        rows.append([f'`{name}`', f'`{study["config"]}`', study['corpus'], str(runs)])
-        rows[-1].append(str(len(study.get('missing', []))))
-        rows[-1] += [study['versions'].get(key, '') for key in ('python', 'jax', 'device')]
+        counts = len({row['run'] for row in study['runs']}), len(study.get('missing', []))
+        versions = [study['versions'].get(key, '') for key in ('python', 'jax', 'device')]
+        row = [f'`{name}`', f'`{study["config"]}`', study['corpus'], *map(str, counts), *versions]
+        rows.append(row)
         labels |= {name: variant['label'] for name, variant in study['variants'].items()}
     heads = ('study', 'config', 'corpus', 'runs', 'missing', 'Python', 'JAX', 'device')
     names = '; '.join(f'`{name}` {label}' for name, label in labels.items())
-    return [*_table(heads, rows), '', f'Names of variants: {names}.']
+    return [*_table(heads, *rows), '', f'Names of variants: {names}.']
 
 
 def replaced(page: str, table: str) -> str:
@@ -219,25 +189,3 @@ def replaced(page: str, table: str) -> str:
         raise ValueError(f'page without its markers: must hold {BEGIN} and then {END}, once each')
     head, tail = page.split(BEGIN)[0], page.split(END)[1]
     return f'{head}{BEGIN}\n\n{table}\n\n{END}{tail}'
-
-
-def console_tables(rows: list[dict]):
-    """A rich table for each topic: claim, the paper's number and ours, verdict and its reason."""
-    for topic, group in itertools.groupby(rows, key=lambda row: row['topic']):
-        table = rich.table.Table(
-            title=topic,
-            title_justify='left',
-            box=rich.box.SIMPLE_HEAD,
-            expand=True,
-            show_lines=True,
-        )
-        for name, ratio in (('claim', 4), ('paper', 3), ('ours', 4), ('verdict and reason', 4)):
-            table.add_column(name, ratio=ratio, overflow='fold')
-        for row in group:
-            verdict = rich.text.Text(row['verdict'], style=_COLOURS[row['verdict']])
-            # Texts, since a str would have its [brackets] read as markup.
-            cells = [rich.text.Text(row[name]) for name in ('claim', 'paper', 'ours')]
-            # A command is long, and claims.md has it.
-            reason = row['reason'].split(': python -m ')[0]
-            table.add_row(*cells, verdict.append(f': {reason}', style='default'))
-        yield table

@@ -10,31 +10,20 @@ import numpy as np
 
 
 class Size(NamedTuple):
-    """All runs of one variant at one budget and one size, which differ in their seeds.
+    """All runs of one variant at one budget and one size, which differ in their seeds."""
 
-    Attributes:
-      size: layers x width, as '6x64'.
-      parameters: their number.
-      flops_per_forward: counted FLOPs of the forward pass of one step.
-      losses: held-out nats a token of each run, by the causal rule; seeds ascending.
-      loss: their mean.
-    """
-
-    size: str
+    size: str  # layers x width, as '6x64'
     parameters: int
-    flops_per_forward: float
-    losses: tuple[float, ...]
-    loss: float
+    flops_per_forward: float  # of one step
+    losses: tuple[float, ...]  # held-out nats a token of each run, by the causal rule
+    loss: float  # their mean
 
 
 class Fit(NamedTuple):
     """loss = a + b ln(parameters) + c ln(parameters)^2, in nats a token (Raposo et al., figure 3).
 
-    Attributes:
-      a, b, c: coefficients.
-      optimum_parameters: of the vertex, or, if `inside` is False, of the best size that was run.
-      optimum_loss: nats a token at that optimum.
-      inside: whether the parabola opens upwards and its vertex lies within the sizes that were run.
+    `inside`: whether the parabola opens upwards and its vertex lies within the sizes that were run.
+    If not, the optimum is the best size that was run.
     """
 
     a: float
@@ -46,13 +35,7 @@ class Fit(NamedTuple):
 
 
 class Optimum(NamedTuple):
-    """The best of a variant at a budget; see `optimum`.
-
-    Attributes:
-      parameters: may lie between the sizes that were run.
-      loss: nats a token.
-      flops_per_forward: of one step's forward pass.
-    """
+    """The best of a variant at a budget, in nats a token; it may lie between sizes."""
 
     parameters: float
     loss: float
@@ -92,41 +75,28 @@ def bits_per_nat(study: dict) -> float:
 
 
 def sizes(rows: list[dict]) -> list[Size]:
-    """The sizes of one variant at one budget, fewest parameters first."""
+    """The sizes of one variant at one budget, fewest parameters first, seeds ascending."""
     by_size = {}
     for row in sorted(rows, key=lambda row: (row['parameters'], row['size'], row['seed'])):
         by_size.setdefault(row['size'], []).append(row)
-    return [
-        Size(
-            name,
-            found[0]['parameters'],
-            found[0]['flops_per_forward'],
-            losses := tuple(row['loss'] for row in found),
-            math.fsum(losses) / len(losses),
-        )
-        for name, found in by_size.items()
-    ]
+    result = []
+    for name, mine in by_size.items():
+        losses = tuple(row['loss'] for row in mine)
+        mean = math.fsum(losses) / len(losses)
+        result.append(Size(name, mine[0]['parameters'], mine[0]['flops_per_forward'], losses, mean))
+    return result
 
 
 def best(rows: list[dict]) -> Size:
     """Of the sizes with the most seeds, the one of the lowest mean loss.
 
     A size with a single run may look best by luck: more seeds run only where a first run was best.
-
-    Raises:
-      ValueError: no rows.
     """
-    if not rows:
-        raise ValueError('rows=[]: must hold a run with a finite loss to have a best size')
     return min(sizes(rows), key=lambda size: (-len(size.losses), size.loss))
 
 
 def fit(rows: list[dict]) -> Fit | None:
-    """Least squares through the mean over the seeds of each size; None for fewer than three sizes.
-
-    Args:
-      rows: of one variant at one budget, all with a finite loss.
-    """
+    """Least squares through the means over the seeds; None for fewer than three sizes."""
     found = sizes(rows)
     if len({size.parameters for size in found}) < 3:
         return None
@@ -143,13 +113,9 @@ def fit(rows: list[dict]) -> Fit | None:
 
 def fits(study: dict) -> list[dict]:
     """The fit of each variant and budget that has one, as dicts with `variant` and `budget`."""
-    found = []
-    for budget in study['budgets']:
-        for variant in study['variants']:
-            parabola = fit(select(study, variant, budget))
-            if parabola is not None:
-                found.append({'variant': variant, 'budget': budget, **parabola._asdict()})
-    return found
+    pairs = [(variant, budget) for budget in study['budgets'] for variant in study['variants']]
+    parabolas = [(*pair, fit(select(study, *pair))) for pair in pairs]
+    return [{'variant': v, 'budget': b, **each._asdict()} for v, b, each in parabolas if each]
 
 
 def optimum(rows: list[dict]) -> Optimum | None:
@@ -163,7 +129,6 @@ def optimum(rows: list[dict]) -> Optimum | None:
     if parabola is None or not parabola.inside:
         lowest = best(rows)
         return Optimum(lowest.parameters, lowest.loss, lowest.flops_per_forward)
-    found = sizes(rows)
-    logs = np.log([(size.parameters, size.flops_per_forward) for size in found])
+    logs = np.log([(size.parameters, size.flops_per_forward) for size in sizes(rows)])
     flops = np.exp(np.interp(math.log(parabola.optimum_parameters), logs[:, 0], logs[:, 1]))
     return Optimum(parabola.optimum_parameters, parabola.optimum_loss, float(flops))

@@ -10,17 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moddepth_jax.studies import fit
-from moddepth_jax.studies.statistics import (
-    MIN_SEEDS,
-    MIN_STEPS,
-    Group,
-    Interval,
-    NotMeasured,
-    Place,
-    choose,
-    interval,
-)
+from moddepth_jax.studies import fit, statistics
+from moddepth_jax.studies.statistics import Group, Interval, NotMeasured, Place, choose, interval
 
 HOLDS, FAILS, UNDECIDED = 'holds', 'does not hold', 'cannot tell here'
 NOTHING = '-'  # where a row has no number, spread or setting
@@ -28,27 +19,21 @@ BEST_DENSE = 'best dense'  # stands for a variant: the best of `dense` and `shal
 
 
 class Evidence(NamedTuple):
-    """What claims are judged by.
+    """What claims are judged by."""
 
-    Attributes:
-      studies: content of study.json, by name of the study.
-      measures: content of measures.json, by name of the study in whose directory it lies.
-      counted: FLOPs of models by shape and part; see `launch.claims`.
-    """
-
-    studies: dict[str, dict]
-    measures: dict[str, dict]
-    counted: dict[str, dict]
+    studies: dict[str, dict]  # content of study.json, by name of the study
+    measures: dict[str, dict]  # content of measures.json, likewise
+    counted: dict[str, dict]  # FLOPs by shape; see `launch.study_config.counted_flops`
 
 
 class Outcome(NamedTuple):
-    """The result for a claim: our number, its spread, the verdict, why, and where it was run."""
+    """The result for a claim."""
 
-    ours: str
+    ours: str  # our number
     spread: str
     verdict: str
     reason: str
-    setting: str
+    setting: str  # where it was run
 
 
 def outcome_of(place: Place, groups: list[Group], ours, verdict, reason, spread='') -> Outcome:
@@ -67,13 +52,13 @@ def verdict_within(
     intervals: list[Interval], low: float = -math.inf, high: float = math.inf, percent=False
 ) -> tuple[str, str]:
     """(verdict, reason) of the claim that all the intervals lie between two bounds."""
-    ends = [f'{100 * end:g}%' if percent and end else f'{end:g}' for end in (low, high)]
+    low_end, high_end = (f'{100 * e:g}%' if percent and e else f'{e:g}' for e in (low, high))
     if math.isinf(low):
-        inside, outside, bound = f'below {ends[1]}', f'above {ends[1]}', ends[1]
+        inside, outside, bound = f'below {high_end}', f'above {high_end}', high_end
     elif math.isinf(high):
-        inside, outside, bound = f'above {ends[0]}', f'below {ends[0]}', ends[0]
+        inside, outside, bound = f'above {low_end}', f'below {low_end}', low_end
     else:
-        span = ' to '.join(ends)
+        span = f'{low_end} to {high_end}'
         inside, outside, bound = f'within {span}', f'outside {span}', f'an end of {span}'
     one = len(intervals) == 1
     if all(found.within(low, high) for found in intervals):
@@ -112,12 +97,7 @@ def lower_loss(
 ) -> Outcome:
     """The variant `first` has a lower loss than `second` at an equal budget.
 
-    Args:
-      evidence: the studies.
-      first, second: variants; one may be BEST_DENSE with at='best sizes'.
-      at: 'one size' for both, or 'best sizes', each at its own.
-      kinds: of studies.
-      least_budget: smaller ones do not count.
+    Both have one size, or, for at='best sizes', each its own; then one may be BEST_DENSE.
     """
 
     def pick(place):
@@ -128,8 +108,8 @@ def lower_loss(
         names = (first, second)
         return [place.best_dense() if name == BEST_DENSE else place.best(name) for name in names]
 
-    place, (first_group, second_group) = choose(evidence.studies, pick, kinds)
-    return _compare(place, first_group, second_group)
+    place, groups = choose(evidence.studies, pick, kinds)
+    return _compare(place, *groups)
 
 
 def lowest_loss(evidence: Evidence, first: str, others: list[str]) -> Outcome:
@@ -201,11 +181,8 @@ def _cheaper_sizes(evidence, least, most):
 def equal_loss(evidence: Evidence, margin: float, paper: float, unit: str) -> Outcome:
     """A cheaper MoD size is as good as the best dense model: the cheapest such size is shown.
 
-    Args:
-      evidence: the studies.
-      margin: the interval of an equal size excludes a loss that is higher by this share.
-      paper: FLOPs of the dense step over those of the MoD step, in the paper.
-      unit: of our number, 'faster' or 'fewer FLOPs'.
+    The interval of an equal size excludes a loss that is higher by the share `margin`. `paper` are
+    FLOPs of the dense step over those of the MoD step, `unit` is 'faster' or 'fewer FLOPs'.
     """
     place, dense, sizes = _cheaper_sizes(evidence, 0.0, 1.0)
     losses = {group.size: _relative(group, dense) for group in sizes}
@@ -249,9 +226,7 @@ def lower_loss_at_cost(evidence: Evidence, least: float, most: float) -> Outcome
 def depth_not_width(evidence: Evidence, near: float) -> Outcome:
     """At the optima of each seed MoD has more parameters than dense and the same FLOPs.
 
-    Args:
-      evidence: the studies.
-      near: how far FLOPs per forward pass may be apart and still count as the same.
+    FLOPs per forward pass count as the same if they differ by less than the share `near`.
     """
 
     def pick(place):
@@ -260,33 +235,39 @@ def depth_not_width(evidence: Evidence, near: float) -> Outcome:
 
     place, groups = choose(evidence.studies, pick)
     seeds = sorted({row['seed'] for group in groups for row in group.rows})
-    by_seed = {seed: _ratios(groups, seed) for seed in seeds}
+    by_seed = {seed: _ratios(groups, [seed]) for seed in seeds}
     by_seed = {seed: ratios for seed, ratios in by_seed.items() if ratios}
-    over_means = _ratios(groups)
+    over_means = _ratios(groups, seeds)
     ours = 'an optimum does not lie inside the sizes that were run'
     if over_means:
         ours = '{:.2f} x the parameters, {:.2f} x the FLOPs per forward'.format(*over_means)
     spread = '; '.join('seed {}: {:.2f} x, {:.2f} x'.format(s, *r) for s, r in by_seed.items())
     steps = min(row['steps'] for group in groups for row in group.rows)
     verdict = UNDECIDED
-    if len(by_seed) < MIN_SEEDS:
-        reason = f'{len(by_seed)} seeds have both optima inside, {MIN_SEEDS} are needed'
-    elif steps < MIN_STEPS:
-        reason = f'the shortest run has {steps} steps, {MIN_STEPS} are needed'
+    if len(by_seed) < statistics.MIN_SEEDS:
+        reason = f'{len(by_seed)} seeds have both optima inside, {statistics.MIN_SEEDS} are needed'
+    elif steps < statistics.MIN_STEPS:
+        reason = f'the shortest run has {steps} steps, {statistics.MIN_STEPS} are needed'
     else:
-        verdict, reason = _judge_ratios(list(by_seed.values()), near)
+        logs = np.log(list(by_seed.values()))
+        parameters, flops = (interval([of_seeds]) for of_seeds in logs.T)
+        bounds = (math.log(1 - near), math.log(1 + near))
+        reason = 'an interval over the seeds contains its bound'
+        if parameters.high < 0 or flops.outside(*bounds):
+            verdict = FAILS
+            reason = 'fewer parameters, or other FLOPs per forward, by a whole interval'
+        elif parameters.low > 0 and flops.within(*bounds):
+            verdict = HOLDS
+            reason = 'more parameters and the same FLOPs per forward, by whole intervals'
     return Outcome(ours, spread or NOTHING, verdict, reason, place.setting(groups))
 
 
-def _ratios(groups, seed=None):
-    """Parameters and FLOPs at MoD's optimum over dense's; None if one does not lie inside.
-
-    From the runs of one seed, or of all.
-    """
+def _ratios(groups, seeds):
+    """Parameters and FLOPs at MoD's optimum over dense's; None if one does not lie inside."""
     optima = []
     for variant in ('mod', 'dense'):
         rows = [row for group in groups if group.variant == variant for row in group.rows]
-        rows = [row for row in rows if row['loss'] is not None and seed in (None, row['seed'])]
+        rows = [row for row in rows if row['loss'] is not None and row['seed'] in seeds]
         parabola = fit.fit(rows)
         if parabola is None or not parabola.inside:
             return None
@@ -295,26 +276,10 @@ def _ratios(groups, seed=None):
     return mod.parameters / dense.parameters, mod.flops_per_forward / dense.flops_per_forward
 
 
-def _judge_ratios(ratios, near):
-    parameters, flops = (interval([logs]) for logs in np.log(ratios).T)
-    bounds = (math.log(1 - near), math.log(1 + near))
-    if parameters.high < 0 or flops.outside(*bounds):
-        return FAILS, 'fewer parameters, or other FLOPs per forward, by a whole interval'
-    if parameters.low > 0 and flops.within(*bounds):
-        return HOLDS, 'more parameters and the same FLOPs per forward, by whole intervals'
-    return UNDECIDED, 'an interval over the seeds contains its bound'
-
-
 def perplexity(evidence: Evidence, first: str, second: str, margin: float, saved: float) -> Outcome:
-    """The variant `first` saves FLOPs within a margin of the perplexity of `second`.
+    """The variant `first` saves a share of FLOPs within a margin of the perplexity of `second`.
 
     The claim is of perplexity per token, ours is per byte and differs by less: it cannot hold.
-
-    Args:
-      evidence: the studies.
-      first, second: variants at one size.
-      margin: of perplexity.
-      saved: least share of the FLOPs of a forward pass.
     """
     place, groups = choose(evidence.studies, lambda place: place.shared(first, second))
     worse = interval([[2**bits for bits in group.values()] for group in groups], (1.0, -1.0))
@@ -340,15 +305,7 @@ def larger_gain(evidence: Evidence, first: list[str], second: list[str], kinds) 
 def counted_cost(
     evidence: Evidence, shape: str, paper: float, margin: float, published: bool = True
 ) -> Outcome:
-    """MoDA costs the FLOPs that the paper says, as counted from shapes; needs no run.
-
-    Args:
-      evidence: with `counted`.
-      shape: name in `counted`.
-      paper: its cost, over dense.
-      margin: what still counts as the paper's cost.
-      published: whether the paper gives that shape.
-    """
+    """MoDA costs the FLOPs over dense that the paper says, to a margin; counted, needs no run."""
     if shape not in evidence.counted:
         raise NotMeasured
     counted = evidence.counted[shape]

@@ -13,23 +13,15 @@ from moddepth_jax.studies.plot_style import budget_name, scientific
 from moddepth_jax.studies.plots import FIGURES
 from moddepth_jax.studies.statistics import INVALID_GAP, MIN_SEEDS, MIN_STEPS
 
-_TEMPLATE = pathlib.Path(__file__).parent / 'page.html'
 _OFF_BUDGET = 0.01
 
 
 def write_page(study: dict, directory):
-    """Writes study.html, which holds the figures as SVG and needs no network.
-
-    Args:
-      study: the content of study.json.
-      directory: where `plots.draw` has put its figures.
-
-    Raises:
-      ValueError: a figure is missing.
-    """
+    """Writes study.html, which holds the figures of `plots.draw` as SVG and needs no network."""
     directory = pathlib.Path(directory)
     rest = {name: value for name, value in study.items() if name not in ('runs', 'fits')}
-    template = string.Template(_TEMPLATE.read_text(encoding='utf-8'))
+    file = pathlib.Path(__file__).parent / 'page.html'
+    template = string.Template(file.read_text(encoding='utf-8'))
     page = template.substitute(
         title='isoFLOP study' if study['kind'] == 'flops' else 'Study at equal tokens',
         summary=_summary(study),
@@ -46,24 +38,16 @@ def write_page(study: dict, directory):
 
 
 def warnings(study: dict) -> list[str]:
-    """What a reader must know before the numbers, the gravest first; [] for a sound study.
-
-    Args:
-      study: the content of study.json.
-    """
+    """What a reader must know before the numbers, the gravest first; [] for a sound study."""
     return [*_unfinished(study), *_unsound(study), *_budgets(study), *_rates(study)]
 
 
-def _names(rows):
-    return ', '.join(row['run'] for row in rows)
-
-
 def _unfinished(study):
+    missing = len(study['missing'])
     # Studies of earlier versions say `whole` for `complete`.
-    if study['missing'] or not study.get('complete', study.get('whole', True)):
-        number = len(study['missing'])
+    if missing or not study.get('complete', study.get('whole', True)):
         yield (
-            f'The study is not finished: {number} {"run is" if number == 1 else "runs are"} '
+            f'The study is not finished: {missing} {"run is" if missing == 1 else "runs are"} '
             'missing, and the best sizes may change.'
         )
     lost = [row for row in study['runs'] if row['loss'] is None or not math.isfinite(row['loss'])]
@@ -80,16 +64,16 @@ def _unsound(study):
             f'{len(short)} of {len(runs)} runs have fewer than {MIN_STEPS} steps: they show that '
             'the study works, and no verdict is drawn from them.'
         )
-    invalid = [row for row in runs if (row['routing_gap'] or 0) >= INVALID_GAP]
+    invalid = [row['run'] for row in runs if (row['routing_gap'] or 0) >= INVALID_GAP]
     if invalid:
         yield (
             f'A routing gap of {INVALID_GAP:g} nats or more makes a run invalid, for its causal '
-            f'rule does not do what its training did: {_names(invalid)}.'
+            f'rule does not do what its training did: {", ".join(invalid)}.'
         )
     if study['kind'] == 'flops':
-        off = [r for r in runs if abs(r['total_flops'] / r['budget'] - 1) > _OFF_BUDGET]
+        off = [r['run'] for r in runs if abs(r['total_flops'] / r['budget'] - 1) > _OFF_BUDGET]
         if off:
-            yield f'More than {_OFF_BUDGET:.0%} off their budget of FLOPs: {_names(off)}.'
+            yield f'More than {_OFF_BUDGET:.0%} off their budget of FLOPs: {", ".join(off)}.'
 
 
 def _budgets(study):
@@ -103,7 +87,11 @@ def _budgets(study):
                     f'"{labels[name]}" at {budget_name(study, budget)} has no optimum within the '
                     f'sizes that were run: {fit.best(rows).size} is best. Run more sizes.'
                 )
-    worse = [budget_name(study, b) for b in budgets if _is_beaten_by_shallow(study, base, b)]
+    worse = []
+    for budget in budgets:
+        dense, shallow = (fit.optimum(fit.select(study, v, budget)) for v in (base, 'shallow'))
+        if dense and shallow and shallow.loss < dense.loss:
+            worse.append(budget_name(study, budget))
     if worse:
         yield (
             f'At {", ".join(worse)} the shallower dense control is better than "{labels[base]}": '
@@ -117,11 +105,6 @@ def _budgets(study):
                 f'"{labels[name]}" has {number} of the {MIN_SEEDS} seeds at the largest budget '
                 'that a comparison needs.'
             )
-
-
-def _is_beaten_by_shallow(study, base, budget):
-    both = [fit.optimum(fit.select(study, name, budget)) for name in (base, 'shallow')]
-    return None not in both and both[1].loss < both[0].loss
 
 
 def _rates(study):
@@ -138,8 +121,8 @@ def _warnings(study):
 
 
 def _summary(study):
-    finished, missing = len(study['runs']), len(study['missing'])
-    text = f'{_count(finished, "run")} finished, {missing or "none"} missing. '
+    missing = len(study['missing']) or 'none'
+    text = f'{_count(len(study["runs"]), "run")} finished, {missing} missing. '
     return html.escape(f'{text}Config {study["config"]}, corpus {study["corpus"]}.')
 
 
@@ -149,29 +132,24 @@ def _count(number, noun):
 
 def _figure(file):
     """A data URL of the SVG file."""
-    try:
-        content = file.read_bytes()
-    except OSError as error:
-        raise ValueError(f'{file}: {error.strerror}; plots.draw must have written it') from None
-    return f'data:image/svg+xml;base64,{base64.b64encode(content).decode()}'
+    return f'data:image/svg+xml;base64,{base64.b64encode(file.read_bytes()).decode()}'
 
 
 def _table(rows, kind=''):
     """HTML of a table: dicts by heading, each cell a text or (text, number to sort by, class)."""
     if not rows:
         return '<p>None yet.</p>'
-    parts = []
-    for row in rows:
-        parts.append('<tr>')
-        for cell in row.values():
-            text, value, style = cell if isinstance(cell, tuple) else (cell, None, '')
-            number = '' if value is None else f' data-v="{value!r}"'
-            style = f'{style} n' if number else style
-            parts.append(f'<td{number} class="{style}">{html.escape(str(text))}</td>')
-        parts.append('</tr>\n')
+    body = ''.join(f'<tr>{"".join(map(_cell, row.values()))}</tr>\n' for row in rows)
     head = ''.join(f'<th>{html.escape(name)}</th>' for name in rows[0])
-    body = f'<thead><tr>{head}</tr></thead><tbody>\n{"".join(parts)}</tbody>'
+    body = f'<thead><tr>{head}</tr></thead><tbody>\n{body}</tbody>'
     return f'<div class="wide"><table class="{kind}">{body}</table></div>'
+
+
+def _cell(cell):
+    text, value, style = cell if isinstance(cell, tuple) else (cell, None, '')
+    number = '' if value is None else f' data-v="{value!r}"'
+    style = f'{style} n' if number else style
+    return f'<td{number} class="{style}">{html.escape(str(text))}</td>'
 
 
 def _number(value, form, bad=False):
@@ -183,7 +161,7 @@ def _number(value, form, bad=False):
 
 def _best_tables(study):
     parts = [
-        f'<h3>{budget_name(study, budget)}</h3>{_table(_best_rows(study, budget))}'
+        f'<h3>{budget_name(study, budget)}</h3>{_table([*_best_rows(study, budget)])}'
         for budget in fit.budgets(study)
     ]
     return '\n'.join(parts) or '<p>No run has finished yet.</p>'
@@ -191,37 +169,29 @@ def _best_tables(study):
 
 def _best_rows(study, budget):
     optimum = fit.optimum(fit.select(study, fit.reference(study), budget))
-    bits, rows = fit.bits_per_nat(study), []
+    bits = fit.bits_per_nat(study)
     for name, runs in fit.found(study, budget):
-        best = fit.best(runs)
+        best, parabola = fit.best(runs), fit.fit(runs)
         steps = next(run['steps'] for run in runs if run['size'] == best.size)
         cost = best.flops_per_forward / optimum.flops_per_forward if optimum else None
-        row = {
+        spread = f' ± {statistics.stdev(best.losses):.4f}' if len(best.losses) > 1 else ''
+        loss = f'{best.loss:.4f}{spread} ({_count(len(best.losses), "seed")})'
+        vertex = '–'
+        if parabola and parabola.inside:
+            vertex = f'{parabola.optimum_parameters:,.0f}, {parabola.optimum_loss:.4f}'
+        elif parabola:
+            vertex = ('at an edge', None, 'bad')
+        yield {
             'variant': study['variants'][name]['label'],
             'best size': best.size,
             'parameters': _number(best.parameters, ','),
             'steps': _number(steps, ',', bad=steps < MIN_STEPS),
             'FLOPs of a forward pass, relative': _number(cost, '.2f'),
-            'causal loss, nats': (_spread(best.losses), best.loss, ''),
+            'causal loss, nats': (loss, best.loss, ''),
             'bits/byte': _number(best.loss * bits, '.4f'),
             'loss, relative': _number(best.loss / optimum.loss if optimum else None, '.4f'),
-            'optimum': _vertex(fit.fit(runs)),
+            'optimum': vertex,
         }
-        rows.append(row)
-    return rows
-
-
-def _spread(losses):
-    spread = f' ± {statistics.stdev(losses):.4f}' if len(losses) > 1 else ''
-    return f'{statistics.fmean(losses):.4f}{spread} ({_count(len(losses), "seed")})'
-
-
-def _vertex(parabola):
-    if parabola is None:
-        return '–'
-    if not parabola.inside:
-        return ('at an edge', None, 'bad')
-    return f'{parabola.optimum_parameters:,.0f}, {parabola.optimum_loss:.4f}'
 
 
 def _run_table(study):
@@ -240,11 +210,10 @@ def _run_table(study):
             'causal loss, nats': _number(row['loss'], '.4f'),
             'bits/byte': _number(row['bits_per_byte'], '.4f'),
             'top-C loss, nats': _number(row['loss_top_c'], '.4f'),
-            'gap, nats': _number(
-                row['routing_gap'], '+.4f', (row['routing_gap'] or 0) >= INVALID_GAP
-            ),
+            'gap, nats': _number(row['routing_gap'], '+.4f', gap >= INVALID_GAP),
             'rule': row['rule'] or '',
         }
         for row in study['runs']
+        for gap in [row['routing_gap'] or 0]
     ]
     return _table(rows, 'sortable')

@@ -14,17 +14,11 @@ DIVERGED = math.inf  # the loss of a run that diverged
 
 
 class Variant(NamedTuple):
-    """A model of a study.
+    """A model of a study."""
 
-    Attributes:
-      label: its name in figures and tables.
-      changes: knobs by dotted name, as differences from the study's config.
-      look: colour of COLOURS in plot_style.py and marker of Matplotlib; '': some that are free.
-    """
-
-    label: str
-    changes: dict[str, object]
-    look: str = ''
+    label: str  # its name in figures and tables
+    changes: dict[str, object]  # knobs that differ from the study's config, by dotted name
+    look: str  # colour of COLOURS in plot_style.py and marker of Matplotlib
 
 
 _PLAIN = {
@@ -52,7 +46,7 @@ _STREAMS = {
     'wider': Variant('dense, as many parameters', _PLAIN, 'grey s'),
     'moda_attention': Variant('MoDA, attention slots', _PLAIN | _moda('attention'), 'sky >'),
     'moda': Variant('MoDA, attention and mlp slots', _PLAIN | _moda('attention+ffn'), 'blue D'),
-    'average': Variant('learned average of the layers', _PLAIN | _AVERAGE),
+    'average': Variant('learned average of the layers', _PLAIN | _AVERAGE, 'green d'),
     'mod_moda': Variant('MoD and MoDA', _mod() | _moda('attention+ffn'), 'green h'),
 }
 _POST = {'model.norm_placement': 'post'}
@@ -85,36 +79,23 @@ VARIANTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """What is compared; see `launch.isoflop` for its flags.
+    """What is compared; see `launch.isoflop` for its flags."""
 
-    Attributes:
-      kind: flops or steps, the unit of the budgets.
-      budgets: ascending.
-      sizes: LxD, see configs/sizes.py.
-      variants: names in VARIANTS.
-      seeds: the first is used where there is one run only.
-      learning_rates: tried at the smallest budget with `dense`, or else the first variant; a single
-        one is used without tuning.
-    """
-
-    kind: str
-    budgets: tuple[float, ...]
-    sizes: tuple[str, ...]
-    variants: tuple[str, ...]
-    seeds: tuple[int, ...]
-    learning_rates: tuple[float, ...]
+    kind: str  # flops or steps, the unit of the budgets
+    budgets: tuple[float, ...]  # ascending
+    sizes: tuple[str, ...]  # LxD, see configs/sizes.py
+    variants: tuple[str, ...]  # names in VARIANTS
+    seeds: tuple[int, ...]  # the first is used where there is one run only
+    learning_rates: tuple[float, ...]  # one alone is not tuned
 
     def __post_init__(self):
-        if self.kind not in ('flops', 'steps'):
-            raise ValueError(f'kind={self.kind!r}: must be flops or steps')
         for name in ('budgets', 'sizes', 'variants', 'seeds', 'learning_rates'):
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):
                 given = ','.join(map(str, values))
                 raise ValueError(f'{name}={given!r}: must be one or more, all different')
-        for name in ('budgets', 'learning_rates'):
-            if not all(0 < value < math.inf for value in getattr(self, name)):
-                raise ValueError(f'{name}={getattr(self, name)}: must be numbers above 0')
+            if name in ('budgets', 'learning_rates') and not all(0 < v < math.inf for v in values):
+                raise ValueError(f'{name}={values}: must be numbers above 0')
         unknown = [name for name in self.variants if name not in VARIANTS]
         if unknown:
             raise ValueError(f'variants={unknown[0]!r}: must be of {", ".join(VARIANTS)}')
@@ -123,36 +104,21 @@ class Study:
         object.__setattr__(self, 'budgets', tuple(sorted(self.budgets)))
 
     @property
-    def anchor(self) -> str:
-        """The variant at whose best size the variants that are not `sized` run."""
-        return next(name for name in ('mod', *self.sized) if name in self.variants)
-
-    @property
     def sized(self) -> tuple[str, ...]:
         """The variants that run at every size."""
         return tuple(name for name in self.variants if name in SIZED) or self.variants[:1]
 
 
 class Planned(NamedTuple):
-    """One run.
-
-    Attributes:
-      variant: its name.
-      size: of the model that the row belongs to; for `shallow`, the size of MoD.
-      trained: size of the model that is trained.
-      budget: in the study's unit.
-      learning_rate: its peak.
-      seed: of everything.
-      at_best_size: whether the size was chosen by the loss.
-    """
+    """One run."""
 
     variant: str
-    size: str
-    trained: str
-    budget: float
-    learning_rate: float
+    size: str  # of the model that the row belongs to; for `shallow`, the size of MoD
+    trained: str  # size of the model that is trained
+    budget: float  # in the study's unit
+    learning_rate: float  # its peak
     seed: int
-    at_best_size: bool = False
+    at_best_size: bool = False  # whether the size was chosen by the loss
 
     @property
     def name(self) -> str:
@@ -168,11 +134,9 @@ def width(size: str) -> int:
 
 
 class Plan:
-    """The runs of a study, as far as the known losses decide them.
+    """The runs of a study, as far as the known losses (by name of a finished run) decide them.
 
-    Args:
-      study: what is compared.
-      shallower: size -> size, for `shallow`; see `nearest_depth`.
+    `shallower` maps a size to that of `shallow`; see `nearest_depth`.
     """
 
     def __init__(self, study: Study, shallower):
@@ -181,15 +145,14 @@ class Plan:
 
     def tuning(self) -> list[Planned]:
         """The dense model at the smallest budget: each rate, at the first size of each width."""
-        study, first = self.study, {}
+        study = self.study
         if len(study.learning_rates) == 1:
             return []
-        for size in study.sizes:
-            first.setdefault(width(size), size)
+        first = {width(size): size for size in reversed(study.sizes)}
         variant = 'dense' if 'dense' in study.variants else study.variants[0]
         return [
-            self._run(variant, size, study.budgets[0], rate, study.seeds[0])
-            for size in first.values()
+            self._run(variant, size, study.budgets[0], rate)
+            for size in sorted(first.values(), key=study.sizes.index)
             for rate in study.learning_rates
         ]
 
@@ -205,7 +168,7 @@ class Plan:
         return rates
 
     def runs(self, losses: dict[str, float]) -> tuple[list[Planned], bool]:
-        """The runs that `losses` (by name of finished runs) decide, and whether these are all.
+        """The runs that `losses` decide, and whether these are all.
 
         First the learning rates, then each size, then, at the best size of each budget, the other
         variants, and at the largest budget the other seeds, of every size too.
@@ -214,7 +177,7 @@ class Plan:
         if rates is None:
             return self.tuning(), False
         sized = [
-            self._run(variant, size, budget, rates[width(size)], study.seeds[0])
+            self._run(variant, size, budget, rates[width(size)])
             for budget in study.budgets
             for variant in study.sized
             for size in study.sizes
@@ -224,22 +187,21 @@ class Plan:
         best = {}
         for run in sorted(sized, key=lambda run: losses[run.name]):
             best.setdefault((run.variant, run.budget), run)
-        rest = [
+        last = study.budgets[-1]
+        runs = sized + [
             run._replace(seed=seed)
             for run in sized
             for seed in study.seeds[1:]
-            if run.budget == study.budgets[-1]
+            if run.budget == last
         ]
+        anchor = 'mod' if 'mod' in study.variants else study.sized[0]
         for budget in study.budgets:
-            seeds = study.seeds if budget == study.budgets[-1] else study.seeds[:1]
             for variant in study.variants:
-                at = best.get((variant, budget), best[study.anchor, budget])
-                rest += [
-                    self._run(variant, at.size, budget, at.learning_rate, seed, at_best_size=True)
-                    for seed in seeds
-                ]
-        chosen = {(run.variant, run.name): run for run in (*sized, *rest)}
-        return self.tuning() + list(chosen.values()), True
+                at = best.get((variant, budget), best[anchor, budget])
+                run = self._run(variant, at.size, budget, at.learning_rate)
+                seeds = study.seeds if budget == last else study.seeds[:1]
+                runs += [run._replace(seed=seed, at_best_size=True) for seed in seeds]
+        return self.tuning() + list({(run.variant, run.name): run for run in runs}.values()), True
 
     def max_runs(self) -> dict[float, int]:
         """How many different runs the study has at most, by budget."""
@@ -255,15 +217,16 @@ class Plan:
         """A run of each variant, size and budget, whether or not it will be trained."""
         study = self.study
         return [
-            self._run(variant, size, budget, study.learning_rates[0], study.seeds[0])
+            self._run(variant, size, budget, study.learning_rates[0])
             for budget in study.budgets
             for variant in study.variants
             for size in study.sizes
         ]
 
-    def _run(self, variant, size, budget, rate, seed, at_best_size=False):
+    def _run(self, variant, size, budget, rate):
+        """The run of the first seed."""
         trained = self._shallower(size) if variant == 'shallow' else size
-        return Planned(variant, size, trained, budget, rate, seed, at_best_size)
+        return Planned(variant, size, trained, budget, rate, self.study.seeds[0])
 
 
 def nearest_depth(flops_by_depth: dict[int, float], flops: float) -> int:

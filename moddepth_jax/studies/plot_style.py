@@ -4,7 +4,7 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from moddepth_jax.studies.plan import VARIANTS
 
@@ -20,7 +20,6 @@ COLOURS = {
     'red': '#d55e00',
     'rose': '#c7679c',
 }
-_FREE = [f'{"green red rose orange".split()[i % 4]} {"d>8<"[(i + i // 4) % 4]}' for i in range(16)]
 SETTINGS = {
     'svg.hashsalt': 'study',
     'svg.fonttype': 'path',
@@ -43,9 +42,7 @@ SETTINGS = {
 
 def budget_name(study: dict, budget: float) -> str:
     """Such as '6·10¹¹ FLOPs' or '4,000 steps'."""
-    if study['kind'] == 'steps':
-        return f'{budget:,.0f} steps'
-    return f'{scientific(budget)} FLOPs'
+    return f'{budget:,.0f} steps' if study['kind'] == 'steps' else f'{scientific(budget)} FLOPs'
 
 
 def scientific(value: float) -> str:
@@ -53,14 +50,6 @@ def scientific(value: float) -> str:
     digits, power = f'{value:.3e}'.split('e')
     raised = str(int(power)).translate(str.maketrans('-0123456789', '⁻⁰¹²³⁴⁵⁶⁷⁸⁹'))
     return ('' if float(digits) == 1 else f'{float(digits):g}·') + f'10{raised}'
-
-
-def short_number(value: float) -> str:
-    """Such as 250k, 1.2M or 3B."""
-    for size, letter in ((1e9, 'B'), (1e6, 'M'), (1e3, 'k')):
-        if value >= size:
-            return f'{value / size:.3g}{letter}'
-    return f'{value:.3g}'
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -77,32 +66,24 @@ def sentence(text: str) -> Figure:
     return figure
 
 
-def style(study: dict, variant: str) -> dict:
+def style(variant: str) -> dict:
     """Keywords of a line with markers; NAME_post looks like NAME with a hollow marker."""
     base = variant.removesuffix('_post')
-    names = dict.fromkeys(name.removesuffix('_post') for name in study['variants'])
-    looks = {name: VARIANTS[name].look for name in names if name in VARIANTS}
-    free = [name for name in names if not looks.get(name)]
-    looks |= {name: _FREE[index % len(_FREE)] for index, name in enumerate(free)}
-    colour, marker = looks[base].split()
-    colour = COLOURS[colour]
-    face = colour if variant == base else PAPER
-    return {'color': colour, 'marker': marker, 'markerfacecolor': face, 'markersize': 6.5}
+    colour, marker = (VARIANTS[base].look if base in VARIANTS else 'rose d').split()
+    face = COLOURS[colour] if variant == base else PAPER
+    look = {'color': COLOURS[colour], 'marker': marker}
+    return look | {'markerfacecolor': face, 'markersize': 6.5}
 
 
 def legend(figure: Figure, study: dict, variants, more=(), **line):
     """Adds a legend below the panels and makes the figure taller for it.
 
-    Args:
-      figure: to which it is added.
-      study: with the labels, and the order of the variants.
-      variants: names of those that are drawn.
-      more: pairs of a handle and its label, after the variants.
-      line: keywords of the variants' handles, in addition to their style.
+    It has `variants` in the order of the study, drawn with keywords `line` besides their style,
+    and then the pairs (handle, label) of `more`.
     """
     line = {'linewidth': 0} | line
     pairs = [
-        (Line2D([], [], **style(study, name) | line), details['label'])
+        (Line2D([], [], **style(name) | line), details['label'])
         for name, details in study['variants'].items()
         if name in variants
     ]
@@ -115,33 +96,27 @@ def legend(figure: Figure, study: dict, variants, more=(), **line):
     figure.legend(handles, labels, **place, handlelength=1.8, columnspacing=1.4)
 
 
-def log_axis(axes, values, text):
-    """A logarithmic x axis around the values, with plain numbers formatted by `text`."""
+def log_axis(axes, values, formatter):
+    """A logarithmic x axis around the values."""
     spread = max(values) / min(values)
     room = max(spread**0.15, 1.2)
     axes.set_xscale('log')
     axes.set_xlim(min(values) / room, max(values) * room)
     subs = (1, 2, 5) if spread * room**2 > 6 else (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8)
     axes.xaxis.set_major_locator(LogLocator(subs=subs, numticks=12))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: text(value)))
+    axes.xaxis.set_major_formatter(formatter)
     axes.xaxis.set_minor_formatter(NullFormatter())
 
 
-def set_y_limits(axes, low: float, high: float):
-    """The y axis from a little below `low` to a little above `high`."""
+def set_y_limits(axes, values, most=np.inf):
+    """The y axis around the values, with a little room; those above `most` do not count."""
+    low, high = min(values), max(value for value in values if value <= most)
     room = max(0.06 * (high - low), 1e-3 * abs(high), 1e-9)
     axes.set_ylim(low - room, high + room)
 
 
 def draw_point(axes, x: float, values, keywords: dict):
-    """The mean over the seeds; if there are several, also each seed and their range.
-
-    Args:
-      axes: to draw into.
-      x: where.
-      values: of the seeds.
-      keywords: of `style`.
-    """
+    """The mean over the seeds at `x`; if there are several, also each seed and their range."""
     if len(values) > 1:
         faint = {'color': keywords['color'], 'alpha': 0.6}
         axes.plot([x, x], [min(values), max(values)], linewidth=1.2, **faint)

@@ -9,7 +9,7 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import EngFormatter, FuncFormatter, StrMethodFormatter
 
 from moddepth_jax.studies import fit, plot_style
 from moddepth_jax.studies.plot_style import INK, PAPER, budget_name, style
@@ -23,12 +23,7 @@ _EARLY = 0.2  # of a run: what lies only there is cut off
 
 
 def draw(study: dict, directory):
-    """Writes NAME.png and NAME.svg for each name of FIGURES; equal studies give equal bytes.
-
-    Args:
-      study: the content of study.json.
-      directory: an existing one.
-    """
+    """Writes NAME.png and NAME.svg for each name of FIGURES; equal studies give equal bytes."""
     directory = pathlib.Path(directory)
     nothing = dict.fromkeys(('Date', 'Creator', 'Format', 'Type'))
     with matplotlib.rc_context(plot_style.SETTINGS):
@@ -40,17 +35,10 @@ def draw(study: dict, directory):
 
 
 def _panels(study, budgets, height, columns=3, strip=0.0):
-    """A figure with a panel for each budget, at most `columns` in a row.
+    """A figure with a panel of a height in inches for each budget.
 
-    Args:
-      study: of which.
-      budgets: that have runs.
-      height: of a panel, in inches.
-      columns: at most.
-      strip: width of the axes at the right of each panel, over that of the panel; 0 for none.
-
-    Returns:
-      The figure; for each budget its axes and those of the strip, or None.
+    Returns the figure, and for each budget its axes and those of the strip at its right, which is
+    so much narrower, or None.
     """
     columns = min(len(budgets), columns)
     rows = -(-len(budgets) // columns)
@@ -82,8 +70,9 @@ def _name_axes(panels, x, y, columns=3):
             axes.set_ylabel(y)
 
 
-def _ran_at_several_sizes(rows):
-    return len({row['size'] for row in rows}) > 1
+def _of_several_sizes(found):
+    """The variants, of pairs (variant, rows), that ran at several sizes."""
+    return [name for name, rows in found if len({row['size'] for row in rows}) > 1]
 
 
 def _by_parameters(study):
@@ -92,53 +81,44 @@ def _by_parameters(study):
     Variants that ran at one size only stand in a strip at the right, in a column each.
     """
     budgets = fit.budgets(study)
-    found = {budget: dict(fit.found(study, budget)) for budget in budgets}
-    shown = {name for by_name in found.values() for name in by_name}
-    lined = {
-        name
-        for by_name in found.values()
-        for name, rows in by_name.items()
-        if _ran_at_several_sizes(rows)
-    } or set(study['variants'])
+    found = [pair for budget in budgets for pair in fit.found(study, budget)]
+    shown = {name for name, _ in found}
+    lined = set(_of_several_sizes(found)) or set(study['variants'])
     others = len(shown - lined)
     strip = min(max(0.07 * others, 0.25), 0.5) if others else 0.0
     figure, panels = _panels(study, budgets, 3.3, strip=strip)
     bits, inside = fit.bits_per_nat(study), set()
     for budget, (axes, strip_axes) in panels.items():
-        in_panel = {name: rows for name, rows in found[budget].items() if name in lined}
-        sizes = [(name, size) for name, rows in in_panel.items() for size in fit.sizes(rows)]
+        found = fit.found(study, budget)
+        in_panel = [(name, rows) for name, rows in found if name in lined]
+        in_strip = {name: fit.best(rows) for name, rows in found if name not in lined}
+        sizes = [(name, size) for name, rows in in_panel for size in fit.sizes(rows)]
         parameters = [size.parameters for _, size in sizes]
-        plot_style.log_axis(axes, parameters, plot_style.short_number)
-        for name, rows in in_panel.items():
-            inside |= _draw_parabola(axes, rows, bits, style(study, name))
-        in_strip = {
-            name: fit.best(rows) for name, rows in found[budget].items() if name not in lined
-        }
+        plot_style.log_axis(axes, parameters, EngFormatter(sep=''))
+        for name, rows in in_panel:
+            inside |= _draw_parabola(axes, rows, bits, style(name))
         values = [loss * bits for _, size in sizes for loss in size.losses]
         top = max(values) + _ROOM_ABOVE * np.ptp(values)
         more = [loss * bits for size in in_strip.values() for loss in size.losses]
-        low = min([*values, *more])
-        plot_style.set_y_limits(axes, low, max([*values, *(loss for loss in more if loss < top)]))
+        plot_style.set_y_limits(axes, [*values, *more], top)
         for name, size in sizes:
             losses = np.multiply(size.losses, bits)
-            plot_style.draw_point(axes, size.parameters, losses, style(study, name))
+            plot_style.draw_point(axes, size.parameters, losses, style(name))
         if strip_axes:
-            _draw_strip(strip_axes, axes, study, in_strip, bits)
+            _draw_strip(strip_axes, axes, in_strip, bits)
     _name_axes(panels, 'parameters', 'held-out loss, causal (bits/byte)')
     hollow = {'color': INK, 'markerfacecolor': 'none', 'markersize': 11, 'linewidth': 0}
+    marks = {True: ('*', 'optimum of the parabola'), False: ('o', 'at an edge: no optimum')}
     more = [
         (Line2D([], [], marker=marker, **hollow), label)
-        for is_inside, marker, label in (
-            (True, '*', 'optimum of the parabola'),
-            (False, 'o', 'at an edge: no optimum'),
-        )
+        for is_inside, (marker, label) in marks.items()
         if is_inside in inside
     ]
     plot_style.legend(figure, study, shown, more)
     return figure
 
 
-def _draw_strip(strip, axes, study, best_sizes, bits):
+def _draw_strip(strip, axes, best_sizes, bits):
     """The best size of each variant in a column, on the y axis of `axes`."""
     strip.set_yticks(axes.get_yticks())
     strip.set_ylim(axes.get_ylim())
@@ -148,29 +128,25 @@ def _draw_strip(strip, axes, study, best_sizes, bits):
     strip.set_xticks([])
     strip.set_xlim(-0.8, max(len(best_sizes), 1) - 0.2)
     for column, (name, size) in enumerate(best_sizes.items()):
-        losses = np.multiply(size.losses, bits)
-        if losses.mean() < strip.get_ylim()[1]:
-            plot_style.draw_point(strip, column, losses, style(study, name))
-        else:
-            _draw_above(strip, column, losses.mean(), style(study, name))
+        _draw_or_name(strip, column, np.multiply(size.losses, bits), style(name))
     sizes = ', '.join(dict.fromkeys(size.size for size in best_sizes.values()))
     strip.set_xlabel(f'others\n{sizes}', fontsize=8)
 
 
-def _draw_above(axes, x, value, keywords):
-    """A mark at the upper edge, with the value, which lies above the panel."""
+def _draw_or_name(axes, x, losses, keywords):
+    """A point, or, if it lies above the panel, a mark at its upper edge, with the value."""
+    mean = np.mean(losses)
+    if mean < axes.get_ylim()[1]:
+        plot_style.draw_point(axes, x, losses, keywords)
+        return
     edge = axes.get_xaxis_transform()
     axes.plot([x], [0.97], transform=edge, linewidth=0, **keywords)
     text = {'rotation': 90, 'ha': 'center', 'va': 'top', 'fontsize': 7, 'transform': edge}
-    axes.text(x, 0.93, f'{value:.3f} →', **text)
+    axes.text(x, 0.93, f'{mean:.3f} →', **text)
 
 
 def _draw_parabola(axes, rows, bits, keywords):
-    """Draws a variant's parabola and marks its optimum.
-
-    Returns:
-      {whether the optimum lies inside the sizes}; empty without a parabola.
-    """
+    """Draws a variant's parabola and its optimum; returns {whether it lies inside}, or {}."""
     parabola, sizes = fit.fit(rows), fit.sizes(rows)
     line = {'color': keywords['color'], 'linewidth': 1.2, 'alpha': 0.8}
     if parabola is None:
@@ -193,49 +169,36 @@ def _by_flops(study):
     label = study['variants'][reference]['label']
     budgets = [b for b in fit.budgets(study) if fit.select(study, reference, b)]
     if not budgets:
-        text = f'No run of "{label}" has finished: nothing to compare with.'
-        return plot_style.sentence(text)
+        return plot_style.sentence(f'No run of "{label}" has finished: nothing to compare with.')
     figure, panels = _panels(study, budgets, 3.3)
-    shown = {name for budget in budgets for name, _ in fit.found(study, budget)}
-    lined = [
-        name
-        for budget in budgets
-        for name, rows in fit.found(study, budget)
-        if _ran_at_several_sizes(rows)
-    ]
+    found = [pair for budget in budgets for pair in fit.found(study, budget)]
+    lined = _of_several_sizes(found)
     for budget, (axes, _) in panels.items():
-        marks = _relative(study, reference, budget)
+        base = fit.optimum(fit.select(study, reference, budget))
+        marks = [
+            (name, size.flops_per_forward / base.flops_per_forward, losses)
+            for name, rows in fit.found(study, budget)
+            for size in fit.sizes(rows)
+            for losses in [np.divide(size.losses, base.loss)]
+        ]
         main = [v for name, _, losses in marks for v in losses if name in lined or not lined]
         top = max(main) + 0.1 * np.ptp(main)
-        plot_style.log_axis(axes, [x for _, x, _ in marks], '{:g}'.format)
+        plot_style.log_axis(axes, [x for _, x, _ in marks], StrMethodFormatter('{x:g}'))
         for draw_line in (axes.axhline, axes.axvline):
             draw_line(1, color=INK, linewidth=0.9, linestyle='--', alpha=0.8)
         for name in lined:
             points = [(x, np.mean(losses)) for other, x, losses in marks if other == name]
-            colour = style(study, name)['color']
+            colour = style(name)['color']
             axes.plot(*np.reshape(points, (-1, 2)).T, linewidth=1, color=colour, alpha=0.6)
-        values = [v for *_, losses in marks for v in losses if np.mean(losses) <= top]
-        plot_style.set_y_limits(axes, min(values), max(values))
+        plot_style.set_y_limits(axes, [v for *_, ls in marks for v in ls if np.mean(ls) <= top])
         for name, x, losses in marks:
-            if np.mean(losses) <= top:
-                plot_style.draw_point(axes, x, losses, style(study, name))
-            else:
-                _draw_above(axes, x, np.mean(losses), style(study, name))
+            _draw_or_name(axes, x, losses, style(name))
     best = 'its best size' if study['kind'] == 'steps' else 'its isoFLOP optimum'
     _name_axes(panels, 'FLOPs of a forward pass, relative', 'held-out loss, causal, relative')
     line = Line2D([], [], color=INK, linewidth=0.9, linestyle='--')
+    shown = {name for name, _ in found}
     plot_style.legend(figure, study, shown, [(line, f'"{label}" at {best} = 1')])
     return figure
-
-
-def _relative(study, reference, budget):
-    """(variant, FLOPs per forward, losses) of each size, over those of the reference's optimum."""
-    base = fit.optimum(fit.select(study, reference, budget))
-    return [
-        (name, size.flops_per_forward / base.flops_per_forward, np.divide(size.losses, base.loss))
-        for name, rows in fit.found(study, budget)
-        for size in fit.sizes(rows)
-    ]
 
 
 def _by_steps(study) -> Figure:
@@ -260,13 +223,13 @@ def _by_steps(study) -> Figure:
     highs, late = [], []
     for name, (steps, spent, losses_SP) in curves.items():
         highs.append(np.interp(_EARLY * steps[-1], steps, losses_SP.max(0)))
-        _draw_band(left, steps, losses_SP, style(study, name))
+        _draw_band(left, steps, losses_SP, style(name))
         difference_SP = losses_SP - np.interp(spent, base_spent, base_losses_SP.mean(0))
-        _draw_band(right, spent, difference_SP, style(study, name))
+        _draw_band(right, spent, difference_SP, style(name))
         late.append(difference_SP[:, spent > _EARLY * spent[-1]])
-    low = min(losses_SP.min() for *_, losses_SP in curves.values())
-    plot_style.set_y_limits(left, low, max(highs))
-    plot_style.set_y_limits(right, min(map(np.min, late)), max(map(np.max, late)))
+    lows = [losses_SP.min() for *_, losses_SP in curves.values()]
+    plot_style.set_y_limits(left, [*lows, max(highs)])
+    plot_style.set_y_limits(right, np.concatenate(late, axis=None))
     unit = 'steps' if study['kind'] == 'steps' else 'FLOPs'
     texts = {'steps': '{:,.0f}'.format, 'FLOPs': plot_style.scientific}
     for axes, text in ((left, texts['steps']), (right, texts[unit])):
@@ -323,8 +286,13 @@ def _seeds(study):
         best = [(name, fit.best(rows)) for name, rows in fit.found(study, budget)]
         best.sort(key=lambda entry: -entry[1].loss)
         for row, (name, size) in enumerate(best):
-            colour = style(study, name)['color']
-            _draw_seeds(axes, row, np.multiply(size.losses, bits), colour)
+            losses, colour = np.multiply(size.losses, bits), style(name)['color']
+            band = {'color': colour, 'alpha': 0.25, 'linewidth': 7, 'solid_capstyle': 'butt'}
+            axes.plot([losses.min(), losses.max()], [row] * 2, **band)
+            if len(losses) > 1:
+                mark = {'color': colour, 'markersize': 12, 'markeredgewidth': 2}
+                axes.plot([losses.mean()], [row], '|', **mark)
+            axes.plot(losses, [row] * len(losses), '.', color=colour, markersize=7)
         rows = fit.select(study, base, budget)
         if rows:
             optimum = fit.optimum(rows).loss * bits
@@ -347,14 +315,6 @@ def _seeds(study):
     }
     figure.legend(handles.values(), handles.keys(), loc='outside lower center', ncols=4)
     return figure
-
-
-def _draw_seeds(axes, row, losses, colour):
-    band = {'color': colour, 'alpha': 0.25, 'linewidth': 7, 'solid_capstyle': 'butt'}
-    axes.plot([losses.min(), losses.max()], [row] * 2, **band)
-    if len(losses) > 1:
-        axes.plot([losses.mean()], [row], '|', color=colour, markersize=12, markeredgewidth=2)
-    axes.plot(losses, [row] * len(losses), '.', color=colour, markersize=7)
 
 
 FIGURES = {

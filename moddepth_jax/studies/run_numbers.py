@@ -11,18 +11,14 @@ from moddepth_jax.studies.statistics import NotMeasured, choose, interval
 class Number(NamedTuple):
     """One number of a run.
 
-    Attributes:
-      of: a run -> the number, or None. A run is a row of study.json, with the `capacity` of its
-        variant and what was `measured` of it, from measures.json.
-      form: how it is formatted.
-      text: what {} is set into: its mean over the seeds, with the interval.
-      measured: whether it needs measures.json.
+    A run is a row of study.json, with the `capacity` of its variant and what was `measured` of it,
+    from measures.json.
     """
 
     of: Callable[[dict], float | None]
-    form: str
-    text: str = '{}'
-    measured: bool = True
+    form: str  # of its mean over the seeds, with the interval
+    text: str = '{}'  # around that
+    measured: bool = True  # whether it needs measures.json
 
 
 def _mean(values):
@@ -35,9 +31,6 @@ def accuracy(run: dict) -> float:
     """Share of the tokens on which a causal rule agrees with top-C, the mean over routed layers.
 
     Of all tokens, selected (1 - precision) are selected wrongly and capacity (1 - recall) missed.
-
-    Args:
-      run: as `Number.of` takes it.
     """
     wrong = [
         layer['selected_fraction'] * (1 - (layer['precision'] or 0.0))
@@ -56,12 +49,9 @@ def _of_layers(name):
     return lambda run: _mean([layer[name] for layer in run['measured']['layers']])
 
 
-def _over_chance(name):
-    def number(run):
-        blocks = run['measured']['blocks_entered']
-        return blocks[name] - blocks[f'{name}_by_chance']
-
-    return number
+def _difference(group, name, other):
+    """One number of a group of measures less another."""
+    return lambda run: run['measured'][group][name] - run['measured'][group][other]
 
 
 def _over_whitespace(name):
@@ -74,11 +64,6 @@ def _over_whitespace(name):
     return number
 
 
-def _first_token(run):
-    first = run['measured']['first_token']
-    return first['entered'] - first['others_entered']
-
-
 NUMBERS = {
     'routing gap': Number(
         lambda run: run['routing_gap'] / run['loss_top_c'], '+.2%', '{} of the loss', False
@@ -87,14 +72,20 @@ NUMBERS = {
     'precision': Number(_of_routing('precision'), '.2f', 'precision {}', False),
     'recall': Number(_of_routing('recall'), '.2f', 'recall {}', False),
     'selected fraction': Number(_of_routing('selected_fraction'), '.1%', '{}', False),
-    'in every block': Number(_over_chance('every'), '+.1%', 'every block {}'),
-    'in no block': Number(_over_chance('none'), '+.1%', 'no block {}'),
+    'in every block': Number(
+        _difference('blocks_entered', 'every', 'every_by_chance'), '+.1%', 'every block {}'
+    ),
+    'in no block': Number(
+        _difference('blocks_entered', 'none', 'none_by_chance'), '+.1%', 'no block {}'
+    ),
     'entropy correlation': Number(
         lambda run: run['measured']['entropy']['correlation'], '+.3f', 'correlation {}'
     ),
     'numbers': Number(_over_whitespace('number'), '+.1%', 'numbers less whitespace {}'),
     'keywords': Number(_over_whitespace('keyword'), '+.1%', 'keywords less whitespace {}'),
-    'first token': Number(_first_token, '+.1%', 'first less others {}'),
+    'first token': Number(
+        _difference('first_token', 'entered', 'others_entered'), '+.1%', 'first less others {}'
+    ),
     'score correlation': Number(_of_layers('score_correlation'), '+.3f', 'correlation {}'),
     'linear probe': Number(_of_layers('probe_r2'), '+.3f'),
     'attention off the first token': Number(
@@ -112,15 +103,9 @@ def numbers_within(
     also=(),
     kinds=('flops',),
 ) -> Outcome:
-    """Each of some numbers, of a variant or of one less another, lies between two bounds.
+    """Each of some NUMBERS lies between two bounds; those of `also` are only shown.
 
-    Args:
-      evidence: the studies and what was measured on their runs.
-      variants: one at its best size, or two at one size.
-      numbers: names in NUMBERS.
-      low, high: the bounds.
-      also: names of numbers that are shown and carry no verdict.
-      kinds: of studies.
+    They are of one variant at its best size, or of one less another at one size.
     """
 
     def pick(place):

@@ -13,7 +13,6 @@ import time
 import jax
 
 from moddepth_jax.data.pipeline import make_dataset
-from moddepth_jax.hparams import Hparams
 from moddepth_jax.model.flops import train_step_flops
 from moddepth_jax.studies import page, plots, store
 from moddepth_jax.studies.plan import Plan
@@ -35,12 +34,8 @@ _TIMED_STEPS, _TIMED_SECONDS = 5, 5.0  # for the estimate; whichever ends first
 class StudyRunner:
     """Trains what is missing of a study and draws it.
 
-    Args:
-      workdir: of the study.
-      plan: of it.
-      hparams_of: Planned -> Hparams.
-      description: fields of plan.json and study.json: kind, config, overrides.
-      before_run: called with the Hparams of each run before it trains.
+    `hparams_of(Planned)` are the Hparams of a run, with which `before_run` is called before it
+    trains. `description` are the first fields of plan.json and study.json.
     """
 
     def __init__(
@@ -53,13 +48,9 @@ class StudyRunner:
     def run(
         self, shard: tuple[int, int], processes: int, dry_run: bool = False, draw_only: bool = False
     ) -> int:
-        """Carries out the study, or this shard of it; returns an exit status.
+        """Carries out the study, or the share `shard` = (index, count); returns an exit status.
 
-        Args:
-          shard: (index, count): which share of the runs to train.
-          processes: how many runs at a time.
-          dry_run: only print the plan.
-          draw_only: train nothing, draw what is finished.
+        With `dry_run` it only prints the plan, with `draw_only` it draws what is finished.
         """
         self.check()
         if dry_run:
@@ -72,9 +63,10 @@ class StudyRunner:
             self.finish()
             return 0
         if _PARENT in os.environ:
+            threading.Thread(target=_end_with_parent, daemon=True).start()
             return self.train(shard)
         self.announce(processes)
-        status = self.spawn(shard, processes) if processes > 1 else self.train(shard)
+        status = _spawn(shard, processes) if processes > 1 else self.train(shard)
         if not status and shard[0] == 0:
             self.finish()
         return status
@@ -106,7 +98,7 @@ class StudyRunner:
             print(f'budget    {budget:g} {plan.kind}: up to {number} runs of {each:.3g} FLOPs')
         print(f'in all    up to {count} runs, {flops:.3g} FLOPs; {done} runs are finished')
         if progress.missing or not progress.complete:
-            rate, overhead = throughput(example)
+            rate, overhead = _throughput(example)
             seconds = (flops / rate + count * overhead) * (1 - done / count) / processes
             print(
                 f'time      about {format_seconds(seconds)}, {processes} at a time: '
@@ -118,16 +110,10 @@ class StudyRunner:
         return store.progress(self._workdir, self._plan)
 
     def train(self, shard: tuple[int, int]) -> int:
-        """Trains this shard's share of the missing runs and waits for the other shards.
+        """Trains the share `shard` = (index, count) of the missing runs; waits for the others.
 
-        Args:
-          shard: (index, count).
-
-        Returns:
-          An exit status.
+        Returns an exit status.
         """
-        if _PARENT in os.environ:
-            threading.Thread(target=_end_with_parent, daemon=True).start()
         index, count = shard
         announced = None
         while True:
@@ -154,57 +140,25 @@ class StudyRunner:
         logs = self._workdir / LOGS
         logs.mkdir(exist_ok=True)
         self._before_run(hparams)
-        with open(logs / f'{run.name}.txt', 'a', encoding='utf-8') as log:
-            with contextlib.redirect_stdout(log):
-                try:
-                    result = train(hparams, directory)
-                except DivergedError as error:
-                    content = json.dumps({'error': str(error)}) + '\n'
-                    write_atomically(directory / store.DIVERGED_FILE, content)
-                    outcome = 'diverged'
-                else:
-                    if result.signal is not None:
-                        return 128 + signal.Signals[result.signal]
-                    outcome = f'{result.summary["eval"]["bits_per_byte"]:.4f} bits/byte'
+        with (
+            open(logs / f'{run.name}.txt', 'a', encoding='utf-8') as log,
+            contextlib.redirect_stdout(log),
+        ):
+            try:
+                result = train(hparams, directory)
+            except DivergedError as error:
+                content = json.dumps({'error': str(error)}) + '\n'
+                write_atomically(directory / store.DIVERGED_FILE, content)
+                outcome = 'diverged'
+            else:
+                if result.signal is not None:
+                    return 128 + signal.Signals[result.signal]
+                outcome = f'{result.summary["eval"]["bits_per_byte"]:.4f} bits/byte'
         jax.clear_caches()
         done, count = len(self._progress().losses), sum(self._plan.max_runs().values())
         seconds = format_seconds(time.monotonic() - start)
         print(f'{done:4d}/{count}  {run.name:42} {outcome:18} {seconds}', flush=True)
         return 0
-
-    def spawn(self, shard: tuple[int, int], processes: int) -> int:
-        """`train` in several processes of this same command.
-
-        They end with this process, and a signal to it is passed on to them.
-
-        Returns:
-          The first exit status that is not 0, or 0.
-        """
-        environment = os.environ | {_PARENT: str(os.getpid())}
-        children = []
-        for child in range(processes):
-            part = '/'.join(map(str, part_of_shard(shard, child, processes)))
-            command = [sys.executable, '-m', 'launch.isoflop', *sys.argv[1:]]
-            command += [f'--shard={part}', '--processes=1']
-            # In their own process groups, so that Ctrl-C reaches them once, through this process.
-            children.append(subprocess.Popen(command, env=environment, process_group=0))
-        handlers = {
-            number: signal.signal(number, lambda number, _: _signal_all(children, number))
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-        }
-        try:
-            while any(child.poll() is None for child in children):
-                failed = [child for child in children if child.poll()]
-                if failed:
-                    _signal_all(children, signal.SIGTERM)
-                    for child in children:
-                        child.wait()
-                    return _status(failed[0])
-                time.sleep(0.2)
-            return next((_status(child) for child in children if child.returncode), 0)
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
 
     def finish(self):
         """Writes study.json, measures.json, the figures and the page from the finished runs."""
@@ -217,12 +171,8 @@ class StudyRunner:
         print(f'look      {self._workdir / "study.html"}')
 
 
-def throughput(hparams: Hparams) -> tuple[float, float]:
-    """Counted training FLOPs per second, and the seconds that a run takes besides training.
-
-    Args:
-      hparams: of a run like those that will be trained.
-    """
+def _throughput(hparams):
+    """Counted training FLOPs per second, and the seconds that a run takes besides training."""
     mesh = make_mesh('')
     with jax.set_mesh(mesh):
         batch = shard_batch(mesh, make_dataset(hparams.data, hparams.seed).train_batch(0))
@@ -230,7 +180,6 @@ def throughput(hparams: Hparams) -> tuple[float, float]:
         start = time.perf_counter()
         step_fn = jax.jit(train_step, donate_argnums=0).lower(state, batch).compile()
         compiling = time.perf_counter() - start
-
         seconds = []
         while len(seconds) < _TIMED_STEPS and sum(seconds) < _TIMED_SECONDS:
             start = time.perf_counter()
@@ -251,14 +200,40 @@ def part_of_shard(shard: tuple[int, int], child: int, processes: int) -> tuple[i
     return index + count * child, count * processes
 
 
-def _status(child):
-    return child.returncode if child.returncode > 0 else 128 - child.returncode
+def _spawn(shard, processes):
+    """`train` in several processes of this same command; the first exit status not 0, or 0.
 
+    They end with this process, and a signal to it is passed on to them.
+    """
+    environment = os.environ | {_PARENT: str(os.getpid())}
+    children = []
+    for child in range(processes):
+        part = '/'.join(map(str, part_of_shard(shard, child, processes)))
+        command = [sys.executable, '-m', 'launch.isoflop', *sys.argv[1:]]
+        command += [f'--shard={part}', '--processes=1']
+        # In their own process groups, so that Ctrl-C reaches them once, through this process.
+        children.append(subprocess.Popen(command, env=environment, process_group=0))
 
-def _signal_all(children, number):
-    for child in children:
-        if child.poll() is None:
-            child.send_signal(number)
+    def signal_all(number, _=None):
+        for child in children:
+            if child.poll() is None:
+                child.send_signal(number)
+
+    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    handlers = {number: signal.signal(number, signal_all) for number in signals}
+    try:
+        while not any(child.poll() for child in children):
+            if all(child.poll() == 0 for child in children):
+                return 0
+            time.sleep(0.2)
+        failed = next(child.returncode for child in children if child.returncode)
+        signal_all(signal.SIGTERM)
+        for child in children:
+            child.wait()
+        return failed if failed > 0 else 128 - failed
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def _end_with_parent():

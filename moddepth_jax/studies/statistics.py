@@ -1,8 +1,4 @@
-"""What separates two groups of runs: means over seeds, and the 95% interval of their difference.
-
-Runs are rows of study.json. A verdict needs at least MIN_SEEDS runs of MIN_STEPS steps: fewer seeds
-give no spread, and shorter runs say little about training.
-"""
+"""What separates two groups of runs: means over seeds, and the 95% interval of their difference."""
 
 import math
 from typing import NamedTuple
@@ -12,10 +8,9 @@ import scipy.stats
 
 from moddepth_jax.studies import fit
 
-MIN_SEEDS, MIN_STEPS = 3, 500
+MIN_SEEDS, MIN_STEPS = 3, 500  # of the runs of a verdict
 MIN_SIZES = 3  # of dense models, for the best of them to be called optimal
 INVALID_GAP = 0.05  # nats between causal and top-C routing, see docs/mixture_of_depths.md
-_CONFIDENCE = 0.95
 
 
 class NotMeasured(Exception):
@@ -30,7 +25,7 @@ class Interval(NamedTuple):
     high: float
 
     def scaled(self, factor: float) -> 'Interval':
-        """The interval in another unit; `factor` is above 0."""
+        """The interval times a factor above 0."""
         return Interval(*(factor * end for end in self))
 
     def within(self, low: float, high: float) -> bool:
@@ -52,12 +47,8 @@ class Interval(NamedTuple):
 def interval(samples, weights=(1.0,)) -> Interval:
     """The weighted sum of the means of independent samples, with its 95% interval.
 
-    Student's t with the degrees of freedom of Welch and Satterthwaite. For one sample it is the
-    interval of `scipy.stats.ttest_1samp`; for two and the weights (1, -1) it is Welch's.
-
-    Args:
-      samples: sequences of floats, one or more.
-      weights: one for each.
+    Student's t with the degrees of freedom of Welch and Satterthwaite: of two samples and the
+    weights (1, -1) Welch's interval, of one that of `scipy.stats.ttest_1samp`.
     """
     samples = [weight * np.asarray(s, float) for s, weight in zip(samples, weights, strict=True)]
     mean = float(sum(values.mean() for values in samples))
@@ -67,26 +58,18 @@ def interval(samples, weights=(1.0,)) -> Interval:
     if errors.sum() == 0:
         return Interval(mean, mean, mean)
     freedom = errors.sum() ** 2 / sum(errors**2 / [values.size - 1 for values in samples])
-    ends = scipy.stats.t.interval(_CONFIDENCE, freedom, mean, math.sqrt(errors.sum()))
+    ends = scipy.stats.t.interval(0.95, freedom, mean, math.sqrt(errors.sum()))
     return Interval(mean, *map(float, ends))
 
 
 class Group(NamedTuple):
-    """The runs of one variant at one size and one budget of a study.
-
-    Attributes:
-      variant: its name in the study.
-      size: LxD.
-      rows: of study.json, by seed.
-      diverged: how many more runs of it diverged.
-      at_edge: whether it was called the best although no smaller, or no larger, size was run.
-    """
+    """The runs of one variant at one size and one budget of a study."""
 
     variant: str
-    size: str
-    rows: tuple[dict, ...]
-    diverged: int = 0
-    at_edge: bool = False
+    size: str  # LxD
+    rows: tuple[dict, ...]  # of study.json, by seed
+    diverged: int = 0  # how many more runs of it diverged
+    at_edge: bool = False  # called the best although no smaller, or no larger, size was run
 
     def values(self, field: str = 'bits_per_byte') -> list[float]:
         """One number of each run; infinite where it is None, as for a run that diverged."""
@@ -122,12 +105,9 @@ class Group(NamedTuple):
 
 
 class Place(NamedTuple):
-    """One budget of one study. Only runs of the same place are compared.
+    """One budget of one study, of which the name and the content of study.json are given.
 
-    Attributes:
-      name: of the study.
-      study: the content of study.json.
-      budget: one of its budgets.
+    Only runs of the same place are compared.
     """
 
     name: str
@@ -141,15 +121,15 @@ class Place(NamedTuple):
             if row['variant'] in variants and row['budget'] == self.budget:
                 # One run of a shallower dense model may stand in several rows, for two MoD sizes.
                 by_size.setdefault(row['size'], {})[row['seed']] = row
-        return [
-            Group(variants[0], size, tuple(rows[seed] for seed in sorted(rows)), self._lost(rows))
-            for size, rows in by_size.items()
-        ]
-
-    def _lost(self, rows):
-        """How many runs that differ from these only in their seed diverged."""
-        stems = {row['run'].rpartition('-seed')[0] for row in rows.values()}
-        return sum(name.rpartition('-seed')[0] in stems for name in self.study['diverged'])
+        groups = []
+        for size, rows in by_size.items():
+            # Runs that differ from these only in their seed.
+            stems = {row['run'].rpartition('-seed')[0] for row in rows.values()}
+            lost = sum(name.rpartition('-seed')[0] in stems for name in self.study['diverged'])
+            groups.append(
+                Group(variants[0], size, tuple(rows[seed] for seed in sorted(rows)), lost)
+            )
+        return groups
 
     def best(self, *variants: str) -> Group | None:
         """The best size, as chosen by `fit.best`; None if no run has a finite loss."""
@@ -174,12 +154,15 @@ class Place(NamedTuple):
         Of several sizes it is one without a problem, then the best one of the first variant.
         """
         by_variant = [{group.size: group for group in self.groups(each)} for each in variants]
-        candidates = []
-        for size in set.intersection(*map(set, by_variant)):
-            groups = [by_size[size] for by_size in by_variant]
-            has_problem = any(group.problem for group in groups)
-            candidates.append((has_problem, groups[0].mean(), size, groups))
-        return min(candidates, key=lambda entry: entry[:3])[3] if candidates else []
+        candidates = [
+            [by_size[size] for by_size in by_variant]
+            for size in set.intersection(*map(set, by_variant))
+        ]
+
+        def rank(groups):
+            return any(group.problem for group in groups), groups[0].mean(), groups[0].size
+
+        return min(candidates, key=rank, default=[])
 
     def setting(self, groups: list[Group]) -> str:
         """Where and for how long the groups were trained."""
@@ -194,27 +177,12 @@ class Place(NamedTuple):
         )
 
 
-def _places(studies, kinds):
-    """Every budget of the studies of these kinds, from the most training FLOPs to the fewest."""
-    found = []
-    for name, study in sorted(studies.items()):
-        for budget in study['budgets'] if study['kind'] in kinds else ():
-            flops = [row['total_flops'] for row in study['runs'] if row['budget'] == budget]
-            if flops:
-                found.append((max(flops), Place(name, study, budget)))
-    return [place for _, place in sorted(found, key=lambda entry: -entry[0])]
-
-
 def choose(studies: dict[str, dict], pick, kinds=('flops',)) -> tuple[Place, list[Group]]:
-    """The place where a claim is judged, and the groups compared there.
+    """The place where a claim is judged, of studies by name, and the groups compared there.
 
-    This is the largest place whose groups have no problem; of places equal to within 5% of their
-    FLOPs, the one with the most seeds. If all have problems it is the largest.
-
-    Args:
-      studies: content of study.json, by name of the study.
-      pick: called with a Place, returns the groups to compare: [] or a None if one is missing.
-      kinds: of studies.
+    `pick(place)` returns the groups to compare: [] or a None if one is missing. The place is the
+    largest whose groups have no problem; of places equal to within 5% of their FLOPs, the one with
+    the most seeds. If all have problems it is the largest.
 
     Raises:
       NotMeasured: no place has the groups.
@@ -226,7 +194,16 @@ def choose(studies: dict[str, dict], pick, kinds=('flops',)) -> tuple[Place, lis
         seeds = min(len(group.rows) for group in groups)
         return any(group.problem for group in groups), -round(math.log(flops) / 0.05), -seeds
 
-    found = [(place, pick(place)) for place in _places(studies, kinds)]
+    def most_flops(place):
+        return max(r['total_flops'] for r in place.study['runs'] if r['budget'] == place.budget)
+
+    places = [
+        Place(name, study, budget)
+        for name, study in sorted(studies.items())
+        for budget in study['budgets']
+        if study['kind'] in kinds and any(row['budget'] == budget for row in study['runs'])
+    ]
+    found = [(each, pick(each)) for each in sorted(places, key=most_flops, reverse=True)]
     found = [(place, groups) for place, groups in found if groups and None not in groups]
     if not found:
         raise NotMeasured

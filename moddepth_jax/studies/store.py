@@ -3,13 +3,10 @@
 import dataclasses
 import json
 import pathlib
-import sys
 from typing import NamedTuple
 
 import jax
 import numpy as np
-import rich.console
-import rich.progress
 
 from moddepth_jax.analysis.block_stats import block_stats
 from moddepth_jax.data.pipeline import make_dataset
@@ -44,54 +41,41 @@ _MEASURED_BATCHES = 32  # held-out ones
 
 
 def open_study(directory, plan: dict):
-    """Makes `directory` that of the study `plan`, or checks that it already is.
-
-    Args:
-      directory: created if it does not exist.
-      plan: JSON values; those named in MAY_GROW may hold more than at an earlier start.
+    """Makes `directory` that of the study `plan` (JSON values), or checks that it already is.
 
     Raises:
       ValueError: one line, nothing written: the directory holds something else, or a study whose
-        plan differs.
+        plan differs by more than what those of MAY_GROW have gained.
     """
     directory = pathlib.Path(directory)
-    file = directory / PLAN_FILE
-    right = 'use another --workdir'
+    file, where, right = directory / PLAN_FILE, f'--workdir={directory}', 'use another --workdir'
+    plan, stored = json.loads(json.dumps(plan)), None
     if directory.exists() and not directory.is_dir():
-        raise ValueError(f'--workdir={directory}: is a file; {right}')
-    if directory.exists() and not file.exists():
+        raise ValueError(f'{where}: is a file; {right}')
+    if file.exists():
+        stored = read_json(file, '')
+        for name in stored | plan:
+            old, new = stored.get(name), plan.get(name)
+            grown = name in MAY_GROW and set(old or ()) <= set(new or ())
+            if name == 'seeds':  # the first seed chooses sizes and learning rates
+                grown = grown and old[:1] == new[:1]
+            if old != new and not grown:
+                more = ' (it may only gain some)' if name in MAY_GROW else ''
+                found = f'{name} is {old!r} in its {PLAN_FILE} and {new!r} in this study{more}'
+                raise ValueError(f'{where}: {found}; {right}')
+    elif directory.exists():
         names = {path.name for path in directory.iterdir()}
         others = sorted(names - {RUNS} - temporary_files(names, PLAN_FILE))
         if others:
             found = f'holds {others[0]!r} but no {PLAN_FILE}, so it is no study'
-            raise ValueError(f'--workdir={directory}: {found}; {right}')
-    plan = json.loads(json.dumps(plan))
-    if file.exists():
-        _check_plan(directory, read_plan(directory), plan)
+            raise ValueError(f'{where}: {found}; {right}')
     try:
         (directory / RUNS).mkdir(parents=True, exist_ok=True)
-        if not file.exists() or read_plan(directory) != plan:
+        if stored != plan:
             write_atomically(file, json.dumps(plan, indent=2) + '\n')
     except OSError as error:
         right = 'must be a directory that can be written'
-        raise ValueError(f'--workdir={directory}: {error.strerror}; {right}') from None
-
-
-def _check_plan(directory, stored, plan):
-    for name in stored | plan:
-        old, new = stored.get(name), plan.get(name)
-        grown = name in MAY_GROW and set(old or ()) <= set(new or ())
-        if name == 'seeds':  # the first seed chooses sizes and learning rates
-            grown = grown and old[:1] == new[:1]
-        if old != new and not grown:
-            more = ' (it may only gain some)' if name in MAY_GROW else ''
-            found = f'{name} is {old!r} in its {PLAN_FILE} and {new!r} in this study{more}'
-            raise ValueError(f'--workdir={directory}: {found}; use another --workdir')
-
-
-def read_plan(directory) -> dict:
-    """The plan of a study. Raises ValueError, one line, if there is none that can be read."""
-    return read_json(pathlib.Path(directory) / PLAN_FILE, f'--workdir={directory}: holds no study')
+        raise ValueError(f'{where}: {error.strerror}; {right}') from None
 
 
 def read_study(directory) -> dict:
@@ -101,15 +85,7 @@ def read_study(directory) -> dict:
 
 
 def read_json(file, missing: str) -> dict:
-    """The JSON object in a file of a study.
-
-    Args:
-      file: its path.
-      missing: what to say if the file does not exist.
-
-    Raises:
-      ValueError: one line.
-    """
+    """The JSON object in a file. Raises ValueError, one line, which says `missing` if it is."""
     try:
         content = json.loads(file.read_text(encoding='utf-8'))
     except (FileNotFoundError, NotADirectoryError):
@@ -126,11 +102,6 @@ def run_directory(directory, name: str) -> pathlib.Path:
     return pathlib.Path(directory) / RUNS / name
 
 
-def _read_summary(directory, name):
-    run = run_directory(directory, name)
-    return read_json(run / SUMMARY_FILE, f'{run}: no summary')
-
-
 def final_loss(directory, name: str) -> float | None:
     """Nats a held-out token of a finished run, DIVERGED if it diverged, None if not finished."""
     run = run_directory(directory, name)
@@ -138,24 +109,17 @@ def final_loss(directory, name: str) -> float | None:
         return DIVERGED
     if not (run / SUMMARY_FILE).exists():
         return None
-    loss = _read_summary(directory, name)['eval']['loss']
+    loss = read_json(run / SUMMARY_FILE, f'{run}: no summary')['eval']['loss']
     return DIVERGED if loss is None else loss
 
 
 class Progress(NamedTuple):
-    """How far a study is.
+    """How far a study is."""
 
-    Attributes:
-      runs: all that the losses of the finished runs decide.
-      losses: of the finished ones, by name.
-      missing: those of `runs` left to train, each once.
-      complete: whether the losses decide all runs of the study.
-    """
-
-    runs: list[Planned]
-    losses: dict[str, float]
-    missing: list[Planned]
-    complete: bool
+    runs: list[Planned]  # all that the losses of the finished runs decide
+    losses: dict[str, float]  # of the finished ones, by name
+    missing: list[Planned]  # those of `runs` left to train, each once
+    complete: bool  # whether the losses decide all runs of the study
 
 
 def progress(directory, plan: Plan) -> Progress:
@@ -177,18 +141,10 @@ def check_run(directory, run: Planned, hparams: Hparams):
 
 
 def collect(directory, plan: Plan, description: dict, hparams_of) -> dict:
-    """Reads the finished runs of a study.
+    """The content of study.json, from the finished runs: see docs/isoflop.md.
 
-    Nothing in the result depends on when, where or in how many starts they were trained.
-
-    Args:
-      directory: of the study.
-      plan: of it.
-      description: more fields of study.json: kind, config, overrides.
-      hparams_of: Planned -> Hparams.
-
-    Returns:
-      The content of study.json: see docs/isoflop.md.
+    It begins with the `description`. Nothing in it depends on when, where or in how many starts the
+    runs were trained.
 
     Raises:
       ValueError: a run is not the one that is planned.
@@ -199,10 +155,11 @@ def collect(directory, plan: Plan, description: dict, hparams_of) -> dict:
     rows, summaries = [], []
     for run in runs[len(plan.tuning()) :]:
         if run.name not in missing | diverged:
-            check_run(directory, run, hparams_of(run))
-            summaries.append(_read_summary(directory, run.name))
-            curve = training_curve(read_metrics(run_directory(directory, run.name)))
-            rows.append(_row(run, hparams_of(run).model, summaries[-1], curve))
+            hparams, place = hparams_of(run), run_directory(directory, run.name)
+            check_run(directory, run, hparams)
+            summaries.append(read_json(place / SUMMARY_FILE, f'{place}: no summary'))
+            curve = training_curve(read_metrics(place))
+            rows.append(_row(run, hparams.model, summaries[-1], curve))
     rows.sort(key=_order)
     study, data = plan.study, hparams_of(runs[0]).data
     content = description | {
@@ -266,11 +223,9 @@ def _row(run, model, summary, curve):
 
 
 def training_curve(rows: list[dict], points: int = CURVE_POINTS) -> list[list[float]]:
-    """[step, training loss in nats] at `points` places or fewer.
+    """[step, training loss in nats] at `points` places or fewer, each the mean since the last.
 
-    Args:
-      rows: of `read_metrics`; rows without a loss are skipped.
-      points: each is the mean over the rows since the one before.
+    `rows` are those of `read_metrics`; the ones without a loss are skipped.
     """
     known = [(row['step'], row['loss']) for row in rows if row.get('loss') is not None]
     parts = np.array_split(np.arange(len(known)), min(points, len(known)) or 1)
@@ -282,28 +237,19 @@ def training_curve(rows: list[dict], points: int = CURVE_POINTS) -> list[list[fl
 
 
 def measured_runs(study: dict) -> list[str]:
-    """Names of the runs to measure: all seeds at a variant's best size of the largest budget.
-
-    Args:
-      study: content of study.json.
-    """
+    """Names of the runs to measure: all seeds at a variant's best size of the largest budget."""
     rows = [row for row in study['runs'] if row['at_best_size'] and row['variant'] in MEASURED]
     largest = max((row['budget'] for row in rows), default=None)
     return list(dict.fromkeys(row['run'] for row in rows if row['budget'] == largest))
 
 
 def write_measures(directory, study: dict):
-    """Writes measures.json, {name of a run: its measures}; what it already holds is kept.
-
-    Args:
-      directory: of the study.
-      study: content of study.json.
-    """
+    """Writes measures.json, {name of a run: its measures}; what it already holds is kept."""
     file = pathlib.Path(directory) / MEASURES_FILE
     kept = json.loads(file.read_text(encoding='utf-8')) if file.exists() else {}
-    measures, console = {}, rich.console.Console(file=sys.stderr)
-    hidden = {'console': console, 'transient': True, 'disable': not console.is_terminal}
-    for name in rich.progress.track(measured_runs(study), 'measuring', **hidden):
+    measures = {}
+    for name in measured_runs(study):
+        print(f'measuring {name}', flush=True)
         measures[name] = kept.get(name) or _measure(run_directory(directory, name))
     write_atomically(file, json.dumps(measures, indent=1, allow_nan=False) + '\n')
 

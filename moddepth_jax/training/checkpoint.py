@@ -18,15 +18,15 @@ import time
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 
-from moddepth_jax.training import leaves as leaves_lib
 from moddepth_jax.training import multihost
 from moddepth_jax.training.manifest import MANIFEST_FILE, read_manifest, write_manifest
 
 PATIENCE_SECONDS = 3600  # for a slow disk; a process that died ends the others far sooner
 _STEP = re.compile('0|[1-9][0-9]*')
 # After an error, TensorStore goes on for a moment with arrays that Orbax no longer waits for.
-_REMOVALS, _REMOVAL_SECONDS = 5, 0.1
+_REMOVALS, _REMOVAL_SECONDS = 6, 0.1
 _DISK_FULL = [os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)]
 
 
@@ -36,15 +36,36 @@ def state_sha256(state) -> str:
     Two states have equal digests exactly if they are bit-equal, however their arrays are split over
     devices and processes. If an array is split over processes, every process calls this, and each
     device holds one such array at a time in full.
-
-    Args:
-      state: pytree of jax or NumPy arrays of any dtype, typed PRNG keys, or Python scalars.
     """
     digest = hashlib.sha256()
-    for path, leaf in sorted(leaves_lib.named_leaves(state).items()):
-        digest.update(f'{path} {leaves_lib.spec(leaf)}\n'.encode())
-        digest.update(np.ascontiguousarray(leaves_lib.to_host(leaf)).reshape(-1).view(np.uint8))
+    for path, leaf in sorted(_named_leaves(state).items()):
+        digest.update(f'{path} {_spec(leaf)}\n'.encode())
+        digest.update(np.ascontiguousarray(to_host(leaf)).reshape(-1).view(np.uint8))
     return digest.hexdigest()
+
+
+def to_host(leaf) -> np.ndarray:
+    """The full array on the host; if it is split over processes, every process calls this."""
+    split = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+    if split and not leaf.is_fully_replicated:
+        return multihost_utils.process_allgather(leaf, tiled=True)
+    return np.asarray(leaf)
+
+
+def _named_leaves(tree):
+    """Path to leaf, such as params.stack.run_0.norm.scale, in the order of `jax.tree.leaves`."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator='.'): leaf for path, leaf in leaves}
+
+
+def _spec(leaf):
+    """Dtype and shape, such as float32[8,4]."""
+    leaf = leaf if hasattr(leaf, 'dtype') else np.asarray(leaf)
+    return f'{leaf.dtype}[{",".join(map(str, leaf.shape))}]'
+
+
+def _specs(tree):
+    return {path: _spec(leaf) for path, leaf in _named_leaves(tree).items()}
 
 
 class SaveError(ValueError):
@@ -52,12 +73,12 @@ class SaveError(ValueError):
 
     on_all_processes = True
 
+    def __init__(self, line: str):
+        super().__init__(line)
+        self.reported_elsewhere = not multihost.is_leader()
 
-class RemoteSaveError(SaveError, multihost.RemoteError):
-    """The same on the other processes: process 0 raises the SaveError that the user sees."""
 
-
-class Checkpoints:
+class Checkpoints(contextlib.AbstractContextManager):
     """The checkpoints of one run, in `directory`/STEP/. A context manager whose exit waits.
 
     A checkpoint counts once it has its `manifest.json`, written last: the size and sha256 of each
@@ -66,19 +87,13 @@ class Checkpoints:
 
     Several processes share the directory and make the same calls in the same order (except
     `steps`). Each writes and reads its own parts of the arrays; process 0 alone decides what is
-    good, removes checkpoints, and writes manifests.
-
-    Args:
-      directory: of all checkpoints.
-      keep: how many good checkpoints stay, 1 or more.
+    good, removes checkpoints (all but the newest `keep` good ones), and writes manifests.
 
     Attributes:
       skipped: a line for each checkpoint that the last `restore` skipped, newest first.
     """
 
     def __init__(self, directory: str | os.PathLike, keep: int):
-        if keep < 1:
-            raise ValueError(f'keep={keep!r}: must be 1 or more')
         self.skipped: list[str] = []
         self._directory = pathlib.Path(os.path.abspath(directory))
         self._keep = keep
@@ -103,31 +118,19 @@ class Checkpoints:
     def save(self, step: int, state, metadata: dict) -> None:
         """Writes a checkpoint in the background; the newest `keep` good ones stay.
 
-        The state has been copied when this returns, so its arrays may be donated. If `step` already
-        has a good checkpoint, nothing is written.
-
-        Args:
-          step: names the checkpoint.
-          state: pytree whose leaves are jax arrays or typed PRNG keys.
-          metadata: JSON values that `restore` returns.
+        The state, a pytree of jax arrays, has been copied when this returns, so it may be donated.
+        `metadata`, of JSON values, is returned by `restore`. If `step` already has a good
+        checkpoint, nothing is written.
 
         Raises:
           SaveError: this save could not begin; or the previous one failed, and this one has begun.
-          ValueError: a leaf is not a jax array.
         """
-        leaves = leaves_lib.named_leaves(state)
-        for path, leaf in leaves.items():
-            if not isinstance(leaf, jax.Array):
-                raise ValueError(f'state leaf {path}={leaf!r}: must be a jax array')
-        content = {
-            'step': int(step),
-            'leaves': {path: leaves_lib.spec(leaf) for path, leaf in leaves.items()},
-            'metadata': json.loads(json.dumps(metadata)),
-        }
+        metadata = json.loads(json.dumps(metadata))
+        content = {'step': int(step), 'leaves': _specs(state), 'metadata': metadata}
         failure = self._finish_pending()
         if multihost.broadcast_from_leader(lambda: self._make_room(step)):
             self._vote = _SaveVote()
-            self._begin(step, leaves)
+            self._begin(step, _named_leaves(state))
             self._pending = self._thread.submit(self._commit, step, content)
         if failure is not None:
             raise failure
@@ -138,41 +141,34 @@ class Checkpoints:
         if failure is not None:
             raise failure
 
-    def restore(self, abstract_state) -> tuple | None:
+    def restore(self, *abstract_states) -> tuple | None:
         """Returns the newest good checkpoint as (state, step, metadata), or None if there is none.
 
-        Unfinished and damaged checkpoints are skipped; see `skipped`.
-
-        Args:
-          abstract_state: pytree of jax.ShapeDtypeStruct or arrays, like the saved state. Each leaf
-            is placed by its `sharding`, or on the first device if that is None.
+        Of the abstract states, pytrees of jax.ShapeDtypeStruct or arrays, the first one that has
+        the leaves of the checkpoint is restored. Each leaf is placed by its `sharding`, or on the
+        first device if that is None.
 
         Raises:
-          StateMismatchError: the newest good checkpoint has another leaf, shape or dtype; one line
-            that names the first of them with both values. Nothing has been read then.
+          ValueError: the newest good checkpoint has another leaf, shape or dtype; one line that
+            names the first difference from the first state. Nothing has been read then.
           SaveError: the previous save failed.
         """
         self.wait()
-        found = multihost.broadcast_from_leader(lambda: self._find_newest(abstract_state))
+        found = multihost.broadcast_from_leader(lambda: self._find_newest(abstract_states))
         self.skipped, step = found['skipped'], found['step']
-        if found['differs']:
-            raise leaves_lib.StateMismatchError(found['differs'])
         if step is None:
             return None
         # Without Orbax's checkpointer: if one process failed to read, the others would wait for it.
-        state = multihost.run_on_all(lambda: self._read(step, abstract_state))
+        state = multihost.run_on_all(lambda: self._read(step, abstract_states[found['form']]))
         return state, step, found['metadata']
 
     def close(self) -> None:
         """Waits for the last save and ends the background thread. Raises as `wait` does."""
-        failure = self._finish_pending()
-        self._thread.shutdown()
-        self._orbax.close()
-        if failure is not None:
-            raise failure
-
-    def __enter__(self):
-        return self
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()
+            self._orbax.close()
 
     def __exit__(self, kind, error, trace):
         try:
@@ -189,20 +185,22 @@ class Checkpoints:
         names = (path.name for path in self._directory.glob('[0-9]*'))
         return sorted(int(name) for name in names if _STEP.fullmatch(name))
 
-    def _find_newest(self, abstract_state):
-        """Returns the step (None: no good one) and metadata to restore, and the lines `skipped`."""
-        skipped, leaves = [], leaves_lib.named_leaves(abstract_state)
+    def _find_newest(self, abstract_states):
+        """The step to restore (None: no good one), its metadata, and which state it has."""
+        skipped = []
         for step in reversed(self._all_steps()):
             try:
                 content = self._verify(step)
             except (OSError, ValueError) as error:
                 skipped.append(f'checkpoint {step} skipped: {_one_line(error)}')
                 continue
-            differs = leaves_lib.difference(content['leaves'], leaves)
-            differs = differs and f'checkpoint {step} in {self._directory}: {differs}'
-            found = {'step': step, 'metadata': content['metadata'], 'differs': differs}
-            return found | {'skipped': skipped}
-        return {'step': None, 'differs': '', 'skipped': skipped}
+            wanted, saved = [_specs(state) for state in abstract_states], content['leaves']
+            if saved not in wanted:
+                found = _difference(saved, wanted[0])
+                raise ValueError(f'checkpoint {step} in {self._directory}: {found}')
+            form, metadata = wanted.index(saved), content['metadata']
+            return {'step': step, 'metadata': metadata, 'form': form, 'skipped': skipped}
+        return {'step': None, 'skipped': skipped}
 
     def _verify(self, step):
         """Returns the manifest's content if every file is as written; raises otherwise."""
@@ -229,12 +227,11 @@ class Checkpoints:
             self._path(step).mkdir(parents=True)
             self._path(step).rmdir()  # Orbax makes it again, while other processes wait for that
         except OSError as error:
-            raise self._save_error(step, _one_line(error)) from error
+            raise self._clean_up(step, _one_line(error)) from error
         return True
 
-    def _begin(self, step, leaves):
+    def _begin(self, step, arrays):
         """Lets Orbax copy this process's parts of the arrays and start writing them."""
-        arrays = {path: leaves_lib.to_stored(leaf) for path, leaf in leaves.items() if leaf.size}
         # Orbax copies NumPy arrays before it returns; it would hold on to a jax buffer, and a held
         # buffer cannot be donated in place.
         arrays |= jax.device_get({path: x for path, x in arrays.items() if x.is_fully_addressable})
@@ -246,7 +243,7 @@ class Checkpoints:
             reason = self._vote.report_part(_one_line(error))
             with contextlib.suppress(Exception):  # of arrays whose writing had begun
                 self._orbax.wait_until_finished()
-            raise self._save_error(step, reason) from error
+            raise self._clean_up(step, reason) from error
 
     def _await_all_parts(self, *, key, timeout_ms):
         """The barrier of Orbax's threads: returns when all parts are written, or raises an error.
@@ -270,42 +267,33 @@ class Checkpoints:
             multihost.exit_if_process_lost(error)
             reason = self._vote.report_part(_one_line(error)) or _one_line(error)
             cause = error
-        if not multihost.is_leader():
-            if reason := self._vote.decide():
-                raise RemoteSaveError(reason) from cause
-            return
-        if reason:
-            failure = SaveError(reason)
-            try:
-                failure = self._save_error(step, reason)
-            finally:  # the other processes wait for this
-                self._vote.decide(str(failure))
-            raise failure from cause
-        self._vote.decide()
-        self._verified.add(step)
-        older = [other for other in self._all_steps() if other < step]
-        good = [other for other in reversed(older) if self._is_good(other)]
-        for other in set(older) - set(good[: self._keep - 1]):
-            self._remove(other)
+        if reason and multihost.is_leader():
+            reason = str(self._clean_up(step, reason))
+        if reason := self._vote.decide(reason):
+            raise SaveError(reason) from cause
+        if multihost.is_leader():
+            self._verified.add(step)
+            older = [other for other in self._all_steps() if other < step]
+            good = [other for other in reversed(older) if self._is_good(other)]
+            for other in set(older) - set(good[: self._keep - 1]):
+                self._remove(other)
 
     def _finish_pending(self):
         pending, self._pending = self._pending, None
         return None if pending is None else pending.exception()
 
-    def _save_error(self, step, reason):
+    def _clean_up(self, step, reason):
         """Removes the half-written files, which may fill the disk; returns the error to raise."""
         for _ in range(_REMOVALS):
             self._remove(step)
             time.sleep(_REMOVAL_SECONDS)
-        self._remove(step)
         kept = self.steps()
         steps = ', '.join(map(str, kept)) or 'none'
         full = any(text in reason for text in _DISK_FULL)
         remedy = 'free disk space there' if full else 'fix that'
         again = f'the same command resumes after step {kept[-1]}' if kept else 'start again'
         where = f'checkpoint {step} in {self._directory}: not saved'
-        kind = SaveError if multihost.is_leader() else RemoteSaveError
-        return kind(f'{where}, {reason}; steps kept: {steps}; {remedy}, then {again}')
+        return SaveError(f'{where}, {reason}; steps kept: {steps}; {remedy}, then {again}')
 
     def _remove(self, step):
         self._verified.discard(step)
@@ -318,21 +306,30 @@ class Checkpoints:
         shutil.rmtree(self._path(step), ignore_errors=True)
 
     def _read(self, step, abstract_state):
-        leaves = leaves_lib.named_leaves(abstract_state)
-        targets = {path: leaves_lib.target(leaf) for path, leaf in leaves.items() if leaf.size}
+        first = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        targets = {
+            path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or first)
+            for path, leaf in _named_leaves(abstract_state).items()
+        }
         arrays = self._orbax.handler.restore(
             self._path(step), args=ocp.args.StandardRestore(targets)
         )
-        restored = [leaves_lib.from_stored(leaf, arrays.get(path)) for path, leaf in leaves.items()]
-        return jax.tree.unflatten(jax.tree.structure(abstract_state), restored)
+        leaves = [arrays[path] for path in targets]
+        return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves)
+
+
+def _difference(saved, wanted):
+    """The first path whose `_specs` differ, and the remedy."""
+    path = min(name for name, _ in saved.items() ^ wanted.items())
+    old, new = saved.get(path, 'absent'), wanted.get(path, 'absent')
+    found = f'{path} is {old} in the checkpoint and {new} in this run'
+    return f'{found}; use the config it was saved with'
 
 
 def _one_line(error):
     """The message of an error in one line of at most 300 characters."""
     os_error = re.search(r"os_error_code='(\d+)'", str(error))  # in half a page of TensorStore's
-    if os_error:
-        return os.strerror(int(os_error[1]))
-    return ' '.join(str(error).split())[:300] or type(error).__name__
+    return os.strerror(int(os_error[1])) if os_error else multihost.one_line(error)[:300]
 
 
 _save_numbers = itertools.count()  # equal on every process: all begin the same saves in order
@@ -349,18 +346,14 @@ class _SaveVote:
         number = next(_save_numbers)
         self._folder, self._reported = f'moddepth_jax/saves/{number}', False
         self._several = jax.process_count() > 1
-        if self._several and jax.process_index() == 0:
+        if self._several and multihost.is_leader():
             # All processes have begun the save after that one, so none reads its keys any more.
             self._store.key_value_delete(f'moddepth_jax/saves/{number - 2}')
 
     def report_part(self, error: str = '') -> str:
-        """Reports how this process's part ended, and waits for the reports of all processes.
+        """Reports how this process's part ended: '' or one line; only the first report counts.
 
-        Args:
-          error: one line; empty if the part is written. Only the first report counts.
-
-        Returns:
-          The first error of any process, or ''. No process writes any more.
+        Returns the first error of any process, or '', once all have reported.
         """
         if not self._several:
             return error
@@ -370,11 +363,11 @@ class _SaveVote:
         reports = [self._get(f'part_{process}') for process in range(jax.process_count())]
         return next((f'process {i}: {text}' for i, text in enumerate(reports) if text), '')
 
-    def decide(self, error: str = '') -> str:
-        """Returns the error of the whole save, or '': that of process 0, which the others await."""
+    def decide(self, error: str) -> str:
+        """The error of the whole save on process 0, or '', which all others wait for."""
         if not self._several:
             return error
-        if jax.process_index() == 0:
+        if multihost.is_leader():
             self._put('whole', error)
         return self._get('whole')
 
@@ -391,6 +384,7 @@ class _SaveVote:
         return self._store.blocking_key_value_get(f'{self._folder}/{key}', milliseconds)[1:]
 
 
+@functools.cache
 def silence_orbax() -> None:
     """Drops two kinds of useless output in the whole process; further calls do nothing.
 
@@ -399,30 +393,19 @@ def silence_orbax() -> None:
     the others and closes its event loop. TensorStore then finds the loop closed, or nobody reads
     its error; either would print pages of tracebacks on stderr.
     """
-    logging.getLogger('absl').addFilter(_not_from_orbax)
-    logging.getLogger('asyncio').addFilter(_not_from_dropped_save)
-    if not isinstance(sys.unraisablehook, _WithoutLateWrites):
-        sys.unraisablehook = _WithoutLateWrites(sys.unraisablehook)
+    orbax, hook = f'{os.sep}orbax{os.sep}', sys.unraisablehook
 
+    def pass_other_records(record):
+        text = record.getMessage()
+        of_save = orbax in text or 'OCDBT' in text  # TensorStore's format
+        return not (of_save and text.startswith(('Future exception', 'Task ')))
 
-class _WithoutLateWrites:
-    """A sys.unraisablehook that passes all but TensorStore's late errors to the previous hook."""
-
-    def __init__(self, hook):
-        self._hook = hook
-
-    def __call__(self, unraisable):
+    def pass_other_errors(unraisable):
         # A callback of C++ has no Python object that the error could be attributed to.
         of_cpp = unraisable.object is None and unraisable.exc_type is RuntimeError
         if not (of_cpp and str(unraisable.exc_value) == 'Event loop is closed'):
-            self._hook(unraisable)
+            hook(unraisable)
 
-
-def _not_from_orbax(record):
-    return f'{os.sep}orbax{os.sep}' not in record.pathname
-
-
-def _not_from_dropped_save(record):
-    text = record.getMessage()
-    of_save = f'{os.sep}orbax{os.sep}' in text or 'OCDBT' in text  # TensorStore's format
-    return not (of_save and text.startswith(('Future exception', 'Task ')))
+    logging.getLogger('absl').addFilter(lambda record: orbax not in record.pathname)
+    logging.getLogger('asyncio').addFilter(pass_other_records)
+    sys.unraisablehook = pass_other_errors

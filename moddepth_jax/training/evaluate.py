@@ -23,10 +23,7 @@ from moddepth_jax.training.mesh import replicated, shard_batch
 
 @functools.partial(jax.jit, static_argnames=('hparams', 'routing', 'mesh'))
 def eval_step(variables, batch, causal_layers_R, *, hparams: Hparams, routing: str, mesh):
-    """Sums over one batch: nats, counted targets, routing and expert counts per layer.
-
-    They are replicated over the mesh, so that every process can read them.
-    """
+    """Sums over one batch: nats, targets, routing and expert counts; replicated over the mesh."""
     x_BTD, records = Transformer(hparams).apply(
         variables,
         batch['tokens_BT'],
@@ -57,15 +54,9 @@ def evaluate(
 ) -> dict:
     """Loss over the first `num_batches` held-out batches, or all of them if there are fewer.
 
-    Every process of a run calls this and gets the same numbers.
-
-    Args:
-      variables: of the Transformer; TrainState.variables. On the devices of the mesh.
-      hparams: of the same.
-      dataset: of `make_dataset`.
-      mesh: of `make_mesh`, and that of the context (`jax.set_mesh`) for it to split the work.
-      num_batches: 1 or more.
-      routing, causal_layers_R: as the Transformer takes them.
+    Every process of a run calls this and gets the same numbers. The mesh is also that of the
+    context (`jax.set_mesh`), for it to split the work; `variables` are those of a TrainState, and
+    `routing` and `causal_layers_R` are as the Transformer takes them.
 
     Returns:
       dict: `loss` in nats a target, `bits_per_byte`, `targets`; for a routed model `routing`: lists
@@ -83,40 +74,26 @@ def evaluate(
         raise ValueError(f'num_batches={num_batches}: {right}')
     if causal_layers_R is None:
         causal_layers_R = np.ones(len(hparams.model.routed_layers), bool)
+    step = functools.partial(eval_step, hparams=hparams, routing=routing, mesh=mesh)
     totals = {}  # by member of a mixture; one entry, None, without a mixture
     for index in range(min(num_batches, dataset.num_held_out_batches)):
         batch = dataset.held_out_batch(index)
         labels_BT = masked_labels(batch)
-        targets = labels_BT[labels_BT != IGNORED]
-        num_bytes = dataset.tokenizer.token_bytes_V[targets].sum()
-        sums = eval_step(
-            variables,
-            shard_batch(mesh, batch),
-            causal_layers_R,
-            hparams=hparams,
-            routing=routing,
-            mesh=mesh,
-        )
-        sums = jax.tree.map(np.float64, jax.device_get(sums) | {'bytes': num_bytes})
+        num_bytes = dataset.tokenizer.token_bytes_V[labels_BT[labels_BT != IGNORED]].sum()
+        sums = jax.device_get(step(variables, shard_batch(mesh, batch), causal_layers_R))
+        sums = jax.tree.map(np.float64, sums | {'bytes': num_bytes})
         domain = dataset.domain(index)
         if domain in totals:
             sums = jax.tree.map(np.add, totals[domain], sums)
         totals[domain] = sums
-    overall = _weight_domains(totals, dataset.domains)
-    result = _losses(overall) | {'targets': int(sum(sums['targets'] for sums in totals.values()))}
-    with np.errstate(invalid='ignore', divide='ignore'):
-        if 'routing' in overall:
-            result['routing'] = _to_lists(routing_ratios(overall['routing']))
-        if 'experts' in overall:
-            experts = hparams.model.experts
-            ratios = expert_ratios(overall['experts'], experts.top_k, experts.num_routed)
-            result['experts'] = _to_lists(ratios)
+    result = _ratios(_weight_domains(totals, dataset.domains), hparams)
+    result['targets'] = int(sum(sums['targets'] for sums in totals.values()))
     if dataset.domains:
-        result['domains'] = {}
-        for name in dataset.domains:
-            losses = _losses(totals[name])
-            more = {'perplexity': perplexity(losses['loss'])}
-            result['domains'][name] = losses | more | {'targets': int(totals[name]['targets'])}
+        domains = {name: _losses(totals[name]) for name in dataset.domains}
+        for name, losses in domains.items():
+            losses['perplexity'] = perplexity(losses['loss'])
+            losses['targets'] = int(totals[name]['targets'])
+        result['domains'] = domains
     return result
 
 
@@ -127,33 +104,34 @@ def _losses(sums):
     }
 
 
+def _ratios(sums, hparams):
+    result = _losses(sums)
+    with np.errstate(invalid='ignore', divide='ignore'):
+        if 'routing' in sums:
+            result['routing'] = routing_ratios(sums['routing'])
+        if 'experts' in sums:
+            experts = hparams.model.experts
+            ratios = expert_ratios(sums['experts'], experts.top_k, experts.num_routed)
+            result['experts'] = ratios
+    return jax.tree.map(lambda x: x.tolist() if isinstance(x, np.ndarray) else x, result)
+
+
 def _weight_domains(totals, shares):
     """The sums over all domains, weighted so that their shares of the targets are `shares`.
 
-    So it does not matter how many batches of each domain were read, and the loss is that of the
-    text on which the run is trained.
+    So it does not matter how many batches of each domain were read.
     """
     if not shares:
-        (sums,) = totals.values()
-        return sums
-    shares = {name: shares[name] / sums['targets'] for name, sums in totals.items()}
-    weighted = [
-        jax.tree.map(lambda leaf, share=shares[name]: leaf * share, sums)
-        for name, sums in totals.items()
-    ]
+        return totals[None]
+    weights = {name: share / totals[name]['targets'] for name, share in shares.items()}
+    weighted = [jax.tree.map(lambda x, w=weights[name]: x * w, totals[name]) for name in totals]
     return functools.reduce(functools.partial(jax.tree.map, np.add), weighted)
 
 
 def perplexity(loss: float) -> float:
     """exp of a loss in nats a token; infinity if that overflows."""
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf
-
-
-def _to_lists(ratios):
-    return {name: values.tolist() for name, values in ratios.items()}
+    with np.errstate(over='ignore'):
+        return float(np.exp(loss))
 
 
 def evaluate_causal(
@@ -161,17 +139,12 @@ def evaluate_causal(
 ) -> dict:
     """`evaluate` under the causal rule, together with the top-C loss of the same weights.
 
-    Args:
-      variables, hparams, dataset, mesh, num_batches: as `evaluate` takes them.
-      batches_per_layer: first batches on which to measure also the cost of the rule in each routed
-        block alone; 0: not at all.
-
     Returns:
       The dict of `evaluate`. For a model that looks ahead in training also `loss_top_c` and
       `routing_gap` = loss - loss_top_c (0.01 nats or less is negligible, 0.05 invalidates a run),
       also for each member of a mixture in `domains`. With `batches_per_layer`, `routing` of a
-      routed model has a list `routing_gap`: the gap on those batches if only that layer uses the
-      rule.
+      routed model has a list `routing_gap`, measured on so many batches: the gap if only that layer
+      uses the rule.
     """
     rule = causal_routing(hparams)
     run = functools.partial(evaluate, variables, hparams, dataset, mesh)

@@ -29,7 +29,6 @@ from moddepth_jax.training.run_dir import (
     save_tokenizer,
     update_config,
 )
-from moddepth_jax.training.saved_run import restore_state
 from moddepth_jax.training.summary import (
     describe,
     initial_metadata,
@@ -83,12 +82,8 @@ def train(
     however often they were killed in between. Every process of a run calls this; process 0 alone
     prints and writes, except for the parts of checkpoints.
 
-    Args:
-      hparams: of the run.
-      workdir: its directory; made if it does not exist.
-      mesh_spec: see `make_mesh`.
-      profiled: steps to trace, see `Profile`; None: none.
-      wandb: project of W&B that gets the metrics too; empty: none.
+    `mesh_spec` is as `make_mesh` takes it, `profiled` the steps that `Profile` traces, `wandb` the
+    project of W&B that gets the metrics too.
 
     Raises:
       ValueError: one line, before anything is compiled or written, for a budget, corpus, mesh or
@@ -104,61 +99,49 @@ def train(
     may_change = MAY_CHANGE + dataset.may_change
     if hparams.model.routing.train_rule == 'top_c':
         may_change += INFERENCE_ONLY
-    config_notes = multihost.broadcast_from_leader(
-        lambda: open_workdir(workdir, config, may_change)
-    )
+    notes = multihost.broadcast_from_leader(lambda: open_workdir(workdir, config, may_change))
     with contextlib.ExitStack() as stack:
         multihost.run_on_leader(lambda: stack.enter_context(WorkdirLock(workdir)))
         multihost.check_shared_directory(workdir / CONFIG_FILE)
-        checkpoints = stack.enter_context(
-            Checkpoints(workdir / 'checkpoints', hparams.training.keep_checkpoints)
-        )
+        folder, keep = workdir / 'checkpoints', hparams.training.keep_checkpoints
+        checkpoints = stack.enter_context(Checkpoints(folder, keep))
         stack.enter_context(multihost.exit_on_lost_process())
-        state, metadata, start_notes = restore_or_init(
-            hparams, num_steps, dataset, mesh, checkpoints
-        )
-        multihost.broadcast_from_leader(lambda: update_config(workdir, config))
-        multihost.broadcast_from_leader(lambda: save_tokenizer(workdir, hparams, dataset.tokenizer))
-        profile = multihost.run_on_all(
-            lambda: Profile(workdir, profiled, num_steps, int(state.step))
-        )
+        state, metadata, more = restore_or_init(hparams, num_steps, dataset, mesh, checkpoints)
+        multihost.run_on_leader(lambda: update_config(workdir, config))
+        multihost.run_on_leader(lambda: save_tokenizer(workdir, hparams, dataset.tokenizer))
+        first_step = int(state.step)
+        profile = multihost.run_on_all(lambda: Profile(workdir, profiled, num_steps, first_step))
         with jax.set_mesh(mesh), contextlib.ExitStack() as files:
-            trainer = _make_trainer(
-                files, hparams, workdir, wandb, state, metadata, num_steps, dataset, mesh, profile
-            )
-            lines = describe(hparams, num_steps, state.params, dataset)
-            lines += parameter_lines(state.params) + mesh_lines(mesh, state)
-            for line in (*lines, *config_notes, *start_notes):
+            files.enter_context(profile)
+            outputs = _open_outputs(files, hparams, workdir, wandb, num_steps, first_step)
+            trainer = Trainer(state, metadata, dataset, mesh, profile, *outputs)
+            for line in (
+                *describe(hparams, num_steps, state.params, dataset),
+                *parameter_lines(state.params),
+                *mesh_lines(mesh, state),
+                *notes,
+                *more,
+            ):
                 trainer.progress.note(line)
             with PreemptionHandler() as preemption:
                 state = trainer.run(preemption, checkpoints)
-            step = int(state.step)
+            step, signal = int(state.step), preemption.signal_name
             if step < num_steps:
-                done = f'{preemption.signal_name}: stopped and saved at step {step} of {num_steps}'
+                done = f'{signal}: stopped and saved at step {step} of {num_steps}'
                 trainer.progress.note(f'{done}; the same command resumes from there')
-                return Run(hparams, workdir, state, dataset, None, preemption.signal_name)
-            trainer.progress.note(
-                'evaluating on held-out text, then counting the FLOPs of the traced step'
-            )
+                return Run(hparams, workdir, state, dataset, None, signal)
+            what = 'evaluating on held-out text, then counting the FLOPs of the traced step'
+            trainer.progress.note(what)
             evaluation = trainer.evaluate(num_steps, hparams.evaluation.final_batches)
         summary = summarize(hparams, state, evaluation, dataset, trainer.metadata)
-        multihost.broadcast_from_leader(lambda: write_summary(workdir, summary))
+        multihost.run_on_leader(lambda: write_summary(workdir, summary))
     return Run(hparams, workdir, state, dataset, summary)
 
 
-def _make_trainer(
-    files, hparams, workdir, wandb, state, metadata, num_steps, dataset, mesh, profile
-) -> Trainer:
-    """Opens what the run writes, to be closed by the ExitStack `files`, and makes the Trainer."""
-    first_step, data = int(state.step), hparams.data
-    progress = files.enter_context(
-        Progress(
-            num_steps,
-            first_step,
-            tokens_per_step=data.batch_size * data.sequence_length,
-            silent=not multihost.is_leader(),
-        )
-    )
+def _open_outputs(files, hparams, workdir, wandb, num_steps, first_step):
+    """Opens what the Trainer writes, to be closed by the ExitStack `files`."""
+    tokens = hparams.data.batch_size * hparams.data.sequence_length
+    silent = not multihost.is_leader()
 
     def open_writer():
         sinks = [TensorBoardWriter(workdir, first_step)]
@@ -166,32 +149,18 @@ def _make_trainer(
             sinks.append(WandbWriter(workdir, wandb, dataclasses.asdict(hparams)))
         return files.enter_context(MetricsWriter(workdir, first_step, sinks))
 
-    writer = multihost.run_on_leader(open_writer)
-    files.enter_context(profile)
-    log = None
-    if data.log_windows:
+    progress = files.enter_context(Progress(num_steps, first_step, tokens, silent=silent))
+    writer, log = multihost.run_on_leader(open_writer), None
+    if hparams.data.log_windows:
         log = files.enter_context(WindowLog(workdir, first_step, jax.process_index()))
-    return Trainer(
-        state=state,
-        metadata=metadata,
-        hparams=hparams,
-        num_steps=num_steps,
-        dataset=dataset,
-        mesh=mesh,
-        writer=writer,
-        progress=progress,
-        log=log,
-        profile=profile,
-    )
+    return progress, writer, log
 
 
 def restore_or_init(hparams: Hparams, num_steps: int, dataset, mesh, checkpoints) -> tuple:
     """The state of the newest good checkpoint, or a fresh one, placed by `state_shardings`.
 
-    Every process of a run calls this.
-
-    Returns:
-      The TrainState; the metadata of its next checkpoint; notes for the user.
+    Returns the TrainState, the metadata of its next checkpoint, and notes for the user. Every
+    process of a run calls this.
 
     Raises:
       ValueError: one line, for a checkpoint of other data, steps or stage.
@@ -200,12 +169,13 @@ def restore_or_init(hparams: Hparams, num_steps: int, dataset, mesh, checkpoints
     initial = jax.jit(lambda: init_state(hparams, num_steps))
     abstract = abstract_on_mesh(mesh, jax.eval_shape(initial))
     metadata = initial_metadata(dataset, num_steps, mesh.shape)
-    restored = restore_state(checkpoints, abstract)
+    # Runs older than the averages have none.
+    restored = checkpoints.restore(abstract, abstract.replace(averages={}))
     if restored is None:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
         return jax.jit(initial, out_shardings=shardings)(), metadata, checkpoints.skipped
     state, step, stored = restored
-    multihost.broadcast_from_leader(lambda: _check_metadata(stored, metadata, hparams, step))
+    multihost.run_on_leader(lambda: _check_metadata(stored, metadata, hparams, step))
     notes = [*checkpoints.skipped, f'resuming after step {step}']
     if abstract.averages and not state.averages:
         notes.append('no averages in the checkpoint: the rule threshold cannot run')

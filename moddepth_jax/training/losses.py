@@ -17,70 +17,45 @@ def masked_labels(batch):
     return where(batch['segment_ids_BT'] > 0, batch['labels_BT'], IGNORED)
 
 
-def rule_loss(logits_LBT, targets_LBT, real_BT, num_real=None):
-    """Binary cross-entropy of a causal rule against top-C membership, mean over layers and tokens.
+def causal_rule_loss(hparams: Hparams, record, segment_ids_BT, num_real):
+    """Weighted binary cross-entropy of the causal rule against membership in the top C.
 
-    The targets of a row are the choices made in that same row; padding does not count.
+    The mean over routed layers and `num_real` tokens; the targets of a row are the choices made in
+    that same row, and carry no gradient. 0 if the model's rule has no loss.
 
-    Args:
-      logits_LBT: float32 [routed layers, B, T].
-      targets_LBT: bool [routed layers, B, T].
-      real_BT: bool [B, T], False for padding.
-      num_real: tokens to divide by; None: the real tokens here.
+    `record` is a RoutingRecord with leaves [routed layers, B, T], or None.
     """
-    num_real = jnp.sum(real_BT) if num_real is None else num_real
-    targets_LBT = jax.lax.stop_gradient(targets_LBT).astype(jnp.float32)
-    losses_LBT = optax.sigmoid_binary_cross_entropy(logits_LBT, targets_LBT)
-    total = jnp.sum(jnp.where(real_BT[None], losses_LBT, 0.0))
-    return total / (losses_LBT.shape[0] * num_real)
-
-
-def causal_rule_loss(hparams: Hparams, records, segment_ids_BT, num_real=None):
-    """Weighted loss that trains the model's causal rule; 0 if the rule has no loss."""
-    routing = hparams.model.routing
-    if records is None or not routing.rule_loss_weight:
+    weight = hparams.model.routing.rule_loss_weight
+    if record is None or not weight:
         return jnp.zeros(())
-    weight = routing.rule_loss_weight
-    real_BT = segment_ids_BT > 0
-    return weight * rule_loss(records.rule_logits_BT, records.top_c_BT, real_BT, num_real)
+    targets_LBT = jax.lax.stop_gradient(record.top_c_BT).astype(jnp.float32)
+    losses_LBT = optax.sigmoid_binary_cross_entropy(record.rule_logits_BT, targets_LBT)
+    total = jnp.sum(jnp.where(segment_ids_BT[None] > 0, losses_LBT, 0.0))
+    return weight * (total / (losses_LBT.shape[0] * num_real))
 
 
-def routing_counts(records, segment_ids_BT):
+def routing_counts(record, segment_ids_BT):
     """Counts from which `routing_ratios` makes ratios; counts of several batches may be added.
 
-    Args:
-      records: RoutingRecord with leaves [routed layers, B, T].
-      segment_ids_BT: int [B, T], 0 for padding.
-
-    Returns:
-      dict of float32 [routed layers]:
-        real: real tokens.
-        selected: tokens that the block processed.
-        top_c: tokens of the top C.
-        rule: tokens that the causal rule wants.
-        both: tokens of the top C that the causal rule wants.
-        dropped: tokens that the rule wants and the capacity does not hold.
-        above_half: real tokens with sigmoid(r) > 0.5.
-        gate: sum of the gates over the top C.
-        rows: rows with a real token.
-        lowest: sum over these rows of the lowest score of the top C.
-        histogram: real tokens by sigmoid(r), [routed layers, HISTOGRAM_BINS].
+    Of a RoutingRecord with leaves [routed layers, B, T]. Returns float32 [routed layers]: numbers
+    of real tokens by what was decided, and `histogram` [routed layers, HISTOGRAM_BINS], of
+    sigmoid(r); sums over the top C, `gate`; and over `rows` with a real token, `lowest`, of the
+    lowest score of the top C.
     """
-    real_LBT = jnp.broadcast_to(segment_ids_BT > 0, records.selected_BT.shape)
-    rule_LBT = (records.rule_logits_BT > 0) & real_LBT
-    gates_LBT = jnp.where(records.top_c_BT, records.gates_BT, 0.0)
-    lowest_LB = jnp.min(jnp.where(records.top_c_BT, records.scores_BT, jnp.inf), axis=2)
-    bins_LBT = jnp.clip(jax.nn.sigmoid(records.scores_BT) * HISTOGRAM_BINS, 0, HISTOGRAM_BINS - 1)
+    real_LBT = jnp.broadcast_to(segment_ids_BT > 0, record.selected_BT.shape)
+    rule_LBT = (record.rule_logits_BT > 0) & real_LBT
+    lowest_LB = jnp.min(jnp.where(record.top_c_BT, record.scores_BT, jnp.inf), axis=2)
+    bins_LBT = jnp.clip(jax.nn.sigmoid(record.scores_BT) * HISTOGRAM_BINS, 0, HISTOGRAM_BINS - 1)
     in_bin_LBTX = bins_LBT.astype(int)[..., None] == jnp.arange(HISTOGRAM_BINS)[None, None, None]
     counted = {
         'real': real_LBT,
-        'selected': records.selected_BT,
-        'top_c': records.top_c_BT,
+        'selected': record.selected_BT,
+        'top_c': record.top_c_BT,
         'rule': rule_LBT,
-        'both': rule_LBT & records.top_c_BT,
-        'dropped': records.dropped_BT,
-        'gate': gates_LBT,
-        'above_half': real_LBT & (records.scores_BT > 0),
+        'both': rule_LBT & record.top_c_BT,
+        'dropped': record.dropped_BT,
+        'gate': jnp.where(record.top_c_BT, record.gates_BT, 0.0),
+        'above_half': real_LBT & (record.scores_BT > 0),
         'rows': jnp.isfinite(lowest_LB)[..., None],
         'lowest': jnp.where(jnp.isfinite(lowest_LB), lowest_LB, 0.0)[..., None],
         'histogram': in_bin_LBTX & real_LBT[..., None],
@@ -91,15 +66,9 @@ def routing_counts(records, segment_ids_BT):
 def routing_ratios(counts):
     """`routing_counts` as ratios per routed layer, NaN if the denominator is 0.
 
-    Returns:
-      dict of:
-        selected_fraction, rule_fraction, refused_fraction: shares of the real tokens that the block
-          processed, that the causal rule wants, and that the rule wants and the capacity drops.
-        sigmoid_above_half: share of the real tokens with sigmoid(r) > 0.5.
-        sigmoid_histogram: shares by equal bins of sigmoid(r), [routed layers, HISTOGRAM_BINS].
-        precision, recall: of the causal rule against membership in the top C.
-        selected_gate: mean gate of the top C.
-        lowest_selected_score: the C-th largest score, mean over rows.
+    Fractions, `sigmoid_above_half` and `sigmoid_histogram` [routed layers, HISTOGRAM_BINS] are
+    shares of the real tokens, precision and recall those of the causal rule against the top C.
+    `selected_gate` is the mean over the top C, `lowest_selected_score` that over rows.
     """
     return {
         'selected_fraction': counts['selected'] / counts['real'],
@@ -117,14 +86,8 @@ def routing_ratios(counts):
 def expert_counts(record):
     """Counts from which `expert_ratios` makes ratios; counts of several batches may be added.
 
-    Args:
-      record: ExpertsRecord with leaves [X, ...], X expert layers of Z = E + num_noop choices each.
-
-    Returns:
-      dict of float32, without gradients: the numbers of tokens `tokens_X`, of pairs of token and
-      expert `pairs_XZ`, and of dropped pairs `dropped_X`; sums over tokens of scores `scores_XZ`
-      and of squared log-partitions `log_z_X`. If experts choose by top-C, also the number of rows
-      with a real token `rows_X`, and the sum over these of the lowest score taken, `lowest_XE`.
+    They are the fields of an ExpertsRecord with leaves [X, ...], as float32 without gradients, X
+    expert layers of Z = E + num_noop choices each. Only experts that choose have the last two.
     """
     counts = {
         'tokens_X': record.tokens,
@@ -135,22 +98,17 @@ def expert_counts(record):
     }
     if record.lowest_E is not None:
         counts |= {'rows_X': record.rows, 'lowest_XE': record.lowest_E}
-    return {
-        name: jax.lax.stop_gradient(jnp.asarray(count, jnp.float32))
-        for name, count in counts.items()
-    }
+    return jax.tree.map(lambda x: jax.lax.stop_gradient(jnp.asarray(x, jnp.float32)), counts)
 
 
 def expert_ratios(counts, top_k: int, num_routed: int):
     """`expert_counts` as ratios per expert layer, NaN if the denominator is 0.
 
-    Args:
-      counts: NumPy or JAX arrays; the sum of any number of `expert_counts`.
-      top_k: experts of a token, on average if experts choose.
-      num_routed: E; later choices do nothing.
+    `top_k` is the experts of a token, on average if experts choose; choices after the first
+    `num_routed` do nothing.
 
     Returns:
-      dict: `load` [X, Z], the share of all pairs that falls on each choice; [X] each,
+      dict of `load` [X, Z], the share of all pairs that falls on each choice; [X] each,
       `largest_load`, the pairs of the fullest routed expert over the mean of the routed ones;
       `noop_fraction` and `dropped_fraction`, shares of all pairs; `computed_fraction`, the computed
       pairs over top_k a token; `unused`, routed experts without a token; and if experts chose by
@@ -180,14 +138,8 @@ def expert_loss(hparams: Hparams, record, counts=None):
     the z-loss: ST-MoE, Zoph et al. 2022, arXiv 2202.08906). Experts that do nothing count among the
     Z. Pairs pass no gradient. If experts choose, loads are even and the balance loss is 0.
 
-    Args:
-      hparams: of the model.
-      record: ExpertsRecord with leaves [X, ...].
-      counts: the sum of `expert_counts` over the step if the record is of a micro-batch, so that
-        the losses of the micro-batches sum to that of the step. None: those of the record.
-
-    Returns:
-      balance, z: scalars.
+    If the ExpertsRecord is of a micro-batch, `counts` is the sum of `expert_counts` over the step,
+    so that the losses of the micro-batches sum to that of the step. None: those of the record.
     """
     experts = hparams.model.experts
     counts = expert_counts(record) if counts is None else counts

@@ -13,16 +13,15 @@ MANIFEST_FILE = 'manifest.json'
 def write_manifest(directory: pathlib.Path, content: dict) -> None:
     """Flushes every file under `directory` to disk, then writes its manifest atomically.
 
-    Args:
-      directory: holds only finished files.
-      content: JSON values that `read_manifest` returns.
+    `content`, of JSON values, is what `read_manifest` returns.
     """
+    paths = sorted(directory.rglob('*'))
     files = {
         path.relative_to(directory).as_posix(): _size_and_sha256(path, flush=True)
-        for path in sorted(directory.rglob('*'))
+        for path in paths
         if path.is_file()
     }
-    for path in (directory, *directory.rglob('*')):
+    for path in (directory, *paths):
         if path.is_dir():
             _flush_directory(path)
     manifest = {'files': files, 'content': content}

@@ -1,8 +1,8 @@
 """The device mesh, where the arrays of a run lie on it, and the tables that say so."""
 
+import collections
 import math
 import re
-from typing import NamedTuple
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -51,33 +51,34 @@ def check_mesh(hparams: Hparams, mesh: Mesh):
     """
     check_batch(mesh, hparams.data.batch_size, hparams.training.accumulate_steps)
     model, experts = hparams.model, hparams.model.experts
-    sizes = {'fsdp': ['model.d_model'], 'tensor': ['model.num_heads', 'model.num_kv_heads']}
-    if len(model.expert_layers) < model.num_layers:
-        sizes['tensor'] += ['model.d_ff']
-    if model.expert_layers:
-        sizes['tensor'] += ['model.experts.d_ff']
-        sizes['expert'] = ['model.experts.num_routed']
-    elif mesh.shape['expert'] > 1:
+    if mesh.shape['expert'] > 1 and not model.expert_layers:
         raise ValueError(
             f'--mesh: expert={mesh.shape["expert"]} has nothing to split, '
             f'model.experts.choice=none is a model without experts; use --mesh=data=N'
         )
-    for axis, names in sizes.items():
-        size = mesh.shape[axis]
-        for name in names:
-            value = getattr(experts if '.experts.' in name else model, name.split('.')[-1])
-            if value % size:
-                raise ValueError(
-                    f'{name}={value} does not divide over --mesh={axis}={size}: every device holds '
-                    f'as many; use a divisor of {value}'
-                )
+    divided = [
+        ('fsdp', 'model.d_model', model.d_model),
+        ('tensor', 'model.num_heads', model.num_heads),
+        ('tensor', 'model.num_kv_heads', model.num_kv_heads),
+    ]
+    if len(model.expert_layers) < model.num_layers:
+        divided += [('tensor', 'model.d_ff', model.d_ff)]
+    if model.expert_layers:
+        divided += [('tensor', 'model.experts.d_ff', experts.d_ff)]
+        divided += [('expert', 'model.experts.num_routed', experts.num_routed)]
+    for axis, name, value in divided:
+        if value % mesh.shape[axis]:
+            raise ValueError(
+                f'{name}={value} does not divide over --mesh={axis}={mesh.shape[axis]}: every '
+                f'device holds as many; use a divisor of {value}'
+            )
     if mesh.shape['fsdp'] * mesh.shape['tensor'] > 1:
         _check_unsharded(hparams, mesh)
 
 
 def _check_unsharded(hparams, mesh):
     most = hparams.training.max_unsharded
-    share = unsharded_fraction(mesh, jax.eval_shape(lambda: init_state(hparams, 1)).params)
+    share = _unsharded_fraction(mesh, jax.eval_shape(lambda: init_state(hparams, 1)).params)
     if share > most:
         sizes = ','.join(f'{axis}={size}' for axis, size in mesh.shape.items() if size > 1)
         raise ValueError(
@@ -107,20 +108,18 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def state_shardings(mesh: Mesh, state):
     """A NamedSharding for each leaf, by the rules of model.sharding; moments as their parameters.
 
-    Args:
-      mesh: of `make_mesh`.
-      state: a TrainState, or any pytree whose paths end like a Transformer's parameters, of arrays
-        or jax.ShapeDtypeStruct.
-
-    Returns:
-      The same pytree, of shardings.
+    `state` is any pytree of arrays or jax.ShapeDtypeStruct whose paths end like parameters.
     """
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: NamedSharding(
+            mesh, spec(mesh, axis_names(_name(path), leaf.ndim), leaf.shape)
+        ),
+        state,
+    )
 
-    def sharding(path, leaf):
-        path = jax.tree_util.keystr(path, simple=True, separator='/')
-        return NamedSharding(mesh, spec(mesh, axis_names(path, leaf.ndim), leaf.shape))
 
-    return jax.tree_util.tree_map_with_path(sharding, state)
+def _name(path):
+    return jax.tree_util.keystr(path, simple=True, separator='/')
 
 
 def abstract_on_mesh(mesh: Mesh, abstract):
@@ -148,15 +147,9 @@ def local_rows(mesh: Mesh, batch_size: int) -> slice:
 def shard_rows(mesh: Mesh, batch, rows: slice, batch_size: int):
     """Global arrays of a batch, split by rows over the mesh, from this process's host arrays.
 
-    Args:
-      mesh: of `make_mesh`.
-      batch: pytree of NumPy arrays [len(rows), ...].
-      rows: of `local_rows`.
-      batch_size: of the whole batch.
+    `batch` is a pytree of NumPy arrays of the rows `rows`, of `local_rows`, out of `batch_size`.
     """
     sharding = batch_sharding(mesh, batch_size)
-    if jax.process_count() == 1:
-        return jax.device_put(batch, sharding)
 
     def put(array):
         def part(index):
@@ -175,51 +168,28 @@ def shard_batch(mesh: Mesh, batch):
     return shard_rows(mesh, batch, slice(0, batch_size), batch_size)
 
 
-def unsharded_fraction(mesh: Mesh, params) -> float:
-    """Share of the parameters that every device holds: those that no axis but `data` could split.
-
-    Args:
-      mesh: of `make_mesh`.
-      params: of a Transformer, arrays or jax.ShapeDtypeStruct.
-    """
-    leaves, shardings = jax.tree.leaves(params), jax.tree.leaves(state_shardings(mesh, params))
-    pairs = zip(leaves, shardings, strict=True)
-    unsharded = sum(leaf.size for leaf, sharding in pairs if sharding.is_fully_replicated)
-    return unsharded / sum(leaf.size for leaf in leaves)
+def _placed(mesh, tree):
+    """(name, leaf, its sharding, bytes of the part that one device holds) of each leaf."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    shardings = jax.tree.leaves(state_shardings(mesh, tree))
+    for (path, leaf), sharding in zip(leaves, shardings, strict=True):
+        held = math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        yield _name(path), leaf, sharding, held
 
 
-class ShardingRow(NamedTuple):
-    """Parameters of one name, summed over layers.
-
-    Attributes:
-      name: such as attention/query/kernel.
-      split: the mesh axes of each of its axes, such as `(-, fsdp, tensor, -)`, or `replicated`.
-      parameters: their number.
-      device_bytes: of the largest part of them that a device holds.
-    """
-
-    name: str
-    split: str
-    parameters: int
-    device_bytes: int
+def device_bytes(mesh: Mesh, state) -> int:
+    """Bytes that one device holds of a pytree that `state_shardings` takes."""
+    return sum(held for *_, held in _placed(mesh, state))
 
 
-def _shard_bytes(leaf, sharding):
-    return math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-
-
-def device_bytes(mesh, state) -> int:
-    """Bytes of a state that one device holds at most.
-
-    Args:
-      mesh: of `make_mesh`.
-      state: pytree of arrays or jax.ShapeDtypeStruct whose paths are those of a TrainState.
-    """
-    shardings = jax.tree.leaves(state_shardings(mesh, state))
-    return sum(map(_shard_bytes, jax.tree.leaves(state), shardings))
+def _unsharded_fraction(mesh, params):
+    """Share of the parameters that every device holds: no axis but `data` could split them."""
+    sizes = [(leaf.size, to.is_fully_replicated) for _, leaf, to, _ in _placed(mesh, params)]
+    return sum(size for size, everywhere in sizes if everywhere) / sum(size for size, _ in sizes)
 
 
 def _split(sharding, ndim):
+    """The mesh axes of each axis of an array, such as `(-, fsdp, tensor, -)`, or `replicated`."""
     entries = (tuple(sharding.spec) + (None,) * ndim)[:ndim]
     if not any(entries):
         return 'replicated'
@@ -227,47 +197,33 @@ def _split(sharding, ndim):
     return f'({", ".join(words)})'
 
 
-def sharding_rows(mesh, params) -> list[ShardingRow]:
-    """A ShardingRow for each name and way of splitting, most parameters first.
+def sharding_lines(mesh: Mesh, params) -> list[str]:
+    """A table of parameters by name, summed over layers, and how they are split.
 
-    Args:
-      mesh: of `make_mesh`.
-      params: of a Transformer, arrays or jax.ShapeDtypeStruct.
+    It has their number and the bytes of them that one device holds; unsharded ones are one line.
     """
-    shardings = jax.tree.leaves(state_shardings(mesh, params))
-    found = {}
-    for (path, leaf), sharding in zip(
-        jax.tree_util.tree_leaves_with_path(params), shardings, strict=True
-    ):
-        name = jax.tree_util.keystr(path, simple=True, separator='/')
+    sizes, bytes_held = collections.Counter(), collections.Counter()
+    for name, leaf, sharding, held in _placed(mesh, params):
         name = re.sub(r'stack/run_\d+/layer_\d+/(block/)?', '', name)
-        key = name, _split(sharding, leaf.ndim)
-        parameters, held = found.get(key, (0, 0))
-        found[key] = parameters + leaf.size, held + _shard_bytes(leaf, sharding)
-    rows = [ShardingRow(*key, *sums) for key, sums in found.items()]
-    return sorted(rows, key=lambda row: (-row.parameters, row.name))
+        row = name, _split(sharding, leaf.ndim)
+        sizes[row] += leaf.size
+        bytes_held[row] += held
+    found = [(*row, size, bytes_held[row]) for row, size in sizes.most_common()]
+    unsharded = [row for row in found if row[1] == 'replicated']
+    rows = [row for row in found if row[1] != 'replicated']
+    others = f'{len(unsharded)} others'
+    for name, split, group in (others, 'replicated', unsharded), ('all parameters', '', found):
+        rows.append((name, split, sum(row[2] for row in group), sum(row[3] for row in group)))
+    name_width, split_width = (max(len(row[i]) for row in rows) for i in (0, 1))
+    heads = 'split over', 'parameters', 'MB a device'
+    text = [f'{"":{name_width}}  {heads[0]:{split_width}}  {heads[1]:>13}  {heads[2]:>11}']
+    for name, split, size, held in rows:
+        numbers = f'{size:>13,}  {held / 1e6:>11.3f}'
+        text.append(f'{name:{name_width}}  {split:{split_width}}  {numbers}')
+    return [*text, f'{_unsharded_fraction(mesh, params):.2%} of the parameters on every device']
 
 
-def sharding_lines(mesh, params) -> list[str]:
-    """A table of the rows, their sum, and the unsharded share; unsharded names are one line."""
-    rows = sharding_rows(mesh, params)
-    unsharded = [row for row in rows if row.split == 'replicated']
-    rows = [row for row in rows if row.split != 'replicated']
-    for name, split, group in (
-        (f'{len(unsharded)} others', 'replicated', unsharded),
-        ('all parameters', '', [*rows, *unsharded]),
-    ):
-        sums = sum(row.parameters for row in group), sum(row.device_bytes for row in group)
-        rows.append(ShardingRow(name, split, *sums))
-    name, split = max(len(row.name) for row in rows), max(len(row.split) for row in rows)
-    text = [f'{"":{name}}  {"split over":{split}}  {"parameters":>13}  {"MB a device":>11}']
-    for row in rows:
-        numbers = f'{row.parameters:>13,}  {row.device_bytes / 1e6:>11.3f}'
-        text.append(f'{row.name:{name}}  {row.split:{split}}  {numbers}')
-    return [*text, f'{unsharded_fraction(mesh, params):.2%} of the parameters on every device']
-
-
-def mesh_lines(mesh, state) -> list[str]:
+def mesh_lines(mesh: Mesh, state) -> list[str]:
     """Lines about the devices at the start of a run; none for one device."""
     if mesh.size == 1:
         return []

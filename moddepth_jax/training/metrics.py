@@ -2,18 +2,17 @@
 
 import contextlib
 import json
-import math
 import os
 import pathlib
 import re
 import secrets
-import socket
 import sys
 import time
 
+import numpy as np
 from tensorboardX import summary
+from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
-from tensorboardX.record_writer import RecordWriter
 
 from moddepth_jax.data.directory import write_atomically
 from moddepth_jax.training import multihost
@@ -25,19 +24,29 @@ WANDB_ID_FILE = 'wandb-id'
 _WINDOWS_NAME = re.compile(r'windows-\d+\.jsonl')
 
 
-class MetricsWriter:
+def replace_nonfinite(value):
+    """`value` with None for numbers that are not finite, in dicts and lists: JSON has none."""
+    if isinstance(value, dict):
+        return {name: replace_nonfinite(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [replace_nonfinite(item) for item in value]
+    if isinstance(value, float) and not abs(value) < float('inf'):
+        return None
+    return value
+
+
+class MetricsWriter(contextlib.AbstractContextManager):
     """Appends rows to `metrics.jsonl` and passes each to TensorBoardWriter, WandbWriter, ...
 
     A row is {'step': step, name: value, ...}. Names are nested by '/'; an evaluation is a separate
-    row whose names begin with `eval/`. Numbers that are not finite become null, since JSON has no
-    NaN. Each row is flushed as it is written.
+    row whose names begin with `eval/`. Each row is flushed as it is written.
 
     Args:
       workdir: directory of the run.
-      first_step: the step the run starts after, 0 for a new one. Later rows, which a run that was
-        killed after its last checkpoint left, are dropped, and so is a truncated last line.
+      first_step: steps done before this start. Later rows, which a run that was killed after its
+        last checkpoint left, are dropped, and so is a truncated last line.
       sinks: other writers of rows, with a `name`, `add(step, values)` and `close()`. A sink that
-        raises is dropped with one line on stderr: metrics.jsonl has the same numbers.
+        raises is dropped with one line on stderr.
 
     Raises:
       ValueError: one line, if an earlier line of the file is not a row.
@@ -51,19 +60,14 @@ class MetricsWriter:
         self._sinks = list(sinks)
 
     def write(self, step: int, values: dict) -> None:
-        """Appends a row of numbers (Python, NumPy or JAX scalars), strings, and lists of these.
+        """Appends a row of Python numbers and lists of them; null replaces what is not finite.
 
         A list whose name ends in `_histogram` holds the shares of equal bins of [0, 1]. The row
         replaces one of the same step and names from an earlier start of the run: that of the last
         evaluation, if a finished run is evaluated again.
-
-        Raises:
-          ValueError: a value of another kind, or one named `step`.
         """
-        if 'step' in values:
-            raise ValueError(f'step={values["step"]!r}: must be the argument, not among the values')
-        values = {name: _to_json(name, value) for name, value in values.items()}
-        row = {'step': int(step)} | values
+        values = replace_nonfinite(values)
+        row = {'step': step} | values
         if _key(row) in self._kept:
             self._file.close()
             rows = read_metrics(self._path.parent)
@@ -75,7 +79,7 @@ class MetricsWriter:
             error.filename = os.fspath(self._path)
             raise
         for sink in list(self._sinks):
-            self._call(sink, sink.add, row['step'], values)
+            self._call(sink, sink.add, step, values)
 
     def has(self, step: int, name: str) -> bool:
         """Whether an earlier start of the run left a row of `step` with a value `name`."""
@@ -92,17 +96,14 @@ class MetricsWriter:
             method(*arguments)
         except Exception as error:  # of many kinds: W&B raises private ones
             self._sinks.remove(sink)
-            reason = ' '.join((getattr(error, 'strerror', None) or str(error)).split())
+            reason = getattr(error, 'strerror', None) or multihost.one_line(error)
             print(f'no more metrics for {sink.name}: {reason}', file=sys.stderr)
 
     def _rewrite(self, rows):
         """Replaces the file by these rows and opens it for more."""
-        write_atomically(self._path, ''.join(f'{json.dumps(row)}\n' for row in rows))
+        _write_rows(self._path, rows)
         self._kept = {_key(row) for row in rows}
         self._file = open(self._path, 'a', encoding='utf-8')
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *_):
         self.close()
@@ -112,16 +113,8 @@ def _key(row):
     return row['step'], frozenset(row)
 
 
-def _to_json(name, value):
-    if isinstance(value, str):
-        return value
-    if isinstance(value, (list, tuple)):
-        return [_to_json(name, item) for item in value]
-    if getattr(value, 'ndim', None) == 0:
-        value = value.item()
-    if not isinstance(value, (int, float)):
-        raise ValueError(f'{name}={value!r}: must be a number, a string or a list of these')
-    return value if math.isfinite(value) else None
+def _write_rows(path, rows):
+    write_atomically(path, ''.join(f'{json.dumps(row)}\n' for row in rows))
 
 
 def read_metrics(workdir: str | os.PathLike) -> list[dict]:
@@ -131,13 +124,10 @@ def read_metrics(workdir: str | os.PathLike) -> list[dict]:
       ValueError: one line, if there is no metrics.jsonl or another line of it is not a row.
     """
     path = pathlib.Path(workdir) / METRICS_FILE
-    try:
-        with open(path, encoding='utf-8', errors='replace') as file:
-            lines = file.readlines()
-    except FileNotFoundError:
+    if not path.exists():
         right = 'must be the directory of a run that has begun'
-        raise ValueError(f'{workdir}: holds no {METRICS_FILE}; {right}') from None
-    rows = []
+        raise ValueError(f'{workdir}: holds no {METRICS_FILE}; {right}')
+    lines, rows = path.read_text(encoding='utf-8', errors='replace').splitlines(), []
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
@@ -154,13 +144,9 @@ def read_metrics(workdir: str | os.PathLike) -> list[dict]:
 class TensorBoardWriter:
     """A sink that appends scalars and histograms to a new event file in `tensorboard/` of a run.
 
-    It writes in the caller's thread by tensorboardX's RecordWriter. The SummaryWriter of
-    tensorboardX passes events to another thread, and blocks forever once a full disk has ended it.
-
-    Args:
-      workdir: directory of the run.
-      first_step: steps done before this start. TensorBoard hides events of later steps that an
-        earlier start left.
+    It writes in the caller's thread. The SummaryWriter of tensorboardX passes events to another
+    thread, and blocks forever once a full disk has ended it. TensorBoard hides events of steps
+    after `first_step` that an earlier start left.
     """
 
     name = 'TensorBoard'
@@ -172,17 +158,21 @@ class TensorBoardWriter:
 
     def add(self, step: int, values: dict) -> None:
         """Writes the numbers of a row, and its lists whose name ends in `_histogram`."""
-        with self._closed_on_error():
+        try:
             if self._writer is None:
                 self._open()
             for name, value in values.items():
                 if isinstance(value, (int, float)):
-                    self._write(Event(step=step, summary=summary.scalar(name, value)))
+                    self._write(step=step, summary=summary.scalar(name, value))
                 elif name.endswith('_histogram') and None not in value:
-                    self._write(Event(step=step, summary=_histogram(name, value)))
+                    self._write(step=step, summary=_histogram(name, value))
             if time.monotonic() > self._flush_at:
                 self._flush_at = time.monotonic() + FLUSH_SECONDS
                 self._writer.flush()
+        except OSError:
+            with contextlib.suppress(OSError):  # of events that are still in its buffer
+                self.close()
+            raise
 
     def close(self) -> None:
         """Closes the file."""
@@ -192,41 +182,21 @@ class TensorBoardWriter:
     def _open(self):
         resumed = self._folder.exists()
         self._folder.mkdir(exist_ok=True)
-        name = f'events.out.tfevents.{time.time_ns()}.{socket.gethostname()}'
-        self._writer = RecordWriter(str(self._folder / name))
-        self._write(Event(file_version='brain.Event:2'))
+        self._writer = EventsWriter(str(self._folder / 'events'), f'.{time.time_ns()}')
         if resumed:
             start = SessionLog(status=SessionLog.START)
-            self._write(Event(step=self._first_step + 1, session_log=start))
+            self._write(step=self._first_step + 1, session_log=start)
 
-    def _write(self, event):
-        event.wall_time = time.time()
-        self._writer.write(event.SerializeToString())
-
-    @contextlib.contextmanager
-    def _closed_on_error(self):
-        try:
-            yield
-        except OSError:
-            with contextlib.suppress(OSError):  # of events that are still in its buffer
-                self.close()
-            raise
+    def _write(self, **fields):
+        self._writer.write_event(Event(wall_time=time.time(), **fields))
 
 
 def _histogram(name, shares):
     """Shares of equal bins of [0, 1]."""
-    limits = [(i + 1) / len(shares) for i in range(len(shares))]
-    centers = [limit - 0.5 / len(shares) for limit in limits]
-    return summary.histogram_raw(
-        name,
-        min=0.0,
-        max=1.0,
-        num=1,
-        sum=sum(share * x for share, x in zip(shares, centers, strict=True)),
-        sum_squares=sum(share * x * x for share, x in zip(shares, centers, strict=True)),
-        bucket_limits=limits,
-        bucket_counts=shares,
-    )
+    limits = (np.arange(len(shares)) + 1) / len(shares)
+    centers = limits - 0.5 / len(shares)
+    mean, mean_square = np.dot(shares, centers), np.dot(shares, centers**2)
+    return summary.histogram_raw(name, 0.0, 1.0, 1, mean, mean_square, limits, shares)
 
 
 def check_wandb(project: str) -> None:
@@ -244,12 +214,7 @@ class WandbWriter:
     """A sink that sends rows to one run of Weights & Biases; a resumed run continues the same one.
 
     Curves are drawn over `step`, which is sent with each row, so that W&B accepts rows that a
-    killed run writes again.
-
-    Args:
-      workdir: directory of the run, which names the run; holds its id and W&B's own files.
-      project: of W&B.
-      config: nested dict of the run's knobs.
+    killed run writes again. `workdir` names the run, and holds its id and W&B's own files.
 
     Raises:
       ValueError: one line, if W&B cannot begin: nobody is logged in, or there is no network.
@@ -276,9 +241,7 @@ class WandbWriter:
             )
         except Exception as error:  # of many kinds, some of them private
             right = 'log in with `wandb login`, or set WANDB_MODE=offline'
-            raise ValueError(
-                f'--wandb={project}: {" ".join(str(error).split())}; {right}'
-            ) from None
+            raise ValueError(f'--wandb={project}: {multihost.one_line(error)}; {right}') from None
         self._run.define_metric('*', step_metric='step')
 
     def add(self, step: int, values: dict) -> None:
@@ -291,7 +254,7 @@ class WandbWriter:
         self._run.finish()
 
 
-class WindowLog:
+class WindowLog(contextlib.AbstractContextManager):
     """Appends {"step": S, "windows": [numbers]} to windows-PROCESS.jsonl in the workdir.
 
     S is 1 for the first step. Each process logs the windows that it reads; if processes share batch
@@ -300,25 +263,17 @@ class WindowLog:
 
     Every process of a run makes one. Process 0 first drops from all files, also those of processes
     that no longer exist, the rows of steps after `first_step` and truncated ones.
-
-    Args:
-      workdir: directory of the run.
-      first_step: steps done before this start.
-      process: index of this process.
     """
 
     def __init__(self, workdir: str | os.PathLike, first_step: int, process: int):
         workdir = pathlib.Path(workdir)
-        multihost.broadcast_from_leader(lambda: _drop_windows(workdir, first_step))
+        multihost.run_on_leader(lambda: _drop_windows(workdir, first_step))
         self._file = open(workdir / f'windows-{process}.jsonl', 'a', encoding='utf-8')
 
     def write(self, step: int, windows: list[int]) -> None:
         """Logs the windows of the step that ends as number `step`."""
         self._file.write(json.dumps({'step': step, 'windows': windows}) + '\n')
         self._file.flush()
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *_):
         self._file.close()
@@ -327,23 +282,22 @@ class WindowLog:
 def read_windows(workdir: str | os.PathLike) -> dict[int, list[int]]:
     """The sorted windows of each step, over all processes, without a truncated last line."""
     steps = {}
-    for path in _window_files(workdir):
-        for row in _window_rows(path):
+    for rows in _window_rows(workdir).values():
+        for row in rows:
             steps.setdefault(row['step'], []).extend(row['windows'])
     return {step: sorted(steps[step]) for step in sorted(steps)}
 
 
-def _window_files(workdir):
-    paths = pathlib.Path(workdir).iterdir()
-    return sorted(path for path in paths if _WINDOWS_NAME.fullmatch(path.name))
-
-
-def _window_rows(path):
-    lines = path.read_text(encoding='utf-8', errors='replace').splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith('}\n')]
+def _window_rows(workdir):
+    """The rows of each process by path."""
+    paths = [p for p in pathlib.Path(workdir).iterdir() if _WINDOWS_NAME.fullmatch(p.name)]
+    texts = [path.read_text(encoding='utf-8', errors='replace') for path in paths]
+    return {
+        path: [json.loads(line) for line in text.splitlines(True) if line.endswith('}\n')]
+        for path, text in zip(paths, texts, strict=True)
+    }
 
 
 def _drop_windows(workdir, first_step):
-    for path in _window_files(workdir):
-        rows = [row for row in _window_rows(path) if row['step'] <= first_step]
-        write_atomically(path, ''.join(f'{json.dumps(row)}\n' for row in rows))
+    for path, rows in _window_rows(workdir).items():
+        _write_rows(path, [row for row in rows if row['step'] <= first_step])

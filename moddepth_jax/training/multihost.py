@@ -48,10 +48,8 @@ def initialize(saves: bool = False) -> None:
 
     Other processes exist if JAX_COORDINATOR_ADDRESS (HOST:PORT of process 0), JAX_NUM_PROCESSES and
     JAX_PROCESS_ID (from 0) are set, or in a SLURM step of more than one task, whose variables JAX
-    reads itself. JAX_NUM_PROCESSES=1 makes a SLURM task a run of one process.
-
-    Args:
-      saves: whether SIGTERM is handled by `PreemptionHandler`; otherwise it ends the process.
+    reads itself. JAX_NUM_PROCESSES=1 makes a SLURM task a run of one process. With `saves`,
+    SIGTERM is handled by `PreemptionHandler`; otherwise it ends the process.
 
     Raises:
       ValueError: one line, for a variable that is missing or malformed.
@@ -125,8 +123,7 @@ def is_leader() -> bool:
 
 def barrier(name: str) -> None:
     """Returns once every process has called it with this name."""
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(name)
+    multihost_utils.sync_global_devices(name)
 
 
 def warm_up_collectives(mesh) -> None:
@@ -159,7 +156,7 @@ def exit_process(status: int, error: BaseException) -> NoReturn:
     """Exits with `status` after `error` has been reported.
 
     JAX waits at exit for the other processes, and aborts if they do not come. So this waits only
-    after an error that every process has raised: one whose `on_all_processes` is true.
+    after an error whose `on_all_processes` is true.
     """
     if is_initialized() and not getattr(error, 'on_all_processes', False):
         sys.stdout.flush()
@@ -198,53 +195,16 @@ def _loss_reason(error):
     """Returns what a JaxRuntimeError in the chain of `error` says about a lost process, or None."""
     while error is not None:
         if isinstance(error, jax.errors.JaxRuntimeError) and _GONE.search(str(error)):
-            return _one_line(error)[:200]
+            return one_line(error)[:200]
         error = error.__cause__ or error.__context__
     return None
 
 
-def broadcast_from_leader(function: Callable[[], Any]) -> Any:
-    """Calls `function` on process 0 only; every process gets its result or its error.
-
-    Every process calls this, in the same order as its other exchanges.
-
-    Args:
-      function: without arguments; returns JSON values.
-
-    Raises:
-      RemoteError: on the other processes, if `function` raised; process 0 raises the error itself.
-    """
-    if jax.process_count() == 1:
-        return function()
-    answer, error = {}, None
-    if is_leader():
-        try:
-            answer = {'result': function()}
-        except Exception as caught:
-            answer, error = {'error': _one_line(caught)}, caught
-    answer = _broadcast(answer, 0)
-    if error is not None:
-        error.on_all_processes = True
-        raise error
-    if 'error' in answer:
-        raise RemoteError(answer['error'])
-    return answer['result']
-
-
-def run_on_leader(function: Callable[[], Any]) -> Any:
-    """Like `broadcast_from_leader`, but the result stays on process 0; the others get None."""
-    results = []
-    broadcast_from_leader(lambda: results.append(function()))
-    return results[0] if results else None
-
-
 def run_on_all(function: Callable[[], Any]) -> Any:
-    """Calls `function` on every process; an error on any of them is raised on all.
+    """Calls `function` on every process and returns its result here; an error is raised on all.
 
-    `function` must not wait for other processes: one that has failed would never come.
-
-    Returns:
-      The result of `function` on this process.
+    `function` must not wait for other processes: one that has failed would never come. Every
+    process calls this, and the functions below, in the same order.
 
     Raises:
       RemoteError: if `function` failed first on another process, which raises the error itself.
@@ -260,24 +220,26 @@ def run_on_all(function: Callable[[], Any]) -> Any:
     if not failed_P.any():
         return result
     first = int(np.argmax(failed_P))
-    report = _broadcast({'error': _one_line(error)}, first)
+    report = _broadcast(one_line(error), first)
     if jax.process_index() == first:
         error.on_all_processes = True
         raise error
-    raise RemoteError(report['error'])
+    raise RemoteError(report)
+
+
+def run_on_leader(function: Callable[[], Any]) -> Any:
+    """Like `run_on_all`, but on process 0 only; the others get None."""
+    return run_on_all(function if is_leader() else lambda: None)
+
+
+def broadcast_from_leader(function: Callable[[], Any]) -> Any:
+    """Like `run_on_leader`, but every process gets the result, which is made of JSON values."""
+    result = run_on_leader(function)
+    return result if jax.process_count() == 1 else _broadcast(result, 0)
 
 
 def check_equal_on_all(values: dict) -> None:
-    """Raises if the processes of a run were started with different values.
-
-    Args:
-      values: of this process, JSON values by name, in nested dicts.
-
-    Raises:
-      ValueError: one line that names the first value that differs from process 0.
-    """
-    if jax.process_count() == 1:
-        return
+    """Raises ValueError if processes have different JSON values, naming the first difference."""
     mine = traverse_util.flatten_dict(json.loads(json.dumps(values)), sep='.')
     leaders = broadcast_from_leader(lambda: mine)
 
@@ -292,16 +254,10 @@ def check_equal_on_all(values: dict) -> None:
 
 
 def check_shared_directory(path: pathlib.Path) -> None:
-    """Raises if the processes do not share one directory, which would tear checkpoints apart.
+    """Raises ValueError if a process does not find this file, which process 0 has written.
 
-    Args:
-      path: a file that process 0 has written and no longer changes.
-
-    Raises:
-      ValueError: one line, if another process finds no such file, or another content.
+    Without one shared directory, checkpoints would be torn apart.
     """
-    if jax.process_count() == 1:
-        return
     text = broadcast_from_leader(path.read_text)
 
     def compare():
@@ -316,7 +272,8 @@ def check_shared_directory(path: pathlib.Path) -> None:
     run_on_all(compare)
 
 
-def _one_line(error):
+def one_line(error: BaseException | None) -> str:
+    """The message of an error, or the name of its class, in one line."""
     return ' '.join(str(error).split()) or type(error).__name__
 
 

@@ -1,7 +1,5 @@
 """Optimizers and learning-rate schedules, by name; the predictor's gradients are clipped apart."""
 
-import functools
-
 import jax
 import optax
 from optax import contrib
@@ -48,32 +46,26 @@ def learning_rate_schedule(hparams: Hparams, num_steps: int):
     return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), after], [warmup])
 
 
-def _in_predictor(params):
-    def inside(path, _):
-        return any(getattr(key, 'key', None) == 'predictor' for key in path)
+def _mask(params, select):
+    """A pytree of `select(keys of the path)` for each leaf."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: select([getattr(key, 'key', None) for key in path]), params
+    )
 
-    return jax.tree_util.tree_map_with_path(inside, params)
+
+def _in_predictor(params):
+    return _mask(params, lambda keys: 'predictor' in keys)
 
 
 def _outside_predictor(params):
-    return jax.tree.map(lambda inside: not inside, _in_predictor(params))
+    return _mask(params, lambda keys: 'predictor' not in keys)
 
 
 def trunk_norm(gradients):
     """Global norm of all gradients except the predictor's, by which the trunk is clipped."""
-    outside = _outside_predictor(gradients)
-    leaves = zip(jax.tree.leaves(outside), jax.tree.leaves(gradients), strict=True)
+    outside = jax.tree.leaves(_outside_predictor(gradients))
+    leaves = zip(outside, jax.tree.leaves(gradients), strict=True)
     return optax.tree.norm([leaf for is_outside, leaf in leaves if is_outside])
-
-
-def _decayed(params, decay_embeddings: bool):
-    """Mask of weight decay: matrices, but not norms, biases or the router's vector."""
-    matrices = {'kernel', 'embedding'} if decay_embeddings else {'kernel'}
-
-    def decayed(path, _):
-        return not matrices.isdisjoint(getattr(key, 'key', None) for key in path)
-
-    return jax.tree_util.tree_map_with_path(decayed, params)
 
 
 def _muon_axes(params):
@@ -95,21 +87,32 @@ def _muon_axes(params):
     return jax.tree_util.tree_map_with_path(axes, params)
 
 
+def _decayed(optimizer):
+    """The mask of weight decay: matrices, not norms, biases or the router's vector."""
+    names = {'kernel', 'embedding'} if optimizer.decay_embeddings else {'kernel'}
+    return lambda params: _mask(params, lambda keys: not names.isdisjoint(keys))
+
+
 @OPTIMIZERS.register('adamw')
 def _adamw(rate, optimizer):
-    mask = functools.partial(_decayed, decay_embeddings=optimizer.decay_embeddings)
     decay = optimizer.weight_decay
     return optax.adamw(
-        rate, optimizer.b1, optimizer.b2, optimizer.eps, weight_decay=decay, mask=mask
+        rate,
+        optimizer.b1,
+        optimizer.b2,
+        optimizer.eps,
+        weight_decay=decay,
+        mask=_decayed(optimizer),
     )
 
 
 @OPTIMIZERS.register('lion')
 def _lion(rate, optimizer):
     """Chen et al. 2023, arXiv 2302.06675; a good rate is a tenth to a third of AdamW's."""
-    mask = functools.partial(_decayed, decay_embeddings=optimizer.decay_embeddings)
     decay = optimizer.weight_decay
-    return optax.lion(rate, optimizer.b1, optimizer.b2, weight_decay=decay, mask=mask)
+    return optax.lion(
+        rate, optimizer.b1, optimizer.b2, weight_decay=decay, mask=_decayed(optimizer)
+    )
 
 
 @OPTIMIZERS.register('muon')

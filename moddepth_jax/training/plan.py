@@ -1,5 +1,6 @@
 """The plan of a run, made before anything is compiled or written: stages, steps, data, mesh."""
 
+import itertools
 import os
 
 import jax
@@ -17,10 +18,7 @@ def prepare_run(
 ) -> tuple[int, Dataset, jax.sharding.Mesh]:
     """Returns the number of steps, the dataset and the mesh of a run, after all checks.
 
-    Args:
-      hparams: of the run.
-      mesh_spec: see `make_mesh`.
-      workdir: of the run; a tokenizer that is stored there precedes `data.tokenizer`.
+    A tokenizer that is stored in `workdir` precedes `data.tokenizer`.
 
     Raises:
       ValueError: one line, for a budget, corpus, tokenizer, vocabulary, dtype or mesh that does
@@ -63,11 +61,10 @@ def stage_at(hparams: Hparams, num_steps: int, step: int) -> Stage:
 def run_flops(hparams: Hparams, num_steps: int, steps_done: int | None = None) -> float:
     """Counted FLOPs of the first `steps_done` steps (None: all) of a run of `num_steps`."""
     done = num_steps if steps_done is None else steps_done
-    starts = stage_starts(hparams, num_steps)
-    ends = [first for first, _ in starts[1:]] + [num_steps]
+    starts = [*stage_starts(hparams, num_steps), (num_steps, None)]
     return sum(
         max(0, min(end, done) - first) * train_step_flops(hparams, stage)
-        for (first, stage), end in zip(starts, ends, strict=True)
+        for (first, stage), (end, _) in itertools.pairwise(starts)
     )
 
 

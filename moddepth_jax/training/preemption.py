@@ -28,7 +28,6 @@ class PreemptionHandler:
         self._previous = {}
 
     def __enter__(self):
-        self.signal_name, self._num_sigint = None, 0
         alone = jax.process_count() == 1
         if alone and threading.current_thread() is threading.main_thread():
             self._previous = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
@@ -38,7 +37,6 @@ class PreemptionHandler:
         for number, handler in self._previous.items():
             # None is a handler that was not set from Python and cannot be restored.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        self._previous = {}
         if jax.process_count() > 1:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # JAX's handler would swallow it
 

@@ -12,8 +12,7 @@ PROFILE_DIRECTORY = 'profile'
 def parse_steps(text: str) -> tuple[int, int]:
     """(first, last) of '20:25': from the end of step 20 to the end of step 25.
 
-    Raises:
-      ValueError: one line, for text of another form, or a range without a step.
+    Raises ValueError, one line, for text of another form, or a range without a step.
     """
     match = re.fullmatch(r'(\d+):(\d+)', text)
     if not match or int(match[1]) >= int(match[2]):
@@ -22,24 +21,16 @@ def parse_steps(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-class Profile:
+class Profile(contextlib.AbstractContextManager):
     """Traces the steps after `first` and up to `last` into `profile/` of a run.
 
     A run that stops or fails between them keeps what was traced until then. Each process traces
-    itself, by jax.profiler: for XProf, TensorBoard and Perfetto.
-
-    Args:
-      workdir: directory of the run.
-      steps: of `parse_steps`; None: no trace.
-      num_steps: of the run.
-      first_step: steps done before this start.
-
-    Raises:
-      ValueError: one line, if no step of this start is among them.
+    itself, by jax.profiler: for XProf, TensorBoard and Perfetto. Raises ValueError, one line, if
+    none of `steps` is left after `first_step`.
     """
 
     def __init__(self, workdir, steps: tuple[int, int] | None, num_steps: int, first_step: int):
-        self.first, self.last = steps or (None, None)
+        self.first, self.last = steps or (num_steps, num_steps)
         self.folder = pathlib.Path(workdir) / PROFILE_DIRECTORY
         if jax.process_count() > 1:  # on one host they would write the same file
             self.folder /= f'process-{jax.process_index()}'
@@ -53,7 +44,7 @@ class Profile:
 
     def begins(self, step: int) -> bool:
         """Whether the trace starts when `step` steps are done."""
-        return self.first is not None and not self._tracing and self.first <= step < self.last
+        return not self._tracing and self.first <= step < self.last
 
     def ends(self, step: int) -> bool:
         """Whether the trace ends when `step` steps are done."""
@@ -68,7 +59,7 @@ class Profile:
         """Writes the trace; returns a line for the user, or '' without a trace."""
         if not self._tracing:
             return ''
-        self._tracing, self.first = False, None
+        self._tracing = False
         jax.profiler.stop_trace()
         return f'profile   {self.folder}: open it with xprof --logdir={self.folder}'
 
@@ -77,9 +68,6 @@ class Profile:
         if self._tracing:
             return jax.profiler.StepTraceAnnotation('train', step_num=number)
         return contextlib.nullcontext()
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *_):
         self.stop()

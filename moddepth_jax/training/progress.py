@@ -53,14 +53,7 @@ class Progress:
 
     On a terminal one line is redrawn: bar, step, loss, bits per byte, tokens and FLOPs a second,
     time left. Elsewhere a table gets a row for each of the first few updates, then one every 5% of
-    the steps or every minute.
-
-    Args:
-      total_steps: of the whole run.
-      first_step: steps done before this start.
-      tokens_per_step: over all devices.
-      console: where to print; stdout if None.
-      silent: prints nothing, as on processes other than the leader.
+    the steps or every minute. `silent` prints nothing, as on processes other than the leader.
     """
 
     def __init__(
@@ -77,11 +70,10 @@ class Progress:
         self._bar = None
         if self._console.is_terminal and not self._console.is_dumb_terminal and not silent:
             width = min(40, max(5, self._console.width - 85))
+            one_line = rich.table.Column(no_wrap=True)
             self._bar = rich.progress.Progress(
                 rich.progress.BarColumn(bar_width=width),
-                rich.progress.TextColumn(
-                    '{task.description}', markup=False, table_column=rich.table.Column(no_wrap=True)
-                ),
+                rich.progress.TextColumn('{task.description}', markup=False, table_column=one_line),
                 console=self._console,
                 refresh_per_second=4,
             )
@@ -91,36 +83,32 @@ class Progress:
     def update(self, step: int, values: dict) -> None:
         """Shows that `step` steps are done.
 
-        Args:
-          step: done so far.
-          values: `tokens_per_second` and `flops_per_second`; optionally `loss` (nats) and
-            `bits_per_byte`.
+        `values` has `tokens_per_second`, `flops_per_second`, `loss` (nats) and `bits_per_byte`.
         """
-        now = time.monotonic()
         steps_per_second = values['tokens_per_second'] / self._tokens
         remaining = (self._total - step) / steps_per_second if steps_per_second > 0 else math.nan
-        cells = [
+        done, loss, bits, tokens, flops, eta = cells = [
             f'{step}/{self._total}',
-            _format_value(values.get('loss'), 4),
-            _format_value(values.get('bits_per_byte'), 3),
+            f'{values["loss"]:.4f}',
+            f'{values["bits_per_byte"]:.3f}',
             format_count(values['tokens_per_second']),
             format_count(values['flops_per_second']),
             format_seconds(remaining),
         ]
         if self._bar is not None:
-            done, loss, bits, tokens, flops, eta = cells
             text = f'{done}  loss {loss}  {bits} bits/byte  {tokens} tokens/s  {flops} FLOP/s'
-            text = f'{text}  ETA {eta}'
-            self._bar.update(self._task, completed=step, description=text)
-        elif self._row_is_due(step, now):
+            self._bar.update(self._task, completed=step, description=f'{text}  ETA {eta}')
+        elif self._row_is_due(step):
             if not self._rows:
-                self._line(_row([name for name, _ in _COLUMNS]))
-            self._rows, self._row_step, self._row_time = self._rows + 1, step, now
-            self._line(_row(cells))
+                self._print_row(name for name, _ in _COLUMNS)
+            self._rows, self._row_step, self._row_time = self._rows + 1, step, time.monotonic()
+            self._print_row(cells)
 
     def note(self, text: str) -> None:
         """Prints `text` literally, without control characters; on a terminal, above the bar."""
-        self._line(printable(text))
+        # A Text, since a str would have its [brackets] read as markup.
+        line = rich.text.Text(printable(text))
+        self._console.print(line, soft_wrap=True, highlight=False)
 
     def __enter__(self):
         if self._bar is not None:
@@ -131,22 +119,15 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
 
-    def _row_is_due(self, step, now):
-        steps, seconds = step - self._row_step, now - self._row_time
+    def _row_is_due(self, step):
+        steps, seconds = step - self._row_step, time.monotonic() - self._row_time
         due = steps >= PLAIN_FRACTION * self._total or seconds >= PLAIN_SECONDS
         return due or self._rows < PLAIN_FIRST_ROWS or step >= self._total
 
-    def _line(self, text):
-        # A Text, since a str would have its [brackets] read as markup.
-        self._console.print(rich.text.Text(text), soft_wrap=True, highlight=False)
-
-
-def _format_value(value, digits):
-    return 'n/a' if value is None else f'{value:.{digits}f}'
-
-
-def _row(cells):
-    return '  '.join(cell.rjust(width) for cell, (_, width) in zip(cells, _COLUMNS, strict=True))
+    def _print_row(self, cells):
+        widths = [width for _, width in _COLUMNS]
+        cells = zip(cells, widths, strict=True)
+        self.note('  '.join(cell.rjust(width) for cell, width in cells))
 
 
 class Stopwatch:
@@ -156,10 +137,8 @@ class Stopwatch:
     """
 
     def __init__(self):
-        self.total = 0.0
         self._begin = time.monotonic()
-        self._waited = 0.0
-        self._window = 0.0
+        self._total = self._waited = self._window = 0.0
         self._steps = 0
 
     def step_done(self):
@@ -176,13 +155,13 @@ class Stopwatch:
     @contextlib.contextmanager
     def pause(self):
         """Time inside does not count."""
-        self._advance()
+        self.seconds()
         yield
         self._begin = time.monotonic()
 
     def rates(self, tokens_per_step: float, flops_per_step: float) -> dict[str, float]:
         """`tokens_per_second`, `flops_per_second` and `data_wait_fraction` since the last call."""
-        self._advance()
+        self.seconds()
         seconds = max(self._window, 1e-9)
         rates = {
             'tokens_per_second': self._steps * tokens_per_step / seconds,
@@ -194,11 +173,8 @@ class Stopwatch:
 
     def seconds(self) -> float:
         """Stepping time since the start."""
-        self._advance()
-        return self.total
-
-    def _advance(self):
         now = time.monotonic()
-        self.total += now - self._begin
+        self._total += now - self._begin
         self._window += now - self._begin
         self._begin = now
+        return self._total

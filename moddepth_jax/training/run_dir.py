@@ -59,6 +59,7 @@ OLDER_RUNS = {
 }
 
 _NEWER = 'a newer version wrote it, and can resume this run, or it was edited'
+_WRITABLE = 'must be a directory that can be written'
 
 
 def temporary_files(names: set[str], file: str) -> set[str]:
@@ -67,11 +68,7 @@ def temporary_files(names: set[str], file: str) -> set[str]:
 
 
 class WorkdirLock(DirectoryLock):
-    """Locks a run's directory, as DirectoryLock does.
-
-    Raises:
-      ValueError: another run holds the directory, or the lock file cannot be written; one line.
-    """
+    """Locks a run's directory, as DirectoryLock does, and raises the same one-line ValueErrors."""
 
     def __init__(self, path: str | os.PathLike):
         super().__init__(path, '--workdir')
@@ -84,14 +81,8 @@ def open_workdir(
 
     A new or empty directory gets `config.json`. An existing one is compared as `read_config`
     returns it, and not changed. A run takes a `WorkdirLock` next, then calls `update_config`.
-
-    Args:
-      path: the directory; parents are made.
-      config: nested dict of JSON values; tuples are stored as lists.
-      volatile: dotted names of fields or groups that may differ from the stored config.
-
-    Returns:
-      Lines for the user, of `read_config`.
+    Fields or groups of the dotted names `volatile` may differ from the stored config. Returns lines
+    for the user, as `read_config`.
 
     Raises:
       ValueError: one line, nothing written, if `path` is a file, holds something else, belongs
@@ -109,10 +100,14 @@ def open_workdir(
         if others:
             found = f'holds {others[0]!r} but no {CONFIG_FILE}, so it is no directory of a run'
             raise ValueError(f'--workdir={path}: {found}; {right}')
-        _write_first(path, config)
-    stored, added = _read_config(path)
-    _refuse_difference(path, config, stored, volatile)
-    return _note(path, {name: x for name, x in added.items() if not _is_among(name, volatile)})
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            with WorkdirLock(path):
+                if not (path / CONFIG_FILE).exists():
+                    update_config(path, config)
+        except OSError as error:
+            raise ValueError(f'--workdir={path}: {error.strerror}; {_WRITABLE}') from None
+    return check_config(path, config, volatile)
 
 
 def update_config(path: str | os.PathLike, config: dict) -> None:
@@ -120,46 +115,45 @@ def update_config(path: str | os.PathLike, config: dict) -> None:
 
     Its volatile fields change, and knobs that an older run lacked are added.
     """
+    content = {'schema_version': SCHEMA_VERSION, 'config': config}
+    text = json.dumps(content, indent=2, sort_keys=True) + '\n'
     file = pathlib.Path(path) / CONFIG_FILE
-    if file.read_text(encoding='utf-8') != _content(config):
-        write_atomically(file, _content(config))
+    if not file.exists() or file.read_text(encoding='utf-8') != text:
+        write_atomically(file, text)
 
 
-def check_config(path: str | os.PathLike, config: dict, volatile: tuple[str, ...] = ()):
+def check_config(
+    path: str | os.PathLike, config: dict, volatile: tuple[str, ...] = ()
+) -> list[str]:
     """Raises ValueError, one line, if `path` holds no run of `config`; see `open_workdir`."""
-    _refuse_difference(pathlib.Path(path), config, _read_config(path)[0], volatile)
+
+    def may_differ(name):
+        return any(f'{name}.'.startswith(f'{field}.') for field in volatile)
+
+    stored, added = _read_config(path)
+    stored, wanted = (
+        traverse_util.flatten_dict(side, sep='.')
+        for side in (stored, json.loads(json.dumps(config)))
+    )
+    for name in sorted(wanted.keys() | stored.keys()):
+        old, new = stored.get(name, 'absent'), wanted.get(name, 'absent')
+        if old != new and not may_differ(name):
+            found = f'{name} is {old!r} in its {CONFIG_FILE} and {new!r} in this run'
+            raise ValueError(f'--workdir={path}: {found}; use another --workdir')
+    return _note(path, {name: value for name, value in added.items() if not may_differ(name)})
 
 
 def read_config(path: str | os.PathLike) -> tuple[dict, list[str]]:
     """The config stored in the directory of a run, as nested dicts of JSON values.
 
-    A knob that was added after the run gets its value of `OLDER_RUNS`.
-
-    Returns:
-      The config, and a line for the user that names the added knobs, if any.
+    A knob that was added after the run gets its value of `OLDER_RUNS`; a line for the user, the
+    second result, names these knobs, if any.
 
     Raises:
       ValueError: one line, if there is no config.json, or none that can be read.
     """
     config, added = _read_config(path)
     return config, _note(path, added)
-
-
-def _is_among(name, fields):
-    return any(name == field or name.startswith(f'{field}.') for field in fields)
-
-
-def _refuse_difference(path, config, stored, volatile):
-    wanted, stored = _flatten(json.loads(json.dumps(config))), _flatten(stored)
-    for name in sorted(wanted.keys() | stored.keys()):
-        old, new = stored.get(name, 'absent'), wanted.get(name, 'absent')
-        if old != new and not _is_among(name, volatile):
-            found = f'{name} is {old!r} in its {CONFIG_FILE} and {new!r} in this run'
-            raise ValueError(f'--workdir={path}: {found}; use another --workdir')
-
-
-def _flatten(config):
-    return traverse_util.flatten_dict(config, sep='.')
 
 
 def _note(path, added):
@@ -185,42 +179,18 @@ def _read_config(path):
         raise ValueError(f'{file}: schema_version={version!r}; {right}')
     for name, value in unknown_knobs(config).items():
         raise ValueError(f'{file}: {name}={value!r}: no such knob; {_NEWER}')
-    model = _group(config, ['model'])
-    if model is not None and 'routing' in model:
+    model, added = config.get('model'), {}
+    if isinstance(model, dict) and 'routing' in model:
         for group in ('depth', 'experts'):  # were added after the group routing
             model.setdefault(group, {})
-    added = {}
     for name, value in OLDER_RUNS.items():
         *groups, knob = name.split('.')
-        group = _group(config, groups)
-        if group is not None and knob not in group:
+        group = config
+        for part in groups:  # `from_config` reports a missing group
+            group = group.get(part) if isinstance(group, dict) else None
+        if isinstance(group, dict) and knob not in group:
             group[knob] = added[name] = value
     return config, added
-
-
-def _group(config, names):
-    """The group of knobs below `names`, or None: `from_config` reports a missing group."""
-    for name in names:
-        if not isinstance(config, dict) or name not in config:
-            return None
-        config = config[name]
-    return config if isinstance(config, dict) else None
-
-
-def _content(config):
-    content = {'schema_version': SCHEMA_VERSION, 'config': config}
-    return json.dumps(content, indent=2, sort_keys=True) + '\n'
-
-
-def _write_first(path, config):
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with WorkdirLock(path):
-            if not (path / CONFIG_FILE).exists():
-                write_atomically(path / CONFIG_FILE, _content(config))
-    except OSError as error:
-        right = 'must be a directory that can be written'
-        raise ValueError(f'--workdir={path}: {error.strerror}; {right}') from None
 
 
 def save_tokenizer(workdir: str | os.PathLike, hparams: Hparams, tokenizer: Tokenizer) -> None:
@@ -249,5 +219,4 @@ def save_tokenizer(workdir: str | os.PathLike, hparams: Hparams, tokenizer: Toke
         tokenizer.save(temporary)
         os.rename(temporary, folder)
     except OSError as error:
-        right = 'must be a directory that can be written'
-        raise ValueError(f'--workdir={workdir}: {error.strerror}; {right}') from None
+        raise ValueError(f'--workdir={workdir}: {error.strerror}; {_WRITABLE}') from None

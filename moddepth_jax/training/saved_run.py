@@ -11,7 +11,6 @@ from jax.sharding import Mesh
 from moddepth_jax.hparams import Hparams, from_config
 from moddepth_jax.training import multihost
 from moddepth_jax.training.checkpoint import Checkpoints
-from moddepth_jax.training.leaves import StateMismatchError
 from moddepth_jax.training.mesh import abstract_on_mesh
 from moddepth_jax.training.plan import stage_at
 from moddepth_jax.training.run_dir import CONFIG_FILE, read_config
@@ -22,16 +21,10 @@ MAX_READS = 10  # if a running run removes, each time, the checkpoint that is be
 
 @dataclasses.dataclass(frozen=True)
 class SavedRun:
-    """What `load_run` returns.
+    """A run at its newest good checkpoint, after `step` of `num_steps`; `load_run` returns it.
 
-    Attributes:
-      hparams: of the run.
-      state: of its newest good checkpoint.
-      step: steps done at that checkpoint.
-      num_steps: steps of the whole run.
-      fingerprint: of the data it is trained on, see `check_fingerprint`.
-      notes: lines for the user: what an older run lacked, which checkpoints were skipped, and how
-        many steps remain.
+    `fingerprint` is that of its data. `notes` are lines for the user: what an older run lacked,
+    which checkpoints were skipped, and how many steps remain.
     """
 
     hparams: Hparams
@@ -64,11 +57,7 @@ def read_hparams(workdir: str | os.PathLike) -> tuple[Hparams, list[str]]:
 def load_run(workdir: str | os.PathLike, mesh: Mesh | None = None) -> SavedRun:
     """Reads a run, finished, stopped or running; takes no lock and writes nothing.
 
-    Every process of a run calls it.
-
-    Args:
-      workdir: of the run.
-      mesh: on which to place the state, by `state_shardings`; None: on the first device.
+    Every process of a run calls it. The state is placed on the mesh, or on the first device.
 
     Raises:
       ValueError: one line, if there is no run, a config that this version cannot read, no good
@@ -82,10 +71,11 @@ def load_run(workdir: str | os.PathLike, mesh: Mesh | None = None) -> SavedRun:
         multihost.warm_up_collectives(mesh)
         abstract = abstract_on_mesh(mesh, abstract)
     with Checkpoints(workdir / 'checkpoints', keep=1) as checkpoints:
-        restored = _restore_newest(checkpoints, abstract)
+        # Runs older than the averages have none.
+        restored = _restore_newest(checkpoints, abstract, abstract.replace(averages={}))
     notes += checkpoints.skipped
     if restored is None:
-        multihost.broadcast_from_leader(lambda: _refuse(workdir, checkpoints.skipped))
+        multihost.run_on_leader(lambda: _refuse(workdir, checkpoints.skipped))
     state, step, metadata = restored
     num_steps = metadata['num_steps']
     if abstract.averages and not state.averages:
@@ -103,13 +93,13 @@ def _refuse(workdir, skipped):
     raise ValueError(f'--workdir={workdir}: holds no finished checkpoint{found}; {right}')
 
 
-def _restore_newest(checkpoints, abstract):
-    """`restore_state`, repeated if a running run has removed what was being read."""
+def _restore_newest(checkpoints, *abstract_states):
+    """`checkpoints.restore`, repeated if a running run has removed what was being read."""
     steps = functools.partial(multihost.broadcast_from_leader, checkpoints.steps)
     for _ in range(MAX_READS):
         before = steps()
         try:
-            restored = restore_state(checkpoints, abstract)
+            restored = checkpoints.restore(*abstract_states)
         except Exception:  # of many kinds: Orbax and TensorStore raise their own
             if steps() == before:
                 raise
@@ -117,14 +107,3 @@ def _restore_newest(checkpoints, abstract):
         if restored is not None or steps() == before:
             return restored
     return None
-
-
-def restore_state(checkpoints: Checkpoints, abstract: TrainState) -> tuple | None:
-    """`checkpoints.restore`; runs older than the averages get a state without them."""
-    try:
-        return checkpoints.restore(abstract)
-    except StateMismatchError as error:
-        try:
-            return checkpoints.restore(abstract.replace(averages={}))
-        except StateMismatchError:
-            raise error from None

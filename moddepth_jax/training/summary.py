@@ -1,5 +1,6 @@
 """What is reported about a run: lines at its start, summary.json at its end."""
 
+import collections
 import dataclasses
 import functools
 import importlib.metadata
@@ -8,7 +9,6 @@ import os
 import pathlib
 import platform
 import re
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -25,13 +25,14 @@ from moddepth_jax.model.flops import (
     train_step_flops,
 )
 from moddepth_jax.training.checkpoint import state_sha256
+from moddepth_jax.training.metrics import replace_nonfinite
 from moddepth_jax.training.plan import run_flops, stage_starts
 from moddepth_jax.training.progress import format_count
 from moddepth_jax.training.train_step import TrainState, init_state, train_step
 
 SUMMARY_FILE = 'summary.json'
 _PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'grain', 'numpy')
-_LAYER_PATH = re.compile(r'stack/(run_\d+/layer_\d+)/(?:block/)?(.*)')
+_LAYER_PATH = re.compile(r'(?:stack/(run_\d+/layer_\d+)/(?:block/)?)?(.*)')
 
 
 def versions() -> dict[str, str]:
@@ -46,13 +47,7 @@ def versions() -> dict[str, str]:
 
 
 def initial_metadata(dataset, num_steps: int, mesh_shape: dict | None = None) -> dict:
-    """The metadata of a checkpoint before the first step.
-
-    Args:
-      dataset: for its fingerprint.
-      num_steps: of the run.
-      mesh_shape: size of each axis; None: not known yet.
-    """
+    """The metadata of a checkpoint before the first step; without a mesh if it is not known yet."""
     axes = {f'mesh axis {axis}': str(size) for axis, size in (mesh_shape or {}).items()}
     return {
         'fingerprint': dataset.fingerprint,
@@ -83,57 +78,27 @@ def active_parameters(hparams: Hparams, params) -> int:
     return round(active)
 
 
-class ParameterPart(NamedTuple):
-    """Parameters of one part of the model, summed over layers.
+def parameter_lines(params) -> list[str]:
+    """A table of a Transformer's parts, largest first: in how many layers, parameters, share.
 
-    Attributes:
-      name: embedding, attention, mlp, norms, router, predictor, stream (depth slots), head.
-      layers: how many layers have it; 0: it is not in a layer.
-      parameters: their number, over all layers.
-      arrays: names of its arrays or groups of them, such as `query`.
+    The parts are embedding, attention, mlp, norms, router, predictor, stream (depth slots), head.
     """
-
-    name: str
-    layers: int
-    parameters: int
-    arrays: tuple[str, ...]
-
-
-def parameter_parts(params) -> list[ParameterPart]:
-    """The parts of a Transformer's parameters, the largest first.
-
-    Args:
-      params: of a Transformer, arrays or jax.ShapeDtypeStruct.
-    """
-    layers, sizes, arrays = {}, {}, {}
+    sizes, layers = collections.Counter(), collections.defaultdict(dict)
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         text = jax.tree_util.keystr(path, simple=True, separator='/')
-        match = _LAYER_PATH.fullmatch(text)
-        name, *inner = (match[2] if match else text).split('/')
-        if name.endswith('_norm'):
-            name, inner = 'norms', []
-        if match:  # the first axis of a leaf counts the repeats of its layer
-            layers.setdefault(name, {})[match[1]] = leaf.shape[0]
-        sizes[name] = sizes.get(name, 0) + leaf.size
-        arrays.setdefault(name, {}).update(dict.fromkeys(inner[:1]))
-    found = [
-        ParameterPart(name, sum(layers.get(name, {}).values()), sizes[name], tuple(arrays[name]))
-        for name in sizes
-    ]
-    return sorted(found, key=lambda part: (-part.parameters, part.name))
-
-
-def parameter_lines(params) -> list[str]:
-    """`parameter_parts` as lines of text under a header, and their sum."""
-    parts = parameter_parts(params)
-    total = sum(part.parameters for part in parts)
-    size = max(13, len(f'{total:,}'))
-    lines = [f'{"parameters":12}{"layers":>6}  {"all":>{size}}   share  arrays']
-    for part in parts:
-        share = f'{part.parameters / total:6.1%}'
-        numbers = f'{part.layers or "":>6}  {part.parameters:>{size},}  {share}'
-        lines.append(f'  {part.name:10}{numbers}  {" ".join(part.arrays)}'.rstrip())
-    return [*lines, f'  {"sum":10}{"":6}  {total:>{size},}']
+        layer, name = _LAYER_PATH.fullmatch(text).groups()
+        part = name.split('/')[0]
+        part = 'norms' if part.endswith('_norm') else part
+        sizes[part] += leaf.size
+        if layer:  # the first axis of a leaf counts the repeats of its layer
+            layers[part][layer] = leaf.shape[0]
+    total = sizes.total()
+    width = max(13, len(f'{total:,}'))
+    lines = [f'{"parameters":12}{"layers":>6}  {"all":>{width}}   share']
+    for part, size in sizes.most_common():
+        count = sum(layers[part].values()) or ''
+        lines.append(f'  {part:10}{count:>6}  {size:>{width},}  {size / total:6.1%}')
+    return [*lines, f'  {"sum":10}{"":6}  {total:>{width},}']
 
 
 def describe(hparams: Hparams, num_steps: int, params, dataset) -> list[str]:
@@ -143,24 +108,18 @@ def describe(hparams: Hparams, num_steps: int, params, dataset) -> list[str]:
     if model.expert_layers:
         active = format_count(active_parameters(hparams, params))
         parameters = f'{parameters}, {active} of them for one token'
+    lines = [f'model     {", ".join(_describe_model(hparams))}; {parameters}']
+    lines.append(f'corpus    {dataset.corpus.description}')
+    for name, epochs in dataset.domain_epochs(num_steps).items():
+        share = f'{dataset.domains[name]:.1%} of the rows'
+        lines.append(f'mixture   {name}: {share}, {epochs:.2f} epochs')
     total = run_flops(hparams, num_steps)
+    cost = f'{format_count(total / max(1, num_steps))}FLOP = {total:.3g} FLOPs'
+    lines.append(f'plan      {num_steps} steps x {cost}, {dataset.epochs(num_steps):.2f} epochs')
     starts = stage_starts(hparams, num_steps)
-    stages = [
-        f'stage     from step {first}: {_describe_selection(hparams, stage)}'
-        for first, stage in (starts if len(starts) > 1 else ())
-    ]
-    mixture = [
-        f'mixture   {name}: {dataset.domains[name]:.1%} of the rows, {epochs:.2f} epochs'
-        for name, epochs in dataset.domain_epochs(num_steps).items()
-    ]
-    return [
-        f'model     {", ".join(_describe_model(hparams))}; {parameters}',
-        f'corpus    {dataset.corpus.description}',
-        *mixture,
-        f'plan      {num_steps} steps x {format_count(total / max(1, num_steps))}FLOP = '
-        f'{total:.3g} FLOPs, {dataset.epochs(num_steps):.2f} epochs',
-        *stages,
-    ]
+    for first, stage in starts if len(starts) > 1 else ():
+        lines.append(f'stage     from step {first}: {_describe_selection(hparams, stage)}')
+    return lines
 
 
 def _describe_model(hparams):
@@ -222,16 +181,15 @@ def step_flops_report(hparams: Hparams, num_steps: int) -> dict[str, float | Non
     """FLOPs of a step of the last stage: counted by formula, and in its traced programs.
 
     Returns:
-      dict: `flops_per_step`, counted by formula: what budgets are made of.
-      `flops_per_step_dot_general`, matrix products of the step traced without recomputation, minus
-      the query-key pairs that plain attention computes and masks and the places of experts that no
-      token takes; equal to the count within 1%.
-      `flops_per_step_executed`, matrix products of the step as it runs: blocks recomputed,
-      attention and experts cut into blocks, loads counted before micro-batches. Under `batched`
-      this is too low: the loop that sums the gradients of the experts' matrices counts once.
-      `flops_per_step_xla`, XLA's estimate for the unrolled step before optimization, with
-      elementwise work and masked pairs, and one block of each product of experts; None on a device
-      that gives none. For information.
+      dict:
+        flops_per_step: counted by formula: what budgets are made of.
+        flops_per_step_dot_general: matrix products of the step traced without recomputation, minus
+          masked query-key pairs and empty places of experts; equal to the count within 1%.
+        flops_per_step_executed: matrix products of the step as it runs: blocks recomputed,
+          attention and experts in blocks, loads counted before micro-batches. Under `batched` too
+          low: the loop that sums the gradients of the experts' matrices counts once.
+        flops_per_step_xla: XLA's estimate for the unrolled step before optimization, with
+          elementwise work and masked pairs; None on a device that gives none.
     """
     shape = (hparams.data.batch_size, hparams.data.sequence_length)
     experts = dataclasses.replace(hparams.model.experts, product='ragged_dot')
@@ -252,12 +210,7 @@ def step_flops_report(hparams: Hparams, num_steps: int) -> dict[str, float | Non
 
 
 def by_layer(layers: tuple[int, ...], ratios: dict) -> dict[str, dict]:
-    """Ratios of layers as a dict of plain numbers and lists for each: layer_00, layer_01, ...
-
-    Args:
-      layers: indices.
-      ratios: of `routing_ratios` or `expert_ratios`, sequences or arrays over these layers.
-    """
+    """Ratios over these layers as plain numbers and lists of layer_00, layer_01, ..."""
     return {
         f'layer_{layer:02d}': {
             name: np.asarray(values[i]).tolist() for name, values in ratios.items()
@@ -271,38 +224,28 @@ def summarize(
 ) -> dict:
     """The content of summary.json.
 
-    For a mixture, `domains` has each member's share of the rows, its epochs, and its losses as in
-    `evaluate_causal`.
-
-    Args:
-      hparams: of the run.
-      state: after the last step.
-      evaluation: of `evaluate_causal`.
-      dataset: for the corpus, its fingerprint and epochs.
-      metadata: of the last checkpoint: `train_loss` in nats a target, `seconds` of stepping over
-        all starts, `versions`.
+    `evaluation` is of `evaluate_causal`, `metadata` that of the last checkpoint: `train_loss` in
+    nats a target, `seconds` of stepping over all starts, `versions`.
     """
     layers = {'routing': hparams.model.routed_layers, 'experts': hparams.model.expert_layers}
-    step = int(state.step)
-    domains = {}
+    step, grouped = int(state.step), {*layers, 'domains'}
+    groups = {name: by_layer(layers[name], evaluation.get(name, {})) for name in layers}
     if 'domains' in evaluation:
-        epochs = dataset.domain_epochs(step)
-        domains['domains'] = {
-            name: {'share': dataset.domains[name], 'epochs': epochs[name], **values}
-            for name, values in evaluation['domains'].items()
+        shares, epochs = dataset.domains, dataset.domain_epochs(step)
+        groups['domains'] = {
+            name: {'share': shares[name], 'epochs': epochs[name], **losses}
+            for name, losses in evaluation['domains'].items()
         }
     stages = [
         {'first_step': first, 'flops_per_step': train_step_flops(hparams, stage)}
         | {'capacity': stage.capacity, 'routing': stage.routing}
         for first, stage in stage_starts(hparams, state.num_steps)
     ]
-    grouped = {*layers, 'domains'}
     return {
         'final_step': step,
         'train_loss': metadata['train_loss'],
         'eval': {name: value for name, value in evaluation.items() if name not in grouped},
-        **domains,
-        **{name: by_layer(layers[name], evaluation.get(name, {})) for name in layers},
+        **groups,
         'parameters': num_parameters(state.params),
         'active_parameters': active_parameters(hparams, state.params),
         **step_flops_report(hparams, state.num_steps),
@@ -319,18 +262,7 @@ def summarize(
     }
 
 
-def write_summary(workdir, summary: dict):
+def write_summary(workdir: str | os.PathLike, summary: dict):
     """Writes summary.json atomically; numbers that are not finite become null."""
     text = json.dumps(replace_nonfinite(summary), indent=2, allow_nan=False) + '\n'
     write_atomically(pathlib.Path(workdir) / SUMMARY_FILE, text)
-
-
-def replace_nonfinite(value):
-    """`value` with None for numbers that are not finite, in dicts and lists: JSON has none."""
-    if isinstance(value, dict):
-        return {name: replace_nonfinite(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [replace_nonfinite(item) for item in value]
-    if isinstance(value, float) and not abs(value) < float('inf'):
-        return None
-    return value

@@ -77,13 +77,10 @@ def init_state(hparams: Hparams, num_steps: int) -> TrainState:
 
 
 class StepCounts(NamedTuple):
-    """Denominators of the losses of micro-batches, with which they sum to the step's loss.
+    """What the losses of micro-batches are divided by, so that they sum to the step's loss.
 
-    Attributes:
-      targets: float32, targets that count in the step's batch.
-      real: float32, its tokens that are not padding.
-      experts: of `expert_counts`, over all its micro-batches; None for one micro-batch, or without
-        losses of experts.
+    The targets that count in the step's batch, its tokens that are not padding, and if it has
+    several micro-batches and losses of experts the sum of `expert_counts` over them.
     """
 
     targets: jax.Array
@@ -92,18 +89,10 @@ class StepCounts(NamedTuple):
 
 
 def loss_and_metrics(params, state, hparams: Hparams, routing: str, batch, counts: StepCounts):
-    """Loss of one (micro-)batch, normalised by the whole batch.
+    """Loss of one (micro-)batch, normalized by the `counts` of the whole batch.
 
-    Args:
-      params: of the Transformer; what is differentiated.
-      state: the TrainState, for its averages and step.
-      hparams: static; those of the stage.
-      routing: the rule that selects tokens, as the Transformer takes it.
-      batch: `tokens_BT`, `labels_BT`, `segment_ids_BT`, int32 [B, T].
-      counts: of the whole step's batch.
-
-    Returns:
-      The scalar to differentiate, and the metrics that sum over micro-batches.
+    The TrainState gives the averages and the step, `hparams` are those of the stage. Returns the
+    scalar to differentiate by `params`, and the metrics that sum over micro-batches.
     """
     z_weight = hparams.optimizer.z_loss
     x_BTD, records = _forward(params, state, hparams, routing, batch)
@@ -181,15 +170,15 @@ def _sum_over(micro_batches, function):
     return jax.lax.scan(add, zeros, micro_batches)[0]
 
 
-def _update_average(state: TrainState, name: str, decay: float, lowest):
+def _update_average(state, average, lowest, decay):
     """Updates a moving average of the lowest scores taken; early steps use a smaller decay.
 
     With few steps in it, a plain average is better than one that remembers its start.
     """
     taken = (state.step - state.skipped).astype(jnp.float32)
     decay = jnp.minimum(decay, (taken + 1) / (taken + 10))
-    moved = decay * state.averages[name] + (1 - decay) * lowest
-    return {name: jnp.where(jnp.isfinite(moved), moved, state.averages[name])}
+    moved = decay * average + (1 - decay) * lowest
+    return jnp.where(jnp.isfinite(moved), moved, average)
 
 
 def train_step(state: TrainState, batch, stage: Stage | None = None) -> tuple[TrainState, dict]:
@@ -214,22 +203,20 @@ def train_step(state: TrainState, batch, stage: Stage | None = None) -> tuple[Tr
     )
     params = optax.apply_updates(state.params, updates)
     good = jnp.isfinite(optax.tree.norm(gradients)) & jnp.isfinite(metrics['loss'])
-    averages = state.averages
+    taken = {}  # by the name of an average: what it averages, and its decay
     if 'routing' in metrics:
-        metrics['routing'] = routing_ratios(metrics['routing'])
-        if 'thresholds_R' in state.averages:
-            lowest_R = metrics['routing']['lowest_selected_score']
-            decay = hparams.model.routing.threshold_decay
-            averages = averages | _update_average(state, 'thresholds_R', decay, lowest_R)
+        ratios = metrics['routing'] = routing_ratios(metrics['routing'])
+        decay = hparams.model.routing.threshold_decay
+        taken['thresholds_R'] = ratios['lowest_selected_score'], decay
     if 'experts' in metrics:
         experts = hparams.model.experts
         ratios = expert_ratios(metrics['experts'], experts.top_k, experts.num_routed)
         metrics['experts'] = ratios
-        if 'expert_thresholds_XE' in state.averages:
-            lowest_XE = ratios['lowest_taken']
-            decay = experts.threshold_decay
-            moved = _update_average(state, 'expert_thresholds_XE', decay, lowest_XE)
-            averages = averages | moved
+        taken['expert_thresholds_XE'] = ratios.get('lowest_taken'), experts.threshold_decay
+    averages = {
+        name: _update_average(state, average, *taken[name])
+        for name, average in state.averages.items()
+    }
     params, averages, optimizer_state = jax.tree.map(
         lambda new, old: jnp.where(good, new, old),
         (params, averages, optimizer_state),
@@ -237,8 +224,8 @@ def train_step(state: TrainState, batch, stage: Stage | None = None) -> tuple[Tr
     )
     metrics['grad_norm'] = trunk_norm(gradients)
     # The optimizer counts only the steps that were not skipped.
-    taken = state.step - state.skipped
-    metrics['learning_rate'] = learning_rate_schedule(hparams, num_steps)(taken)
+    schedule = learning_rate_schedule(hparams, num_steps)
+    metrics['learning_rate'] = schedule(state.step - state.skipped)
     state = state.replace(
         step=state.step + 1,
         params=params,

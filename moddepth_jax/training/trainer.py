@@ -29,22 +29,15 @@ class DivergedError(ValueError):
 class Trainer:
     """Runs the steps of one start of a run, at most STEPS_IN_FLIGHT of them dispatched at a time.
 
-    Args:
-      state, metadata: of `restore_or_init`; both advance, and are what checkpoints hold.
-      hparams, num_steps, dataset, mesh: of the run.
-      writer: MetricsWriter; None on a process that writes none.
-      progress: Progress.
-      log: WindowLog or None.
-      profile: Profile.
+    `state` and `metadata`, of `restore_or_init`, advance, and are what checkpoints hold. The writer
+    is a MetricsWriter, or None on a process that writes none; `log` is a WindowLog or None.
     """
 
-    def __init__(
-        self, state, metadata, hparams, num_steps, dataset, mesh, writer, progress, log, profile
-    ):
+    def __init__(self, state, metadata, dataset, mesh, profile, progress, writer, log):
         self.state, self.metadata = state, metadata
-        self.hparams, self.num_steps = hparams, num_steps
+        self.hparams, self.num_steps = state.hparams, state.num_steps
         self.dataset, self.mesh = dataset, mesh
-        self.writer, self.log, self.progress, self.profile = writer, log, progress, profile
+        self.profile, self.progress, self.writer, self.log = profile, progress, writer, log
         self.in_flight = collections.deque()
         self.stopwatch = Stopwatch()
 
@@ -75,7 +68,10 @@ class Trainer:
             done = step + 1
             stops = done == self.num_steps or preemption.should_stop(done)
             if self.profile.ends(done) or stops:
-                self._end_profile()
+                self._collect(in_flight=0)
+                with self.stopwatch.pause():
+                    if line := self.profile.stop():
+                        self.progress.note(line)
             saves = stops or done % self.hparams.training.checkpoint_every == 0
             self._collect(in_flight=0 if saves else STEPS_IN_FLIGHT - 1)
             if saves:
@@ -156,12 +152,6 @@ class Trainer:
             batch = self._put(batch)
         self.state, metrics = step_fn(self.state, batch)
         self.in_flight.append((step + 1, metrics, targets_per_byte))
-
-    def _end_profile(self):
-        self._collect(in_flight=0)
-        with self.stopwatch.pause():
-            if line := self.profile.stop():
-                self.progress.note(line)
 
     def _collect(self, in_flight):
         """Waits for steps until only `in_flight` are running, and reports them."""

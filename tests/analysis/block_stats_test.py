@@ -6,9 +6,7 @@ import types
 import jax
 import numpy as np
 import pytest
-import scipy.stats
 
-from moddepth_jax.analysis import block_stats as module
 from moddepth_jax.analysis.block_stats import (
     MEASURES,
     QUANTILES,
@@ -20,7 +18,6 @@ from moddepth_jax.analysis.block_stats import (
 from moddepth_jax.data.corpus import Corpus
 from moddepth_jax.data.pipeline import HeldOut
 from moddepth_jax.hparams import DataHparams
-from moddepth_jax.model.transformer import Transformer
 from tests.model.cases import MODA, random_variables, small_hparams
 
 T = 16
@@ -28,7 +25,6 @@ TEXT = b'import math\nx = 777\nfor word in "ab cd":  # a\n    print(word, 12345)
 
 
 def _held_out(num_rows):
-    """Batches of two rows, of a Python text."""
     text = (TEXT * num_rows)[: num_rows * T]
     knobs = dict(text_field='text', tokenizer='bytes', held_out_fraction=0.5, batch_size=2)
     knobs |= dict(mixture='', sequence_length=T, log_windows=False)
@@ -80,28 +76,7 @@ def test_measures_of_a_router_that_takes_odd_positions(tiny_config):
     assert min(mass['first_token']) > 0 == max(mass['depth'])
 
 
-def test_entropy_is_that_of_the_token_after_the_one_that_entered(tiny_config):
-    """As the Transformer's own logits say: odd positions are selected, even ones skip."""
-    knobs = {'model.routing.router': 'position', 'model.routing.capacity': 0.5}
-    knobs |= {'model.routing.layers': '0,1', 'model.routing.overflow': 'grow'}
-    found = _measured(tiny_config, knobs)['entropy']['by_blocks']
-    hparams = small_hparams(tiny_config, {'model.vocab_size': 257, 'model.num_layers': 3}, knobs)
-    variables, data = random_variables(hparams, np.zeros((1, T), np.int32)), _held_out(7)
-    entropies, apply = [], jax.jit(Transformer(hparams).apply, static_argnums=3)
-    for index in range(4):
-        batch = data.held_out_batch(index)
-        real_B = batch['segment_ids_BT'][:, 0] > 0
-        given = batch['tokens_BT'], batch['segment_ids_BT'], 'threshold'
-        logits_BTV, _ = apply(variables, *given)
-        log_p_BTV = jax.nn.log_softmax(logits_BTV)
-        entropies.append(-np.sum(np.exp(log_p_BTV) * log_p_BTV, axis=-1)[real_B])
-    entropy_BT = np.concatenate(entropies)
-    assert found[0]['mean'] == pytest.approx(entropy_BT[:, ::2].mean(), rel=1e-5)
-    assert found[2]['mean'] == pytest.approx(entropy_BT[:, 1::2].mean(), rel=1e-5)
-
-
 def test_measures_of_a_dense_model(tiny_config):
-    """Measures of routers are None; the others are there, from two batches."""
     result = _measured(tiny_config, MODA, num_batches=2)
     assert (result['routing'], result['tokens']) == ('dense', 64)
     absent = ('blocks_entered', 'classes', 'language', 'first_token')
@@ -129,16 +104,12 @@ def test_the_gate_is_in_what_is_added_and_not_in_the_delta(tiny_config):
     assert dense['score_correlation'] is None and -1 <= routed['score_correlation'] <= 1
 
 
-@pytest.mark.parametrize('num_batches', [0, 1])
-def test_one_batch_is_not_enough(tiny_config, num_batches):
-    """Probes are scored on text that they were not fitted on."""
-    with pytest.raises(ValueError, match=f'num_batches={num_batches}: .* must be 2') as caught:
-        _measured(tiny_config, num_batches=num_batches)
-    assert '\n' not in str(caught.value)
+def test_one_batch_is_not_enough(tiny_config):
+    with pytest.raises(ValueError, match='num_batches=1: .* must be 2'):
+        _measured(tiny_config, num_batches=1)
 
 
 def test_a_diverged_model_is_refused(tiny_config):
-    """Its logits mean nothing."""
     hparams = small_hparams(tiny_config, {'model.vocab_size': 257, 'model.num_layers': 1})
     variables = random_variables(hparams, np.zeros((1, T), np.int32))
     variables = jax.tree.map(lambda leaf: leaf * np.nan, variables)
@@ -147,7 +118,6 @@ def test_a_diverged_model_is_refused(tiny_config):
 
 
 def _observed(selected_RN, **arrays):
-    """Observations of a model whose blocks are all routed."""
     empty = np.zeros(selected_RN.shape[1])
     tokens = TokenArrays(None, None, selected_RN, None, empty, empty > 0)._replace(**arrays)
     hparams = types.SimpleNamespace(model=types.SimpleNamespace(routed_layers=(0, 1)))
@@ -155,7 +125,6 @@ def _observed(selected_RN, **arrays):
 
 
 def test_counts_of_a_hand_made_selection():
-    """Two blocks and four tokens, counted by hand."""
     observed = _observed(
         np.array([[1, 1, 0, 0], [1, 0, 0, 0]], bool),
         entropy_N=np.array([3.0, 2.0, 1.0, 1.0]),
@@ -178,23 +147,7 @@ def test_counts_of_a_hand_made_selection():
     assert found == {'tokens': 2, 'entered': 0.5, 'others_entered': 0.25}
 
 
-def test_a_new_measure_is_one_function(monkeypatch):
-    """It is registered under its name, and None for a dense model if it is for routed ones."""
-    monkeypatch.setattr(module, 'MEASURES', dict(MEASURES))
-
-    @module.measure(routed_only=True)
-    def largest_entropy(observed):
-        return float(observed.tokens.entropy_N.max())
-
-    observed = _observed(np.ones((2, 3), bool), entropy_N=np.arange(3.0))
-    assert list(module.MEASURES) == [*MEASURES, 'largest_entropy']
-    assert module.MEASURES['largest_entropy'](observed) == 2
-    observed.hparams.model.routed_layers = ()
-    assert largest_entropy(observed) is None
-
-
 def test_spread_is_mean_and_quantiles():
-    """Of 0 to 100 each quantile is its own percentage; of nothing there is none."""
     found = spread(np.arange(101.0))
     assert found['mean'] == 50
     for quantile in QUANTILES:
@@ -202,18 +155,19 @@ def test_spread_is_mean_and_quantiles():
     assert spread(np.array([])) is None
 
 
-def test_rank_correlation_averages_the_ranks_of_ties():
-    """It depends on ranks only: a monotone curve has 1, its mirror -1; NaNs are left out."""
-    a_N, b_N = np.random.default_rng(0).integers(0, 4, (2, 50))
-    expected = np.corrcoef(scipy.stats.rankdata(a_N), scipy.stats.rankdata(b_N))[0, 1]
-    assert rank_correlation(a_N, b_N) == pytest.approx(expected)
-    gaps_N = np.array([1.0, 2.0, 30.0, np.nan, 4.0])
-    assert rank_correlation(gaps_N, gaps_N**3) == pytest.approx(1)
-    curve_N = np.exp(np.arange(9.0))
-    assert rank_correlation(np.arange(9), -curve_N) == pytest.approx(-1)
-
-
-def test_what_does_not_vary_has_no_rank_correlation():
-    """A constant side, or no token at all, is None, not NaN: JSON has no NaN."""
-    for sides in (([1, 1, 1], [1, 2, 3]), ([1, 2, 3], [1, 1, 1]), ([], []), ([1, 2], [1, 2])):
-        assert rank_correlation(*map(np.array, sides)) is None
+@pytest.mark.parametrize(
+    ('a', 'b', 'expected'),
+    [
+        ([1.0, 2.0, 30.0, np.nan, 4.0], [1, 8, 2e4, 9, 64], 1),  # depends on ranks; NaN is left out
+        ([1, 2, 3], [3, 2, -9], -1),
+        ([1, 1, 2, 3], [1, 2, 3, 3], 8 / 9),  # ties at the mean of their ranks
+        ([1, 1, 1], [1, 2, 3], None),
+        ([1, 2, 3], [1, 1, 1], None),
+        ([], [], None),
+        ([1, 2], [1, 2], None),
+    ],
+)
+def test_rank_correlation(a, b, expected):
+    """What does not vary has none: JSON has no NaN."""
+    found = rank_correlation(np.array(a), np.array(b))
+    assert found is None if expected is None else found == pytest.approx(expected)

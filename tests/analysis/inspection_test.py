@@ -1,7 +1,5 @@
 """An inspection reports for each token what the model's own forward pass computes."""
 
-import functools
-
 import jax
 import numpy as np
 import pytest
@@ -13,6 +11,7 @@ from moddepth_jax.data.tokenizers.tokenizer import ByteTokenizer
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model.routing import RoutingRecord
 from moddepth_jax.model.transformer import Transformer
+from tests.model.cases import random_variables
 
 T = 16
 TEXT = b'def f(x): return x\n'  # with its separator a window of 16 tokens and one of 4
@@ -20,17 +19,12 @@ TEXT = b'def f(x): return x\n'  # with its separator a window of 16 tokens and o
 
 def make_model(tiny_config, **changes):
     """(variables, hparams): any weights, so that scores and gates differ from token to token."""
-    changes = {'data.sequence_length': T, **changes}
-    hparams = from_config(tiny_config(**changes))
-    tokens_BT = np.zeros((1, T), np.int32)
-    shapes = jax.eval_shape(Transformer(hparams).init, jax.random.key(0), tokens_BT)
-    draw = functools.partial(np.random.default_rng(2).normal, scale=0.3)
-    return jax.tree.map(lambda leaf: draw(size=leaf.shape).astype(leaf.dtype), shapes), hparams
+    hparams = from_config(tiny_config(**{'data.sequence_length': T, **changes}))
+    return random_variables(hparams, np.zeros((1, T), np.int32)), hparams
 
 
 @pytest.fixture(scope='module')
 def routed(tiny_config):
-    """A model of one dense and one routed block."""
     return make_model(
         tiny_config, **{'model.routing.router': 'learned', 'model.routing.capacity': 0.25}
     )
@@ -38,7 +32,6 @@ def routed(tiny_config):
 
 @pytest.fixture(scope='module')
 def inspected(routed):
-    """TEXT through it by its predictor, and the stream of tokens."""
     tokens_N = token_stream([TEXT], ByteTokenizer())
     windows = []
     inspection = inspect_tokens(
@@ -56,8 +49,6 @@ def test_each_window_is_the_models_own_pass(routed, inspected):
     variables, hparams = routed
     inspection, tokens_N = inspected
     assert inspection.tokens_N.tolist() == tokens_N.tolist()
-    assert inspection.windows_N.tolist() == [0] * T + [1] * 4
-    assert inspection.positions_N.tolist() == [*range(T), *range(4)]
     assert inspection.pieces == (b'', *[TEXT[i : i + 1] for i in range(len(TEXT))])
     model = Transformer(hparams)
     forward = jax.jit(lambda *given: model.apply(variables, *given, 'predictor'))
@@ -79,7 +70,6 @@ def test_each_window_is_the_models_own_pass(routed, inspected):
 
 
 def test_only_tokens_that_entered_have_a_change(inspected):
-    """The dense block changes every token, the routed one the selected tokens; no change is 0."""
     inspection, _ = inspected
     changed_LN = np.isfinite(inspection.change_LN)
     assert inspection.routed_layers == (1,) and 0 < inspection.routing.selected_BT.sum() < 20
@@ -88,7 +78,6 @@ def test_only_tokens_that_entered_have_a_change(inspected):
 
 
 def test_dense_model_without_routing(tiny_config):
-    """Entropies and changes are there; what concerns routed blocks is empty."""
     variables, hparams = make_model(tiny_config, **{'model.num_layers': 1})
     inspection = inspect_tokens(variables, hparams, [256, 97, 98], ByteTokenizer(), 'dense')
     assert inspection.routing.scores_BT.shape == inspection.routing.selected_BT.shape == (0, 3)
@@ -98,18 +87,13 @@ def test_dense_model_without_routing(tiny_config):
     assert summed['entropy_correlation'] is None
 
 
-@pytest.mark.parametrize(
-    ('tokens', 'routing', 'words'),
-    [([], 'predictor', 'one token'), ([256], 'aux_loss', "routing='aux_loss'")],
-)
-def test_bad_input(routed, tokens, routing, words):
-    """No token, and a rule that the model does not have, are errors before anything runs."""
-    with pytest.raises(ValueError, match=words):
-        inspect_tokens(*routed, tokens, ByteTokenizer(), routing)
+def test_no_token_is_an_error(routed):
+    with pytest.raises(ValueError, match='one token'):
+        inspect_tokens(*routed, [], ByteTokenizer(), 'predictor')
 
 
-def hand_made():
-    """Four tokens, three layers, of which 0 and 2 are routed."""
+def test_totals_of_a_hand_made_inspection():
+    """Four tokens, three layers, of which 0 and 2 are routed; every sum is counted by hand."""
     selected_RN = np.array([[1, 1, 0, 0], [0, 1, 0, 1]]) > 0
     top_c_RN = np.array([[1, 0, 1, 0], [0, 1, 0, 1]]) > 0
     change_LN = np.array([[0.5, 0.1, 0, 0], [1, 2, 3, 4], [0, 0.2, 0, 0.4]], np.float32)
@@ -120,22 +104,8 @@ def hand_made():
     loss_N = np.array([1, 2, 3, np.nan], np.float32)
     routing = RoutingRecord(scores_RN, scores_RN, top_c_RN, selected_RN, dropped_RN, scores_RN)
     pieces = (b'', b'i', b'f', b' ')
-    return Inspection(
-        routed_layers=(0, 2),
-        tokens_N=np.arange(4),
-        pieces=pieces,
-        windows_N=np.zeros(4),
-        positions_N=np.arange(4),
-        routing=routing,
-        change_LN=change_LN,
-        entropy_N=entropy_N,
-        loss_N=loss_N,
-    )
-
-
-def test_totals_of_a_hand_made_inspection():
-    """Every sum, counted by hand."""
-    inspection = hand_made()
+    given = ((0, 2), np.arange(4), pieces, routing, change_LN, entropy_N, loss_N)
+    inspection = Inspection(*given)
     found = totals(inspection, token_classes(inspection.pieces, 'python'))
     assert (found['tokens'], found['entropy'], found['loss']) == (4, 2.5, 2)
     assert (found['enter_all'], found['enter_none']) == (0.25, 0.25)

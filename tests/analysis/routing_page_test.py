@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from moddepth_jax.analysis import routing_page
-from moddepth_jax.analysis.depth_mass import DepthMass
 from moddepth_jax.analysis.inspection import Inspection
 from moddepth_jax.analysis.routing_page import page_data, render, shown_tokens
 from moddepth_jax.hparams import from_config
@@ -70,8 +69,6 @@ def make_data(tiny_config, content=HOSTILE, routing='predictor', depth=None, cha
         routed_layers=hparams.model.routed_layers,
         tokens_N=np.arange(size),
         pieces=(b'', *[content[i : i + 1] for i in range(len(content))]),
-        windows_N=np.arange(size) // 8,
-        positions_N=np.arange(size) % 8,
         routing=RoutingRecord(
             scores_BT=scores_RN,
             rule_logits_BT=scores_RN - np.float32(0.5),
@@ -110,7 +107,6 @@ def test_no_network_and_no_markup_of_data(tiny_config):
 
 
 def test_page_and_script_fit_together(tiny_config):
-    """The page has each element that the script looks up, and `about` each name that it shows."""
     page = Page(render(make_data(tiny_config, b'x')))
     asked = set(re.findall(r"(?:get|getElementById)\('(\w+)'\)", page.scripts[1]))
     assert len(asked) > 7 and asked <= page.ids
@@ -131,12 +127,10 @@ def test_page_and_script_fit_together(tiny_config):
     ],
 )
 def test_shown_tokens(pieces, shown):
-    """Every token shows something, each character once, and nothing that acts on the page."""
     assert shown_tokens(pieces) == shown
 
 
 def test_numbers_of_the_json(tiny_config):
-    """Lists have one value a token, four digits each; None is what has no number."""
     data = make_data(tiny_config, b'abc', routing='threshold')
     tokens, layers = data['tokens'], data['layers']
     assert {len(side) for side in tokens.values()} == {4} and tokens['loss'][-1] is None
@@ -150,44 +144,28 @@ def test_numbers_of_the_json(tiny_config):
     json.dumps(data, allow_nan=False)
 
 
-def test_about_says_which_notes_the_page_shows(tiny_config):
-    """Windows, a cut text, a rule that looks ahead and a dense model each have their note."""
-    notes = ('several_windows', 'cut', 'looks_ahead', 'dense')
-
-    def shown(**options):
-        about = make_data(tiny_config, **options)['about']
-        assert about['routed'] != about['dense']
-        return [name for name in notes if about[name]], about
-
-    names, about = shown(content=b'abc')
-    assert (names, about['windows'], about['rule_column']) == ([], 1, 'predictor')
-    names, about = shown(content=b'a' * 20, cut=70)
-    assert (names, about['windows'], about['cut']) == (['several_windows', 'cut'], 3, 70)
-    assert shown(content=b'abc', routing='top_c')[0] == ['looks_ahead']
-    changes = {'model.routing.router': 'none'}
-    names, about = shown(content=b'abc', routing='dense', changes=changes)
-    assert (names, about['rule_column'], about['logits_of']) == (['dense'], None, None)
+@pytest.mark.parametrize(
+    ('options', 'notes'),
+    [
+        ({'content': b'abc'}, []),
+        ({'content': b'a' * 20, 'cut': 70}, ['several_windows', 'cut']),
+        ({'content': b'abc', 'routing': 'top_c'}, ['looks_ahead']),
+        (
+            {'content': b'abc', 'routing': 'dense', 'changes': {'model.routing.router': 'none'}},
+            ['dense'],
+        ),
+    ],
+)
+def test_about_says_which_notes_the_page_shows(tiny_config, options, notes):
+    about = make_data(tiny_config, **options)['about']
+    names = ('several_windows', 'cut', 'looks_ahead', 'dense')
+    assert [name for name in names if about[name]] == notes
+    assert (about['rule_column'] is None) == about['dense'] != about['routed']
 
 
 @pytest.mark.skipif(
     shutil.which('node') is None, reason='node, which parses the script, is missing'
 )
 def test_script_is_valid(tmp_path):
-    """node accepts it."""
     script = pathlib.Path(routing_page.__file__).with_suffix('.js')
     subprocess.run(['node', '--check', script], check=True)
-
-
-def test_depth_mass_is_in_the_data(tiny_config):
-    """As lists; `about` has the number of tokens that it was measured on."""
-    mass = DepthMass(('0', '1'), ('0a',), np.array([[0], [0.5]]), np.array([0, 0.5]), np.ones(2))
-    data = make_data(tiny_config, b'x', depth=mass, depth_tokens=2048)
-    assert data['depth']['slots_LS'] == [[0], [0.5]] and data['depth']['layers'] == ['0', '1']
-    assert data['about']['depth_tokens'] == 2048
-
-
-def test_page_of_two_thousand_tokens_is_small(tiny_config):
-    """Under 3 MB with 24 layers."""
-    changes = {'model.num_layers': 24, 'model.routing.layers': 'every:2'}
-    text = render(make_data(tiny_config, b'word ' * 400, changes=changes))
-    assert len(text.encode()) < 3e6

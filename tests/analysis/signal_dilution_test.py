@@ -20,7 +20,6 @@ HALVES = slice(0, B // 2), slice(B // 2, B)
 
 
 def _r2(y_BTE, counted_BT=ALL_BT):
-    """Fitted on the first half of the rows, scored on the second."""
     return probe_r2(*(moments(STREAM_BTD[at], y_BTE[at], counted_BT[at]) for at in HALVES))
 
 
@@ -32,7 +31,6 @@ def test_planted_signal_is_recovered_and_noise_is_not():
 
 
 def test_tokens_that_do_not_count_do_not_count():
-    """Whatever they hold; the planted signal is still found in the others."""
     counted_BT = RNG.random((B, T)) < 0.3
     broken_BTE = np.where(counted_BT[..., None], PLANTED_BTE, 1e4 * NOISE_BTE)
     assert _r2(broken_BTE, counted_BT) == pytest.approx(1, abs=1e-3)
@@ -49,13 +47,11 @@ def test_scales_and_unused_inputs_do_not_matter():
 
 
 def test_another_mean_is_an_error():
-    """A probe whose text has another mean of y than the scored text is worse by its square."""
     fitted, scored = (moments(STREAM_BTD, NOISE_BTE + shift, ALL_BT) for shift in (0, 2))
     assert probe_r2(fitted, fitted) - probe_r2(fitted, scored) == pytest.approx(4, rel=0.05)
 
 
 def test_moments_add_up():
-    """Those of parts, one of them empty, are those of the whole, as NumPy has them."""
     counted_BT = RNG.random((B, T)) < 0.5
     counted_BT[0] = False
     rows = [[side[i : i + 1] for side in (STREAM_BTD, PLANTED_BTE, counted_BT)] for i in range(B)]
@@ -70,7 +66,6 @@ def test_moments_add_up():
 
 
 def test_nothing_to_explain_has_no_r2():
-    """No token, or a delta that is the same for all of them."""
     some, none = moments(STREAM_BTD, PLANTED_BTE, ALL_BT), ~ALL_BT
     assert probe_r2(some, moments(STREAM_BTD, PLANTED_BTE, none)) is None
     assert probe_r2(moments(STREAM_BTD, PLANTED_BTE, none), some) is None

@@ -11,16 +11,13 @@ from moddepth_jax.benchmarks.experts import DENSE, Shape, experts_tables
 from moddepth_jax.model.moe.grouped_matmul import IMPLEMENTATIONS, block_rows, num_blocks
 
 TOY = Shape(tokens=16, d_model=8, d_ff=12, num_experts=8, top_k=2)
-FORMS = [*IMPLEMENTATIONS, DENSE]
 
 
 def test_what_is_timed_computes_the_same():
     """Value and every gradient of each form agree, so that their times can be compared."""
     expert_Nk, operands = experts._operands(TOY, 'float32')
     dy_ND = jnp.cos(jnp.arange(16 * 8.0)).reshape(16, 8)
-    forms = experts._forms(TOY)
-    assert list(forms) == FORMS
-    runs = map(experts._both_passes, forms.values())
+    runs = map(experts._both_passes, experts._forms(TOY).values())
     results = [run(expert_Nk, dy_ND, *operands) for run in runs]
     for arrays in zip(*results, strict=True):
         assert np.any(arrays[0])
@@ -28,17 +25,12 @@ def test_what_is_timed_computes_the_same():
             np.testing.assert_allclose(array, arrays[0], rtol=1e-5, atol=1e-5)
 
 
-@pytest.fixture(scope='module')
-def result():
-    """Of one toy shape, in few rounds."""
-    return experts.bench_experts([TOY], repeats=2)
-
-
-def test_flops_are_those_of_the_forms(result):
+def test_flops_are_those_of_the_forms():
     """Three products a pair, twice as many backward; blocks and the dense loop as they are."""
+    result = experts.bench_experts([TOY], repeats=2)
     json.dumps(result)
     rows = {row['form']: row for row in result['rows']}
-    assert list(rows) == FORMS
+    assert list(rows) == [*IMPLEMENTATIONS, DENSE]
     assert all(row['flops'] == 3 * 3 * 2 * (16 * 2) * 8 * 12 for row in rows.values())
     over = {name: row['executed_over_active'] for name, row in rows.items()}
     block = block_rows(32, 8, 'blocked')
@@ -48,20 +40,16 @@ def test_flops_are_those_of_the_forms(result):
     assert 8 <= over['ragged_dot'] < 12 and result['expands'] is True
     assert all(row['seconds'] > 0 and row['temp_bytes'] > 0 for row in rows.values())
 
-
-def test_tables(result):
-    """Their titles say what the backend does; a form that was left out has a dash."""
-    time, executed, memory = experts_tables(result)
-    assert 'which expands ragged_dot' in time.title and time.heads[1:] == ['16, 8, 12, 2 of 8']
-    assert executed.lines[DENSE] == ['4.00'] and list(memory.lines) == FORMS
+    # Titles say what the backend does; a form that was left out has a dash.
     larger = [row | {'tokens': 32} for row in result['rows'] if row['form'] != DENSE]
     larger[-1] |= {'executed_over_active': None}
-    rows = [*result['rows'], *larger]
-    time, executed, _ = experts_tables(result | {'expands': None, 'rows': rows})
-    assert 'which counts no FLOPs' in time.title and time.lines[DENSE][1] == '-'
+    result |= {'expands': None, 'rows': [*result['rows'], *larger]}
+    time, executed, memory = experts_tables(result)
+    assert 'which counts no FLOPs' in time.title and list(memory.lines) == list(rows)
+    assert time.heads[1:] == ['16, 8, 12, 2 of 8', '32, 8, 12, 2 of 8']
+    assert executed.lines[DENSE] == ['4.00', '-']
     assert executed.lines[larger[-1]['form']][1] == 'unknown'
 
 
 def test_a_large_dense_loop_is_left_out():
-    """Nobody waits for 64 experts on every token."""
     assert DENSE not in experts._forms(Shape(2**15, 2048, 704, 64, 6))

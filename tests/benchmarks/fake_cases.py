@@ -8,9 +8,9 @@ from moddepth_jax.benchmarks.runner import Case
 from moddepth_jax.benchmarks.worker import SkippedError, WrongError, redirect_output, run_case
 
 
-def fine(number=0):
-    print(f'fine {number}')
-    return {'number': number}
+def fine():
+    print('fine')
+    return {'number': 0}
 
 
 def wrong():
@@ -43,14 +43,14 @@ def slow():
     return {}
 
 
-def case(name, run, group='g', expected=0.1, limit=30.0, **rest):
-    """A case of one of these functions."""
-    run = f'tests.benchmarks.fake_cases:{run}'
-    return Case(name, group, expected, limit, run, in_process=False, **rest)
+def case(name, expected=0.1, limit=30.0, needs=()):
+    """A case of one of these functions, such as fine0 or fine1."""
+    run = f'tests.benchmarks.fake_cases:{name[:-1]}'
+    return Case(name, 'g', expected, limit, run, needs=needs, in_process=False)
 
 
 NAMES = ('fine', 'wrong', 'unable', 'failing', 'missing', 'crash', 'hang', 'slow')
-CASES = {f'{name}{n}': case(f'{name}{n}', name) for name in NAMES for n in range(4)}
+CASES = {f'{name}{n}': case(f'{name}{n}') for name in NAMES for n in range(4)}
 
 
 def serve_broken(connection, log):

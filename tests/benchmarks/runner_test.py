@@ -38,17 +38,13 @@ class Bench:
         return runner.Child(self.target, self.args, self.folder / 'log.txt')
 
     def run(self, cases, seconds=1e9, time_all=False):
-        begin = time.monotonic()
-
-        def left():
-            return seconds - (time.monotonic() - begin)
-
+        end = time.monotonic() + seconds
+        left = lambda: end - time.monotonic()  # noqa: E731
         run = runner.Run(self.results, self.start, STAMP, left, self.lines.append, time_all)
         return run.run(cases)
 
     def rows(self):
-        lines = self.results.path.read_text().splitlines()
-        return [json.loads(line) for line in lines]
+        return [json.loads(line) for line in self.results.path.read_text().splitlines()]
 
 
 @pytest.fixture
@@ -59,8 +55,7 @@ def bench(tmp_path):
 def test_a_bad_case_costs_itself(bench):
     """A crash, a hang, a wrong result, an error and an unsupported case: one line each."""
     names = ('fine0', 'crash0', 'fine1', 'hang0', 'wrong0', 'failing0', 'unable0', 'fine2')
-    cases = [case(name, name[:-1], limit=1.0 if name == 'hang0' else 30.0) for name in names]
-    later = bench.run(cases)
+    later = bench.run([case(name, limit=1.0 if name == 'hang0' else 30.0) for name in names])
     rows = {row['case']: row for row in bench.rows()}
     assert list(rows) == list(names) and len(bench.rows()) == len(names) and not later
     assert [row['status'] for row in rows.values()] == [
@@ -70,18 +65,15 @@ def test_a_bad_case_costs_itself(bench):
     assert rows['hang0']['reason'] == 'no answer in 1 s' and rows['hang0']['seconds'] < 5
     assert rows['failing0']['reason'] == 'OSError: disk on fire'
     assert 'capability 8.0' in rows['unable0']['reason']
-    assert all(row['reason'] == '' for row in rows.values() if row['status'] == 'ok')
     assert all(row['device'] == 'H200' and row['date'] for row in rows.values())
     assert bench.starts == 3  # one more after the crash, one more after the hang
     log = (bench.folder / 'log.txt').read_text()
-    assert 'fine 0' in log and 'about to crash' in log
-    assert len(bench.lines) == len(names)
+    assert 'fine' in log and 'about to crash' in log and len(bench.lines) == len(names)
 
 
 def test_a_wrong_kernel_is_not_timed(bench):
     """The times of that kernel are skipped by name, those of others are not; time_all runs them."""
-    cases = [case('wrong0', 'wrong'), case('fine0', 'fine', needs=('wrong',))]
-    cases += [case('fine1', 'fine', needs=('other/',))]
+    cases = [case('wrong0'), case('fine0', needs=('wrong',)), case('fine1', needs=('other/',))]
     bench.run(cases)
     rows = {row['case']: row for row in bench.rows()}
     assert rows['fine0']['status'] == 'skipped' and rows['fine1']['status'] == 'ok'
@@ -92,20 +84,19 @@ def test_a_wrong_kernel_is_not_timed(bench):
 
 def test_a_group_that_hangs_twice_is_skipped(bench):
     """Only two limits are spent, not one for each of its cases."""
-    bench.run([case(f'hang{n}', 'hang', limit=0.5) for n in range(4)])
+    bench.run([case(f'hang{n}', limit=0.5) for n in range(4)])
     assert [row['status'] for row in bench.rows()] == ['hung', 'hung', 'skipped', 'skipped']
 
 
 def test_a_deadline_cuts_and_the_next_run_continues(bench, monkeypatch):
     """Cases that need longer do not start; the running one is cut; none has two results."""
-    cases = [case('fine0', 'fine'), case('slow0', 'slow'), case('fine1', 'fine', expected=900)]
-    cases += [case('fine2', 'fine')]
+    cases = [case('fine0'), case('slow0'), case('fine1', expected=900), case('fine2')]
     monkeypatch.setattr(runner, 'START_SECONDS', 0.0)
     later = bench.run(cases, seconds=1.2)
     assert later == ['slow0', 'fine1', 'fine2']
     assert bench.results.status('slow0') == 'cut' and bench.results.status('fine1') is None
     again = Bench(bench.folder)
-    todo, lines = runner.pending(cases, again.results, {'code': 'c1'}, False, False)
+    todo, lines = runner.pending(cases, again.results, 'c1', False, False)
     assert [c.name for c in todo] == later and lines == ['1 of 4 cases are done']
     assert again.run(todo) == []
     final = [row['case'] for row in again.rows() if row['status'] in FINAL]
@@ -114,7 +105,7 @@ def test_a_deadline_cuts_and_the_next_run_continues(bench, monkeypatch):
 
 def test_missing_modules_are_not_a_result(bench):
     """With the wheels in place the case runs again."""
-    later = bench.run([case('missing0', 'missing')])
+    later = bench.run([case('missing0')])
     (row,) = bench.rows()
     assert row['status'] == 'missing' and 'no_such_module; docs/gpu.md' in row['reason']
     assert later == ['missing0'] and 'missing' not in FINAL
@@ -128,7 +119,7 @@ def test_a_damaged_last_line_is_ignored(tmp_path):
     assert results.damaged == 1 and list(results.latest) == ['a']
     results.add({'case': 'b', 'status': 'ok', 'value': float('nan')})
     again = Results(path)
-    assert again.damaged == 1 and again.latest['b']['value'] == 'nan'
+    assert again.damaged == 1 and again.latest['b']['value'] == 'NaN'
 
 
 def test_results_of_another_commit_are_kept(tmp_path):
@@ -136,20 +127,17 @@ def test_results_of_another_commit_are_kept(tmp_path):
     results = Results(tmp_path / 'results.jsonl')
     for name, code in (('a', 'old'), ('b', 'new')):
         results.add({'case': name, 'status': 'ok', 'commit': f'{name}1', 'code': code})
-    cases = [case(name, 'fine') for name in 'abc']
-
-    def names(again, chosen):
-        todo, lines = runner.pending(cases, results, {'code': 'new'}, again, chosen)
+    cases = [case('fine0')._replace(name=name) for name in 'abc']
+    for again, chosen, names in ((False, False, 'c'), (True, False, 'ac'), (True, True, 'abc')):
+        todo, lines = runner.pending(cases, results, 'new', again, chosen)
         assert len([line for line in lines if 'other code (commit a1)' in line]) == 1
-        return ''.join(c.name for c in todo)
-
-    assert names(False, False) == 'c' and names(True, False) == 'ac' and names(True, True) == 'abc'
+        assert ''.join(c.name for c in todo) == names
 
 
 @pytest.mark.parametrize(
     ('target', 'words', 'starts'),
     [
-        (fake_cases.serve_broken, 'does not start: exit status 1: no such device', 2),
+        (fake_cases.serve_broken, 'does not start: .*exit status 1: no such device', 2),
         (fake_cases.serve_lost, 'no GPU any more', 1),
     ],
 )
@@ -157,7 +145,7 @@ def test_a_lost_device_ends_the_run(target, words, starts, tmp_path):
     """No case gets a row: one more start is tried, and a CPU must not stand in for the GPU."""
     bench = Bench(tmp_path, target, ())
     with pytest.raises(runner.LostError, match=words):
-        bench.run([case('fine0', 'fine')])
+        bench.run([case('fine0')])
     assert bench.starts == starts and not bench.results.path.exists()
 
 
@@ -195,8 +183,7 @@ def test_the_list_is_complete(toy):
     for c in cases:
         module, _, function = c.run.partition(':')
         source = (ROOT / f'{module.replace(".", "/")}.py').read_text()
-        assert f'def {function}(' in source
-        assert c.expected <= c.limit <= 510
+        assert f'def {function}(' in source and c.expected <= c.limit <= 510
         for start in c.needs:
             first = next((n for n, name in enumerate(names) if name.startswith(start)), 0)
             assert first < names.index(c.name)
@@ -209,25 +196,26 @@ def test_the_list_is_complete(toy):
         assert {'right/mosaic_gpu/', 'packed/mosaic_gpu_fused/'} < needed
 
 
-PLUGINS = [('jax-cuda13-plugin', '0.11.2')]
+JAX = {'jax': '0.11.2', 'jaxlib': '0.11.2'}
+PLUGIN = JAX | {'jax-cuda13-plugin': '0.11.2'}
 
 
 @pytest.mark.parametrize(
-    ('env', 'plugins', 'driver', 'words'),
+    ('env', 'installed', 'driver', 'words'),
     [
-        ({'JAX_PLATFORMS': 'cpu'}, PLUGINS, '580.1', 'JAX_PLATFORMS=cpu is set'),
-        ({}, [], '580.1', "no CUDA plugin; pip install 'jax[cuda13]==0.11.2'"),
-        ({}, [('jax-cuda13-plugin', '0.12.0')], '580.1', 'does not fit jaxlib 0.11.2'),
-        ({}, PLUGINS, None, 'no NVIDIA driver'),
-        ({}, PLUGINS, '550.54.14', '550.54.14 is too old for jax-cuda13-plugin: CUDA 13 needs 580'),
-        ({'CUDA_VISIBLE_DEVICES': ''}, PLUGINS, '580.1', 'CUDA_VISIBLE_DEVICES=; JAX says: boom'),
+        ({'JAX_PLATFORMS': 'cpu'}, PLUGIN, '580.1', 'JAX_PLATFORMS=cpu is set'),
+        ({}, JAX, '580.1', "no CUDA plugin; pip install 'jax[cuda13]==0.11.2'"),
+        ({}, JAX | {'jax-cuda13-plugin': '0.12.0'}, '580.1', 'does not fit jaxlib 0.11.2'),
+        ({}, PLUGIN, None, 'no NVIDIA driver'),
+        ({}, PLUGIN, '550.54.14', '550.54.14 is too old for jax-cuda13-plugin: CUDA 13 needs 580'),
+        ({'CUDA_VISIBLE_DEVICES': ''}, PLUGIN, '580.1', 'CUDA_VISIBLE_DEVICES=; JAX says: boom'),
     ],
 )
-def test_why_there_is_no_gpu(env, plugins, driver, words, monkeypatch):
+def test_why_there_is_no_gpu(env, installed, driver, words, monkeypatch):
     """One line that names what is wrong, by what is installed and what the machine shows."""
-    monkeypatch.setattr(machine, '_plugins', lambda: plugins)
+    found = lambda packages: {n: installed[n] for n in packages if n in installed}  # noqa: E731
+    monkeypatch.setattr(machine, '_installed', found)
     monkeypatch.setattr(machine, 'driver_version', lambda: driver)
-    monkeypatch.setattr(machine, 'versions', lambda: {'jax': '0.11.2', 'jaxlib': '0.11.2'})
     monkeypatch.setattr(machine.glob, 'glob', lambda pattern: ['/dev/nvidia0'])
     said = machine.why_no_gpu(env, 'boom')
     assert words in said and '\n' not in said

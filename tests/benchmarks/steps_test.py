@@ -1,14 +1,14 @@
 """Models are compared with the first one of the same rounds; one that fails stops no other."""
 
 import json
-import math
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from moddepth_jax.benchmarks import steps
-from moddepth_jax.benchmarks.steps import CompiledStep, compare_depths, compare_steps, with_model
+from moddepth_jax.benchmarks.depths import compare_depths, depth_tables
+from moddepth_jax.benchmarks.steps import CompiledStep, compare_steps, with_model
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model.flops import train_step_flops
 from moddepth_jax.model.moe.grouped_matmul import block_rows, num_blocks
@@ -53,13 +53,8 @@ def fake_steps(monkeypatch):
 
 def test_saving_is_time_ratio_over_flop_ratio(models, fake_steps):
     """MoD at half of the dense time; a model that runs out of memory has one line."""
-    fake_steps[1]['of'] = lambda hparams: (
-        None
-        if hparams.model.depth.stream == 'moda'
-        else 1.0
-        if hparams.model.routed_layers
-        else 2.0
-    )
+    times = {models['dense']: 2.0, models['mod']: 1.0, models['moda']: None}
+    fake_steps[1]['of'] = times.get
     result = compare_steps(models, repeats=3)
     json.dumps(result)
     dense, moda, mod = result['rows']
@@ -85,13 +80,11 @@ def test_unrolled_forms_end_at_their_depth(models, fake_steps):
     rows = result['rows']
     assert [row['depth'] for row in rows] == [2] * 6 + [4] * 3
     assert {row['layer_loop'] for row in rows[6:]} == {'scan'}
-    assert [row['model'] for row in rows[:2]] == ['dense'] * 2
-    for row, hparams in zip(rows, made, strict=True):
-        model = hparams.model
-        assert model.depth.stream == {'dense': 'residual', 'MoDA': 'moda'}[row['model']]
+    for row, hparams in zip(rows, (hparams.model for hparams in made), strict=True):
+        assert hparams.depth.stream == {'dense': 'residual', 'MoDA': 'moda'}[row['model']]
         knobs = (row['layer_loop'], row['remat'], row['depth'])
-        assert (model.layer_loop, model.remat, model.num_layers) == knobs
-    tables = steps.depth_tables(result, 'width 32')
+        assert (hparams.layer_loop, hparams.remat, hparams.num_layers) == knobs
+    tables = depth_tables(result, 'width 32')
     assert len(tables) == 3 and all(table.heads == ['layers', '2', '4'] for table in tables)
     assert tables[2].lines['MoDA, unrolled, none'] == ['2000 (1.00)', '-']
 
@@ -106,19 +99,6 @@ def test_memory_of_the_scanned_form_is_linear_in_depth(models):
     assert 0 < bytes_of[4] < bytes_of[8]
     growth = (bytes_of[16] - bytes_of[8]) / (bytes_of[8] - bytes_of[4])
     assert growth == pytest.approx(2, rel=0.1), bytes_of
-
-
-@pytest.mark.slow
-def test_real_steps_are_measured(models):
-    """Numbers are positive; slots, and with remat=none what the blocks computed, take memory."""
-    pair = {'dense': models['dense'], 'MoDA': models['moda']}
-    result = compare_depths(pair, depths=[3], unrolled_up_to=2, repeats=2)
-    numbers = ('temp_bytes', 'trace_seconds', 'compile_seconds', 'step_seconds', 'time_ratio')
-    for row in result['rows']:
-        assert all(math.isfinite(row[name]) and row[name] > 0 for name in numbers)
-    dense, moda_block, moda_none = result['rows']
-    assert dense['time_ratio'] == 1
-    assert dense['temp_bytes'] < moda_block['temp_bytes'] < moda_none['temp_bytes']
 
 
 @pytest.mark.slow
@@ -153,17 +133,16 @@ def test_executed_over_active_is_places_over_pairs(product, tiny_config):
 
 def test_table_of_models_with_experts():
     """Only with experts it says which grouped matmul ran and what becomes of a ragged_dot."""
-    row = dict.fromkeys(('step_seconds', 'tokens_per_second', 'flops_per_second'), 1.0)
-    row |= dict.fromkeys(('time_ratio', 'flops_ratio', 'realised_saving', 'parameters'), 1.0)
+    row = {'step_seconds': 1.0}
     experts = {'product': 'blocked', 'executed_over_active': 1.25, 'ragged_dot_expansion': 8.5}
     grouped = experts | {'product': 'ragged_dot', 'ragged_dot_expansion': 1.0}
     rows = [row | {'model': 'dense'}, row | experts | {'model': 'moe'}]
-    rows += [row | grouped | {'model': 'staged'}, row | experts | {'model': 'integrated'}]
-    rows[3] |= {'failed': 'out of device memory'}
+    rows += [row | grouped | {'model': 'staged'}]
     table = steps.steps_table('train step', rows)
-    assert table.heads == ['', 'dense', 'experts', 'MoDE staged', 'MoDE integrated']
-    cells = [line[:3] for line in list(table.lines.values())[-3:]]
-    assert cells[0] == ['-', 'blocked', 'ragged_dot'] and cells[1] == ['-', '1.250', '1.250']
-    assert cells[2] == ['-', 'expanded, 8.5 x', 'grouped']
-    assert all(line[3] == 'out of device memory' for line in table.lines.values())
-    assert list(steps.steps_table('', rows[:1]).lines) == list(table.lines)[:-3]
+    assert table.heads == ['', 'dense', 'experts', 'MoDE staged']
+    assert list(table.lines.values())[1:] == [
+        ['-', 'blocked', 'ragged_dot'],
+        ['-', '1.250', '1.250'],
+        ['-', 'expanded, 8.5 x', 'grouped'],
+    ]
+    assert list(steps.steps_table('', rows[:1]).lines) == ['ms']

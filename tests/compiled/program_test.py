@@ -56,13 +56,9 @@ ENTRY %main (p: f32[2], i: s32[]) -> f32[] {
   ROOT %reduce.7 = f32[] reduce(%choice, %zero), dimensions={0}, to_apply=%folded
 }
 """
-SWITCH = (
-    '%choice = f32[2]{0} conditional(%i, %while.7, %while.7), branch_computations={%leaf, %dear}'
-)
-IF = (
-    '%choice = f32[2]{0} conditional(%i, %while.7, %while.7), true_computation=%dear, '
-    'false_computation=%leaf'
-)
+CHOICE = '%choice = f32[2]{0} conditional(%i, %while.7, %while.7), '
+SWITCH = CHOICE + 'branch_computations={%leaf, %dear}'
+IF = CHOICE + 'true_computation=%dear, false_computation=%leaf'
 
 
 @pytest.mark.parametrize('conditional', [SWITCH, IF], ids=['switch', 'if'])
@@ -90,19 +86,11 @@ def test_loops_multiply_and_the_most_expensive_branch_counts(conditional, trips,
     }
 
 
-def test_types_are_read_without_their_layouts():
-    """Of tuples and tuples of tuples, in any width of number; a token is no array."""
+def test_texts_are_read_or_refused():
+    """Types of tuples, without layouts; a token is no array, a lowered program is not compiled."""
     text = '((bf16[2,3]{1,0:T(8,128)(2,1)}, s4[]), /*index=2*/pred[7]{0}, f8e4m3fn[1], token[])'
-    assert [tuple(array) for array in arrays(text)] == [
-        ('bf16', 16, (2, 3)),
-        ('s4', 4, ()),
-        ('pred', 8, (7,)),
-        ('f8e4m3fn', 8, (1,)),
-    ]
-
-
-def test_other_texts_are_an_error():
-    """Such as the text of a lowered program that is not compiled."""
+    found = [('bf16', 16, (2, 3)), ('s4', 4, ()), ('pred', 8, (7,)), ('f8e4m3fn', 8, (1,))]
+    assert arrays(text) == found
     with pytest.raises(ValueError, match='no compiled program'):
         Program(jax.jit(lambda x: x + 1).lower(1.0).as_text())
 
@@ -110,19 +98,11 @@ def test_other_texts_are_an_error():
 def test_products_of_a_compiled_program_are_counted_by_hand():
     """Batched, contracted over two axes, in a scan, and the larger of two branches."""
 
-    def step(x_BD, w_DF):
-        def body(x_BD, _):
-            return (x_BD @ w_DF) @ w_DF.T, None
+    def step(x, w):
+        x = jax.lax.scan(lambda x, _: (x @ w @ w.T, None), x, None, length=5)[0]
+        return jax.lax.cond(x[0, 0] > 0, lambda x: x @ w @ w.T @ w, lambda x: x @ w, x)
 
-        x_BD = jax.lax.scan(body, x_BD, None, length=5)[0]
-        return jax.lax.cond(
-            x_BD[0, 0] > 0, lambda x: x @ w_DF @ w_DF.T @ w_DF, lambda x: x @ w_DF, x_BD
-        )
-
-    x_BD, w_DF = (
-        jax.ShapeDtypeStruct((16, 32), 'float32'),
-        jax.ShapeDtypeStruct((32, 64), 'float32'),
-    )
-    program = Program(jax.jit(step).lower(x_BD, w_DF).compile().as_text())
+    shapes = (jax.ShapeDtypeStruct(shape, 'float32') for shape in ((16, 32), (32, 64)))
+    program = Program(jax.jit(step).lower(*shapes).compile().as_text())
     one = 2 * 16 * 32 * 64
     assert product_flops(program) == (5 * 2 * one + 3 * one, 3 * one)

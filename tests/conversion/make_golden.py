@@ -7,14 +7,9 @@ Written with torch 2.13.0 and transformers 5.23.0 on a CPU, in float32. Every pa
 norms and biases too, so that none of them can be left out or mistaken for another unseen. Each
 folder holds a model as `save_pretrained` writes it and golden.npz: `tokens`, int32 [2, 7], and
 `logits`, float32 [2, 7, V], of the model with its parameters taken to float32.
-
-python tests/conversion/make_golden.py FOLDER prints the greatest difference of the logits of a
-model in FOLDER, such as launch.convert --to_hf writes, from those of the golden folder whose
-config it has.
 """
 
 import pathlib
-import sys
 
 import numpy as np
 import torch
@@ -72,7 +67,6 @@ def _logits(model, tokens):
 
 
 def make():
-    """Writes every golden folder."""
     tokens = np.random.default_rng(0).integers(0, SIZES['vocab_size'], (2, 7)).astype(np.int32)
     for name in CONFIGS:
         folder = GOLDEN / name
@@ -80,19 +74,5 @@ def make():
         np.savez(folder / 'golden.npz', tokens=tokens, logits=_logits(_load(folder), tokens))
 
 
-def compare(folder):
-    """Prints how far logits of the model in `folder` are from the golden ones of its config."""
-    model = _load(folder)
-    for name, config in CONFIGS.items():
-        keys = ('model_type', 'tie_word_embeddings', 'attention_bias')
-        if all(getattr(config, key) == getattr(model.config, key) for key in keys):
-            golden = np.load(GOLDEN / name / 'golden.npz')
-            difference = np.abs(_logits(model, golden['tokens']) - golden['logits']).max()
-            print(f'{folder}: differs from {name} by at most {difference:.2e}')
-
-
 if __name__ == '__main__':
-    for folder in sys.argv[1:]:
-        compare(folder)
-    if not sys.argv[1:]:
-        make()
+    make()

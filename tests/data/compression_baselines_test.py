@@ -22,7 +22,6 @@ def cache(tmp_path, monkeypatch):
 
 
 def test_values_are_bits_per_byte_of_the_training_text():
-    """The unigram entropy of four equal bytes is 2 bits; the others are compressed sizes."""
     texts = [b'abcd' * 500, b'dcba' * 500]
     whole = b''.join(texts)
     assert measure_baselines(_corpus(*texts)) == {
@@ -35,40 +34,29 @@ def test_values_are_bits_per_byte_of_the_training_text():
 
 
 def test_only_the_first_bytes_are_measured(monkeypatch):
-    """Text beyond the limit changes nothing, text before it does, inside a document or not."""
     monkeypatch.setattr(module, 'MAX_BYTES', 100)
     expected = measure_baselines(_corpus(b'ab' * 50))
-    assert measure_baselines(_corpus(b'ab' * 30, b'ab' * 40 + b'xyz', b'more')) == expected
+    assert measure_baselines(_corpus(b'ab' * 30, b'ab' * 40 + b'xyz', None)) == expected
     assert measure_baselines(_corpus(b'ab' * 30, b'xyz' * 40)) != expected
 
 
 def test_the_measured_text_is_described(monkeypatch):
-    """All of the text, or the first bytes of it."""
     monkeypatch.setattr(module, 'MAX_BYTES', 2**20)
     assert describe_measured_text(_corpus(b'a' * 2**19, b'b' * 2**19)) == 'training text'
     assert describe_measured_text(_corpus(b'a' * 2**20, b'b')) == 'first 1 MiB of training text'
 
 
 def test_the_cache_is_used_and_keyed_by_the_text(cache, monkeypatch):
-    """A second call measures nothing; another text, though of the same corpus sha256, does."""
-    first = measure_baselines(_corpus(b'abcd' * 500))
-    assert len(list(cache.iterdir())) == 1
-    other = measure_baselines(_corpus(b'ab' * 500))
+    texts = _corpus(b'abcd' * 500), _corpus(b'ab' * 500)
+    first, other = map(measure_baselines, texts)
     assert other != first and len(list(cache.iterdir())) == 2
-
-    def fail(text):
-        raise AssertionError('measured again')
-
-    monkeypatch.setattr(module, '_measure', fail)
-    assert measure_baselines(_corpus(b'abcd' * 500)) == first
-    assert measure_baselines(_corpus(b'ab' * 500)) == other
-    with pytest.raises(AssertionError, match='measured again'):
-        measure_baselines(_corpus(b'new'))
+    monkeypatch.setattr(module, '_measure', lambda text: {'unigram': 'measured again'})
+    assert list(map(measure_baselines, texts)) == [first, other]
+    assert measure_baselines(_corpus(b'new')) == {'unigram': 'measured again'}
 
 
-@pytest.mark.parametrize('content', [b'', b'{', b'[]', b'{"zlib": 1}', b'{"unigram": null}'])
+@pytest.mark.parametrize('content', [b'{', b'[]', b'{"zlib": 1}', b'{"unigram": null}'])
 def test_a_broken_cache_is_replaced(cache, content):
-    """A file that is cut off or holds something else is replaced, not believed."""
     expected = measure_baselines(_corpus(b'abcd' * 500))
     (path,) = cache.iterdir()
     good = path.read_bytes()
@@ -77,9 +65,6 @@ def test_a_broken_cache_is_replaced(cache, content):
     assert path.read_bytes() == good
 
 
-def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
-    """A folder that cannot be made costs the time, not the answer."""
-    (tmp_path / 'file').write_bytes(b'in the way')
-    expected = measure_baselines(_corpus(b'abcd' * 500))
-    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'file'))
-    assert measure_baselines(_corpus(b'abcd' * 500)) == expected
+def test_a_cache_that_cannot_be_written_is_no_error(cache):
+    cache.write_bytes(b'in the way')
+    assert measure_baselines(_corpus(b'abcd' * 500))['unigram'] == 2

@@ -8,31 +8,18 @@ import pytest
 from moddepth_jax.data.corpus import load_corpus, load_held_out
 from moddepth_jax.data.python_text import environment_documents, stdlib_documents
 from moddepth_jax.hparams import DataHparams
+from tests.data.prepared_text import refusal
 
 
-def _data(source, **changes):
-    knobs = dict(mixture='', text_field='text', tokenizer='bytes', sequence_length=8, batch_size=2)
-    knobs |= dict(held_out_fraction=0.25, log_windows=False)
-    return DataHparams(source=str(source), **{**knobs, **changes})
-
-
-def _error(call, *args):
-    with pytest.raises(ValueError) as caught:
-        call(*args)
-    assert '\n' not in str(caught.value)
-    return str(caught.value)
-
-
-@pytest.fixture(scope='module')
-def stdlib():
-    return load_corpus(_data('stdlib', held_out_fraction=0.05))
+def _data(source, held_out_fraction=0.25):
+    return DataHparams(str(source), '', 'text', 'bytes', 8, 2, held_out_fraction, False)
 
 
 # The standard library.
 
 
-def test_stdlib_is_the_text_of_the_library_and_nothing_else(stdlib):
-    """Library modules are in, byte for byte; tests, idlelib, packages and machine files are not."""
+def test_stdlib_is_the_text_of_the_library_and_nothing_else():
+    stdlib = load_corpus(_data('stdlib', 0.05))
     names = [name for name, _ in stdlib_documents()]
     assert {'json/decoder.py', 'os.py', 'asyncio/tasks.py'} < set(names)
     assert names == sorted(set(names)) and len(names) > 400
@@ -41,19 +28,28 @@ def test_stdlib_is_the_text_of_the_library_and_nothing_else(stdlib):
     assert not any('_sysconfigdata' in name or name.startswith('config-') for name in names)
     with open(f'{sysconfig.get_paths()["stdlib"]}/json/decoder.py', 'rb') as file:
         assert (stdlib.train + stdlib.held_out).count(file.read()) == 1
-    size = sum(map(len, stdlib.train + stdlib.held_out))
-    assert 5e6 < size < 3e7
+    assert 5e6 < sum(map(len, stdlib.train + stdlib.held_out)) < 3e7
     assert stdlib.name == 'stdlib' and '\n' not in stdlib.description
     for part in (stdlib.train, stdlib.held_out):
         assert f'{len(part):,} documents of {sum(map(len, part)):,} bytes' in stdlib.description
 
 
-def test_python_without_a_library_as_text_is_refused(tmp_path):
-    """A folder without .py files, or with tests and packages only, is an error that names it."""
-    for name in ('test/a.py', 'site-packages/b.py', 'os.pyc', '_sysconfigdata_x.py'):
+@pytest.mark.parametrize(
+    ('read', 'right'),
+    [
+        (stdlib_documents, 'use a Python that ships its library as text'),
+        (
+            lambda root: environment_documents(None, (root,)),
+            "set data.source to 'stdlib' or a glob",
+        ),
+    ],
+)
+def test_python_without_text_is_refused(tmp_path, read, right):
+    for name in ('test/a.py', 'tests/b.py', 'os.pyc', '_sysconfigdata_x.py'):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text('pass')
-    assert f'no .py file below {tmp_path}' in _error(stdlib_documents, str(tmp_path))
+    message = refusal(read, str(tmp_path))
+    assert f'no .py file below {tmp_path}; ' in message and right in message
 
 
 # The installed packages.
@@ -123,23 +119,11 @@ def test_environment_is_a_corpus_as_the_library_is(environment):
     assert corpus.packages == ('Alpha==1.5', 'zeta==2') and stdlib.packages == ()
     start = f'python_environment (Python {platform.python_version()}, 2 packages): '
     assert corpus.description.startswith(start) and '\n' not in corpus.description
-    assert len(corpus.train + corpus.held_out) == 67
     alone = load_held_out(_data('python_environment'))
     assert alone.sha256 == corpus.sha256 and len(alone.held_out) == 67
-    (environment / 'alpha/testing.py').write_text('fouR')
-    assert load_corpus(_data('python_environment')).sha256 != corpus.sha256
 
 
-def test_python_without_packages_is_refused(tmp_path):
-    """The one line names the folders and what would be right."""
-    (tmp_path / 'tests').mkdir()
-    (tmp_path / 'tests/a.py').write_text('x')
-    message = _error(environment_documents, None, (str(tmp_path),))
-    assert message.startswith(f"data.source='python_environment': no .py file below {tmp_path}; ")
-    assert "'stdlib' or a glob" in message
-
-
-# Identity.
+# The user's files.
 
 
 def test_sha256_changes_with_every_change(tmp_path):
@@ -160,34 +144,22 @@ def test_sha256_changes_with_every_change(tmp_path):
 
 
 def test_the_names_of_the_documents_are_kept(tmp_path):
-    """On the side on which their texts are, so that messages can name them."""
     for i in range(9):
         (tmp_path / f'{i}.txt').write_text(f'text {i}')
     corpus = load_corpus(_data(tmp_path / '*.txt'))
-    whole = load_held_out(_data(tmp_path / '*.txt'))
     for part, texts in (('train', corpus.train), ('held_out', corpus.held_out)):
         assert [f'text {name[0]}'.encode() for name in corpus.names[part]] == texts
+    whole = load_held_out(_data(tmp_path / '*.txt'))
     assert whole.names == {'held_out': [f'{i}.txt' for i in range(9)]}
     assert corpus.train_bytes() == 6 * len(corpus.train)
 
 
-# The user's files.
-
-
-def test_a_single_file_has_its_tail_held_out(tmp_path):
-    """Its last bytes, as many as the fraction says."""
-    (tmp_path / 'a.txt').write_bytes(b'0123456789')
-    corpus = load_corpus(_data(tmp_path / 'a.txt', held_out_fraction=0.2))
-    assert (corpus.train, corpus.held_out) == ([b'01234567'], [b'89'])
-
-
 def test_empty_documents_are_left_out(tmp_path):
-    """A file without a byte is no document; a corpus of such files is refused."""
     for name in ('a', 'b', 'c'):
         (tmp_path / f'{name}.txt').write_bytes(b'')
-    source = tmp_path / '*.txt'
-    assert f"data.source='{source}': no byte in its 3 documents" in _error(
-        load_corpus, _data(source)
-    )
-    (tmp_path / 'b.txt').write_bytes(b'xy')
-    assert load_corpus(_data(source)).train == [b'x']
+    data = _data(tmp_path / '*.txt', 0.2)
+    message = refusal(load_corpus, data)
+    assert f"data.source='{tmp_path}/*.txt': no byte in its 3 documents" in message
+    (tmp_path / 'b.txt').write_bytes(b'0123456789')
+    corpus = load_corpus(data)
+    assert (corpus.train, corpus.held_out) == ([b'01234567'], [b'89'])

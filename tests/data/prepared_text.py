@@ -1,8 +1,9 @@
-"""Small texts as files, and the same prepared."""
+"""Small texts as files, and the same prepared; the line of a refusal."""
 
 import random
 
 import numpy as np
+import pytest
 
 from moddepth_jax.data.split import split_documents
 from moddepth_jax.data.token_store import PLAN_FILE, StoreWriter
@@ -36,3 +37,11 @@ def begin(folder):
     """Makes the folder one that launch.prepare has not finished."""
     (folder / PLAN_FILE).parent.mkdir(parents=True)
     (folder / PLAN_FILE).write_text('{}')
+
+
+def refusal(call, *args, **named) -> str:
+    """The one line of the ValueError that the call raises."""
+    with pytest.raises(ValueError) as caught:
+        call(*args, **named)
+    assert '\n' not in str(caught.value)
+    return str(caught.value)

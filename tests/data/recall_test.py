@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from moddepth_jax.data import recall
-from moddepth_jax.data.corpus import load_corpus
 from moddepth_jax.data.pipeline import make_dataset
 from moddepth_jax.hparams import DataHparams
 
@@ -30,7 +29,6 @@ def drawn(tokens_BT, labels_BT):
 
 
 def test_documents_are_lines_as_described():
-    """21 lines of 6 bytes and a full stop; the dialect first, then questions it answers."""
     for text in recall.make_recall(3, 200):
         assert len(text) == 127 and text[-1:] == b'.'
         lines = [text[i : i + 6] for i in range(0, 126, 6)]
@@ -43,17 +41,7 @@ def test_documents_are_lines_as_described():
         assert {lines[i][3] for i in asked} <= {recall.NAMES[dialect]}
 
 
-def test_seed_decides_the_text():
-    """Equal seeds give equal texts, another seed others, and dialects are equally frequent."""
-    assert recall.make_recall(5, 20) == recall.make_recall(5, 20)
-    assert recall.make_recall(5, 20) != recall.make_recall(6, 20)
-    initial = [text[1] for text in recall.make_recall(0, 2000)]
-    shares = [np.mean([c in dialect for c in initial]) for dialect in recall.DIALECTS]
-    assert shares == pytest.approx([0.5] * 2, abs=0.05)
-
-
 def test_a_row_is_one_document(batch):
-    """Rows of 128 tokens begin with a separator, hold no other and end before the next."""
     assert np.all(batch['tokens_BT'][:, 0] == SEPARATOR)
     assert np.sum(batch['tokens_BT'] == SEPARATOR) == len(batch['tokens_BT'])
     assert np.all(batch['labels_BT'][:, -1] == SEPARATOR)
@@ -117,17 +105,9 @@ def test_floor_is_the_entropy_of_the_draws(batch):
 
 
 def test_floor_of_a_few_targets_by_hand():
-    """A first word, a question and a label of -100; without any target there is no floor."""
     tokens_BT = np.array([[*b'AaI(hY)']])
     labels_BT = np.array([[*b'a', -100, *b'(hY) ']])
     nats = math.log(24) - math.log(recall.QUESTION_PROBABILITY) + math.log(24)
     assert recall.entropy_floor(tokens_BT, labels_BT) == pytest.approx(nats / 6)
     with pytest.raises(ValueError, match=r'\(1, 2\): must hold a target'):
         recall.entropy_floor(np.zeros((1, 2), int), np.full((1, 2), -100))
-
-
-def test_corpus_is_that_of_the_default_arguments():
-    """data.source = recall holds these documents, some of them held out."""
-    corpus = load_corpus(DATA)
-    assert sorted(corpus.train + corpus.held_out) == sorted(recall.make_recall())
-    assert 0 < len(corpus.held_out) < len(corpus.train)

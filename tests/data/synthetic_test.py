@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from moddepth_jax.data import synthetic
-from moddepth_jax.data.corpus import load_corpus
 from moddepth_jax.data.pipeline import make_dataset
 from moddepth_jax.hparams import DataHparams
 
@@ -54,7 +53,6 @@ def batches():
 
 
 def test_construction_is_as_described():
-    """Starts are distinct and disjoint from continuations, lengths are 1 to 6, p is no uniform."""
     language = synthetic.make_language()
     *words, end = language.words
     assert [word[:1] for word in words] == [b'%c' % c for c in synthetic.STARTS]
@@ -67,7 +65,6 @@ def test_construction_is_as_described():
 
 
 def test_documents_are_words_of_the_language_and_end_once():
-    """Every document consists of complete words, with the full stop last and nowhere else."""
     language = synthetic.make_language(3, 40)
     documents = synthetic.make_synthetic(3, 200, 40)
     assert len(documents) == 200
@@ -78,7 +75,6 @@ def test_documents_are_words_of_the_language_and_end_once():
 
 
 def test_words_occur_as_often_as_stated():
-    """Frequencies lie within 5 standard errors of p, and neighbors are independent."""
     language = synthetic.make_language(1, 100)
     documents = synthetic.make_synthetic(1, 3000, 100)
     drawn = np.array([language.words.index(word) for text in documents for word in _words(text)])
@@ -90,33 +86,6 @@ def test_words_occur_as_often_as_stated():
     assert np.all(np.abs(pair_SS - n * p_SS) < 6 * np.sqrt(n * p_SS) + 1)
     mean = np.mean([len(text) for text in documents])
     assert abs(mean - 100) < 5 * 100 / np.sqrt(len(documents))
-
-
-def test_seed_decides_language_and_text():
-    """Equal seeds give equal text, another seed another language and another text."""
-    assert synthetic.make_synthetic(5, 20, 50) == synthetic.make_synthetic(5, 20, 50)
-    assert synthetic.make_synthetic(5, 20, 50) != synthetic.make_synthetic(6, 20, 50)
-    assert synthetic.make_language(5).words != synthetic.make_language(6).words
-    assert synthetic.make_synthetic(5, 20, 50) == synthetic.make_synthetic(5, 40, 50)[:20]
-
-
-def test_hard_mask_marks_word_starts_only():
-    """Word starts and the full stop are hard; continuations, separator and -100 are not."""
-    tokens = np.array([[SEPARATOR, ord('A'), ord('a')], [ord('.'), SEPARATOR, -100]])
-    assert synthetic.hard_mask(tokens).tolist() == [[False, True, False], [True, False, False]]
-
-
-def test_floor_of_a_window_by_hand():
-    """The floor of a short window is the sum written out; -100 does not count."""
-    language = synthetic.make_language(2, 30)
-    *_, end = language.probabilities
-    first = language.probabilities[0]
-    labels_BT = np.array([[*language.words[0], ord('.'), SEPARATOR, -100, -100]])
-    counted = len(language.words[0]) + 2
-    floor = -(math.log(first) + math.log(end)) / counted
-    assert math.isclose(synthetic.entropy_floor(language, labels_BT), floor)
-    with pytest.raises(ValueError, match=r'\(2, 3\): must hold a target'):
-        synthetic.entropy_floor(language, np.full((2, 3), -100))
 
 
 def test_ideal_predictor_reaches_the_floor(batches):
@@ -144,27 +113,3 @@ def test_floor_is_a_tight_lower_bound_on_all_windows(batches):
     loss = _ideal_nll(language, batches['tokens_BT'], labels_BT).mean()
     floor = synthetic.entropy_floor(language, labels_BT)
     assert 0 < loss / floor - 1 < 0.03
-
-
-def test_the_floor_agrees_with_the_entropy_rate(batches):
-    """Over many windows it is within 2% of the entropy of a word over its mean length."""
-    language = synthetic.make_language()
-    nats = -sum(p * math.log(p) for p in language.probabilities)
-    lengths = [len(word) + (word == synthetic.END) for word in language.words]  # with separators
-    rate = nats / np.dot(language.probabilities, lengths)
-    assert 2 < nats < math.log(17)
-    floor = synthetic.entropy_floor(language, batches['labels_BT'])
-    assert floor == pytest.approx(rate, rel=0.02)
-
-
-def test_corpus_is_that_of_the_default_language():
-    """data.source = synthetic holds the documents that the default arguments describe."""
-    corpus = load_corpus(DATA)
-    assert sorted(corpus.train + corpus.held_out) == sorted(synthetic.make_synthetic())
-    assert 0 < len(corpus.held_out) < len(corpus.train)
-
-
-def test_document_length_must_hold_the_full_stop():
-    """A mean length that no document can have is refused with its value."""
-    with pytest.raises(ValueError, match='document_bytes=1: must be above 1'):
-        synthetic.make_language(0, 1)

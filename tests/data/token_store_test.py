@@ -8,6 +8,7 @@ import pytest
 from moddepth_jax.data.pipeline import token_stream
 from moddepth_jax.data.token_store import StoredDocuments, StoreWriter, is_store, open_store
 from moddepth_jax.data.tokenizers.tokenizer import ByteTokenizer
+from tests.data.prepared_text import refusal
 
 DOCUMENTS = {'train': [b'one', b'', b'three', b'four'], 'held_out': ['fünf'.encode()]}
 
@@ -27,15 +28,7 @@ def _write(folder, tokenizer=None, finish=True, at_once=3):
             return writer.finish(skipped={'empty': {'count': 2, 'first': ['a.txt']}})
 
 
-def _error(folder):
-    with pytest.raises(ValueError) as caught:
-        open_store(folder)
-    assert '\n' not in str(caught.value)
-    return str(caught.value)
-
-
 def test_what_is_written_is_read(tmp_path):
-    """Tokens as token_stream lays them out, offsets, documents by index and slice, counts."""
     store = _write(tmp_path)
     assert open_store(tmp_path) == store and is_store(tmp_path)
     for part, texts in DOCUMENTS.items():
@@ -56,7 +49,6 @@ def test_what_is_written_is_read(tmp_path):
 
 
 def test_files_are_flat_little_endian(tmp_path):
-    """Any other program can read them; how they were cut when they were written does not show."""
     store = _write(tmp_path / 'a')
     other = _write(tmp_path / 'b', at_once=1)
     assert store.fingerprint == other.fingerprint
@@ -69,7 +61,6 @@ def test_files_are_flat_little_endian(tmp_path):
 
 
 def test_larger_ids_take_four_bytes(tmp_path):
-    """And are part of the fingerprint, as the tokenizer's content is."""
 
     class Wide(ByteTokenizer):
         dtype = np.uint32
@@ -86,13 +77,12 @@ def test_larger_ids_take_four_bytes(tmp_path):
 
 
 def test_what_is_not_whole_is_refused(tmp_path):
-    """No prepared.json, one that is no JSON, of another version, or of files of another length."""
     assert not is_store(tmp_path / 'no')
-    assert 'must be a directory of launch.prepare' in _error(tmp_path / 'no')
+    assert 'must be a directory of launch.prepare' in refusal(open_store, tmp_path / 'no')
     _write(tmp_path, finish=False)
     assert not is_store(tmp_path)
     (tmp_path / 'parts').mkdir()
-    assert 'unfinished: run the same launch.prepare again' in _error(tmp_path)
+    assert 'unfinished: run the same launch.prepare again' in refusal(open_store, tmp_path)
     _write(tmp_path)
     file = tmp_path / 'prepared.json'
     about = json.loads(file.read_text())
@@ -102,23 +92,18 @@ def test_what_is_not_whole_is_refused(tmp_path):
         ([about], 'unreadable (TypeError); remove'),
     ):
         file.write_text(json.dumps(changed))
-        assert part in _error(tmp_path) and str(file) in _error(tmp_path)
+        assert part in refusal(open_store, tmp_path) and str(file) in refusal(open_store, tmp_path)
     file.write_text('{')
-    assert 'unreadable (JSONDecodeError)' in _error(tmp_path)
+    assert 'unreadable (JSONDecodeError)' in refusal(open_store, tmp_path)
     file.write_text(json.dumps(about))
     for name in ('train.bin', 'held_out.index'):
         content = (tmp_path / name).read_bytes()
         (tmp_path / name).write_bytes(content[:-1])
         found, right = len(content) - 1, len(content)
-        assert f'{name}: {found} bytes, and prepared.json says {right}' in _error(tmp_path)
+        assert f'{name}: {found} bytes, and prepared.json says {right}' in refusal(
+            open_store, tmp_path
+        )
         (tmp_path / name).unlink()
-        assert f'{name}: No such file or directory; remove' in _error(tmp_path)
+        assert f'{name}: No such file or directory; remove' in refusal(open_store, tmp_path)
         (tmp_path / name).write_bytes(content)
     assert open_store(tmp_path)
-
-
-def test_lengths_that_do_not_fit_are_refused(tmp_path):
-    """A writer that would lose count says so."""
-    with StoreWriter(tmp_path, ByteTokenizer(), 0.5) as writer:
-        with pytest.raises(ValueError, match='lengths of 3 tokens; must sum to the 4 tokens'):
-            writer.add('train', np.zeros(4), np.array([1, 2]), 3)

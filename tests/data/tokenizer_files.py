@@ -8,23 +8,8 @@ import random
 from moddepth_jax.data.tokenizers.json_tokenizer import train_bpe
 
 _WORDS = ('def ', 'return', ' the', ' of', '\n    ', 'self.', '(x)', ' = ', '12', 'é', 'word ')
-_HARD = (
-    *('a', ' ', '  ', '\n', '\n\n', '\r\n', '\t', '\0', '\x1b[0m', '\x7f', '\u2028', '\ufeff'),
-    *(
-        '😀',
-        '👩‍👩‍👧',
-        'e\u0301',
-        'ﬁ',
-        '<|endoftext|>',
-        '<s>',
-        '</s>',
-        '<unk>',
-        '<0x41>',
-        "'s",
-        'Ġ',
-        '0',
-    ),
-)
+_HARD = ['a', ' ', '  ', '\n', '\n\n', '\r\n', '\t', '\0', '\x1b[0m', '\x7f', '\u2028', '\ufeff']
+_HARD += "😀 👩‍👩‍👧 e\u0301 ﬁ <|endoftext|> <s> </s> <unk> <0x41> 's Ġ 0".split()
 
 
 @functools.cache
@@ -62,11 +47,13 @@ def llama_file() -> str:
     merges = ['\u2581 d', 'd e', '\u2581 t', 't h', '\u2581t h', '\u2581th e']
     merges += ['r e', 'e t']
     vocab = {token: number for number, token in enumerate([*special, *letters, *words])}
+    truncation = dict(direction='Right', max_length=5, strategy='LongestFirst', stride=0)
     before, mark = {'type': 'Prepend', 'prepend': '\u2581'}, {'String': ' '}
     template = [
         {'SpecialToken': {'id': '<s>', 'type_id': 0}},
         {'Sequence': {'id': 'A', 'type_id': 0}},
     ]
+    unknown = {'unk_token': '<unk>', 'fuse_unk': True, 'byte_fallback': True}
     flags = dict.fromkeys(('single_word', 'lstrip', 'rstrip', 'normalized'), False)
     decoders = [
         {'type': 'Replace', 'pattern': {'String': '\u2581'}, 'content': ' '},
@@ -77,12 +64,7 @@ def llama_file() -> str:
     return json.dumps(
         {
             'version': '1.0',
-            'truncation': {
-                'direction': 'Right',
-                'max_length': 5,
-                'strategy': 'LongestFirst',
-                'stride': 0,
-            },
+            'truncation': truncation,
             'padding': None,
             'added_tokens': [
                 {'id': number, 'content': token, 'special': True, **flags}
@@ -100,15 +82,7 @@ def llama_file() -> str:
                 'special_tokens': {'<s>': {'id': '<s>', 'ids': [1], 'tokens': ['<s>']}},
             },
             'decoder': {'type': 'Sequence', 'decoders': decoders},
-            'model': {
-                'type': 'BPE',
-                'dropout': 0.5,
-                'unk_token': '<unk>',
-                'fuse_unk': True,
-                'byte_fallback': True,
-                'vocab': vocab,
-                'merges': merges,
-            },
+            'model': {'type': 'BPE', 'dropout': 0.5, **unknown, 'vocab': vocab, 'merges': merges},
         }
     )
 

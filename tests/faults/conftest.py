@@ -77,46 +77,27 @@ def tally(record_property):
     return add
 
 
-def _tables(reporter):
-    """{table: {kind: values}} of all finished tests, of all processes."""
+def pytest_terminal_summary(terminalreporter):
+    """Sums, and of seconds their number, median and maximum, of all tests of all processes."""
     tables = collections.defaultdict(lambda: collections.defaultdict(list))
-    for reports in reporter.stats.values():
-        for report in reports:
-            if getattr(report, 'when', None) != 'call':
-                continue
+    for report in sum(terminalreporter.stats.values(), []):
+        if getattr(report, 'when', None) == 'call':
             for name, value in report.user_properties:
                 if name == 'faults':
                     table, kind, count = value
                     tables[table][kind].append(count)
-    return tables
-
-
-def pytest_terminal_summary(terminalreporter):
-    tables = _tables(terminalreporter)
-    if not tables:
-        return
-    terminalreporter.section('faults')
-    numbers = {}
-    for table, kinds in sorted(tables.items()):
-        if table.endswith('seconds'):
-            found = {
-                kind: {
-                    'count': len(values),
+    for table, kinds in tables.items():
+        for kind, values in kinds.items():
+            kinds[kind] = sum(values)
+            if table.endswith('seconds'):
+                spread = {
                     'median': round(statistics.median(values), 2),
                     'max': round(max(values), 2),
                 }
-                for kind, values in sorted(kinds.items())
-            }
-            text = '; '.join(
-                f'{kind} {row["count"]}, median {row["median"]:.2f} s, max {row["max"]:.2f} s'
-                for kind, row in found.items()
-            )
-        else:
-            found = {kind: sum(values) for kind, values in sorted(kinds.items())}
-            total = f'{sum(found.values())}: ' if len(found) > 1 else ''
-            text = total + ', '.join(f'{count} {kind}' for kind, count in found.items())
-        numbers[table] = found
-        terminalreporter.write_line(f'{table:28} {text}')
-    if 'FAULTS_JSON' in os.environ:
-        path = pathlib.Path(os.environ['FAULTS_JSON'])
-        path.write_text(json.dumps(numbers, indent=2) + '\n')
+                kinds[kind] = {'count': len(values), **spread}
+    if tables:
+        text = json.dumps(tables, indent=2, sort_keys=True)
+        terminalreporter.section('faults')
+        terminalreporter.write_line(text)
+        if 'FAULTS_JSON' in os.environ:
+            pathlib.Path(os.environ['FAULTS_JSON']).write_text(text + '\n')

@@ -11,8 +11,7 @@ import pytest
 from moddepth_jax.data.pipeline import Dataset
 from moddepth_jax.training import loop
 from moddepth_jax.training.manifest import read_manifest
-from moddepth_jax.training.metrics import read_metrics
-from tests.faults.runs import TIMES, Runs
+from tests.faults.runs import Runs, rows_of
 
 DISK = 16 << 20  # bytes
 pytestmark = pytest.mark.usefixtures('compiled_once')
@@ -57,7 +56,6 @@ def disk(tmp_path):
 
 @pytest.fixture(scope='module')
 def unbroken(tmp_path_factory):
-    """Runs, with an unbroken one."""
     runs = Runs(tmp_path_factory.mktemp('full'), 1, hasty=True, **CHANGES)
     runs.finish('unbroken')
     return runs
@@ -84,50 +82,17 @@ def check_good(workdir):
     return sorted(steps)
 
 
-def at_start(disk):
-    disk.fill()
-    return lambda process, out, workdir: None
+def finished_checkpoints(workdir):
+    return list(workdir.glob('checkpoints/*/manifest.json'))
 
 
-def when(sign, free):
-    """Fills the disk up to `free` bytes once `sign(out, workdir)` is true."""
-
-    def prepare(disk):
-        def act(process, out, workdir):
-            while process.poll() is None:
-                if sign(out, workdir):
-                    disk.fill(free)
-                    return
-                time.sleep(0.002)
-
-        return act
-
-    return prepare
-
-
-def a_checkpoint_is_finished(out, workdir):
-    return any(workdir.glob('checkpoints/*/manifest.json'))
-
-
-def it_evaluates_at_the_end(out, workdir):
-    return 'evaluating on held-out' in out.read_text()
-
-
-def the_summary_is_written(out, workdir):
-    return (workdir / 'summary.json').exists()
-
-
-def it_makes_a_checkpoint(out, workdir):
-    return any(workdir.glob('checkpoints/*'))
-
-
+# Whether the moment has come, by the file of stdout and the workdir.
 FULL = {
-    'before the start': at_start,
-    'amid a checkpoint': when(it_makes_a_checkpoint, 0),
-    'between checkpoints': when(a_checkpoint_is_finished, 0),
-    'with space for rows, but not for a checkpoint': when(a_checkpoint_is_finished, 200_000),
-    'in the last evaluation': when(it_evaluates_at_the_end, 0),
-    'in the report': when(the_summary_is_written, 0),
+    'before the start': None,
+    'amid a checkpoint': lambda out, workdir: [*workdir.glob('checkpoints/*')],
+    'between checkpoints': lambda out, workdir: finished_checkpoints(workdir),
+    'in the last evaluation': lambda out, workdir: 'evaluating on held-out' in out.read_text(),
+    'in the report': lambda out, workdir: (workdir / 'summary.json').exists(),
 }
 
 
@@ -135,10 +100,17 @@ FULL = {
 @pytest.mark.parametrize('moment', FULL)
 def test_a_full_disk_ends_the_run_in_one_line(unbroken, disk, tally, moment):
     """launch.train reports it with status 2; with space again it resumes and ends bit-equal."""
-    runs = unbroken
-    prepare = FULL[moment](disk)
-    workdir = disk.folder / 'run'
-    status, out, err = runs.start(workdir, lambda process, out: prepare(process, out, workdir))
+    runs, has_come, workdir = unbroken, FULL[moment], disk.folder / 'run'
+
+    def act(process, out):
+        while has_come and process.poll() is None:
+            if has_come(out, workdir):
+                return disk.fill()
+            time.sleep(0.002)
+
+    if not has_come:
+        disk.fill()
+    status, out, err = runs.start(workdir, act)
     check_one_line(status, err)
     steps = check_good(workdir)
     disk.make_room()
@@ -148,17 +120,12 @@ def test_a_full_disk_ends_the_run_in_one_line(unbroken, disk, tally, moment):
     tally('full disks', moment)
 
 
-def rows_of(workdir):
-    return [{k: v for k, v in row.items() if k not in TIMES} for row in read_metrics(workdir)]
-
-
 @pytest.fixture(scope='module')
 def finished(small_run, compiled_once, tmp_path_factory):
     return loop.train(small_run(), tmp_path_factory.mktemp('finished') / 'run')
 
 
 def assert_resumes(workdir, finished):
-    """The same call ends as the unbroken run."""
     again = loop.train(finished.hparams, workdir)
     assert again.summary['state_sha256'] == finished.summary['state_sha256']
     assert rows_of(workdir) == rows_of(finished.workdir)
@@ -172,7 +139,7 @@ def test_a_checkpoint_that_does_not_fit_costs_the_steps_after_the_last(
 
     def train_batch_and_fill(dataset, step, *rows):
         if step == 3:
-            while not a_checkpoint_is_finished(None, workdir):
+            while not finished_checkpoints(workdir):
                 time.sleep(0.001)
             disk.fill(free=100_000)
         return train_batch(dataset, step, *rows)

@@ -5,22 +5,15 @@ import subprocess
 import time
 
 POLL = 0.002  # seconds
-KINDS = ('any', 'step', 'save', 'evaluation', 'end')
 SPANS = {'step': 0.02, 'save': 0.1, 'evaluation': 0.15, 'end': 3.0}  # seconds, about
 
 
 def phases_at_death(runs, name, out, began):
-    """What a start was doing, by its stdout and files: a list, since saves run in the background.
+    """What a start was doing, by what it printed and its files since it `began`.
 
-    Of 'start', 'compile', 'step', 'evaluation', 'summary', 'report', 'end', and 'save' where there
-    is a checkpoint directory of this start without its manifest: in the making, or an older one
-    that is being removed. An evaluation begins after the row of its step, and ends by its own.
-
-    Args:
-      runs: the Runs.
-      name: of the workdir.
-      out: what this start printed.
-      began: `time.time()` before it.
+    A list, since saves run in the background: of 'start', 'compile', 'step', 'evaluation',
+    'summary', 'report', 'end', and 'save' where there is a checkpoint directory without its
+    manifest. An evaluation begins after the row of its step, and ends by its own.
     """
     workdir = runs.folder / name
     if 'plan ' not in out:
@@ -72,10 +65,9 @@ def _evaluates(last, runs):
 
 
 class Moment:
-    """A random moment of one of KINDS.
+    """A random moment: 'any', uniform over the life of a start, or one soon after a kind of SPANS.
 
-    'any' is uniform over the life of a start. The others come soon after a row of metrics, the
-    directory of a new checkpoint, the step of an evaluation, or the last evaluation has been seen.
+    These are a row of metrics, a new checkpoint, the step of an evaluation, the last evaluation.
     """
 
     def __init__(self, kind, draw):

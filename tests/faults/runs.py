@@ -57,6 +57,10 @@ cli.run(train.main)
 """
 
 
+def rows_of(workdir):
+    return [{k: v for k, v in row.items() if k not in TIMES} for row in read_metrics(workdir)]
+
+
 class Runs:
     """Starts of launch.train on a number of fake devices, whose CPU threads are pinned.
 
@@ -95,11 +99,7 @@ class Runs:
     def start(self, name, act=lambda process, out: None, flags=(), module=('launch.train',)):
         """Trains in the workdir `name`, or resumes there; returns (status, stdout, stderr).
 
-        Args:
-          name: of the workdir in the folder, or an absolute path.
-          act: called as act(process, out) meanwhile, with the file of its stdout.
-          flags: more arguments of the command.
-          module: the command, and arguments that precede its flags.
+        Meanwhile act(process, out) is called, with the file of its stdout.
         """
         workdir = self.folder / name
         arguments = [f'--config={self.config}', f'--workdir={workdir}', *flags]
@@ -118,7 +118,6 @@ class Runs:
         return process.returncode, out.read_text(), err.read_text()
 
     def finish(self, name, **how):
-        """Runs it to its end; returns its stdout."""
         status, out, err = self.start(name, **how)
         assert status == 0, out + err
         assert 'Next:' in out
@@ -146,11 +145,7 @@ class Runs:
         summary = json.loads((self.folder / name / 'summary.json').read_text())
         assert summary['final_step'] == self.num_steps
         assert SHA256.fullmatch(summary['state_sha256'])
-        rows = [
-            {field: value for field, value in row.items() if field not in TIMES}
-            for row in read_metrics(self.folder / name)
-        ]
-        return summary['state_sha256'], summary['eval'], rows
+        return summary['state_sha256'], summary['eval'], rows_of(self.folder / name)
 
     def check_rows(self, rows):
         """One row for each step, and one for each evaluation, in order."""
@@ -170,8 +165,6 @@ def last_step(workdir):
 
 
 def sigkill_soon(draw):
-    """Kills a process after a wait of up to 30 ms."""
-
     def send(process):
         time.sleep(draw.uniform(0, 0.03))
         process.kill()

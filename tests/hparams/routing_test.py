@@ -1,7 +1,5 @@
 """The routing knobs: how many tokens are selected, the rules of each router, and the stages."""
 
-import math
-
 import pytest
 
 from configs import base
@@ -20,12 +18,10 @@ ALLOWED = {
     'straight_through': (('straight_through',), ('threshold', 'predictor', 'aux_loss')),
 }
 LAYERS = {
-    'every:1': (0, 1, 2, 3, 4, 5, 6),
     'every:2': (1, 3, 5),
     'every:3': (2, 5),
     'every:7': (6,),
     'middle:0:0': (0, 1, 2, 3, 4, 5, 6),
-    'middle:1:0': (1, 2, 3, 4, 5, 6),
     'middle:3:2': (3, 4),
     'middle:5:1': (5,),
     '4': (4,),
@@ -45,24 +41,13 @@ def refusal(**changes):
     return str(error.value)
 
 
-@pytest.mark.parametrize(
-    ('capacity', 'length', 'selected'),
-    [
-        (0.125, 2048, 256),
-        (0.125, 7, 1),
-        (0.125, 1, 1),
-        (0.125, 8, 1),
-        (0.125, 17, 2),
-        (0.29, 100, 29),  # 0.29 * 100 is 28.999999999999996
-        (0.57, 100, 57),  # 0.57 * 100 is 56.99999999999999
-        (0.999, 10, 9),
-        (1.0, 97, 97),
-        (1e-9, 2048, 1),
-    ],
-)
-def test_num_selected(capacity, length, selected):
+def test_num_selected():
     """C is max(1, floor(capacity T + 1e-6)): 256 of 2048, and rounding loses no token."""
-    assert routing(capacity=capacity).num_selected(length) == selected
+    for capacity, length, selected in (
+        *((0.125, 2048, 256), (0.125, 7, 1), (0.125, 17, 2), (0.999, 10, 9), (1e-9, 2048, 1)),
+        (0.29, 100, 29),  # 0.29 * 100 is 28.999999999999996
+    ):
+        assert routing(capacity=capacity).num_selected(length) == selected
 
 
 def test_every_nth_of_a_fraction_is_whole():
@@ -72,34 +57,19 @@ def test_every_nth_of_a_fraction_is_whole():
             assert routing(capacity=selected / length).num_selected(length) == selected
 
 
-@pytest.mark.parametrize(
-    ('length', 'selected'),
-    [(1, 1), (2, 1), (64, 33), (256, 93), (1024, 209), (2048, 256), (4096, 512), (8192, 1024)],
-)
-def test_log_length_falls_from_one_to_the_capacity(length, selected):
+def test_log_length_falls_from_one_to_the_capacity():
     """209 of 1024 (a public implementation has 210); past T_max the share stays."""
+    lengths = (1, 2, 64, 256, 1024, 2048, 4096, 8192)
     knobs = {'capacity_form': 'log_length', 'capacity': 0.125, 'log_length_max': 2048}
-    assert routing(**knobs).num_selected(length) == selected
+    found = [routing(**knobs).num_selected(length) for length in lengths]
+    assert found == [1, 1, 33, 93, 209, 256, 512, 1024]
 
 
-def test_log_length_is_the_formula_at_other_ends():
-    """1 - ln T / ln T_max (1 - capacity) of T, truncated, for other capacities and T_max."""
-    for capacity, longest in ((0.5, 100), (0.13, 1000), (1.0, 64)):
-        knobs = {'capacity_form': 'log_length', 'capacity': capacity, 'log_length_max': longest}
-        for length in (1, 5, 37, 63, 99, 555, 3000):
-            share = 1 - math.log(min(length, longest)) / math.log(longest) * (1 - capacity)
-            expected = max(1, math.floor(share * length + 1e-6))
-            assert routing(**knobs).num_selected(length) == expected
-
-
-@pytest.mark.parametrize('layers', LAYERS)
-def test_routed_layers(layers, tiny_config):
+def test_routed_layers():
     """every:N starts at layer N - 1, middle leaves out both ends, a list is sorted."""
-    assert routing(layers=layers).routed_layers(7) == LAYERS[layers]
-    assert routing(layers=layers, router='none').routed_layers(7) == ()
-    knobs = {'model.num_layers': 7, 'model.routing.router': 'learned'}
-    config = tiny_config(**knobs, **{'model.routing.layers': layers})
-    assert from_config(config).model.routed_layers == LAYERS[layers]
+    for layers, expected in LAYERS.items():
+        assert routing(layers=layers).routed_layers(7) == expected
+        assert routing(layers=layers, router='none').routed_layers(7) == ()
 
 
 @pytest.mark.parametrize('router', ROUTERS)
@@ -109,14 +79,12 @@ def test_auto_is_the_first_choice_of_the_router(router):
     chosen = routing(router=router)
     assert (chosen.gate, chosen.causal_rule) == (gates[0], rules[0])
     assert chosen == routing(router=router, gate=gates[0], causal_rule=rules[0])
+    assert chosen.tracks_threshold == (router not in ('random', 'position'))
 
 
 @pytest.mark.parametrize('router', ROUTERS)
 def test_each_pair_is_accepted_or_refused_by_name(router):
-    """A gate or rule that the router does not have is refused with both names and the right ones.
-
-    Such are aux_loss for norm, raw for norm, predictor for random, dense for straight_through.
-    """
+    """A gate or rule that the router does not have is refused with the names of the right ones."""
     gates, rules = ALLOWED[router]
     for field, choices, right in (('gate', GATES, gates), ('causal_rule', RULES, rules)):
         for value in choices:
@@ -140,29 +108,24 @@ def test_rules_are_those_that_need_no_other_training():
 
 
 @pytest.mark.parametrize('router', ['random', 'position'])
-@pytest.mark.parametrize(
-    ('knobs', 'word'),
-    [
-        ({'capacity_form': 'log_length'}, 'constant fraction'),
-        ({'capacity_stages': '1:0.2'}, 'constant fraction'),
-        ({'train_rule': 'threshold'}, 'no average'),
-    ],
-)
-def test_controls_have_one_capacity_and_train_by_top_c(router, knobs, word):
+def test_controls_have_one_capacity_and_train_by_top_c(router):
     """Their scores are compared with a constant: what would need another is refused by name."""
-    message = refusal(router=router, **knobs)
-    assert router in message and word in message
+    for knobs in ({'capacity_form': 'log_length'}, {'capacity_stages': '1:0.2'}):
+        assert f'{router!r}: its scores are compared' in refusal(router=router, **knobs)
+    assert f'{router} router per row has no average' in refusal(
+        router=router, train_rule='threshold'
+    )
 
 
-@pytest.mark.parametrize('rule', ['predictor', 'aux_loss', 'dense'])
-def test_training_by_threshold_takes_the_threshold_rule(rule):
+def test_training_by_threshold_takes_the_threshold_rule():
     """A model that trains by the threshold is evaluated by it; another rule is refused."""
     for router in ('learned', 'norm', 'straight_through'):
         assert routing(router=router, train_rule='threshold').causal_rule == 'threshold'
     assert 'C_max is static' in refusal(train_rule='threshold', overflow='grow')
     assert 'threshold_warmup=0.0' in refusal(train_rule='threshold', threshold_warmup=0.0)
-    message = refusal(train_rule='threshold', causal_rule=rule)
-    assert f'causal_rule={rule!r}' in message and 'trained by threshold' in message
+    for rule in ('predictor', 'aux_loss', 'dense'):
+        message = refusal(train_rule='threshold', causal_rule=rule)
+        assert f'causal_rule={rule!r}' in message and 'trained by threshold' in message
 
 
 @pytest.mark.parametrize('rule', ['predictor', 'aux_loss'])
@@ -173,13 +136,6 @@ def test_a_rule_that_is_trained_has_a_loss_that_counts(rule):
     assert message.startswith('model.routing.') and f'causal_rule is {rule}' in message
     (other,) = weights.values()
     assert routing(causal_rule=rule, **{other: 0.0}).causal_rule == rule
-
-
-@pytest.mark.parametrize('router', ROUTERS)
-def test_routers_that_keep_a_moving_average(router):
-    """All but the controls, whose threshold is known beforehand."""
-    assert routing(router=router).tracks_threshold == (router not in ('random', 'position'))
-    assert not routing(router='none').tracks_threshold
 
 
 def test_cache_size():
@@ -198,12 +154,10 @@ def test_a_shorter_row_never_selects_more_than_the_cache_of_a_longer_holds():
     for knobs in ({}, {'capacity_form': 'log_length'}, {'capacity': 1.0}):
         chosen = [routing(**knobs).num_selected(length) for length in range(1, 2500)]
         assert chosen == sorted(chosen)
-    for capacity in (0.01, 0.115):
-        message = refusal(capacity_form='log_length', capacity=capacity)
-        assert message.startswith(f'model.routing.capacity={capacity}: must be 0.116 or more')
-        message = refusal(capacity_form='log_length', capacity_stages=f'{capacity}:0.5')
-        assert message.startswith(f"model.routing.capacity_stages='{capacity}:0.5': must be 0.116")
-    assert 'cache_capacity=0.5' in refusal(cache_capacity=0.5)
+    message = refusal(capacity_form='log_length', capacity=0.115)
+    assert message.startswith('model.routing.capacity=0.115: must be 0.116 or more')
+    message = refusal(capacity_form='log_length', capacity_stages='0.115:0.5')
+    assert message.startswith("model.routing.capacity_stages='0.115:0.5': must be 0.116")
     assert routing(cache_capacity=3e38).cache_size(256, 'predictor') == 256
 
 
@@ -223,60 +177,45 @@ def test_documents_that_do_not_compete_have_no_threshold():
     assert routing(router='straight_through', select_per='segment').causal_rule == 'predictor'
 
 
-@pytest.mark.parametrize('rule', RULES)
-def test_most_selected_tokens_are_the_cache_or_all(rule):
+def test_most_selected_tokens_are_the_cache_or_all():
     """Under `skip` tokens beyond the cache are dropped, under `grow` none is."""
     skips, grows = routing(capacity=0.25), routing(capacity=0.25, overflow='grow')
-    assert grows.max_selected(64, rule) == 64
-    assert skips.max_selected(64, rule) == (64 if rule == 'dense' else 24)
+    assert [grows.max_selected(64, rule) for rule in RULES] == [64, 64, 64, 64]
+    assert [skips.max_selected(64, rule) for rule in RULES] == [24, 24, 24, 64]
 
 
 @pytest.mark.parametrize(
-    ('knobs', 'stages'),
+    ('capacities', 'warmup', 'stages'),
     [
-        ({}, [(0, 0.125, 'top_c')]),
-        ({'capacity_stages': '1:0.5'}, [(0, 1, 'top_c'), (0.5, 0.125, 'top_c')]),
-        (
-            {'capacity_stages': '1:0.25,0.5:0.5'},
-            [(0, 1, 'top_c'), (0.25, 0.5, 'top_c'), (0.75, 0.125, 'top_c')],
-        ),
-        (
-            {'train_rule': 'threshold', 'threshold_warmup': 0.25},
-            [(0, 0.125, 'top_c'), (0.25, 0.125, 'threshold')],
-        ),
-        ({'train_rule': 'top_c', 'threshold_warmup': 0.5}, [(0, 0.125, 'top_c')]),
-        (
-            {'capacity_stages': '1:0.5', 'train_rule': 'threshold', 'threshold_warmup': 0.25},
-            [(0, 1, 'top_c'), (0.25, 1, 'threshold'), (0.5, 0.125, 'threshold')],
-        ),
-        (
-            {'capacity_stages': '1:0.5', 'train_rule': 'threshold', 'threshold_warmup': 0.5},
-            [(0, 1, 'top_c'), (0.5, 0.125, 'threshold')],
-        ),
-        (
-            {'capacity_stages': '1:0.5', 'train_rule': 'threshold', 'threshold_warmup': 0.75},
-            [(0, 1, 'top_c'), (0.5, 0.125, 'top_c'), (0.75, 0.125, 'threshold')],
-        ),
+        ('', None, '0:0.125'),
+        ('1:0.25,0.5:0.5', None, '0:1 0.25:0.5 0.75:0.125'),
+        ('', 0.25, '0:0.125 0.25:0.125:threshold'),
+        ('1:0.5', 0.25, '0:1 0.25:1:threshold 0.5:0.125:threshold'),
+        ('1:0.5', 0.5, '0:1 0.5:0.125:threshold'),
+        ('1:0.5', 0.75, '0:1 0.5:0.125 0.75:0.125:threshold'),
     ],
 )
-def test_stages(knobs, stages):
+def test_stages(capacities, warmup, stages):
     """Each stretch has one capacity and one rule; the last one trains at `capacity`."""
-    assert [tuple(stage) for stage in routing(**knobs).stages] == stages
+    knobs = {'capacity_stages': capacities}
+    if warmup:
+        knobs |= {'train_rule': 'threshold', 'threshold_warmup': warmup}
+    found = [
+        f'{begins:g}:{capacity:g}' + ':threshold' * (rule == 'threshold')
+        for begins, capacity, rule in routing(**knobs).stages
+    ]
+    assert ' '.join(found) == stages
 
 
-@pytest.mark.parametrize(
-    'text',
-    [
-        *('1', '1:', ':0.2', '1:0.2:3', 'a:0.2', '1:b', '1;0.2', '1:0.2 0.5:0.3'),
-        *('0:0.2', '-1:0.2', '1.5:0.2', 'nan:0.2', 'inf:0.2'),
-        *('1:0', '1:-0.1', '1:1', '1:0.5,0.5:0.5', '1:0.7,0.5:0.7', '1:nan', '1:inf'),
-    ],
-)
-def test_stages_that_cannot_be_are_refused_in_one_line(text):
+def test_stages_that_cannot_be_are_refused_in_one_line():
     """The line holds the text as written and an example of a right one."""
-    message = refusal(capacity_stages=text)
-    assert message.startswith(f'model.routing.capacity_stages={text!r}: ')
-    assert '1:0.2,0.5:0.3' in message
+    unreadable = ('1', '1:', ':0.2', '1:0.2:3', 'a:0.2', '1;0.2', '1:0.2 0.5:0.3')
+    capacities = ('0:0.2', '-1:0.2', '1.5:0.2', 'nan:0.2')
+    shares = ('1:0', '1:-0.1', '1:1', '1:0.5,0.5:0.5', '1:nan', '1:inf')
+    for text in (*unreadable, *capacities, *shares):
+        message = refusal(capacity_stages=text)
+        assert message.startswith(f'model.routing.capacity_stages={text!r}: ')
+        assert '1:0.2,0.5:0.3' in message
 
 
 def test_a_stage_is_the_run_at_its_capacity(tiny_config):

@@ -11,17 +11,12 @@ from moddepth_jax.hparams import from_config
 from moddepth_jax.model.transformer import Transformer, causal_routing
 
 CONTEXT = 16
-_LONGER = {'data.sequence_length': 40}  # three lengths of rows
 _ROUTED = {'model.routing.router': 'learned', 'model.routing.capacity': 0.25}
 _MODA = {'model.depth.stream': 'moda', 'model.tie_embeddings': True, 'model.vocab_size': 300}
 MODELS = {
     'both': _ROUTED | _MODA,
     'dense': {},
-    'mod': _ROUTED,
-    'moda': _MODA,
-    'longer dense': _LONGER,
-    'longer mod': _ROUTED | _LONGER,
-    'longer moda': _MODA | _LONGER,
+    'longer mod': _ROUTED | {'data.sequence_length': 40},  # three lengths of rows
 }
 
 

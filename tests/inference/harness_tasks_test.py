@@ -1,6 +1,5 @@
 """Local tasks of the harness give the numbers computed by hand, whatever the batch size."""
 
-import itertools
 import json
 import math
 import pathlib
@@ -15,7 +14,6 @@ ROOT = pathlib.Path(__file__).parents[2]
 TASKS = ROOT / 'tests/launch/lm_eval_tasks'
 OWN_TASKS = ROOT / 'launch/lm_eval_tasks'
 SEPARATOR = 256
-MODELS = ('both', 'dense', 'mod', 'moda')
 
 
 @pytest.fixture(autouse=True)
@@ -61,37 +59,25 @@ def rolling_by_hand(log_p):
     }
 
 
-@pytest.mark.parametrize(
-    'name',
-    [name if name == 'both' else pytest.param(name, marks=pytest.mark.slow) for name in MODELS],
-)
-def test_numbers_are_those_by_hand(small_model, log_p_of, name):
-    """Of multiple choice and of perplexity in windows; other batch sizes in the slow cases.
-
-    A group is run task by task, and has the mean of the metrics that it names.
-    """
+def test_numbers_are_those_by_hand(small_model, log_p_of):
+    """Of multiple choice and of perplexity in windows."""
     from moddepth_jax.inference.harness import HarnessLM
     from moddepth_jax.inference.harness_tasks import HarnessTasks
 
-    model = small_model(name)
-
     def log_p(ids):
         """Of each of `ids` but the first."""
-        return log_p_of(name, ids[:-1])[np.arange(len(ids) - 1), ids[1:]]
+        return log_p_of('both', ids[:-1])[np.arange(len(ids) - 1), ids[1:]]
 
     want = {'toy_choice': choices_by_hand(log_p), 'toy_rolling': rolling_by_hand(log_p)}
-    for batch_size in (3,) if name == 'both' else (1, 3, 8):
-        tasks = HarnessTasks(['toy_group', 'toy_choice'], [str(TASKS)])
-        assert tasks.names == ['toy_choice', 'toy_rolling']
-        lm = HarnessLM(*model, make_tokenizer('bytes'), batch_size=batch_size)
-        results = {}
-        for piece in tasks.names:
-            results |= tasks.run(piece, lm)['results']
-        for task, metric in itertools.chain(*([(t, m) for m in want[t]] for t in want)):
-            found = results[task][f'{metric},none']
-            assert found == pytest.approx(want[task][metric], rel=1e-5), (task, metric)
-        mean = (want['toy_choice']['acc_norm'] + want['toy_rolling']['bits_per_byte']) / 2
-        assert tasks.group_results(results)['toy_group']['mean,none'] == pytest.approx(mean)
+    tasks = HarnessTasks(['toy_group', 'toy_choice'], [str(TASKS)])
+    assert tasks.names == ['toy_choice', 'toy_rolling']
+    lm, results = HarnessLM(*small_model('both'), make_tokenizer('bytes'), batch_size=3), {}
+    for task in tasks.names:
+        results |= tasks.run(task, lm)['results']
+        found = {metric: results[task][f'{metric},none'] for metric in want[task]}
+        assert found == pytest.approx(want[task], rel=1e-5), task
+    mean = (want['toy_choice']['acc_norm'] + want['toy_rolling']['bits_per_byte']) / 2
+    assert tasks.group_results(results)['toy_group']['mean,none'] == pytest.approx(mean)
 
 
 def test_shots_and_limit_are_obeyed():

@@ -23,14 +23,12 @@ def model(small_model):
 
 @pytest.fixture(scope='module')
 def make_lm(model):
-    """A HarnessLM of the model; keywords of its own."""
     from moddepth_jax.inference.harness import HarnessLM
 
     return functools.partial(HarnessLM, *model, make_tokenizer('bytes'), batch_size=3)
 
 
 def asked(kind, *arguments):
-    """The harness's requests with these arguments."""
     from lm_eval.api.instance import Instance
 
     return [Instance(kind, {}, given, i, ('task', i, 1)) for i, given in enumerate(arguments)]
@@ -46,24 +44,15 @@ def tokens(text, begin=(SEPARATOR,)):
 
 
 def test_a_context_follows_the_separator(model, make_lm):
-    """Spaces at its end go to the continuation; an empty one is only the separator.
-
-    A separator that is spelt in the text is text.
-    """
-    pairs = [
-        ('2+2=', '4'),
-        ('a ', 'é'),
-        ('', 'text'),
-        ('  ', 'x'),
-        ('<|endoftext|>', 'x'),
-    ]
-    want = [
-        (tokens('2+2='), tokens('4', ())),
-        (tokens('a'), tokens(' é', ())),
-        (tokens(''), tokens('text', ())),
-        (tokens(''), tokens('  x', ())),
-        (tokens('<|endoftext|>'), tokens('x', ())),
-    ]
+    """Spaces at its end go to the continuation; an empty one is only the separator."""
+    pairs = {
+        ('2+2=', '4'): ('2+2=', '4'),
+        ('a ', 'é'): ('a', ' é'),
+        ('', 'text'): ('', 'text'),
+        ('  ', 'x'): ('', '  x'),
+        ('<|endoftext|>', 'x'): ('<|endoftext|>', 'x'),
+    }
+    want = [(tokens(context), tokens(text, ())) for context, text in pairs.values()]
     assert make_lm().loglikelihood(asked('loglikelihood', *pairs)) == answers(model, want)
 
 
@@ -139,30 +128,29 @@ def test_what_generation_is_asked_for(make_lm, monkeypatch):
 
     Documents and samples of one document have draws of their own, whatever the batch is.
     """
-    script = Script('abc')
-    written(make_lm, monkeypatch, script, 'x' * 40, max_gen_toks=4, temperature=0.0)
-    (prompts, num_tokens, how), *_ = script.calls
+
+    def calls(*contexts, **settings):
+        script = Script('abc')
+        written(make_lm, monkeypatch, script, *contexts, **settings)
+        return script.calls
+
+    prompts, num_tokens, how = calls('x' * 40, max_gen_toks=4, temperature=0.0)[0]
     assert (num_tokens, how['temperature']) == (4, 0.0)
     assert prompts == [[ord('x')] * (CONTEXT - 4)] * 3
-    script = Script('abc')
     settings = {'do_sample': True, 'temperature': 0.5, 'top_p': 0.9}
-    written(make_lm, monkeypatch, script, 'a', 'a', 'b', **settings)
-    first, second = (how['seed'] for _, _, how in script.calls)
+    found = calls('a', 'a', 'b', **settings)
+    first, second = (how['seed'] for _, _, how in found)
     assert first[0] == first[2] and len({first[0], first[1], second[0]}) == 3
-    alone = Script('abc')
-    written(make_lm, monkeypatch, alone, 'b', **settings)
-    assert alone.calls[0][2]['seed'][0] == first[1]
-    assert [len(prompts) for prompts, *_ in script.calls] == [3, 3]
-    for _, num_tokens, how in script.calls:
+    assert calls('b', **settings)[0][2]['seed'][0] == first[1]
+    for prompts, num_tokens, how in found:
         assert (how['temperature'], how['top_p'], num_tokens) == (0.5, 0.9, CONTEXT // 2)
-    script = Script('abc')
-    written(make_lm, monkeypatch, script, 'a', do_sample=True)
-    assert script.calls[0][2]['temperature'] == 1.0  # not the harness's 0, which draws nothing
+        assert len(prompts) == 3
+    # Not the harness's 0, which draws nothing.
+    assert calls('a', do_sample=True)[0][2]['temperature'] == 1.0
 
 
 @pytest.mark.slow
 def test_greedy_texts_are_those_of_generate(model, make_lm):
-    """Alone or in a batch with shorter ones."""
     tokenizer = make_tokenizer('bytes')
     contexts = ['def ', 'a', 'class']
     requests = asked('generate_until', *((text, {'max_gen_toks': 6}) for text in contexts))
@@ -176,25 +164,18 @@ def test_greedy_texts_are_those_of_generate(model, make_lm):
 
 
 @pytest.mark.parametrize(
-    ('settings', 'words'),
+    ('kind', 'request_', 'words'),
     [
-        ({'top_k': 5}, ["'top_k'", 'max_gen_toks', 'temperature']),
-        ({'max_gen_toks': CONTEXT}, [f'max_gen_toks={CONTEXT}', 'data.sequence_length']),
-        ({'do_sample': True, 'temperature': math.inf}, ['temperature=inf']),
+        ('generate_until', ('a', {'top_k': 5}), "'top_k'.*max_gen_toks.*temperature"),
+        ('generate_until', ('a', {'max_gen_toks': CONTEXT}), f'max_gen_toks={CONTEXT}.*data.sequ'),
+        ('generate_until', ('a', {'do_sample': True, 'temperature': math.inf}), 'temperature=inf'),
+        ('loglikelihood', ('', ''), 'request 0 has an empty continuation'),
+        ('loglikelihood', ('', 'x' * 17), '17 tokens is longer than the context'),
     ],
 )
-def test_what_cannot_be_generated_is_refused(make_lm, settings, words):
-    """In one line, with the setting."""
-    with pytest.raises(ValueError) as caught:
-        make_lm().generate_until(asked('generate_until', ('a', settings)))
-    assert all(word in str(caught.value) for word in words) and '\n' not in str(caught.value)
-
-
-def test_what_cannot_be_scored_is_refused(make_lm):
-    """An empty continuation, one beyond the context, and routing that looks ahead."""
-    with pytest.raises(ValueError, match='request 1 has an empty continuation'):
-        make_lm().loglikelihood(asked('loglikelihood', ('a', 'b'), ('', '')))
-    with pytest.raises(ValueError, match=f'{CONTEXT + 1} tokens is longer than the context'):
-        make_lm().loglikelihood(asked('loglikelihood', ('', 'x' * (CONTEXT + 1))))
+def test_what_cannot_be_answered_is_refused(make_lm, kind, request_, words):
+    with pytest.raises(ValueError, match=words) as caught:
+        getattr(make_lm(), kind)(asked(kind, request_))
+    assert '\n' not in str(caught.value)
     with pytest.raises(ValueError, match='looks at later tokens'):
         make_lm(routing='top_c')

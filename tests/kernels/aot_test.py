@@ -8,15 +8,10 @@ brings, jax-cuda13-plugin and jax-cuda13-pjrt of JAX's own version, nvidia-cuda-
 and nvidia-cuda-crt are enough. Neither driver nor GPU is needed; the other tests stay on the CPU.
 """
 
-import os
 import subprocess
 import sys
 
-import jax
-import jax.numpy as jnp
 import pytest
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
 from tests.kernels import hopper
 
@@ -26,12 +21,11 @@ pytestmark = pytest.mark.aot
 @pytest.fixture(scope='module')
 def table():
     """Lines of the table of all kernels, by kernel; printed when there is nothing to capture it."""
-    reason = hopper.missing()
-    if reason:
+    if reason := hopper.missing():
         pytest.skip(reason)
     # Mosaic writes to the standard output of the process.
     command = [sys.executable, '-W', 'ignore', '-m', 'tests.kernels.hopper']
-    run = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=os.environ)
+    run = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     print(f'\n{run.stdout}')
     lines = [line.split() for line in run.stdout.splitlines()[1:]]
     return {name: [line[1:] for line in lines if line[0] == name] for name in hopper.KERNELS}
@@ -39,26 +33,7 @@ def table():
 
 @pytest.mark.parametrize('name', hopper.KERNELS)
 def test_compiles_without_spills(table, name):
-    """The kernel compiles, and no thread of it keeps registers in memory."""
     assert table[name], 'it did not compile: see the standard error'
     for registers, spilled, shared, *_ in table[name]:
         assert int(registers) <= 255 and int(shared) <= 227 * 1024
         assert int(spilled) == 0
-
-
-@pytest.mark.filterwarnings('ignore:The Pallas Triton backend is deprecated:DeprecationWarning')
-def test_too_much_shared_memory_is_caught():
-    """Triton's shared memory is known, and too much of it refused, when the kernel is compiled."""
-    reason = hopper.missing()
-    if reason:
-        pytest.skip(reason)
-
-    def product(x, y, z):
-        z[...] = triton.dot(x[...], y[...]).astype(z.dtype)
-
-    x = jax.ShapeDtypeStruct((128, 512), jnp.bfloat16)
-    y = jax.ShapeDtypeStruct((512, 128), jnp.bfloat16)
-    z = jax.ShapeDtypeStruct((128, 128), jnp.bfloat16)
-    parameters = triton.CompilerParams(num_warps=4)
-    with pytest.raises(jax.errors.JaxRuntimeError, match='Shared memory size limit exceeded'):
-        hopper.resources(pl.pallas_call(product, z, compiler_params=parameters), x, y)

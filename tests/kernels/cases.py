@@ -8,10 +8,9 @@ import numpy as np
 
 from kernels_pallas import depth_attention
 from kernels_pallas.backends import Shapes
+from kernels_pallas.xla import depth, sequence
 from moddepth_jax.benchmarks.kernel_cases import KINDS, SEQUENCE, exact, make_case
 
-# Unoptimized programs, of the same operations, compile in less than half the time.
-jit = jax.jit
 # Supported by every backend.
 USUAL = Shapes(
     q=(2, 1024, 16, 64),
@@ -36,11 +35,50 @@ CASES = {
     'rows_unmasked': {'T': 7, 'R': 6, 'L': 7, 'window': 3, 'segments': True},
     'depth_alone': {'S': 0, 'num': (5,), 'mask': True},
 }
+# Of the sequence alone: several blocks of 16 queries, or tiles of 16 by 16.
+LONG = {
+    'window': {'T': 97, 'window': 20, 'scale': 0.5},
+    'segments': {'T': 60, 'N': 5, 'K': 1, 'segments': True},
+    'any_segments': {'T': 70, 'N': 2, 'segments': 'any'},
+    'window_over_gaps': {'T': 60, 'N': 2, 'window': 40, 'gaps': True},
+    'other_keys': {'T': 45, 'others': 83, 'window': 90, 'gaps': True, 'segments': True},
+    'fewer_keys': {'T': 60, 'others': 35, 'N': 2, 'window': 9, 'gaps': True},
+}
+CASES |= {name: {'L': 0, 'num': 0, **case} for name, case in LONG.items()}
 
 
-def draw(**changes):
-    """make_case of SIZES: inputs, cotangents, arguments, and what `exact` takes after them."""
-    return make_case(**SIZES | KINDS | SEQUENCE | changes)
+def draw(gaps=False, others=0, **changes):
+    """make_case of SIZES: inputs, cotangents, arguments, and what `exact` takes after them.
+
+    With `gaps` between positions; with keys of that many other tokens; and segments 'any': ids that
+    descend, recur, or are of one token.
+    """
+    case = SIZES | KINDS | SEQUENCE | changes
+    (batch, length), window = (case['B'], case['T']), case['window']
+    segments = case.pop('segments')
+    if not gaps and segments != 'any':
+        return make_case(**case, segments=segments)
+    made = make_case(**case | {'S': others or None}, segments=False)
+    (inputs, cotangents, arguments, taken, _, slots), rng = made, np.random.default_rng(length)
+    places = np.tile(np.arange(3 * length), (batch, 1))
+    positions = key_positions = places[:, :length]
+    ids = key_ids = np.zeros((batch, length), int)
+    if gaps:
+        positions = key_positions = np.sort(rng.permuted(places, axis=1)[:, :length], axis=1)
+        arguments['positions_BT'] = positions
+    if segments == 'any':
+        ids = key_ids = np.stack([np.arange(length)[::-1] // 20, np.arange(length) * 7 % 5])
+    elif segments:
+        ids = key_ids = np.sort(rng.integers(0, 4, (batch, length)), axis=1)
+    if others:
+        key_positions = arguments['key_positions_BS'] = rng.permuted(places, axis=1)[:, :others]
+        key_ids = rng.integers(0, 4, (batch, others)) if segments else 0 * key_positions
+    if segments:
+        arguments['segment_ids_BT'] = ids
+        arguments['key_segment_ids_BS'] = key_ids if others else None
+    gap = positions[:, :, None] - key_positions[:, None]
+    keys = (gap >= 0) & ((window == 0) | (gap < window)) & (ids[:, :, None] == key_ids[:, None])
+    return inputs, cotangents, arguments, taken, keys, slots
 
 
 @functools.cache
@@ -83,10 +121,21 @@ def program(cotangents, num=None, own_query=False, **arguments):
         dot = jnp.vdot(o, cotangents[0]).astype(lse.dtype) + jnp.vdot(finite, cotangents[1])
         return dot, (o, lse)
 
-    step = jit(jax.value_and_grad(loss, argnums=range(6), has_aux=True))
+    step = jax.jit(jax.value_and_grad(loss, argnums=range(6), has_aux=True))
 
     def run(*inputs):
         (_, (o, lse)), gradients = step(*inputs)
         return jax.tree.map(np.asarray, (o, lse, gradients))
 
     return run
+
+
+def in_blocks(monkeypatch, block):
+    """XLA's sequence in blocks of queries or 'tiles' of 16 by 16, or its slots by 5 'tokens'."""
+    if block == 'tiles':
+        monkeypatch.setattr(sequence, 'is_long', lambda *shape: True)
+        monkeypatch.setattr(sequence, 'TILE_SIZES', (16, 16))
+    elif block == 'tokens':
+        monkeypatch.setattr(depth, 'TILE_NUMBERS', 5 * 2 * 6 * 8)
+    else:
+        monkeypatch.setattr(sequence, 'QUERY_BLOCK', block)

@@ -1,28 +1,26 @@
 """The depth parts for GPUs, interpreted: their contract against float64, place by place."""
 
 import functools
+import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from kernels_pallas.joint_softmax import Slots
-from kernels_pallas.mosaic import common, depth_backward
+from kernels_pallas.mosaic import common, fused
 from kernels_pallas.mosaic import depth as mosaic
+from kernels_pallas.reference import slot_visibility
 from kernels_pallas.triton import depth as triton
 from kernels_pallas.xla import depth as xla
-from tests.kernels.cases import USUAL, jit
+from tests.kernels.cases import USUAL
 
 interpreted = pytest.mark.skipif(
     not common.CAN_INTERPRET,
     reason='the Mosaic GPU interpreter before JAX 0.11.2 lacks primitives (drop with Python 3.11)',
 )
-# Modules of depth_forward and depth_backward.
-BACKENDS = {
-    'xla': (xla, xla),
-    'triton': (triton, triton),
-    'mosaic': (mosaic, depth_backward),
-}
+BACKENDS = {'xla': xla, 'triton': triton, 'mosaic': mosaic}
 SIZES = {
     'triton': {'B': 2, 'T': 13, 'K': 2, 'G': 2, 'H': 8, 'L': 5, 'dtype': 'float32'},
     'mosaic': {'B': 1, 'T': 3, 'K': 1, 'G': 3, 'H': 64, 'L': 9, 'dtype': 'bfloat16'},
@@ -58,10 +56,9 @@ EACH = [pytest.param('triton'), pytest.param('mosaic', marks=interpreted)]
 
 
 class Case:
-    """Random arguments of both passes, and by which queries each slot of a token is seen.
+    """Random arguments of both passes; some queries have seen nothing of the sequence.
 
-    Slots that no query sees hold NaN; their sums hold NaN, -0 and others. Some queries have seen
-    nothing of the sequence.
+    Slots that no query sees hold NaN; their sums hold NaN, -0 and others.
     """
 
     def __init__(self, backend, B, T, R, K, G, H, L, num, window, mask, dtype, sums):
@@ -85,11 +82,9 @@ class Case:
             taken = np.stack([np.sort(rng.choice(T + R, T, replace=False)) for _ in range(B)])
             self.rows = taken.astype(np.int32)
         self.mask = rng.random(places[:3]) < 0.6 if mask else None
-        shown = np.ones(places[:3], bool) if self.mask is None else self.mask.copy()
-        shown[self.num :] = False
-        shown[: max(self.num - window, 0) if window else 0] = False
-        self.taken, has_row = np.minimum(taken, (R or T) - 1), taken < (R or T)
-        self.seen = np.stack([shown[:, b, self.taken[b]].T for b in range(B)]) & has_row[..., None]
+        self.taken = np.minimum(taken, (R or T) - 1)
+        seen = slot_visibility(places[:3], self.num, window, self.mask, self.rows)
+        self.seen = np.broadcast_to(seen, (B, T, L))
         self.by_a_query = np.zeros(places[:3], bool)
         for b, t, slot in np.argwhere(self.seen):
             self.by_a_query[slot, b, self.taken[b, t]] = True
@@ -122,20 +117,20 @@ class Case:
 
     def passes(self, backend=None):
         """Both passes, each jitted with a traced number of slots."""
-        modules = BACKENDS[backend or self.backend]
+        module = BACKENDS[backend or self.backend]
         options = self.options | {'interpret': backend != 'xla'}
 
         def forward(num, q, o, lse, sides):
             slots = Slots(*sides, num, self.mask, self.rows)
-            o, lse, returned = modules[0].depth_forward(q, o, lse, slots, **options)
+            o, lse, returned = module.depth_forward(q, o, lse, slots, **options)
             assert backend == 'xla' or all(x is y for x, y in zip(returned, sides, strict=True))
             return o, lse
 
         def backward(num, q, do, lse, delta, sides, sums):
             slots = Slots(*sides, num, self.mask, self.rows)
-            return modules[1].depth_backward(q, do, lse, delta, slots, sums, **options)
+            return module.depth_backward(q, do, lse, delta, slots, sums, **options)
 
-        return jit(forward), jit(backward)
+        return jax.jit(forward), jax.jit(backward)
 
     def run(self, passes=None):
         """What `exact` holds, by the kernels; the forward pass's lse is the backward pass's."""
@@ -153,9 +148,8 @@ def make(backend, **changes):
 def check(case, passes=None):
     """Results have their dtypes and the right values; unseen sums keep their bits.
 
-    Triton is right to float32's tolerances: no product within it is narrower. Results are rounded
-    once more, to their own dtype. Mosaic's errors, with results rounded to the slots' dtype, are at
-    most two (gradients: three) times those of XLA.
+    Triton is right to float32's tolerances and one rounding of the result. Mosaic's errors, with
+    results rounded to the slots' dtype, are at most two (gradients: three) times those of XLA.
     """
     results, exact = case.run(passes), case.exact
     shown = 3 * [np.ones((), bool)] + 2 * [case.by_a_query]
@@ -245,45 +239,45 @@ def test_a_missing_interpreter_is_named():
         make('mosaic').run()
 
 
-def shapes_of(q, kv_heads, *dtypes, slots=9):
-    k = (*q[:2], kv_heads, q[3])
-    return USUAL._replace(q=q, k=k, num_slots=slots, dtypes=dtypes)
+def shapes_of(q, kv_heads, *dtypes):
+    return USUAL._replace(q=q, k=(*q[:2], kv_heads, q[3]), dtypes=dtypes)
 
 
-@pytest.mark.parametrize(
-    ('backend', 'q', 'kv_heads', 'dtypes', 'value'),
-    [
-        ('triton', (1, 8, 8, 64), 1, ['float64'], 'float64'),
-        ('triton', (1, 8, 8, 64), 1, ['bfloat16', 'int8'], 'int8'),
-        ('triton', (1, 8, 8, 257), 1, ['bfloat16'], '257'),
-        ('triton', (1, 8, 130, 200), 2, ['bfloat16'], '65'),
-        ('mosaic', (1, 8, 8, 64), 1, ['float32'], 'float32'),
-        ('mosaic', (1, 8, 8, 64), 1, ['bfloat16', 'float16'], 'bfloat16, float16 must be one'),
-        ('mosaic', (1, 8, 8, 264), 1, ['bfloat16'], '264'),
-        ('mosaic', (1, 8, 8, 72), 1, ['bfloat16'], '72'),
-        ('mosaic', (1, 8, 8, 60), 1, ['bfloat16'], '60'),
-        ('mosaic', (1, 8, 12, 64), 1, ['bfloat16'], '12'),
-        ('mosaic', (1, 8, 40, 64), 1, ['bfloat16'], '40'),
-        ('mosaic', (1, 8, 8, 256), 1, ['bfloat16'], '256'),
-        ('mosaic', (2, 2**28, 8, 64), 4, ['bfloat16'], str(2**31)),
-    ],
-)
-def test_unsupported_shapes_are_named(backend, q, kv_heads, dtypes, value):
+HALF, WIDE = 'bfloat16', (1, 8, 8, 64)
+UNSUPPORTED = [
+    (triton, shapes_of(WIDE, 1, 'float64'), 'float64'),
+    (triton, shapes_of(WIDE, 1, HALF, 'int8'), 'int8'),
+    (triton, shapes_of((1, 8, 8, 257), 1, HALF), '257'),
+    (triton, shapes_of((1, 8, 130, 200), 2, HALF), '65'),
+    (mosaic, shapes_of(WIDE, 1, 'float32'), 'float32'),
+    (mosaic, shapes_of(WIDE, 1, HALF, 'float16'), 'bfloat16, float16 must be one'),
+    *((mosaic, shapes_of((1, 8, 8, H), 1, HALF), str(H)) for H in (60, 72, 256, 264)),
+    *((mosaic, shapes_of((1, 8, N, 64), 1, HALF), str(N)) for N in (12, 40)),
+    (mosaic, shapes_of((2, 2**28, 8, 64), 4, HALF), str(2**31)),
+    (mosaic, shapes_of((2, 8, 8, 64), 4, HALF)._replace(slot_rows=2**28), str(2**31)),
+    (fused, USUAL._replace(q=(2, 1024, 14, 64)), '7 query heads'),
+    (fused, USUAL._replace(dtypes=('float32',)), 'float32'),
+    (fused, USUAL._replace(k=(2, 65, 2, 64)), '65 keys'),
+    (fused, USUAL._replace(ordered=False), 'positions'),
+    (fused, USUAL._replace(window=3, consecutive=False), 'positions'),
+    (fused, USUAL._replace(scale=-1.0), 'scale -1.0'),
+]
+
+
+@pytest.mark.parametrize(('module', 'shapes', 'value'), UNSUPPORTED)
+def test_unsupported_shapes_are_named(module, shapes, value):
     """One line that names the value."""
-    reason = BACKENDS[backend][0].unsupported(shapes_of(q, kv_heads, *dtypes), None)
+    reason = module.unsupported(shapes, None)
     assert value in reason and '\n' not in reason
 
 
 def test_supported_shapes():
-    """Triton's limits themselves; on Hopper each width and group, at any number of slots."""
+    """Triton's limits themselves; on Hopper each width and group."""
+    assert fused.unsupported(USUAL) is None
     for heads, width in ((128, 200), (8, 256)):
-        q = (1, 8, heads, width)
-        assert triton.unsupported(shapes_of(q, 2, 'bfloat16'), None) is None
-    for group in (1, 3, 5, 6, 7, 8, 16):
-        for width in (8, 56, 64, 80, 96, 112, 128):
-            for slots in (1, 7, 64, 67, 70):
-                shapes = shapes_of((2, 97, 2 * group, width), 2, 'bfloat16', slots=slots)
-                assert mosaic.unsupported(shapes) is None
+        assert triton.unsupported(shapes_of((1, 8, heads, width), 2, HALF), None) is None
+    for group, width in itertools.product((1, 3, 5, 8, 16), (8, 56, 64, 80, 96, 112, 128)):
+        assert mosaic.unsupported(shapes_of((2, 97, 2 * group, width), 2, HALF)) is None
 
 
 def test_any_number_of_programs_is_on_one_axis():

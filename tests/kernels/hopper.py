@@ -8,6 +8,8 @@ must be installed. Needs a process of its own: Mosaic prints what is read here t
 
 import contextlib
 import functools
+import itertools
+import math
 import os
 import re
 import shutil
@@ -17,7 +19,6 @@ import tempfile
 import traceback
 from importlib import util
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -53,10 +54,10 @@ dnn_version_info { major: 9 minor: 10 }
 device_description_str: "NVIDIA H200"
 """
 _PTXAS = re.compile(
-    r'Function properties for (\S+)\n\s+(\d+) bytes stack frame, (\d+) bytes spill stores, '
+    r'Function properties for (\S+)\n\s+\d+ bytes stack frame, (\d+) bytes spill stores, '
     r'(\d+) bytes spill loads\nptxas info    : Used (\d+) registers'
 )
-# Grid, cluster and block along x, y, z, then bytes of shared memory. Newer JAX has the second name.
+# Grid, cluster and block along x, y, z, then bytes of shared memory.
 _MOSAIC_LAUNCH = re.compile(
     r'call (?:void|i32) @mosaic_gpu_(?:launch_kernel|build_kernel_spec)'
     r'\(ptr [^,]*((?:, i32 \d+){10}),'
@@ -69,28 +70,6 @@ _XLA_LAUNCH = re.compile(
 )
 
 
-class Resources(NamedTuple):
-    """What one kernel takes.
-
-    Attributes:
-      name: of its entry point.
-      registers: of a thread, before any of its warps change their share.
-      spilled: bytes that a thread stores to and loads from local memory as it lacks registers.
-      stack: bytes of a thread's local memory, spills included.
-      shared: bytes of shared memory of a block.
-      threads: of a block.
-      grid: blocks along x, y, z.
-    """
-
-    name: str
-    registers: int
-    spilled: int
-    stack: int
-    shared: int
-    threads: int
-    grid: tuple[int, ...]
-
-
 def _cuda_program(name):
     spec = util.find_spec('nvidia')
     for folder in spec.submodule_search_locations if spec else ():
@@ -101,15 +80,9 @@ def _cuda_program(name):
 
 def missing() -> str | None:
     """What keeps this machine from compiling for Hopper, in one line; None: nothing does."""
-    try:
-        plugin = util.find_spec('jax_plugins.xla_cuda13')
-    except ModuleNotFoundError:
-        plugin = None
-    if plugin is None:
+    if not (util.find_spec('jax_plugins') and util.find_spec('jax_plugins.xla_cuda13')):
         return "no CUDA plugin of JAX: pip install 'jax[cuda13]'"
-    if _cuda_program('ptxas') is None:
-        return 'no ptxas: pip install nvidia-cuda-nvcc'
-    return None
+    return None if _cuda_program('ptxas') else 'no ptxas: pip install nvidia-cuda-nvcc'
 
 
 @contextlib.contextmanager
@@ -156,46 +129,41 @@ def _numbers(text):
     return tuple(int(number) for number in re.findall(r'\d+', text))
 
 
+def _by_ptxas(report):
+    """(name, registers, spilled bytes) of each kernel."""
+    for name, stores, loads, registers in _PTXAS.findall(report):
+        yield name, int(registers), int(stores) + int(loads)
+
+
 def _of_mosaic(output):
-    """Resources of the kernels of Mosaic, which prints them in the order of their compilation."""
+    """What the kernels of Mosaic take, which prints it in the order of their compilation."""
     launches = [_numbers(found.replace('i32', '')) for found in _MOSAIC_LAUNCH.findall(output)]
-    for entry, launch in zip(_PTXAS.findall(output), launches, strict=True):
-        name, stack, stores, loads, registers = entry[0], *map(int, entry[1:])
-        threads = launch[6] * launch[7] * launch[8]
-        spilled = stores + loads
-        yield Resources(name, registers, spilled, stack, launch[9], threads, launch[:3])
+    for (_, registers, spilled), launch in zip(_by_ptxas(output), launches, strict=True):
+        yield registers, spilled, launch[9], math.prod(launch[6:9]), launch[:3]
 
 
 def _of_triton(dump, names):
-    """Resources of the kernels of these names, which XLA compiles as it does its own fusions."""
+    """What the kernels of these names take, which XLA compiles as it does its own fusions."""
     launches = {}
     for path in dump.glob('*.thunk_sequence.txt'):
         for name, grid, threads, shared in _XLA_LAUNCH.findall(path.read_text()):
-            launches[name] = _numbers(grid), _numbers(threads)[0], int(shared)
+            launches[name] = int(shared), _numbers(threads)[0], _numbers(grid)
     for path in dump.glob('*.ptx'):
         if '.entry' not in path.read_text():
             continue
         command = [_cuda_program('ptxas'), '-v', '-arch=sm_90a', str(path), '-o', os.devnull]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-        for entry in _PTXAS.findall(report):
-            name, stack, stores, loads, registers = entry[0], *map(int, entry[1:])
-            if re.sub(r'_\d+$', '', name) not in names:
-                continue
-            grid, threads, shared = launches[name]
-            spilled = stores + loads
-            yield Resources(name, registers, spilled, stack, shared, threads, grid)
+        for name, registers, spilled in _by_ptxas(report):
+            if re.sub(r'_\d+$', '', name) in names:
+                yield registers, spilled, *launches[name]
 
 
-def resources(function, *arrays) -> list[Resources]:
-    """What the Pallas kernels of a function take on Hopper.
+def resources(function, *arrays) -> list[tuple]:
+    """What each Pallas kernel of a function of shapes takes on Hopper.
 
-    Args:
-      function: to be jitted; must not have been compiled in this process before.
-      arrays: jax.ShapeDtypeStructs of its arguments.
-
-    Raises:
-      jax.errors.JaxRuntimeError: it does not compile, for instance with too little shared memory.
-      ValueError: nothing was compiled.
+    Registers of a thread, bytes that it spills, bytes of shared memory and threads of a block, and
+    the grid. The function must not have been compiled in this process before. A JaxRuntimeError if
+    it does not compile, for instance with too little shared memory.
     """
     os.environ.update(MOSAIC_GPU_DUMP_PTXAS='1', MOSAIC_GPU_DUMP_HOST_LLVM='1')
     # Without a GPU each compilation symbolizes a stack trace: four fifths of the time.
@@ -219,16 +187,10 @@ def shape(*sides, dtype=jnp.bfloat16):
 
 
 def depth_call(backend, way, B, T, K, G, H, L, R=None, mask=False, dtype=jnp.bfloat16, **options):
-    """A depth part's function, and the shapes of its arguments; num_slots is traced.
+    """A depth part's function `way`, and the shapes of its arguments; num_slots is traced.
 
-    Args:
-      backend: name in `backends.DEPTH`.
-      way: forward | backward.
-      B, T, K, G, H, L, R: sizes; R None: no look-up of tokens.
-      mask: there is a mask of slots.
-      dtype: of queries and slots.
-      **options: `wide`, the dtype of the sums of gradients and of the sequence's output, by default
-        that of the slots; and parameters of the function.
+    R None: no look-up of tokens. Options are parameters of the function, and `wide`, the dtype of
+    the sums of gradients and of the sequence's output, by default that of the slots.
     """
     wide = options.pop('wide', dtype)
     function = getattr(load_module(getattr(DEPTH[backend], way)), f'depth_{way}')
@@ -279,15 +241,16 @@ def _kernels():
     for H, G, L, general in ((64, 8, 64, False), (128, 8, 64, False), (64, 8, 70, True)):
         name = f'fused_forward_H{H}_G{G}_L{L}' + '_general' * general
         found[name] = functools.partial(fused_call, 4096, 8, G, H, L, general=general)
-    for label, backend in (('pallas', 'pallas'), ('mosaic', 'mosaic_gpu')):
-        for way in ('forward', 'backward'):
-            call = functools.partial(depth_call, backend, way, B=1, T=4096, K=8)
-            for H, G, L, rows in SHAPES:
-                sizes = {'H': H, 'G': G, 'L': L, 'R': 4097 if rows else None, 'mask': rows}
-                name = f'{label}_depth_{way}_H{H}_G{G}_L{L}' + '_rows' * rows
-                found[name] = functools.partial(call, **sizes)
-                if (H, G, L, rows) in SHAPES[::4]:
-                    found[f'{name}_float32'] = functools.partial(call, **sizes, wide=jnp.float32)
+    ways = itertools.product(
+        (('pallas', 'pallas'), ('mosaic', 'mosaic_gpu')), ('forward', 'backward')
+    )
+    for ((label, backend), way), (H, G, L, rows) in itertools.product(ways, SHAPES):
+        sizes = {'B': 1, 'T': 4096, 'K': 8, 'H': H, 'G': G, 'L': L}
+        sizes |= {'R': 4097, 'mask': True} if rows else {}
+        name = f'{label}_depth_{way}_H{H}_G{G}_L{L}' + '_rows' * rows
+        found[name] = functools.partial(depth_call, backend, way, **sizes)
+        if (H, G, L, rows) in SHAPES[::4]:
+            found[f'{name}_float32'] = functools.partial(found[name], wide=jnp.float32)
     return found
 
 
@@ -304,12 +267,11 @@ def main(parts):
             function, arrays = KERNELS[name]()
             kernels = resources(function, *arrays)
         except Exception:
-            # The others are of interest too.
-            traceback.print_exc()
+            traceback.print_exc()  # the others are of interest too
             continue
-        for kernel in kernels:
-            numbers = f'{kernel.registers:>10}{kernel.spilled:>9}{kernel.shared:>8}'
-            print(f'{name:40}{numbers}{kernel.threads:>9}  {kernel.grid}', flush=True)
+        for registers, spilled, shared, threads, grid in kernels:
+            numbers = f'{registers:>10}{spilled:>9}{shared:>8}{threads:>9}'
+            print(f'{name:40}{numbers}  {grid}', flush=True)
 
 
 if __name__ == '__main__':

@@ -3,14 +3,17 @@
 import functools
 import re
 
+import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
 
+from kernels_pallas.backends import Parts
+from kernels_pallas.joint_softmax import SequenceMask, Slots, Static, joint_attention
 from kernels_pallas.mosaic import depth as mosaic
 from kernels_pallas.mosaic import fused, slot_loader
 from kernels_pallas.triton import depth as triton
-from tests.kernels.hopper import depth_call, fused_call, lower
+from tests.kernels.hopper import depth_call, fused_call, lower, shape
 
 # JAX means to remove it; until then it is what runs on GPUs older than Hopper.
 pytestmark = pytest.mark.filterwarnings(
@@ -58,13 +61,6 @@ def test_depth_lowers(backend, sizes):
     assert not re.findall(aliases, forward)
 
 
-def test_a_bad_tile_is_caught(monkeypatch):
-    """Lowering is a check: Triton has no tile of three tokens."""
-    monkeypatch.setattr(triton, '_tile', lambda *sizes: (3, 1, 64))
-    with pytest.raises(ValueError, match='power of 2'):
-        lower_depth('pallas', B=1, T=12, K=1, G=1, H=64, L=4)
-
-
 @pytest.mark.parametrize(('length', 'bits'), [(2**30, 64), (2**10, 32)])
 def test_offsets_beyond_31_bits(length, bits, monkeypatch, capsys):
     """In arrays of more than 2^31 elements a Triton offset is of 64 bits before it is multiplied.
@@ -86,30 +82,6 @@ def test_offsets_beyond_31_bits(length, bits, monkeypatch, capsys):
     assert products.count('i32') == (4 if bits == 64 else len(products))
 
 
-@pytest.mark.parametrize(
-    ('name', 'value', 'error', 'message'),
-    [
-        ('STAGES', 16, ValueError, 'exceeds available shared memory'),
-        ('CHUNK', 72, AssertionError, None),  # JAX has no words for it
-    ],
-)
-def test_kernels_too_large_for_hopper_are_caught(monkeypatch, name, value, error, message):
-    """Too much shared memory, and a side that is not of whole swizzled tiles, do not lower."""
-    sizes = {'ways': ['forward'], 'B': 1, 'T': 64, 'K': 1, 'G': 8, 'H': 128, 'L': 64}
-    lower_depth('mosaic_gpu', **sizes)
-    for module in (mosaic, slot_loader):
-        if hasattr(module, name):
-            monkeypatch.setattr(module, name, value)
-    with pytest.raises(error, match=message):
-        lower_depth('mosaic_gpu', **sizes)
-
-
-def test_hopper_reaches_beyond_31_bits():
-    """TMA takes a coordinate per dimension: each side fits 31 bits here, and their product 37."""
-    for text in lower_depth('mosaic_gpu', B=1, T=2**20 + 1, K=8, G=1, H=128, L=64):
-        assert re.search(r'@mosaic_gpu.*tensor<64x8388616x128xbf16>', text)
-
-
 def lower_fused(*sizes, **options):
     function, arrays = fused_call(*sizes, windows=(50, 5), **options)
     return lower(function, *arrays)
@@ -129,12 +101,50 @@ def test_fused_lowers(sizes):
     assert len(re.findall('@mosaic_gpu', lower_fused(**sizes))) == 1
 
 
-def test_fused_reaches_beyond_31_bits():
-    """Slots are copied by a coordinate per dimension, or for [B, R, K] together: 37 bits here."""
+def test_hopper_reaches_beyond_31_bits():
+    """TMA takes a coordinate per dimension: each side fits 31 bits here, and their product 37."""
+    for text in lower_depth('mosaic_gpu', B=1, T=2**20 + 1, K=8, G=1, H=128, L=64):
+        assert re.search(r'@mosaic_gpu.*tensor<64x8388616x128xbf16>', text)
     assert 'tensor<64x1x1048577x8x128xbf16>' in lower_fused(2**20 + 1, 8, 8, 128, 64)
 
 
-def test_a_fused_ring_too_large_is_caught(monkeypatch):
-    monkeypatch.setattr(fused, 'SHARED_BYTES', 256 * 1024)
-    with pytest.raises(ValueError, match='exceeds available shared memory'):
-        lower_fused(64, 1, 8, 128, 8)
+def lower_wide(backend):
+    lower_depth(backend, ['forward'], B=1, T=64, K=1, G=8, H=128, L=64)
+
+
+@pytest.mark.parametrize(
+    ('modules', 'name', 'value', 'run', 'error', 'message'),
+    [
+        ([triton], '_tile', lambda *_: (3, 8, 128), 'pallas', ValueError, 'power of 2'),
+        ([mosaic], 'STAGES', 16, 'mosaic_gpu', ValueError, 'exceeds available shared memory'),
+        # A side that is not of whole swizzled tiles: JAX has no words for it.
+        ([mosaic, slot_loader], 'CHUNK', 72, 'mosaic_gpu', AssertionError, None),
+        ([fused], 'SHARED_BYTES', 2**18, 'fused', ValueError, 'exceeds available shared memory'),
+    ],
+)
+def test_impossible_kernels_are_caught(monkeypatch, modules, name, value, run, error, message):
+    """Lowering is a check of tiles and of shared memory."""
+    for module in modules:
+        monkeypatch.setattr(module, name, value)
+    with pytest.raises(error, match=message):
+        lower_fused(64, 1, 8, 128, 8) if run == 'fused' else lower_wide(run)
+
+
+@pytest.mark.parametrize('dlse', [False, True])
+@pytest.mark.parametrize('depth', ['pallas', 'mosaic_gpu', 'mosaic_gpu_fused'])
+def test_parts_for_gpus_lower_together(depth, dlse):
+    """A step through cuDNN and each depth part: its kernels once a pass, dlse by XLA alone."""
+    static = Static(0, True, 0, 1.0, dlse, Parts('cudnn', depth))
+
+    def loss(q, k, v, *sides):
+        positions_BT = jnp.broadcast_to(jnp.arange(q.shape[1]), q.shape[:2])
+        mask, slots = SequenceMask(positions_BT, positions_BT), Slots(*sides, 5)
+        o, lse, *_ = joint_attention(static, q, k, v, mask, None, slots, None)
+        return jnp.sum(o.astype(jnp.float32)) + dlse * jnp.sum(lse)
+
+    k, slot = shape(1, 200, 1, 64), shape(7, 1, 200, 1, 64)
+    step = jax.grad(loss, argnums=tuple(range(5)))
+    text = lower(step, shape(1, 200, 8, 64), k, k, slot, slot)
+    assert text.count('cudnn$fmhaSoftmax(') == (depth != 'mosaic_gpu_fused')
+    assert text.count('cudnn$fmhaSoftmaxBackward(') == (not dlse)
+    assert text.count('@mosaic_gpu') + text.count('@__gpu$xla.gpu.triton') == 2

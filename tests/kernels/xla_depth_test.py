@@ -10,7 +10,6 @@ from jax import lax
 
 from kernels_pallas import depth_attention, order_before_writes
 from kernels_pallas.xla import depth as xla
-from tests.kernels.cases import jit
 
 LAYERS, SHAPE, KV_HEADS = 5, (2, 16, 4, 8), 2
 
@@ -54,34 +53,8 @@ def backward(x, dy):
     return dx
 
 
-def by_hand(x):
-    """The same layers, unrolled, each reading the stack of what the earlier ones wrote."""
-    written = []
-    for _ in range(LAYERS):
-        own = x[:, :, :KV_HEADS], x[:, :, -KV_HEADS:]
-        slots = [jnp.stack(side) for side in zip(*written, strict=True)]
-        o = depth_attention(x, *own, *slots, implementation='reference')
-        x = 0.5 * x + 0.5 * o
-        written.append(own)
-    return x
-
-
 def normal(seed, shape=SHAPE):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
-
-
-def test_one_reverse_scan_gives_the_gradient_of_the_stack():
-    """Threaded cotangents add up every reader's part, exactly as ordinary differentiation does."""
-    x, dy = normal(0), normal(1)
-
-    @jit
-    def right(x):
-        y, pull = jax.vjp(by_hand, x)
-        return y, pull(dy)[0]
-
-    y, dx = right(x)
-    np.testing.assert_allclose(jit(forward)(x)[0], y, rtol=0, atol=2e-6)
-    np.testing.assert_allclose(jit(backward)(x, dy), dx, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -92,43 +65,20 @@ def test_one_reverse_scan_gives_the_gradient_of_the_stack():
 def test_no_loop_copies_the_slots(run, tokens, monkeypatch):
     """Slots are written, and their gradients added, in place: no loop body copies so much.
 
-    In one tile of all 16 tokens, and forward in tiles of 6. A backward pass in tiles does copy the
-    slots once a layer, where it recomputes the layer.
+    A backward pass in tiles does copy the slots once a layer, where it recomputes the layer.
     """
     monkeypatch.setattr(xla, 'TILE_NUMBERS', tokens * 2 * 4 * 8)
     # A new function: of one seen before, JAX would remember the trace with other tiles.
     text = jax.jit(lambda x: run(x)).lower(normal(0)).compile().as_text()
     size = LAYERS * np.prod(SHAPE) * KV_HEADS // SHAPE[2]
-    copies, inside = [], ''
+    assert re.search(rf'\[{LAYERS},{SHAPE[0]},{SHAPE[1]}', text)
+    inside = ''
     for line in text.splitlines():
         if line.endswith('{'):
             inside = line.split()[0]
         copied = re.search(r'= \w+\[([\d,]+)\]\S* copy\(', line)
-        if inside != 'ENTRY' and copied and np.prod([int(n) for n in copied[1].split(',')]) >= size:
-            copies.append(line.strip())
-    assert re.search(rf'\[{LAYERS},{SHAPE[0]},{SHAPE[1]}', text)
-    assert not copies
-
-
-@pytest.mark.parametrize('rows', [pytest.param(False, marks=pytest.mark.slow), True])
-def test_tiles_of_tokens_change_nothing(rows, monkeypatch):
-    """Output, logsumexp and gradients, in tiles of 6 tokens: 16 are two tiles and a rest."""
-    x, slots = normal(0), [normal(seed, (5, 2, 16, 2, 8)) for seed in (1, 2)]
-    options = {'num_slots': 4, 'slot_mask_LBR': normal(3, (5, 2, 16)) > -1, 'return_lse': True}
-    if rows:
-        options['slot_rows_BT'] = jnp.asarray(np.tile(np.arange(2, 18), (2, 1)))
-
-    def results():
-        def attention(x, *slots):
-            return depth_attention(x, x[:, :, :2], x[:, :, 2:], *slots, q_depth_BTNH=x, **options)
-
-        result, pull = jax.vjp(attention, x, *slots)
-        return *result, *pull((normal(5), normal(6, (2, 4, 16))))
-
-    one_tile = jit(lambda: results())()
-    monkeypatch.setattr(xla, 'TILE_NUMBERS', 6 * 2 * 4 * 8)
-    for tiled, right in zip(jit(results)(), one_tile, strict=True):
-        np.testing.assert_allclose(tiled, right, rtol=0, atol=1e-6)
+        if inside != 'ENTRY' and copied:
+            assert np.prod([int(n) for n in copied[1].split(',')]) < size, line
 
 
 def test_buffers_are_residuals_as_given():

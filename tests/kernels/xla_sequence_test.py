@@ -13,140 +13,7 @@ from kernels_pallas import depth_attention
 from kernels_pallas.reference import visibility
 from kernels_pallas.xla import sequence
 from tests.kernels import hopper
-from tests.kernels.cases import jit
-
-SIZES = {'B': 2, 'T': 97, 'S': None, 'N': 2, 'K': 2, 'H': 8}
-KINDS = {'window': 0, 'gaps': False, 'segments': False, 'scale': None, 'block': None}
-# `block`: queries of a static block. Loops run in tiles of 16 by 16.
-CASES = {
-    'one_token': {'T': 1},
-    'window_in_a_block': {'N': 6, 'window': 20, 'scale': 0.5},
-    'segments_over_blocks': {'T': 200, 'N': 5, 'K': 1, 'segments': True},
-    'window_over_gaps': {'T': 300, 'window': 150, 'gaps': True},
-    'other_keys': {'S': 141, 'N': 6, 'window': 90, 'gaps': True, 'segments': True},
-    'many_blocks': {'T': 103, 'N': 6, 'window': 50, 'block': 32},
-    'blocks_of_other_keys': {'T': 60, 'S': 75, 'window': 9, 'gaps': True, 'block': 16},
-}
-LOOPS = {
-    'one_tile': {'T': 1},
-    'odd_tiles': {'T': 97, 'N': 6},
-    'segments_over_tiles': {'T': 60, 'N': 5, 'K': 1, 'segments': True},
-    'window_over_gaps': {'T': 60, 'window': 40, 'gaps': True},
-    'other_keys': {'T': 45, 'S': 83, 'N': 6, 'window': 90, 'gaps': True, 'segments': True},
-}
-
-
-def make_case(B, T, S, N, K, H, window, gaps, segments, scale, block):
-    """Random q, k, v and cotangents of o and lse, the keyword arguments, and the drawn grid."""
-    del block
-    rng = np.random.default_rng(T + N + window)
-
-    def normal(*shape):
-        return rng.normal(size=shape).astype(np.float32)
-
-    def places(length, room):
-        return np.stack([np.sort(rng.choice(room, length, replace=False)) for _ in range(B)])
-
-    others = S is not None
-    S = S or T
-    inputs = normal(B, T, N, H), normal(B, S, K, H), normal(B, S, K, H)
-    positions = places(T, 3 * T) if gaps else np.tile(np.arange(T), (B, 1))
-    key_positions = rng.permuted(places(S, 3 * T), axis=1) if others else positions
-    ids = np.sort(rng.integers(0, 4, (B, T)), axis=1) if segments else np.zeros((B, T), int)
-    key_ids = rng.integers(0, 4, (B, S)) if others and segments else ids
-    if others and not segments:
-        key_ids = np.zeros((B, S), int)
-    arguments = {'window': window, 'scale': scale}
-    if gaps:
-        arguments['positions_BT'] = positions
-    if segments:
-        arguments['segment_ids_BT'] = ids
-    if others:
-        arguments['key_positions_BS'] = key_positions
-        arguments['key_segment_ids_BS'] = key_ids if segments else None
-    gaps_BTS = positions[:, :, None] - key_positions[:, None, :]
-    grid = (gaps_BTS >= 0) & ((window == 0) | (gaps_BTS < window))
-    grid &= ids[:, :, None] == key_ids[:, None, :]
-    return inputs, (normal(B, T, N, H), normal(B, N, T)), arguments, grid
-
-
-def equation(xp, q, k, v, grid, scale):
-    """softmax(q k^T scale) v, its logsumexp and weights, head by head, over the pairs of `grid`."""
-    blind = ~grid.any(2, keepdims=True)
-    outputs, lses, weights = [], [], []
-    for head in range(q.shape[2]):
-        kv_head = head // (q.shape[2] // k.shape[2])
-        scores = xp.einsum('bth,bsh->bts', q[:, :, head], k[:, :, kv_head]) * scale
-        highest = xp.where(blind, 0, xp.max(xp.where(grid, scores, -1e4), axis=2, keepdims=True))
-        terms = xp.where(grid, xp.exp(xp.where(grid, scores - highest, 0)), 0)
-        total = xp.where(blind, 1, xp.sum(terms, axis=2, keepdims=True))
-        weights.append(terms / total)
-        outputs.append(xp.einsum('bts,bsh->bth', weights[-1], v[:, :, kv_head]))
-        lses.append(xp.where(blind, -np.inf, highest + xp.log(total))[..., 0])
-    return xp.stack(outputs, axis=2), xp.stack(lses, axis=1), weights
-
-
-def exact(inputs, cotangents, grid, scale):
-    """o, lse and the gradients of q, k, v in float64, by the Jacobian of the softmax."""
-    q, k, v, do, dlse = (np.asarray(x, np.float64) for x in (*inputs, *cotangents))
-    o, lse, all_weights = equation(np, q, k, v, grid, scale)
-    dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
-    for head, weights in enumerate(all_weights):
-        kv_head = head // (q.shape[2] // k.shape[2])
-        dweights = do[:, :, head] @ v[:, :, kv_head].swapaxes(1, 2)
-        mean = np.sum(weights * dweights, axis=2, keepdims=True)
-        dscores = weights * (dweights - mean + dlse[:, head, :, None]) * scale
-        dq[:, :, head] = dscores @ k[:, :, kv_head]
-        dk[:, :, kv_head] += dscores.swapaxes(1, 2) @ q[:, :, head]
-        dv[:, :, kv_head] += weights.swapaxes(1, 2) @ do[:, :, head]
-    return o, lse, (dq, dk, dv)
-
-
-def values_and_gradients(function, inputs, cotangents):
-    """o, lse and the gradients of q, k, v of a loss that reads both; under one jit."""
-
-    def loss(*inputs):
-        o, lse = function(*inputs)
-        finite = jnp.where(jnp.isfinite(lse), lse, 0)
-        dot = jnp.vdot(o, cotangents[0]).astype(lse.dtype) + jnp.vdot(finite, cotangents[1])
-        return dot, (o, lse)
-
-    run = jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))
-    (_, (o, lse)), gradients = run(*inputs)
-    return jax.tree.map(np.asarray, (o, lse, gradients))
-
-
-def attention(implementation, arguments):
-    return functools.partial(
-        depth_attention, implementation=implementation, return_lse=True, **arguments
-    )
-
-
-def check(implementation, inputs, cotangents, arguments, grid):
-    """Output, logsumexp and gradients equal a float64 softmax over the pairs of the grid."""
-    scale = arguments['scale'] or inputs[0].shape[-1] ** -0.5
-    o, lse, gradients = exact(inputs, cotangents, grid, scale)
-    function = attention(implementation, arguments)
-    got_o, got_lse, got_gradients = values_and_gradients(function, inputs, cotangents)
-    np.testing.assert_allclose(got_o, o, rtol=0, atol=2e-6)
-    np.testing.assert_allclose(got_lse, lse, rtol=5e-7, atol=2e-6)
-    assert got_lse.dtype == np.float32 and not got_o[~grid.any(2)].any()
-    for got, right in zip(got_gradients, gradients, strict=True):
-        np.testing.assert_allclose(got, right, rtol=0, atol=1e-5)
-
-
-def test_exact_gradients_are_those_of_its_own_forward():
-    """The float64 gradients that the tests compare with are those of automatic differentiation."""
-    case = SIZES | KINDS | {'T': 7, 'S': 9, 'N': 6, 'window': 5, 'segments': True}
-    inputs, cotangents, _, grid = make_case(**case)
-    _, _, gradients = exact(inputs, cotangents, grid, 0.3)
-    with jax.enable_x64(True):
-        wide = [np.asarray(x, np.float64) for x in (*inputs, *cotangents)]
-        ruler = lambda q, k, v: equation(jnp, q, k, v, grid, 0.3)[:2]  # noqa: E731
-        _, _, automatic = values_and_gradients(ruler, wide[:3], wide[3:])
-    for by_hand, automatically in zip(gradients, automatic, strict=True):
-        assert automatically.dtype == np.float64
-        np.testing.assert_allclose(by_hand, automatically, rtol=0, atol=1e-12)
+from tests.kernels.cases import draw, exact, in_blocks, program
 
 
 def test_visibility_is_the_drawn_grid():
@@ -166,43 +33,6 @@ def test_visibility_is_the_drawn_grid():
     np.testing.assert_array_equal(before_and_after, [[[1, 0, 0, 1]]])
 
 
-@pytest.mark.parametrize(
-    ('implementation', 'name'),
-    [('xla', name) for name in CASES]
-    + [('reference', name) for name in ('window_over_gaps', 'other_keys')],
-)
-def test_equals_float64_softmax(implementation, name, monkeypatch):
-    """In static blocks; and by the equation, which has none."""
-    case = SIZES | KINDS | CASES[name]
-    inputs, cotangents, arguments, grid = make_case(**case)
-    if case['block']:
-        monkeypatch.setattr(sequence, 'QUERY_BLOCK', case['block'])
-        assert len(list(sequence.blocks(case['T'], 1, True, 0))) >= 4
-    assert (~grid.any(2)).any() == (case['S'] is not None)
-    check(implementation, inputs, cotangents, arguments, grid)
-
-
-@pytest.fixture
-def loops(monkeypatch):
-    """Long sequences' form at any length, in tiles of 16 by 16."""
-    monkeypatch.setattr(sequence, 'is_long', lambda *shape: True)
-    monkeypatch.setattr(sequence, 'TILE_SIZES', (16, 16))
-
-
-@pytest.mark.parametrize('name', LOOPS)
-def test_loops_equal_float64_softmax(name, loops):
-    """So does the form for long sequences, at lengths that are no multiple of its tiles."""
-    check('xla', *make_case(**SIZES | KINDS | LOOPS[name]))
-
-
-def test_loops_take_any_segment_ids(loops):
-    """Ids that descend, recur, or are of one token: no tile with a visible pair is skipped."""
-    inputs, cotangents, arguments, _ = make_case(**SIZES | KINDS | {'T': 70})
-    ids = np.stack([np.arange(70)[::-1] // 20, np.arange(70) * 7 % 5])
-    grid = np.tril(np.ones((70, 70), bool)) & (ids[:, :, None] == ids[:, None])
-    check('xla', inputs, cotangents, arguments | {'segment_ids_BT': ids}, grid)
-
-
 def test_loops_visit_only_tiles_with_visible_keys():
     """Tiles of keys for each tile of 16 queries: causal, in a window, of ascending documents."""
     places = jnp.arange(64)[None]
@@ -220,54 +50,41 @@ def test_loops_visit_only_tiles_with_visible_keys():
     assert bounds(ids) == ([0, 0, 1, 3], [1, 2, 3, 4])
 
 
-@pytest.mark.parametrize('implementation', ['reference', 'xla'])
-def test_hidden_pairs_have_exactly_zero_gradient(implementation, monkeypatch):
+@pytest.mark.parametrize('block', [16, 'tiles'])
+def test_hidden_pairs_have_exactly_zero_gradient(block, monkeypatch):
     """The outputs of queries before 20 have no derivative, to the bit, by any token from 20 on."""
-    monkeypatch.setattr(sequence, 'QUERY_BLOCK', 16)
-    inputs, (do, dlse), arguments, _ = make_case(**SIZES | KINDS | {'T': 41, 'N': 6, 'gaps': True})
+    in_blocks(monkeypatch, block)
+    inputs, (do, dlse), arguments, *_ = draw(T=41, L=0, num=0, gaps=True)
     do[:, 20:], dlse[:, :, 20:] = 0, 0
-    function = attention(implementation, arguments)
-    _, _, gradients = values_and_gradients(function, inputs, (do, dlse))
-    for gradient in gradients:
+    run = program((do, dlse), implementation='xla', **arguments)
+    for gradient in run(*inputs, 0)[2][:3]:
         assert not gradient[:, 20:].any()
         assert gradient[:, :20].any(axis=(2, 3)).all()
 
 
 def test_bfloat16_error_is_near_the_plain_one():
-    """In bfloat16 the error is at most twice the plain formula's, three times in gradients."""
-    inputs, cotangents, arguments, grid = make_case(**SIZES | KINDS | {'N': 6, 'H': 16})
-    inputs = [jnp.asarray(x, jnp.bfloat16) for x in inputs]
-    cotangents = [jnp.asarray(cotangents[0], jnp.bfloat16), 0 * cotangents[1]]
-    right_o, _, right_gradients = exact(inputs, cotangents, grid, 0.25)
-
-    def plain(q, k, v):
-        o, lse, _ = equation(jnp, q, k, v, grid, 0.25)
-        return o, lse.astype(jnp.float32)
+    """In bfloat16 the error is at most twice that of JAX's attention, three times in gradients."""
+    inputs, (do, dlse), _, *seen = draw(T=97, L=0, num=0, H=16)
+    *inputs, do = (jnp.asarray(x, jnp.bfloat16) for x in (*inputs, do))
+    o, _, gradients = exact(inputs, (do, 0 * dlse), *seen, 0.25)
 
     def errors(function):
-        o, _, gradients = values_and_gradients(function, inputs, cotangents)
-        assert {x.dtype for x in (o, *gradients)} == {jnp.dtype(jnp.bfloat16)}
-        pairs = zip((o, *gradients), (right_o, *right_gradients), strict=True)
-        return np.array([np.abs(got.astype(float) - right).max() for got, right in pairs])
+        found, pull = jax.vjp(jax.jit(function), *inputs[:3])
+        pairs = zip((found, *pull(do)), (o, *gradients), strict=False)
+        return np.array([np.abs(np.asarray(got, float) - right).max() for got, right in pairs])
 
-    allowed = [2, 3, 3, 3] * errors(plain)
+    plain = errors(functools.partial(jax.nn.dot_product_attention, is_causal=True))
     for implementation in ('reference', 'xla'):
-        assert (errors(attention(implementation, arguments)) <= allowed).all()
+        attention = functools.partial(depth_attention, implementation=implementation)
+        assert (errors(attention) <= [2, 3, 3, 3] * plain).all()
 
 
-MEMORY = {'N': 8, 'K': 2, 'H': 32, 'L': 3}
 MASKS = {
     'documents and slots': {'slots': True},
     'documents': {},
     'window': {'window': 1000},
     'keys of other tokens': {'others': True},
 }
-
-
-every_mask = pytest.mark.parametrize(
-    'kind',
-    [*list(MASKS)[:1], *(pytest.param(kind, marks=pytest.mark.slow) for kind in list(MASKS)[1:])],
-)
 
 
 def step(T, N, K, H, L, slots=False, window=0, others=False, implementation='xla'):
@@ -297,44 +114,40 @@ def largest_array(text):
     return max(math.prod(map(int, shape.split(','))) for shape in shapes)
 
 
-def check_growth(place, **kind):
-    """From 4096 tokens to 8192 temporaries grow by 2.2 at most; nothing is as large as T x S."""
-    small, large = (compiled(run, place(x)) for run, x in (step(t, **kind) for t in (4096, 8192)))
-    sizes = [x.memory_analysis().temp_size_in_bytes for x in (small, large)]
-    assert 0 < sizes[1] <= 2.2 * sizes[0]
-    assert largest_array(large.as_text()) < 8192**2
-
-
-@every_mask
-def test_memory_grows_with_the_tokens(kind):
-    """On a CPU."""
-    check_growth(lambda arrays: arrays, **MEMORY | MASKS[kind])
-
-
-def test_no_array_of_static_blocks_holds_all_scores():
-    """At T = 2048 no array has a sixth of the T^2 scores of a head; the equation's is found."""
-    sizes = {'T': 2048, 'N': 1, 'K': 1, 'H': 8, 'L': 0}
-    blocks, equation = (
-        jit(run).lower(*arrays).compile().as_text()
-        for run, arrays in (step(**sizes, implementation=name) for name in ('xla', 'reference'))
-    )
-    assert largest_array(blocks) < 2048**2 / 6 and largest_array(equation) >= 2048**2
-
-
 @pytest.fixture
 def described(monkeypatch):
     """As on a machine with an H200, for which there is a compiler."""
-    reason = hopper.missing()
-    if reason:
+    if reason := hopper.missing():
         pytest.skip(reason)
     monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
     with hopper.an_h200():
         yield hopper.on_hopper
 
 
-@every_mask
-def test_memory_grows_with_the_tokens_on_an_h200(described, kind):
-    check_growth(described, **MEMORY | MASKS[kind])
+@pytest.mark.parametrize('device', ['cpu', 'h200'])
+@pytest.mark.parametrize(
+    'kind',
+    [
+        kind if i == 0 else pytest.param(kind, marks=pytest.mark.slow)
+        for i, kind in enumerate(MASKS)
+    ],
+)
+def test_memory_grows_with_the_tokens(kind, device, request):
+    """From 4096 tokens to 8192 temporaries grow by 2.2 at most; nothing is as large as T x S."""
+    place = (lambda x: x) if device == 'cpu' else request.getfixturevalue('described')
+    programs = (step(T, 8, 2, 32, 3, **MASKS[kind]) for T in (4096, 8192))
+    small, large = (compiled(run, place(arrays)) for run, arrays in programs)
+    sizes = [x.memory_analysis().temp_size_in_bytes for x in (small, large)]
+    assert 0 < sizes[1] <= 2.2 * sizes[0]
+    assert largest_array(large.as_text()) < 8192**2
+
+
+def test_no_array_of_static_blocks_holds_all_scores():
+    """At T = 2048 no array has a sixth of the T^2 scores of a head; the equation's is found."""
+    sizes = {'T': 2048, 'N': 1, 'K': 1, 'H': 8, 'L': 0}
+    programs = (step(**sizes, implementation=name) for name in ('xla', 'reference'))
+    blocks, equation = (largest_array(compiled(*program).as_text()) for program in programs)
+    assert blocks < 2048**2 / 6 and equation >= 2048**2
 
 
 @pytest.mark.parametrize('slots', [pytest.param(False, marks=pytest.mark.slow), True])

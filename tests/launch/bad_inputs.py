@@ -1,11 +1,11 @@
 """What users get wrong on command lines, and words of the one line that each is answered with.
 
-bad_inputs_test.py runs all of it; {} in an argument is the folder that `make_folder` filled.
+{'COMMAND and its first arguments': [('more arguments', [word, ...])]}; bad_inputs_test.py runs all.
 """
 
 import dataclasses
 import json
-import random
+import pathlib
 import shutil
 
 from configs import tiny
@@ -13,254 +13,241 @@ from moddepth_jax.data.tokenizers.json_tokenizer import train_bpe
 from moddepth_jax.hparams import from_config
 from moddepth_jax.training.run_dir import open_workdir
 from tests.forked_commands import ROOT
+from tests.launch.commands import write_words
 from tests.saved_run import save_run
 
-BASE = '--config=configs/base.py'
-TINY = '--config=configs/tiny.py'
-ISOFLOP = '--config=configs/mod_isoflop.py'
-STUDY = ['--config=configs/study.py', '--workdir={}/new', '--sizes=2x64']
-RUN = '--workdir={}/run'
-HUGGING_FACE = ['--from_hf={}/hf', '--workdir={}/new']
-ROWS = '--input={}/other/windows.jsonl'
-TEXT = '--config.data.source={}/text/'
-
-# Of a toy command that all commands behave as: flags, --config, overrides, config files.
-TOY = [
-    ([], ['--config: missing', 'configs/base.py']),
-    ([BASE, '--config.model.experts.n_group=4'], ['experts.n_group=4:', 'group', 'not built']),
-    ([BASE, '--config.model.num_layer=3'], ['num_layer=3:', '--config.model.num_layers?']),
-    ([BASE, '--config.model.num_layer', '3'], ['num_layer=3:', '--config.model.num_layers?']),
-    ([BASE, '--config.modle.d_ff=3'], ['--config.modle.d_ff=3:', '--config.model.d_ff?']),
-    ([BASE, '--config.capacity=1'], ['--config.capacity=1:', 'config.model.routing.capacity?']),
-    ([BASE, '--noconfig.model.use_bais'], ['use_bais:', '--config.model.use_bias?']),
-    ([BASE, '--config.data.zzz=1'], ['config.data.zzz=1:', 'batch_size', 'tokenizer']),
-    ([BASE, '--config.zzz=1'], ['config.zzz=1:', 'flop_budget', 'optimizer']),
-    ([BASE, '--config.model=1'], ['--config.model=1:', 'group', '--config.model.']),
-    ([BASE, '--config.model.num_layers=x'], ['num_layers=x:', 'must be an integer']),
-    ([BASE, '--config.model.num_layers=3.5'], ['num_layers=3.5:', 'must be an integer']),
-    ([BASE, '--config.optimizer.b1=x'], ['--config.optimizer.b1=x:', 'must be a number']),
-    ([BASE, '--config.model.use_bias=2'], ['use_bias=2:', 'must be true or false']),
-    ([BASE, '--config.model.use_bias', 'true'], ['true:', '--config.model.use_bias=']),
-    ([BASE, '--config.model.windows=(1,'], ['windows=(1,:', "'(256, 0)'"]),
-    ([BASE, '--config.model.num_layers'], ['num_layers: missing value', '=VALUE']),
-    (['--config.seed=1'], ['--config.seed=1:', '--config=FILE.py']),
-    (['--config.seed=1', BASE], ['--config.seed=1:', '--config=FILE.py first']),
-    ([BASE, BASE], [f'{BASE}:', 'twice']),
-    (['--config=configs/bsae.py'], ['configs/bsae.py:', 'mean configs/base.py?']),
-    (['--config=configs/'], ['--config=configs/:', 'no such Python file']),
-    (['--config=configs/base.py:4'], ['configs/base.py:4:', 'no text after the colon']),
-    (['--config={}/text.py'], ['text.py:', 'FILE.py:TEXT']),
-    (['--config={}/text.py:x'], ['text.py:x:', "'x'"]),
-    (['--config={}/lacks.py'], ['lacks.py:', 'no get_config()']),
-    (['--config={}/returns.py'], ['returns.py:', 'returned dict', 'ConfigDict']),
-    (['--config={}/refuses.py'], ['refuses.py:', 'flop_budget=-1: must be 0 or more']),
-    (['--config={}/syntax.py'], ['syntax.py:', 'line 1']),
-    (['--config={}/mistyped.py'], ['mistyped.py:4: modle: no such knob', 'mean model?']),
-    (['--config={}/ill_typed.py'], ['ill_typed.py:4: num_layers=three: must be int, not str']),
-    (['--config={}/buggy.py'], ['buggy.py:2: ZeroDivisionError: division by zero']),
-    (['--config={}/imports.py'], ['imports.py:1: ', 'no_such_module']),
-    (['--config={}/unset.py'], ['unset.py: ', 'required']),
-    (['--config={}/unreadable.py'], ['/no/such/words: No such file']),
-    ([BASE, '--workdri=x'], ['--workdri=x:', '--workdir?']),
-    ([BASE, '--workdri', 'x'], ['--workdri:', '--workdir?']),
-    ([BASE, '--model.num_layers=3'], ['--model.num_layers=3:', '--config.model.num_layers?']),
-    ([BASE, '--zzz'], ['--zzz:', '--max_tokens, ', '--workdir']),
-    ([BASE, '--max_tokens=many'], ['--max_tokens=many:', 'must be an integer']),
-    ([BASE, '--routing=top'], ['--routing=top:', 'top_c, dense']),
-    ([BASE, 'stray'], ['stray:', '--help']),
-    ([BASE, '--flagfile=/no/such/flags'], ['/no/such/flags']),
-    ([BASE, '--act=bad value'], ['model.num_layers=0: must be 1 or more']),
-    ([BASE, '--act=no file'], ['/no/such/file: No such file']),
-    ([BASE, '--act=forbidden'], ['/locked/file: Permission denied']),
-    ([BASE, '--print_config', '--config.seed=-1'], ['seed=-1:', 'must lie in [0, 2**32)']),
-]
-
+# In the folder that `make_folder` fills.
 COMMANDS = {
+    'train --config=configs/tiny.py': [
+        ('--config.model.norm_placement=pots', ["norm_placement='pots'", "'post'"]),
+        ('--config.training.accumulate_steps=3', ['steps=3', 'data.batch_size=8']),
+        ('--config.model.routing.capacity=1.01', ['capacity=1.01', '(0, 1]']),
+        ("'--config.data.source=text/*.md'", ['text/*.md', 'no file']),
+        ("'--config.data.source=nothing/**'", ['nothing/**', 'no file']),
+        ("'--config.data.source=text/*.parquet'", ['bad.parquet', 'parquet']),
+        ("'--config.data.source=text/empty*.txt'", ['empty*.txt', 'no byte']),
+        ('--config.data.source=text/short.txt', ['data.sequence_length=128']),
+        (
+            f'--config.report.prompt={"x" * 64}',
+            ['65 tokens', 'sequence_length=128'],
+        ),
+        ('--config.seed=7 --workdir=taken', ['taken', 'seed is 0', 'and 7']),
+        ('--workdir=text', ['--workdir=', 'text', 'config.json']),
+        ('--workdir=text/short.txt/run', ['--workdir=', 'directory']),
+        ('--mesh=data=3', ['--mesh=data=3', '1 are here']),
+        ('--mesh=modle=2', ['--mesh=modle=2', 'data, fsdp']),
+        ('--dry_run --mesh=fsdp=2000', ['--mesh=fsdp=2000', 'must be 1024 or fewer']),
+        ('--dry_run --mesh=fsdp=3', ['data.batch_size=8']),
+        ('--dry_run --mesh=expert=2', ['expert=2', 'without experts']),
+        ('--config.model.vocab_size=256', ['model.vocab_size=256', '257']),
+        ('--config.model.depth.slot_window=2', ['model.depth.slot_window=2', 'no slots']),
+        ('--config.model.routing.layers=99', ['model.routing.layers', '99']),
+        ('--config.flop_budget=inf --config.training.num_steps=0', ['flop_budget=inf']),
+        ('--config.data.sequence_length=1000000', ['data.sequence_length=1000000']),
+    ],
     'train': [
-        ([TINY, '--config.model.num_layer=3'], ['num_layer', 'num_layers']),
-        ([TINY, '--config.model.norm_placement=pots'], ["norm_placement='pots'", "'post'"]),
-        ([TINY, '--config.model.num_kv_heads=3'], ['num_kv_heads=3', 'model.num_heads=2']),
-        ([TINY, '--config.training.accumulate_steps=3'], ['steps=3', 'data.batch_size=8']),
-        ([TINY, '--config.model.routing.capacity=0.0'], ['capacity=0.0', '(0, 1]']),
-        ([TINY, '--config.model.routing.capacity=1.01'], ['capacity=1.01', '(0, 1]']),
-        ([f'{ISOFLOP}:budget=1e3'], ['flop_budget=1000', 'step']),
-        ([f'{ISOFLOP}:budget=lots'], ["budget='lots'"]),
-        ([TINY, f'{TEXT}*.md'], ['/text/*.md', 'no file']),
-        ([TINY, '--config.data.source={}/nothing/**'], ['/nothing/**', 'no file']),
-        ([TINY, f'{TEXT}*.parquet'], ['bad.parquet', 'parquet']),
-        ([TINY, f'{TEXT}empty*.txt'], ['empty*.txt', 'no byte']),
-        ([TINY, f'{TEXT}short.txt'], ['data.sequence_length=128']),
-        ([TINY, f'--config.report.prompt={"x" * 64}'], ['65 tokens', 'sequence_length=128']),
-        ([TINY, '--config.seed=7', '--workdir={}/taken'], ['/taken', 'seed is 0', 'and 7']),
-        ([TINY, '--workdir={}/text'], ['--workdir=', '/text', 'config.json']),
-        ([TINY, '--workdir={}/text/short.txt/run'], ['--workdir=', 'directory']),
-        ([TINY, '--mesh=data=3'], ['--mesh=data=3', '1 are here']),
+        ('--config=configs/mod_isoflop.py:budget=1e3', ['flop_budget=1000', 'step']),
+        ('--config=configs/mod_isoflop.py:budget=lots', ["budget='lots'"]),
     ],
     'evaluate': [
-        ([], ['--workdir: missing']),
-        (['--workdir={}/other'], ['--workdir=', '/other', 'config.json']),
-        ([RUN, '--routing=aux_loss'], ["'aux_loss'", 'predictor']),
-        ([RUN, '--data={}/*.rst'], ['--data=', '/*.rst', 'no file']),
-        ([RUN, '--data={}/other/short.txt'], ['6 tokens', 'needs 33']),
-        ([RUN, '--data={}/other/*.jsonl'], ['--text_field', "'body'"]),
-        ([RUN, '--text_field=body'], ['--text_field=body', '--data or --domains']),
-        (
-            [RUN, '--domains={}/other', '--data={}/*.txt'],
-            ['--domains=', '/other', 'not together with --data'],
-        ),
-        (
-            [RUN, '--data={}/text/?.txt', '--num_batches=1', '--json={}/no/a.json'],
-            ['/no/a.json: No such file'],
-        ),
+        ('', ['--workdir: missing']),
+        ('--workdir=other', ['--workdir=', 'other', 'config.json']),
+    ],
+    'evaluate --workdir=run': [
+        ('--routing=aux_loss', ["'aux_loss'", 'predictor']),
+        ("'--data=*.rst'", ['--data=', '*.rst', 'no file']),
+        ('--data=other/short.txt', ['6 tokens', 'needs 33']),
+        ("'--data=other/*.jsonl'", ['--text_field', "'body'"]),
+        ('--text_field=body', ['--text_field=body', '--data or --domains']),
+        ("--domains=other '--data=*.txt'", ['--domains=', 'other', 'not together with --data']),
+        ("'--data=text/?.txt' --num_batches=1 --json=no/a.json", ['no/a.json: No such file']),
     ],
     'generate': [
-        (['--workdir={}/taken'], ['no finished checkpoint', 'launch.train']),
-        (
-            [RUN, '--prompt=abc', '--max_tokens=29'],
-            ['29 to generate', 'data.sequence_length=32', 'by 1'],
-        ),
-        ([RUN, f'--prompt={"x" * 32}'], ['33 tokens', 'by 2']),
-        ([RUN, '--routing=top_c'], ["routing='top_c'", 'later tokens']),
-        ([RUN, '--temperature=-1'], ['temperature=-1.0', '0']),
-        ([RUN, '--top_p=0'], ['top_p=0.0', '(0, 1]']),
-        ([RUN, '--max_tokens=0'], ['--max_tokens=0', 'positive']),
-        (['--prompt=x'], ['--workdir: missing']),
+        ('--workdir=taken', ['no finished checkpoint', 'launch.train']),
+        ('--prompt=x', ['--workdir: missing']),
+    ],
+    'generate --workdir=run': [
+        ('--prompt=abc --max_tokens=29', ['29 to generate', 'data.sequence_length=32', 'by 1']),
+        ('--routing=top_c', ["routing='top_c'", 'later tokens']),
+        ('--max_tokens=0', ['--max_tokens=0', 'positive']),
+    ],
+    'inspect --workdir=run --out=no': [
+        ('--text=other/empty.py', ['empty.py: is empty']),
+        ('--text=', ['--text=: is empty']),
+        ('--text=gone.py', ['gone.py: no such file', '--text=-']),
+        ('--text=.', ['is a directory']),
+        ("'--text=a b' --routing=aux_loss", ["'aux_loss'"]),
     ],
     'inspect': [
-        ([RUN, '--text={}/other/empty.py', '--out={}/no'], ['/empty.py: is empty']),
-        ([RUN, '--text=', '--out={}/no'], ['--text=: is empty']),
-        ([RUN, '--text={}/gone.py', '--out={}/no'], ['/gone.py: no such file', '--text=-']),
-        ([RUN, '--text={}', '--out={}/no'], ['is a directory']),
-        ([RUN, '--text=a b', '--out={}/text/0.txt'], ['0.txt: is a file']),
-        ([RUN, '--text=a b', '--out={}/taken'], ['/taken: is the directory of a run']),
-        ([RUN, '--text=a b', '--out={}/no', '--routing=aux_loss'], ["'aux_loss'"]),
-        (['--workdir={}', '--text=a b', '--out={}/no'], ['--workdir=', 'config.json']),
+        ("--workdir=run '--text=a b' --out=text/0.txt", ['0.txt: is a file']),
+        ("--workdir=run '--text=a b' --out=taken", ['taken: is the directory of a run']),
+        ("--workdir=. '--text=a b' --out=no", ['--workdir=', 'config.json']),
     ],
-    'prepare': [
-        # Its directory keeps a lock, and finished parts.
+    'prepare --input=other/windows.jsonl': [  # its directory keeps a lock, and finished parts
         (
-            [ROWS, '--output={}/cache/a', '--tokenizer=none.json'],
+            '--output=cache/a --tokenizer=none.json',
             ['none.json: none.json: no such tokenizer'],
         ),
         (
-            [ROWS, '--output={}/cache/b', '--processes=1'],
+            '--output=cache/b --processes=1',
             ["windows.jsonl, line 1: no field 'text'", 'set --text_field to one'],
         ),
         (
-            [ROWS, '--output={}/cache/c', '--tokenizer=bpe:many'],
+            '--output=cache/c --tokenizer=bpe:many',
             ['--tokenizer=bpe:many: must be bpe:N'],
         ),
         (
-            [ROWS, '--output={}/cache/d', '--held_out_fraction=1'],
+            '--output=cache/d --held_out_fraction=1',
             ['fraction=1.0: must lie between 0 and 1'],
         ),
     ],
     'convert': [
-        ([], ['--workdir and one of', 'nothing was given']),
-        (['--from_hf=gone', '--to_hf=x', '--workdir=y'], ['--from_hf, --to_hf was']),
-        (['--from_workdir={}/run', '--workdir={}/new'], ['needs --config=', 'run/config.json']),
-        (['--from_hf={}/hf', RUN], ['/run: holds', 'new or empty']),
-        ([*HUGGING_FACE, '--dtype=float32'], ['belongs to --to_hf']),
-        ([*HUGGING_FACE, '--config.model.d_model=32'], ['d_model=32: is 16 in', 'leave it out']),
+        ('', ['--workdir and one of', 'nothing was given']),
+        ('--from_hf=gone --to_hf=x --workdir=y', ['--from_hf, --to_hf was']),
+        ('--from_workdir=run --workdir=new', ['needs --config=', 'run/config.json']),
+        ('--from_hf=hf --workdir=run', ['run: holds', 'new or empty']),
+        ('--from_hf=vocab --workdir=new', ['vocab/vocab.json', 'save it as tokenizer.json']),
+        ('--from_hf=small --workdir=new', ['has ids up to 261', 'model has 250']),
         (
-            [*HUGGING_FACE, '--config.model.routing.router=learned'],
-            ['comes in dense; --from_workdir adds routing'],
-        ),
-        (
-            ['--from_hf={}/vocab', '--workdir={}/new'],
-            ['vocab/vocab.json', 'save it as tokenizer.json'],
-        ),
-        (
-            ['--from_hf={}/small', '--workdir={}/new'],
-            ['has ids up to 261', 'model has 250'],
-        ),
-        (
-            [
-                '--from_workdir={}/dense',
-                '--workdir={}/new',
-                '--config={}/dense/config.json',
-                '--config.model.d_ff=32',
-            ],
+            '--from_workdir=dense --workdir=new --config=dense/config.json --config.model.d_ff=32',
             ['model.d_ff=32: is 64 in the run that is converted'],
         ),
-        (['--from_hf=meta/Llama', '--workdir={}/new'], ['holds no config.json']),
-        ([RUN, '--to_hf={}/no'], ['router=', 'has no routed blocks']),
+        ('--from_hf=meta/Llama --workdir=new', ['holds no config.json']),
+        ('--workdir=run --to_hf=no', ['router=', 'has no routed blocks']),
     ],
-    'isoflop': [
-        ([*STUDY, '--budgets=1e3'], ['dense at size 2x64: flop_budget=1000: pays for no']),
-        ([*STUDY, '--budgets=1e9', '--steps=5'], ['(training FLOPs) or --steps, not both']),
-        ([*STUDY, '--budgets=few'], ['--budgets=few: must be numbers']),
-        ([*STUDY, '--budgets=1e9', '--shard=2/2'], ['--shard=2/2']),
+    'convert --from_hf=hf --workdir=new': [
+        ('--dtype=float32', ['belongs to --to_hf']),
+        ('--config.model.d_model=32', ['d_model=32: is 16 in', 'leave it out']),
+        ('--config.model.routing.router=learned', ['comes in dense; --from_workdir adds routing']),
+    ],
+    'isoflop --config=configs/study.py --workdir=new --sizes=2x64': [
+        ('--budgets=1e3', ['dense at size 2x64: flop_budget=1000: pays for no']),
+        ('--budgets=1e9 --steps=5', ['(training FLOPs) or --steps, not both']),
+        ('--budgets=few', ['--budgets=few: must be numbers']),
+        ('--budgets=1e9 --shard=2/2', ['--shard=2/2']),
     ],
     'claims': [
-        (['--workdir={}/nothing'], ['no study.json in it, nor 2 levels down']),
-        (
-            ['--workdir={}/study', '--page={}/page.md'],
-            ['page without its markers: must hold <!-- claims:'],
-        ),
+        ('--workdir=nothing', ['no study.json in it, nor 2 levels down']),
+        ('--workdir=study --page=page.md', ['page without its markers: must hold <!-- claims:']),
     ],
     'gpu': [
-        (['--out={}/no', '--cases=right/mosaic_gup'], ['--cases=right/mosaic_gup', '--list']),
-        (['--out={}/no', '--inject=crush:x'], ['--inject=crush:x', 'crash:CASE']),
-        (
-            ['--out={}/no', '--inject=wrong:machine/ceilings'],
-            ['machine/ceilings', 'can be wrong'],
-        ),
-        (['--report'], ['--out=DIR']),
+        ('--out=no --cases=right/mosaic_gup', ['--cases=right/mosaic_gup', '--list']),
+        ('--out=no --inject=crush:x', ['--inject=crush:x', 'crash:CASE']),
+        ('--out=no --inject=wrong:machine/ceilings', ['machine/ceilings', 'can be wrong']),
+        ('--report', ['--out=DIR']),
     ],
     'bench': [
-        ([], ['no benchmark', 'step, decode, depth, experts, attention']),
-        (['dekode'], ['dekode', 'step, decode, depth, experts, attention']),
-        (['experts', '--shapes=64x32x16x4x5'], ['--shapes=64x32x16x4x5', 'five numbers', 'last']),
-        (['experts', '--size=6x128'], ['--size', 'experts has no use']),
-        (['decode', '--batches=0'], ['--batches=0', 'numbers']),
-        (['decode', '--size=2x64', '--kv_heads=3'], ['3', 'divide']),
-        (['decode', '--size=2x64', '--context=64', '--prompt=100'], ['--prompt=100', '64']),
-        (['decode', '--repeats=0'], ['--repeats=0']),
-        (
-            ['decode', '--size=2x64', '--context=64', '--prompt=8', '--repeats=90'],
-            ['--repeats=90', '64'],
-        ),
-        (['depth', '--depths=8,deep'], ['--depths=8,deep', 'numbers']),
-        (['depth', '--depths='], ['--depths=', 'numbers']),
-        (['depth', '--unrolled_up_to=-1'], ['--unrolled_up_to=-1']),
-        (['depth', '--size=16x100'], ['16x100', 'multiple of 64']),
-        (['depth', '--size=2x128', '--kv_heads=3'], ['3', 'divide']),
-        (['depth', '--tokens=64'], ['--tokens', 'is of step', 'depth']),
-        (['step', '--kv_heads=2'], ['--kv_heads', 'needs --variants']),
-        (['step', '--size=124m'], ['--size=124m', 'needs --variants']),
-        (['step', '--variants=mode,dense'], ['--variants=mode,dense', 'begin with dense']),
-        (['step', '--variants=dense,mood'], ['--variants=mood', 'both', 'mode']),
-        (['step', '--batches=8'], ['--batches', 'is of decode', 'step']),
-        (['attention', '--implementations=cudn'], ['--implementations=cudn', 'cudnn']),
-        (['attention', '--heads=6', '--kv_heads=4'], ['--kv_heads=4', '--heads=6']),
-        (['attention', '--size=6x128'], ['--size', 'attention has no use']),
+        ('', ['no benchmark', 'step, decode, depth, experts, attention']),
+        ('dekode', ['dekode', 'step, decode, depth, experts, attention']),
+        ('experts --shapes=64x32x16x4x5', ['--shapes=64x32x16x4x5', 'five numbers', 'last']),
+        ('experts --size=6x128', ['--size', 'experts has no use']),
+        ('decode --batches=0', ['--batches=0', 'numbers']),
+        ('decode --size=2x64 --kv_heads=3', ['3', 'divide']),
+        ('decode --size=2x64 --context=64 --prompt=100', ['--prompt=100', '64']),
+        ('decode --repeats=0', ['--repeats=0']),
+        ('decode --size=2x64 --context=64 --prompt=8 --repeats=90', ['--repeats=90', '64']),
+        ('depth --depths=8,deep', ['--depths=8,deep', 'numbers']),
+        ('depth --depths=', ['--depths=', 'numbers']),
+        ('depth --unrolled_up_to=-1', ['--unrolled_up_to=-1']),
+        ('depth --size=16x100', ['16x100', 'multiple of 64']),
+        ('depth --size=2x128 --kv_heads=3', ['3', 'divide']),
+        ('depth --tokens=64', ['--tokens', 'is of step', 'depth']),
+        ('step --kv_heads=2', ['--kv_heads', 'needs --variants']),
+        ('step --size=124m', ['--size=124m', 'needs --variants']),
+        ('step --variants=mode,dense', ['--variants=mode,dense', 'begin with dense']),
+        ('step --variants=dense,mood', ['--variants=mood', 'both', 'mode']),
+        ('step --batches=8', ['--batches', 'is of decode', 'step']),
+        ('attention --implementations=cudn', ['--implementations=cudn', 'cudnn']),
+        ('attention --heads=6 --kv_heads=4', ['--kv_heads=4', '--heads=6']),
+        ('attention --size=6x128', ['--size', 'attention has no use']),
     ],
-    'backends': [(['tinny'], ['tinny: must be one of base, dense_700m'])],
+    'backends': [
+        ('tinny', ['tinny: must be one of base, dense_700m']),
+    ],
 }
-
 # These import a library that takes seconds, and run with the slow tests.
 SLOW = {
-    'lm_eval': [
-        (
-            [RUN, '--tasks=hellaswagg'],
-            ["'hellaswagg'", 'group or tag', 'did you mean hellaswag?'],
-        ),
-        ([RUN, '--tasks=toy_choice', '--routing=top_c'], ['top_c', 'later']),
-        ([RUN, '--tasks=toy_choice', '--limit=0'], ['--limit=0', 'above 0']),
-        ([RUN], ['--tasks: missing']),
+    'lm_eval --workdir=run': [
+        ('--tasks=hellaswagg', ["'hellaswagg'", 'group or tag', 'did you mean hellaswag?']),
+        ('--tasks=toy_choice --routing=top_c', ['top_c', 'later']),
+        ('--tasks=toy_choice --limit=0', ['--limit=0', 'above 0']),
+        ('', ['--tasks: missing']),
     ],
 }
+
+# Of a toy command that all commands behave as: flags, --config, overrides, files in the folder {}.
+TOY = {
+    '': [
+        (
+            '--config.seed=1 --config=configs/base.py',
+            ['--config.seed=1:', '--config=FILE.py first'],
+        ),
+        ('', ['--config: missing', 'configs/base.py']),
+        ('--config.seed=1', ['--config.seed=1:', '--config=FILE.py']),
+        ('--config=configs/bsae.py', ['configs/bsae.py:', 'mean configs/base.py?']),
+        ('--config=configs/', ['--config=configs/:', 'no such Python file']),
+        ('--config=configs/base.py:4', ['configs/base.py:4:', 'no text after the colon']),
+        ('--config={}/text.py', ['text.py:', 'FILE.py:TEXT']),
+        ('--config={}/text.py:x', ['text.py:x:', "'x'"]),
+        ('--config={}/lacks.py', ['lacks.py:', 'no get_config()']),
+        ('--config={}/returns.py', ['returns.py:', 'returned dict', 'ConfigDict']),
+        ('--config={}/refuses.py', ['refuses.py:', 'flop_budget=-1: must be 0 or more']),
+        ('--config={}/syntax.py', ['syntax.py:', 'line 1']),
+        ('--config={}/mistyped.py', ['mistyped.py:4: modle: no such knob', 'mean model?']),
+        ('--config={}/ill_typed.py', ['ill_typed.py:4: num_layers=three: must be int, not str']),
+        ('--config={}/buggy.py', ['buggy.py:2: ZeroDivisionError: division by zero']),
+        ('--config={}/imports.py', ['imports.py:1: ', 'no_such_module']),
+        ('--config={}/unset.py', ['unset.py: ', 'required']),
+        ('--config={}/unreadable.py', ['/no/such/words: No such file']),
+    ],
+    '--config=configs/base.py': [
+        ('--config.model.experts.n_group=4', ['experts.n_group=4:', 'group', 'not built']),
+        ('--config.model.num_layer=3', ['num_layer=3:', '--config.model.num_layers?']),
+        ('--config.model.num_layer 3', ['num_layer=3:', '--config.model.num_layers?']),
+        ('--config.modle.d_ff=3', ['--config.modle.d_ff=3:', '--config.model.d_ff?']),
+        ('--config.capacity=1', ['--config.capacity=1:', 'config.model.routing.capacity?']),
+        ('--noconfig.model.use_bais', ['use_bais:', '--config.model.use_bias?']),
+        ('--config.data.zzz=1', ['config.data.zzz=1:', 'batch_size', 'tokenizer']),
+        ('--config.zzz=1', ['config.zzz=1:', 'flop_budget', 'optimizer']),
+        ('--config.model=1', ['--config.model=1:', 'group', '--config.model.']),
+        ('--config.model.num_layers=x', ['num_layers=x:', 'must be an integer']),
+        ('--config.model.num_layers=3.5', ['num_layers=3.5:', 'must be an integer']),
+        ('--config.optimizer.b1=x', ['--config.optimizer.b1=x:', 'must be a number']),
+        ('--config.model.use_bias=2', ['use_bias=2:', 'must be true or false']),
+        ('--config.model.use_bias true', ['true:', '--config.model.use_bias=']),
+        ("'--config.model.windows=(1,'", ['windows=(1,:', "'(256, 0)'"]),
+        ('--config.model.num_layers', ['num_layers: missing value', '=VALUE']),
+        ('--config=configs/base.py', ['--config=configs/base.py:', 'twice']),
+        ('--workdri=x', ['--workdri=x:', '--workdir?']),
+        ('--workdri x', ['--workdri:', '--workdir?']),
+        ('--model.num_layers=3', ['--model.num_layers=3:', '--config.model.num_layers?']),
+        ('--zzz', ['--zzz:', '--max_tokens, ', '--workdir']),
+        ('--max_tokens=many', ['--max_tokens=many:', 'must be an integer']),
+        ('--routing=top', ['--routing=top:', 'top_c, dense']),
+        ('stray', ['stray:', '--help']),
+        ('--flagfile=/no/such/flags', ['/no/such/flags']),
+        ("'--act=bad value'", ['model.num_layers=0: must be 1 or more']),
+        ("'--act=no file'", ['/no/such/file: No such file']),
+        ('--act=forbidden', ['/locked/file: Permission denied']),
+        ('--print_config --config.seed=-1', ['seed=-1:', 'must lie in [0, 2**32)']),
+    ],
+}
+
+
+def snapshot(folder: pathlib.Path) -> dict:
+    """Every path below, with its bytes and the time of its last change, except a cache."""
+    return {
+        path: (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else None)
+        for path in [folder, *folder.rglob('*')]
+        if not path.is_relative_to(folder / 'cache')
+    }
 
 
 def make_folder(folder, tiny_config):
     """Texts, runs and checkpoints that the command lines name; most are bad in one way."""
-    for name in ('nothing', 'text', 'other', 'study'):
+    for name in ('nothing', 'other', 'study'):
         (folder / name).mkdir()
-    words, draw = ['to ', 'be, ', 'or ', 'not\n'], random.Random(0)
-    texts = [''.join(draw.choice(words) for _ in range(400)) for _ in range(6)]
-    for i, text in enumerate(texts):
-        (folder / 'text' / f'{i}.txt').write_text(text)
+    texts = write_words(folder / 'text')
     (folder / 'text' / 'empty1.txt').touch()
     (folder / 'text' / 'short.txt').write_text('too short')
     (folder / 'text' / 'bad.parquet').write_bytes(b'PAR1 and then nothing of the kind')
@@ -271,7 +258,7 @@ def make_folder(folder, tiny_config):
     (folder / 'page.md').write_text('# mine\n')
     shutil.copy(ROOT / 'results/cpu/study/study.json', folder / 'study')
     _make_runs(folder, tiny_config)
-    _make_hugging_face(folder, [text.encode() for text in texts])
+    _make_hugging_face(folder, texts)
 
 
 def _make_runs(folder, tiny_config):

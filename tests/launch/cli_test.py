@@ -54,33 +54,24 @@ def test_flags_and_overrides_reach_main(toy):
 
 def test_a_bug_has_its_traceback(toy):
     """An exception that is no user's mistake has it, as any has with --traceback."""
-    bug, config, value = toy(
-        [BASE, '--act=bug'],
-        ['--config={}/buggy.py', '--traceback'],
-        [BASE, '--act=bad value', '--traceback'],
-    )
-    assert bug.status == 1 and config.status == value.status == 2
-    for done, last in (
-        (bug, 'RuntimeError: a bug'),
-        (config, 'error: --config='),
-        (value, 'error: model.num_layers=0: must be 1 or more'),
-    ):
-        assert 'Traceback' in done.stderr and done.stderr.splitlines()[-1].startswith(last)
-
-
-def test_an_int_from_main_is_the_exit_status(toy):
-    (done,) = toy([BASE, '--act=status'])
-    assert done.status == 3
+    cases = [
+        ([BASE, '--act=bug'], 1, 'RuntimeError: a bug'),
+        (['--config={}/buggy.py', '--traceback'], 2, 'error: --config='),
+        ([BASE, '--act=bad value', '--traceback'], 2, 'error: model.num_layers=0: must be 1'),
+    ]
+    *found, last = toy(*(line for line, _, _ in cases), [BASE, '--act=status'])
+    for (_, status, error), done in zip(cases, found, strict=True):
+        assert done.status == status and 'Traceback' in done.stderr
+        assert done.stderr.splitlines()[-1].startswith(error)
+    assert (last.status, last.stderr) == (3, '')
 
 
 def test_interrupt_is_one_line(folder):
-    """Ctrl-C ends a command with status 130 and one line."""
     line = [sys.executable, folder / 'toy.py', BASE, '--act=wait']
-    env = {**os.environ, 'PYTHONPATH': str(ROOT)}
-    pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, 'text': True}
+    pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, 'text': True, 'cwd': ROOT}
     # If the tests themselves ignore SIGINT, as background jobs of a shell do, a child would too.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    with subprocess.Popen(line, cwd=ROOT, env=env, **pipes) as process:
+    with subprocess.Popen(line, env=os.environ | {'PYTHONPATH': str(ROOT)}, **pipes) as process:
         signal.signal(signal.SIGINT, before)
         assert process.stdout.readline() == 'waiting\n'
         process.send_signal(signal.SIGINT)
@@ -100,19 +91,16 @@ def test_help_shows_the_docstring_and_own_flags(toy):
 
 
 def test_print_config_is_the_resolved_config(toy):
-    """As JSON, with the overrides; main does not run."""
     (done,) = toy([BASE, '--print_config', '--config.flop_budget=1e12', '--act=bug'])
     assert (done.status, done.stderr) == (0, '')
     printed = json.loads(done.stdout)
-    assert printed['flop_budget'] == 1e12
-    assert printed['model']['num_layers'] == 6
+    assert (printed['flop_budget'], printed['model']['num_layers']) == (1e12, 6)
 
 
 @pytest.mark.parametrize(
     ('devices', 'nproc', 'expected'), [(1, '', 'None'), (4, '', '8'), (4, '3', '3')]
 )
 def test_fake_devices_get_two_threads_each(toy, devices, nproc, expected, monkeypatch):
-    """NPROC is twice the number of fake devices before main, unless it was set."""
     monkeypatch.delenv('NPROC', raising=False)
     environment = {'NPROC': nproc} if nproc else {}
     flags = f'--xla_force_host_platform_device_count={devices}'

@@ -11,6 +11,7 @@ from configs import base
 from launch import config_file
 from moddepth_jax.hparams import from_config
 from moddepth_jax.training.run_dir import open_workdir
+from tests.launch.toy_command import CHANGED
 
 
 def stored(tmp_path, config):
@@ -58,15 +59,7 @@ def test_auto_is_resolved_again_after_changes(tiny_config, tmp_path):
     )
 
 
-def test_an_explicit_choice_is_kept(tiny_config, tmp_path):
-    """A value that `auto` would not have resolved to stays."""
-    changes = {'model.routing.router': 'learned', 'model.routing.gate': 'tanh'}
-    config = config_file.load(stored(tmp_path, tiny_config(**changes))[0])
-    assert (config.model.routing.gate, config.model.routing.causal_rule) == ('tanh', 'auto')
-
-
 def test_a_bad_config_json_is_one_line(tiny_config, tmp_path):
-    """Another name, no such file, another schema, an unknown knob."""
     path, _ = stored(tmp_path, tiny_config())
     content = json.loads(pathlib.Path(path).read_text())
     for name, text, words in (
@@ -90,7 +83,5 @@ def test_configs_of_the_package_are_found_from_anywhere(tmp_path, monkeypatch):
     with pytest.raises(flags.Error, match='configs/tyni.py: no such Python file'):
         config_file.load('configs/tyni.py')
     (tmp_path / 'configs').mkdir()
-    own = 'from configs import base\ndef get_config():\n    config = base.get_config()\n'
-    own += '    config.model.num_layers = 77\n    return config\n'
-    (tmp_path / 'configs' / 'tiny.py').write_text(own)
+    (tmp_path / 'configs' / 'tiny.py').write_text(CHANGED.format('config.model.num_layers = 77'))
     assert config_file.load('configs/tiny.py').model.num_layers == 77

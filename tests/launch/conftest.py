@@ -3,13 +3,13 @@
 import fcntl
 import json
 import os
-import random
 
 import jax
 import pytest
 
 from moddepth_jax.hparams import from_config
 from moddepth_jax.training import loop
+from tests.launch.commands import write_words
 
 
 @pytest.fixture(scope='session')
@@ -33,11 +33,8 @@ def trained(tiny_config, tmp_path_factory):
 
 
 def _train(tiny_config, folder):
-    words, draw = ['to ', 'be, ', 'or ', 'not\n'], random.Random(0)
-    (folder / 'other').mkdir(parents=True)
-    for i in range(6):
-        text = ''.join(draw.choice(words) for _ in range(400))
-        (folder / f'{i}.txt').write_text(text)
+    write_words(folder)
+    (folder / 'other').mkdir()
     (folder / 'other' / 'short.txt').write_text('short')
     (folder / 'other' / 'windows.jsonl').write_text(
         ''.join(json.dumps({'body': 'to be or not ' * 5}) + '\n' for _ in range(4))

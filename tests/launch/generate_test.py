@@ -1,23 +1,17 @@
 """launch.generate prints the text that the library writes: at once and in whole characters."""
 
-import dataclasses
 import os
 import re
-import shutil
 import subprocess
 import sys
 
-import jax
 import pytest
 
 from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer
 from moddepth_jax.inference.generate import generate
-from moddepth_jax.training.checkpoint import Checkpoints
 from moddepth_jax.training.progress import printable
 from moddepth_jax.training.saved_run import load_run
 from tests.forked_commands import ROOT, run_commands
-
-# As the commands are compiled, so that both draw from the same bits.
 
 
 @pytest.fixture(scope='module')
@@ -26,7 +20,6 @@ def run(trained):
 
 
 def written(run, prompts, num_tokens, **how):
-    """The Generation of the library, and the text of each row as a terminal may have it."""
     tokenizer = make_tokenizer('bytes')
     prompts = [[tokenizer.separator, *prompt.encode()] for prompt in prompts]
     result = generate(
@@ -37,11 +30,7 @@ def written(run, prompts, num_tokens, **how):
 
 
 def test_one_text_is_printed_while_it_grows(trained, hasty, run):
-    """Prompt and text appear before the end, in whole characters, and are those of the library.
-
-    Bytes that are no character show as one; control characters are left out; the last line ends.
-    The line on stderr says how much was written and how fast.
-    """
+    """Prompt and text appear before the end, in whole characters, and are those of the library."""
     line = [sys.executable, '-m', 'launch.generate', f'--workdir={trained}/run', '--prompt=né ']
     line += ['--max_tokens=25', '--seed=7', '--temperature=300']
     pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, 'bufsize': 0}
@@ -61,7 +50,6 @@ def test_one_text_is_printed_while_it_grows(trained, hasty, run):
 
 @pytest.mark.slow
 def test_several_texts_are_printed_under_headings(trained, hasty, run):
-    """Each sample of each prompt stands below a line that says which it is, in order."""
     how = {'seed': 6, 'num_samples': 16, 'temperature': 300.0, 'top_p': 0.999}
     line = ['generate', f'--workdir={trained}/run', '--prompt=a', '--prompt=bcd', '--max_tokens=28']
     line += [f'--{name}={value}' for name, value in how.items()]
@@ -73,23 +61,3 @@ def test_several_texts_are_printed_under_headings(trained, hasty, run):
     assert len(set(texts)) == 32 and 0 < sum(result.stopped) < 32
     assert f', {sum(result.stopped)} of 32 ended by itself' in done.stderr
     assert done.stderr.count('\n') == 1
-
-
-@pytest.mark.slow
-def test_without_a_prompt_a_new_document_fills_the_context(trained, hasty, run, tmp_path):
-    """The default length fits the context; tokens that full caches dropped are reported.
-
-    The threshold rule of this run selects every token, and its caches hold only some of them.
-    """
-    state = run.state.replace(averages=jax.tree.map(lambda leaf: leaf - 1e6, run.state.averages))
-    shutil.copytree(trained / 'run', tmp_path / 'run', ignore=shutil.ignore_patterns('checkpoints'))
-    with Checkpoints(tmp_path / 'run' / 'checkpoints', keep=1) as checkpoints:
-        checkpoints.save(4, state, {'num_steps': 4, 'fingerprint': {}})
-    line = ['generate', '--workdir=run', '--temperature=0', '--routing=threshold']
-    (done,) = run_commands([line], tmp_path, ['moddepth_jax.training.saved_run'], **hasty)
-    assert done.status == 0, done.stderr
-    length, changed = run.hparams.data.sequence_length, dataclasses.replace(run, state=state)
-    how = {'temperature': 0.0, 'routing': 'threshold'}
-    result, (text,) = written(changed, [''], length - 1, **how)
-    assert done.stdout == text + '\n' * (not text.endswith('\n'))
-    assert result.dropped > 0 and all(note in done.stderr for note in result.notes)

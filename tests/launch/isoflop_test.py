@@ -1,7 +1,6 @@
 """launch.isoflop: the configs of a study's runs, what it refuses, and a study that is killed."""
 
 import os
-import pathlib
 import re
 import subprocess
 import sys
@@ -15,8 +14,9 @@ from moddepth_jax.hparams import from_config
 from moddepth_jax.training.run_dir import WorkdirLock
 from moddepth_jax.training.summary import num_parameters
 from moddepth_jax.training.train_step import init_state
+from tests.forked_commands import ROOT
+from tests.launch.commands import call, wait_for
 
-ROOT = pathlib.Path(__file__).parents[2]
 FLAGS = [
     '--budgets=1e9,2e9',
     '--sizes=2x64',
@@ -27,35 +27,6 @@ FLAGS = [
     '--config.evaluation.final_batches=2',
     '--config.report.sample_tokens=8',
 ]
-
-
-def isoflop(*arguments, **environment):
-    command = [sys.executable, '-m', 'launch.isoflop', '--config=configs/study.py', *arguments]
-    return subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=os.environ | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-@pytest.mark.parametrize(
-    'arguments, message',
-    [
-        (['--sizes=2x64', '--budgets=1e3'], 'dense at size 2x64: flop_budget=1000: pays for no'),
-        (['--sizes=2x64', '--budgets=1e9', '--steps=5'], '(training FLOPs) or --steps'),
-        (['--sizes=2x64', '--budgets=few'], '--budgets=few: must be numbers'),
-        (['--sizes=2x64', '--budgets=1e9', '--shard=2/2'], '--shard=2/2'),
-    ],
-)
-def test_bad_flags_are_refused_in_one_line(tmp_path, arguments, message):
-    process = isoflop(f'--workdir={tmp_path}/new', *arguments)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 2
-    assert message in errors and errors.count('\n') == 1
-    assert not (tmp_path / 'new').exists()
 
 
 @pytest.mark.parametrize(
@@ -78,7 +49,6 @@ def test_configs_that_no_study_can_use_are_refused_in_one_line(
 
 
 def flags_of(target):
-    """The flags of launch.isoflop in a target of the Makefile."""
     command = ['make', '-n', target, 'VENV_PYTHON=python3']
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     recipe = shown.replace('\\\n', ' ').split('-m launch.isoflop', 1)[1].split('\n')[0]
@@ -123,14 +93,6 @@ def test_the_wider_model_has_as_many_parameters_as_moda():
     assert abs(wider - moda) < 0.002 * moda and dense < 0.95 * moda
 
 
-def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path):
-    process = isoflop(*FLAGS, f'--workdir={tmp_path}/new', '--dry_run')
-    shown, errors = process.communicate(timeout=120)
-    assert process.returncode == 0 and not errors
-    assert 'budget    1e+09 flops: up to 2 runs' in shown and 'time      about' in shown
-    assert not (tmp_path / 'new').exists()
-
-
 def wait_until_unlocked(run):
     while True:
         try:
@@ -142,22 +104,24 @@ def wait_until_unlocked(run):
 @pytest.mark.slow
 def test_a_killed_study_resumes_and_ends_with_the_same_bytes(tmp_path):
     """Really trained, by two processes, which stop after the one that started them is killed."""
-    flags = [*FLAGS, '--processes=2']
-    uninterrupted = isoflop(*flags, f'--workdir={tmp_path}/uninterrupted', NPROC='1')
-    shown, errors = uninterrupted.communicate(timeout=600)
-    assert uninterrupted.returncode == 0, shown + errors
-    killed = isoflop(*flags, f'--workdir={tmp_path}/killed', NPROC='1')
-    while not list((tmp_path / 'killed').glob('runs/*/summary.json')):
-        time.sleep(0.05)
-    killed.kill()
-    killed.communicate()
+    flags = ['--config=configs/study.py', *FLAGS, '--processes=2']
+    done = call('isoflop', *flags, f'--workdir={tmp_path}/uninterrupted', NPROC='1')
+    assert done.status == 0, done
+    command = [sys.executable, '-m', 'launch.isoflop', *flags, f'--workdir={tmp_path}/killed']
+    environment = os.environ | {
+        'NPROC': '1',
+        'XLA_FLAGS': '',
+        'JAX_DISABLE_MOST_OPTIMIZATIONS': '1',
+    }
+    with subprocess.Popen(command, cwd=ROOT, env=environment) as killed:
+        wait_for(lambda: list((tmp_path / 'killed').glob('runs/*/summary.json')), seconds=600)
+        killed.kill()
     assert not (tmp_path / 'killed' / 'study.json').exists()
     time.sleep(3)  # its children notice
     for run in (tmp_path / 'killed' / 'runs').iterdir():
         wait_until_unlocked(run)
-    again = isoflop(*flags, f'--workdir={tmp_path}/killed', NPROC='1')
-    shown, errors = again.communicate(timeout=600)
-    assert again.returncode == 0, shown + errors
+    done = call('isoflop', *flags, f'--workdir={tmp_path}/killed', NPROC='1')
+    assert done.status == 0, done
     for name in ('study.json', 'study.html', 'loss_by_parameters.svg'):
         content = [(tmp_path / place / name).read_bytes() for place in ('killed', 'uninterrupted')]
         assert content[0] == content[1], name

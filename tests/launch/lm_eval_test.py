@@ -1,41 +1,28 @@
 """launch.lm_eval prints a clean table, and keeps what was finished where a task has no data."""
 
-import functools
 import json
-import os
-import pathlib
 import subprocess
 import sys
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[2]
-TASKS = 'tests/launch/lm_eval_tasks'  # whose data are named from the root on
+from tests.forked_commands import ROOT
+from tests.launch.commands import call
+
+TASKS = '--include_path=tests/launch/lm_eval_tasks'  # whose data are named from the root on
 
 
 @pytest.fixture
 def lm_eval(trained, hasty, tmp_path):
-    """Runs the command on the trained run, without a network."""
-    return functools.partial(_run, trained / 'run', tmp_path, hasty)
-
-
-def _run(workdir, folder, hasty, *arguments, program=('-m', 'launch.lm_eval')):
-    environment = {**os.environ, **hasty, 'PYTHONPATH': str(ROOT), 'COLUMNS': '100'}
-    environment |= {'HF_HOME': str(folder / 'hf'), 'HF_HUB_OFFLINE': '1'}
-    arguments = [argument.format(folder) for argument in arguments]
-    command = [sys.executable, *program, '--workdir', str(workdir), *arguments]
-    pipes = {'capture_output': True, 'text': True, 'timeout': 120}
-    return subprocess.run(command, cwd=ROOT, env=environment, **pipes)
+    variables = hasty | {'HF_HOME': str(tmp_path / 'hf'), 'HF_HUB_OFFLINE': '1', 'COLUMNS': '100'}
+    return lambda *words: call('lm_eval', f'--workdir={trained}/run', TASKS, *words, **variables)
 
 
 def test_finished_tasks_are_kept(lm_eval, tmp_path):
-    """The second of two tasks has no data: status 2 and one line; the first is printed and saved.
-
-    No logs, warnings or progress bars of other libraries are printed.
-    """
-    arguments = [f'--include_path={TASKS}', '--json={}/out.json', '--batch_size=3', '--limit=3']
-    done = lm_eval('--tasks=toy_choice,toy_missing', *arguments)
-    assert done.returncode == 2
+    """The second of two tasks has no data: status 2, one line; the first is printed and saved."""
+    json_file = f'--json={tmp_path}/out.json'
+    done = lm_eval('--tasks=toy_choice,toy_missing', json_file, '--batch_size=3', '--limit=3')
+    assert done.status == 2
     assert done.stderr.startswith("error: task 'toy_missing': its data set"), done.stderr
     assert done.stderr.count('\n') == 1 and 'not_there.jsonl' in done.stderr
     report = json.loads((tmp_path / 'out.json').read_text())
@@ -52,21 +39,20 @@ def test_finished_tasks_are_kept(lm_eval, tmp_path):
     assert lines[0].endswith('run, step 4 of 4') and 'a trial, not a result' in lines[-1]
 
 
-def test_without_the_library_it_says_how_to_get_it(lm_eval):
-    """One line with the command that installs it, before anything is loaded."""
+def test_without_the_library_it_says_how_to_get_it():
     hide = "import runpy, sys; sys.modules['lm_eval'] = None; "
     run = "runpy.run_module('launch.lm_eval', run_name='__main__', alter_sys=True)"
-    done = lm_eval('--tasks=arc_easy', program=('-c', hide + run))
-    assert (done.returncode, done.stdout) == (2, '')
-    assert done.stderr.count('\n') == 1
+    line = [sys.executable, '-c', hide + run, '--workdir=none', '--tasks=arc_easy']
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr.count('\n')) == (2, '', 1)
     assert 'not installed' in done.stderr and "pip install 'moddepth-jax[lm_eval]'" in done.stderr
 
 
 @pytest.mark.slow
 def test_stdout_is_only_json(lm_eval):
     """With --json=-; a group has the mean of its tasks' metrics."""
-    done = lm_eval('--tasks=toy_group', f'--include_path={TASKS}', '--json=-')
-    assert (done.returncode, done.stderr) == (0, '')
+    done = lm_eval('--tasks=toy_group', '--json=-')
+    assert (done.status, done.stderr) == (0, '')
     report = json.loads(done.stdout)
     results = report['results']
     assert list(results) == ['toy_choice', 'toy_rolling'] and report['limit'] is None

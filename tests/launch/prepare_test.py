@@ -18,9 +18,8 @@ import time
 import pytest
 
 from moddepth_jax.data.token_store import open_store
-
-ROOT = pathlib.Path(__file__).parents[2]
-WAIT = 60  # seconds for what takes one or two
+from tests.forked_commands import ROOT
+from tests.launch.commands import is_running, wait_for
 
 
 def _command(folder, output, *flags):
@@ -37,28 +36,13 @@ def _messages(stderr):
     return [line for line in stderr.splitlines() if not line.endswith(' left')]
 
 
-def _until(condition, seconds=WAIT):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, 'it never happened'
-        time.sleep(0.005)
-
-
 def _parts(output):
     return len(list(output.glob('parts/*.part')))
 
 
 def _children(process):
-    """Process ids of its children."""
-    with open(f'/proc/{process.pid}/task/{process.pid}/children') as file:
-        return [int(word) for word in file.read().split()]
-
-
-def _is_running(pid):
-    with contextlib.suppress(OSError):
-        state = pathlib.Path(f'/proc/{pid}/stat').read_text().rsplit(')', 1)[1].split()[0]
-        return state != 'Z'
-    return False
+    children = pathlib.Path(f'/proc/{process.pid}/task/{process.pid}/children')
+    return [int(word) for word in children.read_text().split()]
 
 
 def _workers(process):
@@ -78,7 +62,7 @@ def _started(folder, output, *flags, parts=5):
     pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, 'text': True}
     with subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes) as process:
         try:
-            _until(lambda: _parts(output) >= parts or process.poll() is not None)
+            wait_for(lambda: _parts(output) >= parts or process.poll() is not None)
             assert process.poll() is None, process.communicate()
             yield process
         finally:
@@ -136,13 +120,10 @@ def test_the_summary_says_what_there_is_and_how_to_train_on_it(whole, tmp_path):
 
 
 def test_killed_and_started_again_it_ends_with_the_same_bytes(folder, whole, tmp_path):
-    """SIGKILL of a worker is reported in one line; that of the first process ends the others, too.
-
-    What they had written is kept, and the same command continues.
-    """
+    """SIGKILL of a worker is reported in one line; that of the first process ends the others."""
     with _started(folder, tmp_path / 'out', '--processes=2') as process:
         os.kill(_workers(process)[1], signal.SIGKILL)
-        error = process.communicate(timeout=WAIT)[1]
+        error = process.communicate(timeout=60)[1]
     assert process.returncode == 2
     (line,) = _messages(error)
     assert line.startswith('error: a process of the preparation was killed by signal 9')
@@ -153,7 +134,7 @@ def test_killed_and_started_again_it_ends_with_the_same_bytes(folder, whole, tmp
         assert len(_workers(process)) == 2
         process.kill()
         process.wait()
-        _until(lambda: not any(map(_is_running, children)))
+        wait_for(lambda: not any(map(is_running, children)))
     assert before + 5 <= _parts(tmp_path / 'out') < 400
     done = _run(folder, tmp_path / 'out', '--processes=2')
     assert done.returncode == 0, done.stderr
@@ -162,24 +143,17 @@ def test_killed_and_started_again_it_ends_with_the_same_bytes(folder, whole, tmp
     _same(tmp_path / 'out', whole)
 
 
-@pytest.fixture
-def heard():
-    """Started processes receive SIGINT, also if these tests run in a shell's background."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-def test_ctrl_c_ends_all_processes_in_one_line(folder, tmp_path, heard):
+def test_ctrl_c_ends_all_processes_in_one_line(folder, tmp_path):
     """SIGINT comes to the whole group, as from a terminal."""
+    # Started processes receive it also if these tests run in a shell's background.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with _started(folder, tmp_path / 'out', '--processes=2') as process:
-        children, start = _children(process), time.monotonic()
+        signal.signal(signal.SIGINT, before)
+        children = _children(process)
         os.killpg(process.pid, signal.SIGINT)
-        output, error = process.communicate(timeout=WAIT)
-        seconds = time.monotonic() - start
-        _until(lambda: not any(map(_is_running, children)))
+        output, error = process.communicate(timeout=10)  # alone a tenth of a second
+        wait_for(lambda: not any(map(is_running, children)))
     assert process.returncode == 130 and output == '' and _messages(error) == ['interrupted']
-    assert seconds < 10  # alone a tenth of one
 
 
 def test_two_at_once_are_refused(folder, tmp_path):
@@ -190,7 +164,7 @@ def test_two_at_once_are_refused(folder, tmp_path):
         assert second.returncode == 2 and second.stderr.count('\n') == 1
         assert f'in use by process {process.pid} on ' in second.stderr
         process.send_signal(signal.SIGCONT)
-        assert not _messages(process.communicate(timeout=WAIT)[1]) and process.returncode == 0
+        assert not _messages(process.communicate(timeout=60)[1]) and process.returncode == 0
 
 
 @pytest.mark.slow
@@ -243,12 +217,12 @@ def test_memory_is_flat_and_a_kill_costs_little(tmp_path):
     command += ['--tokenizer=bpe:1000', '--bpe_bytes=3000000']
     start = functools.partial(subprocess.Popen, command, cwd=ROOT, stdout=subprocess.DEVNULL)
     with start() as process:
-        _until(lambda: _parts(output) >= 12, seconds=600)
+        wait_for(lambda: _parts(output) >= 12, seconds=600)
         process.kill()
     kept = {path: path.stat().st_mtime_ns for path in output.glob('parts/*.part')}
     peak = 0
     with start() as process:
-        _until(lambda: _parts(output) > len(kept), seconds=600)
+        wait_for(lambda: _parts(output) > len(kept), seconds=600)
         assert {path: path.stat().st_mtime_ns for path in kept} == kept
         while process.poll() is None:
             peak = max(peak, _resident(process))

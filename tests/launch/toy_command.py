@@ -49,42 +49,32 @@ if __name__ == '__main__':
     cli.run(main)
 '''
 
+CHANGED = """from configs import base
+def get_config(text=None):
+    config = base.get_config()
+    {}
+    return config
+"""
+PLACEHOLDER = """with config.ignore_type():
+        from ml_collections import config_dict
+        config.seed = config_dict.required_placeholder(int)"""
+
 CONFIGS = {
-    'text.py': 'from configs import base\n'
-    'def get_config(text):\n'
-    '    config = base.get_config()\n'
-    '    config.model.num_layers = int(text)\n'
-    '    return config\n',
-    'refuses.py': 'def get_config():\n'
-    '    raise ValueError("flop_budget=-1:\\n must be 0 or more")\n',
+    'text.py': CHANGED.format('config.model.num_layers = int(text)').replace('=None', ''),
+    'mistyped.py': CHANGED.format('config.modle.num_layers = 3'),
+    'ill_typed.py': CHANGED.format('config.model.num_layers = "three"'),
+    'unset.py': CHANGED.format(PLACEHOLDER),
+    'refuses.py': CHANGED.format('raise ValueError("flop_budget=-1:\\n must be 0 or more")'),
     'lacks.py': 'def config():\n    return {}\n',
     'returns.py': 'def get_config():\n    return {"seed": 0}\n',
     'syntax.py': 'def get_config()\n    return 1\n',
     'unreadable.py': 'def get_config():\n    open("/no/such/words")\n',
-    'mistyped.py': 'from configs import base\n'
-    'def get_config():\n'
-    '    config = base.get_config()\n'
-    '    config.modle.num_layers = 3\n'
-    '    return config\n',
     'buggy.py': 'def get_config():\n    return 1 / 0\n',
     'imports.py': 'import no_such_module\n',
-    'ill_typed.py': 'from configs import base\n'
-    'def get_config():\n'
-    '    config = base.get_config()\n'
-    '    config.model.num_layers = "three"\n'
-    '    return config\n',
-    'unset.py': 'from configs import base\n'
-    'from ml_collections import config_dict\n'
-    'def get_config():\n'
-    '    config = base.get_config()\n'
-    '    with config.ignore_type():\n'
-    '        config.seed = config_dict.required_placeholder(int)\n'
-    '    return config\n',
 }
 
 
 def make_toy(folder: pathlib.Path) -> str:
-    """Writes the command and the config files; returns the path of the command."""
     (folder / 'toy.py').write_text(TOY)
     for name, text in CONFIGS.items():
         (folder / name).write_text(text)

@@ -1,4 +1,4 @@
-"""Nothing later, of another row or outside the window reaches a token, bit for bit."""
+"""Nothing later and nothing of another row reaches a token, bit for bit."""
 
 import jax
 import jax.numpy as jnp
@@ -10,17 +10,13 @@ from tests.model.cases import (
     BATCH,
     CASES,
     EXPERTS,
-    GROWS,
     LENGTH,
     OPTIMIZED,
     OTHER_BT,
-    SIZES,
     TIED,
     TOKENS_BT,
     build,
     parameters,
-    random_variables,
-    small_hparams,
 )
 
 CUT = 9
@@ -114,10 +110,7 @@ def test_top_c_looks_ahead(name, tiny_config):
         np.testing.assert_array_equal(records.experts.pairs_Z, np.full((3, 5), BATCH * taken))
 
 
-@pytest.mark.parametrize('name', parameters(('aux_loss', 'random', 'experts choose')))
-def test_rows_do_not_depend_on_each_other(name, tiny_config):
-    """Another sequence in the batch changes no bit of a row; where there are experts, rounding."""
-    model = build(tiny_config, name)
+def check_rows(model, name):
     logits_BTV, _ = model()
     for row in range(BATCH):
         others_B1 = np.arange(BATCH)[:, None] != row
@@ -130,25 +123,15 @@ def test_rows_do_not_depend_on_each_other(name, tiny_config):
             np.testing.assert_array_equal(changed(logits_BTV, other_BTV), expected_BT)
 
 
+@pytest.mark.parametrize('name', parameters(('aux_loss', 'random', 'experts choose')))
+def test_rows_do_not_depend_on_each_other(name, tiny_config):
+    """Another sequence in the batch changes no bit of a row; where there are experts, rounding."""
+    check_rows(build(tiny_config, name), name)
+
+
 def test_rows_do_not_depend_on_each_other_by_top_c(tiny_config):
     """Selected tokens are those of a row, and never of the batch."""
-    model = build(tiny_config, 'predictor', routing='top_c')
-    logits_BTV, _ = model()
-    others_B1 = np.arange(BATCH)[:, None] != 0
-    other_BTV, _ = model(np.where(others_B1, OTHER_BT, TOKENS_BT))
-    np.testing.assert_array_equal(changed(logits_BTV, other_BTV), np.tile(others_B1, LENGTH))
-
-
-def test_each_layer_has_its_window(tiny_config):
-    """One token's change reaches 2, then 4, then 3 places further, by the windows, and no more."""
-    hparams = small_hparams(tiny_config, SIZES, {'model.windows': (3, 5, 4)})
-    variables = random_variables(hparams, TOKENS_BT)
-    run = jax.jit(lambda tokens_BT: Transformer(hparams).apply(variables, tokens_BT)[0])
-    for place in (0, 6, 12):
-        distance = np.arange(LENGTH) - place
-        reached_T = (0 <= distance) & (distance <= 2 + 4 + 3)
-        found_BT = changed(run(TOKENS_BT), run(swapped([place])))
-        np.testing.assert_array_equal(found_BT, np.tile(reached_T, (BATCH, 1)))
+    check_rows(build(tiny_config, 'predictor', routing='top_c'), 'predictor')
 
 
 def test_a_cache_that_grows_changes_bits_by_its_size_alone(tiny_config):
@@ -156,7 +139,6 @@ def test_a_cache_that_grows_changes_bits_by_its_size_alone(tiny_config):
 
     Choices stay, logits stay within 1e-5 of their size, and every bit where no size changes.
     """
-    assert GROWS.items() <= CASES['aux_loss grows'][0].items()
     model = build(tiny_config, 'aux_loss grows')
     logits_BTV, records = model()
     fullest_R = records.routing.selected_BT.sum(2).max(1)

@@ -1,70 +1,48 @@
 """Cross-entropy equals its definition, and in chunks of tokens what it is of all at once."""
 
 import functools
-import json
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model import cross_entropy as module
 from moddepth_jax.model.cross_entropy import chunk_size, cross_entropy, token_losses
+from moddepth_jax.model.sharding import axis_names, spec
+from moddepth_jax.training.mesh import make_mesh
 from moddepth_jax.training.train_step import init_state, train_step
 from tests.devices import collectives, on_devices
+from tests.model.cases import equations
 
 B, T, D, V = 3, 37, 16, 53
 ALL_AT_ONCE = B * T
 
 
-@pytest.fixture
-def targets():
-    """Logits of 3 x 7 targets over 11 ids, some of the labels ignored."""
+def test_losses_are_those_of_float64():
+    """Each counted target costs log sum exp - its logit; an ignored one costs 0 and is not counted.
+
+    The log-partition, whose square is the z-loss, is exact too. Ignored targets get no gradient.
+    """
     random = np.random.default_rng(0)
     logits_BTV = random.normal(size=(3, 7, 11), scale=5).astype(np.float32)
     labels_BT = random.integers(0, 11, (3, 7)).astype(np.int32)
-    labels_BT[0, 3] = labels_BT[1, 6] = -100
-    labels_BT[2] = -100
-    return logits_BTV, labels_BT
-
-
-def log_partition(logits_BTV):
-    high_BT1 = logits_BTV.astype(np.float64).max(-1, keepdims=True)
-    return np.log(np.exp(logits_BTV - high_BT1).sum(-1)) + high_BT1[..., 0]
-
-
-def test_cross_entropy_is_that_of_float64(targets):
-    """Each counted target costs log sum exp - its logit; an ignored one costs 0 and is not counted.
-
-    The log-partition, whose square is the z-loss, is exact too.
-    """
-    logits_BTV, labels_BT = targets
+    labels_BT[0, 3] = labels_BT[1, 6] = labels_BT[2] = -100
     counted = labels_BT != -100
     picked_BT = np.take_along_axis(logits_BTV, np.maximum(labels_BT, 0)[..., None], -1)[..., 0]
-    expected_BT = np.where(counted, log_partition(logits_BTV) - picked_BT, 0)
-    nll_BT, log_z_BT, counted_BT = token_losses(logits_BTV, labels_BT)
-    np.testing.assert_allclose(nll_BT, expected_BT, rtol=1e-6, atol=1e-6)
-    np.testing.assert_allclose(log_z_BT, np.where(counted, log_partition(logits_BTV), 0), rtol=1e-6)
-    np.testing.assert_array_equal(counted_BT, counted)
-    assert nll_BT.dtype == counted_BT.dtype == jnp.float32
-    assert expected_BT.max() > 5 and not counted.all()
+    exact_BT = np.log(np.exp(logits_BTV.astype(np.float64)).sum(-1))
+    found, pull = jax.vjp(lambda logits_BTV: token_losses(logits_BTV, labels_BT), logits_BTV)
+    for got, exact in zip(found, (exact_BT - picked_BT, exact_BT, counted), strict=True):
+        assert got.dtype == jnp.float32
+        np.testing.assert_allclose(got, np.where(counted, exact, 0), rtol=1e-6, atol=1e-6)
+    for slopes in ((1, 0, 0), (0, 1, 0)):
+        (slope_BTV,) = pull(tuple(jnp.full((3, 7), slope, jnp.float32) for slope in slopes))
+        np.testing.assert_array_equal(np.abs(slope_BTV).max(-1) > 0, counted)
 
 
-def test_ignored_targets_get_no_gradient(targets):
-    """The gradient of the loss is 0 at the logits of a label -100, and not at the others."""
-    logits_BTV, labels_BT = targets
-
-    def total(logits_BTV):
-        nll_BT, log_z_BT, _ = token_losses(logits_BTV, labels_BT)
-        return jnp.sum(nll_BT) + jnp.sum(log_z_BT**2)
-
-    size_BT = np.abs(jax.grad(total)(logits_BTV)).max(-1)
-    np.testing.assert_array_equal(size_BT > 0, labels_BT != -100)
-
-
-def drawn(tied, dtype='float32'):
+def drawn(tied, dtype='float32', B=B, V=V):
     """x_BTD, the parameters of the head or of a tied table, and labels, some of them ignored."""
     random = np.random.default_rng(1)
     x_BTD = jnp.asarray(random.normal(size=(B, T, D)), dtype)
@@ -118,24 +96,17 @@ def test_chunks_of_bfloat16_are_as_exact_as_all_at_once():
 
 
 def test_large_logits_have_finite_losses():
-    """Logits of a thousand give the exact difference, not an overflow, in chunks too."""
-    x_BTD, matrix_DV = jnp.ones((1, 2, 1)), jnp.array([[1000.0, 996.0, -1000.0]])
-    labels_BT = jnp.array([[1, 1]])
+    """Logits of a thousand give the exact difference, not an overflow, in chunks too.
+
+    Ignored targets get gradients of exactly 0.
+    """
+    x_BTD, params = jnp.ones((1, 2, 1)), {'head': {'kernel': jnp.array([[1000.0, 996, -1000]])}}
     for chunk in (1, 2):
-        _, nll_BT, log_z_BT = cross_entropy(
-            x_BTD, {'head': {'kernel': matrix_DV}}, labels_BT, 0.0, chunk
-        )
+        (_, (_, nll_BT, log_z_BT)), _ = losses(x_BTD, params, jnp.array([[1, 1]]), 0.0, chunk)
         np.testing.assert_allclose(nll_BT, [[4 + np.log1p(np.exp(-4.0))] * 2], rtol=1e-5)
         np.testing.assert_allclose(log_z_BT, [[1000 + np.log1p(np.exp(-4.0))] * 2], rtol=1e-6)
-
-
-def test_large_logits_of_ignored_targets_do_not_spoil_gradients():
-    """They get exactly 0, where exp of the logits alone would overflow."""
-    x_BTD, params = jnp.full((1, 2, 1), 1000.0), {'head': {'kernel': jnp.ones((1, 3))}}
-    for chunk in (1, 2):
         _, gradients = losses(x_BTD, params, jnp.array([[-100, -100]]), 0.1, chunk)
-        for gradient in jax.tree.leaves(gradients):
-            np.testing.assert_array_equal(gradient, jnp.zeros_like(gradient))
+        assert not any(np.any(leaf) for leaf in jax.tree.leaves(gradients))
 
 
 def test_parts_of_the_total_carry_no_gradient():
@@ -160,25 +131,6 @@ def test_chunks_are_as_large_as_allowed_or_divide():
     assert chunk_size(4096, 668) == 512 and chunk_size(97, 50) == 49 and chunk_size(64, 100) == 64
 
 
-def test_default_chunks_hold_few_logits():
-    """Few logits come all at once, more in halves, many in chunks of at most 256 MiB."""
-    assert module._default_chunk(4096, 257) == 4096 == module._default_chunk(4096, 4096)
-    assert module._default_chunk(4096, 8192) == 2048
-    assert module._default_chunk(4096, 100278) == 2**28 // (4 * 100278)
-    assert module._default_chunk(4096, 10**9) == 1
-
-
-def largest(jaxpr):
-    """The number of elements of the largest array that a program computes."""
-    sizes = [var.aval.size for equation in jaxpr.eqns for var in equation.outvars]
-    inner = [
-        largest(sub)
-        for equation in jaxpr.eqns
-        for sub in jax.extend.core.jaxprs_in_params(equation.params)
-    ]
-    return max([0, *sizes, *inner])
-
-
 @pytest.mark.parametrize('tied', [False, True], ids=['head', 'tied'])
 def test_no_step_holds_the_logits_of_all_tokens(tied, tiny_config, monkeypatch):
     """A step over many ids computes no array of B x T x V, by the knob and by its default."""
@@ -190,8 +142,8 @@ def test_no_step_holds_the_logits_of_all_tokens(tied, tiny_config, monkeypatch):
         state = jax.eval_shape(functools.partial(init_state, hparams, 10))
         row = jax.ShapeDtypeStruct((rows, length), jnp.int32)
         batch = dict.fromkeys(('tokens_BT', 'labels_BT', 'segment_ids_BT'), row)
-        traced = jax.make_jaxpr(lambda *given: train_step(*given))(state, batch)
-        return largest(traced.jaxpr)
+        traced = equations(jax.make_jaxpr(lambda *given: train_step(*given))(state, batch).jaxpr)
+        return max(var.aval.size for equation in traced for var in equation.outvars)
 
     everything = rows * length * 2048
     assert largest_of_step() == everything  # small enough for one chunk
@@ -200,54 +152,35 @@ def test_no_step_holds_the_logits_of_all_tokens(tied, tiny_config, monkeypatch):
     assert largest_of_step() < everything / 4
 
 
-ON_DEVICES = """
-import json, sys
-import jax, numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
-from moddepth_jax.model.cross_entropy import cross_entropy
-from moddepth_jax.model.sharding import axis_names, spec
-from moddepth_jax.training.mesh import make_mesh
-
-found = []
-for layout, tied, rows, V, dtype in json.loads(sys.argv[1]):
-    draw = np.random.default_rng(0)
-    x = draw.normal(size=(rows, 12, 16)).astype(dtype)
-    path = 'embedding' if tied else 'head/kernel'
-    matrix = draw.normal(size=(V, 16) if tied else (16, V)).astype('float32')
-    params = {'embedding': matrix} if tied else {'head': {'kernel': matrix}}
-    labels = draw.integers(0, V, (rows, 12)).astype('int32')
-    labels[0, 3:6] = -100
-
-    def losses(x, params, labels, chunk):
-        def total(x, params):
-            total, *parts = cross_entropy(x, params, labels, 0.1, chunk)
-            return total / 7, (total, *parts)
-        return jax.value_and_grad(total, (0, 1), has_aux=True)(x, params)
-
-    alone = jax.jit(losses, static_argnums=3)(x, params, labels, x.size)
-    mesh = make_mesh(layout)
-    put = lambda leaf, *names: jax.device_put(
-        leaf, NamedSharding(mesh, spec(mesh, names, leaf.shape)))
-    given = (put(x, 'batch', None, None), jax.tree.map(
-        lambda leaf: put(leaf, *axis_names(path, 2)), params), put(labels, 'batch', None))
-    with jax.set_mesh(mesh):
-        compiled = jax.jit(losses, static_argnums=3).lower(*given, 5).compile()
-    several = compiled(*given)
-    pairs = zip(jax.tree.leaves(alone), jax.tree.leaves(several), strict=True)
-    worst = max(float(np.abs(np.float64(a) - np.float64(b)).max() / np.abs(np.float64(a)).max())
-                for a, b in pairs)
-    stored = jax.tree.leaves(given[1])[0].sharding
-    as_stored = jax.tree.leaves(several[1][1])[0].sharding.is_equivalent_to(stored, 2)
-    found.append({'worst': worst, 'as_stored': as_stored, 'text': compiled.as_text()})
-print(json.dumps(found))
-"""
 LAYOUTS = [
-    ('tensor=4', False, 4, 52, 'float32'),  # the ids split over all devices
-    ('data=2,tensor=2', True, 4, 52, 'float32'),
-    ('fsdp=2,tensor=2', False, 4, 52, 'float32'),
-    ('fsdp=2,tensor=2', True, 4, 53, 'float32'),  # ids that do not divide
-    ('data=2,fsdp=2', True, 3, 52, 'float32'),  # rows that do not divide
+    ('tensor=4', False, 4, 52),  # the ids split over all devices
+    ('data=2,tensor=2', True, 4, 52),
+    ('fsdp=2,tensor=2', True, 4, 53),  # ids that do not divide
+    ('data=2,fsdp=2', True, 3, 52),  # rows that do not divide
 ]
+
+
+def on_four_devices():
+    for layout, tied, rows, num_ids in LAYOUTS:
+        x_BTD, params, labels_BT = drawn(tied, B=rows, V=num_ids)
+        alone = losses(x_BTD, params, labels_BT, 0.1, ALL_AT_ONCE)
+        mesh, names = make_mesh(layout), axis_names('embedding' if tied else 'head/kernel', 2)
+
+        def put(leaf, *names, mesh=mesh):
+            return jax.device_put(leaf, NamedSharding(mesh, spec(mesh, names, leaf.shape)))
+
+        stored = jax.tree.map(lambda leaf, names=names: put(leaf, *names), params)
+        inputs = put(x_BTD, 'batch', None, None), stored, put(labels_BT, 'batch', None)
+        with jax.set_mesh(mesh):
+            compiled = losses.lower(*inputs, 0.1, 5).compile()
+        several = compiled(*inputs)
+        assert_close(several, alone, 1e-6)
+        pairs = zip(*map(jax.tree.leaves, (several[1][1], stored)), strict=True)
+        assert all(one.sharding.is_equivalent_to(other.sharding, 2) for one, other in pairs)
+        moved = collectives(compiled.as_text())
+        assert not moved.keys() & {'all-to-all', 'collective-permute'}, layout
+        assert not any(f',{T},' in shape for shape in moved.get('all-gather', ())), layout
+    print('null')
 
 
 @pytest.mark.slow
@@ -256,11 +189,4 @@ def test_devices_sum_up_their_own_tokens():
 
     Gradients lie as the parameters are stored, and no row is gathered.
     """
-    found = on_devices(4, ON_DEVICES, json.dumps(LAYOUTS))
-    for case, result in zip(LAYOUTS, found, strict=True):
-        assert result['worst'] < 1e-6, case
-        assert result['as_stored'], case
-        moved = collectives(result['text'])
-        assert not moved.keys() & {'all-to-all', 'collective-permute'}, case
-        gathered = moved.get('all-gather', set())
-        assert not [shape for shape in gathered if ',12,' in shape], case
+    on_devices(4, 'from tests.model import cross_entropy_test as test; test.on_four_devices()')

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from moddepth_jax.hparams import from_config
-from moddepth_jax.inference.generate import generate
 from moddepth_jax.model import kv_cache
 from moddepth_jax.model.decoding import decode_step, prefill, unroll
 from moddepth_jax.model.routing import batch_buckets
@@ -19,7 +18,6 @@ from tests.model.cases import (
     AVERAGE,
     BATCH,
     DENSE,
-    EXPERTS,
     LENGTH,
     MODA,
     ROUTED,
@@ -45,9 +43,8 @@ def programs(hparams, routing):
     first = functools.partial(prefill, **how, capacity=LENGTH, routed_capacity=capacity)
 
     def step(unrolled, cache, token_B, begins_B, active_B):
-        logits_BV, updates, dropped_B = decode_step(
-            unrolled, cache, token_B, begins_B, active_B, **how
-        )
+        inputs = unrolled, cache, token_B, begins_B, active_B
+        logits_BV, updates, dropped_B = decode_step(*inputs, **how)
         return logits_BV, kv_cache.update_cache(cache, updates, begins_B, dropped_B, active_B)
 
     return jax.jit(first), jax.jit(step)
@@ -57,35 +54,33 @@ def cache_size(hparams, routing):
     return hparams.model.routing.cache_size(LENGTH, routing)
 
 
-def start(model, rows=slice(None)):
-    """(unrolled, logits, cache) of the prompts of some rows."""
+def start(model):
+    """(unrolled, logits, cache) of the prompts."""
     hparams, variables, routing, _ = model
     first, _ = programs(hparams, routing)
-    real_BT = np.arange(PROMPTS_B.max())[None] < PROMPTS_B[rows, None]
-    tokens_BT, segments_BT = (side[rows, : real_BT.shape[1]] for side in (TOKENS_BT, SEGMENTS_BT))
+    real_BT = np.arange(PROMPTS_B.max())[None] < PROMPTS_B[:, None]
+    tokens_BT, segments_BT = (side[:, : real_BT.shape[1]] for side in (TOKENS_BT, SEGMENTS_BT))
     unrolled = unroll(variables, hparams, routing)
     logits_BV, cache = first(
         unrolled, np.where(real_BT, tokens_BT, 7), np.where(real_BT, segments_BT, 0)
     )
     if hparams.model.routing.overflow == 'grow':
-        cache = kv_cache.resize_cache(
-            cache, max(cache_size(hparams, routing), kv_cache.longest_routed_row(cache) + 1)
-        )
+        most = max(cache_size(hparams, routing), kv_cache.longest_routed_row(cache) + 1)
+        cache = kv_cache.resize_cache(cache, most)
     return unrolled, logits_BV, cache
 
 
-def decode(model, rows=slice(None)):
+def decode(model):
     """Logits of a prompt's last token and of each token after it, NaN before, and the cache."""
-    unrolled, logits_BV, cache = start(model, rows)
+    unrolled, logits_BV, cache = start(model)
     _, step = programs(model.hparams, model.routing)
-    tokens_BT, begins_BT, position_B = TOKENS_BT[rows], BEGINS_BT[rows], PROMPTS_B[rows].copy()
-    each = np.arange(len(tokens_BT))
-    out = np.full((*tokens_BT.shape, model.hparams.model.vocab_size), np.nan, np.float32)
+    position_B, each = PROMPTS_B.copy(), np.arange(BATCH)
+    out = np.full((*TOKENS_BT.shape, model.hparams.model.vocab_size), np.nan, np.float32)
     out[each, position_B - 1] = logits_BV
     while (position_B < LENGTH).any():
         active_B = position_B < LENGTH
         at = each, np.minimum(position_B, LENGTH - 1)
-        logits_BV, cache = step(unrolled, cache, tokens_BT[at], begins_BT[at] & active_B, active_B)
+        logits_BV, cache = step(unrolled, cache, TOKENS_BT[at], BEGINS_BT[at] & active_B, active_B)
         out[each[active_B], position_B[active_B]] = np.asarray(logits_BV)[active_B]
         position_B += active_B
         if model.hparams.model.routing.overflow == 'grow':
@@ -140,18 +135,6 @@ def check_routed(name, model, record, cache):
         assert record.selected_BT.sum(axis=2).max() > cache_size(model.hparams, model.routing)
 
 
-@pytest.mark.parametrize(
-    'name', parameters(['predictor'], ['predictor', 'threshold', 'experts', 'integrated', 'staged'])
-)
-def test_a_row_decodes_alone_as_among_others(name, tiny_config):
-    """Other rows of the batch change rounding at most, whatever bucket the selected rows need."""
-    model = build(tiny_config, name)
-    together_BTV, _ = decode(model)
-    for row in (slice(0, 1), slice(2, 3)):
-        alone_BTV, _ = decode(model, row)
-        np.testing.assert_allclose(together_BTV[row], alone_BTV, rtol=0, atol=1e-5)
-
-
 def test_a_step_changes_no_bit_of_an_inactive_row(tiny_config):
     """Rows that have ended keep their cache bit for bit while others go on."""
     model = build(tiny_config, 'predictor')
@@ -162,21 +145,6 @@ def test_a_step_changes_no_bit_of_an_inactive_row(tiny_config):
     for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
         np.testing.assert_array_equal(old[~active_B], new[~active_B])
     np.testing.assert_array_equal(after.lengths_B - before.lengths_B, active_B)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('name', EXPERTS)
-def test_generated_text_is_that_of_the_full_forward(name, tiny_config):
-    """Each token drawn at temperature 0 is the most likely one of one causal pass over all."""
-    hparams, variables, routing, _ = build(tiny_config, name)
-    prompts = [[5, 6, 7], [9]]
-    made = generate(variables, hparams, prompts, 8, temperature=0.0, num_samples=2)
-    for i, tokens in enumerate(made.tokens):
-        prompt = len(prompts[i // 2])
-        assert len(tokens) == prompt + 8
-        logits_BTV, _ = Transformer(hparams).apply(variables, tokens[None], routing=routing)
-        likely_T = np.argmax(logits_BTV[0], axis=-1)
-        np.testing.assert_array_equal(tokens[prompt:], likely_T[prompt - 1 : -1])
 
 
 def test_buckets_are_few_and_hold_any_number():

@@ -17,7 +17,6 @@ from moddepth_jax.model.moe.experts import (
     ExpertState,
     experts_choose,
     normalize_weights,
-    routed_mlp,
     tokens_choose,
 )
 from tests.model import oracle
@@ -27,6 +26,7 @@ LENGTH, WIDTH = 8, 16
 # A row of one document, one packed, one with padding, one with a single token, one with none.
 SEGMENTS = np.array([[1] * 8, [1] * 3 + [2] * 5, [1] * 5 + [0] * 3, [1] + [0] * 7, [0] * 8])
 REAL = SEGMENTS > 0
+ONE_TOKEN = np.ones((1, 1), bool)
 POSITIONS = np.tile(np.arange(LENGTH), (5, 1))
 
 
@@ -36,28 +36,10 @@ def hparams_of(make_config, **knobs):
 
 
 def test_ties_go_to_the_lower_number(tiny_config):
-    """All equal: experts 0 and 1; of two equal pairs the two best, then the earlier; by both."""
     hparams = hparams_of(tiny_config, num_routed=3, num_noop=1).experts
     scores_BTZ = np.array([[[1, 1, 1, 1], [1, 2, 1, 2], [0, 1, 3, 1], [5, 5, 6, 6]]], np.float32)
     choice = tokens_choose(hparams, scores_BTZ, np.ones((1, 4), bool), None)
     np.testing.assert_array_equal(np.sort(choice.expert_BTk[0]), [[0, 1], [1, 3], [1, 2], [2, 3]])
-    hparams = hparams_of(tiny_config, choice='expert', num_routed=2, top_k=1).experts
-    scores_BTE = np.zeros((2, 6, 2), np.float32)
-    scores_BTE[0, :, 0], scores_BTE[1, :, 1] = [1, 3, 2, 3, 2, 2], [-0.0, 0, -0.0, 0, 0, -1]
-    choice = experts_choose(hparams, scores_BTE, np.ones((2, 6), bool), None)
-    taken = [[np.flatnonzero(choice.chosen_BTZ[b, :, e]) for e in (0, 1)] for b in (0, 1)]
-    np.testing.assert_array_equal(taken, [[[1, 2, 3], [0, 1, 2]], [[0, 1, 2], [0, 1, 2]]])
-
-
-def test_weights_of_the_chosen(tiny_config):
-    """Softmax scores stay as they are; sigmoids are divided by the sum of all that was chosen."""
-    scores_BTZ = np.array([[[0.1, 0.4, 0.2, 0.3]]], np.float32)
-    for form, expected in (('softmax', [0.4, 0.3]), ('sigmoid', [4 / 7, 3 / 7])):
-        knobs = {'num_routed': 3, 'num_noop': 1, 'scores': form, 'route_scale': 7.0}
-        hparams = hparams_of(tiny_config, **knobs).experts
-        choice = tokens_choose(hparams, scores_BTZ, np.ones((1, 1), bool), None)
-        np.testing.assert_array_equal(choice.expert_BTk, [[[1, 3]]])
-        np.testing.assert_allclose(choice.weight_BTk, [[expected]], rtol=1e-6)
 
 
 def test_weights_of_tiny_scores():
@@ -69,27 +51,6 @@ def test_weights_of_tiny_scores():
         rest = share * (1 - share) * jax.nn.sigmoid(-logit)
         np.testing.assert_allclose(value, share)
         np.testing.assert_allclose(slope_BTk[0, 0], [rest, -rest], rtol=1e-5)
-
-
-def test_experts_take_the_best_of_each_row(tiny_config):
-    """Exactly C, or all real tokens where there are fewer, whatever the other rows hold."""
-    hparams = hparams_of(tiny_config, choice='expert').experts
-    scores_BTE = np.random.default_rng(0).normal(size=(*SEGMENTS.shape, 5)).astype(np.float32)
-    scores_BTE[~REAL] = 9
-    choose = functools.partial(experts_choose, hparams, real_BT=REAL, thresholds_E=None)
-    choose = jax.jit(choose)
-    choice = choose(scores_BTE)
-    expected_BTE = [
-        oracle.choose(*row, hparams, None) for row in zip(scores_BTE, REAL, strict=True)
-    ]
-    np.testing.assert_array_equal(choice.chosen_BTZ, expected_BTE)
-    # 2 x 8 / 5 of a full row.
-    np.testing.assert_array_equal(choice.chosen_BTZ.sum(1), [[3] * 5] * 3 + [[1] * 5, [0] * 5])
-    lowest_BE = np.where(expected_BTE, scores_BTE, np.inf).min(1)
-    np.testing.assert_allclose(choice.lowest_E, lowest_BE[:4].sum(0), rtol=1e-5)
-    other_BTE = np.random.default_rng(1).normal(size=scores_BTE.shape).astype(np.float32)
-    other_BTE[1] = scores_BTE[1]
-    np.testing.assert_array_equal(choose(other_BTE).chosen_BTZ[1], choice.chosen_BTZ[1])
 
 
 def test_a_score_that_equals_the_threshold_is_not_taken(tiny_config):
@@ -104,34 +65,10 @@ def test_a_score_that_equals_the_threshold_is_not_taken(tiny_config):
     assert choice.lowest_E is None
 
 
-def test_row_capacity_is_a_causal_count(tiny_config):
-    """The first of each row, whatever their documents; earlier counts go on; others are dropped."""
-    hparams = hparams_of(tiny_config, num_routed=2, top_k=1, row_capacity=2).experts
-    first = np.array([[0, 0, 1, 0, 0, 1, 1, 1], [1, 1, 1, 0, 0, 0, 0, 0]])
-    scores_BTZ = np.where(first[..., None] == np.arange(2), 2.0, 1.0).astype(np.float32)
-    real_BT = np.ones(first.shape, bool)
-    real_BT[1, 0] = False
-    for taken_BE, expected in (
-        (None, [[0, 0, 1, 2, 2, 1, 2, 2], [2, 1, 1, 0, 0, 2, 2, 2]]),
-        (np.array([[1, 0], [0, 5]]), [[0, 2, 1, 2, 2, 1, 2, 2], [2, 2, 2, 0, 0, 2, 2, 2]]),
-    ):
-        choice = tokens_choose(hparams, scores_BTZ, real_BT, taken_BE)
-        np.testing.assert_array_equal(choice.expert_BTk[..., 0], expected)
-        assert choice.dropped == (np.array(expected) == 2).sum() - 1
-        np.testing.assert_array_equal(choice.chosen_BTZ.sum(1), [[4, 4], [5, 2]])
-        assert choice.most == 4
-
-
 CASES = {
     'softmax': {'route_scale': 2.5},
     'top one': {'top_k': 1, 'num_noop': 2, 'num_shared': 0},
-    'no-op, sigmoid': {
-        'num_routed': 3,
-        'num_noop': 2,
-        'top_k': 3,
-        'scores': 'sigmoid',
-        'num_shared': 0,
-    },
+    'no-op, sigmoid': {'num_noop': 2, 'top_k': 3, 'scores': 'sigmoid', 'num_shared': 0},
     'one expert': {'num_routed': 1, 'top_k': 1, 'num_shared': 2, 'route_scale': 3.0},
     'all of them': {'num_routed': 4, 'top_k': 4, 'scores': 'sigmoid', 'route_scale': 0.5},
     'more chosen than computed': {'num_routed': 1, 'num_noop': 3, 'top_k': 2},
@@ -163,13 +100,16 @@ def all_on(expert, params, x_BTD):
 
 
 def looped(params, x_BTD, hparams, thresholds_E=None):
-    """The oracle's y_BTD, and of all real tokens the sum of scores and the count of pairs."""
-    seen, thresholds = {}, {} if thresholds_E is None else {0: thresholds_E}
-    rows = [oracle.Row(*row, thresholds, seen) for row in zip(SEGMENTS, POSITIONS, strict=True)]
-    outputs = [
-        oracle.mixture(params, x_TD, row, 0, hparams) for x_TD, row in zip(x_BTD, rows, strict=True)
-    ]
-    return np.stack(outputs), np.sum(seen[0].scores, axis=0), np.sum(seen[0].chosen, axis=0)
+    """The oracle's y_BTD, and what its router saw of all real tokens."""
+    run = oracle.Pass(expert_thresholds={} if thresholds_E is None else {0: thresholds_E})
+    rows = zip(x_BTD, SEGMENTS, POSITIONS, strict=True)
+    outputs = [oracle.mixture(params, x, oracle.Row(*row, run), 0, hparams) for x, *row in rows]
+    return np.stack(outputs), run.seen[0]
+
+
+def by_row(pairs):
+    """One array for each row with real tokens."""
+    return np.split(np.array(pairs), np.cumsum(REAL.sum(1)))[:4]
 
 
 def check(make_config, name, product, dtype, tolerance):
@@ -190,25 +130,24 @@ def check(make_config, name, product, dtype, tolerance):
     for given in ((params, x_BTD), all_on(hparams.num_routed - 1, params, x_BTD)):
         gradients, (y_BTD, record) = jax.device_get(ours(given))
         wide = jax.tree.map(np.float64, given)
-        expected_BTD, scores_Z, pairs_Z = looped(*wide, hparams, state.thresholds_E)
-        for found, expected in ((y_BTD, expected_BTD), (record.scores_Z, scores_Z)):
+        expected_BTD, seen = looped(*wide, hparams, state.thresholds_E)
+        for found, expected in ((y_BTD, expected_BTD), (record.scores_Z, np.sum(seen.scores, 0))):
             assert np.abs(found - expected).max() <= tolerance * np.abs(expected).max()
-        np.testing.assert_array_equal(record.pairs_Z, pairs_Z)
+        np.testing.assert_array_equal(record.pairs_Z, np.sum(seen.chosen, 0))
         assert (record.tokens, record.rows) == (REAL.sum(), REAL.any(1).sum())
-        assert (record.dropped > 0) == (hparams.row_capacity > 0)
-        for path, found in jax.tree_util.tree_leaves_with_path(gradients):
-            along = rng.normal(size=found.shape)
+        counts = [chosen_TZ[:, : hparams.num_routed].sum(0) for chosen_TZ in by_row(seen.chosen)]
+        late = np.maximum(np.array(counts) - hparams.row_capacity, 0).sum()
+        assert record.dropped == (late if hparams.row_capacity else 0)
+        if name.startswith('experts choose'):
+            taken = np.where(seen.chosen, seen.scores, np.inf)
+            lowest_E = sum(scores_TE.min(0) for scores_TE in by_row(taken))
+            np.testing.assert_allclose(record.lowest_E, lowest_E, rtol=1e-5)
 
-            def step(at, leaf, path=path, along=along):
-                return leaf + 1e-100j * along if at == path else leaf + 0j
+        def loss(given):
+            y_BTD, seen = looped(*given, hparams, state.thresholds_E)
+            return np.sum(y_BTD * weights_BTD) + np.sum(np.sum(seen.scores, 0) ** 2 * weights_Z)
 
-            moved = jax.tree_util.tree_map_with_path(step, wide)
-            y_BTD, scores_Z, _ = looped(*moved, hparams, state.thresholds_E)
-            loss = np.sum(y_BTD * weights_BTD) + np.sum(scores_Z**2 * weights_Z)
-            # Where the gradient is zero but for rounding, its size is that of any other.
-            most = max(np.linalg.norm(found), 1e-2) * np.linalg.norm(along) / along.size**0.5
-            error = np.abs(np.sum(found * along) - loss.imag / 1e-100)
-            assert error <= tolerance * most, jax.tree_util.keystr(path)
+        oracle.assert_gradients(gradients, loss, wide, tolerance, rng)
     if name == 'top one':
         np.testing.assert_array_equal(record.pairs_Z, [0, 0, 0, 0, REAL.sum(), 0, 0])
     assert (record.lowest_E is None) == (not name.startswith('experts choose'))
@@ -221,50 +160,19 @@ FAST = ('top one', 'no-op, sigmoid', 'all of them', 'row capacity', 'experts cho
 def test_experts_are_a_dense_loop(name, tiny_config):
     """Outputs, records, and gradients of tokens, router and all weights: to 1e-10 in float64.
 
-    This holds with every token on one expert (and others empty) too; padding reaches the shared
-    experts alone.
+    Scores of a softmax stay as they are, sigmoids are divided by the sum of all that was chosen;
+    experts choose from each row by itself, and under a capacity take its first tokens. This holds
+    with every token on one expert (and others empty) too; padding reaches the shared experts alone.
     """
     with jax.enable_x64(True), jax.numpy_rank_promotion('allow'):
         check(tiny_config, name, 'blocked', np.float64, 1e-10)
 
 
-@pytest.mark.parametrize(
-    'product', ['ragged_dot', *(pytest.param(x, marks=pytest.mark.slow) for x in ('batched',))]
-)
+@pytest.mark.parametrize('product', parameters(('ragged_dot',), ('ragged_dot', 'batched')))
 @pytest.mark.parametrize('name', parameters(('softmax',), CASES))
 def test_experts_are_a_dense_loop_by_other_products(name, product, tiny_config):
-    """As above, by every grouped product, in float32 to 1e-5."""
     with jax.numpy_rank_promotion('allow'):
         check(tiny_config, name, product, np.float32, 1e-5)
-
-
-def test_padding_reaches_nothing(tiny_config):
-    """Whatever stands there, real tokens keep their bits; it gets what the shared experts give."""
-    hparams = hparams_of(tiny_config, num_noop=1)
-    layer, params = module(hparams)
-    x_BTD = stream()
-    other_BTD = np.where(REAL[..., None], x_BTD, 5 * stream(9))
-    run = jax.jit(lambda x_BTD: layer.apply({'params': params}, x_BTD, REAL, ExpertState())[:2])
-    (y_BTD, record), (other_y_BTD, other_record) = run(x_BTD), run(other_BTD)
-    np.testing.assert_array_equal(y_BTD[REAL], other_y_BTD[REAL])
-    jax.tree.map(np.testing.assert_array_equal, record, other_record)
-    shared_BTD, *_ = looped(params, other_BTD, hparams.experts)
-    np.testing.assert_allclose(other_y_BTD[~REAL], shared_BTD[~REAL], rtol=1e-4, atol=1e-4)
-
-
-def test_a_capacity_of_the_whole_row_changes_nothing(tiny_config):
-    """Bit for bit, gradients too, with every token on one expert."""
-    found = []
-    for row_capacity in (0, LENGTH):
-        layer, params = module(hparams_of(tiny_config, num_noop=1, row_capacity=row_capacity))
-
-        def loss(params, x_BTD, layer=layer):
-            y_BTD, record, _ = layer.apply({'params': params}, x_BTD, REAL, ExpertState())
-            return jnp.sum(jnp.sin(y_BTD)), (y_BTD, record)
-
-        run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
-        found.append(run(*all_on(2, params, stream())))
-    jax.tree.map(np.testing.assert_array_equal, *found)
 
 
 def idle_router(width, num_choices, seed=4):
@@ -278,15 +186,8 @@ def idle_router(width, num_choices, seed=4):
     return kernel_DZ.astype(np.float32)
 
 
-@pytest.mark.parametrize(
-    ('placement', 'form'),
-    [
-        ('pre', 'softmax'),
-        pytest.param('reordered', 'sigmoid', marks=pytest.mark.slow),
-        pytest.param('post', 'softmax', marks=pytest.mark.slow),
-        pytest.param('pre', 'sigmoid', marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize('form', parameters(('softmax',), ('softmax', 'sigmoid')))
+@pytest.mark.parametrize('placement', parameters(('pre',), ('pre', 'reordered', 'post')))
 def test_experts_that_do_nothing_add_nothing(placement, form, tiny_config):
     """The block's output is bit for bit that of an mlp that adds zeros, with finite gradients."""
     knobs = experts(num_noop=4, num_shared=0, scores=form, row_capacity=1)
@@ -313,23 +214,6 @@ def test_experts_that_do_nothing_add_nothing(placement, form, tiny_config):
     assert np.any(gradient['mlp']['router']['kernel'])
 
 
-def test_a_pair_without_an_expert_adds_nothing():
-    """Its number may be any outside of the experts', its weight NaN."""
-    rng = np.random.default_rng(0)
-    x_BTD = rng.normal(size=(2, 3, 4)).astype(np.float32)
-    w1_EDF, w3_EDF = rng.normal(size=(2, 2, 4, 5)).astype(np.float32)
-    w2_EFD = rng.normal(size=(2, 5, 4)).astype(np.float32)
-    expert_BTk = np.array([[[2, -1], [0, 7], [-3, 1]], [[9, 9], [2, 2], [-1, -1]]])
-    weight_BTk = np.where((expert_BTk >= 0) & (expert_BTk < 2), 1.5, np.nan).astype(np.float32)
-    run = jax.jit(functools.partial(routed_mlp, product='blocked', most=2))
-    y_BTD = run(x_BTD, expert_BTk, weight_BTk, w1_EDF, w3_EDF, w2_EFD)
-    expected_BTD = np.zeros_like(x_BTD)
-    for t, e in ((1, 0), (2, 1)):
-        expected_BTD[0, t] = 1.5 * oracle.swiglu(x_BTD[0, t], w1_EDF[e], w3_EDF[e], w2_EFD[e])
-    np.testing.assert_allclose(y_BTD, expected_BTD, rtol=1e-5, atol=1e-5)
-    assert not np.any(np.asarray(y_BTD)[expected_BTD == 0])
-
-
 @pytest.fixture
 def filled(monkeypatch):
     """A list to which every run of experts appends how many blocks of its layout hold some."""
@@ -345,27 +229,22 @@ def filled(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize('length', [1, pytest.param(5, marks=pytest.mark.slow)])
-def test_experts_that_do_nothing_run_nothing(length, filled, tiny_config):
-    """No block of the layout holds an expert where all tokens chose no-op experts, in a row of one
-    token as of several; nor where an expert's capacity of the row is used up.
+def test_experts_that_do_nothing_run_nothing(filled, tiny_config):
+    """No block of the layout holds an expert where all tokens chose no-op experts; nor where an
+    expert's capacity of the row is used up.
     """
-    x_BTD = np.random.default_rng(0).normal(size=(1, length, 16)).astype(np.float32)
-    real_BT = np.ones((1, length), bool)
+    x_BTD = np.random.default_rng(0).normal(size=(1, 1, 16)).astype(np.float32)
     for knobs, taken_BE, computed in (
         ({'num_noop': 4}, None, 0),
         ({'top_k': 5, 'row_capacity': 3}, np.array([[3, 4, 3, 2, 3]]), 1),
     ):
         layer, params = module(hparams_of(tiny_config, **knobs), ahead=False)
         params['router']['kernel'] = idle_router(16, params['router']['kernel'].shape[1])
-        run = jax.jit(layer.apply)
         del filled[:]
         state = ExpertState(None, taken_BE)
-        y_BTD, record, _ = run({'params': params}, x_BTD, real_BT, state)
-        jax.block_until_ready(y_BTD)
+        jax.block_until_ready(jax.jit(layer.apply)({'params': params}, x_BTD, ONE_TOKEN, state))
         jax.effects_barrier()
         assert filled == [computed]
-        assert record.tokens == length
 
 
 def routed_block(hparams, tokens, routing='top_c'):
@@ -387,55 +266,39 @@ def test_a_skipped_row_runs_no_expert(batch, filled, tiny_config):
     """
     one = {'model.routing.layers': '0', 'model.num_layers': 1}
     hparams = small_hparams(tiny_config, HALF_ROUTED, one, experts()).model
-    positions_B1, ones_B1 = np.full((batch, 1), 3), np.ones((batch, 1), np.int32)
-    tokens = TokenInfo(positions_B1, ones_B1, None)
+    tokens = TokenInfo(np.full((batch, 1), 3), np.ones((batch, 1), np.int32))
     block, variables, layer = routed_block(hparams, tokens, 'aux_loss')
     keys_BKHS = np.zeros((batch, hparams.num_kv_heads, hparams.head_dim, 4), np.float32)
     none_B = np.zeros(batch, np.int32)
     cache = LayerCache(keys_BKHS, keys_BKHS, np.zeros((batch, 4), np.int32), none_B)
-    given = (tokens, layer, cache, none_B, np.ones(batch, bool), None)
-    given = jax.tree.map(jnp.asarray, given)
-    step = jax.jit(lambda x_B1D: block.apply(variables, x_B1D, *given, method='decode')[::2])
+    args = (tokens, layer, cache, none_B, np.ones(batch, bool), None)
+    args = jax.tree.map(jnp.asarray, args)
+    step = jax.jit(lambda x_B1D: block.apply(variables, x_B1D, *args, method='decode')[::2])
     x_B1D = np.random.default_rng(0).normal(size=(batch, 1, hparams.d_model)).astype(np.float32)
     for selected, expected in (([], []), ([batch - 1], [2])):
         del filled[:]  # tracing the shapes runs nothing
         x_B1D[..., 0] = np.where(np.isin(np.arange(batch), selected), 1, -1)[:, None]
-        y_B1D, update = jax.block_until_ready(step(x_B1D))
+        _, update = jax.block_until_ready(step(x_B1D))
         jax.effects_barrier()
         assert filled == expected
         assert np.flatnonzero(update.selected_B).tolist() == selected
-        same_B = (np.asarray(y_B1D) == x_B1D).all((1, 2))
-        np.testing.assert_array_equal(same_B, ~np.asarray(update.selected_B))
 
 
 @pytest.mark.parametrize('choice', ['token', pytest.param('expert', marks=pytest.mark.slow)])
 def test_experts_of_a_routed_block_count_selected_tokens_alone(choice, tiny_config):
-    """They count the selected real tokens; others keep their bits and change no count."""
     length, noop = 12, {'num_noop': 2} if choice == 'token' else {}
     hparams = small_hparams(tiny_config, HALF_ROUTED, experts(choice=choice, **noop)).model
     segments_BT = np.where(np.arange(length) < np.array([[12], [4]]), 1, 0)  # 4 are fewer than C
     tokens = TokenInfo(np.tile(np.arange(length), (2, 1)), segments_BT, None)
     block, variables, layer = routed_block(hparams, tokens)
 
-    @jax.jit
-    def run(x_BTD):
-        y_BTD, aux, _, record = block.apply(variables, x_BTD, tokens, layer)
-        return y_BTD, record, aux.experts
-
     x_BTD = np.random.default_rng(0).normal(size=(2, length, 16)).astype(np.float32)
     x_BTD[1, 4:, 0] = 9  # padding scores highest
-    y_BTD, record, counts = run(x_BTD)
-    selected_BT = np.asarray(record.selected_BT)
+    run = jax.jit(lambda x_BTD: block.apply(variables, x_BTD, tokens, layer)[1::2])
+    aux, record = run(x_BTD)
+    counts, selected_BT = aux.experts, np.asarray(record.selected_BT)
     np.testing.assert_array_equal(selected_BT.sum(1), [6, 4])
     assert not selected_BT[segments_BT == 0].any()
-    same_BT = (np.asarray(y_BTD).view(np.uint32) == x_BTD.view(np.uint32)).all(-1)
-    np.testing.assert_array_equal(same_BT, ~selected_BT)
     assert (counts.tokens, counts.rows) == (10, 2)
     # By experts: each takes 2 x 6 / 5 of the 6 places of a row.
     assert counts.pairs_Z.sum() == (2 * 10 if choice == 'token' else 2 * 5 * 2)
-    noise_BTD = np.random.default_rng(1).normal(size=x_BTD.shape).astype(np.float32)
-    noise_BTD[..., 0] = x_BTD[..., 0]
-    other_y_BTD, other, other_counts = run(np.where(selected_BT[..., None], x_BTD, noise_BTD))
-    np.testing.assert_array_equal(other.selected_BT, selected_BT)
-    np.testing.assert_array_equal(np.asarray(other_y_BTD)[selected_BT], y_BTD[selected_BT])
-    jax.tree.map(np.testing.assert_array_equal, other_counts, counts)

@@ -7,11 +7,14 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from ml_collections import ConfigDict
 
 from kernels_pallas import backends, cudnn
 from kernels_pallas.backends import Device
+from moddepth_jax.hparams import from_config
 from moddepth_jax.model.moe.experts import routed_mlp
 from moddepth_jax.model.transformer import Transformer
+from moddepth_jax.training.mesh import make_mesh, state_shardings
 from tests.devices import on_devices
 from tests.kernels import hopper
 from tests.kernels.hopper import lower
@@ -30,12 +33,16 @@ ACROSS = {'model.across_documents': True}
 MASKED = {'model.depth.skipped_slots': 'masked'}
 
 
+def pretend_hopper(setattr):
+    """As on a machine with an H200 and cuDNN."""
+    setattr(jax, 'default_backend', lambda: 'gpu')
+    setattr(backends, 'this_device', lambda: Device('gpu', 'NVIDIA H200', (9, 0)))
+    setattr(cudnn.fused, 'check_cudnn_version', lambda: 91000)
+
+
 @pytest.fixture
 def at_hopper(monkeypatch):
-    """As on a machine with an H200 and cuDNN."""
-    monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
-    monkeypatch.setattr(backends, 'this_device', lambda: Device('gpu', 'NVIDIA H200', (9, 0)))
-    monkeypatch.setattr(cudnn.fused, 'check_cudnn_version', lambda: 91000)
+    pretend_hopper(monkeypatch.setattr)
 
 
 def gradient_of(hparams, rows=2, length=64):
@@ -73,42 +80,32 @@ def test_step_lowers(at_hopper, knobs, by_cudnn, remat, tiny_config):
         assert (f'cudnn${name}' in text) == by_cudnn
 
 
-ON_EIGHT_DEVICES = """
-import json, re, sys
-import jax, jax.numpy as jnp
-from ml_collections import ConfigDict
-from kernels_pallas import backends, cudnn
-from moddepth_jax.hparams import from_config
-from moddepth_jax.model.transformer import Transformer
-from moddepth_jax.training.mesh import make_mesh, state_shardings
-
-jax.default_backend = lambda: 'gpu'
-backends.this_device = lambda: backends.Device('gpu', 'NVIDIA H200', (9, 0))
-cudnn.fused.check_cudnn_version = lambda: 91000
-hparams = from_config(ConfigDict(json.loads(sys.argv[1])))
-model, mesh = Transformer(hparams), make_mesh('data=2,fsdp=2,tensor=2')
-tokens_BT = jnp.zeros((8, 64), jnp.int32)
-with jax.set_mesh(mesh):
-    params = jax.eval_shape(model.init, jax.random.key(0), tokens_BT)['params']
-    params = jax.tree.map(
-        lambda leaf, to: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=to),
-        params, state_shardings(mesh, params))
-    gradient = jax.grad(lambda params: jnp.sum(model.apply({'params': params}, tokens_BT)[0]))
-    text = jax.jit(gradient).trace(params).lower(lowering_platforms=('cuda',)).as_text()
-calls = [line for line in text.splitlines() if 'custom_call @' in line]
-slots = [re.findall('tensor<8x([0-9]+x[0-9]+)xbf16>', line)
-         for line in calls if '@mosaic_gpu' in line]
-names = {line.split('custom_call @')[1].split('(')[0] for line in calls}
-print(json.dumps([backends.log_lines(), sorted(names), sum(slots, [])]))
-"""
+def on_eight_devices(config):
+    pretend_hopper(setattr)
+    hparams, mesh = from_config(ConfigDict(config)), make_mesh('data=2,fsdp=2,tensor=2')
+    with jax.set_mesh(mesh):
+        gradient, params = gradient_of(hparams, rows=8)
+        split = jax.tree.map(
+            lambda leaf, to: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=to),
+            params,
+            state_shardings(mesh, params),
+        )
+        text = jax.jit(gradient).trace(split).lower(lowering_platforms=('cuda',)).as_text()
+    calls = re.findall(r'custom_call @([\w$]+)(.*)', text)
+    ours = ' '.join(rest for name, rest in calls if name.startswith('mosaic_gpu'))
+    slots = re.findall('tensor<8x([0-9]+x[0-9]+)xbf16>', ours)
+    names = sorted({name for name, _ in calls})
+    print(json.dumps([backends.log_lines(), names, slots]))
 
 
 @pytest.mark.slow
 def test_every_device_runs_the_kernels_on_its_own_rows_and_heads(tiny_config):
     """Over two by two by two devices: a quarter of the rows, half of the heads; none is refused."""
     changes = MODA | ACROSS | {'model.num_heads': 16, 'model.num_kv_heads': 2}
-    config = tiny_config(**WIDE | changes)
-    lines, calls, slots = on_devices(8, ON_EIGHT_DEVICES, json.dumps(config.to_dict()))
+    config = tiny_config(**WIDE | changes).to_dict()
+    code = 'from tests.model import gpu_lowering_test as test; import json, sys; '
+    code += 'test.on_eight_devices(json.loads(sys.argv[1]))'
+    lines, calls, slots = on_devices(8, code, json.dumps(config))
     assert lines == ['depth_attention on NVIDIA H200: sequence by cudnn, depth by mosaic_gpu']
     assert {'__cudnn$fmhaSoftmax', '__cudnn$fmhaSoftmaxBackward', 'mosaic_gpu_v2'} <= set(calls)
     assert set(slots) == {'128x64'}  # tokens of two rows, and the width of one head

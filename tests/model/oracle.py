@@ -18,7 +18,9 @@ every weight is the bare score.
 """
 
 import dataclasses
+import itertools
 
+import jax
 import numpy as np
 
 
@@ -32,27 +34,39 @@ class Seen:
 
 
 @dataclasses.dataclass
-class Row:
-    """One row of tokens, or the selected ones of it, and what is recorded of its layers.
+class Pass:
+    """How tokens are chosen in one pass over a batch, and what its layers record.
 
-    thresholds: {layer: threshold_Z}; an expert that chooses takes every token with a score above
-        its own. Empty: the largest scores of the row instead.
+    routing: top_c, or the causal rule that selects tokens.
+    thresholds: {layer: threshold} of the rule of that name.
+    expert_thresholds: {layer: threshold_Z}; an expert that chooses takes every token with a score
+        above its own. Empty: the largest scores of the row instead.
+    seen: {layer: Seen} of experts.
+    choices: {layer: a dict for each row} of routed blocks, by the names of RoutingRecord.
     """
+
+    routing: str = 'top_c'
+    thresholds: dict = dataclasses.field(default_factory=dict)
+    expert_thresholds: dict = dataclasses.field(default_factory=dict)
+    seen: dict = dataclasses.field(default_factory=dict)
+    choices: dict = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class Row:
+    """One row of tokens, or the selected ones of it."""
 
     segments_T: np.ndarray
     positions_T: np.ndarray
-    thresholds: dict
-    seen: dict
+    run: Pass
 
     def take(self, tokens):
         """The same of some tokens alone."""
-        return dataclasses.replace(
-            self, segments_T=self.segments_T[tokens], positions_T=self.positions_T[tokens]
-        )
+        return Row(self.segments_T[tokens], self.positions_T[tokens], self.run)
 
 
-def forward(params, tokens_BT, segment_ids_BT, model, thresholds=None):
-    """Returns logits_BTV and {layer: Seen} of the layers with experts, counted from 0.
+def forward(params, tokens_BT, segment_ids_BT, model, run):
+    """Returns logits_BTV.
 
     A token sees those of its own segment id alone; the logits of padding mean nothing.
 
@@ -62,35 +76,35 @@ def forward(params, tokens_BT, segment_ids_BT, model, thresholds=None):
       tokens_BT: int [B, T].
       segment_ids_BT: int [B, T], 0 for padding.
       model: ModelHparams.
-      thresholds: as Row has them.
+      run: a Pass, to which what the layers decide is added.
     """
-    rows, seen = [], {}
+    rows = []
     for tokens_T, segments_T in zip(tokens_BT, segment_ids_BT, strict=True):
-        row = Row(segments_T, np.arange(len(tokens_T)), thresholds or {}, seen)
+        row = Row(segments_T, np.arange(len(tokens_T)), run)
         x_TD = stream(params['layers'], params['embedding'][tokens_T], row, model)
         x_TD = rms_norm(x_TD, params['final_norm'], model)
         tied = model.tie_embeddings
         rows.append(x_TD @ (params['embedding'].T if tied else params['head']['kernel']))
-    return np.stack(rows), seen
+    return np.stack(rows)
 
 
 def stream(layers, x_TD, row, model):
     """Returns x_TD after all layers."""
     kind = model.depth.stream
     if kind in ('residual', 'moda'):
-        slots = []  # of (key_TKH, value_TKH), oldest first; the embedding writes none
+        slots = []  # of (key_TKH, value_TKH, valid_T), oldest first; the embedding writes none
         for number, layer in enumerate(layers):
             x_TD, written = block(layer, x_TD, newest(slots, model), row, number, model)
             slots = slots + written
         return x_TD
     entry, *layers, last = layers
     if kind == 'attention':
-        query_TNH, *slot = stream_write(entry['stream'], x_TD, model)
+        query_TNH, *slot = stream_write(entry['stream'], x_TD)
         slots = [slot]
         for number, layer in enumerate(layers):
             read_TD = read_depth(query_TNH, newest(slots, model))
             y_TD, _ = block(layer, read_TD, [], row, number, model)
-            query_TNH, *slot = stream_write(layer['stream'], y_TD, model)
+            query_TNH, *slot = stream_write(layer['stream'], y_TD)
             slots.append(slot)
         return read_depth(query_TNH, newest(slots, model))
     outputs = [x_TD]  # X_0 is the embedding, X_l what block l returns
@@ -110,14 +124,15 @@ def newest(slots, model):
     return slots[-model.depth.slot_window :] if model.depth.slot_window else slots
 
 
-def stream_write(weights, x_TD, model):
-    """Returns query, key and value of the attention stream."""
+def stream_write(weights, x_TD):
+    """Returns the query and the slot of the attention stream."""
     weights = {'query': weights['query'], **weights['slot']}
-    return [linear(x_TD, weights[name], model) for name in ('query', 'key', 'value')]
+    written = [linear(x_TD, weights[name]) for name in ('query', 'key', 'value')]
+    return *written, np.ones(len(x_TD), bool)
 
 
 def read_depth(query_TNH, slots):
-    """Returns x_TD, D = N H: each token's query over the slots (key_TKH, value_TKH) of its own."""
+    """Returns x_TD, D = N H: each token's query over the slots of its own."""
     num_tokens, num_heads, _ = query_TNH.shape
     x_TNH = np.zeros_like(query_TNH)
     for t, n in np.ndindex(num_tokens, num_heads):
@@ -128,23 +143,20 @@ def read_depth(query_TNH, slots):
 def block(layer, x_TD, visible, row, number, model):
     """Returns the block's y_TD with its residuals, and the slots it writes, attention's first.
 
-    visible: slots (key_TKH, value_TKH) of earlier layers that its attention heads see. The last
-    layer has no slot projections: nothing reads its slots.
+    visible: slots of earlier layers that its attention heads see.
     """
     if 'router' in layer:
-        return routed_block(layer, x_TD, visible, row, number, model), []
+        return routed_block(layer, x_TD, visible, row, number, model)
     place = model.norm_placement
 
     def fed_forward(x_TD):
         if 'router' in layer['mlp']:
             return mixture(layer['mlp'], x_TD, row, number, model.experts)
-        return mlp(layer['mlp'], x_TD, model)
+        return mlp(layer['mlp'], x_TD)
 
     attended_TD = rms_norm(x_TD, layer['attention_norm'], model) if place == 'pre' else x_TD
     window = model.windows[number % len(model.windows)]
-    f_TD, key_TKH, value_TKH = attention(
-        layer['attention'], attended_TD, visible, row, window, model
-    )
+    f_TD = attention(layer['attention'], attended_TD, visible, row, window, model)
     if place == 'pre':
         x_TD = x_TD + f_TD
         read_TD = rms_norm(x_TD, layer['mlp_norm'], model)
@@ -157,57 +169,130 @@ def block(layer, x_TD, visible, row, number, model):
         y_TD = read_TD + rms_norm(fed_forward(read_TD), layer['mlp_norm'], model)
     if model.depth.stream != 'moda':
         return y_TD, []
+    return y_TD, written_slots(layer, attended_TD, read_TD, y_TD, row, model)
 
-    def stored(key_TKH):
-        if model.depth.slot_keys == 'unrotated':
-            return key_TKH
-        key_TKH = qk_norm(key_TKH, layer['attention'], 'key_norm', model)
-        return rope(key_TKH, row.positions_T, model.rope_theta)
 
-    def projected(name, source_TD):
-        weights = layer.get('stream', {}).get(name)
-        if weights is None:
-            return []
-        key_TKH, value_TKH = (linear(source_TD, weights[side], model) for side in ('key', 'value'))
-        return [(stored(key_TKH), value_TKH)]
+def written_slots(layer, attended_TD, read_TD, y_TD, row, model):
+    """Returns the slots of a layer, from what its two parts read and its output."""
+    depth, projections = model.depth, layer.get('stream', {})
+    if depth.slots == 'block':
+        sources = [(projections.get('block_slot'), y_TD)]
+    else:
+        projected = depth.attention_slot_projection
+        own = projections.get('attention_slot') if projected else layer['attention']
+        sources = [(own, attended_TD)]
+    if depth.slots == 'attention+ffn':
+        sources.append((projections.get('ffn_slot'), read_TD))
+    slots = []
+    for weights, x_TD in sources:
+        if weights:  # the last layer has no projections: nothing reads its slots
+            key_TKH, value_TKH = linear(x_TD, weights['key']), linear(x_TD, weights['value'])
+            if depth.slot_keys == 'rotated':
+                key_TKH = qk_norm(key_TKH, layer['attention'], 'key_norm', model)
+                key_TKH = rope(key_TKH, row.positions_T, model.rope_theta)
+            slots.append((key_TKH, value_TKH, np.ones(len(x_TD), bool)))
+    return slots
 
-    if model.depth.slots == 'block':
-        return y_TD, projected('block_slot', y_TD)
-    written = [(stored(key_TKH), value_TKH)]
-    if model.depth.attention_slot_projection:
-        written = projected('attention_slot', attended_TD)
-    if model.depth.slots == 'attention+ffn':
-        written = written + projected('ffn_slot', read_TD)
-    return y_TD, written
+
+def slope_of_sigmoid(r):
+    return np.exp(-r.real) / (1 + np.exp(-r.real)) ** 2
+
+
+GATES = {
+    'raw': lambda r: r,
+    'sigmoid': lambda r: 1 / (1 + np.exp(-r)),
+    'tanh': np.tanh,
+    'none': np.ones_like,
+    'straight_through': lambda r: 1 + slope_of_sigmoid(r) * (r - r.real),
+}
 
 
 def routed_block(layer, x_TD, visible, row, number, model):
-    """Returns x + r (block(x) - x) of the C selected tokens, x of the others."""
-    if model.depth.stream != 'residual' or visible:
-        raise ValueError(f'stream={model.depth.stream!r}: routed blocks are of residual alone')
-    scores_T = x_TD @ layer['router']['w']
-    size = max(1, int(np.floor(model.routing.capacity * len(x_TD) + 1e-6)))
-    order = [(row.segments_T[t] == 0, -scores_T[t].real, t) for t in range(len(x_TD))]
-    selected = sorted(t for _, _, t in sorted(order)[:size])
-    y_CD, _ = block(layer['block'], x_TD[selected], [], row.take(selected), number, model)
-    x_TD = np.array(x_TD)
-    for t, y_D in zip(selected, y_CD, strict=True):
-        if row.segments_T[t] != 0:
-            x_TD[t] = x_TD[t] + scores_T[t] * (y_D - x_TD[t])
-    return x_TD
+    """Returns x + gate(r) (block(x) - x) of the selected tokens, x of the others; and the slots.
+
+    Tokens that skip the block write slots as if it added nothing, or none.
+    """
+    routing, run = model.routing, row.run
+    real_T, num_tokens = row.segments_T != 0, len(x_TD)
+    scores_T = x_TD @ layer['router']['w'] + layer['router'].get('b', 0)
+    size = max(1, int(routing.capacity * num_tokens + 1e-6))
+    if routing.select_per == 'segment':
+        top_c_T = best_of_segments(scores_T.real, row.segments_T, size)
+    else:
+        best = largest(scores_T.real, np.flatnonzero(real_T), size)
+        top_c_T = np.isin(np.arange(num_tokens), best)
+    rule = routing.causal_rule if run.routing == 'top_c' else run.routing
+    logits_T = rule_logits(rule, layer, x_TD, scores_T, run.thresholds.get(number, 0))
+    wanted_T = selected_T = top_c_T
+    padding = np.flatnonzero(~real_T)[: size - top_c_T.sum()]  # takes what places are left
+    if run.routing != 'top_c':
+        wanted_T, padding = real_T & (logits_T.real > 0), []
+        endless = rule == 'dense' or routing.overflow == 'grow'
+        most = num_tokens if endless else int(routing.cache_capacity * size + 1e-6)
+        selected_T = wanted_T & (np.cumsum(wanted_T) <= most)
+    gates_T = np.where(real_T, GATES[routing.gate](scores_T), 0)
+    choice = {'scores_BT': scores_T, 'rule_logits_BT': logits_T, 'top_c_BT': top_c_T}
+    choice |= {'selected_BT': selected_T, 'dropped_BT': wanted_T & ~selected_T, 'gates_BT': gates_T}
+    run.choices.setdefault(number, []).append(choice)
+    taken = sorted([*np.flatnonzero(selected_T), *padding])
+    inner = layer['block'] | {'stream': layer.get('stream', {})}
+    visible = [[side[taken] for side in slot] for slot in visible]
+    y_CD, written = block(inner, x_TD[taken], visible, row.take(taken), number, model)
+    block_TD = np.array(x_TD)
+    block_TD[taken] = y_CD
+    y_TD = np.where(selected_T[:, None], x_TD + gates_T[:, None] * (block_TD - x_TD), x_TD)
+    if model.depth.stream != 'moda':
+        return y_TD, []
+    attended_TD = x_TD
+    if model.norm_placement != 'reordered':
+        attended_TD = rms_norm(x_TD, inner['attention_norm'], model)
+    read_TD = attended_TD
+    if model.norm_placement == 'pre':
+        read_TD = rms_norm(x_TD, inner['mlp_norm'], model)
+    slots = written_slots(inner, attended_TD, read_TD, y_TD, row, model)
+    for (key_TKH, value_TKH, valid_T), (key_CKH, value_CKH, _) in zip(slots, written, strict=True):
+        if model.depth.slots != 'block':
+            key_TKH[taken], value_TKH[taken] = key_CKH, value_CKH
+        if model.depth.skipped_slots == 'masked':
+            valid_T[:] = selected_T
+    return y_TD, slots
+
+
+def rule_logits(rule, layer, x_TD, scores_T, threshold):
+    """Returns what a causal rule compares with 0."""
+    if rule == 'predictor':
+        weights, hidden_TX = layer['predictor'], x_TD.real  # its loss changes nothing else
+        if 'hidden' in weights:
+            gate_TX = hidden_TX @ weights['hidden']['kernel'] + weights['hidden']['bias']
+            hidden_TX = gate_TX / (1 + np.exp(-gate_TX))
+        return (hidden_TX @ weights['out']['kernel'] + weights['out']['bias'])[:, 0]
+    if rule == 'dense':
+        return np.ones(len(x_TD))
+    return scores_T - (threshold if rule == 'threshold' else 0)
+
+
+def best_of_segments(scores_T, segments_T, num_selected):
+    """Returns bool [T]: the best of each document; the places fall evenly along the row."""
+    length, chosen_T = len(scores_T), np.zeros(len(scores_T), bool)
+    bounds = [0, *np.flatnonzero(np.diff(segments_T)) + 1, length]
+    for start, end in itertools.pairwise(bounds):
+        if segments_T[start] > 0:
+            places = num_selected * end // length - num_selected * start // length
+            chosen_T[largest(scores_T, range(start, end), places)] = True
+    return chosen_T
 
 
 def attention(weights, x_TD, visible, row, window, model):
-    """Returns y_TD, and key_TKH and value_TKH as projected, before any norm or rotation."""
+    """Returns y_TD, attention over the row and the visible slots in one softmax."""
     names = ('query', 'key', 'value')
-    query_TNH, key_TKH, value_TKH = (linear(x_TD, weights[name], model) for name in names)
+    query_TNH, key_TKH, value_TKH = (linear(x_TD, weights[name]) for name in names)
 
     def turned(x_TNH, norm):
         return rope(qk_norm(x_TNH, weights, norm, model), row.positions_T, model.rope_theta)
 
     q_TNH, k_TKH = turned(query_TNH, 'query_norm'), turned(key_TKH, 'key_norm')
     if model.depth.slot_keys == 'unrotated':
-        visible = [(qk_norm(key, weights, 'key_norm', model), value) for key, value in visible]
+        visible = [(qk_norm(key, weights, 'key_norm', model), *rest) for key, *rest in visible]
     num_tokens, num_heads, _ = q_TNH.shape
     mixed_TNH = np.zeros_like(q_TNH)
     for t in range(num_tokens):
@@ -219,7 +304,7 @@ def attention(weights, x_TD, visible, row, window, model):
             values = [value_TKH[s, group] for s in seen] + depth_values
             mixed_TNH[t, n] = one_query(q_TNH[t, n], keys, values)
     y_TD = np.einsum('tnh,nhd->td', mixed_TNH, weights['out']['kernel'])
-    return y_TD + weights['out'].get('bias', 0), key_TKH, value_TKH
+    return y_TD + weights['out'].get('bias', 0)
 
 
 def sees(t, s, row, window):
@@ -230,8 +315,9 @@ def sees(t, s, row, window):
 
 def slots_of(slots, t, n, num_heads):
     """Returns the lists of keys and of values that head n of token t finds in the slots."""
-    pairs = [(key[t], value[t], n // (num_heads // key.shape[1])) for key, value in slots]
-    return [key[group] for key, _, group in pairs], [value[group] for _, value, group in pairs]
+    own = [(key[t], value[t]) for key, value, valid_T in slots if valid_T[t]]
+    keys = [key_KH[n * len(key_KH) // num_heads] for key_KH, _ in own]
+    return keys, [value_KH[n * len(value_KH) // num_heads] for _, value_KH in own]
 
 
 def one_query(query_H, keys, values):
@@ -264,17 +350,15 @@ def rope(x_TNH, positions_T, theta):
     return turned
 
 
-def mlp(weights, x_TD, model):
+def mlp(weights, x_TD):
     """Returns w2(silu(w1 x) * w3 x), of x_TD."""
-    gate_TF = linear(x_TD, weights['w1'], model)
-    up_TF = linear(x_TD, weights['w3'], model)
-    return linear(gate_TF / (1 + np.exp(-gate_TF)) * up_TF, weights['w2'], model)
+    gate_TF, up_TF = linear(x_TD, weights['w1']), linear(x_TD, weights['w3'])
+    return linear(gate_TF / (1 + np.exp(-gate_TF)) * up_TF, weights['w2'])
 
 
-def linear(x_TD, weights, model):
-    """Returns x_TD on the first axis of a kernel of any rank, plus a bias."""
-    y = np.tensordot(x_TD, weights['kernel'], axes=1)
-    return y + weights['bias'] if model.use_bias else y
+def linear(x_TD, weights):
+    """Returns x_TD on the first axis of a kernel of any rank, plus a bias if there is one."""
+    return np.tensordot(x_TD, weights['kernel'], axes=1) + weights.get('bias', 0)
 
 
 def rms_norm(x, weights, model):
@@ -290,31 +374,25 @@ def mixture(weights, x_TD, row, number, experts):
     else:
         scores_TZ = np.exp(logits_TZ - logits_TZ.real.max(axis=-1, keepdims=True))
         scores_TZ = scores_TZ / scores_TZ.sum(axis=-1, keepdims=True)
-    chosen_TZ = choose(scores_TZ.real, real_T, experts, row.thresholds.get(number))
+    chosen_TZ = choose(scores_TZ.real, real_T, experts, row.run.expert_thresholds.get(number))
     weights_TZ = np.where(chosen_TZ, scores_TZ, 0)
     if experts.choice == 'token' and experts.scores == 'sigmoid':
         weights_TZ[real_T] = weights_TZ[real_T] / weights_TZ[real_T].sum(axis=-1, keepdims=True)
     computed_TZ = chosen_TZ
     if experts.row_capacity:  # an expert computes the first tokens of a row that chose it
         computed_TZ = chosen_TZ & (np.cumsum(chosen_TZ, axis=0) <= experts.row_capacity)
-    y_TD = np.zeros_like(x_TD @ weights['w1']['kernel'][0] @ weights['w2']['kernel'][0])
+    every = [
+        {name: {'kernel': weights[name]['kernel'][e]} for name in ('w1', 'w3', 'w2')}
+        for e in range(experts.num_routed)
+    ]
+    y_TD = mlp(weights['shared'], x_TD) if 'shared' in weights else 0 * mlp(every[0], x_TD)
     for t, e in np.argwhere(computed_TZ[:, : experts.num_routed]):
-        matrices = [weights[name]['kernel'][e] for name in ('w1', 'w3', 'w2')]
-        y_TD[t] = y_TD[t] + experts.route_scale * weights_TZ[t, e] * swiglu(x_TD[t], *matrices)
-    if 'shared' in weights:
-        matrices = [weights['shared'][name]['kernel'] for name in ('w1', 'w3', 'w2')]
-        y_TD = y_TD + swiglu(x_TD, *matrices)
-    seen = row.seen.setdefault(number, Seen())
+        y_TD[t] = y_TD[t] + experts.route_scale * weights_TZ[t, e] * mlp(every[e], x_TD[t])
+    seen = row.run.seen.setdefault(number, Seen())
     seen.logits.extend(logits_TZ[real_T])
     seen.scores.extend(scores_TZ[real_T])
     seen.chosen.extend(chosen_TZ[real_T])
     return y_TD
-
-
-def swiglu(x, w1, w3, w2):
-    """Returns w2(silu(w1 x) * w3 x) of x, [.., D]."""
-    gate = x @ w1
-    return (gate / (1 + np.exp(-gate)) * (x @ w3)) @ w2
 
 
 def choose(scores_TZ, real_T, experts, thresholds_Z):
@@ -363,6 +441,36 @@ def z_loss(seen):
     """Returns the mean over layers of the mean over tokens of logsumexp(router logits)^2."""
     layers = [[log_sum_exp(logits_Z) ** 2 for logits_Z in layer.logits] for layer in seen.values()]
     return sum(sum(tokens) / len(tokens) for tokens in layers) / len(layers)
+
+
+def rule_loss(choices, real_BT):
+    """Returns the mean over layers and real tokens of the rule's cross-entropy against top-C."""
+    layers = []
+    for rows in choices.values():
+        logits_BT, top_c_BT = (stack(rows, name) for name in ('rule_logits_BT', 'top_c_BT'))
+        losses_BT = np.log(1 + np.exp(-logits_BT)) + np.where(top_c_BT, 0, logits_BT)
+        layers.append(losses_BT[real_BT].mean())
+    return sum(layers) / len(layers)
+
+
+def stack(rows, name):
+    """Returns one entry of the rows of a layer, [B, T]."""
+    return np.stack([row[name] for row in rows])
+
+
+def assert_gradients(gradients, loss, params, tolerance, rng):
+    """Along a random direction of every leaf the slope of `loss`, by a complex step, is that."""
+    for path, found in jax.tree_util.tree_leaves_with_path(gradients):
+        along = rng.normal(size=found.shape)
+
+        def step(at, leaf, path=path, along=along):
+            return leaf + 1e-100j * along if at == path else leaf + 0j
+
+        slope = loss(jax.tree_util.tree_map_with_path(step, params)).imag / 1e-100
+        # Where the gradient is zero but for rounding, its size is that of any other.
+        most = max(np.linalg.norm(found), 1e-2) * np.linalg.norm(along) / along.size**0.5
+        error = np.abs(np.sum(found * along) - slope)
+        assert error <= tolerance * most, (jax.tree_util.keystr(path), error / most)
 
 
 def log_sum_exp(x):

@@ -15,8 +15,9 @@ from moddepth_jax.model.transformer import (
     causal_sizes,
     check_attention,
     check_routing,
+    layer_args,
 )
-from tests.model.cases import GROWS, build, random_like, routed_by
+from tests.model.cases import GROWS, build, parameters, random_like, routed_by
 
 ROUTED = {'model.routing.router': 'learned', 'model.routing.capacity': 0.375}
 LENGTH = 16
@@ -36,7 +37,7 @@ def run(model, variables, **how):
     return jax.device_get(apply(variables))
 
 
-@pytest.mark.parametrize('placement', ['pre', 'post', 'reordered'])
+@pytest.mark.parametrize('placement', parameters(('pre',), ('pre', 'post', 'reordered')))
 def test_capacity_one_without_gate_is_the_dense_model(placement, tiny_config):
     """With every token selected and no gate, all blocks routed, the model is the dense model."""
     knobs = {'model.norm_placement': placement, 'model.windows': (0, 5)}
@@ -57,40 +58,6 @@ def test_capacity_one_without_gate_is_the_dense_model(placement, tiny_config):
     assert none is None and records.routing.selected_BT.all()
     np.testing.assert_allclose(logits_BTV, expected, rtol=0, atol=1e-5)
     assert np.std(expected) > 0.5
-
-
-def test_records_are_in_order_of_depth(tiny_config):
-    """Records of a stack of several runs and groups come layer by layer, as a loop has them."""
-    knobs = {'model.num_layers': 7, 'model.routing.layers': '1,2,4,5,6'}
-    model, variables = make(tiny_config, **ROUTED | knobs)
-    params, layer = variables['params'], 0
-    for name in sorted(params['stack'], key=lambda name: int(name.split('_')[1])):
-        group = params['stack'][name]
-        for repeat in range(len(jax.tree.leaves(group)[0])):
-            for member in sorted(group):
-                if 'router' in group[member]:
-                    # Each router reads one component of its own, which no layer changes.
-                    group[member]['router']['w'][repeat] = np.eye(32)[layer]
-                layer += 1
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params['stack']):
-        if path[-2].key in ('out', 'w2') and path[-3].key != 'predictor':
-            leaf[:] = 0
-    _, records = run(model, variables)
-    x_BTD, layers = params['embedding'][TOKENS_BT], model.hparams.model.routed_layers
-    for scores_BT, layer in zip(records.routing.scores_BT, layers, strict=True):
-        np.testing.assert_allclose(scores_BT, x_BTD[:, :, layer], rtol=1e-6)
-
-
-def test_tied_head_is_the_embedding(tiny_config):
-    """A tied model has no head, and the logits of one whose head is the transposed table."""
-    tied, variables = make(tiny_config, **{'model.tie_embeddings': True})
-    untied, others = make(tiny_config)
-    params = variables['params']
-    assert 'head' not in params and 'head' in others['params']
-    table = {'head': {'kernel': params['embedding'].T}}
-    logits_BTV, _ = run(tied, variables)
-    expected, _ = run(untied, {'params': params | table})
-    np.testing.assert_allclose(logits_BTV, expected, rtol=0, atol=1e-5)
 
 
 def test_bfloat16_model_keeps_float32_parameters_and_logits(tiny_config):
@@ -120,13 +87,10 @@ def test_rms_norm_of_bfloat16_is_taken_in_float32():
 @pytest.mark.parametrize(
     'knobs',
     [
-        {},
         {'model.tie_embeddings': True, 'model.qk_norm': 'head', 'model.use_bias': True},
         ROUTED | {'model.num_layers': 5, 'model.qk_norm': 'full'},
         ROUTED | {'model.routing.predictor_width': 0, 'model.routing.layers': 'every:1'},
-        ROUTED | {'model.routing.causal_rule': 'aux_loss'},
         {'model.routing.router': 'random', 'model.routing.layers': 'every:1'},
-        {'model.routing.router': 'position'},
     ],
 )
 def test_parameter_count_is_the_formula(knobs, tiny_config):
@@ -137,16 +101,13 @@ def test_parameter_count_is_the_formula(knobs, tiny_config):
     block = D * N * H + 2 * D * K * H + N * H * D + 3 * D * F + 2 * D
     block += {'none': 0, 'head': 2 * H, 'full': N * H + K * H}[m.qk_norm]
     block += (N * H + 2 * K * H + D + 2 * F + D) if m.use_bias else 0
-    routed = D if m.routing.router == 'learned' else 0
-    if m.routing.causal_rule == 'predictor':
-        P = m.routing.predictor_width
-        routed += D * P + P + P + 1 if P else D + 1
+    learned, P = m.routing.router == 'learned', m.routing.predictor_width
+    routed = D + (D * P + P + P + 1 if P else D + 1) if learned else 0
     expected = V * D * (1 if m.tie_embeddings else 2) + D
     expected += m.num_layers * block + len(m.routed_layers) * routed
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == expected
-    assert set(params) <= {'embedding', 'stack', 'final_norm', 'head'}
     # A control knows its threshold and keeps no averages.
-    assert ('averages' in variables) == (m.routing.router == 'learned')
+    assert ('averages' in variables) == learned
 
 
 def test_a_kernel_that_cannot_run_here_is_refused_before_a_run_begins(tiny_config):
@@ -160,25 +121,11 @@ def test_a_kernel_that_cannot_run_here_is_refused_before_a_run_begins(tiny_confi
     assert '512' in str(caught.value) and '\n' not in str(caught.value)
 
 
-THREE = {'model.num_layers': 3, 'model.routing.layers': 'every:1'}
-THREE |= {'data.sequence_length': LENGTH}
-
-
-def with_thresholds(tiny_config, **knobs):
-    """A model of three routed layers, and variables with thresholds of 0.5, 0.7 and 0.9."""
-    model, variables = make(tiny_config, **THREE | routed_by('learned', 'auto') | knobs)
-    variables['averages']['thresholds_R'][:] = [0.5, 0.7, 0.9]
-    return model, variables
-
-
-def test_each_layer_compares_with_its_own_threshold(tiny_config):
-    """Under `threshold` the rule is r > the layer's average, whatever rule the model was given."""
-    records = run(*with_thresholds(tiny_config), routing='threshold')[1].routing
-    wanted_RBT = records.scores_BT > np.float32([0.5, 0.7, 0.9])[:, None, None]
-    np.testing.assert_array_equal(records.selected_BT | records.dropped_BT, wanted_RBT)
-    first_RBT = wanted_RBT & (wanted_RBT.cumsum(axis=2) <= 1.5 * 4)
-    np.testing.assert_array_equal(records.selected_BT, first_RBT)
-    assert np.any(records.dropped_BT) and not wanted_RBT.all()
+THREE = {
+    'model.num_layers': 3,
+    'model.routing.layers': 'every:1',
+    'data.sequence_length': LENGTH,
+}
 
 
 def test_random_choices_follow_the_given_key(tiny_config):
@@ -197,37 +144,31 @@ def test_random_choices_follow_the_given_key(tiny_config):
     np.testing.assert_array_equal(without, again)
 
 
-@pytest.mark.parametrize(
-    ('loop', 'overflow'),
-    [pytest.param('scan', 'grow', marks=pytest.mark.slow), ('unrolled', 'skip')],
-)
-def test_only_the_named_layers_obey_the_rule(loop, overflow, tiny_config):
+@pytest.mark.parametrize('loop', parameters(('unrolled',), ('scan', 'unrolled')))
+def test_only_the_named_layers_obey_the_rule(loop, tiny_config):
     """The others select by top-C; with none named the model is that of top_c, with all the rule's.
 
-    Layers before the first named one see the stream of top_c, and so decide as it does.
+    Layers before the first named one see the stream of top_c, and so decide as it does. Records of
+    a stack of several runs are in order of depth.
     """
-    knobs = {'model.layer_loop': loop, 'model.routing.overflow': overflow}
-    model, variables = with_thresholds(tiny_config, **knobs)
-    apply = jax.jit(
-        lambda causal_R: model.apply(
-            variables, TOKENS_BT, None, routing='threshold', causal_layers_R=causal_R
-        )
-    )
+    layers = {'model.num_layers': 4, 'model.routing.layers': '0,2,3', 'model.layer_loop': loop}
+    knobs = layers | routed_by('learned', 'auto') | {'data.sequence_length': LENGTH}
+    model, variables = make(tiny_config, **knobs)
+    variables['averages']['thresholds_R'][:] = [0.5, 0.7, 0.9]
+    apply = jax.jit(lambda causal_R: model.apply(variables, TOKENS_BT, None, 'threshold', causal_R))
     top_c_BTV, of_top_c = run(model, variables)
-    most, seen = 6 if overflow == 'skip' else LENGTH, []
+    seen = []
     for named in ([0, 0, 0], [1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 1, 1]):
-        causal_R = np.array(named, bool)
-        logits_BTV, records = jax.device_get(apply(jnp.asarray(causal_R)))
-        for layer in range(3):
-            by_rule_BT = records.routing.rule_logits_BT[layer] > 0
-            by_rule_BT &= by_rule_BT.cumsum(axis=1) <= most
-            top_c_BT = records.routing.top_c_BT[layer]
-            assert (by_rule_BT != top_c_BT).any()
-            expected_BT = by_rule_BT if named[layer] else top_c_BT
-            np.testing.assert_array_equal(records.routing.selected_BT[layer], expected_BT)
-            if not any(named[:layer]):
-                np.testing.assert_array_equal(top_c_BT, of_top_c.routing.top_c_BT[layer])
-        assert (records.routing.dropped_BT.any(axis=(1, 2)) <= causal_R).all()
+        logits_BTV, records = jax.device_get(apply(jnp.asarray(named, bool)))
+        found = records.routing
+        by_rule_RBT = found.rule_logits_BT > 0
+        by_rule_RBT &= by_rule_RBT.cumsum(axis=2) <= 6
+        assert (by_rule_RBT != found.top_c_BT).any(axis=(1, 2)).all()
+        expected_RBT = np.where(np.reshape(named, (3, 1, 1)), by_rule_RBT, found.top_c_BT)
+        np.testing.assert_array_equal(found.selected_BT, expected_RBT)
+        same = [*named, 1].index(1) + 1
+        np.testing.assert_array_equal(found.top_c_BT[:same], of_top_c.routing.top_c_BT[:same])
+        assert (found.dropped_BT.any(axis=(1, 2)) <= named).all()
         seen.append(logits_BTV)
     np.testing.assert_allclose(seen[0], top_c_BTV, rtol=0, atol=1e-4)
     every_BTV, _ = run(model, variables, routing='threshold')
@@ -237,10 +178,7 @@ def test_only_the_named_layers_obey_the_rule(loop, overflow, tiny_config):
 
 
 def test_static_sizes_of_the_model(tiny_config):
-    """A cache with an end gives one size, by the context of the run; one that grows gives several.
-
-    A row that is longer than the run's is its own context.
-    """
+    """A cache with an end gives one size, by the context of the run or of a longer row."""
 
     def sizes(length, rule='predictor', **knobs):
         knobs = THREE | routed_by('learned', 'auto') | knobs
@@ -264,31 +202,20 @@ def test_static_sizes_of_the_model(tiny_config):
     ],
 )
 def test_rules_that_a_model_does_not_have_are_refused_by_name(router, rule, runs, tiny_config):
-    """The line names the routing, the router and what it can run; a typo lists all there are.
-
-    Parameters alone run any routing but `threshold`, which needs averages of a learned score.
-    """
+    """The line names the routing, the router and what it can run; a typo lists all there are."""
     hparams = from_config(tiny_config(**THREE | routed_by(router, rule)))
-    model = Transformer(hparams)
     assert causal_routing(hparams) == runs[0]
-    init = jax.eval_shape(model.init, jax.random.key(0), TOKENS_BT)
-
-    def trace(routing):
-        variables = init if 'threshold' in (routing, rule) else {'params': init['params']}
-        return jax.eval_shape(lambda v: model.apply(v, TOKENS_BT, routing=routing), variables)
-
     for routing in ('top_c', *runs):
         check_routing(hparams, routing)
-        assert trace(routing)[1].routing.selected_BT.shape == (3, 4, LENGTH)
+        if 'threshold' not in (routing, rule):  # parameters alone are enough
+            layer_args(hparams.model, None, routing)
     for routing in {'predictor', 'aux_loss', 'threshold', 'dense', 'topc', ''} - {*runs}:
         with pytest.raises(ValueError) as error:
-            trace(routing)
+            Transformer(hparams).apply({}, TOKENS_BT, routing=routing)
         message = str(error.value)
         assert message.startswith(f'routing={routing!r}: ') and '\n' not in message
         assert 'top_c, ' + ', '.join(runs) in message or 'must be one of top_c' in message
         assert f'{router} router' in message or routing in ('topc', '')
-    dense = from_config(tiny_config())
-    check_routing(dense, causal_routing(dense))
 
 
 @pytest.mark.parametrize(
@@ -303,10 +230,12 @@ def test_rules_that_a_model_does_not_have_are_refused_by_name(router, rule, runs
     ],
 )
 def test_a_rule_without_its_averages_or_experts_is_refused(name, routing, message, tiny_config):
-    """By the model, by the parameters of decoding and by generation: a threshold is never made up,
-    and top-C of experts, which looks at whole rows, generates nothing.
+    """By the model, by the parameters of decoding and by generation: a threshold is never made up.
+
+    Top-C of experts looks at whole rows and generates nothing.
     """
-    hparams, variables, _, _ = build(tiny_config, name)
+    hparams, variables, own, _ = build(tiny_config, name)
+    assert causal_routing(hparams) == own
     without = {'params': variables['params']}
     if name.startswith('staged'):
         without['averages'] = {'thresholds_R': variables['averages']['thresholds_R']}

@@ -9,15 +9,13 @@ import pytest
 
 from moddepth_jax.model.attention import DepthSlots, KeysValues, TokenInfo
 from moddepth_jax.model.layer import Layer, LayerArgs
-from moddepth_jax.model.layers import apply_rope
 from moddepth_jax.model.mod.mixture_of_depths import RoutingArgs
-from moddepth_jax.model.stack import Stack, unstack_layers
 from moddepth_jax.model.streams import LayerKind
-from moddepth_jax.model.transformer import Transformer
-from tests.model.cases import MASKED, MODA, ROUTED, parameters, random_variables, small_hparams
+from tests.model.cases import MASKED, MODA, ROUTED, small_hparams
 
 SLOTS, ROWS, LENGTH = 4, 2, 5
 SEGMENTS_BT = np.array([[1, 1, 1, 1, 1], [1, 1, 2, 2, 0]])
+POSITIONS_BT = np.tile(np.arange(LENGTH), (ROWS, 1))
 ARGS = LayerArgs(RoutingArgs(np.int32(0), np.float32(0), np.bool_(False)))
 HALF = ROUTED | {'model.routing.capacity': 0.6}
 # name: (knobs, routed, the newest slots seen, 0 for all)
@@ -35,8 +33,13 @@ def draw(shapes, rng):
     return jax.tree.map(lambda leaf: 0.4 * rng.normal(size=leaf.shape).astype('f'), shapes)
 
 
-def reader(make_config, name):
-    """(layer, its variables, x_BTD, slots of SLOTS, valid_LBT, tokens, layer_args) of a case."""
+@functools.cache
+def probe(make_config, name):
+    """A jitted (slots, count) -> a layer's output, the selected tokens, the grids; and the slots.
+
+    The grids are of what each query [B, T] sees, by the gradients of its output: the inputs of
+    tokens [B, T] and their slots [SLOTS, B, T]. The last output: all gradients are finite.
+    """
     knobs, routed, _ = READERS[name]
     hparams = small_hparams(make_config, MODA, knobs).model
     layer, rng = Layer(hparams, LayerKind(routed, 0), 'top_c'), np.random.default_rng(3)
@@ -44,30 +47,20 @@ def reader(make_config, name):
     shape = (SLOTS, ROWS, LENGTH, hparams.num_kv_heads, hparams.head_dim)
     slots = KeysValues(*rng.normal(size=(2, *shape)).astype('f'))
     valid_LBT = rng.random(shape[:3]) < 0.6 if hparams.masks_slots else None
-    positions_BT = jnp.broadcast_to(jnp.arange(LENGTH), (ROWS, LENGTH))
-    tokens = TokenInfo(positions_BT, jnp.asarray(SEGMENTS_BT))
-    given = (x_BTD, DepthSlots(slots, valid_LBT, 3), tokens, ARGS if routed else LayerArgs())
-    variables = draw(jax.eval_shape(layer.init, jax.random.key(0), *given), rng)
-    return layer, variables, x_BTD, slots, valid_LBT, tokens, given[-1]
+    tokens, layer_args = TokenInfo(POSITIONS_BT, SEGMENTS_BT), ARGS if routed else LayerArgs()
+    depth = DepthSlots(slots, valid_LBT, 3)
+    shapes = jax.eval_shape(layer.init, jax.random.key(0), x_BTD, depth, tokens, layer_args)
+    variables = draw(shapes, rng)
 
+    @jax.jit
+    def run(slots, count):
+        def call(x_BTD, slots):
+            depth = DepthSlots(slots, valid_LBT, count)
+            output = layer.apply(variables, x_BTD, depth, tokens, layer_args)
+            record = output.records.routing
+            return output.x_BTD, record and record.selected_BT
 
-@functools.cache
-def probe(make_config, name):
-    """By count and slots: a layer's output, the selected tokens, and the grid of what is seen.
-
-    The grid [B, T, T + SLOTS * T], of a query a row: whether its output has a gradient with respect
-    to the input of each token, and to the slots of each token, slot by slot.
-    """
-    layer, variables, x_BTD, slots, valid_LBT, tokens, layer_args = reader(make_config, name)
-
-    def call(x_BTD, slots, count):
-        output = layer.apply(
-            variables, x_BTD, DepthSlots(slots, valid_LBT, count), tokens, layer_args
-        )
-        return output.x_BTD, output.records.routing and output.records.routing.selected_BT
-
-    def grid(slots, count):
-        _, vjp = jax.vjp(lambda x, slots: call(x, slots, count)[0], x_BTD, slots)
+        y_BTD, vjp, selected_BT = jax.vjp(call, x_BTD, slots, has_aux=True)
 
         def of_query(b, t):
             dx_BTD, dslots = vjp(jnp.zeros_like(x_BTD).at[b, t].set(jnp.arange(1.0, 17.0)))
@@ -76,14 +69,10 @@ def probe(make_config, name):
             finite = jnp.all(jnp.isfinite(dx_BTD)) & jnp.isfinite(sum(jnp.sum(d) for d in dslots))
             return used_BT, used_LBT[0] | used_LBT[1], finite
 
-        return jax.vmap(jax.vmap(of_query, (None, 0)), (0, None))(
-            jnp.arange(ROWS), jnp.arange(LENGTH)
-        )
+        grids = jax.vmap(jax.vmap(of_query, (None, 0)), (0, None))
+        return y_BTD, selected_BT, *grids(jnp.arange(ROWS), jnp.arange(LENGTH))
 
-    def both(slots, count):
-        return *call(x_BTD, slots, count), *grid(slots, count)
-
-    return jax.jit(both), slots, valid_LBT
+    return run, slots, valid_LBT
 
 
 def expected_sight(count, newest, valid_LBT, selected_BT):
@@ -132,21 +121,6 @@ def test_the_mask_as_drawn(tiny_config):
 
 
 @pytest.mark.parametrize('name', READERS)
-def test_perturbed_slots_reach_their_own_readers(name, tiny_config):
-    """One slot of one token changes that token's output if it is visible, and else no bit."""
-    run, slots, valid_LBT = probe(tiny_config, name)
-    before_BTD, selected_BT, *_ = run(slots, 3)
-    _, sight = expected_sight(3, READERS[name][2], valid_LBT, selected_BT)
-    for slot, token in np.ndindex(SLOTS, LENGTH):
-        other = jax.tree.map(lambda leaf, at=(slot, 1, token): leaf.copy(), slots)
-        for leaf in other:
-            leaf[slot, 1, token] += 1
-        after_BTD = run(other, 3)[0]
-        changed_BT = np.any(np.asarray(before_BTD) != np.asarray(after_BTD), axis=-1)
-        np.testing.assert_array_equal(changed_BT, sight[:, :, slot, 1, token])
-
-
-@pytest.mark.parametrize('name', READERS)
 def test_what_is_hidden_may_be_nan(name, tiny_config):
     """NaN in every slot that its token does not see: the same output, and finite gradients."""
     run, slots, valid_LBT = probe(tiny_config, name)
@@ -158,138 +132,3 @@ def test_what_is_hidden_may_be_nan(name, tiny_config):
     after_BTD, _, _, _, finite = run(hidden, 2)
     np.testing.assert_array_equal(after_BTD, before_BTD)
     assert np.all(finite)
-
-
-# In these models each token attends to itself alone, and the outputs of all layers but one are
-# turned off: any other influence on the logits came through slots.
-ALONE = {'model.windows': (1,), 'model.num_layers': 4}
-TOKENS_BT = np.random.default_rng(0).permutation(32)[:16].reshape(2, 8)
-# Of a slot: what projects its values, and how many of the layers have that.
-OWN, FFN = ('attention', 4), ('ffn_slot', 3)
-# name: (knobs, the layers' slots, how many layers' newest slots are seen, 0 for all)
-WRITERS = {
-    'attention': ({'model.depth.slots': 'attention'}, [OWN], 0),
-    'ffn': ({'model.depth.slot_keys': 'unrotated', 'model.qk_norm': 'full'}, [OWN, FFN], 0),
-    'own': ({'model.depth.attention_slot_projection': True}, [('attention_slot', 3), FFN], 0),
-    'block': ({'model.depth.slots': 'block', 'model.depth.slot_window': 2}, [('block_slot', 3)], 2),
-    'projected': (HALF, [OWN, FFN], 0),
-    'masked': (HALF | MASKED, [OWN, FFN], 0),
-}
-
-
-def kernel_of(layer, source):
-    """The array of a layer's parameters by which the values of a slot are projected."""
-    if source == 'attention':
-        return layer.get('block', layer)['attention']['value']['kernel']
-    return layer['stream'][source]['value']['kernel']
-
-
-def muted(stack, params, loud):
-    """A stack's parameters with the outputs of all layers but one turned off."""
-    first, quiet = 0, {}
-    for i, run in enumerate(stack.runs):
-        for j in range(len(run.group)):
-            index = first + j + len(run.group) * jnp.arange(run.repeats)
-
-            def keep(path, leaf, index=index):
-                if path[-2].key not in ('out', 'w2'):
-                    return leaf
-                return leaf * (index == loud).reshape(-1, *[1] * (leaf.ndim - 1))
-
-            layer = params[f'run_{i}'][f'layer_{j}']
-            quiet.setdefault(f'run_{i}', {})[f'layer_{j}'] = jax.tree_util.tree_map_with_path(
-                keep, layer
-            )
-        first += len(run.group) * run.repeats
-    return quiet
-
-
-@pytest.mark.parametrize('name', parameters(('block', 'masked'), WRITERS))
-def test_layers_see_those_below(name, tiny_config):
-    """Layer l sees what layers 0..l-1 wrote of its own token, in every write mode, and no other.
-
-    Under `masked` a token that skipped a routed layer has no slot there; under `projected` it has.
-    """
-    knobs, sources, newest = WRITERS[name]
-    hparams = small_hparams(tiny_config, MODA, ALONE, {'model.remat': 'none'}, knobs)
-    model, variables = Transformer(hparams), random_variables(hparams, TOKENS_BT)
-    stack = Stack(hparams.model, 'top_c')
-
-    def used(loud, token):
-        """Whether a token's logits use the embedding of each, and each layer's slot values."""
-
-        def logit(params):
-            params = params | {'stack': muted(stack, params['stack'], loud)}
-            logits_BTV, records = model.apply({'params': params}, TOKENS_BT)
-            selected_RT = None if records is None else records.routing.selected_BT[:, 0]
-            return jnp.sum(logits_BTV[0, token] * jnp.arange(1.0, 33.0)), selected_RT
-
-        gradient, selected_RT = jax.grad(logit, has_aux=True)(variables['params'])
-        layers = [mine for _, mine in unstack_layers(stack, gradient['stack'])]
-        by_source = [
-            jnp.stack([jnp.any(kernel_of(mine, source) != 0) for mine in layers[:writers]])
-            for source, writers in sources
-        ]
-        return jnp.any(gradient['embedding'] != 0, axis=1), by_source, selected_RT
-
-    used = jax.jit(used)
-    for loud, token in np.ndindex(4, 8):
-        embeddings, found, selected_RT = used(loud, token)
-        selected_L = np.ones(4, bool)
-        if selected_RT is not None:
-            selected_L[[1, 3]] = selected_RT[:, token]
-            assert 0 < np.mean(selected_RT) < 1
-        there_L = selected_L if name == 'masked' else np.ones(4, bool)
-        first = max(0, loud - newest) if newest else 0
-        seen_L = there_L & selected_L[loud] & (first <= np.arange(4)) & (np.arange(4) < loud)
-        np.testing.assert_array_equal(np.flatnonzero(embeddings), [TOKENS_BT[0, token]])
-        for (source, writers), found_L in zip(sources, found, strict=True):
-            own_L = (np.arange(4) == loud) & selected_L & (source == 'attention')
-            np.testing.assert_array_equal(found_L, (seen_L | own_L)[:writers])
-
-
-def rms_normed(x, scale):
-    return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + 1e-6) * scale
-
-
-@pytest.mark.parametrize('place', ['pre', 'post', 'reordered'])
-def test_slots_of_skipped_tokens(place, tiny_config):
-    """`projected`: of the stream as if the block added nothing; `masked`: none, and 0 is stored.
-
-    Selected tokens have the same slots either way.
-    """
-    written = {}
-    for skipped in ('projected', 'masked'):
-        knobs = {'model.depth.skipped_slots': skipped, 'model.norm_placement': place}
-        hparams = small_hparams(tiny_config, MODA, HALF, knobs).model
-        layer, rng = Layer(hparams, LayerKind(True, 0, 2), 'top_c'), np.random.default_rng(4)
-        x_BTD = rng.normal(size=(ROWS, LENGTH, hparams.d_model)).astype('f')
-        positions_BT = jnp.broadcast_to(jnp.arange(LENGTH), (ROWS, LENGTH))
-        given = (x_BTD, None, TokenInfo(positions_BT, jnp.asarray(SEGMENTS_BT)), ARGS)
-        variables = draw(jax.eval_shape(layer.init, jax.random.key(0), *given), rng)
-        output = jax.jit(layer.apply)(variables, *given)
-        written[skipped], selected_BT = (
-            output.written,
-            np.asarray(output.records.routing.selected_BT),
-        )
-    assert 4 <= selected_BT.sum() <= 6
-    block, stream = variables['params']['block'], variables['params']['stream']
-    norms = [block[name]['scale'] for name in ('attention_norm', 'mlp_norm')]
-    first_BTD = x_BTD if place == 'reordered' else rms_normed(x_BTD, norms[0])
-    second_BTD = rms_normed(x_BTD, norms[1]) if place == 'pre' else first_BTD
-    made = [(first_BTD, block['attention']), (second_BTD, stream['ffn_slot'])]
-    assert written['projected'].valid_BT is None
-    np.testing.assert_array_equal(written['masked'].valid_BT, selected_BT)
-    slots = zip(made, written['projected'].slots, written['masked'].slots, strict=True)
-    for (source_BTD, weights), projected, masked in slots:
-        key_BTKH, value_BTKH = (
-            np.tensordot(source_BTD, weights[name]['kernel'], 1) for name in ('key', 'value')
-        )
-        by_hand = apply_rope(jnp.asarray(key_BTKH), positions_BT, hparams.rope_theta), value_BTKH
-        for hand, side, hidden in zip(by_hand, projected, masked, strict=True):
-            np.testing.assert_allclose(side[~selected_BT], hand[~selected_BT], rtol=0, atol=1e-5)
-            np.testing.assert_allclose(side[selected_BT], hidden[selected_BT], rtol=0, atol=1e-6)
-            assert not np.any(hidden[~selected_BT]) and np.all(side[~selected_BT])
-    # The mlp of a selected token read what attention had added to.
-    selected = np.tensordot(second_BTD, stream['ffn_slot']['value']['kernel'], 1)[selected_BT]
-    assert np.abs(selected - written['masked'].slots[1].v_BTKH[selected_BT]).max() > 0.1

@@ -53,19 +53,11 @@ def a_study(losses, kind='flops', budget=1e13, steps=600, spread=SPREAD, **of_ro
         row['variant']: {'model.routing.capacity': CAPACITIES.get(row['variant'], 0.125)}
         for row in rows
     }
-    return {
-        'kind': kind,
-        'config': 'configs/study.py',
-        'budgets': [budget],
-        'variants': {name: {'label': name, 'changes': each} for name, each in changes.items()},
-        'batch_tokens': 1024,
-        'sequence_length': 128,
-        'corpus': 'stdlib',
-        'versions': {'python': '3.11', 'jax': '0.10.2', 'device': 'cpu'},
-        'missing': [],
-        'diverged': [],
-        'runs': rows,
-    }
+    variants = {name: {'label': name, 'changes': each} for name, each in changes.items()}
+    study = {'kind': kind, 'config': 'configs/study.py', 'budgets': [budget], 'runs': rows}
+    study |= {'variants': variants, 'corpus': 'stdlib', 'missing': [], 'diverged': []}
+    study['versions'] = {'python': '3.11', 'jax': '0.10.2', 'device': 'cpu'}
+    return study | {'batch_tokens': 1024, 'sequence_length': 128}
 
 
 def routing(selected, precision, recall):
@@ -91,7 +83,6 @@ def of_judge(judge):
     [(-0.03, HOLDS), (0.03, FAILS), (-0.006, UNDECIDED), (0.006, UNDECIDED)],
 )
 def test_differences_are_judged_by_their_interval(difference, verdict):
-    """Lower by more than the interval holds, higher by more does not, else it is undecided."""
     for claim in of_judge('lower_loss'):
         names = [claim.args[name].replace(BEST_DENSE, 'dense') for name in ('first', 'second')]
         losses = dict(zip(names, (2 + difference, 2.0), strict=True))
@@ -112,13 +103,9 @@ def test_differences_are_judged_by_their_interval(difference, verdict):
     ],
 )
 def test_few_seeds_or_steps_give_no_verdict(changes, reason):
-    """The number is shown, and what is missing."""
-    cases = ('learned_beats_random', 'mod random', 'flops'), ('moda_pre', 'moda dense', 'steps')
-    for name, variants, kind in cases:
-        losses = dict(zip(variants.split(), (1.0, 2.0), strict=True))
-        row = judged(name, a_study(losses, kind, **changes))
-        assert row['verdict'] == UNDECIDED and row['reason'].endswith(reason), row
-        assert '-50.0%' in row['ours']
+    row = judged('learned_beats_random', a_study({'mod': 1.0, 'random': 2.0}, **changes))
+    assert row['verdict'] == UNDECIDED and row['reason'].endswith(reason), row
+    assert '-50.0%' in row['ours']
 
 
 def test_interval_is_that_of_scipy():
@@ -151,7 +138,6 @@ def test_the_largest_budget_with_enough_seeds_decides():
 
 
 def test_each_model_is_compared_at_its_own_best_size():
-    """The best of the dense sizes with the most seeds is the baseline."""
     losses = {'mod': 2.0, 'mod 6x64': 2.2, 'dense': 2.1, 'dense 3x64': 1.9}
     study = a_study(losses)
     assert judged('mod_beats_dense', study)['verdict'] == FAILS
@@ -189,7 +175,6 @@ def test_runs_that_do_not_count_give_no_verdict():
 
 
 def test_a_least_budget_excludes_smaller_ones():
-    """Until a larger one is run, the row has the command."""
     small, large = (a_study({'mod': 1.9, 'dense': 2.0}, budget=budget) for budget in (5e18, 6e18))
     name = 'mod_beats_dense_at_paper_budgets'
     assert '--budgets=6e18' in judged(name, small)['reason']
@@ -301,7 +286,6 @@ def test_depth_not_width_by_the_optima_of_each_seed(mod, shifts, verdict, text):
 
 
 def test_accuracy_is_the_share_of_tokens_on_which_both_agree():
-    """A rule that selects nothing is right about 1 - capacity."""
     generator = np.random.default_rng(0)
     right = generator.permutation(8000) < 1000
     taken = right ^ (generator.random(8000) < 0.05)
@@ -345,7 +329,6 @@ MEASURED = [claim for claim in CLAIMS if claim.topic == 'Measured on trained mod
 
 @pytest.mark.parametrize('claim', MEASURED, ids=lambda claim: claim.id)
 def test_measures_are_judged_by_their_interval(claim):
-    """Above 0, below it, around it; of too few seeds; not measured at all."""
     kind = claim.args.get('kinds', ['flops'])[0]
     study = a_study(dict.fromkeys(('mod', 'moda', 'dense', 'moda_post', 'dense_post'), 2.0), kind)
     for shift, verdict in ((0.05, HOLDS), (-0.05, FAILS), (0.0, UNDECIDED)):
@@ -384,12 +367,6 @@ def test_every_claim_has_a_judge_with_its_arguments_or_a_command():
             assert claim.rule.startswith('{first} against {second} at'.format(**claim.args))
 
 
-def test_every_claim_with_a_judge_is_judged_above():
-    tested = {case[0] for case in CASES} | {claim.id for claim in MEASURED} | {'depth_not_width'}
-    tested |= {claim.id for judge in ('lower_loss', 'counted_cost') for claim in of_judge(judge)}
-    assert tested == {claim.id for claim in CLAIMS if claim.judge}
-
-
 def test_variants_and_configs_of_claims_exist():
     """A misspelt variant would never be run; those of two claims cannot be planned yet."""
     names = set()
@@ -405,7 +382,6 @@ def test_variants_and_configs_of_claims_exist():
 
 
 def test_page_holds_each_claim_once_and_keeps_the_text_outside_its_markers():
-    """Bars in a text do not break cells."""
     evidence = Evidence({'s': a_study({'mod': 1.9, 'dense': 2.0}, **GAP)}, {}, {})
     rows = claims.fill(evidence)
     table = claims.markdown(rows, evidence)
@@ -424,7 +400,6 @@ def test_page_holds_each_claim_once_and_keeps_the_text_outside_its_markers():
 
 
 def test_studies_are_read_up_to_two_levels_down(tmp_path):
-    """They are named by their path; broken files are named too."""
     study = a_study({'mod': 1.9})
     for place in ('.', 'a', 'cpu/b', 'too/far/down'):
         (tmp_path / place).mkdir(parents=True, exist_ok=True)

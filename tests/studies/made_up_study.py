@@ -26,9 +26,7 @@ def made_up(
 ):
     """The content of study.json; there are several seeds at the largest budget only.
 
-    Args:
-      kind, budgets, sizes, variants, seeds: of the study.
-      optimum: parameters of the dense model at the vertex of the smallest budget's parabola.
+    `optimum`: parameters of the dense model at the vertex of the smallest budget's parabola.
     """
     rows = []
     for place, budget in enumerate(budgets):
@@ -92,30 +90,15 @@ def _row(kind, variant, size, budget, seed, vertex, lowest):
     loss = (lowest + above) * _SCALES.get(base, 1.003) + noise
     marks = [max(1, steps * (i + 1) // 40) for i in range(40)]
     routing = {'selected_fraction': 0.12, 'precision': 0.93, 'recall': 0.8}
-    return {
-        'run': f'{variant}-{size}-{budget:g}-lr0.003-seed{seed}',
-        'variant': variant,
-        'size': size,
-        **more,
-        'layers': layers,
-        'width': width,
-        'budget': budget,
-        'seed': seed,
-        'learning_rate': 0.003,
-        'parameters': parameters,
-        'active_parameters': parameters,
-        'steps': steps,
-        'skipped_steps': 0,
-        'flops_per_step': flops_per_step,
-        'flops_per_forward': flops_per_step / 3,
-        'total_flops': flops_per_step * steps,
-        'epochs': steps * 1024 / 1.1e7,
-        'loss': loss,
-        'loss_top_c': loss - 0.001 if routed else None,
-        'routing_gap': 0.001 if routed else None,
-        'bits_per_byte': loss / math.log(2),
-        'rule': 'predictor' if routed else None,
-        'routing': {'layer_01': routing} if routed else {},
-        'curve': [[mark, loss - 0.1 + 3.5 * math.exp(-7 * mark / steps)] for mark in marks],
-        'state_sha256': 'ab' * 32,
-    }
+    row = {'run': f'{variant}-{size}-{budget:g}-lr0.003-seed{seed}', 'variant': variant}
+    row |= {'size': size, **more, 'layers': layers, 'width': width, 'budget': budget, 'seed': seed}
+    row |= {'learning_rate': 0.003, 'parameters': parameters, 'active_parameters': parameters}
+    row |= {'steps': steps, 'skipped_steps': 0, 'flops_per_step': flops_per_step}
+    row |= {'flops_per_forward': flops_per_step / 3, 'total_flops': flops_per_step * steps}
+    row |= {'epochs': steps * 1024 / 1.1e7, 'loss': loss, 'bits_per_byte': loss / math.log(2)}
+    row |= {'loss_top_c': loss - 0.001, 'routing_gap': 0.001, 'rule': 'predictor'}
+    row |= {'routing': {'layer_01': routing}}
+    if not routed:
+        row |= dict.fromkeys(('loss_top_c', 'routing_gap', 'rule')) | {'routing': {}}
+    row['curve'] = [[m, loss - 0.1 + 3.5 * math.exp(-7 * m / steps)] for m in marks]
+    return row | {'state_sha256': 'ab' * 32}

@@ -56,15 +56,11 @@ def page_of(tmp_path):
 
 
 def test_page_holds_every_run_and_figure_and_loads_nothing(tmp_path):
-    """One row of the last table for each run; it links to papers only, equal for equal studies."""
+    """One row of the last table for each run; it links to papers only."""
     study = made_up(budgets=(6e11,), variants=('dense', 'mod'), seeds=(0,))
     plots.draw(study, tmp_path)
-    pages = []
-    for _ in range(2):
-        write_page(study, tmp_path)
-        pages.append((tmp_path / 'study.html').read_text(encoding='utf-8'))
-    page = pages[0]
-    assert pages[1] == page
+    write_page(study, tmp_path)
+    page = (tmp_path / 'study.html').read_text(encoding='utf-8')
     found = _Reader(page)
     assert not found.open
     images = [link for tag, link in found.links if tag == 'img']
@@ -78,7 +74,6 @@ def test_page_holds_every_run_and_figure_and_loads_nothing(tmp_path):
 
 
 def test_texts_of_a_study_are_escaped(page_of):
-    """Labels, versions, corpora, runs and knobs are text, wherever they stand."""
     study = made_up(variants=SIZED)
     study['variants']['mod'] = {'label': HOSTILE, 'changes': {HOSTILE: HOSTILE}}
     study['variants']['dense'] = {'label': HOSTILE, 'changes': {}}
@@ -125,7 +120,6 @@ def test_each_flaw_of_a_study_is_a_warning_at_the_top_of_the_page(warning, spoil
 
 
 def test_means_stand_with_their_spread(page_of):
-    """Mean, standard deviation and number of seeds; relative to the optimal dense model."""
     study = made_up(budgets=(6e11,), sizes=('4x64',), variants=('dense', 'mod'))
     for row in study['runs']:
         row['loss'] = {'dense': 1.6, 'mod': 1.5}[row['variant']] + 0.01 * (row['seed'] - 1)
@@ -137,8 +131,3 @@ def test_means_stand_with_their_spread(page_of):
 def test_a_study_without_runs_has_a_page(page_of):
     page = page_of(made_up(variants=SIZED) | {'runs': [], 'missing': ['dense-4x64'], 'tuning': []})
     assert 'No run has finished yet' in page and 'dense-4x64' in page
-
-
-def test_a_missing_figure_is_refused_in_one_line(tmp_path):
-    with pytest.raises(ValueError, match=r'loss_by_parameters\.svg: .*draw'):
-        write_page(made_up(variants=SIZED), tmp_path)

@@ -24,7 +24,6 @@ def plan_of(**changes):
 
 
 def all_runs(plan, loss):
-    """Every run of the plan if `loss(run)` is the loss of each."""
     losses = {}
     for _ in range(4):
         runs, complete = plan.runs(losses)
@@ -46,8 +45,10 @@ def test_rates_are_tuned_with_the_dense_model_at_the_smallest_budget_once_a_widt
     assert {(run.variant, run.size, run.budget, run.learning_rate, run.seed) for run in runs} == {
         ('dense', size, 1e9, rate, 5) for size in ('2x64', '2x128') for rate in (0.002, 0.004)
     }
-    rates = plan_of().learning_rates({run.name: loss_of(run) for run in runs})
-    assert rates == {64: 0.004, 128: 0.002}
+    losses = {run.name: loss_of(run) for run in runs}
+    assert plan_of().learning_rates(losses) == {64: 0.004, 128: 0.002}
+    losses |= {run.name: DIVERGED for run in runs if run.learning_rate == 0.004}
+    assert plan_of().learning_rates(losses) == {64: 0.002, 128: 0.002}
 
 
 def test_a_single_rate_is_not_tuned():
@@ -56,33 +57,16 @@ def test_a_single_rate_is_not_tuned():
     assert {run.learning_rate for run in all_runs(plan, lambda run: 1.0)} == {0.01}
 
 
-def test_a_rate_that_diverges_is_not_chosen():
-    plan = plan_of()
-    losses = {run.name: DIVERGED if run.learning_rate == 0.004 else 9.0 for run in plan.tuning()}
-    assert plan.learning_rates(losses) == {64: 0.002, 128: 0.002}
-
-
-def test_three_variants_run_at_every_size_and_the_others_at_the_best():
-    runs = all_runs(plan_of(), loss_of)[len(plan_of().tuning()) :]
-    for variant in ('dense', 'shallow', 'mod'):
-        for budget in (1e9, 4e9):
-            sizes = [run.size for run in runs if (run.variant, run.budget) == (variant, budget)]
-            assert set(sizes) == set(STUDY.sizes)
-    others = [run for run in runs if run.variant in ('random', 'norm')]
-    assert {run.size for run in others} == {'4x64'}
-    assert all(run.at_best_size for run in others)
-
-
-def test_seeds_are_repeated_at_the_largest_budget_only():
+def test_three_variants_run_at_every_size_and_at_the_largest_budget_with_every_seed():
+    """The others run at the best size."""
     runs = all_runs(plan_of(), loss_of)[len(plan_of().tuning()) :]
     for variant in STUDY.variants:
         sizes = STUDY.sizes if variant in ('dense', 'shallow', 'mod') else ('4x64',)
-        for size in sizes:
-            mine = [run for run in runs if (run.variant, run.size) == (variant, size)]
-            assert sorted(run.seed for run in mine if run.budget == 4e9) == [5, 6, 7]
-            assert [run.seed for run in mine if run.budget == 1e9] == [5]
-    best = {run.size for run in runs if run.at_best_size and run.variant == 'mod'}
-    assert best == {'4x64'}
+        mine = [run for run in runs if run.variant == variant]
+        planned = [(s, 1e9, 5) for s in sizes] + [(s, 4e9, n) for s in sizes for n in (5, 6, 7)]
+        assert sorted((run.size, run.budget, run.seed) for run in mine) == sorted(planned)
+        best = {run.size for run in mine if run.at_best_size}
+        assert best == {'4x64'} or variant in ('dense', 'shallow')
 
 
 def test_max_runs_bounds_the_number_of_different_runs():
@@ -102,14 +86,6 @@ def test_a_shallower_model_that_is_a_dense_size_is_trained_once():
     assert runs['shallow', '2x64'].name == runs['dense', '2x64'].name
 
 
-def test_different_runs_have_different_names():
-    runs = all_runs(plan_of(), loss_of)
-    trained = {
-        ('dense' if run.variant == 'shallow' else run.variant, *run[2:6]): run.name for run in runs
-    }
-    assert len(set(trained.values())) == len(trained)
-
-
 @pytest.mark.parametrize(
     'changes, words',
     [
@@ -119,13 +95,11 @@ def test_different_runs_have_different_names():
         ({'learning_rates': (float('nan'),)}, 'above 0'),
         ({'variants': ('mood',)}, 'mood'),
         ({'variants': ('dense', 'shallow')}, 'add mod'),
-        ({'kind': 'tokens'}, 'flops or steps'),
     ],
 )
 def test_impossible_studies_are_refused_in_one_line(changes, words):
-    with pytest.raises(ValueError, match=words) as error:
+    with pytest.raises(ValueError, match=words):
         dataclasses.replace(STUDY, **changes)
-    assert '\n' not in str(error.value)
 
 
 def test_every_variant_is_a_valid_config():

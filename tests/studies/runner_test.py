@@ -36,7 +36,6 @@ def study(tmp_path):
 
 @pytest.fixture
 def trained(monkeypatch):
-    """Replaces training by writing the files of a run; the names of the runs, as they end."""
     names = []
 
     def train(hparams, directory):
@@ -108,16 +107,13 @@ def test_shards_share_the_runs_and_wait_for_each_other(study, trained, monkeypat
 
 
 def test_each_run_belongs_to_one_process_whatever_the_hosts_start():
-    processes_of = {0: 1, 1: 3, 2: 2}
+    parts = [
+        runner.part_of_shard((host, 3), child, processes)
+        for host, processes in ((0, 1), (1, 3), (2, 2))
+        for child in range(processes)
+    ]
     for number in range(60):
-        owners = [
-            (shard, child)
-            for shard, processes in processes_of.items()
-            for child in range(processes)
-            for index, count in [runner.part_of_shard((shard, 3), child, processes)]
-            if number % count == index
-        ]
-        assert len(owners) == 1 and owners[0][0] == number % 3
+        assert sum(number % count == index for index, count in parts) == 1
 
 
 def test_a_finished_run_with_other_knobs_stops_the_study_before_it_trains(study, trained, tmp_path):

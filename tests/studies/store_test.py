@@ -31,7 +31,6 @@ def hparams_of(tiny_config):
 
 
 def finish(directory, run, hparams, loss):
-    """Writes a finished run as `train` does, as far as a study reads it."""
     place = store.run_directory(directory, run.name)
     open_workdir(place, dataclasses.asdict(hparams))
     numbers = ('parameters', 'active_parameters', 'total_flops', 'epochs', 'skipped_steps')
@@ -56,6 +55,10 @@ def test_finished_runs_decide_the_next_ones(tmp_path, hparams_of):
     assert len(start.runs) == len(start.missing) == 8 and not start.complete
     finish(tmp_path, start.missing[0], hparams_of(start.missing[0]), 1.0)
     assert store.progress(tmp_path, PLAN).missing == start.missing[1:]
+    content = store.collect(tmp_path, PLAN, DESCRIPTION, hparams_of)
+    assert [row['run'] for row in content['runs']] == [start.missing[0].name]
+    missing = sorted(run.name for run in start.missing[1:])
+    assert content['missing'] == missing and not content['complete']
     finish_all(tmp_path, hparams_of)
     end = store.progress(tmp_path, PLAN)
     assert end.complete and not end.missing
@@ -75,14 +78,6 @@ def test_study_json_does_not_depend_on_the_order_of_the_runs(tmp_path, hparams_o
     assert places == sorted(places) and len(places) == 12
     assert [row['at_best_size'] for row in rows[:4]] == [False, True, False, True]
     assert rows[0]['curve'] == [[1, 4.0], [2, 3.0], [3, 2.0], [4, 1.0]]
-
-
-def test_an_unfinished_study_lists_what_is_missing(tmp_path, hparams_of):
-    left = store.progress(tmp_path, PLAN).missing
-    finish(tmp_path, left[0], hparams_of(left[0]), 1.0)
-    content = store.collect(tmp_path, PLAN, DESCRIPTION, hparams_of)
-    assert [row['run'] for row in content['runs']] == [left[0].name]
-    assert content['missing'] == sorted(run.name for run in left[1:]) and not content['complete']
 
 
 def test_a_run_that_diverged_has_no_row_and_is_not_trained_again(tmp_path, hparams_of):
@@ -117,13 +112,13 @@ def test_a_directory_belongs_to_one_study_which_may_grow(tmp_path):
     store.open_study(tmp_path / 'new', plan)
     plan |= {'seeds': [0, 1]}
     store.open_study(tmp_path / 'new', plan)
-    assert store.read_plan(tmp_path / 'new')['seeds'] == [0, 1]
+    assert json.loads((tmp_path / 'new/plan.json').read_text())['seeds'] == [0, 1]
     changes = {'seeds': [1]}, {'seeds': [1, 0]}, {'sizes': ['2x64', '4x64']}, {'config': 'other.py'}
     for change in changes:
         with pytest.raises(ValueError, match='use another --workdir') as error:
             store.open_study(tmp_path / 'new', plan | change)
         assert next(iter(change)) in str(error.value)
-    assert store.read_plan(tmp_path / 'new')['seeds'] == [0, 1]
+    assert json.loads((tmp_path / 'new/plan.json').read_text())['seeds'] == [0, 1]
 
 
 def test_a_directory_of_something_else_is_refused(tmp_path):

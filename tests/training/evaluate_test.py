@@ -112,10 +112,7 @@ def by_hand(variables, hparams, batches, routing, **layers):
 def test_losses_of_a_mixture_are_separate_and_weighted_by_its_shares(
     variables, hparams, held_out, mesh
 ):
-    """Each domain's numbers are those of its batches; the overall ones are weighted by the shares.
-
-    However many targets each domain has; routing is weighted in the same way.
-    """
+    """Numbers of a domain are those of its batches; the overall ones are weighted by shares."""
     result = evaluate_causal(variables, hparams, Mixture(), mesh, 3)
     rules = {'loss': 'predictor', 'loss_top_c': 'top_c'}
     batches = {'web': held_out.batches[::2], 'code': held_out.batches[1:2]}
@@ -143,24 +140,14 @@ def test_losses_of_a_mixture_are_separate_and_weighted_by_its_shares(
 
 def test_fewer_batches_than_domains_are_refused(variables, hparams, mesh):
     """Regression: the loss of the members that were reached was reported as that of the mixture."""
-    with pytest.raises(ValueError, match='num_batches=1: must be at least 2') as caught:
+    with pytest.raises(ValueError, match='num_batches=1: must be at least 2'):
         evaluate(variables, hparams, Mixture(), mesh, 1, 'predictor')
-    assert '\n' not in str(caught.value)
-
-
-def test_perplexity_is_finite_or_infinite():
-    """exp of the loss; an overflow is infinite, not an error."""
-    assert perplexity(math.log(7)) == pytest.approx(7)
     assert perplexity(1e4) == math.inf and math.isnan(perplexity(math.nan))
 
 
-@pytest.mark.parametrize(('num_batches', 'used', 'chunk'), [(1, 1, 0), (3, 3, 0), (99, 3, 10)])
+@pytest.mark.parametrize(('num_batches', 'used', 'chunk'), [(1, 1, 0), (99, 3, 10)])
 def test_loss_is_the_sum_by_hand(variables, hparams, held_out, mesh, num_batches, used, chunk):
-    """Nats a target, bits a byte and selected fraction over the first batches, or all there are.
-
-    Padded rows and ignored labels count nowhere; a separator costs nats and brings no byte. The
-    loss in chunks of ten tokens is the same.
-    """
+    """Nats a target, bits a byte and selected fraction over the first batches, or all there are."""
     training = dataclasses.replace(hparams.training, loss_chunk=chunk)
     hparams = dataclasses.replace(hparams, training=training)
     batches = held_out.batches[:used]
@@ -186,32 +173,6 @@ def test_routing_gap_is_causal_minus_top_c(variables, hparams, held_out, mesh):
     assert result['loss'] == pytest.approx(losses['predictor'], rel=1e-5)
     assert result['loss_top_c'] == pytest.approx(losses['top_c'], rel=1e-5)
     assert result['routing_gap'] == pytest.approx(gap, abs=1e-4)
-
-
-def test_routing_chooses_the_rule(variables, hparams, held_out, mesh):
-    """`dense` selects every real token, `top_c` C of each row with as many real tokens."""
-    dense = evaluate(variables, hparams, held_out, mesh, 3, 'dense')
-    top_c = evaluate(variables, hparams, held_out, mesh, 3, 'top_c')
-    assert dense['routing']['selected_fraction'] == [1.0]
-    assert dense['routing']['refused_fraction'] == [0.0]
-    assert top_c['routing']['selected_fraction'] == [0.25]
-    assert dense['routing']['recall'] == [1.0]
-    # In a model of one block the routing does not change the input of the rule.
-    by_rule = evaluate(variables, hparams, held_out, mesh, 3, 'predictor')
-    assert top_c['routing']['recall'] == pytest.approx(by_rule['routing']['recall'])
-    assert 0.1 < top_c['routing']['recall'][0] < 0.9
-
-
-def test_a_dense_model_has_no_gap(tiny_config, variables, held_out, mesh):
-    """Without routed blocks there is one loss, and nothing about routing."""
-    changes = {'model.num_layers': 1, 'data.sequence_length': 16}
-    hparams = from_config(tiny_config(**changes))
-    params = variables['params']
-    layer = params['stack']['run_0']['layer_0']['block']
-    params = params | {'stack': {'run_0': {'layer_0': layer}}}
-    result = evaluate_causal({'params': params}, hparams, held_out, mesh, 3)
-    assert set(result) == {'loss', 'bits_per_byte', 'targets'}
-    assert result['targets'] == 63 * 2 + 31
 
 
 @pytest.fixture(scope='module')
@@ -246,13 +207,3 @@ def test_the_gap_of_each_layer_is_the_cost_of_its_rule_alone(two_layers, held_ou
     plain = evaluate_causal(variables, hparams, held_out, mesh, 3)
     assert 'routing_gap' not in plain['routing']
     assert plain['loss'] == result['loss'] and plain['routing_gap'] == result['routing_gap']
-
-
-def test_histograms_are_lists_of_shares(two_layers, held_out, mesh):
-    """Of every routed block, twenty shares that sum to 1; JSON can hold all of the result."""
-    hparams, variables = two_layers
-    routing = evaluate(variables, hparams, held_out, mesh, 3, 'dense')['routing']
-    assert np.shape(routing['sigmoid_histogram']) == (2, 20)
-    np.testing.assert_allclose(np.sum(routing['sigmoid_histogram'], axis=1), 1, rtol=1e-6)
-    assert routing['sigmoid_above_half'] == [1.0] * 2  # norms are positive
-    assert isinstance(routing['sigmoid_histogram'][0][0], float)

@@ -77,10 +77,7 @@ TRAINED = {
 @pytest.mark.slow
 @pytest.mark.parametrize('name', TRAINED)
 def test_thirty_steps_of_training(name, tiny_config):
-    """The loss falls, everything stays finite, one program serves all steps.
-
-    Thresholds are the moving average of the mean over rows of the lowest scores taken.
-    """
+    """The loss falls, everything stays finite, one program serves all steps."""
     knobs = {'model.vocab_size': 257, 'optimizer.learning_rate': 0.01, 'training.num_steps': 30}
     if name == 'experts choose':
         knobs |= {'model.num_layers': 1, 'model.routing.layers': '0'}

@@ -52,10 +52,7 @@ def compiled_for_hopper(hparams, sizes):
 @pytest.mark.parametrize('knobs', [{}, LEARNED, {'model.depth.stream': 'moda'}], ids=str)
 @pytest.mark.parametrize('sizes', [{'fsdp': 8}, {'data': 2, 'fsdp': 4}], ids=str)
 def test_fsdp_gathers_weights_and_scatters_their_gradients(tiny_config, sizes, knobs):
-    """Matrices are gathered as bfloat16; their gradients are reduce-scattered; no row moves.
-
-    Sums over all devices are of vectors, of scalars, and over `data` of parts of gradients.
-    """
+    """Matrices are gathered as bfloat16; their gradients are reduce-scattered; no row moves."""
     if reason := hopper.missing():
         pytest.skip(reason)
     moved = collectives(compiled_for_hopper(from_config(tiny_config(**SIZES | knobs)), sizes))

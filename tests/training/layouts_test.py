@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pytest
 
 from tests.devices import collectives, on_devices
@@ -113,12 +112,6 @@ def check(config, layouts):
 
 
 @pytest.mark.slow
-def test_a_mesh_of_all_axes_trains_as_one_device(tiny_config):
-    """With dense and routed blocks, over two by two by two devices."""
-    check(tiny_config(**SIZES | MODELS['mod']), ['data=2,fsdp=2,tensor=2'])
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize('name', MODELS)
 def test_every_mesh_trains_as_one_device(name, tiny_config):
     """All of data, fsdp and tensor that make 2, 4 or 8 devices; with experts some of all four."""
@@ -140,10 +133,7 @@ def test_every_mesh_trains_as_one_device(name, tiny_config):
     ids=['micro-batches', 'of experts', 'random', 'depth attention', 'chunks', 'tied chunks'],
 )
 def test_other_models_train_as_on_one_device(changes, tiny_config):
-    """Micro-batches, a router that draws, another depth stream, chunks of the loss, on two meshes.
-
-    Micro-batches of experts use the loads of the whole step, over all devices.
-    """
+    """Micro-batches, a router that draws, another depth stream, chunks of the loss."""
     layouts = ['data=2,fsdp=2,tensor=2', 'data=4,fsdp=2']
     if 'model.experts.choice' in changes:
         layouts = ['fsdp=2,tensor=2,expert=2', 'data=2,expert=4']
@@ -185,192 +175,10 @@ print(json.dumps(found))
 
 @pytest.mark.slow
 def test_learned_choices_differ_on_near_ties_only(tiny_config):
-    """On equal parameters every mesh gives a token the same score to 1e-5.
-
-    A token that is selected on one mesh only has a score within 1e-5 of the C-th.
-    """
+    """On equal parameters every mesh gives a token the same score to 1e-5."""
     changes = {'model.routing.router': 'learned', 'model.routing.layers': '0,2'}
     config = tiny_config(**SIZES | changes)
     found = on_devices(8, LEARNED, json.dumps([config.to_dict(), LAYOUTS]))
     assert set(found) == {'data=1', *LAYOUTS} and found['data=1'] == [0.0, 0, 0.0]
     for layout, (scores, _, margin) in found.items():
         assert scores < 1e-5 and margin < 1e-5, layout
-
-
-EXPERTS = {'model.experts.choice': 'token', 'model.experts.num_routed': 4}
-
-ON_FOUR_DEVICES = """
-import json, sys, tempfile
-import jax, numpy as np
-from ml_collections import ConfigDict
-from moddepth_jax.hparams import from_config
-from moddepth_jax.model.transformer import Transformer
-from moddepth_jax.training.checkpoint import Checkpoints, state_sha256
-from moddepth_jax.training.mesh import make_mesh, shard_batch, replicated, state_shardings
-from moddepth_jax.training.train_step import init_state, train_step
-
-config, specs, num_steps = json.loads(sys.argv[1])
-hparams = from_config(ConfigDict(config))
-batches = []
-for seed in range(num_steps):
-    tokens_BT = np.random.default_rng(seed).integers(0, 257, (8, 33)).astype(np.int32)
-    tokens_BT[:, 9] = 256
-    segments_BT = np.cumsum(tokens_BT[:, :-1] == 256, axis=1, dtype=np.int32) + 1
-    batches.append({'tokens_BT': tokens_BT[:, :-1], 'labels_BT': tokens_BT[:, 1:],
-                    'segment_ids_BT': segments_BT})
-
-def shards(array):
-    return sorted({str(shard.data.shape) for shard in array.addressable_shards})
-
-def w1(state):
-    return shards(state.params['stack']['run_0']['layer_0']['mlp']['w1']['kernel'])
-
-state = jax.jit(lambda: init_state(hparams, 4))()
-first = jax.device_get(state)
-found = {'devices': jax.device_count(), 'losses': []}
-optimizer_states = []
-for spec in specs:
-    mesh = make_mesh(spec)
-    shardings = state_shardings(mesh, first)
-    state = jax.device_put(first, shardings)
-    step = jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, replicated(mesh)))
-    losses = []
-    with jax.set_mesh(mesh):
-        compiled = step.lower(state, shard_batch(mesh, batches[0])).compile()
-        for batch in batches:
-            batch = shard_batch(mesh, batch)
-            state, metrics = compiled(state, batch)
-            jax.block_until_ready(state)
-            losses.append(float(metrics['loss']))
-    found['losses'].append(losses)
-    optimizer_states.append(jax.device_get(jax.tree.leaves(state.optimizer_state)))
-# After a step the first moments are the clipped gradients times 1 - b1.
-found['moments'] = max(
-    float(np.max(np.abs(a - b)) / (np.max(np.abs(a)) or 1.0))
-    for a, b in zip(*optimizer_states, strict=True))
-found['text'] = compiled.as_text()
-leaves = jax.tree.leaves(state)
-found['replicated'] = all(leaf.is_fully_replicated for leaf in leaves)
-found['state_devices'] = sorted({len(leaf.sharding.device_set) for leaf in leaves})
-found['batch_shards'] = shards(batch['tokens_BT'])
-if hparams.model.expert_layers:
-    found['w1_shards'] = w1(state)
-    with tempfile.TemporaryDirectory() as folder, Checkpoints(folder, 1) as checkpoints:
-        checkpoints.save(1, state, {})
-        for spec in ('data=4', 'expert=4'):
-            shardings = state_shardings(make_mesh(spec), state)
-            placed = jax.tree.map(
-                lambda leaf, to: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=to),
-                state, shardings)
-            restored, _, _ = checkpoints.restore(placed)
-            found[spec] = [w1(restored), state_sha256(restored) == state_sha256(state)]
-else:
-    logits_BTV, records = jax.jit(Transformer(hparams).apply)(
-        state.variables, batch['tokens_BT'], batch['segment_ids_BT'])
-    found['logits_shards'] = shards(logits_BTV)
-    if records is not None:
-        found['records_shards'] = shards(records.routing.top_c_BT)
-print(json.dumps(found))
-"""
-
-
-def trained(config, specs=('data=1', 'data=4'), num_steps=4):
-    return on_devices(4, ON_FOUR_DEVICES, json.dumps([config.to_dict(), specs, num_steps]))
-
-
-def check_placement(found):
-    assert found['devices'] == 4
-    assert found['replicated'] and found['state_devices'] == [4]
-    assert found['batch_shards'] == ['(2, 32)'] and found['logits_shards'] == ['(2, 32, 257)']
-
-
-@pytest.mark.slow
-def test_a_routed_model_splits_its_records_by_rows(tiny_config):
-    """The first loss is that of one device to 1e-5; decisions are split by rows like the batch.
-
-    Later losses may differ: programs may choose differently between nearly equal scores.
-    """
-    changes = {
-        'model.routing.router': 'learned',
-        'data.batch_size': 8,
-        'optimizer.warmup_fraction': 0.0,
-    }
-    found = trained(tiny_config(**changes), num_steps=1)
-    check_placement(found)
-    assert found['records_shards'] == ['(1, 2, 32)']
-    one, four = found['losses']
-    np.testing.assert_allclose(four, one, atol=1e-5, rtol=0)
-
-
-@pytest.mark.slow
-def test_experts_train_on_two_by_two_devices_as_on_one(tiny_config):
-    """One step with experts and rows split has the loss and gradients of one device to 1e-5.
-
-    Each device holds half of the experts, and the program moves none of their weights. A checkpoint
-    from there is restored bit for bit onto meshes of other shapes.
-    """
-    changes = {
-        'model.num_layers': 1,
-        **EXPERTS,
-        'model.experts.d_ff': 24,
-        'data.batch_size': 8,
-        'optimizer.warmup_fraction': 0.0,
-    }
-    found = trained(tiny_config(**changes), ('data=1', 'data=2,expert=2'), num_steps=1)
-    np.testing.assert_allclose(*found['losses'], atol=1e-5, rtol=0)
-    assert found['moments'] < 1e-5
-    assert found['devices'] == 4 and found['state_devices'] == [4]
-    assert found['batch_shards'] == ['(2, 32)'] and found['w1_shards'] == ['(1, 2, 32, 24)']
-    assert found['data=4'] == [['(1, 4, 32, 24)'], True]
-    assert found['expert=4'] == [['(1, 1, 32, 24)'], True]
-    gathered = collectives(found['text']).pop('all-gather', set())
-    # Tokens, weights and experts of the pairs, and their masks: of the rows of two devices.
-    assert {'f32[4,32,32]', 'f32[4,32,2]'} <= gathered
-    assert all(shape.split('[')[1].startswith('4,32,') for shape in gathered)
-    assert not collectives(found['text']).keys() & {'all-to-all', 'collective-permute'}
-
-
-STOPPED_AND_RESUMED = """
-import json, os, signal, sys
-from ml_collections import ConfigDict
-from moddepth_jax.data.pipeline import Dataset
-from moddepth_jax.hparams import from_config
-from moddepth_jax.training import loop
-
-config, folder = json.loads(sys.argv[1])
-hparams, train_batch = from_config(ConfigDict(config)), Dataset.train_batch
-alone = loop.train(hparams, f'{folder}/alone', 'data=1')
-
-def stops(dataset, step, *rows):
-    if step == 1:
-        os.kill(os.getpid(), signal.SIGTERM)
-    return train_batch(dataset, step, *rows)
-
-Dataset.train_batch = stops
-stopped = loop.train(hparams, f'{folder}/moved', 'data=2,expert=2')
-Dataset.train_batch = train_batch
-done = int(stopped.state.step)
-resumed = loop.train(hparams, f'{folder}/moved', 'data=4')
-print(json.dumps({
-    'stopped': [stopped.signal, done],
-    'mesh': dict(resumed.state.step.sharding.mesh.shape),
-    'results': [[run.summary['train_loss'], run.summary['eval']['loss']]
-                for run in (alone, resumed)],
-    'flops': [run.summary['flops_per_step_dot_general'] for run in (alone, resumed)],
-}))
-"""
-
-
-@pytest.mark.slow
-def test_a_run_with_experts_resumes_on_another_mesh(tiny_config, tmp_path):
-    """Stopped on two by two devices and resumed on four along `data`, it ends as on one device.
-
-    To 1e-4, since a choice between nearly equal scores may differ. FLOPs are those of one device.
-    """
-    changes = EXPERTS | {'data.batch_size': 8}
-    arguments = json.dumps([tiny_config(**changes).to_dict(), str(tmp_path)])
-    found = on_devices(4, STOPPED_AND_RESUMED, arguments)
-    assert found['stopped'] == ['SIGTERM', 2] and found['mesh']['data'] == 4
-    alone, resumed = found['results']
-    np.testing.assert_allclose(resumed, alone, atol=1e-4, rtol=0)
-    assert found['flops'][0] == found['flops'][1] > 0

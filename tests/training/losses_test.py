@@ -25,24 +25,49 @@ def binary_cross_entropy(logits, targets):
     return -np.where(targets, np.log(chance), np.log1p(-chance))
 
 
-def test_rule_loss_is_the_mean_over_layers_and_real_tokens():
-    """It equals the float64 sum by hand; values at padding change nothing."""
+def rule_loss(hparams, logits_LBT, targets_LBT, real_BT):
+    """causal_rule_loss of these logits and targets, over the real tokens here."""
+    zeros_LBT = jnp.zeros(jnp.shape(logits_LBT))
+    record = RoutingRecord(zeros_LBT, logits_LBT, targets_LBT, zeros_LBT, zeros_LBT, zeros_LBT)
+    real_BT = jnp.asarray(real_BT)
+    return losses.causal_rule_loss(hparams, record, real_BT.astype(int), real_BT.sum())
+
+
+@pytest.fixture
+def by_rule(tiny_config):
+    """by_rule(rule, weight): hyper-parameters of a model with this causal rule."""
+
+    def build(rule, weight=1.0):
+        knobs = {'router': 'learned', 'causal_rule': rule}
+        knobs |= {f'{name}_loss_weight': 7.0 for name in ('predictor', 'aux')}
+        knobs[{'predictor': 'predictor_loss_weight'}.get(rule, 'aux_loss_weight')] = weight
+        return from_config(tiny_config(**{f'model.routing.{k}': v for k, v in knobs.items()}))
+
+    return build
+
+
+@pytest.mark.parametrize(
+    ('rule', 'weight'), [('predictor', 3.0), ('aux_loss', 0.25), ('dense', 0), ('threshold', 0)]
+)
+def test_rule_loss_is_the_weighted_mean_over_layers_and_real_tokens(by_rule, rule, weight):
+    """It equals the float64 sum by hand; values at padding change nothing; some rules have none."""
     random = np.random.default_rng(1)
     logits_LBT = random.normal(size=(2, 3, 5), scale=3).astype(np.float32)
     targets_LBT = random.random((2, 3, 5)) < 0.4
     real_BT = np.array([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [0, 0, 0, 0, 0]], bool)
     per_token_LBT = binary_cross_entropy(logits_LBT, targets_LBT)
-    expected = per_token_LBT[:, real_BT].mean()
-    assert abs(expected - per_token_LBT.mean()) > 0.01
-    loss, slope_LBT = jax.value_and_grad(losses.rule_loss)(logits_LBT, targets_LBT, real_BT)
-    np.testing.assert_allclose(loss, expected, rtol=1e-6)
-    np.testing.assert_array_equal(slope_LBT != 0, np.broadcast_to(real_BT, (2, 3, 5)))
+    hparams = by_rule(rule, weight)
+    loss, slope_LBT = jax.value_and_grad(rule_loss, 1)(hparams, logits_LBT, targets_LBT, real_BT)
+    np.testing.assert_allclose(loss, weight * per_token_LBT[:, real_BT].mean(), rtol=1e-6)
+    seen_LBT = np.broadcast_to(real_BT, (2, 3, 5)) & bool(weight)
+    np.testing.assert_array_equal(slope_LBT != 0, seen_LBT)
     changed_LBT = np.where(real_BT, logits_LBT, 1e4)
     changed_targets_LBT = np.where(real_BT, targets_LBT, ~targets_LBT)
-    assert losses.rule_loss(changed_LBT, changed_targets_LBT, real_BT) == loss
+    assert rule_loss(hparams, changed_LBT, changed_targets_LBT, real_BT) == loss
+    assert losses.causal_rule_loss(hparams, None, real_BT, 1) == 0
 
 
-def test_targets_of_a_row_are_its_own():
+def test_targets_of_a_row_are_its_own(by_rule):
     """A rule that predicts each row's own top-C has no loss, with its rows exchanged a large one.
 
     Targets written without the batch offset would put the positives of all rows into row 0.
@@ -50,41 +75,19 @@ def test_targets_of_a_row_are_its_own():
     scores_BT = jnp.array([[9.0, 0, 0, 0, 8, 0], [0, 7, 0, 6, 0, 0], [0, 0, 5, 0, 0, 4]])
     top_c_BT = indices_to_mask(select_top_c(scores_BT, 2), 6)
     np.testing.assert_array_equal(top_c_BT, scores_BT > 0)
-    real_BT = jnp.ones((3, 6), bool)
+    hparams, real_BT = by_rule('predictor'), jnp.ones((3, 6), bool)
     predicted_BT = jnp.where(scores_BT > 0, 20.0, -20.0)
-    assert losses.rule_loss(predicted_BT[None], top_c_BT[None], real_BT) < 1e-6
+    assert rule_loss(hparams, predicted_BT[None], top_c_BT[None], real_BT) < 1e-6
     for shift in (1, 2):
         exchanged_LBT = jnp.roll(predicted_BT, shift, axis=0)[None]
-        assert losses.rule_loss(exchanged_LBT, top_c_BT[None], real_BT) > 10
+        assert rule_loss(hparams, exchanged_LBT, top_c_BT[None], real_BT) > 10
 
 
-def test_targets_carry_no_gradient():
+def test_targets_carry_no_gradient(by_rule):
     """Scores that define the targets get none through them, even where targets are soft."""
-    real_BT = jnp.ones((1, 2), bool)
-    slope = jax.grad(lambda t: losses.rule_loss(jnp.array([[[1.0, -2.0]]]), t, real_BT))
-    np.testing.assert_array_equal(slope(jnp.array([[[0.3, 0.6]]])), jnp.zeros((1, 1, 2)))
-
-
-@pytest.mark.parametrize('rule', ['predictor', 'aux_loss', 'dense', 'threshold'])
-def test_each_causal_rule_has_its_weight(tiny_config, rule):
-    """predictor and aux_loss weigh the same mean by separate knobs; the others have no loss."""
-    weights = {'predictor': 3.0, 'aux_loss': 0.25, 'dense': 0.0, 'threshold': 0.0}
-    config = tiny_config(
-        **{
-            'model.routing.router': 'learned',
-            'model.routing.causal_rule': rule,
-            'model.routing.predictor_loss_weight': weights['predictor'],
-            'model.routing.aux_loss_weight': weights['aux_loss'],
-        }
-    )
-    logits_LBT, top_c_LBT = np.array([[[2.0, -1.0, 3.0]]]), np.array([[[True, False, False]]])
-    segment_ids_BT = np.array([[4, 5, 0]])
-    expected = binary_cross_entropy(logits_LBT, top_c_LBT)[0, 0, :2].mean()
-    zeros_LBT = np.zeros_like(logits_LBT)
-    records = routing_record(zeros_LBT, logits_LBT, top_c_LBT, top_c_LBT, zeros_LBT, zeros_LBT)
-    loss = losses.causal_rule_loss(from_config(config), records, segment_ids_BT)
-    np.testing.assert_allclose(loss, weights[rule] * expected, rtol=1e-6)
-    assert losses.causal_rule_loss(from_config(config), None, segment_ids_BT) == 0
+    given = by_rule('predictor'), jnp.array([[[1.0, -2.0]]]), jnp.array([[[0.3, 0.6]]])
+    slope_LBT = jax.grad(rule_loss, 2)(*given, jnp.ones((1, 2), bool))
+    np.testing.assert_array_equal(slope_LBT, jnp.zeros((1, 1, 2)))
 
 
 COUNTED = {
@@ -98,33 +101,11 @@ COUNTED = {
 SEGMENT_IDS = np.array([[1, 1, 2, 2], [1, 1, 1, 0]])
 
 
-def hand_made_record(factor=10):
-    return routing_record(*COUNTED.values(), factor * np.array(COUNTED['scores']))
-
-
-def test_counts_of_a_hand_made_record():
-    """Every count equals one made by eye, per layer; padding is in none of them."""
-    counts = losses.routing_counts(hand_made_record(), SEGMENT_IDS)
-    expected = {
-        'real': [7, 7],
-        'selected': [5, 0],
-        'top_c': [4, 2],
-        'rule': [4, 0],
-        'both': [2, 0],
-        'dropped': [1, 3],
-        'above_half': [7, 7],
-        'gate': [10 * (1 + 2 + 4 + 6), 10 * (3 + 5)],
-        'rows': [2, 1],
-        'lowest': [1 + 4, 3],
-        'histogram': counts['histogram'].tolist(),
-    }
-    assert {name: values.tolist() for name, values in counts.items()} == expected
+def test_routing_ratios_of_a_hand_made_record():
+    """By eye, padding is in none; without a token that the rule selects, precision is NaN."""
+    record = routing_record(*COUNTED.values(), COUNTED['scores'])
+    counts = losses.routing_counts(record, SEGMENT_IDS)
     assert all(values.dtype == jnp.float32 for values in counts.values())
-
-
-def test_routing_ratios_follow_from_counts():
-    """By hand; without a token that the rule selects, precision is NaN and no error."""
-    counts = losses.routing_counts(hand_made_record(1), SEGMENT_IDS)
     ratios = losses.routing_ratios(counts)
     expected = {
         'selected_fraction': [5 / 7, 0],
@@ -150,11 +131,7 @@ def random_record(rng, shape):
 
 
 def test_histogram_and_lowest_scores_are_those_of_loops():
-    """Shares of sigmoid(r) by 20 bins, those above a half, and the mean lowest score of top-C.
-
-    A score of exactly 0 lies in the upper half of the bins, and not above a half. A row of padding
-    has no lowest score.
-    """
+    """Shares of sigmoid(r) by 20 bins, those above a half, and the mean lowest score of top-C."""
     rng = np.random.default_rng(0)
     records = random_record(rng, (2, 5, 30))
     segment_ids_BT = np.ones((5, 30), np.int32)
@@ -184,21 +161,6 @@ def test_extreme_scores_are_counted_in_the_outer_bins():
     assert histogram[0] == histogram[19] == 2 and histogram.sum() == 4
 
 
-def test_counts_of_parts_add_up():
-    """Counts of two halves of a batch sum to those of the whole, so micro-batches lose nothing."""
-    records = random_record(np.random.default_rng(1), (2, 2, 4))
-    whole = losses.routing_counts(records, SEGMENT_IDS)
-    halves = [
-        losses.routing_counts(
-            jax.tree.map(lambda x, row=row: x[:, row : row + 1], records),
-            SEGMENT_IDS[row : row + 1],
-        )
-        for row in (0, 1)
-    ]
-    for name, values in whole.items():
-        np.testing.assert_allclose(halves[0][name] + halves[1][name], values, rtol=1e-6)
-
-
 # 2 layers; top-2 of 3 routed experts and 1 that does nothing. Layer 0 saw 8 tokens, layer 1 four.
 TOKENS = [8, 4]
 PAIRS = [[8, 4, 0, 4], [2, 2, 2, 2]]
@@ -216,7 +178,7 @@ def experts_record(
         dropped=jnp.asarray(dropped, jnp.int32),
         scores_Z=jnp.asarray(scores, jnp.float32),
         log_z=jnp.asarray(log_z, jnp.float32),
-        lowest_E=lowest.get('lowest_E'),
+        lowest_E=jnp.asarray(lowest['lowest_E']) if lowest else None,
         rows=jnp.asarray(lowest.get('rows', [1, 1]), jnp.int32),
     )
 
@@ -243,17 +205,8 @@ def test_losses_of_hand_made_counts(hparams):
     balance, z = expert_loss(hparams(), experts_record())
     assert balance == 0.5 * (1.4375 + 1) / 2
     assert z == 0.25 * (16 / 8 + 2 / 4) / 2
-
-
-def test_even_loads_and_scores_cost_the_weight(hparams):
-    """Whatever k and the number of experts, the balance loss is then its weight."""
-    for num_noop, top_k in ((0, 1), (1, 2), (5, 3)):
-        choices = 3 + num_noop
-        record = experts_record(
-            np.full((1, choices), 6 * top_k), np.full((1, choices), 6.0), [6 * choices]
-        )
-        balance, _ = expert_loss(hparams(num_noop=num_noop, top_k=top_k), record)
-        np.testing.assert_allclose(balance, 0.5, rtol=1e-6)
+    # Loads are even if experts choose.
+    assert expert_loss(hparams(choice='expert', num_noop=0), experts_record()) == (0, z)
 
 
 def test_a_layer_without_tokens_costs_nothing(hparams):
@@ -285,10 +238,7 @@ def test_gradient_reaches_scores_and_log_partitions_alone(hparams):
 
 
 def test_losses_of_micro_batches_sum_to_those_of_the_step(hparams):
-    """So do their gradients, where each is given the pairs and tokens of the whole step.
-
-    Divided by their own tokens, unequal ones, they would not.
-    """
+    """So do their gradients, where each is given the pairs and tokens of the whole step."""
     random = np.random.default_rng(0)
     tokens = [(3, 7), (5, 1), (4, 4)]
     pairs = [random.integers(0, 9, (2, 4)) for _ in tokens]
@@ -311,31 +261,6 @@ def test_losses_of_micro_batches_sum_to_those_of_the_step(hparams):
     assert (abs(slope_XZ) > 0).all()
     for part in parts:
         np.testing.assert_allclose(jax.grad(balance)(part.scores_Z, part, counts), slope_XZ, 1e-6)
-
-
-def test_experts_that_choose_have_no_balance_loss(hparams):
-    """They have a z-loss only."""
-    balance, z = expert_loss(hparams(choice='expert', num_noop=0), experts_record())
-    assert (balance, z) == (0, 0.25 * (16 / 8 + 2 / 4) / 2)
-
-
-def test_expert_counts_are_those_of_the_record():
-    """Each under its name, as float32; the lowest scores only where experts chose."""
-    counts = expert_counts(experts_record(dropped=[3, 0]))
-    expected = {
-        'tokens_X': TOKENS,
-        'pairs_XZ': PAIRS,
-        'dropped_X': [3, 0],
-        'scores_XZ': SCORES,
-        'log_z_X': LOG_Z,
-    }
-    assert {name: count.tolist() for name, count in counts.items()} == expected
-    assert all(count.dtype == jnp.float32 for count in counts.values())
-    lowest_E = jnp.array([[1.0, 0.5, 2.0]] * 2)
-    counts = expert_counts(experts_record(lowest_E=lowest_E, rows=[2, 3]))
-    assert counts.keys() - expected.keys() == {'rows_X', 'lowest_XE'}
-    np.testing.assert_array_equal(counts['lowest_XE'], lowest_E)
-    assert counts['rows_X'].tolist() == [2, 3]
 
 
 RATIOS = {
@@ -375,12 +300,3 @@ def test_nothing_to_divide_by_is_nan(float64):
     assert ratios.pop('unused').tolist() == [1, 3]
     for name, values in ratios.items():
         assert np.isfinite(values[0]).all() and np.isnan(values[1]).all(), name
-
-
-def test_a_run_where_every_token_does_nothing():
-    """All pairs on no-op experts: a share of 1, no largest load, and nothing computed."""
-    ratios = expert_ratios(
-        expert_counts(experts_record([[0, 0, 0, 16]], tokens=[8], dropped=[0])), 2, 3
-    )
-    assert ratios['noop_fraction'] == 1 and ratios['computed_fraction'] == 0
-    assert np.isnan(ratios['largest_load']) and ratios['unused'] == 3

@@ -47,22 +47,3 @@ def test_every_bit_of_data_and_manifest_counts(tmp_path):
                 manifest.read_manifest(directory)
         path.write_bytes(content)
     assert manifest.read_manifest(directory) == CONTENT
-
-
-@pytest.mark.parametrize(
-    ('damage', 'found'),
-    [
-        (lambda path: (path / 'empty').unlink(), 'empty is missing'),
-        (lambda path: (path / 'empty').write_text('x'), 'empty has 1 bytes instead of 0'),
-        (lambda path: os.truncate(path / 'd' / 'data', 255), 'd/data has 255 bytes instead of 256'),
-        (lambda path: (path / 'manifest.json').unlink(), 'unfinished, it has no manifest.json'),
-        (lambda path: (path / 'manifest.json').write_text('[]'), 'manifest.json is damaged'),
-        (lambda path: os.truncate(path / 'manifest.json', 0), 'manifest.json is damaged'),
-    ],
-)
-def test_the_reason_is_given(tmp_path, damage, found):
-    """A missing file, one of another size, and an invalid manifest have different reasons."""
-    directory = make_directory(tmp_path / 'a')
-    damage(directory)
-    with pytest.raises(ValueError, match=found):
-        manifest.read_manifest(directory)

@@ -43,7 +43,7 @@ def test_schedule_warms_up_from_zero_and_ends_at_its_fraction(tiny_config):
     np.testing.assert_allclose(rate[10:], cosine, rtol=1e-4)
 
 
-@pytest.mark.parametrize('num_steps', [1, 2, 3, 10])
+@pytest.mark.parametrize('num_steps', [1, 2, 10])
 @pytest.mark.parametrize('warmup', [0.0, 0.03, 1.0])
 def test_schedule_of_short_runs_is_sound(tiny_config, num_steps, warmup):
     """However short the run and long the warm-up, rates lie in [0, peak] and some step learns."""
@@ -56,11 +56,7 @@ def test_schedule_of_short_runs_is_sound(tiny_config, num_steps, warmup):
 
 @pytest.mark.parametrize('decay_embeddings', [True, False])
 def test_weight_decay_is_for_matrices_only(tiny_config, decay_embeddings):
-    """Without a gradient a step shrinks kernels by its rate times the decay, the embedding by knob.
-
-    Norm scales, biases, the router's vector and an average's weights, matrices only through their
-    stacking over layers, stay bit for bit.
-    """
+    """Without a gradient a step shrinks kernels by rate times decay, the embedding by knob."""
     changes = {
         'model.routing.router': 'learned',
         'model.use_bias': True,
@@ -116,25 +112,16 @@ def split(params):
     return parts
 
 
-@pytest.fixture(scope='module')
-def without_rule(tiny_config):
-    """The run that trains no causal rule, under a clip so low that it acts on every step."""
-    before, after, rows = run_steps(tiny_config, 'dense')
+def test_the_predictor_changes_nothing_else(tiny_config):
+    """Trunk and router are bit-identical, step by step, to those of a run without the predictor."""
+    _, without, rows = run_steps(tiny_config, 'dense')
     assert min(row['grad_norm'] for row in rows) > 2 * 0.05
-    return before, after
-
-
-def test_the_predictor_changes_nothing_else(tiny_config, without_rule):
-    """Trunk and router are bit-identical, step by step, to those of a run without the predictor.
-
-    Its loss weighs so much that it would dominate a shared clipping norm; it does train.
-    """
     changes = {'model.routing.predictor_loss_weight': 100.0}
     before, after, rows = run_steps(tiny_config, 'predictor', **changes)
     assert min(row['rule_loss'] for row in rows) > 10
     trunk, predictor = split(after)
     trunk_before, predictor_before = split(before)
-    expected, none = split(without_rule[1])
+    expected, none = split(without)
     assert not none and trunk.keys() == expected.keys()
     for path, values in expected.items():
         np.testing.assert_array_equal(trunk[path], values, err_msg=path)
@@ -142,17 +129,6 @@ def test_the_predictor_changes_nothing_else(tiny_config, without_rule):
     assert len(predictor) == 4
     for path, values in predictor.items():
         assert np.any(values != predictor_before[path]), path
-
-
-def test_the_aux_loss_changes_the_trunk(tiny_config, without_rule):
-    """The other causal rule is not free: embedding and router differ after the same steps."""
-    before, after, _ = run_steps(tiny_config, 'aux_loss', **{'model.routing.aux_loss_weight': 0.01})
-    (trunk, _), (expected, _) = split(after), split(without_rule[1])
-    (trunk_before, _), (expected_before, _) = split(before), split(without_rule[0])
-    assert all(np.array_equal(trunk_before[path], expected_before[path]) for path in trunk_before)
-    changed = {path for path in expected if np.any(trunk[path] != expected[path])}
-    assert any("'embedding'" in path for path in changed)
-    assert any("'router'" in path for path in changed)
 
 
 def test_wsd_is_flat_and_then_linear(tiny_config):

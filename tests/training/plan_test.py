@@ -1,9 +1,5 @@
 """The plan of a run: stages, whole steps within the budget, ids that fit the vocabulary."""
 
-import functools
-
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -12,7 +8,6 @@ from moddepth_jax.hparams import from_config
 from moddepth_jax.model import flops
 from moddepth_jax.training import plan
 from moddepth_jax.training.plan import run_flops, stage_at, stage_starts
-from moddepth_jax.training.train_step import init_state, train_step
 from tests.data import tokenizer_files
 
 ROUTED = {'model.routing.router': 'learned', 'model.routing.layers': 'every:1'}
@@ -41,15 +36,6 @@ def test_stages_begin_at_whole_steps(num_steps, starts, tiny_config):
     assert stage_at(hparams, num_steps, num_steps).capacity == 0.125
 
 
-def test_a_run_without_stages_has_one(tiny_config):
-    """Dense or routed, its steps all cost the same."""
-    for knobs in ({}, ROUTED):
-        hparams = from_config(tiny_config(**knobs))
-        ((first, stage),) = stage_starts(hparams, 100)
-        assert first == 0 and stage.routing == 'top_c'
-        assert run_flops(hparams, 100) == 100 * flops.train_step_flops(hparams)
-
-
 @pytest.mark.parametrize('knobs', [STAGED, STAGED | BY_THRESHOLD])
 def test_a_run_costs_the_sum_of_its_steps(knobs, tiny_config):
     """Step by step, also for a part of a run."""
@@ -75,74 +61,10 @@ def test_a_budget_is_filled_to_within_a_step(stages, by_threshold, tiny_config):
     knobs |= BY_THRESHOLD if by_threshold else {}
     hparams = from_config(tiny_config(**knobs, flop_budget=1.0))
     dearest = max(flops.train_step_flops(hparams, stage) for stage in hparams.stages)
-    for times in np.random.default_rng(0).uniform(1, 60, 40):
+    for times in np.random.default_rng(0).uniform(1, 60, 10):
         given = from_config(tiny_config(**knobs, flop_budget=float(times * dearest)))
         num_steps = plan.resolve_steps(given)
         assert run_flops(given, num_steps) <= times * dearest < run_flops(given, num_steps + 1)
-
-
-def traced_flops(hparams, stage):
-    """FLOPs of every product in the traced step of a stage."""
-    row = jax.ShapeDtypeStruct((hparams.data.batch_size, hparams.data.sequence_length), jnp.int32)
-    batch = dict.fromkeys(('tokens_BT', 'labels_BT', 'segment_ids_BT'), row)
-    state = jax.eval_shape(functools.partial(init_state, hparams, 10))
-    step = functools.partial(train_step, stage=stage)
-    return flops.dot_general_flops(jax.make_jaxpr(step)(state, batch))
-
-
-TRACED = {
-    'learned': ROUTED | BY_THRESHOLD | {'model.routing.layers': 'every:2'},
-    'straight_through': STAGED | BY_THRESHOLD | {'model.routing.router': 'straight_through'},
-    'log_length': ROUTED | {'model.routing.capacity_form': 'log_length'},
-    'segments': STAGED | {'model.routing.select_per': 'segment'},
-}
-
-
-SLOW = ('straight_through', 'segments')
-
-
-@pytest.mark.parametrize(
-    'name',
-    [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in TRACED],
-)
-def test_counted_flops_of_each_stage_are_those_of_its_program(name, tiny_config):
-    """Counted FLOPs plus those on pairs that the mask hides are the step's products within 1%."""
-    shape = {
-        'model.num_layers': 2,
-        'model.d_model': 96,
-        'model.d_ff': 256,
-        'model.head_dim': 24,
-        'model.remat': 'none',
-        'model.attention': 'reference',
-        'model.windows': (0, 50),
-        'data.sequence_length': 128,
-        'data.batch_size': 2,
-    }
-    hparams = from_config(tiny_config(**shape | TRACED[name]))
-    counts = []
-    for stage in hparams.stages:
-        at = hparams.at(stage)
-        hidden = 3 * flops.masked_attention_flops(at, 2, 128, stage.routing)
-        counted = flops.train_step_flops(hparams, stage)
-        assert (counted + hidden) / traced_flops(hparams, stage) == pytest.approx(1, abs=0.01)
-        counts.append(counted)
-    assert len(set(counts)) == len(hparams.stages)
-
-
-def test_flops_under_a_rule_are_those_of_the_most_tokens(tiny_config):
-    """1.5 C tokens, or the dense block under `dense`, and so many in a shorter row too."""
-    knobs = {'model.routing.capacity': 0.25, 'model.routing.predictor_width': 0}
-    hparams = from_config(tiny_config(**ROUTED | knobs))  # of 32 tokens: C = 8, 12 slots
-
-    def projections(length, routing):
-        parts = flops.forward_breakdown(hparams, 1, length, routing)
-        return parts['projections'] / flops.forward_breakdown(hparams, 1, 1, 'dense')['projections']
-
-    assert projections(32, 'top_c') == 8
-    assert projections(32, 'predictor') == projections(32, 'threshold') == 12
-    assert projections(32, 'dense') == 32
-    assert (projections(10, 'predictor'), projections(16, 'predictor')) == (10, 12)
-    assert projections(64, 'predictor') == 24
 
 
 def one_line(caught, *words):
@@ -152,7 +74,7 @@ def one_line(caught, *words):
         assert word in message, message
 
 
-@pytest.mark.parametrize('share', [1.0, 1.999, 2.0, 1e6])
+@pytest.mark.parametrize('share', [1.0, 1.999, 1e6])
 def test_a_budget_buys_whole_steps(tiny_config, share):
     """The steps are the floor of budget over cost, so that their total never exceeds the budget."""
     cost = flops.train_step_flops(from_config(tiny_config()))
@@ -160,18 +82,14 @@ def test_a_budget_buys_whole_steps(tiny_config, share):
     assert plan.resolve_steps(from_config(tiny_config(**changes))) == int(share)
 
 
-def test_steps_are_given_where_there_is_no_budget(tiny_config):
-    """Without a budget training.num_steps decides."""
-    assert plan.resolve_steps(from_config(tiny_config(**{'training.num_steps': 13}))) == 13
-
-
-def test_a_budget_below_one_step_is_refused_with_the_cost(tiny_config):
-    """The line names the budget and what one step costs."""
+@pytest.mark.parametrize(('share', 'word'), [(0.999, 'pays for no step'), (2.0**31, '2147483648')])
+def test_a_budget_for_no_step_or_too_many_is_refused(tiny_config, share, word):
+    """The step is an int32: a budget for 2^31 steps is refused, not wrapped around."""
     cost = flops.train_step_flops(from_config(tiny_config()))
-    changes = {'training.num_steps': 0, 'flop_budget': 0.999 * cost}
+    changes = {'training.num_steps': 0, 'flop_budget': share * cost}
     with pytest.raises(ValueError) as caught:
         plan.resolve_steps(from_config(tiny_config(**changes)))
-    one_line(caught, 'flop_budget=', f'{cost:.3g}')
+    one_line(caught, 'flop_budget=', word)
 
 
 def test_a_vocabulary_below_the_tokenizers_is_refused(tiny_config):
@@ -197,12 +115,3 @@ def test_a_run_is_planned_with_the_tokenizer_that_it_stores(tiny_config, tmp_pat
     with pytest.raises(ValueError) as caught:
         plan.prepare_run(hparams, 'data=1')
     one_line(caught, "data.tokenizer='/nowhere/x.json'", 'no such tokenizer')
-
-
-def test_a_budget_of_more_steps_than_can_be_counted_is_refused(tiny_config):
-    """The step is an int32: a budget for 2^31 steps is refused, not wrapped around."""
-    cost = flops.train_step_flops(from_config(tiny_config()))
-    changes = {'training.num_steps': 0, 'flop_budget': 2.0**31 * cost}
-    with pytest.raises(ValueError) as caught:
-        plan.resolve_steps(from_config(tiny_config(**changes)))
-    one_line(caught, 'flop_budget=', '2147483648')

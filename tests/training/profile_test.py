@@ -38,11 +38,7 @@ def traced_steps(workdir):
 
 
 def test_the_given_steps_are_traced(finished, run_hparams, tmp_path, signals, capsys):
-    """The trace changes no bit, and the console says how to open it.
-
-    Stopped after step 3, the trace of steps 2 to 4 holds the one step that ran; resumed, the trace
-    of steps 4 to 5 holds both.
-    """
+    """The trace changes no bit, and the console says how to open it."""
     workdir = tmp_path / 'run'
     signals[2] = 'SIGTERM'
     assert loop.train(run_hparams, workdir, profiled=(2, 5)).signal == 'SIGTERM'

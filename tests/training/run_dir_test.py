@@ -10,7 +10,6 @@ import sys
 import pytest
 from flax import traverse_util
 
-from moddepth_jax.data.directory import write_atomically
 from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer, tokenizer_of
 from moddepth_jax.hparams import from_config
 from moddepth_jax.training import run_dir
@@ -158,10 +157,7 @@ def test_every_later_knob_has_a_value_for_older_runs(tiny_config):
 
 @pytest.mark.parametrize('lacking', [run_dir.OLDER_RUNS, ['report.top_p']], ids=len)
 def test_an_older_run_resumes_with_the_values_of_its_time(tmp_path, tiny_config, lacking):
-    """Each knob it lacks, with whole groups, has its old behavior; one line names these only.
-
-    Another value of such a knob is refused. Once the run resumes, its config is complete.
-    """
+    """Each knob it lacks, with whole groups, has its old behavior; one line names these only."""
     hparams = from_config(tiny_config(**OLD))
     config = dataclasses.asdict(hparams)
     write_config(tmp_path, without(config, lacking))
@@ -188,8 +184,6 @@ def test_an_older_run_resumes_with_the_values_of_its_time(tmp_path, tiny_config,
         ('{"schema_version": 1, "con', ['config.json: unreadable']),
         ('{"seed": 0}', ['config.json: unreadable']),
         ('[' * 100_000, ['config.json: unreadable']),
-        ('[]', ['config.json: unreadable']),
-        ('', ['config.json: unreadable']),
         ('{"schema_version": 2, "config": {}}', ['schema_version=2; must be 1', 'newer version']),
         ('{"schema_version": 1, "config": []}', ['schema_version=1', 'config of named fields']),
     ],
@@ -213,17 +207,11 @@ def assert_refused(call, words):
     ('name', 'value', 'word'),
     [
         ('model.d_model', '32', ''),
-        ('model.d_model', None, ''),
         ('model.depth', 5, ''),
         ('model', 5, ''),
-        ('model', ['routing'], ''),
-        ('model.routing', [1], ''),
         ('report', 'def ', ''),
-        ('model.windows', 'wide', ''),
-        ('optimizer.b1', [0.9], ''),
         ('model.later', 1, 'no such knob; a newer version wrote it'),
         ('later', {'knob': 2}, 'no such knob; a newer version wrote it'),
-        ('training.max_nan_step', 5, 'no such knob; a newer version wrote it'),
     ],
 )
 def test_a_stored_knob_that_does_not_fit_is_named(name, value, word, tmp_path, tiny_config):
@@ -236,36 +224,15 @@ def test_a_stored_knob_that_does_not_fit_is_named(name, value, word, tmp_path, t
     assert contents(tmp_path) == before
 
 
-@pytest.mark.parametrize(
-    'config', [{}, {'model': 3}, {'model': {'routing': 'learned'}}, {'model': {}, 'data': None}]
-)
-def test_missing_groups_and_first_knobs_are_not_filled_in(tmp_path, config, tiny_config):
-    """They mean a damaged config: its reader names the first group or knob that is missing."""
-    write_config(tmp_path, config)
-    stored, _ = run_dir.read_config(tmp_path)
-    assert stored.keys() == config.keys()
-    with pytest.raises(ValueError, match='config.json: [a-z_.]+') as caught:
-        read_hparams(tmp_path)
-    assert '\n' not in str(caught.value)
-    complete = dataclasses.asdict(from_config(tiny_config()))
-    write_config(tmp_path, without(complete, ['model.d_model']))
-    with pytest.raises(ValueError, match='model.d_model: missing'):
-        read_hparams(tmp_path)
-
-
-def test_a_directory_in_place_of_the_config_is_one_line(tmp_path):
-    (tmp_path / 'config.json').mkdir()
-    assert_refused(lambda: read_hparams(tmp_path), ['config.json: unreadable', 'Is a directory'])
-
-
-def test_the_old_text_survives_a_failed_atomic_write(tmp_path):
-    path = tmp_path / 'file'
-    write_atomically(path, 'old')
-    with pytest.raises(UnicodeEncodeError):
-        write_atomically(path, 'new \ud800')
-    assert path.read_text() == 'old' and os.listdir(tmp_path) == ['file']
-    write_atomically(path, 'new')
-    assert path.read_text() == 'new'
+def test_a_missing_first_knob_is_not_filled_in(tmp_path, tiny_config):
+    config = dataclasses.asdict(from_config(tiny_config()))
+    for lacking, stored in (
+        ('model.d_model: missing', without(config, ['model.d_model'])),
+        ('config.json: [a-z_.]+', {'model': {}, 'data': None}),
+    ):
+        write_config(tmp_path, stored)
+        with pytest.raises(ValueError, match=lacking):
+            read_hparams(tmp_path)
 
 
 HOLD = """

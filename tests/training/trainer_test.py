@@ -21,8 +21,8 @@ def staged(tiny_config):
     rows = []
     writer = types.SimpleNamespace(write=lambda step, row: rows.append(row))
     progress = types.SimpleNamespace(note=lambda line: None)
-    state = types.SimpleNamespace(variables={})
-    return trainer.Trainer(state, {}, hparams, 4, None, None, writer, progress, None, None), rows
+    state = types.SimpleNamespace(variables={}, hparams=hparams, num_steps=4)
+    return trainer.Trainer(state, {}, None, None, None, progress, writer, None), rows
 
 
 LAYERS = {

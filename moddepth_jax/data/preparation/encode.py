@@ -1,6 +1,7 @@
 """What the processes of a preparation do: make the tokenizer, and turn text into tokens."""
 
 import functools
+import itertools
 import math
 import os
 import pathlib
@@ -18,26 +19,21 @@ from moddepth_jax.data.tokenizers.tokenizer import Tokenizer, make_tokenizer
 _PROGRESS_BYTES = 1 << 18  # between two reports of progress
 
 
-def _check_utf8(row: Row, path: pathlib.Path) -> Row:
-    """`row`, with a BadText in place of text that is not UTF-8."""
-    if isinstance(row.text, BadText):
-        return row
-    try:
-        row.text.decode()
-        return row
-    except UnicodeDecodeError as error:
-        where = path if '#' not in row.name else f'{path}, row {row.name.rpartition("#")[2]}'
-        problem = f'byte {error.start} of the text is not UTF-8'
-        remedy = 'save it as UTF-8, as in iconv -f LATIN1 -t UTF-8'
-        return row._replace(text=BadText(where, 'not UTF-8', problem, remedy))
-
-
 def _task_rows(task: Task, text_field: str) -> Iterator[tuple[Row, int]]:
-    """(row, bytes of the task up to it) of all spans of a task."""
+    """(row, bytes of the task up to it) of all spans of a task; text that is not UTF-8 is bad."""
     before = 0
     for part in task.spans:
         for row in readers.read_rows(part.path, part.name, text_field, part.span):
-            yield _check_utf8(row, part.path), before + min(row.end, part.bytes)
+            try:
+                if isinstance(row.text, bytes):
+                    row.text.decode()
+            except UnicodeDecodeError as error:
+                _, many, number = row.name.rpartition('#')
+                where = f'{part.path}, row {number}' if many else part.path
+                problem = f'byte {error.start} of the text is not UTF-8'
+                remedy = 'save it as UTF-8, as in iconv -f LATIN1 -t UTF-8'
+                row = row._replace(text=BadText(where, 'not UTF-8', problem, remedy))
+            yield row, before + min(row.end, part.bytes)
         before += part.bytes
 
 
@@ -53,61 +49,39 @@ def encode(
     options: Options,
     advance: Callable[[int], None],
 ) -> None:
-    """Writes the missing parts of an unfinished task.
+    """Writes the missing parts of an unfinished task into the directory `parts`.
 
-    Args:
-      task: what to read.
-      parts: the directory of the parts.
-      tokenizer_directory: where the tokenizer was saved.
-      options: how to read and encode.
-      advance: called with the bytes of the files done since the last call.
-
-    Raises:
-      BadText: a bad row, unless they are skipped; the rows before it are kept.
-      OSError: the disk is full.
+    `advance` is called with the bytes of the files done since the last call. Raises BadText for a
+    bad row, unless they are skipped; the rows before it are kept.
     """
-    done, tokenizer = task.parts(parts), _tokenizer(tokenizer_directory)
-    number, reported = len(done), 0
-    task.remove_parts(parts, number)
-    rows = saved = first_new = done[-1].header['rows'] if done else 0
+    done, reported = task.parts(parts), 0
+    task.remove_parts(parts, len(done))
+    paths = (task.path(parts, number) for number in itertools.count(len(done)))
+    rows = saved = done[-1].header['rows'] if done else 0
     make_writer = functools.partial(
-        PartWriter, tokenizer, options.held_out_fraction, options.part_bytes
+        PartWriter, _tokenizer(tokenizer_directory), options.held_out_fraction
     )
     writer = make_writer()
-    for i, (row, position) in enumerate(_task_rows(task, options.text_field)):
-        if i < first_new:
-            continue
+    for row, position in itertools.islice(_task_rows(task, options.text_field), rows, None):
         if isinstance(row.text, BadText):
             if not options.skip_bad:
                 if rows > saved:
-                    writer.save(task.path(parts, number), rows, last=False)
+                    writer.save(next(paths), rows, last=False)
                 raise row.text
             writer.skip(row.text.reason, str(row.text))
         elif not row.text:
             writer.skip('empty', row.name)
         else:
             writer.add(row.name, row.text)
-        rows = i + 1
+        rows += 1
         if position - reported >= _PROGRESS_BYTES:
             advance(position - reported)
             reported = position
         if writer.num_bytes >= options.part_bytes:
-            writer.save(task.path(parts, number), rows, last=False)
-            writer, number, saved = make_writer(), number + 1, rows
-    writer.save(task.path(parts, number), rows, last=True)
+            writer.save(next(paths), rows, last=False)
+            writer, saved = make_writer(), rows
+    writer.save(next(paths), rows, last=True)
     advance(task.bytes - reported)
-
-
-def save_tokenizer(
-    name: str, separator: str | None, directory: pathlib.Path, advance: Callable[[int], None]
-) -> None:
-    """Saves the tokenizer `name`, of `make_tokenizer`, to `directory`, completely or not at all."""
-    try:
-        tokenizer = make_tokenizer(name, separator)
-    except ValueError as error:
-        raise ValueError(f'--tokenizer={name}: {error}') from None
-    _save(tokenizer, directory)
-    advance(0)
 
 
 def train_tokenizer(
@@ -115,11 +89,8 @@ def train_tokenizer(
 ) -> None:
     """Trains byte-level BPE on a sample of the documents to train on; saves it to `directory`.
 
-    Args:
-      tasks: all of the preparation; each gives its share of the sample, from its beginning.
-      options: of the preparation.
-      directory: which must not exist; it is written completely or not at all.
-      advance: called with the bytes of the files that the sample has passed.
+    Each task gives its share of the sample, from its beginning. `advance` is called with the bytes
+    of the files that the sample has passed.
     """
     from moddepth_jax.data.tokenizers.json_tokenizer import train_bpe
 
@@ -129,7 +100,7 @@ def train_tokenizer(
         raise
     except ValueError as error:
         raise ValueError(f'--tokenizer={error}') from None
-    _save(tokenizer, directory)
+    save_tokenizer(tokenizer, directory)
 
 
 def _sample(tasks, options, advance):
@@ -160,7 +131,8 @@ def _texts(task, least_hash, options):
                 yield chunk.encode()
 
 
-def _save(tokenizer, directory):
+def save_tokenizer(tokenizer: Tokenizer, directory: pathlib.Path) -> None:
+    """Saves it to `directory`, which must not exist, completely or not at all."""
     temporary = directory.with_name(directory.name + '.tmp')
     shutil.rmtree(temporary, ignore_errors=True)
     tokenizer.save(temporary)

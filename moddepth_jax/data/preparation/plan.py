@@ -4,16 +4,17 @@ import collections
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import pathlib
 import typing
-from collections.abc import Callable, Set
+from collections.abc import Callable, Collection
 
 from moddepth_jax.data import readers
+from moddepth_jax.data.compression import open_file
 from moddepth_jax.data.directory import write_atomically
 from moddepth_jax.data.preparation.parts import Part
 from moddepth_jax.data.readers import WHOLE_FILE, BadText, Span
-from moddepth_jax.data.token_store import PLAN_FILE
 
 _CHUNK = 1 << 20
 _MAX_FILES = 4096  # of one task
@@ -21,20 +22,7 @@ _MAX_FILES = 4096  # of one task
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What to prepare and how.
-
-    Attributes:
-      sources: globs of files.
-      directory: of the store.
-      tokenizer: 'bytes', 'bpe:N' or a file, as `make_tokenizer` takes it.
-      separator: the token that starts each document, if the tokenizer's file does not say.
-      text_field: field or column of the text.
-      held_out_fraction: in (0, 1), of the documents.
-      skip_bad: whether bad rows are skipped and counted instead of refused.
-      part_bytes: of the text of one part, about: what a kill may lose in each process.
-      bpe_bytes: of text that 'bpe:N' is trained on, about.
-      processes: that share the work; they do not change the result.
-    """
+    """What to prepare and how, as the flags of launch.prepare; `sources` are globs of files."""
 
     sources: tuple[str, ...]
     directory: pathlib.Path
@@ -75,13 +63,9 @@ class Options:
 
 
 class FileInfo(typing.NamedTuple):
-    """A file as it was when it was surveyed.
+    """A file as it was when it was surveyed: its size, its content's sha256, what it is split into.
 
-    Attributes:
-      bytes: its size.
-      modified: time of the last write in nanoseconds; 0 for a file that does not exist.
-      sha256: of its content, hexadecimal.
-      spans: what it is split into.
+    `modified` is the time of the last write in nanoseconds, 0 for a file that does not exist.
     """
 
     bytes: int
@@ -108,12 +92,9 @@ class FileSpan(typing.NamedTuple):
 
 
 class Task(typing.NamedTuple):
-    """What one process does at a time.
+    """What one process does at a time: it reads `spans`, in order, of about `bytes` of the files.
 
-    Attributes:
-      key: identifies the content: equal keys give equal parts.
-      spans: what it reads, in order.
-      bytes: of the files, about.
+    `key` identifies the content: equal keys give equal parts.
     """
 
     key: str
@@ -134,6 +115,11 @@ class Task(typing.NamedTuple):
                 break
         return found
 
+    def is_done(self, directory: pathlib.Path) -> bool:
+        """Whether all of its parts are written."""
+        parts = self.parts(directory)
+        return bool(parts) and parts[-1].header['last']
+
     def remove_parts(self, directory: pathlib.Path, first: int) -> None:
         """Removes the parts from number `first` on, which follow a damaged or missing one.
 
@@ -145,11 +131,6 @@ class Task(typing.NamedTuple):
         for number in reversed(range(first, last)):  # a kill here leaves no gap
             self.path(directory, number).unlink(missing_ok=True)
 
-    def is_done(self, directory: pathlib.Path) -> bool:
-        """Whether all of its parts are written."""
-        parts = self.parts(directory)
-        return bool(parts) and parts[-1].header['last']
-
 
 def survey(
     path: pathlib.Path,
@@ -158,17 +139,10 @@ def survey(
     skip_bad: bool,
     advance: Callable[[int], None],
 ) -> FileInfo:
-    """Reads a file once: its sha256, and where it can be split.
+    """Reads a file once: its sha256, and where it can be split into spans of about `span_bytes`.
 
-    Args:
-      path: of the file.
-      text_field: the field or column of the text.
-      span_bytes: bytes, about, of one span.
-      skip_bad: whether a file that cannot be read is one span, which `read_rows` will report.
-      advance: called with the bytes read since the last call.
-
-    Raises:
-      BadText: the file cannot be read, or has no such column, unless `skip_bad`.
+    `advance` is called with the bytes read since the last call. Raises BadText if the file cannot
+    be read or has no such column; with `skip_bad` it is one span, which `read_rows` will report.
     """
     digest, size, modified, spans = hashlib.sha256(), 0, 0, [WHOLE_FILE]
 
@@ -181,14 +155,12 @@ def survey(
     try:
         status = path.stat()
         size, modified = status.st_size, status.st_mtime_ns
-        with open(path, 'rb') as file:
+        with open_file(path) as file:
             unread = chunks(file)
             try:
                 spans = readers.find_spans(path, text_field, span_bytes, unread)
-            except BadText:
-                if not skip_bad:
-                    raise
-            collections.deque(unread, maxlen=0)  # the digest is that of the whole file
+            finally:
+                collections.deque(unread, maxlen=0)  # the digest is that of the whole file
     except (BadText, OSError) as error:
         if not skip_bad:
             raise readers.as_bad_text(path, error) from None
@@ -199,74 +171,65 @@ def make_tasks(
     paths: list[tuple[str, pathlib.Path]],
     inputs: dict[str, FileInfo],
     task_bytes: int,
-    starts: Set[tuple[str, int]] = frozenset(),
+    starts: Collection[tuple[str, int]] = (),
 ) -> list[Task]:
     """The work, in the order of the result: spans of large files, and small files together.
 
-    Args:
-      paths: (name, path) of the files, in order.
-      inputs: the FileInfo of each name.
-      task_bytes: bytes, about, of one task.
-      starts: (name, start) of spans that begin a task, however small the one before is.
+    `paths` are (name, path) of the files, in order; `starts` are (name, start) of spans that begin
+    a task, however small the one before is.
     """
-    tasks, spans, contents, filled = [], [], [], 0
-
-    def close():
-        nonlocal spans, contents, filled
-        key = hashlib.sha256(json.dumps(contents).encode()).hexdigest()[:32]
-        tasks.append(Task(key, spans, filled))
-        spans, contents, filled = [], [], 0
-
+    groups, filled = [], math.inf
     for name, path in paths:
         info = inputs[name]
         for span in info.spans:
-            if spans and (name, span.start) in starts:
-                close()
-            spans.append(FileSpan(name, path, span, info.bytes // len(info.spans)))
-            contents.append([name, info.sha256, *span])
-            filled += spans[-1].bytes
-            if filled >= task_bytes or len(spans) >= _MAX_FILES:
-                close()
-    if spans:
-        close()
+            if (
+                filled >= task_bytes
+                or len(groups[-1]) >= _MAX_FILES
+                or (name, span.start) in starts
+            ):
+                groups.append([])
+                filled = 0
+            groups[-1].append(FileSpan(name, path, span, info.bytes // len(info.spans)))
+            filled += groups[-1][-1].bytes
+    tasks = []
+    for spans in groups:
+        contents = [[span.name, inputs[span.name].sha256, *span.span] for span in spans]
+        key = hashlib.sha256(json.dumps(contents).encode()).hexdigest()[:32]
+        tasks.append(Task(key, spans, sum(span.bytes for span in spans)))
     return tasks
 
 
+@dataclasses.dataclass
 class Plan:
-    """What parts/plan.json holds: arguments and files of a preparation that was started.
+    """What parts/plan.json holds, the same without fields if nothing was started.
 
     Attributes:
-      arguments: those that decide the result, JSON values by name; empty if nothing was started.
+      arguments: those that decide the result, JSON values by name.
       inputs: FileInfo by name, in order.
-      span_bytes: of one span or task, about; 0 if nothing was started.
-      starts: of its tasks, as `make_tasks` takes them, so that files which change do not move the
-        bounds of other tasks.
+      span_bytes: of one span or task, about.
+      starts: as `make_tasks` takes them, so that files which change do not move other tasks.
     """
 
-    def __init__(self, directory: pathlib.Path):
-        self._file = directory / PLAN_FILE
-        self._clear()
+    arguments: dict = dataclasses.field(default_factory=dict)
+    inputs: dict[str, FileInfo] = dataclasses.field(default_factory=dict)
+    span_bytes: int = 0
+    starts: Collection[tuple[str, int]] = ()
+
+    @classmethod
+    def read(cls, file: pathlib.Path) -> 'Plan':
+        """The stored plan; raises ValueError, KeyError or TypeError if it is damaged."""
         try:
-            stored = json.loads(self._file.read_text(encoding='utf-8'))
+            stored = json.loads(file.read_text(encoding='utf-8'))
         except FileNotFoundError:
-            return
-        self.arguments, self.span_bytes = stored['arguments'], stored['span_bytes']
-        self.starts = {(name, start) for name, start in stored.get('starts', [])}
-        for name, (size, modified, sha256, spans) in stored['inputs']:
-            self.inputs[name] = FileInfo(size, modified, sha256, [Span(*span) for span in spans])
+            return cls()
+        inputs = {
+            name: FileInfo(size, modified, sha256, [Span(*span) for span in spans])
+            for name, (size, modified, sha256, spans) in stored['inputs']
+        }
+        starts = {(name, start) for name, start in stored.get('starts', [])}
+        return cls(stored['arguments'], inputs, stored['span_bytes'], starts)
 
-    def clear(self) -> None:
-        """Removes the plan."""
-        self._file.unlink(missing_ok=True)
-        self._clear()
-
-    def _clear(self):
-        self.arguments, self.inputs, self.span_bytes, self.starts = {}, {}, 0, set()
-
-    def write(self, arguments: dict, inputs: dict[str, FileInfo], tasks: list[Task]) -> None:
-        """Stores what is being prepared now."""
-        self.arguments, self.inputs = arguments, inputs
-        starts = [(task.spans[0].name, task.spans[0].span.start) for task in tasks]
-        self.starts = set(starts)
-        plan = {'arguments': arguments, 'span_bytes': self.span_bytes, 'starts': starts}
-        write_atomically(self._file, json.dumps({**plan, 'inputs': list(inputs.items())}))
+    def write(self, file: pathlib.Path) -> None:
+        """Stores it."""
+        stored = vars(self) | {'inputs': list(self.inputs.items()), 'starts': list(self.starts)}
+        write_atomically(file, json.dumps(stored))

@@ -11,6 +11,7 @@ import pathlib
 import shutil
 
 from moddepth_jax.data import readers
+from moddepth_jax.data.compression import open_file
 from moddepth_jax.data.directory import LOCK_FILE, DirectoryLock
 from moddepth_jax.data.preparation import encode, parts
 from moddepth_jax.data.preparation.plan import Options, Plan, Task, make_tasks, survey
@@ -40,15 +41,10 @@ def prepare(options: Options, phase) -> Store:
     same bytes and the same fingerprint, with any number of processes and after any kills. Files
     that change between two starts are read again, unless a tokenizer was trained on them.
 
-    Args:
-      options: what to prepare and how.
-      phase: phase(name, total, done=0) is a context manager of a function that takes the bytes done
-        since its last call.
-
-    Raises:
-      ValueError: one line with what to do, for sources as in `readers.find_files`, a bad row
-        (finished work is kept), a directory of something else, of another preparation or in use, a
-        full disk, a process that was lost.
+    `phase(name, total, done=0)` is a context manager of a function that takes the bytes done since
+    its last call. Raises ValueError, one line with what to do, for sources as in
+    `readers.find_files`, a bad row (finished work is kept), a directory of something else, of
+    another preparation or in use, a full disk, a process that was lost.
     """
     directory = options.directory
     paths = _find_files(options.sources)
@@ -96,15 +92,13 @@ def _find_files(sources):
 
 
 class _Preparation:
-    """One start of a preparation: survey, tokenizer, tokens of each part, join.
-
-    The caller holds the directory's lock.
-    """
+    """One start of a preparation, in a directory that is locked."""
 
     def __init__(self, options, paths, phase):
         self._options, self._paths, self._phase = options, paths, phase
         self._directory = options.directory
-        self._parts = (options.directory / PLAN_FILE).parent
+        self._plan_file = options.directory / PLAN_FILE
+        self._parts = self._plan_file.parent
         self._tokenizer_directory = options.directory / TOKENIZER_DIRECTORY
         # The size of parts must stay the same while there are some.
         self._arguments = options.arguments()
@@ -115,16 +109,20 @@ class _Preparation:
         return self._options.vocab_size is not None and self._tokenizer_directory.exists()
 
     def run(self) -> Store:
-        """Does what is missing."""
+        """Does what is missing: survey, tokenizer, tokens of each part, join."""
         options = self._options
         self._parts.mkdir(exist_ok=True)
         plan = self._read_plan()
+        self._save_tokenizer()
         with Workers(options.processes) as workers:
-            self._save_tokenizer(workers)
-            inputs = self._survey(plan, workers)
-            self._check_trained_text(plan.inputs, inputs)
-            tasks = make_tasks(self._paths, inputs, plan.span_bytes, plan.starts)
-            plan.write(self._plan_arguments, inputs, tasks)
+            before, plan.inputs = plan.inputs, self._survey(plan, workers)
+            was, now = ({(n, i.sha256) for n, i in d.items()} for d in (before, plan.inputs))
+            if was and was != now and self.is_trained():
+                raise self._changed_since_training(min(was ^ now)[0])
+            tasks = make_tasks(self._paths, plan.inputs, plan.span_bytes, plan.starts)
+            plan.arguments = self._plan_arguments
+            plan.starts = [(task.spans[0].name, task.spans[0].span.start) for task in tasks]
+            plan.write(self._plan_file)
             self._remove_other_parts(tasks)
             self._check_skipped(tasks)
             self._train_tokenizer(tasks)
@@ -132,9 +130,8 @@ class _Preparation:
             jobs = ((task, self._parts, self._tokenizer_directory, options) for task in unfinished)
             total, missing = (sum(task.bytes for task in some) for some in (tasks, unfinished))
             with self._phase('tokens', total, total - missing) as advance:
-                for _ in workers.run(encode.encode, jobs, advance):
-                    pass
-        self._check_unmodified(inputs, tasks)
+                workers.run(encode.encode, jobs, advance)
+        self._check_unmodified(plan.inputs, tasks)
         found = [part for task in tasks for part in task.parts(self._parts)]
         with self._phase('joining', sum(part.num_token_bytes for part in found)) as advance:
             store = parts.join(
@@ -143,7 +140,10 @@ class _Preparation:
                 make_tokenizer(str(self._tokenizer_directory)),
                 options.held_out_fraction,
                 advance,
-                inputs=[_describe_input(name, info) for name, info in inputs.items()],
+                inputs=[
+                    {'name': name, 'bytes': i.bytes, 'sha256': i.sha256, 'modified': i.modified}
+                    for name, i in plan.inputs.items()
+                ],
                 arguments=self._arguments,
             )
         shutil.rmtree(self._parts)
@@ -172,17 +172,22 @@ class _Preparation:
         right = f'to start again: rm -r {self._directory}'
         return ValueError(f'--output={self._directory}: {problem}; {right}')
 
+    def _changed_since_training(self, name):
+        problem = f'{name} is not what it was when {self._options.tokenizer} was trained'
+        return self._start_again(problem)
+
     def _read_plan(self):
         """The Plan; empty if nothing has been done that this start can use."""
         try:
-            plan = Plan(self._directory)
+            plan = Plan.read(self._plan_file)
         except (ValueError, KeyError, TypeError) as error:
-            path = self._directory / PLAN_FILE
-            raise self._start_again(f'{path} is unreadable ({type(error).__name__})') from None
+            problem = f'{self._plan_file} is unreadable ({type(error).__name__})'
+            raise self._start_again(problem) from None
         if plan.arguments and any(self._parts.glob('*.part')):
             self._check_arguments(plan.arguments, self._plan_arguments)
         elif plan.arguments != self._plan_arguments:
-            plan.clear()
+            plan = Plan()
+            self._plan_file.unlink(missing_ok=True)
             shutil.rmtree(self._tokenizer_directory, ignore_errors=True)
         # Tasks of little text are smaller than a part, so that all processes get some of it. Their
         # size does not depend on the number of processes, which the next start may change.
@@ -192,45 +197,26 @@ class _Preparation:
             # The sample that a tokenizer is trained on depends on the tasks: make them as a first
             # start would.
             self._remove_other_parts([])
-            plan.starts = set()
-            if plan.span_bytes != span_bytes:
-                plan.clear()
+            plan = plan if plan.span_bytes == span_bytes else Plan()
+            plan.starts = ()
         plan.span_bytes = plan.span_bytes or span_bytes
         return plan
 
     def _survey(self, plan, workers):
         """FileInfo by name: that of the plan for files that have not been written to since."""
-        known, options = plan.inputs, self._options
-        new = [
-            (name, path)
+        options = self._options
+        found = {
+            name: plan.inputs[name]
             for name, path in self._paths
-            if not (name in known and known[name].is_current(path))
-        ]
+            if name in plan.inputs and plan.inputs[name].is_current(path)
+        }
+        new = [(name, path) for name, path in self._paths if name not in found]
         jobs = ((path, options.text_field, plan.span_bytes, options.skip_bad) for _, path in new)
         total = sum(path.stat().st_size for _, path in new if path.exists())
-        found = {}
         with self._phase('survey', total) as advance:
-            for i, info in workers.run(survey, jobs, advance):
-                found[new[i][0]] = info
-        return {name: found.get(name) or known[name] for name, _ in self._paths}
-
-    def _check_trained_text(self, before, inputs):
-        """Raises ValueError if a tokenizer was trained on a file that has changed.
-
-        Other work on that file has keys of its old content, and is done again.
-        """
-        changed = {
-            name
-            for name in before.keys() | inputs.keys()
-            if name not in before
-            or name not in inputs
-            or before[name].sha256 != inputs[name].sha256
-        }
-        if before and changed and self.is_trained():
-            raise self._start_again(self._changed_since_training(changed))
-
-    def _changed_since_training(self, names):
-        return f'{min(names)} is not what it was when {self._options.tokenizer} was trained'
+            infos = workers.run(survey, jobs, advance)
+        found |= {name: info for (name, _), info in zip(new, infos, strict=True)}
+        return {name: found[name] for name, _ in self._paths}
 
     def _check_unmodified(self, inputs, tasks):
         """Raises ValueError for files that were written to since their survey."""
@@ -241,35 +227,35 @@ class _Preparation:
             if modified & {span.name for span in task.spans}:
                 task.remove_parts(self._parts, 0)
         if self.is_trained():
-            raise self._start_again(self._changed_since_training(modified))
+            raise self._changed_since_training(min(modified))
         problem = f'{min(modified)} was written to while it was read'
         raise ValueError(f'--output={self._directory}: {problem}; {_KEPT}')
 
     def _check_skipped(self, tasks):
         """Raises ValueError if an earlier start skipped bad rows, which this one must not."""
-        if self._options.skip_bad:
-            return
-        for part in (part for task in tasks for part in task.parts(self._parts)):
-            for reason, entry in part.header['skipped'].items():
-                if reason != 'empty':
-                    was = f'was started with --skip_bad, which left out {entry["first"][0]!r}'
+        for task in tasks if not self._options.skip_bad else ():
+            for part in task.parts(self._parts):
+                if bad := part.header['skipped'].keys() - {'empty'}:
+                    row = part.header['skipped'][min(bad)]['first'][0]
+                    was = f'was started with --skip_bad, which left out {row!r}'
                     raise self._start_again(f'{was}; add --skip_bad')
 
     def _remove_other_parts(self, tasks: list[Task]):
         """Removes files that a kill left half written, and parts of files with other content."""
         keys = {task.key for task in tasks}
         for path in self._parts.iterdir():
-            is_plan = path.name == pathlib.Path(PLAN_FILE).name
-            if not is_plan and (path.suffix != '.part' or path.stem[:-6] not in keys):
+            if path != self._plan_file and (path.suffix != '.part' or path.stem[:-6] not in keys):
                 path.unlink()
 
-    def _save_tokenizer(self, workers):
+    def _save_tokenizer(self):
         """Saves a tokenizer that is not trained; this comes first, since it needs no text."""
         options, directory = self._options, self._tokenizer_directory
         if options.vocab_size is None and not directory.exists():
-            job = (options.tokenizer, options.separator, directory)
-            for _ in workers.run(encode.save_tokenizer, [job], lambda _: None):
-                pass
+            try:
+                tokenizer = make_tokenizer(options.tokenizer, options.separator)
+            except ValueError as error:
+                raise ValueError(f'--tokenizer={options.tokenizer}: {error}') from None
+            encode.save_tokenizer(tokenizer, directory)
 
     def _train_tokenizer(self, tasks):
         options, directory = self._options, self._tokenizer_directory
@@ -279,15 +265,7 @@ class _Preparation:
         with Workers(1, threads=options.processes) as worker:
             total = min(options.bpe_bytes, sum(task.bytes for task in tasks))
             with self._phase('tokenizer', total) as advance:
-                job = (tasks, options, directory)
-                for _ in worker.run(encode.train_tokenizer, [job], advance):
-                    pass
-
-
-def _describe_input(name, info):
-    """An entry of `Store.inputs`."""
-    fields = {'bytes': info.bytes, 'sha256': info.sha256, 'modified': info.modified}
-    return {'name': name, **fields}
+                worker.run(encode.train_tokenizer, [(tasks, options, directory)], advance)
 
 
 def _is_stored_file(path, entry):
@@ -298,7 +276,7 @@ def _is_stored_file(path, entry):
             return False
         if status.st_mtime_ns == entry.get('modified'):  # earlier stores have no time
             return True
-        with open(path, 'rb') as file:
+        with open_file(path) as file:
             return hashlib.file_digest(file, 'sha256').hexdigest() == entry['sha256']
     except OSError:
         return entry.get('modified') == 0  # --skip_bad skipped a missing file

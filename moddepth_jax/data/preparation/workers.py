@@ -1,27 +1,21 @@
 """Processes that share work; none of them outlives the process that started them."""
 
+import itertools
 import multiprocessing
 import multiprocessing.connection
 import os
 import signal
 import threading
 import traceback
-import typing
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from multiprocessing import resource_tracker
-
-_WAIT_SECONDS = 0.5
 
 
 class Workers:
-    """A fixed number of processes, each doing one job at a time; a context manager.
+    """`count` processes, each doing one job at a time; a context manager.
 
     They end with the `with`, or with the process that started them, however it ends. Only that
-    process receives Ctrl-C.
-
-    Args:
-      count: how many.
-      threads: that the tokenizer library may use in each.
+    process receives Ctrl-C. The tokenizer library may use `threads` threads in each.
     """
 
     def __init__(self, count: int, threads: int = 1):
@@ -46,37 +40,26 @@ class Workers:
 
     def run(
         self, function: Callable, jobs: Iterable[tuple], advance: Callable[[int], None]
-    ) -> Iterator[tuple[int, typing.Any]]:
-        """Calls `function(*job, advance)` in the processes.
+    ) -> list:
+        """Returns `function(*job, advance)` of each job; the processes start them in order.
 
-        Args:
-          function: of a module; gets an `advance` whose calls are passed on to the given one.
-          jobs: argument tuples, started in order.
-          advance: called here with what the processes advance by.
-
-        Yields:
-          (number of the job, result), as they finish.
-
-        Raises:
-          ValueError: a process was lost.
-          Exception: what `function` raised.
+        `advance` is called here with what the processes call theirs with. Raises what `function`
+        raises, and ValueError if a process is lost.
         """
-        waiting = iter(enumerate(jobs))
-        busy = {}
+        waiting, busy, results = iter(enumerate(jobs)), {}, {}
 
         def start(process, connection):
-            for number, job in waiting:
+            for number, job in itertools.islice(waiting, 1):
                 busy[connection] = (number, process)
                 try:
                     connection.send((function, job))
                 except ConnectionError:
                     raise ValueError(_lost(process)) from None
-                return
 
         for worker in self._workers:
             start(*worker)
         while busy:
-            for connection in multiprocessing.connection.wait(list(busy), _WAIT_SECONDS):
+            for connection in multiprocessing.connection.wait(list(busy)):
                 number, process = busy[connection]
                 try:
                     kind, value = connection.recv()
@@ -88,8 +71,9 @@ class Workers:
                 if kind == 'raised':
                     raise value
                 del busy[connection]
+                results[number] = value
                 start(process, connection)
-                yield number, value
+        return [results[number] for number in sorted(results)]
 
     def close(self) -> None:
         """Kills the processes."""

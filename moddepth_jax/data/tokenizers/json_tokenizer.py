@@ -19,14 +19,8 @@ class JsonTokenizer(PieceTokenizer):
 
     Text that spells a special token is encoded as plain text, and what the file's template puts
     around a text is left out. Byte-level BPE without a normalizer restores every UTF-8 text byte
-    for byte, and `token_bytes_V` of its ids sums to the bytes of the text. Others may lose what
-    their own rules drop: a normalizer changes the text; a space is put before each document that
-    does not begin with one; characters without a token are lost if there is no byte fallback.
-
-    Args: as PieceTokenizer.
-
-    Raises:
-      ValueError: one line, for a file that is no tokenizer, or without a separator.
+    for byte; others may lose what their own rules drop, such as characters without a token. Raises
+    ValueError, one line, for a file that is no tokenizer, or without a separator.
     """
 
     def __init__(
@@ -55,20 +49,20 @@ class JsonTokenizer(PieceTokenizer):
         return encoding.ids
 
 
-def _use_one_thread():
-    """Makes the library use one thread, unless the user has set TOKENIZERS_PARALLELISM.
+def _import_library():
+    """The library, which uses one thread unless the user has set TOKENIZERS_PARALLELISM.
 
-    More processes replace threads, and a process that is forked while the library has threads
-    prints warnings.
+    A process that is forked while the library has threads prints warnings.
     """
     os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')
+    import tokenizers
+
+    return tokenizers
 
 
 def _load(content, file):
     """(tokenizers.Tokenizer, its file as JSON)."""
-    _use_one_thread()
-    import tokenizers
-
+    tokenizers = _import_library()
     right = 'must be the tokenizer.json of the library tokenizers, or a SentencePiece .model'
     try:
         parsed = json.loads(content.decode())
@@ -89,8 +83,7 @@ def _load(content, file):
 def byte_characters() -> dict[str, int]:
     """The byte of each of the 256 characters in which byte-level BPE writes its tokens.
 
-    Printable characters of Latin-1 stand for their own code, the others follow from 256 on, in
-    order: Radford et al. 2019, `bytes_to_unicode` of the GPT-2 code.
+    As `bytes_to_unicode` of the GPT-2 code, Radford et al. 2019.
     """
     own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in own]
@@ -100,13 +93,7 @@ def byte_characters() -> dict[str, int]:
 
 
 def _pieces(library, parsed, special):
-    """The bytes that each id, from 0 to the highest, stands for; b'' for special ids and gaps.
-
-    Byte-level tokens: the bytes of their characters. `<0x0A>` under byte fallback: that byte.
-    Tokens written with a mark for the space, as SentencePiece does: with the space. Added tokens
-    that are not special: their text. Any other kind: what the file's own decoder adds for the
-    token after another one.
-    """
+    """The bytes that each id, from 0 to the highest, stands for; b'' for special ids and gaps."""
     ids = library.get_vocab(with_added_tokens=True)
     highest = max(ids.values(), default=-1)
     if highest >= _MAX_IDS:
@@ -122,7 +109,12 @@ def _pieces(library, parsed, special):
 
 
 def _bytes_of_token(library, parsed, ids):
-    """A function from a token's text to its bytes."""
+    """A function from a token's text to its bytes.
+
+    Byte-level tokens: the bytes of their characters. `<0x0A>` under byte fallback: that byte.
+    Tokens written with a mark for the space, as SentencePiece does: with the space. Any other kind:
+    what the file's own decoder adds for the token after another one.
+    """
     decoders = {part['type']: part for part in _parts(parsed.get('decoder'))}
     splitters = {part['type'] for part in _parts(parsed.get('pre_tokenizer'))}
     if 'ByteLevel' in decoders or 'ByteLevel' in splitters:
@@ -166,30 +158,23 @@ def train_bpe(documents: Iterator[bytes], vocab_size: int) -> JsonTokenizer:
     """Trains a byte-level BPE tokenizer of `vocab_size` ids, including the bytes and the separator.
 
     Sennrich et al. 2016, arXiv 1508.07909, on bytes as in GPT-2, split into words by its pattern.
-    The same documents give the same tokenizer, in any order and with any number of threads.
-
-    Args:
-      documents: UTF-8 texts; read once, only the counts of their words are kept.
-      vocab_size: 257 or more.
-
-    Raises:
-      ValueError: one line, if the size is too small, a text is not UTF-8 (by its place among the
-        documents), or the text has too few pieces that occur twice.
+    The same UTF-8 documents give the same tokenizer, in any order and with any number of threads.
+    Raises ValueError, one line, if the size is too small, a text is not UTF-8 (by its place among
+    the documents), or the text has too few pieces that occur twice.
     """
     name = f'bpe:{vocab_size}'
     if vocab_size < _MIN_BPE_IDS:
         raise ValueError(f'{name}: must be {_MIN_BPE_IDS} ids or more, 256 bytes and a separator')
-    _use_one_thread()
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    library = Tokenizer(models.BPE())
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
+    tokenizers = _import_library()
+    library = tokenizers.Tokenizer(tokenizers.models.BPE())
+    byte_level = tokenizers.pre_tokenizers.ByteLevel
+    library.pre_tokenizer = byte_level(add_prefix_space=False)
+    library.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size,
         min_frequency=2,
         special_tokens=[BPE_SEPARATOR],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        initial_alphabet=sorted(byte_level.alphabet()),
         show_progress=False,
     )
     library.train_from_iterator(_decoded(documents), trainer)

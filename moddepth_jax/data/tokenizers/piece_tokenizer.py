@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from moddepth_jax.data.directory import read_json
 from moddepth_jax.data.tokenizers.separators import find_separator
 
 METADATA_FILE = 'tokenizer_about.json'
@@ -22,41 +23,25 @@ _SPACE = re.compile(r'(?<=\S) (?=\S)')
 def write_metadata(directory: str | os.PathLike, kind: str, tokenizer) -> None:
     """Writes what a tokenizer's own file does not say into `directory`, which is made if missing.
 
-    Args:
-      directory: where its file is.
-      kind: 'bytes', 'tokenizer.json' or 'tokenizer.model'.
-      tokenizer: a Tokenizer.
+    `kind` is 'bytes', 'tokenizer.json' or 'tokenizer.model'.
     """
     directory = pathlib.Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    metadata = {
-        'kind': kind,
-        'name': tokenizer.name,
-        'separator': tokenizer.separator,
-        'stops': list(tokenizer.stops),
-        'sha256': tokenizer.sha256,
+    metadata = {'kind': kind}
+    metadata |= {
+        name: getattr(tokenizer, name) for name in ('name', 'separator', 'stops', 'sha256')
     }
     text = json.dumps(metadata, indent=2) + '\n'
     (directory / METADATA_FILE).write_text(text, encoding='utf-8')
 
 
 def read_metadata(directory: str | os.PathLike) -> dict | None:
-    """The metadata in `directory`: kind, name, separator, stops, sha256; None if there are none.
-
-    Raises:
-      ValueError: one line, if they cannot be read.
-    """
+    """What `write_metadata` wrote into `directory`, or None; raises ValueError, one line."""
     file = pathlib.Path(directory) / METADATA_FILE
-    try:
-        metadata = json.loads(file.read_text(encoding='utf-8'))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        right = 'save the tokenizer again, or take its own file'
-        raise ValueError(f'{file}: cannot be read ({error}); {right}') from None
-    for name, kind in _METADATA_FIELDS.items():
-        if not isinstance(metadata, dict) or not isinstance(metadata.get(name), kind):
-            right = f'must be a JSON object with {", ".join(_METADATA_FIELDS)}'
+    right = 'save the tokenizer again, or take its own file'
+    metadata = read_json(file, right)
+    for name, kind in _METADATA_FIELDS.items() if metadata is not None else ():
+        if not isinstance(metadata.get(name), kind):
             raise ValueError(f'{file}: no {name!r} that is {kind.__name__}; {right}')
     return metadata
 
@@ -75,12 +60,7 @@ def chunk_text(text: str, prefixed: bool) -> Iterator[str]:
 
     Libraries of tokenizers need dozens of bytes for each byte of a text. Each chunk ends where the
     usual tokenizers end a token: before a single space or between two lines. A tokenizer that puts
-    a space before its text splits at single spaces only, and the space is left out, since it adds
-    one.
-
-    Args:
-      text: of any length; one shorter than `CHUNK_LENGTH` stays whole.
-      prefixed: whether a space is put before each chunk.
+    a space before its text (`prefixed`) splits at single spaces only, which are left out.
     """
     place, start = _SPACE if prefixed else _BEFORE_WORD, 0
     while found := place.search(text, start + CHUNK_LENGTH):
@@ -97,17 +77,11 @@ class PieceTokenizer(abc.ABC):
 
     Args:
       kind: name of the file that `save` writes.
-      content: the bytes of that file.
-      file: where it was read, for messages and for the tokenizer_config.json next to it.
+      content: the bytes of that file, which was read from `file`.
       pieces: the bytes of each id within a text, b'' for special ids and gaps.
-      special: ids of the special tokens by their text.
-      first: the special token that the file puts before a text, or None.
-      separator: text of a special token, or None: that of the metadata or of the file.
+      special, first, separator: as `find_separator` takes them; by default that of the metadata.
       metadata: what `read_metadata` found next to the file, or None.
-      name: None: that of the metadata or of the file.
-
-    Raises:
-      ValueError: one line, for a file without a separator, or not the one of the metadata.
+      name: by default that of the metadata or of the file.
     """
 
     def __init__(self, kind, content, file, pieces, special, first, separator, metadata, name=None):
@@ -125,14 +99,19 @@ class PieceTokenizer(abc.ABC):
         self._kind, self._content, self._pieces = kind, content, pieces
         ids = self._ids('a')
         self._prefixed = bool(ids) and pieces[ids[0]].startswith(b' ')
-        self._check_metadata(metadata, file)
+        if metadata is not None and metadata['sha256'] != self.sha256:
+            right = 'put the file back, or prepare the text or train the model again'
+            found = f'is not the file that {METADATA_FILE} next to it was written for'
+            raise ValueError(f'{file}: {found}, its sha256 is {self.sha256}; {right}')
+        if not all(stop in range(self.vocab_size) for stop in self.stops):
+            right = f'must be ids below {self.vocab_size}'
+            raise ValueError(f'{file}: stops {self.stops} of {METADATA_FILE}: {right}')
 
     def encode(self, data: bytes) -> np.ndarray:
         """Ids of `data` as one document, `dtype` [N], none of them special.
 
-        Raises:
-          ValueError: one line that names the first byte that is not UTF-8; or text that this
-            tokenizer cannot tell from its separator.
+        Raises ValueError, one line, with the first byte that is not UTF-8, or for text that this
+        tokenizer cannot tell from its separator.
         """
         try:
             text = data.decode()
@@ -149,24 +128,12 @@ class PieceTokenizer(abc.ABC):
             raise ValueError(f'{self.name}: {found}; {right}')
         return ids_N
 
-    def encode_batch(self, texts: list[bytes]) -> list[np.ndarray]:
-        """`encode` of each of `texts`."""
-        return [self.encode(text) for text in texts]
-
     def decode(self, ids) -> bytes:
-        """The bytes of `ids`, integers of any shape read in order; special ids are skipped.
-
-        Raises:
-          ValueError: an id outside [0, V).
-        """
+        """As `Tokenizer.decode`."""
         return b''.join(self.pieces(ids))
 
     def pieces(self, ids) -> list[bytes]:
-        """The bytes of each of `ids` in their text, b'' for special ids; joined they are `decode`.
-
-        Raises:
-          ValueError: an id outside [0, V).
-        """
+        """As `Tokenizer.pieces`."""
         ids_N = check_ids(ids, self.vocab_size)
         found = [self._pieces[token] for token in ids_N.tolist()]
         if self._prefixed:
@@ -184,13 +151,3 @@ class PieceTokenizer(abc.ABC):
     @abc.abstractmethod
     def _ids(self, text: str) -> list[int]:
         """Ids of text that is not long."""
-
-    def _check_metadata(self, metadata, file):
-        """Raises ValueError if the file is not the one that the metadata were written for."""
-        if metadata is not None and metadata['sha256'] != self.sha256:
-            right = 'put the file back, or prepare the text or train the model again'
-            found = f'is not the file that {METADATA_FILE} next to it was written for'
-            raise ValueError(f'{file}: {found}, its sha256 is {self.sha256}; {right}')
-        if not all(stop in range(self.vocab_size) for stop in self.stops):
-            right = f'must be ids below {self.vocab_size}'
-            raise ValueError(f'{file}: stops {self.stops} of {METADATA_FILE}: {right}')

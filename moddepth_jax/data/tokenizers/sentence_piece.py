@@ -13,12 +13,7 @@ class SentencePieceTokenizer(PieceTokenizer):
     Exact for text that the model's normalizer does not change, if the model has byte fallback. The
     usual normalizer (nmt_nfkc) joins and trims spaces, and without byte fallback an unknown
     character is lost; models made with `identity` lose only the sign U+2581, which is decoded as a
-    space.
-
-    Args: as JsonTokenizer.
-
-    Raises:
-      ValueError: one line, for a file that is no model, or without the library sentencepiece.
+    space. Raises ValueError, one line, for a file that is no model, or without sentencepiece.
     """
 
     def __init__(self, content: bytes, file: pathlib.Path, separator=None, metadata=None):

@@ -1,7 +1,8 @@
 """Finds the special token of a tokenizer's file that starts a document, and those that end one."""
 
-import json
 import pathlib
+
+from moddepth_jax.data.directory import read_json
 
 _CONFIG = 'tokenizer_config.json'
 _ENDS = {  # known names of tokens that start a document, and what then ends one
@@ -20,23 +21,12 @@ _SHOWN = 8  # special tokens in an error
 def find_separator(
     file: pathlib.Path, special: dict[str, int], first: str | None, given: str | None
 ) -> tuple[int, tuple[int, ...]]:
-    """The separator and the stops of a tokenizer.
+    """The separator of a tokenizer, and its stops: the separator and perhaps an end-of-text id.
 
-    The separator is the first of these: `given`; the bos_token of the tokenizer_config.json next to
-    the file, if add_bos_token is true or `first` is that token; its eos_token; `first`; a
-    well-known name among the special tokens.
-
-    Args:
-      file: of the tokenizer.
-      special: ids of its special tokens by their text.
-      first: the special token that its own template puts before a text, or None.
-      given: the token the user wants, or None.
-
-    Returns:
-      The separator, and the stops: the separator and, if it is another one, the end-of-text id.
-
-    Raises:
-      ValueError: one line, for a token that is not special, and if none is found.
+    The separator is the first of these: `given` by the user; the bos_token of the
+    tokenizer_config.json next to the file, if add_bos_token is true or `first`, which its template
+    puts before a text, is that token; its eos_token; `first`; a well-known name in `special`, which
+    has ids by text. Raises ValueError, one line, for a token that is not special, and without any.
     """
     config = _read(file.parent / _CONFIG)
     bos, eos = config.get('bos_token'), config.get('eos_token')
@@ -54,9 +44,8 @@ def find_separator(
             f'mark one as special in the file, name it as eos_token in a {_CONFIG} next to it, or '
             'give it to launch.prepare as --separator=TOKEN'
         )
-        raise ValueError(
-            f'{file}: no special token known to start a document{_some(special)}; {right}'
-        )
+        problem = f'no special token known to start a document{_some(special)}'
+        raise ValueError(f'{file}: {problem}; {right}')
     if name not in special:
         right = f'must be one{_some(special)}; mark it as special in the file or name another'
         raise ValueError(f'{file}: {where} {name!r} is not a special token of it; {right}')
@@ -73,14 +62,7 @@ def _some(special):
 
 def _read(path):
     """The config, with tokens as their text; empty if there is no file."""
-    try:
-        config = json.loads(path.read_text(encoding='utf-8'))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise ValueError(f'{path}: cannot be read ({error}); correct or remove it') from None
-    if not isinstance(config, dict):
-        raise ValueError(f'{path}: holds no JSON object; correct or remove it')
+    config = read_json(path, 'correct or remove it') or {}
     for name in ('bos_token', 'eos_token'):
         if isinstance(config.get(name), dict):
             config[name] = config[name].get('content')

@@ -38,9 +38,6 @@ class Tokenizer(typing.Protocol):
     def encode(self, data: bytes) -> np.ndarray:
         """Ids of `data`, `dtype` [N], none of them special, even if the text spells one."""
 
-    def encode_batch(self, texts: list[bytes]) -> list[np.ndarray]:
-        """`encode` of each of `texts`."""
-
     def decode(self, ids) -> bytes:
         """The bytes of `ids`, integers of any shape read in order; special ids are skipped.
 
@@ -72,9 +69,6 @@ class ByteTokenizer(Tokenizer):
     def encode(self, data):
         return np.frombuffer(data, np.uint8).astype(np.uint16)
 
-    def encode_batch(self, texts):
-        return [self.encode(text) for text in texts]
-
     def decode(self, ids):
         ids = check_ids(ids, self.vocab_size)
         return ids[ids != self.separator].astype(np.uint8).tobytes()
@@ -97,41 +91,42 @@ def make_tokenizer(name: str | os.PathLike, separator: str | None = None) -> Tok
     """The tokenizer `name`: bytes, a file, or a folder that holds one.
 
     A file is a tokenizer.json of the library tokenizers or a SentencePiece .model; a folder is one
-    that `Tokenizer.save` wrote, or that of a model with either of these.
-
-    Args:
-      name: 'bytes' or a path.
-      separator: text of the special token that starts every document; None: as the file or the
-        tokenizer_config.json next to it says, see `separators.find_separator`.
-
-    Raises:
-      ValueError: one line that names the file and what would be right, for anything else.
+    that `Tokenizer.save` wrote, or that of a model with either of these. `separator` is the text of
+    the special token that starts every document, by default that of `separators.find_separator`.
+    Raises ValueError, one line with the file and what would be right, for anything else.
     """
     if is_bytes(name):
         if name == 'bytes' and separator is not None:
             right = 'leave it out: bytes have a separator of their own, id 256'
             raise ValueError(f'separator={separator!r}: {right}')
         return ByteTokenizer()
-    path = pathlib.Path(os.path.expanduser(name))
-    metadata = read_metadata(path) if path.is_dir() else None
-    file = _file_in(path) if path.is_dir() else path
+    file, metadata = pathlib.Path(os.path.expanduser(name)), None
+    if file.is_dir():
+        folder, metadata = file, read_metadata(file)
+        names = [n for n in ('tokenizer.json', 'tokenizer.model') if (folder / n).exists()]
+        if not names:
+            right = 'must hold tokenizer.json or tokenizer.model'
+            raise ValueError(f'{folder}: no tokenizer in this folder; {right}')
+        file = folder / names[0]
+    try:
+        content = file.read_bytes()
+    except FileNotFoundError:
+        right = 'must be bytes, a tokenizer.json, a SentencePiece .model, or a folder with one'
+        raise ValueError(f'{file}: no such tokenizer; {right}') from None
+    except OSError as error:
+        raise ValueError(f'{file}: cannot be read ({error.strerror}); check its rights') from None
     # The libraries of these are imported only if needed; sentencepiece is an extra.
     if file.suffix.lower() == '.model':
         from moddepth_jax.data.tokenizers.sentence_piece import SentencePieceTokenizer as kind
     else:
         from moddepth_jax.data.tokenizers.json_tokenizer import JsonTokenizer as kind
-    return kind(_content(file), file, separator, metadata)
+    return kind(content, file, separator, metadata)
 
 
 def tokenizer_of(data: DataHparams, workdir: str | os.PathLike | None = None) -> Tokenizer:
-    """The tokenizer of a run: the one saved in its `workdir`, otherwise the one `data` names.
+    """The tokenizer of a run: the one saved in its `workdir`, if any, or the one `data` names.
 
-    Args:
-      data: of the run.
-      workdir: of the run; None or one without a tokenizer: that of `data` is taken.
-
-    Raises:
-      ValueError: one line, as `make_tokenizer`, or for a text that was not prepared.
+    Raises ValueError, one line, as `make_tokenizer`, or for a text that was not prepared.
     """
     if data.tokenizer == 'bytes':
         return ByteTokenizer()
@@ -150,21 +145,3 @@ def tokenizer_of(data: DataHparams, workdir: str | os.PathLike | None = None) ->
             return make_tokenizer(prepared)
     right = 'must be the folder that launch.prepare wrote; or name the tokenizer'
     raise ValueError(f"data.tokenizer='prepared': data.source={data.source!r} {right}")
-
-
-def _file_in(folder):
-    for name in ('tokenizer.json', 'tokenizer.model'):
-        if (folder / name).exists():
-            return folder / name
-    right = 'must hold tokenizer.json or tokenizer.model'
-    raise ValueError(f'{folder}: no tokenizer in this folder; {right}')
-
-
-def _content(file):
-    try:
-        return file.read_bytes()
-    except FileNotFoundError:
-        right = 'must be bytes, a tokenizer.json, a SentencePiece .model, or a folder with one'
-        raise ValueError(f'{file}: no such tokenizer; {right}') from None
-    except OSError as error:
-        raise ValueError(f'{file}: cannot be read ({error.strerror}); check its rights') from None

@@ -13,25 +13,18 @@ from moddepth_jax.model.mod.routers import widen
 class CausalRule(nn.Module):
     """Maps (x_BTD, scores_BT, threshold) to float32 logits [B, T]; above 0 selects the token.
 
-    The arguments are the residual stream at the block, the router's scores and the block's
-    threshold. A rule is one subclass, registered in CAUSAL_RULES.
-
-    Attributes:
-      loss_weight: the knob of `model.routing` that weighs the loss by which training fits the
-        logits to the top C; None for a rule that needs no training.
-      needs_threshold: whether it compares scores with their moving average.
-      is_capped: whether the cache of a routed block is smaller than the context.
+    A rule is one subclass, registered in CAUSAL_RULES.
     """
 
     hparams: ModelHparams
+    # Knob of `model.routing` that weighs the loss by which training fits the logits to the top C.
     loss_weight = None
-    needs_threshold = False
-    is_capped = True
+    needs_threshold = False  # whether it compares scores with their moving average
+    is_capped = True  # whether the cache of a routed block is smaller than the context
 
     @classmethod
     def flops_per_token(cls, hparams: ModelHparams) -> int:
         """FLOPs of the rule's own parameters on one token."""
-        del hparams
         return 0
 
 
@@ -46,7 +39,6 @@ class Predictor(CausalRule):
 
     @nn.compact
     def __call__(self, x_BTD, scores_BT, threshold):
-        del scores_BT, threshold
         x_BTD = widen(jax.lax.stop_gradient(x_BTD))
         init = initializer(self.hparams.init_std)
         if self.hparams.routing.predictor_width:

@@ -33,24 +33,17 @@ GATES = {
 class Router(nn.Module):
     """Maps (x_BTD, tokens, number) to float32 scores [B, T].
 
-    The arguments are the residual stream at the block, the TokenInfo, and the block's number among
-    the routed ones (traced). A score depends on its own token alone. A router is one subclass,
-    registered in ROUTERS; its class attributes state what goes with it.
-
-    Attributes:
-      gates: names in GATES that make sense of its scores; `auto` is the first.
-      rules: names of the causal rules that can stand for its top C; `auto` is the first.
-      products: vectors of width D that it multiplies with each token, for the FLOP count.
-      is_control: whether its scores ignore the stream, so that `known_threshold` has a value.
-      draws: whether it needs TokenInfo.seeds_BT.
+    `number` is that of the block among the routed ones, traced. A score depends on its own token
+    alone. A router is one subclass, registered in ROUTERS.
     """
 
     routing: RoutingHparams
-    gates = ('none',)
+    gates = ('none',)  # names in GATES that make sense of its scores; `auto` is the first
+    # The causal rules that can stand for its top C; `auto` is the first.
     rules = ('threshold', 'predictor', 'dense')
-    products = 0
-    is_control = False
-    draws = False
+    products = 0  # vectors of width D that it multiplies with each token, for the FLOP count
+    is_control = False  # its scores ignore the stream, so that `known_threshold` has a value
+    draws = False  # whether it needs TokenInfo.seeds_BT
 
     @classmethod
     def check(cls, routing: RoutingHparams):
@@ -96,8 +89,7 @@ def router_init(x_BTD, spread):
 class LearnedRouter(Router):
     """r = w . x in float32 on the residual stream, no bias (Raposo et al. 2024, section 3.4).
 
-    w starts normal, and so wide that the raw gates of the selected tokens average `initial_gate` on
-    the stream that the block sees at initialization.
+    w starts so wide that the raw gates of selected tokens average `initial_gate` at initialization.
     """
 
     gates = ('raw', 'sigmoid', 'tanh', 'none')
@@ -106,9 +98,7 @@ class LearnedRouter(Router):
 
     @nn.compact
     def __call__(self, x_BTD, tokens: TokenInfo, number):
-        del tokens, number
-        x_BTD = widen(x_BTD)
-        length = x_BTD.shape[1]
+        x_BTD, length = widen(x_BTD), x_BTD.shape[1]
         capacity = self.routing.num_selected(length) / length
         spread = self.routing.initial_gate / selected_mean(capacity)
         return linear_scores(x_BTD, self.param('w', router_init(x_BTD, spread), x_BTD.shape[-1:]))
@@ -116,10 +106,7 @@ class LearnedRouter(Router):
 
 @ROUTERS.register('straight_through')
 class StraightThroughRouter(Router):
-    """r = w . x + b; the gate `straight_through` is 1 and passes on the slope of sigmoid(r).
-
-    r starts as N(0, 1).
-    """
+    """r = w . x + b, at first N(0, 1); the gate is 1 and passes on the slope of sigmoid(r)."""
 
     gates = ('straight_through',)
     rules = ('threshold', 'predictor', 'aux_loss')
@@ -127,7 +114,6 @@ class StraightThroughRouter(Router):
 
     @nn.compact
     def __call__(self, x_BTD, tokens: TokenInfo, number):
-        del tokens, number
         x_BTD = widen(x_BTD)
         w_D = self.param('w', router_init(x_BTD, 1.0), x_BTD.shape[-1:])
         return linear_scores(x_BTD, w_D) + self.param('b', nn.initializers.zeros, ())
@@ -140,7 +126,6 @@ class NormRouter(Router):
     rules = ('dense', 'threshold', 'predictor')
 
     def __call__(self, x_BTD, tokens: TokenInfo, number):
-        del tokens, number
         return jnp.sqrt(jnp.sum(widen(x_BTD) ** 2, axis=-1))
 
 
@@ -153,7 +138,6 @@ class RandomRouter(Router):
     draws = True
 
     def __call__(self, x_BTD, tokens: TokenInfo, number):
-        del x_BTD
         draw = jax.vmap(jax.vmap(lambda seed: jax.random.fold_in(jax.random.key(seed), number)))
         return jax.vmap(jax.vmap(jax.random.normal))(draw(tokens.seeds_BT))
 
@@ -165,16 +149,13 @@ class RandomRouter(Router):
 
 @ROUTERS.register('position')
 class PositionRouter(Router):
-    """r = 1 where floor((t+1) capacity) > floor(t capacity), else -1: an evenly spread control.
-
-    The capacity is taken as a fraction of integers, so that the pattern is exact at any position.
-    """
+    """r = 1 where floor((t+1) capacity) > floor(t capacity), else -1: an evenly spread control."""
 
     rules = ('threshold',)
     is_control = True
 
     def __call__(self, x_BTD, tokens: TokenInfo, number):
-        del x_BTD, number
+        # A fraction of integers makes the pattern exact at any position.
         share = fractions.Fraction(self.routing.capacity).limit_denominator(10_000)
         phase_BT = (tokens.positions_BT % share.denominator) * share.numerator % share.denominator
         return jnp.where(phase_BT + share.numerator >= share.denominator, 1.0, -1.0)

@@ -22,38 +22,23 @@ from moddepth_jax.model.sharding import map_batch_shards, sharded_routed_mlp
 
 
 class ExpertsRecord(NamedTuple):
-    """Which experts the tokens of a layer chose, in sums over its real tokens.
+    """Which experts the tokens of a layer chose, in sums over its real tokens."""
 
-    Attributes:
-      tokens: int32, real tokens that the layer processed.
-      pairs_Z: int32, tokens of each expert, no-op experts last; before `row_capacity`.
-      dropped: int32, pairs beyond `row_capacity`.
-      scores_Z: float32, sum of the scores, chosen or not.
-      log_z: float32, sum of the squared log-partitions of the router's logits.
-      lowest_E: float32, sum over rows of the lowest score that an expert took, if experts chose
-        from whole rows; else None.
-      rows: int32, rows with a real token.
-    """
-
-    tokens: jax.Array
-    pairs_Z: jax.Array
-    dropped: jax.Array
-    scores_Z: jax.Array
-    log_z: jax.Array
+    tokens: jax.Array  # int32, real tokens that the layer processed
+    pairs_Z: jax.Array  # int32, tokens of each expert, no-op experts last; before `row_capacity`
+    dropped: jax.Array  # int32, pairs beyond `row_capacity`
+    scores_Z: jax.Array  # float32, sum of the scores, chosen or not
+    log_z: jax.Array  # float32, sum of the squared log-partitions of the router's logits
+    # float32, sum over rows of the lowest score that an expert took, if it chose from whole rows
     lowest_E: jax.Array | None
-    rows: jax.Array
+    rows: jax.Array  # int32, rows with a real token
 
 
 class ExpertState(NamedTuple):
-    """What experts need to know of earlier tokens and of training.
+    """What experts need to know of earlier tokens and of training."""
 
-    Attributes:
-      thresholds_E: float32, scores above which experts that choose take a token causally.
-      taken_BE: int32, tokens of the row that chose each expert before, for `row_capacity`; None:
-        none did.
-    """
-
-    thresholds_E: jax.Array | None = None
+    thresholds_E: jax.Array | None = None  # float32, above which an expert takes a token causally
+    # int32, tokens of the row that chose each expert before, for `row_capacity`; None: none did
     taken_BE: jax.Array | None = None
 
 
@@ -61,28 +46,14 @@ NO_EXPERT_STATE = ExpertState()
 
 
 class ExpertChoice(NamedTuple):
-    """The experts of each token.
+    """The experts of each token."""
 
-    Attributes:
-      expert_BTk: int32, their numbers; from num_routed on, nothing is computed.
-      weight_BTk: factors on their outputs.
-      most: the most pairs of a row that are computed; static.
-      chosen_BTZ: bool, before `row_capacity`.
-      dropped: int32, pairs beyond it.
-      lowest_E: as in ExpertsRecord.
-    """
-
-    expert_BTk: jax.Array
-    weight_BTk: jax.Array
-    most: int
-    chosen_BTZ: jax.Array
-    dropped: jax.Array
-    lowest_E: jax.Array | None
-
-
-def scores(logits, form: str):
-    """Scores of the experts: softmax over all of them, or a sigmoid of each."""
-    return jax.nn.softmax(logits, axis=-1) if form == 'softmax' else jax.nn.sigmoid(logits)
+    expert_BTk: jax.Array  # int32, their numbers; from num_routed on, nothing is computed
+    weight_BTk: jax.Array  # factors on their outputs
+    most: int  # the most pairs of a row that are computed; static
+    chosen_BTZ: jax.Array  # bool, before `row_capacity`
+    dropped: jax.Array  # int32, pairs beyond it
+    lowest_E: jax.Array | None  # as in ExpertsRecord
 
 
 def normalize_weights(score_BTk):
@@ -98,13 +69,7 @@ def tokens_choose(hparams: ExpertsHparams, scores_BTZ, real_BT, taken_BE) -> Exp
     """Each token chooses its k experts of highest score (Dai et al. 2024, section 2.2).
 
     The lower number wins ties. Under `row_capacity` an expert takes the first tokens of a row that
-    chose it, a causal count; the other pairs are dropped.
-
-    Args:
-      hparams: of the experts.
-      scores_BTZ: of all experts.
-      real_BT: bool; padding chooses nothing.
-      taken_BE: int32, tokens of the row that chose each expert before; None: none did.
+    chose it, a causal count that continues from `taken_BE`, and drops the others.
     """
     num_routed, length = hparams.num_routed, scores_BTZ.shape[1]
     expert_BTk = map_batch_shards(lambda rows: jax.lax.top_k(rows, hparams.top_k)[1], scores_BTZ)
@@ -131,16 +96,9 @@ def tokens_choose(hparams: ExpertsHparams, scores_BTZ, real_BT, taken_BE) -> Exp
 
 
 def experts_choose(hparams: ExpertsHparams, scores_BTE, real_BT, thresholds_E) -> ExpertChoice:
-    """Each expert takes tokens of each row (Zhou et al. 2022, section 3.2).
+    """Each expert takes the k T / num_routed tokens of highest score (Zhou et al. 2022, sec. 3.2).
 
-    Those are its C = k T / num_routed of highest score, which depends on the whole row; or,
-    causally, all whose score is above its threshold.
-
-    Args:
-      hparams: of the experts.
-      scores_BTE: of all experts.
-      real_BT: bool; padding is never taken.
-      thresholds_E: float32; None: choose from whole rows.
+    That depends on the whole row; with thresholds, causally, it takes all with a higher score.
     """
     batch, length, num_routed = scores_BTE.shape
     if thresholds_E is None:
@@ -167,13 +125,8 @@ def experts_choose(hparams: ExpertsHparams, scores_BTE, real_BT, thresholds_E) -
 def routed_mlp(x_BTD, expert_BTk, weight_BTk, w1_EDF, w3_EDF, w2_EFD, product: str, most: int):
     """sum_k weight w2_e(silu(x w1_e) * x w3_e), each pair of token and expert computed once.
 
-    Args:
-      x_BTD: tokens.
-      expert_BTk: int32; pairs with a number outside [0, E) add nothing and cost nothing.
-      weight_BTk: of the pairs.
-      w1_EDF, w3_EDF, w2_EFD: of the experts.
-      product: an implementation of `grouped_product`.
-      most: pairs of a row with a number in [0, E), at most.
+    Pairs with a number outside [0, E) add nothing and cost nothing; at most `most` pairs of a row
+    have another. `product` is an implementation of `grouped_matmul`.
     """
     batch, length, width = x_BTD.shape
     pairs, num_experts = batch * most, w1_EDF.shape[0]
@@ -203,25 +156,16 @@ class ExpertKernels(nn.Module):
 
 
 class Experts(nn.Module):
-    """shared(x) + sum over the experts of a token of weight f_e(x), each f a SwiGLU.
-
-    `ahead`: experts that choose their tokens look at whole rows; otherwise they use thresholds.
-    """
+    """shared(x) + sum over the experts of a token of weight f_e(x), each f a SwiGLU."""
 
     hparams: ModelHparams
-    ahead: bool
+    ahead: bool  # experts that choose their tokens look at whole rows; if not, use thresholds
 
     @nn.compact
     def __call__(self, x_BTD, real_BT, state: ExpertState):
-        """Compute the shared experts and the experts of each token.
+        """The mlp's output [B, T, D], the ExpertsRecord, and the ExpertState for later tokens.
 
-        Args:
-          x_BTD: tokens.
-          real_BT: bool, False for padding, which only the shared experts compute.
-          state: of the experts.
-
-        Returns:
-          The mlp's output [B, T, D], the ExpertsRecord, and the ExpertState for later tokens.
+        Padding, where `real_BT` is False, is computed by the shared experts alone.
         """
         hparams = self.hparams.experts
         wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
@@ -234,7 +178,8 @@ class Experts(nn.Module):
             name='router',
         )
         logits_BTZ = router(x_BTD)
-        scores_BTZ = scores(logits_BTZ, hparams.scores)
+        softmax = hparams.scores == 'softmax'
+        scores_BTZ = jax.nn.softmax(logits_BTZ) if softmax else jax.nn.sigmoid(logits_BTZ)
         if hparams.choice == 'token':
             choice = tokens_choose(hparams, scores_BTZ, real_BT, state.taken_BE)
         else:
@@ -255,29 +200,24 @@ class Experts(nn.Module):
             now_BE = jnp.sum(choice.chosen_BTZ[..., : hparams.num_routed], 1, jnp.int32)
             before_BE = 0 if state.taken_BE is None else state.taken_BE
             state = state._replace(taken_BE=before_BE + now_BE)
-        return y_BTD, _record(choice, logits_BTZ, scores_BTZ, real_BT), state
+        log_z_BT = jnp.where(real_BT, jax.nn.logsumexp(logits_BTZ, axis=-1), 0.0)
+        real_scores_BTZ = jnp.where(real_BT[..., None], scores_BTZ, 0.0)
+        record = ExpertsRecord(
+            tokens=jnp.sum(real_BT, dtype=jnp.int32),
+            pairs_Z=jnp.sum(choice.chosen_BTZ, axis=(0, 1), dtype=jnp.int32),
+            dropped=choice.dropped,
+            scores_Z=jnp.sum(real_scores_BTZ, axis=(0, 1)),
+            log_z=jnp.sum(log_z_BT**2),
+            lowest_E=choice.lowest_E,
+            rows=jnp.sum(jnp.any(real_BT, axis=1), dtype=jnp.int32),
+        )
+        return y_BTD, record, state
 
     def _kernels(self, dtype):
-        hparams, width = self.hparams.experts, self.hparams.d_model
-        inwards = (hparams.num_routed, width, hparams.d_ff)
-        outwards = (hparams.num_routed, hparams.d_ff, width)
-        init = initializer(self.hparams.init_std)
+        count, inner = self.hparams.experts.num_routed, self.hparams.experts.d_ff
+        width, init = self.hparams.d_model, initializer(self.hparams.init_std)
         return (
-            ExpertKernels(inwards, init, name='w1')(dtype),
-            ExpertKernels(inwards, init, name='w3')(dtype),
-            ExpertKernels(outwards, residual_init(self.hparams), name='w2')(dtype),
+            ExpertKernels((count, width, inner), init, name='w1')(dtype),
+            ExpertKernels((count, width, inner), init, name='w3')(dtype),
+            ExpertKernels((count, inner, width), residual_init(self.hparams), name='w2')(dtype),
         )
-
-
-def _record(choice, logits_BTZ, scores_BTZ, real_BT):
-    log_z_BT = jnp.where(real_BT, jax.nn.logsumexp(logits_BTZ, axis=-1), 0.0)
-    real_scores_BTZ = jnp.where(real_BT[..., None], scores_BTZ, 0.0)
-    return ExpertsRecord(
-        tokens=jnp.sum(real_BT, dtype=jnp.int32),
-        pairs_Z=jnp.sum(choice.chosen_BTZ, axis=(0, 1), dtype=jnp.int32),
-        dropped=choice.dropped,
-        scores_Z=jnp.sum(real_scores_BTZ, axis=(0, 1)),
-        log_z=jnp.sum(log_z_BT**2),
-        lowest_E=choice.lowest_E,
-        rows=jnp.sum(jnp.any(real_BT, axis=1), dtype=jnp.int32),
-    )

@@ -1,8 +1,7 @@
 """Grouped matmul: tokens sorted by expert, multiplied by its matrix, and put back in order.
 
 Letters: N tokens, k experts of a token, E experts, R places of the sorted layout, M blocks of
-C = R / M places, each of one expert, X and Y the sides of a matrix. The implementations of the
-product register themselves in EXPERT_PRODUCTS.
+C = R / M places, each of one expert, X and Y the sides of a matrix.
 """
 
 from typing import NamedTuple
@@ -16,30 +15,18 @@ BATCHED_PARTS = 8  # of the blocks of `batched`; each is one product
 
 
 class Layout(NamedTuple):
-    """The places of pairs of token and expert, sorted by expert.
+    """The places of pairs of token and expert, sorted by expert."""
 
-    Attributes:
-      source_R: int32 [R], token of each place; N for an empty place.
-      place_Nk: int32 [N, k], place of each pair; R for a pair without a place.
-      expert_M: int32 [M], expert of each block of R / M places, ascending; E for an empty
-        block.
-    """
-
-    source_R: jax.Array
-    place_Nk: jax.Array
-    expert_M: jax.Array
+    source_R: jax.Array  # int32, token of each place; N for an empty place
+    place_Nk: jax.Array  # int32, place of each pair; R for a pair without a place
+    expert_M: jax.Array  # int32, expert of each block of R / M places, ascending; E for none
 
 
 def resolve(product: str) -> str:
-    """The implementation that `model.experts.product` names; `auto`: blocked on CPUs, else batched.
-
-    In a ragged_dot XLA multiplies every row by every expert's matrix, E times the work, on CPUs and
-    in programs for Hopper GPUs. A loop over blocks suits a CPU, whose blocks are small.
-
-    Raises:
-      ValueError: there is none of this name.
-    """
+    """The implementation that `model.experts.product` names; ValueError if there is none."""
     if product == 'auto':
+        # In a ragged_dot XLA multiplies every row by every expert's matrix, E times the work, on
+        # CPUs and in programs for Hopper GPUs. A loop suits a CPU, whose blocks are small.
         return 'blocked' if jax.default_backend() == 'cpu' else 'batched'
     if product not in EXPERT_PRODUCTS:
         raise ValueError(f'product={product!r}: must be one of auto, {", ".join(EXPERT_PRODUCTS)}')
@@ -49,9 +36,8 @@ def resolve(product: str) -> str:
 def block_rows(num_pairs: int, num_experts: int, implementation: str) -> int:
     """Rows of a block of `make_layout`, a power of two; 1 for `ragged_dot`, which needs no padding.
 
-    At most half of the mean number of pairs of an expert, and at most an eighth of it above 32:
-    larger blocks waste more in padding than they gain (measured on CPUs). `batched` copies a matrix
-    for each block, and so has blocks of up to 128.
+    At most half of the mean number of pairs of an expert, and at most an eighth of it above 32 (128
+    for `batched`, which copies a matrix for each): larger blocks waste more in padding (on CPUs).
     """
     if resolve(implementation) == 'ragged_dot':
         return 1
@@ -70,14 +56,8 @@ def num_blocks(num_pairs: int, num_experts: int, block: int) -> int:
 def make_layout(expert_Nk, num_experts: int, block: int, most: int | None = None) -> Layout:
     """Sort pairs by expert, stably; each expert begins at a multiple of `block` places.
 
-    Args:
-      expert_Nk: int [N, k], the experts of each token; a number outside [0, E) names none.
-      num_experts: E.
-      block: rows of a block, as from `block_rows`.
-      most: the most pairs that can name an expert, which bounds R; None: N k.
-
-    Raises:
-      ValueError: E or block below 1.
+    A number outside [0, E) names no expert; at most `most` pairs name one (None: N k), which bounds
+    R. Raises ValueError for E or a block below 1.
     """
     for name, value in (('num_experts', num_experts), ('block', block)):
         if value < 1:
@@ -130,12 +110,7 @@ def combine(y_RD, weight_Nk, layout: Layout):
 def grouped_matmul(x_RX, w_EXY, layout: Layout, implementation: str):
     """[R, Y]: each row times the matrix of its block's expert; zeros in blocks without one.
 
-    Args:
-      x_RX: float [R, X], as from `dispatch`.
-      w_EXY: float [E, X, Y]; rounded to x's dtype, which is that of the result; sums are float32 at
-        least.
-      layout: as from `make_layout`.
-      implementation: a name in EXPERT_PRODUCTS, or auto.
+    The matrices are rounded to x's dtype, which is that of the result; sums are float32 at least.
     """
     return EXPERT_PRODUCTS[resolve(implementation)](x_RX, w_EXY, layout.expert_M)
 
@@ -170,13 +145,6 @@ def _dispatch_backward(layout, dx_RD):
     return _add_places(dx_RD, ones_Nk, layout.place_Nk).astype(dx_RD.dtype), None
 
 
-dispatch.defvjp(lambda x_ND, layout: (dispatch(x_ND, layout), layout), _dispatch_backward)
-
-
-def _combine_forward(y_RD, weight_Nk, layout):
-    return combine(y_RD, weight_Nk, layout), (y_RD, weight_Nk, layout)
-
-
 def _combine_backward(residuals, dy_ND):
     y_RD, weight_Nk, layout = residuals
     dtype = sum_dtype(y_RD.dtype)
@@ -196,7 +164,8 @@ def _combine_backward(residuals, dy_ND):
     return dy_RD.astype(y_RD.dtype), dweight_Nk.astype(weight_Nk.dtype), None
 
 
-combine.defvjp(_combine_forward, _combine_backward)
+dispatch.defvjp(lambda x_ND, layout: (dispatch(x_ND, layout), layout), _dispatch_backward)
+combine.defvjp(lambda *arguments: (combine(*arguments), arguments), _combine_backward)
 
 
 def sum_dtype(dtype):
@@ -207,8 +176,7 @@ def sum_dtype(dtype):
 def factor_dtype(dtype):
     """The dtype in which factors of `dtype` are multiplied: on CPUs float32 at least.
 
-    XLA on CPU cannot run some bfloat16 products with a float32 result. If a loop reads or writes
-    parts of a bfloat16 array, XLA converts all of it, there and back, at every step.
+    XLA on CPU cannot run some bfloat16 products, and in loops converts whole arrays at every step.
     """
     return sum_dtype(dtype) if jax.default_backend() == 'cpu' else dtype
 
@@ -225,11 +193,29 @@ def in_blocks(x_RX, expert_M):
     return x_RX.reshape(blocks, x_RX.shape[0] // blocks, x_RX.shape[1])
 
 
-def _blocked_products(x_RX, w_EXY, expert_M, axis):
-    """Each block of x times its expert's matrix, or the transpose of that (axis 1).
+def _with_backward(products, sums):
+    """matmul(x_RX, w_EXY, expert_M) -> [R, Y] whose backward pass goes through blocks too.
 
-    The scan carries the matrix, as consecutive blocks mostly share it, and replaces it if not.
+    products(x_RX, w_EXY, expert_M, axis): each block of x times its expert's matrix, or its
+    transpose (axis 1); zeros in blocks without an expert. sums(x_RX, dy_RY, expert_M, num_experts):
+    x^T dy [E, X, Y] over each expert's blocks, in float32 at least.
     """
+
+    @jax.custom_vjp
+    def matmul(x_RX, w_EXY, expert_M):
+        return products(x_RX, w_EXY, expert_M, 0)
+
+    def backward(residuals, dy_RY):
+        x_RX, w_EXY, expert_M = residuals
+        dx_RX = products(dy_RY, w_EXY, expert_M, 1)
+        return dx_RX, sums(x_RX, dy_RY, expert_M, w_EXY.shape[0]).astype(w_EXY.dtype), None
+
+    matmul.defvjp(lambda *arguments: (matmul(*arguments), arguments), backward)
+    return matmul
+
+
+def _blocked_products(x_RX, w_EXY, expert_M, axis):
+    """A scan over blocks. Its carry is the matrix, which consecutive blocks mostly share."""
     num_experts, *sides = w_EXY.shape
     dtype, factor, width = x_RX.dtype, factor_dtype(x_RX.dtype), sides[1 - axis]
     changes_M = (expert_M < num_experts) & (jnp.diff(expert_M, prepend=-1) != 0)
@@ -244,11 +230,10 @@ def _blocked_products(x_RX, w_EXY, expert_M, axis):
         def multiply():
             return _multiply(x_CX, w_XY, (1, axis)).astype(factor)
 
-        def nothing():
-            return jnp.zeros((x_CX.shape[0], width), factor)
-
         w_XY = jax.lax.cond(changes, take, lambda: w_XY)
-        return w_XY, jax.lax.cond(expert < num_experts, multiply, nothing)
+        shape = (x_CX.shape[0], width)
+        y_CY = jax.lax.cond(expert < num_experts, multiply, lambda: jnp.zeros(shape, factor))
+        return w_XY, y_CY
 
     blocks = (in_blocks(x_RX.astype(factor), expert_M), expert_M, changes_M)
     y_MCY = jax.lax.scan(step, jnp.zeros(sides, factor), blocks)[1]
@@ -257,12 +242,12 @@ def _blocked_products(x_RX, w_EXY, expert_M, axis):
 
 def _multiply(a, b, axes):
     """Sums over one axis of each, in float32 at least."""
-    axes = tuple((axis,) for axis in axes)
-    return jax.lax.dot_general(a, b, (axes, ((), ())), preferred_element_type=sum_dtype(a.dtype))
+    contracted = ((axes[0],), (axes[1],)), ((), ())
+    return jax.lax.dot_general(a, b, contracted, preferred_element_type=sum_dtype(a.dtype))
 
 
-def _sum_blocked(x_RX, dy_RY, expert_M, num_experts):
-    """[E, X, Y]: x^T dy over each expert's blocks, in float32 at least, added in place."""
+def _blocked_sums(x_RX, dy_RY, expert_M, num_experts):
+    """A scan over blocks, which adds in place."""
 
     def step(dw_EXY, block):
         x_CX, dy_CY, expert = block
@@ -281,46 +266,22 @@ def _sum_blocked(x_RX, dy_RY, expert_M, num_experts):
     return jax.lax.scan(step, jnp.zeros(shape, sum_dtype(x_RX.dtype)), blocks)[0]
 
 
-@EXPERT_PRODUCTS.register('blocked')
-@jax.custom_vjp
-def blocked_matmul(x_RX, w_EXY, expert_M):
-    """[R, Y]: each row times the matrix of its block's expert, in a scan over blocks.
-
-    Args:
-      x_RX: float [R, X], R a multiple of M.
-      w_EXY: float [E, X, Y], rounded to x's dtype; sums are float32 at least.
-      expert_M: int32 [M]; E for a block without an expert: it costs nothing, and gives zeros.
-    """
-    return _blocked_products(x_RX, w_EXY, expert_M, 0)
-
-
-def _blocked_forward(x_RX, w_EXY, expert_M):
-    return _blocked_products(x_RX, w_EXY, expert_M, 0), (x_RX, w_EXY, expert_M)
-
-
-def _blocked_backward(residuals, dy_RY):
-    x_RX, w_EXY, expert_M = residuals
-    dx_RX = _blocked_products(dy_RY, w_EXY, expert_M, 1)
-    dw_EXY = _sum_blocked(x_RX, dy_RY, expert_M, w_EXY.shape[0])
-    return dx_RX, dw_EXY.astype(w_EXY.dtype), None
-
-
-blocked_matmul.defvjp(_blocked_forward, _blocked_backward)
-
-
 def _filled_blocks(x_RX, expert_M, num_experts):
     """[M, C, X], zeros in blocks without an expert."""
     filled_M11 = (expert_M < num_experts)[:, None, None]
     return jnp.where(filled_M11, in_blocks(x_RX, expert_M), 0).astype(factor_dtype(x_RX.dtype))
 
 
-def _batched_products(equation, x_MCX, w_EXY, expert_M, dtype):
-    """The product of every block with its matrix; skipped for a part without experts."""
-    num_experts, size = w_EXY.shape[0], -(-expert_M.shape[0] // BATCHED_PARTS)
+def _batched_products(x_RX, w_EXY, expert_M, axis):
+    """A few batched products, in which every block has a copy of its expert's matrix."""
+    num_experts, size, dtype = w_EXY.shape[0], -(-expert_M.shape[0] // BATCHED_PARTS), x_RX.dtype
+    equation = 'mcy,mxy->mcx' if axis else 'mcx,mxy->mcy'
+    x_MCX = _filled_blocks(x_RX, expert_M, num_experts)
 
     def multiply(x_PCX, expert_P):
         w_PXY = w_EXY.astype(dtype).astype(factor_dtype(dtype)).at[expert_P].get(mode='clip')
-        return _wide_einsum(equation, x_PCX, w_PXY, dtype=dtype).astype(dtype)
+        wide = sum_dtype(dtype)
+        return jnp.einsum(equation, x_PCX, w_PXY, preferred_element_type=wide).astype(dtype)
 
     def nothing(x_PCX, expert_P):
         return jnp.zeros_like(jax.eval_shape(multiply, x_PCX, expert_P))
@@ -330,65 +291,32 @@ def _batched_products(equation, x_MCX, w_EXY, expert_M, dtype):
         part = (side[first : first + size] for side in (x_MCX, expert_M))
         # Experts ascend: if the first block has none, no block of the part has.
         parts.append(jax.lax.cond(expert_M[first] < num_experts, multiply, nothing, *part))
-    return jnp.concatenate(parts)
+    return jnp.concatenate(parts).reshape(x_RX.shape[0], -1)
 
 
-def _wide_einsum(equation, *factors, dtype):
-    return jnp.einsum(equation, *factors, preferred_element_type=sum_dtype(dtype))
-
-
-@EXPERT_PRODUCTS.register('batched')
-@jax.custom_vjp
-def batched_matmul(x_RX, w_EXY, expert_M):
-    """`blocked_matmul` in a few batched products.
-
-    Every block gets a copy of its expert's matrix, for an eighth of the blocks at a time, and no
-    loop goes over single blocks.
-    """
-    dtype = x_RX.dtype
-    x_MCX = _filled_blocks(x_RX, expert_M, w_EXY.shape[0])
-    y_MCY = _batched_products('mcx,mxy->mcy', x_MCX, w_EXY, expert_M, dtype)
-    return y_MCY.reshape(x_RX.shape[0], -1)
-
-
-def _batched_forward(x_RX, w_EXY, expert_M):
-    return batched_matmul(x_RX, w_EXY, expert_M), (x_RX, w_EXY, expert_M)
-
-
-def _batched_backward(residuals, dy_RY):
-    x_RX, w_EXY, expert_M = residuals
-    dtype, num_experts = x_RX.dtype, w_EXY.shape[0]
-    x_MCX = _filled_blocks(x_RX, expert_M, num_experts)
-    dy_MCY = _filled_blocks(dy_RY, expert_M, num_experts)
-    dx_MCX = _batched_products('mcy,mxy->mcx', dy_MCY, w_EXY, expert_M, dtype)
-    dw_EXY = _sum_batched(x_MCX, dy_MCY, expert_M, num_experts)
-    return dx_MCX.reshape(x_RX.shape), dw_EXY.astype(w_EXY.dtype), None
-
-
-def _sum_batched(x_MCX, dy_MCY, expert_M, num_experts):
-    """[E, X, Y]: x^T dy over each expert's blocks: the first of every expert, then the second, ...
-
-    A scatter-add would not be bit-equal between runs on GPUs, and needs all M products at once.
-    """
+def _batched_sums(x_RX, dy_RY, expert_M, num_experts):
+    """Add up the first block of every expert, then the second: bit-equal between runs on GPUs."""
+    x_MCX, dy_MCY = (_filled_blocks(side, expert_M, num_experts) for side in (x_RX, dy_RY))
     first_E = first_places(expert_M, num_experts)
     count_E = jnp.diff(first_E)
 
     def add(j, dw_EXY):
         at_E = jnp.where(j < count_E, first_E[:-1] + j, expert_M.shape[0])
-        x_ECX, dy_ECY = (side.at[at_E].get(mode='fill', fill_value=0) for side in (x_MCX, dy_MCY))
-        return dw_EXY + _wide_einsum('ecx,ecy->exy', x_ECX, dy_ECY, dtype=x_MCX.dtype)
+        factors = _rows(x_MCX, at_E), _rows(dy_MCY, at_E)
+        return dw_EXY + jnp.einsum('ecx,ecy->exy', *factors, preferred_element_type=wide)
 
-    shape = (num_experts, x_MCX.shape[2], dy_MCY.shape[2])
-    nothing_EXY = jnp.zeros(shape, sum_dtype(x_MCX.dtype))
-    return jax.lax.fori_loop(0, jnp.max(count_E), add, nothing_EXY)
+    wide = sum_dtype(x_MCX.dtype)
+    zeros_EXY = jnp.zeros((num_experts, x_MCX.shape[2], dy_MCY.shape[2]), wide)
+    return jax.lax.fori_loop(0, jnp.max(count_E), add, zeros_EXY)
 
 
-batched_matmul.defvjp(_batched_forward, _batched_backward)
+EXPERT_PRODUCTS.register('blocked')(_with_backward(_blocked_products, _blocked_sums))
+EXPERT_PRODUCTS.register('batched')(_with_backward(_batched_products, _batched_sums))
 
 
 @EXPERT_PRODUCTS.register('ragged_dot')
 def ragged_matmul(x_RX, w_EXY, expert_M):
-    """`blocked_matmul` by jax.lax.ragged_dot."""
+    """The same product by jax.lax.ragged_dot."""
     num_experts, dtype = w_EXY.shape[0], x_RX.dtype
     rows = x_RX.shape[0] // expert_M.shape[0]
     sizes_E = rows * jnp.diff(first_places(expert_M, num_experts))

@@ -1,7 +1,6 @@
 """Depth streams: what a layer reads from earlier layers, and what it writes for later ones.
 
-One file for each, registered by name in STREAMS (Zhu et al. 2026, arXiv 2603.15619, section 2.2;
-`average`: Pagliardini et al. 2024, arXiv 2402.02622).
+One file for each, registered in STREAMS (Zhu et al. 2026, arXiv 2603.15619, section 2.2).
 """
 
 from moddepth_jax.hparams.registry import STREAMS

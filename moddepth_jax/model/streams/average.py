@@ -11,9 +11,8 @@ from moddepth_jax.model.streams.dense import DepthDense
 class DepthAverage(DepthDense):
     """read: a_l0 X_0 + .. + a_l(l-1) X_(l-1), one scalar each; write: append, as `dense`.
 
-    DenseFormer's average (Pagliardini et al. 2024, arXiv 2402.02622, section 3.1). The scalars need
-    not sum to 1. They start as 1 on the newest array and 0 on the others, which is the residual
-    stream, and have no weight decay. Products and sums are in float32 or wider.
+    DenseFormer's average (Pagliardini et al. 2024, arXiv 2402.02622, section 3.1). It starts as the
+    residual stream, and the scalars have no weight decay.
     """
 
     parameter_axes = ()

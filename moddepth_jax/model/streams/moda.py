@@ -73,11 +73,7 @@ class Moda(Stream):
 
     @classmethod
     def projection_flops(cls, hparams: ModelHparams, kind, length, num_selected) -> float:
-        """The slots of each token that has them.
-
-        The attention slot costs nothing where it is the block's own key and value: only skipped
-        tokens need a projection, which is one product over all tokens.
-        """
+        """The slots of each token that has them; a block's own key and value cost nothing."""
         depth, masked = hparams.depth, hparams.masks_slots
         projected = kind.slots
         if projected and depth.slots != 'block' and not depth.attention_slot_projection:

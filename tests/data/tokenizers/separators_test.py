@@ -5,6 +5,7 @@ import json
 import pytest
 
 from moddepth_jax.data.tokenizers.separators import find_separator
+from tests.data.prepared_text import refusal
 
 SPECIAL = {'<s>': 1, '</s>': 2, '<pad>': 3, '<|end|>': 4}
 
@@ -39,7 +40,6 @@ def found(folder, config=None, special=SPECIAL, first=None, given=None):
     ],
 )
 def test_the_first_that_says_it_decides(tmp_path, config, how, separator, stops):
-    """And an end-of-text token that is another one ends a document as well."""
     assert found(tmp_path, config, **how) == (separator, stops)
 
 
@@ -50,6 +50,7 @@ def test_the_first_that_says_it_decides(tmp_path, config, how, separator, stops)
         ({'eos_token': 'a'}, {}, "eos_token of tokenizer_config.json 'a' is not a special token"),
         (None, {'special': {}}, 'no special token known to start a document (it has none)'),
         (None, {'special': {'x': 1}}, "(it has 'x'); mark one as special in the file"),
+        (None, {'special': {f'<{i}>': i for i in range(200)}}, "'<7>' and 192 more"),
         ('{', {}, 'tokenizer_config.json: cannot be read'),
         ('[]', {}, 'tokenizer_config.json: holds no JSON object'),
         (
@@ -60,14 +61,4 @@ def test_the_first_that_says_it_decides(tmp_path, config, how, separator, stops)
     ],
 )
 def test_none_or_a_wrong_one_is_refused_by_name(tmp_path, config, how, words):
-    """One line with the file, the token, and what there is."""
-    with pytest.raises(ValueError) as caught:
-        found(tmp_path, config, **how)
-    assert words in str(caught.value) and '\n' not in str(caught.value)
-
-
-def test_of_many_special_tokens_some_are_shown(tmp_path):
-    """A file may hold hundreds."""
-    special = {f'<{number}>': number for number in range(200)}
-    with pytest.raises(ValueError, match="'<7>' and 192 more"):
-        found(tmp_path, special=special)
+    assert words in refusal(found, tmp_path, config, **how)

@@ -5,11 +5,17 @@ import json
 import numpy as np
 import pytest
 
+from moddepth_jax.data.tokenizers import piece_tokenizer
 from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer, tokenizer_of
+from moddepth_jax.hparams import DataHparams
 from tests.data import tokenizer_files
+from tests.data.prepared_text import refusal
 
-ALL_BYTES = bytes(range(256)) * 3 + 'naïve \x00 text\r\n'.encode()
-KINDS = ('bytes', 'bpe', 'llama', 'sentence piece')
+KINDS = ('bytes', 'bpe', 'newer', 'llama', 'sentence piece')
+_WORDS = (  # of newer vocabularies: lines belong to what is before them, numbers to three digits
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r' ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+'
+)
 
 
 @pytest.fixture(scope='module')
@@ -18,9 +24,15 @@ def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp('tokenizers')
     (folder / 'tokenizer.json').write_text(tokenizer_files.llama_file())
     (folder / 'x.model').write_bytes(tokenizer_files.sentence_piece_file())
+    newer = json.loads(tokenizer_files.byte_level()._content)
+    split = {'type': 'Split', 'pattern': {'Regex': _WORDS}, 'behavior': 'Isolated', 'invert': False}
+    levels = [split, newer['pre_tokenizer'] | {'use_regex': False}]
+    newer['pre_tokenizer'] = {'type': 'Sequence', 'pretokenizers': levels}
+    (folder / 'newer.json').write_text(json.dumps(newer))
     return {
         'bytes': make_tokenizer('bytes'),
         'bpe': tokenizer_files.byte_level(),
+        'newer': make_tokenizer(folder / 'newer.json'),
         'llama': make_tokenizer(folder / 'tokenizer.json'),
         'sentence piece': make_tokenizer(folder / 'x.model'),
     }
@@ -36,9 +48,9 @@ def test_every_text_comes_back_byte_for_byte(made, kind):
     tokenizer = made[kind]
     more = int(kind in ('llama', 'sentence piece'))
     texts = tokenizer_files.hard_texts(1, 120)
-    for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
+    for text in texts:
+        ids = tokenizer.encode(text)
         assert ids.dtype == tokenizer.dtype == np.uint16
-        assert ids.tolist() == tokenizer.encode(text).tolist()
         assert tokenizer.decode(ids) == text
         assert b''.join(tokenizer.pieces(ids)) == text and len(tokenizer.pieces(ids)) == len(ids)
         assert not set(ids.tolist()) & {tokenizer.separator, *tokenizer.stops}
@@ -67,7 +79,6 @@ def test_a_growing_row_only_adds_bytes(made, kind):
 
 @pytest.mark.parametrize('kind', KINDS)
 def test_a_saved_tokenizer_is_the_same(made, kind, tmp_path):
-    """All attributes of the protocol are restored from the folder; saved again it is bit-equal."""
     tokenizer = made[kind]
     tokenizer.save(tmp_path / 'one' / 'deep')
     again = make_tokenizer(tmp_path / 'one' / 'deep')
@@ -83,7 +94,6 @@ def test_a_saved_tokenizer_is_the_same(made, kind, tmp_path):
 
 @pytest.mark.parametrize('kind', KINDS)
 def test_the_table_covers_the_ids_and_is_not_for_writing(made, kind):
-    """int32 of every id; 0 for the separator and the stops."""
     tokenizer = made[kind]
     assert tokenizer.token_bytes_V.dtype == np.int32
     assert tokenizer.token_bytes_V.shape == (tokenizer.vocab_size,)
@@ -93,11 +103,10 @@ def test_the_table_covers_the_ids_and_is_not_for_writing(made, kind):
 
 
 def test_bytes_are_their_own_ids():
-    """All 256 values, whatever the integer type they come back in; the separator is id 256."""
     tokenizer = make_tokenizer('bytes')
-    ids = tokenizer.encode(ALL_BYTES)
-    assert ids.dtype == np.uint16 and ids.tolist() == list(ALL_BYTES)
-    assert tokenizer.decode(ids.astype(np.int32).tolist()) == ALL_BYTES
+    every = bytes(range(256))
+    assert tokenizer.encode(every).tolist() == list(every)
+    assert tokenizer.decode(list(every)) == every
     assert (tokenizer.vocab_size, tokenizer.separator, tokenizer.stops) == (257, 256, (256,))
     assert (tokenizer.name, tokenizer.sha256) == ('bytes', '')
     assert tokenizer.decode([256, 97, 256, 256, 98, 256]) == b'ab'
@@ -107,14 +116,12 @@ def test_bytes_are_their_own_ids():
 @pytest.mark.parametrize('ids', [[320], [97, -1], [-100]])
 @pytest.mark.parametrize('method', ['decode', 'pieces'])
 def test_what_is_no_id_is_refused(made, ids, method):
-    """An id outside the vocabulary, an ignored label among them, is an error and no character."""
     with pytest.raises(ValueError, match=rf'token id {ids[-1]}: must lie in \[0, 320\)'):
         getattr(made['bpe'], method)(ids)
 
 
 @pytest.mark.parametrize('kind', KINDS[1:])
 def test_text_that_is_not_utf8_is_refused_with_its_place(made, kind):
-    """The first byte that is wrong, counted from 0, and what to do; bytes take it as it is."""
     for text, place in ((b'\xff', 0), ('é'.encode() + b'a\xe9b', 3), (b'ab\xed\xa0\x80', 2)):
         with pytest.raises(ValueError, match=rf'^byte {place} of the text .*UTF-8.*=bytes$'):
             made[kind].encode(text)
@@ -122,7 +129,6 @@ def test_text_that_is_not_utf8_is_refused_with_its_place(made, kind):
 
 
 def test_large_vocabularies_take_wider_ids(tmp_path):
-    """uint16 holds the ids of 65,536 tokens and no more; a gap counts."""
     content = json.loads(tokenizer_files.llama_file())
     for highest, dtype in ((65535, np.uint16), (65536, np.uint32)):
         content['model']['vocab']['zz'] = highest
@@ -146,7 +152,6 @@ def test_large_vocabularies_take_wider_ids(tmp_path):
     ],
 )
 def test_what_is_no_tokenizer_is_refused_by_name(tmp_path, monkeypatch, name, words):
-    """One line with the file and what would be right."""
     monkeypatch.chdir(tmp_path)
     for folder in ('empty', 'torn', 'bare'):
         (tmp_path / folder).mkdir()
@@ -155,32 +160,18 @@ def test_what_is_no_tokenizer_is_refused_by_name(tmp_path, monkeypatch, name, wo
     (tmp_path / 'below').write_text('')
     tokenizer_files.byte_level().save('other')
     (tmp_path / 'other' / 'tokenizer.json').write_text(tokenizer_files.llama_file())
-    with pytest.raises(ValueError) as caught:
-        make_tokenizer(name)
-    assert words in str(caught.value) and '\n' not in str(caught.value)
+    assert words in refusal(make_tokenizer, name)
 
 
 def test_bytes_take_no_other_separator():
-    """Theirs is no byte, so there is nothing to choose."""
-    with pytest.raises(ValueError, match="separator='x': leave it out"):
-        make_tokenizer('bytes', 'x')
+    assert "separator='x': leave it out" in refusal(make_tokenizer, 'bytes', 'x')
 
 
-@pytest.fixture
-def data(tiny_config):
-    """data(tokenizer, source): DataHparams with these."""
-    from moddepth_jax.hparams import from_config
-
-    def make(tokenizer, source='synthetic'):
-        return from_config(
-            tiny_config(**{'data.tokenizer': str(tokenizer), 'data.source': str(source)})
-        ).data
-
-    return make
+def data(tokenizer, source='synthetic'):
+    return DataHparams(str(source), '', 'text', str(tokenizer), 8, 2, 0.25, False)
 
 
-def test_the_tokenizer_of_a_run_precedes_that_of_the_config(made, data, tmp_path):
-    """What a run keeps is its tokenizer, wherever the file it came from is; else the file is."""
+def test_the_tokenizer_of_a_run_precedes_that_of_the_config(made, tmp_path):
     made['bpe'].save(tmp_path / 'run' / 'tokenizer')
     made['llama'].save(tmp_path / 'file')
     (tmp_path / 'new').mkdir()
@@ -190,15 +181,39 @@ def test_the_tokenizer_of_a_run_precedes_that_of_the_config(made, data, tmp_path
     for workdir in (None, tmp_path / 'new', tmp_path / 'not there'):
         assert tokenizer_of(wanted, workdir).sha256 == made['llama'].sha256
     assert tokenizer_of(data('bytes'), tmp_path / 'run').name == 'bytes'
-    with pytest.raises(ValueError, match="data.tokenizer='/nowhere/x.json': .*no such tokenizer"):
-        tokenizer_of(data('/nowhere/x.json'), tmp_path / 'new')
+    message = refusal(tokenizer_of, data('/nowhere/x.json'), tmp_path / 'new')
+    assert "data.tokenizer='/nowhere/x.json': " in message and 'no such tokenizer' in message
 
 
-def test_prepared_text_brings_its_tokenizer(made, data, tmp_path):
-    """`prepared` is the one next to the tokens; a source without any is refused by name."""
+def test_prepared_text_brings_its_tokenizer(made, tmp_path):
     made['bpe'].save(tmp_path / 'text' / 'tokenizer')
     made['bytes'].save(tmp_path / 'as bytes' / 'tokenizer')
     assert tokenizer_of(data('prepared', tmp_path / 'text')).sha256 == made['bpe'].sha256
     assert tokenizer_of(data('prepared', tmp_path / 'as bytes')).name == 'bytes'
-    with pytest.raises(ValueError, match="data.tokenizer='prepared': data.source='stdlib' must"):
-        tokenizer_of(data('prepared', 'stdlib'))
+    message = refusal(tokenizer_of, data('prepared', 'stdlib'))
+    assert message.startswith("data.tokenizer='prepared': data.source='stdlib' must")
+
+
+# Long texts are encoded in chunks.
+
+
+@pytest.mark.parametrize('kind', KINDS[1:])
+def test_cut_or_whole_the_ids_are_the_same(made, kind, monkeypatch):
+    tokenizer = made[kind]
+    texts = tokenizer_files.hard_texts(5, 60) + [tokenizer_files.plain_text(9, 300)]
+    whole, counts = [tokenizer.encode(text) for text in texts], []
+    for length in (1, 7, 30):
+        monkeypatch.setattr(piece_tokenizer, 'CHUNK_LENGTH', length)
+        for text, ids in zip(texts, whole, strict=True):
+            assert np.array_equal(tokenizer.encode(text), ids), text
+        chunks = piece_tokenizer.chunk_text(texts[-1].decode(), kind == 'llama')
+        counts.append(len(list(chunks)))
+    assert counts[0] > counts[1] > counts[2] > 10
+
+
+def test_text_without_a_place_to_cut_stays_whole(monkeypatch):
+    monkeypatch.setattr(piece_tokenizer, 'CHUNK_LENGTH', 4)
+    for text in ('x' * 50, '  ' * 50, 'a\r\n' * 20, ''):
+        assert list(piece_tokenizer.chunk_text(text, False)) == [text]
+    assert list(piece_tokenizer.chunk_text('ab\ncd ef gh', True)) == ['ab\ncd', 'ef gh']
+    assert list(piece_tokenizer.chunk_text('ab\ncd ef gh', False)) == ['ab\ncd', ' ef gh']

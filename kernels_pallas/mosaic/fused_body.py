@@ -1,11 +1,14 @@
-"""The compute side of the fused Hopper kernel: a warpgroup's 64 queries, over keys, then slots.
+"""The body of the fused Hopper kernel: what its memory and its compute warpgroups do.
 
-The scores of a chunk of 32 slots are block-diagonal: a token's slots meet its own 8 rows only. A
-stage holds 2 tokens' slots, so that the scores fit a tile of 64 columns, 2 tokens by 32 slots, to
-which the products of all 4 stages are added, each with the queries of all other tokens zeroed.
+A stage of the ring has 128 rows: keys or values of the sequence, which both tiles of a block use;
+or each tile has half of them, 32 slots of each of 2 of its 8 tokens. The scores of 32 slots are
+block-diagonal, as a token's slots meet its own 8 rows only: they fit a tile of 64 columns, 2 tokens
+by 32 slots, to which the products of 4 stages are added, each with all other queries zeroed.
 """
 
+import collections
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -14,19 +17,109 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.mosaic.common import LAYOUT, LOG2E, by_column, by_row, full_slice, load
-from kernels_pallas.mosaic.fused_ring import (
-    CHUNK,
-    HEADS,
-    KEYS,
-    ROWS,
-    STAGES_PER_CHUNK,
-    TILES,
-    TOKENS,
-    TOKENS_PER_STAGE,
-    stage_of,
-)
 
+TOKENS = HEADS = 8
+ROWS = TOKENS * HEADS
+TILES = 2  # of as many warpgroups in a block
+KEYS = 128  # rows of a stage
+CHUNK = 32  # slots read at a time, rows of a copy, and bits of a word of visibility
+TOKENS_PER_STAGE = KEYS // TILES // CHUNK
+STAGES_PER_CHUNK = TOKENS // TOKENS_PER_STAGE
 LOWEST = float(jnp.finfo(jnp.float32).min)
+
+
+# In shared memory: q (later the results), q_depth and lse of each tile; the ring [stages, KEYS, H];
+# barriers: queries have arrived, a stage has been filled, or used by both tiles, and whose turn it
+# is at the tensor core.
+Shared = collections.namedtuple('Shared', 'q q_depth lse ring q_full full used turn')
+
+
+def num_tiles(length):
+    """Blocks of the grid along the tokens."""
+    return -(-length // (TILES * TOKENS))
+
+
+def tile_of(refs, sizes):
+    """The place of a block's first query, and its blocks of keys and chunks of slots."""
+    # Along one axis, since the others of a grid end at 65535.
+    item, (batches, _, heads, _) = lax.axis_index('item'), refs.q.shape
+    octet, rest = lax.rem(item, heads // HEADS), lax.div(item, heads // HEADS)
+    batch = lax.rem(rest, batches)
+    # Late tiles have the most keys: they start first, so that no long one remains for the end.
+    tile = num_tiles(sizes.length) - 1 - lax.div(rest, batches)
+    token, head = tile * (TILES * TOKENS), octet * HEADS
+    last = jnp.minimum(token + TILES * TOKENS, sizes.length)
+    first = jnp.int32(0) if refs.first_key is None else refs.first_key[batch, tile]
+    if sizes.window:
+        first = jnp.maximum(first, token - sizes.window + 1)
+    return types.SimpleNamespace(
+        batch=batch,
+        head=head,
+        kv_head=lax.div(head, sizes.group),
+        token=token,
+        begin=lax.div(first, KEYS),
+        end=lax.div(last + KEYS - 1, KEYS),
+        first_chunk=refs.bounds[0],
+        end_chunk=refs.bounds[1],
+    )
+
+
+def stage_of(step, sizes):
+    """The ring's stage that a step fills and uses."""
+    return lax.rem(step, jnp.int32(sizes.stages))
+
+
+def fill(refs, shared, tile, sizes):
+    """The memory warpgroup: keys, values and slots into the ring, in the order of their use."""
+    width = full_slice(sizes.width)
+
+    def fill_stage(step, sources):
+        stage = stage_of(step, sizes)
+
+        @pl.when(step >= sizes.stages)
+        def _():
+            plgpu.barrier_wait(shared.used.at[stage])
+
+        for i, source in enumerate(sources):
+            place = shared.ring.at[stage, pl.ds(i * CHUNK, CHUNK)]
+            plgpu.copy_gmem_to_smem(source, place, shared.full.at[stage])
+
+    blocks = tile.end - tile.begin
+
+    @pl.loop(0, blocks)
+    def _(i):
+        starts = [(tile.begin + i) * KEYS + start for start in range(0, KEYS, CHUNK)]
+        for side, ref in enumerate((refs.k, refs.v)):
+            rows = [
+                ref.at[tile.batch, pl.ds(start, CHUNK), tile.kv_head, width] for start in starts
+            ]
+            fill_stage(2 * i + side, rows)
+
+    def place(token):
+        token = jnp.minimum(token, sizes.length - 1)
+        if refs.places is None:
+            return token
+        return jnp.minimum(refs.places[tile.batch, token], refs.k_depth.shape[2] - 1)
+
+    @pl.loop(tile.first_chunk, tile.end_chunk)
+    def _(chunk):
+        step = 2 * blocks + (chunk - tile.first_chunk) * (2 * STAGES_PER_CHUNK)
+        slots = pl.ds(chunk * CHUNK, CHUNK)
+        for side, ref in enumerate((refs.k_depth, refs.v_depth)):
+            for part in range(STAGES_PER_CHUNK):
+                tokens = [
+                    tile.token + warpgroup * TOKENS + part * TOKENS_PER_STAGE + i
+                    for warpgroup in range(TILES)
+                    for i in range(TOKENS_PER_STAGE)
+                ]
+                rows = [ref.at[slots, tile.batch, place(t), tile.kv_head, width] for t in tokens]
+                fill_stage(step + side * STAGES_PER_CHUNK + part, rows)
+
+    steps = 2 * blocks + (tile.end_chunk - tile.first_chunk) * (2 * STAGES_PER_CHUNK)
+
+    @pl.loop(jnp.maximum(steps - sizes.stages, 0), steps)
+    def _(step):
+        plgpu.barrier_wait(shared.used.at[stage_of(step, sizes)])
 
 
 def _accumulate(initial, shape, add_products, sizes):

@@ -1,0 +1,118 @@
+"""What depth costs: memory, compilation and time of two models by their number of layers."""
+
+from typing import Literal
+
+import jax
+
+from moddepth_jax.benchmarks.models import NAMED_SIZES, TITLES, Dtype, make_model
+from moddepth_jax.benchmarks.steps import compare_steps, steps_table, with_model
+from moddepth_jax.benchmarks.tables import pivot
+from moddepth_jax.hparams import Hparams
+
+
+def compare_depths(models: dict[str, Hparams], depths, unrolled_up_to: int, repeats: int) -> dict:
+    """Memory, compile time and step time of two models by depth, scanned and unrolled.
+
+    Returns a dict as `compare_steps` does, whose rows have `depth`, `layer_loop` and `remat` too;
+    ratios are to the first model, scanned with recomputation (`block`), of the same depth. Models
+    deeper than `unrolled_up_to` are only scanned: unrolled programs grow with depth.
+    """
+    first, second = models
+    forms = [(first, loop, 'block') for loop in ('scan', 'unrolled')]
+    forms += [(second, loop, remat) for loop in ('scan', 'unrolled') for remat in ('block', 'none')]
+    rows = []
+    for depth in depths:
+        compared = {}
+        for name, loop, remat in forms:
+            if loop == 'scan' or depth <= unrolled_up_to:
+                knobs = {'num_layers': depth, 'layer_loop': loop, 'remat': remat}
+                compared[f'{name}, {loop}, {remat}'] = with_model(models[name], **knobs)
+        result = compare_steps(compared, repeats)
+        for row in result['rows']:
+            name, loop, remat = row['model'].split(', ')
+            form = {'depth': depth, 'model': name, 'layer_loop': loop, 'remat': remat}
+            rows.append(row | form)
+    return result | {'rows': rows}
+
+
+def depth_tables(result: dict, shape: str) -> list:
+    """Tables of memory, compilation and time by depth; `shape` ends their titles."""
+    first = result['rows'][0]['model']
+    cells = {
+        'temporary memory, MiB': lambda row: f'{row["temp_bytes"] / 2**20:.1f}',
+        'compilation (tracing and lowering before it), s': lambda row: (
+            f'{row["compile_seconds"]:.1f} ({row["trace_seconds"]:.1f})'
+        ),
+        f'train step, ms (over {first}, scan, block)': lambda row: (
+            f'{1e3 * row["step_seconds"]:.0f} ({row["time_ratio"]:.2f})'
+        ),
+    }
+    return [
+        pivot(
+            f'{title}; {shape}',
+            result['rows'],
+            line=lambda row: f'{row["model"]}, {row["layer_loop"]}, {row["remat"]}',
+            column=lambda row: str(row['depth']),
+            text=lambda row, cell=cell: row['failed'][:20] if 'failed' in row else cell(row),
+            corner='layers',
+        )
+        for title, cell in cells.items()
+    ]
+
+
+def depth(
+    *,
+    size: str = '16x128',
+    depths: list[int] = (8, 16, 32, 64),
+    lengths: list[int] = (128,),
+    kv_heads: list[int] | None = None,
+    dtype: Dtype | None = None,
+    attention: str | None = None,
+    unrolled_up_to: int = 16,
+    ratio_length: int = 1024,
+    rows: int = 4,
+    router: Literal['none', 'learned'] = 'none',
+    repeats: int = 5,
+):
+    """One training step of the dense and the MoDA model: time over FLOPs, then costs by depth.
+
+    First at the size's own depth, with recomputation (model.remat block) and without; then memory,
+    compile time and step time by depth, scanned and unrolled.
+
+    Args:
+      size: LAYERSxWIDTH, 124m or 700m; its layers are those of the comparison with FLOPs.
+      depths: numbers of layers.
+      lengths: sequence lengths of the comparison by depth, each in its own tables.
+      kv_heads: key/value heads, each in its own tables. Default: half of the query heads.
+      dtype: of activations. Default: float32.
+      attention: model.attention of the models. Default: auto.
+      unrolled_up_to: most layers of the unrolled forms, which compile for a minute at 16.
+      ratio_length: sequence length of the comparison with FLOPs.
+      rows: of a batch.
+      router: learned: MoD is compared with MoD and MoDA.
+      repeats: timed rounds.
+    """
+    kinds = ('mod', 'both') if router == 'learned' else ('dense', 'moda')
+    if kv_heads is None and size not in NAMED_SIZES:
+        heads = make_model('dense', size, ratio_length, rows).model.num_heads
+        kv_heads = [heads // 2 if heads % 2 == 0 else 1]
+    compared = {}
+    for heads in kv_heads or [None]:
+        knobs = {'num_kv_heads': heads, 'dtype': dtype, 'attention': attention}
+        for length in (ratio_length, *lengths):
+            models = {TITLES[k]: make_model(k, size, length, rows, **knobs) for k in kinds}
+            compared.setdefault(models[TITLES[kinds[0]]].model.num_kv_heads, []).append(models)
+    jax.config.update('jax_enable_compilation_cache', False)  # what is read from it is not timed
+    for heads, (first, *by_length) in compared.items():
+        facts = {'kv_heads': heads, 'size': size, 'router': router}
+        for remat in ('block', 'none'):
+            pair = {name: with_model(hparams, remat=remat) for name, hparams in first.items()}
+            result = compare_steps(pair, repeats)
+            shape = f'{heads} key/value heads, {rows} rows of {ratio_length}, remat {remat}'
+            table = steps_table(f'train step, {size}, {shape}', result['rows'])
+            yield facts | {'remat': remat} | result, [table]
+        for pair in by_length:
+            result = compare_depths(pair, depths, unrolled_up_to, repeats)
+            width = next(iter(pair.values())).model.d_model
+            shape = f'width {width}, {heads} key/value heads, {rows} rows of {result["length"]}'
+            yield facts | result, depth_tables(result, shape)
