@@ -189,6 +189,7 @@ RULES = (
     ('launch.lm_eval', '', 'few questions'),
     ('launch.prepare', '', 'few texts'),
     ('launch.claims', '', 'reads what is committed'),
+    ('launch.compare', '', 'reads two small runs'),
     ('launch.backends', '', 'traces only'),
     ('launch.dry_run table', '', 'reads what is committed'),
     ('launch.wheels --dry_run', '', 'prints a list'),
