@@ -2,10 +2,10 @@
 
     python -m tests.mutations [NAME ...]
 
-`mutations.toml` lists them: those of public implementations (the tables of docs/), and others. Each
-row has a `name`, the `mistake` in words, the `file`, the `old` text that stands there once, the `new`
-text, the `tests` of which one must fail, and the pytest `marker` if that one is slow. All of them take
-five to ten minutes on two cores.
+`mutations.toml` lists them: those of public implementations (the tables of docs/) and others. A row
+has a `name`, the `mistake` in words, the `file`, the `old` text that stands there once, the `new`
+text, the `tests` of which one must fail, and the pytest `marker` if that one is slow. All of them
+take five to ten minutes on two cores.
 """
 
 import concurrent.futures
