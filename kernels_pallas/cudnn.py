@@ -1,13 +1,9 @@
 """The sequence part of the softmax by cuDNN's fused attention, through a private module of JAX.
 
-The public `jax.nn.dot_product_attention` rounds the logsumexp, drops its cotangent, and has no
-backward pass for a joint output and logsumexp: docs/depth_attention.md, sections 4 and 5. What is
-used of the private module is checked before each use.
-
-Packed documents use cuDNN's ragged layout, each document an attention by itself. JAX takes the
-length and the first token of every document, [B, M], and gives the logsumexp by document and place
-in it, [B * M, N, T]. Document j of row b is always the (b M + j)-th, however the batch is divided
-over devices; absent ones are empty.
+Why not by the public function: docs/depth_attention.md, sections 4 and 5. Packed documents use
+cuDNN's ragged layout, each document an attention by itself. JAX takes the length and the first
+token of every document, [B, M], and gives the logsumexp by document and place in it, [B * M, N, T].
+Document j of row b is the (b M + j)-th; absent ones are empty.
 """
 
 import functools
@@ -42,18 +38,19 @@ def _parameters(way):
 
 
 def changed() -> str | None:
-    """Returns in one line how JAX's private module differs from what is called here, or None."""
-    advice = f'in jax {jax.__version__}; kernels_pallas/cudnn.py knows those of 0.10.2 to 0.12.0'
+    """How JAX's private module differs from what is called here, in one line, or None."""
     for way, known in _PARAMETERS.items():
         found = _parameters(way)
         if found not in (known, known | _SCORE_MOD):
-            name, found = f'_dot_product_attention_{way}_impl', ' '.join(sorted(found)) or 'nothing'
-            return f'{name} of {fused.__name__} takes {found} {advice}'
+            takes = f'{fused.__name__} takes {" ".join(sorted(found)) or "nothing"}'
+            advice = 'kernels_pallas/cudnn.py knows those of 0.10.2 to 0.12.0'
+            name = f'_dot_product_attention_{way}_impl'
+            return f'{name} of {takes} in jax {jax.__version__}; {advice}'
     return None
 
 
 def unsupported(shapes, device) -> str | None:
-    """Returns in one line why cuDNN does not support `backends.Shapes` on a device, or None.
+    """Why cuDNN does not support `backends.Shapes` on a device, in one line, or None.
 
     Of a local device the installed version of cuDNN is checked too.
     """
@@ -92,8 +89,7 @@ def unsupported(shapes, device) -> str | None:
 def packed_sizes(batch: int, length: int, heads: int, width: int) -> tuple[int, int]:
     """Returns (most documents of a row, rows of a call) of packed documents.
 
-    The backward pass sums dq in a float32 workspace of T rows for each document, as XLA does not
-    pass on the total number of tokens: 4 B M N T H bytes for B rows of M documents.
+    The backward pass sums dq in a workspace of 4 B M N T H bytes for B rows of M documents.
     """
     one = 4 * heads * length * width
     documents = min(MAX_DOCUMENTS, WORKSPACE // one)
@@ -129,11 +125,9 @@ def sequence_forward(q_BTNH, k_BSKH, v_BSKH, mask, static):
 
 
 def sequence_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, o_BTNH, do_BTNH, lse_BNT, delta_BNT):
-    """As `xla.sequence.sequence_backward` without dlse; gradients in the dtypes of q, k, v.
+    """As `xla.sequence.sequence_backward`; gradients in the dtypes of q, k, v.
 
-    cuDNN computes P = exp(q k^T scale - lse), delta = rowsum(do o), dS = P (do V^T - delta): with
-    the joint output and logsumexp these are the gradients of the sequence's part. It computes delta
-    itself, so there is no place for a cotangent of lse.
+    cuDNN computes delta itself, as rowsum(do o): there is no place for a cotangent of lse.
     """
 
     def by_cudnn(operands, index_BT=None, starts=None):

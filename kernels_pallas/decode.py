@@ -6,6 +6,15 @@ import jax
 import jax.numpy as jnp
 
 
+def check_slot_sides(slot_window: int, **sides):
+    """Raises ValueError for slot keys without values or the reverse, or a negative window."""
+    absent = [name for name, side in sides.items() if side is None]
+    if len(absent) == 1:
+        raise ValueError(f'depth slots need keys and values, and {absent[0]} is None')
+    if slot_window < 0:
+        raise ValueError(f'slot_window={slot_window} must be 0 (no limit) or more')
+
+
 def decode_attention(
     q_C1NH,
     k_C1KH,
@@ -33,15 +42,8 @@ def decode_attention(
         last, and their results have no meaning. None: C = B, each its own row.
       k_depth_LC1KH, v_depth_LC1KH: the slots that earlier layers wrote at the new token, or None.
       slot_mask_LC1, slot_window, q_depth_C1NH: as in depth_attention.
-
-    Raises:
-      ValueError: slot keys without values or the reverse, a negative slot_window.
     """
-    if (k_depth_LC1KH is None) != (v_depth_LC1KH is None):
-        absent = 'k_depth_LC1KH' if k_depth_LC1KH is None else 'v_depth_LC1KH'
-        raise ValueError(f'depth slots need keys and values, and {absent} is None')
-    if slot_window < 0:
-        raise ValueError(f'slot_window={slot_window} must be 0 (no limit) or more')
+    check_slot_sides(slot_window, k_depth_LC1KH=k_depth_LC1KH, v_depth_LC1KH=v_depth_LC1KH)
     by_token = [q_C1NH, k_C1KH, v_C1KH, visible_CS]
     if k_depth_LC1KH is not None:
         slots = [k_depth_LC1KH, v_depth_LC1KH]

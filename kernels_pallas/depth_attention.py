@@ -1,11 +1,10 @@
 """Attention over the sequence and the depth slots in one softmax: the one public function."""
 
-import operator
-
 import jax
 import jax.numpy as jnp
 
 from kernels_pallas.backends import IMPLEMENTATIONS, Parts, Shapes, choose
+from kernels_pallas.decode import check_slot_sides
 from kernels_pallas.joint_softmax import SequenceMask, Slots, Static, joint_attention
 from kernels_pallas.reference import reference_attention
 
@@ -53,24 +52,16 @@ def _check_num_slots(num_slots, most):
     if jnp.ndim(num_slots) or not jnp.issubdtype(jnp.result_type(num_slots), jnp.integer):
         given = f'shape {jnp.shape(num_slots)} and dtype {jnp.result_type(num_slots)}'
         raise ValueError(f'num_slots of {given} must be one integer')
-    try:
-        num_slots = operator.index(num_slots)
-    except TypeError:  # traced
-        return
-    if not 0 <= num_slots <= most:
+    if not isinstance(num_slots, jax.core.Tracer) and not 0 <= num_slots <= most:
         raise ValueError(f'num_slots={num_slots} must be from 0 to the {most} slots given')
 
 
 def _check_slots(q_BTNH, k_BSKH, slots, q_depth_BTNH, slot_window, slot_sums):
     sides = {'k_depth_LBRKH': slots.k_LBRKH, 'v_depth_LBRKH': slots.v_LBRKH}
-    others = {'slot_mask_LBR': slots.mask_LBR, 'slot_rows_BT': slots.rows_BT}
-    others |= {'q_depth_BTNH': q_depth_BTNH, 'num_slots': slots.num, 'slot_sums': slot_sums}
-    absent = [name for name, side in sides.items() if side is None]
-    if len(absent) == 1:
-        raise ValueError(f'depth slots need keys and values, and {absent[0]} is None')
-    if slot_window < 0:
-        raise ValueError(f'slot_window={slot_window} must be 0 (no limit) or more')
-    if absent:
+    check_slot_sides(slot_window, **sides)
+    if slots.k_LBRKH is None:
+        others = {'slot_mask_LBR': slots.mask_LBR, 'slot_rows_BT': slots.rows_BT}
+        others |= {'q_depth_BTNH': q_depth_BTNH, 'num_slots': slots.num, 'slot_sums': slot_sums}
         for name, value in others.items():
             if value is not None:
                 raise ValueError(f'{name} needs k_depth_LBRKH and v_depth_LBRKH, which are None')
@@ -116,14 +107,16 @@ def depth_attention(
 ):
     """One softmax of each query over the sequence and over the depth slots of its own token.
 
+    Mixture-of-Depths Attention (Zhu et al. 2026, arXiv 2603.15619). ValueError: shapes or numbers
+    do not fit, or the implementation does not support them.
+
     Args:
       q_BTNH: queries [B, T, N, H].
       k_BSKH, v_BSKH: keys and values [B, S, K, H]; query head h reads key/value head h // (N / K).
         S = 0: the slots alone.
       k_depth_LBRKH, v_depth_LBRKH: keys and values [L, B, R, K, H] that earlier layers wrote at
-        R tokens; None or L = 0: the sequence alone. Only the slots of its own token are visible to
-        a query, through the same heads.
-      num_slots: int, or a traced one: slots from this one on are hidden and not read; None: L.
+        R tokens, of which a query sees those of its own token; None or L = 0: the sequence alone.
+      num_slots: int, may be traced: slots from this one on are hidden and not read; None: L.
       slot_window: number of visible slots, the newest; 0: no limit.
       slot_mask_LBR: bool [L, B, R], False hides a slot of a token; None hides none.
       slot_rows_BT: int32 [B, T], the place along R of each query's token, 0 or above, ascending and
@@ -132,8 +125,7 @@ def depth_attention(
       positions_BT: int [B, T], places in the original sequence, ascending in each row where
         key_positions_BS is None; default 0..T-1. Causality and window are taken between positions.
       key_positions_BS: int [B, S]; None: the keys are those of the queries' own tokens (S = T).
-      segment_ids_BT: int [B, T], tokens of different ids are hidden from each other; None: one
-        segment.
+      segment_ids_BT: int [B, T], other segments are hidden; None: one segment.
       key_segment_ids_BS: int [B, S], with key_positions_BS; None: the queries'.
       window: key s is visible to query t when 0 <= position_t - position_s < window; 0: no limit.
       scale: factor on the scores; None: H^-1/2.
@@ -151,11 +143,6 @@ def depth_attention(
       o_BTNH in q's dtype (softmax in float32, or wider with q); zeros, with a logsumexp of -inf,
       for a query to which nothing is visible. With more asked for: (o_BTNH, lse_BNT if return_lse,
       k_depth_LBRKH and v_depth_LBRKH if thread_slots, the two slot_sums if given).
-
-    Raises:
-      ValueError: shapes or numbers that do not fit, or that the implementation does not support.
-
-    Source: Zhu et al. 2026, Mixture-of-Depths Attention, arXiv 2603.15619.
     """
     mask = SequenceMask(positions_BT, key_positions_BS, segment_ids_BT, key_segment_ids_BS)
     slots = Slots(k_depth_LBRKH, v_depth_LBRKH, num_slots, slot_mask_LBR, slot_rows_BT)
@@ -218,11 +205,7 @@ def _through(slot, total):
     return slot.astype(jnp.promote_types(slot.dtype, total.dtype))
 
 
-def _through_backward(residuals, cotangent):
-    slot, total = (jnp.zeros(cotangent.shape, side.dtype) for side in residuals)
-    return slot, cotangent.astype(total.dtype)
-
-
 _through.defvjp(
-    lambda slot, total: (_through(slot, total), (slot[:0], total[:0])), _through_backward
+    lambda slot, total: (_through(slot, total), total[:0]),
+    lambda empty, cotangent: (None, cotangent.astype(empty.dtype)),
 )

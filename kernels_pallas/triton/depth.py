@@ -1,11 +1,9 @@
 """The depth slots of each query's own token by generic Pallas: any GPU that Triton compiles for.
 
 One program takes a block of tokens of one row and one key/value head, and loads each visible slot
-once for all query heads that share it, without tensor cores.
-
-Every access is masked and names one element by its place along each axis of the whole array: sides
-of a tile are padded to the powers of two that Triton needs, tokens can be looked up, and Pallas
-computes the offset, in 64 bits as soon as the array has more than 2^32 bytes.
+once for all query heads that share it, without tensor cores. Every access is masked and names an
+element by its place along each axis of the whole array: sides of a tile are padded to the powers of
+two that Triton needs, and Pallas computes the offset, in 64 bits for more than 2^32 bytes.
 """
 
 import functools

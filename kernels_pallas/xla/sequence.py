@@ -1,8 +1,7 @@
 """Attention over the sequence by XLA, in blocks, so that memory grows with T and not with T x S.
 
 Up to 2048 tokens the blocks are static, each some queries with all keys that they may see. Longer
-sequences run loops over tiles of queries by keys, with an online softmax. A tile of queries visits
-the tiles of keys from the first to the last with a visible key.
+sequences run loops over tiles of queries by keys, with an online softmax.
 """
 
 import contextlib
@@ -31,12 +30,14 @@ def static_blocks():
         _static.reset(token)
 
 
-def blocks(num_queries: int, num_keys: int, ordered: bool, window: int):
-    """(queries, keys) of each block, as slices; `ordered`: key i belongs to query i."""
+def _blocks(mask, static, num_queries, num_keys):
+    """Slices of the queries and the keys of each static block, and the visibility in it."""
+    sides = _sides(mask, static)
     for start in range(0, num_queries, QUERY_BLOCK):
         stop = min(start + QUERY_BLOCK, num_queries)
-        first = max(0, start - window + 1) if ordered and window else 0
-        yield slice(start, stop), slice(first, stop if ordered else num_keys)
+        first = max(0, start - static.window + 1) if static.ordered and static.window else 0
+        queries, keys = slice(start, stop), slice(first, stop if static.ordered else num_keys)
+        yield queries, keys, _visible(sides, static.window, queries, keys)
 
 
 def is_long(q_shape, num_keys: int) -> bool:
@@ -48,10 +49,9 @@ def is_long(q_shape, num_keys: int) -> bool:
 
 
 def sequence_forward(q_BTNH, k_BSKH, v_BSKH, mask, static):
-    """Attention over the sequence alone; the arguments are those of `joint_attention`.
+    """o_BTNH in q's dtype, and the natural-log logsumexp lse_BNT in float32 or wider.
 
-    Returns o_BTNH in q's dtype, and the natural-log logsumexp lse_BNT in float32 or wider: 0 and
-    -inf for a query with no visible key.
+    They are 0 and -inf for a query with no visible key. Arguments as of `joint_attention`.
     """
     batch, length, heads, width = q_BTNH.shape
     kv_heads = k_BSKH.shape[2]
@@ -61,9 +61,8 @@ def sequence_forward(q_BTNH, k_BSKH, v_BSKH, mask, static):
     if is_long(q_BTNH.shape, k_BSKH.shape[1]):
         return _tiled_forward(q_BTNH, k_BSKH, v_BSKH, mask, static)
     q_BTKGH = q_BTNH.reshape(batch, length, kv_heads, heads // kv_heads, width)
-    outputs, lses, sides = [], [], _sides(mask, static)
-    for queries, keys in blocks(length, k_BSKH.shape[1], static.ordered, static.window):
-        visible = _visible(sides, static.window, queries, keys)
+    outputs, lses = [], []
+    for queries, keys, visible in _blocks(mask, static, length, k_BSKH.shape[1]):
         scores = _scores(q_BTKGH[:, queries], k_BSKH[:, keys], visible, static.scale)
         highest = jnp.max(scores, axis=-1, keepdims=True)
         highest = jnp.where(highest == -jnp.inf, 0.0, highest)
@@ -95,11 +94,10 @@ def sequence_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, o_BTNH, do_BTNH, lse
     q_BTKGH, do_BTKGH = q_BTNH.reshape(grouped), do_BTNH.reshape(grouped)
     by_head = (batch, kv_heads, heads // kv_heads, length)
     lse_BKGT, delta_BKGT = lse_BNT.reshape(by_head), delta_BNT.reshape(by_head)
-    dqs, sides = [], _sides(mask, static)
-    for queries, keys in blocks(length, k_BSKH.shape[1], static.ordered, static.window):
+    dqs = []
+    for queries, keys, visible in _blocks(mask, static, length, k_BSKH.shape[1]):
         q, do = q_BTKGH[:, queries], do_BTKGH[:, queries]
         k, v = k_BSKH[:, keys], v_BSKH[:, keys]
-        visible = _visible(sides, static.window, queries, keys)
         lse, delta = lse_BKGT[..., queries], delta_BKGT[..., queries]
         dq, dk, dv = _gradients(q, k, v, do, lse, delta, visible, static.scale)
         dk_BSKH, dv_BSKH = _add(dk_BSKH, keys.start, dk), _add(dv_BSKH, keys.start, dv)
@@ -213,8 +211,8 @@ def _flat(x):
 class _Tiles:
     """Tiles of queries by tiles of keys.
 
-    The last tile reaches back over rows of the one before it, so that all are of one size. There it
-    sees nothing, and as it comes first, the tile that owns these rows overwrites what it wrote.
+    The last tile reaches back over rows of the one before it, so that all are of one size. As it
+    comes first, the tile that owns these rows overwrites what it wrote.
     """
 
     def __init__(self, q_BTNH, k_BSKH, mask, static):

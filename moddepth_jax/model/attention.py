@@ -62,7 +62,7 @@ def _axis_names(name: str) -> tuple:
 def attend(hparams: ModelHparams, q_BTNH, k_BSKH, v_BSKH, depth: DepthSlots | None, options: dict):
     """o_BTNH, and `depth` with threaded cotangents; over a mesh, by rows and heads.
 
-    `options` are the other arguments of depth_attention, those of `slot_arguments` included.
+    `options` are other arguments of depth_attention.
     """
     arrays = {'q_BTNH': q_BTNH, 'k_BSKH': k_BSKH, 'v_BSKH': v_BSKH, **options}
     static = {name: arrays.pop(name) for name in ('window', 'slot_window') if name in arrays}
@@ -102,10 +102,9 @@ def slot_arguments(hparams: ModelHparams, depth: DepthSlots) -> dict:
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query attention of one layer, over the sequence and over depth slots.
+    """Grouped-query attention over the sequence and over the depth slots of the query's own token.
 
-    Each head attends in one softmax to earlier tokens and to the depth slots of its own token
-    (MoDA, Zhu et al. 2026, section 2.2).
+    Both are in one softmax of each head (MoDA, Zhu et al. 2026, section 2.2).
     """
 
     hparams: ModelHparams
@@ -129,7 +128,7 @@ class SelfAttention(nn.Module):
         """Attend to the cached tokens of `view` if T = 1, without it to each other; and to `depth`.
 
         Returns the layer's output, the KeysValues of its tokens and of their depth slots, and
-        `depth` with threaded cotangents, so that a scan over layers accumulates them in place.
+        `depth` with threaded cotangents.
         """
         q_BTNH, k_BTKH, v_BTKH = self.query(x_BTD), self.key(x_BTD), self.value(x_BTD)
         if self.hparams.qk_norm != 'none':
@@ -151,9 +150,8 @@ class SelfAttention(nn.Module):
     def slot_key(self, k_BTKH, positions_BT):
         """A projected key as a depth slot stores it.
 
-        `rotated`: as the sequence sees it, after this layer's key norm and RoPE. `unrotated`: as
-        projected, but divided by its root mean square if readers normalize keys. The scale of a
-        reader's norm is applied to its query instead, so that a slot is normalized only once.
+        `rotated`: as the sequence sees it. `unrotated`: as projected, or divided by its root mean
+        square if readers normalize keys; the scale of a reader's norm is applied to its query.
         """
         if self.hparams.depth.slot_keys != 'unrotated':
             return self._norm_and_rotate(k_BTKH, positions_BT)

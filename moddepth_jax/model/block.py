@@ -31,10 +31,9 @@ class BlockAux(NamedTuple):
 
 
 class Block(nn.Module):
-    """block(x), in one of three norm placements.
+    """block(x): x + f(norm(x)) (`pre`), norm(x + f(x)) (`post`), or x + norm(f(x)) (`reordered`).
 
-    `pre` (Llama): x + f(norm(x)); `post` (post-LN): norm(x + f(x)); `reordered` (OLMo2):
-    x + norm(f(x)); each for f = attention, then f = the mlp or the experts.
+    f is attention, then the mlp or the experts.
     """
 
     hparams: ModelHparams

@@ -19,10 +19,7 @@ LOGITS_BYTES = 2**26, 2**28
 
 
 def token_losses(logits_BTV, labels_BT):
-    """Negative log-likelihood [B, T] in nats, log-partition, and whether a target counts (0 or 1).
-
-    All are float32, and 0 where the label is negative.
-    """
+    """nll [B, T] in nats, log-partition, whether a target counts: float32, 0 if label < 0."""
     counted_BT = (labels_BT >= 0).astype(jnp.float32)
     log_z_BT = jax.nn.logsumexp(logits_BTV, axis=-1)
     safe_BT1 = jnp.maximum(labels_BT, 0)[..., None]
@@ -31,11 +28,10 @@ def token_losses(logits_BTV, labels_BT):
 
 
 def cross_entropy(x_BTD, params, labels_BT, z_loss: float, loss_chunk: int):
-    """Losses of the next tokens, from the last hidden states and the parameters of the Transformer.
+    """The sum over targets of nll + z_loss log_z^2; and, without gradients, nll_BT and log_z_BT.
 
-    Labels are negative for targets that do not count. At most `loss_chunk` tokens of a device have
-    logits at once; 0: by LOGITS_BYTES. If all fit, the logits are those of `lm_head`. Returns the
-    sum over targets of nll + z_loss log_z^2; and, without gradients, nll_BT and log_z_BT.
+    `params` are those of the Transformer; labels are negative for targets that do not count. At
+    most `loss_chunk` tokens of a device have logits at once; 0: by LOGITS_BYTES.
     """
     matrix, axes = head_matrix(params, x_BTD.dtype)
     names = _names(axes)
@@ -103,10 +99,7 @@ _in_chunks.defvjp(_in_chunks_forward, _in_chunks_backward)
 
 
 def _sharded(x_BTD, matrix, labels_BT, z_loss, axes, chunk, slopes):
-    """nll_BT and log_z_BT; with `slopes` also the gradients dx_BTD and d_matrix of the total.
-
-    Each device computes its own rows, so that d_matrix is [X, ...]: X parts of a sum.
-    """
+    """nll_BT and log_z_BT; with `slopes` also dx_BTD and the parts [X, ...] of the sum d_matrix."""
     names = _names(axes)
     names_out = (names['labels_BT'],) * 2
     if slopes:

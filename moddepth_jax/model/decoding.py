@@ -17,10 +17,10 @@ from moddepth_jax.model.transformer import check_causal, check_dtype, layer_args
 
 
 def unroll(variables, hparams: Hparams, routing: str) -> dict:
-    """The variables of a Transformer for decoding by a causal rule.
+    """The variables of a Transformer for decoding by a causal rule, those of layers in lists.
 
-    These are its parameters, but a list `layers` in place of `stack`, and `layer_args`: the
-    LayerArgs of each layer. Raises ValueError as `layer_args` says.
+    `layers` stands in place of `stack`; `layer_args` is new, and raises as the function of that
+    name.
     """
     check_dtype(hparams.model)
     params = variables['params']
@@ -47,9 +47,8 @@ def _layers(unrolled, hparams, routing, sizes=()):
 def prefill(unrolled, tokens_BT, segment_ids_BT, *, hparams, routing, capacity, routed_capacity):
     """float32 logits_BV after the last token of each prompt, and the Cache, by a causal rule.
 
-    Prompts stand on the left, followed by padding, of segment id 0. `capacity` is that of a dense
-    block's cache, at least T; `routed_capacity` that of a routed block's, and the most tokens that
-    the rule may select; None: T.
+    Prompts are followed by padding, of segment id 0. `capacity` is that of a dense block's cache,
+    at least T, `routed_capacity` that of a routed block's, and the most tokens selected; None: T.
     """
     check_causal(hparams, routing)
     batch, length = tokens_BT.shape
@@ -80,10 +79,10 @@ def prefill(unrolled, tokens_BT, segment_ids_BT, *, hparams, routing, capacity, 
 
 
 def decode_step(unrolled, cache: Cache, token_B, begins_B, active_B, *, hparams, routing: str):
-    """float32 logits_BV after one more token of each row; CacheUpdates of the blocks, dropped_B.
+    """float32 logits_BV after one more token of each row; CacheUpdates of blocks; dropped_B.
 
-    The last two are for `update_cache`: this reads the cache and writes nothing. `begins_B` says
-    which tokens begin a document. Rows that are not active are never selected in routed blocks.
+    It writes nothing: `update_cache` does. `begins_B` says which tokens begin a document. Rows that
+    are not active are never selected in routed blocks.
     """
     check_causal(hparams, routing)
     documents_B = jnp.where(begins_B, cache.lengths_B, cache.documents_B)

@@ -32,9 +32,9 @@ def _layers(hparams: Hparams, length: int, routing: str):
 
 
 def expert_pairs(experts: ExpertsHparams, tokens: int) -> float:
-    """Pairs of a token and a routed expert in one layer, for a row with `tokens` processed tokens.
+    """Pairs of a token and a routed expert in one layer, for a row with `tokens` tokens.
 
-    If tokens choose, at balanced loads: without the share of no-op experts, within row_capacity.
+    If tokens choose: at balanced loads, without the no-op experts' share, within row_capacity.
     """
     if experts.choice == 'expert':
         return experts.num_routed * experts.num_taken(tokens)
@@ -51,8 +51,7 @@ def _pair_flops(model: ModelHparams) -> int:
 def forward_breakdown(hparams: Hparams, batch: int, length: int, routing='top_c') -> dict:
     """FLOPs of one forward pass over [batch, length] tokens, by part.
 
-    `mlp` has the shared experts, `experts` the routed ones, `predictor` is the causal rule, and the
-    depth stream has `depth_projections` and `depth_attention`. Routed blocks count C tokens under
+    `mlp` has the shared experts, `predictor` is the causal rule. Routed blocks count C tokens under
     top_c, and under a causal rule the most that may be selected.
     """
     model, experts, stream = hparams.model, hparams.model.experts, hparams.model.depth.stream_class
@@ -84,10 +83,7 @@ def forward_breakdown(hparams: Hparams, batch: int, length: int, routing='top_c'
 
 
 def depth_readers(hparams: Hparams, length: int, routing: str) -> list[tuple[int, int, int]]:
-    """(queries of a row, slots that each sees, slots written before) of each layer that reads them.
-
-    Under `masked` a slot is counted for every token, also for those that have no slot there.
-    """
+    """(queries of a row, slots that each sees, slots written before) of each reading layer."""
     depth, readers, written = hparams.model.depth, [], 0
     if not depth.stream_class.attends:
         return readers
@@ -113,10 +109,7 @@ def train_step_flops(hparams: Hparams, stage: Stage | None = None) -> float:
 
 
 def masked_attention_flops(hparams: Hparams, batch: int, length: int, routing='top_c') -> float:
-    """FLOPs of a forward pass on query-key pairs that the mask hides, and that are not counted.
-
-    The `reference` attention computes every pair, and every slot of the buffer.
-    """
+    """FLOPs of a pass of `reference` attention on hidden query-key pairs and slots: not counted."""
     model, hidden = hparams.model, 0.0
     for kind, tokens, window in _layers(hparams, length, routing):
         if kind.part == 'block':
@@ -128,10 +121,7 @@ def masked_attention_flops(hparams: Hparams, batch: int, length: int, routing='t
 
 
 def empty_place_flops(hparams: Hparams, batch: int, length: int, routing: str = 'top_c') -> float:
-    """FLOPs of a forward pass on unused places of pairs of token and expert, not counted either.
-
-    A row has a place for each choice of its tokens, also of a no-op expert, within row_capacity.
-    """
+    """FLOPs of a forward pass on unused places of pairs of token and expert, not counted either."""
     experts, empty = hparams.model.experts, 0.0
     for kind, tokens, _ in _layers(hparams, length, routing):
         if kind.experts and experts.choice == 'token':

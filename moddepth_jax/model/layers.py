@@ -51,10 +51,7 @@ def embed(embedding_VD, tokens_BT, dtype):
 
 
 def head_matrix(params, dtype):
-    """The unsharded matrix of the logits and its axes: the head (dv) or a tied embedding (vd).
-
-    A tied embedding is unsharded for each use, so that each of its gradients is reduce-scattered.
-    """
+    """The unsharded matrix of the logits, and its axes: the head (dv) or a tied embedding (vd)."""
     if 'head' in params:
         return unshard_params({'head': params['head']}, dtype)['head']['kernel'], 'dv'
     return unshard_params({'embedding': params['embedding']}, dtype)['embedding'], 'vd'

@@ -68,12 +68,12 @@ def route(
     """Apply any block to at most `capacity` tokens of each row; the others keep their bits.
 
     x'_t = x_t + gate(score_t) block_fn(x_selected)_t for the selected tokens (Mixture-of-Depths,
-    Raposo et al. 2024, equation 1). All shapes are static. The scores learn through the gate alone.
+    Raposo et al. 2024, equation 1). The scores learn through the gate alone.
 
     Args:
       block_fn: called as block_fn(x_BCD, tokens) with the selected tokens in time order; returns
-        what it adds to them, that is block(x) - x if the block adds its own residual. It must use
-        the positions and segment ids of the TokenInfo `tokens`, of which 0 marks unused places.
+        what it adds to them. It must use the positions and segment ids (0: unused) of the
+        TokenInfo.
       x_BTD, scores_BT: the residual stream, and float32 router scores.
       capacity: C; ValueError outside [1, T].
       gate: maps scores to the factors on the block's output.

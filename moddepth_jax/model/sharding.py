@@ -1,7 +1,7 @@
 """How arrays are split over the axes of a device mesh: one table, and functions that keep to it.
 
-The mesh is that of the context (`jax.set_mesh`), with the axes AXES. Without a mesh, or on one
-device, every function here returns its argument unchanged.
+The mesh is that of the context (`jax.set_mesh`). Without one, or on one device, every function here
+returns its argument unchanged.
 """
 
 import functools
@@ -63,10 +63,7 @@ def axis_names(path: str, ndim: int) -> tuple:
 
 
 def spec(mesh, names, shape, without: str | None = None) -> PartitionSpec:
-    """The PartitionSpec by RULES of an array with these axes; empty if nothing is split.
-
-    Axes of the name `without` are replicated. Mesh axes of size 1 are omitted.
-    """
+    """The PartitionSpec by RULES of an array; axes named `without` are replicated."""
     used, entries = set(), [None] * len(shape)
     for name, axes in RULES:
         axes = tuple(axis for axis in axes if mesh.shape.get(axis, 1) > 1)
@@ -114,10 +111,7 @@ _unshard.defvjp(
 
 
 def unshard_params(params, dtype):
-    """Parameters of one layer as they are used: in `dtype`, and replicated along `embed`.
-
-    Those that are split along `embed` are rounded before they are communicated.
-    """
+    """Parameters of one layer in `dtype`, replicated along `embed` after they are rounded."""
     mesh = _mesh()
     if mesh is None:
         return params
@@ -148,7 +142,7 @@ _unshard_wide.defvjp(
 def unshard_embedding(embedding_VD, dtype):
     """The embedding for look-ups: as `unshard_params`, but in the dtype in which it is stored.
 
-    So the gradients of equal tokens are summed, over devices too, in the parameter's dtype.
+    So the gradients of equal tokens are summed in the parameter's dtype.
     """
     if _mesh() is None:
         return embedding_VD
@@ -158,9 +152,8 @@ def unshard_embedding(embedding_VD, dtype):
 def map_shards(function, arrays: dict, names: dict, names_out):
     """Call `function` with `arrays` by name on each device's own parts, which are independent.
 
-    XLA cannot look into a kernel, and would otherwise run it on all parts on every device. An axis
-    that its mesh axes do not divide is replicated in all arrays. `names` has the names of each
-    array's axes, as `axis_names` returns them; `names_out` those of the output, or of several.
+    XLA cannot look into a kernel, and would otherwise run it on all parts on every device. `names`
+    has the names of each array's axes, `names_out` those of the output, or of several.
     """
     mesh = _mesh()
     if mesh is None:
@@ -206,9 +199,9 @@ def sharded_routed_mlp(
 ) -> jax.Array:
     """`experts.routed_mlp` over the mesh of the context; a plain call if there is none.
 
-    Experts are split along `expert`, their inner width along `tensor`. The devices along `expert`,
-    which elsewhere have different rows, here all take the rows of the group and keep the pairs of
-    their own experts; each gets the sum of its own rows.
+    Experts are split along `expert`, their inner width along `tensor`. All devices along `expert`
+    take the rows of the group, keep the pairs of their own experts, and get the sum of their own
+    rows.
     """
     mesh = _mesh()
     # Their gradients are split likewise: a device gets those of its own rows.

@@ -1,9 +1,8 @@
 """A stack of layers as scans over runs: one buffer of depth slots, one reverse scan.
 
 Layer l sees only slots that earlier layers wrote. So the buffer after the last layer serves the
-backward pass of every layer, and each slot is stored once. The backward pass is one scan from the
-last layer to the first, which carries the cotangent of the buffer. Each layer adds its part in
-place, and reads there the cotangents of the slots it wrote.
+backward pass of every layer, and each slot is stored once. The backward pass carries the cotangent
+of the buffer from the last layer to the first: each adds its part in place.
 """
 
 import functools
@@ -126,8 +125,8 @@ def _function(stack, kind, repeats):
 def _run_layers(stack, params, args, tokens, x_BTD, call):
     """All layers, in scans over the repeats of each run.
 
-    `call(function, x, rest)` returns the two results of a layer's function and what to save.
-    Returns the last carry, and the records and what was saved by run and place in its group.
+    `call(function, x, rest)` returns the results of a layer's function and what to save. Returns
+    the last carry, and the records and what was saved by run and place in its group.
     """
     carry = (x_BTD, *empty_slots(stack.hparams, x_BTD))
     records, saved = [], []

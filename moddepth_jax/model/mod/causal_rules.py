@@ -30,10 +30,7 @@ class CausalRule(nn.Module):
 
 @CAUSAL_RULES.register('predictor')
 class Predictor(CausalRule):
-    """Logit that a token is among the top C, from its own vector (Raposo et al. 2024, sec. 3.5).
-
-    It reads stop_gradient(x), so its loss changes no other parameter.
-    """
+    """Logit that a token is among the top C, of stop_gradient(x) (Raposo et al. 2024, 3.5)."""
 
     loss_weight = 'predictor_loss_weight'
 

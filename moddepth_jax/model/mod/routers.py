@@ -31,10 +31,9 @@ GATES = {
 
 
 class Router(nn.Module):
-    """Maps (x_BTD, tokens, number) to float32 scores [B, T].
+    """Maps (x_BTD, tokens, number of the routed block) to float32 scores [B, T], by token.
 
-    `number` is that of the block among the routed ones, traced. A score depends on its own token
-    alone. A router is one subclass, registered in ROUTERS.
+    A router is one subclass, registered in ROUTERS.
     """
 
     routing: RoutingHparams
@@ -175,10 +174,7 @@ class PositionRouter(Router):
 
 
 def token_seeds(key, tokens_BT, positions_BT):
-    """uint32 [B, T]: a draw from `key`, the token's id and its position alone.
-
-    So a row's random choices depend on no other row, and decoding repeats those of a full pass.
-    """
+    """uint32 [B, T]: a draw from `key`, the token's id and its position alone, in decoding too."""
 
     def seed(token, position):
         return jax.random.bits(jax.random.fold_in(jax.random.fold_in(key, position), token))

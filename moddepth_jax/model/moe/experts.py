@@ -57,7 +57,7 @@ class ExpertChoice(NamedTuple):
 
 
 def normalize_weights(score_BTk):
-    """Scores divided by their sum, exact even if its square underflows; zeros stay zeros."""
+    """Scores divided by their sum, even if its square underflows; zeros stay zeros."""
     largest_BT1 = jax.lax.stop_gradient(jnp.max(score_BTk, axis=2, keepdims=True))
     some_BT1 = largest_BT1 > 0
     score_BTk = score_BTk / jnp.where(some_BT1, largest_BT1, 1)
@@ -125,8 +125,7 @@ def experts_choose(hparams: ExpertsHparams, scores_BTE, real_BT, thresholds_E) -
 def routed_mlp(x_BTD, expert_BTk, weight_BTk, w1_EDF, w3_EDF, w2_EFD, product: str, most: int):
     """sum_k weight w2_e(silu(x w1_e) * x w3_e), each pair of token and expert computed once.
 
-    Pairs with a number outside [0, E) add nothing and cost nothing; at most `most` pairs of a row
-    have another. `product` is an implementation of `grouped_matmul`.
+    Pairs with a number outside [0, E) add nothing; at most `most` pairs of a row have another.
     """
     batch, length, width = x_BTD.shape
     pairs, num_experts = batch * most, w1_EDF.shape[0]
@@ -163,7 +162,7 @@ class Experts(nn.Module):
 
     @nn.compact
     def __call__(self, x_BTD, real_BT, state: ExpertState):
-        """The mlp's output [B, T, D], the ExpertsRecord, and the ExpertState for later tokens.
+        """The mlp's output, the ExpertsRecord, and the ExpertState for later tokens.
 
         Padding, where `real_BT` is False, is computed by the shared experts alone.
         """

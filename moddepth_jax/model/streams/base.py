@@ -15,8 +15,7 @@ from moddepth_jax.model.routing import TokenInfo
 class LayerKind(NamedTuple):
     """What distinguishes the layers of a stack: layers of one kind can share a scan.
 
-    The parts are block and, in a stream that has ends, entry (the embedding writes) and exit (one
-    more read, for the final norm).
+    In a stream that has ends, the embedding writes (entry) and the final norm reads (exit).
     """
 
     routed: bool  # whether a router selects the tokens that its block processes
@@ -31,8 +30,7 @@ class Stream(nn.Module):
     """What a layer reads from earlier layers and writes for later ones; by default, nothing.
 
     A stream is one subclass in its own file, registered in STREAMS. From layer to layer it carries
-    one array [B, T, D]; all later layers see the slots that a layer writes. Between `read` and
-    `write` the layer runs its block.
+    one array [B, T, D]; between `read` and `write` the layer runs its block.
     """
 
     hparams: ModelHparams
@@ -70,10 +68,7 @@ class Stream(nn.Module):
 
     @classmethod
     def layer_kinds(cls, hparams: ModelHparams) -> list[LayerKind]:
-        """The kind of every layer, from the first to the last.
-
-        Without ends the last layer writes no slots: no layer would read them.
-        """
+        """The kind of every layer. Without ends the last writes no slots: none would read them."""
         per_layer = hparams.depth.slots_per_layer
         routed, experts = hparams.routed_layers, hparams.expert_layers
         kinds = [
