@@ -6,10 +6,9 @@ python -m launch.train --config=configs/moe.py:capacity=0.5
 python -m launch.train --config=configs/moe.py:choice=expert
 
 The experts of a token are together as wide as the mlp of the dense model of that size, so that both
-cost about the same (configs/dense_isoflop.py). In the third command, an expert computes at most
-half of an equal share of the choices of a row, first come first served, and drops the others: what
-integrated MoDE (configs/mode_integrated.py) should be compared with. In the last, experts choose
-their tokens, and evaluation uses a threshold for each expert.
+cost about the same. In the third command, an expert computes at most half of an equal share of the
+choices of a row, first come first served: what integrated MoDE should be compared with. In the
+last, experts choose their tokens, and evaluation uses a threshold for each expert.
 
 At 6.4e12 FLOPs and 8 rows a step (--config.data.batch_size=8), bits a byte held out, seeds 0 to 2:
 2.266, 2.178, 2.214; with capacity=0.5 2.171, 2.128, 2.209; with choice=expert 2.225, 2.167, 2.237

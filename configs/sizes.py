@@ -13,11 +13,10 @@ def at_budget(arguments: str, size: str, budget: str):
 
 
 def apply_size(config, size: str):
-    """Sets the shape of `config.model` to `size`, such as 6x128.
+    """Sets the shape of `config.model` to `size`, such as 6x128; ValueError for a bad one.
 
-    Heads are 64 wide (32 below D = 128) and the SwiGLU is 8/3 D, rounded up to a multiple of 64, so
-    that a block holds about 12 D^2 parameters. Matrices start at D^-1/2 and embeddings at 1: at
-    these widths that learns much faster than 0.02 for both. Raises ValueError for a bad size.
+    A block holds about 12 D^2 parameters. Matrices start at D^-1/2 and embeddings at 1: at these
+    widths that learns much faster than 0.02 for both.
     """
     layers, _, width = size.partition('x')
     numbers = layers.isdecimal() and width.isdecimal()
@@ -90,9 +89,8 @@ def apply_olmo2(config):
 def apply_large_run(config):
     """The training recipe of the MoDA paper's 700M and 1.5B models (section 4), in bfloat16.
 
-    400B tokens, 1,024 rows of 4,096 a step, a peak of 3e-4 after 2,000 steps and a cosine to 3e-5;
-    z-loss, decay and second moments of OLMo2's recipe, to which the paper refers. A step runs in 32
-    parts: 4 rows at a time on each of 8 devices.
+    400B tokens; z-loss, decay and second moments of OLMo2's recipe, to which the paper refers. A
+    step runs in 32 parts: 4 rows at a time on each of 8 devices.
     """
     config.model.dtype = 'bfloat16'
     config.data.sequence_length = 4096

@@ -7,7 +7,6 @@ Document j of row b is the (b M + j)-th; absent ones are empty.
 """
 
 import functools
-import inspect
 
 import jax
 import jax.numpy as jnp
@@ -22,31 +21,14 @@ WORKSPACE = 2**30
 MAX_DOCUMENTS = 32
 # Places beyond the end of a document: exp(score - UNUSED) is 0, whatever the score.
 UNUSED = 1e30
-# Parameters of what is called below, by the pass. JAX 0.12 added _SCORE_MOD.
-_OPERANDS = 'query key value bias q_seqlen kv_seqlen q_offsets kv_offsets page_table_k page_table_v'
-_OPTIONS = 'scale seed dropout_rate variadic_args mask_type layout sliding_window_length'
-_PARAMETERS = {
-    'fwd': {*f'{_OPERANDS} {_OPTIONS} is_training'.split()},
-    'bwd': {*f'{_OPERANDS} activation fwd_output grad_output {_OPTIONS}'.split()},
-}
-_SCORE_MOD = {'score_mod_args', 'score_mod'}
-
-
-def _parameters(way):
-    function = getattr(fused, f'_dot_product_attention_{way}_impl', None)
-    return {*inspect.signature(function).parameters} if callable(function) else set()
+KNOWN_JAX = (0, 10, 2), (0, 13)  # the first version whose private module is known, and the end
 
 
 def changed() -> str | None:
-    """How JAX's private module differs from what is called here, in one line, or None."""
-    for way, known in _PARAMETERS.items():
-        found = _parameters(way)
-        if found not in (known, known | _SCORE_MOD):
-            takes = f'{fused.__name__} takes {" ".join(sorted(found)) or "nothing"}'
-            advice = 'kernels_pallas/cudnn.py knows those of 0.10.2 to 0.12.0'
-            name = f'_dot_product_attention_{way}_impl'
-            return f'{name} of {takes} in jax {jax.__version__}; {advice}'
-    return None
+    """Why this version of JAX cannot be called here, in one line, or None."""
+    if KNOWN_JAX[0] <= jax.__version_info__ < KNOWN_JAX[1]:
+        return None
+    return f'jax {jax.__version__}: kernels_pallas/cudnn.py knows 0.10.2 to 0.12, before 0.13'
 
 
 def unsupported(shapes, device) -> str | None:
@@ -154,7 +136,7 @@ def _call(way, operands, static, starts, **options):
     if starts is not None:
         lengths, offsets = jnp.diff(starts, axis=1), starts.at[:, -1].set(-1)
         mask_type = fused.MaskType.PADDING_CAUSAL
-    if 'score_mod' in _parameters(way):
+    if jax.__version_info__ >= (0, 12):
         options['score_mod'] = None
     bias = page_table = nothing
     documents = lengths, lengths, offsets, offsets, page_table, page_table

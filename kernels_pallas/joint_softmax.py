@@ -46,13 +46,10 @@ class Static(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def joint_attention(static, q_BTNH, k_BSKH, v_BSKH, mask, q_depth_BTNH, slots, slot_sums):
-    """Attention as in `reference_attention`, whose slots and sums are returned as given.
+    """Attention as in `reference_attention`: o_BTNH, lse_BNT, the slots' sides or None, slot_sums.
 
     The cotangent of the returned sums, or of the returned slots where there are no sums, is what
     the slots' gradients are added to, in place. With sums, that of the slots is passed on.
-
-    Returns:
-      o_BTNH, lse_BNT, the slots' keys and values or None, and slot_sums.
     """
     results, _ = _forward(static, q_BTNH, k_BSKH, v_BSKH, mask, q_depth_BTNH, slots, slot_sums)
     return results

@@ -1,7 +1,6 @@
-"""The depth slots of each query's own token on Hopper, forward and backward.
+"""The depth slots of each query's own token on Hopper: docs/depth_attention.md, sections 6 and 7.
 
-Scores of an item (see slot_loader) are computed transposed, slots by heads; sections 6 and 7 of
-docs/depth_attention.md.
+Scores of an item (see slot_loader) are computed transposed, slots by heads.
 """
 
 import functools

@@ -9,7 +9,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from moddepth_jax.model.layers import head_matrix, logits, wide_einsum
+from kernels_pallas.xla.sequence import dot
+from moddepth_jax.model.layers import head_matrix, logits
 from moddepth_jax.model.sharding import constrain, map_shards, part_shape
 
 # Bytes of a device's float32 logits, unless loss_chunk is set. Up to the first number there is one
@@ -37,19 +38,17 @@ def cross_entropy(x_BTD, params, labels_BT, z_loss: float, loss_chunk: int):
     names = _names(axes)
     rows, length, _ = part_shape(names['x_BTD'], x_BTD.shape)
     vocab_size = part_shape(names['matrix'], matrix.shape)[axes.index('v')]
-    most = loss_chunk or _default_chunk(rows * length, vocab_size)
-    if rows * length <= most:
+    tokens, most = rows * length, loss_chunk
+    if not most:
+        small, large = (size // (4 * vocab_size) for size in LOGITS_BYTES)
+        most = tokens if tokens <= small else max(1, min(-(-tokens // 2), large))
+    if tokens <= most:
         nll_BT, log_z_BT, _ = token_losses(logits(x_BTD, matrix, axes), labels_BT)
         total = _total(nll_BT, log_z_BT, z_loss)
     else:
-        chunk = chunk_size(rows * length, most)
+        chunk = chunk_size(tokens, most)
         total, nll_BT, log_z_BT = _in_chunks(x_BTD, matrix, labels_BT, z_loss, axes, chunk)
     return total, jax.lax.stop_gradient(nll_BT), jax.lax.stop_gradient(log_z_BT)
-
-
-def _default_chunk(tokens, vocab_size):
-    small, large = (size // (4 * vocab_size) for size in LOGITS_BYTES)
-    return tokens if tokens <= small else max(1, min(-(-tokens // 2), large))
 
 
 def chunk_size(tokens: int, most: int) -> int:
@@ -120,7 +119,7 @@ def _sharded(x_BTD, matrix, labels_BT, z_loss, axes, chunk, slopes):
 
         def of_chunk(sums, inputs):
             x_KD, labels_K = inputs
-            logits_KV = wide_einsum(f'kd,{axes}->kv', x_KD, operand)
+            logits_KV = dot(f'kd,{axes}->kv', x_KD, operand)
             log_z_K, picked_K, here_KV = _log_partition(logits_KV, labels_K, split)
             counted_K = labels_K >= 0
             losses = (log_z_K - picked_K) * counted_K, log_z_K * counted_K
@@ -129,8 +128,8 @@ def _sharded(x_BTD, matrix, labels_BT, z_loss, axes, chunk, slopes):
             factor_K = (1 + 2 * z_loss * log_z_K) * counted_K
             slope_KV = jnp.exp(logits_KV - log_z_K[:, None]) * factor_K[:, None] - here_KV
             slope_KV = slope_KV.astype(x_KD.dtype)
-            dx_KD = wide_einsum(f'kv,{axes}->kd', slope_KV, operand).astype(x_KD.dtype)
-            sums += wide_einsum(f'kd,kv->{axes}', x_KD, slope_KV)
+            dx_KD = dot(f'kv,{axes}->kd', slope_KV, operand).astype(x_KD.dtype)
+            sums += dot(f'kd,kv->{axes}', x_KD, slope_KV)
             return sums, (*losses, dx_KD)
 
         wide = jnp.promote_types(x_BTD.dtype, jnp.float32)

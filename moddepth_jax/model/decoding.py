@@ -17,11 +17,7 @@ from moddepth_jax.model.transformer import check_causal, check_dtype, layer_args
 
 
 def unroll(variables, hparams: Hparams, routing: str) -> dict:
-    """The variables of a Transformer for decoding by a causal rule, those of layers in lists.
-
-    `layers` stands in place of `stack`; `layer_args` is new, and raises as the function of that
-    name.
-    """
+    """The variables of a Transformer for decoding: `layers` for `stack`, and new `layer_args`."""
     check_dtype(hparams.model)
     params = variables['params']
     layers = [one for _, one in unstack_layers(Stack(hparams.model, routing), params['stack'])]

@@ -1,7 +1,6 @@
-"""How arrays are split over the axes of a device mesh: one table, and functions that keep to it.
+"""How arrays are split over the axes of the mesh of the context (`jax.set_mesh`): one table.
 
-The mesh is that of the context (`jax.set_mesh`). Without one, or on one device, every function here
-returns its argument unchanged.
+Without a mesh, or on one device, every function here returns its argument unchanged.
 """
 
 import functools

@@ -123,10 +123,9 @@ def _function(stack, kind, repeats):
 
 
 def _run_layers(stack, params, args, tokens, x_BTD, call):
-    """All layers, in scans over the repeats of each run.
+    """All layers, in scans over the repeats of each run: the last carry, the records, what to save.
 
-    `call(function, x, rest)` returns the results of a layer's function and what to save. Returns
-    the last carry, and the records and what was saved by run and place in its group.
+    `call(function, x, rest)` returns the results of a layer's function and what to save of it.
     """
     carry = (x_BTD, *empty_slots(stack.hparams, x_BTD))
     records, saved = [], []

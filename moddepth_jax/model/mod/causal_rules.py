@@ -46,7 +46,6 @@ class Predictor(CausalRule):
 
     @classmethod
     def flops_per_token(cls, hparams: ModelHparams) -> int:
-        """Of one or two matrices."""
         width = hparams.routing.predictor_width
         return 2 * ((hparams.d_model + 1) * width if width else hparams.d_model)
 

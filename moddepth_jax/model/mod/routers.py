@@ -47,7 +47,8 @@ class Router(nn.Module):
     @classmethod
     def check(cls, routing: RoutingHparams):
         """Raise a one-line ValueError if the knobs do not fit this router."""
-        if cls.is_control and not routing.has_constant_capacity:
+        constant = routing.capacity_form == 'fraction' and not routing.capacity_stages
+        if cls.is_control and not constant:
             right = 'its scores are compared with a capacity that must be one constant fraction'
             refuse('model.routing.router', routing.router, right)
 
@@ -142,7 +143,6 @@ class RandomRouter(Router):
 
     @classmethod
     def known_threshold(cls, routing: RoutingHparams) -> float:
-        """The quantile of N(0, 1)."""
         return -jnp.inf if routing.capacity >= 1 else NORMAL.inv_cdf(1 - routing.capacity)
 
 
@@ -161,7 +161,6 @@ class PositionRouter(Router):
 
     @classmethod
     def check(cls, routing: RoutingHparams):
-        """The pattern of integers must hold the capacity."""
         super().check(routing)
         if routing.capacity < 1e-4:
             right = 'must be 1e-4 or more: a pattern of it'
@@ -169,7 +168,6 @@ class PositionRouter(Router):
 
     @classmethod
     def known_threshold(cls, routing: RoutingHparams) -> float:
-        """0, between the two scores."""
         return 0.0
 
 

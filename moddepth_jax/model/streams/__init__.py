@@ -6,5 +6,3 @@ One file for each, registered in STREAMS (Zhu et al. 2026, arXiv 2603.15619, sec
 from moddepth_jax.hparams.registry import STREAMS
 from moddepth_jax.model.streams import attention, average, dense, moda
 from moddepth_jax.model.streams.base import LayerKind, Stream, layer_kinds
-
-__all__ = ['STREAMS', 'LayerKind', 'Stream', 'attention', 'average', 'dense', 'layer_kinds', 'moda']

@@ -22,14 +22,12 @@ class DepthAverage(DepthDense):
             self.weights = self.param('weights', _one_on_newest, self.kind.inputs)
 
     def read(self, x_BTD, depth: DepthSlots | None):
-        """As Stream.read."""
         x_LBTD = depth.slots[: self.kind.inputs]
         y_BTD = jnp.einsum('lbtd,l->btd', x_LBTD, self.weights, precision='highest')
         return y_BTD.astype(x_BTD.dtype), None, depth
 
     @classmethod
     def projection_flops(cls, hparams, kind, length, num_selected) -> float:
-        """The reads, of all tokens."""
         return 2 * length * kind.inputs * hparams.d_model
 
 

@@ -104,7 +104,6 @@ class Residual(Stream):
 
     @classmethod
     def describe(cls, hparams: ModelHparams) -> str:
-        """Nothing: it is the usual one."""
         return ''
 
 

@@ -29,14 +29,12 @@ class DepthDense(Stream):
             self.kernel = self.param('kernel', _newest, (self.kind.inputs * width, width))
 
     def read(self, x_BTD, depth: DepthSlots | None):
-        """As Stream.read."""
         kernel_LDE = self.kernel.reshape(self.kind.inputs, *x_BTD.shape[-1:], -1)
         kernel_LDE = kernel_LDE.astype(x_BTD.dtype)
         x_LBTD = depth.slots[: self.kind.inputs]
         return jnp.einsum('lbtd,lde->bte', x_LBTD, kernel_LDE), None, depth
 
     def write(self, y_BTD, slot_inputs: SlotInputs, tokens: TokenInfo, slot_key):
-        """As Stream.write."""
         return y_BTD, (y_BTD,) if self.kind.slots else ()
 
     @classmethod
@@ -49,7 +47,6 @@ class DepthDense(Stream):
 
     @classmethod
     def projection_flops(cls, hparams, kind, length, num_selected) -> float:
-        """The reads, of all tokens."""
         return 2 * length * kind.inputs * hparams.d_model**2
 
 
