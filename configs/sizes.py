@@ -8,7 +8,10 @@ def at_budget(arguments: str, size: str, budget: str):
     values = parse(arguments, size=size, budget=budget)
     config = base.get_config()
     apply_size(config, values['size'])
-    config.flop_budget = budget_flops(values['budget'])
+    config.flop_budget = number(values['budget'])
+    if not 0 < config.flop_budget < float('inf'):
+        right = 'must be a number of FLOPs above 0, such as 2e13'
+        raise ValueError(f'budget={values["budget"]!r}: {right}')
     return config
 
 
@@ -44,14 +47,6 @@ def parse(arguments: str, **defaults):
             raise ValueError(f'{key!r}: no such config argument; it takes {", ".join(defaults)}')
         values[key] = value
     return values
-
-
-def budget_flops(text: str) -> float:
-    """A FLOP budget such as 2e13 as a float. Raises ValueError unless it is positive and finite."""
-    flops = number(text)
-    if not 0 < flops < float('inf'):
-        raise ValueError(f'budget={text!r}: must be a number of FLOPs above 0, such as 2e13')
-    return flops
 
 
 def number(text: str) -> float:

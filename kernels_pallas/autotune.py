@@ -1,8 +1,7 @@
 """Measures the candidates for an attention once for each GPU model, and remembers the results.
 
-Each candidate is checked and timed in a child process (autotune_trial.py) under a time limit: a
-crash, a hang, a wrong result or too little memory costs that candidate alone. The results are a
-file under the user's cache directory; to measure again, delete it.
+Each candidate is checked and timed in a child process (autotune_trial.py) under a time limit. The
+results are a file under the user's cache directory; to measure again, delete it.
 """
 
 import contextlib

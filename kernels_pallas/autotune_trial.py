@@ -182,9 +182,8 @@ def check(parts: Parts, shapes: Shapes) -> str | None:
 def find_wrong(right, plain, first, second, hidden, dtype, unordered) -> str | None:
     """Returns what is wrong with two runs of a candidate, in one line; None: nothing.
 
-    The results, by name, d... for gradients, are compared with the exact ones (`right`) and with
-    XLA's in the candidate's dtype (`plain`). `hidden` masks by name where nothing may be added to
-    START, `unordered` names results that may differ in a second run.
+    Results by name, d... for gradients, also exact (`right`) and by XLA in the candidate's dtype
+    (`plain`). Nothing may be added to START where `hidden`; `unordered` may differ between runs.
     """
     for name, value in right.items():
         mine, largest = first[name], float(np.max(np.abs(value), initial=0))

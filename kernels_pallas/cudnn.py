@@ -1,9 +1,8 @@
 """The sequence part of the softmax by cuDNN's fused attention, through a private module of JAX.
 
-Why not by the public function: docs/depth_attention.md, sections 4 and 5. Packed documents use
-cuDNN's ragged layout, each document an attention by itself. JAX takes the length and the first
-token of every document, [B, M], and gives the logsumexp by document and place in it, [B * M, N, T].
-Document j of row b is the (b M + j)-th; absent ones are empty.
+Why not by the public function: docs/depth_attention.md, sections 4 and 5. Packed documents use the
+ragged layout: JAX takes the length and the first token of every document, [B, M], and gives the
+logsumexp by document and place in it, [B * M, N, T]. Absent documents are empty.
 """
 
 import functools

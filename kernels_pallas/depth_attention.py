@@ -127,13 +127,12 @@ def depth_attention(
       thread_slots: also return the slots as given. If the next layer takes these, their cotangents
         are the sums to which each layer's backward pass adds in place.
       slot_sums: two arrays of the slots' shape, of float32 or wider or of the slots' dtype, whose
-        values do not matter. They are returned as given, and the slots' gradients are added to
-        their cotangents; the slots themselves then have none. None: see thread_slots.
+        values do not matter: the slots' gradients are added to the cotangents of those returned.
 
     Returns:
-      o_BTNH in q's dtype (softmax in float32, or wider with q); zeros, with a logsumexp of -inf,
-      for a query to which nothing is visible. With more asked for: (o_BTNH, lse_BNT if return_lse,
-      k_depth_LBRKH and v_depth_LBRKH if thread_slots, the two slot_sums if given).
+      o_BTNH in q's dtype; zeros, with a logsumexp of -inf, for a query to which nothing is visible.
+      With more asked for: (o_BTNH, lse_BNT if return_lse, k_depth_LBRKH and v_depth_LBRKH if
+      thread_slots, the two slot_sums if given).
     """
     arrays = {
         'q_BTNH': q_BTNH,

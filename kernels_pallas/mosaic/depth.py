@@ -313,8 +313,7 @@ def depth_backward(
 ):
     """As `xla.depth.depth_backward`, of bfloat16 or float16 slots, with dq in their dtype.
 
-    One block has all heads of a slot: it reads each sum, adds to it and writes it back. Nothing is
-    atomic, reruns are equal bit for bit, and a hidden slot's sum is written back as it was.
+    One block has all heads of a slot: nothing is atomic, and reruns are equal bit for bit.
     """
     sizes = Sizes.of(q_BTNH, slots, window)
     buffers = Buffers.of(sizes, sums[0].dtype)

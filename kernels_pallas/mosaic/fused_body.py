@@ -1,9 +1,8 @@
 """The body of the fused Hopper kernel: what its memory and its compute warpgroups do.
 
-A stage of the ring has 128 rows: keys or values of the sequence, which both tiles of a block use;
-or each tile has half of them, 32 slots of each of 2 of its 8 tokens. The scores of 32 slots fit a
-tile of 64 columns, 2 tokens by 32 slots, to which the products of 4 stages are added, each with all
-other queries zeroed.
+A stage of the ring has 128 rows: keys or values, which both tiles of a block use; or each tile has
+half of them, 32 slots of each of 2 of its 8 tokens. The scores of 32 slots are a tile of 2 tokens
+by 32 slots, the sum of the products of 4 stages, each with all other queries zeroed.
 """
 
 import collections

@@ -35,8 +35,7 @@ def order_before_writes(arrays, step):
 def depth_forward(q_BTNH, o_BTNH, lse_BNT, slots, window, scale, interpret=False):
     """Continues the softmax of (o_BTNH, lse_BNT) over the slots, a `joint_softmax.Slots`.
 
-    q_BTNH are the queries for the slots, lse_BNT is float32 or wider; here nothing can `interpret`.
-    Returns the joint o_BTNH and lse_BNT, in the dtypes given, and the slots' keys and values,
+    Returns the joint o_BTNH and lse_BNT in the dtypes given, and the slots' keys and values,
     available only after they have been read: what is then written into them is written in place.
     """
     del interpret
@@ -82,10 +81,9 @@ def depth_forward(q_BTNH, o_BTNH, lse_BNT, slots, window, scale, interpret=False
 def depth_backward(
     q_BTNH, do_BTNH, lse_BNT, delta_BNT, slots, sums, window, scale, interpret=False
 ):
-    """Gradients through the slots' part of the softmax, with arguments as in depth_forward.
+    """dq_BTNH in q's dtype, and `sums`, of keys and values, plus the slots' gradients.
 
-    lse_BNT is joint and finite, delta_BNT rowsum(do o) - dlse, and `sums` are (dk_depth_LBRKH,
-    dv_depth_LBRKH) to add to. Returns dq_BTNH in q's dtype, and the two sums.
+    lse_BNT is joint and finite, delta_BNT rowsum(do o) - dlse; the rest is as in depth_forward.
     """
     del interpret
     kv_heads, wide = slots.k_LBRKH.shape[3], lse_BNT.dtype

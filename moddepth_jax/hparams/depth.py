@@ -60,21 +60,6 @@ class DepthHparams:
         return STREAMS[self.stream]
 
     @property
-    def is_residual(self) -> bool:
-        """Whether a layer reads nothing but the residual stream."""
-        return self.stream == 'residual'
-
-    @property
-    def reads_outputs(self) -> bool:
-        """Whether every layer reads the outputs [B, T, D] of all earlier layers, one by one."""
-        return self.stream_class.reads_outputs
-
-    @property
-    def joins_attention(self) -> bool:
-        """Whether attention heads see depth slots and the sequence in one softmax."""
-        return self.stream_class.joins_attention
-
-    @property
     def slots_per_layer(self) -> int:
         """Key-value slots that a layer writes for later layers; 0 if the stream has none."""
         return self.stream_class.slots_per_layer(self)

@@ -1,7 +1,7 @@
 """Next-token cross-entropy with z-loss that never holds the logits of all tokens.
 
-They can be the largest array of a step. Each device goes through its tokens in chunks, and computes
-for each the logits, the losses and the gradients, so that no product is computed twice.
+Each device goes through its tokens in chunks, and computes for each the logits, the losses and the
+gradients, so that no product is computed twice.
 """
 
 import functools

@@ -88,7 +88,7 @@ def depth_readers(hparams: Hparams, length: int, routing: str) -> list[tuple[int
     if not depth.stream_class.attends:
         return readers
     for kind, tokens, _ in _layers(hparams, length, routing):
-        queries = tokens if depth.joins_attention else length
+        queries = tokens if depth.stream_class.joins_attention else length
         seen = min(written, depth.slot_window or written)
         if kind.part != 'entry':
             readers.append((queries, seen, written))

@@ -1,7 +1,6 @@
 """What decoding keeps of earlier tokens: the keys and values of each block.
 
-A dense block caches every token at the index of its position. A routed block caches its selected
-tokens, in order, with their original positions, up to a static capacity.
+A dense block caches every token at its position, a routed block its selected tokens in order.
 """
 
 from typing import NamedTuple

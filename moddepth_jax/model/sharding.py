@@ -157,11 +157,10 @@ def map_shards(function, arrays: dict, names: dict, names_out):
     mesh = _mesh()
     if mesh is None:
         return function(**arrays)
-    present = {name: array for name, array in arrays.items() if array is not None}
-    absent = dict.fromkeys(arrays.keys() - present.keys())
     axes = {
         axis: _axes(mesh, axis, size)
-        for name, array in present.items()
+        for name, array in arrays.items()
+        if array is not None
         for axis, size in zip(names[name], jnp.shape(array), strict=True)
     }
     if None in (axes.get('heads', ()), axes.get('kv_heads', ())):
@@ -173,11 +172,11 @@ def map_shards(function, arrays: dict, names: dict, names_out):
     single = not isinstance(names_out[0], tuple)
     # With check_vma arrays would be cast, and a backward pass would save them twice.
     return jax.shard_map(
-        lambda present: function(**present, **absent),
-        in_specs=({name: split(names[name]) for name in present},),
+        lambda arrays: function(**arrays),
+        in_specs=({name: split(names[name]) for name in arrays},),
         out_specs=split(names_out) if single else tuple(split(names) for names in names_out),
         check_vma=False,
-    )(present)
+    )(arrays)
 
 
 def _axes(mesh, name, size):
@@ -199,8 +198,7 @@ def sharded_routed_mlp(
     """`experts.routed_mlp` over the mesh of the context; a plain call if there is none.
 
     Experts are split along `expert`, their inner width along `tensor`. All devices along `expert`
-    take the rows of the group, keep the pairs of their own experts, and get the sum of their own
-    rows.
+    take the rows of the group, and keep the pairs of their own experts.
     """
     mesh = _mesh()
     # Their gradients are split likewise: a device gets those of its own rows.

@@ -1,8 +1,7 @@
 """A stack of layers as scans over runs: one buffer of depth slots, one reverse scan.
 
 Layer l sees only slots that earlier layers wrote. So the buffer after the last layer serves the
-backward pass of every layer, and each slot is stored once. The backward pass carries the cotangent
-of the buffer from the last layer to the first: each adds its part in place.
+backward pass of every layer. That carries the cotangent of the buffer, to which each layer adds.
 """
 
 import functools
@@ -51,7 +50,7 @@ def empty_slots(hparams: ModelHparams, x_BTD) -> tuple[KeysValues | None, jax.Ar
     if not total:
         return None, None
     batch, length = x_BTD.shape[:2]
-    if hparams.depth.reads_outputs:
+    if hparams.depth.stream_class.reads_outputs:
         x_LBTD = jnp.zeros((total, *x_BTD.shape), x_BTD.dtype)
         return _split_slots(x_LBTD), None
     total = slot_buffer_size(total)

@@ -176,7 +176,6 @@ class LayerGroup(nn.Module):
 
     @nn.compact
     def __call__(self, carry, count, tokens: TokenInfo):
-        """The carry (x_BTD, slots, valid_LBT) after the layers, with `count` slots before them."""
         args = LayerArgs(RoutingArgs(jnp.int32(0), jnp.float32(0), jnp.bool_(False)))
         for j, kind in enumerate(self.kinds):
             x_BTD, slots, valid_LBT = carry

@@ -39,9 +39,8 @@ class MixtureOfDepths(nn.Module):
     """x'_t = x_t + gate(r_t) f(X_selected)_t for selected t, x'_t = x_t for the others.
 
     f(X) = block(X) - X computes the selected tokens alone, at their original positions (Raposo et
-    al. 2024, equation 1). `top_c` selects the C highest scores of each row, which looks at later
-    tokens; a causal rule the first sizes[-1] of those it wants. Padding (segment 0) is never
-    selected.
+    al. 2024, equation 1). `top_c` selects the C highest scores of each row, a causal rule the first
+    sizes[-1] of those it wants; padding (segment 0) is never selected.
     """
 
     hparams: ModelHparams
@@ -117,8 +116,8 @@ class MixtureOfDepths(nn.Module):
 
         def run_at(size):
             def pad(side):
-                widths = ((0, 0), (0, self.sizes[-1] - size), *[(0, 0)] * (side.ndim - 2))
-                return jnp.pad(side, widths)
+                widths = (0, self.sizes[-1] - size), *[(0, 0)] * (side.ndim - 2)
+                return jnp.pad(side, ((0, 0), *widths))
 
             def branch(module, x_BTD):
                 indices_BC = mask_to_indices(selection.selected_BT, size)

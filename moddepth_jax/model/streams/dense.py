@@ -14,8 +14,7 @@ from moddepth_jax.model.streams.base import LayerKind, Stream
 class DepthDense(Stream):
     """read: W_l . concat(X_0 .. X_{l-1}); write: append X_l, the block's output.
 
-    X_0 is the embedding. W_l starts as the identity on the newest array, which is the residual
-    stream.
+    X_0 is the embedding. W_l starts as the identity on X_{l-1}, which is the residual stream.
     """
 
     scans = False  # W_l grows with l
