@@ -106,7 +106,6 @@ def cache_folder() -> pathlib.Path:
 
 
 def _read_or_measure(name, key, candidates, shapes, device):
-    """(results by label, whether they are new)."""
     path = cache_folder() / 'attention' / name
     with _exclusive(path):
         if (results := _read(path, key)) is not None:

@@ -157,7 +157,6 @@ def check(parts: Parts, shapes: Shapes) -> str | None:
             arrays[name][hidden] = np.nan
 
     def results(implementation, dtype, sums_dtype='', times=1):
-        """Outputs, gradients and sums by name, of each run."""
         # Rounded to the candidate's dtype first, so that all have the same inputs.
         given = {n: jnp.asarray(x, shapes.dtypes[0]).astype(dtype) for n, x in arrays.items()}
         cotangents = given.pop('do'), jnp.asarray(dlse, 'float32') if shapes.lse else None

@@ -79,7 +79,6 @@ def packed_sizes(batch: int, length: int, heads: int, width: int) -> tuple[int, 
 
 
 def _packed_unsupported(shapes):
-    """Why packed documents cannot be computed; None: they can."""
     if shapes.window:
         return f'window={shapes.window} with segment ids must be 0'
     _, length, heads, width = shapes.q
@@ -168,7 +167,6 @@ def _documents(segment_ids_BT, most):
 
 
 def _lse_of_tokens(stats, index_BT, starts):
-    """lse_BNT from [B * M, N, T]."""
     batch, most = starts.shape[0], starts.shape[1] - 1
     start_BT = jnp.take_along_axis(starts, jnp.minimum(index_BT, most), axis=1)
     places_BT = jnp.arange(index_BT.shape[1])[None] - start_BT

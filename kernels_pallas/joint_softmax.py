@@ -56,7 +56,6 @@ def joint_attention(static, q_BTNH, k_BSKH, v_BSKH, mask, q_depth_BTNH, slots, s
 
 
 def _depth(static, way):
-    """The backend's depth_forward or depth_backward."""
     module = load_module(getattr(DEPTH[static.parts.depth], way))
     options = {'window': static.slot_window, 'scale': static.scale}
     options['interpret'] = static.parts.interpret

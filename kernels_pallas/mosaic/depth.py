@@ -283,7 +283,6 @@ def _backward(*refs, sizes, buffers, scale, **shared):
 
 
 def _shared(sizes, buffers, sum_dtype):
-    """Shared memory of the backward kernel."""
     dtype, parts = sizes.dtype, sizes.padded_width // CHUNK
     # The narrowest tiles: a product whose depth is that of the heads, 16 at least, takes no wider.
     flat = tiled((parts, sizes.columns, CHUNK), dtype, 32)

@@ -74,7 +74,6 @@ def _first_keys(ids_BT, tiles):
 
 
 def _operands(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, q_depth_BTNH, slots, slot_window):
-    """The kernel's operands by name; None what the call does not have."""
     batch, length = q_BTNH.shape[:2]
     tiles = body.num_tiles(length)
     groups = tiles * TILES

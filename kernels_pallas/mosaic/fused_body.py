@@ -175,7 +175,6 @@ def _load_queries(refs, shared, tile, token, warpgroup, sizes):
 
 
 def _visible_keys(refs, tile, token, block, sizes):
-    """Visibility [ROWS, KEYS] of a block of keys."""
     shape = (ROWS, KEYS)
     tokens = token + lax.div(_iota(shape, 0), HEADS)
     keys = block * KEYS + _iota(shape, 1)
@@ -243,7 +242,6 @@ def _attend_keys(refs, shared, tile, token, warpgroup, sizes, carry):
 
 
 def _attend_slots(refs, shared, tile, token, warpgroup, sizes, carry):
-    """The slots of the tile's tokens, chunk by chunk."""
     dtype, half = shared.ring.dtype, KEYS // TILES
     queries = (shared.q_depth if sizes.own_query else shared.q).at[warpgroup]
     base = 2 * (tile.end - tile.begin)

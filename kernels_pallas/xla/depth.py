@@ -161,14 +161,12 @@ def _slot(slots, slot, tile, wide):
 
 
 def _box(side_LBR, slot, tile):
-    """Start and sizes of one slot of a tile's tokens."""
     start, size = tile or (0, side_LBR.shape[2])
     rest = side_LBR.shape[3:]
     return (slot, 0, start, *[0] * len(rest)), (1, side_LBR.shape[1], size, *rest)
 
 
 def _place(slot, rows_BT):
-    """Indices [B, T, 2] of a slot and each query's token."""
     return jnp.stack([jnp.full_like(rows_BT, slot), rows_BT], axis=-1)
 
 

@@ -115,10 +115,7 @@ def dot(equation, x, y):
 
 
 def _sides(mask, static):
-    """(order, places, segment ids or None), each of queries and of keys, int [B or 1, n].
-
-    A key that is later in the order is hidden; places are those of the window.
-    """
+    """(order, places, segment ids or None), each of queries and of keys, int [B or 1, n]."""
     places = order = mask.positions_BT, mask.key_positions_BS
     if static.ordered:
         order = tuple(jnp.arange(side.shape[1])[None] for side in places)
@@ -145,7 +142,6 @@ def _visible(sides, window, queries, keys):
 
 
 def _scores(q_BTKGH, k_BSKH, visible, scale):
-    """Scores [B, K, G, queries, keys], -inf where hidden."""
     scores_BKGTS = dot('btkgh,bskh->bkgts', q_BTKGH, k_BSKH) * scale
     return jnp.where(visible[:, None, None], scores_BKGTS, -jnp.inf)
 
@@ -161,14 +157,12 @@ def _gradients(q_BTKGH, k_BSKH, v_BSKH, do_BTKGH, lse_BKGT, delta_BKGT, visible,
 
 
 def _add(total_BSKH, first, part_BSKH):
-    """The total with a part added from key `first` on."""
     # Not `total.at[...].add`: JAX 0.11.2 cannot compile its empty indices in a shard_map.
     old_BSKH = lax.slice_in_dim(total_BSKH, first, first + part_BSKH.shape[1], axis=1)
     return lax.dynamic_update_slice_in_dim(total_BSKH, old_BSKH + part_BSKH, first, axis=1)
 
 
 def _limits(ids_BT, size):
-    """The least and the greatest of each tile, two arrays [B or 1, tiles]."""
     tiles = -(-ids_BT.shape[1] // size)
     padded = jnp.pad(ids_BT, ((0, 0), (0, tiles * size - ids_BT.shape[1])), mode='edge')
     tiled = padded.reshape(-1, tiles, size)
@@ -176,10 +170,7 @@ def _limits(ids_BT, size):
 
 
 def _bounds(order, places, ids, window, sizes):
-    """First and end tile of keys for each tile of queries, int32 [tiles of queries].
-
-    A tile is skipped if its ranges of order, place and segment id do not meet those of the queries.
-    """
+    """First and end tile of keys for each tile of queries; the others hold nothing that is visible."""
     (_, latest), (earliest, _) = (_limits(x, size) for x, size in zip(order, sizes, strict=True))
     meet = latest[:, :, None] >= earliest[:, None]
     if window:
@@ -230,7 +221,6 @@ class _Tiles:
         self.first_I, self.end_I = _bounds(*self.sides, self.window, sizes)
 
     def cut_queries(self, x_BTX, row):
-        """A tile [B, queries, K, G, H] of an array of queries."""
         tile = _cut(x_BTX, row, self.queries)
         return tile.reshape(tile.shape[0], self.queries, *self.grouped[2:])
 
@@ -259,7 +249,6 @@ class _Tiles:
 
 
 def _tiled_forward(q_BTNH, k_BSKH, v_BSKH, mask, static):
-    """As sequence_forward, with one key or more."""
     tiles = _Tiles(q_BTNH, k_BSKH, mask, static)
     wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
     batch, _, kv_heads, group, width = tiles.grouped
@@ -294,7 +283,6 @@ def _tiled_forward(q_BTNH, k_BSKH, v_BSKH, mask, static):
 
 
 def _tiled_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, do_BTNH, lse_BNT, delta_BNT):
-    """As sequence_backward, with one key or more."""
     tiles = _Tiles(q_BTNH, k_BSKH, mask, static)
     wide = lse_BNT.dtype
     q_BTX, do_BTX = _flat(q_BTNH), _flat(do_BTNH)

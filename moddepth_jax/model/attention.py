@@ -127,8 +127,8 @@ class SelfAttention(nn.Module):
     ):
         """Attend to the cached tokens of `view` if T = 1, without it to each other; and to `depth`.
 
-        Returns the layer's output, the KeysValues of its tokens and of their depth slots, and
-        `depth` with threaded cotangents.
+        Returns the output, the KeysValues of tokens and of their depth slots, and `depth`,
+        threaded.
         """
         q_BTNH, k_BTKH, v_BTKH = self.query(x_BTD), self.key(x_BTD), self.value(x_BTD)
         if self.hparams.qk_norm != 'none':

@@ -70,7 +70,6 @@ def _total(nll_BT, log_z_BT, z_loss):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def _in_chunks(x_BTD, matrix, labels_BT, z_loss, axes, chunk):
-    """`cross_entropy` in chunks of `chunk` tokens of a device."""
     nll_BT, log_z_BT = _sharded(x_BTD, matrix, labels_BT, z_loss, axes, chunk, slopes=False)
     return _total(nll_BT, log_z_BT, z_loss), nll_BT, log_z_BT
 

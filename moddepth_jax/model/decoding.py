@@ -33,7 +33,6 @@ def _logits(unrolled, hparams, x_B1D):
 
 
 def _layers(unrolled, hparams, routing, sizes=()):
-    """(Layer, its variables, LayerArgs) of each layer."""
     stack, kinds = Stack(hparams.model, routing, sizes), layer_kinds(hparams.model)
     for kind, params, args in zip(kinds, unrolled['layers'], unrolled['layer_args'], strict=True):
         params = unshard_params(params, hparams.model.dtype)

@@ -44,15 +44,13 @@ def expert_pairs(experts: ExpertsHparams, tokens: int) -> float:
 
 
 def _pair_flops(model: ModelHparams) -> int:
-    """FLOPs of one token in one routed expert."""
     return 2 * 3 * model.d_model * model.experts.d_ff
 
 
 def forward_breakdown(hparams: Hparams, batch: int, length: int, routing='top_c') -> dict:
     """FLOPs of one forward pass over [batch, length] tokens, by part.
 
-    `mlp` has the shared experts, `predictor` is the causal rule. Routed blocks count C tokens under
-    top_c, and under a causal rule the most that may be selected.
+    Routed blocks count C tokens under top_c, and under a causal rule the most that may be selected.
     """
     model, experts, stream = hparams.model, hparams.model.experts, hparams.model.depth.stream_class
     width, heads, kv_heads = model.d_model, model.num_heads, model.num_kv_heads

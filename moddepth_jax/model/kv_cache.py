@@ -57,14 +57,12 @@ def visible_mask(layer: LayerCache, lengths_B, documents_B, window: int, capacit
 
 
 def _shard(side):
-    """Keys, values or positions of a block, split over a mesh by rows and heads."""
     if side.ndim == 2:
         return constrain(side, 'batch', None)
     return constrain(side, 'batch', 'kv_heads', None, None)
 
 
 def _fit(side_BXS, capacity):
-    """Cut or pad the last axis to `capacity`."""
     side_BXS = side_BXS[..., :capacity]
     widths = [(0, 0)] * (side_BXS.ndim - 1) + [(0, capacity - side_BXS.shape[-1])]
     return jnp.pad(side_BXS, widths)

@@ -63,7 +63,6 @@ def empty_slots(hparams: ModelHparams, x_BTD) -> tuple[KeysValues | None, jax.Ar
 
 
 def _split_slots(buffer):
-    """A buffer of slots [L, B, T, ...], or of their gradients, split over a mesh."""
     return constrain(buffer, *(SLOTS if buffer.ndim == 5 else (None, 'batch', None, None)))
 
 

@@ -11,10 +11,7 @@ from moddepth_jax.model.mod.routers import widen
 
 
 class CausalRule(nn.Module):
-    """Maps (x_BTD, scores_BT, threshold) to float32 logits [B, T]; above 0 selects the token.
-
-    A rule is one subclass, registered in CAUSAL_RULES.
-    """
+    """Maps (x_BTD, scores_BT, threshold) to float32 logits [B, T]; above 0 selects the token."""
 
     hparams: ModelHparams
     # Knob of `model.routing` that weighs the loss by which training fits the logits to the top C.

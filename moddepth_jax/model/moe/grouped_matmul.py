@@ -107,7 +107,6 @@ def grouped_matmul(x_RX, w_EXY, layout: Layout, implementation: str):
 
 
 def _rows(x, index):
-    """x[index], zeros for an index past the end."""
     return x.at[index].get(mode='fill', fill_value=0)
 
 
@@ -118,7 +117,6 @@ def _over_choices(step, carry, place_Nk, weight_Nk):
 
 
 def _add_places(y_RD, weight_Nk, place_Nk):
-    """sum_k weight y[place] in float32 at least."""
     dtype = sum_dtype(y_RD.dtype)
 
     def add(sum_ND, choice):
@@ -184,9 +182,8 @@ def in_blocks(x_RX, expert_M):
 def _with_backward(products, sums):
     """matmul(x_RX, w_EXY, expert_M) -> [R, Y] whose backward pass goes through blocks too.
 
-    products(x_RX, w_EXY, expert_M, axis): each block of x times its expert's matrix, or its
-    transpose (axis 1). sums(x_RX, dy_RY, expert_M, num_experts): x^T dy [E, X, Y] over each
-    expert's blocks.
+    products(..., axis): each block of x times its expert's matrix, or its transpose (axis 1).
+    sums(x_RX, dy_RY, expert_M, num_experts): x^T dy [E, X, Y] over each expert's blocks.
     """
 
     @jax.custom_vjp
@@ -235,7 +232,6 @@ def _multiply(a, b, axes):
 
 
 def _blocked_sums(x_RX, dy_RY, expert_M, num_experts):
-    """A scan over blocks, which adds in place."""
 
     def step(dw_EXY, block):
         x_CX, dy_CY, expert = block
@@ -255,7 +251,6 @@ def _blocked_sums(x_RX, dy_RY, expert_M, num_experts):
 
 
 def _filled_blocks(x_RX, expert_M, num_experts):
-    """[M, C, X], zeros in blocks without an expert."""
     filled_M11 = (expert_M < num_experts)[:, None, None]
     return jnp.where(filled_M11, in_blocks(x_RX, expert_M), 0).astype(factor_dtype(x_RX.dtype))
 
