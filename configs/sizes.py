@@ -36,10 +36,7 @@ def apply_size(config, size: str):
 
 
 def parse(arguments: str, **defaults):
-    """`size=6x128,budget=1e13` -> {'size': '6x128', 'budget': '1e13'}, over the defaults.
-
-    Raises ValueError for a key that the config does not take.
-    """
+    """`size=6x128,budget=1e13` as a dict, over the defaults; ValueError for an unknown key."""
     values = dict(defaults)
     for pair in filter(None, (arguments or '').split(',')):
         key, _, value = pair.partition('=')

@@ -1,7 +1,4 @@
-"""What computes an attention: one table of backends, and the choice among them.
-
-All but `this_device` depends on shapes and on a device that is described, and may not be at hand.
-"""
+"""What computes an attention: one table of backends, and the choice among them."""
 
 import contextlib
 import importlib

@@ -31,10 +31,7 @@ def changed() -> str | None:
 
 
 def unsupported(shapes, device) -> str | None:
-    """Why cuDNN does not support `backends.Shapes` on a device, in one line, or None.
-
-    Of a local device the installed version of cuDNN is checked too.
-    """
+    """Why cuDNN does not support `backends.Shapes` on a device, in one line, or None."""
     length, num_keys, width = shapes.q[1], shapes.k[1], shapes.q[3]
     capability = device.capability
     number = f'{capability[0]}.{capability[1]}'
@@ -68,10 +65,7 @@ def unsupported(shapes, device) -> str | None:
 
 
 def packed_sizes(batch: int, length: int, heads: int, width: int) -> tuple[int, int]:
-    """Returns (most documents of a row, rows of a call) of packed documents.
-
-    The backward pass sums dq in a workspace of 4 B M N T H bytes for B rows of M documents.
-    """
+    """Returns (most documents of a row, rows of a call), by the 4 B M N T H bytes that dq needs."""
     one = 4 * heads * length * width
     documents = min(MAX_DOCUMENTS, WORKSPACE // one)
     most = max(1, WORKSPACE // (one * max(documents, 1)))
@@ -105,10 +99,7 @@ def sequence_forward(q_BTNH, k_BSKH, v_BSKH, mask, static):
 
 
 def sequence_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, o_BTNH, do_BTNH, lse_BNT, delta_BNT):
-    """As `xla.sequence.sequence_backward`; gradients in the dtypes of q, k, v.
-
-    cuDNN computes delta itself, as rowsum(do o): there is no place for a cotangent of lse.
-    """
+    """As `xla.sequence.sequence_backward`, without dlse: cuDNN computes delta itself."""
 
     def by_cudnn(operands, index_BT=None, starts=None):
         q, k, v, o, do, stats, _ = operands

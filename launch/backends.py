@@ -59,10 +59,7 @@ def attentions(name: str) -> list:
 
 
 def cell(shapes, device, notes) -> str:
-    """The backends of sequence, depth slots and decoding on a device, and the numbers of notes.
-
-    New reasons are added to `notes`, {reason: number}.
-    """
+    """The backends on a device, and the numbers of reasons in `notes`, to which new ones are added."""
     from kernels_pallas import backends
 
     def name(parts):

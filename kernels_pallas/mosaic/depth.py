@@ -1,7 +1,4 @@
-"""The depth slots of each query's own token on Hopper: docs/depth_attention.md, sections 6 and 7.
-
-Scores of an item (see slot_loader) are computed transposed, slots by heads.
-"""
+"""Depth slots on Hopper, scores transposed: docs/depth_attention.md, sections 6 and 7."""
 
 import functools
 import itertools
@@ -310,10 +307,7 @@ def _shared(sizes, buffers, sum_dtype):
 def depth_backward(
     q_BTNH, do_BTNH, lse_BNT, delta_BNT, slots, sums, window, scale, interpret=False
 ):
-    """As `xla.depth.depth_backward`, of bfloat16 or float16 slots, with dq in their dtype.
-
-    One block has all heads of a slot: nothing is atomic, and reruns are equal bit for bit.
-    """
+    """As `xla.depth.depth_backward`, of bfloat16 or float16 slots; nothing is atomic."""
     sizes = Sizes.of(q_BTNH, slots, window)
     buffers = Buffers.of(sizes, sums[0].dtype)
     body = functools.partial(_backward, sizes=sizes, buffers=buffers, scale=scale)

@@ -108,10 +108,7 @@ class Sizes:
 
 
 def one_warpgroup_kernel(body, name, sizes, out_type, scratch_types, interpret: bool):
-    """A Hopper kernel with a block of one warpgroup for each run of items, by the axis 'run'.
-
-    `body` takes references to operands and results, and by name those to shared memory.
-    """
+    """A Hopper kernel with a block of one warpgroup for each run of items, by the axis 'run'."""
 
     def scoped(*refs):
         pl.run_scoped(functools.partial(body, *refs), **scratch_types)

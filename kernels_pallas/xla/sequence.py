@@ -49,10 +49,7 @@ def is_long(q_shape, num_keys: int) -> bool:
 
 
 def sequence_forward(q_BTNH, k_BSKH, v_BSKH, mask, static):
-    """o_BTNH in q's dtype, and the natural-log logsumexp lse_BNT in float32 or wider.
-
-    They are 0 and -inf for a query with no visible key. Arguments as of `joint_attention`.
-    """
+    """o_BTNH in q's dtype, wide logsumexp lse_BNT; 0 and -inf for a query with no visible key."""
     batch, length, heads, width = q_BTNH.shape
     kv_heads = k_BSKH.shape[2]
     wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
@@ -170,7 +167,7 @@ def _limits(ids_BT, size):
 
 
 def _bounds(order, places, ids, window, sizes):
-    """First and end tile of keys for each tile of queries; the others hold nothing that is visible."""
+    """First and end tile of keys for each tile of queries, int32; others hold nothing visible."""
     (_, latest), (earliest, _) = (_limits(x, size) for x, size in zip(order, sizes, strict=True))
     meet = latest[:, :, None] >= earliest[:, None]
     if window:

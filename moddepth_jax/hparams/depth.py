@@ -11,10 +11,7 @@ AUTO_KNOBS = ('slots', 'slot_keys', 'skipped_slots')  # resolved by the stream's
 
 @dataclasses.dataclass(frozen=True)
 class DepthHparams:
-    """The depth stream; knobs as in configs/base.py.
-
-    `auto` is replaced by the stream's own choice, and by `none` if the stream has no such knob.
-    """
+    """The depth stream; knobs as in configs/base.py, `auto` replaced by the stream's own choice."""
 
     stream: str
     slots: str

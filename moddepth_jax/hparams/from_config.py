@@ -48,10 +48,7 @@ def _build(cls, values, prefix=''):
 
 
 def from_config(config) -> Hparams:
-    """The checked, frozen form of a config (a ConfigDict or a nested dict of the same shape).
-
-    Raises ValueError with one line that names the field, its value and what would be right.
-    """
+    """The checked, frozen form of a ConfigDict or nested dict; ValueError of one line for others."""
     return _build(Hparams, config)
 
 

@@ -7,8 +7,7 @@ import importlib
 class Registry(collections.abc.Mapping):
     """The choices of one knob, by name: classes or functions that register themselves.
 
-    A look-up imports the module in which this package's own choices do so. So a config can be
-    checked against all choices, while `hparams` itself needs neither JAX nor Flax.
+    A look-up imports the module in which they do so: `hparams` itself needs neither JAX nor Flax.
     """
 
     def __init__(self, knob: str, module: str):

@@ -20,10 +20,7 @@ class Stage(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RoutingHparams:
-    """Mixture-of-Depths (Raposo et al. 2024, arXiv 2404.02258); knobs as in configs/base.py.
-
-    `auto` for gate and causal_rule is replaced by the first choice of the router.
-    """
+    """Mixture-of-Depths (Raposo et al. 2024, arXiv 2404.02258); knobs as in configs/base.py."""
 
     router: str
     layers: str

@@ -60,10 +60,7 @@ def _axis_names(name: str) -> tuple:
 
 
 def attend(hparams: ModelHparams, q_BTNH, k_BSKH, v_BSKH, depth: DepthSlots | None, options: dict):
-    """o_BTNH, and `depth` with threaded cotangents; over a mesh, by rows and heads.
-
-    `options` are other arguments of depth_attention.
-    """
+    """o_BTNH and `depth`, threaded, over a mesh; `options`: other arguments of depth_attention."""
     arrays = {'q_BTNH': q_BTNH, 'k_BSKH': k_BSKH, 'v_BSKH': v_BSKH, **options}
     static = {name: arrays.pop(name) for name in ('window', 'slot_window') if name in arrays}
     queries = _axis_names('q_BTNH')
@@ -102,10 +99,7 @@ def slot_arguments(hparams: ModelHparams, depth: DepthSlots) -> dict:
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query attention over the sequence and over the depth slots of the query's own token.
-
-    Both are in one softmax of each head (MoDA, Zhu et al. 2026, section 2.2).
-    """
+    """Grouped-query attention in one softmax over the sequence and the token's own depth slots."""
 
     hparams: ModelHparams
     window: int  # tokens that a query sees, itself included; 0: all earlier ones
@@ -125,7 +119,7 @@ class SelfAttention(nn.Module):
     def __call__(
         self, x_BTD, tokens: TokenInfo, view: KVView | None = None, depth: DepthSlots | None = None
     ):
-        """Attend to the cached tokens of `view` if T = 1, without it to each other; and to `depth`.
+        """Attend to the cache `view` if T = 1, without it to each other; and to `depth`.
 
         Returns the output, the KeysValues of tokens and of their depth slots, and `depth`,
         threaded.

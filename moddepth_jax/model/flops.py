@@ -1,7 +1,4 @@
-"""FLOPs of a model, counted by formula; and the FLOPs of a traced program, to check the formula.
-
-What counts is in docs/flops.md: a multiply-add is 2, attention has half of all query-key pairs.
-"""
+"""FLOPs of a model by formula (docs/flops.md), and of a traced program, to check the formula."""
 
 import math
 
@@ -32,10 +29,7 @@ def _layers(hparams: Hparams, length: int, routing: str):
 
 
 def expert_pairs(experts: ExpertsHparams, tokens: int) -> float:
-    """Pairs of a token and a routed expert in one layer, for a row with `tokens` tokens.
-
-    If tokens choose: at balanced loads, without the no-op experts' share, within row_capacity.
-    """
+    """Pairs of a token and a routed expert in one layer, for `tokens` of a row at balanced loads."""
     if experts.choice == 'expert':
         return experts.num_routed * experts.num_taken(tokens)
     pairs = tokens * experts.top_k * experts.num_routed / experts.num_choices

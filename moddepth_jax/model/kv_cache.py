@@ -1,7 +1,4 @@
-"""What decoding keeps of earlier tokens: the keys and values of each block.
-
-A dense block caches every token at its position, a routed block its selected tokens in order.
-"""
+"""What decoding keeps of earlier tokens: the keys and values of each block."""
 
 from typing import NamedTuple
 

@@ -139,10 +139,7 @@ def check_capacity(capacity: int, length: int):
 
 
 def select_top_c(scores_BT, num_selected: int):
-    """Indices int32 [B, C] of the C highest scores of each row, in time order.
-
-    Of ties the lower index wins; NaN is the highest. Raises ValueError if C is outside [1, T].
-    """
+    """Indices int32 [B, C] of the C highest scores, in time order; of ties the lower, NaN first."""
     check_capacity(num_selected, scores_BT.shape[1])
     # top_k ranks by bits: -0.0 below 0.0, and a NaN of negative sign below all.
     scores_BT = jnp.where(scores_BT == 0, 0.0, scores_BT)

@@ -1,7 +1,4 @@
-"""How arrays are split over the axes of the mesh of the context (`jax.set_mesh`): one table.
-
-Without a mesh, or on one device, every function here returns its argument unchanged.
-"""
+"""The axes of arrays over those of the context's mesh, if there is one: a table, and its users."""
 
 import functools
 import math
@@ -139,10 +136,7 @@ _unshard_wide.defvjp(
 
 
 def unshard_embedding(embedding_VD, dtype):
-    """The embedding for look-ups: as `unshard_params`, but in the dtype in which it is stored.
-
-    So the gradients of equal tokens are summed in the parameter's dtype.
-    """
+    """The embedding, unsharded, in its own dtype, in which gradients of equal tokens are summed."""
     if _mesh() is None:
         return embedding_VD
     return _unshard_wide(embedding_VD, axis_names('embedding', 2), dtype)

@@ -121,10 +121,7 @@ def _function(stack, kind, repeats):
 
 
 def _run_layers(stack, params, args, tokens, x_BTD, call):
-    """All layers, in scans over the repeats of each run: the last carry, the records, what to save.
-
-    `call(function, x, rest)` returns the results of a layer's function and what to save of it.
-    """
+    """All layers, in scans over the repeats of each run: the last carry, records, what is saved."""
     carry = (x_BTD, *empty_slots(stack.hparams, x_BTD))
     records, saved = [], []
     for i, run in enumerate(stack.runs):

@@ -119,10 +119,7 @@ def average_shapes(hparams: ModelHparams) -> dict[str, tuple[int, ...]]:
 
 
 def layer_args(hparams: ModelHparams, averages, routing: str, causal_layers_R=None) -> LayerArgs:
-    """The arguments of all layers: leaves have an axis of routed layers, or of those with experts.
-
-    ValueError: averages (the collection of that name) that the routing needs are missing.
-    """
+    """The arguments of all layers, stacked; ValueError: averages that the routing needs lack."""
     averages, num_routed = averages or {}, len(hparams.routed_layers)
     missing = average_shapes(hparams).keys() - averages.keys()
     rules = {routing, hparams.routing.causal_rule} - {'top_c'}

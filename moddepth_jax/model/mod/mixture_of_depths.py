@@ -154,8 +154,7 @@ class MixtureOfDepths(nn.Module):
     ):
         """One new token of each row: x'_B1D, SlotInputs of all rows, CacheUpdate and dropped_B.
 
-        The selected rows are gathered into the least static bucket that holds them, so that the
-        cost of a step follows their number.
+        The block runs on the least static bucket that holds the selected rows.
         """
         batch = x_B1D.shape[0]
         _, rule_logits_B1, gates_B1 = self.decide(x_B1D, tokens, args)

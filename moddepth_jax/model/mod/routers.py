@@ -31,10 +31,7 @@ GATES = {
 
 
 class Router(nn.Module):
-    """Maps (x_BTD, tokens, number of the routed block) to float32 scores [B, T], by token.
-
-    A router is one subclass, registered in ROUTERS.
-    """
+    """Maps (x_BTD, tokens, number of the block) to float32 scores [B, T]; registered in ROUTERS."""
 
     routing: RoutingHparams
     gates = ('none',)  # names in GATES that make sense of its scores; `auto` is the first

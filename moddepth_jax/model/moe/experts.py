@@ -98,7 +98,7 @@ def tokens_choose(hparams: ExpertsHparams, scores_BTZ, real_BT, taken_BE) -> Exp
 def experts_choose(hparams: ExpertsHparams, scores_BTE, real_BT, thresholds_E) -> ExpertChoice:
     """Each expert takes the k T / num_routed tokens of highest score (Zhou et al. 2022, sec. 3.2).
 
-    That depends on the whole row; with thresholds, causally, it takes all with a higher score.
+    With thresholds it takes, causally, all with a higher score.
     """
     batch, length, num_routed = scores_BTE.shape
     if thresholds_E is None:
@@ -162,10 +162,7 @@ class Experts(nn.Module):
 
     @nn.compact
     def __call__(self, x_BTD, real_BT, state: ExpertState):
-        """The mlp's output, the ExpertsRecord, and the ExpertState for later tokens.
-
-        Padding, where `real_BT` is False, is computed by the shared experts alone.
-        """
+        """The mlp's output, the ExpertsRecord, and the ExpertState for later tokens."""
         hparams = self.hparams.experts
         wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
         router = nn.Dense(

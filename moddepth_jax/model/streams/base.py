@@ -13,10 +13,7 @@ from moddepth_jax.model.routing import TokenInfo
 
 
 class LayerKind(NamedTuple):
-    """What distinguishes the layers of a stack: layers of one kind can share a scan.
-
-    In a stream that has ends, the embedding writes (entry) and the final norm reads (exit).
-    """
+    """What distinguishes layers (those of one kind share a scan); parts: block, entry and exit."""
 
     routed: bool  # whether a router selects the tokens that its block processes
     window: int  # tokens that its attention sees; 0: all earlier ones
@@ -27,10 +24,9 @@ class LayerKind(NamedTuple):
 
 
 class Stream(nn.Module):
-    """What a layer reads from earlier layers and writes for later ones; by default, nothing.
+    """What a layer reads from earlier layers and writes for later ones, before and after its block.
 
-    A stream is one subclass in its own file, registered in STREAMS. From layer to layer it carries
-    one array [B, T, D]; between `read` and `write` the layer runs its block.
+    A stream is one subclass in its own file, registered in STREAMS; it carries one array [B, T, D].
     """
 
     hparams: ModelHparams
