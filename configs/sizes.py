@@ -18,8 +18,7 @@ def at_budget(arguments: str, size: str, budget: str):
 def apply_size(config, size: str):
     """Sets the shape of `config.model` to `size`, such as 6x128; ValueError for a bad one.
 
-    A block holds about 12 D^2 parameters. Matrices start at D^-1/2 and embeddings at 1: at these
-    widths that learns much faster than 0.02 for both.
+    A block has about 12 D^2 parameters; at these widths this start learns much faster than 0.02.
     """
     layers, _, width = size.partition('x')
     numbers = layers.isdecimal() and width.isdecimal()

@@ -39,15 +39,18 @@ _spent = 0.0  # seconds
 def fastest(candidates, shapes, device) -> tuple:
     """Finds the fastest of the candidates, `backends.Parts`: as remembered, else measured now.
 
-    Returns its Parts, the reason in words, {name: reason} against those that are not right, and
-    whether to warn: it was measured now, or nothing was right.
+    Returns it, the reason, {name: reason} against those that are not right, and whether to warn.
     """
     key = key_of(shapes, device)
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     name = f'{re.sub(r"[^0-9A-Za-z_]+", "_", device.kind)}-{digest}.json'
     if name not in _known:
+        path = cache_folder() / 'attention' / name
         try:
-            _known[name] = _read_or_measure(name, key, candidates, shapes, device)
+            with _exclusive(path):
+                kept = _read(path, key)
+                found = kept or _measure(path, key, candidates, shapes, device)
+            _known[name] = found, kept is None
         except UnavailableError as error:
             logging.warning('depth_attention: nothing can be measured: %s', error)
             _known[name] = str(error), True
@@ -103,14 +106,6 @@ def cache_folder() -> pathlib.Path:
     """This project's folder under XDG_CACHE_HOME, else ~/.cache."""
     cache = os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache')
     return pathlib.Path(cache, 'moddepth_jax')
-
-
-def _read_or_measure(name, key, candidates, shapes, device):
-    path = cache_folder() / 'attention' / name
-    with _exclusive(path):
-        if (results := _read(path, key)) is not None:
-            return results, False
-        return _measure(path, key, candidates, shapes, device), True
 
 
 def _read(path, key):
@@ -176,8 +171,7 @@ def _measure(path, key, candidates, shapes, device):
 def run_trial(parts, shapes, device, limit: float) -> dict:
     """Has a child process check and time one candidate; killed after `limit` seconds.
 
-    Returns {'milliseconds': forward and backward}, or {'failed': reason in one line}. Raises
-    UnavailableError if the child did not find the device, or did not get that far.
+    Returns {'milliseconds': time} or {'failed': reason}; UnavailableError: it found no device.
     """
     request = {'parts': parts._asdict(), 'shapes': shapes._asdict()}
     request |= {'kind': device.kind, 'limit': limit}

@@ -1,8 +1,4 @@
-"""Sequence and depth slots in one softmax, each part by a backend of `backends.BACKENDS`.
-
-The depth part continues the softmax that the sequence part began, and given the joint output and
-logsumexp the backward pass of either is that of plain attention (docs/depth_attention.md, 5).
-"""
+"""Sequence and depth slots in one softmax, each part by a backend (docs/depth_attention.md, 5)."""
 
 import functools
 from typing import NamedTuple

@@ -9,11 +9,7 @@ _MOST = {'bfloat16': 0.02, 'float16': 0.02, 'float32': 4e-3}
 
 
 def allowed_error(dtype: str, gradient: bool, plain_error: float, largest: float) -> float:
-    """The largest absolute error that a kernel's result may have.
-
-    It follows from `plain_error`, that of XLA's form in the same dtype (NaN sets no bound), and
-    from the largest absolute value of the exact result, at least 1.
-    """
+    """The largest error that a kernel's result may have, by that of XLA's and the largest value."""
     factor, least = _GRADIENTS if gradient else _OUTPUTS
     largest = max(1.0, largest)
     return min(_MOST[dtype] * largest, factor * plain_error + least * largest)

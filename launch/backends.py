@@ -59,7 +59,7 @@ def attentions(name: str) -> list:
 
 
 def cell(shapes, device, notes) -> str:
-    """The backends on a device, and the numbers of reasons in `notes`, to which new ones are added."""
+    """The backends on a device, and the numbers of reasons in `notes`, where new ones are added."""
     from kernels_pallas import backends
 
     def name(parts):

@@ -19,9 +19,8 @@ SLOTS_PER_ROUND = 4
 def order_before_writes(arrays, step):
     """Returns the arrays, none of which is available before all of them are.
 
-    In a loop that adds to a large array in place, pass a part that is read first through here
-    together with the array: otherwise XLA on CPUs may order the read last and copy the array. The
-    value of `step`, a traced integer, does not matter.
+    In a loop that adds to a large array in place, pass a part that is read first through here with
+    the array: else XLA on CPUs may read last, and copy the array. `step` is any traced integer.
     """
     # XLA on CPUs drops a bare barrier before it decides on copies; it cannot see that this loop
     # runs no iteration.

@@ -48,7 +48,7 @@ def _build(cls, values, prefix=''):
 
 
 def from_config(config) -> Hparams:
-    """The checked, frozen form of a ConfigDict or nested dict; ValueError of one line for others."""
+    """The checked, frozen form of a ConfigDict or nested dict; ValueError of one line if wrong."""
     return _build(Hparams, config)
 
 

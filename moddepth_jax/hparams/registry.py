@@ -14,10 +14,7 @@ class Registry(collections.abc.Mapping):
         self._knob, self._module, self._choices = knob, module, {}
 
     def register(self, name: str):
-        """Return a decorator that adds a choice; ValueError if this package has one of that name.
-
-        A config file is executed each time it is loaded, so others may be registered again.
-        """
+        """A decorator that adds a choice; ValueError if this package has one of that name."""
 
         def add(choice):
             known = self._choices.get(name)

@@ -121,8 +121,7 @@ class SelfAttention(nn.Module):
     ):
         """Attend to the cache `view` if T = 1, without it to each other; and to `depth`.
 
-        Returns the output, the KeysValues of tokens and of their depth slots, and `depth`,
-        threaded.
+        Returns the output, KeysValues of tokens and of their depth slots, and `depth`, threaded.
         """
         q_BTNH, k_BTKH, v_BTKH = self.query(x_BTD), self.key(x_BTD), self.value(x_BTD)
         if self.hparams.qk_norm != 'none':

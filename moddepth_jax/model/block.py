@@ -31,10 +31,7 @@ class BlockAux(NamedTuple):
 
 
 class Block(nn.Module):
-    """block(x): x + f(norm(x)) (`pre`), norm(x + f(x)) (`post`), or x + norm(f(x)) (`reordered`).
-
-    f is attention, then the mlp or the experts.
-    """
+    """x + f(norm(x)) (`pre`), norm(x + f(x)) (`post`) or x + norm(f(x)): f attention, then mlp."""
 
     hparams: ModelHparams
     window: int  # of attention; 0: no limit

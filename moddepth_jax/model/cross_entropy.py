@@ -1,8 +1,4 @@
-"""Next-token cross-entropy with z-loss that never holds the logits of all tokens.
-
-Each device goes through its tokens in chunks, and computes for each the logits, the losses and the
-gradients, so that no product is computed twice.
-"""
+"""Next-token cross-entropy with z-loss, in chunks of tokens that never hold all logits."""
 
 import functools
 
@@ -31,8 +27,8 @@ def token_losses(logits_BTV, labels_BT):
 def cross_entropy(x_BTD, params, labels_BT, z_loss: float, loss_chunk: int):
     """The sum over targets of nll + z_loss log_z^2; and, without gradients, nll_BT and log_z_BT.
 
-    `params` are those of the Transformer; labels are negative for targets that do not count. At
-    most `loss_chunk` tokens of a device have logits at once; 0: by LOGITS_BYTES.
+    Labels are negative for targets that do not count. At most `loss_chunk` tokens of a device have
+    logits at once; 0: by LOGITS_BYTES.
     """
     matrix, axes = head_matrix(params, x_BTD.dtype)
     names = _names(axes)

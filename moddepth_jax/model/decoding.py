@@ -1,7 +1,6 @@
 """Decoding: a prompt in one pass, then token by token over a cache of keys and values.
 
-Layers are unrolled, never scanned: XLA fuses the write of a scanned cache into its readers, and
-copies every cache at every token.
+Layers are unrolled: XLA would copy every cache of a scan at every token.
 """
 
 import jax.numpy as jnp
@@ -76,8 +75,7 @@ def prefill(unrolled, tokens_BT, segment_ids_BT, *, hparams, routing, capacity, 
 def decode_step(unrolled, cache: Cache, token_B, begins_B, active_B, *, hparams, routing: str):
     """float32 logits_BV after one more token of each row; CacheUpdates of blocks; dropped_B.
 
-    It writes nothing: `update_cache` does. `begins_B` says which tokens begin a document. Rows that
-    are not active are never selected in routed blocks.
+    Writes nothing. `begins_B`: tokens that begin a document; `active_B`: rows that may be selected.
     """
     check_causal(hparams, routing)
     documents_B = jnp.where(begins_B, cache.lengths_B, cache.documents_B)

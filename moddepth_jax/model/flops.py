@@ -29,7 +29,7 @@ def _layers(hparams: Hparams, length: int, routing: str):
 
 
 def expert_pairs(experts: ExpertsHparams, tokens: int) -> float:
-    """Pairs of a token and a routed expert in one layer, for `tokens` of a row at balanced loads."""
+    """Pairs of a token and a routed expert in a layer, for `tokens` of a row at balanced loads."""
     if experts.choice == 'expert':
         return experts.num_routed * experts.num_taken(tokens)
     pairs = tokens * experts.top_k * experts.num_routed / experts.num_choices
@@ -125,10 +125,7 @@ def empty_place_flops(hparams: Hparams, batch: int, length: int, routing: str = 
 
 
 def dot_general_flops(jaxpr) -> int:
-    """FLOPs of every dot_general and ragged_dot in a jaxpr, scan bodies times their length.
-
-    The most expensive branch of a `cond` counts, and the body of a `while` once.
-    """
+    """FLOPs of every product in a jaxpr: scans by their length, conds by their largest branch."""
     jaxpr = getattr(jaxpr, 'jaxpr', jaxpr)
     total = 0
     for eqn in jaxpr.eqns:

@@ -75,8 +75,7 @@ def cache_from_prefill(keys, capacity: int, positions_BS=None, lengths_B=None) -
 def update_cache(cache: Cache, updates, new_documents_B, dropped_B, active_B) -> Cache:
     """The cache after one token of each active row, by what `decoding.decode_step` returns.
 
-    `new_documents_B` says which tokens begin a document. Its caller jits it and donates `cache`: in
-    one program with the reads, XLA copies every cache.
+    Jit it by itself and donate `cache`: in one program with the reads, XLA copies every cache.
     """
     layers = []
     for layer, update in zip(cache.layers, updates, strict=True):

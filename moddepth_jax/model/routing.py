@@ -37,10 +37,7 @@ class RoutingRecord(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """The tokens that a block processes.
-
-    By top-C indices may name padding, under a causal rule none; neither changes a token.
-    """
+    """The tokens that a block processes; indices may name padding (top-C) or none (causal)."""
 
     indices_BC: jax.Array  # int32, ascending
     selected_BT: jax.Array  # bool, the real tokens among them

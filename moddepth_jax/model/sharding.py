@@ -145,8 +145,7 @@ def unshard_embedding(embedding_VD, dtype):
 def map_shards(function, arrays: dict, names: dict, names_out):
     """Call `function` with `arrays` by name on each device's own parts, which are independent.
 
-    XLA cannot look into a kernel, and would otherwise run it on all parts on every device. `names`
-    has the names of each array's axes, `names_out` those of the output, or of several.
+    XLA would run a kernel on all parts on every device. `names` and `names_out` name the axes.
     """
     mesh = _mesh()
     if mesh is None:
@@ -191,8 +190,7 @@ def sharded_routed_mlp(
 ) -> jax.Array:
     """`experts.routed_mlp` over the mesh of the context; a plain call if there is none.
 
-    Experts are split along `expert`, their inner width along `tensor`. All devices along `expert`
-    take the rows of the group, and keep the pairs of their own experts.
+    Experts are split along `expert`, whose devices all take the rows of the group.
     """
     mesh = _mesh()
     # Their gradients are split likewise: a device gets those of its own rows.

@@ -152,10 +152,7 @@ class MixtureOfDepths(nn.Module):
     def decode(
         self, x_B1D, tokens: TokenInfo, args: RoutingArgs, cache, documents_B, active_B, depth
     ):
-        """One new token of each row: x'_B1D, SlotInputs of all rows, CacheUpdate and dropped_B.
-
-        The block runs on the least static bucket that holds the selected rows.
-        """
+        """One new token of each row, in the least bucket: x', SlotInputs, CacheUpdate, dropped."""
         batch = x_B1D.shape[0]
         _, rule_logits_B1, gates_B1 = self.decide(x_B1D, tokens, args)
         wanted_B = active_B & (rule_logits_B1[:, 0] > 0)

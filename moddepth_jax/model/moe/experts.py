@@ -68,8 +68,7 @@ def normalize_weights(score_BTk):
 def tokens_choose(hparams: ExpertsHparams, scores_BTZ, real_BT, taken_BE) -> ExpertChoice:
     """Each token chooses its k experts of highest score (Dai et al. 2024, section 2.2).
 
-    The lower number wins ties. Under `row_capacity` an expert takes the first tokens of a row that
-    chose it, a causal count that continues from `taken_BE`, and drops the others.
+    Under `row_capacity` an expert takes the first tokens of a row, continuing from `taken_BE`.
     """
     num_routed, length = hparams.num_routed, scores_BTZ.shape[1]
     expert_BTk = map_batch_shards(lambda rows: jax.lax.top_k(rows, hparams.top_k)[1], scores_BTZ)
@@ -96,10 +95,7 @@ def tokens_choose(hparams: ExpertsHparams, scores_BTZ, real_BT, taken_BE) -> Exp
 
 
 def experts_choose(hparams: ExpertsHparams, scores_BTE, real_BT, thresholds_E) -> ExpertChoice:
-    """Each expert takes the k T / num_routed tokens of highest score (Zhou et al. 2022, sec. 3.2).
-
-    With thresholds it takes, causally, all with a higher score.
-    """
+    """Each expert takes its k T / num_routed best tokens (Zhou et al. 2022), or by thresholds."""
     batch, length, num_routed = scores_BTE.shape
     if thresholds_E is None:
         most = hparams.num_taken(length)

@@ -36,8 +36,7 @@ def resolve(product: str) -> str:
 def block_rows(num_pairs: int, num_experts: int, implementation: str) -> int:
     """Rows of a block of `make_layout`, a power of two; 1 for `ragged_dot`, which needs no padding.
 
-    At most half of the mean number of pairs of an expert, and an eighth of it above 32 (128 for
-    `batched`, which copies a matrix for each): larger blocks waste more in padding.
+    At most half of an expert's mean pairs, and an eighth above 32 (128 for `batched`).
     """
     if resolve(implementation) == 'ragged_dot':
         return 1
@@ -56,8 +55,7 @@ def num_blocks(num_pairs: int, num_experts: int, block: int) -> int:
 def make_layout(expert_Nk, num_experts: int, block: int, most: int | None = None) -> Layout:
     """Sort pairs by expert, stably; each expert begins at a multiple of `block` places.
 
-    A number outside [0, E) names no expert; at most `most` pairs (None: N k) name one. ValueError:
-    E or a block below 1.
+    At most `most` pairs (None: N k) name an expert in [0, E). ValueError: E or a block below 1.
     """
     for name, value in (('num_experts', num_experts), ('block', block)):
         if value < 1:

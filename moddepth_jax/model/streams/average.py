@@ -11,8 +11,7 @@ from moddepth_jax.model.streams.dense import DepthDense
 class DepthAverage(DepthDense):
     """read: a_l0 X_0 + .. + a_l(l-1) X_(l-1), one scalar each; write: append, as `dense`.
 
-    DenseFormer's average (Pagliardini et al. 2024, arXiv 2402.02622, section 3.1). It starts as the
-    residual stream, and the scalars have no weight decay.
+    DenseFormer's average (Pagliardini et al. 2024, arXiv 2402.02622); at first the residual stream.
     """
 
     parameter_axes = ()
