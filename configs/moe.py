@@ -30,7 +30,7 @@ def apply_experts(config):
 
 
 def get_config(arguments: str = ''):
-    """Arguments: size, budget, balance (weight of its loss), capacity (of an equal share); choice."""
+    """Arguments: size, budget, balance (weight of its loss), capacity (of equal shares), choice."""
     values = sizes.parse(
         arguments, size='4x128', budget='1.6e13', balance='0.001', capacity='1', choice='token'
     )

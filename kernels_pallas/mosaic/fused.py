@@ -1,7 +1,6 @@
 """Sequence and depth slots of one tile of queries in a single Hopper kernel: one softmax, no merge.
 
-A tile of a warpgroup has 64 rows: 8 tokens times 8 query heads of one key/value head, row 8 t + g.
-Two such tiles share a ring of stages that a third warpgroup fills (fused_body).
+A warpgroup's tile has 64 rows: 8 tokens times 8 query heads of a key/value head, row 8 t + g.
 """
 
 import types

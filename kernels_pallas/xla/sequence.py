@@ -1,7 +1,6 @@
 """Attention over the sequence by XLA, in blocks, so that memory grows with T and not with T x S.
 
-Up to 2048 tokens the blocks are static, each some queries with all keys that they may see. Longer
-sequences run loops over tiles of queries by keys, with an online softmax.
+Up to 2048 tokens the blocks are static; longer sequences run loops over tiles, softmax online.
 """
 
 import contextlib
@@ -197,10 +196,9 @@ def _flat(x):
 
 
 class _Tiles:
-    """Tiles of queries by tiles of keys.
+    """Tiles of queries by tiles of keys, all of one size.
 
-    The last tile reaches back over rows of the one before it, so that all are of one size. As it
-    comes first, the tile that owns these rows overwrites what it wrote.
+    The last one reaches back over rows of the one before, which comes later and overwrites them.
     """
 
     def __init__(self, q_BTNH, k_BSKH, mask, static):

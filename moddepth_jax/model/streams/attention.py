@@ -16,8 +16,8 @@ from moddepth_jax.model.streams.base import SlotProjection, Stream
 class DepthAttention(Stream):
     """read: the previous layer's query attends to the slots of layers 0..l-1 at the same token.
 
-    write: a query for the next read, and a slot's key and value, projected from the block's output.
-    From layer to layer it carries that query, heads side by side.
+    write: a query, which it carries to the next read, and a slot, projected from the block's
+    output.
     """
 
     has_ends = True
