@@ -80,8 +80,8 @@ def apply_olmo2(config):
 def apply_large_run(config):
     """The training recipe of the MoDA paper's 700M and 1.5B models (section 4), in bfloat16.
 
-    400B tokens; z-loss, decay and second moments of OLMo2's recipe, to which the paper refers. A
-    step runs in 32 parts: 4 rows at a time on each of 8 devices.
+    400B tokens; z-loss and the like from OLMo2's recipe. A step is 32 parts, 4 rows on each of 8
+    devices.
     """
     config.model.dtype = 'bfloat16'
     config.data.sequence_length = 4096
