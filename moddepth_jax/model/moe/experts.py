@@ -119,7 +119,7 @@ def experts_choose(hparams: ExpertsHparams, scores_BTE, real_BT, thresholds_E) -
 
 
 def routed_mlp(x_BTD, expert_BTk, weight_BTk, w1_EDF, w3_EDF, w2_EFD, product: str, most: int):
-    """sum_k weight w2_e(silu(x w1_e) * x w3_e); pairs outside [0, E), all but `most`, add nothing."""
+    """sum_k weight w2_e(silu(x w1_e) * x w3_e); at most `most` pairs of a row are in [0, E)."""
     batch, length, width = x_BTD.shape
     pairs, num_experts = batch * most, w1_EDF.shape[0]
     block = block_rows(pairs, num_experts, product)
