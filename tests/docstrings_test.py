@@ -23,15 +23,16 @@ def section(docstring: str, title: str) -> list[str]:
     return [name.strip('*') for group in names for name in re.split(', | and ', group)]
 
 
-def faults(tree) -> list[str]:
-    """The faults of the docstrings of a module, one line each."""
+def faults(tree, elsewhere=()) -> list[str]:
+    """The faults of the docstrings of a module, one line each; `elsewhere`: classes by name."""
     classes = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     found = [fault for node in classes.values() for fault in _of_class(node)]
     found += [fault for node in functions for fault in _of_arguments(node, node)]
     described = [(node, ()) for node in tree.body]
     for node in classes.values():
-        bases = [classes[base.id].body for base in node.bases if getattr(base, 'id', '') in classes]
+        every = {**dict(elsewhere), **classes}
+        bases = [every[base.id].body for base in node.bases if getattr(base, 'id', '') in every]
         inherited = [method.name for body in bases for method in body if hasattr(method, 'name')]
         if not node.name.startswith('_') and node in tree.body:
             described += [(method, inherited) for method in node.body]
@@ -70,7 +71,10 @@ def _of_arguments(node, function):
 
 def test_docstrings_of_the_tree():
     paths = sorted(path for package in PACKAGES for path in (ROOT / package).rglob('*.py'))
-    found = [f'{path}: {fault}' for path in paths for fault in faults(ast.parse(path.read_text()))]
+    trees = {path: ast.parse(path.read_text()) for path in paths}
+    nodes = [node for tree in trees.values() for node in ast.walk(tree)]
+    classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
+    found = [f'{path}: {fault}' for path in paths for fault in faults(trees[path], classes)]
     assert not found, '\n'.join(found)
 
 

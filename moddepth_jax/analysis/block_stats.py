@@ -257,7 +257,7 @@ def depth_mass(observed: Observations) -> dict | None:
     attention on slots and on the first token (the sink); `slots`: names of the slots; `by_slot`:
     by layer, the share on each.
     """
-    if observed.hparams.model.depth.reads_outputs:
+    if observed.hparams.model.depth.stream_class.reads_outputs:
         return None
     masses = [
         depth_mass_lib.depth_mass(observed.variables, observed.hparams, batch, observed.routing)

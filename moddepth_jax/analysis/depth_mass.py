@@ -44,7 +44,7 @@ def depth_mass(variables, hparams: Hparams, batch, routing: str) -> DepthMass:
         cannot run.
     """
     model = hparams.model
-    if model.depth.reads_outputs:
+    if model.depth.stream_class.reads_outputs:
         raise ValueError(
             f'model.depth.stream={model.depth.stream!r}: has no attention over depth to measure; '
             'must be moda, attention or residual'
@@ -190,7 +190,7 @@ def attention_row(variables, hparams: Hparams, tokens_T, layer: int, position: i
       ValueError: another stream; a layer or position out of range; a routed layer.
     """
     model, length = hparams.model, len(tokens_T)
-    if not (model.depth.is_residual or model.depth.joins_attention):
+    if not (model.depth.stream == 'residual' or model.depth.stream_class.joins_attention):
         right = 'must be residual or moda, whose blocks attend to both in one softmax'
         raise ValueError(f'model.depth.stream={model.depth.stream!r}: {right}')
     dense = [i for i in range(model.num_layers) if i not in model.routed_layers]

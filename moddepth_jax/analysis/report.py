@@ -241,7 +241,7 @@ def _next_steps(run):
 
 def _other_config(model):
     """A config that lacks one mechanism of the model; of a plain model one that has another."""
-    if model.depth.joins_attention:
+    if model.depth.stream_class.joins_attention:
         return 'moda.py' if model.routed_layers or model.expert_layers else 'moda.py:slots=none'
     if not model.expert_layers:
         return 'dense_isoflop.py' if model.routed_layers else 'mod_isoflop.py'

@@ -7,18 +7,14 @@ import importlib
 class Registry(collections.abc.Mapping):
     """The choices of one knob, by name: classes or functions that register themselves.
 
-    A look-up imports the module in which this package's own choices do so. So a config can be
-    checked against all choices, while `hparams` itself needs neither JAX nor Flax.
+    A look-up imports the module in which they do so: `hparams` itself needs neither JAX nor Flax.
     """
 
     def __init__(self, knob: str, module: str):
         self._knob, self._module, self._choices = knob, module, {}
 
     def register(self, name: str):
-        """Return a decorator that adds a choice; ValueError if this package has one of that name.
-
-        A config file is executed each time it is loaded, so others may be registered again.
-        """
+        """A decorator that adds a choice; ValueError if this package has one of that name."""
 
         def add(choice):
             known = self._choices.get(name)
