@@ -4,9 +4,8 @@ python -m launch.backends
 python -m launch.backends tiny moda_700m
 python -m launch.backends --page=docs/backends.md
 
-The model of each config of configs/ is traced at its own size, without computing anything, and the
-attentions that it asks for are looked up as `model.attention=auto` does, for machines that need not
-exist. --page names a file with both markers; the table replaces the text between them.
+The model of each config is traced at its own size, and its attentions are looked up as
+`model.attention=auto` does, for machines that need not exist.
 """
 
 import importlib
@@ -49,24 +48,18 @@ def attentions(name: str) -> list:
         config.training.num_steps = max(1, config.training.num_steps)
     hparams = from_config(config)
     rows = hparams.data.batch_size // hparams.training.accumulate_steps
-    model, seen = Transformer(hparams), []
-
-    def run(tokens_BT):
-        variables = model.init(jax.random.key(0), tokens_BT[:1])
-        with recorded() as found:
-            outputs = model.apply(variables, tokens_BT, rngs={'routing': jax.random.key(0)})
-        seen.extend(found)
-        return outputs[0]
-
-    jax.eval_shape(run, jax.ShapeDtypeStruct((rows, hparams.data.sequence_length), 'int32'))
-    return list(dict.fromkeys(seen))
+    model, key = Transformer(hparams), jax.random.key(0)
+    tokens_BT = jax.ShapeDtypeStruct((rows, hparams.data.sequence_length), 'int32')
+    variables = jax.eval_shape(model.init, key, tokens_BT)
+    with recorded() as found:
+        jax.eval_shape(
+            lambda *args: model.apply(*args, rngs={'routing': key}), variables, tokens_BT
+        )
+    return list(dict.fromkeys(found))
 
 
 def cell(shapes, platform, capability, note) -> str:
-    """The backends of sequence, depth slots and decoding on a device, and the numbers of notes.
-
-    `note` is a function from a reason to the number of its note.
-    """
+    """Backends of sequence, depth slots and decoding, and numbers that `note` gives to reasons."""
     from kernels_pallas import backends
 
     def name(parts):
@@ -80,9 +73,8 @@ def cell(shapes, platform, capability, note) -> str:
     candidates, refused = backends.plan(shapes, device)
     reasons = [f'{backend}: {why}' for backend, why in refused.items()]
     names, why = [name(parts) for parts in candidates], backends.not_measured(shapes, device)
-    text = names[0] if len(names) == 1 else 'the fastest of ' + ', '.join(names)
-    if len(names) > 1 and why:
-        text = names[0]
+    text = names[0] if why or not names[1:] else 'the fastest of ' + ', '.join(names)
+    if names[1:] and why:
         reasons.append(f'not measured: {why}')
     numbers = ', '.join(str(note(reason)) for reason in reasons)
     return f'{text} ({numbers})' if numbers else text

@@ -37,11 +37,11 @@ _OUT_OF_MEMORY = (
 def run(main, positional: str = ''):
     """Parses the flags, calls `main(argv)` and exits the process.
 
-    Exit status: 0 if main returned None (if it returns an int, that is the status); 2 with one line
-    on stderr after a bad flag or config, a ValueError, or a file that could not be used; 130 with
-    one line after Ctrl-C; 1 with a traceback for any other exception; 75 if another process of the
-    same run was lost. Processes of one run end together, and one of them reports an error that
-    several raise. `positional` is what --help says about positional arguments, if there are any.
+    Exit status: 0, or the int that main returned; 2 with one line on stderr after a bad flag or
+    config, a ValueError, or a file that could not be used; 130 with one line after Ctrl-C; 1 with a
+    traceback for any other exception; 75 if another process of the same run was lost. Processes of
+    one run end together, and one of them reports an error that several raise. `positional` is what
+    --help says about positional arguments, if there are any.
     """
     flags.DEFINE_boolean('traceback', False, 'Also show where in the code an error arose.')
     FLAGS.set_gnu_getopt(True)
@@ -50,17 +50,16 @@ def run(main, positional: str = ''):
 
 
 def define_config(default: str | None = None) -> flags.FlagHolder:
-    """Defines --config, which is required without a `default`, and --print_config.
+    """Defines --config, required without a `default`, and --print_config; it holds a ConfigDict.
 
-    The holder's `.value` is a locked ConfigDict. --config.model.num_layers=3 overrides a knob. The
-    text after a colon in --config=FILE.py:TEXT is passed to the file's get_config.
+    --config.model.num_layers=3 overrides a knob; in --config=FILE.py:TEXT, get_config gets TEXT.
     """
     # Imported here because launch.gpu also works without ml_collections.
     from ml_collections import config_flags
 
     from launch import config_file
 
-    text = _CONFIG_HELP + (f' Default: {default}.' if default else '')
+    text = _CONFIG_HELP + f' Default: {default}.' * bool(default)
     with _errors_in_one_line():  # config_flags reads a --flagfile here
         holder = config_flags.DEFINE_config_file('config', help_string=text)
     FLAGS['config'].parser = config_file.Parser()
@@ -99,10 +98,10 @@ def _call(main, argv):
     """Calls main; processes of one run end together, at once if one of them is lost."""
     try:
         with _errors_in_one_line():
+            if 'print_config' in FLAGS and FLAGS.print_config:
+                resolved = hparams.from_config(FLAGS.config)
+                return print(json.dumps(dataclasses.asdict(resolved), indent=2))
             try:
-                if 'print_config' in FLAGS and FLAGS.print_config:
-                    resolved = hparams.from_config(FLAGS.config)
-                    return print(json.dumps(dataclasses.asdict(resolved), indent=2))
                 status = main(argv)
                 if multihost := _multihost():
                     multihost.barrier('end of main')
@@ -204,18 +203,14 @@ def _illegal_value(error):
     flag = FLAGS[name[1]]
     if 'must have a value other than None' in text:
         return f'--{flag.name}: missing; {flag.help.split(". ")[0]}'
-    parser = flag.parser
+    parser, right = flag.parser, flag.parser.syntactic_help
     if isinstance(parser, flags.BooleanParser):
         right = 'true or false'
     elif isinstance(parser, flags.EnumParser):
         right = f'one of {", ".join(parser.enum_values)}'
     elif parser.flag_type() == 'tuple':
         right = "a tuple, such as '(256, 0)'"
-    elif parser.syntactic_help:
-        right = parser.syntactic_help
-    else:
-        return text
-    return f'{text.removesuffix(f": {error.__context__}")}: must be {right}'
+    return f'{text.removesuffix(f": {error.__context__}")}: must be {right}' if right else text
 
 
 def _unexpected(argument, argv):
@@ -232,14 +227,13 @@ def _own_flags():
 
 def _help_text(positional):
     lines = [inspect.cleandoc(sys.modules['__main__'].__doc__ or ''), '']
-    if positional:
-        lines += ['arguments:', textwrap.indent(positional, '  '), '']
+    lines += ['arguments:', f'  {positional}', ''] * bool(positional)
     lines.append('flags:')
     for flag in _own_flags():
         default = '' if flag.default in (None, False, '') else f' Default: {flag.default}.'
-        body = textwrap.fill(' '.join((flag.help + default).split()), 82)
-        lines.append(f'  --[no]{flag.name}' if flag.boolean else f'  --{flag.name}')
-        lines.append(textwrap.indent(body, ' ' * 6))
+        lines.append(f'  --{"[no]" * flag.boolean}{flag.name}')
+        indent = {'initial_indent': ' ' * 6, 'subsequent_indent': ' ' * 6}
+        lines.append(textwrap.fill(' '.join((flag.help + default).split()), 88, **indent))
     return '\n'.join(lines)
 
 
@@ -252,13 +246,10 @@ def load_saved_run(workdir: str, mesh_of=None):
     from moddepth_jax.training.progress import printable
     from moddepth_jax.training.saved_run import load_run, read_hparams
 
-    mesh = None
-    if mesh_of is not None:
-        mesh = multihost.run_on_all(lambda: mesh_of(read_hparams(workdir)[0]))
+    mesh = mesh_of and multihost.run_on_all(lambda: mesh_of(read_hparams(workdir)[0]))
     run = load_run(workdir, mesh)
-    if multihost.is_leader():
-        for note in run.notes:
-            print(printable(note), file=sys.stderr)
+    for note in run.notes if multihost.is_leader() else ():
+        print(printable(note), file=sys.stderr)
     enable_compilation_cache(run.hparams)
     return run
 
@@ -292,7 +283,7 @@ def enable_compilation_cache(hparams):
 
 
 @contextlib.contextmanager
-def progress_bar(what: str, total: int):
+def progress_bar(what: str, total: int, hidden: bool = False):
     """A bar on stderr of process 0, if that is a terminal; yields a function that advances it."""
     import rich.console
     import rich.progress as bars
@@ -300,7 +291,7 @@ def progress_bar(what: str, total: int):
     from moddepth_jax.training import multihost
 
     console = rich.console.Console(stderr=True)
-    hidden = not (console.is_terminal and multihost.is_leader())
+    hidden = hidden or not (console.is_terminal and multihost.is_leader())
     title = bars.TextColumn('{task.description}', markup=False)
     columns = (title, bars.BarColumn(), bars.MofNCompleteColumn(), bars.TimeRemainingColumn())
     with bars.Progress(*columns, console=console, transient=True, disable=hidden) as progress:
@@ -310,12 +301,10 @@ def progress_bar(what: str, total: int):
 def show(*blocks):
     """Prints tables, and lines of text without wrapping them; [brackets] in these are no markup."""
     import rich.console
-    import rich.text
 
-    console = rich.console.Console(highlight=False)
+    console = rich.console.Console(highlight=False, emoji=False)
     for block in blocks:
-        is_line = isinstance(block, str)
-        console.print(rich.text.Text(block) if is_line else block, soft_wrap=is_line)
+        console.print(block, soft_wrap=isinstance(block, str), markup=False)
 
 
 def table(rows: dict, first: str, *columns: str):
@@ -331,10 +320,17 @@ def table(rows: dict, first: str, *columns: str):
 
 
 def open_json(path: str | None, mode: str = 'w'):
-    """A context manager of the file of --json, or of None without one or if it is stdout.
+    """The file of --json, opened before the work; a context of None without one or for stdout."""
+    stdout = path in (None, '-')
+    return contextlib.nullcontext() if stdout else open(path, mode, encoding='utf-8')
 
-    Opened before the work, so that a bad path shows at once.
-    """
-    if path in (None, '-'):
-        return contextlib.nullcontext()
-    return open(path, mode, encoding='utf-8')
+
+def write_json(report, file, indent: int = 2):
+    """Writes JSON in place of what an open file has, None being stdout; NaN becomes null."""
+    from moddepth_jax.training.metrics import replace_nonfinite
+
+    if file is not None:
+        file.seek(0)
+        file.truncate()
+    text = json.dumps(replace_nonfinite(report), indent=indent, allow_nan=False, default=str)
+    print(text, file=file, flush=True)

@@ -10,8 +10,7 @@ python -m launch.convert --from_workdir=runs/smol --workdir=runs/smol_mod \\
 
 The folder of --from_hf holds config.json and *.safetensors of a Llama or OLMo2 model; a dense run
 of the same kind can be exported as one. --from_hf and --from_workdir make a run before its first
-step: launch.generate and launch.evaluate work on it, and
-launch.train --config=WORKDIR/config.json --workdir=WORKDIR continues it.
+step, for launch.generate, launch.evaluate, and launch.train --config=WORKDIR/config.json.
 """
 
 import json
@@ -57,7 +56,7 @@ def _import():
     prompt_tokens(hparams, tokenizer)
     dataset = make_dataset(hparams.data, hparams.seed, tokenizer=tokenizer)
     params, dtype = import_params(folder, hparams)
-    files = [folder / name for name in (CONFIG_FILE, *COPIED_FILES) if (folder / name).exists()]
+    files = _existing(folder, (CONFIG_FILE, *COPIED_FILES))
     name, kind = folder.resolve().name, given['model_type']
     note = {'from': 'hugging face', 'name': name, 'model_type': kind, 'dtype': dtype}
     first_checkpoint.write_new_run(WORKDIR.value, hparams, params, {}, dataset, note, files)
@@ -65,6 +64,10 @@ def _import():
     if tokenizer.name == 'bytes':
         print(f'{name} has no tokenizer: its ids are used as bytes')
     print(f'tokenizer {tokenizer.name}, {tokenizer.vocab_size:,} ids; data {dataset.corpus.name}')
+
+
+def _existing(folder, names):
+    return filter(pathlib.Path.exists, (folder / name for name in names))
 
 
 def _hparams_and_tokenizer(folder, knobs):
@@ -80,18 +83,16 @@ def _hparams_and_tokenizer(folder, knobs):
     config = CONFIG.value.copy_and_resolve_references()
     config.unlock()
     config.model.update(knobs)
-    found = next((folder / name for name in TOKENIZERS if (folder / name).exists()), None)
-    if found:
-        if config.data.tokenizer not in ('bytes', 'prepared', found.name):
-            right = f'the tokenizer is that of {folder}; leave it out, or use prepared'
-            raise ValueError(f'data.tokenizer={config.data.tokenizer!r}: {right}')
-        if config.data.tokenizer == 'bytes':
-            config.data.tokenizer = found.name
-    elif config.data.tokenizer == 'bytes':
-        for name in OTHER_FORMS:
-            if (folder / name).exists():
-                right = 'save it as tokenizer.json, or name one: --config.data.tokenizer=FILE'
-                raise ValueError(f'{folder / name}: this form of tokenizer is not read; {right}')
+    found, data = next(_existing(folder, TOKENIZERS), None), config.data
+    if found and data.tokenizer not in ('bytes', 'prepared', found.name):
+        right = f'the tokenizer is that of {folder}; leave it out, or use prepared'
+        raise ValueError(f'data.tokenizer={data.tokenizer!r}: {right}')
+    if not found and data.tokenizer == 'bytes':
+        for other in _existing(folder, OTHER_FORMS):
+            right = 'save it as tokenizer.json, or name one: --config.data.tokenizer=FILE'
+            raise ValueError(f'{other}: this form of tokenizer is not read; {right}')
+    if found and data.tokenizer == 'bytes':
+        data.tokenizer = found.name
     hparams = from_config(config)
     model = hparams.model
     if model.routed_layers or model.depth.stream != 'residual' or model.expert_layers:
@@ -129,12 +130,11 @@ def _export():
     with first_checkpoint.atomic_folder('to_hf', TO_HF.value) as folder:
         config = config_of(model, dtype, data.sequence_length, ids, original)
         export_params(folder, run.hparams, run.state.params, dtype)
-        for name in COPIED_FILES:
-            if (source_files / name).exists():
-                shutil.copyfile(source_files / name, folder / name)
+        for file in _existing(source_files, COPIED_FILES):
+            shutil.copy(file, folder)
         _name_separator(folder, tokenizer)
         (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + '\n', encoding='utf-8')
-        has_tokenizer = any((folder / name).exists() for name in TOKENIZER_FILES)
+        has_tokenizer = any(_existing(folder, TOKENIZER_FILES))
     print(f'{TO_HF.value}: {kind}, step {run.step}, {dtype}')
     if not has_tokenizer:
         what = f'{tokenizer.name} tokenizer, which has no file'
@@ -176,8 +176,7 @@ def _from_dense():
     params, averages, note = upcycle(run, hparams, dataset, measure_loss)
     if dtype := first_checkpoint.read_note(source).get('dtype'):
         note['dtype'] = dtype
-    source_files = pathlib.Path(source) / first_checkpoint.SOURCE_FILES
-    files = sorted(source_files.iterdir()) if source_files.is_dir() else []
+    files = sorted((pathlib.Path(source) / first_checkpoint.SOURCE_FILES).glob('*'))
     first_checkpoint.write_new_run(WORKDIR.value, hparams, params, averages, dataset, note, files)
     print(f'{source}, step {run.step}, {note["held_out_batches"]} held-out batches, nats a token')
     print(f'  dense       {note["dense_loss"]:.4f}')
@@ -220,8 +219,8 @@ def main(_):
         raise ValueError('--config: does not belong to --to_hf, which changes no knob')
     actions[given[0]]()
     if given != ['to_hf']:
-        print(f'train on it: python -m launch.train --config={workdir}/config.json', end=' ')
-        print(f'--workdir={workdir}')
+        line = f'python -m launch.train --config={workdir}/config.json --workdir={workdir}'
+        print(f'train on it: {line}')
 
 
 if __name__ == '__main__':

@@ -5,17 +5,15 @@ python -m launch.lm_eval --workdir=runs/moda --tasks=moda --json=moda.json
 python -m launch.lm_eval --workdir=runs/moda --tasks=my_task --include_path=my_tasks --num_fewshot=2
 
 A task is one of the harness's own, one of a folder of yaml files, or a yaml file; groups and tags
-stand for their tasks, moda for the ten of the paper on Mixture-of-Depths Attention. Data sets come
-from the Hugging Face Hub or from the cache that HF_HOME names; without a network a task needs data
-in that cache or in local files (dataset_path: json). Tasks run one after the other, and --json is
-written after each. The model has to fit the first device.
+stand for their tasks, moda for the ten of the MoDA paper. Data comes from the Hugging Face Hub, the
+cache that HF_HOME names, or local files (dataset_path: json). Tasks run one after the other, and
+--json is written after each. The model has to fit the first device.
 
 Needs lm-evaluation-harness: pip install 'moddepth-jax[lm_eval]'
 """
 
 import contextlib
 import importlib.util
-import json
 import logging
 import os
 import pathlib
@@ -52,10 +50,8 @@ _BARS = ('TQDM_DISABLE', 'HF_DATASETS_DISABLE_PROGRESS_BARS', 'HF_HUB_DISABLE_PR
 def _import():
     """The modules that need lm_eval, with its logs and progress bars turned off."""
     if importlib.util.find_spec('lm_eval') is None:
-        raise ValueError(
-            '--tasks: lm-evaluation-harness is not installed; '
-            "run: pip install 'moddepth-jax[lm_eval]'"
-        )
+        right = "run: pip install 'moddepth-jax[lm_eval]'"
+        raise ValueError(f'--tasks: lm-evaluation-harness is not installed; {right}')
     for name in _BARS:
         os.environ.setdefault(name, '1')
     from moddepth_jax.inference import harness, harness_tasks
@@ -77,15 +73,7 @@ def _run(tasks, lm, report, file):
         report['cut'] = lm.num_cut
         report['groups'] = tasks.group_results(report['results'])
         if file is not None:
-            file.seek(0)
-            file.truncate()
-            print(_as_json(report), file=file, flush=True)
-
-
-def _as_json(report):
-    from moddepth_jax.training.summary import replace_nonfinite
-
-    return json.dumps(replace_nonfinite(report), indent=2, default=str, allow_nan=False)
+            cli.write_json(report, file)
 
 
 def _print(report, tasks):
@@ -94,8 +82,8 @@ def _print(report, tasks):
 
     groups = [name for name, values in report['groups'].items() if 'sample_len' in values]
     hidden = set().union(*map(tasks.members, groups))
-    shown = report['results'] | report['groups']
-    shown = {name: values for name, values in shown.items() if name not in hidden}
+    every = report['results'] | report['groups']
+    shown = {name: values for name, values in every.items() if name not in hidden}
     print(f'{report["workdir"]}, step {report["step"]} of {report["num_steps"]}')
     print(make_table({**report, 'results': shown}))
     print(f'routing {report["routing"]}, context of {report["context"]} tokens')
@@ -146,7 +134,7 @@ def main(_):
             _run(tasks, lm, report, file)
         finally:
             if JSON.value == '-':
-                print(_as_json(report))
+                cli.write_json(report, None)
             elif report['results']:
                 _print(report, tasks)
 

@@ -55,11 +55,11 @@ PART_BYTES = flags.DEFINE_integer(
     'part_bytes', 16 << 20, 'Of text, about, that a kill may lose in each process.', lower_bound=1
 )
 
-_PLAIN_SECONDS = 10.0  # between lines of progress where there is no terminal
+_SECONDS = 10.0  # between lines of progress
 
 
 class _Progress:
-    """Shows the progress of each phase on stderr.
+    """Prints a line on stderr every few seconds of each phase.
 
     Attributes:
       tokenized: bytes of the input that this start turned into tokens.
@@ -71,46 +71,25 @@ class _Progress:
     @contextlib.contextmanager
     def phase(self, what, total, done=0):
         """As `prepare` takes it; an earlier start did `done` bytes of the total."""
-        import rich.console
-        import rich.progress as bars
+        start = shown = time.monotonic()
+        before = done
+        if done:
+            print(f'{what}: {_size(done)} of {_size(total)} were done before', file=sys.stderr)
 
-        console = rich.console.Console(stderr=True, highlight=False)
-        columns = (
-            bars.TextColumn(f'{what:9}', markup=False),
-            bars.BarColumn(),
-            bars.DownloadColumn(),
-            bars.TransferSpeedColumn(),
-            bars.TimeRemainingColumn(),
-        )
-        if console.is_terminal:
-            with bars.Progress(*columns, console=console, transient=True) as progress:
-                task = progress.add_task(what, total=total or None, completed=done)
-                yield lambda num_bytes: progress.advance(task, num_bytes)
-        else:
-            yield _line_printer(what, total, done)
+        def advance(num_bytes):
+            nonlocal done, shown
+            done += num_bytes
+            now = time.monotonic()
+            if now - shown < _SECONDS or done <= before:
+                return
+            shown, rate = now, (done - before) / (now - start)
+            left = format_seconds((total - done) / rate)
+            line = f'{what}: {_size(done)} of {_size(total)}, {_size(rate)}/s, {left} left'
+            print(line, file=sys.stderr, flush=True)
+
+        yield advance
         if what == 'tokens':
-            self.tokenized = total - done
-
-
-def _line_printer(what, total, done):
-    """A function of the bytes that are new, which sometimes prints a line on stderr."""
-    start = shown = time.monotonic()
-    before = done
-    if done:
-        print(f'{what}: {_size(done)} of {_size(total)} were done before', file=sys.stderr)
-
-    def advance(num_bytes):
-        nonlocal done, shown
-        done += num_bytes
-        now = time.monotonic()
-        if now - shown < _PLAIN_SECONDS or done <= before:
-            return
-        shown, rate = now, (done - before) / (now - start)
-        left = format_seconds((total - done) / rate)
-        line = f'{what}: {_size(done)} of {_size(total)}, {_size(rate)}/s, {left} left'
-        print(line, file=sys.stderr, flush=True)
-
-    return advance
+            self.tokenized = total - before
 
 
 def _size(num_bytes):

@@ -18,13 +18,8 @@ _AGAIN = 'download it again'
 class TensorFiles(contextlib.ExitStack):
     """The tensors of a folder by name, read on demand. A context manager.
 
-    Attributes:
-      shapes: of each tensor.
-      dtypes: float32, bfloat16 or float16, of each.
-
-    Raises:
-      ValueError: one line that names the file, if there is none, or if one is truncated, missing,
-        lacks a tensor that the index assigns to it, or holds other dtypes.
+    `shapes` and `dtypes` (float32, bfloat16 or float16) are of each tensor. Raises ValueError
+    for a file that is missing, truncated, without a tensor of the index, or of other dtypes.
     """
 
     def __init__(self, folder: pathlib.Path):
@@ -96,24 +91,19 @@ def write_tensors(
 ) -> None:
     """Writes tensors to one file, or to several of at most `max_bytes` (a tensor at least) each.
 
-    `shapes` has each tensor in order, and `read` returns it by its name; `dtype` is one of the
-    values of `DTYPES`. Raises ValueError for a value that is not finite in it.
+    `read` returns a tensor by its name. Raises ValueError for a value that `dtype` cannot hold.
     """
     from safetensors.numpy import save_file
 
     wanted = jnp.dtype(dtype)
     sizes = {name: int(np.prod(shape)) * wanted.itemsize for name, shape in shapes.items()}
-    shards, filled = [[]], 0
+    shards, places = [[]], {}
     for name, size in sizes.items():
-        if shards[-1] and filled + size > max_bytes:
+        if shards[-1] and size + sum(map(sizes.get, shards[-1])) > max_bytes:
             shards.append([])
-            filled = 0
         shards[-1].append(name)
-        filled += size
-    places = {}
-    for i, names in enumerate(shards):
-        numbered = f'model-{i + 1:05d}-of-{len(shards):05d}.safetensors'
-        file = numbered if len(shards) > 1 else ONE_FILE
+    for i, names in enumerate(shards, 1):
+        file = f'model-{i:05d}-of-{len(shards):05d}.safetensors' if shards[1:] else ONE_FILE
         places |= dict.fromkeys(names, file)
         arrays = {name: _rounded(name, read(name), wanted) for name in names}
         save_file(arrays, folder / file, metadata={'format': 'pt'})

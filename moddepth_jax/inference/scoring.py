@@ -21,12 +21,9 @@ _IN_FLIGHT = 2  # batches on the device, so that it does not wait for the host
 
 
 class Score(NamedTuple):
-    """Of one continuation.
+    """Log-likelihood of a continuation in nats, and tokens cut from the left of its context.
 
-    Attributes:
-      log_likelihood: of its tokens given the context, in nats, 0 or less.
-      greedy: whether each of its tokens is the likeliest there (among equals the lowest id).
-      cut: tokens removed from the left of its context to fit the model's.
+    `greedy`: whether each of its tokens is the likeliest there, among equals the lowest id.
     """
 
     log_likelihood: float
@@ -101,10 +98,10 @@ def _checked(hparams, requests):
 
 
 def _shared_rows(requests):
-    """Lists of requests by number, longest rows first; the first request of a row is all of it.
+    """Lists of requests by number, longest rows first.
 
-    A request that is a prefix of another shares its row: a prediction depends only on the tokens up
-    to it, so options of one token, or a text and its own beginning, are scored by one row.
+    A request that is a prefix of another (an option of one token, a text's beginning) shares its
+    row, since a prediction depends only on the tokens up to it.
     """
     rows = []
     # In this order a row is followed by its prefixes.
@@ -155,13 +152,10 @@ def score(
     is compiled for each length that occurs. A row is one document, whatever its tokens are. The
     size and the other rows of a batch change nothing but rounding.
 
-    Args:
-      variables, hparams: of the Transformer; TrainState.variables.
-      requests: pairs of token id sequences, context and continuation, of one token at least. The
-        left of a context that does not fit `data.sequence_length` is removed.
-      batch_size: rows that run together.
-      routing: a causal rule; None for the one the model was trained for.
-      on_scored: called with the number of requests that were scored, as it happens.
+    `requests` are pairs of token id sequences, context and continuation, of one token at least; the
+    left of a context that does not fit `data.sequence_length` is removed. `routing` is a causal
+    rule, by default the one the model was trained for. `on_scored` is called with the number of
+    requests that were scored, as it happens.
 
     Raises:
       ValueError: a request that is empty, of an unknown id, or with a continuation longer than the
