@@ -15,9 +15,7 @@ from absl import flags
 
 from launch import cli
 
-PAGE = flags.DEFINE_string(
-    'page', None, 'Write the table into this file, between its markers, and do not print it.'
-)
+PAGE = flags.DEFINE_string('page', None, 'File to write the table into, between its markers.')
 BEGIN = '<!-- backends: written by python -m launch.backends -->'
 END = '<!-- end of backends -->'
 # Columns of devices, on which measuring is assumed to be possible: platform and compute capability.

@@ -3,12 +3,10 @@
   python -m launch.bench step
   python -m launch.bench step --size=6x256 --lengths=512,2048 --json=step.json
   python -m launch.bench step --variants=dense,mod,moda,both --size=124m --dtype=bfloat16
-  python -m launch.bench step --variants=dense,moe,mode
   python -m launch.bench decode --batches=1,8,16,64 --kv_heads=8,2
   python -m launch.bench depth --depths=8,16,32,64
   python -m launch.bench experts --shapes=1024x256x704x64x6,4096x256x512x8x2
   python -m launch.bench attention --json=attention.json --plot=attention.png
-  python -m launch.bench attention --lengths=4096 --slots=0,64 --implementations=cudnn,pallas
   python -m launch.bench scoring --size=6x128 --repeats=11
 
 What is compared is timed in turn. moddepth_jax.benchmarks.registry lists the benchmarks.
@@ -83,7 +81,7 @@ def main(argv):
         try:
             for result, tables in BENCHMARKS[name](**arguments):
                 results.append(result)
-                if file:  # complete after each result
+                if file:
                     cli.write_json(results, file)
                 for table in tables if JSON.value != '-' else ():
                     print_table(table, width)

@@ -21,8 +21,8 @@ FLAGS = flags.FLAGS
 flags.disclaim_key_flags()  # flags defined below belong to the command that asks for them
 
 _CONFIG_HELP = (
-    'FILE.py or FILE.py:TEXT, such as configs/base.py: its get_config(), or get_config(TEXT). Or '
-    'WORKDIR/config.json, that of a run. --config.model.num_layers=12 sets a knob.'
+    'FILE.py, FILE.py:TEXT (an argument of its get_config) or WORKDIR/config.json, that of a run. '
+    '--config.model.num_layers=12 sets a knob.'
 )
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE, errno.EROFS)
 # Set by launch.local for all processes but the first, which reports bad flags for all of them.
@@ -76,10 +76,7 @@ def config_name() -> str:
 
 
 def _prepare_backend():
-    """Sets the environment that JAX reads when it looks for devices, and silences libraries.
-
-    Fake CPU devices need two threads each, or XLA's CPU runtime can block until it aborts.
-    """
+    """Gives fake CPU devices two threads each, or XLA may block, and silences libraries."""
     counts = re.findall(r'_host_platform_device_count=(\d+)', os.environ.get('XLA_FLAGS', ''))
     if counts and int(counts[-1]) >= 2:
         os.environ.setdefault('NPROC', str(2 * int(counts[-1])))
@@ -89,7 +86,7 @@ def _prepare_backend():
 
 
 def _multihost():
-    """The module training.multihost if main has initialized several processes by it, else None."""
+    """The module training.multihost if main has initialized several processes, else None."""
     module = sys.modules.get('moddepth_jax.training.multihost')
     return module if module is not None and module.is_initialized() else None
 
@@ -118,7 +115,6 @@ def _call(main, argv):
 
 
 def _exit(status, error):
-    """Ends the process after `error` was reported."""
     if multihost := _multihost():
         multihost.exit_process(status, error)
     sys.exit(status)
@@ -238,10 +234,7 @@ def _help_text(positional):
 
 
 def load_saved_run(workdir: str, mesh_of=None):
-    """Loads the SavedRun in `workdir`; process 0 prints the notes about it to stderr.
-
-    `mesh_of` returns the mesh for its state from its hyper-parameters; None: one device.
-    """
+    """Loads the SavedRun in `workdir` on the mesh of `mesh_of(hparams)`, or on one device."""
     from moddepth_jax.training import multihost
     from moddepth_jax.training.progress import printable
     from moddepth_jax.training.saved_run import load_run, read_hparams
@@ -256,8 +249,8 @@ def load_saved_run(workdir: str, mesh_of=None):
 
 def define_routing(rules: str, more: str = '') -> flags.FlagHolder:
     """Defines --routing, one of `rules`; the default is None, the rule of the run."""
-    default = f'Default: the rule that the run was trained for{more}.'
-    return flags.DEFINE_string('routing', None, f'How tokens are routed: {rules}. {default}')
+    text = f'How tokens are routed: {rules}. Default: the rule of the training{more}.'
+    return flags.DEFINE_string('routing', None, text)
 
 
 def checked_mesh(hparams, text: str, batch_size: int | None = None):

@@ -25,15 +25,9 @@ CONFIG = cli.define_config(default='configs/imported.py')
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run, new but for --to_hf.')
 FROM_HF = flags.DEFINE_string('from_hf', None, 'Folder of a Hugging Face model to import.')
 TO_HF = flags.DEFINE_string('to_hf', None, 'New folder for --workdir as a Hugging Face model.')
-FROM_WORKDIR = flags.DEFINE_string(
-    'from_workdir', None, 'Dense run that --workdir starts from; --config says what it adds.'
-)
-DTYPE = flags.DEFINE_enum(
-    'dtype', None, ['float32', 'bfloat16', 'float16'], 'Of --to_hf. Default: as imported.'
-)
-SEPARATOR = flags.DEFINE_string(
-    'separator', None, 'Special token that starts a document. Default: as the files of --from_hf.'
-)
+FROM_WORKDIR = flags.DEFINE_string('from_workdir', None, 'Dense run to start --workdir from.')
+DTYPE = flags.DEFINE_enum('dtype', None, ['float32', 'bfloat16', 'float16'], 'Of --to_hf.')
+SEPARATOR = flags.DEFINE_string('separator', None, 'Token that starts documents of --from_hf.')
 TOKENIZERS = ('tokenizer.json', 'tokenizer.model')
 TOKENIZER_FILES = (*TOKENIZERS, 'tokenizer_config.json', 'special_tokens_map.json')
 OTHER_FORMS = ('vocab.json', 'vocab.txt', 'merges.txt', 'tokenizer_config.json')
@@ -41,7 +35,6 @@ COPIED_FILES = (*TOKENIZER_FILES, 'generation_config.json')
 
 
 def _import():
-    """Writes a run with the parameters of --from_hf."""
     from moddepth_jax.conversion.families import CONFIG_FILE, knobs_of, read_config
 
     folder = pathlib.Path(FROM_HF.value)
@@ -75,11 +68,11 @@ def _hparams_and_tokenizer(folder, knobs):
     from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer, tokenizer_of
     from moddepth_jax.hparams import from_config
 
-    for name, given in config_file.overrides():
-        knob = name.removeprefix('config.model.')
-        if name != knob and knob in knobs and CONFIG.value.model[knob] != knobs[knob]:
-            right = f'is {knobs[knob]!r} in {folder}/config.json; leave it out'
-            raise ValueError(f'{given}: {right}')
+    overrides = dict(config_file.overrides())
+    for knob, value in knobs.items():
+        given = overrides.get(f'config.model.{knob}')
+        if given and CONFIG.value.model[knob] != value:
+            raise ValueError(f'{given}: is {value!r} in {folder}/config.json; leave it out')
     config = CONFIG.value.copy_and_resolve_references()
     config.unlock()
     config.model.update(knobs)
@@ -109,7 +102,6 @@ def _hparams_and_tokenizer(folder, knobs):
 
 
 def _export():
-    """Writes --workdir as a Hugging Face folder."""
     from moddepth_jax.conversion.families import CONFIG_FILE, config_of, family_of, read_config
     from moddepth_jax.conversion.hugging_face import export_params
     from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
@@ -121,10 +113,11 @@ def _export():
     run = cli.load_saved_run(WORKDIR.value)
     model, data = run.hparams.model, run.hparams.data
     dtype = DTYPE.value or first_checkpoint.read_note(workdir).get('dtype', 'float32')
-    source_files, original = workdir / 'tokenizer', None
-    if (workdir / first_checkpoint.SOURCE_FILES / CONFIG_FILE).exists():
-        source_files = workdir / first_checkpoint.SOURCE_FILES
+    source_files, original = workdir / first_checkpoint.SOURCE_FILES, None
+    if (source_files / CONFIG_FILE).exists():
         original = read_config(source_files)
+    else:
+        source_files = workdir / 'tokenizer'
     tokenizer = tokenizer_of(data, workdir)
     ids = {'bos_token_id': tokenizer.separator, 'eos_token_id': list(tokenizer.stops)}
     with first_checkpoint.atomic_folder('to_hf', TO_HF.value) as folder:
@@ -154,7 +147,6 @@ def _name_separator(folder, tokenizer):
 
 
 def _from_dense():
-    """Writes a run of --config with the parameters of the dense run --from_workdir."""
     from moddepth_jax.analysis.report import prompt_tokens
     from moddepth_jax.conversion.transfer_params import check_convertible
     from moddepth_jax.conversion.upcycle import upcycle

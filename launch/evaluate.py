@@ -30,21 +30,13 @@ DATA = flags.DEFINE_string(
     'Other text: a glob or folder of launch.prepare (what was held out, if the run was trained on '
     'it), or stdlib, python_environment, synthetic, recall.',
 )
-DOMAINS = flags.DEFINE_string(
-    'domains', None, 'Folder: evaluates on each file and folder in it separately, as --data would.'
-)
-TEXT_FIELD = flags.DEFINE_string(
-    'text_field', None, "Field or column of the text in --data or --domains. Default: the run's."
-)
+DOMAINS = flags.DEFINE_string('domains', None, 'Folder: each file and folder in it, as --data.')
+TEXT_FIELD = flags.DEFINE_string('text_field', None, 'Of --data or --domains, not as in the run.')
 NUM_BATCHES = flags.DEFINE_integer(
     'num_batches', None, '0: all. Default: evaluation.final_batches of the run.', lower_bound=0
 )
-PER_LAYER = flags.DEFINE_boolean(
-    'per_layer', False, 'Also measure the routing gap of each routed block separately.'
-)
-MESH = flags.DEFINE_string(
-    'mesh', '', 'Devices by axis, as of launch.train. Default: as many, as data, as divide a batch.'
-)
+PER_LAYER = flags.DEFINE_boolean('per_layer', False, 'Also the routing gap of each routed block.')
+MESH = flags.DEFINE_string('mesh', '', 'As of launch.train. Default: as much data as divides rows.')
 JSON = flags.DEFINE_string('json', None, 'File for the result; - for stdout, and nothing else.')
 
 

@@ -5,8 +5,7 @@ python -m launch.generate --workdir=runs/mod_isoflop --prompt='def ' --prompt='c
     --max_tokens=100 --temperature=0.8 --top_p=0.95 --num_samples=3
 python -m launch.generate --workdir=runs/mod_isoflop --mesh=fsdp=2,tensor=2
 
-A model that does not fit one device needs --mesh, or several processes that are started with the
-same command, see launch.train; the devices that it was trained on do not matter.
+A model that does not fit one device needs --mesh, or several processes as launch.train has them.
 """
 
 import codecs
@@ -20,19 +19,15 @@ from absl import flags
 from launch import cli
 
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.', required=True)
-PROMPT = flags.DEFINE_multi_string(
-    'prompt', [''], 'Start of the text; several run together. Default: none, a new document begins.'
-)
-MAX_TOKENS = flags.DEFINE_integer(
-    'max_tokens', None, 'To add. Default: 200, or as many as fit the context.', lower_bound=1
-)
+PROMPT = flags.DEFINE_multi_string('prompt', [''], 'Start of the text; several run together.')
+MAX_TOKENS = flags.DEFINE_integer('max_tokens', None, 'To add. Default: 200.', lower_bound=1)
 TEMPERATURE = flags.DEFINE_float('temperature', 1.0, 'Lower is safer, 0 takes the likeliest token.')
 TOP_P = flags.DEFINE_float('top_p', 1.0, 'Draw from the likeliest tokens of this probability.')
 SEED = flags.DEFINE_integer('seed', 0, 'Of the draws.', lower_bound=0, upper_bound=2**32 - 1)
 NUM_SAMPLES = flags.DEFINE_integer('num_samples', 1, 'Texts for each prompt.', lower_bound=1)
 ROUTING = cli.define_routing('aux_loss, predictor, threshold or dense')
 MESH = flags.DEFINE_string(
-    'mesh', None, 'As of launch.train. Default: one device; for several processes all, as data.'
+    'mesh', None, 'As of launch.train. Default with one process: one device.'
 )
 DEFAULT_TOKENS = 200
 
@@ -116,7 +111,7 @@ def _request(run):
 
 
 def _write(run):
-    """Generates; process 0 prints, a single text while it grows."""
+    """Generates; process 0 prints."""
     from moddepth_jax.inference.generate import generate
     from moddepth_jax.training import multihost
 

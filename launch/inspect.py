@@ -22,9 +22,7 @@ WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.', required
 TEXT = flags.DEFINE_string('text', None, 'A file, - for stdin, or the text itself.', required=True)
 OUT = flags.DEFINE_string('out', None, 'Directory for page, numbers and pictures.', required=True)
 ROUTING = cli.define_routing('top_c (looks at the future), aux_loss, predictor, threshold or dense')
-LANGUAGE = flags.DEFINE_enum(
-    'language', 'auto', ['auto', 'python', 'prose'], 'Of the text, for the kinds of tokens.'
-)
+LANGUAGE = flags.DEFINE_enum('language', 'auto', ['auto', 'python', 'prose'], 'Of the text.')
 MAX_TOKENS = flags.DEFINE_integer('max_tokens', 5000, 'Of the text, to show.', lower_bound=1)
 FILES = ('routing.html', 'routing.json', 'routing.png', 'depth_mass.png', 'depth_mass.json')
 STRIP = 128  # tokens across the picture
@@ -47,7 +45,6 @@ def _read_text():
 
 
 def _printable(name):
-    """A file's name, which may be of any bytes."""
     return printable(os.fsencode(name).decode('utf-8', 'replace'))
 
 
@@ -128,7 +125,7 @@ def _describe(out, data):
     if totals['loss'] is not None:
         parts.append(f'loss {totals["loss"]:.4f} nats a token')
     if about['routed']:
-        looks = ', which looks at the future' if about['looks_ahead'] else ''
+        looks = ', which looks at the future' * about['looks_ahead']
         parts.append(f'by {about["routing"]}{looks}')
         parts.append(f'{totals["enter_none"]:.1%} skip every routed block')
     else:

@@ -23,23 +23,13 @@ from absl import flags
 from launch import cli
 
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.', required=True)
-TASKS = flags.DEFINE_list(
-    'tasks', None, 'Tasks, groups, tags or yaml files; moda: ten of the MoDA paper.', required=True
-)
-INCLUDE_PATH = flags.DEFINE_list(
-    'include_path', [], "Folders of task yaml files, which have precedence over the harness's own."
-)
-NUM_FEWSHOT = flags.DEFINE_integer(
-    'num_fewshot', None, 'Examples before a question. Default: as the task says.', lower_bound=0
-)
+TASKS = flags.DEFINE_list('tasks', None, 'Tasks, groups, tags or yaml files.', required=True)
+INCLUDE_PATH = flags.DEFINE_list('include_path', [], 'Folders of task yaml files, read first.')
+NUM_FEWSHOT = flags.DEFINE_integer('num_fewshot', None, 'Default: as the task says.', lower_bound=0)
 LIMIT = flags.DEFINE_float('limit', None, 'First documents of each task; below 1 a share of them.')
-BATCH_SIZE = flags.DEFINE_integer(
-    'batch_size', 32, 'Rows that run together; changes speed and memory only.', lower_bound=1
-)
+BATCH_SIZE = flags.DEFINE_integer('batch_size', 32, 'Rows that run together.', lower_bound=1)
 ROUTING = cli.define_routing('aux_loss, predictor, threshold or dense')
-SEED = flags.DEFINE_integer(
-    'seed', 1234, 'Of examples and draws.', lower_bound=0, upper_bound=2**31
-)
+SEED = flags.DEFINE_integer('seed', 1234, 'Of all draws.', lower_bound=0, upper_bound=2**31)
 JSON = flags.DEFINE_string('json', None, 'File for the results; - for stdout, and nothing else.')
 
 OWN_TASKS = pathlib.Path(__file__).parent / 'lm_eval_tasks'
@@ -96,9 +86,7 @@ def _print(report, tasks):
 
 
 def main(_):
-    """Runs the tasks, and shows the finished ones even if one fails."""
     from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
-    from moddepth_jax.model.transformer import causal_routing, check_causal
 
     if LIMIT.value is not None and not LIMIT.value > 0:
         raise ValueError(f'--limit={LIMIT.value:g}: must be above 0')
@@ -106,14 +94,12 @@ def main(_):
     import lm_eval
 
     run = cli.load_saved_run(WORKDIR.value)
-    hparams = run.hparams_of_stage
-    routing = ROUTING.value or causal_routing(hparams)
-    check_causal(hparams, routing)
+    tokenizer = tokenizer_of(run.hparams.data, WORKDIR.value)
+    how = {'batch_size': BATCH_SIZE.value, 'routing': ROUTING.value, 'seed': SEED.value}
+    model = run.state.variables, run.hparams_of_stage
+    lm = harness.HarnessLM(*model, tokenizer, bar=cli.progress_bar, **how)
     with cli.progress_bar('reading the list of tasks', 1):
         tasks = harness_tasks.HarnessTasks(TASKS.value, [str(OWN_TASKS), *INCLUDE_PATH.value])
-    tokenizer = tokenizer_of(hparams.data, WORKDIR.value)
-    how = {'batch_size': BATCH_SIZE.value, 'routing': routing, 'seed': SEED.value}
-    lm = harness.HarnessLM(run.state.variables, hparams, tokenizer, bar=cli.progress_bar, **how)
     report = {
         'workdir': WORKDIR.value,
         'step': run.step,
@@ -123,7 +109,7 @@ def main(_):
         'tasks': TASKS.value,
         'num_fewshot': NUM_FEWSHOT.value,
         'limit': LIMIT.value,
-        **how,
+        **(how | {'routing': lm.routing}),
         'lm_eval_version': lm_eval.__version__,
         'cut': 0,
         'results': {},

@@ -5,9 +5,8 @@ python -m launch.local --processes=2 --devices=4 --restarts=3 -- --config=config
 python -m launch.local --processes=2 -- launch.evaluate --workdir=runs/moda
 
 Process 0 prints; of the others, stderr is shown. SIGTERM and Ctrl-C stop all of them, saved; a
-second Ctrl-C ends them at once. On Linux no process outlives this one, even if it is killed;
-elsewhere they would run to their end. The exit status is that of process 0, or of the process that
-died.
+second Ctrl-C ends them at once. On Linux no process outlives this one, even if it is killed. The
+exit status is that of process 0, or of the process that died.
 """
 
 import ctypes
@@ -26,16 +25,11 @@ from absl import flags
 from launch import cli
 
 PROCESSES = flags.DEFINE_integer('processes', 2, 'How many.', lower_bound=1)
-DEVICES = flags.DEFINE_integer(
-    'devices', 0, 'Fake CPU devices of each process. 0: the devices that JAX finds.', lower_bound=0
-)
-RESTARTS = flags.DEFINE_integer(
-    'restarts', 0, 'How often all processes are restarted after one died.', lower_bound=0
-)
+DEVICES = flags.DEFINE_integer('devices', 0, 'Fake CPU devices a process. 0: none.', lower_bound=0)
+RESTARTS = flags.DEFINE_integer('restarts', 0, 'Of all processes, if one died.', lower_bound=0)
 
 POSITIONAL = (
-    'After --: the flags of launch.train. If the first of them is not a flag but a module, such as '
-    'launch.evaluate, that module runs.'
+    'After --: the flags of launch.train; or another module, as launch.evaluate, and its own.'
 )
 BAD_INPUT = 2  # the status of a command that would fail again
 # Of a process that lost another one: see training.multihost, and the abort of JAX's own runtime.

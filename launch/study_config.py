@@ -13,14 +13,9 @@ SET_BY_STUDY = {  # knobs that a study sets, and the flag that they follow from
     'flop_budget': '--budgets',
     'training.num_steps': '--steps',
     'optimizer.learning_rate': '--learning_rates',
-    'model.num_layers': '--sizes',
-    'model.d_model': '--sizes',
-    'model.routing.router': '--variants',
-    'model.routing.layers': '--variants',
-    'model.routing.capacity': '--variants',
-    'model.experts.choice': '--variants',
-    'model.depth.stream': '--variants',
-    'model.depth.slots': '--variants',
+    **dict.fromkeys(('model.num_layers', 'model.d_model'), '--sizes'),
+    **{f'model.routing.{knob}': '--variants' for knob in ('router', 'layers', 'capacity')},
+    **{f'model.{knob}': '--variants' for knob in ('experts.choice', 'depth.stream', 'depth.slots')},
 }
 
 
@@ -85,11 +80,10 @@ class StudyConfig:
             return train_step_flops(from_config(self.config(variant, size, budget)))
 
         if size not in self._shallower:
-            flops_of_mod = flops('mod', size)
             layers, _, width = size.partition('x')
             depths = range(1, int(layers) + 1)
             by_depth = {depth: flops('dense', f'{depth}x{width}') for depth in depths}
-            self._shallower[size] = f'{nearest_depth(by_depth, flops_of_mod)}x{width}'
+            self._shallower[size] = f'{nearest_depth(by_depth, flops("mod", size))}x{width}'
         return self._shallower[size]
 
 

@@ -17,6 +17,7 @@ from moddepth_jax.model.transformer import causal_routing, check_causal
 
 _MIN_LENGTH = 16  # prompts are padded to powers of two: few shapes, few compilations
 _CAPACITY_STEP = 128  # the capacity of dense caches is a multiple of this
+_SIZES = ('capacity', 'routed_capacity')
 _STATIC = ('hparams', 'routing', 'temperature', 'top_p', 'tokenizer')
 
 
@@ -56,10 +57,8 @@ def check_prompt(hparams: Hparams, prompt, num_tokens: int):
         raise ValueError(f'num_tokens={num_tokens}: must be 1 or more')
     excess = len(prompt) + num_tokens - context
     if excess > 0:
-        raise ValueError(
-            f'a prompt of {len(prompt)} tokens and {num_tokens} to generate do not fit the context '
-            f'data.sequence_length={context}: shorten either by {excess}'
-        )
+        found = f'a prompt of {len(prompt)} tokens and {num_tokens} to generate do not fit'
+        raise ValueError(f'{found} data.sequence_length={context}: shorten either by {excess}')
 
 
 def check_request(
@@ -120,9 +119,7 @@ _unrolled = jax.jit(unroll, static_argnums=(1, 2))
 _write = jax.jit(update_cache, donate_argnums=0)
 
 
-@functools.partial(
-    jax.jit, static_argnames=('num_samples', 'capacity', 'routed_capacity', *_STATIC)
-)
+@functools.partial(jax.jit, static_argnames=(*_STATIC, 'num_samples', *_SIZES))
 def _start(unrolled, batch, keys_B, *, num_samples, temperature, top_p, tokenizer, **how):
     """The first new token of each row, and the cache of its prompt."""
     prompts = prefill(unrolled, *batch, **how)

@@ -134,10 +134,8 @@ class HarnessLM(TemplateLM):
             raise ValueError(f'generation_kwargs {unknown[0]!r}: must be of {known}')
         num_tokens = settings['max_gen_toks']
         if not 1 <= num_tokens < self.max_length:
-            raise ValueError(
-                f'max_gen_toks={num_tokens}: must lie in [1, {self.max_length}), for the context '
-                f'data.sequence_length={self.max_length} holds the prompt too'
-            )
+            right = f'must lie in [1, data.sequence_length={self.max_length}) with the prompt'
+            raise ValueError(f'max_gen_toks={num_tokens}: {right}')
         return {
             'stops': [stop.encode() for stop in settings['until'] if stop],
             'num_tokens': num_tokens,

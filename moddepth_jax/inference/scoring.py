@@ -42,6 +42,10 @@ class _Request(NamedTuple):
     def start(self):
         return len(self.tokens) - len(self.labels)
 
+    def places(self, first):
+        """Where the labels stand in a row whose labels begin at `first`."""
+        return slice(self.start - first, len(self.tokens) - first)
+
 
 @functools.partial(jax.jit, static_argnames=('hparams', 'routing'))
 def _score_batch(
@@ -128,13 +132,8 @@ def _arrays(rows, batch_size, length):
         first_B[b] = min(request.start for request in row)
         longest = max(longest, len(tokens) - first_B[b])
         for m, request in enumerate(row):
-            labels_BTM[b, _places(request, first_B[b]), m] = request.labels
+            labels_BTM[b, request.places(first_B[b]), m] = request.labels
     return tokens_BT, segment_ids_BT, first_B, labels_BTM, np.int32(-(-longest // _BLOCK))
-
-
-def _places(request, first):
-    """Where the labels of a request stand in a row whose labels begin at `first`."""
-    return slice(request.start - first, len(request.tokens) - first)
 
 
 def score(
@@ -174,7 +173,7 @@ def score(
         log_p_BTM, best_BTM = map(np.asarray, results)
         for b, row in enumerate(batch):
             for m, i in enumerate(row):
-                at = b, _places(requests[i], first_B[b]), m
+                at = b, requests[i].places(first_B[b]), m
                 total = float(log_p_BTM[at].sum(dtype=np.float64))
                 scores[i] = Score(total, bool(best_BTM[at].all()), requests[i].cut)
         if on_scored is not None:
