@@ -98,12 +98,11 @@ def _print_summary(store, seconds, tokenized):
 
     tokenizer = store.tokenizer
     _show(f'{store.directory}: {tokenizer["vocab_size"]:,} ids of {tokenizer["name"]}')
-    sides = {'train': store.train, 'held out': store.held_out}
-    rows = {
-        side: [f'{counts[key]:,}' for key in ('documents', 'tokens', 'bytes')]
-        + [f'{counts["bytes"] / max(1, counts["tokens"] - counts["documents"]):.2f}']
-        for side, counts in sides.items()
-    }
+    rows = {}
+    for side, counts in (('train', store.train), ('held out', store.held_out)):
+        num_bytes, documents, tokens = (counts[key] for key in ('bytes', 'documents', 'tokens'))
+        share = f'{num_bytes / max(1, tokens - documents):.2f}'
+        rows[side] = [f'{documents:,}', f'{tokens:,}', f'{num_bytes:,}', share]
     cli.show(cli.table(rows, '', 'documents', 'tokens', 'bytes', 'bytes a token'))
     for reason, entry in store.skipped.items():
         _show(f'left out, {reason}: {entry["count"]:,}, such as {entry["first"][0]}')

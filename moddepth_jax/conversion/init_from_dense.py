@@ -93,23 +93,17 @@ def _layer(params, x_BTD, tokens, *, model, kind):
     inputs, slot_BTD = aux.slot_inputs, y_BTD if model.depth.slots == 'block' else None
     read = (x_BTD, inputs.attention_input_BTD, inputs.mlp_input_BTD, slot_BTD)
     sums = (None if of_BTD is None else _sums(of_BTD, real_BT) for of_BTD in read)
-    return y_BTD, LayerMoments(*sums, _query_sums(model, q_BTNH, real_BT))
-
-
-def _sums(x_BTD, real_BT):
-    x_BTD = x_BTD.astype(jnp.float32)
-    outer_DE = jnp.einsum('btd,bte,bt->de', x_BTD, x_BTD, real_BT, **_PRECISE)
-    first_D = jnp.einsum('btd,bt->d', x_BTD, real_BT, **_PRECISE)
-    return Moments(outer_DE, first_D, jnp.sum(real_BT))
-
-
-def _query_sums(model, q_BTNH, real_BT):
-    """Moments of q H^-1/2, of all queries of a key/value head."""
     shape = (*q_BTNH.shape[:2], model.num_kv_heads, -1, model.head_dim)
     q_BTKGH = q_BTNH.astype(jnp.float32).reshape(shape) * model.head_dim**-0.5
-    outer = jnp.einsum('btkgh,btkgi,bt->khi', q_BTKGH, q_BTKGH, real_BT, **_PRECISE)
-    first = jnp.einsum('btkgh,bt->kh', q_BTKGH, real_BT, **_PRECISE)
-    return Moments(outer, first, jnp.sum(real_BT) * q_BTKGH.shape[3])
+    return y_BTD, LayerMoments(*sums, _sums(q_BTKGH, real_BT, 'kg'))
+
+
+def _sums(x, real_BT, heads=''):
+    """Moments of x [B, T, *heads, D]: sums over tokens and, if `heads` are 'kg', over g."""
+    x, kept = x.astype(jnp.float32), heads[:1]
+    outer = jnp.einsum(f'bt{heads}d,bt{heads}e,bt->{kept}de', x, x, real_BT, **_PRECISE)
+    first = jnp.einsum(f'bt{heads}d,bt->{kept}d', x, real_BT, **_PRECISE)
+    return Moments(outer, first, jnp.sum(real_BT) * (x.shape[3] if heads else 1))
 
 
 def fit_routers(params: dict, target: ModelHparams, moments: list[LayerMoments]):
