@@ -123,8 +123,7 @@ def main(argv):
             raise ValueError(f'{name}: must be one of {", ".join(known)}')
     names = argv[1:] or known
     if PAGE.value is None:
-        print(table(names))
-        return
+        return print(table(names))
     page = pathlib.Path(PAGE.value)
     text = page.read_text(encoding='utf-8')
     replaced(text, '')  # before the work

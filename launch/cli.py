@@ -50,10 +50,7 @@ def run(main, positional: str = ''):
 
 
 def define_config(default: str | None = None) -> flags.FlagHolder:
-    """Defines --config, required without a `default`, and --print_config; it holds a ConfigDict.
-
-    --config.model.num_layers=3 overrides a knob; in --config=FILE.py:TEXT, get_config gets TEXT.
-    """
+    """Defines --config, a ConfigDict that is required without a `default`, and --print_config."""
     # Imported here because launch.gpu also works without ml_collections.
     from ml_collections import config_flags
 

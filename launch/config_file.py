@@ -49,10 +49,7 @@ def knob_names(config: ConfigDict, prefix: str = 'config.') -> list[str]:
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """The `known` dotted name that is most like `name`, as the end of an error message.
-
-    If none has a similar last part, the names of the deepest existing group are listed.
-    """
+    """The end of an error message: the most similar `known` name, or those of its group."""
     last = {other: other.split('.')[-1] for other in known}
     tails = difflib.get_close_matches(name.split('.')[-1], last.values(), n=1)
     if tails:

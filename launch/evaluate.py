@@ -41,10 +41,7 @@ JSON = flags.DEFINE_string('json', None, 'File for the result; - for stdout, and
 
 
 def _load_data(run):
-    """(datasets by name, reasons of the skipped ones); without --domains the name is None.
-
-    Raises ValueError for flags that do not fit the run.
-    """
+    """(datasets by name, reasons of the skipped ones); without --domains the name is None."""
     from moddepth_jax.data.domains import load_domains
     from moddepth_jax.data.pipeline import make_held_out
     from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
@@ -126,12 +123,10 @@ def _measure(run, dataset, most):
 
         batches = copy.copy(dataset)
         batches.held_out_batch = held_out_batch
+        measure = functools.partial(evaluate, routing=ROUTING.value)
         if ROUTING.value is None:
-            measure = functools.partial(
-                evaluate_causal, batches_per_layer=num_batches * PER_LAYER.value
-            )
-        else:
-            measure = functools.partial(evaluate, routing=ROUTING.value)
+            per_layer = num_batches * PER_LAYER.value
+            measure = functools.partial(evaluate_causal, batches_per_layer=per_layer)
         result = measure(run.state.variables, hparams, batches, mesh, num_batches)
     layers = {'routing': model.routed_layers}
     if model.expert_layers:

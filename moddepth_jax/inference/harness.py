@@ -28,10 +28,9 @@ class _AllStopped(Exception):
 class HarnessLM(TemplateLM):
     """Answers the harness's requests: loglikelihood, loglikelihood_rolling, generate_until.
 
-    A prompt follows the separator, as a document in training, and is one document: text that spells
-    the separator is text. A context that is too long loses its left end, including the separator,
-    and is then the middle of a document, as windows of training are. A rolling text is predicted
-    from the separator on, in windows that overlap by one token.
+    A prompt is one document, after a separator; text that spells it is text. A context that is too
+    long loses its left end, with the separator, as windows of training do. A rolling text is
+    predicted from the separator on, in windows that overlap by one token.
 
     `routing` is a causal rule, by default the one the model was trained for, and `bar` a context
     manager as `cli.progress_bar`; `title` is the one of the next requests, and `num_cut` counts
