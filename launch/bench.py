@@ -1,11 +1,9 @@
 """Benchmarks, as ratios measured in one run.
 
   python -m launch.bench step
-  python -m launch.bench step --size=6x256 --lengths=512,2048 --json=step.json
   python -m launch.bench step --variants=dense,mod,moda,both --size=124m --dtype=bfloat16
   python -m launch.bench decode --batches=1,8,16,64 --kv_heads=8,2
   python -m launch.bench depth --depths=8,16,32,64
-  python -m launch.bench experts --shapes=1024x256x704x64x6,4096x256x512x8x2
   python -m launch.bench attention --json=attention.json --plot=attention.png
   python -m launch.bench scoring --size=6x128 --repeats=11
 

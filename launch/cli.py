@@ -21,7 +21,7 @@ FLAGS = flags.FLAGS
 flags.disclaim_key_flags()  # flags defined below belong to the command that asks for them
 
 _CONFIG_HELP = (
-    'FILE.py, FILE.py:TEXT (an argument of its get_config) or WORKDIR/config.json, that of a run. '
+    'FILE.py, such as configs/base.py, FILE.py:TEXT (of its get_config) or WORKDIR/config.json. '
     '--config.model.num_layers=12 sets a knob.'
 )
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE, errno.EROFS)

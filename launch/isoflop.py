@@ -1,7 +1,6 @@
 """Trains dense and routed models at equal FLOPs and draws the results; resumes where it stopped.
 
 python -m launch.isoflop --config=configs/study.py --budgets=6e11,2e12 --sizes=4x64,8x64,4x128
-python -m launch.isoflop --config=configs/study.py --budgets=2e12 --sizes=4x64 --variants=dense,mod
 python -m launch.isoflop --config=configs/moda.py --steps=600 --sizes=8x64 --variants=dense,moda
 python -m launch.isoflop --config=configs/study.py --budgets=2e12 --sizes=4x64 --dry_run
 

@@ -25,23 +25,21 @@ class TensorFiles(contextlib.ExitStack):
     def __init__(self, folder: pathlib.Path):
         super().__init__()
         self.shapes, self.dtypes, self._files = {}, {}, {}
-        for file, names in _files(folder).items():
-            self._add(folder / file, names)
-
-    def _add(self, path, names):
-        file = self.enter_context(_open(path))
-        there = set(file.keys())
-        for name in sorted(there if names is None else names):
-            if name not in there:
-                right = f'which {INDEX_FILE} gives it; {_AGAIN}'
-                raise ValueError(f'{path}: lacks the tensor {name}, {right}')
-            part = file.get_slice(name)
-            if part.get_dtype() not in DTYPES:
-                right = f'must be one of {", ".join(DTYPES)}'
-                raise ValueError(f'{path}: {name} is {part.get_dtype()}; {right}')
-            self.shapes[name] = tuple(part.get_shape())
-            self.dtypes[name] = DTYPES[part.get_dtype()]
-            self._files[name] = (file, path)
+        for file_name, names in _files(folder).items():
+            path = folder / file_name
+            file = self.enter_context(_open(path))
+            there = set(file.keys())
+            for name in sorted(there if names is None else names):
+                if name not in there:
+                    right = f'which {INDEX_FILE} gives it; {_AGAIN}'
+                    raise ValueError(f'{path}: lacks the tensor {name}, {right}')
+                part = file.get_slice(name)
+                if part.get_dtype() not in DTYPES:
+                    right = f'must be one of {", ".join(DTYPES)}'
+                    raise ValueError(f'{path}: {name} is {part.get_dtype()}; {right}')
+                self.shapes[name] = tuple(part.get_shape())
+                self.dtypes[name] = DTYPES[part.get_dtype()]
+                self._files[name] = (file, path)
 
     def read(self, name: str) -> np.ndarray:
         """The tensor in float32. Raises ValueError for infinities and NaNs."""

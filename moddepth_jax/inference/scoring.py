@@ -147,9 +147,8 @@ def score(
 ) -> list[Score]:
     """Scores each continuation given its context, in the order of the requests.
 
-    Rows are sorted by length and padded to one of `row_lengths`, `batch_size` at a time: a program
-    is compiled for each length that occurs. A row is one document, whatever its tokens are. The
-    size and the other rows of a batch change nothing but rounding.
+    Rows are sorted by length and padded to one of `row_lengths`, for each of which a program is
+    compiled. A row is one document. Its batch changes nothing but rounding.
 
     `requests` are pairs of token id sequences, context and continuation, of one token at least; the
     left of a context that does not fit `data.sequence_length` is removed. `routing` is a causal
@@ -157,8 +156,8 @@ def score(
     requests that were scored, as it happens.
 
     Raises:
-      ValueError: a request that is empty, of an unknown id, or with a continuation longer than the
-        context; a batch size below 1; a routing that looks ahead or that the model lacks.
+      ValueError: an empty request, unknown id, or continuation longer than the context; a batch
+        size below 1; a routing that looks ahead or that the model lacks.
     """
     routing = causal_routing(hparams) if routing is None else routing
     check_causal(hparams, routing)
