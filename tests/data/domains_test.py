@@ -86,9 +86,6 @@ def test_what_is_no_text_is_refused(folder, tmp_path):
         assert all(word in message for word in words), message
         path.rename(path.with_name(f'.{name}'))
 
-
-def test_a_prepared_folder_of_another_tokenizer_is_refused(folder):
-
     class Other(ByteTokenizer):
         name, sha256 = 'mine.json', 'c0ffee' * 8
 

@@ -113,17 +113,6 @@ def test_held_out_batches_are_the_same_for_every_seed_and_filled_up():
         assert message == f'index={index}: must lie in [0, 2)'
 
 
-def test_all_text_of_the_files_is_held_out(tmp_path):
-    for name, text in (('a', 'abc'), ('b', ''), ('c', 'defg'), ('d', 'h')):
-        (tmp_path / f'{name}.txt').write_text(text)
-    whole = make_held_out(dataclasses.replace(DATA, source=f'{tmp_path}/*.txt'))
-    windows = whole.held_out_batch(0)['labels_BT'].tolist()
-    assert whole.num_held_out_batches == 1 and windows.pop() == [-100] * 4
-    first, second = sorted(windows)
-    assert [*first, *second] == [*b'abc', S, *b'defg']
-    assert whole.corpus.train == [] and '3 documents of 8 bytes' in whole.corpus.description
-
-
 @pytest.mark.parametrize('batch_size', [1, 3, 500])
 def test_an_epoch_visits_each_window_once(batch_size):
     dataset = _dataset(batch_size=batch_size)

@@ -43,8 +43,7 @@ def test_schedule_warms_up_from_zero_and_ends_at_its_fraction(tiny_config):
     np.testing.assert_allclose(rate[10:], cosine, rtol=1e-4)
 
 
-@pytest.mark.parametrize('num_steps', [1, 2, 10])
-@pytest.mark.parametrize('warmup', [0.0, 0.03, 1.0])
+@pytest.mark.parametrize(('num_steps', 'warmup'), [(1, 0.0), (1, 1.0), (2, 0.03), (10, 1.0)])
 def test_schedule_of_short_runs_is_sound(tiny_config, num_steps, warmup):
     """However short the run and long the warm-up, rates lie in [0, peak] and some step learns."""
     rate = schedule(tiny_config, num_steps, **{'optimizer.warmup_fraction': warmup})

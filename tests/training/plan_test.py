@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model import flops
 from moddepth_jax.training import plan
@@ -50,10 +49,7 @@ def test_a_run_costs_the_sum_of_its_steps(knobs, tiny_config):
         assert run_flops(hparams, num_steps) == pytest.approx(sum(costs))
 
 
-STAGINGS = ['1:0.2', '1:0.2,0.5:0.3', '1:0.05,0.9:0.05,0.1:0.3,0.8:0.1', '0.01:0.7']
-
-
-@pytest.mark.parametrize('stages', STAGINGS)
+@pytest.mark.parametrize('stages', ['', '1:0.2', '1:0.05,0.9:0.05,0.1:0.3,0.8:0.1', '0.01:0.7'])
 @pytest.mark.parametrize('by_threshold', [False, True])
 def test_a_budget_is_filled_to_within_a_step(stages, by_threshold, tiny_config):
     """The steps never cost more than the budget, and one step more would."""
@@ -74,14 +70,6 @@ def one_line(caught, *words):
         assert word in message, message
 
 
-@pytest.mark.parametrize('share', [1.0, 1.999, 1e6])
-def test_a_budget_buys_whole_steps(tiny_config, share):
-    """The steps are the floor of budget over cost, so that their total never exceeds the budget."""
-    cost = flops.train_step_flops(from_config(tiny_config()))
-    changes = {'training.num_steps': 0, 'flop_budget': share * cost}
-    assert plan.resolve_steps(from_config(tiny_config(**changes))) == int(share)
-
-
 @pytest.mark.parametrize(('share', 'word'), [(0.999, 'pays for no step'), (2.0**31, '2147483648')])
 def test_a_budget_for_no_step_or_too_many_is_refused(tiny_config, share, word):
     """The step is an int32: a budget for 2^31 steps is refused, not wrapped around."""
@@ -90,15 +78,6 @@ def test_a_budget_for_no_step_or_too_many_is_refused(tiny_config, share, word):
     with pytest.raises(ValueError) as caught:
         plan.resolve_steps(from_config(tiny_config(**changes)))
     one_line(caught, 'flop_budget=', word)
-
-
-def test_a_vocabulary_below_the_tokenizers_is_refused(tiny_config):
-    """An id beyond the embedding would be read as another: both sizes are named."""
-    hparams = from_config(tiny_config(**{'model.vocab_size': 256}))
-    with pytest.raises(ValueError) as caught:
-        plan.check_vocabulary(hparams, make_tokenizer('bytes'))
-    one_line(caught, 'model.vocab_size=256', '257')
-    plan.check_vocabulary(from_config(tiny_config()), make_tokenizer('bytes'))
 
 
 def test_a_run_is_planned_with_the_tokenizer_that_it_stores(tiny_config, tmp_path):

@@ -1,8 +1,8 @@
 """Signals are noticed and reported at once, obeyed later, and handlers are restored."""
 
+import concurrent.futures
 import os
 import signal
-import threading
 
 import jax
 import pytest
@@ -62,17 +62,10 @@ def test_handlers_are_restored_on_exit(capfd):
 def test_in_another_thread_nothing_is_changed():
     """Python takes signals in its main thread only: elsewhere, entering does nothing."""
     before = [signal.getsignal(number) for number in preemption.SIGNALS]
-    during = []
-
-    def enter():
-        with preemption.PreemptionHandler() as stop:
-            during.extend(signal.getsignal(number) for number in preemption.SIGNALS)
-            during.append(stop.signal_name)
-
-    thread = threading.Thread(target=enter)
-    thread.start()
-    thread.join()
-    assert during == [*before, None]
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        stop = pool.submit(preemption.PreemptionHandler().__enter__).result()
+    assert [signal.getsignal(number) for number in preemption.SIGNALS] == before
+    assert stop.signal_name is None
 
 
 def test_several_processes_rely_on_jax(monkeypatch):

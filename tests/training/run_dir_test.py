@@ -3,9 +3,6 @@
 import dataclasses
 import json
 import os
-import pathlib
-import subprocess
-import sys
 
 import pytest
 from flax import traverse_util
@@ -16,7 +13,6 @@ from moddepth_jax.training import run_dir
 from moddepth_jax.training.saved_run import read_hparams
 from tests.data import tokenizer_files
 
-ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = {'seed': 0, 'model': {'d_model': 32, 'windows': (0, 16), 'across_documents': False}}
 CONFIG['training'] = {'log_every': 10, 'max_unsharded': 0.05, 'loss_chunk': 0}
 # No cap on selected tokens, and no bound on what is unsharded.
@@ -125,19 +121,6 @@ def test_volatile_fields_may_differ(tmp_path, volatile):
         run_dir.open_workdir(tmp_path, CONFIG, volatile=('train',))
 
 
-def test_a_directory_of_something_else_is_refused_unchanged(tmp_path):
-    """A file, and a directory of other things, are refused by name; nothing appears in them."""
-    file = tmp_path / 'notes.txt'
-    file.write_text('mine')
-    for path, found in ((tmp_path, "holds 'notes.txt' but no config.json"), (file, 'is a file')):
-        with pytest.raises(ValueError, match=found) as caught:
-            run_dir.open_workdir(path, CONFIG)
-        assert f'--workdir={path}' in str(caught.value)
-    assert os.listdir(tmp_path) == ['notes.txt'] and file.read_text() == 'mine'
-    with pytest.raises(ValueError, match='must be a directory that can be written'):
-        run_dir.open_workdir(file / 'below', CONFIG)
-
-
 def test_a_run_killed_while_it_wrote_its_config_leaves_a_usable_directory(tmp_path):
     """The files that such a kill can leave do not count as something else."""
     (tmp_path / 'lock').touch()
@@ -233,31 +216,6 @@ def test_a_missing_first_knob_is_not_filled_in(tmp_path, tiny_config):
         write_config(tmp_path, stored)
         with pytest.raises(ValueError, match=lacking):
             read_hparams(tmp_path)
-
-
-HOLD = """
-import sys
-from moddepth_jax.data.directory import DirectoryLock
-lock = DirectoryLock(sys.argv[1], '--workdir')
-print('held', flush=True)
-sys.stdin.read()
-"""
-
-
-def test_a_second_run_is_refused_until_the_first_is_dead(tmp_path):
-    """Two processes never hold one directory, and a kill -9 leaves no lock behind."""
-    pipe = subprocess.PIPE
-    command = [sys.executable, '-c', HOLD, str(tmp_path)]
-    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as process:
-        assert process.stdout.readline() == 'held\n'
-        words = [f'--workdir={tmp_path}: in use by process {process.pid} on ', 'another --workdir']
-        assert_refused(lambda: run_dir.WorkdirLock(tmp_path), words)
-        assert_refused(lambda: run_dir.open_workdir(tmp_path, CONFIG), words)
-        assert os.listdir(tmp_path) == ['lock']
-        process.kill()
-    with run_dir.WorkdirLock(tmp_path):
-        assert_refused(lambda: run_dir.WorkdirLock(tmp_path), [f'process {os.getpid()} '])
-    run_dir.WorkdirLock(tmp_path).close()
 
 
 @pytest.fixture

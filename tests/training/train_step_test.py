@@ -23,7 +23,9 @@ from tests.training.toy_steps import (
 
 
 def trained_part(state):
-    return {'params': state.params, 'optimizer_state': state.optimizer_state}
+    """All but the counters."""
+    names = ('params', 'optimizer_state', 'averages')
+    return {name: getattr(state, name) for name in names}
 
 
 def gradient(state):
@@ -46,32 +48,6 @@ def hparams(tiny_config):
 @pytest.fixture(scope='module')
 def state(hparams):
     return initial(hparams)
-
-
-def test_step_is_pure_and_deterministic(state):
-    """Twice the same step gives the same bits and leaves its input unchanged."""
-    before = state_sha256(state)
-    first, metrics = step(state, make_batch(0))
-    again, metrics_again = step(state, make_batch(0))
-    other, _ = step(state, make_batch(1))
-    assert state_sha256(first) == state_sha256(again) != state_sha256(other)
-    assert state_sha256(metrics) == state_sha256(metrics_again)
-    assert state_sha256(state) == before
-    assert first.step == 1
-
-
-def test_loss_falls_on_a_repeated_batch_in_one_trace(state):
-    """Thirty steps on one batch cut its loss to less than half; all steps share one trace."""
-    losses, start = [], state.step
-    for _ in range(30):
-        state, metrics = step(state, make_batch(0))
-        losses.append(float(metrics['loss']))
-        if len(losses) == 1:
-            traces = step._cache_size()
-    assert step._cache_size() == traces
-    assert abs(losses[0] - np.log(257)) < 0.1
-    assert losses[-1] < 0.5 * losses[0]
-    assert (state.step - start, state.skipped) == (30, 0)
 
 
 def losses_by_hand(hparams, params, batch):

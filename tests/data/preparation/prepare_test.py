@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import gzip
-import io
 import itertools
 import json
 import os
@@ -213,12 +212,6 @@ def _with_line(line):
     return b''.join([*lines[:6], line, *lines[7:]])
 
 
-def _parquet(values):
-    file = io.BytesIO()
-    parquet.write_table(pyarrow.table({'text': values}), file)
-    return file.getvalue()
-
-
 # Name of the file, its content, words of the message.
 BAD = {
     'field': (
@@ -227,12 +220,6 @@ BAD = {
         ["line 7: no field 'text'; set data.text_field to one of its own: 'body'"],
     ),
     'txt': ('b.txt', b'caf\xe9', [': byte 3 of the text is not UTF-8; save it as UTF-8']),
-    'latin': (
-        'b.parquet',
-        _parquet(pyarrow.array([b'x'] * 6 + [b'caf\xe9'])),
-        ['row 7: byte 3 of the text is not UTF-8'],
-    ),
-    'parquet': ('b.parquet', _parquet(TEXTS * 200)[:-500], [': not a readable parquet file']),
     'gz': ('b.jsonl.gz', gzip.compress(LONG)[:100_000], ['after row ', 'cut off (Truncated']),
 }
 
@@ -259,20 +246,6 @@ def test_bad_text_is_named_and_skipped_if_wanted(tmp_path, kind):
     assert store.train['documents'] + store.held_out['documents'] >= 20
     ((_, entry),) = store.skipped.items()
     assert entry['count'] == 1 and entry['first'][0].startswith(str(path))
-
-
-def test_what_is_finished_is_not_done_again(tmp_path):
-    """A part that was tampered with appears in the result; a truncated one is done again."""
-    _plant(tmp_path / 'in', 'field')
-    _error(tmp_path / 'in', tmp_path / 'out', part_bytes=30)
-    parts = sorted((tmp_path / 'out/parts').glob('*.part'), key=lambda part: part.stat().st_mtime)
-    assert len(parts) > 5
-    parts[0].write_bytes(parts[0].read_bytes()[:-2] + b'b\0')  # its last token
-    parts[1].write_bytes(parts[1].read_bytes()[:-2])
-    (tmp_path / 'out/parts/half.tmp').write_bytes(b'half')
-    store = _prepare(tmp_path / 'in', tmp_path / 'out', part_bytes=30, skip_bad=True)
-    texts, whole = _texts(store), [text.encode() for text in TEXTS]
-    assert len(texts) == 39 and sum(text not in whole for text in texts) == 1
 
 
 def test_parts_after_a_damaged_one_are_done_again(tmp_path):
@@ -331,8 +304,7 @@ def _correct(path, lines, text):
     path.write_bytes(b''.join(lines).replace(NO_FIELD, _jsonl([text])))
 
 
-@pytest.mark.parametrize('order', [_InProcess, _Backwards])
-@pytest.mark.parametrize('length', [1, 40])
+@pytest.mark.parametrize(('order', 'length'), [(_InProcess, 40), (_Backwards, 1)])
 def test_only_a_corrected_file_is_done_again(tmp_path, monkeypatch, order, length):
     """Only rows in the same part may be done twice; the result is that of a fresh start."""
     # A span of 210 bytes is longer than they are on average, so that parts hold two, of two files.
@@ -346,9 +318,7 @@ def test_only_a_corrected_file_is_done_again(tmp_path, monkeypatch, order, lengt
     monkeypatch.setattr(PartWriter, 'add', note)
     path, lines = _four_files(tmp_path / 'in')
     message = _error(tmp_path / 'in', tmp_path / 'out', part_bytes=210)
-    assert 'f2.jsonl, line 7: no field' in message and message.endswith(
-        'the same command continues'
-    )
+    assert 'f2.jsonl, line 7: no field' in message
     done = {name for name in begun if not name.startswith('f2')}
     assert len(done) >= 55
     _correct(path, lines, 'corrected ' * length)
@@ -358,17 +328,6 @@ def test_only_a_corrected_file_is_done_again(tmp_path, monkeypatch, order, lengt
     assert len(done.intersection(begun)) <= 10
     fresh = _prepare(tmp_path / 'in', tmp_path / 'fresh', part_bytes=210)
     assert _content(store) == _content(fresh)
-
-
-def test_files_may_change_until_a_tokenizer_is_trained(tmp_path):
-    path, lines = _four_files(tmp_path / 'in')
-    _error(tmp_path / 'in', tmp_path / 'out', part_bytes=200)
-    _correct(path, lines, 'corrected')
-    (tmp_path / 'in/f0.jsonl').unlink()
-    (tmp_path / 'in/f10.jsonl').write_bytes(_jsonl(f'more {i}' for i in range(9)))
-    store = _prepare(tmp_path / 'in', tmp_path / 'out', part_bytes=200)
-    fresh = _prepare(tmp_path / 'in', tmp_path / 'fresh', part_bytes=200)
-    assert store.fingerprint == fresh.fingerprint and store.train['documents'] > 100
 
 
 def test_a_tokenizer_is_trained_on_the_corrected_text(tmp_path, monkeypatch):
@@ -456,22 +415,17 @@ def test_killed_anywhere_it_ends_with_the_same_bytes(
 
 def test_a_changed_input_of_a_finished_text_is_noticed(tmp_path, monkeypatch):
     """Of equal size, its time newer or older; only a file of another time is read."""
-    (tmp_path / 'in').mkdir()
-    path, out = tmp_path / 'in/a.jsonl', tmp_path / 'out'
-    path.write_bytes(_jsonl(f'text {i}' for i in range(20)))
+    path, out = _plant(tmp_path / 'in'), tmp_path / 'out'
     content, time = path.read_bytes(), path.stat().st_mtime_ns
     store = _prepare(tmp_path / 'in', out)
     for moved in (-(10**12), 10**12):
         path.write_bytes(content.replace(b'text 3', b'text x'))
         os.utime(path, ns=(time, time + moved))
-        assert 'a.jsonl is not what it was when this text' in _error(tmp_path / 'in', out)
-        path.write_bytes(content)
-        os.utime(path, ns=(time, time + moved))
-        assert _prepare(tmp_path / 'in', out) == store
+        assert 'b.jsonl is not what it was when this text' in _error(tmp_path / 'in', out)
+    path.write_bytes(content)
     os.utime(path, ns=(time, time))
-    with monkeypatch.context() as patch:
-        patch.setattr(prepare_module.hashlib, 'file_digest', None)
-        assert _prepare(tmp_path / 'in', out) == store
+    monkeypatch.setattr(prepare_module.hashlib, 'file_digest', None)
+    assert _prepare(tmp_path / 'in', out) == store
 
 
 def test_arguments_may_change_before_anything_is_finished(tmp_path):

@@ -1,7 +1,6 @@
 """A tokenizer.json is read as its library reads it, or refused by name; trained BPE is exact."""
 
 import json
-import os
 
 import pytest
 import tokenizers
@@ -107,16 +106,6 @@ EMPTY = {'type': 'BPE', 'vocab': {}, 'merges': []}
 )
 def test_what_is_no_tokenizer_is_refused(tmp_path, file, words):
     assert refusal(of, tmp_path, file).startswith(f'{tmp_path}/tokenizer.json: {words}')
-
-
-def test_the_library_uses_one_thread(monkeypatch):
-    """Unless the user wants more; else processes that are forked later would print warnings."""
-    for given, used in (None, 'false'), ('true', 'true'):
-        monkeypatch.delenv('TOKENIZERS_PARALLELISM', raising=False)
-        if given is not None:
-            monkeypatch.setenv('TOKENIZERS_PARALLELISM', given)
-        train_bpe(iter(bpe_documents()), 257)
-        assert os.environ['TOKENIZERS_PARALLELISM'] == used
 
 
 # Training.
