@@ -74,7 +74,6 @@ def test_prepared_text_gives_the_batches_of_the_text_itself(raw, alone):
 
 
 def test_nothing_of_prepared_text_is_read_but_what_is_asked_for(folder, monkeypatch):
-    """Streams stay maps of their files, and no document is decoded by a run."""
     monkeypatch.setattr(ByteTokenizer, 'decode', lambda *_: pytest.fail('decoded'))
     dataset = make_dataset(_data('mixture', f'{folder}/letters:1,{folder}/digits:1'), 0)
     dataset.train_batch(3), dataset.held_out_batch(0)
@@ -148,7 +147,6 @@ def test_held_out_batches_come_one_of_each_first_then_by_shares():
 
 
 def test_each_member_visits_each_window_once_an_epoch_of_its_own(folder, alone, mixed):
-    """All windows of a member before any comes again; a mixture of one is that folder."""
     steps = range(2 * mixed.num_train_windows // 5)
     rows = [row for step in steps for row in mixed.train_windows(step)]
     assert [mixed.domain(index) for index in (0, 1)] == ['letters', 'digits']

@@ -4,7 +4,6 @@ import functools
 import gzip
 import json
 import random
-import tracemalloc
 
 import pyarrow
 import pytest
@@ -172,18 +171,6 @@ def test_records_of_plain_text_are_read_as_they_are(tmp_path):
     (row, *_) = readers.read_rows(path, 'name', 'body')
     message = f"{path}, record 1: no field 'body'; set data.text_field to one of its own: 'text'"
     assert str(row.text) == message and row.text.reason == 'no field'
-
-
-@pytest.mark.parametrize('suffix', ['.jsonl.gz', '.parquet'])
-def test_memory_stays_flat(tmp_path, suffix):
-    path = tmp_path / f'a{suffix}'
-    draw = random.Random(0)
-    _write(path, [draw.randbytes(50_000).hex() for _ in range(100)], group=100)
-    tracemalloc.start()
-    total = sum(len(text) for _, text in read_documents(path, 'a', 'text'))
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert total == 10_000_000 and peak < 4_000_000
 
 
 GOOD = b'{"text": "good"}\n'

@@ -12,7 +12,6 @@ DATA = DataHparams('synthetic', '', 'text', 'bytes', 64, 32, 0.05, False)
 
 
 def _words(text):
-    """The words of a text as their start bytes split them."""
     starts = np.flatnonzero(synthetic.hard_mask(np.frombuffer(text, np.uint8)))
     return [text[i:j] for i, j in zip(starts, [*starts[1:], len(text)], strict=True)]
 

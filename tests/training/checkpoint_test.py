@@ -17,6 +17,7 @@ import pytest
 
 from moddepth_jax.training import checkpoint
 from moddepth_jax.training.checkpoint import Checkpoints, SaveError, state_sha256
+from tests.data.prepared_text import refusal
 from tests.two_processes import on_two_processes
 
 
@@ -109,18 +110,15 @@ def test_later_donated_steps_do_not_change_a_save(tmp_path):
 def test_another_structure_is_refused_before_anything_is_read(
     tmp_path, monkeypatch, path, leaf, values
 ):
-    """Another shape, dtype or leaf is one line with both values, with no fallback to step 1."""
     save_steps(tmp_path, 1, 2)
     target = abstract(make_state(0))
     target['params']['dense'][path] = leaf
     with Checkpoints(tmp_path, keep=2) as checkpoints:
         assert checkpoints.restore(target, abstract(make_state(0)))[1] == 2
         monkeypatch.setattr(checkpoints, '_read', lambda *_: pytest.fail('it was read'))
-        with pytest.raises(ValueError) as caught:
-            checkpoints.restore(target, target)
-    message = str(caught.value)
+        message = refusal(checkpoints.restore, target, target)
     assert f'params.dense.{path} is {values[0]} in the checkpoint and {values[1]}' in message
-    assert 'checkpoint 2 ' in message and '\n' not in message
+    assert 'checkpoint 2 ' in message
 
 
 def test_only_the_newest_good_checkpoints_stay(tmp_path):
@@ -174,7 +172,6 @@ def test_a_failed_write_is_one_line_and_costs_only_its_own_step(tmp_path, caplog
 
 
 def test_a_failed_save_does_not_hide_the_error_that_ends_the_run(tmp_path, monkeypatch):
-    """An exit by another error raises that error, with a note about the failed save."""
     monkeypatch.setattr(checkpoint, 'write_manifest', lambda *_: 1 / 0)
     with pytest.raises(RuntimeError, match='of the run') as caught:
         with Checkpoints(tmp_path, keep=3) as checkpoints:

@@ -28,12 +28,10 @@ pytestmark = pytest.mark.usefixtures('compiled_once')
 
 @pytest.fixture
 def copied(finished, tmp_path):
-    """A copy of the workdir of the finished run."""
     return shutil.copytree(finished.workdir, tmp_path / 'copied')
 
 
 def rows_of(workdir):
-    """The rows of metrics without times."""
     return [{k: v for k, v in row.items() if k not in TIMES} for row in read_metrics(workdir)]
 
 
@@ -42,13 +40,7 @@ def changed(hparams, group, **knobs):
     return dataclasses.replace(hparams, **{group: group_of})
 
 
-def assert_one_line(caught, *words):
-    message = str(caught.value)
-    assert '\n' not in message and all(word in message for word in words), message
-
-
 def test_summary_has_every_promised_field(finished, run_hparams):
-    """summary.json holds the state's digest, the causal evaluation and FLOPs within the budget."""
     summary = json.loads((finished.workdir / 'summary.json').read_text())
     promised = {
         'final_step', 'train_loss', 'eval', 'parameters', 'flops_per_step', 'flops_per_step_xla',
@@ -75,7 +67,6 @@ def test_summary_has_every_promised_field(finished, run_hparams):
 
 
 def test_metrics_have_a_row_for_each_logged_step_and_evaluation(finished):
-    """Rows fall on every log_every-th step and the last, evaluations on theirs and at the end."""
     rows = read_metrics(finished.workdir)
     trained = [row for row in rows if 'loss' in row]
     evaluated = [row for row in rows if 'eval/loss' in row]
@@ -95,7 +86,6 @@ def test_metrics_have_a_row_for_each_logged_step_and_evaluation(finished):
 
 
 def test_a_finished_run_does_not_train_again(finished, copied, run_hparams, monkeypatch):
-    """Started again it takes no step, keeps its rows, and writes the same summary."""
 
     def refuse(*_):
         pytest.fail('a step of a finished run')
@@ -112,7 +102,6 @@ def test_a_finished_run_does_not_train_again(finished, copied, run_hparams, monk
 def test_a_run_stopped_by_signals_ends_as_if_it_had_not_been(
     finished, run_hparams, tmp_path, signals
 ):
-    """It stops after the step, saved, and the same call resumes it: equal state, equal rows."""
     for stop, name in ((2, 'SIGUSR1'), (4, 'SIGTERM'), (5, 'SIGTERM')):
         signals[stop - 1] = name
         stopped = loop.train(run_hparams, tmp_path / 'broken')
@@ -144,12 +133,12 @@ def skipping(bad_steps):
 def test_many_steps_in_a_row_that_are_not_finite_end_the_run(
     run_hparams, tmp_path, monkeypatch, capsys
 ):
-    """After max_nan_steps of them, in one line; the checkpoint before them is kept."""
     hparams = changed(run_hparams, 'training', max_nan_steps=2)
     monkeypatch.setattr(trainer, 'train_step', skipping([1, 3, 4, 5]))
     with pytest.raises(trainer.DivergedError) as caught:
         loop.train(hparams, tmp_path / 'run')
-    assert_one_line(caught, 'training.max_nan_steps=2', 'optimizer.learning_rate')
+    message = str(caught.value)
+    assert 'training.max_nan_steps=2' in message and 'optimizer.learning_rate' in message
     out = capsys.readouterr().out
     assert [f'step {step}: loss' in out for step in range(1, 7)] == [0, 1, 0, 1, 1, 0]
     assert [path.name for path in (tmp_path / 'run' / 'checkpoints').iterdir()] == ['3']
@@ -163,7 +152,6 @@ def test_many_steps_in_a_row_that_are_not_finite_end_the_run(
 
 @pytest.fixture(scope='module')
 def texts(tmp_path_factory):
-    """Two prepared texts of different letters."""
     folder = tmp_path_factory.mktemp('mixture')
     letters = {'web': b'abcd', 'code': b'()+='}
     for seed, name in enumerate(letters):
@@ -222,7 +210,6 @@ def test_each_domain_of_a_mixture_is_reported_and_weighted_by_its_share(
 def test_a_mixture_resumes_from_moved_folders(
     mixture_run, mixture_hparams, texts, tmp_path, signals
 ):
-    """With moved folders and shares in another form it ends in the same bits."""
     signals[3] = 'SIGTERM'
     workdir = tmp_path / 'run'
     assert loop.train(mixture_hparams, workdir).signal == 'SIGTERM'
@@ -287,7 +274,6 @@ def test_each_step_trains_by_its_stage_also_after_a_signal(tiny_config, corpus, 
     ],
 )
 def test_a_run_with_experts_reports_their_loads(tiny_config, corpus, tmp_path, signals, changes):
-    """In rows of training and evaluation and in the summary; stopped, it resumes bit-equal."""
     changes = {f'model.{name}': value for name, value in changes.items()}
     changes |= {'data.source': corpus, 'data.held_out_fraction': 0.3}
     hparams = from_config(tiny_config(**changes))

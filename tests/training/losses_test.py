@@ -26,7 +26,6 @@ def binary_cross_entropy(logits, targets):
 
 
 def rule_loss(hparams, logits_LBT, targets_LBT, real_BT):
-    """causal_rule_loss of these logits and targets, over the real tokens here."""
     zeros_LBT = jnp.zeros(jnp.shape(logits_LBT))
     record = RoutingRecord(zeros_LBT, logits_LBT, targets_LBT, zeros_LBT, zeros_LBT, zeros_LBT)
     return losses.causal_rule_loss(hparams, record, real_BT.astype(int), real_BT.sum())
@@ -34,7 +33,6 @@ def rule_loss(hparams, logits_LBT, targets_LBT, real_BT):
 
 @pytest.fixture
 def by_rule(tiny_config):
-    """by_rule(rule, weight): hyper-parameters of a model with this causal rule."""
 
     def build(rule, weight=1.0):
         knobs = {'router': 'learned', 'causal_rule': rule}
@@ -49,7 +47,6 @@ def by_rule(tiny_config):
     ('rule', 'weight'), [('predictor', 3.0), ('aux_loss', 0.25), ('dense', 0), ('threshold', 0)]
 )
 def test_rule_loss_is_the_weighted_mean_over_layers_and_real_tokens(by_rule, rule, weight):
-    """It equals the float64 sum by hand; values at padding change nothing; some rules have none."""
     random = np.random.default_rng(1)
     logits_LBT = random.normal(size=(2, 3, 5), scale=3).astype(np.float32)
     targets_LBT = random.random((2, 3, 5)) < 0.4
@@ -133,7 +130,6 @@ LOG_Z = [16.0, 2.0]
 def experts_record(
     pairs=PAIRS, scores=SCORES, tokens=TOKENS, log_z=LOG_Z, dropped=(0, 0), **lowest
 ):
-    """A record of these numbers, scores and log_z as float32."""
     return types.SimpleNamespace(
         tokens=jnp.asarray(tokens, jnp.int32),
         pairs_Z=jnp.asarray(pairs, jnp.int32),

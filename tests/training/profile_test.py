@@ -20,7 +20,6 @@ def test_bad_ranges_are_one_line(tmp_path):
 
 
 def traced_steps(workdir):
-    """Numbers of the steps that the one trace of a run names."""
     (path,) = (workdir / 'profile').rglob('*.trace.json.gz')
     events = json.loads(gzip.decompress(path.read_bytes()))['traceEvents']
     return sorted(
@@ -31,7 +30,6 @@ def traced_steps(workdir):
 
 
 def test_the_given_steps_are_traced(finished, run_hparams, tmp_path, signals, capsys):
-    """The trace changes no bit, and the console says how to open it."""
     workdir = tmp_path / 'run'
     signals[2] = 'SIGTERM'
     assert loop.train(run_hparams, workdir, profiled=(2, 5)).signal == 'SIGTERM'

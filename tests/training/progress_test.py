@@ -13,7 +13,6 @@ SPEED = {'tokens_per_second': 1e5, 'flops_per_second': 2e11}
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A fake clock: clock(seconds) lets that much time pass."""
     now = [100.0]
     monkeypatch.setattr(progress.time, 'monotonic', lambda: now[0])
 
@@ -40,7 +39,6 @@ def steps_of(lines):
 
 
 def test_a_log_gets_few_aligned_rows(clock):
-    """Three updates, then one each 5% of the steps, then the last; all as wide as the header."""
     lines = run(clock)
     assert lines[0].split() == ['step', 'loss', 'bits/byte', 'tokens/s', 'FLOP/s', 'ETA']
     assert steps_of(lines) == [1, 2, 3, *range(53, 1000, 50), 1000]
@@ -51,7 +49,6 @@ def test_a_log_gets_few_aligned_rows(clock):
 
 
 def test_a_slow_run_shows_a_row_a_minute_and_a_short_one_each_step(clock):
-    """A log is silent for a minute at most, or for one update if that takes longer."""
     assert steps_of(run(clock, total_steps=10_000, every=10, seconds=1.0))[:6] == [
         10, 20, 30, 90, 150, 210,
     ]  # fmt: skip
@@ -75,7 +72,6 @@ def test_notes_are_literal(clock, terminal):
 
 
 def test_a_terminal_gets_one_live_line(clock):
-    """The last drawing holds every number, fits the width, and nothing else scrolls."""
     lines = run(clock, terminal=True)
     assert len(lines) == 2 and 'compiling' in lines[0]
     last = lines[0].split('\x1b[2K')[-1]

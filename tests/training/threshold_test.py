@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from moddepth_jax.hparams import from_config
-from moddepth_jax.training.train_step import StepCounts, init_state, loss_and_metrics, train_step
+from moddepth_jax.training.train_step import StepCounts, loss_and_metrics
 from tests.training.toy_steps import (
     DECAY,
-    NUM_STEPS,
     ROUTED,
     forward,
     initial,
@@ -24,7 +23,6 @@ def state(tiny_config):
 
 
 def records_of(state, batch, routing):
-    """The decisions of the routed blocks on a batch, as NumPy arrays."""
     _, records = forward(state.hparams, state.variables, batch, routing)
     return jax.tree.map(np.asarray, records.routing)
 
@@ -105,19 +103,7 @@ def test_training_by_threshold_selects_the_first_tokens_above_it(by_threshold):
     assert metrics['rule_loss'] == 0
 
 
-@pytest.mark.parametrize('router', ['random', 'none'])
-def test_models_without_scores_have_no_average(router, tiny_config):
-    """Control routers and the dense model step without one."""
-    knobs = {'model.routing.router': router, 'model.routing.causal_rule': 'auto'}
-    hparams = from_config(tiny_config(**ROUTED | knobs))
-    state = jax.eval_shape(lambda: init_state(hparams, NUM_STEPS))
-    assert state.averages == {} and set(state.variables) == {'params'}
-    after, metrics = jax.eval_shape(train_step, state, make_batch(0))
-    assert after.averages == {} and ('routing' in metrics) == (router != 'none')
-
-
 def test_random_choices_change_from_step_to_step(tiny_config):
-    """The same batch is routed differently at another step, and equally at the same step."""
     knobs = {'model.routing.router': 'random', 'model.routing.causal_rule': 'auto'}
     hparams = from_config(tiny_config(**ROUTED | knobs))
     state, batch = initial(hparams), make_batch(0)

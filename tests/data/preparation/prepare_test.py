@@ -207,7 +207,6 @@ NO_FIELD = b'{"body": "x"}\n'
 
 
 def _with_line(line):
-    """The lines of TEXTS, with another one in place of the seventh."""
     lines = _jsonl(TEXTS).splitlines(keepends=True)
     return b''.join([*lines[:6], line, *lines[7:]])
 
@@ -235,7 +234,6 @@ def _plant(folder, kind=None):
 
 @pytest.mark.parametrize('kind', BAD)
 def test_bad_text_is_named_and_skipped_if_wanted(tmp_path, kind):
-    """File, row and remedy; then the same command with skip_bad continues and counts it."""
     path = _plant(tmp_path / 'in', kind)
     message = _error(tmp_path / 'in', tmp_path / 'out', part_bytes=200)
     assert message.startswith(str(path)) and all(part in message for part in BAD[kind][2])
@@ -428,16 +426,6 @@ def test_a_changed_input_of_a_finished_text_is_noticed(tmp_path, monkeypatch):
     assert _prepare(tmp_path / 'in', out) == store
 
 
-def test_arguments_may_change_before_anything_is_finished(tmp_path):
-    _plant(tmp_path / 'in')
-    message = _error(tmp_path / 'in', tmp_path / 'out', text_field='body')
-    assert "a.jsonl, line 1: no field 'body'" in message
-    message = _error(tmp_path / 'in', tmp_path / 'out', tokenizer='bpe:9999')
-    assert message.startswith('--tokenizer=bpe:9999: the text has pieces for ')
-    store = _prepare(tmp_path / 'in', tmp_path / 'out', tokenizer='bpe:258')
-    assert store.tokenizer['name'] == 'bpe:258' and store.arguments['text_field'] == 'text'
-
-
 def test_a_directory_of_something_else_is_refused(folder, tmp_path):
     (tmp_path / 'other').mkdir()
     (tmp_path / 'other/thesis.tex').write_text('x')
@@ -449,9 +437,6 @@ def test_a_directory_of_something_else_is_refused(folder, tmp_path):
     message = _error(folder, tmp_path / 'out', sources=('no/*.txt',))
     assert message.startswith("--input='no/*.txt': matches no file; must be a glob of .txt")
     assert not (tmp_path / 'out').exists()
-
-
-def test_empty_text_is_refused(tmp_path):
     (tmp_path / 'in').mkdir()
     (tmp_path / 'in/a.txt').write_text('')
     assert 'no document with text, 1 rows left out' in _error(tmp_path / 'in', tmp_path / 'a')

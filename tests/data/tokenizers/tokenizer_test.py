@@ -20,7 +20,6 @@ _WORDS = (  # of newer vocabularies: lines belong to what is before them, number
 
 @pytest.fixture(scope='module')
 def made(tmp_path_factory):
-    """A tokenizer of each kind."""
     folder = tmp_path_factory.mktemp('tokenizers')
     (folder / 'tokenizer.json').write_text(tokenizer_files.llama_file())
     (folder / 'x.model').write_bytes(tokenizer_files.sentence_piece_file())
