@@ -49,7 +49,6 @@ def test_python_without_text_is_refused(tmp_path):
 
 @pytest.fixture
 def environment(tmp_path, monkeypatch):
-    """A Python with a library of four documents and packages, some of which are left out."""
     library, site = tmp_path / 'lib', tmp_path / 'site'
     files = {
         library: {'os.py': 'one', 'json/decoder.py': 'two', 'test/a.py': 'x', 'heap.py': 'heap'},

@@ -92,7 +92,6 @@ def test_baselines_of_a_mixture_weigh_its_members_by_share(folder, monkeypatch):
 
 
 def test_moving_the_folder_changes_nothing(folder, raw, alone, tmp_path):
-    """The fingerprint holds the text's, and no path; other text is refused by name."""
     moved = make_dataset(_data(shutil.copytree(folder / 'letters', tmp_path / 'elsewhere')), 3)
     store = json.loads((folder / 'letters/prepared.json').read_text())
     assert alone.fingerprint['corpus_sha256'] == alone.corpus.sha256 == store['fingerprint']

@@ -17,7 +17,6 @@ BATCHES = 8
 
 @pytest.fixture(scope='module')
 def run(tiny_config, tmp_path_factory):
-    """600 steps of a routed and a dense block of width 32, through the train loop itself."""
     config = tiny_config(
         **{
             'model.d_ff': 96,

@@ -72,7 +72,6 @@ def test_a_budget_for_no_step_or_too_many_is_refused(tiny_config, share, word):
 
 
 def test_a_run_is_planned_with_the_tokenizer_that_it_stores(tiny_config, tmp_path):
-    """Its file may be gone; without a stored one the file is required, before any text is read."""
     kept = tokenizer_files.byte_level()
     kept.save(tmp_path / 'tokenizer')
     for seed in range(4):

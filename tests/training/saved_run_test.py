@@ -106,7 +106,6 @@ def after_the_manifest(monkeypatch, act):
 def test_if_a_checkpoint_is_removed_while_it_is_read_the_next_one_is_read(
     workdir, state, monkeypatch, moment
 ):
-    """A running run saves a newer one and removes this one at the worst moment."""
     folder = workdir / 'checkpoints'
     shutil.rmtree(folder / '2')
     save(workdir.parent / 'newer', state, [6])

@@ -58,7 +58,6 @@ def test_every_text_comes_back_byte_for_byte(made, kind):
 
 @pytest.mark.parametrize('kind', KINDS)
 def test_documents_are_read_one_after_another(made, kind):
-    """Separators are skipped, with the space that was put before each document."""
     tokenizer = made[kind]
     texts = tokenizer_files.hard_texts(2, 9)
     stream = [i for text in texts for i in (tokenizer.separator, *tokenizer.encode(text))]
