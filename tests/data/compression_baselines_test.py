@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from moddepth_jax.data import compression_baselines as module
-from moddepth_jax.data.compression_baselines import describe_measured_text, measure_baselines
+from moddepth_jax.data.compression_baselines import measure_baselines
 from moddepth_jax.data.corpus import Corpus
 
 
@@ -40,12 +40,6 @@ def test_only_the_first_bytes_are_measured(monkeypatch):
     assert measure_baselines(_corpus(b'ab' * 30, b'xyz' * 40)) != expected
 
 
-def test_the_measured_text_is_described(monkeypatch):
-    monkeypatch.setattr(module, 'MAX_BYTES', 2**20)
-    assert describe_measured_text(_corpus(b'a' * 2**19, b'b' * 2**19)) == 'training text'
-    assert describe_measured_text(_corpus(b'a' * 2**20, b'b')) == 'first 1 MiB of training text'
-
-
 def test_the_cache_is_used_and_keyed_by_the_text(cache, monkeypatch):
     texts = _corpus(b'abcd' * 500), _corpus(b'ab' * 500)
     first, other = map(measure_baselines, texts)
@@ -63,8 +57,3 @@ def test_a_broken_cache_is_replaced(cache, content):
     path.write_bytes(content)
     assert measure_baselines(_corpus(b'abcd' * 500)) == expected
     assert path.read_bytes() == good
-
-
-def test_a_cache_that_cannot_be_written_is_no_error(cache):
-    cache.write_bytes(b'in the way')
-    assert measure_baselines(_corpus(b'abcd' * 500))['unigram'] == 2

@@ -41,12 +41,6 @@ def test_documents_are_lines_as_described():
         assert {lines[i][3] for i in asked} <= {recall.NAMES[dialect]}
 
 
-def test_a_row_is_one_document(batch):
-    assert np.all(batch['tokens_BT'][:, 0] == SEPARATOR)
-    assert np.sum(batch['tokens_BT'] == SEPARATOR) == len(batch['tokens_BT'])
-    assert np.all(batch['labels_BT'][:, -1] == SEPARATOR)
-
-
 def test_needed_positions_by_hand():
     """The x of a question is needed; brackets, answers, words and a row's first token are not."""
     tokens_BT = np.array([[*b'(aY) G(bZ) H012'], [*b'abcd (aaZ) Q01a']])
