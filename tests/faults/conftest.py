@@ -3,7 +3,6 @@
 import collections
 import json
 import os
-import pathlib
 import random
 import statistics
 
@@ -84,20 +83,11 @@ def pytest_terminal_summary(terminalreporter):
         if getattr(report, 'when', None) == 'call':
             for name, value in report.user_properties:
                 if name == 'faults':
-                    table, kind, count = value
-                    tables[table][kind].append(count)
+                    tables[value[0]][value[1]].append(value[2])
     for table, kinds in tables.items():
         for kind, values in kinds.items():
-            kinds[kind] = sum(values)
-            if table.endswith('seconds'):
-                spread = {
-                    'median': round(statistics.median(values), 2),
-                    'max': round(max(values), 2),
-                }
-                kinds[kind] = {'count': len(values), **spread}
+            spread = [len(values), round(statistics.median(values), 2), round(max(values), 2)]
+            kinds[kind] = spread if table.endswith('seconds') else sum(values)
     if tables:
-        text = json.dumps(tables, indent=2, sort_keys=True)
         terminalreporter.section('faults')
-        terminalreporter.write_line(text)
-        if 'FAULTS_JSON' in os.environ:
-            pathlib.Path(os.environ['FAULTS_JSON']).write_text(text + '\n')
+        terminalreporter.write_line(json.dumps(tables, indent=2, sort_keys=True))

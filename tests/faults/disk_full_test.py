@@ -56,7 +56,7 @@ def disk(tmp_path):
 
 @pytest.fixture(scope='module')
 def unbroken(tmp_path_factory):
-    runs = Runs(tmp_path_factory.mktemp('full'), 1, hasty=True, **CHANGES)
+    runs = Runs(tmp_path_factory.mktemp('full'), **CHANGES)
     runs.finish('unbroken')
     return runs
 

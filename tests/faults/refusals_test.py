@@ -147,15 +147,13 @@ def test_a_checkpoint_of_other_data_is_refused(stopped, tmp_path, field, tally):
     tally('refused on resume', f'fingerprint: {field}')
 
 
-@pytest.mark.parametrize('changed', [{}, {'training.log_every': 2, 'evaluation.every': 3}])
-def test_a_changed_corpus_is_refused(small_run, stopped, changed, tally):
+def test_a_changed_corpus_is_refused(stopped, tally):
     hparams, workdir = stopped
     path = pathlib.Path(hparams.data.source).parent / '3.txt'
     whole = path.read_text()
     path.write_text(whole.replace('be', 'bee', 1))
     try:
-        other = small_run(**{'data.source': hparams.data.source} | changed)
-        refused(other, workdir, 'corpus_sha256')
+        refused(hparams, workdir, 'corpus_sha256')
     finally:
         path.write_text(whole)
     tally('refused on resume', 'corpus')
