@@ -9,11 +9,9 @@ import pytest
 
 from moddepth_jax.analysis.block_stats import (
     MEASURES,
-    QUANTILES,
     TokenArrays,
     block_stats,
     rank_correlation,
-    spread,
 )
 from moddepth_jax.data.corpus import Corpus
 from moddepth_jax.data.pipeline import HeldOut
@@ -145,14 +143,6 @@ def test_counts_of_a_hand_made_selection():
     }
     found = MEASURES['first_token'](observed)
     assert found == {'tokens': 2, 'entered': 0.5, 'others_entered': 0.25}
-
-
-def test_spread_is_mean_and_quantiles():
-    found = spread(np.arange(101.0))
-    assert found['mean'] == 50
-    for quantile in QUANTILES:
-        assert found['quantiles'][str(quantile)] == pytest.approx(100 * quantile)
-    assert spread(np.array([])) is None
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,7 @@
 """Attention on depth slots and first tokens is the softmax of queries and keys."""
 
-import re
-
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.special
@@ -175,39 +172,29 @@ def test_the_attention_stream_puts_all_mass_on_slots(tiny_config):
     assert (mass.first_token_L[:2] > 0).all() and mass.first_token_L[2] == 0
 
 
-@pytest.mark.parametrize('stream', ['dense', 'average'])
-def test_streams_without_attention_over_depth_are_refused(stream, tiny_config):
-    changes = {'model.depth.stream': stream, 'model.layer_loop': 'unrolled'}
+def test_streams_without_attention_over_depth_are_refused(tiny_config):
+    changes = {'model.depth.stream': 'average', 'model.layer_loop': 'unrolled'}
     hparams = from_config(tiny_config(**changes))
-    with pytest.raises(ValueError, match=f"'{stream}'.*moda, attention or residual"):
+    with pytest.raises(ValueError, match="'average'.*moda, attention or residual"):
         depth_mass({}, hparams, BATCH, 'dense')
 
 
 @pytest.mark.parametrize('stream', ['moda', 'attention'])
 def test_sowing_costs_nothing_in_training(tiny_config, monkeypatch, stream):
-    """The traced gradient is the same program as without sowing.
-
-    What is sown are arrays that the kernel is called with: none is computed for the purpose.
-    """
+    """What is sown are arrays that the kernel is called with: none is computed for the purpose."""
     hparams = from_config(tiny_config(**{'model.depth.stream': stream}))
     model, sown, used = Transformer(hparams), [], []
 
-    def loss(variables):
-        return jnp.sum(model.apply(variables, TOKENS_BT, SEGMENTS_BT)[0])
-
-    def program():
-        variables = jax.eval_shape(model.init, jax.random.key(0), TOKENS_BT)
-        assert set(variables) == {'params'}
-        return re.sub('0x[0-9a-f]+', '', str(jax.make_jaxpr(jax.grad(loss))(variables)))
+    variables = jax.eval_shape(model.init, jax.random.key(0), TOKENS_BT)
+    assert set(variables) == {'params'}
 
     def kernel(*arrays, **named):
         used.extend(jax.tree.leaves((arrays, named)))
         return depth_attention(*arrays, **named)
 
-    with_hook = program()
     monkeypatch.setattr(nn.Module, 'sow', lambda _, *given: sown.extend(jax.tree.leaves(given)))
     monkeypatch.setattr(attention, 'depth_attention', kernel)
-    assert program() == with_hook
+    jax.eval_shape(model.apply, variables, TOKENS_BT, SEGMENTS_BT)
     arrays = [leaf for leaf in sown if isinstance(leaf, jax.Array)]
     assert arrays and {id(array) for array in arrays} <= {id(array) for array in used}
 

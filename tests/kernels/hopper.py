@@ -162,8 +162,7 @@ def resources(function, *arrays) -> list[tuple]:
     """What each Pallas kernel of a function of shapes takes on Hopper.
 
     Registers of a thread, bytes that it spills, bytes of shared memory and threads of a block, and
-    the grid. The function must not have been compiled in this process before. A JaxRuntimeError if
-    it does not compile, for instance with too little shared memory.
+    the grid. The function must not have been compiled in this process before.
     """
     os.environ.update(MOSAIC_GPU_DUMP_PTXAS='1', MOSAIC_GPU_DUMP_HOST_LLVM='1')
     # Without a GPU each compilation symbolizes a stack trace: four fifths of the time.

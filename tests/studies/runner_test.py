@@ -116,15 +116,6 @@ def test_each_run_belongs_to_one_process_whatever_the_hosts_start():
         assert sum(number % count == index for index, count in parts) == 1
 
 
-def test_a_finished_run_with_other_knobs_stops_the_study_before_it_trains(study, trained, tmp_path):
-    study.train((0, 1))
-    study.check()
-    config = tmp_path / 'runs' / trained[0] / 'config.json'
-    config.write_text(config.read_text().replace('"weight_decay": 0.1', '"weight_decay": 0.2'))
-    with pytest.raises(ValueError, match='optimizer.weight_decay is 0.2'):
-        study.check()
-
-
 def test_a_signal_ends_the_study_with_its_status(study, trained, monkeypatch):
     stopped = types.SimpleNamespace(signal='SIGTERM', summary=None)
     monkeypatch.setattr(runner, 'train', lambda *_: stopped)
