@@ -89,16 +89,6 @@ def test_shows_a_run_of_ones_own(execute, tmp_path, tiny_config):
     assert 'run: 2 layers of width 32, after 4 of 4 steps' in texts
 
 
-def test_a_warning_and_an_exception_are_seen(execute):
-    from nbclient.exceptions import CellExecutionError
-
-    source = 'import warnings\nwarnings.warn("planted")\n# %%\nraise ValueError("planted")\n'
-    notebook = read(source)
-    with pytest.raises(CellExecutionError, match='planted'):
-        execute(notebook)
-    assert 'planted' in ''.join(stderr_of(notebook))
-
-
 @pytest.mark.parametrize('path', NOTEBOOKS, ids=lambda path: path.stem)
 def test_only_import_and_plot(path):
     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda
