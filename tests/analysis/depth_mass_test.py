@@ -4,7 +4,6 @@ import flax.linen as nn
 import jax
 import numpy as np
 import pytest
-import scipy.special
 
 from kernels_pallas import depth_attention
 from moddepth_jax.analysis import depth_mass as module
@@ -107,58 +106,6 @@ def test_only_selected_tokens_count(tiny_config, skipped):
     selected_LBT = np.array(np.broadcast_to(SEGMENTS_BT > 0, (3, 2, T)))
     selected_LBT[1:, :, ::2] = False  # at capacity 0.5 the pattern selects odd positions
     check_uniform(variables, hparams, 'threshold', selected_LBT, skipped == 'masked')
-
-
-@pytest.mark.parametrize(('window', 'slot_window', 'own_query'), [(0, 0, False), (3, 1, True)])
-def test_masses_equal_a_softmax_in_numpy(window, slot_window, own_query):
-    """Slots and first token have the weights of a NumPy softmax per query over slots and keys.
-
-    Two query heads read one key head; the visible slots follow from a mask and from row numbers.
-    """
-    rng = np.random.default_rng(1)
-    q, q_depth = rng.normal(size=(2, 1, 6, 4, 8)).astype(np.float32)
-    k = rng.normal(size=(1, 6, 2, 8)).astype(np.float32)
-    slots = rng.normal(size=(3, 1, 9, 2, 8)).astype(np.float32)
-    slots[2] = np.nan  # not written: two slots are
-    mask = rng.random((3, 1, 9)) < 0.7
-    rows, segments = [0, 2, 3, 5, 7, 9], [1, 1, 1, 2, 2, 0]  # the last is padding
-    given = {
-        'positions_BT': np.array([rows], np.int32),
-        'segment_ids_BT': np.array([segments], np.int32),
-        'window': window,
-        'k_depth_LBRKH': slots,
-        'v_depth_LBRKH': slots,
-        'num_slots': 2,
-        'slot_window': slot_window,
-        'slot_mask_LBR': mask,
-        'slot_rows_BT': np.array([rows], np.int32),
-        'q_depth_BTNH': q_depth if own_query else None,
-    }
-    sums = jax.jit(
-        lambda q, k: module._masses(
-            {'block': {'sequence': ((q, k, given, given['segment_ids_BT']),)}}, None
-        )
-    )
-    slots_S, queries, first, followers = sums(q, k)
-
-    expected_S, expected_first = np.zeros(3), 0.0
-    for t in range(5):
-        for n in range(4):
-            keys = [s for s in range(t + 1) if segments[s] == segments[t]]
-            keys = [s for s in keys if not window or rows[t] - rows[s] < window]
-            seen = [slot for slot in range(2) if mask[slot, 0, rows[t]]]
-            seen = [slot for slot in seen if not slot_window or slot >= 2 - slot_window]
-            to_slots = (q_depth if own_query else q)[0, t, n]
-            scores = [q[0, t, n] @ k[0, s, n // 2] for s in keys]
-            scores += [to_slots @ slots[slot, 0, rows[t], n // 2] for slot in seen]
-            weights = scipy.special.softmax(np.array(scores) / np.sqrt(8))
-            expected_S[seen] += weights[len(keys) :] / 4
-            document_start = segments.index(segments[t])
-            if document_start != t and document_start in keys:
-                expected_first += weights[keys.index(document_start)] / 4
-    np.testing.assert_allclose(slots_S, expected_S, rtol=1e-5)
-    np.testing.assert_allclose(first, expected_first, rtol=1e-5)
-    assert (queries, followers) == (5, 3) and expected_first > 0
 
 
 def test_the_attention_stream_puts_all_mass_on_slots(tiny_config):

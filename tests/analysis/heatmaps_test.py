@@ -72,18 +72,6 @@ def test_long_labels_are_upright(tmp_path):
     assert heatmaps._label(b'') == '§'
 
 
-def test_long_texts_are_folded(tmp_path):
-    """Strips are as wide as a picture of one; of three, the last one enters on its left half."""
-    grid_LT = np.array([[SKIPPED] * 80 + [ENTERED] * 20])
-    folded = plot_routing(tmp_path, grid_LT, width=40)
-    wide = plot_routing(tmp_path, grid_LT[:, :40])
-    assert folded.shape[1] == wide.shape[1] and folded.shape[0] > wide.shape[0]
-    entered = near(folded, colour_of(ENTERED))
-    band = entered[entered.mean(1) > 0.3]
-    assert np.flatnonzero(band.mean(0) > 0.5).max() < 0.6 * folded.shape[1]
-    assert np.flatnonzero(entered.any(1)).min() > 0.5 * folded.shape[0]
-
-
 def expert_layers(load_XZ, num_routed):
     experts = {}
     for i, load_Z in enumerate(load_XZ):
@@ -131,14 +119,6 @@ def test_each_load_has_its_place(tmp_path):
     assert full[0] < 0.4 and full[1] < 0.2
     assert 0.6 < empty[0] < 0.8 and 0.65 < empty[1] < 0.8
     middle_of(shown, LIGHT)
-
-
-@pytest.mark.parametrize(('num_routed', 'num_noop'), [(1, 0), (2, 1), (64, 64)])
-def test_any_number_of_experts_can_be_drawn(tmp_path, num_routed, num_noop):
-    num_choices = num_routed + num_noop
-    load_XZ = [[1 / num_choices] * num_choices, [math.nan] * num_choices]
-    shown = plot_loads(load_XZ, num_routed, tmp_path, 'p$_$q')
-    assert 300 < shown.shape[0] < shown.shape[1] < 2500 and shown.std() > 0.05
 
 
 @pytest.mark.parametrize('num_slots', [0, 4])

@@ -168,10 +168,8 @@ def test_run_of_experts_that_choose_has_a_gap(printed):
     [
         ({'model.routing.router': 'learned'}, 'dense_isoflop.py'),
         ({}, 'mod_isoflop.py'),
-        (expert_knobs(num_noop=0), 'dense_isoflop.py'),
         (expert_knobs(), 'moe.py'),
         (expert_knobs(num_noop=0) | {'model.routing.router': 'learned'}, 'moe.py'),
-        (expert_knobs() | {'model.depth.stream': 'moda'}, 'moda.py'),
         ({'model.depth.stream': 'moda'}, 'moda.py:slots=none'),
     ],
 )
