@@ -149,8 +149,10 @@ def test_sowing_costs_nothing_in_training(tiny_config, monkeypatch, stream):
 TEXT_T = TOKENS_BT[0, :6]
 
 
-def test_rows_of_attention_average_to_the_depth_mass(tiny_config):
-    variables, hparams = make_model(tiny_config, **MODA)
+@pytest.mark.parametrize('slot_keys', ['rotated', 'unrotated'])
+def test_rows_of_attention_average_to_the_depth_mass(tiny_config, slot_keys):
+    """Each row of weights sums to 1, also where the queries for slots are others (unrotated)."""
+    variables, hparams = make_model(tiny_config, **MODA, **{'model.depth.slot_keys': slot_keys})
     rows = [attention_row(variables, hparams, TEXT_T, 2, place) for place in range(6)]
     for place, row in enumerate(rows):
         total_N = row.sequence_NT.sum(axis=1) + row.slots_NL.sum(axis=1)

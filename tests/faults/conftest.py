@@ -10,6 +10,7 @@ import pytest
 
 from moddepth_jax.hparams import from_config
 from tests import compilation_cache
+from tests.launch.commands import write_words
 
 NUM_STEPS = 6
 
@@ -17,11 +18,8 @@ NUM_STEPS = 6
 @pytest.fixture(scope='session')
 def corpus(tmp_path_factory):
     """Six files of words; returns their glob."""
-    words, draw = ['to ', 'be, ', 'or ', 'not\n'], random.Random(0)
     folder = tmp_path_factory.mktemp('text')
-    for i in range(6):
-        text = ''.join(draw.choice(words) for _ in range(400))
-        (folder / f'{i}.txt').write_text(text)
+    write_words(folder)
     return str(folder / '*.txt')
 
 

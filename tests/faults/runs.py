@@ -3,13 +3,13 @@
 import json
 import os
 import pathlib
-import random
 import re
 import subprocess
 import sys
 import time
 
 from moddepth_jax.training.metrics import read_metrics
+from tests.launch.commands import write_words
 
 ROOT = pathlib.Path(__file__).parents[2]
 NUM_STEPS = 300
@@ -68,10 +68,7 @@ class Runs:
     """
 
     def __init__(self, folder, devices=1, **changes):
-        words, draw = ['to ', 'be, ', 'or ', 'not\n'], random.Random(0)
-        for i in range(8):
-            text = ''.join(draw.choice(words) for _ in range(2000))
-            (folder / f'{i}.txt').write_text(text)
+        write_words(folder, count=8, length=2000)
         (folder / 'train_slowly.py').write_text(SLOWLY)
         lines = [f'config.{name.replace("__", ".")} = {changes[name]!r}' for name in changes]
         self.config = folder / 'config.py'
