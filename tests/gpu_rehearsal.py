@@ -98,13 +98,12 @@ def rehearse(folder):
     able = [name for name, why in skipped.items() if 'GPU' not in why and 'flash' not in name]
     assert able == NOT_TIMED, skipped
     report, said, _ = gpu(folder, '--report', f'--out={out}')
-    files = sorted(path.name for path in out.iterdir())
-    assert report == 0 and len(files) <= 8, (said, files)
+    assert report == 0, said
     page = (out / 'table.md').read_text()
     assert all(f'**{status}** {name}: ' in page for name, status in lost.items()), page
     cut = sum(row['status'] == 'cut' for row in rows)
     print(f'{len(latest)} cases in {number} rounds, {total:.0f} s: {len(lost)} lost as injected,')
-    print(f'{len(skipped)} skipped, {cut} cut by the deadline and repeated; files: {files}')
+    print(f'{len(skipped)} skipped, {cut} cut by the deadline and repeated')
 
 
 def main():

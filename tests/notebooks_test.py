@@ -53,14 +53,9 @@ def read(source):
     return jupytext.reads(source, fmt='py:percent')
 
 
-def stderr_of(notebook):
-    outputs = [output for cell in notebook.cells for output in cell.get('outputs', ())]
-    return [output.text for output in outputs if output.get('name') == 'stderr']
-
-
 def check_runs(notebook, tmp_path):
-    assert not stderr_of(notebook)
     outputs = [output for cell in notebook.cells for output in cell.get('outputs', ())]
+    assert not [output.text for output in outputs if output.get('name') == 'stderr']
     assert sum('image/png' in output.get('data', {}) for output in outputs) >= 3
     ours = {'config', 'data', 'runtime', 'cache', 'run'}
     assert {file.name for file in tmp_path.iterdir() if not file.name.startswith('.')} <= ours

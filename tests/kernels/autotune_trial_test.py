@@ -88,7 +88,6 @@ CALLS = {
         {'slot_rows': 16, 'consecutive': False, 'segments': True, 'slot_window': 3},
         INTERPRETED,
     ),
-    'slots alone': ({'k': (2, 0, 2, 8), 'lse': True}, Parts()),
     'other positions': ({'k': (2, 13, 2, 8), 'ordered': False, 'segments': True}, INTERPRETED),
 }
 

@@ -188,8 +188,7 @@ def shape(*sides, dtype=jnp.bfloat16):
 def depth_call(backend, way, B, T, K, G, H, L, R=None, mask=False, dtype=jnp.bfloat16, **options):
     """A depth part's function `way`, and the shapes of its arguments; num_slots is traced.
 
-    R None: no look-up of tokens. Options are parameters of the function, and `wide`, the dtype of
-    the sums of gradients and of the sequence's output, by default that of the slots.
+    Options are parameters of the function, and `wide`, the dtype of sums and of the sequence's o.
     """
     wide = options.pop('wide', dtype)
     function = getattr(load_module(getattr(DEPTH[backend], way)), f'depth_{way}')

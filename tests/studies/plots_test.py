@@ -126,14 +126,6 @@ def test_a_study_without_a_finite_loss_is_drawn_as_a_sentence(tmp_path):
     assert heights == {(180, 960, 4)}
 
 
-def test_dollars_in_labels_are_not_formulas():
-    study = made_up(budgets=(6e11,), sizes=('4x64',), variants=('dense', 'mod'), seeds=(0,))
-    study['variants']['mod']['label'] = label = r'$\nonsense{$ & <b>'
-    figure = FIGURES['loss_by_flops'](study)
-    figure.canvas.draw()
-    assert label in _legend(figure)
-
-
 def test_numbers_are_written_short():
     flops = {6e11: '6·10¹¹', 1e15: '10¹⁵', 2.5e-3: '2.5·10⁻³', 9.996e11: '9.996·10¹¹'}
     for value, text in flops.items():
