@@ -7,7 +7,6 @@ from moddepth_jax.analysis import token_classes as module
 from moddepth_jax.analysis.token_classes import (
     CLASSES,
     byte_classes,
-    guess_language,
     held_out_classes,
     language_of,
     token_classes,
@@ -95,19 +94,6 @@ def test_tokens_take_the_class_of_their_first_solid_byte():
     assert classes == ['start of text', 'keyword', 'identifier', 'whitespace', 'comment']
 
 
-@pytest.mark.parametrize(
-    ('text', 'language'),
-    [
-        (CODE, 'python'),
-        (b'  return x\n\n  def f(a,\n        b):\n    """A phrase\n', 'python'),
-        (b'You may copy this.\nIf you do, say so.\n\nNo warranty.', 'prose'),
-        (b'', 'prose'),
-    ],
-)
-def test_languages_are_distinguished(text, language):
-    assert guess_language(text) == language
-
-
 TEXTS = [b'x = "def if 12"\n', b'# 3\n', b"'''for\nwhile x in y:\n'''\nreturn 45\n"]
 
 
@@ -163,6 +149,9 @@ def test_classes_are_found_in_prepared_text(tmp_path):
         ('stdlib', [b'One day the rain came.\n'], 'python'),  # whatever it looks like
         ('a.txt', [b'One day the rain came.\n'], 'prose'),
         ('a.txt', TEXTS, 'python'),
+        ('a.txt', [b'  return x\n\n  def f(a,\n        b):\n    """A phrase\n'], 'python'),
+        ('a.txt', [b'You may copy this.\nIf you do, say so.\n\nNo warranty.'], 'prose'),
+        ('a.txt', [b''], 'prose'),
     ],
 )
 def test_the_languages_of_sources(source, texts, language):

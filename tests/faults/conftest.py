@@ -23,15 +23,11 @@ def corpus(tmp_path_factory):
     return str(folder / '*.txt')
 
 
-@pytest.fixture(scope='session')
-def kept_programs(tmp_path_factory):
-    """The folder of compiled programs, most of which the in-process runs share."""
-    return tmp_path_factory.mktemp('programs')
-
-
 @pytest.fixture(scope='module')
-def compiled_once(kept_programs):
-    with compilation_cache.persistent_compilation_cache(kept_programs):
+def compiled_once(tmp_path_factory):
+    """The runs of all modules share most of their compiled programs."""
+    folder = tmp_path_factory.getbasetemp() / 'programs'
+    with compilation_cache.persistent_compilation_cache(folder):
         yield
 
 
