@@ -122,6 +122,7 @@ def test_a_full_disk_ends_the_run_in_one_line(unbroken, disk, tally, moment):
 def test_a_limit_of_file_sizes_is_reported_like_a_full_disk(small_run, tmp_path, tally):
     """Without root: the limit is enough for rows, but not for arrays."""
     workdir, hparams = tmp_path / 'run', small_run()
+    finished = loop.train(hparams, tmp_path / 'finished')  # its programs are compiled now
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, hard))
     try:
@@ -131,7 +132,6 @@ def test_a_limit_of_file_sizes_is_reported_like_a_full_disk(small_run, tmp_path,
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert 'File too large' in str(caught.value) and 'steps kept: none' in str(caught.value)
     again = loop.train(hparams, workdir)
-    finished = loop.train(hparams, tmp_path / 'finished')
     assert again.summary['state_sha256'] == finished.summary['state_sha256']
     assert rows_of(workdir) == rows_of(finished.workdir)
     tally('full disks', 'no file above 40 kB, without root')

@@ -15,8 +15,9 @@ def check(table, run):
     """Each case ends with status 2, no output, and one line with its words."""
     lines = {f'{first} {more}': words for first in table for more, words in table[first]}
     found = run([shlex.split(line) for line in lines])
-    for done in found:  # JAX_LOG_COMPILES shows abstract traces, too
-        done.stderr = re.sub('(?m)^.* Finished tracing .*\n', '', done.stderr)
+    # JAX_LOG_COMPILES shows abstract traces, too.
+    traces = re.compile('(?m)^.* Finished tracing .*\n')
+    found = [done._replace(stderr=traces.sub('', done.stderr)) for done in found]
     wrong = [
         f'{line}: {str(done)[:500]}'
         for (line, words), done in zip(lines.items(), found, strict=True)
