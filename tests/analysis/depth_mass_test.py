@@ -149,10 +149,13 @@ def test_sowing_costs_nothing_in_training(tiny_config, monkeypatch, stream):
 TEXT_T = TOKENS_BT[0, :6]
 
 
-@pytest.mark.parametrize('slot_keys', ['rotated', 'unrotated'])
-def test_rows_of_attention_average_to_the_depth_mass(tiny_config, slot_keys):
-    """Each row of weights sums to 1, also where the queries for slots are others (unrotated)."""
-    variables, hparams = make_model(tiny_config, **MODA, **{'model.depth.slot_keys': slot_keys})
+OWN_QUERY = {'model.depth.slot_keys': 'unrotated', 'model.qk_norm': 'head'}
+
+
+@pytest.mark.parametrize('changes', [{}, OWN_QUERY], ids=['', 'own query'])
+def test_rows_of_attention_average_to_the_depth_mass(tiny_config, changes):
+    """Each row of weights sums to 1, also where slots have a query of their own."""
+    variables, hparams = make_model(tiny_config, **MODA, **changes)
     rows = [attention_row(variables, hparams, TEXT_T, 2, place) for place in range(6)]
     for place, row in enumerate(rows):
         total_N = row.sequence_NT.sum(axis=1) + row.slots_NL.sum(axis=1)
