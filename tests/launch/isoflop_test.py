@@ -79,11 +79,6 @@ def test_every_target_trains_different_models(target):
     assert int(config.shallower(size).split('x')[0]) < int(size.split('x')[0])
 
 
-def test_the_shallower_model_costs_nearest_to_mod():
-    config = StudyConfig('configs/study.py', {}, 'flops')
-    assert config.shallower('8x64') == '5x64' and config.shallower('4x64') == '2x64'
-
-
 def test_the_wider_model_has_as_many_parameters_as_moda():
     config = StudyConfig('configs/moda.py', {}, 'steps')
     hparams = [from_config(config.config(name, '8x64', 9)) for name in ('wider', 'moda', 'dense')]
