@@ -12,10 +12,7 @@ from moddepth_jax.hparams import DataHparams
 
 @dataclasses.dataclass(frozen=True)
 class Member:
-    """A prepared folder, its share of the training rows, and the splits to evaluate on.
-
-    `name` is the last part of the folder's path, or as many as tell it from the other members.
-    """
+    """A prepared folder, its share of the training rows, and the splits to evaluate on."""
 
     name: str
     share: fractions.Fraction
@@ -103,10 +100,7 @@ class RowSchedule:
 
 
 def held_out_order(shares, sizes):
-    """Yields (member, its batch) for each held-out batch: one of each member first, then by shares.
-
-    `sizes` are the batches of each member.
-    """
+    """Yields (member, its batch) of `sizes`: one of each member first, then by shares."""
     counts = [0] * len(sizes)
     for _ in range(sum(sizes)):
         unfinished = [i for i, size in enumerate(sizes) if counts[i] < size]

@@ -25,8 +25,7 @@ class HeldOut:
     Attributes:
       held_back: whether all of it was held out from a training on the rest of the same text.
       num_held_out_batches: batches that cover the held-out windows once.
-      held_out_streams: arrays of tokens from which the windows are cut, each from its first token
-        on; those of prepared text are mapped from the file.
+      held_out_streams: arrays of tokens from which the windows are cut.
       domains: of a mixture, the share of each member by its name; otherwise empty.
     """
 
@@ -56,9 +55,8 @@ class HeldOut:
     def held_out_batch(self, index: int) -> dict[str, np.ndarray]:
         """Batch `index` of the held-out windows; arrays as in `Dataset.train_batch`.
 
-        The order is shuffled but always the same, so that the first batches are a fair sample. A
-        batch is of one member of a mixture; the last one of each text is filled up with rows of
-        label -100, segment 0 and token 0. Raises ValueError for an index that does not exist.
+        The order is shuffled but always the same. A batch is of one member of a mixture; the last
+        one of each text is filled up by `pad_rows`. Raises ValueError for an index out of range.
         """
         member, batch = self._find_batch(index)
         return pad_rows(self._held_out[member][batch], self._batch_size)
@@ -82,8 +80,7 @@ class Dataset(HeldOut):
     """Batches of a corpus as pure functions of the step; what `make_dataset` returns.
 
     Attributes:
-      fingerprint: what decides every batch, and for the record packages and names of members: a
-        dict of JSON scalars, see `check_fingerprint`.
+      fingerprint: JSON scalars that decide every batch; see `check_fingerprint`.
       may_change: knobs that only say where text and tokenizer are: the fingerprint decides.
       num_train_windows: windows of one epoch.
     """
@@ -115,8 +112,8 @@ class Dataset(HeldOut):
     def train_windows(self, step: int, rows: slice = ALL_ROWS) -> list[int]:
         """Numbers of the windows that are rows `rows` of the batch of `step` (from 0).
 
-        Each epoch visits every window once, in its own order, and batches continue across epochs.
-        Each member of a mixture has its own epochs. Raises ValueError for a negative step.
+        Each epoch visits every window of a member once, in its own order, and batches continue
+        across epochs. Raises ValueError for a negative step.
         """
         step = operator.index(step)
         if step < 0:
@@ -161,8 +158,7 @@ def make_held_out(
 ) -> HeldOut:
     """All text of `data.source` as held-out batches, whatever `data.held_out_fraction` is.
 
-    The rest at its end, shorter than a window, is in no batch. `trained_on` is as in
-    `load_held_out`. Raises ValueError as that and `make_dataset` do.
+    `trained_on` is as in `load_held_out`. Raises ValueError as that and `make_dataset` do.
     """
     return HeldOut(data, load_held_out(data, trained_on), tokenizer)
 
@@ -245,6 +241,5 @@ def _changed_packages(stored, current):
     was, now = (set(d.get('packages', '').split()) for d in (stored, current))
     changed = [f'-{name}' for name in sorted(was - now)]
     changed += [f'+{name}' for name in sorted(now - was)]
-    hidden = len(changed) - _MAX_PACKAGES
-    more = f' and {hidden} more' if hidden > 0 else ''
+    more = ' ...' * (len(changed) > _MAX_PACKAGES)
     return f' (packages {" ".join(changed[:_MAX_PACKAGES])}{more})' if changed else ''

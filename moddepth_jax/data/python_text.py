@@ -45,11 +45,10 @@ def environment_documents(
 ) -> tuple[list[tuple[str, bytes]], tuple[str, ...]]:
     """(documents, packages): the standard library and every installed package, as text.
 
-    Documents are (name, bytes), sorted, the name a path relative to its root. Excluded: what
-    `stdlib_documents` excludes, tests of packages, this project itself, files that are empty or not
-    UTF-8, and all but the first of equal files. Packages are name==version, sorted, without this
-    project. Packages have their own licenses: the text is for use on this machine. Raises
-    ValueError if no package's .py file is below `roots`.
+    Documents are (name, bytes), sorted. Excluded: what `stdlib_documents` excludes, tests of
+    packages, this project itself, files that are empty or not UTF-8, and all but the first of equal
+    files. Packages are name==version, sorted, without this project; they have their own licenses.
+    Raises ValueError if no package's .py file is below `roots`.
     """
     paths = sysconfig.get_paths()
     roots = tuple(dict.fromkeys(roots or (paths['purelib'], paths['platlib'])))

@@ -40,7 +40,7 @@ class Row(typing.NamedTuple):
     """One row of a file: a document's bytes, or the BadText that says why there are none.
 
     `name` is the file's, with '#' and the row's number if a file has many; `end` is about how many
-    bytes of the file, compressed or not, lie between the start of the span and the end of the row.
+    bytes of the file lie between the start of the span and the end of the row.
     """
 
     name: str
@@ -51,8 +51,7 @@ class Row(typing.NamedTuple):
 class Span(typing.NamedTuple):
     """A part of a file that can be read alone; its first row has the number `first_row`, from 1.
 
-    From `start` to before `stop`, which are bytes of a .jsonl, row groups of a .parquet and records
-    of an .arrayrecord; None is the end of the file.
+    From `start` to before `stop` (None: the end): bytes, row groups of a .parquet, or records.
     """
 
     start: int
@@ -64,10 +63,10 @@ WHOLE_FILE = Span(0, None, 1)
 
 
 class Format(typing.NamedTuple):
-    """How files of one suffix are read: a row of FORMATS.
+    """How files of one suffix are read: `rows` as `read_rows`, `spans` as `find_spans`.
 
-    `rows` is as `read_rows`, and raises BadText or OSError if the rest of the file cannot be read.
-    `spans` is as `find_spans`, of a file that is not compressed.
+    `rows` raises BadText or OSError if the rest of the file cannot be read; `spans` gets no
+    compressed file.
     """
 
     rows: Callable[[pathlib.Path, str, str, Span], Iterator[Row]]
@@ -125,9 +124,6 @@ def _object_text(where, line, text_field, unit):
     except UnicodeDecodeError as error:
         problem = f'byte {error.start} of the {unit} is not UTF-8'
         return BadText(where, 'not UTF-8', problem, 'save the file as UTF-8')
-    except json.JSONDecodeError as error:
-        problem = f'not JSON ({error.msg}, column {error.colno})'
-        return BadText(where, 'not JSON', problem, remedy)
     except (ValueError, RecursionError) as error:
         return BadText(where, 'not JSON', f'not JSON ({_one_line(error)})', remedy)
     if not isinstance(record, dict):
@@ -177,15 +173,14 @@ def _open_parquet(path, text_field):
 
 
 def _check_column(path, schema, text_field):
-    from pyarrow import types
+    import pyarrow
 
     if text_field not in schema.names:
         raise _no_field(path, f'no column {text_field!r} (row 1 on)', schema.names)
     kind = schema.field(text_field).type
-    if types.is_dictionary(kind):
-        kind = kind.value_type
-    tests = types.is_string, types.is_large_string, types.is_binary, types.is_large_binary
-    if not any(test(kind) for test in tests):
+    kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+    texts = pyarrow.string(), pyarrow.large_string(), pyarrow.binary(), pyarrow.large_binary()
+    if kind not in texts:
         problem = f'column {text_field!r} holds {kind} from row 1 on, not text'
         raise BadText(path, 'not text', problem, 'set data.text_field to a column of strings')
 
@@ -289,11 +284,10 @@ def read_rows(
 ) -> Iterator[Row]:
     """The Rows of a file, in order, with a BadText in place of each text that cannot be used.
 
-    A few rows are in memory at a time. A .txt is one document, its bytes as they are. A .jsonl, in
-    UTF-8, holds one document per line (blank lines are skipped), a .parquet one per row, in the
-    field or column `text_field`, an .arrayrecord one per record: the field of a JSON object or, if
-    the first record is none, the record itself. `name` is that of the file in the names of its
-    documents. The last row has a BadText if the rest of the file cannot be read.
+    A .txt is one document, its bytes as they are. A .jsonl, in UTF-8, holds one document per line
+    (blank lines are skipped), a .parquet one per row, in the field or column `text_field`, an
+    .arrayrecord one per record: the field of a JSON object or, if the first record is none, the
+    record itself. `name` is that of the file in the names of its documents.
     """
     size, last = 0, None
     try:
@@ -320,10 +314,9 @@ def as_bad_text(where: object, error: BadText | OSError) -> BadText:
 def find_spans(
     path: pathlib.Path, text_field: str, size: int, chunks: Iterable[bytes]
 ) -> list[Span]:
-    """Spans of about `size` bytes that together are the file; one if it cannot be split.
+    """Spans of about `size` bytes that together are the file, of which `chunks` are the bytes.
 
-    `chunks` are the bytes of the file; they may be left unread. Raises BadText or OSError if the
-    file cannot be read, and BadText if it has no such column.
+    Raises BadText or OSError if the file cannot be read or has no such column.
     """
     if is_compressed(path):
         return [WHOLE_FILE]
@@ -341,7 +334,6 @@ def read_documents(path: pathlib.Path, name: str, text_field: str) -> Iterator[t
 def find_files(source: str, option: str, right: str) -> tuple[pathlib.Path, list[pathlib.Path]]:
     """(root, files): the folder before the first wildcard, and the files that match, sorted.
 
-    The name of a file is its path relative to the root, so that moving the folder changes nothing.
     An existing path is taken literally, even with brackets in it. Raises ValueError, one line with
     the `option` and what would be `right`, without a match and for a file of an unknown format.
     """
@@ -362,10 +354,8 @@ def find_files(source: str, option: str, right: str) -> tuple[pathlib.Path, list
 def _match(pattern):
     if os.path.isfile(pattern):
         return pathlib.Path(pattern).parent, [pathlib.Path(pattern)]
-    root = pathlib.Path(pattern)
+    root = pathlib.Path(pattern).parent
     while glob.has_magic(str(root)):
-        root = root.parent
-    if root == pathlib.Path(pattern):
         root = root.parent
     matches = {pathlib.Path(match) for match in glob.glob(pattern, recursive=True)}
     # A broken link stays among them: reading it raises.

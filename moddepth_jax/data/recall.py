@@ -14,17 +14,15 @@ drawn at random and each other one follows the byte before it in a circle:
   FIRST_QUESTION on, is a question with probability QUESTION_PROBABILITY: `(xY)`, where x is any
   small letter drawn at random and Y is the capital that names the document's dialect.
 
-So far context is needed at x: Y follows, x does not determine it, and the last byte that does is
-MIN_DISTANCE or more before it. These positions are `needs_far_context`. What follows the positions
-before a word, a question or an x was drawn, and no context predicts it. All other targets follow
-from the last NEAR bytes. Over any targets y_1..y_n of whole documents the ideal predictor therefore
-scores
+So far context is needed at x (`needs_far_context`): the last byte that determines Y is MIN_DISTANCE
+or more before it. What follows the positions before a word, a question or an x was drawn. All other
+targets follow from the last NEAR bytes. Over any targets y_1..y_n of whole documents the ideal
+predictor scores
 
     floor = 1/n sum_i -log p(y_i)      in nats per target, p = 1 where nothing is drawn.
 
-The dialect shows in many positions, because a routed block's gate is trained only by what a
-position does for its own output, not by what its keys and values do for others. x is any of 24
-letters, so that an untrained router selects some: a token that is never selected has no gradient.
+The dialect shows in many positions, because a position's gate is trained only by its own output. x
+is any of 24 letters, so that an untrained router selects some and they get gradients.
 """
 
 import math

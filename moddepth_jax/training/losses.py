@@ -38,9 +38,8 @@ def routing_counts(record, segment_ids_BT):
     """Counts from which `routing_ratios` makes ratios; counts of several batches may be added.
 
     Of a RoutingRecord with leaves [routed layers, B, T]. Returns float32 [routed layers]: numbers
-    of real tokens by what was decided, and `histogram` [routed layers, HISTOGRAM_BINS], of
-    sigmoid(r); sums over the top C, `gate`; and over `rows` with a real token, `lowest`, of the
-    lowest score of the top C.
+    of real tokens, `histogram` [routed layers, HISTOGRAM_BINS] of sigmoid(r), the sum of `gate`
+    over the top C, and of `lowest`, the lowest score of the top C, over `rows` with a real token.
     """
     real_LBT = jnp.broadcast_to(segment_ids_BT > 0, record.selected_BT.shape)
     rule_LBT = (record.rule_logits_BT > 0) & real_LBT
@@ -86,8 +85,8 @@ def routing_ratios(counts):
 def expert_counts(record):
     """Counts from which `expert_ratios` makes ratios; counts of several batches may be added.
 
-    They are the fields of an ExpertsRecord with leaves [X, ...], as float32 without gradients, X
-    expert layers of Z = E + num_noop choices each. Only experts that choose have the last two.
+    The fields of an ExpertsRecord with leaves [X, ...], as float32 without gradients; X expert
+    layers of Z = E + num_noop choices each.
     """
     counts = {
         'tokens_X': record.tokens,
@@ -104,15 +103,11 @@ def expert_counts(record):
 def expert_ratios(counts, top_k: int, num_routed: int):
     """`expert_counts` as ratios per expert layer, NaN if the denominator is 0.
 
-    `top_k` is the experts of a token, on average if experts choose; choices after the first
-    `num_routed` do nothing.
-
-    Returns:
-      dict of `load` [X, Z], the share of all pairs that falls on each choice; [X] each,
-      `largest_load`, the pairs of the fullest routed expert over the mean of the routed ones;
-      `noop_fraction` and `dropped_fraction`, shares of all pairs; `computed_fraction`, the computed
-      pairs over top_k a token; `unused`, routed experts without a token; and if experts chose by
-      top-C `lowest_taken` [X, E], the C-th largest score, mean over rows.
+    `load` [X, Z] is the share of all pairs that falls on each choice; those after the first
+    `num_routed` do nothing. [X] each are `largest_load`, the pairs of the fullest routed expert
+    over the mean; `noop_fraction` and `dropped_fraction`, shares of all pairs; `computed_fraction`,
+    the computed pairs over `top_k` a token; `unused`, routed experts without a token. If experts
+    chose by top-C, `lowest_taken` [X, E] is the C-th largest score, mean over rows.
     """
     pairs_XZ = counts['pairs_XZ']
     pairs_X, routed_XE = pairs_XZ.sum(1), pairs_XZ[:, :num_routed]

@@ -33,9 +33,7 @@ def write_manifest(directory: pathlib.Path, content: dict) -> None:
 def read_manifest(directory: pathlib.Path) -> dict:
     """Verifies every file and returns the content that `write_manifest` was given.
 
-    Raises:
-      ValueError: one line, if there is no manifest, or if it or a file is not as written.
-      OSError: a file could not be read.
+    Raises ValueError, one line, without a manifest, or if it or a file is not as written; OSError.
     """
     path = directory / MANIFEST_FILE
     if not path.exists():

@@ -15,11 +15,10 @@ class PreemptionHandler:
 
     SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 print one line on stderr; the caller asks `should_stop`
     between steps. A second SIGINT raises KeyboardInterrupt. The previous handlers return on exit.
-    Python handles signals in its main thread only: in another thread this changes nothing.
+    Outside Python's main thread, which alone handles signals, this changes nothing.
 
     In a run of several processes JAX listens for SIGTERM and agrees on a step after which all of
-    them stop. Handlers of ours would disable that, so none is installed, and the other signals keep
-    their default action. So does SIGTERM after the exit.
+    them stop. Handlers of ours would disable that, so none is installed.
     """
 
     def __init__(self):

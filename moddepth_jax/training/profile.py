@@ -24,9 +24,8 @@ def parse_steps(text: str) -> tuple[int, int]:
 class Profile(contextlib.AbstractContextManager):
     """Traces the steps after `first` and up to `last` into `profile/` of a run.
 
-    A run that stops or fails between them keeps what was traced until then. Each process traces
-    itself, by jax.profiler: for XProf, TensorBoard and Perfetto. Raises ValueError, one line, if
-    none of `steps` is left after `first_step`.
+    Each process traces itself; a run that stops or fails between them keeps what was traced. Raises
+    ValueError, one line, if none of `steps` is left after `first_step`.
     """
 
     def __init__(self, workdir, steps: tuple[int, int] | None, num_steps: int, first_step: int):

@@ -18,12 +18,7 @@ from kernels_pallas.backends import log_lines
 from kernels_pallas.xla import sequence
 from moddepth_jax.data.directory import write_atomically
 from moddepth_jax.hparams import Hparams
-from moddepth_jax.model.flops import (
-    dot_general_flops,
-    empty_place_flops,
-    masked_attention_flops,
-    train_step_flops,
-)
+from moddepth_jax.model.flops import train_step_flops
 from moddepth_jax.training.checkpoint import state_sha256
 from moddepth_jax.training.metrics import replace_nonfinite
 from moddepth_jax.training.plan import run_flops, stage_starts
@@ -47,7 +42,7 @@ def versions() -> dict[str, str]:
 
 
 def initial_metadata(dataset, num_steps: int, mesh_shape: dict | None = None) -> dict:
-    """The metadata of a checkpoint before the first step; without a mesh if it is not known yet."""
+    """The metadata of a checkpoint before the first step."""
     axes = {f'mesh axis {axis}': str(size) for axis, size in (mesh_shape or {}).items()}
     return {
         'fingerprint': dataset.fingerprint,
@@ -64,10 +59,7 @@ def num_parameters(params) -> int:
 
 
 def active_parameters(hparams: Hparams, params) -> int:
-    """Parameters that one token uses: all but the routed experts that it did not choose.
-
-    Experts that do nothing count with an even share of the choices.
-    """
+    """Parameters that one token uses, with its share of the routed experts, if choices are even."""
     experts, active = hparams.model.experts, 0.0
     share = experts.top_k / experts.num_choices
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -79,10 +71,7 @@ def active_parameters(hparams: Hparams, params) -> int:
 
 
 def parameter_lines(params) -> list[str]:
-    """A table of a Transformer's parts, largest first: in how many layers, parameters, share.
-
-    The parts are embedding, attention, mlp, norms, router, predictor, stream (depth slots), head.
-    """
+    """A table of a Transformer's parts, largest first: in how many layers, parameters, share."""
     sizes, layers = collections.Counter(), collections.defaultdict(dict)
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         text = jax.tree_util.keystr(path, simple=True, separator='/')
@@ -165,47 +154,23 @@ def _describe_experts(model):
     return text + (f' in {layers} layers' if layers < model.num_layers else '')
 
 
-def _trace(hparams, num_steps, **changes):
-    """The traced train step of a model with some knobs changed."""
-    hparams = dataclasses.replace(hparams, model=dataclasses.replace(hparams.model, **changes))
-    shape = (hparams.data.batch_size, hparams.data.sequence_length)
-    row = jax.ShapeDtypeStruct(shape, 'int32')
+def step_flops_report(hparams: Hparams, num_steps: int) -> dict[str, float | None]:
+    """`flops_per_step`, counted by formula, and `flops_per_step_xla`, of a step of the last stage.
+
+    The latter is XLA's estimate for the unrolled step before optimization, with elementwise work
+    and masked query-key pairs; None on a device that gives none.
+    """
+    model = dataclasses.replace(hparams.model, remat='none', layer_loop='unrolled')
+    unrolled = dataclasses.replace(hparams, model=model)
+    row = jax.ShapeDtypeStruct((hparams.data.batch_size, hparams.data.sequence_length), 'int32')
     batch = {name: row for name in ('tokens_BT', 'labels_BT', 'segment_ids_BT')}
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # as on one device
-        state = jax.eval_shape(lambda: init_state(hparams, num_steps))
+        state = jax.eval_shape(lambda: init_state(unrolled, num_steps))
         with sequence.static_blocks():
-            return jax.jit(functools.partial(train_step)).trace(state, batch)
-
-
-def step_flops_report(hparams: Hparams, num_steps: int) -> dict[str, float | None]:
-    """FLOPs of a step of the last stage: counted by formula, and in its traced programs.
-
-    Returns:
-      dict:
-        flops_per_step: counted by formula: what budgets are made of.
-        flops_per_step_dot_general: matrix products of the step traced without recomputation, minus
-          masked query-key pairs and empty places of experts; equal to the count within 1%.
-        flops_per_step_executed: matrix products of the step as it runs: blocks recomputed,
-          attention and experts in blocks, loads counted before micro-batches. Under `batched` too
-          low: the loop that sums the gradients of the experts' matrices counts once.
-        flops_per_step_xla: XLA's estimate for the unrolled step before optimization, with
-          elementwise work and masked pairs; None on a device that gives none.
-    """
-    shape = (hparams.data.batch_size, hparams.data.sequence_length)
-    experts = dataclasses.replace(hparams.model.experts, product='ragged_dot')
-    # As one batch: micro-batches have the same products, except for a pass that counts loads.
-    training = dataclasses.replace(hparams.training, accumulate_steps=1)
-    one_batch = dataclasses.replace(hparams, training=training)
-    plain = _trace(one_batch, num_steps, remat='none', attention='reference', experts=experts)
-    unrolled = _trace(hparams, num_steps, remat='none', layer_loop='unrolled')
-    routing = hparams.stages[-1].routing
-    masked = masked_attention_flops(hparams, *shape, routing)
-    unused = 3 * (masked + empty_place_flops(hparams, *shape, routing))
+            traced = jax.jit(functools.partial(train_step)).trace(state, batch)
     return {
         'flops_per_step': train_step_flops(hparams),
-        'flops_per_step_dot_general': float(dot_general_flops(plain.jaxpr) - unused),
-        'flops_per_step_executed': float(dot_general_flops(_trace(hparams, num_steps).jaxpr)),
-        'flops_per_step_xla': (unrolled.lower().cost_analysis() or {}).get('flops'),
+        'flops_per_step_xla': (traced.lower().cost_analysis() or {}).get('flops'),
     }
 
 

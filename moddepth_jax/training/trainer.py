@@ -59,7 +59,7 @@ class Trainer:
                 self._collect(in_flight=0)
                 stage = self._stage(step)
                 with self.stopwatch.pause():
-                    step_fn = self._compile(stage, first=step == first_step)
+                    step_fn = self._compile(stage, measures=step == 0 and multihost.is_leader())
             if self.profile.begins(step):
                 self._collect(in_flight=0)
                 self.profile.start()
@@ -118,9 +118,9 @@ class Trainer:
             return False
         return not multihost.broadcast_from_leader(lambda: self.writer.has(step, 'eval/loss'))
 
-    def _compile(self, stage, first) -> Any:
-        """Compiles the train step; on the first start, measures compression in the meantime."""
-        begin, measures = time.monotonic(), first and multihost.is_leader()
+    def _compile(self, stage, measures) -> Any:
+        """Compiles the train step; `measures` compression in the meantime, as a new run does."""
+        begin = time.monotonic()
         with concurrent.futures.ThreadPoolExecutor(1) as thread:
             baselines = thread.submit(measure_baselines, self.dataset.corpus) if measures else None
             batch = self._put(self.dataset.train_batch(0, self.rows))
@@ -169,11 +169,17 @@ class Trainer:
 
     def _check_finite(self, step, metrics):
         in_a_row = int(metrics['skipped_in_a_row'])
-        if not in_a_row:
-            return
-        self.progress.note(f'step {step}: loss or gradient is not finite; skipped')
+        if in_a_row:
+            self.progress.note(f'step {step}: loss or gradient is not finite; skipped')
+
+        def give_up():
+            raise DivergedError(
+                f'training.max_nan_steps={in_a_row}: so many steps in a row, up to {step}, gave no '
+                f'finite loss and gradient; lower optimizer.learning_rate in another --workdir'
+            )
+
         if in_a_row >= self.hparams.training.max_nan_steps:
-            multihost.broadcast_from_leader(lambda: _give_up(in_a_row, step))
+            multihost.run_on_leader(give_up)
 
     def _write(self, step, row):
         if self.writer is not None:
@@ -199,10 +205,3 @@ class Trainer:
             for name, value in values.items()
         }
         return {name: value for name, value in metrics.items() if name not in parts} | named
-
-
-def _give_up(in_a_row, step):
-    raise DivergedError(
-        f'training.max_nan_steps={in_a_row}: so many steps in a row, up to {step}, gave no '
-        f'finite loss and gradient; lower optimizer.learning_rate in another --workdir'
-    )

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from moddepth_jax.data.directory import lock_directory
 from moddepth_jax.data.pipeline import Dataset
 from moddepth_jax.training import loop
 from moddepth_jax.training.checkpoint import Checkpoints, state_sha256
 from moddepth_jax.training.manifest import read_manifest, write_manifest
-from moddepth_jax.training.run_dir import WorkdirLock
 from moddepth_jax.training.train_step import init_state
 from tests.faults.conftest import NUM_STEPS
 
@@ -163,5 +163,5 @@ def test_a_changed_corpus_is_refused(small_run, stopped, changed, tally):
 
 def test_a_second_run_in_a_workdir_is_refused(stopped):
     hparams, workdir = stopped
-    with WorkdirLock(workdir):
+    with lock_directory(workdir):
         refused(hparams, workdir, f'--workdir={workdir}: in use by process ')

@@ -291,7 +291,6 @@ def test_each_step_trains_by_its_stage_also_after_a_signal(tiny_config, corpus, 
     costs = [stage['flops_per_step'] for stage in summary['stages']]
     assert costs[0] > costs[1] == summary['flops_per_step']
     assert summary['total_flops'] == run_flops(hparams, 5) == 2 * costs[0] + 3 * costs[1]
-    assert abs(summary['flops_per_step_dot_general'] / summary['flops_per_step'] - 1) < 0.01
     assert isinstance(summary['routing']['layer_01']['routing_gap'], float)
 
 

@@ -237,8 +237,8 @@ def test_a_missing_first_knob_is_not_filled_in(tmp_path, tiny_config):
 
 HOLD = """
 import sys
-from moddepth_jax.data.directory import DirectoryLock
-lock = DirectoryLock(sys.argv[1], '--workdir')
+from moddepth_jax.data.directory import lock_directory
+lock = lock_directory(sys.argv[1])
 print('held', flush=True)
 sys.stdin.read()
 """
@@ -251,13 +251,13 @@ def test_a_second_run_is_refused_until_the_first_is_dead(tmp_path):
     with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as process:
         assert process.stdout.readline() == 'held\n'
         words = [f'--workdir={tmp_path}: in use by process {process.pid} on ', 'another --workdir']
-        assert_refused(lambda: run_dir.WorkdirLock(tmp_path), words)
+        assert_refused(lambda: run_dir.lock_directory(tmp_path), words)
         assert_refused(lambda: run_dir.open_workdir(tmp_path, CONFIG), words)
         assert os.listdir(tmp_path) == ['lock']
         process.kill()
-    with run_dir.WorkdirLock(tmp_path):
-        assert_refused(lambda: run_dir.WorkdirLock(tmp_path), [f'process {os.getpid()} '])
-    run_dir.WorkdirLock(tmp_path).close()
+    with run_dir.lock_directory(tmp_path):
+        assert_refused(lambda: run_dir.lock_directory(tmp_path), [f'process {os.getpid()} '])
+    run_dir.lock_directory(tmp_path).close()
 
 
 @pytest.fixture
@@ -268,8 +268,8 @@ def hparams(tiny_config, tmp_path):
 
 def test_the_tokenizer_is_stored_once(hparams, tmp_path):
     """It is read back without its file; a second start leaves it, and remains of a kill go."""
-    (tmp_path / 'tokenizer.host-1.tmp').mkdir()
-    (tmp_path / 'tokenizer.host-1.tmp' / 'tokenizer.json').write_text('{')
+    (tmp_path / 'tokenizer.tmp').mkdir()
+    (tmp_path / 'tokenizer.tmp' / 'tokenizer.json').write_text('{')
     tokenizer = tokenizer_files.byte_level()
     run_dir.save_tokenizer(tmp_path, hparams, tokenizer)
     assert os.listdir(tmp_path) == ['tokenizer']

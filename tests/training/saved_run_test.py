@@ -11,10 +11,11 @@ import jax
 import numpy as np
 import pytest
 
+from moddepth_jax.data.directory import lock_directory
 from moddepth_jax.hparams import from_config
 from moddepth_jax.training import checkpoint
 from moddepth_jax.training.checkpoint import Checkpoints, state_sha256
-from moddepth_jax.training.run_dir import OLDER_RUNS, WorkdirLock, open_workdir
+from moddepth_jax.training.run_dir import OLDER_RUNS, open_workdir
 from moddepth_jax.training.saved_run import load_run
 from moddepth_jax.training.train_step import init_state
 
@@ -92,7 +93,7 @@ def test_a_run_is_read_as_it_was_saved(original, hparams, state):
 
 def test_reading_changes_nothing_and_needs_no_lock(workdir):
     """It can be read while its own process holds the directory."""
-    with WorkdirLock(workdir):
+    with lock_directory(workdir):
         before = snapshot(workdir)
         assert load_run(workdir).step == 4
         assert snapshot(workdir) == before

@@ -83,7 +83,7 @@ class FileInfo(typing.NamedTuple):
 
 
 class FileSpan(typing.NamedTuple):
-    """A span of a file: its name, its path, the span, and bytes of the file, about."""
+    """A span of a file, and about how many of its bytes that is."""
 
     name: str
     path: pathlib.Path
@@ -117,14 +117,10 @@ class Task(typing.NamedTuple):
 
     def is_done(self, directory: pathlib.Path) -> bool:
         """Whether all of its parts are written."""
-        parts = self.parts(directory)
-        return bool(parts) and parts[-1].header['last']
+        return any(part.header['last'] for part in self.parts(directory))
 
     def remove_parts(self, directory: pathlib.Path, first: int) -> None:
-        """Removes the parts from number `first` on, which follow a damaged or missing one.
-
-        The parts that replace them may end at other rows.
-        """
+        """Removes the parts from number `first` on; those that replace them may end elsewhere."""
         last = first + 1
         while self.path(directory, last).exists():
             last += 1
@@ -141,8 +137,8 @@ def survey(
 ) -> FileInfo:
     """Reads a file once: its sha256, and where it can be split into spans of about `span_bytes`.
 
-    `advance` is called with the bytes read since the last call. Raises BadText if the file cannot
-    be read or has no such column; with `skip_bad` it is one span, which `read_rows` will report.
+    `advance` takes the bytes read since its last call. Raises BadText if the file cannot be read or
+    has no such column; with `skip_bad` it is one span, which `read_rows` will report.
     """
     digest, size, modified, spans = hashlib.sha256(), 0, 0, [WHOLE_FILE]
 
@@ -182,11 +178,8 @@ def make_tasks(
     for name, path in paths:
         info = inputs[name]
         for span in info.spans:
-            if (
-                filled >= task_bytes
-                or len(groups[-1]) >= _MAX_FILES
-                or (name, span.start) in starts
-            ):
+            full = filled >= task_bytes or len(groups[-1]) >= _MAX_FILES
+            if full or (name, span.start) in starts:
                 groups.append([])
                 filled = 0
             groups[-1].append(FileSpan(name, path, span, info.bytes // len(info.spans)))
@@ -201,13 +194,10 @@ def make_tasks(
 
 @dataclasses.dataclass
 class Plan:
-    """What parts/plan.json holds, the same without fields if nothing was started.
+    """What parts/plan.json holds; all is empty if nothing was started.
 
-    Attributes:
-      arguments: those that decide the result, JSON values by name.
-      inputs: FileInfo by name, in order.
-      span_bytes: of one span or task, about.
-      starts: as `make_tasks` takes them, so that files which change do not move other tasks.
+    `arguments` decide the result; spans and tasks have about `span_bytes`; `starts` are as
+    `make_tasks` takes them, so that files which change do not move other tasks.
     """
 
     arguments: dict = dataclasses.field(default_factory=dict)

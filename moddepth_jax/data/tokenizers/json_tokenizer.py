@@ -17,10 +17,9 @@ _BYTE = re.compile('<0x([0-9A-Fa-f]{2})>')  # of byte fallback
 class JsonTokenizer(PieceTokenizer):
     """A Tokenizer of a tokenizer.json; see `make_tokenizer`.
 
-    Text that spells a special token is encoded as plain text, and what the file's template puts
-    around a text is left out. Byte-level BPE without a normalizer restores every UTF-8 text byte
-    for byte; others may lose what their own rules drop, such as characters without a token. Raises
-    ValueError, one line, for a file that is no tokenizer, or without a separator.
+    Text that spells a special token is encoded as plain text; the file's template is left out.
+    Byte-level BPE without a normalizer restores every UTF-8 text byte for byte. Raises ValueError,
+    one line, for a file that is no tokenizer, or without a separator.
     """
 
     def __init__(
@@ -50,10 +49,7 @@ class JsonTokenizer(PieceTokenizer):
 
 
 def _import_library():
-    """The library, which uses one thread unless the user has set TOKENIZERS_PARALLELISM.
-
-    A process that is forked while the library has threads prints warnings.
-    """
+    """The library; it would warn in processes that are forked while it has threads."""
     os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')
     import tokenizers
 
@@ -109,12 +105,7 @@ def _pieces(library, parsed, special):
 
 
 def _bytes_of_token(library, parsed, ids):
-    """A function from a token's text to its bytes.
-
-    Byte-level tokens: the bytes of their characters. `<0x0A>` under byte fallback: that byte.
-    Tokens written with a mark for the space, as SentencePiece does: with the space. Any other kind:
-    what the file's own decoder adds for the token after another one.
-    """
+    """A function from a token's text to its bytes."""
     decoders = {part['type']: part for part in _parts(parsed.get('decoder'))}
     splitters = {part['type'] for part in _parts(parsed.get('pre_tokenizer'))}
     if 'ByteLevel' in decoders or 'ByteLevel' in splitters:
@@ -140,6 +131,7 @@ def _bytes_of_token(library, parsed, ids):
             return bytes.fromhex(found[1])
         if mark:
             return token.replace(mark, ' ').encode()
+        # What the file's own decoder adds for the token after another one.
         both = library.decode([anchor, ids[token]], skip_special_tokens=False)
         return both.removeprefix(alone).encode()
 
@@ -157,10 +149,9 @@ def _parts(stage):
 def train_bpe(documents: Iterator[bytes], vocab_size: int) -> JsonTokenizer:
     """Trains a byte-level BPE tokenizer of `vocab_size` ids, including the bytes and the separator.
 
-    Sennrich et al. 2016, arXiv 1508.07909, on bytes as in GPT-2, split into words by its pattern.
-    The same UTF-8 documents give the same tokenizer, in any order and with any number of threads.
-    Raises ValueError, one line, if the size is too small, a text is not UTF-8 (by its place among
-    the documents), or the text has too few pieces that occur twice.
+    Sennrich et al. 2016, arXiv 1508.07909, on bytes and by the word pattern of GPT-2. The order of
+    the UTF-8 documents and the number of threads do not matter. Raises ValueError, one line, if the
+    size is too small, a text is not UTF-8, or it has too few pieces that occur twice.
     """
     name = f'bpe:{vocab_size}'
     if vocab_size < _MIN_BPE_IDS:
