@@ -113,17 +113,14 @@ def _nonempty_documents(data):
 
 
 def _of_documents(title, data, documents, packages, train, held_out):
-    """The Corpus of all `documents`, split into two lists of (name, bytes)."""
     digest = hashlib.sha256()
     for name, text in documents:
         # With the lengths, or bytes could move from one document to the next unnoticed.
         name = name.encode('utf-8', 'surrogateescape')
         digest.update(b'%d %d ' % (len(name), len(text)) + name)
         digest.update(text)
-    names = {
-        split: [name for name, _ in side]
-        for split, side in zip(SPLITS, (train, held_out), strict=True)
-    }
+    sides = {'train': train, 'held_out': held_out} if train else {'held_out': held_out}
+    names = {split: [name for name, _ in side] for split, side in sides.items()}
     train, held_out = ([text for _, text in side] for side in (train, held_out))
     text = _describe(title, train, held_out)
     sha256 = digest.hexdigest()

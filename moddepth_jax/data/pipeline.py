@@ -16,7 +16,6 @@ from moddepth_jax.hparams import DataHparams
 
 ALL_ROWS = slice(None)
 HELD_OUT_SEED = 0  # of the order of held-out windows, the same for every run
-_MAX_PACKAGES = 6  # shown in an error
 
 
 class HeldOut:
@@ -132,13 +131,11 @@ class Dataset(HeldOut):
         return step * self._batch_size / self.num_train_windows
 
     def domain_epochs(self, step: int) -> dict[str, float]:
-        """The same of each member of a mixture over its own windows; empty without one."""
+        """The same of each member of a mixture; empty without one."""
         counts = self._schedule.counts(step * self._batch_size)
-        sizes = np.diff(self._windows.begins)
-        return {
-            name: count / int(size)
-            for name, count, size in zip(self.domains, counts, sizes, strict=bool(self.domains))
-        }
+        sizes = np.diff(self._windows.begins).tolist()
+        epochs = [count / size for count, size in zip(counts, sizes, strict=True)]
+        return dict(zip(self.domains, epochs, strict=True)) if self.domains else {}
 
 
 def make_dataset(
@@ -146,8 +143,8 @@ def make_dataset(
 ) -> Dataset:
     """The dataset of `data`, shuffled by `seed`; corpus and tokenizer by default those it names.
 
-    Raises ValueError, one line, as `load_corpus` and `tokenizer_of`, for text or a member that is
-    shorter than one window, that the tokenizer cannot encode, or that another tokenizer prepared.
+    Raises ValueError, one line, as `load_corpus` and `tokenizer_of`, for text that is shorter than
+    one window, that the tokenizer cannot encode, or that another tokenizer prepared.
     """
     corpus = load_corpus(data) if corpus is None else corpus
     return Dataset(data, seed, corpus, tokenizer)
@@ -225,9 +222,8 @@ def check_fingerprint(stored: dict, current: dict) -> None:
         if field in stored and field in current and stored[field] == current[field]:
             continue
         was, now = (_show_value(fingerprint, field) for fingerprint in (stored, current))
-        changed = _changed_packages(stored, current) if field == 'corpus_sha256' else ''
         right = 'resume with the data of that run, or start another workdir'
-        raise ValueError(f'data fingerprint: {field} was {was} and is {now} now{changed}; {right}')
+        raise ValueError(f'data fingerprint: {field} was {was} and is {now} now; {right}')
 
 
 def _show_value(fingerprint, field):
@@ -235,11 +231,3 @@ def _show_value(fingerprint, field):
     value = repr(fingerprint[field]) if field in fingerprint else 'missing'
     name = fingerprint.get(field.replace('member_', 'name_'))
     return value if name is None or not field.startswith('member_') else f'{value} ({name})'
-
-
-def _changed_packages(stored, current):
-    was, now = (set(d.get('packages', '').split()) for d in (stored, current))
-    changed = [f'-{name}' for name in sorted(was - now)]
-    changed += [f'+{name}' for name in sorted(now - was)]
-    more = ' ...' * (len(changed) > _MAX_PACKAGES)
-    return f' (packages {" ".join(changed[:_MAX_PACKAGES])}{more})' if changed else ''

@@ -29,8 +29,7 @@ def stdlib_documents(root: str | None = None) -> list[tuple[str, bytes]]:
     """(name, bytes) of Python's own standard library: every .py file below `root`, by path.
 
     Excluded: tests, idlelib, lib2to3, installed packages, and the files in which a build describes
-    its own machine, so that one Python version means one text. Raises ValueError if no .py file is
-    there, as in Pythons that ship compiled or zipped.
+    its own machine. Raises ValueError if no .py file is there.
     """
     root = root or sysconfig.get_paths()['stdlib']
     documents = _documents_below(root, _EXCLUDED)
@@ -74,7 +73,6 @@ def environment_documents(
 
 
 def _distinct(documents):
-    """Those that are UTF-8 and not empty, the first of equal ones."""
     seen = {b''}
     for name, text in documents:
         with contextlib.suppress(UnicodeDecodeError):

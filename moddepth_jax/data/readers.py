@@ -22,10 +22,7 @@ _WRITE_AGAIN = 'write the file again or leave it out'
 
 
 class BadText(ValueError):
-    """Text that cannot be used; its message is one line: file and row, problem; remedy.
-
-    `reason` is a fixed phrase for each kind of problem, such as 'not JSON'.
-    """
+    """Text that cannot be used, for a fixed `reason`; one line: file and row, problem; remedy."""
 
     def __init__(self, where: object, reason: str, problem: str, remedy: str):
         super().__init__(str(where), reason, problem, remedy)  # all of it can be pickled
@@ -79,10 +76,6 @@ def _text_rows(path, name, text_field, span):
         yield Row(name, text, tell())
 
 
-def _one_span(path, text_field, size, chunks):
-    return [WHOLE_FILE]
-
-
 def _line_rows(path, name, text_field, span):
     with open_plain(path) as (stream, tell):
         position = span.start
@@ -124,6 +117,9 @@ def _object_text(where, line, text_field, unit):
     except UnicodeDecodeError as error:
         problem = f'byte {error.start} of the {unit} is not UTF-8'
         return BadText(where, 'not UTF-8', problem, 'save the file as UTF-8')
+    except json.JSONDecodeError as error:
+        problem = f'not JSON ({error.msg}, column {error.colno})'
+        return BadText(where, 'not JSON', problem, remedy)
     except (ValueError, RecursionError) as error:
         return BadText(where, 'not JSON', f'not JSON ({_one_line(error)})', remedy)
     if not isinstance(record, dict):
@@ -158,7 +154,6 @@ def _unreadable(path, kind, error):
 
 @contextlib.contextmanager
 def _open_parquet(path, text_field):
-    """The ParquetFile, whose column `text_field` holds text."""
     import pyarrow  # Slow to import, and most runs read no parquet.
     from pyarrow import parquet
 
@@ -206,7 +201,6 @@ def _parquet_rows(path, name, text_field, span):
 
 
 def _parquet_spans(path, text_field, size, chunks):
-    """Spans of row groups of `size` bytes or more."""
     with _open_parquet(path, text_field) as file:
         groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
     found, start, first_row, filled, next_row = [], 0, 1, 0, 1
@@ -262,7 +256,7 @@ def _open_records(path):
 
 
 FORMATS = {
-    '.txt': Format(_text_rows, _one_span),
+    '.txt': Format(_text_rows, lambda *_: [WHOLE_FILE]),
     '.jsonl': Format(_line_rows, _line_spans),
     '.parquet': Format(_parquet_rows, _parquet_spans),
     '.arrayrecord': Format(_record_rows, _record_spans),
@@ -364,10 +358,7 @@ def _match(pattern):
 
 
 def load_documents(source: str, text_field: str) -> list[tuple[str, bytes]]:
-    """(name, bytes) of every document in the files that match the glob `source`, in memory.
-
-    Raises ValueError as `find_files` and `read_documents`.
-    """
+    """(name, bytes) of all documents of the glob `source`; raises as `find_files` and BadText."""
     right = (
         'must be stdlib, python_environment, synthetic, recall, mixture, a folder of '
         f'launch.prepare or a glob of {describe_formats()}'

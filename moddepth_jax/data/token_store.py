@@ -41,8 +41,7 @@ class Store:
 
     Attributes:
       fingerprint: sha256 over the tokens of both splits and the tokenizer, hexadecimal.
-      tokenizer: {name, sha256, vocab_size, separator}.
-      dtype: 'uint16' or 'uint32'.
+      tokenizer, dtype: {name, sha256, vocab_size, separator}; 'uint16' or 'uint32'.
       train, held_out: {documents, tokens, bytes, sha256} of a split; tokens include one separator
         per document, bytes are those of the text, sha256 is that of its file of tokens.
       skipped: {reason: {'count': n, 'first': ['file, line 7: ...', ...]}} of what was left out.
@@ -206,6 +205,7 @@ class StoreWriter(contextlib.ExitStack):
             text[split] = counts | {'sha256': self._digests[split].hexdigest()}
         # Without the tokenizer's name: another name for the same tokenizer is the same text.
         decisive = json.dumps({'tokenizer': tokenizer, **text}, sort_keys=True)
+        packages = {d.name: d.version for d in metadata.distributions() if d.name in _PACKAGES}
         content = {
             'schema_version': SCHEMA_VERSION,
             'fingerprint': hashlib.sha256(decisive.encode()).hexdigest(),
@@ -215,17 +215,7 @@ class StoreWriter(contextlib.ExitStack):
             'skipped': skipped or {},
             'inputs': list(inputs),
             'arguments': arguments or {},
-            'versions': _versions(),
+            'versions': {'python': platform.python_version()} | packages,
         }
         write_atomically(self._directory / PREPARED_FILE, json.dumps(content, indent=2) + '\n')
         return open_store(self._directory)
-
-
-def _versions():
-    versions = {'python': platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:  # an extra, or this project without an installation
-            continue
-    return versions

@@ -88,10 +88,7 @@ def make_windows(
     part: str,
     member: Member | None = None,
 ) -> Windows:
-    """The Windows of the streams of one text, 'training', 'held-out' or 'given', of `member`.
-
-    Raises TooShort, one line, if they do not hold a single window; of given text no knob is blamed.
-    """
+    """The Windows of one text, 'training', 'held-out' or 'given'; raises TooShort without any."""
     windows = Windows(streams, data.sequence_length, tokenizer.separator)
     if len(windows):
         return windows

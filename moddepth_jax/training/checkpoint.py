@@ -99,13 +99,12 @@ class Checkpoints(contextlib.AbstractContextManager):
         self._thread = concurrent.futures.ThreadPoolExecutor(1, 'checkpoint')
         silence_orbax()
         # Renaming would be atomic too, but not on network file systems; the manifest needs neither.
-        mode = ocp.options.AtomicityMode.COMMIT_FILE
+        mode, barrier = ocp.options.AtomicityMode.COMMIT_FILE, self._await_all_parts
+        options = ocp.options.AsyncOptions(timeout_secs=PATIENCE_SECONDS, barrier_sync_fn=barrier)
         self._orbax = ocp.AsyncCheckpointer(
             ocp.StandardCheckpointHandler(),
             atomicity_options=ocp.options.AtomicityOptions(mode=mode),
-            async_options=ocp.options.AsyncOptions(
-                timeout_secs=PATIENCE_SECONDS, barrier_sync_fn=self._await_all_parts
-            ),
+            async_options=options,
         )
 
     def steps(self) -> list[int]:
@@ -151,21 +150,16 @@ class Checkpoints(contextlib.AbstractContextManager):
         state = multihost.run_on_all(lambda: self._read(step, abstract_states[found['form']]))
         return state, step, found['metadata']
 
-    def close(self) -> None:
-        """Waits for the last save and ends the background thread. Raises as `wait` does."""
-        try:
-            self.wait()
-        finally:
-            self._thread.shutdown()
-            self._orbax.close()
-
     def __exit__(self, kind, error, trace):
         try:
-            self.close()
+            self.wait()
         except SaveError as failure:
             if error is None:
                 raise
             error.add_note(str(failure))
+        finally:
+            self._thread.shutdown()
+            self._orbax.close()
 
     def _path(self, step, *names):
         return self._directory.joinpath(str(step), *names)
@@ -302,15 +296,13 @@ class Checkpoints(contextlib.AbstractContextManager):
             path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or first)
             for path, leaf in _named_leaves(abstract_state).items()
         }
-        arrays = self._orbax.handler.restore(
-            self._path(step), args=ocp.args.StandardRestore(targets)
-        )
+        how = ocp.args.StandardRestore(targets)
+        arrays = self._orbax.handler.restore(self._path(step), args=how)
         leaves = [arrays[path] for path in targets]
         return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves)
 
 
 def _one_line(error):
-    """The message of an error in one line of at most 300 characters."""
     os_error = re.search(r"os_error_code='(\d+)'", str(error))  # in half a page of TensorStore's
     return os.strerror(int(os_error[1])) if os_error else multihost.one_line(error)[:300]
 
@@ -321,14 +313,14 @@ _save_numbers = itertools.count()  # equal on every process: all begin the same 
 class _SaveVote:
     """One save on several processes: each reports on its part, then process 0 on the whole.
 
-    Background threads cannot use the collectives of devices, which need one order everywhere, so
-    the messages go through the key-value store of `jax.distributed`.
+    By the key-value store of `jax.distributed`: background threads cannot use collectives.
     """
 
     def __init__(self):
         number = next(_save_numbers)
         self._folder, self._reported = f'moddepth_jax/saves/{number}', False
         self._several = jax.process_count() > 1
+        self._store = ocp.multihost.get_jax_distributed_client() if self._several else None
         if self._several and multihost.is_leader():
             # All processes have begun the save after that one, so none reads its keys any more.
             self._store.key_value_delete(f'moddepth_jax/saves/{number - 2}')
@@ -345,15 +337,9 @@ class _SaveVote:
 
     def decide(self, error: str) -> str:
         """The error of the whole save on process 0, or '', which all others wait for."""
-        if not self._several:
-            return error
-        if multihost.is_leader():
+        if self._several and multihost.is_leader():
             self._put('whole', error)
-        return self._get('whole')
-
-    @property
-    def _store(self):
-        return ocp.multihost.get_jax_distributed_client()
+        return self._get('whole') if self._several else error
 
     def _put(self, key, text):
         # After a colon, since the store takes no empty value.

@@ -44,13 +44,7 @@ def eval_step(variables, batch, causal_layers_R, *, hparams: Hparams, routing: s
 
 
 def evaluate(
-    variables,
-    hparams: Hparams,
-    dataset,
-    mesh,
-    num_batches: int,
-    routing: str,
-    causal_layers_R=None,
+    variables, hparams: Hparams, dataset, mesh, num_batches: int, routing: str, causal_layers_R=None
 ) -> dict:
     """Loss over the first `num_batches` held-out batches, or all of them if there are fewer.
 

@@ -23,19 +23,8 @@ from moddepth_jax.training.plan import prepare_run, stage_at
 from moddepth_jax.training.preemption import PreemptionHandler
 from moddepth_jax.training.profile import Profile
 from moddepth_jax.training.progress import Progress
-from moddepth_jax.training.run_dir import (
-    CONFIG_FILE,
-    open_workdir,
-    save_tokenizer,
-    update_config,
-)
-from moddepth_jax.training.summary import (
-    describe,
-    initial_metadata,
-    parameter_lines,
-    summarize,
-    write_summary,
-)
+from moddepth_jax.training.run_dir import CONFIG_FILE, open_workdir, save_tokenizer, update_config
+from moddepth_jax.training.summary import describe, initial_metadata, summarize, write_summary
 from moddepth_jax.training.train_step import TrainState, init_state
 from moddepth_jax.training.trainer import Trainer
 
@@ -108,7 +97,6 @@ def train(
             trainer = Trainer(state, metadata, dataset, mesh, profile, *outputs)
             for line in (
                 *describe(hparams, num_steps, state.params, dataset),
-                *parameter_lines(state.params),
                 *mesh_lines(mesh, state),
                 *notes,
                 *more,
@@ -175,7 +163,6 @@ def restore_or_init(hparams: Hparams, num_steps: int, dataset, mesh, checkpoints
 
 
 def _check_metadata(stored, metadata, hparams, step):
-    """Raises ValueError if a run cannot resume from a checkpoint with this metadata."""
     check_fingerprint(stored['fingerprint'], metadata['fingerprint'])
     num_steps = metadata['num_steps']
     if stored['num_steps'] != num_steps:

@@ -20,10 +20,8 @@ def masked_labels(batch):
 def causal_rule_loss(hparams: Hparams, record, segment_ids_BT, num_real):
     """Weighted binary cross-entropy of the causal rule against membership in the top C.
 
-    The mean over routed layers and `num_real` tokens; the targets of a row are the choices made in
-    that same row, and carry no gradient. 0 if the model's rule has no loss.
-
-    `record` is a RoutingRecord with leaves [routed layers, B, T], or None.
+    The mean over routed layers and `num_real` tokens; 0 if the model's rule has no loss. `record`
+    is a RoutingRecord with leaves [routed layers, B, T], or None.
     """
     weight = hparams.model.routing.rule_loss_weight
     if record is None or not weight:
@@ -130,11 +128,8 @@ def expert_loss(hparams: Hparams, record, counts=None):
 
     sum_i f_i P_i with f_i = Z pairs_i / (k n) and P_i = scores_i / n, and the mean of squared
     log-partitions, each the mean over expert layers (DeepSeekMoE, arXiv 2401.06066, section 3.3;
-    the z-loss: ST-MoE, Zoph et al. 2022, arXiv 2202.08906). Experts that do nothing count among the
-    Z. Pairs pass no gradient. If experts choose, loads are even and the balance loss is 0.
-
-    If the ExpertsRecord is of a micro-batch, `counts` is the sum of `expert_counts` over the step,
-    so that the losses of the micro-batches sum to that of the step. None: those of the record.
+    the z-loss: ST-MoE, Zoph et al. 2022, arXiv 2202.08906). If experts choose, the balance loss is
+    0. For the ExpertsRecord of a micro-batch, `counts` is the sum of `expert_counts` over the step.
     """
     experts = hparams.model.experts
     counts = expert_counts(record) if counts is None else counts

@@ -46,10 +46,9 @@ def check_mesh(hparams: Hparams, mesh: Mesh):
     check_batch(mesh, hparams.data.batch_size, hparams.training.accumulate_steps)
     model, experts = hparams.model, hparams.model.experts
     if mesh.shape['expert'] > 1 and not model.expert_layers:
-        raise ValueError(
-            f'--mesh: expert={mesh.shape["expert"]} has nothing to split, '
-            f'model.experts.choice=none is a model without experts; use --mesh=data=N'
-        )
+        found = f'expert={mesh.shape["expert"]} has nothing to split'
+        right = 'model.experts.choice=none is a model without experts; use --mesh=data=N'
+        raise ValueError(f'--mesh: {found}, {right}')
     divided = [
         ('fsdp', 'model.d_model', model.d_model),
         ('tensor', 'model.num_heads', model.num_heads),
@@ -61,11 +60,9 @@ def check_mesh(hparams: Hparams, mesh: Mesh):
         divided += [('tensor', 'model.experts.d_ff', experts.d_ff)]
         divided += [('expert', 'model.experts.num_routed', experts.num_routed)]
     for axis, name, value in divided:
-        if value % mesh.shape[axis]:
-            raise ValueError(
-                f'{name}={value} does not divide over --mesh={axis}={mesh.shape[axis]}: every '
-                f'device holds as many; use a divisor of {value}'
-            )
+        if value % (size := mesh.shape[axis]):
+            right = f'every device holds as many; use a divisor of {value}'
+            raise ValueError(f'{name}={value} does not divide over --mesh={axis}={size}: {right}')
     if mesh.shape['fsdp'] * mesh.shape['tensor'] == 1:
         return
     most = hparams.training.max_unsharded
@@ -101,12 +98,11 @@ def state_shardings(mesh: Mesh, state):
 
     `state` is any pytree of arrays or jax.ShapeDtypeStruct whose paths end like parameters.
     """
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: NamedSharding(
-            mesh, spec(mesh, axis_names(_name(path), leaf.ndim), leaf.shape)
-        ),
-        state,
-    )
+
+    def place(path, leaf):
+        return NamedSharding(mesh, spec(mesh, axis_names(_name(path), leaf.ndim), leaf.shape))
+
+    return jax.tree_util.tree_map_with_path(place, state)
 
 
 def _name(path):

@@ -90,7 +90,6 @@ class MetricsWriter(contextlib.AbstractContextManager):
             print(f'no more metrics for {sink.name}: {reason}', file=sys.stderr)
 
     def _rewrite(self, rows):
-        """Replaces the file by these rows and opens it for more."""
         _write_rows(self._path, rows)
         self._kept = set(map(_key, rows))
         self._file = open(self._path, 'a', encoding='utf-8')
@@ -200,8 +199,8 @@ def check_wandb(project: str) -> None:
 class WandbWriter:
     """A sink that sends rows to one run of Weights & Biases; a resumed run continues the same one.
 
-    Curves are drawn over `step`, a value of each row: W&B then accepts rows that a killed run
-    writes again. Raises ValueError, one line, if nobody is logged in, or there is no network.
+    With `step` a value of each row, W&B accepts rows that a killed run writes again. Raises
+    ValueError, one line, if nobody is logged in, or there is no network.
     """
 
     name = 'W&B'
@@ -274,7 +273,6 @@ def read_windows(workdir: str | os.PathLike) -> dict[int, list[int]]:
 
 
 def _window_rows(workdir):
-    """The rows of each process by path."""
     found = {}
     for path in pathlib.Path(workdir).glob('windows-*.jsonl'):
         lines = path.read_text(encoding='utf-8', errors='replace').splitlines(True)

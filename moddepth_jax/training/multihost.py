@@ -73,11 +73,7 @@ def _connect(method, **settings):
         heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
         shutdown_timeout_seconds=SHUTDOWN_SECONDS,
     )
-    _silence_native_stdout()
-
-
-def _silence_native_stdout():
-    """Keeps stdout for Python alone: Gloo prints a line there for each group of devices."""
+    # stdout is for Python alone: Gloo would print a line there for each group of devices.
     sys.stdout.flush()
     sys.stdout = os.fdopen(os.dup(1), 'w', encoding=sys.stdout.encoding, buffering=1)
     with open(os.devnull, 'wb') as devnull:
@@ -88,9 +84,8 @@ def _read_variables(found):
     missing = [name for name in (ADDRESS, COUNT, INDEX) if name not in found]
     if missing:
         pairs = ' '.join(f'{name}={value}' for name, value in found.items())
-        raise ValueError(
-            f'{pairs}: {" and ".join(missing)} missing; a run of several processes needs all three'
-        )
+        problem = f'{" and ".join(missing)} missing'
+        raise ValueError(f'{pairs}: {problem}; a run of several processes needs all three')
     host, _, port = found[ADDRESS].rpartition(':')
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise ValueError(f'{ADDRESS}={found[ADDRESS]}: must be HOST:PORT of process 0')
@@ -133,13 +128,8 @@ def warm_up_collectives(mesh) -> None:
     axes = tuple(axis for axis in mesh.axis_names if mesh.shape[axis] > 1)
     groups = [g for n in range(len(axes)) for g in itertools.combinations(axes, n + 1)]
     spread = PartitionSpec(axes)
-    sums = jax.shard_map(
-        lambda one: [jax.lax.psum(one, group) for group in groups],
-        mesh=mesh,
-        in_specs=spread,
-        out_specs=spread,
-        check_vma=False,
-    )
+    how = {'mesh': mesh, 'in_specs': spread, 'out_specs': spread, 'check_vma': False}
+    sums = jax.shard_map(lambda one: [jax.lax.psum(one, group) for group in groups], **how)
     host = np.arange(mesh.size, dtype=np.float32)
     sharding = NamedSharding(mesh, spread)
     numbers = jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
@@ -171,16 +161,22 @@ def exit_if_process_lost(error: BaseException) -> None:
     """Exits at once with status 75 and one line on stderr if `error` means a lost process.
 
     A normal exit would make JAX wait for the lost process and then abort. If a device hangs in a
-    collective that another process has left, no Python error is raised: JAX's runtime then aborts
-    this process.
+    collective, no Python error is raised: JAX's runtime aborts this process.
     """
-    while error is not None and is_initialized():
+    reason = _loss_reason(error)
+    if reason is not None and is_initialized():
+        line = f'lost another process of this run ({reason})'
+        # Not print, for speed: JAX's runtime may be about to abort this process for the same loss.
+        os.write(2, f'error: {line}; run the same command again, it resumes\n'.encode())
+        os._exit(LOST)
+
+
+def _loss_reason(error):
+    while error is not None:
         if isinstance(error, jax.errors.JaxRuntimeError) and _GONE.search(str(error)):
-            line = f'lost another process of this run ({one_line(error)[:200]})'
-            # Not print, for speed: JAX's runtime may be about to abort for the same loss.
-            os.write(2, f'error: {line}; run the same command again, it resumes\n'.encode())
-            os._exit(LOST)
+            return one_line(error)[:200]
         error = error.__cause__ or error.__context__
+    return None
 
 
 def run_on_all(function: Callable[[], Any]) -> Any:

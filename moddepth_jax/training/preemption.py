@@ -40,10 +40,7 @@ class PreemptionHandler:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # JAX's handler would swallow it
 
     def should_stop(self, step: int) -> bool:
-        """Whether to stop after `step` steps; to be called once after each step.
-
-        Every process of a run calls it and gets the same answer.
-        """
+        """Whether to stop after `step` steps; every process calls it after each step."""
         if jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(step):
             self.signal_name = 'SIGTERM'
         return self.signal_name is not None

@@ -36,10 +36,9 @@ class Profile(contextlib.AbstractContextManager):
         self._tracing = False
         if steps is not None and not (first_step < self.last and self.first < num_steps):
             done = f', {first_step} of which are done' if first_step else ''
-            raise ValueError(
-                f'--profile={self.first}:{self.last}: this run has {num_steps} steps{done}; '
-                f'must include one of the remaining steps'
-            )
+            found = f'this run has {num_steps} steps{done}'
+            right = 'must include one of the remaining steps'
+            raise ValueError(f'--profile={self.first}:{self.last}: {found}; {right}')
 
     def begins(self, step: int) -> bool:
         """Whether the trace starts when `step` steps are done."""

@@ -124,10 +124,7 @@ class Progress:
 
 
 class Stopwatch:
-    """Wall-clock time of steps, without what happens inside `pause`, such as evaluations.
-
-    `rates` covers the time since its last call, `seconds` that since the start.
-    """
+    """Wall-clock time of steps, without what happens inside `pause`, such as evaluations."""
 
     def __init__(self):
         self._begin = time.monotonic()

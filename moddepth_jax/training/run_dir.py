@@ -72,11 +72,11 @@ def open_workdir(
 ) -> list[str]:
     """Makes `path` the directory of a run of `config`, or checks that it already is.
 
-    A new or empty directory gets `config.json`, an existing one is not changed. A run takes a
-    `lock_directory` next, then calls `update_config`. Fields or groups of the dotted names `volatile`
-    may differ from the stored config. Returns lines for the user, as `read_config`. Raises
-    ValueError, one line, nothing written, if `path` is a file, holds something else, belongs to a
-    running run, or to another config (the first field that differs is named with both values).
+    A new or empty directory gets `config.json`, an existing one is not changed. A run then calls
+    `lock_directory` and `update_config`. Fields or groups of the dotted names `volatile` may differ
+    from the stored config. Returns lines for the user, as `read_config`. Raises ValueError, one
+    line, nothing written, if `path` is a file, holds something else, belongs to a running run, or
+    to another config (the first field that differs is named with both values).
     """
     path = pathlib.Path(path)
     right = 'use another --workdir'

@@ -69,8 +69,14 @@ def load_run(workdir: str | os.PathLike, mesh: Mesh | None = None) -> SavedRun:
         # Runs older than the averages have none.
         restored = _restore_newest(checkpoints, abstract, abstract.replace(averages={}))
     notes += checkpoints.skipped
+
+    def refuse():
+        found = f' ({"; ".join(checkpoints.skipped)})' if checkpoints.skipped else ''
+        right = f'train it first: python -m launch.train --config=FILE.py --workdir={workdir}'
+        raise ValueError(f'--workdir={workdir}: holds no finished checkpoint{found}; {right}')
+
     if restored is None:
-        multihost.run_on_leader(lambda: _refuse(workdir, checkpoints.skipped))
+        multihost.run_on_leader(refuse)
     state, step, metadata = restored
     num_steps = metadata['num_steps']
     if abstract.averages and not state.averages:
@@ -80,12 +86,6 @@ def load_run(workdir: str | os.PathLike, mesh: Mesh | None = None) -> SavedRun:
         notes.append(f'checkpoint {step} is the newest: {remaining} steps of the run remain')
     state = state.replace(num_steps=num_steps)
     return SavedRun(hparams, state, step, num_steps, metadata['fingerprint'], tuple(notes))
-
-
-def _refuse(workdir, skipped):
-    found = f' ({"; ".join(skipped)})' if skipped else ''
-    right = f'train it first: python -m launch.train --config=FILE.py --workdir={workdir}'
-    raise ValueError(f'--workdir={workdir}: holds no finished checkpoint{found}; {right}')
 
 
 def _restore_newest(checkpoints, *abstract_states):

@@ -1,6 +1,5 @@
 """What is reported about a run: lines at its start, summary.json at its end."""
 
-import collections
 import dataclasses
 import functools
 import importlib.metadata
@@ -8,7 +7,6 @@ import json
 import os
 import pathlib
 import platform
-import re
 
 import jax
 import numpy as np
@@ -27,7 +25,6 @@ from moddepth_jax.training.train_step import TrainState, init_state, train_step
 
 SUMMARY_FILE = 'summary.json'
 _PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'grain', 'numpy')
-_LAYER_PATH = re.compile(r'(?:stack/(run_\d+/layer_\d+)/(?:block/)?)?(.*)')
 
 
 def versions() -> dict[str, str]:
@@ -70,26 +67,6 @@ def active_parameters(hparams: Hparams, params) -> int:
     return round(active)
 
 
-def parameter_lines(params) -> list[str]:
-    """A table of a Transformer's parts, largest first: in how many layers, parameters, share."""
-    sizes, layers = collections.Counter(), collections.defaultdict(dict)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        text = jax.tree_util.keystr(path, simple=True, separator='/')
-        layer, name = _LAYER_PATH.fullmatch(text).groups()
-        part = name.split('/')[0]
-        part = 'norms' if part.endswith('_norm') else part
-        sizes[part] += leaf.size
-        if layer:  # the first axis of a leaf counts the repeats of its layer
-            layers[part][layer] = leaf.shape[0]
-    total = sizes.total()
-    width = max(13, len(f'{total:,}'))
-    lines = [f'{"parameters":12}{"layers":>6}  {"all":>{width}}   share']
-    for part, size in sizes.most_common():
-        count = sum(layers[part].values()) or ''
-        lines.append(f'  {part:10}{count:>6}  {size:>{width},}  {size / total:6.1%}')
-    return [*lines, f'  {"sum":10}{"":6}  {total:>{width},}']
-
-
 def describe(hparams: Hparams, num_steps: int, params, dataset) -> list[str]:
     """Lines for the user: the model, the corpus, the steps and what they cost."""
     model = hparams.model
@@ -130,7 +107,6 @@ def _describe_model(hparams):
 
 
 def _describe_selection(hparams, stage):
-    """How many tokens a routed block processes in a stage: '32 of 256 tokens by top_c'."""
     length, routing = hparams.data.sequence_length, hparams.at(stage).model.routing
     most = routing.num_selected(length)
     if stage.routing != 'top_c':
@@ -139,19 +115,20 @@ def _describe_selection(hparams, stage):
 
 
 def _describe_experts(model):
-    """Such as 'top 2 of 8 experts + 1 shared'."""
     experts = model.experts
-    text = f'top {experts.top_k} of {experts.num_routed} experts'
-    if experts.choice == 'expert':
-        text = f'{experts.num_routed} experts choose {experts.top_k} a token'
-    if experts.num_noop:
-        text += f' and {experts.num_noop} that do nothing'
-    if experts.row_capacity:
-        text += f' (at most {experts.row_capacity} tokens of a row each)'
-    if experts.num_shared:
-        text += f' + {experts.num_shared} shared'
     layers = len(model.expert_layers)
-    return text + (f' in {layers} layers' if layers < model.num_layers else '')
+    parts = [
+        (experts.choice == 'token', f'top {experts.top_k} of {experts.num_routed} experts'),
+        (
+            experts.choice == 'expert',
+            f'{experts.num_routed} experts choose {experts.top_k} a token',
+        ),
+        (experts.num_noop, f' and {experts.num_noop} that do nothing'),
+        (experts.row_capacity, f' (at most {experts.row_capacity} tokens of a row each)'),
+        (experts.num_shared, f' + {experts.num_shared} shared'),
+        (layers < model.num_layers, f' in {layers} layers'),
+    ]
+    return ''.join(text for holds, text in parts if holds)
 
 
 def step_flops_report(hparams: Hparams, num_steps: int) -> dict[str, float | None]:
@@ -187,11 +164,7 @@ def by_layer(layers: tuple[int, ...], ratios: dict) -> dict[str, dict]:
 def summarize(
     hparams: Hparams, state: TrainState, evaluation: dict, dataset, metadata: dict
 ) -> dict:
-    """The content of summary.json.
-
-    `evaluation` is of `evaluate_causal`, `metadata` that of the last checkpoint: `train_loss` in
-    nats a target, `seconds` of stepping over all starts, `versions`.
-    """
+    """The content of summary.json, of `evaluate_causal` and the metadata of the last checkpoint."""
     layers = {'routing': hparams.model.routed_layers, 'experts': hparams.model.expert_layers}
     step, grouped = int(state.step), {*layers, 'domains'}
     groups = {name: by_layer(layers[name], evaluation.get(name, {})) for name in layers}

@@ -111,7 +111,6 @@ def loss_and_metrics(params, state, hparams: Hparams, routing: str, batch, count
 
 
 def _forward(params, state, hparams, routing, batch):
-    """The last hidden states and Records of a (micro-)batch in training."""
     key = jax.random.fold_in(jax.random.key(hparams.seed), state.step)
     x_BTD, records = Transformer(hparams).apply(
         model_variables(params, state.averages),
@@ -125,7 +124,6 @@ def _forward(params, state, hparams, routing, batch):
 
 
 def _gradients(state, hparams, routing, batch):
-    """Gradients and metrics of a batch, summed over its micro-batches one at a time."""
     counts = StepCounts(
         jnp.maximum(jnp.sum(masked_labels(batch) != IGNORED, dtype=jnp.float32), 1),
         jnp.maximum(jnp.sum(batch['segment_ids_BT'] > 0, dtype=jnp.float32), 1),
@@ -165,10 +163,7 @@ def _sum_over(micro_batches, function):
 
 
 def _update_average(state, average, lowest, decay):
-    """Updates a moving average of the lowest scores taken; early steps use a smaller decay.
-
-    With few steps in it, a plain average is better than one that remembers its start.
-    """
+    """Updates a moving average of the lowest scores taken; early steps use a smaller decay."""
     taken = (state.step - state.skipped).astype(jnp.float32)
     decay = jnp.minimum(decay, (taken + 1) / (taken + 10))
     moved = decay * average + (1 - decay) * lowest

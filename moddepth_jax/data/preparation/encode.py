@@ -83,10 +83,7 @@ def encode(
 def train_tokenizer(
     tasks: list[Task], options: Options, directory: pathlib.Path, advance: Callable[[int], None]
 ) -> None:
-    """Trains byte-level BPE on a sample of the documents to train on; saves it to `directory`.
-
-    Each task gives its share of the sample, from its beginning; `advance` as in `encode`.
-    """
+    """Trains byte-level BPE on the beginning of each task, without held-out documents; saves it."""
     from moddepth_jax.data.tokenizers.json_tokenizer import train_bpe
 
     try:

@@ -16,7 +16,6 @@ _HEADER_LENGTH = 8
 
 
 def _add_skipped(skipped, reason, count, first):
-    """Counts, in `skipped`, what was left out for `reason`; see `Store.skipped`."""
     entry = skipped.setdefault(reason, {'count': 0, 'first': []})
     entry['count'] += count
     entry['first'] = (entry['first'] + first)[:_MAX_EXAMPLES]

@@ -63,10 +63,7 @@ class Options:
 
 
 class FileInfo(typing.NamedTuple):
-    """A file as it was when it was surveyed: its size, its content's sha256, what it is split into.
-
-    `modified` is the time of the last write in nanoseconds, 0 for a file that does not exist.
-    """
+    """A file as it was surveyed; `modified` is in nanoseconds, 0 if the file does not exist."""
 
     bytes: int
     modified: int
@@ -92,10 +89,7 @@ class FileSpan(typing.NamedTuple):
 
 
 class Task(typing.NamedTuple):
-    """What one process does at a time: it reads `spans`, in order, of about `bytes` of the files.
-
-    `key` identifies the content: equal keys give equal parts.
-    """
+    """What one process does at a time: `spans`, about `bytes` of files; equal keys, equal parts."""
 
     key: str
     spans: list[FileSpan]
@@ -171,8 +165,7 @@ def make_tasks(
 ) -> list[Task]:
     """The work, in the order of the result: spans of large files, and small files together.
 
-    `paths` are (name, path) of the files, in order; `starts` are (name, start) of spans that begin
-    a task, however small the one before is.
+    `paths` are (name, path) of the files; `starts` (name, start) of spans that must begin a task.
     """
     groups, filled = [], math.inf
     for name, path in paths:

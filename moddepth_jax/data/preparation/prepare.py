@@ -1,8 +1,4 @@
-"""Prepares text for training: files of any size to a store of tokens, by several processes.
-
-A preparation that was killed continues where it was: its work is split into parts, each a file in
-parts/ that exists completely or not at all.
-"""
+"""Prepares text for training: files of any size to a store of tokens, by several processes."""
 
 import errno
 import hashlib
@@ -92,8 +88,6 @@ def _find_files(sources):
 
 
 class _Preparation:
-    """One start of a preparation, in a directory that is locked."""
-
     def __init__(self, options, paths, phase):
         self._options, self._paths, self._phase = options, paths, phase
         self._directory = options.directory
@@ -170,7 +164,6 @@ class _Preparation:
         return ValueError(f'--output={self._directory}: {problem}; {right}')
 
     def _start_again(self, problem):
-        """The error of a preparation that cannot continue."""
         return self._refusal(problem, f'to start again: rm -r {self._directory}')
 
     def _changed_since_training(self, name):
@@ -214,7 +207,6 @@ class _Preparation:
         return {name: found[name] for name, _ in self._paths}
 
     def _check_unmodified(self, inputs, tasks):
-        """Raises ValueError for files that were written to since their survey."""
         modified = {name for name, path in self._paths if not inputs[name].is_current(path)}
         if not modified:
             return
@@ -244,12 +236,13 @@ class _Preparation:
     def _save_tokenizer(self):
         """Saves a tokenizer that is not trained; this comes first, since it needs no text."""
         options, directory = self._options, self._tokenizer_directory
-        if options.vocab_size is None and not directory.exists():
-            try:
-                tokenizer = make_tokenizer(options.tokenizer, options.separator)
-            except ValueError as error:
-                raise ValueError(f'--tokenizer={options.tokenizer}: {error}') from None
-            save_atomically(tokenizer, directory)
+        if options.vocab_size is not None or directory.exists():
+            return
+        try:
+            tokenizer = make_tokenizer(options.tokenizer, options.separator)
+        except ValueError as error:
+            raise ValueError(f'--tokenizer={options.tokenizer}: {error}') from None
+        save_atomically(tokenizer, directory)
 
     def _train_tokenizer(self, tasks):
         options, directory = self._options, self._tokenizer_directory

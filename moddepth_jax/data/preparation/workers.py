@@ -47,8 +47,7 @@ class Workers(contextlib.ExitStack):
     ) -> list:
         """Returns `function(*job, advance)` of each job; the processes start them in order.
 
-        `advance` is called here with what the processes call theirs with. Raises what `function`
-        raises, and ValueError if a process is lost.
+        `advance` is called here. Raises what `function` raises; ValueError if a process is lost.
         """
         waiting, busy, results = iter(enumerate(jobs)), {}, {}
 

@@ -29,10 +29,7 @@ class JsonTokenizer(PieceTokenizer):
         added = self._library.get_added_tokens_decoder()
         special = {token.content: number for number, token in added.items() if token.special}
         self._library.encode_special_tokens = True
-        try:
-            pieces = _pieces(self._library, parsed, set(special.values()))
-        except ValueError as error:
-            raise ValueError(f'{file}: {error}') from None
+        pieces = _pieces(self._library, parsed, set(special.values()), file)
         if not any(pieces):
             right = 'must be the tokenizer.json of a trained tokenizer'
             raise ValueError(f'{file}: its vocabulary holds no text; {right}')
@@ -57,7 +54,6 @@ def _import_library():
 
 
 def _load(content, file):
-    """(tokenizers.Tokenizer, its file as JSON)."""
     tokenizers = _import_library()
     right = 'must be the tokenizer.json of the library tokenizers, or a SentencePiece .model'
     try:
@@ -77,10 +73,7 @@ def _load(content, file):
 
 
 def byte_characters() -> dict[str, int]:
-    """The byte of each of the 256 characters in which byte-level BPE writes its tokens.
-
-    As `bytes_to_unicode` of the GPT-2 code, Radford et al. 2019.
-    """
+    """The byte of each character of byte-level BPE: `bytes_to_unicode` of Radford et al. 2019."""
     own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in own]
     return {chr(code): code for code in own} | {
@@ -88,12 +81,12 @@ def byte_characters() -> dict[str, int]:
     }
 
 
-def _pieces(library, parsed, special):
+def _pieces(library, parsed, special, file):
     """The bytes that each id, from 0 to the highest, stands for; b'' for special ids and gaps."""
     ids = library.get_vocab(with_added_tokens=True)
     highest = max(ids.values(), default=-1)
     if highest >= _MAX_IDS:
-        raise ValueError(f'id {highest}: must be below {_MAX_IDS}')
+        raise ValueError(f'{file}: id {highest}: must be below {_MAX_IDS}')
     pieces = [b''] * (highest + 1)
     to_bytes = _bytes_of_token(library, parsed, ids)
     for token, number in ids.items():
@@ -105,16 +98,15 @@ def _pieces(library, parsed, special):
 
 
 def _bytes_of_token(library, parsed, ids):
-    """A function from a token's text to its bytes."""
     decoders = {part['type']: part for part in _parts(parsed.get('decoder'))}
     splitters = {part['type'] for part in _parts(parsed.get('pre_tokenizer'))}
     if 'ByteLevel' in decoders or 'ByteLevel' in splitters:
         table = byte_characters()
 
         def byte_level(token):
-            if all(character in table for character in token):
-                return bytes(table[character] for character in token)
-            return token.encode()  # as the library's decoder
+            known = all(character in table for character in token)
+            # Otherwise as the library's decoder.
+            return bytes(table[c] for c in token) if known else token.encode()
 
         return byte_level
     mark = None
@@ -139,7 +131,6 @@ def _bytes_of_token(library, parsed, ids):
 
 
 def _parts(stage):
-    """A decoder or pre-tokenizer as a list of its parts, in order."""
     if not stage:
         return []
     nested = stage.get('decoders') or stage.get('pretokenizers')

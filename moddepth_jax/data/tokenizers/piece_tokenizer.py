@@ -101,10 +101,7 @@ class PieceTokenizer(abc.ABC):
             raise ValueError(f'{file}: stops {self.stops} of {METADATA_FILE}: {right}')
 
     def encode(self, data: bytes) -> np.ndarray:
-        """As `Tokenizer.encode`; raises ValueError, one line, for text that is not UTF-8.
-
-        Also for text that this tokenizer cannot tell from its separator.
-        """
+        """As `Tokenizer.encode`; raises ValueError for text not in UTF-8 or like the separator."""
         try:
             text = data.decode()
         except UnicodeDecodeError as error:
