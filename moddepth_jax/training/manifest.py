@@ -11,7 +11,7 @@ MANIFEST_FILE = 'manifest.json'
 
 
 def write_manifest(directory: pathlib.Path, content: dict) -> None:
-    """Flushes every file under `directory` to disk, then writes its manifest with JSON `content`."""
+    """Flushes every file under `directory` to disk; then writes its manifest of JSON `content`."""
     paths = sorted(directory.rglob('*'))
     files = {
         path.relative_to(directory).as_posix(): _size_and_sha256(path, flush=True)
