@@ -60,11 +60,7 @@ WHOLE_FILE = Span(0, None, 1)
 
 
 class Format(typing.NamedTuple):
-    """How files of one suffix are read: `rows` as `read_rows`, `spans` as `find_spans`.
-
-    `rows` raises BadText or OSError if the rest of the file cannot be read; `spans` gets no
-    compressed file.
-    """
+    """How files of a suffix are read: `rows` as `read_rows`, which may raise, and `find_spans`."""
 
     rows: Callable[[pathlib.Path, str, str, Span], Iterator[Row]]
     spans: Callable[[pathlib.Path, str, int, Iterable[bytes]], list[Span]]

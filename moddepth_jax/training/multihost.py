@@ -73,7 +73,11 @@ def _connect(method, **settings):
         heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
         shutdown_timeout_seconds=SHUTDOWN_SECONDS,
     )
-    # stdout is for Python alone: Gloo would print a line there for each group of devices.
+    _silence_native_stdout()
+
+
+def _silence_native_stdout():
+    """Keeps stdout for Python alone: Gloo prints a line there for each group of devices."""
     sys.stdout.flush()
     sys.stdout = os.fdopen(os.dup(1), 'w', encoding=sys.stdout.encoding, buffering=1)
     with open(os.devnull, 'wb') as devnull:
