@@ -178,7 +178,7 @@ def test_fingerprint_survives_json_and_names_what_differs():
 
 
 def test_packages_are_recorded_and_decide_nothing():
-    """The same text of other packages is accepted; for other text, some packages are named."""
+    """The same text of other packages is accepted."""
 
     def fingerprint(sha256, *packages):
         return _dataset(
@@ -189,6 +189,4 @@ def test_packages_are_recorded_and_decide_nothing():
     assert first['packages'] == 'a==1 b==1' and json.loads(json.dumps(first)) == first
     check_fingerprint(first, fingerprint('beef', 'a==1', 'b==2'))
     message = refusal(check_fingerprint, first, fingerprint('cafe', 'a==1', 'b==2'))
-    assert "is 'cafe' now (packages -b==1 +b==2); res" in message
-    many = fingerprint('cafe', 'a==1', *(f'c{i}==1' for i in range(8)))
-    assert '+c3==1 +c4==1 and 3 more); resume' in refusal(check_fingerprint, first, many)
+    assert "is 'cafe' now; resume" in message

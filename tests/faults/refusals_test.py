@@ -6,9 +6,9 @@ import shutil
 
 import pytest
 
+from moddepth_jax.data.directory import lock_directory
 from moddepth_jax.data.pipeline import Dataset
 from moddepth_jax.training import loop
-from moddepth_jax.training.run_dir import WorkdirLock
 
 pytestmark = pytest.mark.usefixtures('compiled_once')
 
@@ -69,5 +69,5 @@ def test_a_changed_corpus_is_refused(stopped, tally):
 
 def test_a_second_run_in_a_workdir_is_refused(stopped):
     hparams, workdir = stopped
-    with WorkdirLock(workdir):
+    with lock_directory(workdir):
         refused(hparams, workdir, f'--workdir={workdir}: in use by process ')

@@ -3,6 +3,9 @@
 import dataclasses
 import json
 import os
+import pathlib
+import subprocess
+import sys
 
 import pytest
 from flax import traverse_util
@@ -14,6 +17,7 @@ from moddepth_jax.training.saved_run import read_hparams
 from tests.data import tokenizer_files
 from tests.data.prepared_text import refusal
 
+ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = {'seed': 0, 'model': {'d_model': 32, 'windows': (0, 16), 'across_documents': False}}
 CONFIG['training'] = {'log_every': 10, 'max_unsharded': 0.05, 'loss_chunk': 0}
 # No cap on selected tokens, and no bound on what is unsharded.
@@ -206,6 +210,31 @@ def test_a_missing_first_knob_is_not_filled_in(tmp_path, tiny_config):
             read_hparams(tmp_path)
 
 
+HOLD = """
+import sys
+from moddepth_jax.data.directory import lock_directory
+lock = lock_directory(sys.argv[1])
+print('held', flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_second_run_is_refused_until_the_first_is_dead(tmp_path):
+    """Two processes never hold one directory, and a kill -9 leaves no lock behind."""
+    pipe = subprocess.PIPE
+    command = [sys.executable, '-c', HOLD, str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdout.readline() == 'held\n'
+        words = [f'--workdir={tmp_path}: in use by process {process.pid} on ', 'another --workdir']
+        assert_refused(lambda: run_dir.lock_directory(tmp_path), words)
+        assert_refused(lambda: run_dir.open_workdir(tmp_path, CONFIG), words)
+        assert os.listdir(tmp_path) == ['lock']
+        process.kill()
+    with run_dir.lock_directory(tmp_path):
+        assert_refused(lambda: run_dir.lock_directory(tmp_path), [f'process {os.getpid()} '])
+    run_dir.lock_directory(tmp_path).close()
+
+
 @pytest.fixture
 def hparams(tiny_config, tmp_path):
     return from_config(tiny_config(**{'data.tokenizer': str(tmp_path / 'gone.json')}))
@@ -213,8 +242,8 @@ def hparams(tiny_config, tmp_path):
 
 def test_the_tokenizer_is_stored_once(hparams, tmp_path):
     """It is read back without its file; a second start leaves it, and remains of a kill go."""
-    (tmp_path / 'tokenizer.host-1.tmp').mkdir()
-    (tmp_path / 'tokenizer.host-1.tmp' / 'tokenizer.json').write_text('{')
+    (tmp_path / 'tokenizer.tmp').mkdir()
+    (tmp_path / 'tokenizer.tmp' / 'tokenizer.json').write_text('{')
     tokenizer = tokenizer_files.byte_level()
     run_dir.save_tokenizer(tmp_path, hparams, tokenizer)
     assert os.listdir(tmp_path) == ['tokenizer']

@@ -9,10 +9,11 @@ import jax
 import numpy as np
 import pytest
 
+from moddepth_jax.data.directory import lock_directory
 from moddepth_jax.hparams import from_config
 from moddepth_jax.training import checkpoint
 from moddepth_jax.training.checkpoint import Checkpoints, state_sha256
-from moddepth_jax.training.run_dir import WorkdirLock, open_workdir
+from moddepth_jax.training.run_dir import open_workdir
 from moddepth_jax.training.saved_run import load_run
 from moddepth_jax.training.train_step import init_state
 
@@ -73,7 +74,7 @@ def test_a_run_is_read_as_it_was_saved(original, hparams, state):
 def test_a_running_run_is_read_at_its_newest_finished_checkpoint(workdir):
     """While its process holds the lock; a skipped one and the steps that remain are noted."""
     (workdir / 'checkpoints' / '4' / 'manifest.json').unlink()
-    with WorkdirLock(workdir):
+    with lock_directory(workdir):
         before = snapshot(workdir)
         run = load_run(workdir)
         assert snapshot(workdir) == before
