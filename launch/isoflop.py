@@ -82,15 +82,10 @@ def main(_):
     runner.share_threads(PROCESSES.value)
     config = StudyConfig(flag.config_filename, flag.override_values, study.kind)
     workdir = pathlib.Path(WORKDIR.value or pathlib.Path('runs') / cli.config_name())
-    description = {
-        'kind': study.kind,
-        'config': flag.config_filename,
-        'overrides': flag.override_values,
-    }
-    plan = Plan(study, config.shallower)
-    study_runner = runner.StudyRunner(
-        workdir, plan, config.hparams, description, cli.enable_compilation_cache
-    )
+    description = {'kind': study.kind, 'config': flag.config_filename}
+    description['overrides'] = flag.override_values
+    plan, before_run = Plan(study, config.shallower), cli.enable_compilation_cache
+    study_runner = runner.StudyRunner(workdir, plan, config.hparams, description, before_run)
     return study_runner.run(shard, PROCESSES.value, DRY_RUN.value, DRAW_ONLY.value)
 
 

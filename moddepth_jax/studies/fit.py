@@ -1,7 +1,4 @@
-"""Which size is best at a budget: a parabola of the loss in the logarithm of the parameters.
-
-A row is a run of study.json. Rows without a finite loss (a run that diverged) are left out.
-"""
+"""Which size is best at a budget: a parabola of the loss in the logarithm of the parameters."""
 
 import math
 from typing import NamedTuple
@@ -22,8 +19,7 @@ class Size(NamedTuple):
 class Fit(NamedTuple):
     """loss = a + b ln(parameters) + c ln(parameters)^2, in nats a token (Raposo et al., figure 3).
 
-    `inside`: whether the parabola opens upwards and its vertex lies within the sizes that were run.
-    If not, the optimum is the best size that was run.
+    The optimum is the parabola's minimum if that lies `inside` the sizes run, else the best size.
     """
 
     a: float
@@ -68,9 +64,7 @@ def bits_per_nat(study: dict) -> float:
     """bits/byte of a loss of one nat a token: the same for all runs, since they read one text."""
     pairs = [(row['bits_per_byte'], row['loss']) for row in study['runs']]
     pairs = [pair for pair in pairs if None not in pair and all(map(math.isfinite, pair))]
-    if not pairs:
-        return 1 / math.log(2)
-    bits, losses = map(math.fsum, zip(*pairs, strict=True))
+    bits, losses = map(math.fsum, zip(*(pairs or [(1.0, math.log(2))]), strict=True))
     return bits / losses
 
 
@@ -113,9 +107,12 @@ def fit(rows: list[dict]) -> Fit | None:
 
 def fits(study: dict) -> list[dict]:
     """The fit of each variant and budget that has one, as dicts with `variant` and `budget`."""
-    pairs = [(variant, budget) for budget in study['budgets'] for variant in study['variants']]
-    parabolas = [(*pair, fit(select(study, *pair))) for pair in pairs]
-    return [{'variant': v, 'budget': b, **each._asdict()} for v, b, each in parabolas if each]
+    return [
+        {'variant': variant, 'budget': budget, **parabola._asdict()}
+        for budget in study['budgets']
+        for variant in study['variants']
+        if (parabola := fit(select(study, variant, budget)))
+    ]
 
 
 def optimum(rows: list[dict]) -> Optimum | None:

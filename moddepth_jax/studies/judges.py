@@ -1,8 +1,6 @@
 """The judges of claims: each takes the evidence and the arguments of a row of claims.toml.
 
-A judge raises NotMeasured if no study has the runs that it compares. Judges decide by 95%
-intervals: a claim holds if the whole interval lies on its side of a bound, does not hold if the
-whole interval lies on the other side, and is undecided otherwise.
+They decide by 95% intervals, and raise NotMeasured if no study has the runs to compare.
 """
 
 import math
@@ -27,13 +25,13 @@ class Evidence(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The result for a claim."""
+    """The result for a claim: our number, its spread, the verdict, where it was run."""
 
-    ours: str  # our number
+    ours: str
     spread: str
     verdict: str
     reason: str
-    setting: str  # where it was run
+    setting: str
 
 
 def outcome_of(place: Place, groups: list[Group], ours, verdict, reason, spread='') -> Outcome:
@@ -61,9 +59,9 @@ def verdict_within(
         span = f'{low_end} to {high_end}'
         inside, outside, bound = f'within {span}', f'outside {span}', f'an end of {span}'
     one = len(intervals) == 1
-    if all(found.within(low, high) for found in intervals):
+    if all(low < found.low and found.high < high for found in intervals):
         return HOLDS, f'{"the" if one else "each"} whole interval lies {inside}'
-    if any(found.outside(low, high) for found in intervals):
+    if any(found.high < low or high < found.low for found in intervals):
         return FAILS, f'{"the" if one else "a"} whole interval lies {outside}'
     return UNDECIDED, f'{"the" if one else "an"} interval contains {bound}'
 
@@ -75,7 +73,8 @@ def _difference(first: Group, second: Group) -> Interval:
 
 def _relative(first: Group, second: Group) -> Interval:
     """The same as a share of the second."""
-    return _difference(first, second).scaled(1 / second.mean())
+    share = 1 / second.mean()
+    return Interval(*(share * end for end in _difference(first, second)))
 
 
 def _compare(place, first, second):
@@ -224,10 +223,7 @@ def lower_loss_at_cost(evidence: Evidence, least: float, most: float) -> Outcome
 
 
 def depth_not_width(evidence: Evidence, near: float) -> Outcome:
-    """At the optima of each seed MoD has more parameters than dense and the same FLOPs.
-
-    FLOPs per forward pass count as the same if they differ by less than the share `near`.
-    """
+    """At each seed's optima MoD has more parameters and FLOPs per forward within a share `near`."""
 
     def pick(place):
         sizes = [place.groups('mod'), place.groups('dense')]
@@ -235,8 +231,7 @@ def depth_not_width(evidence: Evidence, near: float) -> Outcome:
 
     place, groups = choose(evidence.studies, pick)
     seeds = sorted({row['seed'] for group in groups for row in group.rows})
-    by_seed = {seed: _ratios(groups, [seed]) for seed in seeds}
-    by_seed = {seed: ratios for seed, ratios in by_seed.items() if ratios}
+    by_seed = {seed: ratios for seed in seeds if (ratios := _ratios(groups, [seed]))}
     over_means = _ratios(groups, seeds)
     ours = 'an optimum does not lie inside the sizes that were run'
     if over_means:
@@ -249,14 +244,14 @@ def depth_not_width(evidence: Evidence, near: float) -> Outcome:
     elif steps < statistics.MIN_STEPS:
         reason = f'the shortest run has {steps} steps, {statistics.MIN_STEPS} are needed'
     else:
-        logs = np.log(list(by_seed.values()))
-        parameters, flops = (interval([of_seeds]) for of_seeds in logs.T)
-        bounds = (math.log(1 - near), math.log(1 + near))
+        parameters, flops = ([interval([logs])] for logs in np.log(list(by_seed.values())).T)
+        same = math.log(1 - near), math.log(1 + near)
+        verdicts = [verdict_within(parameters, 0)[0], verdict_within(flops, *same)[0]]
         reason = 'an interval over the seeds contains its bound'
-        if parameters.high < 0 or flops.outside(*bounds):
+        if FAILS in verdicts:
             verdict = FAILS
             reason = 'fewer parameters, or other FLOPs per forward, by a whole interval'
-        elif parameters.low > 0 and flops.within(*bounds):
+        elif verdicts == [HOLDS, HOLDS]:
             verdict = HOLDS
             reason = 'more parameters and the same FLOPs per forward, by whole intervals'
     return Outcome(ours, spread or NOTHING, verdict, reason, place.setting(groups))

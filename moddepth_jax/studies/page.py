@@ -20,11 +20,13 @@ def write_page(study: dict, directory):
     """Writes study.html, which holds the figures of `plots.draw` as SVG and needs no network."""
     directory = pathlib.Path(directory)
     rest = {name: value for name, value in study.items() if name not in ('runs', 'fits')}
-    file = pathlib.Path(__file__).parent / 'page.html'
-    template = string.Template(file.read_text(encoding='utf-8'))
-    page = template.substitute(
+    template = pathlib.Path(__file__).with_suffix('.html').read_text(encoding='utf-8')
+    svgs = {name: (directory / f'{name}.svg').read_bytes() for name in FIGURES}
+    summary = f'{_count(len(study["runs"]), "run")} finished, {len(study["missing"]) or "none"} '
+    summary += f'missing. Config {study["config"]}, corpus {study["corpus"]}.'
+    page = string.Template(template).substitute(
         title='isoFLOP study' if study['kind'] == 'flops' else 'Study at equal tokens',
-        summary=_summary(study),
+        summary=html.escape(summary),
         warnings=_warnings(study),
         reference=html.escape(study['variants'][fit.reference(study)]['label']),
         min_steps=MIN_STEPS,
@@ -32,32 +34,28 @@ def write_page(study: dict, directory):
         best=_best_tables(study),
         runs=_run_table(study),
         rest=html.escape(json.dumps(rest, indent=1, ensure_ascii=False)),
-        **{name: _figure(directory / f'{name}.svg') for name in FIGURES},
+        **{name: base64.b64encode(svg).decode() for name, svg in svgs.items()},
     )
     (directory / 'study.html').write_text(page, encoding='utf-8')
 
 
 def warnings(study: dict) -> list[str]:
     """What a reader must know before the numbers, the gravest first; [] for a sound study."""
-    return [*_unfinished(study), *_unsound(study), *_budgets(study), *_rates(study)]
+    return [*_runs(study), *_budgets(study), *_rates(study)]
 
 
-def _unfinished(study):
-    missing = len(study['missing'])
+def _runs(study):
+    runs, missing = study['runs'], len(study['missing'])
     # Studies of earlier versions say `whole` for `complete`.
     if missing or not study.get('complete', study.get('whole', True)):
         yield (
             f'The study is not finished: {missing} {"run is" if missing == 1 else "runs are"} '
             'missing, and the best sizes may change.'
         )
-    lost = [row for row in study['runs'] if row['loss'] is None or not math.isfinite(row['loss'])]
-    lost = [*study.get('diverged', ()), *(row['run'] for row in lost)]
+    lost = [row['run'] for row in runs if row['loss'] is None or not math.isfinite(row['loss'])]
+    lost = [*study.get('diverged', ()), *lost]
     if lost:
         yield f'These runs diverged and are in no figure: {", ".join(lost)}.'
-
-
-def _unsound(study):
-    runs = study['runs']
     short = [row for row in runs if row['steps'] < MIN_STEPS]
     if short:
         yield (
@@ -120,19 +118,8 @@ def _warnings(study):
     return f'<div class="warn"><b>Read this first</b><ul>{items}</ul></div>' if items else ''
 
 
-def _summary(study):
-    missing = len(study['missing']) or 'none'
-    text = f'{_count(len(study["runs"]), "run")} finished, {missing} missing. '
-    return html.escape(f'{text}Config {study["config"]}, corpus {study["corpus"]}.')
-
-
 def _count(number, noun):
     return f'{number:,} {noun}{"" if number == 1 else "s"}'
-
-
-def _figure(file):
-    """A data URL of the SVG file."""
-    return f'data:image/svg+xml;base64,{base64.b64encode(file.read_bytes()).decode()}'
 
 
 def _table(rows, kind=''):

@@ -43,14 +43,13 @@ _MEASURED_BATCHES = 32  # held-out ones
 def open_study(directory, plan: dict):
     """Makes `directory` that of the study `plan` (JSON values), or checks that it already is.
 
-    Raises:
-      ValueError: one line, nothing written: the directory holds something else, or a study whose
-        plan differs by more than what those of MAY_GROW have gained.
+    Raises ValueError, one line, nothing written, if the directory holds something else or a plan
+    that differs by more than what those of MAY_GROW have gained.
     """
     directory = pathlib.Path(directory)
     file, where, right = directory / PLAN_FILE, f'--workdir={directory}', 'use another --workdir'
     plan, stored = json.loads(json.dumps(plan)), None
-    if directory.exists() and not directory.is_dir():
+    if directory.is_file():
         raise ValueError(f'{where}: is a file; {right}')
     if file.exists():
         stored = read_json(file, '')
@@ -141,13 +140,10 @@ def check_run(directory, run: Planned, hparams: Hparams):
 
 
 def collect(directory, plan: Plan, description: dict, hparams_of) -> dict:
-    """The content of study.json, from the finished runs: see docs/isoflop.md.
+    """The content of study.json (docs/isoflop.md): the description, then that of finished runs.
 
-    It begins with the `description`. Nothing in it depends on when, where or in how many starts the
-    runs were trained.
-
-    Raises:
-      ValueError: a run is not the one that is planned.
+    Nothing in it depends on when, where or in how many starts the runs were trained. Raises
+    ValueError if a run is not the one that is planned.
     """
     runs, losses, to_train, complete = progress(directory, plan)
     missing = {run.name for run in to_train}
@@ -223,17 +219,10 @@ def _row(run, model, summary, curve):
 
 
 def training_curve(rows: list[dict], points: int = CURVE_POINTS) -> list[list[float]]:
-    """[step, training loss in nats] at `points` places or fewer, each the mean since the last.
-
-    `rows` are those of `read_metrics`; the ones without a loss are skipped.
-    """
+    """[step, mean loss in nats since the last] at `points` places of the rows of metrics.jsonl."""
     known = [(row['step'], row['loss']) for row in rows if row.get('loss') is not None]
-    parts = np.array_split(np.arange(len(known)), min(points, len(known)) or 1)
-    return [
-        [known[part[-1]][0], float(np.mean([known[i][1] for i in part]))]
-        for part in parts
-        if len(part)
-    ]
+    parts = np.array_split(np.array(known), min(points, len(known))) if known else []
+    return [[int(part[-1, 0]), float(np.mean(part[:, 1]))] for part in parts]
 
 
 def measured_runs(study: dict) -> list[str]:
