@@ -7,7 +7,6 @@ from typing import NamedTuple
 import jax
 import numpy as np
 from matplotlib import font_manager
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LinearSegmentedColormap, ListedColormap, LogNorm
 from matplotlib.figure import Figure
 
@@ -20,12 +19,8 @@ DENSE, SKIPPED, LOOKAHEAD, ENTERED = range(4)
 MAX_LETTERS = 12  # of a token, below its column
 _VISIBLE = {'\n': '↵', ' ': '·', '\t': '→', '\ufffd': '□'}
 _ROUTING_COLOURS = ('#c9ced6', '#f3f1ec', '#f2b28a', '#1f5f8b')
-_ROUTING_LABELS = (
-    'dense block: every token',
-    'skips',
-    'skips, but is in the top C of the whole row',
-    'enters',
-)
+_TOP_C = 'skips, but is in the top C of the whole row'
+_ROUTING_LABELS = ('dense block: every token', 'skips', _TOP_C, 'enters')
 
 _LOAD_MAP = LinearSegmentedColormap.from_list(
     'load', ('#b0531f', '#f2b28a', '#f3f1ec', '#6fa0bd', '#0c2b42')
@@ -38,12 +33,6 @@ _MAX_NUMBERS = 24  # choices; with more of them the cells are too narrow for num
 _DEPTH, _FIRST = '#1f5f8b', '#f2b28a'
 _MASS_MAP = LinearSegmentedColormap.from_list('mass', ('#f3f1ec', '#8fb3c9', _DEPTH, '#0c2b42'))
 _SLOT_KINDS = ('a attention', 'f mlp', 'b block', 'e embedding')
-
-
-def _figure(width, height, **options):
-    figure = Figure(figsize=(width, height), dpi=150, **options)
-    FigureCanvasAgg(figure)
-    return figure
 
 
 def _bare(axes):
@@ -89,10 +78,7 @@ def routing_record(variables, hparams: Hparams, batch, routing: str) -> RoutingR
 
 
 def routing_grid(top_c_RT, selected_RT, hparams: Hparams) -> np.ndarray:
-    """int [num_layers, T]: ENTERED, LOOKAHEAD (in the top C only), SKIPPED, or DENSE.
-
-    `top_c_RT` and `selected_RT`: bool [routed layers, T], as in RoutingRecord, of one row.
-    """
+    """int [L, T]: ENTERED, LOOKAHEAD (in the top C only), SKIPPED, or DENSE, from bool [R, T]."""
     grid_LT = np.full((hparams.model.num_layers, np.shape(top_c_RT)[1]), DENSE)
     skipped_RT = np.where(top_c_RT, LOOKAHEAD, SKIPPED)
     grid_LT[list(hparams.model.routed_layers)] = np.where(selected_RT, ENTERED, skipped_RT)
@@ -118,10 +104,9 @@ def _label(token: bytes) -> str:
 def plot_routing(
     grid_LT, tokens, title: str, path, what: str = 'held-out tokens', width: int | None = None
 ):
-    """Writes the heatmap of a `routing_grid`: tokens across, the first layer at the bottom.
+    """Writes the heatmap of a `routing_grid`, in strips of `width`; the first layer at the bottom.
 
     `tokens` are the bytes of each, b'' for the separator, and `what` they are is written below.
-    More than `width` tokens are folded into strips.
     """
     num_layers, length = grid_LT.shape
     width = min(width or length, length)
@@ -130,7 +115,7 @@ def plot_routing(
     longest = max(map(len, labels), default=1)
     strip_height = 0.09 * (longest - 1) + 0.3 * num_layers  # upright labels take height
     height = 1.9 + strip_height + (strips - 1) * (0.5 + strip_height)
-    figure = _figure(max(8, 0.16 * width), height)
+    figure = Figure(figsize=(max(8, 0.16 * width), height), dpi=150)
     axes = figure.subplots(strips, 1, squeeze=False)[:, 0]
     font = {'fontfamily': 'monospace', 'fontsize': 8, 'parse_math': False}
     font['rotation'] = 90 if longest > 1 else 0  # horizontal ones would overlap
@@ -182,13 +167,10 @@ def mean_ratio(experts: dict, name: str) -> float:
 
 
 def plot_expert_load(load: ExpertLoad, title: str, path):
-    """Writes the heatmap of loads: experts across, no-op experts apart, first layer at the bottom.
-
-    A cross marks an expert that no token chose; a layer that processed no token stays white.
-    """
+    """Writes the heatmap of loads: experts across, the first layer at the bottom."""
     num_layers, num_choices = load.load_XZ.shape
     size = (min(max(6, 2.4 + 0.34 * num_choices), 16), max(2.4, 1.4 + 0.3 * num_layers))
-    figure = _figure(*size, layout='constrained')
+    figure = Figure(figsize=size, dpi=150, layout='constrained')
     parts = {'routed expert': range(load.num_routed)}
     if num_choices > load.num_routed:
         parts['no-op expert'] = range(load.num_routed, num_choices)
@@ -227,13 +209,11 @@ def _draw_loads(axes, load_XZ, columns):
 
 
 def plot_depth_mass(mass: DepthMass, title: str, path):
-    """Writes the heatmap of depth mass: slots across, the first layer at the bottom, and its sums.
-
-    A model without slots has only the bars of first tokens.
-    """
+    """Writes the heatmap of depth mass, slots across, the first layer at the bottom, and bars."""
     num_layers, num_slots = mass.slots_LS.shape
     width = min(max(0.32 * num_slots, 3), 16)
-    figure = _figure(width + 6.5 if num_slots else 6, max(2.8, 1.6 + 0.34 * num_layers))
+    size = (width + 6.5 if num_slots else 6, max(2.8, 1.6 + 0.34 * num_layers))
+    figure = Figure(figsize=size, dpi=150)
     if num_slots:
         first, bars = figure.subplots(1, 2, width_ratios=(width + 1, 4))
         _draw_slots(first, mass)

@@ -23,12 +23,7 @@ _UNSHOWN = '□'  # a byte that is not UTF-8, or a character that is invisible o
 
 
 def shown_tokens(pieces) -> list[str]:
-    """The text that the page shows for each token (bytes): the characters that begin in it.
-
-    A line end is ↵ and the line end, a tab → and the tab, a separator §, other control characters
-    are their pictures; □ stands for what cannot be shown and ▫ for a token that is the rest of a
-    character.
-    """
+    """The text that the page shows for each token (bytes): the characters that begin in it."""
     text = b''.join(pieces).decode('utf-8', 'surrogateescape')
     sizes = np.array([len(c.encode('utf-8', 'surrogateescape')) for c in text], int)
     ends_of_characters = np.cumsum(sizes)
@@ -63,9 +58,8 @@ def page_data(
 ) -> dict:
     """The content of routing.json: JSON scalars, lists and dicts; None for what is not finite.
 
-    `names` has `run`, `step`, `num_steps`, `text` (what it is called), `language`, `cut`, the
-    number of tokens at the end of the text that were left out, and `depth_tokens`, those that
-    `depth` was measured on.
+    `names` has `run`, `step`, `num_steps`, `text` (what it is called), `language`, `cut` (tokens
+    left out at its end) and `depth_tokens` (those that `depth` was measured on).
     """
     logits_of = hparams.model.routing.causal_rule if routing == 'top_c' else routing
     data = {

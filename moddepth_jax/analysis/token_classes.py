@@ -39,7 +39,6 @@ _CODE_LINE = re.compile(
     r'|.*[({\[:]\s*$|\s*[)\]}]'
 )
 _PYTHON_SOURCES = ('stdlib', 'python_environment')  # values of data.source that hold Python
-_BLOCK = 1 << 20  # tokens searched at a time
 
 
 def guess_language(text: bytes) -> str:
@@ -59,13 +58,9 @@ def language_of(corpus) -> str:
 def byte_classes(text: bytes, language: str) -> np.ndarray:
     """The class of each byte of a text: uint8 [len(text)], indices into CLASSES.
 
-    `python`: as the lexer of Pygments reads the text, which may be broken or truncated. Spaces
-    inside a string or a comment have its class, and so has what stands between the braces of an
-    f-string. `prose`: word, number, whitespace, punctuation and other (control characters, bytes
-    that are not UTF-8).
-
-    Raises:
-      ValueError: an unknown language.
+    `python` is as Pygments reads it, with the inside of a string or comment all of one class;
+    `other` of `prose` are control characters and bytes that are not UTF-8. Raises ValueError for an
+    unknown language.
     """
     if language not in LANGUAGES:
         raise ValueError(f'language={language!r}: must be one of {", ".join(LANGUAGES)}')
@@ -91,10 +86,7 @@ def _python_parts(text):
 
 
 def token_classes(pieces: list[bytes], language: str) -> np.ndarray:
-    """uint8 [N]: the class of each token: of its first byte that is not whitespace.
-
-    b'' is the separator, which is the start of a text.
-    """
+    """uint8 [N]: the class of each token's first byte that is no whitespace; b'' starts a text."""
     of_bytes = byte_classes(b''.join(pieces), language)
     ends = np.cumsum([len(piece) for piece in pieces])
     classes = np.full(len(pieces), _NUMBER['start of text'], np.uint8)
@@ -109,8 +101,7 @@ def token_classes(pieces: list[bytes], language: str) -> np.ndarray:
 def held_out_classes(dataset, tokens_XT, language: str) -> np.ndarray:
     """uint8 [X, T]: the class of each token of complete held-out windows, indices into CLASSES.
 
-    A window may begin inside a string, which nothing in it shows, so each window is looked up in
-    the documents that it was cut from. Of equal windows one is taken.
+    A window may begin inside a string, so each is looked up in the documents it was cut from.
     """
     streams, length = dataset.held_out_streams, tokens_XT.shape[1]
     tokens_XT = tokens_XT.astype(streams[0].dtype)
@@ -121,7 +112,8 @@ def held_out_classes(dataset, tokens_XT, language: str) -> np.ndarray:
             window = stream[start : start + length].tobytes()
             if window in wanted:
                 places[window] = (number, start)
-    bounds = [_document_bounds(stream, dataset.tokenizer.separator) for stream in streams]
+    separator = dataset.tokenizer.separator
+    bounds = [np.append(np.flatnonzero(each == separator), len(each)) for each in streams]
 
     @functools.cache
     def classes_of_document(number, document):
@@ -137,12 +129,3 @@ def held_out_classes(dataset, tokens_XT, language: str) -> np.ndarray:
         begin = start - bounds[number][first]
         classes.append(np.concatenate(documents)[begin : begin + length])
     return np.stack(classes)
-
-
-def _document_bounds(stream, separator):
-    """Where documents begin, each with its separator, and the end of the stream."""
-    blocks = [
-        begin + np.flatnonzero(stream[begin : begin + _BLOCK] == separator)
-        for begin in range(0, len(stream), _BLOCK)
-    ]
-    return np.concatenate([*blocks, [len(stream)]])

@@ -1,6 +1,7 @@
 """Attention on depth slots and first tokens is the softmax of queries and keys."""
 
 import re
+from unittest import mock
 
 import flax.linen as nn
 import jax
@@ -137,11 +138,13 @@ def test_masses_equal_a_softmax_in_numpy(window, slot_window, own_query):
         'slot_rows_BT': np.array([rows], np.int32),
         'q_depth_BTNH': q_depth if own_query else None,
     }
-    sums = jax.jit(
-        lambda q, k: module._masses(
-            {'block': {'sequence': ((q, k, given, given['segment_ids_BT']),)}}, None
-        )
-    )
+    seen = mock.MagicMock()
+
+    def masses(q, k):
+        seen.sown = {'block': {'sequence': ((q, k, given, given['segment_ids_BT']),)}}
+        return module._masses(seen)
+
+    sums = jax.jit(masses)
     slots_S, queries, first, followers = sums(q, k)
 
     expected_S, expected_first = np.zeros(3), 0.0
