@@ -16,13 +16,9 @@ from absl import flags
 
 from launch import cli
 
-WORKDIR = flags.DEFINE_string(
-    'workdir', None, 'Directory of a study, or of several.', required=True
-)
+WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of one study or several.', required=True)
 OUT = flags.DEFINE_string('out', None, 'Directory for the result. Default: --workdir.')
-PAGE = flags.DEFINE_string(
-    'page', None, 'Also write the table into this file, between its markers.'
-)
+PAGE = flags.DEFINE_string('page', None, 'File between whose markers the table is written too.')
 
 
 def main(_):
@@ -48,8 +44,7 @@ def main(_):
     if page:
         write_atomically(page, text)
     for row in rows:
-        print(f'{row["claim"]}\n  paper: {row["paper"]}\n  ours:  {row["ours"]}')
-        print(f'  {row["verdict"]}: {row["reason"]}')
+        print('{claim}\n  paper: {paper}\n  ours:  {ours}\n  {verdict}: {reason}'.format_map(row))
     print(f'Of {len(rows)} claims: {claims.counts(rows)}. Rules and spreads: {out}/claims.md')
 
 

@@ -86,10 +86,8 @@ def observe(variables, hparams: Hparams, dataset, num_batches: int) -> Observati
     """Runs the model on the batches; errors are those of `block_stats`."""
     num_read = min(num_batches, dataset.num_held_out_batches)
     if num_read < 2:
-        raise ValueError(
-            f'num_batches={num_batches}: of {dataset.num_held_out_batches} that are held out; must '
-            'be 2 or more, one to fit the probes and one to score them'
-        )
+        found = f'num_batches={num_batches}: of {dataset.num_held_out_batches} that are held out'
+        raise ValueError(f'{found}; must be 2 or more, to fit the probes and to score them')
     routing = causal_routing(hparams)
     batches = [dataset.held_out_batch(index) for index in range(num_read)]
     parts, halves = [], [None, None]

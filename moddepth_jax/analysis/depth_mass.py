@@ -38,10 +38,8 @@ def depth_mass(variables, hparams: Hparams, batch, routing: str) -> DepthMass:
     """
     model = hparams.model
     if model.depth.reads_outputs:
-        raise ValueError(
-            f'model.depth.stream={model.depth.stream!r}: has no attention over depth to measure; '
-            'must be moda, attention or residual'
-        )
+        right = 'has no attention over depth to measure; must be moda, attention or residual'
+        raise ValueError(f'model.depth.stream={model.depth.stream!r}: {right}')
     tokens_BT, segment_ids_BT = batch['tokens_BT'], batch['segment_ids_BT']
     found, _ = walk(variables, hparams, tokens_BT, segment_ids_BT, routing, _masses)
     sums = jax.device_get([sums for kind, sums in found if kind.part != 'entry'])

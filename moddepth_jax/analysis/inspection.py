@@ -56,9 +56,7 @@ def inspect_tokens(
 def _window(variables, tokens_1T, labels_1T, hparams, routing):
     """The RoutingRecord, changes, entropies and losses of one window, without its batch axis."""
     deltas = layer_deltas(variables, hparams, tokens_1T, np.ones_like(tokens_1T), routing)
-    measured = _measure(
-        deltas.inputs_LBTD, deltas.deltas_LBTD, deltas.selected_LBT, deltas.logits_BTV, labels_1T
-    )
+    measured = _measure(deltas, labels_1T)
     record = deltas.records and deltas.records.routing
     if record is None:
         shape = (0, *tokens_1T.shape)
@@ -68,12 +66,12 @@ def _window(variables, tokens_1T, labels_1T, hparams, routing):
 
 
 @jax.jit
-def _measure(inputs_LBTD, deltas_LBTD, selected_LBT, logits_BTV, labels_BT):
-    change_LBT = relative_change(inputs_LBTD, deltas_LBTD)
-    nll_BT, _, counted_BT = token_losses(logits_BTV, labels_BT)
+def _measure(deltas, labels_BT):
+    change_LBT = relative_change(deltas.inputs_LBTD, deltas.deltas_LBTD)
+    nll_BT, _, counted_BT = token_losses(deltas.logits_BTV, labels_BT)
     return (
-        jnp.where(selected_LBT, change_LBT, jnp.nan).astype(jnp.float32),
-        entropies(logits_BTV).astype(jnp.float32),
+        jnp.where(deltas.selected_LBT, change_LBT, jnp.nan).astype(jnp.float32),
+        entropies(deltas.logits_BTV).astype(jnp.float32),
         jnp.where(counted_BT > 0, nll_BT, jnp.nan).astype(jnp.float32),
     )
 

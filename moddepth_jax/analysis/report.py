@@ -95,9 +95,9 @@ def _lines(run):
         gap = evaluation['routing_gap']
         yield f'routing gap {gap:+.4f} nats: {describe_gap(gap)}'
         for layer, values in summary['routing'].items():
-            shown = ('selected_fraction', 'precision', 'recall')
-            numbers = ', '.join(f'{name.replace("_", " ")} {values[name]:.3f}' for name in shown)
-            yield f'{layer.replace("_", " ")}: {numbers}'
+            names = ('selected_fraction', 'precision', 'recall')
+            shown = ', '.join(f'{name} {values[name]:.3f}' for name in names)
+            yield f'{layer}: {shown}'.replace('_', ' ')
     if run.hparams.model.expert_layers:
         yield expert_line(summary['experts'], run.hparams.model.experts)
     budget = summary['flop_budget']
@@ -194,19 +194,11 @@ def _pictures(model):
 
 
 def _sample(run):
-    hparams, tokenizer = run.hparams, run.dataset.tokenizer
-    knobs = hparams.report
-    result = generate(
-        run.state.variables,
-        hparams,
-        [prompt_tokens(hparams, tokenizer)],
-        knobs.sample_tokens,
-        temperature=knobs.temperature,
-        top_p=knobs.top_p,
-        seed=hparams.seed,
-        tokenizer=tokenizer,
-        stop=False,
-    )
+    hparams, tokenizer, knobs = run.hparams, run.dataset.tokenizer, run.hparams.report
+    prompts = [prompt_tokens(hparams, tokenizer)]
+    sampling = {'temperature': knobs.temperature, 'top_p': knobs.top_p, 'seed': hparams.seed}
+    options = sampling | {'tokenizer': tokenizer, 'stop': False}
+    result = generate(run.state.variables, hparams, prompts, knobs.sample_tokens, **options)
     text = tokenizer.decode(result.tokens[0]).decode('utf-8', 'replace')
     return printable(text), result.notes
 

@@ -59,13 +59,12 @@ def router_roc(
     needed_N, scores_RN, selected_RN, nll_N, right_N = (
         np.concatenate(arrays, axis=-1) for arrays in zip(*parts, strict=True)
     )
-    layers = {
-        layer: {
-            'area': roc_area(scores_RN[i], needed_N),
-            'entered': float(selected_RN[i, needed_N].mean()),
-        }
-        for i, layer in enumerate(hparams.model.routed_layers)
-    }
+    layers = {}
+    for layer, scores_N, selected_N in zip(
+        hparams.model.routed_layers, scores_RN, selected_RN, strict=True
+    ):
+        entered = float(selected_N[needed_N].mean())
+        layers[layer] = {'area': roc_area(scores_N, needed_N), 'entered': entered}
     return {
         'layers': layers,
         'recall_accuracy': float(right_N[needed_N].mean()),

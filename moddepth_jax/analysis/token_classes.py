@@ -1,6 +1,5 @@
 """What kind of text a token is part of: in Python code by Pygments, in prose by its letters."""
 
-import functools
 import re
 
 import numpy as np
@@ -104,28 +103,21 @@ def held_out_classes(dataset, tokens_XT, language: str) -> np.ndarray:
     A window may begin inside a string, so each is looked up in the documents it was cut from.
     """
     streams, length = dataset.held_out_streams, tokens_XT.shape[1]
-    tokens_XT = tokens_XT.astype(streams[0].dtype)
-    wanted = {tokens_T.tobytes() for tokens_T in tokens_XT}
-    places = {}  # of wanted windows only: more text may be held out than fits into memory
-    for number, stream in enumerate(streams):
+    wanted = [tokens_T.tobytes() for tokens_T in tokens_XT.astype(streams[0].dtype)]
+    found = dict.fromkeys(wanted)
+    for stream in streams:
+        bounds = np.append(np.flatnonzero(stream == dataset.tokenizer.separator), len(stream))
+        documents = {}
         for start in range(0, len(stream), length):
             window = stream[start : start + length].tobytes()
-            if window in wanted:
-                places[window] = (number, start)
-    separator = dataset.tokenizer.separator
-    bounds = [np.append(np.flatnonzero(each == separator), len(each)) for each in streams]
-
-    @functools.cache
-    def classes_of_document(number, document):
-        begin, end = bounds[number][document : document + 2]
-        return token_classes(dataset.tokenizer.pieces(streams[number][begin:end]), language)
-
-    classes = []
-    for tokens_T in tokens_XT:
-        number, start = places[tokens_T.tobytes()]
-        ends = (start, start + length - 1)
-        first, last = np.searchsorted(bounds[number], ends, side='right') - 1
-        documents = [classes_of_document(number, place) for place in range(first, last + 1)]
-        begin = start - bounds[number][first]
-        classes.append(np.concatenate(documents)[begin : begin + length])
-    return np.stack(classes)
+            if window not in found:
+                continue
+            ends = (start, start + length - 1)
+            first, last = np.searchsorted(bounds, ends, side='right') - 1
+            for i in range(first, last + 1):
+                if i not in documents:
+                    pieces = dataset.tokenizer.pieces(stream[bounds[i] : bounds[i + 1]])
+                    documents[i] = token_classes(pieces, language)
+            classes = np.concatenate([documents[i] for i in range(first, last + 1)])
+            found[window] = classes[start - bounds[first] :][:length]
+    return np.stack([found[window] for window in wanted])

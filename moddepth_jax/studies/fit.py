@@ -30,14 +30,6 @@ class Fit(NamedTuple):
     inside: bool
 
 
-class Optimum(NamedTuple):
-    """The best of a variant at a budget, in nats a token; it may lie between sizes."""
-
-    parameters: float
-    loss: float
-    flops_per_forward: float
-
-
 def select(study: dict, variant: str, budget: float) -> list[dict]:
     """The finished rows of a variant at a budget whose loss is finite."""
     rows = [r for r in study['runs'] if (r['variant'], r['budget']) == (variant, budget)]
@@ -115,17 +107,17 @@ def fits(study: dict) -> list[dict]:
     ]
 
 
-def optimum(rows: list[dict]) -> Optimum | None:
-    """The vertex of the parabola if it lies inside, else the best size; None without rows.
+def optimum(rows: list[dict]) -> Size | None:
+    """The best size, with parameters, loss and FLOPs of the parabola's vertex if it lies inside.
 
     FLOPs between two sizes are interpolated, their logarithm in that of the parameters.
     """
     if not rows:
         return None
-    parabola = fit(rows)
+    parabola, lowest = fit(rows), best(rows)
     if parabola is None or not parabola.inside:
-        lowest = best(rows)
-        return Optimum(lowest.parameters, lowest.loss, lowest.flops_per_forward)
+        return lowest
     logs = np.log([(size.parameters, size.flops_per_forward) for size in sizes(rows)])
     flops = np.exp(np.interp(math.log(parabola.optimum_parameters), logs[:, 0], logs[:, 1]))
-    return Optimum(parabola.optimum_parameters, parabola.optimum_loss, float(flops))
+    values = {'parameters': parabola.optimum_parameters, 'loss': parabola.optimum_loss}
+    return lowest._replace(**values, flops_per_forward=float(flops))

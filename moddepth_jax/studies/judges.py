@@ -51,13 +51,12 @@ def verdict_within(
 ) -> tuple[str, str]:
     """(verdict, reason) of the claim that all the intervals lie between two bounds."""
     low_end, high_end = (f'{100 * e:g}%' if percent and e else f'{e:g}' for e in (low, high))
+    span = f'{low_end} to {high_end}'
+    inside, outside, bound = f'within {span}', f'outside {span}', f'an end of {span}'
     if math.isinf(low):
         inside, outside, bound = f'below {high_end}', f'above {high_end}', high_end
     elif math.isinf(high):
         inside, outside, bound = f'above {low_end}', f'below {low_end}', low_end
-    else:
-        span = f'{low_end} to {high_end}'
-        inside, outside, bound = f'within {span}', f'outside {span}', f'an end of {span}'
     one = len(intervals) == 1
     if all(low < found.low and found.high < high for found in intervals):
         return HOLDS, f'{"the" if one else "each"} whole interval lies {inside}'
@@ -149,13 +148,11 @@ def falling_loss(evidence: Evidence, variants: list[str]) -> Outcome:
     verdict, reason = verdict_within([total], high=0)
     if any(step.low > 0 for step in steps):
         verdict, reason = FAILS, 'a step to fewer tokens is worse, its whole interval above 0'
-    changes = {name: variant['changes'] for name, variant in place.study['variants'].items()}
-    losses = ', '.join(
-        f'{changes[group.variant]["model.routing.capacity"]:.1%} {group.mean():.3f}'
-        for group in groups
-    )
+    changes = [place.study['variants'][group.variant]['changes'] for group in groups]
+    pairs = zip(changes, groups, strict=True)
+    losses = [f'{knobs["model.routing.capacity"]:.1%} {group.mean():.3f}' for knobs, group in pairs]
     share = _relative(groups[-1], groups[0])
-    ours = f'{losses} bits a byte; from first to last {share:+.1%}'
+    ours = f'{", ".join(losses)} bits a byte; from first to last {share:+.1%}'
     return outcome_of(place, groups, ours, verdict, reason)
 
 
@@ -189,14 +186,12 @@ def equal_loss(evidence: Evidence, margin: float, paper: float, unit: str) -> Ou
     equal = [group for group in not_worse if losses[group.size].high < margin]
     best = min(equal or not_worse or sizes, key=lambda group: (_cost(group, dense), group.size))
     speed = 1 / _cost(best, dense)
+    verdict, reason = UNDECIDED, 'no cheaper MoD size is shown to be equal, nor all to be worse'
     if equal:
         verdict, reason = HOLDS, f'the interval excludes a loss that is {margin:.0%} higher'
         reason += "; the paper's number is not reached" if speed < paper else ''
     elif all(loss.low > 0 for loss in losses.values()):
         verdict, reason = FAILS, 'every cheaper MoD size is worse, its whole interval above 0'
-    else:
-        verdict = UNDECIDED
-        reason = 'no cheaper MoD size is shown to be equal, nor all to be worse'
     saved = {'faster': speed - 1, 'fewer FLOPs': 1 - 1 / speed}[unit]
     sizes_compared = f'MoD {best.size} against dense {dense.size}'
     ours = f'{saved:.0%} {unit}, {sizes_compared}, loss {losses[best.size]:+.1%}'
@@ -213,13 +208,11 @@ def lower_loss_at_cost(evidence: Evidence, least: float, most: float) -> Outcome
         verdict, reason = HOLDS, 'the whole interval of a MoD size lies below 0'
     elif all(loss.low > 0 for loss in losses):
         verdict, reason = FAILS, 'each whole interval lies above 0'
-    ours = '; '.join(
-        f'{_cost(group, dense):.2f}: {1 + loss.mean:.3f}'
-        for group, loss in zip(sizes, losses, strict=True)
-    )
+    pairs = zip(sizes, losses, strict=True)
+    ours = [f'{_cost(group, dense):.2f}: {1 + loss.mean:.3f}' for group, loss in pairs]
     groups = [dense, *sizes]
     spread = f'{_losses(groups)}; differences {"; ".join(f"{loss:+.1%}" for loss in losses)}'
-    return outcome_of(place, groups, ours, verdict, reason, spread)
+    return outcome_of(place, groups, '; '.join(ours), verdict, reason, spread)
 
 
 def depth_not_width(evidence: Evidence, near: float) -> Outcome:

@@ -58,16 +58,11 @@ def _runs(study):
         yield f'These runs diverged and are in no figure: {", ".join(lost)}.'
     short = [row for row in runs if row['steps'] < MIN_STEPS]
     if short:
-        yield (
-            f'{len(short)} of {len(runs)} runs have fewer than {MIN_STEPS} steps: they show that '
-            'the study works, and no verdict is drawn from them.'
-        )
+        found = f'{len(short)} of {len(runs)} runs have fewer than {MIN_STEPS} steps'
+        yield f'{found}: no verdict is drawn from them.'
     invalid = [row['run'] for row in runs if (row['routing_gap'] or 0) >= INVALID_GAP]
     if invalid:
-        yield (
-            f'A routing gap of {INVALID_GAP:g} nats or more makes a run invalid, for its causal '
-            f'rule does not do what its training did: {", ".join(invalid)}.'
-        )
+        yield f'A routing gap of {INVALID_GAP:g} nats makes runs invalid: {", ".join(invalid)}.'
     if study['kind'] == 'flops':
         off = [r['run'] for r in runs if abs(r['total_flops'] / r['budget'] - 1) > _OFF_BUDGET]
         if off:
@@ -78,31 +73,19 @@ def _budgets(study):
     base, budgets = fit.reference(study), fit.budgets(study)
     labels = {name: details['label'] for name, details in study['variants'].items()}
     for budget in budgets:
+        where = f'At {budget_name(study, budget)}'
         for name, rows in fit.found(study, budget):
-            parabola = fit.fit(rows)
+            parabola, best = fit.fit(rows), fit.best(rows)
             if parabola is not None and not parabola.inside:
-                yield (
-                    f'"{labels[name]}" at {budget_name(study, budget)} has no optimum within the '
-                    f'sizes that were run: {fit.best(rows).size} is best. Run more sizes.'
-                )
-    worse = []
-    for budget in budgets:
+                found = f'"{labels[name]}" has no optimum within the sizes that were run'
+                yield f'{where} {found}: {best.size} is best. Run more sizes.'
+            if budget == budgets[-1] and len(best.losses) < MIN_SEEDS:
+                lacking = f'{len(best.losses)} of the {MIN_SEEDS} seeds that a comparison needs'
+                yield f'{where} "{labels[name]}" has {lacking}.'
         dense, shallow = (fit.optimum(fit.select(study, v, budget)) for v in (base, 'shallow'))
         if dense and shallow and shallow.loss < dense.loss:
-            worse.append(budget_name(study, budget))
-    if worse:
-        yield (
-            f'At {", ".join(worse)} the shallower dense control is better than "{labels[base]}": '
-            f'what a routed model gains over "{labels[base]}" there may come from fewer layers '
-            'alone.'
-        )
-    for name, rows in fit.found(study, budgets[-1]) if budgets else ():
-        number = len(fit.best(rows).losses)
-        if number < MIN_SEEDS:
-            yield (
-                f'"{labels[name]}" has {number} of the {MIN_SEEDS} seeds at the largest budget '
-                'that a comparison needs.'
-            )
+            better = f'the shallower dense control is better than "{labels[base]}"'
+            yield f'{where} {better}: a routed model may gain from fewer layers alone.'
 
 
 def _rates(study):

@@ -3,6 +3,7 @@
 See docs/isoflop.md (Raposo et al. 2024, section 4.1).
 """
 
+import collections
 import dataclasses
 import math
 from typing import NamedTuple
@@ -196,13 +197,10 @@ class Plan:
 
     def max_runs(self) -> dict[float, int]:
         """How many different runs the study has at most, by budget."""
-        study = self.study
-        extra = len(study.variants) - len(study.sized)
-        counts = {budget: len(study.sized) * len(study.sizes) + extra for budget in study.budgets}
-        counts[study.budgets[-1]] *= len(study.seeds)
-        widths = len({width(size) for size in study.sizes})
-        counts[study.budgets[0]] += widths * (len(study.learning_rates) - 1)
-        return counts
+        runs, complete = self.runs({})
+        while not complete:
+            runs, complete = self.runs(dict.fromkeys((run.name for run in runs), 0.0))
+        return collections.Counter({run.name: run.budget for run in runs}.values())
 
     def examples(self) -> list[Planned]:
         """A run of each variant, size and budget, whether or not it will be trained."""

@@ -102,13 +102,11 @@ def _by_parameters(study):
 
 def _draw_strip(strip, axes, best_sizes, bits):
     """The best size of each variant in a column, on the y axis of `axes`."""
-    strip.set_yticks(axes.get_yticks())
-    strip.set_ylim(axes.get_ylim())
+    strip.set(yticks=axes.get_yticks(), xticks=[])
+    strip.set(ylim=axes.get_ylim(), xlim=(-0.8, max(len(best_sizes), 1) - 0.2))
     strip.tick_params(left=False, labelleft=False)
     strip.grid(visible=False, axis='x')
     strip.spines['left'].set_visible(False)
-    strip.set_xticks([])
-    strip.set_xlim(-0.8, max(len(best_sizes), 1) - 0.2)
     for column, (name, size) in enumerate(best_sizes.items()):
         _draw_or_name(strip, column, np.multiply(size.losses, bits), style(name))
     sizes = ', '.join(dict.fromkeys(size.size for size in best_sizes.values()))
@@ -268,10 +266,8 @@ def _seeds(study):
                 mark = {'color': colour, 'markersize': 12, 'markeredgewidth': 2}
                 axes.plot([losses.mean()], [row], '|', **mark)
             axes.plot(losses, [row] * len(losses), '.', color=colour, markersize=7)
-        rows = fit.select(study, base, budget)
-        if rows:
-            optimum = fit.optimum(rows).loss * bits
-            axes.axvline(optimum, color=INK, linewidth=0.9, linestyle='--', zorder=1)
+        if optimum := fit.optimum(fit.select(study, base, budget)):
+            axes.axvline(optimum.loss * bits, color=INK, linewidth=0.9, linestyle='--', zorder=1)
         names = [f'{labels[name]["label"]} · {size.size}' for name, size in best]
         axes.set_yticks(range(len(best)), names, fontsize=8)
         axes.set_ylim(-0.6, len(best) - 0.4)

@@ -95,11 +95,9 @@ class StudyRunner:
         if progress.missing or not progress.complete:
             rate, overhead = _throughput(example)
             seconds = (flops / rate + count * overhead) * (1 - done / count) / processes
-            print(
-                f'time      about {format_seconds(seconds)}, {processes} at a time: '
-                f'{rate / 1e9:.3g} GFLOP/s and {overhead:.0f} s more for each run',
-                flush=True,
-            )
+            speed = f'{rate / 1e9:.3g} GFLOP/s and {overhead:.0f} s more for each run'
+            time_left = f'about {format_seconds(seconds)}, {processes} at a time'
+            print(f'time      {time_left}: {speed}', flush=True)
 
     def _progress(self):
         return store.progress(self._workdir, self._plan)
@@ -129,20 +127,17 @@ class StudyRunner:
         logs = self._workdir / LOGS
         logs.mkdir(exist_ok=True)
         self._before_run(hparams)
-        with (
-            open(logs / f'{run.name}.txt', 'a', encoding='utf-8') as log,
-            contextlib.redirect_stdout(log),
-        ):
-            try:
+        log = open(logs / f'{run.name}.txt', 'a', encoding='utf-8')
+        try:
+            with log, contextlib.redirect_stdout(log):
                 result = train(hparams, directory)
-            except DivergedError as error:
-                content = json.dumps({'error': str(error)}) + '\n'
-                write_atomically(directory / store.DIVERGED_FILE, content)
-                outcome = 'diverged'
-            else:
-                if result.signal is not None:
-                    return 128 + signal.Signals[result.signal]
-                outcome = f'{result.summary["eval"]["bits_per_byte"]:.4f} bits/byte'
+            if result.signal is not None:
+                return 128 + signal.Signals[result.signal]
+            outcome = f'{result.summary["eval"]["bits_per_byte"]:.4f} bits/byte'
+        except DivergedError as error:
+            content = json.dumps({'error': str(error)}) + '\n'
+            write_atomically(directory / store.DIVERGED_FILE, content)
+            outcome = 'diverged'
         jax.clear_caches()
         done, count = len(self._progress().losses), sum(self._plan.max_runs().values())
         seconds = format_seconds(time.monotonic() - start)
@@ -199,21 +194,18 @@ def _spawn(shard, processes):
 
     def signal_all(number, _=None):
         for child in children:
-            if child.poll() is None:
-                child.send_signal(number)
+            child.send_signal(number)
 
     signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     handlers = {number: signal.signal(number, signal_all) for number in signals}
     try:
-        while not any(child.poll() for child in children):
-            if all(child.poll() == 0 for child in children):
-                return 0
+        while None in (statuses := [child.poll() for child in children]) and not any(statuses):
             time.sleep(0.2)
-        failed = next(child.returncode for child in children if child.returncode)
-        signal_all(signal.SIGTERM)
+        signal_all(signal.SIGTERM)  # to the others, if one failed
         for child in children:
             child.wait()
-        return failed if failed > 0 else 128 - failed
+        failed = next(filter(None, statuses), 0)
+        return failed if failed >= 0 else 128 - failed
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)

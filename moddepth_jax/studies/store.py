@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from moddepth_jax.analysis.block_stats import block_stats
+from moddepth_jax.data import directory as directory_lib
 from moddepth_jax.data.pipeline import make_dataset
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.studies import fit
@@ -64,9 +65,8 @@ def open_study(directory, plan: dict):
                 raise ValueError(f'{where}: {found}; {right}')
     elif directory.exists():
         names = {path.name for path in directory.iterdir()}
-        others = sorted(names - {RUNS} - temporary_files(names, PLAN_FILE))
-        if others:
-            found = f'holds {others[0]!r} but no {PLAN_FILE}, so it is no study'
+        for other in sorted(names - {RUNS} - temporary_files(names, PLAN_FILE)):
+            found = f'holds {other!r} but no {PLAN_FILE}, so it is no study'
             raise ValueError(f'{where}: {found}; {right}')
     try:
         (directory / RUNS).mkdir(parents=True, exist_ok=True)
@@ -85,14 +85,9 @@ def read_study(directory) -> dict:
 
 def read_json(file, missing: str) -> dict:
     """The JSON object in a file. Raises ValueError, one line, which says `missing` if it is."""
-    try:
-        content = json.loads(file.read_text(encoding='utf-8'))
-    except (FileNotFoundError, NotADirectoryError):
-        raise ValueError(f'{missing}; python -m launch.isoflop makes one') from None
-    except (OSError, ValueError) as error:
-        raise ValueError(f'{file}: unreadable; must be JSON ({error})') from None
-    if not isinstance(content, dict):
-        raise ValueError(f'{file}: {type(content).__name__}; must be a JSON object')
+    content = directory_lib.read_json(file, 'must be what launch.isoflop writes')
+    if content is None:
+        raise ValueError(f'{missing}; python -m launch.isoflop makes one')
     return content
 
 
