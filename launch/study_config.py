@@ -84,10 +84,11 @@ class StudyConfig:
             return train_step_flops(from_config(self.config(variant, size, self._any_budget)))
 
         if size not in self._shallower:
+            flops_of_mod = flops('mod', size)
             layers, _, width = size.partition('x')
             depths = range(1, int(layers) + 1)
             by_depth = {depth: flops('dense', f'{depth}x{width}') for depth in depths}
-            self._shallower[size] = f'{nearest_depth(by_depth, flops("mod", size))}x{width}'
+            self._shallower[size] = f'{nearest_depth(by_depth, flops_of_mod)}x{width}'
         return self._shallower[size]
 
 

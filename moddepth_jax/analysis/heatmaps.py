@@ -35,13 +35,6 @@ _MASS_MAP = LinearSegmentedColormap.from_list('mass', ('#f3f1ec', '#8fb3c9', _DE
 _SLOT_KINDS = ('a attention', 'f mlp', 'b block', 'e embedding')
 
 
-def _bare(axes):
-    """Takes away ticks and frame: the cells of a heatmap need neither."""
-    axes.tick_params(length=0)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
-
-
 def _colour_bar(figure, mesh, axes, label):
     bar = figure.colorbar(mesh, ax=axes, pad=0.02, aspect=30)
     bar.ax.tick_params(length=0, labelsize=8)
@@ -51,7 +44,9 @@ def _colour_bar(figure, mesh, axes, label):
 
 
 def _rows(axes, names):
-    """Names the rows of a heatmap, the first at the bottom; returns where their middles are."""
+    """Names rows, the first at the bottom, without ticks and frame; returns their middles."""
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
     middles = np.arange(len(names)) + 0.5
     axes.set_yticks(middles, names)
     axes.set_ylim(0, len(names))
@@ -127,10 +122,8 @@ def plot_routing(
         strip.set_xticks(np.arange(len(labels[part])) + 0.5, labels[part], **font)
         _rows(strip, [str(layer) for layer in range(num_layers)])
         strip.set_ylabel('layer')
-        _bare(strip)
-    axes[-1].set_xlabel(
-        f'{what} (· space, ↵ line end, § document start, □ not whole, or not in this font)'
-    )
+    marks = '· space, ↵ line end, § document start, □ not whole, or not in this font'
+    axes[-1].set_xlabel(f'{what} ({marks})')
     axes[0].set_title(title, loc='left', fontsize=10, parse_math=False)
     used = [value for value in (ENTERED, LOOKAHEAD, SKIPPED, DENSE) if (grid_LT == value).any()]
     square = functools.partial(axes[0].scatter, [], [], marker='s', s=60)
@@ -152,10 +145,8 @@ class ExpertLoad(NamedTuple):
 
 def expert_load(experts: dict, num_routed: int) -> ExpertLoad:
     """The loads of `experts` in summary.json, one entry a layer, `num_routed` of them routed."""
-    shares, largest = (
-        np.array([values[name] for values in experts.values()], float)
-        for name in ('load', 'largest_load')
-    )
+    shares = np.array([values['load'] for values in experts.values()], float)
+    largest = np.array([values['largest_load'] for values in experts.values()], float)
     layers = tuple(int(layer.removeprefix('layer_')) for layer in experts)
     return ExpertLoad(layers, num_routed, shares * shares.shape[1], largest)
 
@@ -179,9 +170,8 @@ def plot_expert_load(load: ExpertLoad, title: str, path):
     axes = figure.subplots(1, len(parts), width_ratios=widths, squeeze=False)[0]
     for part, (name, columns) in zip(axes, parts.items(), strict=True):
         mesh = _draw_loads(part, load.load_XZ, columns)
+        _rows(part, load.layers if part is axes[0] else [''] * num_layers)
         part.set_xlabel(name)
-        part.set_yticks([])
-    _rows(axes[0], load.layers)
     axes[0].set_ylabel('layer')
     bar = _colour_bar(figure, mesh, axes, 'load, over the mean of all choices (×: none)')
     bar.set_ticks(list(_LOAD_TICKS), labels=list(_LOAD_TICKS.values()), fontsize=8)
@@ -197,7 +187,6 @@ def _draw_loads(axes, load_XZ, columns):
     norm = LogNorm(1 / _FURTHEST, _FURTHEST)
     mesh = axes.pcolormesh(shown_XZ, cmap=_LOAD_MAP, norm=norm, edgecolors='white', linewidth=0.5)
     _columns(axes, columns, num_choices)
-    _bare(axes)
     for (row, column), value in np.ndenumerate(load_XZ):
         if np.isnan(value) or (value and num_choices > _MAX_NUMBERS):
             continue
@@ -232,7 +221,6 @@ def _draw_slots(axes, mass):
     percent_LS = np.ma.masked_equal(100 * mass.slots_LS, 0.0)
     mesh = axes.pcolormesh(percent_LS, cmap=_MASS_MAP, vmin=0, edgecolors='white', linewidth=0.5)
     _rows(axes, mass.layers)
-    _bare(axes)
     _columns(axes, mass.slots, len(mass.slots))
     kinds = [kind for kind in _SLOT_KINDS if any(kind[0] in name for name in mass.slots)]
     axes.set_xlabel(f'slot: layer that wrote it ({", ".join(kinds)})')
@@ -241,7 +229,6 @@ def _draw_slots(axes, mass):
 
 def _draw_bars(axes, mass):
     middle_L = _rows(axes, mass.layers)
-    _bare(axes)
     sides = [(mass.first_token_L, -0.18, _FIRST, "on the document's first token")]
     if mass.slots:
         sides.insert(0, (mass.depth_L, 0.18, _DEPTH, 'on depth slots'))

@@ -145,8 +145,8 @@ def _block_arrays(seen):
 
 @functools.partial(jax.jit, static_argnames='hparams')
 def _logits(params, x_BTD, *, hparams):
-    scale_D, epsilon = params['final_norm']['scale'], hparams.model.norm_eps
-    return lm_head(rms_norm(x_BTD, scale_D, epsilon), params)
+    normed_BTD = rms_norm(x_BTD, params['final_norm']['scale'], hparams.model.norm_eps)
+    return lm_head(normed_BTD, params)
 
 
 @jax.jit

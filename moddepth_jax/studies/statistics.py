@@ -154,10 +154,8 @@ class Place(NamedTuple):
         span = f'{steps[0]}' if len(steps) == 1 else f'{steps[0]} to {steps[-1]}'
         budget = f'{self.budget:.3g} FLOPs, '.replace('e+', 'e') if study['kind'] == 'flops' else ''
         length, epochs = study['sequence_length'], max(row['epochs'] for row in rows)
-        return (
-            f'{self.name}: {budget}{span} steps of {study["batch_tokens"]} tokens in rows of '
-            f'{length}, {study["corpus"]}, {epochs:.2g} epochs at most'
-        )
+        tokens = f'{study["batch_tokens"]} tokens in rows of {length}, {study["corpus"]}'
+        return f'{self.name}: {budget}{span} steps of {tokens}, {epochs:.2g} epochs at most'
 
 
 def choose(studies: dict[str, dict], pick, kinds=('flops',)) -> tuple[Place, list[Group]]:

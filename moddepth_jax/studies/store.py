@@ -85,7 +85,7 @@ def read_study(directory) -> dict:
 
 def read_json(file, missing: str) -> dict:
     """The JSON object in a file. Raises ValueError, one line, which says `missing` if it is."""
-    content = directory_lib.read_json(file, 'must be what launch.isoflop writes')
+    content = directory_lib.read_json(file, 'must be JSON of launch.isoflop')
     if content is None:
         raise ValueError(f'{missing}; python -m launch.isoflop makes one')
     return content
