@@ -43,8 +43,7 @@ def main(_):
     if page:
         write_atomically(page, text)
     for row in rows:
-        print(f'{row["claim"]}\n  paper: {row["paper"]}\n  ours:  {row["ours"]}')
-        print(f'  {row["verdict"]}: {row["reason"]}')
+        print('{claim}\n  paper: {paper}\n  ours:  {ours}\n  {verdict}: {reason}'.format_map(row))
     print(f'Of {len(rows)} claims: {claims.counts(rows)}. Rules and spreads: {out}/claims.md')
 
 

@@ -8,22 +8,25 @@ from launch import config_file
 from moddepth_jax.hparams import Hparams, from_config
 from moddepth_jax.studies.plan import VARIANTS, Planned, nearest_depth
 
+_VARIED = (
+    *('routing.router', 'routing.layers', 'routing.capacity'),
+    *('experts.choice', 'depth.stream', 'depth.slots'),
+)
 SET_BY_STUDY = {  # knobs that a study sets, and the flag that they follow from
     'seed': '--seeds',
     'flop_budget': '--budgets',
     'training.num_steps': '--steps',
     'optimizer.learning_rate': '--learning_rates',
     **dict.fromkeys(('model.num_layers', 'model.d_model'), '--sizes'),
-    **{f'model.routing.{knob}': '--variants' for knob in ('router', 'layers', 'capacity')},
-    **{f'model.{knob}': '--variants' for knob in ('experts.choice', 'depth.stream', 'depth.slots')},
+    **{f'model.{name}': '--variants' for name in _VARIED},
 }
 
 
 class StudyConfig:
     """Builds the config of a run from `spec`, FILE.py or FILE.py:TEXT.
 
-    The config takes size= and budget=, or steps= if `kind` is steps. `overrides` are knobs of the
-    command line, by dotted name. Raises ValueError for one that the study sets.
+    `overrides` are knobs of the command line, by dotted name; `kind` is flops or steps. Raises
+    ValueError for a knob that the study sets.
     """
 
     def __init__(self, spec: str, overrides: dict, kind: str):
@@ -106,7 +109,8 @@ def _matching_d_ff(config, other):
 def counted_flops() -> dict[str, dict]:
     """FLOPs of a row's forward pass in the shapes of the MoDA paper, for `judges.Evidence`.
 
-    For `dense` and `moda`: `halved` counts the visible pairs of attention, and `full` all pairs.
+    By shape: `length` of the row and, of `dense` and `moda`, FLOPs with causal attention `halved`
+    (visible pairs only) and `full`.
     """
     from configs import moda_1b5, moda_48l, moda_700m
     from moddepth_jax.model.flops import forward_breakdown

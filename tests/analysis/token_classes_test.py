@@ -122,10 +122,8 @@ def _check(dataset, length, num_rows):
     assert {n for c, n in pairs if c in '45'} <= {'number'}
 
 
-@pytest.mark.parametrize('block', [3, 4096])
-def test_classes_are_those_of_the_documents(monkeypatch, block):
-    """Whatever the windows' length, and however much is searched at a time."""
-    monkeypatch.setattr(module, '_BLOCK', block)
+def test_classes_are_those_of_the_documents():
+    """Whatever the windows' length."""
     for length in (3, 7, 20):
         _check(_held_out(TEXTS, length), length, 57 // length)
 

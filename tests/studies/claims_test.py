@@ -384,7 +384,7 @@ def test_studies_are_read_up_to_two_levels_down(tmp_path):
     assert evidence.measures == {'cpu/b': {'run': {}}}
     broken = {
         '{': 'JSON',
-        '[]': 'list',
+        '[]': 'JSON object',
         json.dumps({k: v for k, v in study.items() if k != 'kind'}): "'kind'",
         json.dumps(study | {'runs': [{'run': 'x'}]}): 'runs.0.',
     }
