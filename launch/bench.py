@@ -7,7 +7,7 @@
   python -m launch.bench decode --batches=1,8,16,64 --kv_heads=8,2
   python -m launch.bench depth --depths=8,16,32,64
   python -m launch.bench experts --shapes=1024x256x704x64x6,4096x256x512x8x2
-  python -m launch.bench attention --json=attention.json --plot=attention.png
+  python -m launch.bench attention --json=attention.json
   python -m launch.bench attention --lengths=4096 --slots=0,64 --implementations=cudnn,pallas
   python -m launch.bench scoring --size=6x128 --repeats=11
 

@@ -31,7 +31,7 @@ AGAIN = flags.DEFINE_boolean(
     'again', False, 'Repeat cases whose result is of other code; with --cases: all that are chosen.'
 )
 LIST = flags.DEFINE_boolean('list', False, 'Print the cases with their seconds and exit.')
-REPORT = flags.DEFINE_boolean('report', False, 'Write table.md, plots and claims.json into --out.')
+REPORT = flags.DEFINE_boolean('report', False, 'Write table.md and claims.json into --out.')
 TOY = flags.DEFINE_boolean('toy', False, 'Some cases of each kind at toy size, on the CPU.')
 TIME_ALL = flags.DEFINE_boolean(
     'time_all', False, 'Time kernels of which a case was wrong, too, if right at the timed size.'

@@ -12,7 +12,7 @@ _PACKED = tuple(name for name in PACKED_CASES if not name.startswith('fused_'))
 # What an implementation is checked with; the fused kernel and cuDNN support only some cases.
 _CHECKED = {
     FUSED: ('group_of_8', 'fused_rows', 'fused_window', 'fused_own_query', 'group_of_16')
-    + ('masked', 'fused_one_slot', 'fused_octets_of_7'),
+    + ('masked', 'sums', 'fused_one_slot', 'fused_octets_of_7'),
     CUDNN: ('group_of_8', 'group_of_2', 'masked', 'window', 'own_query', 'rows', 'group_of_1'),
     'pallas': ('group_of_8', 'group_of_2', 'masked', 'depth_alone', 'rows', 'own_query')
     + ('group_of_3',),
@@ -29,9 +29,9 @@ _STEPS = {'dense': 60.0, 'moda': 85.0, 'mod': 60.0, 'both': 110.0}
 _TOYS = ('machine/*', 'right/mosaic_gpu/depth_alone', 'right/decode/*')
 _TOYS += tuple(f'right/pallas/{name}' for name in ('group_of_3', 'rows', 'depth_alone'))
 _TOYS += ('right/cudnn/rows', 'right/xla/rows', 'packed/[pxc]*/three', 'packed/[pxc]*/no_slots')
-_TOYS += ('time/xla/packed_no_slots_4k', 'time/pallas/slots_24_4k', 'time/flash_attention_2/4k')
+_TOYS += ('time/xla/packed_no_slots_4k', 'time/pallas/slots_24_4k', 'time/pallas_triton/4k')
 _TOYS += tuple(f'step/124m/{model}' for model in (*_STEPS, 'moe'))
-_TOYS += ('decode/*', 'memory/packed/[px]*', 'experts/*', 'run/*')
+_TOYS += ('decode/*', 'experts/*', 'run/*')
 
 
 def cases(toy: bool = False) -> list[Case]:
@@ -109,7 +109,7 @@ def _times():
     found = []
     for name in ('mosaic_gpu', FUSED):
         found += _at_lengths(name, '', {}, 15.0, brief=False)
-    found += _at_lengths('flash_attention_2', '', NO_SLOTS, 6.0)
+    found += _at_lengths('pallas_triton', '', NO_SLOTS, 6.0)
     for name, prefix, sizes in (
         ('mosaic_gpu', 'packed_', PACKED),
         ('mosaic_gpu', 'packed_no_slots_', PACKED | NO_SLOTS),
@@ -125,7 +125,6 @@ def _times():
 def _more_times():
     """What can wait until training steps have been timed."""
     found = _at_lengths('pallas', '', {}, 15.0, brief=False)
-    found += _at_lengths('pallas_triton', '', NO_SLOTS, 6.0)
     found += _at_lengths('xla', 'packed_no_slots_', PACKED | NO_SLOTS, 9.0)
     for name, length, shapes in (
         ('mosaic_gpu', '16k', [shape for shape in SHAPES if shape not in _LONGER]),
@@ -149,13 +148,6 @@ def _models():
     for model in ('mod', 'moda'):
         name, sizes = f'decode/124m/{model}', {'batches': [1, 8, 64], 'kv_heads': 4}
         found.append(_case(name, name, 70.0, 200.0, 'gpu_models:decoding', model=model, **sizes))
-    for implementation, slots in (('mosaic_gpu', 64), ('pallas', 64), ('xla', 64), ('xla', 0)):
-        name = f'memory/packed/{implementation}' + ('' if slots else '_no_slots')
-        sizes = {'lengths': list(LENGTHS.values()), 'slots': slots}
-        run = 'attention:memory_by_length'
-        found.append(
-            _case(name, 'memory', 15.0, 120.0, run, implementation=implementation, **sizes)
-        )
     for shape in ([16384, 768, 512, 8, 2], [4096, 2048, 704, 64, 6]):
         name = 'experts/' + 'x'.join(map(str, shape))
         found.append(_case(name, 'experts', 40.0, 150.0, 'gpu_models:experts', shape=shape))

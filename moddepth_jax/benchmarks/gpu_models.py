@@ -20,13 +20,12 @@ def train_step(model: str, size: str, length: int, rows: int, toy: bool = False)
     """Times the training step of one model in bfloat16, with the settings of its config.
 
     Besides what steps.step_row returns: the settings that decide what runs, `peak_bytes` of the
-    process, `attention_backends` (a line for each choice) and the `measurements` behind them.
+    process, and `attention_backends`, a line for each choice.
     """
     import jax
 
     from kernels_pallas.backends import log_lines
     from moddepth_jax.benchmarks.models import make_model
-    from moddepth_jax.benchmarks.results import collect_measurements
     from moddepth_jax.benchmarks.steps import CompiledStep, step_row
     from moddepth_jax.benchmarks.timing import time_interleaved
 
@@ -45,7 +44,6 @@ def train_step(model: str, size: str, length: int, rows: int, toy: bool = False)
         'peak_bytes': memory.get('peak_bytes_in_use'),
         'loss': float(step()),
         'attention_backends': log_lines(),
-        'measurements': {} if toy else collect_measurements(),
     }
 
 

@@ -1,4 +1,4 @@
-"""What the results of launch.gpu say: one page with every number, plots, and claims."""
+"""What the results of launch.gpu say: one page with every number, and claims."""
 
 import collections
 import json
@@ -20,7 +20,6 @@ CLAIM_COLUMNS = ('claim', 'paper', 'ours', 'verdict', 'reason')
 PEAKS = {'H200': 989e12, 'H100': 989e12, 'A100': 312e12, 'B200': 2250e12}
 EFFICIENCY = 0.973  # of FlashAttention-2, at T = 64k
 SAVING = 0.9  # of what the FLOPs allow
-PICTURE = 'times.png'
 
 
 def starting(rows: dict[str, dict], start: str) -> dict[str, dict]:
@@ -102,20 +101,13 @@ def _ceilings(rows):
     for row in starting(rows, 'machine/ceilings').values():
         copy, product = row['ceilings'].values()
         page.append(f'Copy {copy / 1e9:.4g} GB/s, bf16 product {product / 1e12:.4g} TFLOP/s.')
-        for flag, reruns in row.get('cudnn_backward_by_deterministic_flag', {}).items():
-            page.append(f'cuDNN backward, xla_gpu_deterministic_ops={flag}: {reruns}.')
     return page
 
 
-def _copy_bandwidth(rows):
-    """The measured bytes a second of a copy; None: not measured."""
-    found = starting(rows, 'machine/ceilings').get('')
-    return found and found['ceilings']['copy_bytes_per_second']
-
-
 def _attention(rows):
-    results, page, copy = timed(rows), [], _copy_bandwidth(rows)
-    if copy and results:
+    results, page = timed(rows), []
+    for row in starting(rows, 'machine/ceilings').values() if results else ():
+        copy = row['ceilings']['copy_bytes_per_second']
         table = attention_report.targets_table(results, copy)
         page += to_markdown(table) if table.lines else []
     for result in results:
@@ -148,15 +140,6 @@ def _model_tables(rows):
         yield steps_table(title, list(models.values()))
     for name, row in starting(rows, 'decode/').items():
         yield decoding_table(f'decoding, {name}', row, TITLES[row['model']])
-    memory = starting(rows, 'memory/packed/')
-    if memory:
-        lengths = list(dict.fromkeys(t for row in memory.values() for t in row['temp_bytes']))
-        lines = {
-            name: [f'{row["temp_bytes"].get(length, 0) / 2**30:.3f}' for length in lengths]
-            for name, row in memory.items()
-        }
-        title = 'temporary memory of one attention over packed documents, both passes, GiB'
-        yield Table(title, ['', *(f'T={length}' for length in lengths)], lines)
     if row := starting(rows, 'run/').get('train'):
         names = ('final_step', 'parameters', 'train_loss', 'tokens_per_second', 'flops_per_second')
         lines = {name: [f'{row[name]:.6g}'] for name in names if row[name] is not None}
@@ -188,8 +171,8 @@ def _fresh_seconds(rows, implementation, over):
 
 
 def _judge_efficiency(rows):
-    """The time of FlashAttention-2 without slots over the best of ours with them."""
-    plain = _fresh_seconds(rows, 'flash_attention_2', PLAIN)
+    """The time of JAX's FlashAttention-2 without slots over the best of ours with them."""
+    plain = _fresh_seconds(rows, 'pallas_triton', PLAIN)
     names = ('mosaic_gpu', 'mosaic_gpu_fused', 'pallas')
     ours = {name: seconds for name in names if (seconds := _fresh_seconds(rows, name, BOTH))}
     if plain and ours:
@@ -203,7 +186,7 @@ def _judge_efficiency(rows):
             'above.',
             'ours': f'{reached:.1%}',
             'verdict': HOLDS if reached >= EFFICIENCY else FAILS,
-            'reason': '{}: {:.1f} ms with slots; without, in Triton: {:.1f} ms'.format(
+            'reason': '{}: {:.1f} ms with slots; Pallas-Triton without: {:.1f} ms'.format(
                 best, *times
             ),
         }
@@ -242,21 +225,19 @@ def _claims(rows):
     return to_markdown(Table('by rule', ['', *CLAIM_COLUMNS], lines)) if lines else []
 
 
-def page(rows: dict[str, dict], title: str, picture: bool = False) -> str:
-    """The page, as Markdown, of the newest row of each case; `picture`: PICTURE is next to it."""
+def page(rows: dict[str, dict], title: str) -> str:
+    """The page, as Markdown, of the newest row of each case."""
     lines = [f'# {title}', '', *_machines(rows), '', *_outcomes(rows), '']
     sections = {'Ceilings': _ceilings, 'Correctness': _correctness, 'Attention': _attention}
     sections |= {'Models': _models, 'Claims': _claims}
     for name, section in sections.items():
         if found := section(rows):
             lines += [f'## {name}', '', *found, '']
-        if name == 'Attention' and picture:
-            lines += [f'![{PICTURE}]({PICTURE})', '']
     return '\n'.join(lines).replace('\n\n\n', '\n\n').rstrip() + '\n'
 
 
 def write(out: pathlib.Path) -> list[pathlib.Path]:
-    """Writes table.md, claims.json and the plots into the directory of results.jsonl.
+    """Writes table.md and claims.json into the directory of results.jsonl.
 
     Raises:
       ValueError: no results in it.
@@ -264,9 +245,8 @@ def write(out: pathlib.Path) -> list[pathlib.Path]:
     rows = Results(out / FILE).latest
     if not rows:
         raise ValueError(f'--out={out}: holds no {FILE} with results; launch.gpu writes it')
-    drawn = attention_report.draw(timed(rows), _copy_bandwidth(rows), out / PICTURE)
-    texts = {'table.md': page(rows, out.absolute().name, drawn)}
+    texts = {'table.md': page(rows, out.absolute().name)}
     texts['claims.json'] = json.dumps(judge_claims(rows), indent=1) + '\n'
     for name, text in texts.items():
         (out / name).write_text(text, encoding='utf-8')
-    return [out / name for name in (*texts, *[PICTURE] * drawn)]
+    return [out / name for name in texts]

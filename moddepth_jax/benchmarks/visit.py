@@ -119,8 +119,6 @@ def visit(
     todo, lines = runner.pending(chosen, store, code['code'], again, by_name)
     for line in lines:
         print(line, flush=True)
-    if not toy:
-        results.restore_measurements(store.latest.values())
     args = ({case.name: case for case in todo}, not toy, injected or {})
     start = functools.partial(runner.Child, worker.serve, args, out / 'log.txt')
     say = functools.partial(print, flush=True)

@@ -31,6 +31,7 @@ _SENT = {
     'collective-permute': lambda n: 1,
 }
 _NOT_COUNTED = ('ragged-all-to-all', 'collective-broadcast', 'send', 'recv')
+_NOT_COUNTED += tuple(f'{kind}-start' for kind in _SENT)  # programs for CPUs have none
 _MOVES = ('bitcast', 'copy', 'transpose', 'reshape')
 _MESH_AXIS = re.compile(r"'(\w+)'(?:=|:\((\d+)\))?(\d+)?")
 
@@ -39,14 +40,11 @@ _MESH_AXIS = re.compile(r"'(\w+)'(?:=|:\((\d+)\))?(\d+)?")
 class Collective:
     """One collective operation of a program; the last three fields are as in program.Run."""
 
-    kind: str  # such as all-reduce; the two halves of an asynchronous one are one
+    kind: str  # such as all-reduce
     axes: tuple[str, ...]  # of the mesh, along which the devices of a group differ
     group: tuple[int, ...]  # the first one that communicates, as indices into the mesh
-    result: str  # the arrays that it returns, such as f32[8,16]
-    result_bytes: int  # of one device
     sent_bytes: float  # of one device each time, by the table above
     sliced_bytes: float = 0.0  # of sent_bytes: sums of which a device uses only its own slice
-    source: str = ''  # the operation in Python, by XLA's metadata
     times: int = 1
     times_known: bool = True
     one_branch: bool = False
@@ -77,21 +75,19 @@ def collectives(program: Program, mesh_shape: Mapping[str, int]) -> list[Collect
 
 def _collective(instruction, computation, program, mesh_shape):
     """The Collective of an instruction; None if it is none or if its groups have one device."""
-    kind = instruction.op.removesuffix('-start')
+    kind = instruction.op
     if kind in _NOT_COUNTED:
         known = ', '.join(_SENT)
-        raise ValueError(f'{instruction.op} ({instruction.name}): must be one of {known}')
+        raise ValueError(f'{kind} ({instruction.name}): must be one of {known}')
     groups = _groups(kind, instruction, mesh_shape) if kind in _SENT else []
     size = max((len(group) for group in groups), default=1)
     if size == 1:
         return None
-    result = arrays(_result(kind, instruction))
     bits = [
         math.prod(array.shape) * (16 if _is_widened(operand, computation, program) else array.bits)
-        for operand, array in zip(instruction.operands(), result, strict=True)
+        for operand, array in zip(instruction.operands(), arrays(instruction.type), strict=True)
     ]
     sliced = _sliced(instruction, computation, program) if kind == 'all-reduce' else []
-    result_bytes = math.ceil(sum(bits) / 8)
     # Of each axis, the coordinates of the devices of each group.
     places = zip(*(np.unravel_index(g, tuple(mesh_shape.values())) for g in groups), strict=True)
     differ = [any(np.ptp(place) for place in of_axis) for of_axis in places]
@@ -99,31 +95,9 @@ def _collective(instruction, computation, program, mesh_shape):
         kind=kind,
         axes=tuple(itertools.compress(mesh_shape, differ)),
         group=tuple(groups[0]),
-        result=', '.join(f'{one.number}[{",".join(map(str, one.shape))}]' for one in result),
-        result_bytes=result_bytes,
-        sent_bytes=result_bytes * _SENT[kind](size),
+        sent_bytes=math.ceil(sum(bits) / 8) * _SENT[kind](size),
         sliced_bytes=sum(itertools.compress(bits, sliced)) / 8 * _SENT[kind](size),
-        source=instruction.attribute(r'metadata=\{op_name="([^"]*)"'),
     )
-
-
-def _result(kind, instruction):
-    """The type of the result; an asynchronous start returns operands, results and more.
-
-    An all-reduce-start does so only in later versions of XLA, which put its operands in a tuple.
-    """
-    if not instruction.op.endswith('-start'):
-        return instruction.type
-    depth, parts = 0, ['']
-    for letter in instruction.type[1:-1]:
-        depth += (letter in '([{') - (letter in ')]}')
-        if letter == ',' and not depth:
-            parts.append('')
-        else:
-            parts[-1] += letter
-    if kind == 'all-reduce' and not parts[0].startswith('('):
-        return instruction.type
-    return parts[1]
 
 
 def _groups(kind, instruction, mesh_shape):

@@ -67,8 +67,7 @@ def dry_run(hparams: Hparams, mesh) -> dict:
       the traced products over devices over those of the program, 1 if no device repeats another's
       work, None with branches. Products of loops of unknown length, over the keys of a row above
       2048, count once in both, and in full in `executed`;
-      `collectives`, see `by_axes`; `places`: the most expensive of them one by one; `sent_bytes` of
-      a device; `flops_per_byte`: executed a device over those; `estimates`, see `estimate`;
+      `collectives`, see `by_axes`; `sent_bytes` of a device; `flops_per_byte`: executed a device over those; `estimates`, see `estimate`;
       `sharding`: lines of a table; `warnings` of the compiler; `trace_seconds`, `compile_seconds`.
     """
     state = jax.eval_shape(lambda: init_state(hparams, resolve_steps(hparams)))
@@ -88,7 +87,6 @@ def dry_run(hparams: Hparams, mesh) -> dict:
     found = collectives(program, mesh.shape)
     products, in_branches = product_flops(program)
     sent, executed_each = sum(one.total_bytes for one in found), executed / mesh.size
-    places = sorted(found, key=lambda one: -one.total_bytes)[:12]
     return {
         'jax': jax.__version__,
         'mesh': dict(mesh.shape),
@@ -112,17 +110,6 @@ def dry_run(hparams: Hparams, mesh) -> dict:
         },
         'split': traced / mesh.size / products if products and not in_branches else None,
         'collectives': by_axes(found),
-        'places': [
-            {
-                'axes': '+'.join(one.axes),
-                'kind': one.kind,
-                'result': one.result if len(one.result) < 200 else f'{one.result[:200]}..',
-                'times': one.times,
-                'bytes': one.total_bytes,
-                'source': one.source if len(one.source) < 300 else f'{one.source[:300]}..',
-            }
-            for one in places
-        ],
         'sent_bytes': sent,
         'flops_per_byte': executed_each / sent if sent else None,
         'estimates': {name: estimate(executed_each, found, of) for name, of in HARDWARE.items()},

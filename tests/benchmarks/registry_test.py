@@ -73,7 +73,7 @@ def test_depth_compares_flops_first(tmp_path):
 @pytest.mark.parametrize(
     ('variants', 'names'),
     [
-        (None, ['dense', 'mod']),  # also by hand
+        (None, ['dense', 'mod']),
         ('dense,moda,both,moe,mode', ['dense', 'moda', 'both', 'moe', 'staged', 'integrated']),
     ],
 )
@@ -87,7 +87,6 @@ def test_step(variants, names, tmp_path):
     assert all(row['realised_saving'] > 0 for row in rows.values())
     for name, row in rows.items():
         assert ('product' in row) == (name in ('moe', 'staged', 'integrated'))
-        assert variants or row['over_by_hand'] > 0 and 0 < row['data_wait_fraction'] < 1
 
 
 @pytest.mark.slow
@@ -102,14 +101,13 @@ def test_both_ways_of_scoring_agree(tmp_path):
 
 
 @pytest.mark.slow
-def test_attention_writes_json_and_a_picture(tmp_path):
+def test_attention_of_given_sizes(tmp_path):
     """Sizes by flags; what cannot run here has a line on stderr, and the exit status is 0."""
     sizes = ['--lengths=16', '--heads=2', '--kv_heads=1', '--widths=8', '--slots=0']
-    flags = ['--implementations=cudnn,xla', *sizes, f'--plot={tmp_path / "a.png"}']
+    flags = ['--implementations=cudnn,xla', *sizes]
     (first, case), out, errors = bench(tmp_path, 'attention', *flags)
     assert first['ceilings']['copy_bytes_per_second'] > 0
     assert (case['length'], case['heads'], case['slots']) == (16, 2, 0)
     assert case['baseline'] == 'xla' and 'xla, no slots' in out
-    assert (tmp_path / 'a.png').exists()
     (line,) = (line for line in errors.splitlines() if not line.startswith('running'))
     assert line.startswith('cudnn (no slots')

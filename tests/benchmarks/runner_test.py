@@ -10,14 +10,7 @@ import time
 import pytest
 
 from moddepth_jax.benchmarks import gpu_cases, machine, runner, worker
-from moddepth_jax.benchmarks.results import (
-    BAD,
-    FINAL,
-    Results,
-    code_version,
-    collect_measurements,
-    restore_measurements,
-)
+from moddepth_jax.benchmarks.results import BAD, FINAL, Results, code_version
 from tests.benchmarks import fake_cases
 from tests.benchmarks.fake_cases import case
 
@@ -149,22 +142,6 @@ def test_a_lost_device_ends_the_run(target, words, starts, tmp_path):
     assert bench.starts == starts and not bench.results.path.exists()
 
 
-def test_measurements_travel_in_the_results(tmp_path, monkeypatch):
-    """What `attention=auto` measured; present files stay, and a path elsewhere is ignored."""
-    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'one'))
-    folder = tmp_path / 'one/moddepth_jax/attention'
-    folder.mkdir(parents=True)
-    (folder / 'H200-a.json').write_text('{"a": 1}')
-    (folder / 'H200-a.lock').write_text('')
-    rows = [{'measurements': collect_measurements()}, {}]
-    assert rows[0] == {'measurements': {'H200-a.json': '{"a": 1}'}}
-    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'two'))
-    rows.append({'measurements': {'../../x.json': '{}', 'H200-a.json': '{"b": 2}'}})
-    assert restore_measurements(rows) == 1 and restore_measurements(rows) == 0
-    assert collect_measurements() == rows[0]['measurements']
-    assert not (tmp_path / 'two/x.json').exists()
-
-
 def test_code_version_is_that_of_the_sources():
     """The hash needs no git; the commit does."""
     found = code_version()
@@ -178,7 +155,7 @@ def test_the_list_is_complete(toy):
     cases = gpu_cases.cases(toy)
     names = [c.name for c in cases]
     assert len(set(names)) == len(names) and names[0] == 'machine/ceilings'
-    kinds = ('machine', 'right', 'packed', 'time', 'step', 'decode', 'memory', 'experts', 'run')
+    kinds = ('machine', 'right', 'packed', 'time', 'step', 'decode', 'experts', 'run')
     assert {name.split('/')[0] for name in names} == set(kinds)
     for c in cases:
         module, _, function = c.run.partition(':')

@@ -101,17 +101,6 @@ def test_memory_of_the_scanned_form_is_linear_in_depth(models):
     assert growth == pytest.approx(2, rel=0.1), bytes_of
 
 
-@pytest.mark.slow
-def test_the_step_written_by_hand_has_the_same_loss(tiny_config):
-    """Both start from the same parameters and see the same batches."""
-    knobs = {'model.routing.router': 'learned', 'model.routing.predictor_width': 8}
-    hparams = from_config(tiny_config(**knobs))
-    step = CompiledStep(hparams)
-    plain = steps.PlainStep(hparams, step.batch)
-    for _ in range(3):
-        assert float(plain()) == pytest.approx(float(step()), rel=1e-4)
-
-
 @pytest.mark.parametrize('product', ['blocked', 'batched', 'ragged_dot'])
 def test_executed_over_active_is_places_over_pairs(product, tiny_config):
     """In blocks: what fills up the last one of each expert; with no-op experts, their places."""

@@ -152,8 +152,6 @@ COMMANDS = {
         ('depth --size=16x100', ['16x100', 'multiple of 64']),
         ('depth --size=2x128 --kv_heads=3', ['3', 'divide']),
         ('depth --tokens=64', ['--tokens', 'is of step', 'depth']),
-        ('step --kv_heads=2', ['--kv_heads', 'needs --variants']),
-        ('step --size=124m', ['--size=124m', 'needs --variants']),
         ('step --variants=mode,dense', ['--variants=mode,dense', 'begin with dense']),
         ('step --variants=dense,mood', ['--variants=mood', 'both', 'mode']),
         ('step --batches=8', ['--batches', 'is of decode', 'step']),
