@@ -24,10 +24,7 @@ REPEATS = (3, 25)  # least and most rounds
 
 
 def device_ceilings(toy: bool = False) -> dict:
-    """What the device can do at most, measured: bytes read and written, bf16 FLOPs.
-
-    `toy`: with small arrays.
-    """
+    """What the device can do at most, measured: bytes read and written, bf16 FLOPs."""
     device = jax.devices()[0]
     size, side = (2**22, 256) if toy else (2**30, 8192)
     x = jax.random.normal(jax.random.key(0), (size,), jnp.bfloat16)
@@ -113,18 +110,11 @@ def _row(form, seconds, run, case, baseline):
 def bench_case(case: Case, names, seconds: float, brief: bool = False) -> dict:
     """Checks and times every form of some implementations at one shape, for about `seconds`.
 
-    `names` are of attention_forms.RIVALS and of kernels_pallas's implementations, `brief` is as in
-    attention_forms.forms.
-
-    Returns:
-      The shape, `baseline` (the first of BASELINES that is right) and `rows`: of each Form its
-      fields and either `failed`, one line, or the median `seconds` of a call; `flops_per_second`,
-      of the visible pairs; `over_plain`, the median over rounds of its time over the baseline's
-      without slots and documents. Of the slots alone `bytes_per_second` instead: of the forward
-      pass, or of the backward pass without it. Or `skipped`, a line.
-
-    Raises:
-      DeviceLostError: nothing more can run in this process.
+    Returns the shape, `baseline` (the first of BASELINES that is right) and `rows`: of each Form
+    its fields and either `failed`, one line, or the median `seconds` of a call; `flops_per_second`,
+    of the visible pairs; `over_plain`, the median over rounds of its time over the baseline's
+    without slots and documents. Of the slots alone `bytes_per_second` instead, of the pass itself.
+    Or `skipped`, a line. Raises DeviceLostError.
     """
     inputs, why = try_run(attention_cases.make_inputs, case)
     if why:
@@ -155,12 +145,8 @@ def bench_case(case: Case, names, seconds: float, brief: bool = False) -> dict:
 def time_one(implementation: str, sizes: dict, brief: bool, toy: bool = False) -> dict:
     """`bench_case` of one implementation, in turn with plain cuDNN; of a toy with XLA.
 
-    `sizes` are fields of attention_cases.Case.
-
-    Raises:
-      WrongError: some result is wrong.
-      SkippedError: the device cannot do it.
-      ValueError: nothing could be timed.
+    `sizes` are fields of attention_cases.Case. Raises WrongError; SkippedError if the device cannot
+    do it; ValueError if nothing could be timed.
     """
     case, baseline = Case(**sizes), 'cudnn'
     if toy:

@@ -64,8 +64,8 @@ def failures(result: dict) -> list[str]:
     return [f'{name} ({"; ".join(what)}): {why}' for (name, why), what in reasons.items()]
 
 
-def _find(result, key, over, direction):
-    """`key` by implementation, of the rows that have it."""
+def find(result: dict, key: str, over: str, direction: str) -> dict:
+    """`key` by implementation, of the rows of such forms that have it."""
     return {
         row['implementation']: row[key]
         for row in result['rows']
@@ -87,15 +87,15 @@ def targets_table(results: list[dict], copy_bytes_per_second: float) -> Table:
             continue
         start = f'T={result["length"]}'
         if result['baseline'] == 'cudnn' and result['length'] in TARGETS:
-            reached = _find(result, 'over_plain', BOTH, 'fresh')
+            reached = find(result, 'over_plain', BOTH, 'fresh')
             name = f'{start}, forward + backward, over cuDNN'
             add(name, TARGETS[result['length']], reached, min)
         for direction in DIRECTIONS:
-            rates = _find(result, 'bytes_per_second', ALONE, direction)
+            rates = find(result, 'bytes_per_second', ALONE, direction)
             shares = {name: rate / copy_bytes_per_second for name, rate in rates.items()}
             add(f'{start}, depth {direction}, of copy bandwidth', COPY_TARGET, shares, max)
-        if plain := _find(result, 'seconds', PLAIN, 'fresh').get('pallas_triton'):
-            ours = _find(result, 'seconds', BOTH, 'fresh')
+        if plain := find(result, 'seconds', PLAIN, 'fresh').get('pallas_triton'):
+            ours = find(result, 'seconds', BOTH, 'fresh')
             name = f'{start}, both passes with slots, over plain Pallas-Triton without'
             add(name, 1, {name: seconds / plain for name, seconds in ours.items()}, min)
     return Table('targets (on an H200)', ['', 'target', 'reached', 'by'], lines)

@@ -19,8 +19,6 @@ _CHECKED = {
     'xla': ('group_of_8', 'group_of_2', 'masked', 'rows', 'own_query', 'float32'),
 }
 _FUSED_PACKED = ('edges', 'fused_three', 'fused_rows', 'fused_window')
-# At T = 16k too, before training steps.
-_LONGER = ('written_33_of_64_', 'width_128_', 'group_of_2_width_128_')
 # Length and rows of a batch that fit one large GPU.
 _BATCHES = {'124m': (2048, 16), '700m': (4096, 4)}
 # Expected seconds of a training step's case: compilation, and what `auto` measures before it.
@@ -40,7 +38,9 @@ def cases(toy: bool = False) -> list[Case]:
     found += [*_correctness(), *_times(), *_models(), *_more_times()]
     # Odd shapes, which nothing above waits for.
     found += _checks('pallas', [name for name in _PLAIN if name not in _CHECKED['pallas']], 4.0)
-    found += _runs()
+    # A command, which uses the device itself.
+    run = ('run/train', 'run/train', 150.0, 420.0, 'gpu_models:training_run')
+    found.append(_case(*run, in_process=False, steps=800))
     if not toy:
         return found
     return [  # on a busy CPU, and nobody waits for the clock
@@ -117,8 +117,7 @@ def _times():
     ):
         found += _at_lengths(name, prefix, sizes, 9.0)
     for shape, sizes in SHAPES.items():
-        lengths = ('4k', '16k') if shape in _LONGER else ('4k',)
-        found += _at_lengths('mosaic_gpu', shape, sizes, 8.0, lengths)
+        found += _at_lengths('mosaic_gpu', shape, sizes, 8.0, ('4k',))
     return found
 
 
@@ -126,13 +125,11 @@ def _more_times():
     """What can wait until training steps have been timed."""
     found = _at_lengths('pallas', '', {}, 15.0, brief=False)
     found += _at_lengths('xla', 'packed_no_slots_', PACKED | NO_SLOTS, 9.0)
-    for name, length, shapes in (
-        ('mosaic_gpu', '16k', [shape for shape in SHAPES if shape not in _LONGER]),
-        (FUSED, '4k', ('slots_24_', 'written_33_of_64_', 'width_128_')),
-        ('pallas', '4k', ('slots_24_', 'group_of_2_width_128_')),
-    ):
-        for shape in shapes:
-            found += _at_lengths(name, shape, SHAPES[shape], 8.0, (length,))
+    for shape, sizes in SHAPES.items():
+        found += _at_lengths('mosaic_gpu', shape, sizes, 8.0, ('16k',))
+    for name in (FUSED, 'pallas'):
+        for shape in ('slots_24_', 'width_128_'):
+            found += _at_lengths(name, shape, SHAPES[shape], 8.0, ('4k',))
     return found
 
 
@@ -152,15 +149,3 @@ def _models():
         name = 'experts/' + 'x'.join(map(str, shape))
         found.append(_case(name, 'experts', 40.0, 150.0, 'gpu_models:experts', shape=shape))
     return found + [_step(model, '124m') for model in ('moe', 'staged', 'integrated')]
-
-
-def _runs():
-    """Commands, which use the device themselves."""
-    study = {'variants': ['dense', 'mod', 'random']}
-    return [
-        _case(name, name, expected, limit, f'gpu_models:{run}', in_process=False, **arguments)
-        for name, expected, limit, run, arguments in (
-            ('run/train', 150.0, 420.0, 'training_run', {'steps': 800}),
-            ('run/study', 240.0, 500.0, 'small_study', study),
-        )
-    ]

@@ -99,11 +99,8 @@ def check(implementation: str, case: str, toy: bool = False, bent: bool = False)
 
     The error is at most twice that of XLA in the same dtype, of gradients three times; a rerun has
     equal bits, but for the sequence's gradients, which may be cuDNN's; NaN in hidden slots changes
-    nothing.
-
-    `implementation` is of kernels_pallas, or CUDNN; `case` a name in kernel_cases, or packed/NAME.
-    Returns `errors` and `allowed`, the largest absolute error of each result and its bound. Raises
-    ValueError if this device cannot do it.
+    nothing. `implementation` is of kernels_pallas, or CUDNN; `case` is in kernel_cases, or
+    packed/NAME. Raises ValueError if this device cannot do it.
     """
     packed = case.startswith('packed/')
     chosen = PACKED_CASES[case.removeprefix('packed/')] if packed else CASES[case]

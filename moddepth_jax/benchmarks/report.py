@@ -12,7 +12,7 @@ from moddepth_jax.benchmarks.experts import experts_tables
 from moddepth_jax.benchmarks.models import TITLES
 from moddepth_jax.benchmarks.results import BAD, FILE, Results
 from moddepth_jax.benchmarks.steps import compare, steps_table
-from moddepth_jax.benchmarks.tables import Table, column_per_row, fixed, to_markdown
+from moddepth_jax.benchmarks.tables import Table, to_markdown
 from moddepth_jax.studies.claims import FAILS, HOLDS
 
 CLAIM_COLUMNS = ('claim', 'paper', 'ours', 'verdict', 'reason')
@@ -97,11 +97,9 @@ def _correctness(rows):
 
 
 def _ceilings(rows):
-    page = []
-    for row in starting(rows, 'machine/ceilings').values():
-        copy, product = row['ceilings'].values()
-        page.append(f'Copy {copy / 1e9:.4g} GB/s, bf16 product {product / 1e12:.4g} TFLOP/s.')
-    return page
+    found = [row['ceilings'].values() for row in starting(rows, 'machine/ceilings').values()]
+    line = 'Copy {:.4g} GB/s, bf16 product {:.4g} TFLOP/s.'
+    return [line.format(copy / 1e9, product / 1e12) for copy, product in found]
 
 
 def _attention(rows):
@@ -145,11 +143,6 @@ def _model_tables(rows):
         lines = {name: [f'{row[name]:.6g}'] for name in names if row[name] is not None}
         lines |= {f'eval {name}': [str(value)] for name, value in row['eval'].items()}
         yield Table('training run, MoD with MoDA, bfloat16', ['', ''], lines)
-    if row := starting(rows, 'run/').get('study'):
-        heads = ['', *(f'{run["variant"]} {run["size"]}' for run in row['rows'])]
-        lines = {'steps': ('steps', str), 'FLOPs': ('total_flops', '{:.3g}'.format)}
-        lines['bits a byte'] = ('bits_per_byte', fixed(3))
-        yield column_per_row('first runs of the study', heads, lines, row['rows'])
     for row in starting(rows, 'experts/').values():
         yield from experts_tables(row)
 
@@ -163,45 +156,40 @@ def _models(rows):
 
 def _fresh_seconds(rows, implementation, over):
     """Seconds of both passes at T = 64k; None if they were not timed."""
-    for row in rows.get(f'time/{implementation}/64k', {}).get('rows', ()):
-        fields = (row['implementation'], row['over'], row['direction'])
-        if fields == (implementation, over, 'fresh') and 'seconds' in row:
-            return row['seconds']
-    return None
+    row = rows.get(f'time/{implementation}/64k', {'rows': ()})
+    return attention_report.find(row, 'seconds', over, 'fresh').get(implementation)
 
 
 def _judge_efficiency(rows):
     """The time of JAX's FlashAttention-2 without slots over the best of ours with them."""
     plain = _fresh_seconds(rows, 'pallas_triton', PLAIN)
     names = ('mosaic_gpu', 'mosaic_gpu_fused', 'pallas')
-    ours = {name: seconds for name in names if (seconds := _fresh_seconds(rows, name, BOTH))}
+    ours = {seconds: name for name in names if (seconds := _fresh_seconds(rows, name, BOTH))}
     if plain and ours:
-        best = min(ours, key=ours.get)
-        reached, times = plain / ours[best], (1e3 * ours[best], 1e3 * plain)
+        best = min(ours)
+        times = f'{1e3 * best:.1f} ms with slots; Pallas-Triton without: {1e3 * plain:.1f} ms'
         yield {
             'id': 'kernel_efficiency',
             'claim': 'The kernel reaches 97.3% of the efficiency of FlashAttention-2 at T = 64k',
             'paper': '97.3%',
             'rule': 'Both passes, T = 65536, G = 8, L = 64, H = 64, bfloat16. Holds: at 97.3% or '
             'above.',
-            'ours': f'{reached:.1%}',
-            'verdict': HOLDS if reached >= EFFICIENCY else FAILS,
-            'reason': '{}: {:.1f} ms with slots; Pallas-Triton without: {:.1f} ms'.format(
-                best, *times
-            ),
+            'ours': f'{plain / best:.1%}',
+            'verdict': HOLDS if plain / best >= EFFICIENCY else FAILS,
+            'reason': f'{ours[best]}: {times}',
         }
 
 
 def _judge_equal_time(rows):
     """Whether a MoD step is as much faster as its FLOPs are fewer."""
+    what = 'At equal training FLOPs MoD takes as long to train as the dense model'
     for size, models in _compared_steps(rows).items():
         if {'dense', 'mod'} <= models.keys():
             dense, mod = (1e3 * models[name]['step_seconds'] for name in ('dense', 'mod'))
             saving = models['mod']['realised_saving']
             yield {
                 'id': f'equal_time_{size}',
-                'claim': 'At equal training FLOPs MoD takes as long to train as the dense model, '
-                f'{size}',
+                'claim': f'{what}, {size}',
                 'paper': 'equal',
                 'rule': 'One training step. Holds: (time ratio / FLOP ratio) is at least 0.9.',
                 'ours': f'{saving:.3f}',
@@ -237,11 +225,7 @@ def page(rows: dict[str, dict], title: str) -> str:
 
 
 def write(out: pathlib.Path) -> list[pathlib.Path]:
-    """Writes table.md and claims.json into the directory of results.jsonl.
-
-    Raises:
-      ValueError: no results in it.
-    """
+    """Writes table.md and claims.json into the directory of results.jsonl, if it has results."""
     rows = Results(out / FILE).latest
     if not rows:
         raise ValueError(f'--out={out}: holds no {FILE} with results; launch.gpu writes it')

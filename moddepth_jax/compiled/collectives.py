@@ -1,28 +1,21 @@
 """What a compiled program communicates: kind, bytes, mesh axes, how often.
 
-Bytes are those that one device sends (it receives as many) in a ring of n devices; R is the result
-of one of them:
-
-  all-gather            R (n - 1) / n       R is the gathered array
-  reduce-scatter        R (n - 1)           R is the part that the device keeps
-  all-reduce            2 R (n - 1) / n     a reduce-scatter and an all-gather
-  all-to-all            R (n - 1) / n
-  collective-permute    R                   if the device sends to another one
-
-XLA for CPUs widens 16-bit numbers to float32 before it communicates them; a GPU does not. If the
-program shows such a conversion, bytes are those of the 16-bit numbers.
+Bytes are those that one device sends (it receives as many) in a ring. XLA for CPUs widens 16-bit
+numbers to float32 before it communicates them; a GPU does not. If the program shows such a
+conversion, bytes are those of the 16-bit numbers.
 """
 
-import dataclasses
 import itertools
 import math
 import re
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 
-from moddepth_jax.compiled.program import Program, arrays
+from moddepth_jax.compiled.program import Program, Run, arrays
 
+# Bytes that a device sends, over those of its result, in a ring of n devices.
 _SENT = {
     'all-gather': lambda n: (n - 1) / n,
     'reduce-scatter': lambda n: n - 1,
@@ -36,27 +29,18 @@ _MOVES = ('bitcast', 'copy', 'transpose', 'reshape')
 _MESH_AXIS = re.compile(r"'(\w+)'(?:=|:\((\d+)\))?(\d+)?")
 
 
-@dataclasses.dataclass(frozen=True)
-class Collective:
-    """One collective operation of a program; the last three fields are as in program.Run."""
+class Collective(NamedTuple):
+    """One collective operation of a program."""
 
     kind: str  # such as all-reduce
     axes: tuple[str, ...]  # of the mesh, along which the devices of a group differ
     group: tuple[int, ...]  # the first one that communicates, as indices into the mesh
-    sent_bytes: float  # of one device each time, by the table above
+    sent_bytes: float  # of one device each time
     sliced_bytes: float = 0.0  # of sent_bytes: sums of which a device uses only its own slice
-    times: int = 1
-    times_known: bool = True
-    one_branch: bool = False
-
-    @property
-    def total_bytes(self) -> float:
-        """Bytes that one device sends in all runs."""
-        return self.times * self.sent_bytes
 
 
-def collectives(program: Program, mesh_shape: Mapping[str, int]) -> list[Collective]:
-    """The collectives of a program, in order, by the `mesh.shape` that it was compiled for.
+def collectives(program: Program, mesh_shape: Mapping[str, int]) -> list[Run]:
+    """The runs of the Collectives of a program, by the `mesh.shape` that it was compiled for.
 
     Raises:
       ValueError: an unknown kind of communication, or an unknown form of its groups.
@@ -65,12 +49,7 @@ def collectives(program: Program, mesh_shape: Mapping[str, int]) -> list[Collect
     def search(instruction, computation):
         return _collective(instruction, computation, program, dict(mesh_shape))
 
-    runs = program.runs(search, cost=lambda found: found.sent_bytes)
-    facts = ('times', 'times_known', 'one_branch')
-    return [
-        dataclasses.replace(run.found, **{name: getattr(run, name) for name in facts})
-        for run in runs
-    ]
+    return program.runs(search, cost=lambda found: found.sent_bytes)
 
 
 def _collective(instruction, computation, program, mesh_shape):
@@ -201,7 +180,7 @@ def _sliced(instruction, computation, program):
     return [bool(names) and all(only_sliced(n, computation) for n in names) for names in parts]
 
 
-def by_axes(found: list[Collective]) -> list[dict]:
+def by_axes(runs: list[Run]) -> list[dict]:
     """Sums over the collectives of equal axes (such as data+fsdp) and kind, most bytes first.
 
     `places` are in the program, `count` are runs, `bytes` and `sliced_bytes` (of all-reduces that a
@@ -210,13 +189,14 @@ def by_axes(found: list[Collective]) -> list[dict]:
     """
     rows = {}
     names = ('places', 'count', 'bytes', 'sliced_bytes', 'unknown_loops', 'branches')
-    for one in found:
-        row = rows.setdefault(('+'.join(one.axes), one.kind), dict.fromkeys(names, 0))
+    for run in runs:
+        key = '+'.join(run.found.axes), run.found.kind
+        row = rows.setdefault(key, dict.fromkeys(names, 0))
         row['places'] += 1
-        row['count'] += one.times
-        row['bytes'] += one.total_bytes
-        row['sliced_bytes'] += one.times * one.sliced_bytes
-        row['unknown_loops'] += not one.times_known
-        row['branches'] += one.one_branch
+        row['count'] += run.times
+        row['bytes'] += run.times * run.found.sent_bytes
+        row['sliced_bytes'] += run.times * run.found.sliced_bytes
+        row['unknown_loops'] += not run.times_known
+        row['branches'] += run.one_branch
     found = [{'axes': axes, 'kind': kind} | row for (axes, kind), row in rows.items()]
     return sorted(found, key=lambda row: (-row['bytes'], row['axes'], row['kind']))

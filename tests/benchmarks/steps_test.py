@@ -118,20 +118,3 @@ def test_executed_over_active_is_places_over_pairs(product, tiny_config):
         assert found['executed_over_active'] == pytest.approx(places / (share * pairs))
         assert found['ragged_dot_expansion'] > 4  # this CPU multiplies each row by each matrix
     assert steps.grouped_matmul_facts(from_config(tiny_config())) == {}
-
-
-def test_table_of_models_with_experts():
-    """Only with experts it says which grouped matmul ran and what becomes of a ragged_dot."""
-    row = {'step_seconds': 1.0}
-    experts = {'product': 'blocked', 'executed_over_active': 1.25, 'ragged_dot_expansion': 8.5}
-    grouped = experts | {'product': 'ragged_dot', 'ragged_dot_expansion': 1.0}
-    rows = [row | {'model': 'dense'}, row | experts | {'model': 'moe'}]
-    rows += [row | grouped | {'model': 'staged'}]
-    table = steps.steps_table('train step', rows)
-    assert table.heads == ['', 'dense', 'experts', 'MoDE staged']
-    assert list(table.lines.values())[1:] == [
-        ['-', 'blocked', 'ragged_dot'],
-        ['-', '1.250', '1.250'],
-        ['-', 'expanded, 8.5 x', 'grouped'],
-    ]
-    assert list(steps.steps_table('', rows[:1]).lines) == ['ms']

@@ -32,8 +32,8 @@ ENTRY %main (p: f32[4,8], h: bf16[4,8], i: s32[]) -> f32[4,8] {{
 
 def only(*lines, extra='', mesh=MESH):
     """The one Collective of such a program."""
-    (found,) = collectives(program(*lines, extra=extra), mesh)
-    return found
+    (run,) = collectives(program(*lines, extra=extra), mesh)
+    return run.found
 
 
 @pytest.mark.parametrize(
