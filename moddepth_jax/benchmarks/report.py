@@ -225,7 +225,7 @@ def page(rows: dict[str, dict], title: str) -> str:
 
 
 def write(out: pathlib.Path) -> list[pathlib.Path]:
-    """Writes table.md and claims.json into the directory of results.jsonl, if it has results."""
+    """Writes table.md and claims.json next to results.jsonl. Raises ValueError without results."""
     rows = Results(out / FILE).latest
     if not rows:
         raise ValueError(f'--out={out}: holds no {FILE} with results; launch.gpu writes it')

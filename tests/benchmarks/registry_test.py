@@ -54,16 +54,21 @@ def test_decode_by_heads(tmp_path):
 
 @pytest.mark.slow
 def test_depth_compares_flops_first(tmp_path):
-    """One comparison with FLOPs by remat, then three tables by depth; the file holds all."""
+    """One comparison with FLOPs by remat, then three tables by depth; deep models are scanned."""
     small = ['--size=2x64', '--depths=2,3', '--lengths=32', '--ratio_length=64', '--rows=1']
-    found, out, errors = bench(tmp_path, 'depth', *small, '--repeats=1', '--unrolled_up_to=0')
+    found, out, errors = bench(tmp_path, 'depth', *small, '--repeats=1', '--unrolled_up_to=2')
     block, none, depth = found
     assert (block['remat'], none['remat'], block['length'], block['kv_heads']) == (
         *('block', 'none'),
         *(64, 1),
     )
-    assert [row['depth'] for row in depth['rows']] == [2, 2, 2, 3, 3, 3] and not errors
-    dense, scanned, kept = (row['temp_bytes'] for row in depth['rows'][:3])
+    rows = [(row['depth'], row['layer_loop'], row['remat']) for row in depth['rows']]
+    scanned = [('scan', 'block'), ('scan', 'block'), ('scan', 'none')]
+    unrolled = [('unrolled', remat) for _, remat in scanned]
+    assert sorted(rows) == sorted((2, *form) for form in scanned + unrolled) + [
+        (3, *form) for form in scanned
+    ]
+    dense, scanned, kept = (row['temp_bytes'] for row in depth['rows'][-3:])
     assert 0 < dense < scanned < kept  # slots, and with remat=none what the blocks computed
     titles = ['realised saving', 'temporary memory', 'compilation', 'train step, ms']
     assert all(title in out for title in titles), out
