@@ -4,7 +4,9 @@
   python -m launch.bench step --variants=dense,mod,moda,both --size=124m --dtype=bfloat16
   python -m launch.bench decode --batches=1,8,16,64 --kv_heads=8,2
   python -m launch.bench depth --depths=8,16,32,64
-  python -m launch.bench attention --json=attention.json --plot=attention.png
+  python -m launch.bench experts --shapes=1024x256x704x64x6,4096x256x512x8x2
+  python -m launch.bench attention --json=attention.json
+  python -m launch.bench attention --lengths=4096 --slots=0,64 --implementations=cudnn,pallas
   python -m launch.bench scoring --size=6x128 --repeats=11
 
 What is compared is timed in turn. moddepth_jax.benchmarks.registry lists the benchmarks.

@@ -20,8 +20,7 @@ OF_THE_MACHINE = ('jax', 'jaxlib', 'triton')
 def read_installed(text: str) -> dict[str, str | None]:
     """Versions by name, None if a line has none, of a pip list, a pip freeze or a list of names.
 
-    Raises:
-      ValueError: a line that is none of these.
+    Raises ValueError for a line that is none of these.
     """
     found = {}
     for number, line in enumerate(text.splitlines(), 1):
@@ -37,17 +36,12 @@ def read_installed(text: str) -> dict[str, str | None]:
 
 
 def required() -> list[str]:
-    """What setup.py asks for, and jax-triton of its extra `gpu`, as installed here.
-
-    Raises:
-      ValueError: the project is not installed here.
-    """
+    """What setup.py asks for. Raises ValueError if the project is not installed here."""
     try:
         lines = importlib.metadata.requires('moddepth-jax')
     except importlib.metadata.PackageNotFoundError:
         raise ValueError('moddepth-jax is not installed here: pip install -e .') from None
-    extra = [line.split(';')[0] for line in lines if line.startswith('jax-triton')]
-    return [line for line in lines if 'extra ==' not in line] + extra
+    return [line for line in lines if 'extra ==' not in line]
 
 
 def find_needed(requirements: list[str], python: str, installed: dict, known=()) -> dict[str, bool]:
@@ -93,8 +87,7 @@ def pinned(name: str) -> str:
 def download(names: list[str], out: pathlib.Path, python: str):
     """Downloads a wheel of each package, such as grain==0.2.18, for that version of Python.
 
-    Raises:
-      ValueError: pip failed; its last line.
+    Raises ValueError with pip's last line if it fails.
     """
     words = [sys.executable, '-m', 'pip', 'download', '-q', '--disable-pip-version-check']
     words += ['--no-deps', '--only-binary=:all:', '--implementation', 'cp']

@@ -19,6 +19,7 @@ def test_what_is_right_passes():
     found = check('xla', CASE, toy=True)
     assert list(found['errors']) == ['o', 'dq', 'dk', 'dv', 'dk_depth', 'dv_depth']
     assert all(0 < found['errors'][name] <= found['allowed'][name] for name in ('o', 'dq', 'dv'))
+    assert check('xla', 'sums', toy=True)['errors']['dk_depth'] > 0
     found = check_decode(3, 9, 4, toy=True)
     assert 0 < found['errors']['o'] <= found['allowed']['o']
 

@@ -122,7 +122,6 @@ COMMANDS = {
         ('depth --depths=8,deep', ['--depths=8,deep', 'numbers']),
         ('depth --size=16x100', ['16x100', 'multiple of 64']),
         ('depth --tokens=64', ['--tokens', 'is of step', 'depth']),
-        ('step --kv_heads=2', ['--kv_heads', 'needs --variants']),
         ('step --variants=mode,dense', ['--variants=mode,dense', 'begin with dense']),
         ('step --variants=dense,mood', ['--variants=mood', 'both', 'mode']),
         ('attention --implementations=cudn', ['--implementations=cudn', 'cudnn']),
