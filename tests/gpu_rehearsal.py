@@ -24,6 +24,7 @@ from moddepth_jax.benchmarks.results import BAD, FILE, FINAL
 ROOT = pathlib.Path(__file__).parents[1]
 PYTHON = f'{sys.version_info.major}.{sys.version_info.minor}'
 MACHINE = ROOT / 'docs/gpu_machine.txt'
+PIN = {'jax-triton': '0.3.1'}
 INJECTED = {
     'right/pallas/rows': ('wrong', 'wrong'),
     'right/decode/64_rows_of_2048_slots_0': ('hang', 'hung'),
@@ -43,15 +44,16 @@ def install(folder):
     """Makes the environment and the folder of carried wheels; returns (packages, wheels)."""
     installed = wheels.read_installed(MACHINE.read_text())
     of_jax = [line for name in ('jax', 'jaxlib') for line in importlib.metadata.requires(name)]
-    everything = wheels.find_needed([*wheels.required(), *of_jax], PYTHON, {})
+    everything = wheels.find_needed([*wheels.required(), *of_jax], PYTHON, {}, PIN)
     held = sorted(name for name in everything if name in installed and name != 'triton')
-    needed = wheels.find_needed(wheels.required(), PYTHON, installed)
+    needed = wheels.find_needed(wheels.required(), PYTHON, installed, PIN)
     absent = sorted(name for name, lacks in needed.items() if lacks)
     run([sys.executable, '-m', 'venv', folder / 'venv'])
     pip = [folder / 'venv/bin/python', '-m', 'pip', '-q', '--disable-pip-version-check', 'install']
     versions = [f'{name}=={installed[name] or importlib.metadata.version(name)}' for name in held]
     run([*pip, '--no-deps', *versions])
-    wheels.download(list(map(wheels.pinned, absent)), folder / 'wheels', PYTHON)
+    carried = [f'{n}=={PIN[n]}' if n in PIN else wheels.pinned(n) for n in absent]
+    wheels.download(carried, folder / 'wheels', PYTHON)
     found = sorted((folder / 'wheels').glob('*.whl'))
     target = ['--no-index', '--no-deps', '--no-compile', '--target', folder / 'site']
     run([*pip, *target, *found])

@@ -35,17 +35,32 @@ def _cudnn(q_BTNH, k_BTKH, v_BTKH, **_):
     return attend(q_BTNH, k_BTKH, v_BTKH, is_causal=True)
 
 
+def _repeat_heads(q_BTNH, *arrays_BTKH):
+    """Keys and values once for each query head, for kernels without grouped heads."""
+    return [jnp.repeat(x, q_BTNH.shape[2] // x.shape[2], axis=2) for x in arrays_BTKH]
+
+
 def _pallas_triton(q_BTNH, k_BTKH, v_BTKH, **_):
-    """JAX's own FlashAttention-2, which has no grouped heads; not every version has it."""
+    """JAX's own FlashAttention-2; not every version has it."""
     from jax.experimental.pallas.ops.gpu.attention import mha
 
-    group, scale = q_BTNH.shape[2] // k_BTKH.shape[2], q_BTNH.shape[-1] ** -0.5
-    k_BTNH, v_BTNH = (jnp.repeat(x, group, axis=2) for x in (k_BTKH, v_BTKH))
+    k_BTNH, v_BTNH = _repeat_heads(q_BTNH, k_BTKH, v_BTKH)
+    scale = q_BTNH.shape[-1] ** -0.5
     return mha(q_BTNH, k_BTNH, v_BTNH, segment_ids=None, sm_scale=scale, causal=True)
 
 
+def _flash_attention_2(q_BTNH, k_BTKH, v_BTKH, **_):
+    from moddepth_jax.benchmarks.triton_baseline import flash_attention
+
+    return flash_attention(q_BTNH, *_repeat_heads(q_BTNH, k_BTKH, v_BTKH))
+
+
 # They know no documents: to them a row is one text.
-RIVALS = {'cudnn': _cudnn, 'pallas_triton': _pallas_triton}
+RIVALS = {
+    'cudnn': _cudnn,
+    'pallas_triton': _pallas_triton,
+    'flash_attention_2': _flash_attention_2,
+}
 
 
 def _arguments(over, inputs):

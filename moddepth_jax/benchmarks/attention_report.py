@@ -118,7 +118,7 @@ def attention(
     on a CPU at toy shapes, where kernels are interpreted.
 
     Args:
-      implementations: what is timed. Default: ours, cudnn, pallas_triton.
+      implementations: what is timed. Default: ours, and RIVALS.
       lengths: sequence lengths.
       heads: query heads.
       kv_heads: key/value heads.

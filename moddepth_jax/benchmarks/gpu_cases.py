@@ -110,6 +110,7 @@ def _times():
     for name in ('mosaic_gpu', FUSED):
         found += _at_lengths(name, '', {}, 15.0, brief=False)
     found += _at_lengths('pallas_triton', '', NO_SLOTS, 6.0)
+    found += _at_lengths('flash_attention_2', '', NO_SLOTS, 6.0)
     for name, prefix, sizes in (
         ('mosaic_gpu', 'packed_', PACKED),
         ('mosaic_gpu', 'packed_no_slots_', PACKED | NO_SLOTS),

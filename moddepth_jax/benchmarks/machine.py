@@ -11,7 +11,7 @@ import sys
 # Of setup.py; JAX itself is looked at by `probe`.
 REQUIRED = ('absl-py', 'flax', 'grain', 'ml_collections', 'numpy', 'optax', 'orbax-checkpoint')
 REQUIRED += ('rich', 'tensorboardX', 'matplotlib', 'pyarrow', 'scipy', 'tokenizers', 'safetensors')
-PACKAGES = ('jax', 'jaxlib', 'jax-cuda13-plugin', 'triton', 'flax', 'numpy')
+PACKAGES = ('jax', 'jaxlib', 'jax-cuda13-plugin', 'jax-triton', 'triton', 'flax', 'numpy')
 # The oldest driver that runs programs of a CUDA of this major version, on Linux.
 OLDEST_DRIVERS = {'12': 525, '13': 580}
 _PROBE = """

@@ -36,12 +36,16 @@ def read_installed(text: str) -> dict[str, str | None]:
 
 
 def required() -> list[str]:
-    """What setup.py asks for. Raises ValueError if the project is not installed here."""
+    """What setup.py asks for, and jax-triton of its extra `gpu`, as installed here.
+
+    Raises ValueError if the project is not installed here.
+    """
     try:
         lines = importlib.metadata.requires('moddepth-jax')
     except importlib.metadata.PackageNotFoundError:
         raise ValueError('moddepth-jax is not installed here: pip install -e .') from None
-    return [line for line in lines if 'extra ==' not in line]
+    extra = [line.split(';')[0] for line in lines if line.startswith('jax-triton')]
+    return [line for line in lines if 'extra ==' not in line] + extra
 
 
 def find_needed(requirements: list[str], python: str, installed: dict, known=()) -> dict[str, bool]:

@@ -36,9 +36,13 @@ def wrong(q, k, v, **_):
     return attend(q.at[:, :, 3].multiply(1.5), k, v)
 
 
+def absent(q, k, v, **_):
+    raise ModuleNotFoundError("No module named 'jax_triton'")
+
+
 def test_a_wrong_kernel_is_not_timed(monkeypatch):
-    """One rival is right and timed, one is wrong."""
-    for name, function in zip(RIVALS, (attend, wrong), strict=True):
+    """One rival is right and timed, one is wrong, one cannot run."""
+    for name, function in zip(RIVALS, (attend, wrong, absent), strict=True):
         monkeypatch.setitem(RIVALS, name, function)
     result = attention.bench_case(CASE, RIVALS, 0.0)
     json.dumps(result)
@@ -46,7 +50,8 @@ def test_a_wrong_kernel_is_not_timed(monkeypatch):
     assert result['baseline'] == 'cudnn'
     assert all(row['seconds'] > 0 and row['over_plain'] == 1 for row in right)
     assert not [row for row in other if 'seconds' in row]
-    (line,) = attention_report.failures(result)
+    line, lacks = attention_report.failures(result)
+    assert 'jax_triton' in lacks
     assert line.startswith('pallas_triton (no slots, forward; no slots, fresh): wrong: o is off by')
 
 

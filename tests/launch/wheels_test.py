@@ -58,10 +58,10 @@ def test_the_list_of_the_h200_machine():
     """Some megabytes, without JAX and Triton; the list is made without a network."""
     command = [sys.executable, '-m', 'launch.wheels', '--installed=docs/gpu_machine.txt']
     done = subprocess.run(
-        [*command, '--dry_run', '--pins=tensorboardx==2.6'], capture_output=True, text=True
+        [*command, '--dry_run', '--pins=jax-triton==0.3.1'], capture_output=True, text=True
     )
     assert done.returncode == 0 and not done.stderr, done.stderr
     names = {line.partition('==')[0] for line in done.stdout.split()}
     assert {'grain', 'ml-collections', 'array-record', 'tensorboardx'} < names
     assert not names & {'jax', 'jaxlib', 'triton', 'numpy', 'flax'} and len(names) < 12
-    assert 'tensorboardx==2.6' in done.stdout.split()
+    assert 'jax-triton==0.3.1' in done.stdout.split()
