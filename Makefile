@@ -17,7 +17,7 @@ NEXT := .venv-next/bin/python
 NEXT_TESTS := tests/kernels tests/model tests/inference tests/launch/backends_test.py \
     $(addprefix tests/training/,losses_test.py train_step_test.py mesh_test.py gpu_collectives_test.py)
 
-.PHONY: train test test-next has-next test-all faults dry-runs gpu gpu-rehearsal study study-long study-moda study-experts study-gpu study-moda-gpu docs-notebooks
+.PHONY: train test test-next has-next test-all faults mutations dry-runs gpu gpu-rehearsal study study-long study-moda study-experts study-gpu study-moda-gpu docs-notebooks
 .DELETE_ON_ERROR:
 
 train: .venv/installed
@@ -41,6 +41,10 @@ test-all: .venv/installed-test
 # Runs that are killed, stopped, damaged and out of disk space, and continue: a quarter of an hour.
 faults: .venv/installed-test
 	$(VENV_PYTHON) -m pytest -n $(WORKERS) tests/faults -m "faults or not faults"
+
+# Plants the known mistakes of tests/mutations.toml one at a time: a test must fail for each.
+mutations: .venv/installed-test
+	$(VENV_PYTHON) -m tests.mutations
 
 # Compiles the steps of docs/scale.md again, for up to 256 devices, and prints the page's table.
 dry-runs: .venv/installed

@@ -3,9 +3,8 @@
 python -m launch.convert --from_hf=FOLDER --workdir=runs/imported --config=configs/imported.py
 python -m launch.train --config=runs/imported/config.json --workdir=runs/imported
 
-launch.convert takes the knobs that FOLDER/config.json determines, and writes all knobs to the run's
-own config.json. Those of data, optimizer and training are set at the import:
---config.data.source=DIR (of launch.prepare) --config.training.num_steps=N.
+launch.convert writes all knobs to the run's own config.json. Those of data, optimizer and training
+are set there: --config.data.source=DIR (of launch.prepare) --config.training.num_steps=N.
 """
 
 from ml_collections import ConfigDict

@@ -10,8 +10,7 @@ python -m launch.isoflop --config=configs/mod_isoflop_gpu.py --workdir=runs/stud
 python -m launch.train --config=configs/mod_isoflop_gpu.py:size=8x384,budget=1e16
 
 Each command continues where it stopped. The text is the standard library and all installed
-packages: 80 MB with a scientific stack, which a 12x512 model reads four to five times at 1e17.
-Batches are small, 32 rows of 1024 bytes, so that a dense 8x256 gets 592 steps at 1e15. Not run yet.
+packages. 32 rows of 1024 bytes, so that a dense 8x256 gets 592 steps at 1e15. Not run yet.
 """
 
 from configs import sizes

@@ -7,13 +7,10 @@ python -m launch.isoflop --config=configs/mod_isoflop_paper.py --workdir=runs/st
 python -m launch.train --config=configs/mod_isoflop_paper.py:size=24x1024,budget=2e19 \
     --config.data.source='/data/text/*.parquet'
 
-Never run. The setting is that of Raposo et al. 2024 (arXiv 2404.02258, section 4.1) as far as the
-paper gives it: 128 rows of 2048 tokens, vocabulary of 32,000, a cosine to the end of each run, one
-learning rate for each width (try several with --learning_rates). The sizes are 58M to 3.0B
-parameters with both embeddings; at 6e18 they get 75,594 to 1,227 dense steps.
-
-Without a tokenizer of that size your text is read as bytes. Parameters are not split: 3.0B of them
-with AdamW's averages and gradients take 48 GB of each device.
+Never run. As far as Raposo et al. 2024 (arXiv 2404.02258, section 4.1) give the setting: 128 rows
+of 2048 tokens, vocabulary of 32,000, a cosine to the end, one learning rate for each width. The
+sizes are 58M to 3.0B parameters, which are not split: the largest take 48 GB of each device.
+Without a tokenizer of that vocabulary your text is read as bytes.
 """
 
 from configs import sizes

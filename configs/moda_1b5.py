@@ -4,9 +4,8 @@ python -m launch.train --config=configs/moda_1b5.py --mesh=data=8
 python -m launch.train --config=configs/moda_1b5.py:slots=none
 
 1.511B parameters, 1.428B without the slots of the mlps. 95,367 steps of 4.2M tokens by the paper's
-recipe (`sizes.apply_large_run`). Not trained. Uncertain: the paper gives neither the shape of its
-1.5B model (this one is ours, and costs more over the dense model than the paper's: docs/claims.md),
-nor its vocabulary. The default corpus only stands in for yours (--config.data.source).
+recipe (`sizes.apply_large_run`). Not trained. The paper gives neither the shape of its 1.5B model
+nor its vocabulary: docs/claims.md. The default corpus only stands in for yours.
 """
 
 from configs import base, sizes

@@ -12,10 +12,7 @@ from configs import base, sizes
 
 
 def get_config(arguments: str = ''):
-    """Arguments: size=LAYERSxWIDTH, a multiple of 192 wide; steps of training; slots.
-
-    Slots are attention+ffn, attention, block, or none (the dense model).
-    """
+    """Arguments: size=LAYERSxWIDTH, a multiple of 192 wide; steps of training; slots, or none."""
     values = sizes.parse(arguments, size='24x384', steps='2000', slots='attention+ffn')
     config = base.get_config()
     model = config.model

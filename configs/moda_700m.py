@@ -5,12 +5,9 @@ python -m launch.train --config=configs/moda_700m.py:layers=36,slots=none
 python -m launch.train --config=configs/moda_700m.py:layers=38,slots=none
 
 705.7M parameters; 669.0M without the slots of the mlps, 742.4M with a projection of the attention
-slots too (--config.model.depth.attention_slot_projection). The last is configs/dense_700m.py.
-95,367 steps of 4.2M tokens by the paper's recipe (`sizes.apply_large_run`). Not trained.
-
-Uncertain: the paper gives width, group size and parameters; the width of the mlp and the heads, the
-vocabulary and its tied table are the values that give these counts. Its corpus is a subset of
-OLMo2's; the default here only stands in for yours (--config.data.source).
+slots too. 95,367 steps of 4.2M tokens by the paper's recipe (`sizes.apply_large_run`). Not trained.
+Uncertain: the paper gives width, group size and parameters; the rest are values that give these
+counts. The default corpus only stands in for yours (--config.data.source).
 """
 
 from configs import base, sizes

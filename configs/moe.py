@@ -6,10 +6,9 @@ python -m launch.train --config=configs/moe.py:capacity=0.5
 python -m launch.train --config=configs/moe.py:choice=expert
 
 The experts of a token are together as wide as the mlp of the dense model of that size, so that both
-cost about the same (configs/dense_isoflop.py). In the third command, an expert computes at most
-half of an equal share of the choices of a row, first come first served, and drops the others: what
-integrated MoDE (configs/mode_integrated.py) should be compared with. In the last, experts choose
-their tokens, and evaluation uses a threshold for each expert.
+cost about the same. In the third command, an expert computes at most half of an equal share of the
+choices of a row, first come first served: what integrated MoDE should be compared with. In the
+last, experts choose their tokens, and evaluation uses a threshold for each expert.
 
 At 6.4e12 FLOPs and 8 rows a step (--config.data.batch_size=8), bits a byte held out, seeds 0 to 2:
 2.266, 2.178, 2.214; with capacity=0.5 2.171, 2.128, 2.209; with choice=expert 2.225, 2.167, 2.237
@@ -31,10 +30,7 @@ def apply_experts(config):
 
 
 def get_config(arguments: str = ''):
-    """Arguments: size=LAYERSxWIDTH, budget=training FLOPs, balance, capacity, choice.
-
-    balance is the weight of its loss, capacity that of an expert relative to an equal share.
-    """
+    """Arguments: size, budget, balance (weight of its loss), capacity (of equal shares), choice."""
     values = sizes.parse(
         arguments, size='4x128', budget='1.6e13', balance='0.001', capacity='1', choice='token'
     )

@@ -4,12 +4,9 @@ python -m launch.train --config=configs/openmythos_moda.py --mesh=data=8,expert=
 python -m launch.train --config=configs/openmythos_moda.py:size=tiny
 
 Post-norm, one slot a layer that is projected from the block's output. 7.319B parameters with tied
-embeddings, 1.298B of them active: those that one token passes. Length, batch, optimizer and 400B
-tokens are those of the MoDA paper (`sizes.apply_large_run`). Not trained; the default corpus only
-stands in for yours (--config.data.source).
-
-The second is a laptop-sized sister with the same parts: 326k parameters. Its 300 steps take half a
-minute on two CPU cores and end at 2.694 bits a byte held out (seed 0).
+embeddings, 1.298B of them active. Trained as `sizes.apply_large_run` says; not trained yet. The
+second, with the same parts, has 326k parameters: its 300 steps take half a minute on two CPU cores
+and end at 2.694 bits a byte held out (seed 0).
 """
 
 from configs import base, sizes

@@ -8,16 +8,17 @@ def at_budget(arguments: str, size: str, budget: str):
     values = parse(arguments, size=size, budget=budget)
     config = base.get_config()
     apply_size(config, values['size'])
-    config.flop_budget = budget_flops(values['budget'])
+    config.flop_budget = number(values['budget'])
+    if not 0 < config.flop_budget < float('inf'):
+        right = 'must be a number of FLOPs above 0, such as 2e13'
+        raise ValueError(f'budget={values["budget"]!r}: {right}')
     return config
 
 
 def apply_size(config, size: str):
-    """Sets the shape of `config.model` to `size`, such as 6x128.
+    """Sets the shape of `config.model` to `size`, such as 6x128; ValueError for a bad one.
 
-    Heads are 64 wide (32 below D = 128) and the SwiGLU is 8/3 D, rounded up to a multiple of 64, so
-    that a block holds about 12 D^2 parameters. Matrices start at D^-1/2 and embeddings at 1: at
-    these widths that learns much faster than 0.02 for both. Raises ValueError for a bad size.
+    A block has about 12 D^2 parameters; at these widths this start learns much faster than 0.02.
     """
     layers, _, width = size.partition('x')
     numbers = layers.isdecimal() and width.isdecimal()
@@ -34,10 +35,7 @@ def apply_size(config, size: str):
 
 
 def parse(arguments: str, **defaults):
-    """`size=6x128,budget=1e13` -> {'size': '6x128', 'budget': '1e13'}, over the defaults.
-
-    Raises ValueError for a key that the config does not take.
-    """
+    """`size=6x128,budget=1e13` as a dict, over the defaults; ValueError for an unknown key."""
     values = dict(defaults)
     for pair in filter(None, (arguments or '').split(',')):
         key, _, value = pair.partition('=')
@@ -45,14 +43,6 @@ def parse(arguments: str, **defaults):
             raise ValueError(f'{key!r}: no such config argument; it takes {", ".join(defaults)}')
         values[key] = value
     return values
-
-
-def budget_flops(text: str) -> float:
-    """A FLOP budget such as 2e13 as a float. Raises ValueError unless it is positive and finite."""
-    flops = number(text)
-    if not 0 < flops < float('inf'):
-        raise ValueError(f'budget={text!r}: must be a number of FLOPs above 0, such as 2e13')
-    return flops
 
 
 def number(text: str) -> float:
@@ -90,9 +80,8 @@ def apply_olmo2(config):
 def apply_large_run(config):
     """The training recipe of the MoDA paper's 700M and 1.5B models (section 4), in bfloat16.
 
-    400B tokens, 1,024 rows of 4,096 a step, a peak of 3e-4 after 2,000 steps and a cosine to 3e-5;
-    z-loss, decay and second moments of OLMo2's recipe, to which the paper refers. A step runs in 32
-    parts: 4 rows at a time on each of 8 devices.
+    400B tokens; z-loss and the like from OLMo2's recipe. A step is 32 parts, 4 rows on each of 8
+    devices.
     """
     config.model.dtype = 'bfloat16'
     config.data.sequence_length = 4096

@@ -1,8 +1,7 @@
 """Measures the candidates for an attention once for each GPU model, and remembers the results.
 
-Each candidate is checked and timed in a child process (autotune_trial.py) under a time limit: a
-crash, a hang, a wrong result or too little memory costs that candidate alone. The results are a
-file under the user's cache directory; to measure again, delete it.
+Each candidate is checked and timed in a child process (autotune_trial.py) under a time limit. The
+results are a file under the user's cache directory; to measure again, delete it.
 """
 
 import contextlib
@@ -40,16 +39,18 @@ _spent = 0.0  # seconds
 def fastest(candidates, shapes, device) -> tuple:
     """Finds the fastest of the candidates, `backends.Parts`: as remembered, else measured now.
 
-    Returns:
-      Its Parts, why these, in words, {name: reason} of the candidates that are not right, and
-      whether to warn: measured now, not read from a file; or nothing was right.
+    Returns it, the reason, {name: reason} against those that are not right, and whether to warn.
     """
     key = key_of(shapes, device)
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     name = f'{re.sub(r"[^0-9A-Za-z_]+", "_", device.kind)}-{digest}.json'
     if name not in _known:
+        path = cache_folder() / 'attention' / name
         try:
-            _known[name] = _read_or_measure(name, key, candidates, shapes, device)
+            with _exclusive(path):
+                kept = _read(path, key)
+                found = kept or _measure(path, key, candidates, shapes, device)
+            _known[name] = found, kept is None
         except UnavailableError as error:
             logging.warning('depth_attention: nothing can be measured: %s', error)
             _known[name] = str(error), True
@@ -84,20 +85,15 @@ def key_of(shapes, device) -> dict:
 
     q, k = ((power(x[0]), power(x[1]), *x[2:]) for x in (shapes.q, shapes.k))
     rounded = shapes._replace(q=q, k=k, slot_rows=power(shapes.slot_rows))
-    key = {
-        'device': device.kind,
-        'capability': device.capability,
-        'software': device.software,
-        'xla_flags': os.environ.get('XLA_FLAGS', ''),
-        'versions': _versions(),
-        'shapes': rounded._asdict(),
-    }
-    return json.loads(json.dumps(key))  # as it is read from a file: lists, no tuples
+    key = {name: getattr(device, name) for name in ('kind', 'capability', 'software')}
+    key |= {'xla_flags': os.environ.get('XLA_FLAGS', ''), 'versions': _versions()}
+    # As it is read from a file: lists, no tuples.
+    return json.loads(json.dumps(key | {'shapes': rounded._asdict()}))
 
 
 @functools.cache
 def _versions():
-    """Of JAX, of cuDNN and of the kernels: their sources, which change more often than a number."""
+    """Of JAX, of cuDNN, and a hash of the kernels' sources."""
     sources = b''.join(path.read_bytes() for path in sorted(PACKAGE.rglob('*.py')))
     found = {'kernels': hashlib.sha256(sources).hexdigest()[:16]}
     for name in ('jax', 'jaxlib', 'nvidia-cudnn-cu12', 'nvidia-cudnn-cu13'):
@@ -107,21 +103,9 @@ def _versions():
 
 
 def cache_folder() -> pathlib.Path:
-    """Returns this project's folder under XDG_CACHE_HOME, else ~/.cache."""
+    """This project's folder under XDG_CACHE_HOME, else ~/.cache."""
     cache = os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache')
     return pathlib.Path(cache, 'moddepth_jax')
-
-
-def _read_or_measure(name, key, candidates, shapes, device):
-    """(results by label, whether they are new)."""
-    path = cache_folder() / 'attention' / name
-    with _exclusive(path):
-        if (results := _read(path, key)) is not None:
-            return results, False
-        results, complete = _measure(candidates, shapes, device)
-        if complete:
-            _write(path, {'key': key, 'results': results})
-    return results, True
 
 
 def _read(path, key):
@@ -142,8 +126,8 @@ def _write(path, contents):
         new.write_text(json.dumps(contents, indent=1), encoding='utf-8')
         os.replace(new, path)
     except OSError as error:
-        why = f'{path}: {error.strerror}: each start will measure again'
-        logging.warning('depth_attention: %s', why)
+        why = f'{error.strerror}: each start will measure again'
+        logging.warning('depth_attention: %s: %s', path, why)
 
 
 @contextlib.contextmanager
@@ -156,8 +140,8 @@ def _exclusive(path):
         yield
 
 
-def _measure(candidates, shapes, device):
-    """(results by label, whether every candidate was tried)."""
+def _measure(path, key, candidates, shapes, device):
+    """Results by label, written to a file if every candidate was tried."""
     global _spent
     logging.warning(
         'depth_attention on %s: measuring %d candidates for %d x %d queries, once: at most %g s '
@@ -179,28 +163,20 @@ def _measure(candidates, shapes, device):
             waiting += _without_first(candidates)
     if not results:
         raise UnavailableError(f'the {TOTAL_SECONDS:g} s of this process are spent')
-    return results, not waiting
+    if not waiting:
+        _write(path, {'key': key, 'results': results})
+    return results
 
 
 def run_trial(parts, shapes, device, limit: float) -> dict:
     """Has a child process check and time one candidate; killed after `limit` seconds.
 
-    Returns:
-      {'milliseconds': forward and backward}, or {'failed': reason in one line}.
-
-    Raises:
-      UnavailableError: the child did not find the device, or did not get that far.
+    Returns {'milliseconds': time} or {'failed': reason}; UnavailableError: it found no device.
     """
     request = {'parts': parts._asdict(), 'shapes': shapes._asdict()}
     request |= {'kind': device.kind, 'limit': limit}
-    child = subprocess.Popen(
-        COMMAND,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=_environment(device),
-        start_new_session=True,
-    )
+    pipes = dict.fromkeys(('stdin', 'stdout', 'stderr'), subprocess.PIPE)
+    child = subprocess.Popen(COMMAND, **pipes, env=_environment(device), start_new_session=True)
     try:
         out, err = child.communicate(json.dumps(request).encode(), timeout=limit)
         status = child.returncode

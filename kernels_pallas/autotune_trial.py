@@ -1,8 +1,7 @@
 """Checks and times one candidate for an attention, in the child process that autotune.py starts.
 
 stdin: one line of JSON. stdout: lines of JSON, {"ready": 1} once the device is found, then
-{"milliseconds": ...} or {"failed": ...}. The check is on few queries, against the equation in
-float32, with the same window, slots, masks and dtypes; times are of the full size.
+{"milliseconds": ...} or {"failed": ...}. The check is on few queries, the time is of all.
 """
 
 import functools
@@ -61,12 +60,12 @@ def timed_shapes(shapes: Shapes) -> Shapes:
 def array_shapes(shapes: Shapes) -> dict:
     """Shapes of the arrays that are differentiated, by name."""
     found = {'q': shapes.q, 'k': shapes.k, 'v': shapes.k}
+    if shapes.slot_queries:
+        found['q_depth'] = shapes.q
     if shapes.num_slots:
-        if shapes.slot_queries:
-            found['q_depth'] = shapes.q
         tokens = shapes.slot_rows or shapes.q[1]
-        found['k_depth'] = shapes.num_slots, shapes.q[0], tokens, *shapes.k[2:]
-        found['v_depth'] = found['k_depth']
+        slots = shapes.num_slots, shapes.q[0], tokens, *shapes.k[2:]
+        found |= {'k_depth': slots, 'v_depth': slots}
     return found
 
 
@@ -121,8 +120,9 @@ def program(implementation: str | Parts, shapes: Shapes):
             **slots,
             **masks,
         )
-        lse = rest.pop(0) if shapes.lse else None
+        lse = None
         if shapes.lse:
+            lse = rest.pop(0)
             lse = jnp.where(jnp.isfinite(lse), lse, 0)
         # Without sums of their own the slots' cotangents are the sums.
         return o, lse, rest[:-2], rest[-2:]
@@ -157,8 +157,7 @@ def check(parts: Parts, shapes: Shapes) -> str | None:
             arrays[name][hidden] = np.nan
 
     def results(implementation, dtype, sums_dtype='', times=1):
-        """Outputs, gradients and sums by name, of each run."""
-        # Rounded to the candidate's dtype first: the equation has the same inputs.
+        # Rounded to the candidate's dtype first, so that all have the same inputs.
         given = {n: jnp.asarray(x, shapes.dtypes[0]).astype(dtype) for n, x in arrays.items()}
         cotangents = given.pop('do'), jnp.asarray(dlse, 'float32') if shapes.lse else None
         run = jax.jit(program(implementation, shapes))
@@ -180,14 +179,10 @@ def check(parts: Parts, shapes: Shapes) -> str | None:
 
 
 def find_wrong(right, plain, first, second, hidden, dtype, unordered) -> str | None:
-    """Returns what is wrong with results, in one line; None: nothing.
+    """Returns what is wrong with two runs of a candidate, in one line; None: nothing.
 
-    Args:
-      right, plain: arrays by name, d... for gradients: exact, and by XLA in the dtype.
-      first, second: of two runs of the candidate.
-      hidden: by name, where nothing may be added to START.
-      dtype: of the candidate's inputs.
-      unordered: names of results that may differ in a second run.
+    Results by name, d... for gradients, also exact (`right`) and by XLA in the candidate's dtype
+    (`plain`). Nothing may be added to START where `hidden`; `unordered` may differ between runs.
     """
     for name, value in right.items():
         mine, largest = first[name], float(np.max(np.abs(value), initial=0))
@@ -252,8 +247,8 @@ def _answer(request):
     if found != request['kind']:
         return {'unavailable': f'a child process finds {found}, not {request["kind"]}'}
     print('{"ready": 1}', flush=True)
-    parts, shapes = Parts(**request['parts']), Shapes(**request['shapes'])
     try:
+        parts, shapes = Parts(**request['parts']), Shapes(**request['shapes'])
         wrong = check(parts, shapes)
         return {'failed': wrong} if wrong else {'milliseconds': milliseconds(parts, shapes)}
     except Exception as error:  # a compiler may raise anything, and another candidate is tried
@@ -262,7 +257,7 @@ def _answer(request):
 
 def main():
     request = json.loads(sys.stdin.readline())
-    # The default action ends the process, without its parent too, and in a call that never returns.
+    # Ends this process without its parent too, and in a call that never returns.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(int(request['limit']) + 1)
     print(json.dumps(_answer(request)), flush=True)

@@ -1,7 +1,4 @@
-"""What computes an attention: one table of backends, and the choice among them.
-
-All but `this_device` depends on shapes and on a device that is described, and may not be at hand.
-"""
+"""What computes an attention: one table of backends, and the choice among them."""
 
 import contextlib
 import importlib
@@ -124,10 +121,7 @@ def _supported(rows, shapes, device):
 
 
 def plan(shapes: Shapes, device: Device) -> tuple[list[Parts], dict[str, str]]:
-    """Returns the candidates for shapes on a GPU, and {name: reason} against the other backends.
-
-    The first is used if nothing can be measured: cuDNN if it supports the shapes, else XLA.
-    """
+    """The candidates on a GPU, the one to use unmeasured first; {name: reason} against others."""
     (first, *_), refused = _supported(SEQUENCE, shapes, device)
     depths = ['xla']
     if shapes.num_slots:
@@ -146,15 +140,11 @@ def not_measured(shapes: Shapes, device: Device) -> str:
 
 
 def choose(implementation: str | Parts | None, shapes: Shapes, device: Device | None = None):
-    """Returns the Parts that compute an attention.
+    """Returns the Parts that compute an attention on a device (None: that of this process).
 
     `None` is XLA on a CPU, and on a GPU the fastest backends that are right (autotune.py), or,
     where nothing can be measured, cuDNN and XLA. The choice is logged once, with the reasons
-    against the rest. A name of IMPLEMENTATIONS, or Parts, never falls back. `device` None: that of
-    this process.
-
-    Raises:
-      ValueError: a backend asked for by name does not support it; names the value, and what does.
+    against the rest. A name of IMPLEMENTATIONS, or Parts, never falls back: ValueError.
     """
     for shapes_seen in _recorders:
         shapes_seen.append(shapes)
@@ -215,8 +205,7 @@ def this_device() -> Device:
     return Device(platform, first.device_kind, capability, software, why, local=True)
 
 
-_log_lines = []
-_recorders = []
+_log_lines, _recorders = [], []
 
 
 def _log_once(device, parts, shapes, how, refused, warn):
@@ -238,9 +227,8 @@ def log_lines() -> list[str]:
 @contextlib.contextmanager
 def recorded():
     """Yields a list to which the Shapes of every choice in this context are appended."""
-    found = []
-    _recorders.append(found)
+    _recorders.append([])
     try:
-        yield found
+        yield _recorders[-1]
     finally:
-        _recorders.remove(found)
+        _recorders.pop()

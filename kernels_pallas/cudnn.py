@@ -1,17 +1,11 @@
 """The sequence part of the softmax by cuDNN's fused attention, through a private module of JAX.
 
-The public `jax.nn.dot_product_attention` rounds the logsumexp, drops its cotangent, and has no
-backward pass for a joint output and logsumexp: docs/depth_attention.md, sections 4 and 5. What is
-used of the private module is checked before each use.
-
-Packed documents use cuDNN's ragged layout, each document an attention by itself. JAX takes the
-length and the first token of every document, [B, M], and gives the logsumexp by document and place
-in it, [B * M, N, T]. Document j of row b is always the (b M + j)-th, however the batch is divided
-over devices; absent ones are empty.
+Why not by the public function: docs/depth_attention.md, sections 4 and 5. Packed documents use the
+ragged layout: JAX takes the length and the first token of every document, [B, M], and gives the
+logsumexp by document and place in it, [B * M, N, T]. Absent documents are empty.
 """
 
 import functools
-import inspect
 
 import jax
 import jax.numpy as jnp
@@ -26,37 +20,18 @@ WORKSPACE = 2**30
 MAX_DOCUMENTS = 32
 # Places beyond the end of a document: exp(score - UNUSED) is 0, whatever the score.
 UNUSED = 1e30
-# Parameters of what is called below, by the pass. JAX 0.12 added _SCORE_MOD.
-_OPERANDS = 'query key value bias q_seqlen kv_seqlen q_offsets kv_offsets page_table_k page_table_v'
-_OPTIONS = 'scale seed dropout_rate variadic_args mask_type layout sliding_window_length'
-_PARAMETERS = {
-    'fwd': {*f'{_OPERANDS} {_OPTIONS} is_training'.split()},
-    'bwd': {*f'{_OPERANDS} activation fwd_output grad_output {_OPTIONS}'.split()},
-}
-_SCORE_MOD = {'score_mod_args', 'score_mod'}
-
-
-def _parameters(way):
-    function = getattr(fused, f'_dot_product_attention_{way}_impl', None)
-    return {*inspect.signature(function).parameters} if callable(function) else set()
+KNOWN_JAX = (0, 10, 2), (0, 13)  # the first version whose private module is known, and the end
 
 
 def changed() -> str | None:
-    """Returns in one line how JAX's private module differs from what is called here, or None."""
-    advice = f'in jax {jax.__version__}; kernels_pallas/cudnn.py knows those of 0.10.2 to 0.12.0'
-    for way, known in _PARAMETERS.items():
-        found = _parameters(way)
-        if found not in (known, known | _SCORE_MOD):
-            name, found = f'_dot_product_attention_{way}_impl', ' '.join(sorted(found)) or 'nothing'
-            return f'{name} of {fused.__name__} takes {found} {advice}'
-    return None
+    """Why this version of JAX cannot be called here, in one line, or None."""
+    if KNOWN_JAX[0] <= jax.__version_info__ < KNOWN_JAX[1]:
+        return None
+    return f'jax {jax.__version__}: kernels_pallas/cudnn.py knows 0.10.2 to 0.12, before 0.13'
 
 
 def unsupported(shapes, device) -> str | None:
-    """Returns in one line why cuDNN does not support `backends.Shapes` on a device, or None.
-
-    Of a local device the installed version of cuDNN is checked too.
-    """
+    """Why cuDNN does not support `backends.Shapes` on a device, in one line, or None."""
     length, num_keys, width = shapes.q[1], shapes.k[1], shapes.q[3]
     capability = device.capability
     number = f'{capability[0]}.{capability[1]}'
@@ -90,11 +65,7 @@ def unsupported(shapes, device) -> str | None:
 
 
 def packed_sizes(batch: int, length: int, heads: int, width: int) -> tuple[int, int]:
-    """Returns (most documents of a row, rows of a call) of packed documents.
-
-    The backward pass sums dq in a float32 workspace of T rows for each document, as XLA does not
-    pass on the total number of tokens: 4 B M N T H bytes for B rows of M documents.
-    """
+    """Returns (most documents of a row, rows of a call), by the 4 B M N T H bytes that dq needs."""
     one = 4 * heads * length * width
     documents = min(MAX_DOCUMENTS, WORKSPACE // one)
     most = max(1, WORKSPACE // (one * max(documents, 1)))
@@ -102,7 +73,6 @@ def packed_sizes(batch: int, length: int, heads: int, width: int) -> tuple[int, 
 
 
 def _packed_unsupported(shapes):
-    """Why packed documents cannot be computed; None: they can."""
     if shapes.window:
         return f'window={shapes.window} with segment ids must be 0'
     _, length, heads, width = shapes.q
@@ -129,12 +99,7 @@ def sequence_forward(q_BTNH, k_BSKH, v_BSKH, mask, static):
 
 
 def sequence_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, o_BTNH, do_BTNH, lse_BNT, delta_BNT):
-    """As `xla.sequence.sequence_backward` without dlse; gradients in the dtypes of q, k, v.
-
-    cuDNN computes P = exp(q k^T scale - lse), delta = rowsum(do o), dS = P (do V^T - delta): with
-    the joint output and logsumexp these are the gradients of the sequence's part. It computes delta
-    itself, so there is no place for a cotangent of lse.
-    """
+    """As `xla.sequence.sequence_backward`, without dlse: cuDNN computes delta itself."""
 
     def by_cudnn(operands, index_BT=None, starts=None):
         q, k, v, o, do, stats, _ = operands
@@ -160,7 +125,7 @@ def _call(way, operands, static, starts, **options):
     if starts is not None:
         lengths, offsets = jnp.diff(starts, axis=1), starts.at[:, -1].set(-1)
         mask_type = fused.MaskType.PADDING_CAUSAL
-    if 'score_mod' in _parameters(way):
+    if jax.__version_info__ >= (0, 12):
         options['score_mod'] = None
     bias = page_table = nothing
     documents = lengths, lengths, offsets, offsets, page_table, page_table
@@ -193,7 +158,6 @@ def _documents(segment_ids_BT, most):
 
 
 def _lse_of_tokens(stats, index_BT, starts):
-    """lse_BNT from [B * M, N, T]."""
     batch, most = starts.shape[0], starts.shape[1] - 1
     start_BT = jnp.take_along_axis(starts, jnp.minimum(index_BT, most), axis=1)
     places_BT = jnp.arange(index_BT.shape[1])[None] - start_BT

@@ -6,6 +6,15 @@ import jax
 import jax.numpy as jnp
 
 
+def check_slot_sides(slot_window: int, **sides):
+    """Raises ValueError for slot keys without values or the reverse, or a negative window."""
+    absent = [name for name, side in sides.items() if side is None]
+    if len(absent) == 1:
+        raise ValueError(f'depth slots need keys and values, and {absent[0]} is None')
+    if slot_window < 0:
+        raise ValueError(f'slot_window={slot_window} must be 0 (no limit) or more')
+
+
 def decode_attention(
     q_C1NH,
     k_C1KH,
@@ -22,26 +31,19 @@ def decode_attention(
 ):
     """softmax over [q . k_cached, q . k_own, q_depth . k_depth] H^-1/2, applied to all values.
 
-    The result has q's dtype, the softmax is in float32. No array joins the cached keys with the
-    others: XLA would copy the cache.
+    In q's dtype, the softmax in float32. No array joins the cached keys with the others: XLA would
+    copy the cache.
 
     Args:
       q_C1NH, k_C1KH, v_C1KH: of the new tokens, to which their own key is always visible.
       k_BKHS, v_BKHS: the cache, read only.
       visible_CS: bool, the places of the cache that are visible to a token.
-      rows_C: int32, the row of the cache that a token reads, B and above for none: these come
-        last, and their results have no meaning. None: C = B, each its own row.
+      rows_C: int32, the row of the cache that a token reads, B and above (last) for none; None: C =
+        B.
       k_depth_LC1KH, v_depth_LC1KH: the slots that earlier layers wrote at the new token, or None.
       slot_mask_LC1, slot_window, q_depth_C1NH: as in depth_attention.
-
-    Raises:
-      ValueError: slot keys without values or the reverse, a negative slot_window.
     """
-    if (k_depth_LC1KH is None) != (v_depth_LC1KH is None):
-        absent = 'k_depth_LC1KH' if k_depth_LC1KH is None else 'v_depth_LC1KH'
-        raise ValueError(f'depth slots need keys and values, and {absent} is None')
-    if slot_window < 0:
-        raise ValueError(f'slot_window={slot_window} must be 0 (no limit) or more')
+    check_slot_sides(slot_window, k_depth_LC1KH=k_depth_LC1KH, v_depth_LC1KH=v_depth_LC1KH)
     by_token = [q_C1NH, k_C1KH, v_C1KH, visible_CS]
     if k_depth_LC1KH is not None:
         slots = [k_depth_LC1KH, v_depth_LC1KH]
@@ -68,11 +70,10 @@ def decode_attention(
 
 
 def _attend(k_BKHS, v_BKHS, q_B1NH, k_B1KH, v_B1KH, visible_BS, q_depth_B1NH=None, *slots):
-    """One softmax over a row's cache, its new token and that token's slots.
+    """One softmax over a row's cache, its new token and that token's slots (keys, values, a mask).
 
-    Places are the innermost axis of the cache, the cache is the left operand of the second product,
-    and its result is transposed last: XLA on CPUs is several times slower otherwise. The slots are
-    none; or keys and values [B, L, K, H], and perhaps a mask [B, L].
+    Places are the innermost axis of the cache, which is the left operand of the second product, and
+    its result is transposed last: XLA on CPUs is several times slower otherwise.
     """
     batch, _, heads, width = q_B1NH.shape
     kv_heads = k_B1KH.shape[2]

@@ -1,45 +1,61 @@
 """Attention over the sequence and the depth slots in one softmax: the one public function."""
 
-import operator
-
 import jax
 import jax.numpy as jnp
 
 from kernels_pallas.backends import IMPLEMENTATIONS, Parts, Shapes, choose
+from kernels_pallas.decode import check_slot_sides
 from kernels_pallas.joint_softmax import SequenceMask, Slots, Static, joint_attention
 from kernels_pallas.reference import reference_attention
 
 
-def _check_shape(name, array, wanted):
-    if array is not None and array.shape != wanted:
-        raise ValueError(f'{name} of shape {array.shape} must be {wanted}')
-
-
-def _check_sequence(q_BTNH, k_BSKH, v_BSKH, mask, window, implementation):
-    if q_BTNH.ndim != 4 or k_BSKH.ndim != 4 or not k_BSKH.shape[2]:
-        right = 'must be [B, T, N, H] and [B, S, K, H] with K of 1 or more'
-        raise ValueError(f'queries {q_BTNH.shape} and keys {k_BSKH.shape} {right}')
-    (batch, length, heads, width), num_keys = q_BTNH.shape, k_BSKH.shape[1]
-    if k_BSKH.shape != v_BSKH.shape or (k_BSKH.shape[0], k_BSKH.shape[3]) != (batch, width):
-        raise ValueError(
-            f'keys {k_BSKH.shape} and values {v_BSKH.shape} must both be [{batch}, S, K, {width}]'
-        )
-    if heads % k_BSKH.shape[2]:
-        raise ValueError(f'{k_BSKH.shape[2]} key/value heads must divide {heads} query heads')
+def _check(arrays, num_slots, slot_sums, window, slot_window, implementation):
+    """Raise a ValueError of one line for `arrays` by name, or others, that do not fit."""
     if window < 0:
         raise ValueError(f'window={window} must be 0 (no limit) or more')
     if not isinstance(implementation, Parts | None) and implementation not in IMPLEMENTATIONS:
         known = ', '.join(IMPLEMENTATIONS)
         raise ValueError(f'implementation={implementation!r} must be None or one of {known}')
-    if mask.key_positions_BS is None and num_keys not in (0, length):
-        raise ValueError(f'{num_keys} keys for {length} queries need key_positions_BS')
-    if mask.segment_ids_BT is None and mask.key_segment_ids_BS is not None:
+    sides = {name: arrays[name] for name in ('k_depth_LBRKH', 'v_depth_LBRKH')}
+    check_slot_sides(slot_window, **sides)
+    sizes = _sizes_by_letter(arrays)
+    if not sizes['K'] or sizes['N'] % sizes['K']:
+        raise ValueError(f'{sizes["K"]} key/value heads must divide {sizes["N"]} query heads')
+    own_keys = arrays['key_positions_BS'] is None
+    if own_keys and sizes['S'] not in (0, sizes['T']):
+        raise ValueError(f'{sizes["S"]} keys for {sizes["T"]} queries need key_positions_BS')
+    queries, keys = (arrays[name] is not None for name in ('segment_ids_BT', 'key_segment_ids_BS'))
+    if keys and not queries:
         raise ValueError('key_segment_ids_BS need segment_ids_BT too')
-    alone = mask.segment_ids_BT is not None and mask.key_segment_ids_BS is None
-    if alone and mask.key_positions_BS is not None:
+    if queries and not keys and not own_keys:
         raise ValueError('segment_ids_BT with key_positions_BS need key_segment_ids_BS too')
-    for name, array in mask._asdict().items():
-        _check_shape(name, array, (batch, num_keys if name.endswith('BS') else length))
+    if (slots := arrays['k_depth_LBRKH']) is not None:
+        if slot_sums is not None:
+            _check_sums(slot_sums, slots.shape, slots.dtype.name)
+        if num_slots is not None:
+            _check_num_slots(num_slots, len(slots))
+        return
+    others = {name: arrays[name] for name in ('slot_mask_LBR', 'slot_rows_BT', 'q_depth_BTNH')}
+    for name, value in (others | {'num_slots': num_slots, 'slot_sums': slot_sums}).items():
+        if value is not None:
+            raise ValueError(f'{name} needs k_depth_LBRKH and v_depth_LBRKH, which are None')
+
+
+def _sizes_by_letter(arrays):
+    """The sizes of the axes that the last part of each name spells; R = T without slot_rows_BT."""
+    sizes = {}
+    for name, array in arrays.items():
+        if array is None:
+            continue
+        letters = name.rpartition('_')[2]
+        if arrays['slot_rows_BT'] is None:
+            letters = letters.replace('R', 'T')
+        found = dict(zip(letters, array.shape, strict=False))
+        if array.ndim != len(letters) or sizes | found != found | sizes:
+            right = ', '.join(str(sizes.get(letter, letter)) for letter in letters)
+            raise ValueError(f'{name} of shape {array.shape} must be [{right}]')
+        sizes |= found
+    return sizes
 
 
 def _check_sums(sums, shape, own):
@@ -53,42 +69,8 @@ def _check_num_slots(num_slots, most):
     if jnp.ndim(num_slots) or not jnp.issubdtype(jnp.result_type(num_slots), jnp.integer):
         given = f'shape {jnp.shape(num_slots)} and dtype {jnp.result_type(num_slots)}'
         raise ValueError(f'num_slots of {given} must be one integer')
-    try:
-        num_slots = operator.index(num_slots)
-    except TypeError:  # traced
-        return
-    if not 0 <= num_slots <= most:
+    if not isinstance(num_slots, jax.core.Tracer) and not 0 <= num_slots <= most:
         raise ValueError(f'num_slots={num_slots} must be from 0 to the {most} slots given')
-
-
-def _check_slots(q_BTNH, k_BSKH, slots, q_depth_BTNH, slot_window, slot_sums):
-    sides = {'k_depth_LBRKH': slots.k_LBRKH, 'v_depth_LBRKH': slots.v_LBRKH}
-    others = {'slot_mask_LBR': slots.mask_LBR, 'slot_rows_BT': slots.rows_BT}
-    others |= {'q_depth_BTNH': q_depth_BTNH, 'num_slots': slots.num, 'slot_sums': slot_sums}
-    absent = [name for name, side in sides.items() if side is None]
-    if len(absent) == 1:
-        raise ValueError(f'depth slots need keys and values, and {absent[0]} is None')
-    if slot_window < 0:
-        raise ValueError(f'slot_window={slot_window} must be 0 (no limit) or more')
-    if absent:
-        for name, value in others.items():
-            if value is not None:
-                raise ValueError(f'{name} needs k_depth_LBRKH and v_depth_LBRKH, which are None')
-        return
-    (batch, length, _, width), kv_heads = q_BTNH.shape, k_BSKH.shape[2]
-    shape, tokens = slots.k_LBRKH.shape, length if slots.rows_BT is None else 'R'
-    known = shape[1:2] + shape[2:3] * (tokens != 'R') + shape[3:]
-    if known != (batch, *[length] * (tokens != 'R'), kv_heads, width):
-        right = f'[L, {batch}, {tokens}, {kv_heads}, {width}]'
-        raise ValueError(f'k_depth_LBRKH of shape {shape} must be {right}')
-    _check_shape('v_depth_LBRKH', slots.v_LBRKH, shape)
-    _check_shape('slot_mask_LBR', slots.mask_LBR, shape[:3])
-    _check_shape('slot_rows_BT', slots.rows_BT, (batch, length))
-    _check_shape('q_depth_BTNH', q_depth_BTNH, q_BTNH.shape)
-    if slot_sums is not None:
-        _check_sums(slot_sums, shape, slots.k_LBRKH.dtype.name)
-    if slots.num is not None:
-        _check_num_slots(slots.num, shape[0])
 
 
 def depth_attention(
@@ -116,14 +98,16 @@ def depth_attention(
 ):
     """One softmax of each query over the sequence and over the depth slots of its own token.
 
+    Mixture-of-Depths Attention (Zhu et al. 2026, arXiv 2603.15619). ValueError: shapes or numbers
+    do not fit, or the implementation does not support them.
+
     Args:
       q_BTNH: queries [B, T, N, H].
       k_BSKH, v_BSKH: keys and values [B, S, K, H]; query head h reads key/value head h // (N / K).
         S = 0: the slots alone.
       k_depth_LBRKH, v_depth_LBRKH: keys and values [L, B, R, K, H] that earlier layers wrote at
-        R tokens; None or L = 0: the sequence alone. Only the slots of its own token are visible to
-        a query, through the same heads.
-      num_slots: int, or a traced one: slots from this one on are hidden and not read; None: L.
+        R tokens, of which a query sees those of its own token; None or L = 0: the sequence alone.
+      num_slots: int, may be traced: slots from this one on are hidden and not read; None: L.
       slot_window: number of visible slots, the newest; 0: no limit.
       slot_mask_LBR: bool [L, B, R], False hides a slot of a token; None hides none.
       slot_rows_BT: int32 [B, T], the place along R of each query's token, 0 or above, ascending and
@@ -132,8 +116,7 @@ def depth_attention(
       positions_BT: int [B, T], places in the original sequence, ascending in each row where
         key_positions_BS is None; default 0..T-1. Causality and window are taken between positions.
       key_positions_BS: int [B, S]; None: the keys are those of the queries' own tokens (S = T).
-      segment_ids_BT: int [B, T], tokens of different ids are hidden from each other; None: one
-        segment.
+      segment_ids_BT: int [B, T], other segments are hidden; None: one segment.
       key_segment_ids_BS: int [B, S], with key_positions_BS; None: the queries'.
       window: key s is visible to query t when 0 <= position_t - position_s < window; 0: no limit.
       scale: factor on the scores; None: H^-1/2.
@@ -144,23 +127,28 @@ def depth_attention(
       thread_slots: also return the slots as given. If the next layer takes these, their cotangents
         are the sums to which each layer's backward pass adds in place.
       slot_sums: two arrays of the slots' shape, of float32 or wider or of the slots' dtype, whose
-        values do not matter. They are returned as given, and the slots' gradients are added to
-        their cotangents; the slots themselves then have none. None: see thread_slots.
+        values do not matter: the slots' gradients are added to the cotangents of those returned.
 
     Returns:
-      o_BTNH in q's dtype (softmax in float32, or wider with q); zeros, with a logsumexp of -inf,
-      for a query to which nothing is visible. With more asked for: (o_BTNH, lse_BNT if return_lse,
-      k_depth_LBRKH and v_depth_LBRKH if thread_slots, the two slot_sums if given).
-
-    Raises:
-      ValueError: shapes or numbers that do not fit, or that the implementation does not support.
-
-    Source: Zhu et al. 2026, Mixture-of-Depths Attention, arXiv 2603.15619.
+      o_BTNH in q's dtype; zeros, with a logsumexp of -inf, for a query to which nothing is visible.
+      With more asked for: (o_BTNH, lse_BNT if return_lse, k_depth_LBRKH and v_depth_LBRKH if
+      thread_slots, the two slot_sums if given).
     """
-    mask = SequenceMask(positions_BT, key_positions_BS, segment_ids_BT, key_segment_ids_BS)
-    slots = Slots(k_depth_LBRKH, v_depth_LBRKH, num_slots, slot_mask_LBR, slot_rows_BT)
-    _check_sequence(q_BTNH, k_BSKH, v_BSKH, mask, window, implementation)
-    _check_slots(q_BTNH, k_BSKH, slots, q_depth_BTNH, slot_window, slot_sums)
+    arrays = {
+        'q_BTNH': q_BTNH,
+        'k_BSKH': k_BSKH,
+        'v_BSKH': v_BSKH,
+        'k_depth_LBRKH': k_depth_LBRKH,
+        'v_depth_LBRKH': v_depth_LBRKH,
+        'slot_mask_LBR': slot_mask_LBR,
+        'slot_rows_BT': slot_rows_BT,
+        'q_depth_BTNH': q_depth_BTNH,
+        'positions_BT': positions_BT,
+        'key_positions_BS': key_positions_BS,
+        'segment_ids_BT': segment_ids_BT,
+        'key_segment_ids_BS': key_segment_ids_BS,
+    }
+    _check(arrays, num_slots, slot_sums, window, slot_window, implementation)
     (batch, length, _, width), num_keys = q_BTNH.shape, k_BSKH.shape[1]
     ordered, consecutive = key_positions_BS is None, positions_BT is None
     if consecutive:
@@ -173,8 +161,9 @@ def depth_attention(
     scale = width**-0.5 if scale is None else scale
     sums = None if slot_sums is None else tuple(slot_sums)
     sides, held = (k_depth_LBRKH, v_depth_LBRKH), 0 if k_depth_LBRKH is None else len(k_depth_LBRKH)
-    slots = slots._replace(num=held if num_slots is None else jnp.clip(num_slots, 0, held))
-    slots, slot_window = (slots, slot_window) if held else (None, 0)
+    num_slots = held if num_slots is None else jnp.clip(num_slots, 0, held)
+    slots = Slots(*sides, num_slots, slot_mask_LBR, slot_rows_BT) if held else None
+    slot_window = slot_window if held else 0
     if implementation == 'reference':
         read = slots
         if sums is not None and slots is not None:
@@ -218,11 +207,7 @@ def _through(slot, total):
     return slot.astype(jnp.promote_types(slot.dtype, total.dtype))
 
 
-def _through_backward(residuals, cotangent):
-    slot, total = (jnp.zeros(cotangent.shape, side.dtype) for side in residuals)
-    return slot, cotangent.astype(total.dtype)
-
-
 _through.defvjp(
-    lambda slot, total: (_through(slot, total), (slot[:0], total[:0])), _through_backward
+    lambda slot, total: (_through(slot, total), total[:0]),
+    lambda empty, cotangent: (None, cotangent.astype(empty.dtype)),
 )

@@ -1,8 +1,4 @@
-"""Sequence and depth slots in one softmax, each part by a backend of `backends.BACKENDS`.
-
-The depth part continues the softmax that the sequence part began, and given the joint output and
-logsumexp the backward pass of either is that of plain attention (docs/depth_attention.md, 5).
-"""
+"""Sequence and depth slots in one softmax, each part by a backend (docs/depth_attention.md, 5)."""
 
 import functools
 from typing import NamedTuple
@@ -46,20 +42,16 @@ class Static(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def joint_attention(static, q_BTNH, k_BSKH, v_BSKH, mask, q_depth_BTNH, slots, slot_sums):
-    """Attention as in `reference_attention`, whose slots and sums are returned as given.
+    """Attention as in `reference_attention`: o_BTNH, lse_BNT, the slots' sides or None, slot_sums.
 
     The cotangent of the returned sums, or of the returned slots where there are no sums, is what
     the slots' gradients are added to, in place. With sums, that of the slots is passed on.
-
-    Returns:
-      o_BTNH, lse_BNT, the slots' keys and values or None, and slot_sums.
     """
     results, _ = _forward(static, q_BTNH, k_BSKH, v_BSKH, mask, q_depth_BTNH, slots, slot_sums)
     return results
 
 
 def _depth(static, way):
-    """The backend's depth_forward or depth_backward."""
     module = load_module(getattr(DEPTH[static.parts.depth], way))
     options = {'window': static.slot_window, 'scale': static.scale}
     options['interpret'] = static.parts.interpret

@@ -9,22 +9,14 @@ _MOST = {'bfloat16': 0.02, 'float16': 0.02, 'float32': 4e-3}
 
 
 def allowed_error(dtype: str, gradient: bool, plain_error: float, largest: float) -> float:
-    """Returns the largest absolute error that a kernel's result may have.
-
-    It follows from `plain_error`, that of XLA's form in the same dtype on the same inputs (NaN sets
-    no bound), and from the largest absolute value of the exact result; below 1 it counts as 1.
-    """
+    """The largest error that a kernel's result may have, by that of XLA's and the largest value."""
     factor, least = _GRADIENTS if gradient else _OUTPUTS
     largest = max(1.0, largest)
     return min(_MOST[dtype] * largest, factor * plain_error + least * largest)
 
 
 def visibility(positions_BT, key_positions_BS, segment_ids_BT, key_segment_ids_BS, window):
-    """Returns bool [B, T, S], True where a key is visible to a query.
-
-    A key is hidden if it is later, in another segment (None: there is one), or `window` or more
-    positions before (0: no limit).
-    """
+    """bool [B, T, S], True where a key is not later, of the same segment and inside the window."""
     distance_BTS = positions_BT[:, :, None] - key_positions_BS[:, None, :]
     visible_BTS = distance_BTS >= 0
     if window:
@@ -35,10 +27,7 @@ def visibility(positions_BT, key_positions_BS, segment_ids_BT, key_segment_ids_B
 
 
 def slot_visibility(shape_LBR, num_slots, slot_window, slot_mask_LBR, slot_rows_BT):
-    """Returns bool [B, T, L], True where a slot of its own token is visible to a query.
-
-    `shape_LBR` is (L, B, R); the others are as in `depth_attention`.
-    """
+    """bool [B, T, L], True where a slot of its own token is visible; `shape_LBR` is (L, B, R)."""
     slots, batch, tokens = shape_LBR
     index_L = jnp.arange(slots)
     visible_L = index_L < num_slots
@@ -70,9 +59,8 @@ def reference_attention(
       p, p_depth = split(softmax(s * scale), [S])
       o = einsum('btns,bsnh->btnh', p, v) + einsum('btnl,lbtnh->btnh', p_depth, v_depth)
 
-    `mask` is a `joint_softmax.SequenceMask`, `slots` are Slots or None, the rest is as in
-    `depth_attention`. Returns o_BTNH in the dtype of q, and the natural-log logsumexp lse_BNT in
-    float32 or wider: 0 and -inf for a query to which nothing is visible.
+    Returns o_BTNH in the dtype of q, and the natural-log logsumexp lse_BNT in float32 or wider: 0
+    and -inf for a query to which nothing is visible.
     """
     (batch, length, heads, _), kv_heads = q_BTNH.shape, k_BSKH.shape[2]
     dtype = jnp.promote_types(q_BTNH.dtype, jnp.float32)

@@ -4,11 +4,11 @@ python -m launch.backends
 python -m launch.backends tiny moda_700m
 python -m launch.backends --page=docs/backends.md
 
-The model of each config of configs/ is traced at its own size, without computing anything, and the
-attentions that it asks for are looked up as `model.attention=auto` does, for machines that need not
-exist. --page names a file with both markers; the table replaces the text between them.
+The model of each config is traced at its own size, and its attentions are looked up as
+`model.attention=auto` does. --page: the table replaces the text between the file's two markers.
 """
 
+import functools
 import importlib
 import pathlib
 
@@ -21,11 +21,11 @@ PAGE = flags.DEFINE_string(
 )
 BEGIN = '<!-- backends: written by python -m launch.backends -->'
 END = '<!-- end of backends -->'
-# Columns of devices, on which measuring is assumed to be possible: platform and compute capability.
+# Columns: the kind and the compute capability of a GPU, on which measuring is possible; or a CPU.
 DEVICES = {
-    'CPU': ('cpu', None),
-    'Hopper (9.0)': ('gpu', (9, 0)),
-    'older GPU (8.0)': ('gpu', (8, 0)),
+    'CPU': None,
+    'Hopper (9.0)': ('a Hopper GPU', (9, 0)),
+    'older GPU (8.0)': ('an older GPU', (8, 0)),
 }
 CONFIGS = pathlib.Path(__file__).parents[1] / 'configs'
 
@@ -49,42 +49,34 @@ def attentions(name: str) -> list:
         config.training.num_steps = max(1, config.training.num_steps)
     hparams = from_config(config)
     rows = hparams.data.batch_size // hparams.training.accumulate_steps
-    model, seen = Transformer(hparams), []
-
-    def run(tokens_BT):
-        variables = model.init(jax.random.key(0), tokens_BT[:1])
-        with recorded() as found:
-            outputs = model.apply(variables, tokens_BT, rngs={'routing': jax.random.key(0)})
-        seen.extend(found)
-        return outputs[0]
-
-    jax.eval_shape(run, jax.ShapeDtypeStruct((rows, hparams.data.sequence_length), 'int32'))
+    tokens_BT = jax.ShapeDtypeStruct((rows, hparams.data.sequence_length), 'int32')
+    model, key = Transformer(hparams), jax.random.key(0)
+    variables = jax.eval_shape(model.init, key, tokens_BT)
+    apply = functools.partial(model.apply, rngs={'routing': key})
+    with recorded() as seen:
+        jax.eval_shape(apply, variables, tokens_BT)
     return list(dict.fromkeys(seen))
 
 
-def cell(shapes, platform, capability, note) -> str:
-    """The backends of sequence, depth slots and decoding on a device, and the numbers of notes.
-
-    `note` is a function from a reason to the number of its note.
-    """
+def cell(shapes, device, notes) -> str:
+    """The backends on a device, and the numbers of reasons in `notes`, where new ones are added."""
     from kernels_pallas import backends
 
     def name(parts):
         depth = parts.depth if shapes.num_slots else '-'
         return f'`{parts.sequence} / {depth} / {backends.DECODING}`'
 
-    if platform == 'cpu':
+    if device is None:
         return name(backends.Parts())
-    kind = {9: 'a Hopper GPU', 8: 'an older GPU'}[capability[0]]
-    device = backends.Device(platform, kind, capability, not_measured='')
+    device = backends.Device('gpu', *device, not_measured='')
     candidates, refused = backends.plan(shapes, device)
     reasons = [f'{backend}: {why}' for backend, why in refused.items()]
-    names, why = [name(parts) for parts in candidates], backends.not_measured(shapes, device)
+    names = [name(parts) for parts in candidates]
     text = names[0] if len(names) == 1 else 'the fastest of ' + ', '.join(names)
-    if len(names) > 1 and why:
+    if len(names) > 1 and (why := backends.not_measured(shapes, device)):
         text = names[0]
         reasons.append(f'not measured: {why}')
-    numbers = ', '.join(str(note(reason)) for reason in reasons)
+    numbers = ', '.join(str(notes.setdefault(reason, len(notes) + 1)) for reason in reasons)
     return f'{text} ({numbers})' if numbers else text
 
 
@@ -104,16 +96,11 @@ def describe(shapes) -> str:
 
 def table(names: list[str]) -> str:
     """The table of the configs of these names in Markdown, and its notes."""
-    notes = {}
-
-    def note(reason):
-        return notes.setdefault(reason, len(notes) + 1)
-
-    heads = ('config', 'attention', *DEVICES)
+    notes, heads = {}, ('config', 'attention', *DEVICES)
     lines = [f'| {" | ".join(heads)} |', '|---' * len(heads) + '|']
     for name in names:
         for shapes in attentions(name):
-            cells = [cell(shapes, *device, note) for device in DEVICES.values()]
+            cells = [cell(shapes, device, notes) for device in DEVICES.values()]
             lines.append(f'| {" | ".join([name, describe(shapes), *cells])} |')
     lines += ['', *(f'{number}. {reason}' for reason, number in notes.items())]
     return '\n'.join(lines)

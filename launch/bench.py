@@ -1,22 +1,18 @@
 """Benchmarks, as ratios measured in one run.
 
   python -m launch.bench step
-  python -m launch.bench step --size=6x256 --lengths=512,2048 --json=step.json
   python -m launch.bench step --variants=dense,mod,moda,both --size=124m --dtype=bfloat16
-  python -m launch.bench step --variants=dense,moe,mode
   python -m launch.bench decode --batches=1,8,16,64 --kv_heads=8,2
   python -m launch.bench depth --depths=8,16,32,64
   python -m launch.bench experts --shapes=1024x256x704x64x6,4096x256x512x8x2
-  python -m launch.bench attention --json=attention.json --plot=attention.png
+  python -m launch.bench attention --json=attention.json
   python -m launch.bench attention --lengths=4096 --slots=0,64 --implementations=cudnn,pallas
   python -m launch.bench scoring --size=6x128 --repeats=11
 
 What is compared is timed in turn. moddepth_jax.benchmarks.registry lists the benchmarks.
 """
 
-import contextlib
 import inspect
-import json
 import sys
 import typing
 
@@ -81,24 +77,19 @@ def main(argv):
             raise ValueError(f'--{flag}: is of {" and ".join(owners)}, {name} has no use for it')
         arguments[flag] = _parse(flag, flags.FLAGS[flag].value, parameters[flag].annotation)
     results, width = [], None if sys.stdout.isatty() else 160
-    with contextlib.ExitStack() as stack:
-        file = None
-        if JSON.value not in (None, '-'):  # opened first: a bad path shows before the timing
-            file = stack.enter_context(open(JSON.value, 'w', encoding='utf-8'))
+    with cli.open_json(JSON.value) as file:
         try:
             for result, tables in BENCHMARKS[name](**arguments):
                 results.append(result)
-                if file:  # complete after each result: what ends the process keeps those before it
-                    file.seek(0)
-                    file.truncate()
-                    print(json.dumps(results, indent=2), file=file, flush=True)
+                if file:
+                    cli.write_json(results, file)
                 for table in tables if JSON.value != '-' else ():
                     print_table(table, width)
         except DeviceLostError as error:
             print(f'error: {error}; nothing more can run in this process', file=sys.stderr)
             return 1
     if JSON.value == '-':
-        print(json.dumps(results, indent=2))
+        cli.write_json(results, None)
     return 0
 
 

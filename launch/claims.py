@@ -3,10 +3,9 @@
 python -m launch.claims --workdir=runs/study
 python -m launch.claims --workdir=results --page=docs/claims.md
 
---workdir is a directory of launch.isoflop, or one that holds several, at most two levels down. It
-reads study.json and measures.json there and trains nothing. claims.json and claims.md go to --out;
---page names a file of your own with both markers (see docs/claims.md), between which the table is
-replaced.
+--workdir is a directory of launch.isoflop, or one that holds several, at most two levels down, with
+study.json and measures.json. claims.json and claims.md go to --out; --page names a file of your own
+with both markers (see docs/claims.md).
 """
 
 import json
@@ -16,13 +15,9 @@ from absl import flags
 
 from launch import cli
 
-WORKDIR = flags.DEFINE_string(
-    'workdir', None, 'Directory of a study, or of several.', required=True
-)
+WORKDIR = flags.DEFINE_string('workdir', None, 'Of a study, or of several.', required=True)
 OUT = flags.DEFINE_string('out', None, 'Directory for the result. Default: --workdir.')
-PAGE = flags.DEFINE_string(
-    'page', None, 'Also write the table into this file, between its markers.'
-)
+PAGE = flags.DEFINE_string('page', None, 'Also write the table between the markers of this file.')
 
 
 def main(_):
@@ -48,8 +43,7 @@ def main(_):
     if page:
         write_atomically(page, text)
     for row in rows:
-        print(f'{row["claim"]}\n  paper: {row["paper"]}\n  ours:  {row["ours"]}')
-        print(f'  {row["verdict"]}: {row["reason"]}')
+        print('{claim}\n  paper: {paper}\n  ours:  {ours}\n  {verdict}: {reason}'.format_map(row))
     print(f'Of {len(rows)} claims: {claims.counts(rows)}. Rules and spreads: {out}/claims.md')
 
 

@@ -21,8 +21,8 @@ FLAGS = flags.FLAGS
 flags.disclaim_key_flags()  # flags defined below belong to the command that asks for them
 
 _CONFIG_HELP = (
-    'FILE.py or FILE.py:TEXT, such as configs/base.py: its get_config(), or get_config(TEXT). Or '
-    'WORKDIR/config.json, that of a run. --config.model.num_layers=12 sets a knob.'
+    'FILE.py, such as configs/base.py, FILE.py:TEXT (of its get_config) or WORKDIR/config.json. '
+    '--config.model.num_layers=12 sets a knob.'
 )
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE, errno.EROFS)
 # Set by launch.local for all processes but the first, which reports bad flags for all of them.
@@ -37,11 +37,11 @@ _OUT_OF_MEMORY = (
 def run(main, positional: str = ''):
     """Parses the flags, calls `main(argv)` and exits the process.
 
-    Exit status: 0 if main returned None (if it returns an int, that is the status); 2 with one line
-    on stderr after a bad flag or config, a ValueError, or a file that could not be used; 130 with
-    one line after Ctrl-C; 1 with a traceback for any other exception; 75 if another process of the
-    same run was lost. Processes of one run end together, and one of them reports an error that
-    several raise. `positional` is what --help says about positional arguments, if there are any.
+    Exit status: 0, or the int that main returned; 2 with one line on stderr after a bad flag or
+    config, a ValueError, or a file that could not be used; 130 with one line after Ctrl-C; 1 with a
+    traceback for any other exception; 75 if another process of the same run was lost. Processes of
+    one run end together, and one of them reports an error that several raise. `positional` is what
+    --help says about positional arguments, if there are any.
     """
     flags.DEFINE_boolean('traceback', False, 'Also show where in the code an error arose.')
     FLAGS.set_gnu_getopt(True)
@@ -50,17 +50,13 @@ def run(main, positional: str = ''):
 
 
 def define_config(default: str | None = None) -> flags.FlagHolder:
-    """Defines --config, which is required without a `default`, and --print_config.
-
-    The holder's `.value` is a locked ConfigDict. --config.model.num_layers=3 overrides a knob. The
-    text after a colon in --config=FILE.py:TEXT is passed to the file's get_config.
-    """
+    """Defines --config, a ConfigDict that is required without a `default`, and --print_config."""
     # Imported here because launch.gpu also works without ml_collections.
     from ml_collections import config_flags
 
     from launch import config_file
 
-    text = _CONFIG_HELP + (f' Default: {default}.' if default else '')
+    text = _CONFIG_HELP + f' Default: {default}.' * bool(default)
     with _errors_in_one_line():  # config_flags reads a --flagfile here
         holder = config_flags.DEFINE_config_file('config', help_string=text)
     FLAGS['config'].parser = config_file.Parser()
@@ -77,10 +73,7 @@ def config_name() -> str:
 
 
 def _prepare_backend():
-    """Sets the environment that JAX reads when it looks for devices, and silences libraries.
-
-    Fake CPU devices need two threads each, or XLA's CPU runtime can block until it aborts.
-    """
+    """Gives fake CPU devices two threads each, or XLA may block, and silences libraries."""
     counts = re.findall(r'_host_platform_device_count=(\d+)', os.environ.get('XLA_FLAGS', ''))
     if counts and int(counts[-1]) >= 2:
         os.environ.setdefault('NPROC', str(2 * int(counts[-1])))
@@ -90,7 +83,7 @@ def _prepare_backend():
 
 
 def _multihost():
-    """The module training.multihost if main has initialized several processes by it, else None."""
+    """The module training.multihost if main has initialized several processes, else None."""
     module = sys.modules.get('moddepth_jax.training.multihost')
     return module if module is not None and module.is_initialized() else None
 
@@ -99,10 +92,10 @@ def _call(main, argv):
     """Calls main; processes of one run end together, at once if one of them is lost."""
     try:
         with _errors_in_one_line():
+            if 'print_config' in FLAGS and FLAGS.print_config:
+                resolved = hparams.from_config(FLAGS.config)
+                return print(json.dumps(dataclasses.asdict(resolved), indent=2))
             try:
-                if 'print_config' in FLAGS and FLAGS.print_config:
-                    resolved = hparams.from_config(FLAGS.config)
-                    return print(json.dumps(dataclasses.asdict(resolved), indent=2))
                 status = main(argv)
                 if multihost := _multihost():
                     multihost.barrier('end of main')
@@ -119,7 +112,6 @@ def _call(main, argv):
 
 
 def _exit(status, error):
-    """Ends the process after `error` was reported."""
     if multihost := _multihost():
         multihost.exit_process(status, error)
     sys.exit(status)
@@ -204,18 +196,14 @@ def _illegal_value(error):
     flag = FLAGS[name[1]]
     if 'must have a value other than None' in text:
         return f'--{flag.name}: missing; {flag.help.split(". ")[0]}'
-    parser = flag.parser
+    parser, right = flag.parser, flag.parser.syntactic_help
     if isinstance(parser, flags.BooleanParser):
         right = 'true or false'
     elif isinstance(parser, flags.EnumParser):
         right = f'one of {", ".join(parser.enum_values)}'
     elif parser.flag_type() == 'tuple':
         right = "a tuple, such as '(256, 0)'"
-    elif parser.syntactic_help:
-        right = parser.syntactic_help
-    else:
-        return text
-    return f'{text.removesuffix(f": {error.__context__}")}: must be {right}'
+    return f'{text.removesuffix(f": {error.__context__}")}: must be {right}' if right else text
 
 
 def _unexpected(argument, argv):
@@ -232,41 +220,34 @@ def _own_flags():
 
 def _help_text(positional):
     lines = [inspect.cleandoc(sys.modules['__main__'].__doc__ or ''), '']
-    if positional:
-        lines += ['arguments:', textwrap.indent(positional, '  '), '']
+    lines += ['arguments:', f'  {positional}', ''] * bool(positional)
     lines.append('flags:')
     for flag in _own_flags():
         default = '' if flag.default in (None, False, '') else f' Default: {flag.default}.'
-        body = textwrap.fill(' '.join((flag.help + default).split()), 82)
-        lines.append(f'  --[no]{flag.name}' if flag.boolean else f'  --{flag.name}')
-        lines.append(textwrap.indent(body, ' ' * 6))
+        lines.append(f'  --{"[no]" * flag.boolean}{flag.name}')
+        indent = {'initial_indent': ' ' * 6, 'subsequent_indent': ' ' * 6}
+        lines.append(textwrap.fill(' '.join((flag.help + default).split()), 88, **indent))
     return '\n'.join(lines)
 
 
 def load_saved_run(workdir: str, mesh_of=None):
-    """Loads the SavedRun in `workdir`; process 0 prints the notes about it to stderr.
-
-    `mesh_of` returns the mesh for its state from its hyper-parameters; None: one device.
-    """
+    """Loads the SavedRun in `workdir` on the mesh of `mesh_of(hparams)`, or on one device."""
     from moddepth_jax.training import multihost
     from moddepth_jax.training.progress import printable
     from moddepth_jax.training.saved_run import load_run, read_hparams
 
-    mesh = None
-    if mesh_of is not None:
-        mesh = multihost.run_on_all(lambda: mesh_of(read_hparams(workdir)[0]))
+    mesh = mesh_of and multihost.run_on_all(lambda: mesh_of(read_hparams(workdir)[0]))
     run = load_run(workdir, mesh)
-    if multihost.is_leader():
-        for note in run.notes:
-            print(printable(note), file=sys.stderr)
+    for note in run.notes if multihost.is_leader() else ():
+        print(printable(note), file=sys.stderr)
     enable_compilation_cache(run.hparams)
     return run
 
 
 def define_routing(rules: str, more: str = '') -> flags.FlagHolder:
     """Defines --routing, one of `rules`; the default is None, the rule of the run."""
-    default = f'Default: the rule that the run was trained for{more}.'
-    return flags.DEFINE_string('routing', None, f'How tokens are routed: {rules}. {default}')
+    text = f'How tokens are routed: {rules}. Default: the rule of the training{more}.'
+    return flags.DEFINE_string('routing', None, text)
 
 
 def checked_mesh(hparams, text: str, batch_size: int | None = None):
@@ -292,7 +273,7 @@ def enable_compilation_cache(hparams):
 
 
 @contextlib.contextmanager
-def progress_bar(what: str, total: int):
+def progress_bar(what: str, total: int, hidden: bool = False):
     """A bar on stderr of process 0, if that is a terminal; yields a function that advances it."""
     import rich.console
     import rich.progress as bars
@@ -300,7 +281,7 @@ def progress_bar(what: str, total: int):
     from moddepth_jax.training import multihost
 
     console = rich.console.Console(stderr=True)
-    hidden = not (console.is_terminal and multihost.is_leader())
+    hidden = hidden or not (console.is_terminal and multihost.is_leader())
     title = bars.TextColumn('{task.description}', markup=False)
     columns = (title, bars.BarColumn(), bars.MofNCompleteColumn(), bars.TimeRemainingColumn())
     with bars.Progress(*columns, console=console, transient=True, disable=hidden) as progress:
@@ -310,12 +291,10 @@ def progress_bar(what: str, total: int):
 def show(*blocks):
     """Prints tables, and lines of text without wrapping them; [brackets] in these are no markup."""
     import rich.console
-    import rich.text
 
-    console = rich.console.Console(highlight=False)
+    console = rich.console.Console(highlight=False, emoji=False)
     for block in blocks:
-        is_line = isinstance(block, str)
-        console.print(rich.text.Text(block) if is_line else block, soft_wrap=is_line)
+        console.print(block, soft_wrap=isinstance(block, str), markup=False)
 
 
 def table(rows: dict, first: str, *columns: str):
@@ -331,10 +310,17 @@ def table(rows: dict, first: str, *columns: str):
 
 
 def open_json(path: str | None, mode: str = 'w'):
-    """A context manager of the file of --json, or of None without one or if it is stdout.
+    """The file of --json, opened before the work; a context of None without one or for stdout."""
+    stdout = path in (None, '-')
+    return contextlib.nullcontext() if stdout else open(path, mode, encoding='utf-8')
 
-    Opened before the work, so that a bad path shows at once.
-    """
-    if path in (None, '-'):
-        return contextlib.nullcontext()
-    return open(path, mode, encoding='utf-8')
+
+def write_json(report, file, indent: int = 2):
+    """Writes JSON in place of what an open file has, None being stdout; NaN becomes null."""
+    from moddepth_jax.training.metrics import replace_nonfinite
+
+    if file is not None:
+        file.seek(0)
+        file.truncate()
+    text = json.dumps(replace_nonfinite(report), indent=indent, allow_nan=False, default=str)
+    print(text, file=file, flush=True)

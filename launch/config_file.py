@@ -18,21 +18,16 @@ from moddepth_jax.training.run_dir import CONFIG_FILE, read_config
 
 FLAGS = flags.FLAGS
 _AUTO = (  # knobs whose default is resolved by the others
-    'model.routing.gate',
-    'model.routing.causal_rule',
+    *('model.routing.gate', 'model.routing.causal_rule'),
     *(f'model.depth.{knob}' for knob in ('slots', 'slot_keys', 'skipped_slots', 'gradient_dtype')),
 )
 
 
 class Parser(flags.ArgumentParser):
-    """Turns FILE.py[:TEXT] or WORKDIR/config.json into a locked ConfigDict.
-
-    Errors are flags.Errors of one line. config_flags itself postpones some of them, wraps a
-    traceback into others, and looks for a similar knob in one group only.
-    """
+    """Turns --config into a locked ConfigDict; its flags.Errors have one line."""
 
     def parse(self, path):
-        """Returns the config of --config=`path`."""
+        """The config of --config=`path`."""
         if FLAGS['config'].present:
             raise flags.Error(f'--config={path}: given twice; a run has one config')
         config = load(path)
@@ -54,22 +49,19 @@ def knob_names(config: ConfigDict, prefix: str = 'config.') -> list[str]:
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """The `known` dotted name that is most like `name`, as the end of an error message.
-
-    If none has a similar last part, the names of the deepest existing group are listed.
-    """
+    """The end of an error message: the most similar `known` name, or those of its group."""
     last = {other: other.split('.')[-1] for other in known}
     tails = difflib.get_close_matches(name.split('.')[-1], last.values(), n=1)
     if tails:
         near = [other for other in known if last[other] == tails[0]]
         best = max(near, key=lambda other: difflib.SequenceMatcher(None, name, other).ratio())
         return f'did you mean --{best}?'
-    group, members = name, {}
-    while group and not members:
+    group, inside = name, []
+    while group and not inside:
         group = group.rpartition('.')[0]
         prefix = group + '.' if group else ''
         inside = [other.removeprefix(prefix) for other in known if other.startswith(prefix)]
-        members = dict.fromkeys(other.split('.')[0] for other in inside)
+    members = dict.fromkeys(other.split('.')[0] for other in inside)
     return f'{group} has {", ".join(members)}' if group else f'there are --{", --".join(members)}'
 
 
@@ -156,10 +148,7 @@ def _with_tuples(value):
 
 
 def unresolved(config: ConfigDict) -> ConfigDict:
-    """The config with knobs back at their default, such as `auto`, if that gives the same run.
-
-    A run stores what `auto` resolved to; with another router or stream it resolves differently.
-    """
+    """The stored config with `auto` again for what it resolved to, as another router changes it."""
     try:
         hparams = from_config(config)
     except ValueError:  # main reports it, after the knobs of the command line are applied

@@ -10,8 +10,7 @@ python -m launch.convert --from_workdir=runs/smol --workdir=runs/smol_mod \\
 
 The folder of --from_hf holds config.json and *.safetensors of a Llama or OLMo2 model; a dense run
 of the same kind can be exported as one. --from_hf and --from_workdir make a run before its first
-step: launch.generate and launch.evaluate work on it, and
-launch.train --config=WORKDIR/config.json --workdir=WORKDIR continues it.
+step, for launch.generate, launch.evaluate, and launch.train --config=WORKDIR/config.json.
 """
 
 import json
@@ -26,15 +25,9 @@ CONFIG = cli.define_config(default='configs/imported.py')
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run, new but for --to_hf.')
 FROM_HF = flags.DEFINE_string('from_hf', None, 'Folder of a Hugging Face model to import.')
 TO_HF = flags.DEFINE_string('to_hf', None, 'New folder for --workdir as a Hugging Face model.')
-FROM_WORKDIR = flags.DEFINE_string(
-    'from_workdir', None, 'Dense run that --workdir starts from; --config says what it adds.'
-)
-DTYPE = flags.DEFINE_enum(
-    'dtype', None, ['float32', 'bfloat16', 'float16'], 'Of --to_hf. Default: as imported.'
-)
-SEPARATOR = flags.DEFINE_string(
-    'separator', None, 'Special token that starts a document. Default: as the files of --from_hf.'
-)
+FROM_WORKDIR = flags.DEFINE_string('from_workdir', None, 'Dense run to start --workdir from.')
+DTYPE = flags.DEFINE_enum('dtype', None, ['float32', 'bfloat16', 'float16'], 'Of --to_hf.')
+SEPARATOR = flags.DEFINE_string('separator', None, 'Token that starts documents of --from_hf.')
 TOKENIZERS = ('tokenizer.json', 'tokenizer.model')
 TOKENIZER_FILES = (*TOKENIZERS, 'tokenizer_config.json', 'special_tokens_map.json')
 OTHER_FORMS = ('vocab.json', 'vocab.txt', 'merges.txt', 'tokenizer_config.json')
@@ -42,7 +35,6 @@ COPIED_FILES = (*TOKENIZER_FILES, 'generation_config.json')
 
 
 def _import():
-    """Writes a run with the parameters of --from_hf."""
     from moddepth_jax.conversion.families import CONFIG_FILE, knobs_of, read_config
 
     folder = pathlib.Path(FROM_HF.value)
@@ -57,7 +49,7 @@ def _import():
     prompt_tokens(hparams, tokenizer)
     dataset = make_dataset(hparams.data, hparams.seed, tokenizer=tokenizer)
     params, dtype = import_params(folder, hparams)
-    files = [folder / name for name in (CONFIG_FILE, *COPIED_FILES) if (folder / name).exists()]
+    files = _existing(folder, (CONFIG_FILE, *COPIED_FILES))
     name, kind = folder.resolve().name, given['model_type']
     note = {'from': 'hugging face', 'name': name, 'model_type': kind, 'dtype': dtype}
     first_checkpoint.write_new_run(WORKDIR.value, hparams, params, {}, dataset, note, files)
@@ -67,31 +59,33 @@ def _import():
     print(f'tokenizer {tokenizer.name}, {tokenizer.vocab_size:,} ids; data {dataset.corpus.name}')
 
 
+def _existing(folder, names):
+    return filter(pathlib.Path.exists, (folder / name for name in names))
+
+
 def _hparams_and_tokenizer(folder, knobs):
     """Hyper-parameters and tokenizer of a run of the model in `folder`."""
     from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer, tokenizer_of
     from moddepth_jax.hparams import from_config
 
-    for name, given in config_file.overrides():
-        knob = name.removeprefix('config.model.')
-        if name != knob and knob in knobs and CONFIG.value.model[knob] != knobs[knob]:
-            right = f'is {knobs[knob]!r} in {folder}/config.json; leave it out'
-            raise ValueError(f'{given}: {right}')
+    overrides = dict(config_file.overrides())
+    for knob, value in knobs.items():
+        given = overrides.get(f'config.model.{knob}')
+        if given and CONFIG.value.model[knob] != value:
+            raise ValueError(f'{given}: is {value!r} in {folder}/config.json; leave it out')
     config = CONFIG.value.copy_and_resolve_references()
     config.unlock()
     config.model.update(knobs)
-    found = next((folder / name for name in TOKENIZERS if (folder / name).exists()), None)
-    if found:
-        if config.data.tokenizer not in ('bytes', 'prepared', found.name):
-            right = f'the tokenizer is that of {folder}; leave it out, or use prepared'
-            raise ValueError(f'data.tokenizer={config.data.tokenizer!r}: {right}')
-        if config.data.tokenizer == 'bytes':
-            config.data.tokenizer = found.name
-    elif config.data.tokenizer == 'bytes':
-        for name in OTHER_FORMS:
-            if (folder / name).exists():
-                right = 'save it as tokenizer.json, or name one: --config.data.tokenizer=FILE'
-                raise ValueError(f'{folder / name}: this form of tokenizer is not read; {right}')
+    found, data = next(_existing(folder, TOKENIZERS), None), config.data
+    if found and data.tokenizer not in ('bytes', 'prepared', found.name):
+        right = f'the tokenizer is that of {folder}; leave it out, or use prepared'
+        raise ValueError(f'data.tokenizer={data.tokenizer!r}: {right}')
+    if not found and data.tokenizer == 'bytes':
+        for other in _existing(folder, OTHER_FORMS):
+            right = 'save it as tokenizer.json, or name one: --config.data.tokenizer=FILE'
+            raise ValueError(f'{other}: this form of tokenizer is not read; {right}')
+    if found and data.tokenizer == 'bytes':
+        data.tokenizer = found.name
     hparams = from_config(config)
     model = hparams.model
     if model.routed_layers or model.depth.stream != 'residual' or model.expert_layers:
@@ -108,7 +102,6 @@ def _hparams_and_tokenizer(folder, knobs):
 
 
 def _export():
-    """Writes --workdir as a Hugging Face folder."""
     from moddepth_jax.conversion.families import CONFIG_FILE, config_of, family_of, read_config
     from moddepth_jax.conversion.hugging_face import export_params
     from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
@@ -120,21 +113,21 @@ def _export():
     run = cli.load_saved_run(WORKDIR.value)
     model, data = run.hparams.model, run.hparams.data
     dtype = DTYPE.value or first_checkpoint.read_note(workdir).get('dtype', 'float32')
-    source_files, original = workdir / 'tokenizer', None
-    if (workdir / first_checkpoint.SOURCE_FILES / CONFIG_FILE).exists():
-        source_files = workdir / first_checkpoint.SOURCE_FILES
+    source_files, original = workdir / first_checkpoint.SOURCE_FILES, None
+    if (source_files / CONFIG_FILE).exists():
         original = read_config(source_files)
+    else:
+        source_files = workdir / 'tokenizer'
     tokenizer = tokenizer_of(data, workdir)
     ids = {'bos_token_id': tokenizer.separator, 'eos_token_id': list(tokenizer.stops)}
     with first_checkpoint.atomic_folder('to_hf', TO_HF.value) as folder:
         config = config_of(model, dtype, data.sequence_length, ids, original)
         export_params(folder, run.hparams, run.state.params, dtype)
-        for name in COPIED_FILES:
-            if (source_files / name).exists():
-                shutil.copyfile(source_files / name, folder / name)
+        for file in _existing(source_files, COPIED_FILES):
+            shutil.copy(file, folder)
         _name_separator(folder, tokenizer)
         (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + '\n', encoding='utf-8')
-        has_tokenizer = any((folder / name).exists() for name in TOKENIZER_FILES)
+        has_tokenizer = any(_existing(folder, TOKENIZER_FILES))
     print(f'{TO_HF.value}: {kind}, step {run.step}, {dtype}')
     if not has_tokenizer:
         what = f'{tokenizer.name} tokenizer, which has no file'
@@ -154,7 +147,6 @@ def _name_separator(folder, tokenizer):
 
 
 def _from_dense():
-    """Writes a run of --config with the parameters of the dense run --from_workdir."""
     from moddepth_jax.analysis.report import prompt_tokens
     from moddepth_jax.conversion.transfer_params import check_convertible
     from moddepth_jax.conversion.upcycle import upcycle
@@ -176,8 +168,7 @@ def _from_dense():
     params, averages, note = upcycle(run, hparams, dataset, measure_loss)
     if dtype := first_checkpoint.read_note(source).get('dtype'):
         note['dtype'] = dtype
-    source_files = pathlib.Path(source) / first_checkpoint.SOURCE_FILES
-    files = sorted(source_files.iterdir()) if source_files.is_dir() else []
+    files = sorted((pathlib.Path(source) / first_checkpoint.SOURCE_FILES).glob('*'))
     first_checkpoint.write_new_run(WORKDIR.value, hparams, params, averages, dataset, note, files)
     print(f'{source}, step {run.step}, {note["held_out_batches"]} held-out batches, nats a token')
     print(f'  dense       {note["dense_loss"]:.4f}')
@@ -220,8 +211,8 @@ def main(_):
         raise ValueError('--config: does not belong to --to_hf, which changes no knob')
     actions[given[0]]()
     if given != ['to_hf']:
-        print(f'train on it: python -m launch.train --config={workdir}/config.json', end=' ')
-        print(f'--workdir={workdir}')
+        line = f'python -m launch.train --config={workdir}/config.json --workdir={workdir}'
+        print(f'train on it: {line}')
 
 
 if __name__ == '__main__':

@@ -26,8 +26,7 @@ MOST_DEVICES = 1024
 def run(hparams, mesh_spec: str):
     """Prints what the train step takes on the fake devices of --mesh, and writes it with --json.
 
-    Nothing else is written, no parameter is made, and only the CPU is used. Raises ValueError for a
-    bad mesh, or one that does not fit the model or its batch.
+    Only the CPU is used. Raises ValueError for a mesh that does not fit the model or its batch.
     """
     _fake_devices(mesh_spec)
     from moddepth_jax.compiled.dry_run import dry_run
@@ -45,8 +44,7 @@ def run(hparams, mesh_spec: str):
         command = re.sub('(?m)^--?json(=|\n).*\n', '', '\n'.join([*sys.argv[1:], ''])).splitlines()
         result = {'command': command, **dry_run(hparams, mesh)}
         if file:
-            file.truncate(0)
-            print(json.dumps(result, indent=1), file=file)
+            cli.write_json(result, file, indent=1)
     print_result(result)
 
 

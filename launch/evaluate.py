@@ -6,14 +6,13 @@ python -m launch.evaluate --workdir=runs/mod_isoflop --data='notes/**/*.txt' --j
 python -m launch.evaluate --workdir=runs/mod_isoflop --domains=corpora --json=domains.json
 python -m launch.evaluate --workdir=runs/moda --mesh=data=2,fsdp=4
 
-On any devices and by any number of processes, whatever the run was trained on: several processes
-that are started with the same command are one, see launch.train.
+Works on any devices and with any number of processes, as launch.train.
 """
 
-import contextlib
+import collections
 import copy
 import dataclasses
-import json
+import functools
 import math
 import sys
 
@@ -28,29 +27,24 @@ ROUTING = cli.define_routing(
 DATA = flags.DEFINE_string(
     'data',
     None,
-    'Other text: a glob, as launch.prepare reads it, a folder that it wrote (what was held out, if '
-    'the run was trained on it), or stdlib, python_environment, synthetic, recall.',
+    'Other text: a glob or folder of launch.prepare (what was held out, if the run was trained on '
+    'it), or stdlib, python_environment, synthetic, recall.',
 )
-DOMAINS = flags.DEFINE_string(
-    'domains', None, 'Folder: evaluates on each file and folder in it separately, as --data would.'
-)
-TEXT_FIELD = flags.DEFINE_string(
-    'text_field', None, "Field or column of the text in --data or --domains. Default: the run's."
-)
+DOMAINS = flags.DEFINE_string('domains', None, 'Folder: each file and folder in it, as --data.')
+TEXT_FIELD = flags.DEFINE_string('text_field', None, 'Of --data or --domains, not as in the run.')
 NUM_BATCHES = flags.DEFINE_integer(
     'num_batches', None, '0: all. Default: evaluation.final_batches of the run.', lower_bound=0
 )
-PER_LAYER = flags.DEFINE_boolean(
-    'per_layer', False, 'Also measure the routing gap of each routed block separately.'
-)
-MESH = flags.DEFINE_string(
-    'mesh', '', 'Devices by axis, as of launch.train. Default: as many, as data, as divide a batch.'
-)
+PER_LAYER = flags.DEFINE_boolean('per_layer', False, 'Also the routing gap of each routed block.')
+MESH = flags.DEFINE_string('mesh', '', 'As of launch.train. Default: as much data as divides rows.')
 JSON = flags.DEFINE_string('json', None, 'File for the result; - for stdout, and nothing else.')
 
 
-def _check_flags(run):
-    """Raises ValueError for flags that do not fit the run."""
+def _load_data(run):
+    """(datasets by name, reasons of the skipped ones); without --domains the name is None."""
+    from moddepth_jax.data.domains import load_domains
+    from moddepth_jax.data.pipeline import make_held_out
+    from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
     from moddepth_jax.model.transformer import check_routing
 
     if ROUTING.value is not None:
@@ -62,15 +56,6 @@ def _check_flags(run):
     if TEXT_FIELD.value is not None and DATA.value is None and DOMAINS.value is None:
         found = f'--text_field={TEXT_FIELD.value}'
         raise ValueError(f'{found}: belongs to --data or --domains, which is missing')
-
-
-def _load_data(run):
-    """(datasets by name, reasons of the skipped ones); without --domains the name is None."""
-    from moddepth_jax.data.domains import load_domains
-    from moddepth_jax.data.pipeline import make_held_out
-    from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
-
-    _check_flags(run)
     data = run.hparams.data
     tokenizer = tokenizer_of(data, WORKDIR.value)
     if TEXT_FIELD.value is not None:
@@ -82,8 +67,8 @@ def _load_data(run):
         return load_domains(DOMAINS.value, data, tokenizer, trained_on)
     if DATA.value is None:
         return {None: _load_own_data(run, data, tokenizer)}, {}
+    data = dataclasses.replace(data, source=DATA.value, mixture='')
     try:
-        data = dataclasses.replace(data, source=DATA.value, mixture='')
         return {None: make_held_out(data, tokenizer, trained_on)}, {}
     except ValueError as error:  # it names knobs, which are flags here
         line = str(error).replace('data.source', '--data')
@@ -126,13 +111,10 @@ def _measure(run, dataset, most):
     from moddepth_jax.training.summary import by_layer
 
     hparams, mesh = run.hparams_of_stage, run.state.step.sharding.mesh
+    model, passes = hparams.model, 1
     num_batches = min(most or math.inf, dataset.num_held_out_batches)
-    layers = {'routing': hparams.model.routed_layers}
-    if hparams.model.expert_layers:
-        layers['experts'] = hparams.model.expert_layers
-    passes = 1
-    if ROUTING.value is None and hparams.model.looks_ahead:
-        passes = 2 + (1 + len(layers['routing']) if PER_LAYER.value else 0)
+    if ROUTING.value is None and model.looks_ahead:
+        passes = 2 + (1 + len(model.routed_layers) if PER_LAYER.value else 0)
     with jax.set_mesh(mesh), cli.progress_bar('evaluating', passes * num_batches) as advance:
 
         def held_out_batch(index):
@@ -141,12 +123,14 @@ def _measure(run, dataset, most):
 
         batches = copy.copy(dataset)
         batches.held_out_batch = held_out_batch
-        given = (run.state.variables, hparams, batches, mesh, num_batches)
+        measure = functools.partial(evaluate, routing=ROUTING.value)
         if ROUTING.value is None:
-            per_layer = num_batches if PER_LAYER.value else 0
-            result = evaluate_causal(*given, batches_per_layer=per_layer)
-        else:
-            result = evaluate(*given, ROUTING.value)
+            per_layer = num_batches * PER_LAYER.value
+            measure = functools.partial(evaluate_causal, batches_per_layer=per_layer)
+        result = measure(run.state.variables, hparams, batches, mesh, num_batches)
+    layers = {'routing': model.routed_layers}
+    if model.expert_layers:
+        layers['experts'] = model.expert_layers
     return {
         'data': dataset.corpus.name,
         'held_out': dataset.held_back,
@@ -162,26 +146,20 @@ def _measure_domains(run, datasets, skipped, most):
     """What --json has of all domains, and of their targets together."""
     from moddepth_jax.training.evaluate import perplexity
 
-    found = {}
+    found, totals = {}, collections.Counter()
     for name, dataset in datasets.items():
         result = _measure(run, dataset, most)
         source, held_out = result.pop('data'), result.pop('held_out')
         found[name] = {'source': source, 'text': 'held out' if held_out else 'all'} | result
         found[name]['perplexity'] = perplexity(result['loss'])
-    parts = [(domain['targets'], domain) for domain in found.values()]
-    targets = sum(size for size, _ in parts)
-    nats = sum(domain['loss'] * size for size, domain in parts)
-    together = {
-        'targets': targets,
-        'loss': nats / targets,
-        'perplexity': perplexity(nats / targets),
-    }
-    bits = ((domain['loss'] * size / math.log(2), domain) for size, domain in parts)
-    num_bytes = sum(of_domain / domain['bits_per_byte'] for of_domain, domain in bits)
-    together['bits_per_byte'] = nats / math.log(2) / num_bytes
-    if all('routing_gap' in domain for _, domain in parts):
-        gaps = sum(domain['routing_gap'] * size for size, domain in parts)
-        together['routing_gap'] = gaps / targets
+        targets, nats = result['targets'], result['loss'] * result['targets']
+        totals.update(targets=targets, nats=nats, gap=result.get('routing_gap', 0) * targets)
+        totals['bytes'] += nats / math.log(2) / result['bits_per_byte']
+    loss = totals['nats'] / totals['targets']
+    together = {'targets': totals['targets'], 'loss': loss, 'perplexity': perplexity(loss)}
+    together['bits_per_byte'] = totals['nats'] / math.log(2) / totals['bytes']
+    if 'routing_gap' in result:
+        together['routing_gap'] = totals['gap'] / totals['targets']
     texts = {'data': DOMAINS.value, 'together': together, 'domains': found, 'skipped': skipped}
     return {'num_batches': most, **texts}
 
@@ -191,53 +169,47 @@ def _print_report(report, experts):
     from moddepth_jax.analysis.report import describe_gap, domain_table, expert_line, loss_table
 
     text = f'the held-out text of {report["data"]}' if report['held_out'] else report['data']
-    step = f'step {report["step"]} of {report["num_steps"]}'
-    blocks = [f'{report["workdir"]}, {step}, on {text}', loss_table(report, report['rule'])]
+    cli.show(f'{_of_run(report)}, on {text}', loss_table(report, report['rule']))
     if 'domains' in report:
         title = 'by domain (above: means of these, weighted by share)'
-        blocks.append(domain_table(report['domains'], title))
+        cli.show(domain_table(report['domains'], title))
     if 'routing_gap' in report:
         gap = report['routing_gap']
-        blocks.append(f'routing gap {gap:+.4f} nats: {describe_gap(gap)}')
-    if report['routing']:
-        against = f'of {report["compared"]} against the top C of each row'
-        blocks += [_layer_table(report['routing']), f'precision and recall: {against}']
-        if any(layer['refused_fraction'] > 0 for layer in report['routing'].values()):
-            blocks.append('refused: selected by the rule, but beyond model.routing.cache_capacity')
+        cli.show(f'routing gap {gap:+.4f} nats: {describe_gap(gap)}')
+    if layers := report['routing'].values():
+        columns = {'selected_fraction': 3, 'precision': 3, 'recall': 3}
+        refused = any(layer['refused_fraction'] > 0 for layer in layers)
+        columns |= {'refused_fraction': 3} if refused else {}
+        columns |= {'routing_gap': 4} if any('routing_gap' in layer for layer in layers) else {}
+        rows = {
+            name.removeprefix('layer_'): [
+                f'{layer[column]:.{places}f}' if math.isfinite(layer[column]) else 'n/a'
+                for column, places in columns.items()
+            ]
+            for name, layer in report['routing'].items()
+        }
+        cli.show(cli.table(rows, 'layer', *(column.replace('_', ' ') for column in columns)))
+        cli.show(f'precision and recall: of {report["compared"]} against the top C of each row')
+        if refused:
+            cli.show('refused: selected by the rule, but beyond model.routing.cache_capacity')
     if 'experts' in report:
-        blocks.append(expert_line(report['experts'], experts))
+        cli.show(expert_line(report['experts'], experts))
     batches, all_batches = report['batches'], report['all_batches']
     more = '; --num_batches=0 takes all of them' if batches < all_batches else ''
-    line = f'{report["targets"]:,} targets in {batches} of {all_batches} batches{more}'
-    cli.show(*blocks, line)
+    cli.show(f'{report["targets"]:,} targets in {batches} of {all_batches} batches{more}')
 
 
-def _layer_table(layers):
-    digits = {'selected_fraction': 3, 'precision': 3, 'recall': 3}
-    if any(values['refused_fraction'] > 0 for values in layers.values()):
-        digits['refused_fraction'] = 3
-    if any('routing_gap' in values for values in layers.values()):
-        digits['routing_gap'] = 4
-
-    def cell(value, places):
-        return f'{value:.{places}f}' if math.isfinite(value) else 'n/a'
-
-    rows = {
-        name.removeprefix('layer_'): [cell(values[what], digits[what]) for what in digits]
-        for name, values in layers.items()
-    }
-    return cli.table(rows, 'layer', *(what.replace('_', ' ') for what in digits))
+def _of_run(report):
+    return f'{report["workdir"]}, step {report["step"]} of {report["num_steps"]}'
 
 
 def _print_domains(report):
     """Prints the table of the domains, and on stderr those that were skipped."""
     from moddepth_jax.analysis.report import domain_table
 
-    rule = report['rule'] or 'no routing (causal as it is)'
-    step = f'step {report["step"]} of {report["num_steps"]}'
-    domains = report['domains']
-    table = domain_table(domains | {'together': report['together']})
-    cli.show(f'{report["workdir"]}, {step}, by {rule}', table)
+    rule, domains = report['rule'] or 'no routing (causal as it is)', report['domains']
+    all_rows = domain_table(domains | {'together': report['together']})
+    cli.show(f'{_of_run(report)}, by {rule}', all_rows)
     if cut := [name for name in domains if domains[name]['batches'] < domains[name]['all_batches']]:
         first = f'the first {report["num_batches"]} batches of {", ".join(cut)}'
         cli.show(f'{first}; --num_batches=0 takes all of them')
@@ -248,7 +220,6 @@ def _print_domains(report):
 def main(_):
     from moddepth_jax.model.transformer import causal_routing
     from moddepth_jax.training import multihost
-    from moddepth_jax.training.summary import replace_nonfinite
 
     if DATA.value is not None and DOMAINS.value is not None:
         raise ValueError(f'--domains={DOMAINS.value}: not together with --data; leave one out')
@@ -256,10 +227,10 @@ def main(_):
     run = cli.load_saved_run(WORKDIR.value, _mesh)
     datasets, skipped = multihost.run_on_all(lambda: _load_data(run))
     model, own = run.hparams.model, causal_routing(run.hparams)
-    most = NUM_BATCHES.value
-    most = run.hparams.evaluation.final_batches if most is None else most
-    opened = multihost.run_on_leader(lambda: cli.open_json(JSON.value))
-    with opened or contextlib.nullcontext() as file:
+    most, default = NUM_BATCHES.value, run.hparams.evaluation.final_batches
+    most = default if most is None else most
+    path = JSON.value if multihost.is_leader() else None
+    with multihost.run_on_all(lambda: cli.open_json(path)) as file:
         if DOMAINS.value is None:
             result = _measure(run, datasets[None], most)
         else:
@@ -276,7 +247,7 @@ def main(_):
             **result,
         }
         if JSON.value:
-            print(json.dumps(replace_nonfinite(report), indent=2, allow_nan=False), file=file)
+            cli.write_json(report, file)
     if JSON.value == '-':
         return
     if DOMAINS.value is None:

@@ -43,14 +43,10 @@ def read_note(workdir: str) -> dict:
 
 
 def write_new_run(workdir: str, hparams, params, averages, dataset, note: dict, source_files=()):
-    """Makes `workdir` the directory of a run before its first step, for launch.train to start from.
+    """Makes the new `workdir` that of a run before its first step, for launch.train to start from.
 
-    Args:
-      workdir: new or empty, or a ValueError.
-      hparams, params, averages: of its TrainState.
-      dataset: of `make_dataset`, whose tokenizer the run keeps.
-      note: content of convert.json.
-      source_files: files to copy to its folder `hugging_face`.
+    `hparams`, `params` and `averages` are of its TrainState, `dataset` of `make_dataset`; `note` is
+    written as convert.json, and `source_files` are copied to its folder `hugging_face`.
     """
     import jax
 

@@ -5,12 +5,11 @@ python -m launch.generate --workdir=runs/mod_isoflop --prompt='def ' --prompt='c
     --max_tokens=100 --temperature=0.8 --top_p=0.95 --num_samples=3
 python -m launch.generate --workdir=runs/mod_isoflop --mesh=fsdp=2,tensor=2
 
-A model that does not fit one device needs --mesh, or several processes that are started with the
-same command, see launch.train; the devices that it was trained on do not matter.
+A model that does not fit one device needs --mesh, or several processes as launch.train has them.
 """
 
 import codecs
-import contextlib
+import functools
 import os
 import sys
 import time
@@ -20,19 +19,15 @@ from absl import flags
 from launch import cli
 
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.', required=True)
-PROMPT = flags.DEFINE_multi_string(
-    'prompt', [''], 'Start of the text; several run together. Default: none, a new document begins.'
-)
-MAX_TOKENS = flags.DEFINE_integer(
-    'max_tokens', None, 'To add. Default: 200, or as many as fit the context.', lower_bound=1
-)
+PROMPT = flags.DEFINE_multi_string('prompt', [''], 'Start of the text; several run together.')
+MAX_TOKENS = flags.DEFINE_integer('max_tokens', None, 'To add. Default: 200.', lower_bound=1)
 TEMPERATURE = flags.DEFINE_float('temperature', 1.0, 'Lower is safer, 0 takes the likeliest token.')
 TOP_P = flags.DEFINE_float('top_p', 1.0, 'Draw from the likeliest tokens of this probability.')
 SEED = flags.DEFINE_integer('seed', 0, 'Of the draws.', lower_bound=0, upper_bound=2**32 - 1)
 NUM_SAMPLES = flags.DEFINE_integer('num_samples', 1, 'Texts for each prompt.', lower_bound=1)
 ROUTING = cli.define_routing('aux_loss, predictor, threshold or dense')
 MESH = flags.DEFINE_string(
-    'mesh', None, 'As of launch.train. Default: one device; for several processes all, as data.'
+    'mesh', None, 'As of launch.train. Default with one process: one device.'
 )
 DEFAULT_TOKENS = 200
 
@@ -63,6 +58,18 @@ class _Progress:
         self._num_bytes, self._last = len(text), new[-1:] or self._last
         print(new, end='\n' if final and self._last != '\n' else '', flush=True)
 
+    def describe(self, result, seconds):
+        """One line: tokens, speed, and notes on the caches."""
+        parts = [f'{sum(self.num_tokens)} tokens in {seconds:.1f} s']
+        if later := sum(self.num_tokens[2:]):  # the first two steps wait for compilation
+            rate = later / (self.ends[-1] - self.ends[1])
+            parts.append(f'{rate:.0f} tokens/s once compiled')
+        if ended := sum(result.stopped):
+            rows = len(result.stopped)
+            which = 'the document' if rows == 1 else f'{ended} of {rows}'
+            parts.append(f'{which} ended by itself')
+        return ', '.join(parts + result.notes)
+
 
 def _print_rows(texts):
     from moddepth_jax.training.progress import printable
@@ -75,24 +82,11 @@ def _print_rows(texts):
         print(printable(text.decode('utf-8', 'replace')))
 
 
-def _describe(result, progress, seconds):
-    """One line: tokens, speed, and notes on the caches."""
-    parts = [f'{sum(progress.num_tokens)} tokens in {seconds:.1f} s']
-    later = sum(progress.num_tokens[2:])
-    if later:  # the first two steps, of the prompt and of one token, wait for compilation
-        rate = later / (progress.ends[-1] - progress.ends[1])
-        parts.append(f'{rate:.0f} tokens/s once compiled')
-    if any(result.stopped):
-        rows = len(result.stopped)
-        which = 'the document' if rows == 1 else f'{sum(result.stopped)} of {rows}'
-        parts.append(f'{which} ended by itself')
-    return ', '.join(parts + result.notes)
-
-
 def _request(run):
     """The tokenizer, and the arguments of `generate` except the model; raises as it does."""
     from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
     from moddepth_jax.inference.generate import check_request
+    from moddepth_jax.model.transformer import causal_routing, check_causal
 
     tokenizer, prompts = tokenizer_of(run.hparams.data, WORKDIR.value), []
     for text in PROMPT.value:
@@ -109,37 +103,35 @@ def _request(run):
         'top_p': TOP_P.value,
         'seed': SEED.value,
         'num_samples': NUM_SAMPLES.value,
-        'routing': ROUTING.value,
     }
     check_request(run.hparams, **request)
-    return tokenizer, request
+    routing = ROUTING.value or causal_routing(run.hparams)
+    check_causal(run.hparams, routing)
+    return tokenizer, request | {'routing': routing}
 
 
 def _write(run):
-    """Generates; process 0 prints, a single text while it grows."""
+    """Generates; process 0 prints."""
     from moddepth_jax.inference.generate import generate
     from moddepth_jax.training import multihost
 
     tokenizer, request = multihost.run_on_all(lambda: _request(run))
     first, single = multihost.is_leader(), len(PROMPT.value) * NUM_SAMPLES.value == 1
-    if single:
-        bar = contextlib.nullcontext(lambda: None)
-    else:
-        bar = cli.progress_bar('writing', request['num_tokens'])
+    bar = cli.progress_bar('writing', request['num_tokens'], hidden=single)
     begin = time.monotonic()
     with bar as advance:
         progress = _Progress(tokenizer, request['prompts'][0], single and first, advance)
         model = run.state.variables, run.hparams_of_stage
         result = generate(*model, **request, tokenizer=tokenizer, on_tokens=progress)
+    seconds = time.monotonic() - begin
     if not first:
         return
-    seconds = time.monotonic() - begin
     texts = [tokenizer.decode(row) for row in result.tokens]
     if single:
         progress.show(texts[0], final=True)
     else:
         _print_rows(texts)
-    print(_describe(result, progress, seconds), file=sys.stderr)
+    print(progress.describe(result, seconds), file=sys.stderr)
 
 
 def main(_):
@@ -149,12 +141,10 @@ def main(_):
 
     multihost.initialize()
     if MESH.value is None and not multihost.is_initialized():
-        _write(cli.load_saved_run(WORKDIR.value))
-        return
+        return _write(cli.load_saved_run(WORKDIR.value))
     # Rows need not divide over it.
-    run = cli.load_saved_run(
-        WORKDIR.value, lambda hparams: cli.checked_mesh(hparams, MESH.value or '')
-    )
+    mesh_of = functools.partial(cli.checked_mesh, text=MESH.value or '')
+    run = cli.load_saved_run(WORKDIR.value, mesh_of)
     with jax.set_mesh(run.state.step.sharding.mesh):
         _write(run)
 

@@ -6,10 +6,9 @@
   python -m launch.gpu --out=results/gpu/h200 --report
   python -m launch.gpu --toy --out=/tmp/toy                      # a rehearsal on a CPU
 
-Every case runs in a child process with a time limit and adds one line to OUT/results.jsonl when it
-ends. A case that crashes, hangs or is wrong costs only itself, and the times of a kernel that is
-wrong. The same command continues where it stopped, on another machine too if it has the file.
-docs/gpu.md has the full procedure, also for a machine without a network.
+Every case runs in a child process with a time limit and adds one line to OUT/results.jsonl; one
+that crashes, hangs or is wrong costs only itself and the times of a wrong kernel. The same command
+continues where it stopped. docs/gpu.md has the procedure, also for a machine without a network.
 """
 
 import pathlib
@@ -24,21 +23,13 @@ from launch import cli
 BEGIN = time.monotonic()
 OUT = flags.DEFINE_string('out', None, 'Directory of the results. Default: results/gpu/GPU.')
 CASES = flags.DEFINE_list('cases', [], 'Run only cases whose names contain one of these.')
-DEADLINE = flags.DEFINE_float(
-    'deadline', None, 'Seconds after which nothing runs any more; no case starts that needs longer.'
-)
-AGAIN = flags.DEFINE_boolean(
-    'again', False, 'Repeat cases whose result is of other code; with --cases: all that are chosen.'
-)
+DEADLINE = flags.DEFINE_float('deadline', None, 'Seconds after which nothing runs any more.')
+AGAIN = flags.DEFINE_boolean('again', False, 'Repeat results of other code, or all of --cases.')
 LIST = flags.DEFINE_boolean('list', False, 'Print the cases with their seconds and exit.')
-REPORT = flags.DEFINE_boolean('report', False, 'Write table.md, plots and claims.json into --out.')
+REPORT = flags.DEFINE_boolean('report', False, 'Write table.md and claims.json into --out.')
 TOY = flags.DEFINE_boolean('toy', False, 'Some cases of each kind at toy size, on the CPU.')
-TIME_ALL = flags.DEFINE_boolean(
-    'time_all', False, 'Time kernels of which a case was wrong, too, if right at the timed size.'
-)
-INJECT = flags.DEFINE_list(
-    'inject', [], 'crash:CASE, hang:CASE or wrong:CASE, to test that only these cases are lost.'
-)
+TIME_ALL = flags.DEFINE_boolean('time_all', False, 'Time kernels of which another case was wrong.')
+INJECT = flags.DEFINE_list('inject', [], 'Faults, as a test: crash:CASE, hang:CASE or wrong:CASE.')
 LIMIT = flags.DEFINE_float('limit', None, 'Seconds of each case, in place of its own limit.')
 
 

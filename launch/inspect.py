@@ -22,9 +22,7 @@ WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.', required
 TEXT = flags.DEFINE_string('text', None, 'A file, - for stdin, or the text itself.', required=True)
 OUT = flags.DEFINE_string('out', None, 'Directory for page, numbers and pictures.', required=True)
 ROUTING = cli.define_routing('top_c (looks at the future), aux_loss, predictor, threshold or dense')
-LANGUAGE = flags.DEFINE_enum(
-    'language', 'auto', ['auto', 'python', 'prose'], 'Of the text, for the kinds of tokens.'
-)
+LANGUAGE = flags.DEFINE_enum('language', 'auto', ['auto', 'python', 'prose'], 'Of the text.')
 MAX_TOKENS = flags.DEFINE_integer('max_tokens', 5000, 'Of the text, to show.', lower_bound=1)
 FILES = ('routing.html', 'routing.json', 'routing.png', 'depth_mass.png', 'depth_mass.json')
 STRIP = 128  # tokens across the picture
@@ -34,8 +32,6 @@ MAX_DRAWN = 1024  # tokens in the picture
 def _read_text():
     """The bytes of --text, and what to call it."""
     value = TEXT.value
-    if not value:
-        raise ValueError('--text=: is empty; must be a file, - or a text')
     if value == '-':
         return sys.stdin.buffer.read(), 'stdin'
     if os.path.isdir(value):
@@ -49,25 +45,16 @@ def _read_text():
 
 
 def _printable(name):
-    """A file's name, which may be of any bytes."""
     return printable(os.fsencode(name).decode('utf-8', 'replace'))
-
-
-def _checked_out():
-    from moddepth_jax.training.run_dir import CONFIG_FILE
-
-    out = pathlib.Path(OUT.value)
-    if out.exists() and not out.is_dir():
-        raise ValueError(f'--out={out}: is a file; must be a directory')
-    if (out / CONFIG_FILE).exists():
-        right = 'must be another, as a run has pictures of its own'
-        raise ValueError(f'--out={out}: is the directory of a run; {right}')
-    return out
 
 
 def _measure(run, text, name, out):
     """The content of routing.json, the Inspection, and the DepthMass of a model with slots."""
+    import numpy as np
+
+    from moddepth_jax.analysis.depth_mass import depth_mass
     from moddepth_jax.analysis.inspection import inspect_tokens
+    from moddepth_jax.analysis.report import DEPTH_TOKENS
     from moddepth_jax.analysis.routing_page import page_data
     from moddepth_jax.analysis.token_classes import guess_language, token_classes
     from moddepth_jax.data.pipeline import token_stream
@@ -85,7 +72,13 @@ def _measure(run, text, name, out):
     windows = -(-len(tokens_N) // hparams.data.sequence_length)
     with cli.progress_bar('inspecting', windows) as advance:
         inspection = inspect_tokens(variables, hparams, tokens_N, tokenizer, routing, advance)
-    mass, measured = _depth_mass(variables, hparams, tokens_N, routing)
+    mass, measured = None, 0
+    if hparams.model.depth.slots_per_layer:  # of the complete windows, or of a shorter text
+        length = min(hparams.data.sequence_length, len(tokens_N))
+        rows = max(1, min(len(tokens_N), DEPTH_TOKENS) // length)
+        tokens_BT = tokens_N[: rows * length].reshape(rows, length).astype(np.int32)
+        batch = {'tokens_BT': tokens_BT, 'segment_ids_BT': np.ones_like(tokens_BT)}
+        mass, measured = depth_mass(variables, hparams, batch, routing), tokens_BT.size
     names = {
         'run': _printable(pathlib.Path(WORKDIR.value).resolve().name),
         'step': run.step,
@@ -100,25 +93,6 @@ def _measure(run, text, name, out):
     return data, inspection, mass
 
 
-def _depth_mass(variables, hparams, tokens_N, routing):
-    """The DepthMass of the complete windows, or of a shorter text, and how many tokens it read.
-
-    Of a model without slots None and 0.
-    """
-    if not hparams.model.depth.slots_per_layer:
-        return None, 0
-    import numpy as np
-
-    from moddepth_jax.analysis.depth_mass import depth_mass
-    from moddepth_jax.analysis.report import DEPTH_TOKENS
-
-    length = min(hparams.data.sequence_length, len(tokens_N))
-    rows = max(1, min(len(tokens_N), DEPTH_TOKENS) // length)
-    tokens_BT = tokens_N[: rows * length].reshape(rows, length).astype(np.int32)
-    batch = {'tokens_BT': tokens_BT, 'segment_ids_BT': np.ones_like(tokens_BT)}
-    return depth_mass(variables, hparams, batch, routing), tokens_BT.size
-
-
 def _write(out, inspection, hparams, data, mass):
     """Writes all files; removes pictures of an earlier inspection that this model lacks."""
     from moddepth_jax.analysis import heatmaps
@@ -131,8 +105,7 @@ def _write(out, inspection, hparams, data, mass):
     if hparams.model.routed_layers:
         grid_LT = heatmaps.routing_grid(record.top_c_BT, record.selected_BT, hparams)
         grid_LT, pieces = grid_LT[:, :MAX_DRAWN], inspection.pieces[:MAX_DRAWN]
-        all_drawn = len(pieces) == len(inspection.pieces)
-        what = 'tokens' if all_drawn else f'the first {len(pieces):,} tokens'
+        what = f'the first {MAX_DRAWN:,} tokens' if inspection.pieces[MAX_DRAWN:] else 'tokens'
         title = f'{about["run"]}: routing of {about["text"]} by {about["routing"]}'
         heatmaps.plot_routing(grid_LT, pieces, title, out / 'routing.png', what, STRIP)
     if mass is not None:
@@ -147,12 +120,12 @@ def _write(out, inspection, hparams, data, mass):
 
 def _describe(out, data):
     totals, about = data['totals'], data['about']
-    windows = f'{about["windows"]} window{"s" if about["windows"] > 1 else ""}'
+    windows = f'{about["windows"]} window{"s" * (about["windows"] > 1)}'
     parts = [f'{totals["tokens"]:,} tokens of {about["text"]} in {windows}']
     if totals['loss'] is not None:
         parts.append(f'loss {totals["loss"]:.4f} nats a token')
     if about['routed']:
-        looks = ', which looks at the future' if about['looks_ahead'] else ''
+        looks = ', which looks at the future' * about['looks_ahead']
         parts.append(f'by {about["routing"]}{looks}')
         parts.append(f'{totals["enter_none"]:.1%} skip every routed block')
     else:
@@ -163,10 +136,17 @@ def _describe(out, data):
 
 
 def main(_):
+    from moddepth_jax.training.run_dir import CONFIG_FILE
+
     text, name = _read_text()
     if not text:
         raise ValueError(f'--text={TEXT.value}: is empty; must hold one character at least')
-    out = _checked_out()
+    out = pathlib.Path(OUT.value)
+    if out.exists() and not out.is_dir():
+        raise ValueError(f'--out={out}: is a file; must be a directory')
+    if (out / CONFIG_FILE).exists():
+        right = 'must be another, as a run has pictures of its own'
+        raise ValueError(f'--out={out}: is the directory of a run; {right}')
     run = cli.load_saved_run(WORKDIR.value)
     # Measured first: an error leaves the files of an earlier inspection as they are.
     data, inspection, mass = _measure(run, text, name, out)

@@ -1,15 +1,11 @@
 """Trains dense and routed models at equal FLOPs and draws the results; resumes where it stopped.
 
 python -m launch.isoflop --config=configs/study.py --budgets=6e11,2e12 --sizes=4x64,8x64,4x128
-python -m launch.isoflop --config=configs/study.py --budgets=2e12 --sizes=4x64 --variants=dense,mod
 python -m launch.isoflop --config=configs/moda.py --steps=600 --sizes=8x64 --variants=dense,moda
 python -m launch.isoflop --config=configs/study.py --budgets=2e12 --sizes=4x64 --dry_run
 
-The learning rate is tuned first, with the dense model at the smallest budget, for each width; then
-dense, shallow and mod train at every size of every budget, the other variants at the best size of
-mod, and at the largest budget all of them with every seed. A finished run is never repeated.
---processes=2 trains two at a time on this machine; --shard=0/4, 1/4, .. share the runs among hosts
-that see one --workdir; the first of them writes study.json, figures and study.html there.
+docs/isoflop.md says what trains. A finished run is never repeated. --shard=0/4, 1/4, .. share the
+runs among hosts that see one --workdir; the first writes study.json, figures and study.html there.
 """
 
 import pathlib
@@ -24,14 +20,10 @@ BUDGETS = flags.DEFINE_list('budgets', [], 'Training FLOPs of a run, such as 6e1
 STEPS = flags.DEFINE_list('steps', [], 'Instead of --budgets: steps of a run, such as 600.')
 SIZES = flags.DEFINE_list('sizes', None, 'LAYERSxWIDTH, such as 4x64,8x64.', required=True)
 VARIANTS = flags.DEFINE_list(
-    'variants',
-    ['dense', 'shallow', 'mod', 'random'],
-    'What is compared: names in moddepth_jax/studies/plan.py.',
+    'variants', ['dense', 'shallow', 'mod', 'random'], 'Names in moddepth_jax/studies/plan.py.'
 )
 SEEDS = flags.DEFINE_list('seeds', ['0'], 'All at the largest budget, the first elsewhere.')
-LEARNING_RATES = flags.DEFINE_list(
-    'learning_rates', [], "Tried for each width, such as 0.002,0.004. Default: the config's own."
-)
+LEARNING_RATES = flags.DEFINE_list('learning_rates', [], 'Tried for each width. Default: own.')
 PROCESSES = flags.DEFINE_integer('processes', 1, 'Runs at a time on this machine.', lower_bound=1)
 SHARD = flags.DEFINE_string('shard', '0/1', 'I/N: which of N equal shares of the runs to train.')
 DRY_RUN = flags.DEFINE_boolean('dry_run', False, 'Print the plan and exit; nothing is written.')
@@ -82,15 +74,10 @@ def main(_):
     runner.share_threads(PROCESSES.value)
     config = StudyConfig(flag.config_filename, flag.override_values, study.kind)
     workdir = pathlib.Path(WORKDIR.value or pathlib.Path('runs') / cli.config_name())
-    description = {
-        'kind': study.kind,
-        'config': flag.config_filename,
-        'overrides': flag.override_values,
-    }
-    plan = Plan(study, config.shallower)
-    study_runner = runner.StudyRunner(
-        workdir, plan, config.hparams, description, cli.enable_compilation_cache
-    )
+    description = {'kind': study.kind, 'config': flag.config_filename}
+    description['overrides'] = flag.override_values
+    plan, cache = Plan(study, config.shallower), cli.enable_compilation_cache
+    study_runner = runner.StudyRunner(workdir, plan, config.hparams, description, cache)
     return study_runner.run(shard, PROCESSES.value, DRY_RUN.value, DRAW_ONLY.value)
 
 

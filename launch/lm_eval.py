@@ -5,17 +5,15 @@ python -m launch.lm_eval --workdir=runs/moda --tasks=moda --json=moda.json
 python -m launch.lm_eval --workdir=runs/moda --tasks=my_task --include_path=my_tasks --num_fewshot=2
 
 A task is one of the harness's own, one of a folder of yaml files, or a yaml file; groups and tags
-stand for their tasks, moda for the ten of the paper on Mixture-of-Depths Attention. Data sets come
-from the Hugging Face Hub or from the cache that HF_HOME names; without a network a task needs data
-in that cache or in local files (dataset_path: json). Tasks run one after the other, and --json is
-written after each. The model has to fit the first device.
+stand for their tasks, moda for the ten of the MoDA paper. Data comes from the Hugging Face Hub, the
+cache that HF_HOME names, or local files (dataset_path: json). Tasks run one after the other, and
+--json is written after each. The model has to fit the first device.
 
 Needs lm-evaluation-harness: pip install 'moddepth-jax[lm_eval]'
 """
 
 import contextlib
 import importlib.util
-import json
 import logging
 import os
 import pathlib
@@ -25,23 +23,13 @@ from absl import flags
 from launch import cli
 
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.', required=True)
-TASKS = flags.DEFINE_list(
-    'tasks', None, 'Tasks, groups, tags or yaml files; moda: ten of the MoDA paper.', required=True
-)
-INCLUDE_PATH = flags.DEFINE_list(
-    'include_path', [], "Folders of task yaml files, which have precedence over the harness's own."
-)
-NUM_FEWSHOT = flags.DEFINE_integer(
-    'num_fewshot', None, 'Examples before a question. Default: as the task says.', lower_bound=0
-)
+TASKS = flags.DEFINE_list('tasks', None, 'Tasks, groups, tags or yaml files.', required=True)
+INCLUDE_PATH = flags.DEFINE_list('include_path', [], 'Folders of task yaml files, read first.')
+NUM_FEWSHOT = flags.DEFINE_integer('num_fewshot', None, 'Default: as the task says.', lower_bound=0)
 LIMIT = flags.DEFINE_float('limit', None, 'First documents of each task; below 1 a share of them.')
-BATCH_SIZE = flags.DEFINE_integer(
-    'batch_size', 32, 'Rows that run together; changes speed and memory only.', lower_bound=1
-)
+BATCH_SIZE = flags.DEFINE_integer('batch_size', 32, 'Rows that run together.', lower_bound=1)
 ROUTING = cli.define_routing('aux_loss, predictor, threshold or dense')
-SEED = flags.DEFINE_integer(
-    'seed', 1234, 'Of examples and draws.', lower_bound=0, upper_bound=2**31
-)
+SEED = flags.DEFINE_integer('seed', 1234, 'Of all draws.', lower_bound=0, upper_bound=2**31)
 JSON = flags.DEFINE_string('json', None, 'File for the results; - for stdout, and nothing else.')
 
 OWN_TASKS = pathlib.Path(__file__).parent / 'lm_eval_tasks'
@@ -52,10 +40,8 @@ _BARS = ('TQDM_DISABLE', 'HF_DATASETS_DISABLE_PROGRESS_BARS', 'HF_HUB_DISABLE_PR
 def _import():
     """The modules that need lm_eval, with its logs and progress bars turned off."""
     if importlib.util.find_spec('lm_eval') is None:
-        raise ValueError(
-            '--tasks: lm-evaluation-harness is not installed; '
-            "run: pip install 'moddepth-jax[lm_eval]'"
-        )
+        right = "run: pip install 'moddepth-jax[lm_eval]'"
+        raise ValueError(f'--tasks: lm-evaluation-harness is not installed; {right}')
     for name in _BARS:
         os.environ.setdefault(name, '1')
     from moddepth_jax.inference import harness, harness_tasks
@@ -77,15 +63,7 @@ def _run(tasks, lm, report, file):
         report['cut'] = lm.num_cut
         report['groups'] = tasks.group_results(report['results'])
         if file is not None:
-            file.seek(0)
-            file.truncate()
-            print(_as_json(report), file=file, flush=True)
-
-
-def _as_json(report):
-    from moddepth_jax.training.summary import replace_nonfinite
-
-    return json.dumps(replace_nonfinite(report), indent=2, default=str, allow_nan=False)
+            cli.write_json(report, file)
 
 
 def _print(report, tasks):
@@ -94,8 +72,8 @@ def _print(report, tasks):
 
     groups = [name for name, values in report['groups'].items() if 'sample_len' in values]
     hidden = set().union(*map(tasks.members, groups))
-    shown = report['results'] | report['groups']
-    shown = {name: values for name, values in shown.items() if name not in hidden}
+    every = report['results'] | report['groups']
+    shown = {name: values for name, values in every.items() if name not in hidden}
     print(f'{report["workdir"]}, step {report["step"]} of {report["num_steps"]}')
     print(make_table({**report, 'results': shown}))
     print(f'routing {report["routing"]}, context of {report["context"]} tokens')
@@ -108,9 +86,7 @@ def _print(report, tasks):
 
 
 def main(_):
-    """Runs the tasks, and shows the finished ones even if one fails."""
     from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
-    from moddepth_jax.model.transformer import causal_routing, check_causal
 
     if LIMIT.value is not None and not LIMIT.value > 0:
         raise ValueError(f'--limit={LIMIT.value:g}: must be above 0')
@@ -118,14 +94,12 @@ def main(_):
     import lm_eval
 
     run = cli.load_saved_run(WORKDIR.value)
-    hparams = run.hparams_of_stage
-    routing = ROUTING.value or causal_routing(hparams)
-    check_causal(hparams, routing)
+    tokenizer = tokenizer_of(run.hparams.data, WORKDIR.value)
+    how = {'batch_size': BATCH_SIZE.value, 'routing': ROUTING.value, 'seed': SEED.value}
+    model = run.state.variables, run.hparams_of_stage
+    lm = harness.HarnessLM(*model, tokenizer, bar=cli.progress_bar, **how)
     with cli.progress_bar('reading the list of tasks', 1):
         tasks = harness_tasks.HarnessTasks(TASKS.value, [str(OWN_TASKS), *INCLUDE_PATH.value])
-    tokenizer = tokenizer_of(hparams.data, WORKDIR.value)
-    how = {'batch_size': BATCH_SIZE.value, 'routing': routing, 'seed': SEED.value}
-    lm = harness.HarnessLM(run.state.variables, hparams, tokenizer, bar=cli.progress_bar, **how)
     report = {
         'workdir': WORKDIR.value,
         'step': run.step,
@@ -135,7 +109,7 @@ def main(_):
         'tasks': TASKS.value,
         'num_fewshot': NUM_FEWSHOT.value,
         'limit': LIMIT.value,
-        **how,
+        **(how | {'routing': lm.routing}),
         'lm_eval_version': lm_eval.__version__,
         'cut': 0,
         'results': {},
@@ -146,7 +120,7 @@ def main(_):
             _run(tasks, lm, report, file)
         finally:
             if JSON.value == '-':
-                print(_as_json(report))
+                cli.write_json(report, None)
             elif report['results']:
                 _print(report, tasks)
 

@@ -6,14 +6,11 @@ python -m launch.prepare --input='a/*.parquet,b/*.jsonl' --text_field=content \\
     --output=data/ab --tokenizer=llama/tokenizer.json
 
 A document is a .txt file, a line of .jsonl, a row of .parquet or a record of .arrayrecord (a JSON
-object, or the text itself), in UTF-8, plain or compressed (.gz, .zst). Memory stays flat however
-large the input is; a document has to fit in it. While it runs, the output takes about twice the
-space of its tokens.
+object, or the text itself), in UTF-8, plain or compressed (.gz, .zst). Memory holds one document
+at a time, and the disk about twice the tokens.
 
-After a kill or an interruption the same command continues. A row that cannot be read ends it with
-file, row and what to do; correct the file and run the same command: only that file is done again.
-A new start is needed only if bpe:N was already trained.
-The result does not depend on --processes.
+After a kill, an interruption, or the correction of a file that could not be read, the same command
+continues, unless bpe:N was trained on such a file. The result does not depend on --processes.
 """
 
 import contextlib
@@ -28,42 +25,22 @@ from absl import flags
 from launch import cli
 from moddepth_jax.training.progress import format_count, format_seconds, printable
 
-INPUT = flags.DEFINE_list(
-    'input', None, 'Globs of files, comma-separated; ** stands for folders.', required=True
-)
-OUTPUT = flags.DEFINE_string(
-    'output', None, 'Directory for the prepared text, new or unfinished.', required=True
-)
-TOKENIZER = flags.DEFINE_string(
-    'tokenizer', 'bytes', 'bytes; bpe:N, trained here; a tokenizer.json; a SentencePiece .model.'
-)
-SEPARATOR = flags.DEFINE_string(
-    'separator', None, "Token that starts a document, as '<s>'. Default: as the tokenizer says."
-)
-TEXT_FIELD = flags.DEFINE_string(
-    'text_field', 'text', 'Field or column of the text in .jsonl, .parquet and .arrayrecord.'
-)
-HELD_OUT_FRACTION = flags.DEFINE_float(
-    'held_out_fraction', 0.05, 'Of the documents, for evaluation; chosen by the hash of the name.'
-)
+INPUT = flags.DEFINE_list('input', None, 'Globs of files; ** stands for folders.', required=True)
+OUTPUT = flags.DEFINE_string('output', None, 'Directory, new or unfinished.', required=True)
+TOKENIZER = flags.DEFINE_string('tokenizer', 'bytes', 'bytes; bpe:N, trained here; or a file.')
+SEPARATOR = flags.DEFINE_string('separator', None, "Token that starts a document, as '<s>'.")
+TEXT_FIELD = flags.DEFINE_string('text_field', 'text', 'Field or column of the text.')
+HELD_OUT_FRACTION = flags.DEFINE_float('held_out_fraction', 0.05, 'Of the documents.')
 PROCESSES = flags.DEFINE_integer('processes', None, 'Default: one per core.', lower_bound=1)
-BPE_BYTES = flags.DEFINE_integer(
-    'bpe_bytes', 50_000_000, 'Of text, about, from all over it, for bpe:N.', lower_bound=1
-)
+BPE_BYTES = flags.DEFINE_integer('bpe_bytes', 50_000_000, 'Of text, for bpe:N.', lower_bound=1)
 SKIP_BAD = flags.DEFINE_boolean('skip_bad', False, 'Leave out and count what cannot be read.')
-PART_BYTES = flags.DEFINE_integer(
-    'part_bytes', 16 << 20, 'Of text, about, that a kill may lose in each process.', lower_bound=1
-)
+PART_BYTES = flags.DEFINE_integer('part_bytes', 16 << 20, 'Of text, lost by a kill.', lower_bound=1)
 
-_PLAIN_SECONDS = 10.0  # between lines of progress where there is no terminal
+_SECONDS = 10.0  # between lines of progress
 
 
 class _Progress:
-    """Shows the progress of each phase on stderr.
-
-    Attributes:
-      tokenized: bytes of the input that this start turned into tokens.
-    """
+    """Prints lines on stderr in each phase; `tokenized` counts bytes that this start tokenized."""
 
     def __init__(self):
         self.tokenized = 0
@@ -71,46 +48,25 @@ class _Progress:
     @contextlib.contextmanager
     def phase(self, what, total, done=0):
         """As `prepare` takes it; an earlier start did `done` bytes of the total."""
-        import rich.console
-        import rich.progress as bars
+        start = shown = time.monotonic()
+        before = done
+        if done:
+            print(f'{what}: {_size(done)} of {_size(total)} were done before', file=sys.stderr)
 
-        console = rich.console.Console(stderr=True, highlight=False)
-        columns = (
-            bars.TextColumn(f'{what:9}', markup=False),
-            bars.BarColumn(),
-            bars.DownloadColumn(),
-            bars.TransferSpeedColumn(),
-            bars.TimeRemainingColumn(),
-        )
-        if console.is_terminal:
-            with bars.Progress(*columns, console=console, transient=True) as progress:
-                task = progress.add_task(what, total=total or None, completed=done)
-                yield lambda num_bytes: progress.advance(task, num_bytes)
-        else:
-            yield _line_printer(what, total, done)
+        def advance(num_bytes):
+            nonlocal done, shown
+            done += num_bytes
+            now = time.monotonic()
+            if now - shown < _SECONDS or done <= before:
+                return
+            shown, rate = now, (done - before) / (now - start)
+            left = format_seconds((total - done) / rate)
+            line = f'{what}: {_size(done)} of {_size(total)}, {_size(rate)}/s, {left} left'
+            print(line, file=sys.stderr, flush=True)
+
+        yield advance
         if what == 'tokens':
-            self.tokenized = total - done
-
-
-def _line_printer(what, total, done):
-    """A function of the bytes that are new, which sometimes prints a line on stderr."""
-    start = shown = time.monotonic()
-    before = done
-    if done:
-        print(f'{what}: {_size(done)} of {_size(total)} were done before', file=sys.stderr)
-
-    def advance(num_bytes):
-        nonlocal done, shown
-        done += num_bytes
-        now = time.monotonic()
-        if now - shown < _PLAIN_SECONDS or done <= before:
-            return
-        shown, rate = now, (done - before) / (now - start)
-        left = format_seconds((total - done) / rate)
-        line = f'{what}: {_size(done)} of {_size(total)}, {_size(rate)}/s, {left} left'
-        print(line, file=sys.stderr, flush=True)
-
-    return advance
+            self.tokenized = total - before
 
 
 def _size(num_bytes):
@@ -142,23 +98,19 @@ def _print_summary(store, seconds, tokenized):
 
     tokenizer = store.tokenizer
     _show(f'{store.directory}: {tokenizer["vocab_size"]:,} ids of {tokenizer["name"]}')
-    sides = {'train': store.train, 'held out': store.held_out}
-    rows = {
-        side: [f'{counts[key]:,}' for key in ('documents', 'tokens', 'bytes')]
-        + [f'{counts["bytes"] / max(1, counts["tokens"] - counts["documents"]):.2f}']
-        for side, counts in sides.items()
-    }
+    rows = {}
+    for side, counts in (('train', store.train), ('held out', store.held_out)):
+        num_bytes, documents, tokens = (counts[key] for key in ('bytes', 'documents', 'tokens'))
+        share = f'{num_bytes / max(1, tokens - documents):.2f}'
+        rows[side] = [f'{documents:,}', f'{tokens:,}', f'{num_bytes:,}', share]
     cli.show(cli.table(rows, '', 'documents', 'tokens', 'bytes', 'bytes a token'))
     for reason, entry in store.skipped.items():
         _show(f'left out, {reason}: {entry["count"]:,}, such as {entry["first"][0]}')
     if tokenized:
         took = format_seconds(seconds) if seconds >= 10 else f'{seconds:.1f}s'
         _show(f'{_size(tokenized)} in {took}: {tokenized / seconds / 1e6:.2f} MB/s')
-    knobs = {
-        'data.source': shlex.quote(str(store.directory)),
-        'data.tokenizer': 'prepared',
-        'model.vocab_size': tokenizer['vocab_size'],
-    }
+    knobs = {'data.source': shlex.quote(str(store.directory)), 'data.tokenizer': 'prepared'}
+    knobs['model.vocab_size'] = tokenizer['vocab_size']
     if store.held_out_fraction != base.get_config().data.held_out_fraction:
         knobs['data.held_out_fraction'] = store.held_out_fraction
     words = ' '.join(f'--config.{name}={value}' for name, value in knobs.items())

@@ -8,34 +8,30 @@ from launch import config_file
 from moddepth_jax.hparams import Hparams, from_config
 from moddepth_jax.studies.plan import VARIANTS, Planned, nearest_depth
 
+_VARIED = (
+    *('routing.router', 'routing.layers', 'routing.capacity'),
+    *('experts.choice', 'depth.stream', 'depth.slots'),
+)
 SET_BY_STUDY = {  # knobs that a study sets, and the flag that they follow from
     'seed': '--seeds',
     'flop_budget': '--budgets',
     'training.num_steps': '--steps',
     'optimizer.learning_rate': '--learning_rates',
-    'model.num_layers': '--sizes',
-    'model.d_model': '--sizes',
-    'model.routing.router': '--variants',
-    'model.routing.layers': '--variants',
-    'model.routing.capacity': '--variants',
-    'model.experts.choice': '--variants',
-    'model.depth.stream': '--variants',
-    'model.depth.slots': '--variants',
+    **dict.fromkeys(('model.num_layers', 'model.d_model'), '--sizes'),
+    **{f'model.{name}': '--variants' for name in _VARIED},
 }
-_ANY_BUDGET = {'flops': 1e30, 'steps': 1}  # the FLOPs of one step do not depend on it
 
 
 class StudyConfig:
     """Builds the config of a run from `spec`, FILE.py or FILE.py:TEXT.
 
-    The config takes size= and, by `kind` (flops or steps), budget= or steps=. `overrides` are knobs
-    of the command line, by dotted name. Raises ValueError for one that the study sets.
+    `overrides` are knobs of the command line, by dotted name; `kind` is flops or steps. Raises
+    ValueError for a knob that the study sets.
     """
 
     def __init__(self, spec: str, overrides: dict, kind: str):
         self._path, _, self._text = spec.partition(':')
-        self._overrides = dict(overrides)
-        self._shallower, self._any_budget = {}, _ANY_BUDGET[kind]
+        self._overrides, self._shallower = dict(overrides), {}
         self._argument = {'flops': 'budget', 'steps': 'steps'}[kind]
         for name, flag in SET_BY_STUDY.items():
             if name in overrides:
@@ -82,8 +78,9 @@ class StudyConfig:
         """The dense size of the same width whose forward pass costs nearest to that of MoD."""
         from moddepth_jax.model.flops import train_step_flops
 
-        def flops(variant, size):
-            return train_step_flops(from_config(self.config(variant, size, self._any_budget)))
+        def flops(variant, size):  # of one step, which do not depend on the budget
+            budget = 1 if self._argument == 'steps' else 1e30
+            return train_step_flops(from_config(self.config(variant, size, budget)))
 
         if size not in self._shallower:
             flops_of_mod = flops('mod', size)
@@ -110,10 +107,10 @@ def _matching_d_ff(config, other):
 
 
 def counted_flops() -> dict[str, dict]:
-    """FLOPs of one row's forward pass for the shapes of the MoDA paper, for `judges.Evidence`.
+    """FLOPs of a row's forward pass in the shapes of the MoDA paper, for `judges.Evidence`.
 
-    By shape: `length` of the row and, for the `dense` model and for `moda` with mlp slots, FLOPs
-    `halved`, where causal attention counts the visible pairs only, and `full`, where it counts all.
+    By shape: `length` of the row and, of `dense` and `moda`, FLOPs with causal attention `halved`
+    (visible pairs only) and `full`.
     """
     from configs import moda_1b5, moda_48l, moda_700m
     from moddepth_jax.model.flops import forward_breakdown

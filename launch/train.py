@@ -2,7 +2,6 @@
 
 python -m launch.train --config=configs/mod_isoflop.py
 python -m launch.train --config=configs/mod_isoflop.py:size=8x192,budget=1e14 --workdir=runs/big
-python -m launch.train --config=configs/tiny.py --config.model.num_layers=4
 python -m launch.train --config=configs/mod_isoflop.py --mesh=data=2,fsdp=2,tensor=2
 python -m launch.train --config=configs/moda_1b5.py --mesh=data=8,fsdp=32 --dry_run
 python -m launch.train --config=configs/tiny.py --workdir=runs/traced --profile=20:25
@@ -21,22 +20,10 @@ from launch import cli, dry_run
 
 CONFIG = cli.define_config()
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run. Default: runs/NAME.')
-MESH = flags.DEFINE_string(
-    'mesh',
-    '',
-    'Devices by axis, such as data=4 or data=2,fsdp=4. data splits the rows of a batch; fsdp the '
-    'rows too, and parameters; tensor heads, d_ff and vocabulary; expert rows and experts. '
-    'Default: all devices, as data.',
-)
-DRY_RUN = flags.DEFINE_boolean(
-    'dry_run', False, 'Compile for --mesh of fake devices, print memory, FLOPs, collectives, exit.'
-)
-PROFILE = flags.DEFINE_string(
-    'profile', None, 'START:STOP, as 20:25: trace steps for XProf or Perfetto to WORKDIR/profile.'
-)
-WANDB = flags.DEFINE_string(
-    'wandb', '', 'Project of Weights & Biases that gets the metrics too; needs the extra [wandb].'
-)
+MESH = flags.DEFINE_string('mesh', '', 'Devices by axis, as data=2,fsdp=4. Default: all, as data.')
+DRY_RUN = flags.DEFINE_boolean('dry_run', False, 'Compile for fake devices, print costs, exit.')
+PROFILE = flags.DEFINE_string('profile', None, 'START:STOP, as 20:25: steps for WORKDIR/profile.')
+WANDB = flags.DEFINE_string('wandb', '', 'Project of Weights & Biases; needs the extra [wandb].')
 flags.adopt_module_key_flags(dry_run)
 
 

@@ -3,9 +3,8 @@
 python -m launch.wheels --installed=docs/gpu_machine.txt --out=wheels
 python -m launch.wheels --installed=docs/gpu_machine.txt --dry_run
 
---installed is what `pip list` or `pip freeze` prints on that machine, or names alone, a line each.
-Requirements and versions are those of what is installed here. JAX, its CUDA plugin and Triton are
-never carried.
+--installed is what `pip list` or `pip freeze` prints there, or names alone, a line each. Versions
+are those that are installed here. JAX, its CUDA plugin and Triton are never carried.
 """
 
 import pathlib
@@ -18,14 +17,10 @@ from packaging.utils import canonicalize_name
 from launch import cli
 from moddepth_jax.benchmarks import wheels
 
-INSTALLED = flags.DEFINE_string(
-    'installed', None, 'File with the packages of that machine, a line each.', required=True
-)
+INSTALLED = flags.DEFINE_string('installed', None, 'Packages of that machine.', required=True)
 OUT = flags.DEFINE_string('out', 'wheels', 'Directory for the wheels.')
 PYTHON = flags.DEFINE_string('python', '3.12', 'Version of Python on that machine.')
-PINS = flags.DEFINE_list(
-    'pins', [], 'NAME==VERSION in place of the version that is installed here.'
-)
+PINS = flags.DEFINE_list('pins', [], 'NAME==VERSION in place of the version installed here.')
 DRY_RUN = flags.DEFINE_boolean('dry_run', False, 'Print the list and download nothing.')
 
 

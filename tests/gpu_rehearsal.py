@@ -67,32 +67,13 @@ def without_network():
     return words if allowed else []
 
 
-def gpu(folder, *arguments, carried=True):
+def gpu(folder, *arguments):
     """Runs launch.gpu --toy in the environment; returns (status, output, seconds)."""
-    env = {name: value for name, value in os.environ.items() if name != 'PYTHONPATH'}
-    env |= {'PYTHONPATH': str(folder / 'site')} if carried else {}
+    env = os.environ | {'PYTHONPATH': str(folder / 'site')}
     words = [*without_network(), folder / 'venv/bin/python', '-m', 'launch.gpu', '--toy']
     begin = time.monotonic()
     done = subprocess.run([*words, *arguments], cwd=ROOT, env=env, capture_output=True, text=True)
     return done.returncode, done.stdout + done.stderr, time.monotonic() - begin
-
-
-def rows_of(out):
-    """Lines of the results."""
-    return [json.loads(line) for line in (out / FILE).read_text().splitlines()]
-
-
-def rehearse_without_wheels(folder):
-    """Kernels are tested; what needs a missing package says so, and runs once it is there."""
-    out = folder / 'without_wheels'
-    arguments = [f'--out={out}', '--cases=right/xla,step/124m/dense']
-    status, said, _ = gpu(folder, *arguments, carried=False)
-    found = {row['case']: row['status'] for row in rows_of(out)}
-    assert status == 0 and 'missing: ' in said and 'docs/gpu.md' in said, said
-    assert found == {'right/xla/rows': 'ok', 'step/124m/dense': 'missing'}, found
-    print(said.splitlines()[0])
-    gpu(folder, *arguments)
-    assert {row['case']: row['status'] for row in rows_of(out)}['step/124m/dense'] == 'ok'
 
 
 def rehearse(folder):
@@ -106,7 +87,7 @@ def rehearse(folder):
         total, number = total + seconds, number + 1
         print(f'round {number}: {seconds:.0f} s, {said.strip().splitlines()[-2:]}', flush=True)
         assert seconds < DEADLINE + 20, seconds
-    rows = rows_of(out)
+    rows = [json.loads(line) for line in (out / FILE).read_text().splitlines()]
     final = [row['case'] for row in rows if row['status'] in FINAL]
     assert len(final) == len(set(final)), 'a case has two results'
     latest = {row['case']: row for row in rows}
@@ -114,16 +95,15 @@ def rehearse(folder):
     assert status == 1 and number > 1, (status, number)
     assert lost == {name: status for name, (_, status) in INJECTED.items()}, lost
     skipped = {name: row['reason'] for name, row in latest.items() if row['status'] == 'skipped'}
-    able = [name for name, why in skipped.items() if 'GPU' not in why and 'flash' not in name]
+    able = [n for n, why in skipped.items() if 'GPU' not in why and 'pallas_triton' not in n]
     assert able == NOT_TIMED, skipped
     report, said, _ = gpu(folder, '--report', f'--out={out}')
-    files = sorted(path.name for path in out.iterdir())
-    assert report == 0 and len(files) <= 8, (said, files)
+    assert report == 0, said
     page = (out / 'table.md').read_text()
     assert all(f'**{status}** {name}: ' in page for name, status in lost.items()), page
     cut = sum(row['status'] == 'cut' for row in rows)
     print(f'{len(latest)} cases in {number} rounds, {total:.0f} s: {len(lost)} lost as injected,')
-    print(f'{len(skipped)} skipped, {cut} cut by the deadline and repeated; files: {files}')
+    print(f'{len(skipped)} skipped, {cut} cut by the deadline and repeated')
 
 
 def main():
@@ -136,7 +116,6 @@ def main():
     size = sum(path.stat().st_size for path in carried) / 2**20
     print(f'{len(held)} packages held, {len(carried)} wheels carried, {size:.1f} MiB')
     print('network: ' + ('none' if without_network() else 'could not be taken away'), flush=True)
-    rehearse_without_wheels(folder)
     rehearse(folder)
 
 

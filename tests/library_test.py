@@ -83,27 +83,6 @@ def test_route_is_the_masked_form(causal):
     np.testing.assert_array_equal(np.asarray(y_BTD)[~chosen_BT], X[~chosen_BT])
 
 
-def test_a_causal_rule_sees_no_later_token():
-    """Under `wanted_BT` a change of the last token moves no earlier one; under top-C it may."""
-
-    def run(scores_BT, causal):
-        wanted_BT = scores_BT > 0 if causal else None
-        return moddepth_jax.route(attend, X, scores_BT, C, wanted_BT=wanted_BT).x_BTD
-
-    later_BT = SCORES.copy()
-    later_BT[:, -1] = 9
-    same = [np.array_equal(*(run(r, c)[:, :-1] for r in (SCORES, later_BT))) for c in (True, False)]
-    assert same == [True, False]
-
-
-def test_scores_learn_through_the_gate_alone():
-    """The gradient of a score is that of its gate, and 0 for tokens that are not selected."""
-    loss = lambda r: jnp.sum(moddepth_jax.route(lambda x, tokens: x**2, X, r, C).x_BTD)  # noqa: E731
-    slope_BT = jax.grad(loss)(SCORES)
-    chosen_BT = top_c(SCORES, np.ones((B, T), bool))
-    np.testing.assert_allclose(slope_BT, np.where(chosen_BT, (X**2).sum(-1), 0), rtol=1e-5)
-
-
 @pytest.mark.parametrize('capacity', [0, T + 1])
 def test_capacity_must_lie_in_the_row(capacity):
     for wanted_BT in (None, SCORES > 0):

@@ -79,7 +79,7 @@ def test_sdist_contains_the_packages_and_their_pages(built, sources):
 
 
 def test_metadata(built):
-    """The licence, the README, the Python versions, the extras and the papers."""
+    """The licence, the README, the Python versions and the extras."""
     _, wheel, _ = built
     with zipfile.ZipFile(wheel) as archive:
         text = archive.read(INFO + 'METADATA').decode()
@@ -90,9 +90,6 @@ def test_metadata(built):
     assert metadata.get_payload() == (ROOT / 'README.md').read_text(encoding='utf-8')
     extras = {'test', 'compile', 'gpu', 'notebooks', 'sentencepiece', 'lm_eval', 'wandb'}
     assert set(metadata.get_all('Provides-Extra')) == {name.replace('_', '-') for name in extras}
-    classified = [line for line in metadata.get_all('Classifier') if ':: 3.' in line]
-    assert [line.rsplit(' ', 1)[1] for line in classified] == ['3.11', '3.12', '3.13']
-    assert sum('arxiv.org' in line for line in metadata.get_all('Project-URL')) == 2
     bounds = metadata.get_all('Requires-Dist')
     assert len(bounds) > 15 and all('<' in line and '>' in line for line in bounds)
 

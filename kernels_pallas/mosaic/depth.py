@@ -1,8 +1,4 @@
-"""The depth slots of each query's own token on Hopper, forward and backward.
-
-Scores of an item (see slot_loader) are computed transposed, slots by heads; sections 6 and 7 of
-docs/depth_attention.md.
-"""
+"""Depth slots on Hopper, scores transposed: docs/depth_attention.md, sections 6 and 7."""
 
 import functools
 import itertools
@@ -284,7 +280,6 @@ def _backward(*refs, sizes, buffers, scale, **shared):
 
 
 def _shared(sizes, buffers, sum_dtype):
-    """Shared memory of the backward kernel."""
     dtype, parts = sizes.dtype, sizes.padded_width // CHUNK
     # The narrowest tiles: a product whose depth is that of the heads, 16 at least, takes no wider.
     flat = tiled((parts, sizes.columns, CHUNK), dtype, 32)
@@ -312,11 +307,7 @@ def _shared(sizes, buffers, sum_dtype):
 def depth_backward(
     q_BTNH, do_BTNH, lse_BNT, delta_BNT, slots, sums, window, scale, interpret=False
 ):
-    """As `xla.depth.depth_backward`, of bfloat16 or float16 slots, with dq in their dtype.
-
-    One block has all heads of a slot: it reads each sum, adds to it and writes it back. Nothing is
-    atomic, reruns are equal bit for bit, and a hidden slot's sum is written back as it was.
-    """
+    """As `xla.depth.depth_backward`, of bfloat16 or float16 slots; nothing is atomic."""
     sizes = Sizes.of(q_BTNH, slots, window)
     buffers = Buffers.of(sizes, sums[0].dtype)
     body = functools.partial(_backward, sizes=sizes, buffers=buffers, scale=scale)

@@ -1,8 +1,6 @@
 """Sequence and depth slots of one tile of queries in a single Hopper kernel: one softmax, no merge.
 
-A tile of a warpgroup has 64 rows: 8 tokens times 8 query heads of one key/value head, row 8 t + g.
-Two such tiles share a ring of stages that a third warpgroup fills (fused_body). The online softmax
-of the keys goes on over the slots, in the same accumulators.
+A warpgroup's tile has 64 rows: 8 tokens times 8 query heads of a key/value head, row 8 t + g.
 """
 
 import types
@@ -75,7 +73,6 @@ def _first_keys(ids_BT, tiles):
 
 
 def _operands(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, q_depth_BTNH, slots, slot_window):
-    """The kernel's operands by name; None what the call does not have."""
     batch, length = q_BTNH.shape[:2]
     tiles = body.num_tiles(length)
     groups = tiles * TILES
@@ -107,11 +104,7 @@ def _operands(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, q_depth_BTNH, slots, slot_
 
 
 def fused_forward(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, q_depth_BTNH, slots, static):
-    """Causal attention over the sequence and the slots of each query's own token, in one kernel.
-
-    As in `joint_attention`, of what is not `unsupported`. Returns o_BTNH in q's dtype, and the
-    natural-log logsumexp lse_BNT in float32.
-    """
+    """`joint_attention` of what is not `unsupported`, in one kernel: o_BTNH and lse_BNT."""
     (batch, length, heads, width), dtype = q_BTNH.shape, q_BTNH.dtype
     tiles, octets = body.num_tiles(length), heads // HEADS
     groups = tiles * TILES

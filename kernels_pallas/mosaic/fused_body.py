@@ -1,9 +1,8 @@
 """The body of the fused Hopper kernel: what its memory and its compute warpgroups do.
 
-A stage of the ring has 128 rows: keys or values of the sequence, which both tiles of a block use;
-or each tile has half of them, 32 slots of each of 2 of its 8 tokens. The scores of 32 slots are
-block-diagonal, as a token's slots meet its own 8 rows only: they fit a tile of 64 columns, 2 tokens
-by 32 slots, to which the products of 4 stages are added, each with all other queries zeroed.
+A stage of the ring has 128 rows: keys or values, which both tiles of a block use; or each tile has
+half of them, 32 slots of each of 2 of its 8 tokens. The scores of 32 slots are a tile of 2 tokens
+by 32 slots, the sum of the products of 4 stages, each with all other queries zeroed.
 """
 
 import collections
@@ -41,7 +40,7 @@ def num_tiles(length):
 
 def tile_of(refs, sizes):
     """The place of a block's first query, and its blocks of keys and chunks of slots."""
-    # Along one axis, since the others of a grid end at 65535.
+    # One axis, as CUDA has 65,535 of the others.
     item, (batches, _, heads, _) = lax.axis_index('item'), refs.q.shape
     octet, rest = lax.rem(item, heads // HEADS), lax.div(item, heads // HEADS)
     batch = lax.rem(rest, batches)
@@ -176,7 +175,6 @@ def _load_queries(refs, shared, tile, token, warpgroup, sizes):
 
 
 def _visible_keys(refs, tile, token, block, sizes):
-    """Visibility [ROWS, KEYS] of a block of keys."""
     shape = (ROWS, KEYS)
     tokens = token + lax.div(_iota(shape, 0), HEADS)
     keys = block * KEYS + _iota(shape, 1)
@@ -244,7 +242,6 @@ def _attend_keys(refs, shared, tile, token, warpgroup, sizes, carry):
 
 
 def _attend_slots(refs, shared, tile, token, warpgroup, sizes, carry):
-    """The slots of the tile's tokens, chunk by chunk."""
     dtype, half = shared.ring.dtype, KEYS // TILES
     queries = (shared.q_depth if sizes.own_query else shared.q).at[warpgroup]
     base = 2 * (tile.end - tile.begin)
@@ -327,8 +324,9 @@ def compute(refs, shared, tile, warpgroup, sizes):
         full(jnp.full((ROWS,), LOWEST, jnp.float32)),
         full(jnp.zeros((ROWS,), jnp.float32)),
     )
-    carry = _attend_keys(refs, shared, tile, token, warpgroup, sizes, carry)
-    acc, highest, total = _attend_slots(refs, shared, tile, token, warpgroup, sizes, carry)
+    for attend in (_attend_keys, _attend_slots):
+        carry = attend(refs, shared, tile, token, warpgroup, sizes, carry)
+    acc, highest, total = carry
     # Otherwise the compiler keeps the addresses of the queries in registers throughout.
     token, warpgroup = lax.optimization_barrier((token, warpgroup))
     result, lse = shared.q.at[warpgroup], shared.lse.at[warpgroup]

@@ -1,8 +1,7 @@
 """Depth slots on Hopper: which of them a block of a kernel works on, and how they are loaded.
 
 An item is one token and one key/value head, with its G query heads; one block, of one warpgroup,
-works on a run of consecutive items. TMA copies their slots from global memory in chunks of 64 rows:
-docs/depth_attention.md, section 6.
+works on consecutive items, whose slots come in chunks of 64: docs/depth_attention.md, section 6.
 """
 
 import dataclasses
@@ -109,10 +108,7 @@ class Sizes:
 
 
 def one_warpgroup_kernel(body, name, sizes, out_type, scratch_types, interpret: bool):
-    """A Hopper kernel with a block of one warpgroup for each run of items, by the axis 'run'.
-
-    `body` takes references to operands and results, and by name those to shared memory.
-    """
+    """A Hopper kernel with a block of one warpgroup for each run of items, by the axis 'run'."""
 
     def scoped(*refs):
         pl.run_scoped(functools.partial(body, *refs), **scratch_types)

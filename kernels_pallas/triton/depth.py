@@ -1,11 +1,9 @@
 """The depth slots of each query's own token by generic Pallas: any GPU that Triton compiles for.
 
 One program takes a block of tokens of one row and one key/value head, and loads each visible slot
-once for all query heads that share it, without tensor cores.
-
-Every access is masked and names one element by its place along each axis of the whole array: sides
-of a tile are padded to the powers of two that Triton needs, tokens can be looked up, and Pallas
-computes the offset, in 64 bits as soon as the array has more than 2^32 bytes.
+once for all query heads that share it, without tensor cores. Every access is masked and names an
+element by its place along each axis of the whole array: sides of a tile are padded to the powers of
+two that Triton needs, and Pallas computes the offset, in 64 bits for more than 2^32 bytes.
 """
 
 import functools
@@ -78,24 +76,20 @@ class _Program:
             self.has_row_t = self.row_t < num_rows
 
     def query(self, ref_BTNH):
-        """The block's (reference, mask) [t, g, h]."""
         token_tgh, head_tgh = self.token_t[:, None, None], self.head_g[None, :, None]
         is_tg = self.is_token_t[:, None, None] & self.is_head_g[None, :, None]
         place = ref_BTNH.at[self.batch, token_tgh, head_tgh, self.width_h[None, None, :]]
         return place, is_tg & self.is_width_h[None, None, :]
 
     def by_head(self, ref_BNT):
-        """The block's (reference, mask) [t, g]."""
         place = ref_BNT.at[self.batch, self.head_g[None, :], self.token_t[:, None]]
         return place, self.is_token_t[:, None] & self.is_head_g[None, :]
 
     def slot(self, ref_LBRKH, slot, visible_t):
-        """One slot's (reference, mask) [t, h]."""
         place = ref_LBRKH.at[slot, self.batch, self.row_t[:, None], self.kv, self.width_h[None, :]]
         return place, visible_t[:, None] & self.is_width_h[None, :]
 
     def visible(self, slot, num_slots, mask_ref_LBR):
-        """bool [t]: the tokens to which a slot is visible."""
         visible_t = self.has_row_t & (slot < num_slots)
         if mask_ref_LBR is None:
             return visible_t
@@ -178,7 +172,6 @@ def _backward(*refs, window, scale):
 
 
 def _call(kernel, arrays, slots, outputs, interpret, **options):
-    """One pallas_call on whole arrays, of which every program takes its own part."""
     num_slots = jnp.asarray(slots.num, jnp.int32).reshape(1)
     # One byte an element would be indexed in 32 bits beyond 2^31 elements.
     mask_LBR = None if slots.mask_LBR is None else slots.mask_LBR.astype(jnp.int16)

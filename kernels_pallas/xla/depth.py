@@ -1,11 +1,7 @@
 """The depth slots of each query's own token, by XLA: they join the softmax of the sequence part.
 
-Only the visible slots are read, in a loop with as many rounds as they need though their number is
-traced, and their gradients are added in place into the arrays given for them.
-
-The forms are the cheapest in CPU time of those tried (JAX 0.10.2, float32): one slot's keys at a
-time, and sums over slots or over the queries of a head written out term by term, where einsum took
-1.3 to 5 times as long.
+A loop reads the visible slots alone, and adds their gradients in place. Sums over slots or queries
+are written out term by term: einsum took 1.3 to 5 times as long on CPUs (JAX 0.10.2, float32).
 """
 
 import functools
@@ -23,9 +19,8 @@ SLOTS_PER_ROUND = 4
 def order_before_writes(arrays, step):
     """Returns the arrays, none of which is available before all of them are.
 
-    In a loop that adds to a large array in place, pass a part that is read first through here
-    together with the array: otherwise XLA on CPUs may order the read last and copy the array. The
-    value of `step`, a traced integer, does not matter. Not differentiable in reverse mode.
+    In a loop that adds to a large array in place, pass a part that is read first through here with
+    the array: else XLA on CPUs may read last, and copy the array. `step` is any traced integer.
     """
     # XLA on CPUs drops a bare barrier before it decides on copies; it cannot see that this loop
     # runs no iteration.
@@ -37,17 +32,10 @@ def order_before_writes(arrays, step):
 
 
 def depth_forward(q_BTNH, o_BTNH, lse_BNT, slots, window, scale, interpret=False):
-    """Continues the softmax of (o, lse) over the slots.
+    """Continues the softmax of (o_BTNH, lse_BNT) over the slots, a `joint_softmax.Slots`.
 
-    Args:
-      q_BTNH: queries for the slots.
-      o_BTNH, lse_BNT: of the sequence alone, lse float32 or wider.
-      slots, window, scale: `joint_softmax.Slots`; slot_window and scale of `Static`.
-      interpret: run a kernel in its interpreter; here there is none.
-
-    Returns:
-      The joint (o_BTNH, lse_BNT), in the dtypes given, and the slots' keys and values, available
-      only after they have been read: what is then written into them is written in place.
+    Returns the joint o_BTNH and lse_BNT in the dtypes given, and the slots' keys and values,
+    available only after they have been read: what is then written into them is written in place.
     """
     del interpret
     kv_heads, wide = slots.k_LBRKH.shape[3], lse_BNT.dtype
@@ -92,10 +80,9 @@ def depth_forward(q_BTNH, o_BTNH, lse_BNT, slots, window, scale, interpret=False
 def depth_backward(
     q_BTNH, do_BTNH, lse_BNT, delta_BNT, slots, sums, window, scale, interpret=False
 ):
-    """Gradients through the slots' part of the softmax, with arguments as in depth_forward.
+    """dq_BTNH in q's dtype, and `sums`, of keys and values, plus the slots' gradients.
 
-    lse_BNT is joint and finite, delta_BNT rowsum(do o) - dlse, and `sums` are (dk_depth_LBRKH,
-    dv_depth_LBRKH) to add to. Returns dq_BTNH in q's dtype, and the two sums.
+    lse_BNT is joint and finite, delta_BNT rowsum(do o) - dlse; the rest is as in depth_forward.
     """
     del interpret
     kv_heads, wide = slots.k_LBRKH.shape[3], lse_BNT.dtype
@@ -173,14 +160,12 @@ def _slot(slots, slot, tile, wide):
 
 
 def _box(side_LBR, slot, tile):
-    """Start and sizes of one slot of a tile's tokens."""
     start, size = tile or (0, side_LBR.shape[2])
     rest = side_LBR.shape[3:]
-    return (slot, 0, start, *(0 for _ in rest)), (1, side_LBR.shape[1], size, *rest)
+    return (slot, 0, start, *[0] * len(rest)), (1, side_LBR.shape[1], size, *rest)
 
 
 def _place(slot, rows_BT):
-    """Indices [B, T, 2] of a slot and each query's token."""
     return jnp.stack([jnp.full_like(rows_BT, slot), rows_BT], axis=-1)
 
 

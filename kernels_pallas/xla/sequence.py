@@ -1,8 +1,6 @@
 """Attention over the sequence by XLA, in blocks, so that memory grows with T and not with T x S.
 
-Up to 2048 tokens the blocks are static, each some queries with all keys that they may see. Longer
-sequences run loops over tiles of queries by keys, with an online softmax. A tile of queries visits
-the tiles of keys from the first to the last with a visible key.
+Up to 2048 tokens the blocks are static; longer sequences run loops over tiles, softmax online.
 """
 
 import contextlib
@@ -31,12 +29,14 @@ def static_blocks():
         _static.reset(token)
 
 
-def blocks(num_queries: int, num_keys: int, ordered: bool, window: int):
-    """(queries, keys) of each block, as slices; `ordered`: key i belongs to query i."""
+def _blocks(mask, static, num_queries, num_keys):
+    """Slices of the queries and the keys of each static block, and the visibility in it."""
+    sides = _sides(mask, static)
     for start in range(0, num_queries, QUERY_BLOCK):
         stop = min(start + QUERY_BLOCK, num_queries)
-        first = max(0, start - window + 1) if ordered and window else 0
-        yield slice(start, stop), slice(first, stop if ordered else num_keys)
+        first = max(0, start - static.window + 1) if static.ordered and static.window else 0
+        queries, keys = slice(start, stop), slice(first, stop if static.ordered else num_keys)
+        yield queries, keys, _visible(sides, static.window, queries, keys)
 
 
 def is_long(q_shape, num_keys: int) -> bool:
@@ -48,11 +48,7 @@ def is_long(q_shape, num_keys: int) -> bool:
 
 
 def sequence_forward(q_BTNH, k_BSKH, v_BSKH, mask, static):
-    """Attention over the sequence alone; the arguments are those of `joint_attention`.
-
-    Returns o_BTNH in q's dtype, and the natural-log logsumexp lse_BNT in float32 or wider: 0 and
-    -inf for a query with no visible key.
-    """
+    """o_BTNH in q's dtype, wide logsumexp lse_BNT; 0 and -inf for a query with no visible key."""
     batch, length, heads, width = q_BTNH.shape
     kv_heads = k_BSKH.shape[2]
     wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
@@ -61,9 +57,8 @@ def sequence_forward(q_BTNH, k_BSKH, v_BSKH, mask, static):
     if is_long(q_BTNH.shape, k_BSKH.shape[1]):
         return _tiled_forward(q_BTNH, k_BSKH, v_BSKH, mask, static)
     q_BTKGH = q_BTNH.reshape(batch, length, kv_heads, heads // kv_heads, width)
-    outputs, lses, sides = [], [], _sides(mask, static)
-    for queries, keys in blocks(length, k_BSKH.shape[1], static.ordered, static.window):
-        visible = _visible(sides, static.window, queries, keys)
+    outputs, lses = [], []
+    for queries, keys, visible in _blocks(mask, static, length, k_BSKH.shape[1]):
         scores = _scores(q_BTKGH[:, queries], k_BSKH[:, keys], visible, static.scale)
         highest = jnp.max(scores, axis=-1, keepdims=True)
         highest = jnp.where(highest == -jnp.inf, 0.0, highest)
@@ -95,11 +90,10 @@ def sequence_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, o_BTNH, do_BTNH, lse
     q_BTKGH, do_BTKGH = q_BTNH.reshape(grouped), do_BTNH.reshape(grouped)
     by_head = (batch, kv_heads, heads // kv_heads, length)
     lse_BKGT, delta_BKGT = lse_BNT.reshape(by_head), delta_BNT.reshape(by_head)
-    dqs, sides = [], _sides(mask, static)
-    for queries, keys in blocks(length, k_BSKH.shape[1], static.ordered, static.window):
+    dqs = []
+    for queries, keys, visible in _blocks(mask, static, length, k_BSKH.shape[1]):
         q, do = q_BTKGH[:, queries], do_BTKGH[:, queries]
         k, v = k_BSKH[:, keys], v_BSKH[:, keys]
-        visible = _visible(sides, static.window, queries, keys)
         lse, delta = lse_BKGT[..., queries], delta_BKGT[..., queries]
         dq, dk, dv = _gradients(q, k, v, do, lse, delta, visible, static.scale)
         dk_BSKH, dv_BSKH = _add(dk_BSKH, keys.start, dk), _add(dv_BSKH, keys.start, dv)
@@ -117,10 +111,7 @@ def dot(equation, x, y):
 
 
 def _sides(mask, static):
-    """(order, places, segment ids or None), each of queries and of keys, int [B or 1, n].
-
-    A key that is later in the order is hidden; places are those of the window.
-    """
+    """(order, places, segment ids or None), each of queries and of keys, int [B or 1, n]."""
     places = order = mask.positions_BT, mask.key_positions_BS
     if static.ordered:
         order = tuple(jnp.arange(side.shape[1])[None] for side in places)
@@ -147,7 +138,6 @@ def _visible(sides, window, queries, keys):
 
 
 def _scores(q_BTKGH, k_BSKH, visible, scale):
-    """Scores [B, K, G, queries, keys], -inf where hidden."""
     scores_BKGTS = dot('btkgh,bskh->bkgts', q_BTKGH, k_BSKH) * scale
     return jnp.where(visible[:, None, None], scores_BKGTS, -jnp.inf)
 
@@ -163,14 +153,12 @@ def _gradients(q_BTKGH, k_BSKH, v_BSKH, do_BTKGH, lse_BKGT, delta_BKGT, visible,
 
 
 def _add(total_BSKH, first, part_BSKH):
-    """The total with a part added from key `first` on."""
     # Not `total.at[...].add`: JAX 0.11.2 cannot compile its empty indices in a shard_map.
     old_BSKH = lax.slice_in_dim(total_BSKH, first, first + part_BSKH.shape[1], axis=1)
     return lax.dynamic_update_slice_in_dim(total_BSKH, old_BSKH + part_BSKH, first, axis=1)
 
 
 def _limits(ids_BT, size):
-    """The least and the greatest of each tile, two arrays [B or 1, tiles]."""
     tiles = -(-ids_BT.shape[1] // size)
     padded = jnp.pad(ids_BT, ((0, 0), (0, tiles * size - ids_BT.shape[1])), mode='edge')
     tiled = padded.reshape(-1, tiles, size)
@@ -178,10 +166,7 @@ def _limits(ids_BT, size):
 
 
 def _bounds(order, places, ids, window, sizes):
-    """First and end tile of keys for each tile of queries, int32 [tiles of queries].
-
-    A tile is skipped if its ranges of order, place and segment id do not meet those of the queries.
-    """
+    """First and end tile of keys for each tile of queries, int32; others hold nothing visible."""
     (_, latest), (earliest, _) = (_limits(x, size) for x, size in zip(order, sizes, strict=True))
     meet = latest[:, :, None] >= earliest[:, None]
     if window:
@@ -211,10 +196,9 @@ def _flat(x):
 
 
 class _Tiles:
-    """Tiles of queries by tiles of keys.
+    """Tiles of queries by tiles of keys, all of one size.
 
-    The last tile reaches back over rows of the one before it, so that all are of one size. There it
-    sees nothing, and as it comes first, the tile that owns these rows overwrites what it wrote.
+    The last one reaches back over rows of the one before, which comes later and overwrites them.
     """
 
     def __init__(self, q_BTNH, k_BSKH, mask, static):
@@ -232,7 +216,6 @@ class _Tiles:
         self.first_I, self.end_I = _bounds(*self.sides, self.window, sizes)
 
     def cut_queries(self, x_BTX, row):
-        """A tile [B, queries, K, G, H] of an array of queries."""
         tile = _cut(x_BTX, row, self.queries)
         return tile.reshape(tile.shape[0], self.queries, *self.grouped[2:])
 
@@ -261,7 +244,6 @@ class _Tiles:
 
 
 def _tiled_forward(q_BTNH, k_BSKH, v_BSKH, mask, static):
-    """As sequence_forward, with one key or more."""
     tiles = _Tiles(q_BTNH, k_BSKH, mask, static)
     wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
     batch, _, kv_heads, group, width = tiles.grouped
@@ -296,7 +278,6 @@ def _tiled_forward(q_BTNH, k_BSKH, v_BSKH, mask, static):
 
 
 def _tiled_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, do_BTNH, lse_BNT, delta_BNT):
-    """As sequence_backward, with one key or more."""
     tiles = _Tiles(q_BTNH, k_BSKH, mask, static)
     wide = lse_BNT.dtype
     q_BTX, do_BTX = _flat(q_BTNH), _flat(do_BTNH)

@@ -1,8 +1,6 @@
 """What a trained model's blocks do to which tokens, on held-out text under its causal rule.
 
-launch.isoflop writes `block_stats` of each measured run into measures.json. Its entries are
-`routing` (the causal rule that selected tokens; `dense` without routed blocks), `tokens` (real
-held-out tokens read), and one for each of MEASURES, whose docstrings say what it holds.
+launch.isoflop writes `block_stats` of each measured run into measures.json.
 """
 
 import dataclasses
@@ -58,10 +56,7 @@ class Observations:
 
 
 def measure(routed_only: bool = False):
-    """Decorator: adds a function of Observations to MEASURES, under its own name.
-
-    If `routed_only`, the measure is None for a model without routed blocks.
-    """
+    """Adds a function of Observations to MEASURES; if `routed_only`, None without routed blocks."""
 
     def add(function):
         @functools.wraps(function)
@@ -79,8 +74,8 @@ def measure(routed_only: bool = False):
 def block_stats(variables, hparams: Hparams, dataset, num_batches: int) -> dict:
     """All MEASURES of one model on the first `num_batches` held-out batches, JSON values.
 
-    Raises:
-      ValueError: less than two batches to read; logits that are not finite.
+    Also `routing`, the causal rule (or `dense`), and `tokens`, the number of real tokens read.
+    Raises ValueError for less than two batches and for logits that are not finite.
     """
     observed = observe(variables, hparams, dataset, num_batches)
     result = {'routing': observed.routing, 'tokens': observed.tokens.entropy_N.size}
@@ -91,18 +86,16 @@ def observe(variables, hparams: Hparams, dataset, num_batches: int) -> Observati
     """Runs the model on the batches; errors are those of `block_stats`."""
     num_read = min(num_batches, dataset.num_held_out_batches)
     if num_read < 2:
-        raise ValueError(
-            f'num_batches={num_batches}: of {dataset.num_held_out_batches} that are held out; must '
-            'be 2 or more, one to fit the probes and one to score them'
-        )
+        found = f'num_batches={num_batches}: of {dataset.num_held_out_batches} that are held out'
+        raise ValueError(f'{found}; must be 2 or more, to fit the probes and to score them')
     routing = causal_routing(hparams)
     batches = [dataset.held_out_batch(index) for index in range(num_read)]
-    parts, halves = [], ([], [])
+    parts, halves = [], [None, None]
     for index, batch in enumerate(batches):
         arrays, moments_L = _observe_batch(variables, hparams, batch, routing)
         parts.append(arrays)
         half = halves[index % 2]
-        half[:] = list(map(operator.add, half, moments_L)) if half else moments_L
+        halves[index % 2] = list(map(operator.add, half, moments_L)) if half else moments_L
     tokens = TokenArrays(*[np.concatenate(side, axis=-1) for side in zip(*parts, strict=True)])
     return Observations(variables, hparams, dataset, batches, routing, tokens, *halves)
 
@@ -135,15 +128,12 @@ def _observe_batch(variables, hparams, batch, routing):
 
 @measure()
 def layers(observed: Observations) -> list[dict]:
-    """For each block, the first one first.
+    """For each block, over the tokens that it processed.
 
-    `layer`: its number, from 0; `routed`: whether a router selects its tokens; `tokens`: how many
-    of them it processed; over these tokens `delta_over_input`: |block(x) - x| / |x| without the
-    gate ({'mean', 'quantiles': {'0.05', '0.25', '0.5', '0.75', '0.95'}}), `added_over_input`: the
-    same with the gate, what the stream really gains, and `score_correlation`: Spearman's, of
-    delta_over_input with the router's score; `probe_r2`: see `probe_r2`, fitted on the first,
-    third, .. batch and scored on the others (low: the signal is diluted); `probe_tokens`: [fitted
-    on, scored on], which must far exceed the model's width.
+    `delta_over_input`: |block(x) - x| / |x| without the gate, `added_over_input`: the same with it,
+    `score_correlation`: Spearman's, of delta_over_input with the router's score; `probe_r2`: fitted
+    on the first, third, .. batch and scored on the others (low: the signal is diluted);
+    `probe_tokens`: [fitted on, scored on], which must far exceed the model's width.
     """
     tokens, routed = observed.tokens, observed.hparams.model.routed_layers
     halves = zip(observed.fitted_L, observed.scored_L, strict=True)
@@ -151,31 +141,26 @@ def layers(observed: Observations) -> list[dict]:
     for layer, (fitted, scored) in enumerate(halves):
         selected_N = tokens.selected_LN[layer]
         change_N = tokens.change_LN[layer, selected_N]
-        correlation = None
-        if layer in routed:
-            score_N = tokens.scores_RN[routed.index(layer), selected_N]
-            correlation = rank_correlation(change_N, score_N)
         row = {
             'layer': layer,
             'routed': layer in routed,
             'tokens': int(selected_N.sum()),
             'delta_over_input': spread(change_N),
             'added_over_input': spread(np.abs(tokens.gates_LN[layer, selected_N]) * change_N),
-            'score_correlation': correlation,
+            'score_correlation': None,
             'probe_r2': probe_r2(fitted, scored),
             'probe_tokens': [int(fitted.count), int(scored.count)],
         }
+        if layer in routed:
+            score_N = tokens.scores_RN[routed.index(layer), selected_N]
+            row['score_correlation'] = rank_correlation(change_N, score_N)
         rows.append(row)
     return rows
 
 
 @measure(routed_only=True)
 def blocks_entered(observed: Observations) -> dict:
-    """Shares of tokens.
-
-    `every`, `none`: that entered every routed block, and none; `every_by_chance`, `none_by_chance`:
-    what these would be if the blocks chose independently, products of the blocks' shares.
-    """
+    """Shares of tokens that entered every routed block and none; by chance if these chose alone."""
     selected_RN = observed.selected_RN
     share_R = selected_RN.mean(axis=1)
     return {
@@ -188,31 +173,24 @@ def blocks_entered(observed: Observations) -> dict:
 
 @measure()
 def entropy(observed: Observations) -> dict:
-    """Entropy of the next-token distributions, in nats.
+    """Entropy of the next token in nats, by the number of routed blocks that the token entered.
 
-    `mean`: over all tokens; of a routed model `by_blocks`: [{'blocks', 'tokens', 'mean'}], by the
-    number of routed blocks that the token entered, and `correlation`: Spearman's, of the entropy
-    with that number.
+    `correlation`: Spearman's, of the entropy with that number.
     """
     entropy_N, selected_RN = observed.tokens.entropy_N, observed.selected_RN
-    mean = float(np.mean(entropy_N, dtype=np.float64))
     if not len(selected_RN):
-        return {'mean': mean, 'by_blocks': None, 'correlation': None}
+        return {'mean': _mean(entropy_N), 'by_blocks': None, 'correlation': None}
     blocks_N, by_blocks = selected_RN.sum(axis=0), []
     for blocks in range(len(selected_RN) + 1):
         part_N = entropy_N[blocks_N == blocks]
-        part_mean = float(np.mean(part_N, dtype=np.float64)) if len(part_N) else None
-        by_blocks.append({'blocks': blocks, 'tokens': len(part_N), 'mean': part_mean})
+        by_blocks.append({'blocks': blocks, 'tokens': len(part_N), 'mean': _mean(part_N)})
     correlation = rank_correlation(entropy_N, blocks_N)
-    return {'mean': mean, 'by_blocks': by_blocks, 'correlation': correlation}
+    return {'mean': _mean(entropy_N), 'by_blocks': by_blocks, 'correlation': correlation}
 
 
 @measure(routed_only=True)
 def classes(observed: Observations) -> dict:
-    """By class of token {'tokens', 'entered': share over blocks, 'by_layer': of each routed block}.
-
-    Classes are those of analysis/token_classes.py; one that does not occur has no entry.
-    """
+    """By class of token that occurs: how many tokens, their share that entered, and by layer."""
     # Rows that fill a batch up are no windows of the text.
     rows = [batch['tokens_BT'][batch['segment_ids_BT'][:, 0] > 0] for batch in observed.batches]
     tokens_XT, kind = np.concatenate(rows), language(observed)
@@ -237,10 +215,7 @@ def language(observed: Observations) -> str:
 
 @measure(routed_only=True)
 def first_token(observed: Observations) -> dict:
-    """First tokens of rows: how many `tokens`, and the shares `entered` and `others_entered`.
-
-    The shares are those of the first tokens, and of all others, that entered, over routed blocks.
-    """
+    """How many first tokens of rows, and the shares of these and of others that entered."""
     selected_RN, first_N = observed.selected_RN, observed.tokens.first_N
     return {
         'tokens': int(first_N.sum()),
@@ -257,39 +232,33 @@ def depth_mass(observed: Observations) -> dict | None:
     attention on slots and on the first token (the sink); `slots`: names of the slots; `by_slot`:
     by layer, the share on each.
     """
-    if observed.hparams.model.depth.reads_outputs:
+    if observed.hparams.model.depth.stream_class.reads_outputs:
         return None
     masses = [
         depth_mass_lib.depth_mass(observed.variables, observed.hparams, batch, observed.routing)
         for batch in observed.batches
     ]
+    layers, slots, *arrays = zip(*masses, strict=True)
+    by_slot, depth, first_token = (np.mean(sides, axis=0).tolist() for sides in arrays)
+    result = {'layers': list(layers[0]), 'depth': depth, 'first_token': first_token}
+    return result | {'slots': list(slots[0]), 'by_slot': by_slot}
 
-    def mean(name):
-        return np.mean([getattr(mass, name) for mass in masses], axis=0).tolist()
 
-    return {
-        'layers': list(masses[0].layers),
-        'depth': mean('depth_L'),
-        'first_token': mean('first_token_L'),
-        'slots': list(masses[0].slots),
-        'by_slot': mean('slots_LS'),
-    }
+def _mean(values_N):
+    return float(np.mean(values_N, dtype=np.float64)) if len(values_N) else None
 
 
 def spread(values_N) -> dict | None:
     """{'mean', 'quantiles': {'0.05': ..}} of some numbers, at QUANTILES; None of none."""
     if not len(values_N):
         return None
-    quantiles = np.quantile(values_N, QUANTILES)
-    by_name = {str(q): float(value) for q, value in zip(QUANTILES, quantiles, strict=True)}
-    return {'mean': float(np.mean(values_N, dtype=np.float64)), 'quantiles': by_name}
+    quantiles = map(float, np.quantile(values_N, QUANTILES))
+    by_name = dict(zip(map(str, QUANTILES), quantiles, strict=True))
+    return {'mean': _mean(values_N), 'quantiles': by_name}
 
 
 def rank_correlation(a_N, b_N) -> float | None:
-    """Spearman's rank correlation over the places where both are finite, ties at their mean rank.
-
-    Returns None for fewer than three pairs, or if one side does not vary.
-    """
+    """Spearman's rank correlation of the finite pairs; None of fewer than 3, or if one is equal."""
     both_N = np.isfinite(a_N) & np.isfinite(b_N)
     a_N, b_N = (np.asarray(side, float)[both_N] for side in (a_N, b_N))
     if len(a_N) < 3 or np.ptp(a_N) == 0 or np.ptp(b_N) == 0:

@@ -1,6 +1,5 @@
 """How much of its attention a layer spends on the slots of earlier layers and on first tokens."""
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -10,7 +9,7 @@ from flax import traverse_util
 
 from kernels_pallas import depth_attention
 from kernels_pallas.reference import slot_visibility
-from moddepth_jax.analysis.layer_walk import depth_slots, next_carry, walk
+from moddepth_jax.analysis.layer_walk import walk
 from moddepth_jax.hparams import Hparams, ModelHparams
 from moddepth_jax.model.routing import gather_tokens
 from moddepth_jax.model.streams import layer_kinds
@@ -20,46 +19,36 @@ from moddepth_jax.model.transformer import causal_routing
 class DepthMass(NamedTuple):
     """Shares of the softmax: means over the heads and the real tokens that a layer processes."""
 
-    # The L readers: the number of each block; `end`, the read for the final norm.
-    layers: tuple[str, ...]
+    layers: tuple[str, ...]  # L readers: numbers of blocks; `end`, the read for the final norm
     # The S slots in the order written: the writer's number and a (attention), f (ffn) or b (block);
     # `e`, the embedding's.
     slots: tuple[str, ...]
     slots_LS: np.ndarray  # the mass that a layer puts on a slot; 0 if the slot is not visible
     depth_L: np.ndarray  # their sum; the rest is on the sequence
-    # On the first token of the query's own document, in a routed layer on the first selected one; a
-    # mean over all queries but those of that token. 0 without a sequence.
+    # On the first (in a routed layer, selected) token of the document, over the other queries.
     first_token_L: np.ndarray
 
 
 def depth_mass(variables, hparams: Hparams, batch, routing: str) -> DepthMass:
     """Measures the masses on a batch (method.md, section 4; Zhu et al. 2026, arXiv 2603.15619).
 
-    A residual model has no slots and a depth mass of 0. In `moda` slots and sequence share one
-    softmax. In `attention` a layer's read is a softmax of its own, over the slots alone, and the
-    first token's mass is that of its block.
-
-    Raises:
-      ValueError: a stream that reads earlier layers without attention; a routing that the model
-        cannot run.
+    In `attention` a layer's read is a softmax of its own, over the slots alone, and the first
+    token's mass is that of its block. Raises ValueError for a stream that reads earlier layers
+    without attention, and for a routing that the model cannot run.
     """
     model = hparams.model
-    if model.depth.reads_outputs:
-        raise ValueError(
-            f'model.depth.stream={model.depth.stream!r}: has no attention over depth to measure; '
-            'must be moda, attention or residual'
-        )
-    visit = functools.partial(_visit, summarize=_masses)
+    if model.depth.stream_class.reads_outputs:
+        right = 'has no attention over depth to measure; must be moda, attention or residual'
+        raise ValueError(f'model.depth.stream={model.depth.stream!r}: {right}')
     tokens_BT, segment_ids_BT = batch['tokens_BT'], batch['segment_ids_BT']
-    found, _ = walk(variables, hparams, tokens_BT, segment_ids_BT, routing, visit)
+    found, _ = walk(variables, hparams, tokens_BT, segment_ids_BT, routing, _masses)
     sums = jax.device_get([sums for kind, sums in found if kind.part != 'entry'])
     layers, slots = _names(model)
     slots_LS = np.zeros((len(layers), len(slots)))
     first_token_L = np.zeros(len(layers))
     for i, (slots_S, queries, first, followers) in enumerate(sums):
-        if len(slots):
-            # A buffer may have more room than there are slots.
-            slots_LS[i] = slots_S[: len(slots)] / max(queries, 1)
+        # A buffer may have more room than there are slots.
+        slots_LS[i] = slots_S[: len(slots)] / max(queries, 1)
         first_token_L[i] = first / max(followers, 1)
     return DepthMass(layers, slots, slots_LS, slots_LS.sum(axis=1), first_token_L)
 
@@ -76,20 +65,6 @@ def _names(model: ModelHparams):
         layers.append('end' if kind.part == 'exit' else str(number))
         slots += [f'{number}{letter}' for letter in letters[: kind.slots]]
     return tuple(layers), tuple(slots)
-
-
-@functools.partial(jax.jit, static_argnames=('stack', 'kind', 'summarize'))
-def _visit(params, carry, count, tokens, layer_args, *, stack, kind, summarize):
-    """One layer: the next carry, and `summarize` of its calls of attention."""
-    layer = stack.layer(kind)
-    slots, params = depth_slots(carry, count), {'params': params}
-    output, sown = layer.apply(
-        params, carry[0], slots, tokens, layer_args, mutable=['intermediates']
-    )
-    carry = next_carry(carry, output, count)
-    if kind.part == 'entry':
-        return carry, None
-    return carry, summarize(sown['intermediates'], tokens.segment_ids_BT)
 
 
 class _Call(NamedTuple):
@@ -118,14 +93,16 @@ def _calls(sown, segment_ids_BT):
     return calls
 
 
-def _masses(sown, segment_ids_BT):
+def _masses(seen):
     """Sums over queries of the mass on each slot and on first tokens, and how many queries."""
-    calls = _calls(sown, segment_ids_BT)
+    if seen.kind.part == 'entry':
+        return None
+    calls = _calls(seen.sown, seen.tokens.segment_ids_BT)
     sequence = calls.get('sequence')
-    weights_LBTN, real_BT = _slot_weights(calls.get('depth', sequence))
-    slots_L = 0.0 if weights_LBTN is None else jnp.sum(jnp.mean(weights_LBTN, -1), axis=(1, 2))
+    reader = calls.get('depth', sequence)
+    slots_L = jnp.sum(jnp.mean(_slot_weights(reader), -1), axis=(1, 2))
     first, followers = (0.0, 0) if sequence is None else _first_token_sums(sequence)
-    return slots_L, jnp.sum(real_BT), first, followers
+    return slots_L, jnp.sum(reader.real_BT), first, followers
 
 
 def _weights(q_BTNH, k_LBTKH, lse_BTN):
@@ -139,22 +116,20 @@ def _weights(q_BTNH, k_LBTKH, lse_BTN):
 
 
 def _slot_weights(call: _Call):
-    """Weights [L, B, T, N] on the slots, 0 if not visible; None without slots. And real_BT."""
-    options, real_BT = call.options, call.real_BT
-    k_LBTKH = options.get('k_depth_LBRKH')
+    """Weights [L, B, T, N] on the slots, 0 if not visible."""
+    options, k_LBTKH = call.options, call.options.get('k_depth_LBRKH')
     if k_LBTKH is None:
-        return None, real_BT
+        return jnp.zeros((0, *call.lse_BTN.shape))
     rows_BT, mask_LBR = options.get('slot_rows_BT'), options.get('slot_mask_LBR')
     seen_BTL = slot_visibility(
         k_LBTKH.shape[:3], options['num_slots'], options['slot_window'], mask_LBR, rows_BT
     )
-    seen_LBT = jnp.moveaxis(seen_BTL & real_BT[..., None], 2, 0)
+    seen_LBT = jnp.moveaxis(seen_BTL & call.real_BT[..., None], 2, 0)
     if rows_BT is not None:
         k_LBTKH = jax.vmap(gather_tokens, in_axes=(0, None))(k_LBTKH, rows_BT)
     q_depth_BTNH = options.get('q_depth_BTNH')
     q_BTNH = call.q_BTNH if q_depth_BTNH is None else q_depth_BTNH
-    weights_LBTN = _weights(q_BTNH, k_LBTKH, call.lse_BTN)
-    return jnp.where(seen_LBT[..., None], weights_LBTN, 0.0), real_BT
+    return jnp.where(seen_LBT[..., None], _weights(q_BTNH, k_LBTKH, call.lse_BTN), 0.0)
 
 
 def _first_token_sums(call: _Call):
@@ -182,15 +157,13 @@ class AttentionRow(NamedTuple):
 
 
 def attention_row(variables, hparams: Hparams, tokens_T, layer: int, position: int) -> AttentionRow:
-    """The attention of the token at `position` of a document in a block, in one softmax.
+    """The attention of the token at `position` of a document in a dense block, in one softmax.
 
-    The stream is residual or moda (method.md, 4), and the block is not routed.
-
-    Raises:
-      ValueError: another stream; a layer or position out of range; a routed layer.
+    Raises ValueError for another stream than residual and moda, a routed layer, or a layer or
+    position out of range.
     """
     model, length = hparams.model, len(tokens_T)
-    if not (model.depth.is_residual or model.depth.joins_attention):
+    if not (model.depth.stream == 'residual' or model.depth.stream_class.joins_attention):
         right = 'must be residual or moda, whose blocks attend to both in one softmax'
         raise ValueError(f'model.depth.stream={model.depth.stream!r}: {right}')
     dense = [i for i in range(model.num_layers) if i not in model.routed_layers]
@@ -199,11 +172,10 @@ def attention_row(variables, hparams: Hparams, tokens_T, layer: int, position: i
     if not 0 <= position < length:
         raise ValueError(f'position={position}: must lie in [0, {length})')
     tokens_1T = np.asarray(tokens_T, np.int32)[None]
-    visit = functools.partial(_visit, summarize=_rows)
     found, _ = walk(
-        variables, hparams, tokens_1T, np.ones_like(tokens_1T), causal_routing(hparams), visit
+        variables, hparams, tokens_1T, np.ones_like(tokens_1T), causal_routing(hparams), _rows
     )
-    blocks = [weights for kind, weights in found if kind.part == 'block']
+    blocks = [weights for _, weights in found if weights]
     written = sum(kind.slots for kind in layer_kinds(model)[:layer])
     sequence_TTN, slots_LTN = jax.device_get(blocks[layer])
     distance_T = position - np.arange(length)
@@ -212,13 +184,11 @@ def attention_row(variables, hparams: Hparams, tokens_T, layer: int, position: i
     return AttentionRow(sequence_NT, slots_LTN[:written, position].T)
 
 
-def _rows(sown, segment_ids_BT):
+def _rows(seen):
     """Weights of the queries of a text on all its tokens [S, T, N], visible or not, and slots."""
-    call = _calls(sown, segment_ids_BT)['sequence']
+    if seen.kind.part != 'block':
+        return None
+    call = _calls(seen.sown, seen.tokens.segment_ids_BT)['sequence']
     length, kv_heads, width = call.k_BSKH.shape[1:]
     k_S1TKH = jnp.broadcast_to(call.k_BSKH[0][:, None, None], (length, 1, length, kv_heads, width))
-    sequence_S1TN = _weights(call.q_BTNH, k_S1TKH, call.lse_BTN)
-    slots_L1TN, _ = _slot_weights(call)
-    if slots_L1TN is None:
-        slots_L1TN = sequence_S1TN[:0]
-    return sequence_S1TN[:, 0], slots_L1TN[:, 0]
+    return _weights(call.q_BTNH, k_S1TKH, call.lse_BTN)[:, 0], _slot_weights(call)[:, 0]

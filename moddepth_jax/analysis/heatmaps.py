@@ -7,7 +7,6 @@ from typing import NamedTuple
 import jax
 import numpy as np
 from matplotlib import font_manager
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LinearSegmentedColormap, ListedColormap, LogNorm
 from matplotlib.figure import Figure
 
@@ -20,12 +19,8 @@ DENSE, SKIPPED, LOOKAHEAD, ENTERED = range(4)
 MAX_LETTERS = 12  # of a token, below its column
 _VISIBLE = {'\n': '↵', ' ': '·', '\t': '→', '\ufffd': '□'}
 _ROUTING_COLOURS = ('#c9ced6', '#f3f1ec', '#f2b28a', '#1f5f8b')
-_ROUTING_LABELS = (
-    'dense block: every token',
-    'skips',
-    'skips, but is in the top C of the whole row',
-    'enters',
-)
+_TOP_C = 'skips, but is in the top C of the whole row'
+_ROUTING_LABELS = ('dense block: every token', 'skips', _TOP_C, 'enters')
 
 _LOAD_MAP = LinearSegmentedColormap.from_list(
     'load', ('#b0531f', '#f2b28a', '#f3f1ec', '#6fa0bd', '#0c2b42')
@@ -40,19 +35,6 @@ _MASS_MAP = LinearSegmentedColormap.from_list('mass', ('#f3f1ec', '#8fb3c9', _DE
 _SLOT_KINDS = ('a attention', 'f mlp', 'b block', 'e embedding')
 
 
-def _figure(width, height, **options):
-    figure = Figure(figsize=(width, height), dpi=150, **options)
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def _bare(axes):
-    """Takes away ticks and frame: the cells of a heatmap need neither."""
-    axes.tick_params(length=0)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
-
-
 def _colour_bar(figure, mesh, axes, label):
     bar = figure.colorbar(mesh, ax=axes, pad=0.02, aspect=30)
     bar.ax.tick_params(length=0, labelsize=8)
@@ -62,7 +44,9 @@ def _colour_bar(figure, mesh, axes, label):
 
 
 def _rows(axes, names):
-    """Names the rows of a heatmap, the first at the bottom; returns where their middles are."""
+    """Names rows, the first at the bottom, without ticks and frame; returns their middles."""
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
     middles = np.arange(len(names)) + 0.5
     axes.set_yticks(middles, names)
     axes.set_ylim(0, len(names))
@@ -89,10 +73,7 @@ def routing_record(variables, hparams: Hparams, batch, routing: str) -> RoutingR
 
 
 def routing_grid(top_c_RT, selected_RT, hparams: Hparams) -> np.ndarray:
-    """int [num_layers, T]: ENTERED, LOOKAHEAD (in the top C only), SKIPPED, or DENSE.
-
-    `top_c_RT` and `selected_RT`: bool [routed layers, T], as in RoutingRecord, of one row.
-    """
+    """int [L, T]: ENTERED, LOOKAHEAD (in the top C only), SKIPPED, or DENSE, from bool [R, T]."""
     grid_LT = np.full((hparams.model.num_layers, np.shape(top_c_RT)[1]), DENSE)
     skipped_RT = np.where(top_c_RT, LOOKAHEAD, SKIPPED)
     grid_LT[list(hparams.model.routed_layers)] = np.where(selected_RT, ENTERED, skipped_RT)
@@ -118,10 +99,9 @@ def _label(token: bytes) -> str:
 def plot_routing(
     grid_LT, tokens, title: str, path, what: str = 'held-out tokens', width: int | None = None
 ):
-    """Writes the heatmap of a `routing_grid`: tokens across, the first layer at the bottom.
+    """Writes the heatmap of a `routing_grid`, in strips of `width`; the first layer at the bottom.
 
     `tokens` are the bytes of each, b'' for the separator, and `what` they are is written below.
-    More than `width` tokens are folded into strips.
     """
     num_layers, length = grid_LT.shape
     width = min(width or length, length)
@@ -130,7 +110,7 @@ def plot_routing(
     longest = max(map(len, labels), default=1)
     strip_height = 0.09 * (longest - 1) + 0.3 * num_layers  # upright labels take height
     height = 1.9 + strip_height + (strips - 1) * (0.5 + strip_height)
-    figure = _figure(max(8, 0.16 * width), height)
+    figure = Figure(figsize=(max(8, 0.16 * width), height), dpi=150)
     axes = figure.subplots(strips, 1, squeeze=False)[:, 0]
     font = {'fontfamily': 'monospace', 'fontsize': 8, 'parse_math': False}
     font['rotation'] = 90 if longest > 1 else 0  # horizontal ones would overlap
@@ -142,10 +122,8 @@ def plot_routing(
         strip.set_xticks(np.arange(len(labels[part])) + 0.5, labels[part], **font)
         _rows(strip, [str(layer) for layer in range(num_layers)])
         strip.set_ylabel('layer')
-        _bare(strip)
-    axes[-1].set_xlabel(
-        f'{what} (· space, ↵ line end, § document start, □ not whole, or not in this font)'
-    )
+    marks = '· space, ↵ line end, § document start, □ not whole, or not in this font'
+    axes[-1].set_xlabel(f'{what} ({marks})')
     axes[0].set_title(title, loc='left', fontsize=10, parse_math=False)
     used = [value for value in (ENTERED, LOOKAHEAD, SKIPPED, DENSE) if (grid_LT == value).any()]
     square = functools.partial(axes[0].scatter, [], [], marker='s', s=60)
@@ -167,10 +145,8 @@ class ExpertLoad(NamedTuple):
 
 def expert_load(experts: dict, num_routed: int) -> ExpertLoad:
     """The loads of `experts` in summary.json, one entry a layer, `num_routed` of them routed."""
-    shares, largest = (
-        np.array([values[name] for values in experts.values()], float)
-        for name in ('load', 'largest_load')
-    )
+    shares = np.array([values['load'] for values in experts.values()], float)
+    largest = np.array([values['largest_load'] for values in experts.values()], float)
     layers = tuple(int(layer.removeprefix('layer_')) for layer in experts)
     return ExpertLoad(layers, num_routed, shares * shares.shape[1], largest)
 
@@ -182,13 +158,10 @@ def mean_ratio(experts: dict, name: str) -> float:
 
 
 def plot_expert_load(load: ExpertLoad, title: str, path):
-    """Writes the heatmap of loads: experts across, no-op experts apart, first layer at the bottom.
-
-    A cross marks an expert that no token chose; a layer that processed no token stays white.
-    """
+    """Writes the heatmap of loads: experts across, the first layer at the bottom."""
     num_layers, num_choices = load.load_XZ.shape
     size = (min(max(6, 2.4 + 0.34 * num_choices), 16), max(2.4, 1.4 + 0.3 * num_layers))
-    figure = _figure(*size, layout='constrained')
+    figure = Figure(figsize=size, dpi=150, layout='constrained')
     parts = {'routed expert': range(load.num_routed)}
     if num_choices > load.num_routed:
         parts['no-op expert'] = range(load.num_routed, num_choices)
@@ -197,9 +170,8 @@ def plot_expert_load(load: ExpertLoad, title: str, path):
     axes = figure.subplots(1, len(parts), width_ratios=widths, squeeze=False)[0]
     for part, (name, columns) in zip(axes, parts.items(), strict=True):
         mesh = _draw_loads(part, load.load_XZ, columns)
+        _rows(part, load.layers if part is axes[0] else [''] * num_layers)
         part.set_xlabel(name)
-        part.set_yticks([])
-    _rows(axes[0], load.layers)
     axes[0].set_ylabel('layer')
     bar = _colour_bar(figure, mesh, axes, 'load, over the mean of all choices (×: none)')
     bar.set_ticks(list(_LOAD_TICKS), labels=list(_LOAD_TICKS.values()), fontsize=8)
@@ -215,7 +187,6 @@ def _draw_loads(axes, load_XZ, columns):
     norm = LogNorm(1 / _FURTHEST, _FURTHEST)
     mesh = axes.pcolormesh(shown_XZ, cmap=_LOAD_MAP, norm=norm, edgecolors='white', linewidth=0.5)
     _columns(axes, columns, num_choices)
-    _bare(axes)
     for (row, column), value in np.ndenumerate(load_XZ):
         if np.isnan(value) or (value and num_choices > _MAX_NUMBERS):
             continue
@@ -227,13 +198,11 @@ def _draw_loads(axes, load_XZ, columns):
 
 
 def plot_depth_mass(mass: DepthMass, title: str, path):
-    """Writes the heatmap of depth mass: slots across, the first layer at the bottom, and its sums.
-
-    A model without slots has only the bars of first tokens.
-    """
+    """Writes the heatmap of depth mass, slots across, the first layer at the bottom, and bars."""
     num_layers, num_slots = mass.slots_LS.shape
     width = min(max(0.32 * num_slots, 3), 16)
-    figure = _figure(width + 6.5 if num_slots else 6, max(2.8, 1.6 + 0.34 * num_layers))
+    size = (width + 6.5 if num_slots else 6, max(2.8, 1.6 + 0.34 * num_layers))
+    figure = Figure(figsize=size, dpi=150)
     if num_slots:
         first, bars = figure.subplots(1, 2, width_ratios=(width + 1, 4))
         _draw_slots(first, mass)
@@ -252,7 +221,6 @@ def _draw_slots(axes, mass):
     percent_LS = np.ma.masked_equal(100 * mass.slots_LS, 0.0)
     mesh = axes.pcolormesh(percent_LS, cmap=_MASS_MAP, vmin=0, edgecolors='white', linewidth=0.5)
     _rows(axes, mass.layers)
-    _bare(axes)
     _columns(axes, mass.slots, len(mass.slots))
     kinds = [kind for kind in _SLOT_KINDS if any(kind[0] in name for name in mass.slots)]
     axes.set_xlabel(f'slot: layer that wrote it ({", ".join(kinds)})')
@@ -261,7 +229,6 @@ def _draw_slots(axes, mass):
 
 def _draw_bars(axes, mass):
     middle_L = _rows(axes, mass.layers)
-    _bare(axes)
     sides = [(mass.first_token_L, -0.18, _FIRST, "on the document's first token")]
     if mass.slots:
         sides.insert(0, (mass.depth_L, 0.18, _DEPTH, 'on depth slots'))

@@ -17,11 +17,7 @@ from moddepth_jax.training.losses import IGNORED
 
 
 class Inspection(NamedTuple):
-    """What a model does with each token of a text: NumPy arrays of N tokens.
-
-    The text is cut into windows of data.sequence_length, as in evaluation; the last one may be
-    shorter. Of L blocks R are routed.
-    """
+    """What a model with L blocks, R of them routed, does with each of N tokens: NumPy arrays."""
 
     routed_layers: tuple[int, ...]  # numbers of the R routed blocks, ascending
     tokens_N: np.ndarray  # int32 ids
@@ -37,12 +33,10 @@ class Inspection(NamedTuple):
 def inspect_tokens(
     variables, hparams: Hparams, tokens_N, tokenizer, routing: str, on_window=lambda: None
 ) -> Inspection:
-    """Runs the model on one text, a window at a time, so that memory does not grow with the text.
+    """Runs the model on the ids of one text, its separator first, in windows of sequence_length.
 
-    `tokens_N` are ids of the text, its separator first; `on_window` is called after each window.
-
-    Raises:
-      ValueError: no token; a routing that the model cannot run.
+    `on_window` is called after each. Raises ValueError for no token and for a routing that the
+    model cannot run.
     """
     check_routing(hparams, routing)
     tokens_N = np.asarray(tokens_N, np.int32)
@@ -51,10 +45,8 @@ def inspect_tokens(
     labels_N = np.append(tokens_N[1:], IGNORED).astype(np.int32)
     length, windows = hparams.data.sequence_length, []
     for start in range(0, len(tokens_N), length):
-        part = slice(start, start + length)
-        windows.append(
-            _window(variables, tokens_N[None, part], labels_N[None, part], hparams, routing)
-        )
+        tokens_1T, labels_1T = (ids[None, start : start + length] for ids in (tokens_N, labels_N))
+        windows.append(_window(variables, tokens_1T, labels_1T, hparams, routing))
         on_window()
     record, *arrays = jax.tree.map(lambda *sides: np.concatenate(sides, axis=-1), *windows)
     pieces = tuple(tokenizer.pieces(tokens_N))
@@ -64,9 +56,7 @@ def inspect_tokens(
 def _window(variables, tokens_1T, labels_1T, hparams, routing):
     """The RoutingRecord, changes, entropies and losses of one window, without its batch axis."""
     deltas = layer_deltas(variables, hparams, tokens_1T, np.ones_like(tokens_1T), routing)
-    measured = _measure(
-        deltas.inputs_LBTD, deltas.deltas_LBTD, deltas.selected_LBT, deltas.logits_BTV, labels_1T
-    )
+    measured = _measure(deltas, labels_1T)
     record = deltas.records and deltas.records.routing
     if record is None:
         shape = (0, *tokens_1T.shape)
@@ -76,12 +66,12 @@ def _window(variables, tokens_1T, labels_1T, hparams, routing):
 
 
 @jax.jit
-def _measure(inputs_LBTD, deltas_LBTD, selected_LBT, logits_BTV, labels_BT):
-    change_LBT = relative_change(inputs_LBTD, deltas_LBTD)
-    nll_BT, _, counted_BT = token_losses(logits_BTV, labels_BT)
+def _measure(deltas, labels_BT):
+    change_LBT = relative_change(deltas.inputs_LBTD, deltas.deltas_LBTD)
+    nll_BT, _, counted_BT = token_losses(deltas.logits_BTV, labels_BT)
     return (
-        jnp.where(selected_LBT, change_LBT, jnp.nan).astype(jnp.float32),
-        entropies(logits_BTV).astype(jnp.float32),
+        jnp.where(deltas.selected_LBT, change_LBT, jnp.nan).astype(jnp.float32),
+        entropies(deltas.logits_BTV).astype(jnp.float32),
         jnp.where(counted_BT > 0, nll_BT, jnp.nan).astype(jnp.float32),
     )
 
@@ -89,12 +79,9 @@ def _measure(inputs_LBTD, deltas_LBTD, selected_LBT, logits_BTV, labels_BT):
 def totals(inspection: Inspection, classes_N) -> dict:
     """Summarizes the text, as JSON scalars and lists; NaN if there is nothing to divide by.
 
-    `entropy` and `loss` are means in nats; `enter_all` and `enter_none` the shares of tokens that
-    enter every routed block and none; `blocks_entered` has an entry for each number of blocks from
-    0 on. In `layers` are the shares `entered`, `top_c`, `both` (entered and in the top C) and
-    `refused`, and `relative`: mean, 10th, 50th and 90th percentile of the change over tokens that
-    entered. Correlations are those of ranks: of the entropy with the number of blocks entered, and
-    of the score with the change.
+    `blocks_entered` has an entry for each number of blocks from 0 on; of `layers`, `both` is the
+    share in the top C that entered, and `relative` mean, 10th, 50th and 90th percentile of the
+    change. Correlations are of ranks: of the entropy with the blocks entered, of score and change.
     """
     selected_RN, num_routed = inspection.routing.selected_BT, len(inspection.routed_layers)
     blocks_N = selected_RN.sum(axis=0)
@@ -102,12 +89,13 @@ def totals(inspection: Inspection, classes_N) -> dict:
         {'tokens': int(mine_N.sum()), 'entropy': _mean(inspection.entropy_N[mine_N])}
         for mine_N in (blocks_N == count for count in range(num_routed + 1))
     ]
+    routed_N = blocks_N if num_routed else blocks_N[:0]
     return {
         'tokens': len(inspection.tokens_N),
         'entropy': _mean(inspection.entropy_N),
         'loss': _mean(inspection.loss_N),
-        'enter_all': _mean(blocks_N == num_routed) if num_routed else float('nan'),
-        'enter_none': _mean(blocks_N == 0) if num_routed else float('nan'),
+        'enter_all': _mean(routed_N == num_routed),
+        'enter_none': _mean(routed_N == 0),
         'blocks_entered': counts,
         'entropy_correlation': rank_correlation(blocks_N, inspection.entropy_N),
         'layers': [_layer_totals(inspection, layer) for layer in range(len(inspection.change_LN))],
@@ -127,9 +115,9 @@ def _mean(values):
 def _layer_totals(inspection, layer):
     change_N = inspection.change_LN[layer]
     some = change_N[np.isfinite(change_N)]
-    low, middle, high = np.percentile(some, (10, 50, 90)) if some.size else [float('nan')] * 3
+    percentiles = np.percentile(some, (10, 50, 90)) if some.size else [float('nan')] * 3
     routed = layer in inspection.routed_layers
-    relative = [_mean(some), float(low), float(middle), float(high)]
+    relative = [_mean(some), *map(float, percentiles)]
     result = {'layer': layer, 'routed': routed, 'entered': 1.0, 'relative': relative}
     if not routed:
         return result

@@ -18,22 +18,25 @@ from moddepth_jax.model.mod.routers import token_seeds
 from moddepth_jax.model.routing import scatter_tokens
 from moddepth_jax.model.stack import Stack, merge_records
 from moddepth_jax.model.stack_scan import empty_slots, put_slots
-from moddepth_jax.model.streams import layer_kinds
+from moddepth_jax.model.streams import LayerKind, layer_kinds
 from moddepth_jax.model.transformer import causal_sizes, check_routing
 
 
-def walk(variables, hparams: Hparams, tokens_BT, segment_ids_BT, routing: str, visit):
+class Seen(NamedTuple):
+    """What there is to observe of one layer."""
+
+    kind: LayerKind
+    tokens: TokenInfo
+    records: Records
+    caught: dict  # arrays of the block: inputs_BTD, and outputs_BTD or indices_BC, delta_BCD
+    sown: dict  # intermediates
+
+
+def walk(variables, hparams: Hparams, tokens_BT, segment_ids_BT, routing: str, observe):
     """Runs the layers one by one, for all tokens of complete rows.
 
-    `visit(params, carry, count, tokens, layer_args, stack=, kind=)`, of which the last two are
-    static, returns the next carry, as `next_carry` makes it, and what it observed. If it is jitted,
-    it is compiled once for all layers of a kind.
-
-    Returns:
-      A list of (LayerKind, what was observed), and x_BTD as the final norm reads it.
-
-    Raises:
-      ValueError: the model cannot run this routing.
+    Returns a list of (LayerKind, observe(Seen)), of a traced function `observe`, and x_BTD as the
+    final norm reads it. Raises ValueError if the model cannot run this routing.
     """
     check_routing(hparams, routing)
     layers, layer_args, tokens, carry = _begin(
@@ -43,9 +46,10 @@ def walk(variables, hparams: Hparams, tokens_BT, segment_ids_BT, routing: str, v
     sizes = causal_sizes(hparams, tokens_BT.shape[1], routing)[-1:]
     stack, found, count = Stack(hparams.model, routing, sizes), [], 0
     for kind, params, args in zip(layer_kinds(hparams.model), layers, layer_args, strict=True):
-        carry, seen = visit(params, carry, jnp.int32(count), tokens, args, stack=stack, kind=kind)
+        static = {'stack': stack, 'kind': kind, 'observe': observe}
+        carry, observed = _visit(params, carry, jnp.int32(count), tokens, args, **static)
         count += kind.slots
-        found.append((kind, seen))
+        found.append((kind, observed))
     return found, carry[0]
 
 
@@ -63,24 +67,37 @@ def _begin(variables, tokens_BT, segment_ids_BT, *, hparams, routing):
     return unrolled['layers'], unrolled['layer_args'], tokens, carry
 
 
-def depth_slots(carry, count) -> DepthSlots | None:
-    """The slots that earlier layers wrote, given the carry and how many slots are written."""
-    _, slots, valid_LBT = carry
-    return None if slots is None else DepthSlots(slots, valid_LBT, count)
+@functools.partial(jax.jit, static_argnames=('stack', 'kind', 'observe'))
+def _visit(params, carry, count, tokens, layer_args, *, stack, kind, observe):
+    """One layer: the next carry, and what is observed."""
+    caught = {}
 
+    def catch(call, args, kwargs, context):
+        result = call(*args, **kwargs)
+        module, method = context.module, context.method_name
+        if isinstance(module, MixtureOfDepths) and method == 'gathered':
+            caught['inputs_BTD'], caught['indices_BC'] = args[0], args[3]
+        elif isinstance(module, Block) and module.gathered and method == 'delta':
+            caught['delta_BCD'] = result[0]
+        elif isinstance(module, Block) and not module.gathered and method == '__call__':
+            caught['inputs_BTD'], caught['outputs_BTD'] = args[0], result[0]
+        return result
 
-def next_carry(carry, output, count):
-    """The carry after a layer, given its output and the number of slots written before it."""
-    _, slots, valid_LBT = carry
-    return (output.x_BTD, *put_slots(slots, valid_LBT, output.written, count))
+    x_BTD, slots, valid_LBT = carry
+    depth = None if slots is None else DepthSlots(slots, valid_LBT, count)
+    with nn.intercept_methods(catch):
+        output, sown = stack.layer(kind).apply(
+            {'params': params}, x_BTD, depth, tokens, layer_args, mutable=['intermediates']
+        )
+    carry = (output.x_BTD, *put_slots(slots, valid_LBT, output.written, count))
+    sown = sown.get('intermediates', {})
+    return carry, observe(Seen(kind, tokens, output.records, caught, sown))
 
 
 class LayerDeltas(NamedTuple):
     """Every block's input and delta on a batch; L blocks, the first one first.
 
-    In the streams residual and moda the stream after block l is input + gate * delta, the input of
-    block l + 1. Arrays are float32 (or wider) except for the inputs and the final stream, which
-    have the model's dtype.
+    Arrays are float32 (or wider); the inputs and the final stream have the model's dtype.
     """
 
     inputs_LBTD: jax.Array  # the stream as the block, or its router, reads it
@@ -97,61 +114,39 @@ def layer_deltas(
 ) -> LayerDeltas:
     """Runs a batch and keeps what the blocks read and add: 2 L B T D numbers.
 
-    Raises:
-      ValueError: the model cannot run this routing.
+    Raises ValueError if the model cannot run this routing.
     """
-    found, final_BTD = walk(variables, hparams, tokens_BT, segment_ids_BT, routing, _visit)
-    blocks = [seen for kind, seen in found if kind.part == 'block']
+    found, final_BTD = walk(variables, hparams, tokens_BT, segment_ids_BT, routing, _block_arrays)
+    blocks = [observed for _, observed in found if observed]
     arrays, records = zip(*blocks, strict=True)
-    arrays = jax.tree.map(lambda *leaves: jnp.stack(leaves), *arrays)
+    arrays = map(jnp.stack, zip(*arrays, strict=True))
     records = merge_records(list(records), lambda *leaves: jnp.stack(leaves))
     logits_BTV = _logits(variables['params'], final_BTD, hparams=hparams)
     return LayerDeltas(*arrays, final_BTD, logits_BTV, records)
 
 
-@functools.partial(jax.jit, static_argnames=('stack', 'kind'))
-def _visit(params, carry, count, tokens, layer_args, *, stack, kind):
-    """One layer: the next carry, and (input, delta, gates, selected) with the layer's Records."""
-    caught = {}
-
-    def catch(call, args, kwargs, context):
-        result = call(*args, **kwargs)
-        module, method = context.module, context.method_name
-        if isinstance(module, MixtureOfDepths) and method == 'gathered':
-            caught['inputs_BTD'], caught['indices_BC'] = args[0], args[3]
-        elif isinstance(module, Block) and module.gathered and method == 'delta':
-            caught['delta_BCD'] = result[0]
-        elif isinstance(module, Block) and not module.gathered and method == '__call__':
-            caught['inputs_BTD'], caught['outputs_BTD'] = args[0], result[0]
-        return result
-
-    with nn.intercept_methods(catch):
-        output = stack.layer(kind).apply(
-            {'params': params}, carry[0], depth_slots(carry, count), tokens, layer_args
-        )
-    seen = _block_arrays(caught, tokens, output.records.routing) if kind.part == 'block' else None
-    return next_carry(carry, output, count), (seen, output.records)
-
-
-def _block_arrays(caught, tokens, record):
+def _block_arrays(seen):
+    """(input, delta, gates, selected) of a block, and its Records."""
+    if seen.kind.part != 'block':
+        return None
+    caught, records, record = seen.caught, seen.records, seen.records.routing
     inputs_BTD = caught['inputs_BTD']
     wide = jnp.promote_types(inputs_BTD.dtype, jnp.float32)
     if record is None:
         deltas_BTD = caught['outputs_BTD'].astype(wide) - inputs_BTD.astype(wide)
-        real_BT = tokens.segment_ids_BT > 0
-        return inputs_BTD, deltas_BTD, jnp.ones(real_BT.shape, wide), real_BT
-    zeros_BTD = jnp.zeros(inputs_BTD.shape, wide)
-    deltas_BTD = scatter_tokens(zeros_BTD, caught['indices_BC'], caught['delta_BCD'].astype(wide))
-    selected_BT = record.selected_BT
+        real_BT = seen.tokens.segment_ids_BT > 0
+        return (inputs_BTD, deltas_BTD, jnp.ones(real_BT.shape, wide), real_BT), records
+    deltas_BTD, selected_BT = jnp.zeros(inputs_BTD.shape, wide), record.selected_BT
+    deltas_BTD = scatter_tokens(deltas_BTD, caught['indices_BC'], caught['delta_BCD'].astype(wide))
     deltas_BTD = jnp.where(selected_BT[..., None], deltas_BTD, 0.0)
     gates_BT = jnp.where(selected_BT, record.gates_BT, 0.0).astype(wide)
-    return inputs_BTD, deltas_BTD, gates_BT, selected_BT
+    return (inputs_BTD, deltas_BTD, gates_BT, selected_BT), records
 
 
 @functools.partial(jax.jit, static_argnames='hparams')
 def _logits(params, x_BTD, *, hparams):
-    scale_D, epsilon = params['final_norm']['scale'], hparams.model.norm_eps
-    return lm_head(rms_norm(x_BTD, scale_D, epsilon), params)
+    normed_BTD = rms_norm(x_BTD, params['final_norm']['scale'], hparams.model.norm_eps)
+    return lm_head(normed_BTD, params)
 
 
 @jax.jit

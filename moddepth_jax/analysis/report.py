@@ -63,17 +63,13 @@ def _print(console, *lines):
 
 
 def loss_table(evaluation: dict, rule: str | None, title: str | None = None) -> rich.table.Table:
-    """The losses of an evaluation, in nats a token and bits a byte.
-
-    `rule` is the routing of its `loss`; None if the model never looks ahead.
-    """
+    """The losses of an evaluation under `rule`, or None if the model never looks ahead."""
     top_c = 'top-C (sees the future)'
     rows = {top_c if rule == 'top_c' else rule or 'none (causal as it is)': 'loss'}
     if 'loss_top_c' in evaluation:
         rows = {f'{rule} (causal: the honest one)': 'loss', top_c: 'loss_top_c'}
     bits_per_nat = evaluation['bits_per_byte'] / evaluation['loss']
-    table = rich.table.Table(title=title, title_justify='left')
-    table.add_column('routing')
+    table = rich.table.Table('routing', title=title, title_justify='left')
     for name in ('nats a token', 'bits a byte'):
         table.add_column(name, justify='right')
     for name, key in rows.items():
@@ -99,9 +95,9 @@ def _lines(run):
         gap = evaluation['routing_gap']
         yield f'routing gap {gap:+.4f} nats: {describe_gap(gap)}'
         for layer, values in summary['routing'].items():
-            shown = ('selected_fraction', 'precision', 'recall')
-            numbers = ', '.join(f'{name.replace("_", " ")} {values[name]:.3f}' for name in shown)
-            yield f'{layer.replace("_", " ")}: {numbers}'
+            names = ('selected_fraction', 'precision', 'recall')
+            shown = ', '.join(f'{name} {values[name]:.3f}' for name in names)
+            yield f'{layer}: {shown}'.replace('_', ' ')
     if run.hparams.model.expert_layers:
         yield expert_line(summary['experts'], run.hparams.model.experts)
     budget = summary['flop_budget']
@@ -152,8 +148,7 @@ def _roc_lines(run):
 
 def _draw_routing(run, path):
     hparams = run.hparams
-    batch = run.dataset.held_out_batch(0)
-    rule = causal_routing(hparams)
+    batch, rule = run.dataset.held_out_batch(0), causal_routing(hparams)
     record = heatmaps.routing_record(run.state.variables, hparams, batch, rule)
     length = hparams.data.sequence_length
     width = min(hparams.report.heatmap_tokens, length)
@@ -167,9 +162,8 @@ def _draw_routing(run, path):
 
 def _draw_expert_load(run, path):
     load = heatmaps.expert_load(run.summary['experts'], run.hparams.model.experts.num_routed)
-    heatmaps.plot_expert_load(
-        load, f'{run.workdir.name}: tokens on each expert, held-out text', path
-    )
+    title = f'{run.workdir.name}: tokens on each expert, held-out text'
+    heatmaps.plot_expert_load(load, title, path)
     _write_numbers(run, load, path)
 
 
@@ -200,19 +194,11 @@ def _pictures(model):
 
 
 def _sample(run):
-    hparams, tokenizer = run.hparams, run.dataset.tokenizer
-    knobs = hparams.report
-    result = generate(
-        run.state.variables,
-        hparams,
-        [prompt_tokens(hparams, tokenizer)],
-        knobs.sample_tokens,
-        temperature=knobs.temperature,
-        top_p=knobs.top_p,
-        seed=hparams.seed,
-        tokenizer=tokenizer,
-        stop=False,
-    )
+    hparams, tokenizer, knobs = run.hparams, run.dataset.tokenizer, run.hparams.report
+    prompts = [prompt_tokens(hparams, tokenizer)]
+    sampling = {'temperature': knobs.temperature, 'top_p': knobs.top_p, 'seed': hparams.seed}
+    options = sampling | {'tokenizer': tokenizer, 'stop': False}
+    result = generate(run.state.variables, hparams, prompts, knobs.sample_tokens, **options)
     text = tokenizer.decode(result.tokens[0]).decode('utf-8', 'replace')
     return printable(text), result.notes
 
@@ -241,7 +227,7 @@ def _next_steps(run):
 
 def _other_config(model):
     """A config that lacks one mechanism of the model; of a plain model one that has another."""
-    if model.depth.joins_attention:
+    if model.depth.stream_class.joins_attention:
         return 'moda.py' if model.routed_layers or model.expert_layers else 'moda.py:slots=none'
     if not model.expert_layers:
         return 'dense_isoflop.py' if model.routed_layers else 'mod_isoflop.py'
@@ -262,11 +248,7 @@ _COLUMNS = {
 
 
 def domain_table(domains: dict[str, dict], title: str | None = None) -> rich.table.Table:
-    """The losses of several texts, one a row; perplexity is per token.
-
-    `domains` has by name of the text some of the keys of _COLUMNS: losses in nats a token, `share`
-    and `epochs` of a mixture, a word `text`.
-    """
+    """The losses of several texts, one a row; `domains` has some keys of _COLUMNS by name."""
     keys = [key for key in _COLUMNS if any(key in values for values in domains.values())]
     table = rich.table.Table(title=title, title_justify='left')
     table.add_column('domain', overflow='fold')

@@ -17,11 +17,7 @@ from moddepth_jax.training.losses import masked_labels
 def roc_area(scores, positives) -> float:
     """The probability that a positive scores above a negative, a tie counted half.
 
-    This is Mann and Whitney's statistic over the number of pairs, the area under the ROC curve: 0.5
-    for scores without information. `scores` and `positives` (bool) have one shape.
-
-    Raises:
-      ValueError: one of the two classes is empty.
+    `scores` and `positives` (bool) have one shape. Raises ValueError if a class is empty.
     """
     scores, positives = np.asarray(scores, float), np.asarray(positives, bool)
     above, below = scores[positives], scores[~positives]
@@ -48,16 +44,10 @@ def router_roc(
 ) -> dict:
     """How the routers of a model trained on data.source='recall' rank the needed positions.
 
-    The first `num_batches` held-out batches are read, or all if there are fewer.
-
-    Returns:
-      `layers`, by index of each routed layer `area`, the ROC area of its scores for
-      `needs_far_context` against all other real tokens, and `entered`, the share of these positions
-      that were selected; `recall_accuracy`, the share of them whose answer is the likeliest token;
-      `recall_nats` per answer; `loss`, nats per target.
-
-    Raises:
-      ValueError: the batches hold no needed position.
+    Returns, over at most `num_batches` held-out batches, `layers`: by routed layer the ROC `area`
+    of its scores for `needs_far_context` against all other real tokens, and the share of these that
+    `entered`; `recall_accuracy`, the share of them whose answer is the likeliest token;
+    `recall_nats` per answer; `loss`, nats per target. Raises ValueError without such a position.
     """
     parts = []
     for index in range(min(num_batches, dataset.num_held_out_batches)):
@@ -69,13 +59,12 @@ def router_roc(
     needed_N, scores_RN, selected_RN, nll_N, right_N = (
         np.concatenate(arrays, axis=-1) for arrays in zip(*parts, strict=True)
     )
-    layers = {
-        layer: {
-            'area': roc_area(scores_RN[i], needed_N),
-            'entered': float(selected_RN[i, needed_N].mean()),
-        }
-        for i, layer in enumerate(hparams.model.routed_layers)
-    }
+    layers = {}
+    for layer, scores_N, selected_N in zip(
+        hparams.model.routed_layers, scores_RN, selected_RN, strict=True
+    ):
+        entered = float(selected_N[needed_N].mean())
+        layers[layer] = {'area': roc_area(scores_N, needed_N), 'entered': entered}
     return {
         'layers': layers,
         'recall_accuracy': float(right_N[needed_N].mean()),

@@ -1,6 +1,7 @@
 """An Inspection as JSON, and as one web page that needs no network."""
 
 import importlib.resources
+import itertools
 import json
 import math
 import unicodedata
@@ -23,23 +24,13 @@ _UNSHOWN = '□'  # a byte that is not UTF-8, or a character that is invisible o
 
 
 def shown_tokens(pieces) -> list[str]:
-    """The text that the page shows for each token (bytes): the characters that begin in it.
-
-    A line end is ↵ and the line end, a tab → and the tab, a separator §, other control characters
-    are their pictures; □ stands for what cannot be shown and ▫ for a token that is the rest of a
-    character.
-    """
+    """The text that the page shows for each token (bytes): the characters that begin in it."""
     text = b''.join(pieces).decode('utf-8', 'surrogateescape')
-    sizes = np.array([len(c.encode('utf-8', 'surrogateescape')) for c in text], int)
-    ends_of_characters = np.cumsum(sizes)
-    shown, first, end = [], 0, 0
-    for piece in pieces:
-        end += len(piece)
-        last = int(np.searchsorted(ends_of_characters - sizes, end))
-        mine = ''.join(map(_visible, text[first:last]))
-        shown.append((mine or _REST) if piece else '§')
-        first = last
-    return shown
+    begins = np.cumsum([0, *(len(c.encode('utf-8', 'surrogateescape')) for c in text)])[:-1]
+    ends = np.cumsum([0, *map(len, pieces)])
+    cuts = itertools.pairwise(np.searchsorted(begins, ends))
+    shown = [''.join(map(_visible, text[first:last])) or _REST for first, last in cuts]
+    return [each if piece else '§' for each, piece in zip(shown, pieces, strict=True)]
 
 
 def _visible(character):
@@ -63,9 +54,8 @@ def page_data(
 ) -> dict:
     """The content of routing.json: JSON scalars, lists and dicts; None for what is not finite.
 
-    `names` has `run`, `step`, `num_steps`, `text` (what it is called), `language`, `cut`, the
-    number of tokens at the end of the text that were left out, and `depth_tokens`, those that
-    `depth` was measured on.
+    `names` has `run`, `step`, `num_steps`, `text` (what it is called), `language`, `cut` (tokens
+    left out at its end) and `depth_tokens` (those that `depth` was measured on).
     """
     logits_of = hparams.model.routing.causal_rule if routing == 'top_c' else routing
     data = {
@@ -124,8 +114,8 @@ def _layer(inspection, layer, logits_of):
     i = inspection.routed_layers.index(layer)
     record = jax.tree.map(lambda side_RN: side_RN[i], inspection.routing)
     if logits_of == 'threshold':
-        thresholds_N = record.scores_BT - record.rule_logits_BT
-        result['threshold'] = float(f'{np.median(thresholds_N):.{_DIGITS}g}')
+        threshold = np.median(record.scores_BT - record.rule_logits_BT)
+        result['threshold'] = float(f'{threshold:.{_DIGITS}g}')
     return result | {
         'score': _rounded(record.scores_BT),
         'gate': _rounded(record.gates_BT),

@@ -1,7 +1,6 @@
 """Signal dilution: how well a linear probe recovers a block's output from the final stream.
 
-The probe is a ridge regression from the final stream (before its norm) to a block's delta, fitted
-on some tokens and scored on others, of which it needs only the moments. This measure is our own.
+The probe is a ridge regression from the final stream (before its norm) to a block's delta.
 """
 
 from typing import NamedTuple
@@ -62,11 +61,8 @@ def moments(x_BTD, y_BTE, counted_BT) -> Moments:
 def probe_r2(fitted: Moments, scored: Moments) -> float | None:
     """R^2 of the ridge regression of y on x that is fitted on some tokens and scored on others.
 
-    1 minus the squared error over the squared deviation of y from its mean over the scored tokens:
-    1 for a perfect probe, 0 for one that predicts that mean, negative for a worse one. It is too
-    low if the fitted tokens are not many more than the components of x.
-
-    Returns None if y or x has no variance.
+    It is too low if the fitted tokens are not many more than the components of x. None if y or x
+    has no variance.
     """
     variance_D = np.diag(fitted.xx_DD)
     if not variance_D.any() or not scored.yy:

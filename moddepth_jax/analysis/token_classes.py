@@ -1,6 +1,5 @@
 """What kind of text a token is part of: in Python code by Pygments, in prose by its letters."""
 
-import functools
 import re
 
 import numpy as np
@@ -39,7 +38,6 @@ _CODE_LINE = re.compile(
     r'|.*[({\[:]\s*$|\s*[)\]}]'
 )
 _PYTHON_SOURCES = ('stdlib', 'python_environment')  # values of data.source that hold Python
-_BLOCK = 1 << 20  # tokens searched at a time
 
 
 def guess_language(text: bytes) -> str:
@@ -59,13 +57,9 @@ def language_of(corpus) -> str:
 def byte_classes(text: bytes, language: str) -> np.ndarray:
     """The class of each byte of a text: uint8 [len(text)], indices into CLASSES.
 
-    `python`: as the lexer of Pygments reads the text, which may be broken or truncated. Spaces
-    inside a string or a comment have its class, and so has what stands between the braces of an
-    f-string. `prose`: word, number, whitespace, punctuation and other (control characters, bytes
-    that are not UTF-8).
-
-    Raises:
-      ValueError: an unknown language.
+    `python` is as Pygments reads it, with the inside of a string or comment all of one class;
+    `other` of `prose` are control characters and bytes that are not UTF-8. Raises ValueError for an
+    unknown language.
     """
     if language not in LANGUAGES:
         raise ValueError(f'language={language!r}: must be one of {", ".join(LANGUAGES)}')
@@ -91,10 +85,7 @@ def _python_parts(text):
 
 
 def token_classes(pieces: list[bytes], language: str) -> np.ndarray:
-    """uint8 [N]: the class of each token: of its first byte that is not whitespace.
-
-    b'' is the separator, which is the start of a text.
-    """
+    """uint8 [N]: the class of each token's first byte that is no whitespace; b'' starts a text."""
     of_bytes = byte_classes(b''.join(pieces), language)
     ends = np.cumsum([len(piece) for piece in pieces])
     classes = np.full(len(pieces), _NUMBER['start of text'], np.uint8)
@@ -109,40 +100,24 @@ def token_classes(pieces: list[bytes], language: str) -> np.ndarray:
 def held_out_classes(dataset, tokens_XT, language: str) -> np.ndarray:
     """uint8 [X, T]: the class of each token of complete held-out windows, indices into CLASSES.
 
-    A window may begin inside a string, which nothing in it shows, so each window is looked up in
-    the documents that it was cut from. Of equal windows one is taken.
+    A window may begin inside a string, so each is looked up in the documents it was cut from.
     """
     streams, length = dataset.held_out_streams, tokens_XT.shape[1]
-    tokens_XT = tokens_XT.astype(streams[0].dtype)
-    wanted = {tokens_T.tobytes() for tokens_T in tokens_XT}
-    places = {}  # of wanted windows only: more text may be held out than fits into memory
-    for number, stream in enumerate(streams):
+    wanted = [tokens_T.tobytes() for tokens_T in tokens_XT.astype(streams[0].dtype)]
+    found = dict.fromkeys(wanted)
+    for stream in streams:
+        bounds = np.append(np.flatnonzero(stream == dataset.tokenizer.separator), len(stream))
+        documents = {}
         for start in range(0, len(stream), length):
             window = stream[start : start + length].tobytes()
-            if window in wanted:
-                places[window] = (number, start)
-    bounds = [_document_bounds(stream, dataset.tokenizer.separator) for stream in streams]
-
-    @functools.cache
-    def classes_of_document(number, document):
-        begin, end = bounds[number][document : document + 2]
-        return token_classes(dataset.tokenizer.pieces(streams[number][begin:end]), language)
-
-    classes = []
-    for tokens_T in tokens_XT:
-        number, start = places[tokens_T.tobytes()]
-        ends = (start, start + length - 1)
-        first, last = np.searchsorted(bounds[number], ends, side='right') - 1
-        documents = [classes_of_document(number, place) for place in range(first, last + 1)]
-        begin = start - bounds[number][first]
-        classes.append(np.concatenate(documents)[begin : begin + length])
-    return np.stack(classes)
-
-
-def _document_bounds(stream, separator):
-    """Where documents begin, each with its separator, and the end of the stream."""
-    blocks = [
-        begin + np.flatnonzero(stream[begin : begin + _BLOCK] == separator)
-        for begin in range(0, len(stream), _BLOCK)
-    ]
-    return np.concatenate([*blocks, [len(stream)]])
+            if window not in found:
+                continue
+            ends = (start, start + length - 1)
+            first, last = np.searchsorted(bounds, ends, side='right') - 1
+            for i in range(first, last + 1):
+                if i not in documents:
+                    pieces = dataset.tokenizer.pieces(stream[bounds[i] : bounds[i + 1]])
+                    documents[i] = token_classes(pieces, language)
+            classes = np.concatenate([documents[i] for i in range(first, last + 1)])
+            found[window] = classes[start - bounds[first] :][:length]
+    return np.stack([found[window] for window in wanted])

@@ -129,16 +129,12 @@ def flops(case: Case, slots: int, backward: bool) -> float:
     return 4 * pairs * case.width * (3.5 if backward else 1)
 
 
-def depth_bytes(case: Case, direction: str, sum_bytes: int = 0) -> float:
+def depth_bytes(case: Case, backward: bool) -> float:
     """The least number of bytes that the depth part must move: slots once, queries and outputs.
 
-    `direction` is forward, or the backward pass alone: fresh (reads the slots, writes their
-    gradients) or accumulate (reads slots and sums, writes the sums, of `sum_bytes` a number).
+    `backward`: of the backward pass alone, which reads the slots and writes their gradients.
     """
     item = jnp.dtype(case.dtype).itemsize
     per_side = case.batch * case.length * case.width
     slots, queries = 2 * case.visible * per_side * case.kv_heads, per_side * case.heads
-    if direction == 'forward':
-        return item * (slots + 3 * queries)
-    written = item if direction == 'fresh' else 2 * sum_bytes
-    return slots * (item + written) + 4 * item * queries
+    return item * (2 * slots + 4 * queries if backward else slots + 3 * queries)

@@ -13,8 +13,8 @@ import numpy as np
 
 from kernels_pallas import depth_attention
 from kernels_pallas.reference import allowed_error
-from moddepth_jax.benchmarks.attention_cases import Case, Inputs
-from moddepth_jax.benchmarks.attention_forms import Form, make_program, make_sums
+from moddepth_jax.benchmarks.attention_cases import Inputs
+from moddepth_jax.benchmarks.attention_forms import make_program
 
 CHECKED = 48  # queries
 NAMES = ('o', 'dq', 'dk', 'dv', 'dk_depth', 'dv_depth', 'dq_depth')
@@ -65,7 +65,7 @@ def _compute(inputs, chosen_C, over, implementation, dtype):
     slots = k_depth[:, :, chosen_C], v_depth[:, :, chosen_C]
     chosen = Inputs(q[:, chosen_C], k, v, *slots, do[:, chosen_C], options=options)
     function = functools.partial(depth_attention, implementation=implementation)
-    results, _ = make_program(function, over, 'fresh')(chosen, None)
+    results = make_program(function, over, 'fresh')(chosen)
     return dict(zip(NAMES, (x.astype('float32') for x in results), strict=False))
 
 
@@ -80,30 +80,18 @@ def compute_expected(inputs: Inputs, chosen_C, over: str) -> tuple[dict, dict[st
     return values, allowed_errors(values, plain, dtype)
 
 
-def find_wrong(results: dict, expected, chosen_C) -> str | None:
-    """What is wrong with the results of `run_checked`, in one line; None: nothing.
+def find_wrong(results, expected, chosen_C) -> str | None:
+    """What is wrong with (o, *gradients), in one line; None: nothing.
 
     `expected` is of `compute_expected`. Gradients of other queries and slots must be zero.
     """
-    for name, (array, runs) in results.items():
+    for name, array in zip(NAMES, results, strict=False):
+        if not array.size:
+            continue
         index = (slice(None),) * (2 if name.endswith('_depth') else 1)
-        found = (array if name in ('dk', 'dv') else array[*index, chosen_C]) / runs
+        found = array if name in ('dk', 'dv') else array[*index, chosen_C]
         if wrong := errors_of({name: found}, *expected)[1]:
             return f'wrong: {wrong[0]}'
         if name != 'o' and int(jnp.count_nonzero(found)) != int(jnp.count_nonzero(array)):
             return f'wrong: {name} is not zero where nothing depends on it'
     return None
-
-
-def run_checked(form: Form, case: Case, run, inputs: Inputs) -> dict:
-    """(array, number of runs that it is the sum of), by name, of a compiled form.
-
-    A form that accumulates runs twice, so that it adds to sums which are not zero.
-    """
-    arrays, sums = run(inputs, make_sums(form, case))
-    named = dict(zip(NAMES, ((array, 1) for array in arrays), strict=False))
-    if sums is not None:
-        del arrays
-        _, sums = run(inputs, sums)
-        named |= dict(zip(NAMES[4:6], ((array, 2) for array in sums), strict=True))
-    return {name: (array, runs) for name, (array, runs) in named.items() if array.size}

@@ -1,11 +1,9 @@
-"""The benchmark of attention: times as tables, next to their targets, and as plots."""
+"""The benchmark of attention: times as tables, next to their targets."""
 
 import sys
 import time
 
 import jax
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
 from kernels_pallas.depth_attention import IMPLEMENTATIONS
 from moddepth_jax.benchmarks.attention import bench_case, device_ceilings
@@ -16,28 +14,11 @@ from moddepth_jax.benchmarks.tables import Table, pivot
 from moddepth_jax.training.summary import versions
 
 # Times of both passes over plain cuDNN's, at TARGET_SHAPE on an H200, by T.
-TARGETS = {
-    'fresh': {4096: 1.37, 16384: 1.11, 65536: 1.03},
-    'accumulate': {4096: 1.48, 16384: 1.14, 65536: 1.04},
-}
+TARGETS = {4096: 1.37, 16384: 1.11, 65536: 1.03}
 TARGET_SHAPE = Case(0)._asdict()
 del TARGET_SHAPE['length']
 COPY_TARGET = 0.9  # of the measured copy bandwidth, by the depth kernels
-DIRECTIONS = {
-    'forward': 'forward',
-    'fresh': 'forward + backward',
-    'accumulate': '..., adding in place',
-    'accumulate float32': '..., in float32',
-}
-_COLORS = {
-    'cudnn': '#444444',
-    'mosaic_gpu': '#1f77b4',
-    'mosaic_gpu_fused': '#d62728',
-    'pallas': '#2ca02c',
-    'xla': '#9467bd',
-    'flash_attention_2': '#ff7f0e',
-    'pallas_triton': '#8c564b',
-}
+DIRECTIONS = {'forward': 'forward', 'fresh': 'forward + backward'}
 
 
 def case_title(result: dict) -> str:
@@ -83,8 +64,8 @@ def failures(result: dict) -> list[str]:
     return [f'{name} ({"; ".join(what)}): {why}' for (name, why), what in reasons.items()]
 
 
-def _find(result, key, over, direction):
-    """`key` by implementation, of the rows that have it."""
+def find(result: dict, key: str, over: str, direction: str) -> dict:
+    """`key` by implementation, of the rows of such forms that have it."""
     return {
         row['implementation']: row[key]
         for row in result['rows']
@@ -105,91 +86,19 @@ def targets_table(results: list[dict], copy_bytes_per_second: float) -> Table:
         if any(result[name] != value for name, value in TARGET_SHAPE.items()):
             continue
         start = f'T={result["length"]}'
-        for direction, by_length in TARGETS.items():
-            if result['baseline'] == 'cudnn' and result['length'] in by_length:
-                name = f'{start}, {DIRECTIONS[direction]} ({direction}), over cuDNN'
-                reached = _find(result, 'over_plain', BOTH, direction)
-                add(name, by_length[result['length']], reached, min)
-        for direction in ('forward', *TARGETS):
-            rates = _find(result, 'bytes_per_second', ALONE, direction)
+        if result['baseline'] == 'cudnn' and result['length'] in TARGETS:
+            reached = find(result, 'over_plain', BOTH, 'fresh')
+            name = f'{start}, forward + backward, over cuDNN'
+            add(name, TARGETS[result['length']], reached, min)
+        for direction in DIRECTIONS:
+            rates = find(result, 'bytes_per_second', ALONE, direction)
             shares = {name: rate / copy_bytes_per_second for name, rate in rates.items()}
             add(f'{start}, depth {direction}, of copy bandwidth', COPY_TARGET, shares, max)
-        if plain := _find(result, 'seconds', PLAIN, 'fresh').get('pallas_triton'):
-            ours = _find(result, 'seconds', BOTH, 'fresh')
+        if plain := find(result, 'seconds', PLAIN, 'fresh').get('pallas_triton'):
+            ours = find(result, 'seconds', BOTH, 'fresh')
             name = f'{start}, both passes with slots, over plain Pallas-Triton without'
             add(name, 1, {name: seconds / plain for name, seconds in ours.items()}, min)
     return Table('targets (on an H200)', ['', 'target', 'reached', 'by'], lines)
-
-
-def _shape(results):
-    """The shape of the targets if there is a result of it, else the first one with slots."""
-    shapes = [{name: result[name] for name in TARGET_SHAPE} for result in results]
-    if TARGET_SHAPE in shapes:
-        return TARGET_SHAPE
-    return next((shape for shape in shapes if shape['slots']), shapes[0])
-
-
-def _draw_by_length(axes, results, over, direction, key, scale, style='-', suffix=''):
-    """Draws a curve over T for each implementation at one shape."""
-    shape, curves = _shape(results), {}
-    for result in results:
-        # Rivals are timed without slots.
-        slots = {0, shape['slots']} if over == PLAIN else {shape['slots']}
-        if all(result[n] == shape[n] for n in shape if n != 'slots') and result['slots'] in slots:
-            for name, value in _find(result, key, over, direction).items():
-                curves.setdefault(name, {}).setdefault(result['length'], scale * value)
-    for name, points in curves.items():
-        lengths, values = zip(*sorted(points.items()), strict=True)
-        color = _COLORS.get(name, 'black')
-        axes.plot(lengths, values, style, marker='o', color=color, label=name + suffix)
-    lengths = sorted({length for points in curves.values() for length in points})
-    if lengths:
-        axes.set_xscale('log', base=2)
-        axes.set_xticks(lengths, [f'{T // 1024}k' if T % 1024 == 0 else str(T) for T in lengths])
-    axes.set_xlabel('T')
-
-
-def _finish(axes, title, label):
-    axes.set_title(title, fontsize=10)
-    axes.set_ylabel(label)
-    axes.set_ylim(bottom=0)
-    axes.grid(True, alpha=0.3)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=7)
-
-
-def draw(results: list[dict], copy_bytes_per_second: float | None, path) -> bool:
-    """Draws times and bandwidths by sequence length, of the shape of the targets if it was timed.
-
-    `results` are of bench_case; if none was timed, no PNG is written, and False is returned.
-    """
-    results = [r for r in results if any('seconds' in row for row in r.get('rows', ()))]
-    if not results:
-        return False
-    shape = _shape(results)
-    figure = Figure(figsize=(15.6, 4.4), dpi=120)
-    FigureCanvasAgg(figure)
-    left, middle, right = figure.subplots(1, 3)
-    for over, style, slots in ((PLAIN, '--', 'no'), (BOTH, '-', shape['slots'])):
-        label = f', {slots} slots'
-        _draw_by_length(left, results, over, 'fresh', 'flops_per_second', 1e-12, style, label)
-    _finish(left, 'forward + backward', 'TFLOP/s, counted')
-    _draw_by_length(middle, results, BOTH, 'fresh', 'over_plain', 1)
-    if shape == TARGET_SHAPE:
-        middle.plot(*zip(*TARGETS['fresh'].items(), strict=True), 'k:', marker='x', label='target')
-    title = f'forward + backward with {shape["slots"]} slots'
-    _finish(middle, title, 'time over the plain baseline')
-    for direction, style in (('forward', '--'), ('fresh', '-')):
-        label = ', forward' if direction == 'forward' else ', backward'
-        key = 'bytes_per_second'
-        _draw_by_length(right, results, ALONE, direction, key, 1e-9, style, label)
-    if copy_bytes_per_second:
-        right.axhline(copy_bytes_per_second / 1e9, linestyle=':', color='grey', label='copy')
-    _finish(right, f'{shape["slots"]} slots alone', 'GB/s of ideal bytes')
-    figure.suptitle(str(Case(0, **shape)).removeprefix('T=0 '), fontsize=9)
-    figure.tight_layout()
-    figure.savefig(path)
-    return True
 
 
 def attention(
@@ -202,7 +111,6 @@ def attention(
     slots: list[int] | None = None,
     dtype: Dtype | None = None,
     seconds: int = 300,
-    plot: str | None = None,
 ):
     """Every implementation of attention over sequence and depth slots, and plain attention.
 
@@ -210,7 +118,7 @@ def attention(
     on a CPU at toy shapes, where kernels are interpreted.
 
     Args:
-      implementations: what is timed. Default: ours, cudnn, pallas_triton, flash_attention_2.
+      implementations: what is timed. Default: ours, and RIVALS.
       lengths: sequence lengths.
       heads: query heads.
       kv_heads: key/value heads.
@@ -218,7 +126,6 @@ def attention(
       slots: depth slots of a token.
       dtype: of all arrays. Default: bfloat16.
       seconds: after which no further shape is begun.
-      plot: PNG for a picture of the results.
     """
     known = (*RIVALS, *IMPLEMENTATIONS)
     for name in implementations or ():
@@ -231,7 +138,7 @@ def attention(
         sizes = [[c] if size is None else size for size, c in zip(sizes, cases[0], strict=False)]
         cases = product(*sizes, cases[0].dtype)
     names, begin, results = implementations or known, time.perf_counter(), []
-    facts = device_ceilings('cudnn' in names, toy=not on_gpu)
+    facts = device_ceilings(toy=not on_gpu)
     yield {'versions': versions(), **facts, 'budget_seconds': seconds}, []
     for case in cases:
         if time.perf_counter() - begin > seconds:
@@ -242,9 +149,7 @@ def attention(
         yield result, [case_table(result)] if 'rows' in result else []
         for line in failures(result):
             print(line, file=sys.stderr)
-    copy = facts['ceilings']['copy_bytes_per_second']
-    if plot:
-        draw(results, copy, plot)
     if facts['hopper']:
+        copy = facts['ceilings']['copy_bytes_per_second']
         table = targets_table([r for r in results if 'rows' in r], copy)
         yield {'targets': table.lines}, [table]

@@ -101,10 +101,9 @@ class _Decoder:
 def bench_decoding(dense: Hparams, other: Hparams, batches, prompt: int, repeats: int) -> dict:
     """Times a decoding step of two models at nearly full caches, and the first token of a prompt.
 
-    Both have one shape, and a context of `data.sequence_length`. A router of `other` needs no
-    training if its rule has a known rate, as `random` has. `batches` are rows that decode together;
-    the prompt has a batch of its own. Of each batch `rows` has median seconds of a step, tokens a
-    second, `speedup` (the median over rounds of dense / other time), bytes of the caches, and the
+    Both have one shape, and a context of `data.sequence_length`. `batches` are rows that decode
+    together; the prompt has a batch of its own. Of each batch `rows` has median seconds, `speedup`
+    (the median over rounds of dense / other time), bytes of the caches, and the
     `selected_fraction` of the tokens in routed blocks.
     """
     models, rows = {'dense': dense, 'other': other}, []

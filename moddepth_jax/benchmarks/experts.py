@@ -110,12 +110,10 @@ def _rows(shape, repeats, dtype):
 def bench_experts(shapes, repeats: int, dtype: str = 'float32') -> dict:
     """Times forward and backward of routed SwiGLU experts by each implementation, in turn.
 
-    Every token has top_k distinct experts, drawn evenly; parameters are float32, `dtype` is that of
-    tokens and results. `expands`: here XLA makes of a ragged_dot the products of all rows with all
-    matrices; None if it counts no FLOPs. `rows` are one for each shape and form, an implementation
-    or the dense loop (omitted above 2e11 FLOPs), with active `flops` of both passes and
-    `executed_over_active`: three times the traced forward products, padding included; of ragged_dot
-    what XLA counts, elementwise operations included, or None.
+    Every token has top_k distinct experts, drawn evenly; parameters are float32. `expands`: here
+    XLA makes of a ragged_dot the products of all rows with all matrices; None if it counts no
+    FLOPs. `executed_over_active` of a row is three times the traced forward products, padding
+    included, over the active `flops` of both passes; of ragged_dot what XLA counts, or None.
     """
     rows = [row for shape in shapes for row in _rows(shape, repeats, dtype)]
     known = [row['executed_over_active'] for row in rows if row['form'] == 'ragged_dot']

@@ -12,15 +12,13 @@ _PACKED = tuple(name for name in PACKED_CASES if not name.startswith('fused_'))
 # What an implementation is checked with; the fused kernel and cuDNN support only some cases.
 _CHECKED = {
     FUSED: ('group_of_8', 'fused_rows', 'fused_window', 'fused_own_query', 'group_of_16')
-    + ('masked', 'fused_one_slot', 'fused_octets_of_7'),
+    + ('masked', 'sums', 'fused_one_slot', 'fused_octets_of_7'),
     CUDNN: ('group_of_8', 'group_of_2', 'masked', 'window', 'own_query', 'rows', 'group_of_1'),
     'pallas': ('group_of_8', 'group_of_2', 'masked', 'depth_alone', 'rows', 'own_query')
     + ('group_of_3',),
     'xla': ('group_of_8', 'group_of_2', 'masked', 'rows', 'own_query', 'float32'),
 }
 _FUSED_PACKED = ('edges', 'fused_three', 'fused_rows', 'fused_window')
-# At T = 16k too, before training steps.
-_LONGER = ('written_33_of_64_', 'width_128_', 'group_of_2_width_128_')
 # Length and rows of a batch that fit one large GPU.
 _BATCHES = {'124m': (2048, 16), '700m': (4096, 4)}
 # Expected seconds of a training step's case: compilation, and what `auto` measures before it.
@@ -29,9 +27,9 @@ _STEPS = {'dense': 60.0, 'moda': 85.0, 'mod': 60.0, 'both': 110.0}
 _TOYS = ('machine/*', 'right/mosaic_gpu/depth_alone', 'right/decode/*')
 _TOYS += tuple(f'right/pallas/{name}' for name in ('group_of_3', 'rows', 'depth_alone'))
 _TOYS += ('right/cudnn/rows', 'right/xla/rows', 'packed/[pxc]*/three', 'packed/[pxc]*/no_slots')
-_TOYS += ('time/xla/packed_no_slots_4k', 'time/pallas/slots_24_4k', 'time/flash_attention_2/4k')
+_TOYS += ('time/xla/packed_no_slots_4k', 'time/pallas/slots_24_4k', 'time/pallas_triton/4k')
 _TOYS += tuple(f'step/124m/{model}' for model in (*_STEPS, 'moe'))
-_TOYS += ('decode/*', 'memory/packed/[px]*', 'experts/*', 'run/*')
+_TOYS += ('decode/*', 'experts/*', 'run/*')
 
 
 def cases(toy: bool = False) -> list[Case]:
@@ -40,7 +38,9 @@ def cases(toy: bool = False) -> list[Case]:
     found += [*_correctness(), *_times(), *_models(), *_more_times()]
     # Odd shapes, which nothing above waits for.
     found += _checks('pallas', [name for name in _PLAIN if name not in _CHECKED['pallas']], 4.0)
-    found += _runs()
+    # A command, which uses the device itself.
+    run = ('run/train', 'run/train', 150.0, 420.0, 'gpu_models:training_run')
+    found.append(_case(*run, in_process=False, steps=800))
     if not toy:
         return found
     return [  # on a busy CPU, and nobody waits for the clock
@@ -109,6 +109,7 @@ def _times():
     found = []
     for name in ('mosaic_gpu', FUSED):
         found += _at_lengths(name, '', {}, 15.0, brief=False)
+    found += _at_lengths('pallas_triton', '', NO_SLOTS, 6.0)
     found += _at_lengths('flash_attention_2', '', NO_SLOTS, 6.0)
     for name, prefix, sizes in (
         ('mosaic_gpu', 'packed_', PACKED),
@@ -117,23 +118,19 @@ def _times():
     ):
         found += _at_lengths(name, prefix, sizes, 9.0)
     for shape, sizes in SHAPES.items():
-        lengths = ('4k', '16k') if shape in _LONGER else ('4k',)
-        found += _at_lengths('mosaic_gpu', shape, sizes, 8.0, lengths)
+        found += _at_lengths('mosaic_gpu', shape, sizes, 8.0, ('4k',))
     return found
 
 
 def _more_times():
     """What can wait until training steps have been timed."""
     found = _at_lengths('pallas', '', {}, 15.0, brief=False)
-    found += _at_lengths('pallas_triton', '', NO_SLOTS, 6.0)
     found += _at_lengths('xla', 'packed_no_slots_', PACKED | NO_SLOTS, 9.0)
-    for name, length, shapes in (
-        ('mosaic_gpu', '16k', [shape for shape in SHAPES if shape not in _LONGER]),
-        (FUSED, '4k', ('slots_24_', 'written_33_of_64_', 'width_128_')),
-        ('pallas', '4k', ('slots_24_', 'group_of_2_width_128_')),
-    ):
-        for shape in shapes:
-            found += _at_lengths(name, shape, SHAPES[shape], 8.0, (length,))
+    for shape, sizes in SHAPES.items():
+        found += _at_lengths('mosaic_gpu', shape, sizes, 8.0, ('16k',))
+    for name in (FUSED, 'pallas'):
+        for shape in ('slots_24_', 'width_128_'):
+            found += _at_lengths(name, shape, SHAPES[shape], 8.0, ('4k',))
     return found
 
 
@@ -149,26 +146,7 @@ def _models():
     for model in ('mod', 'moda'):
         name, sizes = f'decode/124m/{model}', {'batches': [1, 8, 64], 'kv_heads': 4}
         found.append(_case(name, name, 70.0, 200.0, 'gpu_models:decoding', model=model, **sizes))
-    for implementation, slots in (('mosaic_gpu', 64), ('pallas', 64), ('xla', 64), ('xla', 0)):
-        name = f'memory/packed/{implementation}' + ('' if slots else '_no_slots')
-        sizes = {'lengths': list(LENGTHS.values()), 'slots': slots}
-        run = 'attention:memory_by_length'
-        found.append(
-            _case(name, 'memory', 15.0, 120.0, run, implementation=implementation, **sizes)
-        )
     for shape in ([16384, 768, 512, 8, 2], [4096, 2048, 704, 64, 6]):
         name = 'experts/' + 'x'.join(map(str, shape))
         found.append(_case(name, 'experts', 40.0, 150.0, 'gpu_models:experts', shape=shape))
     return found + [_step(model, '124m') for model in ('moe', 'staged', 'integrated')]
-
-
-def _runs():
-    """Commands, which use the device themselves."""
-    study = {'variants': ['dense', 'mod', 'random']}
-    return [
-        _case(name, name, expected, limit, f'gpu_models:{run}', in_process=False, **arguments)
-        for name, expected, limit, run, arguments in (
-            ('run/train', 150.0, 420.0, 'training_run', {'steps': 800}),
-            ('run/study', 240.0, 500.0, 'small_study', study),
-        )
-    ]

@@ -9,27 +9,25 @@ import subprocess
 import sys
 import tempfile
 
+import jax
 import numpy as np
 
+from kernels_pallas.backends import log_lines
+from moddepth_jax.benchmarks.decoding import bench_decoding
+from moddepth_jax.benchmarks.experts import Shape, bench_experts
+from moddepth_jax.benchmarks.models import make_model
+from moddepth_jax.benchmarks.steps import CompiledStep, step_row
+from moddepth_jax.benchmarks.timing import time_interleaved
+
 STEPS, TOY_SIZE = 10, '2x64'
-_TOY_KNOBS = {'data.source': 'synthetic', 'data.sequence_length': 32, 'data.batch_size': 2}
-_TOY_KNOBS |= {'evaluation.final_batches': 1, 'training.log_every': 1}
 
 
 def train_step(model: str, size: str, length: int, rows: int, toy: bool = False) -> dict:
     """Times the training step of one model in bfloat16, with the settings of its config.
 
     Besides what steps.step_row returns: the settings that decide what runs, `peak_bytes` of the
-    process, `attention_backends` (a line for each choice) and the `measurements` behind them.
+    process, and `attention_backends`, a line for each choice.
     """
-    import jax
-
-    from kernels_pallas.backends import log_lines
-    from moddepth_jax.benchmarks.models import make_model
-    from moddepth_jax.benchmarks.results import collect_measurements
-    from moddepth_jax.benchmarks.steps import CompiledStep, step_row
-    from moddepth_jax.benchmarks.timing import time_interleaved
-
     if toy:
         size, length, rows = TOY_SIZE, 32, 2
     hparams = make_model(model, size, length, rows, dtype='bfloat16')
@@ -45,7 +43,6 @@ def train_step(model: str, size: str, length: int, rows: int, toy: bool = False)
         'peak_bytes': memory.get('peak_bytes_in_use'),
         'loss': float(step()),
         'attention_backends': log_lines(),
-        'measurements': {} if toy else collect_measurements(),
     }
 
 
@@ -54,9 +51,6 @@ def decoding(model: str, batches: list[int], kv_heads: int, toy: bool = False) -
 
     `model` is mod (an eighth of the tokens by random routing, which needs no training) or moda.
     """
-    from moddepth_jax.benchmarks.decoding import bench_decoding
-    from moddepth_jax.benchmarks.models import make_model
-
     size, context, prompt, repeats = '12x768', 2048, 1024, 31
     if toy:
         size, context, prompt, repeats, kv_heads, batches = TOY_SIZE, 64, 8, 2, 1, [1, 2]
@@ -67,32 +61,30 @@ def decoding(model: str, batches: list[int], kv_heads: int, toy: bool = False) -
 
 def experts(shape: list[int], toy: bool = False) -> dict:
     """`bench_experts` of one layer; `shape` has the fields of experts.Shape."""
-    from moddepth_jax.benchmarks.experts import Shape, bench_experts
-
     sizes = Shape(*([64, 16, 8, 4, 2] if toy else shape))
     return bench_experts([sizes], 1 if toy else 5, 'bfloat16')
 
 
-def _run_command(name, config, workdir, flags, knobs):
-    """Runs a command to its end; raises ValueError with its last line if it failed."""
-    words = [sys.executable, '-m', f'launch.{name}', f'--config={config}', f'--workdir={workdir}']
-    words += [*flags, *(f'--config.{knob}={value}' for knob, value in knobs.items())]
-    done = subprocess.run(words, stdout=sys.stderr, stderr=subprocess.PIPE, text=True)
-    print(done.stderr, file=sys.stderr, flush=True)
-    if done.returncode:
-        last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
-        raise ValueError(': '.join([f'exit status {done.returncode}', *last]))
-
-
 def training_run(steps: int, toy: bool = False) -> dict:
-    """Trains MoD with MoDA in bfloat16 and keeps numbers of its summary and its median speeds."""
+    """Trains MoD with MoDA in bfloat16 and keeps numbers of its summary and its median speeds.
+
+    Raises ValueError with the last line of launch.train if it failed.
+    """
     knobs = {'model.dtype': 'bfloat16', 'data.sequence_length': 1024, 'data.batch_size': 32}
     knobs |= {'optimizer.learning_rate': 1e-3, 'training.num_steps': 4 if toy else steps}
     if toy:
-        knobs |= _TOY_KNOBS | {'report.sample_tokens': 8, 'report.prompt': ''}
+        knobs |= {'data.source': 'synthetic', 'data.sequence_length': 32, 'data.batch_size': 2}
+        knobs |= {'report.sample_tokens': 8, 'report.prompt': '', 'evaluation.final_batches': 1}
+        knobs['training.log_every'] = 1
+    config = f'configs/mod_moda.py:size={TOY_SIZE if toy else "12x768"}'
     with tempfile.TemporaryDirectory() as folder:
-        config = f'configs/mod_moda.py:size={TOY_SIZE if toy else "12x768"}'
-        _run_command('train', config, folder, [], knobs)
+        words = [sys.executable, '-m', 'launch.train', f'--config={config}', f'--workdir={folder}']
+        words += [f'--config.{knob}={value}' for knob, value in knobs.items()]
+        done = subprocess.run(words, stdout=sys.stderr, stderr=subprocess.PIPE, text=True)
+        print(done.stderr, file=sys.stderr, flush=True)
+        if done.returncode:
+            last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
+            raise ValueError(': '.join([f'exit status {done.returncode}', *last]))
         summary = json.loads(pathlib.Path(folder, 'summary.json').read_text())
         metrics = pathlib.Path(folder, 'metrics.jsonl').read_text()
     rows = [json.loads(line) for line in metrics.splitlines()]
@@ -102,15 +94,3 @@ def training_run(steps: int, toy: bool = False) -> dict:
         values = [row[name] for row in rows if row.get(name) is not None]
         kept[name] = float(np.median(values)) if values else None
     return kept
-
-
-def small_study(variants: list[str], toy: bool = False) -> dict:
-    """`rows` of the first runs of the GPU study: one size, one budget, one seed, some variants."""
-    flags = ['--seeds=0', f'--variants={",".join(variants[:1] if toy else variants)}']
-    flags += ['--budgets=4e8', '--sizes=2x64'] if toy else ['--budgets=1e15', '--sizes=8x256']
-    with tempfile.TemporaryDirectory() as folder:
-        config = 'configs/mod_isoflop_gpu.py'
-        _run_command('isoflop', config, folder, flags, _TOY_KNOBS if toy else {})
-        study = json.loads(pathlib.Path(folder, 'study.json').read_text())
-    names = ('variant', 'size', 'seed', 'steps', 'total_flops', 'bits_per_byte')
-    return {'rows': [{name: run[name] for name in names} for run in study['runs']]}

@@ -16,6 +16,7 @@ CASES = {
     'own_query': {'T': 97, 'N': 8, 'own_query': True, 'num': 6},
     'group_of_1': {'T': 97, 'N': 4, 'K': 4, 'L': 7, 'num': 5, 'traced': True},
     'group_of_3': {'T': 200, 'N': 6, 'L': 70, 'num': 65, 'slot_window': 9},
+    'sums': {'T': 200, 'N': 8, 'K': 1, 'L': 9, 'num': 6, 'traced': True, 'sums': True},
     'group_of_16': {'T': 256, 'N': 32, 'L': 64, 'B': 1},
     'none_written': {'T': 97, 'N': 8, 'num': 0, 'traced': True},
     'one_slot': {'T': 200, 'N': 8, 'L': 1},

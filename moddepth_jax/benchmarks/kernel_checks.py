@@ -37,12 +37,13 @@ def _jit(function, toy):
 
 def prepare(case: dict, toy: bool) -> tuple[Inputs, dict, dict]:
     """Inputs of a case, static options of the attention, and exact o and gradients by name."""
-    case = DEFAULTS | {'dtype': 'bfloat16', 'traced': False} | case
+    case = DEFAULTS | {'dtype': 'bfloat16', 'traced': False, 'sums': False} | case
     if toy:
         cut = {name: most for name, most in LARGEST_TOYS.items() if case[name]}
         case |= {name: min(case[name], most) for name, most in cut.items()}
         case['segments'] = bool(case['segments'])
     dtype, traced, num = case.pop('dtype'), case.pop('traced'), case['num']
+    sums = case.pop('sums')
     (*arrays, q_depth), (do, dlse), arguments, *visible = make_case(**case)
     *arrays, q_depth, do = (jnp.asarray(x, dtype) for x in (*arrays, q_depth, do))
     scale, own = case['scale'] or case['H'] ** -0.5, case['own_query']
@@ -51,7 +52,7 @@ def prepare(case: dict, toy: bool) -> tuple[Inputs, dict, dict]:
     if not own:
         gradients[0] += gradients.pop()
     options = {n: jnp.asarray(x) for n, x in arguments.items() if isinstance(x, np.ndarray)}
-    static = {name: x for name, x in arguments.items() if name not in options}
+    static = {name: x for name, x in arguments.items() if name not in options} | {'sums': sums}
     if traced:
         options['num_slots'] = jnp.asarray(num, jnp.int32)
     else:
@@ -66,11 +67,26 @@ def _attention(implementation):
     return functools.partial(depth_attention, implementation=chosen)
 
 
+def _in_two_layers(attend):
+    """Half of `attend` twice, with its results: one layer adds to the slots' sums of the other."""
+
+    def layers(q_BTNH, k_BTKH, v_BTKH, k_depth_LBTKH, v_depth_LBTKH, **options):
+        slots = k_depth_LBTKH, v_depth_LBTKH
+        sums = [side.astype('float32') for side in slots]  # to which gradients flow, as to slots
+        arrays = q_BTNH, k_BTKH, v_BTKH, *map(jax.lax.stop_gradient, slots)
+        first_BTNH, *sums = attend(*arrays, slot_sums=sums, **options)
+        second_BTNH, *sums = attend(*arrays, slot_sums=sums, **options)
+        return first_BTNH / 2 + second_BTNH / 2
+
+    return layers
+
+
 def program(implementation: str, static: dict, toy: bool):
     """f(inputs) -> (o, *gradients), compiled at its first call; `static` is of `prepare`."""
-    function = functools.partial(_attention(implementation), **static)
-    run = make_program(function, BOTH, 'fresh')
-    return _jit(lambda inputs: run(inputs, None)[0], toy)
+    options = {name: value for name, value in static.items() if name != 'sums'}
+    function = functools.partial(_attention(implementation), **options)
+    function = _in_two_layers(function) if static['sums'] else function
+    return _jit(make_program(function, BOTH, 'fresh'), toy)
 
 
 def _run(run, inputs):
@@ -83,11 +99,8 @@ def check(implementation: str, case: str, toy: bool = False, bent: bool = False)
 
     The error is at most twice that of XLA in the same dtype, of gradients three times; a rerun has
     equal bits, but for the sequence's gradients, which may be cuDNN's; NaN in hidden slots changes
-    nothing.
-
-    `implementation` is of kernels_pallas, or CUDNN; `case` a name in kernel_cases, or packed/NAME.
-    Returns `errors` and `allowed`, the largest absolute error of each result and its bound. Raises
-    ValueError if this device cannot do it.
+    nothing. `implementation` is of kernels_pallas, or CUDNN; `case` is in kernel_cases, or
+    packed/NAME. Raises ValueError if this device cannot do it.
     """
     packed = case.startswith('packed/')
     chosen = PACKED_CASES[case.removeprefix('packed/')] if packed else CASES[case]

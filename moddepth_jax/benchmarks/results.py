@@ -1,7 +1,4 @@
-"""Results of cases as one JSON line each, in a file that survives whatever ends the program.
-
-They also carry what `model.attention=auto` measured on one machine to the next.
-"""
+"""Results of cases as one JSON line each, in a file that survives whatever ends the program."""
 
 import hashlib
 import json
@@ -66,30 +63,3 @@ def code_version() -> dict[str, str]:
     except (OSError, subprocess.TimeoutExpired):
         commit = ''
     return {'commit': commit or 'unknown', 'code': digest.hexdigest()[:12]}
-
-
-def collect_measurements() -> dict[str, str]:
-    """Texts of the files that the choice of attention backends has written, by name."""
-    from kernels_pallas.autotune import cache_folder
-
-    files = (cache_folder() / 'attention').glob('*.json')
-    return {path.name: path.read_text(encoding='utf-8') for path in sorted(files)}
-
-
-def restore_measurements(rows) -> int:
-    """Writes the `measurements` in rows of results that this machine lacks; returns how many.
-
-    What was measured on another kind of GPU or with other kernels has another name or key, and is
-    not read.
-    """
-    from kernels_pallas.autotune import cache_folder
-
-    folder, written = cache_folder() / 'attention', 0
-    for row in rows:
-        for name, text in row.get('measurements', {}).items():
-            path = folder / name
-            if not path.exists() and path.parent == folder and path.suffix == '.json':
-                folder.mkdir(parents=True, exist_ok=True)
-                path.write_text(text, encoding='utf-8')
-                written += 1
-    return written

@@ -1,7 +1,6 @@
-"""How long training steps take: each model in turn with the first one, or written out by hand."""
+"""How long training steps take: each model in turn with the first one."""
 
 import dataclasses
-import functools
 import itertools
 import time
 
@@ -10,7 +9,6 @@ import numpy as np
 
 from kernels_pallas.backends import log_lines
 from moddepth_jax.benchmarks.models import GROUPS, NAMED_SIZES, TITLES, Dtype, make_model
-from moddepth_jax.benchmarks.plain_step import plain_step
 from moddepth_jax.benchmarks.tables import column_per_row, fixed
 from moddepth_jax.benchmarks.timing import time_interleaved, try_run
 from moddepth_jax.data.pipeline import make_dataset
@@ -29,7 +27,6 @@ from moddepth_jax.training.train_step import init_state, train_step
 
 NUM_STEPS = 1000  # of the schedule that the timed steps belong to
 EXPANDED = 1.5  # executed over active FLOPs, above which XLA expanded a ragged_dot
-DATA_BATCHES = 20  # that are fetched to time them
 
 
 class CompiledStep:
@@ -55,30 +52,16 @@ class CompiledStep:
         return metrics['loss']
 
 
-class PlainStep:
-    """The train step written out by hand, of the models that plain_step.py covers."""
-
-    def __init__(self, hparams: Hparams, batch):
-        state = jax.jit(lambda: init_state(hparams, NUM_STEPS))()
-        self.state, self.batch = (state.params, state.optimizer_state), batch
-        self.step = functools.partial(plain_step, hparams=hparams, num_steps=NUM_STEPS)
-
-    def __call__(self):
-        self.state, loss = self.step(self.state, self.batch)
-        return loss
-
-
 def with_model(hparams: Hparams, **knobs) -> Hparams:
     """`hparams` with some knobs of its model changed."""
     return dataclasses.replace(hparams, model=dataclasses.replace(hparams.model, **knobs))
 
 
-def compare_steps(models: dict[str, Hparams], repeats: int, by_hand: bool = False) -> dict:
+def compare_steps(models: dict[str, Hparams], repeats: int) -> dict:
     """Times one training step of each model in turn with the first, the baseline.
 
-    Two are in memory at a time. With `by_hand` each is also timed in turn with the same step
-    written out by hand. `rows` are, for each model, its name and either `failed`, one line, or what
-    `step_row` returns. Raises ValueError if the baseline itself cannot run.
+    Two are in memory at a time. `rows` are, for each model, its name and either `failed`, one line,
+    or what `step_row` returns. Raises ValueError if the baseline itself cannot run.
     """
     first, baseline, rows = next(iter(models)), None, []
     for name, hparams in models.items():
@@ -91,16 +74,10 @@ def compare_steps(models: dict[str, Hparams], repeats: int, by_hand: bool = Fals
             rows.append({'model': name, 'failed': failed})
             continue
         baseline = baseline or step
-        calls = {first: baseline, name: step}
-        if by_hand:
-            calls['by hand'] = PlainStep(hparams, step.batch)
-        seconds = time_interleaved(calls, repeats)
+        seconds = time_interleaved({first: baseline, name: step}, repeats)
         row = {'model': name} | step_row(hparams, step, seconds[name])
         dense_flops = train_step_flops(models[first])
         row |= compare(seconds[name], row['flops'], seconds[first], dense_flops)
-        if by_hand:
-            row['over_by_hand'] = float(np.median(seconds[name] / seconds['by hand']))
-            row['data_wait_fraction'] = _batch_seconds(hparams) / row['step_seconds']
         rows.append(row)
     hparams = models[first]
     return {
@@ -141,15 +118,6 @@ def compare(seconds, flops, dense_seconds, dense_flops) -> dict:
     """
     times, flops = float(np.median(seconds / dense_seconds)), flops / dense_flops
     return {'time_ratio': times, 'flops_ratio': flops, 'realised_saving': flops / times}
-
-
-def _batch_seconds(hparams):
-    """Seconds to fetch a batch and put it on the device."""
-    mesh, data = make_mesh(), make_dataset(hparams.data, hparams.seed)
-    begin = time.perf_counter()
-    for index in range(DATA_BATCHES):
-        jax.block_until_ready(shard_batch(mesh, data.train_batch(index)))
-    return (time.perf_counter() - begin) / DATA_BATCHES
 
 
 def _traced_flops(hparams, product):
@@ -207,8 +175,6 @@ LINES = {
     'time / {first}': ('time_ratio', fixed(3)),
     'FLOPs / {first}': ('flops_ratio', fixed(3)),
     'realised saving (time ratio / FLOP ratio)': ('realised_saving', fixed(3)),
-    'time / written by hand': ('over_by_hand', fixed(3)),
-    'data wait, share of a step': ('data_wait_fraction', '{:.2%}'.format),
     'parameters, million': ('parameters', fixed(1, 1e-6)),
     'peak memory, GiB': ('peak_bytes', fixed(2, 2**-30)),
     'temporary memory, GiB': ('temp_bytes', fixed(3, 2**-30)),
@@ -233,7 +199,7 @@ def steps_table(title: str, rows: list[dict]):
 def step(
     *,
     size: str = '6x256',
-    variants: list[str] | None = None,
+    variants: list[str] = ('dense', 'mod'),
     lengths: list[int] | None = None,
     tokens: int | None = None,
     kv_heads: list[int] | None = None,
@@ -243,13 +209,12 @@ def step(
 ):
     """One training step of the dense and the Mixture-of-Depths model at the same batch tokens.
 
-    Each is timed in turn with the same mathematics written out by hand; with `variants`, those are
-    timed in turn with the dense model.
+    Other models with `variants`; each is timed in turn with the dense one.
 
     Args:
       size: LAYERSxWIDTH, 124m or 700m.
       variants: models, dense first: dense, mod, moda, both, moe, mode (staged and integrated),
-        staged, integrated. Default: dense,mod.
+        staged, integrated.
       lengths: sequence lengths. Default: 512,2048, or what fits the size.
       tokens: of a batch. Default: 4096, or what fits the size.
       kv_heads: key/value heads, each in a table. Default: those of the size.
@@ -257,15 +222,9 @@ def step(
       attention: model.attention of the models. Default: auto.
       repeats: timed rounds.
     """
-    if variants is None:
-        for flag, value in {'dtype': dtype, 'attention': attention, 'kv_heads': kv_heads}.items():
-            if value is not None:
-                raise ValueError(f'--{flag}: needs --variants; by hand there is only one form')
-        if size in NAMED_SIZES:
-            raise ValueError(f'--size={size}: needs --variants, such as --variants=dense,mod')
     fitting = NAMED_SIZES.get(size, ([512, 2048], 4096))
     lengths, tokens = lengths or fitting[0], tokens or fitting[1]
-    names = [name for one in variants or ['dense', 'mod'] for name in GROUPS.get(one, [one])]
+    names = [name for one in variants for name in GROUPS.get(one, [one])]
     for name in names:
         if name not in TITLES:
             known = ', '.join((*TITLES, *GROUPS))
@@ -282,7 +241,7 @@ def step(
         rows = tokens // length
         compared.append({name: make_model(name, size, length, rows, **knobs) for name in names})
     for models in compared:
-        result = compare_steps(models, repeats, by_hand=variants is None)
+        result = compare_steps(models, repeats)
         shape = f'{size}, {result["batch"]} rows of {result["length"]}, {result["dtype"]}'
         title = f'train step, {shape}, attention {result["attention"]}'
         yield {'size': size} | result, [steps_table(title, result['rows'])]

@@ -32,8 +32,7 @@ def device_responds() -> bool:
 def try_run(function, *args):
     """(result, None) of a call, or (None, the reason in one line) if it failed.
 
-    Raises:
-      DeviceLostError: the call failed, and the device does not respond any more.
+    Raises DeviceLostError if the device does not respond any more.
     """
     try:
         return jax.block_until_ready(function(*args)), None

@@ -16,8 +16,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 def choose_cases(texts, toy: bool, limit: float | None = None) -> list[runner.Case]:
     """The cases of a visit in their order: those with one of `texts` in their names, or all.
 
-    Raises:
-      ValueError: a text that no name has.
+    Raises ValueError for a text that no name has.
     """
     found = cases(toy)
     for text in texts:
@@ -30,8 +29,7 @@ def choose_cases(texts, toy: bool, limit: float | None = None) -> list[runner.Ca
 def parse_injected(texts: list[str], toy: bool) -> dict[str, str]:
     """Kind of injection by name of the case, of texts such as crash:CASE.
 
-    Raises:
-      ValueError: another text, no such case, or a wrong result of a case that is no check.
+    Raises ValueError for another text, no such case, or a wrong result of a case that is no check.
     """
     found, names = {}, {case.name for case in cases(toy)}
     for text in texts:
@@ -119,8 +117,6 @@ def visit(
     todo, lines = runner.pending(chosen, store, code['code'], again, by_name)
     for line in lines:
         print(line, flush=True)
-    if not toy:
-        results.restore_measurements(store.latest.values())
     args = ({case.name: case for case in todo}, not toy, injected or {})
     start = functools.partial(runner.Child, worker.serve, args, out / 'log.txt')
     say = functools.partial(print, flush=True)

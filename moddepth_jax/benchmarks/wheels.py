@@ -20,8 +20,7 @@ OF_THE_MACHINE = ('jax', 'jaxlib', 'triton')
 def read_installed(text: str) -> dict[str, str | None]:
     """Versions by name, None if a line has none, of a pip list, a pip freeze or a list of names.
 
-    Raises:
-      ValueError: a line that is none of these.
+    Raises ValueError for a line that is none of these.
     """
     found = {}
     for number, line in enumerate(text.splitlines(), 1):
@@ -39,8 +38,7 @@ def read_installed(text: str) -> dict[str, str | None]:
 def required() -> list[str]:
     """What setup.py asks for, and jax-triton of its extra `gpu`, as installed here.
 
-    Raises:
-      ValueError: the project is not installed here.
+    Raises ValueError if the project is not installed here.
     """
     try:
         lines = importlib.metadata.requires('moddepth-jax')
@@ -93,8 +91,7 @@ def pinned(name: str) -> str:
 def download(names: list[str], out: pathlib.Path, python: str):
     """Downloads a wheel of each package, such as grain==0.2.18, for that version of Python.
 
-    Raises:
-      ValueError: pip failed; its last line.
+    Raises ValueError with pip's last line if it fails.
     """
     words = [sys.executable, '-m', 'pip', 'download', '-q', '--disable-pip-version-check']
     words += ['--no-deps', '--only-binary=:all:', '--implementation', 'cp']

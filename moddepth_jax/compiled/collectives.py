@@ -1,28 +1,21 @@
 """What a compiled program communicates: kind, bytes, mesh axes, how often.
 
-Bytes are those that one device sends (it receives as many) in a ring of n devices; R is the result
-of one of them:
-
-  all-gather            R (n - 1) / n       R is the gathered array
-  reduce-scatter        R (n - 1)           R is the part that the device keeps
-  all-reduce            2 R (n - 1) / n     a reduce-scatter and an all-gather
-  all-to-all            R (n - 1) / n
-  collective-permute    R                   if the device sends to another one
-
-XLA for CPUs widens 16-bit numbers to float32 before it communicates them; a GPU does not. If the
-program shows such a conversion, bytes are those of the 16-bit numbers.
+Bytes are those that one device sends (it receives as many) in a ring. XLA for CPUs widens 16-bit
+numbers to float32 before it communicates them; a GPU does not. If the program shows such a
+conversion, bytes are those of the 16-bit numbers.
 """
 
-import dataclasses
 import itertools
 import math
 import re
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 
-from moddepth_jax.compiled.program import Program, arrays
+from moddepth_jax.compiled.program import Program, Run, arrays
 
+# Bytes that a device sends, over those of its result, in a ring of n devices.
 _SENT = {
     'all-gather': lambda n: (n - 1) / n,
     'reduce-scatter': lambda n: n - 1,
@@ -31,34 +24,23 @@ _SENT = {
     'collective-permute': lambda n: 1,
 }
 _NOT_COUNTED = ('ragged-all-to-all', 'collective-broadcast', 'send', 'recv')
+_NOT_COUNTED += tuple(f'{kind}-start' for kind in _SENT)  # programs for CPUs have none
 _MOVES = ('bitcast', 'copy', 'transpose', 'reshape')
 _MESH_AXIS = re.compile(r"'(\w+)'(?:=|:\((\d+)\))?(\d+)?")
 
 
-@dataclasses.dataclass(frozen=True)
-class Collective:
-    """One collective operation of a program; the last three fields are as in program.Run."""
+class Collective(NamedTuple):
+    """One collective operation of a program."""
 
-    kind: str  # such as all-reduce; the two halves of an asynchronous one are one
+    kind: str  # such as all-reduce
     axes: tuple[str, ...]  # of the mesh, along which the devices of a group differ
     group: tuple[int, ...]  # the first one that communicates, as indices into the mesh
-    result: str  # the arrays that it returns, such as f32[8,16]
-    result_bytes: int  # of one device
-    sent_bytes: float  # of one device each time, by the table above
+    sent_bytes: float  # of one device each time
     sliced_bytes: float = 0.0  # of sent_bytes: sums of which a device uses only its own slice
-    source: str = ''  # the operation in Python, by XLA's metadata
-    times: int = 1
-    times_known: bool = True
-    one_branch: bool = False
-
-    @property
-    def total_bytes(self) -> float:
-        """Bytes that one device sends in all runs."""
-        return self.times * self.sent_bytes
 
 
-def collectives(program: Program, mesh_shape: Mapping[str, int]) -> list[Collective]:
-    """The collectives of a program, in order, by the `mesh.shape` that it was compiled for.
+def collectives(program: Program, mesh_shape: Mapping[str, int]) -> list[Run]:
+    """The runs of the Collectives of a program, by the `mesh.shape` that it was compiled for.
 
     Raises:
       ValueError: an unknown kind of communication, or an unknown form of its groups.
@@ -67,31 +49,24 @@ def collectives(program: Program, mesh_shape: Mapping[str, int]) -> list[Collect
     def search(instruction, computation):
         return _collective(instruction, computation, program, dict(mesh_shape))
 
-    runs = program.runs(search, cost=lambda found: found.sent_bytes)
-    facts = ('times', 'times_known', 'one_branch')
-    return [
-        dataclasses.replace(run.found, **{name: getattr(run, name) for name in facts})
-        for run in runs
-    ]
+    return program.runs(search, cost=lambda found: found.sent_bytes)
 
 
 def _collective(instruction, computation, program, mesh_shape):
     """The Collective of an instruction; None if it is none or if its groups have one device."""
-    kind = instruction.op.removesuffix('-start')
+    kind = instruction.op
     if kind in _NOT_COUNTED:
         known = ', '.join(_SENT)
-        raise ValueError(f'{instruction.op} ({instruction.name}): must be one of {known}')
+        raise ValueError(f'{kind} ({instruction.name}): must be one of {known}')
     groups = _groups(kind, instruction, mesh_shape) if kind in _SENT else []
     size = max((len(group) for group in groups), default=1)
     if size == 1:
         return None
-    result = arrays(_result(kind, instruction))
     bits = [
         math.prod(array.shape) * (16 if _is_widened(operand, computation, program) else array.bits)
-        for operand, array in zip(instruction.operands(), result, strict=True)
+        for operand, array in zip(instruction.operands(), arrays(instruction.type), strict=True)
     ]
     sliced = _sliced(instruction, computation, program) if kind == 'all-reduce' else []
-    result_bytes = math.ceil(sum(bits) / 8)
     # Of each axis, the coordinates of the devices of each group.
     places = zip(*(np.unravel_index(g, tuple(mesh_shape.values())) for g in groups), strict=True)
     differ = [any(np.ptp(place) for place in of_axis) for of_axis in places]
@@ -99,31 +74,9 @@ def _collective(instruction, computation, program, mesh_shape):
         kind=kind,
         axes=tuple(itertools.compress(mesh_shape, differ)),
         group=tuple(groups[0]),
-        result=', '.join(f'{one.number}[{",".join(map(str, one.shape))}]' for one in result),
-        result_bytes=result_bytes,
-        sent_bytes=result_bytes * _SENT[kind](size),
+        sent_bytes=math.ceil(sum(bits) / 8) * _SENT[kind](size),
         sliced_bytes=sum(itertools.compress(bits, sliced)) / 8 * _SENT[kind](size),
-        source=instruction.attribute(r'metadata=\{op_name="([^"]*)"'),
     )
-
-
-def _result(kind, instruction):
-    """The type of the result; an asynchronous start returns operands, results and more.
-
-    An all-reduce-start does so only in later versions of XLA, which put its operands in a tuple.
-    """
-    if not instruction.op.endswith('-start'):
-        return instruction.type
-    depth, parts = 0, ['']
-    for letter in instruction.type[1:-1]:
-        depth += (letter in '([{') - (letter in ')]}')
-        if letter == ',' and not depth:
-            parts.append('')
-        else:
-            parts[-1] += letter
-    if kind == 'all-reduce' and not parts[0].startswith('('):
-        return instruction.type
-    return parts[1]
 
 
 def _groups(kind, instruction, mesh_shape):
@@ -227,7 +180,7 @@ def _sliced(instruction, computation, program):
     return [bool(names) and all(only_sliced(n, computation) for n in names) for names in parts]
 
 
-def by_axes(found: list[Collective]) -> list[dict]:
+def by_axes(runs: list[Run]) -> list[dict]:
     """Sums over the collectives of equal axes (such as data+fsdp) and kind, most bytes first.
 
     `places` are in the program, `count` are runs, `bytes` and `sliced_bytes` (of all-reduces that a
@@ -236,13 +189,14 @@ def by_axes(found: list[Collective]) -> list[dict]:
     """
     rows = {}
     names = ('places', 'count', 'bytes', 'sliced_bytes', 'unknown_loops', 'branches')
-    for one in found:
-        row = rows.setdefault(('+'.join(one.axes), one.kind), dict.fromkeys(names, 0))
+    for run in runs:
+        key = '+'.join(run.found.axes), run.found.kind
+        row = rows.setdefault(key, dict.fromkeys(names, 0))
         row['places'] += 1
-        row['count'] += one.times
-        row['bytes'] += one.total_bytes
-        row['sliced_bytes'] += one.times * one.sliced_bytes
-        row['unknown_loops'] += not one.times_known
-        row['branches'] += one.one_branch
+        row['count'] += run.times
+        row['bytes'] += run.times * run.found.sent_bytes
+        row['sliced_bytes'] += run.times * run.found.sliced_bytes
+        row['unknown_loops'] += not run.times_known
+        row['branches'] += run.one_branch
     found = [{'axes': axes, 'kind': kind} | row for (axes, kind), row in rows.items()]
     return sorted(found, key=lambda row: (-row['bytes'], row['axes'], row['kind']))

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import jax
 
 from kernels_pallas.xla import sequence
-from moddepth_jax.compiled.collectives import Collective, by_axes, collectives
-from moddepth_jax.compiled.program import Program, product_flops
+from moddepth_jax.compiled.collectives import by_axes, collectives
+from moddepth_jax.compiled.program import Program, Run, product_flops
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.model.flops import dot_general_flops, train_step_flops
 from moddepth_jax.training.mesh import (
@@ -58,18 +58,14 @@ def dry_run(hparams: Hparams, mesh) -> dict:
     """Compiles the train step of the last stage for a mesh of CPU devices, real or fake.
 
     Returns:
-      `jax`: its version; `mesh`: size by axis; `devices`; `rows`, `length`, `parts`: micro-batches
-      of a step; `parameters`, `active_parameters`; `bytes` of a device: `parameters`, `optimizer`,
-      `argument`, `output`, `temp`, `alias` (outputs in the place of arguments) and their `peak`;
-      `flops`: `counted` of the step, `executed` of it (with recomputation), `products` of one
-      device in the compiled program, those of them `in_branches` (the most expensive of a
-      conditional), and `xla`, its own estimate for a device, which counts each loop once; `split`:
-      the traced products over devices over those of the program, 1 if no device repeats another's
-      work, None with branches. Products of loops of unknown length, over the keys of a row above
-      2048, count once in both, and in full in `executed`;
-      `collectives`, see `by_axes`; `places`: the most expensive of them one by one; `sent_bytes` of
-      a device; `flops_per_byte`: executed a device over those; `estimates`, see `estimate`;
-      `sharding`: lines of a table; `warnings` of the compiler; `trace_seconds`, `compile_seconds`.
+      The fields of --json. `parts`: micro-batches of a step. `bytes` of a device: `alias` are
+      outputs in the place of arguments. `flops`: `counted` of the step, `executed` of it (with
+      recomputation), `products` of one device in the compiled program, those of them `in_branches`
+      (the most expensive of a conditional), and `xla`, its own estimate for a device, which counts
+      each loop once. `split`: the traced products over devices over those of the program, 1 if no
+      device repeats another's work, None with branches. Products of loops of unknown length, over
+      the keys of a row above 2048, count once in both, and in full in `executed`. `collectives` as
+      in `by_axes`, `estimates` as in `estimate`; `flops_per_byte`: executed over sent.
     """
     state = jax.eval_shape(lambda: init_state(hparams, resolve_steps(hparams)))
     shardings = state_shardings(mesh, state)
@@ -87,8 +83,8 @@ def dry_run(hparams: Hparams, mesh) -> dict:
     program = Program(compiled.as_text())
     found = collectives(program, mesh.shape)
     products, in_branches = product_flops(program)
-    sent, executed_each = sum(one.total_bytes for one in found), executed / mesh.size
-    places = sorted(found, key=lambda one: -one.total_bytes)[:12]
+    sent = sum(run.times * run.found.sent_bytes for run in found)
+    executed_each = executed / mesh.size
     return {
         'jax': jax.__version__,
         'mesh': dict(mesh.shape),
@@ -112,17 +108,6 @@ def dry_run(hparams: Hparams, mesh) -> dict:
         },
         'split': traced / mesh.size / products if products and not in_branches else None,
         'collectives': by_axes(found),
-        'places': [
-            {
-                'axes': '+'.join(one.axes),
-                'kind': one.kind,
-                'result': one.result if len(one.result) < 200 else f'{one.result[:200]}..',
-                'times': one.times,
-                'bytes': one.total_bytes,
-                'source': one.source if len(one.source) < 300 else f'{one.source[:300]}..',
-            }
-            for one in places
-        ],
         'sent_bytes': sent,
         'flops_per_byte': executed_each / sent if sent else None,
         'estimates': {name: estimate(executed_each, found, of) for name, of in HARDWARE.items()},
@@ -166,7 +151,7 @@ def bandwidth(group: tuple[int, ...], hardware: Hardware) -> float:
     return min(hardware.within, hardware.across * len(group) / len(nodes))
 
 
-def estimate(flops: float, found: list[Collective], hardware: Hardware) -> dict:
+def estimate(flops: float, runs: list[Run], hardware: Hardware) -> dict:
     """Seconds of a step at the vendor's numbers, which no real step reaches.
 
     Returns:
@@ -174,10 +159,10 @@ def estimate(flops: float, found: list[Collective], hardware: Hardware) -> dict:
       reduce-scatters would save if an all-reduce is sliced afterwards; `source` of the numbers.
     """
     by_axis, sliced = {}, 0.0
-    for one in found:
+    for one, times, *_ in runs:
         rate, axes = bandwidth(one.group, hardware), '+'.join(one.axes)
-        by_axis[axes] = by_axis.get(axes, 0.0) + one.total_bytes / rate
-        sliced += one.times * one.sliced_bytes / 2 / rate
+        by_axis[axes] = by_axis.get(axes, 0.0) + times * one.sent_bytes / rate
+        sliced += times * one.sliced_bytes / 2 / rate
     return {
         'compute': flops / hardware.flops,
         'collectives': by_axis,

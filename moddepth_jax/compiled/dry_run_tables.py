@@ -22,42 +22,43 @@ def _sizes(mesh):
     return ','.join(sizes) or 'data=1'
 
 
-def headlines(result: dict) -> list[str]:
+def _headlines(result):
     """Lines on the mesh, the model and the step."""
     rows, length, parts = result['rows'], result['length'], result['parts']
+    tokens, devices = rows * length, result['devices']
     micro = f' in {parts} micro-batches' * (parts > 1)
-    active = format_count(result['active_parameters'])
-    of_a_token = result['active_parameters'] != result['parameters']
-    devices = f'{result["devices"]} device' + 's' * (result['devices'] > 1)
+    parameters, active = (format_count(result[n]) for n in ('parameters', 'active_parameters'))
+    routed = f', {active} of them for one token' * (active != parameters)
+    times = [f'{result[f"{name}_seconds"]:.0f} s' for name in ('compile', 'trace')]
     return [
-        f'mesh      {_sizes(result["mesh"])}: {devices}',
-        f'model     {format_count(result["parameters"])} parameters'
-        + f', {active} of them for one token' * of_a_token,
-        f'step      {rows} rows of {length}{micro}: {format_count(rows * length)} tokens, '
-        f'{rows * length // result["devices"]} a device',
-        f'compiled  in {result["compile_seconds"]:.0f} s, '
-        f'traced in {result["trace_seconds"]:.0f} s, JAX {result["jax"]}',
+        f'mesh      {_sizes(result["mesh"])}: {devices} device' + 's' * (devices > 1),
+        f'model     {parameters} parameters{routed}',
+        f'step      {rows} rows of {length}{micro}: {format_count(tokens)} tokens, '
+        f'{tokens // devices} a device',
+        f'compiled  in {times[0]}, traced in {times[1]}, JAX {result["jax"]}',
     ]
 
 
-def tables(result: dict):
+def _tables(result):
     """Yields titles, heads and rows of cells."""
     heads = ('', 'parameters', 'optimizer', 'arguments', 'temporaries', 'peak')
     names = ('parameters', 'optimizer', 'argument', 'temp', 'peak')
     yield 'Memory a device', heads, [('GiB', *(_gib(result['bytes'][name]) for name in names))]
-    flops, devices = result['flops'], result['devices']
-    of_all = {
-        'counted (3 forward passes)': flops['counted'],
-        'executed (with what is recomputed)': flops['executed'],
-    }
+    flops, split = result['flops'], result['split']
+    rows = [
+        (name, format_count(flops[key]), format_count(flops[key] / result['devices']))
+        for name, key in (
+            ('counted (3 forward passes)', 'counted'),
+            ('executed (with what is recomputed)', 'executed'),
+        )
+    ]
     of_one = {
         'products in the compiled program': flops['products'],
         '  of these in conditionals, at most': flops['in_branches'],
         "XLA's estimate, each loop once": flops['xla'] or float('nan'),
     }
-    rows = [(name, format_count(n), format_count(n / devices)) for name, n in of_all.items()]
     rows += [(name, '', format_count(number)) for name, number in of_one.items()]
-    split = 'n/a' if result['split'] is None else f'{result["split"]:.2f}'
+    split = 'n/a' if split is None else f'{split:.2f}'
     rows.append(('traced / products: 1 = evenly split', '', split))
     yield 'FLOPs of a step', ('', 'all devices', 'a device'), rows
     heads = ('axes', 'kind', 'runs', 'MB a device sends', 'of it sliced after')
@@ -106,9 +107,9 @@ def print_result(result: dict):
         # A Text, since the [brackets] of a str are read as markup.
         console.print(rich.text.Text(text), **options)
 
-    for text in headlines(result):
+    for text in _headlines(result):
         say(text)
-    for title, heads, rows in tables(result):
+    for title, heads, rows in _tables(result):
         table = rich.table.Table(title=title, title_justify='left')
         for number, head in enumerate(heads):
             table.add_column(head, justify='right' if number else 'left')
@@ -120,8 +121,7 @@ def print_result(result: dict):
     for text in result['sharding']:
         say(text, soft_wrap=True)
     for text in (*result['warnings'], *NOTES):
-        say('')
-        say(text)
+        say(f'\n{text}')
 
 
 def markdown(results: list[dict]) -> str:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 _COMPUTATION = re.compile(r'(ENTRY )?%?([\w.\-]+) .*\{$')
 _INSTRUCTION = re.compile(r'\s+(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][a-z\-]*)\((.*)$')
-_ARRAY = re.compile(r'\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]')
+_ARRAY = re.compile(r'\b(?:pred|[a-z]+(\d+)\w*)\[([\d,]*)\]')
 _BRANCHES = (
     r'branch_computations=\{([^}]*)\}',
     r'true_computation=([^ ,]+), false_computation=[^ ,]+',
@@ -16,9 +16,8 @@ _BRANCHES = (
 
 
 class Array(NamedTuple):
-    """An array type, such as bf16[8,16]: name of its numbers, their bits, its shape."""
+    """An array type, such as bf16[8,16]: the bits of its numbers, and its shape."""
 
-    number: str
     bits: int
     shape: tuple[int, ...]
 
@@ -126,8 +125,8 @@ class Program:
 def arrays(text: str) -> list[Array]:
     """The arrays of a type, which may be a tuple; layouts are left out."""
     return [
-        Array(number, int(bits or 8), tuple(int(size) for size in shape.split(',') if size))
-        for number, bits, shape in _ARRAY.findall(text)
+        Array(int(bits or 8), tuple(int(size) for size in shape.split(',') if size))
+        for bits, shape in _ARRAY.findall(text)
     ]
 
 

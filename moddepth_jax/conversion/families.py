@@ -10,16 +10,13 @@ CONFIG_FILE = 'config.json'
 
 
 class Family(NamedTuple):
-    """What a model_type stands for: the class in transformers, and our knobs for the same model.
-
-    `norm_eps` is that of a config that does not say; `mlp_bias`: whether its mlp may have biases.
-    """
+    """What a model_type stands for: the class in transformers, and our knobs for the same model."""
 
     architecture: str
     norm_placement: str
     qk_norm: str
-    norm_eps: float
-    mlp_bias: bool
+    norm_eps: float  # of a config that does not say
+    mlp_bias: bool  # whether its mlp may have biases
 
 
 FAMILIES = {
@@ -62,8 +59,7 @@ def read_config(folder: pathlib.Path) -> dict:
 def knobs_of(config: dict, file: str) -> dict:
     """The knobs that a config.json of transformers 4 or 5 decides, by their names in ModelHparams.
 
-    Raises ValueError, one line that begins with `file`, for another architecture or a field without
-    a knob here.
+    Raises ValueError, beginning with `file`, for another architecture or a field without a knob.
     """
 
     def refuse(key, right):
@@ -86,21 +82,24 @@ def knobs_of(config: dict, file: str) -> dict:
         right = f'differs from {other}; all projections have biases here, or none'
         raise ValueError(f'{file}: attention_bias={biases[0]}: {right}')
     given = dict(config)
+    heads, width = given.get('num_attention_heads'), given.get('hidden_size')
     if given.get('num_key_value_heads') is None:
-        given['num_key_value_heads'] = given.get('num_attention_heads')
-    if given.get('head_dim') is None:
-        width, heads = given.get('hidden_size'), given.get('num_attention_heads')
-        if type(width) is type(heads) is int and (heads < 1 or width % heads):
+        given['num_key_value_heads'] = heads
+    if given.get('head_dim') is None and type(width) is type(heads) is int:
+        if heads < 1 or width % heads:
             refuse('num_attention_heads', f'must divide hidden_size={width}; or give head_dim')
-        given['head_dim'] = width // heads if type(width) is type(heads) is int else None
+        given['head_dim'] = width // heads
     for key in _SIZES.values():
         if type(given.get(key)) is not int:
             refuse(key, 'must be an integer' if key in config else 'missing; it must be an integer')
+    norm_eps = config.get('rms_norm_eps', family.norm_eps)
+    if type(norm_eps) not in (int, float):
+        refuse('rms_norm_eps', 'must be a number')
     return {
         **{ours: given[theirs] for ours, theirs in _SIZES.items()},
         'norm_placement': family.norm_placement,
         'qk_norm': family.qk_norm,
-        'norm_eps': _number(config, 'rms_norm_eps', family.norm_eps, refuse),
+        'norm_eps': float(norm_eps),
         'rope_theta': _theta(config, refuse),
         'use_bias': biases[0],
         'tie_embeddings': bool(config.get('tie_word_embeddings', False)),
@@ -108,29 +107,19 @@ def knobs_of(config: dict, file: str) -> dict:
     }
 
 
-def _number(config, key, default, refuse):
-    value = config.get(key, default)
-    if type(value) not in (int, float):
-        refuse(key, 'must be a number')
-    return float(value)
-
-
 def _theta(config, refuse):
     """rope_theta, of its own field (transformers 4) or of rope_parameters (5)."""
-    theta = _number(config, 'rope_theta', 10000.0, refuse)
-    for key in ('rope_scaling', 'rope_parameters'):
-        given = config.get(key)
-        if given is None:
-            continue
-        plain = {'rope_type': 'default', 'type': 'default', 'partial_rotary_factor': 1.0}
-        if (
-            not isinstance(given, dict)
-            or any(plain.get(name, value) != value for name, value in given.items())
-            or given.keys() - {*plain, 'rope_theta'}
-        ):
-            refuse(key, "must have rope_type 'default'; scaled frequencies are not converted")
-        theta = _number(given, 'rope_theta', theta, lambda k, r, key=key: refuse(key, f'{k} {r}'))
-    return theta
+    plain = {'type': 'default', 'rope_type': 'default', 'partial_rotary_factor': 1.0}
+    theta = config.get('rope_theta', 10000.0)
+    for key in ('rope_theta', 'rope_scaling', 'rope_parameters'):
+        if key != 'rope_theta' and config.get(key) is not None:
+            given = dict(config[key]) if isinstance(config[key], dict) else {'not': 'an object'}
+            theta = given.pop('rope_theta', theta)
+            if any(item not in plain.items() for item in given.items()):
+                refuse(key, "must have rope_type 'default'; scaled frequencies are not converted")
+        if type(theta) not in (int, float):
+            refuse(key, 'rope_theta must be a number')
+    return float(theta)
 
 
 def family_of(model: ModelHparams) -> str:

@@ -19,21 +19,16 @@ _BUFFER = '.rotary_emb.inv_freq'  # of old checkpoints: computed, not learned
 
 
 class Tensor(NamedTuple):
-    """A tensor of a checkpoint, and the leaf of our parameters that holds it.
+    """A tensor of a checkpoint, where matrices are [out, in], and the leaf of ours that holds it.
 
-    Attributes:
-      name, shape: in the checkpoint, where matrices are [out, in]; ours are [in, out], and their
-        axes may be split into heads.
-      path: of the leaf in our parameters.
-      repeat: its index on the leaf's leading axis of repeats; Ellipsis for a leaf without one.
-      transposed: whether it is a matrix that is not an embedding.
+    Ours are [in, out], and their axes may be split into heads.
     """
 
     name: str
     shape: tuple[int, ...]
     path: tuple[str, ...]
-    repeat: int | types.EllipsisType = ...
-    transposed: bool = False
+    repeat: int | types.EllipsisType = ...  # on the leaf's leading axis, if it has one
+    transposed: bool = False  # a matrix that is not an embedding
 
 
 def tensors_of(model: ModelHparams) -> list[Tensor]:
@@ -79,18 +74,11 @@ def _layer_tensors(model):
 
 
 def import_params(folder: str | os.PathLike, hparams: Hparams) -> tuple[dict, str]:
-    """Parameters of the Transformer from the *.safetensors of a folder.
+    """Float32 parameters from the *.safetensors of a folder, and the dtype that holds them exactly.
 
-    One tensor is read after another, so that memory holds only one of them. `hparams`
-    have the knobs of `families.knobs_of`.
-
-    Returns:
-      The parameters in float32, and the dtype that holds all tensors exactly: their own if it is
-      the same for all, otherwise float32.
-
-    Raises:
-      ValueError: one line, before reading, for a tensor that is missing, of another shape or not
-        of this model; as TensorFiles.
+    It is that of all tensors, or float32 if they differ; memory holds one tensor at a time.
+    `hparams` have the knobs of `families.knobs_of`. Raises ValueError, before reading, for a tensor
+    that is missing, of another shape or not of this model; and as TensorFiles.
     """
     folder, model = pathlib.Path(folder), hparams.model
     tensors, by_path = tensors_of(model), {}

@@ -17,8 +17,8 @@ from moddepth_jax.model.stack import Stack, unstack_layers
 # The score at which a gate is 1, or close to it with some gradient: sigmoid(5) = 0.993,
 # tanh(3) = 0.995.
 SCORES = {'raw': 1.0, 'sigmoid': 5.0, 'tanh': 3.0}
-# How strongly a slot's key points away from the mean query: a higher value gives the slot less
-# weight on average, but more for the few queries that point the other way. The best is measured.
+# How strongly a slot's key points away from the mean query; the best is measured. More means less
+# weight on average, but more for the few queries that point the other way.
 STRENGTHS = (0.0, 2.0, 4.0, 8.0)
 SLOTS = {'attention_slot': 'attention', 'ffn_slot': 'mlp', 'block_slot': 'block'}
 RIDGE = 1e-3  # relative to the mean square of the inputs of a fit
@@ -49,10 +49,8 @@ class Moments(NamedTuple):
 class LayerMoments(NamedTuple):
     """float64 Moments of a layer of the dense model; None for what the target makes no slot of.
 
-    Attributes:
-      stream: of the layer's input, which a router reads.
-      attention, mlp, block: of the inputs of attention and mlp and of the layer's output.
-      queries: of each key/value head's queries, as a slot's key meets them, [K, H, H] and [K, H].
+    `stream` is the layer's input, which a router reads; `attention` and `mlp` their inputs, `block`
+    the layer's output; `queries` those of each key/value head as a slot's key meets them, [K, H].
     """
 
     stream: Moments
@@ -92,39 +90,28 @@ def _layer(params, x_BTD, tokens, *, model, kind):
     if model.depth.slot_keys != 'unrotated':  # as they meet a key of their own position
         q_BTNH = apply_rope(q_BTNH, -tokens.positions_BT, model.rope_theta)
     real_BT = (tokens.segment_ids_BT > 0).astype(jnp.float32)
-    read = (
-        x_BTD,
-        aux.slot_inputs.attention_input_BTD,
-        aux.slot_inputs.mlp_input_BTD,
-        y_BTD if model.depth.slots == 'block' else None,
-    )
+    inputs, slot_BTD = aux.slot_inputs, y_BTD if model.depth.slots == 'block' else None
+    read = (x_BTD, inputs.attention_input_BTD, inputs.mlp_input_BTD, slot_BTD)
     sums = (None if of_BTD is None else _sums(of_BTD, real_BT) for of_BTD in read)
-    return y_BTD, LayerMoments(*sums, _query_sums(model, q_BTNH, real_BT))
-
-
-def _sums(x_BTD, real_BT):
-    x_BTD = x_BTD.astype(jnp.float32)
-    outer_DE = jnp.einsum('btd,bte,bt->de', x_BTD, x_BTD, real_BT, **_PRECISE)
-    first_D = jnp.einsum('btd,bt->d', x_BTD, real_BT, **_PRECISE)
-    return Moments(outer_DE, first_D, jnp.sum(real_BT))
-
-
-def _query_sums(model, q_BTNH, real_BT):
-    """Moments of q H^-1/2, of all queries of a key/value head."""
     shape = (*q_BTNH.shape[:2], model.num_kv_heads, -1, model.head_dim)
     q_BTKGH = q_BTNH.astype(jnp.float32).reshape(shape) * model.head_dim**-0.5
-    outer = jnp.einsum('btkgh,btkgi,bt->khi', q_BTKGH, q_BTKGH, real_BT, **_PRECISE)
-    first = jnp.einsum('btkgh,bt->kh', q_BTKGH, real_BT, **_PRECISE)
-    return Moments(outer, first, jnp.sum(real_BT) * q_BTKGH.shape[3])
+    return y_BTD, LayerMoments(*sums, _sums(q_BTKGH, real_BT, 'kg'))
+
+
+def _sums(x, real_BT, heads=''):
+    """Moments of x [B, T, *heads, D]: sums over tokens and, if `heads` are 'kg', over g."""
+    x, kept = x.astype(jnp.float32), heads[:1]
+    outer = jnp.einsum(f'bt{heads}d,bt{heads}e,bt->{kept}de', x, x, real_BT, **_PRECISE)
+    first = jnp.einsum(f'bt{heads}d,bt->{kept}d', x, real_BT, **_PRECISE)
+    return Moments(outer, first, jnp.sum(real_BT) * (x.shape[3] if heads else 1))
 
 
 def fit_routers(params: dict, target: ModelHparams, moments: list[LayerMoments]):
     """Parameters of `transfer_params` with gates near 1, and the error of each fitted layer.
 
-    A score is w . x without a bias: w is fitted, by ridge regression on the stream of the dense
-    model, to give every token the score of a gate of 1. If scores have no gate, or with the router
-    `straight_through`, w keeps its direction, and scores get a root mean square of 1. The error is
-    the root mean square of score / wanted score - 1.
+    The score w . x has no bias: ridge regression on the dense stream fits it to a gate of 1. Scores
+    without a gate keep the direction of w and get a root mean square of 1. The error is the root
+    mean square of score / wanted score - 1.
     """
     value, errors = SCORES.get(target.routing.gate), {}
 
@@ -143,9 +130,8 @@ def fit_routers(params: dict, target: ModelHparams, moments: list[LayerMoments])
 def fit_slots(params: dict, target: ModelHparams, moments: list[LayerMoments], strength: float):
     """Parameters in which each slot's own projection has values 0 and keys of little weight.
 
-    A key is (a . x) k, with a . x near 1 for the inputs of the slot and k such that the queries of
-    all later layers give it logits near -strength, both by ridge regression. With strength 0, keys
-    and logits are 0.
+    A key is (a . x) k, by ridge regression: a . x near 1 for the slot's inputs, and k . q near
+    -strength for the queries of all later layers. With strength 0, keys and logits are 0.
     """
 
     def key(leaf, layer, part):

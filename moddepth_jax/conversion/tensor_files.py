@@ -18,35 +18,28 @@ _AGAIN = 'download it again'
 class TensorFiles(contextlib.ExitStack):
     """The tensors of a folder by name, read on demand. A context manager.
 
-    Attributes:
-      shapes: of each tensor.
-      dtypes: float32, bfloat16 or float16, of each.
-
-    Raises:
-      ValueError: one line that names the file, if there is none, or if one is truncated, missing,
-        lacks a tensor that the index assigns to it, or holds other dtypes.
+    `shapes` and `dtypes` (float32, bfloat16 or float16) are of each tensor. Raises ValueError
+    for a file that is missing, truncated, without a tensor of the index, or of other dtypes.
     """
 
     def __init__(self, folder: pathlib.Path):
         super().__init__()
         self.shapes, self.dtypes, self._files = {}, {}, {}
-        for file, names in _files(folder).items():
-            self._add(folder / file, names)
-
-    def _add(self, path, names):
-        file = self.enter_context(_open(path))
-        there = set(file.keys())
-        for name in sorted(there if names is None else names):
-            if name not in there:
-                right = f'which {INDEX_FILE} gives it; {_AGAIN}'
-                raise ValueError(f'{path}: lacks the tensor {name}, {right}')
-            part = file.get_slice(name)
-            if part.get_dtype() not in DTYPES:
-                right = f'must be one of {", ".join(DTYPES)}'
-                raise ValueError(f'{path}: {name} is {part.get_dtype()}; {right}')
-            self.shapes[name] = tuple(part.get_shape())
-            self.dtypes[name] = DTYPES[part.get_dtype()]
-            self._files[name] = (file, path)
+        for file_name, names in _files(folder).items():
+            path = folder / file_name
+            file = self.enter_context(_open(path))
+            there = set(file.keys())
+            for name in sorted(there if names is None else names):
+                if name not in there:
+                    right = f'which {INDEX_FILE} gives it; {_AGAIN}'
+                    raise ValueError(f'{path}: lacks the tensor {name}, {right}')
+                part = file.get_slice(name)
+                if part.get_dtype() not in DTYPES:
+                    right = f'must be one of {", ".join(DTYPES)}'
+                    raise ValueError(f'{path}: {name} is {part.get_dtype()}; {right}')
+                self.shapes[name] = tuple(part.get_shape())
+                self.dtypes[name] = DTYPES[part.get_dtype()]
+                self._files[name] = (file, path)
 
     def read(self, name: str) -> np.ndarray:
         """The tensor in float32. Raises ValueError for infinities and NaNs."""
@@ -96,24 +89,19 @@ def write_tensors(
 ) -> None:
     """Writes tensors to one file, or to several of at most `max_bytes` (a tensor at least) each.
 
-    `shapes` has each tensor in order, and `read` returns it by its name; `dtype` is one of the
-    values of `DTYPES`. Raises ValueError for a value that is not finite in it.
+    `read` returns a tensor by its name. Raises ValueError for a value that `dtype` cannot hold.
     """
     from safetensors.numpy import save_file
 
     wanted = jnp.dtype(dtype)
     sizes = {name: int(np.prod(shape)) * wanted.itemsize for name, shape in shapes.items()}
-    shards, filled = [[]], 0
+    shards, places = [[]], {}
     for name, size in sizes.items():
-        if shards[-1] and filled + size > max_bytes:
+        if shards[-1] and size + sum(map(sizes.get, shards[-1])) > max_bytes:
             shards.append([])
-            filled = 0
         shards[-1].append(name)
-        filled += size
-    places = {}
-    for i, names in enumerate(shards):
-        numbered = f'model-{i + 1:05d}-of-{len(shards):05d}.safetensors'
-        file = numbered if len(shards) > 1 else ONE_FILE
+    for i, names in enumerate(shards, 1):
+        file = f'model-{i:05d}-of-{len(shards):05d}.safetensors' if shards[1:] else ONE_FILE
         places |= dict.fromkeys(names, file)
         arrays = {name: _rounded(name, read(name), wanted) for name in names}
         save_file(arrays, folder / file, metadata={'format': 'pt'})

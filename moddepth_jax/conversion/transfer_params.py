@@ -14,17 +14,10 @@ from moddepth_jax.model.stack import Stack
 from moddepth_jax.model.stack_scan import empty_slots
 from moddepth_jax.model.transformer import LayerGroup, Transformer
 
-_MAY_DIFFER = (  # knobs of the model that a conversion may change
-    'depth',
-    'routing',
-    'attention',
-    'layer_loop',
-    'remat',
-    'dtype',
-    'init_std',
-    'embedding_init_std',
-    'scale_residual_init',
-)
+_MAY_DIFFER = {  # knobs of the model that a conversion may change
+    *('depth', 'routing', 'attention', 'layer_loop', 'remat', 'dtype'),
+    *('init_std', 'embedding_init_std', 'scale_residual_init'),
+}
 _NEW = ('router', 'predictor', 'stream')  # what routing and depth streams add to a layer
 
 
@@ -41,10 +34,9 @@ def check_convertible(source: ModelHparams, target: ModelHparams):
     )
     for name, was in before.items():
         if after[name] != was and name.split('.')[0] not in _MAY_DIFFER:
-            right = (
-                'in the run that is converted; a conversion only adds routing and a depth stream'
-            )
-            raise ValueError(f'model.{name}={after[name]!r}: is {was!r} {right}')
+            right = 'a conversion only adds routing and a depth stream'
+            found = f'model.{name}={after[name]!r}: is {was!r} in the run that is converted'
+            raise ValueError(f'{found}; {right}')
 
 
 def abstract_params(hparams: Hparams):

@@ -23,11 +23,8 @@ _SAME = 1e-3  # nats: a first loss this close to the dense one counts as the sam
 def upcycle(run, hparams: Hparams, dataset, measure_loss: Callable) -> tuple[dict, dict, dict]:
     """Parameters and averages of a new run before its first step, and what convert.json says.
 
-    Args:
-      run: the SavedRun of a dense model, else a ValueError.
-      hparams, dataset: of the new run.
-      measure_loss: (params, averages, hparams, dataset) -> nats per target, as training counts
-        them, of the first evaluation.num_batches held-out batches of `dataset`.
+    `run` is the SavedRun of a dense model, else a ValueError; `measure_loss` takes parameters,
+    averages, hparams and dataset, and returns the held-out nats per target as training counts them.
     """
     check_convertible(run.hparams.model, hparams.model)
     params, new = transfer_params(run.hparams.model, run.state.params, hparams)
@@ -76,10 +73,7 @@ def upcycle(run, hparams: Hparams, dataset, measure_loss: Callable) -> tuple[dic
 
 
 def explain_difference(hparams: Hparams, errors: dict[int, float], is_small: bool) -> str:
-    """Why the first loss of a new run is not that of the dense model, in plain words.
-
-    `errors` are those of `fit_routers`; `is_small` says that the losses are the same after all.
-    """
+    """Why the first loss is not that of the dense model; `errors` are those of `fit_routers`."""
     model, stage, reasons = hparams.model, hparams.stages[0], []
     if model.routed_layers and stage.capacity < 1:
         reasons.append(

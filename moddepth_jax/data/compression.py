@@ -47,10 +47,7 @@ def open_plain(path: pathlib.Path) -> Iterator[tuple[io.BufferedReader, Callable
 
 @contextlib.contextmanager
 def plain_file(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A path to the plain bytes of `path`, for formats that need to seek.
-
-    It is `path` or a temporary file. Raises as `open_plain` does.
-    """
+    """`path` or a temporary file with its plain bytes, to seek in; raises as `open_plain`."""
     with open_plain(path) as (stream, _):
         if not is_compressed(path):
             yield path

@@ -1,8 +1,5 @@
 """Baselines to read a loss against: how well plain compressors do on the training text."""
 
-import contextlib
-import hashlib
-import json
 import lzma
 import zlib
 from collections.abc import Iterable
@@ -10,10 +7,8 @@ from collections.abc import Iterable
 import numpy as np
 
 from moddepth_jax.data.corpus import Corpus
-from moddepth_jax.data.directory import cache_directory, write_atomically
 
 MAX_BYTES = 16 * 2**20
-_NAMES = ('unigram', 'zlib', 'xz')
 
 
 def measure_baselines(corpus: Corpus) -> dict[str, float]:
@@ -21,23 +16,16 @@ def measure_baselines(corpus: Corpus) -> dict[str, float]:
 
     `unigram` is the entropy of the byte frequencies, `zlib` (level 9) and `xz` (preset 6) the
     compressed size, all over the first 16 MiB of the concatenated training documents; of a mixture
-    over the first bytes of each member, by their shares. Takes seconds the first time; later calls
-    read the user's cache (XDG_CACHE_HOME or ~/.cache), by the sha256 of the bytes measured.
+    over the first bytes of each member, by their shares. Takes seconds.
     """
     text = _sample(corpus)
-    folder = cache_directory()
-    if folder is None:
-        return _measure(text)
-    path = folder / f'baselines-{hashlib.sha256(text).hexdigest()}.json'
-    try:
-        values = json.loads(path.read_bytes())
-        return {name: float(values[name]) for name in _NAMES}
-    except (OSError, ValueError, TypeError, KeyError):
-        values = _measure(text)
-    with contextlib.suppress(OSError):  # in a folder that cannot be written, measure again
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(values))
-    return values
+    counts = np.bincount(np.frombuffer(text, np.uint8), minlength=256)
+    shares = counts[counts > 0] / len(text)
+    return {
+        'unigram': -float(shares @ np.log2(shares)),
+        'zlib': 8 * len(zlib.compress(text, 9)) / len(text),
+        'xz': 8 * len(lzma.compress(text, preset=6)) / len(text),
+    }
 
 
 def describe_measured_text(corpus: Corpus) -> str:
@@ -74,11 +62,3 @@ def _sample(corpus):
         first_bytes(member.store.documents('train'), int(size * member.share))
         for member in corpus.members
     )
-
-
-def _measure(text):
-    counts = np.bincount(np.frombuffer(text, np.uint8), minlength=256)
-    shares = counts[counts > 0] / len(text)
-    sizes = len(zlib.compress(text, 9)), len(lzma.compress(text, preset=6))
-    bits = (-float(shares @ np.log2(shares)), *(8 * size / len(text) for size in sizes))
-    return dict(zip(_NAMES, bits, strict=True))

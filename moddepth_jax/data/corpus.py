@@ -15,12 +15,11 @@ from moddepth_jax.hparams import DataHparams
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Documents to train on and documents held out, none of them empty.
+    """Documents to train on (none with `load_held_out`) and documents held out, none of them empty.
 
     Attributes:
       name: `data.source`.
-      train, held_out: in the order of the documents' names; those of prepared text are decoded on
-        access. With `load_held_out` there are none to train on.
+      train, held_out: by the documents' names; those of prepared text are decoded on access.
       sha256: over names and contents of all documents in order, hexadecimal; of a prepared folder
         its fingerprint; of a mixture over fingerprints and shares of its members.
       description: one line to print, with documents and bytes.
@@ -40,17 +39,15 @@ class Corpus:
 
     def train_bytes(self) -> int:
         """Bytes of all documents to train on."""
-        if self.members:
-            return sum(member.store.train['bytes'] for member in self.members)
-        return sum(map(len, self.train))
+        return _num_bytes(self.train)
 
 
 def load_corpus(data: DataHparams) -> Corpus:
-    """The corpus that `data.source` names, the same for every seed of the run.
+    """The corpus that `data.source` names, without empty documents.
 
-    Empty documents are left out. Of prepared text only its description is read. Raises ValueError,
-    one line, as the readers of each source, `load_members` and `split_documents`; if all documents
-    are empty; if prepared text was split by another fraction.
+    Of prepared text only its description is read. Raises ValueError, one line, as the readers of
+    each source, `load_members` and `split_documents`; if all documents are empty; if prepared text
+    was split by another fraction.
     """
     if is_prepared(data.source):
         members = load_members(data)
@@ -102,8 +99,8 @@ def _nonempty_documents(data):
         case 'stdlib':
             found = python_text.stdlib_documents()
         case 'synthetic' | 'recall':
-            make = {'synthetic': synthetic.make_synthetic, 'recall': recall.make_recall}
-            texts = make[data.source]()
+            is_recall = data.source == 'recall'
+            texts = recall.make_recall() if is_recall else synthetic.make_synthetic()
             found = [(f'{data.source}/{i:06d}', text) for i, text in enumerate(texts)]
         case _:
             found = readers.load_documents(data.source, data.text_field)
@@ -116,7 +113,6 @@ def _nonempty_documents(data):
 
 
 def _of_documents(title, data, documents, packages, train, held_out):
-    """The Corpus of all `documents`, split into two lists of (name, bytes)."""
     digest = hashlib.sha256()
     for name, text in documents:
         # With the lengths, or bytes could move from one document to the next unnoticed.
@@ -124,16 +120,11 @@ def _of_documents(title, data, documents, packages, train, held_out):
         digest.update(b'%d %d ' % (len(name), len(text)) + name)
         digest.update(text)
     sides = {'train': train, 'held_out': held_out} if train else {'held_out': held_out}
-    counts = [(len(side), sum(len(text) for _, text in side)) for side in sides.values()]
-    return Corpus(
-        data.source,
-        [text for _, text in train],
-        [text for _, text in held_out],
-        digest.hexdigest(),
-        _describe(title, counts),
-        packages,
-        names={split: [name for name, _ in side] for split, side in sides.items()},
-    )
+    names = {split: [name for name, _ in side] for split, side in sides.items()}
+    train, held_out = ([text for _, text in side] for side in (train, held_out))
+    text = _describe(title, train, held_out)
+    sha256 = digest.hexdigest()
+    return Corpus(data.source, train, held_out, sha256, text, packages, names=names)
 
 
 def _prepared(data, members, train, held_out):
@@ -143,20 +134,19 @@ def _prepared(data, members, train, held_out):
         title = f'mixture of {", ".join(member.name for member in members)}'
         text = ''.join(f'{member.store.fingerprint} {member.share}\n' for member in members)
         sha256 = hashlib.sha256(text.encode()).hexdigest()
-    counts = []
-    for splits in (train, held_out) if train else (held_out,):
-        found = [getattr(store, split) for store, split in splits]
-        counts.append(tuple(sum(c[key] for c in found) for key in ('documents', 'bytes')))
     train, held_out = (StoredDocuments(splits) if splits else [] for splits in (train, held_out))
-    return Corpus(data.source, train, held_out, sha256, _describe(title, counts), members=members)
+    text = _describe(title, train, held_out)
+    return Corpus(data.source, train, held_out, sha256, text, members=members)
 
 
-def _describe(title, counts):
-    """A line for the (documents, bytes) of both sides, or of one."""
-    sides = [
-        f'{documents:,} document{"s" * (documents != 1)} of {num_bytes:,} bytes'
-        for documents, num_bytes in counts
-    ]
-    if len(sides) == 1:
-        return f'{title}: {sides[0]}'
-    return f'{title}: {sides[0]} to train on, {sides[1]} held out'
+def _num_bytes(documents):
+    stored = isinstance(documents, StoredDocuments)
+    return documents.num_bytes if stored else sum(map(len, documents))
+
+
+def _describe(title, *sides):
+    first, second = (
+        f'{len(side):,} document{"s" * (len(side) != 1)} of {_num_bytes(side):,} bytes'
+        for side in sides
+    )
+    return f'{title}: {first} to train on, {second} held out' if sides[0] else f'{title}: {second}'

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import io
 import json
 import os
 import pathlib
@@ -45,37 +46,26 @@ def read_json(file: pathlib.Path, remedy: str) -> dict | None:
     return content
 
 
-class DirectoryLock:
-    """Locks a directory until `close`, the end of the `with`, or the death of the process.
+def lock_directory(path: str | os.PathLike, flag: str = '--workdir') -> io.TextIOBase:
+    """Locks a directory until the returned file is closed, or the process dies.
 
     `flag` is the option that names it, for messages. Raises ValueError, one line, if another
     process holds the directory or the lock file cannot be written.
     """
-
-    def __init__(self, path: str | os.PathLike, flag: str):
-        try:
-            self._file = open(pathlib.Path(path) / LOCK_FILE, 'a+', encoding='utf-8')
-        except OSError as error:
-            right = 'must be a directory that can be written'
-            raise ValueError(f'{flag}={path}: {error.strerror}; {right}') from None
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._file.seek(0)
-            holder = self._file.read().strip() or 'another process'
-            self._file.close()
-            right = f'wait until it ends, or use another {flag}'
-            raise ValueError(f'{flag}={path}: in use by {holder}; {right}') from None
-        self._file.truncate(0)
-        self._file.write(f'process {os.getpid()} on {socket.gethostname()}\n')
-        self._file.flush()
-
-    def close(self) -> None:
-        """Releases the lock."""
-        self._file.close()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.close()
+    try:
+        file = open(pathlib.Path(path) / LOCK_FILE, 'a+', encoding='utf-8')
+    except OSError as error:
+        right = 'must be a directory that can be written'
+        raise ValueError(f'{flag}={path}: {error.strerror}; {right}') from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        with file:
+            file.seek(0)
+            holder = file.read().strip() or 'another process'
+        right = f'wait until it ends, or use another {flag}'
+        raise ValueError(f'{flag}={path}: in use by {holder}; {right}') from None
+    file.truncate(0)
+    file.write(f'process {os.getpid()} on {socket.gethostname()}\n')
+    file.flush()
+    return file

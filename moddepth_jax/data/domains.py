@@ -43,8 +43,8 @@ def load_domains(
 ) -> tuple[dict[str, HeldOut], dict[str, str]]:
     """(datasets, skipped) by name of the domain; the latter are too short, and say why.
 
-    `source` and `mixture` of `data` do not matter; `trained_on` is as in `make_held_out`. Raises
-    ValueError, one line with the domain's name, for text that cannot be read, and if all are short.
+    `trained_on` is as in `make_held_out`. Raises ValueError, one line with the domain's name, for
+    text that cannot be read, and if all are short.
     """
     datasets, skipped = {}, {}
     for name, source in find_domains(folder).items():

@@ -12,10 +12,7 @@ from moddepth_jax.hparams import DataHparams
 
 @dataclasses.dataclass(frozen=True)
 class Member:
-    """A prepared folder, its share of the training rows, and the splits to evaluate on.
-
-    `name` is the last part of the folder's path, or as many as tell it from the other members.
-    """
+    """A prepared folder, its share of the training rows, and the splits to evaluate on."""
 
     name: str
     share: fractions.Fraction
@@ -31,8 +28,7 @@ def is_prepared(source: str) -> bool:
 def load_members(data: DataHparams) -> tuple[Member, ...]:
     """The members of `data.mixture`, or the single folder `data.source`; no text is read.
 
-    Raises ValueError, one line, as `open_store`, for members with different tokenizers, and for two
-    members with the same text.
+    Raises ValueError, one line, as `open_store`, for different tokenizers, and for equal texts.
     """
     shares = data.members or {data.source: fractions.Fraction(1)}
     knob = f'data.mixture={data.mixture!r}' if data.members else f'data.source={data.source!r}'
@@ -46,10 +42,8 @@ def load_members(data: DataHparams) -> tuple[Member, ...]:
         one, other = stores[first].tokenizer, stores[second].tokenizer
         if any(one[field] != other[field] for field in ('sha256', 'separator', 'vocab_size')):
             right = f'prepare both with one, as --tokenizer={pathlib.Path(first, "tokenizer")}'
-            raise ValueError(
-                f'{knob}: {first} was prepared with {describe_tokenizer(one)} and {second} with '
-                f'{describe_tokenizer(other)}; {right}'
-            )
+            found = f'{first} was prepared with {describe_tokenizer(one)} and {second}'
+            raise ValueError(f'{knob}: {found} with {describe_tokenizer(other)}; {right}')
         if stores[first].fingerprint == stores[second].fingerprint:
             right = 'leave one out and add up their weights'
             raise ValueError(f'{knob}: {first} and {second} are one text; {right}')
@@ -103,10 +97,7 @@ class RowSchedule:
 
 
 def held_out_order(shares, sizes):
-    """Yields (member, its batch) for each held-out batch: one of each member first, then by shares.
-
-    `sizes` are the batches of each member.
-    """
+    """Yields (member, its batch) of `sizes`: one of each member first, then by shares."""
     counts = [0] * len(sizes)
     for _ in range(sum(sizes)):
         unfinished = [i for i, size in enumerate(sizes) if counts[i] < size]

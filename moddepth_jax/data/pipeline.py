@@ -16,7 +16,6 @@ from moddepth_jax.hparams import DataHparams
 
 ALL_ROWS = slice(None)
 HELD_OUT_SEED = 0  # of the order of held-out windows, the same for every run
-_MAX_PACKAGES = 6  # shown in an error
 
 
 class HeldOut:
@@ -25,8 +24,7 @@ class HeldOut:
     Attributes:
       held_back: whether all of it was held out from a training on the rest of the same text.
       num_held_out_batches: batches that cover the held-out windows once.
-      held_out_streams: arrays of tokens from which the windows are cut, each from its first token
-        on; those of prepared text are mapped from the file.
+      held_out_streams: arrays of tokens from which the windows are cut.
       domains: of a mixture, the share of each member by its name; otherwise empty.
     """
 
@@ -56,9 +54,8 @@ class HeldOut:
     def held_out_batch(self, index: int) -> dict[str, np.ndarray]:
         """Batch `index` of the held-out windows; arrays as in `Dataset.train_batch`.
 
-        The order is shuffled but always the same, so that the first batches are a fair sample. A
-        batch is of one member of a mixture; the last one of each text is filled up with rows of
-        label -100, segment 0 and token 0. Raises ValueError for an index that does not exist.
+        The order is shuffled but always the same. A batch is of one member of a mixture; the last
+        one of each text is filled up by `pad_rows`. Raises ValueError for an index out of range.
         """
         member, batch = self._find_batch(index)
         return pad_rows(self._held_out[member][batch], self._batch_size)
@@ -82,8 +79,7 @@ class Dataset(HeldOut):
     """Batches of a corpus as pure functions of the step; what `make_dataset` returns.
 
     Attributes:
-      fingerprint: what decides every batch, and for the record packages and names of members: a
-        dict of JSON scalars, see `check_fingerprint`.
+      fingerprint: JSON scalars that decide every batch; see `check_fingerprint`.
       may_change: knobs that only say where text and tokenizer are: the fingerprint decides.
       num_train_windows: windows of one epoch.
     """
@@ -115,8 +111,8 @@ class Dataset(HeldOut):
     def train_windows(self, step: int, rows: slice = ALL_ROWS) -> list[int]:
         """Numbers of the windows that are rows `rows` of the batch of `step` (from 0).
 
-        Each epoch visits every window once, in its own order, and batches continue across epochs.
-        Each member of a mixture has its own epochs. Raises ValueError for a negative step.
+        Each epoch visits every window of a member once, in its own order, and batches continue
+        across epochs. Raises ValueError for a negative step.
         """
         step = operator.index(step)
         if step < 0:
@@ -135,13 +131,11 @@ class Dataset(HeldOut):
         return step * self._batch_size / self.num_train_windows
 
     def domain_epochs(self, step: int) -> dict[str, float]:
-        """The same of each member of a mixture over its own windows; empty without one."""
+        """The same of each member of a mixture; empty without one."""
         counts = self._schedule.counts(step * self._batch_size)
-        sizes = np.diff(self._windows.begins)
-        return {
-            name: count / int(size)
-            for name, count, size in zip(self.domains, counts, sizes, strict=bool(self.domains))
-        }
+        sizes = np.diff(self._windows.begins).tolist()
+        epochs = [count / size for count, size in zip(counts, sizes, strict=True)]
+        return dict(zip(self.domains, epochs, strict=True)) if self.domains else {}
 
 
 def make_dataset(
@@ -149,8 +143,8 @@ def make_dataset(
 ) -> Dataset:
     """The dataset of `data`, shuffled by `seed`; corpus and tokenizer by default those it names.
 
-    Raises ValueError, one line, as `load_corpus` and `tokenizer_of`, for text or a member that is
-    shorter than one window, that the tokenizer cannot encode, or that another tokenizer prepared.
+    Raises ValueError, one line, as `load_corpus` and `tokenizer_of`, for text that is shorter than
+    one window, that the tokenizer cannot encode, or that another tokenizer prepared.
     """
     corpus = load_corpus(data) if corpus is None else corpus
     return Dataset(data, seed, corpus, tokenizer)
@@ -161,8 +155,7 @@ def make_held_out(
 ) -> HeldOut:
     """All text of `data.source` as held-out batches, whatever `data.held_out_fraction` is.
 
-    The rest at its end, shorter than a window, is in no batch. `trained_on` is as in
-    `load_held_out`. Raises ValueError as that and `make_dataset` do.
+    `trained_on` is as in `load_held_out`. Raises ValueError as that and `make_dataset` do.
     """
     return HeldOut(data, load_held_out(data, trained_on), tokenizer)
 
@@ -229,9 +222,8 @@ def check_fingerprint(stored: dict, current: dict) -> None:
         if field in stored and field in current and stored[field] == current[field]:
             continue
         was, now = (_show_value(fingerprint, field) for fingerprint in (stored, current))
-        changed = _changed_packages(stored, current) if field == 'corpus_sha256' else ''
         right = 'resume with the data of that run, or start another workdir'
-        raise ValueError(f'data fingerprint: {field} was {was} and is {now} now{changed}; {right}')
+        raise ValueError(f'data fingerprint: {field} was {was} and is {now} now; {right}')
 
 
 def _show_value(fingerprint, field):
@@ -239,12 +231,3 @@ def _show_value(fingerprint, field):
     value = repr(fingerprint[field]) if field in fingerprint else 'missing'
     name = fingerprint.get(field.replace('member_', 'name_'))
     return value if name is None or not field.startswith('member_') else f'{value} ({name})'
-
-
-def _changed_packages(stored, current):
-    was, now = (set(d.get('packages', '').split()) for d in (stored, current))
-    changed = [f'-{name}' for name in sorted(was - now)]
-    changed += [f'+{name}' for name in sorted(now - was)]
-    hidden = len(changed) - _MAX_PACKAGES
-    more = f' and {hidden} more' if hidden > 0 else ''
-    return f' (packages {" ".join(changed[:_MAX_PACKAGES])}{more})' if changed else ''

@@ -29,8 +29,7 @@ def stdlib_documents(root: str | None = None) -> list[tuple[str, bytes]]:
     """(name, bytes) of Python's own standard library: every .py file below `root`, by path.
 
     Excluded: tests, idlelib, lib2to3, installed packages, and the files in which a build describes
-    its own machine, so that one Python version means one text. Raises ValueError if no .py file is
-    there, as in Pythons that ship compiled or zipped.
+    its own machine. Raises ValueError if no .py file is there.
     """
     root = root or sysconfig.get_paths()['stdlib']
     documents = _documents_below(root, _EXCLUDED)
@@ -45,11 +44,10 @@ def environment_documents(
 ) -> tuple[list[tuple[str, bytes]], tuple[str, ...]]:
     """(documents, packages): the standard library and every installed package, as text.
 
-    Documents are (name, bytes), sorted, the name a path relative to its root. Excluded: what
-    `stdlib_documents` excludes, tests of packages, this project itself, files that are empty or not
-    UTF-8, and all but the first of equal files. Packages are name==version, sorted, without this
-    project. Packages have their own licenses: the text is for use on this machine. Raises
-    ValueError if no package's .py file is below `roots`.
+    Documents are (name, bytes), sorted. Excluded: what `stdlib_documents` excludes, tests of
+    packages, this project itself, files that are empty or not UTF-8, and all but the first of equal
+    files. Packages are name==version, sorted, without this project; they have their own licenses.
+    Raises ValueError if no package's .py file is below `roots`.
     """
     paths = sysconfig.get_paths()
     roots = tuple(dict.fromkeys(roots or (paths['purelib'], paths['platlib'])))
@@ -75,7 +73,6 @@ def environment_documents(
 
 
 def _distinct(documents):
-    """Those that are UTF-8 and not empty, the first of equal ones."""
     seen = {b''}
     for name, text in documents:
         with contextlib.suppress(UnicodeDecodeError):

@@ -22,10 +22,7 @@ _WRITE_AGAIN = 'write the file again or leave it out'
 
 
 class BadText(ValueError):
-    """Text that cannot be used; its message is one line: file and row, problem; remedy.
-
-    `reason` is a fixed phrase for each kind of problem, such as 'not JSON'.
-    """
+    """Text that cannot be used, for a fixed `reason`; one line: file and row, problem; remedy."""
 
     def __init__(self, where: object, reason: str, problem: str, remedy: str):
         super().__init__(str(where), reason, problem, remedy)  # all of it can be pickled
@@ -40,7 +37,7 @@ class Row(typing.NamedTuple):
     """One row of a file: a document's bytes, or the BadText that says why there are none.
 
     `name` is the file's, with '#' and the row's number if a file has many; `end` is about how many
-    bytes of the file, compressed or not, lie between the start of the span and the end of the row.
+    bytes of the file lie between the start of the span and the end of the row.
     """
 
     name: str
@@ -51,8 +48,7 @@ class Row(typing.NamedTuple):
 class Span(typing.NamedTuple):
     """A part of a file that can be read alone; its first row has the number `first_row`, from 1.
 
-    From `start` to before `stop`, which are bytes of a .jsonl, row groups of a .parquet and records
-    of an .arrayrecord; None is the end of the file.
+    From `start` to before `stop` (None: the end): bytes, row groups of a .parquet, or records.
     """
 
     start: int
@@ -64,11 +60,7 @@ WHOLE_FILE = Span(0, None, 1)
 
 
 class Format(typing.NamedTuple):
-    """How files of one suffix are read: a row of FORMATS.
-
-    `rows` is as `read_rows`, and raises BadText or OSError if the rest of the file cannot be read.
-    `spans` is as `find_spans`, of a file that is not compressed.
-    """
+    """How files of a suffix are read: `rows` as `read_rows`, which may raise, and `find_spans`."""
 
     rows: Callable[[pathlib.Path, str, str, Span], Iterator[Row]]
     spans: Callable[[pathlib.Path, str, int, Iterable[bytes]], list[Span]]
@@ -78,10 +70,6 @@ def _text_rows(path, name, text_field, span):
     with open_plain(path) as (stream, tell):
         text = stream.read()  # in any encoding: the tokenizer reads bytes
         yield Row(name, text, tell())
-
-
-def _one_span(path, text_field, size, chunks):
-    return [WHOLE_FILE]
 
 
 def _line_rows(path, name, text_field, span):
@@ -162,7 +150,6 @@ def _unreadable(path, kind, error):
 
 @contextlib.contextmanager
 def _open_parquet(path, text_field):
-    """The ParquetFile, whose column `text_field` holds text."""
     import pyarrow  # Slow to import, and most runs read no parquet.
     from pyarrow import parquet
 
@@ -177,15 +164,14 @@ def _open_parquet(path, text_field):
 
 
 def _check_column(path, schema, text_field):
-    from pyarrow import types
+    import pyarrow
 
     if text_field not in schema.names:
         raise _no_field(path, f'no column {text_field!r} (row 1 on)', schema.names)
     kind = schema.field(text_field).type
-    if types.is_dictionary(kind):
-        kind = kind.value_type
-    tests = types.is_string, types.is_large_string, types.is_binary, types.is_large_binary
-    if not any(test(kind) for test in tests):
+    kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+    texts = pyarrow.string(), pyarrow.large_string(), pyarrow.binary(), pyarrow.large_binary()
+    if kind not in texts:
         problem = f'column {text_field!r} holds {kind} from row 1 on, not text'
         raise BadText(path, 'not text', problem, 'set data.text_field to a column of strings')
 
@@ -211,7 +197,6 @@ def _parquet_rows(path, name, text_field, span):
 
 
 def _parquet_spans(path, text_field, size, chunks):
-    """Spans of row groups of `size` bytes or more."""
     with _open_parquet(path, text_field) as file:
         groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
     found, start, first_row, filled, next_row = [], 0, 1, 0, 1
@@ -267,7 +252,7 @@ def _open_records(path):
 
 
 FORMATS = {
-    '.txt': Format(_text_rows, _one_span),
+    '.txt': Format(_text_rows, lambda *_: [WHOLE_FILE]),
     '.jsonl': Format(_line_rows, _line_spans),
     '.parquet': Format(_parquet_rows, _parquet_spans),
     '.arrayrecord': Format(_record_rows, _record_spans),
@@ -289,11 +274,10 @@ def read_rows(
 ) -> Iterator[Row]:
     """The Rows of a file, in order, with a BadText in place of each text that cannot be used.
 
-    A few rows are in memory at a time. A .txt is one document, its bytes as they are. A .jsonl, in
-    UTF-8, holds one document per line (blank lines are skipped), a .parquet one per row, in the
-    field or column `text_field`, an .arrayrecord one per record: the field of a JSON object or, if
-    the first record is none, the record itself. `name` is that of the file in the names of its
-    documents. The last row has a BadText if the rest of the file cannot be read.
+    A .txt is one document, its bytes as they are. A .jsonl, in UTF-8, holds one document per line
+    (blank lines are skipped), a .parquet one per row, in the field or column `text_field`, an
+    .arrayrecord one per record: the field of a JSON object or, if the first record is none, the
+    record itself. `name` is that of the file in the names of its documents.
     """
     size, last = 0, None
     try:
@@ -320,10 +304,9 @@ def as_bad_text(where: object, error: BadText | OSError) -> BadText:
 def find_spans(
     path: pathlib.Path, text_field: str, size: int, chunks: Iterable[bytes]
 ) -> list[Span]:
-    """Spans of about `size` bytes that together are the file; one if it cannot be split.
+    """Spans of about `size` bytes that together are the file, of which `chunks` are the bytes.
 
-    `chunks` are the bytes of the file; they may be left unread. Raises BadText or OSError if the
-    file cannot be read, and BadText if it has no such column.
+    Raises BadText or OSError if the file cannot be read or has no such column.
     """
     if is_compressed(path):
         return [WHOLE_FILE]
@@ -341,7 +324,6 @@ def read_documents(path: pathlib.Path, name: str, text_field: str) -> Iterator[t
 def find_files(source: str, option: str, right: str) -> tuple[pathlib.Path, list[pathlib.Path]]:
     """(root, files): the folder before the first wildcard, and the files that match, sorted.
 
-    The name of a file is its path relative to the root, so that moving the folder changes nothing.
     An existing path is taken literally, even with brackets in it. Raises ValueError, one line with
     the `option` and what would be `right`, without a match and for a file of an unknown format.
     """
@@ -362,10 +344,8 @@ def find_files(source: str, option: str, right: str) -> tuple[pathlib.Path, list
 def _match(pattern):
     if os.path.isfile(pattern):
         return pathlib.Path(pattern).parent, [pathlib.Path(pattern)]
-    root = pathlib.Path(pattern)
+    root = pathlib.Path(pattern).parent
     while glob.has_magic(str(root)):
-        root = root.parent
-    if root == pathlib.Path(pattern):
         root = root.parent
     matches = {pathlib.Path(match) for match in glob.glob(pattern, recursive=True)}
     # A broken link stays among them: reading it raises.
@@ -374,10 +354,7 @@ def _match(pattern):
 
 
 def load_documents(source: str, text_field: str) -> list[tuple[str, bytes]]:
-    """(name, bytes) of every document in the files that match the glob `source`, in memory.
-
-    Raises ValueError as `find_files` and `read_documents`.
-    """
+    """(name, bytes) of all documents of the glob `source`; raises as `find_files` and BadText."""
     right = (
         'must be stdlib, python_environment, synthetic, recall, mixture, a folder of '
         f'launch.prepare or a glob of {describe_formats()}'

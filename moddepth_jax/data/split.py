@@ -20,8 +20,7 @@ def split_documents(
     """(train, held_out) of (name, bytes) documents, each in the given order and never empty.
 
     A document is held out if the hash of its name is below the fraction. If that leaves one side
-    without a document, the one nearest to the bound crosses it. A single document is cut by
-    `tail_start`, and raises ValueError as that does.
+    empty, the document nearest to the bound crosses it. A single one is cut by `tail_start`.
     """
     if len(documents) == 1:
         ((name, text),) = documents
@@ -45,9 +44,8 @@ def split_documents(
 def tail_start(text: bytes, held_out_fraction: float, whole_characters: bool) -> int:
     """Where the held-out tail of a single document begins; both sides have a byte at least.
 
-    With `whole_characters`, as tokenizers other than bytes need it, the cut is before the character
-    at the fraction, or after it if it is the first one; text that is not UTF-8 may be cut anywhere.
-    Raises ValueError if the text is too short, without its name.
+    With `whole_characters` the cut is before the character at the fraction, or after the first one;
+    text that is not UTF-8 may be cut anywhere. Raises ValueError if the text is too short.
     """
     right = 'needs 2 or more, to train on and to hold out'
     if len(text) < 2:

@@ -14,8 +14,8 @@ A predictor that knows the words and p scores exactly this from the first word s
 on. In a window that begins inside a word the floor is a lower bound.
 """
 
-import dataclasses
 import math
+import typing
 
 import numpy as np
 
@@ -30,8 +30,7 @@ NUM_DOCUMENTS = 8000
 DOCUMENT_BYTES = 1000
 
 
-@dataclasses.dataclass(frozen=True)
-class Language:
+class Language(typing.NamedTuple):
     """The words, the end of a document last, and the probability of each at a word start."""
 
     words: tuple[bytes, ...]

@@ -41,13 +41,11 @@ class Store:
 
     Attributes:
       fingerprint: sha256 over the tokens of both splits and the tokenizer, hexadecimal.
-      tokenizer: {name, sha256, vocab_size, separator}.
-      dtype: 'uint16' or 'uint32'.
+      tokenizer, dtype: {name, sha256, vocab_size, separator}; 'uint16' or 'uint32'.
       train, held_out: {documents, tokens, bytes, sha256} of a split; tokens include one separator
         per document, bytes are those of the text, sha256 is that of its file of tokens.
       skipped: {reason: {'count': n, 'first': ['file, line 7: ...', ...]}} of what was left out.
-      inputs: [{name, bytes, sha256, modified}] of the files, in order; modified: time of the last
-        write in nanoseconds, which older stores lack.
+      inputs: [{name, bytes, sha256, modified}] of the files; older stores lack the last, in ns.
       arguments: those of the command that decide the result.
     """
 
@@ -77,15 +75,13 @@ class Store:
 
 
 class StoredDocuments(Sequence):
-    """The documents of `splits`, (Store, 'train' or 'held_out') each, decoded on access.
-
-    They equal the text that was prepared, unless its tokenizer normalizes text.
-    """
+    """The documents of `splits`, (Store, 'train' or 'held_out') each, decoded on access."""
 
     def __init__(self, splits: Iterable[tuple[Store, str]]):
         self._splits = list(splits)
-        counts = (getattr(store, split)['documents'] for store, split in self._splits)
-        self._ends = list(itertools.accumulate(counts))
+        counts = [getattr(store, split) for store, split in self._splits]
+        self.num_bytes = sum(count['bytes'] for count in counts)
+        self._ends = list(itertools.accumulate(count['documents'] for count in counts))
         self._opened = {}  # a tokenizer takes a while to read, and most runs decode nothing
 
     def __len__(self) -> int:
@@ -117,10 +113,10 @@ def _map(path, dtype):
 
 
 def open_store(directory: str | os.PathLike) -> Store:
-    """The prepared text in `directory`; reads prepared.json only.
+    """The prepared text in `directory`; reads only prepared.json, which is written last.
 
-    Raises ValueError, one line, if that is missing (it is written last, so the text is incomplete),
-    unreadable or of another version, or if a file has another size than it says.
+    Raises ValueError, one line, if that is missing, unreadable or of another version, or if a file
+    has another size than it says.
     """
     directory = pathlib.Path(directory).expanduser()
     file = directory / PREPARED_FILE
@@ -142,29 +138,26 @@ def open_store(directory: str | os.PathLike) -> Store:
     if missing := sorted(fields - content.keys()):
         raise ValueError(f'{file}: holds no {missing[0]!r}; {again}')
     store = Store(directory, **{name: content[name] for name in fields})
+    sizes = {}
     for split in SPLITS:
         counts = getattr(store, split)
-        sizes = {
-            'bin': counts['tokens'] * np.dtype(store.dtype).itemsize,
-            'index': (counts['documents'] + 1) * 8,
-        }
-        for kind, expected in sizes.items():
-            path = directory / f'{split}.{kind}'
-            try:
-                size = path.stat().st_size
-            except OSError as error:
-                raise ValueError(f'{path}: {error.strerror}; {again}') from None
-            if size != expected:
-                wrong = f'{size} bytes, and {PREPARED_FILE} says {expected}'
-                raise ValueError(f'{path}: {wrong}; {again}')
+        sizes[f'{split}.bin'] = counts['tokens'] * np.dtype(store.dtype).itemsize
+        sizes[f'{split}.index'] = (counts['documents'] + 1) * 8
+    for name, expected in sizes.items():
+        try:
+            size = (directory / name).stat().st_size
+        except OSError as error:
+            raise ValueError(f'{directory / name}: {error.strerror}; {again}') from None
+        if size != expected:
+            wrong = f'{size} bytes, and {PREPARED_FILE} says {expected}'
+            raise ValueError(f'{directory / name}: {wrong}; {again}')
     return store
 
 
 class StoreWriter(contextlib.ExitStack):
-    """Writes prepared text into a directory; a context manager.
+    """Writes prepared text into an existing directory; a context manager.
 
-    Until `finish` has returned there is no prepared.json, and `open_store` refuses the directory.
-    `directory` exists; what an earlier writer left in it is replaced.
+    Until `finish` there is no prepared.json. What an earlier writer left is replaced.
     """
 
     def __init__(
@@ -175,22 +168,17 @@ class StoreWriter(contextlib.ExitStack):
         self._tokenizer, self._fraction = tokenizer, held_out_fraction
         self._dtype = _little_endian(tokenizer.dtype)
         (self._directory / PREPARED_FILE).unlink(missing_ok=True)
-        self._files = {
-            (split, kind): self.enter_context(open(self._directory / f'{split}.{kind}', 'wb'))
-            for split in SPLITS
-            for kind in ('bin', 'index')
-        }
-        self._digests = {split: hashlib.sha256() for split in SPLITS}
-        self._counts = {split: {'documents': 0, 'tokens': 0, 'bytes': 0} for split in SPLITS}
+        self._files, self._digests, self._counts = {}, {}, {}
         for split in SPLITS:
+            for kind in ('bin', 'index'):
+                file = open(self._directory / f'{split}.{kind}', 'wb')
+                self._files[split, kind] = self.enter_context(file)
             self._files[split, 'index'].write(np.zeros(1, '<u8'))
+            self._digests[split] = hashlib.sha256()
+            self._counts[split] = {'documents': 0, 'tokens': 0, 'bytes': 0}
 
     def add(self, split: str, tokens_N: np.ndarray, lengths_D: np.ndarray, num_bytes: int) -> None:
-        """Appends documents of `num_bytes` of text to 'train' or 'held_out'.
-
-        `tokens_N` holds each document's tokens after one separator, `lengths_D` the number of each,
-        with its separator.
-        """
+        """Appends documents of `num_bytes` of text: separator and tokens of each, its length."""
         tokens_N = np.ascontiguousarray(tokens_N, self._dtype)
         counts = self._counts[split]
         self._files[split, 'bin'].write(tokens_N)
@@ -204,7 +192,7 @@ class StoreWriter(contextlib.ExitStack):
     def finish(
         self, skipped: dict | None = None, inputs: Sequence = (), arguments: dict | None = None
     ) -> Store:
-        """Completes the text and opens it; the arguments are as in Store."""
+        """Completes the text and opens it; the arguments are those of Store."""
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
@@ -217,6 +205,7 @@ class StoreWriter(contextlib.ExitStack):
             text[split] = counts | {'sha256': self._digests[split].hexdigest()}
         # Without the tokenizer's name: another name for the same tokenizer is the same text.
         decisive = json.dumps({'tokenizer': tokenizer, **text}, sort_keys=True)
+        packages = {d.name: d.version for d in metadata.distributions() if d.name in _PACKAGES}
         content = {
             'schema_version': SCHEMA_VERSION,
             'fingerprint': hashlib.sha256(decisive.encode()).hexdigest(),
@@ -226,17 +215,7 @@ class StoreWriter(contextlib.ExitStack):
             'skipped': skipped or {},
             'inputs': list(inputs),
             'arguments': arguments or {},
-            'versions': _versions(),
+            'versions': {'python': platform.python_version()} | packages,
         }
         write_atomically(self._directory / PREPARED_FILE, json.dumps(content, indent=2) + '\n')
         return open_store(self._directory)
-
-
-def _versions():
-    versions = {'python': platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:  # an extra, or this project without an installation
-            continue
-    return versions

@@ -20,9 +20,7 @@ def token_stream(
 ) -> np.ndarray:
     """[N] of the tokenizer's dtype: each document's tokens after one separator, in order.
 
-    So a document's first byte is predicted from the separator, and predicting a separator means
-    that the document ends. Raises ValueError, one line, for a document that the tokenizer cannot
-    encode, with its name if `names` are given.
+    Raises ValueError, one line, for a document that the tokenizer cannot encode, by its name.
     """
     separator = np.array([tokenizer.separator], tokenizer.dtype)
     pieces = []
@@ -46,12 +44,10 @@ def pad_rows(batch: dict, batch_size: int) -> dict:
 class Windows:
     """Windows of some streams, numbered consecutively; none of them spans two streams.
 
-    Window i of a stream is its tokens [iT, iT + T], where T is `length`; the rest at the end of
-    each stream, an array [N] of tokens, is in none. Grain moves window numbers and the batch is cut
-    out at once: half the time of moving and stacking rows. And a process can cut its own rows only.
-
-    Attributes:
-      begins: int [streams + 1], number of the first window of each stream, and of all windows.
+    Window i of a stream, an array [N] of tokens, is its tokens [iT, iT + T], where T is `length`;
+    the rest at the end of each is in none. `begins`, int [streams + 1], are the number of the first
+    window of each stream, and of all windows. Grain moves window numbers and the batch is cut out
+    at once: half the time of moving and stacking rows.
     """
 
     def __init__(self, streams: list[np.ndarray], length: int, separator: int):
@@ -92,10 +88,7 @@ def make_windows(
     part: str,
     member: Member | None = None,
 ) -> Windows:
-    """The Windows of the streams of one text, 'training', 'held-out' or 'given', of `member`.
-
-    Raises TooShort, one line, if they do not hold a single window; of given text no knob is blamed.
-    """
+    """The Windows of one text, 'training', 'held-out' or 'given'; raises TooShort without any."""
     windows = Windows(streams, data.sequence_length, tokenizer.separator)
     if len(windows):
         return windows

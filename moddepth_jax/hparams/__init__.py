@@ -13,19 +13,3 @@ from moddepth_jax.hparams.run import (
     ReportHparams,
     TrainingHparams,
 )
-
-__all__ = [
-    'DataHparams',
-    'DepthHparams',
-    'EvaluationHparams',
-    'ExpertsHparams',
-    'Hparams',
-    'ModelHparams',
-    'OptimizerHparams',
-    'ReportHparams',
-    'RoutingHparams',
-    'Stage',
-    'TrainingHparams',
-    'from_config',
-    'unknown_knobs',
-]

@@ -1,7 +1,4 @@
-"""Checks of single knobs, and the types of knobs that name them.
-
-A check is called with a knob's dotted name and value, and raises a ValueError of one line.
-"""
+"""Checks of single knobs by dotted name and value, and the types of knobs that name them."""
 
 import difflib
 import functools
@@ -29,10 +26,7 @@ def one_of(field, value, choices):
 
 
 def positive(field, value, minimum=1, maximum=None):
-    """Refuse a number below `minimum` or above `maximum`, infinity and NaN.
-
-    The default maximum is that of int32 or float32, in which arrays count and compute.
-    """
+    """Refuse a number below `minimum`, above `maximum` (None: of int32, float32), infinity, NaN."""
     if maximum is None:
         maximum = MAX_FLOAT if isinstance(value, float) else MAX_INT
     if not value >= minimum:

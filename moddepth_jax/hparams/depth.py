@@ -11,10 +11,7 @@ AUTO_KNOBS = ('slots', 'slot_keys', 'skipped_slots')  # resolved by the stream's
 
 @dataclasses.dataclass(frozen=True)
 class DepthHparams:
-    """The depth stream; knobs as in configs/base.py.
-
-    `auto` is replaced by the stream's own choice, and by `none` if the stream has no such knob.
-    """
+    """The depth stream; knobs as in configs/base.py, `auto` replaced by the stream's own choice."""
 
     stream: str
     slots: str
@@ -58,21 +55,6 @@ class DepthHparams:
     def stream_class(self):
         """The `model.streams.Stream` of that name, which states all that depends on the stream."""
         return STREAMS[self.stream]
-
-    @property
-    def is_residual(self) -> bool:
-        """Whether a layer reads nothing but the residual stream."""
-        return self.stream == 'residual'
-
-    @property
-    def reads_outputs(self) -> bool:
-        """Whether every layer reads the outputs [B, T, D] of all earlier layers, one by one."""
-        return self.stream_class.reads_outputs
-
-    @property
-    def joins_attention(self) -> bool:
-        """Whether attention heads see depth slots and the sequence in one softmax."""
-        return self.stream_class.joins_attention
 
     @property
     def slots_per_layer(self) -> int:

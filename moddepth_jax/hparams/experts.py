@@ -14,8 +14,8 @@ _USE = 'is not built; the balance loss (balance_weight) evens the loads'
 class ExpertsHparams:
     """Experts in place of the mlp; knobs as in configs/base.py.
 
-    DeepSeekMoE, Dai et al. 2024, arXiv 2401.06066; expert choice, Zhou et al. 2022, arXiv
-    2202.09368.
+    DeepSeekMoE (Dai et al. 2024, arXiv 2401.06066); expert choice (Zhou et al. 2022, arXiv
+    2202.09368).
     """
 
     choice: checks.choice('none', 'token', 'expert')

@@ -10,11 +10,6 @@ from moddepth_jax.hparams.checks import refuse
 from moddepth_jax.hparams.run import Hparams
 
 
-def _nearest(name, known):
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-    return f'the nearest knob is {near[0]!r}' if near else f'the knobs are {", ".join(known)}'
-
-
 def _convert(field, value, wanted):
     """`value` as the annotated type `wanted`, or a one-line error that names the field."""
     if dataclasses.is_dataclass(wanted):
@@ -43,7 +38,9 @@ def _build(cls, values, prefix=''):
         if name in getattr(cls, 'NOT_BUILT', ()):
             refuse(prefix + name, value, cls.NOT_BUILT[name])
         if name not in types:
-            refuse(prefix + name, value, f'no such knob; {_nearest(name, list(types))}')
+            near = difflib.get_close_matches(name, types, n=1, cutoff=0.4)
+            known = f'nearest knob is {near[0]!r}' if near else f'knobs are {", ".join(types)}'
+            refuse(prefix + name, value, f'no such knob; the {known}')
     for name in types:
         if name not in values:
             raise ValueError(f'{prefix}{name}: missing; all knobs of configs/base.py must be there')
@@ -51,10 +48,7 @@ def _build(cls, values, prefix=''):
 
 
 def from_config(config) -> Hparams:
-    """The checked, frozen form of a config (a ConfigDict or a nested dict of the same shape).
-
-    Raises ValueError with one line that names the field, its value and what would be right.
-    """
+    """The checked, frozen form of a ConfigDict or nested dict; ValueError of one line if wrong."""
     return _build(Hparams, config)
 
 

@@ -23,10 +23,7 @@ class Registry(collections.abc.Mapping):
         self._name, self._knob, self._module, self._choices = name, knob, module, {}
 
     def register(self, name: str):
-        """Return a decorator that adds a choice; ValueError if this package has one of that name.
-
-        A config file is executed each time it is loaded, so others may be registered again.
-        """
+        """A decorator that adds a choice; ValueError if this package has one of that name."""
 
         def add(choice):
             known = self._choices.get(name)

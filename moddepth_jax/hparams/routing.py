@@ -20,10 +20,7 @@ class Stage(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RoutingHparams:
-    """Mixture-of-Depths (Raposo et al. 2024, arXiv 2404.02258); knobs as in configs/base.py.
-
-    `auto` for gate and causal_rule is replaced by the first choice of the router.
-    """
+    """Mixture-of-Depths (Raposo et al. 2024, arXiv 2404.02258); knobs as in configs/base.py."""
 
     router: str
     layers: str
@@ -53,8 +50,7 @@ class RoutingHparams:
         self._resolve('causal_rule', ('threshold',) if by_threshold else rules)
         if self.router != 'none':
             self.router_class.check(self)
-            self._check_loss_weight()
-            self._check_threshold_training()
+            self._check_rule()
         self._check_log_length()
 
     @property
@@ -82,13 +78,11 @@ class RoutingHparams:
             right = f'the {self.router} router{how} takes auto, {", ".join(choices)}'
             refuse(f'model.routing.{field}', value, right)
 
-    def _check_loss_weight(self):
+    def _check_rule(self):
         weight = CAUSAL_RULES[self.causal_rule].loss_weight
         if weight and not getattr(self, weight):
             right = f'must be above 0 where causal_rule is {self.causal_rule}, which it trains'
             refuse(f'model.routing.{weight}', 0.0, right)
-
-    def _check_threshold_training(self):
         if self.train_rule == 'top_c':
             return
         if not self.tracks_threshold:
@@ -109,11 +103,6 @@ class RoutingHparams:
             if self.capacity_form == 'log_length' and min(values, default=1) < least:
                 right = f'must be {least:.3f} or more under log_length to {self.log_length_max}'
                 refuse(f'model.routing.{field}', getattr(self, field), right)
-
-    @property
-    def has_constant_capacity(self) -> bool:
-        """Whether C is one fraction of every length, throughout training."""
-        return self.capacity_form == 'fraction' and not self.capacity_stages
 
     @property
     def tracks_threshold(self) -> bool:

@@ -17,19 +17,17 @@ from moddepth_jax.model.transformer import causal_routing, check_causal
 
 _MIN_LENGTH = 16  # prompts are padded to powers of two: few shapes, few compilations
 _CAPACITY_STEP = 128  # the capacity of dense caches is a multiple of this
+_SIZES = ('capacity', 'routed_capacity')
 _STATIC = ('hparams', 'routing', 'temperature', 'top_p', 'tokenizer')
 
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """What `generate` returns, a row for each sample of each prompt, samples adjacent.
+    """What `generate` returns; samples of a prompt are adjacent rows.
 
-    Attributes:
-      tokens: int32 arrays, the prompt and what follows it, without the id that ended it.
-      stopped: whether a row ended with its document and not with num_tokens.
-      dropped: tokens, over rows and blocks, that a block selected without room in its cache; those
-        of a prompt count once for all samples.
-      grown_to: capacity of the routed blocks' caches if they had to grow, otherwise 0.
+    `tokens` are int32 arrays of prompt and continuation, without the id that ended it; `stopped`:
+    whether a row ended with its document; `dropped`: how often a routed block had no room in its
+    cache; `grown_to`: capacity of the routed blocks' caches if they had to grow, otherwise 0.
     """
 
     tokens: list[np.ndarray]
@@ -59,18 +57,14 @@ def check_prompt(hparams: Hparams, prompt, num_tokens: int):
         raise ValueError(f'num_tokens={num_tokens}: must be 1 or more')
     excess = len(prompt) + num_tokens - context
     if excess > 0:
-        raise ValueError(
-            f'a prompt of {len(prompt)} tokens and {num_tokens} to generate do not fit the context '
-            f'data.sequence_length={context}: shorten either by {excess}'
-        )
+        found = f'a prompt of {len(prompt)} tokens and {num_tokens} to generate do not fit'
+        raise ValueError(f'{found} data.sequence_length={context}: shorten either by {excess}')
 
 
 def check_request(
-    hparams: Hparams, prompts, num_tokens: int, temperature, top_p, seed, num_samples, routing
-) -> str:
-    """Raises ValueError as `generate` does, which takes the same; returns the routing."""
-    routing = causal_routing(hparams) if routing is None else routing
-    check_causal(hparams, routing)
+    hparams: Hparams, prompts, num_tokens, temperature=1.0, top_p=1.0, seed=0, num_samples=1
+):
+    """Raises ValueError as `generate` does for the same arguments."""
     if not len(prompts):
         raise ValueError('prompts=[]: must hold one at least')
     for prompt in prompts:
@@ -87,7 +81,6 @@ def check_request(
         right = f'must be one, or one for each of the {len(prompts)} prompts'
         raise ValueError(f'seed={str(seed)[:60]}: holds {len(seeds)}; {right}')
     check_sampling(temperature, top_p)
-    return routing
 
 
 def _check_integers(name, values):
@@ -126,19 +119,15 @@ _unrolled = jax.jit(unroll, static_argnums=(1, 2))
 _write = jax.jit(update_cache, donate_argnums=0)
 
 
-@functools.partial(
-    jax.jit, static_argnames=('num_samples', 'capacity', 'routed_capacity', *_STATIC)
-)
-def _start(unrolled, batch, keys_B, *, num_samples, capacity, routed_capacity, hparams, routing,
-           **draw):  # fmt: skip
+@functools.partial(jax.jit, static_argnames=(*_STATIC, 'num_samples', *_SIZES))
+def _start(unrolled, batch, keys_B, *, num_samples, temperature, top_p, tokenizer, **how):
     """The first new token of each row, and the cache of its prompt."""
-    sizes = {'capacity': capacity, 'routed_capacity': routed_capacity}
-    prompts = prefill(unrolled, *batch, hparams=hparams, routing=routing, **sizes)
+    prompts = prefill(unrolled, *batch, **how)
     repeat = functools.partial(jnp.repeat, repeats=num_samples, axis=0)
     logits_BV, cache = jax.tree.map(repeat, prompts)
     first_B = jnp.arange(len(keys_B)) % num_samples == 0
     cache = cache._replace(dropped_B=jnp.where(first_B, cache.dropped_B, 0))
-    return _draw(logits_BV, keys_B, cache.lengths_B, **draw), cache
+    return _draw(logits_BV, keys_B, cache.lengths_B, temperature, top_p, tokenizer), cache
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC)
@@ -189,29 +178,19 @@ def generate(
     block computes and caches only the rows it selects. A row's draws depend on `seed`, the number
     of its sample and its positions: other rows of the batch change nothing but rounding.
 
-    The devices of the mesh of the context (`jax.set_mesh`) share the work; each of several
-    processes calls this and gets every text.
-
-    Args:
-      variables: of the Transformer; TrainState.variables.
-      hparams: of the same; the context is `data.sequence_length`.
-      prompts: sequences of token ids, each of one at least, of any lengths.
-      num_tokens: to add; the longest prompt and they fit the context.
-      temperature, top_p: of `sample`.
-      seed: of the draws, an integer, or one for each prompt.
-      num_samples: continuations of each prompt.
-      routing: a causal rule; None for the one the model was trained for.
-      tokenizer: its separator begins a document, its stops end one, and only these and ids of text
-        are drawn; None: the text is one document, and any id of the model may be drawn.
-      stop: end a row with its document; otherwise the next document follows.
-      on_tokens: called with (token_B, active_B), NumPy arrays over rows, as tokens are drawn.
+    All processes of a mesh in the context (`jax.set_mesh`) share the work and get every text.
+    `prompts` are sequences of one token id at least; the longest and `num_tokens` fit the context.
+    `seed` is one integer, or one for each prompt. `routing` is a causal rule, by default the one
+    of the training. With a `tokenizer`, its separator begins a document, its stops end one (and
+    the row, if `stop`), and only these and ids of text are drawn. `on_tokens` is called with NumPy
+    arrays token_B and active_B as tokens are drawn.
 
     Raises:
       ValueError: an argument that does not fit the model, or a routing that looks ahead.
     """
-    routing = check_request(
-        hparams, prompts, num_tokens, temperature, top_p, seed, num_samples, routing
-    )
+    routing = routing or causal_routing(hparams)
+    check_causal(hparams, routing)
+    check_request(hparams, prompts, num_tokens, temperature, top_p, seed, num_samples)
     context, model = hparams.data.sequence_length, hparams.model
     length = max(map(len, prompts)) + num_tokens
     capacity = min(context, -(-length // _CAPACITY_STEP) * _CAPACITY_STEP)
@@ -222,15 +201,9 @@ def generate(
     static |= {'temperature': temperature, 'top_p': top_p}
     seed_P = np.broadcast_to(np.asarray(seed, np.uint32), len(prompts))
     keys_B = _row_keys(seed_P, num_samples)
-    token_B, cache = _start(
-        unrolled,
-        _pad(prompts, tokenizer, capacity),
-        keys_B,
-        num_samples=num_samples,
-        capacity=capacity,
-        routed_capacity=None if grows else routed_capacity,
-        **static,
-    )
+    sizes = {'capacity': capacity, 'routed_capacity': None if grows else routed_capacity}
+    batch = _pad(prompts, tokenizer, capacity)
+    token_B, cache = _start(unrolled, batch, keys_B, num_samples=num_samples, **sizes, **static)
     rows = [list(prompt) for prompt in prompts for _ in range(num_samples)]
     active_B = np.ones(len(rows), bool)
     room = 0  # steps until a routed block's cache may be full, where it grows

@@ -28,22 +28,13 @@ class _AllStopped(Exception):
 class HarnessLM(TemplateLM):
     """Answers the harness's requests: loglikelihood, loglikelihood_rolling, generate_until.
 
-    A prompt follows the separator, as a document in training, and is one document: text that spells
-    the separator is text. A context that is too long loses its left end, including the separator,
-    and is then the middle of a document, as windows of training are. A rolling text is predicted
-    from the separator on, in windows that overlap by one token.
+    A prompt is one document, after a separator; text that spells it is text. A context that is too
+    long loses its left end, with the separator, as windows of training do. A rolling text is
+    predicted from the separator on, in windows that overlap by one token.
 
-    Args:
-      variables, hparams: of the Transformer; TrainState.variables.
-      tokenizer: of the run.
-      batch_size: rows that run together.
-      routing: a causal rule; None for the one the model was trained for. ValueError for another.
-      seed: of draws, for tasks that sample.
-      bar: as `cli.progress_bar`, a context manager.
-
-    Attributes:
-      num_cut: requests so far whose context was too long.
-      title: of the progress bar of the next requests.
+    `routing` is a causal rule, by default the one the model was trained for, and `bar` a context
+    manager as `cli.progress_bar`; `title` is the one of the next requests, and `num_cut` counts
+    requests whose context was too long.
     """
 
     def __init__(
@@ -82,19 +73,12 @@ class HarnessLM(TemplateLM):
         return super().loglikelihood(requests, disable_tqdm=True)
 
     def _loglikelihood_tokens(self, requests, **kwargs):
-        scores = self._scores([(context, labels) for _, context, labels in requests])
-        return [(one.log_likelihood, one.greedy) for one in scores]
+        return [one[:2] for one in self._scores([request[1:] for request in requests])]
 
     def _scores(self, requests):
         with self._bar(self.title, len(requests)) as advance:
-            scores = score(
-                self._variables,
-                self._hparams,
-                requests,
-                batch_size=self.batch_size,
-                routing=self.routing,
-                on_scored=advance,
-            )
+            how = {'batch_size': self.batch_size, 'routing': self.routing, 'on_scored': advance}
+            scores = score(self._variables, self._hparams, requests, **how)
         self.num_cut += sum(one.cut > 0 for one in scores)
         return scores
 
@@ -144,21 +128,17 @@ class HarnessLM(TemplateLM):
         if 'do_sample' in given and given['do_sample'] and 'temperature' not in given:
             given = given | {'temperature': 1.0}  # transformers' own; the harness would take 0
         settings = dict(normalize_gen_kwargs(given, default))
-        unknown = sorted(settings.keys() - _GENERATION)
-        if unknown:
+        if unknown := sorted(settings.keys() - _GENERATION):
             known = ', '.join(sorted(_GENERATION))
             raise ValueError(f'generation_kwargs {unknown[0]!r}: must be of {known}')
         num_tokens = settings['max_gen_toks']
         if not 1 <= num_tokens < self.max_length:
-            raise ValueError(
-                f'max_gen_toks={num_tokens}: must lie in [1, {self.max_length}), for the context '
-                f'data.sequence_length={self.max_length} holds the prompt too'
-            )
-        temperature = settings['temperature'] if settings['do_sample'] else 0.0
+            right = f'must lie in [1, data.sequence_length={self.max_length}) with the prompt'
+            raise ValueError(f'max_gen_toks={num_tokens}: {right}')
         return {
             'stops': [stop.encode() for stop in settings['until'] if stop],
             'num_tokens': num_tokens,
-            'temperature': float(temperature),
+            'temperature': float(settings['temperature'] if settings['do_sample'] else 0),
             'top_p': float(settings.get('top_p', 1.0)),
         }
 
@@ -168,10 +148,10 @@ class HarnessLM(TemplateLM):
         most = self.max_length - num_tokens
         self.num_cut += sum(len(prompt) > most for prompt in prompts)
         prompts = [prompt[-most:] for prompt in prompts]
-        # One batch size: the last batch is filled up, and its additional rows are ignored.
-        missing, running = self.batch_size - len(prompts), set(range(len(prompts)))
         seeds = [self._seed_of(context, sample) for context in contexts]
-        rows = [[] for _ in prompts]
+        rows, running = [[] for _ in prompts], set(range(len(prompts)))
+        # One batch size: the last batch is filled up, and its additional rows are ignored.
+        missing = self.batch_size - len(prompts)
 
         def on_tokens(token_B, active_B):
             for b in sorted(running):
@@ -199,7 +179,6 @@ class HarnessLM(TemplateLM):
         return [codecs.getincrementaldecoder('utf-8')('replace').decode(text) for text in texts]
 
     def _seed_of(self, context, sample):
-        """A seed for each document and sample; otherwise all would share their draws."""
         text = f'{self._seed} {sample} {context}'.encode('utf-8', 'surrogatepass')
         return int.from_bytes(hashlib.sha256(text).digest()[:4], 'big')
 

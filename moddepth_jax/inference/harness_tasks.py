@@ -29,15 +29,9 @@ class HarnessTasks:
     are those of the harness; if its metadata has `mean_of`, a metric for each of its members, it
     also has their unweighted mean.
 
-    Args:
-      names: of tasks, groups and tags of the harness and of `include_paths`, or yaml files.
-      include_paths: folders of yaml files, which have precedence over the harness's own.
-
-    Attributes:
-      names: of what is run, in order.
-
-    Raises:
-      ValueError: one line, for an unknown name or a missing folder.
+    `names` are of tasks, groups and tags of the harness and of yaml files in `include_paths`, which
+    have precedence, or such files; the attribute `names` are those that run, in order. Raises
+    ValueError for an unknown name or a missing folder.
     """
 
     def __init__(self, names: list[str], include_paths: list[str]):
@@ -78,15 +72,9 @@ class HarnessTasks:
     def run(self, name: str, lm, *, num_fewshot=None, limit=None, seed: int = 0) -> dict:
         """The harness's results for one of `names`: a dict for each of PARTS, by task.
 
-        Args:
-          name, lm: of `names`, and a HarnessLM.
-          num_fewshot: examples before each question, unless the task forbids them; None: as the
-            task says.
-          limit: documents of each task; below 1 a share of them; None: all.
-          seed: of the examples and other draws of a task.
-
-        Raises:
-          ValueError: one line on a task without data, a wrong yaml, or what the model cannot do.
+        `num_fewshot`, unless a task forbids examples, replaces its own number; `limit` is of each
+        task's documents, below 1 a share of them; `seed` is of examples and other draws. Raises
+        ValueError for a task without data, a wrong yaml, or what the model cannot do.
         """
         random.seed(seed)
         np.random.seed(seed)
@@ -126,8 +114,7 @@ class HarnessTasks:
         }
         for name, group in groups.items():
             if metrics := (group.metadata or {}).get('mean_of'):
-                every = results | found
-                values = [every[one][f'{metric},none'] for one, metric in metrics.items()]
+                values = [(results | found)[one][f'{key},none'] for one, key in metrics.items()]
                 found.setdefault(name, {'name': name, 'alias': group.alias or name})
                 found[name]['mean,none'] = sum(values) / len(values)
         return found

@@ -21,12 +21,9 @@ _IN_FLIGHT = 2  # batches on the device, so that it does not wait for the host
 
 
 class Score(NamedTuple):
-    """Of one continuation.
+    """Log-likelihood of a continuation in nats, and tokens cut from the left of its context.
 
-    Attributes:
-      log_likelihood: of its tokens given the context, in nats, 0 or less.
-      greedy: whether each of its tokens is the likeliest there (among equals the lowest id).
-      cut: tokens removed from the left of its context to fit the model's.
+    `greedy`: whether each of its tokens is the likeliest there, among equals the lowest id.
     """
 
     log_likelihood: float
@@ -44,6 +41,10 @@ class _Request(NamedTuple):
     @property
     def start(self):
         return len(self.tokens) - len(self.labels)
+
+    def places(self, first):
+        """Where the labels stand in a row whose labels begin at `first`."""
+        return slice(self.start - first, len(self.tokens) - first)
 
 
 @functools.partial(jax.jit, static_argnames=('hparams', 'routing'))
@@ -101,10 +102,10 @@ def _checked(hparams, requests):
 
 
 def _shared_rows(requests):
-    """Lists of requests by number, longest rows first; the first request of a row is all of it.
+    """Lists of requests by number, longest rows first.
 
-    A request that is a prefix of another shares its row: a prediction depends only on the tokens up
-    to it, so options of one token, or a text and its own beginning, are scored by one row.
+    A request that is a prefix of another (an option of one token, a text's beginning) shares its
+    row, since a prediction depends only on the tokens up to it.
     """
     rows = []
     # In this order a row is followed by its prefixes.
@@ -131,13 +132,8 @@ def _arrays(rows, batch_size, length):
         first_B[b] = min(request.start for request in row)
         longest = max(longest, len(tokens) - first_B[b])
         for m, request in enumerate(row):
-            labels_BTM[b, _places(request, first_B[b]), m] = request.labels
+            labels_BTM[b, request.places(first_B[b]), m] = request.labels
     return tokens_BT, segment_ids_BT, first_B, labels_BTM, np.int32(-(-longest // _BLOCK))
-
-
-def _places(request, first):
-    """Where the labels of a request stand in a row whose labels begin at `first`."""
-    return slice(request.start - first, len(request.tokens) - first)
 
 
 def score(
@@ -151,21 +147,17 @@ def score(
 ) -> list[Score]:
     """Scores each continuation given its context, in the order of the requests.
 
-    Rows are sorted by length and padded to one of `row_lengths`, `batch_size` at a time: a program
-    is compiled for each length that occurs. A row is one document, whatever its tokens are. The
-    size and the other rows of a batch change nothing but rounding.
+    Rows are sorted by length and padded to one of `row_lengths`, for each of which a program is
+    compiled. A row is one document. Its batch changes nothing but rounding.
 
-    Args:
-      variables, hparams: of the Transformer; TrainState.variables.
-      requests: pairs of token id sequences, context and continuation, of one token at least. The
-        left of a context that does not fit `data.sequence_length` is removed.
-      batch_size: rows that run together.
-      routing: a causal rule; None for the one the model was trained for.
-      on_scored: called with the number of requests that were scored, as it happens.
+    `requests` are pairs of token id sequences, context and continuation, of one token at least; the
+    left of a context that does not fit `data.sequence_length` is removed. `routing` is a causal
+    rule, by default the one the model was trained for. `on_scored` is called with the number of
+    requests that were scored, as it happens.
 
     Raises:
-      ValueError: a request that is empty, of an unknown id, or with a continuation longer than the
-        context; a batch size below 1; a routing that looks ahead or that the model lacks.
+      ValueError: an empty request, unknown id, or continuation longer than the context; a batch
+        size below 1; a routing that looks ahead or that the model lacks.
     """
     routing = causal_routing(hparams) if routing is None else routing
     check_causal(hparams, routing)
@@ -180,7 +172,7 @@ def score(
         log_p_BTM, best_BTM = map(np.asarray, results)
         for b, row in enumerate(batch):
             for m, i in enumerate(row):
-                at = b, _places(requests[i], first_B[b]), m
+                at = b, requests[i].places(first_B[b]), m
                 total = float(log_p_BTM[at].sum(dtype=np.float64))
                 scores[i] = Score(total, bool(best_BTM[at].all()), requests[i].cut)
         if on_scored is not None:

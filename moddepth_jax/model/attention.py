@@ -60,10 +60,7 @@ def _axis_names(name: str) -> tuple:
 
 
 def attend(hparams: ModelHparams, q_BTNH, k_BSKH, v_BSKH, depth: DepthSlots | None, options: dict):
-    """o_BTNH, and `depth` with threaded cotangents; over a mesh, by rows and heads.
-
-    `options` are the other arguments of depth_attention, those of `slot_arguments` included.
-    """
+    """o_BTNH and `depth`, threaded, over a mesh; `options`: other arguments of depth_attention."""
     arrays = {'q_BTNH': q_BTNH, 'k_BSKH': k_BSKH, 'v_BSKH': v_BSKH, **options}
     static = {name: arrays.pop(name) for name in ('window', 'slot_window') if name in arrays}
     queries = _axis_names('q_BTNH')
@@ -102,11 +99,7 @@ def slot_arguments(hparams: ModelHparams, depth: DepthSlots) -> dict:
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query attention of one layer, over the sequence and over depth slots.
-
-    Each head attends in one softmax to earlier tokens and to the depth slots of its own token
-    (MoDA, Zhu et al. 2026, section 2.2).
-    """
+    """Grouped-query attention in one softmax over the sequence and the token's own depth slots."""
 
     hparams: ModelHparams
     window: int  # tokens that a query sees, itself included; 0: all earlier ones
@@ -126,10 +119,9 @@ class SelfAttention(nn.Module):
     def __call__(
         self, x_BTD, tokens: TokenInfo, view: KVView | None = None, depth: DepthSlots | None = None
     ):
-        """Attend to the cached tokens of `view` if T = 1, without it to each other; and to `depth`.
+        """Attend to the cache `view` if T = 1, without it to each other; and to `depth`.
 
-        Returns the layer's output, the KeysValues of its tokens and of their depth slots, and
-        `depth` with threaded cotangents, so that a scan over layers accumulates them in place.
+        Returns the output, KeysValues of tokens and of their depth slots, and `depth`, threaded.
         """
         q_BTNH, k_BTKH, v_BTKH = self.query(x_BTD), self.key(x_BTD), self.value(x_BTD)
         if self.hparams.qk_norm != 'none':
@@ -151,9 +143,8 @@ class SelfAttention(nn.Module):
     def slot_key(self, k_BTKH, positions_BT):
         """A projected key as a depth slot stores it.
 
-        `rotated`: as the sequence sees it, after this layer's key norm and RoPE. `unrotated`: as
-        projected, but divided by its root mean square if readers normalize keys. The scale of a
-        reader's norm is applied to its query instead, so that a slot is normalized only once.
+        `rotated`: as the sequence sees it. `unrotated`: as projected, or divided by its root mean
+        square if readers normalize keys; the scale of a reader's norm is applied to its query.
         """
         if self.hparams.depth.slot_keys != 'unrotated':
             return self._norm_and_rotate(k_BTKH, positions_BT)

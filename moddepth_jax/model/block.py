@@ -31,11 +31,7 @@ class BlockAux(NamedTuple):
 
 
 class Block(nn.Module):
-    """block(x), in one of three norm placements.
-
-    `pre` (Llama): x + f(norm(x)); `post` (post-LN): norm(x + f(x)); `reordered` (OLMo2):
-    x + norm(f(x)); each for f = attention, then f = the mlp or the experts.
-    """
+    """x + f(norm(x)) (`pre`), norm(x + f(x)) (`post`) or x + norm(f(x)): f attention, then mlp."""
 
     hparams: ModelHparams
     window: int  # of attention; 0: no limit

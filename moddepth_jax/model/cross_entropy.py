@@ -1,15 +1,12 @@
-"""Next-token cross-entropy with z-loss that never holds the logits of all tokens.
-
-They can be the largest array of a step. Each device goes through its tokens in chunks, and computes
-for each the logits, the losses and the gradients, so that no product is computed twice.
-"""
+"""Next-token cross-entropy with z-loss, in chunks of tokens that never hold all logits."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
 
-from moddepth_jax.model.layers import head_matrix, logits, wide_einsum
+from kernels_pallas.xla.sequence import dot
+from moddepth_jax.model.layers import head_matrix, logits
 from moddepth_jax.model.sharding import constrain, map_shards, part_shape
 
 # Bytes of a device's float32 logits, unless loss_chunk is set. Up to the first number there is one
@@ -19,10 +16,7 @@ LOGITS_BYTES = 2**26, 2**28
 
 
 def token_losses(logits_BTV, labels_BT):
-    """Negative log-likelihood [B, T] in nats, log-partition, and whether a target counts (0 or 1).
-
-    All are float32, and 0 where the label is negative.
-    """
+    """nll [B, T] in nats, log-partition, whether a target counts: float32, 0 if label < 0."""
     counted_BT = (labels_BT >= 0).astype(jnp.float32)
     log_z_BT = jax.nn.logsumexp(logits_BTV, axis=-1)
     safe_BT1 = jnp.maximum(labels_BT, 0)[..., None]
@@ -31,29 +25,26 @@ def token_losses(logits_BTV, labels_BT):
 
 
 def cross_entropy(x_BTD, params, labels_BT, z_loss: float, loss_chunk: int):
-    """Losses of the next tokens, from the last hidden states and the parameters of the Transformer.
+    """The sum over targets of nll + z_loss log_z^2; and, without gradients, nll_BT and log_z_BT.
 
     Labels are negative for targets that do not count. At most `loss_chunk` tokens of a device have
-    logits at once; 0: by LOGITS_BYTES. If all fit, the logits are those of `lm_head`. Returns the
-    sum over targets of nll + z_loss log_z^2; and, without gradients, nll_BT and log_z_BT.
+    logits at once; 0: by LOGITS_BYTES.
     """
     matrix, axes = head_matrix(params, x_BTD.dtype)
     names = _names(axes)
     rows, length, _ = part_shape(names['x_BTD'], x_BTD.shape)
     vocab_size = part_shape(names['matrix'], matrix.shape)[axes.index('v')]
-    most = loss_chunk or _default_chunk(rows * length, vocab_size)
-    if rows * length <= most:
+    tokens, most = rows * length, loss_chunk
+    if not most:
+        small, large = (size // (4 * vocab_size) for size in LOGITS_BYTES)
+        most = tokens if tokens <= small else max(1, min(-(-tokens // 2), large))
+    if tokens <= most:
         nll_BT, log_z_BT, _ = token_losses(logits(x_BTD, matrix, axes), labels_BT)
         total = _total(nll_BT, log_z_BT, z_loss)
     else:
-        chunk = chunk_size(rows * length, most)
+        chunk = chunk_size(tokens, most)
         total, nll_BT, log_z_BT = _in_chunks(x_BTD, matrix, labels_BT, z_loss, axes, chunk)
     return total, jax.lax.stop_gradient(nll_BT), jax.lax.stop_gradient(log_z_BT)
-
-
-def _default_chunk(tokens, vocab_size):
-    small, large = (size // (4 * vocab_size) for size in LOGITS_BYTES)
-    return tokens if tokens <= small else max(1, min(-(-tokens // 2), large))
 
 
 def chunk_size(tokens: int, most: int) -> int:
@@ -75,7 +66,6 @@ def _total(nll_BT, log_z_BT, z_loss):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def _in_chunks(x_BTD, matrix, labels_BT, z_loss, axes, chunk):
-    """`cross_entropy` in chunks of `chunk` tokens of a device."""
     nll_BT, log_z_BT = _sharded(x_BTD, matrix, labels_BT, z_loss, axes, chunk, slopes=False)
     return _total(nll_BT, log_z_BT, z_loss), nll_BT, log_z_BT
 
@@ -103,10 +93,7 @@ _in_chunks.defvjp(_in_chunks_forward, _in_chunks_backward)
 
 
 def _sharded(x_BTD, matrix, labels_BT, z_loss, axes, chunk, slopes):
-    """nll_BT and log_z_BT; with `slopes` also the gradients dx_BTD and d_matrix of the total.
-
-    Each device computes its own rows, so that d_matrix is [X, ...]: X parts of a sum.
-    """
+    """nll_BT and log_z_BT; with `slopes` also dx_BTD and the parts [X, ...] of the sum d_matrix."""
     names = _names(axes)
     names_out = (names['labels_BT'],) * 2
     if slopes:
@@ -127,7 +114,7 @@ def _sharded(x_BTD, matrix, labels_BT, z_loss, axes, chunk, slopes):
 
         def of_chunk(sums, inputs):
             x_KD, labels_K = inputs
-            logits_KV = wide_einsum(f'kd,{axes}->kv', x_KD, operand)
+            logits_KV = dot(f'kd,{axes}->kv', x_KD, operand)
             log_z_K, picked_K, here_KV = _log_partition(logits_KV, labels_K, split)
             counted_K = labels_K >= 0
             losses = (log_z_K - picked_K) * counted_K, log_z_K * counted_K
@@ -136,8 +123,8 @@ def _sharded(x_BTD, matrix, labels_BT, z_loss, axes, chunk, slopes):
             factor_K = (1 + 2 * z_loss * log_z_K) * counted_K
             slope_KV = jnp.exp(logits_KV - log_z_K[:, None]) * factor_K[:, None] - here_KV
             slope_KV = slope_KV.astype(x_KD.dtype)
-            dx_KD = wide_einsum(f'kv,{axes}->kd', slope_KV, operand).astype(x_KD.dtype)
-            sums += wide_einsum(f'kd,kv->{axes}', x_KD, slope_KV)
+            dx_KD = dot(f'kv,{axes}->kd', slope_KV, operand).astype(x_KD.dtype)
+            sums += dot(f'kd,kv->{axes}', x_KD, slope_KV)
             return sums, (*losses, dx_KD)
 
         wide = jnp.promote_types(x_BTD.dtype, jnp.float32)

@@ -1,7 +1,6 @@
 """Decoding: a prompt in one pass, then token by token over a cache of keys and values.
 
-Layers are unrolled, never scanned: XLA fuses the write of a scanned cache into its readers, and
-copies every cache at every token.
+Layers are unrolled: XLA would copy every cache of a scan at every token.
 """
 
 import jax.numpy as jnp
@@ -17,11 +16,7 @@ from moddepth_jax.model.transformer import check_causal, check_dtype, layer_args
 
 
 def unroll(variables, hparams: Hparams, routing: str) -> dict:
-    """The variables of a Transformer for decoding by a causal rule.
-
-    These are its parameters, but a list `layers` in place of `stack`, and `layer_args`: the
-    LayerArgs of each layer. Raises ValueError as `layer_args` says.
-    """
+    """The variables of a Transformer for decoding: `layers` for `stack`, and new `layer_args`."""
     check_dtype(hparams.model)
     params = variables['params']
     layers = [one for _, one in unstack_layers(Stack(hparams.model, routing), params['stack'])]
@@ -37,7 +32,6 @@ def _logits(unrolled, hparams, x_B1D):
 
 
 def _layers(unrolled, hparams, routing, sizes=()):
-    """(Layer, its variables, LayerArgs) of each layer."""
     stack, kinds = Stack(hparams.model, routing, sizes), layer_kinds(hparams.model)
     for kind, params, args in zip(kinds, unrolled['layers'], unrolled['layer_args'], strict=True):
         params = unshard_params(params, hparams.model.dtype)
@@ -47,9 +41,8 @@ def _layers(unrolled, hparams, routing, sizes=()):
 def prefill(unrolled, tokens_BT, segment_ids_BT, *, hparams, routing, capacity, routed_capacity):
     """float32 logits_BV after the last token of each prompt, and the Cache, by a causal rule.
 
-    Prompts stand on the left, followed by padding, of segment id 0. `capacity` is that of a dense
-    block's cache, at least T; `routed_capacity` that of a routed block's, and the most tokens that
-    the rule may select; None: T.
+    Prompts are followed by padding, of segment id 0. `capacity` is that of a dense block's cache,
+    at least T, `routed_capacity` that of a routed block's, and the most tokens selected; None: T.
     """
     check_causal(hparams, routing)
     batch, length = tokens_BT.shape
@@ -80,10 +73,9 @@ def prefill(unrolled, tokens_BT, segment_ids_BT, *, hparams, routing, capacity, 
 
 
 def decode_step(unrolled, cache: Cache, token_B, begins_B, active_B, *, hparams, routing: str):
-    """float32 logits_BV after one more token of each row; CacheUpdates of the blocks, dropped_B.
+    """float32 logits_BV after one more token of each row; CacheUpdates of blocks; dropped_B.
 
-    The last two are for `update_cache`: this reads the cache and writes nothing. `begins_B` says
-    which tokens begin a document. Rows that are not active are never selected in routed blocks.
+    Writes nothing. `begins_B`: tokens that begin a document; `active_B`: rows that may be selected.
     """
     check_causal(hparams, routing)
     documents_B = jnp.where(begins_B, cache.lengths_B, cache.documents_B)

@@ -1,7 +1,4 @@
-"""FLOPs of a model, counted by formula; and the FLOPs of a traced program, to check the formula.
-
-What counts is in docs/flops.md: a multiply-add is 2, attention has half of all query-key pairs.
-"""
+"""FLOPs of a model by formula (docs/flops.md), and of a traced program, to check the formula."""
 
 import math
 
@@ -32,10 +29,7 @@ def _layers(hparams: Hparams, length: int, routing: str):
 
 
 def expert_pairs(experts: ExpertsHparams, tokens: int) -> float:
-    """Pairs of a token and a routed expert in one layer, for a row with `tokens` processed tokens.
-
-    If tokens choose, at balanced loads: without the share of no-op experts, within row_capacity.
-    """
+    """Pairs of a token and a routed expert in a layer, for `tokens` of a row at balanced loads."""
     if experts.choice == 'expert':
         return experts.num_routed * experts.num_taken(tokens)
     pairs = tokens * experts.top_k * experts.num_routed / experts.num_choices
@@ -44,16 +38,13 @@ def expert_pairs(experts: ExpertsHparams, tokens: int) -> float:
 
 
 def _pair_flops(model: ModelHparams) -> int:
-    """FLOPs of one token in one routed expert."""
     return 2 * 3 * model.d_model * model.experts.d_ff
 
 
 def forward_breakdown(hparams: Hparams, batch: int, length: int, routing='top_c') -> dict:
     """FLOPs of one forward pass over [batch, length] tokens, by part.
 
-    `mlp` has the shared experts, `experts` the routed ones, `predictor` is the causal rule, and the
-    depth stream has `depth_projections` and `depth_attention`. Routed blocks count C tokens under
-    top_c, and under a causal rule the most that may be selected.
+    Routed blocks count C tokens under top_c, and under a causal rule the most that may be selected.
     """
     model, experts, stream = hparams.model, hparams.model.experts, hparams.model.depth.stream_class
     width, heads, kv_heads = model.d_model, model.num_heads, model.num_kv_heads
@@ -84,15 +75,12 @@ def forward_breakdown(hparams: Hparams, batch: int, length: int, routing='top_c'
 
 
 def depth_readers(hparams: Hparams, length: int, routing: str) -> list[tuple[int, int, int]]:
-    """(queries of a row, slots that each sees, slots written before) of each layer that reads them.
-
-    Under `masked` a slot is counted for every token, also for those that have no slot there.
-    """
+    """(queries of a row, slots that each sees, slots written before) of each reading layer."""
     depth, readers, written = hparams.model.depth, [], 0
     if not depth.stream_class.attends:
         return readers
     for kind, tokens, _ in _layers(hparams, length, routing):
-        queries = tokens if depth.joins_attention else length
+        queries = tokens if depth.stream_class.joins_attention else length
         seen = min(written, depth.slot_window or written)
         if kind.part != 'entry':
             readers.append((queries, seen, written))
@@ -113,10 +101,7 @@ def train_step_flops(hparams: Hparams, stage: Stage | None = None) -> float:
 
 
 def masked_attention_flops(hparams: Hparams, batch: int, length: int, routing='top_c') -> float:
-    """FLOPs of a forward pass on query-key pairs that the mask hides, and that are not counted.
-
-    The `reference` attention computes every pair, and every slot of the buffer.
-    """
+    """FLOPs of a pass of `reference` attention on hidden query-key pairs and slots: not counted."""
     model, hidden = hparams.model, 0.0
     for kind, tokens, window in _layers(hparams, length, routing):
         if kind.part == 'block':
@@ -128,10 +113,7 @@ def masked_attention_flops(hparams: Hparams, batch: int, length: int, routing='t
 
 
 def empty_place_flops(hparams: Hparams, batch: int, length: int, routing: str = 'top_c') -> float:
-    """FLOPs of a forward pass on unused places of pairs of token and expert, not counted either.
-
-    A row has a place for each choice of its tokens, also of a no-op expert, within row_capacity.
-    """
+    """FLOPs of a forward pass on unused places of pairs of token and expert, not counted either."""
     experts, empty = hparams.model.experts, 0.0
     for kind, tokens, _ in _layers(hparams, length, routing):
         if kind.experts and experts.choice == 'token':
@@ -143,10 +125,7 @@ def empty_place_flops(hparams: Hparams, batch: int, length: int, routing: str = 
 
 
 def dot_general_flops(jaxpr) -> int:
-    """FLOPs of every dot_general and ragged_dot in a jaxpr, scan bodies times their length.
-
-    The most expensive branch of a `cond` counts, and the body of a `while` once.
-    """
+    """FLOPs of every product in a jaxpr: scans by their length, conds by their largest branch."""
     jaxpr = getattr(jaxpr, 'jaxpr', jaxpr)
     total = 0
     for eqn in jaxpr.eqns:

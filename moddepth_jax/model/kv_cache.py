@@ -1,8 +1,4 @@
-"""What decoding keeps of earlier tokens: the keys and values of each block.
-
-A dense block caches every token at the index of its position. A routed block caches its selected
-tokens, in order, with their original positions, up to a static capacity.
-"""
+"""What decoding keeps of earlier tokens: the keys and values of each block."""
 
 from typing import NamedTuple
 
@@ -58,14 +54,12 @@ def visible_mask(layer: LayerCache, lengths_B, documents_B, window: int, capacit
 
 
 def _shard(side):
-    """Keys, values or positions of a block, split over a mesh by rows and heads."""
     if side.ndim == 2:
         return constrain(side, 'batch', None)
     return constrain(side, 'batch', 'kv_heads', None, None)
 
 
 def _fit(side_BXS, capacity):
-    """Cut or pad the last axis to `capacity`."""
     side_BXS = side_BXS[..., :capacity]
     widths = [(0, 0)] * (side_BXS.ndim - 1) + [(0, capacity - side_BXS.shape[-1])]
     return jnp.pad(side_BXS, widths)
@@ -81,8 +75,7 @@ def cache_from_prefill(keys, capacity: int, positions_BS=None, lengths_B=None) -
 def update_cache(cache: Cache, updates, new_documents_B, dropped_B, active_B) -> Cache:
     """The cache after one token of each active row, by what `decoding.decode_step` returns.
 
-    Its caller jits it and donates `cache`. It is a separate program: in one with the reads, XLA
-    copies every cache. `new_documents_B` says which tokens begin a document.
+    Jit it by itself and donate `cache`: in one program with the reads, XLA copies every cache.
     """
     layers = []
     for layer, update in zip(cache.layers, updates, strict=True):

@@ -101,10 +101,7 @@ class Layer(nn.Module):
     def decode(
         self, x_B1D, depth, tokens: TokenInfo, args: LayerArgs, cache, documents_B, active_B
     ):
-        """One new token of each row; `documents_B` and `active_B` are as in `decode_step`.
-
-        Returns what the stream carries, NewSlots, the CacheUpdate, and dropped_B (0 if dense).
-        """
+        """One new token of each row: the stream's x, NewSlots, the CacheUpdate, and dropped_B."""
         input_B1D, visible, _ = self._read(x_B1D, depth)
         if self.kind.routed:
             routing_args = args.routing._replace(expert_state=args.expert_state)

@@ -6,6 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from kernels_pallas.xla.sequence import dot
 from moddepth_jax.hparams import ModelHparams
 from moddepth_jax.model.sharding import constrain, unshard_embedding, unshard_params
 
@@ -29,18 +30,9 @@ def apply_rope(x_BTNH, positions_BT, theta):
     return rotated.astype(x_BTNH.dtype)
 
 
-def wide_einsum(equation: str, x, y):
-    """An einsum with a float32 or wider result, whatever the dtype of its inputs."""
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    if jax.default_backend() == 'cpu':
-        # XLA on CPU cannot run some bfloat16 products with a float32 result.
-        x, y = x.astype(wide), y.astype(wide)
-    return jnp.einsum(equation, x, y, preferred_element_type=wide)
-
-
 def logits(x_BTD, matrix, axes: str = 'dv'):
     """x W in float32, from inputs rounded to x's dtype; `axes` of the matrix are dv or vd."""
-    logits_BTV = wide_einsum(f'btd,{axes}->btv', x_BTD, matrix.astype(x_BTD.dtype))
+    logits_BTV = dot(f'btd,{axes}->btv', x_BTD, matrix.astype(x_BTD.dtype))
     return constrain(logits_BTV, 'batch', None, 'vocab')
 
 
@@ -51,10 +43,7 @@ def embed(embedding_VD, tokens_BT, dtype):
 
 
 def head_matrix(params, dtype):
-    """The unsharded matrix of the logits and its axes: the head (dv) or a tied embedding (vd).
-
-    A tied embedding is unsharded for each use, so that each of its gradients is reduce-scattered.
-    """
+    """The unsharded matrix of the logits, and its axes: the head (dv) or a tied embedding (vd)."""
     if 'head' in params:
         return unshard_params({'head': params['head']}, dtype)['head']['kernel'], 'dv'
     return unshard_params({'embedding': params['embedding']}, dtype)['embedding'], 'vd'

@@ -37,10 +37,7 @@ class RoutingRecord(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """The tokens that a block processes.
-
-    By top-C indices may name padding, under a causal rule none; neither changes a token.
-    """
+    """The tokens that a block processes; indices may name padding (top-C) or none (causal)."""
 
     indices_BC: jax.Array  # int32, ascending
     selected_BT: jax.Array  # bool, the real tokens among them
@@ -68,12 +65,12 @@ def route(
     """Apply any block to at most `capacity` tokens of each row; the others keep their bits.
 
     x'_t = x_t + gate(score_t) block_fn(x_selected)_t for the selected tokens (Mixture-of-Depths,
-    Raposo et al. 2024, equation 1). All shapes are static. The scores learn through the gate alone.
+    Raposo et al. 2024, equation 1). The scores learn through the gate alone.
 
     Args:
       block_fn: called as block_fn(x_BCD, tokens) with the selected tokens in time order; returns
-        what it adds to them, that is block(x) - x if the block adds its own residual. It must use
-        the positions and segment ids of the TokenInfo `tokens`, of which 0 marks unused places.
+        what it adds to them. It must use the positions and segment ids (0: unused) of the
+        TokenInfo.
       x_BTD, scores_BT: the residual stream, and float32 router scores.
       capacity: C; ValueError outside [1, T].
       gate: maps scores to the factors on the block's output.
@@ -139,10 +136,7 @@ def check_capacity(capacity: int, length: int):
 
 
 def select_top_c(scores_BT, num_selected: int):
-    """Indices int32 [B, C] of the C highest scores of each row, in time order.
-
-    Of ties the lower index wins; NaN is the highest. Raises ValueError if C is outside [1, T].
-    """
+    """Indices int32 [B, C] of the C highest scores, in time order; of ties the lower, NaN first."""
     check_capacity(num_selected, scores_BT.shape[1])
     # top_k ranks by bits: -0.0 below 0.0, and a NaN of negative sign below all.
     scores_BT = jnp.where(scores_BT == 0, 0.0, scores_BT)

@@ -1,8 +1,4 @@
-"""How arrays are split over the axes of a device mesh: one table, and functions that keep to it.
-
-The mesh is that of the context (`jax.set_mesh`), with the axes AXES. Without a mesh, or on one
-device, every function here returns its argument unchanged.
-"""
+"""The axes of arrays over those of the context's mesh, if there is one: a table, and its users."""
 
 import functools
 import math
@@ -63,10 +59,7 @@ def axis_names(path: str, ndim: int) -> tuple:
 
 
 def spec(mesh, names, shape, without: str | None = None) -> PartitionSpec:
-    """The PartitionSpec by RULES of an array with these axes; empty if nothing is split.
-
-    Axes of the name `without` are replicated. Mesh axes of size 1 are omitted.
-    """
+    """The PartitionSpec by RULES of an array; axes named `without` are replicated."""
     used, entries = set(), [None] * len(shape)
     for name, axes in RULES:
         axes = tuple(axis for axis in axes if mesh.shape.get(axis, 1) > 1)
@@ -114,10 +107,7 @@ _unshard.defvjp(
 
 
 def unshard_params(params, dtype):
-    """Parameters of one layer as they are used: in `dtype`, and replicated along `embed`.
-
-    Those that are split along `embed` are rounded before they are communicated.
-    """
+    """Parameters of one layer in `dtype`, replicated along `embed` after they are rounded."""
     mesh = _mesh()
     if mesh is None:
         return params
@@ -146,10 +136,7 @@ _unshard_wide.defvjp(
 
 
 def unshard_embedding(embedding_VD, dtype):
-    """The embedding for look-ups: as `unshard_params`, but in the dtype in which it is stored.
-
-    So the gradients of equal tokens are summed, over devices too, in the parameter's dtype.
-    """
+    """The embedding, unsharded, in its own dtype, in which gradients of equal tokens are summed."""
     if _mesh() is None:
         return embedding_VD
     return _unshard_wide(embedding_VD, axis_names('embedding', 2), dtype)
@@ -158,18 +145,15 @@ def unshard_embedding(embedding_VD, dtype):
 def map_shards(function, arrays: dict, names: dict, names_out):
     """Call `function` with `arrays` by name on each device's own parts, which are independent.
 
-    XLA cannot look into a kernel, and would otherwise run it on all parts on every device. An axis
-    that its mesh axes do not divide is replicated in all arrays. `names` has the names of each
-    array's axes, as `axis_names` returns them; `names_out` those of the output, or of several.
+    XLA would run a kernel on all parts on every device. `names` and `names_out` name the axes.
     """
     mesh = _mesh()
     if mesh is None:
         return function(**arrays)
-    present = {name: array for name, array in arrays.items() if array is not None}
-    absent = dict.fromkeys(arrays.keys() - present.keys())
     axes = {
         axis: _axes(mesh, axis, size)
-        for name, array in present.items()
+        for name, array in arrays.items()
+        if array is not None
         for axis, size in zip(names[name], jnp.shape(array), strict=True)
     }
     if None in (axes.get('heads', ()), axes.get('kv_heads', ())):
@@ -181,11 +165,11 @@ def map_shards(function, arrays: dict, names: dict, names_out):
     single = not isinstance(names_out[0], tuple)
     # With check_vma arrays would be cast, and a backward pass would save them twice.
     return jax.shard_map(
-        lambda present: function(**present, **absent),
-        in_specs=({name: split(names[name]) for name in present},),
+        lambda arrays: function(**arrays),
+        in_specs=({name: split(names[name]) for name in arrays},),
         out_specs=split(names_out) if single else tuple(split(names) for names in names_out),
         check_vma=False,
-    )(present)
+    )(arrays)
 
 
 def _axes(mesh, name, size):
@@ -206,9 +190,7 @@ def sharded_routed_mlp(
 ) -> jax.Array:
     """`experts.routed_mlp` over the mesh of the context; a plain call if there is none.
 
-    Experts are split along `expert`, their inner width along `tensor`. The devices along `expert`,
-    which elsewhere have different rows, here all take the rows of the group and keep the pairs of
-    their own experts; each gets the sum of its own rows.
+    Experts are split along `expert`, whose devices all take the rows of the group.
     """
     mesh = _mesh()
     # Their gradients are split likewise: a device gets those of its own rows.

@@ -22,10 +22,7 @@ class Run(NamedTuple):
 
 
 def find_runs(kinds) -> tuple[Run, ...]:
-    """Run-length encoding of a layer pattern, by groups: d r d r d -> (d r) x 2, (d) x 1.
-
-    At each layer it takes the repeated group that covers most layers, the shortest of equals.
-    """
+    """Run-length encoding of a layer pattern, by groups: d r d r d -> (d r) x 2, (d) x 1."""
     runs, start = [], 0
     while start < len(kinds):
         best = Run(tuple(kinds[start : start + 1]), 1)
@@ -91,10 +88,7 @@ def stack_slots(written) -> DepthSlots | None:
 
 
 def with_remat(function, hparams, prevent_cse):
-    """`function`, recomputed in the backward pass if `model.remat` says so.
-
-    The choice of tokens and of experts is saved: recomputed, it could differ on a near-tie.
-    """
+    """`function`, recomputed backward if `model.remat` says so, but for the choice it made."""
     if hparams.remat == 'none':
         return function
     policy = jax.checkpoint_policies.save_only_these_names(CHOICE)

@@ -1,9 +1,7 @@
 """A stack of layers as scans over runs: one buffer of depth slots, one reverse scan.
 
 Layer l sees only slots that earlier layers wrote. So the buffer after the last layer serves the
-backward pass of every layer, and each slot is stored once. The backward pass is one scan from the
-last layer to the first, which carries the cotangent of the buffer. Each layer adds its part in
-place, and reads there the cotangents of the slots it wrote.
+backward pass of every layer. That carries the cotangent of the buffer, to which each layer adds.
 """
 
 import functools
@@ -52,7 +50,7 @@ def empty_slots(hparams: ModelHparams, x_BTD) -> tuple[KeysValues | None, jax.Ar
     if not total:
         return None, None
     batch, length = x_BTD.shape[:2]
-    if hparams.depth.reads_outputs:
+    if hparams.depth.stream_class.reads_outputs:
         x_LBTD = jnp.zeros((total, *x_BTD.shape), x_BTD.dtype)
         return _split_slots(x_LBTD), None
     total = slot_buffer_size(total)
@@ -65,7 +63,6 @@ def empty_slots(hparams: ModelHparams, x_BTD) -> tuple[KeysValues | None, jax.Ar
 
 
 def _split_slots(buffer):
-    """A buffer of slots [L, B, T, ...], or of their gradients, split over a mesh."""
     return constrain(buffer, *(SLOTS if buffer.ndim == 5 else (None, 'batch', None, None)))
 
 
@@ -124,11 +121,7 @@ def _function(stack, kind, repeats):
 
 
 def _run_layers(stack, params, args, tokens, x_BTD, call):
-    """All layers, in scans over the repeats of each run.
-
-    `call(function, x, rest)` returns the two results of a layer's function and what to save.
-    Returns the last carry, and the records and what was saved by run and place in its group.
-    """
+    """All layers, in scans over the repeats of each run: the last carry, records, what is saved."""
     carry = (x_BTD, *empty_slots(stack.hparams, x_BTD))
     records, saved = [], []
     for i, run in enumerate(stack.runs):

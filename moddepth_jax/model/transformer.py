@@ -35,10 +35,8 @@ class Transformer(nn.Module):
     """Token ids to next-token logits.
 
     Parameters: `embedding` [V, D], `stack` (run_i / layer_j, each leaf with a leading axis of
-    repeats, the same whether the stack is scanned or unrolled), `final_norm`, and `head` [D, V]
-    unless the embedding is tied. The collection `averages`, which training updates, has
-    `thresholds_R`, float32 [routed layers], if the router has a `threshold` rule, and
-    `expert_thresholds_XE`, float32 [layers with experts, E], if experts choose their tokens.
+    repeats, scanned or not), `final_norm`, and `head` [D, V] unless the embedding is tied.
+    `averages`, which training updates, has those of `average_shapes`.
     """
 
     hparams: Hparams
@@ -57,10 +55,9 @@ class Transformer(nn.Module):
         Args:
           tokens_BT: int, ids below model.vocab_size.
           segment_ids_BT: int, documents packed in a row, 0 for padding; None: one document.
-          routing: top_c (training; it looks at later tokens) or a causal rule of the model; see
-            `check_routing`, which raises a ValueError for others.
-          causal_layers_R: bool, routed layers that obey a causal rule; the others use top-C.
-            None: all of them.
+          routing: top_c (training; it looks at later tokens) or a rule that `check_routing`
+            accepts.
+          causal_layers_R: bool, routed layers that obey a causal rule and not top-C; None: all.
         """
         model = self.hparams.model
         check_routing(self.hparams, routing)
@@ -122,10 +119,7 @@ def average_shapes(hparams: ModelHparams) -> dict[str, tuple[int, ...]]:
 
 
 def layer_args(hparams: ModelHparams, averages, routing: str, causal_layers_R=None) -> LayerArgs:
-    """The arguments of all layers: leaves have an axis of routed layers, or of those with experts.
-
-    Raises ValueError if averages (the collection of that name) that the routing needs are missing.
-    """
+    """The arguments of all layers, stacked; ValueError: averages that the routing needs lack."""
     averages, num_routed = averages or {}, len(hparams.routed_layers)
     missing = average_shapes(hparams).keys() - averages.keys()
     rules = {routing, hparams.routing.causal_rule} - {'top_c'}
@@ -149,10 +143,7 @@ def layer_args(hparams: ModelHparams, averages, routing: str, causal_layers_R=No
 
 
 def init_stack(key, hparams: ModelHparams, length: int):
-    """Parameters of the stack, initialized layer by layer on a random row of `length` tokens.
-
-    It is as large as embeddings, so that each router sees its input at the scale of step 0.
-    """
+    """Parameters of the stack, initialized layer by layer on a random row like embeddings."""
     stream_key, key = jax.random.split(key)
     shape = (1, length, hparams.d_model)
     x_BTD = hparams.embedding_init_std * jax.random.normal(stream_key, shape)
@@ -182,7 +173,6 @@ class LayerGroup(nn.Module):
 
     @nn.compact
     def __call__(self, carry, count, tokens: TokenInfo):
-        """The carry (x_BTD, slots, valid_LBT) after the layers, with `count` slots before them."""
         args = LayerArgs(RoutingArgs(jnp.int32(0), jnp.float32(0), jnp.bool_(False)))
         for j, kind in enumerate(self.kinds):
             x_BTD, slots, valid_LBT = carry
@@ -195,10 +185,7 @@ class LayerGroup(nn.Module):
 
 
 def causal_sizes(hparams: Hparams, length: int, routing: str) -> tuple[int, ...]:
-    """Static sizes of a routed block under a causal rule; several if its cache grows.
-
-    With a fixed capacity there is one, so that a row's bits depend on its past alone.
-    """
+    """Static sizes of a routed block under a causal rule; several if its cache grows."""
     if routing == 'top_c' or not hparams.model.routed_layers:
         return ()
     knobs = hparams.model.routing

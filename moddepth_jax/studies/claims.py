@@ -1,7 +1,4 @@
-"""The table of claims: what papers say, our number with its spread, and a verdict by rule.
-
-The claims are the data of claims.toml. Each row names its judge and the judge's arguments.
-"""
+"""The table of claims: what papers say (claims.toml), our number and spread, a verdict by rule."""
 
 import dataclasses
 import itertools
@@ -92,13 +89,9 @@ def fill(evidence: Evidence) -> list[dict[str, str]]:
 
 
 def read_evidence(directory, counted: dict[str, dict]) -> Evidence:
-    """The studies in a directory and what was measured on their runs.
+    """The studies in a directory, at most DEPTH levels below, and the measures of their runs.
 
-    It is that of a study, or holds some, at most DEPTH levels below; they are called by their path
-    from there.
-
-    Raises:
-      ValueError: no such directory, or a file in it that is not what its name says.
+    Raises ValueError for a directory that does not exist or a file that is not what it should be.
     """
     directory = pathlib.Path(directory)
     if not directory.is_dir():
@@ -180,11 +173,7 @@ def _studies(evidence):
 
 
 def replaced(page: str, table: str) -> str:
-    """The page with another table between its markers.
-
-    Raises:
-      ValueError: the page does not hold BEGIN and then END, once each.
-    """
+    """The page with another table between BEGIN and END. Raises ValueError without these."""
     if page.count(BEGIN) != 1 or page.count(END) != 1 or page.index(BEGIN) > page.index(END):
         raise ValueError(f'page without its markers: must hold {BEGIN} and then {END}, once each')
     head, tail = page.split(BEGIN)[0], page.split(END)[1]

@@ -1,7 +1,4 @@
-"""Which size is best at a budget: a parabola of the loss in the logarithm of the parameters.
-
-A row is a run of study.json. Rows without a finite loss (a run that diverged) are left out.
-"""
+"""Which size is best at a budget: a parabola of the loss in the logarithm of the parameters."""
 
 import math
 from typing import NamedTuple
@@ -22,8 +19,7 @@ class Size(NamedTuple):
 class Fit(NamedTuple):
     """loss = a + b ln(parameters) + c ln(parameters)^2, in nats a token (Raposo et al., figure 3).
 
-    `inside`: whether the parabola opens upwards and its vertex lies within the sizes that were run.
-    If not, the optimum is the best size that was run.
+    The optimum is the parabola's minimum if that lies `inside` the sizes run, else the best size.
     """
 
     a: float
@@ -32,14 +28,6 @@ class Fit(NamedTuple):
     optimum_parameters: float
     optimum_loss: float
     inside: bool
-
-
-class Optimum(NamedTuple):
-    """The best of a variant at a budget, in nats a token; it may lie between sizes."""
-
-    parameters: float
-    loss: float
-    flops_per_forward: float
 
 
 def select(study: dict, variant: str, budget: float) -> list[dict]:
@@ -68,9 +56,7 @@ def bits_per_nat(study: dict) -> float:
     """bits/byte of a loss of one nat a token: the same for all runs, since they read one text."""
     pairs = [(row['bits_per_byte'], row['loss']) for row in study['runs']]
     pairs = [pair for pair in pairs if None not in pair and all(map(math.isfinite, pair))]
-    if not pairs:
-        return 1 / math.log(2)
-    bits, losses = map(math.fsum, zip(*pairs, strict=True))
+    bits, losses = map(math.fsum, zip(*(pairs or [(1.0, math.log(2))]), strict=True))
     return bits / losses
 
 
@@ -113,22 +99,25 @@ def fit(rows: list[dict]) -> Fit | None:
 
 def fits(study: dict) -> list[dict]:
     """The fit of each variant and budget that has one, as dicts with `variant` and `budget`."""
-    pairs = [(variant, budget) for budget in study['budgets'] for variant in study['variants']]
-    parabolas = [(*pair, fit(select(study, *pair))) for pair in pairs]
-    return [{'variant': v, 'budget': b, **each._asdict()} for v, b, each in parabolas if each]
+    return [
+        {'variant': variant, 'budget': budget, **parabola._asdict()}
+        for budget in study['budgets']
+        for variant in study['variants']
+        if (parabola := fit(select(study, variant, budget)))
+    ]
 
 
-def optimum(rows: list[dict]) -> Optimum | None:
-    """The vertex of the parabola if it lies inside, else the best size; None without rows.
+def optimum(rows: list[dict]) -> Size | None:
+    """The best size, with parameters, loss and FLOPs of the parabola's vertex if it lies inside.
 
     FLOPs between two sizes are interpolated, their logarithm in that of the parameters.
     """
     if not rows:
         return None
-    parabola = fit(rows)
+    parabola, lowest = fit(rows), best(rows)
     if parabola is None or not parabola.inside:
-        lowest = best(rows)
-        return Optimum(lowest.parameters, lowest.loss, lowest.flops_per_forward)
+        return lowest
     logs = np.log([(size.parameters, size.flops_per_forward) for size in sizes(rows)])
     flops = np.exp(np.interp(math.log(parabola.optimum_parameters), logs[:, 0], logs[:, 1]))
-    return Optimum(parabola.optimum_parameters, parabola.optimum_loss, float(flops))
+    values = {'parameters': parabola.optimum_parameters, 'loss': parabola.optimum_loss}
+    return lowest._replace(**values, flops_per_forward=float(flops))

@@ -1,8 +1,6 @@
 """The judges of claims: each takes the evidence and the arguments of a row of claims.toml.
 
-A judge raises NotMeasured if no study has the runs that it compares. Judges decide by 95%
-intervals: a claim holds if the whole interval lies on its side of a bound, does not hold if the
-whole interval lies on the other side, and is undecided otherwise.
+They decide by 95% intervals, and raise NotMeasured if no study has the runs to compare.
 """
 
 import math
@@ -27,13 +25,13 @@ class Evidence(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The result for a claim."""
+    """The result for a claim: our number, its spread, the verdict, where it was run."""
 
-    ours: str  # our number
+    ours: str
     spread: str
     verdict: str
     reason: str
-    setting: str  # where it was run
+    setting: str
 
 
 def outcome_of(place: Place, groups: list[Group], ours, verdict, reason, spread='') -> Outcome:
@@ -53,17 +51,16 @@ def verdict_within(
 ) -> tuple[str, str]:
     """(verdict, reason) of the claim that all the intervals lie between two bounds."""
     low_end, high_end = (f'{100 * e:g}%' if percent and e else f'{e:g}' for e in (low, high))
+    span = f'{low_end} to {high_end}'
+    inside, outside, bound = f'within {span}', f'outside {span}', f'an end of {span}'
     if math.isinf(low):
         inside, outside, bound = f'below {high_end}', f'above {high_end}', high_end
     elif math.isinf(high):
         inside, outside, bound = f'above {low_end}', f'below {low_end}', low_end
-    else:
-        span = f'{low_end} to {high_end}'
-        inside, outside, bound = f'within {span}', f'outside {span}', f'an end of {span}'
     one = len(intervals) == 1
-    if all(found.within(low, high) for found in intervals):
+    if all(low < found.low and found.high < high for found in intervals):
         return HOLDS, f'{"the" if one else "each"} whole interval lies {inside}'
-    if any(found.outside(low, high) for found in intervals):
+    if any(found.high < low or high < found.low for found in intervals):
         return FAILS, f'{"the" if one else "a"} whole interval lies {outside}'
     return UNDECIDED, f'{"the" if one else "an"} interval contains {bound}'
 
@@ -75,7 +72,8 @@ def _difference(first: Group, second: Group) -> Interval:
 
 def _relative(first: Group, second: Group) -> Interval:
     """The same as a share of the second."""
-    return _difference(first, second).scaled(1 / second.mean())
+    share = 1 / second.mean()
+    return Interval(*(share * end for end in _difference(first, second)))
 
 
 def _compare(place, first, second):
@@ -150,13 +148,11 @@ def falling_loss(evidence: Evidence, variants: list[str]) -> Outcome:
     verdict, reason = verdict_within([total], high=0)
     if any(step.low > 0 for step in steps):
         verdict, reason = FAILS, 'a step to fewer tokens is worse, its whole interval above 0'
-    changes = {name: variant['changes'] for name, variant in place.study['variants'].items()}
-    losses = ', '.join(
-        f'{changes[group.variant]["model.routing.capacity"]:.1%} {group.mean():.3f}'
-        for group in groups
-    )
+    changes = [place.study['variants'][group.variant]['changes'] for group in groups]
+    pairs = zip(changes, groups, strict=True)
+    losses = [f'{knobs["model.routing.capacity"]:.1%} {group.mean():.3f}' for knobs, group in pairs]
     share = _relative(groups[-1], groups[0])
-    ours = f'{losses} bits a byte; from first to last {share:+.1%}'
+    ours = f'{", ".join(losses)} bits a byte; from first to last {share:+.1%}'
     return outcome_of(place, groups, ours, verdict, reason)
 
 
@@ -190,14 +186,12 @@ def equal_loss(evidence: Evidence, margin: float, paper: float, unit: str) -> Ou
     equal = [group for group in not_worse if losses[group.size].high < margin]
     best = min(equal or not_worse or sizes, key=lambda group: (_cost(group, dense), group.size))
     speed = 1 / _cost(best, dense)
+    verdict, reason = UNDECIDED, 'no cheaper MoD size is shown to be equal, nor all to be worse'
     if equal:
         verdict, reason = HOLDS, f'the interval excludes a loss that is {margin:.0%} higher'
         reason += "; the paper's number is not reached" if speed < paper else ''
     elif all(loss.low > 0 for loss in losses.values()):
         verdict, reason = FAILS, 'every cheaper MoD size is worse, its whole interval above 0'
-    else:
-        verdict = UNDECIDED
-        reason = 'no cheaper MoD size is shown to be equal, nor all to be worse'
     saved = {'faster': speed - 1, 'fewer FLOPs': 1 - 1 / speed}[unit]
     sizes_compared = f'MoD {best.size} against dense {dense.size}'
     ours = f'{saved:.0%} {unit}, {sizes_compared}, loss {losses[best.size]:+.1%}'
@@ -214,20 +208,15 @@ def lower_loss_at_cost(evidence: Evidence, least: float, most: float) -> Outcome
         verdict, reason = HOLDS, 'the whole interval of a MoD size lies below 0'
     elif all(loss.low > 0 for loss in losses):
         verdict, reason = FAILS, 'each whole interval lies above 0'
-    ours = '; '.join(
-        f'{_cost(group, dense):.2f}: {1 + loss.mean:.3f}'
-        for group, loss in zip(sizes, losses, strict=True)
-    )
+    pairs = zip(sizes, losses, strict=True)
+    ours = [f'{_cost(group, dense):.2f}: {1 + loss.mean:.3f}' for group, loss in pairs]
     groups = [dense, *sizes]
     spread = f'{_losses(groups)}; differences {"; ".join(f"{loss:+.1%}" for loss in losses)}'
-    return outcome_of(place, groups, ours, verdict, reason, spread)
+    return outcome_of(place, groups, '; '.join(ours), verdict, reason, spread)
 
 
 def depth_not_width(evidence: Evidence, near: float) -> Outcome:
-    """At the optima of each seed MoD has more parameters than dense and the same FLOPs.
-
-    FLOPs per forward pass count as the same if they differ by less than the share `near`.
-    """
+    """At each seed's optima MoD has more parameters and FLOPs per forward within a share `near`."""
 
     def pick(place):
         sizes = [place.groups('mod'), place.groups('dense')]
@@ -235,8 +224,7 @@ def depth_not_width(evidence: Evidence, near: float) -> Outcome:
 
     place, groups = choose(evidence.studies, pick)
     seeds = sorted({row['seed'] for group in groups for row in group.rows})
-    by_seed = {seed: _ratios(groups, [seed]) for seed in seeds}
-    by_seed = {seed: ratios for seed, ratios in by_seed.items() if ratios}
+    by_seed = {seed: ratios for seed in seeds if (ratios := _ratios(groups, [seed]))}
     over_means = _ratios(groups, seeds)
     ours = 'an optimum does not lie inside the sizes that were run'
     if over_means:
@@ -249,14 +237,14 @@ def depth_not_width(evidence: Evidence, near: float) -> Outcome:
     elif steps < statistics.MIN_STEPS:
         reason = f'the shortest run has {steps} steps, {statistics.MIN_STEPS} are needed'
     else:
-        logs = np.log(list(by_seed.values()))
-        parameters, flops = (interval([of_seeds]) for of_seeds in logs.T)
-        bounds = (math.log(1 - near), math.log(1 + near))
+        parameters, flops = ([interval([logs])] for logs in np.log(list(by_seed.values())).T)
+        same = math.log(1 - near), math.log(1 + near)
+        verdicts = [verdict_within(parameters, 0)[0], verdict_within(flops, *same)[0]]
         reason = 'an interval over the seeds contains its bound'
-        if parameters.high < 0 or flops.outside(*bounds):
+        if FAILS in verdicts:
             verdict = FAILS
             reason = 'fewer parameters, or other FLOPs per forward, by a whole interval'
-        elif parameters.low > 0 and flops.within(*bounds):
+        elif verdicts == [HOLDS, HOLDS]:
             verdict = HOLDS
             reason = 'more parameters and the same FLOPs per forward, by whole intervals'
     return Outcome(ours, spread or NOTHING, verdict, reason, place.setting(groups))

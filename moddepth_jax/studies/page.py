@@ -20,11 +20,13 @@ def write_page(study: dict, directory):
     """Writes study.html, which holds the figures of `plots.draw` as SVG and needs no network."""
     directory = pathlib.Path(directory)
     rest = {name: value for name, value in study.items() if name not in ('runs', 'fits')}
-    file = pathlib.Path(__file__).parent / 'page.html'
-    template = string.Template(file.read_text(encoding='utf-8'))
-    page = template.substitute(
+    template = pathlib.Path(__file__).with_suffix('.html').read_text(encoding='utf-8')
+    svgs = {name: (directory / f'{name}.svg').read_bytes() for name in FIGURES}
+    summary = f'{_count(len(study["runs"]), "run")} finished, {len(study["missing"]) or "none"} '
+    summary += f'missing. Config {study["config"]}, corpus {study["corpus"]}.'
+    page = string.Template(template).substitute(
         title='isoFLOP study' if study['kind'] == 'flops' else 'Study at equal tokens',
-        summary=_summary(study),
+        summary=html.escape(summary),
         warnings=_warnings(study),
         reference=html.escape(study['variants'][fit.reference(study)]['label']),
         min_steps=MIN_STEPS,
@@ -32,44 +34,35 @@ def write_page(study: dict, directory):
         best=_best_tables(study),
         runs=_run_table(study),
         rest=html.escape(json.dumps(rest, indent=1, ensure_ascii=False)),
-        **{name: _figure(directory / f'{name}.svg') for name in FIGURES},
+        **{name: base64.b64encode(svg).decode() for name, svg in svgs.items()},
     )
     (directory / 'study.html').write_text(page, encoding='utf-8')
 
 
 def warnings(study: dict) -> list[str]:
     """What a reader must know before the numbers, the gravest first; [] for a sound study."""
-    return [*_unfinished(study), *_unsound(study), *_budgets(study), *_rates(study)]
+    return [*_runs(study), *_budgets(study), *_rates(study)]
 
 
-def _unfinished(study):
-    missing = len(study['missing'])
+def _runs(study):
+    runs, missing = study['runs'], len(study['missing'])
     # Studies of earlier versions say `whole` for `complete`.
     if missing or not study.get('complete', study.get('whole', True)):
         yield (
             f'The study is not finished: {missing} {"run is" if missing == 1 else "runs are"} '
             'missing, and the best sizes may change.'
         )
-    lost = [row for row in study['runs'] if row['loss'] is None or not math.isfinite(row['loss'])]
-    lost = [*study.get('diverged', ()), *(row['run'] for row in lost)]
+    lost = [row['run'] for row in runs if row['loss'] is None or not math.isfinite(row['loss'])]
+    lost = [*study.get('diverged', ()), *lost]
     if lost:
         yield f'These runs diverged and are in no figure: {", ".join(lost)}.'
-
-
-def _unsound(study):
-    runs = study['runs']
     short = [row for row in runs if row['steps'] < MIN_STEPS]
     if short:
-        yield (
-            f'{len(short)} of {len(runs)} runs have fewer than {MIN_STEPS} steps: they show that '
-            'the study works, and no verdict is drawn from them.'
-        )
+        found = f'{len(short)} of {len(runs)} runs have fewer than {MIN_STEPS} steps'
+        yield f'{found}: no verdict is drawn from them.'
     invalid = [row['run'] for row in runs if (row['routing_gap'] or 0) >= INVALID_GAP]
     if invalid:
-        yield (
-            f'A routing gap of {INVALID_GAP:g} nats or more makes a run invalid, for its causal '
-            f'rule does not do what its training did: {", ".join(invalid)}.'
-        )
+        yield f'A routing gap of {INVALID_GAP:g} nats makes runs invalid: {", ".join(invalid)}.'
     if study['kind'] == 'flops':
         off = [r['run'] for r in runs if abs(r['total_flops'] / r['budget'] - 1) > _OFF_BUDGET]
         if off:
@@ -80,31 +73,19 @@ def _budgets(study):
     base, budgets = fit.reference(study), fit.budgets(study)
     labels = {name: details['label'] for name, details in study['variants'].items()}
     for budget in budgets:
+        where = f'At {budget_name(study, budget)}'
         for name, rows in fit.found(study, budget):
-            parabola = fit.fit(rows)
+            parabola, best = fit.fit(rows), fit.best(rows)
             if parabola is not None and not parabola.inside:
-                yield (
-                    f'"{labels[name]}" at {budget_name(study, budget)} has no optimum within the '
-                    f'sizes that were run: {fit.best(rows).size} is best. Run more sizes.'
-                )
-    worse = []
-    for budget in budgets:
+                found = f'"{labels[name]}" has no optimum within the sizes that were run'
+                yield f'{where} {found}: {best.size} is best. Run more sizes.'
+            if budget == budgets[-1] and len(best.losses) < MIN_SEEDS:
+                lacking = f'{len(best.losses)} of the {MIN_SEEDS} seeds that a comparison needs'
+                yield f'{where} "{labels[name]}" has {lacking}.'
         dense, shallow = (fit.optimum(fit.select(study, v, budget)) for v in (base, 'shallow'))
         if dense and shallow and shallow.loss < dense.loss:
-            worse.append(budget_name(study, budget))
-    if worse:
-        yield (
-            f'At {", ".join(worse)} the shallower dense control is better than "{labels[base]}": '
-            f'what a routed model gains over "{labels[base]}" there may come from fewer layers '
-            'alone.'
-        )
-    for name, rows in fit.found(study, budgets[-1]) if budgets else ():
-        number = len(fit.best(rows).losses)
-        if number < MIN_SEEDS:
-            yield (
-                f'"{labels[name]}" has {number} of the {MIN_SEEDS} seeds at the largest budget '
-                'that a comparison needs.'
-            )
+            better = f'the shallower dense control is better than "{labels[base]}"'
+            yield f'{where} {better}: a routed model may gain from fewer layers alone.'
 
 
 def _rates(study):
@@ -120,19 +101,8 @@ def _warnings(study):
     return f'<div class="warn"><b>Read this first</b><ul>{items}</ul></div>' if items else ''
 
 
-def _summary(study):
-    missing = len(study['missing']) or 'none'
-    text = f'{_count(len(study["runs"]), "run")} finished, {missing} missing. '
-    return html.escape(f'{text}Config {study["config"]}, corpus {study["corpus"]}.')
-
-
 def _count(number, noun):
     return f'{number:,} {noun}{"" if number == 1 else "s"}'
-
-
-def _figure(file):
-    """A data URL of the SVG file."""
-    return f'data:image/svg+xml;base64,{base64.b64encode(file.read_bytes()).decode()}'
 
 
 def _table(rows, kind=''):

@@ -1,10 +1,9 @@
 """What an isoFLOP study trains: its variants by name, and the runs that follow from the losses.
 
-For each budget of training FLOPs and each model size the steps follow from the FLOPs of one step
-(Raposo et al. 2024, section 4.1). The learning rate is tuned once, with the dense model at the
-smallest budget, for each width, and then held for every variant, which favours the baseline.
+See docs/isoflop.md (Raposo et al. 2024, section 4.1).
 """
 
+import collections
 import dataclasses
 import math
 from typing import NamedTuple
@@ -134,10 +133,7 @@ def width(size: str) -> int:
 
 
 class Plan:
-    """The runs of a study, as far as the known losses (by name of a finished run) decide them.
-
-    `shallower` maps a size to that of `shallow`; see `nearest_depth`.
-    """
+    """The runs of a study that the known losses decide; `shallower` maps sizes to `shallow`'s."""
 
     def __init__(self, study: Study, shallower):
         self.study = study
@@ -188,12 +184,8 @@ class Plan:
         for run in sorted(sized, key=lambda run: losses[run.name]):
             best.setdefault((run.variant, run.budget), run)
         last = study.budgets[-1]
-        runs = sized + [
-            run._replace(seed=seed)
-            for run in sized
-            for seed in study.seeds[1:]
-            if run.budget == last
-        ]
+        largest = [run for run in sized if run.budget == last]
+        runs = sized + [run._replace(seed=seed) for run in largest for seed in study.seeds[1:]]
         anchor = 'mod' if 'mod' in study.variants else study.sized[0]
         for budget in study.budgets:
             for variant in study.variants:
@@ -205,13 +197,10 @@ class Plan:
 
     def max_runs(self) -> dict[float, int]:
         """How many different runs the study has at most, by budget."""
-        study = self.study
-        extra = len(study.variants) - len(study.sized)
-        counts = {budget: len(study.sized) * len(study.sizes) + extra for budget in study.budgets}
-        counts[study.budgets[-1]] *= len(study.seeds)
-        widths = len({width(size) for size in study.sizes})
-        counts[study.budgets[0]] += widths * (len(study.learning_rates) - 1)
-        return counts
+        runs, complete = self.runs({})
+        while not complete:
+            runs, complete = self.runs(dict.fromkeys((run.name for run in runs), 0.0))
+        return collections.Counter({run.name: run.budget for run in runs}.values())
 
     def examples(self) -> list[Planned]:
         """A run of each variant, size and budget, whether or not it will be trained."""

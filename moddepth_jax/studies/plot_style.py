@@ -1,7 +1,6 @@
 """What the figures of a study have in common: colours and markers by variant, axes, legends."""
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullFormatter
@@ -11,14 +10,8 @@ from moddepth_jax.studies.plan import VARIANTS
 INK, PAPER, GRID = '#1d1f21', '#ffffff', '#d8dadc'
 # Colour-blind readers can tell these apart (Okabe and Ito); variants also differ in their marker.
 COLOURS = {
-    'black': INK,
-    'grey': '#8a8d90',
-    'blue': '#0072b2',
-    'sky': '#4aa3dd',
-    'green': '#009e73',
-    'orange': '#e69f00',
-    'red': '#d55e00',
-    'rose': '#c7679c',
+    **{'black': INK, 'grey': '#8a8d90', 'blue': '#0072b2', 'sky': '#4aa3dd'},
+    **{'green': '#009e73', 'orange': '#e69f00', 'red': '#d55e00', 'rose': '#c7679c'},
 }
 SETTINGS = {
     'svg.hashsalt': 'study',
@@ -27,13 +20,10 @@ SETTINGS = {
     'font.family': 'DejaVu Sans',
     'font.size': 9,
     'axes.titlesize': 9.5,
-    'axes.spines.top': False,
-    'axes.spines.right': False,
     'grid.color': GRID,
     'grid.linewidth': 0.6,
-    'axes.grid': True,
-    'axes.axisbelow': True,
-    'legend.frameon': False,
+    **dict.fromkeys(('axes.grid', 'axes.axisbelow'), True),
+    **dict.fromkeys(('axes.spines.top', 'axes.spines.right', 'legend.frameon'), False),
     **{f'{name}.color': INK for name in ('text', 'xtick', 'ytick')},
     **dict.fromkeys(('axes.edgecolor', 'axes.labelcolor'), INK),
     **dict.fromkeys(('figure.facecolor', 'axes.facecolor', 'savefig.facecolor'), PAPER),
@@ -54,9 +44,7 @@ def scientific(value: float) -> str:
 
 def new_figure(width: float, height: float) -> Figure:
     """An empty figure; sizes in inches."""
-    figure = Figure(figsize=(width, height), dpi=150, layout='constrained')
-    FigureCanvasAgg(figure)
-    return figure
+    return Figure(figsize=(width, height), dpi=150, layout='constrained')
 
 
 def sentence(text: str) -> Figure:
@@ -76,11 +64,7 @@ def style(variant: str) -> dict:
 
 
 def legend(figure: Figure, study: dict, variants, more=(), **line):
-    """Adds a legend below the panels and makes the figure taller for it.
-
-    It has `variants` in the order of the study, drawn with keywords `line` besides their style,
-    and then the pairs (handle, label) of `more`.
-    """
+    """Adds a legend of `variants` and of `more`, pairs (handle, label), below the panels."""
     line = {'linewidth': 0} | line
     pairs = [
         (Line2D([], [], **style(name) | line), details['label'])

@@ -1,15 +1,11 @@
-"""The figures of a study, drawn from study.json alone: each as PNG and as SVG.
-
-Every figure shows the shallower dense control if the study has it, and every seed that was run.
-"""
+"""The figures of a study, drawn from study.json alone: each as PNG and as SVG."""
 
 import pathlib
 
 import matplotlib
 import numpy as np
-from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import EngFormatter, FuncFormatter, StrMethodFormatter
+from matplotlib.ticker import EngFormatter
 
 from moddepth_jax.studies import fit, plot_style
 from moddepth_jax.studies.plot_style import INK, PAPER, budget_name, style
@@ -34,11 +30,10 @@ def draw(study: dict, directory):
             figure.savefig(directory / f'{name}.svg', metadata=nothing)
 
 
-def _panels(study, budgets, height, columns=3, strip=0.0):
-    """A figure with a panel of a height in inches for each budget.
+def _panels(study, budgets, height, x, y='', columns=3, strip=0.0):
+    """A figure with a panel of a height in inches for each budget, its axes named x and y.
 
-    Returns the figure, and for each budget its axes and those of the strip at its right, which is
-    so much narrower, or None.
+    Returns it and by budget [axes, those of a strip at its right, `strip` times as wide, if any].
     """
     columns = min(len(budgets), columns)
     rows = -(-len(budgets) // columns)
@@ -48,47 +43,36 @@ def _panels(study, budgets, height, columns=3, strip=0.0):
     grid = grid.reshape(rows * columns, -1)
     for axes in grid[len(budgets) :].ravel():
         axes.set_visible(False)
-    panels = {}
-    for (axes, *strips), budget in zip(grid, budgets, strict=False):
+    panels = dict(zip(budgets, grid, strict=False))
+    for index, (budget, (axes, *_)) in enumerate(panels.items()):
         steps = [row['steps'] for row in study['runs'] if row['budget'] == budget]
         title = budget_name(study, budget)
         if study['kind'] == 'flops':
             span = dict.fromkeys(f'{number:,}' for number in (min(steps), max(steps)))
             title += f'\nruns of {" to ".join(span)} steps'
         axes.set_title(title, loc='left')
-        panels[budget] = axes, strips[0] if strips else None
+        axes.set_xlabel(x if index + columns >= len(budgets) else '')
+        axes.set_ylabel('' if index % columns else y)
     return figure, panels
 
 
-def _name_axes(panels, x, y, columns=3):
-    """The lowest panels of each column name x, those of the first column y."""
-    columns = min(len(panels), columns)
-    for index, (axes, _) in enumerate(panels.values()):
-        if index + columns >= len(panels):
-            axes.set_xlabel(x)
-        if index % columns == 0:
-            axes.set_ylabel(y)
-
-
 def _of_several_sizes(found):
-    """The variants, of pairs (variant, rows), that ran at several sizes."""
+    """Those variants of pairs (variant, rows) that ran at several sizes."""
     return [name for name, rows in found if len({row['size'] for row in rows}) > 1]
 
 
 def _by_parameters(study):
-    """Raposo et al., figure 3, left: the loss of every size, a parabola for each variant.
-
-    Variants that ran at one size only stand in a strip at the right, in a column each.
-    """
+    """Raposo et al., figure 3, left: loss and parabola by size; at the right, one-size variants."""
     budgets = fit.budgets(study)
     found = [pair for budget in budgets for pair in fit.found(study, budget)]
     shown = {name for name, _ in found}
     lined = set(_of_several_sizes(found)) or set(study['variants'])
     others = len(shown - lined)
     strip = min(max(0.07 * others, 0.25), 0.5) if others else 0.0
-    figure, panels = _panels(study, budgets, 3.3, strip=strip)
+    y = 'held-out loss, causal (bits/byte)'
+    figure, panels = _panels(study, budgets, 3.3, 'parameters', y, strip=strip)
     bits, inside = fit.bits_per_nat(study), set()
-    for budget, (axes, strip_axes) in panels.items():
+    for budget, (axes, *strips) in panels.items():
         found = fit.found(study, budget)
         in_panel = [(name, rows) for name, rows in found if name in lined]
         in_strip = {name: fit.best(rows) for name, rows in found if name not in lined}
@@ -104,29 +88,25 @@ def _by_parameters(study):
         for name, size in sizes:
             losses = np.multiply(size.losses, bits)
             plot_style.draw_point(axes, size.parameters, losses, style(name))
-        if strip_axes:
+        for strip_axes in strips:
             _draw_strip(strip_axes, axes, in_strip, bits)
-    _name_axes(panels, 'parameters', 'held-out loss, causal (bits/byte)')
     hollow = {'color': INK, 'markerfacecolor': 'none', 'markersize': 11, 'linewidth': 0}
-    marks = {True: ('*', 'optimum of the parabola'), False: ('o', 'at an edge: no optimum')}
-    more = [
-        (Line2D([], [], marker=marker, **hollow), label)
-        for is_inside, (marker, label) in marks.items()
-        if is_inside in inside
-    ]
+    more = []
+    if True in inside:
+        more.append((Line2D([], [], marker='*', **hollow), 'optimum of the parabola'))
+    if False in inside:
+        more.append((Line2D([], [], marker='o', **hollow), 'at an edge: no optimum'))
     plot_style.legend(figure, study, shown, more)
     return figure
 
 
 def _draw_strip(strip, axes, best_sizes, bits):
     """The best size of each variant in a column, on the y axis of `axes`."""
-    strip.set_yticks(axes.get_yticks())
-    strip.set_ylim(axes.get_ylim())
+    strip.set(yticks=axes.get_yticks(), xticks=[])
+    strip.set(ylim=axes.get_ylim(), xlim=(-0.8, max(len(best_sizes), 1) - 0.2))
     strip.tick_params(left=False, labelleft=False)
     strip.grid(visible=False, axis='x')
     strip.spines['left'].set_visible(False)
-    strip.set_xticks([])
-    strip.set_xlim(-0.8, max(len(best_sizes), 1) - 0.2)
     for column, (name, size) in enumerate(best_sizes.items()):
         _draw_or_name(strip, column, np.multiply(size.losses, bits), style(name))
     sizes = ', '.join(dict.fromkeys(size.size for size in best_sizes.values()))
@@ -170,10 +150,11 @@ def _by_flops(study):
     budgets = [b for b in fit.budgets(study) if fit.select(study, reference, b)]
     if not budgets:
         return plot_style.sentence(f'No run of "{label}" has finished: nothing to compare with.')
-    figure, panels = _panels(study, budgets, 3.3)
+    labels = 'FLOPs of a forward pass, relative', 'held-out loss, causal, relative'
+    figure, panels = _panels(study, budgets, 3.3, *labels)
     found = [pair for budget in budgets for pair in fit.found(study, budget)]
     lined = _of_several_sizes(found)
-    for budget, (axes, _) in panels.items():
+    for budget, (axes, *_) in panels.items():
         base = fit.optimum(fit.select(study, reference, budget))
         marks = [
             (name, size.flops_per_forward / base.flops_per_forward, losses)
@@ -183,7 +164,7 @@ def _by_flops(study):
         ]
         main = [v for name, _, losses in marks for v in losses if name in lined or not lined]
         top = max(main) + 0.1 * np.ptp(main)
-        plot_style.log_axis(axes, [x for _, x, _ in marks], StrMethodFormatter('{x:g}'))
+        plot_style.log_axis(axes, [x for _, x, _ in marks], '{x:g}')
         for draw_line in (axes.axhline, axes.axvline):
             draw_line(1, color=INK, linewidth=0.9, linestyle='--', alpha=0.8)
         for name in lined:
@@ -194,18 +175,14 @@ def _by_flops(study):
         for name, x, losses in marks:
             _draw_or_name(axes, x, losses, style(name))
     best = 'its best size' if study['kind'] == 'steps' else 'its isoFLOP optimum'
-    _name_axes(panels, 'FLOPs of a forward pass, relative', 'held-out loss, causal, relative')
     line = Line2D([], [], color=INK, linewidth=0.9, linestyle='--')
     shown = {name for name, _ in found}
     plot_style.legend(figure, study, shown, [(line, f'"{label}" at {best} = 1')])
     return figure
 
 
-def _by_steps(study) -> Figure:
-    """Training loss at the largest budget, each variant at its best size.
-
-    Left against steps; right its difference from the reference after equal FLOPs, or equal steps.
-    """
+def _by_steps(study):
+    """Training loss at the largest budget; right: less the reference's after equal FLOPs/steps."""
     budget = fit.budgets(study)[-1]
     found = dict(fit.found(study, budget))
     names = [name for name in _CURVES if name in found]
@@ -231,16 +208,14 @@ def _by_steps(study) -> Figure:
     plot_style.set_y_limits(left, [*lows, max(highs)])
     plot_style.set_y_limits(right, np.concatenate(late, axis=None))
     unit = 'steps' if study['kind'] == 'steps' else 'FLOPs'
-    texts = {'steps': '{:,.0f}'.format, 'FLOPs': plot_style.scientific}
-    for axes, text in ((left, texts['steps']), (right, texts[unit])):
+    for axes, form in ((left, '{:,.0f}'.format), (right, plot_style.scientific)):
         axes.set_xlim(left=0)
         axes.locator_params(axis='x', nbins=5)
-        write = FuncFormatter(lambda value, _, text=text: text(value) if value else '0')
-        axes.xaxis.set_major_formatter(write)
-    left.set_xlabel('steps')
-    right.set_xlabel('steps' if unit == 'steps' else 'training FLOPs')
-    left.set_ylabel('training loss (nats a token)')
+        form = '{:,.0f}'.format if unit == 'steps' else form
+        axes.xaxis.set_major_formatter(lambda value, _, form=form: form(value) if value else '0')
     label = study['variants'][base]['label']
+    left.set(xlabel='steps', ylabel='training loss (nats a token)')
+    right.set_xlabel('steps' if unit == 'steps' else 'training FLOPs')
     right.set_ylabel(f'training loss minus that of "{label}" (nats)')
     left.set_title(f'{budget_name(study, budget)}, each at its best size', loc='left')
     right.set_title(f'the difference after the same {unit}', loc='left')
@@ -249,10 +224,7 @@ def _by_steps(study) -> Figure:
 
 
 def _curve(rows, kind):
-    """Steps [P], what is spent by then [P], losses [S, P] of the S seeds at the best size.
-
-    None if no run has a curve. Steps are spent in a study of equal steps, else FLOPs.
-    """
+    """Steps [P], steps or FLOPs spent [P], losses [S, P] of the seeds at the best size, or None."""
     size = fit.best(rows).size
     rows = [row for row in rows if row['size'] == size]
     known = [[point for point in row['curve'] if point[1] is not None] for row in rows]
@@ -279,10 +251,11 @@ def _draw_band(axes, x, values_SP, keywords):
 def _seeds(study):
     """Every seed of every variant at its best size, sorted by the mean, best on top."""
     budgets, base = fit.budgets(study), fit.reference(study)
-    most = max(len(fit.found(study, budget)) for budget in budgets)
-    figure, panels = _panels(study, budgets, 1.1 + 0.24 * most, columns=1)
+    height = 1.1 + 0.24 * max(len(fit.found(study, budget)) for budget in budgets)
+    x = 'held-out loss, causal (bits/byte)'
+    figure, panels = _panels(study, budgets, height, x, columns=1)
     bits, labels = fit.bits_per_nat(study), study['variants']
-    for budget, (axes, _) in panels.items():
+    for budget, (axes,) in panels.items():
         best = [(name, fit.best(rows)) for name, rows in fit.found(study, budget)]
         best.sort(key=lambda entry: -entry[1].loss)
         for row, (name, size) in enumerate(best):
@@ -293,27 +266,22 @@ def _seeds(study):
                 mark = {'color': colour, 'markersize': 12, 'markeredgewidth': 2}
                 axes.plot([losses.mean()], [row], '|', **mark)
             axes.plot(losses, [row] * len(losses), '.', color=colour, markersize=7)
-        rows = fit.select(study, base, budget)
-        if rows:
-            optimum = fit.optimum(rows).loss * bits
-            axes.axvline(optimum, color=INK, linewidth=0.9, linestyle='--', zorder=1)
+        if optimum := fit.optimum(fit.select(study, base, budget)):
+            axes.axvline(optimum.loss * bits, color=INK, linewidth=0.9, linestyle='--', zorder=1)
         names = [f'{labels[name]["label"]} · {size.size}' for name, size in best]
         axes.set_yticks(range(len(best)), names, fontsize=8)
         axes.set_ylim(-0.6, len(best) - 0.4)
         axes.locator_params(axis='x', nbins=5)
         axes.tick_params(axis='y', length=0)
         axes.grid(visible=False, axis='y')
-    _name_axes(panels, 'held-out loss, causal (bits/byte)', '', columns=1)
-    hollow = {'color': INK, 'linewidth': 0}
-    handles = {
-        'a seed': Line2D([], [], marker='.', **hollow),
-        'mean': Line2D([], [], marker='|', markersize=12, markeredgewidth=2, **hollow),
-        'range of the seeds': Line2D([], [], color=INK, linewidth=7, alpha=0.25),
-        f'"{labels[base]["label"]}", best or optimum': Line2D(
-            [], [], color=INK, linewidth=0.9, linestyle='--'
-        ),
+    looks = {
+        'a seed': {'marker': '.', 'linewidth': 0},
+        'mean': {'marker': '|', 'markersize': 12, 'markeredgewidth': 2, 'linewidth': 0},
+        'range of the seeds': {'linewidth': 7, 'alpha': 0.25},
+        f'"{labels[base]["label"]}", best or optimum': {'linewidth': 0.9, 'linestyle': '--'},
     }
-    figure.legend(handles.values(), handles.keys(), loc='outside lower center', ncols=4)
+    handles = [Line2D([], [], color=INK, **look) for look in looks.values()]
+    figure.legend(handles, looks, loc='outside lower center', ncols=4)
     return figure
 
 

@@ -9,11 +9,7 @@ from moddepth_jax.studies.statistics import NotMeasured, choose, interval
 
 
 class Number(NamedTuple):
-    """One number of a run.
-
-    A run is a row of study.json, with the `capacity` of its variant and what was `measured` of it,
-    from measures.json.
-    """
+    """One number of a run: a row of study.json with `capacity` and `measured` (measures.json)."""
 
     of: Callable[[dict], float | None]
     form: str  # of its mean over the seeds, with the interval
@@ -28,11 +24,8 @@ def _mean(values):
 
 
 def accuracy(run: dict) -> float:
-    """Share of the tokens on which a causal rule agrees with top-C, the mean over routed layers.
-
-    Of all tokens, selected (1 - precision) are selected wrongly and capacity (1 - recall) missed.
-    """
-    wrong = [
+    """Share of the tokens on which a causal rule agrees with top-C, the mean over routed layers."""
+    wrong = [  # selected wrongly, and missed
         layer['selected_fraction'] * (1 - (layer['precision'] or 0.0))
         + run['capacity'] * (1 - (layer['recall'] or 0.0))
         for layer in run['routing'].values()
@@ -56,10 +49,8 @@ def _difference(group, name, other):
 
 def _over_whitespace(name):
     def number(run):
-        classes = run['measured']['classes']
-        if name not in classes or 'whitespace' not in classes:
-            return None
-        return classes[name]['entered'] - classes['whitespace']['entered']
+        shares = [run['measured']['classes'].get(each) for each in (name, 'whitespace')]
+        return None if None in shares else shares[0]['entered'] - shares[1]['entered']
 
     return number
 
@@ -103,9 +94,9 @@ def numbers_within(
     also=(),
     kinds=('flops',),
 ) -> Outcome:
-    """Each of some NUMBERS lies between two bounds; those of `also` are only shown.
+    """Each of some NUMBERS, or the differences of two variants', lies between two bounds.
 
-    They are of one variant at its best size, or of one less another at one size.
+    Those of `also` are only shown.
     """
 
     def pick(place):
@@ -156,11 +147,10 @@ def _values(evidence, place, group, name):
     """A number of each run of a group that did not diverge; runs that lack it are left out."""
     measures = evidence.measures.get(place.name, {})
     changes = place.study['variants'][group.variant]['changes']
-    known = {'capacity': changes.get('model.routing.capacity')}
-    runs = [
-        row | known | {'measured': measures.get(row['run'])}
+    capacity = changes.get('model.routing.capacity')
+    values = [
+        NUMBERS[name].of(row | {'capacity': capacity, 'measured': measures.get(row['run'])})
         for row in group.rows
         if row['loss'] is not None
     ]
-    values = [NUMBERS[name].of(run) for run in runs]
     return [value for value in values if value is not None]

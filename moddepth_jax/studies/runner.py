@@ -45,13 +45,8 @@ class StudyRunner:
         self._hparams_of, self._description = hparams_of, description
         self._before_run = before_run
 
-    def run(
-        self, shard: tuple[int, int], processes: int, dry_run: bool = False, draw_only: bool = False
-    ) -> int:
-        """Carries out the study, or the share `shard` = (index, count); returns an exit status.
-
-        With `dry_run` it only prints the plan, with `draw_only` it draws what is finished.
-        """
+    def run(self, shard: tuple[int, int], processes: int, dry_run=False, draw_only=False) -> int:
+        """Carries out the share `shard` = (index, count) of the study; returns an exit status."""
         self.check()
         if dry_run:
             self.announce(processes)
@@ -100,39 +95,31 @@ class StudyRunner:
         if progress.missing or not progress.complete:
             rate, overhead = _throughput(example)
             seconds = (flops / rate + count * overhead) * (1 - done / count) / processes
-            print(
-                f'time      about {format_seconds(seconds)}, {processes} at a time: '
-                f'{rate / 1e9:.3g} GFLOP/s and {overhead:.0f} s more for each run',
-                flush=True,
-            )
+            speed = f'{rate / 1e9:.3g} GFLOP/s and {overhead:.0f} s more for each run'
+            time_left = f'about {format_seconds(seconds)}, {processes} at a time'
+            print(f'time      {time_left}: {speed}', flush=True)
 
     def _progress(self):
         return store.progress(self._workdir, self._plan)
 
     def train(self, shard: tuple[int, int]) -> int:
-        """Trains the share `shard` = (index, count) of the missing runs; waits for the others.
-
-        Returns an exit status.
-        """
+        """Trains its share of the missing runs and waits for the others; returns an exit status."""
         index, count = shard
         announced = None
-        while True:
-            progress = self._progress()
+        while (progress := self._progress()).missing:
             names = list(dict.fromkeys(run.name for run in progress.runs))
             mine = [run for run in progress.missing if names.index(run.name) % count == index]
             if mine:
-                status = self._train_one(mine[0])
-                if status:
+                if status := self._train_one(mine[0]):
                     return status
-            elif not progress.missing:
-                return 0
-            else:
-                if announced != len(names):
-                    example = progress.missing[0].name
-                    others = f'{len(progress.missing)} runs of other shards, such as {example}'
-                    print(f'waiting for {others}', flush=True)
-                announced = len(names)
-                time.sleep(_POLL_SECONDS)
+                continue
+            if announced != len(names):
+                example = progress.missing[0].name
+                others = f'{len(progress.missing)} runs of other shards, such as {example}'
+                print(f'waiting for {others}', flush=True)
+            announced = len(names)
+            time.sleep(_POLL_SECONDS)
+        return 0
 
     def _train_one(self, run):
         hparams, start = self._hparams_of(run), time.monotonic()
@@ -140,20 +127,17 @@ class StudyRunner:
         logs = self._workdir / LOGS
         logs.mkdir(exist_ok=True)
         self._before_run(hparams)
-        with (
-            open(logs / f'{run.name}.txt', 'a', encoding='utf-8') as log,
-            contextlib.redirect_stdout(log),
-        ):
-            try:
+        log = open(logs / f'{run.name}.txt', 'a', encoding='utf-8')
+        try:
+            with log, contextlib.redirect_stdout(log):
                 result = train(hparams, directory)
-            except DivergedError as error:
-                content = json.dumps({'error': str(error)}) + '\n'
-                write_atomically(directory / store.DIVERGED_FILE, content)
-                outcome = 'diverged'
-            else:
-                if result.signal is not None:
-                    return 128 + signal.Signals[result.signal]
-                outcome = f'{result.summary["eval"]["bits_per_byte"]:.4f} bits/byte'
+            if result.signal is not None:
+                return 128 + signal.Signals[result.signal]
+            outcome = f'{result.summary["eval"]["bits_per_byte"]:.4f} bits/byte'
+        except DivergedError as error:
+            content = json.dumps({'error': str(error)}) + '\n'
+            write_atomically(directory / store.DIVERGED_FILE, content)
+            outcome = 'diverged'
         jax.clear_caches()
         done, count = len(self._progress().losses), sum(self._plan.max_runs().values())
         seconds = format_seconds(time.monotonic() - start)
@@ -192,19 +176,13 @@ def _throughput(hparams):
 
 
 def part_of_shard(shard: tuple[int, int], child: int, processes: int) -> tuple[int, int]:
-    """The part of a shard (index, count) that one of its processes trains, as a shard itself.
-
-    Every run belongs to exactly one process, however many processes the other hosts start.
-    """
+    """The part of a shard (index, count) that one of its processes trains, as a shard itself."""
     index, count = shard
     return index + count * child, count * processes
 
 
 def _spawn(shard, processes):
-    """`train` in several processes of this same command; the first exit status not 0, or 0.
-
-    They end with this process, and a signal to it is passed on to them.
-    """
+    """`train` in processes of this command, which get its signals; the first status not 0, or 0."""
     environment = os.environ | {_PARENT: str(os.getpid())}
     children = []
     for child in range(processes):
@@ -216,21 +194,18 @@ def _spawn(shard, processes):
 
     def signal_all(number, _=None):
         for child in children:
-            if child.poll() is None:
-                child.send_signal(number)
+            child.send_signal(number)
 
     signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     handlers = {number: signal.signal(number, signal_all) for number in signals}
     try:
-        while not any(child.poll() for child in children):
-            if all(child.poll() == 0 for child in children):
-                return 0
+        while None in (statuses := [child.poll() for child in children]) and not any(statuses):
             time.sleep(0.2)
-        failed = next(child.returncode for child in children if child.returncode)
-        signal_all(signal.SIGTERM)
+        signal_all(signal.SIGTERM)  # to the others, if one failed
         for child in children:
             child.wait()
-        return failed if failed > 0 else 128 - failed
+        failed = next(filter(None, statuses), 0)
+        return failed if failed >= 0 else 128 - failed
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -244,9 +219,6 @@ def _end_with_parent():
 
 
 def share_threads(processes: int):
-    """Gives each of so many processes its share of the CPU threads, unless NPROC is set.
-
-    Must be called before JAX initializes its devices.
-    """
+    """Gives each process its share of the CPU threads, unless NPROC is set, before JAX starts."""
     threads = max(1, len(os.sched_getaffinity(0)) // processes)
     os.environ.setdefault('NPROC', str(threads))

@@ -24,18 +24,6 @@ class Interval(NamedTuple):
     low: float
     high: float
 
-    def scaled(self, factor: float) -> 'Interval':
-        """The interval times a factor above 0."""
-        return Interval(*(factor * end for end in self))
-
-    def within(self, low: float, high: float) -> bool:
-        """Whether the whole interval lies between two bounds."""
-        return low < self.low and self.high < high
-
-    def outside(self, low: float, high: float) -> bool:
-        """Whether the whole interval lies below the lower bound or above the upper one."""
-        return self.high < low or high < self.low
-
     def __format__(self, spec: str) -> str:
         """The mean and, in parentheses, both ends, each formatted by `spec`."""
         mean = format(self.mean, spec)
@@ -47,8 +35,7 @@ class Interval(NamedTuple):
 def interval(samples, weights=(1.0,)) -> Interval:
     """The weighted sum of the means of independent samples, with its 95% interval.
 
-    Student's t with the degrees of freedom of Welch and Satterthwaite: of two samples and the
-    weights (1, -1) Welch's interval, of one that of `scipy.stats.ttest_1samp`.
+    Student's t with the degrees of freedom of Welch and Satterthwaite.
     """
     samples = [weight * np.asarray(s, float) for s, weight in zip(samples, weights, strict=True)]
     mean = float(sum(values.mean() for values in samples))
@@ -105,13 +92,10 @@ class Group(NamedTuple):
 
 
 class Place(NamedTuple):
-    """One budget of one study, of which the name and the content of study.json are given.
-
-    Only runs of the same place are compared.
-    """
+    """One budget of one study; only runs of the same place are compared."""
 
     name: str
-    study: dict
+    study: dict  # content of study.json
     budget: float
 
     def groups(self, *variants: str) -> list[Group]:
@@ -126,9 +110,8 @@ class Place(NamedTuple):
             # Runs that differ from these only in their seed.
             stems = {row['run'].rpartition('-seed')[0] for row in rows.values()}
             lost = sum(name.rpartition('-seed')[0] in stems for name in self.study['diverged'])
-            groups.append(
-                Group(variants[0], size, tuple(rows[seed] for seed in sorted(rows)), lost)
-            )
+            rows = tuple(rows[seed] for seed in sorted(rows))
+            groups.append(Group(variants[0], size, rows, lost))
         return groups
 
     def best(self, *variants: str) -> Group | None:
@@ -149,9 +132,9 @@ class Place(NamedTuple):
         return best._replace(at_edge=best.rows[0]['parameters'] in (min(sizes), max(sizes)))
 
     def shared(self, *variants: str) -> list[Group]:
-        """One group of each variant, all of the same size; [] if no size has them all.
+        """One group of each variant, all of one size: without problems if possible, then the best.
 
-        Of several sizes it is one without a problem, then the best one of the first variant.
+        [] if no size has them all.
         """
         by_variant = [{group.size: group for group in self.groups(each)} for each in variants]
         candidates = [
@@ -171,10 +154,8 @@ class Place(NamedTuple):
         span = f'{steps[0]}' if len(steps) == 1 else f'{steps[0]} to {steps[-1]}'
         budget = f'{self.budget:.3g} FLOPs, '.replace('e+', 'e') if study['kind'] == 'flops' else ''
         length, epochs = study['sequence_length'], max(row['epochs'] for row in rows)
-        return (
-            f'{self.name}: {budget}{span} steps of {study["batch_tokens"]} tokens in rows of '
-            f'{length}, {study["corpus"]}, {epochs:.2g} epochs at most'
-        )
+        tokens = f'{study["batch_tokens"]} tokens in rows of {length}, {study["corpus"]}'
+        return f'{self.name}: {budget}{span} steps of {tokens}, {epochs:.2g} epochs at most'
 
 
 def choose(studies: dict[str, dict], pick, kinds=('flops',)) -> tuple[Place, list[Group]]:
@@ -182,29 +163,24 @@ def choose(studies: dict[str, dict], pick, kinds=('flops',)) -> tuple[Place, lis
 
     `pick(place)` returns the groups to compare: [] or a None if one is missing. The place is the
     largest whose groups have no problem; of places equal to within 5% of their FLOPs, the one with
-    the most seeds. If all have problems it is the largest.
-
-    Raises:
-      NotMeasured: no place has the groups.
+    the most seeds. If all have problems it is the largest. Raises NotMeasured if none has the
+    groups.
     """
 
     def rank(found):
-        _, groups = found
+        place, groups = found
         flops = max(row['total_flops'] for group in groups for row in group.rows)
+        most = max(r['total_flops'] for r in place.study['runs'] if r['budget'] == place.budget)
         seeds = min(len(group.rows) for group in groups)
-        return any(group.problem for group in groups), -round(math.log(flops) / 0.05), -seeds
+        problem = any(group.problem for group in groups)
+        return problem, -round(math.log(flops) / 0.05), -seeds, -most
 
-    def most_flops(place):
-        return max(r['total_flops'] for r in place.study['runs'] if r['budget'] == place.budget)
-
-    places = [
-        Place(name, study, budget)
+    found = [
+        (place, groups)
         for name, study in sorted(studies.items())
-        for budget in study['budgets']
-        if study['kind'] in kinds and any(row['budget'] == budget for row in study['runs'])
+        for place in (Place(name, study, budget) for budget in study['budgets'])
+        if study['kind'] in kinds and (groups := pick(place)) and None not in groups
     ]
-    found = [(each, pick(each)) for each in sorted(places, key=most_flops, reverse=True)]
-    found = [(place, groups) for place, groups in found if groups and None not in groups]
     if not found:
         raise NotMeasured
     return min(found, key=rank)

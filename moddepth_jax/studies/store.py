@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from moddepth_jax.analysis.block_stats import block_stats
+from moddepth_jax.data import directory as directory_lib
 from moddepth_jax.data.pipeline import make_dataset
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.studies import fit
@@ -43,14 +44,13 @@ _MEASURED_BATCHES = 32  # held-out ones
 def open_study(directory, plan: dict):
     """Makes `directory` that of the study `plan` (JSON values), or checks that it already is.
 
-    Raises:
-      ValueError: one line, nothing written: the directory holds something else, or a study whose
-        plan differs by more than what those of MAY_GROW have gained.
+    Raises ValueError, one line, nothing written, if the directory holds something else or a plan
+    that differs by more than what those of MAY_GROW have gained.
     """
     directory = pathlib.Path(directory)
     file, where, right = directory / PLAN_FILE, f'--workdir={directory}', 'use another --workdir'
     plan, stored = json.loads(json.dumps(plan)), None
-    if directory.exists() and not directory.is_dir():
+    if directory.is_file():
         raise ValueError(f'{where}: is a file; {right}')
     if file.exists():
         stored = read_json(file, '')
@@ -65,9 +65,8 @@ def open_study(directory, plan: dict):
                 raise ValueError(f'{where}: {found}; {right}')
     elif directory.exists():
         names = {path.name for path in directory.iterdir()}
-        others = sorted(names - {RUNS} - temporary_files(names, PLAN_FILE))
-        if others:
-            found = f'holds {others[0]!r} but no {PLAN_FILE}, so it is no study'
+        for other in sorted(names - {RUNS} - temporary_files(names, PLAN_FILE)):
+            found = f'holds {other!r} but no {PLAN_FILE}, so it is no study'
             raise ValueError(f'{where}: {found}; {right}')
     try:
         (directory / RUNS).mkdir(parents=True, exist_ok=True)
@@ -86,14 +85,9 @@ def read_study(directory) -> dict:
 
 def read_json(file, missing: str) -> dict:
     """The JSON object in a file. Raises ValueError, one line, which says `missing` if it is."""
-    try:
-        content = json.loads(file.read_text(encoding='utf-8'))
-    except (FileNotFoundError, NotADirectoryError):
-        raise ValueError(f'{missing}; python -m launch.isoflop makes one') from None
-    except (OSError, ValueError) as error:
-        raise ValueError(f'{file}: unreadable; must be JSON ({error})') from None
-    if not isinstance(content, dict):
-        raise ValueError(f'{file}: {type(content).__name__}; must be a JSON object')
+    content = directory_lib.read_json(file, 'must be JSON of launch.isoflop')
+    if content is None:
+        raise ValueError(f'{missing}; python -m launch.isoflop makes one')
     return content
 
 
@@ -141,13 +135,10 @@ def check_run(directory, run: Planned, hparams: Hparams):
 
 
 def collect(directory, plan: Plan, description: dict, hparams_of) -> dict:
-    """The content of study.json, from the finished runs: see docs/isoflop.md.
+    """The content of study.json (docs/isoflop.md): the description, then that of finished runs.
 
-    It begins with the `description`. Nothing in it depends on when, where or in how many starts the
-    runs were trained.
-
-    Raises:
-      ValueError: a run is not the one that is planned.
+    Nothing in it depends on when, where or in how many starts the runs were trained. Raises
+    ValueError if a run is not the one that is planned.
     """
     runs, losses, to_train, complete = progress(directory, plan)
     missing = {run.name for run in to_train}
@@ -223,17 +214,10 @@ def _row(run, model, summary, curve):
 
 
 def training_curve(rows: list[dict], points: int = CURVE_POINTS) -> list[list[float]]:
-    """[step, training loss in nats] at `points` places or fewer, each the mean since the last.
-
-    `rows` are those of `read_metrics`; the ones without a loss are skipped.
-    """
+    """[step, mean loss in nats since the last] at `points` places of the rows of metrics.jsonl."""
     known = [(row['step'], row['loss']) for row in rows if row.get('loss') is not None]
-    parts = np.array_split(np.arange(len(known)), min(points, len(known)) or 1)
-    return [
-        [known[part[-1]][0], float(np.mean([known[i][1] for i in part]))]
-        for part in parts
-        if len(part)
-    ]
+    parts = np.array_split(np.array(known), min(points, len(known))) if known else []
+    return [[int(part[-1, 0]), float(np.mean(part[:, 1]))] for part in parts]
 
 
 def measured_runs(study: dict) -> list[str]:

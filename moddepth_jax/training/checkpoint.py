@@ -33,9 +33,8 @@ _DISK_FULL = [os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.E
 def state_sha256(state) -> str:
     """Hex digest over the path, dtype, shape and bytes of every leaf, in sorted path order.
 
-    Two states have equal digests exactly if they are bit-equal, however their arrays are split over
-    devices and processes. If an array is split over processes, every process calls this, and each
-    device holds one such array at a time in full.
+    It does not depend on how the arrays are split over devices and processes. Every process calls
+    it if one is split over them; each device then holds one such array at a time in full.
     """
     digest = hashlib.sha256()
     for path, leaf in sorted(_named_leaves(state).items()):
@@ -79,15 +78,13 @@ class SaveError(ValueError):
 
 
 class Checkpoints(contextlib.AbstractContextManager):
-    """The checkpoints of one run, in `directory`/STEP/. A context manager whose exit waits.
+    """The newest `keep` checkpoints of a run, in `directory`/STEP/; a context manager that waits.
 
-    A checkpoint counts once it has its `manifest.json`, written last: the size and sha256 of each
-    file, the dtype and shape of each leaf, and the caller's metadata. So a process killed at any
-    moment leaves its older checkpoints good and an unfinished one recognizable.
+    A checkpoint counts once it has its `manifest.json`, written last: size and sha256 of each file,
+    dtype and shape of each leaf, metadata. So a kill at any moment damages no older checkpoint.
 
-    Several processes share the directory and make the same calls in the same order (except
-    `steps`). Each writes and reads its own parts of the arrays; process 0 alone decides what is
-    good, removes checkpoints (all but the newest `keep` good ones), and writes manifests.
+    Several processes make the same calls in the same order (except `steps`). Each writes and reads
+    its own parts of the arrays; process 0 alone judges, removes and writes manifests.
 
     Attributes:
       skipped: a line for each checkpoint that the last `restore` skipped, newest first.
@@ -102,13 +99,12 @@ class Checkpoints(contextlib.AbstractContextManager):
         self._thread = concurrent.futures.ThreadPoolExecutor(1, 'checkpoint')
         silence_orbax()
         # Renaming would be atomic too, but not on network file systems; the manifest needs neither.
-        mode = ocp.options.AtomicityMode.COMMIT_FILE
+        mode, barrier = ocp.options.AtomicityMode.COMMIT_FILE, self._await_all_parts
+        options = ocp.options.AsyncOptions(timeout_secs=PATIENCE_SECONDS, barrier_sync_fn=barrier)
         self._orbax = ocp.AsyncCheckpointer(
             ocp.StandardCheckpointHandler(),
             atomicity_options=ocp.options.AtomicityOptions(mode=mode),
-            async_options=ocp.options.AsyncOptions(
-                timeout_secs=PATIENCE_SECONDS, barrier_sync_fn=self._await_all_parts
-            ),
+            async_options=options,
         )
 
     def steps(self) -> list[int]:
@@ -116,14 +112,11 @@ class Checkpoints(contextlib.AbstractContextManager):
         return [step for step in self._all_steps() if self._path(step, MANIFEST_FILE).exists()]
 
     def save(self, step: int, state, metadata: dict) -> None:
-        """Writes a checkpoint in the background; the newest `keep` good ones stay.
+        """Writes a checkpoint in the background, unless `step` already has a good one.
 
-        The state, a pytree of jax arrays, has been copied when this returns, so it may be donated.
-        `metadata`, of JSON values, is returned by `restore`. If `step` already has a good
-        checkpoint, nothing is written.
-
-        Raises:
-          SaveError: this save could not begin; or the previous one failed, and this one has begun.
+        The state, a pytree of jax arrays, has been copied when this returns, so it may be donated;
+        `metadata` holds JSON values. Raises SaveError if this save could not begin, or if the
+        previous one failed; this one has then begun.
         """
         metadata = json.loads(json.dumps(metadata))
         content = {'step': int(step), 'leaves': _specs(state), 'metadata': metadata}
@@ -132,26 +125,21 @@ class Checkpoints(contextlib.AbstractContextManager):
             self._vote = _SaveVote()
             self._begin(step, _named_leaves(state))
             self._pending = self._thread.submit(self._commit, step, content)
-        if failure is not None:
+        if failure:
             raise failure
 
     def wait(self) -> None:
         """Returns when the last save has finished; raises SaveError if it failed."""
-        failure = self._finish_pending()
-        if failure is not None:
+        if failure := self._finish_pending():
             raise failure
 
     def restore(self, *abstract_states) -> tuple | None:
         """Returns the newest good checkpoint as (state, step, metadata), or None if there is none.
 
         Of the abstract states, pytrees of jax.ShapeDtypeStruct or arrays, the first one that has
-        the leaves of the checkpoint is restored. Each leaf is placed by its `sharding`, or on the
-        first device if that is None.
-
-        Raises:
-          ValueError: the newest good checkpoint has another leaf, shape or dtype; one line that
-            names the first difference from the first state. Nothing has been read then.
-          SaveError: the previous save failed.
+        the leaves of the checkpoint is restored, each placed by its `sharding` (None: on the first
+        device). Raises SaveError as `wait`, and ValueError, one line with the first difference from
+        the first state, before anything is read, if none has these leaves, shapes and dtypes.
         """
         self.wait()
         found = multihost.broadcast_from_leader(lambda: self._find_newest(abstract_states))
@@ -162,21 +150,16 @@ class Checkpoints(contextlib.AbstractContextManager):
         state = multihost.run_on_all(lambda: self._read(step, abstract_states[found['form']]))
         return state, step, found['metadata']
 
-    def close(self) -> None:
-        """Waits for the last save and ends the background thread. Raises as `wait` does."""
-        try:
-            self.wait()
-        finally:
-            self._thread.shutdown()
-            self._orbax.close()
-
     def __exit__(self, kind, error, trace):
         try:
-            self.close()
+            self.wait()
         except SaveError as failure:
             if error is None:
                 raise
             error.add_note(str(failure))
+        finally:
+            self._thread.shutdown()
+            self._orbax.close()
 
     def _path(self, step, *names):
         return self._directory.joinpath(str(step), *names)
@@ -196,8 +179,11 @@ class Checkpoints(contextlib.AbstractContextManager):
                 continue
             wanted, saved = [_specs(state) for state in abstract_states], content['leaves']
             if saved not in wanted:
-                found = _difference(saved, wanted[0])
-                raise ValueError(f'checkpoint {step} in {self._directory}: {found}')
+                path = min(name for name, _ in saved.items() ^ wanted[0].items())
+                old, new = (side.get(path, 'absent') for side in (saved, wanted[0]))
+                found = f'{path} is {old} in the checkpoint and {new} in this run'
+                right = 'use the config it was saved with'
+                raise ValueError(f'checkpoint {step} in {self._directory}: {found}; {right}')
             form, metadata = wanted.index(saved), content['metadata']
             return {'step': step, 'metadata': metadata, 'form': form, 'skipped': skipped}
         return {'step': None, 'skipped': skipped}
@@ -246,10 +232,9 @@ class Checkpoints(contextlib.AbstractContextManager):
             raise self._clean_up(step, reason) from error
 
     def _await_all_parts(self, *, key, timeout_ms):
-        """The barrier of Orbax's threads: returns when all parts are written, or raises an error.
+        """Both barriers of Orbax's threads: returns when all parts are written, or raises an error.
 
-        Orbax has a second barrier, which waits until process 0 has joined the parts. It passes
-        here, and `_commit` waits for more. An error elsewhere would open either of Orbax's own.
+        An error elsewhere would open Orbax's own barriers.
         """
         del key, timeout_ms
         error = self._vote.report_part()
@@ -311,23 +296,13 @@ class Checkpoints(contextlib.AbstractContextManager):
             path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or first)
             for path, leaf in _named_leaves(abstract_state).items()
         }
-        arrays = self._orbax.handler.restore(
-            self._path(step), args=ocp.args.StandardRestore(targets)
-        )
+        how = ocp.args.StandardRestore(targets)
+        arrays = self._orbax.handler.restore(self._path(step), args=how)
         leaves = [arrays[path] for path in targets]
         return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves)
 
 
-def _difference(saved, wanted):
-    """The first path whose `_specs` differ, and the remedy."""
-    path = min(name for name, _ in saved.items() ^ wanted.items())
-    old, new = saved.get(path, 'absent'), wanted.get(path, 'absent')
-    found = f'{path} is {old} in the checkpoint and {new} in this run'
-    return f'{found}; use the config it was saved with'
-
-
 def _one_line(error):
-    """The message of an error in one line of at most 300 characters."""
     os_error = re.search(r"os_error_code='(\d+)'", str(error))  # in half a page of TensorStore's
     return os.strerror(int(os_error[1])) if os_error else multihost.one_line(error)[:300]
 
@@ -338,23 +313,20 @@ _save_numbers = itertools.count()  # equal on every process: all begin the same 
 class _SaveVote:
     """One save on several processes: each reports on its part, then process 0 on the whole.
 
-    Background threads cannot use the collectives of devices, whose order must be equal on all
-    processes. So the messages go through the key-value store of `jax.distributed`.
+    By the key-value store of `jax.distributed`: background threads cannot use collectives.
     """
 
     def __init__(self):
         number = next(_save_numbers)
         self._folder, self._reported = f'moddepth_jax/saves/{number}', False
         self._several = jax.process_count() > 1
+        self._store = ocp.multihost.get_jax_distributed_client() if self._several else None
         if self._several and multihost.is_leader():
             # All processes have begun the save after that one, so none reads its keys any more.
             self._store.key_value_delete(f'moddepth_jax/saves/{number - 2}')
 
     def report_part(self, error: str = '') -> str:
-        """Reports how this process's part ended: '' or one line; only the first report counts.
-
-        Returns the first error of any process, or '', once all have reported.
-        """
+        """Reports this process's error or ''; returns the first of any once all have reported."""
         if not self._several:
             return error
         if not self._reported:
@@ -365,15 +337,9 @@ class _SaveVote:
 
     def decide(self, error: str) -> str:
         """The error of the whole save on process 0, or '', which all others wait for."""
-        if not self._several:
-            return error
-        if multihost.is_leader():
+        if self._several and multihost.is_leader():
             self._put('whole', error)
-        return self._get('whole')
-
-    @property
-    def _store(self):
-        return ocp.multihost.get_jax_distributed_client()
+        return self._get('whole') if self._several else error
 
     def _put(self, key, text):
         # After a colon, since the store takes no empty value.
@@ -388,10 +354,8 @@ class _SaveVote:
 def silence_orbax() -> None:
     """Drops two kinds of useless output in the whole process; further calls do nothing.
 
-    One are Orbax's log records: dozens of lines per save, though its errors are raised anyway. The
-    other are errors that Python cannot raise: if one array of a save cannot be written, Orbax drops
-    the others and closes its event loop. TensorStore then finds the loop closed, or nobody reads
-    its error; either would print pages of tracebacks on stderr.
+    Orbax logs dozens of lines per save. And if one array cannot be written, Orbax drops the others
+    and closes its event loop, about which TensorStore would print pages of tracebacks.
     """
     orbax, hook = f'{os.sep}orbax{os.sep}', sys.unraisablehook
 

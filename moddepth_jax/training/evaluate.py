@@ -44,30 +44,20 @@ def eval_step(variables, batch, causal_layers_R, *, hparams: Hparams, routing: s
 
 
 def evaluate(
-    variables,
-    hparams: Hparams,
-    dataset,
-    mesh,
-    num_batches: int,
-    routing: str,
-    causal_layers_R=None,
+    variables, hparams: Hparams, dataset, mesh, num_batches: int, routing: str, causal_layers_R=None
 ) -> dict:
     """Loss over the first `num_batches` held-out batches, or all of them if there are fewer.
 
     Every process of a run calls this and gets the same numbers. The mesh is also that of the
     context (`jax.set_mesh`), for it to split the work; `variables` are those of a TrainState, and
-    `routing` and `causal_layers_R` are as the Transformer takes them.
+    `routing` and `causal_layers_R` are as the Transformer takes them. Raises ValueError, one line,
+    for fewer batches than a mixture has members.
 
     Returns:
-      dict: `loss` in nats a target, `bits_per_byte`, `targets`; for a routed model `routing`: lists
-      over its routed layers, of `routing_ratios`; with experts `experts`: lists over their layers,
-      of `expert_ratios`.
-      For a mixture also `domains`: for each member `loss`, `bits_per_byte`, `perplexity` (a token)
-      and `targets`. All other values are then weighted by the members' shares of the training data:
-      `loss` is the mean of their losses by these, however much is held out of each.
-
-    Raises:
-      ValueError: one line, for fewer batches than a mixture has members.
+      dict: `loss` in nats a target, `bits_per_byte`, `targets`; lists over routed layers,
+      `routing`, of `routing_ratios`, and over layers with experts, `experts`, of `expert_ratios`.
+      For a mixture also `domains`: `loss`, `bits_per_byte`, `perplexity` (a token) and `targets` of
+      each member. All other values are then weighted by the members' shares of the training data.
     """
     if num_batches < len(dataset.domains):
         right = f'must be at least {len(dataset.domains)}: one for each member of the mixture'
@@ -111,16 +101,12 @@ def _ratios(sums, hparams):
             result['routing'] = routing_ratios(sums['routing'])
         if 'experts' in sums:
             experts = hparams.model.experts
-            ratios = expert_ratios(sums['experts'], experts.top_k, experts.num_routed)
-            result['experts'] = ratios
+            result['experts'] = expert_ratios(sums['experts'], experts.top_k, experts.num_routed)
     return jax.tree.map(lambda x: x.tolist() if isinstance(x, np.ndarray) else x, result)
 
 
 def _weight_domains(totals, shares):
-    """The sums over all domains, weighted so that their shares of the targets are `shares`.
-
-    So it does not matter how many batches of each domain were read.
-    """
+    """The sums over all domains, weighted so that their shares of the targets are `shares`."""
     if not shares:
         return totals[None]
     weights = {name: share / totals[name]['targets'] for name, share in shares.items()}
@@ -139,12 +125,10 @@ def evaluate_causal(
 ) -> dict:
     """`evaluate` under the causal rule, together with the top-C loss of the same weights.
 
-    Returns:
-      The dict of `evaluate`. For a model that looks ahead in training also `loss_top_c` and
-      `routing_gap` = loss - loss_top_c (0.01 nats or less is negligible, 0.05 invalidates a run),
-      also for each member of a mixture in `domains`. With `batches_per_layer`, `routing` of a
-      routed model has a list `routing_gap`, measured on so many batches: the gap if only that layer
-      uses the rule.
+    For a model that looks ahead in training its dict also has `loss_top_c` and `routing_gap` =
+    loss - loss_top_c (0.01 nats or less is negligible, 0.05 invalidates a run), also for each
+    member in `domains`. With `batches_per_layer`, `routing` of a routed model has a list
+    `routing_gap`, measured on so many batches: the gap if only that layer uses the rule.
     """
     rule = causal_routing(hparams)
     run = functools.partial(evaluate, variables, hparams, dataset, mesh)

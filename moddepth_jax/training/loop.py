@@ -6,6 +6,7 @@ import pathlib
 
 import jax
 
+from moddepth_jax.data.directory import lock_directory
 from moddepth_jax.data.pipeline import Dataset, check_fingerprint
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.training import multihost
@@ -22,20 +23,8 @@ from moddepth_jax.training.plan import prepare_run, stage_at
 from moddepth_jax.training.preemption import PreemptionHandler
 from moddepth_jax.training.profile import Profile
 from moddepth_jax.training.progress import Progress
-from moddepth_jax.training.run_dir import (
-    CONFIG_FILE,
-    WorkdirLock,
-    open_workdir,
-    save_tokenizer,
-    update_config,
-)
-from moddepth_jax.training.summary import (
-    describe,
-    initial_metadata,
-    parameter_lines,
-    summarize,
-    write_summary,
-)
+from moddepth_jax.training.run_dir import CONFIG_FILE, open_workdir, save_tokenizer, update_config
+from moddepth_jax.training.summary import describe, initial_metadata, summarize, write_summary
 from moddepth_jax.training.train_step import TrainState, init_state
 from moddepth_jax.training.trainer import Trainer
 
@@ -54,12 +43,7 @@ INFERENCE_ONLY = ('model.routing.cache_capacity', 'model.routing.overflow')  # i
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What `train` returns.
-
-    Attributes:
-      summary: the content of summary.json; None if a signal ended the run early.
-      signal: the name of that signal, or None.
-    """
+    """What `train` returns; if the signal of the name `signal` ended the run early, no summary."""
 
     hparams: Hparams
     workdir: pathlib.Path
@@ -79,16 +63,12 @@ def train(
     """Trains to the last step, from where an earlier call in the same workdir stopped.
 
     On CPUs two calls with equal hyper-parameters, versions, devices and threads end bit-equal,
-    however often they were killed in between. Every process of a run calls this; process 0 alone
-    prints and writes, except for the parts of checkpoints.
+    however often they were killed in between. Every process of a run calls this.
 
     `mesh_spec` is as `make_mesh` takes it, `profiled` the steps that `Profile` traces, `wandb` the
-    project of W&B that gets the metrics too.
-
-    Raises:
-      ValueError: one line, before anything is compiled or written, for a budget, corpus, mesh or
-        workdir that does not fit, or W&B not installed; later, if a checkpoint cannot be written.
-      DivergedError: a ValueError, after `training.max_nan_steps` non-finite steps in a row.
+    project of W&B that gets the metrics too. Raises ValueError, one line, before anything is
+    compiled or written, for a budget, corpus, mesh or workdir that does not fit, or W&B not
+    installed; later SaveError and DivergedError.
     """
     multihost.run_on_all(lambda: check_wandb(wandb))
     num_steps, dataset, mesh = multihost.run_on_all(
@@ -101,7 +81,7 @@ def train(
         may_change += INFERENCE_ONLY
     notes = multihost.broadcast_from_leader(lambda: open_workdir(workdir, config, may_change))
     with contextlib.ExitStack() as stack:
-        multihost.run_on_leader(lambda: stack.enter_context(WorkdirLock(workdir)))
+        multihost.run_on_leader(lambda: stack.enter_context(lock_directory(workdir)))
         multihost.check_shared_directory(workdir / CONFIG_FILE)
         folder, keep = workdir / 'checkpoints', hparams.training.keep_checkpoints
         checkpoints = stack.enter_context(Checkpoints(folder, keep))
@@ -117,7 +97,6 @@ def train(
             trainer = Trainer(state, metadata, dataset, mesh, profile, *outputs)
             for line in (
                 *describe(hparams, num_steps, state.params, dataset),
-                *parameter_lines(state.params),
                 *mesh_lines(mesh, state),
                 *notes,
                 *more,
@@ -130,8 +109,7 @@ def train(
                 done = f'{signal}: stopped and saved at step {step} of {num_steps}'
                 trainer.progress.note(f'{done}; the same command resumes from there')
                 return Run(hparams, workdir, state, dataset, None, signal)
-            what = 'evaluating on held-out text, then counting the FLOPs of the traced step'
-            trainer.progress.note(what)
+            trainer.progress.note('evaluating on held-out text')
             evaluation = trainer.evaluate(num_steps, hparams.evaluation.final_batches)
         summary = summarize(hparams, state, evaluation, dataset, trainer.metadata)
         multihost.run_on_leader(lambda: write_summary(workdir, summary))
@@ -160,10 +138,7 @@ def restore_or_init(hparams: Hparams, num_steps: int, dataset, mesh, checkpoints
     """The state of the newest good checkpoint, or a fresh one, placed by `state_shardings`.
 
     Returns the TrainState, the metadata of its next checkpoint, and notes for the user. Every
-    process of a run calls this.
-
-    Raises:
-      ValueError: one line, for a checkpoint of other data, steps or stage.
+    process calls this. Raises ValueError, one line, for a checkpoint of other data, steps or stage.
     """
     multihost.warm_up_collectives(mesh)
     initial = jax.jit(lambda: init_state(hparams, num_steps))
@@ -188,7 +163,6 @@ def restore_or_init(hparams: Hparams, num_steps: int, dataset, mesh, checkpoints
 
 
 def _check_metadata(stored, metadata, hparams, step):
-    """Raises ValueError if a run cannot resume from a checkpoint with this metadata."""
     check_fingerprint(stored['fingerprint'], metadata['fingerprint'])
     num_steps = metadata['num_steps']
     if stored['num_steps'] != num_steps:

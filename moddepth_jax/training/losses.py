@@ -20,10 +20,8 @@ def masked_labels(batch):
 def causal_rule_loss(hparams: Hparams, record, segment_ids_BT, num_real):
     """Weighted binary cross-entropy of the causal rule against membership in the top C.
 
-    The mean over routed layers and `num_real` tokens; the targets of a row are the choices made in
-    that same row, and carry no gradient. 0 if the model's rule has no loss.
-
-    `record` is a RoutingRecord with leaves [routed layers, B, T], or None.
+    The mean over routed layers and `num_real` tokens; 0 if the model's rule has no loss. `record`
+    is a RoutingRecord with leaves [routed layers, B, T], or None.
     """
     weight = hparams.model.routing.rule_loss_weight
     if record is None or not weight:
@@ -38,9 +36,8 @@ def routing_counts(record, segment_ids_BT):
     """Counts from which `routing_ratios` makes ratios; counts of several batches may be added.
 
     Of a RoutingRecord with leaves [routed layers, B, T]. Returns float32 [routed layers]: numbers
-    of real tokens by what was decided, and `histogram` [routed layers, HISTOGRAM_BINS], of
-    sigmoid(r); sums over the top C, `gate`; and over `rows` with a real token, `lowest`, of the
-    lowest score of the top C.
+    of real tokens, `histogram` [routed layers, HISTOGRAM_BINS] of sigmoid(r), the sum of `gate`
+    over the top C, and of `lowest`, the lowest score of the top C, over `rows` with a real token.
     """
     real_LBT = jnp.broadcast_to(segment_ids_BT > 0, record.selected_BT.shape)
     rule_LBT = (record.rule_logits_BT > 0) & real_LBT
@@ -86,8 +83,8 @@ def routing_ratios(counts):
 def expert_counts(record):
     """Counts from which `expert_ratios` makes ratios; counts of several batches may be added.
 
-    They are the fields of an ExpertsRecord with leaves [X, ...], as float32 without gradients, X
-    expert layers of Z = E + num_noop choices each. Only experts that choose have the last two.
+    The fields of an ExpertsRecord with leaves [X, ...], as float32 without gradients; X expert
+    layers of Z = E + num_noop choices each.
     """
     counts = {
         'tokens_X': record.tokens,
@@ -104,15 +101,11 @@ def expert_counts(record):
 def expert_ratios(counts, top_k: int, num_routed: int):
     """`expert_counts` as ratios per expert layer, NaN if the denominator is 0.
 
-    `top_k` is the experts of a token, on average if experts choose; choices after the first
-    `num_routed` do nothing.
-
-    Returns:
-      dict of `load` [X, Z], the share of all pairs that falls on each choice; [X] each,
-      `largest_load`, the pairs of the fullest routed expert over the mean of the routed ones;
-      `noop_fraction` and `dropped_fraction`, shares of all pairs; `computed_fraction`, the computed
-      pairs over top_k a token; `unused`, routed experts without a token; and if experts chose by
-      top-C `lowest_taken` [X, E], the C-th largest score, mean over rows.
+    `load` [X, Z] is the share of all pairs that falls on each choice; those after the first
+    `num_routed` do nothing. [X] each are `largest_load`, the pairs of the fullest routed expert
+    over the mean; `noop_fraction` and `dropped_fraction`, shares of all pairs; `computed_fraction`,
+    the computed pairs over `top_k` a token; `unused`, routed experts without a token. If experts
+    chose by top-C, `lowest_taken` [X, E] is the C-th largest score, mean over rows.
     """
     pairs_XZ = counts['pairs_XZ']
     pairs_X, routed_XE = pairs_XZ.sum(1), pairs_XZ[:, :num_routed]
@@ -135,11 +128,8 @@ def expert_loss(hparams: Hparams, record, counts=None):
 
     sum_i f_i P_i with f_i = Z pairs_i / (k n) and P_i = scores_i / n, and the mean of squared
     log-partitions, each the mean over expert layers (DeepSeekMoE, arXiv 2401.06066, section 3.3;
-    the z-loss: ST-MoE, Zoph et al. 2022, arXiv 2202.08906). Experts that do nothing count among the
-    Z. Pairs pass no gradient. If experts choose, loads are even and the balance loss is 0.
-
-    If the ExpertsRecord is of a micro-batch, `counts` is the sum of `expert_counts` over the step,
-    so that the losses of the micro-batches sum to that of the step. None: those of the record.
+    the z-loss: ST-MoE, Zoph et al. 2022, arXiv 2202.08906). If experts choose, the balance loss is
+    0. For the ExpertsRecord of a micro-batch, `counts` is the sum of `expert_counts` over the step.
     """
     experts = hparams.model.experts
     counts = expert_counts(record) if counts is None else counts

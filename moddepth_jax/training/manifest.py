@@ -11,10 +11,7 @@ MANIFEST_FILE = 'manifest.json'
 
 
 def write_manifest(directory: pathlib.Path, content: dict) -> None:
-    """Flushes every file under `directory` to disk, then writes its manifest atomically.
-
-    `content`, of JSON values, is what `read_manifest` returns.
-    """
+    """Flushes every file under `directory` to disk; then writes its manifest of JSON `content`."""
     paths = sorted(directory.rglob('*'))
     files = {
         path.relative_to(directory).as_posix(): _size_and_sha256(path, flush=True)
@@ -33,9 +30,7 @@ def write_manifest(directory: pathlib.Path, content: dict) -> None:
 def read_manifest(directory: pathlib.Path) -> dict:
     """Verifies every file and returns the content that `write_manifest` was given.
 
-    Raises:
-      ValueError: one line, if there is no manifest, or if it or a file is not as written.
-      OSError: a file could not be read.
+    Raises ValueError, one line, without a manifest, or if it or a file is not as written; OSError.
     """
     path = directory / MANIFEST_FILE
     if not path.exists():

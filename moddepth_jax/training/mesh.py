@@ -15,11 +15,8 @@ from moddepth_jax.training.train_step import init_state
 def make_mesh(text: str = '') -> Mesh:
     """The mesh that `text` describes, such as `data=2,fsdp=4`, over the devices of all processes.
 
-    An axis that is not named has size 1. An empty text puts all devices along `data`.
-
-    Raises:
-      ValueError: an unknown axis, one named twice, a size that is not a positive number, or more
-        devices than there are; with several processes, fewer than there are.
+    Axes that are not named have size 1; '' puts all devices along `data`. Raises ValueError, one
+    line, for text of another form, more devices than there are, or with several processes fewer.
     """
     devices = jax.devices()
     sizes = {} if text else {'data': len(devices)}
@@ -34,11 +31,9 @@ def make_mesh(text: str = '') -> Mesh:
     wanted = math.prod(shape)
     if wanted > len(devices):
         raise ValueError(f'--mesh={text}: needs {wanted} devices, {len(devices)} are here')
-    if wanted < len(devices) and jax.process_count() > 1:
-        raise ValueError(
-            f'--mesh={text}: has {wanted} devices; {jax.process_count()} processes need a mesh of '
-            f'all their {len(devices)}'
-        )
+    if wanted < len(devices) and (processes := jax.process_count()) > 1:
+        right = f'{processes} processes need a mesh of all their {len(devices)}'
+        raise ValueError(f'--mesh={text}: has {wanted} devices; {right}')
     types = (AxisType.Auto,) * len(AXES)
     return jax.make_mesh(shape, AXES, types, devices=devices[:wanted])
 
@@ -46,16 +41,14 @@ def make_mesh(text: str = '') -> Mesh:
 def check_mesh(hparams: Hparams, mesh: Mesh):
     """Raises ValueError, in one line, if a batch or a size of the model does not divide over it.
 
-    Also if a mesh with `fsdp` or `tensor` would leave more than `training.max_unsharded` of the
-    parameters unsharded.
+    Also if more than `training.max_unsharded` of the parameters stays unsharded.
     """
     check_batch(mesh, hparams.data.batch_size, hparams.training.accumulate_steps)
     model, experts = hparams.model, hparams.model.experts
     if mesh.shape['expert'] > 1 and not model.expert_layers:
-        raise ValueError(
-            f'--mesh: expert={mesh.shape["expert"]} has nothing to split, '
-            f'model.experts.choice=none is a model without experts; use --mesh=data=N'
-        )
+        found = f'expert={mesh.shape["expert"]} has nothing to split'
+        right = 'model.experts.choice=none is a model without experts; use --mesh=data=N'
+        raise ValueError(f'--mesh: {found}, {right}')
     divided = [
         ('fsdp', 'model.d_model', model.d_model),
         ('tensor', 'model.num_heads', model.num_heads),
@@ -67,16 +60,11 @@ def check_mesh(hparams: Hparams, mesh: Mesh):
         divided += [('tensor', 'model.experts.d_ff', experts.d_ff)]
         divided += [('expert', 'model.experts.num_routed', experts.num_routed)]
     for axis, name, value in divided:
-        if value % mesh.shape[axis]:
-            raise ValueError(
-                f'{name}={value} does not divide over --mesh={axis}={mesh.shape[axis]}: every '
-                f'device holds as many; use a divisor of {value}'
-            )
-    if mesh.shape['fsdp'] * mesh.shape['tensor'] > 1:
-        _check_unsharded(hparams, mesh)
-
-
-def _check_unsharded(hparams, mesh):
+        if value % (size := mesh.shape[axis]):
+            right = f'every device holds as many; use a divisor of {value}'
+            raise ValueError(f'{name}={value} does not divide over --mesh={axis}={size}: {right}')
+    if mesh.shape['fsdp'] * mesh.shape['tensor'] == 1:
+        return
     most = hparams.training.max_unsharded
     share = _unsharded_fraction(mesh, jax.eval_shape(lambda: init_state(hparams, 1)).params)
     if share > most:
@@ -110,12 +98,11 @@ def state_shardings(mesh: Mesh, state):
 
     `state` is any pytree of arrays or jax.ShapeDtypeStruct whose paths end like parameters.
     """
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: NamedSharding(
-            mesh, spec(mesh, axis_names(_name(path), leaf.ndim), leaf.shape)
-        ),
-        state,
-    )
+
+    def place(path, leaf):
+        return NamedSharding(mesh, spec(mesh, axis_names(_name(path), leaf.ndim), leaf.shape))
+
+    return jax.tree_util.tree_map_with_path(place, state)
 
 
 def _name(path):
@@ -134,10 +121,9 @@ def batch_sharding(mesh: Mesh, batch_size: int) -> NamedSharding:
 
 
 def local_rows(mesh: Mesh, batch_size: int) -> slice:
-    """The rows of a batch that this process's devices need: all of them in a single process.
+    """The rows of a batch that this process's devices need, from the first to the last.
 
-    A slice from the first to the last of them. Processes that share rows, as they do when `tensor`
-    spans them, have the same slice.
+    Processes that share rows, as they do when `tensor` spans them, have the same slice.
     """
     held = batch_sharding(mesh, batch_size).addressable_devices_indices_map((batch_size,))
     bounds = [rows.indices(batch_size)[:2] for (rows,) in held.values()]
@@ -189,31 +175,24 @@ def _unsharded_fraction(mesh, params):
 
 
 def _split(sharding, ndim):
-    """The mesh axes of each axis of an array, such as `(-, fsdp, tensor, -)`, or `replicated`."""
+    """The mesh axes of each axis of an array, such as `(-, fsdp, tensor, -)`."""
     entries = (tuple(sharding.spec) + (None,) * ndim)[:ndim]
-    if not any(entries):
-        return 'replicated'
     words = ['+'.join(e) if isinstance(e, tuple) else e or '-' for e in entries]
     return f'({", ".join(words)})'
 
 
 def sharding_lines(mesh: Mesh, params) -> list[str]:
-    """A table of parameters by name, summed over layers, and how they are split.
-
-    It has their number and the bytes of them that one device holds; unsharded ones are one line.
-    """
+    """A table of parameters by name, summed over layers, how they are split, and bytes a device."""
     sizes, bytes_held = collections.Counter(), collections.Counter()
     for name, leaf, sharding, held in _placed(mesh, params):
         name = re.sub(r'stack/run_\d+/layer_\d+/(block/)?', '', name)
-        row = name, _split(sharding, leaf.ndim)
+        split = _split(sharding, leaf.ndim)
+        row = ('others', 'replicated') if sharding.is_fully_replicated else (name, split)
         sizes[row] += leaf.size
         bytes_held[row] += held
-    found = [(*row, size, bytes_held[row]) for row, size in sizes.most_common()]
-    unsharded = [row for row in found if row[1] == 'replicated']
-    rows = [row for row in found if row[1] != 'replicated']
-    others = f'{len(unsharded)} others'
-    for name, split, group in (others, 'replicated', unsharded), ('all parameters', '', found):
-        rows.append((name, split, sum(row[2] for row in group), sum(row[3] for row in group)))
+    rows = [(*row, size, bytes_held[row]) for row, size in sizes.most_common()]
+    rows.sort(key=lambda row: row[1] == 'replicated')
+    rows.append(('all parameters', '', sizes.total(), bytes_held.total()))
     name_width, split_width = (max(len(row[i]) for row in rows) for i in (0, 1))
     heads = 'split over', 'parameters', 'MB a device'
     text = [f'{"":{name_width}}  {heads[0]:{split_width}}  {heads[1]:>13}  {heads[2]:>11}']

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import pathlib
-import re
 import secrets
 import sys
 import time
@@ -21,7 +20,6 @@ METRICS_FILE = 'metrics.jsonl'
 EVENTS_DIRECTORY = 'tensorboard'
 FLUSH_SECONDS = 30.0  # between flushes of TensorBoard events
 WANDB_ID_FILE = 'wandb-id'
-_WINDOWS_NAME = re.compile(r'windows-\d+\.jsonl')
 
 
 def replace_nonfinite(value):
@@ -38,18 +36,11 @@ def replace_nonfinite(value):
 class MetricsWriter(contextlib.AbstractContextManager):
     """Appends rows to `metrics.jsonl` and passes each to TensorBoardWriter, WandbWriter, ...
 
-    A row is {'step': step, name: value, ...}. Names are nested by '/'; an evaluation is a separate
-    row whose names begin with `eval/`. Each row is flushed as it is written.
-
-    Args:
-      workdir: directory of the run.
-      first_step: steps done before this start. Later rows, which a run that was killed after its
-        last checkpoint left, are dropped, and so is a truncated last line.
-      sinks: other writers of rows, with a `name`, `add(step, values)` and `close()`. A sink that
-        raises is dropped with one line on stderr.
-
-    Raises:
-      ValueError: one line, if an earlier line of the file is not a row.
+    A row is {'step': step, name: value, ...}, flushed as it is written. Names are nested by '/'; an
+    evaluation is a separate row whose names begin with `eval/`. Rows after `first_step`, which a
+    run that was killed after its last checkpoint left, and a truncated last line are dropped.
+    `sinks` have a `name`, `add(step, values)` and `close()`; one that raises is dropped with one
+    line on stderr. Raises ValueError as `read_metrics`.
     """
 
     def __init__(self, workdir: str | os.PathLike, first_step: int, sinks=()):
@@ -63,8 +54,7 @@ class MetricsWriter(contextlib.AbstractContextManager):
         """Appends a row of Python numbers and lists of them; null replaces what is not finite.
 
         A list whose name ends in `_histogram` holds the shares of equal bins of [0, 1]. The row
-        replaces one of the same step and names from an earlier start of the run: that of the last
-        evaluation, if a finished run is evaluated again.
+        replaces one of the same step and names, as if a finished run is evaluated again.
         """
         values = replace_nonfinite(values)
         row = {'step': step} | values
@@ -100,9 +90,8 @@ class MetricsWriter(contextlib.AbstractContextManager):
             print(f'no more metrics for {sink.name}: {reason}', file=sys.stderr)
 
     def _rewrite(self, rows):
-        """Replaces the file by these rows and opens it for more."""
         _write_rows(self._path, rows)
-        self._kept = {_key(row) for row in rows}
+        self._kept = set(map(_key, rows))
         self._file = open(self._path, 'a', encoding='utf-8')
 
     def __exit__(self, *_):
@@ -120,8 +109,7 @@ def _write_rows(path, rows):
 def read_metrics(workdir: str | os.PathLike) -> list[dict]:
     """The rows of a run, oldest first, without a truncated last line.
 
-    Raises:
-      ValueError: one line, if there is no metrics.jsonl or another line of it is not a row.
+    Raises ValueError, one line, without a metrics.jsonl, or if another line of it is not a row.
     """
     path = pathlib.Path(workdir) / METRICS_FILE
     if not path.exists():
@@ -144,9 +132,8 @@ def read_metrics(workdir: str | os.PathLike) -> list[dict]:
 class TensorBoardWriter:
     """A sink that appends scalars and histograms to a new event file in `tensorboard/` of a run.
 
-    It writes in the caller's thread. The SummaryWriter of tensorboardX passes events to another
-    thread, and blocks forever once a full disk has ended it. TensorBoard hides events of steps
-    after `first_step` that an earlier start left.
+    TensorBoard hides events after `first_step` that an earlier start left. The SummaryWriter of
+    tensorboardX has a thread, which a full disk ends, and then blocks forever; this has none.
     """
 
     name = 'TensorBoard'
@@ -192,7 +179,6 @@ class TensorBoardWriter:
 
 
 def _histogram(name, shares):
-    """Shares of equal bins of [0, 1]."""
     limits = (np.arange(len(shares)) + 1) / len(shares)
     centers = limits - 0.5 / len(shares)
     mean, mean_square = np.dot(shares, centers), np.dot(shares, centers**2)
@@ -213,11 +199,8 @@ def check_wandb(project: str) -> None:
 class WandbWriter:
     """A sink that sends rows to one run of Weights & Biases; a resumed run continues the same one.
 
-    Curves are drawn over `step`, which is sent with each row, so that W&B accepts rows that a
-    killed run writes again. `workdir` names the run, and holds its id and W&B's own files.
-
-    Raises:
-      ValueError: one line, if W&B cannot begin: nobody is logged in, or there is no network.
+    With `step` a value of each row, W&B accepts rows that a killed run writes again. Raises
+    ValueError, one line, if nobody is logged in, or there is no network.
     """
 
     name = 'W&B'
@@ -225,8 +208,7 @@ class WandbWriter:
     def __init__(self, workdir: str | os.PathLike, project: str, config: dict):
         import wandb
 
-        workdir = pathlib.Path(workdir)
-        path = workdir / WANDB_ID_FILE
+        path = pathlib.Path(workdir, WANDB_ID_FILE)
         if not path.exists():
             write_atomically(path, secrets.token_hex(8) + '\n')
         try:
@@ -234,7 +216,7 @@ class WandbWriter:
                 project=project,
                 id=path.read_text(encoding='utf-8').strip(),
                 resume='allow',
-                name=workdir.resolve().name,
+                name=path.resolve().parent.name,
                 dir=workdir,
                 config=config,
                 settings=wandb.Settings(console='off', silent=True),
@@ -257,18 +239,20 @@ class WandbWriter:
 class WindowLog(contextlib.AbstractContextManager):
     """Appends {"step": S, "windows": [numbers]} to windows-PROCESS.jsonl in the workdir.
 
-    S is 1 for the first step. Each process logs the windows that it reads; if processes share batch
-    rows, several of them log a window. A row is flushed before its step, so all rows of a
-    checkpoint's steps exist, however the run is killed.
-
-    Every process of a run makes one. Process 0 first drops from all files, also those of processes
-    that no longer exist, the rows of steps after `first_step` and truncated ones.
+    S is 1 for the first step. Every process makes one and logs the windows that it reads; those
+    that share batch rows log the same ones. A row is flushed before its step, so all rows of a
+    checkpoint's steps exist. Rows of steps after `first_step` and truncated ones are dropped first,
+    also those of processes that no longer exist.
     """
 
     def __init__(self, workdir: str | os.PathLike, first_step: int, process: int):
-        workdir = pathlib.Path(workdir)
-        multihost.run_on_leader(lambda: _drop_windows(workdir, first_step))
-        self._file = open(workdir / f'windows-{process}.jsonl', 'a', encoding='utf-8')
+        def drop_later():
+            for path, rows in _window_rows(workdir).items():
+                _write_rows(path, [row for row in rows if row['step'] <= first_step])
+
+        multihost.run_on_leader(drop_later)
+        path = pathlib.Path(workdir, f'windows-{process}.jsonl')
+        self._file = open(path, 'a', encoding='utf-8')
 
     def write(self, step: int, windows: list[int]) -> None:
         """Logs the windows of the step that ends as number `step`."""
@@ -289,15 +273,8 @@ def read_windows(workdir: str | os.PathLike) -> dict[int, list[int]]:
 
 
 def _window_rows(workdir):
-    """The rows of each process by path."""
-    paths = [p for p in pathlib.Path(workdir).iterdir() if _WINDOWS_NAME.fullmatch(p.name)]
-    texts = [path.read_text(encoding='utf-8', errors='replace') for path in paths]
-    return {
-        path: [json.loads(line) for line in text.splitlines(True) if line.endswith('}\n')]
-        for path, text in zip(paths, texts, strict=True)
-    }
-
-
-def _drop_windows(workdir, first_step):
-    for path, rows in _window_rows(workdir).items():
-        _write_rows(path, [row for row in rows if row['step'] <= first_step])
+    found = {}
+    for path in pathlib.Path(workdir).glob('windows-*.jsonl'):
+        lines = path.read_text(encoding='utf-8', errors='replace').splitlines(True)
+        found[path] = [json.loads(line) for line in lines if line.endswith('}\n')]
+    return found

@@ -46,13 +46,10 @@ class RemoteError(ValueError):
 def initialize(saves: bool = False) -> None:
     """Connects this process to the others of its run, if there are any; call it before using JAX.
 
-    Other processes exist if JAX_COORDINATOR_ADDRESS (HOST:PORT of process 0), JAX_NUM_PROCESSES and
-    JAX_PROCESS_ID (from 0) are set, or in a SLURM step of more than one task, whose variables JAX
-    reads itself. JAX_NUM_PROCESSES=1 makes a SLURM task a run of one process. With `saves`,
-    SIGTERM is handled by `PreemptionHandler`; otherwise it ends the process.
-
-    Raises:
-      ValueError: one line, for a variable that is missing or malformed.
+    They are found by JAX_COORDINATOR_ADDRESS (HOST:PORT of process 0), JAX_NUM_PROCESSES and
+    JAX_PROCESS_ID (from 0), or by a SLURM step of several tasks, unless JAX_NUM_PROCESSES=1. With
+    `saves`, SIGTERM is left to `PreemptionHandler`. Raises ValueError, one line, for a variable
+    that is missing or malformed.
     """
     found = {name: os.environ[name] for name in (ADDRESS, COUNT, INDEX) if os.environ.get(name)}
     if found.get(COUNT) == '1':
@@ -88,13 +85,11 @@ def _silence_native_stdout():
 
 
 def _read_variables(found):
-    """Returns the coordinator's address, the number of processes and this process's index."""
     missing = [name for name in (ADDRESS, COUNT, INDEX) if name not in found]
     if missing:
         pairs = ' '.join(f'{name}={value}' for name, value in found.items())
-        raise ValueError(
-            f'{pairs}: {" and ".join(missing)} missing; a run of several processes needs all three'
-        )
+        problem = f'{" and ".join(missing)} missing'
+        raise ValueError(f'{pairs}: {problem}; a run of several processes needs all three')
     host, _, port = found[ADDRESS].rpartition(':')
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise ValueError(f'{ADDRESS}={found[ADDRESS]}: must be HOST:PORT of process 0')
@@ -137,13 +132,8 @@ def warm_up_collectives(mesh) -> None:
     axes = tuple(axis for axis in mesh.axis_names if mesh.shape[axis] > 1)
     groups = [g for n in range(len(axes)) for g in itertools.combinations(axes, n + 1)]
     spread = PartitionSpec(axes)
-    sums = jax.shard_map(
-        lambda one: [jax.lax.psum(one, group) for group in groups],
-        mesh=mesh,
-        in_specs=spread,
-        out_specs=spread,
-        check_vma=False,
-    )
+    how = {'mesh': mesh, 'in_specs': spread, 'out_specs': spread, 'check_vma': False}
+    sums = jax.shard_map(lambda one: [jax.lax.psum(one, group) for group in groups], **how)
     host = np.arange(mesh.size, dtype=np.float32)
     sharding = NamedSharding(mesh, spread)
     numbers = jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
@@ -153,11 +143,7 @@ def warm_up_collectives(mesh) -> None:
 
 
 def exit_process(status: int, error: BaseException) -> NoReturn:
-    """Exits with `status` after `error` has been reported.
-
-    JAX waits at exit for the other processes, and aborts if they do not come. So this waits only
-    after an error whose `on_all_processes` is true.
-    """
+    """Exits with `status`, at once unless all processes do: JAX would wait for the others."""
     if is_initialized() and not getattr(error, 'on_all_processes', False):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -179,9 +165,7 @@ def exit_if_process_lost(error: BaseException) -> None:
     """Exits at once with status 75 and one line on stderr if `error` means a lost process.
 
     A normal exit would make JAX wait for the lost process and then abort. If a device hangs in a
-    collective that another process has left, no Python error is raised: JAX's runtime then aborts
-    this process HEARTBEAT_SECONDS after the last heartbeat of the lost one, or at once if that was
-    process 0.
+    collective, no Python error is raised: JAX's runtime aborts this process.
     """
     reason = _loss_reason(error)
     if reason is not None and is_initialized():
@@ -192,7 +176,6 @@ def exit_if_process_lost(error: BaseException) -> None:
 
 
 def _loss_reason(error):
-    """Returns what a JaxRuntimeError in the chain of `error` says about a lost process, or None."""
     while error is not None:
         if isinstance(error, jax.errors.JaxRuntimeError) and _GONE.search(str(error)):
             return one_line(error)[:200]
@@ -254,10 +237,7 @@ def check_equal_on_all(values: dict) -> None:
 
 
 def check_shared_directory(path: pathlib.Path) -> None:
-    """Raises ValueError if a process does not find this file, which process 0 has written.
-
-    Without one shared directory, checkpoints would be torn apart.
-    """
+    """Raises ValueError if a process does not find this file, which process 0 has written."""
     text = broadcast_from_leader(path.read_text)
 
     def compare():

@@ -47,7 +47,6 @@ def learning_rate_schedule(hparams: Hparams, num_steps: int):
 
 
 def _mask(params, select):
-    """A pytree of `select(keys of the path)` for each leaf."""
     return jax.tree_util.tree_map_with_path(
         lambda path, _: select([getattr(key, 'key', None) for key in path]), params
     )

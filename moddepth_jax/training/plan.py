@@ -18,11 +18,8 @@ def prepare_run(
 ) -> tuple[int, Dataset, jax.sharding.Mesh]:
     """Returns the number of steps, the dataset and the mesh of a run, after all checks.
 
-    A tokenizer that is stored in `workdir` precedes `data.tokenizer`.
-
-    Raises:
-      ValueError: one line, for a budget, corpus, tokenizer, vocabulary, dtype or mesh that does
-        not fit.
+    A tokenizer that is stored in `workdir` precedes `data.tokenizer`. Raises ValueError, one line,
+    for a budget, corpus, tokenizer, vocabulary, dtype or mesh that does not fit.
     """
     num_steps = resolve_steps(hparams)
     tokenizer = tokenizer_of(hparams.data, workdir)
@@ -71,8 +68,7 @@ def run_flops(hparams: Hparams, num_steps: int, steps_done: int | None = None) -
 def resolve_steps(hparams: Hparams) -> int:
     """Steps of a run: as many as `flop_budget` pays for, or `training.num_steps` without a budget.
 
-    Raises:
-      ValueError: a budget below the cost of one step, or for 2^31 steps and more.
+    Raises ValueError for a budget below the cost of one step, or for 2^31 steps and more.
     """
     if not hparams.flop_budget:
         return hparams.training.num_steps

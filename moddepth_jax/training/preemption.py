@@ -15,11 +15,10 @@ class PreemptionHandler:
 
     SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 print one line on stderr; the caller asks `should_stop`
     between steps. A second SIGINT raises KeyboardInterrupt. The previous handlers return on exit.
-    Python handles signals in its main thread only: in another thread this changes nothing.
+    Outside Python's main thread, which alone handles signals, this changes nothing.
 
     In a run of several processes JAX listens for SIGTERM and agrees on a step after which all of
-    them stop. Handlers of ours would disable that, so none is installed, and the other signals keep
-    their default action. So does SIGTERM after the exit.
+    them stop. Handlers of ours would disable that, so none is installed.
     """
 
     def __init__(self):
@@ -41,10 +40,7 @@ class PreemptionHandler:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # JAX's handler would swallow it
 
     def should_stop(self, step: int) -> bool:
-        """Whether to stop after `step` steps; to be called once after each step.
-
-        Every process of a run calls it and gets the same answer.
-        """
+        """Whether to stop after `step` steps; every process calls it after each step."""
         if jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(step):
             self.signal_name = 'SIGTERM'
         return self.signal_name is not None

@@ -24,9 +24,8 @@ def parse_steps(text: str) -> tuple[int, int]:
 class Profile(contextlib.AbstractContextManager):
     """Traces the steps after `first` and up to `last` into `profile/` of a run.
 
-    A run that stops or fails between them keeps what was traced until then. Each process traces
-    itself, by jax.profiler: for XProf, TensorBoard and Perfetto. Raises ValueError, one line, if
-    none of `steps` is left after `first_step`.
+    Each process traces itself; a run that stops or fails between them keeps what was traced. Raises
+    ValueError, one line, if none of `steps` is left after `first_step`.
     """
 
     def __init__(self, workdir, steps: tuple[int, int] | None, num_steps: int, first_step: int):
@@ -37,10 +36,9 @@ class Profile(contextlib.AbstractContextManager):
         self._tracing = False
         if steps is not None and not (first_step < self.last and self.first < num_steps):
             done = f', {first_step} of which are done' if first_step else ''
-            raise ValueError(
-                f'--profile={self.first}:{self.last}: this run has {num_steps} steps{done}; '
-                f'must include one of the remaining steps'
-            )
+            found = f'this run has {num_steps} steps{done}'
+            right = 'must include one of the remaining steps'
+            raise ValueError(f'--profile={self.first}:{self.last}: {found}; {right}')
 
     def begins(self, step: int) -> bool:
         """Whether the trace starts when `step` steps are done."""

@@ -13,7 +13,7 @@ PLAIN_FIRST_ROWS = 3  # printed at once, so that a log soon shows whether the ru
 PLAIN_FRACTION = 0.05  # of the run's steps between later rows
 PLAIN_SECONDS = 60.0  # or this long between them, whichever comes first
 
-_COLUMNS = (('step', 13), ('loss', 8), ('bits/byte', 9), ('tokens/s', 8), ('FLOP/s', 8), ('ETA', 8))
+_COLUMNS = {'step': 13, 'loss': 8, 'bits/byte': 9, 'tokens/s': 8, 'FLOP/s': 8, 'ETA': 8}  # widths
 _SPANS = ((86400, 'd', 3600, 'h'), (3600, 'h', 60, 'm'), (60, 'm', 1, 's'))
 _CONTROL = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in '\n\t'}
 
@@ -51,9 +51,8 @@ def printable(text: str) -> str:
 class Progress:
     """Shows the step, loss and speed of a run; a context manager.
 
-    On a terminal one line is redrawn: bar, step, loss, bits per byte, tokens and FLOPs a second,
-    time left. Elsewhere a table gets a row for each of the first few updates, then one every 5% of
-    the steps or every minute. `silent` prints nothing, as on processes other than the leader.
+    On a terminal one line is redrawn. Elsewhere a table gets a row for each of the first few
+    updates, then one every 5% of the steps or every minute. `silent` prints nothing.
     """
 
     def __init__(
@@ -81,10 +80,7 @@ class Progress:
             self._task = self._bar.add_task(start, total=total_steps, completed=first_step)
 
     def update(self, step: int, values: dict) -> None:
-        """Shows that `step` steps are done.
-
-        `values` has `tokens_per_second`, `flops_per_second`, `loss` (nats) and `bits_per_byte`.
-        """
+        """Shows that `step` steps are done: loss (nats), bits_per_byte and rates of `values`."""
         steps_per_second = values['tokens_per_second'] / self._tokens
         remaining = (self._total - step) / steps_per_second if steps_per_second > 0 else math.nan
         done, loss, bits, tokens, flops, eta = cells = [
@@ -98,9 +94,12 @@ class Progress:
         if self._bar is not None:
             text = f'{done}  loss {loss}  {bits} bits/byte  {tokens} tokens/s  {flops} FLOP/s'
             self._bar.update(self._task, completed=step, description=f'{text}  ETA {eta}')
-        elif self._row_is_due(step):
+            return
+        steps, seconds = step - self._row_step, time.monotonic() - self._row_time
+        due = steps >= PLAIN_FRACTION * self._total or seconds >= PLAIN_SECONDS
+        if due or self._rows < PLAIN_FIRST_ROWS or step >= self._total:
             if not self._rows:
-                self._print_row(name for name, _ in _COLUMNS)
+                self._print_row(_COLUMNS)
             self._rows, self._row_step, self._row_time = self._rows + 1, step, time.monotonic()
             self._print_row(cells)
 
@@ -119,22 +118,13 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
 
-    def _row_is_due(self, step):
-        steps, seconds = step - self._row_step, time.monotonic() - self._row_time
-        due = steps >= PLAIN_FRACTION * self._total or seconds >= PLAIN_SECONDS
-        return due or self._rows < PLAIN_FIRST_ROWS or step >= self._total
-
     def _print_row(self, cells):
-        widths = [width for _, width in _COLUMNS]
-        cells = zip(cells, widths, strict=True)
+        cells = zip(cells, _COLUMNS.values(), strict=True)
         self.note('  '.join(cell.rjust(width) for cell, width in cells))
 
 
 class Stopwatch:
-    """Wall-clock time of steps, without what happens inside `pause`, such as evaluations.
-
-    `rates` covers the time since its last call, `seconds` that since the start.
-    """
+    """Wall-clock time of steps, without what happens inside `pause`, such as evaluations."""
 
     def __init__(self):
         self._begin = time.monotonic()

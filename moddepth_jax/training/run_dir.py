@@ -3,13 +3,16 @@
 import json
 import os
 import pathlib
-import shutil
-import socket
 
 from flax import traverse_util
 
-from moddepth_jax.data.directory import LOCK_FILE, DirectoryLock, write_atomically
-from moddepth_jax.data.tokenizers.tokenizer import DIRECTORY, Tokenizer, make_tokenizer
+from moddepth_jax.data.directory import LOCK_FILE, lock_directory, write_atomically
+from moddepth_jax.data.tokenizers.tokenizer import (
+    DIRECTORY,
+    Tokenizer,
+    make_tokenizer,
+    save_atomically,
+)
 from moddepth_jax.hparams import Hparams, unknown_knobs
 
 CONFIG_FILE = 'config.json'
@@ -67,27 +70,16 @@ def temporary_files(names: set[str], file: str) -> set[str]:
     return {name for name in names if name.startswith(f'{file}.') and name.endswith('.tmp')}
 
 
-class WorkdirLock(DirectoryLock):
-    """Locks a run's directory, as DirectoryLock does, and raises the same one-line ValueErrors."""
-
-    def __init__(self, path: str | os.PathLike):
-        super().__init__(path, '--workdir')
-
-
 def open_workdir(
     path: str | os.PathLike, config: dict, volatile: tuple[str, ...] = ()
 ) -> list[str]:
     """Makes `path` the directory of a run of `config`, or checks that it already is.
 
-    A new or empty directory gets `config.json`. An existing one is compared as `read_config`
-    returns it, and not changed. A run takes a `WorkdirLock` next, then calls `update_config`.
-    Fields or groups of the dotted names `volatile` may differ from the stored config. Returns lines
-    for the user, as `read_config`.
-
-    Raises:
-      ValueError: one line, nothing written, if `path` is a file, holds something else, belongs
-        to a running run, or is the directory of another config (the first field that differs is
-        named with both values).
+    A new or empty directory gets `config.json`, an existing one is not changed. A run then calls
+    `lock_directory` and `update_config`. Fields or groups of the dotted names `volatile` may differ
+    from the stored config. Returns lines for the user, as `read_config`. Raises ValueError, one
+    line, nothing written, if `path` is a file, holds something else, belongs to a running run, or
+    to another config (the first field that differs is named with both values).
     """
     path = pathlib.Path(path)
     right = 'use another --workdir'
@@ -102,7 +94,7 @@ def open_workdir(
             raise ValueError(f'--workdir={path}: {found}; {right}')
         try:
             path.mkdir(parents=True, exist_ok=True)
-            with WorkdirLock(path):
+            with lock_directory(path):
                 if not (path / CONFIG_FILE).exists():
                     update_config(path, config)
         except OSError as error:
@@ -111,10 +103,7 @@ def open_workdir(
 
 
 def update_config(path: str | os.PathLike, config: dict) -> None:
-    """Writes `config`, which `open_workdir` accepted, to config.json; the caller holds the lock.
-
-    Its volatile fields change, and knobs that an older run lacked are added.
-    """
+    """Writes `config`, which `open_workdir` accepted, to config.json; the caller holds the lock."""
     content = {'schema_version': SCHEMA_VERSION, 'config': config}
     text = json.dumps(content, indent=2, sort_keys=True) + '\n'
     file = pathlib.Path(path) / CONFIG_FILE
@@ -144,13 +133,10 @@ def check_config(
 
 
 def read_config(path: str | os.PathLike) -> tuple[dict, list[str]]:
-    """The config stored in the directory of a run, as nested dicts of JSON values.
+    """The config stored in the directory of a run, as nested dicts of JSON values, and notes.
 
-    A knob that was added after the run gets its value of `OLDER_RUNS`; a line for the user, the
-    second result, names these knobs, if any.
-
-    Raises:
-      ValueError: one line, if there is no config.json, or none that can be read.
+    A knob that was added after the run gets its value of `OLDER_RUNS`; a line for the user names
+    these knobs, if any. Raises ValueError, one line, without a config.json that can be read.
     """
     config, added = _read_config(path)
     return config, _note(path, added)
@@ -194,13 +180,10 @@ def _read_config(path):
 
 
 def save_tokenizer(workdir: str | os.PathLike, hparams: Hparams, tokenizer: Tokenizer) -> None:
-    """Writes workdir/tokenizer/, so that the run needs no other file later.
+    """Writes workdir/tokenizer/, so that the run needs no other file later; bytes need none.
 
-    Does nothing if the folder exists or `data.tokenizer` is bytes. The caller holds the lock of
-    `workdir`. A kill at any moment leaves a complete folder or none.
-
-    Raises:
-      ValueError: one line, if the folder holds another tokenizer or cannot be written.
+    The caller holds the lock of `workdir`. A kill at any moment leaves a complete folder or none.
+    Raises ValueError, one line, if the folder holds another tokenizer or cannot be written.
     """
     if hparams.data.tokenizer == 'bytes':
         return
@@ -213,10 +196,6 @@ def save_tokenizer(workdir: str | os.PathLike, hparams: Hparams, tokenizer: Toke
             raise ValueError(f'{folder}: {found}, {tokenizer.sha256}; {right}')
         return
     try:
-        for leftover in folder.parent.glob(f'{DIRECTORY}.*.tmp'):  # of starts that were killed
-            shutil.rmtree(leftover)
-        temporary = folder.with_name(f'{DIRECTORY}.{socket.gethostname()}-{os.getpid()}.tmp')
-        tokenizer.save(temporary)
-        os.rename(temporary, folder)
+        save_atomically(tokenizer, folder)
     except OSError as error:
         raise ValueError(f'--workdir={workdir}: {error.strerror}; {_WRITABLE}') from None

@@ -23,8 +23,7 @@ MAX_READS = 10  # if a running run removes, each time, the checkpoint that is be
 class SavedRun:
     """A run at its newest good checkpoint, after `step` of `num_steps`; `load_run` returns it.
 
-    `fingerprint` is that of its data. `notes` are lines for the user: what an older run lacked,
-    which checkpoints were skipped, and how many steps remain.
+    `fingerprint` is that of its data, `notes` are lines for the user.
     """
 
     hparams: Hparams
@@ -43,8 +42,7 @@ class SavedRun:
 def read_hparams(workdir: str | os.PathLike) -> tuple[Hparams, list[str]]:
     """The hyper-parameters of a run, and lines for the user about knobs that an older one lacked.
 
-    Raises:
-      ValueError: one line, if there is no run, or a config that this version cannot read.
+    Raises ValueError, one line, without a run, or for a config that this version cannot read.
     """
     workdir = pathlib.Path(workdir)
     config, notes = read_config(workdir)
@@ -57,11 +55,8 @@ def read_hparams(workdir: str | os.PathLike) -> tuple[Hparams, list[str]]:
 def load_run(workdir: str | os.PathLike, mesh: Mesh | None = None) -> SavedRun:
     """Reads a run, finished, stopped or running; takes no lock and writes nothing.
 
-    Every process of a run calls it. The state is placed on the mesh, or on the first device.
-
-    Raises:
-      ValueError: one line, if there is no run, a config that this version cannot read, no good
-        checkpoint yet, or one of another model than the config's.
+    Every process of a run calls it. The state is placed on the mesh, or on the first device. Raises
+    ValueError, one line, as `read_hparams` and `Checkpoints.restore`; without a good checkpoint.
     """
     workdir = pathlib.Path(workdir)
     hparams, notes = multihost.run_on_all(lambda: read_hparams(workdir))
@@ -74,8 +69,14 @@ def load_run(workdir: str | os.PathLike, mesh: Mesh | None = None) -> SavedRun:
         # Runs older than the averages have none.
         restored = _restore_newest(checkpoints, abstract, abstract.replace(averages={}))
     notes += checkpoints.skipped
+
+    def refuse():
+        found = f' ({"; ".join(checkpoints.skipped)})' if checkpoints.skipped else ''
+        right = f'train it first: python -m launch.train --config=FILE.py --workdir={workdir}'
+        raise ValueError(f'--workdir={workdir}: holds no finished checkpoint{found}; {right}')
+
     if restored is None:
-        multihost.run_on_leader(lambda: _refuse(workdir, checkpoints.skipped))
+        multihost.run_on_leader(refuse)
     state, step, metadata = restored
     num_steps = metadata['num_steps']
     if abstract.averages and not state.averages:
@@ -87,23 +88,16 @@ def load_run(workdir: str | os.PathLike, mesh: Mesh | None = None) -> SavedRun:
     return SavedRun(hparams, state, step, num_steps, metadata['fingerprint'], tuple(notes))
 
 
-def _refuse(workdir, skipped):
-    found = f' ({"; ".join(skipped)})' if skipped else ''
-    right = f'train it first: python -m launch.train --config=FILE.py --workdir={workdir}'
-    raise ValueError(f'--workdir={workdir}: holds no finished checkpoint{found}; {right}')
-
-
 def _restore_newest(checkpoints, *abstract_states):
     """`checkpoints.restore`, repeated if a running run has removed what was being read."""
     steps = functools.partial(multihost.broadcast_from_leader, checkpoints.steps)
     for _ in range(MAX_READS):
-        before = steps()
+        before, restored = steps(), None
         try:
             restored = checkpoints.restore(*abstract_states)
         except Exception:  # of many kinds: Orbax and TensorStore raise their own
             if steps() == before:
                 raise
-            continue
         if restored is not None or steps() == before:
             return restored
     return None

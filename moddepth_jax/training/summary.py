@@ -1,6 +1,5 @@
 """What is reported about a run: lines at its start, summary.json at its end."""
 
-import collections
 import dataclasses
 import functools
 import importlib.metadata
@@ -8,7 +7,6 @@ import json
 import os
 import pathlib
 import platform
-import re
 
 import jax
 import numpy as np
@@ -18,12 +16,7 @@ from kernels_pallas.backends import log_lines
 from kernels_pallas.xla import sequence
 from moddepth_jax.data.directory import write_atomically
 from moddepth_jax.hparams import Hparams
-from moddepth_jax.model.flops import (
-    dot_general_flops,
-    empty_place_flops,
-    masked_attention_flops,
-    train_step_flops,
-)
+from moddepth_jax.model.flops import train_step_flops
 from moddepth_jax.training.checkpoint import state_sha256
 from moddepth_jax.training.metrics import replace_nonfinite
 from moddepth_jax.training.plan import run_flops, stage_starts
@@ -32,7 +25,6 @@ from moddepth_jax.training.train_step import TrainState, init_state, train_step
 
 SUMMARY_FILE = 'summary.json'
 _PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'grain', 'numpy')
-_LAYER_PATH = re.compile(r'(?:stack/(run_\d+/layer_\d+)/(?:block/)?)?(.*)')
 
 
 def versions() -> dict[str, str]:
@@ -47,7 +39,7 @@ def versions() -> dict[str, str]:
 
 
 def initial_metadata(dataset, num_steps: int, mesh_shape: dict | None = None) -> dict:
-    """The metadata of a checkpoint before the first step; without a mesh if it is not known yet."""
+    """The metadata of a checkpoint before the first step."""
     axes = {f'mesh axis {axis}': str(size) for axis, size in (mesh_shape or {}).items()}
     return {
         'fingerprint': dataset.fingerprint,
@@ -64,10 +56,7 @@ def num_parameters(params) -> int:
 
 
 def active_parameters(hparams: Hparams, params) -> int:
-    """Parameters that one token uses: all but the routed experts that it did not choose.
-
-    Experts that do nothing count with an even share of the choices.
-    """
+    """Parameters that one token uses, with its share of the routed experts, if choices are even."""
     experts, active = hparams.model.experts, 0.0
     share = experts.top_k / experts.num_choices
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -76,29 +65,6 @@ def active_parameters(hparams: Hparams, params) -> int:
         routed = experts.choice != 'none' and of_experts and leaf.ndim == 4
         active += leaf.size * (share if routed else 1)
     return round(active)
-
-
-def parameter_lines(params) -> list[str]:
-    """A table of a Transformer's parts, largest first: in how many layers, parameters, share.
-
-    The parts are embedding, attention, mlp, norms, router, predictor, stream (depth slots), head.
-    """
-    sizes, layers = collections.Counter(), collections.defaultdict(dict)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        text = jax.tree_util.keystr(path, simple=True, separator='/')
-        layer, name = _LAYER_PATH.fullmatch(text).groups()
-        part = name.split('/')[0]
-        part = 'norms' if part.endswith('_norm') else part
-        sizes[part] += leaf.size
-        if layer:  # the first axis of a leaf counts the repeats of its layer
-            layers[part][layer] = leaf.shape[0]
-    total = sizes.total()
-    width = max(13, len(f'{total:,}'))
-    lines = [f'{"parameters":12}{"layers":>6}  {"all":>{width}}   share']
-    for part, size in sizes.most_common():
-        count = sum(layers[part].values()) or ''
-        lines.append(f'  {part:10}{count:>6}  {size:>{width},}  {size / total:6.1%}')
-    return [*lines, f'  {"sum":10}{"":6}  {total:>{width},}']
 
 
 def describe(hparams: Hparams, num_steps: int, params, dataset) -> list[str]:
@@ -141,7 +107,6 @@ def _describe_model(hparams):
 
 
 def _describe_selection(hparams, stage):
-    """How many tokens a routed block processes in a stage: '32 of 256 tokens by top_c'."""
     length, routing = hparams.data.sequence_length, hparams.at(stage).model.routing
     most = routing.num_selected(length)
     if stage.routing != 'top_c':
@@ -150,62 +115,39 @@ def _describe_selection(hparams, stage):
 
 
 def _describe_experts(model):
-    """Such as 'top 2 of 8 experts + 1 shared'."""
     experts = model.experts
-    text = f'top {experts.top_k} of {experts.num_routed} experts'
-    if experts.choice == 'expert':
-        text = f'{experts.num_routed} experts choose {experts.top_k} a token'
-    if experts.num_noop:
-        text += f' and {experts.num_noop} that do nothing'
-    if experts.row_capacity:
-        text += f' (at most {experts.row_capacity} tokens of a row each)'
-    if experts.num_shared:
-        text += f' + {experts.num_shared} shared'
     layers = len(model.expert_layers)
-    return text + (f' in {layers} layers' if layers < model.num_layers else '')
-
-
-def _trace(hparams, num_steps, **changes):
-    """The traced train step of a model with some knobs changed."""
-    hparams = dataclasses.replace(hparams, model=dataclasses.replace(hparams.model, **changes))
-    shape = (hparams.data.batch_size, hparams.data.sequence_length)
-    row = jax.ShapeDtypeStruct(shape, 'int32')
-    batch = {name: row for name in ('tokens_BT', 'labels_BT', 'segment_ids_BT')}
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # as on one device
-        state = jax.eval_shape(lambda: init_state(hparams, num_steps))
-        with sequence.static_blocks():
-            return jax.jit(functools.partial(train_step)).trace(state, batch)
+    parts = [
+        (experts.choice == 'token', f'top {experts.top_k} of {experts.num_routed} experts'),
+        (
+            experts.choice == 'expert',
+            f'{experts.num_routed} experts choose {experts.top_k} a token',
+        ),
+        (experts.num_noop, f' and {experts.num_noop} that do nothing'),
+        (experts.row_capacity, f' (at most {experts.row_capacity} tokens of a row each)'),
+        (experts.num_shared, f' + {experts.num_shared} shared'),
+        (layers < model.num_layers, f' in {layers} layers'),
+    ]
+    return ''.join(text for holds, text in parts if holds)
 
 
 def step_flops_report(hparams: Hparams, num_steps: int) -> dict[str, float | None]:
-    """FLOPs of a step of the last stage: counted by formula, and in its traced programs.
+    """`flops_per_step`, counted by formula, and `flops_per_step_xla`, of a step of the last stage.
 
-    Returns:
-      dict:
-        flops_per_step: counted by formula: what budgets are made of.
-        flops_per_step_dot_general: matrix products of the step traced without recomputation, minus
-          masked query-key pairs and empty places of experts; equal to the count within 1%.
-        flops_per_step_executed: matrix products of the step as it runs: blocks recomputed,
-          attention and experts in blocks, loads counted before micro-batches. Under `batched` too
-          low: the loop that sums the gradients of the experts' matrices counts once.
-        flops_per_step_xla: XLA's estimate for the unrolled step before optimization, with
-          elementwise work and masked pairs; None on a device that gives none.
+    The latter is XLA's estimate for the unrolled step before optimization, with elementwise work
+    and masked query-key pairs; None on a device that gives none.
     """
-    shape = (hparams.data.batch_size, hparams.data.sequence_length)
-    experts = dataclasses.replace(hparams.model.experts, product='ragged_dot')
-    # As one batch: micro-batches have the same products, except for a pass that counts loads.
-    training = dataclasses.replace(hparams.training, accumulate_steps=1)
-    one_batch = dataclasses.replace(hparams, training=training)
-    plain = _trace(one_batch, num_steps, remat='none', attention='reference', experts=experts)
-    unrolled = _trace(hparams, num_steps, remat='none', layer_loop='unrolled')
-    routing = hparams.stages[-1].routing
-    masked = masked_attention_flops(hparams, *shape, routing)
-    unused = 3 * (masked + empty_place_flops(hparams, *shape, routing))
+    model = dataclasses.replace(hparams.model, remat='none', layer_loop='unrolled')
+    unrolled = dataclasses.replace(hparams, model=model)
+    row = jax.ShapeDtypeStruct((hparams.data.batch_size, hparams.data.sequence_length), 'int32')
+    batch = {name: row for name in ('tokens_BT', 'labels_BT', 'segment_ids_BT')}
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # as on one device
+        state = jax.eval_shape(lambda: init_state(unrolled, num_steps))
+        with sequence.static_blocks():
+            traced = jax.jit(functools.partial(train_step)).trace(state, batch)
     return {
         'flops_per_step': train_step_flops(hparams),
-        'flops_per_step_dot_general': float(dot_general_flops(plain.jaxpr) - unused),
-        'flops_per_step_executed': float(dot_general_flops(_trace(hparams, num_steps).jaxpr)),
-        'flops_per_step_xla': (unrolled.lower().cost_analysis() or {}).get('flops'),
+        'flops_per_step_xla': (traced.lower().cost_analysis() or {}).get('flops'),
     }
 
 
@@ -222,11 +164,7 @@ def by_layer(layers: tuple[int, ...], ratios: dict) -> dict[str, dict]:
 def summarize(
     hparams: Hparams, state: TrainState, evaluation: dict, dataset, metadata: dict
 ) -> dict:
-    """The content of summary.json.
-
-    `evaluation` is of `evaluate_causal`, `metadata` that of the last checkpoint: `train_loss` in
-    nats a target, `seconds` of stepping over all starts, `versions`.
-    """
+    """The content of summary.json, of `evaluate_causal` and the metadata of the last checkpoint."""
     layers = {'routing': hparams.model.routed_layers, 'experts': hparams.model.expert_layers}
     step, grouped = int(state.step), {*layers, 'domains'}
     groups = {name: by_layer(layers[name], evaluation.get(name, {})) for name in layers}

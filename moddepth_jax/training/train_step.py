@@ -26,17 +26,12 @@ from moddepth_jax.training.optimizer import learning_rate_schedule, make_optimiz
 
 @flax.struct.dataclass
 class TrainState:
-    """All that a step reads and writes.
+    """All that a step reads and writes; `hparams` and `num_steps` are static.
 
-    Attributes:
-      step: int32, batches seen; it is also the position in the data.
-      params: float32 pytree of the Transformer.
-      averages: the Transformer's collection of that name: moving averages of the C-th largest
-        score of each routed layer, and of each expert that chooses; may be empty.
-      optimizer_state: of `make_optimizer`.
-      skipped: int32, number of steps whose loss or gradient was not finite.
-      skipped_in_a_row: int32, such steps since the last good one.
-      hparams, num_steps: static.
+    `step` (int32) is the batches seen, hence the position in the data; `params` are float32.
+    `averages`, maybe empty, is the Transformer's collection of that name: moving averages of the
+    C-th largest score of each routed layer, and of each expert that chooses. `skipped` (int32)
+    counts steps whose loss or gradient was not finite, `skipped_in_a_row` those since a good one.
     """
 
     step: jax.Array
@@ -79,8 +74,8 @@ def init_state(hparams: Hparams, num_steps: int) -> TrainState:
 class StepCounts(NamedTuple):
     """What the losses of micro-batches are divided by, so that they sum to the step's loss.
 
-    The targets that count in the step's batch, its tokens that are not padding, and if it has
-    several micro-batches and losses of experts the sum of `expert_counts` over them.
+    The targets and the real tokens of the step's batch, and if it has several micro-batches and
+    losses of experts the sum of `expert_counts` over them.
     """
 
     targets: jax.Array
@@ -89,10 +84,9 @@ class StepCounts(NamedTuple):
 
 
 def loss_and_metrics(params, state, hparams: Hparams, routing: str, batch, counts: StepCounts):
-    """Loss of one (micro-)batch, normalized by the `counts` of the whole batch.
+    """Loss of one (micro-)batch over the `counts` of the whole batch, and metrics that sum up.
 
-    The TrainState gives the averages and the step, `hparams` are those of the stage. Returns the
-    scalar to differentiate by `params`, and the metrics that sum over micro-batches.
+    The TrainState gives the averages and the step, `hparams` are those of the stage.
     """
     z_weight = hparams.optimizer.z_loss
     x_BTD, records = _forward(params, state, hparams, routing, batch)
@@ -117,7 +111,6 @@ def loss_and_metrics(params, state, hparams: Hparams, routing: str, batch, count
 
 
 def _forward(params, state, hparams, routing, batch):
-    """The last hidden states and Records of a (micro-)batch in training."""
     key = jax.random.fold_in(jax.random.key(hparams.seed), state.step)
     x_BTD, records = Transformer(hparams).apply(
         model_variables(params, state.averages),
@@ -131,7 +124,6 @@ def _forward(params, state, hparams, routing, batch):
 
 
 def _gradients(state, hparams, routing, batch):
-    """Gradients and metrics of a batch, summed over its micro-batches one at a time."""
     counts = StepCounts(
         jnp.maximum(jnp.sum(masked_labels(batch) != IGNORED, dtype=jnp.float32), 1),
         jnp.maximum(jnp.sum(batch['segment_ids_BT'] > 0, dtype=jnp.float32), 1),
@@ -171,10 +163,7 @@ def _sum_over(micro_batches, function):
 
 
 def _update_average(state, average, lowest, decay):
-    """Updates a moving average of the lowest scores taken; early steps use a smaller decay.
-
-    With few steps in it, a plain average is better than one that remembers its start.
-    """
+    """Updates a moving average of the lowest scores taken; early steps use a smaller decay."""
     taken = (state.step - state.skipped).astype(jnp.float32)
     decay = jnp.minimum(decay, (taken + 1) / (taken + 10))
     moved = decay * average + (1 - decay) * lowest
@@ -184,16 +173,12 @@ def _update_average(state, average, lowest, decay):
 def train_step(state: TrainState, batch, stage: Stage | None = None) -> tuple[TrainState, dict]:
     """One step of the optimizer. Pure; the caller jits it, donating `state`.
 
-    Args:
-      state: before the step.
-      batch: `tokens_BT`, `labels_BT`, `segment_ids_BT`, int32 [B, T].
-      stage: static, one of `hparams.stages`; None: the last, which trains at the final capacity.
-
-    Returns:
-      The state after it, and metrics: `loss` (nats a target), `z_loss`, `rule_loss`, `grad_norm`
-      (of all but the predictor), `learning_rate`, `skipped`, `skipped_in_a_row`, and `routing`, of
-      `routing_ratios`; with experts `balance_loss`, `expert_z_loss`, and `experts`, of
-      `expert_ratios`. A step whose loss or gradient is not finite changes only the counters.
+    The batch is `tokens_BT`, `labels_BT`, `segment_ids_BT`, int32 [B, T]; `stage`, static, one of
+    `hparams.stages`, by default the last. Returns the state after the step, and metrics: `loss`
+    (nats a target), `z_loss`, `rule_loss`, `grad_norm` (of all but the predictor), `learning_rate`,
+    `skipped`, `skipped_in_a_row`, and `routing`, of `routing_ratios`; with experts `balance_loss`,
+    `expert_z_loss`, and `experts`, of `expert_ratios`. A step whose loss or gradient is not finite
+    changes only the counters.
     """
     hparams, num_steps = state.hparams, state.num_steps
     stage = hparams.stages[-1] if stage is None else stage

@@ -29,8 +29,8 @@ class DivergedError(ValueError):
 class Trainer:
     """Runs the steps of one start of a run, at most STEPS_IN_FLIGHT of them dispatched at a time.
 
-    `state` and `metadata`, of `restore_or_init`, advance, and are what checkpoints hold. The writer
-    is a MetricsWriter, or None on a process that writes none; `log` is a WindowLog or None.
+    `state` and `metadata`, of `restore_or_init`, advance, and are what checkpoints hold. `writer`,
+    a MetricsWriter, and `log`, a WindowLog, may be None.
     """
 
     def __init__(self, state, metadata, dataset, mesh, profile, progress, writer, log):
@@ -59,7 +59,7 @@ class Trainer:
                 self._collect(in_flight=0)
                 stage = self._stage(step)
                 with self.stopwatch.pause():
-                    step_fn = self._compile(stage, first=step == first_step)
+                    step_fn = self._compile(stage, measures=step == 0 and multihost.is_leader())
             if self.profile.begins(step):
                 self._collect(in_flight=0)
                 self.profile.start()
@@ -89,24 +89,18 @@ class Trainer:
 
         With the capacity of its last step; at the end also the cost of each routed block's rule.
         """
+        per_layer = self.hparams.evaluation.num_batches if step == self.num_steps else 0
+        hparams, variables = self.hparams.at(self._stage(step - 1)), self.state.variables
         result = evaluate_causal(
-            self.state.variables,
-            self.hparams.at(self._stage(step - 1)),
-            self.dataset,
-            self.mesh,
-            num_batches,
-            batches_per_layer=(
-                self.hparams.evaluation.num_batches if step == self.num_steps else 0
-            ),
+            variables, hparams, self.dataset, self.mesh, num_batches, per_layer
         )
         self._write(step, {f'eval/{name}': x for name, x in self._named(result).items()})
-        gap = f', routing gap {result["routing_gap"]:+.4f} nats' if 'routing_gap' in result else ''
-        domains = ''.join(
-            f', {name} {values["bits_per_byte"]:.3f}'
-            for name, values in result.get('domains', {}).items()
-        )
-        bits = f'{result["bits_per_byte"]:.3f} bits/byte{domains}'
-        self.progress.note(f'held-out  step {step}: {bits}{gap}')
+        line = f'held-out  step {step}: {result["bits_per_byte"]:.3f} bits/byte'
+        for name, values in result.get('domains', {}).items():
+            line += f', {name} {values["bits_per_byte"]:.3f}'
+        if 'routing_gap' in result:
+            line += f', routing gap {result["routing_gap"]:+.4f} nats'
+        self.progress.note(line)
         return result
 
     def _stage(self, step):
@@ -118,17 +112,15 @@ class Trainer:
             return False
         return not multihost.broadcast_from_leader(lambda: self.writer.has(step, 'eval/loss'))
 
-    def _compile(self, stage, first) -> Any:
-        """Compiles the train step; on the first start, measures compression in the meantime."""
-        begin, measures = time.monotonic(), first and multihost.is_leader()
+    def _compile(self, stage, measures) -> Any:
+        """Compiles the train step; `measures` compression in the meantime, as a new run does."""
+        begin = time.monotonic()
         with concurrent.futures.ThreadPoolExecutor(1) as thread:
             baselines = thread.submit(measure_baselines, self.dataset.corpus) if measures else None
             batch = self._put(self.dataset.train_batch(0, self.rows))
             shardings = state_shardings(self.mesh, self.state), replicated(self.mesh)
-            jitted = jax.jit(
-                train_step, static_argnums=2, donate_argnums=0, out_shardings=shardings
-            )
-            step_fn = jitted.lower(self.state, batch, stage).compile()
+            how = {'static_argnums': 2, 'donate_argnums': 0, 'out_shardings': shardings}
+            step_fn = jax.jit(train_step, **how).lower(self.state, batch, stage).compile()
             seconds = time.monotonic() - begin
             if measures:
                 bits = ', '.join(f'{name} {x:.2f}' for name, x in baselines.result().items())
@@ -169,18 +161,23 @@ class Trainer:
 
     def _check_finite(self, step, metrics):
         in_a_row = int(metrics['skipped_in_a_row'])
-        if not in_a_row:
-            return
-        self.progress.note(f'step {step}: loss or gradient is not finite; skipped')
+        if in_a_row:
+            self.progress.note(f'step {step}: loss or gradient is not finite; skipped')
+
+        def give_up():
+            raise DivergedError(
+                f'training.max_nan_steps={in_a_row}: so many steps in a row, up to {step}, gave no '
+                f'finite loss and gradient; lower optimizer.learning_rate in another --workdir'
+            )
+
         if in_a_row >= self.hparams.training.max_nan_steps:
-            multihost.broadcast_from_leader(lambda: _give_up(in_a_row, step))
+            multihost.run_on_leader(give_up)
 
     def _write(self, step, row):
         if self.writer is not None:
             self.writer.write(step, row)
 
     def _row(self, step, metrics):
-        """The metrics of a step as plain numbers and lists, with the rates since the last row."""
         flops = train_step_flops(self.hparams, self._stage(step - 1))
         tokens = self.hparams.data.batch_size * self.hparams.data.sequence_length
         row = {name: np.asarray(x).tolist() for name, x in self._named(metrics).items()}
@@ -199,10 +196,3 @@ class Trainer:
             for name, value in values.items()
         }
         return {name: value for name, value in metrics.items() if name not in parts} | named
-
-
-def _give_up(in_a_row, step):
-    raise DivergedError(
-        f'training.max_nan_steps={in_a_row}: so many steps in a row, up to {step}, gave no '
-        f'finite loss and gradient; lower optimizer.learning_rate in another --workdir'
-    )

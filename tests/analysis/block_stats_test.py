@@ -1,19 +1,14 @@
 """The measures of small models whose selected tokens are known."""
 
 import json
-import types
 
 import jax
 import numpy as np
 import pytest
 
 from moddepth_jax.analysis.block_stats import (
-    MEASURES,
-    QUANTILES,
-    TokenArrays,
     block_stats,
     rank_correlation,
-    spread,
 )
 from moddepth_jax.data.corpus import Corpus
 from moddepth_jax.data.pipeline import HeldOut
@@ -115,44 +110,6 @@ def test_a_diverged_model_is_refused(tiny_config):
     variables = jax.tree.map(lambda leaf: leaf * np.nan, variables)
     with pytest.raises(ValueError, match='logits: not finite'):
         block_stats(variables, hparams, _held_out(7), 2)
-
-
-def _observed(selected_RN, **arrays):
-    empty = np.zeros(selected_RN.shape[1])
-    tokens = TokenArrays(None, None, selected_RN, None, empty, empty > 0)._replace(**arrays)
-    hparams = types.SimpleNamespace(model=types.SimpleNamespace(routed_layers=(0, 1)))
-    return types.SimpleNamespace(hparams=hparams, tokens=tokens, selected_RN=selected_RN)
-
-
-def test_counts_of_a_hand_made_selection():
-    observed = _observed(
-        np.array([[1, 1, 0, 0], [1, 0, 0, 0]], bool),
-        entropy_N=np.array([3.0, 2.0, 1.0, 1.0]),
-        first_N=np.array([1, 0, 0, 1], bool),
-    )
-    entropy = MEASURES['entropy'](observed)
-    assert entropy['by_blocks'] == [
-        {'blocks': 0, 'tokens': 2, 'mean': 1.0},
-        {'blocks': 1, 'tokens': 1, 'mean': 2.0},
-        {'blocks': 2, 'tokens': 1, 'mean': 3.0},
-    ]
-    assert entropy['correlation'] == pytest.approx(1)
-    assert MEASURES['blocks_entered'](observed) == {
-        'every': 0.25,
-        'none': 0.5,
-        'every_by_chance': 0.125,
-        'none_by_chance': 0.375,
-    }
-    found = MEASURES['first_token'](observed)
-    assert found == {'tokens': 2, 'entered': 0.5, 'others_entered': 0.25}
-
-
-def test_spread_is_mean_and_quantiles():
-    found = spread(np.arange(101.0))
-    assert found['mean'] == 50
-    for quantile in QUANTILES:
-        assert found['quantiles'][str(quantile)] == pytest.approx(100 * quantile)
-    assert spread(np.array([])) is None
 
 
 @pytest.mark.parametrize(

@@ -87,11 +87,6 @@ def test_dense_model_without_routing(tiny_config):
     assert summed['entropy_correlation'] is None
 
 
-def test_no_token_is_an_error(routed):
-    with pytest.raises(ValueError, match='one token'):
-        inspect_tokens(*routed, [], ByteTokenizer(), 'predictor')
-
-
 def test_totals_of_a_hand_made_inspection():
     """Four tokens, three layers, of which 0 and 2 are routed; every sum is counted by hand."""
     selected_RN = np.array([[1, 1, 0, 0], [0, 1, 0, 1]]) > 0

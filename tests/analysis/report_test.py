@@ -29,7 +29,6 @@ EXPERTS = {
         ('layer_01', [0.2, 0.1, 0.1, 0.6], 0.0, (1.5, 0.6, 0.0, 1.25)),
     )
 }
-NO_TOKEN = {'load': [float('nan')] * 4, 'unused': 3.0} | dict.fromkeys(RATIOS, float('nan'))
 
 
 class HeldOut:
@@ -165,34 +164,12 @@ def test_run_of_experts_that_choose_has_a_gap(printed):
 
 
 @pytest.mark.parametrize(
-    ('experts', 'knobs', 'more'),
-    [
-        ({}, {}, ', no-op 0.60 (FLOPs are counted at 0.25)'),
-        ({}, {'num_noop': 0, 'row_capacity': 9}, ', dropped 0.00'),
-        ({}, {'num_noop': 0}, ''),
-        (
-            {'layer_00': NO_TOKEN, 'layer_03': NO_TOKEN},
-            {},
-            ', no-op 0.60 (FLOPs are counted at 0.25), 6 without a token',
-        ),
-    ],
-)
-def test_line_of_the_experts(tiny_config, experts, knobs, more):
-    """It has only shares that the model has; a layer without tokens does not make them NaN."""
-    hparams = from_config(tiny_config(**expert_knobs(**knobs)))
-    line = report.expert_line(experts | {'layer_01': EXPERTS['layer_01']}, hparams.model.experts)
-    assert line == 'experts: largest load 1.50 of their mean (layer 01)' + more
-
-
-@pytest.mark.parametrize(
     ('changes', 'config'),
     [
         ({'model.routing.router': 'learned'}, 'dense_isoflop.py'),
         ({}, 'mod_isoflop.py'),
-        (expert_knobs(num_noop=0), 'dense_isoflop.py'),
         (expert_knobs(), 'moe.py'),
         (expert_knobs(num_noop=0) | {'model.routing.router': 'learned'}, 'moe.py'),
-        (expert_knobs() | {'model.depth.stream': 'moda'}, 'moda.py'),
         ({'model.depth.stream': 'moda'}, 'moda.py:slots=none'),
     ],
 )

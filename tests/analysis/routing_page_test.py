@@ -144,25 +144,6 @@ def test_numbers_of_the_json(tiny_config):
     json.dumps(data, allow_nan=False)
 
 
-@pytest.mark.parametrize(
-    ('options', 'notes'),
-    [
-        ({'content': b'abc'}, []),
-        ({'content': b'a' * 20, 'cut': 70}, ['several_windows', 'cut']),
-        ({'content': b'abc', 'routing': 'top_c'}, ['looks_ahead']),
-        (
-            {'content': b'abc', 'routing': 'dense', 'changes': {'model.routing.router': 'none'}},
-            ['dense'],
-        ),
-    ],
-)
-def test_about_says_which_notes_the_page_shows(tiny_config, options, notes):
-    about = make_data(tiny_config, **options)['about']
-    names = ('several_windows', 'cut', 'looks_ahead', 'dense')
-    assert [name for name in names if about[name]] == notes
-    assert (about['rule_column'] is None) == about['dense'] != about['routed']
-
-
 @pytest.mark.skipif(
     shutil.which('node') is None, reason='node, which parses the script, is missing'
 )

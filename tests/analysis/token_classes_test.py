@@ -7,7 +7,6 @@ from moddepth_jax.analysis import token_classes as module
 from moddepth_jax.analysis.token_classes import (
     CLASSES,
     byte_classes,
-    guess_language,
     held_out_classes,
     language_of,
     token_classes,
@@ -78,19 +77,9 @@ def test_text_that_ends_anywhere(text, last):
 
 
 def test_prose():
-    text = "Don't: 3,50 for café…\x1b".encode()
-    assert named(text, 'prose') == [
-        ('word', b"Don't"),
-        ('punctuation', b':'),
-        ('whitespace', b' '),
-        ('number', b'3,50'),
-        ('whitespace', b' '),
-        ('word', b'for'),
-        ('whitespace', b' '),
-        ('word', 'café'.encode()),
-        ('punctuation', '…'.encode()),
-        ('other', b'\x1b'),
-    ]
+    names = ['word', 'punctuation', 'whitespace', 'number', 'whitespace', 'word', 'other']
+    texts = [text.encode() for text in ("Don't", ':', ' ', '3,50', ' ', 'café', '\x1b')]
+    assert named(b''.join(texts), 'prose') == list(zip(names, texts, strict=True))
 
 
 @pytest.mark.parametrize('language', module.LANGUAGES)
@@ -103,19 +92,6 @@ def test_tokens_take_the_class_of_their_first_solid_byte():
     pieces = [b'', b'if', b' ab', b'  \n', b' # c']
     classes = [CLASSES[number] for number in token_classes(pieces, 'python')]
     assert classes == ['start of text', 'keyword', 'identifier', 'whitespace', 'comment']
-
-
-@pytest.mark.parametrize(
-    ('text', 'language'),
-    [
-        (CODE, 'python'),
-        (b'  return x\n\n  def f(a,\n        b):\n    """A phrase\n', 'python'),
-        (b'You may copy this.\nIf you do, say so.\n\nNo warranty.', 'prose'),
-        (b'', 'prose'),
-    ],
-)
-def test_languages_are_distinguished(text, language):
-    assert guess_language(text) == language
 
 
 TEXTS = [b'x = "def if 12"\n', b'# 3\n', b"'''for\nwhile x in y:\n'''\nreturn 45\n"]
@@ -146,10 +122,8 @@ def _check(dataset, length, num_rows):
     assert {n for c, n in pairs if c in '45'} <= {'number'}
 
 
-@pytest.mark.parametrize('block', [3, 4096])
-def test_classes_are_those_of_the_documents(monkeypatch, block):
-    """Whatever the windows' length, and however much is searched at a time."""
-    monkeypatch.setattr(module, '_BLOCK', block)
+def test_classes_are_those_of_the_documents():
+    """Whatever the windows' length."""
     for length in (3, 7, 20):
         _check(_held_out(TEXTS, length), length, 57 // length)
 
@@ -173,6 +147,9 @@ def test_classes_are_found_in_prepared_text(tmp_path):
         ('stdlib', [b'One day the rain came.\n'], 'python'),  # whatever it looks like
         ('a.txt', [b'One day the rain came.\n'], 'prose'),
         ('a.txt', TEXTS, 'python'),
+        ('a.txt', [b'  return x\n\n  def f(a,\n        b):\n    """A phrase\n'], 'python'),
+        ('a.txt', [b'You may copy this.\nIf you do, say so.\n\nNo warranty.'], 'prose'),
+        ('a.txt', [b''], 'prose'),
     ],
 )
 def test_the_languages_of_sources(source, texts, language):

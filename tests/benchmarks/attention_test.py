@@ -46,22 +46,20 @@ def test_a_wrong_kernel_is_not_timed(monkeypatch):
         monkeypatch.setitem(RIVALS, name, function)
     result = attention.bench_case(CASE, RIVALS, 0.0)
     json.dumps(result)
+    right, other = result['rows'][:2], result['rows'][2:]
     assert result['baseline'] == 'cudnn'
-    by_name = {}
-    for row in result['rows']:
-        by_name.setdefault(row['implementation'], []).append(row)
-    assert all(row['seconds'] > 0 and row['over_plain'] == 1 for row in by_name['cudnn'])
-    for row in by_name['pallas_triton']:
-        assert row['failed'].startswith('wrong: o is off by') and 'seconds' not in row
-    lines = attention_report.failures(result)
-    assert len(lines) == 2 and lines[1].count('jax_triton') == 1, lines
+    assert all(row['seconds'] > 0 and row['over_plain'] == 1 for row in right)
+    assert not [row for row in other if 'seconds' in row]
+    line, lacks = attention_report.failures(result)
+    assert 'jax_triton' in lacks
+    assert line.startswith('pallas_triton (no slots, forward; no slots, fresh): wrong: o is off by')
 
 
 def test_every_form_of_ours_is_right_and_timed():
-    """xla: with and without slots, slots alone, both passes, sums in both dtypes."""
+    """xla: with and without slots, and slots alone."""
     result = attention.bench_case(CASE, ['xla'], 0.0)
     assert not [row for row in result['rows'] if 'failed' in row]
-    assert len(result['rows']) == len(attention_forms.forms('xla', CASE)) == 10
+    assert len(result['rows']) == len(attention_forms.forms('xla', CASE)) == 6
     for row in result['rows']:
         assert row['seconds'] > 0 and (row['over'] == ALONE or row['flops_per_second'] > 0)
 
@@ -81,24 +79,24 @@ def test_documents_and_slots_that_are_not_written(monkeypatch):
     one_text = make_inputs(case)
     del one_text.options['segment_ids_BT']
     right = compute_expected(make_inputs(case), np.arange(24), BOTH)
-    run = attention_forms.lower(Form('xla', BOTH, 'forward'), one_text, case).compile()
-    o = run(one_text, None)[0][0]
-    assert 'o is off' in find_wrong({'o': (o, 1)}, right, np.arange(24))
+    run = attention_forms.lower(Form('xla', BOTH, 'forward'), one_text).compile()
+    assert 'o is off' in find_wrong(run(one_text), right, np.arange(24))
 
 
 def test_gradients_of_hidden_tokens_are_wrong():
     """A gradient where there must be none is found, though every checked number is right."""
     inputs, chosen = make_inputs(CASE), np.array([0, 5, 23], np.int32)
     right = compute_expected(inputs, chosen, PLAIN)
-    dq = jnp.zeros(inputs.q_BTNH.shape).at[:, chosen].set(right[0]['dq'])
-    for found, runs, why in (
-        (dq, 1, None),
-        (2 * dq, 2, None),
-        (1.1 * dq, 1, 'dq is off'),
-        (jnp.nan * dq, 1, 'dq is off'),
-        (dq.at[0, 7].set(1e-3), 1, 'dq is not zero'),
+    o, dq = (
+        jnp.zeros(inputs.q_BTNH.shape).at[:, chosen].set(right[0][name]) for name in ('o', 'dq')
+    )
+    for found, why in (
+        (dq, 'None'),
+        (1.1 * dq, 'dq is off'),
+        (jnp.nan * dq, 'dq is off'),
+        (dq.at[0, 7].set(1e-3), 'dq is not zero'),
     ):
-        assert (why or 'None') in str(find_wrong({'dq': (found, runs)}, right, chosen))
+        assert why in str(find_wrong((o, found), right, chosen))
 
 
 def test_work_and_bytes_are_those_counted_by_hand():
@@ -108,10 +106,8 @@ def test_work_and_bytes_are_those_counted_by_hand():
     assert flops(case, 0, True) == 3.5 * flops(case, 0, False)
     assert flops(case, 64, False) - flops(case, 0, False) == 4 * 4096 * 64 * 64 * 64
     slots, queries = 2 * 2 * 64 * 4096 * 8 * 64, 2 * 4096 * 64 * 64
-    assert depth_bytes(case, 'forward') == slots + 3 * queries
-    assert depth_bytes(case, 'fresh') == 2 * slots + 4 * queries
-    assert depth_bytes(case, 'accumulate', 2) == 3 * slots + 4 * queries
-    assert depth_bytes(case, 'accumulate', 4) == 5 * slots + 4 * queries
+    assert depth_bytes(case, False) == slots + 3 * queries
+    assert depth_bytes(case, True) == 2 * slots + 4 * queries
 
 
 @pytest.mark.parametrize('length', [1, 96, 97, 65536])
@@ -129,6 +125,3 @@ def test_reasons_are_one_line():
     assert describe_error(AssertionError()) == 'AssertionError'
     result, why = try_run(lambda: jnp.zeros(2) @ jnp.zeros(3))
     assert result is None and why.startswith('TypeError: ') and '\n' not in why
-    form = Form('flash_attention_2', PLAIN, 'forward')  # which needs jax-triton and a GPU
-    _, why = try_run(attention_forms.lower, form, make_inputs(CASE), CASE)
-    assert why.split(':')[0] in ('ModuleNotFoundError', 'ImportError'), why

@@ -41,18 +41,11 @@ def test_what_a_config_leaves_out_is_as_transformers_has_it(config, eps, placeme
     }
 
 
-@pytest.mark.parametrize(
-    'rope',
-    [
-        {'rope_theta': 500000, 'rope_scaling': None},
-        {'rope_theta': 1.0, 'rope_parameters': {'rope_type': 'default', 'rope_theta': 5e5}},
-        {'rope_theta': 5e5, 'rope_scaling': {'type': 'default'}},
-    ],
-    ids=str,
-)
-def test_both_forms_of_the_rotary_base_are_read(rope):
+def test_both_forms_of_the_rotary_base_are_read():
     """rope_theta of transformers 4; rope_parameters of 5, which has precedence."""
-    assert knobs_of(LLAMA | rope, 'config.json')['rope_theta'] == 5e5
+    newer = {'rope_theta': 1.0, 'rope_parameters': {'rope_type': 'default', 'rope_theta': 5e5}}
+    for rope in (newer, {'rope_theta': 500000, 'rope_scaling': {'type': 'default'}}):
+        assert knobs_of(LLAMA | rope, 'config.json')['rope_theta'] == 5e5
 
 
 @pytest.mark.parametrize(
@@ -61,20 +54,15 @@ def test_both_forms_of_the_rotary_base_are_read(rope):
         ({'model_type': 'mistral'}, ["model_type='mistral'", 'llama or olmo2']),
         ({'architectures': ['LlamaForSequenceClassification']}, ['architectures=', 'LlamaForC']),
         ({'rope_scaling': {'rope_type': 'llama3', 'factor': 8.0}}, ['rope_scaling=', 'llama3']),
-        ({'rope_scaling': {'factor': 2.0}}, ['rope_scaling=', 'default']),
-        ({'rope_parameters': {'rope_type': 'yarn', 'rope_theta': 1e4}}, ['rope_parameters=']),
         ({'rope_parameters': {'rope_theta': 'x'}}, ['rope_parameters=', 'rope_theta', 'number']),
         ({'sliding_window': 4096}, ['sliding_window=4096', 'None']),
         ({'layer_types': ['full_attention', 'sliding_attention']}, ['layer_types=']),
         ({'attention_bias': True}, ['attention_bias=True', 'mlp_bias=False']),
-        ({'mlp_bias': True}, ['attention_bias=False', 'mlp_bias=True']),
         ({'model_type': 'olmo2', 'attention_bias': True}, ['attention_bias=True', 'olmo2']),
         ({'hidden_act': 'gelu'}, ["hidden_act='gelu'", "'silu'"]),
         ({'partial_rotary_factor': 0.5}, ['partial_rotary_factor=0.5']),
-        ({'rope_interleaved': True}, ['rope_interleaved=True']),
         ({'quantization_config': {'bits': 4}}, ['quantization_config=']),
         ({'hidden_size': None}, ['hidden_size=None', 'integer']),
-        ({'vocab_size': 3.5}, ['vocab_size=3.5', 'integer']),
         ({'rms_norm_eps': 'small'}, ["rms_norm_eps='small'", 'number']),
         ({'num_attention_heads': 5}, ['num_attention_heads=5', 'hidden_size=32', 'head_dim']),
     ],
@@ -88,10 +76,10 @@ def test_fields_without_a_knob_are_refused(changes, words):
     assert all(word in message for word in words), message
 
 
-@pytest.mark.parametrize('key', sorted(LLAMA.keys() - {'model_type'}))
-def test_a_missing_size_is_named(key):
-    with pytest.raises(ValueError, match=f'{key}=None: missing'):
-        knobs_of({name: LLAMA[name] for name in LLAMA if name != key}, 'config.json')
+def test_a_missing_size_is_named():
+    for key in LLAMA.keys() - {'model_type'}:
+        with pytest.raises(ValueError, match=f'{key}=None: missing'):
+            knobs_of({name: LLAMA[name] for name in LLAMA if name != key}, 'config.json')
 
 
 @pytest.mark.parametrize('name', ['llama', 'llama_tied', 'olmo2'])

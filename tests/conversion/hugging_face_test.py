@@ -59,21 +59,13 @@ def test_in_out_in_again_is_bit_equal(name, max_bytes, imported, tmp_path):
     ('shapes', 'words'),
     [
         ({'model.norm.weight': None}, 'lacks the tensor model.norm.weight; its config'),
-        (
-            {f'model.layers.1.mlp.{name}_proj.weight': None for name in ('gate', 'up', 'down')},
-            'lacks the tensor model.layers.1.mlp.gate_proj.weight and 2 more',
-        ),
         ({'model.layers.2.x': 3}, 'has a tensor model.layers.2.x; config.json stands for no'),
-        (
-            {'model.norm.weight': 17},
-            'model.norm.weight has shape [17]; its config.json wants [16]',
-        ),
         (
             {'lm_head.weight': (16, 270)},
             'lm_head.weight has shape [16, 270]; its config.json wants [270, 16]',
         ),
     ],
-    ids=['missing', 'several missing', 'extra', 'misshapen', 'transposed'],
+    ids=['missing', 'extra', 'transposed'],
 )
 def test_tensors_of_another_model_are_refused(shapes, words, imported, tmp_path):
     tensors = load_file(GOLDEN / 'llama' / FILE)

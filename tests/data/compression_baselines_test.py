@@ -1,4 +1,4 @@
-"""The baselines are the sizes they say, and their cache may fail but not lie."""
+"""The baselines are the sizes they say."""
 
 import lzma
 import zlib
@@ -13,12 +13,6 @@ from moddepth_jax.data.corpus import Corpus
 
 def _corpus(*train):
     return Corpus('hand-made', list(train), [b'held out'], 'f00d', 'by hand')
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
-    return tmp_path / 'moddepth_jax'
 
 
 def test_values_are_bits_per_byte_of_the_training_text():
@@ -44,27 +38,3 @@ def test_the_measured_text_is_described(monkeypatch):
     monkeypatch.setattr(module, 'MAX_BYTES', 2**20)
     assert describe_measured_text(_corpus(b'a' * 2**19, b'b' * 2**19)) == 'training text'
     assert describe_measured_text(_corpus(b'a' * 2**20, b'b')) == 'first 1 MiB of training text'
-
-
-def test_the_cache_is_used_and_keyed_by_the_text(cache, monkeypatch):
-    texts = _corpus(b'abcd' * 500), _corpus(b'ab' * 500)
-    first, other = map(measure_baselines, texts)
-    assert other != first and len(list(cache.iterdir())) == 2
-    monkeypatch.setattr(module, '_measure', lambda text: {'unigram': 'measured again'})
-    assert list(map(measure_baselines, texts)) == [first, other]
-    assert measure_baselines(_corpus(b'new')) == {'unigram': 'measured again'}
-
-
-@pytest.mark.parametrize('content', [b'{', b'[]', b'{"zlib": 1}', b'{"unigram": null}'])
-def test_a_broken_cache_is_replaced(cache, content):
-    expected = measure_baselines(_corpus(b'abcd' * 500))
-    (path,) = cache.iterdir()
-    good = path.read_bytes()
-    path.write_bytes(content)
-    assert measure_baselines(_corpus(b'abcd' * 500)) == expected
-    assert path.read_bytes() == good
-
-
-def test_a_cache_that_cannot_be_written_is_no_error(cache):
-    cache.write_bytes(b'in the way')
-    assert measure_baselines(_corpus(b'abcd' * 500))['unigram'] == 2

@@ -22,7 +22,6 @@ def write_texts(folder, letters: bytes, seed: int, number: int = 30) -> list[tup
 
 
 def prepare(folder, documents, tokenizer, held_out_fraction):
-    """Writes the documents as launch.prepare would; returns the Store."""
     folder.mkdir(parents=True, exist_ok=True)
     with StoreWriter(folder, tokenizer, held_out_fraction) as writer:
         sides = split_documents(documents, held_out_fraction)

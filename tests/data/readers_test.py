@@ -4,7 +4,6 @@ import functools
 import gzip
 import json
 import random
-import tracemalloc
 
 import pyarrow
 import pytest
@@ -159,11 +158,6 @@ def test_truncated_or_damaged_compressed_files_are_refused(tmp_path, packing):
     assert f'after row {len(good)}: its data are damaged or cut off' in message
     path.write_bytes(b'no compressed data at all')
     assert f'{path}: its data are damaged' in _error(path)[1]
-    path.write_bytes(content[:-4] + b'\0\0\0\0')  # the checksum or the length
-    if packing == '.gz':
-        assert 'its data are damaged' in _error(path)[1]
-    path.write_bytes(b'')
-    assert _rows(path) == []
     path.write_bytes(content + content)  # as pzstd and `cat a.zst b.zst` write them
     assert len(_rows(path)) == 6000
 
@@ -179,30 +173,10 @@ def test_records_of_plain_text_are_read_as_they_are(tmp_path):
     assert str(row.text) == message and row.text.reason == 'no field'
 
 
-def test_rows_after_a_bad_one_are_read(tmp_path):
-    path = tmp_path / 'a.jsonl'
-    path.write_bytes(b'{"text": "a"}\n{"text": \n{"body": "b"}\n{"text": "\xff"}\n{"text": "c"}\n')
-    found = [r.text.reason if isinstance(r.text, BadText) else r.text for r in _rows(path)]
-    assert found == [b'a', 'not JSON', 'no field', 'not UTF-8', b'c']
-
-
-@pytest.mark.parametrize('suffix', ['.jsonl', '.jsonl.gz', '.parquet'])
-def test_memory_stays_flat(tmp_path, suffix):
-    path = tmp_path / f'a{suffix}'
-    draw = random.Random(0)
-    _write(path, [draw.randbytes(50_000).hex() for _ in range(100)], group=100)
-    tracemalloc.start()
-    total = sum(len(text) for _, text in read_documents(path, 'a', 'text'))
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert total == 10_000_000 and peak < 4_000_000
-
-
 GOOD = b'{"text": "good"}\n'
 # Name of the file, its content, parts of the message.
 BAD_FILES = [
     ('a.md', b'x', ["'.md' is no known kind of file", 'glob of .txt']),
-    ('README', b'x', ['no suffix', 'glob of .txt']),
     ('a.jsonl', GOOD + b'{"text": }', ['line 2: not JSON', 'column 10']),
     ('a.jsonl', b'{"n": ' + b'9' * 5000 + b'}', ['line 1: not JSON']),
     ('a.jsonl', b'[' * 200000, ['line 1: not JSON']),

@@ -1,6 +1,5 @@
 """Near bytes of the recall corpus determine everything except draws and answers."""
 
-import math
 import re
 
 import numpy as np
@@ -39,12 +38,6 @@ def test_documents_are_lines_as_described():
         asked = [i for i, line in enumerate(lines) if line[1:2] == b'(']
         assert all(i >= recall.FIRST_QUESTION and i % 2 == 0 for i in asked)
         assert {lines[i][3] for i in asked} <= {recall.NAMES[dialect]}
-
-
-def test_a_row_is_one_document(batch):
-    assert np.all(batch['tokens_BT'][:, 0] == SEPARATOR)
-    assert np.sum(batch['tokens_BT'] == SEPARATOR) == len(batch['tokens_BT'])
-    assert np.all(batch['labels_BT'][:, -1] == SEPARATOR)
 
 
 def test_needed_positions_by_hand():
@@ -91,23 +84,3 @@ def test_answers_are_determined_only_from_afar(batch):
         for row, t in np.argwhere(needed_BT)
     )
     assert nearest == recall.MIN_DISTANCE
-
-
-def test_floor_is_the_entropy_of_the_draws(batch):
-    """Over 1024 documents it lies within 1% of the closed form, summed line by line."""
-    log, asked = math.log, recall.QUESTION_PROBABILITY
-    dialect = log(24) + 5 * log(12)
-    choice = -asked * log(asked) - (1 - asked) * log(1 - asked)
-    asking = choice + asked * log(24) + (1 - asked) * log(8)
-    expected = (dialect + 8 * log(8) + 7 * asking) / 128
-    floor = recall.entropy_floor(batch['tokens_BT'], batch['labels_BT'])
-    assert floor == pytest.approx(expected, rel=0.01)
-
-
-def test_floor_of_a_few_targets_by_hand():
-    tokens_BT = np.array([[*b'AaI(hY)']])
-    labels_BT = np.array([[*b'a', -100, *b'(hY) ']])
-    nats = math.log(24) - math.log(recall.QUESTION_PROBABILITY) + math.log(24)
-    assert recall.entropy_floor(tokens_BT, labels_BT) == pytest.approx(nats / 6)
-    with pytest.raises(ValueError, match=r'\(1, 2\): must hold a target'):
-        recall.entropy_floor(np.zeros((1, 2), int), np.full((1, 2), -100))

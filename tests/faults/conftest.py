@@ -3,7 +3,6 @@
 import collections
 import json
 import os
-import pathlib
 import random
 import statistics
 
@@ -11,6 +10,7 @@ import pytest
 
 from moddepth_jax.hparams import from_config
 from tests import compilation_cache
+from tests.launch.commands import write_words
 
 NUM_STEPS = 6
 
@@ -18,23 +18,16 @@ NUM_STEPS = 6
 @pytest.fixture(scope='session')
 def corpus(tmp_path_factory):
     """Six files of words; returns their glob."""
-    words, draw = ['to ', 'be, ', 'or ', 'not\n'], random.Random(0)
     folder = tmp_path_factory.mktemp('text')
-    for i in range(6):
-        text = ''.join(draw.choice(words) for _ in range(400))
-        (folder / f'{i}.txt').write_text(text)
+    write_words(folder)
     return str(folder / '*.txt')
 
 
-@pytest.fixture(scope='session')
-def kept_programs(tmp_path_factory):
-    """The folder of compiled programs, most of which the in-process runs share."""
-    return tmp_path_factory.mktemp('programs')
-
-
 @pytest.fixture(scope='module')
-def compiled_once(kept_programs):
-    with compilation_cache.persistent_compilation_cache(kept_programs):
+def compiled_once(tmp_path_factory):
+    """The runs of all modules share most of their compiled programs."""
+    folder = tmp_path_factory.getbasetemp() / 'programs'
+    with compilation_cache.persistent_compilation_cache(folder):
         yield
 
 
@@ -84,20 +77,11 @@ def pytest_terminal_summary(terminalreporter):
         if getattr(report, 'when', None) == 'call':
             for name, value in report.user_properties:
                 if name == 'faults':
-                    table, kind, count = value
-                    tables[table][kind].append(count)
+                    tables[value[0]][value[1]].append(value[2])
     for table, kinds in tables.items():
         for kind, values in kinds.items():
-            kinds[kind] = sum(values)
-            if table.endswith('seconds'):
-                spread = {
-                    'median': round(statistics.median(values), 2),
-                    'max': round(max(values), 2),
-                }
-                kinds[kind] = {'count': len(values), **spread}
+            spread = [len(values), round(statistics.median(values), 2), round(max(values), 2)]
+            kinds[kind] = spread if table.endswith('seconds') else sum(values)
     if tables:
-        text = json.dumps(tables, indent=2, sort_keys=True)
         terminalreporter.section('faults')
-        terminalreporter.write_line(text)
-        if 'FAULTS_JSON' in os.environ:
-            pathlib.Path(os.environ['FAULTS_JSON']).write_text(text + '\n')
+        terminalreporter.write_line(json.dumps(tables, indent=2, sort_keys=True))

@@ -8,7 +8,6 @@ import time
 
 import pytest
 
-from moddepth_jax.data.pipeline import Dataset
 from moddepth_jax.training import loop
 from moddepth_jax.training.manifest import read_manifest
 from tests.faults.runs import Runs, rows_of
@@ -56,7 +55,7 @@ def disk(tmp_path):
 
 @pytest.fixture(scope='module')
 def unbroken(tmp_path_factory):
-    runs = Runs(tmp_path_factory.mktemp('full'), 1, hasty=True, **CHANGES)
+    runs = Runs(tmp_path_factory.mktemp('full'), **CHANGES)
     runs.finish('unbroken')
     return runs
 
@@ -120,54 +119,19 @@ def test_a_full_disk_ends_the_run_in_one_line(unbroken, disk, tally, moment):
     tally('full disks', moment)
 
 
-@pytest.fixture(scope='module')
-def finished(small_run, compiled_once, tmp_path_factory):
-    return loop.train(small_run(), tmp_path_factory.mktemp('finished') / 'run')
-
-
-def assert_resumes(workdir, finished):
-    again = loop.train(finished.hparams, workdir)
-    assert again.summary['state_sha256'] == finished.summary['state_sha256']
-    assert rows_of(workdir) == rows_of(finished.workdir)
-
-
-def test_a_checkpoint_that_does_not_fit_costs_the_steps_after_the_last(
-    finished, disk, monkeypatch, tally
-):
-    """The disk fills before step 4 is saved: one line, step 2 stays good, and the run resumes."""
-    workdir, train_batch = disk.folder / 'run', Dataset.train_batch
-
-    def train_batch_and_fill(dataset, step, *rows):
-        if step == 3:
-            while not finished_checkpoints(workdir):
-                time.sleep(0.001)
-            disk.fill(free=100_000)
-        return train_batch(dataset, step, *rows)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Dataset, 'train_batch', train_batch_and_fill)
-        with pytest.raises(ValueError) as caught:
-            loop.train(finished.hparams, workdir)
-    assert 'No space left on device' in str(caught.value)
-    assert 'checkpoint 4 ' in str(caught.value) and 'steps kept: 2' in str(caught.value)
-    assert '\n' not in str(caught.value)
-    assert check_good(workdir) == [2]
-    disk.make_room()
-    assert_resumes(workdir, finished)
-    tally('full disks', 'amid a checkpoint, in-process')
-
-
-@pytest.mark.faults
-def test_a_limit_of_file_sizes_is_reported_like_a_full_disk(finished, tmp_path, tally):
+def test_a_limit_of_file_sizes_is_reported_like_a_full_disk(small_run, tmp_path, tally):
     """Without root: the limit is enough for rows, but not for arrays."""
-    workdir = tmp_path / 'run'
+    workdir, hparams = tmp_path / 'run', small_run()
+    finished = loop.train(hparams, tmp_path / 'finished')  # its programs are compiled now
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, hard))
     try:
         with pytest.raises(ValueError) as caught:
-            loop.train(finished.hparams, workdir)
+            loop.train(hparams, workdir)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert 'File too large' in str(caught.value) and 'steps kept: none' in str(caught.value)
-    assert_resumes(workdir, finished)
+    again = loop.train(hparams, workdir)
+    assert again.summary['state_sha256'] == finished.summary['state_sha256']
+    assert rows_of(workdir) == rows_of(finished.workdir)
     tally('full disks', 'no file above 40 kB, without root')

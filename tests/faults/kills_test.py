@@ -1,5 +1,6 @@
 """Killed or stopped at random moments, a run resumes and ends bit-equal to an unbroken one."""
 
+import contextlib
 import os
 import re
 import subprocess
@@ -8,12 +9,10 @@ import time
 import pytest
 
 from moddepth_jax.training.manifest import read_manifest
-from tests.faults.phases import Moment, phases_at_death
-from tests.faults.runs import Runs
+from tests.faults.runs import Runs, last_row
 
 KILLS = ('any', 'any', 'any', 'step', 'step', 'save', 'save', 'save', 'evaluation', 'end')
-WANTED = {'step': 2, 'save': 2, 'evaluation': 1}  # minimum kills of each test
-MOST_KILLS = 30  # maximum kills of each test
+SPANS = {'step': 0.02, 'save': 0.1, 'evaluation': 0.15, 'end': 3.0}  # seconds, about
 STOPS = 5
 LIMIT = 10  # seconds from SIGTERM to the end, where a core has one process
 pytestmark = pytest.mark.faults
@@ -24,8 +23,6 @@ def runs(tmp_path_factory):
     """Runs that save and evaluate often, and the result of an unbroken one."""
     runs = Runs(
         tmp_path_factory.mktemp('kills'),
-        devices=1,
-        hasty=True,
         model__routing__router='none',
         data__held_out_fraction=0.2,
         training__num_steps=200,
@@ -42,6 +39,42 @@ def runs(tmp_path_factory):
     return runs
 
 
+def wait_for_moment(kind, draw, process, out, runs, workdir):
+    """Waits for a random moment of a start: 'any' of its life, or one soon after a kind of SPANS.
+
+    These are a row of metrics, a new checkpoint, the step of an evaluation, the last evaluation.
+    """
+    share, count = draw.random(), draw.randint(1, 5)
+    if kind == 'any':
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(share * runs.life)
+        return
+    begun, saves, first = time.time(), set(), None
+    while process.poll() is None:
+        time.sleep(0.002)
+        text = out.read_text()
+        if 'plan ' not in text:
+            continue
+        row = last_row(workdir)
+        step = row.get('step', 0)
+        if first is None:  # rows after the checkpoint from which it resumes have been dropped
+            first = step
+        late = step >= first + share * (runs.num_steps - first)
+        due = 0 < step < runs.num_steps and step % runs.evaluation_every == 0
+        for path in workdir.glob('checkpoints/*'):
+            with contextlib.suppress(FileNotFoundError):  # renamed once it is finished
+                if not (path / 'manifest.json').exists() and path.stat().st_mtime >= begun:
+                    saves.add(path.name)
+        if {
+            'step': first < runs.num_steps and late,
+            'save': len(saves) >= count,
+            'evaluation': due and late and 'eval/loss' not in row,
+            'end': 'evaluating on held-out' in text,
+        }[kind]:
+            time.sleep(draw.random() * SPANS[kind])
+            return
+
+
 class Life:
     """One run in many starts. `history` describes them, for a failure to show."""
 
@@ -49,25 +82,23 @@ class Life:
         self.runs, self.name = runs, name
         self.workdir, self.history = runs.folder / name, []
 
-    def start(self, moment, send):
-        """Returns (status, phases at its end, seconds from the signal to the end, stdout)."""
-        saved, begun = self._newest(), time.time()
-        sent = []
+    def start(self, kind, draw, send):
+        """Returns (status, seconds from the signal to the end, stdout)."""
+        saved, sent = self.newest(), []
 
         def act(process, out):
-            moment.wait(process, out, self.runs, self.name, begun)
+            wait_for_moment(kind, draw, process, out, self.runs, self.workdir)
             if process.poll() is None:
                 sent.append(time.monotonic())
                 send(process)
 
         status, out, err = self.runs.start(self.name, act)
         seconds = time.monotonic() - sent[0] if sent else 0.0
-        phases = phases_at_death(self.runs, self.name, out, begun)
-        self.history.append(f'{moment} from {saved}: {status} in {" and ".join(phases)}')
+        self.history.append(f'{kind} from {saved}: {status} after {last_row(self.workdir)}')
         self._check(out, err, saved)
-        return status, phases, seconds, out
+        return status, seconds, out
 
-    def _newest(self):
+    def newest(self):
         """The step of the newest finished checkpoint, or 0; each finished one is intact."""
         steps = [int(path.parent.name) for path in self.workdir.glob('checkpoints/*/manifest.json')]
         for step in steps:
@@ -91,65 +122,50 @@ class Life:
         assert sample == (runs.folder / 'unbroken' / 'sample.txt').read_bytes(), self.history
 
 
+def signalled(runs, draw, tally, name, kinds, send):
+    """Sends a signal in each kind of moment: (life, status, seconds, stdout) of each start.
+
+    A run that ends before its signal is compared, and another one is started; so is the last one.
+    """
+    life, number = Life(runs, f'{name}_0'), 0
+    for kind in kinds:
+        status, seconds, out = life.start(kind, draw, send)
+        if status:
+            yield life, status, seconds, out
+            continue
+        life.check_end()
+        number += 1
+        life = Life(runs, f'{name}_{number}')
+    runs.finish(life.name)
+    life.check_end()
+    tally('runs that ended', 'bit-equal', number + 1)
+
+
 @pytest.mark.parametrize('part', range(10))
 def test_killed_at_random_moments_it_ends_bit_equal(runs, draw, tally, part):
-    """Ten SIGKILLs or more, among them in steps, saves and evaluations.
-
-    A run that ends before its kill is compared, and another one is started.
-    """
-    missing, kills, number = dict(WANTED), 0, 0
-    life = Life(runs, f'killed_{part}_{number}')
-    kinds = draw.sample(KILLS, len(KILLS))
-    while kinds:
-        status, phases, _, _ = life.start(Moment(kinds.pop(), draw), subprocess.Popen.kill)
-        if status == -9:
-            kills += 1
-            for phase in phases:
-                missing[phase] = missing.get(phase, 0) - 1
-            tally('kills', ' and '.join(phases))
-        else:
-            assert status == 0, life.history
-            life.check_end()
-            tally('runs killed and ended', 'bit-equal')
-            number += 1
-            life = Life(runs, f'killed_{part}_{number}')
-        if not kinds and kills < MOST_KILLS:
-            kinds = [kind for kind in WANTED if missing[kind] > 0]
-            kinds = kinds or ['any'] * (kills < len(KILLS))
-    assert all(count <= 0 for count in missing.values()), (missing, life.history)
-    if life.history:
-        runs.finish(life.name)
-        life.check_end()
-        tally('runs killed and ended', 'bit-equal')
+    """Up to ten SIGKILLs, among them in steps, saves and evaluations."""
+    kinds, kill = draw.sample(KILLS, len(KILLS)), subprocess.Popen.kill
+    for life, status, *_ in signalled(runs, draw, tally, f'killed_{part}', kinds, kill):
+        assert status == -9, life.history
+        tally('kills', life.history[-1].split()[0])
 
 
 @pytest.mark.parametrize('part', range(4))
 def test_stopped_at_random_moments_it_saves_in_time(runs, draw, tally, part):
-    """Five SIGTERMs that each save at once and end with status 143; the run ends bit-equal.
+    """SIGTERMs that each save at once and end with status 143; the run ends bit-equal.
 
     Before a start has its state, or after the last step, there is nothing to save, and a SIGTERM
     ends the process at once.
     """
-    stops, number = 0, 0
-    life = Life(runs, f'stopped_{part}_{number}')
-    while stops < STOPS:
-        kind = draw.choice(('any', 'step', 'save', 'evaluation'))
-        status, phases, seconds, out = life.start(Moment(kind, draw), subprocess.Popen.terminate)
-        if status == 128 + 15:
-            stops += 1
-            (step,) = re.findall(r'SIGTERM: stopped and saved at step (\d+) of 200', out)
-            assert life._newest() == int(step), life.history
-            tally('SIGTERM to end, seconds', 'saved', seconds)
-        elif status == -15:
-            nothing = {'start', 'evaluation', 'summary', 'report', 'end'}
-            assert nothing >= set(phases), life.history
-            tally('SIGTERM to end, seconds', f'nothing to save in {phases[0]}', seconds)
+    kinds = draw.choices(('any', 'step', 'save', 'evaluation'), k=STOPS)
+    stop = subprocess.Popen.terminate
+    for life, status, seconds, out in signalled(runs, draw, tally, f'stopped_{part}', kinds, stop):
+        saved = re.findall(r'SIGTERM: stopped and saved at step (\d+) of 200', out)
+        assert status == (128 + 15 if saved else -15), life.history
+        if saved:
+            assert life.newest() == int(saved[0]), life.history
         else:
-            assert status == 0, life.history
-            life.check_end()
-            number += 1
-            life = Life(runs, f'stopped_{part}_{number}')
+            assert 'plan ' not in out or 'evaluating on held-out' in out, (life.history, out)
+        tally('SIGTERM to end, seconds', 'saved' if saved else 'nothing to save', seconds)
         busy = max(1, os.getloadavg()[0] / os.cpu_count())
         assert seconds < LIMIT * busy, (seconds, busy, life.history)
-    runs.finish(life.name)
-    life.check_end()

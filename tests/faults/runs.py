@@ -3,13 +3,13 @@
 import json
 import os
 import pathlib
-import random
 import re
 import subprocess
 import sys
 import time
 
 from moddepth_jax.training.metrics import read_metrics
+from tests.launch.commands import write_words
 
 ROOT = pathlib.Path(__file__).parents[2]
 NUM_STEPS = 300
@@ -36,7 +36,6 @@ def get_config():
     return config
 """
 
-
 # launch.train with slow steps: JAX looks for a SIGTERM once a second.
 SLOWLY = """
 import time
@@ -62,20 +61,14 @@ def rows_of(workdir):
 
 
 class Runs:
-    """Starts of launch.train on a number of fake devices, whose CPU threads are pinned.
+    """Starts of launch.train on fake devices; 0 devices: launch.local sets them.
 
-    Args:
-      folder: for the text to train on, the config, the cache of programs and the workdirs.
-      devices: fake CPU devices; 0: launch.local sets them.
-      hasty: whether XLA's optimization of machine code is off, so that programs compile faster.
-      **changes: knobs that differ from CONFIG, with double underscores for dots.
+    `folder` holds the text to train on, the config, the cache of programs and the workdirs.
+    `changes` are knobs that differ from CONFIG, with double underscores for dots.
     """
 
-    def __init__(self, folder, devices, hasty, **changes):
-        words, draw = ['to ', 'be, ', 'or ', 'not\n'], random.Random(0)
-        for i in range(8):
-            text = ''.join(draw.choice(words) for _ in range(2000))
-            (folder / f'{i}.txt').write_text(text)
+    def __init__(self, folder, devices=1, **changes):
+        write_words(folder, count=8, length=2000)
         (folder / 'train_slowly.py').write_text(SLOWLY)
         lines = [f'config.{name.replace("__", ".")} = {changes[name]!r}' for name in changes]
         self.config = folder / 'config.py'
@@ -90,7 +83,7 @@ class Runs:
             'XDG_CACHE_HOME': str(folder / 'cache'),
             'JAX_ENABLE_COMPILATION_CACHE': 'true',
             'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
-            'JAX_DISABLE_MOST_OPTIMIZATIONS': 'true' if hasty else 'false',
+            'JAX_DISABLE_MOST_OPTIMIZATIONS': 'true',
         }
         if devices:
             flags = f'--xla_force_host_platform_device_count={devices}'
@@ -155,28 +148,13 @@ class Runs:
         assert [row['step'] for row in rows if 'eval/loss' in row] == due
 
 
-def last_step(workdir):
-    """The step of the newest row of metrics; 0 without one."""
+def last_row(workdir):
+    """The last complete line of metrics.jsonl; {} without one."""
     try:
-        rows = read_metrics(workdir)
-    except ValueError:
-        return 0
-    return rows[-1]['step'] if rows else 0
+        return json.loads((workdir / 'metrics.jsonl').read_bytes().split(b'\n')[-2])
+    except (FileNotFoundError, IndexError):
+        return {}
 
 
-def sigkill_soon(draw):
-    def send(process):
-        time.sleep(draw.uniform(0, 0.03))
-        process.kill()
-
-    return send
-
-
-def sigterm(process):
-    process.terminate()
-
-
-def resumed_step(out):
-    """The step from which a start resumed, by its stdout."""
-    (step,) = re.findall(r'resuming after step (\d+)', out)
-    return int(step)
+def last_step(workdir):
+    return last_row(workdir).get('step', 0)

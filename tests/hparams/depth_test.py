@@ -38,9 +38,9 @@ def test_dense_and_narrow_models_that_fit(tiny_config):
     """The streams with demands on the model accept one that meets them."""
     for stream in ('dense', 'average'):
         every = depth(tiny_config, {'stream': stream}, layer_loop='unrolled').depth
-        assert every.slots == 'none' and every.reads_outputs
+        assert every.slots == 'none' and every.stream_class.reads_outputs
     narrow = depth(tiny_config, {'stream': 'attention'}, num_heads=2, head_dim=16)
-    assert narrow.depth.stream == 'attention' and not narrow.depth.reads_outputs
+    assert narrow.depth.stream == 'attention' and not narrow.depth.stream_class.reads_outputs
     assert depth(tiny_config, {'stream': 'moda'}, num_heads=2).depth.slots == 'attention+ffn'
 
 

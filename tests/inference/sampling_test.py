@@ -1,6 +1,5 @@
 """Tokens are drawn as often as the softmax of their logits, temperature and nucleus say."""
 
-import functools
 import math
 
 import jax
@@ -94,16 +93,6 @@ def test_keys_decide_and_rows_draw_independently():
     for one, two in ((first, other), first.reshape(-1, 2).T):
         error = np.sqrt(0.2 * 0.8 / len(one))
         assert abs((one == two).mean() - 0.2) < 5 * error
-
-
-@pytest.mark.parametrize('top_p', [1.0, 0.7])
-def test_other_rows_of_a_batch_do_not_change_a_draw(top_p):
-    logits_BV, keys_B = jnp.asarray(random_logits()), keys(6)
-    draw_rows = functools.partial(sample, temperature=1.0, top_p=top_p)
-    together_B = np.asarray(draw_rows(keys_B, logits_BV))
-    assert np.array_equal(draw_rows(keys_B[::-1], logits_BV[::-1])[::-1], together_B)
-    others_BV = jnp.asarray(random_logits(2)).at[:9].set(logits_BV[:9])
-    assert np.array_equal(draw_rows(keys_B, others_BV)[:9], together_B[:9])
 
 
 def test_temperature_zero_is_the_most_likely_token():

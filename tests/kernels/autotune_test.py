@@ -4,7 +4,6 @@ Candidates are played by small programs that speak as autotune_trial.py does. No
 """
 
 import json
-import pathlib
 import signal
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from absl import logging
 from kernels_pallas import autotune, backends
 from kernels_pallas.backends import Device, Parts, choose
 from tests.kernels.cases import USUAL
+from tests.launch.commands import is_running
 
 H200 = Device('gpu', 'NVIDIA H200', (9, 0), 'cuda 13000', not_measured='')
 LARGE = USUAL._replace(q=(8, 1024, 16, 64), k=(8, 1024, 2, 64))
@@ -113,14 +113,6 @@ def test_a_failure_costs_its_candidate_alone(machine, name, act, reason):
     assert machine() == (parts, [lines[-1]], [])
 
 
-def _runs(pid):
-    try:
-        state = pathlib.Path(f'/proc/{pid}/stat').read_text().rsplit(')', 1)[1].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != 'Z'
-
-
 def test_a_hang_ends_with_all_that_it_started(machine, monkeypatch):
     """Killed at the limit, its own children too."""
     monkeypatch.setattr(autotune, 'LIMIT_SECONDS', 2.0)
@@ -130,7 +122,7 @@ def test_a_hang_ends_with_all_that_it_started(machine, monkeypatch):
     assert '; not cudnn+mosaic_gpu: not done in 2 s' in lines[-1]
     (sleeper,) = [line for line in machine.log.read_text().splitlines() if ' ' not in line]
     time.sleep(0.1)
-    assert not _runs(int(sleeper))
+    assert not is_running(int(sleeper))
 
 
 @pytest.mark.parametrize('error', [KeyboardInterrupt, SystemExit])
@@ -149,7 +141,7 @@ def test_an_interrupted_measurement_leaves_no_process(machine, error):
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     started = machine.log.read_text().split()
-    assert started[0] == 'cudnn+xla' and not _runs(int(started[1]))
+    assert started[0] == 'cudnn+xla' and not is_running(int(started[1]))
     assert not list(machine.cache.rglob('*.json'))
 
 
@@ -191,15 +183,7 @@ def test_another_machine_or_shape_is_measured_again(machine, monkeypatch):
 
 @pytest.mark.parametrize(
     'damage',
-    [
-        b'{"key"',
-        b'\xff\xfe',
-        b'[]',
-        {'results': []},
-        {'results': {NAMES[0]: {}}},
-        {'results': {NAMES[0]: {'milliseconds': -1}}},
-        {'key': {}},
-    ],
+    [b'{"key"', b'[]', {'results': {NAMES[0]: {'milliseconds': -1}}}, {'key': {}}],
 )
 def test_a_damaged_file_is_measured_again(machine, damage):
     """And replaced; nothing of it is believed."""

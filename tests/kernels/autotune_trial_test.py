@@ -66,14 +66,6 @@ def test_a_time_is_taken_of_as_many_rows_as_fit():
         assert autotune_trial.timed_shapes(case) == right
 
 
-def test_several_documents_have_one_of_a_single_token():
-    shapes = USUAL._replace(segments=True)
-    assert (autotune_trial.make_masks(shapes, 1)['segment_ids_BT'] == 1).all()
-    ids_T = autotune_trial.make_masks(shapes, 8)['segment_ids_BT'][0]
-    assert (np.diff(ids_T) >= 0).all() and np.bincount(ids_T)[1:].min() == 1
-    assert len(np.unique(ids_T)) == 9
-
-
 def test_a_broken_kernel_is_found(monkeypatch):
     """By the one result that is wrong; o, dq, dk, dv and the other slots' gradients are right."""
     depth_backward = triton.depth_backward
@@ -88,7 +80,6 @@ def test_a_broken_kernel_is_found(monkeypatch):
 
 
 CALLS = {
-    'sequence': ({'num_slots': 0, 'segments': True}, Parts()),
     'bfloat16 with float32 sums': (
         {'dtypes': ('bfloat16',), 'sums': 'float32', 'slot_queries': True, 'slot_mask': True},
         INTERPRETED,
@@ -97,8 +88,6 @@ CALLS = {
         {'slot_rows': 16, 'consecutive': False, 'segments': True, 'slot_window': 3},
         INTERPRETED,
     ),
-    'with lse': ({'lse': True, 'window': 4}, INTERPRETED),
-    'slots alone': ({'k': (2, 0, 2, 8), 'lse': True}, Parts()),
     'other positions': ({'k': (2, 13, 2, 8), 'ordered': False, 'segments': True}, INTERPRETED),
 }
 

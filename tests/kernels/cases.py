@@ -42,7 +42,6 @@ LONG = {
     'any_segments': {'T': 70, 'N': 2, 'segments': 'any'},
     'window_over_gaps': {'T': 60, 'N': 2, 'window': 40, 'gaps': True},
     'other_keys': {'T': 45, 'others': 83, 'window': 90, 'gaps': True, 'segments': True},
-    'fewer_keys': {'T': 60, 'others': 35, 'N': 2, 'window': 9, 'gaps': True},
 }
 CASES |= {name: {'L': 0, 'num': 0, **case} for name, case in LONG.items()}
 

@@ -91,12 +91,9 @@ LARGE = {'q': (1, 65536, 64, 64), 'k': (1, 65536, 64, 64)}
     ('shapes', 'changes', 'capability', 'message'),
     [
         (FINE, {'dtypes': ('float32',)}, (9, 0), 'dtypes float32 must all be bfloat16 or all fl'),
-        (FINE, {'dtypes': ('bfloat16', 'float32')}, (9, 0), 'dtypes bfloat16, float32 must all'),
         (FINE, {'q': (2, 97, 6, 60)}, (9, 0), 'head width 60 must be divisible by 8 and at most'),
-        (FINE, {'q': (2, 97, 6, 264)}, (9, 0), 'head width 264 must be .* at most 256'),
         (FINE, WIDE, (8, 0), 'head width 256 must be'),
         (FINE, {'k': (2, 98, 2, 64)}, (9, 0), '98 keys must be as many as the 97 queries'),
-        (FINE, {'k': (2, 0, 2, 64)}, (9, 0), '0 keys must be'),
         (FINE, {'ordered': False}, (9, 0), 'given positions must ascend'),
         (FINE, {'segments': True}, (9, 0), 'window=5 with segment ids must be 0'),
         (FINE, {'consecutive': False}, (9, 0), 'window=5 counts indices'),
@@ -128,17 +125,13 @@ def test_an_old_or_missing_cudnn_is_refused(monkeypatch):
         assert cudnn.unsupported(FINE, local) is None
 
 
-@pytest.mark.parametrize(('way', 'index'), [('fwd', 0), ('bwd', 1)])
-def test_a_changed_jax_is_refused(monkeypatch, way, index):
-    """A function with other parameters is not called; the error names the version of JAX.
-
-    If the first line fails, JAX has changed its private module: look at it, and extend cudnn.py.
-    """
+@pytest.mark.parametrize('index', [0, 1])
+def test_an_unknown_jax_is_refused(monkeypatch, index):
+    """Its private module is not called; if the first line fails, look at it and extend cudnn.py."""
     assert cudnn.changed() is None
-    name = f'_dot_product_attention_{way}_impl'
-    monkeypatch.setattr(cudnn.fused, name, lambda query, key, value: query)
+    monkeypatch.setattr(cudnn, 'KNOWN_JAX', ((0, 9), (0, 10)))
     x, lse = jnp.zeros((1, 8, 1, 8), jnp.bfloat16), jnp.zeros((1, 1, 8))
-    message = re.escape(f'in jax {jax.__version__}; kernels_pallas/cudnn.py')
+    message = re.escape(f'jax {jax.__version__}: kernels_pallas/cudnn.py')
     joint = (x, x, lse, lse) if index else ()
     with pytest.raises(ValueError, match=message):
         passes()[index](x, x, x, jnp.zeros((1, 8), int), *joint)
@@ -321,37 +314,3 @@ def test_what_does_not_fit_is_exact_in_groups_of_rows(calls, monkeypatch):
         compare(results, right, rows, rows, given)
     compare(results, right, rows, rows[::-1].copy(), given)
     assert {(call[1][0], call[2]) for call in calls} == {(2, (2, 4))}
-
-
-def test_sizes():
-    """The workspace is kept to; documents are as many as it allows, up to the most."""
-    assert cudnn.packed_sizes(1, 4096, 64, 64) == (16, 1)
-    assert cudnn.packed_sizes(8, 4096, 16, 128) == (32, 1)
-    assert cudnn.packed_sizes(64, 1024, 12, 64) == (32, 8)
-    assert cudnn.packed_sizes(6, 97, 3, 56) == (32, 6)
-
-
-@pytest.mark.slow
-def test_the_public_residual_is_a_trap():
-    """A merge by the logsumexp of jax.nn.dot_product_attention is right, its gradient is not.
-
-    JAX drops the cotangent of that residual silently. When this fails, JAX may have fixed it: then
-    cudnn.py can use the public function.
-    """
-    q, k, v, k_depth, v_depth, do, _ = drawn(1, 1, slots=5)
-    reference = functools.partial(depth_attention, implementation='reference')
-
-    def merged(k, v):
-        o, lse = jax.nn.dot_product_attention(
-            q, k, v, is_causal=True, implementation='xla', return_residual=True
-        )
-        slots = reference(q, k[:, :0], v[:, :0], k_depth, v_depth, return_lse=True)
-        weight = jax.nn.sigmoid(jnp.moveaxis(slots[1], 1, 2) - lse)[..., None]
-        return o * (1 - weight) + slots[0] * weight
-
-    o, pull = jax.vjp(merged, k, v)
-    right, right_pull = jax.vjp(lambda k, v: reference(q, k, v, k_depth, v_depth), k, v)
-    np.testing.assert_allclose(o, right, rtol=0, atol=1e-5)
-    (dk, dv), (true_dk, true_dv) = pull(do), right_pull(do)
-    np.testing.assert_allclose(dv, true_dv, rtol=0, atol=1e-5)
-    assert jnp.linalg.norm(dk - true_dk) > 0.05 * jnp.linalg.norm(true_dk)

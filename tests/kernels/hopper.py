@@ -162,8 +162,7 @@ def resources(function, *arrays) -> list[tuple]:
     """What each Pallas kernel of a function of shapes takes on Hopper.
 
     Registers of a thread, bytes that it spills, bytes of shared memory and threads of a block, and
-    the grid. The function must not have been compiled in this process before. A JaxRuntimeError if
-    it does not compile, for instance with too little shared memory.
+    the grid. The function must not have been compiled in this process before.
     """
     os.environ.update(MOSAIC_GPU_DUMP_PTXAS='1', MOSAIC_GPU_DUMP_HOST_LLVM='1')
     # Without a GPU each compilation symbolizes a stack trace: four fifths of the time.
@@ -189,8 +188,7 @@ def shape(*sides, dtype=jnp.bfloat16):
 def depth_call(backend, way, B, T, K, G, H, L, R=None, mask=False, dtype=jnp.bfloat16, **options):
     """A depth part's function `way`, and the shapes of its arguments; num_slots is traced.
 
-    R None: no look-up of tokens. Options are parameters of the function, and `wide`, the dtype of
-    the sums of gradients and of the sequence's output, by default that of the slots.
+    Options are parameters of the function, and `wide`, the dtype of sums and of the sequence's o.
     """
     wide = options.pop('wide', dtype)
     function = getattr(load_module(getattr(DEPTH[backend], way)), f'depth_{way}')

@@ -4,12 +4,10 @@ import functools
 import itertools
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from kernels_pallas import depth_attention
 from moddepth_jax.benchmarks import kernel_checks
-from moddepth_jax.benchmarks.kernel_cases import CASES, PACKED_CASES, make_case
 from moddepth_jax.benchmarks.kernel_checks import check, check_decode
 from moddepth_jax.benchmarks.worker import WrongError
 
@@ -21,6 +19,7 @@ def test_what_is_right_passes():
     found = check('xla', CASE, toy=True)
     assert list(found['errors']) == ['o', 'dq', 'dk', 'dv', 'dk_depth', 'dv_depth']
     assert all(0 < found['errors'][name] <= found['allowed'][name] for name in ('o', 'dq', 'dv'))
+    assert check('xla', 'sums', toy=True)['errors']['dk_depth'] > 0
     found = check_decode(3, 9, 4, toy=True)
     assert 0 < found['errors']['o'] <= found['allowed']['o']
 
@@ -34,12 +33,7 @@ def nan(*arrays, **options):
     return depth_attention(*arrays, **options) * jnp.nan
 
 
-def rough(*arrays, **options):
-    """Right, but for 3%."""
-    return depth_attention(*arrays, **options) * jnp.asarray(1.03, arrays[0].dtype)
-
-
-@pytest.mark.parametrize('fault', [leaking, nan, rough])
+@pytest.mark.parametrize('fault', [leaking, nan])
 def test_what_is_wrong_is_found(fault, monkeypatch):
     """`xla` stays what it is: it is the ruler. The message says what is wrong and by how much."""
 
@@ -82,14 +76,3 @@ def test_cudnn_is_refused_on_a_cpu():
     """By name and reason, in the words by which launch.gpu skips a case."""
     with pytest.raises(ValueError, match='cannot: cudnn: cpu must be an NVIDIA GPU'):
         check(kernel_checks.CUDNN, 'depth_alone', toy=True)
-
-
-def test_sizes_of_cases_go_together():
-    """And documents of given lengths fill the row."""
-    for case in (*CASES.values(), *PACKED_CASES.values()):
-        sizes = kernel_checks.DEFAULTS | case
-        assert sizes['N'] % sizes['K'] == 0
-        if isinstance(lengths := sizes['segments'], tuple):
-            assert sum(lengths) == sizes['T']
-            ids = make_case(**{k: v for k, v in sizes.items() if k not in ('dtype', 'traced')})[2]
-            assert np.bincount(ids['segment_ids_BT'][0]).tolist() == list(lengths)

@@ -10,9 +10,6 @@ from jax.experimental import pallas as pl
 
 from kernels_pallas.backends import Parts
 from kernels_pallas.joint_softmax import SequenceMask, Slots, Static, joint_attention
-from kernels_pallas.mosaic import depth as mosaic
-from kernels_pallas.mosaic import fused, slot_loader
-from kernels_pallas.triton import depth as triton
 from tests.kernels.hopper import depth_call, fused_call, lower, shape
 
 # JAX means to remove it; until then it is what runs on GPUs older than Hopper.
@@ -106,28 +103,6 @@ def test_hopper_reaches_beyond_31_bits():
     for text in lower_depth('mosaic_gpu', B=1, T=2**20 + 1, K=8, G=1, H=128, L=64):
         assert re.search(r'@mosaic_gpu.*tensor<64x8388616x128xbf16>', text)
     assert 'tensor<64x1x1048577x8x128xbf16>' in lower_fused(2**20 + 1, 8, 8, 128, 64)
-
-
-def lower_wide(backend):
-    lower_depth(backend, ['forward'], B=1, T=64, K=1, G=8, H=128, L=64)
-
-
-@pytest.mark.parametrize(
-    ('modules', 'name', 'value', 'run', 'error', 'message'),
-    [
-        ([triton], '_tile', lambda *_: (3, 8, 128), 'pallas', ValueError, 'power of 2'),
-        ([mosaic], 'STAGES', 16, 'mosaic_gpu', ValueError, 'exceeds available shared memory'),
-        # A side that is not of whole swizzled tiles: JAX has no words for it.
-        ([mosaic, slot_loader], 'CHUNK', 72, 'mosaic_gpu', AssertionError, None),
-        ([fused], 'SHARED_BYTES', 2**18, 'fused', ValueError, 'exceeds available shared memory'),
-    ],
-)
-def test_impossible_kernels_are_caught(monkeypatch, modules, name, value, run, error, message):
-    """Lowering is a check of tiles and of shared memory."""
-    for module in modules:
-        monkeypatch.setattr(module, name, value)
-    with pytest.raises(error, match=message):
-        lower_fused(64, 1, 8, 128, 8) if run == 'fused' else lower_wide(run)
 
 
 @pytest.mark.parametrize('dlse', [False, True])

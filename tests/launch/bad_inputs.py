@@ -19,18 +19,12 @@ from tests.saved_run import save_run
 # In the folder that `make_folder` fills.
 COMMANDS = {
     'train --config=configs/tiny.py': [
-        ('--config.model.norm_placement=pots', ["norm_placement='pots'", "'post'"]),
         ('--config.training.accumulate_steps=3', ['steps=3', 'data.batch_size=8']),
-        ('--config.model.routing.capacity=1.01', ['capacity=1.01', '(0, 1]']),
         ("'--config.data.source=text/*.md'", ['text/*.md', 'no file']),
-        ("'--config.data.source=nothing/**'", ['nothing/**', 'no file']),
         ("'--config.data.source=text/*.parquet'", ['bad.parquet', 'parquet']),
         ("'--config.data.source=text/empty*.txt'", ['empty*.txt', 'no byte']),
         ('--config.data.source=text/short.txt', ['data.sequence_length=128']),
-        (
-            f'--config.report.prompt={"x" * 64}',
-            ['65 tokens', 'sequence_length=128'],
-        ),
+        (f'--config.report.prompt={"x" * 64}', ['65 tokens', 'sequence_length=128']),
         ('--config.seed=7 --workdir=taken', ['taken', 'seed is 0', 'and 7']),
         ('--workdir=text', ['--workdir=', 'text', 'config.json']),
         ('--workdir=text/short.txt/run', ['--workdir=', 'directory']),
@@ -38,12 +32,6 @@ COMMANDS = {
         ('--mesh=modle=2', ['--mesh=modle=2', 'data, fsdp']),
         ('--dry_run --mesh=fsdp=2000', ['--mesh=fsdp=2000', 'must be 1024 or fewer']),
         ('--dry_run --mesh=fsdp=3', ['data.batch_size=8']),
-        ('--dry_run --mesh=expert=2', ['expert=2', 'without experts']),
-        ('--config.model.vocab_size=256', ['model.vocab_size=256', '257']),
-        ('--config.model.depth.slot_window=2', ['model.depth.slot_window=2', 'no slots']),
-        ('--config.model.routing.layers=99', ['model.routing.layers', '99']),
-        ('--config.flop_budget=inf --config.training.num_steps=0', ['flop_budget=inf']),
-        ('--config.data.sequence_length=1000000', ['data.sequence_length=1000000']),
     ],
     'train': [
         ('--config=configs/mod_isoflop.py:budget=1e3', ['flop_budget=1000', 'step']),
@@ -64,7 +52,6 @@ COMMANDS = {
     ],
     'generate': [
         ('--workdir=taken', ['no finished checkpoint', 'launch.train']),
-        ('--prompt=x', ['--workdir: missing']),
     ],
     'generate --workdir=run': [
         ('--prompt=abc --max_tokens=29', ['29 to generate', 'data.sequence_length=32', 'by 1']),
@@ -85,28 +72,16 @@ COMMANDS = {
     ],
     'prepare --input=other/windows.jsonl': [  # its directory keeps a lock, and finished parts
         (
-            '--output=cache/a --tokenizer=none.json',
-            ['none.json: none.json: no such tokenizer'],
-        ),
-        (
             '--output=cache/b --processes=1',
             ["windows.jsonl, line 1: no field 'text'", 'set --text_field to one'],
         ),
-        (
-            '--output=cache/c --tokenizer=bpe:many',
-            ['--tokenizer=bpe:many: must be bpe:N'],
-        ),
-        (
-            '--output=cache/d --held_out_fraction=1',
-            ['fraction=1.0: must lie between 0 and 1'],
-        ),
+        ('--output=cache/c --tokenizer=bpe:many', ['--tokenizer=bpe:many: must be bpe:N']),
     ],
     'convert': [
         ('', ['--workdir and one of', 'nothing was given']),
         ('--from_hf=gone --to_hf=x --workdir=y', ['--from_hf, --to_hf was']),
         ('--from_workdir=run --workdir=new', ['needs --config=', 'run/config.json']),
         ('--from_hf=hf --workdir=run', ['run: holds', 'new or empty']),
-        ('--from_hf=vocab --workdir=new', ['vocab/vocab.json', 'save it as tokenizer.json']),
         ('--from_hf=small --workdir=new', ['has ids up to 261', 'model has 250']),
         (
             '--from_workdir=dense --workdir=new --config=dense/config.json --config.model.d_ff=32',
@@ -144,22 +119,13 @@ COMMANDS = {
         ('decode --batches=0', ['--batches=0', 'numbers']),
         ('decode --size=2x64 --kv_heads=3', ['3', 'divide']),
         ('decode --size=2x64 --context=64 --prompt=100', ['--prompt=100', '64']),
-        ('decode --repeats=0', ['--repeats=0']),
-        ('decode --size=2x64 --context=64 --prompt=8 --repeats=90', ['--repeats=90', '64']),
         ('depth --depths=8,deep', ['--depths=8,deep', 'numbers']),
-        ('depth --depths=', ['--depths=', 'numbers']),
-        ('depth --unrolled_up_to=-1', ['--unrolled_up_to=-1']),
         ('depth --size=16x100', ['16x100', 'multiple of 64']),
-        ('depth --size=2x128 --kv_heads=3', ['3', 'divide']),
         ('depth --tokens=64', ['--tokens', 'is of step', 'depth']),
-        ('step --kv_heads=2', ['--kv_heads', 'needs --variants']),
-        ('step --size=124m', ['--size=124m', 'needs --variants']),
         ('step --variants=mode,dense', ['--variants=mode,dense', 'begin with dense']),
         ('step --variants=dense,mood', ['--variants=mood', 'both', 'mode']),
-        ('step --batches=8', ['--batches', 'is of decode', 'step']),
         ('attention --implementations=cudn', ['--implementations=cudn', 'cudnn']),
         ('attention --heads=6 --kv_heads=4', ['--kv_heads=4', '--heads=6']),
-        ('attention --size=6x128', ['--size', 'attention has no use']),
     ],
     'backends': [
         ('tinny', ['tinny: must be one of base, dense_700m']),
@@ -178,18 +144,13 @@ SLOW = {
 # Of a toy command that all commands behave as: flags, --config, overrides, files in the folder {}.
 TOY = {
     '': [
-        (
-            '--config.seed=1 --config=configs/base.py',
-            ['--config.seed=1:', '--config=FILE.py first'],
-        ),
+        ('--config.seed=1 --config=configs/base.py', ['=1:', '--config=FILE.py first']),
         ('', ['--config: missing', 'configs/base.py']),
         ('--config.seed=1', ['--config.seed=1:', '--config=FILE.py']),
         ('--config=configs/bsae.py', ['configs/bsae.py:', 'mean configs/base.py?']),
         ('--config=configs/', ['--config=configs/:', 'no such Python file']),
         ('--config=configs/base.py:4', ['configs/base.py:4:', 'no text after the colon']),
         ('--config={}/text.py', ['text.py:', 'FILE.py:TEXT']),
-        ('--config={}/text.py:x', ['text.py:x:', "'x'"]),
-        ('--config={}/lacks.py', ['lacks.py:', 'no get_config()']),
         ('--config={}/returns.py', ['returns.py:', 'returned dict', 'ConfigDict']),
         ('--config={}/refuses.py', ['refuses.py:', 'flop_budget=-1: must be 0 or more']),
         ('--config={}/syntax.py', ['syntax.py:', 'line 1']),
@@ -197,21 +158,16 @@ TOY = {
         ('--config={}/ill_typed.py', ['ill_typed.py:4: num_layers=three: must be int, not str']),
         ('--config={}/buggy.py', ['buggy.py:2: ZeroDivisionError: division by zero']),
         ('--config={}/imports.py', ['imports.py:1: ', 'no_such_module']),
-        ('--config={}/unset.py', ['unset.py: ', 'required']),
         ('--config={}/unreadable.py', ['/no/such/words: No such file']),
     ],
     '--config=configs/base.py': [
         ('--config.model.experts.n_group=4', ['experts.n_group=4:', 'group', 'not built']),
         ('--config.model.num_layer=3', ['num_layer=3:', '--config.model.num_layers?']),
-        ('--config.model.num_layer 3', ['num_layer=3:', '--config.model.num_layers?']),
         ('--config.modle.d_ff=3', ['--config.modle.d_ff=3:', '--config.model.d_ff?']),
         ('--config.capacity=1', ['--config.capacity=1:', 'config.model.routing.capacity?']),
-        ('--noconfig.model.use_bais', ['use_bais:', '--config.model.use_bias?']),
         ('--config.data.zzz=1', ['config.data.zzz=1:', 'batch_size', 'tokenizer']),
-        ('--config.zzz=1', ['config.zzz=1:', 'flop_budget', 'optimizer']),
         ('--config.model=1', ['--config.model=1:', 'group', '--config.model.']),
         ('--config.model.num_layers=x', ['num_layers=x:', 'must be an integer']),
-        ('--config.model.num_layers=3.5', ['num_layers=3.5:', 'must be an integer']),
         ('--config.optimizer.b1=x', ['--config.optimizer.b1=x:', 'must be a number']),
         ('--config.model.use_bias=2', ['use_bias=2:', 'must be true or false']),
         ('--config.model.use_bias true', ['true:', '--config.model.use_bias=']),
@@ -219,7 +175,6 @@ TOY = {
         ('--config.model.num_layers', ['num_layers: missing value', '=VALUE']),
         ('--config=configs/base.py', ['--config=configs/base.py:', 'twice']),
         ('--workdri=x', ['--workdri=x:', '--workdir?']),
-        ('--workdri x', ['--workdri:', '--workdir?']),
         ('--model.num_layers=3', ['--model.num_layers=3:', '--config.model.num_layers?']),
         ('--zzz', ['--zzz:', '--max_tokens, ', '--workdir']),
         ('--max_tokens=many', ['--max_tokens=many:', 'must be an integer']),
@@ -275,12 +230,10 @@ def _make_runs(folder, tiny_config):
 
 
 def _make_hugging_face(folder, texts):
-    """`hf`: a checkpoint; `small`: too small a vocabulary; `vocab`: another form of tokenizer."""
+    """`hf`: a checkpoint; `small`: one with too small a vocabulary."""
     shutil.copytree(ROOT / 'tests/conversion/golden/olmo2', folder / 'hf')
     train_bpe(iter(texts), 262).save(folder / 'tokenizer')
     shutil.copy(folder / 'tokenizer' / 'tokenizer.json', folder / 'hf')
     shutil.copytree(folder / 'hf', folder / 'small')
     config = json.loads((folder / 'small' / 'config.json').read_text()) | {'vocab_size': 250}
     (folder / 'small' / 'config.json').write_text(json.dumps(config))
-    shutil.copytree(folder / 'hf', folder / 'vocab')
-    (folder / 'vocab' / 'tokenizer.json').rename(folder / 'vocab' / 'vocab.json')

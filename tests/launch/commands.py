@@ -41,11 +41,11 @@ def is_running(pid) -> bool:
     return state != 'Z'
 
 
-def write_words(folder, count=6) -> list[bytes]:
+def write_words(folder, count=6, length=400) -> list[bytes]:
     """Writes 0.txt, 1.txt, ... of random words; returns the texts."""
     words, draw = ['to ', 'be, ', 'or ', 'not\n'], random.Random(0)
     folder.mkdir(parents=True, exist_ok=True)
-    texts = [''.join(draw.choice(words) for _ in range(400)).encode() for _ in range(count)]
+    texts = [''.join(draw.choice(words) for _ in range(length)).encode() for _ in range(count)]
     for i, text in enumerate(texts):
         (folder / f'{i}.txt').write_bytes(text)
     return texts

@@ -46,17 +46,3 @@ def test_without_the_library_it_says_how_to_get_it():
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr.count('\n')) == (2, '', 1)
     assert 'not installed' in done.stderr and "pip install 'moddepth-jax[lm_eval]'" in done.stderr
-
-
-@pytest.mark.slow
-def test_stdout_is_only_json(lm_eval):
-    """With --json=-; a group has the mean of its tasks' metrics."""
-    done = lm_eval('--tasks=toy_group', '--json=-')
-    assert (done.status, done.stderr) == (0, '')
-    report = json.loads(done.stdout)
-    results = report['results']
-    assert list(results) == ['toy_choice', 'toy_rolling'] and report['limit'] is None
-    mean = (
-        results['toy_choice']['acc_norm,none'] + results['toy_rolling']['bits_per_byte,none']
-    ) / 2
-    assert report['groups']['toy_group']['mean,none'] == pytest.approx(mean)

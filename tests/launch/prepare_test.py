@@ -1,7 +1,6 @@
 """launch.prepare as its users run it: the summary, kills, Ctrl-C, a full disk, two at once."""
 
 import contextlib
-import functools
 import gzip
 import json
 import os
@@ -195,11 +194,8 @@ def _resident(process):
 
 
 @pytest.mark.slow
-def test_memory_is_flat_and_a_kill_costs_little(tmp_path):
-    """200 MB, some of it compressed, take less than 500 MB in all processes together.
-
-    Killed in the middle and started again, the second start does what is left and no more.
-    """
+def test_memory_is_flat(tmp_path):
+    """200 MB, some of it compressed, take less than 500 MB in all processes together."""
     draw = random.Random(0)
     words = [draw.randbytes(draw.randrange(1, 5)).hex() for _ in range(20000)]
     (tmp_path / 'in').mkdir()
@@ -215,15 +211,8 @@ def test_memory_is_flat_and_a_kill_costs_little(tmp_path):
     command = [sys.executable, '-m', 'launch.prepare', f'--input={tmp_path}/in/*']
     command += [f'--output={output}', '--processes=2', '--part_bytes=8000000']
     command += ['--tokenizer=bpe:1000', '--bpe_bytes=3000000']
-    start = functools.partial(subprocess.Popen, command, cwd=ROOT, stdout=subprocess.DEVNULL)
-    with start() as process:
-        wait_for(lambda: _parts(output) >= 12, seconds=600)
-        process.kill()
-    kept = {path: path.stat().st_mtime_ns for path in output.glob('parts/*.part')}
     peak = 0
-    with start() as process:
-        wait_for(lambda: _parts(output) > len(kept), seconds=600)
-        assert {path: path.stat().st_mtime_ns for path in kept} == kept
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
         while process.poll() is None:
             peak = max(peak, _resident(process))
             time.sleep(0.05)

@@ -2,8 +2,10 @@
 
 import random
 import re
+import subprocess
+import time
 
-from tests.faults.runs import NUM_STEPS, Runs, resumed_step, sigkill_soon, sigterm
+from tests.faults.runs import NUM_STEPS, Runs
 
 FIRST_CHECKPOINT = 20
 
@@ -16,13 +18,22 @@ def test_killed_then_terminated_it_ends_bit_equal(tmp_path):
     """
     seed = random.SystemRandom().randrange(10**6)
     print(f'kills drawn from seed {seed}')  # a failure shows it
-    draw, runs = random.Random(seed), Runs(tmp_path, 1, hasty=True)
+    draw, runs = random.Random(seed), Runs(tmp_path)
+
+    def kill_soon(process):
+        time.sleep(draw.uniform(0, 0.03))
+        process.kill()
+
+    def resumed_step(out):
+        (step,) = re.findall(r'resuming after step (\d+)', out)
+        return int(step)
+
     runs.finish('unbroken')
     kill, stop = draw.randrange(FIRST_CHECKPOINT, 120), draw.randrange(160, 260)
-    status, out, err = runs.interrupt('broken', kill, sigkill_soon(draw))
+    status, out, err = runs.interrupt('broken', kill, kill_soon)
     assert (status, err) == (-9, ''), f'kill at {kill}'
     assert 'resuming' not in out
-    status, out, err = runs.interrupt('broken', stop, sigterm)
+    status, out, err = runs.interrupt('broken', stop, subprocess.Popen.terminate)
     assert FIRST_CHECKPOINT <= resumed_step(out) < NUM_STEPS
     assert status == 128 + 15
     assert err == 'SIGTERM: stopping after this step, then saving\n'

@@ -32,7 +32,7 @@ class SpreadRuns(Runs):
     """Starts of one config by launch.local, on some processes with some fake devices each."""
 
     def __init__(self, folder):
-        super().__init__(folder, devices=0, hasty=True, **CHANGES)
+        super().__init__(folder, devices=0, **CHANGES)
 
     def spread(self, processes, devices, mesh='', restarts=0, slowly=False):
         """The arguments of `start` for so many processes."""

@@ -55,17 +55,11 @@ def get_config(text=None):
     {}
     return config
 """
-PLACEHOLDER = """with config.ignore_type():
-        from ml_collections import config_dict
-        config.seed = config_dict.required_placeholder(int)"""
-
 CONFIGS = {
     'text.py': CHANGED.format('config.model.num_layers = int(text)').replace('=None', ''),
     'mistyped.py': CHANGED.format('config.modle.num_layers = 3'),
     'ill_typed.py': CHANGED.format('config.model.num_layers = "three"'),
-    'unset.py': CHANGED.format(PLACEHOLDER),
     'refuses.py': CHANGED.format('raise ValueError("flop_budget=-1:\\n must be 0 or more")'),
-    'lacks.py': 'def config():\n    return {}\n',
     'returns.py': 'def get_config():\n    return {"seed": 0}\n',
     'syntax.py': 'def get_config()\n    return 1\n',
     'unreadable.py': 'def get_config():\n    open("/no/such/words")\n',

@@ -195,30 +195,19 @@ CASES = [
     ('steps_faster', NEXT | {'mod': 1.999, 'mod 2x64': 2.1}, {}, HOLDS, '67% faster'),
     ('steps_faster', NEXT | {'mod': 2.05, 'mod 2x64': 2.1}, {}, FAILS, 'every cheaper'),
     ('steps_faster', NEXT | {'mod': 2.005}, {}, UNDECIDED, 'no cheaper'),
-    ('steps_faster', NEXT | {'mod': 1.999}, {'spread': (-0.02, 0, 0.02)}, UNDECIDED, 'no cheaper'),
     ('steps_faster', {'dense 2x64': 2.0, 'mod': 1.9}, {}, UNDECIDED, 'needs cheaper MoD sizes'),
     ('forward_cheaper', NEXT | {'mod': 1.999, 'mod 2x64': 2.1}, {}, HOLDS, '40% fewer FLOPs'),
     ('causal_loss_by_flops', NEXT | {'mod': 1.9, 'mod 8x64': 1.0}, {}, HOLDS, '0.60: 0.950 '),
     ('causal_loss_by_flops', NEXT | {'mod': 2.1, 'mod 2x64': 1.0}, {}, FAILS, '0.60: 1.050 '),
     ('causal_loss_by_flops', NEXT | {'mod': 2.002}, {}, UNDECIDED, '0.60: 1.001 '),
-    ('causal_loss_by_flops', {'dense': 2.0, 'mod 8x64': 1.0}, {}, UNDECIDED, 'not measured'),
     ('best_capacity_and_pattern', WORSE, {}, HOLDS, 'each whole interval'),
     ('best_capacity_and_pattern', WORSE | {'every_0.5': 1.9}, {}, FAILS, 'every_0.5 better'),
     ('best_capacity_and_pattern', WORSE | {'mod_0.5': 2.001}, {}, UNDECIDED, 'against mod_0.5'),
-    (
-        'best_capacity_and_pattern',
-        {name: loss for name, loss in WORSE.items() if name != 'mod_0.25'},
-        {},
-        UNDECIDED,
-        'not run: mod_0.25',
-    ),
     ('capacity_trend', {'mod': 1.97, 'mod_0.5': 2.0}, {}, HOLDS, '50.0% 2.000, 12.5% 1.970'),
     ('capacity_trend', {'mod': 2.03, 'mod_0.5': 2.0}, {}, FAILS, 'a step'),
     ('capacity_trend', {'mod': 1.994, 'mod_0.5': 2.0}, {}, UNDECIDED, '-0.3%'),
-    ('capacity_trend', {'mod': 2.0, 'mod_0.25': 1.9, 'mod_0.5': 2.1}, {}, FAILS, 'a step'),
     ('half_in_every_block', {'dense': 2.0, 'every_0.5': 2.05}, {}, UNDECIDED, 'saves 45%'),
     ('half_in_every_block', {'dense': 2.0, 'every_0.5': 2.2}, {}, FAILS, 'above 0.3'),
-    ('half_in_every_block', {'dense': 2.0, 'every_0.5': math.log2(4.3)}, {}, UNDECIDED, 'contains'),
     (
         'half_in_every_block',
         {'dense': 2.0, 'every_0.5': 2.0},
@@ -252,13 +241,6 @@ def test_each_judge_gives_each_verdict(name, losses, more, verdict, text):
     row = judged(name, a_study(losses, **more))
     assert row['verdict'] == verdict, row
     assert text in f'{row["ours"]} {row["reason"]}', row
-
-
-def test_equal_loss_ignores_sizes_with_a_single_seed():
-    study = a_study({'dense': 2.0, 'mod': 1.98, 'mod 2x64': 1.98})
-    study['runs'] = [r for r in study['runs'] if r['size'] != '2x64' or r['seed'] == 0]
-    row = judged('steps_faster', study)
-    assert row['verdict'] == HOLDS and row['ours'].startswith('67% faster')
 
 
 @pytest.mark.parametrize(
@@ -345,14 +327,6 @@ def test_measures_are_judged_by_their_interval(claim):
     assert judged(claim.id, study)['reason'].startswith('not measured')
 
 
-def test_a_measure_that_a_run_lacks_leaves_no_verdict():
-    study = a_study({'mod': 2.0}, spread=(0.0, 0.1, 0.2, 0.3))
-    measures = {row['run']: measured(0.05 + 0.01 * row['seed']) for row in study['runs']}
-    measures[study['runs'][0]['run']]['classes'] = {}
-    row = judged('classes_that_enter', study, measures=measures)
-    assert (row['verdict'], row['reason']) == (UNDECIDED, 'a run does not have this measure')
-
-
 def test_every_claim_has_a_judge_with_its_arguments_or_a_command():
     """Ids are unique; rules name the variants compared; every judge has a claim."""
     assert len(BY_ID) == len(CLAIMS) and {claim.judge for claim in CLAIMS} == {*JUDGES, ''}
@@ -410,7 +384,7 @@ def test_studies_are_read_up_to_two_levels_down(tmp_path):
     assert evidence.measures == {'cpu/b': {'run': {}}}
     broken = {
         '{': 'JSON',
-        '[]': 'list',
+        '[]': 'JSON object',
         json.dumps({k: v for k, v in study.items() if k != 'kind'}): "'kind'",
         json.dumps(study | {'runs': [{'run': 'x'}]}): 'runs.0.',
     }

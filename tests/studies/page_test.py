@@ -103,7 +103,6 @@ def _change(rows, **values):
         ('diverged and are in no figure: mod-4x64', lambda s: s.update(diverged=['mod-4x64'])),
         ('1% off', lambda s: _change(s['runs'][:1], total_flops=1.9e13)),
         ('not finished: 1 run is', lambda s: s.update(missing=['mod-4x64'])),
-        ('not finished', lambda s: s.update(whole=not s.pop('complete'))),  # an earlier version
         ('no optimum', lambda s: _change(s['runs'][:1], loss=1.0)),
         ('fewer layers', lambda s: _change((r for r in s['runs'] if 'size_of_mod' in r), loss=0.9)),
         ('of the 3 seeds', lambda s: s.update(runs=[r for r in s['runs'] if r['seed'] < 2])),

@@ -51,12 +51,6 @@ def test_rates_are_tuned_with_the_dense_model_at_the_smallest_budget_once_a_widt
     assert plan_of().learning_rates(losses) == {64: 0.002, 128: 0.002}
 
 
-def test_a_single_rate_is_not_tuned():
-    plan = plan_of(learning_rates=(0.01,))
-    assert plan.tuning() == []
-    assert {run.learning_rate for run in all_runs(plan, lambda run: 1.0)} == {0.01}
-
-
 def test_three_variants_run_at_every_size_and_at_the_largest_budget_with_every_seed():
     """The others run at the best size."""
     runs = all_runs(plan_of(), loss_of)[len(plan_of().tuning()) :]
@@ -78,12 +72,6 @@ def test_max_runs_bounds_the_number_of_different_runs():
     alone = plan_of(variants=('dense', 'mod', 'random'))
     names = {run.name for run in all_runs(alone, loss_of)}
     assert len(names) == sum(alone.max_runs().values())
-
-
-def test_a_shallower_model_that_is_a_dense_size_is_trained_once():
-    runs = {(run.variant, run.trained): run for run in all_runs(plan_of(), loss_of)}
-    assert runs['shallow', '2x64'].size == '4x64'
-    assert runs['shallow', '2x64'].name == runs['dense', '2x64'].name
 
 
 @pytest.mark.parametrize(

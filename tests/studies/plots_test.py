@@ -8,7 +8,7 @@ from matplotlib.colors import to_rgba
 
 from moddepth_jax.studies import fit, plot_style
 from moddepth_jax.studies.plots import FIGURES, NOTHING, draw
-from tests.studies.made_up_study import LAPTOP, SIZED, made_up
+from tests.studies.made_up_study import SIZED, made_up
 
 MODA = tuple(f'{name}{norm}' for norm in ('', '_post') for name in ('dense', 'wider', 'moda'))
 
@@ -48,16 +48,6 @@ def test_the_shallower_dense_control_is_in_every_figure(name):
     assert any(colour in _colours(axes) for axes in figure.axes)
     ticks = [text.get_text() for axes in figure.axes for text in axes.get_yticklabels()]
     assert any('shallower' in text for text in (*_legend(figure), *ticks))
-
-
-def test_variants_look_different():
-    """No two variants share colour, marker and filling; post-norm is hollow."""
-    for names in (LAPTOP, MODA, ('average', 'average_post')):
-        styles = [plot_style.style(name) for name in names]
-        looks = {(s['color'], s['marker'], s['markerfacecolor']) for s in styles}
-        assert len(looks) == len(names)
-        for name, each in zip(names, styles, strict=True):
-            assert (each['markerfacecolor'] == plot_style.PAPER) == name.endswith('_post')
 
 
 def test_panels_mark_the_optima_of_the_parabolas():
@@ -107,17 +97,6 @@ def test_losses_are_relative_to_the_optimal_dense_model():
     assert any(np.allclose(mark, expected) for mark in marks)
 
 
-@pytest.mark.parametrize(
-    'kind, budget, unit', [('steps', 600, 'steps'), ('flops', 6e11, 'training FLOPs')]
-)
-def test_training_curves_are_compared_after_equal_steps_or_flops(kind, budget, unit):
-    study = made_up(kind=kind, budgets=(budget,), sizes=('4x64',), variants=('dense', 'mod'))
-    right = FIGURES['loss_by_steps'](study).axes[1]
-    assert right.get_xlabel() == unit
-    curves = [line.get_ydata() for line in right.lines if line.get_marker() == 'None']
-    assert np.abs(curves[0]).max() < 1e-12 < np.abs(curves[1]).max()
-
-
 HALF_DONE = made_up(variants=('dense', 'mod'))
 
 
@@ -145,14 +124,6 @@ def test_a_study_without_a_finite_loss_is_drawn_as_a_sentence(tmp_path):
     assert plot_style.sentence(NOTHING).texts[0].get_text() == NOTHING
     heights = {matplotlib.image.imread(tmp_path / f'{name}.png').shape for name in FIGURES}
     assert heights == {(180, 960, 4)}
-
-
-def test_dollars_in_labels_are_not_formulas():
-    study = made_up(budgets=(6e11,), sizes=('4x64',), variants=('dense', 'mod'), seeds=(0,))
-    study['variants']['mod']['label'] = label = r'$\nonsense{$ & <b>'
-    figure = FIGURES['loss_by_flops'](study)
-    figure.canvas.draw()
-    assert label in _legend(figure)
 
 
 def test_numbers_are_written_short():

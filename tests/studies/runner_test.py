@@ -1,6 +1,5 @@
 """Which runs a study trains, in which process, and what it writes; training itself is replaced."""
 
-import contextlib
 import dataclasses
 import json
 import signal
@@ -76,36 +75,6 @@ def test_every_run_is_trained_once_for_its_budget_and_drawn(study, trained, tmp_
     assert (tmp_path / 'logs' / f'{trained[0]}.txt').read_text() == 'what a run prints\n'
 
 
-def test_shards_share_the_runs_and_wait_for_each_other(study, trained, monkeypatch):
-    """The first shard runs to the end; the second trains its share whenever the first waits."""
-    shares, train_one = {0: [], 1: []}, study._train_one
-
-    def train_in(shard):
-        def train(run):
-            shares[shard].append(run.name)
-            return train_one(run)
-
-        monkeypatch.setattr(study, '_train_one', train)
-
-    def stop(_):
-        raise EOFError
-
-    def second_shard(_):
-        train_in(1)
-        monkeypatch.setattr(runner.time, 'sleep', stop)
-        with contextlib.suppress(EOFError):  # it waits as well, or all are finished
-            study.train((1, 2))
-        monkeypatch.setattr(runner.time, 'sleep', second_shard)
-        train_in(0)
-
-    monkeypatch.setattr(runner.time, 'sleep', second_shard)
-    train_in(0)
-    assert study.train((0, 2)) == 0
-    assert not set(shares[0]) & set(shares[1])
-    assert len(shares[0]) + len(shares[1]) == len(trained)
-    assert abs(len(shares[0]) - len(shares[1])) <= 2
-
-
 def test_each_run_belongs_to_one_process_whatever_the_hosts_start():
     parts = [
         runner.part_of_shard((host, 3), child, processes)
@@ -114,15 +83,6 @@ def test_each_run_belongs_to_one_process_whatever_the_hosts_start():
     ]
     for number in range(60):
         assert sum(number % count == index for index, count in parts) == 1
-
-
-def test_a_finished_run_with_other_knobs_stops_the_study_before_it_trains(study, trained, tmp_path):
-    study.train((0, 1))
-    study.check()
-    config = tmp_path / 'runs' / trained[0] / 'config.json'
-    config.write_text(config.read_text().replace('"weight_decay": 0.1', '"weight_decay": 0.2'))
-    with pytest.raises(ValueError, match='optimizer.weight_decay is 0.2'):
-        study.check()
 
 
 def test_a_signal_ends_the_study_with_its_status(study, trained, monkeypatch):

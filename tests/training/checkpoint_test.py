@@ -17,6 +17,7 @@ import pytest
 
 from moddepth_jax.training import checkpoint
 from moddepth_jax.training.checkpoint import Checkpoints, SaveError, state_sha256
+from tests.data.prepared_text import refusal
 from tests.two_processes import on_two_processes
 
 
@@ -109,18 +110,15 @@ def test_later_donated_steps_do_not_change_a_save(tmp_path):
 def test_another_structure_is_refused_before_anything_is_read(
     tmp_path, monkeypatch, path, leaf, values
 ):
-    """Another shape, dtype or leaf is one line with both values, with no fallback to step 1."""
     save_steps(tmp_path, 1, 2)
     target = abstract(make_state(0))
     target['params']['dense'][path] = leaf
     with Checkpoints(tmp_path, keep=2) as checkpoints:
         assert checkpoints.restore(target, abstract(make_state(0)))[1] == 2
         monkeypatch.setattr(checkpoints, '_read', lambda *_: pytest.fail('it was read'))
-        with pytest.raises(ValueError) as caught:
-            checkpoints.restore(target, target)
-    message = str(caught.value)
+        message = refusal(checkpoints.restore, target, target)
     assert f'params.dense.{path} is {values[0]} in the checkpoint and {values[1]}' in message
-    assert 'checkpoint 2 ' in message and '\n' not in message
+    assert 'checkpoint 2 ' in message
 
 
 def test_only_the_newest_good_checkpoints_stay(tmp_path):
@@ -133,6 +131,8 @@ def test_only_the_newest_good_checkpoints_stay(tmp_path):
         unfinished, damaged = checkpoints.skipped
         assert unfinished.startswith('checkpoint 4 ') and 'no manifest.json' in unfinished
         assert damaged.startswith('checkpoint 3 ') and 'sha256' in damaged
+        checkpoints.save(2, make_state(100), {})  # a good one is not written again
+        assert int(checkpoints.restore(abstract(make_state(0)))[0]['step']) == 2
         checkpoints.save(5, make_state(5), {})
         checkpoints.wait()
         assert checkpoints.steps() == [2, 5]
@@ -140,23 +140,6 @@ def test_only_the_newest_good_checkpoints_stay(tmp_path):
         checkpoints.save(6, make_state(6), {})
         checkpoints.wait()
         assert sorted(os.listdir(tmp_path)) == ['5', '6']
-
-
-def test_saving_a_step_again_replaces_a_bad_one_only(tmp_path):
-    """A resumed run replaces the damaged checkpoint that it skipped, but not a good one."""
-    with Checkpoints(tmp_path, keep=2) as checkpoints:
-        for step in (1, 2):
-            checkpoints.save(step, make_state(step), {})
-        checkpoints.wait()
-        flip_bit(tmp_path / '2')
-        assert checkpoints.restore(abstract(make_state(0)))[1] == 1
-        checkpoints.save(1, make_state(100), {})
-        checkpoints.save(2, make_state(2), {})
-        restored, step, _ = checkpoints.restore(abstract(make_state(0)))
-        assert step == 2 and not checkpoints.skipped
-        assert state_sha256(restored) == state_sha256(make_state(2))
-        (tmp_path / '2' / 'manifest.json').unlink()
-        assert int(checkpoints.restore(abstract(make_state(0)))[0]['step']) == 1
 
 
 def test_a_failed_write_is_one_line_and_costs_only_its_own_step(tmp_path, caplog, capfd):
@@ -189,7 +172,6 @@ def test_a_failed_write_is_one_line_and_costs_only_its_own_step(tmp_path, caplog
 
 
 def test_a_failed_save_does_not_hide_the_error_that_ends_the_run(tmp_path, monkeypatch):
-    """An exit by another error raises that error, with a note about the failed save."""
     monkeypatch.setattr(checkpoint, 'write_manifest', lambda *_: 1 / 0)
     with pytest.raises(RuntimeError, match='of the run') as caught:
         with Checkpoints(tmp_path, keep=3) as checkpoints:
@@ -199,57 +181,6 @@ def test_a_failed_save_does_not_hide_the_error_that_ends_the_run(tmp_path, monke
     with pytest.raises(SaveError, match='checkpoint 1 .*kept: none'):
         with Checkpoints(tmp_path, keep=3) as checkpoints:
             checkpoints.save(1, make_state(1), {})
-
-
-SAVED_BY_TWO = """
-import json, os, sys
-import jax
-import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from moddepth_jax.training.checkpoint import Checkpoints, state_sha256
-
-folder = sys.argv[1]
-mesh = jax.make_mesh((4,), ('fsdp',), axis_types=(AxisType.Auto,))
-
-def make():
-    key = jax.random.key(7)
-    return {'step': jnp.asarray(7), 'w': jax.random.normal(key, (8, 4)),
-            'half': jnp.ones((4, 2), jnp.bfloat16)}
-
-abstract = jax.eval_shape(make)
-specs = {name: PartitionSpec('fsdp') if leaf.ndim else PartitionSpec()
-         for name, leaf in abstract.items()}
-placed = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
-state = jax.jit(make, out_shardings=placed)()
-abstract = {name: leaf.update(sharding=placed[name]) for name, leaf in abstract.items()}
-found = {'spans': not state['w'].is_fully_addressable, 'saved': state_sha256(state)}
-with Checkpoints(folder, keep=2) as checkpoints:
-    checkpoints.save(7, state, {'a': 1})
-    state = jax.jit(lambda state: {**state, 'w': state['w'] + 1}, donate_argnums=0)(state)
-    checkpoints.wait()
-    found['manifest'] = os.path.exists(f'{folder}/7/manifest.json')
-    restored, found['step'], found['metadata'] = checkpoints.restore(abstract)
-found['restored'] = state_sha256(restored)
-found['placed'] = all(restored[name].sharding == placed[name] for name in placed)
-print(json.dumps(found))
-"""
-
-
-def test_what_two_processes_save_one_restores_with_the_same_digest(tmp_path):
-    """Each writes its parts of arrays that span both; the manifest exists when `wait` returns."""
-    first, second = on_two_processes(SAVED_BY_TWO, str(tmp_path))
-    assert first == second
-    assert first['spans'] and first['manifest'] and first['placed']
-    assert (first['step'], first['metadata']) == (7, {'a': 1})
-    state = {
-        'step': jnp.asarray(7),
-        'w': jax.random.normal(jax.random.key(7), (8, 4)),
-        'half': jnp.ones((4, 2), jnp.bfloat16),
-    }
-    with Checkpoints(tmp_path, keep=2) as checkpoints:
-        restored, step, _ = checkpoints.restore(jax.eval_shape(lambda: state))
-    assert step == 7 and not checkpoints.skipped and os.listdir(tmp_path) == ['7']
-    assert state_sha256(restored) == state_sha256(state) == first['saved'] == first['restored']
 
 
 FAILS_ON_ONE = """
@@ -311,30 +242,14 @@ def test_a_part_that_one_process_cannot_write_fails_the_save_of_both(tmp_path, b
     assert sorted(os.listdir(tmp_path)) == ['1', '3']
 
 
-def test_only_noise_of_orbax_is_dropped(monkeypatch):
-    """Log records of others, and other errors that Python cannot raise, pass."""
-    passed, loggers = [], {name: logging.getLogger(name) for name in ('absl', 'asyncio')}
+def test_errors_of_others_that_python_cannot_raise_pass(monkeypatch):
+    passed = []
     monkeypatch.setattr(sys, 'unraisablehook', passed.append)
-    for logger in loggers.values():
-        monkeypatch.setattr(logger, 'filters', [])
+    for name in ('absl', 'asyncio'):
+        monkeypatch.setattr(logging.getLogger(name), 'filters', [])
     checkpoint.silence_orbax.__wrapped__()
-    errors = [
-        (RuntimeError('Event loop is closed'), None),
-        (RuntimeError('Event loop is closed'), print),
-        (RuntimeError('Event loop stopped'), None),
-        (ValueError('Event loop is closed'), None),
-    ]
-    for error, blamed in errors:
+    closed = RuntimeError('Event loop is closed')
+    for error, blamed in ((closed, None), (closed, print), (ValueError('other'), None)):
         found = {'exc_type': type(error), 'exc_value': error, 'object': blamed}
         sys.unraisablehook(types.SimpleNamespace(**found))
-    assert [(found.exc_value, found.object) for found in passed] == errors[1:]
-    never = 'Future exception was never retrieved\nfuture: '
-    for name, path, text, passes in (
-        ('absl', '/lib/orbax/checkpoint/save.py', '', False),
-        ('absl', '/lib/elsewhere.py', '', True),
-        ('asyncio', '', f"{never}ValueError('in OCDBT database')", False),
-        ('asyncio', '', f"{never}ValueError('other')", True),
-        ('asyncio', '', 'OCDBT', True),
-    ):
-        record = logging.LogRecord(name, logging.ERROR, path, 1, text, (), None)
-        assert bool(loggers[name].filter(record)) == passes, (path, text)
+    assert [found.object for found in passed] == [print, None]

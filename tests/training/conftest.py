@@ -28,7 +28,6 @@ def cheap_reports():
 
 @pytest.fixture(scope='session')
 def programs(tmp_path_factory):
-    """The folder of compiled programs."""
     return tmp_path_factory.mktemp('programs')
 
 

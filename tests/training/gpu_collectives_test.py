@@ -32,7 +32,6 @@ LEARNED = {'model.routing.router': 'learned'}
 
 
 def compiled_for_hopper(hparams, sizes):
-    """The text of the train step on a mesh of eight described H200s."""
     from jax.experimental import topologies
 
     shape = tuple(sizes.get(axis, 1) for axis in AXES)

@@ -17,7 +17,6 @@ BATCHES = 8
 
 @pytest.fixture(scope='module')
 def run(tiny_config, tmp_path_factory):
-    """600 steps of a routed and a dense block of width 32, through the train loop itself."""
     config = tiny_config(
         **{
             'model.d_ff': 96,
@@ -45,7 +44,6 @@ def run(tiny_config, tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def labels(run):
-    """Every label of the held-out batches that the run was evaluated on."""
     return np.concatenate([run.dataset.held_out_batch(i)['labels_BT'] for i in range(BATCHES)])
 
 
@@ -85,7 +83,6 @@ EXPERT_STEPS = 300
 
 
 def largest_loads(tiny_config, workdir, weight):
-    """The largest load of any layer, by step, in a run with this weight of the balance loss."""
     experts = {'choice': 'token', 'd_ff': 16, 'num_shared': 1, 'balance_weight': weight}
     config = tiny_config(
         **{f'model.experts.{name}': value for name, value in experts.items()},

@@ -28,12 +28,10 @@ pytestmark = pytest.mark.usefixtures('compiled_once')
 
 @pytest.fixture
 def copied(finished, tmp_path):
-    """A copy of the workdir of the finished run."""
     return shutil.copytree(finished.workdir, tmp_path / 'copied')
 
 
 def rows_of(workdir):
-    """The rows of metrics without times."""
     return [{k: v for k, v in row.items() if k not in TIMES} for row in read_metrics(workdir)]
 
 
@@ -42,13 +40,7 @@ def changed(hparams, group, **knobs):
     return dataclasses.replace(hparams, **{group: group_of})
 
 
-def assert_one_line(caught, *words):
-    message = str(caught.value)
-    assert '\n' not in message and all(word in message for word in words), message
-
-
 def test_summary_has_every_promised_field(finished, run_hparams):
-    """summary.json holds the state's digest, the causal evaluation and FLOPs within the budget."""
     summary = json.loads((finished.workdir / 'summary.json').read_text())
     promised = {
         'final_step', 'train_loss', 'eval', 'parameters', 'flops_per_step', 'flops_per_step_xla',
@@ -75,7 +67,6 @@ def test_summary_has_every_promised_field(finished, run_hparams):
 
 
 def test_metrics_have_a_row_for_each_logged_step_and_evaluation(finished):
-    """Rows fall on every log_every-th step and the last, evaluations on theirs and at the end."""
     rows = read_metrics(finished.workdir)
     trained = [row for row in rows if 'loss' in row]
     evaluated = [row for row in rows if 'eval/loss' in row]
@@ -95,7 +86,6 @@ def test_metrics_have_a_row_for_each_logged_step_and_evaluation(finished):
 
 
 def test_a_finished_run_does_not_train_again(finished, copied, run_hparams, monkeypatch):
-    """Started again it takes no step, keeps its rows, and writes the same summary."""
 
     def refuse(*_):
         pytest.fail('a step of a finished run')
@@ -107,15 +97,11 @@ def test_a_finished_run_does_not_train_again(finished, copied, run_hparams, monk
         assert (copied / name).read_text() == (finished.workdir / name).read_text()
     again = loop.train(changed(run_hparams, 'training', log_every=1), copied)
     assert again.summary['state_sha256'] == finished.summary['state_sha256']
-    with pytest.raises(ValueError) as caught:
-        loop.train(changed(run_hparams, 'optimizer', learning_rate=0.5), copied)
-    assert_one_line(caught, 'optimizer.learning_rate', '0.003', '0.5')
 
 
 def test_a_run_stopped_by_signals_ends_as_if_it_had_not_been(
     finished, run_hparams, tmp_path, signals
 ):
-    """It stops after the step, saved, and the same call resumes it: equal state, equal rows."""
     for stop, name in ((2, 'SIGUSR1'), (4, 'SIGTERM'), (5, 'SIGTERM')):
         signals[stop - 1] = name
         stopped = loop.train(run_hparams, tmp_path / 'broken')
@@ -147,12 +133,12 @@ def skipping(bad_steps):
 def test_many_steps_in_a_row_that_are_not_finite_end_the_run(
     run_hparams, tmp_path, monkeypatch, capsys
 ):
-    """After max_nan_steps of them, in one line; the checkpoint before them is kept."""
     hparams = changed(run_hparams, 'training', max_nan_steps=2)
     monkeypatch.setattr(trainer, 'train_step', skipping([1, 3, 4, 5]))
     with pytest.raises(trainer.DivergedError) as caught:
         loop.train(hparams, tmp_path / 'run')
-    assert_one_line(caught, 'training.max_nan_steps=2', 'optimizer.learning_rate')
+    message = str(caught.value)
+    assert 'training.max_nan_steps=2' in message and 'optimizer.learning_rate' in message
     out = capsys.readouterr().out
     assert [f'step {step}: loss' in out for step in range(1, 7)] == [0, 1, 0, 1, 1, 0]
     assert [path.name for path in (tmp_path / 'run' / 'checkpoints').iterdir()] == ['3']
@@ -166,9 +152,8 @@ def test_many_steps_in_a_row_that_are_not_finite_end_the_run(
 
 @pytest.fixture(scope='module')
 def texts(tmp_path_factory):
-    """Three prepared texts of different letters."""
     folder = tmp_path_factory.mktemp('mixture')
-    letters = {'web': b'abcd', 'code': b'()+=', 'new': b'xyz'}
+    letters = {'web': b'abcd', 'code': b'()+='}
     for seed, name in enumerate(letters):
         documents = write_texts(folder / 'text' / name, letters[name], seed, number=15)
         prepare(folder / name, documents, ByteTokenizer(), 0.3)
@@ -212,38 +197,27 @@ def test_each_domain_of_a_mixture_is_reported_and_weighted_by_its_share(
             expected = evaluate_causal(
                 mixture_run.state.variables, mixture_hparams, alone, mesh, batches
             )
-        for number in ('loss', 'bits_per_byte', 'targets'):
-            assert domains[name][number] == pytest.approx(expected[number], rel=1e-6)
+        assert domains[name]['loss'] == pytest.approx(expected['loss'], rel=1e-6)
         assert domains[name]['epochs'] == rows / alone.num_train_windows
-    mean = 0.75 * domains['web']['loss'] + 0.25 * domains['code']['loss']
-    assert found['eval']['loss'] == pytest.approx(mean)
     assert 'domains' not in found['eval']
     last = read_metrics(mixture_run.workdir)[-1]
     assert all(last[f'eval/domains/{name}/loss'] == domains[name]['loss'] for name in domains)
     lines = describe(mixture_hparams, 100, {}, mixture_run.dataset)
-    at = [line.startswith('corpus    mixture of web, code: ') for line in lines].index(True)
     epochs = mixture_run.dataset.domain_epochs(100)
-    assert lines[at + 1] == f'mixture   web: 75.0% of the rows, {epochs["web"]:.2f} epochs'
-    assert lines[at + 2] == f'mixture   code: 25.0% of the rows, {epochs["code"]:.2f} epochs'
-    assert epochs['web'] > 3 and lines[at + 3].startswith('plan ')
+    assert f'mixture   web: 75.0% of the rows, {epochs["web"]:.2f} epochs' in lines
 
 
 def test_a_mixture_resumes_from_moved_folders(
     mixture_run, mixture_hparams, texts, tmp_path, signals
 ):
-    """With moved folders and shares in another form it ends in the same bits."""
     signals[3] = 'SIGTERM'
     workdir = tmp_path / 'run'
     assert loop.train(mixture_hparams, workdir).signal == 'SIGTERM'
     shutil.copytree(texts / 'web', tmp_path / 'moved')
     before = (workdir / 'config.json').read_text()
-    for change, words in (
-        ({'mixture': f'{texts}/web:3,{texts}/new:1'}, 'member_2 was'),
-        ({'mixture': f'{texts}/web:4,{texts}/code:1'}, "share_1 was '3/4' and is '4/5'"),
-        ({'sequence_length': 16}, 'data.sequence_length is 32'),
-    ):
-        with pytest.raises(ValueError, match=words):
-            loop.train(changed(mixture_hparams, 'data', **change), workdir)
+    other = changed(mixture_hparams, 'data', mixture=f'{texts}/web:4,{texts}/code:1')
+    with pytest.raises(ValueError, match="share_1 was '3/4' and is '4/5'"):
+        loop.train(other, workdir)
     assert (workdir / 'config.json').read_text() == before
     mixture = f'{tmp_path}/moved:0.75,{texts}/code:0.25'
     resumed = loop.train(changed(mixture_hparams, 'data', mixture=mixture), workdir)
@@ -278,21 +252,16 @@ def test_each_step_trains_by_its_stage_also_after_a_signal(tiny_config, corpus, 
     assert stopped.state.averages['thresholds_R'].shape == (1,)
     resumed, unbroken = (loop.train(hparams, tmp_path / name) for name in ('broken', 'unbroken'))
     assert resumed.summary['state_sha256'] == unbroken.summary['state_sha256']
-    assert resumed.summary['eval'] == unbroken.summary['eval']
     rows = [row for row in read_metrics(unbroken.workdir) if 'loss' in row]
     fractions = [row['routing/layer_01/selected_fraction'] for row in rows]
-    dropped = [row['routing/layer_01/refused_fraction'] for row in rows]
-    assert fractions[:2] == [1.0] * 2 and dropped[:2] == [0.0] * 2
+    assert fractions[:2] == [1.0] * 2
     assert all(fraction <= 12 / 32 for fraction in fractions[2:])
-    assert [len(row['routing/layer_01/sigmoid_histogram']) for row in rows] == [20] * 5
     summary = json.loads((unbroken.workdir / 'summary.json').read_text())
     stages = [(s['first_step'], s['capacity'], s['routing']) for s in summary['stages']]
     assert stages == [(0, 1.0, 'top_c'), (2, 0.25, 'threshold')]
     costs = [stage['flops_per_step'] for stage in summary['stages']]
     assert costs[0] > costs[1] == summary['flops_per_step']
     assert summary['total_flops'] == run_flops(hparams, 5) == 2 * costs[0] + 3 * costs[1]
-    assert abs(summary['flops_per_step_dot_general'] / summary['flops_per_step'] - 1) < 0.01
-    assert isinstance(summary['routing']['layer_01']['routing_gap'], float)
 
 
 @pytest.mark.slow
@@ -305,7 +274,6 @@ def test_each_step_trains_by_its_stage_also_after_a_signal(tiny_config, corpus, 
     ],
 )
 def test_a_run_with_experts_reports_their_loads(tiny_config, corpus, tmp_path, signals, changes):
-    """In rows of training and evaluation and in the summary; stopped, it resumes bit-equal."""
     changes = {f'model.{name}': value for name, value in changes.items()}
     changes |= {'data.source': corpus, 'data.held_out_fraction': 0.3}
     hparams = from_config(tiny_config(**changes))
@@ -313,13 +281,10 @@ def test_a_run_with_experts_reports_their_loads(tiny_config, corpus, tmp_path, s
     assert loop.train(hparams, tmp_path / 'broken').signal == 'SIGTERM'
     broken, unbroken = (loop.train(hparams, tmp_path / name) for name in ('broken', 'unbroken'))
     assert broken.summary['state_sha256'] == unbroken.summary['state_sha256']
-    names = {'load', 'largest_load', 'noop_fraction', 'dropped_fraction', 'unused'}
-    for values in unbroken.summary['experts'].values():
-        assert names <= values.keys() and np.sum(values['load']) == pytest.approx(1)
-    assert list(unbroken.summary['experts']) == ['layer_00', 'layer_01']
-    assert 'experts' not in unbroken.summary['eval']
-    for row in read_metrics(unbroken.workdir):
-        prefix = 'eval/' if 'eval/loss' in row else ''
-        for layer in ('layer_00', 'layer_01'):
-            assert {f'{prefix}experts/{layer}/{name}' for name in names} <= row.keys()
+    for layer in ('layer_00', 'layer_01'):
+        values = unbroken.summary['experts'][layer]
+        assert np.sum(values['load']) == pytest.approx(1)
+        for row in read_metrics(unbroken.workdir):
+            prefix = 'eval/' if 'eval/loss' in row else ''
+            assert {f'{prefix}experts/{layer}/{name}' for name in values} <= row.keys()
     assert ('routing_gap' in unbroken.summary['eval']) == hparams.model.looks_ahead

@@ -13,13 +13,8 @@ from moddepth_jax.training.train_step import init_state
 from tests.training.toy_steps import ROUTED, initial, make_batch, step
 
 
-def hparams_of(tiny_config, **changes):
-    return from_config(tiny_config(**changes))
-
-
 def schedule(tiny_config, num_steps, **changes):
-    """The learning rate of each step of a run, float64 [num_steps]."""
-    at = learning_rate_schedule(hparams_of(tiny_config, **changes), num_steps)
+    at = learning_rate_schedule(from_config(tiny_config(**changes)), num_steps)
     return np.array([float(at(step)) for step in range(num_steps)])
 
 
@@ -28,7 +23,6 @@ def is_predictor(path):
 
 
 def test_schedule_warms_up_from_zero_and_ends_at_its_fraction(tiny_config):
-    """0 at step 0, linear to the peak, then a cosine whose last step has final_fraction of it."""
     changes = {
         'optimizer.learning_rate': 0.02,
         'optimizer.warmup_fraction': 0.1,
@@ -43,8 +37,7 @@ def test_schedule_warms_up_from_zero_and_ends_at_its_fraction(tiny_config):
     np.testing.assert_allclose(rate[10:], cosine, rtol=1e-4)
 
 
-@pytest.mark.parametrize('num_steps', [1, 2, 10])
-@pytest.mark.parametrize('warmup', [0.0, 0.03, 1.0])
+@pytest.mark.parametrize(('num_steps', 'warmup'), [(1, 0.0), (1, 1.0), (2, 0.03), (10, 1.0)])
 def test_schedule_of_short_runs_is_sound(tiny_config, num_steps, warmup):
     """However short the run and long the warm-up, rates lie in [0, peak] and some step learns."""
     rate = schedule(tiny_config, num_steps, **{'optimizer.warmup_fraction': warmup})
@@ -68,7 +61,7 @@ def test_weight_decay_is_for_matrices_only(tiny_config, decay_embeddings):
         'optimizer.warmup_fraction': 0.0,
         'optimizer.decay_embeddings': decay_embeddings,
     }
-    hparams = hparams_of(tiny_config, **changes)
+    hparams = from_config(tiny_config(**changes))
     shapes = jax.eval_shape(lambda: init_state(hparams, 10)).params
     optimizer = make_optimizer(hparams, 10)
 
@@ -94,7 +87,7 @@ def test_weight_decay_is_for_matrices_only(tiny_config, decay_embeddings):
 def run_steps(tiny_config, rule, num_steps=4, **changes):
     """Parameters before and after `num_steps` of a model whose one block is routed, and metrics."""
     changes = {'model.routing.causal_rule': rule, 'optimizer.clip_norm': 0.05} | changes
-    state = initial(hparams_of(tiny_config, **ROUTED | changes))
+    state = initial(from_config(tiny_config(**ROUTED | changes)))
     before, rows = state.params, []
     for seed in range(num_steps):
         state, metrics = step(state, make_batch(seed))
@@ -104,7 +97,6 @@ def run_steps(tiny_config, rule, num_steps=4, **changes):
 
 
 def split(params):
-    """({path: array} outside the predictor, the same inside it)."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     parts = ({}, {})
     for path, leaf in leaves:

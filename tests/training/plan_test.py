@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model import flops
 from moddepth_jax.training import plan
 from moddepth_jax.training.plan import run_flops, stage_at, stage_starts
 from tests.data import tokenizer_files
+from tests.data.prepared_text import refusal
 
 ROUTED = {'model.routing.router': 'learned', 'model.routing.layers': 'every:1'}
 STAGED = ROUTED | {'model.routing.capacity_stages': '1:0.2,0.5:0.3'}
@@ -38,7 +38,6 @@ def test_stages_begin_at_whole_steps(num_steps, starts, tiny_config):
 
 @pytest.mark.parametrize('knobs', [STAGED, STAGED | BY_THRESHOLD])
 def test_a_run_costs_the_sum_of_its_steps(knobs, tiny_config):
-    """Step by step, also for a part of a run."""
     hparams = from_config(tiny_config(**knobs))
     for num_steps in (1, 3, 7, 40):
         costs = [
@@ -50,13 +49,9 @@ def test_a_run_costs_the_sum_of_its_steps(knobs, tiny_config):
         assert run_flops(hparams, num_steps) == pytest.approx(sum(costs))
 
 
-STAGINGS = ['1:0.2', '1:0.2,0.5:0.3', '1:0.05,0.9:0.05,0.1:0.3,0.8:0.1', '0.01:0.7']
-
-
-@pytest.mark.parametrize('stages', STAGINGS)
+@pytest.mark.parametrize('stages', ['', '1:0.2', '1:0.05,0.9:0.05,0.1:0.3,0.8:0.1', '0.01:0.7'])
 @pytest.mark.parametrize('by_threshold', [False, True])
 def test_a_budget_is_filled_to_within_a_step(stages, by_threshold, tiny_config):
-    """The steps never cost more than the budget, and one step more would."""
     knobs = ROUTED | {'model.routing.capacity_stages': stages, 'training.num_steps': 0}
     knobs |= BY_THRESHOLD if by_threshold else {}
     hparams = from_config(tiny_config(**knobs, flop_budget=1.0))
@@ -67,42 +62,16 @@ def test_a_budget_is_filled_to_within_a_step(stages, by_threshold, tiny_config):
         assert run_flops(given, num_steps) <= times * dearest < run_flops(given, num_steps + 1)
 
 
-def one_line(caught, *words):
-    message = str(caught.value)
-    assert '\n' not in message
-    for word in words:
-        assert word in message, message
-
-
-@pytest.mark.parametrize('share', [1.0, 1.999, 1e6])
-def test_a_budget_buys_whole_steps(tiny_config, share):
-    """The steps are the floor of budget over cost, so that their total never exceeds the budget."""
-    cost = flops.train_step_flops(from_config(tiny_config()))
-    changes = {'training.num_steps': 0, 'flop_budget': share * cost}
-    assert plan.resolve_steps(from_config(tiny_config(**changes))) == int(share)
-
-
 @pytest.mark.parametrize(('share', 'word'), [(0.999, 'pays for no step'), (2.0**31, '2147483648')])
 def test_a_budget_for_no_step_or_too_many_is_refused(tiny_config, share, word):
     """The step is an int32: a budget for 2^31 steps is refused, not wrapped around."""
     cost = flops.train_step_flops(from_config(tiny_config()))
     changes = {'training.num_steps': 0, 'flop_budget': share * cost}
-    with pytest.raises(ValueError) as caught:
-        plan.resolve_steps(from_config(tiny_config(**changes)))
-    one_line(caught, 'flop_budget=', word)
-
-
-def test_a_vocabulary_below_the_tokenizers_is_refused(tiny_config):
-    """An id beyond the embedding would be read as another: both sizes are named."""
-    hparams = from_config(tiny_config(**{'model.vocab_size': 256}))
-    with pytest.raises(ValueError) as caught:
-        plan.check_vocabulary(hparams, make_tokenizer('bytes'))
-    one_line(caught, 'model.vocab_size=256', '257')
-    plan.check_vocabulary(from_config(tiny_config()), make_tokenizer('bytes'))
+    message = refusal(plan.resolve_steps, from_config(tiny_config(**changes)))
+    assert 'flop_budget=' in message and word in message
 
 
 def test_a_run_is_planned_with_the_tokenizer_that_it_stores(tiny_config, tmp_path):
-    """Its file may be gone; without a stored one the file is required, before any text is read."""
     kept = tokenizer_files.byte_level()
     kept.save(tmp_path / 'tokenizer')
     for seed in range(4):
@@ -112,6 +81,5 @@ def test_a_run_is_planned_with_the_tokenizer_that_it_stores(tiny_config, tmp_pat
     _, dataset, _ = plan.prepare_run(hparams, 'data=1', tmp_path)
     assert dataset.tokenizer.sha256 == kept.sha256
     assert dataset.train_batch(0)['tokens_BT'].max() > 256
-    with pytest.raises(ValueError) as caught:
-        plan.prepare_run(hparams, 'data=1')
-    one_line(caught, "data.tokenizer='/nowhere/x.json'", 'no such tokenizer')
+    message = refusal(plan.prepare_run, hparams, 'data=1')
+    assert "data.tokenizer='/nowhere/x.json'" in message and 'no such tokenizer' in message

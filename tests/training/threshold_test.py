@@ -6,17 +6,14 @@ import numpy as np
 import pytest
 
 from moddepth_jax.hparams import from_config
-from moddepth_jax.training.train_step import StepCounts, init_state, loss_and_metrics, train_step
+from moddepth_jax.training.train_step import StepCounts, loss_and_metrics
 from tests.training.toy_steps import (
     DECAY,
-    NUM_STEPS,
     ROUTED,
-    batch_with_rare,
     forward,
     initial,
     make_batch,
     step,
-    with_rare_nan,
 )
 
 
@@ -26,7 +23,6 @@ def state(tiny_config):
 
 
 def records_of(state, batch, routing):
-    """The decisions of the routed blocks on a batch, as NumPy arrays."""
     _, records = forward(state.hparams, state.variables, batch, routing)
     return jax.tree.map(np.asarray, records.routing)
 
@@ -60,35 +56,6 @@ def test_average_is_the_recursion_in_numpy(state):
         np.testing.assert_allclose(after.averages['thresholds_R'], average_R, rtol=1e-4)
         state = after
     assert decays[0] == 0.1 and decays[-1] == DECAY and (np.abs(average_R) > 0.1).all()
-
-
-def test_the_threshold_selects_about_the_capacity_of_new_batches(state):
-    """By r > average, strictly; evaluation does not change the average."""
-    for n in range(25):
-        state, metrics = step(state, make_batch(n, padded=True))
-    batch = make_batch(1000, rows=32, padded=True)
-    records = records_of(state, batch, 'threshold')
-    thresholds_R11 = np.asarray(state.averages['thresholds_R'])[:, None, None]
-    real_BT = batch['segment_ids_BT'] > 0
-    wanted_RBT = (records.scores_BT > thresholds_R11) & real_BT
-    np.testing.assert_array_equal(records.selected_BT | records.dropped_BT, wanted_RBT)
-    shares_R = wanted_RBT.sum(axis=(1, 2)) / real_BT.sum()
-    assert ((0.12 < shares_R) & (shares_R < 0.4)).all(), shares_R
-    np.testing.assert_array_equal(metrics['routing']['refused_fraction'], [0])
-
-
-def test_a_step_that_is_not_finite_does_not_move_the_average(state):
-    """Nor does it count among the steps that the decay depends on."""
-    state, _ = step(state, make_batch(0))
-    fragile = with_rare_nan(state)
-    after, metrics = step(fragile, batch_with_rare(1))
-    assert metrics['skipped'] == 1
-    np.testing.assert_array_equal(after.averages['thresholds_R'], state.averages['thresholds_R'])
-    later, _ = step(after, make_batch(2))
-    directly, _ = step(fragile, make_batch(2))
-    moved_R = later.averages['thresholds_R']
-    np.testing.assert_array_equal(moved_R, directly.averages['thresholds_R'])
-    assert (moved_R != state.averages['thresholds_R']).all()
 
 
 def test_a_batch_of_padding_does_not_move_the_average(state):
@@ -136,19 +103,7 @@ def test_training_by_threshold_selects_the_first_tokens_above_it(by_threshold):
     assert metrics['rule_loss'] == 0
 
 
-@pytest.mark.parametrize('router', ['random', 'none'])
-def test_models_without_scores_have_no_average(router, tiny_config):
-    """Control routers and the dense model step without one."""
-    knobs = {'model.routing.router': router, 'model.routing.causal_rule': 'auto'}
-    hparams = from_config(tiny_config(**ROUTED | knobs))
-    state = jax.eval_shape(lambda: init_state(hparams, NUM_STEPS))
-    assert state.averages == {} and set(state.variables) == {'params'}
-    after, metrics = jax.eval_shape(train_step, state, make_batch(0))
-    assert after.averages == {} and ('routing' in metrics) == (router != 'none')
-
-
 def test_random_choices_change_from_step_to_step(tiny_config):
-    """The same batch is routed differently at another step, and equally at the same step."""
     knobs = {'model.routing.router': 'random', 'model.routing.causal_rule': 'auto'}
     hparams = from_config(tiny_config(**ROUTED | knobs))
     state, batch = initial(hparams), make_batch(0)

@@ -30,7 +30,6 @@ step = jax.jit(train_step, static_argnums=2)
 
 @functools.cache
 def initial(hparams):
-    """The state before step 0."""
     return jax.jit(lambda: init_state(hparams, NUM_STEPS))()
 
 
@@ -55,7 +54,6 @@ def _forward(hparams, routing):
 
 
 def forward(hparams, variables, batch, routing='top_c'):
-    """Logits and records of a batch."""
     return _forward(hparams, routing)(variables, batch['tokens_BT'], batch['segment_ids_BT'])
 
 

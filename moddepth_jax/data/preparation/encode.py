@@ -3,9 +3,7 @@
 import functools
 import itertools
 import math
-import os
 import pathlib
-import shutil
 from collections.abc import Callable, Iterator
 
 from moddepth_jax.data import readers
@@ -14,7 +12,7 @@ from moddepth_jax.data.preparation.plan import Options, Task
 from moddepth_jax.data.readers import BadText, Row
 from moddepth_jax.data.split import name_hash
 from moddepth_jax.data.tokenizers.piece_tokenizer import chunk_text
-from moddepth_jax.data.tokenizers.tokenizer import Tokenizer, make_tokenizer
+from moddepth_jax.data.tokenizers.tokenizer import Tokenizer, make_tokenizer, save_atomically
 
 _PROGRESS_BYTES = 1 << 18  # between two reports of progress
 
@@ -51,17 +49,15 @@ def encode(
 ) -> None:
     """Writes the missing parts of an unfinished task into the directory `parts`.
 
-    `advance` is called with the bytes of the files done since the last call. Raises BadText for a
-    bad row, unless they are skipped; the rows before it are kept.
+    `advance` takes the bytes of the files done since its last call. Raises BadText for a bad row,
+    unless they are skipped; the rows before it are kept.
     """
     done, reported = task.parts(parts), 0
     task.remove_parts(parts, len(done))
     paths = (task.path(parts, number) for number in itertools.count(len(done)))
     rows = saved = done[-1].header['rows'] if done else 0
-    make_writer = functools.partial(
-        PartWriter, _tokenizer(tokenizer_directory), options.held_out_fraction
-    )
-    writer = make_writer()
+    tokenizer, fraction = _tokenizer(tokenizer_directory), options.held_out_fraction
+    writer = PartWriter(tokenizer, fraction)
     for row, position in itertools.islice(_task_rows(task, options.text_field), rows, None):
         if isinstance(row.text, BadText):
             if not options.skip_bad:
@@ -79,7 +75,7 @@ def encode(
             reported = position
         if writer.num_bytes >= options.part_bytes:
             writer.save(next(paths), rows, last=False)
-            writer, saved = make_writer(), rows
+            writer, saved = PartWriter(tokenizer, fraction), rows
     writer.save(next(paths), rows, last=True)
     advance(task.bytes - reported)
 
@@ -87,11 +83,7 @@ def encode(
 def train_tokenizer(
     tasks: list[Task], options: Options, directory: pathlib.Path, advance: Callable[[int], None]
 ) -> None:
-    """Trains byte-level BPE on a sample of the documents to train on; saves it to `directory`.
-
-    Each task gives its share of the sample, from its beginning. `advance` is called with the bytes
-    of the files that the sample has passed.
-    """
+    """Trains byte-level BPE on the beginning of each task, without held-out documents; saves it."""
     from moddepth_jax.data.tokenizers.json_tokenizer import train_bpe
 
     try:
@@ -100,7 +92,7 @@ def train_tokenizer(
         raise
     except ValueError as error:
         raise ValueError(f'--tokenizer={error}') from None
-    save_tokenizer(tokenizer, directory)
+    save_atomically(tokenizer, directory)
 
 
 def _sample(tasks, options, advance):
@@ -129,11 +121,3 @@ def _texts(task, least_hash, options):
         elif name_hash(row.name) >= least_hash:
             for chunk in chunk_text(row.text.decode(), prefixed=False):  # may be a whole corpus
                 yield chunk.encode()
-
-
-def save_tokenizer(tokenizer: Tokenizer, directory: pathlib.Path) -> None:
-    """Saves it to `directory`, which must not exist, completely or not at all."""
-    temporary = directory.with_name(directory.name + '.tmp')
-    shutil.rmtree(temporary, ignore_errors=True)
-    tokenizer.save(temporary)
-    os.rename(temporary, directory)

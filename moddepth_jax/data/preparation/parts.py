@@ -16,18 +16,13 @@ _HEADER_LENGTH = 8
 
 
 def _add_skipped(skipped, reason, count, first):
-    """Counts, in `skipped`, what was left out for `reason`; see `Store.skipped`."""
     entry = skipped.setdefault(reason, {'count': 0, 'first': []})
     entry['count'] += count
     entry['first'] = (entry['first'] + first)[:_MAX_EXAMPLES]
 
 
 class PartWriter:
-    """Encodes documents, keeps them in memory and writes them as one part.
-
-    Attributes:
-      num_bytes: of the text.
-    """
+    """Encodes documents, keeps them in memory, `num_bytes` of text, and writes them as one part."""
 
     def __init__(self, tokenizer: Tokenizer, held_out_fraction: float):
         self._tokenizer, self._fraction = tokenizer, held_out_fraction
@@ -60,10 +55,7 @@ class PartWriter:
         _add_skipped(self._skipped, reason, 1, [message])
 
     def save(self, path: pathlib.Path, rows: int, last: bool) -> None:
-        """Writes the part; a kill at any time leaves all of it or nothing.
-
-        `rows` of its task are in this part and those before it, or skipped; `last`: it has no more.
-        """
+        """Writes the part, all or nothing; `rows` of its task are in parts so far, or skipped."""
         header = {'rows': rows, 'last': last, 'skipped': self._skipped, 'dtype': self._dtype.str}
         text = json.dumps(header | self._counts).encode()
         temporary = path.with_suffix('.tmp')
@@ -81,13 +73,9 @@ class PartWriter:
 
 
 class Part:
-    """A part that was written; only its header is read until `read`.
+    """A part that was written; only the header of `PartWriter.save` is read until `read`.
 
     Raises OSError if it cannot be read, ValueError if it has no header or another size than that.
-
-    Attributes:
-      header: what `PartWriter.save` wrote.
-      num_token_bytes: of all its tokens.
     """
 
     def __init__(self, path: pathlib.Path):
@@ -123,10 +111,9 @@ def join(
 ) -> Store:
     """Writes the documents of all parts, in order, to the store in `directory`.
 
-    No split stays empty, as in `split_documents`: the document nearest to the bound crosses, and a
-    single document gives the last fraction of its bytes. `advance` is called with the bytes of
-    tokens written since the last call; `record` is for `StoreWriter.finish`. Raises ValueError, one
-    line, if there is no document, or a single one of a single byte or character.
+    No split stays empty, as in `split_documents`. `advance` takes the bytes of tokens written since
+    its last call; `record` is for `StoreWriter.finish`. Raises ValueError, one line, without a
+    document, or for a single one of a single byte or character.
     """
     skipped = {}
     for part in parts:

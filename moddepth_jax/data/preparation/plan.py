@@ -63,10 +63,7 @@ class Options:
 
 
 class FileInfo(typing.NamedTuple):
-    """A file as it was when it was surveyed: its size, its content's sha256, what it is split into.
-
-    `modified` is the time of the last write in nanoseconds, 0 for a file that does not exist.
-    """
+    """A file as it was surveyed; `modified` is in nanoseconds, 0 if the file does not exist."""
 
     bytes: int
     modified: int
@@ -83,7 +80,7 @@ class FileInfo(typing.NamedTuple):
 
 
 class FileSpan(typing.NamedTuple):
-    """A span of a file: its name, its path, the span, and bytes of the file, about."""
+    """A span of a file, and about how many of its bytes that is."""
 
     name: str
     path: pathlib.Path
@@ -92,10 +89,7 @@ class FileSpan(typing.NamedTuple):
 
 
 class Task(typing.NamedTuple):
-    """What one process does at a time: it reads `spans`, in order, of about `bytes` of the files.
-
-    `key` identifies the content: equal keys give equal parts.
-    """
+    """What one process does at a time: `spans`, about `bytes` of files; equal keys, equal parts."""
 
     key: str
     spans: list[FileSpan]
@@ -117,14 +111,10 @@ class Task(typing.NamedTuple):
 
     def is_done(self, directory: pathlib.Path) -> bool:
         """Whether all of its parts are written."""
-        parts = self.parts(directory)
-        return bool(parts) and parts[-1].header['last']
+        return any(part.header['last'] for part in self.parts(directory))
 
     def remove_parts(self, directory: pathlib.Path, first: int) -> None:
-        """Removes the parts from number `first` on, which follow a damaged or missing one.
-
-        The parts that replace them may end at other rows.
-        """
+        """Removes the parts from number `first` on; those that replace them may end elsewhere."""
         last = first + 1
         while self.path(directory, last).exists():
             last += 1
@@ -141,8 +131,8 @@ def survey(
 ) -> FileInfo:
     """Reads a file once: its sha256, and where it can be split into spans of about `span_bytes`.
 
-    `advance` is called with the bytes read since the last call. Raises BadText if the file cannot
-    be read or has no such column; with `skip_bad` it is one span, which `read_rows` will report.
+    `advance` takes the bytes read since its last call. Raises BadText if the file cannot be read or
+    has no such column; with `skip_bad` it is one span, which `read_rows` will report.
     """
     digest, size, modified, spans = hashlib.sha256(), 0, 0, [WHOLE_FILE]
 
@@ -175,18 +165,14 @@ def make_tasks(
 ) -> list[Task]:
     """The work, in the order of the result: spans of large files, and small files together.
 
-    `paths` are (name, path) of the files, in order; `starts` are (name, start) of spans that begin
-    a task, however small the one before is.
+    `paths` are (name, path) of the files; `starts` (name, start) of spans that must begin a task.
     """
     groups, filled = [], math.inf
     for name, path in paths:
         info = inputs[name]
         for span in info.spans:
-            if (
-                filled >= task_bytes
-                or len(groups[-1]) >= _MAX_FILES
-                or (name, span.start) in starts
-            ):
+            full = filled >= task_bytes or len(groups[-1]) >= _MAX_FILES
+            if full or (name, span.start) in starts:
                 groups.append([])
                 filled = 0
             groups[-1].append(FileSpan(name, path, span, info.bytes // len(info.spans)))
@@ -201,13 +187,10 @@ def make_tasks(
 
 @dataclasses.dataclass
 class Plan:
-    """What parts/plan.json holds, the same without fields if nothing was started.
+    """What parts/plan.json holds; all is empty if nothing was started.
 
-    Attributes:
-      arguments: those that decide the result, JSON values by name.
-      inputs: FileInfo by name, in order.
-      span_bytes: of one span or task, about.
-      starts: as `make_tasks` takes them, so that files which change do not move other tasks.
+    `arguments` decide the result; spans and tasks have about `span_bytes`; `starts` are as
+    `make_tasks` takes them, so that files which change do not move other tasks.
     """
 
     arguments: dict = dataclasses.field(default_factory=dict)

@@ -1,8 +1,4 @@
-"""Prepares text for training: files of any size to a store of tokens, by several processes.
-
-A preparation that was killed continues where it was: its work is split into parts, each a file in
-parts/ that exists completely or not at all.
-"""
+"""Prepares text for training: files of any size to a store of tokens, by several processes."""
 
 import errno
 import hashlib
@@ -12,7 +8,7 @@ import shutil
 
 from moddepth_jax.data import readers
 from moddepth_jax.data.compression import open_file
-from moddepth_jax.data.directory import LOCK_FILE, DirectoryLock
+from moddepth_jax.data.directory import LOCK_FILE, lock_directory
 from moddepth_jax.data.preparation import encode, parts
 from moddepth_jax.data.preparation.plan import Options, Plan, Task, make_tasks, survey
 from moddepth_jax.data.preparation.workers import Workers
@@ -25,7 +21,7 @@ from moddepth_jax.data.token_store import (
     Store,
     open_store,
 )
-from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer
+from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer, save_atomically
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _MIN_TASKS = 64  # of a text that is not small
@@ -36,15 +32,15 @@ _KEPT = 'finished parts are kept: the same command continues'
 def prepare(options: Options, phase) -> Store:
     """Prepares text, or continues what an earlier start left; the store may already be complete.
 
-    Documents are in the order of the names of their files and of their rows, each in the split that
-    `split_documents` gives it. Empty documents are skipped. The same files and arguments give the
-    same bytes and the same fingerprint, with any number of processes and after any kills. Files
-    that change between two starts are read again, unless a tokenizer was trained on them.
+    Documents are in the order of their files' names and of their rows, split as `split_documents`
+    does; empty ones are skipped. The same files and arguments give the same bytes and the same
+    fingerprint, with any number of processes and after any kills. Files that change between two
+    starts are read again, unless a tokenizer was trained on them.
 
     `phase(name, total, done=0)` is a context manager of a function that takes the bytes done since
-    its last call. Raises ValueError, one line with what to do, for sources as in
-    `readers.find_files`, a bad row (finished work is kept), a directory of something else, of
-    another preparation or in use, a full disk, a process that was lost.
+    its last call. Raises ValueError, one line with what to do, for sources as `readers.find_files`,
+    a bad row (finished work is kept), a directory of something else, of another preparation or in
+    use, a full disk, a process that was lost.
     """
     directory = options.directory
     paths = _find_files(options.sources)
@@ -59,7 +55,7 @@ def prepare(options: Options, phase) -> Store:
     if others:
         found = f'holds {min(others)!r}, so it is no directory of launch.prepare'
         raise ValueError(f'--output={directory}: {found}; use another --output')
-    with DirectoryLock(directory, '--output'):
+    with lock_directory(directory, '--output'):
         preparation = _Preparation(options, paths, phase)
         try:
             if (directory / PREPARED_FILE).exists():
@@ -92,8 +88,6 @@ def _find_files(sources):
 
 
 class _Preparation:
-    """One start of a preparation, in a directory that is locked."""
-
     def __init__(self, options, paths, phase):
         self._options, self._paths, self._phase = options, paths, phase
         self._directory = options.directory
@@ -156,21 +150,21 @@ class _Preparation:
         stored, now = {entry['name']: entry for entry in store.inputs}, dict(self._paths)
         for name in sorted(stored.keys() | now.keys()):
             if not (name in stored and name in now and _is_stored_file(now[name], stored[name])):
-                problem = f'{name} is not what it was when this text was prepared'
-                raise ValueError(f'--output={self._directory}: {problem}; use another --output')
+                raise self._refusal(f'{name} is not what it was when this text was prepared')
         shutil.rmtree(self._parts, ignore_errors=True)
         return store
 
     def _check_arguments(self, stored, arguments):
         for name, value in arguments.items():
             if stored.get(name) != value:
-                was = f'{name} was {stored.get(name)!r} when it was started and is {value!r} now'
-                raise ValueError(f'--output={self._directory}: {was}; use another --output')
+                was = f'{name} was {stored.get(name)!r} when it was started'
+                raise self._refusal(f'{was} and is {value!r} now')
+
+    def _refusal(self, problem, right='use another --output'):
+        return ValueError(f'--output={self._directory}: {problem}; {right}')
 
     def _start_again(self, problem):
-        """The error of a preparation that cannot continue."""
-        right = f'to start again: rm -r {self._directory}'
-        return ValueError(f'--output={self._directory}: {problem}; {right}')
+        return self._refusal(problem, f'to start again: rm -r {self._directory}')
 
     def _changed_since_training(self, name):
         problem = f'{name} is not what it was when {self._options.tokenizer} was trained'
@@ -204,22 +198,15 @@ class _Preparation:
 
     def _survey(self, plan, workers):
         """FileInfo by name: that of the plan for files that have not been written to since."""
-        options = self._options
-        found = {
-            name: plan.inputs[name]
-            for name, path in self._paths
-            if name in plan.inputs and plan.inputs[name].is_current(path)
-        }
-        new = [(name, path) for name, path in self._paths if name not in found]
-        jobs = ((path, options.text_field, plan.span_bytes, options.skip_bad) for _, path in new)
-        total = sum(path.stat().st_size for _, path in new if path.exists())
+        options, found = self._options, dict(plan.inputs)
+        new = {n: p for n, p in self._paths if not (n in found and found[n].is_current(p))}
+        jobs = ((p, options.text_field, plan.span_bytes, options.skip_bad) for p in new.values())
+        total = sum(path.stat().st_size for path in new.values() if path.exists())
         with self._phase('survey', total) as advance:
-            infos = workers.run(survey, jobs, advance)
-        found |= {name: info for (name, _), info in zip(new, infos, strict=True)}
+            found |= zip(new, workers.run(survey, jobs, advance), strict=True)
         return {name: found[name] for name, _ in self._paths}
 
     def _check_unmodified(self, inputs, tasks):
-        """Raises ValueError for files that were written to since their survey."""
         modified = {name for name, path in self._paths if not inputs[name].is_current(path)}
         if not modified:
             return
@@ -228,8 +215,7 @@ class _Preparation:
                 task.remove_parts(self._parts, 0)
         if self.is_trained():
             raise self._changed_since_training(min(modified))
-        problem = f'{min(modified)} was written to while it was read'
-        raise ValueError(f'--output={self._directory}: {problem}; {_KEPT}')
+        raise self._refusal(f'{min(modified)} was written to while it was read', _KEPT)
 
     def _check_skipped(self, tasks):
         """Raises ValueError if an earlier start skipped bad rows, which this one must not."""
@@ -250,12 +236,13 @@ class _Preparation:
     def _save_tokenizer(self):
         """Saves a tokenizer that is not trained; this comes first, since it needs no text."""
         options, directory = self._options, self._tokenizer_directory
-        if options.vocab_size is None and not directory.exists():
-            try:
-                tokenizer = make_tokenizer(options.tokenizer, options.separator)
-            except ValueError as error:
-                raise ValueError(f'--tokenizer={options.tokenizer}: {error}') from None
-            encode.save_tokenizer(tokenizer, directory)
+        if options.vocab_size is not None or directory.exists():
+            return
+        try:
+            tokenizer = make_tokenizer(options.tokenizer, options.separator)
+        except ValueError as error:
+            raise ValueError(f'--tokenizer={options.tokenizer}: {error}') from None
+        save_atomically(tokenizer, directory)
 
     def _train_tokenizer(self, tasks):
         options, directory = self._options, self._tokenizer_directory

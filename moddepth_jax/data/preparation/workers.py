@@ -1,5 +1,6 @@
 """Processes that share work; none of them outlives the process that started them."""
 
+import contextlib
 import itertools
 import multiprocessing
 import multiprocessing.connection
@@ -11,14 +12,15 @@ from collections.abc import Callable, Iterable
 from multiprocessing import resource_tracker
 
 
-class Workers:
+class Workers(contextlib.ExitStack):
     """`count` processes, each doing one job at a time; a context manager.
 
-    They end with the `with`, or with the process that started them, however it ends. Only that
-    process receives Ctrl-C. The tokenizer library may use `threads` threads in each.
+    They end with the `with`, or with the process that started them, which alone receives Ctrl-C.
+    The tokenizer library may use `threads` threads in each.
     """
 
     def __init__(self, count: int, threads: int = 1):
+        super().__init__()
         # Forking would copy locks that threads of the parent may hold.
         context = multiprocessing.get_context('spawn')
         self._workers = []
@@ -32,6 +34,8 @@ class Workers:
                 process.start()
                 theirs.close()
                 self._workers.append((process, ours))
+                for end in (ours.close, process.join, process.kill):
+                    self.callback(end)
         except BaseException:
             self.close()
             raise
@@ -43,8 +47,7 @@ class Workers:
     ) -> list:
         """Returns `function(*job, advance)` of each job; the processes start them in order.
 
-        `advance` is called here with what the processes call theirs with. Raises what `function`
-        raises, and ValueError if a process is lost.
+        `advance` is called here. Raises what `function` raises; ValueError if a process is lost.
         """
         waiting, busy, results = iter(enumerate(jobs)), {}, {}
 
@@ -74,20 +77,6 @@ class Workers:
                 results[number] = value
                 start(process, connection)
         return [results[number] for number in sorted(results)]
-
-    def close(self) -> None:
-        """Kills the processes."""
-        for process, connection in self._workers:
-            process.kill()
-            process.join()
-            connection.close()
-        self._workers = []
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.close()
 
 
 def _lost(process):

@@ -17,10 +17,9 @@ _BYTE = re.compile('<0x([0-9A-Fa-f]{2})>')  # of byte fallback
 class JsonTokenizer(PieceTokenizer):
     """A Tokenizer of a tokenizer.json; see `make_tokenizer`.
 
-    Text that spells a special token is encoded as plain text, and what the file's template puts
-    around a text is left out. Byte-level BPE without a normalizer restores every UTF-8 text byte
-    for byte; others may lose what their own rules drop, such as characters without a token. Raises
-    ValueError, one line, for a file that is no tokenizer, or without a separator.
+    Text that spells a special token is encoded as plain text; the file's template is left out.
+    Byte-level BPE without a normalizer restores every UTF-8 text byte for byte. Raises ValueError,
+    one line, for a file that is no tokenizer, or without a separator.
     """
 
     def __init__(
@@ -30,10 +29,7 @@ class JsonTokenizer(PieceTokenizer):
         added = self._library.get_added_tokens_decoder()
         special = {token.content: number for number, token in added.items() if token.special}
         self._library.encode_special_tokens = True
-        try:
-            pieces = _pieces(self._library, parsed, set(special.values()))
-        except ValueError as error:
-            raise ValueError(f'{file}: {error}') from None
+        pieces = _pieces(self._library, parsed, set(special.values()), file)
         if not any(pieces):
             right = 'must be the tokenizer.json of a trained tokenizer'
             raise ValueError(f'{file}: its vocabulary holds no text; {right}')
@@ -50,10 +46,7 @@ class JsonTokenizer(PieceTokenizer):
 
 
 def _import_library():
-    """The library, which uses one thread unless the user has set TOKENIZERS_PARALLELISM.
-
-    A process that is forked while the library has threads prints warnings.
-    """
+    """The library; it would warn in processes that are forked while it has threads."""
     os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')
     import tokenizers
 
@@ -61,7 +54,6 @@ def _import_library():
 
 
 def _load(content, file):
-    """(tokenizers.Tokenizer, its file as JSON)."""
     tokenizers = _import_library()
     right = 'must be the tokenizer.json of the library tokenizers, or a SentencePiece .model'
     try:
@@ -81,10 +73,7 @@ def _load(content, file):
 
 
 def byte_characters() -> dict[str, int]:
-    """The byte of each of the 256 characters in which byte-level BPE writes its tokens.
-
-    As `bytes_to_unicode` of the GPT-2 code, Radford et al. 2019.
-    """
+    """The byte of each character of byte-level BPE: `bytes_to_unicode` of Radford et al. 2019."""
     own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in own]
     return {chr(code): code for code in own} | {
@@ -92,12 +81,12 @@ def byte_characters() -> dict[str, int]:
     }
 
 
-def _pieces(library, parsed, special):
+def _pieces(library, parsed, special, file):
     """The bytes that each id, from 0 to the highest, stands for; b'' for special ids and gaps."""
     ids = library.get_vocab(with_added_tokens=True)
     highest = max(ids.values(), default=-1)
     if highest >= _MAX_IDS:
-        raise ValueError(f'id {highest}: must be below {_MAX_IDS}')
+        raise ValueError(f'{file}: id {highest}: must be below {_MAX_IDS}')
     pieces = [b''] * (highest + 1)
     to_bytes = _bytes_of_token(library, parsed, ids)
     for token, number in ids.items():
@@ -109,21 +98,15 @@ def _pieces(library, parsed, special):
 
 
 def _bytes_of_token(library, parsed, ids):
-    """A function from a token's text to its bytes.
-
-    Byte-level tokens: the bytes of their characters. `<0x0A>` under byte fallback: that byte.
-    Tokens written with a mark for the space, as SentencePiece does: with the space. Any other kind:
-    what the file's own decoder adds for the token after another one.
-    """
     decoders = {part['type']: part for part in _parts(parsed.get('decoder'))}
     splitters = {part['type'] for part in _parts(parsed.get('pre_tokenizer'))}
     if 'ByteLevel' in decoders or 'ByteLevel' in splitters:
         table = byte_characters()
 
         def byte_level(token):
-            if all(character in table for character in token):
-                return bytes(table[character] for character in token)
-            return token.encode()  # as the library's decoder
+            known = all(character in table for character in token)
+            # Otherwise as the library's decoder.
+            return bytes(table[c] for c in token) if known else token.encode()
 
         return byte_level
     mark = None
@@ -140,6 +123,7 @@ def _bytes_of_token(library, parsed, ids):
             return bytes.fromhex(found[1])
         if mark:
             return token.replace(mark, ' ').encode()
+        # What the file's own decoder adds for the token after another one.
         both = library.decode([anchor, ids[token]], skip_special_tokens=False)
         return both.removeprefix(alone).encode()
 
@@ -147,7 +131,6 @@ def _bytes_of_token(library, parsed, ids):
 
 
 def _parts(stage):
-    """A decoder or pre-tokenizer as a list of its parts, in order."""
     if not stage:
         return []
     nested = stage.get('decoders') or stage.get('pretokenizers')
@@ -157,10 +140,9 @@ def _parts(stage):
 def train_bpe(documents: Iterator[bytes], vocab_size: int) -> JsonTokenizer:
     """Trains a byte-level BPE tokenizer of `vocab_size` ids, including the bytes and the separator.
 
-    Sennrich et al. 2016, arXiv 1508.07909, on bytes as in GPT-2, split into words by its pattern.
-    The same UTF-8 documents give the same tokenizer, in any order and with any number of threads.
-    Raises ValueError, one line, if the size is too small, a text is not UTF-8 (by its place among
-    the documents), or the text has too few pieces that occur twice.
+    Sennrich et al. 2016, arXiv 1508.07909, on bytes and by the word pattern of GPT-2. The order of
+    the UTF-8 documents and the number of threads do not matter. Raises ValueError, one line, if the
+    size is too small, a text is not UTF-8, or it has too few pieces that occur twice.
     """
     name = f'bpe:{vocab_size}'
     if vocab_size < _MIN_BPE_IDS:

@@ -21,10 +21,7 @@ _SPACE = re.compile(r'(?<=\S) (?=\S)')
 
 
 def write_metadata(directory: str | os.PathLike, kind: str, tokenizer) -> None:
-    """Writes what a tokenizer's own file does not say into `directory`, which is made if missing.
-
-    `kind` is 'bytes', 'tokenizer.json' or 'tokenizer.model'.
-    """
+    """Writes what the file `kind` of a tokenizer does not say into `directory`, made if missing."""
     directory = pathlib.Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     metadata = {'kind': kind}
@@ -58,9 +55,9 @@ def check_ids(ids, vocab_size: int) -> np.ndarray:
 def chunk_text(text: str, prefixed: bool) -> Iterator[str]:
     """Splits a long text into chunks which, encoded one by one, have the tokens of the whole.
 
-    Libraries of tokenizers need dozens of bytes for each byte of a text. Each chunk ends where the
-    usual tokenizers end a token: before a single space or between two lines. A tokenizer that puts
-    a space before its text (`prefixed`) splits at single spaces only, which are left out.
+    Libraries of tokenizers need dozens of bytes for each byte of a text. Chunks end where the usual
+    tokenizers end a token: before a single space or between two lines; those of a tokenizer that
+    puts a space before its text (`prefixed`) at single spaces only, which are left out.
     """
     place, start = _SPACE if prefixed else _BEFORE_WORD, 0
     while found := place.search(text, start + CHUNK_LENGTH):
@@ -75,13 +72,9 @@ class PieceTokenizer(abc.ABC):
     If its library puts a space before a document, `decode` removes the first space of each
     document. Its `token_bytes_V` counts that space: one byte per document too many.
 
-    Args:
-      kind: name of the file that `save` writes.
-      content: the bytes of that file, which was read from `file`.
-      pieces: the bytes of each id within a text, b'' for special ids and gaps.
-      special, first, separator: as `find_separator` takes them; by default that of the metadata.
-      metadata: what `read_metadata` found next to the file, or None.
-      name: by default that of the metadata or of the file.
+    `save` writes the `content` of `file` to a file named `kind`. `pieces` are the bytes of each id
+    within a text, b'' for special ids and gaps. `special`, `first` and `separator` are as
+    `find_separator` takes them, `metadata` is what `read_metadata` found next to the file.
     """
 
     def __init__(self, kind, content, file, pieces, special, first, separator, metadata, name=None):
@@ -108,11 +101,7 @@ class PieceTokenizer(abc.ABC):
             raise ValueError(f'{file}: stops {self.stops} of {METADATA_FILE}: {right}')
 
     def encode(self, data: bytes) -> np.ndarray:
-        """Ids of `data` as one document, `dtype` [N], none of them special.
-
-        Raises ValueError, one line, with the first byte that is not UTF-8, or for text that this
-        tokenizer cannot tell from its separator.
-        """
+        """As `Tokenizer.encode`; raises ValueError for text not in UTF-8 or like the separator."""
         try:
             text = data.decode()
         except UnicodeDecodeError as error:

@@ -10,10 +10,9 @@ _SPACE = '\u2581'  # how the library writes a space
 class SentencePieceTokenizer(PieceTokenizer):
     """A Tokenizer of a SentencePiece .model; see `make_tokenizer`.
 
-    Exact for text that the model's normalizer does not change, if the model has byte fallback. The
-    usual normalizer (nmt_nfkc) joins and trims spaces, and without byte fallback an unknown
-    character is lost; models made with `identity` lose only the sign U+2581, which is decoded as a
-    space. Raises ValueError, one line, for a file that is no model, or without sentencepiece.
+    Exact for text that the model's normalizer does not change, if the model has byte fallback, but
+    for the sign U+2581, which is decoded as a space. Raises ValueError, one line, for a file that
+    is no model, or without sentencepiece.
     """
 
     def __init__(self, content: bytes, file: pathlib.Path, separator=None, metadata=None):

@@ -23,10 +23,9 @@ def find_separator(
 ) -> tuple[int, tuple[int, ...]]:
     """The separator of a tokenizer, and its stops: the separator and perhaps an end-of-text id.
 
-    The separator is the first of these: `given` by the user; the bos_token of the
-    tokenizer_config.json next to the file, if add_bos_token is true or `first`, which its template
-    puts before a text, is that token; its eos_token; `first`; a well-known name in `special`, which
-    has ids by text. Raises ValueError, one line, for a token that is not special, and without any.
+    The first of these: `given` by the user; the bos_token of the tokenizer_config.json next to the
+    file, if add_bos_token is true or its template puts it `first`; its eos_token; `first`; a known
+    name in `special`, ids by text. Raises ValueError, one line, without any or for one not special.
     """
     config = _read(file.parent / _CONFIG)
     bos, eos = config.get('bos_token'), config.get('eos_token')

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import shutil
 import typing
 
 import numpy as np
@@ -20,10 +21,8 @@ class Tokenizer(typing.Protocol):
       sha256: hexadecimal, of what decides its ids; '' for bytes.
       vocab_size: V, ids lie in [0, V), possibly with gaps.
       separator: the id that starts every document; `encode` never returns it.
-      stops: ids that end a document in generation: the separator and, if it is another one, the
-        end-of-text id.
-      token_bytes_V: int32 [V], the number of bytes of each id, 0 for special ids and for gaps;
-        converts nats per token to bits per byte.
+      stops: ids that end a document in generation: the separator, perhaps an end-of-text id.
+      token_bytes_V: int32 [V], the number of bytes of each id, 0 for special ids and for gaps.
       dtype: of ids: np.uint16 if it can hold them, otherwise np.uint32.
     """
 
@@ -88,12 +87,10 @@ def is_bytes(name: str | os.PathLike) -> bool:
 
 
 def make_tokenizer(name: str | os.PathLike, separator: str | None = None) -> Tokenizer:
-    """The tokenizer `name`: bytes, a file, or a folder that holds one.
+    """The tokenizer `name`: bytes, a tokenizer.json, a SentencePiece .model, or a folder of one.
 
-    A file is a tokenizer.json of the library tokenizers or a SentencePiece .model; a folder is one
-    that `Tokenizer.save` wrote, or that of a model with either of these. `separator` is the text of
-    the special token that starts every document, by default that of `separators.find_separator`.
-    Raises ValueError, one line with the file and what would be right, for anything else.
+    `separator` is the text of the special token that starts every document, by default that of
+    `separators.find_separator`. Raises ValueError, one line with the file and what would be right.
     """
     if is_bytes(name):
         if name == 'bytes' and separator is not None:
@@ -121,6 +118,14 @@ def make_tokenizer(name: str | os.PathLike, separator: str | None = None) -> Tok
     else:
         from moddepth_jax.data.tokenizers.json_tokenizer import JsonTokenizer as kind
     return kind(content, file, separator, metadata)
+
+
+def save_atomically(tokenizer: Tokenizer, directory: pathlib.Path) -> None:
+    """Saves it to `directory`, which must not exist, completely or not at all."""
+    temporary = directory.with_name(directory.name + '.tmp')
+    shutil.rmtree(temporary, ignore_errors=True)
+    tokenizer.save(temporary)
+    os.rename(temporary, directory)
 
 
 def tokenizer_of(data: DataHparams, workdir: str | os.PathLike | None = None) -> Tokenizer:

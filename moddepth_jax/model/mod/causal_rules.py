@@ -11,10 +11,7 @@ from moddepth_jax.model.mod.routers import widen
 
 
 class CausalRule(nn.Module):
-    """Maps (x_BTD, scores_BT, threshold) to float32 logits [B, T]; above 0 selects the token.
-
-    A rule is one subclass, registered in CAUSAL_RULES.
-    """
+    """Maps (x_BTD, scores_BT, threshold) to float32 logits [B, T]; above 0 selects the token."""
 
     hparams: ModelHparams
     # Knob of `model.routing` that weighs the loss by which training fits the logits to the top C.
@@ -30,10 +27,7 @@ class CausalRule(nn.Module):
 
 @CAUSAL_RULES.register('predictor')
 class Predictor(CausalRule):
-    """Logit that a token is among the top C, from its own vector (Raposo et al. 2024, sec. 3.5).
-
-    It reads stop_gradient(x), so its loss changes no other parameter.
-    """
+    """Logit that a token is among the top C, of stop_gradient(x) (Raposo et al. 2024, 3.5)."""
 
     loss_weight = 'predictor_loss_weight'
 
@@ -49,7 +43,6 @@ class Predictor(CausalRule):
 
     @classmethod
     def flops_per_token(cls, hparams: ModelHparams) -> int:
-        """Of one or two matrices."""
         width = hparams.routing.predictor_width
         return 2 * ((hparams.d_model + 1) * width if width else hparams.d_model)
 

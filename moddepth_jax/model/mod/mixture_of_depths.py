@@ -39,9 +39,8 @@ class MixtureOfDepths(nn.Module):
     """x'_t = x_t + gate(r_t) f(X_selected)_t for selected t, x'_t = x_t for the others.
 
     f(X) = block(X) - X computes the selected tokens alone, at their original positions (Raposo et
-    al. 2024, equation 1). Padding (segment 0) is never selected and takes no place from a real
-    token. The routing `top_c` selects the C highest scores of each row, which looks at later
-    tokens; a causal rule selects the first sizes[-1] of the tokens that it wants.
+    al. 2024, equation 1). `top_c` selects the C highest scores of each row, a causal rule the first
+    sizes[-1] of those it wants; padding (segment 0) is never selected.
     """
 
     hparams: ModelHparams
@@ -64,10 +63,7 @@ class MixtureOfDepths(nn.Module):
     def __call__(
         self, x_BTD, tokens: TokenInfo, args: RoutingArgs, depth: DepthSlots | None = None
     ):
-        """x'_BTD of whole rows, the BlockAux, indices [B, C], and the RoutingRecord.
-
-        The indices are those of the tokens that the slot inputs belong to; None: all tokens.
-        """
+        """x'_BTD, BlockAux, the indices [B, C] of its slot inputs (None: all), RoutingRecord."""
         scores_BT, rule_logits_BT, gates_BT = self.decide(x_BTD, tokens, args)
         routing = self.hparams.routing
         num_selected = routing.num_selected(x_BTD.shape[1])
@@ -120,8 +116,8 @@ class MixtureOfDepths(nn.Module):
 
         def run_at(size):
             def pad(side):
-                widths = ((0, 0), (0, self.sizes[-1] - size), *[(0, 0)] * (side.ndim - 2))
-                return jnp.pad(side, widths)
+                widths = (0, self.sizes[-1] - size), *[(0, 0)] * (side.ndim - 2)
+                return jnp.pad(side, ((0, 0), *widths))
 
             def branch(module, x_BTD):
                 indices_BC = mask_to_indices(selection.selected_BT, size)
@@ -156,11 +152,7 @@ class MixtureOfDepths(nn.Module):
     def decode(
         self, x_B1D, tokens: TokenInfo, args: RoutingArgs, cache, documents_B, active_B, depth
     ):
-        """One new token of each row: x'_B1D, SlotInputs of all rows, CacheUpdate and dropped_B.
-
-        The selected rows are gathered into the least static bucket that holds them, so that the
-        cost of a step follows their number; at batch 1 the block either runs or does not.
-        """
+        """One new token of each row, in the least bucket: x', SlotInputs, CacheUpdate, dropped."""
         batch = x_B1D.shape[0]
         _, rule_logits_B1, gates_B1 = self.decide(x_B1D, tokens, args)
         wanted_B = active_B & (rule_logits_B1[:, 0] > 0)
@@ -203,10 +195,7 @@ class MixtureOfDepths(nn.Module):
     def _decode_rows(
         self, rows_C, selected_B, x_B1D, tokens, gates_B1, args, cache, documents_B, depth
     ):
-        """x', KeysValues and SlotInputs of `rows_C` of the batch (B and above: none).
-
-        If C = B these are all rows in order, selected or not.
-        """
+        """x', KeysValues and SlotInputs of `rows_C` (B and above: none); if C = B, of all."""
         batch = x_B1D.shape[0]
         all_rows = rows_C.shape[0] == batch
 

@@ -31,11 +31,7 @@ GATES = {
 
 
 class Router(nn.Module):
-    """Maps (x_BTD, tokens, number) to float32 scores [B, T].
-
-    `number` is that of the block among the routed ones, traced. A score depends on its own token
-    alone. A router is one subclass, registered in ROUTERS.
-    """
+    """Maps (x_BTD, tokens, number of the block) to float32 scores [B, T]; registered in ROUTERS."""
 
     routing: RoutingHparams
     gates = ('none',)  # names in GATES that make sense of its scores; `auto` is the first
@@ -48,7 +44,8 @@ class Router(nn.Module):
     @classmethod
     def check(cls, routing: RoutingHparams):
         """Raise a one-line ValueError if the knobs do not fit this router."""
-        if cls.is_control and not routing.has_constant_capacity:
+        constant = routing.capacity_form == 'fraction' and not routing.capacity_stages
+        if cls.is_control and not constant:
             right = 'its scores are compared with a capacity that must be one constant fraction'
             refuse('model.routing.router', routing.router, right)
 
@@ -143,7 +140,6 @@ class RandomRouter(Router):
 
     @classmethod
     def known_threshold(cls, routing: RoutingHparams) -> float:
-        """The quantile of N(0, 1)."""
         return -jnp.inf if routing.capacity >= 1 else NORMAL.inv_cdf(1 - routing.capacity)
 
 
@@ -162,7 +158,6 @@ class PositionRouter(Router):
 
     @classmethod
     def check(cls, routing: RoutingHparams):
-        """The pattern of integers must hold the capacity."""
         super().check(routing)
         if routing.capacity < 1e-4:
             right = 'must be 1e-4 or more: a pattern of it'
@@ -170,15 +165,11 @@ class PositionRouter(Router):
 
     @classmethod
     def known_threshold(cls, routing: RoutingHparams) -> float:
-        """0, between the two scores."""
         return 0.0
 
 
 def token_seeds(key, tokens_BT, positions_BT):
-    """uint32 [B, T]: a draw from `key`, the token's id and its position alone.
-
-    So a row's random choices depend on no other row, and decoding repeats those of a full pass.
-    """
+    """uint32 [B, T]: a draw from `key`, the token's id and its position alone, in decoding too."""
 
     def seed(token, position):
         return jax.random.bits(jax.random.fold_in(jax.random.fold_in(key, position), token))

@@ -57,7 +57,7 @@ class ExpertChoice(NamedTuple):
 
 
 def normalize_weights(score_BTk):
-    """Scores divided by their sum, exact even if its square underflows; zeros stay zeros."""
+    """Scores divided by their sum, even if its square underflows; zeros stay zeros."""
     largest_BT1 = jax.lax.stop_gradient(jnp.max(score_BTk, axis=2, keepdims=True))
     some_BT1 = largest_BT1 > 0
     score_BTk = score_BTk / jnp.where(some_BT1, largest_BT1, 1)
@@ -68,8 +68,7 @@ def normalize_weights(score_BTk):
 def tokens_choose(hparams: ExpertsHparams, scores_BTZ, real_BT, taken_BE) -> ExpertChoice:
     """Each token chooses its k experts of highest score (Dai et al. 2024, section 2.2).
 
-    The lower number wins ties. Under `row_capacity` an expert takes the first tokens of a row that
-    chose it, a causal count that continues from `taken_BE`, and drops the others.
+    Under `row_capacity` an expert takes the first tokens of a row, continuing from `taken_BE`.
     """
     num_routed, length = hparams.num_routed, scores_BTZ.shape[1]
     expert_BTk = map_batch_shards(lambda rows: jax.lax.top_k(rows, hparams.top_k)[1], scores_BTZ)
@@ -96,10 +95,7 @@ def tokens_choose(hparams: ExpertsHparams, scores_BTZ, real_BT, taken_BE) -> Exp
 
 
 def experts_choose(hparams: ExpertsHparams, scores_BTE, real_BT, thresholds_E) -> ExpertChoice:
-    """Each expert takes the k T / num_routed tokens of highest score (Zhou et al. 2022, sec. 3.2).
-
-    That depends on the whole row; with thresholds, causally, it takes all with a higher score.
-    """
+    """Each expert takes its k T / num_routed best tokens (Zhou et al. 2022), or by thresholds."""
     batch, length, num_routed = scores_BTE.shape
     if thresholds_E is None:
         most = hparams.num_taken(length)
@@ -123,11 +119,7 @@ def experts_choose(hparams: ExpertsHparams, scores_BTE, real_BT, thresholds_E) -
 
 
 def routed_mlp(x_BTD, expert_BTk, weight_BTk, w1_EDF, w3_EDF, w2_EFD, product: str, most: int):
-    """sum_k weight w2_e(silu(x w1_e) * x w3_e), each pair of token and expert computed once.
-
-    Pairs with a number outside [0, E) add nothing and cost nothing; at most `most` pairs of a row
-    have another. `product` is an implementation of `grouped_matmul`.
-    """
+    """sum_k weight w2_e(silu(x w1_e) * x w3_e); at most `most` pairs of a row are in [0, E)."""
     batch, length, width = x_BTD.shape
     pairs, num_experts = batch * most, w1_EDF.shape[0]
     block = block_rows(pairs, num_experts, product)
@@ -163,10 +155,7 @@ class Experts(nn.Module):
 
     @nn.compact
     def __call__(self, x_BTD, real_BT, state: ExpertState):
-        """The mlp's output [B, T, D], the ExpertsRecord, and the ExpertState for later tokens.
-
-        Padding, where `real_BT` is False, is computed by the shared experts alone.
-        """
+        """The mlp's output, the ExpertsRecord, and the ExpertState for later tokens."""
         hparams = self.hparams.experts
         wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
         router = nn.Dense(

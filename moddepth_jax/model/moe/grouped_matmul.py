@@ -36,8 +36,7 @@ def resolve(product: str) -> str:
 def block_rows(num_pairs: int, num_experts: int, implementation: str) -> int:
     """Rows of a block of `make_layout`, a power of two; 1 for `ragged_dot`, which needs no padding.
 
-    At most half of the mean number of pairs of an expert, and at most an eighth of it above 32 (128
-    for `batched`, which copies a matrix for each): larger blocks waste more in padding (on CPUs).
+    At most half of an expert's mean pairs, and an eighth above 32 (128 for `batched`).
     """
     if resolve(implementation) == 'ragged_dot':
         return 1
@@ -48,7 +47,7 @@ def block_rows(num_pairs: int, num_experts: int, implementation: str) -> int:
 
 
 def num_blocks(num_pairs: int, num_experts: int, block: int) -> int:
-    """M, the most blocks that `num_pairs` pairs can need, whichever their experts are."""
+    """M, the most blocks that `num_pairs` pairs can need."""
     nonempty = min(num_experts, num_pairs)
     return nonempty + (num_pairs - nonempty) // block
 
@@ -56,8 +55,7 @@ def num_blocks(num_pairs: int, num_experts: int, block: int) -> int:
 def make_layout(expert_Nk, num_experts: int, block: int, most: int | None = None) -> Layout:
     """Sort pairs by expert, stably; each expert begins at a multiple of `block` places.
 
-    A number outside [0, E) names no expert; at most `most` pairs name one (None: N k), which bounds
-    R. Raises ValueError for E or a block below 1.
+    At most `most` pairs (None: N k) name an expert in [0, E). ValueError: E or a block below 1.
     """
     for name, value in (('num_experts', num_experts), ('block', block)):
         if value < 1:
@@ -91,32 +89,22 @@ def make_layout(expert_Nk, num_experts: int, block: int, most: int | None = None
 
 @jax.custom_vjp
 def dispatch(x_ND, layout: Layout):
-    """[R, D]: the token of each place, zeros in empty ones.
-
-    The backward pass gathers too, and adds a token's k places in order: reruns are bit-equal.
-    """
+    """[R, D]: the token of each place, zeros in empty ones. Reruns, backward too, are bit-equal."""
     return _rows(x_ND, layout.source_R)
 
 
 @jax.custom_vjp
 def combine(y_RD, weight_Nk, layout: Layout):
-    """[N, D]: sum_k weight y[place], added in float32 at least, returned in y's dtype.
-
-    A pair without a place adds nothing, whatever its weight.
-    """
+    """[N, D]: sum_k weight y[place] in float32 at least; a pair without a place adds nothing."""
     return _add_places(y_RD, weight_Nk, layout.place_Nk).astype(y_RD.dtype)
 
 
 def grouped_matmul(x_RX, w_EXY, layout: Layout, implementation: str):
-    """[R, Y]: each row times the matrix of its block's expert; zeros in blocks without one.
-
-    The matrices are rounded to x's dtype, which is that of the result; sums are float32 at least.
-    """
+    """[R, Y] in x's dtype: each row times the matrix of its block's expert; zeros without one."""
     return EXPERT_PRODUCTS[resolve(implementation)](x_RX, w_EXY, layout.expert_M)
 
 
 def _rows(x, index):
-    """x[index], zeros for an index past the end."""
     return x.at[index].get(mode='fill', fill_value=0)
 
 
@@ -127,7 +115,6 @@ def _over_choices(step, carry, place_Nk, weight_Nk):
 
 
 def _add_places(y_RD, weight_Nk, place_Nk):
-    """sum_k weight y[place] in float32 at least."""
     dtype = sum_dtype(y_RD.dtype)
 
     def add(sum_ND, choice):
@@ -174,10 +161,7 @@ def sum_dtype(dtype):
 
 
 def factor_dtype(dtype):
-    """The dtype in which factors of `dtype` are multiplied: on CPUs float32 at least.
-
-    XLA on CPU cannot run some bfloat16 products, and in loops converts whole arrays at every step.
-    """
+    """The dtype in which factors are multiplied: on CPUs float32 at least, as XLA needs it."""
     return sum_dtype(dtype) if jax.default_backend() == 'cpu' else dtype
 
 
@@ -196,9 +180,8 @@ def in_blocks(x_RX, expert_M):
 def _with_backward(products, sums):
     """matmul(x_RX, w_EXY, expert_M) -> [R, Y] whose backward pass goes through blocks too.
 
-    products(x_RX, w_EXY, expert_M, axis): each block of x times its expert's matrix, or its
-    transpose (axis 1); zeros in blocks without an expert. sums(x_RX, dy_RY, expert_M, num_experts):
-    x^T dy [E, X, Y] over each expert's blocks, in float32 at least.
+    products(..., axis): each block of x times its expert's matrix, or its transpose (axis 1).
+    sums(x_RX, dy_RY, expert_M, num_experts): x^T dy [E, X, Y] over each expert's blocks.
     """
 
     @jax.custom_vjp
@@ -247,7 +230,6 @@ def _multiply(a, b, axes):
 
 
 def _blocked_sums(x_RX, dy_RY, expert_M, num_experts):
-    """A scan over blocks, which adds in place."""
 
     def step(dw_EXY, block):
         x_CX, dy_CY, expert = block
@@ -267,7 +249,6 @@ def _blocked_sums(x_RX, dy_RY, expert_M, num_experts):
 
 
 def _filled_blocks(x_RX, expert_M, num_experts):
-    """[M, C, X], zeros in blocks without an expert."""
     filled_M11 = (expert_M < num_experts)[:, None, None]
     return jnp.where(filled_M11, in_blocks(x_RX, expert_M), 0).astype(factor_dtype(x_RX.dtype))
 

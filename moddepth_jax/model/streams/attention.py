@@ -16,8 +16,8 @@ from moddepth_jax.model.streams.base import SlotProjection, Stream
 class DepthAttention(Stream):
     """read: the previous layer's query attends to the slots of layers 0..l-1 at the same token.
 
-    write: a query for the next read, and a slot's key and value, projected from the block's output.
-    From layer to layer it carries that query, heads side by side.
+    write: a query, which it carries to the next read, and a slot, projected from the block's
+    output.
     """
 
     has_ends = True
@@ -30,7 +30,6 @@ class DepthAttention(Stream):
             self.slot = SlotProjection(hparams)
 
     def read(self, q_BTD, depth: DepthSlots | None):
-        """As Stream.read."""
         kv_heads, width = self.hparams.num_kv_heads, self.hparams.head_dim
         no_keys_BSKH = jnp.zeros((q_BTD.shape[0], 0, kv_heads, width), q_BTD.dtype)
         q_BTNH = q_BTD.reshape(*q_BTD.shape[:2], -1, width)
@@ -40,14 +39,12 @@ class DepthAttention(Stream):
         return o_BTNH.reshape(q_BTD.shape), None, depth
 
     def write(self, y_BTD, slot_inputs: SlotInputs, tokens: TokenInfo, slot_key):
-        """As Stream.write."""
         if not self.kind.slots:
             return y_BTD, ()
         return self.query(y_BTD).reshape(y_BTD.shape), (self.slot(y_BTD),)
 
     @classmethod
     def check(cls, hparams: ModelHparams):
-        """What the stream reads has the width of all heads."""
         width = hparams.num_heads * hparams.head_dim
         if width != hparams.d_model:
             right = f'must be num_heads x head_dim = {width}: what the attention stream reads'
@@ -55,7 +52,6 @@ class DepthAttention(Stream):
 
     @classmethod
     def slots_per_layer(cls, depth: DepthHparams) -> int:
-        """One."""
         return 1
 
     @classmethod
@@ -68,5 +64,4 @@ class DepthAttention(Stream):
 
     @classmethod
     def difference_at_start(cls, depth: DepthHparams) -> str:
-        """Its reads are new."""
         return 'the attention stream reads mixtures of values in place of the running sum'

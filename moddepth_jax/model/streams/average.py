@@ -11,8 +11,7 @@ from moddepth_jax.model.streams.dense import DepthDense
 class DepthAverage(DepthDense):
     """read: a_l0 X_0 + .. + a_l(l-1) X_(l-1), one scalar each; write: append, as `dense`.
 
-    DenseFormer's average (Pagliardini et al. 2024, arXiv 2402.02622, section 3.1). It starts as the
-    residual stream, and the scalars have no weight decay.
+    DenseFormer's average (Pagliardini et al. 2024, arXiv 2402.02622); at first the residual stream.
     """
 
     parameter_axes = ()
@@ -22,14 +21,12 @@ class DepthAverage(DepthDense):
             self.weights = self.param('weights', _one_on_newest, self.kind.inputs)
 
     def read(self, x_BTD, depth: DepthSlots | None):
-        """As Stream.read."""
         x_LBTD = depth.slots[: self.kind.inputs]
         y_BTD = jnp.einsum('lbtd,l->btd', x_LBTD, self.weights, precision='highest')
         return y_BTD.astype(x_BTD.dtype), None, depth
 
     @classmethod
     def projection_flops(cls, hparams, kind, length, num_selected) -> float:
-        """The reads, of all tokens."""
         return 2 * length * kind.inputs * hparams.d_model
 
 

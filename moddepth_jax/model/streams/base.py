@@ -13,11 +13,7 @@ from moddepth_jax.model.routing import TokenInfo
 
 
 class LayerKind(NamedTuple):
-    """What distinguishes the layers of a stack: layers of one kind can share a scan.
-
-    The parts are block and, in a stream that has ends, entry (the embedding writes) and exit (one
-    more read, for the final norm).
-    """
+    """What distinguishes layers (those of one kind share a scan); parts: block, entry and exit."""
 
     routed: bool  # whether a router selects the tokens that its block processes
     window: int  # tokens that its attention sees; 0: all earlier ones
@@ -28,11 +24,9 @@ class LayerKind(NamedTuple):
 
 
 class Stream(nn.Module):
-    """What a layer reads from earlier layers and writes for later ones; by default, nothing.
+    """What a layer reads from earlier layers and writes for later ones, before and after its block.
 
-    A stream is one subclass in its own file, registered in STREAMS. From layer to layer it carries
-    one array [B, T, D]; all later layers see the slots that a layer writes. Between `read` and
-    `write` the layer runs its block.
+    A stream is one subclass in its own file, registered in STREAMS; it carries one array [B, T, D].
     """
 
     hparams: ModelHparams
@@ -70,10 +64,7 @@ class Stream(nn.Module):
 
     @classmethod
     def layer_kinds(cls, hparams: ModelHparams) -> list[LayerKind]:
-        """The kind of every layer, from the first to the last.
-
-        Without ends the last layer writes no slots: no layer would read them.
-        """
+        """The kind of every layer. Without ends the last writes no slots: none would read them."""
         per_layer = hparams.depth.slots_per_layer
         routed, experts = hparams.routed_layers, hparams.expert_layers
         kinds = [
@@ -109,7 +100,6 @@ class Residual(Stream):
 
     @classmethod
     def describe(cls, hparams: ModelHparams) -> str:
-        """Nothing: it is the usual one."""
         return ''
 
 

@@ -14,8 +14,7 @@ from moddepth_jax.model.streams.base import LayerKind, Stream
 class DepthDense(Stream):
     """read: W_l . concat(X_0 .. X_{l-1}); write: append X_l, the block's output.
 
-    X_0 is the embedding. W_l starts as the identity on the newest array and 0 on the others, which
-    is the residual stream. Weight decay acts on it as on any matrix.
+    X_0 is the embedding. W_l starts as the identity on X_{l-1}, which is the residual stream.
     """
 
     scans = False  # W_l grows with l
@@ -29,14 +28,12 @@ class DepthDense(Stream):
             self.kernel = self.param('kernel', _newest, (self.kind.inputs * width, width))
 
     def read(self, x_BTD, depth: DepthSlots | None):
-        """As Stream.read."""
         kernel_LDE = self.kernel.reshape(self.kind.inputs, *x_BTD.shape[-1:], -1)
         kernel_LDE = kernel_LDE.astype(x_BTD.dtype)
         x_LBTD = depth.slots[: self.kind.inputs]
         return jnp.einsum('lbtd,lde->bte', x_LBTD, kernel_LDE), None, depth
 
     def write(self, y_BTD, slot_inputs: SlotInputs, tokens: TokenInfo, slot_key):
-        """As Stream.write."""
         return y_BTD, (y_BTD,) if self.kind.slots else ()
 
     @classmethod
@@ -49,7 +46,6 @@ class DepthDense(Stream):
 
     @classmethod
     def projection_flops(cls, hparams, kind, length, num_selected) -> float:
-        """The reads, of all tokens."""
         return 2 * length * kind.inputs * hparams.d_model**2
 
 

@@ -12,9 +12,8 @@ from moddepth_jax.model.streams.base import SlotProjection, Stream
 class Moda(Stream):
     """The running sum, and the attention heads see the slots; write: add, and append slots.
 
-    `slots=attention`: the layer's own sequence keys and values, or a projection of what attention
-    reads. `attention+ffn`: also a projection of what the mlp reads. `block`: a projection of the
-    block's output.
+    Slots are the layer's own keys and values or a projection of what attention reads (`attention`),
+    also one of what the mlp reads (`attention+ffn`), or one of the block's output (`block`).
     """
 
     choices = {
@@ -37,11 +36,9 @@ class Moda(Stream):
             self.block_slot = SlotProjection(self.hparams)
 
     def read(self, x_BTD, depth: DepthSlots | None):
-        """As Stream.read."""
         return x_BTD, depth, depth
 
     def write(self, y_BTD, slot_inputs: SlotInputs, tokens: TokenInfo, slot_key):
-        """As Stream.write."""
         if not self.kind.slots:
             return y_BTD, ()
 
@@ -60,12 +57,10 @@ class Moda(Stream):
 
     @classmethod
     def slots_per_layer(cls, depth: DepthHparams) -> int:
-        """Two for attention and mlp, else one."""
         return 2 if depth.slots == 'attention+ffn' else 1
 
     @classmethod
     def slot_inputs(cls, depth: DepthHparams) -> tuple[str, ...]:
-        """As `write` reads them."""
         if depth.slots == 'block':
             return ()
         own = 'attention_input_BTD' if depth.attention_slot_projection else 'attention_slot'
@@ -83,7 +78,6 @@ class Moda(Stream):
 
     @classmethod
     def difference_at_start(cls, depth: DepthHparams) -> str:
-        """Heads share their softmax with slots."""
         if depth.slots == 'block' or depth.attention_slot_projection:
             return "new slots have values 0, and take a little of each head's softmax"
         return (
@@ -93,7 +87,6 @@ class Moda(Stream):
 
     @classmethod
     def describe(cls, hparams: ModelHparams) -> str:
-        """Its slots, and what becomes of those of skipped tokens."""
         depth = hparams.depth
         skipped = f' {depth.skipped_slots}' if hparams.routed_layers else ''
         return f'moda slots {depth.slots}{skipped}'

@@ -21,16 +21,13 @@ def found(folder, config=None, special=SPECIAL, first=None, given=None):
     ('config', 'how', 'separator', 'stops'),
     [
         (None, {}, 1, (1, 2)),
-        (None, {'special': {'x': 7, '</s>': 2}}, 2, (2,)),
         (None, {'special': {'<|begin_of_text|>': 9, '<|end_of_text|>': 8}}, 9, (9, 8)),
         (None, {'first': '<pad>'}, 3, (3,)),
         ({'bos_token': '<s>', 'eos_token': '</s>', 'add_bos_token': True}, {}, 1, (1, 2)),
         ({'bos_token': '<s>', 'eos_token': '</s>', 'add_bos_token': False}, {}, 2, (2,)),
-        ({'bos_token': '<s>', 'eos_token': '</s>'}, {'first': '<s>'}, 1, (1, 2)),
         ({'bos_token': '<s>', 'eos_token': '</s>'}, {'first': '<pad>'}, 2, (2,)),
         ({'bos_token': None, 'eos_token': {'content': '<|end|>'}}, {}, 4, (4,)),
         ({'bos_token': '<s>', 'eos_token': '<|end|>'}, {'first': '<s>'}, 1, (1, 4)),
-        ({'model_max_length': 5}, {}, 1, (1, 2)),
         (
             {'bos_token': '<s>', 'add_bos_token': True, 'eos_token': '</s>'},
             {'given': '<pad>'},
@@ -49,10 +46,8 @@ def test_the_first_that_says_it_decides(tmp_path, config, how, separator, stops)
         (None, {'given': 'a'}, "tokenizer.json: separator 'a' is not a special token of it"),
         ({'eos_token': 'a'}, {}, "eos_token of tokenizer_config.json 'a' is not a special token"),
         (None, {'special': {}}, 'no special token known to start a document (it has none)'),
-        (None, {'special': {'x': 1}}, "(it has 'x'); mark one as special in the file"),
         (None, {'special': {f'<{i}>': i for i in range(200)}}, "'<7>' and 192 more"),
         ('{', {}, 'tokenizer_config.json: cannot be read'),
-        ('[]', {}, 'tokenizer_config.json: holds no JSON object'),
         (
             {'bos_token': 3},
             {},

@@ -20,7 +20,6 @@ _WORDS = (  # of newer vocabularies: lines belong to what is before them, number
 
 @pytest.fixture(scope='module')
 def made(tmp_path_factory):
-    """A tokenizer of each kind."""
     folder = tmp_path_factory.mktemp('tokenizers')
     (folder / 'tokenizer.json').write_text(tokenizer_files.llama_file())
     (folder / 'x.model').write_bytes(tokenizer_files.sentence_piece_file())
@@ -59,7 +58,6 @@ def test_every_text_comes_back_byte_for_byte(made, kind):
 
 @pytest.mark.parametrize('kind', KINDS)
 def test_documents_are_read_one_after_another(made, kind):
-    """Separators are skipped, with the space that was put before each document."""
     tokenizer = made[kind]
     texts = tokenizer_files.hard_texts(2, 9)
     stream = [i for text in texts for i in (tokenizer.separator, *tokenizer.encode(text))]
@@ -92,16 +90,6 @@ def test_a_saved_tokenizer_is_the_same(made, kind, tmp_path):
         assert (tmp_path / 'two' / file.name).read_bytes() == file.read_bytes()
 
 
-@pytest.mark.parametrize('kind', KINDS)
-def test_the_table_covers_the_ids_and_is_not_for_writing(made, kind):
-    tokenizer = made[kind]
-    assert tokenizer.token_bytes_V.dtype == np.int32
-    assert tokenizer.token_bytes_V.shape == (tokenizer.vocab_size,)
-    assert not tokenizer.token_bytes_V[[tokenizer.separator, *tokenizer.stops]].any()
-    with pytest.raises(ValueError, match='read-only'):
-        tokenizer.token_bytes_V[0] = 1
-
-
 def test_bytes_are_their_own_ids():
     tokenizer = make_tokenizer('bytes')
     every = bytes(range(256))
@@ -111,6 +99,7 @@ def test_bytes_are_their_own_ids():
     assert (tokenizer.name, tokenizer.sha256) == ('bytes', '')
     assert tokenizer.decode([256, 97, 256, 256, 98, 256]) == b'ab'
     assert tokenizer.token_bytes_V.tolist() == [1] * 256 + [0]
+    assert "separator='x': leave it out" in refusal(make_tokenizer, 'bytes', 'x')
 
 
 @pytest.mark.parametrize('ids', [[320], [97, -1], [-100]])
@@ -161,10 +150,6 @@ def test_what_is_no_tokenizer_is_refused_by_name(tmp_path, monkeypatch, name, wo
     tokenizer_files.byte_level().save('other')
     (tmp_path / 'other' / 'tokenizer.json').write_text(tokenizer_files.llama_file())
     assert words in refusal(make_tokenizer, name)
-
-
-def test_bytes_take_no_other_separator():
-    assert "separator='x': leave it out" in refusal(make_tokenizer, 'bytes', 'x')
 
 
 def data(tokenizer, source='synthetic'):

@@ -1,0 +1,80 @@
+"""Plant mistakes in copies of the tree, one at a time: a test must fail for each.
+
+    python -m tests.mutations [NAME ...]
+
+`mutations.toml` lists them: those of public implementations (the tables of docs/) and others. A row
+has a `name`, the `mistake` in words, the `file`, the `old` text that stands there once, the `new`
+text, the `tests` of which one must fail, and the pytest `marker` if that one is slow. All of them
+take five to ten minutes on two cores.
+"""
+
+import concurrent.futures
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+
+ROOT = pathlib.Path(__file__).parents[1]
+PROCESSES = 2
+TIMEOUT = 900  # seconds, of the tests of one mistake
+FAILED = 1  # exit status of pytest: tests ran, and some failed
+
+
+def read_mutations() -> list[dict]:
+    """The rows of mutations.toml."""
+    return tomllib.loads((ROOT / 'tests' / 'mutations.toml').read_text())['mutation']
+
+
+def plant(mutation: dict, root: pathlib.Path):
+    """Make the mistake in the tree at `root`."""
+    path = root / mutation['file']
+    path.write_text(path.read_text().replace(mutation['old'], mutation['new']))
+
+
+def run_tests(mutation: dict) -> str:
+    """'caught by TEST', or what else became of the tests with this mistake planted."""
+    with tempfile.TemporaryDirectory() as directory:
+        copy = pathlib.Path(directory) / 'tree'
+        ignored = shutil.ignore_patterns('.*', 'runs', '__pycache__', 'results')
+        shutil.copytree(ROOT, copy, ignore=ignored)
+        plant(mutation, copy)
+        command = [sys.executable, '-m', 'pytest', '-x', '-q', '-p', 'no:cacheprovider']
+        command += ['-m', mutation.get('marker', 'not slow'), *mutation['tests']]
+        environment = os.environ | {'PYTHONPATH': str(copy), 'PYTHONDONTWRITEBYTECODE': '1'}
+        try:
+            found = subprocess.run(
+                command, cwd=copy, env=environment, capture_output=True, text=True, timeout=TIMEOUT
+            )
+        except subprocess.TimeoutExpired:
+            return f'NO RESULT: the tests took over {TIMEOUT} s'
+    failed = [line for line in found.stdout.splitlines() if line.startswith('FAILED')]
+    if found.returncode == FAILED and failed:
+        return f'caught by {failed[0].split()[1].removeprefix("tests/")}'
+    if found.returncode == 0:
+        return 'NOT CAUGHT'
+    return f'NO RESULT: pytest exits with {found.returncode}: {found.stdout[-300:]}'
+
+
+def main():
+    """Print a line for each mistake; exit with 1 if one was not caught."""
+    mutations, names = read_mutations(), sys.argv[1:]
+    unknown = set(names) - {mutation['name'] for mutation in mutations}
+    if unknown:
+        sys.exit(f'{", ".join(sorted(unknown))}: no such name in tests/mutations.toml')
+    chosen = [mutation for mutation in mutations if not names or mutation['name'] in names]
+    started, caught = time.monotonic(), 0
+    with concurrent.futures.ThreadPoolExecutor(PROCESSES) as pool:
+        for mutation, result in zip(chosen, pool.map(run_tests, chosen), strict=True):
+            caught += result.startswith('caught')
+            print(f'{mutation["name"]}: {result}', flush=True)
+    minutes = (time.monotonic() - started) / 60
+    print(f'{caught} of {len(chosen)} mistakes are caught, in {minutes:.0f} minutes')
+    sys.exit(caught != len(chosen))
+
+
+if __name__ == '__main__':
+    main()
