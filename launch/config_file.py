@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 from configs import base
 from moddepth_jax.hparams import ExpertsHparams, from_config
-from moddepth_jax.training.run_dir import CONFIG_FILE, read_config
+from moddepth_jax.training.run_dir import CONFIG_FILE, SOURCE_FILE, build_stored, read_config
 
 FLAGS = flags.FLAGS
 _AUTO = (  # knobs whose default is resolved by the others
@@ -72,10 +72,7 @@ def load(spec: str) -> ConfigDict:
     """
     if spec.endswith('.json'):
         return _load_stored(pathlib.Path(spec))
-    path, *texts = spec.split(':', 1)
-    installed = pathlib.Path(base.__file__).parents[1] / path
-    if pathlib.PurePath(path).parts[:1] == ('configs',) and not os.path.isfile(path):
-        path = os.fspath(installed) if installed.is_file() else path
+    path, texts = _python_file(spec), spec.split(':', 1)[1:]
     if not os.path.isfile(path) or not path.endswith('.py'):
         folder = os.path.dirname(path)
         files = os.listdir(folder or '.') if os.path.isdir(folder or '.') else []
@@ -93,6 +90,22 @@ def load(spec: str) -> ConfigDict:
         if isinstance(error, OSError) and error.filename is not None:
             raise
         raise flags.Error(f'--config={spec}: {_describe(error, path)}') from error
+
+
+def _python_file(spec):
+    path = spec.split(':', 1)[0]
+    installed = pathlib.Path(base.__file__).parents[1] / path
+    if pathlib.PurePath(path).parts[:1] == ('configs',) and not os.path.isfile(path):
+        return os.fspath(installed) if installed.is_file() else path
+    return path
+
+
+def source(spec: str) -> str | None:
+    """The Python file of --config=`spec`, or the one that the run of its config.json kept."""
+    if not spec.endswith('.json'):
+        return _python_file(spec)
+    kept = pathlib.Path(spec).with_name(SOURCE_FILE)
+    return os.fspath(kept) if kept.exists() else None
 
 
 def _call_get_config(module, texts):
@@ -138,7 +151,7 @@ def _load_stored(path):
         raise flags.Error(f'--config={path}: {line}') from None
     for note in notes:
         print(note, file=sys.stderr)
-    return unresolved(ConfigDict(_with_tuples(stored)))
+    return unresolved(ConfigDict(_with_tuples(stored)), path.parent)
 
 
 def _with_tuples(value):
@@ -147,10 +160,10 @@ def _with_tuples(value):
     return tuple(value) if isinstance(value, list) else value
 
 
-def unresolved(config: ConfigDict) -> ConfigDict:
+def unresolved(config: ConfigDict, workdir: pathlib.Path) -> ConfigDict:
     """The stored config with `auto` again for what it resolved to, as another router changes it."""
     try:
-        hparams = from_config(config)
+        hparams = build_stored(workdir, config)
     except ValueError:  # main reports it, after the knobs of the command line are applied
         return config
     for name in _AUTO:

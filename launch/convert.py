@@ -41,12 +41,10 @@ def _import():
     given = read_config(folder)
     hparams, tokenizer = _hparams_and_tokenizer(folder, knobs_of(given, str(folder / CONFIG_FILE)))
 
-    from moddepth_jax.analysis.report import prompt_tokens  # imports JAX, which takes a while
-    from moddepth_jax.conversion.hugging_face import import_params
+    from moddepth_jax.conversion.hugging_face import import_params  # imports JAX: takes a while
     from moddepth_jax.data.pipeline import make_dataset
     from moddepth_jax.training.summary import num_parameters
 
-    prompt_tokens(hparams, tokenizer)
     dataset = make_dataset(hparams.data, hparams.seed, tokenizer=tokenizer)
     params, dtype = import_params(folder, hparams)
     files = _existing(folder, (CONFIG_FILE, *COPIED_FILES))
@@ -147,7 +145,6 @@ def _name_separator(folder, tokenizer):
 
 
 def _from_dense():
-    from moddepth_jax.analysis.report import prompt_tokens
     from moddepth_jax.conversion.transfer_params import check_convertible
     from moddepth_jax.conversion.upcycle import upcycle
     from moddepth_jax.data.pipeline import make_dataset
@@ -162,7 +159,6 @@ def _from_dense():
     if hparams.data.tokenizer not in ('prepared', before.data.tokenizer, tokenizer.name):
         right = f'the run that is converted has {before.data.tokenizer!r}'
         raise ValueError(f'data.tokenizer={hparams.data.tokenizer!r}: {right}')
-    prompt_tokens(hparams, tokenizer)
     run = cli.load_saved_run(source)
     dataset = make_dataset(hparams.data, hparams.seed, tokenizer=tokenizer)
     params, averages, note = upcycle(run, hparams, dataset, measure_loss)

@@ -43,7 +43,8 @@ def main(_):
     workdir = WORKDIR.value or pathlib.Path('runs') / cli.config_name()
     hparams = multihost.run_on_all(lambda: _hparams(workdir))
     cli.enable_compilation_cache(hparams)
-    run = train(hparams, workdir, MESH.value, profiled, WANDB.value)
+    source = cli.config_source()
+    run = train(hparams, workdir, MESH.value, profiled, WANDB.value, source)
     if run.signal is not None:
         return 128 + signal.Signals[run.signal]
     if not multihost.is_initialized():
@@ -58,16 +59,13 @@ def main(_):
 
 
 def _hparams(workdir):
-    """The hyper-parameters of --config, checked so far that the final report can be written."""
-    from moddepth_jax.analysis.report import prompt_tokens
+    """The hyper-parameters of --config, which fit the tokenizer."""
     from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
     from moddepth_jax.hparams import from_config
     from moddepth_jax.training.plan import check_vocabulary
 
     hparams = from_config(CONFIG.value)
-    tokenizer = tokenizer_of(hparams.data, workdir)
-    check_vocabulary(hparams, tokenizer)
-    prompt_tokens(hparams, tokenizer)
+    check_vocabulary(hparams, tokenizer_of(hparams.data, workdir))
     return hparams
 
 

@@ -92,7 +92,7 @@ def test_an_experiment_passes_the_checks_of_a_run(name):
     hparams = hparams_of(name)
     tokenizer = make_tokenizer(hparams.data.tokenizer)
     check_vocabulary(hparams, tokenizer)
-    assert prompt_tokens(hparams, tokenizer)
+    assert prompt_tokens(hparams, tokenizer)[1] == hparams.report.sample_tokens  # it is not cut
     check_batch(make_mesh('data=1'), hparams.data.batch_size, hparams.training.accumulate_steps)
 
 

@@ -13,12 +13,12 @@ from moddepth_jax.analysis import heatmaps
 from moddepth_jax.analysis.depth_mass import depth_mass
 from moddepth_jax.analysis.router_roc import router_roc
 from moddepth_jax.hparams import Hparams
-from moddepth_jax.inference.generate import check_prompt, generate
+from moddepth_jax.inference.generate import generate
 from moddepth_jax.model.transformer import causal_routing
 from moddepth_jax.training.loop import Run
 from moddepth_jax.training.metrics import METRICS_FILE
 from moddepth_jax.training.progress import format_count, format_seconds, printable
-from moddepth_jax.training.run_dir import write_atomically
+from moddepth_jax.training.run_dir import CONFIG_FILE, write_atomically
 from moddepth_jax.training.summary import replace_nonfinite
 
 SAMPLE_FILE = 'sample.txt'
@@ -26,12 +26,15 @@ ROC_FILE = 'router_roc.json'
 DEPTH_TOKENS = 4096  # held-out tokens whose attention is measured, in whole rows
 
 
-def prompt_tokens(hparams: Hparams, tokenizer) -> list[int]:
-    """The separator and `report.prompt`. Raises ValueError if the sample would not fit."""
+def prompt_tokens(hparams: Hparams, tokenizer) -> tuple[list[int], int]:
+    """The separator and `report.prompt`, and how many tokens the sample adds to them.
+
+    If they do not fit the context, the prompt keeps its first half at most, the sample the rest.
+    """
+    context = hparams.data.sequence_length
     encoded = tokenizer.encode(hparams.report.prompt.encode())
-    prompt = [tokenizer.separator, *map(int, encoded)]
-    check_prompt(hparams, prompt, hparams.report.sample_tokens)
-    return prompt
+    prompt = [tokenizer.separator, *map(int, encoded)][: max(1, context // 2)]
+    return prompt, min(hparams.report.sample_tokens, context - len(prompt))
 
 
 def write_report(run: Run, console: rich.console.Console | None = None):
@@ -195,10 +198,10 @@ def _pictures(model):
 
 def _sample(run):
     hparams, tokenizer, knobs = run.hparams, run.dataset.tokenizer, run.hparams.report
-    prompts = [prompt_tokens(hparams, tokenizer)]
+    prompt, num_tokens = prompt_tokens(hparams, tokenizer)
     sampling = {'temperature': knobs.temperature, 'top_p': knobs.top_p, 'seed': hparams.seed}
     options = sampling | {'tokenizer': tokenizer, 'stop': False}
-    result = generate(run.state.variables, hparams, prompts, knobs.sample_tokens, **options)
+    result = generate(run.state.variables, hparams, [prompt], num_tokens, **options)
     text = tokenizer.decode(result.tokens[0]).decode('utf-8', 'replace')
     return printable(text), result.notes
 
@@ -210,28 +213,26 @@ def _next_steps(run):
         yield f'  {"" if i else "look":9}{workdir / file}: {shows}'
     if not pictures:
         yield f'  read     {workdir / SAMPLE_FILE}'
-    other, arguments, note = _other_config(model), [], ''
-    # The configs that take a size and a budget.
-    sized = ('dense_isoflop.py', 'mod_isoflop.py', 'moe.py')
-    if run.hparams.flop_budget and model.d_model % 64 == 0 and other in sized:
-        budget = f'{run.hparams.flop_budget:g}'.replace('e+', 'e')
-        arguments = [f'size={model.num_layers}x{model.d_model}', f'budget={budget}']
-        note = '   (the same FLOPs)'
-    if other == 'moe.py' and model.experts.choice == 'expert':
-        arguments.append('choice=expert')
-    config = ':'.join(filter(None, (other, ','.join(arguments))))
-    yield f'  compare  python -m launch.train --config=configs/{config}{note}'
+    name, change = _counterpart(model)
+    other, budget = f'{workdir}-{name}', ''
+    if not run.hparams.flop_budget:
+        budget = f' --config.flop_budget={run.summary["total_flops"]:.8g}'.replace('e+', 'e')
+    yield f'  compare  python -m launch.train --config={workdir / CONFIG_FILE} --workdir={other} \\'
+    yield f'               {change}{budget}   (the same FLOPs)'
+    yield f'           python -m launch.compare {workdir} {other}'
     yield f'  curves   {workdir / METRICS_FILE}, or pip install tensorboard and'
     yield f'           tensorboard --logdir {workdir.parent}'
 
 
-def _other_config(model):
-    """A config that lacks one mechanism of the model; of a plain model one that has another."""
-    if model.depth.stream_class.joins_attention:
-        return 'moda.py' if model.routed_layers or model.expert_layers else 'moda.py:slots=none'
-    if not model.expert_layers:
-        return 'dense_isoflop.py' if model.routed_layers else 'mod_isoflop.py'
-    return 'moe.py' if model.routed_layers or model.experts.num_noop else 'dense_isoflop.py'
+def _counterpart(model):
+    """A model without one mechanism of this one, or a routed one: its name, and the knob to set."""
+    if model.depth.stream != 'residual':
+        return 'residual', '--config.model.depth.stream=residual'
+    if model.routed_layers:
+        return 'unrouted', '--config.model.routing.router=none'
+    if model.expert_layers:
+        return 'mlp', '--config.model.experts.choice=none'
+    return 'mod', '--config.model.routing.router=learned'
 
 
 # key: (heading, format of a number). A key that no text has gets no column.

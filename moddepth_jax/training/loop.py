@@ -23,7 +23,13 @@ from moddepth_jax.training.plan import prepare_run, stage_at
 from moddepth_jax.training.preemption import PreemptionHandler
 from moddepth_jax.training.profile import Profile
 from moddepth_jax.training.progress import Progress
-from moddepth_jax.training.run_dir import CONFIG_FILE, open_workdir, save_tokenizer, update_config
+from moddepth_jax.training.run_dir import (
+    CONFIG_FILE,
+    open_workdir,
+    save_source,
+    save_tokenizer,
+    update_config,
+)
 from moddepth_jax.training.summary import describe, initial_metadata, summarize, write_summary
 from moddepth_jax.training.train_step import TrainState, init_state
 from moddepth_jax.training.trainer import Trainer
@@ -59,6 +65,7 @@ def train(
     mesh_spec: str = '',
     profiled: tuple[int, int] | None = None,
     wandb: str = '',
+    source: str | None = None,
 ) -> Run:
     """Trains to the last step, from where an earlier call in the same workdir stopped.
 
@@ -66,9 +73,9 @@ def train(
     however often they were killed in between. Every process of a run calls this.
 
     `mesh_spec` is as `make_mesh` takes it, `profiled` the steps that `Profile` traces, `wandb` the
-    project of W&B that gets the metrics too. Raises ValueError, one line, before anything is
-    compiled or written, for a budget, corpus, mesh or workdir that does not fit, or W&B not
-    installed; later SaveError and DivergedError.
+    project of W&B that gets the metrics too, `source` the config file, which the run keeps. Raises
+    ValueError, one line, before anything is compiled or written, for a budget, corpus, mesh or
+    workdir that does not fit, or W&B not installed; later SaveError and DivergedError.
     """
     multihost.run_on_all(lambda: check_wandb(wandb))
     num_steps, dataset, mesh = multihost.run_on_all(
@@ -88,6 +95,7 @@ def train(
         stack.enter_context(multihost.exit_on_lost_process())
         state, metadata, more = restore_or_init(hparams, num_steps, dataset, mesh, checkpoints)
         multihost.run_on_leader(lambda: update_config(workdir, config))
+        multihost.run_on_leader(lambda: save_source(workdir, source))
         multihost.run_on_leader(lambda: save_tokenizer(workdir, hparams, dataset.tokenizer))
         first_step = int(state.step)
         profile = multihost.run_on_all(lambda: Profile(workdir, profiled, num_steps, first_step))

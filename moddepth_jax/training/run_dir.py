@@ -1,8 +1,10 @@
 """The directory of one run: its config, its lock and its tokenizer."""
 
+import importlib.util
 import json
 import os
 import pathlib
+import sys
 
 from flax import traverse_util
 
@@ -13,9 +15,10 @@ from moddepth_jax.data.tokenizers.tokenizer import (
     make_tokenizer,
     save_atomically,
 )
-from moddepth_jax.hparams import Hparams, unknown_knobs
+from moddepth_jax.hparams import Hparams, from_config, unknown_knobs
 
 CONFIG_FILE = 'config.json'
+SOURCE_FILE = 'config.py'  # the file of --config, which may define what the config names
 SCHEMA_VERSION = 1
 # Knobs that were added later, with the values that keep the behavior of runs that lack them.
 OLDER_RUNS = {
@@ -140,6 +143,37 @@ def read_config(path: str | os.PathLike) -> tuple[dict, list[str]]:
     """
     config, added = _read_config(path)
     return config, _note(path, added)
+
+
+def save_source(path: str | os.PathLike, source: str | os.PathLike | None):
+    """Copies the file of --config into the directory of a run; None: there is none to keep."""
+    if source is not None:
+        text = pathlib.Path(source).read_text(encoding='utf-8')
+        file = pathlib.Path(path) / SOURCE_FILE
+        if not file.exists() or file.read_text(encoding='utf-8') != text:
+            write_atomically(file, text)
+
+
+def build_stored(path: str | os.PathLike, config: dict) -> Hparams:
+    """`from_config` of the config of a run, which may name a router of its own config file.
+
+    If the config is refused, the file that the run kept is imported first. Raises ValueError of one
+    line if the config is refused then too, or if the file cannot be imported.
+    """
+    try:
+        return from_config(config)
+    except ValueError as error:
+        refusal, file = str(error), pathlib.Path(path) / SOURCE_FILE
+        if not file.exists():
+            raise
+    spec = importlib.util.spec_from_file_location('config_file_of_a_run', file)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        found = f'{type(error).__name__}: {error}'
+        raise ValueError(f'{refusal}; {file}, which may define it, fails: {found}') from None
+    return from_config(config)
 
 
 def _note(path, added):

@@ -8,12 +8,12 @@ import pathlib
 import jax
 from jax.sharding import Mesh
 
-from moddepth_jax.hparams import Hparams, from_config
+from moddepth_jax.hparams import Hparams
 from moddepth_jax.training import multihost
 from moddepth_jax.training.checkpoint import Checkpoints
 from moddepth_jax.training.mesh import abstract_on_mesh
 from moddepth_jax.training.plan import stage_at
-from moddepth_jax.training.run_dir import CONFIG_FILE, read_config
+from moddepth_jax.training.run_dir import CONFIG_FILE, build_stored, read_config
 from moddepth_jax.training.train_step import TrainState, init_state
 
 MAX_READS = 10  # if a running run removes, each time, the checkpoint that is being read
@@ -47,7 +47,7 @@ def read_hparams(workdir: str | os.PathLike) -> tuple[Hparams, list[str]]:
     workdir = pathlib.Path(workdir)
     config, notes = read_config(workdir)
     try:
-        return from_config(config), notes
+        return build_stored(workdir, config), notes
     except ValueError as error:
         raise ValueError(f'{workdir / CONFIG_FILE}: {error}') from None
 

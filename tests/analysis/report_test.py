@@ -1,5 +1,6 @@
 """The end of a run: true numbers, pictures, a sample, and three things to do next."""
 
+import dataclasses
 import functools
 import io
 import json
@@ -12,7 +13,9 @@ import matplotlib.image
 import numpy as np
 import pytest
 import rich.console
+from ml_collections import ConfigDict
 
+from launch.config_file import unresolved
 from moddepth_jax.analysis import report
 from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer
 from moddepth_jax.hparams import from_config
@@ -112,9 +115,9 @@ def test_report_of_a_routed_run(printed):
 def test_three_next_steps_that_exist(printed, router):
     out, workdir = printed(router)
     items = ' '.join(next_steps(out))
-    configs = re.findall(r'--config=(\S+?\.py)', items)
-    assert configs and all((ROOT / config).exists() for config in configs)
-    files = re.findall(rf'{re.escape(str(workdir.parent))}[\w./]*', items)
+    assert f'--config={workdir}/config.json --workdir={workdir}-' in items
+    assert f'python -m launch.compare {workdir} {workdir}-' in items
+    files = re.findall(rf'{re.escape(str(workdir))}/[\w.]+(?=[:,])', items)
     assert files and all(pathlib.Path(file).exists() for file in files)
     assert (workdir / 'routing.png').exists() == (router == 'learned')
 
@@ -164,18 +167,25 @@ def test_run_of_experts_that_choose_has_a_gap(printed):
 
 
 @pytest.mark.parametrize(
-    ('changes', 'config'),
+    'changes',
     [
-        ({'model.routing.router': 'learned'}, 'dense_isoflop.py'),
-        ({}, 'mod_isoflop.py'),
-        (expert_knobs(), 'moe.py'),
-        (expert_knobs(num_noop=0) | {'model.routing.router': 'learned'}, 'moe.py'),
-        ({'model.depth.stream': 'moda'}, 'moda.py:slots=none'),
+        {'model.routing.router': 'learned', 'data.held_out_fraction': 0.2},
+        {'seed': 3},
+        expert_knobs(),
+        expert_knobs(num_noop=0) | {'model.routing.router': 'learned'},
+        {'model.depth.stream': 'moda'},
     ],
 )
-def test_the_run_to_compare_with_lacks_one_mechanism(tiny_config, changes, config):
-    assert report._other_config(from_config(tiny_config(**changes)).model) == config
-    assert (ROOT / 'configs' / config.split(':')[0]).exists()
+def test_the_suggested_run_differs_in_one_mechanism(tiny_config, changes, tmp_path):
+    """Its knobs are those of the run, overrides included, but for one, and are accepted."""
+    hparams = from_config(tiny_config(**changes))
+    _, change = report._counterpart(hparams.model)
+    knob, value = change.removeprefix('--config.').split('=')
+    config = unresolved(ConfigDict(dataclasses.asdict(hparams)), tmp_path)
+    config.update_from_flattened_dict({knob: value})
+    other = from_config(config)
+    assert (other.data, other.seed) == (hparams.data, hparams.seed)
+    assert dataclasses.replace(hparams, model=other.model) == other != hparams
 
 
 def test_description_of_the_routing_gap():
@@ -199,14 +209,14 @@ def test_a_sample_is_printed_as_text(printed, text, pieces):
     assert not {c for c in out if not c.isprintable()} - {'\n'}
 
 
-def test_prompt_is_the_separator_and_the_knob_and_must_fit(tiny_config):
-    """With the sample it must fit data.sequence_length, which the error names."""
+def test_prompt_and_sample_are_cut_to_the_context(tiny_config):
+    """Of 32 tokens: the separator and the knob, half of them at most; the sample has the rest."""
 
-    def tokens(prompt):
-        hparams = from_config(tiny_config(**{'report.prompt': prompt}))
+    def tokens(prompt, sample_tokens):
+        knobs = {'report.prompt': prompt, 'report.sample_tokens': sample_tokens}
+        hparams = from_config(tiny_config(**knobs))
         return report.prompt_tokens(hparams, make_tokenizer('bytes'))
 
-    assert tokens('dé') == [256, ord('d'), 0xC3, 0xA9] and tokens('') == [256]
-    assert len(tokens('x' * 23)) == 24
-    with pytest.raises(ValueError, match=r'^.*data.sequence_length=32.*$'):
-        tokens('x' * 24)
+    assert tokens('dé', 8) == ([256, ord('d'), 0xC3, 0xA9], 8) and tokens('', 99) == ([256], 31)
+    prompt, more = tokens('x' * 99, 99)
+    assert (len(prompt), more) == (16, 16)

@@ -153,7 +153,7 @@ def test_muon_orthogonalizes_each_matrix_of_a_block(tiny_config):
         'optimizer.learning_rate': 1.0,
         'model.experts.choice': 'token',
     }
-    hparams = hparams_of(tiny_config, **changes)
+    hparams = from_config(tiny_config(**changes))
     params = init_state(hparams, 10).params
     optimizer = make_optimizer(hparams, 10)
     keys = iter(jax.random.split(jax.random.key(0), 999))
@@ -181,7 +181,7 @@ def test_muon_orthogonalizes_each_matrix_of_a_block(tiny_config):
 def test_optimizers_learn(tiny_config, name):
     """The loss on one batch falls."""
     changes = {'optimizer.name': name, 'optimizer.learning_rate': 4e-3}
-    hparams = hparams_of(tiny_config, **(ROUTED | changes))
+    hparams = from_config(tiny_config(**(ROUTED | changes)))
     state, batch, losses = initial(hparams), make_batch(0), []
     for _ in range(10):
         state, metrics = step(state, batch)

@@ -210,6 +210,29 @@ def test_a_missing_first_knob_is_not_filled_in(tmp_path, tiny_config):
             read_hparams(tmp_path)
 
 
+ROUTER = """
+from moddepth_jax.model.mod.routers import ROUTERS, NormRouter
+ROUTERS.register('of_this_test')(NormRouter)
+"""
+
+
+def test_a_run_keeps_the_file_that_defines_its_router(tmp_path, tiny_config):
+    """Without it, or if it fails, the error names the router."""
+    config = dataclasses.asdict(from_config(tiny_config(**{'model.routing.router': 'norm'})))
+    config['model']['routing']['router'] = 'of_this_test'
+    write_config(tmp_path, config)
+    words = ["model.routing.router='of_this_test'"]
+    assert_refused(lambda: read_hparams(tmp_path), words)
+    source = tmp_path / 'given.py'
+    source.write_text('import no_such_module')
+    run_dir.save_source(tmp_path, source)
+    assert_refused(lambda: read_hparams(tmp_path), [*words, 'config.py', 'no_such_module'])
+    source.write_text(ROUTER)
+    run_dir.save_source(tmp_path, source)
+    run_dir.save_source(tmp_path, None)
+    assert read_hparams(tmp_path)[0].model.routing.router == 'of_this_test'
+
+
 HOLD = """
 import sys
 from moddepth_jax.data.directory import lock_directory
