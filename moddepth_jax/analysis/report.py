@@ -217,8 +217,9 @@ def _next_steps(run):
     other, budget = f'{workdir}-{name}', ''
     if not run.hparams.flop_budget:
         budget = f' --config.flop_budget={run.summary["total_flops"]:.8g}'.replace('e+', 'e')
-    yield f'  compare  python -m launch.train --config={workdir / CONFIG_FILE} --workdir={other} \\'
-    yield f'               {change}{budget}   (the same FLOPs)'
+    yield '  compare  at equal FLOPs:'
+    yield f'           python -m launch.train --config={workdir / CONFIG_FILE} --workdir={other} \\'
+    yield f'               {change}{budget}'
     yield f'           python -m launch.compare {workdir} {other}'
     yield f'  curves   {workdir / METRICS_FILE}, or pip install tensorboard and'
     yield f'           tensorboard --logdir {workdir.parent}'
