@@ -39,9 +39,9 @@ class Registry(collections.abc.Mapping):
         spec = importlib.util.find_spec(self._module)
         folders = spec.submodule_search_locations or ()
         files = [file for folder in folders for file in sorted(pathlib.Path(folder).glob('*.py'))]
-        pattern = rf"^@{self._name}\.register\('(\w+)'\)"
+        pattern = rf"\b{self._name}\.register\('(\w+)'\)"
         texts = [file.read_text(encoding='utf-8') for file in files or [pathlib.Path(spec.origin)]]
-        return [name for text in texts for name in re.findall(pattern, text, re.MULTILINE)]
+        return [name for text in texts for name in re.findall(pattern, text)]
 
     def __getitem__(self, name):
         if name not in self._choices:

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from moddepth_jax.hparams import from_config, unknown_knobs
+from moddepth_jax.hparams import from_config, registry, unknown_knobs
 
 NAN, INFINITE = float('nan'), float('inf')
 
@@ -268,3 +268,13 @@ def test_unknown_knobs_are_listed_with_their_values(tiny_config):
     config['model']['experts']['later'], config['later'] = 1, {'knob': 2}
     config['model']['depth'] = 5
     assert unknown_knobs(config) == {'model.experts.later': 1, 'later': {'knob': 2}}
+
+
+@pytest.mark.parametrize(
+    'name', 'ROUTERS CAUSAL_RULES EXPERT_PRODUCTS STREAMS OPTIMIZERS SCHEDULES'.split()
+)
+def test_names_in_the_source_are_those_that_are_registered(name):
+    """A name is known before its module, which imports JAX, is imported."""
+    table = getattr(registry, name)
+    own = [n for n in table if table[n].__module__.startswith('moddepth_jax.')]
+    assert sorted(own) == sorted(table._own_names) and len(own) > 2

@@ -24,7 +24,6 @@ COMMANDS = {
         ("'--config.data.source=text/*.parquet'", ['bad.parquet', 'parquet']),
         ("'--config.data.source=text/empty*.txt'", ['empty*.txt', 'no byte']),
         ('--config.data.source=text/short.txt', ['data.sequence_length=128']),
-        (f'--config.report.prompt={"x" * 64}', ['65 tokens', 'sequence_length=128']),
         ('--config.seed=7 --workdir=taken', ['taken', 'seed is 0', 'and 7']),
         ('--workdir=text', ['--workdir=', 'text', 'config.json']),
         ('--workdir=text/short.txt/run', ['--workdir=', 'directory']),

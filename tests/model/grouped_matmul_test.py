@@ -232,7 +232,7 @@ def test_platform_and_bad_input(monkeypatch):
     assert resolve('auto') == 'blocked' and resolve('ragged_dot') == 'ragged_dot'
     monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
     assert resolve('auto') == 'batched'
-    with pytest.raises(ValueError, match="product='dense': must be one of auto, blocked, b"):
+    with pytest.raises(ValueError, match="product='dense': must be one of auto, .*blocked"):
         resolve('dense')
     for bad in ({'num_experts': 0, 'block': 1}, {'num_experts': 1, 'block': 0}):
         with pytest.raises(ValueError, match='=0: must be 1 or more'):
