@@ -12,7 +12,7 @@ from moddepth_jax.model.sharding import constrain, unshard_embedding, unshard_pa
 
 
 def rms_norm(x, scale, epsilon):
-    """x rsqrt(mean(x^2) + epsilon) scale over the last axis, in float32, rerotated in x's dtype."""
+    """x rsqrt(mean(x^2) + epsilon) scale over the last axis, in float32, returned in x's dtype."""
     x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     inverse = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + epsilon)
     return (x32 * inverse * jnp.expand_dims(scale, range(x.ndim - 1))).astype(x.dtype)
