@@ -30,7 +30,13 @@ from moddepth_jax.training.run_dir import (
     save_tokenizer,
     update_config,
 )
-from moddepth_jax.training.summary import describe, initial_metadata, summarize, write_summary
+from moddepth_jax.training.summary import (
+    describe,
+    initial_metadata,
+    parameter_lines,
+    summarize,
+    write_summary,
+)
 from moddepth_jax.training.train_step import TrainState, init_state
 from moddepth_jax.training.trainer import Trainer
 
@@ -105,6 +111,7 @@ def train(
             trainer = Trainer(state, metadata, dataset, mesh, profile, *outputs)
             for line in (
                 *describe(hparams, num_steps, state.params, dataset),
+                *parameter_lines(state.params),
                 *mesh_lines(mesh, state),
                 *notes,
                 *more,

@@ -1,5 +1,6 @@
 """What is reported about a run: lines at its start, summary.json at its end."""
 
+import collections
 import dataclasses
 import functools
 import importlib.metadata
@@ -7,6 +8,7 @@ import json
 import os
 import pathlib
 import platform
+import re
 
 import jax
 import numpy as np
@@ -25,6 +27,7 @@ from moddepth_jax.training.train_step import TrainState, init_state, train_step
 
 SUMMARY_FILE = 'summary.json'
 _PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'grain', 'numpy')
+_LAYER_PATH = re.compile(r'(?:stack/(run_\d+/layer_\d+)/(?:block/)?)?(.*)')
 
 
 def versions() -> dict[str, str]:
@@ -65,6 +68,29 @@ def active_parameters(hparams: Hparams, params) -> int:
         routed = experts.choice != 'none' and of_experts and leaf.ndim == 4
         active += leaf.size * (share if routed else 1)
     return round(active)
+
+
+def parameter_lines(params) -> list[str]:
+    """A table of a Transformer's parts, largest first: in how many layers, parameters, share.
+
+    The parts are embedding, attention, mlp, norms, router, predictor, stream (depth slots), head.
+    """
+    sizes, layers = collections.Counter(), collections.defaultdict(dict)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        text = jax.tree_util.keystr(path, simple=True, separator='/')
+        layer, name = _LAYER_PATH.fullmatch(text).groups()
+        part = name.split('/')[0]
+        part = 'norms' if part.endswith('_norm') else part
+        sizes[part] += leaf.size
+        if layer:  # the first axis of a leaf counts the repeats of its layer
+            layers[part][layer] = leaf.shape[0]
+    total = sizes.total()
+    width = max(13, len(f'{total:,}'))
+    lines = [f'{"parameters":12}{"layers":>6}  {"all":>{width}}   share']
+    for part, size in sizes.most_common():
+        count = sum(layers[part].values()) or ''
+        lines.append(f'  {part:10}{count:>6}  {size:>{width},}  {size / total:6.1%}')
+    return [*lines, f'  {"sum":10}{"":6}  {total:>{width},}']
 
 
 def describe(hparams: Hparams, num_steps: int, params, dataset) -> list[str]:

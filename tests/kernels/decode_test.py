@@ -62,17 +62,17 @@ def backend(request, monkeypatch):
 @pytest.mark.parametrize(('dtype', 'error'), [('float32', 1e-6), ('bfloat16', 2**-7)])
 def test_two_parts_are_one_softmax(kv_heads, dtype, error):
     """Grouped heads, an empty cache and a full one; bfloat16 as near as one rounding of o."""
-    given = draw(kv_heads, dtype)
-    found = decode_attention(*given)
+    arrays = draw(kv_heads, dtype)
+    found = decode_attention(*arrays)
     assert found.dtype == dtype
-    np.testing.assert_allclose(found.astype(float), joined(*given), rtol=2 * error, atol=error)
+    np.testing.assert_allclose(found.astype(float), joined(*arrays), rtol=2 * error, atol=error)
 
 
 def test_large_scores_do_not_overflow():
     """A cached or an own score of several hundred wins and nothing is NaN."""
     q, *rest = draw(3)
-    given = [q * 300, *rest]
-    np.testing.assert_allclose(decode_attention(*given), joined(*given), rtol=0, atol=1e-5)
+    arrays = [q * 300, *rest]
+    np.testing.assert_allclose(decode_attention(*arrays), joined(*arrays), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize('slots', [False, True])
@@ -99,12 +99,12 @@ def test_gpu_scores_are_float32(magnitude, monkeypatch):
     rng, new = np.random.default_rng(magnitude), (batch, 1, kv_heads, width)
     cached = batch, kv_heads, width, places
     q, *sides = (rng.normal(size=x) for x in ((batch, 1, heads, width), new, new, cached, cached))
-    given = [jnp.asarray(x, jnp.bfloat16) for x in (magnitude * q, *sides)]
-    given.append(rng.random((batch, places)) < 0.9)
-    expected = joined(*given)
-    float32 = np.asarray(decode_attention(*given), np.float64) - expected
+    arrays = [jnp.asarray(x, jnp.bfloat16) for x in (magnitude * q, *sides)]
+    arrays.append(rng.random((batch, places)) < 0.9)
+    expected = joined(*arrays)
+    float32 = np.asarray(decode_attention(*arrays), np.float64) - expected
     monkeypatch.setattr('jax.default_backend', lambda: 'gpu')
-    gpu = np.asarray(decode_attention(*given), np.float64) - expected
+    gpu = np.asarray(decode_attention(*arrays), np.float64) - expected
     assert (gpu != float32).any()  # another form indeed
     assert np.linalg.norm(gpu) <= 2 * np.linalg.norm(float32)
     assert np.abs(gpu).max() <= 2 * np.abs(float32).max()
@@ -116,14 +116,14 @@ def test_gpu_scores_are_float32(magnitude, monkeypatch):
 )
 def test_slots_join_the_softmax(kv_heads, slot_window, num_slots, masked):
     """All, the newest, or none, by a query of their own; NaN in masked ones does not leak."""
-    given, (k, v, mask) = draw(kv_heads), draw_slots(kv_heads, num_slots)
-    q_depth, shown = given[0][::-1], mask & (not masked)
+    arrays, (k, v, mask) = draw(kv_heads), draw_slots(kv_heads, num_slots)
+    q_depth, shown = arrays[0][::-1], mask & (not masked)
     if slot_window:
         shown[:-slot_window] = False
     slots = [jnp.where(shown[..., None, None], side, jnp.nan) for side in (k, v)]
     options = {'slot_window': slot_window, 'q_depth_C1NH': q_depth}
-    result = decode_attention(*given, None, *slots, mask & (not masked), **options)
-    expected = joined(*given, (k, v, shown), q_depth)
+    result = decode_attention(*arrays, None, *slots, mask & (not masked), **options)
+    expected = joined(*arrays, (k, v, shown), q_depth)
     np.testing.assert_allclose(result, expected, rtol=0, atol=1e-6)
 
 

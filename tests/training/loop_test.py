@@ -115,6 +115,16 @@ def test_a_run_stopped_by_signals_ends_as_if_it_had_not_been(
     assert rows_of(resumed.workdir) == rows_of(finished.workdir)
 
 
+@pytest.mark.parametrize('name', ['muon', pytest.param('lion', marks=pytest.mark.slow)])
+def test_every_optimizer_resumes_to_the_bit(name, run_hparams, tmp_path, signals):
+    hparams = changed(run_hparams, 'optimizer', name=name, schedule='wsd')
+    signals[4] = 'SIGTERM'
+    assert loop.train(hparams, tmp_path / 'broken').state.step == 5
+    resumed = loop.train(hparams, tmp_path / 'broken')
+    whole = loop.train(hparams, tmp_path / 'whole')
+    assert resumed.summary['state_sha256'] == whole.summary['state_sha256']
+
+
 def skipping(bad_steps):
     """A train step that only counts: its loss is NaN at `bad_steps`."""
 

@@ -5,10 +5,12 @@ import math
 import os
 import types
 
+import jax
 import pytest
 
 from moddepth_jax.hparams import from_config
 from moddepth_jax.training import summary
+from moddepth_jax.training.train_step import init_state
 
 
 def test_the_estimate_of_xla_has_no_recomputation_and_no_loop_counted_once(tiny_config):
@@ -55,3 +57,20 @@ def test_versions_name_what_may_change_the_bits(monkeypatch):
     assert all(isinstance(value, str) and value for value in found.values())
     monkeypatch.delenv('NPROC')
     assert summary.versions()['cpu_threads'] == str(os.cpu_count())
+
+
+def test_the_table_of_parameters_counts_each_once(tiny_config):
+    """Six layers of several runs, three of them routed; the last one writes no slots."""
+    changes = {'num_layers': 6, 'routing.router': 'learned', 'depth.stream': 'moda'}
+    hparams = from_config(tiny_config(**{f'model.{name}': v for name, v in changes.items()}))
+    params = jax.eval_shape(lambda: init_state(hparams, 1)).params
+    _, *rows, last = summary.parameter_lines(params)
+    layers = {row[:12].strip(): row[12:18].strip() for row in rows}
+    assert layers == {
+        'embedding': '', 'head': '', 'attention': '6', 'mlp': '6', 'norms': '6', 'router': '3',
+        'predictor': '3', 'stream': '5',
+    }  # fmt: skip
+    sizes = [int(row[20:].split()[0].replace(',', '')) for row in rows]
+    assert sizes == sorted(sizes, reverse=True)
+    total = sum(leaf.size for leaf in jax.tree.leaves(params))
+    assert sum(sizes) == total == summary.num_parameters(params) and f'{total:,}' in last
