@@ -208,6 +208,7 @@ PARSED_ONLY = (
     ('--tasks=arc_easy', 'downloads its tasks'),
     ('--wandb', 'needs an account; tests/training/wandb_run_test.py has a double'),
     ('launch.dry_run again', 'half an hour; tests/launch/dry_run_test.py does one file'),
+    ('runs/mod-seed*', "a reader's runs; tests/studies/compare_test.py has some"),
     ('my_tasks', 'a folder of the reader; docs/evaluation.md has one'),
     ('...', 'stands for flags of the reader'),
     ('/shared/', 'needs several hosts; tests/launch/isoflop_test.py shares runs'),
@@ -282,8 +283,9 @@ class Reader:
 
     def _train(self, command):
         """Trains runs/NAME by configs/NAME.py if the command reads it and none has made it."""
-        named = re.search(r'--(?:from_)?workdir=(runs/(\w+))', command.text)
-        makes = command.launched in ('train', 'isoflop') or '--from_hf' in command.text
+        named = re.search(r'(?:--(?:from_)?workdir=|--config=|compare )(runs/(\w+))', command.text)
+        makes = command.launched == 'isoflop' or '--from_hf' in command.text
+        makes = makes or command.launched == 'train' and '--config=runs/' not in command.text
         if not named or makes or (self.folder / named[1]).exists():
             return
         kept = self.cache / named[1]

@@ -15,12 +15,12 @@ from moddepth_jax.hparams import Hparams
 from moddepth_jax.model.routing import RoutingRecord
 from moddepth_jax.model.transformer import Transformer
 
-DENSE, SKIPPED, LOOKAHEAD, ENTERED = range(4)
+DENSE, SKIPPED, LOOKAHEAD, SELECTED = range(4)
 MAX_LETTERS = 12  # of a token, below its column
 _VISIBLE = {'\n': '↵', ' ': '·', '\t': '→', '\ufffd': '□'}
 _ROUTING_COLOURS = ('#c9ced6', '#f3f1ec', '#f2b28a', '#1f5f8b')
 _TOP_C = 'skips, but is in the top C of the whole row'
-_ROUTING_LABELS = ('dense block: every token', 'skips', _TOP_C, 'enters')
+_ROUTING_LABELS = ('dense block: every token', 'skips', _TOP_C, 'selected')
 
 _LOAD_MAP = LinearSegmentedColormap.from_list(
     'load', ('#b0531f', '#f2b28a', '#f3f1ec', '#6fa0bd', '#0c2b42')
@@ -73,10 +73,10 @@ def routing_record(variables, hparams: Hparams, batch, routing: str) -> RoutingR
 
 
 def routing_grid(top_c_RT, selected_RT, hparams: Hparams) -> np.ndarray:
-    """int [L, T]: ENTERED, LOOKAHEAD (in the top C only), SKIPPED, or DENSE, from bool [R, T]."""
+    """int [L, T]: SELECTED, LOOKAHEAD (in the top C only), SKIPPED, or DENSE, from bool [R, T]."""
     grid_LT = np.full((hparams.model.num_layers, np.shape(top_c_RT)[1]), DENSE)
     skipped_RT = np.where(top_c_RT, LOOKAHEAD, SKIPPED)
-    grid_LT[list(hparams.model.routed_layers)] = np.where(selected_RT, ENTERED, skipped_RT)
+    grid_LT[list(hparams.model.routed_layers)] = np.where(selected_RT, SELECTED, skipped_RT)
     return grid_LT
 
 
@@ -125,7 +125,7 @@ def plot_routing(
     marks = '· space, ↵ line end, § document start, □ not whole, or not in this font'
     axes[-1].set_xlabel(f'{what} ({marks})')
     axes[0].set_title(title, loc='left', fontsize=10, parse_math=False)
-    used = [value for value in (ENTERED, LOOKAHEAD, SKIPPED, DENSE) if (grid_LT == value).any()]
+    used = [value for value in (SELECTED, LOOKAHEAD, SKIPPED, DENSE) if (grid_LT == value).any()]
     square = functools.partial(axes[0].scatter, [], [], marker='s', s=60)
     handles = [square(color=_ROUTING_COLOURS[value]) for value in used]
     names = [_ROUTING_LABELS[value] for value in used]
@@ -173,7 +173,7 @@ def plot_expert_load(load: ExpertLoad, title: str, path):
         _rows(part, load.layers if part is axes[0] else [''] * num_layers)
         part.set_xlabel(name)
     axes[0].set_ylabel('layer')
-    bar = _colour_bar(figure, mesh, axes, 'load, over the mean of all choices (×: none)')
+    bar = _colour_bar(figure, mesh, axes, 'load, over the mean\nof all choices (×: none)')
     bar.set_ticks(list(_LOAD_TICKS), labels=list(_LOAD_TICKS.values()), fontsize=8)
     bar.minorticks_off()
     figure.suptitle(title, x=0.01, ha='left', fontsize=10, parse_math=False)

@@ -155,12 +155,14 @@ def _draw_routing(run, path):
     record = heatmaps.routing_record(run.state.variables, hparams, batch, rule)
     length = hparams.data.sequence_length
     width = min(hparams.report.heatmap_tokens, length)
-    # The end of a row shows routing with context behind it.
-    grid_LT = heatmaps.routing_grid(record.top_c_BT[:, 0], record.selected_BT[:, 0], hparams)
-    tokens = run.dataset.tokenizer.pieces(batch['tokens_BT'][0, -width:])
+    # The end of a row shows routing with context behind it; of the rows, the one that has most to
+    # read there: indented code begins with many columns of spaces.
+    pieces = [run.dataset.tokenizer.pieces(row_T[-width:]) for row_T in batch['tokens_BT']]
+    row = np.argmin([sum(map(bytes.isspace, tokens)) for tokens in pieces])
+    grid_LT = heatmaps.routing_grid(record.top_c_BT[:, row], record.selected_BT[:, row], hparams)
     capacity = f'{hparams.model.routing.num_selected(length)} of {length} tokens a row'
     title = f'{run.workdir.name}: routing by {rule}, trained at {capacity}'
-    heatmaps.plot_routing(grid_LT[:, -width:], tokens, title, path)
+    heatmaps.plot_routing(grid_LT[:, -width:], pieces[row], title, path)
 
 
 def _draw_expert_load(run, path):

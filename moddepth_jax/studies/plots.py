@@ -15,6 +15,7 @@ _ROOM_ABOVE = 0.7  # of the range of the sizes: losses further above would squee
 _CURVES = ('dense', 'shallow', 'mod', 'random')  # of training, in a study at equal FLOPs
 _MAX_CURVES = 6  # of other studies
 _SMOOTH = 5  # points of a curve that are averaged; fewer at its ends
+_FAR = 4  # times the distance from the best to the median: means beyond have only a number
 _EARLY = 0.2  # of a run: what lies only there is cut off
 
 
@@ -242,7 +243,9 @@ def _curve(rows, kind):
 def _draw_band(axes, x, values_SP, keywords):
     """The mean over the seeds, and their range as a band."""
     mean_P, hollow = values_SP.mean(0), keywords['markerfacecolor'] != keywords['color']
-    axes.plot(x, mean_P, '--' if hollow else '-', color=keywords['color'], linewidth=1.5)
+    line = {'color': keywords['color'], 'zorder': keywords['zorder'] - 0.6}
+    width = 1.5 * (keywords['markersize'] / plot_style.MARKER_SIZE) ** 2
+    axes.plot(x, mean_P, '--' if hollow else '-', linewidth=width, **line)
     band = {'color': keywords['color'], 'alpha': 0.14, 'linewidth': 0}
     axes.fill_between(x, values_SP.min(0), values_SP.max(0), **band)
     axes.plot(x[-1:], mean_P[-1:], **keywords)
@@ -258,6 +261,9 @@ def _seeds(study):
     for budget, (axes,) in panels.items():
         best = [(name, fit.best(rows)) for name, rows in fit.found(study, budget)]
         best.sort(key=lambda entry: -entry[1].loss)
+        means = np.array([size.loss for _, size in best]) * bits
+        limit = np.median(means) + _FAR * (np.median(means) - means.min())
+        limit = limit if limit > means.min() else means.max()
         for row, (name, size) in enumerate(best):
             losses, colour = np.multiply(size.losses, bits), style(name)['color']
             band = {'color': colour, 'alpha': 0.25, 'linewidth': 7, 'solid_capstyle': 'butt'}
@@ -266,12 +272,20 @@ def _seeds(study):
                 mark = {'color': colour, 'markersize': 12, 'markeredgewidth': 2}
                 axes.plot([losses.mean()], [row], '|', **mark)
             axes.plot(losses, [row] * len(losses), '.', color=colour, markersize=7)
+            if size.loss * bits > limit:
+                text = {'ha': 'right', 'va': 'center', 'color': colour, 'fontsize': 8}
+                axes.text(limit, row, f'mean {size.loss * bits:.3f} →', **text)
         if optimum := fit.optimum(fit.select(study, base, budget)):
             axes.axvline(optimum.loss * bits, color=INK, linewidth=0.9, linestyle='--', zorder=1)
         names = [f'{labels[name]["label"]} · {size.size}' for name, size in best]
         axes.set_yticks(range(len(best)), names, fontsize=8)
         axes.set_ylim(-0.6, len(best) - 0.4)
-        axes.locator_params(axis='x', nbins=5)
+        near = [loss for _, size in best if size.loss * bits <= limit for loss in size.losses]
+        left, right = min(near) * bits, max(near) * bits
+        right = max(right, limit) if (means > limit).any() else right
+        room = 0.05 * (right - left) or 0.01
+        axes.set_xlim(left - room, right + room)
+        axes.locator_params(axis='x', nbins=8)
         axes.tick_params(axis='y', length=0)
         axes.grid(visible=False, axis='y')
     looks = {

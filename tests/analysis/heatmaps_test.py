@@ -9,7 +9,7 @@ import pytest
 
 from moddepth_jax.analysis import heatmaps
 from moddepth_jax.analysis.depth_mass import DepthMass
-from moddepth_jax.analysis.heatmaps import DENSE, ENTERED, LOOKAHEAD, SKIPPED
+from moddepth_jax.analysis.heatmaps import DENSE, LOOKAHEAD, SELECTED, SKIPPED
 from moddepth_jax.hparams import from_config
 
 LIGHT, FULL, EMPTY = (heatmaps._LOAD_MAP(place)[:3] for place in (0.5, 1.0, 0.0))
@@ -38,7 +38,7 @@ def test_grid_of_decisions(tiny_config):
     dense = [DENSE] * 4
     assert heatmaps.routing_grid(top_c_RT, selected_RT, hparams).tolist() == [
         dense,
-        [ENTERED, ENTERED, LOOKAHEAD, SKIPPED],
+        [SELECTED, SELECTED, LOOKAHEAD, SKIPPED],
         dense,
         dense,
         [SKIPPED, LOOKAHEAD, LOOKAHEAD, SKIPPED],
@@ -47,23 +47,23 @@ def test_grid_of_decisions(tiny_config):
 
 def test_first_layer_is_at_the_bottom_and_first_token_on_the_left(tmp_path):
     """Each layer is a band in its colour; the second half of the last layer's tokens enter."""
-    halves = [SKIPPED] * 20 + [ENTERED] * 20
+    halves = [SKIPPED] * 20 + [SELECTED] * 20
     picture = plot_routing(tmp_path, [[DENSE] * 40, [LOOKAHEAD] * 40, halves])
     bands = []
-    for value in (DENSE, LOOKAHEAD, ENTERED):
+    for value in (DENSE, LOOKAHEAD, SELECTED):
         rows = np.flatnonzero(near(picture, colour_of(value)).mean(1) > 0.3)
         assert len(rows) > 10
         bands.append(rows)
     heights = [rows.mean() for rows in bands]
     assert heights == sorted(heights, reverse=True)
-    columns = np.flatnonzero(near(picture, colour_of(ENTERED))[bands[2]].mean(0) > 0.5)
+    columns = np.flatnonzero(near(picture, colour_of(SELECTED))[bands[2]].mean(0) > 0.5)
     assert columns.min() > 0.4 * picture.shape[1] and columns.max() < picture.shape[1]
 
 
 def test_any_bytes_have_a_label(tmp_path):
     """Characters that the font lacks give no warning."""
     tokens = [b' return', '中'.encode(), b'$x$', b'l' * 30, b'\x00', b'\xff', b'\\', b'_']
-    assert plot_routing(tmp_path, np.full((2, 8), ENTERED), tokens, 'p$_$q').std() > 0.05
+    assert plot_routing(tmp_path, np.full((2, 8), SELECTED), tokens, 'p$_$q').std() > 0.05
     assert heatmaps._label(b' return\n') == '·return↵'
     assert heatmaps._label(b'l' * 30) == 'l' * 11 + '…'
     assert heatmaps._label('中'.encode()) == heatmaps._label(b'\xe4') == '□'
@@ -117,6 +117,8 @@ def test_each_load_has_its_place(tmp_path):
     assert full[0] < 0.4 and full[1] < 0.2
     assert 0.6 < empty[0] < 0.8 and 0.65 < empty[1] < 0.8
     middle_of(shown, LIGHT)
+    few = plot_loads(load_XZ[:2], 30, tmp_path)
+    assert (few[[0, 1, -2, -1]] == 1).all()  # no text is cut at the edges of a low picture
 
 
 @pytest.mark.parametrize('num_slots', [0, 4])

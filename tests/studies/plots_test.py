@@ -84,6 +84,22 @@ def test_every_seed_is_a_point():
         np.testing.assert_allclose(points[row], np.divide(size.losses, np.log(2)))
 
 
+def test_losses_far_above_the_others_are_numbers_at_the_edge():
+    study = made_up(budgets=(6e11,), variants=(*SIZED, 'random'))
+    for run in study['runs']:
+        far = 4 if run['variant'] == 'random' else 1
+        run |= {'loss': far * run['loss'], 'bits_per_byte': far * run['bits_per_byte']}
+    panel = FIGURES['seeds'](study).axes[0]
+    (loss,) = (fit.best(rows).loss for name, rows in fit.found(study, 6e11) if name == 'random')
+    assert [text.get_text() for text in panel.texts] == [f'mean {loss / np.log(2):.3f} →']
+    assert panel.get_xlim()[1] < loss / np.log(2) / 2
+
+
+def test_of_two_equal_variants_the_dense_one_lies_upon_the_shallower():
+    dense, shallow = plot_style.style('dense'), plot_style.style('shallow')
+    assert shallow['zorder'] < dense['zorder'] and shallow['markersize'] > dense['markersize'] + 2
+
+
 def test_losses_are_relative_to_the_optimal_dense_model():
     """The best dense size at an edge is at (1, 1); FLOPs of MoD are divided by its FLOPs."""
     study = made_up(budgets=(6e11,), variants=('dense', 'mod'), seeds=(0,))
