@@ -117,7 +117,7 @@ display(Image(file))
 #
 # Above: the router's scores of all tokens, and of those in the top C. A router that has learned
 # something pulls the two apart. Below: the gate, the factor on what the block adds to a token that
-# entered. Under the gate `raw` it is the score itself, so that the router gets a gradient.
+# selected. Under the gate `raw` it is the score itself, so that the router gets a gradient.
 
 # %%
 figure, panels = plt.subplots(
@@ -139,17 +139,17 @@ plt.show()
 # %% [markdown]
 # ## How well the rule finds the top C
 #
-# Precision: of the tokens that entered, the share in the top C. Recall: of the top C, the share
-# that entered. By chance both would be near the share that enters. `dropped`: selected by the rule,
+# Precision: of the selected tokens, the share in the top C. Recall: of the top C, the share
+# that is selected. By chance both would be near the share of selected tokens. `dropped`: selected by the rule,
 # but with no room left (`model.routing.cache_capacity`).
 
 # %%
 for layer, *arrays in zip(routed, selected_RN, top_RN, dropped_RN, strict=True):
-    entered_N, top_N, dropped_N = arrays
-    both = np.sum(entered_N & top_N)
+    selected_N, top_N, dropped_N = arrays
+    both = np.sum(selected_N & top_N)
     print(
-        f'layer {layer}: entered {entered_N.mean():.1%}, precision '
-        f'{both / max(entered_N.sum(), 1):.1%}, recall {both / max(top_N.sum(), 1):.1%}, '
+        f'layer {layer}: selected {selected_N.mean():.1%}, precision '
+        f'{both / max(selected_N.sum(), 1):.1%}, recall {both / max(top_N.sum(), 1):.1%}, '
         f'dropped {dropped_N.mean():.2%}'
     )
 
@@ -182,7 +182,7 @@ plt.show()
 #
 # If blocks went to the tokens that need them, those selected by more blocks should be the harder
 # ones. Here is the entropy of the next-token distribution by the number of routed blocks that the
-# token entered: half of the tokens lie in a box, the line is their median.
+# token passed: half of the tokens lie in a box, the line is their median.
 
 # %%
 times_N = selected_RN.sum(axis=0)
@@ -191,7 +191,7 @@ figure, axes = plt.subplots(figsize=(5, 3), layout='constrained')
 axes.boxplot([seen.entropy_N[times_N == count] for count in counts], showfliers=False, widths=0.5)
 labels = [f'{count}\n({np.sum(times_N == count)} tokens)' for count in counts]
 axes.set_xticks(range(1, len(counts) + 1), labels)
-axes.set(xlabel='routed blocks entered', ylabel='entropy of the next token (nats)')
+axes.set(xlabel='routed blocks that selected the token', ylabel='entropy of the next token (nats)')
 plt.show()
 print(
     f'rank correlation {rank_correlation(times_N, seen.entropy_N):+.2f}; '
@@ -208,10 +208,10 @@ print(
 # %%
 other = routing_record(variables, hparams, batch, 'threshold')
 other_top_RN, other_RN = (a.reshape(len(routed), -1) for a in (other.top_c_BT, other.selected_BT))
-for layer, entered_N, top_N in zip(routed, other_RN, other_top_RN, strict=True):
-    both, per_row_B = np.sum(entered_N & top_N), entered_N.reshape(-1, length).sum(axis=1)
+for layer, selected_N, top_N in zip(routed, other_RN, other_top_RN, strict=True):
+    both, per_row_B = np.sum(selected_N & top_N), selected_N.reshape(-1, length).sum(axis=1)
     print(
-        f'threshold, layer {layer}: precision {both / max(entered_N.sum(), 1):.1%}, recall '
+        f'threshold, layer {layer}: precision {both / max(selected_N.sum(), 1):.1%}, recall '
         f'{both / top_N.sum():.1%}, {per_row_B.min()} to {per_row_B.max()} tokens of a row'
     )
 print(f'the two agree on {np.mean(selected_RN == other_RN):.1%} of all decisions')

@@ -30,7 +30,7 @@ class DepthMass(NamedTuple):
 
 
 def depth_mass(variables, hparams: Hparams, batch, routing: str) -> DepthMass:
-    """Measures the masses on a batch (method.md, section 4; Zhu et al. 2026, arXiv 2603.15619).
+    """Measures the masses on a batch (docs/depth_attention.md; Zhu et al. 2026, arXiv 2603.15619).
 
     In `attention` a layer's read is a softmax of its own, over the slots alone, and the first
     token's mass is that of its block. Raises ValueError for a stream that reads earlier layers

@@ -82,7 +82,7 @@ def loss_table(evaluation: dict, rule: str | None, title: str | None = None) -> 
 
 
 def describe_gap(gap: float) -> str:
-    """What a routing gap in nats means (method.md: 0.01 is negligible, 0.05 invalidates)."""
+    """What a routing gap in nats means (docs/mixture_of_depths.md)."""
     if not math.isfinite(gap):
         return 'no number: the loss is not finite'
     if abs(gap) <= 0.01:
