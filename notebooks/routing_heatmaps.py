@@ -116,8 +116,8 @@ display(Image(file))
 # ## Scores and gates
 #
 # Above: the router's scores of all tokens, and of those in the top C. A router that has learned
-# something pulls the two apart. Below: the gate, the factor on what the block adds to a token that
-# selected. Under the gate `raw` it is the score itself, so that the router gets a gradient.
+# something pulls the two apart. Below: the gate, the factor on what the block adds to a
+# selected token. Under the gate `raw` it is the score itself, so that the router gets a gradient.
 
 # %%
 figure, panels = plt.subplots(
@@ -140,8 +140,8 @@ plt.show()
 # ## How well the rule finds the top C
 #
 # Precision: of the selected tokens, the share in the top C. Recall: of the top C, the share
-# that is selected. By chance both would be near the share of selected tokens. `dropped`: selected by the rule,
-# but with no room left (`model.routing.cache_capacity`).
+# that is selected. By chance both would be near the share of selected tokens. `dropped`:
+# selected by the rule, but with no room left (`model.routing.cache_capacity`).
 
 # %%
 for layer, *arrays in zip(routed, selected_RN, top_RN, dropped_RN, strict=True):
