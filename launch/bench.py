@@ -18,8 +18,8 @@ from absl import flags
 
 from launch import cli
 from moddepth_jax.benchmarks.registry import BENCHMARKS, flag_texts
-from moddepth_jax.benchmarks.tables import print_table
 from moddepth_jax.benchmarks.timing import DeviceLostError
+from moddepth_jax.training.tables import print_table
 
 JSON = flags.DEFINE_string('json', None, 'File for the result, as it grows; - for stdout.')
 ZERO_ALLOWED = ('unrolled_up_to',)

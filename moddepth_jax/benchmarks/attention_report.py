@@ -2,7 +2,7 @@
 
 from moddepth_jax.benchmarks.attention_cases import Case
 from moddepth_jax.benchmarks.attention_forms import ALONE, BOTH, PLAIN
-from moddepth_jax.benchmarks.tables import Table, pivot
+from moddepth_jax.training.tables import Table, pivot
 
 # Times of both passes over plain cuDNN's, at TARGET_SHAPE on an H200, by T.
 TARGETS = {4096: 1.37, 16384: 1.11, 65536: 1.03}

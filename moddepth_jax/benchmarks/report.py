@@ -12,8 +12,8 @@ from moddepth_jax.benchmarks.experts import experts_tables
 from moddepth_jax.benchmarks.models import TITLES
 from moddepth_jax.benchmarks.results import BAD, FILE, Results
 from moddepth_jax.benchmarks.steps import compare, steps_table
-from moddepth_jax.benchmarks.tables import Table, to_markdown
 from moddepth_jax.studies.claims import FAILS, HOLDS
+from moddepth_jax.training.tables import Table, to_markdown
 
 CLAIM_COLUMNS = ('claim', 'paper', 'ours', 'verdict', 'reason')
 # Dense bf16 peak of the vendor, FLOP/s, by what the device's name contains.

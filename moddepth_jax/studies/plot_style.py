@@ -14,8 +14,6 @@ COLOURS = {
     **{'green': '#009e73', 'orange': '#e69f00', 'red': '#d55e00', 'rose': '#c7679c'},
 }
 SETTINGS = {
-    'svg.hashsalt': 'study',
-    'svg.fonttype': 'path',
     'text.parse_math': False,
     'font.family': 'DejaVu Sans',
     'font.size': 9,

@@ -82,6 +82,4 @@ def test_step(tmp_path):
     rows = {row['model']: row for row in result['rows']}
     assert list(rows) == ['dense', 'mod', 'both', 'moe', 'staged', 'integrated']
     assert (result['batch'], result['size']) == (2, '2x64')
-    for name, row in rows.items():
-        assert row['realised_saving'] > 0
-        assert ('product' in row) == (name in ('moe', 'staged', 'integrated'))
+    assert all(row['realised_saving'] > 0 for row in rows.values())
