@@ -85,7 +85,9 @@ def rehearse(folder):
     bad = {name: row['reason'] for name, row in latest.items() if row['status'] in BAD}
     assert status == 0 and number > 1 and not bad, (status, number, bad)
     skipped = {name: row['reason'] for name, row in latest.items() if row['status'] == 'skipped'}
-    assert not [n for n, why in skipped.items() if 'GPU' not in why and 'pallas_triton' not in n]
+    assert not [
+        n for n, why in skipped.items() if 'GPU' not in why and 'flash_attention_2' not in n
+    ]
     report, said, _ = gpu(folder, '--report', f'--out={out}')
     assert report == 0, said
     cut = sum(row['status'] == 'cut' for row in rows)

@@ -16,7 +16,7 @@ from moddepth_jax.benchmarks.attention_forms import ALONE, PLAIN, RIVALS, Form, 
 from moddepth_jax.benchmarks.timing import time_interleaved, try_run
 from moddepth_jax.benchmarks.worker import SkippedError, WrongError
 
-BASELINES = ('cudnn', 'pallas_triton', 'xla')  # without slots: what the others are divided by
+BASELINES = ('cudnn', 'xla')  # without slots: what the others are divided by
 SAMPLE_SECONDS = 5e-3  # shorter calls are repeated
 MOST_CALLS = 20
 REPEATS = (3, 25)  # least and most rounds

@@ -2,6 +2,7 @@
 
 from moddepth_jax.benchmarks.attention_cases import Case
 from moddepth_jax.benchmarks.attention_forms import ALONE, BOTH, PLAIN
+from moddepth_jax.studies.plot_style import new_figure
 from moddepth_jax.training.tables import Table, pivot
 
 # Times of both passes over plain cuDNN's, at TARGET_SHAPE on an H200, by T.
@@ -83,8 +84,32 @@ def targets_table(results: list[dict], copy_bytes_per_second: float) -> Table:
             rates = find(result, 'bytes_per_second', ALONE, direction)
             shares = {name: rate / copy_bytes_per_second for name, rate in rates.items()}
             add(f'{start}, depth {direction}, of copy bandwidth', COPY_TARGET, shares, max)
-        if plain := find(result, 'seconds', PLAIN, 'fresh').get('pallas_triton'):
+        if plain := find(result, 'seconds', PLAIN, 'fresh').get('flash_attention_2'):
             ours = find(result, 'seconds', BOTH, 'fresh')
-            name = f'{start}, both passes with slots, over plain Pallas-Triton without'
+            name = f'{start}, both passes with slots, over FlashAttention-2 without'
             add(name, 1, {name: seconds / plain for name, seconds in ours.items()}, min)
     return Table('targets (on an H200)', ['', 'target', 'reached', 'by'], lines)
+
+
+def draw_times(results: list[dict], path) -> bool:
+    """Draws the times of both passes by T: ours with slots, and cuDNN and FlashAttention-2 without.
+
+    Of results of bench_case those of TARGET_SHAPE, with its slots or none. False: there are none.
+    """
+    lines = {}
+    for result in results:
+        shape = {name: result[name] for name in TARGET_SHAPE}
+        if shape in (TARGET_SHAPE, TARGET_SHAPE | {'slots': 0}):
+            for over in (PLAIN, BOTH):
+                for name, seconds in find(result, 'seconds', over, 'fresh').items():
+                    lines.setdefault(f'{name}, {over}', {})[result['length']] = 1e3 * seconds
+    figure = new_figure(7.2, 4.4)
+    axes = figure.subplots()
+    for label, times in sorted(lines.items()):
+        axes.plot(*zip(*sorted(times.items()), strict=True), marker='o', label=label)
+    axes.set(xscale='log', yscale='log', xlabel='T, tokens', ylabel='forward and backward, ms')
+    axes.set_title(str(Case(0, **TARGET_SHAPE)).removeprefix('T=0 '), loc='left', fontsize=9)
+    if lines:
+        figure.legend(loc='outside right upper')
+        figure.savefig(path)
+    return bool(lines)
