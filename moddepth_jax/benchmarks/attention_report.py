@@ -96,20 +96,26 @@ def draw_times(results: list[dict], path) -> bool:
 
     Of results of bench_case those of TARGET_SHAPE, with its slots or none. False: there are none.
     """
-    lines = {}
+    times = {}
     for result in results:
         shape = {name: result[name] for name in TARGET_SHAPE}
         if shape in (TARGET_SHAPE, TARGET_SHAPE | {'slots': 0}):
             for over in (PLAIN, BOTH):
                 for name, seconds in find(result, 'seconds', over, 'fresh').items():
-                    lines.setdefault(f'{name}, {over}', {})[result['length']] = 1e3 * seconds
-    figure = new_figure(7.2, 4.4)
-    axes = figure.subplots()
-    for label, times in sorted(lines.items()):
-        axes.plot(*zip(*sorted(times.items()), strict=True), marker='o', label=label)
-    axes.set(xscale='log', yscale='log', xlabel='T, tokens', ylabel='forward and backward, ms')
+                    times.setdefault(f'{name}, {over}', {})[result['length']] = 1e3 * seconds
+    if not times:
+        return False
+    lengths = sorted(set().union(*times.values()))
+    figure = new_figure(9.2, 4.0)
+    axes, width = figure.subplots(), 0.8 / len(times)
+    for number, (label, by_length) in enumerate(sorted(times.items())):
+        places = [lengths.index(length) + number * width for length in by_length]
+        bars = axes.bar(places, by_length.values(), width, label=label)
+        axes.bar_label(bars, fmt='%.3g', fontsize=7)
+    middles = [place + (0.8 - width) / 2 for place in range(len(lengths))]
+    axes.set_xticks(middles, [f'T = {length:,}' for length in lengths])
+    axes.set(yscale='log', ylabel='forward and backward, ms')
     axes.set_title(str(Case(0, **TARGET_SHAPE)).removeprefix('T=0 '), loc='left', fontsize=9)
-    if lines:
-        figure.legend(loc='outside right upper')
-        figure.savefig(path)
-    return bool(lines)
+    figure.legend(loc='outside lower center', ncols=3, fontsize=8)
+    figure.savefig(path)
+    return True
