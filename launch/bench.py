@@ -5,11 +5,9 @@
   python -m launch.bench decode --batches=1,8,16,64 --kv_heads=8,2
   python -m launch.bench depth --depths=8,16,32,64
   python -m launch.bench experts --shapes=1024x256x704x64x6,4096x256x512x8x2
-  python -m launch.bench attention --json=attention.json
-  python -m launch.bench attention --lengths=4096 --slots=0,64 --implementations=cudnn,pallas
-  python -m launch.bench scoring --size=6x128 --repeats=11
 
-What is compared is timed in turn. moddepth_jax.benchmarks.registry lists the benchmarks.
+What is compared is timed in turn. launch.gpu times attention.
+moddepth_jax.benchmarks.registry lists the benchmarks.
 """
 
 import inspect
@@ -20,11 +18,11 @@ from absl import flags
 
 from launch import cli
 from moddepth_jax.benchmarks.registry import BENCHMARKS, flag_texts
-from moddepth_jax.benchmarks.tables import print_table
 from moddepth_jax.benchmarks.timing import DeviceLostError
+from moddepth_jax.training.tables import print_table
 
 JSON = flags.DEFINE_string('json', None, 'File for the result, as it grows; - for stdout.')
-ZERO_ALLOWED = ('slots', 'unrolled_up_to', 'seconds')
+ZERO_ALLOWED = ('unrolled_up_to',)
 
 
 def _define_flags():

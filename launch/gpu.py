@@ -26,11 +26,9 @@ CASES = flags.DEFINE_list('cases', [], 'Run only cases whose names contain one o
 DEADLINE = flags.DEFINE_float('deadline', None, 'Seconds after which nothing runs any more.')
 AGAIN = flags.DEFINE_boolean('again', False, 'Repeat results of other code, or all of --cases.')
 LIST = flags.DEFINE_boolean('list', False, 'Print the cases with their seconds and exit.')
-REPORT = flags.DEFINE_boolean('report', False, 'Write table.md and claims.json into --out.')
+REPORT = flags.DEFINE_boolean('report', False, 'Write table.md, claims.json and attention.png.')
 TOY = flags.DEFINE_boolean('toy', False, 'Some cases of each kind at toy size, on the CPU.')
 TIME_ALL = flags.DEFINE_boolean('time_all', False, 'Time kernels of which another case was wrong.')
-INJECT = flags.DEFINE_list('inject', [], 'Faults, as a test: crash:CASE, hang:CASE or wrong:CASE.')
-LIMIT = flags.DEFINE_float('limit', None, 'Seconds of each case, in place of its own limit.')
 
 
 def _seconds_left():
@@ -47,7 +45,7 @@ def main(_):
     # Missing packages must not keep kernels from being tested: their cases need JAX alone.
     from moddepth_jax.benchmarks import visit
 
-    chosen = visit.choose_cases(CASES.value, TOY.value, LIMIT.value)
+    chosen = visit.choose_cases(CASES.value, TOY.value)
     if LIST.value:
         return print(visit.list_cases(chosen))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # children end with this process
@@ -59,7 +57,6 @@ def main(_):
         again=AGAIN.value,
         time_all=TIME_ALL.value,
         toy=TOY.value,
-        injected=visit.parse_injected(INJECT.value, TOY.value),
     )
 
 

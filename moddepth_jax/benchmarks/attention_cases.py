@@ -1,6 +1,5 @@
 """The shapes at which attention is timed, and what they must compute and move."""
 
-import itertools
 from typing import NamedTuple
 
 import jax
@@ -56,18 +55,6 @@ SHAPES = {
     'group_of_2_width_128_': {'heads': 8, 'kv_heads': 4, 'width': 128, 'slots': 72, 'batch': 4},
 }
 NO_SLOTS, PACKED = {'slots': 0}, {'documents': 16}
-GPU_CASES = tuple(Case(length) for length in LENGTHS.values())
-GPU_CASES += tuple(Case(4096, **sizes) for sizes in (*SHAPES.values(), NO_SLOTS, PACKED))
-TOY_CASES = (Case(48, heads=4, kv_heads=2, width=16, slots=5),)
-
-
-def product(lengths, heads, kv_heads, widths, slots, dtype: str) -> list[Case]:
-    """Every combination of sizes. Raises ValueError where key/value heads do not divide heads."""
-    for many, few in itertools.product(heads, kv_heads):
-        if many % few:
-            raise ValueError(f'--kv_heads={few}: must divide --heads={many}')
-    sizes = itertools.product(lengths, heads, kv_heads, widths, slots)
-    return [Case(*one, dtype=dtype) for one in sizes]
 
 
 def toy(case: Case) -> Case:

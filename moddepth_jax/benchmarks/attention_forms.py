@@ -1,7 +1,6 @@
 """The forms of attention that are checked and timed, ours and rival ones, as programs of arrays."""
 
 import functools
-import warnings
 from typing import NamedTuple
 
 import jax
@@ -35,32 +34,16 @@ def _cudnn(q_BTNH, k_BTKH, v_BTKH, **_):
     return attend(q_BTNH, k_BTKH, v_BTKH, is_causal=True)
 
 
-def _repeat_heads(q_BTNH, *arrays_BTKH):
-    """Keys and values once for each query head, for kernels without grouped heads."""
-    return [jnp.repeat(x, q_BTNH.shape[2] // x.shape[2], axis=2) for x in arrays_BTKH]
-
-
-def _pallas_triton(q_BTNH, k_BTKH, v_BTKH, **_):
-    """JAX's own FlashAttention-2; not every version has it."""
-    from jax.experimental.pallas.ops.gpu.attention import mha
-
-    k_BTNH, v_BTNH = _repeat_heads(q_BTNH, k_BTKH, v_BTKH)
-    scale = q_BTNH.shape[-1] ** -0.5
-    return mha(q_BTNH, k_BTNH, v_BTNH, segment_ids=None, sm_scale=scale, causal=True)
-
-
 def _flash_attention_2(q_BTNH, k_BTKH, v_BTKH, **_):
     from moddepth_jax.benchmarks.triton_baseline import flash_attention
 
-    return flash_attention(q_BTNH, *_repeat_heads(q_BTNH, k_BTKH, v_BTKH))
+    # It has no grouped heads.
+    group = q_BTNH.shape[2] // k_BTKH.shape[2]
+    return flash_attention(q_BTNH, *(jnp.repeat(x, group, axis=2) for x in (k_BTKH, v_BTKH)))
 
 
 # They know no documents: to them a row is one text.
-RIVALS = {
-    'cudnn': _cudnn,
-    'pallas_triton': _pallas_triton,
-    'flash_attention_2': _flash_attention_2,
-}
+RIVALS = {'cudnn': _cudnn, 'flash_attention_2': _flash_attention_2}
 
 
 def _arguments(over, inputs):
@@ -98,7 +81,4 @@ def lower(form: Form, inputs):
     """The program of a form, lowered for Inputs. Raises anything if it cannot be."""
     ours = functools.partial(depth_attention, implementation=form.implementation)
     function = RIVALS.get(form.implementation, ours)
-    with warnings.catch_warnings():
-        # JAX 0.11 and newer deprecate their own flash attention, and the compiler under it.
-        warnings.simplefilter('ignore', DeprecationWarning)
-        return jax.jit(make_program(function, form.over, form.direction)).lower(inputs)
+    return jax.jit(make_program(function, form.over, form.direction)).lower(inputs)

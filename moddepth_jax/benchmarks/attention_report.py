@@ -1,17 +1,9 @@
-"""The benchmark of attention: times as tables, next to their targets."""
+"""Times of attention as tables, next to their targets."""
 
-import sys
-import time
-
-import jax
-
-from kernels_pallas.depth_attention import IMPLEMENTATIONS
-from moddepth_jax.benchmarks.attention import bench_case, device_ceilings
-from moddepth_jax.benchmarks.attention_cases import GPU_CASES, TOY_CASES, Case, product
-from moddepth_jax.benchmarks.attention_forms import ALONE, BOTH, PLAIN, RIVALS
-from moddepth_jax.benchmarks.models import Dtype
-from moddepth_jax.benchmarks.tables import Table, pivot
-from moddepth_jax.training.summary import versions
+from moddepth_jax.benchmarks.attention_cases import Case
+from moddepth_jax.benchmarks.attention_forms import ALONE, BOTH, PLAIN
+from moddepth_jax.studies.plot_style import new_figure
+from moddepth_jax.training.tables import Table, pivot
 
 # Times of both passes over plain cuDNN's, at TARGET_SHAPE on an H200, by T.
 TARGETS = {4096: 1.37, 16384: 1.11, 65536: 1.03}
@@ -54,8 +46,6 @@ def case_table(result: dict) -> Table:
 
 def failures(result: dict) -> list[str]:
     """A line for each reason why some form was not timed."""
-    if 'skipped' in result:
-        return [f'{case_title(result)}: {result["skipped"]}']
     reasons = {}
     for row in result['rows']:
         if 'failed' in row:
@@ -94,62 +84,38 @@ def targets_table(results: list[dict], copy_bytes_per_second: float) -> Table:
             rates = find(result, 'bytes_per_second', ALONE, direction)
             shares = {name: rate / copy_bytes_per_second for name, rate in rates.items()}
             add(f'{start}, depth {direction}, of copy bandwidth', COPY_TARGET, shares, max)
-        if plain := find(result, 'seconds', PLAIN, 'fresh').get('pallas_triton'):
+        if plain := find(result, 'seconds', PLAIN, 'fresh').get('flash_attention_2'):
             ours = find(result, 'seconds', BOTH, 'fresh')
-            name = f'{start}, both passes with slots, over plain Pallas-Triton without'
+            name = f'{start}, both passes with slots, over FlashAttention-2 without'
             add(name, 1, {name: seconds / plain for name, seconds in ours.items()}, min)
     return Table('targets (on an H200)', ['', 'target', 'reached', 'by'], lines)
 
 
-def attention(
-    *,
-    implementations: list[str] | None = None,
-    lengths: list[int] | None = None,
-    heads: list[int] | None = None,
-    kv_heads: list[int] | None = None,
-    widths: list[int] | None = None,
-    slots: list[int] | None = None,
-    dtype: Dtype | None = None,
-    seconds: int = 300,
-):
-    """Every implementation of attention over sequence and depth slots, and plain attention.
+def draw_times(results: list[dict], path) -> bool:
+    """Draws the times of both passes by T: ours with slots, and cuDNN and FlashAttention-2 without.
 
-    Each is compared with the equation before it is timed; on a GPU at the shapes of a large model,
-    on a CPU at toy shapes, where kernels are interpreted.
-
-    Args:
-      implementations: what is timed. Default: ours, and RIVALS.
-      lengths: sequence lengths.
-      heads: query heads.
-      kv_heads: key/value heads.
-      widths: of a head.
-      slots: depth slots of a token.
-      dtype: of all arrays. Default: bfloat16.
-      seconds: after which no further shape is begun.
+    Of results of bench_case those of TARGET_SHAPE, with its slots or none. False: there are none.
     """
-    known = (*RIVALS, *IMPLEMENTATIONS)
-    for name in implementations or ():
-        if name not in known:
-            raise ValueError(f'--implementations={name}: must be one of {", ".join(known)}')
-    on_gpu = jax.default_backend() == 'gpu'
-    cases = [c._replace(dtype=dtype or c.dtype) for c in (GPU_CASES if on_gpu else TOY_CASES)]
-    sizes = (lengths, heads, kv_heads, widths, slots)
-    if any(size is not None for size in sizes):
-        sizes = [[c] if size is None else size for size, c in zip(sizes, cases[0], strict=False)]
-        cases = product(*sizes, cases[0].dtype)
-    names, begin, results = implementations or known, time.perf_counter(), []
-    facts = device_ceilings(toy=not on_gpu)
-    yield {'versions': versions(), **facts, 'budget_seconds': seconds}, []
-    for case in cases:
-        if time.perf_counter() - begin > seconds:
-            result = {**case._asdict(), 'skipped': f'the budget of {seconds:g} s is spent'}
-        else:
-            result = bench_case(case, names, 0.3 * seconds / len(cases))
-        results.append(result)
-        yield result, [case_table(result)] if 'rows' in result else []
-        for line in failures(result):
-            print(line, file=sys.stderr)
-    if facts['hopper']:
-        copy = facts['ceilings']['copy_bytes_per_second']
-        table = targets_table([r for r in results if 'rows' in r], copy)
-        yield {'targets': table.lines}, [table]
+    times = {}
+    for result in results:
+        shape = {name: result[name] for name in TARGET_SHAPE}
+        if shape in (TARGET_SHAPE, TARGET_SHAPE | {'slots': 0}):
+            for over in (PLAIN, BOTH):
+                for name, seconds in find(result, 'seconds', over, 'fresh').items():
+                    times.setdefault(f'{name}, {over}', {})[result['length']] = 1e3 * seconds
+    if not times:
+        return False
+    lengths = sorted(set().union(*times.values()))
+    figure = new_figure(9.2, 4.0)
+    axes, width = figure.subplots(), 0.8 / len(times)
+    for number, (label, by_length) in enumerate(sorted(times.items())):
+        places = [lengths.index(length) + number * width for length in by_length]
+        bars = axes.bar(places, by_length.values(), width, label=label)
+        axes.bar_label(bars, fmt='%.3g', fontsize=7)
+    middles = [place + (0.8 - width) / 2 for place in range(len(lengths))]
+    axes.set_xticks(middles, [f'T = {length:,}' for length in lengths])
+    axes.set(yscale='log', ylabel='forward and backward, ms')
+    axes.set_title(str(Case(0, **TARGET_SHAPE)).removeprefix('T=0 '), loc='left', fontsize=9)
+    figure.legend(loc='outside lower center', ncols=3, fontsize=8)
+    figure.savefig(path)
+    return True

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from moddepth_jax.benchmarks.models import make_model
-from moddepth_jax.benchmarks.tables import column_per_row, fixed
 from moddepth_jax.benchmarks.timing import time_interleaved
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.model.decoding import decode_step, prefill, unroll
 from moddepth_jax.model.kv_cache import Cache, cache_bytes, update_cache
 from moddepth_jax.model.transformer import Transformer, causal_routing
 from moddepth_jax.training.summary import versions
+from moddepth_jax.training.tables import column_per_row, fixed
 
 WARMUP = 4  # steps before the timed ones
 

@@ -6,8 +6,8 @@ import jax
 
 from moddepth_jax.benchmarks.models import NAMED_SIZES, TITLES, Dtype, make_model
 from moddepth_jax.benchmarks.steps import compare_steps, steps_table, with_model
-from moddepth_jax.benchmarks.tables import pivot
 from moddepth_jax.hparams import Hparams
+from moddepth_jax.training.tables import pivot
 
 
 def compare_depths(models: dict[str, Hparams], depths, unrolled_up_to: int, repeats: int) -> dict:

@@ -8,16 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from moddepth_jax.benchmarks.models import Dtype
-from moddepth_jax.benchmarks.steps import EXPANDED
-from moddepth_jax.benchmarks.tables import pivot
 from moddepth_jax.benchmarks.timing import time_interleaved
 from moddepth_jax.model.flops import dot_general_flops
 from moddepth_jax.model.layers import swiglu
 from moddepth_jax.model.moe.experts import routed_mlp
 from moddepth_jax.model.moe.grouped_matmul import IMPLEMENTATIONS
 from moddepth_jax.training.summary import versions
+from moddepth_jax.training.tables import pivot
 
 DENSE = 'dense loop'
+EXPANDED = 1.5  # executed over active FLOPs, above which XLA expanded a ragged_dot
 MOST_DENSE_FLOPS = 2e11  # of both passes, above which the dense loop is left out
 
 

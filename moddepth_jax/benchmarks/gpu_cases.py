@@ -27,7 +27,7 @@ _STEPS = {'dense': 60.0, 'moda': 85.0, 'mod': 60.0, 'both': 110.0}
 _TOYS = ('machine/*', 'right/mosaic_gpu/depth_alone', 'right/decode/*')
 _TOYS += tuple(f'right/pallas/{name}' for name in ('group_of_3', 'rows', 'depth_alone'))
 _TOYS += ('right/cudnn/rows', 'right/xla/rows', 'packed/[pxc]*/three', 'packed/[pxc]*/no_slots')
-_TOYS += ('time/xla/packed_no_slots_4k', 'time/pallas/slots_24_4k', 'time/pallas_triton/4k')
+_TOYS += ('time/xla/packed_no_slots_4k', 'time/pallas/slots_24_4k', 'time/flash_attention_2/4k')
 _TOYS += tuple(f'step/124m/{model}' for model in (*_STEPS, 'moe'))
 _TOYS += ('decode/*', 'experts/*', 'run/*')
 
@@ -109,7 +109,6 @@ def _times():
     found = []
     for name in ('mosaic_gpu', FUSED):
         found += _at_lengths(name, '', {}, 15.0, brief=False)
-    found += _at_lengths('pallas_triton', '', NO_SLOTS, 6.0)
     found += _at_lengths('flash_attention_2', '', NO_SLOTS, 6.0)
     for name, prefix, sizes in (
         ('mosaic_gpu', 'packed_', PACKED),

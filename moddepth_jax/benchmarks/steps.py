@@ -9,24 +9,16 @@ import numpy as np
 
 from kernels_pallas.backends import log_lines
 from moddepth_jax.benchmarks.models import GROUPS, NAMED_SIZES, TITLES, Dtype, make_model
-from moddepth_jax.benchmarks.tables import column_per_row, fixed
 from moddepth_jax.benchmarks.timing import time_interleaved, try_run
 from moddepth_jax.data.pipeline import make_dataset
 from moddepth_jax.hparams import Hparams
-from moddepth_jax.model.flops import (
-    dot_general_flops,
-    empty_place_flops,
-    forward_breakdown,
-    train_step_flops,
-)
-from moddepth_jax.model.moe.grouped_matmul import resolve
-from moddepth_jax.model.transformer import Transformer
+from moddepth_jax.model.flops import train_step_flops
 from moddepth_jax.training.mesh import make_mesh, shard_batch
 from moddepth_jax.training.summary import num_parameters, versions
+from moddepth_jax.training.tables import column_per_row, fixed
 from moddepth_jax.training.train_step import init_state, train_step
 
 NUM_STEPS = 1000  # of the schedule that the timed steps belong to
-EXPANDED = 1.5  # executed over active FLOPs, above which XLA expanded a ragged_dot
 
 
 class CompiledStep:
@@ -93,10 +85,7 @@ def compare_steps(models: dict[str, Hparams], repeats: int) -> dict:
 
 
 def step_row(hparams: Hparams, step: CompiledStep, seconds) -> dict:
-    """What the times of one model's step say; the median of `step_seconds`, and counted FLOPs.
-
-    With routed experts it has what `grouped_matmul_facts` returns, too.
-    """
+    """What the times of one model's step say; the median of `step_seconds`, and counted FLOPs."""
     flops, median = train_step_flops(hparams), float(np.median(seconds))
     return {
         'step_seconds': median,
@@ -107,7 +96,6 @@ def step_row(hparams: Hparams, step: CompiledStep, seconds) -> dict:
         'temp_bytes': step.temp_bytes,
         'trace_seconds': step.trace_seconds,
         'compile_seconds': step.compile_seconds,
-        **grouped_matmul_facts(hparams),
     }
 
 
@@ -118,53 +106,6 @@ def compare(seconds, flops, dense_seconds, dense_flops) -> dict:
     """
     times, flops = float(np.median(seconds / dense_seconds)), flops / dense_flops
     return {'time_ratio': times, 'flops_ratio': flops, 'realised_saving': flops / times}
-
-
-def _traced_flops(hparams, product):
-    """FLOPs of the products in a forward pass whose experts use this implementation."""
-    experts = dataclasses.replace(hparams.model.experts, product=product)
-    model = Transformer(with_model(hparams, experts=experts))
-    shape = (hparams.data.batch_size, hparams.data.sequence_length)
-    tokens_BT = jax.ShapeDtypeStruct(shape, 'int32')
-    variables = jax.eval_shape(model.init, jax.random.key(0), tokens_BT)
-    return dot_general_flops(jax.make_jaxpr(model.apply)(variables, tokens_BT))
-
-
-def ragged_dot_expansion(num_experts: int) -> float | None:
-    """FLOPs of a compiled ragged_dot over those of its rows; None if XLA does not say.
-
-    About num_experts where XLA expands it into the product of all rows with all matrices.
-    """
-    rows, width = 16 * num_experts, 32
-    x_RX = jax.ShapeDtypeStruct((rows, width), 'float32')
-    w_EXY = jax.ShapeDtypeStruct((num_experts, width, width), 'float32')
-    sizes_E = jax.ShapeDtypeStruct((num_experts,), 'int32')
-    compiled = jax.jit(jax.lax.ragged_dot).lower(x_RX, w_EXY, sizes_E).compile()
-    flops = (compiled.cost_analysis() or {}).get('flops')
-    return flops and flops / (2 * rows * width**2)
-
-
-def grouped_matmul_facts(hparams: Hparams) -> dict:
-    """What the routed experts of a model run in a training step; empty for a model without.
-
-    `product` is the implementation; `executed_over_active` three times the FLOPs of its products in
-    the traced forward pass, with places that may stay empty, over the counted ones of the experts
-    (recomputation is in neither).
-    """
-    if not hparams.model.expert_layers:
-        return {}
-    experts = hparams.model.experts
-    shape = (hparams.data.batch_size, hparams.data.sequence_length)
-    product = resolve(experts.product)
-    active = 3 * forward_breakdown(hparams, *shape)['experts']
-    executed = active + 3 * empty_place_flops(hparams, *shape)
-    if product != 'ragged_dot':  # which pads nothing; the others fill up blocks
-        executed += 3 * (_traced_flops(hparams, product) - _traced_flops(hparams, 'ragged_dot'))
-    return {
-        'product': product,
-        'executed_over_active': executed / active,
-        'ragged_dot_expansion': ragged_dot_expansion(experts.num_routed),
-    }
 
 
 LINES = {
@@ -180,12 +121,6 @@ LINES = {
     'temporary memory, GiB': ('temp_bytes', fixed(3, 2**-30)),
     'tracing and lowering, s': ('trace_seconds', fixed(1)),
     'compilation, s': ('compile_seconds', fixed(1)),
-    'grouped matmul of the experts': ('product', str),
-    'its FLOPs, executed at most / active': ('executed_over_active', fixed(3)),
-    'ragged_dot on this device, compiled FLOPs': (
-        'ragged_dot_expansion',
-        lambda factor: f'expanded, {factor:.1f} x' if factor > EXPANDED else 'grouped',
-    ),
 }
 
 

@@ -13,7 +13,7 @@ from moddepth_jax.benchmarks.gpu_cases import cases
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def choose_cases(texts, toy: bool, limit: float | None = None) -> list[runner.Case]:
+def choose_cases(texts, toy: bool) -> list[runner.Case]:
     """The cases of a visit in their order: those with one of `texts` in their names, or all.
 
     Raises ValueError for a text that no name has.
@@ -22,26 +22,7 @@ def choose_cases(texts, toy: bool, limit: float | None = None) -> list[runner.Ca
     for text in texts:
         if not any(text in case.name for case in found):
             raise ValueError(f'--cases={text}: no case has it in its name; --list prints them')
-    found = [case for case in found if any(text in case.name for text in texts or ('',))]
-    return [case._replace(limit=limit or case.limit) for case in found]
-
-
-def parse_injected(texts: list[str], toy: bool) -> dict[str, str]:
-    """Kind of injection by name of the case, of texts such as crash:CASE.
-
-    Raises ValueError for another text, no such case, or a wrong result of a case that is no check.
-    """
-    found, names = {}, {case.name for case in cases(toy)}
-    for text in texts:
-        kind, _, name = text.partition(':')
-        if kind not in worker.INJECTIONS or not name:
-            raise ValueError(f'--inject={text}: must be crash:CASE, hang:CASE or wrong:CASE')
-        if kind == 'wrong' and not name.startswith(('right/', 'packed/')):
-            raise ValueError(f'--inject={text}: only cases right/... and packed/... can be wrong')
-        if name not in names:
-            raise ValueError(f'--inject={text}: no case {name}; --list prints them')
-        found[name] = kind
-    return found
+    return [case for case in found if any(text in case.name for text in texts or ('',))]
 
 
 def list_cases(chosen: list[runner.Case]) -> str:
@@ -98,7 +79,6 @@ def visit(
     again: bool = False,
     time_all: bool = False,
     toy: bool = False,
-    injected: dict[str, str] | None = None,
 ) -> int:
     """Runs cases, prints a line for each, and returns the exit status.
 
@@ -117,7 +97,7 @@ def visit(
     todo, lines = runner.pending(chosen, store, code['code'], again, by_name)
     for line in lines:
         print(line, flush=True)
-    args = ({case.name: case for case in todo}, not toy, injected or {})
+    args = ({case.name: case for case in todo}, not toy)
     start = functools.partial(runner.Child, worker.serve, args, out / 'log.txt')
     say = functools.partial(print, flush=True)
     run = runner.Run(store, start, stamp | code, seconds_left, say, time_all)

@@ -5,7 +5,6 @@ import importlib
 import json
 import os
 import sys
-import time
 import traceback
 
 
@@ -17,15 +16,13 @@ class SkippedError(Exception):
     """This device cannot do it; the message says why."""
 
 
-INJECTIONS = ('crash', 'hang', 'wrong')
 _OURS = ('configs', 'kernels_pallas', 'launch', 'moddepth_jax')
 
 
-def serve(connection, log, cases: dict, on_gpu: bool, injected: dict[str, str]):
+def serve(connection, log, cases: dict, on_gpu: bool):
     """Answers each name of `cases` that the connection sends with a row, until it is closed.
 
     The file `log` gets whatever is printed. With `on_gpu` nothing runs if JAX has no GPU.
-    `injected`, of INJECTIONS by name of a case, is done to it, to test the runner.
     """
     redirect_output(log)
     connection.send({'status': 'ready'})
@@ -35,7 +32,7 @@ def serve(connection, log, cases: dict, on_gpu: bool, injected: dict[str, str]):
         except EOFError:
             return
         print(f'--- {name}', flush=True)
-        connection.send(run_case(cases[name], on_gpu, injected.get(name)))
+        connection.send(run_case(cases[name], on_gpu))
 
 
 def redirect_output(log):
@@ -47,12 +44,8 @@ def redirect_output(log):
     sys.stdout = sys.stderr  # which a crash does not lose
 
 
-def run_case(case, on_gpu: bool, injected: str | None = None) -> dict:
+def run_case(case, on_gpu: bool) -> dict:
     """Runs a case and returns its row: at least `status`, and `reason` if that is not ok."""
-    if injected == 'crash':
-        os.abort()
-    if injected == 'hang':
-        time.sleep(1e6)
     if on_gpu and case.in_process:
         import jax
 
@@ -61,8 +54,7 @@ def run_case(case, on_gpu: bool, injected: str | None = None) -> dict:
     module, _, name = case.run.partition(':')
     try:
         function = getattr(importlib.import_module(module), name)
-        bent = {'bent': True} if injected == 'wrong' else {}
-        row = {'status': 'ok', **function(**case.arguments, **bent)}
+        row = {'status': 'ok', **function(**case.arguments)}
         json.dumps(row)  # a row that no file can hold is this case's error
         return row
     except WrongError as error:

@@ -1,10 +1,10 @@
 """The results of dry runs as lines and tables."""
 
 import rich.console
-import rich.table
 import rich.text
 
 from moddepth_jax.training.progress import format_count
+from moddepth_jax.training.tables import Table, markdown_rows, print_table
 
 GIB = 2**30
 NOTES = (
@@ -40,45 +40,44 @@ def _headlines(result):
 
 
 def _tables(result):
-    """Yields titles, heads and rows of cells."""
-    heads = ('', 'parameters', 'optimizer', 'arguments', 'temporaries', 'peak')
+    """Yields the Tables of a result."""
     names = ('parameters', 'optimizer', 'argument', 'temp', 'peak')
-    yield 'Memory a device', heads, [('GiB', *(_gib(result['bytes'][name]) for name in names))]
+    heads = ['', 'parameters', 'optimizer', 'arguments', 'temporaries', 'peak']
+    yield Table('Memory a device', heads, {'GiB': [_gib(result['bytes'][name]) for name in names]})
     flops, split = result['flops'], result['split']
-    rows = [
-        (name, format_count(flops[key]), format_count(flops[key] / result['devices']))
+    lines = {
+        name: [format_count(flops[key]), format_count(flops[key] / result['devices'])]
         for name, key in (
             ('counted (3 forward passes)', 'counted'),
             ('executed (with what is recomputed)', 'executed'),
         )
-    ]
+    }
     of_one = {
         'products in the compiled program': flops['products'],
         '  of these in conditionals, at most': flops['in_branches'],
         "XLA's estimate, each loop once": flops['xla'] or float('nan'),
     }
-    rows += [(name, '', format_count(number)) for name, number in of_one.items()]
-    split = 'n/a' if split is None else f'{split:.2f}'
-    rows.append(('traced / products: 1 = evenly split', '', split))
-    yield 'FLOPs of a step', ('', 'all devices', 'a device'), rows
-    heads = ('axes', 'kind', 'runs', 'MB a device sends', 'of it sliced after')
-    rows = [_collective_row(row) for row in result['collectives']]
-    yield 'Collectives of a step, by the mesh axes that they join', heads, rows
+    lines |= {name: ['', format_count(number)] for name, number in of_one.items()}
+    lines['traced / products: 1 = evenly split'] = ['', 'n/a' if split is None else f'{split:.2f}']
+    yield Table('FLOPs of a step', ['', 'all devices', 'a device'], lines)
+    heads = ['axes: kind', 'runs', 'MB a device sends', 'of it sliced after']
+    lines = dict(_collective_line(row) for row in result['collectives'])
+    yield Table('Collectives of a step, by the mesh axes that they join', heads, lines)
     for name, estimate in result['estimates'].items():
-        heads = (f'source: {estimate["source"]}', 'ms a step', 'over products')
-        yield f'Estimate for {name}, not measured', heads, _estimate(estimate)
+        heads = [f'source: {estimate["source"]}', 'ms a step', 'over products']
+        yield Table(f'Estimate for {name}, not measured', heads, _estimate(estimate))
 
 
 def _gib(count):
     return f'{count / GIB:.2f}' if count >= GIB / 100 else f'{count / GIB:.4f}'
 
 
-def _collective_row(row):
+def _collective_line(row):
     runs = str(row['count'])
     runs += ' (trips unknown: once)' if row['unknown_loops'] else ''
     runs += ' (at most)' if row['branches'] else ''
     megabytes = [f'{row[name] / 1e6:,.2f}' for name in ('bytes', 'sliced_bytes')]
-    return row['axes'], row['kind'], runs, *megabytes
+    return f'{row["axes"]}: {row["kind"]}', [runs, *megabytes]
 
 
 def _by_seconds(estimate):
@@ -91,8 +90,8 @@ def _estimate(estimate):
         total = parts['all collectives'] = sum(parts.values())
         parts['  with reduce-scatters'] = total - estimate['sliced']
     compute = estimate['compute']
-    rows = [(name, _ms(seconds), f'{seconds / compute:.2f}') for name, seconds in parts.items()]
-    return [('products at the peak of the data sheet', _ms(compute), ''), *rows]
+    lines = {'products at the peak of the data sheet': [_ms(compute), '']}
+    return lines | {n: [_ms(seconds), f'{seconds / compute:.2f}'] for n, seconds in parts.items()}
 
 
 def _ms(seconds):
@@ -109,14 +108,9 @@ def print_result(result: dict):
 
     for text in _headlines(result):
         say(text)
-    for title, heads, rows in _tables(result):
-        table = rich.table.Table(title=title, title_justify='left')
-        for number, head in enumerate(heads):
-            table.add_column(head, justify='right' if number else 'left')
-        for row in rows:
-            table.add_row(*row)
+    for table in _tables(result):
         say('')
-        console.print(table)
+        print_table(table)
     say('')
     for text in result['sharding']:
         say(text, soft_wrap=True)
@@ -149,7 +143,5 @@ def markdown(results: list[dict]) -> str:
             ', '.join(f'{axes} {_ms(s)}' for axes, s in _by_seconds(estimate) if s >= 1e-4),
         )
         rows.append((one['devices'], config, f'`{_sizes(one["mesh"])}`', cells))
-    lines = ['| ' + ' | '.join(heads) + ' |', '|---|---|' + '---:|' * (len(heads) - 3) + '---|']
-    for devices, config, mesh, cells in sorted(rows):
-        lines.append('| ' + ' | '.join((config, mesh, str(devices), *cells)) + ' |')
-    return '\n'.join(lines)
+    rows = [(config, mesh, str(devices), *cells) for devices, config, mesh, cells in sorted(rows)]
+    return '\n'.join(markdown_rows(heads, *rows))

@@ -100,30 +100,6 @@ def train_step_flops(hparams: Hparams, stage: Stage | None = None) -> float:
     return 3 * forward_flops(hparams.at(stage), *shape, stage.routing)
 
 
-def masked_attention_flops(hparams: Hparams, batch: int, length: int, routing='top_c') -> float:
-    """FLOPs of a pass of `reference` attention on hidden query-key pairs and slots: not counted."""
-    model, hidden = hparams.model, 0.0
-    for kind, tokens, window in _layers(hparams, length, routing):
-        if kind.part == 'block':
-            hidden += tokens**2 - _pairs(tokens, window)
-    in_buffer = sum(kind.slots for kind in layer_kinds(model))
-    for tokens, seen, written in depth_readers(hparams, length, routing):
-        hidden += tokens * ((in_buffer if model.layer_loop == 'scan' else written) - seen)
-    return batch * 4 * model.num_heads * model.head_dim * hidden
-
-
-def empty_place_flops(hparams: Hparams, batch: int, length: int, routing: str = 'top_c') -> float:
-    """FLOPs of a forward pass on unused places of pairs of token and expert, not counted either."""
-    experts, empty = hparams.model.experts, 0.0
-    for kind, tokens, _ in _layers(hparams, length, routing):
-        if kind.experts and experts.choice == 'token':
-            places = tokens * experts.top_k
-            if experts.row_capacity:
-                places = min(places, experts.num_routed * experts.row_capacity)
-            empty += places - expert_pairs(experts, tokens)
-    return batch * empty * _pair_flops(hparams.model)
-
-
 def dot_general_flops(jaxpr) -> int:
     """FLOPs of every product in a jaxpr: scans by their length, conds by their largest branch."""
     jaxpr = getattr(jaxpr, 'jaxpr', jaxpr)

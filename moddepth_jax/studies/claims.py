@@ -10,6 +10,7 @@ from moddepth_jax.studies.judges import FAILS, HOLDS, NOTHING, UNDECIDED, Eviden
 from moddepth_jax.studies.run_numbers import numbers_within
 from moddepth_jax.studies.statistics import NotMeasured
 from moddepth_jax.studies.store import MEASURES_FILE, STUDY_FILE, read_json
+from moddepth_jax.training.tables import markdown_rows
 
 BEGIN = '<!-- claims: written by python -m launch.claims -->'
 END = '<!-- end of claims -->'
@@ -124,13 +125,6 @@ def counts(rows: list[dict]) -> str:
     return f'{hold} hold, {fail} do not, {rest} are undecided here'
 
 
-def _table(*rows):
-    """Lines of a table of texts, the first row its head."""
-    escaped = [[cell.replace('|', '\\|') for cell in row] for row in rows]
-    lines = [f'| {" | ".join(row)} |' for row in escaped]
-    return [lines[0], '|' + '---|' * len(rows[0]), *lines[1:]]
-
-
 def markdown(rows: list[dict], evidence: Evidence) -> str:
     """The text between BEGIN and END: the rows by topic, details of each claim, the studies."""
     lines = [f'Of {len(rows)} claims: {counts(rows)}.', '', _SOURCES, '']
@@ -140,7 +134,7 @@ def markdown(rows: list[dict], evidence: Evidence) -> str:
             for row in group
         ]
         heads = ('claim', "the paper's number", 'ours', 'verdict')
-        lines += [f'## {topic}', '', *_table(heads, *cells), '']
+        lines += [f'## {topic}', '', *markdown_rows(heads, *cells), '']
     lines += ['## How each was judged', '']
     for row in rows:
         title = f'**{row["claim"]}** ({row["source"]}): {row["verdict"]}'
@@ -169,7 +163,7 @@ def _studies(evidence):
         labels |= {name: variant['label'] for name, variant in study['variants'].items()}
     heads = ('study', 'config', 'corpus', 'runs', 'missing', 'Python', 'JAX', 'device')
     names = '; '.join(f'`{name}` {label}' for name, label in labels.items())
-    return [*_table(heads, *rows), '', f'Names of variants: {names}.']
+    return [*markdown_rows(heads, *rows), '', f'Names of variants: {names}.']
 
 
 def replaced(page: str, table: str) -> str:

@@ -152,7 +152,7 @@ class StudyRunner:
         store.write_measures(self._workdir, study)
         plots.draw(study, self._workdir)
         page.write_page(study, self._workdir)
-        print(f'look      {self._workdir / "study.html"}')
+        print(f'look      {self._workdir / "study.md"}')
 
 
 def _throughput(hparams):

@@ -82,30 +82,4 @@ def test_step(tmp_path):
     rows = {row['model']: row for row in result['rows']}
     assert list(rows) == ['dense', 'mod', 'both', 'moe', 'staged', 'integrated']
     assert (result['batch'], result['size']) == (2, '2x64')
-    for name, row in rows.items():
-        assert row['realised_saving'] > 0
-        assert ('product' in row) == (name in ('moe', 'staged', 'integrated'))
-
-
-@pytest.mark.slow
-def test_both_ways_of_scoring_agree(tmp_path):
-    """Up to rounding, with a column for each model and length of options."""
-    (result,), out, _ = bench(tmp_path, 'scoring', '--size=2x64', '--repeats=1')
-    assert [row['model'] for row in result['rows']] == ['dense', 'dense', 'mod', 'mod']
-    for row in result['rows']:
-        assert row['difference'] < 1e-4 and row['ratio'] == pytest.approx(row['ratio_range'][0])
-        assert row['one_by_one_milliseconds'] > 0 and row['requests'] == 128
-        assert f'{row["model"]}, {row["options"]}' in out
-
-
-@pytest.mark.slow
-def test_attention_of_given_sizes(tmp_path):
-    """Sizes by flags; what cannot run here has a line on stderr, and the exit status is 0."""
-    sizes = ['--lengths=16', '--heads=2', '--kv_heads=1', '--widths=8', '--slots=0']
-    flags = ['--implementations=cudnn,xla', *sizes]
-    (first, case), out, errors = bench(tmp_path, 'attention', *flags)
-    assert first['ceilings']['copy_bytes_per_second'] > 0
-    assert (case['length'], case['heads'], case['slots']) == (16, 2, 0)
-    assert case['baseline'] == 'xla' and 'xla, no slots' in out
-    (line,) = (line for line in errors.splitlines() if not line.startswith('running'))
-    assert line.startswith('cudnn (no slots')
+    assert all(row['realised_saving'] > 0 for row in rows.values())

@@ -2,9 +2,12 @@
 
 import json
 
+import matplotlib.image
+import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
-from moddepth_jax.benchmarks import report
+from moddepth_jax.benchmarks import attention_report, report
 from moddepth_jax.benchmarks.attention_cases import LENGTHS, Case
 from moddepth_jax.benchmarks.results import FILE, Results
 
@@ -51,7 +54,7 @@ def rows():
         'right/mosaic_gpu/group_of_2': row(**right),
         'right/pallas/rows': row('wrong', 'o is off by 3, allowed 0.004'),
         'time/pallas/4k': row('skipped', 'a wrong kernel is not timed'),
-        'time/pallas_triton/64k': timed('pallas_triton', 1.2, 65536, slots=0),
+        'time/flash_attention_2/64k': timed('flash_attention_2', 1.2, 65536, slots=0),
         'time/mosaic_gpu/slots_16_4k': timed('mosaic_gpu', 1.16, slots=16),
         'time/mosaic_gpu/packed_4k': timed('mosaic_gpu', 0.6, documents=16),
         'step/700m/dense': step('dense', 0.4, 7e13),
@@ -91,14 +94,15 @@ def test_page_has_every_number(rows):
 
 
 def test_files(rows, tmp_path):
-    """A page and claims; without results one line."""
+    """A page, claims and a plot of the times; without results one line."""
     with pytest.raises(ValueError, match='holds no results.jsonl'):
         report.write(tmp_path)
     results = Results(tmp_path / FILE)
     for name, value in rows.items():
         results.add({'case': name, **value})
     written = report.write(tmp_path)
-    assert [path.name for path in written] == ['table.md', 'claims.json']
+    assert [path.name for path in written] == ['table.md', 'claims.json', 'attention.png']
+    assert matplotlib.image.imread(written[2]).std() > 0.02
     judged = json.loads(written[1].read_text())
     names = ('kernel_efficiency', 'equal_time_700m')
     assert {row['id']: row['verdict'] for row in judged} == dict.fromkeys(names, 'holds')
@@ -107,11 +111,29 @@ def test_files(rows, tmp_path):
 def test_claims_have_verdicts_on_both_sides(rows):
     """Slower kernels and steps do not hold; toys and missing data judge nothing."""
     slow = rows | {'step/700m/mod': step('mod', 0.3, 4e13)}
-    slow['time/pallas_triton/64k'] = timed('pallas_triton', 0.9, 65536, slots=0)
+    slow['time/flash_attention_2/64k'] = timed('flash_attention_2', 0.9, 65536, slots=0)
     verdicts = {row['id']: (row['ours'], row['verdict']) for row in report.judge_claims(slow)}
     assert verdicts['kernel_efficiency'] == ('88.2%', 'does not hold')
     assert verdicts['equal_time_700m'] == ('0.762', 'does not hold')
     assert not report.judge_claims({name: row | {'toy': True} for name, row in rows.items()})
+
+
+def test_times_are_drawn_by_length(rows, tmp_path, monkeypatch):
+    """Bars of our kernels with slots and of the rivals without, in milliseconds, by length."""
+    figure = Figure(layout='constrained')
+    monkeypatch.setattr(attention_report, 'new_figure', lambda *size: figure)
+    assert attention_report.draw_times(report.timed(rows), tmp_path / 'x.png')
+    bars = {
+        bars.get_label(): [bar.get_height() for bar in bars] for bars in figure.axes[0].containers
+    }
+    assert list(bars) == [
+        *('cudnn, no slots', 'flash_attention_2, no slots'),
+        *('mosaic_gpu, slots', 'mosaic_gpu_fused, slots'),
+    ]
+    lengths = np.array(list(LENGTHS.values()))
+    np.testing.assert_allclose(bars['mosaic_gpu, slots'], 1.04e-7 * lengths**2.0)
+    assert len(bars['flash_attention_2, no slots']) == 1
+    assert not attention_report.draw_times([], tmp_path / 'y.png')
 
 
 def test_an_unfinished_run_has_a_page():

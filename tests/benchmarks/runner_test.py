@@ -10,7 +10,7 @@ import time
 import pytest
 
 from moddepth_jax.benchmarks import gpu_cases, machine, runner, worker
-from moddepth_jax.benchmarks.results import BAD, FINAL, Results
+from moddepth_jax.benchmarks.results import FINAL, Results
 from tests.benchmarks import fake_cases
 from tests.benchmarks.fake_cases import case
 
@@ -21,7 +21,7 @@ STAMP = {'device': 'H200', 'commit': 'abc', 'code': 'c1'}
 class Bench:
     """Runs fake cases in real child processes, and counts these."""
 
-    def __init__(self, folder, target=worker.serve, args=(fake_cases.CASES, False, {})):
+    def __init__(self, folder, target=worker.serve, args=(fake_cases.CASES, False)):
         self.folder, self.target, self.args = folder, target, args
         self.starts, self.lines = 0, []
         self.results = Results(folder / 'results.jsonl')
@@ -202,23 +202,17 @@ def test_without_a_gpu_there_is_one_line(tmp_path):
 
 @pytest.mark.slow
 def test_whole_list_at_toy_size(tmp_path):
-    """Every case is right, except what a CPU cannot do and what was injected."""
-    lost = {'right/pallas/rows': 'wrong', 'step/124m/moda': 'failed'}
-    inject = '--inject=wrong:right/pallas/rows,crash:step/124m/moda'
-    done = gpu('--toy', f'--out={tmp_path}', inject)
+    """Every case is right, except what a CPU cannot do; the same command again runs nothing."""
+    done = gpu('--toy', f'--out={tmp_path}')
     results = Results(tmp_path / 'results.jsonl')
-    bad = {name: row for name, row in results.latest.items() if row['status'] in BAD}
-    assert {name: row['status'] for name, row in bad.items()} == lost, bad
-    assert done.returncode == 1 and 'not right: right/pallas/rows, step/124m/moda' in done.stdout
-    timed = results.latest['time/pallas/slots_24_4k']
-    assert timed['reason'] == 'a wrong kernel is not timed: right/pallas/rows wrong'
-    for name in ('step/124m/both', 'decode/124m/mod', 'run/train'):
+    assert done.returncode == 0, done.stdout
+    assert {row['status'] for row in results.latest.values()} == {'ok', 'skipped'}
+    for name in ('step/124m/both', 'decode/124m/mod', 'run/train', 'time/pallas/slots_24_4k'):
         assert results.status(name) == 'ok', results.latest[name]
     assert not results.latest['step/124m/both']['across_documents']
-    again = gpu('--toy', f'--out={tmp_path}', inject)
+    again = gpu('--toy', f'--out={tmp_path}')
     lines = (tmp_path / 'results.jsonl').read_text().splitlines()
     assert len(lines) == len(results.latest) and 'cases are done' in again.stdout
     assert gpu('--report', f'--out={tmp_path}').returncode == 0
-    page = (tmp_path / 'table.md').read_text()
-    assert '**train step, 124m' in page and '**wrong** right/pallas/rows' in page
+    assert '**train step, 124m' in (tmp_path / 'table.md').read_text()
     assert len(list(tmp_path.iterdir())) <= 8

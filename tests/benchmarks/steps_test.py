@@ -10,7 +10,6 @@ from moddepth_jax.benchmarks import steps
 from moddepth_jax.benchmarks.steps import CompiledStep, compare_steps, with_model
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model.flops import train_step_flops
-from moddepth_jax.model.moe.grouped_matmul import block_rows, num_blocks
 
 VARIANTS = {
     'dense': {},
@@ -78,22 +77,3 @@ def test_memory_of_the_scanned_form_is_linear_in_depth(models):
     assert 0 < bytes_of[4] < bytes_of[8]
     growth = (bytes_of[16] - bytes_of[8]) / (bytes_of[8] - bytes_of[4])
     assert growth == pytest.approx(2, rel=0.1), bytes_of
-
-
-@pytest.mark.parametrize('product', ['blocked', 'batched', 'ragged_dot'])
-def test_executed_over_active_is_places_over_pairs(product, tiny_config):
-    """In blocks: what fills up the last one of each expert; with no-op experts, their places."""
-    knobs = {'model.experts.choice': 'token', 'model.experts.num_routed': 4}
-    knobs |= {'model.experts.d_ff': 16, 'model.experts.product': product}
-    pairs, places = 4 * 32 * 2, 4 * 32 * 2
-    if product != 'ragged_dot':
-        rows = block_rows(pairs, 4, product)
-        places = num_blocks(pairs, 4, rows) * rows
-        assert places > pairs
-    for noop, share in ((0, 1.0), (4, 0.5)) if product == 'ragged_dot' else ((0, 1.0),):
-        hparams = from_config(tiny_config(**knobs, **{'model.experts.num_noop': noop}))
-        found = steps.grouped_matmul_facts(hparams)
-        assert found['product'] == product
-        assert found['executed_over_active'] == pytest.approx(places / (share * pairs))
-        assert found['ragged_dot_expansion'] > 4  # this CPU multiplies each row by each matrix
-    assert steps.grouped_matmul_facts(from_config(tiny_config())) == {}

@@ -64,14 +64,6 @@ def test_a_rerun_that_differs_is_found(monkeypatch):
         check('xla', 'depth_alone', toy=True)
 
 
-def test_an_injected_fault_is_found():
-    """`bent` is what launch.gpu --inject=wrong:CASE sets."""
-    with pytest.raises(WrongError, match='o is off'):
-        check('xla', 'depth_alone', toy=True, bent=True)
-    with pytest.raises(WrongError, match='o is off'):
-        check_decode(3, 9, 4, toy=True, bent=True)
-
-
 def test_cudnn_is_refused_on_a_cpu():
     """By name and reason, in the words by which launch.gpu skips a case."""
     with pytest.raises(ValueError, match='cannot: cudnn: cpu must be an NVIDIA GPU'):

@@ -106,13 +106,11 @@ COMMANDS = {
     ],
     'gpu': [
         ('--out=no --cases=right/mosaic_gup', ['--cases=right/mosaic_gup', '--list']),
-        ('--out=no --inject=crush:x', ['--inject=crush:x', 'crash:CASE']),
-        ('--out=no --inject=wrong:machine/ceilings', ['machine/ceilings', 'can be wrong']),
         ('--report', ['--out=DIR']),
     ],
     'bench': [
-        ('', ['no benchmark', 'step, decode, depth, experts, attention']),
-        ('dekode', ['dekode', 'step, decode, depth, experts, attention']),
+        ('', ['no benchmark', 'step, decode, depth, experts']),
+        ('dekode', ['dekode', 'step, decode, depth, experts']),
         ('experts --shapes=64x32x16x4x5', ['--shapes=64x32x16x4x5', 'five numbers', 'last']),
         ('experts --size=6x128', ['--size', 'experts has no use']),
         ('decode --batches=0', ['--batches=0', 'numbers']),
@@ -123,8 +121,6 @@ COMMANDS = {
         ('depth --tokens=64', ['--tokens', 'is of step', 'depth']),
         ('step --variants=mode,dense', ['--variants=mode,dense', 'begin with dense']),
         ('step --variants=dense,mood', ['--variants=mood', 'both', 'mode']),
-        ('attention --implementations=cudn', ['--implementations=cudn', 'cudnn']),
-        ('attention --heads=6 --kv_heads=4', ['--kv_heads=4', '--heads=6']),
     ],
     'backends': [
         ('tinny', ['tinny: must be one of base, dense_700m']),

@@ -7,6 +7,7 @@ import pytest
 from configs import moda_1b5, moda_24l, moda_48l, moda_700m
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model import flops
+from moddepth_jax.model.streams import layer_kinds
 from moddepth_jax.training.summary import num_parameters
 from moddepth_jax.training.train_step import init_state, train_step
 from tests.model.cases import (
@@ -121,10 +122,7 @@ KINDS = {
 
 @pytest.mark.parametrize('name', KINDS)
 def test_breakdown_of_experts_is_the_sum_by_hand(name, tiny_config):
-    """Where only one of two layers has experts, the other has its mlp.
-
-    Half of the choices of `integrated` do nothing at balance: these places are empty.
-    """
+    """Where only one of two layers has experts, the other has its mlp."""
     D, F, F_e, T = 32, 64, 16, 32
     knobs, shared, scored, pairs = KINDS[name]
     hparams = from_config(tiny_config(**knobs))
@@ -133,8 +131,6 @@ def test_breakdown_of_experts_is_the_sum_by_hand(name, tiny_config):
     assert parts['mlp'] == 3 * (plain_mlp + 6 * D * F_e * shared)
     assert parts['expert_router'] == 3 * 2 * D * scored
     assert parts['experts'] == 3 * 6 * D * F_e * pairs
-    empty = 2 * 32 if name == 'integrated' else 0
-    assert flops.empty_place_flops(hparams, 3, T) == 3 * 6 * D * F_e * empty
 
 
 def test_dot_general_flops_of_known_programs():
@@ -181,6 +177,24 @@ def traced_step_flops(hparams):
     return flops.dot_general_flops(jax.make_jaxpr(train_step)(state, batch))
 
 
+def _not_counted(hparams, rows, length):
+    """FLOPs of a pass on hidden pairs of a query and a key or slot, and on places of no-ops."""
+    model, hidden, empty = hparams.model, 0.0, 0.0
+    experts_of, written = model.experts, sum(kind.slots for kind in layer_kinds(model))
+    for kind, tokens, window in flops._layers(hparams, length, 'top_c'):
+        if kind.part == 'block':
+            hidden += tokens**2 - flops._pairs(tokens, window)
+        if kind.experts and experts_of.choice == 'token':
+            places = tokens * experts_of.top_k
+            if experts_of.row_capacity:
+                places = min(places, experts_of.num_routed * experts_of.row_capacity)
+            empty += places - flops.expert_pairs(experts_of, tokens)
+    for tokens, seen, before in flops.depth_readers(hparams, length, 'top_c'):
+        hidden += tokens * ((written if model.layer_loop == 'scan' else before) - seen)
+    pair = 4 * model.num_heads * model.head_dim
+    return rows * pair * hidden, rows * empty * flops._pair_flops(model)
+
+
 # No rematerialization; every pair of a query and a key or slot is computed.
 LITERAL = {'model.remat': 'none', 'model.attention': 'reference'}
 SHAPE = LITERAL | {
@@ -211,8 +225,7 @@ def test_counted_flops_are_those_of_the_traced_step(name, tiny_config):
     """Counted FLOPs are the step's products within 1%, hidden pairs and empty places left out."""
     hparams = from_config(tiny_config(**TRACED[name]))
     rows = hparams.data.batch_size, hparams.data.sequence_length
-    hidden = 3 * flops.masked_attention_flops(hparams, *rows)
-    empty = 3 * flops.empty_place_flops(hparams, *rows)
+    hidden, empty = (3 * number for number in _not_counted(hparams, *rows))
     counted = flops.train_step_flops(hparams)
     assert traced_step_flops(hparams) - hidden - empty == pytest.approx(counted, rel=0.01)
     parts = flops.forward_breakdown(hparams, *rows)

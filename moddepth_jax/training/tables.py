@@ -55,7 +55,7 @@ def print_table(table: Table, width: int | None = None):
     import rich.console
     import rich.table
 
-    drawn = rich.table.Table(title=table.title)
+    drawn = rich.table.Table(title=table.title, title_justify='left')
     for number, head in enumerate(table.heads):
         drawn.add_column(head, justify='right' if number else 'left')
     for name, cells in table.lines.items():
@@ -63,9 +63,16 @@ def print_table(table: Table, width: int | None = None):
     rich.console.Console(width=width).print(drawn)
 
 
+def markdown_rows(heads, *rows) -> list[str]:
+    """The lines of a table of texts in Markdown."""
+    lines = [
+        '| ' + ' | '.join(c.replace('|', '\\|') or ' ' for c in row) + ' |'
+        for row in (heads, *rows)
+    ]
+    return [lines[0], '|' + '---|' * len(heads), *lines[1:]]
+
+
 def to_markdown(table: Table) -> list[str]:
-    """The lines of a table in Markdown."""
-    cells = [[head or ' ' for head in table.heads]]
-    cells += [[name, *row] for name, row in table.lines.items()]
-    rows = ['| ' + ' | '.join(str(cell).replace('|', '/') for cell in row) + ' |' for row in cells]
-    return [f'**{table.title}**', '', rows[0], '|' + '---|' * len(table.heads), *rows[1:], '']
+    """The lines of a table and its title in Markdown."""
+    rows = [[name, *cells] for name, cells in table.lines.items()]
+    return [f'**{table.title}**', '', *markdown_rows(table.heads, *rows), '']
