@@ -61,7 +61,7 @@ COMMANDS = {
         ('--text=other/empty.py', ['empty.py: is empty']),
         ('--text=', ['--text=: is empty']),
         ('--text=gone.py', ['gone.py: no such file', '--text=-']),
-        ('--text=.', ['is a directory']),
+        ('--text=.', ['a directory, not a regular file']),
         ("'--text=a b' --routing=aux_loss", ["'aux_loss'"]),
     ],
     'inspect': [
