@@ -63,19 +63,24 @@ def _expand(pattern):
 
 
 def _folders(top):
-    """`top` and the folders below it that are not hidden, by links only where not found before."""
-    seen, folders, links = set(), [top], []
+    """`top` and the folders below it that are not hidden; no link leads to one a second time."""
+    above = pathlib.Path(top).resolve().parents  # a link to these is a loop, too
+    seen, folders, links = set(map(_identity, above)), [top], []
     while folders or links:
         folder = (folders or links).pop()
-        status = os.stat(folder)
-        if (status.st_dev, status.st_ino) in seen:
+        if (identity := _identity(folder)) in seen:
             continue
-        seen.add((status.st_dev, status.st_ino))
+        seen.add(identity)
         yield folder
         for name in sorted(os.listdir(folder)):
             path = os.path.join(folder, name)
             if os.path.isdir(path) and not name.startswith('.'):
                 (links if os.path.islink(path) else folders).append(path)
+
+
+def _identity(folder):
+    status = os.stat(folder)
+    return status.st_dev, status.st_ino
 
 
 def load_documents(

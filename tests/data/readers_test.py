@@ -294,6 +294,9 @@ def test_links_are_followed_and_loops_of_them_have_an_end(docs, tmp_path):
     for name in ('here', 'b/here', 'b/there', 'b/more'):
         (docs / name).symlink_to(docs, target_is_directory=True)
     assert _found(docs)[0] == _found(docs / '**/*')[0] == names
+    (docs / 'up').symlink_to(tmp_path)
+    (docs / 'root').symlink_to('/')
+    assert _found(docs)[0] == names
     (tmp_path / 'elsewhere').mkdir()
     (tmp_path / 'elsewhere/c.md').write_text('text')
     (docs / 'b/out').symlink_to(tmp_path / 'elsewhere')
