@@ -82,11 +82,11 @@ def _find_files(options):
         raise ValueError(f'--input=: names no file; {right}')
     found = [find_files(source, '--input', right, options.encoding) for source in options.sources]
     # Relative to one folder, so that files of several sources have different names.
-    root = os.path.commonpath([os.path.abspath(files.root) for files in found])
-    paths = {os.path.abspath(path): path for files in found for path in files.files}
-    left_out = sorted({path for files in found for path in files.left_out} - set(paths.values()))
+    root = os.path.commonpath([os.path.abspath(root) for root, *_ in found])
+    paths = {os.path.abspath(path): path for _, files, _ in found for path in files}
+    left_out = {path for _, _, others in found for path in others} - set(paths.values())
     names = {pathlib.Path(os.path.relpath(place, root)).as_posix(): p for place, p in paths.items()}
-    return sorted(names.items()), left_out
+    return sorted(names.items()), sorted(left_out)
 
 
 class _Preparation:
