@@ -1,0 +1,93 @@
+"""The files that a source names: one by its path, those in a folder, or those that match a glob."""
+
+import glob
+import os
+import pathlib
+import re
+
+from moddepth_jax.data import readers
+
+_FOLDERS = re.compile('(?:(?<=/)|^)[*][*](?:/+|$)')
+
+
+def find_files(
+    source: str, option: str, right: str, encoding: str = 'utf-8'
+) -> tuple[pathlib.Path, list[pathlib.Path], list[pathlib.Path]]:
+    """(root, files below it, those left out) of a path, of a folder, or of a glob; sorted.
+
+    An existing path is taken literally, even with brackets in it. In a folder, hidden files are
+    not seen; there, and for a wildcard, what `readers.may_be_text` refuses is left out. Links are
+    followed, but no folder is searched twice. Raises ValueError, one line with the `option` and
+    what would be `right`, without a file.
+    """
+    pattern = os.path.expanduser(source)
+    root = pathlib.Path(pattern)
+    if os.path.isdir(pattern):
+        pattern = os.path.join(glob.escape(pattern), '**', '*')
+    elif os.path.lexists(pattern):
+        return root.parent, [root], []
+    else:
+        while glob.has_magic(str(root)):
+            root = root.parent
+    matches = {pathlib.Path(match) for match in _expand(pattern) if not os.path.isdir(match)}
+    files, left_out = [], []
+    for path in sorted(matches, key=lambda path: path.relative_to(root).as_posix()):
+        (files if readers.may_be_text(path, encoding) else left_out).append(path)
+    if not files:
+        note = f' ({describe_left_out(left_out)})' if left_out else ''
+        raise ValueError(f'{option}={source!r}: matches no file{note}; {right}')
+    return root, files, left_out
+
+
+def describe_left_out(paths: list[pathlib.Path]) -> str:
+    """A note for the user on the files that `find_files` left out; empty without any."""
+    what = f'left out {len(paths):,} file{"s" * (len(paths) > 1)} without text'
+    return f'{what}, such as {paths[0]}' if paths else ''
+
+
+def _expand(pattern):
+    """Matches of a glob in which ** stands for each folder once: a loop of links has an end."""
+    stars = _FOLDERS.search(pattern)
+    if not stars:
+        return glob.glob(pattern)
+    tops, rest = glob.glob(pattern[: stars.start()] or '.'), pattern[stars.end() :] or '*'
+    folders = (glob.escape(folder) for top in tops for folder in _folders(top))
+    return [match for folder in folders for match in _expand(os.path.join(folder, rest))]
+
+
+def _folders(top):
+    """`top` and the folders below it that are not hidden; no link leads to one a second time."""
+    seen = set(map(str, pathlib.Path(top).resolve().parents))  # a link to these is a loop, too
+    folders, links = [top], []
+    while folders or links:
+        folder = (folders or links).pop()
+        if (real := os.path.realpath(folder)) in seen:
+            continue
+        seen.add(real)
+        yield folder
+        for name in sorted(os.listdir(folder)):
+            path = os.path.join(folder, name)
+            if os.path.isdir(path) and not name.startswith('.'):
+                (links if os.path.islink(path) else folders).append(path)
+
+
+def load_documents(
+    source: str, text_field: str, encoding: str = 'utf-8'
+) -> tuple[list[tuple[str, bytes]], str]:
+    """([(name, bytes) of each document], note of what was left out) of the files of `source`.
+
+    Raises as `find_files`, and the first BadText.
+    """
+    right = (
+        'must be stdlib, python_environment, synthetic, recall, mixture, a folder of '
+        f'launch.prepare, or a file, folder or glob of {readers.describe_formats()}'
+    )
+    root, files, left_out = find_files(source, 'data.source', right, encoding)
+    documents = []
+    for path in files:
+        name = path.relative_to(root).as_posix()
+        for row in readers.read_rows(path, name, text_field, encoding=encoding):
+            if isinstance(row.text, readers.BadText):
+                raise row.text
+            documents.append((row.name, row.text))
+    return documents, describe_left_out(left_out)
