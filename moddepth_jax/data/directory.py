@@ -8,6 +8,7 @@ import os
 import pathlib
 import reprlib
 import socket
+import sys
 
 from moddepth_jax.data.compression import read_small
 
@@ -16,7 +17,13 @@ _MAX_DEPTH = 64  # of nested objects and lists; Python's own limit depends on wh
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 100
 short_repr = _REPR.repr  # of any value of a file, for messages
-_KINDS = {dict: 'an object', list: 'a list', str: 'text', int: 'an integer', float: 'a number'}
+_KINDS = {
+    dict: 'an object',
+    list: 'a list',
+    str: 'text',
+    int: 'an integer',
+    float: 'a finite number',
+}
 
 
 def cache_directory() -> pathlib.Path | None:
@@ -60,12 +67,20 @@ def parse_object(text: str | bytes) -> dict:
 
 
 def check_fields(content: dict, fields: dict, where: object, remedy: str) -> None:
-    """Raises ValueError, one line, unless an object has these fields, {name: type, or its own}."""
+    """Raises ValueError, one line, unless the object `content` has these fields.
+
+    `fields` are {name: type}; of an object {name: its fields}, of a list of objects [its fields].
+    """
     for name, kind in fields.items():
-        value, right = content.get(name), dict if isinstance(kind, dict) else kind
-        if type(value) is not right and not (right is float and type(value) is int):
+        value, right = content.get(name), kind if isinstance(kind, type) else type(kind)
+        fits = type(value) is right or (right is float and type(value) is int)
+        if fits and right in (int, float):
+            fits = abs(value) <= sys.float_info.max
+        if not fits:
             found = f'{name}={short_repr(value)}' if name in content else f'holds no {name!r}'
             raise ValueError(f'{where}: {found}; must be {_KINDS[right]}; {remedy}')
+        if isinstance(kind, list):
+            value, kind = dict(enumerate(value)), dict.fromkeys(range(len(value)), kind[0])
         if isinstance(kind, dict):
             check_fields(value, kind, f'{where}: {name}', remedy)
 

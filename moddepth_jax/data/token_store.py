@@ -40,9 +40,8 @@ _FIELDS = {  # of prepared.json
     'held_out_fraction': float,
     **dict.fromkeys(SPLITS, _COUNTS),
     **dict.fromkeys(('skipped', 'arguments', 'versions'), dict),
-    'inputs': list,
+    'inputs': [{'name': str, 'bytes': int, 'sha256': str}],
 }
-_INPUT = {'name': str, 'bytes': int, 'sha256': str}
 _MAX_JSON_BYTES = 1 << 30  # it names every input
 _VERIFIED_FILE = 'verified_stores.json'  # in the user's cache: the status of files, by directory
 _MAX_VERIFIED = 256
@@ -162,8 +161,6 @@ def open_store(directory: str | os.PathLike) -> Store:
         right = f'must be {SCHEMA_VERSION}; another version of this code wrote it'
         raise ValueError(f'{file}: schema_version={version}; {right}: {again}')
     check_fields(content, _FIELDS, file, again)
-    for entry in content['inputs']:
-        check_fields(entry if isinstance(entry, dict) else {}, _INPUT, f'{file}: inputs', again)
     if (dtype := content['dtype']) not in _DTYPES:
         right = f'must be {" or ".join(_DTYPES)}'
         raise ValueError(f'{file}: dtype={short_repr(dtype)}; {right}; {again}')

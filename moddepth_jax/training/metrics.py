@@ -1,6 +1,7 @@
 """What a run measures: metrics.jsonl, TensorBoard, Weights & Biases, and the log of windows."""
 
 import contextlib
+import itertools
 import json
 import os
 import pathlib
@@ -13,7 +14,7 @@ from tensorboardX import summary
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-from moddepth_jax.data.directory import write_atomically
+from moddepth_jax.data.directory import check_fields, parse_object, write_atomically
 from moddepth_jax.training import multihost
 
 METRICS_FILE = 'metrics.jsonl'
@@ -115,15 +116,23 @@ def read_metrics(workdir: str | os.PathLike) -> list[dict]:
     if not path.exists():
         right = 'must be the directory of a run that has begun'
         raise ValueError(f'{workdir}: holds no {METRICS_FILE}; {right}')
+    return _read_rows(path)
+
+
+def _read_rows(path, *names):
     lines, rows = path.read_text(encoding='utf-8', errors='replace').splitlines(), []
     for number, line in enumerate(lines, start=1):
         try:
-            row = json.loads(line)
-            int(row['step'])
-        except (ValueError, KeyError, TypeError):
+            row = parse_object(line)
+            check_fields(row, {'step': int} | dict.fromkeys(names, list), path, '')
+            values = (value if isinstance(value, list) else [value] for value in row.values())
+            for value in itertools.chain(*values):
+                if value is not None and not abs(value) <= sys.float_info.max:
+                    raise ValueError('not finite')
+        except (ValueError, TypeError):
             if number == len(lines):
                 break
-            right = 'must be a JSON object with a step'
+            right = 'must be a JSON object with a step, of finite numbers and lists of them'
             raise ValueError(f'{path}: line {number} is {line[:40]!r}; {right}') from None
         rows.append(row)
     return rows
@@ -273,8 +282,5 @@ def read_windows(workdir: str | os.PathLike) -> dict[int, list[int]]:
 
 
 def _window_rows(workdir):
-    found = {}
-    for path in pathlib.Path(workdir).glob('windows-*.jsonl'):
-        lines = path.read_text(encoding='utf-8', errors='replace').splitlines(True)
-        found[path] = [json.loads(line) for line in lines if line.endswith('}\n')]
-    return found
+    paths = pathlib.Path(workdir).glob('windows-*.jsonl')
+    return {path: _read_rows(path, 'windows') for path in paths}

@@ -8,8 +8,7 @@ import sys
 
 from flax import traverse_util
 
-from moddepth_jax.data.compression import read_small
-from moddepth_jax.data.directory import LOCK_FILE, lock_directory, write_atomically
+from moddepth_jax.data.directory import LOCK_FILE, lock_directory, read_json, write_atomically
 from moddepth_jax.data.tokenizers.tokenizer import (
     DIRECTORY,
     Tokenizer,
@@ -186,18 +185,14 @@ def _note(path, added):
 def _read_config(path):
     """Returns the config, and the values of the added knobs by dotted name."""
     file = pathlib.Path(path) / CONFIG_FILE
-    try:
-        stored = json.loads(read_small(file).decode())
-        version, config = stored['schema_version'], stored['config']
-    except (FileNotFoundError, NotADirectoryError):
+    right = f'{CONFIG_FILE} must be what launch.train wrote'
+    stored = read_json(file, right, {'schema_version': int, 'config': dict})
+    if stored is None:
         right = 'must be the directory of a run of launch.train'
-        raise ValueError(f'--workdir={path}: holds no {CONFIG_FILE}; {right}') from None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        right = f'must be JSON with "schema_version" and "config" ({type(error).__name__}: {error})'
-        raise ValueError(f'{file}: unreadable; {right}') from None
-    if version != SCHEMA_VERSION or not isinstance(config, dict):
-        right = f'must be {SCHEMA_VERSION}, with a config of named fields; {_NEWER}'
-        raise ValueError(f'{file}: schema_version={version!r}; {right}')
+        raise ValueError(f'--workdir={path}: holds no {CONFIG_FILE}; {right}')
+    config = stored['config']
+    if (version := stored['schema_version']) != SCHEMA_VERSION:
+        raise ValueError(f'{file}: schema_version={version}; must be {SCHEMA_VERSION}; {_NEWER}')
     for name, value in unknown_knobs(config).items():
         raise ValueError(f'{file}: {name}={value!r}: no such knob; {_NEWER}')
     model, added = config.get('model'), {}

@@ -5,8 +5,8 @@ import pytest
 from moddepth_jax.data.directory import parse_object, read_json
 from tests.data.prepared_text import refusal
 
-FIELDS = {'a': int, 'b': float, 'c': {'d': list}}
-RIGHT = '{"a": 1, "b": 2, "c": {"d": []}, "e": null}'
+FIELDS = {'a': int, 'b': float, 'c': {'d': [{'e': str}]}}
+RIGHT = '{"a": 1, "b": 2, "c": {"d": [{"e": ""}, {"e": "f", "g": null}]}}'
 
 
 @pytest.mark.parametrize(
@@ -19,13 +19,15 @@ RIGHT = '{"a": 1, "b": 2, "c": {"d": []}, "e": null}'
         (b'[' * 10**5, 'nested more than 64 deep'),
         (b'{"a": %s1%s}' % (b'[' * 64, b']' * 64), 'nested more than 64 deep'),
         (b'{"a": 1%s}' % (b'0' * 5000), 'digits'),
-        (b'{"b": 2, "c": {"d": []}}', "holds no 'a'; must be an integer"),
+        (b'{"b": 2}', "holds no 'a'; must be an integer"),
         (b'{"a": true}', 'a=True; must be an integer'),
         (b'{"a": 1.0}', 'a=1.0; must be an integer'),
         (b'{"a": [[[[[[[[[1]]]]]]]]]}', 'a=[[[[[[[...]]]]]]]; must be an integer'),
         (b'{"a": 1, "b": "%s"}' % (b'x' * 10**6), '...'),
         (b'{"a": 1, "b": 2, "c": 3}', 'c=3; must be an object'),
         (b'{"a": 1, "b": 2, "c": {"d": null}}', ': c: d=None; must be a list'),
+        (b'{"a": 1, "b": 2, "c": {"d": [{"e": ""}, 1]}}', ': c: d: 1=1; must be an object'),
+        (b'{"a": 1, "b": 2, "c": {"d": [{}]}}', ": c: d: 0: holds no 'e'; must be text"),
     ],
     ids=lambda value: str(value)[:30],
 )
@@ -41,5 +43,5 @@ def test_an_object_is_read_and_a_missing_file_is_none(tmp_path):
     file = tmp_path / 'some.json'
     assert read_json(file, '') is read_json(file / 'below', '') is None
     file.write_text(RIGHT)
-    assert read_json(file, '', FIELDS) == {'a': 1, 'b': 2, 'c': {'d': []}, 'e': None}
+    assert read_json(file, '', FIELDS)['c']['d'][1] == {'e': 'f', 'g': None}
     assert parse_object('{"a": ' + '[' * 63 + ']' * 63 + '}')

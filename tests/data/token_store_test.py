@@ -123,7 +123,7 @@ DAMAGES = {  # of a store whose index has 5 and 2 entries: its file, the change,
     'a fingerprint': ('prepared.json', _about(fingerprint='0' * 64), 'was changed'),
     'a separator': ('prepared.json', _about(tokenizer__separator=10), 'was changed'),
     'a fraction': ('prepared.json', _about(held_out_fraction=0.5), 'was changed'),
-    'inputs': ('prepared.json', _about(inputs=[3]), "inputs: holds no 'name'"),
+    'inputs': ('prepared.json', _about(inputs=[3]), 'inputs: 0=3; must be an object'),
 }
 OLDER = ('a fraction', 'the tokenizer')  # older stores have no digests of these
 

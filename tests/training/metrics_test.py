@@ -79,13 +79,28 @@ def test_resume_drops_later_rows_and_a_torn_last_line(tmp_path, torn):
     assert os.listdir(tmp_path) == ['metrics.jsonl']
 
 
-def test_a_broken_line_inside_the_file_is_an_error(tmp_path):
+BROKEN = [  # lines
+    'x',
+    '[1]',
+    '{"step": "1"}',
+    '{"step": Infinity}',
+    '{"step": 1, "loss": Infinity}',
+    '{"step": 1, "loss": [NaN]}',
+    '{"step": 1, "loss": "low"}',
+    '{"step": 1, "loss": [[1]]}',
+    '{"step": 1, "loss": 1%s}' % ('0' * 400),
+    '{"step": 1, "loss": ' + '[' * 10**5,
+]
+
+
+@pytest.mark.parametrize('line', BROKEN, ids=lambda line: line[:30])
+def test_a_broken_line_inside_the_file_is_an_error(tmp_path, line):
     """A kill can truncate only the last line; any other is damage, and is named, not dropped."""
     with pytest.raises(ValueError, match='holds no metrics.jsonl'):
         read_metrics(tmp_path)
     write_steps(tmp_path, 0, 1, 2)
     path = tmp_path / 'metrics.jsonl'
-    text = 'x' + path.read_text()
+    text = f'{line}\n{path.read_text()}'
     path.write_text(text)
     with pytest.raises(ValueError, match='line 1 is .*must be a JSON object with a step'):
         read_metrics(tmp_path)
