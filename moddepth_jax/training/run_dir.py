@@ -35,6 +35,7 @@ OLDER_RUNS = {
     'report.top_p': 1.0,
     'data.log_windows': False,
     'data.mixture': '',
+    'data.encoding': 'utf-8',
     'model.depth.stream': 'residual',
     'model.depth.slots': 'none',
     'model.depth.attention_slot_projection': False,

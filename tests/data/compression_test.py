@@ -1,8 +1,5 @@
 """Only regular files of a bounded size are opened, wherever a small file is read."""
 
-import os
-import socket
-
 import pytest
 
 from moddepth_jax.conversion.families import read_config
@@ -12,6 +9,7 @@ from moddepth_jax.data.directory import read_json
 from moddepth_jax.data.token_store import open_store
 from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer
 from moddepth_jax.training import run_dir
+from tests.data.prepared_text import make_special
 
 READERS = {  # of a file, by its name in a folder
     'any': open_file,
@@ -27,30 +25,13 @@ READERS = {  # of a file, by its name in a folder
 }
 
 
-def _make(path, kind):
-    if kind == 'pipe':
-        os.mkfifo(path)
-    elif kind == 'socket':
-        here, _ = os.getcwd(), os.chdir(path.parent)  # the path of a socket must be short
-        with socket.socket(socket.AF_UNIX) as server:
-            server.bind(path.name)
-        os.chdir(here)
-    elif kind == 'directory':
-        path.mkdir()
-    elif kind == 'large':
-        path.touch()
-        os.truncate(path, 1 << 40)
-    else:
-        path.symlink_to('/dev/zero' if kind == 'device' else path)
-
-
 @pytest.mark.parametrize('kind', ['pipe', 'socket', 'directory', 'device', 'loop', 'large'])
 @pytest.mark.parametrize('name', READERS)
 def test_what_is_no_regular_file_is_refused_without_reading(tmp_path, name, kind):
     if kind == 'large' and name in ('any', 'model.safetensors'):
         return  # of any size
     path = tmp_path / name
-    _make(path, kind)
+    make_special(path, kind)
     with pytest.raises((OSError, ValueError)) as raised:
         READERS[name](path)
     assert '\n' not in str(raised.value) and str(tmp_path) in str(raised.value)
