@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 import sys
 
 from flax import traverse_util
@@ -63,6 +64,7 @@ OLDER_RUNS = {
     'optimizer.schedule': 'cosine',
     'optimizer.decay_fraction': 0.2,
     'training.loss_chunk': 0,
+    'training.extended_from': 0,
 }
 
 _NEWER = 'a newer version wrote it, and can resume this run, or it was edited'
@@ -87,6 +89,9 @@ def open_workdir(
     """
     path = pathlib.Path(path)
     right = 'use another --workdir'
+    if re.search('[\x00-\x1f\x7f-\x9f\ud800-\udfff]', str(path)):  # no line could print these
+        right = 'must be text without line ends and other control characters'
+        raise ValueError(f'--workdir={str(path)!r}: {right}')
     if path.exists() and not path.is_dir():
         raise ValueError(f'--workdir={path}: is a file; {right}')
     if not (path / CONFIG_FILE).exists():
@@ -106,9 +111,13 @@ def open_workdir(
     return check_config(path, config, volatile)
 
 
-def update_config(path: str | os.PathLike, config: dict) -> None:
-    """Writes `config`, which `open_workdir` accepted, to config.json; the caller holds the lock."""
+def update_config(path: str | os.PathLike, config: dict, extended: list | None = None) -> None:
+    """Writes `config`, which `open_workdir` accepted, to config.json; the caller holds the lock.
+
+    `extended` lists {step, num_steps} of each extension of the run.
+    """
     content = {'schema_version': SCHEMA_VERSION, 'config': config}
+    content |= {'extended': extended} if extended else {}
     text = json.dumps(content, indent=2, sort_keys=True) + '\n'
     file = pathlib.Path(path) / CONFIG_FILE
     if not file.exists() or file.read_text(encoding='utf-8') != text:

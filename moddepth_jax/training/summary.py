@@ -51,6 +51,10 @@ def initial_metadata(dataset, num_steps: int, mesh_shape: dict | None = None) ->
         'versions': versions() | {'processes': str(jax.process_count())} | axes,
         'seconds': 0.0,
         'train_loss': None,
+        'learning_rate': None,
+        'extended': [],
+        'metrics': None,
+        'metrics_problems': [],
     }
 
 
@@ -218,6 +222,8 @@ def summarize(
         'flop_budget': hparams.flop_budget,
         'seconds': metadata['seconds'],
         'stages': stages,
+        'extended': metadata['extended'],
+        'metrics_problems': metadata['metrics_problems'],
         'epochs': dataset.epochs(step),
         'skipped_steps': int(state.skipped),
         'corpus_sha256': dataset.corpus.sha256,
