@@ -54,7 +54,9 @@ def _import():
     print(f'{name}: {kind}, {num_parameters(params):,} parameters, {dtype}, now float32')
     if tokenizer.name == 'bytes':
         print(f'{name} has no tokenizer: its ids are used as bytes')
-    print(f'tokenizer {tokenizer.name}, {tokenizer.vocab_size:,} ids; data {dataset.corpus.name}')
+    begin = f'{tokenizer.separator_text} (id {tokenizer.separator})'.strip()
+    print(f'tokenizer {tokenizer.name}, {tokenizer.vocab_size:,} ids; documents begin with {begin}')
+    print(f'data {dataset.corpus.name}')
 
 
 def _existing(folder, names):
@@ -108,7 +110,7 @@ def _export():
     workdir = pathlib.Path(WORKDIR.value)
     kind = family_of(read_hparams(workdir)[0].model)
     first_checkpoint.check_new_folder('to_hf', TO_HF.value)
-    run = cli.load_saved_run(WORKDIR.value)
+    run = cli.load_saved_run(WORKDIR.value, say_remaining=False)
     model, data = run.hparams.model, run.hparams.data
     dtype = DTYPE.value or first_checkpoint.read_note(workdir).get('dtype', 'float32')
     source_files, original = workdir / first_checkpoint.SOURCE_FILES, None
@@ -126,7 +128,7 @@ def _export():
         _name_separator(folder, tokenizer)
         (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + '\n', encoding='utf-8')
         has_tokenizer = any(_existing(folder, TOKENIZER_FILES))
-    print(f'{TO_HF.value}: {kind}, step {run.step}, {dtype}')
+    print(f'{TO_HF.value}: {kind}, step {run.step} of {run.num_steps}, {dtype}')
     if not has_tokenizer:
         what = f'{tokenizer.name} tokenizer, which has no file'
         print(f'{what}: ids are bytes, and {tokenizer.separator} starts a document')
@@ -137,9 +139,7 @@ def _name_separator(folder, tokenizer):
     file, config = folder / 'tokenizer.json', folder / 'tokenizer_config.json'
     if not file.exists() or config.exists():
         return
-    added = json.loads(file.read_text(encoding='utf-8')).get('added_tokens') or []
-    texts = {token['id']: token['content'] for token in added}
-    named = dict.fromkeys(('bos_token', 'eos_token'), texts.get(tokenizer.separator))
+    named = dict.fromkeys(('bos_token', 'eos_token'), tokenizer.separator_text or None)
     named = {'tokenizer_class': 'PreTrainedTokenizerFast', **named}
     config.write_text(json.dumps(named, indent=2) + '\n', encoding='utf-8')
 
@@ -192,6 +192,7 @@ def main(_):
     given = [name for name in actions if flags.FLAGS[name].value is not None]
     workdir = WORKDIR.value
     if len(given) != 1 or workdir is None:
+        given = ['workdir'] * (workdir is not None) + given
         found = ', '.join(f'--{name}' for name in given) or 'nothing'
         right = 'needs --workdir and one of --from_hf, --to_hf, --from_workdir'
         raise ValueError(f'{right}; {found} was given')

@@ -67,7 +67,8 @@ def main(argv):
     from moddepth_jax.compiled.dry_run_tables import markdown
 
     if len(argv) < 3 or argv[1] not in ('table', 'again'):
-        raise ValueError(f'{" ".join(argv[1:])}: must be table or again, and the files')
+        given = ' '.join(argv[1:]) or 'no argument'
+        raise ValueError(f'{given}: must be table or again, then one FILE of --json or more')
     results = {path: json.loads(pathlib.Path(path).read_text()) for path in argv[2:]}
     if argv[1] == 'table':
         print(markdown(list(results.values())))
