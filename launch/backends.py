@@ -100,13 +100,6 @@ def table(names: list[str]) -> str:
     return '\n'.join(lines)
 
 
-def replaced(page: str, text: str) -> str:
-    """The page with another text between its markers; a ValueError without both, in order, once."""
-    if page.count(BEGIN) != 1 or page.count(END) != 1 or page.index(BEGIN) > page.index(END):
-        raise ValueError(f'page without its markers: must hold {BEGIN} and then {END}, once each')
-    return f'{page.split(BEGIN)[0]}{BEGIN}\n\n{text}\n\n{END}{page.split(END)[1]}'
-
-
 def main(argv):
     known = list(listing.configs())
     for name in argv[1:]:
@@ -119,8 +112,8 @@ def main(argv):
         return
     page = pathlib.Path(PAGE.value)
     text = page.read_text(encoding='utf-8')
-    replaced(text, '')  # before the work
-    page.write_text(replaced(text, table(names)), encoding='utf-8')
+    cli.replace_between(text, BEGIN, END, '')  # before the work
+    page.write_text(cli.replace_between(text, BEGIN, END, table(names)), encoding='utf-8')
 
 
 if __name__ == '__main__':

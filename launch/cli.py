@@ -241,9 +241,11 @@ def _without_flag(argv, error):
         flag = before.removeprefix('--')
         has_value = '=' in flag or (flag in FLAGS and FLAGS[flag].boolean)
         if not argument.startswith('-') and (has_value or not before.startswith('-')):
-            from launch import config_file
+            value = argument
+            if name == 'config':
+                from launch import config_file
 
-            value = (name == 'config' and config_file.meant(argument)) or argument
+                value = config_file.meant(argument) or argument
             return f'{argument}: unexpected; did you mean --{name}={value}?'
     return ''
 
@@ -358,6 +360,13 @@ def table(rows: dict, first: str, *columns: str):
     for name, cells in rows.items():
         made.add_row(name, *cells)
     return made
+
+
+def replace_between(page: str, begin: str, end: str, text: str) -> str:
+    """The page with another text between its markers. Raises ValueError unless both are there."""
+    if page.count(begin) != 1 or page.count(end) != 1 or page.index(begin) > page.index(end):
+        raise ValueError(f'page without its markers: must hold {begin} and then {end}, once each')
+    return f'{page.split(begin)[0]}{begin}\n\n{text}\n\n{end}{page.split(end)[1]}'
 
 
 def open_json(path: str | None, mode: str = 'w'):

@@ -38,6 +38,9 @@ def _import():
     from moddepth_jax.conversion.families import CONFIG_FILE, knobs_of, read_config
 
     folder = pathlib.Path(FROM_HF.value)
+    if len(folder.parts) == 2 and not folder.exists():  # perhaps ORGANISATION/NAME
+        right = f'download it first: hf download {folder} --local-dir {folder.name}'
+        raise ValueError(f'--from_hf={folder}: no such folder; {right}')
     given = read_config(folder)
     hparams, tokenizer = _hparams_and_tokenizer(folder, knobs_of(given, str(folder / CONFIG_FILE)))
 

@@ -17,7 +17,7 @@ from packaging.utils import canonicalize_name
 from launch import cli
 from moddepth_jax.benchmarks import wheels
 
-INSTALLED = flags.DEFINE_string('installed', None, 'What pip list prints there.', required=True)
+INSTALLED = flags.DEFINE_string('installed', None, 'Packages of that machine.', required=True)
 OUT = flags.DEFINE_string('out', 'wheels', 'Directory for the wheels.')
 PYTHON = flags.DEFINE_string('python', '3.12', 'Version of Python on that machine.')
 PINS = flags.DEFINE_list('pins', [], 'NAME==VERSION in place of the version installed here.')

@@ -48,8 +48,6 @@ def read_config(folder: pathlib.Path) -> dict:
         config = json.loads(file.read_text(encoding='utf-8'))
     except (FileNotFoundError, NotADirectoryError):
         right = 'must be a folder with the config.json and *.safetensors of a Hugging Face model'
-        if not folder.exists() and len(folder.parts) == 2:  # perhaps ORGANISATION/NAME
-            right += f'; download one: hf download {folder} --local-dir {folder.name}'
         raise ValueError(f'{folder}: holds no {CONFIG_FILE}; {right}') from None
     except ValueError as error:
         raise ValueError(f'{file}: unreadable ({error}); download it again') from None

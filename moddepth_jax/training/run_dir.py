@@ -16,6 +16,7 @@ from moddepth_jax.data.tokenizers.tokenizer import (
     save_atomically,
 )
 from moddepth_jax.hparams import Hparams, from_config, unknown_knobs
+from moddepth_jax.hparams.checks import did_you_mean
 
 CONFIG_FILE = 'config.json'
 SOURCE_FILE = 'config.py'  # the file of --config, which may define what the config names
@@ -189,7 +190,9 @@ def _read_config(path):
         stored = json.loads(file.read_text(encoding='utf-8'))
         version, config = stored['schema_version'], stored['config']
     except (FileNotFoundError, NotADirectoryError):
-        right = 'must be the directory of a run of launch.train'
+        runs = [found.parent for found in pathlib.Path(path).parent.glob(f'*/{CONFIG_FILE}')]
+        meant = did_you_mean(str(path), sorted(map(str, runs)))
+        right = f'must be the directory of a run of launch.train{meant}'
         raise ValueError(f'--workdir={path}: holds no {CONFIG_FILE}; {right}') from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         right = f'must be JSON with "schema_version" and "config" ({type(error).__name__}: {error})'

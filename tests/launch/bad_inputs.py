@@ -55,6 +55,7 @@ COMMANDS = {
         ('', ['--workdir: missing']),
         ('run', ['run: unexpected', 'mean --workdir=run?']),
         ('--config=configs/tiny.py', ['no such flag', 'the run of --workdir has']),
+        ('--workdir=./runn', ['runn: holds no config.json', 'did you mean run?']),
         ('--workdir=run/checkpoints', ['run/checkpoints: holds no config.json']),
         ('--workdir=other', ['--workdir=', 'other', 'config.json']),
     ],
@@ -112,7 +113,10 @@ COMMANDS = {
             '--from_workdir=dense --workdir=new --config=dense/config.json --config.model.d_ff=32',
             ['model.d_ff=32: is 64 in the run that is converted'],
         ),
-        ('--from_hf=meta/Llama --workdir=new', ['config.json', 'hf download meta/Llama --local-']),
+        (
+            '--from_hf=meta/Llama --workdir=new',
+            ['no such folder', 'hf download meta/Llama --local-'],
+        ),
         ('--workdir=run --to_hf=no', ['router=', 'has no routed blocks']),
     ],
     'convert --from_hf=hf --workdir=new': [
@@ -164,6 +168,7 @@ COMMANDS = {
         ('attention --heads=6 --kv_heads=4', ['--kv_heads=4', '--heads=6']),
     ],
     'backends': [
+        ('tiny --page=page.md', ['page without its markers: must hold <!-- backends:']),
         ('tinny', ['tinny: must be one of base, dense_700m', 'did you mean tiny?']),
     ],
     'dry_run': [
