@@ -57,7 +57,9 @@ def _import():
     print(f'{name}: {kind}, {num_parameters(params):,} parameters, {dtype}, now float32')
     if tokenizer.name == 'bytes':
         print(f'{name} has no tokenizer: its ids are used as bytes')
-    begin = f'{tokenizer.separator_text} (id {tokenizer.separator})'.strip()
+    begin = f'id {tokenizer.separator}'
+    if tokenizer.separator_text:
+        begin = f'{tokenizer.separator_text} ({begin})'
     print(f'tokenizer {tokenizer.name}, {tokenizer.vocab_size:,} ids; documents begin with {begin}')
     print(f'data {dataset.corpus.name}')
 
