@@ -14,7 +14,8 @@ import pathlib
 
 from absl import flags
 
-from launch import cli
+from launch import cli, listing
+from moddepth_jax.hparams.checks import did_you_mean
 
 PAGE = flags.DEFINE_string(
     'page', None, 'Write the table into this file, between its markers, and do not print it.'
@@ -27,13 +28,6 @@ DEVICES = {
     'Hopper (9.0)': ('a Hopper GPU', (9, 0)),
     'older GPU (8.0)': ('an older GPU', (8, 0)),
 }
-CONFIGS = pathlib.Path(__file__).parents[1] / 'configs'
-
-
-def config_names() -> list[str]:
-    """The configs that train a model: files of configs/ with a get_config, by name."""
-    names = sorted(path.stem for path in CONFIGS.glob('*.py'))
-    return [n for n in names if hasattr(importlib.import_module(f'configs.{n}'), 'get_config')]
 
 
 def attentions(name: str) -> list:
@@ -106,26 +100,20 @@ def table(names: list[str]) -> str:
     return '\n'.join(lines)
 
 
-def replaced(page: str, text: str) -> str:
-    """The page with another text between its markers; a ValueError without both, in order, once."""
-    if page.count(BEGIN) != 1 or page.count(END) != 1 or page.index(BEGIN) > page.index(END):
-        raise ValueError(f'page without its markers: must hold {BEGIN} and then {END}, once each')
-    return f'{page.split(BEGIN)[0]}{BEGIN}\n\n{text}\n\n{END}{page.split(END)[1]}'
-
-
 def main(argv):
-    known = config_names()
+    known = list(listing.configs())
     for name in argv[1:]:
         if name not in known:
-            raise ValueError(f'{name}: must be one of {", ".join(known)}')
+            right = f'must be one of {", ".join(known)}{did_you_mean(name, known)}'
+            raise ValueError(f'{name}: {right}')
     names = argv[1:] or known
     if PAGE.value is None:
         print(table(names))
         return
     page = pathlib.Path(PAGE.value)
     text = page.read_text(encoding='utf-8')
-    replaced(text, '')  # before the work
-    page.write_text(replaced(text, table(names)), encoding='utf-8')
+    cli.replace_between(text, BEGIN, END, '')  # before the work
+    page.write_text(cli.replace_between(text, BEGIN, END, table(names)), encoding='utf-8')
 
 
 if __name__ == '__main__':

@@ -12,6 +12,7 @@ moddepth_jax.benchmarks.registry lists the benchmarks.
 
 import inspect
 import sys
+import textwrap
 import typing
 
 from absl import flags
@@ -25,23 +26,28 @@ JSON = flags.DEFINE_string('json', None, 'File for the result, as it grows; - fo
 ZERO_ALLOWED = ('unrolled_up_to',)
 
 
-def _define_flags():
-    """Defines a flag for each argument of the benchmarks; returns the benchmarks of each flag."""
-    owners, texts = {}, {}
-    for name, benchmark in BENCHMARKS.items():
-        described = flag_texts(benchmark)
-        for flag, argument in inspect.signature(benchmark).parameters.items():
-            default = argument.default
-            default = ','.join(map(str, default)) if isinstance(default, tuple) else default
-            text = described[flag] + (f' Default: {default}.' if default is not None else '')
-            texts.setdefault(flag, []).append(f'{name}: {text}')
-            owners.setdefault(flag, []).append(name)
-    for flag, parts in texts.items():
-        flags.DEFINE_string(flag, None, ' '.join(parts))
-    return owners
+OWNERS = {}  # the benchmarks of each flag
+for _name, _benchmark in BENCHMARKS.items():
+    for _flag in inspect.signature(_benchmark).parameters:
+        OWNERS.setdefault(_flag, []).append(_name)
+for _flag, _names in OWNERS.items():
+    flags.DEFINE_string(_flag, None, f'Of {", ".join(_names)}.')
 
 
-OWNERS = _define_flags()
+def _describe(name):
+    """A benchmark and its flags, for --help."""
+    benchmark = BENCHMARKS[name]
+    texts, lines = (
+        flag_texts(benchmark),
+        ['', f'{name}: {inspect.getdoc(benchmark).splitlines()[0]}'],
+    )
+    for flag, argument in inspect.signature(benchmark).parameters.items():
+        default = argument.default
+        default = ','.join(map(str, default)) if isinstance(default, tuple) else default
+        text = texts[flag] + (f' Default: {default}.' if default is not None else '')
+        indents = {'initial_indent': f'  --{flag}'.ljust(22), 'subsequent_indent': ' ' * 22}
+        lines.append(textwrap.fill(text, 100, **indents))
+    return lines
 
 
 def _parse(flag, text, annotation):
@@ -92,5 +98,7 @@ def main(argv):
 
 
 if __name__ == '__main__':
-    summaries = [f'{name}: {inspect.getdoc(f).splitlines()[0]}' for name, f in BENCHMARKS.items()]
-    cli.run(main, f'NAME of the benchmark. {" ".join(summaries)}')
+    lines = [f'NAME of the benchmark: {", ".join(BENCHMARKS)}; with it, --help shows it alone']
+    for name in set(sys.argv) & set(BENCHMARKS) or BENCHMARKS:
+        lines += _describe(name)
+    cli.run(main, '\n'.join(lines), described=OWNERS)

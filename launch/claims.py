@@ -33,7 +33,8 @@ def main(_):
     table = claims.markdown(rows, evidence)
     page = pathlib.Path(PAGE.value) if PAGE.value else None
     try:  # before anything is written
-        text = claims.replaced(page.read_text(encoding='utf-8'), table) if page else ''
+        text = page.read_text(encoding='utf-8') if page else ''
+        text = cli.replace_between(text, claims.BEGIN, claims.END, table) if page else ''
     except ValueError as error:
         raise ValueError(f'--page={page}: {error}') from None
     out = pathlib.Path(OUT.value or WORKDIR.value)

@@ -5,6 +5,7 @@ import dataclasses
 import errno
 import functools
 import inspect
+import itertools
 import json
 import os
 import pathlib
@@ -21,8 +22,8 @@ FLAGS = flags.FLAGS
 flags.disclaim_key_flags()  # flags defined below belong to the command that asks for them
 
 _CONFIG_HELP = (
-    'FILE.py, such as configs/base.py, FILE.py:TEXT (of its get_config) or WORKDIR/config.json. '
-    '--config.model.num_layers=12 sets a knob.'
+    'FILE.py, such as configs/tiny.py (--list shows all), FILE.py:TEXT (of its get_config) or '
+    'WORKDIR/config.json. --config.model.num_layers=12 sets a knob.'
 )
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE, errno.EROFS)
 # Set by launch.local for all processes but the first, which reports bad flags for all of them.
@@ -34,18 +35,18 @@ _OUT_OF_MEMORY = (
 )
 
 
-def run(main, positional: str = ''):
+def run(main, positional: str = '', described=()):
     """Parses the flags, calls `main(argv)` and exits the process.
 
     Exit status: 0, or the int that main returned; 2 with one line on stderr after a bad flag or
     config, a ValueError, or a file that could not be used; 130 with one line after Ctrl-C; 1 with a
     traceback for any other exception; 75 if another process of the same run was lost. Processes of
     one run end together, and one of them reports an error that several raise. `positional` is what
-    --help says about positional arguments, if there are any.
+    --help says about positional arguments, if there are any, and about the flags `described`.
     """
     flags.DEFINE_boolean('traceback', False, 'Also show where in the code an error arose.')
     FLAGS.set_gnu_getopt(True)
-    parse = functools.partial(_parse, positional=positional)
+    parse = functools.partial(_parse, positional=positional, described=described)
     app.run(functools.partial(_call, main), flags_parser=parse)
 
 
@@ -63,6 +64,7 @@ def define_config(default: str | None = None) -> flags.FlagHolder:
     FLAGS['config'].left_out = default
     flags.mark_flag_as_required('config')
     flags.DEFINE_boolean('print_config', False, 'Print the resolved config as JSON and exit.')
+    flags.DEFINE_string('list', None, 'List configs and knobs; --list=TEXT: those of that name.')
     return holder
 
 
@@ -124,10 +126,17 @@ def _exit(status, error):
     sys.exit(status)
 
 
-def _parse(argv, positional):
+def _parse(argv, positional, described):
     with _errors_in_one_line(quiet=bool(os.environ.get(REPORTED_BY_LEADER))):
-        if _HELP & set(argv[1 : argv.index('--') if '--' in argv else None]):
-            print(_help_text(positional))
+        own = argv[1 : argv.index('--') if '--' in argv else None]
+        if _HELP & set(own):
+            print(_help_text(positional, described))
+            sys.exit(0)
+        asked = [word.partition('=')[2] for word in own if re.fullmatch('--?list(=.*)?', word)]
+        if asked and 'config' in FLAGS:
+            from launch import listing
+
+            print(listing.describe(asked[0]))
             sys.exit(0)
         default = FLAGS['config'].left_out if 'config' in FLAGS else None
         given = FLAGS.read_flags_from_files(argv[1:], force_gnu=False)
@@ -135,7 +144,12 @@ def _parse(argv, positional):
             # A default of the flag itself would be loaded before the overrides are known.
             sys.argv[1:] = [f'--config={default}', *argv[1:]]
             argv = list(sys.argv)
-        rest = FLAGS(argv)
+        try:
+            rest = FLAGS(argv)
+        except flags.Error as error:
+            if not positional and (line := _without_flag(argv, str(error))):
+                raise ValueError(line) from None
+            raise
         if rest[1:] and not positional:
             raise ValueError(_unexpected(rest[1], argv))
         _prepare_backend()
@@ -192,7 +206,11 @@ def _unknown_flag(error):
         return f'{error.flagvalue}: needs --config=FILE.py before it'
     known = [flag.name for flag in _own_flags()]
     known += config_file.knob_names(config) if config else []
-    return f'{error.flagvalue}: no such flag; {config_file.nearest(error.flagname, known)}'
+    right = config_file.nearest(error.flagname, known)
+    if error.flagname.split('.')[0] == 'config' and 'config' not in FLAGS:
+        right = 'the run of --workdir has its own config' if 'workdir' in FLAGS else right
+        right = 'flags of the command follow --' if 'restarts' in FLAGS else right
+    return f'{error.flagvalue}: no such flag; {right}'
 
 
 def _illegal_value(error):
@@ -213,6 +231,25 @@ def _illegal_value(error):
     return f'{text.removesuffix(f": {error.__context__}")}: must be {right}' if right else text
 
 
+def _without_flag(argv, error):
+    """The line on an argument that lacks its flag, if a required flag is missing, or ''."""
+    missing = re.match('flag --(.+)=None: .* other than None', error)
+    name = missing and missing[1]
+    if 'config' in FLAGS and FLAGS['config'].value is None:
+        name = 'config'
+    for before, argument in itertools.pairwise(argv) if name else ():
+        flag = before.removeprefix('--')
+        has_value = '=' in flag or (flag in FLAGS and FLAGS[flag].boolean)
+        if not argument.startswith('-') and (has_value or not before.startswith('-')):
+            value = argument
+            if name == 'config':
+                from launch import config_file
+
+                value = config_file.meant(argument) or argument
+            return f'{argument}: unexpected; did you mean --{name}={value}?'
+    return ''
+
+
 def _unexpected(argument, argv):
     before = argv[argv.index(argument) - 1]
     name = before.lstrip('-')
@@ -225,11 +262,13 @@ def _own_flags():
     return sorted(FLAGS.get_key_flags_for_module(sys.argv[0]), key=lambda flag: flag.name)
 
 
-def _help_text(positional):
+def _help_text(positional, described):
     lines = [inspect.cleandoc(sys.modules['__main__'].__doc__ or ''), '']
     lines += ['arguments:', f'  {positional}', ''] * bool(positional)
     lines.append('flags:')
     for flag in _own_flags():
+        if flag.name in described:
+            continue
         default = '' if flag.default in (None, False, '') else f' Default: {flag.default}.'
         lines.append(f'  --{"[no]" * flag.boolean}{flag.name}')
         indent = {'initial_indent': ' ' * 6, 'subsequent_indent': ' ' * 6}
@@ -237,15 +276,22 @@ def _help_text(positional):
     return '\n'.join(lines)
 
 
-def load_saved_run(workdir: str, mesh_of=None):
-    """Loads the SavedRun in `workdir` on the mesh of `mesh_of(hparams)`, or on one device."""
+def load_saved_run(workdir: str, mesh_of=None, say_remaining=True):
+    """Loads the SavedRun in `workdir` on the mesh of `mesh_of(hparams)`, or on one device.
+
+    Its notes are printed, and the steps that remain of a run that is not finished.
+    """
     from moddepth_jax.training import multihost
     from moddepth_jax.training.progress import printable
     from moddepth_jax.training.saved_run import load_run, read_hparams
 
     mesh = mesh_of and multihost.run_on_all(lambda: mesh_of(read_hparams(workdir)[0]))
     run = load_run(workdir, mesh)
-    for note in run.notes if multihost.is_leader() else ():
+    notes = run.notes
+    if say_remaining and 0 < run.step < run.num_steps:
+        remaining = run.num_steps - run.step
+        notes += (f'checkpoint {run.step} is the newest: {remaining} steps of the run remain',)
+    for note in notes if multihost.is_leader() else ():
         print(printable(note), file=sys.stderr)
     enable_compilation_cache(run.hparams)
     return run
@@ -314,6 +360,13 @@ def table(rows: dict, first: str, *columns: str):
     for name, cells in rows.items():
         made.add_row(name, *cells)
     return made
+
+
+def replace_between(page: str, begin: str, end: str, text: str) -> str:
+    """The page with another text between its markers. Raises ValueError unless both are there."""
+    if page.count(begin) != 1 or page.count(end) != 1 or page.index(begin) > page.index(end):
+        raise ValueError(f'page without its markers: must hold {begin} and then {end}, once each')
+    return f'{page.split(begin)[0]}{begin}\n\n{text}\n\n{end}{page.split(end)[1]}'
 
 
 def open_json(path: str | None, mode: str = 'w'):

@@ -74,12 +74,10 @@ def load(spec: str) -> ConfigDict:
         return _load_stored(pathlib.Path(spec))
     path, texts = _python_file(spec), spec.split(':', 1)[1:]
     if not os.path.isfile(path) or not path.endswith('.py'):
-        folder = os.path.dirname(path)
-        files = os.listdir(folder or '.') if os.path.isdir(folder or '.') else []
-        near = difflib.get_close_matches(os.path.basename(path), files, n=1)
-        meant = f'; did you mean {os.path.join(folder, near[0])}?' if near else ''
+        near = meant(spec)
+        hint = f'did you mean {near}?' if near else '--list shows those of configs/'
         wrong = 'no such Python file, and no config.json of a run'
-        raise flags.Error(f'--config={spec}: {wrong}{meant}')
+        raise flags.Error(f'--config={spec}: {wrong}; {hint}')
     module_spec = importlib.util.spec_from_file_location('config_file_of_this_run', path)
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_spec.name] = module
@@ -90,6 +88,22 @@ def load(spec: str) -> ConfigDict:
         if isinstance(error, OSError) and error.filename is not None:
             raise
         raise flags.Error(f'--config={spec}: {_describe(error, path)}') from error
+
+
+def meant(spec: str) -> str | None:
+    """The config that --config=`spec` may stand for: a run's, or a file of a similar name."""
+    path, *texts = spec.split(':', 1)
+    folder, name = os.path.split(path)
+    for run in (path, folder):
+        if os.path.isfile(os.path.join(run, CONFIG_FILE)):
+            return os.path.join(run, CONFIG_FILE)
+    installed = os.path.dirname(base.__file__)
+    for place, folders in ((folder, [folder or '.']), ('configs', ['configs', installed])):
+        files = [file for f in folders if os.path.isdir(f) for file in os.listdir(f)]
+        names = [file.removesuffix('.py') for file in files if file.endswith('.py')]
+        if near := difflib.get_close_matches(name.removesuffix('.py'), names, n=1):
+            return ':'.join([os.path.join(place, f'{near[0]}.py'), *texts])
+    return None
 
 
 def _python_file(spec):

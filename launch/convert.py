@@ -20,7 +20,6 @@ import shutil
 from absl import flags
 
 from launch import cli, config_file, first_checkpoint
-from moddepth_jax.data.directory import read_json
 
 CONFIG = cli.define_config(default='configs/imported.py')
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run, new but for --to_hf.')
@@ -39,6 +38,9 @@ def _import():
     from moddepth_jax.conversion.families import CONFIG_FILE, knobs_of, read_config
 
     folder = pathlib.Path(FROM_HF.value)
+    if len(folder.parts) == 2 and not folder.exists():  # perhaps ORGANISATION/NAME
+        right = f'download it first: hf download {folder} --local-dir {folder.name}'
+        raise ValueError(f'--from_hf={folder}: no such folder; {right}')
     given = read_config(folder)
     hparams, tokenizer = _hparams_and_tokenizer(folder, knobs_of(given, str(folder / CONFIG_FILE)))
 
@@ -55,7 +57,11 @@ def _import():
     print(f'{name}: {kind}, {num_parameters(params):,} parameters, {dtype}, now float32')
     if tokenizer.name == 'bytes':
         print(f'{name} has no tokenizer: its ids are used as bytes')
-    print(f'tokenizer {tokenizer.name}, {tokenizer.vocab_size:,} ids; data {dataset.corpus.name}')
+    begin = f'id {tokenizer.separator}'
+    if tokenizer.separator_text:
+        begin = f'{tokenizer.separator_text} ({begin})'
+    print(f'tokenizer {tokenizer.name}, {tokenizer.vocab_size:,} ids; documents begin with {begin}')
+    print(f'data {dataset.corpus.name}')
 
 
 def _existing(folder, names):
@@ -109,7 +115,7 @@ def _export():
     workdir = pathlib.Path(WORKDIR.value)
     kind = family_of(read_hparams(workdir)[0].model)
     first_checkpoint.check_new_folder('to_hf', TO_HF.value)
-    run = cli.load_saved_run(WORKDIR.value)
+    run = cli.load_saved_run(WORKDIR.value, say_remaining=False)
     model, data = run.hparams.model, run.hparams.data
     dtype = DTYPE.value or first_checkpoint.read_note(workdir).get('dtype', 'float32')
     source_files, original = workdir / first_checkpoint.SOURCE_FILES, None
@@ -127,7 +133,7 @@ def _export():
         _name_separator(folder, tokenizer)
         (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + '\n', encoding='utf-8')
         has_tokenizer = any(_existing(folder, TOKENIZER_FILES))
-    print(f'{TO_HF.value}: {kind}, step {run.step}, {dtype}')
+    print(f'{TO_HF.value}: {kind}, step {run.step} of {run.num_steps}, {dtype}')
     if not has_tokenizer:
         what = f'{tokenizer.name} tokenizer, which has no file'
         print(f'{what}: ids are bytes, and {tokenizer.separator} starts a document')
@@ -138,9 +144,7 @@ def _name_separator(folder, tokenizer):
     file, config = folder / 'tokenizer.json', folder / 'tokenizer_config.json'
     if not file.exists() or config.exists():
         return
-    added = (read_json(file, 'convert the model again') or {}).get('added_tokens') or []
-    texts = {token['id']: token['content'] for token in added}
-    named = dict.fromkeys(('bos_token', 'eos_token'), texts.get(tokenizer.separator))
+    named = dict.fromkeys(('bos_token', 'eos_token'), tokenizer.separator_text or None)
     named = {'tokenizer_class': 'PreTrainedTokenizerFast', **named}
     config.write_text(json.dumps(named, indent=2) + '\n', encoding='utf-8')
 
@@ -193,6 +197,7 @@ def main(_):
     given = [name for name in actions if flags.FLAGS[name].value is not None]
     workdir = WORKDIR.value
     if len(given) != 1 or workdir is None:
+        given = ['workdir'] * (workdir is not None) + given
         found = ', '.join(f'--{name}' for name in given) or 'nothing'
         right = 'needs --workdir and one of --from_hf, --to_hf, --from_workdir'
         raise ValueError(f'{right}; {found} was given')

@@ -67,7 +67,8 @@ def main(argv):
     from moddepth_jax.compiled.dry_run_tables import markdown
 
     if len(argv) < 3 or argv[1] not in ('table', 'again'):
-        raise ValueError(f'{" ".join(argv[1:])}: must be table or again, and the files')
+        given = ' '.join(argv[1:]) or 'no argument'
+        raise ValueError(f'{given}: must be table or again, then one FILE of --json or more')
     right = 'must be what launch.train --dry_run --json wrote'
     results = {path: read_json(pathlib.Path(path), right, {'command': list}) for path in argv[2:]}
     for path in (path for path, result in results.items() if result is None):

@@ -34,7 +34,7 @@ def _numbers(flag, convert):
     try:
         return tuple(convert(text) for text in flag.value)
     except ValueError:
-        kind = 'whole numbers' if convert is int else 'numbers'
+        kind = 'whole numbers, such as 0,1,2' if convert is int else 'numbers, such as 6e11,2e12'
         raise ValueError(f'--{flag.name}={",".join(flag.value)}: must be {kind}') from None
 
 

@@ -136,11 +136,11 @@ def _print_lines(stream, index):
 
 
 def _print_death(index, status, restarts):
+    if status == BAD_INPUT:  # it has said why
+        return
     cause = f'status {status}' if status > 0 else signal.Signals(-status).name
     then = 'stopping the others'
-    if status == BAD_INPUT:
-        then += '; not restarting, since it would fail again'
-    elif restarts:
+    if restarts:
         then += f', then restarting all; restarts left: {restarts - 1}'
     line = f'launch.local: process {index} ended by {cause}; {then}'
     print(line, file=sys.stderr, flush=True)

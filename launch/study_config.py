@@ -51,8 +51,9 @@ class StudyConfig:
         try:
             config = config_file.load(f'{self._path}:{text}')
         except flags.Error as error:
+            line = str(error).removeprefix(f'--config={self._path}:{text}: ')
             right = f'a study needs a config that takes size=LxD and {self._argument}='
-            raise ValueError(f'{error}; {right}') from None
+            raise ValueError(f'--config={self._path} of size {size}: {line}; {right}') from None
         changes = VARIANTS[variant].changes
         if config.model.experts.choice == 'none' != changes['model.experts.choice']:
             moe.apply_experts(config)

@@ -1,8 +1,9 @@
 """Every experiment of configs/ is found, checked, shaped and traced; budgets become steps."""
 
+import ast
 import dataclasses
+import functools
 import importlib
-import inspect
 import pathlib
 import re
 
@@ -12,6 +13,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from configs import base, sizes
+from launch import listing
 from moddepth_jax.analysis.report import prompt_tokens
 from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer
 from moddepth_jax.hparams import from_config
@@ -60,11 +62,20 @@ def test_an_experiment_is_base_with_differences(name):
     assert name == 'base' or command in MODULES[name].__doc__
 
 
-def test_every_knob_of_base_has_a_comment():
-    """Each assignment of a value in base.py has a comment on its line."""
-    assignments = re.findall(r'^    [\w.]+ = (?!.*ConfigDict).*$', inspect.getsource(base), re.M)
-    assert len(assignments) == len(list(names(base.get_config())))
-    assert all(re.search(r'  # \w', line) for line in assignments)
+def test_every_knob_and_config_is_listed():
+    """--list has each knob of base.py with its default and a comment, and each config."""
+    config, knobs = base.get_config(), listing.knobs()
+    assert set(knobs) == set(names(config)) and list(listing.configs()) == EXPERIMENTS
+    for name, (default, comment) in knobs.items():
+        value = functools.reduce(getattr, name.split('.'), config)
+        assert (default if isinstance(value, str) else ast.literal_eval(default)) == value
+        assert len(comment) > 3, name
+    everything = listing.describe()
+    assert all(re.search(rf'^  {name} +\S', everything, re.MULTILINE) for name in EXPERIMENTS)
+    assert all(name.split('.')[-1] in everything for name in knobs)
+    assert len(everything.splitlines()) < 70
+    assert 'router=none' in listing.describe('routing') and 'num_heads' not in listing.describe('q')
+    assert MODULES['tiny'].__doc__.strip() in listing.describe('tiny')
 
 
 @pytest.mark.parametrize(

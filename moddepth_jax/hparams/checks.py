@@ -20,9 +20,14 @@ def refuse(field, value, right):
 def one_of(field, value, choices):
     """Refuse a value outside `choices`, and name the nearest choice."""
     if value not in choices:
-        near = difflib.get_close_matches(str(value), choices, n=1)
-        hint = f'; did you mean {near[0]!r}?' if near else ''
+        hint = did_you_mean(str(value), choices)
         refuse(field, value, f'must be one of {", ".join(choices)}{hint}')
+
+
+def did_you_mean(text: str, choices) -> str:
+    """The end of an error message: the choice most similar to `text`, or '' without one."""
+    near = difflib.get_close_matches(text, choices, n=1)
+    return f'; did you mean {near[0]}?' if near else ''
 
 
 def positive(field, value, minimum=1, maximum=None):

@@ -58,7 +58,10 @@ def check_prompt(hparams: Hparams, prompt, num_tokens: int):
     excess = len(prompt) + num_tokens - context
     if excess > 0:
         found = f'a prompt of {len(prompt)} tokens and {num_tokens} to generate do not fit'
-        raise ValueError(f'{found} data.sequence_length={context}: shorten either by {excess}')
+        right = [f'shorten the prompt by {excess}'] * (num_tokens < context)
+        right += [f'generate {context - len(prompt)} at most'] * (len(prompt) < context)
+        right = ' or '.join(right) or 'shorten both'
+        raise ValueError(f'{found} data.sequence_length={context}: {right}')
 
 
 def check_request(

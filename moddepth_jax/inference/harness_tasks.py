@@ -1,7 +1,6 @@
 """Tasks of lm-evaluation-harness, loaded and run one at a time. Needs lm_eval."""
 
 import dataclasses
-import difflib
 import pathlib
 import random
 import traceback
@@ -11,6 +10,8 @@ from lm_eval.api.group import Group
 from lm_eval.config.group import GroupConfig
 from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
+
+from moddepth_jax.hparams.checks import did_you_mean
 
 PARTS = ('results', 'versions', 'n-shot', 'higher_is_better', 'n-samples')
 _GROUP_KEYS = {field.name for field in dataclasses.fields(GroupConfig)}
@@ -54,8 +55,7 @@ class HarnessTasks:
             if pathlib.Path(name).is_file():
                 return [name]
             right = 'must be a task, group or tag of lm-evaluation-harness or of --include_path'
-            near = difflib.get_close_matches(name, self._manager.all_tasks, n=1)
-            meant = f'; did you mean {near[0]}?' if near else ''
+            meant = did_you_mean(name, self._manager.all_tasks)
             raise ValueError(f'task {name!r}: {right}, or a yaml file{meant}')
         if entry.kind.name == 'TAG':
             members = sorted(entry.tags)

@@ -164,11 +164,3 @@ def _studies(evidence):
     heads = ('study', 'config', 'corpus', 'runs', 'missing', 'Python', 'JAX', 'device')
     names = '; '.join(f'`{name}` {label}' for name, label in labels.items())
     return [*markdown_rows(heads, *rows), '', f'Names of variants: {names}.']
-
-
-def replaced(page: str, table: str) -> str:
-    """The page with another table between BEGIN and END. Raises ValueError without these."""
-    if page.count(BEGIN) != 1 or page.count(END) != 1 or page.index(BEGIN) > page.index(END):
-        raise ValueError(f'page without its markers: must hold {BEGIN} and then {END}, once each')
-    head, tail = page.split(BEGIN)[0], page.split(END)[1]
-    return f'{head}{BEGIN}\n\n{table}\n\n{END}{tail}'

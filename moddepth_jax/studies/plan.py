@@ -8,6 +8,8 @@ import dataclasses
 import math
 from typing import NamedTuple
 
+from moddepth_jax.hparams.checks import did_you_mean
+
 SIZED = ('dense', 'shallow', 'mod')  # variants that run at every size; others at MoD's best
 DIVERGED = math.inf  # the loss of a run that diverged
 
@@ -97,7 +99,8 @@ class Study:
                 raise ValueError(f'{name}={values}: must be numbers above 0')
         unknown = [name for name in self.variants if name not in VARIANTS]
         if unknown:
-            raise ValueError(f'variants={unknown[0]!r}: must be of {", ".join(VARIANTS)}')
+            right = f'must be of {", ".join(VARIANTS)}{did_you_mean(unknown[0], VARIANTS)}'
+            raise ValueError(f'variants={unknown[0]!r}: {right}')
         if 'shallow' in self.variants and 'mod' not in self.variants:
             raise ValueError('variants: the depth of shallow follows from the cost of mod; add mod')
         object.__setattr__(self, 'budgets', tuple(sorted(self.budgets)))

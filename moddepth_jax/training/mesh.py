@@ -30,7 +30,8 @@ def make_mesh(text: str = '') -> Mesh:
     shape = tuple(sizes.get(axis, 1) for axis in AXES)
     wanted = math.prod(shape)
     if wanted > len(devices):
-        raise ValueError(f'--mesh={text}: needs {wanted} devices, {len(devices)} are here')
+        found = f'needs {wanted} devices, {len(devices)} are here'
+        raise ValueError(f'--mesh={text}: {found}; lower its sizes')
     if wanted < len(devices) and (processes := jax.process_count()) > 1:
         right = f'{processes} processes need a mesh of all their {len(devices)}'
         raise ValueError(f'--mesh={text}: has {wanted} devices; {right}')

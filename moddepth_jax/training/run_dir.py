@@ -17,6 +17,7 @@ from moddepth_jax.data.tokenizers.tokenizer import (
     save_atomically,
 )
 from moddepth_jax.hparams import Hparams, from_config, unknown_knobs
+from moddepth_jax.hparams.checks import did_you_mean
 
 CONFIG_FILE = 'config.json'
 SOURCE_FILE = 'config.py'  # the file of --config, which may define what the config names
@@ -198,7 +199,9 @@ def _read_config(path):
     right = f'{CONFIG_FILE} must be what launch.train wrote'
     stored = read_json(file, right, {'schema_version': int, 'config': dict})
     if stored is None:
-        right = 'must be the directory of a run of launch.train'
+        runs = [found.parent for found in pathlib.Path(path).parent.glob(f'*/{CONFIG_FILE}')]
+        meant = did_you_mean(str(path), sorted(map(str, runs)))
+        right = f'must be the directory of a run of launch.train{meant}'
         raise ValueError(f'--workdir={path}: holds no {CONFIG_FILE}; {right}')
     config = stored['config']
     if (version := stored['schema_version']) != SCHEMA_VERSION:

@@ -81,9 +81,6 @@ def load_run(workdir: str | os.PathLike, mesh: Mesh | None = None) -> SavedRun:
     num_steps = metadata['num_steps']
     if abstract.averages and not state.averages:
         notes.append(f'checkpoint {step} holds no averages: the rule threshold cannot run')
-    if step < num_steps:
-        remaining = num_steps - step
-        notes.append(f'checkpoint {step} is the newest: {remaining} steps of the run remain')
     state = state.replace(num_steps=num_steps)
     return SavedRun(hparams, state, step, num_steps, metadata['fingerprint'], tuple(notes))
 

@@ -3,12 +3,14 @@
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 
 from moddepth_jax.benchmarks.registry import BENCHMARKS, flag_texts
+from tests.forked_commands import ROOT, run_commands
 
 
 def bench(folder, *arguments):
@@ -21,12 +23,18 @@ def bench(folder, *arguments):
     return json.loads(file.read_text()), done.stdout, done.stderr
 
 
-@pytest.mark.parametrize('name', BENCHMARKS)
-def test_every_argument_has_a_text(name):
-    """It becomes the help of its flag."""
-    parameters = inspect.signature(BENCHMARKS[name]).parameters
-    assert list(flag_texts(BENCHMARKS[name])) == list(parameters)
-    assert all(p.kind is p.KEYWORD_ONLY for p in parameters.values())
+def test_help_lists_the_flags_of_each_benchmark_with_their_texts():
+    """By benchmark, each with a text of its own; with a name, of that benchmark alone."""
+    lines = [['bench', '--help'], *(['bench', name, '--help'] for name in BENCHMARKS)]
+    everything, *alone = run_commands(lines, ROOT, ['moddepth_jax.benchmarks.registry'])
+    for (name, benchmark), help_ in zip(BENCHMARKS.items(), alone, strict=True):
+        parameters, texts = inspect.signature(benchmark).parameters, flag_texts(benchmark)
+        assert list(texts) == list(parameters)
+        assert all(p.kind is p.KEYWORD_ONLY for p in parameters.values())
+        section = everything.stdout.partition(f'\n{name}: ')[2].partition('\n\n')[0]
+        flags = re.findall(r'^  --(\w+) +[^ ]', section, re.MULTILINE)
+        assert flags == list(parameters) and section in help_.stdout
+        assert len(re.findall('^[a-z]+: ', help_.stdout, re.MULTILINE)) == 1
 
 
 def test_experts_by_shape(tmp_path):

@@ -47,7 +47,7 @@ def test_dense_and_narrow_models_that_fit(tiny_config):
 @pytest.mark.parametrize(
     ('changes', 'model', 'line'),
     [
-        ({'stream': 'modal'}, {}, "stream='modal': must be one of .*did you mean 'moda'"),
+        ({'stream': 'modal'}, {}, "stream='modal': must be one of .*did you mean moda"),
         (MODA | {'slots': 'none'}, {}, "slots='none': must be one of auto, attention"),
         ({'slots': 'block'}, {}, "slots='block': must be auto: the residual stream has no such"),
         ({'slot_keys': 'rotated'}, {}, "slot_keys='rotated': must be auto: .*use stream moda"),

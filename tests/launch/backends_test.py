@@ -8,7 +8,7 @@ import pytest
 
 from configs import mod_moda
 from kernels_pallas import backends as kernel_backends
-from launch import backends
+from launch import backends, listing
 from moddepth_jax.hparams import from_config
 from moddepth_jax.training.train_step import init_state, train_step
 
@@ -45,11 +45,11 @@ def test_the_page_says_what_is_chosen(name):
 @for_the_page
 @pytest.mark.slow
 def test_the_page_holds_the_table_of_all_configs():
-    assert backends.table(backends.config_names()) == written()
+    assert backends.table(list(listing.configs())) == written()
 
 
 def test_every_config_is_on_the_page():
-    names = backends.config_names()
+    names = list(listing.configs())
     assert {'base', 'tiny', 'moda_1b5'} <= set(names) and 'sizes' not in names
     assert list(dict.fromkeys(row[0] for row in rows(written()))) == names
 
@@ -65,10 +65,3 @@ def test_shapes_are_those_of_the_train_step():
         jax.eval_shape(train_step, state, batch)
     found = backends.attentions('mod_moda')
     assert set(found) == set(seen) and len(found) == len(set(found)) > 1
-
-
-def test_a_page_without_the_place_for_the_table_is_refused():
-    with pytest.raises(ValueError, match='must hold <!-- backends.* and then <!-- end'):
-        backends.replaced('a page', 'table')
-    page = f'before {backends.BEGIN} old {backends.END} after'
-    assert backends.replaced(page, 'new').split() == page.replace('old', 'new').split()

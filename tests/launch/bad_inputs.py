@@ -21,6 +21,19 @@ from tests.saved_run import save_run
 COMMANDS = {
     'train --config=configs/tiny.py': [
         ('--config.training.accumulate_steps=3', ['steps=3', 'data.batch_size=8']),
+        ('--config.model.num_layers=0', ['num_layers=0: must be 1 or more']),
+        ('--config.model.num_kv_heads=3', ['num_kv_heads=3: must divide', 'num_heads=2']),
+        ('--config.model.vocab_size=100', ['vocab_size=100', 'at least 257']),
+        ('--config.model.dtype=fp16', ["'fp16'", 'bfloat16']),
+        ('--config.model.routing.capacity=12.5', ['capacity=12.5', '(0, 1]']),
+        ('--config.model.routing.router=lerned', ["'lerned'", 'mean learned?']),
+        ('--config.model.routing.layers=every2', ["'every2'", 'every:N']),
+        ('--config.optimizer.name=sgd', ["'sgd'", 'adamw, lion']),
+        ('--config.training.num_steps=-5', ['num_steps=-5: must be 0 or more']),
+        ('--config.data.batch_size=0', ['batch_size=0: must be 1 or more']),
+        ('--config.data.tokenizer=gpt2', ["'gpt2'", 'bytes, prepared, a tokenizer.json']),
+        ('--config.data.source=nothing', ["'nothing'", 'for a folder write nothing/**/*.txt']),
+        ('--profile=20', ['--profile=20: must be START:STOP']),
         ("'--config.data.source=text/*.md'", ['text/*.md', 'no file']),
         ("'--config.data.source=text/*.parquet'", ['bad.parquet', 'parquet']),
         ("'--config.data.source=text/empty*.txt'", ['empty*.txt', 'no byte']),
@@ -41,13 +54,21 @@ COMMANDS = {
     'train': [
         ('--config=configs/mod_isoflop.py:budget=1e3', ['flop_budget=1000', 'step']),
         ('--config=configs/mod_isoflop.py:budget=lots', ["budget='lots'"]),
+        ('--config=run', ['--config=run:', 'did you mean run/config.json?']),
+        ('--config=taken/metrics.jsonl', ['did you mean taken/config.json?']),
     ],
     'evaluate': [
         ('', ['--workdir: missing']),
+        ('run', ['run: unexpected', 'mean --workdir=run?']),
+        ('--config=configs/tiny.py', ['no such flag', 'the run of --workdir has']),
+        ('--workdir=./runn', ['runn: holds no config.json', 'did you mean run?']),
+        ('--workdir=run/checkpoints', ['run/checkpoints: holds no config.json']),
         ('--workdir=other', ['--workdir=', 'other', 'config.json']),
     ],
     'evaluate --workdir=run': [
         ('--routing=aux_loss', ["'aux_loss'", 'predictor']),
+        ('--routing=top_k', ["'top_k'", 'top_c, predictor']),
+        ('--num_batches=-1', ['--num_batches=-1', 'non-negative']),
         ("'--data=*.rst'", ['--data=', '*.rst', 'no file']),
         ('--data=other/short.txt', ['6 tokens', 'needs 33']),
         ("'--data=other/*.jsonl'", ['--text_field', "'body'"]),
@@ -61,7 +82,11 @@ COMMANDS = {
         ('--workdir=taken', ['no finished checkpoint', 'launch.train']),
     ],
     'generate --workdir=run': [
-        ('--prompt=abc --max_tokens=29', ['29 to generate', 'data.sequence_length=32', 'by 1']),
+        ('--prompt=abc --max_tokens=29', ['29 to generate', 'shorten the prompt by 1 or gen']),
+        (f'--prompt={"x" * 400}', ['401 tokens and 1', '=32: shorten the prompt by 370']),
+        ('--temperature=-1', ['temperature=-1', '0 (the most likely']),
+        ('--top_p=95', ['top_p=95', '(0, 1]']),
+        ('--num_tokens=100', ['--num_tokens=100: no such flag', '--max_tokens?']),
         ('--routing=top_c', ["routing='top_c'", 'later tokens']),
         ('--max_tokens=0', ['--max_tokens=0', 'positive']),
     ],
@@ -78,6 +103,7 @@ COMMANDS = {
         ("--workdir=run '--text=a b' --out=text/0.txt", ['0.txt: is a file']),
         ("--workdir=run '--text=a b' --out=taken", ['taken: is the directory of a run']),
         ("--workdir=. '--text=a b' --out=no", ['--workdir=', 'config.json']),
+        ('--workdir=run', ['--text: missing', 'A file']),
     ],
     'prepare --input=other/windows.jsonl': [  # its directory keeps a lock, and finished parts
         (
@@ -88,6 +114,7 @@ COMMANDS = {
     ],
     'convert': [
         ('', ['--workdir and one of', 'nothing was given']),
+        ('--workdir=dense', ['one of --from_hf, --to_hf', '--workdir was given']),
         ('--from_hf=gone --to_hf=x --workdir=y', ['--from_hf, --to_hf was']),
         ('--from_workdir=run --workdir=new', ['needs --config=', 'run/config.json']),
         ('--from_hf=hf --workdir=run', ['run: holds', 'new or empty']),
@@ -96,7 +123,10 @@ COMMANDS = {
             '--from_workdir=dense --workdir=new --config=dense/config.json --config.model.d_ff=32',
             ['model.d_ff=32: is 64 in the run that is converted'],
         ),
-        ('--from_hf=meta/Llama --workdir=new', ['holds no config.json']),
+        (
+            '--from_hf=meta/Llama --workdir=new',
+            ['no such folder', 'hf download meta/Llama --local-'],
+        ),
         ('--workdir=run --to_hf=no', ['router=', 'has no routed blocks']),
     ],
     'convert --from_hf=hf --workdir=new': [
@@ -104,13 +134,24 @@ COMMANDS = {
         ('--config.model.d_model=32', ['d_model=32: is 16 in', 'leave it out']),
         ('--config.model.routing.router=learned', ['comes in dense; --from_workdir adds routing']),
     ],
+    'compare': [
+        ('', ['RUN: missing', 'one run or more']),
+        ('gone taken', ['gone: holds no config.json']),
+    ],
+    'isoflop': [
+        ('--config=configs/tiny.py --sizes=2x64 --budgets=1e9', ['tiny.py of size 2x64', 'study']),
+        ('--config=configs/study.py --sizes=2x64,4 --budgets=1e9', ["size='4'", 'LAYERSxWIDTH']),
+    ],
     'isoflop --config=configs/study.py --workdir=new --sizes=2x64': [
         ('--budgets=1e3', ['dense at size 2x64: flop_budget=1000: pays for no']),
         ('--budgets=1e9 --steps=5', ['(training FLOPs) or --steps, not both']),
-        ('--budgets=few', ['--budgets=few: must be numbers']),
+        ('--budgets=few', ['--budgets=few: must be numbers', '6e11']),
+        ('--budgets=1e9 --seeds=0-2', ['--seeds=0-2: must be whole numbers', '0,1,2']),
+        ('--budgets=1e9 --variants=dense,mods', ["'mods'", 'did you mean mod?']),
         ('--budgets=1e9 --shard=2/2', ['--shard=2/2']),
     ],
     'claims': [
+        ('study', ['study: unexpected', 'mean --workdir=study?']),
         ('--workdir=nothing', ['no study.json in it, nor 2 levels down']),
         ('--workdir=study --page=page.md', ['page without its markers: must hold <!-- claims:']),
     ],
@@ -133,7 +174,20 @@ COMMANDS = {
         ('step --variants=dense,mood', ['--variants=mood', 'both', 'mode']),
     ],
     'backends': [
-        ('tinny', ['tinny: must be one of base, dense_700m']),
+        ('tiny --page=page.md', ['page without its markers: must hold <!-- backends:']),
+        ('tinny', ['tinny: must be one of base, dense_700m', 'did you mean tiny?']),
+    ],
+    'dry_run': [
+        ('', ['no argument', 'table or again, then one FILE']),
+        ('again', ['again: must', 'then one FILE']),
+    ],
+    'local': [
+        ('--config=configs/tiny.py', ['=configs/tiny.py: no such flag', 'follow --']),
+        ('--proceses=2', ['--proceses=2', 'mean --processes?']),
+    ],
+    'prepare': [
+        ("'--input=*.csv' --output=no", ['*.csv', 'matches no file']),
+        ("'--input=text/?.txt'", ['--output: missing']),
     ],
 }
 # These import a library that takes seconds, and run with the slow tests.
@@ -150,7 +204,16 @@ SLOW = {
 TOY = {
     '': [
         ('--config.seed=1 --config=configs/base.py', ['=1:', '--config=FILE.py first']),
-        ('', ['--config: missing', 'configs/base.py']),
+        ('', ['--config: missing', 'configs/tiny.py', '--list']),
+        ('configs/tiny.py', ['configs/tiny.py: unexpected', 'mean --config=configs/tiny.py?']),
+        ('tiny --config.seed=1', ['tiny: unexpected', 'mean --config=configs/tiny.py?']),
+        ('--config=tiny', ['--config=tiny:', 'did you mean configs/tiny.py?']),
+        ('--config=configs/tiny', ['--config=configs/tiny:', 'did you mean configs/tiny.py?']),
+        ('--config=config/tinny.py:x', ['/tinny.py:x:', 'did you mean configs/tiny.py:x?']),
+        ('--config=zzz.py', ['zzz.py:', '--list shows']),
+        ('--config=configs/mod_isoflop.py:size=4by64', ["size='4by64'", 'LAYERSxWIDTH']),
+        ('--config=configs/mod_isoflop.py:steps=9', ["'steps'", 'it takes size, budget']),
+        ('--list=rooting', ['--list=rooting', 'did you mean routing?']),
         ('--config.seed=1', ['--config.seed=1:', '--config=FILE.py']),
         ('--config=configs/bsae.py', ['configs/bsae.py:', 'mean configs/base.py?']),
         ('--config=configs/', ['--config=configs/:', 'no such Python file']),

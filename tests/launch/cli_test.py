@@ -87,7 +87,7 @@ def test_help_shows_the_docstring_and_own_flags(toy):
         assert 'python -m launch.toy --config=configs/base.py' in done.stdout
         named = [line.split()[0] for line in done.stdout.splitlines() if line.startswith('  --')]
         assert {'--config', '--[no]print_config', '--workdir', '--routing'} <= set(named)
-        assert len(named) == 7
+        assert len(named) == 8
 
 
 def test_print_config_is_the_resolved_config(toy):

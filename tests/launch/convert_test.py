@@ -44,6 +44,7 @@ def folder(tmp_path_factory):
     done = call('convert', '--from_hf=hf', '--workdir=W', *knobs, cwd=folder)
     assert done.status == 0, done.stderr
     assert 'olmo2' in done.stdout and 'launch.train --config=W/config.json' in done.stdout
+    assert 'documents begin with <|endoftext|> (id ' in done.stdout
     (folder / 'hf').rename(folder / 'gone')
     return folder
 
@@ -91,7 +92,7 @@ def test_training_starts_from_it(folder, imported):
 
 def test_the_export_is_what_was_imported(folder):
     done = call('convert', '--workdir=W', '--to_hf=out', cwd=folder)
-    assert done.status == 0, done.stderr
+    assert (done.status, done.stderr) == (0, '')
     for name in ('model.safetensors', *COPIED):
         assert (folder / 'out' / name).read_bytes() == (folder / 'gone' / name).read_bytes(), name
     configs = [json.loads((folder / f / 'config.json').read_text()) for f in ('out', 'gone')]

@@ -1,5 +1,6 @@
 """Every judge gives each of its verdicts, and none without seeds or steps; the table of claims."""
 
+import functools
 import inspect
 import itertools
 import json
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
+from launch import cli
 from moddepth_jax.studies import claims
 from moddepth_jax.studies.claims import CLAIMS, JUDGES
 from moddepth_jax.studies.judges import BEST_DENSE, FAILS, HOLDS, UNDECIDED, Evidence
@@ -365,12 +367,13 @@ def test_page_holds_each_claim_once_and_keeps_the_text_outside_its_markers():
     assert len(lines) == len(rows)
     assert {len(re.findall(r'(?<!\\)\|', line)) for line in lines} == {5}
     page = f'before\n{claims.BEGIN}\nprevious text\n{claims.END}\nafter\n'
-    new = claims.replaced(page, table)
+    replace = functools.partial(cli.replace_between, begin=claims.BEGIN, end=claims.END, text=table)
+    new = replace(page)
     assert new.startswith('before\n') and new.endswith('\nafter\n') and 'previous' not in new
-    assert claims.replaced(new, table) == new
+    assert replace(new) == new
     for broken in ('', page.replace(claims.END, ''), page + page):
         with pytest.raises(ValueError, match='markers'):
-            claims.replaced(broken, table)
+            replace(broken)
 
 
 def test_studies_are_read_up_to_two_levels_down(tmp_path):

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from launch import cli
 from moddepth_jax.data.directory import lock_directory
 from moddepth_jax.hparams import from_config
 from moddepth_jax.training import checkpoint
@@ -71,17 +72,17 @@ def test_a_run_is_read_as_it_was_saved(original, hparams, state):
     assert run.fingerprint == FINGERPRINT and run.notes == ()
 
 
-def test_a_running_run_is_read_at_its_newest_finished_checkpoint(workdir):
-    """While its process holds the lock; a skipped one and the steps that remain are noted."""
+def test_a_running_run_is_read_at_its_newest_finished_checkpoint(workdir, capsys):
+    """While its process holds the lock; a skipped one and the steps that remain are printed."""
     (workdir / 'checkpoints' / '4' / 'manifest.json').unlink()
     with lock_directory(workdir):
         before = snapshot(workdir)
-        run = load_run(workdir)
+        run = cli.load_saved_run(workdir)
         assert snapshot(workdir) == before
     assert run.step == int(run.state.step) == 2 and run.num_steps == NUM_STEPS
-    skipped, remaining = run.notes
-    assert 'checkpoint 4 skipped: unfinished' in skipped
-    assert 'checkpoint 2 is the newest: 2 steps of the run remain' in remaining
+    skipped, remaining = capsys.readouterr().err.splitlines()
+    assert 'checkpoint 4 skipped: unfinished' in skipped and run.notes == (skipped,)
+    assert remaining == 'checkpoint 2 is the newest: 2 steps of the run remain'
 
 
 def test_the_capacity_is_that_of_the_stage(workdir, state):

@@ -77,6 +77,8 @@ class PieceTokenizer(abc.ABC):
             self.separator, self.stops = metadata['separator'], tuple(metadata['stops'])
         else:
             self.separator, self.stops = find_separator(file, special, first, separator)
+        names = (text for text, token in special.items() if token == self.separator)
+        self.separator_text = next(names, '')
         if name is None:
             name = file.name if metadata is None else metadata['name']
         self.name, self.vocab_size = name, len(pieces)

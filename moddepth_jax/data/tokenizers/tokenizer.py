@@ -23,6 +23,7 @@ class Tokenizer(typing.Protocol):
       sha256: hexadecimal, of what decides its ids; '' for bytes.
       vocab_size: V, ids lie in [0, V), possibly with gaps.
       separator: the id that starts every document; `encode` never returns it.
+      separator_text: the name of that token, '' for bytes.
       stops: ids that end a document in generation: the separator, perhaps an end-of-text id.
       token_bytes_V: int32 [V], the number of bytes of each id, 0 for special ids and for gaps.
       dtype: of ids: np.uint16 if it can hold them, otherwise np.uint32.
@@ -32,6 +33,7 @@ class Tokenizer(typing.Protocol):
     sha256: str
     vocab_size: int
     separator: int
+    separator_text: str
     stops: tuple[int, ...]
     token_bytes_V: np.ndarray
     dtype: type
@@ -59,6 +61,7 @@ class ByteTokenizer(Tokenizer):
     sha256 = ''
     vocab_size = 257
     separator = 256
+    separator_text = ''
     stops = (256,)
     dtype = np.uint16
 

@@ -1,0 +1,76 @@
+"""What --list prints: the configs, and the knobs with their defaults and comments."""
+
+import ast
+import inspect
+import pathlib
+import re
+import shutil
+import textwrap
+
+from configs import base
+from moddepth_jax.hparams.checks import did_you_mean
+
+
+def configs() -> dict[str, str]:
+    """The docstring of each file of configs/ that has a get_config, by name."""
+    found = {}
+    for path in sorted(pathlib.Path(base.__file__).parent.glob('*.py')):
+        module = ast.parse(path.read_text(encoding='utf-8'))
+        if any(getattr(node, 'name', '') == 'get_config' for node in module.body):
+            found[path.stem] = ast.get_docstring(module)
+    return found
+
+
+def knobs() -> dict[str, tuple[str, str]]:
+    """Default and comment of each knob of configs/base.py, by dotted name."""
+    prefixes, above, found = {'config': ''}, [], {}
+    for line in inspect.getsource(base).splitlines():
+        if comment := re.fullmatch(r' +# (.*)', line):  # the values of the next knob
+            above.append(comment[1])
+        elif group := re.match(r' +(\w+) = (\w+)[.](\w+) = ConfigDict', line):
+            prefixes[group[1]] = f'{prefixes[group[2]]}{group[3]}.'
+        elif knob := re.match(r' +(\w+)[.](\w+) = (.*?)  # (.*)', line):
+            text = ': '.join(filter(None, (knob[4], ' '.join(above))))
+            found[prefixes[knob[1]] + knob[2]] = knob[3].strip("'"), text
+            above = []
+    return found
+
+
+def describe(text: str = '') -> str:
+    """All configs and names of knobs; or those of `text`, a config, a group or part of a knob.
+
+    Raises ValueError, one line, if there is none.
+    """
+    files, values = configs(), knobs()
+    if text in files:
+        return f'configs/{text}.py: {files[text]}'
+    if text:
+        chosen = {name: value for name, value in values.items() if text in name or text == 'all'}
+        if not chosen:
+            words = dict.fromkeys(word for name in values for word in name.split('.'))
+            right = 'must be a config, or part of the name of a knob'
+            raise ValueError(f'--list={text}: {right}{did_you_mean(text, [*files, *words])}')
+        rows = {f'{name}={value}': comment for name, (value, comment) in chosen.items()}
+        return '\n'.join(['--config.NAME=VALUE sets one. Defaults:', *_columns(rows)])
+    groups = {}
+    for name in values:
+        group, _, knob = name.rpartition('.')
+        groups.setdefault(group or '(no group)', []).append(knob)
+    return '\n'.join(
+        [
+            'configs: --config=configs/NAME.py; --list=NAME says more of one',
+            *_columns({name: doc.splitlines()[0] for name, doc in files.items()}, max_lines=1),
+            '',
+            'knobs: --config.GROUP.KNOB=VALUE; --list=GROUP, part of a name or all explains them',
+            *_columns({group: ', '.join(names) for group, names in groups.items()}),
+        ]
+    )
+
+
+def _columns(rows, **options):
+    """Lines of two columns, the second wrapped to the terminal by `options` of textwrap."""
+    first = max(map(len, rows)) + 4
+    width = max(first + 30, shutil.get_terminal_size((100, 24)).columns)
+    for name, text in rows.items():
+        indents = {'initial_indent': f'  {name}'.ljust(first), 'subsequent_indent': ' ' * first}
+        yield textwrap.fill(text, width, placeholder=' ...', **indents, **options)
