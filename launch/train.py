@@ -33,7 +33,7 @@ flags.adopt_module_key_flags(dry_run)
 def main(_):
     import jax
 
-    from moddepth_jax.analysis.report import write_report
+    from moddepth_jax.analysis.report import report_programs, write_report
     from moddepth_jax.training import multihost
     from moddepth_jax.training.checkpoint import to_host
     from moddepth_jax.training.loop import train
@@ -47,7 +47,8 @@ def main(_):
     hparams = multihost.run_on_all(lambda: _hparams(workdir))
     cli.enable_compilation_cache(hparams)
     source = cli.config_source()
-    run = train(hparams, workdir, MESH.value, profiled, WANDB.value, source)
+    ahead = None if multihost.is_initialized() else report_programs
+    run = train(hparams, workdir, MESH.value, profiled, WANDB.value, source, ahead)
     if run.signal is not None:
         return 128 + signal.Signals[run.signal]
     if not multihost.is_initialized():
