@@ -323,6 +323,7 @@ def enable_compilation_cache(hparams):
     cache = cache_directory()
     if hparams.training.compilation_cache and cache is not None:
         jax.config.update('jax_compilation_cache_dir', str(cache / 'xla'))
+        jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
 
 
 @contextlib.contextmanager

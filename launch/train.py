@@ -17,8 +17,11 @@ import signal
 from absl import flags
 
 from launch import cli, dry_run
+from moddepth_jax.hparams import from_config
 
 CONFIG = cli.define_config()
+# Raises before most of the imports, and where it can before that of JAX.
+flags.register_validator('config', lambda config: from_config(config) is not None)
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run. Default: runs/NAME.')
 MESH = flags.DEFINE_string('mesh', '', 'Devices by axis, as data=2,fsdp=4. Default: all, as data.')
 DRY_RUN = flags.DEFINE_boolean('dry_run', False, 'Compile for fake devices, print costs, exit.')
@@ -30,7 +33,7 @@ flags.adopt_module_key_flags(dry_run)
 def main(_):
     import jax
 
-    from moddepth_jax.analysis.report import write_report
+    from moddepth_jax.analysis.report import report_programs, write_report
     from moddepth_jax.training import multihost
     from moddepth_jax.training.checkpoint import to_host
     from moddepth_jax.training.loop import train
@@ -44,7 +47,8 @@ def main(_):
     hparams = multihost.run_on_all(lambda: _hparams(workdir))
     cli.enable_compilation_cache(hparams)
     source = cli.config_source()
-    run = train(hparams, workdir, MESH.value, profiled, WANDB.value, source)
+    ahead = None if multihost.is_initialized() else report_programs
+    run = train(hparams, workdir, MESH.value, profiled, WANDB.value, source, ahead)
     if run.signal is not None:
         return 128 + signal.Signals[run.signal]
     if not multihost.is_initialized():
@@ -61,7 +65,6 @@ def main(_):
 def _hparams(workdir):
     """The hyper-parameters of --config, which fit the tokenizer."""
     from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
-    from moddepth_jax.hparams import from_config
     from moddepth_jax.training.plan import check_vocabulary
 
     hparams = from_config(CONFIG.value)

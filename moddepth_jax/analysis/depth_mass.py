@@ -11,6 +11,7 @@ from kernels_pallas import depth_attention
 from kernels_pallas.reference import slot_visibility
 from moddepth_jax.analysis.layer_walk import walk
 from moddepth_jax.hparams import Hparams, ModelHparams
+from moddepth_jax.model import ahead
 from moddepth_jax.model.routing import gather_tokens
 from moddepth_jax.model.streams import layer_kinds
 from moddepth_jax.model.transformer import causal_routing
@@ -29,12 +30,13 @@ class DepthMass(NamedTuple):
     first_token_L: np.ndarray
 
 
-def depth_mass(variables, hparams: Hparams, batch, routing: str) -> DepthMass:
+def depth_mass(variables, hparams: Hparams, batch, routing: str) -> DepthMass | None:
     """Measures the masses on a batch (docs/depth_attention.md; Zhu et al. 2026, arXiv 2603.15619).
 
     In `attention` a layer's read is a softmax of its own, over the slots alone, and the first
-    token's mass is that of its block. Raises ValueError for a stream that reads earlier layers
-    without attention, and for a routing that the model cannot run.
+    token's mass is that of its block. Of abstract variables, compiles only and returns None. Raises
+    ValueError for a stream that reads earlier layers without attention, and for a routing that the
+    model cannot run.
     """
     model = hparams.model
     if model.depth.stream_class.reads_outputs:
@@ -42,6 +44,8 @@ def depth_mass(variables, hparams: Hparams, batch, routing: str) -> DepthMass:
         raise ValueError(f'model.depth.stream={model.depth.stream!r}: {right}')
     tokens_BT, segment_ids_BT = batch['tokens_BT'], batch['segment_ids_BT']
     found, _ = walk(variables, hparams, tokens_BT, segment_ids_BT, routing, _masses)
+    if ahead.is_abstract(variables):
+        return None
     sums = jax.device_get([sums for kind, sums in found if kind.part != 'entry'])
     layers, slots = _names(model)
     slots_LS = np.zeros((len(layers), len(slots)))

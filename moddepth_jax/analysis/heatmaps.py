@@ -1,7 +1,6 @@
 """Pictures of a model: selected tokens, loads of experts, attention over depth."""
 
 import functools
-import math
 from typing import NamedTuple
 
 import jax
@@ -12,6 +11,7 @@ from matplotlib.figure import Figure
 
 from moddepth_jax.analysis.depth_mass import DepthMass
 from moddepth_jax.hparams import Hparams
+from moddepth_jax.model import ahead
 from moddepth_jax.model.routing import RoutingRecord
 from moddepth_jax.model.transformer import Transformer
 
@@ -65,11 +65,14 @@ def _records(variables, tokens_BT, segment_ids_BT, *, hparams, routing):
     return records.routing
 
 
-def routing_record(variables, hparams: Hparams, batch, routing: str) -> RoutingRecord:
-    """The decisions on a batch (of `tokens_BT`, `segment_ids_BT`): NumPy [routed layers, B, T]."""
-    tokens_BT, segment_ids_BT = batch['tokens_BT'], batch['segment_ids_BT']
-    records = _records(variables, tokens_BT, segment_ids_BT, hparams=hparams, routing=routing)
-    return jax.tree.map(np.asarray, jax.device_get(records))
+def routing_record(variables, hparams: Hparams, batch, routing: str) -> RoutingRecord | None:
+    """The decisions on a batch (of `tokens_BT`, `segment_ids_BT`): NumPy [routed layers, B, T].
+
+    Of abstract variables, compiles only and returns None.
+    """
+    sides = batch['tokens_BT'], batch['segment_ids_BT']
+    records = ahead.call(_records, variables, *sides, hparams=hparams, routing=routing)
+    return None if ahead.is_abstract(records) else jax.device_get(records)
 
 
 def routing_grid(top_c_RT, selected_RT, hparams: Hparams) -> np.ndarray:
@@ -149,12 +152,6 @@ def expert_load(experts: dict, num_routed: int) -> ExpertLoad:
     largest = np.array([values['largest_load'] for values in experts.values()], float)
     layers = tuple(int(layer.removeprefix('layer_')) for layer in experts)
     return ExpertLoad(layers, num_routed, shares * shares.shape[1], largest)
-
-
-def mean_ratio(experts: dict, name: str) -> float:
-    """The mean of a ratio over the layers where it is finite; NaN if it is finite in none."""
-    found = [values[name] for values in experts.values() if math.isfinite(values[name])]
-    return sum(found) / len(found) if found else math.nan
 
 
 def plot_expert_load(load: ExpertLoad, title: str, path):

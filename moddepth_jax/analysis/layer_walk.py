@@ -6,8 +6,10 @@ from typing import NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from moddepth_jax.hparams import Hparams
+from moddepth_jax.model import ahead
 from moddepth_jax.model.attention import DepthSlots, TokenInfo, model_segment_ids
 from moddepth_jax.model.block import Block
 from moddepth_jax.model.decoding import unroll
@@ -36,18 +38,19 @@ def walk(variables, hparams: Hparams, tokens_BT, segment_ids_BT, routing: str, o
     """Runs the layers one by one, for all tokens of complete rows.
 
     Returns a list of (LayerKind, observe(Seen)), of a traced function `observe`, and x_BTD as the
-    final norm reads it. Raises ValueError if the model cannot run this routing.
+    final norm reads it; of abstract variables, both abstract, and compiles only. Raises ValueError
+    if the model cannot run this routing.
     """
     check_routing(hparams, routing)
-    layers, layer_args, tokens, carry = _begin(
-        variables, tokens_BT, segment_ids_BT, hparams=hparams, routing=routing
+    layers, layer_args, tokens, carry = ahead.call(
+        _begin, variables, tokens_BT, segment_ids_BT, hparams=hparams, routing=routing
     )
     # Only the largest size: with several, the layer would be a switch, which hides intermediates.
     sizes = causal_sizes(hparams, tokens_BT.shape[1], routing)[-1:]
     stack, found, count = Stack(hparams.model, routing, sizes), [], 0
     for kind, params, args in zip(layer_kinds(hparams.model), layers, layer_args, strict=True):
         static = {'stack': stack, 'kind': kind, 'observe': observe}
-        carry, observed = _visit(params, carry, jnp.int32(count), tokens, args, **static)
+        carry, observed = ahead.call(_visit, params, carry, np.int32(count), tokens, args, **static)
         count += kind.slots
         found.append((kind, observed))
     return found, carry[0]

@@ -1,5 +1,10 @@
-"""What a user sees when a run ends: numbers, a heatmap, a sample, and what to do next."""
+"""What a user sees when a run ends: numbers, a heatmap, a sample, and what to do next.
 
+Pictures are imported where they are drawn: matplotlib is slow to import.
+"""
+
+import functools
+import importlib
 import itertools
 import json
 import math
@@ -9,9 +14,6 @@ import rich.console
 import rich.table
 import rich.text
 
-from moddepth_jax.analysis import heatmaps
-from moddepth_jax.analysis.depth_mass import depth_mass
-from moddepth_jax.analysis.router_roc import router_roc
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.inference.generate import generate
 from moddepth_jax.model.transformer import causal_routing
@@ -35,6 +37,17 @@ def prompt_tokens(hparams: Hparams, tokenizer) -> tuple[list[int], int]:
     encoded = tokenizer.encode(hparams.report.prompt.encode())
     prompt = [tokenizer.separator, *map(int, encoded)][: max(1, context // 2)]
     return prompt, min(hparams.report.sample_tokens, context - len(prompt))
+
+
+def report_programs(state, dataset):
+    """Yields functions that compile, of an abstract TrainState, what `write_report` will run."""
+    run, model = Run(state.hparams, None, state, dataset, None), state.hparams.model
+    yield functools.partial(importlib.import_module, 'moddepth_jax.analysis.heatmaps')
+    if model.routed_layers:
+        yield functools.partial(_routing_record, run)
+    if model.depth.slots_per_layer:
+        yield functools.partial(_depth_mass, run)
+    yield functools.partial(_sample, run)
 
 
 def write_report(run: Run, console: rich.console.Console | None = None):
@@ -120,20 +133,28 @@ def expert_line(layers, hparams):
     parts = [f'experts: largest load {loads[fullest]:.2f} of their mean ({where})']
     if hparams.num_noop:
         counted = hparams.num_noop / hparams.num_choices
-        noop = heatmaps.mean_ratio(layers, 'noop_fraction')
+        noop = _mean_ratio(layers, 'noop_fraction')
         parts.append(f'no-op {noop:.2f} (FLOPs are counted at {counted:.2f})')
     if hparams.row_capacity:
-        parts.append(f'dropped {heatmaps.mean_ratio(layers, "dropped_fraction"):.2f}')
+        parts.append(f'dropped {_mean_ratio(layers, "dropped_fraction"):.2f}')
     if hparams.choice == 'expert':
-        passed = heatmaps.mean_ratio(layers, 'computed_fraction') * hparams.top_k
+        passed = _mean_ratio(layers, 'computed_fraction') * hparams.top_k
         parts.append(f'a token passes {passed:.2f} of them, in training {hparams.top_k}')
     if unused := sum(values['unused'] for values in layers.values()):
         parts.append(f'{unused:.0f} without a token')
     return ', '.join(parts)
 
 
+def _mean_ratio(experts, name):
+    """The mean of a ratio over the layers where it is finite; NaN if it is finite in none."""
+    found = [values[name] for values in experts.values() if math.isfinite(values[name])]
+    return sum(found) / len(found) if found else math.nan
+
+
 def _roc_lines(run):
     """On the corpus whose hard positions are known: whether the routers found them."""
+    from moddepth_jax.analysis.router_roc import router_roc
+
     num_batches = run.hparams.evaluation.final_batches
     found = {
         routing: router_roc(run.state.variables, run.hparams, run.dataset, num_batches, routing)
@@ -149,33 +170,52 @@ def _roc_lines(run):
         yield f'answers recalled under {routing}: {values["recall_accuracy"]:.1%}'
 
 
+def _routing_record(run):
+    from moddepth_jax.analysis.heatmaps import routing_record
+
+    batch, rule = run.dataset.held_out_batch(0), causal_routing(run.hparams)
+    return routing_record(run.state.variables, run.hparams, batch, rule)
+
+
 def _draw_routing(run, path):
-    hparams = run.hparams
-    batch, rule = run.dataset.held_out_batch(0), causal_routing(hparams)
-    record = heatmaps.routing_record(run.state.variables, hparams, batch, rule)
+    from moddepth_jax.analysis import heatmaps
+
+    hparams, record = run.hparams, _routing_record(run)
     length = hparams.data.sequence_length
     width = min(hparams.report.heatmap_tokens, length)
     # The end of a row shows routing with context behind it; of the rows, the one that has most to
     # read there: indented code begins with many columns of spaces.
-    pieces = [run.dataset.tokenizer.pieces(row_T[-width:]) for row_T in batch['tokens_BT']]
+    tokens_BT = run.dataset.held_out_batch(0)['tokens_BT']
+    pieces = [run.dataset.tokenizer.pieces(row_T[-width:]) for row_T in tokens_BT]
     row = np.argmin([sum(map(bytes.isspace, tokens)) for tokens in pieces])
     grid_LT = heatmaps.routing_grid(record.top_c_BT[:, row], record.selected_BT[:, row], hparams)
     capacity = f'{hparams.model.routing.num_selected(length)} of {length} tokens a row'
+    rule = causal_routing(hparams)
     title = f'{run.workdir.name}: routing by {rule}, trained at {capacity}'
     heatmaps.plot_routing(grid_LT[:, -width:], pieces[row], title, path)
 
 
 def _draw_expert_load(run, path):
+    from moddepth_jax.analysis import heatmaps
+
     load = heatmaps.expert_load(run.summary['experts'], run.hparams.model.experts.num_routed)
     title = f'{run.workdir.name}: tokens on each expert, held-out text'
     heatmaps.plot_expert_load(load, title, path)
     _write_numbers(run, load, path)
 
 
-def _draw_depth_mass(run, path):
+def _depth_mass(run):
+    from moddepth_jax.analysis.depth_mass import depth_mass
+
     rows = max(1, DEPTH_TOKENS // run.hparams.data.sequence_length)
     batch = {name: side[:rows] for name, side in run.dataset.held_out_batch(0).items()}
-    mass = depth_mass(run.state.variables, run.hparams, batch, causal_routing(run.hparams))
+    return depth_mass(run.state.variables, run.hparams, batch, causal_routing(run.hparams))
+
+
+def _draw_depth_mass(run, path):
+    from moddepth_jax.analysis import heatmaps
+
+    mass = _depth_mass(run)
     title = f'{run.workdir.name}: attention on the slots of earlier layers, held-out text'
     heatmaps.plot_depth_mass(mass, title, path)
     _write_numbers(run, mass, path)
@@ -204,6 +244,8 @@ def _sample(run):
     sampling = {'temperature': knobs.temperature, 'top_p': knobs.top_p, 'seed': hparams.seed}
     options = sampling | {'tokenizer': tokenizer, 'stop': False}
     result = generate(run.state.variables, hparams, [prompt], num_tokens, **options)
+    if result is None:  # the state is abstract
+        return None
     text = tokenizer.decode(result.tokens[0]).decode('utf-8', 'replace')
     return printable(text), result.notes
 

@@ -13,7 +13,7 @@ AUTO_KNOBS = ('slots', 'slot_keys', 'skipped_slots')  # resolved by the stream's
 class DepthHparams:
     """The depth stream; knobs as in configs/base.py, `auto` replaced by the stream's own choice."""
 
-    stream: str
+    stream: checks.choice_of(STREAMS)
     slots: str
     attention_slot_projection: bool
     slot_keys: str
@@ -21,9 +21,12 @@ class DepthHparams:
     slot_window: checks.CountOrZero
     gradient_dtype: checks.choice('float32', 'model', 'none')
 
-    def __post_init__(self):
-        checks.one_of('model.depth.stream', self.stream, tuple(STREAMS))
+    def check_values(self):
+        """Refuse what is wrong with any stream; needs no JAX."""
         checks.check_fields(self, 'model.depth.')
+
+    def __post_init__(self):
+        self.check_values()
         if not self.stream_class.attends:
             object.__setattr__(self, 'gradient_dtype', 'none')
         elif self.gradient_dtype == 'none':  # a run from before this knob

@@ -42,7 +42,7 @@ class ExpertsHparams:
 
     def __post_init__(self):
         name = 'model.experts.'
-        checks.check_fields(self, 'model.experts.')
+        checks.check_fields(self, name)
         checks.one_of(name + 'product', self.product, ('auto', *EXPERT_PRODUCTS))
         if self.choice == 'none':
             return

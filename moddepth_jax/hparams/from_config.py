@@ -10,13 +10,13 @@ from moddepth_jax.hparams.checks import refuse
 from moddepth_jax.hparams.run import Hparams
 
 
-def _convert(field, value, wanted):
+def _convert(field, value, wanted, make):
     """`value` as the annotated type `wanted`, or a one-line error that names the field."""
     if dataclasses.is_dataclass(wanted):
-        return _build(wanted, value, field + '.')
+        return _build(wanted, value, field + '.', make)
     if typing.get_origin(wanted) is tuple:
         values = value if isinstance(value, (tuple, list)) else (value,)
-        return tuple(_convert(field, item, typing.get_args(wanted)[0]) for item in values)
+        return tuple(_convert(field, item, typing.get_args(wanted)[0], make) for item in values)
     if wanted is float and type(value) is int:
         try:
             value = float(value)
@@ -29,7 +29,7 @@ def _convert(field, value, wanted):
     return value
 
 
-def _build(cls, values, prefix=''):
+def _build(cls, values, prefix='', make=None):
     if not hasattr(values, 'items'):
         refuse(prefix.rstrip('.'), values, 'must be a group of knobs')
     types = typing.get_type_hints(cls)
@@ -44,12 +44,22 @@ def _build(cls, values, prefix=''):
     for name in types:
         if name not in values:
             raise ValueError(f'{prefix}{name}: missing; all knobs of configs/base.py must be there')
-    return cls(**{name: _convert(prefix + name, values[name], types[name]) for name in types})
+    made = {name: _convert(prefix + name, values[name], types[name], make) for name in types}
+    return make(cls, made) if make else cls(**made)
 
 
 def from_config(config) -> Hparams:
     """The checked, frozen form of a ConfigDict or nested dict; ValueError of one line if wrong."""
+    _build(Hparams, config, make=_checked)
     return _build(Hparams, config)
+
+
+def _checked(cls, fields):
+    """An instance after all checks that need no class of a registry, for which JAX is imported."""
+    made = object.__new__(cls)
+    made.__dict__.update(fields)
+    getattr(made, 'check_values', made.__post_init__)()
+    return made
 
 
 def unknown_knobs(config: dict, cls=Hparams, prefix: str = '') -> dict:

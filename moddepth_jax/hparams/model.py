@@ -45,7 +45,8 @@ class ModelHparams:
     experts: ExpertsHparams
     routing: RoutingHparams
 
-    def __post_init__(self):
+    def check_values(self):
+        """Refuse what is wrong with any router and depth stream; needs no JAX."""
         checks.check_fields(self, 'model.')
         if self.num_heads % self.num_kv_heads:
             right = f'must divide model.num_heads={self.num_heads}'
@@ -55,11 +56,11 @@ class ModelHparams:
         if not self.windows or not all(0 <= window <= checks.MAX_INT for window in self.windows):
             refuse('model.windows', self.windows, 'must hold sizes from 0 (no window) to 2**31 - 1')
         self.routing.routed_layers(self.num_layers)
-        self._check_depth()
         if self.experts.choice != 'none':
             self._check_experts()
 
-    def _check_depth(self):
+    def __post_init__(self):
+        self.check_values()
         if not self.depth.stream_class.scans and self.layer_loop == 'scan':
             stream = self.depth.stream
             right = f'must be unrolled: layers of the {stream} stream differ in what they read'

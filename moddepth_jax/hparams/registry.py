@@ -59,6 +59,7 @@ class Registry(collections.abc.Mapping):
 
 
 ROUTERS = Registry('ROUTERS', 'model.routing.router', 'moddepth_jax.model.mod.routers')
+GATES = Registry('GATES', 'model.routing.gate', 'moddepth_jax.model.mod.routers')
 CAUSAL_RULES = Registry(
     'CAUSAL_RULES', 'model.routing.causal_rule', 'moddepth_jax.model.mod.causal_rules'
 )

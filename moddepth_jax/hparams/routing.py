@@ -7,7 +7,7 @@ from typing import Annotated, NamedTuple
 
 from moddepth_jax.hparams import checks
 from moddepth_jax.hparams.checks import refuse
-from moddepth_jax.hparams.registry import CAUSAL_RULES, ROUTERS
+from moddepth_jax.hparams.registry import CAUSAL_RULES, GATES, ROUTERS
 
 
 class Stage(NamedTuple):
@@ -41,9 +41,16 @@ class RoutingHparams:
     cache_capacity: Annotated[float, checks.positive]
     overflow: checks.choice('skip', 'grow')
 
-    def __post_init__(self):
+    def check_values(self):
+        """Refuse what is wrong with any router; needs no JAX."""
         checks.one_of('model.routing.router', self.router, ('none', *ROUTERS))
+        checks.one_of('model.routing.gate', self.gate, ('auto', *GATES))
+        checks.one_of('model.routing.causal_rule', self.causal_rule, ('auto', *CAUSAL_RULES))
         checks.check_fields(self, 'model.routing.')
+        self._check_log_length()
+
+    def __post_init__(self):
+        self.check_values()
         self._resolve('gate', self.router_class.gates)
         rules = self._possible_rules()
         by_threshold = self.train_rule == 'threshold' and 'threshold' in rules
@@ -51,7 +58,6 @@ class RoutingHparams:
         if self.router != 'none':
             self.router_class.check(self)
             self._check_rule()
-        self._check_log_length()
 
     @property
     def router_class(self):
@@ -70,10 +76,6 @@ class RoutingHparams:
         if value == 'auto':
             object.__setattr__(self, field, choices[0])
         elif value not in choices:
-            of_all = (r.gates if field == 'gate' else r.rules for r in ROUTERS.values())
-            checks.one_of(
-                f'model.routing.{field}', value, ('auto', *dict.fromkeys(sum(of_all, ())))
-            )
             how = f', trained by {self.train_rule} per {self.select_per},'
             right = f'the {self.router} router{how} takes auto, {", ".join(choices)}'
             refuse(f'model.routing.{field}', value, right)

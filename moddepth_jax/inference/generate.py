@@ -11,6 +11,7 @@ import numpy as np
 from moddepth_jax.data.tokenizers.tokenizer import Tokenizer
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.inference.sampling import check_sampling, sample
+from moddepth_jax.model import ahead
 from moddepth_jax.model.decoding import decode_step, prefill, unroll
 from moddepth_jax.model.kv_cache import longest_routed_row, resize_cache, update_cache
 from moddepth_jax.model.transformer import causal_routing, check_causal
@@ -174,7 +175,7 @@ def generate(
     tokenizer: Tokenizer | None = None,
     stop: bool = True,
     on_tokens=None,
-) -> Generation:
+) -> Generation | None:
     """Continues prompts by up to `num_tokens` tokens each.
 
     The prompts run in one causally routed pass; then each token costs one step, in which a routed
@@ -186,7 +187,8 @@ def generate(
     `seed` is one integer, or one for each prompt. `routing` is a causal rule, by default the one
     of the training. With a `tokenizer`, its separator begins a document, its stops end one (and
     the row, if `stop`), and only these and ids of text are drawn. `on_tokens` is called with NumPy
-    arrays token_B and active_B as tokens are drawn.
+    arrays token_B and active_B as tokens are drawn. Of abstract variables, compiles only and
+    returns None.
 
     Raises:
       ValueError: an argument that does not fit the model, or a routing that looks ahead.
@@ -199,16 +201,21 @@ def generate(
     capacity = min(context, -(-length // _CAPACITY_STEP) * _CAPACITY_STEP)
     first_capacity = routed_capacity = min(capacity, model.routing.cache_size(context, routing))
     grows = bool(model.routed_layers) and model.routing.overflow == 'grow'
-    unrolled = _unrolled(variables, hparams, routing)
+    unrolled = ahead.call(_unrolled, variables, hparams, routing)
     static = {'hparams': hparams, 'routing': routing, 'tokenizer': tokenizer}
     static |= {'temperature': temperature, 'top_p': top_p}
     seed_P = np.broadcast_to(np.asarray(seed, np.uint32), len(prompts))
     keys_B = _row_keys(seed_P, num_samples)
     sizes = {'capacity': capacity, 'routed_capacity': None if grows else routed_capacity}
     batch = _pad(prompts, tokenizer, capacity)
-    token_B, cache = _start(unrolled, batch, keys_B, num_samples=num_samples, **sizes, **static)
+    first = {'num_samples': num_samples, **sizes, **static}
+    token_B, cache = ahead.call(_start, unrolled, batch, keys_B, **first)
     rows = [list(prompt) for prompt in prompts for _ in range(num_samples)]
     active_B = np.ones(len(rows), bool)
+    if ahead.is_abstract(cache):
+        _, update = ahead.call(_step, unrolled, cache, token_B, active_B, keys_B, **static)
+        ahead.call(_write, cache, *update)
+        return None
     room = 0  # steps until a routed block's cache may be full, where it grows
     for left in reversed(range(num_tokens)):
         drawn_B = np.asarray(token_B)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moddepth_jax.hparams import Hparams
+from moddepth_jax.model import ahead
 from moddepth_jax.model.cross_entropy import cross_entropy
 from moddepth_jax.model.transformer import Transformer, causal_routing
 from moddepth_jax.training.losses import (
@@ -50,8 +51,8 @@ def evaluate(
 
     Every process of a run calls this and gets the same numbers. The mesh is also that of the
     context (`jax.set_mesh`), for it to split the work; `variables` are those of a TrainState, and
-    `routing` and `causal_layers_R` are as the Transformer takes them. Raises ValueError, one line,
-    for fewer batches than a mixture has members.
+    `routing` and `causal_layers_R` are as the Transformer takes them. Of abstract variables, it
+    compiles only. Raises ValueError, one line, for fewer batches than a mixture has members.
 
     Returns:
       dict: `loss` in nats a target, `bits_per_byte`, `targets`; lists over routed layers,
@@ -64,14 +65,16 @@ def evaluate(
         raise ValueError(f'num_batches={num_batches}: {right}')
     if causal_layers_R is None:
         causal_layers_R = np.ones(len(hparams.model.routed_layers), bool)
-    step = functools.partial(eval_step, hparams=hparams, routing=routing, mesh=mesh)
+    step = functools.partial(ahead.call, eval_step, hparams=hparams, routing=routing, mesh=mesh)
     totals = {}  # by member of a mixture; one entry, None, without a mixture
     for index in range(min(num_batches, dataset.num_held_out_batches)):
         batch = dataset.held_out_batch(index)
         labels_BT = masked_labels(batch)
         num_bytes = dataset.tokenizer.token_bytes_V[labels_BT[labels_BT != IGNORED]].sum()
-        sums = jax.device_get(step(variables, shard_batch(mesh, batch), causal_layers_R))
-        sums = jax.tree.map(np.float64, sums | {'bytes': num_bytes})
+        sums = step(variables, shard_batch(mesh, batch), causal_layers_R)
+        if ahead.is_abstract(sums):
+            return {}
+        sums = jax.tree.map(np.float64, jax.device_get(sums) | {'bytes': num_bytes})
         domain = dataset.domain(index)
         if domain in totals:
             sums = jax.tree.map(np.add, totals[domain], sums)

@@ -83,6 +83,7 @@ def train(
     profiled: tuple[int, int] | None = None,
     wandb: str = '',
     source: str | None = None,
+    report_programs=None,
 ) -> Run:
     """Trains to the last step, from where an earlier call in the same workdir stopped.
 
@@ -90,7 +91,9 @@ def train(
     however often they were killed in between. Every process of a run calls this.
 
     `mesh_spec` is as `make_mesh` takes it, `profiled` the steps that `Profile` traces, `wandb` the
-    project of W&B that gets the metrics too, `source` the config file, which the run keeps. Raises
+    project of W&B that gets the metrics too, `source` the config file, which the run keeps.
+    `report_programs` maps an abstract TrainState and the dataset to functions, which compile in a
+    thread during training what the caller runs after it. Raises
     ValueError, one line, before anything is compiled or written, for a budget, corpus, mesh or
     workdir that does not fit, or W&B not installed; later SaveError and DivergedError.
     """
@@ -126,7 +129,9 @@ def train(
             if writer and writer.problem:
                 more.append(writer.problem)
                 metadata['metrics_problems'] = [*metadata['metrics_problems'], writer.problem]
-            trainer = Trainer(state, metadata, dataset, mesh, profile, progress, writer, log)
+            outputs = progress, writer, log, report_programs
+            trainer = Trainer(state, metadata, dataset, mesh, profile, *outputs)
+            files.callback(trainer.finish_compiling, cancel=True)
             for line in (
                 *describe(hparams, num_steps, state.params, dataset),
                 *parameter_lines(state.params),
@@ -144,6 +149,7 @@ def train(
                 return Run(hparams, workdir, state, dataset, None, signal)
             trainer.progress.note('evaluating on held-out text')
             evaluation = trainer.evaluate(num_steps, hparams.evaluation.final_batches)
+            trainer.finish_compiling(cancel=False)
         summary = summarize(hparams, state, evaluation, dataset, trainer.metadata)
         multihost.run_on_leader(lambda: write_summary(workdir, summary))
     return Run(hparams, workdir, state, dataset, summary)

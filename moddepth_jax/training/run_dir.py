@@ -7,8 +7,6 @@ import pathlib
 import re
 import sys
 
-from flax import traverse_util
-
 from moddepth_jax.data.directory import LOCK_FILE, lock_directory, read_json, write_atomically
 from moddepth_jax.data.tokenizers.tokenizer import (
     DIRECTORY,
@@ -132,6 +130,8 @@ def check_config(
 
     def may_differ(name):
         return any(f'{name}.'.startswith(f'{field}.') for field in volatile)
+
+    from flax import traverse_util  # imports JAX, which a wrong config need not wait for
 
     stored, added = _read_config(path)
     stored, wanted = (

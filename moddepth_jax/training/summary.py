@@ -162,6 +162,7 @@ def _describe_experts(model):
     return ''.join(text for holds, text in parts if holds)
 
 
+@functools.cache
 def step_flops_report(hparams: Hparams, num_steps: int) -> dict[str, float | None]:
     """`flops_per_step`, counted by formula, and `flops_per_step_xla`, of a step of the last stage.
 

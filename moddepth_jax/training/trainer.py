@@ -2,6 +2,7 @@
 
 import collections
 import concurrent.futures
+import functools
 import time
 from typing import Any
 
@@ -9,14 +10,16 @@ import jax
 import numpy as np
 
 from moddepth_jax.data.compression_baselines import describe_measured_text, measure_baselines
+from moddepth_jax.model import ahead
 from moddepth_jax.model.flops import train_step_flops
+from moddepth_jax.model.transformer import causal_routing
 from moddepth_jax.training import multihost
-from moddepth_jax.training.evaluate import evaluate_causal
+from moddepth_jax.training.evaluate import evaluate, evaluate_causal
 from moddepth_jax.training.losses import IGNORED, masked_labels
 from moddepth_jax.training.mesh import local_rows, replicated, shard_rows, state_shardings
 from moddepth_jax.training.plan import stage_at
 from moddepth_jax.training.progress import Stopwatch, format_seconds
-from moddepth_jax.training.summary import by_layer
+from moddepth_jax.training.summary import by_layer, step_flops_report
 from moddepth_jax.training.train_step import TrainState, train_step
 
 STEPS_IN_FLIGHT = 2  # more would hide a NaN, and abort on many fake CPU devices
@@ -30,16 +33,20 @@ class Trainer:
     """Runs the steps of one start of a run, at most STEPS_IN_FLIGHT of them dispatched at a time.
 
     `state` and `metadata`, of `restore_or_init`, advance, and are what checkpoints hold. `writer`,
-    a MetricsWriter, and `log`, a WindowLog, may be None.
+    a MetricsWriter, and `log`, a WindowLog, may be None. `report_programs`, of `train`, is compiled
+    in a thread, after what the last evaluation and the summary need.
     """
 
-    def __init__(self, state, metadata, dataset, mesh, profile, progress, writer, log):
-        self.state, self.metadata = state, metadata
+    def __init__(
+        self, state, metadata, dataset, mesh, profile, progress, writer, log, report_programs=None
+    ):
+        self.state, self.metadata, self.report_programs = state, metadata, report_programs
         self.hparams, self.num_steps = state.hparams, state.num_steps
         self.dataset, self.mesh = dataset, mesh
         self.profile, self.progress, self.writer, self.log = profile, progress, writer, log
         self.in_flight = collections.deque()
         self.stopwatch = Stopwatch()
+        self.compiler, self.compiling = None, []
 
     def run(self, preemption, checkpoints) -> TrainState:
         """Steps until the last one or a signal; saves `state` and `metadata` in between."""
@@ -91,6 +98,7 @@ class Trainer:
 
         With the capacity of its last step; at the end also the cost of each routed block's rule.
         """
+        concurrent.futures.wait(self.compiling[:2])
         per_layer = self.hparams.evaluation.num_batches if step == self.num_steps else 0
         hparams, variables = self.hparams.at(self._stage(step - 1)), self.state.variables
         result = evaluate_causal(
@@ -122,7 +130,10 @@ class Trainer:
             batch = self._put(self.dataset.train_batch(0, self.rows))
             shardings = state_shardings(self.mesh, self.state), replicated(self.mesh)
             how = {'static_argnums': 2, 'donate_argnums': 0, 'out_shardings': shardings}
-            step_fn = jax.jit(train_step, **how).lower(self.state, batch, stage).compile()
+            lowered = jax.jit(train_step, **how).lower(self.state, batch, stage)
+            if self.report_programs and not self.compiler:
+                self._compile_ahead()
+            step_fn = lowered.compile()
             seconds = time.monotonic() - begin
             if measures:
                 bits = ', '.join(f'{name} {x:.2f}' for name, x in baselines.result().items())
@@ -130,6 +141,28 @@ class Trainer:
                 self.progress.note(f'baselines {bits} bits/byte on the {where}')
         self.progress.note(f'compiled  the train step in {format_seconds(seconds)}')
         return step_fn
+
+    def _compile_ahead(self):
+        """Starts to compile what follows the last step: the evaluation, the summary, the report."""
+        state = ahead.abstract(self.state)
+        hparams, model = self.hparams.at(self.hparams.stages[-1]), self.hparams.model
+        given = state.variables, hparams, self.dataset, self.mesh, len(self.dataset.domains) or 1
+        rules = dict.fromkeys([causal_routing(hparams), *['top_c'] * model.looks_ahead])
+        programs = [functools.partial(evaluate, *given, rule) for rule in rules]
+        programs.append(functools.partial(step_flops_report, self.hparams, self.num_steps))
+        programs += self.report_programs(state, self.dataset)
+
+        def compile_one(program):
+            with jax.set_mesh(self.mesh):
+                program()
+
+        self.compiler = concurrent.futures.ThreadPoolExecutor(1)
+        self.compiling = [self.compiler.submit(compile_one, program) for program in programs]
+
+    def finish_compiling(self, cancel: bool):
+        """Waits for the thread that compiles ahead, to its end or to that of its program."""
+        if self.compiler:
+            self.compiler.shutdown(cancel_futures=cancel)
 
     def _put(self, batch):
         with jax.transfer_guard('allow'):  # the one intended transfer inside the disallowing guard

@@ -7,11 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from moddepth_jax.hparams import ModelHparams
-from moddepth_jax.hparams.registry import CAUSAL_RULES, ROUTERS
+from moddepth_jax.hparams.registry import CAUSAL_RULES, GATES, ROUTERS
 from moddepth_jax.model.attention import DepthSlots, KeysValues, KVView
 from moddepth_jax.model.block import Block, SlotInputs
 from moddepth_jax.model.kv_cache import CacheUpdate, visible_mask
-from moddepth_jax.model.mod.routers import GATES
 from moddepth_jax.model.moe.experts import ExpertState
 from moddepth_jax.model.routing import (
     RoutingRecord,

@@ -9,25 +9,22 @@ import jax.numpy as jnp
 
 from moddepth_jax.hparams import RoutingHparams
 from moddepth_jax.hparams.checks import refuse
-from moddepth_jax.hparams.registry import ROUTERS
+from moddepth_jax.hparams.registry import GATES, ROUTERS
 from moddepth_jax.model.routing import TokenInfo
 
 NORMAL = statistics.NormalDist()
 
+GATES.register('raw')(lambda scores: scores)
+GATES.register('sigmoid')(jax.nn.sigmoid)
+GATES.register('tanh')(jnp.tanh)
+GATES.register('none')(jnp.ones_like)
 
+
+@GATES.register('straight_through')
 def straight_through(scores):
     """1, with the gradient of sigmoid(r): the gate through which the router learns."""
     probability = jax.nn.sigmoid(scores)
     return 1.0 + (probability - jax.lax.stop_gradient(probability))
-
-
-GATES = {
-    'raw': lambda scores: scores,
-    'sigmoid': jax.nn.sigmoid,
-    'tanh': jnp.tanh,
-    'none': jnp.ones_like,
-    'straight_through': straight_through,
-}
 
 
 class Router(nn.Module):
