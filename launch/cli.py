@@ -25,6 +25,7 @@ _CONFIG_HELP = (
     'FILE.py, such as configs/tiny.py (--list shows all), FILE.py:TEXT (of its get_config) or '
     'WORKDIR/config.json. --config.model.num_layers=12 sets a knob.'
 )
+_notes = []  # lines of load_saved_run that are not printed yet
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE, errno.EROFS)
 # Set by launch.local for all processes but the first, which reports bad flags for all of them.
 REPORTED_BY_LEADER = 'MODDEPTH_REPORTED_BY_LEADER'
@@ -106,6 +107,7 @@ def _call(main, argv):
                 return print(json.dumps(dataclasses.asdict(resolved), indent=2))
             try:
                 status = main(argv)
+                _print_notes()
                 if multihost := _multihost():
                     multihost.barrier('end of main')
                 return status
@@ -185,7 +187,9 @@ def _one_line(error):
         return _OUT_OF_MEMORY if 'RESOURCE_EXHAUSTED' in str(error) else ''
     if isinstance(error, OSError):
         if error.filename is not None:
-            return f'{error.filename}: {error.strerror or error}'
+            name = error.filename2 or error.filename
+            right = '; must be a file' if isinstance(error, IsADirectoryError) else ''
+            return f'{name}: {error.strerror or error}{right}'
         users = isinstance(error, (FileNotFoundError, PermissionError))
         return str(error) if users or error.errno in _DISK_ERRORS else ''
     if isinstance(error, flags.UnrecognizedFlagError):
@@ -276,25 +280,37 @@ def _help_text(positional, described):
     return '\n'.join(lines)
 
 
+def define_step():
+    """Defines --step, which `load_saved_run` reads."""
+    text = 'Checkpoint of the run to read, such as 600. Default: the newest.'
+    flags.DEFINE_integer('step', None, text, lower_bound=0)
+
+
 def load_saved_run(workdir: str, mesh_of=None, say_remaining=True):
     """Loads the SavedRun in `workdir` on the mesh of `mesh_of(hparams)`, or on one device.
 
-    Its notes are printed, and the steps that remain of a run that is not finished.
+    Its notes, and the steps that remain of a run that is not finished, are printed with the first
+    output of the command: none comes before an error.
     """
     from moddepth_jax.training import multihost
-    from moddepth_jax.training.progress import printable
     from moddepth_jax.training.saved_run import load_run, read_hparams
 
     mesh = mesh_of and multihost.run_on_all(lambda: mesh_of(read_hparams(workdir)[0]))
-    run = load_run(workdir, mesh)
-    notes = run.notes
-    if say_remaining and 0 < run.step < run.num_steps:
+    step = FLAGS['step'].value if 'step' in FLAGS else None
+    run = load_run(workdir, mesh, step)
+    _notes.extend(run.notes if multihost.is_leader() else ())
+    if say_remaining and step is None and 0 < run.step < run.num_steps and multihost.is_leader():
         remaining = run.num_steps - run.step
-        notes += (f'checkpoint {run.step} is the newest: {remaining} steps of the run remain',)
-    for note in notes if multihost.is_leader() else ():
-        print(printable(note), file=sys.stderr)
+        _notes.append(f'checkpoint {run.step} is the newest: {remaining} steps of the run remain')
     enable_compilation_cache(run.hparams)
     return run
+
+
+def _print_notes():
+    while _notes:
+        from moddepth_jax.training.progress import printable
+
+        print(printable(_notes.pop(0)), file=sys.stderr)
 
 
 def define_routing(rules: str, more: str = '') -> flags.FlagHolder:
@@ -334,6 +350,7 @@ def progress_bar(what: str, total: int, hidden: bool = False):
 
     from moddepth_jax.training import multihost
 
+    _print_notes()
     console = rich.console.Console(stderr=True)
     hidden = hidden or not (console.is_terminal and multihost.is_leader())
     title = bars.TextColumn('{task.description}', markup=False)
@@ -346,6 +363,7 @@ def show(*blocks):
     """Prints tables, and lines of text without wrapping them; [brackets] in these are no markup."""
     import rich.console
 
+    _print_notes()
     console = rich.console.Console(highlight=False, emoji=False)
     for block in blocks:
         console.print(block, soft_wrap=isinstance(block, str), markup=False)
