@@ -32,7 +32,7 @@ COMMANDS = {
         ('--config.training.num_steps=-5', ['num_steps=-5: must be 0 or more']),
         ('--config.data.batch_size=0', ['batch_size=0: must be 1 or more']),
         ('--config.data.tokenizer=gpt2', ["'gpt2'", 'bytes, prepared, a tokenizer.json']),
-        ('--config.data.source=nothing', ["'nothing'", 'for a folder write nothing/**/*.txt']),
+        ('--config.data.source=nothing', ["'nothing': matches no file", 'a file, folder or glob']),
         ('--profile=20', ['--profile=20: must be START:STOP']),
         ("'--config.data.source=text/*.md'", ['text/*.md', 'no file']),
         ("'--config.data.source=text/*.parquet'", ['bad.parquet', 'parquet']),

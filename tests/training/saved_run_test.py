@@ -80,6 +80,7 @@ def test_a_running_run_is_read_at_its_newest_finished_checkpoint(workdir, capsys
         run = cli.load_saved_run(workdir)
         assert snapshot(workdir) == before
     assert run.step == int(run.state.step) == 2 and run.num_steps == NUM_STEPS
+    cli._print_notes()
     skipped, remaining = capsys.readouterr().err.splitlines()
     assert 'checkpoint 4 skipped: unfinished' in skipped and run.notes == (skipped,)
     assert remaining == 'checkpoint 2 is the newest: 2 steps of the run remain'
