@@ -17,7 +17,7 @@ NEXT := .venv-next/bin/python
 NEXT_TESTS := tests/kernels tests/model tests/inference tests/launch/backends_test.py \
     $(addprefix tests/training/,losses_test.py train_step_test.py mesh_test.py gpu_collectives_test.py)
 
-.PHONY: train test test-next has-next test-all faults mutations dry-runs gpu gpu-rehearsal study study-long study-moda study-experts study-gpu study-moda-gpu docs-notebooks
+.PHONY: train test test-next has-next test-all faults mutations dry-runs gpu gpu-rehearsal study study-long study-moda study-experts study-gpu study-moda-gpu docs-api docs-notebooks
 .DELETE_ON_ERROR:
 
 train: .venv/installed
@@ -109,6 +109,11 @@ gpu:
 gpu-rehearsal: .venv-next/installed
 	JAX_PLATFORMS=cpu $(NEXT) -m tests.gpu_rehearsal --folder=build/gpu-rehearsal
 
+# The docstrings of all modules as pages: build/api/index.html. Warnings: types of optax that pdoc
+# cannot name, and the baseline that needs jax-triton.
+docs-api: .venv/installed-docs
+	JAX_PLATFORMS=cpu $(VENV_PYTHON) -W ignore -m pdoc -d google -o build/api moddepth_jax kernels_pallas configs '!moddepth_jax.benchmarks.triton_baseline'
+
 # The pages of docs/notebooks, from the run of `make train` and two others that are trained here.
 RENDERED := build/notebooks
 PALETTE := import sys; from PIL import Image; \
@@ -161,6 +166,10 @@ runs/moda_dense/summary.json: | .venv/installed
 	@$(PYTHON) -m venv .venv
 	@$(PIP_INSTALL) -e '.[notebooks]'
 	@touch .venv/installed $@
+
+.venv/installed-docs: .venv/installed
+	@$(PIP_INSTALL) -e '.[docs]'
+	@touch $@
 
 .venv/installed-gpu: $(PINS)
 	@echo 'Installing JAX for CUDA, Flax, pytest and the other packages of setup.py into .venv: some minutes.'

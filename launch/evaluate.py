@@ -88,8 +88,7 @@ def _load_own_data(run, data, tokenizer):
     try:
         dataset = make_dataset(data, run.hparams.seed, tokenizer=tokenizer)
     except ValueError as error:
-        moved = '; if the prepared text was moved, name its folder: --data=FOLDER'
-        raise ValueError(f'{error}{moved * (data.tokenizer == "prepared")}') from None
+        raise ValueError(f'{error}; or name other text, or where it is now: --data=') from None
     try:
         check_fingerprint(run.fingerprint, dataset.fingerprint)
     except ValueError as error:

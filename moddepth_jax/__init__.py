@@ -19,7 +19,6 @@ _MODULES = {
     'route': 'moddepth_jax.model.routing',
     'select_top_c': 'moddepth_jax.model.routing',
 }
-__all__ = list(_MODULES)
 
 
 def __getattr__(name):
@@ -29,4 +28,4 @@ def __getattr__(name):
 
 
 def __dir__():
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *_MODULES})

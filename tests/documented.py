@@ -40,10 +40,11 @@ class Command(NamedTuple):
 
     @property
     def words(self) -> list[str]:
-        """The words of the last command of a pipe, without variables that are set before it."""
+        """The words of the last command of a line, without variables that are set before it."""
         words = shlex.split(self.text)
-        while '|' in words:
-            words = words[words.index('|') + 1 :]
+        for end in ('|', '&&'):
+            while end in words:
+                words = words[words.index(end) + 1 :]
         while '=' in words[0] and words[0].split('=')[0].isupper():
             words = words[1:]
         return words
