@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from moddepth_jax.data.directory import lock_directory
 from launch import cli
+from moddepth_jax.data.directory import lock_directory
 from moddepth_jax.hparams import from_config
 from moddepth_jax.training import checkpoint
 from moddepth_jax.training.checkpoint import Checkpoints, state_sha256
