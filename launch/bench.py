@@ -12,7 +12,6 @@ moddepth_jax.benchmarks.registry lists the benchmarks.
 
 import inspect
 import sys
-import textwrap
 import typing
 
 from absl import flags
@@ -35,19 +34,13 @@ for _flag, _names in OWNERS.items():
 
 
 def _describe(name):
-    """A benchmark and its flags, for --help."""
-    benchmark = BENCHMARKS[name]
-    texts, lines = (
-        flag_texts(benchmark),
-        ['', f'{name}: {inspect.getdoc(benchmark).splitlines()[0]}'],
-    )
-    for flag, argument in inspect.signature(benchmark).parameters.items():
-        default = argument.default
+    """Lines on a benchmark and its flags, for --help."""
+    benchmark, rows = BENCHMARKS[name], {}
+    for flag, text in flag_texts(benchmark).items():
+        default = inspect.signature(benchmark).parameters[flag].default
         default = ','.join(map(str, default)) if isinstance(default, tuple) else default
-        text = texts[flag] + (f' Default: {default}.' if default is not None else '')
-        indents = {'initial_indent': f'  --{flag}'.ljust(22), 'subsequent_indent': ' ' * 22}
-        lines.append(textwrap.fill(text, 100, **indents))
-    return lines
+        rows[f'--{flag}'] = text + (f' Default: {default}.' if default is not None else '')
+    return ['', f'{name}: {inspect.getdoc(benchmark).splitlines()[0]}', *cli.columns(rows)]
 
 
 def _parse(flag, text, annotation):
@@ -98,7 +91,7 @@ def main(argv):
 
 
 if __name__ == '__main__':
-    lines = [f'NAME of the benchmark: {", ".join(BENCHMARKS)}; with it, --help shows it alone']
+    lines = [f'NAME, one of {", ".join(BENCHMARKS)}; NAME --help describes it alone']
     for name in set(sys.argv) & set(BENCHMARKS) or BENCHMARKS:
         lines += _describe(name)
     cli.run(main, '\n'.join(lines), described=OWNERS)

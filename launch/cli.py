@@ -10,6 +10,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import sys
 import textwrap
 import traceback
@@ -238,19 +239,17 @@ def _illegal_value(error):
 def _without_flag(argv, error):
     """The line on an argument that lacks its flag, if a required flag is missing, or ''."""
     missing = re.match('flag --(.+)=None: .* other than None', error)
-    name = missing and missing[1]
-    if 'config' in FLAGS and FLAGS['config'].value is None:
-        name = 'config'
-    for before, argument in itertools.pairwise(argv) if name else ():
-        flag = before.removeprefix('--')
-        has_value = '=' in flag or (flag in FLAGS and FLAGS[flag].boolean)
-        if not argument.startswith('-') and (has_value or not before.startswith('-')):
-            value = argument
-            if name == 'config':
-                from launch import config_file
+    no_config = 'config' in FLAGS and FLAGS['config'].value is None
+    for before, argument in itertools.pairwise(argv) if missing or no_config else ():
+        if argument.startswith('-') or (before.startswith('-') and '=' not in before):
+            continue
+        if no_config:
+            from launch import config_file
 
-                value = config_file.meant(argument) or argument
-            return f'{argument}: unexpected; did you mean --{name}={value}?'
+            meant = f'config={config_file.meant(argument) or argument}'
+        else:
+            meant = f'{missing[1]}={argument}'
+        return f'{argument}: unexpected; did you mean --{meant}?'
     return ''
 
 
@@ -269,15 +268,20 @@ def _own_flags():
 def _help_text(positional, described):
     lines = [inspect.cleandoc(sys.modules['__main__'].__doc__ or ''), '']
     lines += ['arguments:', f'  {positional}', ''] * bool(positional)
-    lines.append('flags:')
-    for flag in _own_flags():
-        if flag.name in described:
-            continue
+    rows = {}
+    for flag in (flag for flag in _own_flags() if flag.name not in described):
         default = '' if flag.default in (None, False, '') else f' Default: {flag.default}.'
-        lines.append(f'  --{"[no]" * flag.boolean}{flag.name}')
-        indent = {'initial_indent': ' ' * 6, 'subsequent_indent': ' ' * 6}
-        lines.append(textwrap.fill(' '.join((flag.help + default).split()), 88, **indent))
-    return '\n'.join(lines)
+        rows[f'--{"[no]" * flag.boolean}{flag.name}'] = flag.help + default
+    return '\n'.join([*lines, 'flags:', *columns(rows)])
+
+
+def columns(rows: dict[str, str], **options):
+    """Yields lines of two columns, the second wrapped to the terminal by `options` of textwrap."""
+    first = max(map(len, rows)) + 4
+    width = max(first + 30, shutil.get_terminal_size((100, 24)).columns)
+    for name, text in rows.items():
+        indents = {'initial_indent': f'  {name}'.ljust(first), 'subsequent_indent': ' ' * first}
+        yield textwrap.fill(text, width, placeholder=' ...', **indents, **options)
 
 
 def define_step():

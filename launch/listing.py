@@ -4,10 +4,9 @@ import ast
 import inspect
 import pathlib
 import re
-import shutil
-import textwrap
 
 from configs import base
+from launch import cli
 from moddepth_jax.hparams.checks import did_you_mean
 
 
@@ -51,26 +50,13 @@ def describe(text: str = '') -> str:
             right = 'must be a config, or part of the name of a knob'
             raise ValueError(f'--list={text}: {right}{did_you_mean(text, [*files, *words])}')
         rows = {f'{name}={value}': comment for name, (value, comment) in chosen.items()}
-        return '\n'.join(['--config.NAME=VALUE sets one. Defaults:', *_columns(rows)])
+        return '\n'.join(['--config.NAME=VALUE sets one. Defaults:', *cli.columns(rows)])
     groups = {}
     for name in values:
         group, _, knob = name.rpartition('.')
         groups.setdefault(group or '(no group)', []).append(knob)
-    return '\n'.join(
-        [
-            'configs: --config=configs/NAME.py; --list=NAME says more of one',
-            *_columns({name: doc.splitlines()[0] for name, doc in files.items()}, max_lines=1),
-            '',
-            'knobs: --config.GROUP.KNOB=VALUE; --list=GROUP, part of a name or all explains them',
-            *_columns({group: ', '.join(names) for group, names in groups.items()}),
-        ]
-    )
-
-
-def _columns(rows, **options):
-    """Lines of two columns, the second wrapped to the terminal by `options` of textwrap."""
-    first = max(map(len, rows)) + 4
-    width = max(first + 30, shutil.get_terminal_size((100, 24)).columns)
-    for name, text in rows.items():
-        indents = {'initial_indent': f'  {name}'.ljust(first), 'subsequent_indent': ' ' * first}
-        yield textwrap.fill(text, width, placeholder=' ...', **indents, **options)
+    lines = ['configs: --config=configs/NAME.py; --list=NAME says more of one']
+    lines += cli.columns({name: doc.splitlines()[0] for name, doc in files.items()}, max_lines=1)
+    lines += ['', 'knobs: --config.GROUP.KNOB=VALUE; --list=GROUP, part of a name or all says more']
+    lines += cli.columns({group: ', '.join(names) for group, names in groups.items()})
+    return '\n'.join(lines)
