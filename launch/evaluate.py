@@ -230,6 +230,9 @@ def main(_):
     multihost.initialize()
     run = cli.load_saved_run(WORKDIR.value, _mesh)
     datasets, skipped = multihost.run_on_all(lambda: _load_data(run))
+    if multihost.is_leader():
+        for note in filter(None, (dataset.corpus.left_out for dataset in datasets.values())):
+            print(note, file=sys.stderr)
     model, own = run.hparams.model, causal_routing(run.hparams)
     most, default = NUM_BATCHES.value, run.hparams.evaluation.final_batches
     most = default if most is None else most

@@ -141,5 +141,8 @@ def test_empty_documents_are_left_out(tmp_path):
     message = refusal(load_corpus, data)
     assert f"data.source='{tmp_path}/*.txt': no byte in its 3 documents" in message
     (tmp_path / 'b.txt').write_bytes(b'0123456789')
-    corpus = load_corpus(data)
+    (tmp_path / 'c.png').write_bytes(b'\0')
+    corpus = load_corpus(_data(tmp_path, 0.2))
     assert (corpus.train, corpus.held_out) == ([b'01234567'], [b'89'])
+    note = f'; left out 1 file without text, such as {tmp_path}/c.png'
+    assert corpus.description.endswith(note)

@@ -169,6 +169,9 @@ def test_fingerprint_survives_json_and_names_what_differs():
         assert f'{field} was {was!r} and is {now!r} now' in message
         named.add(field)
     assert named == set(fingerprint) - {'tokenizer'}
+    latin = _dataset(0, HAND_MADE, encoding='Latin-1').fingerprint
+    assert latin == fingerprint | {'encoding': 'iso8859-1'}
+    assert 'encoding was missing and is' in refusal(check_fingerprint, fingerprint, latin)
     older = {field: value for field, value in fingerprint.items() if field != 'tokenizer'}
     for stored, current in ((older, fingerprint), (fingerprint, older)):
         message = refusal(check_fingerprint, stored, current)
