@@ -290,12 +290,11 @@ def to_utf8(where: object, content: bytes, encoding: str) -> bytes:
         if content.startswith(marks):
             problem = f'begins with the byte-order mark of {other.upper()}'
             raise BadText(where, 'not UTF-8', problem, f'set data.encoding={other}')
-    head = codecs.getincrementaldecoder(name)('replace').decode(content[:_HEAD])
-    if (place := head.find('\0')) >= 0:
-        found = f'byte {content.find(0)}' if name == 'utf-8' else f'character {place}'
-        remedy = 'leave it out, or name its encoding, as in data.encoding=utf-16-le'
-        raise BadText(where, 'binary', f'{found} is NUL, as in a binary file', remedy)
     try:
+        if (place := content[:_HEAD].decode(name, 'replace').find('\0')) >= 0:
+            found = f'byte {content.find(0)}' if name == 'utf-8' else f'character {place}'
+            remedy = 'leave it out, or name its encoding, as in data.encoding=utf-16-le'
+            raise BadText(where, 'binary', f'{found} is NUL, as in a binary file', remedy)
         return content.decode(name).encode()
     except UnicodeError as error:
         place = getattr(error, 'start', 0)

@@ -123,7 +123,9 @@ class _Preparation:
             self._remove_other_parts(tasks)
             self._check_skipped(tasks)
             self._train_tokenizer(tasks)
-            unfinished = [task for task in tasks if not task.is_done(self._parts)]
+            unfinished = [
+                task for task in tasks if not any(p.header['last'] for p in task.parts(self._parts))
+            ]
             jobs = ((task, self._parts, self._tokenizer_directory, options) for task in unfinished)
             total, missing = (sum(task.bytes for task in some) for some in (tasks, unfinished))
             with self._phase('tokens', total, total - missing) as advance:
