@@ -164,8 +164,9 @@ def open_store(directory: str | os.PathLike) -> Store:
     if (dtype := content['dtype']) not in _DTYPES:
         right = f'must be {" or ".join(_DTYPES)}'
         raise ValueError(f'{file}: dtype={short_repr(dtype)}; {right}; {again}')
-    own = content.pop('sha256', None)  # older stores have none, and no digests of the tokenizer
-    if own not in (None, _sha256(content)) or content['fingerprint'] != _fingerprint(content):
+    own = content.pop('sha256', None)  # older stores have neither this nor the tokenizer's
+    intact = own == _sha256(content) or (own is None and 'tokenizer_files' not in content)
+    if not intact or content['fingerprint'] != _fingerprint(content):
         raise ValueError(f'{file}: was changed: its digests are not those of its content; {again}')
     known = {field.name for field in dataclasses.fields(Store)} & content.keys()
     store = Store(directory, **{name: content[name] for name in known})
