@@ -102,7 +102,7 @@ def resolve_steps(hparams: Hparams) -> int:
 
 
 def plan_extension(hparams: Hparams, workdir: str | os.PathLike) -> tuple[Hparams, int]:
-    """The hyper-parameters with which the run in `workdir` goes on, and its steps as planned before.
+    """The hyper-parameters with which the run in `workdir` goes on, and its steps planned before.
 
     If they have more steps, or the run was extended earlier, `training.extended_from` is set. A run
     without a step in a checkpoint begins anew, with 0 steps planned before.
