@@ -54,7 +54,10 @@ COMMANDS = {
         ('--text_field=body', ['--text_field=body', '--data or --domains']),
         ("--domains=other '--data=*.txt'", ['--domains=', 'other', 'not together with --data']),
         ("'--data=text/?.txt' --num_batches=1 --json=no/a.json", ['no/a.json: No such file']),
-        ("'--data=text/?.txt' --num_batches=1 --json=text", ['text: Is a directory; must be a file']),
+        (
+            "'--data=text/?.txt' --num_batches=1 --json=text",
+            ['text: Is a directory; must be a file'],
+        ),
     ],
     'generate': [
         ('--workdir=taken', ['no finished checkpoint', 'launch.train']),
