@@ -26,15 +26,12 @@ def check_convertible(source: Hparams, target: Hparams):
 
     The source is dense, or both models have the same parameters.
     """
-    model, right = source.model, 'or the new run must have the same parameters'
-    converted = 'in the run that is converted: must be'
-    dense = not model.routed_layers and model.depth.stream == 'residual'
+    router, stream = source.model.routing.router, source.model.depth.stream
+    dense = not source.model.routed_layers and stream == 'residual'
     if not dense and abstract_params(source) != abstract_params(target):
-        if model.routed_layers:
-            found = f'model.routing.router={model.routing.router!r}'
-            raise ValueError(f'{found} {converted} dense, without a router, {right}')
-        found = f'model.depth.stream={model.depth.stream!r}'
-        raise ValueError(f'{found} {converted} residual, {right}')
+        found = f'model.routing.router={router!r} and model.depth.stream={stream!r}'
+        right = 'must be none and residual, or the new run must have the same parameters'
+        raise ValueError(f'{found} in the run that is converted: {right}')
     before, after = (
         traverse_util.flatten_dict(dataclasses.asdict(run.model), sep='.')
         for run in (source, target)
