@@ -57,18 +57,17 @@ def _set_environment(toy):
 
 def _find_device(toy):
     """What `machine.probe` finds; None, after a line on stderr, if the device is not there."""
-    given = dict(os.environ)  # why_no_gpu names what the user has set
+    asked = os.environ.get('JAX_PLATFORMS', '')
     _set_environment(toy)
     found, error = machine.probe()
     wanted = 'cpu' if toy else 'gpu'
-    if found.get('platform') != wanted:
-        why = error or 'JAX does not start' if toy else machine.why_no_gpu(given, error)
-        print(f'error: no {wanted.upper()}: {why}', file=sys.stderr)
-        return None
-    if missing := machine.missing_packages():
-        what = 'cases that need them are skipped; docs/gpu.md says how to carry wheels'
-        print(f'missing: {", ".join(missing)}: {what}', flush=True)
-    return found
+    if found.get('platform') == wanted:
+        return found
+    why = f'JAX says: {error or "nothing"}'
+    if not toy and asked and not {'cuda', 'gpu'} & set(asked.split(',')):
+        why = f'JAX_PLATFORMS={asked} is set; unset it, or set it to cuda,cpu'
+    print(f'error: no {wanted.upper()}: {why}', file=sys.stderr)
+    return None
 
 
 def visit(

@@ -8,8 +8,6 @@ import pathlib
 import statistics
 
 import numpy as np
-import rich.table
-import rich.text
 from flax import traverse_util
 from matplotlib import rc_context
 
@@ -19,6 +17,7 @@ from moddepth_jax.training.metrics import read_metrics
 from moddepth_jax.training.progress import format_count
 from moddepth_jax.training.run_dir import CONFIG_FILE, read_config
 from moddepth_jax.training.summary import SUMMARY_FILE
+from moddepth_jax.training.tables import Table
 
 SAME_FLOPS = 0.01  # budgets that differ by less are called equal
 # Knobs that change what a run shows or how fast it is, and not what it learns.
@@ -252,29 +251,26 @@ def _cells(row):
     }
 
 
-def tables(variants: list[Variant], rows: list[dict]) -> list[rich.table.Table]:
-    """Tables for the console, COLUMNS variants in each: the numbers, then the knobs that differ.
+def tables(variants: list[Variant], rows: list[dict]) -> list[Table]:
+    """Tables of COLUMNS variants each: the numbers, then the knobs that differ.
 
     Args:
       variants: of `group_by_config`.
       rows: of `describe`.
     """
-    found, knobs = [], differing_knobs(variants)
-    for first in range(0, len(variants), COLUMNS):
-        table = rich.table.Table()
-        table.add_column('')
-        for variant in variants[first : first + COLUMNS]:
-            table.add_column(rich.text.Text(variant.name), justify='right', overflow='fold')
-        cells = [_cells(row) for row in rows[first : first + COLUMNS]]
-        for name in cells[0]:
-            if any(cell[name] for cell in cells):
-                table.add_row(name, *(cell[name] for cell in cells))
-        table.add_section()
-        for name, values in knobs.items():
-            shown = values[first : first + COLUMNS]
-            table.add_row(name, *(rich.text.Text(str(value)) for value in shown))
-        found.append(table)
-    return found
+    cells = [_cells(row) for row in rows]
+    lines = {name: [cell[name] for cell in cells] for name in cells[0]}
+    lines = {name: texts for name, texts in lines.items() if any(texts)}
+    lines |= {name: list(map(str, values)) for name, values in differing_knobs(variants).items()}
+    parts = [slice(first, first + COLUMNS) for first in range(0, len(variants), COLUMNS)]
+    return [
+        Table(
+            title='',
+            heads=['', *(variant.name for variant in variants[part])],
+            lines={name: texts[part] for name, texts in lines.items()},
+        )
+        for part in parts
+    ]
 
 
 def draw_curves(variants: list[Variant], path: pathlib.Path):
