@@ -76,7 +76,6 @@ def visit(
     out: str | None = None,
     by_name: bool = False,
     again: bool = False,
-    time_all: bool = False,
     toy: bool = False,
 ) -> int:
     """Runs cases, prints a line for each, and returns the exit status.
@@ -99,7 +98,7 @@ def visit(
     args = ({case.name: case for case in todo}, not toy)
     start = functools.partial(runner.Child, worker.serve, args, out / 'log.txt')
     say = functools.partial(print, flush=True)
-    run = runner.Run(store, start, stamp | code, seconds_left, say, time_all)
+    run = runner.Run(store, start, stamp | code, seconds_left, say)
     try:
         later = run.run(todo)
     except runner.LostError as error:

@@ -11,7 +11,7 @@ import numpy as np
 from flax import traverse_util
 from matplotlib import rc_context
 
-from moddepth_jax.studies.plot_style import COLOURS, SETTINGS, new_figure, scientific
+from moddepth_jax.studies.plot_style import SETTINGS, new_figure, scientific
 from moddepth_jax.studies.statistics import INVALID_GAP, Interval, interval
 from moddepth_jax.training.metrics import read_metrics
 from moddepth_jax.training.progress import format_count
@@ -23,26 +23,17 @@ SAME_FLOPS = 0.01  # budgets that differ by less are called equal
 # Knobs that change what a run shows or how fast it is, and not what it learns.
 SILENT = ('report', 'logging', 'training.compilation_cache', 'seed')
 SMOOTHED = 30  # points of a training curve, each the mean of the rows before it
-LINES = ('-', '--', ':', '-.')
-DRAWN = ('blue', 'orange', 'green', 'red', 'rose', 'sky', 'black', 'grey')
 COLUMNS = 4  # variants side by side in a terminal
 
 
 @dataclasses.dataclass(frozen=True)
 class FinishedRun:
-    """A run with its summary.
+    """A run with its summary."""
 
-    Attributes:
-      path: its directory, as given.
-      knobs: its config, by dotted name.
-      summary: content of summary.json.
-      rows: of metrics.jsonl.
-    """
-
-    path: str
-    knobs: dict
-    summary: dict
-    rows: list[dict]
+    path: str  # its directory, as given
+    knobs: dict  # its config, by dotted name
+    summary: dict  # content of summary.json
+    rows: list[dict]  # of metrics.jsonl
 
     def value(self, name: str) -> float:
         """A number of the evaluation; NaN if it has none, as that of a diverged run."""
@@ -67,15 +58,10 @@ class FinishedRun:
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """Runs that differ in nothing but their seed.
+    """Runs that differ in nothing but their seed."""
 
-    Attributes:
-      name: the directory of the first.
-      runs: by seed, ascending.
-    """
-
-    name: str
-    runs: tuple[FinishedRun, ...]
+    name: str  # the directory of the first
+    runs: tuple[FinishedRun, ...]  # by seed, ascending
 
     @property
     def seeds(self) -> list[int]:
@@ -98,11 +84,7 @@ class Variant:
 
 
 def read_run(path: str) -> FinishedRun:
-    """Read a finished run.
-
-    Raises:
-      ValueError: one line, if there is no run, or one that has not finished.
-    """
+    """Reads a run. Raises ValueError, one line, if there is none or it has not finished."""
     try:
         config, _ = read_config(path)
     except ValueError as error:
@@ -127,8 +109,7 @@ def _is_silent(name):
 def group_by_config(runs: list[FinishedRun]) -> list[Variant]:
     """The runs grouped by what they learn: their config without the seed, in the order given.
 
-    Raises:
-      ValueError: one line, if two runs of a group have the same seed.
+    Raises ValueError, one line, if two runs of a group have the same seed.
     """
     groups = {}
     for run in runs:
@@ -252,12 +233,7 @@ def _cells(row):
 
 
 def tables(variants: list[Variant], rows: list[dict]) -> list[Table]:
-    """Tables of COLUMNS variants each: the numbers, then the knobs that differ.
-
-    Args:
-      variants: of `group_by_config`.
-      rows: of `describe`.
-    """
+    """Tables of COLUMNS variants each: the numbers of `describe`, then the knobs that differ."""
     cells = [_cells(row) for row in rows]
     lines = {name: [cell[name] for cell in cells] for name in cells[0]}
     lines = {name: texts for name, texts in lines.items() if any(texts)}
@@ -278,11 +254,10 @@ def draw_curves(variants: list[Variant], path: pathlib.Path):
     with rc_context(SETTINGS):
         figure = new_figure(8.6, 3.6)
         panels = figure.subplots(1, 2)
-        looks = itertools.product(LINES, (COLOURS[name] for name in DRAWN))
-        for variant, (line, colour) in zip(variants, looks, strict=False):
+        for place, variant in enumerate(variants):
             for number, run in enumerate(variant.runs):
-                look = {'color': colour, 'linestyle': line, 'linewidth': 1.2, 'alpha': 0.85}
-                label = None if number else _label(variant)
+                look = {'color': f'C{place}', 'linewidth': 1.2, 'alpha': 0.85}
+                label = None if number else f'{variant.name} (seeds: {len(variant.runs)})'
                 steps, losses = run.curve('loss')
                 parts = np.array_split(np.arange(len(steps)), min(SMOOTHED, len(steps)) or 1)
                 ends = [part[-1] for part in parts if len(part)]
@@ -299,11 +274,6 @@ def draw_curves(variants: list[Variant], path: pathlib.Path):
             _zoom(axes)
         figure.legend(loc='outside lower center', ncols=min(3, len(variants)))
         figure.savefig(path)
-
-
-def _label(variant):
-    seeds = len(variant.runs)
-    return variant.name + (f' ({seeds} seeds)' if seeds > 1 else '')
 
 
 def _zoom(axes):

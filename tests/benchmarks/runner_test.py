@@ -30,10 +30,10 @@ class Bench:
         self.starts += 1
         return runner.Child(self.target, self.args, self.folder / 'log.txt')
 
-    def run(self, cases, seconds=1e9, time_all=False):
+    def run(self, cases, seconds=1e9):
         end = time.monotonic() + seconds
         left = lambda: end - time.monotonic()  # noqa: E731
-        run = runner.Run(self.results, self.start, STAMP, left, self.lines.append, time_all)
+        run = runner.Run(self.results, self.start, STAMP, left, self.lines.append)
         return run.run(cases)
 
     def rows(self):
@@ -69,14 +69,12 @@ def test_a_bad_case_costs_itself(bench):
 
 
 def test_a_wrong_kernel_is_not_timed(bench):
-    """The times of that kernel are skipped by name, those of others are not; time_all runs them."""
+    """The times of that kernel are skipped by name, those of others are not."""
     cases = [case('wrong0'), case('fine0', needs=('wrong',)), case('fine1', needs=('other/',))]
     bench.run(cases)
     rows = {row['case']: row for row in bench.rows()}
     assert rows['fine0']['status'] == 'skipped' and rows['fine1']['status'] == 'ok'
     assert rows['fine0']['reason'] == 'a wrong kernel is not timed: wrong0 wrong'
-    bench.run(cases[1:2], time_all=True)
-    assert bench.results.status('fine0') == 'ok'
 
 
 def test_a_group_that_hangs_twice_is_skipped(bench):
