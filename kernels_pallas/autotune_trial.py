@@ -232,7 +232,8 @@ def milliseconds(parts: Parts, shapes: Shapes) -> float:
     return statistics.mean(medians)
 
 
-def _reason(error):
+def describe_error(error: Exception) -> str:
+    """One line that says why something did not run."""
     text = str(error)
     if 'RESOURCE_EXHAUSTED' in text or 'OUT_OF_MEMORY' in text:
         return OUT_OF_MEMORY
@@ -243,7 +244,7 @@ def _answer(request):
     try:
         found = jax.devices()[0].device_kind
     except RuntimeError as error:  # what JAX raises if a platform cannot be used
-        found = _reason(error)
+        found = describe_error(error)
     if found != request['kind']:
         return {'unavailable': f'a child process finds {found}, not {request["kind"]}'}
     print('{"ready": 1}', flush=True)
@@ -252,7 +253,7 @@ def _answer(request):
         wrong = check(parts, shapes)
         return {'failed': wrong} if wrong else {'milliseconds': milliseconds(parts, shapes)}
     except Exception as error:  # a compiler may raise anything, and another candidate is tried
-        return {'failed': _reason(error)}
+        return {'failed': describe_error(error)}
 
 
 def main():

@@ -19,12 +19,10 @@ OUT = flags.DEFINE_string('out', 'runs/comparison', 'Directory for compare.json 
 
 
 def main(argv):
-    import rich.console
-    import rich.text
-
     from moddepth_jax.studies import compare
     from moddepth_jax.training.run_dir import write_atomically
     from moddepth_jax.training.summary import replace_nonfinite
+    from moddepth_jax.training.tables import print_table
 
     if len(argv) < 2:
         raise ValueError('RUN: missing; give the directories of one run or more')
@@ -36,11 +34,10 @@ def main(argv):
     text = json.dumps(replace_nonfinite(content), indent=1, allow_nan=False)
     write_atomically(out / 'compare.json', text + '\n')
     compare.draw_curves(variants, out / 'compare.png')
-    console = rich.console.Console(highlight=False)
     for table in compare.tables(variants, rows):
-        console.print(table)
+        print_table(table)
     for line in (*(f'note: {warning}' for warning in warnings), f'curves: {out}/compare.png'):
-        console.print(rich.text.Text(line), soft_wrap=True)
+        print(line)
 
 
 if __name__ == '__main__':

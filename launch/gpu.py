@@ -28,7 +28,6 @@ AGAIN = flags.DEFINE_boolean('again', False, 'Repeat results of other code, or a
 LIST = flags.DEFINE_boolean('list', False, 'Print the cases with their seconds and exit.')
 REPORT = flags.DEFINE_boolean('report', False, 'Write table.md, claims.json and attention.png.')
 TOY = flags.DEFINE_boolean('toy', False, 'Some cases of each kind at toy size, on the CPU.')
-TIME_ALL = flags.DEFINE_boolean('time_all', False, 'Time kernels of which another case was wrong.')
 
 
 def _seconds_left():
@@ -55,7 +54,6 @@ def main(_):
         out=OUT.value,
         by_name=bool(CASES.value),
         again=AGAIN.value,
-        time_all=TIME_ALL.value,
         toy=TOY.value,
     )
 

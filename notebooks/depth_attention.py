@@ -32,7 +32,7 @@ from IPython.display import Image, display
 from IPython.utils.capture import capture_output
 
 from configs import moda
-from moddepth_jax.analysis.depth_mass import attention_row, depth_mass
+from moddepth_jax.analysis.depth_mass import depth_mass
 from moddepth_jax.analysis.heatmaps import plot_depth_mass
 from moddepth_jax.data.pipeline import make_dataset
 from moddepth_jax.hparams import from_config
@@ -116,43 +116,6 @@ display(Image(folder / 'mass.png'))
 for layer, found, (_, visible, _) in zip(mass.layers, mass.depth_L, readers, strict=True):
     even = np.mean([visible / (visible + place + 1) for place in range(length)])
     print(f'layer {layer}: {found:6.1%} on slots; {even:6.1%} if attention were even')
-
-# %% [markdown]
-# ## What one token looks at
-#
-# The last dense block at one token of held-out text. Left: the weight of each head on each token
-# before it; right: on each slot of this token. In each line the two parts sum to 1. Both have the
-# same scale, cut at the weight that 98% of the entries stay below.
-
-# %%
-single_B = (batch['segment_ids_BT'][:, :64] == 1).all(axis=1)  # one document, no padding
-tokens_T = batch['tokens_BT'][single_B][0, :64]
-layer = max(set(range(model.num_layers)) - set(model.routed_layers))
-place = len(tokens_T) - 1
-row = attention_row(variables, hparams, tokens_T, layer, place)
-marks = {b'\n': '↵', b' ': '·', b'': '§', b'\t': '→'}
-pieces = dataset.tokenizer.pieces(tokens_T)
-letters = [marks.get(piece, piece.decode('utf-8', 'replace')) for piece in pieces]
-highest = np.quantile(np.concatenate(row, axis=1), 0.98)
-look = {'cmap': 'Blues', 'vmin': 0, 'vmax': highest, 'edgecolors': 'white', 'linewidth': 0.3}
-figure, (left, right) = plt.subplots(
-    1, 2, figsize=(13, 1.2 + 0.35 * model.num_heads), width_ratios=(4, 1.3), layout='constrained'
-)
-left.pcolormesh(row.sequence_NT, **look)
-left.set_xticks(np.arange(len(letters)) + 0.5, letters, fontfamily='monospace', fontsize=8)
-left.set(xlabel='tokens up to this one (· space, ↵ line end, § document start)', ylabel='head')
-left.set_title(f'layer {layer}, the token {letters[place]!r} at {place}', loc='left', fontsize=10)
-mesh = right.pcolormesh(row.slots_NL, **look)
-names = mass.slots[: row.slots_NL.shape[1]]
-right.set_xticks(np.arange(len(names)) + 0.5, names, fontsize=8)
-right.set_xlabel('slots of this token')
-for axes in (left, right):
-    axes.set_yticks(np.arange(model.num_heads) + 0.5, range(model.num_heads))
-    axes.tick_params(length=0)
-figure.colorbar(mesh, ax=right, label='weight', extend='max')
-plt.show()
-for head, (sequence_T, slots_L) in enumerate(zip(*row, strict=True)):
-    print(f'head {head}: {sequence_T.sum():.1%} on the sequence, {slots_L.sum():.1%} on slots')
 
 # %% [markdown]
 # ## Compared with the dense model

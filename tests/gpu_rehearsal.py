@@ -33,13 +33,10 @@ def run(words):
 
 def install(folder):
     """Makes the environment and the folder of carried wheels; returns (packages, wheels)."""
-    names = [
-        line.strip().partition('==')[0]
-        for line in (ROOT / 'docs/gpu_machine.txt').read_text().splitlines()
-        if not line.startswith('#')
-    ]
+    lines = (ROOT / 'docs/gpu_machine.txt').read_text().splitlines()
+    names = {line.partition('==')[0].replace('_', '-') for line in lines if line[0] != '#'}
     held = []
-    for name in names:
+    for name in sorted(names - {'pip', 'triton'}):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             held.append(f'{name}=={importlib.metadata.version(name)}')
     run([sys.executable, '-m', 'venv', folder / 'venv'])

@@ -14,7 +14,6 @@ from moddepth_jax.hparams import Hparams, ModelHparams
 from moddepth_jax.model import ahead
 from moddepth_jax.model.routing import gather_tokens
 from moddepth_jax.model.streams import layer_kinds
-from moddepth_jax.model.transformer import causal_routing
 
 
 class DepthMass(NamedTuple):
@@ -151,48 +150,3 @@ def _first_token_sums(call: _Call):
     first_k_BTKH = jnp.take_along_axis(call.k_BSKH, first_BT[..., None, None], axis=1)
     weights_BT = jnp.mean(_weights(call.q_BTNH, first_k_BTKH[None], call.lse_BTN)[0], axis=-1)
     return jnp.sum(jnp.where(seen_BT, weights_BT, 0.0)), jnp.sum(follows_BT)
-
-
-class AttentionRow(NamedTuple):
-    """One row of the softmax of each head; sequence and slots sum to 1."""
-
-    sequence_NT: np.ndarray  # weight on each token of the text; 0 if it is not visible
-    slots_NL: np.ndarray  # on each of the L slots written before, the oldest first; likewise
-
-
-def attention_row(variables, hparams: Hparams, tokens_T, layer: int, position: int) -> AttentionRow:
-    """The attention of the token at `position` of a document in a dense block, in one softmax.
-
-    Raises ValueError for another stream than residual and moda, a routed layer, or a layer or
-    position out of range.
-    """
-    model, length = hparams.model, len(tokens_T)
-    if not (model.depth.stream == 'residual' or model.depth.stream_class.joins_attention):
-        right = 'must be residual or moda, whose blocks attend to both in one softmax'
-        raise ValueError(f'model.depth.stream={model.depth.stream!r}: {right}')
-    dense = [i for i in range(model.num_layers) if i not in model.routed_layers]
-    if layer not in dense:
-        raise ValueError(f'layer={layer}: must be one of the dense blocks {dense}')
-    if not 0 <= position < length:
-        raise ValueError(f'position={position}: must lie in [0, {length})')
-    tokens_1T = np.asarray(tokens_T, np.int32)[None]
-    found, _ = walk(
-        variables, hparams, tokens_1T, np.ones_like(tokens_1T), causal_routing(hparams), _rows
-    )
-    blocks = [weights for _, weights in found if weights]
-    written = sum(kind.slots for kind in layer_kinds(model)[:layer])
-    sequence_TTN, slots_LTN = jax.device_get(blocks[layer])
-    distance_T = position - np.arange(length)
-    seen_T = (distance_T >= 0) & (distance_T < (model.window(layer) or length))
-    sequence_NT = np.where(seen_T, sequence_TTN[:, position].T, 0.0)
-    return AttentionRow(sequence_NT, slots_LTN[:written, position].T)
-
-
-def _rows(seen):
-    """Weights of the queries of a text on all its tokens [S, T, N], visible or not, and slots."""
-    if seen.kind.part != 'block':
-        return None
-    call = _calls(seen.sown, seen.tokens.segment_ids_BT)['sequence']
-    length, kv_heads, width = call.k_BSKH.shape[1:]
-    k_S1TKH = jnp.broadcast_to(call.k_BSKH[0][:, None, None], (length, 1, length, kv_heads, width))
-    return _weights(call.q_BTNH, k_S1TKH, call.lse_BTN)[:, 0], _slot_weights(call)[:, 0]

@@ -22,6 +22,7 @@ from moddepth_jax.training.metrics import METRICS_FILE
 from moddepth_jax.training.progress import format_count, format_seconds, printable
 from moddepth_jax.training.run_dir import CONFIG_FILE, write_atomically
 from moddepth_jax.training.summary import replace_nonfinite
+from moddepth_jax.training.tables import Table, to_rich
 
 SAMPLE_FILE = 'sample.txt'
 ROC_FILE = 'router_roc.json'
@@ -85,13 +86,9 @@ def loss_table(evaluation: dict, rule: str | None, title: str | None = None) -> 
     if 'loss_top_c' in evaluation:
         rows = {f'{rule} (causal: the honest one)': 'loss', top_c: 'loss_top_c'}
     bits_per_nat = evaluation['bits_per_byte'] / evaluation['loss']
-    table = rich.table.Table('routing', title=title, title_justify='left')
-    for name in ('nats a token', 'bits a byte'):
-        table.add_column(name, justify='right')
-    for name, key in rows.items():
-        loss = evaluation[key]
-        table.add_row(name, f'{loss:.4f}', f'{loss * bits_per_nat:.4f}')
-    return table
+    losses = {name: evaluation[key] for name, key in rows.items()}
+    lines = {n: [f'{loss:.4f}', f'{loss * bits_per_nat:.4f}'] for n, loss in losses.items()}
+    return to_rich(Table(title, ['routing', 'nats a token', 'bits a byte'], lines))
 
 
 def describe_gap(gap: float) -> str:
@@ -296,16 +293,8 @@ _COLUMNS = {
 def domain_table(domains: dict[str, dict], title: str | None = None) -> rich.table.Table:
     """The losses of several texts, one a row; `domains` has some keys of _COLUMNS by name."""
     keys = [key for key in _COLUMNS if any(key in values for values in domains.values())]
-    table = rich.table.Table(title=title, title_justify='left')
-    table.add_column('domain', overflow='fold')
-    for key in keys:
-        heading, form = _COLUMNS[key]
-        table.add_column(heading, justify='right' if form else 'left', no_wrap=True)
-    for name, values in domains.items():
-        # Texts, since a str would have its [brackets] read as markup.
-        cells = (rich.text.Text(_cell(values, key)) for key in keys)
-        table.add_row(rich.text.Text(name), *cells)
-    return table
+    lines = {name: [_cell(values, key) for key in keys] for name, values in domains.items()}
+    return to_rich(Table(title, ['domain', *(_COLUMNS[key][0] for key in keys)], lines))
 
 
 def _cell(values, key):

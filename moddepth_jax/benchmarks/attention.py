@@ -4,7 +4,6 @@ Each implementation is compared with the equation first, and timed if it is righ
 """
 
 import functools
-import time
 
 import jax
 import jax.numpy as jnp
@@ -111,7 +110,7 @@ def bench_case(case: Case, names, seconds: float, brief: bool = False) -> dict:
     inputs, why = try_run(attention_cases.make_inputs, case)
     if why:
         raise ValueError(why)
-    begin, right, failed, expected = time.perf_counter(), {}, {}, {}
+    right, failed, expected = {}, {}, {}
     for form in (form for name in names for form in forms(name, case, brief)):
         run, why = _compile_and_check(form, case.length, inputs, expected)
         if why:
@@ -119,7 +118,6 @@ def bench_case(case: Case, names, seconds: float, brief: bool = False) -> dict:
         else:
             right[form] = run
     del expected
-    compiled = time.perf_counter() - begin
     measured, not_run, repeats = _time(right, inputs, seconds)
     failed |= not_run
     plain = [name for name in BASELINES if Form(name, PLAIN, 'fresh') in measured]
@@ -129,7 +127,6 @@ def bench_case(case: Case, names, seconds: float, brief: bool = False) -> dict:
         **case._asdict(),
         'baseline': baseline,
         'repeats': repeats,
-        'compile_and_check_seconds': compiled,
         'rows': rows + [{**form._asdict(), 'failed': why} for form, why in failed.items()],
     }
 

@@ -1,13 +1,13 @@
 """What depth costs: memory, compilation and time of two models by their number of layers."""
 
-from typing import Literal
-
 import jax
 
-from moddepth_jax.benchmarks.models import NAMED_SIZES, TITLES, Dtype, make_model
+from moddepth_jax.benchmarks.models import TITLES, make_model
 from moddepth_jax.benchmarks.steps import compare_steps, steps_table, with_model
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.training.tables import pivot
+
+KINDS = ('dense', 'moda')
 
 
 def compare_depths(models: dict[str, Hparams], depths, unrolled_up_to: int, repeats: int) -> dict:
@@ -64,55 +64,42 @@ def depth(
     *,
     size: str = '16x128',
     depths: list[int] = (8, 16, 32, 64),
-    lengths: list[int] = (128,),
-    kv_heads: list[int] | None = None,
-    dtype: Dtype | None = None,
-    attention: str | None = None,
+    length: int = 128,
     unrolled_up_to: int = 16,
     ratio_length: int = 1024,
     rows: int = 4,
-    router: Literal['none', 'learned'] = 'none',
     repeats: int = 5,
 ):
     """One training step of the dense and the MoDA model: time over FLOPs, then costs by depth.
 
     First at the size's own depth, with recomputation (model.remat block) and without; then memory,
-    compile time and step time by depth, scanned and unrolled.
+    compile time and step time by depth, scanned and unrolled. Key/value heads are half of the
+    query heads.
 
     Args:
-      size: LAYERSxWIDTH, 124m or 700m; its layers are those of the comparison with FLOPs.
+      size: LAYERSxWIDTH; its layers are those of the comparison with FLOPs.
       depths: numbers of layers.
-      lengths: sequence lengths of the comparison by depth, each in its own tables.
-      kv_heads: key/value heads, each in its own tables. Default: half of the query heads.
-      dtype: of activations. Default: float32.
-      attention: model.attention of the models. Default: auto.
+      length: sequence length of the comparison by depth.
       unrolled_up_to: most layers of the unrolled forms, which compile for a minute at 16.
       ratio_length: sequence length of the comparison with FLOPs.
       rows: of a batch.
-      router: learned: MoD is compared with MoD and MoDA.
       repeats: timed rounds.
     """
-    kinds = ('mod', 'both') if router == 'learned' else ('dense', 'moda')
-    if kv_heads is None and size not in NAMED_SIZES:
-        heads = make_model('dense', size, ratio_length, rows).model.num_heads
-        kv_heads = [heads // 2 if heads % 2 == 0 else 1]
-    compared = {}
-    for heads in kv_heads or [None]:
-        knobs = {'num_kv_heads': heads, 'dtype': dtype, 'attention': attention}
-        for length in (ratio_length, *lengths):
-            models = {TITLES[k]: make_model(k, size, length, rows, **knobs) for k in kinds}
-            compared.setdefault(models[TITLES[kinds[0]]].model.num_kv_heads, []).append(models)
+    heads = make_model('dense', size, ratio_length, rows).model.num_heads
+    heads = heads // 2 if heads % 2 == 0 else 1
+    first, by_depth = (
+        {TITLES[kind]: make_model(kind, size, n, rows, num_kv_heads=heads) for kind in KINDS}
+        for n in (ratio_length, length)
+    )
     jax.config.update('jax_enable_compilation_cache', False)  # what is read from it is not timed
-    for heads, (first, *by_length) in compared.items():
-        facts = {'kv_heads': heads, 'size': size, 'router': router}
-        for remat in ('block', 'none'):
-            pair = {name: with_model(hparams, remat=remat) for name, hparams in first.items()}
-            result = compare_steps(pair, repeats)
-            shape = f'{heads} key/value heads, {rows} rows of {ratio_length}, remat {remat}'
-            table = steps_table(f'train step, {size}, {shape}', result['rows'])
-            yield facts | {'remat': remat} | result, [table]
-        for pair in by_length:
-            result = compare_depths(pair, depths, unrolled_up_to, repeats)
-            width = next(iter(pair.values())).model.d_model
-            shape = f'width {width}, {heads} key/value heads, {rows} rows of {result["length"]}'
-            yield facts | result, depth_tables(result, shape)
+    facts = {'kv_heads': heads, 'size': size}
+    for remat in ('block', 'none'):
+        pair = {name: with_model(hparams, remat=remat) for name, hparams in first.items()}
+        result = compare_steps(pair, repeats)
+        shape = f'{heads} key/value heads, {rows} rows of {ratio_length}, remat {remat}'
+        table = steps_table(f'train step, {size}, {shape}', result['rows'])
+        yield facts | {'remat': remat} | result, [table]
+    result = compare_depths(by_depth, depths, unrolled_up_to, repeats)
+    width = next(iter(by_depth.values())).model.d_model
+    shape = f'width {width}, {heads} key/value heads, {rows} rows of {result["length"]}'
+    yield facts | result, depth_tables(result, shape)

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels_pallas import decode_attention, depth_attention
+from kernels_pallas import depth_attention
 from kernels_pallas.joint_softmax import Parts
 from moddepth_jax.benchmarks.attention_cases import Inputs
-from moddepth_jax.benchmarks.attention_check import NAMES, allowed_errors, errors_of, largest
+from moddepth_jax.benchmarks.attention_check import NAMES, allowed_errors, errors_of
 from moddepth_jax.benchmarks.attention_forms import BOTH, make_program
 from moddepth_jax.benchmarks.kernel_cases import (
     CASES,
@@ -27,12 +27,6 @@ from moddepth_jax.benchmarks.kernel_cases import (
 from moddepth_jax.benchmarks.worker import WrongError
 
 CUDNN = 'cudnn'  # cuDNN's sequence part with the depth part by XLA: no kernel of ours
-
-
-def _jit(function, toy):
-    """Toys are compiled without optimisation, which takes longer than they do."""
-    options = {'xla_backend_optimization_level': 0} if toy else None
-    return jax.jit(function, compiler_options=options)
 
 
 def prepare(case: dict, toy: bool) -> tuple[Inputs, dict, dict]:
@@ -86,7 +80,9 @@ def program(implementation: str, static: dict, toy: bool):
     options = {name: value for name, value in static.items() if name != 'sums'}
     function = functools.partial(_attention(implementation), **options)
     function = _in_two_layers(function) if static['sums'] else function
-    return _jit(make_program(function, BOTH, 'fresh'), toy)
+    # Toys are compiled without optimisation, which takes longer than they do.
+    compiler_options = {'xla_backend_optimization_level': 0} if toy else None
+    return jax.jit(make_program(function, BOTH, 'fresh'), compiler_options=compiler_options)
 
 
 def _run(run, inputs):
@@ -120,35 +116,3 @@ def check(implementation: str, case: str, toy: bool = False) -> dict:
         raise WrongError('; '.join(wrong))
     equal = not differing & cudnns
     return {'errors': errors, 'allowed': allowed, 'sequence_gradients_rerun_equal': equal}
-
-
-def check_decode(batch: int, length: int, slots: int, toy: bool = False):
-    """decode_attention in bfloat16 against the exact softmax: at most twice float32's error.
-
-    Each row of the batch is at its own position in a cache of capacity `length`.
-    """
-    batch, length = (3, 13) if toy else (batch, length)
-    sizes = {'B': batch, 'T': 1, 'S': length + 1, 'N': 8, 'K': 4, 'H': 128, 'L': slots}
-    inputs, cotangents, _, taken, _, seen = make_case(**DEFAULTS | sizes)
-    q, k, v, k_depth, v_depth, _ = inputs = [jnp.asarray(x, jnp.bfloat16) for x in inputs]
-    inputs[5] = q
-    filled_B = np.linspace(0, length, batch).astype(int)
-    visible_BS = np.arange(length) < filled_B[:, None]
-    keys = np.concatenate([visible_BS, np.ones((batch, 1), bool)], axis=1)[:, None]
-    value, *_ = exact(inputs, cotangents, taken, keys, seen, 128**-0.5)
-
-    def decode(q, k, v, k_depth, v_depth, visible_BS):
-        cached = (jnp.transpose(side[:, :length], (0, 2, 3, 1)) for side in (k, v))
-        new = (k[:, length:], v[:, length:])
-        return decode_attention(q, *new, *cached, visible_BS, None, k_depth, v_depth)
-
-    run, arrays = _jit(decode, toy), (q, k, v, k_depth, v_depth)
-    mine, again = (np.asarray(run(*arrays, visible_BS), np.float64) for _ in range(2))
-    wide = run(*(x.astype(jnp.float32) for x in arrays), visible_BS).astype(jnp.bfloat16)
-    allowed = {'o': 2 * largest(np.float64(wide) - value) + 2e-6}
-    errors, wrong = errors_of({'o': mine}, {'o': value}, allowed)
-    if (mine != again).any():
-        wrong.append('o differs in a rerun')
-    if wrong:
-        raise WrongError('; '.join(wrong))
-    return {'errors': errors, 'allowed': allowed}

@@ -118,7 +118,6 @@ class Run:
     stamp: dict  # is added to every row: device, versions, commit
     seconds_left: Callable[[], float]  # until the deadline
     say: Callable[[str], None]  # is called with one line for each case
-    time_all: bool = False  # cases run whatever became of those that they need
 
     def run(self, cases) -> list[str]:
         """Runs the cases in their order and returns the names of those that are not done.
@@ -150,7 +149,7 @@ class Run:
         """The row of a case that does not run; None if it does."""
         if self.hung[case.group] >= MOST_HUNG:
             return {'status': 'skipped', 'reason': f'{MOST_HUNG} of {case.group} hung before it'}
-        for name, row in self.results.latest.items() if not self.time_all else ():
+        for name, row in self.results.latest.items():
             if row.get('status') in BAD and name.startswith(case.needs):
                 reason = f'a wrong kernel is not timed: {name} {row["status"]}'
                 return {'status': 'skipped', 'reason': reason}

@@ -6,18 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kernels_pallas.autotune_trial import describe_error
+
 
 class DeviceLostError(RuntimeError):
     """The device computes nothing any more after an error; only a new process can go on."""
-
-
-def describe_error(error: Exception) -> str:
-    """One line that says why something did not run."""
-    text = str(error)
-    if 'RESOURCE_EXHAUSTED' in text or 'OUT_OF_MEMORY' in text:
-        return 'out of device memory'
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return ': '.join([type(error).__name__, *lines[:1]])[:240]
 
 
 def device_responds() -> bool:

@@ -57,18 +57,17 @@ def _set_environment(toy):
 
 def _find_device(toy):
     """What `machine.probe` finds; None, after a line on stderr, if the device is not there."""
-    given = dict(os.environ)  # why_no_gpu names what the user has set
+    asked = os.environ.get('JAX_PLATFORMS', '')
     _set_environment(toy)
     found, error = machine.probe()
     wanted = 'cpu' if toy else 'gpu'
-    if found.get('platform') != wanted:
-        why = error or 'JAX does not start' if toy else machine.why_no_gpu(given, error)
-        print(f'error: no {wanted.upper()}: {why}', file=sys.stderr)
-        return None
-    if missing := machine.missing_packages():
-        what = 'cases that need them are skipped; docs/gpu.md says how to carry wheels'
-        print(f'missing: {", ".join(missing)}: {what}', flush=True)
-    return found
+    if found.get('platform') == wanted:
+        return found
+    why = f'JAX says: {error or "nothing"}'
+    if not toy and asked and not {'cuda', 'gpu'} & set(asked.split(',')):
+        why = f'JAX_PLATFORMS={asked} is set; unset it, or set it to cuda,cpu'
+    print(f'error: no {wanted.upper()}: {why}', file=sys.stderr)
+    return None
 
 
 def visit(
@@ -77,7 +76,6 @@ def visit(
     out: str | None = None,
     by_name: bool = False,
     again: bool = False,
-    time_all: bool = False,
     toy: bool = False,
 ) -> int:
     """Runs cases, prints a line for each, and returns the exit status.
@@ -100,7 +98,7 @@ def visit(
     args = ({case.name: case for case in todo}, not toy)
     start = functools.partial(runner.Child, worker.serve, args, out / 'log.txt')
     say = functools.partial(print, flush=True)
-    run = runner.Run(store, start, stamp | code, seconds_left, say, time_all)
+    run = runner.Run(store, start, stamp | code, seconds_left, say)
     try:
         later = run.run(todo)
     except runner.LostError as error:

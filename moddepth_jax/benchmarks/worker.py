@@ -78,6 +78,7 @@ def _failed(error, case):
         return {'status': 'failed', 'reason': reason}
     if isinstance(error, ValueError) and 'cannot:' in reason:
         return {'status': 'skipped', 'reason': ' '.join(str(error).split())[:240]}
-    from moddepth_jax.benchmarks.timing import describe_error, device_responds
+    from kernels_pallas.autotune_trial import describe_error
+    from moddepth_jax.benchmarks.timing import device_responds
 
     return {'status': 'failed', 'reason': describe_error(error), 'ends': not device_responds()}

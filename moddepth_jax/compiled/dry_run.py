@@ -18,11 +18,11 @@ from moddepth_jax.compiled.program import Program, Run, product_flops
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.model.flops import dot_general_flops, train_step_flops
 from moddepth_jax.training.mesh import (
+    abstract_on_mesh,
     batch_sharding,
     device_bytes,
     replicated,
     sharding_lines,
-    state_shardings,
 )
 from moddepth_jax.training.plan import resolve_steps
 from moddepth_jax.training.summary import active_parameters, num_parameters
@@ -68,8 +68,7 @@ def dry_run(hparams: Hparams, mesh) -> dict:
       in `by_axes`, `estimates` as in `estimate`; `flops_per_byte`: executed over sent.
     """
     state = jax.eval_shape(lambda: init_state(hparams, resolve_steps(hparams)))
-    shardings = state_shardings(mesh, state)
-    state = jax.tree.map(lambda leaf, to: leaf.update(sharding=to), state, shardings)
+    state = abstract_on_mesh(mesh, state)
     shape = (hparams.data.batch_size, hparams.data.sequence_length)
     row = jax.ShapeDtypeStruct(shape, 'int32', sharding=batch_sharding(mesh, shape[0]))
     batch = dict.fromkeys(('tokens_BT', 'labels_BT', 'segment_ids_BT'), row)

@@ -7,24 +7,21 @@ import pathlib
 import statistics
 
 import numpy as np
-import rich.table
-import rich.text
 from flax import traverse_util
 from matplotlib import rc_context
 
-from moddepth_jax.studies.plot_style import COLOURS, SETTINGS, new_figure, scientific
+from moddepth_jax.studies.plot_style import SETTINGS, new_figure, scientific
 from moddepth_jax.studies.statistics import INVALID_GAP, Interval, interval
 from moddepth_jax.training.metrics import read_metrics
 from moddepth_jax.training.progress import format_count
 from moddepth_jax.training.run_dir import CONFIG_FILE, read_config
 from moddepth_jax.training.summary import SUMMARY_FILE, read_summary
+from moddepth_jax.training.tables import Table
 
 SAME_FLOPS = 0.01  # budgets that differ by less are called equal
 # Knobs that change what a run shows or how fast it is, and not what it learns.
 SILENT = ('report', 'logging', 'training.compilation_cache', 'seed')
 SMOOTHED = 30  # points of a training curve, each the mean of the rows before it
-LINES = ('-', '--', ':', '-.')
-DRAWN = ('blue', 'orange', 'green', 'red', 'rose', 'sky', 'black', 'grey')
 _SUMMARY = {  # what is compared
     'stages': [{'first_step': int, 'flops_per_step': float}],
     'versions': {'device': str},
@@ -37,19 +34,12 @@ COLUMNS = 4  # variants side by side in a terminal
 
 @dataclasses.dataclass(frozen=True)
 class FinishedRun:
-    """A run with its summary.
+    """A run with its summary."""
 
-    Attributes:
-      path: its directory, as given.
-      knobs: its config, by dotted name.
-      summary: content of summary.json.
-      rows: of metrics.jsonl.
-    """
-
-    path: str
-    knobs: dict
-    summary: dict
-    rows: list[dict]
+    path: str  # its directory, as given
+    knobs: dict  # its config, by dotted name
+    summary: dict  # content of summary.json
+    rows: list[dict]  # of metrics.jsonl
 
     def value(self, name: str) -> float:
         """A number of the evaluation; NaN if it has none, as that of a diverged run."""
@@ -76,15 +66,10 @@ class FinishedRun:
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """Runs that differ in nothing but their seed.
+    """Runs that differ in nothing but their seed."""
 
-    Attributes:
-      name: the directory of the first.
-      runs: by seed, ascending.
-    """
-
-    name: str
-    runs: tuple[FinishedRun, ...]
+    name: str  # the directory of the first
+    runs: tuple[FinishedRun, ...]  # by seed, ascending
 
     @property
     def seeds(self) -> list[int]:
@@ -107,11 +92,7 @@ class Variant:
 
 
 def read_run(path: str) -> FinishedRun:
-    """Read a finished run.
-
-    Raises:
-      ValueError: one line, if there is no run, or one that has not finished.
-    """
+    """Reads a run. Raises ValueError, one line, if there is none or it has not finished."""
     try:
         config, _ = read_config(path)
     except ValueError as error:
@@ -130,8 +111,7 @@ def _is_silent(name):
 def group_by_config(runs: list[FinishedRun]) -> list[Variant]:
     """The runs grouped by what they learn: their config without the seed, in the order given.
 
-    Raises:
-      ValueError: one line, if two runs of a group have the same seed.
+    Raises ValueError, one line, if two runs of a group have the same seed.
     """
     groups = {}
     for run in runs:
@@ -254,29 +234,21 @@ def _cells(row):
     }
 
 
-def tables(variants: list[Variant], rows: list[dict]) -> list[rich.table.Table]:
-    """Tables for the console, COLUMNS variants in each: the numbers, then the knobs that differ.
-
-    Args:
-      variants: of `group_by_config`.
-      rows: of `describe`.
-    """
-    found, knobs = [], differing_knobs(variants)
-    for first in range(0, len(variants), COLUMNS):
-        table = rich.table.Table()
-        table.add_column('')
-        for variant in variants[first : first + COLUMNS]:
-            table.add_column(rich.text.Text(variant.name), justify='right', overflow='fold')
-        cells = [_cells(row) for row in rows[first : first + COLUMNS]]
-        for name in cells[0]:
-            if any(cell[name] for cell in cells):
-                table.add_row(name, *(cell[name] for cell in cells))
-        table.add_section()
-        for name, values in knobs.items():
-            shown = values[first : first + COLUMNS]
-            table.add_row(name, *(rich.text.Text(str(value)) for value in shown))
-        found.append(table)
-    return found
+def tables(variants: list[Variant], rows: list[dict]) -> list[Table]:
+    """Tables of COLUMNS variants each: the numbers of `describe`, then the knobs that differ."""
+    cells = [_cells(row) for row in rows]
+    lines = {name: [cell[name] for cell in cells] for name in cells[0]}
+    lines = {name: texts for name, texts in lines.items() if any(texts)}
+    lines |= {name: list(map(str, values)) for name, values in differing_knobs(variants).items()}
+    parts = [slice(first, first + COLUMNS) for first in range(0, len(variants), COLUMNS)]
+    return [
+        Table(
+            title='',
+            heads=['', *(variant.name for variant in variants[part])],
+            lines={name: texts[part] for name, texts in lines.items()},
+        )
+        for part in parts
+    ]
 
 
 def draw_curves(variants: list[Variant], path: pathlib.Path):
@@ -284,11 +256,10 @@ def draw_curves(variants: list[Variant], path: pathlib.Path):
     with rc_context(SETTINGS):
         figure = new_figure(8.6, 3.6)
         panels = figure.subplots(1, 2)
-        looks = itertools.product(LINES, (COLOURS[name] for name in DRAWN))
-        for variant, (line, colour) in zip(variants, looks, strict=False):
+        for place, variant in enumerate(variants):
             for number, run in enumerate(variant.runs):
-                look = {'color': colour, 'linestyle': line, 'linewidth': 1.2, 'alpha': 0.85}
-                label = None if number else _label(variant)
+                look = {'color': f'C{place}', 'linewidth': 1.2, 'alpha': 0.85}
+                label = None if number else f'{variant.name} (seeds: {len(variant.runs)})'
                 steps, losses = run.curve('loss')
                 parts = np.array_split(np.arange(len(steps)), min(SMOOTHED, len(steps)) or 1)
                 ends = [part[-1] for part in parts if len(part)]
@@ -305,11 +276,6 @@ def draw_curves(variants: list[Variant], path: pathlib.Path):
             _zoom(axes)
         figure.legend(loc='outside lower center', ncols=min(3, len(variants)))
         figure.savefig(path)
-
-
-def _label(variant):
-    seeds = len(variant.runs)
-    return variant.name + (f' ({seeds} seeds)' if seeds > 1 else '')
 
 
 def _zoom(axes):

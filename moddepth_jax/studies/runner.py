@@ -12,23 +12,17 @@ import time
 
 import jax
 
-from moddepth_jax.data.pipeline import make_dataset
-from moddepth_jax.model.flops import train_step_flops
 from moddepth_jax.studies import page, plots, store
 from moddepth_jax.studies.plan import Plan
 from moddepth_jax.training.loop import train
-from moddepth_jax.training.mesh import make_mesh, shard_batch
 from moddepth_jax.training.plan import resolve_steps, run_flops
 from moddepth_jax.training.progress import format_seconds
 from moddepth_jax.training.run_dir import write_atomically
-from moddepth_jax.training.train_step import init_state, train_step
 from moddepth_jax.training.trainer import DivergedError
 
 LOGS = 'logs'  # in a study's directory: what each run printed
 _PARENT = 'MODDEPTH_STUDY_PARENT'  # the process that started this one
 _POLL_SECONDS = 2.0
-_COMPILED = 3  # programs that a run compiles, each about as costly as a train step
-_TIMED_STEPS, _TIMED_SECONDS = 5, 5.0  # for the estimate; whichever ends first
 
 
 class StudyRunner:
@@ -49,7 +43,7 @@ class StudyRunner:
         """Carries out the share `shard` = (index, count) of the study; returns an exit status."""
         self.check()
         if dry_run:
-            self.announce(processes)
+            self.announce()
             return 0
         names = ('budgets', 'sizes', 'variants', 'seeds', 'learning_rates')
         values = {name: getattr(self._plan.study, name) for name in names}
@@ -60,7 +54,7 @@ class StudyRunner:
         if _PARENT in os.environ:
             threading.Thread(target=_end_with_parent, daemon=True).start()
             return self.train(shard)
-        self.announce(processes)
+        self.announce()
         status = _spawn(shard, processes) if processes > 1 else self.train(shard)
         if not status and shard[0] == 0:
             self.finish()
@@ -78,8 +72,8 @@ class StudyRunner:
             if store.final_loss(self._workdir, run.name) is not None:
                 store.check_run(self._workdir, run, self._hparams_of(run))
 
-    def announce(self, processes: int):
-        """Prints what is planned, what it costs and about how long it takes."""
+    def announce(self):
+        """Prints what is planned and what it costs."""
         plan, counts = self._plan.study, self._plan.max_runs()
         progress, count = self._progress(), sum(counts.values())
         done = len(progress.losses)
@@ -91,13 +85,8 @@ class StudyRunner:
             each = run_flops(example, resolve_steps(example))
             flops += number * each
             print(f'budget    {budget:g} {plan.kind}: up to {number} runs of {each:.3g} FLOPs')
-        print(f'in all    up to {count} runs, {flops:.3g} FLOPs; {done} runs are finished')
-        if progress.missing or not progress.complete:
-            rate, overhead = _throughput(example)
-            seconds = (flops / rate + count * overhead) * (1 - done / count) / processes
-            speed = f'{rate / 1e9:.3g} GFLOP/s and {overhead:.0f} s more for each run'
-            time_left = f'about {format_seconds(seconds)}, {processes} at a time'
-            print(f'time      {time_left}: {speed}', flush=True)
+        total = f'up to {count} runs, {flops:.3g} FLOPs'
+        print(f'in all    {total}; {done} runs are finished', flush=True)
 
     def _progress(self):
         return store.progress(self._workdir, self._plan)
@@ -153,26 +142,6 @@ class StudyRunner:
         plots.draw(study, self._workdir)
         page.write_page(study, self._workdir)
         print(f'look      {self._workdir / "study.md"}')
-
-
-def _throughput(hparams):
-    """Counted training FLOPs per second, and the seconds that a run takes besides training."""
-    mesh = make_mesh('')
-    with jax.set_mesh(mesh):
-        batch = shard_batch(mesh, make_dataset(hparams.data, hparams.seed).train_batch(0))
-        state = jax.jit(lambda: init_state(hparams, _TIMED_STEPS))()
-        start = time.perf_counter()
-        step_fn = jax.jit(train_step, donate_argnums=0).lower(state, batch).compile()
-        compiling = time.perf_counter() - start
-        seconds = []
-        while len(seconds) < _TIMED_STEPS and sum(seconds) < _TIMED_SECONDS:
-            start = time.perf_counter()
-            state, _ = jax.block_until_ready(step_fn(state, batch))
-            seconds.append(time.perf_counter() - start)
-    rate = train_step_flops(hparams) / min(seconds)
-    # A held-out batch passes forward twice, by the causal rule and by top-C: two thirds of a step.
-    evaluating = 2 / 3 * train_step_flops(hparams) * hparams.evaluation.final_batches
-    return rate, _COMPILED * compiling + evaluating / rate
 
 
 def part_of_shard(shard: tuple[int, int], child: int, processes: int) -> tuple[int, int]:

@@ -2,11 +2,15 @@
 
 from typing import NamedTuple
 
+import rich.console
+import rich.table
+import rich.text
+
 
 class Table(NamedTuple):
     """A table of text: heads of the columns, and cells by the name of the line, its first cell."""
 
-    title: str
+    title: str | None
     heads: list[str]
     lines: dict[str, list[str]]
 
@@ -50,17 +54,21 @@ def pivot(title: str, rows: list[dict], line, column, text, corner: str = '') ->
     return Table(title, heads, {name: list(cells.values()) for name, cells in lines.items()})
 
 
+def to_rich(table: Table) -> rich.table.Table:
+    """The table for a rich console; long names are folded."""
+    drawn = rich.table.Table(title=table.title or None, title_justify='left')
+    for number, head in enumerate(table.heads):
+        justify = 'right' if number else 'left'
+        drawn.add_column(rich.text.Text(head), justify=justify, overflow='fold')
+    for name, cells in table.lines.items():
+        # Texts, since a str would have its [brackets] read as markup.
+        drawn.add_row(*map(rich.text.Text, (name, *cells)))
+    return drawn
+
+
 def print_table(table: Table, width: int | None = None):
     """Prints a table, in the width of the terminal if `width` is None."""
-    import rich.console
-    import rich.table
-
-    drawn = rich.table.Table(title=table.title, title_justify='left')
-    for number, head in enumerate(table.heads):
-        drawn.add_column(head, justify='right' if number else 'left')
-    for name, cells in table.lines.items():
-        drawn.add_row(name, *cells)
-    rich.console.Console(width=width).print(drawn)
+    rich.console.Console(width=width).print(to_rich(table))
 
 
 def markdown_rows(heads, *rows) -> list[str]:

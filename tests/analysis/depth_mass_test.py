@@ -7,7 +7,7 @@ import pytest
 
 from kernels_pallas import depth_attention
 from moddepth_jax.analysis import depth_mass as module
-from moddepth_jax.analysis.depth_mass import attention_row, depth_mass
+from moddepth_jax.analysis.depth_mass import depth_mass
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model import attention, stack_scan
 from moddepth_jax.model.transformer import Transformer
@@ -147,52 +147,3 @@ def test_sowing_costs_nothing_in_training(tiny_config, monkeypatch, stream):
 
 
 TEXT_T = TOKENS_BT[0, :6]
-
-
-OWN_QUERY = {'model.depth.slot_keys': 'unrotated', 'model.qk_norm': 'head'}
-
-
-@pytest.mark.parametrize('changes', [{}, OWN_QUERY], ids=['', 'own query'])
-def test_rows_of_attention_average_to_the_depth_mass(tiny_config, changes):
-    """Each row of weights sums to 1, also where slots have a query of their own."""
-    variables, hparams = make_model(tiny_config, **MODA, **changes)
-    rows = [attention_row(variables, hparams, TEXT_T, 2, place) for place in range(6)]
-    for place, row in enumerate(rows):
-        total_N = row.sequence_NT.sum(axis=1) + row.slots_NL.sum(axis=1)
-        np.testing.assert_allclose(total_N, 1, rtol=1e-5)
-        assert not row.sequence_NT[:, place + 1 :].any()
-        assert row.sequence_NT[:, : place + 1].all() and row.slots_NL.shape[1] == 4
-    batch = {'tokens_BT': TEXT_T[None], 'segment_ids_BT': np.ones((1, 6), np.int32)}
-    mass = depth_mass(variables, hparams, batch, 'dense')
-    mine_L = np.mean([row.slots_NL.mean(axis=0) for row in rows], axis=0)
-    np.testing.assert_allclose(mine_L, mass.slots_LS[2], rtol=1e-4)
-    assert mass.depth_L[2] > 0.05
-    first = np.mean([row.sequence_NT[:, 0].mean() for row in rows[1:]])
-    np.testing.assert_allclose(first, mass.first_token_L[2], rtol=1e-4)
-
-
-def test_windows_bound_a_row_of_attention(tiny_config):
-    windows = {'model.windows': (2,), 'model.depth.slot_window': 1}
-    variables, hparams = make_model(tiny_config, **MODA, **windows)
-    row = attention_row(variables, hparams, TEXT_T, 1, 4)
-    assert (row.sequence_NT > 0).any(axis=0).nonzero()[0].tolist() == [3, 4]
-    assert (row.slots_NL > 0).any(axis=0).tolist() == [False, True]
-    variables, hparams = make_model(tiny_config, **{'model.num_layers': 3})
-    row = attention_row(variables, hparams, TEXT_T, 1, 4)
-    assert row.slots_NL.shape[1] == 0
-    np.testing.assert_allclose(row.sequence_NT.sum(axis=1), 1, rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ('changes', 'layer', 'position', 'message'),
-    [
-        ({'model.depth.stream': 'attention'}, 0, 0, "stream='attention'.*residual or moda"),
-        ({'model.routing.router': 'position'}, 1, 0, r'layer=1.*\[0, 2\]'),
-        ({}, 3, 0, r'layer=3.*\[0, 1, 2\]'),
-        ({}, 0, 6, r'position=6.*\[0, 6\)'),
-    ],
-)
-def test_a_row_of_attention_that_does_not_exist(tiny_config, changes, layer, position, message):
-    hparams = from_config(tiny_config(**{'model.num_layers': 3, **changes}))
-    with pytest.raises(ValueError, match=message):
-        attention_row(None, hparams, TEXT_T, layer, position)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kernels_pallas.autotune_trial import describe_error
 from moddepth_jax.benchmarks import attention, attention_forms, attention_report
 from moddepth_jax.benchmarks.attention_cases import (
     Case,
@@ -17,7 +18,7 @@ from moddepth_jax.benchmarks.attention_cases import (
 )
 from moddepth_jax.benchmarks.attention_check import checked_queries, compute_expected, find_wrong
 from moddepth_jax.benchmarks.attention_forms import ALONE, BOTH, PLAIN, RIVALS, Form
-from moddepth_jax.benchmarks.timing import describe_error, try_run
+from moddepth_jax.benchmarks.timing import try_run
 
 CASE = Case(24, heads=4, kv_heads=2, width=8, slots=3)
 

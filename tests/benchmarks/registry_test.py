@@ -63,7 +63,7 @@ def test_decode_by_heads(tmp_path):
 @pytest.mark.slow
 def test_depth_compares_flops_first(tmp_path):
     """One comparison with FLOPs by remat, then three tables by depth; deep models are scanned."""
-    small = ['--size=2x64', '--depths=2,3', '--lengths=32', '--ratio_length=64', '--rows=1']
+    small = ['--size=2x64', '--depths=2,3', '--length=32', '--ratio_length=64', '--rows=1']
     found, out, errors = bench(tmp_path, 'depth', *small, '--repeats=1', '--unrolled_up_to=2')
     block, none, depth = found
     assert (block['remat'], none['remat'], block['length'], block['kv_heads']) == (

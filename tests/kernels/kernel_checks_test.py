@@ -8,7 +8,7 @@ import pytest
 
 from kernels_pallas import depth_attention
 from moddepth_jax.benchmarks import kernel_checks
-from moddepth_jax.benchmarks.kernel_checks import check, check_decode
+from moddepth_jax.benchmarks.kernel_checks import check
 from moddepth_jax.benchmarks.worker import WrongError
 
 CASE = 'packed/no_slots'
@@ -20,8 +20,6 @@ def test_what_is_right_passes():
     assert list(found['errors']) == ['o', 'dq', 'dk', 'dv', 'dk_depth', 'dv_depth']
     assert all(0 < found['errors'][name] <= found['allowed'][name] for name in ('o', 'dq', 'dv'))
     assert check('xla', 'sums', toy=True)['errors']['dk_depth'] > 0
-    found = check_decode(3, 9, 4, toy=True)
-    assert 0 < found['errors']['o'] <= found['allowed']['o']
 
 
 def leaking(*arrays, **options):
