@@ -1,7 +1,6 @@
 """Pictures of a model: selected tokens, loads of experts, attention over depth."""
 
 import functools
-import math
 from typing import NamedTuple
 
 import jax

@@ -50,9 +50,7 @@ def walk(variables, hparams: Hparams, tokens_BT, segment_ids_BT, routing: str, o
     stack, found, count = Stack(hparams.model, routing, sizes), [], 0
     for kind, params, args in zip(layer_kinds(hparams.model), layers, layer_args, strict=True):
         static = {'stack': stack, 'kind': kind, 'observe': observe}
-        carry, observed = ahead.call(
-            _visit, params, carry, np.int32(count), tokens, args, **static
-        )
+        carry, observed = ahead.call(_visit, params, carry, np.int32(count), tokens, args, **static)
         count += kind.slots
         found.append((kind, observed))
     return found, carry[0]

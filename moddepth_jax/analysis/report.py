@@ -40,14 +40,14 @@ def prompt_tokens(hparams: Hparams, tokenizer) -> tuple[list[int], int]:
 
 
 def report_programs(state, dataset):
-    """Yields functions that compile, of an abstract TrainState, what `write_report` will run."""
+    """Functions that compile, of an abstract TrainState, what `write_report` will run; by name."""
     run, model = Run(state.hparams, None, state, dataset, None), state.hparams.model
-    yield functools.partial(importlib.import_module, 'moddepth_jax.analysis.heatmaps')
+    programs = {'pictures': lambda: importlib.import_module('moddepth_jax.analysis.heatmaps')}
     if model.routed_layers:
-        yield functools.partial(_routing_record, run)
+        programs['the picture of the routing'] = functools.partial(_routing_record, run)
     if model.depth.slots_per_layer:
-        yield functools.partial(_depth_mass, run)
-    yield functools.partial(_sample, run)
+        programs['the attention on slots'] = functools.partial(_depth_mass, run)
+    return programs | {'the decoding of the sample': functools.partial(_sample, run)}
 
 
 def write_report(run: Run, console: rich.console.Console | None = None):
@@ -62,7 +62,10 @@ def write_report(run: Run, console: rich.console.Console | None = None):
     _print(console, *_lines(run))
     if model.routed_layers and run.hparams.data.source == 'recall':
         _print(console, *_roc_lines(run))
-    for file, _, draw in _pictures(model):
+    pictures = _pictures(model)
+    names = [f'drawing {", ".join(file for file, *_ in pictures)}'] * bool(pictures)
+    _print(console, f'{" and ".join([*names, "writing a sample"])} ...')
+    for file, _, draw in pictures:
         draw(run, run.workdir / file)
     sample, notes = _sample(run)
     (run.workdir / SAMPLE_FILE).write_text(sample, encoding='utf-8')
@@ -123,6 +126,9 @@ def _lines(run):
         f'{format_count(summary["parameters"])} parameters, '
         f'{format_seconds(summary["seconds"])} of stepping'
     )
+    mfu = f'MFU {summary["mfu"]:.1%}, ' if 'mfu' in summary else ''
+    memory = f'{format_count(summary["peak_memory_bytes"])}B of {summary["peak_memory_of"]}'
+    yield f'{mfu}peak memory {memory}'
 
 
 def expert_line(layers, hparams):

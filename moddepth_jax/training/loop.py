@@ -81,10 +81,10 @@ def train(
 
     `mesh_spec` is as `make_mesh` takes it, `profiled` the steps that `Profile` traces, `wandb` the
     project of W&B that gets the metrics too, `source` the config file, which the run keeps.
-    `report_programs` maps an abstract TrainState and the dataset to functions, which compile in a
-    thread during training what the caller runs after it. Raises
-    ValueError, one line, before anything is compiled or written, for a budget, corpus, mesh or
-    workdir that does not fit, or W&B not installed; later SaveError and DivergedError.
+    `report_programs` maps an abstract TrainState and the dataset to functions by name, that compile
+    in a thread during training what the caller runs after it. Raises ValueError, one line, before
+    anything is compiled or written, for a budget, corpus, mesh or workdir that does not fit, or W&B
+    not installed; later SaveError and DivergedError.
     """
     multihost.run_on_all(lambda: check_wandb(wandb))
     num_steps, dataset, mesh = multihost.run_on_all(
@@ -112,7 +112,7 @@ def train(
             files.enter_context(profile)
             outputs = _open_outputs(files, hparams, workdir, wandb, num_steps, first_step)
             trainer = Trainer(state, metadata, dataset, mesh, profile, *outputs, report_programs)
-            files.callback(trainer.finish_compiling, cancel=True)
+            files.callback(trainer.close)
             for line in (
                 *describe(hparams, num_steps, state.params, dataset),
                 *parameter_lines(state.params),
@@ -130,7 +130,6 @@ def train(
                 return Run(hparams, workdir, state, dataset, None, signal)
             trainer.progress.note('evaluating on held-out text')
             evaluation = trainer.evaluate(num_steps, hparams.evaluation.final_batches)
-            trainer.finish_compiling(cancel=False)
         summary = summarize(hparams, state, evaluation, dataset, trainer.metadata)
         multihost.run_on_leader(lambda: write_summary(workdir, summary))
     return Run(hparams, workdir, state, dataset, summary)
