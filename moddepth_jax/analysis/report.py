@@ -126,9 +126,12 @@ def _lines(run):
         f'{format_count(summary["parameters"])} parameters, '
         f'{format_seconds(summary["seconds"])} of stepping'
     )
-    mfu = f'MFU {summary["mfu"]:.1%}, ' if 'mfu' in summary else ''
-    memory = f'{format_count(summary["peak_memory_bytes"])}B of {summary["peak_memory_of"]}'
-    yield f'{mfu}peak memory {memory}'
+    used = [f'MFU {summary["mfu"]:.1%}'] if 'mfu' in summary else []
+    if summary.get('peak_memory'):
+        size, holder = summary['peak_memory']
+        used.append(f'peak memory {format_count(size)}B of {holder}')
+    if used:
+        yield ', '.join(used)
 
 
 def expert_line(layers, hparams):

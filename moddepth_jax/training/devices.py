@@ -35,20 +35,19 @@ def peak_flops(device_kind: str) -> float | None:
     return found[0] if found else None
 
 
-def usage(flops_per_second: float) -> dict[str, float]:
-    """`mfu`, if the peak is known: counted FLOP/s over that of all devices; `peak_memory_bytes`.
+def mfu(flops_per_second: float) -> dict[str, float]:
+    """`mfu`: these counted FLOP/s over the peak of all devices; empty if that is not known."""
+    peak = peak_flops(jax.devices()[0].device_kind)
+    return {'mfu': flops_per_second / (peak * jax.device_count())} if peak else {}
 
-    The memory is the most that a device of this process held since the process began, or where
-    devices do not say, as CPUs, its resident set in the host's.
+
+def peak_memory() -> tuple[int, str]:
+    """Bytes that a device of this process held at most since it began, and of what they are.
+
+    Of the host, in this process, if devices do not say it, as CPUs.
     """
-    peak, devices = peak_flops(jax.devices()[0].device_kind), jax.local_devices()
-    found = {'mfu': flops_per_second / (peak * jax.device_count())} if peak else {}
-    held = [(device.memory_stats() or {}).get('peak_bytes_in_use') for device in devices]
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    if all('peak_bytes_in_use' in found for found in stats):
+        return max(found['peak_bytes_in_use'] for found in stats), 'a device'
     unit = 1 if sys.platform == 'darwin' else 1024
-    resident = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return found | {'peak_memory_bytes': resident if None in held else max(held)}
-
-
-def memory_holder() -> str:
-    """What `peak_memory_bytes` is a part of."""
-    return 'a device' if jax.devices()[0].memory_stats() else 'the host'
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, 'the host'

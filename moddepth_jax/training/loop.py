@@ -177,7 +177,7 @@ def restore_or_init(hparams: Hparams, num_steps: int, dataset, mesh, checkpoints
         new = metadata['versions'].get(name)
         if new != old:
             notes.append(f'{name} was {old}, is {new}: bits may differ from here on')
-    kept = {name: stored[name] for name in ('seconds', 'train_loss')}
+    kept = {name: stored.get(name) for name in ('seconds', 'train_loss', 'peak_memory')}
     return state, metadata | kept, notes
 
 

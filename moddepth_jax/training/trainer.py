@@ -83,6 +83,7 @@ class Trainer:
             self._collect(in_flight=0 if saves else STEPS_IN_FLIGHT - 1)
             if saves:
                 self.metadata['seconds'] = seconds_before + self.stopwatch.seconds()
+                self.metadata['peak_memory'] = devices.peak_memory()
                 self.metadata['stage'] = stage._asdict()
                 with self.stopwatch.pause():
                     checkpoints.save(done, self.state, self.metadata)
@@ -234,7 +235,8 @@ class Trainer:
         tokens = self.hparams.data.batch_size * self.hparams.data.sequence_length
         row = {name: np.asarray(x).tolist() for name, x in self._named(metrics).items()}
         rates = self.stopwatch.rates(tokens, flops)
-        return row | rates | devices.usage(rates['flops_per_second'])
+        memory = {'peak_memory_bytes': devices.peak_memory()[0]}
+        return row | rates | devices.mfu(rates['flops_per_second']) | memory
 
     def _named(self, metrics):
         """Metrics as one dict; those of a layer or domain have names such as a/layer_01/b."""

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import io
 import json
+import math
 import pathlib
 import re
 import types
@@ -85,6 +86,12 @@ def printed(tiny_config, tmp_path, monkeypatch):
         return file.getvalue(), tmp_path / 'run'
 
     return run
+
+
+def test_mean_ratio_skips_layers_without_tokens():
+    layers = {name: {'a': a} for name, a in zip('xyz', (0.25, math.nan, 0.75), strict=True)}
+    assert report._mean_ratio(layers, 'a') == 0.5
+    assert math.isnan(report._mean_ratio({'y': layers['y']}, 'a'))
 
 
 def next_steps(out):
