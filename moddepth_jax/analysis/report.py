@@ -42,12 +42,13 @@ def prompt_tokens(hparams: Hparams, tokenizer) -> tuple[list[int], int]:
 def report_programs(state, dataset):
     """Functions that compile, of an abstract TrainState, what `write_report` will run; by name."""
     run, model = Run(state.hparams, None, state, dataset, None), state.hparams.model
-    programs = {'pictures': lambda: importlib.import_module('moddepth_jax.analysis.heatmaps')}
+    heatmaps = 'moddepth_jax.analysis.heatmaps'
+    programs = {'importing matplotlib': functools.partial(importlib.import_module, heatmaps)}
     if model.routed_layers:
-        programs['the picture of the routing'] = functools.partial(_routing_record, run)
+        programs['compiling the routing of the picture'] = functools.partial(_routing_record, run)
     if model.depth.slots_per_layer:
-        programs['the attention on slots'] = functools.partial(_depth_mass, run)
-    return programs | {'the decoding of the sample': functools.partial(_sample, run)}
+        programs['compiling the attention on slots'] = functools.partial(_depth_mass, run)
+    return programs | {'compiling the decoding of the sample': functools.partial(_sample, run)}
 
 
 def write_report(run: Run, console: rich.console.Console | None = None):

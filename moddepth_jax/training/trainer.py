@@ -154,10 +154,11 @@ class Trainer:
         given = state.variables, hparams, self.dataset, self.mesh, len(self.dataset.domains) or 1
         rules = dict.fromkeys([causal_routing(hparams), *['top_c'] * model.looks_ahead])
         programs = {
-            f'the evaluation by {rule}': functools.partial(evaluate, *given, rule) for rule in rules
+            f'compiling the evaluation by {rule}': functools.partial(evaluate, *given, rule)
+            for rule in rules
         }
         flops = functools.partial(step_flops_report, self.hparams, self.num_steps)
-        programs |= {'the FLOP count of XLA': flops} | self.report_programs(state, self.dataset)
+        programs |= {"counting XLA's FLOPs": flops} | self.report_programs(state, self.dataset)
 
         def compile_one(program):
             with jax.set_mesh(self.mesh):
@@ -172,9 +173,7 @@ class Trainer:
         """Until `most` programs, or all, that are compiled ahead are ready; says which are not."""
         for what, future in list(self.compiling.items())[:most]:
             if not future.done():
-                self.progress.note(
-                    f'compiling {what} of {self.hparams.model.num_layers} layers ...'
-                )
+                self.progress.note(f'{what} ...')
             concurrent.futures.wait([future])
 
     def close(self):

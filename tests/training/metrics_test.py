@@ -23,6 +23,7 @@ from moddepth_jax.training.metrics import (
     check_wandb,
     read_metrics,
     read_windows,
+    tensorboard_name,
 )
 from tests.data.prepared_text import refusal
 
@@ -64,6 +65,19 @@ def test_rows_hold_what_was_given_and_are_readable_at_once(tmp_path):
     ]
     tags = [value.tag for _, value in event_values(tmp_path)]
     assert tags == ['train/loss', 'train/tokens', 'val/loss']
+
+
+def test_names_in_tensorboard_sort_by_what_one_looks_at_first():
+    """The training loss first; training before what is held out; a group for each part."""
+    names = ['loss', 'z_loss', 'balance_loss', 'experts/layer_01/load', 'grad_norm', 'skipped']
+    names += ['routing/layer_01/recall', 'mfu', 'tokens_per_second', 'eval/bits_per_byte']
+    names += ['eval/loss', 'eval/domains/a/loss', 'eval/routing/layer_01/recall']
+    shown = [tensorboard_name(name) for name in names]
+    assert sorted(shown, key=lambda name: name.split('/'))[0] == 'train/loss'
+    groups = [name.split('/')[0] for name in shown]
+    assert groups[:6] == ['train'] * 2 + ['train_experts'] * 2 + ['train_optimizer'] * 2
+    assert groups[6:9] == ['train_routing', 'train_speed', 'train_speed']
+    assert groups[9:] == ['val', 'val', 'val_domains', 'val_routing']
 
 
 @pytest.mark.parametrize('torn', ['', '{"step": 7, "lo', '\x00\x00'])
