@@ -41,14 +41,15 @@ def prompt_tokens(hparams: Hparams, tokenizer) -> tuple[list[int], int]:
 
 
 def report_programs(state, dataset):
-    """Yields functions that compile, of an abstract TrainState, what `write_report` will run."""
+    """Functions that compile, of an abstract TrainState, what `write_report` will run; by name."""
     run, model = Run(state.hparams, None, state, dataset, None), state.hparams.model
-    yield functools.partial(importlib.import_module, 'moddepth_jax.analysis.heatmaps')
+    heatmaps = 'moddepth_jax.analysis.heatmaps'
+    programs = {'importing matplotlib': functools.partial(importlib.import_module, heatmaps)}
     if model.routed_layers:
-        yield functools.partial(_routing_record, run)
+        programs['compiling the routing of the picture'] = functools.partial(_routing_record, run)
     if model.depth.slots_per_layer:
-        yield functools.partial(_depth_mass, run)
-    yield functools.partial(_sample, run)
+        programs['compiling the attention on slots'] = functools.partial(_depth_mass, run)
+    return programs | {'compiling the decoding of the sample': functools.partial(_sample, run)}
 
 
 def write_report(run: Run, console: rich.console.Console | None = None):
@@ -63,7 +64,10 @@ def write_report(run: Run, console: rich.console.Console | None = None):
     _print(console, *_lines(run))
     if model.routed_layers and run.hparams.data.source == 'recall':
         _print(console, *_roc_lines(run))
-    for file, _, draw in _pictures(model):
+    pictures = _pictures(model)
+    names = [f'drawing {", ".join(file for file, *_ in pictures)}'] * bool(pictures)
+    _print(console, f'{" and ".join([*names, "writing a sample"])} ...')
+    for file, _, draw in pictures:
         draw(run, run.workdir / file)
     sample, notes = _sample(run)
     (run.workdir / SAMPLE_FILE).write_text(sample, encoding='utf-8')
@@ -120,6 +124,12 @@ def _lines(run):
         f'{format_count(summary["parameters"])} parameters, '
         f'{format_seconds(summary["seconds"])} of stepping'
     )
+    used = [f'MFU {summary["mfu"]:.1%}'] if 'mfu' in summary else []
+    if summary.get('peak_memory'):
+        size, holder = summary['peak_memory']
+        used.append(f'peak memory {format_count(size)}B of {holder}')
+    if used:
+        yield ', '.join(used)
 
 
 def expert_line(layers, hparams):

@@ -13,11 +13,10 @@ from moddepth_jax.benchmarks.models import TITLES
 from moddepth_jax.benchmarks.results import BAD, FILE, Results
 from moddepth_jax.benchmarks.steps import compare, steps_table
 from moddepth_jax.studies.claims import FAILS, HOLDS
+from moddepth_jax.training.devices import peak_flops
 from moddepth_jax.training.tables import Table, to_markdown
 
 CLAIM_COLUMNS = ('claim', 'paper', 'ours', 'verdict', 'reason')
-# Dense bf16 peak of the vendor, FLOP/s, by what the device's name contains.
-PEAKS = {'H200': 989e12, 'H100': 989e12, 'A100': 312e12, 'B200': 2250e12}
 EFFICIENCY = 0.973  # of FlashAttention-2, at T = 64k
 SAVING = 0.9  # of what the FLOPs allow
 
@@ -123,8 +122,8 @@ def _compared_steps(rows):
     for models in by_size.values():
         dense = models.get('dense')
         for row in models.values():
-            if peaks := [peak for name, peak in PEAKS.items() if name in row['device']]:
-                row['mfu'] = row['flops_per_second'] / peaks[0]
+            if peak := peak_flops(row['device']):
+                row['mfu'] = row['flops_per_second'] / peak
             if dense:
                 seconds = dense['step_seconds']
                 row |= compare(row['step_seconds'], row['flops'], seconds, dense['flops'])

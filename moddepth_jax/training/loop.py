@@ -60,7 +60,10 @@ MAY_CHANGE = (  # on resuming: knobs that no trained bit depends on
     'flop_budget',
 )
 IF_EXTENDED = ('optimizer.schedule', 'optimizer.decay_fraction', 'optimizer.final_fraction')
-KEPT = ('seconds', 'train_loss', 'learning_rate', 'extended', 'metrics', 'metrics_problems')
+KEPT = (
+    *('seconds', 'train_loss', 'learning_rate', 'peak_memory'),
+    *('extended', 'metrics', 'metrics_problems'),
+)
 INFERENCE_ONLY = ('model.routing.cache_capacity', 'model.routing.overflow')  # if top-C trains
 
 
@@ -92,10 +95,10 @@ def train(
 
     `mesh_spec` is as `make_mesh` takes it, `profiled` the steps that `Profile` traces, `wandb` the
     project of W&B that gets the metrics too, `source` the config file, which the run keeps.
-    `report_programs` maps an abstract TrainState and the dataset to functions, which compile in a
-    thread during training what the caller runs after it. Raises
-    ValueError, one line, before anything is compiled or written, for a budget, corpus, mesh or
-    workdir that does not fit, or W&B not installed; later SaveError and DivergedError.
+    `report_programs` maps an abstract TrainState and the dataset to functions by name, that compile
+    in a thread during training what the caller runs after it. Raises ValueError, one line, before
+    anything is compiled or written, for a budget, corpus, mesh or workdir that does not fit, or W&B
+    not installed; later SaveError and DivergedError.
     """
     multihost.run_on_all(lambda: check_wandb(wandb))
     hparams, before = multihost.run_on_all(lambda: plan_extension(hparams, workdir))
@@ -131,7 +134,7 @@ def train(
                 metadata['metrics_problems'] = [*metadata['metrics_problems'], writer.problem]
             outputs = progress, writer, log, report_programs
             trainer = Trainer(state, metadata, dataset, mesh, profile, *outputs)
-            files.callback(trainer.finish_compiling, cancel=True)
+            files.callback(trainer.close)
             for line in (
                 *describe(hparams, num_steps, state.params, dataset),
                 *parameter_lines(state.params),
@@ -149,7 +152,6 @@ def train(
                 return Run(hparams, workdir, state, dataset, None, signal)
             trainer.progress.note('evaluating on held-out text')
             evaluation = trainer.evaluate(num_steps, hparams.evaluation.final_batches)
-            trainer.finish_compiling(cancel=False)
         summary = summarize(hparams, state, evaluation, dataset, trainer.metadata)
         multihost.run_on_leader(lambda: write_summary(workdir, summary))
     return Run(hparams, workdir, state, dataset, summary)

@@ -19,7 +19,7 @@ from moddepth_jax.data.directory import parse_object, write_atomically
 from moddepth_jax.training import multihost
 
 METRICS_FILE = 'metrics.jsonl'
-EVENTS_DIRECTORY = 'tensorboard'
+OLDER_EVENTS = 'tensorboard'  # folder of a run: where older versions wrote events
 FLUSH_SECONDS = 30.0  # between flushes of TensorBoard events
 WANDB_ID_FILE = 'wandb-id'
 
@@ -164,8 +164,9 @@ def read_metrics(workdir: str | os.PathLike) -> list[dict]:
 
 
 class TensorBoardWriter:
-    """A sink that appends scalars and histograms to a new event file in `tensorboard/` of a run.
+    """A sink that appends scalars and histograms to a new event file in the directory of a run.
 
+    The run has the name of that directory there, and what it measures those of `tensorboard_name`.
     TensorBoard hides events after `first_step` that an earlier start left. The SummaryWriter of
     tensorboardX has a thread, which a full disk ends, and then blocks forever; this has none.
     """
@@ -173,7 +174,8 @@ class TensorBoardWriter:
     name = 'TensorBoard'
 
     def __init__(self, workdir: str | os.PathLike, first_step: int):
-        self._folder = pathlib.Path(workdir) / EVENTS_DIRECTORY
+        older = pathlib.Path(workdir, OLDER_EVENTS)
+        self._folder = older if older.exists() else older.parent
         self._first_step, self._flush_at = first_step, 0.0
         self._writer = None
 
@@ -183,10 +185,11 @@ class TensorBoardWriter:
             if self._writer is None:
                 self._open()
             for name, value in values.items():
+                shown = tensorboard_name(name)
                 if isinstance(value, (int, float)):
-                    self._write(step=step, summary=summary.scalar(name, value))
+                    self._write(step=step, summary=summary.scalar(shown, value))
                 elif name.endswith('_histogram') and None not in value:
-                    self._write(step=step, summary=_histogram(name, value))
+                    self._write(step=step, summary=_histogram(shown, value))
             if time.monotonic() > self._flush_at:
                 self._flush_at = time.monotonic() + FLUSH_SECONDS
                 self._writer.flush()
@@ -201,8 +204,7 @@ class TensorBoardWriter:
             self._writer.close()
 
     def _open(self):
-        resumed = self._folder.exists()
-        self._folder.mkdir(exist_ok=True)
+        resumed = any(self._folder.glob('events.*'))
         self._writer = EventsWriter(str(self._folder / 'events'), f'.{time.time_ns()}')
         if resumed:
             start = SessionLog(status=SessionLog.START)
@@ -210,6 +212,30 @@ class TensorBoardWriter:
 
     def _write(self, **fields):
         self._writer.write_event(Event(wall_time=time.time(), **fields))
+
+
+def tensorboard_name(name: str) -> str:
+    """The name of a metric in TensorBoard, which sorts by name and groups by what precedes a slash.
+
+    train/loss comes first, then the rest of training by groups, such as train_speed/mfu, then what
+    was held out: val/loss, val_routing/layer_01/recall.
+    """
+    side, rest = ('val', name[5:]) if name.startswith('eval/') else ('train', name)
+    group, slash, tail = rest.partition('/')
+    if slash:
+        return f'{side}_{group}/{tail}'
+    kinds = [kind for kind, names in _TRAIN_GROUPS.items() if rest in names and side == 'train']
+    return '/'.join(['_'.join([side, *kinds]), rest])
+
+
+_TRAIN_GROUPS = {
+    'experts': ('balance_loss', 'expert_z_loss'),
+    'optimizer': ('grad_norm', 'learning_rate', 'skipped', 'skipped_in_a_row'),
+    'speed': (
+        *('tokens_per_second', 'flops_per_second', 'data_wait_fraction'),
+        *('mfu', 'peak_memory_bytes'),
+    ),
+}
 
 
 def _histogram(name, shares):

@@ -13,7 +13,9 @@ PLAIN_FIRST_ROWS = 3  # printed at once, so that a log soon shows whether the ru
 PLAIN_FRACTION = 0.05  # of the run's steps between later rows
 PLAIN_SECONDS = 60.0  # or this long between them, whichever comes first
 
-_COLUMNS = {'step': 13, 'loss': 8, 'bits/byte': 9, 'tokens/s': 8, 'FLOP/s': 8, 'ETA': 8}  # widths
+# Widths. A column that a run has no value for is left out.
+_COLUMNS = {'step': 13, 'loss': 8, 'bits/byte': 9, 'tokens/s': 8, 'FLOP/s': 8, 'MFU': 6}
+_COLUMNS |= {'memory': 8, 'ETA': 8}
 _SPANS = ((86400, 'd', 3600, 'h'), (3600, 'h', 60, 'm'), (60, 'm', 1, 's'))
 _CONTROL = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in '\n\t'}
 
@@ -80,26 +82,35 @@ class Progress:
             self._task = self._bar.add_task(start, total=total_steps, completed=first_step)
 
     def update(self, step: int, values: dict) -> None:
-        """Shows that `step` steps are done: loss (nats), bits_per_byte and rates of `values`."""
+        """Shows that `step` steps are done: loss (nats), bits_per_byte and rates of `values`.
+
+        Also, if it has them, mfu and peak_memory_bytes.
+        """
         steps_per_second = values['tokens_per_second'] / self._tokens
         remaining = (self._total - step) / steps_per_second if steps_per_second > 0 else math.nan
-        done, loss, bits, tokens, flops, eta = cells = [
-            f'{step}/{self._total}',
-            f'{values["loss"]:.4f}',
-            f'{values["bits_per_byte"]:.3f}',
-            format_count(values['tokens_per_second']),
-            format_count(values['flops_per_second']),
-            format_seconds(remaining),
-        ]
+        cells = {
+            'step': f'{step}/{self._total}',
+            'loss': f'{values["loss"]:.4f}',
+            'bits/byte': f'{values["bits_per_byte"]:.3f}',
+            'tokens/s': format_count(values['tokens_per_second']),
+            'FLOP/s': format_count(values['flops_per_second']),
+            'ETA': format_seconds(remaining),
+        }
+        if 'mfu' in values:
+            cells['MFU'] = f'{values["mfu"]:.1%}'
+        if 'peak_memory_bytes' in values:
+            cells['memory'] = f'{format_count(values["peak_memory_bytes"])}B'
         if self._bar is not None:
-            text = f'{done}  loss {loss}  {bits} bits/byte  {tokens} tokens/s  {flops} FLOP/s'
-            self._bar.update(self._task, completed=step, description=f'{text}  ETA {eta}')
+            names = [name for name in ('bits/byte', 'tokens/s', 'FLOP/s', 'MFU') if name in cells]
+            rates = '  '.join(f'{cells[name]} {name}' for name in names)
+            text = f'{cells["step"]}  loss {cells["loss"]}  {rates}  ETA {cells["ETA"]}'
+            self._bar.update(self._task, completed=step, description=text)
             return
         steps, seconds = step - self._row_step, time.monotonic() - self._row_time
         due = steps >= PLAIN_FRACTION * self._total or seconds >= PLAIN_SECONDS
         if due or self._rows < PLAIN_FIRST_ROWS or step >= self._total:
             if not self._rows:
-                self._print_row(_COLUMNS)
+                self._print_row({name: name for name in cells})
             self._rows, self._row_step, self._row_time = self._rows + 1, step, time.monotonic()
             self._print_row(cells)
 
@@ -119,8 +130,8 @@ class Progress:
             self._bar.stop()
 
     def _print_row(self, cells):
-        cells = zip(cells, _COLUMNS.values(), strict=True)
-        self.note('  '.join(cell.rjust(width) for cell, width in cells))
+        shown = [(cells[name], width) for name, width in _COLUMNS.items() if name in cells]
+        self.note('  '.join(cell.rjust(width) for cell, width in shown))
 
 
 class Stopwatch:

@@ -19,6 +19,7 @@ from kernels_pallas.xla import sequence
 from moddepth_jax.data.directory import check_fields, read_json, write_atomically
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.model.flops import train_step_flops
+from moddepth_jax.training import devices
 from moddepth_jax.training.checkpoint import state_sha256
 from moddepth_jax.training.metrics import replace_nonfinite
 from moddepth_jax.training.plan import run_flops, stage_starts
@@ -199,6 +200,7 @@ def summarize(
     """The content of summary.json, of `evaluate_causal` and the metadata of the last checkpoint."""
     layers = {'routing': hparams.model.routed_layers, 'experts': hparams.model.expert_layers}
     step, grouped = int(state.step), {*layers, 'domains'}
+    total_flops = run_flops(hparams, state.num_steps, step)
     groups = {name: by_layer(layers[name], evaluation.get(name, {})) for name in layers}
     if 'domains' in evaluation:
         shares, epochs = dataset.domains, dataset.domain_epochs(step)
@@ -219,9 +221,11 @@ def summarize(
         'parameters': num_parameters(state.params),
         'active_parameters': active_parameters(hparams, state.params),
         **step_flops_report(hparams, state.num_steps),
-        'total_flops': run_flops(hparams, state.num_steps, step),
+        'total_flops': total_flops,
         'flop_budget': hparams.flop_budget,
         'seconds': metadata['seconds'],
+        **devices.mfu(total_flops / max(metadata['seconds'], 1e-9)),
+        'peak_memory': metadata.get('peak_memory'),
         'stages': stages,
         'extended': metadata['extended'],
         'metrics_problems': metadata['metrics_problems'],

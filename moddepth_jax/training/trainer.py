@@ -13,7 +13,7 @@ from moddepth_jax.data.compression_baselines import describe_measured_text, meas
 from moddepth_jax.model import ahead
 from moddepth_jax.model.flops import train_step_flops
 from moddepth_jax.model.transformer import causal_routing
-from moddepth_jax.training import multihost
+from moddepth_jax.training import devices, multihost
 from moddepth_jax.training.evaluate import evaluate, evaluate_causal
 from moddepth_jax.training.losses import IGNORED, masked_labels
 from moddepth_jax.training.mesh import local_rows, replicated, shard_rows, state_shardings
@@ -46,7 +46,7 @@ class Trainer:
         self.profile, self.progress, self.writer, self.log = profile, progress, writer, log
         self.in_flight = collections.deque()
         self.stopwatch = Stopwatch()
-        self.compiler, self.compiling = None, []
+        self.compiler, self.compiling = None, {}
 
     def run(self, preemption, checkpoints) -> TrainState:
         """Steps until the last one or a signal; saves `state` and `metadata` in between."""
@@ -83,6 +83,7 @@ class Trainer:
             self._collect(in_flight=0 if saves else STEPS_IN_FLIGHT - 1)
             if saves:
                 self.metadata['seconds'] = seconds_before + self.stopwatch.seconds()
+                self.metadata['peak_memory'] = devices.peak_memory()
                 self.metadata['stage'] = stage._asdict()
                 if self.writer is not None:
                     self.metadata['metrics'] = self.writer.digest()
@@ -98,12 +99,14 @@ class Trainer:
 
         With the capacity of its last step; at the end also the cost of each routed block's rule.
         """
-        concurrent.futures.wait(self.compiling[:2])
+        self._wait_for_compiler(1 + self.hparams.model.looks_ahead)
         per_layer = self.hparams.evaluation.num_batches if step == self.num_steps else 0
         hparams, variables = self.hparams.at(self._stage(step - 1)), self.state.variables
         result = evaluate_causal(
             variables, hparams, self.dataset, self.mesh, num_batches, per_layer
         )
+        if step == self.num_steps:
+            self._wait_for_compiler()
         self._write(step, {f'eval/{name}': x for name, x in self._named(result).items()})
         line = f'held-out  step {step}: {result["bits_per_byte"]:.3f} bits/byte'
         for name, values in result.get('domains', {}).items():
@@ -124,7 +127,11 @@ class Trainer:
 
     def _compile(self, stage, measures) -> Any:
         """Compiles the train step; `measures` compression in the meantime, as a new run does."""
-        begin = time.monotonic()
+        begin, model = time.monotonic(), self.hparams.model
+        scans = '; model.layer_loop=scan would compile one for all of a kind'
+        scans *= model.layer_loop == 'unrolled' and model.depth.stream_class.scans
+        what = f'the train step of {model.num_layers} layers'
+        self.progress.note(f'compiling {what}{scans} ...')
         with concurrent.futures.ThreadPoolExecutor(1) as thread:
             baselines = thread.submit(measure_baselines, self.dataset.corpus) if measures else None
             batch = self._put(self.dataset.train_batch(0, self.rows))
@@ -139,7 +146,7 @@ class Trainer:
                 bits = ', '.join(f'{name} {x:.2f}' for name, x in baselines.result().items())
                 where = describe_measured_text(self.dataset.corpus)
                 self.progress.note(f'baselines {bits} bits/byte on the {where}')
-        self.progress.note(f'compiled  the train step in {format_seconds(seconds)}')
+        self.progress.note(f'compiled  {what} in {format_seconds(seconds)}')
         return step_fn
 
     def _compile_ahead(self):
@@ -148,21 +155,33 @@ class Trainer:
         hparams, model = self.hparams.at(self.hparams.stages[-1]), self.hparams.model
         given = state.variables, hparams, self.dataset, self.mesh, len(self.dataset.domains) or 1
         rules = dict.fromkeys([causal_routing(hparams), *['top_c'] * model.looks_ahead])
-        programs = [functools.partial(evaluate, *given, rule) for rule in rules]
-        programs.append(functools.partial(step_flops_report, self.hparams, self.num_steps))
-        programs += self.report_programs(state, self.dataset)
+        programs = {
+            f'compiling the evaluation by {rule}': functools.partial(evaluate, *given, rule)
+            for rule in rules
+        }
+        flops = functools.partial(step_flops_report, self.hparams, self.num_steps)
+        programs |= {"counting XLA's FLOPs": flops} | self.report_programs(state, self.dataset)
 
         def compile_one(program):
             with jax.set_mesh(self.mesh):
                 program()
 
         self.compiler = concurrent.futures.ThreadPoolExecutor(1)
-        self.compiling = [self.compiler.submit(compile_one, program) for program in programs]
+        self.compiling = {
+            what: self.compiler.submit(compile_one, program) for what, program in programs.items()
+        }
 
-    def finish_compiling(self, cancel: bool):
-        """Waits for the thread that compiles ahead, to its end or to that of its program."""
+    def _wait_for_compiler(self, most=None):
+        """Until `most` programs, or all, that are compiled ahead are ready; says which are not."""
+        for what, future in list(self.compiling.items())[:most]:
+            if not future.done():
+                self.progress.note(f'{what} ...')
+            concurrent.futures.wait([future])
+
+    def close(self):
+        """Waits for the program that is being compiled ahead, if any, and drops the others."""
         if self.compiler:
-            self.compiler.shutdown(cancel_futures=cancel)
+            self.compiler.shutdown(cancel_futures=True)
 
     def _put(self, batch):
         with jax.transfer_guard('allow'):  # the one intended transfer inside the disallowing guard
@@ -217,7 +236,9 @@ class Trainer:
         flops = train_step_flops(self.hparams, self._stage(step - 1))
         tokens = self.hparams.data.batch_size * self.hparams.data.sequence_length
         row = {name: np.asarray(x).tolist() for name, x in self._named(metrics).items()}
-        return row | self.stopwatch.rates(tokens, flops)
+        rates = self.stopwatch.rates(tokens, flops)
+        memory = {'peak_memory_bytes': devices.peak_memory()[0]}
+        return row | rates | devices.mfu(rates['flops_per_second']) | memory
 
     def _named(self, metrics):
         """Metrics as one dict; those of a layer or domain have names such as a/layer_01/b."""

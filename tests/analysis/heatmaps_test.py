@@ -1,7 +1,5 @@
 """The pictures show each decision, load and mass in its place."""
 
-import math
-
 import matplotlib.colors
 import matplotlib.image
 import numpy as np
@@ -100,12 +98,6 @@ def test_loads_are_relative_to_the_mean_of_all_choices():
     np.testing.assert_allclose(found.load_XZ, [[0.9, 0.3, 1.8], [0.6, 0.6, 1.8]])
     np.testing.assert_allclose(found.largest_load_X, [1.5, 1])
     assert found.layers == (1, 3) and found.num_routed == 2
-
-
-def test_mean_ratio_skips_layers_without_tokens():
-    layers = {name: {'a': a} for name, a in zip('xyz', (0.25, math.nan, 0.75), strict=True)}
-    assert heatmaps.mean_ratio(layers, 'a') == 0.5
-    assert math.isnan(heatmaps.mean_ratio({'y': layers['y']}, 'a'))
 
 
 def test_each_load_has_its_place(tmp_path):

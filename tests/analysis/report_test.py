@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import io
 import json
+import math
 import pathlib
 import re
 import types
@@ -19,8 +20,10 @@ from launch.config_file import unresolved
 from moddepth_jax.analysis import report
 from moddepth_jax.data.tokenizers.tokenizer import make_tokenizer
 from moddepth_jax.hparams import from_config
+from moddepth_jax.model import ahead
 from moddepth_jax.model.transformer import Transformer
 from moddepth_jax.training.loop import Run
+from moddepth_jax.training.mesh import make_mesh, replicated
 
 ROOT = pathlib.Path(__file__).parents[2]
 ROUTING = {'selected_fraction': 0.121, 'precision': 0.912, 'recall': float('nan')}
@@ -85,6 +88,33 @@ def printed(tiny_config, tmp_path, monkeypatch):
         return file.getvalue(), tmp_path / 'run'
 
     return run
+
+
+def test_mean_ratio_skips_layers_without_tokens():
+    layers = {name: {'a': a} for name, a in zip('xyz', (0.25, math.nan, 0.75), strict=True)}
+    assert report._mean_ratio(layers, 'a') == 0.5
+    assert math.isnan(report._mean_ratio({'y': layers['y']}, 'a'))
+
+
+@pytest.mark.slow  # compiles every program of a report
+def test_nothing_is_compiled_twice(tiny_config, tmp_path, caplog):
+    """After `report_programs` of an abstract state, the report of a real one compiles nothing."""
+    run = make_run(tiny_config, tmp_path / 'run', **{'model.depth.stream': 'moda'})
+    placed = jax.device_put(run.state.variables, replicated(make_mesh('')))  # as in a run
+    run.state.variables = placed
+    abstract = {'variables': ahead.abstract(run.state.variables), 'hparams': run.hparams}
+    programs = report.report_programs(types.SimpleNamespace(**abstract), run.dataset)
+    with jax.log_compiles(), jax.set_mesh(make_mesh('')):
+        for program in programs.values():
+            program()
+        jitted = set(re.findall(r'Compiling (jit\(\w+\))', caplog.text))
+        caplog.clear()
+        record, mass, (sample, _) = (
+            measure(run) for measure in (report._routing_record, report._depth_mass, report._sample)
+        )
+    assert {'jit(_records)', 'jit(_visit)', 'jit(_start)', 'jit(_step)'} <= jitted
+    assert jitted.isdisjoint(re.findall(r'Compiling (jit\(\w+\))', caplog.text))
+    assert record.selected_BT.shape == (1, 2, 32) and mass.layers == ('0',) and sample
 
 
 def next_steps(out):

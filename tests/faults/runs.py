@@ -13,7 +13,7 @@ from tests.launch.commands import write_words
 
 ROOT = pathlib.Path(__file__).parents[2]
 NUM_STEPS = 300
-TIMES = {'tokens_per_second', 'flops_per_second', 'data_wait_fraction'}
+TIMES = {'tokens_per_second', 'flops_per_second', 'data_wait_fraction', 'peak_memory_bytes'}
 SHA256 = re.compile('[0-9a-f]{64}')
 
 CONFIG = """

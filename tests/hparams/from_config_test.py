@@ -1,11 +1,16 @@
 """A config becomes frozen hyper-parameters, or one line that names what is wrong with it."""
 
 import dataclasses
+import pathlib
+import subprocess
+import sys
+import textwrap
 
 import pytest
 
 from moddepth_jax.hparams import from_config, registry, unknown_knobs
 
+ROOT = pathlib.Path(__file__).parents[2]
 NAN, INFINITE = float('nan'), float('inf')
 
 
@@ -260,6 +265,29 @@ def test_pattern_without_layers_is_refused(tiny_config):
     for layers in NO_LAYERS:
         message = refusal(tiny_config(**knobs, **{'model.routing.layers': layers}))
         assert f'model.routing.layers={layers!r}' in message and 'every:N' in message
+
+
+def test_a_wrong_value_is_refused_before_jax_is_imported():
+    """Regression: a typo took over two seconds."""
+    wrong = {'model.num_layers': -1, 'model.num_heads': 3, 'optimizer.name': 'x', 'seed': -1}
+    wrong |= {f'model.routing.{name}': 'x' for name in ('router', 'gate', 'causal_rule', 'layers')}
+    wrong |= {'model.depth.stream': 'x', 'data.batch_size': 0, 'flop_budget': 1e9}
+    code = f"""
+        import sys
+        from configs import tiny
+        from launch import config_file, train
+        for name, value in {wrong}.items():
+            config = tiny.get_config()
+            config.update_from_flattened_dict({{name: value}})
+            try:
+                config_file.from_config(config)
+            except ValueError as error:
+                assert name.split('.')[-1] in str(error), error
+            else:
+                raise SystemExit(name)
+        assert 'jax' not in sys.modules
+    """
+    subprocess.run([sys.executable, '-c', textwrap.dedent(code)], check=True, cwd=ROOT)
 
 
 def test_unknown_knobs_are_listed_with_their_values(tiny_config):

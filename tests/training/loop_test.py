@@ -22,7 +22,7 @@ from moddepth_jax.training.summary import describe
 from tests.data.prepared_text import prepare, write_texts
 from tests.training.conftest import NUM_STEPS
 
-TIMES = {'tokens_per_second', 'flops_per_second', 'data_wait_fraction'}
+TIMES = {'tokens_per_second', 'flops_per_second', 'data_wait_fraction', 'peak_memory_bytes'}
 ROUTING = {'selected_fraction', 'precision', 'recall'}
 STAGED = {
     'model.routing.router': 'learned',

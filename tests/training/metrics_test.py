@@ -23,6 +23,7 @@ from moddepth_jax.training.metrics import (
     check_wandb,
     read_metrics,
     read_windows,
+    tensorboard_name,
 )
 from tests.data.prepared_text import refusal
 
@@ -38,7 +39,7 @@ def with_tensorboard(workdir, first_step=0):
 
 
 def read_events(workdir):
-    for file in sorted((workdir / 'tensorboard').iterdir()):
+    for file in sorted(workdir.glob('**/*.out.tfevents.*')):
         content, offset = file.read_bytes(), 0
         while offset < len(content):
             length = int.from_bytes(content[offset : offset + 8], 'little')
@@ -62,7 +63,21 @@ def test_rows_hold_what_was_given_and_are_readable_at_once(tmp_path):
         expected,
         {'step': 10, 'eval/loss': 2.0},
     ]
-    assert [value.tag for _, value in event_values(tmp_path)] == ['loss', 'tokens', 'eval/loss']
+    tags = [value.tag for _, value in event_values(tmp_path)]
+    assert tags == ['train/loss', 'train/tokens', 'val/loss']
+
+
+def test_names_in_tensorboard_sort_by_what_one_looks_at_first():
+    """The training loss first; training before what is held out; a group for each part."""
+    names = ['loss', 'z_loss', 'balance_loss', 'experts/layer_01/load', 'grad_norm', 'skipped']
+    names += ['routing/layer_01/recall', 'mfu', 'tokens_per_second', 'eval/bits_per_byte']
+    names += ['eval/loss', 'eval/domains/a/loss', 'eval/routing/layer_01/recall']
+    shown = [tensorboard_name(name) for name in names]
+    assert sorted(shown, key=lambda name: name.split('/'))[0] == 'train/loss'
+    groups = [name.split('/')[0] for name in shown]
+    assert groups[:6] == ['train'] * 2 + ['train_experts'] * 2 + ['train_optimizer'] * 2
+    assert groups[6:9] == ['train_routing', 'train_speed', 'train_speed']
+    assert groups[9:] == ['val', 'val', 'val_domains', 'val_routing']
 
 
 @pytest.mark.parametrize('torn', ['', '{"step": 7, "lo', '\x00\x00'])
@@ -153,8 +168,8 @@ def test_events_mirror_the_numbers_and_purge_on_resume(tmp_path):
         writer.write(2, {'loss': 2.5})
     (_, first), (_, sent), *others = event_values(tmp_path)
     found = [(step, value.tag, value.simple_value) for step, value in others]
-    assert (first.tag, first.simple_value) == ('loss', 1.0)
-    assert found == [(2, 'loss', 2.0), (2, 'loss', 2.5)]
+    assert (first.tag, first.simple_value) == ('train/loss', 1.0)
+    assert found == [(2, 'train/loss', 2.0), (2, 'train/loss', 2.5)]
     (start,) = [event for event in read_events(tmp_path) if event.HasField('session_log')]
     assert (start.step, start.session_log.status) == (2, event_pb2.SessionLog.START)
     buckets = dict(zip(sent.histo.bucket_limit, sent.histo.bucket, strict=True))

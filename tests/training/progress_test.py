@@ -2,11 +2,12 @@
 
 import io
 import math
+import types
 
 import pytest
 import rich.console
 
-from moddepth_jax.training import progress
+from moddepth_jax.training import devices, progress
 
 SPEED = {'tokens_per_second': 1e5, 'flops_per_second': 2e11}
 
@@ -92,6 +93,41 @@ def test_counts_have_three_digits_and_seconds_two_units(value, count, seconds):
     """Also where rounding crosses a thousand, a minute or an hour."""
     assert progress.format_count(value) == count
     assert seconds is None or progress.format_seconds(value) == seconds
+
+
+@pytest.mark.parametrize(
+    ('kind', 'peak'),
+    [
+        ('NVIDIA H100 80GB HBM3', 989e12), ('NVIDIA H100 PCIe', 756e12), ('NVIDIA H200', 989e12),
+        ('NVIDIA A100-SXM4-80GB', 312e12), ('NVIDIA A10', 125e12), ('NVIDIA L40S', 362e12),
+        ('NVIDIA L4', 121e12), ('TPU v5 lite', 197e12), ('TPU v5p', 459e12), ('TPU v4', 275e12),
+        ('cpu', None), ('NVIDIA A1000', None),
+    ],
+)  # fmt: skip
+def test_the_peak_is_that_of_the_device(kind, peak, monkeypatch):
+    """MFU is counted FLOP/s over it, of all devices; there is none where it is not known."""
+    assert devices.peak_flops(kind) == peak
+    monkeypatch.setattr(devices, 'jax', FakeJax(kind))
+    assert devices.mfu(1e12) == ({'mfu': 1e12 / (2 * peak)} if peak else {})
+    assert devices.peak_memory() == (7, 'a device')
+
+
+class FakeJax:
+    def __init__(self, kind):
+        self.found = [
+            types.SimpleNamespace(
+                device_kind=kind, memory_stats=lambda n=n: {'peak_bytes_in_use': n}
+            )
+            for n in (7, 5)
+        ]
+
+    def devices(self):
+        return self.found
+
+    local_devices = devices
+
+    def device_count(self):
+        return 2
 
 
 def time_steps(watch, clock, steps, waited, computed):

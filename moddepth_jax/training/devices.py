@@ -1,0 +1,53 @@
+"""What the devices of a run could compute, and the memory that it used."""
+
+import re
+import resource
+import sys
+
+import jax
+
+# FLOP/s of dense bfloat16 matmuls on one device of JAX, by its `device_kind`; the first that
+# matches. From the data sheets of NVIDIA (the numbers with sparsity are twice these) and from
+# cloud.google.com/tpu/docs (of v2 and v3 a device is one of a chip's two cores).
+PEAKS = {
+    r'B200': 2250e12,
+    r'H100 PCIe': 756e12,
+    r'H100 NVL': 835e12,
+    r'G?H[12]00': 989e12,
+    r'A100': 312e12,
+    r'A30': 165e12,
+    r'A10': 125e12,
+    r'L40S': 362e12,
+    r'L4': 121e12,
+    r'RTX 4090': 165e12,
+    r'TPU v6 (lite|e)': 918e12,
+    r'TPU v5 (lite|e)': 197e12,
+    r'TPU v5p?': 459e12,
+    r'TPU v4': 275e12,
+    r'TPU v3': 61.5e12,
+    r'TPU v2': 22.5e12,
+}
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """FLOP/s of dense bfloat16 matmuls that a device reaches at most; None if it is not known."""
+    found = [peak for name, peak in PEAKS.items() if re.search(rf'\b{name}\b', device_kind)]
+    return found[0] if found else None
+
+
+def mfu(flops_per_second: float) -> dict[str, float]:
+    """`mfu`: these counted FLOP/s over the peak of all devices; empty if that is not known."""
+    peak = peak_flops(jax.devices()[0].device_kind)
+    return {'mfu': flops_per_second / (peak * jax.device_count())} if peak else {}
+
+
+def peak_memory() -> tuple[int, str]:
+    """Bytes that a device of this process held at most since it began, and of what they are.
+
+    Of the host, in this process, if devices do not say it, as CPUs.
+    """
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    if all('peak_bytes_in_use' in found for found in stats):
+        return max(found['peak_bytes_in_use'] for found in stats), 'a device'
+    unit = 1 if sys.platform == 'darwin' else 1024
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, 'the host'
