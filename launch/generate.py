@@ -2,15 +2,21 @@
 
 python -m launch.generate --workdir=runs/mod_isoflop --prompt='def '
 python -m launch.generate --workdir=runs/mod_isoflop --prompt='def ' --prompt='class ' \\
-    --max_tokens=100 --temperature=0.8 --top_p=0.95 --num_samples=3
-python -m launch.generate --workdir=runs/mod_isoflop --mesh=fsdp=2,tensor=2
+    --max_tokens=100 --temperature=0.8 --top_k=40 --top_p=0.95 --num_samples=3
+python -m launch.generate --workdir=runs/mod_isoflop --prompts=rows/a.jsonl --text_field=body
+ls | python -m launch.generate --workdir=runs/mod_isoflop --mesh=fsdp=2,tensor=2
 
-A model that does not fit one device needs --mesh, or several processes as launch.train has them.
+Without a prompt, continues each line that is typed, as its tokens come; of a pipe, each line is a
+prompt. Temperature applies first, then --top_k, then --top_p. A model that does not fit one device
+needs --mesh, or several processes as launch.train has them.
 """
 
 import codecs
+import contextlib
 import functools
+import itertools
 import os
+import pathlib
 import sys
 import time
 
@@ -20,12 +26,19 @@ from launch import cli
 
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.', required=True)
 cli.define_step()
-PROMPT = flags.DEFINE_multi_string('prompt', [''], 'Start of the text; several run together.')
+PROMPT = flags.DEFINE_multi_string('prompt', None, 'Start of the text; several run together.')
+PROMPTS = flags.DEFINE_string(
+    'prompts', None, 'File of prompts: a text of one a line, or rows as of data.source.'
+)
+TEXT_FIELD = flags.DEFINE_string('text_field', 'prompt', 'Of the rows of --prompts.')
+ENCODING = flags.DEFINE_string('encoding', 'utf-8', 'Of the text of --prompts.')
 MAX_TOKENS = flags.DEFINE_integer('max_tokens', None, 'To add. Default: 200.', lower_bound=1)
 TEMPERATURE = flags.DEFINE_float('temperature', 1.0, 'Lower is safer, 0 takes the likeliest token.')
+TOP_K = flags.DEFINE_integer('top_k', 0, 'Draw from this many of the likeliest tokens; 0: all.')
 TOP_P = flags.DEFINE_float('top_p', 1.0, 'Draw from the likeliest tokens of this probability.')
 SEED = flags.DEFINE_integer('seed', 0, 'Of the draws.', lower_bound=0, upper_bound=2**32 - 1)
 NUM_SAMPLES = flags.DEFINE_integer('num_samples', 1, 'Texts for each prompt.', lower_bound=1)
+BATCH_SIZE = flags.DEFINE_integer('batch_size', 32, 'Texts written at a time.', lower_bound=1)
 ROUTING = cli.define_routing('aux_loss, predictor, threshold or dense')
 MESH = flags.DEFINE_string(
     'mesh', None, 'As of launch.train. Default with one process: one device.'
@@ -36,17 +49,17 @@ DEFAULT_TOKENS = 200
 class _Progress:
     """Called by `generate` after each step: prints a single text while it grows; measures time."""
 
-    def __init__(self, tokenizer, prompt, single, advance):
-        self._tokenizer, self._row = tokenizer, list(prompt)
-        self._single, self._advance = single, advance
+    def __init__(self, tokenizer, prompt, single):
+        self._tokenizer, self._row, self._single = tokenizer, list(prompt), single
         self._decoder = codecs.getincrementaldecoder('utf-8')('replace')
-        self._num_bytes, self._last = 0, ''
+        self._num_bytes, self._last, self._begin = 0, '', time.monotonic()
         self.ends, self.num_tokens = [], []  # of each step: seconds, and new tokens of all rows
+        self.advance = None  # advances the bar
 
     def __call__(self, tokens_B, active_B):
         self.ends.append(time.monotonic())
         self.num_tokens.append(int(active_B.sum()))
-        self._advance()
+        self.advance()
         if self._single and active_B[0]:
             self._row.append(tokens_B[0])
             self.show(self._tokenizer.decode(self._row))
@@ -59,80 +72,141 @@ class _Progress:
         self._num_bytes, self._last = len(text), new[-1:] or self._last
         print(new, end='\n' if final and self._last != '\n' else '', flush=True)
 
-    def describe(self, result, seconds):
-        """One line: tokens, speed, and notes on the caches."""
+    def describe(self, stopped, notes):
+        """One line: tokens, speed, rows that `stopped` with their document, and `notes`."""
+        seconds = time.monotonic() - self._begin
         parts = [f'{sum(self.num_tokens)} tokens in {seconds:.1f} s']
         if later := sum(self.num_tokens[2:]):  # the first two steps wait for compilation
             rate = later / (self.ends[-1] - self.ends[1])
             parts.append(f'{rate:.0f} tokens/s once compiled')
-        if ended := sum(result.stopped):
-            rows = len(result.stopped)
-            which = 'the document' if rows == 1 else f'{ended} of {rows}'
+        if ended := sum(stopped):
+            which = 'the document' if len(stopped) == 1 else f'{ended} of {len(stopped)}'
             parts.append(f'{which} ended by itself')
-        return ', '.join(parts + result.notes)
+        return ', '.join([*parts, *notes])
 
 
-def _print_rows(texts):
+def _print_rows(texts, first, num_prompts):
+    """Prints the texts of a batch of the prompts, from number `first` on."""
     from moddepth_jax.training.progress import printable
 
-    counts = {'prompt': len(PROMPT.value), 'sample': NUM_SAMPLES.value}
-    for i, text in enumerate(texts):
+    counts = {'prompt': num_prompts, 'sample': NUM_SAMPLES.value}
+    for i, text in enumerate(texts, first * NUM_SAMPLES.value):
         numbers = zip(counts.items(), divmod(i, NUM_SAMPLES.value), strict=True)
         places = [f'{what} {n + 1} of {total}' for (what, total), n in numbers if total > 1]
         print(f'--- {", ".join(places)} ---')
-        print(printable(text.decode('utf-8', 'replace')))
+        print(printable(text.decode('utf-8', 'replace')), flush=True)
 
 
-def _request(run):
-    """The tokenizer, and the arguments of `generate` except the model; raises as it does."""
-    from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
+def _read_prompts():
+    """The prompts, as bytes: of the flags, of a file, or of a pipe; without any, an empty one."""
+    from moddepth_jax.data.domains import name_flags
+    from moddepth_jax.data.readers import BadText, read_rows, to_utf8
+    from moddepth_jax.hparams import checks
+    from moddepth_jax.training import multihost
+
+    checks.encoding('--encoding', ENCODING.value)
+    name, texts = PROMPTS.value, []
+    if name and PROMPT.value is not None:
+        raise ValueError(f'--prompts={name}: not together with --prompt; leave one out')
+    if not name and (PROMPT.value is not None or multihost.is_initialized()):
+        return list(map(os.fsencode, PROMPT.value or ['']))
+    try:
+        if not name:
+            piped = sys.stdin.buffer.read() if sys.stdin else b''
+            texts = to_utf8('stdin', piped, ENCODING.value).splitlines()
+            return list(filter(None, texts)) or [b'']
+        for row in read_rows(pathlib.Path(name), '', TEXT_FIELD.value, encoding=ENCODING.value):
+            if isinstance(row.text, BadText):
+                raise row.text
+            texts += [row.text] if row.name else filter(None, row.text.splitlines())
+    except BadText as error:
+        raise ValueError(name_flags(str(error))) from None
+    if not texts:
+        raise ValueError(f'--prompts={name}: holds no prompt; write one a line')
+    return texts
+
+
+def _request(run, tokenizer, texts):
+    """The arguments of `generate` except the model; raises as it does."""
     from moddepth_jax.inference.generate import check_request
     from moddepth_jax.model.transformer import causal_routing, check_causal
 
-    tokenizer, prompts = tokenizer_of(run.hparams.data, WORKDIR.value), []
-    for text in PROMPT.value:
+    prompts = []
+    for text in texts:
         try:
-            encoded = tokenizer.encode(os.fsencode(text)).tolist()
+            prompts.append([tokenizer.separator, *tokenizer.encode(text).tolist()])
         except ValueError as error:
-            raise ValueError(f'--prompt={text!r}: {error}') from None
-        prompts.append([tokenizer.separator, *encoded])
+            raise ValueError(f'prompt {os.fsdecode(text[:60])!r}: {error}') from None
     room = run.hparams.data.sequence_length - max(map(len, prompts))
     request = {
         'prompts': prompts,
         'num_tokens': MAX_TOKENS.value or max(1, min(DEFAULT_TOKENS, room)),
         'temperature': TEMPERATURE.value,
         'top_p': TOP_P.value,
+        'top_k': TOP_K.value,
         'seed': SEED.value,
         'num_samples': NUM_SAMPLES.value,
     }
     check_request(run.hparams, **request)
     routing = ROUTING.value or causal_routing(run.hparams)
     check_causal(run.hparams, routing)
-    return tokenizer, request | {'routing': routing}
+    return request | {'routing': routing}
 
 
-def _write(run):
-    """Generates; process 0 prints."""
+def _write(run, tokenizer, prompts, **request):
+    """Continues the prompts, some at a time; process 0 prints."""
     from moddepth_jax.inference.generate import generate
     from moddepth_jax.training import multihost
 
-    tokenizer, request = multihost.run_on_all(lambda: _request(run))
-    first, single = multihost.is_leader(), len(PROMPT.value) * NUM_SAMPLES.value == 1
-    bar = cli.progress_bar('writing', request['num_tokens'], hidden=single)
-    begin = time.monotonic()
-    with bar as advance:
-        progress = _Progress(tokenizer, request['prompts'][0], single and first, advance)
-        model = run.state.variables, run.hparams_of_stage
-        result = generate(*model, **request, tokenizer=tokenizer, on_tokens=progress)
-    seconds = time.monotonic() - begin
-    if not first:
-        return
-    texts = [tokenizer.decode(row) for row in result.tokens]
-    if single:
-        progress.show(texts[0], final=True)
-    else:
-        _print_rows(texts)
-    print(progress.describe(result, seconds), file=sys.stderr)
+    leader, single = multihost.is_leader(), len(prompts) * NUM_SAMPLES.value == 1
+    size = max(1, BATCH_SIZE.value // NUM_SAMPLES.value)
+    size = -(-len(prompts) // -(-len(prompts) // size))  # even batches have few shapes
+    progress, stopped, notes = _Progress(tokenizer, prompts[0], single and leader), [], {}
+    for first in range(0, len(prompts), size):
+        batch = prompts[first : first + size]
+        with cli.progress_bar('writing', request['num_tokens'], hidden=single) as progress.advance:
+            how = {'tokenizer': tokenizer, 'on_tokens': progress, **request}
+            result = generate(run.state.variables, run.hparams_of_stage, batch, **how)
+        stopped += result.stopped
+        notes |= dict.fromkeys(result.notes)
+        texts = [tokenizer.decode(row) for row in result.tokens] if leader else []
+        if single and leader:
+            progress.show(texts[0], final=True)
+        else:
+            _print_rows(texts, first, len(prompts))
+    if leader:
+        print(progress.describe(stopped, notes), file=sys.stderr)
+
+
+def _converse(run, tokenizer):
+    """Continues each line that is typed; the draws of no two lines have the same seed."""
+    _request(run, tokenizer, [b''])
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  input() then has a history and arrow keys
+    print('Type the start of a text; Ctrl-D ends.', file=sys.stderr)
+    for count in itertools.count(SEED.value):
+        try:
+            request = _request(run, tokenizer, [os.fsencode(input('> '))])
+            _write(run, tokenizer, **request | {'seed': count % 2**32})
+        except EOFError:
+            return print()
+        except ValueError as error:
+            print(f'error: {error}', file=sys.stderr)
+
+
+def _start(run):
+    """Writes what the flags ask for."""
+    from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
+    from moddepth_jax.training import multihost
+
+    def prepare():
+        tokenizer = tokenizer_of(run.hparams.data, WORKDIR.value)
+        return tokenizer, None if interactive else _request(run, tokenizer, _read_prompts())
+
+    given = PROMPT.value is not None or PROMPTS.value or multihost.is_initialized()
+    interactive = not given and sys.stdin and sys.stdin.isatty()
+    tokenizer, request = multihost.run_on_all(prepare)
+    _converse(run, tokenizer) if interactive else _write(run, tokenizer, **request)
 
 
 def main(_):
@@ -142,12 +216,12 @@ def main(_):
 
     multihost.initialize()
     if MESH.value is None and not multihost.is_initialized():
-        return _write(cli.load_saved_run(WORKDIR.value))
+        return _start(cli.load_saved_run(WORKDIR.value))
     # Rows need not divide over it.
     mesh_of = functools.partial(cli.checked_mesh, text=MESH.value or '')
     run = cli.load_saved_run(WORKDIR.value, mesh_of)
     with jax.set_mesh(run.state.step.sharding.mesh):
-        _write(run)
+        _start(run)
 
 
 if __name__ == '__main__':

@@ -19,7 +19,7 @@ from moddepth_jax.model.transformer import causal_routing, check_causal
 _MIN_LENGTH = 16  # prompts are padded to powers of two: few shapes, few compilations
 _CAPACITY_STEP = 128  # the capacity of dense caches is a multiple of this
 _SIZES = ('capacity', 'routed_capacity')
-_STATIC = ('hparams', 'routing', 'temperature', 'top_p', 'tokenizer')
+_STATIC = ('hparams', 'routing', 'temperature', 'top_p', 'top_k', 'tokenizer')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Generation:
         return [full] * bool(self.dropped) + [grown] * bool(self.grown_to)
 
 
-def check_prompt(hparams: Hparams, prompt, num_tokens: int):
+def check_prompt(hparams: Hparams, prompt, num_tokens: int, name: str = 'a prompt'):
     """Raises ValueError if a prompt (token ids) and `num_tokens` more do not fit the context."""
     context, size = hparams.data.sequence_length, hparams.model.vocab_size
     _check_integers('prompt', prompt)
@@ -58,7 +58,7 @@ def check_prompt(hparams: Hparams, prompt, num_tokens: int):
         raise ValueError(f'num_tokens={num_tokens}: must be 1 or more')
     excess = len(prompt) + num_tokens - context
     if excess > 0:
-        found = f'a prompt of {len(prompt)} tokens and {num_tokens} to generate do not fit'
+        found = f'{name} of {len(prompt)} tokens and {num_tokens} to generate do not fit'
         right = [f'shorten the prompt by {excess}'] * (num_tokens < context)
         right += [f'generate {context - len(prompt)} at most'] * (len(prompt) < context)
         right = ' or '.join(right) or 'shorten both'
@@ -66,14 +66,16 @@ def check_prompt(hparams: Hparams, prompt, num_tokens: int):
 
 
 def check_request(
-    hparams: Hparams, prompts, num_tokens, temperature=1.0, top_p=1.0, seed=0, num_samples=1
+    hparams: Hparams, prompts, num_tokens, *, seed=0, num_samples=1, temperature=1.0, **cuts
 ):
     """Raises ValueError as `generate` does for the same arguments."""
     if not len(prompts):
         raise ValueError('prompts=[]: must hold one at least')
-    for prompt in prompts:
-        check_prompt(hparams, prompt, num_tokens)
+    for number, prompt in enumerate(prompts, 1):
+        name = f'prompt {number}' if len(prompts) > 1 else 'a prompt'
+        check_prompt(hparams, prompt, num_tokens, name)
     _check_integers('num_samples', [num_samples])
+    _check_integers('top_k', [cuts.get('top_k', 0)])
     if num_samples < 1:
         raise ValueError(f'num_samples={num_samples}: must be 1 or more')
     seeds = [seed] if np.ndim(seed) == 0 else list(seed)
@@ -84,7 +86,7 @@ def check_request(
     if len(seeds) not in (1, len(prompts)):
         right = f'must be one, or one for each of the {len(prompts)} prompts'
         raise ValueError(f'seed={str(seed)[:60]}: holds {len(seeds)}; {right}')
-    check_sampling(temperature, top_p)
+    check_sampling(temperature, **cuts)
 
 
 def _check_integers(name, values):
@@ -109,14 +111,14 @@ def _row_keys(seed_P, num_samples):
     return _replicate(jax.vmap(jax.random.fold_in)(keys_B, sample_B))
 
 
-def _draw(logits_BV, keys_B, lengths_B, temperature, top_p, tokenizer):
+def _draw(logits_BV, keys_B, lengths_B, tokenizer, **how):
     if tokenizer is not None:  # the model may have more ids, and the tokenizer has gaps
         known_V = np.zeros(logits_BV.shape[1], bool)
         known_V[np.flatnonzero(tokenizer.token_bytes_V)] = True
         known_V[list(tokenizer.stops)] = True
         logits_BV = jnp.where(known_V[None], logits_BV, -jnp.inf)
     keys_B = jax.vmap(jax.random.fold_in)(keys_B, lengths_B)
-    return _replicate(sample(keys_B, logits_BV, temperature, top_p))
+    return _replicate(sample(keys_B, logits_BV, **how))
 
 
 _unrolled = jax.jit(unroll, static_argnums=(1, 2))
@@ -124,14 +126,15 @@ _write = jax.jit(update_cache, donate_argnums=0)
 
 
 @functools.partial(jax.jit, static_argnames=(*_STATIC, 'num_samples', *_SIZES))
-def _start(unrolled, batch, keys_B, *, num_samples, temperature, top_p, tokenizer, **how):
+def _start(unrolled, batch, keys_B, *, num_samples, tokenizer, temperature, top_p, top_k, **how):
     """The first new token of each row, and the cache of its prompt."""
     prompts = prefill(unrolled, *batch, **how)
     repeat = functools.partial(jnp.repeat, repeats=num_samples, axis=0)
     logits_BV, cache = jax.tree.map(repeat, prompts)
     first_B = jnp.arange(len(keys_B)) % num_samples == 0
     cache = cache._replace(dropped_B=jnp.where(first_B, cache.dropped_B, 0))
-    return _draw(logits_BV, keys_B, cache.lengths_B, temperature, top_p, tokenizer), cache
+    draw = {'temperature': temperature, 'top_p': top_p, 'top_k': top_k}
+    return _draw(logits_BV, keys_B, cache.lengths_B, tokenizer, **draw), cache
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC)
@@ -169,6 +172,7 @@ def generate(
     *,
     temperature: float = 1.0,
     top_p: float = 1.0,
+    top_k: int = 0,
     seed=0,
     num_samples: int = 1,
     routing: str | None = None,
@@ -179,8 +183,8 @@ def generate(
     """Continues prompts by up to `num_tokens` tokens each.
 
     The prompts run in one causally routed pass; then each token costs one step, in which a routed
-    block computes and caches only the rows it selects. A row's draws depend on `seed`, the number
-    of its sample and its positions: other rows of the batch change nothing but rounding.
+    block computes and caches only the rows it selects. A row's draws (see `sample`) depend on
+    `seed`, the number of its sample and its positions: other rows change nothing but rounding.
 
     All processes of a mesh in the context (`jax.set_mesh`) share the work and get every text.
     `prompts` are sequences of one token id at least; the longest and `num_tokens` fit the context.
@@ -195,15 +199,15 @@ def generate(
     """
     routing = routing or causal_routing(hparams)
     check_causal(hparams, routing)
-    check_request(hparams, prompts, num_tokens, temperature, top_p, seed, num_samples)
+    draw = {'temperature': temperature, 'top_p': top_p, 'top_k': top_k}
+    check_request(hparams, prompts, num_tokens, seed=seed, num_samples=num_samples, **draw)
     context, model = hparams.data.sequence_length, hparams.model
     length = max(map(len, prompts)) + num_tokens
     capacity = min(context, -(-length // _CAPACITY_STEP) * _CAPACITY_STEP)
     first_capacity = routed_capacity = min(capacity, model.routing.cache_size(context, routing))
     grows = bool(model.routed_layers) and model.routing.overflow == 'grow'
     unrolled = ahead.call(_unrolled, variables, hparams, routing)
-    static = {'hparams': hparams, 'routing': routing, 'tokenizer': tokenizer}
-    static |= {'temperature': temperature, 'top_p': top_p}
+    static = {'hparams': hparams, 'routing': routing, 'tokenizer': tokenizer, **draw}
     seed_P = np.broadcast_to(np.asarray(seed, np.uint32), len(prompts))
     keys_B = _row_keys(seed_P, num_samples)
     sizes = {'capacity': capacity, 'routed_capacity': None if grows else routed_capacity}

@@ -18,7 +18,7 @@ from moddepth_jax.model.transformer import causal_routing, check_causal
 
 _DEFAULT_TOKENS = 256  # of a task that does not say, if it is not more than half the context
 _DECODING_CONTEXT = 8  # tokens before a text that it is decoded with
-_GENERATION = {'until', 'max_gen_toks', 'do_sample', 'temperature', 'top_p'}
+_GENERATION = {'until', 'max_gen_toks', 'do_sample', 'temperature', 'top_p', 'top_k'}
 
 
 class _AllStopped(Exception):
@@ -140,6 +140,7 @@ class HarnessLM(TemplateLM):
             'num_tokens': num_tokens,
             'temperature': float(settings['temperature'] if settings['do_sample'] else 0),
             'top_p': float(settings.get('top_p', 1.0)),
+            'top_k': int(settings.get('top_k') or 0),
         }
 
     def _write(self, contexts, sample, stops, num_tokens, **how):

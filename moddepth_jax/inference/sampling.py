@@ -7,12 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 
 
-def check_sampling(temperature: float, top_p: float):
+def check_sampling(temperature: float, top_p: float = 1.0, top_k: int = 0):
     """Raises ValueError, in one line, for values that `sample` does not accept."""
     if not 0 <= temperature < math.inf:
         raise ValueError(f'temperature={temperature}: must be 0 (the most likely token) or more')
     if not 0 < top_p <= 1:
         raise ValueError(f'top_p={top_p}: must lie in (0, 1]; 1 allows every token')
+    if top_k < 0:
+        raise ValueError(f'top_k={top_k}: must be 0, for every token, or more')
 
 
 def nucleus(logits_V, top_p: float):
@@ -28,11 +30,12 @@ def nucleus(logits_V, top_p: float):
     return jnp.where(kept_V, logits_V, -jnp.inf)
 
 
-def sample(keys_B, logits_BV, temperature: float, top_p: float = 1.0):
+def sample(keys_B, logits_BV, temperature: float, top_p: float = 1.0, top_k: int = 0):
     """Token ids int32 [B] drawn from softmax(logits / temperature); the argmax at temperature 0.
 
-    A row's draw depends only on its own key and logits; a logit of -inf is never drawn. If top_p,
-    like temperature a Python number, is below 1, the draw is from the `nucleus` after temperature.
+    A row's draw depends only on its own key and logits; a logit of -inf is never drawn. The three
+    are Python numbers and apply in this order: temperature; the `top_k` most likely tokens (among
+    equals those of lower indices), 0 being all; of these the `nucleus` if top_p is below 1.
     """
     if temperature < np.finfo(np.float32).tiny:  # float32 cannot divide by less
         return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
@@ -40,6 +43,9 @@ def sample(keys_B, logits_BV, temperature: float, top_p: float = 1.0):
     def draw(key, logits_V):
         # Minus the highest one first, so that a low temperature overflows to -inf only.
         logits_V = (logits_V - jnp.max(logits_V)) / temperature
+        if 0 < top_k < len(logits_V):
+            values_K, ids_K = jax.lax.top_k(logits_V, top_k)
+            logits_V = jnp.full_like(logits_V, -jnp.inf).at[ids_K].set(values_K)
         if top_p < 1:  # rounded sums of probabilities may reach 1 before the last token
             logits_V = nucleus(logits_V, top_p)
         return jax.random.categorical(key, logits_V).astype(jnp.int32)
