@@ -141,6 +141,15 @@ for budget in study['budgets']:
 display(Image(folder / 'loss_by_flops.png'))
 
 # %% [markdown]
+# ## Loss during training
+#
+# Left, training loss by step; right, its difference to the dense model after the same FLOPs.
+# Bands are the range of the seeds.
+
+# %%
+display(Image(folder / 'loss_by_steps.png'))
+
+# %% [markdown]
 # ## Seeds
 #
 # Every model at its best size, best on top. Where bands overlap, another seed could change the

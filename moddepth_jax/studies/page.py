@@ -1,34 +1,42 @@
-"""study.md: warnings, the best of each variant and the figures of a study, from study.json."""
+"""study.html: a study as one page that explains itself, from study.json and its figures alone."""
 
+import base64
+import html
+import json
 import math
 import pathlib
 import statistics
+import string
 
 from moddepth_jax.studies import fit
-from moddepth_jax.studies.plot_style import budget_name
+from moddepth_jax.studies.plot_style import budget_name, scientific
 from moddepth_jax.studies.plots import FIGURES
 from moddepth_jax.studies.statistics import INVALID_GAP, MIN_SEEDS, MIN_STEPS
-from moddepth_jax.training.tables import Table, to_markdown
 
 _OFF_BUDGET = 0.01
 
 
 def write_page(study: dict, directory):
-    """Writes study.md, which shows the figures of `plots.draw`; docs/isoflop.md explains it."""
-    missing = len(study['missing']) or 'none'
-    lines = [
-        '# isoFLOP study' if study['kind'] == 'flops' else '# Study at equal tokens',
-        '',
-        f'{_count(len(study["runs"]), "run")} finished, {missing} missing. '
-        f'Config {study["config"]}, corpus {study["corpus"]}.',
-        '',
-        *(f'- **Warning.** {text}' for text in warnings(study)),
-        '',
-    ]
-    for budget in fit.budgets(study):
-        lines += to_markdown(_best(study, budget))
-    lines += [f'![{name}]({name}.png)' for name in FIGURES]
-    (pathlib.Path(directory) / 'study.md').write_text('\n'.join(lines) + '\n', encoding='utf-8')
+    """Writes study.html, which holds the figures of `plots.draw` as SVG and needs no network."""
+    directory = pathlib.Path(directory)
+    rest = {name: value for name, value in study.items() if name not in ('runs', 'fits')}
+    template = pathlib.Path(__file__).with_suffix('.html').read_text(encoding='utf-8')
+    svgs = {name: (directory / f'{name}.svg').read_bytes() for name in FIGURES}
+    summary = f'{_count(len(study["runs"]), "run")} finished, {len(study["missing"]) or "none"} '
+    summary += f'missing. Config {study["config"]}, corpus {study["corpus"]}.'
+    page = string.Template(template).substitute(
+        title='isoFLOP study' if study['kind'] == 'flops' else 'Study at equal tokens',
+        summary=html.escape(summary),
+        warnings=_warnings(study),
+        reference=html.escape(study['variants'][fit.reference(study)]['label']),
+        min_steps=MIN_STEPS,
+        invalid_gap=f'{INVALID_GAP:g}',
+        best=_best_tables(study),
+        runs=_run_table(study),
+        rest=html.escape(json.dumps(rest, indent=1, ensure_ascii=False)),
+        **{name: base64.b64encode(svg).decode() for name, svg in svgs.items()},
+    )
+    (directory / 'study.html').write_text(page, encoding='utf-8')
 
 
 def warnings(study: dict) -> list[str]:
@@ -88,36 +96,94 @@ def _rates(study):
             yield f'At width {width} the learning rate {rate:g} is the {end} of those tried.'
 
 
+def _warnings(study):
+    items = ''.join(f'<li>{html.escape(text)}</li>' for text in warnings(study))
+    return f'<div class="warn"><b>Read this first</b><ul>{items}</ul></div>' if items else ''
+
+
 def _count(number, noun):
     return f'{number:,} {noun}{"" if number == 1 else "s"}'
 
 
-def _best(study, budget):
-    """The best size of each variant; relative to the reference at its optimum in this budget."""
+def _table(rows, kind=''):
+    """HTML of a table: dicts by heading, each cell a text or (text, number to sort by, class)."""
+    if not rows:
+        return '<p>None yet.</p>'
+    body = ''.join(f'<tr>{"".join(map(_cell, row.values()))}</tr>\n' for row in rows)
+    head = ''.join(f'<th>{html.escape(name)}</th>' for name in rows[0])
+    body = f'<thead><tr>{head}</tr></thead><tbody>\n{body}</tbody>'
+    return f'<div class="wide"><table class="{kind}">{body}</table></div>'
+
+
+def _cell(cell):
+    text, value, style = cell if isinstance(cell, tuple) else (cell, None, '')
+    number = '' if value is None else f' data-v="{value!r}"'
+    style = f'{style} n' if number else style
+    return f'<td{number} class="{style}">{html.escape(str(text))}</td>'
+
+
+def _number(value, form, bad=False):
+    """A cell; empty for None and for what is not finite."""
+    if value is None or not math.isfinite(value):
+        return ''
+    return format(value, form), value, 'bad' if bad else ''
+
+
+def _best_tables(study):
+    parts = [
+        f'<h3>{budget_name(study, budget)}</h3>{_table([*_best_rows(study, budget)])}'
+        for budget in fit.budgets(study)
+    ]
+    return '\n'.join(parts) or '<p>No run has finished yet.</p>'
+
+
+def _best_rows(study, budget):
     optimum = fit.optimum(fit.select(study, fit.reference(study), budget))
-    bits, lines = fit.bits_per_nat(study), {}
+    bits = fit.bits_per_nat(study)
     for name, runs in fit.found(study, budget):
         best, parabola = fit.best(runs), fit.fit(runs)
         steps = next(run['steps'] for run in runs if run['size'] == best.size)
+        cost = best.flops_per_forward / optimum.flops_per_forward if optimum else None
         spread = f' ± {statistics.stdev(best.losses):.4f}' if len(best.losses) > 1 else ''
-        relative = ['-', '-']
-        if optimum:
-            relative = [
-                f'{best.flops_per_forward / optimum.flops_per_forward:.2f}',
-                f'{best.loss / optimum.loss:.4f}',
-            ]
-        vertex = 'at an edge' if parabola else '-'
+        loss = f'{best.loss:.4f}{spread} ({_count(len(best.losses), "seed")})'
+        vertex = '–'
         if parabola and parabola.inside:
             vertex = f'{parabola.optimum_parameters:,.0f}, {parabola.optimum_loss:.4f}'
-        lines[study['variants'][name]['label']] = [
-            best.size,
-            f'{best.parameters:,}',
-            f'{steps:,}',
-            f'{best.loss:.4f}{spread} ({_count(len(best.losses), "seed")})',
-            f'{best.loss * bits:.4f}',
-            *relative,
-            vertex,
-        ]
-    heads = ['', 'best size', 'parameters', 'steps', 'causal loss, nats', 'bits/byte']
-    heads += ['forward FLOPs, relative', 'loss, relative', 'optimum: parameters, nats']
-    return Table(budget_name(study, budget), heads, lines)
+        elif parabola:
+            vertex = ('at an edge', None, 'bad')
+        yield {
+            'variant': study['variants'][name]['label'],
+            'best size': best.size,
+            'parameters': _number(best.parameters, ','),
+            'steps': _number(steps, ',', bad=steps < MIN_STEPS),
+            'FLOPs of a forward pass, relative': _number(cost, '.2f'),
+            'causal loss, nats': (loss, best.loss, ''),
+            'bits/byte': _number(best.loss * bits, '.4f'),
+            'loss, relative': _number(best.loss / optimum.loss if optimum else None, '.4f'),
+            'optimum': vertex,
+        }
+
+
+def _run_table(study):
+    rows = [
+        {
+            'variant': study['variants'][row['variant']]['label'],
+            'size': (row['size'], row['parameters'], ''),
+            'seed': _number(row['seed'], ''),
+            'budget': (budget_name(study, row['budget']).split()[0], row['budget'], ''),
+            'parameters': _number(row['parameters'], ','),
+            'active parameters': _number(row['active_parameters'], ','),
+            'steps': _number(row['steps'], ',', bad=row['steps'] < MIN_STEPS),
+            'FLOPs': (scientific(row['total_flops']), row['total_flops'], ''),
+            'epochs': _number(row['epochs'], '.2f'),
+            'learning rate': _number(row['learning_rate'], 'g'),
+            'causal loss, nats': _number(row['loss'], '.4f'),
+            'bits/byte': _number(row['bits_per_byte'], '.4f'),
+            'top-C loss, nats': _number(row['loss_top_c'], '.4f'),
+            'gap, nats': _number(row['routing_gap'], '+.4f', gap >= INVALID_GAP),
+            'rule': row['rule'] or '',
+        }
+        for row in study['runs']
+        for gap in [row['routing_gap'] or 0]
+    ]
+    return _table(rows, 'sortable')

@@ -1,4 +1,4 @@
-"""The figures of a study, drawn from study.json alone."""
+"""The figures of a study, drawn from study.json alone: each as PNG and as SVG."""
 
 import pathlib
 
@@ -12,15 +12,23 @@ from moddepth_jax.studies.plot_style import INK, PAPER, budget_name, style
 
 NOTHING = 'No run of this study has finished yet: there is nothing to draw.'
 _ROOM_ABOVE = 0.7  # of the range of the sizes: losses further above would squeeze these
+_CURVES = ('dense', 'shallow', 'mod', 'random')  # of training, in a study at equal FLOPs
+_MAX_CURVES = 6  # of other studies
+_SMOOTH = 5  # points of a curve that are averaged; fewer at its ends
 _FAR = 4  # times the distance from the best to the median: means beyond have only a number
+_EARLY = 0.2  # of a run: what lies only there is cut off
 
 
 def draw(study: dict, directory):
-    """Writes NAME.png for each name of FIGURES; equal studies give equal bytes."""
+    """Writes NAME.png and NAME.svg for each name of FIGURES; equal studies give equal bytes."""
+    directory = pathlib.Path(directory)
+    nothing = dict.fromkeys(('Date', 'Creator', 'Format', 'Type'))
     with matplotlib.rc_context(plot_style.SETTINGS):
         for name, make in FIGURES.items():
             figure = make(study) if fit.budgets(study) else plot_style.sentence(NOTHING)
-            figure.savefig(pathlib.Path(directory, f'{name}.png'), metadata={'Software': None})
+            figure.savefig(directory / f'{name}.png', metadata={'Software': None})
+            figure.set_layout_engine('none')  # the layout is done, and doing it again is slow
+            figure.savefig(directory / f'{name}.svg', metadata=nothing)
 
 
 def _panels(study, budgets, height, x, y='', columns=3, strip=0.0):
@@ -174,6 +182,75 @@ def _by_flops(study):
     return figure
 
 
+def _by_steps(study):
+    """Training loss at the largest budget; right: less the reference's after equal FLOPs/steps."""
+    budget = fit.budgets(study)[-1]
+    found = dict(fit.found(study, budget))
+    names = [name for name in _CURVES if name in found]
+    if study['kind'] == 'steps' or len(names) < 2:
+        names = list(found)[:_MAX_CURVES]
+    curves = {name: _curve(found[name], study['kind']) for name in names}
+    curves = {name: curve for name, curve in curves.items() if curve is not None}
+    if not curves:
+        return plot_style.sentence('No run of the largest budget has a training curve.')
+    base = fit.reference(study)
+    base = base if base in curves else next(iter(curves))
+    _, base_spent, base_losses_SP = curves[base]
+    figure = plot_style.new_figure(9.2, 3.6)
+    left, right = figure.subplots(1, 2)
+    highs, late = [], []
+    for name, (steps, spent, losses_SP) in curves.items():
+        highs.append(np.interp(_EARLY * steps[-1], steps, losses_SP.max(0)))
+        _draw_band(left, steps, losses_SP, style(name))
+        difference_SP = losses_SP - np.interp(spent, base_spent, base_losses_SP.mean(0))
+        _draw_band(right, spent, difference_SP, style(name))
+        late.append(difference_SP[:, spent > _EARLY * spent[-1]])
+    lows = [losses_SP.min() for *_, losses_SP in curves.values()]
+    plot_style.set_y_limits(left, [*lows, max(highs)])
+    plot_style.set_y_limits(right, np.concatenate(late, axis=None))
+    unit = 'steps' if study['kind'] == 'steps' else 'FLOPs'
+    for axes, form in ((left, '{:,.0f}'.format), (right, plot_style.scientific)):
+        axes.set_xlim(left=0)
+        axes.locator_params(axis='x', nbins=5)
+        form = '{:,.0f}'.format if unit == 'steps' else form
+        axes.xaxis.set_major_formatter(lambda value, _, form=form: form(value) if value else '0')
+    label = study['variants'][base]['label']
+    left.set(xlabel='steps', ylabel='training loss (nats a token)')
+    right.set_xlabel('steps' if unit == 'steps' else 'training FLOPs')
+    right.set_ylabel(f'training loss minus that of "{label}" (nats)')
+    left.set_title(f'{budget_name(study, budget)}, each at its best size', loc='left')
+    right.set_title(f'the difference after the same {unit}', loc='left')
+    plot_style.legend(figure, study, curves, linewidth=1.5)
+    return figure
+
+
+def _curve(rows, kind):
+    """Steps [P], steps or FLOPs spent [P], losses [S, P] of the seeds at the best size, or None."""
+    size = fit.best(rows).size
+    rows = [row for row in rows if row['size'] == size]
+    known = [[point for point in row['curve'] if point[1] is not None] for row in rows]
+    arrays = [np.array(points, float) for points in known if points]
+    if not arrays:
+        return None
+    steps = arrays[0][:, 0]
+    losses_SP = np.stack([np.interp(steps, *points.T) for points in arrays])
+    reach = _SMOOTH // 2
+    windows = [slice(max(0, i - reach), i + reach + 1) for i in range(len(steps))]
+    losses_SP = np.stack([losses_SP[:, window].mean(1) for window in windows], axis=1)
+    return steps, steps if kind == 'steps' else steps * rows[0]['flops_per_step'], losses_SP
+
+
+def _draw_band(axes, x, values_SP, keywords):
+    """The mean over the seeds, and their range as a band."""
+    mean_P, hollow = values_SP.mean(0), keywords['markerfacecolor'] != keywords['color']
+    line = {'color': keywords['color'], 'zorder': keywords['zorder'] - 0.6}
+    width = 1.5 * (keywords['markersize'] / plot_style.MARKER_SIZE) ** 2
+    axes.plot(x, mean_P, '--' if hollow else '-', linewidth=width, **line)
+    band = {'color': keywords['color'], 'alpha': 0.14, 'linewidth': 0}
+    axes.fill_between(x, values_SP.min(0), values_SP.max(0), **band)
+    axes.plot(x[-1:], mean_P[-1:], **keywords)
+
+
 def _seeds(study):
     """Every seed of every variant at its best size, sorted by the mean, best on top."""
     budgets, base = fit.budgets(study), fit.reference(study)
@@ -225,5 +302,6 @@ def _seeds(study):
 FIGURES = {
     'loss_by_parameters': _by_parameters,
     'loss_by_flops': _by_flops,
+    'loss_by_steps': _by_steps,
     'seeds': _seeds,
 }

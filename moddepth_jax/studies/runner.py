@@ -141,7 +141,7 @@ class StudyRunner:
         store.write_measures(self._workdir, study)
         plots.draw(study, self._workdir)
         page.write_page(study, self._workdir)
-        print(f'look      {self._workdir / "study.md"}')
+        print(f'look      {self._workdir / "study.html"}')
 
 
 def part_of_shard(shard: tuple[int, int], child: int, processes: int) -> tuple[int, int]:

@@ -69,7 +69,7 @@ def test_every_run_is_trained_once_for_its_budget_and_drawn(study, trained, tmp_
     assert content['complete'] and content['learning_rates'] == {'64': 0.002}
     for row in content['runs']:
         assert 0.99 < row['total_flops'] / row['budget'] <= 1, row['run']
-    assert all((tmp_path / name).exists() for name in ('study.md', 'loss_by_parameters.png'))
+    assert all((tmp_path / name).exists() for name in ('study.html', 'loss_by_parameters.png'))
     shown = capsys.readouterr().out
     assert 'diverged' in shown and 'what a run prints' not in shown
     assert (tmp_path / 'logs' / f'{trained[0]}.txt').read_text() == 'what a run prints\n'
