@@ -71,7 +71,7 @@ BAD_VALUES = {
     **knobs('training', TRAINING, *NOT_POSITIVE),
     **knobs('training', 'accumulate_steps', *NOT_POSITIVE, 3, 8),
     **knobs('training', 'max_unsharded', *NO_FRACTION),
-    **knobs('training', 'loss_chunk', -1),
+    **knobs('training', 'loss_chunk extended_from', -1),
     **knobs('evaluation', 'every', -1),
     **knobs('evaluation', 'num_batches final_batches', *NOT_POSITIVE),
     **knobs('report', 'prompt', '\ud800', 'a\udcff'),
