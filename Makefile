@@ -17,7 +17,7 @@ NEXT := .venv-next/bin/python
 NEXT_TESTS := tests/kernels tests/model tests/inference tests/launch/backends_test.py \
     $(addprefix tests/training/,losses_test.py train_step_test.py mesh_test.py gpu_collectives_test.py)
 
-.PHONY: train test test-next has-next test-all faults mutations dry-runs gpu gpu-rehearsal study study-long study-moda study-experts study-gpu study-moda-gpu docs-notebooks
+.PHONY: train test test-next has-next test-all faults mutations dry-runs gpu gpu-rehearsal study study-long study-moda study-experts study-gpu study-moda-gpu docs-notebooks docs-api
 .DELETE_ON_ERROR:
 
 train: .venv/installed
@@ -126,6 +126,10 @@ docs-notebooks: .venv/installed-notebooks runs/mod_isoflop/summary.json runs/mod
 	    $(call render,depth_attention)
 	$(call render,isoflop)
 
+# A page for each module from its docstrings: build/api/index.html.
+docs-api: .venv/installed-docs
+	JAX_PLATFORMS=cpu $(VENV_PYTHON) docs/api.py build/api
+
 runs/mod_isoflop/summary.json: | .venv/installed
 	$(VENV_PYTHON) -m launch.train --config=configs/mod_isoflop.py --workdir=$(@D)
 
@@ -161,6 +165,10 @@ runs/moda_dense/summary.json: | .venv/installed
 	@$(PYTHON) -m venv .venv
 	@$(PIP_INSTALL) -e '.[notebooks]'
 	@touch .venv/installed $@
+
+.venv/installed-docs: .venv/installed-test
+	@$(PIP_INSTALL) -e '.[docs]'
+	@touch $@
 
 .venv/installed-gpu: $(PINS)
 	@echo 'Installing JAX for CUDA, Flax, pytest and the other packages of setup.py into .venv: some minutes.'

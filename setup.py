@@ -86,6 +86,7 @@ setuptools.setup(
         'compile': COMPILE,
         'gpu': [f'jax[cuda13]{JAX_BOUNDS}', 'jax-triton>=0.3.1,<0.5'],
         'notebooks': [*NOTEBOOKS, 'nbconvert>=7.17,<8', 'treescope>=0.1.10,<0.2'],
+        'docs': ['pdoc>=16,<17'],
         'sentencepiece': SENTENCEPIECE,
         'lm_eval': LM_EVAL,
         'wandb': ['wandb>=0.22,<0.32'],

@@ -88,7 +88,7 @@ def test_metadata(built):
     assert metadata['Name'] == 'moddepth-jax' and metadata['License'] == 'Apache-2.0'
     assert metadata['Requires-Python'] == '>=3.11,<3.14'
     assert metadata.get_payload() == (ROOT / 'README.md').read_text(encoding='utf-8')
-    extras = {'test', 'compile', 'gpu', 'notebooks', 'sentencepiece', 'lm_eval', 'wandb'}
+    extras = {'test', 'compile', 'docs', 'gpu', 'notebooks', 'sentencepiece', 'lm_eval', 'wandb'}
     assert set(metadata.get_all('Provides-Extra')) == {name.replace('_', '-') for name in extras}
     bounds = metadata.get_all('Requires-Dist')
     assert len(bounds) > 15 and all('<' in line and '>' in line for line in bounds)
