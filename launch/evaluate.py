@@ -87,8 +87,8 @@ def _load_own_data(run, data, tokenizer):
     try:
         dataset = make_dataset(data, run.hparams.seed, tokenizer=tokenizer)
     except ValueError as error:
-        moved = '; if the prepared text was moved, name its folder: --data=FOLDER'
-        raise ValueError(f'{error}{moved * (data.tokenizer == "prepared")}') from None
+        right = 'if it was moved, or stayed on another machine, name a text: --data=TEXT'
+        raise ValueError(f'{error}; {right}') from None
     try:
         check_fingerprint(run.fingerprint, dataset.fingerprint)
     except ValueError as error:
