@@ -17,7 +17,7 @@ NEXT := .venv-next/bin/python
 NEXT_TESTS := tests/kernels tests/model tests/inference tests/launch/backends_test.py \
     $(addprefix tests/training/,losses_test.py train_step_test.py mesh_test.py gpu_collectives_test.py)
 
-.PHONY: train test test-next has-next test-all faults mutations dry-runs gpu gpu-rehearsal study study-long study-moda study-experts study-gpu study-moda-gpu docs-api docs-notebooks
+.PHONY: train test test-next has-next test-all faults mutations dry-runs gpu gpu-rehearsal study study-long study-moda study-experts study-gpu study-moda-gpu docs-notebooks docs-api
 .DELETE_ON_ERROR:
 
 train: .venv/installed
@@ -167,7 +167,7 @@ runs/moda_dense/summary.json: | .venv/installed
 	@$(PIP_INSTALL) -e '.[notebooks]'
 	@touch .venv/installed $@
 
-.venv/installed-docs: .venv/installed
+.venv/installed-docs: .venv/installed-test
 	@$(PIP_INSTALL) -e '.[docs]'
 	@touch $@
 

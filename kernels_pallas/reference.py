@@ -55,9 +55,10 @@ def reference_attention(
     """One softmax over visible keys and visible slots; query head h reads key/value head h // G.
 
     With k, v, k_depth, v_depth repeated G times along the heads, and hidden scores at -inf,
-      s = concat(einsum('btnh,bsnh->btns', q, k), einsum('btnh,lbtnh->btnl', q_depth, k_depth))
-      p, p_depth = split(softmax(s * scale), [S])
-      o = einsum('btns,bsnh->btnh', p, v) + einsum('btnl,lbtnh->btnh', p_depth, v_depth)
+
+        s = concat(einsum('btnh,bsnh->btns', q, k), einsum('btnh,lbtnh->btnl', q_depth, k_depth))
+        p, p_depth = split(softmax(s * scale), [S])
+        o = einsum('btns,bsnh->btnh', p, v) + einsum('btnl,lbtnh->btnh', p_depth, v_depth)
 
     Returns o_BTNH in the dtype of q, and the natural-log logsumexp lse_BNT in float32 or wider: 0
     and -inf for a query to which nothing is visible.

@@ -88,7 +88,8 @@ def _load_own_data(run, data, tokenizer):
     try:
         dataset = make_dataset(data, run.hparams.seed, tokenizer=tokenizer)
     except ValueError as error:
-        raise ValueError(f'{error}; or name other text, or where it is now: --data=') from None
+        right = 'if it was moved, or stayed on another machine, name a text: --data=TEXT'
+        raise ValueError(f'{error}; {right}') from None
     try:
         check_fingerprint(run.fingerprint, dataset.fingerprint)
     except ValueError as error:

@@ -3,11 +3,11 @@
 The names below are what other code may want. Each is imported at its first use, so that
 `import moddepth_jax` takes no time.
 
-  route(block_fn, x_BTD, scores_BT, capacity)   any block on the top C tokens of each row
-  select_top_c(scores_BT, num_selected)         their indices
-  depth_attention(q_BTNH, k_BSKH, v_BSKH, ...)  attention over a sequence and depth slots
-  from_config(config)                           checked hyper-parameters of a config
-  Transformer(hparams)                          the language model, a Flax module
+    route(block_fn, x_BTD, scores_BT, capacity)   any block on the top C tokens of each row
+    select_top_c(scores_BT, num_selected)         their indices
+    depth_attention(q_BTNH, k_BSKH, v_BSKH, ...)  attention over a sequence and depth slots
+    from_config(config)                           checked hyper-parameters of a config
+    Transformer(hparams)                          the language model, a Flax module
 """
 
 import importlib

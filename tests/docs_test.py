@@ -207,6 +207,7 @@ PARSED_ONLY = (
     ('runs/mod-seed*', "a reader's runs; tests/studies/compare_test.py has some"),
     ('my_tasks', 'a folder of the reader; docs/evaluation.md has one'),
     ('...', 'stands for flags of the reader'),
+    ('/anywhere/', 'a machine without the repository; tests/wheel_test.py copies a run'),
     ('/shared/', 'needs several hosts; tests/launch/isoflop_test.py shares runs'),
     ('moda_700m.py --mesh=data=8', 'needs GPUs for weeks; tests/configs_test.py traces its step'),
     ('moda_1b5.py --mesh=data=8', 'needs GPUs for weeks; tests/configs_test.py traces its step'),

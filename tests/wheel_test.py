@@ -12,6 +12,8 @@ import zipfile
 
 import pytest
 
+from tests.launch.commands import write_words
+
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGES = ('configs', 'kernels_pallas', 'launch', 'moddepth_jax')
 BESIDE = (
@@ -88,7 +90,7 @@ def test_metadata(built):
     assert metadata['Name'] == 'moddepth-jax' and metadata['License'] == 'Apache-2.0'
     assert metadata['Requires-Python'] == '>=3.11,<3.14'
     assert metadata.get_payload() == (ROOT / 'README.md').read_text(encoding='utf-8')
-    extras = {'test', 'compile', 'gpu', 'notebooks', 'sentencepiece', 'lm_eval', 'wandb'}
+    extras = {'test', 'compile', 'docs', 'gpu', 'notebooks', 'sentencepiece', 'lm_eval', 'wandb'}
     assert set(metadata.get_all('Provides-Extra')) == {name.replace('_', '-') for name in extras}
     bounds = metadata.get_all('Requires-Dist')
     assert len(bounds) > 15 and all('<' in line and '>' in line for line in bounds)
@@ -101,20 +103,58 @@ def installed(built, tmp_path):
     pip = [sys.executable, '-m', 'pip', '--disable-pip-version-check', 'install', '-q']
     _run([*pip, '--no-deps', '--no-index', '--target', where, built[1]])
 
-    def run(*arguments):
+    def run(*arguments, cwd=tmp_path):
         environment = os.environ | {'PYTHONPATH': str(where)}
-        return _run([sys.executable, *arguments], cwd=tmp_path, env=environment)
+        return _run([sys.executable, *arguments], cwd=cwd, env=environment)
 
     return run
 
 
+OWN = """
+from configs import tiny
+from moddepth_jax.model.mod.routers import ROUTERS, LearnedRouter
+
+@ROUTERS.register('own')
+class OwnRouter(LearnedRouter):
+    pass
+
+def get_config():
+    config = tiny.get_config()
+    config.model.routing.router = 'own'
+    return config
+"""
+
+
 @pytest.mark.slow
-def test_installed_package_trains(installed, tmp_path):
-    """Without a repository a config by its short path trains into the current directory."""
+def test_the_run_of_an_installed_package_works_anywhere(installed, tmp_path):
+    """Config, its file and a checkpoint suffice, and the text it was trained on may be gone.
+
+    Without a repository a config of one's own trains into the current directory.
+    """
+    (tmp_path / 'own.py').write_text(OWN)
+    write_words(tmp_path / 'text')
     few = ['--config.training.num_steps=4', '--config.evaluation.final_batches=1']
-    done = installed('-m', 'launch.train', '--config=configs/tiny.py', *few)
+    few += ['--config.data.held_out_fraction=0.3', '--config.data.source=text/*.txt']
+    done = installed('-m', 'launch.train', '--config=own.py', *few)
     assert not done.stderr
-    assert json.loads((tmp_path / 'runs/tiny/summary.json').read_text())['final_step'] == 4
+    assert json.loads((tmp_path / 'runs/own/summary.json').read_text())['final_step'] == 4
+    copy = tmp_path / 'elsewhere' / 'model'
+    shutil.copytree(tmp_path / 'runs/own/checkpoints/4', copy / 'checkpoints/4')
+    for name in ('config.json', 'config.py'):
+        shutil.copy(tmp_path / 'runs/own' / name, copy)
+    (tmp_path / 'own.py').unlink()
+    shutil.rmtree(tmp_path / 'runs')
+    (tmp_path / 'text').rename(copy.parent / 'other')
+
+    def there(name, *arguments):
+        return installed('-m', f'launch.{name}', '--workdir=model', *arguments, cwd=copy.parent)
+
+    assert there('generate', '--prompt=to be', '--max_tokens=3').stdout.startswith('to be')
+    there('inspect', '--text=to be or not', '--out=page')
+    assert (copy.parent / 'page/routing.html').exists()
+    assert 'bits a byte' in there('evaluate', '--data=other/0.txt', '--num_batches=1').stdout
+    with pytest.raises(AssertionError, match=r'matches no file; .* name a text: --data=TEXT\n'):
+        there('evaluate')
 
 
 def test_installed_commands_start(installed):

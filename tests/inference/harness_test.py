@@ -137,13 +137,14 @@ def test_what_generation_is_asked_for(make_lm, monkeypatch):
     prompts, num_tokens, how = calls('x' * 40, max_gen_toks=4, temperature=0.0)[0]
     assert (num_tokens, how['temperature']) == (4, 0.0)
     assert prompts == [[ord('x')] * (CONTEXT - 4)] * 3
-    settings = {'do_sample': True, 'temperature': 0.5, 'top_p': 0.9}
+    settings = {'do_sample': True, 'temperature': 0.5, 'top_p': 0.9, 'top_k': 7}
     found = calls('a', 'a', 'b', **settings)
     first, second = (how['seed'] for _, _, how in found)
     assert first[0] == first[2] and len({first[0], first[1], second[0]}) == 3
     assert calls('b', **settings)[0][2]['seed'][0] == first[1]
     for prompts, num_tokens, how in found:
-        assert (how['temperature'], how['top_p'], num_tokens) == (0.5, 0.9, CONTEXT // 2)
+        assert (how['temperature'], how['top_p'], how['top_k']) == (0.5, 0.9, 7)
+        assert num_tokens == CONTEXT // 2
         assert len(prompts) == 3
     # Not the harness's 0, which draws nothing.
     assert calls('a', do_sample=True)[0][2]['temperature'] == 1.0
@@ -166,7 +167,7 @@ def test_greedy_texts_are_those_of_generate(model, make_lm):
 @pytest.mark.parametrize(
     ('kind', 'request_', 'words'),
     [
-        ('generate_until', ('a', {'top_k': 5}), "'top_k'.*max_gen_toks.*temperature"),
+        ('generate_until', ('a', {'min_p': 0.1}), "'min_p'.*max_gen_toks.*temperature"),
         ('generate_until', ('a', {'max_gen_toks': CONTEXT}), f'max_gen_toks={CONTEXT}.*data.sequ'),
         ('generate_until', ('a', {'do_sample': True, 'temperature': math.inf}), 'temperature=inf'),
         ('loglikelihood', ('', ''), 'request 0 has an empty continuation'),

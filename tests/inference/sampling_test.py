@@ -1,4 +1,4 @@
-"""Tokens are drawn as often as the softmax of their logits, temperature and nucleus say."""
+"""Tokens are drawn as often as softmax, temperature, top_k and nucleus say, in this order."""
 
 import math
 
@@ -21,23 +21,24 @@ def random_logits(seed=1):
     return np.random.default_rng(seed).normal(0, 2, (NUM_DRAWS, 5)).astype(np.float32)
 
 
-def draw(seed, logits_BV, temperature, top_p=1.0):
-    drawn_B = sample(keys(seed), jnp.asarray(logits_BV), temperature, top_p)
+def draw(seed, logits_BV, temperature, *cuts):
+    drawn_B = sample(keys(seed), jnp.asarray(logits_BV), temperature, *cuts)
     assert drawn_B.shape == (NUM_DRAWS,) and drawn_B.dtype == jnp.int32
     return np.asarray(drawn_B)
 
 
-def frequencies(logits_V, temperature, top_p=1.0):
-    drawn_B = draw(0, np.tile(logits_V, (NUM_DRAWS, 1)), temperature, top_p)
+def frequencies(logits_V, temperature, *cuts):
+    drawn_B = draw(0, np.tile(logits_V, (NUM_DRAWS, 1)), temperature, *cuts)
     return np.bincount(drawn_B, minlength=len(logits_V)) / NUM_DRAWS
 
 
-def chances(logits_V, temperature, top_p=1.0):
+def chances(logits_V, temperature, top_p=1.0, top_k=0):
     """Of each token, in float64: sorted by chance, then index, and cut once the sum is top_p."""
     odds_V = np.exp((logits_V - logits_V.max()).astype(np.float64) / temperature)
-    chance_V = odds_V / odds_V.sum()
+    order = sorted(range(len(logits_V)), key=lambda token: (-odds_V[token], token))
+    chance_V = odds_V / odds_V[order[: top_k or None]].sum()
     kept, total = [], 0.0
-    for token in sorted(range(len(logits_V)), key=lambda token: (-chance_V[token], token)):
+    for token in order[: top_k or None]:
         if total >= top_p:
             break
         kept.append(token)
@@ -48,12 +49,17 @@ def chances(logits_V, temperature, top_p=1.0):
 
 
 @pytest.mark.parametrize(
-    ('temperature', 'top_p'), [(0.5, 1.0), (1.0, 1.0), (2.0, 1.0), (1.0, 0.9), (2.0, 0.6), (1, 0.2)]
+    'how',
+    [
+        *((0.5, 1.0), (1.0, 1.0), (2.0, 1.0), (1.0, 0.9), (2.0, 0.6), (1, 0.2)),
+        *((1.0, 1.0, 2), (2.0, 0.6, 3), (1.0, 0.9, 2)),  # 0.9 of two tokens is both, of five three
+    ],
 )
-def test_frequencies_are_those_of_the_tempered_nucleus(temperature, top_p):
-    chance_V = chances(LOGITS_V, temperature, top_p)
+def test_frequencies_are_those_of_temperature_then_top_k_then_nucleus(how):
+    """Tokens that are cut have the chance 0, exactly."""
+    chance_V = chances(LOGITS_V, *how)
     error_V = np.sqrt(chance_V * (1 - chance_V) / NUM_DRAWS)
-    share_V = frequencies(LOGITS_V, temperature, top_p)
+    share_V = frequencies(LOGITS_V, *how)
     assert np.all(np.abs(share_V - chance_V) <= 5 * error_V)
     assert share_V[4] == 0 and share_V[0] > 0.3
 
@@ -95,12 +101,18 @@ def test_keys_decide_and_rows_draw_independently():
         assert abs((one == two).mean() - 0.2) < 5 * error
 
 
-def test_temperature_zero_is_the_most_likely_token():
+def test_temperature_zero_or_top_k_one_is_the_most_likely_token():
     """Whatever the key; of equals the first; so are temperatures too small for float32."""
     logits_BV = random_logits()
     logits_BV[:, 3] = logits_BV[:, 1]
-    for seed, temperature in ((0, 0.0), (1, 1e-45)):
-        assert np.array_equal(draw(seed, logits_BV, temperature), logits_BV.argmax(-1))
+    for seed, *how in ((0, 0.0), (1, 1e-45), (2, 9.0, 1.0, 1)):
+        assert np.array_equal(draw(seed, logits_BV, *how), logits_BV.argmax(-1))
+
+
+def test_top_k_of_all_tokens_or_more_changes_no_draw():
+    logits_BV = random_logits()
+    expected = draw(3, logits_BV, 1.0, 0.9)
+    assert all(np.array_equal(draw(3, logits_BV, 1.0, 0.9, k), expected) for k in (5, 99))
 
 
 @pytest.mark.parametrize(
@@ -108,10 +120,11 @@ def test_temperature_zero_is_the_most_likely_token():
     [
         ('temperature', (-0.5, math.nan, math.inf), ': must be 0'),
         ('top_p', (0.0, 1.01, math.nan), r': must lie in \(0, 1\]'),
+        ('top_k', (-1,), ': must be 0, for every token, or more'),
     ],
 )
 def test_values_without_a_meaning_are_refused(name, values, words):
     for value in values:
         with pytest.raises(ValueError, match=f'^{name}={value}{words}[^\n]*$'):
-            check_sampling(**{'temperature': 1.0, 'top_p': 1.0, name: value})
-    check_sampling(0.0, 1.0)
+            check_sampling(**{'temperature': 1.0, name: value})
+    check_sampling(0.0)

@@ -49,15 +49,49 @@ def test_one_text_is_printed_while_it_grows(trained, hasty, run):
 
 
 @pytest.mark.slow
-def test_several_texts_are_printed_under_headings(trained, hasty, run):
-    how = {'seed': 6, 'num_samples': 16, 'temperature': 300.0, 'top_p': 0.999}
-    line = ['generate', f'--workdir={trained}/run', '--prompt=a', '--prompt=bcd', '--max_tokens=28']
+def test_several_texts_are_printed_under_headings(trained, hasty, run, tmp_path):
+    """Prompts of flags or of a file, in one batch or in several; each as if it were alone."""
+    how = {'seed': 6, 'num_samples': 16, 'temperature': 300.0, 'top_p': 0.999, 'top_k': 200}
+    line = ['generate', f'--workdir={trained}/run', '--max_tokens=28']
     line += [f'--{name}={value}' for name, value in how.items()]
-    (done,) = run_commands([line], trained, ['moddepth_jax.training.saved_run'], **hasty)
-    assert done.status == 0, done.stderr
-    result, texts = written(run, ['a', 'bcd'], 28, **how)
+    (tmp_path / 'lines.md').write_text('a\n\nbcd\n')
+    (tmp_path / 'rows.jsonl').write_text('{"prompt": "a"}\n{"prompt": "bcd"}\n')
+    ways = [['--prompt=a', '--prompt=bcd'], [f'--prompts={tmp_path}/lines.md', '--batch_size=16']]
+    ways.append([f'--prompts={tmp_path}/rows.jsonl'])
+    lines = [[*line, *way] for way in ways]
+    found = run_commands(lines, trained, ['moddepth_jax.training.saved_run'], **hasty)
+    assert [done.status for done in found] == [0] * 3, found
+    alone = [written(run, [prompt], 28, **how) for prompt in ('a', 'bcd')]
+    texts = [text for _, some in alone for text in some]
     places = [f'--- prompt {p} of 2, sample {s} of 16 ---' for p in (1, 2) for s in range(1, 17)]
-    assert done.stdout == ''.join(f'{a}\n{b}\n' for a, b in zip(places, texts, strict=True))
-    assert len(set(texts)) == 32 and 0 < sum(result.stopped) < 32
-    assert f', {sum(result.stopped)} of 32 ended by itself' in done.stderr
-    assert done.stderr.count('\n') == 1
+    stopped = sum(sum(result.stopped) for result, _ in alone)
+    assert len(set(texts)) == 32 and 0 < stopped < 32
+    for done in found:
+        assert done.stdout == ''.join(f'{a}\n{b}\n' for a, b in zip(places, texts, strict=True))
+        assert f', {stopped} of 32 ended by itself' in done.stderr
+        assert done.stderr.count('\n') == 1
+
+
+@pytest.mark.slow
+def test_lines_are_continued_one_by_one_on_a_terminal_and_together_from_a_pipe(
+    trained, hasty, run, tmp_path
+):
+    """A line that does not fit says so and asks again; Ctrl-D ends; each line has its own draws."""
+    line = [sys.executable, '-m', 'launch.generate', f'--workdir={trained}/run', '--max_tokens=9']
+    how = {'cwd': trained, 'env': {**os.environ, **hasty, 'PYTHONPATH': str(ROOT)}}
+    piped = subprocess.run(line, input=b'a\nbcd\n', capture_output=True, timeout=120, **how)
+    _, texts = written(run, ['a', 'bcd'], 9)
+    assert piped.stdout.decode() == ''.join(
+        f'--- prompt {n} of 2 ---\n{text}\n' for n, text in enumerate(texts, 1)
+    )
+    ours, its = os.openpty()
+    with (tmp_path / 'said').open('w+b') as said:
+        with subprocess.Popen(line, stdin=its, stdout=said, stderr=said, **how) as process:
+            os.write(ours, b'a\nbcd\n' + b'x' * 40 + b'\n\x04')
+            assert process.wait(120) == 0
+        said.seek(0)
+        text = said.read().decode()
+    for seed, prompt in enumerate(('a', 'bcd')):
+        assert written(run, [prompt], 9, seed=seed)[1][0] in text
+    assert text.startswith('Type the start of a text; Ctrl-D ends.\n')
+    assert text.count('9 tokens in') == 2 and 'error: a prompt of 41 tokens and 9' in text
