@@ -86,6 +86,7 @@ def get_config() -> ConfigDict:
     data.source = 'stdlib'  # where the text comes from
     data.mixture = ''  # of prepared folders, by shares of the rows: data/web:0.7,data/code:0.3
     data.text_field = 'text'  # field or column of .jsonl and .parquet that holds the text
+    data.encoding = 'utf-8'  # of files of plain text; any that Python knows, as latin-1, utf-16
     data.tokenizer = 'bytes'  # bytes | prepared (that of the prepared text) | a tokenizer's file
     data.sequence_length = 256  # T, tokens a row
     data.batch_size = 16  # B, rows a step over all devices

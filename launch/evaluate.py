@@ -32,6 +32,7 @@ DATA = flags.DEFINE_string(
 )
 DOMAINS = flags.DEFINE_string('domains', None, 'Folder: each file and folder in it, as --data.')
 TEXT_FIELD = flags.DEFINE_string('text_field', None, 'Of --data or --domains, not as in the run.')
+ENCODING = flags.DEFINE_string('encoding', 'utf-8', 'Of text files of --data or --domains.')
 NUM_BATCHES = flags.DEFINE_integer(
     'num_batches', None, '0: all. Default: evaluation.final_batches of the run.', lower_bound=0
 )
@@ -42,9 +43,10 @@ JSON = flags.DEFINE_string('json', None, 'File for the result; - for stdout, and
 
 def _load_data(run):
     """(datasets by name, reasons of the skipped ones); without --domains the name is None."""
-    from moddepth_jax.data.domains import load_domains
+    from moddepth_jax.data.domains import load_domains, name_flags
     from moddepth_jax.data.pipeline import make_held_out
     from moddepth_jax.data.tokenizers.tokenizer import tokenizer_of
+    from moddepth_jax.hparams import checks
     from moddepth_jax.model.transformer import check_routing
 
     if ROUTING.value is not None:
@@ -53,26 +55,28 @@ def _load_data(run):
             raise ValueError('--per_layer: the gap is that of the own rule; leave --routing out')
     if PER_LAYER.value and not run.hparams.model.routed_layers:
         raise ValueError('--per_layer: this run is dense, it has no routed block')
-    if TEXT_FIELD.value is not None and DATA.value is None and DOMAINS.value is None:
-        found = f'--text_field={TEXT_FIELD.value}'
-        raise ValueError(f'{found}: belongs to --data or --domains, which is missing')
-    data = run.hparams.data
+    data, own = run.hparams.data, DATA.value is None and DOMAINS.value is None
+    for flag in (TEXT_FIELD, ENCODING) if own else ():
+        if flag.present:
+            found = f'--{flag.name}={flag.value}'
+            raise ValueError(f'{found}: belongs to --data or --domains, which is missing')
     tokenizer = tokenizer_of(data, WORKDIR.value)
+    if own:
+        return {None: _load_own_data(run, data, tokenizer)}, {}
     if TEXT_FIELD.value is not None:
         data = dataclasses.replace(data, text_field=TEXT_FIELD.value)
+    checks.encoding('--encoding', ENCODING.value)
+    data = dataclasses.replace(data, encoding=ENCODING.value)
     trained_on = {
         value for name, value in run.fingerprint.items() if name.startswith(('corpus_s', 'member_'))
     }
     if DOMAINS.value is not None:
         return load_domains(DOMAINS.value, data, tokenizer, trained_on)
-    if DATA.value is None:
-        return {None: _load_own_data(run, data, tokenizer)}, {}
     data = dataclasses.replace(data, source=DATA.value, mixture='')
     try:
         return {None: make_held_out(data, tokenizer, trained_on)}, {}
     except ValueError as error:  # it names knobs, which are flags here
-        line = str(error).replace('data.source', '--data')
-        raise ValueError(line.replace('data.text_field', '--text_field')) from None
+        raise ValueError(name_flags(str(error))) from None
 
 
 def _load_own_data(run, data, tokenizer):

@@ -16,12 +16,14 @@ import sys
 from absl import flags
 
 from launch import cli
+from moddepth_jax.hparams import checks
 from moddepth_jax.training.progress import printable
 
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.', required=True)
 TEXT = flags.DEFINE_string('text', None, 'A file, - for stdin, or the text itself.', required=True)
 OUT = flags.DEFINE_string('out', None, 'Directory for page, numbers and pictures.', required=True)
 ROUTING = cli.define_routing('top_c (looks at the future), aux_loss, predictor, threshold or dense')
+ENCODING = flags.DEFINE_string('encoding', 'utf-8', 'Of the file, or of stdin.')
 LANGUAGE = flags.DEFINE_enum('language', 'auto', ['auto', 'python', 'prose'], 'Of the text.')
 MAX_TOKENS = flags.DEFINE_integer('max_tokens', 5000, 'Of the text, to show.', lower_bound=1)
 FILES = ('routing.html', 'routing.json', 'routing.png', 'depth_mass.png', 'depth_mass.json')
@@ -31,13 +33,17 @@ MAX_DRAWN = 1024  # tokens in the picture
 
 def _read_text():
     """The bytes of --text, and what to call it."""
-    value = TEXT.value
-    if value == '-':
-        return sys.stdin.buffer.read(), 'stdin'
-    if os.path.isdir(value):
-        raise ValueError(f'--text={value}: is a directory; must be a file or the text itself')
-    if os.path.exists(value):
-        return pathlib.Path(value).read_bytes(), pathlib.Path(value).name
+    from moddepth_jax.data.readers import BadText, read_text, to_utf8
+
+    value, path = TEXT.value, pathlib.Path(TEXT.value)
+    checks.encoding('--encoding', ENCODING.value)
+    try:
+        if value == '-':
+            return to_utf8('stdin', sys.stdin.buffer.read(), ENCODING.value), 'stdin'
+        if os.path.exists(value):
+            return read_text(path, ENCODING.value), path.name
+    except BadText as error:
+        raise ValueError(str(error).replace('data.encoding', '--encoding')) from None
     if re.fullmatch(r'[\w.~-]*(/[\w.~-]*)+|[\w-]+\.[A-Za-z]{1,5}', value):
         right = 'a text that looks like the name of a file is given by --text=- on stdin'
         raise ValueError(f'--text={value}: no such file; {right}')

@@ -1,13 +1,13 @@
 """Prepares text of any size for training: tokens on disk that runs map into memory.
 
-python -m launch.prepare --input='books/**/*.txt' --output=data/books
+python -m launch.prepare --input=books --output=data/books
 python -m launch.prepare --input='web/*.jsonl.zst' --output=data/web --tokenizer=bpe:4096
 python -m launch.prepare --input='a/*.parquet,b/*.jsonl' --text_field=content \\
     --output=data/ab --tokenizer=llama/tokenizer.json
 
-A document is a .txt file, a line of .jsonl, a row of .parquet or a record of .arrayrecord (a JSON
-object, or the text itself), in UTF-8, plain or compressed (.gz, .zst). Memory holds one document
-at a time, and the disk about twice the tokens.
+A document is a line of .jsonl, a row of .parquet, a record of .arrayrecord (a JSON object, or the
+text itself) or any other file of text, in UTF-8 or --encoding; plain or compressed (.gz, .zst).
+Memory holds one document at a time, and the disk about twice the tokens.
 
 After a kill, an interruption, or the correction of a file that could not be read, the same command
 continues, unless bpe:N was trained on such a file. The result does not depend on --processes.
@@ -25,11 +25,12 @@ from absl import flags
 from launch import cli
 from moddepth_jax.training.progress import format_count, format_seconds, printable
 
-INPUT = flags.DEFINE_list('input', None, 'Globs of files; ** stands for folders.', required=True)
+INPUT = flags.DEFINE_list('input', None, 'Files, folders or globs, as a/**/*.py.', required=True)
 OUTPUT = flags.DEFINE_string('output', None, 'Directory, new or unfinished.', required=True)
 TOKENIZER = flags.DEFINE_string('tokenizer', 'bytes', 'bytes; bpe:N, trained here; or a file.')
 SEPARATOR = flags.DEFINE_string('separator', None, "Token that starts a document, as '<s>'.")
 TEXT_FIELD = flags.DEFINE_string('text_field', 'text', 'Field or column of the text.')
+ENCODING = flags.DEFINE_string('encoding', 'utf-8', 'Of files of plain text.')
 HELD_OUT_FRACTION = flags.DEFINE_float('held_out_fraction', 0.05, 'Of the documents.')
 PROCESSES = flags.DEFINE_integer('processes', None, 'Default: one per core.', lower_bound=1)
 BPE_BYTES = flags.DEFINE_integer('bpe_bytes', 50_000_000, 'Of text, for bpe:N.', lower_bound=1)
@@ -75,7 +76,9 @@ def _size(num_bytes):
 
 def _options():
     from moddepth_jax.data.preparation.plan import Options
+    from moddepth_jax.hparams import checks
 
+    checks.encoding('--encoding', ENCODING.value)
     fraction = HELD_OUT_FRACTION.value
     if not 0 < fraction < 1:
         raise ValueError(f'--held_out_fraction={fraction}: must lie between 0 and 1')
@@ -85,6 +88,7 @@ def _options():
         tokenizer=TOKENIZER.value,
         separator=SEPARATOR.value,
         text_field=TEXT_FIELD.value,
+        encoding=ENCODING.value,
         held_out_fraction=fraction,
         skip_bad=SKIP_BAD.value,
         part_bytes=PART_BYTES.value,
@@ -131,8 +135,10 @@ def main(_):
     try:
         store = prepare(_options(), progress.phase)
     except ValueError as error:  # it names knobs, which are flags here
-        line = str(error).replace('data.text_field', '--text_field')
-        raise ValueError(line.replace('data.tokenizer', '--tokenizer')) from None
+        line = str(error)
+        for flag in (TEXT_FIELD, TOKENIZER, ENCODING):
+            line = line.replace(f'data.{flag.name}', f'--{flag.name}')
+        raise ValueError(line) from None
     _print_summary(store, time.monotonic() - start, progress.tokenized)
 
 

@@ -4,6 +4,7 @@ import json
 import pathlib
 from typing import NamedTuple
 
+from moddepth_jax.data.compression import read_small
 from moddepth_jax.hparams import ModelHparams
 
 CONFIG_FILE = 'config.json'
@@ -45,7 +46,7 @@ def read_config(folder: pathlib.Path) -> dict:
     """The config.json of a folder. Raises ValueError, one line, if there is none."""
     file = folder / CONFIG_FILE
     try:
-        config = json.loads(file.read_text(encoding='utf-8'))
+        config = json.loads(read_small(file).decode())
     except (FileNotFoundError, NotADirectoryError):
         right = 'must be a folder with the config.json and *.safetensors of a Hugging Face model'
         raise ValueError(f'{folder}: holds no {CONFIG_FILE}; {right}') from None

@@ -9,6 +9,8 @@ from collections.abc import Callable
 import jax.numpy as jnp
 import numpy as np
 
+from moddepth_jax.data.compression import open_file, read_small
+
 ONE_FILE = 'model.safetensors'
 INDEX_FILE = 'model.safetensors.index.json'
 DTYPES = {'F32': 'float32', 'BF16': 'bfloat16', 'F16': 'float16'}
@@ -56,7 +58,7 @@ def _files(folder):
         return {ONE_FILE: None}
     index, files = folder / INDEX_FILE, {}
     try:
-        for name, file in json.loads(index.read_text(encoding='utf-8'))['weight_map'].items():
+        for name, file in json.loads(read_small(index).decode())['weight_map'].items():
             files.setdefault(file, []).append(name)
     except FileNotFoundError:
         right = 'other formats are not read; save_pretrained of transformers writes this one'
@@ -73,6 +75,7 @@ def _files(folder):
 def _open(path):
     import safetensors
 
+    open_file(path).close()  # refuses what is no regular file
     try:
         return safetensors.safe_open(path, 'np')
     except safetensors.SafetensorError as error:

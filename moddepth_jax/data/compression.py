@@ -1,14 +1,18 @@
-"""Opens files of text, plain or compressed: every byte of the user's files is read through here."""
+"""Opens regular files, plain or compressed: every byte of the user's files is read through here."""
 
 import contextlib
+import errno
 import io
+import os
 import pathlib
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Iterator
 
 _CODECS = {'.gz': 'gzip', '.zst': 'zstd'}
 SUFFIXES = tuple(_CODECS)
+_KINDS = {'d': 'a directory', 'p': 'a pipe', 's': 'a socket'}
 _BUFFER = 1 << 20
 _PLAIN_BUFFER = 1 << 16  # plain bytes that are lost in front of a damaged place
 
@@ -23,9 +27,25 @@ def plain_name(path: pathlib.Path) -> str:
     return path.stem if is_compressed(path) else path.name
 
 
-def open_file(path: pathlib.Path) -> io.BufferedReader:
-    """The bytes of the file as they are; raises OSError."""
+def open_file(path: str | os.PathLike) -> io.BufferedReader:
+    """The bytes of a regular file as they are; raises OSError, with what would be right.
+
+    Anything else is refused without opening it: a pipe would block, and a device may have no end.
+    """
+    if not stat.S_ISREG(mode := os.stat(path).st_mode):
+        kind = _KINDS.get(stat.filemode(mode)[0], 'a device')
+        number = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
+        raise OSError(number, f'{kind}, not a regular file', str(path))
     return open(path, 'rb', _BUFFER)
+
+
+def read_small(path: str | os.PathLike, limit: int = 1 << 26) -> bytes:
+    """The bytes of a regular file of at most `limit`; raises OSError, as `open_file`, for more."""
+    with open_file(path) as file:
+        if (size := os.fstat(file.fileno()).st_size) > limit:
+            problem = f'{size:,} bytes, more than the {limit:,} of such a file'
+            raise OSError(errno.EINVAL, problem, str(path))
+        return file.read(size)
 
 
 @contextlib.contextmanager

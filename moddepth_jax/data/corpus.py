@@ -5,7 +5,7 @@ import hashlib
 import platform
 from collections.abc import Sequence, Set
 
-from moddepth_jax.data import python_text, readers, recall, synthetic
+from moddepth_jax.data import python_text, recall, sources, synthetic
 from moddepth_jax.data.mixture import Member, is_prepared, load_members
 from moddepth_jax.data.split import split_documents
 from moddepth_jax.data.token_store import SPLITS, StoredDocuments
@@ -26,6 +26,7 @@ class Corpus:
       packages: of `python_environment`, name==version of what is installed.
       members: the prepared folders.
       names: of the documents by 'train' and 'held_out', for messages; empty for prepared text.
+      left_out: a note on files without text, if there are any; also in the description.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Corpus:
     packages: tuple[str, ...] = ()
     members: tuple[Member, ...] = ()
     names: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    left_out: str = ''
 
     def train_bytes(self) -> int:
         """Bytes of all documents to train on."""
@@ -59,7 +61,7 @@ def load_corpus(data: DataHparams) -> Corpus:
                 )
         train, held_out = ([(member.store, split) for member in members] for split in SPLITS)
         return _prepared(data, members, train, held_out)
-    documents, packages = _nonempty_documents(data)
+    documents, packages, left_out = _nonempty_documents(data)
     # Bytes may be cut anywhere, and where they are cut decides the bits of every run on them.
     whole_characters = not is_bytes(data.tokenizer)
     train, held_out = split_documents(documents, data.held_out_fraction, whole_characters)
@@ -68,7 +70,7 @@ def load_corpus(data: DataHparams) -> Corpus:
         details += f', {len(packages)} packages'
     is_python = data.source in ('stdlib', 'python_environment')
     title = f'{data.source} ({details})' if is_python else data.source
-    return _of_documents(title, data, documents, packages, train, held_out)
+    return _of_documents(title, data, documents, packages, left_out, train, held_out)
 
 
 def load_held_out(data: DataHparams, trained_on: Set[str] = frozenset()) -> Corpus:
@@ -86,13 +88,13 @@ def load_held_out(data: DataHparams, trained_on: Set[str] = frozenset()) -> Corp
         )
         held_out = [(member.store, split) for member in members for split in member.held_out]
         return _prepared(data, members, [], held_out)
-    documents, packages = _nonempty_documents(data)
-    return _of_documents(data.source, data, documents, packages, [], documents)
+    documents, packages, left_out = _nonempty_documents(data)
+    return _of_documents(data.source, data, documents, packages, left_out, [], documents)
 
 
 def _nonempty_documents(data):
-    """(documents, packages)."""
-    packages = ()
+    """(documents, packages, note of what was left out)."""
+    packages, left_out = (), ''
     match data.source:
         case 'python_environment':
             found, packages = python_text.environment_documents()
@@ -103,16 +105,17 @@ def _nonempty_documents(data):
             texts = recall.make_recall() if is_recall else synthetic.make_synthetic()
             found = [(f'{data.source}/{i:06d}', text) for i, text in enumerate(texts)]
         case _:
-            found = readers.load_documents(data.source, data.text_field)
+            args = data.source, data.text_field, data.encoding
+            found, left_out = sources.load_documents(*args)
     documents = [(name, text) for name, text in found if text]
     if not documents:
         count = f'{len(found)} document' + 's' * (len(found) != 1)
         right = 'must match text of 2 bytes or more'
         raise ValueError(f'data.source={data.source!r}: no byte in its {count}; {right}')
-    return documents, packages
+    return documents, packages, left_out
 
 
-def _of_documents(title, data, documents, packages, train, held_out):
+def _of_documents(title, data, documents, packages, left_out, train, held_out):
     digest = hashlib.sha256()
     for name, text in documents:
         # With the lengths, or bytes could move from one document to the next unnoticed.
@@ -122,9 +125,12 @@ def _of_documents(title, data, documents, packages, train, held_out):
     sides = {'train': train, 'held_out': held_out} if train else {'held_out': held_out}
     names = {split: [name for name, _ in side] for split, side in sides.items()}
     train, held_out = ([text for _, text in side] for side in (train, held_out))
-    text = _describe(title, train, held_out)
-    sha256 = digest.hexdigest()
-    return Corpus(data.source, train, held_out, sha256, text, packages, names=names)
+    text = _describe(title, train, held_out) + f'; {left_out}' * bool(left_out)
+    return Corpus(
+        *(data.source, train, held_out, digest.hexdigest(), text, packages),
+        names=names,
+        left_out=left_out,
+    )
 
 
 def _prepared(data, members, train, held_out):

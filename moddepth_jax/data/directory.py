@@ -8,6 +8,8 @@ import os
 import pathlib
 import socket
 
+from moddepth_jax.data.compression import read_small
+
 LOCK_FILE = 'lock'
 
 
@@ -36,11 +38,12 @@ def write_atomically(path: str | os.PathLike, text: str) -> None:
 def read_json(file: pathlib.Path, remedy: str) -> dict | None:
     """The JSON object in `file`, None if there is no such file; raises ValueError, one line."""
     try:
-        content = json.loads(file.read_text(encoding='utf-8'))
+        content = json.loads(read_small(file).decode())
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise ValueError(f'{file}: cannot be read ({error}); {remedy}') from None
+        problem = getattr(error, 'strerror', None) or error
+        raise ValueError(f'{file}: cannot be read ({problem}); {remedy}') from None
     if not isinstance(content, dict):
         raise ValueError(f'{file}: holds no JSON object; {remedy}')
     return content

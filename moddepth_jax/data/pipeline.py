@@ -1,5 +1,6 @@
 """Documents to batches: token streams, windows of them, and the step as the only position."""
 
+import codecs
 import fractions
 import itertools
 import operator
@@ -205,6 +206,8 @@ def _fingerprint(data, seed, corpus, tokenizer):
         'batch_size': data.batch_size,
         'seed': seed,
     }
+    if (encoding := codecs.lookup(data.encoding).name) != 'utf-8':  # older runs have none
+        fingerprint['encoding'] = encoding
     if corpus.packages:
         fingerprint['packages'] = ' '.join(corpus.packages)
     return fingerprint

@@ -2,9 +2,7 @@
 
 import codecs
 import contextlib
-import glob
 import json
-import os
 import pathlib
 import typing
 from collections.abc import Callable, Iterable, Iterator
@@ -19,6 +17,11 @@ from moddepth_jax.data.compression import (
 
 _BATCH = 16  # rows or records in memory at a time
 _WRITE_AGAIN = 'write the file again or leave it out'
+_HEAD = 8000  # a file with a NUL among its first characters is binary, as for git
+_MARKS = {  # that of UTF-32 begins with that of UTF-16
+    'utf-32': (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),
+    'utf-16': (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
+}
 
 
 class BadText(ValueError):
@@ -68,8 +71,7 @@ class Format(typing.NamedTuple):
 
 def _text_rows(path, name, text_field, span):
     with open_plain(path) as (stream, tell):
-        text = stream.read()  # in any encoding: the tokenizer reads bytes
-        yield Row(name, text, tell())
+        yield Row(name, stream.read(), tell())
 
 
 def _line_rows(path, name, text_field, span):
@@ -251,8 +253,9 @@ def _open_records(path):
         yield read, count
 
 
+_TEXT = Format(_text_rows, lambda *_: [WHOLE_FILE])
 FORMATS = {
-    '.txt': Format(_text_rows, lambda *_: [WHOLE_FILE]),
+    '.txt': _TEXT,
     '.jsonl': Format(_line_rows, _line_spans),
     '.parquet': Format(_parquet_rows, _parquet_spans),
     '.arrayrecord': Format(_record_rows, _record_spans),
@@ -261,33 +264,99 @@ FORMATS = {
 
 def describe_formats() -> str:
     """The files that can be read, for messages."""
-    *others, last = FORMATS
-    return f'{", ".join(others)} or {last} files, plain or compressed ({", ".join(SUFFIXES)})'
+    *others, last = (suffix for suffix, kind in FORMATS.items() if kind is not _TEXT)
+    return f'text, {", ".join(others)} or {last}, plain or compressed ({", ".join(SUFFIXES)})'
 
 
 def _suffix(path):
     return pathlib.Path(plain_name(path)).suffix.lower()
 
 
+def _format(path):
+    return FORMATS.get(_suffix(path), _TEXT)
+
+
+def to_utf8(where: object, content: bytes, encoding: str) -> bytes:
+    """The text of a file in UTF-8; raises BadText with the first byte that is none in `encoding`.
+
+    Text in UTF-8 keeps its bytes, a byte-order mark included, which utf-8-sig removes.
+    """
+    name = codecs.lookup(encoding).name
+    for other, marks in _MARKS.items() if name == 'utf-8' else ():
+        if content.startswith(marks):
+            problem = f'begins with the byte-order mark of {other.upper()}'
+            raise BadText(where, 'not UTF-8', problem, f'set data.encoding={other}')
+    head = codecs.getincrementaldecoder(name)('replace').decode(content[:_HEAD])
+    if (place := head.find('\0')) >= 0:
+        found = f'byte {content.find(0)}' if name == 'utf-8' else f'character {place}'
+        remedy = 'leave it out, or name its encoding, as in data.encoding=utf-16-le'
+        raise BadText(where, 'binary', f'{found} is NUL, as in a binary file', remedy)
+    try:
+        return content.decode(name).encode()
+    except UnicodeError as error:
+        place = getattr(error, 'start', 0)
+        problem = f'byte {place} is {content[place]:#04x}, which is not {name.upper()} there'
+        remedy = 'name its encoding, as in data.encoding=latin-1, or save it as UTF-8'
+        raise BadText(where, f'not {name.upper()}', problem, remedy) from None
+
+
+def may_be_text(path: pathlib.Path, encoding: str) -> bool:
+    """Whether a file that was found and not named is one to read.
+
+    It has a suffix of FORMATS, which promises text, or it is a regular file and not binary.
+    """
+    if _suffix(path) in FORMATS:
+        return True
+    if not path.is_file():
+        return False
+    try:
+        with open_plain(path) as (stream, _):
+            to_utf8(path, stream.read(_HEAD), encoding)
+    except (OSError, BadText) as error:  # reading it says why
+        return getattr(error, 'reason', '') != 'binary'
+    return True
+
+
 def read_rows(
-    path: pathlib.Path, name: str, text_field: str, span: Span = WHOLE_FILE
+    path: pathlib.Path,
+    name: str,
+    text_field: str,
+    span: Span = WHOLE_FILE,
+    encoding: str = 'utf-8',
 ) -> Iterator[Row]:
     """The Rows of a file, in order, with a BadText in place of each text that cannot be used.
 
-    A .txt is one document, its bytes as they are. A .jsonl, in UTF-8, holds one document per line
-    (blank lines are skipped), a .parquet one per row, in the field or column `text_field`, an
-    .arrayrecord one per record: the field of a JSON object or, if the first record is none, the
-    record itself. `name` is that of the file in the names of its documents.
+    A .jsonl, in UTF-8, holds one document per line (blank lines are skipped), a .parquet one per
+    row, in the field or column `text_field`, an .arrayrecord one per record: the field of a JSON
+    object or, if the first record is none, the record itself. Any other file is one document, in
+    `encoding`. `name` is that of the file in the names of its documents.
     """
     size, last = 0, None
     try:
         size = path.stat().st_size
-        for row in FORMATS[_suffix(path)].rows(path, name, text_field, span):
+        kind = _format(path)
+        for row in kind.rows(path, name, text_field, span):
             last = row
-            yield row
+            yield _checked(row, path, kind, encoding)
     except (BadText, OSError) as error:
         where = f'{path}, after row {last.name.rpartition("#")[2]}' if last else path
         yield Row(name, as_bad_text(where, error), size)
+
+
+def _checked(row, path, kind, encoding):
+    """The row in UTF-8, as formats of many rows promise it, or with a BadText."""
+    try:
+        if isinstance(row.text, bytes) and kind is _TEXT:
+            return row._replace(text=to_utf8(path, row.text, encoding))
+        if isinstance(row.text, bytes):
+            row.text.decode()
+        return row
+    except BadText as error:
+        return row._replace(text=error)
+    except UnicodeDecodeError as error:
+        where = f'{path}, row {row.name.rpartition("#")[2]}'
+        problem, remedy = f'byte {error.start} of the text is not UTF-8', 'save it as UTF-8'
+        return row._replace(text=BadText(where, 'not UTF-8', problem, remedy))
 
 
 def as_bad_text(where: object, error: BadText | OSError) -> BadText:
@@ -310,58 +379,20 @@ def find_spans(
     """
     if is_compressed(path):
         return [WHOLE_FILE]
-    return FORMATS[_suffix(path)].spans(path, text_field, size, chunks)
+    return _format(path).spans(path, text_field, size, chunks)
 
 
-def read_documents(path: pathlib.Path, name: str, text_field: str) -> Iterator[tuple[str, bytes]]:
+def read_text(path: pathlib.Path, encoding: str) -> bytes:
+    """A file, plain or compressed, as one text in UTF-8; raises OSError or BadText."""
+    with open_plain(path) as (stream, _):
+        return to_utf8(path, stream.read(), encoding)
+
+
+def read_documents(
+    path: pathlib.Path, name: str, text_field: str, encoding: str = 'utf-8'
+) -> Iterator[tuple[str, bytes]]:
     """(name, bytes) of each document of one file, as `read_rows`; raises its first BadText."""
-    for row in read_rows(path, name, text_field):
+    for row in read_rows(path, name, text_field, encoding=encoding):
         if isinstance(row.text, BadText):
             raise row.text
         yield row.name, row.text
-
-
-def find_files(source: str, option: str, right: str) -> tuple[pathlib.Path, list[pathlib.Path]]:
-    """(root, files): the folder before the first wildcard, and the files that match, sorted.
-
-    An existing path is taken literally, even with brackets in it. Raises ValueError, one line with
-    the `option` and what would be `right`, without a match and for a file of an unknown format.
-    """
-    pattern = os.path.expanduser(source)
-    root, files = _match(pattern)
-    if not files:
-        is_folder = os.path.isdir(pattern)
-        hint = f'; for a folder write {os.path.join(source, "**", "*.txt")}' if is_folder else ''
-        raise ValueError(f'{option}={source!r}: matches no file; {right}{hint}')
-    for path in files:
-        suffix = _suffix(path)
-        if suffix not in FORMATS:
-            problem = f'{suffix!r} is no known kind of file' if suffix else 'no suffix'
-            raise ValueError(f'{path}: {problem}; {option}={source!r} {right}')
-    return root, files
-
-
-def _match(pattern):
-    if os.path.isfile(pattern):
-        return pathlib.Path(pattern).parent, [pathlib.Path(pattern)]
-    root = pathlib.Path(pattern).parent
-    while glob.has_magic(str(root)):
-        root = root.parent
-    matches = {pathlib.Path(match) for match in glob.glob(pattern, recursive=True)}
-    # A broken link stays among them: reading it raises.
-    files = [match for match in matches if not match.is_dir()]
-    return root, sorted(files, key=lambda path: path.relative_to(root).as_posix())
-
-
-def load_documents(source: str, text_field: str) -> list[tuple[str, bytes]]:
-    """(name, bytes) of all documents of the glob `source`; raises as `find_files` and BadText."""
-    right = (
-        'must be stdlib, python_environment, synthetic, recall, mixture, a folder of '
-        f'launch.prepare or a glob of {describe_formats()}'
-    )
-    root, files = find_files(source, 'data.source', right)
-    return [
-        document
-        for path in files
-        for document in read_documents(path, path.relative_to(root).as_posix(), text_field)
-    ]

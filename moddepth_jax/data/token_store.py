@@ -14,6 +14,7 @@ from importlib import metadata
 
 import numpy as np
 
+from moddepth_jax.data.compression import read_small
 from moddepth_jax.data.directory import write_atomically
 from moddepth_jax.data.tokenizers.tokenizer import DIRECTORY as TOKENIZER_DIRECTORY
 from moddepth_jax.data.tokenizers.tokenizer import Tokenizer, make_tokenizer
@@ -122,7 +123,7 @@ def open_store(directory: str | os.PathLike) -> Store:
     file = directory / PREPARED_FILE
     again = f'remove {directory} and prepare the text again'
     try:
-        content = json.loads(file.read_text(encoding='utf-8'))
+        content = json.loads(read_small(file, 1 << 30).decode())
         version = content['schema_version']
     except (FileNotFoundError, NotADirectoryError):
         right = 'must be a directory of launch.prepare'

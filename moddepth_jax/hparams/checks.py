@@ -52,6 +52,16 @@ def fraction(field, value, zero=True, one=True):
         refuse(field, value, right + ', in float32 too')
 
 
+def encoding(field, value):
+    """Refuse what Python knows as no encoding of text."""
+    try:
+        b'a'.decode(value)
+    except UnicodeDecodeError:  # a byte alone is too short for some
+        pass
+    except (LookupError, ValueError):
+        refuse(field, value, 'must be an encoding, as utf-8, latin-1, cp1252 or utf-16')
+
+
 Count = Annotated[int, positive]
 CountOrZero = Annotated[int, functools.partial(positive, minimum=0)]
 # An axis of an array: not so long that a product of axes overflows.

@@ -26,13 +26,14 @@ class DataHparams:
     batch_size: checks.Count
     held_out_fraction: Annotated[float, functools.partial(checks.fraction, zero=False, one=False)]
     log_windows: bool
+    encoding: Annotated[str, checks.encoding]
 
     def __post_init__(self):
         checks.check_fields(self, 'data.')
         if not self.source.strip():
             right = (
-                'must be stdlib, python_environment, synthetic, recall, a glob of text files, a '
-                'folder that launch.prepare wrote, or mixture'
+                'must be stdlib, python_environment, synthetic, recall, a file, folder or glob of '
+                'text, a folder that launch.prepare wrote, or mixture'
             )
             refuse('data.source', self.source, right)
         # The reader checks whether a file exists.

@@ -8,6 +8,7 @@ import sys
 
 from flax import traverse_util
 
+from moddepth_jax.data.compression import read_small
 from moddepth_jax.data.directory import LOCK_FILE, lock_directory, write_atomically
 from moddepth_jax.data.tokenizers.tokenizer import (
     DIRECTORY,
@@ -35,6 +36,7 @@ OLDER_RUNS = {
     'report.top_p': 1.0,
     'data.log_windows': False,
     'data.mixture': '',
+    'data.encoding': 'utf-8',
     'model.depth.stream': 'residual',
     'model.depth.slots': 'none',
     'model.depth.attention_slot_projection': False,
@@ -186,7 +188,7 @@ def _read_config(path):
     """Returns the config, and the values of the added knobs by dotted name."""
     file = pathlib.Path(path) / CONFIG_FILE
     try:
-        stored = json.loads(file.read_text(encoding='utf-8'))
+        stored = json.loads(read_small(file).decode())
         version, config = stored['schema_version'], stored['config']
     except (FileNotFoundError, NotADirectoryError):
         right = 'must be the directory of a run of launch.train'

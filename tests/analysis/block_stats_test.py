@@ -22,7 +22,7 @@ TEXT = b'import math\nx = 777\nfor word in "ab cd":  # a\n    print(word, 12345)
 def _held_out(num_rows):
     text = (TEXT * num_rows)[: num_rows * T]
     knobs = dict(text_field='text', tokenizer='bytes', held_out_fraction=0.5, batch_size=2)
-    knobs |= dict(mixture='', sequence_length=T, log_windows=False)
+    knobs |= dict(mixture='', sequence_length=T, log_windows=False, encoding='utf-8')
     data = DataHparams(source='stdlib', **knobs)
     return HeldOut(data, Corpus('stdlib', [], [text], '', ''))
 

@@ -101,7 +101,9 @@ def _held_out(texts, length, source='python_environment'):
     knobs = dict(
         mixture='', text_field='text', tokenizer='bytes', held_out_fraction=0.5, batch_size=2
     )
-    data = DataHparams(source=source, sequence_length=length, log_windows=False, **knobs)
+    data = DataHparams(
+        source=source, sequence_length=length, log_windows=False, encoding='utf-8', **knobs
+    )
     return HeldOut(data, Corpus(source, [], texts, '', ''))
 
 
@@ -133,7 +135,7 @@ def test_classes_are_found_in_prepared_text(tmp_path):
     prepare(tmp_path / 'text', names, ByteTokenizer(), 0.5)
     knobs = dict(mixture='', text_field='text', tokenizer='prepared', held_out_fraction=0.5)
     for length in (3, 7):
-        knobs |= dict(batch_size=2, log_windows=False, sequence_length=length)
+        knobs |= dict(batch_size=2, log_windows=False, encoding='utf-8', sequence_length=length)
         dataset = make_held_out(DataHparams(source=str(tmp_path / 'text'), **knobs))
         sizes = [(len(stream) - 1) // length for stream in dataset.held_out_streams]
         assert len(sizes) == 2 and min(sizes) > 0

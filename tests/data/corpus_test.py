@@ -12,7 +12,7 @@ from tests.data.prepared_text import refusal
 
 
 def _data(source, held_out_fraction=0.25):
-    return DataHparams(str(source), '', 'text', 'bytes', 8, 2, held_out_fraction, False)
+    return DataHparams(str(source), '', 'text', 'bytes', 8, 2, held_out_fraction, False, 'utf-8')
 
 
 # The standard library.

@@ -16,7 +16,7 @@ from moddepth_jax.data.tokenizers.tokenizer import ByteTokenizer
 from moddepth_jax.hparams import DataHparams
 from tests.data.prepared_text import begin, prepare, refusal, write_texts
 
-DATA = DataHparams('unset', '', 'text', 'prepared', 16, 5, 0.25, False)
+DATA = DataHparams('unset', '', 'text', 'prepared', 16, 5, 0.25, False, 'utf-8')
 
 
 def _data(source, mixture='', **changes):

@@ -15,7 +15,7 @@ from moddepth_jax.hparams import DataHparams
 from tests.data.prepared_text import refusal
 
 S = 256
-DATA = DataHparams('hand-made', '', 'text', 'bytes', 4, 3, 0.25, False)
+DATA = DataHparams('hand-made', '', 'text', 'bytes', 4, 3, 0.25, False, 'utf-8')
 HAND_MADE = Corpus('hand-made', [b'abc', b'd', b'efgh'], [b'uv', b'wxyz'], 'f00d', 'by hand')
 STREAM = [S, *b'abc', S, *b'd', S, *b'efgh']
 

@@ -1,6 +1,8 @@
 """Small texts as files, and the same prepared; the line of a refusal."""
 
+import os
 import random
+import socket
 
 import numpy as np
 import pytest
@@ -36,6 +38,24 @@ def begin(folder):
     """Makes the folder one that launch.prepare has not finished."""
     (folder / PLAN_FILE).parent.mkdir(parents=True)
     (folder / PLAN_FILE).write_text('{}')
+
+
+def make_special(path, kind):
+    """Makes what is no regular file, or too large a one."""
+    if kind == 'pipe':
+        os.mkfifo(path)
+    elif kind == 'socket':
+        here, _ = os.getcwd(), os.chdir(path.parent)  # the path of a socket must be short
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(path.name)
+        os.chdir(here)
+    elif kind == 'directory':
+        path.mkdir()
+    elif kind == 'large':
+        path.touch()
+        os.truncate(path, 1 << 40)
+    else:
+        path.symlink_to('/dev/zero' if kind == 'device' else path)
 
 
 def refusal(call, *args, **named) -> str:

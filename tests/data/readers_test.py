@@ -1,5 +1,6 @@
 """Each format gives its documents in order, whole or by spans, and bad files are refused by row."""
 
+import codecs
 import functools
 import gzip
 import json
@@ -11,8 +12,9 @@ from array_record.python import array_record_module
 from pyarrow import parquet
 
 from moddepth_jax.data import readers
-from moddepth_jax.data.readers import BadText, Span, find_spans, load_documents, read_documents
-from tests.data.prepared_text import refusal
+from moddepth_jax.data.readers import BadText, Span, find_spans, read_documents
+from moddepth_jax.data.sources import find_files, load_documents
+from tests.data.prepared_text import make_special, refusal
 
 TEXTS = ['first', 'zw\u00f6lf\u2028!', '', 'x' * 3000, 'last\n']
 FORMATS = ['.jsonl', '.parquet', '.arrayrecord']
@@ -73,23 +75,23 @@ def test_each_format_is_read_plain_and_compressed(tmp_path, suffix, packing):
 
 def test_names_are_paths_relative_to_the_glob(tmp_path):
     (tmp_path / 'b/deep').mkdir(parents=True)
-    (tmp_path / 'b/deep/a.txt').write_bytes(b'\xff\x00 latin \xe9\r\n')
+    (tmp_path / 'b/deep/a.txt').write_bytes('\ufefflatin é\r\n'.encode())
     (tmp_path / 'my [1] text.txt').write_bytes(b'0123')
     rows = [{'text': 'first'}, {'id': 3, 'text': 'zw\u00f6lf\u2028!'}]
     lines = '\ufeff' + json.dumps(rows[0]) + '\n\n' + json.dumps(rows[1], ensure_ascii=False)
     (tmp_path / 'a.jsonl').write_bytes(lines.encode() + b'\r\n')
     table = pyarrow.table({'n': [1, 2], 'text': ['p', 'q']})
     parquet.write_table(table, tmp_path / 'b/c.parquet')
-    found = load_documents(str(tmp_path / '**/*.*'), 'text')
+    found, _ = load_documents(str(tmp_path / '**/*.*'), 'text')
     assert found == [
         ('a.jsonl#1', b'first'),
         ('a.jsonl#3', 'zwölf\u2028!'.encode()),
         ('b/c.parquet#1', b'p'),
         ('b/c.parquet#2', b'q'),
-        ('b/deep/a.txt', b'\xff\x00 latin \xe9\r\n'),
+        ('b/deep/a.txt', '\ufefflatin é\r\n'.encode()),
         ('my [1] text.txt', b'0123'),
     ]
-    assert load_documents(str(tmp_path / 'my [1] text.txt'), 'text') == found[-1:]
+    assert load_documents(str(tmp_path / 'my [1] text.txt'), 'text') == (found[-1:], '')
 
 
 @pytest.mark.parametrize('kind', ['binary', 'large_string', 'dictionary', 'broken'])
@@ -102,8 +104,12 @@ def test_parquet_strings_of_every_kind_are_read(tmp_path, kind):
         'broken': pyarrow.array([b'\xff', b'', b'\xff']).view(pyarrow.string()),
     }
     parquet.write_table(pyarrow.table({'body': columns[kind]}), tmp_path / 'x.parquet')
-    found = [text for _, text in load_documents(str(tmp_path / 'x.parquet'), 'body')]
-    assert found == ([b'\xff', b'', b'\xff'] if kind == 'broken' else [t.encode() for t in texts])
+    rows = list(readers.read_rows(tmp_path / 'x.parquet', 'x', 'body'))
+    if kind == 'broken':
+        line = f'{tmp_path}/x.parquet, row 1: byte 0 of the text is not UTF-8; save it as UTF-8'
+        assert str(rows[0].text) == line and rows[1].text == b''
+    else:
+        assert [row.text for row in rows] == [text.encode() for text in texts]
 
 
 @pytest.mark.parametrize('suffix', FORMATS[1:])
@@ -176,7 +182,10 @@ def test_records_of_plain_text_are_read_as_they_are(tmp_path):
 GOOD = b'{"text": "good"}\n'
 # Name of the file, its content, parts of the message.
 BAD_FILES = [
-    ('a.md', b'x', ["'.md' is no known kind of file", 'glob of .txt']),
+    ('a.md', b'# caf\xe9', ['byte 5 is 0xe9, which is not UTF-8', 'data.encoding=latin-1']),
+    ('a.md', 'h\xe9'.encode('utf-16'), ['mark of UTF-16; set data.encoding=utf-16']),
+    ('a', 'h\xe9'.encode('utf-32'), ['mark of UTF-32; set data.encoding=utf-32']),
+    ('a.txt', 'text'.encode('utf-16-le'), ['byte 1 is NUL', 'data.encoding=utf-16-le']),
     ('a.jsonl', GOOD + b'{"text": }', ['line 2: not JSON', 'column 10']),
     ('a.jsonl', b'{"n": ' + b'9' * 5000 + b'}', ['line 1: not JSON']),
     ('a.jsonl', b'[' * 200000, ['line 1: not JSON']),
@@ -223,6 +232,84 @@ def test_corrupt_files_are_refused(tmp_path, suffix):
 def test_a_glob_without_a_match_is_refused(tmp_path):
     message = refusal(load_documents, 'stdlb', 'text')
     assert message.startswith("data.source='stdlb': matches no file; must be stdlib, python_env")
-    assert 'launch.prepare or a glob of .txt, .jsonl, .parquet or .arrayrecord files' in message
+    assert 'launch.prepare, or a file, folder or glob of text, .jsonl, ' in message
+    (tmp_path / 'a.png').write_bytes(b'\x89PNG\r\n\x1a\n\0\0')
     message = refusal(load_documents, str(tmp_path), 'text')
-    assert message.endswith(f'for a folder write {tmp_path}/**/*.txt')
+    assert f'no file (left out 1 file without text, such as {tmp_path}/a.png)' in message
+
+
+def test_text_in_another_encoding_is_that_text(tmp_path):
+    """Once it is named, as long as each byte fits; its byte-order mark goes, if it has one."""
+    text, path = 'zwölf\r\n', tmp_path / 'notes'
+    for name in ('latin-1', 'utf-16', 'utf-16-le', 'utf-32', 'utf-8-sig', 'utf-8'):
+        path.write_bytes(text.encode(name))
+        assert load_documents(str(path), 'text', name) == ([('notes', text.encode())], '')
+    path.write_bytes(codecs.BOM_UTF8 + b'x')
+    for name, read in (('utf-8', '\ufeffx'), ('utf-8-sig', 'x')):
+        assert readers.read_text(path, name) == read.encode()
+    path.write_bytes(b'ab\x81')
+    assert 'byte 2 is 0x81, which is not CP1252' in refusal(readers.read_text, path, 'cp1252')
+    path.write_bytes(b'\x89PNG\0')
+    assert 'character 4 is NUL' in refusal(readers.read_text, path, 'latin-1')
+
+
+PNG = b'\x89PNG\r\n\x1a\n\0\0\0\rIHDR'
+
+
+@pytest.fixture
+def docs(tmp_path):
+    """A folder with text of many suffixes, and what people keep next to it."""
+    folder = tmp_path / 'docs'
+    (folder / 'b/.git').mkdir(parents=True)
+    for name in ('a.py', 'README', 'b/x.md', 'b/y.rst', 'b/.git/config', '.hidden'):
+        (folder / name).write_text(f'text of {name}')
+    (folder / 'z.py.gz').write_bytes(gzip.compress(b'text of z.py'))
+    (folder / 'b/logo.png').write_bytes(PNG)
+    return folder
+
+
+def _found(source):
+    files = find_files(str(source), 'data.source', 'must be right')
+    return [path.relative_to(files.root).as_posix() for path in files.files], files.note()
+
+
+def test_a_folder_is_its_text_and_counts_the_rest(docs):
+    names = ['README', 'a.py', 'b/x.md', 'b/y.rst', 'z.py.gz']
+    note = f'left out 1 file without text, such as {docs}/b/logo.png'
+    for source in (docs, f'{docs}/', docs / '**', docs / '**/*'):
+        assert _found(source) == (names, note)
+    assert _found(docs / '*') == (['README', 'a.py', 'z.py.gz'], '')
+    assert _found(docs / '**/*.[mr]*') == (['b/x.md', 'b/y.rst'], '')
+    documents, _ = load_documents(str(docs), 'text')
+    assert dict(documents)['z.py.gz'] == b'text of z.py'
+    named = refusal(load_documents, f'{docs}/b/logo.png', 'text')
+    assert named.startswith(f'{docs}/b/logo.png: byte 8 is NUL, as in a binary file; leave it out')
+    docs.rename(docs.with_name('docs [1]'))
+    assert _found(docs.with_name('docs [1]'))[0] == names
+
+
+def test_links_are_followed_and_loops_of_them_have_an_end(docs, tmp_path):
+    """A glob of Python's enters a loop 40 times, and two loops 2**40 times."""
+    names, _ = _found(docs)
+    for name in ('here', 'b/here', 'b/there', 'b/more'):
+        (docs / name).symlink_to(docs, target_is_directory=True)
+    assert _found(docs)[0] == _found(docs / '**/*')[0] == names
+    (docs / 'up').symlink_to(tmp_path)
+    (docs / 'root').symlink_to('/')
+    assert _found(docs)[0] == names
+    (tmp_path / 'elsewhere').mkdir()
+    (tmp_path / 'elsewhere/c.md').write_text('text')
+    (docs / 'b/out').symlink_to(tmp_path / 'elsewhere')
+    (docs / 'b/c.md').symlink_to(docs / 'a.py')
+    assert set(_found(docs)[0]) - set(names) == {'b/out/c.md', 'b/c.md'}
+
+
+@pytest.mark.parametrize('kind', ['pipe', 'socket', 'device', 'loop'])
+def test_what_is_no_regular_file_is_left_out_or_refused_by_its_name(docs, kind):
+    names, _ = _found(docs)
+    make_special(docs / '0', kind)
+    assert _found(docs) == (names, f'left out 2 files without text, such as {docs}/0')
+    assert refusal(load_documents, f'{docs}/0', 'text').startswith(f'{docs}/0: cannot be read (')
+    (docs / '0').rename(docs / '0.txt')  # which promises text
+    line = refusal(load_documents, str(docs), 'text')
+    assert line.startswith(f'{docs}/0.txt: cannot be read (')

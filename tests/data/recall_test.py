@@ -10,7 +10,7 @@ from moddepth_jax.data.pipeline import make_dataset
 from moddepth_jax.hparams import DataHparams
 
 SEPARATOR = 256
-DATA = DataHparams('recall', '', 'text', 'bytes', 128, 64, 0.05, False)
+DATA = DataHparams('recall', '', 'text', 'bytes', 128, 64, 0.05, False, 'utf-8')
 LINE = re.compile(rb'[A-U](?:[a-x]{4}|[0-7]{4}|\([a-x][YZ]\)) ')
 
 

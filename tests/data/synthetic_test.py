@@ -8,7 +8,7 @@ from moddepth_jax.data.pipeline import make_dataset
 from moddepth_jax.hparams import DataHparams
 
 SEPARATOR = 256
-DATA = DataHparams('synthetic', '', 'text', 'bytes', 64, 32, 0.05, False)
+DATA = DataHparams('synthetic', '', 'text', 'bytes', 64, 32, 0.05, False, 'utf-8')
 
 
 def _words(text):

@@ -53,6 +53,7 @@ BAD_VALUES = {
     **knobs('data', 'source', '', '  '),
     **knobs('data', 'mixture', 'a:1', 'a'),
     **knobs('data', 'tokenizer', '', 'byte', 'bpe:4096'),
+    **knobs('data', 'encoding', '', 'utf9', 'hex', 'a\0'),  # no text encodings
     **knobs('data', 'sequence_length', *NOT_POSITIVE),
     **knobs('data', 'batch_size', *NOT_POSITIVE, 2**26),
     **knobs('data', 'held_out_fraction', 0.0, 1.0, *NO_FRACTION),

@@ -5,6 +5,7 @@
 
 import dataclasses
 import json
+import os
 import pathlib
 import shutil
 
@@ -24,6 +25,11 @@ COMMANDS = {
         ("'--config.data.source=text/*.parquet'", ['bad.parquet', 'parquet']),
         ("'--config.data.source=text/empty*.txt'", ['empty*.txt', 'no byte']),
         ('--config.data.source=text/short.txt', ['data.sequence_length=128']),
+        (
+            '--config.data.source=other/latin.md',
+            ['latin.md: byte 3 is 0xe9', 'data.encoding=latin'],
+        ),
+        ('--config.data.encoding=utf9', ["data.encoding='utf9': must be an encoding"]),
         ('--config.seed=7 --workdir=taken', ['taken', 'seed is 0', 'and 7']),
         ('--workdir=text', ['--workdir=', 'text', 'config.json']),
         ('--workdir=text/short.txt/run', ['--workdir=', 'directory']),
@@ -45,6 +51,8 @@ COMMANDS = {
         ("'--data=*.rst'", ['--data=', '*.rst', 'no file']),
         ('--data=other/short.txt', ['6 tokens', 'needs 33']),
         ("'--data=other/*.jsonl'", ['--text_field', "'body'"]),
+        ('--data=other/utf-16', ['utf-16: begins with the byte-order', 'set --encoding=utf-16']),
+        ('--encoding=utf-16', ['--encoding=utf-16: belongs to --data or --domains']),
         ('--text_field=body', ['--text_field=body', '--data or --domains']),
         ("--domains=other '--data=*.txt'", ['--domains=', 'other', 'not together with --data']),
         ("'--data=text/?.txt' --num_batches=1 --json=no/a.json", ['no/a.json: No such file']),
@@ -61,7 +69,9 @@ COMMANDS = {
         ('--text=other/empty.py', ['empty.py: is empty']),
         ('--text=', ['--text=: is empty']),
         ('--text=gone.py', ['gone.py: no such file', '--text=-']),
-        ('--text=.', ['is a directory']),
+        ('--text=.', ['a directory, not a regular file']),
+        ('--text=other/latin.md', ['latin.md: byte 3 is 0xe9', '--encoding=latin-1']),
+        ('--text=other/pipe', ['other/pipe: a pipe, not a regular file']),
         ("'--text=a b' --routing=aux_loss", ["'aux_loss'"]),
     ],
     'inspect': [
@@ -207,6 +217,9 @@ def make_folder(folder, tiny_config):
     (folder / 'text' / 'bad.parquet').write_bytes(b'PAR1 and then nothing of the kind')
     (folder / 'other' / 'short.txt').write_text('short')
     (folder / 'other' / 'empty.py').touch()
+    (folder / 'other' / 'latin.md').write_bytes(b'caf\xe9')
+    (folder / 'other' / 'utf-16').write_text('text', encoding='utf-16')
+    os.mkfifo(folder / 'other' / 'pipe')
     rows = [json.dumps({'body': 'to be or not ' * 5}) + '\n' for _ in range(4)]
     (folder / 'other' / 'windows.jsonl').write_text(''.join(rows))
     (folder / 'page.md').write_text('# mine\n')

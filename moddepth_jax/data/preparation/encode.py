@@ -17,20 +17,12 @@ from moddepth_jax.data.tokenizers.tokenizer import Tokenizer, make_tokenizer, sa
 _PROGRESS_BYTES = 1 << 18  # between two reports of progress
 
 
-def _task_rows(task: Task, text_field: str) -> Iterator[tuple[Row, int]]:
-    """(row, bytes of the task up to it) of all spans of a task; text that is not UTF-8 is bad."""
+def _task_rows(task: Task, options: Options) -> Iterator[tuple[Row, int]]:
+    """(row, bytes of the task up to it) of all spans of a task."""
     before = 0
     for part in task.spans:
-        for row in readers.read_rows(part.path, part.name, text_field, part.span):
-            try:
-                if isinstance(row.text, bytes):
-                    row.text.decode()
-            except UnicodeDecodeError as error:
-                _, many, number = row.name.rpartition('#')
-                where = f'{part.path}, row {number}' if many else part.path
-                problem = f'byte {error.start} of the text is not UTF-8'
-                remedy = 'save it as UTF-8, as in iconv -f LATIN1 -t UTF-8'
-                row = row._replace(text=BadText(where, 'not UTF-8', problem, remedy))
+        where = part.path, part.name, options.text_field, part.span, options.encoding
+        for row in readers.read_rows(*where):
             yield row, before + min(row.end, part.bytes)
         before += part.bytes
 
@@ -58,7 +50,7 @@ def encode(
     rows = saved = done[-1].header['rows'] if done else 0
     tokenizer, fraction = _tokenizer(tokenizer_directory), options.held_out_fraction
     writer = PartWriter(tokenizer, fraction)
-    for row, position in itertools.islice(_task_rows(task, options.text_field), rows, None):
+    for row, position in itertools.islice(_task_rows(task, options), rows, None):
         if isinstance(row.text, BadText):
             if not options.skip_bad:
                 if rows > saved:
@@ -114,7 +106,7 @@ def _sample(tasks, options, advance):
 
 
 def _texts(task, least_hash, options):
-    for row, _ in _task_rows(task, options.text_field):
+    for row, _ in _task_rows(task, options):
         if isinstance(row.text, BadText):
             if not options.skip_bad:
                 raise row.text

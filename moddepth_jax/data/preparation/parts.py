@@ -107,15 +107,19 @@ def join(
     tokenizer: Tokenizer,
     held_out_fraction: float,
     advance: Callable[[int], None],
+    left_out: list[pathlib.Path],
     **record,
 ) -> Store:
     """Writes the documents of all parts, in order, to the store in `directory`.
 
     No split stays empty, as in `split_documents`. `advance` takes the bytes of tokens written since
-    its last call; `record` is for `StoreWriter.finish`. Raises ValueError, one line, without a
+    its last call, `left_out` are files without text,
+    `record` is for `StoreWriter.finish`. Raises ValueError, one line, without a
     document, or for a single one of a single byte or character.
     """
     skipped = {}
+    if left_out:
+        _add_skipped(skipped, 'no text', len(left_out), list(map(str, left_out)))
     for part in parts:
         for reason, entry in part.header['skipped'].items():
             _add_skipped(skipped, reason, **entry)

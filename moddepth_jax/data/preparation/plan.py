@@ -1,5 +1,6 @@
 """The plan of a preparation: its options, and its files split into tasks for several processes."""
 
+import codecs
 import collections
 import dataclasses
 import hashlib
@@ -29,6 +30,7 @@ class Options:
     tokenizer: str
     separator: str | None
     text_field: str
+    encoding: str
     held_out_fraction: float
     skip_bad: bool
     part_bytes: int
@@ -37,6 +39,7 @@ class Options:
 
     def arguments(self) -> dict:
         """The options that, together with the files, decide the result, as JSON values."""
+        encoding = codecs.lookup(self.encoding).name
         trained = {'bpe_bytes': self.bpe_bytes} if self.vocab_size is not None else {}
         path = pathlib.Path(self.tokenizer).expanduser()
         files = sorted(path.iterdir()) if path.is_dir() else [path] if path.is_file() else []
@@ -48,6 +51,7 @@ class Options:
             'text_field': self.text_field,
             'held_out_fraction': self.held_out_fraction,
             **trained,
+            **({} if encoding == 'utf-8' else {'encoding': encoding}),  # as in earlier stores
         }
 
     @property

@@ -13,6 +13,7 @@ from moddepth_jax.data.preparation import encode, parts
 from moddepth_jax.data.preparation.plan import Options, Plan, Task, make_tasks, survey
 from moddepth_jax.data.preparation.workers import Workers
 from moddepth_jax.data.readers import BadText
+from moddepth_jax.data.sources import find_files
 from moddepth_jax.data.token_store import (
     PLAN_FILE,
     PREPARED_FILE,
@@ -43,7 +44,7 @@ def prepare(options: Options, phase) -> Store:
     use, a full disk, a process that was lost.
     """
     directory = options.directory
-    paths = _find_files(options.sources)
+    paths, left_out = _find_files(options)
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -56,7 +57,7 @@ def prepare(options: Options, phase) -> Store:
         found = f'holds {min(others)!r}, so it is no directory of launch.prepare'
         raise ValueError(f'--output={directory}: {found}; use another --output')
     with lock_directory(directory, '--output'):
-        preparation = _Preparation(options, paths, phase)
+        preparation = _Preparation(options, paths, left_out, phase)
         try:
             if (directory / PREPARED_FILE).exists():
                 return preparation.open_finished()
@@ -74,22 +75,24 @@ def prepare(options: Options, phase) -> Store:
             raise ValueError(f'--output={directory}: {error.strerror}; {right}') from None
 
 
-def _find_files(sources):
-    """(name, path) of each file that one of the sources matches, sorted by name."""
-    right = f'must be a glob of {readers.describe_formats()}'
-    if not sources:
+def _find_files(options):
+    """(name, path) of each file of the sources, sorted by name; and the files without text."""
+    right = f'must be a file, folder or glob of {readers.describe_formats()}'
+    if not options.sources:
         raise ValueError(f'--input=: names no file; {right}')
-    found = [readers.find_files(source, '--input', right) for source in sources]
+    found = [find_files(source, '--input', right, options.encoding) for source in options.sources]
     # Relative to one folder, so that files of several sources have different names.
-    root = os.path.commonpath([os.path.abspath(root) for root, _ in found])
-    paths = {os.path.abspath(path): path for _, matches in found for path in matches}
+    root = os.path.commonpath([os.path.abspath(files.root) for files in found])
+    paths = {os.path.abspath(path): path for files in found for path in files.files}
+    left_out = sorted({path for files in found for path in files.left_out} - set(paths.values()))
     names = {pathlib.Path(os.path.relpath(place, root)).as_posix(): p for place, p in paths.items()}
-    return sorted(names.items())
+    return sorted(names.items()), left_out
 
 
 class _Preparation:
-    def __init__(self, options, paths, phase):
+    def __init__(self, options, paths, left_out, phase):
         self._options, self._paths, self._phase = options, paths, phase
+        self._left_out = left_out
         self._directory = options.directory
         self._plan_file = options.directory / PLAN_FILE
         self._parts = self._plan_file.parent
@@ -134,6 +137,7 @@ class _Preparation:
                 make_tokenizer(str(self._tokenizer_directory)),
                 options.held_out_fraction,
                 advance,
+                self._left_out,
                 inputs=[
                     {'name': name, 'bytes': i.bytes, 'sha256': i.sha256, 'modified': i.modified}
                     for name, i in plan.inputs.items()
@@ -155,10 +159,11 @@ class _Preparation:
         return store
 
     def _check_arguments(self, stored, arguments):
-        for name, value in arguments.items():
-            if stored.get(name) != value:
-                was = f'{name} was {stored.get(name)!r} when it was started'
-                raise self._refusal(f'{was} and is {value!r} now')
+        for name in {**arguments, **stored}:
+            was, now = (side.get(name) for side in (stored, arguments))
+            if was != now:
+                found = f'{name} was {was!r} when it was started and is {now!r} now'
+                raise self._refusal(found)
 
     def _refusal(self, problem, right='use another --output'):
         return ValueError(f'--output={self._directory}: {problem}; {right}')

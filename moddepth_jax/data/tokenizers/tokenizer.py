@@ -7,10 +7,12 @@ import typing
 
 import numpy as np
 
+from moddepth_jax.data.compression import read_small
 from moddepth_jax.data.tokenizers.piece_tokenizer import check_ids, read_metadata, write_metadata
 from moddepth_jax.hparams import DataHparams
 
 DIRECTORY = 'tokenizer'  # of a run or a prepared text, which holds its tokenizer
+_MAX_BYTES = 1 << 28  # of a tokenizer's file
 
 
 class Tokenizer(typing.Protocol):
@@ -106,12 +108,13 @@ def make_tokenizer(name: str | os.PathLike, separator: str | None = None) -> Tok
             raise ValueError(f'{folder}: no tokenizer in this folder; {right}')
         file = folder / names[0]
     try:
-        content = file.read_bytes()
+        content = read_small(file, _MAX_BYTES)
     except FileNotFoundError:
         right = 'must be bytes, a tokenizer.json, a SentencePiece .model, or a folder with one'
         raise ValueError(f'{file}: no such tokenizer; {right}') from None
     except OSError as error:
-        raise ValueError(f'{file}: cannot be read ({error.strerror}); check its rights') from None
+        right = 'must be the file of a tokenizer'
+        raise ValueError(f'{file}: cannot be read ({error.strerror}); {right}') from None
     # The libraries of these are imported only if needed; sentencepiece is an extra.
     if file.suffix.lower() == '.model':
         from moddepth_jax.data.tokenizers.sentence_piece import SentencePieceTokenizer as kind

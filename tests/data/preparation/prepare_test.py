@@ -66,6 +66,7 @@ def _options(folder, output, **changes):
         tokenizer='bytes',
         separator=None,
         text_field='text',
+        encoding='utf-8',
         held_out_fraction=FRACTION,
         skip_bad=False,
         part_bytes=1000,
@@ -92,7 +93,7 @@ def _jsonl(texts):
 
 
 def _raw(folder, tokenizer='bytes', fraction=FRACTION):
-    data = DataHparams(f'{folder}/**/*.*', '', 'text', tokenizer, 8, 2, fraction, False)
+    data = DataHparams(f'{folder}/**/*.*', '', 'text', tokenizer, 8, 2, fraction, False, 'utf-8')
     return load_corpus(data)
 
 
@@ -218,7 +219,7 @@ BAD = {
         _with_line(NO_FIELD),
         ["line 7: no field 'text'; set data.text_field to one of its own: 'body'"],
     ),
-    'txt': ('b.txt', b'caf\xe9', [': byte 3 of the text is not UTF-8; save it as UTF-8']),
+    'txt': ('b.txt', b'caf\xe9', [': byte 3 is 0xe9, which is not UTF-8', 'or save it as UTF-8']),
     'gz': ('b.jsonl.gz', gzip.compress(LONG)[:100_000], ['after row ', 'cut off (Truncated']),
 }
 
@@ -435,7 +436,7 @@ def test_a_directory_of_something_else_is_refused(folder, tmp_path):
     message = _error(folder, tmp_path / 'other/thesis.tex')
     assert 'must be a directory that can be written' in message
     message = _error(folder, tmp_path / 'out', sources=('no/*.txt',))
-    assert message.startswith("--input='no/*.txt': matches no file; must be a glob of .txt")
+    assert message.startswith("--input='no/*.txt': matches no file; must be a file, folder or glob")
     assert not (tmp_path / 'out').exists()
     (tmp_path / 'in').mkdir()
     (tmp_path / 'in/a.txt').write_text('')

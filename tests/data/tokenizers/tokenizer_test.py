@@ -153,7 +153,7 @@ def test_what_is_no_tokenizer_is_refused_by_name(tmp_path, monkeypatch, name, wo
 
 
 def data(tokenizer, source='synthetic'):
-    return DataHparams(str(source), '', 'text', str(tokenizer), 8, 2, 0.25, False)
+    return DataHparams(str(source), '', 'text', str(tokenizer), 8, 2, 0.25, False, 'utf-8')
 
 
 def test_the_tokenizer_of_a_run_precedes_that_of_the_config(made, tmp_path):
