@@ -115,7 +115,7 @@ def _read(path, key):
         results = kept['results'] if kept['key'] == key else {}
         right = all(float(r['milliseconds']) > 0 for r in results.values() if 'failed' not in r)
         return results if results and right else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 

@@ -6,7 +6,6 @@ python -m launch.dry_run again results/cpu/dry_run/*.json
 again: runs the command of each file with this code and version of JAX, and replaces the file.
 """
 
-import json
 import math
 import os
 import pathlib
@@ -17,6 +16,7 @@ import sys
 from absl import flags
 
 from launch import cli
+from moddepth_jax.data.directory import read_json
 
 JSON = flags.DEFINE_string('json', None, 'File for the result of --dry_run.')
 
@@ -68,7 +68,10 @@ def main(argv):
 
     if len(argv) < 3 or argv[1] not in ('table', 'again'):
         raise ValueError(f'{" ".join(argv[1:])}: must be table or again, and the files')
-    results = {path: json.loads(pathlib.Path(path).read_text()) for path in argv[2:]}
+    right = 'must be what launch.train --dry_run --json wrote'
+    results = {path: read_json(pathlib.Path(path), right, {'command': list}) for path in argv[2:]}
+    for path in (path for path, result in results.items() if result is None):
+        raise ValueError(f'{path}: no such file; {right}')
     if argv[1] == 'table':
         print(markdown(list(results.values())))
         return 0

@@ -7,6 +7,8 @@ import os
 import pathlib
 import shutil
 
+from moddepth_jax.data.directory import read_json
+
 NOTE_FILE = 'convert.json'
 SOURCE_FILES = 'hugging_face'  # folder of a run: other files of the checkpoint it was imported from
 
@@ -38,8 +40,7 @@ def atomic_folder(flag: str, folder: str):
 
 def read_note(workdir: str) -> dict:
     """The content of a run's convert.json; empty for a run that was not converted."""
-    file = pathlib.Path(workdir) / NOTE_FILE
-    return json.loads(file.read_text(encoding='utf-8')) if file.exists() else {}
+    return read_json(pathlib.Path(workdir) / NOTE_FILE, 'convert the model again') or {}
 
 
 def write_new_run(workdir: str, hparams, params, averages, dataset, note: dict, source_files=()):

@@ -6,6 +6,8 @@ import os
 import pathlib
 import subprocess
 
+from moddepth_jax.data.directory import parse_object
+
 FILE = 'results.jsonl'
 # A case with one of these has its result; with any other status it runs again.
 FINAL = ('ok', 'failed', 'wrong', 'hung', 'skipped')
@@ -25,9 +27,9 @@ class Results:
         text = self.path.read_bytes().decode(errors='replace') if self.path.exists() else ''
         for line in filter(str.strip, text.splitlines()):
             try:
-                row = json.loads(line)
+                row = parse_object(line)
                 self.latest[row['case']] = row
-            except (ValueError, TypeError, KeyError):
+            except (ValueError, KeyError, TypeError):
                 self.damaged += 1
         # The first new line must not continue a damaged one.
         self._separator = '\n' if text and not text.endswith('\n') else ''

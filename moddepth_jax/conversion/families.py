@@ -1,10 +1,10 @@
 """The families of Hugging Face models that are converted: their config.json and our knobs."""
 
-import json
 import pathlib
+import sys
 from typing import NamedTuple
 
-from moddepth_jax.data.compression import read_small
+from moddepth_jax.data.directory import read_json, short_repr
 from moddepth_jax.hparams import ModelHparams
 
 CONFIG_FILE = 'config.json'
@@ -44,16 +44,10 @@ _NEUTRAL = {  # fields without a knob here, and the values under which they have
 
 def read_config(folder: pathlib.Path) -> dict:
     """The config.json of a folder. Raises ValueError, one line, if there is none."""
-    file = folder / CONFIG_FILE
-    try:
-        config = json.loads(read_small(file).decode())
-    except (FileNotFoundError, NotADirectoryError):
+    config = read_json(folder / CONFIG_FILE, 'download it again')
+    if config is None:
         right = 'must be a folder with the config.json and *.safetensors of a Hugging Face model'
-        raise ValueError(f'{folder}: holds no {CONFIG_FILE}; {right}') from None
-    except ValueError as error:
-        raise ValueError(f'{file}: unreadable ({error}); download it again') from None
-    if not isinstance(config, dict):
-        raise ValueError(f'{file}: must be an object of named fields')
+        raise ValueError(f'{folder}: holds no {CONFIG_FILE}; {right}')
     return config
 
 
@@ -64,10 +58,10 @@ def knobs_of(config: dict, file: str) -> dict:
     """
 
     def refuse(key, right):
-        raise ValueError(f'{file}: {key}={config.get(key)!r}: {right}')
+        raise ValueError(f'{file}: {key}={short_repr(config.get(key))}: {right}')
 
     kind = config.get('model_type')
-    if kind not in FAMILIES:
+    if kind not in tuple(FAMILIES):
         refuse('model_type', f'must be {" or ".join(FAMILIES)}; no other model is converted')
     family = FAMILIES[kind]
     if config.get('architectures') not in (None, [family.architecture]):
@@ -75,9 +69,14 @@ def knobs_of(config: dict, file: str) -> dict:
     for key, neutral in _NEUTRAL.items():
         if key in config and config[key] not in neutral:
             refuse(key, f'must be {neutral[0]!r}, the only one supported')
-    if set(config.get('layer_types') or ()) - {'full_attention'}:
+    layers = config.get('layer_types') or []
+    if not isinstance(layers, list) or layers != ['full_attention'] * len(layers):
         refuse('layer_types', 'must be full_attention everywhere, the only one supported')
-    biases = [bool(config.get(key, False)) for key in ('attention_bias', 'mlp_bias')]
+    switches = ('attention_bias', 'mlp_bias', 'tie_word_embeddings')
+    for key in switches:
+        if config.get(key) not in (None, False, True):
+            refuse(key, 'must be true or false')
+    *biases, tied = (bool(config.get(key)) for key in switches)
     if biases[0] != (biases[1] and family.mlp_bias):
         other = f'mlp_bias={biases[1]}' if family.mlp_bias else f'an mlp of {kind}, without biases'
         right = f'differs from {other}; all projections have biases here, or none'
@@ -91,11 +90,12 @@ def knobs_of(config: dict, file: str) -> dict:
             refuse('num_attention_heads', f'must divide hidden_size={width}; or give head_dim')
         given['head_dim'] = width // heads
     for key in _SIZES.values():
-        if type(given.get(key)) is not int:
-            refuse(key, 'must be an integer' if key in config else 'missing; it must be an integer')
+        if type(size := given.get(key)) is not int or not 0 < size < 1 << 31:
+            right = 'must be an integer from 1 on'
+            refuse(key, right if key in config else f'missing; it {right}')
     norm_eps = config.get('rms_norm_eps', family.norm_eps)
-    if type(norm_eps) not in (int, float):
-        refuse('rms_norm_eps', 'must be a number')
+    if not _is_positive(norm_eps):
+        refuse('rms_norm_eps', 'must be a number above 0')
     return {
         **{ours: given[theirs] for ours, theirs in _SIZES.items()},
         'norm_placement': family.norm_placement,
@@ -103,7 +103,7 @@ def knobs_of(config: dict, file: str) -> dict:
         'norm_eps': float(norm_eps),
         'rope_theta': _theta(config, refuse),
         'use_bias': biases[0],
-        'tie_embeddings': bool(config.get('tie_word_embeddings', False)),
+        'tie_embeddings': tied,
         'windows': (0,),
     }
 
@@ -118,9 +118,13 @@ def _theta(config, refuse):
             theta = given.pop('rope_theta', theta)
             if any(item not in plain.items() for item in given.items()):
                 refuse(key, "must have rope_type 'default'; scaled frequencies are not converted")
-        if type(theta) not in (int, float):
-            refuse(key, 'rope_theta must be a number')
+        if not _is_positive(theta):
+            refuse(key, 'rope_theta must be a number above 0')
     return float(theta)
+
+
+def _is_positive(value):
+    return type(value) in (int, float) and 0 < value <= sys.float_info.max
 
 
 def family_of(model: ModelHparams) -> str:

@@ -2,14 +2,14 @@
 
 import contextlib
 import json
-import os
 import pathlib
 from collections.abc import Callable
 
 import jax.numpy as jnp
 import numpy as np
 
-from moddepth_jax.data.compression import open_file, read_small
+from moddepth_jax.data.compression import open_file
+from moddepth_jax.data.directory import read_json, short_repr
 
 ONE_FILE = 'model.safetensors'
 INDEX_FILE = 'model.safetensors.index.json'
@@ -56,19 +56,17 @@ def _files(folder):
     """The files of a folder, each with the tensors that the index assigns to it; None: all."""
     if (folder / ONE_FILE).exists():
         return {ONE_FILE: None}
-    index, files = folder / INDEX_FILE, {}
-    try:
-        for name, file in json.loads(read_small(index).decode())['weight_map'].items():
-            files.setdefault(file, []).append(name)
-    except FileNotFoundError:
+    content = read_json(folder / INDEX_FILE, _AGAIN, {'weight_map': dict})
+    if content is None:
         right = 'other formats are not read; save_pretrained of transformers writes this one'
-        raise ValueError(f'{folder}: holds neither {ONE_FILE} nor {INDEX_FILE}; {right}') from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        why = f'{type(error).__name__}: {error}'
-        raise ValueError(f'{index}: no index of tensors ({why}); {_AGAIN}') from None
-    for file in files:
-        if os.path.basename(str(file)) != file or not (folder / file).exists():
-            raise ValueError(f'{folder}/{file}: not there, but {INDEX_FILE} names it; {_AGAIN}')
+        raise ValueError(f'{folder}: holds neither {ONE_FILE} nor {INDEX_FILE}; {right}')
+    there = {path.name for path in folder.iterdir() if path.is_file()}
+    files = {}
+    for name, file in content['weight_map'].items():
+        if not isinstance(file, str) or file not in there:
+            found = f'{folder}/{INDEX_FILE}: {name} is in {short_repr(file)}'
+            raise ValueError(f'{found}; must be a file next to it; {_AGAIN}')
+        files.setdefault(file, []).append(name)
     return files
 
 

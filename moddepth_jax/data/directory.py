@@ -6,11 +6,24 @@ import io
 import json
 import os
 import pathlib
+import reprlib
 import socket
+import sys
 
 from moddepth_jax.data.compression import read_small
 
 LOCK_FILE = 'lock'
+_MAX_DEPTH = 64  # of nested objects and lists; Python's own limit depends on who calls
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = 100
+short_repr = _REPR.repr  # of any value of a file, for messages
+_KINDS = {
+    dict: 'an object',
+    list: 'a list',
+    str: 'text',
+    int: 'an integer',
+    float: 'a finite number',
+}
 
 
 def cache_directory() -> pathlib.Path | None:
@@ -35,17 +48,58 @@ def write_atomically(path: str | os.PathLike, text: str) -> None:
         raise
 
 
-def read_json(file: pathlib.Path, remedy: str) -> dict | None:
-    """The JSON object in `file`, None if there is no such file; raises ValueError, one line."""
+def parse_object(text: str | bytes) -> dict:
+    """The JSON object that `text`, in UTF-8, is; raises ValueError, one line, for anything else."""
+    too_deep = ValueError(f'nested more than {_MAX_DEPTH} deep')
     try:
-        content = json.loads(read_small(file).decode())
-    except FileNotFoundError:
+        content = json.loads(text if isinstance(text, str) else text.decode())
+    except RecursionError:
+        raise too_deep from None
+    if not isinstance(content, dict):
+        raise ValueError('not a JSON object')
+    level = [content]
+    for _ in range(_MAX_DEPTH):
+        inner = (item.values() if isinstance(item, dict) else item for item in level)
+        level = [value for values in inner for value in values if isinstance(value, dict | list)]
+    if level:
+        raise too_deep
+    return content
+
+
+def check_fields(content: dict, fields: dict, where: object, remedy: str) -> None:
+    """Raises ValueError, one line, unless the object `content` has these fields.
+
+    `fields` are {name: type}; of an object {name: its fields}, of a list of objects [its fields].
+    """
+    for name, kind in fields.items():
+        value, right = content.get(name), kind if isinstance(kind, type) else type(kind)
+        fits = type(value) is right or (right is float and type(value) is int)
+        if fits and right in (int, float):
+            fits = abs(value) <= sys.float_info.max
+        if not fits:
+            found = f'{name}={short_repr(value)}' if name in content else f'holds no {name!r}'
+            raise ValueError(f'{where}: {found}; must be {_KINDS[right]}; {remedy}')
+        if isinstance(kind, list):
+            value, kind = dict(enumerate(value)), dict.fromkeys(range(len(value)), kind[0])
+        if isinstance(kind, dict):
+            check_fields(value, kind, f'{where}: {name}', remedy)
+
+
+def read_json(
+    file: pathlib.Path, remedy: str, fields: dict | None = None, limit: int = 1 << 26
+) -> dict | None:
+    """The JSON object in a regular file of at most `limit` bytes, None if there is no such file.
+
+    Raises ValueError, one line that ends with `remedy`, also as `check_fields`.
+    """
+    try:
+        content = parse_object(read_small(file, limit))
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:
         problem = getattr(error, 'strerror', None) or error
         raise ValueError(f'{file}: cannot be read ({problem}); {remedy}') from None
-    if not isinstance(content, dict):
-        raise ValueError(f'{file}: holds no JSON object; {remedy}')
+    check_fields(content, fields or {}, file, remedy)
     return content
 
 

@@ -9,13 +9,21 @@ import json
 import os
 import pathlib
 import platform
+import sys
+import time
 from collections.abc import Iterable, Sequence
 from importlib import metadata
 
 import numpy as np
 
-from moddepth_jax.data.compression import read_small
-from moddepth_jax.data.directory import write_atomically
+from moddepth_jax.data.compression import open_file
+from moddepth_jax.data.directory import (
+    cache_directory,
+    check_fields,
+    read_json,
+    short_repr,
+    write_atomically,
+)
 from moddepth_jax.data.tokenizers.tokenizer import DIRECTORY as TOKENIZER_DIRECTORY
 from moddepth_jax.data.tokenizers.tokenizer import Tokenizer, make_tokenizer
 
@@ -23,6 +31,24 @@ PREPARED_FILE = 'prepared.json'
 PLAN_FILE = 'parts/plan.json'  # of a preparation that is not finished
 SCHEMA_VERSION = 1
 SPLITS = ('train', 'held_out')
+_DTYPES = ('uint16', 'uint32')
+_COUNTS = {'documents': int, 'tokens': int, 'bytes': int, 'sha256': str}
+_FIELDS = {  # of prepared.json
+    'fingerprint': str,
+    'tokenizer': {'name': str, 'sha256': str, 'vocab_size': int, 'separator': int},
+    'dtype': str,
+    'held_out_fraction': float,
+    **dict.fromkeys(SPLITS, _COUNTS),
+    **dict.fromkeys(('skipped', 'arguments', 'versions'), dict),
+    'inputs': [{'name': str, 'bytes': int, 'sha256': str}],
+}
+_MAX_JSON_BYTES = 1 << 30  # it names every input
+_VERIFIED_FILE = 'verified_stores.json'  # in the user's cache: the status of files, by directory
+_MAX_VERIFIED = 256
+_SMALL = 1 << 26  # bytes that are verified at each use
+_CHUNK = 1 << 22  # tokens in memory
+_QUIET_SECONDS = 2.0
+_verified = {}  # by this process, if the cache cannot be written
 _PACKAGES = ('moddepth-jax', 'numpy', 'tokenizers', 'sentencepiece', 'pyarrow')
 
 
@@ -48,6 +74,7 @@ class Store:
       skipped: {reason: {'count': n, 'first': ['file, line 7: ...', ...]}} of what was left out.
       inputs: [{name, bytes, sha256, modified}] of the files; older stores lack the last, in ns.
       arguments: those of the command that decide the result.
+      tokenizer_files: the sha256 of each file of the tokenizer, by name; older stores have none.
     """
 
     directory: pathlib.Path
@@ -61,6 +88,7 @@ class Store:
     inputs: list
     arguments: dict
     versions: dict
+    tokenizer_files: dict = dataclasses.field(default_factory=dict)
 
     def tokens(self, split: str) -> np.ndarray:
         """[tokens] of self.dtype, mapped from the file, as `windows.token_stream` returns them."""
@@ -114,45 +142,113 @@ def _map(path, dtype):
 
 
 def open_store(directory: str | os.PathLike) -> Store:
-    """The prepared text in `directory`; reads only prepared.json, which is written last.
+    """The prepared text in `directory`, if all of its files are as they were written.
 
-    Raises ValueError, one line, if that is missing, unreadable or of another version, or if a file
-    has another size than it says.
+    prepared.json, which is written last, and the sizes are checked at each call; so is the content
+    of small stores, that of others once on a machine until one of their files is written to.
+    Raises ValueError, one line, if a file is missing, unreadable, damaged or of another version.
     """
     directory = pathlib.Path(directory).expanduser()
     file = directory / PREPARED_FILE
-    again = f'remove {directory} and prepare the text again'
-    try:
-        content = json.loads(read_small(file, 1 << 30).decode())
-        version = content['schema_version']
-    except (FileNotFoundError, NotADirectoryError):
+    again = f'remove {directory} and prepare again'
+    content = read_json(file, again, {'schema_version': int}, _MAX_JSON_BYTES)
+    if content is None:
         right = 'must be a directory of launch.prepare'
         if (directory / PLAN_FILE).parent.is_dir():
             right = 'unfinished: run the same launch.prepare again'
-        raise ValueError(f'{directory}: holds no {PREPARED_FILE}; {right}') from None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f'{file}: unreadable ({type(error).__name__}); {again}') from None
-    if version != SCHEMA_VERSION:
+        raise ValueError(f'{directory}: holds no {PREPARED_FILE}; {right}')
+    if (version := content['schema_version']) != SCHEMA_VERSION:
         right = f'must be {SCHEMA_VERSION}; another version of this code wrote it'
-        raise ValueError(f'{file}: schema_version={version!r}; {right}: {again}')
-    fields = {field.name for field in dataclasses.fields(Store)} - {'directory'}
-    if missing := sorted(fields - content.keys()):
-        raise ValueError(f'{file}: holds no {missing[0]!r}; {again}')
-    store = Store(directory, **{name: content[name] for name in fields})
-    sizes = {}
+        raise ValueError(f'{file}: schema_version={version}; {right}: {again}')
+    check_fields(content, _FIELDS, file, again)
+    if (dtype := content['dtype']) not in _DTYPES:
+        right = f'must be {" or ".join(_DTYPES)}'
+        raise ValueError(f'{file}: dtype={short_repr(dtype)}; {right}; {again}')
+    own = content.pop('sha256', None)  # older stores have none, and no digests of the tokenizer
+    if own not in (None, _sha256(content)) or content['fingerprint'] != _fingerprint(content):
+        raise ValueError(f'{file}: was changed: its digests are not those of its content; {again}')
+    known = {field.name for field in dataclasses.fields(Store)} & content.keys()
+    store = Store(directory, **{name: content[name] for name in known})
+    try:
+        _verify_once(store)
+    except OSError as error:
+        raise ValueError(f'{error.filename}: {error.strerror}; {again}') from None
+    except ValueError as error:
+        raise ValueError(f'{error}; {again}') from None
+    return store
+
+
+def _sha256(content):
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _fingerprint(content):
+    # Without the tokenizer's name: another name for the same tokenizer is the same text.
+    tokenizer = {name: value for name, value in content['tokenizer'].items() if name != 'name'}
+    return _sha256({'tokenizer': tokenizer} | {name: content[name] for name in ('dtype', *SPLITS)})
+
+
+def _verify_once(store):
+    """`_verify`, unless this machine did for a large store whose files are the same since."""
+    sizes = dict.fromkeys(
+        [PREPARED_FILE, *(f'{TOKENIZER_DIRECTORY}/{n}' for n in store.tokenizer_files)]
+    )
     for split in SPLITS:
         counts = getattr(store, split)
         sizes[f'{split}.bin'] = counts['tokens'] * np.dtype(store.dtype).itemsize
         sizes[f'{split}.index'] = (counts['documents'] + 1) * 8
-    for name, expected in sizes.items():
-        try:
-            size = (directory / name).stat().st_size
-        except OSError as error:
-            raise ValueError(f'{directory / name}: {error.strerror}; {again}') from None
-        if size != expected:
-            wrong = f'{size} bytes, and {PREPARED_FILE} says {expected}'
-            raise ValueError(f'{directory / name}: {wrong}; {again}')
-    return store
+    status = {name: os.stat(store.directory / name) for name in sizes}
+    for name, size in sizes.items():
+        if size not in (None, found := status[name].st_size):
+            wrong = f'{found} bytes, and {PREPARED_FILE} says {size}'
+            raise ValueError(f'{store.directory / name}: {wrong}')
+    total = sum(found.st_size for found in status.values())
+    if total < _SMALL:
+        return _verify(store, total)
+    key, folder = str(store.directory.resolve()), cache_directory()
+    mine = {name: [s.st_size, s.st_mtime_ns, s.st_ctime_ns] for name, s in status.items()}
+    with contextlib.suppress(ValueError):
+        _verified.update(folder and read_json(folder / _VERIFIED_FILE, '') or {})
+    if _verified.get(key) == mine:
+        return
+    _verify(store, total)
+    _verified[key] = mine
+    with contextlib.suppress(OSError):  # then each process verifies
+        if folder:
+            folder.mkdir(parents=True, exist_ok=True)
+            recent = dict(list(_verified.items())[-_MAX_VERIFIED:])
+            write_atomically(folder / _VERIFIED_FILE, json.dumps(recent))
+
+
+def _verify(store, total):
+    """Raises ValueError unless tokens and tokenizer have their digests, and the index is theirs."""
+    done, report = 0, time.monotonic() + _QUIET_SECONDS
+    for name, sha256 in store.tokenizer_files.items():
+        with open_file(store.directory / TOKENIZER_DIRECTORY / name) as file:
+            _check(file.name, hashlib.file_digest(file, 'sha256').hexdigest() == sha256)
+    for split in SPLITS:
+        sha256, position, is_index = hashlib.sha256(), 0, True
+        names = (store.directory / f'{split}.{kind}' for kind in ('bin', 'index'))
+        with open_file(next(names)) as tokens, open_file(next(names)) as index:
+            while len(chunk := np.fromfile(tokens, _little_endian(store.dtype), _CHUNK)):
+                sha256.update(chunk)
+                # A document begins at each separator, which no text encodes to.
+                starts = position + np.flatnonzero(chunk == store.tokenizer['separator'])
+                is_index &= np.array_equal(np.fromfile(index, '<u8', len(starts)), starts)
+                position += len(chunk)
+                done += chunk.nbytes
+                if (now := time.monotonic()) > report:
+                    report = now + 5 * _QUIET_SECONDS
+                    size = f'{done / 1e9:.1f} of {total / 1e9:.1f} GB'
+                    print(f'checking {store.directory}, once: {size}', file=sys.stderr, flush=True)
+            is_index &= np.fromfile(index, '<u8').tolist() == [position]
+            _check(tokens.name, sha256.hexdigest() == getattr(store, split)['sha256'])
+            _check(index.name, is_index)
+
+
+def _check(file, intact):
+    if not intact:
+        raise ValueError(f'{file}: was changed after it was written')
 
 
 class StoreWriter(contextlib.ExitStack):
@@ -199,24 +295,25 @@ class StoreWriter(contextlib.ExitStack):
             os.fsync(file.fileno())
         if not (self._directory / TOKENIZER_DIRECTORY).exists():
             self._tokenizer.save(self._directory / TOKENIZER_DIRECTORY)
-        names = ('sha256', 'vocab_size', 'separator')
-        tokenizer = {name: getattr(self._tokenizer, name) for name in names}
-        text = {'dtype': np.dtype(self._tokenizer.dtype).name}
-        for split, counts in self._counts.items():
-            text[split] = counts | {'sha256': self._digests[split].hexdigest()}
-        # Without the tokenizer's name: another name for the same tokenizer is the same text.
-        decisive = json.dumps({'tokenizer': tokenizer, **text}, sort_keys=True)
+        files = sorted((self._directory / TOKENIZER_DIRECTORY).iterdir())
+        names = _FIELDS['tokenizer']
         packages = {d.name: d.version for d in metadata.distributions() if d.name in _PACKAGES}
         content = {
             'schema_version': SCHEMA_VERSION,
-            'fingerprint': hashlib.sha256(decisive.encode()).hexdigest(),
-            'tokenizer': {'name': self._tokenizer.name, **tokenizer},
-            **text,
+            'tokenizer': {name: getattr(self._tokenizer, name) for name in names},
+            'tokenizer_files': {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in files},
+            'dtype': np.dtype(self._tokenizer.dtype).name,
+            **{
+                split: counts | {'sha256': self._digests[split].hexdigest()}
+                for split, counts in self._counts.items()
+            },
             'held_out_fraction': self._fraction,
             'skipped': skipped or {},
             'inputs': list(inputs),
             'arguments': arguments or {},
             'versions': {'python': platform.python_version()} | packages,
         }
+        content['fingerprint'] = _fingerprint(content)
+        content['sha256'] = _sha256(content)
         write_atomically(self._directory / PREPARED_FILE, json.dumps(content, indent=2) + '\n')
         return open_store(self._directory)

@@ -108,6 +108,7 @@ class TrainingHparams:
     """The train loop; knobs as in configs/base.py."""
 
     num_steps: checks.CountOrZero
+    extended_from: checks.CountOrZero
     accumulate_steps: checks.Count
     log_every: checks.Count
     checkpoint_every: checks.Count
@@ -187,6 +188,10 @@ class Hparams:
         """The stages of training, in order; one for a dense model."""
         routing = self.model.routing
         return routing.stages if self.model.routed_layers else (Stage(0.0, 1.0, 'top_c'),)
+
+    def steps_of_shares(self, num_steps: int) -> int:
+        """The steps of which warm-up and stages are shares, in a run of `num_steps`."""
+        return min(self.training.extended_from or num_steps, num_steps)
 
     def at(self, stage: Stage) -> 'Hparams':
         """These hyper-parameters, with the capacity of a stage of training."""

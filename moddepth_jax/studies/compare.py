@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 import math
 import pathlib
 import statistics
@@ -18,7 +17,7 @@ from moddepth_jax.studies.statistics import INVALID_GAP, Interval, interval
 from moddepth_jax.training.metrics import read_metrics
 from moddepth_jax.training.progress import format_count
 from moddepth_jax.training.run_dir import CONFIG_FILE, read_config
-from moddepth_jax.training.summary import SUMMARY_FILE
+from moddepth_jax.training.summary import SUMMARY_FILE, read_summary
 
 SAME_FLOPS = 0.01  # budgets that differ by less are called equal
 # Knobs that change what a run shows or how fast it is, and not what it learns.
@@ -26,6 +25,13 @@ SILENT = ('report', 'logging', 'training.compilation_cache', 'seed')
 SMOOTHED = 30  # points of a training curve, each the mean of the rows before it
 LINES = ('-', '--', ':', '-.')
 DRAWN = ('blue', 'orange', 'green', 'red', 'rose', 'sky', 'black', 'grey')
+_SUMMARY = {  # what is compared
+    'stages': [{'first_step': int, 'flops_per_step': float}],
+    'versions': {'device': str},
+    'corpus_sha256': str,
+    **dict.fromkeys(('parameters', 'final_step'), int),
+    **dict.fromkeys(('flops_per_step', 'total_flops', 'seconds'), float),
+}
 COLUMNS = 4  # variants side by side in a terminal
 
 
@@ -62,7 +68,9 @@ class FinishedRun:
 
     def curve(self, name: str) -> np.ndarray:
         """[2, points]: steps, and the values of the rows of metrics.jsonl that have `name`."""
-        points = [(row['step'], row[name]) for row in self.rows if row.get(name) is not None]
+        points = [
+            (row['step'], row[name]) for row in self.rows if isinstance(row.get(name), int | float)
+        ]
         return np.array(points, float).reshape(-1, 2).T
 
 
@@ -109,15 +117,9 @@ def read_run(path: str) -> FinishedRun:
     except ValueError as error:
         raise ValueError(str(error).removeprefix('--workdir=')) from None
     knobs = traverse_util.flatten_dict(config, sep='.')
-    file = pathlib.Path(path) / SUMMARY_FILE
-    if not file.exists():
+    if (summary := read_summary(path, _SUMMARY)) is None:
         command = f'python -m launch.train --config={path}/{CONFIG_FILE} --workdir={path}'
         raise ValueError(f'{path}: has not finished (no {SUMMARY_FILE}); finish it: {command}')
-    try:
-        summary = json.loads(file.read_text(encoding='utf-8'))
-    except ValueError as error:
-        right = 'remove it and start the run again, which writes it from the last checkpoint'
-        raise ValueError(f'{file}: unreadable ({error}); {right}') from None
     return FinishedRun(path, knobs, summary, read_metrics(path))
 
 
@@ -210,7 +212,7 @@ def describe(variants: list[Variant]) -> list[dict]:
             'loss': statistics.fmean(variant.values('loss')),
             'routing_gap': statistics.fmean(variant.values('routing_gap')),
             'parameters': summary['parameters'],
-            'active_parameters': summary['active_parameters'],
+            'active_parameters': summary.get('active_parameters'),
             'steps': summary['final_step'],
             'total_flops': summary['total_flops'],
             'flops_per_forward': summary['flops_per_step'] / 3,

@@ -17,7 +17,7 @@ from moddepth_jax.studies.plan import DIVERGED, VARIANTS, Plan, Planned, width
 from moddepth_jax.training.metrics import read_metrics
 from moddepth_jax.training.run_dir import check_config, temporary_files, write_atomically
 from moddepth_jax.training.saved_run import load_run
-from moddepth_jax.training.summary import SUMMARY_FILE, replace_nonfinite
+from moddepth_jax.training.summary import read_summary, replace_nonfinite
 
 STUDY_FILE = 'study.json'
 MEASURES_FILE = 'measures.json'
@@ -56,7 +56,8 @@ def open_study(directory, plan: dict):
         stored = read_json(file, '')
         for name in stored | plan:
             old, new = stored.get(name), plan.get(name)
-            grown = name in MAY_GROW and set(old or ()) <= set(new or ())
+            grown = name in MAY_GROW and isinstance(old or [], list)
+            grown = grown and all(item in (new or ()) for item in old or ())
             if name == 'seeds':  # the first seed chooses sizes and learning rates
                 grown = grown and old[:1] == new[:1]
             if old != new and not grown:
@@ -101,9 +102,9 @@ def final_loss(directory, name: str) -> float | None:
     run = run_directory(directory, name)
     if (run / DIVERGED_FILE).exists():
         return DIVERGED
-    if not (run / SUMMARY_FILE).exists():
+    if (summary := read_summary(run)) is None:
         return None
-    loss = read_json(run / SUMMARY_FILE, f'{run}: no summary')['eval']['loss']
+    loss = summary['eval'].get('loss')
     return DIVERGED if loss is None else loss
 
 
@@ -148,7 +149,7 @@ def collect(directory, plan: Plan, description: dict, hparams_of) -> dict:
         if run.name not in missing | diverged:
             hparams, place = hparams_of(run), run_directory(directory, run.name)
             check_run(directory, run, hparams)
-            summaries.append(read_json(place / SUMMARY_FILE, f'{place}: no summary'))
+            summaries.append(read_summary(place))
             curve = training_curve(read_metrics(place))
             rows.append(_row(run, hparams.model, summaries[-1], curve))
     rows.sort(key=_order)
@@ -215,7 +216,7 @@ def _row(run, model, summary, curve):
 
 def training_curve(rows: list[dict], points: int = CURVE_POINTS) -> list[list[float]]:
     """[step, mean loss in nats since the last] at `points` places of the rows of metrics.jsonl."""
-    known = [(row['step'], row['loss']) for row in rows if row.get('loss') is not None]
+    known = [(row['step'], row['loss']) for row in rows if isinstance(row.get('loss'), int | float)]
     parts = np.array_split(np.array(known), min(points, len(known))) if known else []
     return [[int(part[-1, 0]), float(np.mean(part[:, 1]))] for part in parts]
 
@@ -230,7 +231,7 @@ def measured_runs(study: dict) -> list[str]:
 def write_measures(directory, study: dict):
     """Writes measures.json, {name of a run: its measures}; what it already holds is kept."""
     file = pathlib.Path(directory) / MEASURES_FILE
-    kept = json.loads(file.read_text(encoding='utf-8')) if file.exists() else {}
+    kept = directory_lib.read_json(file, 'remove it, and it is measured again') or {}
     measures = {}
     for name in measured_runs(study):
         print(f'measuring {name}', flush=True)

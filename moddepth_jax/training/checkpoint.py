@@ -11,8 +11,10 @@ import logging
 import os
 import pathlib
 import re
+import secrets
 import shutil
 import sys
+import tempfile
 import time
 
 import jax
@@ -93,6 +95,7 @@ class Checkpoints(contextlib.AbstractContextManager):
     def __init__(self, directory: str | os.PathLike, keep: int):
         self.skipped: list[str] = []
         self._directory = pathlib.Path(os.path.abspath(directory))
+        self._alias = _plain_alias(self._directory)
         self._keep = keep
         self._verified = set()
         self._pending = self._vote = None
@@ -160,6 +163,8 @@ class Checkpoints(contextlib.AbstractContextManager):
         finally:
             self._thread.shutdown()
             self._orbax.close()
+            if self._alias != self._directory:
+                self._alias.unlink(missing_ok=True)
 
     def _path(self, step, *names):
         return self._directory.joinpath(str(step), *names)
@@ -223,7 +228,7 @@ class Checkpoints(contextlib.AbstractContextManager):
         arrays |= jax.device_get({path: x for path, x in arrays.items() if x.is_fully_addressable})
         save = functools.partial(self._orbax.save, args=ocp.args.StandardSave(arrays))
         try:
-            multihost.run_on_all(lambda: save(self._path(step)))
+            multihost.run_on_all(lambda: save(self._alias / str(step)))
         except Exception as error:
             multihost.exit_if_process_lost(error)
             reason = self._vote.report_part(_one_line(error))
@@ -297,9 +302,24 @@ class Checkpoints(contextlib.AbstractContextManager):
             for path, leaf in _named_leaves(abstract_state).items()
         }
         how = ocp.args.StandardRestore(targets)
-        arrays = self._orbax.handler.restore(self._path(step), args=how)
+        arrays = self._orbax.handler.restore(self._alias / str(step), args=how)
         leaves = [arrays[path] for path in targets]
         return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves)
+
+
+def _plain_alias(directory):
+    """`directory`, or a temporary link to it, equal on all processes, if its name is not plain.
+
+    Orbax takes `[1]` for a pattern and would find no data to commit; of other names TensorStore
+    makes other paths.
+    """
+    if re.fullmatch(r'[\w./-]*', str(directory), re.ASCII):
+        return directory
+    name = multihost.broadcast_from_leader(lambda: f'moddepth_jax-{secrets.token_hex(8)}')
+    alias = pathlib.Path(tempfile.gettempdir(), name)
+    with contextlib.suppress(FileExistsError):  # by another process of this host
+        alias.symlink_to(directory)
+    return alias
 
 
 def _one_line(error):

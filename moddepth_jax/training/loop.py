@@ -19,7 +19,13 @@ from moddepth_jax.training.metrics import (
     WindowLog,
     check_wandb,
 )
-from moddepth_jax.training.plan import prepare_run, stage_at
+from moddepth_jax.training.plan import (
+    check_not_shortened,
+    describe_extension,
+    plan_extension,
+    prepare_run,
+    stage_at,
+)
 from moddepth_jax.training.preemption import PreemptionHandler
 from moddepth_jax.training.profile import Profile
 from moddepth_jax.training.progress import Progress
@@ -49,7 +55,12 @@ MAY_CHANGE = (  # on resuming: knobs that no trained bit depends on
     'training.keep_checkpoints',
     'training.max_unsharded',
     'training.compilation_cache',
+    'training.num_steps',  # not below those of the run
+    'training.extended_from',
+    'flop_budget',
 )
+IF_EXTENDED = ('optimizer.schedule', 'optimizer.decay_fraction', 'optimizer.final_fraction')
+KEPT = ('seconds', 'train_loss', 'learning_rate', 'extended', 'metrics', 'metrics_problems')
 INFERENCE_ONLY = ('model.routing.cache_capacity', 'model.routing.overflow')  # if top-C trains
 
 
@@ -84,6 +95,7 @@ def train(
     workdir that does not fit, or W&B not installed; later SaveError and DivergedError.
     """
     multihost.run_on_all(lambda: check_wandb(wandb))
+    hparams, before = multihost.run_on_all(lambda: plan_extension(hparams, workdir))
     num_steps, dataset, mesh = multihost.run_on_all(
         lambda: prepare_run(hparams, mesh_spec, workdir)
     )
@@ -92,7 +104,10 @@ def train(
     may_change = MAY_CHANGE + dataset.may_change
     if hparams.model.routing.train_rule == 'top_c':
         may_change += INFERENCE_ONLY
+    if 0 < before < num_steps:
+        may_change += IF_EXTENDED
     notes = multihost.broadcast_from_leader(lambda: open_workdir(workdir, config, may_change))
+    check_not_shortened(hparams, num_steps, before)
     with contextlib.ExitStack() as stack:
         multihost.run_on_leader(lambda: stack.enter_context(lock_directory(workdir)))
         multihost.check_shared_directory(workdir / CONFIG_FILE)
@@ -100,15 +115,18 @@ def train(
         checkpoints = stack.enter_context(Checkpoints(folder, keep))
         stack.enter_context(multihost.exit_on_lost_process())
         state, metadata, more = restore_or_init(hparams, num_steps, dataset, mesh, checkpoints)
-        multihost.run_on_leader(lambda: update_config(workdir, config))
+        multihost.run_on_leader(lambda: update_config(workdir, config, metadata['extended']))
         multihost.run_on_leader(lambda: save_source(workdir, source))
         multihost.run_on_leader(lambda: save_tokenizer(workdir, hparams, dataset.tokenizer))
         first_step = int(state.step)
         profile = multihost.run_on_all(lambda: Profile(workdir, profiled, num_steps, first_step))
         with jax.set_mesh(mesh), contextlib.ExitStack() as files:
             files.enter_context(profile)
-            outputs = _open_outputs(files, hparams, workdir, wandb, num_steps, first_step)
-            trainer = Trainer(state, metadata, dataset, mesh, profile, *outputs)
+            progress, writer, log = _open_outputs(files, hparams, workdir, wandb, state, metadata)
+            if writer and writer.problem:
+                more.append(writer.problem)
+                metadata['metrics_problems'] = [*metadata['metrics_problems'], writer.problem]
+            trainer = Trainer(state, metadata, dataset, mesh, profile, progress, writer, log)
             for line in (
                 *describe(hparams, num_steps, state.params, dataset),
                 *parameter_lines(state.params),
@@ -131,8 +149,9 @@ def train(
     return Run(hparams, workdir, state, dataset, summary)
 
 
-def _open_outputs(files, hparams, workdir, wandb, num_steps, first_step):
+def _open_outputs(files, hparams, workdir, wandb, state, metadata):
     """Opens what the Trainer writes, to be closed by the ExitStack `files`."""
+    num_steps, first_step = state.num_steps, int(state.step)
     tokens = hparams.data.batch_size * hparams.data.sequence_length
     silent = not multihost.is_leader()
 
@@ -140,7 +159,7 @@ def _open_outputs(files, hparams, workdir, wandb, num_steps, first_step):
         sinks = [TensorBoardWriter(workdir, first_step)]
         if wandb:
             sinks.append(WandbWriter(workdir, wandb, dataclasses.asdict(hparams)))
-        return files.enter_context(MetricsWriter(workdir, first_step, sinks))
+        return files.enter_context(MetricsWriter(workdir, first_step, sinks, metadata['metrics']))
 
     progress = files.enter_context(Progress(num_steps, first_step, tokens, silent=silent))
     writer, log = multihost.run_on_leader(open_writer), None
@@ -167,21 +186,27 @@ def restore_or_init(hparams: Hparams, num_steps: int, dataset, mesh, checkpoints
     state, step, stored = restored
     multihost.run_on_leader(lambda: _check_metadata(stored, metadata, hparams, step))
     notes = [*checkpoints.skipped, f'resuming after step {step}']
+    metadata |= {name: stored[name] for name in KEPT if name in stored}
+    if step and stored['num_steps'] != num_steps:
+        skipped = int(state.skipped)
+        notes.append(describe_extension(hparams, num_steps, step, skipped, stored))
+        extension = {'step': step, 'num_steps': num_steps}
+        metadata['extended'] = [*metadata['extended'], extension]
     if abstract.averages and not state.averages:
         notes.append('no averages in the checkpoint: the rule threshold cannot run')
     for name, old in stored['versions'].items():
         new = metadata['versions'].get(name)
         if new != old:
             notes.append(f'{name} was {old}, is {new}: bits may differ from here on')
-    kept = {name: stored[name] for name in ('seconds', 'train_loss')}
-    return state, metadata | kept, notes
+    return state, metadata, notes
 
 
 def _check_metadata(stored, metadata, hparams, step):
     check_fingerprint(stored['fingerprint'], metadata['fingerprint'])
-    num_steps = metadata['num_steps']
-    if stored['num_steps'] != num_steps:
-        found = f'{stored["num_steps"]} steps when it began and has {num_steps} now'
+    num_steps, before = metadata['num_steps'], stored['num_steps']
+    extended = not step or hparams.training.extended_from and before < num_steps
+    if before != num_steps and not extended:
+        found = f'{before} steps when it began and has {num_steps} now'
         raise ValueError(f'this run had {found}: FLOPs are counted differently; start anew')
     stage = stage_at(hparams, num_steps, step - 1)._asdict()
     if stored.get('stage', stage) != stage:

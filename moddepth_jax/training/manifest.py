@@ -5,7 +5,7 @@ import json
 import os
 import pathlib
 
-from moddepth_jax.data.directory import write_atomically
+from moddepth_jax.data.directory import parse_object, write_atomically
 
 MANIFEST_FILE = 'manifest.json'
 
@@ -37,11 +37,11 @@ def read_manifest(directory: pathlib.Path) -> dict:
         raise ValueError(f'unfinished, it has no {MANIFEST_FILE}')
     text = path.read_bytes()
     try:
-        manifest = json.loads(text)
+        manifest = parse_object(text)
         # The digest covers parsed values, so the text is compared too: spaces, or 1.0 for 1.
         canonical = text == _text(manifest).encode()
         intact = canonical and manifest.pop('sha256') == _own_sha256(manifest)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError):
         intact = False
     if not intact:
         raise ValueError(f'{MANIFEST_FILE} is damaged')

@@ -1,6 +1,8 @@
 """What a run measures: metrics.jsonl, TensorBoard, Weights & Biases, and the log of windows."""
 
 import contextlib
+import hashlib
+import itertools
 import json
 import os
 import pathlib
@@ -13,7 +15,7 @@ from tensorboardX import summary
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-from moddepth_jax.data.directory import write_atomically
+from moddepth_jax.data.directory import parse_object, write_atomically
 from moddepth_jax.training import multihost
 
 METRICS_FILE = 'metrics.jsonl'
@@ -40,15 +42,29 @@ class MetricsWriter(contextlib.AbstractContextManager):
     evaluation is a separate row whose names begin with `eval/`. Rows after `first_step`, which a
     run that was killed after its last checkpoint left, and a truncated last line are dropped.
     `sinks` have a `name`, `add(step, values)` and `close()`; one that raises is dropped with one
-    line on stderr. Raises ValueError as `read_metrics`.
+    line on stderr.
+
+    Attributes:
+      problem: a line for the user if the first rows are not those of `saved`, which `digest` gave
+        when the checkpoint of `first_step` was saved; else ''.
     """
 
-    def __init__(self, workdir: str | os.PathLike, first_step: int, sinks=()):
-        workdir = pathlib.Path(workdir)
-        self._path = workdir / METRICS_FILE
-        rows = read_metrics(workdir) if self._path.exists() else []
-        self._rewrite([row for row in rows if row['step'] <= first_step])
-        self._sinks = list(sinks)
+    def __init__(self, workdir, first_step: int, sinks=(), saved: dict | None = None):
+        self._path, self._sinks, self.problem = pathlib.Path(workdir, METRICS_FILE), list(sinks), ''
+        found = [_parse(line) for line in _lines(self._path)] if self._path.is_file() else []
+        rows = [row for row in found if row and row['step'] <= first_step]
+        self._rewrite(rows)
+        count = saved['rows'] if saved else len(rows)
+        same = not saved or _sha256(rows[:count]).hexdigest() == saved['sha256']
+        if not same or None in found[:-1]:
+            what = f'has {len(rows)} of {count} rows up to step {first_step}: rows lost'
+            if len(rows) >= count:
+                what = f'the rows up to step {first_step} are not as written'
+            self.problem = f'{self._path}: {what}; the model does not depend on them'
+
+    def digest(self) -> dict:
+        """The number of rows so far and the sha256 of their text."""
+        return {'rows': self._count, 'sha256': self._sha256.hexdigest()}
 
     def write(self, step: int, values: dict) -> None:
         """Appends a row of Python numbers and lists of them; null replaces what is not finite.
@@ -63,11 +79,13 @@ class MetricsWriter(contextlib.AbstractContextManager):
             rows = read_metrics(self._path.parent)
             self._rewrite([old for old in rows if _key(old) != _key(row)])
         try:
-            self._file.write(json.dumps(row, allow_nan=False) + '\n')
+            self._file.write(_text([row]))
             self._file.flush()
         except OSError as error:
             error.filename = os.fspath(self._path)
             raise
+        self._count += 1
+        self._sha256.update(_text([row]).encode())
         for sink in list(self._sinks):
             self._call(sink, sink.add, step, values)
 
@@ -90,8 +108,8 @@ class MetricsWriter(contextlib.AbstractContextManager):
             print(f'no more metrics for {sink.name}: {reason}', file=sys.stderr)
 
     def _rewrite(self, rows):
-        _write_rows(self._path, rows)
-        self._kept = set(map(_key, rows))
+        write_atomically(self._path, _text(rows))
+        self._kept, self._count, self._sha256 = set(map(_key, rows)), len(rows), _sha256(rows)
         self._file = open(self._path, 'a', encoding='utf-8')
 
     def __exit__(self, *_):
@@ -102,8 +120,28 @@ def _key(row):
     return row['step'], frozenset(row)
 
 
-def _write_rows(path, rows):
-    write_atomically(path, ''.join(f'{json.dumps(row)}\n' for row in rows))
+def _text(rows):
+    return ''.join(f'{json.dumps(row, allow_nan=False)}\n' for row in rows)
+
+
+def _sha256(rows):
+    return hashlib.sha256(_text(rows).encode())
+
+
+def _lines(path):
+    return path.read_text(encoding='utf-8', errors='replace').splitlines()
+
+
+def _parse(line):
+    """The row in a line of JSON, a step and numbers or lists of them; None for anything else."""
+    try:
+        row = replace_nonfinite(parse_object(line))
+    except ValueError:
+        return None
+    values = (value if isinstance(value, list) else [value] for value in row.values())
+    known = (value for value in itertools.chain(*values) if value is not None)
+    numbers = all(type(n) in (int, float) and abs(n) <= sys.float_info.max for n in known)
+    return row if numbers and type(row.get('step')) is int else None
 
 
 def read_metrics(workdir: str | os.PathLike) -> list[dict]:
@@ -112,20 +150,16 @@ def read_metrics(workdir: str | os.PathLike) -> list[dict]:
     Raises ValueError, one line, without a metrics.jsonl, or if another line of it is not a row.
     """
     path = pathlib.Path(workdir) / METRICS_FILE
-    if not path.exists():
+    if not path.is_file():
         right = 'must be the directory of a run that has begun'
         raise ValueError(f'{workdir}: holds no {METRICS_FILE}; {right}')
-    lines, rows = path.read_text(encoding='utf-8', errors='replace').splitlines(), []
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-            int(row['step'])
-        except (ValueError, KeyError, TypeError):
-            if number == len(lines):
-                break
-            right = 'must be a JSON object with a step'
-            raise ValueError(f'{path}: line {number} is {line[:40]!r}; {right}') from None
-        rows.append(row)
+    lines = _lines(path)
+    rows = [_parse(line) for line in lines]
+    if rows and rows[-1] is None:
+        rows.pop()
+    if None in rows:
+        bad, right = rows.index(None), 'must be a JSON object with a step, numbers and lists'
+        raise ValueError(f'{path}: line {bad + 1} is {lines[bad][:40]!r}; {right}')
     return rows
 
 
@@ -248,7 +282,7 @@ class WindowLog(contextlib.AbstractContextManager):
     def __init__(self, workdir: str | os.PathLike, first_step: int, process: int):
         def drop_later():
             for path, rows in _window_rows(workdir).items():
-                _write_rows(path, [row for row in rows if row['step'] <= first_step])
+                write_atomically(path, _text(row for row in rows if row['step'] <= first_step))
 
         multihost.run_on_leader(drop_later)
         path = pathlib.Path(workdir, f'windows-{process}.jsonl')
@@ -273,8 +307,5 @@ def read_windows(workdir: str | os.PathLike) -> dict[int, list[int]]:
 
 
 def _window_rows(workdir):
-    found = {}
-    for path in pathlib.Path(workdir).glob('windows-*.jsonl'):
-        lines = path.read_text(encoding='utf-8', errors='replace').splitlines(True)
-        found[path] = [json.loads(line) for line in lines if line.endswith('}\n')]
-    return found
+    paths = pathlib.Path(workdir).glob('windows-*.jsonl')
+    return {path: list(filter(None, map(_parse, _lines(path)))) for path in paths}

@@ -38,7 +38,8 @@ def learning_rate_schedule(hparams: Hparams, num_steps: int):
     """
     optimizer = hparams.optimizer
     last, peak = max(1, num_steps - 1), optimizer.learning_rate
-    warmup = min(last - 1, round(optimizer.warmup_fraction * num_steps))
+    steps = hparams.steps_of_shares(num_steps)
+    warmup = min(max(1, steps - 1) - 1, round(optimizer.warmup_fraction * steps))
     end = optimizer.final_fraction * peak
     after = SCHEDULES[optimizer.schedule](peak, end, last - warmup, optimizer.decay_fraction)
     if not warmup:

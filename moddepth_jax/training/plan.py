@@ -1,7 +1,9 @@
 """The plan of a run, made before anything is compiled or written: stages, steps, data, mesh."""
 
+import dataclasses
 import itertools
 import os
+import pathlib
 
 import jax
 
@@ -10,7 +12,10 @@ from moddepth_jax.data.tokenizers.tokenizer import Tokenizer, tokenizer_of
 from moddepth_jax.hparams import Hparams, Stage
 from moddepth_jax.model.flops import train_step_flops
 from moddepth_jax.model.transformer import check_attention, check_dtype
+from moddepth_jax.training.manifest import MANIFEST_FILE
 from moddepth_jax.training.mesh import check_mesh, make_mesh
+from moddepth_jax.training.optimizer import learning_rate_schedule
+from moddepth_jax.training.run_dir import build_stored, read_config
 
 
 def prepare_run(
@@ -43,9 +48,9 @@ def check_vocabulary(hparams: Hparams, tokenizer: Tokenizer):
 
 def stage_starts(hparams: Hparams, num_steps: int) -> list[tuple[int, Stage]]:
     """(first step, stage) in order, without stages that are too short for a step."""
-    starts = {}
+    starts, steps = {}, hparams.steps_of_shares(num_steps)
     for stage in hparams.stages:
-        starts[min(round(stage.begins * num_steps), max(0, num_steps - 1))] = stage
+        starts[min(round(stage.begins * steps), max(0, steps - 1))] = stage
     return sorted(starts.items())
 
 
@@ -82,7 +87,9 @@ def resolve_steps(hparams: Hparams) -> int:
     ends = [stage.begins for stage in hparams.stages[1:]] + [1.0]
     shares = [end - stage.begins for stage, end in zip(hparams.stages, ends, strict=True)]
     mean = sum(share * cost for share, cost in zip(shares, costs, strict=True))
-    num_steps = int(hparams.flop_budget / mean)
+    num_steps, begun = int(hparams.flop_budget / mean), hparams.training.extended_from
+    if begun and (rest := hparams.flop_budget - run_flops(hparams, begun)) > 0:
+        num_steps = begun + int(rest / costs[-1])
     if num_steps >= 2**31:
         right = 'must be below 2**31 of them; take a larger model or batch'
         raise ValueError(f'flop_budget={hparams.flop_budget:g}: {num_steps} steps, {right}')
@@ -92,3 +99,45 @@ def resolve_steps(hparams: Hparams) -> int:
     while run_flops(hparams, num_steps + 1) <= hparams.flop_budget:
         num_steps += 1
     return num_steps
+
+
+def plan_extension(hparams: Hparams, workdir: str | os.PathLike) -> tuple[Hparams, int]:
+    """The hyper-parameters with which the run in `workdir` goes on, and its steps as planned before.
+
+    If they have more steps, or the run was extended earlier, `training.extended_from` is set. A run
+    without a step in a checkpoint begins anew, with 0 steps planned before.
+    """
+    workdir = pathlib.Path(workdir)
+    if not any(workdir.glob(f'checkpoints/[1-9]*/{MANIFEST_FILE}')):
+        return hparams, 0
+    stored = build_stored(workdir, read_config(workdir)[0])
+    before, begun = resolve_steps(stored), stored.training.extended_from
+    for steps in (begun, begun or before):
+        training = dataclasses.replace(hparams.training, extended_from=steps)
+        hparams = dataclasses.replace(hparams, training=training)
+        if resolve_steps(hparams) == before:
+            break
+    return hparams, before
+
+
+def check_not_shortened(hparams: Hparams, num_steps: int, before: int):
+    """Raises ValueError, one line, if a run of `before` steps would end after `num_steps`."""
+    if num_steps < before:
+        knob = f'training.num_steps={num_steps}'
+        if hparams.flop_budget:
+            knob = f'flop_budget={hparams.flop_budget:g}: pays for {num_steps} steps'
+        right = f'{before} resume it, more extend it, and another --workdir holds another run'
+        raise ValueError(f'{knob}: the run in --workdir has {before} steps; {right}')
+
+
+def describe_extension(hparams: Hparams, num_steps: int, step: int, skipped: int, stored: dict):
+    """The line on an extension to `num_steps` of a run whose checkpoint `step` has `stored`."""
+    schedule, old = hparams.optimizer.schedule, stored.get('learning_rate')
+    new = float(learning_rate_schedule(hparams, num_steps)(step - skipped))
+    line = f'extended from step {stored["num_steps"]} to {num_steps}: the learning rate at step '
+    line += f'{step} is {new:.3g} under the {schedule} schedule of {num_steps} steps'
+    if old is None:
+        return line
+    warmup = hparams.optimizer.warmup_fraction * hparams.steps_of_shares(num_steps)
+    rises = new > 1.01 * old and step - skipped > warmup
+    return f'{line}; it was {old:.3g}' + ', so it rises again after its decay' * rises

@@ -4,12 +4,12 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 import sys
 
 from flax import traverse_util
 
-from moddepth_jax.data.compression import read_small
-from moddepth_jax.data.directory import LOCK_FILE, lock_directory, write_atomically
+from moddepth_jax.data.directory import LOCK_FILE, lock_directory, read_json, write_atomically
 from moddepth_jax.data.tokenizers.tokenizer import (
     DIRECTORY,
     Tokenizer,
@@ -64,6 +64,7 @@ OLDER_RUNS = {
     'optimizer.schedule': 'cosine',
     'optimizer.decay_fraction': 0.2,
     'training.loss_chunk': 0,
+    'training.extended_from': 0,
 }
 
 _NEWER = 'a newer version wrote it, and can resume this run, or it was edited'
@@ -88,6 +89,9 @@ def open_workdir(
     """
     path = pathlib.Path(path)
     right = 'use another --workdir'
+    if re.search('[\x00-\x1f\x7f-\x9f\ud800-\udfff]', str(path)):  # no line could print these
+        right = 'must be text without line ends and other control characters'
+        raise ValueError(f'--workdir={str(path)!r}: {right}')
     if path.exists() and not path.is_dir():
         raise ValueError(f'--workdir={path}: is a file; {right}')
     if not (path / CONFIG_FILE).exists():
@@ -107,9 +111,13 @@ def open_workdir(
     return check_config(path, config, volatile)
 
 
-def update_config(path: str | os.PathLike, config: dict) -> None:
-    """Writes `config`, which `open_workdir` accepted, to config.json; the caller holds the lock."""
+def update_config(path: str | os.PathLike, config: dict, extended: list | None = None) -> None:
+    """Writes `config`, which `open_workdir` accepted, to config.json; the caller holds the lock.
+
+    `extended` lists {step, num_steps} of each extension of the run.
+    """
     content = {'schema_version': SCHEMA_VERSION, 'config': config}
+    content |= {'extended': extended} if extended else {}
     text = json.dumps(content, indent=2, sort_keys=True) + '\n'
     file = pathlib.Path(path) / CONFIG_FILE
     if not file.exists() or file.read_text(encoding='utf-8') != text:
@@ -187,18 +195,14 @@ def _note(path, added):
 def _read_config(path):
     """Returns the config, and the values of the added knobs by dotted name."""
     file = pathlib.Path(path) / CONFIG_FILE
-    try:
-        stored = json.loads(read_small(file).decode())
-        version, config = stored['schema_version'], stored['config']
-    except (FileNotFoundError, NotADirectoryError):
+    right = f'{CONFIG_FILE} must be what launch.train wrote'
+    stored = read_json(file, right, {'schema_version': int, 'config': dict})
+    if stored is None:
         right = 'must be the directory of a run of launch.train'
-        raise ValueError(f'--workdir={path}: holds no {CONFIG_FILE}; {right}') from None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        right = f'must be JSON with "schema_version" and "config" ({type(error).__name__}: {error})'
-        raise ValueError(f'{file}: unreadable; {right}') from None
-    if version != SCHEMA_VERSION or not isinstance(config, dict):
-        right = f'must be {SCHEMA_VERSION}, with a config of named fields; {_NEWER}'
-        raise ValueError(f'{file}: schema_version={version!r}; {right}')
+        raise ValueError(f'--workdir={path}: holds no {CONFIG_FILE}; {right}')
+    config = stored['config']
+    if (version := stored['schema_version']) != SCHEMA_VERSION:
+        raise ValueError(f'{file}: schema_version={version}; must be {SCHEMA_VERSION}; {_NEWER}')
     for name, value in unknown_knobs(config).items():
         raise ValueError(f'{file}: {name}={value!r}: no such knob; {_NEWER}')
     model, added = config.get('model'), {}

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh
 
 from kernels_pallas.backends import log_lines
 from kernels_pallas.xla import sequence
-from moddepth_jax.data.directory import write_atomically
+from moddepth_jax.data.directory import check_fields, read_json, write_atomically
 from moddepth_jax.hparams import Hparams
 from moddepth_jax.model.flops import train_step_flops
 from moddepth_jax.training.checkpoint import state_sha256
@@ -26,6 +26,7 @@ from moddepth_jax.training.progress import format_count
 from moddepth_jax.training.train_step import TrainState, init_state, train_step
 
 SUMMARY_FILE = 'summary.json'
+_LOSSES = ('loss', 'loss_top_c', 'routing_gap', 'bits_per_byte')  # null if not finite
 _PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'grain', 'numpy')
 _LAYER_PATH = re.compile(r'(?:stack/(run_\d+/layer_\d+)/(?:block/)?)?(.*)')
 
@@ -50,6 +51,10 @@ def initial_metadata(dataset, num_steps: int, mesh_shape: dict | None = None) ->
         'versions': versions() | {'processes': str(jax.process_count())} | axes,
         'seconds': 0.0,
         'train_loss': None,
+        'learning_rate': None,
+        'extended': [],
+        'metrics': None,
+        'metrics_problems': [],
     }
 
 
@@ -217,6 +222,8 @@ def summarize(
         'flop_budget': hparams.flop_budget,
         'seconds': metadata['seconds'],
         'stages': stages,
+        'extended': metadata['extended'],
+        'metrics_problems': metadata['metrics_problems'],
         'epochs': dataset.epochs(step),
         'skipped_steps': int(state.skipped),
         'corpus_sha256': dataset.corpus.sha256,
@@ -230,3 +237,18 @@ def write_summary(workdir: str | os.PathLike, summary: dict):
     """Writes summary.json atomically; numbers that are not finite become null."""
     text = json.dumps(replace_nonfinite(summary), indent=2, allow_nan=False) + '\n'
     write_atomically(pathlib.Path(workdir) / SUMMARY_FILE, text)
+
+
+def read_summary(workdir: str | os.PathLike, fields: dict | None = None) -> dict | None:
+    """The content of summary.json, with `fields` of `check_fields`; None before the run has ended.
+
+    Raises ValueError, one line, if it is damaged.
+    """
+    file = pathlib.Path(workdir) / SUMMARY_FILE
+    right = 'remove it and start the run again, which writes it from the last checkpoint'
+    if (summary := read_json(file, right, {'eval': dict} | (fields or {}))) is not None:
+        found = {
+            name: value for name in _LOSSES if (value := summary['eval'].get(name)) is not None
+        }
+        check_fields(found, dict.fromkeys(found, float), f'{file}: eval', right)
+    return summary

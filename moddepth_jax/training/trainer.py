@@ -77,6 +77,8 @@ class Trainer:
             if saves:
                 self.metadata['seconds'] = seconds_before + self.stopwatch.seconds()
                 self.metadata['stage'] = stage._asdict()
+                if self.writer is not None:
+                    self.metadata['metrics'] = self.writer.digest()
                 with self.stopwatch.pause():
                     checkpoints.save(done, self.state, self.metadata)
             if stops:
@@ -152,6 +154,7 @@ class Trainer:
             metrics = jax.device_get(metrics)
             self.stopwatch.step_done()
             self.metadata['train_loss'] = float(metrics['loss'])
+            self.metadata['learning_rate'] = float(metrics['learning_rate'])
             self._check_finite(step, metrics)
             if step % self.hparams.training.log_every == 0 or step == self.num_steps:
                 row = self._row(step, metrics)

@@ -57,6 +57,14 @@ def test_both_forms_of_the_rotary_base_are_read():
         ({'rope_parameters': {'rope_theta': 'x'}}, ['rope_parameters=', 'rope_theta', 'number']),
         ({'sliding_window': 4096}, ['sliding_window=4096', 'None']),
         ({'layer_types': ['full_attention', 'sliding_attention']}, ['layer_types=']),
+        ({'layer_types': [['full_attention']]}, ["layer_types=[['full", 'must be full_attention']),
+        ({'layer_types': 7}, ['layer_types=7', 'must be full_attention']),
+        ({'model_type': ['llama']}, ["model_type=['llama']", 'llama or olmo2']),
+        ({'rope_scaling': {'rope_type': ['default']}}, ['rope_scaling=', "rope_type 'default'"]),
+        ({'rope_parameters': 3}, ['rope_parameters=3', "rope_type 'default'"]),
+        ({'rope_theta': 10**400}, ['rope_theta=1000', 'number above 0']),
+        ({'hidden_act': [['silu']]}, ['hidden_act=', "'silu'"]),
+        ({'tie_word_embeddings': 'no'}, ["tie_word_embeddings='no'", 'true or false']),
         ({'attention_bias': True}, ['attention_bias=True', 'mlp_bias=False']),
         ({'model_type': 'olmo2', 'attention_bias': True}, ['attention_bias=True', 'olmo2']),
         ({'hidden_act': 'gelu'}, ["hidden_act='gelu'", "'silu'"]),
@@ -64,6 +72,7 @@ def test_both_forms_of_the_rotary_base_are_read():
         ({'quantization_config': {'bits': 4}}, ['quantization_config=']),
         ({'hidden_size': None}, ['hidden_size=None', 'integer']),
         ({'rms_norm_eps': 'small'}, ["rms_norm_eps='small'", 'number']),
+        ({'num_hidden_layers': 0}, ['num_hidden_layers=0', 'integer from 1 on']),
         ({'num_attention_heads': 5}, ['num_attention_heads=5', 'hidden_size=32', 'head_dim']),
     ],
     ids=lambda value: str(value)[:50],
@@ -119,8 +128,8 @@ def test_a_model_without_a_place_in_the_format_is_refused(changes, words, tiny_c
 def test_a_folder_without_a_config_is_refused(tmp_path):
     for text, words in (
         (None, 'holds no config.json'),
-        ('{"model_type": "lla', 'config.json: unreadable .* download it again'),
-        ('[]', 'config.json: must be an object'),
+        ('{"model_type": "lla', 'config.json: cannot be read .*; download it again'),
+        ('[]', 'config.json: cannot be read .not a JSON object.; download'),
     ):
         if text is not None:
             (tmp_path / 'config.json').write_text(text)

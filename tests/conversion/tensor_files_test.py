@@ -75,17 +75,19 @@ def test_what_the_index_names_must_be_there(tmp_path):
     first.write_bytes(content[:-3])
     assert f'{first}: cut short' in refusal(tmp_path)
     first.unlink()
-    assert f'{first}: not there, but {INDEX_FILE} names it; download' in refusal(tmp_path)
+    index = tmp_path / INDEX_FILE
+    right = 'must be a file next to it; download it again'
+    assert f'{index}: a is in {first.name!r}; {right}' in refusal(tmp_path)
     save_file({'other': ARRAYS['a']}, first)
     assert f'{first}: lacks the tensor a' in refusal(tmp_path)
-    index = tmp_path / INDEX_FILE
-    index.write_text(index.read_text().replace(first.name, '../' + first.name))
-    assert 'not there' in refusal(tmp_path)
-    index.write_text('{"weight_map": {"a": 3}}')
-    assert f'{tmp_path}/3: not there' in refusal(tmp_path)
-    for broken in ('{"weight', '[]', '{}', '{"weight_map": ["a"]}'):
+    (tmp_path / 'folder').mkdir()
+    for place in ('', '.', '..', 'folder', f'../{tmp_path.name}/{first.name}', 3, None, [[]]):
+        index.write_text(json.dumps({'weight_map': {'a': place}}))
+        assert f'{index}: a is in {place!r}; {right}' in refusal(tmp_path)
+    for broken in ('{"weight', '[]', '{}', '{"weight_map": ["a"]}', '{"weight_map":' * 10**5):
         index.write_text(broken)
-        assert f'{index}: no index of tensors' in refusal(tmp_path)
+        message = refusal(tmp_path)
+        assert message.startswith(f'{index}: ') and message.endswith('; download it again')
     index.unlink()
     assert 'holds neither' in refusal(tmp_path) and 'save_pretrained' in refusal(tmp_path)
 

@@ -227,10 +227,10 @@ def test_members_that_do_not_fit_are_refused(folder, tmp_path):
     begin(tmp_path / 'begun')
     shutil.copytree(folder / 'letters', tmp_path / 'copy')
     prepare(tmp_path / 'split', write_texts(tmp_path / 'text', b'xy', 9), ByteTokenizer(), 0.5)
-    other = shutil.copytree(folder / 'digits', tmp_path / 'other')
-    about = json.loads((other / 'prepared.json').read_text())
-    about['tokenizer'] |= {'sha256': 'c0ffee' * 8, 'name': 'mine.json'}
-    (other / 'prepared.json').write_text(json.dumps(about))
+    tokenizer = ByteTokenizer()
+    tokenizer.sha256, tokenizer.name = 'c0ffee' * 8, 'mine.json'
+    other = tmp_path / 'other'
+    prepare(other, write_texts(tmp_path / 'digits', b'12', 9), tokenizer, 0.25)
     mine = "'mine.json' (sha256 c0ffeec0ffee..)"
     for member, words in (
         (folder / 'nowhere', [f'{folder}/nowhere: ']),

@@ -1,10 +1,12 @@
 """A store gives back what was written to it, reads no more than is asked for, and is checked."""
 
 import json
+import os
 
 import numpy as np
 import pytest
 
+from moddepth_jax.data import token_store
 from moddepth_jax.data.pipeline import token_stream
 from moddepth_jax.data.token_store import StoredDocuments, StoreWriter, is_store, open_store
 from moddepth_jax.data.tokenizers.tokenizer import ByteTokenizer
@@ -83,20 +85,97 @@ def test_what_is_not_whole_is_refused(tmp_path):
     assert not is_store(tmp_path)
     (tmp_path / 'parts').mkdir()
     assert 'unfinished: run the same launch.prepare again' in refusal(open_store, tmp_path)
+    (tmp_path / 'prepared.json').write_text('{"schema_version": 9}')
+    assert 'schema_version=9; must be 1' in refusal(open_store, tmp_path)
+
+
+def _about(**changes):
+    """Changes fields of prepared.json; None removes one."""
+
+    def change(content):
+        about = json.loads(content)
+        for name, value in changes.items():
+            group, _, key = name.rpartition('__')
+            (about[group] if group else about)[key] = value
+        return json.dumps({name: value for name, value in about.items() if value is not None})
+
+    return change
+
+
+DAMAGES = {  # of a store whose index has 5 and 2 entries: its file, the change, what is said
+    'a flipped byte': ('train.bin', lambda c: b'p' + c[1:], 'was changed'),
+    'zeros': ('train.bin', lambda c: bytes(len(c)), 'was changed'),
+    'cut': ('train.bin', lambda c: c[:-1], '31 bytes, and prepared.json says 32'),
+    'missing': ('held_out.bin', None, 'No such file or directory'),
+    'an index reversed': ('train.index', lambda c: c[::-1], 'was changed'),
+    'another index': ('train.index', lambda c: c[:8] + b'\5' + c[9:], 'was changed'),
+    'an empty index': ('held_out.index', lambda c: b'', '0 bytes, and prepared.json says 16'),
+    'the tokenizer': ('tokenizer/tokenizer_about.json', lambda c: c + b' ', 'was changed'),
+    'no JSON': ('prepared.json', lambda c: '{', 'cannot be read (Expecting'),
+    'nested JSON': ('prepared.json', lambda c: '[' * 10**5, 'cannot be read (nested more than'),
+    'a list for a dtype': ('prepared.json', _about(dtype=[[]]), 'dtype=[[]]; must be text'),
+    'a float dtype': ('prepared.json', _about(dtype='float16'), "dtype='float16'; must be uint16"),
+    'another dtype': ('prepared.json', _about(dtype='uint32'), 'was changed'),
+    'no dtype': ('prepared.json', _about(dtype=None), "holds no 'dtype'; must be text"),
+    'null tokens': ('prepared.json', _about(train__tokens=None), 'tokens=None; must be an integer'),
+    'a list of tokens': ('prepared.json', _about(train__tokens=[1]), 'tokens=[1]; must be an int'),
+    'no bytes': ('prepared.json', _about(held_out__bytes=0), 'was changed'),
+    'a fingerprint': ('prepared.json', _about(fingerprint='0' * 64), 'was changed'),
+    'a separator': ('prepared.json', _about(tokenizer__separator=10), 'was changed'),
+    'a fraction': ('prepared.json', _about(held_out_fraction=0.5), 'was changed'),
+    'inputs': ('prepared.json', _about(inputs=[3]), 'inputs: 0=3; must be an object'),
+}
+OLDER = ('a fraction', 'the tokenizer')  # older stores have no digests of these
+
+
+@pytest.mark.parametrize('older', [False, True])
+@pytest.mark.parametrize('damage', DAMAGES)
+def test_what_is_not_as_it_was_written_is_refused(tmp_path, damage, older):
     _write(tmp_path)
-    file = tmp_path / 'prepared.json'
-    about = json.loads(file.read_text())
-    for changed, part in (
-        (json.dumps(about | {'schema_version': 9}), 'schema_version=9; must be 1'),
-        (json.dumps({k: v for k, v in about.items() if k != 'dtype'}), "holds no 'dtype'; remove"),
-        ('{', 'unreadable (JSONDecodeError)'),
-    ):
-        file.write_text(changed)
-        message = refusal(open_store, tmp_path)
-        assert part in message and str(file) in message
-    file.write_text(json.dumps(about))
-    bad = tmp_path / 'train.bin'
-    bad.write_bytes(bad.read_bytes()[:-1])
-    assert 'train.bin: 31 bytes, and prepared.json says 32' in refusal(open_store, tmp_path)
-    bad.unlink()
-    assert 'train.bin: No such file or directory; remove' in refusal(open_store, tmp_path)
+    name, change, words = DAMAGES[damage]
+    if older:
+        file = tmp_path / 'prepared.json'
+        file.write_text(_about(sha256=None, tokenizer_files=None)(file.read_text()))
+        assert open_store(tmp_path).tokenizer_files == {}
+    file = tmp_path / name
+    if change is None:
+        file.unlink()
+    else:
+        changed = change(file.read_bytes())
+        file.write_bytes(changed if isinstance(changed, bytes) else changed.encode())
+    if older and damage in OLDER:
+        return
+    message = refusal(open_store, tmp_path)
+    assert message.startswith(f'{file}: ') and words in message, message
+    assert message.endswith(f'remove {tmp_path} and prepare again')
+
+
+def test_a_large_store_is_verified_once_until_a_file_is_written_to(tmp_path, monkeypatch):
+    """Also by another process, and if the cache is damaged or cannot be written."""
+    store, cache = _write(tmp_path / 'store'), tmp_path / 'cache'
+    calls, verify = [], token_store._verify
+    monkeypatch.setenv('XDG_CACHE_HOME', str(cache))
+    monkeypatch.setattr(token_store, '_SMALL', 0)
+    monkeypatch.setattr(token_store, '_verify', lambda *args: calls.append(verify(*args)))
+
+    def times_verified():
+        calls.clear()
+        assert open_store(store.directory) == store
+        return len(calls)
+
+    assert [times_verified(), times_verified()] == [1, 0]
+    monkeypatch.setattr(token_store, '_verified', {})  # as in another process
+    assert times_verified() == 0
+    content, status = (file := store.directory / 'train.bin').read_bytes(), file.stat()
+    file.write_bytes(content[::-1])
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert 'train.bin: was changed' in refusal(open_store, store.directory)
+    file.write_bytes(content)
+    assert [times_verified(), times_verified()] == [1, 0]
+    monkeypatch.setattr(token_store, '_verified', {})
+    for file in cache.rglob('*.json'):
+        file.write_text('{"a": [')
+    assert [times_verified(), times_verified()] == [1, 0]
+    monkeypatch.setattr(token_store, '_verified', {})
+    monkeypatch.setenv('XDG_CACHE_HOME', str(store.directory / 'train.bin'))
+    assert [times_verified(), times_verified()] == [1, 0]

@@ -1,6 +1,7 @@
 """Runs made by hand: how they are grouped, compared, and warned about."""
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -131,9 +132,20 @@ def test_refusals_are_one_line(make_run, paths, tmp_path):
     (tmp_path / 'mod0' / 'summary.json').unlink()
     with pytest.raises(ValueError, match='finish it: python -m launch.train'):
         compare.read_run(paths[0])
-    (tmp_path / 'mod1' / 'summary.json').write_text('{')
-    with pytest.raises(ValueError, match='summary.json: unreadable'):
-        compare.read_run(paths[1])
+    file = tmp_path / 'mod1' / 'summary.json'
+    summary = json.loads(file.read_text())
+    for changes, words in (
+        (None, 'cannot be read'),
+        ({'seconds': [1]}, r'seconds=\[1\]; must be a finite number'),
+        ({'total_flops': math.inf}, 'total_flops=inf; must be a finite number'),
+        ({'parameters': 10**400}, 'parameters=1000.*; must be an integer'),
+        ({'stages': [{'first_step': None}]}, 'stages: 0: first_step=None; must be an integer'),
+        ({'eval': {'loss': 'low'}}, "eval: loss='low'; must be a finite number"),
+    ):
+        file.write_text(json.dumps(summary | changes) if changes else '{')
+        with pytest.raises(ValueError, match=rf'summary.json: {words}.*; remove it and start') as e:
+            compare.read_run(paths[1])
+        assert '\n' not in str(e.value)
 
 
 def test_curves_show_every_run(paths, tmp_path):

@@ -6,6 +6,7 @@ Kills and damaged files: tests/faults, tests/launch/resume_test.py.
 import logging
 import os
 import resource
+import shutil
 import sys
 import types
 
@@ -67,6 +68,18 @@ def test_round_trip_is_bit_equal_with_structure_and_metadata(tmp_path):
     for old, new in zip(jax.tree.leaves(state), jax.tree.leaves(restored), strict=True):
         assert (old.dtype, old.shape, old.sharding) == (new.dtype, new.shape, new.sharding)
     assert state_sha256(restored) == state_sha256(state)
+
+
+@pytest.mark.parametrize('name', ['run[1]', 'a\\b', 'a?b *', '{100%}:~#ü\n', '\udcff'])
+def test_a_directory_of_any_name_is_read_also_as_another(tmp_path, name):
+    folder, state = tmp_path / name / 'checkpoints', make_state(2)
+    save_steps(folder, 1, 2)
+    for directory in (folder, shutil.copytree(folder, tmp_path / 'plain')):
+        with Checkpoints(directory, keep=2) as checkpoints:
+            restored, step, _ = checkpoints.restore(abstract(state))
+            assert (step, checkpoints.steps()) == (2, [1, 2])
+        assert state_sha256(restored) == state_sha256(state)
+    assert not [path for path in folder.rglob('*') if path.is_symlink()]
 
 
 @pytest.mark.parametrize(
@@ -230,7 +243,8 @@ print(json.dumps(found))
 @pytest.mark.parametrize('broken', [0, 1])
 def test_a_part_that_one_process_cannot_write_fails_the_save_of_both(tmp_path, broken):
     """Both raise a SaveError of one line that process 0 reports; only that step is lost."""
-    both = on_two_processes(FAILS_ON_ONE, str(tmp_path), str(broken))
+    folder = tmp_path / ('run[1]' if broken else 'run')
+    both = on_two_processes(FAILS_ON_ONE, str(folder), str(broken))
     for process, found in enumerate(both):
         ((step, reports, on_all, line),) = found['lines']
         assert (step, reports, on_all) == (2, process == 0, True)

@@ -17,12 +17,20 @@ from moddepth_jax.training.checkpoint import state_sha256
 from moddepth_jax.training.evaluate import evaluate_causal
 from moddepth_jax.training.metrics import read_metrics
 from moddepth_jax.training.plan import run_flops
+from moddepth_jax.training.saved_run import load_run
 from moddepth_jax.training.summary import describe
 from tests.data.prepared_text import prepare, write_texts
 from tests.training.conftest import NUM_STEPS
 
 TIMES = {'tokens_per_second', 'flops_per_second', 'data_wait_fraction'}
 ROUTING = {'selected_fraction', 'precision', 'recall'}
+STAGED = {
+    'model.routing.router': 'learned',
+    'model.routing.capacity': 0.25,
+    'model.routing.capacity_stages': '1:0.4',
+    'model.routing.train_rule': 'threshold',
+    'model.routing.threshold_warmup': 0.4,
+}
 pytestmark = pytest.mark.usefixtures('compiled_once')
 
 
@@ -125,6 +133,60 @@ def test_every_optimizer_resumes_to_the_bit(name, run_hparams, tmp_path, signals
     assert resumed.summary['state_sha256'] == whole.summary['state_sha256']
 
 
+def test_an_extended_run_goes_on_under_the_new_schedule(
+    finished, copied, run_hparams, tmp_path, signals, capsys
+):
+    """Stopped in between, it ends with the same bits; it is recorded everywhere, FLOPs count."""
+    budget = run_hparams.flop_budget / (NUM_STEPS + 0.5) * 10.5
+    longer = dataclasses.replace(run_hparams, flop_budget=budget)
+    broken = shutil.copytree(finished.workdir, tmp_path / 'bro[k]en \\ %?')
+    whole = loop.train(longer, copied)
+    assert 'extended from step 7 to 10: the learning rate at step 7 is ' in capsys.readouterr().out
+    signals[8] = 'SIGTERM'
+    assert loop.train(longer, broken).state.step == 9
+    resumed = loop.train(longer, broken)
+    assert 'extended from' not in capsys.readouterr().out.rpartition('resuming')[2]
+    assert resumed.summary['state_sha256'] == whole.summary['state_sha256']
+    assert rows_of(broken) == rows_of(copied)
+    assert resumed.summary['total_flops'] == run_flops(resumed.hparams, 10) <= budget
+    stored = json.loads((broken / 'config.json').read_text())
+    assert stored['extended'] == resumed.summary['extended'] == [{'step': 7, 'num_steps': 10}]
+    assert stored['config']['training']['extended_from'] == NUM_STEPS
+    plain = load_run(shutil.copytree(broken, tmp_path / 'plain'))
+    assert state_sha256(plain.state) == whole.summary['state_sha256']
+    with pytest.raises(ValueError, match='pays for 7 steps: the run in --workdir has 10 steps'):
+        loop.train(run_hparams, broken)
+    assert json.loads((broken / 'config.json').read_text()) == stored
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ('stop', 'knobs'),
+    [
+        (4, {'optimizer.schedule': 'constant', 'optimizer.warmup_fraction': 0.0}),
+        (3, {'optimizer.schedule': 'wsd'} | STAGED),
+    ],
+)
+def test_an_extension_before_any_decay_is_the_longer_run(
+    stop, knobs, tiny_config, corpus, tmp_path, signals
+):
+    """Under constant, or wsd in its stable phase: with the same warm-up and stages, to the bit."""
+    changes = {'data.source': corpus, 'data.held_out_fraction': 0.3, 'evaluation.every': 0} | knobs
+
+    def hparams(num_steps, extended_from=0):
+        steps = {'training.num_steps': num_steps, 'training.extended_from': extended_from}
+        return from_config(tiny_config(**changes, **steps))
+
+    signals[stop - 1] = 'SIGTERM'
+    loop.train(hparams(4), tmp_path / 'run')
+    signals.clear()
+    extended = loop.train(hparams(7), tmp_path / 'run')
+    at_once = loop.train(hparams(7, 0 if stop == 4 else 4), tmp_path / 'at_once')
+    assert extended.summary['state_sha256'] == at_once.summary['state_sha256']
+    assert extended.summary['total_flops'] == at_once.summary['total_flops']
+    assert extended.summary['stages'] == at_once.summary['stages']
+
+
 def skipping(bad_steps):
     """A train step that only counts: its loss is NaN at `bad_steps`."""
 
@@ -135,7 +197,8 @@ def skipping(bad_steps):
         skipped = state.skipped + bad
         state = state.replace(step=state.step + 1, skipped=skipped, skipped_in_a_row=in_a_row)
         loss = jnp.where(bad, jnp.nan, 2.0) + 0 * jnp.sum(batch['tokens_BT'])
-        return state, {'loss': loss, 'skipped': skipped, 'skipped_in_a_row': in_a_row}
+        counts = {'skipped': skipped, 'skipped_in_a_row': in_a_row}
+        return state, {'loss': loss, 'learning_rate': 0.1} | counts
 
     return step
 
@@ -236,19 +299,10 @@ def test_a_mixture_resumes_from_moved_folders(
     assert json.loads((workdir / 'config.json').read_text())['config']['data']['mixture'] == mixture
 
 
-STAGED = {
-    'router': 'learned',
-    'capacity': 0.25,
-    'capacity_stages': '1:0.4',
-    'train_rule': 'threshold',
-    'threshold_warmup': 0.4,
-}
-
-
 @pytest.mark.slow
 def test_each_step_trains_by_its_stage_also_after_a_signal(tiny_config, corpus, tmp_path, signals):
     """Two steps at capacity 1 by top-C, three at 1/4 by the threshold; stopped in between."""
-    changes = {f'model.routing.{name}': value for name, value in STAGED.items()} | {
+    changes = STAGED | {
         'data.source': corpus,
         'data.held_out_fraction': 0.3,
         'training.num_steps': 5,

@@ -79,19 +79,68 @@ def test_resume_drops_later_rows_and_a_torn_last_line(tmp_path, torn):
     assert os.listdir(tmp_path) == ['metrics.jsonl']
 
 
-def test_a_broken_line_inside_the_file_is_an_error(tmp_path):
+BROKEN = [  # lines
+    'x',
+    '[1]',
+    '{"step": "1"}',
+    '{"step": Infinity}',
+    '{"step": 1, "loss": "low"}',
+    '{"step": 1, "loss": [[1]]}',
+    '{"step": 1, "loss": 1%s}' % ('0' * 400),
+    '{"step": 1, "loss": ' + '[' * 10**5,
+]
+
+
+@pytest.mark.parametrize('line', BROKEN, ids=lambda line: line[:30])
+def test_a_broken_line_inside_the_file_is_an_error(tmp_path, line):
     """A kill can truncate only the last line; any other is damage, and is named, not dropped."""
     with pytest.raises(ValueError, match='holds no metrics.jsonl'):
         read_metrics(tmp_path)
     write_steps(tmp_path, 0, 1, 2)
     path = tmp_path / 'metrics.jsonl'
-    text = 'x' + path.read_text()
+    text = f'{line}\n{path.read_text()}'
     path.write_text(text)
     with pytest.raises(ValueError, match='line 1 is .*must be a JSON object with a step'):
         read_metrics(tmp_path)
-    with pytest.raises(ValueError, match='line 1 is '):
-        MetricsWriter(tmp_path, 1)
-    assert path.read_text() == text
+
+
+DAMAGE = {
+    'deleted': (lambda path: path.unlink(), 'has 0 of 3 rows up to step 3: rows lost'),
+    'emptied': (lambda path: path.write_text(''), 'has 0 of 3 rows'),
+    'cut': (lambda path: path.write_text(path.read_text()[:-5]), 'has 2 of 3 rows'),
+    'a digit': (
+        lambda path: path.write_text(path.read_text().replace('2.0', '2.5')),
+        'not as writ',
+    ),
+    'no JSON': (lambda path: path.write_text('x' + path.read_text()), 'has 2 of 3 rows'),
+    'infinite': (
+        lambda path: path.write_text(path.read_text().replace('2', '1e999')),
+        'has 2 of 3',
+    ),
+    'deep': (lambda path: path.write_text('[' * 100_000 + '\n' + path.read_text()), 'not as writ'),
+    'none': (lambda path: None, ''),
+}
+
+
+@pytest.mark.parametrize('kind', DAMAGE)
+def test_rows_that_changed_since_the_checkpoint_are_reported(tmp_path, kind):
+    """Those up to its step: an evaluation after it, and rows of later steps, do not count."""
+    with MetricsWriter(tmp_path, 0) as writer:
+        for step in (1, 2, 3):
+            writer.write(step, {'loss': float(step)})
+        saved = writer.digest()
+        writer.write(3, {'eval/loss': 4.0})
+        writer.write(4, {'loss': 4.0})
+    damage, words = DAMAGE[kind]
+    if words:
+        path = tmp_path / 'metrics.jsonl'
+        path.write_text(''.join(path.read_text().splitlines(True)[:3]))
+        damage(path)
+    with MetricsWriter(tmp_path, 3, saved=saved) as writer:
+        assert words in writer.problem and bool(words) == bool(writer.problem)
+        saved = writer.digest()
+    with MetricsWriter(tmp_path, 3, saved=saved) as writer:
+        assert not writer.problem
 
 
 def test_events_mirror_the_numbers_and_purge_on_resume(tmp_path):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 
 from moddepth_jax.data import readers
 from moddepth_jax.data.compression import open_file
-from moddepth_jax.data.directory import write_atomically
+from moddepth_jax.data.directory import read_json, write_atomically
 from moddepth_jax.data.preparation.parts import Part
 from moddepth_jax.data.readers import WHOLE_FILE, BadText, Span
 
@@ -205,9 +205,8 @@ class Plan:
     @classmethod
     def read(cls, file: pathlib.Path) -> 'Plan':
         """The stored plan; raises ValueError, KeyError or TypeError if it is damaged."""
-        try:
-            stored = json.loads(file.read_text(encoding='utf-8'))
-        except FileNotFoundError:
+        stored = read_json(file, '', {'arguments': dict, 'span_bytes': int}, 1 << 30)
+        if stored is None:
             return cls()
         inputs = {
             name: FileInfo(size, modified, sha256, [Span(*span) for span in spans])

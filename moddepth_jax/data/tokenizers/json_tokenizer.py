@@ -1,11 +1,11 @@
 """The tokenizer of a tokenizer.json, the file of the library tokenizers; also trained here."""
 
-import json
 import os
 import pathlib
 import re
 from collections.abc import Iterator
 
+from moddepth_jax.data.directory import parse_object
 from moddepth_jax.data.tokenizers.piece_tokenizer import PieceTokenizer
 
 BPE_SEPARATOR = '<|endoftext|>'
@@ -57,8 +57,8 @@ def _load(content, file):
     tokenizers = _import_library()
     right = 'must be the tokenizer.json of the library tokenizers, or a SentencePiece .model'
     try:
-        parsed = json.loads(content.decode())
-    except (ValueError, RecursionError) as error:
+        parsed = parse_object(content)
+    except ValueError as error:
         raise ValueError(f'{file}: not JSON ({error}); {right}') from None
     try:
         library = tokenizers.Tokenizer.from_str(content.decode())

@@ -34,13 +34,8 @@ def write_metadata(directory: str | os.PathLike, kind: str, tokenizer) -> None:
 
 def read_metadata(directory: str | os.PathLike) -> dict | None:
     """What `write_metadata` wrote into `directory`, or None; raises ValueError, one line."""
-    file = pathlib.Path(directory) / METADATA_FILE
     right = 'save the tokenizer again, or take its own file'
-    metadata = read_json(file, right)
-    for name, kind in _METADATA_FIELDS.items() if metadata is not None else ():
-        if not isinstance(metadata.get(name), kind):
-            raise ValueError(f'{file}: no {name!r} that is {kind.__name__}; {right}')
-    return metadata
+    return read_json(pathlib.Path(directory) / METADATA_FILE, right, _METADATA_FIELDS)
 
 
 def check_ids(ids, vocab_size: int) -> np.ndarray:

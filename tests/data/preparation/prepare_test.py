@@ -423,7 +423,7 @@ def test_a_changed_input_of_a_finished_text_is_noticed(tmp_path, monkeypatch):
         assert 'b.jsonl is not what it was when this text' in _error(tmp_path / 'in', out)
     path.write_bytes(content)
     os.utime(path, ns=(time, time))
-    monkeypatch.setattr(prepare_module.hashlib, 'file_digest', None)
+    monkeypatch.setattr(prepare_module, 'open_file', None)
     assert _prepare(tmp_path / 'in', out) == store
 
 

@@ -135,16 +135,18 @@ def test_large_vocabularies_take_wider_ids(tmp_path):
         ('byte', 'byte: no such tokenizer; must be bytes, a tokenizer.json'),
         ('empty', 'empty: no tokenizer in this folder; must hold tokenizer.json'),
         ('torn', 'torn/tokenizer_about.json: cannot be read'),
-        ('bare', "bare/tokenizer_about.json: no 'kind'"),
+        ('deep', 'deep/tokenizer.json: not JSON (nested more than 64 deep); must be'),
+        ('bare', "bare/tokenizer_about.json: holds no 'kind'"),
         ('other', 'other/tokenizer.json: is not the file that tokenizer_about.json next to it'),
         ('below/tokenizer.json', 'cannot be read (Not a directory)'),
     ],
 )
 def test_what_is_no_tokenizer_is_refused_by_name(tmp_path, monkeypatch, name, words):
     monkeypatch.chdir(tmp_path)
-    for folder in ('empty', 'torn', 'bare'):
+    for folder in ('empty', 'torn', 'deep', 'bare'):
         (tmp_path / folder).mkdir()
     (tmp_path / 'torn' / 'tokenizer_about.json').write_text('{"kind": ')
+    (tmp_path / 'deep' / 'tokenizer.json').write_text('{"a":' * 10**5)
     (tmp_path / 'bare' / 'tokenizer_about.json').write_text('{}')
     (tmp_path / 'below').write_text('')
     tokenizer_files.byte_level().save('other')
