@@ -160,7 +160,7 @@ def save_source(path: str | os.PathLike, source: str | os.PathLike | None):
     if source is not None:
         text = pathlib.Path(source).read_text(encoding='utf-8')
         file = pathlib.Path(path) / SOURCE_FILE
-        if not file.exists() or file.read_text(encoding='utf-8') != text:
+        if not file.is_file() or file.read_bytes() != text.encode():
             write_atomically(file, text)
 
 

@@ -97,14 +97,6 @@ FILES = {
     'a half-written save inside': lambda path: (path / '99.orbax-checkpoint-tmp-1').mkdir(),
 }
 
-# name: how a directory is called from then on.
-NAMES = {f'named {name!r}': name for name in (
-    'run[1]', 'a\\b', 'a?b', 'a*b', '{a,b}', 'a\nb', 'a b', ' ', '-', '~', '$HOME', '%s', '#', 'a:b',
-    'a=b', 'a,b', 'é', '模型', '\U0001f600', "it's", '"', '.hidden', 'x' * 255, '[', 'config.json',
-    'checkpoints', '\udcff', '\x1b[31m', 'gs:', '0', 'None',
-)}  # fmt: skip
-
-
 def _set(path, name, value):
     content = json.loads(path.read_text())
     *groups, last = name.split('.')
