@@ -14,7 +14,7 @@ from matplotlib import rc_context
 
 from moddepth_jax.studies.plot_style import COLOURS, SETTINGS, new_figure, scientific
 from moddepth_jax.studies.statistics import INVALID_GAP, Interval, interval
-from moddepth_jax.training.metrics import read_metrics
+from moddepth_jax.training.metrics import METRICS_FILE, read_metrics
 from moddepth_jax.training.progress import format_count
 from moddepth_jax.training.run_dir import CONFIG_FILE, read_config
 from moddepth_jax.training.summary import SUMMARY_FILE, read_summary
@@ -110,7 +110,7 @@ def read_run(path: str) -> FinishedRun:
     """Read a finished run.
 
     Raises:
-      ValueError: one line, if there is no run, or one that has not finished.
+      ValueError: one line, if there is no run, or one that has not finished or has lost rows.
     """
     try:
         config, _ = read_config(path)
@@ -120,7 +120,11 @@ def read_run(path: str) -> FinishedRun:
     if (summary := read_summary(path, _SUMMARY)) is None:
         command = f'python -m launch.train --config={path}/{CONFIG_FILE} --workdir={path}'
         raise ValueError(f'{path}: has not finished (no {SUMMARY_FILE}); finish it: {command}')
-    return FinishedRun(path, knobs, summary, read_metrics(path))
+    rows, last = read_metrics(path), summary['final_step']
+    if last not in (row['step'] for row in rows if 'loss' in row):
+        found = f'{path}/{METRICS_FILE}: holds no loss of step {last}, its last'
+        raise ValueError(f'{found}; rows are lost: put the file back, or leave the run out')
+    return FinishedRun(path, knobs, summary, rows)
 
 
 def _is_silent(name):

@@ -15,10 +15,12 @@ from tensorboardX import summary
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
+from moddepth_jax.data.compression import read_small
 from moddepth_jax.data.directory import parse_object, write_atomically
 from moddepth_jax.training import multihost
 
 METRICS_FILE = 'metrics.jsonl'
+_MAX_BYTES = 1 << 31  # of its rows
 EVENTS_DIRECTORY = 'tensorboard'
 FLUSH_SECONDS = 30.0  # between flushes of TensorBoard events
 WANDB_ID_FILE = 'wandb-id'
@@ -129,7 +131,7 @@ def _sha256(rows):
 
 
 def _lines(path):
-    return path.read_text(encoding='utf-8', errors='replace').splitlines()
+    return read_small(path, _MAX_BYTES).decode(errors='replace').splitlines()
 
 
 def _parse(line):

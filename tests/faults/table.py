@@ -33,8 +33,8 @@ NO_FILE = f'{NOT_REGULAR}; unreadable; 10 GB'
 NO_JSON = 'emptied; cut; zeros; in UTF-16; nested; a long number; a list; null'
 BAD_SPLIT = f'{NO_FILE}; emptied; deleted; cut; longer; a bit flipped; zeros'
 NAMES = (
-    "run[1]; a\\b; a?b; a*b; {a,b}; a\nb; a b; -; ~; $HOME; %s; #; a:b; a=b; é; 模型; \U0001f600; "
-    "it's; \"; .hidden; [; config.json; checkpoints; \udcff; \x1b[31m; gs:; 0; None; " + 255 * 'x'
+    'run[1]; a\\b; a?b; a*b; {a,b}; a\nb; a b; -; ~; $HOME; %s; #; a:b; a=b; é; 模型; \U0001f600; '
+    'it\'s; "; .hidden; [; config.json; checkpoints; \udcff; \x1b[31m; gs:; 0; None; ' + 255 * 'x'
 )
 
 TABLE = {
@@ -48,7 +48,7 @@ TABLE = {
             'config.model.windows={"a":1}; config.optimizer.b1=[0.9]',
             'refused: tokenizer.*gone': 'config.data.tokenizer="gone"',
             'refused: num_layers|checkpoint': 'config.model.num_layers=2',
-            'refused: vocab_size=10': 'config.model.vocab_size=10',
+            'refused: checkpoint 8': 'config.model.vocab_size=10',
             'bit-equal': 'from the future',
         },
         (BEGUN, 'begun/config.json'): {
@@ -79,7 +79,10 @@ TABLE = {
             'refused': f'{NO_FILE}; {NO_JSON}; eval=[]; eval.loss="low"; eval.loss=[]; '
             'total_flops=null; parameters={}',
         },
-        (DONE, 'run/summary.json'): {'bit-equal': 'emptied; a broken link', 'refused': 'a directory'},
+        (DONE, 'run/summary.json'): {
+            'bit-equal': 'emptied; a broken link',
+            'refused': 'a directory',
+        },
         (DONE, 'run/sample.txt'): {'refused: sample.txt': 'a directory'},
     },
     'checkpoints': {
@@ -87,6 +90,7 @@ TABLE = {
             'bit-equal': 'deleted; a file inside; a FIFO inside; a loop inside; '
             'a half-written save inside',
             'noted: checkpoint 99 skipped': 'an empty 99 inside',
+            'noted: checkpoint 5 skipped': 'every file cut; every file zeros',
             'refused': 'a file; a FIFO; a link to itself; unreadable; read-only',
         },
         (BEGUN, 'begun/checkpoints/5'): {
@@ -217,6 +221,7 @@ TABLE = {
         (BEGUN, 'text/1.txt'): {'bit-equal': 'step 6: deleted; step 6: emptied'},
         (STORED, 'store/train.bin'): {'bit-equal': 'step 6: deleted'},
         (BEGUN, None): {
+            'refused: --workdir=begun: in use by process': 'in use by another run',
             'ends 130: SIGINT: stopped and saved': 'step 6: SIGINT; save: SIGINT',
             'ends 143: SIGTERM: stopped and saved': 'step 6: SIGTERM; compiling: SIGTERM; '
             'step 6: SIGTERM and SIGINT',
