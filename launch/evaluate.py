@@ -2,7 +2,7 @@
 
 python -m launch.evaluate --workdir=runs/mod_isoflop
 python -m launch.evaluate --workdir=runs/mod_isoflop --routing=dense --num_batches=0
-python -m launch.evaluate --workdir=runs/mod_isoflop --data='notes/**/*.txt' --json=notes.json
+python -m launch.evaluate --workdir=runs/mod_isoflop --data=notes --json=notes.json
 python -m launch.evaluate --workdir=runs/mod_isoflop --domains=corpora --json=domains.json
 python -m launch.evaluate --workdir=runs/moda --mesh=data=2,fsdp=4
 
@@ -27,8 +27,8 @@ ROUTING = cli.define_routing(
 DATA = flags.DEFINE_string(
     'data',
     None,
-    'Other text: a glob or folder of launch.prepare (what was held out, if the run was trained on '
-    'it), or stdlib, python_environment, synthetic, recall.',
+    'Other text: a file, folder, glob, folder of launch.prepare (what was held out, if the run was '
+    'trained on it), or stdlib, python_environment, synthetic, recall.',
 )
 DOMAINS = flags.DEFINE_string('domains', None, 'Folder: each file and folder in it, as --data.')
 TEXT_FIELD = flags.DEFINE_string('text_field', None, 'Of --data or --domains, not as in the run.')
@@ -230,6 +230,9 @@ def main(_):
     multihost.initialize()
     run = cli.load_saved_run(WORKDIR.value, _mesh)
     datasets, skipped = multihost.run_on_all(lambda: _load_data(run))
+    if multihost.is_leader():
+        for note in filter(None, (dataset.corpus.left_out for dataset in datasets.values())):
+            print(note, file=sys.stderr)
     model, own = run.hparams.model, causal_routing(run.hparams)
     most, default = NUM_BATCHES.value, run.hparams.evaluation.final_batches
     most = default if most is None else most

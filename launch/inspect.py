@@ -47,7 +47,7 @@ def _read_text():
     if re.fullmatch(r'[\w.~-]*(/[\w.~-]*)+|[\w-]+\.[A-Za-z]{1,5}', value):
         right = 'a text that looks like the name of a file is given by --text=- on stdin'
         raise ValueError(f'--text={value}: no such file; {right}')
-    return os.fsencode(value), 'the text of --text'
+    return to_utf8('--text', os.fsencode(value), 'utf-8'), 'the text of --text'
 
 
 def _printable(name):
@@ -71,7 +71,7 @@ def _measure(run, text, name, out):
     routing = ROUTING.value or causal_routing(hparams)
     check_routing(hparams, routing)
     tokenizer = tokenizer_of(hparams.data, WORKDIR.value)
-    stream_N = token_stream([text], tokenizer, [f'--text={_printable(name)}'])
+    stream_N = token_stream([text], tokenizer)
     out.mkdir(parents=True, exist_ok=True)
     tokens_N = stream_N[: MAX_TOKENS.value]
     language = guess_language(text) if LANGUAGE.value == 'auto' else LANGUAGE.value

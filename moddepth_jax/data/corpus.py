@@ -25,7 +25,6 @@ class Corpus:
       description: one line to print, with documents and bytes.
       packages: of `python_environment`, name==version of what is installed.
       members: the prepared folders.
-      names: of the documents by 'train' and 'held_out', for messages; empty for prepared text.
       left_out: a note on files without text, if there are any; also in the description.
     """
 
@@ -36,7 +35,6 @@ class Corpus:
     description: str
     packages: tuple[str, ...] = ()
     members: tuple[Member, ...] = ()
-    names: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     left_out: str = ''
 
     def train_bytes(self) -> int:
@@ -122,15 +120,10 @@ def _of_documents(title, data, documents, packages, left_out, train, held_out):
         name = name.encode('utf-8', 'surrogateescape')
         digest.update(b'%d %d ' % (len(name), len(text)) + name)
         digest.update(text)
-    sides = {'train': train, 'held_out': held_out} if train else {'held_out': held_out}
-    names = {split: [name for name, _ in side] for split, side in sides.items()}
     train, held_out = ([text for _, text in side] for side in (train, held_out))
     text = _describe(title, train, held_out) + f'; {left_out}' * bool(left_out)
-    return Corpus(
-        *(data.source, train, held_out, digest.hexdigest(), text, packages),
-        names=names,
-        left_out=left_out,
-    )
+    sha256 = digest.hexdigest()
+    return Corpus(data.source, train, held_out, sha256, text, packages, left_out=left_out)
 
 
 def _prepared(data, members, train, held_out):

@@ -21,36 +21,30 @@ def name_flags(message: str) -> str:
     return message.replace('data.source', '--data')
 
 
-def find_domains(folder: str) -> dict[str, str]:
-    """`data.source` of each domain by its name, sorted: every file and every folder in `folder`.
-
-    A folder is one that launch.prepare wrote, or all files below it. Hidden ones are left out.
-    Raises ValueError, one line, if `folder` is no folder, is itself prepared, or is empty.
-    """
-    path = pathlib.Path(os.path.expanduser(folder))
-    right = 'must be a folder with one file or folder of text for each domain'
-    if not path.is_dir():
-        raise ValueError(f'--domains={folder}: no such folder; {right}')
-    if is_store(path):
-        raise ValueError(f'--domains={folder}: is one prepared text; give it to --data, or {right}')
-    names = sorted(entry.name for entry in path.iterdir() if not entry.name.startswith('.'))
-    if not names:
-        raise ValueError(f'--domains={folder}: is empty; {right}')
-    # Joined as strings: ./stdlib is a file there, stdlib would be a source.
-    return {name: os.path.join(os.path.expanduser(folder), name) for name in names}
-
-
 def load_domains(
     folder: str, data: DataHparams, tokenizer: Tokenizer, trained_on
 ) -> tuple[dict[str, HeldOut], dict[str, str]]:
     """(datasets, skipped) by name of the domain; the latter are short or binary, and say why.
 
-    `trained_on` is as in `make_held_out`. Raises ValueError, one line with the domain's name, for
-    text that cannot be read, and if all are short.
+    A domain is a file in `folder`, or a folder in it: one that launch.prepare wrote, or all text
+    below it. Hidden ones are not read. `trained_on` is as in `make_held_out`. Raises ValueError,
+    one line, if `folder` is no folder, is itself prepared or empty; with the domain's name, for
+    text that cannot be read; and if all are short.
     """
+    path, option = pathlib.Path(os.path.expanduser(folder)), f'--domains={folder}'
+    right = 'must be a folder with one file or folder of text for each domain'
+    if not path.is_dir():
+        raise ValueError(f'{option}: no such folder; {right}')
+    if is_store(path):
+        raise ValueError(f'{option}: is one prepared text; give it to --data, or {right}')
+    names = sorted(entry.name for entry in path.iterdir() if not entry.name.startswith('.'))
+    if not names:
+        raise ValueError(f'{option}: is empty; {right}')
     datasets, skipped = {}, {}
-    for name, source in find_domains(folder).items():
-        if not (os.path.isdir(source) or readers.may_be_text(pathlib.Path(source), data.encoding)):
+    for name in names:
+        # Joined as strings: ./stdlib is a file there, stdlib would be a source.
+        source = os.path.join(os.path.expanduser(folder), name)
+        if not (os.path.isdir(source) or readers.may_be_text(path / name, data.encoding)):
             skipped[name] = 'no text, but a binary file'
             continue
         try:
@@ -63,8 +57,8 @@ def load_domains(
             skipped[name] = str(error).partition(': ')[2]
         except ValueError as error:
             text = name_flags(str(error).replace(f'data.source={source!r}: ', ''))
-            raise ValueError(f'--domains={folder}: {name}: {text}') from None
+            raise ValueError(f'{option}: {name}: {text}') from None
     if not datasets:
         name, reason = next(iter(skipped.items()))
-        raise ValueError(f'--domains={folder}: no domain is long enough; {name}: {reason}')
+        raise ValueError(f'{option}: no domain is long enough; {name}: {reason}')
     return datasets, skipped

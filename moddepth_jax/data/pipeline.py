@@ -171,7 +171,7 @@ def _load_streams(data, corpus, tokenizer, part):
             for member, own in zip(corpus.members, splits, strict=True)
         ]
     split = 'train' if part == 'training' else 'held_out'
-    return [(None, [token_stream(getattr(corpus, split), tokenizer, corpus.names.get(split))])]
+    return [(None, [token_stream(getattr(corpus, split), tokenizer)])]
 
 
 def _check_tokenizer(data, members, tokenizer, part):

@@ -69,11 +69,6 @@ class Format(typing.NamedTuple):
     spans: Callable[[pathlib.Path, str, int, Iterable[bytes]], list[Span]]
 
 
-def _text_rows(path, name, text_field, span):
-    with open_plain(path) as (stream, tell):
-        yield Row(name, stream.read(), tell())
-
-
 def _line_rows(path, name, text_field, span):
     with open_plain(path) as (stream, tell):
         position = span.start
@@ -107,14 +102,23 @@ def _line_spans(path, text_field, size, chunks):
     return [Span(start, stop, row) for (start, row), stop in zip(starts, stops, strict=True)]
 
 
+def _checked(where, text):
+    """A text that its format promises to be in UTF-8, or a BadText."""
+    try:
+        text.decode()
+        return text
+    except UnicodeDecodeError as error:
+        problem = f'byte {error.start} is {text[error.start]:#04x}, which is not UTF-8 there'
+        return BadText(where, 'not UTF-8', problem, 'save it as UTF-8')
+
+
 def _object_text(where, line, text_field, unit):
     """The field `text_field` of the JSON object `line`, one `unit` of a file, or a BadText."""
+    if isinstance(line := _checked(where, line), BadText):
+        return line
     remedy = f'write one JSON object a {unit}'
     try:
         record = json.loads(line.decode())
-    except UnicodeDecodeError as error:
-        problem = f'byte {error.start} of the {unit} is not UTF-8'
-        return BadText(where, 'not UTF-8', problem, 'save the file as UTF-8')
     except json.JSONDecodeError as error:
         problem = f'not JSON ({error.msg}, column {error.colno})'
         return BadText(where, 'not JSON', problem, remedy)
@@ -190,9 +194,12 @@ def _parquet_rows(path, name, text_field, span):
             if pyarrow.types.is_dictionary(column.type):
                 column = column.dictionary_decode()
             for text in column.cast(pyarrow.large_binary()).to_pylist():
+                where = f'{path}, row {number}'
                 if text is None:
                     problem, remedy = f'{text_field!r} is null', 'fill the row or leave it out'
-                    text = BadText(f'{path}, row {number}', 'null', problem, remedy)
+                    text = BadText(where, 'null', problem, remedy)
+                else:
+                    text = _checked(where, text)
                 end = size * (number - span.first_row + 1) // file.metadata.num_rows
                 yield Row(f'{name}#{number}', text, end)
                 number += 1
@@ -219,8 +226,11 @@ def _record_rows(path, name, text_field, span):
         stop = count if span.stop is None else span.stop
         for start in range(span.start, stop, _BATCH):
             for number, text in enumerate(read(start, min(start + _BATCH, stop)), start + 1):
+                where = f'{path}, record {number}'
                 if of_objects:
-                    text = _object_text(f'{path}, record {number}', text, text_field, 'record')
+                    text = _object_text(where, text, text_field, 'record')
+                else:
+                    text = _checked(where, text)
                 yield Row(f'{name}#{number}', text, size * (number - span.start) // count)
 
 
@@ -253,9 +263,7 @@ def _open_records(path):
         yield read, count
 
 
-_TEXT = Format(_text_rows, lambda *_: [WHOLE_FILE])
 FORMATS = {
-    '.txt': _TEXT,
     '.jsonl': Format(_line_rows, _line_spans),
     '.parquet': Format(_parquet_rows, _parquet_spans),
     '.arrayrecord': Format(_record_rows, _record_spans),
@@ -264,16 +272,12 @@ FORMATS = {
 
 def describe_formats() -> str:
     """The files that can be read, for messages."""
-    *others, last = (suffix for suffix, kind in FORMATS.items() if kind is not _TEXT)
+    *others, last = FORMATS
     return f'text, {", ".join(others)} or {last}, plain or compressed ({", ".join(SUFFIXES)})'
 
 
 def _suffix(path):
     return pathlib.Path(plain_name(path)).suffix.lower()
-
-
-def _format(path):
-    return FORMATS.get(_suffix(path), _TEXT)
 
 
 def to_utf8(where: object, content: bytes, encoding: str) -> bytes:
@@ -286,12 +290,11 @@ def to_utf8(where: object, content: bytes, encoding: str) -> bytes:
         if content.startswith(marks):
             problem = f'begins with the byte-order mark of {other.upper()}'
             raise BadText(where, 'not UTF-8', problem, f'set data.encoding={other}')
-    head = codecs.getincrementaldecoder(name)('replace').decode(content[:_HEAD])
-    if (place := head.find('\0')) >= 0:
-        found = f'byte {content.find(0)}' if name == 'utf-8' else f'character {place}'
-        remedy = 'leave it out, or name its encoding, as in data.encoding=utf-16-le'
-        raise BadText(where, 'binary', f'{found} is NUL, as in a binary file', remedy)
     try:
+        if (place := content[:_HEAD].decode(name, 'replace').find('\0')) >= 0:
+            found = f'byte {content.find(0)}' if name == 'utf-8' else f'character {place}'
+            remedy = 'leave it out, or name its encoding, as in data.encoding=utf-16-le'
+            raise BadText(where, 'binary', f'{found} is NUL, as in a binary file', remedy)
         return content.decode(name).encode()
     except UnicodeError as error:
         place = getattr(error, 'start', 0)
@@ -300,15 +303,19 @@ def to_utf8(where: object, content: bytes, encoding: str) -> bytes:
         raise BadText(where, f'not {name.upper()}', problem, remedy) from None
 
 
-def may_be_text(path: pathlib.Path, encoding: str) -> bool:
-    """Whether a file that was found and not named is one to read.
+def read_text(path: pathlib.Path, encoding: str) -> bytes:
+    """A file, plain or compressed, as one text in UTF-8; raises OSError, or BadText."""
+    with open_plain(path) as (stream, _):
+        return to_utf8(path, stream.read(), encoding)
 
-    It has a suffix of FORMATS, which promises text, or it is a regular file and not binary.
+
+def may_be_text(path: pathlib.Path, encoding: str) -> bool:
+    """Whether a file that was found and not named is one to read: regular and not binary.
+
+    A suffix of FORMATS, or .txt, promises text.
     """
-    if _suffix(path) in FORMATS:
-        return True
-    if not path.is_file():
-        return False
+    if (promised := _suffix(path) in ('.txt', *FORMATS)) or not path.is_file():
+        return promised
     try:
         with open_plain(path) as (stream, _):
             to_utf8(path, stream.read(_HEAD), encoding)
@@ -334,29 +341,14 @@ def read_rows(
     size, last = 0, None
     try:
         size = path.stat().st_size
-        kind = _format(path)
-        for row in kind.rows(path, name, text_field, span):
-            last = row
-            yield _checked(row, path, kind, encoding)
+        if (kind := FORMATS.get(_suffix(path))) is None:
+            yield Row(name, read_text(path, encoding), size)
+            return
+        for last in kind.rows(path, name, text_field, span):
+            yield last
     except (BadText, OSError) as error:
         where = f'{path}, after row {last.name.rpartition("#")[2]}' if last else path
         yield Row(name, as_bad_text(where, error), size)
-
-
-def _checked(row, path, kind, encoding):
-    """The row in UTF-8, as formats of many rows promise it, or with a BadText."""
-    try:
-        if isinstance(row.text, bytes) and kind is _TEXT:
-            return row._replace(text=to_utf8(path, row.text, encoding))
-        if isinstance(row.text, bytes):
-            row.text.decode()
-        return row
-    except BadText as error:
-        return row._replace(text=error)
-    except UnicodeDecodeError as error:
-        where = f'{path}, row {row.name.rpartition("#")[2]}'
-        problem, remedy = f'byte {error.start} of the text is not UTF-8', 'save it as UTF-8'
-        return row._replace(text=BadText(where, 'not UTF-8', problem, remedy))
 
 
 def as_bad_text(where: object, error: BadText | OSError) -> BadText:
@@ -377,22 +369,7 @@ def find_spans(
 
     Raises BadText or OSError if the file cannot be read or has no such column.
     """
-    if is_compressed(path):
+    kind = FORMATS.get(_suffix(path))
+    if kind is None or is_compressed(path):
         return [WHOLE_FILE]
-    return _format(path).spans(path, text_field, size, chunks)
-
-
-def read_text(path: pathlib.Path, encoding: str) -> bytes:
-    """A file, plain or compressed, as one text in UTF-8; raises OSError or BadText."""
-    with open_plain(path) as (stream, _):
-        return to_utf8(path, stream.read(), encoding)
-
-
-def read_documents(
-    path: pathlib.Path, name: str, text_field: str, encoding: str = 'utf-8'
-) -> Iterator[tuple[str, bytes]]:
-    """(name, bytes) of each document of one file, as `read_rows`; raises its first BadText."""
-    for row in read_rows(path, name, text_field, encoding=encoding):
-        if isinstance(row.text, BadText):
-            raise row.text
-        yield row.name, row.text
+    return kind.spans(path, text_field, size, chunks)

@@ -44,8 +44,8 @@ def split_documents(
 def tail_start(text: bytes, held_out_fraction: float, whole_characters: bool) -> int:
     """Where the held-out tail of a single document begins; both sides have a byte at least.
 
-    With `whole_characters` the cut is before the character at the fraction, or after the first one;
-    text that is not UTF-8 may be cut anywhere. Raises ValueError if the text is too short.
+    With `whole_characters` the cut is before the character at the fraction, or after the first one.
+    Raises ValueError if the text is too short.
     """
     right = 'needs 2 or more, to train on and to hold out'
     if len(text) < 2:

@@ -78,23 +78,3 @@ def make_synthetic(
     ends = 1 + np.flatnonzero(drawn == NUM_WORDS)[:num_documents]
     words = np.array(language.words, object)[drawn[: ends[-1]]]
     return [b''.join(document) for document in np.split(words, ends[:-1])]
-
-
-def hard_mask(tokens: np.ndarray) -> np.ndarray:
-    """bool, of the shape of `tokens` (byte ids): True at word starts, which cannot be predicted."""
-    return np.isin(tokens, np.frombuffer(STARTS + END, np.uint8))
-
-
-def entropy_floor(language: Language, labels_BT: np.ndarray) -> float:
-    """Mean nats per target that the ideal predictor scores on exactly these labels.
-
-    The module's equation, over labels that are not -100; raises ValueError if there are none.
-    """
-    surprisal_V = np.zeros(257)
-    for word, p in zip(language.words, language.probabilities, strict=True):
-        surprisal_V[word[0]] = -math.log(p)
-    labels_BT = np.asarray(labels_BT)
-    counted = labels_BT[labels_BT >= 0]
-    if not counted.size:
-        raise ValueError(f'labels of shape {labels_BT.shape}: must hold a target, not only -100')
-    return float(surprisal_V[counted].mean())

@@ -15,21 +15,18 @@ class TooShort(ValueError):
     """A text that does not hold a single window."""
 
 
-def token_stream(
-    documents: Iterable[bytes], tokenizer: Tokenizer, names: list[str] | None = None
-) -> np.ndarray:
+def token_stream(documents: Iterable[bytes], tokenizer: Tokenizer) -> np.ndarray:
     """[N] of the tokenizer's dtype: each document's tokens after one separator, in order.
 
-    Raises ValueError, one line, for a document that the tokenizer cannot encode, by its name.
+    Raises ValueError, one line, for a document that the tokenizer cannot encode, by its number.
     """
     separator = np.array([tokenizer.separator], tokenizer.dtype)
     pieces = []
-    for number, text in enumerate(documents):
+    for number, text in enumerate(documents, 1):
         try:
             pieces += separator, tokenizer.encode(text)
         except ValueError as error:
-            where = f'document {number + 1}' if names is None else names[number]
-            raise ValueError(f'{where}: {error}') from None
+            raise ValueError(f'document {number}: {error}') from None
     return np.concatenate(pieces)
 
 

@@ -134,17 +134,6 @@ def test_sha256_changes_with_every_change(tmp_path):
     assert len({base, *changed}) == 7
 
 
-def test_the_names_of_the_documents_are_kept(tmp_path):
-    for i in range(9):
-        (tmp_path / f'{i}.txt').write_text(f'text {i}')
-    corpus = load_corpus(_data(tmp_path / '*.txt'))
-    for part, texts in (('train', corpus.train), ('held_out', corpus.held_out)):
-        assert [f'text {name[0]}'.encode() for name in corpus.names[part]] == texts
-    whole = load_held_out(_data(tmp_path / '*.txt'))
-    assert whole.names == {'held_out': [f'{i}.txt' for i in range(9)]}
-    assert corpus.train_bytes() == 6 * len(corpus.train)
-
-
 def test_empty_documents_are_left_out(tmp_path):
     for name in ('a', 'b', 'c'):
         (tmp_path / f'{name}.txt').write_bytes(b'')
@@ -152,5 +141,8 @@ def test_empty_documents_are_left_out(tmp_path):
     message = refusal(load_corpus, data)
     assert f"data.source='{tmp_path}/*.txt': no byte in its 3 documents" in message
     (tmp_path / 'b.txt').write_bytes(b'0123456789')
-    corpus = load_corpus(data)
+    (tmp_path / 'c.png').write_bytes(b'\0')
+    corpus = load_corpus(_data(tmp_path, 0.2))
     assert (corpus.train, corpus.held_out) == ([b'01234567'], [b'89'])
+    note = f'; left out 1 file without text, such as {tmp_path}/c.png'
+    assert corpus.description.endswith(note)

@@ -22,7 +22,7 @@ LENGTH = 32
 LINES = {
     'repeated': ['--workdir={run}', '--json=-'],
     'dense': ['--workdir={run}', '--routing=dense', '--num_batches=1', '--json={out}/dense.json'],
-    'other': ['--workdir={run}', '--data={run}/../other/*.jsonl', '--text_field=body',
+    'other': ['--workdir={run}', '--data={out}/other', '--text_field=body', '--encoding=UTF16',
               '--num_batches=0', '--json=-'],
     'changed': ['--workdir={out}/run'],
     'domains': ['--workdir={run}', '--domains={out}/domains', '--json={out}/domains.json'],
@@ -40,6 +40,9 @@ def out(trained, tmp_path_factory):
     (out / 'domains' / 'short.txt').write_text('to be')
     documents = [(f'{i}.txt', b'or not to be ' * i) for i in range(1, 30)]
     prepare(out / 'domains' / 'kept', documents, ByteTokenizer(), 0.3)
+    shutil.copytree(trained / 'other', out / 'other', ignore=lambda *_: ['short.txt'])
+    (out / 'other' / 'note.md').write_text('é' * 32, encoding='utf-16')
+    (out / 'other' / 'logo.png').write_bytes(b'\x89PNG\r\n\x1a\n\0\0\0\r')
     shutil.copytree(trained / 'run', out / 'run')
     for path in [*trained.glob('*.txt')]:
         shutil.copy(path, out)
@@ -92,12 +95,14 @@ def test_a_rule_by_name_is_measured_alone(out, done):
 
 
 def test_other_text_is_measured_completely(done):
-    """--data takes every document of its files, nothing of it held back, in the run's windows."""
+    """--data takes every text of a folder, nothing of it held back, in the run's windows."""
     report = json.loads(done['other'].stdout)
-    tokens = 4 * (1 + 5 * len('to be or not '))
+    tokens = 4 * (1 + 5 * len('to be or not ')) + 1 + 64  # é has two bytes in UTF-8
     assert report['targets'] == (tokens - 1) // LENGTH * LENGTH
-    assert report['batches'] == report['all_batches'] == 2
-    assert report['data'].endswith('other/*.jsonl') and not report['held_out']
+    assert report['batches'] == report['all_batches'] == 3
+    stderr = done['other'].stderr
+    assert stderr == f'left out 1 file without text, such as {report["data"]}/logo.png\n'
+    assert report['data'].endswith('/other') and not report['held_out']
 
 
 def test_text_that_has_changed_is_reported(done):

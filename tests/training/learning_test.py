@@ -9,6 +9,7 @@ from moddepth_jax.hparams import from_config
 from moddepth_jax.training import loop
 from moddepth_jax.training.evaluate import evaluate
 from moddepth_jax.training.metrics import read_metrics
+from tests.data.synthetic_test import entropy_floor
 
 DISTANCE = 0.03  # of the floor; an ideal reader of windows of 128 is itself 1.3% above it
 NOISE = 0.005  # nats; some five standard errors of the mean over the held-out targets
@@ -49,7 +50,7 @@ def labels(run):
 
 def test_held_out_loss_comes_to_the_entropy(run, labels):
     """Under causal routing it lies within 3% of the floor of the very windows it is measured on."""
-    floor = synthetic.entropy_floor(synthetic.make_language(), labels)
+    floor = entropy_floor(synthetic.make_language(), labels)
     loss = run.summary['eval']['loss']
     assert run.summary['eval']['targets'] == labels.size
     assert floor - NOISE < loss < (1 + DISTANCE) * floor

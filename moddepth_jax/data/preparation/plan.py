@@ -113,10 +113,6 @@ class Task(typing.NamedTuple):
                 break
         return found
 
-    def is_done(self, directory: pathlib.Path) -> bool:
-        """Whether all of its parts are written."""
-        return any(part.header['last'] for part in self.parts(directory))
-
     def remove_parts(self, directory: pathlib.Path, first: int) -> None:
         """Removes the parts from number `first` on; those that replace them may end elsewhere."""
         last = first + 1

@@ -82,11 +82,11 @@ def _find_files(options):
         raise ValueError(f'--input=: names no file; {right}')
     found = [find_files(source, '--input', right, options.encoding) for source in options.sources]
     # Relative to one folder, so that files of several sources have different names.
-    root = os.path.commonpath([os.path.abspath(files.root) for files in found])
-    paths = {os.path.abspath(path): path for files in found for path in files.files}
-    left_out = sorted({path for files in found for path in files.left_out} - set(paths.values()))
+    root = os.path.commonpath([os.path.abspath(root) for root, *_ in found])
+    paths = {os.path.abspath(path): path for _, files, _ in found for path in files}
+    left_out = {path for _, _, others in found for path in others} - set(paths.values())
     names = {pathlib.Path(os.path.relpath(place, root)).as_posix(): p for place, p in paths.items()}
-    return sorted(names.items()), left_out
+    return sorted(names.items()), sorted(left_out)
 
 
 class _Preparation:
@@ -123,7 +123,9 @@ class _Preparation:
             self._remove_other_parts(tasks)
             self._check_skipped(tasks)
             self._train_tokenizer(tasks)
-            unfinished = [task for task in tasks if not task.is_done(self._parts)]
+            unfinished = [
+                task for task in tasks if not any(p.header['last'] for p in task.parts(self._parts))
+            ]
             jobs = ((task, self._parts, self._tokenizer_directory, options) for task in unfinished)
             total, missing = (sum(task.bytes for task in some) for some in (tasks, unfinished))
             with self._phase('tokens', total, total - missing) as advance:

@@ -142,7 +142,7 @@ def train_bpe(documents: Iterator[bytes], vocab_size: int) -> JsonTokenizer:
 
     Sennrich et al. 2016, arXiv 1508.07909, on bytes and by the word pattern of GPT-2. The order of
     the UTF-8 documents and the number of threads do not matter. Raises ValueError, one line, if the
-    size is too small, a text is not UTF-8, or it has too few pieces that occur twice.
+    size is too small or the text has too few pieces that occur twice.
     """
     name = f'bpe:{vocab_size}'
     if vocab_size < _MIN_BPE_IDS:
@@ -159,19 +159,10 @@ def train_bpe(documents: Iterator[bytes], vocab_size: int) -> JsonTokenizer:
         initial_alphabet=sorted(byte_level.alphabet()),
         show_progress=False,
     )
-    library.train_from_iterator(_decoded(documents), trainer)
+    library.train_from_iterator(map(bytes.decode, documents), trainer)
     found = library.get_vocab_size()
     if found < vocab_size:
         right = f'take bpe:{found} or give more text'
         raise ValueError(f'{name}: the text has pieces for {found} ids only; {right}')
     content = library.to_str().encode()
     return JsonTokenizer(content, pathlib.Path(name), BPE_SEPARATOR, name=name)
-
-
-def _decoded(documents):
-    for number, document in enumerate(documents, 1):
-        try:
-            yield document.decode()
-        except UnicodeDecodeError as error:
-            found = f'document {number} for training BPE: byte {error.start} is not UTF-8'
-            raise ValueError(f'{found}; save it as UTF-8 or leave it out') from None

@@ -267,6 +267,27 @@ def test_parts_after_a_damaged_one_are_done_again(tmp_path):
     assert _texts(store) == sorted(text.encode() for text in texts)
 
 
+def test_a_folder_in_another_encoding_is_prepared_as_its_text(tmp_path):
+    stores = {}
+    for name in ('utf-8', 'utf-16'):
+        (tmp_path / name).mkdir()
+        for file in ('a.md', 'b', 'c.py'):
+            (tmp_path / name / file).write_text(f'text of {file}, é', encoding=name)
+        (tmp_path / name / 'logo.png').write_bytes(b'\x89PNG\r\n\x1a\n\0\0\0\r')
+        how = {'sources': (str(tmp_path / name),), 'encoding': name.upper()}
+        stores[name] = _prepare(None, tmp_path / f'{name}.out', **how)
+        assert _prepare(None, tmp_path / f'{name}.out', **how) == stores[name]
+        left_out = {'count': 1, 'first': [f'{tmp_path}/{name}/logo.png']}
+        assert stores[name].skipped == {'no text': left_out}
+    message = _error(None, tmp_path / 'utf-16.out', **how | {'encoding': 'utf-8'})
+    assert "encoding was 'utf-16' when it was started and is None now" in message
+    how['sources'] = (str(tmp_path / 'utf-8'),)
+    message = _error(None, tmp_path / 'utf-8.out', **how | {'encoding': 'cp1252'})
+    assert "encoding was None when it was started and is 'cp1252' now" in message
+    assert stores['utf-16'].fingerprint == stores['utf-8'].fingerprint
+    assert 'encoding' not in stores['utf-8'].arguments  # as in earlier stores
+
+
 def test_another_preparation_is_refused(folder, store, tmp_path):
     _plant(tmp_path / 'in', 'field')
     _error(tmp_path / 'in', tmp_path / 'out', part_bytes=100)
