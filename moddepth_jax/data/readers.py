@@ -174,6 +174,9 @@ def _check_column(path, schema, text_field):
 
     if text_field not in schema.names:
         raise _no_field(path, f'no column {text_field!r} (row 1 on)', schema.names)
+    if (number := schema.names.count(text_field)) > 1:
+        right = 'must be one; give the others another name, or set data.text_field to another'
+        raise BadText(path, 'no field', f'{number} columns are named {text_field!r}', right)
     kind = schema.field(text_field).type
     kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
     texts = pyarrow.string(), pyarrow.large_string(), pyarrow.binary(), pyarrow.large_binary()
@@ -190,7 +193,7 @@ def _parquet_rows(path, name, text_field, span):
         groups = list(range(file.metadata.num_row_groups)[span.start : span.stop])
         how = {'row_groups': groups, 'columns': [text_field], 'use_threads': False}
         for batch in file.iter_batches(_BATCH, **how) if groups else ():
-            column = batch.column(0)
+            column = batch.column(text_field)
             if pyarrow.types.is_dictionary(column.type):
                 column = column.dictionary_decode()
             for text in column.cast(pyarrow.large_binary()).to_pylist():

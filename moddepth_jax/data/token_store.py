@@ -48,7 +48,6 @@ _MAX_VERIFIED = 256
 _SMALL = 1 << 26  # bytes that are verified at each use
 _CHUNK = 1 << 22  # tokens in memory
 _QUIET_SECONDS = 2.0
-_verified = {}  # by this process, if the cache cannot be written
 _PACKAGES = ('moddepth-jax', 'numpy', 'tokenizers', 'sentencepiece', 'pyarrow')
 
 
@@ -164,15 +163,16 @@ def open_store(directory: str | os.PathLike) -> Store:
     if (dtype := content['dtype']) not in _DTYPES:
         right = f'must be {" or ".join(_DTYPES)}'
         raise ValueError(f'{file}: dtype={short_repr(dtype)}; {right}; {again}')
-    own = content.pop('sha256', None)  # older stores have none, and no digests of the tokenizer
-    if own not in (None, _sha256(content)) or content['fingerprint'] != _fingerprint(content):
+    own = content.pop('sha256', None)  # older stores have neither this nor the tokenizer's
+    intact = own == _sha256(content) or (own is None and 'tokenizer_files' not in content)
+    if not intact or content['fingerprint'] != _fingerprint(content):
         raise ValueError(f'{file}: was changed: its digests are not those of its content; {again}')
     known = {field.name for field in dataclasses.fields(Store)} & content.keys()
     store = Store(directory, **{name: content[name] for name in known})
     try:
         _verify_once(store)
     except OSError as error:
-        raise ValueError(f'{error.filename}: {error.strerror}; {again}') from None
+        raise ValueError(f'{error.filename or file}: {error.strerror}; {again}') from None
     except ValueError as error:
         raise ValueError(f'{error}; {again}') from None
     return store
@@ -190,42 +190,42 @@ def _fingerprint(content):
 
 def _verify_once(store):
     """`_verify`, unless this machine did for a large store whose files are the same since."""
-    sizes = dict.fromkeys(
-        [PREPARED_FILE, *(f'{TOKENIZER_DIRECTORY}/{n}' for n in store.tokenizer_files)]
-    )
+    names = [PREPARED_FILE, *(f'{TOKENIZER_DIRECTORY}/{name}' for name in store.tokenizer_files)]
+    sizes, status = dict.fromkeys(names), {}
     for split in SPLITS:
         counts = getattr(store, split)
         sizes[f'{split}.bin'] = counts['tokens'] * np.dtype(store.dtype).itemsize
         sizes[f'{split}.index'] = (counts['documents'] + 1) * 8
-    status = {name: os.stat(store.directory / name) for name in sizes}
     for name, size in sizes.items():
-        if size not in (None, found := status[name].st_size):
-            wrong = f'{found} bytes, and {PREPARED_FILE} says {size}'
+        found = os.stat(store.directory / name)
+        status[name] = [found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+        if size not in (None, found.st_size):
+            wrong = f'{found.st_size} bytes, and {PREPARED_FILE} says {size}'
             raise ValueError(f'{store.directory / name}: {wrong}')
-    total = sum(found.st_size for found in status.values())
-    if total < _SMALL:
-        return _verify(store, total)
-    key, folder = str(store.directory.resolve()), cache_directory()
-    mine = {name: [s.st_size, s.st_mtime_ns, s.st_ctime_ns] for name, s in status.items()}
+    total, key, known = (
+        sum(size for size, *_ in status.values()),
+        str(store.directory.resolve()),
+        {},
+    )
+    file = (cache_directory() or pathlib.Path(os.devnull)) / _VERIFIED_FILE
     with contextlib.suppress(ValueError):
-        _verified.update(folder and read_json(folder / _VERIFIED_FILE, '') or {})
-    if _verified.get(key) == mine:
+        known = read_json(file, '') or {}
+    if total >= _SMALL and known.pop(key, None) == status:
         return
     _verify(store, total)
-    _verified[key] = mine
-    with contextlib.suppress(OSError):  # then each process verifies
-        if folder:
-            folder.mkdir(parents=True, exist_ok=True)
-            recent = dict(list(_verified.items())[-_MAX_VERIFIED:])
-            write_atomically(folder / _VERIFIED_FILE, json.dumps(recent))
+    if total >= _SMALL:
+        with contextlib.suppress(OSError):  # then each use verifies
+            file.parent.mkdir(parents=True, exist_ok=True)
+            recent = [*known.items(), (key, status)][-_MAX_VERIFIED:]
+            write_atomically(file, json.dumps(dict(recent)))
 
 
 def _verify(store, total):
     """Raises ValueError unless tokens and tokenizer have their digests, and the index is theirs."""
-    done, report = 0, time.monotonic() + _QUIET_SECONDS
+    done, report, intact = 0, time.monotonic() + _QUIET_SECONDS, {}
     for name, sha256 in store.tokenizer_files.items():
         with open_file(store.directory / TOKENIZER_DIRECTORY / name) as file:
-            _check(file.name, hashlib.file_digest(file, 'sha256').hexdigest() == sha256)
+            intact[file.name] = hashlib.file_digest(file, 'sha256').hexdigest() == sha256
     for split in SPLITS:
         sha256, position, is_index = hashlib.sha256(), 0, True
         names = (store.directory / f'{split}.{kind}' for kind in ('bin', 'index'))
@@ -242,13 +242,10 @@ def _verify(store, total):
                     size = f'{done / 1e9:.1f} of {total / 1e9:.1f} GB'
                     print(f'checking {store.directory}, once: {size}', file=sys.stderr, flush=True)
             is_index &= np.fromfile(index, '<u8').tolist() == [position]
-            _check(tokens.name, sha256.hexdigest() == getattr(store, split)['sha256'])
-            _check(index.name, is_index)
-
-
-def _check(file, intact):
-    if not intact:
-        raise ValueError(f'{file}: was changed after it was written')
+            intact[tokens.name] = sha256.hexdigest() == getattr(store, split)['sha256']
+            intact[index.name] = is_index
+    for name in (name for name, same in intact.items() if not same):
+        raise ValueError(f'{name}: was changed after it was written')
 
 
 class StoreWriter(contextlib.ExitStack):

@@ -182,7 +182,7 @@ def warnings(variants: list[Variant]) -> list[str]:
     differ('rows', knobs('data.sequence_length'), 'a longer row gives more context to a token')
     differ('batches', knobs('evaluation.final_batches'), 'the held-out text is not the same')
     flops = [run.summary['total_flops'] for run in runs]
-    if max(flops) > (1 + SAME_FLOPS) * min(flops):
+    if max(flops) > (1 + SAME_FLOPS) * min(flops) > 0:
         ratio = max(flops) / min(flops)
         found.append(f'training FLOPs differ by a factor of {ratio:.3g}: more training, less loss')
     devices = [run.summary['versions']['device'] for run in runs]

@@ -180,6 +180,7 @@ def test_records_of_plain_text_are_read_as_they_are(tmp_path):
 
 
 GOOD = b'{"text": "good"}\n'
+TWICE = pyarrow.table([['x'], ['y']], names=['text', 'text'])
 # Name of the file, its content, parts of the message.
 BAD_FILES = [
     ('a.md', b'# caf\xe9', ['byte 5 is 0xe9, which is not UTF-8', 'data.encoding=latin-1']),
@@ -197,6 +198,7 @@ BAD_FILES = [
     ('a.parquet', b'PAR1 nothing of the kind', ['not a readable parquet file']),
     ('a.parquet', {'body': ['x']}, ["no column 'text'", "'body'"]),
     ('a.parquet', {'text': [1]}, ["column 'text' holds int64", 'column of strings']),
+    ('a.parquet', TWICE, ["2 columns are named 'text'; must be one"]),
     ('a.parquet', {'text': ['a', None]}, ["row 2: 'text' is null"]),
     ('a.arrayrecord', b'junk', ['not a readable arrayrecord file', '; write']),
     ('b.txt', None, ['b.txt: cannot be read']),  # a broken link
@@ -208,8 +210,9 @@ def test_bad_files_are_refused_by_name_row_and_remedy(tmp_path, name, content, p
     (tmp_path / 'good.txt').write_bytes(b'good')
     if content is None:
         (tmp_path / name).symlink_to(tmp_path / 'gone.txt')
-    elif isinstance(content, dict):
-        parquet.write_table(pyarrow.table(content), tmp_path / name)
+    elif not isinstance(content, bytes):
+        content = pyarrow.table(content) if isinstance(content, dict) else content
+        parquet.write_table(content, tmp_path / name)
     else:
         (tmp_path / name).write_bytes(content)
     message = refusal(load_documents, str(tmp_path / '*'), 'text')

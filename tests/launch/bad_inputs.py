@@ -11,8 +11,10 @@ import shutil
 
 from configs import tiny
 from moddepth_jax.data.tokenizers.json_tokenizer import train_bpe
+from moddepth_jax.data.tokenizers.tokenizer import ByteTokenizer
 from moddepth_jax.hparams import from_config
 from moddepth_jax.training.run_dir import open_workdir
+from tests.data.prepared_text import prepare
 from tests.forked_commands import ROOT
 from tests.launch.commands import write_words
 from tests.saved_run import save_run
@@ -30,6 +32,10 @@ COMMANDS = {
             ['latin.md: byte 3 is 0xe9', 'data.encoding=latin'],
         ),
         ('--config.data.encoding=utf9', ["data.encoding='utf9': must be an encoding"]),
+        (
+            '--config.data.source=store --config.data.tokenizer=prepared',
+            ['store/train.bin: was changed', 'remove store and prepare again'],
+        ),
         ('--config.seed=7 --workdir=taken', ['taken', 'seed is 0', 'and 7']),
         ('--workdir=text', ['--workdir=', 'text', 'config.json']),
         ('--workdir=text/short.txt/run', ['--workdir=', 'directory']),
@@ -90,6 +96,7 @@ COMMANDS = {
         ('', ['--workdir and one of', 'nothing was given']),
         ('--from_hf=gone --to_hf=x --workdir=y', ['--from_hf, --to_hf was']),
         ('--from_workdir=run --workdir=new', ['needs --config=', 'run/config.json']),
+        ('--from_hf=nested --workdir=new', ['nested/config.json', 'nested more than 64 deep']),
         ('--from_hf=hf --workdir=run', ['run: holds', 'new or empty']),
         ('--from_hf=small --workdir=new', ['has ids up to 261', 'model has 250']),
         (
@@ -223,6 +230,11 @@ def make_folder(folder, tiny_config):
     rows = [json.dumps({'body': 'to be or not ' * 5}) + '\n' for _ in range(4)]
     (folder / 'other' / 'windows.jsonl').write_text(''.join(rows))
     (folder / 'page.md').write_text('# mine\n')
+    (folder / 'nested').mkdir()
+    (folder / 'nested' / 'config.json').write_text('{"model_type":' * 10**5)
+    prepare(folder / 'store', [(name, b'to be') for name in 'abcd'], ByteTokenizer(), 0.5)
+    os.truncate(folder / 'store' / 'train.bin', 0)
+    os.truncate(folder / 'store' / 'train.bin', 24)
     shutil.copy(ROOT / 'results/cpu/study/study.json', folder / 'study')
     _make_runs(folder, tiny_config)
     _make_hugging_face(folder, texts)

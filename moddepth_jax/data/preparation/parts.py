@@ -1,5 +1,7 @@
 """Parts of the prepared text, each a file that exists completely or not at all, and their join."""
 
+import hashlib
+import itertools
 import json
 import os
 import pathlib
@@ -7,12 +9,14 @@ from collections.abc import Callable
 
 import numpy as np
 
+from moddepth_jax.data.directory import parse_object
 from moddepth_jax.data.split import name_hash, tail_start
 from moddepth_jax.data.token_store import SPLITS, Store, StoreWriter
 from moddepth_jax.data.tokenizers.tokenizer import Tokenizer
 
 _MAX_EXAMPLES = 3  # messages kept for each reason why text is skipped
 _HEADER_LENGTH = 8
+_DIGEST_LENGTH = 32  # of sha256, at the end of a part
 
 
 def _add_skipped(skipped, reason, count, first):
@@ -58,14 +62,17 @@ class PartWriter:
         """Writes the part, all or nothing; `rows` of its task are in parts so far, or skipped."""
         header = {'rows': rows, 'last': last, 'skipped': self._skipped, 'dtype': self._dtype.str}
         text = json.dumps(header | self._counts).encode()
-        temporary = path.with_suffix('.tmp')
+        head = len(text).to_bytes(_HEADER_LENGTH, 'little') + text
+        lengths = (np.array(lengths, '<u8') for lengths in self._lengths.values())
+        filled = filter(None, self._tokens.values())
+        tokens = (np.concatenate(pieces, dtype=self._dtype) for pieces in filled)
+        temporary, sha256 = path.with_suffix('.tmp'), hashlib.sha256()
         try:
             with open(temporary, 'wb') as file:
-                file.write(len(text).to_bytes(_HEADER_LENGTH, 'little') + text)
-                for lengths in self._lengths.values():
-                    file.write(np.array(lengths, '<u8'))
-                for tokens in filter(None, self._tokens.values()):
-                    file.write(np.concatenate(tokens, dtype=self._dtype))
+                for content in itertools.chain([head], lengths, tokens):
+                    file.write(content)
+                    sha256.update(content)
+                file.write(sha256.digest())
             os.replace(temporary, path)
         except BaseException:
             temporary.unlink(missing_ok=True)  # it must not fill the disk
@@ -82,22 +89,33 @@ class Part:
         self._path = path
         with open(path, 'rb') as file:
             length = int.from_bytes(file.read(_HEADER_LENGTH), 'little')
-            self.header = json.loads(file.read(length))
+            self.header = parse_object(file.read(min(length, path.stat().st_size)))
         self._dtype = np.dtype(self.header['dtype'])
         self._start = _HEADER_LENGTH + length
         counts = [self.header[split] for split in SPLITS]
         self.num_token_bytes = self._dtype.itemsize * sum(count['tokens'] for count in counts)
-        size = self._start + 8 * sum(count['documents'] for count in counts) + self.num_token_bytes
+        size = self._start + 8 * sum(count['documents'] for count in counts)
+        size += self.num_token_bytes + _DIGEST_LENGTH
         if path.stat().st_size != size:
             raise ValueError(f'{path}: {path.stat().st_size} bytes; must be {size}')
 
     def read(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """(tokens_N, lengths_D) of each split, as `StoreWriter.add` takes them."""
-        counts = [self.header[split] for split in SPLITS]
-        with open(self._path, 'rb') as file:
-            file.seek(self._start)
-            lengths = [np.fromfile(file, '<u8', count['documents']) for count in counts]
-            tokens = [np.fromfile(file, self._dtype, count['tokens']) for count in counts]
+        """(tokens_N, lengths_D) of each split, as `StoreWriter.add` takes them.
+
+        Raises ValueError, one line, if the part is not as it was written.
+        """
+        content = memoryview(self._path.read_bytes())
+        if hashlib.sha256(content[:-_DIGEST_LENGTH]).digest() != content[-_DIGEST_LENGTH:]:
+            right = 'remove it: the same command continues'
+            raise ValueError(f'{self._path}: was changed after it was written; {right}')
+        train, held_out = (self.header[split] for split in SPLITS)
+        documents, tokens = (train[name] + held_out[name] for name in ('documents', 'tokens'))
+        lengths = np.frombuffer(content, '<u8', documents, self._start)
+        tokens = np.frombuffer(content, self._dtype, tokens, self._start + lengths.nbytes)
+        lengths, tokens = (
+            np.split(lengths, [train['documents']]),
+            np.split(tokens, [train['tokens']]),
+        )
         return dict(zip(SPLITS, zip(tokens, lengths, strict=True), strict=True))
 
 

@@ -109,7 +109,7 @@ class Task(typing.NamedTuple):
         while not (found and found[-1].header['last']):
             try:
                 found.append(Part(self.path(directory, len(found))))
-            except (OSError, ValueError, KeyError):
+            except (OSError, ValueError, KeyError, TypeError):
                 break
         return found
 

@@ -62,7 +62,10 @@ def _load(content, file):
         raise ValueError(f'{file}: not JSON ({error}); {right}') from None
     try:
         library = tokenizers.Tokenizer.from_str(content.decode())
-    except Exception as error:  # the library raises nothing more specific
+        library.encode('a')  # with the file's template
+    except BaseException as error:  # of the library; its panics are no Exception
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
         reason = ' '.join(str(error).split())
         raise ValueError(f'{file}: no tokenizer ({reason}); {right}') from None
     library.no_truncation()
@@ -131,7 +134,7 @@ def _bytes_of_token(library, parsed, ids):
 
 
 def _parts(stage):
-    if not stage:
+    if not isinstance(stage, dict) or not isinstance(stage.get('type'), str):
         return []
     nested = stage.get('decoders') or stage.get('pretokenizers')
     return [part for one in nested for part in _parts(one)] if nested else [stage]

@@ -260,10 +260,22 @@ def test_parts_after_a_damaged_one_are_done_again(tmp_path):
     _error(tmp_path / 'in', tmp_path / 'out', part_bytes=170)
     parts = sorted((tmp_path / 'out/parts').glob('*.part'))
     assert len(parts) > 6
-    Task(parts[0].name[:-11], [], 0).remove_parts(tmp_path / 'out/parts', 4)
+    task = Task(parts[0].name[:-11], [], 0)
+    task.remove_parts(tmp_path / 'out/parts', 4)
     assert [part for part in parts if part.exists()] == parts[:4]
-    parts[2].write_bytes(b'')
-    store = _prepare(tmp_path / 'in', tmp_path / 'out', part_bytes=170, skip_bad=True)
+    for damaged in (b'\xff' * 50, b'\2' + bytes(7) + b'[]', b'\x18' + bytes(7) + b'[' * 24, b''):
+        parts[2].write_bytes(damaged)
+        assert len(task.parts(tmp_path / 'out/parts')) == 2
+    knobs = dict(part_bytes=170, skip_bad=True)
+    content = parts[1].read_bytes()
+    parts[1].write_bytes(content[:-40] + bytes([content[-40] ^ 1]) + content[-39:])
+    message = _error(tmp_path / 'in', tmp_path / 'out', **knobs)
+    assert (
+        message
+        == f'{parts[1]}: was changed after it was written; remove it: the same command continues'
+    )
+    parts[1].unlink()
+    store = _prepare(tmp_path / 'in', tmp_path / 'out', **knobs)
     assert _texts(store) == sorted(text.encode() for text in texts)
 
 
