@@ -24,6 +24,7 @@ _CONFIG_HELP = (
     'FILE.py, such as configs/base.py, FILE.py:TEXT (of its get_config) or WORKDIR/config.json. '
     '--config.model.num_layers=12 sets a knob.'
 )
+_notes = []  # lines of load_saved_run that are not printed yet
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE, errno.EROFS)
 # Set by launch.local for all processes but the first, which reports bad flags for all of them.
 REPORTED_BY_LEADER = 'MODDEPTH_REPORTED_BY_LEADER'
@@ -104,6 +105,7 @@ def _call(main, argv):
                 return print(json.dumps(dataclasses.asdict(resolved), indent=2))
             try:
                 status = main(argv)
+                _print_notes()
                 if multihost := _multihost():
                     multihost.barrier('end of main')
                 return status
@@ -171,7 +173,9 @@ def _one_line(error):
         return _OUT_OF_MEMORY if 'RESOURCE_EXHAUSTED' in str(error) else ''
     if isinstance(error, OSError):
         if error.filename is not None:
-            return f'{error.filename}: {error.strerror or error}'
+            name = error.filename2 or error.filename
+            right = '; must be a file' if isinstance(error, IsADirectoryError) else ''
+            return f'{name}: {error.strerror or error}{right}'
         users = isinstance(error, (FileNotFoundError, PermissionError))
         return str(error) if users or error.errno in _DISK_ERRORS else ''
     if isinstance(error, flags.UnrecognizedFlagError):
@@ -237,18 +241,32 @@ def _help_text(positional):
     return '\n'.join(lines)
 
 
+def define_step():
+    """Defines --step, which `load_saved_run` reads."""
+    text = 'Checkpoint of the run to read, such as 600. Default: the newest.'
+    flags.DEFINE_integer('step', None, text, lower_bound=0)
+
+
 def load_saved_run(workdir: str, mesh_of=None):
-    """Loads the SavedRun in `workdir` on the mesh of `mesh_of(hparams)`, or on one device."""
+    """Loads the SavedRun in `workdir` on the mesh of `mesh_of(hparams)`, or on one device.
+
+    Its notes are printed with the first output of the command: none comes before an error.
+    """
     from moddepth_jax.training import multihost
-    from moddepth_jax.training.progress import printable
     from moddepth_jax.training.saved_run import load_run, read_hparams
 
     mesh = mesh_of and multihost.run_on_all(lambda: mesh_of(read_hparams(workdir)[0]))
-    run = load_run(workdir, mesh)
-    for note in run.notes if multihost.is_leader() else ():
-        print(printable(note), file=sys.stderr)
+    run = load_run(workdir, mesh, FLAGS['step'].value if 'step' in FLAGS else None)
+    _notes.extend(run.notes if multihost.is_leader() else ())
     enable_compilation_cache(run.hparams)
     return run
+
+
+def _print_notes():
+    while _notes:
+        from moddepth_jax.training.progress import printable
+
+        print(printable(_notes.pop(0)), file=sys.stderr)
 
 
 def define_routing(rules: str, more: str = '') -> flags.FlagHolder:
@@ -287,6 +305,7 @@ def progress_bar(what: str, total: int, hidden: bool = False):
 
     from moddepth_jax.training import multihost
 
+    _print_notes()
     console = rich.console.Console(stderr=True)
     hidden = hidden or not (console.is_terminal and multihost.is_leader())
     title = bars.TextColumn('{task.description}', markup=False)
@@ -299,6 +318,7 @@ def show(*blocks):
     """Prints tables, and lines of text without wrapping them; [brackets] in these are no markup."""
     import rich.console
 
+    _print_notes()
     console = rich.console.Console(highlight=False, emoji=False)
     for block in blocks:
         console.print(block, soft_wrap=isinstance(block, str), markup=False)

@@ -1,4 +1,4 @@
-"""Imports or exports a Hugging Face checkpoint, or turns a dense run into a MoD or MoDA run.
+"""Imports or exports a Hugging Face checkpoint, or starts a run from the parameters of another.
 
 python -m launch.convert --from_hf=SmolLM2-135M --workdir=runs/smol
 python -m launch.convert --from_hf=OLMo-2-0425-1B --workdir=runs/olmo \\
@@ -8,9 +8,11 @@ python -m launch.convert --from_workdir=runs/smol --workdir=runs/smol_mod \\
     --config=runs/smol/config.json --config.model.routing.router=learned \\
     --config.model.routing.capacity_stages=1:0.2 --config.training.num_steps=2000
 
-The folder of --from_hf holds config.json and *.safetensors of a Llama or OLMo2 model; a dense run
-of the same kind can be exported as one. --from_hf and --from_workdir make a run before its first
-step, for launch.generate, launch.evaluate, and launch.train --config=WORKDIR/config.json.
+--from_workdir also starts a run with other data or other knobs of training from the parameters of
+any run, at its newest checkpoint or at --step. The folder of --from_hf holds config.json and
+*.safetensors of a Llama or OLMo2 model; a dense run of the same kind can be exported as one.
+--from_hf and --from_workdir make a run before its first step, for launch.generate, launch.evaluate,
+and launch.train --config=WORKDIR/config.json.
 """
 
 import json
@@ -26,7 +28,8 @@ CONFIG = cli.define_config(default='configs/imported.py')
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run, new but for --to_hf.')
 FROM_HF = flags.DEFINE_string('from_hf', None, 'Folder of a Hugging Face model to import.')
 TO_HF = flags.DEFINE_string('to_hf', None, 'New folder for --workdir as a Hugging Face model.')
-FROM_WORKDIR = flags.DEFINE_string('from_workdir', None, 'Dense run to start --workdir from.')
+FROM_WORKDIR = flags.DEFINE_string('from_workdir', None, 'Run whose parameters --workdir gets.')
+cli.define_step()
 DTYPE = flags.DEFINE_enum('dtype', None, ['float32', 'bfloat16', 'float16'], 'Of --to_hf.')
 SEPARATOR = flags.DEFINE_string('separator', None, 'Token that starts documents of --from_hf.')
 TOKENIZERS = ('tokenizer.json', 'tokenizer.model')
@@ -145,7 +148,7 @@ def _name_separator(folder, tokenizer):
     config.write_text(json.dumps(named, indent=2) + '\n', encoding='utf-8')
 
 
-def _from_dense():
+def _from_run():
     from moddepth_jax.conversion.transfer_params import check_convertible
     from moddepth_jax.conversion.upcycle import upcycle
     from moddepth_jax.data.pipeline import make_dataset
@@ -155,7 +158,7 @@ def _from_dense():
 
     source, hparams = FROM_WORKDIR.value, from_config(CONFIG.value)
     before = read_hparams(source)[0]
-    check_convertible(before.model, hparams.model)
+    check_convertible(before, hparams)
     tokenizer = tokenizer_of(before.data, source)
     if hparams.data.tokenizer not in ('prepared', before.data.tokenizer, tokenizer.name):
         right = f'the run that is converted has {before.data.tokenizer!r}'
@@ -168,7 +171,7 @@ def _from_dense():
     files = sorted((pathlib.Path(source) / first_checkpoint.SOURCE_FILES).glob('*'))
     first_checkpoint.write_new_run(WORKDIR.value, hparams, params, averages, dataset, note, files)
     print(f'{source}, step {run.step}, {note["held_out_batches"]} held-out batches, nats a token')
-    print(f'  dense       {note["dense_loss"]:.4f}')
+    print(f'  before      {note["dense_loss"]:.4f}')
     print(f'  first step  {note["first_loss"]:.4f}  {note["difference"]:+.4f}: {note["why"]}')
     if 'loss_at_last_capacity' in note:
         print(f'  untrained at the last capacity  {note["loss_at_last_capacity"]:.4f}')
@@ -189,7 +192,7 @@ def measure_loss(params, averages, hparams, dataset):
 
 
 def main(_):
-    actions = {'from_hf': _import, 'to_hf': _export, 'from_workdir': _from_dense}
+    actions = {'from_hf': _import, 'to_hf': _export, 'from_workdir': _from_run}
     given = [name for name in actions if flags.FLAGS[name].value is not None]
     workdir = WORKDIR.value
     if len(given) != 1 or workdir is None:
@@ -204,6 +207,8 @@ def main(_):
         first_checkpoint.check_new_folder('workdir', workdir)
         if DTYPE.value is not None:
             raise ValueError(f'--dtype={DTYPE.value}: belongs to --to_hf; parameters are float32')
+        if given == ['from_hf'] and flags.FLAGS.step is not None:
+            raise ValueError(f'--step={flags.FLAGS.step}: belongs to a run, and not to --from_hf')
     elif list(config_file.overrides()) or not defaulted:
         raise ValueError('--config: does not belong to --to_hf, which changes no knob')
     actions[given[0]]()

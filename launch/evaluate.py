@@ -21,6 +21,7 @@ from absl import flags
 from launch import cli
 
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.', required=True)
+cli.define_step()
 ROUTING = cli.define_routing(
     'top_c, aux_loss, predictor, threshold or dense', ', compared with top_c'
 )

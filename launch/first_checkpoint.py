@@ -58,6 +58,8 @@ def write_new_run(workdir: str, hparams, params, averages, dataset, note: dict, 
     from moddepth_jax.training.summary import initial_metadata
     from moddepth_jax.training.train_step import TrainState
 
+    training = dataclasses.replace(hparams.training, extended_from=0)
+    hparams = dataclasses.replace(hparams, training=training)
     num_steps, zero = resolve_steps(hparams), jax.numpy.zeros((), 'int32')
     optimizer_state = jax.jit(make_optimizer(hparams, num_steps).init)(params)
     state = TrainState(zero, params, averages, optimizer_state, zero, zero, hparams, num_steps)

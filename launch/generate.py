@@ -19,6 +19,7 @@ from absl import flags
 from launch import cli
 
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.', required=True)
+cli.define_step()
 PROMPT = flags.DEFINE_multi_string('prompt', [''], 'Start of the text; several run together.')
 MAX_TOKENS = flags.DEFINE_integer('max_tokens', None, 'To add. Default: 200.', lower_bound=1)
 TEMPERATURE = flags.DEFINE_float('temperature', 1.0, 'Lower is safer, 0 takes the likeliest token.')

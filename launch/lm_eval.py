@@ -23,6 +23,7 @@ from absl import flags
 from launch import cli
 
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.', required=True)
+cli.define_step()
 TASKS = flags.DEFINE_list('tasks', None, 'Tasks, groups, tags or yaml files.', required=True)
 INCLUDE_PATH = flags.DEFINE_list('include_path', [], 'Folders of task yaml files, read first.')
 NUM_FEWSHOT = flags.DEFINE_integer('num_fewshot', None, 'Default: as the task says.', lower_bound=0)

@@ -1,4 +1,4 @@
-"""Transfers the parameters of a dense model to one with the same layers and more."""
+"""Transfers the parameters of a model to one with the same, or of a dense one to one with more."""
 
 import dataclasses
 import functools
@@ -21,16 +21,20 @@ _MAY_DIFFER = {  # knobs of the model that a conversion may change
 _NEW = ('router', 'predictor', 'stream')  # what routing and depth streams add to a layer
 
 
-def check_convertible(source: ModelHparams, target: ModelHparams):
-    """Raises ValueError, one line, if the source is not dense or other knobs differ."""
-    converted = 'in the run that is converted: must be'
-    if source.routed_layers:
-        found = f'model.routing.router={source.routing.router!r}'
-        raise ValueError(f'{found} {converted} dense, without a router')
-    if source.depth.stream != 'residual':
-        raise ValueError(f'model.depth.stream={source.depth.stream!r} {converted} residual')
+def check_convertible(source: Hparams, target: Hparams):
+    """Raises ValueError, one line, if other knobs of the model differ than may.
+
+    The source is dense, or both models have the same parameters.
+    """
+    router, stream = source.model.routing.router, source.model.depth.stream
+    dense = not source.model.routed_layers and stream == 'residual'
+    if not dense and abstract_params(source) != abstract_params(target):
+        found = f'model.routing.router={router!r} and model.depth.stream={stream!r}'
+        right = 'must be none and residual, or the new run must have the same parameters'
+        raise ValueError(f'{found} in the run that is converted: {right}')
     before, after = (
-        traverse_util.flatten_dict(dataclasses.asdict(model), sep='.') for model in (source, target)
+        traverse_util.flatten_dict(dataclasses.asdict(run.model), sep='.')
+        for run in (source, target)
     )
     for name, was in before.items():
         if after[name] != was and name.split('.')[0] not in _MAY_DIFFER:
@@ -71,7 +75,7 @@ def in_layer(keys: tuple) -> tuple[int, int, tuple]:
 
 
 def transfer_params(source: ModelHparams, params: dict, target: Hparams) -> tuple[dict, list[str]]:
-    """Parameters of the target: leaves of the dense source bit for bit, new ones initialized.
+    """Parameters of the target: leaves of the source bit for bit, new ones initialized.
 
     `check_convertible` accepts both. Also returns the names of the leaves that are new, such as
     stack.run_1.layer_0.router.w.

@@ -1,4 +1,4 @@
-"""Starts a MoD or MoDA run from a dense one: its parameters, and the loss of its first step."""
+"""Starts a run from the parameters of another one, maybe a MoD or MoDA run from a dense one."""
 
 import functools
 import types
@@ -23,10 +23,11 @@ _SAME = 1e-3  # nats: a first loss this close to the dense one counts as the sam
 def upcycle(run, hparams: Hparams, dataset, measure_loss: Callable) -> tuple[dict, dict, dict]:
     """Parameters and averages of a new run before its first step, and what convert.json says.
 
-    `run` is the SavedRun of a dense model, else a ValueError; `measure_loss` takes parameters,
-    averages, hparams and dataset, and returns the held-out nats per target as training counts them.
+    `run` is a SavedRun that `check_convertible` accepts, else a ValueError; `measure_loss` takes
+    parameters, averages, hparams and dataset, and returns the held-out nats per target as training
+    counts them.
     """
-    check_convertible(run.hparams.model, hparams.model)
+    check_convertible(run.hparams, hparams)
     params, new = transfer_params(run.hparams.model, run.state.params, hparams)
     averages = {name: jnp.zeros(shape) for name, shape in average_shapes(hparams.model).items()}
     averages |= {name: leaf for name, leaf in run.state.averages.items() if name in averages}
@@ -57,15 +58,17 @@ def upcycle(run, hparams: Hparams, dataset, measure_loss: Callable) -> tuple[dic
 
     dense, first = dense_loss(dataset), measure_loss(params, averages, first_hparams, dataset)
     note |= {
-        'from': 'a dense run',
+        'from': 'a run',
         'source_step': run.step,
         'held_out_batches': min(hparams.evaluation.num_batches, dataset.num_held_out_batches),
         'dense_loss': dense,
         'first_loss': first,
         'difference': first - dense,
-        'why': explain_difference(hparams, errors, abs(first - dense) <= _SAME),
+        'why': 'every parameter is that of the run',
         'new_parameters': new,
     }
+    if new or not run.hparams.model.routed_layers:
+        note['why'] = explain_difference(hparams, errors, abs(first - dense) <= _SAME)
     if len(hparams.stages) > 1:
         last = hparams.at(hparams.stages[-1])
         note['loss_at_last_capacity'] = measure_loss(params, averages, last, dataset)

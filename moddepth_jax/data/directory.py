@@ -113,6 +113,8 @@ def lock_directory(path: str | os.PathLike, flag: str = '--workdir') -> io.TextI
         file = open(pathlib.Path(path) / LOCK_FILE, 'a+', encoding='utf-8')
     except OSError as error:
         right = 'must be a directory that can be written'
+        if isinstance(error, IsADirectoryError):
+            right = f'its {LOCK_FILE} must be a file'
         raise ValueError(f'{flag}={path}: {error.strerror}; {right}') from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -136,16 +136,17 @@ class Checkpoints(contextlib.AbstractContextManager):
         if failure := self._finish_pending():
             raise failure
 
-    def restore(self, *abstract_states) -> tuple | None:
+    def restore(self, *abstract_states, at: int | None = None) -> tuple | None:
         """Returns the newest good checkpoint as (state, step, metadata), or None if there is none.
 
-        Of the abstract states, pytrees of jax.ShapeDtypeStruct or arrays, the first one that has
-        the leaves of the checkpoint is restored, each placed by its `sharding` (None: on the first
-        device). Raises SaveError as `wait`, and ValueError, one line with the first difference from
-        the first state, before anything is read, if none has these leaves, shapes and dtypes.
+        `at` is the step to take instead. Of the abstract states, pytrees of jax.ShapeDtypeStruct or
+        arrays, the first one that has the leaves of the checkpoint is restored, each placed by its
+        `sharding` (None: on the first device). Raises SaveError as `wait`, and ValueError, one line
+        with the first difference from the first state, before anything is read, if none has these
+        leaves, shapes and dtypes.
         """
         self.wait()
-        found = multihost.broadcast_from_leader(lambda: self._find_newest(abstract_states))
+        found = multihost.broadcast_from_leader(lambda: self._find_newest(abstract_states, at))
         self.skipped, step = found['skipped'], found['step']
         if step is None:
             return None
@@ -173,10 +174,10 @@ class Checkpoints(contextlib.AbstractContextManager):
         names = (path.name for path in self._directory.glob('[0-9]*'))
         return sorted(int(name) for name in names if _STEP.fullmatch(name))
 
-    def _find_newest(self, abstract_states):
+    def _find_newest(self, abstract_states, at):
         """The step to restore (None: no good one), its metadata, and which state it has."""
         skipped = []
-        for step in reversed(self._all_steps()):
+        for step in reversed(self._all_steps()) if at is None else [at]:
             try:
                 content = self._verify(step)
             except (OSError, ValueError) as error:

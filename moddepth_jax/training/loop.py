@@ -107,7 +107,7 @@ def train(
     if 0 < before < num_steps:
         may_change += IF_EXTENDED
     notes = multihost.broadcast_from_leader(lambda: open_workdir(workdir, config, may_change))
-    check_not_shortened(hparams, num_steps, before)
+    multihost.run_on_all(lambda: check_not_shortened(hparams, num_steps, before))
     with contextlib.ExitStack() as stack:
         multihost.run_on_leader(lambda: stack.enter_context(lock_directory(workdir)))
         multihost.check_shared_directory(workdir / CONFIG_FILE)

@@ -102,7 +102,7 @@ def resolve_steps(hparams: Hparams) -> int:
 
 
 def plan_extension(hparams: Hparams, workdir: str | os.PathLike) -> tuple[Hparams, int]:
-    """The hyper-parameters with which the run in `workdir` goes on, and its steps as planned before.
+    """The hyper-parameters with which the run in `workdir` goes on, and its steps planned before.
 
     If they have more steps, or the run was extended earlier, `training.extended_from` is set. A run
     without a step in a checkpoint begins anew, with 0 steps planned before.
@@ -136,8 +136,7 @@ def describe_extension(hparams: Hparams, num_steps: int, step: int, skipped: int
     new = float(learning_rate_schedule(hparams, num_steps)(step - skipped))
     line = f'extended from step {stored["num_steps"]} to {num_steps}: the learning rate at step '
     line += f'{step} is {new:.3g} under the {schedule} schedule of {num_steps} steps'
-    if old is None:
-        return line
     warmup = hparams.optimizer.warmup_fraction * hparams.steps_of_shares(num_steps)
-    rises = new > 1.01 * old and step - skipped > warmup
-    return f'{line}; it was {old:.3g}' + ', so it rises again after its decay' * rises
+    rises = old and new > 1.01 * old and step - skipped > warmup
+    was = f'; it was {old:.3g}' if old else ''
+    return line + was + ', so it rises again' * bool(rises)

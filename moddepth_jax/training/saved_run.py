@@ -52,11 +52,14 @@ def read_hparams(workdir: str | os.PathLike) -> tuple[Hparams, list[str]]:
         raise ValueError(f'{workdir / CONFIG_FILE}: {error}') from None
 
 
-def load_run(workdir: str | os.PathLike, mesh: Mesh | None = None) -> SavedRun:
+def load_run(
+    workdir: str | os.PathLike, mesh: Mesh | None = None, at: int | None = None
+) -> SavedRun:
     """Reads a run, finished, stopped or running; takes no lock and writes nothing.
 
-    Every process of a run calls it. The state is placed on the mesh, or on the first device. Raises
-    ValueError, one line, as `read_hparams` and `Checkpoints.restore`; without a good checkpoint.
+    Every process of a run calls it. The state is placed on the mesh, or on the first device; it is
+    that of the newest good checkpoint, or of step `at`. Raises ValueError, one line, as
+    `read_hparams` and `Checkpoints.restore`; without a good checkpoint.
     """
     workdir = pathlib.Path(workdir)
     hparams, notes = multihost.run_on_all(lambda: read_hparams(workdir))
@@ -67,11 +70,14 @@ def load_run(workdir: str | os.PathLike, mesh: Mesh | None = None) -> SavedRun:
         abstract = abstract_on_mesh(mesh, abstract)
     with Checkpoints(workdir / 'checkpoints', keep=1) as checkpoints:
         # Runs older than the averages have none.
-        restored = _restore_newest(checkpoints, abstract, abstract.replace(averages={}))
+        restored = _restore(checkpoints, at, abstract, abstract.replace(averages={}))
     notes += checkpoints.skipped
 
     def refuse():
         found = f' ({"; ".join(checkpoints.skipped)})' if checkpoints.skipped else ''
+        if at is not None:
+            steps = ', '.join(map(str, checkpoints.steps())) or 'none'
+            raise ValueError(f'--step={at}: no checkpoint of {workdir}{found}; steps kept: {steps}')
         right = f'train it first: python -m launch.train --config=FILE.py --workdir={workdir}'
         raise ValueError(f'--workdir={workdir}: holds no finished checkpoint{found}; {right}')
 
@@ -81,20 +87,20 @@ def load_run(workdir: str | os.PathLike, mesh: Mesh | None = None) -> SavedRun:
     num_steps = metadata['num_steps']
     if abstract.averages and not state.averages:
         notes.append(f'checkpoint {step} holds no averages: the rule threshold cannot run')
-    if step < num_steps:
+    if step < num_steps and at is None:
         remaining = num_steps - step
         notes.append(f'checkpoint {step} is the newest: {remaining} steps of the run remain')
     state = state.replace(num_steps=num_steps)
     return SavedRun(hparams, state, step, num_steps, metadata['fingerprint'], tuple(notes))
 
 
-def _restore_newest(checkpoints, *abstract_states):
+def _restore(checkpoints, at, *abstract_states):
     """`checkpoints.restore`, repeated if a running run has removed what was being read."""
     steps = functools.partial(multihost.broadcast_from_leader, checkpoints.steps)
     for _ in range(MAX_READS):
         before, restored = steps(), None
         try:
-            restored = checkpoints.restore(*abstract_states)
+            restored = checkpoints.restore(*abstract_states, at=at)
         except Exception:  # of many kinds: Orbax and TensorStore raise their own
             if steps() == before:
                 raise

@@ -13,6 +13,10 @@ ROUTED = {'model.routing.router': 'learned'}
 MOD = ROUTED | {'model.routing.layers': '1,2', 'model.routing.gate': 'none'}
 MODA = {'model.depth.stream': 'moda'}
 UNROLLED = {'model.depth.stream': 'average', 'model.layer_loop': 'unrolled'}
+SAME = {  # of the same parameters, with what may differ
+    'mod': (ROUTED, {'model.routing.capacity': 0.5, 'model.routing.gate': 'sigmoid'}),
+    'moda': (MODA, {'model.depth.slot_window': 1}),
+}
 DENSE = {
     'windows': {'model.num_layers': 5, 'model.windows': (0, 8), 'model.norm_placement': 'post'},
     'olmo2': {
@@ -65,7 +69,7 @@ def test_shared_leaves_are_transferred_bit_for_bit(dense, changes, tiny_config):
     """Every leaf of every layer of the dense model is there; what is new is named, and no more."""
     source = from_config(tiny_config(**DENSE[dense]))
     target = from_config(tiny_config(**DENSE[dense] | changes))
-    check_convertible(source.model, target.model)
+    check_convertible(source, target)
     given = random_params(source)
     params, new = transfer_params(source.model, given, target)
     (before, rest), (after, rest_after) = by_layer(source, given), by_layer(target, params)
@@ -83,6 +87,17 @@ def test_shared_leaves_are_transferred_bit_for_bit(dense, changes, tiny_config):
     assert jax.tree.map(np.shape, params) == jax.tree.map(lambda leaf: leaf.shape, shapes['params'])
 
 
+@pytest.mark.parametrize('kind', SAME)
+def test_a_model_with_the_same_parameters_gets_all_of_them(kind, tiny_config):
+    knobs, changes = SAME[kind]
+    source, target = (from_config(tiny_config(**each)) for each in (knobs, knobs | changes))
+    check_convertible(source, target)
+    given = random_params(source)
+    params, new = transfer_params(source.model, given, target)
+    jax.tree.map(np.testing.assert_array_equal, given, params)
+    assert not new
+
+
 def test_capacity_one_without_a_gate_is_the_dense_model(tiny_config):
     """The logits of the new model are the old one's, to the last bits of a float32."""
     source = from_config(tiny_config(**DENSE['olmo2']))
@@ -98,8 +113,8 @@ def test_capacity_one_without_a_gate_is_the_dense_model(tiny_config):
 @pytest.mark.parametrize(
     ('before', 'after', 'words'),
     [
-        (ROUTED, {}, "routing.router='learned' in the run that is converted: must be dense"),
-        (MODA, {}, "depth.stream='moda' in the run that is converted: must be residual"),
+        (ROUTED, {}, "router='learned' and model.depth.stream='residual' in the run that is conv"),
+        (MODA, {}, "stream='moda' in the run that is converted: must be none and residual, or"),
         ({}, {'model.d_ff': 96}, 'model.d_ff=96: is 64 in the run that is converted'),
         ({}, {'model.norm_placement': 'post'}, "model.norm_placement='post': is 'pre'"),
         ({}, {'model.norm_eps': 1e-5}, 'model.norm_eps=1e-05: is 1e-06'),
@@ -109,7 +124,7 @@ def test_capacity_one_without_a_gate_is_the_dense_model(tiny_config):
     ids=str,
 )
 def test_what_cannot_be_converted_is_refused_by_name(before, after, words, tiny_config):
-    source, target = (from_config(tiny_config(**changes)).model for changes in (before, after))
+    source, target = (from_config(tiny_config(**changes)) for changes in (before, after))
     with pytest.raises(ValueError) as caught:
         check_convertible(source, target)
     assert words in str(caught.value) and '\n' not in str(caught.value)

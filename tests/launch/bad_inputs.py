@@ -38,6 +38,7 @@ COMMANDS = {
         ),
         ('--config.seed=7 --workdir=taken', ['taken', 'seed is 0', 'and 7']),
         ('--workdir=text', ['--workdir=', 'text', 'config.json']),
+        ("'--workdir=a\nb'", [r"'a\nb'", 'without line ends']),
         ('--workdir=text/short.txt/run', ['--workdir=', 'directory']),
         ('--mesh=data=3', ['--mesh=data=3', '1 are here']),
         ('--mesh=modle=2', ['--mesh=modle=2', 'data, fsdp']),
@@ -48,12 +49,17 @@ COMMANDS = {
         ('--config=configs/mod_isoflop.py:budget=1e3', ['flop_budget=1000', 'step']),
         ('--config=configs/mod_isoflop.py:budget=lots', ["budget='lots'"]),
     ],
+    'train --config=run/config.json --workdir=run': [
+        ('--config.training.num_steps=2', ['num_steps=2: the run', 'has 4 steps; 4 resume it']),
+        ('--config.training.num_steps=8 --config.seed=1', ['seed is 0', 'and 1 in this run']),
+    ],
     'evaluate': [
         ('', ['--workdir: missing']),
         ('--workdir=other', ['--workdir=', 'other', 'config.json']),
     ],
     'evaluate --workdir=run': [
         ('--routing=aux_loss', ["'aux_loss'", 'predictor']),
+        ('--step=3', ['--step=3: no checkpoint of run', 'steps kept: 4']),
         ("'--data=*.rst'", ['--data=', '*.rst', 'no file']),
         ('--data=other/short.txt', ['6 tokens', 'needs 33']),
         ("'--data=other/*.jsonl'", ['--text_field', "'body'"]),
@@ -62,6 +68,10 @@ COMMANDS = {
         ('--text_field=body', ['--text_field=body', '--data or --domains']),
         ("--domains=other '--data=*.txt'", ['--domains=', 'other', 'not together with --data']),
         ("'--data=text/?.txt' --num_batches=1 --json=no/a.json", ['no/a.json: No such file']),
+        (
+            "'--data=text/?.txt' --num_batches=1 --json=text",
+            ['text: Is a directory; must be a file'],
+        ),
     ],
     'generate': [
         ('--workdir=taken', ['no finished checkpoint', 'launch.train']),
@@ -97,6 +107,7 @@ COMMANDS = {
         ('--from_hf=gone --to_hf=x --workdir=y', ['--from_hf, --to_hf was']),
         ('--from_workdir=run --workdir=new', ['needs --config=', 'run/config.json']),
         ('--from_hf=nested --workdir=new', ['nested/config.json', 'nested more than 64 deep']),
+        ('--from_hf=hf --workdir=new --step=2', ['--step=2: belongs to a run']),
         ('--from_hf=hf --workdir=run', ['run: holds', 'new or empty']),
         ('--from_hf=small --workdir=new', ['has ids up to 261', 'model has 250']),
         (
@@ -251,6 +262,7 @@ def _make_runs(folder, tiny_config):
         'data.held_out_fraction': 0.3,
     }
     save_run(folder / 'run', from_config(tiny_config(**changes)))
+    (folder / 'run' / 'checkpoints' / '9').mkdir()  # is skipped; no note may precede an error
 
 
 def _make_hugging_face(folder, texts):

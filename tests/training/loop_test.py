@@ -105,6 +105,9 @@ def test_a_finished_run_does_not_train_again(finished, copied, run_hparams, monk
         assert (copied / name).read_text() == (finished.workdir / name).read_text()
     again = loop.train(changed(run_hparams, 'training', log_every=1), copied)
     assert again.summary['state_sha256'] == finished.summary['state_sha256']
+    (copied / 'metrics.jsonl').unlink()
+    (line,) = loop.train(run_hparams, copied).summary['metrics_problems']
+    assert 'has 0 of 5 rows up to step 7: rows lost' in line
 
 
 def test_a_run_stopped_by_signals_ends_as_if_it_had_not_been(

@@ -1,11 +1,14 @@
 """The plan of a run: stages, whole steps within the budget, ids that fit the vocabulary."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from moddepth_jax.hparams import from_config
 from moddepth_jax.model import flops
 from moddepth_jax.training import plan
+from moddepth_jax.training.optimizer import learning_rate_schedule
 from moddepth_jax.training.plan import run_flops, stage_at, stage_starts
 from tests.data import tokenizer_files
 from tests.data.prepared_text import refusal
@@ -60,6 +63,29 @@ def test_a_budget_is_filled_to_within_a_step(stages, by_threshold, tiny_config):
         given = from_config(tiny_config(**knobs, flop_budget=float(times * dearest)))
         num_steps = plan.resolve_steps(given)
         assert run_flops(given, num_steps) <= times * dearest < run_flops(given, num_steps + 1)
+
+
+@pytest.mark.parametrize('schedule', ['constant', 'wsd'])
+def test_an_extension_changes_no_step_before_it(schedule, tiny_config):
+    """The 20 first steps of 50 have the rates, until wsd decays, stages and costs that they had."""
+    knobs = STAGED | BY_THRESHOLD | {'training.num_steps': 0, 'optimizer.schedule': schedule}
+    knobs |= {'optimizer.warmup_fraction': 0.25}
+    short, long = (
+        from_config(tiny_config(**knobs, flop_budget=1.0, **{'training.extended_from': steps}))
+        for steps in (0, 20)
+    )
+    budgets = [run_flops(short, 20), run_flops(long, 50)]
+    assert run_flops(long, 50, 20) == budgets[0] and stage_starts(long, 50) == stage_starts(
+        short, 20
+    )
+    for hparams, budget, num_steps in zip((short, long), budgets, (20, 50), strict=True):
+        given = dataclasses.replace(hparams, flop_budget=budget)
+        assert plan.resolve_steps(given) == num_steps
+    rates, rates_long = (
+        [float(learning_rate_schedule(hparams, num_steps)(step)) for step in range(16)]
+        for hparams, num_steps in ((short, 20), (long, 50))
+    )
+    assert rates == rates_long
 
 
 @pytest.mark.parametrize(('share', 'word'), [(0.999, 'pays for no step'), (2.0**31, '2147483648')])

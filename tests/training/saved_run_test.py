@@ -84,6 +84,13 @@ def test_a_running_run_is_read_at_its_newest_finished_checkpoint(workdir):
     assert 'checkpoint 2 is the newest: 2 steps of the run remain' in remaining
 
 
+def test_an_earlier_checkpoint_is_read_by_its_step(original):
+    run = load_run(original, at=2)
+    assert run.step == int(run.state.step) == 2 and not run.notes
+    with pytest.raises(ValueError, match='--step=3: no checkpoint of .*; steps kept: 2, 4'):
+        load_run(original, at=3)
+
+
 def test_the_capacity_is_that_of_the_stage(workdir, state):
     assert load_run(workdir).hparams_of_stage.model.routing.capacity == 0.125
     shutil.rmtree(workdir / 'checkpoints')
