@@ -1,7 +1,7 @@
 """What an adversary does to the files, moments and surroundings of a run, and what must follow.
 
-TABLE is {kind: {(command, path): {expected: attacks}}}, in the folder of World in table_test.py; the
-attacks, separated by `; `, are those of tests/faults/attacks.py. Expected:
+TABLE is {kind: {(command, path): {expected: attacks}}}, in the folder of World in table_test.py.
+Attacks, separated by `; `, are those of tests/faults/attacks.py. Expected:
 
 bit-equal: status 0, and all that the command makes is as without the attack.
 noted: WORDS: status 0 and a line with these words (a regular expression); training ends bit-equal.
@@ -28,12 +28,13 @@ STUDY = (
 )
 RUN_OF_STUDY = 'study/runs/dense-1x64-1e08-lr0.003-seed0'
 
-NOT_REGULAR = 'a directory; a FIFO; a socket; /dev/zero; a link to itself; a broken link'
-NO_FILE = f'{NOT_REGULAR}; unreadable; 10 GB'
+NO_FILE = (
+    'a directory; a FIFO; a socket; /dev/zero; a link to itself; a broken link; unreadable; 10 GB'
+)
 NO_JSON = 'emptied; cut; zeros; in UTF-16; nested; a long number; a list; null'
 BAD_SPLIT = f'{NO_FILE}; emptied; deleted; cut; longer; a bit flipped; zeros'
 NAMES = (
-    "run[1]; a\\b; a?b; {a,b}; a b; -; $HOME; %s; a:b; é; \U0001f600; config.json; \udcff; "
+    'run[1]; a\\b; a?b; {a,b}; a b; -; $HOME; %s; a:b; é; \U0001f600; config.json; \udcff; '
     + 255 * 'x'
 )
 
@@ -67,8 +68,8 @@ TABLE = {
     'metrics and summary': {
         (BEGUN, 'begun/metrics.jsonl'): {
             'noted: metrics.jsonl': 'emptied; deleted; cut; a digit changed; without a line; '
-            'a line twice; lines swapped; an infinite line; a nested line; zeros; in UTF-16; a FIFO; '
-            'a socket; /dev/zero; a broken link; a link to itself',
+            'a line twice; lines swapped; an infinite line; a nested line; zeros; in UTF-16; '
+            'a FIFO; a socket; /dev/zero; a broken link; a link to itself',
             'bit-equal': 'half a line more; from the future',
             'refused': 'a directory; unreadable; 10 GB',
         },
@@ -164,7 +165,7 @@ TABLE = {
             'refused': 'unreadable; a file; a link to itself',
         },
         (ROWS, 'rows.jsonl'): {
-            'refused': f'{NO_FILE}; nested; a long number; null; zeros; in UTF-16; half a line more',
+            'refused': f'{NO_FILE}; {NO_JSON}; half a line more',
             'bit-equal': 'with a BOM; with CRLF',
         },
         (INSPECT, 'text/1.txt'): {'refused': f'{NO_FILE}; emptied; in UTF-16; in Latin-1'},
@@ -177,7 +178,7 @@ TABLE = {
             'num_attention_heads=0; rms_norm_eps=[]; tie_word_embeddings="no"',
         },
         (CONVERT, 'hf/model.safetensors'): {
-            'refused': f'{NOT_REGULAR}; unreadable; emptied; cut; longer; zeros; random bytes; 10 GB',
+            'refused': f'{NO_FILE}; emptied; cut; longer; zeros; random bytes',
             'refused: safetensors': 'deleted',
         },
         (CONVERT, 'hf/tokenizer.json'): {
