@@ -7,6 +7,8 @@ import pathlib
 import re
 import sysconfig
 
+from moddepth_jax.data.compression import read_small
+
 _TESTS = {'test', 'tests', 'idle_test'}
 _TEST_FILE = re.compile(r'(test_.*|.*_test|conftest)\.py')
 _EXCLUDED = _TESTS | {'idlelib', 'lib2to3', 'site-packages', 'dist-packages', '__pycache__'}
@@ -21,7 +23,7 @@ def _documents_below(root, excluded):
         for name in names:
             if name.endswith('.py') and not name.startswith(_MACHINE_FILES):
                 path = pathlib.Path(folder, name)
-                documents.append((path.relative_to(root).as_posix(), path.read_bytes()))
+                documents.append((path.relative_to(root).as_posix(), read_small(path)))
     return sorted(documents)
 
 

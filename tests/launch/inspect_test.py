@@ -9,7 +9,7 @@ from tests.launch.bad_inputs import snapshot
 from tests.launch.commands import call
 from tests.saved_run import save_run
 
-HOSTILE = b'def f(x):\n  """</script>\xff"""\n'  # one window of 32 tokens
+HOSTILE = b'def f():\n  """</script>\xc3\xa9"""\n'  # one window of 32 tokens
 FILES = ['depth_mass.json', 'depth_mass.png', 'routing.html', 'routing.json', 'routing.png']
 
 
