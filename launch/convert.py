@@ -22,7 +22,6 @@ import shutil
 from absl import flags
 
 from launch import cli, config_file, first_checkpoint
-from moddepth_jax.data.directory import read_json
 
 CONFIG = cli.define_config(default='configs/imported.py')
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run, new but for --to_hf.')
@@ -141,7 +140,7 @@ def _name_separator(folder, tokenizer):
     file, config = folder / 'tokenizer.json', folder / 'tokenizer_config.json'
     if not file.exists() or config.exists():
         return
-    added = (read_json(file, 'convert the model again') or {}).get('added_tokens') or []
+    added = json.loads(file.read_text(encoding='utf-8')).get('added_tokens') or []
     texts = {token['id']: token['content'] for token in added}
     named = dict.fromkeys(('bos_token', 'eos_token'), texts.get(tokenizer.separator))
     named = {'tokenizer_class': 'PreTrainedTokenizerFast', **named}

@@ -17,13 +17,7 @@ from importlib import metadata
 import numpy as np
 
 from moddepth_jax.data.compression import open_file
-from moddepth_jax.data.directory import (
-    cache_directory,
-    check_fields,
-    read_json,
-    short_repr,
-    write_atomically,
-)
+from moddepth_jax.data.directory import cache_directory, check_fields, read_json, write_atomically
 from moddepth_jax.data.tokenizers.tokenizer import DIRECTORY as TOKENIZER_DIRECTORY
 from moddepth_jax.data.tokenizers.tokenizer import Tokenizer, make_tokenizer
 
@@ -31,7 +25,6 @@ PREPARED_FILE = 'prepared.json'
 PLAN_FILE = 'parts/plan.json'  # of a preparation that is not finished
 SCHEMA_VERSION = 1
 SPLITS = ('train', 'held_out')
-_DTYPES = ('uint16', 'uint32')
 _COUNTS = {'documents': int, 'tokens': int, 'bytes': int, 'sha256': str}
 _FIELDS = {  # of prepared.json
     'fingerprint': str,
@@ -160,9 +153,6 @@ def open_store(directory: str | os.PathLike) -> Store:
         right = f'must be {SCHEMA_VERSION}; another version of this code wrote it'
         raise ValueError(f'{file}: schema_version={version}; {right}: {again}')
     check_fields(content, _FIELDS, file, again)
-    if (dtype := content['dtype']) not in _DTYPES:
-        right = f'must be {" or ".join(_DTYPES)}'
-        raise ValueError(f'{file}: dtype={short_repr(dtype)}; {right}; {again}')
     own = content.pop('sha256', None)  # older stores have neither this nor the tokenizer's
     intact = own == _sha256(content) or (own is None and 'tokenizer_files' not in content)
     if not intact or content['fingerprint'] != _fingerprint(content):

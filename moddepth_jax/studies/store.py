@@ -56,10 +56,11 @@ def open_study(directory, plan: dict):
         stored = read_json(file, '')
         for name in stored | plan:
             old, new = stored.get(name), plan.get(name)
-            grown = name in MAY_GROW and isinstance(old or [], list)
-            grown = grown and all(item in (new or ()) for item in old or ())
+            before = old or []
+            grown = name in MAY_GROW and isinstance(before, list)
+            grown = grown and all(item in (new or ()) for item in before)
             if name == 'seeds':  # the first seed chooses sizes and learning rates
-                grown = grown and old[:1] == new[:1]
+                grown = grown and before[:1] == new[:1]
             if old != new and not grown:
                 more = ' (it may only gain some)' if name in MAY_GROW else ''
                 found = f'{name} is {old!r} in its {PLAN_FILE} and {new!r} in this study{more}'
