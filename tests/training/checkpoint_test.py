@@ -253,7 +253,7 @@ def test_a_part_that_one_process_cannot_write_fails_the_save_of_both(tmp_path, b
         assert (found['kept'], found['step'], found['values']) == (['1'], 3, [3.0])
     assert 'checkpoint 2 in ' in both[0]['lines'][0][3]
     assert 'steps kept: 1' in both[0]['lines'][0][3]
-    assert sorted(os.listdir(tmp_path)) == ['1', '3']
+    assert sorted(os.listdir(folder)) == ['1', '3']
 
 
 def test_errors_of_others_that_python_cannot_raise_pass(monkeypatch):

@@ -30,7 +30,8 @@ def test_routed_layers_and_layers_with_experts_have_separate_groups(tiny_config,
     dataset = types.SimpleNamespace(
         epochs=lambda step: 1.0, corpus=types.SimpleNamespace(sha256='')
     )
-    metadata = {'train_loss': 1.0, 'seconds': 2.0, 'versions': {}}
+    metadata = {'train_loss': 1.0, 'seconds': 2.0, 'versions': {}, 'extended': []}
+    metadata['metrics_problems'] = []
     evaluation = {'loss': 1.5, 'routing': {'recall': [0.5]}, 'experts': {'unused': [0.0, 3.0]}}
     found = summary.summarize(hparams, state, evaluation, dataset, metadata)
     assert found['eval'] == {'loss': 1.5}
