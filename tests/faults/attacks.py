@@ -20,7 +20,7 @@ import time
 
 from moddepth_jax.data.directory import lock_directory
 
-SECONDS, MEMORY = 120, 3 << 30  # of a command, which takes 5 seconds alone and half of a GiB
+SECONDS, MEMORY = 300, 3 << 30  # of a command, which takes 5 seconds and half a GiB if alone
 _DEEP = 100_000
 
 
