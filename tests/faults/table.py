@@ -28,9 +28,8 @@ STUDY = (
 )
 RUN_OF_STUDY = 'study/runs/dense-1x64-1e08-lr0.003-seed0'
 
-NO_FILE = (
-    'a directory; a FIFO; a socket; /dev/zero; a link to itself; a broken link; unreadable; 10 GB'
-)
+IRREGULAR = 'a FIFO; a socket; /dev/zero; a link to itself; a broken link; unreadable'
+NO_FILE = f'{IRREGULAR}; a directory; 10 GB'
 NO_JSON = 'emptied; cut; zeros; in UTF-16; nested; a long number; a list; null'
 BAD_SPLIT = f'{NO_FILE}; emptied; deleted; cut; longer; a bit flipped; zeros'
 NAMES = (
@@ -149,7 +148,8 @@ TABLE = {
     },
     'text': {
         (NEW, 'text/1.txt'): {
-            'refused': f'{NO_FILE}; in UTF-16; in Latin-1; random bytes',
+            'refused': f'{IRREGULAR}; in UTF-16; in Latin-1; random bytes',
+            'refused: out of memory': '10 GB',
             'bit-equal': 'from the future',
         },
         (BEGUN, 'text/1.txt'): {
@@ -157,7 +157,7 @@ TABLE = {
             'bit-equal': 'from the future',
         },
         (PREPARE, 'text/1.txt'): {
-            'refused': f'{NO_FILE}; in UTF-16; in Latin-1',
+            'refused': f'{IRREGULAR}; in UTF-16; in Latin-1',
             'bit-equal': 'from the future',
         },
         (PREPARE, 'text'): {
@@ -165,7 +165,7 @@ TABLE = {
             'refused': 'unreadable; a file; a link to itself',
         },
         (ROWS, 'rows.jsonl'): {
-            'refused': f'{NO_FILE}; {NO_JSON}; half a line more',
+            'refused': f'{IRREGULAR}; nested; a long number; null; zeros; in UTF-16; half a line more',
             'bit-equal': 'with a BOM; with CRLF',
         },
         (INSPECT, 'text/1.txt'): {'refused': f'{NO_FILE}; emptied; in UTF-16; in Latin-1'},

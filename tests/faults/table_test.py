@@ -147,6 +147,13 @@ def check_end(row, done):
 
 def result(folder, command, done):
     """What a command made: training its state, losses and rows; others their output."""
+    if command.startswith('prepare'):
+        return (
+            (),
+            (),
+            (),
+            json.loads((folder / 'prepared/prepared.json').read_text())['fingerprint'],
+        )
     if not command.startswith('train'):
         return (), (), (), re.sub(r'[0-9.]+ (s|tokens/s|MB/s)\b', '', done.stdout + done.stderr)
     workdir = folder / re.search('--workdir=(.*)', shlex.split(command)[2])[1]
@@ -155,12 +162,12 @@ def result(folder, command, done):
 
 
 def snapshot(folder):
-    """Every path below but locks and caches: its kind, size and the time of its last change."""
+    """Every path but locks, caches and finished parts: its kind, size and time of last change."""
     stats = {path: path.lstat() for path in folder.rglob('*')}
     return {
         path: (stat.st_mode, not path.is_dir() and (stat.st_size, stat.st_mtime_ns))
         for path, stat in stats.items()
-        if not {'lock', '__pycache__', 'cache'} & set(path.parts)
+        if not {'lock', '__pycache__', 'cache', 'prepared'} & set(path.parts)
     }
 
 
