@@ -165,10 +165,13 @@ TABLE = {
             'refused': 'unreadable; a file; a link to itself',
         },
         (ROWS, 'rows.jsonl'): {
-            'refused': f'{IRREGULAR}; nested; a long number; null; zeros; in UTF-16; half a line more',
+            'refused': f'{IRREGULAR}; nested; null; zeros; in UTF-16; half a line more',
             'bit-equal': 'with a BOM; with CRLF',
         },
-        (INSPECT, 'text/1.txt'): {'refused': f'{NO_FILE}; emptied; in UTF-16; in Latin-1'},
+        (INSPECT, 'text/1.txt'): {
+            'refused': f'{IRREGULAR}; a directory; emptied; in UTF-16; in Latin-1',
+            'refused: out of memory': '10 GB',
+        },
     },
     'a Hugging Face folder': {
         (CONVERT, 'hf/config.json'): {
