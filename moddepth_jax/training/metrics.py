@@ -80,6 +80,10 @@ class MetricsWriter(contextlib.AbstractContextManager):
             self._file.close()
             rows = read_metrics(self._path.parent)
             self._rewrite([old for old in rows if _key(old) != _key(row)])
+        if not self._is_as_written():
+            print(f'{self._path}: was changed while the run wrote it: rows lost', file=sys.stderr)
+            self._file.close()
+            self._rewrite([])
         try:
             self._file.write(_text([row]))
             self._file.flush()
@@ -90,6 +94,14 @@ class MetricsWriter(contextlib.AbstractContextManager):
         self._sha256.update(_text([row]).encode())
         for sink in list(self._sinks):
             self._call(sink, sink.add, step, values)
+
+    def _is_as_written(self):
+        try:
+            found = self._path.stat()
+        except OSError:
+            return False
+        same = os.path.samestat(found, os.fstat(self._file.fileno()))
+        return same and found.st_size == self._file.tell()
 
     def has(self, step: int, name: str) -> bool:
         """Whether an earlier start of the run left a row of `step` with a value `name`."""

@@ -225,6 +225,8 @@ def _run(asked, module, *arguments):
     os.chdir(asked['folder'])
     os.environ['XDG_CACHE_HOME'] = asked['cache']
     sys.path[0] = os.getcwd()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # nohup and `&` ignore these
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.alarm(SECONDS)  # its default action ends a process also in a system call that blocks
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     _obey_permissions()

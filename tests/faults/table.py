@@ -66,7 +66,7 @@ TABLE = {
     },
     'metrics and summary': {
         (BEGUN, 'begun/metrics.jsonl'): {
-            'noted: metrics.jsonl': 'emptied; deleted; cut; a digit changed; without a line; '
+            'noted: metrics.jsonl: ': 'emptied; deleted; cut; a digit changed; without a line; '
             'a line twice; lines swapped; an infinite line; a nested line; zeros; in UTF-16; '
             'a FIFO; a socket; /dev/zero; a broken link; a link to itself',
             'bit-equal': 'half a line more; from the future',
@@ -204,22 +204,25 @@ TABLE = {
         )
     },
     'names of directories': {
-        (BEGUN, 'begun'): {'bit-equal': NAMES, 'refused: without line ends': 'a\nb; a\x1b[31m'},
-        (NEW, 'text'): {'bit-equal': 'run[1]; a?b; a\nb; é'},
-        (STORED, 'store'): {'bit-equal': 'run[1]; a?b; a\nb; é'},
+        (BEGUN, 'begun'): {
+            'bit-equal': NAMES,
+            'refused: without line ends': 'a\nb; a\x1b[31m; \udcff',
+        },
+        (NEW, 'text'): {'bit-equal': 'a b; é'},
+        (STORED, 'store'): {'bit-equal': 'run[1]; a?b; é'},
         (CONVERT, 'hf'): {'bit-equal': 'run[1]; a\\b; é'},
     },
     'moments': {
         (BEGUN, 'begun/config.json'): {'bit-equal': 'step 6: deleted'},
         (BEGUN, 'begun/lock'): {'bit-equal': 'step 6: deleted'},
         (BEGUN, 'begun/metrics.jsonl'): {
-            'noted: metrics.jsonl': 'step 6: deleted; step 6: emptied',
+            'noted: metrics.jsonl: was changed': 'step 6: deleted; step 6: emptied',
             'refused': 'last evaluation: a directory',
         },
         (BEGUN, 'begun/checkpoints'): {
             'bit-equal': 'step 6: deleted; report: deleted',
             'ends 2: checkpoint': 'save: deleted',
-            'ends 2: Permission denied': 'step 7: read-only',
+            'refused: Permission denied': 'step 7: read-only',
         },
         (BEGUN, 'begun'): {'refused': 'step 6: deleted; report: deleted'},
         (BEGUN, 'text/1.txt'): {'bit-equal': 'step 6: deleted; step 6: emptied'},

@@ -93,7 +93,10 @@ class World:
         if row.attack.startswith('named '):
             name = row.attack.removeprefix('named ')
             path.rename(folder / name)
-            words = [word.replace(row.path, name) for word in shlex.split(row.command)]
+            words = [
+                re.sub(f'={row.path}$', lambda _: f'={name}', word)
+                for word in shlex.split(row.command)
+            ]
             if row.path in ('text', 'store'):
                 words.append(f'--config.data.source={name}' + '/*.txt' * (row.path == 'text'))
             return Row(shlex.join(words))
