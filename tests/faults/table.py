@@ -210,7 +210,7 @@ TABLE = {
         },
         (NEW, 'text'): {'bit-equal': 'a b; é'},
         (STORED, 'store'): {'bit-equal': 'run[1]; a?b; é'},
-        (CONVERT, 'hf'): {'bit-equal': 'run[1]; a\\b; é'},
+        (CONVERT, 'hf'): {'noted: 12,608 parameters': 'run[1]; a\\b; é'},
     },
     'moments': {
         (BEGUN, 'begun/config.json'): {'bit-equal': 'step 6: deleted'},
