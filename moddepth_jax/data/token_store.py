@@ -51,7 +51,8 @@ def is_store(path: str | os.PathLike) -> bool:
 
 def is_started(path: str | os.PathLike) -> bool:
     """Whether `path` is a directory with prepared text, complete or not."""
-    return is_store(path) or (pathlib.Path(path).expanduser() / PLAN_FILE).is_file()
+    names = (PREPARED_FILE, 'train.bin', PLAN_FILE)  # also damaged: never read as a folder of text
+    return any(os.path.lexists(pathlib.Path(path).expanduser() / name) for name in names)
 
 
 @dataclasses.dataclass(frozen=True)

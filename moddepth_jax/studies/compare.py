@@ -12,7 +12,7 @@ from matplotlib import rc_context
 
 from moddepth_jax.studies.plot_style import SETTINGS, new_figure, scientific
 from moddepth_jax.studies.statistics import INVALID_GAP, Interval, interval
-from moddepth_jax.training.metrics import read_metrics
+from moddepth_jax.training.metrics import METRICS_FILE, read_metrics
 from moddepth_jax.training.progress import format_count
 from moddepth_jax.training.run_dir import CONFIG_FILE, read_config
 from moddepth_jax.training.summary import SUMMARY_FILE, read_summary
@@ -92,7 +92,7 @@ class Variant:
 
 
 def read_run(path: str) -> FinishedRun:
-    """Reads a run. Raises ValueError, one line, if there is none or it has not finished."""
+    """Reads a run. Raises ValueError, one line, for none, or one unfinished or with rows lost."""
     try:
         config, _ = read_config(path)
     except ValueError as error:
@@ -101,7 +101,11 @@ def read_run(path: str) -> FinishedRun:
     if (summary := read_summary(path, _SUMMARY)) is None:
         command = f'python -m launch.train --config={path}/{CONFIG_FILE} --workdir={path}'
         raise ValueError(f'{path}: has not finished (no {SUMMARY_FILE}); finish it: {command}')
-    return FinishedRun(path, knobs, summary, read_metrics(path))
+    rows, last = read_metrics(path), summary['final_step']
+    if last not in (row['step'] for row in rows if 'loss' in row):
+        found = f'{path}/{METRICS_FILE}: holds no loss of step {last}, its last'
+        raise ValueError(f'{found}; rows are lost: put the file back, or leave the run out')
+    return FinishedRun(path, knobs, summary, rows)
 
 
 def _is_silent(name):

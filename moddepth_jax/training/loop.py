@@ -31,6 +31,7 @@ from moddepth_jax.training.profile import Profile
 from moddepth_jax.training.progress import Progress
 from moddepth_jax.training.run_dir import (
     CONFIG_FILE,
+    check_writable,
     open_workdir,
     save_source,
     save_tokenizer,
@@ -118,6 +119,7 @@ def train(
         multihost.run_on_leader(lambda: stack.enter_context(lock_directory(workdir)))
         multihost.check_shared_directory(workdir / CONFIG_FILE)
         folder, keep = workdir / 'checkpoints', hparams.training.keep_checkpoints
+        multihost.run_on_leader(lambda: check_writable(folder))
         checkpoints = stack.enter_context(Checkpoints(folder, keep))
         stack.enter_context(multihost.exit_on_lost_process())
         state, metadata, more = restore_or_init(hparams, num_steps, dataset, mesh, checkpoints)

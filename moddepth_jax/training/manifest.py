@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 
+from moddepth_jax.data.compression import read_small
 from moddepth_jax.data.directory import parse_object, write_atomically
 
 MANIFEST_FILE = 'manifest.json'
@@ -35,7 +36,7 @@ def read_manifest(directory: pathlib.Path) -> dict:
     path = directory / MANIFEST_FILE
     if not path.exists():
         raise ValueError(f'unfinished, it has no {MANIFEST_FILE}')
-    text = path.read_bytes()
+    text = read_small(path)
     try:
         manifest = parse_object(text)
         # The digest covers parsed values, so the text is compared too: spaces, or 1.0 for 1.
@@ -48,10 +49,10 @@ def read_manifest(directory: pathlib.Path) -> dict:
     for name, (size, sha256) in manifest['files'].items():
         if not (directory / name).is_file():
             raise ValueError(f'{name} is missing')
-        found_size, found_sha256 = _size_and_sha256(directory / name)
+        found_size = (directory / name).stat().st_size
         if found_size != size:
             raise ValueError(f'{name} has {found_size} bytes instead of {size}')
-        if found_sha256 != sha256:
+        if _size_and_sha256(directory / name)[1] != sha256:
             raise ValueError(f'{name} is damaged: its sha256 is not that of {MANIFEST_FILE}')
     return manifest['content']
 

@@ -15,11 +15,13 @@ from tensorboardX import summary
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
+from moddepth_jax.data.compression import read_small
 from moddepth_jax.data.directory import parse_object, write_atomically
 from moddepth_jax.training import multihost
 
 METRICS_FILE = 'metrics.jsonl'
 OLDER_EVENTS = 'tensorboard'  # folder of a run: where older versions wrote events
+_MAX_BYTES = 1 << 31  # of its rows
 FLUSH_SECONDS = 30.0  # between flushes of TensorBoard events
 WANDB_ID_FILE = 'wandb-id'
 
@@ -78,6 +80,10 @@ class MetricsWriter(contextlib.AbstractContextManager):
             self._file.close()
             rows = read_metrics(self._path.parent)
             self._rewrite([old for old in rows if _key(old) != _key(row)])
+        if not self._is_as_written():
+            print(f'{self._path}: was changed while the run wrote it: rows lost', file=sys.stderr)
+            self._file.close()
+            self._rewrite([])
         try:
             self._file.write(_text([row]))
             self._file.flush()
@@ -88,6 +94,14 @@ class MetricsWriter(contextlib.AbstractContextManager):
         self._sha256.update(_text([row]).encode())
         for sink in list(self._sinks):
             self._call(sink, sink.add, step, values)
+
+    def _is_as_written(self):
+        try:
+            found = self._path.stat()
+        except OSError:
+            return False
+        same = os.path.samestat(found, os.fstat(self._file.fileno()))
+        return same and found.st_size == self._file.tell()
 
     def has(self, step: int, name: str) -> bool:
         """Whether an earlier start of the run left a row of `step` with a value `name`."""
@@ -129,7 +143,7 @@ def _sha256(rows):
 
 
 def _lines(path):
-    return path.read_text(encoding='utf-8', errors='replace').splitlines()
+    return read_small(path, _MAX_BYTES).decode(errors='replace').splitlines()
 
 
 def _parse(line):

@@ -156,12 +156,19 @@ def read_config(path: str | os.PathLike) -> tuple[dict, list[str]]:
     return config, _note(path, added)
 
 
+def check_writable(folder: pathlib.Path):
+    """Raises ValueError, one line, for what is there and no directory that can be written."""
+    usable = folder.is_dir() and os.access(folder, os.R_OK | os.W_OK | os.X_OK)
+    if os.path.lexists(folder) and not usable:
+        raise ValueError(f'{folder}: {_WRITABLE}')
+
+
 def save_source(path: str | os.PathLike, source: str | os.PathLike | None):
     """Copies the file of --config into the directory of a run; None: there is none to keep."""
     if source is not None:
         text = pathlib.Path(source).read_text(encoding='utf-8')
         file = pathlib.Path(path) / SOURCE_FILE
-        if not file.exists() or file.read_text(encoding='utf-8') != text:
+        if not file.is_file() or file.read_bytes() != text.encode():
             write_atomically(file, text)
 
 

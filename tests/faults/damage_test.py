@@ -1,7 +1,6 @@
 """Any damage to the newest checkpoint is reported, and the run resumes from another one."""
 
 import contextlib
-import os
 import re
 import shutil
 
@@ -131,17 +130,3 @@ def test_the_run_resumes_from_the_previous_checkpoint(saved, tmp_path, capsys, t
         assert checkpoints.steps() == [OLDER, NEWEST]
     read_manifest(workdir / 'checkpoints' / str(NEWEST))
     tally('damaged runs that resumed', 'bit-equal')
-
-
-@pytest.mark.faults
-def test_without_a_good_checkpoint_the_run_starts_anew(saved, tmp_path, capsys):
-    workdir = shutil.copytree(saved.workdir, tmp_path / 'run')
-    for step in (OLDER, NEWEST):
-        os.truncate(workdir / 'checkpoints' / str(step) / '_METADATA', 7)
-    again = loop.train(saved.hparams, workdir)
-    out = capsys.readouterr().out
-    for step in (OLDER, NEWEST):
-        assert f'checkpoint {step} skipped: _METADATA has 7 bytes' in out
-    assert 'resuming' not in out
-    assert again.summary['state_sha256'] == saved.run.summary['state_sha256']
-    assert rows_of(workdir) == rows_of(saved.workdir)
