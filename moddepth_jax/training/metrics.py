@@ -81,9 +81,9 @@ class MetricsWriter(contextlib.AbstractContextManager):
             rows = read_metrics(self._path.parent)
             self._rewrite([old for old in rows if _key(old) != _key(row)])
         if not self._is_as_written():
-            print(f'{self._path}: was changed while the run wrote it: rows lost', file=sys.stderr)
             self._file.close()
             self._rewrite([])
+            print(f'{self._path}: was changed while the run wrote it: rows lost', file=sys.stderr)
         try:
             self._file.write(_text([row]))
             self._file.flush()

@@ -229,7 +229,7 @@ TABLE = {
         (STORED, 'store/train.bin'): {'bit-equal': 'step 6: deleted'},
         (BEGUN, None): {
             'refused: --workdir=begun: in use by process': 'in use by another run',
-            'ends 130: SIGINT: stopped and saved': 'step 6: SIGINT; save: SIGINT',
+            'ends 130: SIGINT: stopped and saved': 'step 6: SIGINT',
             'ends 143: SIGTERM: stopped and saved': 'step 6: SIGTERM; compiling: SIGTERM; '
             'step 6: SIGTERM and SIGINT',
             'ends 138: SIGUSR1: stopped and saved': 'step 6: SIGUSR1',
