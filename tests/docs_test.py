@@ -45,7 +45,7 @@ def _parsed(lists, folder):
     for name in {word.removeprefix('--config=') for words in lists for word in words}:
         if name.endswith('/config.json'):
             run_dir.open_workdir((folder / name).parent, config)
-    found = run_commands(lists, folder, ['launch.cli', 'launch.config_file'], parse_only=True)
+    found = run_commands(lists, folder, parse_only=True)
     return [done.status and (done.stderr or f'status {done.status}') for done in found]
 
 

@@ -64,7 +64,7 @@ def test_a_bad_config_json_is_one_line(tiny_config, tmp_path):
     content = json.loads(pathlib.Path(path).read_text())
     for name, text, words in (
         ('other.json', '{}', 'must be FILE.py or the config.json of a run'),
-        ('config.json', '{}', 'unreadable'),
+        ('config.json', '{}', "holds no 'schema_version'; must be an integer"),
         ('config.json', json.dumps(content | {'schema_version': 99}), 'schema_version=99'),
         ('config.json', json.dumps({**content, 'config': {'modle': {}}}), 'modle={}: no such knob'),
     ):
