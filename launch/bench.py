@@ -5,8 +5,10 @@
   python -m launch.bench decode --batches=1,8,16,64 --kv_heads=8,2
   python -m launch.bench depth --depths=8,16,32,64
   python -m launch.bench experts --shapes=1024x256x704x64x6,4096x256x512x8x2
+  python -m launch.bench attention --lengths=4096 --slots=16,64 --implementations=cudnn,xla
+  python -m launch.bench scoring --size=6x128 --repeats=11
 
-What is compared is timed in turn. launch.gpu times attention.
+What is compared is timed in turn.
 moddepth_jax.benchmarks.registry lists the benchmarks.
 """
 
@@ -22,7 +24,7 @@ from moddepth_jax.benchmarks.timing import DeviceLostError
 from moddepth_jax.training.tables import print_table
 
 JSON = flags.DEFINE_string('json', None, 'File for the result, as it grows; - for stdout.')
-ZERO_ALLOWED = ('unrolled_up_to',)
+ZERO_ALLOWED = ('slots', 'unrolled_up_to')
 
 
 OWNERS = {}  # the benchmarks of each flag

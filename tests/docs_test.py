@@ -166,6 +166,8 @@ BENCHES = {
     'decode': '--size=2x64 --context=64 --prompt=8 --batches=1,2 --kv_heads=1 --repeats=2',
     'depth': '--size=2x64 --depths=2,3 --length=32 --ratio_length=64 --rows=1 --repeats=1',
     'experts': '--shapes=64x32x16x4x2 --repeats=1',
+    'scoring': '--size=2x64 --repeats=1',
+    'attention': '--implementations=xla --lengths=16 --widths=8 --slots=2 --seconds=1',
 }
 RULES = (
     # (what the command contains, appended, reason); the first that fits.

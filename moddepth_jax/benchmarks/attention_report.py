@@ -1,8 +1,17 @@
-"""Times of attention as tables, next to their targets."""
+"""The benchmark of attention: times as tables, next to their targets."""
 
-from moddepth_jax.benchmarks.attention_cases import Case
-from moddepth_jax.benchmarks.attention_forms import ALONE, BOTH, PLAIN
+import itertools
+import sys
+
+import jax
+
+from kernels_pallas.depth_attention import IMPLEMENTATIONS
+from moddepth_jax.benchmarks.attention import bench_case, device_ceilings
+from moddepth_jax.benchmarks.attention_cases import LENGTHS, Case
+from moddepth_jax.benchmarks.attention_forms import ALONE, BOTH, PLAIN, RIVALS
+from moddepth_jax.benchmarks.models import Dtype
 from moddepth_jax.studies.plot_style import new_figure
+from moddepth_jax.training.summary import versions
 from moddepth_jax.training.tables import Table, pivot
 
 # Times of both passes over plain cuDNN's, at TARGET_SHAPE on an H200, by T.
@@ -89,6 +98,51 @@ def targets_table(results: list[dict], copy_bytes_per_second: float) -> Table:
             name = f'{start}, both passes with slots, over FlashAttention-2 without'
             add(name, 1, {name: seconds / plain for name, seconds in ours.items()}, min)
     return Table('targets (on an H200)', ['', 'target', 'reached', 'by'], lines)
+
+
+def attention(
+    *,
+    implementations: list[str] | None = None,
+    lengths: list[int] | None = None,
+    heads: list[int] | None = None,
+    kv_heads: list[int] | None = None,
+    widths: list[int] | None = None,
+    slots: list[int] | None = None,
+    dtype: Dtype = 'bfloat16',
+    seconds: int = 60,
+):
+    """Every implementation of attention over sequence and depth slots, and plain attention.
+
+    Each is compared with the equation before it is timed, in this process; launch.gpu times the
+    shapes that are committed, each in a process of its own. On a CPU kernels are interpreted.
+
+    Args:
+      implementations: what is timed. Default: ours, cudnn and flash_attention_2.
+      lengths: sequence lengths. Default: 4096,16384,65536; on a CPU 48.
+      heads: query heads. Default: 64; on a CPU 4.
+      kv_heads: key/value heads. Default: 8; on a CPU 2.
+      widths: of a head. Default: 64; on a CPU 16.
+      slots: depth slots of a token. Default: 64; on a CPU 5.
+      dtype: of all arrays.
+      seconds: of timing at each shape.
+    """
+    known, on_gpu = (*RIVALS, *IMPLEMENTATIONS), jax.default_backend() == 'gpu'
+    for name in implementations or ():
+        if name not in known:
+            raise ValueError(f'--implementations={name}: must be one of {", ".join(known)}')
+    sizes = [tuple(LENGTHS.values()), (64,), (8,), (64,), (64,)]
+    sizes = sizes if on_gpu else [(48,), (4,), (2,), (16,), (5,)]
+    given = (lengths, heads, kv_heads, widths, slots)
+    sizes = [chosen or usual for chosen, usual in zip(given, sizes, strict=True)]
+    for many, few in itertools.product(sizes[1], sizes[2]):
+        if many % few:
+            raise ValueError(f'--kv_heads={few}: must divide --heads={many}')
+    yield {'versions': versions(), **device_ceilings(toy=not on_gpu)}, []
+    for shape in itertools.product(*sizes):
+        result = bench_case(Case(*shape, dtype=dtype), implementations or known, seconds)
+        yield result, [case_table(result)]
+        for line in failures(result):
+            print(line, file=sys.stderr)
 
 
 def draw_times(results: list[dict], path) -> bool:

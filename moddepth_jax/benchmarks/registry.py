@@ -8,12 +8,14 @@ the texts of its docstring, become flags of launch.bench.
 import inspect
 import re
 
+from moddepth_jax.benchmarks.attention_report import attention
 from moddepth_jax.benchmarks.decoding import decode
 from moddepth_jax.benchmarks.depths import depth
 from moddepth_jax.benchmarks.experts import experts
+from moddepth_jax.benchmarks.scoring import scoring
 from moddepth_jax.benchmarks.steps import step
 
-BENCHMARKS = {f.__name__: f for f in (step, decode, depth, experts)}
+BENCHMARKS = {f.__name__: f for f in (step, decode, depth, experts, attention, scoring)}
 
 
 def flag_texts(benchmark) -> dict[str, str]:

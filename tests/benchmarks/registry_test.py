@@ -91,3 +91,23 @@ def test_step(tmp_path):
     assert list(rows) == ['dense', 'mod', 'both', 'moe', 'staged', 'integrated']
     assert (result['batch'], result['size']) == (2, '2x64')
     assert all(row['realised_saving'] > 0 for row in rows.values())
+
+
+@pytest.mark.slow
+def test_both_ways_of_scoring_agree(tmp_path):
+    """Up to rounding, with a column for each model and length of options."""
+    (result,), out, _ = bench(tmp_path, 'scoring', '--size=2x64', '--repeats=1')
+    assert [row['model'] for row in result['rows']] == ['dense', 'dense', 'mod', 'mod']
+    for row in result['rows']:
+        assert row['difference'] < 1e-4 and row['one_by_one_milliseconds'] > 0
+        assert f'{row["model"]}, {row["options"]}' in out
+
+
+@pytest.mark.slow
+def test_attention_of_given_sizes(tmp_path):
+    """What cannot run here has a line on stderr, and the exit status is 0."""
+    flags = ['--lengths=16', '--heads=2', '--kv_heads=1', '--widths=8', '--slots=2', '--seconds=1']
+    first, case = bench(tmp_path, 'attention', '--implementations=cudnn,xla', *flags)[0]
+    assert first['ceilings']['copy_bytes_per_second'] > 0
+    assert (case['length'], case['heads'], case['slots'], case['baseline']) == (16, 2, 2, 'xla')
+    assert {row['implementation'] for row in case['rows'] if 'failed' in row} == {'cudnn'}

@@ -187,8 +187,10 @@ COMMANDS = {
         ('--report', ['--out=DIR']),
     ],
     'bench': [
-        ('', ['no benchmark', 'step, decode, depth, experts']),
-        ('dekode', ['dekode', 'step, decode, depth, experts']),
+        ('', ['no benchmark', 'step, decode, depth, experts, attention']),
+        ('dekode', ['dekode', 'step, decode, depth, experts, attention']),
+        ('attention --implementations=cudn', ['--implementations=cudn', 'cudnn']),
+        ('attention --heads=6 --kv_heads=4', ['--kv_heads=4', '--heads=6']),
         ('experts --shapes=64x32x16x4x5', ['--shapes=64x32x16x4x5', 'five numbers', 'last']),
         ('experts --size=6x128', ['--size', 'experts has no use']),
         ('decode --batches=0', ['--batches=0', 'numbers']),
