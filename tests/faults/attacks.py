@@ -160,7 +160,6 @@ PROCESS = {
     'full stdout': lambda: os.dup2(os.open('/dev/full', os.O_WRONLY), 1),
     'ulimit -n 64': _limit(resource.RLIMIT_NOFILE, 64),
     'ulimit -f 1': _limit(resource.RLIMIT_FSIZE, 1024),
-    'umask 777': lambda: os.umask(0o777),
     'working directory deleted': _enter_deleted_directory,
     'in use by another run': lambda: _LOCKS.append(lock_directory('begun')),
     'time 1970': _set_clock(0),
