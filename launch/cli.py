@@ -48,6 +48,8 @@ def run(main, positional: str = '', described=()):
     """
     flags.DEFINE_boolean('traceback', False, 'Also show where in the code an error arose.')
     FLAGS.set_gnu_getopt(True)
+    if sys.stdout and sys.stdout.errors == 'strict':  # samples of text may not be ASCII
+        sys.stdout.reconfigure(errors='backslashreplace')
     parse = functools.partial(_parse, positional=positional, described=described)
     app.run(functools.partial(_call, main), flags_parser=parse)
 

@@ -16,6 +16,7 @@ and launch.train --config=WORKDIR/config.json.
 """
 
 import json
+import os
 import pathlib
 import shutil
 
@@ -68,7 +69,8 @@ def _import():
 
 
 def _existing(folder, names):
-    return filter(pathlib.Path.exists, (folder / name for name in names))
+    """Those of the names that are there, also as broken links: reading these names the file."""
+    return filter(os.path.lexists, (folder / name for name in names))
 
 
 def _hparams_and_tokenizer(folder, knobs):

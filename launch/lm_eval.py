@@ -94,13 +94,13 @@ def main(_):
     harness, harness_tasks = _import()
     import lm_eval
 
+    with cli.progress_bar('reading the list of tasks', 1):
+        tasks = harness_tasks.HarnessTasks(TASKS.value, [str(OWN_TASKS), *INCLUDE_PATH.value])
     run = cli.load_saved_run(WORKDIR.value)
     tokenizer = tokenizer_of(run.hparams.data, WORKDIR.value)
     how = {'batch_size': BATCH_SIZE.value, 'routing': ROUTING.value, 'seed': SEED.value}
     model = run.state.variables, run.hparams_of_stage
     lm = harness.HarnessLM(*model, tokenizer, bar=cli.progress_bar, **how)
-    with cli.progress_bar('reading the list of tasks', 1):
-        tasks = harness_tasks.HarnessTasks(TASKS.value, [str(OWN_TASKS), *INCLUDE_PATH.value])
     report = {
         'workdir': WORKDIR.value,
         'step': run.step,

@@ -105,7 +105,7 @@ def make_tokenizer(name: str | os.PathLike, separator: str | None = None) -> Tok
     file, metadata = pathlib.Path(os.path.expanduser(name)), None
     if file.is_dir():
         folder, metadata = file, read_metadata(file)
-        names = [n for n in ('tokenizer.json', 'tokenizer.model') if (folder / n).exists()]
+        names = [n for n in ('tokenizer.json', 'tokenizer.model') if os.path.lexists(folder / n)]
         if not names:
             right = 'must hold tokenizer.json or tokenizer.model'
             raise ValueError(f'{folder}: no tokenizer in this folder; {right}')
