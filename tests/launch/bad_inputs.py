@@ -223,7 +223,7 @@ COMMANDS = {
 SLOW = {
     'lm_eval --workdir=run': [
         ('--tasks=hellaswagg', ["'hellaswagg'", 'group or tag', 'did you mean hellaswag?']),
-        ('--tasks=toy_choice --routing=top_c', ['top_c', 'later']),
+        ('--tasks=arc_easy --routing=top_c', ['top_c', 'later']),
         ('--tasks=toy_choice --limit=0', ['--limit=0', 'above 0']),
         ('', ['--tasks: missing']),
     ],
