@@ -217,8 +217,9 @@ TABLE = {
     'surroundings': {
         (BEGUN, None): {
             'bit-equal': 'HOME=; TMPDIR=/nonexistent; LC_ALL=C; PYTHONUTF8=0; PYTHONHASHSEED=7; '
-            'PYTHONIOENCODING=ascii; PYTHONOPTIMIZE=2; COLUMNS=1; MPLCONFIGDIR=/nonexistent; closed stdin; closed stdout; '
-            'closed stderr; ulimit -n 64',
+            'PYTHONIOENCODING=ascii; PYTHONOPTIMIZE=2; COLUMNS=1; MPLCONFIGDIR=/nonexistent; '
+            'closed stdin; closed stdout; closed stderr; ulimit -n 64',
+            'noted: compilation cache': 'XDG_CACHE_HOME=/dev/null',
             'ends 2: No space left': 'full stdout',
             'refused: config.py': 'working directory deleted',
         },
