@@ -187,6 +187,8 @@ def _one_line(error):
     if isinstance(error, MemoryError):
         return 'out of memory; lower data.batch_size'
     if isinstance(error, RuntimeError):  # JAX raises this when the device is out of memory
+        if backend := re.match("Unable to initialize backend '(.*?)'", str(error)):
+            return f'JAX_PLATFORMS={backend[1]}: cannot be used here; unset it, or write cpu'
         return _OUT_OF_MEMORY if 'RESOURCE_EXHAUSTED' in str(error) else ''
     if isinstance(error, OSError):
         if error.filename is not None:

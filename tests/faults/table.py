@@ -222,6 +222,7 @@ TABLE = {
             'noted: compilation cache': 'XDG_CACHE_HOME=/dev/null',
             'ends 2: No space left': 'full stdout',
             'refused: config.py': 'working directory deleted',
+            'refused: JAX_PLATFORMS=gpuu': 'JAX_PLATFORMS=gpuu',
         },
         (GENERATE, None): {
             'bit-equal': 'HOME=; PYTHONUTF8=0; closed stdin',
