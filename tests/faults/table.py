@@ -69,8 +69,7 @@ TABLE = {
             'refused': f'{OTHERS}; 10 GB; nested; eval=[]; eval.loss="low"; total_flops=null; '
             'parameters={}',
         },
-        (DONE, 'run/summary.json'): {'bit-equal': 'emptied', 'refused': 'a directory'},
-        (DONE, 'run/sample.txt'): {'refused: sample.txt': 'a directory'},
+        (DONE, 'run/summary.json'): {'bit-equal': 'emptied'},
     },
     'checkpoints': {
         (BEGUN, 'begun/checkpoints'): {
@@ -108,7 +107,7 @@ TABLE = {
             'a long number; null; dtype="uint32"; dtype=["uint16"]; dtype="object"; train=null; '
             'train.tokens=[]; train.tokens=-2; train.tokens=1e999; train.bytes=7; '
             'train.documents="many"; train.sha256="00"; fingerprint="0000"; fingerprint=[]; '
-            'tokenizer.separator=0; tokenizer.vocab_size=-1; tokenizer=[]; '
+            'tokenizer.separator=1; tokenizer.vocab_size=-1; tokenizer=[]; '
             'held_out_fraction="half"; schema_version=99; inputs=deleted',
             'refused: store': 'deleted',
         },
