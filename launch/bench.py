@@ -8,8 +8,7 @@
   python -m launch.bench attention --lengths=4096 --slots=16,64 --implementations=cudnn,xla
   python -m launch.bench scoring --size=6x128 --repeats=11
 
-What is compared is timed in turn.
-moddepth_jax.benchmarks.registry lists the benchmarks.
+What is compared is timed in turn. moddepth_jax.benchmarks.registry lists the benchmarks.
 """
 
 import inspect

@@ -193,11 +193,8 @@ def _verify_once(store):
         if size not in (None, found.st_size):
             wrong = f'{found.st_size} bytes, and {PREPARED_FILE} says {size}'
             raise ValueError(f'{store.directory / name}: {wrong}')
-    total, key, known = (
-        sum(size for size, *_ in status.values()),
-        str(store.directory.resolve()),
-        {},
-    )
+    total, known = sum(size for size, *_ in status.values()), {}
+    key = str(store.directory.resolve())
     file = (cache_directory() or pathlib.Path(os.devnull)) / _VERIFIED_FILE
     with contextlib.suppress(ValueError):
         known = read_json(file, '') or {}

@@ -53,7 +53,7 @@ class MetricsWriter(contextlib.AbstractContextManager):
 
     def __init__(self, workdir, first_step: int, sinks=(), saved: dict | None = None):
         self._path, self._sinks, self.problem = pathlib.Path(workdir, METRICS_FILE), list(sinks), ''
-        found = [_parse(line) for line in _lines(self._path)] if self._path.is_file() else []
+        found = _parse_all(self._path)
         rows = [row for row in found if row and row['step'] <= first_step]
         self._rewrite(rows)
         count = saved['rows'] if saved else len(rows)
@@ -82,16 +82,19 @@ class MetricsWriter(contextlib.AbstractContextManager):
             self._rewrite([old for old in rows if _key(old) != _key(row)])
         if not self._is_as_written():
             self._file.close()
-            self._rewrite([])
-            print(f'{self._path}: was changed while the run wrote it: rows lost', file=sys.stderr)
+            before, rows = self._count, list(filter(None, _parse_all(self._path)))
+            self._rewrite(rows)
+            kept = f'{len(rows)} of {before} rows are left'
+            print(f'{self._path}: was changed while the run wrote it: {kept}', file=sys.stderr)
+        text = _text([row])
         try:
-            self._file.write(_text([row]))
+            self._file.write(text)
             self._file.flush()
         except OSError as error:
             error.filename = os.fspath(self._path)
             raise
         self._count += 1
-        self._sha256.update(_text([row]).encode())
+        self._sha256.update(text.encode())
         for sink in list(self._sinks):
             self._call(sink, sink.add, step, values)
 
@@ -144,6 +147,10 @@ def _sha256(rows):
 
 def _lines(path):
     return read_small(path, _MAX_BYTES).decode(errors='replace').splitlines()
+
+
+def _parse_all(path):
+    return [_parse(line) for line in _lines(path)] if path.is_file() else []
 
 
 def _parse(line):

@@ -158,6 +158,18 @@ def test_rows_that_changed_since_the_checkpoint_are_reported(tmp_path, kind):
         assert not writer.problem
 
 
+def test_rows_that_are_left_of_a_file_that_changed_under_a_run_are_kept(tmp_path, capsys):
+    path = tmp_path / 'metrics.jsonl'
+    with MetricsWriter(tmp_path, 0) as writer:
+        for step in (1, 2, 3):
+            writer.write(step, {'loss': 2.0})
+        path.write_text(''.join(path.read_text().splitlines(True)[1:]))
+        writer.write(4, {'loss': 2.0})
+        assert writer.digest()['rows'] == 3
+    assert [row['step'] for row in read_metrics(tmp_path)] == [2, 3, 4]
+    assert capsys.readouterr().err.endswith('2 of 3 rows are left\n')
+
+
 def test_events_mirror_the_numbers_and_purge_on_resume(tmp_path):
     """A list named histogram is one of [0, 1], others are not sent; a resume repeats step 2."""
     shares = [0.25, 0.0, 0.5, 0.25]
