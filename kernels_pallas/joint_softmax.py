@@ -5,8 +5,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from kernels_pallas.backends import DEPTH, SEQUENCE, Parts, load_module
+
+ATTENDED = 'attended'  # checkpoint name: the output and logsumexp that the backward pass reads
 
 
 class SequenceMask(NamedTuple):
@@ -71,7 +74,7 @@ def _forward(static, q_BTNH, k_BSKH, v_BSKH, mask, q_depth_BTNH, slots, slot_sum
         if slots is not None:
             q = q_BTNH if q_depth_BTNH is None else q_depth_BTNH
             o_BTNH, lse_BNT, sides = _depth(static, 'forward')(q, o_BTNH, lse_BNT, slots)
-    o_BTNH = o_BTNH.astype(q_BTNH.dtype)
+    o_BTNH, lse_BNT = checkpoint_name((o_BTNH.astype(q_BTNH.dtype), lse_BNT), ATTENDED)
     residuals = q_BTNH, k_BSKH, v_BSKH, mask, q_depth_BTNH, slots, o_BTNH, lse_BNT
     return (o_BTNH, lse_BNT, sides, slot_sums), residuals
 

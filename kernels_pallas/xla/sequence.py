@@ -5,17 +5,19 @@ Up to 2048 tokens the blocks are static; longer sequences run loops over tiles, 
 
 import contextlib
 import contextvars
+import functools
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-QUERY_BLOCK = 128  # on two CPU cores never slower than 256, up to 1.8 times as fast
+QUERY_BLOCK = 128  # on two CPU cores 64 and 256 took up to 1.2 times as long
 MAX_BLOCKS = 16
 MAX_SCORES = 2**26  # of a static block: 256 MiB in float32
 TILE_SIZES = (128, 512)  # least and most; tiles are square, a power of two
 TILE_SCORES = 2**25  # at most: 128 MiB in float32
-CPU_TILE_SCORES = 2**19  # for the caches of CPUs
+CPU_TILE_SCORES = 2**19  # for the caches of CPUs, as the next
+CPU_BLOCK_SCORES = 2**20  # of a static block: 4 MiB in float32
 _static = contextvars.ContextVar('static', default=False)
 
 
@@ -29,9 +31,8 @@ def static_blocks():
         _static.reset(token)
 
 
-def _blocks(mask, static, num_queries, num_keys):
+def _blocks(sides, static, num_queries, num_keys):
     """Slices of the queries and the keys of each static block, and the visibility in it."""
-    sides = _sides(mask, static)
     for start in range(0, num_queries, QUERY_BLOCK):
         stop = min(start + QUERY_BLOCK, num_queries)
         first = max(0, start - static.window + 1) if static.ordered and static.window else 0
@@ -50,27 +51,17 @@ def is_long(q_shape, num_keys: int) -> bool:
 def sequence_forward(q_BTNH, k_BSKH, v_BSKH, mask, static):
     """o_BTNH in q's dtype, wide logsumexp lse_BNT; 0 and -inf for a query with no visible key."""
     batch, length, heads, width = q_BTNH.shape
-    kv_heads = k_BSKH.shape[2]
+    num_keys, kv_heads = k_BSKH.shape[1:3]
     wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
-    if not k_BSKH.shape[1]:
+    if not num_keys:
         return jnp.zeros_like(q_BTNH), jnp.full((batch, heads, length), -jnp.inf, wide)
-    if is_long(q_BTNH.shape, k_BSKH.shape[1]):
-        return _tiled_forward(q_BTNH, k_BSKH, v_BSKH, mask, static)
-    q_BTKGH = q_BTNH.reshape(batch, length, kv_heads, heads // kv_heads, width)
-    outputs, lses = [], []
-    for queries, keys, visible in _blocks(mask, static, length, k_BSKH.shape[1]):
-        scores = _scores(q_BTKGH[:, queries], k_BSKH[:, keys], visible, static.scale)
-        highest = jnp.max(scores, axis=-1, keepdims=True)
-        highest = jnp.where(highest == -jnp.inf, 0.0, highest)
-        weights = jnp.exp(scores - highest)
-        total = jnp.sum(weights, axis=-1, keepdims=True)
-        weights = weights.astype(v_BSKH.dtype)
-        output = dot('bkgts,bskh->bkgth', weights, v_BSKH[:, keys])
-        output = output / jnp.where(total > 0, total, 1.0)
-        outputs.append(jnp.moveaxis(output, 3, 1).astype(q_BTNH.dtype))
-        lses.append((highest + jnp.log(total))[..., 0])
-    o_BTNH = jnp.concatenate(outputs, axis=1).reshape(q_BTNH.shape)
-    return o_BTNH, jnp.concatenate(lses, axis=-1).reshape(batch, heads, length)
+    q_XGTH, k_X1SH, v_X1SH = (_by_head(x, kv_heads) for x in (q_BTNH, k_BSKH, v_BSKH))
+    arrays = q_XGTH, k_X1SH[:, 0], v_X1SH[:, 0], _sides(mask, static, kv_heads)
+    if is_long(q_BTNH.shape, num_keys):
+        o_XGTH, lse_XGT = _tiled_forward(static, *arrays)
+    else:
+        o_XGTH, lse_XGT = _in_parts(functools.partial(_forward_in_blocks, static), *arrays)
+    return _by_token(o_XGTH, batch), lse_XGT.reshape(batch, heads, length)
 
 
 def sequence_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, o_BTNH, do_BTNH, lse_BNT, delta_BNT):
@@ -79,26 +70,82 @@ def sequence_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, o_BTNH, do_BTNH, lse
     o_BTNH (not used here) and lse_BNT, finite, are joint; delta_BNT is rowsum(do o) - dlse.
     """
     del o_BTNH
-    (batch, length, heads, width), kv_heads = q_BTNH.shape, k_BSKH.shape[2]
-    if is_long(q_BTNH.shape, k_BSKH.shape[1]):
-        return _tiled_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, do_BTNH, lse_BNT, delta_BNT)
-    dk_BSKH = jnp.zeros(k_BSKH.shape, lse_BNT.dtype)
-    dv_BSKH = jnp.zeros(v_BSKH.shape, lse_BNT.dtype)
-    if not k_BSKH.shape[1]:
-        return jnp.zeros_like(q_BTNH), dk_BSKH, dv_BSKH
-    grouped = (batch, length, kv_heads, heads // kv_heads, width)
-    q_BTKGH, do_BTKGH = q_BTNH.reshape(grouped), do_BTNH.reshape(grouped)
-    by_head = (batch, kv_heads, heads // kv_heads, length)
-    lse_BKGT, delta_BKGT = lse_BNT.reshape(by_head), delta_BNT.reshape(by_head)
+    batch, length = q_BTNH.shape[:2]
+    num_keys, kv_heads = k_BSKH.shape[1:3]
+    if not num_keys:
+        sums = (jnp.zeros(side.shape, lse_BNT.dtype) for side in (k_BSKH, v_BSKH))
+        return jnp.zeros_like(q_BTNH), *sums
+    q_XGTH, k_X1SH, v_X1SH, do_XGTH = (
+        _by_head(x, kv_heads) for x in (q_BTNH, k_BSKH, v_BSKH, do_BTNH)
+    )
+    by_query = do_XGTH, *(x.reshape(q_XGTH.shape[:3]) for x in (lse_BNT, delta_BNT))
+    arrays = q_XGTH, k_X1SH[:, 0], v_X1SH[:, 0], _sides(mask, static, kv_heads), *by_query
+    if is_long(q_BTNH.shape, num_keys):
+        dq_XGTH, *sums = _tiled_backward(static, *arrays)
+    else:
+        dq_XGTH, *sums = _in_parts(functools.partial(_backward_in_blocks, static), *arrays)
+    sums = (_by_token(side_XSH[:, None], batch) for side_XSH in sums)
+    return _by_token(dq_XGTH, batch), *sums
+
+
+def _by_head(x_BTNH, kv_heads):
+    """[X, G, T, H], X = batch times heads of keys: products are then plain batches of matrices."""
+    batch, length, heads, width = x_BTNH.shape
+    x_BTKGH = x_BTNH.reshape(batch, length, kv_heads, heads // kv_heads, width)
+    return x_BTKGH.transpose(0, 2, 3, 1, 4).reshape(-1, heads // kv_heads, length, width)
+
+
+def _by_token(x_XGTH, batch):
+    """The opposite of `_by_head`."""
+    _, group, length, width = x_XGTH.shape
+    x_BKGTH = x_XGTH.reshape(batch, -1, group, length, width)
+    return x_BKGTH.transpose(0, 3, 1, 2, 4).reshape(batch, length, -1, width)
+
+
+def _in_parts(function, q_XGTH, k_XSH, *arrays):
+    """function(q, k, *arrays), on a CPU for few X at a time: a block's scores stay in its cache."""
+    count, group, length, _ = q_XGTH.shape
+    scores = group * min(length, QUERY_BLOCK) * k_XSH.shape[1]
+    size = max(1, CPU_BLOCK_SCORES // scores)
+    size = next(n for n in range(min(size, count), 0, -1) if count % n == 0)
+    if size == count or _static.get() or jax.default_backend() != 'cpu':
+        return function(q_XGTH, k_XSH, *arrays)
+    leaves, structure = jax.tree.flatten((q_XGTH, k_XSH, *arrays))
+    cut = [len(leaf) == count for leaf in leaves]  # others are the same for all X
+
+    def part(some):
+        some = iter(some)
+        both = zip(cut, leaves, strict=True)
+        return function(*structure.unflatten([next(some) if c else leaf for c, leaf in both]))
+
+    parts = [x.reshape(-1, size, *x.shape[1:]) for x, c in zip(leaves, cut, strict=True) if c]
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), lax.map(part, parts))
+
+
+def _forward_in_blocks(static, q_XGTH, k_XSH, v_XSH, sides):
+    outputs, lses = [], []
+    for queries, keys, visible in _blocks(sides, static, q_XGTH.shape[2], k_XSH.shape[1]):
+        q_XGTH_block = q_XGTH[:, :, queries]
+        scores = _scores(q_XGTH_block, k_XSH[:, keys], visible, static.scale)
+        highest = jnp.max(scores, axis=-1, keepdims=True)
+        highest = jnp.where(highest == -jnp.inf, 0.0, highest)
+        weights = jnp.exp(scores - highest)
+        total = jnp.sum(weights, axis=-1, keepdims=True)
+        output = _weighted(weights, v_XSH[:, keys]) / jnp.where(total > 0, total, 1.0)
+        outputs.append(output.astype(q_XGTH.dtype))
+        lses.append((highest + jnp.log(total))[..., 0])
+    return jnp.concatenate(outputs, axis=2), jnp.concatenate(lses, axis=2)
+
+
+def _backward_in_blocks(static, q_XGTH, k_XSH, v_XSH, sides, do_XGTH, lse_XGT, delta_XGT):
+    dk_XSH, dv_XSH = (jnp.zeros(x.shape, lse_XGT.dtype) for x in (k_XSH, v_XSH))
     dqs = []
-    for queries, keys, visible in _blocks(mask, static, length, k_BSKH.shape[1]):
-        q, do = q_BTKGH[:, queries], do_BTKGH[:, queries]
-        k, v = k_BSKH[:, keys], v_BSKH[:, keys]
-        lse, delta = lse_BKGT[..., queries], delta_BKGT[..., queries]
-        dq, dk, dv = _gradients(q, k, v, do, lse, delta, visible, static.scale)
-        dk_BSKH, dv_BSKH = _add(dk_BSKH, keys.start, dk), _add(dv_BSKH, keys.start, dv)
-        dqs.append(dq.astype(q_BTNH.dtype))
-    return jnp.concatenate(dqs, axis=1).reshape(q_BTNH.shape), dk_BSKH, dv_BSKH
+    for queries, keys, visible in _blocks(sides, static, q_XGTH.shape[2], k_XSH.shape[1]):
+        of_queries = (x[:, :, queries] for x in (q_XGTH, do_XGTH, lse_XGT, delta_XGT))
+        dq, dk, dv = _gradients(*of_queries, k_XSH[:, keys], v_XSH[:, keys], visible, static.scale)
+        dk_XSH, dv_XSH = _add(dk_XSH, keys.start, dk), _add(dv_XSH, keys.start, dv)
+        dqs.append(dq.astype(q_XGTH.dtype))
+    return jnp.concatenate(dqs, axis=2), dk_XSH, dv_XSH
 
 
 def dot(equation, x, y):
@@ -110,17 +157,18 @@ def dot(equation, x, y):
     return jnp.einsum(equation, x, y, preferred_element_type=wide)
 
 
-def _sides(mask, static):
-    """(order, places, segment ids or None), each of queries and of keys, int [B or 1, n]."""
+def _sides(mask, static, kv_heads):
+    """(order, places, segment ids or None), each of queries and of keys, int [X or 1, n]."""
     places = order = mask.positions_BT, mask.key_positions_BS
     if static.ordered:
         order = tuple(jnp.arange(side.shape[1])[None] for side in places)
     ids = mask.segment_ids_BT, mask.key_segment_ids_BS
-    return order, places, None if ids[0] is None else ids
+    sides = order, places, None if ids[0] is None else ids
+    return jax.tree.map(lambda x: x if len(x) == 1 else jnp.repeat(x, kv_heads, axis=0), sides)
 
 
 def _visible(sides, window, queries, keys):
-    """Visibility [B or 1, queries, keys] of slices or of (start, size), as reference.visibility."""
+    """Visibility [X or 1, queries, keys] of slices or of (start, size), as reference.visibility."""
 
     def cut(x, part):
         return x[:, part] if isinstance(part, slice) else _cut(x, *part)
@@ -137,25 +185,47 @@ def _visible(sides, window, queries, keys):
     return result
 
 
-def _scores(q_BTKGH, k_BSKH, visible, scale):
-    scores_BKGTS = dot('btkgh,bskh->bkgts', q_BTKGH, k_BSKH) * scale
-    return jnp.where(visible[:, None, None], scores_BKGTS, -jnp.inf)
+def _rows(x_XGTH):
+    """The queries of all heads of a group as rows of one matrix."""
+    return x_XGTH.reshape(x_XGTH.shape[0], -1, x_XGTH.shape[3])
 
 
-def _gradients(q_BTKGH, k_BSKH, v_BSKH, do_BTKGH, lse_BKGT, delta_BKGT, visible, scale):
-    """(dq, dk, dv) through one block of scores, in float32 or wider."""
-    weights = jnp.exp(_scores(q_BTKGH, k_BSKH, visible, scale) - lse_BKGT[..., None])
-    dweights = dot('btkgh,bskh->bkgts', do_BTKGH, v_BSKH)
-    dscores = (weights * (dweights - delta_BKGT[..., None]) * scale).astype(q_BTKGH.dtype)
-    dv = dot('bkgts,btkgh->bskh', weights.astype(do_BTKGH.dtype), do_BTKGH)
-    dk = dot('bkgts,btkgh->bskh', dscores, q_BTKGH)
-    return dot('bkgts,bskh->btkgh', dscores, k_BSKH), dk, dv
+def _scores(q_XGTH, k_XSH, visible_XTS, scale):
+    scores_XRS = dot('xrh,xsh->xrs', _rows(q_XGTH), k_XSH)
+    scores_XGTS = scores_XRS.reshape(*q_XGTH.shape[:3], -1) * scale
+    return jnp.where(visible_XTS[:, None], scores_XGTS, -jnp.inf)
 
 
-def _add(total_BSKH, first, part_BSKH):
+def _weighted(weights_XGTS, v_XSH):
+    """Sums of values, in float32 or wider."""
+    rows = _rows(weights_XGTS.astype(v_XSH.dtype))
+    return dot('xrs,xsh->xrh', rows, v_XSH).reshape(*weights_XGTS.shape[:3], -1)
+
+
+def _gradients(q_XGTH, do_XGTH, lse_XGT, delta_XGT, k_XSH, v_XSH, visible_XTS, scale):
+    """(dq, dk, dv) through one block of scores, in float32 or wider.
+
+    The scores are computed as keys by queries, which dk and dv need: the other way XLA on CPUs
+    would transpose them.
+    """
+    q_XRH, do_XRH = _rows(q_XGTH), _rows(do_XGTH)
+    group, length = q_XGTH.shape[1:3]
+    by_key = len(k_XSH), k_XSH.shape[1], group, length
+    scores = dot('xsh,xrh->xsr', k_XSH, q_XRH).reshape(by_key) * scale
+    visible = visible_XTS.swapaxes(1, 2)[:, :, None]
+    weights = jnp.exp(jnp.where(visible, scores - lse_XGT[:, None], -jnp.inf))
+    dweights = dot('xsh,xrh->xsr', v_XSH, do_XRH).reshape(by_key)
+    dscores = weights * (dweights - delta_XGT[:, None]) * scale
+    weights, dscores = (x.reshape(*by_key[:2], -1).astype(q_XRH.dtype) for x in (weights, dscores))
+    dv = dot('xsr,xrh->xsh', weights, do_XRH)
+    dk = dot('xsr,xrh->xsh', dscores, q_XRH)
+    return dot('xsr,xsh->xrh', dscores, k_XSH).reshape(q_XGTH.shape), dk, dv
+
+
+def _add(total_XSH, first, part_XSH):
     # Not `total.at[...].add`: JAX 0.11.2 cannot compile its empty indices in a shard_map.
-    old_BSKH = lax.slice_in_dim(total_BSKH, first, first + part_BSKH.shape[1], axis=1)
-    return lax.dynamic_update_slice_in_dim(total_BSKH, old_BSKH + part_BSKH, first, axis=1)
+    old_XSH = lax.slice_in_dim(total_XSH, first, first + part_XSH.shape[1], axis=1)
+    return lax.dynamic_update_slice_in_dim(total_XSH, old_XSH + part_XSH, first, axis=1)
 
 
 def _limits(ids_BT, size):
@@ -190,34 +260,24 @@ def _put(x, tile, start, axis=1):
     return lax.dynamic_update_slice_in_dim(x, tile.astype(x.dtype), start, axis)
 
 
-def _flat(x):
-    """Heads and width as one axis: otherwise XLA transposes all of an array for the tiles."""
-    return x.reshape(*x.shape[:2], -1)
-
-
 class _Tiles:
     """Tiles of queries by tiles of keys, all of one size.
 
     The last one reaches back over rows of the one before, which comes later and overwrites them.
     """
 
-    def __init__(self, q_BTNH, k_BSKH, mask, static):
-        batch, self.length, heads, width = q_BTNH.shape
-        self.num_keys, kv_heads = k_BSKH.shape[1:3]
-        self.grouped = (batch, self.length, kv_heads, heads // kv_heads, width)
-        self.by_head = (batch, kv_heads, heads // kv_heads, self.length)
+    def __init__(self, q_XGTH, k_XSH, sides, static):
+        count, group, self.length, _ = q_XGTH.shape
+        self.num_keys, self.sides, self.window = k_XSH.shape[1], sides, static.window
         scores = CPU_TILE_SCORES if jax.default_backend() == 'cpu' else TILE_SCORES
         size, largest = TILE_SIZES
-        while size < largest and batch * heads * (2 * size) ** 2 <= scores:
+        while size < largest and count * group * (2 * size) ** 2 <= scores:
             size *= 2
-        self.queries, self.keys = min(size, self.length), min(size, self.num_keys)
-        self.sides, self.window = _sides(mask, static), static.window
-        sizes = self.queries, self.keys
-        self.first_I, self.end_I = _bounds(*self.sides, self.window, sizes)
+        self.queries, self.keys = sizes = min(size, self.length), min(size, self.num_keys)
+        self.first_I, self.end_I = _bounds(*sides, self.window, sizes)
 
-    def cut_queries(self, x_BTX, row):
-        tile = _cut(x_BTX, row, self.queries)
-        return tile.reshape(tile.shape[0], self.queries, *self.grouped[2:])
+    def cut_queries(self, x_XGTH, row):
+        return _cut(x_XGTH, row, self.queries, axis=2)
 
     def over_queries(self, step, carry):
         """step(index, first row, carry) for each tile of queries, the last one first."""
@@ -243,63 +303,53 @@ class _Tiles:
         return lax.fori_loop(self.first_I[index], self.end_I[index], body, carry)
 
 
-def _tiled_forward(q_BTNH, k_BSKH, v_BSKH, mask, static):
-    tiles = _Tiles(q_BTNH, k_BSKH, mask, static)
-    wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
-    batch, _, kv_heads, group, width = tiles.grouped
-    q_BTX = _flat(q_BTNH)
+def _tiled_forward(static, q_XGTH, k_XSH, v_XSH, sides):
+    tiles = _Tiles(q_XGTH, k_XSH, sides, static)
+    wide = jnp.promote_types(q_XGTH.dtype, jnp.float32)
 
-    def rows(index, row, carry):
-        q = tiles.cut_queries(q_BTX, row)
+    def rows(index, row, outputs):
+        q = tiles.cut_queries(q_XGTH, row)
 
         def columns(column, visible, carry):
             o, highest, total = carry
-            k, v = (_cut(side, column, tiles.keys) for side in (k_BSKH, v_BSKH))
+            k, v = (_cut(side, column, tiles.keys) for side in (k_XSH, v_XSH))
             scores = _scores(q, k, visible, static.scale)
             new = jnp.maximum(highest, jnp.max(scores, axis=-1))
             finite = jnp.where(new == -jnp.inf, 0.0, new)
             weights, keep = jnp.exp(scores - finite[..., None]), jnp.exp(highest - finite)
             total = total * keep + jnp.sum(weights, axis=-1)
-            more = dot('bkgts,bskh->bkgth', weights.astype(v.dtype), v)
-            return o * keep[..., None] + more, new, total
+            return o * keep[..., None] + _weighted(weights, v), new, total
 
-        shape = (batch, kv_heads, group, tiles.queries)
-        start = jnp.zeros((*shape, width), wide), jnp.full(shape, -jnp.inf, wide)
-        o, highest, total = tiles.over_keys(index, row, columns, (*start, jnp.zeros(shape, wide)))
+        start = jnp.zeros(q.shape, wide), jnp.full(q.shape[:3], -jnp.inf, wide)
+        carry = (*start, jnp.zeros(q.shape[:3], wide))
+        o, highest, total = tiles.over_keys(index, row, columns, carry)
         o = o / jnp.where(total > 0, total, 1.0)[..., None]
         lse = jnp.where(highest == -jnp.inf, 0.0, highest) + jnp.log(total)
-        o_BTX, lse_BKGT = carry
-        o = _flat(jnp.moveaxis(o, 3, 1).astype(o_BTX.dtype))
-        return _put(o_BTX, o, row), _put(lse_BKGT, lse, row, axis=3)
+        tiles_of = zip(outputs, (o, lse), strict=True)
+        return tuple(_put(x, tile, row, axis=2) for x, tile in tiles_of)
 
-    carry = jnp.zeros(q_BTX.shape, q_BTNH.dtype), jnp.zeros(tiles.by_head, wide)
-    o_BTX, lse_BKGT = tiles.over_queries(rows, carry)
-    return o_BTX.reshape(q_BTNH.shape), lse_BKGT.reshape(batch, kv_heads * group, -1)
+    outputs = jnp.zeros_like(q_XGTH), jnp.zeros(q_XGTH.shape[:3], wide)
+    return tiles.over_queries(rows, outputs)
 
 
-def _tiled_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, do_BTNH, lse_BNT, delta_BNT):
-    tiles = _Tiles(q_BTNH, k_BSKH, mask, static)
-    wide = lse_BNT.dtype
-    q_BTX, do_BTX = _flat(q_BTNH), _flat(do_BTNH)
-    lse_BKGT, delta_BKGT = lse_BNT.reshape(tiles.by_head), delta_BNT.reshape(tiles.by_head)
+def _tiled_backward(static, q_XGTH, k_XSH, v_XSH, sides, do_XGTH, lse_XGT, delta_XGT):
+    tiles = _Tiles(q_XGTH, k_XSH, sides, static)
 
     def rows(index, row, carry):
-        dq_BTX, dk_BSKH, dv_BSKH = carry
-        q, do = tiles.cut_queries(q_BTX, row), tiles.cut_queries(do_BTX, row)
-        lse, delta = (_cut(x, row, tiles.queries, axis=3) for x in (lse_BKGT, delta_BKGT))
+        dq_XGTH, *sums = carry
+        of_queries = [tiles.cut_queries(x, row) for x in (q_XGTH, do_XGTH, lse_XGT, delta_XGT)]
 
         def columns(column, visible, carry):
-            total, dk_BSKH, dv_BSKH = carry
-            k, v = _cut(k_BSKH, column, tiles.keys), _cut(v_BSKH, column, tiles.keys)
-            dq, dk, dv = _gradients(q, k, v, do, lse, delta, visible, static.scale)
-            dv_BSKH = _put(dv_BSKH, _cut(dv_BSKH, column, tiles.keys) + dv, column)
-            dk_BSKH = _put(dk_BSKH, _cut(dk_BSKH, column, tiles.keys) + dk, column)
-            return total + dq, dk_BSKH, dv_BSKH
+            total, dk_XSH, dv_XSH = carry
+            k, v = _cut(k_XSH, column, tiles.keys), _cut(v_XSH, column, tiles.keys)
+            dq, dk, dv = _gradients(*of_queries, k, v, visible, static.scale)
+            dv_XSH = _put(dv_XSH, _cut(dv_XSH, column, tiles.keys) + dv, column)
+            dk_XSH = _put(dk_XSH, _cut(dk_XSH, column, tiles.keys) + dk, column)
+            return total + dq, dk_XSH, dv_XSH
 
-        carry = jnp.zeros(q.shape, wide), dk_BSKH, dv_BSKH
-        dq, dk_BSKH, dv_BSKH = tiles.over_keys(index, row, columns, carry)
-        return _put(dq_BTX, _flat(dq.astype(q.dtype)), row), dk_BSKH, dv_BSKH
+        zeros = jnp.zeros(of_queries[0].shape, lse_XGT.dtype)
+        dq, *sums = tiles.over_keys(index, row, columns, (zeros, *sums))
+        return _put(dq_XGTH, dq, row, axis=2), *sums
 
-    sums = jnp.zeros(k_BSKH.shape, wide), jnp.zeros(v_BSKH.shape, wide)
-    dq_BTX, *sums = tiles.over_queries(rows, (jnp.zeros_like(q_BTX), *sums))
-    return dq_BTX.reshape(q_BTNH.shape), *sums
+    sums = (jnp.zeros(side.shape, lse_XGT.dtype) for side in (k_XSH, v_XSH))
+    return tiles.over_queries(rows, (jnp.zeros_like(q_XGTH), *sums))

@@ -80,6 +80,19 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.param('scale', nn.initializers.ones, x.shape[-1:]), self.epsilon)
 
 
+def _flat_dot_general(x, kernel, dimensions, **options):
+    """`lax.dot_general` of x [..., contracted] and kernel [contracted, ...] as plain matrices.
+
+    The gradient of a product over several axes of tokens makes XLA on CPUs transpose its inputs.
+    """
+    (contracted, _), _ = dimensions
+    kept, features = x.shape[: -len(contracted)], kernel.shape[len(contracted) :]
+    rows = math.prod(x.shape[x.ndim - len(contracted) :])
+    x, kernel = x.reshape(-1, rows), kernel.reshape(rows, -1)
+    product = jax.lax.dot_general(x, kernel, (((1,), (0,)), ((), ())), **options)
+    return product.reshape(*kept, *features)
+
+
 def projection(hparams: ModelHparams, *features, contracted=1, writes_residual=False, name=None):
     """A Linen matrix from the last `contracted` axes of its input to `features`."""
     return nn.DenseGeneral(
@@ -87,6 +100,7 @@ def projection(hparams: ModelHparams, *features, contracted=1, writes_residual=F
         axis=tuple(range(-contracted, 0)),
         use_bias=hparams.use_bias,
         dtype=hparams.dtype,
+        dot_general=_flat_dot_general,
         kernel_init=residual_init(hparams) if writes_residual else initializer(hparams.init_std),
         name=name,
     )

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kernels_pallas.joint_softmax import ATTENDED
 from moddepth_jax.hparams import ModelHparams
 from moddepth_jax.model.attention import DepthSlots, TokenInfo
 from moddepth_jax.model.layer import Layer, LayerArgs, LayerOutput, Records
@@ -91,7 +92,11 @@ def with_remat(function, hparams, prevent_cse):
     """`function`, recomputed backward if `model.remat` says so, but for the choice it made."""
     if hparams.remat == 'none':
         return function
-    policy = jax.checkpoint_policies.save_only_these_names(CHOICE)
+    policies = jax.checkpoint_policies
+    policy = policies.save_only_these_names(CHOICE)
+    if hparams.remat == 'products':
+        names = policies.save_only_these_names(CHOICE, ATTENDED)
+        policy = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, names)
     return jax.checkpoint(function, policy=policy, prevent_cse=prevent_cse)
 
 
