@@ -31,7 +31,7 @@ def get_config() -> ConfigDict:
     model.dtype = 'float32'  # float32 | bfloat16 | float64 (with JAX_ENABLE_X64=1); of activations
     model.attention = 'auto'  # auto | reference | xla | pallas | mosaic_gpu | mosaic_gpu_fused
     model.layer_loop = 'scan'  # scan (compile time free of depth) | unrolled; same parameters
-    model.remat = 'block'  # block (recompute each block in the backward pass) | none
+    model.remat = 'block'  # block (backward recomputes each block, but its attention) | none
 
     depth = model.depth = ConfigDict()
     # residual | dense | average | attention | moda

@@ -40,7 +40,7 @@ class ModelHparams:
     dtype: checks.choice('float32', 'bfloat16', 'float64')
     attention: checks.choice(*ATTENTION)
     layer_loop: checks.choice('scan', 'unrolled')
-    remat: checks.choice('block', 'products', 'none')
+    remat: checks.choice('block', 'none')
     depth: DepthHparams
     experts: ExpertsHparams
     routing: RoutingHparams

@@ -89,14 +89,14 @@ def stack_slots(written) -> DepthSlots | None:
 
 
 def with_remat(function, hparams, prevent_cse):
-    """`function`, recomputed backward if `model.remat` says so, but for the choice it made."""
+    """`function`, recomputed backward if `model.remat` says so.
+
+    Kept are the choice that it made and the output of its attention: where the tokens are many,
+    that is dear to compute, and as small as the stream.
+    """
     if hparams.remat == 'none':
         return function
-    policies = jax.checkpoint_policies
-    policy = policies.save_only_these_names(CHOICE)
-    if hparams.remat == 'products':
-        names = policies.save_only_these_names(CHOICE, ATTENDED)
-        policy = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, names)
+    policy = jax.checkpoint_policies.save_only_these_names(CHOICE, ATTENDED)
     return jax.checkpoint(function, policy=policy, prevent_cse=prevent_cse)
 
 
