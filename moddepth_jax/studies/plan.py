@@ -257,7 +257,12 @@ class Plan:
         runs, complete = self.runs({})
         while not complete:
             runs, complete = self.runs(dict.fromkeys((run.name for run in runs), 0.0))
-        return collections.Counter({run.name: run.budget for run in runs}.values())
+        study, budgets = self.study, {}
+        for run in runs:
+            # Two variants that share a run of one seed may have best sizes that share none.
+            apart = run.seed != study.seeds[0] and not study.all_sizes
+            budgets[run.name, run.variant * apart] = run.budget
+        return collections.Counter(budgets.values())
 
     def examples(self) -> list[Planned]:
         """A run of each variant, size and budget, whether or not it will be trained."""
