@@ -17,7 +17,7 @@ NEXT := .venv-next/bin/python
 NEXT_TESTS := tests/kernels tests/model tests/inference tests/launch/backends_test.py \
     $(addprefix tests/training/,losses_test.py train_step_test.py mesh_test.py gpu_collectives_test.py)
 
-.PHONY: train test test-next has-next test-all faults mutations dry-runs gpu gpu-rehearsal study study-long study-moda study-experts study-gpu study-moda-gpu docs-notebooks docs-api
+.PHONY: train test test-next has-next test-all faults mutations dry-runs gpu gpu-rehearsal study study-long study-budgets study-routing study-capacity study-gates study-moda study-text study-experts study-gpu study-moda-gpu docs-notebooks docs-api
 .DELETE_ON_ERROR:
 
 train: .venv/installed
@@ -51,36 +51,84 @@ dry-runs: .venv/installed
 	$(VENV_PYTHON) -m launch.dry_run again results/cpu/dry_run/*.json
 	$(VENV_PYTHON) -m launch.dry_run table results/cpu/dry_run/*.json
 
-# Studies at equal FLOPs or steps, resumable; see docs/isoflop.md. On two cores the first takes up to
-# an hour, study-long and study-moda about half of that.
-ISOFLOP = $(VENV_PYTHON) -m launch.isoflop
+# Studies at equal FLOPs or steps, each one command, resumable: docs/isoflop.md says what each can
+# decide and how long it takes. `make study` takes up to an hour on two cores.
 SEEDS ?= 0,1,2
 PROCESSES ?= 2# runs at a time
 BUDGET ?= 2e12# of study-long: FLOPs of each of its 40 runs
 SIZE ?= 4x64# and its size
+RESULTS ?=# a folder, as results/cpu: what the repository keeps of a study is also written there
+ISOFLOP = $(VENV_PYTHON) -m launch.isoflop
+# The command of the target's study, or of its part $(1), such as /2e12.
+isoflop = $(ISOFLOP) --workdir=runs/$@$(1) --processes=$(PROCESSES) \
+    $(if $(RESULTS),--results=$(RESULTS)/$@$(1))
 ROUTED := mod,mod_0.25,mod_0.5,every_0.125,every_0.5,aux_loss
 STREAMS := dense,wider,average,moda_attention,moda,mod,mod_moda,dense_post,wider_post,moda_post
 CONTROLS := random,random_every_0.5,position,norm
+FOUR := 0,1,2,3
+SIX := $(FOUR),4,5
+EIGHT := $(SIX),6,7
+SIXTEEN := $(EIGHT),8,9,10,11,12,13,14,15
 
 study: .venv/installed
-	$(ISOFLOP) --config=configs/study.py --workdir=runs/study --processes=$(PROCESSES) \
-	    --budgets=6e11,2e12 --sizes=2x64,4x64,8x64 --seeds=$(SEEDS) \
-	    --learning_rates=0.003,0.006,0.012 --variants=dense,shallow,$(ROUTED),$(CONTROLS)
+	$(call isoflop) --config=configs/study.py --budgets=6e11,2e12 --sizes=2x64,4x64,8x64 \
+	    --seeds=$(SEEDS) --learning_rates=0.003,0.006,0.012 \
+	    --variants=dense,shallow,$(ROUTED),$(CONTROLS)
 	$(VENV_PYTHON) -m launch.claims --workdir=runs/study
 
 study-long: .venv/installed
-	$(ISOFLOP) --config=configs/study.py --workdir=runs/study-long --processes=$(PROCESSES) \
-	    --budgets=$(BUDGET) --sizes=$(SIZE) --seeds=0,1,2,3,4,5,6,7 --learning_rates=0.006 \
+	$(call isoflop) --config=configs/study.py --budgets=$(BUDGET) --sizes=$(SIZE) \
+	    --seeds=$(EIGHT) --learning_rates=0.006 \
 	    --variants=mod,random,every_0.5,random_every_0.5,shallow
 
+AT_BUDGET := --config=configs/study.py --learning_rates=0.006
+AT_OPTIMUM := $(AT_BUDGET) --variants=dense,shallow,mod --noall_sizes
+study-budgets: .venv/installed
+	$(call isoflop,/6e11) $(AT_OPTIMUM) --budgets=6e11 --sizes=1x64,2x64,4x64,6x64 --seeds=$(EIGHT)
+	$(call isoflop,/2e12) $(AT_OPTIMUM) --budgets=2e12 --sizes=1x64,2x64,4x64,6x64,8x64 --seeds=$(EIGHT)
+	$(call isoflop,/6e12) $(AT_OPTIMUM) --budgets=6e12 --sizes=2x64,4x64,6x64,2x128,4x128 --seeds=$(EIGHT)
+	$(call isoflop,/2e13) $(AT_OPTIMUM) --budgets=2e13 --sizes=4x64,6x64,2x128,4x128,6x128 --seeds=$(FOUR)
+
+ROUTERS := $(AT_BUDGET) --variants=mod,random,position,norm
+study-routing: .venv/installed
+	$(call isoflop,/4x64-2e12) $(ROUTERS) --budgets=2e12 --sizes=4x64 --seeds=$(SIXTEEN)
+	$(call isoflop,/4x128-2e12) $(ROUTERS) --budgets=2e12 --sizes=4x128 --seeds=$(SIXTEEN)
+	$(call isoflop,/4x64-1e13) $(ROUTERS) --budgets=1e13 --sizes=4x64 --seeds=$(SIX)
+	$(call isoflop,/4x128-1e13) $(ROUTERS) --budgets=1e13 --sizes=4x128 --seeds=$(SIX)
+
+OTHERS := mod_0.95,mod_0.75,mod_0.5,mod_0.25,mod,mod_0.0625
+EVERY := every_0.75,every_0.5,every_0.25,every_0.125
+study-capacity: .venv/installed
+	$(call isoflop) $(AT_BUDGET) --budgets=2e12 --sizes=4x64 --seeds=$(SIX) \
+	    --variants=dense,$(OTHERS),$(EVERY)
+
+study-gates: .venv/installed
+	$(call isoflop) $(AT_BUDGET) --budgets=2e12 --sizes=4x64 --seeds=$(SIX) \
+	    --variants=mod,aux_loss,threshold,sigmoid,tanh,straight_through
+
+MODA := moda_attention,moda,moda_blocks,moda_unrotated,moda_projection
+PLACED := dense_post,wider_post,moda_attention_post,moda_post,dense_reordered,moda_reordered
+AT_STEPS := --config=configs/moda.py --steps=600 --config.evaluation.every=0 \
+    --config.evaluation.final_batches=256
+BY_DEPTH := $(AT_STEPS) --variants=dense,wider,$(MODA),depth_attention,dense_average,average,mod,mod_moda,mod_moda_masked,$(PLACED)
 study-moda: .venv/installed
-	$(ISOFLOP) --config=configs/moda.py --workdir=runs/study-moda --processes=$(PROCESSES) \
-	    --steps=600 --sizes=8x64 --seeds=$(SEEDS) --variants=$(STREAMS) \
-	    --config.evaluation.every=0 --config.evaluation.final_batches=256
+	$(call isoflop,/8x64) $(BY_DEPTH) --sizes=8x64 --seeds=$(EIGHT)
+	$(call isoflop,/24x64) $(BY_DEPTH) --sizes=24x64 --seeds=$(FOUR)
+
+# On the text of packages that every installation has, with a tokenizer of 4,096 ids.
+TEXT := runs/study-text/text
+ON_TEXT := --config.data.source=$(TEXT) --config.data.tokenizer=prepared --config.model.vocab_size=4096
+study-text: .venv/installed
+	site=$$($(VENV_PYTHON) -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+	    $(VENV_PYTHON) -m launch.prepare --output=$(TEXT) --tokenizer=bpe:4096 \
+	    --input="$$site/jax/**/*.py,$$site/flax/**/*.py,$$site/optax/**/*.py,$$site/orbax/**/*.py,$$site/numpy/**/*.py,$$site/scipy/**/*.py,$$site/matplotlib/**/*.py"
+	$(call isoflop,/4x64) $(AT_BUDGET) $(ON_TEXT) --budgets=2e12 --sizes=4x64 --seeds=$(FOUR) \
+	    --variants=dense,shallow,mod,random,aux_loss
+	$(call isoflop,/8x64) $(AT_STEPS) $(ON_TEXT) --sizes=8x64 --seeds=$(FOUR) \
+	    --variants=dense,wider,moda,dense_post,moda_post
 
 study-experts: .venv/installed
-	$(ISOFLOP) --config=configs/moe.py --workdir=runs/study-experts --processes=$(PROCESSES) \
-	    --budgets=6.4e12 --sizes=4x128 --seeds=$(SEEDS) \
+	$(call isoflop) --config=configs/moe.py --budgets=6.4e12 --sizes=4x128 --seeds=$(SIX) \
 	    --variants=dense,moe,moe_capacity_0.5,integrated,staged --config.data.batch_size=8
 
 # On one GPU, in any number of short allotments: stop it (Ctrl-C, SIGTERM) and run it again.

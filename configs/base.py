@@ -70,7 +70,8 @@ def get_config() -> ConfigDict:
     routing.select_per = 'row'  # row: packed documents compete for the C places | segment
     routing.gate = 'auto'  # auto (learned: raw) | raw | sigmoid | tanh | none | straight_through
     routing.initial_gate = 1.0  # mean raw gate of selected tokens at step 0 (less above C/T 0.7)
-    routing.causal_rule = 'auto'  # auto | predictor | aux_loss | threshold | dense: at evaluation
+    # auto | predictor | aux_loss | threshold | positive (score > 0, untrained) | dense
+    routing.causal_rule = 'auto'  # what selects tokens at evaluation
     routing.predictor_width = 32  # hidden units of the predictor, at most 64; 0: linear
     routing.predictor_loss_weight = 1.0  # of its cross-entropy, which trains nothing else
     routing.aux_loss_weight = 0.01  # of the router's loss under aux_loss; trains the trunk too

@@ -24,9 +24,11 @@ VARIANTS = flags.DEFINE_list(
 )
 SEEDS = flags.DEFINE_list('seeds', ['0'], 'All at the largest budget, the first elsewhere.')
 LEARNING_RATES = flags.DEFINE_list('learning_rates', [], 'Tried for each width. Default: own.')
+ALL_SIZES = flags.DEFINE_boolean('all_sizes', True, 'All seeds at every size, or the best only.')
 PROCESSES = flags.DEFINE_integer('processes', 1, 'Runs at a time on this machine.', lower_bound=1)
 SHARD = flags.DEFINE_string('shard', '0/1', 'I/N: which of N equal shares of the runs to train.')
 DRY_RUN = flags.DEFINE_boolean('dry_run', False, 'Print the plan and exit; nothing is written.')
+RESULTS = flags.DEFINE_string('results', None, 'Also writes the study without its runs there.')
 DRAW_ONLY = flags.DEFINE_boolean('draw_only', False, 'Train nothing; draw what is finished.')
 
 
@@ -51,6 +53,7 @@ def _study():
         'variants': tuple(VARIANTS.value),
         'seeds': _numbers(SEEDS, int),
         'learning_rates': _numbers(LEARNING_RATES, float) or (own_rate,),
+        'all_sizes': ALL_SIZES.value,
     }
     try:
         return Study(**values)
@@ -77,7 +80,9 @@ def main(_):
     description = {'kind': study.kind, 'config': flag.config_filename}
     description['overrides'] = flag.override_values
     plan, cache = Plan(study, config.shallower), cli.enable_compilation_cache
-    study_runner = runner.StudyRunner(workdir, plan, config.hparams, description, cache)
+    study_runner = runner.StudyRunner(
+        workdir, plan, config.hparams, description, cache, RESULTS.value
+    )
     return study_runner.run(shard, PROCESSES.value, DRY_RUN.value, DRAW_ONLY.value)
 
 

@@ -6,7 +6,7 @@ from ml_collections import ConfigDict
 from configs import mode_integrated, moe
 from launch import config_file
 from moddepth_jax.hparams import Hparams, from_config
-from moddepth_jax.studies.plan import VARIANTS, Planned, nearest_depth
+from moddepth_jax.studies.plan import VARIANTS, Planned, base_name, nearest_depth
 
 _VARIED = (
     *('routing.router', 'routing.layers', 'routing.capacity'),
@@ -58,13 +58,15 @@ class StudyConfig:
         if config.model.experts.choice == 'none' != changes['model.experts.choice']:
             moe.apply_experts(config)
         config.update_from_flattened_dict(self._overrides)
-        if changes.get('model.norm_placement') == config.model.norm_placement:
-            right = 'the others are post-norm as well; add --config.model.norm_placement=pre'
+        if changes.get('model.norm_placement') == (placement := config.model.norm_placement):
+            right = (
+                f'the others are {placement}-norm as well; add --config.model.norm_placement=pre'
+            )
             raise ValueError(f'--variants={variant}: {right}')
         config.update_from_flattened_dict(changes)
 
         # Knobs that follow from the shape of the model.
-        experts, name = config.model.experts, variant.removesuffix('_post')
+        experts, name = config.model.experts, base_name(variant)
         if name == 'moe_capacity_0.5':
             share = experts.top_k * config.data.sequence_length / experts.num_routed
             experts.row_capacity = max(1, int(0.5 * share))

@@ -16,7 +16,12 @@ from moddepth_jax.hparams import Hparams
 from moddepth_jax.training.summary import replace_nonfinite
 
 # What a causal rule compares with a token, as a heading of the page.
-RULE_COLUMNS = {'predictor': 'predictor', 'aux_loss': 'sigmoid', 'threshold': 'threshold'}
+RULE_COLUMNS = {
+    'predictor': 'predictor',
+    'aux_loss': 'sigmoid',
+    'positive': 'sigmoid',
+    'threshold': 'threshold',
+}
 _DIGITS = 4  # significant digits of the numbers of tokens
 _MARKS = {'\n': '↵\n', '\t': '→\t', '\x7f': '␡'}
 _REST = '▫'  # a token in which no character begins

@@ -12,7 +12,7 @@ from moddepth_jax.hparams import Hparams, ModelHparams
 from moddepth_jax.model.attention import TokenInfo
 from moddepth_jax.model.stack import Stack
 from moddepth_jax.model.stack_scan import empty_slots
-from moddepth_jax.model.transformer import LayerGroup, Transformer
+from moddepth_jax.model.transformer import Transformer, init_layer
 
 _MAY_DIFFER = {  # knobs of the model that a conversion may change
     *('depth', 'routing', 'attention', 'layer_loop', 'remat', 'dtype'),
@@ -49,15 +49,10 @@ def abstract_params(hparams: Hparams):
     return jax.eval_shape(Transformer(hparams).init, jax.random.key(0), tokens_BT)['params']
 
 
-def layer_numbers(model: ModelHparams) -> dict[tuple[int, int, int], int | str]:
-    """The layer at (run, repeat, index in the group); entry and exit have their part's name."""
-    numbers, layer = {}, 0
-    for i, run in enumerate(Stack(model, 'top_c').runs):
-        for repeat in range(run.repeats):
-            for j, kind in enumerate(run.group):
-                numbers[i, repeat, j] = layer if kind.part == 'block' else kind.part
-                layer += kind.part == 'block'
-    return numbers
+def layer_numbers(model: ModelHparams) -> dict[tuple[int, int, int], int]:
+    """The number of the layer at (run, repeat, index in the group)."""
+    numbers = enumerate(Stack(model, 'top_c').layer_numbers)
+    return {(i, *place): int(n) for i, run in numbers for place, n in np.ndenumerate(run)}
 
 
 def _keys(path):
@@ -116,7 +111,7 @@ def _new_leaves(key, *, model, kind):
     x_BTD = jax.random.normal(key, (1, 8, model.d_model), model.dtype)
     ones_BT = jnp.ones(x_BTD.shape[:2], jnp.int32)
     tokens = TokenInfo(jnp.cumsum(ones_BT, axis=1) - 1, ones_BT, ones_BT.astype(jnp.uint32))
-    group = LayerGroup(Stack(model, 'top_c'), (kind,), parent=None)
-    params = group.init(key, (x_BTD, *empty_slots(model, x_BTD)), 0, tokens)['params']['layer_0']
+    carry = (x_BTD, *empty_slots(model, x_BTD))
+    params, _ = init_layer(key, Stack(model, 'top_c'), kind, carry, 0, tokens)
     leaves = jax.tree_util.tree_leaves_with_path(params)
     return {_keys(path): leaf for path, leaf in leaves if path[0].key in _NEW}

@@ -57,6 +57,17 @@ class Stack(NamedTuple):
         first = sum(kind.slots * run.repeats for run in earlier for kind in run.group)
         return first + sum(kind.slots for kind in run.group) * jnp.arange(run.repeats)
 
+    @property
+    def layer_numbers(self) -> list[np.ndarray]:
+        """int32 [repeats, layers] of each run: the number of the block; entry -1, exit -2."""
+        kinds = layer_kinds(self.hparams)
+        blocks = np.cumsum([kind.part == 'block' for kind in kinds]) - 1
+        ends = [{'entry': -1, 'exit': -2}.get(kind.part) for kind in kinds]
+        numbers = [end or block for end, block in zip(ends, blocks, strict=True)]
+        sizes = [run.repeats * len(run.group) for run in self.runs]
+        parts = np.split(np.array(numbers, np.int32), np.cumsum(sizes)[:-1])
+        return [part.reshape(run.repeats, -1) for part, run in zip(parts, self.runs, strict=True)]
+
     def layer(self, kind: LayerKind, **options) -> Layer:
         """The module of a layer of that kind; `options` are those of a Linen module."""
         return Layer(self.hparams, kind, self.routing, self.sizes, **options)

@@ -143,7 +143,11 @@ def layer_args(hparams: ModelHparams, averages, routing: str, causal_layers_R=No
 
 
 def init_stack(key, hparams: ModelHparams, length: int):
-    """Parameters of the stack, initialized layer by layer on a random row like embeddings."""
+    """Parameters of the stack, initialized layer by layer on a random row like embeddings.
+
+    The draw of a parameter depends on the key, its layer's number and its name in the layer alone,
+    so that models of one seed start alike wherever they have the same parameters.
+    """
     stream_key, key = jax.random.split(key)
     shape = (1, length, hparams.d_model)
     x_BTD = hparams.embedding_init_std * jax.random.normal(stream_key, shape)
@@ -152,36 +156,42 @@ def init_stack(key, hparams: ModelHparams, length: int):
     tokens = TokenInfo(jnp.arange(length)[None], ones_BT, ones_BT.astype(jnp.uint32))
     stack, params = Stack(hparams, 'top_c'), {}
     carry = (x_BTD, *empty_slots(hparams, x_BTD))
-    for i, run in enumerate(stack.runs):
-        group = LayerGroup(stack, run.group, parent=None)
+    for i, (run, numbers) in enumerate(zip(stack.runs, stack.layer_numbers, strict=True)):
 
-        def init_repeat(carry, inputs, group=group):
-            key, count = inputs
-            carry, variables = group.init_with_output(key, carry, count, tokens)
-            return carry, variables.get('params', {})
+        def init_repeat(carry, inputs, kinds=run.group):
+            numbers, count = inputs
+            made = {}
+            for j, kind in enumerate(kinds):
+                layer_key = jax.random.fold_in(key, numbers[j])
+                made[f'layer_{j}'], carry = init_layer(layer_key, stack, kind, carry, count, tokens)
+                count += kind.slots
+            return carry, {name: layer for name, layer in made.items() if layer}
 
-        keys = jax.random.split(jax.random.fold_in(key, i), run.repeats)
-        carry, params[f'run_{i}'] = jax.lax.scan(init_repeat, carry, (keys, stack.counts(i)))
-    return {name: run for name, run in params.items() if run}  # entry or exit may have none
+        carry, made = jax.lax.scan(init_repeat, carry, (numbers, stack.counts(i)))
+        if made:  # entry or exit may have none
+            params[f'run_{i}'] = made
+    return params
 
 
-class LayerGroup(nn.Module):
-    """The layers of one repeat of a run, for initialization."""
+def init_layer(key, stack: Stack, kind: LayerKind, carry, count, tokens: TokenInfo):
+    """Parameters of a layer and the carry after it: x_BTD, and its slots from `count` on.
 
-    stack: Stack
-    kinds: tuple[LayerKind, ...]
-
-    @nn.compact
-    def __call__(self, carry, count, tokens: TokenInfo):
-        args = LayerArgs(RoutingArgs(jnp.int32(0), jnp.float32(0), jnp.bool_(False)))
-        for j, kind in enumerate(self.kinds):
-            x_BTD, slots, valid_LBT = carry
-            depth = None if slots is None else DepthSlots(slots, valid_LBT, count)
-            layer = self.stack.layer(kind, name=f'layer_{j}')
-            output = layer(x_BTD, depth, tokens, args)
-            carry = output.x_BTD, *put_slots(slots, valid_LBT, output.written, count)
-            count += kind.slots
-        return carry
+    A routed layer's block and stream start as those of a layer that is not routed.
+    """
+    x_BTD, slots, valid_LBT = carry
+    depth = None if slots is None else DepthSlots(slots, valid_LBT, count)
+    args = LayerArgs(RoutingArgs(jnp.int32(0), jnp.float32(0), jnp.bool_(False)))
+    inputs = (x_BTD, depth, tokens, args)
+    layer = stack.layer(kind._replace(routed=False), parent=None)
+    output, variables = layer.init_with_output(key, *inputs)
+    if kind.routed:
+        block = variables['params']
+        stream = {name: block.pop(name) for name in ('stream',) if name in block}
+        variables = {'params': {'block': block, **stream}}
+        layer = stack.layer(kind, parent=None)
+        output, variables = layer.apply(variables, *inputs, rngs={'params': key}, mutable='params')
+    carry = output.x_BTD, *put_slots(slots, valid_LBT, output.written, count)
+    return variables.get('params', {}), carry
 
 
 def causal_sizes(hparams: Hparams, length: int, routing: str) -> tuple[int, ...]:

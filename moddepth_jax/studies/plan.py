@@ -36,29 +36,64 @@ def _mod(router='learned', layers='every:2', capacity=0.125, **routing):
     return _PLAIN | {f'model.routing.{name}': value for name, value in (free | knobs).items()}
 
 
-def _moda(slots):
-    return {'model.depth.stream': 'moda', 'model.depth.slots': slots}
+def _moda(slots='attention+ffn', **depth):
+    knobs = {'stream': 'moda', 'slots': slots, **depth}
+    return {f'model.depth.{name}': value for name, value in knobs.items()}
 
 
+def _stream(stream, **model):
+    return _PLAIN | {'model.depth.stream': stream, **model}
+
+
+def _capacities(name, words, layers, looks):
+    """Variants NAME_CAPACITY of a learned router in these layers."""
+    return {
+        f'{name}_{capacity:g}': Variant(
+            f'MoD {100 * capacity:g}%, {words}', _mod(layers=layers, capacity=capacity), look
+        )
+        for capacity, look in looks.items()
+    }
+
+
+_UNROLLED = {'model.layer_loop': 'unrolled'}
 _EXPERTS = {'model.experts.choice': 'token'}
-_AVERAGE = {'model.depth.stream': 'average', 'model.layer_loop': 'unrolled'}
 _STREAMS = {
     'dense': Variant('dense', _PLAIN, 'black o'),
     'wider': Variant('dense, as many parameters', _PLAIN, 'grey s'),
     'moda_attention': Variant('MoDA, attention slots', _PLAIN | _moda('attention'), 'sky >'),
-    'moda': Variant('MoDA, attention and mlp slots', _PLAIN | _moda('attention+ffn'), 'blue D'),
-    'average': Variant('learned average of the layers', _PLAIN | _AVERAGE, 'green d'),
-    'mod_moda': Variant('MoD and MoDA', _mod() | _moda('attention+ffn'), 'green h'),
+    'moda': Variant('MoDA, attention and mlp slots', _PLAIN | _moda(), 'blue D'),
+    'moda_blocks': Variant('MoDA, slots of blocks', _PLAIN | _moda('block'), 'sky d'),
+    'moda_unrotated': Variant(
+        'MoDA, slots not rotated', _PLAIN | _moda(slot_keys='unrotated'), 'blue <'
+    ),
+    'moda_projection': Variant(
+        'MoDA, a projection for each slot', _PLAIN | _moda(attention_slot_projection=True), 'blue ^'
+    ),
+    'depth_attention': Variant('depth attention', _stream('attention'), 'orange *'),
+    'dense_average': Variant(
+        "matrices on the layers' outputs", _stream('dense', **_UNROLLED), 'orange d'
+    ),
+    'average': Variant('learned average of the layers', _stream('average', **_UNROLLED), 'green d'),
+    'mod_moda': Variant('MoD and MoDA', _mod() | _moda(), 'green h'),
+    'mod_moda_masked': Variant(
+        'MoD and MoDA, no slots of skipped blocks',
+        _mod() | _moda(skipped_slots='masked'),
+        'green H',
+    ),
 }
-_POST = {'model.norm_placement': 'post'}
+_PLACEMENTS = {'post': 'post-norm', 'reordered': "OLMo2's norm"}
 VARIANTS = {
     'dense': _STREAMS['dense'],
     'shallow': Variant("dense, shallower: MoD's FLOPs per forward", _PLAIN, 'grey s'),
     'mod': Variant('MoD 12.5%, every other block', _mod(), 'blue D'),
-    'mod_0.25': Variant('MoD 25%, every other block', _mod(capacity=0.25), 'sky ^'),
-    'mod_0.5': Variant('MoD 50%, every other block', _mod(capacity=0.5), 'sky v'),
-    'every_0.125': Variant('MoD 12.5%, every block', _mod(layers='every:1'), 'green ^'),
-    'every_0.5': Variant('MoD 50%, every block', _mod(layers='every:1', capacity=0.5), 'green v'),
+    **_capacities(
+        *('mod', 'every other block', 'every:2'),
+        {0.0625: 'sky <', 0.25: 'sky ^', 0.5: 'sky v', 0.75: 'sky >', 0.95: 'sky h'},
+    ),
+    **_capacities(
+        *('every', 'every block', 'every:1'),
+        {0.125: 'green ^', 0.25: 'green <', 0.5: 'green v', 0.75: 'green >'},
+    ),
     'random': Variant('random 12.5%, every other block', _mod('random'), 'red X'),
     'random_every_0.5': Variant('random 50%, every block', _mod('random', 'every:1', 0.5), 'red v'),
     'position': Variant('by position 12.5%, every other block', _mod('position'), 'orange P'),
@@ -66,16 +101,34 @@ VARIANTS = {
         'by norm 12.5%, every other block', _mod('norm', causal_rule='threshold'), 'rose p'
     ),
     'aux_loss': Variant('MoD 12.5%, causal by aux. loss', _mod(causal_rule='aux_loss'), 'rose <'),
+    'threshold': Variant('MoD 12.5%, causal by threshold', _mod(causal_rule='threshold'), 'rose >'),
+    'sigmoid': Variant('MoD 12.5%, sigmoid gate', _mod(gate='sigmoid'), 'orange ^'),
+    'tanh': Variant('MoD 12.5%, tanh gate', _mod(gate='tanh'), 'orange v'),
+    'straight_through': Variant(
+        'straight-through 12.5%, causal by score > 0',
+        _mod('straight_through', causal_rule='positive'),
+        'rose h',
+    ),
     'moe': Variant('experts', _PLAIN | _EXPERTS, 'orange ^'),
     'moe_capacity_0.5': Variant('experts, half the expert capacity', _PLAIN | _EXPERTS, 'green v'),
     'integrated': Variant('MoDE integrated, half no-ops', _PLAIN | _EXPERTS, 'rose p'),
     'staged': Variant('MoDE staged, 12.5%, every other block', _mod() | _EXPERTS, 'blue D'),
     **_STREAMS,
     **{
-        f'{name}_post': Variant(f'{label}, post-norm', changes | _POST, look)
+        f'{name}_{placement}': Variant(
+            f'{label}, {words}', changes | {'model.norm_placement': placement}, look
+        )
+        for placement, words in _PLACEMENTS.items()
         for name, (label, changes, look) in _STREAMS.items()
     },
 }
+
+
+def base_name(variant: str) -> str:
+    """The variant without its placement of the norms."""
+    for placement in _PLACEMENTS:
+        variant = variant.removesuffix(f'_{placement}')
+    return variant
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +141,7 @@ class Study:
     variants: tuple[str, ...]  # names in VARIANTS
     seeds: tuple[int, ...]  # the first is used where there is one run only
     learning_rates: tuple[float, ...]  # one alone is not tuned
+    all_sizes: bool = True  # at the largest budget: all seeds at each size, or at the best alone
 
     def __post_init__(self):
         for name in ('budgets', 'sizes', 'variants', 'seeds', 'learning_rates'):
@@ -170,7 +224,7 @@ class Plan:
         """The runs that `losses` decide, and whether these are all.
 
         First the learning rates, then each size, then, at the best size of each budget, the other
-        variants, and at the largest budget the other seeds, of every size too.
+        variants, and at the largest budget the other seeds, by `all_sizes` of every size too.
         """
         study, rates = self.study, self.learning_rates(losses)
         if rates is None:
@@ -179,7 +233,7 @@ class Plan:
             self._run(variant, size, budget, rates[width(size)])
             for budget in study.budgets
             for variant in study.sized
-            for size in study.sizes
+            for size in self._sizes(variant)
         ]
         if any(run.name not in losses for run in sized):
             return self.tuning() + sized, False
@@ -187,7 +241,7 @@ class Plan:
         for run in sorted(sized, key=lambda run: losses[run.name]):
             best.setdefault((run.variant, run.budget), run)
         last = study.budgets[-1]
-        largest = [run for run in sized if run.budget == last]
+        largest = [run for run in sized if run.budget == last and study.all_sizes]
         runs = sized + [run._replace(seed=seed) for run in largest for seed in study.seeds[1:]]
         anchor = 'mod' if 'mod' in study.variants else study.sized[0]
         for budget in study.budgets:
@@ -203,7 +257,12 @@ class Plan:
         runs, complete = self.runs({})
         while not complete:
             runs, complete = self.runs(dict.fromkeys((run.name for run in runs), 0.0))
-        return collections.Counter({run.name: run.budget for run in runs}.values())
+        study, budgets = self.study, {}
+        for run in runs:
+            # Two variants that share a run of one seed may have best sizes that share none.
+            apart = run.seed != study.seeds[0] and not study.all_sizes
+            budgets[run.name, run.variant * apart] = run.budget
+        return collections.Counter(budgets.values())
 
     def examples(self) -> list[Planned]:
         """A run of each variant, size and budget, whether or not it will be trained."""
@@ -212,8 +271,18 @@ class Plan:
             self._run(variant, size, budget, study.learning_rates[0])
             for budget in study.budgets
             for variant in study.variants
-            for size in study.sizes
+            for size in self._sizes(variant)
         ]
+
+    def _sizes(self, variant):
+        """A model of one layer has no other block to route, and none is shallower."""
+        sizes, routed = (
+            self.study.sizes,
+            VARIANTS[variant].changes['model.routing.router'] != 'none',
+        )
+        if 'mod' in self.study.variants and (routed or variant == 'shallow'):
+            return [size for size in sizes if not size.startswith('1x')]
+        return list(sizes)
 
     def _run(self, variant, size, budget, rate):
         """The run of the first seed."""

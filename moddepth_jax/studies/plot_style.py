@@ -5,7 +5,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from moddepth_jax.studies.plan import VARIANTS
+from moddepth_jax.studies.plan import VARIANTS, base_name
 
 INK, PAPER, GRID = '#1d1f21', '#ffffff', '#d8dadc'
 # Colour-blind readers can tell these apart (Okabe and Ito); variants also differ in their marker.
@@ -56,8 +56,8 @@ def sentence(text: str) -> Figure:
 
 
 def style(variant: str) -> dict:
-    """Keywords of a line with markers; NAME_post looks like NAME with a hollow marker."""
-    base = variant.removesuffix('_post')
+    """Keywords of a line with markers; of NAME_post and NAME_reordered it is hollow."""
+    base = base_name(variant)
     colour, marker = (VARIANTS[base].look if base in VARIANTS else 'rose d').split()
     face = COLOURS[colour] if variant == base else PAPER
     look = {'color': COLOURS[colour], 'marker': marker}

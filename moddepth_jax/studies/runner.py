@@ -29,15 +29,22 @@ class StudyRunner:
     """Trains what is missing of a study and draws it.
 
     `hparams_of(Planned)` are the Hparams of a run, with which `before_run` is called before it
-    trains. `description` are the first fields of plan.json and study.json.
+    trains. `description` are the first fields of plan.json and study.json. A folder `results` gets
+    study.json, measures.json and the figures as well.
     """
 
     def __init__(
-        self, workdir, plan: Plan, hparams_of, description: dict, before_run=lambda hparams: None
+        self,
+        workdir,
+        plan: Plan,
+        hparams_of,
+        description: dict,
+        before_run=lambda hparams: None,
+        results=None,
     ):
         self._workdir, self._plan = pathlib.Path(workdir), plan
         self._hparams_of, self._description = hparams_of, description
-        self._before_run = before_run
+        self._before_run, self._results = before_run, results
 
     def run(self, shard: tuple[int, int], processes: int, dry_run=False, draw_only=False) -> int:
         """Carries out the share `shard` = (index, count) of the study; returns an exit status."""
@@ -141,6 +148,8 @@ class StudyRunner:
         store.write_measures(self._workdir, study)
         plots.draw(study, self._workdir)
         page.write_page(study, self._workdir)
+        if self._results:
+            store.copy_results(self._workdir, self._results, study)
         print(f'look      {self._workdir / "study.html"}')
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import shutil
 from typing import NamedTuple
 
 import jax
@@ -238,6 +239,18 @@ def write_measures(directory, study: dict):
         print(f'measuring {name}', flush=True)
         measures[name] = kept.get(name) or _measure(run_directory(directory, name))
     write_atomically(file, json.dumps(measures, indent=1, allow_nan=False) + '\n')
+
+
+def copy_results(directory, results, study: dict):
+    """Copies study.json, measures.json and the figures (.png) of a study to the folder `results`.
+
+    Of a study with one size that is `seeds` alone.
+    """
+    directory, results = pathlib.Path(directory), pathlib.Path(results)
+    figures = 'seeds.png' if len(study['sizes']) == 1 else '*.png'
+    results.mkdir(parents=True, exist_ok=True)
+    for file in (directory / STUDY_FILE, directory / MEASURES_FILE, *directory.glob(figures)):
+        shutil.copyfile(file, results / file.name)
 
 
 def _measure(directory):

@@ -7,15 +7,18 @@ from moddepth_jax.hparams import RoutingHparams, from_config
 
 DEFAULTS = base.get_config().model.routing.to_dict()
 ROUTERS = ('learned', 'norm', 'random', 'position', 'straight_through')
-RULES = ('predictor', 'aux_loss', 'threshold', 'dense')
+RULES = ('predictor', 'aux_loss', 'threshold', 'positive', 'dense')
 GATES = ('raw', 'sigmoid', 'tanh', 'none', 'straight_through')
 # docs/mixture_of_depths.md, section 4; the first is the one `auto` means.
 ALLOWED = {
-    'learned': (('raw', 'sigmoid', 'tanh', 'none'), RULES),
+    'learned': (
+        ('raw', 'sigmoid', 'tanh', 'none'),
+        ('predictor', 'aux_loss', 'threshold', 'dense'),
+    ),
     'norm': (('none',), ('dense', 'threshold', 'predictor')),
     'random': (('none',), ('threshold',)),
     'position': (('none',), ('threshold',)),
-    'straight_through': (('straight_through',), ('threshold', 'predictor', 'aux_loss')),
+    'straight_through': (('straight_through',), ('threshold', 'predictor', 'aux_loss', 'positive')),
 }
 LAYERS = {
     'every:2': (1, 3, 5),
@@ -104,7 +107,7 @@ def test_rules_are_those_that_need_no_other_training():
     assert routing(router='norm').rules == ('dense', 'threshold')
     assert routing(router='norm', causal_rule='predictor').rules[0] == 'predictor'
     assert routing(router='random').rules == routing(router='position').rules == ('threshold',)
-    assert routing(router='straight_through').rules == ('threshold',)
+    assert routing(router='straight_through').rules == ('threshold', 'positive')
 
 
 @pytest.mark.parametrize('router', ['random', 'position'])
@@ -180,7 +183,7 @@ def test_documents_that_do_not_compete_have_no_threshold():
 def test_most_selected_tokens_are_the_cache_or_all():
     """Under `skip` tokens beyond the cache are dropped, under `grow` none is."""
     skips, grows = routing(capacity=0.25), routing(capacity=0.25, overflow='grow')
-    assert [grows.max_selected(64, rule) for rule in RULES] == [64, 64, 64, 64]
+    assert [grows.max_selected(64, rule) for rule in RULES] == [64] * len(RULES)
     assert [skips.max_selected(64, rule) for rule in RULES] == [24, 24, 24, 64]
 
 

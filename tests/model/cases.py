@@ -86,6 +86,7 @@ CASES = {
     ),
     'straight through, predictor': (routed_by('straight_through', 'predictor'), 'predictor'),
     'straight through, aux_loss': (routed_by('straight_through', 'aux_loss'), 'aux_loss'),
+    'straight through, positive': (routed_by('straight_through', 'positive'), 'positive'),
     'dense stream': (DENSE | ROUTED | ROOMY, 'predictor'),
     'average stream': (AVERAGE | ROUTED | ROOMY | WINDOWS, 'predictor'),
     'attention stream': (ATTENTION | ROUTED | ROOMY | NEWEST, 'predictor'),

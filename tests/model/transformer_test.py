@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from moddepth_jax.hparams import from_config
+from moddepth_jax.hparams.registry import CAUSAL_RULES
 from moddepth_jax.inference.generate import generate
 from moddepth_jax.model.decoding import unroll
 from moddepth_jax.model.layers import rms_norm
@@ -198,7 +199,7 @@ def test_static_sizes_of_the_model(tiny_config):
         ('norm', 'auto', ['dense', 'threshold']),
         ('random', 'auto', ['threshold']),
         ('position', 'auto', ['threshold']),
-        ('straight_through', 'predictor', ['predictor', 'threshold']),
+        ('straight_through', 'predictor', ['predictor', 'threshold', 'positive']),
     ],
 )
 def test_rules_that_a_model_does_not_have_are_refused_by_name(router, rule, runs, tiny_config):
@@ -209,7 +210,7 @@ def test_rules_that_a_model_does_not_have_are_refused_by_name(router, rule, runs
         check_routing(hparams, routing)
         if 'threshold' not in (routing, rule):  # parameters alone are enough
             layer_args(hparams.model, None, routing)
-    for routing in {'predictor', 'aux_loss', 'threshold', 'dense', 'topc', ''} - {*runs}:
+    for routing in {*CAUSAL_RULES, 'topc', ''} - {*runs}:
         with pytest.raises(ValueError) as error:
             Transformer(hparams).apply({}, TOKENS_BT, routing=routing)
         message = str(error.value)

@@ -3,7 +3,7 @@
 import math
 import random
 
-from moddepth_jax.studies.plan import VARIANTS
+from moddepth_jax.studies.plan import VARIANTS, base_name
 
 LAPTOP = (
     *('dense', 'shallow', 'mod', 'mod_0.25', 'mod_0.5', 'every_0.125', 'every_0.5'),
@@ -76,7 +76,7 @@ def _parameters(size):
 
 def _row(kind, variant, size, budget, seed, vertex, lowest):
     layers, width = map(int, size.split('x'))
-    base, more = variant.removesuffix('_post'), {}
+    base, more = base_name(variant), {}
     if variant == 'shallow':
         more, layers = {'size_of_mod': size}, max(1, round(layers * 0.6))
     size = f'{layers}x{width}'

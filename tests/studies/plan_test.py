@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 
 from configs import base
+from launch.study_config import StudyConfig
 from moddepth_jax.hparams import from_config
-from moddepth_jax.studies.plan import DIVERGED, VARIANTS, Plan, Study, nearest_depth
+from moddepth_jax.studies.plan import DIVERGED, VARIANTS, Plan, Planned, Study, nearest_depth
 
 STUDY = Study(
     kind='flops',
@@ -63,6 +64,23 @@ def test_three_variants_run_at_every_size_and_at_the_largest_budget_with_every_s
         assert best == {'4x64'} or variant in ('dense', 'shallow')
 
 
+def test_other_seeds_may_run_at_the_best_sizes_alone():
+    plan = plan_of(all_sizes=False)
+    runs = all_runs(plan, loss_of)[len(plan.tuning()) :]
+    for variant in STUDY.variants:
+        others = {(run.size, run.budget, run.seed) for run in runs if run.variant == variant}
+        others = {run for run in others if run[2] != 5}
+        assert others == {('4x64', 4e9, seed) for seed in (6, 7)} or variant in ('dense', 'shallow')
+        assert len(others) == 2
+    assert len({run.name for run in runs}) <= sum(plan.max_runs().values())
+
+
+def test_a_size_of_one_layer_is_for_variants_that_route_nothing():
+    plan = plan_of(sizes=('1x64', '2x64', '4x64'), variants=('dense', 'shallow', 'mod', 'random'))
+    for runs in (all_runs(plan, loss_of), plan.examples()):
+        assert {run.variant for run in runs if run.size == '1x64'} == {'dense'}
+
+
 def test_max_runs_bounds_the_number_of_different_runs():
     plan = plan_of()
     for loss in (loss_of, lambda run: 1 + len(run.name) / 100, lambda run: hash(run.trained) % 7):
@@ -109,6 +127,9 @@ def test_every_variant_is_a_valid_config():
         ('norm', 'mod', 'norm'),
         ('random_every_0.5', 'every_0.5', 'random'),
         ('aux_loss', 'mod', 'learned'),
+        ('threshold', 'mod', 'learned'),
+        ('sigmoid', 'mod', 'learned'),
+        ('straight_through', 'mod', 'straight_through'),
     ],
 )
 def test_a_control_differs_only_in_how_tokens_are_chosen(control, routed, router):
@@ -117,6 +138,19 @@ def test_a_control_differs_only_in_how_tokens_are_chosen(control, routed, router
     first, second = ({k: v for k, v in each.items() if k not in of_choice} for each in changes)
     assert first == second and first['model.routing.capacity'] in (0.125, 0.5)
     assert changes[0]['model.routing.router'] == router
+
+
+@pytest.mark.parametrize('file', ['study', 'moda', 'moe'])
+def test_variants_of_a_seed_read_the_same_batches_and_are_trained_alike(file):
+    """All but the model is equal: batches are a function of these knobs, the seed and the step."""
+    config, found = (
+        StudyConfig(f'configs/{file}.py', {}, 'steps' if file == 'moda' else 'flops'),
+        [],
+    )
+    for variant in ('dense', 'mod', 'moda_projection', 'average', 'random', 'moda_post', 'staged'):
+        run = Planned(variant, '4x64', '4x64', 2e12 if file != 'moda' else 600, 0.006, 7)
+        found.append(dataclasses.replace(config.hparams(run), model=None))
+    assert found[1:] == found[:-1] and found[0].seed == 7
 
 
 def test_the_nearest_depth():

@@ -18,6 +18,7 @@ from moddepth_jax.training.trainer import DivergedError
 STUDY = Study(
     'flops', (1e11, 2e11), ('2x64', '4x64'), ('dense', 'mod', 'random'), (0, 1), (0.002, 0.004)
 )
+AXES = ('parameters', 'flops', 'steps')
 DESCRIPTION = {
     'kind': 'flops',
     'config': 'configs/study.py',
@@ -30,7 +31,8 @@ def study(tmp_path):
     config = StudyConfig('configs/study.py', DESCRIPTION['overrides'], STUDY.kind)
     store.open_study(tmp_path, DESCRIPTION)
     plan = Plan(STUDY, config.shallower)
-    return runner.StudyRunner(tmp_path, plan, config.hparams, DESCRIPTION)
+    results = tmp_path / 'committed' / 'study'
+    return runner.StudyRunner(tmp_path, plan, config.hparams, DESCRIPTION, results=results)
 
 
 @pytest.fixture
@@ -55,7 +57,11 @@ def trained(monkeypatch):
         return types.SimpleNamespace(signal=None, summary=summary)
 
     monkeypatch.setattr(runner, 'train', train)
-    monkeypatch.setattr(store, 'write_measures', lambda *_: None)  # there are no checkpoints
+
+    def measures(directory, _):
+        (directory / 'measures.json').write_text('{}')
+
+    monkeypatch.setattr(store, 'write_measures', measures)  # there are no checkpoints
     return names
 
 
@@ -70,6 +76,8 @@ def test_every_run_is_trained_once_for_its_budget_and_drawn(study, trained, tmp_
     for row in content['runs']:
         assert 0.99 < row['total_flops'] / row['budget'] <= 1, row['run']
     assert all((tmp_path / name).exists() for name in ('study.html', 'loss_by_parameters.png'))
+    kept = {'study.json', 'measures.json', 'seeds.png', *(f'loss_by_{x}.png' for x in AXES)}
+    assert {path.name for path in (tmp_path / 'committed' / 'study').iterdir()} == kept
     shown = capsys.readouterr().out
     assert 'diverged' in shown and 'what a run prints' not in shown
     assert (tmp_path / 'logs' / f'{trained[0]}.txt').read_text() == 'what a run prints\n'

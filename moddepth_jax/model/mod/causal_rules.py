@@ -47,14 +47,19 @@ class Predictor(CausalRule):
         return 2 * ((hparams.d_model + 1) * width if width else hparams.d_model)
 
 
-@CAUSAL_RULES.register('aux_loss')
-class AuxLoss(CausalRule):
-    """sigmoid(r) > 1/2: a loss moves the router's own scores."""
-
-    loss_weight = 'aux_loss_weight'
+@CAUSAL_RULES.register('positive')
+class Positive(CausalRule):
+    """r > 0, which no loss moves toward the top C: what straight-through routing has untrained."""
 
     def __call__(self, x_BTD, scores_BT, threshold):
         return scores_BT
+
+
+@CAUSAL_RULES.register('aux_loss')
+class AuxLoss(Positive):
+    """sigmoid(r) > 1/2, that is r > 0: a loss moves the router's own scores."""
+
+    loss_weight = 'aux_loss_weight'
 
 
 @CAUSAL_RULES.register('threshold')

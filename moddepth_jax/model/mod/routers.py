@@ -103,7 +103,7 @@ class StraightThroughRouter(Router):
     """r = w . x + b, at first N(0, 1); the gate is 1 and passes on the slope of sigmoid(r)."""
 
     gates = ('straight_through',)
-    rules = ('threshold', 'predictor', 'aux_loss')
+    rules = ('threshold', 'predictor', 'aux_loss', 'positive')
     products = 1
 
     @nn.compact
