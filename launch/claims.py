@@ -3,8 +3,8 @@
 python -m launch.claims --workdir=runs/study
 python -m launch.claims --workdir=results --page=docs/claims.md
 
---workdir is a directory of launch.isoflop, or one that holds several, at most two levels down, with
-study.json and measures.json. claims.json and claims.md go to --out; --page names a file of your own
+--workdir is a directory of launch.isoflop, or one that holds several, at most three levels down,
+with study.json and measures.json. claims.json and claims.md go to --out; --page names a file of your own
 with both markers (see docs/claims.md).
 """
 
@@ -21,7 +21,7 @@ PAGE = flags.DEFINE_string('page', None, 'Also write the table between the marke
 
 
 def main(_):
-    from launch.study_config import counted_flops
+    from launch.counted import counted_flops
     from moddepth_jax.studies import claims
     from moddepth_jax.training.run_dir import write_atomically
 
