@@ -48,8 +48,8 @@ _SOURCES = (
 )
 _DETAILS = ('setting', 'spread', 'rule', 'reason', 'power')
 _STUDY_FIELDS = (  # that the judges read
-    'kind config budgets sizes seeds variants batch_tokens sequence_length corpus versions diverged '
-    'runs'
+    'kind config budgets sizes seeds variants batch_tokens sequence_length corpus versions '
+    'diverged runs'
 )
 _RUN_FIELDS = (
     'run variant size budget seed at_best_size steps total_flops flops_per_step flops_per_forward '

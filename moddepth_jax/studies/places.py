@@ -1,6 +1,5 @@
 """Where a claim is judged: one budget and size of one study, fixed beforehand, and its groups."""
 
-import math
 from typing import NamedTuple
 
 import numpy as np
@@ -54,13 +53,12 @@ class Group(NamedTuple):
 
     variant: str
     size: str  # LxD
-    rows: dict[int, dict]  # of study.json
+    rows: dict[int, dict]  # of study.json, without those that diverged
     problem: str = ''  # why no verdict may rest on them
 
     def values(self, seeds, field: str = 'bits_per_byte') -> np.ndarray:
-        """One number of each of some seeds; infinite where it is None (diverged)."""
-        values = [self.rows[seed][field] for seed in seeds]
-        return np.array([math.inf if value is None else value for value in values], float)
+        """One number of each of some seeds."""
+        return np.array([self.rows[seed][field] for seed in seeds], float)
 
     def cost(self) -> float:
         """FLOPs of a forward pass, and so a third of those of a step."""
@@ -126,7 +124,10 @@ class Place(NamedTuple):
     def _group(self, variant, rows, at_edge=False):
         size = rows[0]['size']
         group = Group(variant, size, {row['seed']: row for row in rows if row['size'] == size})
-        return group._replace(problem=self._problem(group, at_edge))
+        finite = {seed: row for seed, row in group.rows.items() if row['loss'] is not None}
+        if not finite:
+            raise NotMeasured
+        return group._replace(problem=self._problem(group, at_edge), rows=finite)
 
     def _best_dense(self):
         """The best of all dense models, including `shallow`, by the first seed."""

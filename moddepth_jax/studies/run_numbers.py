@@ -179,10 +179,5 @@ def _values(place, group, name, seeds):
     measures = place.evidence.measures.get(place.name, {})
     changes = place.study['variants'][group.variant]['changes']
     more = {'capacity': changes.get('model.routing.capacity')}
-    rows = [group.rows[seed] for seed in seeds]
-    return [
-        None
-        if row['loss'] is None
-        else NUMBERS[name].of(row | more | {'measured': measures.get(row['run'])})
-        for row in rows
-    ]
+    rows = [group.rows[seed] | more for seed in seeds]
+    return [NUMBERS[name].of(row | {'measured': measures.get(row['run'])}) for row in rows]
