@@ -2,10 +2,11 @@
 
 python -m launch.claims --workdir=runs/study
 python -m launch.claims --workdir=results --page=docs/claims.md
+python -m launch.claims --workdir=results --blind=200
 
---workdir is a directory of launch.isoflop, or one that holds several, at most two levels down, with
-study.json and measures.json. claims.json and claims.md go to --out; --page names a file of your own
-with both markers (see docs/claims.md).
+--workdir is a directory of launch.isoflop, or one that holds several, at most three levels down,
+with study.json and measures.json. claims.json and claims.md go to --out; --page names a file of
+your own with both markers (see docs/claims.md). --blind judges evidence without differences.
 """
 
 import json
@@ -17,18 +18,24 @@ from launch import cli
 
 WORKDIR = flags.DEFINE_string('workdir', None, 'Of a study, or of several.', required=True)
 OUT = flags.DEFINE_string('out', None, 'Directory for the result. Default: --workdir.')
+BLIND = flags.DEFINE_integer(
+    'blind', 0, 'Only permute the labels of variants so many times, and count what is decided.', 0
+)
 PAGE = flags.DEFINE_string('page', None, 'Also write the table between the markers of this file.')
 
 
 def main(_):
-    from launch.study_config import counted_flops
-    from moddepth_jax.studies import claims
+    from launch.counted import counted_flops
+    from moddepth_jax.studies import blind, claims
     from moddepth_jax.training.run_dir import write_atomically
 
     evidence = claims.read_evidence(WORKDIR.value, counted_flops())
     if not evidence.studies:
         found = f'no {claims.STUDY_FILE} in it, nor {claims.DEPTH} levels down'
         raise ValueError(f'--workdir={WORKDIR.value}: {found}; python -m launch.isoflop makes one')
+    if BLIND.value:
+        print(blind.blind_check(evidence, BLIND.value))
+        return
     rows = claims.fill(evidence)
     table = claims.markdown(rows, evidence)
     page = pathlib.Path(PAGE.value) if PAGE.value else None

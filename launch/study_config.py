@@ -107,24 +107,3 @@ def _matching_d_ff(config, other):
 
     missing = (count(other) - count(config)) / (3 * config.model.num_layers * config.model.d_model)
     return config.model.d_ff + round(missing)
-
-
-def counted_flops() -> dict[str, dict]:
-    """FLOPs of a row's forward pass in the shapes of the MoDA paper, for `judges.Evidence`.
-
-    By shape: `length` of the row and, of `dense` and `moda`, FLOPs with causal attention `halved`
-    (visible pairs only) and `full`.
-    """
-    from configs import moda_1b5, moda_48l, moda_700m
-    from moddepth_jax.model.flops import forward_breakdown
-
-    counted = {}
-    for module in (moda_700m, moda_48l, moda_1b5):
-        counted[module.__name__.removeprefix('configs.')] = found = {}
-        for model, arguments in (('dense', ['slots=none']), ('moda', [])):
-            hparams = from_config(module.get_config(*arguments))
-            found['length'] = hparams.data.sequence_length
-            parts = forward_breakdown(hparams, 1, found['length'])
-            total = sum(parts.values())
-            found[model] = {'halved': total, 'full': total + parts['attention']}
-    return counted

@@ -4,48 +4,62 @@ import dataclasses
 import itertools
 import pathlib
 import tomllib
+from typing import NamedTuple
 
-from moddepth_jax.studies import judges
-from moddepth_jax.studies.judges import FAILS, HOLDS, NOTHING, UNDECIDED, Evidence, Outcome
+from moddepth_jax.studies import judges, places
+from moddepth_jax.studies.judges import FAILS, HOLDS, NOTHING, UNDECIDED, Finding
+from moddepth_jax.studies.places import Evidence, NotMeasured, Spec
 from moddepth_jax.studies.run_numbers import numbers_within
-from moddepth_jax.studies.statistics import NotMeasured
+from moddepth_jax.studies.statistics import (
+    LEVEL,
+    MIN_SEEDS,
+    MOST_SEEDS,
+    POWER,
+    all_within,
+    detectable,
+    holm,
+    seeds_needed,
+)
 from moddepth_jax.studies.store import MEASURES_FILE, STUDY_FILE, read_json
 from moddepth_jax.training.tables import markdown_rows
 
 BEGIN = '<!-- claims: written by python -m launch.claims -->'
 END = '<!-- end of claims -->'
-DEPTH = 2  # directories between the one that is given and a study
-JUDGES = {
+DEPTH = 3  # directories between the one that is given and a study
+AT_A_PLACE = {  # judges that compare runs, of one place
     judge.__name__: judge
     for judge in (
         judges.lower_loss,
         judges.lowest_loss,
-        judges.falling_loss,
-        judges.equal_loss,
-        judges.lower_loss_at_cost,
+        judges.rising_with_capacity,
+        judges.falling_difference,
         judges.depth_not_width,
         judges.perplexity,
         judges.larger_gain,
-        judges.counted_cost,
         numbers_within,
     )
 }
+COUNTED = {judge.__name__: judge for judge in (judges.counted_cost, judges.counted_saving)}
+JUDGES = AT_A_PLACE | COUNTED
+OF_A_DIFFERENCE = ('lower_loss', 'lowest_loss')  # in bits a byte, whose spread is guessed
 _SOURCES = (
     'MoD is [Raposo et al. 2024](https://arxiv.org/abs/2404.02258), MoDA is '
     '[Zhu et al. 2026](https://arxiv.org/abs/2603.15619).'
 )
+_DETAILS = ('setting', 'spread', 'rule', 'reason', 'power')
 _STUDY_FIELDS = (  # that the judges read
-    'kind config budgets variants batch_tokens sequence_length corpus versions diverged runs'
+    'kind config budgets sizes seeds variants batch_tokens sequence_length corpus versions '
+    'diverged runs'
 )
 _RUN_FIELDS = (
-    'run variant size budget seed steps total_flops flops_per_step flops_per_forward parameters '
-    'epochs loss bits_per_byte routing_gap routing'
+    'run variant size budget seed at_best_size steps total_flops flops_per_step flops_per_forward '
+    'parameters epochs loss bits_per_byte routing_gap routing'
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """A row of claims.toml, which describes the fields."""
+    """A row of claims.toml, which describes the fields, at one of its places."""
 
     id: str
     topic: str  # the part of the table that it stands in
@@ -56,37 +70,168 @@ class Claim:
     needs: str = ''
     judge: str = ''  # name in JUDGES; '' if no study can settle it
     args: dict = dataclasses.field(default_factory=dict)
+    spec: Spec | None = None  # of its place; None if it needs no run, or cannot be run here
 
-    def row(self, evidence: Evidence) -> dict[str, str]:
-        """The row of claims.json: the fields up to `rule`, then those of `Outcome`."""
+    def find(self, evidence: Evidence) -> Finding:
+        """What the evidence says. Raises NotMeasured, with what is needed."""
         try:
-            if not self.judge:
-                raise NotMeasured
-            outcome = JUDGES[self.judge](evidence, **self.args)
+            if self.judge in COUNTED:
+                return COUNTED[self.judge](evidence, **self.args)
+            if self.spec:
+                return AT_A_PLACE[self.judge](_place(evidence, self.spec), **self.args)
         except NotMeasured:
-            reason = 'not measured' if self.judge else 'out of reach of a study'
-            reason += f'; needs {self.needs}' if self.needs else ''
-            outcome = Outcome(NOTHING, NOTHING, UNDECIDED, reason, NOTHING)
-        names = ('id', 'topic', 'claim', 'source', 'paper', 'rule')
-        return {name: getattr(self, name) for name in names} | outcome._asdict()
+            pass
+        needs = f'make {self.spec.study}' if self.spec else self.needs
+        reason = 'not measured' if self.judge else 'out of reach of a study'
+        raise NotMeasured(f'{reason}; needs {needs}')
+
+    def power(self, finding: Finding | None, level: float) -> str:
+        """What difference this row could show, at the most severe level that may meet it."""
+        if finding and finding.samples and len(finding.samples[0].values) >= MIN_SEEDS:
+            spreads, seeds = [sample.spread for sample in finding.samples], finding.planned
+            known = 'measured'
+        elif self.spec and self.judge in OF_A_DIFFERENCE:
+            spreads, known = [self.spec.spread], 'guessed'
+            seeds = finding.planned if finding else self.spec.seeds - (not self.spec.size)
+        else:
+            return NOTHING
+        if not seeds:
+            return NOTHING
+        shown = [f'{detectable(spread, seeds, level):.2g}' for spread in spreads]
+        listed = ', '.join(f'{spread:.2g}' for spread in spreads)
+        return (
+            f'{seeds} seeds show a difference of {", ".join(shown)} with a chance of {POWER:.0%} '
+            f'at p < {level:.1g}, for a standard deviation of {listed} ({known})'
+        )
+
+
+def _place(evidence, spec):
+    """The planned place, or that in a study of one's own: the only one, and not a planned one."""
+    names = {part for name in evidence.studies for part in name.split('/')}
+    if len(evidence.studies) == 1 and not names & STUDIES:
+        return places.own_place(evidence, spec)
+    return places.find_place(evidence, spec)
 
 
 def _read_claims():
     file = pathlib.Path(__file__).parent / 'claims.toml'
     content = tomllib.loads(file.read_text(encoding='utf-8'))
+    specs = {name: Spec(**fields) for name, fields in content['place'].items()}
     for topic in content['topic']:
         for row in topic['claim']:
             for name in {'rule', 'needs'} & set(row):
                 row[name] = row[name].format_map(content['phrases'])
-            yield Claim(topic=topic['name'], **row)
+            at = row.pop('at', [])
+            fields = row | {'topic': topic['name']}
+            for number, name in enumerate(at or [None]):
+                more = {'spec': specs[name]} if name else {}
+                if number:
+                    more['id'] = f'{row["id"]}_at_{name}'
+                if len(at) > 1:
+                    more['claim'] = f'{row["claim"]} ({specs[name].text})'
+                yield Claim(**fields | more)
 
 
 CLAIMS = tuple(_read_claims())
+STUDIES = {claim.spec.study for claim in CLAIMS if claim.spec}
+
+
+class Judged(NamedTuple):
+    """A claim with what was found, and how it fares among all claims."""
+
+    claim: Claim
+    finding: Finding | None
+    needs: str  # why there is no finding
+    p: float  # the smallest level at which its samples alone decide it
+    adjusted: float  # by Holm
+    level: float  # that p must not exceed
+
+    @property
+    def compared(self) -> bool:
+        """Whether it rests on seeds, all that were planned, without a problem."""
+        found = self.finding
+        return bool(found and found.samples and not found.problem and found.missing <= 0)
+
+    @property
+    def verdict(self) -> str:
+        """By the rule of docs/claims.md."""
+        if self.finding and self.finding.verdict:
+            return self.finding.verdict if not self.finding.problem else UNDECIDED
+        if not self.compared or self.adjusted > LEVEL:
+            return UNDECIDED
+        return HOLDS if all_within(self.finding.samples).holds else FAILS
+
+
+def judge(evidence: Evidence) -> list[Judged]:
+    """All claims: a verdict that rests on seeds must survive Holm over all that rest on seeds.
+
+    The family is every claim with a place, also if its runs are missing, so that no verdict changes
+    because another study ends; in a study of one's own, those that it can compare.
+    """
+    found = []
+    for claim in CLAIMS:
+        try:
+            found.append(Judged(claim, claim.find(evidence), '', 1.0, 1.0, LEVEL))
+        except NotMeasured as needs:
+            found.append(Judged(claim, None, str(needs), 1.0, 1.0, LEVEL))
+    tested = [index for index, each in enumerate(found) if each.compared]
+    p_values = [all_within(found[index].finding.samples).p for index in tested]
+    adjusted, levels = holm(p_values, _family(evidence, found))
+    for index, p, of_all, level in zip(tested, p_values, adjusted, levels, strict=True):
+        found[index] = found[index]._replace(p=p, adjusted=of_all, level=level)
+    return found
+
+
+def _family(evidence, found):
+    """How many claims rest on seeds."""
+    names = {part for name in evidence.studies for part in name.split('/')}
+    if names & STUDIES:
+        return sum(claim.spec is not None for claim in CLAIMS)
+    return max(1, sum(bool(each.finding and each.finding.samples) for each in found))
 
 
 def fill(evidence: Evidence) -> list[dict[str, str]]:
-    """The row of each claim, all text."""
-    return [claim.row(evidence) for claim in CLAIMS]
+    """The row of claims.json of each claim, all text: fields of `Claim`, then what was found."""
+    judged = judge(evidence)
+    severe = LEVEL / _family(evidence, judged)
+    return [_row(each, severe) for each in judged]
+
+
+def _row(judged, severe):
+    claim, finding = judged.claim, judged.finding
+    names = ('id', 'topic', 'claim', 'source', 'paper', 'rule')
+    row = {name: getattr(claim, name) for name in names}
+    row |= {name: getattr(finding, name, NOTHING) for name in ('ours', 'spread', 'setting')}
+    row |= {'verdict': judged.verdict, 'reason': _reason(judged, severe)}
+    return row | {'power': claim.power(finding, severe)}
+
+
+def _reason(judged, severe):
+    """Why the verdict is what it is, and what would decide where there is none."""
+    finding = judged.finding
+    if finding is None:
+        return judged.needs
+    if finding.problem or finding.reason:
+        return finding.problem or finding.reason
+    if finding.missing > 0:
+        return (
+            f'{finding.planned - finding.missing} of the {finding.planned} seeds planned were run'
+        )
+    found, level = f'p = {judged.p:.2g}', f'Holm asks for {judged.level:.2g}'
+    if judged.adjusted <= LEVEL:
+        return f'{found}; {level}'
+    alone = ', decided alone but not' if judged.p <= LEVEL else ', decided neither alone nor'
+    return f'{found}{alone} among all claims ({level}); {_would_decide(finding, severe)}'
+
+
+def _would_decide(finding, severe):
+    """Seeds and FLOPs that would decide a difference as large as the one that was found."""
+    needed = [seeds_needed(sample.margin, sample.spread, severe) for sample in finding.samples]
+    if None in needed:
+        return f'no {MOST_SEEDS:,} seeds would decide a difference as small as this'
+    seeds = max(needed)
+    flops = f'{(seeds - finding.planned) * finding.flops:.1g}'.replace('e+', 'e')
+    return f'{seeds} seeds would decide a difference of this size ({flops} FLOPs more)'
 
 
 def read_evidence(directory, counted: dict[str, dict]) -> Evidence:
@@ -100,8 +245,9 @@ def read_evidence(directory, counted: dict[str, dict]) -> Evidence:
     studies, measures = {}, {}
     for level in range(DEPTH + 1):
         for file in sorted(directory.glob('*/' * level + STUDY_FILE)):
-            place = file.parent.relative_to(directory).as_posix()
-            name = place if level else directory.resolve().name
+            name = (
+                pathlib.PurePath(directory.resolve().name) / file.parent.relative_to(directory)
+            ).as_posix()
             studies[name] = read_json(file, f'{file}: missing')
             _check(file, studies[name], _STUDY_FIELDS)
             for number, row in enumerate(studies[name]['runs']):
@@ -139,7 +285,7 @@ def markdown(rows: list[dict], evidence: Evidence) -> str:
     for row in rows:
         title = f'**{row["claim"]}** ({row["source"]}): {row["verdict"]}'
         lines += [f'<a id="{row["id"]}"></a>{title}', '']
-        details = [name for name in ('setting', 'spread', 'rule', 'reason') if row[name] != NOTHING]
+        details = [name for name in _DETAILS if row[name] != NOTHING]
         lines += [f'- {name}: {_with_code(row[name])}' for name in details]
         lines.append('')
     return '\n'.join([*lines, '## Studies', '', *_studies(evidence)])

@@ -1,5 +1,6 @@
 """Which size is best at a budget: a parabola of the loss in the logarithm of the parameters."""
 
+import collections
 import math
 from typing import NamedTuple
 
@@ -73,17 +74,25 @@ def sizes(rows: list[dict]) -> list[Size]:
     return result
 
 
-def best(rows: list[dict]) -> Size:
-    """Of the sizes with the most seeds, the one of the lowest mean loss.
+def choosing(rows: list[dict]) -> list[dict]:
+    """The rows of the seed that ran at the most sizes, which chooses among them: the first.
 
-    A size with a single run may look best by luck: more seeds run only where a first run was best.
+    Other seeds run where that one was best, so that a mean over seeds would favour such a size.
     """
-    return min(sizes(rows), key=lambda size: (-len(size.losses), size.loss))
+    at_sizes = collections.Counter(row['seed'] for row in rows)
+    seed = min(at_sizes, key=lambda seed: (-at_sizes[seed], seed), default=None)
+    return [row for row in rows if row['seed'] == seed]
+
+
+def best(rows: list[dict]) -> Size:
+    """The size of the lowest loss of the choosing seed, with all its seeds."""
+    size = min(sizes(choosing(rows)), key=lambda size: size.loss).size
+    return next(found for found in sizes(rows) if found.size == size)
 
 
 def fit(rows: list[dict]) -> Fit | None:
-    """Least squares through the means over the seeds; None for fewer than three sizes."""
-    found = sizes(rows)
+    """Least squares through the losses of the choosing seed; None for fewer than three sizes."""
+    found = sizes(choosing(rows))
     if len({size.parameters for size in found}) < 3:
         return None
     logs = np.log([size.parameters for size in found])

@@ -4,8 +4,11 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from moddepth_jax.studies.judges import UNDECIDED, Evidence, Outcome, outcome_of, verdict_within
-from moddepth_jax.studies.statistics import NotMeasured, choose, interval
+import numpy as np
+
+from moddepth_jax.studies.judges import Finding, found_at
+from moddepth_jax.studies.places import NotMeasured, Place
+from moddepth_jax.studies.statistics import Sample
 
 
 class Number(NamedTuple):
@@ -47,12 +50,36 @@ def _difference(group, name, other):
     return lambda run: run['measured'][group][name] - run['measured'][group][other]
 
 
-def _over_whitespace(name):
+def _class_over(name, other):
+    """The selected share of a class of tokens less that of another class."""
+
     def number(run):
-        shares = [run['measured']['classes'].get(each) for each in (name, 'whitespace')]
+        shares = [run['measured']['classes'].get(each) for each in (name, other)]
         return None if None in shares else shares[0]['entered'] - shares[1]['entered']
 
     return number
+
+
+def _class_over_words(name):
+    """The same, less that of other words: of comments and docstrings where the text is Python."""
+
+    def number(run):
+        classes = run['measured']['classes']
+        others = [classes[each] for each in ('word', 'comment', 'docstring') if each in classes]
+        tokens = sum(each['tokens'] for each in others)
+        if name not in classes or not tokens:
+            return None
+        share = sum(each['tokens'] * each['entered'] for each in others) / tokens
+        return classes[name]['entered'] - share
+
+    return number
+
+
+def first_token_of_sequence(run: dict) -> float:
+    """Attention on the first token over that on the sequence (slots left out), mean over layers."""
+    mass = run['measured']['depth_mass']
+    pairs = zip(mass['first_token'], mass['depth'], strict=True)
+    return _mean([first / (1 - slots) for first, slots in pairs if slots < 1])
 
 
 NUMBERS = {
@@ -72,85 +99,85 @@ NUMBERS = {
     'entropy correlation': Number(
         lambda run: run['measured']['entropy']['correlation'], '+.3f', 'correlation {}'
     ),
-    'numbers': Number(_over_whitespace('number'), '+.1%', 'numbers less whitespace {}'),
-    'keywords': Number(_over_whitespace('keyword'), '+.1%', 'keywords less whitespace {}'),
+    'numbers': Number(_class_over('number', 'whitespace'), '+.1%', 'numbers less whitespace {}'),
+    'keywords': Number(_class_over('keyword', 'whitespace'), '+.1%', 'keywords less whitespace {}'),
+    'articles': Number(_class_over_words('article'), '+.1%', 'articles less other words {}'),
+    'prepositions': Number(
+        _class_over_words('preposition'), '+.1%', 'prepositions less other words {}'
+    ),
     'first token': Number(
         _difference('first_token', 'entered', 'others_entered'), '+.1%', 'first less others {}'
     ),
     'score correlation': Number(_of_layers('score_correlation'), '+.3f', 'correlation {}'),
     'linear probe': Number(_of_layers('probe_r2'), '+.3f'),
-    'attention off the first token': Number(
-        lambda run: 1 - _mean(run['measured']['depth_mass']['first_token']), '+.3f'
-    ),
+    'first token of the sequence': Number(first_token_of_sequence, '+.2%'),
 }
 
 
 def numbers_within(
-    evidence: Evidence,
+    place: Place,
     variants: list[str],
     numbers: list[str],
     low: float = -math.inf,
     high: float = math.inf,
     also=(),
-    kinds=('flops',),
-) -> Outcome:
-    """Each of some NUMBERS, or the differences of two variants', lies between two bounds.
+    routed_layers: int = 0,
+    least_second: float = -math.inf,
+) -> Finding:
+    """Each of some NUMBERS, or the paired difference of two variants', lies between two bounds.
 
-    Those of `also` are only shown.
+    Those of `also` are only shown. No verdict of models with fewer than `routed_layers`, nor if the
+    mean of the second variant lies below `least_second`.
     """
-
-    def pick(place):
-        groups = place.shared(*variants) if len(variants) > 1 else [place.best(variants[0])]
-        if any(NUMBERS[name].measured for name in numbers):
-            groups = [_measured(evidence, place, group) for group in groups]
-        return groups
-
-    place, groups = choose(evidence.studies, pick, kinds)
-    samples = {name: [_values(evidence, place, g, name) for g in groups] for name in numbers}
-    if not all(values for each in samples.values() for values in each):
+    groups = place.groups(*variants, one_size=True)
+    if any(NUMBERS[name].measured for name in numbers):
+        groups = [_measured(place, group) for group in groups]
+    seeds = place.seeds(groups)
+    values = {name: [_values(place, g, name, seeds) for g in groups] for name in numbers}
+    if not seeds or any(None in each for both in values.values() for each in both):
         raise NotMeasured
-    weights = (1.0, -1.0)[: len(groups)]
-    intervals = {name: interval(values, weights) for name, values in samples.items()}
-    percent = NUMBERS[numbers[0]].form.endswith('%')
-    verdict, reason = verdict_within(list(intervals.values()), low, high, percent)
-    lengths = [len(group.rows) for group in groups]
-    if any(list(map(len, each)) != lengths for each in samples.values()):
-        verdict, reason = UNDECIDED, 'a run does not have this measure'
+    layers = min(len(row['routing']) for group in groups for row in group.rows.values())
+    problem = (
+        f'{layers} routed blocks, {routed_layers} are needed' if layers < routed_layers else ''
+    )
 
-    texts, spread = [], []
-    for name, values in samples.items():
+    texts, spread, samples = [], [], []
+    for name, each in values.items():
         number, of_which = NUMBERS[name], f'{name}, ' if len(numbers) > 1 else ''
-        text = number.text.format(f'{intervals[name]:{number.form}}')
+        samples.append(
+            Sample(np.subtract(*each) if len(groups) > 1 else np.array(each[0]), low, high)
+        )
+        text = number.text.format(f'{samples[-1].interval:{number.form}}')
         if len(groups) > 1:
-            means = [f'{_mean(each):{number.form.lstrip("+")}}' for each in values]
+            means = [f'{np.mean(side):{number.form.lstrip("+")}}' for side in each]
             pairs = zip(variants, means, strict=True)
             text = f'{", ".join(f"{variant} {mean}" for variant, mean in pairs)}: {text}'
+            if np.mean(each[1]) < least_second:
+                problem = f'{variants[1]} has {means[1]}, {least_second:.0%} are needed'
         texts.append(text)
-        for group, each in zip(groups, values, strict=True):
-            listed = ', '.join(f'{value:.4f}' for value in each)
+        for group, side in zip(groups, each, strict=True):
+            listed = ', '.join(f'{value:.4f}' for value in side)
             spread.append(f'{of_which}{group.variant} {group.size}: {listed}')
     for name in also:
-        mean = _mean(_values(evidence, place, groups[0], name))
+        mean = np.mean(_values(place, groups[0], name, seeds))
         texts.append(NUMBERS[name].text.format(f'{mean:{NUMBERS[name].form}}'))
     ours = (', ' if also else '; ').join(texts)
-    return outcome_of(place, groups, ours, verdict, reason, '; '.join(spread))
+    return found_at(place, groups, ours, samples, problem, spread='; '.join(spread))
 
 
-def _measured(evidence, place, group):
-    """The runs of a group that are in measures.json; None if there are none."""
-    known = evidence.measures.get(place.name, {})
-    rows = tuple(row for row in group.rows if row['run'] in known) if group else ()
-    return group._replace(rows=rows) if rows else None
+def _measured(place, group):
+    """The runs of a group that are in measures.json. Raises NotMeasured if there are none."""
+    known = place.evidence.measures.get(place.name, {})
+    rows = {seed: row for seed, row in group.rows.items() if row['run'] in known}
+    if not rows:
+        raise NotMeasured
+    return group._replace(rows=rows)
 
 
-def _values(evidence, place, group, name):
-    """A number of each run of a group that did not diverge; runs that lack it are left out."""
-    measures = evidence.measures.get(place.name, {})
+def _values(place, group, name, seeds):
+    """A number of each of some seeds; None where a run lacks it."""
+    measures = place.evidence.measures.get(place.name, {})
     changes = place.study['variants'][group.variant]['changes']
-    capacity = changes.get('model.routing.capacity')
-    values = [
-        NUMBERS[name].of(row | {'capacity': capacity, 'measured': measures.get(row['run'])})
-        for row in group.rows
-        if row['loss'] is not None
-    ]
-    return [value for value in values if value is not None]
+    more = {'capacity': changes.get('model.routing.capacity')}
+    rows = [group.rows[seed] | more for seed in seeds]
+    return [NUMBERS[name].of(row | {'measured': measures.get(row['run'])}) for row in rows]

@@ -1,20 +1,17 @@
-"""What separates two groups of runs: means over seeds, and the 95% interval of their difference."""
+"""What a few seeds can decide: t intervals, p-values over a table by Holm, power beforehand."""
 
 import math
 from typing import NamedTuple
 
 import numpy as np
+import scipy.optimize
 import scipy.stats
 
-from moddepth_jax.studies import fit
-
 MIN_SEEDS, MIN_STEPS = 3, 500  # of the runs of a verdict
-MIN_SIZES = 3  # of dense models, for the best of them to be called optimal
 INVALID_GAP = 0.05  # nats between causal and top-C routing, see docs/mixture_of_depths.md
-
-
-class NotMeasured(Exception):
-    """No study has the runs that a claim compares."""
+LEVEL = 0.05  # of each interval, and of the family of all claims
+POWER = 0.8  # chance to decide, of the differences and seeds that are said to suffice
+MOST_SEEDS = 1000  # what needs more is not decided by seeds
 
 
 class Interval(NamedTuple):
@@ -45,142 +42,104 @@ def interval(samples, weights=(1.0,)) -> Interval:
     if errors.sum() == 0:
         return Interval(mean, mean, mean)
     freedom = errors.sum() ** 2 / sum(errors**2 / [values.size - 1 for values in samples])
-    ends = scipy.stats.t.interval(0.95, freedom, mean, math.sqrt(errors.sum()))
+    ends = scipy.stats.t.interval(1 - LEVEL, freedom, mean, math.sqrt(errors.sum()))
     return Interval(mean, *map(float, ends))
 
 
-class Group(NamedTuple):
-    """The runs of one variant at one size and one budget of a study."""
+class Decision(NamedTuple):
+    """What the data are in favour of, and the smallest level at which they decide it."""
 
-    variant: str
-    size: str  # LxD
-    rows: tuple[dict, ...]  # of study.json, by seed
-    diverged: int = 0  # how many more runs of it diverged
-    at_edge: bool = False  # called the best although no smaller, or no larger, size was run
+    holds: bool
+    p: float
 
-    def values(self, field: str = 'bits_per_byte') -> list[float]:
-        """One number of each run; infinite where it is None, as for a run that diverged."""
-        values = [row[field] for row in self.rows]
-        return [math.inf if value is None else float(value) for value in values]
 
-    def mean(self, field: str = 'bits_per_byte') -> float:
-        """The mean of `values`."""
-        return float(np.mean(self.values(field)))
+class Sample(NamedTuple):
+    """One number of each seed, and the bounds between which a claim says that its mean lies."""
+
+    values: np.ndarray
+    low: float = -math.inf
+    high: float = math.inf
 
     @property
-    def problem(self) -> str:
-        """Why no verdict may rest on these runs, or ''."""
-        what, seeds = f'{self.variant} {self.size}', len(self.rows)
-        if self.diverged or not all(map(math.isfinite, self.values())):
-            return f'a run of {what} diverged'
-        if seeds < MIN_SEEDS:
-            return f'{what} has {seeds} seed{"s" * (seeds > 1)}, {MIN_SEEDS} are needed'
-        steps = min(row['steps'] for row in self.rows)
-        if steps < MIN_STEPS:
-            return f'{what} has {steps} steps, {MIN_STEPS} are needed'
-        gap = max(row['routing_gap'] or 0.0 for row in self.rows)
-        if gap >= INVALID_GAP:
-            return f'a routing gap of {gap:.2f} nats makes a run of {what} invalid'
-        if self.at_edge:
-            return f'{what} is the smallest or largest of the sizes that were run'
-        return ''
+    def interval(self) -> Interval:
+        """The mean over the seeds with its 95% interval (Student's t)."""
+        return interval([self.values])
 
-    def __str__(self) -> str:
-        """The bits per byte of each seed and their mean."""
-        values = ', '.join(f'{value:.3f}' for value in self.values())
-        return f'{self.variant} {self.size}: {values} (mean {self.mean():.3f})'
+    @property
+    def spread(self) -> float:
+        """The standard deviation over the seeds; NaN of a single one."""
+        return float(np.std(self.values, ddof=1)) if len(self.values) > 1 else math.nan
 
+    @property
+    def margin(self) -> float:
+        """How far the mean lies from the nearest bound; below 0 if outside."""
+        mean = float(np.mean(self.values))
+        return min(mean - self.low, self.high - mean)
 
-class Place(NamedTuple):
-    """One budget of one study; only runs of the same place are compared."""
-
-    name: str
-    study: dict  # content of study.json
-    budget: float
-
-    def groups(self, *variants: str) -> list[Group]:
-        """The groups of a variant, by size; several variants count as the first."""
-        by_size = {}
-        for row in self.study['runs']:
-            if row['variant'] in variants and row['budget'] == self.budget:
-                # One run of a shallower dense model may stand in several rows, for two MoD sizes.
-                by_size.setdefault(row['size'], {})[row['seed']] = row
-        groups = []
-        for size, rows in by_size.items():
-            # Runs that differ from these only in their seed.
-            stems = {row['run'].rpartition('-seed')[0] for row in rows.values()}
-            lost = sum(name.rpartition('-seed')[0] in stems for name in self.study['diverged'])
-            rows = tuple(rows[seed] for seed in sorted(rows))
-            groups.append(Group(variants[0], size, rows, lost))
-        return groups
-
-    def best(self, *variants: str) -> Group | None:
-        """The best size, as chosen by `fit.best`; None if no run has a finite loss."""
-        groups = self.groups(*variants)
-        rows = [row for group in groups for row in group.rows if row['loss'] is not None]
-        if not rows:
-            return None
-        size = fit.best(rows).size
-        return next(group for group in groups if group.size == size)
-
-    def best_dense(self) -> Group | None:
-        """The best of all dense models, including `shallow`; None if fewer than MIN_SIZES ran."""
-        best, groups = self.best('dense', 'shallow'), self.groups('dense', 'shallow')
-        if best is None or len(groups) < MIN_SIZES:
-            return None
-        sizes = [group.rows[0]['parameters'] for group in groups]
-        return best._replace(at_edge=best.rows[0]['parameters'] in (min(sizes), max(sizes)))
-
-    def shared(self, *variants: str) -> list[Group]:
-        """One group of each variant, all of one size: without problems if possible, then the best.
-
-        [] if no size has them all.
-        """
-        by_variant = [{group.size: group for group in self.groups(each)} for each in variants]
-        candidates = [
-            [by_size[size] for by_size in by_variant]
-            for size in set.intersection(*map(set, by_variant))
-        ]
-
-        def rank(groups):
-            return any(group.problem for group in groups), groups[0].mean(), groups[0].size
-
-        return min(candidates, key=rank, default=[])
-
-    def setting(self, groups: list[Group]) -> str:
-        """Where and for how long the groups were trained."""
-        study, rows = self.study, [row for group in groups for row in group.rows]
-        steps = sorted({row['steps'] for row in rows})
-        span = f'{steps[0]}' if len(steps) == 1 else f'{steps[0]} to {steps[-1]}'
-        budget = f'{self.budget:.3g} FLOPs, '.replace('e+', 'e') if study['kind'] == 'flops' else ''
-        length, epochs = study['sequence_length'], max(row['epochs'] for row in rows)
-        tokens = f'{study["batch_tokens"]} tokens in rows of {length}, {study["corpus"]}'
-        return f'{self.name}: {budget}{span} steps of {tokens}, {epochs:.2g} epochs at most'
+    def decide(self) -> Decision:
+        """By the t interval, two-sided: it lies within both bounds, or beyond one of them."""
+        error = self.spread / math.sqrt(len(self.values))
+        distance = abs(self.margin)
+        if not math.isfinite(error) or distance == 0:
+            return Decision(self.margin > 0, 1.0)
+        if error == 0:
+            return Decision(self.margin > 0, 0.0)
+        # Inside, the nearest bound is excluded last; outside, it is the one that was crossed.
+        p = 2 * scipy.stats.t.sf(distance / error, len(self.values) - 1)
+        return Decision(self.margin > 0, float(p))
 
 
-def choose(studies: dict[str, dict], pick, kinds=('flops',)) -> tuple[Place, list[Group]]:
-    """The place where a claim is judged, of studies by name, and the groups compared there.
+def all_within(samples) -> Decision:
+    """Of the claim that the mean of every sample lies within its bounds.
 
-    `pick(place)` returns the groups to compare: [] or a None if one is missing. The place is the
-    largest whose groups have no problem; of places equal to within 5% of their FLOPs, the one with
-    the most seeds. If all have problems it is the largest. Raises NotMeasured if none has the
-    groups.
+    It holds at a level at which each interval lies inside; it fails if one of n lies outside at the
+    n-th part of the level (Bonferroni).
     """
+    decisions = [sample.decide() for sample in samples]
+    outside = [decision.p for decision in decisions if not decision.holds]
+    if outside:
+        return Decision(False, min(1.0, len(decisions) * min(outside)))
+    return Decision(True, max(decision.p for decision in decisions))
 
-    def rank(found):
-        place, groups = found
-        flops = max(row['total_flops'] for group in groups for row in group.rows)
-        most = max(r['total_flops'] for r in place.study['runs'] if r['budget'] == place.budget)
-        seeds = min(len(group.rows) for group in groups)
-        problem = any(group.problem for group in groups)
-        return problem, -round(math.log(flops) / 0.05), -seeds, -most
 
-    found = [
-        (place, groups)
-        for name, study in sorted(studies.items())
-        for place in (Place(name, study, budget) for budget in study['budgets'])
-        if study['kind'] in kinds and (groups := pick(place)) and None not in groups
-    ]
-    if not found:
-        raise NotMeasured
-    return min(found, key=rank)
+def holm(p_values, family: int) -> tuple[list[float], list[float]]:
+    """(adjusted p-values, the level that each p-value must not exceed) by Holm's procedure.
+
+    Args:
+      p_values: of the claims that could be tested.
+      family: the number of all claims; those without a p-value count as not decided.
+    """
+    order = sorted(range(len(p_values)), key=p_values.__getitem__)
+    adjusted, levels, largest = [1.0] * len(p_values), [LEVEL] * len(p_values), 0.0
+    for rank, index in enumerate(order):
+        largest = max(largest, (family - rank) * p_values[index])
+        adjusted[index], levels[index] = min(1.0, largest), LEVEL / (family - rank)
+    return adjusted, levels
+
+
+def _power(effect, seeds, level):
+    """Chance that `seeds` decide a mean of `effect` standard deviations, in its direction."""
+    threshold = scipy.stats.t.isf(level / 2, seeds - 1)
+    return float(scipy.stats.nct.sf(threshold, seeds - 1, effect * math.sqrt(seeds)))
+
+
+def detectable(spread: float, seeds: int, level: float) -> float:
+    """The difference that `seeds` decide with a chance of POWER, at a two-sided level."""
+    if seeds < 2:
+        return math.inf
+    most = 10 * float(scipy.stats.t.isf(level / 2, seeds - 1))
+    return spread * scipy.optimize.brentq(lambda e: _power(e, seeds, level) - POWER, 0, most)
+
+
+def seeds_needed(difference: float, spread: float, level: float) -> int | None:
+    """The fewest seeds that decide a difference with a chance of POWER; None above MOST_SEEDS."""
+    few, many = MIN_SEEDS - 1, MOST_SEEDS
+    if not spread or not math.isfinite(spread):
+        return MIN_SEEDS if difference and spread == 0 else None
+    effect = abs(difference) / spread
+    if _power(effect, many, level) < POWER:
+        return None
+    while many - few > 1:
+        middle = (few + many) // 2
+        few, many = (few, middle) if _power(effect, middle, level) >= POWER else (middle, many)
+    return many

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from launch import cli
-from launch.study_config import counted_flops
+from launch.counted import counted_flops
 from moddepth_jax.studies import claims
 from tests.forked_commands import ROOT
 from tests.launch.commands import call

@@ -1,0 +1,61 @@
+"""FLOPs of models that the papers describe: counted, not run, for `launch.claims`."""
+
+from configs import base, moda_1b5, moda_48l, moda_700m
+from moddepth_jax.hparams import from_config
+from moddepth_jax.model.flops import depth_readers, forward_breakdown, forward_flops
+
+CAPACITIES = (0.75, 0.5, 0.25, 0.12)
+
+
+def counted_flops() -> dict[str, dict]:
+    """FLOPs of a row's forward pass, for `places.Evidence`; each shape has `length`, of the row.
+
+    Of the shapes of the MoDA paper, `dense` and `moda` in several ways to count attention, by name;
+    of `mod_7b`, `dense` and every block routed at each of CAPACITIES.
+    """
+    counted = {'mod_7b': _mod_7b()}
+    for module in (moda_700m, moda_48l, moda_1b5):
+        counted[module.__name__.removeprefix('configs.')] = found = {}
+        for model, arguments in (('dense', ['slots=none']), ('moda', [])):
+            hparams = from_config(module.get_config(*arguments))
+            found['length'] = hparams.data.sequence_length
+            found[model] = _by_way(hparams, found['length'])
+    return counted
+
+
+def _by_way(hparams, length):
+    """FLOPs of all parts, and with pairs, and slots, that causality hides."""
+    parts = forward_breakdown(hparams, 1, length)
+    visible = sum(parts.values())
+    pairs = visible + parts['attention']
+    readers = depth_readers(hparams, length, 'top_c')
+    seen = sum(seen for _, seen, _ in readers)
+    slots = 0 if not seen else parts['depth_attention'] * (_all_slots(hparams, readers) / seen - 1)
+    return {
+        'visible pairs and slots': visible,
+        'all pairs': pairs,
+        'all pairs and slots': pairs + slots,
+    }
+
+
+def _all_slots(hparams, readers):
+    """Slots of all layers, for each layer that reads."""
+    letters = {'attention+ffn': 2}.get(hparams.model.depth.slots, 1)
+    return len(readers) * hparams.model.num_layers * letters
+
+
+def _mod_7b():
+    """A 7B model with every block routed; the head, which is not routed, counts."""
+    config = base.get_config()
+    config.training.num_steps = 1
+    model = config.model
+    model.num_layers, model.d_model, model.d_ff = 32, 4096, 11008
+    model.num_heads = model.num_kv_heads = 32
+    model.head_dim, model.vocab_size = 128, 32000
+    config.data.sequence_length = 2048
+    found = {'length': 2048, 'dense': forward_flops(from_config(config), 1, 2048)}
+    model.routing.router, model.routing.layers = 'learned', 'every:1'
+    for capacity in CAPACITIES:
+        model.routing.capacity = capacity
+        found[f'{capacity:g}'] = forward_flops(from_config(config), 1, 2048)
+    return found

@@ -1,0 +1,219 @@
+"""Where a claim is judged: one budget and size of one study, fixed beforehand, and its groups."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from moddepth_jax.studies.statistics import INVALID_GAP, MIN_STEPS
+
+MIN_SIZES = 3  # of dense models, for the best of them to be called optimal
+BEST_DENSE = 'best dense'  # stands for a variant: the best of `dense` and `shallow`
+
+
+class NotMeasured(Exception):
+    """No study has the runs that a claim compares."""
+
+
+class Evidence(NamedTuple):
+    """What claims are judged by."""
+
+    studies: dict[str, dict]  # content of study.json, by name of the study
+    measures: dict[str, dict]  # content of measures.json, likewise
+    counted: dict[str, dict]  # FLOPs by shape; see `launch.counted`
+
+
+class Spec(NamedTuple):
+    """A place as claims.toml plans it."""
+
+    study: str  # the name of a directory
+    seeds: int
+    spread: float  # guess of the standard deviation of paired differences, bits a byte
+    flops: float = 0.0  # of the budget
+    steps: int = 0  # instead, in a study at equal steps
+    size: str = ''  # LxD; '' for each variant's own best
+
+    @property
+    def budget(self) -> float:
+        """In the unit of the study."""
+        return self.flops or self.steps
+
+    @property
+    def text(self) -> str:
+        """Study, size and budget, to tell the places of a claim apart."""
+        budget = f'{self.steps} steps' if self.steps else _budget_text(self.flops)
+        return ', '.join(filter(None, (self.study.removeprefix('study-'), self.size, budget)))
+
+
+def _budget_text(flops):
+    return f'{flops:.3g} FLOPs'.replace('e+', 'e')
+
+
+class Group(NamedTuple):
+    """The runs of one variant at a place, by seed."""
+
+    variant: str
+    size: str  # LxD
+    rows: dict[int, dict]  # of study.json, without those that diverged
+    problem: str = ''  # why no verdict may rest on them
+
+    def values(self, seeds, field: str = 'bits_per_byte') -> np.ndarray:
+        """One number of each of some seeds."""
+        return np.array([self.rows[seed][field] for seed in seeds], float)
+
+    def cost(self) -> float:
+        """FLOPs of a forward pass, and so a third of those of a step."""
+        return next(iter(self.rows.values()))['flops_per_forward']
+
+    def text(self, seeds) -> str:
+        """The bits a byte of some seeds."""
+        listed = ', '.join(f'{value:.4f}' for value in self.values(seeds))
+        return f'{self.variant} {self.size}: {listed}'
+
+
+class Place(NamedTuple):
+    """One budget and size of one study; only runs of the same place are compared."""
+
+    evidence: Evidence
+    name: str  # of the study
+    spec: Spec
+
+    @property
+    def study(self) -> dict:
+        """The content of study.json."""
+        return self.evidence.studies[self.name]
+
+    @property
+    def chosen(self) -> bool:
+        """Whether the first seed has chosen among sizes, so that it must not judge them too."""
+        return not self.spec.size and len(self.study['sizes']) > 1
+
+    @property
+    def planned(self) -> int:
+        """How many seeds judge, by the plan."""
+        return self.spec.seeds - self.chosen
+
+    def seeds(self, groups) -> list[int]:
+        """The seeds that judge: planned ones that all the groups have."""
+        planned = self.study['seeds'][self.chosen : self.spec.seeds]
+        return [seed for seed in planned if all(seed in group.rows for group in groups)]
+
+    def group(self, variant: str) -> Group:
+        """The runs of a variant, or of BEST_DENSE. Raises NotMeasured if there are none."""
+        if variant == BEST_DENSE:
+            return self._best_dense()
+        rows = self._rows(variant)
+        if self.spec.size:
+            rows = [row for row in rows if row.get('size_of_mod', row['size']) == self.spec.size]
+        else:
+            rows = [row for row in rows if row['at_best_size']]
+        if not rows:
+            raise NotMeasured
+        return self._group(variant, rows)
+
+    def groups(self, *variants: str, one_size: bool = False) -> list[Group]:
+        """One group of each variant; if `one_size`, NotMeasured is raised if the sizes differ."""
+        groups = [self.group(variant) for variant in variants]
+        if one_size and len({group.size for group in groups if group.variant != 'shallow'}) > 1:
+            raise NotMeasured
+        return groups
+
+    def _rows(self, *variants):
+        rows = self.study['runs']
+        return [r for r in rows if r['variant'] in variants and r['budget'] == self.spec.budget]
+
+    def _group(self, variant, rows, at_edge=False):
+        size = rows[0]['size']
+        group = Group(variant, size, {row['seed']: row for row in rows if row['size'] == size})
+        finite = {seed: row for seed, row in group.rows.items() if row['loss'] is not None}
+        if not finite:
+            raise NotMeasured
+        return group._replace(problem=self._problem(group, at_edge), rows=finite)
+
+    def _best_dense(self):
+        """The best of all dense models, including `shallow`, by the first seed."""
+        rows = self._rows('dense', 'shallow')
+        first = self.study['seeds'][0]
+        tried = [row for row in rows if row['seed'] == first and row['loss'] is not None]
+        sizes = {row['size']: row['parameters'] for row in tried}
+        if len(sizes) < MIN_SIZES:
+            raise NotMeasured
+        best = min(tried, key=lambda row: row['loss'])
+        edges = min(sizes.values()), max(sizes.values())
+        mine = [row for row in rows if row['size'] == best['size']]
+        return self._group('dense', mine, at_edge=best['parameters'] in edges)
+
+    def _problem(self, group, at_edge):
+        what, rows = f'{group.variant} {group.size}', group.rows.values()
+        # Runs that differ from these only in their seed.
+        stems = {row['run'].rpartition('-seed')[0] for row in rows}
+        lost = any(name.rpartition('-seed')[0] in stems for name in self.study['diverged'])
+        if lost or any(row['loss'] is None for row in rows):
+            return f'a run of {what} diverged'
+        steps = min(row['steps'] for row in rows)
+        if steps < MIN_STEPS:
+            return f'{what} has {steps} steps, {MIN_STEPS} are needed'
+        if at_edge:
+            return f'{what} is the smallest or largest of the sizes that were run'
+        return ''
+
+    def invalid(self, groups) -> str:
+        """Why a loss by a causal rule must not be compared: it is far from that under top-C."""
+        for group in groups:
+            gap = max(row['routing_gap'] or 0.0 for row in group.rows.values())
+            if gap >= INVALID_GAP:
+                what = f'{group.variant} {group.size}'
+                return f'a routing gap of {gap:.2f} nats makes a run of {what} invalid'
+        return ''
+
+    def setting(self, groups) -> str:
+        """Where and for how long the groups were trained."""
+        study, rows = self.study, [row for group in groups for row in group.rows.values()]
+        steps = sorted({row['steps'] for row in rows})
+        span = f'{steps[0]}' if len(steps) == 1 else f'{steps[0]} to {steps[-1]}'
+        budget = f'{_budget_text(self.spec.budget)}, ' if study['kind'] == 'flops' else ''
+        length, epochs = study['sequence_length'], max(row['epochs'] for row in rows)
+        tokens = f'{study["batch_tokens"]} tokens in rows of {length}, {study["corpus"]}'
+        return f'{self.name}: {budget}{span} steps of {tokens}, {epochs:.2g} epochs at most'
+
+
+def find_place(evidence: Evidence, spec: Spec) -> Place:
+    """The place that was planned. Raises NotMeasured if no study has it, ValueError if two do."""
+    names = [
+        name
+        for name, study in evidence.studies.items()
+        if spec.study in name.split('/') and _has(study, spec)
+    ]
+    if len(names) > 1:
+        right = 'must be one; give --workdir the directory of one of them'
+        raise ValueError(f'{" and ".join(names)}: both are {spec.study}, {spec.text}; {right}')
+    if not names:
+        raise NotMeasured
+    return Place(evidence, names[0], spec)
+
+
+def _has(study, spec):
+    """Whether a study has the budget and the size of a place."""
+    if spec.budget not in study['budgets']:
+        return False
+    sizes = {row.get('size_of_mod', row['size']) for row in study['runs']}
+    return not spec.size or spec.size in sizes
+
+
+def own_place(evidence: Evidence, spec: Spec) -> Place:
+    """The place of a claim in the only study there is, if that is not one of those planned.
+
+    It is judged at its largest budget, each variant at its best size, with the seeds it was started
+    with. Raises NotMeasured if it counts its budget in another unit.
+    """
+    ((name, study),) = evidence.studies.items()
+    unit = 'steps' if spec.steps else 'flops'
+    if study['kind'] != unit:
+        raise NotMeasured
+    own = {
+        'study': name.split('/')[-1],
+        'flops': 0.0,
+        'steps': 0,
+        'size': '',
+        'seeds': len(study['seeds']),
+    }
+    return Place(evidence, name, spec._replace(**own | {unit: study['budgets'][-1]}))
