@@ -230,7 +230,7 @@ def _would_decide(finding, severe):
     if None in needed:
         return f'no {MOST_SEEDS:,} seeds would decide a difference as small as this'
     seeds = max(needed)
-    flops = f'{(seeds - finding.planned) * finding.flops:.1g}'.replace('e+', 'e')
+    flops = f'{max(1, seeds - finding.planned) * finding.flops:.1g}'.replace('e+', 'e')
     return f'{seeds} seeds would decide a difference of this size ({flops} FLOPs more)'
 
 
@@ -273,7 +273,8 @@ def counts(rows: list[dict]) -> str:
 
 def markdown(rows: list[dict], evidence: Evidence) -> str:
     """The text between BEGIN and END: the rows by topic, details of each claim, the studies."""
-    lines = [f'Of {len(rows)} claims: {counts(rows)}.', '', _SOURCES, '']
+    family = sum(claim.spec is not None for claim in CLAIMS)
+    lines = [f'Of {len(rows)} claims: {counts(rows)}. {family} rest on seeds.', '', _SOURCES, '']
     for topic, group in itertools.groupby(rows, key=lambda row: row['topic']):
         cells = [
             (f'[{row["claim"]}](#{row["id"]})', row['paper'], row['ours'], f'**{row["verdict"]}**')
@@ -288,7 +289,23 @@ def markdown(rows: list[dict], evidence: Evidence) -> str:
         details = [name for name in _DETAILS if row[name] != NOTHING]
         lines += [f'- {name}: {_with_code(row[name])}' for name in details]
         lines.append('')
+    lines += ['## What a number of seeds can show', '', *_seeds(family), '']
     return '\n'.join([*lines, '## Studies', '', *_studies(evidence)])
+
+
+def _seeds(family):
+    """Differences that are shown by some numbers of seeds, in standard deviations."""
+    seeds = (3, 4, 6, 8, 10, 12, 16)
+    levels = {'a single claim': LEVEL, f'the clearest of {family}': LEVEL / family}
+    rows = [
+        [f'{name}, p < {level:.1g}', *(f'{detectable(1.0, n, level):.2g}' for n in seeds)]
+        for name, level in levels.items()
+    ]
+    text = (
+        f'The difference that is shown with a chance of {POWER:.0%}, as a multiple of the standard '
+        'deviation of the paired differences, by the number of seeds that judge:'
+    )
+    return [text, '', *markdown_rows(('', *map(str, seeds)), *rows)]
 
 
 def _with_code(text):

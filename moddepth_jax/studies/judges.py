@@ -37,6 +37,8 @@ def found_at(place: Place, groups: list[Group], ours, samples, problem='', **fie
     """A finding of some groups, with the first problem of a group, if there is one."""
     seeds = place.seeds(groups)
     problems = [group.problem for group in groups if group.problem]
+    if place.planned < MIN_SEEDS:
+        problem = f'{place.planned} seeds judge, {MIN_SEEDS} are needed'
     fields.setdefault('spread', '; '.join(group.text(seeds) for group in groups))
     return Finding(
         ours,

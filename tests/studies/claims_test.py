@@ -110,7 +110,7 @@ def test_planned_seeds_judge_and_no_others():
     losses = {'mod': 2.0, 'random': 2.2}
     assert BY_ID['learned_beats_random'].spec.seeds == 16
     assert only(losses, range(16))['verdict'] == HOLDS
-    assert only(losses, range(15))['reason'] == '15 of the 16 seeds planned were run'
+    assert only(losses, range(15))['reason'].startswith('15 of the 16 seeds')
     more = only(losses, range(20))
     assert more['verdict'] == HOLDS and more['spread'].count(',') == 2 * 15
 
