@@ -30,6 +30,7 @@ class Finding:
     reason: str = ''  # for that
     missing: int = 0  # seeds of the plan that were not run
     planned: int = 0  # seeds of the plan
+    counts: str = 'seeds'  # what the samples are numbers of
     flops: float = 0.0  # of one more seed of all that is compared
 
 
@@ -179,6 +180,8 @@ def depth_not_width(place: Place, near: float, budgets: list[float]) -> Finding:
             flops._replace(low=math.log(1 - near), high=math.log(1 + near)),
         ),
         few if len(inside) < MIN_SEEDS else '',
+        planned=len(inside),
+        counts='budgets',
     )
 
 
