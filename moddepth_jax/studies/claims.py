@@ -71,6 +71,7 @@ class Claim:
     judge: str = ''  # name in JUDGES; '' if no study can settle it
     args: dict = dataclasses.field(default_factory=dict)
     spec: Spec | None = None  # of its place; None if it needs no run, or cannot be run here
+    again: bool = False  # whether the same claim is judged at a place before this
 
     def find(self, evidence: Evidence) -> Finding:
         """What the evidence says. Raises NotMeasured, with what is needed."""
@@ -78,12 +79,20 @@ class Claim:
             if self.judge in COUNTED:
                 return COUNTED[self.judge](evidence, **self.args)
             if self.spec:
-                return AT_A_PLACE[self.judge](_place(evidence, self.spec), **self.args)
+                return AT_A_PLACE[self.judge](self._place(evidence), **self.args)
         except NotMeasured:
             pass
         needs = f'make {self.spec.study}' if self.spec else self.needs
         reason = 'not measured' if self.judge else 'out of reach of a study'
         raise NotMeasured(f'{reason}; needs {needs}')
+
+    def _place(self, evidence):
+        """The planned place, or that in a study of one's own, which judges each claim once."""
+        if _planned(evidence) or len(evidence.studies) != 1:
+            return places.find_place(evidence, self.spec)
+        if self.again:
+            raise NotMeasured
+        return places.own_place(evidence, self.spec)
 
     def power(self, finding: Finding | None, level: float) -> str:
         """What difference this row could show, at the most severe level that may meet it."""
@@ -97,20 +106,18 @@ class Claim:
             return NOTHING
         if not seeds:
             return NOTHING
+        counts = finding.counts if finding else 'seeds'
         shown = [f'{detectable(spread, seeds, level):.2g}' for spread in spreads]
         listed = ', '.join(f'{spread:.2g}' for spread in spreads)
         return (
-            f'{seeds} seeds show a difference of {", ".join(shown)} with a chance of {POWER:.0%} '
-            f'at p < {level:.1g}, for a standard deviation of {listed} ({known})'
+            f'{seeds} {counts} show a difference of {", ".join(shown)} with a chance of '
+            f'{POWER:.0%} at p < {level:.1g}, for a standard deviation of {listed} ({known})'
         )
 
 
-def _place(evidence, spec):
-    """The planned place, or that in a study of one's own: the only one, and not a planned one."""
-    names = {part for name in evidence.studies for part in name.split('/')}
-    if len(evidence.studies) == 1 and not names & STUDIES:
-        return places.own_place(evidence, spec)
-    return places.find_place(evidence, spec)
+def _planned(evidence):
+    """Whether the evidence has one of the studies that claims.toml plans."""
+    return not STUDIES.isdisjoint(part for name in evidence.studies for part in name.split('/'))
 
 
 def _read_claims():
@@ -126,7 +133,7 @@ def _read_claims():
             for number, name in enumerate(at or [None]):
                 more = {'spec': specs[name]} if name else {}
                 if number:
-                    more['id'] = f'{row["id"]}_at_{name}'
+                    more |= {'id': f'{row["id"]}_at_{name}', 'again': True}
                 if len(at) > 1:
                     more['claim'] = f'{row["claim"]} ({specs[name].text})'
                 yield Claim(**fields | more)
@@ -184,8 +191,7 @@ def judge(evidence: Evidence) -> list[Judged]:
 
 def _family(evidence, found):
     """How many claims rest on seeds."""
-    names = {part for name in evidence.studies for part in name.split('/')}
-    if names & STUDIES:
+    if _planned(evidence) or not evidence.studies:
         return sum(claim.spec is not None for claim in CLAIMS)
     return max(1, sum(bool(each.finding and each.finding.samples) for each in found))
 
@@ -228,9 +234,11 @@ def _would_decide(finding, severe):
     """Seeds and FLOPs that would decide a difference as large as the one that was found."""
     needed = [seeds_needed(sample.margin, sample.spread, severe) for sample in finding.samples]
     if None in needed:
-        return f'no {MOST_SEEDS:,} seeds would decide a difference as small as this'
+        return f'no {MOST_SEEDS:,} {finding.counts} would decide a difference as small as this'
     seeds = max(needed)
-    flops = f'{(seeds - finding.planned) * finding.flops:.1g}'.replace('e+', 'e')
+    if not finding.flops:
+        return f'{seeds} {finding.counts} would decide a difference of this size'
+    flops = f'{max(1, seeds - finding.planned) * finding.flops:.1g}'.replace('e+', 'e')
     return f'{seeds} seeds would decide a difference of this size ({flops} FLOPs more)'
 
 
@@ -273,7 +281,8 @@ def counts(rows: list[dict]) -> str:
 
 def markdown(rows: list[dict], evidence: Evidence) -> str:
     """The text between BEGIN and END: the rows by topic, details of each claim, the studies."""
-    lines = [f'Of {len(rows)} claims: {counts(rows)}.', '', _SOURCES, '']
+    family = sum(claim.spec is not None for claim in CLAIMS)
+    lines = [f'Of {len(rows)} claims: {counts(rows)}. {family} rest on seeds.', '', _SOURCES, '']
     for topic, group in itertools.groupby(rows, key=lambda row: row['topic']):
         cells = [
             (f'[{row["claim"]}](#{row["id"]})', row['paper'], row['ours'], f'**{row["verdict"]}**')
@@ -288,7 +297,23 @@ def markdown(rows: list[dict], evidence: Evidence) -> str:
         details = [name for name in _DETAILS if row[name] != NOTHING]
         lines += [f'- {name}: {_with_code(row[name])}' for name in details]
         lines.append('')
+    lines += ['## What a number of seeds can show', '', *_seeds(family), '']
     return '\n'.join([*lines, '## Studies', '', *_studies(evidence)])
+
+
+def _seeds(family):
+    """Differences that are shown by some numbers of seeds, in standard deviations."""
+    seeds = (3, 4, 6, 8, 10, 12, 16)
+    levels = {'a single claim': LEVEL, f'the clearest of {family}': LEVEL / family}
+    rows = [
+        [f'{name}, p < {level:.1g}', *(f'{detectable(1.0, n, level):.2g}' for n in seeds)]
+        for name, level in levels.items()
+    ]
+    text = (
+        f'The difference that is shown with a chance of {POWER:.0%}, as a multiple of the standard '
+        'deviation of the paired differences, by the number of seeds that judge:'
+    )
+    return [text, '', *markdown_rows(('', *map(str, seeds)), *rows)]
 
 
 def _with_code(text):

@@ -30,6 +30,7 @@ class Finding:
     reason: str = ''  # for that
     missing: int = 0  # seeds of the plan that were not run
     planned: int = 0  # seeds of the plan
+    counts: str = 'seeds'  # what the samples are numbers of
     flops: float = 0.0  # of one more seed of all that is compared
 
 
@@ -37,6 +38,8 @@ def found_at(place: Place, groups: list[Group], ours, samples, problem='', **fie
     """A finding of some groups, with the first problem of a group, if there is one."""
     seeds = place.seeds(groups)
     problems = [group.problem for group in groups if group.problem]
+    if place.planned < MIN_SEEDS:
+        problem = f'{place.planned} seeds judge, {MIN_SEEDS} are needed'
     fields.setdefault('spread', '; '.join(group.text(seeds) for group in groups))
     return Finding(
         ours,
@@ -177,6 +180,8 @@ def depth_not_width(place: Place, near: float, budgets: list[float]) -> Finding:
             flops._replace(low=math.log(1 - near), high=math.log(1 + near)),
         ),
         few if len(inside) < MIN_SEEDS else '',
+        planned=len(inside),
+        counts='budgets',
     )
 
 

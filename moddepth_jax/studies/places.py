@@ -85,7 +85,7 @@ class Place(NamedTuple):
     @property
     def chosen(self) -> bool:
         """Whether the first seed has chosen among sizes, so that it must not judge them too."""
-        return not self.spec.size and len(self.study['sizes']) > 1
+        return len(self.study['sizes']) > 1
 
     @property
     def planned(self) -> int:
@@ -202,18 +202,16 @@ def _has(study, spec):
 def own_place(evidence: Evidence, spec: Spec) -> Place:
     """The place of a claim in the only study there is, if that is not one of those planned.
 
-    It is judged at its largest budget, each variant at its best size, with the seeds it was started
-    with. Raises NotMeasured if it counts its budget in another unit.
+    It is judged at its largest budget with the seeds it was started with; what is planned at one
+    size, at the best size of MoD, or else of the first variant. Raises NotMeasured if its budget is
+    in another unit or it has no runs.
     """
     ((name, study),) = evidence.studies.items()
-    unit = 'steps' if spec.steps else 'flops'
-    if study['kind'] != unit:
+    unit, budget = 'steps' if spec.steps else 'flops', study['budgets'][-1]
+    best = [row for row in study['runs'] if row['at_best_size'] and row['budget'] == budget]
+    best.sort(key=lambda row: row['variant'] != 'mod')
+    if study['kind'] != unit or not best:
         raise NotMeasured
-    own = {
-        'study': name.split('/')[-1],
-        'flops': 0.0,
-        'steps': 0,
-        'size': '',
-        'seeds': len(study['seeds']),
-    }
-    return Place(evidence, name, spec._replace(**own | {unit: study['budgets'][-1]}))
+    own = {'study': name.split('/')[-1], 'flops': 0.0, 'steps': 0, 'seeds': len(study['seeds'])}
+    size = best[0]['size'] if spec.size else ''
+    return Place(evidence, name, spec._replace(**own | {unit: budget, 'size': size}))

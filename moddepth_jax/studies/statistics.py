@@ -73,8 +73,8 @@ class Sample(NamedTuple):
     @property
     def margin(self) -> float:
         """How far the mean lies from the nearest bound; below 0 if outside."""
-        mean = float(np.mean(self.values))
-        return min(mean - self.low, self.high - mean)
+        mean = np.mean(self.values)
+        return float(min(mean - self.low, self.high - mean))
 
     def decide(self) -> Decision:
         """By the t interval, two-sided: it lies within both bounds, or beyond one of them."""

@@ -32,11 +32,11 @@ def test_writes_the_table_and_fills_the_page(tmp_path):
     done = call('claims', *given, COLUMNS='300')  # so that no cell of the table is broken
     assert done.status == 0 and not done.stderr, done.stderr
     rows = json.loads((new / 'claims.json').read_text())
-    names = 'id topic claim source paper rule ours spread verdict reason setting'.split()
+    names = 'id topic claim source paper rule ours spread setting verdict reason power'.split()
     assert all(list(row) == names and all(row.values()) for row in rows)
     assert len(rows) == len(claims.CLAIMS)
     row = next(row for row in rows if row['id'] == 'causal_routing_costs')
-    assert row['reason'].endswith('has 1 seed, 3 are needed')
+    assert row['reason'] == 'not measured; needs make study-gates'
     table = (new / 'claims.md').read_text()
     assert 'cpu/study' in table and table.split('\n\n', 1)[1].strip() in page.read_text()
     assert _outside(PAGE) == _outside(page)
@@ -55,8 +55,13 @@ def test_docs_hold_the_table_of_the_committed_results():
 
 def test_counted_costs_are_those_of_the_papers_shapes():
     """700M: 0.301 TFLOPs a row for projections, 0.021 for two slots a layer; the masked half."""
-    shape = counted_flops()['moda_700m']
-    for way in ('halved', 'full'):
-        assert shape['moda'][way] - shape['dense'][way] == pytest.approx(0.3218e12, rel=0.001)
-    attention = 4 * 36 * shape['length'] ** 2 / 2 * 1024
-    assert shape['dense']['full'] - shape['dense']['halved'] == pytest.approx(attention)
+    counted = counted_flops()
+    shape = counted['moda_700m']
+    dense, moda = shape['dense'], shape['moda']
+    for (way, flops), slots in zip(dense.items(), (1, 1, 2), strict=True):
+        assert moda[way] - flops == pytest.approx(0.301e12 + slots * 0.0211e12, rel=0.005), way
+    hidden = 4 * 36 * shape['length'] ** 2 / 2 * 1024
+    assert dense['all pairs'] - dense['visible pairs and slots'] == pytest.approx(hidden)
+    seven = counted['mod_7b']  # 2 FLOPs a parameter and token, and attention
+    assert seven['dense'] == pytest.approx(2 * 2048 * 6.6e9 + 32 * 2 * 2048**2 * 4096, rel=0.01)
+    assert 1 - seven['0.5'] / seven['dense'] == pytest.approx(0.50, abs=0.02)
