@@ -14,7 +14,8 @@ const FATES = [
 const CLASS_COLOURS = {
   'start of text': '#d9d6ce', whitespace: '#f3f1ec', keyword: '#8fb9e3', identifier: '#fff3c4',
   number: '#f7b787', string: '#a8dcc4', docstring: '#cfe6a8', comment: '#cfcfcf',
-  operator: '#e3b3d3', word: '#fff3c4', punctuation: '#e3b3d3', other: '#f28f8f',
+  operator: '#e3b3d3', article: '#d8b98a', preposition: '#b9b6e8',
+  word: '#fff3c4', punctuation: '#e3b3d3', other: '#f28f8f',
 };
 
 function element(tag, text, ...children) {

@@ -10,7 +10,7 @@ from moddepth_jax.data.compression_baselines import MAX_BYTES, first_bytes
 
 CLASSES = (
     *('start of text', 'whitespace', 'keyword', 'identifier', 'number', 'string', 'docstring'),
-    *('comment', 'operator', 'word', 'punctuation', 'other'),
+    *('comment', 'operator', 'article', 'preposition', 'word', 'punctuation', 'other'),
 )
 LANGUAGES = ('python', 'prose')
 _NUMBER = {name: i for i, name in enumerate(CLASSES)}
@@ -31,6 +31,21 @@ _PROSE = re.compile(
     r"(?P<word>[^\W\d_]+(?:['’][^\W\d_]+)*)|(?P<number>\d+(?:[.,]\d+)*)|(?P<whitespace>\s+)"
     r'|(?P<other>[\x00-\x1f\x7f\ud800-\udfff])|(?P<punctuation>.)',
     re.DOTALL,
+)
+_SHORT_WORDS = {
+    'article': 'a an the',
+    'preposition': 'about above across after against along among around as at before behind '
+    'below beneath beside besides between beyond by despite during except for from in inside into '
+    'near of on onto over per since through throughout to toward towards under until upon via with '
+    'within without',
+}
+_WITH_WORDS = ('docstring', 'comment', 'word')  # classes of English text
+# Not inside a name, a path or a call, as in `for-loop`, a.in or to().
+_SHORT_WORD = re.compile(
+    r'(?<![\w`.=/-])(?:'
+    + '|'.join(f'(?P<{name}>{"|".join(words.split())})' for name, words in _SHORT_WORDS.items())
+    + r")(?![\w`'’(=/-])",
+    re.IGNORECASE,
 )
 _CODE_LINE = re.compile(
     r'\s*(?:(?:def|class|import|from|if|elif|for|while|with|except|async|lambda)\s.*[:(\w,]\s*$'
@@ -57,9 +72,9 @@ def language_of(corpus) -> str:
 def byte_classes(text: bytes, language: str) -> np.ndarray:
     """The class of each byte of a text: uint8 [len(text)], indices into CLASSES.
 
-    `python` is as Pygments reads it, with the inside of a string or comment all of one class;
-    `other` of `prose` are control characters and bytes that are not UTF-8. Raises ValueError for an
-    unknown language.
+    `python` is as Pygments reads it, with the inside of a string or comment all of one class, but
+    for the articles and prepositions of docstrings and comments; `other` of `prose` are control
+    characters and bytes that are not UTF-8. Raises ValueError for an unknown language.
     """
     if language not in LANGUAGES:
         raise ValueError(f'language={language!r}: must be one of {", ".join(LANGUAGES)}')
@@ -68,8 +83,19 @@ def byte_classes(text: bytes, language: str) -> np.ndarray:
         parts = list(_python_parts(characters))
     else:
         parts = [(match.lastgroup, match[0]) for match in _PROSE.finditer(characters)]
+    parts = [piece for name, text in parts for piece in _short_words(name, text)]
     sizes = [len(part.encode('utf-8', 'surrogateescape')) for _, part in parts]
     return np.repeat(np.array([_NUMBER[name] for name, _ in parts], np.uint8), sizes)
+
+
+def _short_words(name, text):
+    """(class, text) of the articles and prepositions in a part, and of what is between them."""
+    end = 0
+    for match in _SHORT_WORD.finditer(text) if name in _WITH_WORDS else ():
+        yield name, text[end : match.start()]
+        yield match.lastgroup, match[0]
+        end = match.end()
+    yield name, text[end:]
 
 
 def _python_parts(text):

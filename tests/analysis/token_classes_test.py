@@ -28,11 +28,19 @@ PIECES = (
     ('docstring', b'"""Says what it is."""'),
     ('keyword', b'import'),
     ('identifier', b'os'),
-    ('comment', b'# of the system'),
+    ('comment', b'# '),
+    ('preposition', b'of'),
+    ('comment', b' '),
+    ('article', b'the'),
+    ('comment', b' system'),
     ('keyword', b'def'),
     ('identifier', b'area'),
     ('operator', b'('),
-    ('docstring', b'"""Of a circle: 2 words."""'),
+    ('docstring', b'"""'),
+    ('preposition', b'Of'),
+    ('docstring', b' '),
+    ('article', b'a'),
+    ('docstring', b' circle: 2 words."""'),
     ('keyword', b'return'),
     ('number', b'3.14e0'),
     ('operator', b'**'),
@@ -82,6 +90,20 @@ def test_prose():
     assert named(b''.join(texts), 'prose') == list(zip(names, texts, strict=True))
 
 
+@pytest.mark.parametrize(
+    ('text', 'found'),
+    [
+        (b'# The sum of x and y, for them.', [b'The', b'of', b'for']),
+        (b'# AN a-b in_place of.it `to` a() often', [b'AN', b'of']),
+        (b"s = 'in the end' if a in b else {}", []),
+        (b"def f():\n    '''In an hour'''\n", [b'In', b'an']),
+    ],
+)
+def test_articles_and_prepositions_are_those_of_english_text(text, found):
+    """Not parts of names, nor Python's own words, nor what is in a string."""
+    assert [word for name, word in named(text) if name in ('article', 'preposition')] == found
+
+
 @pytest.mark.parametrize('language', module.LANGUAGES)
 def test_any_bytes_have_classes(language):
     for text in (bytes(range(256)) * 3, b'\xed\xa0\x80', b''):
@@ -118,7 +140,8 @@ def _check(dataset, length, num_rows):
     pairs = {(chr(token), name) for token, name in zip(rows.flat, classes, strict=True)}
     names = {name for _, name in pairs}
     assert 'identifier' in names and {n for c, n in pairs if c == chr(256)} == {'start of text'}
-    assert {n for c, n in pairs if c == 'f'} <= {'string', 'docstring'}
+    assert {n for c, n in pairs if c == 'f'} == {'string', 'preposition'}
+    assert {n for c, n in pairs if c == 'w'} == {'docstring'}
     assert {n for c, n in pairs if c in '12'} <= {'string'}
     assert {n for c, n in pairs if c == '3'} <= {'comment'}
     assert {n for c, n in pairs if c in '45'} <= {'number'}
