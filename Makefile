@@ -65,10 +65,13 @@ isoflop = $(ISOFLOP) --workdir=runs/$@$(1) --processes=$(PROCESSES) \
 ROUTED := mod,mod_0.25,mod_0.5,every_0.125,every_0.5,aux_loss
 STREAMS := dense,wider,average,moda_attention,moda,mod,mod_moda,dense_post,wider_post,moda_post
 CONTROLS := random,random_every_0.5,position,norm
-FOUR := 0,1,2,3
-SIX := $(FOUR),4,5
-EIGHT := $(SIX),6,7
-SIXTEEN := $(EIGHT),8,9,10,11,12,13,14,15
+# Seeds of each study: as many as claims.toml plans.
+SEVEN := 0,1,2,3,4,5,6
+EIGHT := $(SEVEN),7
+NINE := $(EIGHT),8
+TEN := $(NINE),9
+TWELVE := $(TEN),10,11
+SIXTEEN := $(TWELVE),12,13,14,15
 
 study: .venv/installed
 	$(call isoflop) --config=configs/study.py --budgets=6e11,2e12 --sizes=2x64,4x64,8x64 \
@@ -84,26 +87,26 @@ study-long: .venv/installed
 AT_BUDGET := --config=configs/study.py --learning_rates=0.006
 AT_OPTIMUM := $(AT_BUDGET) --variants=dense,shallow,mod --noall_sizes
 study-budgets: .venv/installed
-	$(call isoflop,/6e11) $(AT_OPTIMUM) --budgets=6e11 --sizes=1x64,2x64,4x64,6x64 --seeds=$(EIGHT)
-	$(call isoflop,/2e12) $(AT_OPTIMUM) --budgets=2e12 --sizes=1x64,2x64,4x64,6x64,8x64 --seeds=$(EIGHT)
-	$(call isoflop,/6e12) $(AT_OPTIMUM) --budgets=6e12 --sizes=2x64,4x64,6x64,2x128,4x128 --seeds=$(EIGHT)
-	$(call isoflop,/2e13) $(AT_OPTIMUM) --budgets=2e13 --sizes=4x64,6x64,2x128,4x128,6x128 --seeds=$(FOUR)
+	$(call isoflop,/6e11) $(AT_OPTIMUM) --budgets=6e11 --sizes=1x64,2x64,4x64,6x64 --seeds=$(NINE)
+	$(call isoflop,/2e12) $(AT_OPTIMUM) --budgets=2e12 --sizes=1x64,2x64,4x64,6x64,8x64 --seeds=$(NINE)
+	$(call isoflop,/6e12) $(AT_OPTIMUM) --budgets=6e12 --sizes=2x64,4x64,6x64,2x128,4x128 --seeds=$(NINE)
+	$(call isoflop,/2e13) $(AT_OPTIMUM) --budgets=2e13 --sizes=4x64,6x64,2x128,4x128,6x128 --seeds=$(SEVEN)
 
 ROUTERS := $(AT_BUDGET) --variants=mod,random,position,norm
 study-routing: .venv/installed
 	$(call isoflop,/4x64-2e12) $(ROUTERS) --budgets=2e12 --sizes=4x64 --seeds=$(SIXTEEN)
 	$(call isoflop,/4x128-2e12) $(ROUTERS) --budgets=2e12 --sizes=4x128 --seeds=$(SIXTEEN)
-	$(call isoflop,/4x64-1e13) $(ROUTERS) --budgets=1e13 --sizes=4x64 --seeds=$(SIX)
-	$(call isoflop,/4x128-1e13) $(ROUTERS) --budgets=1e13 --sizes=4x128 --seeds=$(SIX)
+	$(call isoflop,/4x64-1e13) $(ROUTERS) --budgets=1e13 --sizes=4x64 --seeds=$(EIGHT)
+	$(call isoflop,/4x128-1e13) $(ROUTERS) --budgets=1e13 --sizes=4x128 --seeds=$(EIGHT)
 
 OTHERS := mod_0.95,mod_0.75,mod_0.5,mod_0.25,mod,mod_0.0625
 EVERY := every_0.75,every_0.5,every_0.25,every_0.125
 study-capacity: .venv/installed
-	$(call isoflop) $(AT_BUDGET) --budgets=2e12 --sizes=4x64 --seeds=$(SIX) \
-	    --variants=dense,$(OTHERS),$(EVERY)
+	$(call isoflop) $(AT_BUDGET) --budgets=2e12 --sizes=4x64 --seeds=$(TWELVE) \
+	    --variants=dense,$(OTHERS),$(EVERY),random_every_0.5
 
 study-gates: .venv/installed
-	$(call isoflop) $(AT_BUDGET) --budgets=2e12 --sizes=4x64 --seeds=$(SIX) \
+	$(call isoflop) $(AT_BUDGET) --budgets=2e12 --sizes=4x64 --seeds=$(TWELVE) \
 	    --variants=mod,aux_loss,threshold,sigmoid,tanh,straight_through
 
 MODA := moda_attention,moda,moda_blocks,moda_unrotated,moda_projection
@@ -112,8 +115,8 @@ AT_STEPS := --config=configs/moda.py --steps=600 --config.evaluation.every=0 \
     --config.evaluation.final_batches=256
 BY_DEPTH := $(AT_STEPS) --variants=dense,wider,$(MODA),depth_attention,dense_average,average,mod,mod_moda,mod_moda_masked,$(PLACED)
 study-moda: .venv/installed
-	$(call isoflop,/8x64) $(BY_DEPTH) --sizes=8x64 --seeds=$(EIGHT)
-	$(call isoflop,/24x64) $(BY_DEPTH) --sizes=24x64 --seeds=$(FOUR)
+	$(call isoflop,/8x64) $(BY_DEPTH) --sizes=8x64 --seeds=$(TWELVE)
+	$(call isoflop,/24x64) $(BY_DEPTH) --sizes=24x64 --seeds=$(EIGHT)
 
 # On the text of packages that every installation has, with a tokenizer of 4,096 ids.
 TEXT := runs/study-text/text
@@ -122,13 +125,13 @@ study-text: .venv/installed
 	site=$$($(VENV_PYTHON) -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
 	    $(VENV_PYTHON) -m launch.prepare --output=$(TEXT) --tokenizer=bpe:4096 \
 	    --input="$$site/jax/**/*.py,$$site/flax/**/*.py,$$site/optax/**/*.py,$$site/orbax/**/*.py,$$site/numpy/**/*.py,$$site/scipy/**/*.py,$$site/matplotlib/**/*.py"
-	$(call isoflop,/4x64) $(AT_BUDGET) $(ON_TEXT) --budgets=2e12 --sizes=4x64 --seeds=$(FOUR) \
+	$(call isoflop,/4x64) $(AT_BUDGET) $(ON_TEXT) --budgets=2e12 --sizes=4x64 --seeds=$(EIGHT) \
 	    --variants=dense,shallow,mod,random,aux_loss
-	$(call isoflop,/8x64) $(AT_STEPS) $(ON_TEXT) --sizes=8x64 --seeds=$(FOUR) \
+	$(call isoflop,/8x64) $(AT_STEPS) $(ON_TEXT) --sizes=8x64 --seeds=$(EIGHT) \
 	    --variants=dense,wider,moda,dense_post,moda_post
 
 study-experts: .venv/installed
-	$(call isoflop) --config=configs/moe.py --budgets=6.4e12 --sizes=4x128 --seeds=$(SIX) \
+	$(call isoflop) --config=configs/moe.py --budgets=6.4e12 --sizes=4x128 --seeds=$(TEN) \
 	    --variants=dense,moe,moe_capacity_0.5,integrated,staged --config.data.batch_size=8
 
 # On one GPU, in any number of short allotments: stop it (Ctrl-C, SIGTERM) and run it again.
