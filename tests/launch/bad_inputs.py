@@ -179,7 +179,7 @@ COMMANDS = {
     ],
     'claims': [
         ('study', ['study: unexpected', 'mean --workdir=study?']),
-        ('--workdir=nothing', ['no study.json in it, nor 2 levels down']),
+        ('--workdir=nothing', ['no study.json in it, nor 3 levels down']),
         ('--workdir=study --page=page.md', ['page without its markers: must hold <!-- claims:']),
     ],
     'gpu': [
