@@ -172,8 +172,8 @@ class Judged(NamedTuple):
 def judge(evidence: Evidence) -> list[Judged]:
     """All claims: a verdict that rests on seeds must survive Holm over all that rest on seeds.
 
-    The family is every claim with a place, also if its runs are missing, so that no verdict changes
-    because another study ends; in a study of one's own, those that it can compare.
+    The family is every claim with a place, also if its runs are missing, so that no verdict is
+    lost because another study ends; in a study of one's own, those that it can compare.
     """
     found = []
     for claim in CLAIMS:

@@ -159,8 +159,8 @@ class Place(NamedTuple):
     def invalid(self, groups) -> str:
         """Why a loss by a causal rule must not be compared: it is far from that under top-C."""
         for group in groups:
-            gap = max(row['routing_gap'] or 0.0 for row in group.rows.values())
-            if gap >= INVALID_GAP:
+            gap = max((row['routing_gap'] or 0.0 for row in group.rows.values()), key=abs)
+            if abs(gap) >= INVALID_GAP:
                 what = f'{group.variant} {group.size}'
                 return f'a routing gap of {gap:.2f} nats makes a run of {what} invalid'
         return ''
