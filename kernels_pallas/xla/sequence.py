@@ -17,7 +17,7 @@ MAX_SCORES = 2**26  # of a static block: 256 MiB in float32
 TILE_SIZES = (128, 512)  # least and most; tiles are square, a power of two
 TILE_SCORES = 2**25  # at most: 128 MiB in float32
 CPU_TILE_SCORES = 2**19  # for the caches of CPUs, as the next
-CPU_BLOCK_SCORES = 2**20  # of a static block: 4 MiB in float32
+CPU_BLOCK_SCORES = 2**20  # of a static block: 4 MiB in float32, measured on two cores
 _static = contextvars.ContextVar('static', default=False)
 
 
@@ -149,8 +149,8 @@ def _backward_in_blocks(static, q_XGTH, k_XSH, v_XSH, sides, do_XGTH, lse_XGT, d
 
 
 def dot(equation, x, y):
-    """An einsum summed in float32, or wider with x."""
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    """An einsum summed in float32, or wider with x or y."""
+    wide = jnp.promote_types(jnp.promote_types(x.dtype, y.dtype), jnp.float32)
     if jax.default_backend() == 'cpu':
         # XLA on CPU cannot run some bfloat16 products with a float32 result.
         x, y = x.astype(wide), y.astype(wide)

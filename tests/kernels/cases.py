@@ -130,11 +130,17 @@ def program(cotangents, num=None, own_query=False, **arguments):
 
 
 def in_blocks(monkeypatch, block):
-    """XLA's sequence in blocks of queries or 'tiles' of 16 by 16, or its slots by 5 'tokens'."""
+    """XLA's sequence in blocks of queries, one head of one row at a time ('parts') or in 'tiles'.
+
+    Parts have blocks of 16 queries, tiles 16 queries by 16 keys; 'tokens': its slots by 5 tokens.
+    """
     if block == 'tiles':
         monkeypatch.setattr(sequence, 'is_long', lambda *shape: True)
         monkeypatch.setattr(sequence, 'TILE_SIZES', (16, 16))
     elif block == 'tokens':
         monkeypatch.setattr(depth, 'TILE_NUMBERS', 5 * 2 * 6 * 8)
+    elif block == 'parts':
+        monkeypatch.setattr(sequence, 'QUERY_BLOCK', 16)
+        monkeypatch.setattr(sequence, 'CPU_BLOCK_SCORES', 1)
     else:
         monkeypatch.setattr(sequence, 'QUERY_BLOCK', block)

@@ -50,7 +50,7 @@ def test_loops_visit_only_tiles_with_visible_keys():
     assert bounds(ids) == ([0, 0, 1, 3], [1, 2, 3, 4])
 
 
-@pytest.mark.parametrize('block', [16, 'tiles'])
+@pytest.mark.parametrize('block', [16, 'parts', 'tiles'])
 def test_hidden_pairs_have_exactly_zero_gradient(block, monkeypatch):
     """The outputs of queries before 20 have no derivative, to the bit, by any token from 20 on."""
     in_blocks(monkeypatch, block)
