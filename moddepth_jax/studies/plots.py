@@ -294,8 +294,8 @@ def _seeds(study):
         'range of the seeds': {'linewidth': 7, 'alpha': 0.25},
         f'"{labels[base]["label"]}", best or optimum': {'linewidth': 0.9, 'linestyle': '--'},
     }
-    handles = [Line2D([], [], color=INK, **look) for look in looks.values()]
-    figure.legend(handles, looks, loc='outside lower center', ncols=4)
+    more = [(Line2D([], [], color=INK, **look), label) for label, look in looks.items()]
+    plot_style.legend(figure, study, (), more)
     return figure
 
 
