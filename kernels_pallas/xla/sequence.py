@@ -55,12 +55,12 @@ def sequence_forward(q_BTNH, k_BSKH, v_BSKH, mask, static):
     wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
     if not num_keys:
         return jnp.zeros_like(q_BTNH), jnp.full((batch, heads, length), -jnp.inf, wide)
-    q_XGTH, k_X1SH, v_X1SH = (_by_head(x, kv_heads) for x in (q_BTNH, k_BSKH, v_BSKH))
-    arrays = q_XGTH, k_X1SH[:, 0], v_X1SH[:, 0], _sides(mask, static, kv_heads)
+    sides = _sides(mask, static, kv_heads)
     if is_long(q_BTNH.shape, num_keys):
-        o_XGTH, lse_XGT = _tiled_forward(static, *arrays)
-    else:
-        o_XGTH, lse_XGT = _in_parts(functools.partial(_forward_in_blocks, static), *arrays)
+        return _tiled_forward(static, q_BTNH, k_BSKH, v_BSKH, sides)
+    q_XGTH, k_X1SH, v_X1SH = (_by_head(x, kv_heads) for x in (q_BTNH, k_BSKH, v_BSKH))
+    arrays = q_XGTH, k_X1SH[:, 0], v_X1SH[:, 0], sides
+    o_XGTH, lse_XGT = _in_parts(functools.partial(_forward_in_blocks, static), *arrays)
     return _by_token(o_XGTH, batch), lse_XGT.reshape(batch, heads, length)
 
 
@@ -75,15 +75,16 @@ def sequence_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, o_BTNH, do_BTNH, lse
     if not num_keys:
         sums = (jnp.zeros(side.shape, lse_BNT.dtype) for side in (k_BSKH, v_BSKH))
         return jnp.zeros_like(q_BTNH), *sums
+    sides = _sides(mask, static, kv_heads)
+    if is_long(q_BTNH.shape, num_keys):
+        arrays = q_BTNH, k_BSKH, v_BSKH, sides, do_BTNH, lse_BNT, delta_BNT
+        return _tiled_backward(static, *arrays)
     q_XGTH, k_X1SH, v_X1SH, do_XGTH = (
         _by_head(x, kv_heads) for x in (q_BTNH, k_BSKH, v_BSKH, do_BTNH)
     )
     by_query = do_XGTH, *(x.reshape(q_XGTH.shape[:3]) for x in (lse_BNT, delta_BNT))
-    arrays = q_XGTH, k_X1SH[:, 0], v_X1SH[:, 0], _sides(mask, static, kv_heads), *by_query
-    if is_long(q_BTNH.shape, num_keys):
-        dq_XGTH, *sums = _tiled_backward(static, *arrays)
-    else:
-        dq_XGTH, *sums = _in_parts(functools.partial(_backward_in_blocks, static), *arrays)
+    arrays = q_XGTH, k_X1SH[:, 0], v_X1SH[:, 0], sides, *by_query
+    dq_XGTH, *sums = _in_parts(functools.partial(_backward_in_blocks, static), *arrays)
     sums = (_by_token(side_XSH[:, None], batch) for side_XSH in sums)
     return _by_token(dq_XGTH, batch), *sums
 
@@ -260,24 +261,43 @@ def _put(x, tile, start, axis=1):
     return lax.dynamic_update_slice_in_dim(x, tile.astype(x.dtype), start, axis)
 
 
+def _flat(x):
+    """Heads and width as one axis: otherwise XLA transposes all of an array for the tiles."""
+    return x.reshape(*x.shape[:2], -1)
+
+
 class _Tiles:
     """Tiles of queries by tiles of keys, all of one size.
 
     The last one reaches back over rows of the one before, which comes later and overwrites them.
     """
 
-    def __init__(self, q_XGTH, k_XSH, sides, static):
-        count, group, self.length, _ = q_XGTH.shape
-        self.num_keys, self.sides, self.window = k_XSH.shape[1], sides, static.window
+    def __init__(self, q_BTNH, k_BSKH, sides, static):
+        self.batch, self.length, heads, self.width = q_BTNH.shape
+        self.num_keys, self.kv_heads = k_BSKH.shape[1:3]
+        self.by_head = self.batch * self.kv_heads, heads // self.kv_heads, self.length
+        self.sides, self.window = sides, static.window
         scores = CPU_TILE_SCORES if jax.default_backend() == 'cpu' else TILE_SCORES
         size, largest = TILE_SIZES
-        while size < largest and count * group * (2 * size) ** 2 <= scores:
+        while size < largest and self.batch * heads * (2 * size) ** 2 <= scores:
             size *= 2
         self.queries, self.keys = sizes = min(size, self.length), min(size, self.num_keys)
         self.first_I, self.end_I = _bounds(*sides, self.window, sizes)
 
-    def cut_queries(self, x_XGTH, row):
-        return _cut(x_XGTH, row, self.queries, axis=2)
+    def cut_queries(self, x_BTX, row):
+        """[X, G, queries, H] of a flat array."""
+        tile = _cut(x_BTX, row, self.queries)
+        return _by_head(tile.reshape(self.batch, self.queries, -1, self.width), self.kv_heads)
+
+    def cut_keys(self, x_BSKH, column):
+        return _by_head(_cut(x_BSKH, column, self.keys), self.kv_heads)[:, 0]
+
+    def add_keys(self, total_BSKH, tile_XSH, column):
+        tile_BSKH = _by_token(tile_XSH[:, None], self.batch)
+        return _put(total_BSKH, _cut(total_BSKH, column, self.keys) + tile_BSKH, column)
+
+    def put_queries(self, x_BTX, tile_XGTH, row):
+        return _put(x_BTX, _flat(_by_token(tile_XGTH, self.batch)), row)
 
     def over_queries(self, step, carry):
         """step(index, first row, carry) for each tile of queries, the last one first."""
@@ -303,16 +323,17 @@ class _Tiles:
         return lax.fori_loop(self.first_I[index], self.end_I[index], body, carry)
 
 
-def _tiled_forward(static, q_XGTH, k_XSH, v_XSH, sides):
-    tiles = _Tiles(q_XGTH, k_XSH, sides, static)
-    wide = jnp.promote_types(q_XGTH.dtype, jnp.float32)
+def _tiled_forward(static, q_BTNH, k_BSKH, v_BSKH, sides):
+    tiles = _Tiles(q_BTNH, k_BSKH, sides, static)
+    wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
+    q_BTX = _flat(q_BTNH)
 
     def rows(index, row, outputs):
-        q = tiles.cut_queries(q_XGTH, row)
+        q = tiles.cut_queries(q_BTX, row)
 
         def columns(column, visible, carry):
             o, highest, total = carry
-            k, v = (_cut(side, column, tiles.keys) for side in (k_XSH, v_XSH))
+            k, v = (tiles.cut_keys(side, column) for side in (k_BSKH, v_BSKH))
             scores = _scores(q, k, visible, static.scale)
             new = jnp.maximum(highest, jnp.max(scores, axis=-1))
             finite = jnp.where(new == -jnp.inf, 0.0, new)
@@ -325,31 +346,35 @@ def _tiled_forward(static, q_XGTH, k_XSH, v_XSH, sides):
         o, highest, total = tiles.over_keys(index, row, columns, carry)
         o = o / jnp.where(total > 0, total, 1.0)[..., None]
         lse = jnp.where(highest == -jnp.inf, 0.0, highest) + jnp.log(total)
-        tiles_of = zip(outputs, (o, lse), strict=True)
-        return tuple(_put(x, tile, row, axis=2) for x, tile in tiles_of)
+        o_BTX, lse_XGT = outputs
+        return tiles.put_queries(o_BTX, o, row), _put(lse_XGT, lse, row, axis=2)
 
-    outputs = jnp.zeros_like(q_XGTH), jnp.zeros(q_XGTH.shape[:3], wide)
-    return tiles.over_queries(rows, outputs)
+    outputs = jnp.zeros_like(q_BTX), jnp.zeros(tiles.by_head, wide)
+    o_BTX, lse_XGT = tiles.over_queries(rows, outputs)
+    return o_BTX.reshape(q_BTNH.shape), lse_XGT.reshape(tiles.batch, -1, tiles.length)
 
 
-def _tiled_backward(static, q_XGTH, k_XSH, v_XSH, sides, do_XGTH, lse_XGT, delta_XGT):
-    tiles = _Tiles(q_XGTH, k_XSH, sides, static)
+def _tiled_backward(static, q_BTNH, k_BSKH, v_BSKH, sides, do_BTNH, lse_BNT, delta_BNT):
+    tiles = _Tiles(q_BTNH, k_BSKH, sides, static)
+    q_BTX, do_BTX = _flat(q_BTNH), _flat(do_BTNH)
+    by_query = [x.reshape(tiles.by_head) for x in (lse_BNT, delta_BNT)]
 
     def rows(index, row, carry):
-        dq_XGTH, *sums = carry
-        of_queries = [tiles.cut_queries(x, row) for x in (q_XGTH, do_XGTH, lse_XGT, delta_XGT)]
+        dq_BTX, *sums = carry
+        q, do = (tiles.cut_queries(x, row) for x in (q_BTX, do_BTX))
+        lse, delta = (_cut(x, row, tiles.queries, axis=2) for x in by_query)
 
         def columns(column, visible, carry):
-            total, dk_XSH, dv_XSH = carry
-            k, v = _cut(k_XSH, column, tiles.keys), _cut(v_XSH, column, tiles.keys)
-            dq, dk, dv = _gradients(*of_queries, k, v, visible, static.scale)
-            dv_XSH = _put(dv_XSH, _cut(dv_XSH, column, tiles.keys) + dv, column)
-            dk_XSH = _put(dk_XSH, _cut(dk_XSH, column, tiles.keys) + dk, column)
-            return total + dq, dk_XSH, dv_XSH
+            total, dk_BSKH, dv_BSKH = carry
+            k, v = (tiles.cut_keys(side, column) for side in (k_BSKH, v_BSKH))
+            dq, dk, dv = _gradients(q, do, lse, delta, k, v, visible, static.scale)
+            dv_BSKH = tiles.add_keys(dv_BSKH, dv, column)
+            return total + dq, tiles.add_keys(dk_BSKH, dk, column), dv_BSKH
 
-        zeros = jnp.zeros(of_queries[0].shape, lse_XGT.dtype)
-        dq, *sums = tiles.over_keys(index, row, columns, (zeros, *sums))
-        return _put(dq_XGTH, dq, row, axis=2), *sums
+        carry = jnp.zeros(q.shape, lse.dtype), *sums
+        dq, *sums = tiles.over_keys(index, row, columns, carry)
+        return tiles.put_queries(dq_BTX, dq, row), *sums
 
-    sums = (jnp.zeros(side.shape, lse_XGT.dtype) for side in (k_XSH, v_XSH))
-    return tiles.over_queries(rows, (jnp.zeros_like(q_XGTH), *sums))
+    sums = (jnp.zeros(side.shape, lse_BNT.dtype) for side in (k_BSKH, v_BSKH))
+    dq_BTX, *sums = tiles.over_queries(rows, (jnp.zeros_like(q_BTX), *sums))
+    return dq_BTX.reshape(q_BTNH.shape), *sums
