@@ -77,8 +77,8 @@ def sequence_backward(q_BTNH, k_BSKH, v_BSKH, mask, static, o_BTNH, do_BTNH, lse
         return jnp.zeros_like(q_BTNH), *sums
     sides = _sides(mask, static, kv_heads)
     if is_long(q_BTNH.shape, num_keys):
-        arrays = q_BTNH, k_BSKH, v_BSKH, sides, do_BTNH, lse_BNT, delta_BNT
-        return _tiled_backward(static, *arrays)
+        by_query = do_BTNH, lse_BNT, delta_BNT
+        return _tiled_backward(static, q_BTNH, k_BSKH, v_BSKH, sides, *by_query)
     q_XGTH, k_X1SH, v_X1SH, do_XGTH = (
         _by_head(x, kv_heads) for x in (q_BTNH, k_BSKH, v_BSKH, do_BTNH)
     )
@@ -126,8 +126,7 @@ def _in_parts(function, q_XGTH, k_XSH, *arrays):
 def _forward_in_blocks(static, q_XGTH, k_XSH, v_XSH, sides):
     outputs, lses = [], []
     for queries, keys, visible in _blocks(sides, static, q_XGTH.shape[2], k_XSH.shape[1]):
-        q_XGTH_block = q_XGTH[:, :, queries]
-        scores = _scores(q_XGTH_block, k_XSH[:, keys], visible, static.scale)
+        scores = _scores(q_XGTH[:, :, queries], k_XSH[:, keys], visible, static.scale)
         highest = jnp.max(scores, axis=-1, keepdims=True)
         highest = jnp.where(highest == -jnp.inf, 0.0, highest)
         weights = jnp.exp(scores - highest)

@@ -276,13 +276,10 @@ class Plan:
 
     def _sizes(self, variant):
         """A model of one layer has no other block to route, and none is shallower."""
-        sizes, routed = (
-            self.study.sizes,
-            VARIANTS[variant].changes['model.routing.router'] != 'none',
-        )
+        routed = VARIANTS[variant].changes['model.routing.router'] != 'none'
         if 'mod' in self.study.variants and (routed or variant == 'shallow'):
-            return [size for size in sizes if not size.startswith('1x')]
-        return list(sizes)
+            return [size for size in self.study.sizes if not size.startswith('1x')]
+        return list(self.study.sizes)
 
     def _run(self, variant, size, budget, rate):
         """The run of the first seed."""
