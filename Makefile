@@ -17,7 +17,7 @@ NEXT := .venv-next/bin/python
 NEXT_TESTS := tests/kernels tests/model tests/inference tests/launch/backends_test.py \
     $(addprefix tests/training/,losses_test.py train_step_test.py mesh_test.py gpu_collectives_test.py)
 
-.PHONY: train test test-next has-next test-all faults mutations dry-runs gpu gpu-rehearsal study study-long study-budgets study-routing study-capacity study-gates study-moda study-text study-experts study-gpu study-moda-gpu docs-notebooks docs-api
+.PHONY: train test test-next has-next test-all faults mutations dry-runs gpu gpu-rehearsal study study-budgets study-routing study-capacity study-gates study-moda study-text study-experts study-gpu study-moda-gpu docs-notebooks docs-api
 .DELETE_ON_ERROR:
 
 train: .venv/installed
@@ -52,19 +52,14 @@ dry-runs: .venv/installed
 	$(VENV_PYTHON) -m launch.dry_run table results/cpu/dry_run/*.json
 
 # Studies at equal FLOPs or steps, each one command, resumable: docs/isoflop.md says what each can
-# decide and how long it takes. `make study` takes up to an hour on two cores.
-SEEDS ?= 0,1,2
+# decide and how long it takes. `make study` takes less than an hour on two cores.
 PROCESSES ?= 2# runs at a time
-BUDGET ?= 2e12# of study-long: FLOPs of each of its 40 runs
-SIZE ?= 4x64# and its size
 RESULTS ?=# a folder, as results/cpu: what the repository keeps of a study is also written there
 ISOFLOP = $(VENV_PYTHON) -m launch.isoflop
 # The command of the target's study, or of its part $(1), such as /2e12.
 isoflop = $(ISOFLOP) --workdir=runs/$@$(1) --processes=$(PROCESSES) \
     $(if $(RESULTS),--results=$(RESULTS)/$@$(1))
-ROUTED := mod,mod_0.25,mod_0.5,every_0.125,every_0.5,aux_loss
 STREAMS := dense,wider,average,moda_attention,moda,mod,mod_moda,dense_post,wider_post,moda_post
-CONTROLS := random,random_every_0.5,position,norm
 # Seeds of each study: as many as claims.toml plans.
 SEVEN := 0,1,2,3,4,5,6
 EIGHT := $(SEVEN),7
@@ -75,14 +70,9 @@ SIXTEEN := $(TWELVE),12,13,14,15
 
 study: .venv/installed
 	$(call isoflop) --config=configs/study.py --budgets=6e11,2e12 --sizes=2x64,4x64,8x64 \
-	    --seeds=$(SEEDS) --learning_rates=0.003,0.006,0.012 \
-	    --variants=dense,shallow,$(ROUTED),$(CONTROLS)
+	    --seeds=$(EIGHT) --noall_sizes --learning_rates=0.003,0.006,0.012 \
+	    --variants=dense,shallow,mod,mod_0.5,every_0.125,every_0.5,random,random_every_0.5
 	$(VENV_PYTHON) -m launch.claims --workdir=runs/study
-
-study-long: .venv/installed
-	$(call isoflop) --config=configs/study.py --budgets=$(BUDGET) --sizes=$(SIZE) \
-	    --seeds=$(EIGHT) --learning_rates=0.006 \
-	    --variants=mod,random,every_0.5,random_every_0.5,shallow
 
 AT_BUDGET := --config=configs/study.py --learning_rates=0.006
 AT_OPTIMUM := $(AT_BUDGET) --variants=dense,shallow,mod --noall_sizes
@@ -99,11 +89,11 @@ study-routing: .venv/installed
 	$(call isoflop,/4x64-1e13) $(ROUTERS) --budgets=1e13 --sizes=4x64 --seeds=$(EIGHT)
 	$(call isoflop,/4x128-1e13) $(ROUTERS) --budgets=1e13 --sizes=4x128 --seeds=$(EIGHT)
 
-OTHERS := mod_0.95,mod_0.75,mod_0.5,mod_0.25,mod,mod_0.0625
+EVERY_OTHER := mod_0.95,mod_0.75,mod_0.5,mod_0.25,mod,mod_0.0625
 EVERY := every_0.75,every_0.5,every_0.25,every_0.125
 study-capacity: .venv/installed
 	$(call isoflop) $(AT_BUDGET) --budgets=2e12 --sizes=4x64 --seeds=$(TWELVE) \
-	    --variants=dense,$(OTHERS),$(EVERY),random_every_0.5
+	    --variants=dense,$(EVERY_OTHER),$(EVERY),random_every_0.5
 
 study-gates: .venv/installed
 	$(call isoflop) $(AT_BUDGET) --budgets=2e12 --sizes=4x64 --seeds=$(TWELVE) \
@@ -116,7 +106,7 @@ AT_STEPS := --config=configs/moda.py --steps=600 --config.evaluation.every=0 \
 BY_DEPTH := $(AT_STEPS) --variants=dense,wider,$(MODA),depth_attention,dense_average,average,mod,mod_moda,mod_moda_masked,$(PLACED)
 DEEP := dense,wider,moda_attention,moda,average,dense_post,wider_post,moda_attention_post,moda_post
 study-moda: .venv/installed
-	$(call isoflop,/8x64) $(BY_DEPTH) --sizes=8x64 --seeds=$(TWELVE)
+	$(call isoflop,/8x64) $(BY_DEPTH) --sizes=8x64 --seeds=$(EIGHT)
 	$(call isoflop,/24x64) $(AT_STEPS) --variants=$(DEEP) --sizes=24x64 --seeds=$(EIGHT)
 
 # On the text of packages that every installation has, with a tokenizer of 4,096 ids.
@@ -139,14 +129,15 @@ study-experts: .venv/installed
 ifeq ($(VENV_PYTHON),.venv/bin/python)
 study-gpu study-moda-gpu: .venv/installed-gpu
 endif
+AT_SCALE := mod,mod_0.25,mod_0.5,every_0.125,every_0.5,aux_loss,random,random_every_0.5,position,norm
 study-gpu:
 	$(ISOFLOP) --config=configs/mod_isoflop_gpu.py --workdir=runs/study-gpu --budgets=1e15,1e16 \
-	    --sizes=4x256,6x256,8x256,8x384 --seeds=$(SEEDS) --learning_rates=0.0015,0.003,0.006 \
-	    --variants=dense,shallow,$(ROUTED),$(CONTROLS)
+	    --sizes=4x256,6x256,8x256,8x384 --seeds=$(EIGHT) --noall_sizes \
+	    --learning_rates=0.0015,0.003,0.006 --variants=dense,shallow,$(AT_SCALE)
 
 study-moda-gpu:
 	$(ISOFLOP) --config=configs/moda_24l.py --workdir=runs/study-moda-gpu --steps=2000 \
-	    --sizes=24x384 --seeds=$(SEEDS) --variants=$(STREAMS) --config.model.dtype=bfloat16 \
+	    --sizes=24x384 --seeds=$(EIGHT) --variants=$(STREAMS) --config.model.dtype=bfloat16 \
 	    --config.model.norm_placement=pre \
 	    --config.data.source=python_environment --config.evaluation.every=0
 

@@ -52,7 +52,7 @@ def main(_):
         write_atomically(page, text)
     for row in rows:
         print('{claim}\n  paper: {paper}\n  ours:  {ours}\n  {verdict}: {reason}'.format_map(row))
-    print(f'Of {len(rows)} claims: {claims.counts(rows)}. Rules and spreads: {out}/claims.md')
+    print(f'{claims.summary(rows)} Rules and spreads: {out}/claims.md')
 
 
 if __name__ == '__main__':

@@ -82,9 +82,8 @@ class Claim:
                 return AT_A_PLACE[self.judge](self._place(evidence), **self.args)
         except NotMeasured:
             pass
-        needs = f'make {self.spec.study}' if self.spec else self.needs
         reason = 'not measured' if self.judge else 'out of reach of a study'
-        raise NotMeasured(f'{reason}; needs {needs}')
+        raise NotMeasured(f'{reason}; needs {self.spec.run if self.spec else self.needs}')
 
     def _place(self, evidence):
         """The planned place, or that in a study of one's own, which judges each claim once."""
@@ -199,20 +198,20 @@ def _family(evidence, found):
 def fill(evidence: Evidence) -> list[dict[str, str]]:
     """The row of claims.json of each claim, all text: fields of `Claim`, then what was found."""
     judged = judge(evidence)
-    severe = LEVEL / _family(evidence, judged)
-    return [_row(each, severe) for each in judged]
+    strictest = LEVEL / _family(evidence, judged)
+    return [_row(each, strictest) for each in judged]
 
 
-def _row(judged, severe):
+def _row(judged, strictest):
     claim, finding = judged.claim, judged.finding
     names = ('id', 'topic', 'claim', 'source', 'paper', 'rule')
     row = {name: getattr(claim, name) for name in names}
     row |= {name: getattr(finding, name, NOTHING) for name in ('ours', 'spread', 'setting')}
-    row |= {'verdict': judged.verdict, 'reason': _reason(judged, severe)}
-    return row | {'power': claim.power(finding, severe)}
+    row |= {'verdict': judged.verdict, 'reason': _reason(judged, strictest)}
+    return row | {'power': claim.power(finding, strictest)}
 
 
-def _reason(judged, severe):
+def _reason(judged, strictest):
     """Why the verdict is what it is, and what would decide where there is none."""
     finding = judged.finding
     if finding is None:
@@ -227,12 +226,12 @@ def _reason(judged, severe):
     if judged.adjusted <= LEVEL:
         return f'{found}; {level}'
     alone = ', decided alone but not' if judged.p <= LEVEL else ', decided neither alone nor'
-    return f'{found}{alone} among all claims ({level}); {_would_decide(finding, severe)}'
+    return f'{found}{alone} among all claims ({level}); {_would_decide(finding, strictest)}'
 
 
-def _would_decide(finding, severe):
+def _would_decide(finding, strictest):
     """Seeds and FLOPs that would decide a difference as large as the one that was found."""
-    needed = [seeds_needed(sample.margin, sample.spread, severe) for sample in finding.samples]
+    needed = [seeds_needed(sample.margin, sample.spread, strictest) for sample in finding.samples]
     if None in needed:
         return f'no {MOST_SEEDS:,} {finding.counts} would decide a difference as small as this'
     seeds = max(needed)
@@ -272,17 +271,17 @@ def _check(file, content, names, place=''):
         raise ValueError(f'{file}: {place}holds no {missing[0]!r}; {right}')
 
 
-def counts(rows: list[dict]) -> str:
-    """How many claims hold, do not hold, and cannot be decided."""
+def summary(rows: list[dict]) -> str:
+    """How many claims there are, hold, do not hold, and cannot be decided."""
     verdicts = [row['verdict'] for row in rows]
     hold, fail, rest = map(verdicts.count, (HOLDS, FAILS, UNDECIDED))
-    return f'{hold} hold, {fail} do not, {rest} are undecided here'
+    return f'Of {len(rows)} claims: {hold} hold, {fail} do not, {rest} are undecided here.'
 
 
 def markdown(rows: list[dict], evidence: Evidence) -> str:
     """The text between BEGIN and END: the rows by topic, details of each claim, the studies."""
-    family = sum(claim.spec is not None for claim in CLAIMS)
-    lines = [f'Of {len(rows)} claims: {counts(rows)}. {family} rest on seeds.', '', _SOURCES, '']
+    family = _family(evidence, judge(evidence))
+    lines = [f'{summary(rows)} {family} rest on seeds.', '', _SOURCES, '']
     for topic, group in itertools.groupby(rows, key=lambda row: row['topic']):
         cells = [
             (f'[{row["claim"]}](#{row["id"]})', row['paper'], row['ours'], f'**{row["verdict"]}**')

@@ -11,7 +11,7 @@ import numpy as np
 
 from moddepth_jax.studies import fit
 from moddepth_jax.studies.places import Evidence, Group, NotMeasured, Place, find_place
-from moddepth_jax.studies.statistics import MIN_SEEDS, Sample
+from moddepth_jax.studies.statistics import MIN_SEEDS, MIN_STEPS, Sample
 
 HOLDS, FAILS, UNDECIDED = 'holds', 'does not hold', 'cannot tell here'
 NOTHING = '-'  # where a row has no number, spread or setting
@@ -158,13 +158,10 @@ def _budgets(budgets):
 def depth_not_width(place: Place, near: float, budgets: list[float]) -> Finding:
     """MoD's optimum has more parameters, and FLOPs per forward within a share `near` of dense's.
 
-    Of the parabolas by the first seed at each budget at which both optima lie inside.
+    Of the parabolas by the first seed at each budget at which both optima lie inside. The budgets
+    are the samples.
     """
-    ratios, rows = {}, []
-    for budget in budgets:
-        study = _at_budget(place, budget).study
-        ratios[budget] = _ratios(study, budget)
-        rows += [row for row in study['runs'] if row['budget'] == budget]
+    ratios = {budget: _ratios(_at_budget(place, budget).study, budget) for budget in budgets}
     inside = {budget: each for budget, each in ratios.items() if each}
     if not inside:
         return Finding('-', problem='no budget has both optima inside the sizes that were run')
@@ -186,12 +183,15 @@ def depth_not_width(place: Place, near: float, budgets: list[float]) -> Finding:
 
 
 def _ratios(study, budget):
-    """Parameters and FLOPs at MoD's optimum over dense's; None if one does not lie inside."""
+    """Parameters and FLOPs at MoD's optimum over dense's.
+
+    None if one does not lie inside, or by a parabola through a run of fewer than MIN_STEPS.
+    """
     optima = []
     for variant in ('mod', 'dense'):
         rows = fit.select(study, variant, budget)
         parabola = fit.fit(rows)
-        if parabola is None or not parabola.inside:
+        if parabola is None or not parabola.inside or min(r['steps'] for r in rows) < MIN_STEPS:
             return None
         optima.append(fit.optimum(rows))
     mod, dense = optima
@@ -233,16 +233,13 @@ def counted_cost(
     counted = evidence.counted[shape]
     ways = {way: flops / counted['dense'][way] - 1 for way, flops in counted['moda'].items()}
     rounding = 0.0005  # of the paper's number
-    within = abs(ways['all pairs and slots'] - stated) <= margin + rounding
-    verdict = HOLDS if within else FAILS
-    reason = f'{"within" if within else "more than"} {100 * margin:g} points {{}} {stated:.1%}'
-    reason = reason.format('of' if within else 'from')
+    found = _counted(ways['all pairs and slots'], stated, margin, rounding)
     if not published:
-        verdict, reason = UNDECIDED, 'the paper does not give this shape; ours is a guess'
+        found |= {'verdict': UNDECIDED}
+        found |= {'reason': 'the paper does not give this shape; ours is a guess'}
     others = ', '.join(f'{way}: {share:+.2%}' for way, share in ways.items())
     setting = f'configs/{shape}.py, rows of {counted["length"]} tokens, counted, no run'
-    ours = f'{ways["all pairs and slots"]:+.1%}'
-    return Finding(ours, others, setting, verdict=verdict, reason=reason)
+    return Finding(f'{ways["all pairs and slots"]:+.1%}', others, setting, **found)
 
 
 def counted_saving(evidence: Evidence, capacity: float, stated: float, margin: float) -> Finding:
@@ -251,10 +248,12 @@ def counted_saving(evidence: Evidence, capacity: float, stated: float, margin: f
     if counted is None:
         raise NotMeasured
     saved = 1 - counted[f'{capacity:g}'] / counted['dense']
-    within = abs(saved - stated) <= margin
-    reason = f'{"within" if within else "more than"} {100 * margin:g} points '
-    reason += f'{"of" if within else "from"} {stated:.0%}'
     setting = f'7B, rows of {counted["length"]} tokens, counted, no run'
-    return Finding(
-        f'{saved:.0%}', setting=setting, verdict=HOLDS if within else FAILS, reason=reason
-    )
+    return Finding(f'{saved:.0%}', setting=setting, **_counted(saved, stated, margin))
+
+
+def _counted(share, stated, margin, rounding=0.0):
+    """Verdict and reason of a counted share."""
+    if abs(share - stated) <= margin + rounding:
+        return {'verdict': HOLDS, 'reason': f'within {100 * margin:g} points of {stated:.1%}'}
+    return {'verdict': FAILS, 'reason': f'more than {100 * margin:g} points from {stated:.1%}'}

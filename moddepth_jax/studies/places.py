@@ -40,8 +40,16 @@ class Spec(NamedTuple):
     @property
     def text(self) -> str:
         """Study, size and budget, to tell the places of a claim apart."""
-        budget = f'{self.steps} steps' if self.steps else _budget_text(self.flops)
-        return ', '.join(filter(None, (self.study.removeprefix('study-'), self.size, budget)))
+        return ', '.join(filter(None, (self.study.removeprefix('study-'), self.size, self._each)))
+
+    @property
+    def run(self) -> str:
+        """The command that trains it, and how much that is."""
+        return f'make {self.study} ({self.seeds} seeds of {self._each} a run)'
+
+    @property
+    def _each(self):
+        return f'{self.steps} steps' if self.steps else _budget_text(self.flops)
 
 
 def _budget_text(flops):
@@ -101,14 +109,15 @@ class Place(NamedTuple):
         """The runs of a variant, or of BEST_DENSE. Raises NotMeasured if there are none."""
         if variant == BEST_DENSE:
             return self._best_dense()
-        rows = self._rows(variant)
+        rows, at_edge = self._rows(variant), False
         if self.spec.size:
-            rows = [row for row in rows if row.get('size_of_mod', row['size']) == self.spec.size]
+            mine = [row for row in rows if row.get('size_of_mod', row['size']) == self.spec.size]
         else:
-            rows = [row for row in rows if row['at_best_size']]
-        if not rows:
+            mine = [row for row in rows if row['at_best_size']]
+            at_edge = bool(mine) and self._at_edge(rows, mine[0])
+        if not mine:
             raise NotMeasured
-        return self._group(variant, rows)
+        return self._group(variant, mine, at_edge)
 
     def groups(self, *variants: str, one_size: bool = False) -> list[Group]:
         """One group of each variant; if `one_size`, NotMeasured is raised if the sizes differ."""
@@ -117,11 +126,28 @@ class Place(NamedTuple):
             raise NotMeasured
         return groups
 
-    def _rows(self, *variants):
-        rows = self.study['runs']
-        return [r for r in rows if r['variant'] in variants and r['budget'] == self.spec.budget]
+    @property
+    def _planned_seeds(self):
+        return self.study['seeds'][: self.spec.seeds]
 
-    def _group(self, variant, rows, at_edge=False):
+    def _rows(self, *variants):
+        """The runs of some variants at this budget, of the seeds that were planned."""
+        rows = [row for row in self.study['runs'] if row['budget'] == self.spec.budget]
+        seeds = self._planned_seeds
+        return [row for row in rows if row['variant'] in variants and row['seed'] in seeds]
+
+    def _tried(self, rows):
+        """Those by which the size was chosen."""
+        first = self.study['seeds'][0]
+        return [row for row in rows if row['seed'] == first and row['loss'] is not None]
+
+    def _at_edge(self, rows, best):
+        """Whether a better size may lie beyond those tried; none is shallower than one layer."""
+        tried = [row['parameters'] for row in self._tried(rows)]
+        smallest = best['parameters'] <= min(tried) and not best['size'].startswith('1x')
+        return smallest or best['parameters'] >= max(tried)
+
+    def _group(self, variant, rows, at_edge):
         size = rows[0]['size']
         group = Group(variant, size, {row['seed']: row for row in rows if row['size'] == size})
         finite = {seed: row for seed, row in group.rows.items() if row['loss'] is not None}
@@ -132,22 +158,19 @@ class Place(NamedTuple):
     def _best_dense(self):
         """The best of all dense models, including `shallow`, by the first seed."""
         rows = self._rows('dense', 'shallow')
-        first = self.study['seeds'][0]
-        tried = [row for row in rows if row['seed'] == first and row['loss'] is not None]
-        sizes = {row['size']: row['parameters'] for row in tried}
-        if len(sizes) < MIN_SIZES:
+        tried = self._tried(rows)
+        if len({row['size'] for row in tried}) < MIN_SIZES:
             raise NotMeasured
         best = min(tried, key=lambda row: row['loss'])
-        edges = min(sizes.values()), max(sizes.values())
         mine = [row for row in rows if row['size'] == best['size']]
-        return self._group('dense', mine, at_edge=best['parameters'] in edges)
+        return self._group('dense', mine, self._at_edge(rows, best))
 
     def _problem(self, group, at_edge):
         what, rows = f'{group.variant} {group.size}', group.rows.values()
-        # Runs that differ from these only in their seed.
+        # Planned runs that differ from these only in their seed.
         stems = {row['run'].rpartition('-seed')[0] for row in rows}
-        lost = any(name.rpartition('-seed')[0] in stems for name in self.study['diverged'])
-        if lost or any(row['loss'] is None for row in rows):
+        names = {f'{stem}-seed{seed}' for stem in stems for seed in self._planned_seeds}
+        if names & set(self.study['diverged']) or any(row['loss'] is None for row in rows):
             return f'a run of {what} diverged'
         steps = min(row['steps'] for row in rows)
         if steps < MIN_STEPS:

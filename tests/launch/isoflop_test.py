@@ -56,7 +56,7 @@ def flags_of(target):
 
 
 @pytest.mark.parametrize(
-    'target', ['study', 'study-long', 'study-moda', 'study-experts', 'study-gpu', 'study-moda-gpu']
+    'target', ['study', 'study-moda', 'study-experts', 'study-gpu', 'study-moda-gpu']
 )
 def test_every_target_trains_different_models(target):
     """Each variant can be built, and no two of one study are the same model."""
