@@ -90,6 +90,27 @@ def best(rows: list[dict]) -> Size:
     return next(found for found in sizes(rows) if found.size == size)
 
 
+def judging(study: dict, rows: list[dict]) -> dict[int, float]:
+    """{seed: bits/byte} of a variant's rows at their best size, without the seed that chose it."""
+    chose = study['seeds'][:1] if len(study['sizes']) > 1 else []
+    size = best(rows).size
+    mine = [row for row in rows if row['size'] == size and row['seed'] not in chose]
+    return {row['seed']: row['bits_per_byte'] for row in mine}
+
+
+def paired_differences(study: dict, budget: float) -> dict[str, list[float]]:
+    """Bits/byte of each variant less those of the reference, of the seeds that both have.
+
+    Each at its best size of the budget, or where it was run.
+    """
+    by_variant = {name: judging(study, rows) for name, rows in found(study, budget)}
+    others = by_variant.get(reference(study), {})
+    return {
+        name: [bits - others[seed] for seed, bits in mine.items() if seed in others]
+        for name, mine in by_variant.items()
+    }
+
+
 def fit(rows: list[dict]) -> Fit | None:
     """Least squares through the losses of the choosing seed; None for fewer than three sizes."""
     found = sizes(choosing(rows))

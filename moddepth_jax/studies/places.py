@@ -49,10 +49,11 @@ class Spec(NamedTuple):
 
     @property
     def _each(self):
-        return f'{self.steps} steps' if self.steps else _budget_text(self.flops)
+        return f'{self.steps} steps' if self.steps else budget_text(self.flops)
 
 
-def _budget_text(flops):
+def budget_text(flops: float) -> str:
+    """Such as 2e12 FLOPs."""
     return f'{flops:.3g} FLOPs'.replace('e+', 'e')
 
 
@@ -193,7 +194,7 @@ class Place(NamedTuple):
         study, rows = self.study, [row for group in groups for row in group.rows.values()]
         steps = sorted({row['steps'] for row in rows})
         span = f'{steps[0]}' if len(steps) == 1 else f'{steps[0]} to {steps[-1]}'
-        budget = f'{_budget_text(self.spec.budget)}, ' if study['kind'] == 'flops' else ''
+        budget = f'{budget_text(self.spec.budget)}, ' if study['kind'] == 'flops' else ''
         length, epochs = study['sequence_length'], max(row['epochs'] for row in rows)
         tokens = f'{study["batch_tokens"]} tokens in rows of {length}, {study["corpus"]}'
         return f'{self.name}: {budget}{span} steps of {tokens}, {epochs:.2g} epochs at most'
