@@ -522,6 +522,21 @@ def test_page_holds_each_claim_once_and_keeps_the_text_outside_its_markers():
             replace(broken)
 
 
+def test_numbers_of_what_was_learned_are_those_of_the_rows_they_link_to():
+    """The page leads with lines written by hand: each says which rows of the table it rests on."""
+    text, _, table = (ROOT / 'docs/claims.md').read_text().partition(claims.BEGIN)
+    learned = text.split('## What was learned')[1].split('\n## ')[0]
+    found = dict(re.findall(r'^\| \[.*?\]\(#(\w+)\)(.*)$', table, re.MULTILINE))
+    lines = re.split(r'^\d+\. ', learned, flags=re.MULTILINE)[1:]
+    assert 8 <= len(lines) <= 12
+    for line in lines:
+        ids = re.findall(r'\(#(\w+)\)', line)
+        assert ids, line
+        of_rows = ' '.join(found[name] for name in ids).replace('+', '')
+        numbers = re.findall(r'-?\d+\.\d+', re.sub(r'\(#\w+\)', '', line).replace('+', ''))
+        assert numbers and [n for n in numbers if n not in of_rows] == [], line
+
+
 def test_studies_are_read_up_to_three_levels_down(tmp_path):
     study = a_study(BY_ID['moda_pre'].spec, {'moda': 1.9})
     for place in ('.', 'a', 'cpu/b/c', 'much/too/far/down'):
