@@ -49,7 +49,7 @@ def _documents(ids_BT, sizes):
     return {
         'first': first_BT,
         'row_first': _by_row(first_BT, sizes),
-        'ids': pad(ids_BT, 1, round_up(sizes.length, KEYS)),
+        'ids': pad(ids_BT, 1, round_up(sizes.length, KEYS) + KEYS),  # as the last block may reach
         'row_ids': _by_row(ids_BT, sizes),
     }
 
@@ -68,19 +68,16 @@ def _words(slots, slot_window, sizes):
     visible_BTL = slot_visibility((held, batch, places), slots.num, slot_window, *masks)
     visible_BTL = pad(visible_BTL, 1, sizes.blocks * TILES * sizes.tokens)
     bits = pad(visible_BTL, 2, round_up(held, SLOTS)).astype(jnp.int32)
-    bits = bits.reshape(*bits.shape[:2], -1, SLOTS) << jnp.arange(SLOTS)
+    bits = bits.reshape(*bits.shape[:2], -1, SLOTS)
+    bits <<= lax.broadcasted_iota(jnp.int32, bits.shape, 3)
     words_BCT = jnp.moveaxis(jnp.sum(bits, axis=3, dtype=jnp.int32), 2, 1)
     split = words_BCT.reshape(*words_BCT.shape[:2], -1, sizes.tokens)
     octets = words_BCT.reshape(*words_BCT.shape[:2], -1, OCTET)
-    repeat = jnp.repeat if sizes.by_row else _tile_last
+    by_stage = jnp.repeat(octets, SLOTS, 3) if sizes.by_row else jnp.tile(octets, SLOTS)
     return {
-        'row_words': jnp.moveaxis(_tile_last(split, ROWS // sizes.tokens, 3), 1, 2),
-        'slot_words': jnp.moveaxis(repeat(octets, SLOTS, 3), 1, 2),
+        'row_words': jnp.moveaxis(jnp.tile(split, ROWS // sizes.tokens), 1, 2),
+        'slot_words': jnp.moveaxis(by_stage, 1, 2),
     }
-
-
-def _tile_last(x, times, axis):
-    return jnp.concatenate([x] * times, axis=axis)
 
 
 def _operands(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, q_depth_BTNH, slots, static, sizes):
@@ -172,7 +169,7 @@ def fused_forward(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, q_depth_BTNH, slots, s
         @pl.when(warpgroup < TILES)
         def _():
             plgpu.set_max_registers(registers[0], action='increase')
-            body.compute(refs, shared, body.tile_of(refs, sizes), warpgroup, sizes)
+            body.compute(refs, shared, warpgroup, sizes)
 
         @pl.when(warpgroup == TILES)
         def _():

@@ -79,15 +79,15 @@ class Sizes:
 
 def tile_of(refs, sizes):
     """The place of a block's first query, and its blocks of keys and chunks of slots."""
-    # One axis, as CUDA has 65,535 of the others.
-    item, batches = lax.axis_index('item'), refs.q.shape[0]
+    # One axis, as CUDA has 65,535 of the others. With the barrier each phase computes its own
+    # numbers: otherwise the compiler keeps all of them in registers throughout.
+    item, batches = lax.optimization_barrier(lax.axis_index('item')), refs.q.shape[0]
     columns = sizes.kv_heads * sizes.pieces
     column, rest = lax.rem(item, columns), lax.div(item, columns)
     batch = lax.rem(rest, batches)
     # Late tiles have the most keys: they start first, so that no long one remains for the end.
     token = (sizes.blocks - 1 - lax.div(rest, batches)) * (TILES * sizes.tokens)
     last = jnp.minimum(token + TILES * sizes.tokens, sizes.length) - 1
-    end, causal = lax.div(last, KEYS) + 1, lax.div(token + 1, KEYS)
     # The first key that the first query sees, and the first that all see.
     some = every = jnp.int32(0)
     if sizes.documents:
@@ -96,26 +96,30 @@ def tile_of(refs, sizes):
     if sizes.window:
         some = jnp.maximum(some, token - (sizes.window - 1))
         every = jnp.maximum(every, last - (sizes.window - 1))
-    begin = lax.div(jnp.maximum(some, 0), KEYS)
-    general = jnp.where(by_ids, end, begin)
-    inside = jnp.clip(lax.div(every + (KEYS - 1), KEYS), general, end)
+    base = lax.div(jnp.maximum(some, 0), OCTET) * OCTET
+    end = lax.div(last - base, KEYS) + 1
+    general = jnp.where(by_ids, end, 0)
+    inside = jnp.clip(lax.div(every - base + (KEYS - 1), KEYS), general, end)
+    first_chunk = lax.div(refs.bounds[0], SLOTS)
+    chunks = lax.div(refs.bounds[1] + (SLOTS - 1), SLOTS) - first_chunk
     return types.SimpleNamespace(
         batch=batch,
         column=column,
         kv_head=lax.div(column, sizes.pieces),
         head=lax.rem(column, sizes.pieces) * sizes.heads,  # of those of the key/value head
         token=token,
-        # Blocks of keys: to `general` compared by their ids, to `inside` and from `causal` on
-        # masked by row, between them visible to all.
-        begin=begin,
+        # Blocks of keys from `base` on: to `general` compared by their ids, to `inside` and from
+        # `causal` on masked, between them visible to all.
+        base=base,
         general=general,
         inside=inside,
-        causal=jnp.maximum(causal, inside),
+        causal=jnp.maximum(lax.div(token + 1 - base, KEYS), inside),
         end=end,
         first_slot=refs.bounds[0],
         end_slot=refs.bounds[1],
-        first_chunk=lax.div(refs.bounds[0], SLOTS),
-        end_chunk=lax.div(refs.bounds[1] + (SLOTS - 1), SLOTS),
+        first_chunk=first_chunk,
+        chunks=chunks,
+        steps=2 * end + 2 * sizes.parts * chunks,  # stages of the ring that are filled
     )
 
 
@@ -133,13 +137,11 @@ def fill(refs, shared, tile, sizes):
         pl.when(step >= sizes.stages)(lambda: plgpu.barrier_wait(shared.used.at[stage]))
         return stage
 
-    blocks = tile.end - tile.begin
-
-    @pl.loop(0, blocks)
-    def _(i):
-        octets = pl.ds((tile.begin + i) * (KEYS // OCTET), KEYS // OCTET)
+    @pl.loop(0, tile.end)
+    def _(block):
+        octets = pl.ds(lax.div(tile.base, OCTET) + block * (KEYS // OCTET), KEYS // OCTET)
         for side, ref in enumerate((refs.k, refs.v)):
-            stage = next_stage(2 * i + side)
+            stage = next_stage(2 * block + side)
             source = ref.at[tile.batch, octets, :, tile.kv_head, width]
             plgpu.copy_gmem_to_smem(source, shared.ring.at[stage], shared.full.at[stage])
 
@@ -158,12 +160,10 @@ def fill(refs, shared, tile, sizes):
             source = ref.at[pl.ds(chunk, 1), :, tile.batch, row, tile.kv_head, width]
             plgpu.copy_gmem_to_smem(source, place.at[pl.ds(i, 1)], barrier)
 
-    chunk_steps = 2 * sizes.parts
-
-    @pl.loop(tile.first_chunk, tile.end_chunk)
+    @pl.loop(0, tile.chunks)
     def _(chunk):
         for side, ref in enumerate((refs.k_depth, refs.v_depth)):
-            step = 2 * blocks + (chunk - tile.first_chunk) * chunk_steps + side * sizes.parts
+            step = 2 * tile.end + (2 * chunk + side) * sizes.parts
 
             @pl.loop(0, sizes.parts)
             def _(part, step=step, ref=ref):
@@ -171,11 +171,10 @@ def fill(refs, shared, tile, sizes):
                 for warpgroup in range(TILES):
                     octet = lax.div(tile.token + warpgroup * sizes.tokens, OCTET) + part
                     place = shared.ring.at[stage, pl.ds(warpgroup * SLOTS, SLOTS)]
-                    fill_slots(ref, chunk, octet, place, shared.slots_full.at[stage])
+                    barrier = shared.slots_full.at[stage]
+                    fill_slots(ref, tile.first_chunk + chunk, octet, place, barrier)
 
-    steps = 2 * blocks + (tile.end_chunk - tile.first_chunk) * chunk_steps
-
-    @pl.loop(jnp.maximum(steps - sizes.stages, 0), steps)
+    @pl.loop(jnp.maximum(tile.steps - sizes.stages, 0), tile.steps)
     def _(step):
         plgpu.barrier_wait(shared.used.at[stage_of(step, sizes)])
 
@@ -213,6 +212,10 @@ def _accumulate(initial, shape, add_products, sizes):
     return pl.run_state(run)(plgpu.ACC.init(initial))
 
 
+def _add_product(a, b, add):
+    add(a, b)
+
+
 def _iota(shape, dimension, layout=LAYOUT):
     return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=layout)
 
@@ -242,7 +245,7 @@ def _load_queries(refs, shared, tile, token, warpgroup, sizes):
 
 
 def _first_keys(refs, tile, token, sizes):
-    """The first key that each row of a tile sees, or None."""
+    """The first key from the tile's base on that each row sees, or None."""
     first = None
     if sizes.documents:
         group = lax.div(token, sizes.tokens)
@@ -251,77 +254,96 @@ def _first_keys(refs, tile, token, sizes):
         row = _iota((ROWS,), 0, LAYOUT.reduce(1))
         by_window = token - (sizes.window - 1) + (row & (sizes.tokens - 1))
         first = by_window if first is None else jnp.maximum(first, by_window)
-    return first
+    return None if first is None else first - tile.base
 
 
-def _visible_keys(refs, tile, token, first, block, sizes, by_ids):
-    shape = (ROWS, KEYS)
-    keys = block * KEYS + _iota(shape, 1)
-    visible = token + (_iota(shape, 0) & (sizes.tokens - 1)) >= keys
-    if first is not None:
-        visible &= by_row(first, shape) <= keys
-    if by_ids:
-        group = lax.div(token, sizes.tokens)
-        own = load(refs.row_ids.at[tile.batch, group], LAYOUT.reduce(1), optimized=False)
-        ids = refs.ids.at[tile.batch, pl.ds(block * KEYS, KEYS)]
-        ids = load(ids, LAYOUT.reduce(0), optimized=False)
-        visible &= by_row(own, shape) == by_column(ids, shape)
-    return visible
+def _hide_by_place(scores, tile, token, start, sizes, first=None):
+    """Hides the keys of a block that are before the first of each row, or after its token."""
+    shape = scores.shape
+    keys = start + _iota(shape, 1)
+    visible = token - tile.base + (_iota(shape, 0) & (sizes.tokens - 1)) >= keys
+    scores = jnp.where(visible, scores, -jnp.inf)
+    return scores if first is None else jnp.where(by_row(first, shape) <= keys, scores, -jnp.inf)
 
 
-def _attend_keys(refs, shared, tile, token, warpgroup, sizes, carry):
+def _hide_by_id(scores, refs, tile, token, start, sizes):
+    """Hides the keys of a block whose ids are not those of each row, or as `_hide_by_place`."""
+    shape, group = scores.shape, lax.div(token, sizes.tokens)
+    distance = token - tile.base + (_iota(shape, 0) & (sizes.tokens - 1))
+    distance -= start + _iota(shape, 1)
+    scores = jnp.where(distance >= 0, scores, -jnp.inf)
+    if sizes.window:
+        scores = jnp.where(distance < sizes.window, scores, -jnp.inf)
+    own = load(refs.row_ids.at[tile.batch, group], LAYOUT.reduce(1), optimized=False)
+    ids = refs.ids.at[tile.batch, pl.ds(tile.base + start, shape[1])]
+    ids = load(ids, LAYOUT.reduce(0), optimized=False)
+    return jnp.where(by_row(own, shape) == by_column(ids, shape), scores, -jnp.inf)
+
+
+def _attend_keys(refs, shared, place, warpgroup, sizes, carry):
     """The sequence's part; two warpgroups take turns at the tensor core."""
-    dtype, first = shared.ring.dtype, _first_keys(refs, tile, token, sizes)
+    dtype = shared.ring.dtype
 
     def turn():
         plgpu.barrier_arrive(shared.turn)
         plgpu.barrier_wait(shared.turn)
 
-    def one(block, carry, masked, by_ids=False):
+    def one(block, carry, hide=None, pieces=1):
         acc, highest, total = carry
-        step = 2 * (block - tile.begin)
-        k_stage, v_stage = stage_of(step, sizes), stage_of(step + 1, sizes)
+        k_stage, v_stage = stage_of(2 * block, sizes), stage_of(2 * block + 1, sizes)
         plgpu.barrier_wait(shared.full.at[k_stage])
+        keys = KEYS // pieces
 
-        def products(add):
-            keys = _matrix(shared.ring.at[k_stage], sizes)
-            add(shared.q.at[warpgroup], keys, transpose=True)
-            turn()
+        def piece_of(stage, piece):
+            octets = pl.ds(piece * keys // OCTET, keys // OCTET)
+            return _matrix(shared.ring.at[stage, octets], sizes)
 
-        scores = _accumulate(None, (ROWS, KEYS), products, sizes)
-        plgpu.barrier_arrive(shared.used.at[k_stage])
-        if masked:
-            visible = _visible_keys(refs, tile, token, first, block, sizes, by_ids)
-            scores = jnp.where(visible, scores, -jnp.inf)
-        weights, acc, highest, total = _soften(scores, acc, highest, total, sizes.factor)
-        total += weights.sum(axis=1)
-        narrow = weights.astype(dtype)
-        acc, total, highest, narrow = lax.optimization_barrier((acc, total, highest, narrow))
-        plgpu.barrier_arrive(shared.turn)
-        plgpu.barrier_wait(shared.full.at[v_stage])
-        plgpu.barrier_wait(shared.turn)
-        values = _matrix(shared.ring.at[v_stage], sizes)
-        acc = _accumulate(acc, acc.shape, lambda add: add(narrow, values), sizes)
+        for piece in range(pieces):
+
+            def products(add, piece=piece):
+                add(shared.q.at[warpgroup], piece_of(k_stage, piece), transpose=True)
+                turn()
+
+            scores = _accumulate(None, (ROWS, keys), products, sizes)
+            if piece == pieces - 1:
+                plgpu.barrier_arrive(shared.used.at[k_stage])
+            if hide is not None:
+                scores = hide(scores, start=block * KEYS + piece * keys)
+            weights, acc, highest, total = _soften(scores, acc, highest, total, sizes.factor)
+            total += weights.sum(axis=1)
+            narrow = weights.astype(dtype)
+            acc, total, highest, narrow = lax.optimization_barrier((acc, total, highest, narrow))
+            plgpu.barrier_arrive(shared.turn)
+            if piece == 0:
+                plgpu.barrier_wait(shared.full.at[v_stage])
+            plgpu.barrier_wait(shared.turn)
+            product = functools.partial(_add_product, narrow, piece_of(v_stage, piece))
+            acc = _accumulate(acc, acc.shape, product, sizes)
         plgpu.barrier_arrive(shared.used.at[v_stage])
         return acc, highest, total
 
-    plain, masked = (functools.partial(one, masked=masked) for masked in (False, True))
+    def attend(begin, end, carry, hide=None, pieces=1):
+        return lax.fori_loop(begin, end, functools.partial(one, hide=hide, pieces=pieces), carry)
+
     pl.when(warpgroup == 1)(turn)
     if sizes.documents:
-        by_ids = functools.partial(masked, by_ids=True)
-        carry = lax.fori_loop(tile.begin, tile.general, by_ids, carry)
-    if sizes.documents or sizes.window:
-        carry = lax.fori_loop(tile.general, tile.inside, masked, carry)
-    carry = lax.fori_loop(tile.inside, tile.causal, plain, carry)
-    carry = lax.fori_loop(tile.causal, tile.end, masked, carry)
+        tile, token = place()
+        hide = functools.partial(_hide_by_id, refs=refs, tile=tile, token=token, sizes=sizes)
+        carry = attend(0, tile.general, carry, hide, 2)
+    tile, token = place()
+    first = _first_keys(refs, tile, token, sizes)
+    hide = functools.partial(_hide_by_place, tile=tile, token=token, sizes=sizes, first=first)
+    if first is not None:
+        carry = attend(tile.general, tile.inside, carry, hide)
+    carry = attend(tile.inside, tile.causal, carry)
+    carry = attend(tile.causal, tile.end, carry, hide)
     pl.when(warpgroup == 0)(turn)
     return carry
 
 
-def _attend_slots(refs, shared, tile, token, warpgroup, sizes, carry):
-    dtype = shared.ring.dtype
+def _attend_slots(refs, shared, place, warpgroup, sizes, carry):
+    dtype, (tile, token) = shared.ring.dtype, place()
     queries = (shared.q_depth if sizes.own_query else shared.q).at[warpgroup]
-    base = 2 * (tile.end - tile.begin)
 
     def of_part(part, x):
         if sizes.parts == 1:
@@ -388,7 +410,8 @@ def _attend_slots(refs, shared, tile, token, warpgroup, sizes, carry):
 
     def one(chunk, carry):
         acc, highest, total = carry
-        step = base + (chunk - tile.first_chunk) * (2 * sizes.parts)
+        step = 2 * (tile.end + chunk * sizes.parts)
+        chunk += tile.first_chunk
         # If all tokens have the same visible slots, hidden ones fall into columns that are dropped.
         scores = _accumulate(
             None,
@@ -414,12 +437,17 @@ def _attend_slots(refs, shared, tile, token, warpgroup, sizes, carry):
         )
         return acc, highest, total
 
-    return lax.fori_loop(tile.first_chunk, tile.end_chunk, one, carry)
+    return lax.fori_loop(0, tile.chunks, one, carry)
 
 
-def compute(refs, shared, tile, warpgroup, sizes):
+def compute(refs, shared, warpgroup, sizes):
     """A compute warpgroup: one tile of ROWS queries, from loading them to storing their results."""
-    token = tile.token + warpgroup * sizes.tokens
+
+    def place():
+        tile = tile_of(refs, sizes)
+        return tile, tile.token + warpgroup * sizes.tokens
+
+    tile, token = place()
     _load_queries(refs, shared, tile, token, warpgroup, sizes)
     full = functools.partial(plgpu.layout_cast, new_layout=LAYOUT.reduce(1))
     carry = (
@@ -428,10 +456,9 @@ def compute(refs, shared, tile, warpgroup, sizes):
         full(jnp.zeros((ROWS,), jnp.float32)),
     )
     for attend in (_attend_keys, _attend_slots):
-        carry = attend(refs, shared, tile, token, warpgroup, sizes, carry)
+        carry = attend(refs, shared, place, warpgroup, sizes, carry)
     acc, highest, total = carry
-    # Otherwise the compiler keeps the addresses of the queries in registers throughout.
-    token, warpgroup = lax.optimization_barrier((token, warpgroup))
+    tile, token = place()
     result, lse = shared.q.at[warpgroup], shared.lse.at[warpgroup]
     result[...] = (acc / by_row(total, acc.shape)).astype(shared.ring.dtype)
     lse[...] = highest * (1 / LOG2E) + jnp.log(total)
