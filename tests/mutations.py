@@ -5,7 +5,7 @@
 `mutations.toml` lists them: those of public implementations (the tables of docs/) and others. A row
 has a `name`, the `mistake` in words, the `file`, the `old` text that stands there once, the `new`
 text, the `tests` of which one must fail, the pytest `marker` if that one is slow, and `next` if it
-needs the JAX of `make test-next`, whose interpreter runs the Hopper kernels. All of them take ten to
+needs the JAX of `make test-next`, whose interpreter runs the Hopper kernels. All take ten to
 fifteen minutes on two cores.
 """
 

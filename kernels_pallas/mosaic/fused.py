@@ -4,6 +4,7 @@ Any number of query heads to a key/value head, packed documents, windows: docs/d
 section 8.
 """
 
+import functools
 import types
 
 import jax
@@ -80,41 +81,44 @@ def _words(slots, slot_window, sizes):
     }
 
 
-def _operands(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, q_depth_BTNH, slots, static, sizes):
+def make_operands(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, q_depth_BTNH, slots, static, sizes):
     """Arrays of the kernel by name, None for what the call has not."""
     batch, even = q_BTNH.shape[0], round_up(sizes.length, OCTET)
-    end = jnp.asarray(slots.num, jnp.int32)
-    first = jnp.maximum(end - static.slot_window, 0) if static.slot_window else 0
-    sides = k_BSKH, v_BSKH
     # Shared memory has tiles of 8 rows: tokens, or the slots of a token copied by itself.
-    k, v = (pad(x, 1, even).reshape(batch, -1, OCTET, *x.shape[2:]) for x in sides)
-    if sizes.by_row:
-        k_depth, v_depth = (pad(x, 0, round_up(x.shape[0], OCTET)) for x in slots[:2])
-        k_depth, v_depth = (x.reshape(-1, OCTET, *x.shape[1:]) for x in (k_depth, v_depth))
-    else:
-        k_depth, v_depth = (x.reshape(*x.shape[:2], -1, OCTET, *x.shape[3:]) for x in slots[:2])
+    k, v = (pad(x, 1, even).reshape(batch, -1, OCTET, *x.shape[2:]) for x in (k_BSKH, v_BSKH))
     operands = {
         'q': pad(q_BTNH, 1, even),
         'q_depth': None if q_depth_BTNH is None else pad(q_depth_BTNH, 1, even),
         'k': k,
         'v': v,
-        'k_depth': k_depth,
-        'v_depth': v_depth,
-        'bounds': jnp.stack([first, end]).astype(jnp.int32),  # of the visible slots
-        'rows': slots.rows_BT,
-        **dict.fromkeys(('first', 'row_first', 'ids', 'row_ids', 'row_words', 'slot_words')),
+        **dict.fromkeys(('first', 'row_first', 'ids', 'row_ids')),
+        **dict.fromkeys(('k_depth', 'v_depth', 'bounds', 'rows', 'row_words', 'slot_words')),
     }
     if sizes.documents:
         operands |= _documents(segment_ids_BT.astype(jnp.int32), sizes)
-    if sizes.by_token:
-        operands |= _words(slots, static.slot_window, sizes)
-    return operands
+    return operands if slots is None else operands | _slots(slots, static.slot_window, sizes)
 
 
-def _sizes(q_BTNH, k_BSKH, segment_ids_BT, q_depth_BTNH, slots, static):
+def _slots(slots, slot_window, sizes):
+    if sizes.by_row:
+        sides = [pad(x, 0, round_up(x.shape[0], OCTET)) for x in slots[:2]]
+        k, v = (x.reshape(-1, OCTET, *x.shape[1:]) for x in sides)
+    else:
+        k, v = (x.reshape(*x.shape[:2], -1, OCTET, *x.shape[3:]) for x in slots[:2])
+    end = jnp.asarray(slots.num, jnp.int32)
+    first = jnp.maximum(end - slot_window, 0) if slot_window else 0
+    bounds = jnp.stack([first, end]).astype(jnp.int32)  # of the visible slots
+    operands = {'k_depth': k, 'v_depth': v, 'bounds': bounds, 'rows': slots.rows_BT}
+    return operands | _words(slots, slot_window, sizes) if sizes.by_token else operands
+
+
+def make_sizes(q_BTNH, k_BSKH, segment_ids_BT, q_depth_BTNH, slots, static):
     _, length, heads, width = q_BTNH.shape
     size, swizzle = q_BTNH.dtype.itemsize, swizzle_of(width, q_BTNH.dtype)
     width, own_query = round_up(width, swizzle // size), q_depth_BTNH is not None
+    held, mask, rows = (None,) * 3
+    if slots is not None:
+        held, mask, rows = slots.k_LBRKH, slots.mask_LBR, slots.rows_BT
     room = SHARED_BYTES - (1 + own_query) * TILES * ROWS * width * size
     return body.Sizes(
         length=length,
@@ -125,14 +129,14 @@ def _sizes(q_BTNH, k_BSKH, segment_ids_BT, q_depth_BTNH, slots, static):
         window=static.window,
         documents=segment_ids_BT is not None,
         own_query=own_query,
-        by_token=slots.mask_LBR is not None or slots.rows_BT is not None,
-        by_row=slots.rows_BT is not None or slots.k_LBRKH.shape[2] % OCTET != 0,
+        by_token=mask is not None or rows is not None,
+        by_row=rows is not None or held is not None and held.shape[2] % OCTET != 0,
         factor=static.scale * common.LOG2E,
         interpret=static.parts.interpret,
     )
 
 
-def _scratch(sizes, dtype, swizzle):
+def make_scratch(sizes, dtype, swizzle):
     minor = swizzle // dtype.itemsize
     rows = common.tiled((TILES, ROWS, sizes.width), dtype, swizzle)
     # A copy brings octets of rows; for a product the octets of a stage are the rows of a matrix.
@@ -152,48 +156,78 @@ def _scratch(sizes, dtype, swizzle):
     )
 
 
-def fused_forward(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, q_depth_BTNH, slots, static):
-    """`joint_attention` of what is not `unsupported`, in one kernel: o_BTNH and lse_BNT."""
-    (batch, length, heads, width), dtype = q_BTNH.shape, q_BTNH.dtype
-    sizes = _sizes(q_BTNH, k_BSKH, segment_ids_BT, q_depth_BTNH, slots, static)
-    operands = _operands(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, q_depth_BTNH, slots, static, sizes)
+def run_kernel(name, compute, fill, operands, results, scratch, sizes, blocks):
+    """Runs a Hopper kernel of two warpgroups that compute and one that copies.
+
+    Args:
+      name: of the kernel.
+      compute: function of (refs by name, shared memory, warpgroup).
+      fill: function of (refs by name, shared memory).
+      operands: arrays by name; those that are None have no reference.
+      results: jax.ShapeDtypeStruct by name.
+      scratch: what `plgpu` allocates in shared memory.
+      sizes: `Sizes`.
+      blocks: number of blocks of the grid.
+    """
     # Of 504 for two and one: what spilled least, of the few splits that were compiled.
     registers = (224, 56) if sizes.width <= 64 else (232, 40)
-    given = {name: x for name, x in operands.items() if x is not None}
+    given = {key: x for key, x in operands.items() if x is not None}
 
     def run(shared, refs):
-        named = dict(zip((*given, 'o', 'lse'), refs, strict=True))
+        named = dict(zip((*given, *results), refs, strict=True))
         refs = types.SimpleNamespace(**dict.fromkeys(operands) | named)
         warpgroup = lax.axis_index('warpgroup')
 
         @pl.when(warpgroup < TILES)
         def _():
             plgpu.set_max_registers(registers[0], action='increase')
-            body.compute(refs, shared, warpgroup, sizes)
+            compute(refs, shared, warpgroup)
 
         @pl.when(warpgroup == TILES)
         def _():
             plgpu.set_max_registers(registers[1], action='decrease')
-            body.fill(refs, shared, body.tile_of(refs, sizes), sizes)
+            fill(refs, shared)
 
-    def fused_depth_attention(*refs):
-        scratch = _scratch(sizes, dtype, swizzle_of(width, dtype))
+    def kernel(*refs):
         pl.run_scoped(lambda shared: run(shared, refs), scratch, collective_axes='warpgroup')
 
-    columns, tiles = sizes.kv_heads * sizes.pieces, sizes.blocks * TILES
-    o, lse = plgpu.kernel(
-        fused_depth_attention,
-        out_type=[
-            jax.ShapeDtypeStruct(operands['q'].shape, dtype),
-            jax.ShapeDtypeStruct((batch, columns, tiles, ROWS), jnp.float32),
-        ],
-        grid=(sizes.blocks * batch * columns,),
+    kernel.__name__ = name  # by which profilers list it
+    return plgpu.kernel(
+        kernel,
+        out_type=[*results.values()],
+        grid=(blocks,),
         grid_names=('item',),
         num_threads=TILES + 1,
         thread_name='warpgroup',
         compiler_params=common.compiler_params(approx_math=True),
         interpret=common.interpret_params(sizes.interpret),
     )(*given.values())
+
+
+def fused_forward(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, q_depth_BTNH, slots, static):
+    """`joint_attention` of what is not `unsupported`, in one kernel: o_BTNH and lse_BNT.
+
+    slots may be None: attention over the sequence alone.
+    """
+    (batch, length, heads, width), dtype = q_BTNH.shape, q_BTNH.dtype
+    sizes = make_sizes(q_BTNH, k_BSKH, segment_ids_BT, q_depth_BTNH, slots, static)
+    operands = make_operands(
+        q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, q_depth_BTNH, slots, static, sizes
+    )
+    columns, tiles = sizes.kv_heads * sizes.pieces, sizes.blocks * TILES
+    o, lse = run_kernel(
+        'fused_forward',
+        functools.partial(body.compute, sizes=sizes),
+        functools.partial(body.fill, sizes=sizes),
+        operands,
+        {
+            'o': jax.ShapeDtypeStruct(operands['q'].shape, dtype),
+            'lse': jax.ShapeDtypeStruct((batch, columns, tiles, ROWS), jnp.float32),
+        },
+        make_scratch(sizes, dtype, swizzle_of(width, dtype)),
+        sizes,
+        sizes.blocks * batch * columns,
+    )
     lse = lse[..., : sizes.heads * sizes.tokens]
     lse = lse.reshape(batch, columns, tiles, sizes.heads, sizes.tokens)
     lse = jnp.moveaxis(lse, 3, 2).reshape(batch, sizes.kv_heads, -1, tiles * sizes.tokens)

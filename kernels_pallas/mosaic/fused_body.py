@@ -100,8 +100,11 @@ def tile_of(refs, sizes):
     end = lax.div(last - base, KEYS) + 1
     general = jnp.where(by_ids, end, 0)
     inside = jnp.clip(lax.div(every - base + (KEYS - 1), KEYS), general, end)
-    first_chunk = lax.div(refs.bounds[0], SLOTS)
-    chunks = lax.div(refs.bounds[1] + (SLOTS - 1), SLOTS) - first_chunk
+    first_slot = end_slot = jnp.int32(0)
+    if refs.bounds is not None:
+        first_slot, end_slot = refs.bounds[0], refs.bounds[1]
+    first_chunk = lax.div(first_slot, SLOTS)
+    chunks = lax.div(end_slot + (SLOTS - 1), SLOTS) - first_chunk
     return types.SimpleNamespace(
         batch=batch,
         column=column,
@@ -115,8 +118,8 @@ def tile_of(refs, sizes):
         inside=inside,
         causal=jnp.maximum(lax.div(token + 1 - base, KEYS), inside),
         end=end,
-        first_slot=refs.bounds[0],
-        end_slot=refs.bounds[1],
+        first_slot=first_slot,
+        end_slot=end_slot,
         first_chunk=first_chunk,
         chunks=chunks,
         steps=2 * end + 2 * sizes.parts * chunks,  # stages of the ring that are filled
@@ -128,20 +131,30 @@ def stage_of(step, sizes):
     return lax.rem(step, jnp.int32(sizes.stages))
 
 
-def fill(refs, shared, tile, sizes):
-    """The memory warpgroup: keys, values and slots into the ring, in the order of their use."""
-    width = full_slice(sizes.width)
+def next_stage(shared, step, sizes):
+    """The stage of a step, once it is free."""
+    stage = stage_of(step, sizes)
+    pl.when(step >= sizes.stages)(lambda: plgpu.barrier_wait(shared.used.at[stage]))
+    return stage
 
-    def next_stage(step):
-        stage = stage_of(step, sizes)
-        pl.when(step >= sizes.stages)(lambda: plgpu.barrier_wait(shared.used.at[stage]))
-        return stage
+
+def finish(shared, steps, sizes):
+    """Waits until the last of the steps have been used."""
+
+    @pl.loop(jnp.maximum(steps - sizes.stages, 0), steps)
+    def _(step):
+        plgpu.barrier_wait(shared.used.at[stage_of(step, sizes)])
+
+
+def fill(refs, shared, sizes):
+    """The memory warpgroup: keys, values and slots into the ring, in the order of their use."""
+    tile, width = tile_of(refs, sizes), full_slice(sizes.width)
 
     @pl.loop(0, tile.end)
     def _(block):
         octets = pl.ds(lax.div(tile.base, OCTET) + block * (KEYS // OCTET), KEYS // OCTET)
         for side, ref in enumerate((refs.k, refs.v)):
-            stage = next_stage(2 * block + side)
+            stage = next_stage(shared, 2 * block + side, sizes)
             source = ref.at[tile.batch, octets, :, tile.kv_head, width]
             plgpu.copy_gmem_to_smem(source, shared.ring.at[stage], shared.full.at[stage])
 
@@ -160,38 +173,38 @@ def fill(refs, shared, tile, sizes):
             source = ref.at[pl.ds(chunk, 1), :, tile.batch, row, tile.kv_head, width]
             plgpu.copy_gmem_to_smem(source, place.at[pl.ds(i, 1)], barrier)
 
-    @pl.loop(0, tile.chunks)
-    def _(chunk):
-        for side, ref in enumerate((refs.k_depth, refs.v_depth)):
-            step = 2 * tile.end + (2 * chunk + side) * sizes.parts
+    if refs.k_depth is not None:
 
-            @pl.loop(0, sizes.parts)
-            def _(part, step=step, ref=ref):
-                stage = next_stage(step + part)
-                for warpgroup in range(TILES):
-                    octet = lax.div(tile.token + warpgroup * sizes.tokens, OCTET) + part
-                    place = shared.ring.at[stage, pl.ds(warpgroup * SLOTS, SLOTS)]
-                    barrier = shared.slots_full.at[stage]
-                    fill_slots(ref, tile.first_chunk + chunk, octet, place, barrier)
+        @pl.loop(0, tile.chunks)
+        def _(chunk):
+            for side, ref in enumerate((refs.k_depth, refs.v_depth)):
+                step = 2 * tile.end + (2 * chunk + side) * sizes.parts
 
-    @pl.loop(jnp.maximum(tile.steps - sizes.stages, 0), tile.steps)
-    def _(step):
-        plgpu.barrier_wait(shared.used.at[stage_of(step, sizes)])
+                @pl.loop(0, sizes.parts)
+                def _(part, step=step, ref=ref):
+                    stage = next_stage(shared, step + part, sizes)
+                    for warpgroup in range(TILES):
+                        octet = lax.div(tile.token + warpgroup * sizes.tokens, OCTET) + part
+                        place = shared.ring.at[stage, pl.ds(warpgroup * SLOTS, SLOTS)]
+                        barrier = shared.slots_full.at[stage]
+                        fill_slots(ref, tile.first_chunk + chunk, octet, place, barrier)
+
+    finish(shared, tile.steps, sizes)
 
 
-def _matrix(ref, sizes):
+def matrix(ref, sizes):
     """Octets of rows of shared memory as a matrix; the interpreter cannot, and its loads are."""
     return ref if sizes.interpret else ref.reshape(ref.shape[0] * OCTET, sizes.width)
 
 
-def _accumulate(initial, shape, add_products, sizes):
+def accumulate(initial, shape, add_products, sizes):
     """`initial` (None: zeros) plus the products that add_products(add) adds."""
     if sizes.interpret:
         # The interpreter's wgmma takes no left side from registers.
         total = [jnp.zeros(shape, jnp.float32) if initial is None else initial]
 
         def add(a, b, transpose=False):
-            a = a if isinstance(a, jax.Array) else a[...]
+            a = a if isinstance(a, jax.Array) else a[...].reshape(-1, sizes.width)
             b = b[...].reshape(-1, sizes.width).astype(jnp.float32)
             total[0] = total[0] + jnp.dot(a.astype(jnp.float32), b.T if transpose else b)
             # The interpreter lets a copy overtake these reads, though not those of wgmma.
@@ -212,11 +225,12 @@ def _accumulate(initial, shape, add_products, sizes):
     return pl.run_state(run)(plgpu.ACC.init(initial))
 
 
-def _add_product(a, b, add):
-    add(a, b)
+def add_product(a, b, add, transpose=False):
+    """`add_products` of `accumulate`: a @ b, or a @ b.T."""
+    add(a, b, transpose)
 
 
-def _iota(shape, dimension, layout=LAYOUT):
+def iota(shape, dimension, layout=LAYOUT):
     return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=layout)
 
 
@@ -228,7 +242,7 @@ def _soften(scores, acc, highest, total, factor):
     return weights, acc * by_row(keep, acc.shape), new, total * keep
 
 
-def _load_queries(refs, shared, tile, token, warpgroup, sizes):
+def load_queries(refs, shared, tile, token, warpgroup, sizes):
     sides = [(refs.q, shared.q)]
     if sizes.own_query:
         sides.append((refs.q_depth, shared.q_depth))
@@ -251,7 +265,7 @@ def _first_keys(refs, tile, token, sizes):
         group = lax.div(token, sizes.tokens)
         first = load(refs.row_first.at[tile.batch, group], LAYOUT.reduce(1), optimized=False)
     if sizes.window:
-        row = _iota((ROWS,), 0, LAYOUT.reduce(1))
+        row = iota((ROWS,), 0, LAYOUT.reduce(1))
         by_window = token - (sizes.window - 1) + (row & (sizes.tokens - 1))
         first = by_window if first is None else jnp.maximum(first, by_window)
     return None if first is None else first - tile.base
@@ -260,8 +274,8 @@ def _first_keys(refs, tile, token, sizes):
 def _hide_by_place(scores, tile, token, start, sizes, first=None):
     """Hides the keys of a block that are before the first of each row, or after its token."""
     shape = scores.shape
-    keys = start + _iota(shape, 1)
-    visible = token - tile.base + (_iota(shape, 0) & (sizes.tokens - 1)) >= keys
+    keys = start + iota(shape, 1)
+    visible = token - tile.base + (iota(shape, 0) & (sizes.tokens - 1)) >= keys
     scores = jnp.where(visible, scores, -jnp.inf)
     return scores if first is None else jnp.where(by_row(first, shape) <= keys, scores, -jnp.inf)
 
@@ -269,8 +283,8 @@ def _hide_by_place(scores, tile, token, start, sizes, first=None):
 def _hide_by_id(scores, refs, tile, token, start, sizes):
     """Hides the keys of a block whose ids are not those of each row, or as `_hide_by_place`."""
     shape, group = scores.shape, lax.div(token, sizes.tokens)
-    distance = token - tile.base + (_iota(shape, 0) & (sizes.tokens - 1))
-    distance -= start + _iota(shape, 1)
+    distance = token - tile.base + (iota(shape, 0) & (sizes.tokens - 1))
+    distance -= start + iota(shape, 1)
     scores = jnp.where(distance >= 0, scores, -jnp.inf)
     if sizes.window:
         scores = jnp.where(distance < sizes.window, scores, -jnp.inf)
@@ -278,6 +292,42 @@ def _hide_by_id(scores, refs, tile, token, start, sizes):
     ids = refs.ids.at[tile.batch, pl.ds(tile.base + start, shape[1])]
     ids = load(ids, LAYOUT.reduce(0), optimized=False)
     return jnp.where(by_row(own, shape) == by_column(ids, shape), scores, -jnp.inf)
+
+
+def over_keys(refs, place, sizes, one, carry, halves=1):
+    """carry = one(block, carry, hide, halves) of each block of keys that a tile sees.
+
+    Args:
+      refs: arrays by name.
+      place: function that gives (tile, token).
+      sizes: `Sizes`.
+      one: function; hide(scores, start=first key of theirs) masks scores; halves: 2 if it must
+        take a block in two.
+      carry: arrays.
+      halves: 2 if each block is taken in two.
+    """
+
+    def loop(begin, end, carry, hide=None, halves=halves):
+        return lax.fori_loop(begin, end, functools.partial(one, hide=hide, halves=halves), carry)
+
+    if sizes.documents:
+        tile, token = place()
+        hide = functools.partial(_hide_by_id, refs=refs, tile=tile, token=token, sizes=sizes)
+        # The ids of all keys of a block would not fit the registers.
+        carry = loop(0, tile.general, carry, hide, 2)
+    tile, token = place()
+    first = _first_keys(refs, tile, token, sizes)
+    hide = functools.partial(_hide_by_place, tile=tile, token=token, sizes=sizes, first=first)
+    if first is not None:
+        carry = loop(tile.general, tile.inside, carry, hide)
+    carry = loop(tile.inside, tile.causal, carry)
+    return loop(tile.causal, tile.end, carry, hide)
+
+
+def half_of(shared, stage, half, halves, sizes):
+    """The rows of a stage, or half of them, as a matrix."""
+    octets = KEYS // OCTET // halves
+    return matrix(shared.ring.at[stage, pl.ds(half * octets, octets)], sizes)
 
 
 def _attend_keys(refs, shared, place, warpgroup, sizes, carry):
@@ -288,55 +338,38 @@ def _attend_keys(refs, shared, place, warpgroup, sizes, carry):
         plgpu.barrier_arrive(shared.turn)
         plgpu.barrier_wait(shared.turn)
 
-    def one(block, carry, hide=None, pieces=1):
+    def one(block, carry, hide, halves):
         acc, highest, total = carry
         k_stage, v_stage = stage_of(2 * block, sizes), stage_of(2 * block + 1, sizes)
         plgpu.barrier_wait(shared.full.at[k_stage])
-        keys = KEYS // pieces
+        for half in range(halves):
+            start = half * (KEYS // halves)
 
-        def piece_of(stage, piece):
-            octets = pl.ds(piece * keys // OCTET, keys // OCTET)
-            return _matrix(shared.ring.at[stage, octets], sizes)
-
-        for piece in range(pieces):
-
-            def products(add, piece=piece):
-                add(shared.q.at[warpgroup], piece_of(k_stage, piece), transpose=True)
+            def products(add, half=half):
+                keys = half_of(shared, k_stage, half, halves, sizes)
+                add(shared.q.at[warpgroup], keys, transpose=True)
                 turn()
 
-            scores = _accumulate(None, (ROWS, keys), products, sizes)
-            if piece == pieces - 1:
+            scores = accumulate(None, (ROWS, KEYS // halves), products, sizes)
+            if half == halves - 1:
                 plgpu.barrier_arrive(shared.used.at[k_stage])
             if hide is not None:
-                scores = hide(scores, start=block * KEYS + piece * keys)
+                scores = hide(scores, start=block * KEYS + start)
             weights, acc, highest, total = _soften(scores, acc, highest, total, sizes.factor)
             total += weights.sum(axis=1)
             narrow = weights.astype(dtype)
             acc, total, highest, narrow = lax.optimization_barrier((acc, total, highest, narrow))
             plgpu.barrier_arrive(shared.turn)
-            if piece == 0:
+            if half == 0:
                 plgpu.barrier_wait(shared.full.at[v_stage])
             plgpu.barrier_wait(shared.turn)
-            product = functools.partial(_add_product, narrow, piece_of(v_stage, piece))
-            acc = _accumulate(acc, acc.shape, product, sizes)
+            values = half_of(shared, v_stage, half, halves, sizes)
+            acc = accumulate(acc, acc.shape, functools.partial(add_product, narrow, values), sizes)
         plgpu.barrier_arrive(shared.used.at[v_stage])
         return acc, highest, total
 
-    def attend(begin, end, carry, hide=None, pieces=1):
-        return lax.fori_loop(begin, end, functools.partial(one, hide=hide, pieces=pieces), carry)
-
     pl.when(warpgroup == 1)(turn)
-    if sizes.documents:
-        tile, token = place()
-        hide = functools.partial(_hide_by_id, refs=refs, tile=tile, token=token, sizes=sizes)
-        carry = attend(0, tile.general, carry, hide, 2)
-    tile, token = place()
-    first = _first_keys(refs, tile, token, sizes)
-    hide = functools.partial(_hide_by_place, tile=tile, token=token, sizes=sizes, first=first)
-    if first is not None:
-        carry = attend(tile.general, tile.inside, carry, hide)
-    carry = attend(tile.inside, tile.causal, carry)
-    carry = attend(tile.causal, tile.end, carry, hide)
+    carry = over_keys(refs, place, sizes, one, carry)
     pl.when(warpgroup == 0)(turn)
     return carry
 
@@ -348,12 +381,12 @@ def _attend_slots(refs, shared, place, warpgroup, sizes, carry):
     def of_part(part, x):
         if sizes.parts == 1:
             return x
-        here = (_iota(x.shape, 0) & (sizes.tokens - 1)) >> 3 == part
+        here = (iota(x.shape, 0) & (sizes.tokens - 1)) >> 3 == part
         return jnp.where(here, x, jnp.zeros_like(x))
 
     def own_slots(stage):
         start = pl.multiple_of(warpgroup * SLOTS, SLOTS)
-        return _matrix(shared.ring.at[stage, pl.ds(start, SLOTS)], sizes)
+        return matrix(shared.ring.at[stage, pl.ds(start, SLOTS)], sizes)
 
     def slot_and_token(row):
         """Those of a row of a stage, of 8 each."""
@@ -374,7 +407,7 @@ def _attend_slots(refs, shared, place, warpgroup, sizes, carry):
             if sizes.by_token:
                 words = refs.slot_words.at[tile.batch, lax.div(token, OCTET) + part, chunk]
                 words = load(words, layout, optimized=False)
-            slot = slot_and_token(_iota((ROWS,), 0, layout))[0]
+            slot = slot_and_token(iota((ROWS,), 0, layout))[0]
             seen = visible_slots(words, slot, chunk)
             x = place[...].reshape(ROWS, -1) if sizes.interpret else load(place, LAYOUT)
             x = jnp.where(by_row(jnp.where(seen, 1, 0), x.shape) != 0, x, jnp.zeros_like(x))
@@ -413,7 +446,7 @@ def _attend_slots(refs, shared, place, warpgroup, sizes, carry):
         step = 2 * (tile.end + chunk * sizes.parts)
         chunk += tile.first_chunk
         # If all tokens have the same visible slots, hidden ones fall into columns that are dropped.
-        scores = _accumulate(
+        scores = accumulate(
             None,
             (ROWS, ROWS),
             lambda add: add_parts(add, None, step, chunk, sizes.by_token, True),
@@ -423,13 +456,13 @@ def _attend_slots(refs, shared, place, warpgroup, sizes, carry):
         if sizes.by_token:
             words = refs.row_words.at[tile.batch, lax.div(token, sizes.tokens), chunk]
             words = by_row(load(words, LAYOUT.reduce(1), optimized=False), shape)
-        slot, of_token = slot_and_token(_iota(shape, 1))
-        own = _iota(shape, 0) & (OCTET - 1) == of_token
+        slot, of_token = slot_and_token(iota(shape, 1))
+        own = iota(shape, 0) & (OCTET - 1) == of_token
         scores = jnp.where(own & visible_slots(words, slot, chunk), scores, -jnp.inf)
         weights, acc, highest, total = _soften(scores, acc, highest, total, sizes.factor)
         total += weights.sum(axis=1)
         narrow, step = weights.astype(dtype), step + sizes.parts
-        acc = _accumulate(
+        acc = accumulate(
             acc,
             acc.shape,
             lambda add: add_parts(add, narrow, step, chunk, True, False),
@@ -440,29 +473,8 @@ def _attend_slots(refs, shared, place, warpgroup, sizes, carry):
     return lax.fori_loop(0, tile.chunks, one, carry)
 
 
-def compute(refs, shared, warpgroup, sizes):
-    """A compute warpgroup: one tile of ROWS queries, from loading them to storing their results."""
-
-    def place():
-        tile = tile_of(refs, sizes)
-        return tile, tile.token + warpgroup * sizes.tokens
-
-    tile, token = place()
-    _load_queries(refs, shared, tile, token, warpgroup, sizes)
-    full = functools.partial(plgpu.layout_cast, new_layout=LAYOUT.reduce(1))
-    carry = (
-        plgpu.layout_cast(jnp.zeros((ROWS, sizes.width), jnp.float32), LAYOUT),
-        full(jnp.full((ROWS,), LOWEST, jnp.float32)),
-        full(jnp.zeros((ROWS,), jnp.float32)),
-    )
-    for attend in (_attend_keys, _attend_slots):
-        carry = attend(refs, shared, place, warpgroup, sizes, carry)
-    acc, highest, total = carry
-    tile, token = place()
-    result, lse = shared.q.at[warpgroup], shared.lse.at[warpgroup]
-    result[...] = (acc / by_row(total, acc.shape)).astype(shared.ring.dtype)
-    lse[...] = highest * (1 / LOG2E) + jnp.log(total)
-    plgpu.commit_smem()
+def store_rows(refs, result, tile, token, sizes):
+    """Starts the copies of a tile's results, from shared memory to o."""
     for i in range(sizes.heads):
         exists = token < sizes.length
         if sizes.group % sizes.heads:
@@ -475,6 +487,32 @@ def compute(refs, shared, warpgroup, sizes):
             place = result.at[pl.ds(i * sizes.tokens, sizes.tokens)]
             plgpu.copy_smem_to_gmem(place, rows)
 
+
+def compute(refs, shared, warpgroup, sizes):
+    """A compute warpgroup: one tile of ROWS queries, from loading them to storing their results."""
+
+    def place():
+        tile = tile_of(refs, sizes)
+        return tile, tile.token + warpgroup * sizes.tokens
+
+    tile, token = place()
+    load_queries(refs, shared, tile, token, warpgroup, sizes)
+    full = functools.partial(plgpu.layout_cast, new_layout=LAYOUT.reduce(1))
+    carry = (
+        plgpu.layout_cast(jnp.zeros((ROWS, sizes.width), jnp.float32), LAYOUT),
+        full(jnp.full((ROWS,), LOWEST, jnp.float32)),
+        full(jnp.zeros((ROWS,), jnp.float32)),
+    )
+    carry = _attend_keys(refs, shared, place, warpgroup, sizes, carry)
+    if refs.k_depth is not None:
+        carry = _attend_slots(refs, shared, place, warpgroup, sizes, carry)
+    acc, highest, total = carry
+    tile, token = place()
+    result, lse = shared.q.at[warpgroup], shared.lse.at[warpgroup]
+    result[...] = (acc / by_row(total, acc.shape)).astype(shared.ring.dtype)
+    lse[...] = highest * (1 / LOG2E) + jnp.log(total)
+    plgpu.commit_smem()
+    store_rows(refs, result, tile, token, sizes)
     group = lax.div(token, sizes.tokens)
     plgpu.copy_smem_to_gmem(lse, refs.lse.at[tile.batch, tile.column, group])
     plgpu.wait_smem_to_gmem(0)

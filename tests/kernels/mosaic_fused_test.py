@@ -269,7 +269,7 @@ def test_stages_fit_into_shared_memory():
         static = types.SimpleNamespace(window=0, slot_window=0, scale=1.0, parts=FUSED)
         slots = types.SimpleNamespace(mask_LBR=None, rows_BT=None, k_LBRKH=jnp.zeros((1, 1, 8, 1)))
         for own in (None, q):
-            sizes = fused._sizes(q, q[:, :, :1], None, own, slots, static)
+            sizes = fused.make_sizes(q, q[:, :, :1], None, own, slots, static)
             tile = sizes.width * q.dtype.itemsize
             used = sizes.stages * body.KEYS * tile + (1 + (own is not None)) * 128 * tile
             assert 3 <= sizes.stages <= fused.MAX_STAGES and used <= fused.SHARED_BYTES
