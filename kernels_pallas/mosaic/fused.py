@@ -125,7 +125,8 @@ def make_sizes(q_BTNH, k_BSKH, segment_ids_BT, q_depth_BTNH, slots, static):
         kv_heads=k_BSKH.shape[2],
         group=heads // k_BSKH.shape[2],
         width=width,
-        stages=min(room // (KEYS * width * size), MAX_STAGES),
+        # A block's keys and values at once: wide float32 heads, only interpreted, have no room.
+        stages=min(max(room // (KEYS * width * size), 2), MAX_STAGES),
         window=static.window,
         documents=segment_ids_BT is not None,
         own_query=own_query,

@@ -153,7 +153,7 @@ def _compute_dq(refs, shared, warpgroup, sizes):
 
 
 def _by_octet(operands, ids_BT, sizes):
-    """Operands of `_compute_dkv`: queries in octets of tokens, keys not, and where documents end."""
+    """Operands of `_compute_dkv`: queries in octets of tokens, and where documents end."""
     split = {key: operands[key] for key in ('q', 'q_depth')}
     split = {key: x.reshape(x.shape[0], -1, OCTET, *x.shape[2:]) for key, x in split.items()}
     joined = {key: operands[key] for key in ('k', 'v')}
