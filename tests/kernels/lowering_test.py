@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 
 from kernels_pallas.backends import Parts
 from kernels_pallas.joint_softmax import SequenceMask, Slots, Static, joint_attention
-from tests.kernels.hopper import depth_call, fused_call, lower, shape
+from tests.kernels.hopper import depth_call, fused_call, lower, sequence_call, shape
 
 # JAX means to remove it; until then it is what runs on GPUs older than Hopper.
 pytestmark = pytest.mark.filterwarnings(
@@ -97,6 +97,14 @@ def lower_fused(*sizes, **options):
 def test_fused_lowers(sizes):
     """Sequence and slots become one kernel, whatever the lengths."""
     assert len(re.findall('@mosaic_gpu', lower_fused(**sizes))) == 1
+
+
+@pytest.mark.parametrize('documents', [False, True])
+def test_sequence_lowers(documents):
+    """One kernel forward, two backward, at a length that no block divides."""
+    for way, kernels in (('forward', 1), ('backward', 2)):
+        function, arrays = sequence_call(way, 97, 2, 3, 128, documents)
+        assert len(re.findall('@mosaic_gpu', lower(function, *arrays))) == kernels
 
 
 def test_hopper_reaches_beyond_31_bits():
