@@ -113,6 +113,7 @@ def _slots(slots, slot_window, sizes):
 
 
 def make_sizes(q_BTNH, k_BSKH, segment_ids_BT, q_depth_BTNH, slots, static):
+    """The `Sizes` of arguments of `fused_forward`."""
     _, length, heads, width = q_BTNH.shape
     size, swizzle = q_BTNH.dtype.itemsize, swizzle_of(width, q_BTNH.dtype)
     width, own_query = round_up(width, swizzle // size), q_depth_BTNH is not None
@@ -138,6 +139,7 @@ def make_sizes(q_BTNH, k_BSKH, segment_ids_BT, q_depth_BTNH, slots, static):
 
 
 def make_scratch(sizes, dtype, swizzle):
+    """What `Shared` names, as `plgpu` allocates it."""
     minor = swizzle // dtype.itemsize
     rows = common.tiled((TILES, ROWS, sizes.width), dtype, swizzle)
     # A copy brings octets of rows; for a product the octets of a stage are the rows of a matrix.

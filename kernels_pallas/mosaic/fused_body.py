@@ -12,13 +12,24 @@ import dataclasses
 import functools
 import types
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels_pallas.mosaic.common import LAYOUT, LOG2E, OCTET, by_column, by_row, full_slice, load
+from kernels_pallas.mosaic.common import (
+    LAYOUT,
+    LOG2E,
+    OCTET,
+    accumulate,
+    add_product,
+    by_column,
+    by_row,
+    full_slice,
+    iota,
+    load,
+    matrix,
+)
 
 ROWS = 64  # of a tile: tokens times heads
 TILES = 2  # of as many warpgroups in a block
@@ -192,48 +203,6 @@ def fill(refs, shared, sizes):
     finish(shared, tile.steps, sizes)
 
 
-def matrix(ref, sizes):
-    """Octets of rows of shared memory as a matrix; the interpreter cannot, and its loads are."""
-    return ref if sizes.interpret else ref.reshape(ref.shape[0] * OCTET, sizes.width)
-
-
-def accumulate(initial, shape, add_products, sizes):
-    """`initial` (None: zeros) plus the products that add_products(add) adds."""
-    if sizes.interpret:
-        # The interpreter's wgmma takes no left side from registers.
-        total = [jnp.zeros(shape, jnp.float32) if initial is None else initial]
-
-        def add(a, b, transpose=False):
-            a = a if isinstance(a, jax.Array) else a[...].reshape(-1, sizes.width)
-            b = b[...].reshape(-1, sizes.width).astype(jnp.float32)
-            total[0] = total[0] + jnp.dot(a.astype(jnp.float32), b.T if transpose else b)
-            # The interpreter lets a copy overtake these reads, though not those of wgmma.
-            plgpu.commit_smem()
-
-        add_products(add)
-        return total[0]
-
-    def run(sum_ref):
-        def add(a, b, transpose=False):
-            plgpu.wgmma(sum_ref, a, b.T if transpose else b)
-
-        add_products(add)
-        return sum_ref[...] if initial is None else None
-
-    if initial is None:
-        return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
-    return pl.run_state(run)(plgpu.ACC.init(initial))
-
-
-def add_product(a, b, add, transpose=False):
-    """`add_products` of `accumulate`: a @ b, or a @ b.T."""
-    add(a, b, transpose)
-
-
-def iota(shape, dimension, layout=LAYOUT):
-    return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=layout)
-
-
 def _soften(scores, acc, highest, total, factor):
     """One step of the online softmax: (weights, acc, highest, total), in base 2."""
     new = jnp.maximum(highest, scores.max(axis=1) * factor)
@@ -243,6 +212,7 @@ def _soften(scores, acc, highest, total, factor):
 
 
 def load_queries(refs, shared, tile, token, warpgroup, sizes):
+    """Waits for the queries of a tile, and those for the slots, in shared memory."""
     sides = [(refs.q, shared.q)]
     if sizes.own_query:
         sides.append((refs.q_depth, shared.q_depth))

@@ -16,16 +16,20 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.mosaic import common, fused
 from kernels_pallas.mosaic import fused_body as body
-from kernels_pallas.mosaic.common import LAYOUT, LOG2E, OCTET, by_column, by_row, full_slice, load
-from kernels_pallas.mosaic.fused_body import (
-    KEYS,
-    ROWS,
-    TILES,
+from kernels_pallas.mosaic.common import (
+    LAYOUT,
+    LOG2E,
+    OCTET,
     accumulate,
     add_product,
+    by_column,
+    by_row,
+    full_slice,
     iota,
+    load,
     matrix,
 )
+from kernels_pallas.mosaic.fused_body import KEYS, ROWS, TILES
 
 unsupported = fused.unsupported
 
