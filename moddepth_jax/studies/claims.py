@@ -347,8 +347,11 @@ def _losses(evidence, name):
         return []
     budget, reference, rows = study['budgets'][-1], fit.reference(study), []
     for variant, differences in fit.paired_differences(study, budget).items():
-        losses = fit.judging(study, fit.select(study, variant, budget))
-        size, mean = fit.best(fit.select(study, variant, budget)).size, np.mean([*losses.values()])
+        of_variant = fit.select(study, variant, budget)
+        losses = fit.judging(study, of_variant)
+        if not losses:
+            continue
+        size, mean = fit.best(of_variant).size, np.mean([*losses.values()])
         known = differences and variant != reference
         difference = f'{interval([differences]):+.3f}' if known else ''
         rows.append((f'`{variant}`', size, str(len(losses)), f'{mean:.3f}', difference))

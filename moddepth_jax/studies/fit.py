@@ -90,9 +90,14 @@ def best(rows: list[dict]) -> Size:
     return next(found for found in sizes(rows) if found.size == size)
 
 
+def choosing_seeds(study: dict) -> list[int]:
+    """The first seed, if it chose among sizes and so must not judge them too; else none."""
+    return study['seeds'][: len(study['sizes']) > 1]
+
+
 def judging(study: dict, rows: list[dict]) -> dict[int, float]:
     """{seed: bits/byte} of a variant's rows at their best size, without the seed that chose it."""
-    chose = study['seeds'][:1] if len(study['sizes']) > 1 else []
+    chose = choosing_seeds(study)
     size = best(rows).size
     mine = [row for row in rows if row['size'] == size and row['seed'] not in chose]
     return {row['seed']: row['bits_per_byte'] for row in mine}

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from moddepth_jax.studies import fit
 from moddepth_jax.studies.statistics import INVALID_GAP, MIN_STEPS
 
 MIN_SIZES = 3  # of dense models, for the best of them to be called optimal
@@ -92,19 +93,15 @@ class Place(NamedTuple):
         return self.evidence.studies[self.name]
 
     @property
-    def chosen(self) -> bool:
-        """Whether the first seed has chosen among sizes, so that it must not judge them too."""
-        return len(self.study['sizes']) > 1
-
-    @property
     def planned(self) -> int:
         """How many seeds judge, by the plan."""
-        return self.spec.seeds - self.chosen
+        return self.spec.seeds - len(fit.choosing_seeds(self.study))
 
     def seeds(self, groups) -> list[int]:
         """The seeds that judge: planned ones that all the groups have."""
-        planned = self.study['seeds'][self.chosen : self.spec.seeds]
-        return [seed for seed in planned if all(seed in group.rows for group in groups)]
+        chose = fit.choosing_seeds(self.study)
+        judging = [seed for seed in self._planned_seeds if seed not in chose]
+        return [seed for seed in judging if all(seed in group.rows for group in groups)]
 
     def group(self, variant: str) -> Group:
         """The runs of a variant, or of BEST_DENSE. Raises NotMeasured if there are none."""
@@ -144,7 +141,7 @@ class Place(NamedTuple):
 
     def _at_edge(self, rows, best):
         """Whether a better size may lie beyond those tried; none is shallower than one layer."""
-        tried = [row['parameters'] for row in self._tried(rows)]
+        tried = [row['parameters'] for row in self._tried(rows)] or [best['parameters']]
         smallest = best['parameters'] <= min(tried) and not best['size'].startswith('1x')
         return smallest or best['parameters'] >= max(tried)
 
