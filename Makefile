@@ -17,7 +17,7 @@ NEXT := .venv-next/bin/python
 NEXT_TESTS := tests/kernels tests/model tests/inference tests/launch/backends_test.py \
     $(addprefix tests/training/,losses_test.py train_step_test.py mesh_test.py gpu_collectives_test.py)
 
-.PHONY: train test test-next has-next test-all faults mutations dry-runs gpu gpu-rehearsal study study-budgets study-routing study-capacity study-gates study-moda study-text study-experts study-gpu study-moda-gpu docs-notebooks docs-api
+.PHONY: train test test-next has-next test-all faults mutations dry-runs gpu gpu-rehearsal study study-budgets study-routing study-capacity study-every-block study-gates study-moda study-text study-experts study-gpu study-moda-gpu docs-notebooks docs-api
 .DELETE_ON_ERROR:
 
 train: .venv/installed
@@ -67,6 +67,7 @@ NINE := $(EIGHT),8
 TEN := $(NINE),9
 TWELVE := $(TEN),10,11
 SIXTEEN := $(TWELVE),12,13,14,15
+FRESH := 12,13,14,15,16,17,18,19,20,21,22,23
 
 study: .venv/installed
 	$(call isoflop) --config=configs/study.py --budgets=6e11,2e12 --sizes=2x64,4x64,8x64 \
@@ -94,6 +95,10 @@ EVERY := every_0.75,every_0.5,every_0.25,every_0.125
 study-capacity: .venv/installed
 	$(call isoflop) $(AT_BUDGET) --budgets=2e12 --sizes=4x64 --seeds=$(TWELVE) \
 	    --variants=dense,$(EVERY_OTHER),$(EVERY),random_every_0.5
+
+study-every-block: .venv/installed
+	$(call isoflop) $(AT_BUDGET) --budgets=2e12 --sizes=4x64 --seeds=$(FRESH) \
+	    --variants=mod,mod_0.5,mod_0.25,every_0.5,every_0.25,every_0.125,random_every_0.5,dense
 
 study-gates: .venv/installed
 	$(call isoflop) $(AT_BUDGET) --budgets=2e12 --sizes=4x64 --seeds=$(TWELVE) \

@@ -17,7 +17,6 @@ from moddepth_jax.studies.statistics import (
     MIN_SEEDS,
     MOST_SEEDS,
     POWER,
-    all_within,
     detectable,
     holm,
     interval,
@@ -82,11 +81,21 @@ class Claim:
             if self.judge in COUNTED:
                 return COUNTED[self.judge](evidence, **self.args)
             if self.spec:
-                return AT_A_PLACE[self.judge](self._place(evidence), **self.args)
+                return self._find_at(self._place(evidence))
         except NotMeasured:
             pass
         reason = 'not measured' if self.judge else 'out of reach of a study'
         raise NotMeasured(f'{reason}; needs {self.spec.run if self.spec else self.needs}')
+
+    def _find_at(self, place):
+        """By the causal losses; if one is far from that under top-C, also by those under top-C."""
+        judge = AT_A_PLACE[self.judge]
+        finding = judge(place, **self.args)
+        if not finding.gap:
+            return finding
+        other = judge(place._replace(top_c=True), **self.args)
+        ours = f'{finding.ours}; under top-C {other.ours}'
+        return dataclasses.replace(finding, ours=ours, under_top_c=other.samples)
 
     def _place(self, evidence):
         """The planned place, or that in a study of one's own, which judges each claim once."""
@@ -151,7 +160,7 @@ class Judged(NamedTuple):
     claim: Claim
     finding: Finding | None
     needs: str  # why there is no finding
-    p: float  # the smallest level at which its samples alone decide it
+    p: float  # the smallest level at which its finding alone decides it
     adjusted: float  # by Holm
     level: float  # that p must not exceed
 
@@ -168,7 +177,7 @@ class Judged(NamedTuple):
             return self.finding.verdict if not self.finding.problem else UNDECIDED
         if not self.compared or self.adjusted > LEVEL:
             return UNDECIDED
-        return HOLDS if all_within(self.finding.samples).holds else FAILS
+        return HOLDS if self.finding.decide().holds else FAILS
 
 
 def judge(evidence: Evidence) -> list[Judged]:
@@ -184,7 +193,7 @@ def judge(evidence: Evidence) -> list[Judged]:
         except NotMeasured as needs:
             found.append(Judged(claim, None, str(needs), 1.0, 1.0, LEVEL))
     tested = [index for index, each in enumerate(found) if each.compared]
-    p_values = [all_within(found[index].finding.samples).p for index in tested]
+    p_values = [found[index].finding.decide().p for index in tested]
     adjusted, levels = holm(p_values, _family(evidence, found))
     for index, p, of_all, level in zip(tested, p_values, adjusted, levels, strict=True):
         found[index] = found[index]._replace(p=p, adjusted=of_all, level=level)
@@ -225,7 +234,11 @@ def _reason(judged, strictest):
         return (
             f'{finding.planned - finding.missing} of the {finding.planned} seeds planned were run'
         )
+    if not finding.agree:
+        return f'{finding.gap}, and the losses under top-C are in favour of the other verdict'
     found, level = f'p = {judged.p:.2g}', f'Holm asks for {judged.level:.2g}'
+    if finding.gap:
+        found += f', the larger of two: {finding.gap}, so that the losses under top-C must agree'
     if judged.adjusted <= LEVEL:
         return f'{found}; {level}'
     alone = ', decided alone but not' if judged.p <= LEVEL else ', decided neither alone nor'
@@ -234,7 +247,8 @@ def _reason(judged, strictest):
 
 def _would_decide(finding, strictest):
     """Seeds and FLOPs that would decide a difference as large as the one that was found."""
-    needed = [seeds_needed(sample.margin, sample.spread, strictest) for sample in finding.samples]
+    samples = finding.samples + finding.under_top_c
+    needed = [seeds_needed(sample.margin, sample.spread, strictest) for sample in samples]
     if None in needed:
         return f'no {MOST_SEEDS:,} {finding.counts} would decide a difference as small as this'
     seeds = max(needed)

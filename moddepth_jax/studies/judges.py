@@ -11,7 +11,13 @@ import numpy as np
 
 from moddepth_jax.studies import fit
 from moddepth_jax.studies.places import Evidence, Group, NotMeasured, Place, find_place
-from moddepth_jax.studies.statistics import MIN_SEEDS, MIN_STEPS, Sample
+from moddepth_jax.studies.statistics import (
+    MIN_SEEDS,
+    MIN_STEPS,
+    Decision,
+    Sample,
+    all_within,
+)
 
 HOLDS, FAILS, UNDECIDED = 'holds', 'does not hold', 'cannot tell here'
 NOTHING = '-'  # where a row has no number, spread or setting
@@ -32,6 +38,26 @@ class Finding:
     planned: int = 0  # seeds of the plan
     counts: str = 'seeds'  # what the samples are numbers of
     flops: float = 0.0  # of one more seed of all that is compared
+    gap: str = ''  # why the claim is also judged by the losses under top-C
+    under_top_c: tuple[Sample, ...] = ()  # the samples of these
+
+    def decide(self) -> Decision:
+        """By the samples, and with a large routing gap also by those under top-C: both must agree.
+
+        p is the larger of the two, or 1 if they disagree.
+        """
+        decision = all_within(self.samples)
+        if not self.under_top_c:
+            return decision
+        other = all_within(self.under_top_c)
+        return decision._replace(p=max(decision.p, other.p) if self.agree else 1.0)
+
+    @property
+    def agree(self) -> bool:
+        """Whether the losses under top-C, where they count, are in favour of the same verdict."""
+        if not self.under_top_c:
+            return True
+        return all_within(self.samples).holds == all_within(self.under_top_c).holds
 
 
 def found_at(place: Place, groups: list[Group], ours, samples, problem='', **fields) -> Finding:
@@ -54,12 +80,12 @@ def found_at(place: Place, groups: list[Group], ours, samples, problem='', **fie
 
 
 def _compared(place, *variants, one_size=False):
-    """(groups, seeds that judge, why their losses must not be compared)."""
+    """(groups, seeds that judge, the routing gap for which they are also judged under top-C)."""
     groups = place.groups(*variants, one_size=one_size)
     seeds = place.seeds(groups)
     if not seeds:
         raise NotMeasured
-    return groups, seeds, place.invalid(groups)
+    return groups, seeds, place.gap(groups)
 
 
 def _difference(first, second, seeds):
@@ -89,26 +115,27 @@ def lower_loss(
     `margin` is a share of the loss of `second`. No verdict if the FLOPs per forward pass of `first`
     over those of `second` do not lie between two bounds.
     """
-    (one, other), seeds, problem = _compared(place, first, second, one_size=bool(place.spec.size))
+    (one, other), seeds, gap = _compared(place, first, second, one_size=bool(place.spec.size))
     differences = _difference(one, other, seeds)
     ours, cost = _ours(one, other, seeds), one.cost() / other.cost()
     if least_cost or not math.isinf(most_cost):
         ours = f'{one.size} against {other.size}, {cost:.2f} of the FLOPs: {ours}'
+    problem = ''
     if not least_cost <= cost <= most_cost:
         problem = f'{first} {one.size} has {cost:.2f} of the FLOPs of {other.variant} {other.size}'
     sample = Sample(differences, high=margin * other.values(seeds).mean())
-    return found_at(place, [one, other], ours, [sample], problem)
+    return found_at(place, [one, other], ours, [sample], problem, gap=gap)
 
 
 def lowest_loss(place: Place, first: str, others: list[str]) -> Finding:
     """The variant `first` has a lower loss than each of the others, all at one size."""
-    groups, seeds, problem = _compared(place, first, *others, one_size=True)
+    groups, seeds, gap = _compared(place, first, *others, one_size=True)
     best, *rest = groups
     samples = [Sample(_difference(best, group, seeds), high=0.0) for group in rest]
     pairs = zip(rest, samples, strict=True)
     against = ', '.join(f'{group.variant} {sample.interval:+.3f}' for group, sample in pairs)
     ours = f'{first} {best.values(seeds).mean():.3f} bits a byte; against {against}'
-    return found_at(place, groups, ours, samples, problem)
+    return found_at(place, groups, ours, samples, gap=gap)
 
 
 def _slopes(values, positions):
@@ -119,14 +146,14 @@ def _slopes(values, positions):
 
 def rising_with_capacity(place: Place, variants: list[str]) -> Finding:
     """The loss rises with the capacity of some variants at one size: the slope on its logarithm."""
-    groups, seeds, problem = _compared(place, *variants, one_size=True)
+    groups, seeds, gap = _compared(place, *variants, one_size=True)
     changes = [place.study['variants'][name]['changes'] for name in variants]
     capacities = [knobs['model.routing.capacity'] for knobs in changes]
     losses = [group.values(seeds) for group in groups]
     sample = Sample(_slopes(losses, np.log2(capacities)), low=0.0)
     means = [f'{c:.1%} {each.mean():.3f}' for c, each in zip(capacities, losses, strict=True)]
     slope = f'{sample.interval:+.4f} for twice the capacity'
-    return found_at(place, groups, f'{", ".join(means)} bits a byte; {slope}', [sample], problem)
+    return found_at(place, groups, f'{", ".join(means)} bits a byte; {slope}', [sample], gap=gap)
 
 
 def falling_difference(place: Place, first: str, second: str, budgets: list[float]) -> Finding:
@@ -141,14 +168,14 @@ def falling_difference(place: Place, first: str, second: str, budgets: list[floa
     sample = Sample(_slopes(shares, np.log10(budgets)), high=0.0)
     means = [f'{each.mean():+.1%}' for each in shares]
     ours = f'{", ".join(means)} at {_budgets(budgets)}; {sample.interval:+.2%} for ten times more'
-    return found_at(
-        place, groups, ours, [sample], next(filter(None, map(place.invalid, pairs)), '')
-    )
+    gap = next(filter(None, map(place.gap, pairs)), '')
+    return found_at(place, groups, ours, [sample], gap=gap)
 
 
 def _at_budget(place, budget):
     """The place at another budget of the same study."""
-    return find_place(place.evidence, place.spec._replace(flops=budget))
+    at_budget = find_place(place.evidence, place.spec._replace(flops=budget))
+    return at_budget._replace(top_c=place.top_c)
 
 
 def _budgets(budgets):
@@ -203,25 +230,26 @@ def perplexity(place: Place, first: str, second: str, margin: float, saved: floa
 
     The claim is of perplexity per token, ours is per byte and differs by less: it cannot hold.
     """
-    groups, seeds, problem = _compared(place, first, second, one_size=True)
+    groups, seeds, gap = _compared(place, first, second, one_size=True)
     one, other = (2 ** group.values(seeds) for group in groups)
     share, sample = 1 - groups[0].cost() / groups[1].cost(), Sample(one - other, high=margin)
     ours = f'saves {share:.0%}, perplexity per byte {sample.interval:+.3f}'
     if share < saved:
         counted = {'verdict': FAILS, 'reason': f'saves less than {saved:.0%}'}
-        return found_at(place, groups, ours, [], problem, **counted)
+        return found_at(place, groups, ours, [], **counted)
+    problem = ''
     if sample.margin > 0:
-        problem = problem or 'the claim is of perplexity per token, which differs by more'
-    return found_at(place, groups, ours, [sample], problem)
+        problem = 'the claim is of perplexity per token, which differs by more'
+    return found_at(place, groups, ours, [sample], problem, gap=gap)
 
 
 def larger_gain(place: Place, first: list[str], second: list[str]) -> Finding:
     """The difference of a pair of variants lies below that of another pair, all at one size."""
-    groups, seeds, problem = _compared(place, *first, *second, one_size=True)
+    groups, seeds, gap = _compared(place, *first, *second, one_size=True)
     post, pre = _difference(*groups[:2], seeds), _difference(*groups[2:], seeds)
     sample = Sample(post - pre, high=0.0)
     ours = f'post {post.mean():+.3f}, pre {pre.mean():+.3f} bits a byte: {sample.interval:+.3f}'
-    return found_at(place, groups, ours, [sample], problem)
+    return found_at(place, groups, ours, [sample], gap=gap)
 
 
 def counted_cost(

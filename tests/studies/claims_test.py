@@ -158,7 +158,6 @@ def _diverge_first(study, variant):
 
 PROBLEMS = [
     ({'steps': 499}, None, '499 steps, 500 are needed'),
-    ({'routing_gap': 0.06}, None, 'a routing gap of 0.06 nats'),
     ({}, _diverge, 'a run of mod 4x64 diverged'),
     ({}, lambda s: s.update(diverged=['mod-4x64-6e+11-seed8']), 'a run of mod 4x64 diverged'),
     ({}, lambda s: _lose_size(s, 'dense', '31x64'), 'dense 4x64 is the smallest or largest'),
@@ -176,6 +175,33 @@ def test_runs_that_do_not_count_give_no_verdict(changes, change, reason):
     losses = {'dense': 2.0, 'dense 3x64': 8.0, 'mod': 1.9}
     row = judged('mod_beats_dense', losses, change=change, **changes)
     assert row['verdict'] == UNDECIDED and reason in row['reason'], row
+
+
+@pytest.mark.parametrize(
+    ('causal', 'gap', 'verdict', 'text'),
+    [
+        (-0.3, 0.06, HOLDS, 'must agree'),
+        (-0.3, -0.06, HOLDS, 'mod 4x64 has a routing gap of -0.06 nats'),
+        (0.3, -0.06, FAILS, 'under top-C mod'),
+        (-0.05, -0.06, UNDECIDED, 'in favour of the other verdict'),
+        (0.05, 0.06, UNDECIDED, 'in favour of the other verdict'),
+        (0.0607, 0.04, FAILS, 'Holm'),
+        (-0.3, lambda seed: -1.0 if seed == 5 else 0.0, UNDECIDED, 'the larger of two'),
+    ],
+)
+def test_a_large_routing_gap_asks_that_both_losses_agree(causal, gap, verdict, text):
+    """Bits of one-byte tokens: under top-C the loss is lower by the gap over the log of 2."""
+
+    def change(study):
+        for row in study['runs']:
+            of_dense = {'routing_gap': None, 'loss_top_c': None}
+            row |= of_dense if row['variant'] == 'dense' else {}
+            row['loss'] = row['bits_per_byte'] * math.log(2)
+
+    losses = {'mod': 2.0 + causal, 'dense': 2.0}
+    row = judged('mod_beats_dense_of_its_size', losses, change=change, routing_gap=gap)
+    assert row['verdict'] == verdict and text in row['ours'] + row['reason'], row
+    assert ('under top-C' in row['ours']) is (gap != 0.04)
 
 
 def test_runs_of_other_seeds_and_one_layer_as_the_smallest_model_void_nothing():
